@@ -1,0 +1,1 @@
+"""Implementations of the operators, a folder for each backend, a file for each stage."""

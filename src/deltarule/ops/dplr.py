@@ -1,0 +1,84 @@
+"""The operator for every rule that erases along free vectors: diagonal plus low rank."""
+
+from deltarule.ops.arguments import check_arguments, result
+from deltarule.ops.dispatch import Impl, dispatch
+from deltarule.shapes import (
+    Decay,
+    Erase,
+    Keys,
+    Offsets,
+    Queries,
+    RecurrentOutput,
+    State,
+    Values,
+)
+
+
+def dplr(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    *,
+    a: Erase,
+    b: Erase,
+    log_decay: Decay | None = None,
+    scale: float | None = None,
+    initial_state: State | None = None,
+    cu_seqlens: Offsets | None = None,
+    return_state: bool = True,
+    batch_invariant: bool = False,
+    impl: Impl = "auto",
+) -> RecurrentOutput:
+    r"""Multiply a matrix state by a diagonal plus a rank-one matrix, write a value, and read it.
+
+    .. math::
+        S_t &= S_{t-1} (\mathrm{Diag}(e^{\mathrm{log\_decay}_t}) + a_t b_t^\top) + v_t k_t^\top \\
+        o_t &= \mathrm{scale} \cdot S_t q_t
+
+    The rank-one matrix sees the undecayed state. Choose a and b so that the transition does not
+    grow: RWKV-7 takes a = -k', b = alpha * k' with a unit k' and alpha in [0, 1].
+
+    Args:
+        q: Queries [B, T, H, K] in float64, float32, bfloat16 or float16.
+        k: Keys [B, T, H, K] in q's dtype.
+        v: Values [B, T, HV, V] in q's dtype; HV is a multiple of H.
+        a: Erase query [B, T, HV, K]: what the state is read with before it is erased.
+        b: Erase key [B, T, HV, K]: where that reading is added.
+        log_decay: Natural log of the decay, <= 0, float32: [HV], [B, T, HV] or [B, T, HV, K];
+            -inf is a reset of the diagonal part. None means no decay.
+        scale: Factor of the read-out. None means K ** -0.5.
+        initial_state: [N, HV, V, K], float32 (float64 with float64 q). None means zeros.
+        cu_seqlens: Offsets [N + 1] of sequences packed into one row (B = 1). None means that each
+            batch row is a sequence.
+        return_state: False gives None in place of the final state.
+        batch_invariant: Fix the plan of execution independently of B and N.
+        impl: "auto", or a named implementation, which runs or raises with the reason.
+
+    Returns:
+        o [B, T, HV, V] in v's dtype, and final_state [N, HV, V, K], always a new tensor.
+
+    Raises:
+        ValueError: An argument has the wrong shape, dtype or device; the message names it.
+
+    Example:
+        >>> import torch
+        >>> q, k, v = torch.randn(3, 1, 10, 2, 4).unbind()
+        >>> erase = torch.nn.functional.normalize(torch.randn(1, 10, 2, 4), dim=-1)
+        >>> dplr(q, k, v, a=-erase, b=0.5 * erase).o.shape
+        torch.Size([1, 10, 2, 4])
+
+    Source: RWKV-7, arXiv 2503.14456; the general form S (Diag + a b^T) + v k^T as in the slides
+    of seeds 000 and 004.
+    """
+    for name, x in (("a", a), ("b", b)):
+        if x is None:
+            raise ValueError(
+                f"{name} must be a tensor [B, T, HV, K], got None: without a free "
+                "erase, use delta_rule"
+            )
+    args = check_arguments(
+        q, k, v, beta=None, a=a, b=b, log_decay=log_decay, initial_state=initial_state,
+        cu_seqlens=cu_seqlens, n_steps=1, scale=scale, normalize_qk=False,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
+    return result(dispatch(args, impl), return_state)

@@ -1,0 +1,1 @@
+"""The definition of the recurrence (`recurrent`) and of its chunked algorithm (`chunked`)."""

@@ -1,0 +1,166 @@
+"""The definition: a state, decayed and erased from the right, written by an outer product, read.
+
+    S_t = S_{t-1} A_t + w_t k_t^T        o_t = scale * S_t q_t        S in R^{V x K}
+
+Everything else in the package is a faster way to compute these two functions. They are plain
+differentiable PyTorch in the dtype of the inputs (float32 at least); in float64 they are the oracle
+of every test.
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from deltarule.shapes import (
+    Beta,
+    Decay,
+    Erase,
+    Keys,
+    Offsets,
+    Queries,
+    RecurrentOutput,
+    State,
+    Values,
+)
+
+UNIT_NORM_EPSILON = 1e-6
+
+# (state before the token, its decay [B, HV, 1, 1 or K], its index) -> state after the token
+Transition = Callable[[Tensor, Tensor, int], Tensor]
+
+
+def delta_rule(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    *,
+    beta: Beta | None,
+    log_decay: Decay | None = None,
+    n_steps: int = 1,
+    scale: float | None = None,
+    normalize_qk: bool = False,
+    initial_state: State | None = None,
+    cu_seqlens: Offsets | None = None,
+) -> RecurrentOutput:
+    """Decay once a token; then, for each of its steps, erase along the key and write.
+
+    S <- S Diag(exp(log_decay_t))
+    S <- S + beta_{t,j} (v_{t,j} - S k_{t,j}) k_{t,j}^T        j = 1..n_steps
+    o_t = scale * S q_t
+
+    With `beta=None` nothing is erased: S <- S + v_{t,j} k_{t,j}^T.
+    """
+    if normalize_qk:
+        q, k = unit_norm(q), unit_norm(k)
+    keys, values = _per_value_head(k, v.shape[2]), _computed(v)
+    strength = None if beta is None else _computed(beta).unsqueeze(-1)
+
+    def transition(state: Tensor, decay: Tensor, t: int) -> Tensor:
+        state = state * decay
+        for row in range(t * n_steps, (t + 1) * n_steps):
+            write = values[:, row]
+            if strength is not None:
+                write = strength[:, row] * (write - _read(state, keys[:, row]))
+            state = state + _outer(write, keys[:, row])
+        return state
+
+    return _run(transition, q, v, log_decay, scale, initial_state, cu_seqlens)
+
+
+def dplr(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    *,
+    a: Erase,
+    b: Erase,
+    log_decay: Decay | None = None,
+    scale: float | None = None,
+    initial_state: State | None = None,
+    cu_seqlens: Offsets | None = None,
+) -> RecurrentOutput:
+    """Transition by a diagonal plus a rank-one matrix, which sees the undecayed state.
+
+    S_t = S_{t-1} (Diag(exp(log_decay_t)) + a_t b_t^T) + v_t k_t^T
+    o_t = scale * S_t q_t
+    """
+    keys, values = _per_value_head(k, v.shape[2]), _computed(v)
+    erase_query, erase_key = _computed(a), _computed(b)
+
+    def transition(state: Tensor, decay: Tensor, t: int) -> Tensor:
+        erase = _outer(_read(state, erase_query[:, t]), erase_key[:, t])
+        return state * decay + erase + _outer(values[:, t], keys[:, t])
+
+    return _run(transition, q, v, log_decay, scale, initial_state, cu_seqlens)
+
+
+def unit_norm(x: Tensor) -> Tensor:
+    """x * rsqrt(sum x^2 + 1e-6) over the last axis."""
+    x = _computed(x)
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_NORM_EPSILON)
+
+
+def _run(
+    transition: Transition,
+    q: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    scale: float | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> RecurrentOutput:
+    """Carry the state along each sequence: a batch row, or a slice of the one packed row."""
+    batch, tokens, _, key_size = q.shape
+    heads, value_size = v.shape[2:]
+    queries = _per_value_head(q, heads) * (key_size**-0.5 if scale is None else scale)
+    decay = _decay(log_decay, queries)
+    bounds = [0, tokens] if cu_seqlens is None else cu_seqlens.tolist()
+    sequences = batch if cu_seqlens is None else len(bounds) - 1
+    if initial_state is None:
+        initial_state = queries.new_zeros(sequences, heads, value_size, key_size)
+    initial_state = initial_state.to(queries.dtype)
+
+    outputs, final_states = [], []
+    for i, (start, end) in enumerate(pairwise(bounds)):
+        state = initial_state if cu_seqlens is None else initial_state[i : i + 1]
+        for t in range(start, end):
+            state = transition(state, decay[:, t], t)
+            outputs.append(_read(state, queries[:, t]))
+        final_states.append(state)
+    empty = queries.new_zeros(batch, 0, heads, value_size)
+    o = torch.stack(outputs, dim=1) if outputs else empty
+    final_state = torch.cat(final_states) if final_states else initial_state
+    return RecurrentOutput(o.to(v.dtype), final_state.clone())
+
+
+def _decay(log_decay: Tensor | None, queries: Tensor) -> Tensor:
+    """exp(log_decay) as [B, T, HV, 1, 1 or K], which multiplies a state from the right."""
+    batch, tokens, heads, _ = queries.shape
+    if log_decay is None:
+        return queries.new_ones(batch, tokens, heads, 1, 1)
+    if log_decay.ndim == 1:
+        log_decay = log_decay.expand(batch, tokens, heads)
+    if log_decay.ndim == 3:
+        log_decay = log_decay.unsqueeze(-1)
+    return log_decay.to(queries.dtype).exp().unsqueeze(-2)
+
+
+def _per_value_head(x: Tensor, heads: int) -> Tensor:
+    """[B, T, H, K] -> [B, T, HV, K]: value head h reads key head h * H // HV."""
+    return _computed(x).repeat_interleave(heads // x.shape[2], dim=2)
+
+
+def _computed(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _read(state: Tensor, query: Tensor) -> Tensor:
+    """S q for every row and head: [B, HV, V, K], [B, HV, K] -> [B, HV, V]."""
+    return (state @ query.unsqueeze(-1)).squeeze(-1)
+
+
+def _outer(value: Tensor, key: Tensor) -> Tensor:
+    """v k^T for every row and head: [B, HV, V], [B, HV, K] -> [B, HV, V, K]."""
+    return value.unsqueeze(-1) * key.unsqueeze(-2)

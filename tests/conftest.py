@@ -1,0 +1,71 @@
+"""What holds in every test: poisoned allocations, fixed seeds, reproducible examples."""
+
+import random
+from collections.abc import Callable, Iterator
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+SEED = 0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def poisoned_allocations() -> Iterator[None]:
+    """Fresh memory holds NaN (integers: the least value), so that reading it unwritten is seen."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("empty", "empty_like", "empty_strided"):
+            patch.setattr(torch, name, poisoned(getattr(torch, name)))
+        patch.setattr(Tensor, "new_empty", new_poisoned)
+        yield
+
+
+def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The allocator, followed by a fill."""
+
+    def allocate_and_poison(*args: object, **options: object) -> Tensor:
+        fresh = allocate(*args, **options)
+        if fresh.layout == torch.strided and not fresh.is_quantized:
+            fresh.detach().fill_(poison(fresh.dtype))
+        return fresh
+
+    return allocate_and_poison
+
+
+def new_poisoned(self: Tensor, *size: object, **options: object) -> Tensor:
+    """`new_empty` by way of `new_full`: torch.compile cannot follow a call of the original."""
+    size = size or (options.pop("size"),)
+    shape = size if isinstance(size[0], int | torch.SymInt) else size[0]
+    return self.new_full(shape, poison(options.get("dtype") or self.dtype), **options)
+
+
+def poison(dtype: torch.dtype) -> float | int | bool:
+    """NaN where the type has one."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype == torch.bool else torch.iinfo(dtype).min
+
+
+class TorchSeed:
+    """PyTorch's generator in the form in which hypothesis seeds and restores `random`."""
+
+    seed = staticmethod(torch.manual_seed)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
+
+
+# hypothesis keeps a weak reference only.
+TORCH_SEED = TorchSeed()
+hypothesis.register_random(TORCH_SEED)
+hypothesis.settings.register_profile("deltarule", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("deltarule")
+
+
+# First of all set-up, so that fixtures draw from the fixed seed too.
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    random.seed(SEED)
+    np.random.seed(SEED)  # noqa: NPY002 (libraries draw from the global generator)
+    torch.manual_seed(SEED)

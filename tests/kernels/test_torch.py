@@ -1,0 +1,192 @@
+"""kernels/torch against the float64 oracle: values, gradients, precision, resets."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deltarule import pack
+from deltarule.kernels.torch import layout
+from deltarule.kernels.torch.chunks import packed_groups
+from deltarule.reference import chunked
+from oracle import DECAYS, ERASES, Case, cases, make_case, run_module, weights, with_gradients
+from tolerance import assert_close, assert_close_to_yardstick
+
+GRID = [(decay, erase) for decay in DECAYS for erase in ERASES]
+
+
+def check_against_oracle(case: Case, dtype: torch.dtype) -> None:
+    """Outputs, final state and every gradient, against the definition on the same inputs."""
+    d_o, d_state = weights(case)
+    rounded = case.to(dtype)
+    out, gradients = with_gradients(rounded, "torch", d_o.to(dtype), d_state)
+    exact, expected = with_gradients(
+        rounded.to(torch.float64), "reference", d_o.to(dtype).double(), d_state.float().double()
+        if dtype != torch.float64 else d_state,
+    )  # fmt: skip
+    assert_close(out.o, exact.o, dtype=dtype, name="o")
+    assert_close(out.final_state, exact.final_state, dtype=dtype, name="final_state")
+    for name, gradient in gradients.items():
+        assert gradient.dtype == rounded.tensors[name].dtype
+        assert_close(gradient, expected[name], dtype=dtype, gradient=True, name=f"d{name}")
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_any_shape_in_float64(drawn: tuple[Case, int]) -> None:
+    check_against_oracle(drawn[0], torch.float64)
+
+
+@pytest.mark.parametrize(("decay", "erase"), GRID)
+def test_float32(decay: str, erase: str) -> None:
+    check_against_oracle(make_case(decay, erase, tokens=200, key_size=16), torch.float32)
+
+
+@pytest.mark.parametrize("lengths", [(3, 0, 70, 1, 130), (200,), (64, 128), (1,) * 9])
+@pytest.mark.parametrize(("decay", "erase"), [("head", "tied"), ("channel", "free")])
+def test_packed_float32(decay: str, erase: str, lengths: tuple[int, ...]) -> None:
+    check_against_oracle(make_case(decay, erase, lengths=lengths), torch.float32)
+
+
+@pytest.mark.parametrize("spacing", [1, 2, 7, 40])
+@pytest.mark.parametrize("strength", [-1e4, -1e6, -torch.inf])
+@pytest.mark.parametrize(
+    ("decay", "erase"),
+    [("head", "none"), ("head", "tied"), ("channel", "tied"), ("channel", "free")],
+)
+def test_resets(decay: str, erase: str, strength: float, spacing: int) -> None:
+    case = make_case(decay, erase, tokens=150, n_steps=1 if erase == "free" else 2)
+    log_decay = case.tensors["log_decay"]
+    log_decay[0, ::spacing] = strength
+    log_decay[1, 3::spacing, 0] = strength
+    check_against_oracle(case, torch.float32)
+
+
+# exp(-87) is the smallest normal float32: below it, what little is left has fewer digits.
+@pytest.mark.parametrize("strength", [-5.0, -20.0, -59.0, -61.0, -86.0])
+def test_strong_decays_cost_their_neighbours_nothing(strength: float) -> None:
+    case = make_case("channel", "tied", tokens=150)
+    case.tensors["log_decay"][:, ::5] = strength
+    check_against_oracle(case, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("decay", "erase"), GRID)
+def test_half_precision_within_the_yardstick(decay: str, erase: str, dtype: torch.dtype) -> None:
+    case = make_case(decay, erase, tokens=130, key_size=16, value_size=16, beta_max=1.0).to(dtype)
+    exact = run_reference(case)
+    yardstick = run_module(chunked, case, chunk_size=64, matmul_dtype=dtype)
+    out = case.run("torch")
+    for name in ("o", "final_state"):
+        got, best, own = (getattr(x, name) for x in (out, exact, yardstick))
+        assert_close_to_yardstick(got, best, own, dtype=dtype, name=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("decay", "erase"), [("none", "tied"), ("head", "tied"), ("channel", "tied"), ("head", "free")]
+)
+def test_half_precision_gradients_within_the_yardstick(
+    decay: str, erase: str, dtype: torch.dtype
+) -> None:
+    case = make_case(decay, erase, tokens=130, key_size=16, value_size=16, beta_max=1.0).to(dtype)
+    d_o, d_state = weights(case)
+    d_o, d_state = d_o.to(dtype), d_state.float()
+    _, gradients = with_gradients(case, "torch", d_o, d_state)
+    _, exact = with_gradients(case.to(torch.float64), "reference", d_o, d_state)
+    names = case.present()
+    leaves = [case.tensors[name].detach().clone().requires_grad_() for name in names]
+    changed = case.changed(**dict(zip(names, leaves, strict=True)))
+    out = run_module(chunked, changed, chunk_size=64, matmul_dtype=dtype)
+    loss = (out.o * d_o).sum() + (out.final_state * d_state).sum()
+    for name, own in zip(names, torch.autograd.grad(loss, leaves), strict=True):
+        assert_close_to_yardstick(
+            gradients[name], exact[name], own, dtype=dtype, gradient=True, name=f"d{name}"
+        )
+
+
+def run_reference(case: Case):
+    """The definition in float64 on the same rounded inputs."""
+    return case.to(torch.float64).run("reference")
+
+
+def test_beta_of_zero_has_an_exact_gradient() -> None:
+    case = make_case("head", "tied", tokens=30)
+    case.tensors["beta"][:, ::2] = 0.0
+    check_against_oracle(case, torch.float32)
+
+
+def test_identical_keys_with_the_strongest_erase() -> None:
+    case = make_case("none", "tied", tokens=130)
+    case.tensors["k"][:] = case.tensors["k"][:, :1]
+    case.tensors["beta"].fill_(2.0)
+    case = case.to(torch.float32)
+    out, exact, yardstick = (
+        case.run("torch"),
+        run_reference(case),
+        run_module(chunked, case, chunk_size=64),
+    )
+    assert_close_to_yardstick(out.o, exact.o, yardstick.o, stress=True)
+
+
+def test_zero_keys_have_finite_gradients() -> None:
+    case = make_case("head", "tied", tokens=20, normalize_qk=True)
+    case.tensors["k"][:, 5] = 0.0
+    case.tensors["q"][:, 7] = 0.0
+    check_against_oracle(case, torch.float32)
+
+
+@pytest.mark.parametrize("elements", [1, 4096, 2**30])
+@pytest.mark.parametrize("lengths", [None, (90, 0, 3, 70)])
+def test_any_number_of_chunks_at_once(
+    elements: int, lengths: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "slab_elements", lambda device: elements)
+    case = make_case("channel", "tied", batch=3, tokens=150, lengths=lengths)
+    check_against_oracle(case, torch.float64)
+
+
+@given(st.lists(st.integers(0, 90), max_size=8), st.integers(1, 9))
+def test_plans_place_every_token_once(lengths: list[int], slab: int) -> None:
+    tokens = sum(lengths)
+    groups = packed_groups(pack(lengths), tokens, 16, slab, torch.device("cpu"))
+    placed, chunks = [], []
+    for _, slabs in groups:
+        for part in slabs:
+            chunks += part.chunks.tolist()
+            at, _, full = part.packed
+            placed += at.tolist() if full is None else at[full].tolist()
+    assert sorted(placed) == list(range(tokens))
+    assert sorted(chunks) == list(range(sum(-(-length // 16) for length in lengths)))
+
+
+def test_states_may_be_recomputed() -> None:
+    case = make_case("channel", "free", tokens=150, dtype=torch.float32)
+    d_o, d_state = weights(case)
+    _, kept = with_gradients(case, "torch", d_o, d_state)
+    names = case.present()
+
+    def loss(*tensors: torch.Tensor) -> torch.Tensor:
+        out = case.run("torch", case.tensors | dict(zip(names, tensors, strict=True)))
+        return (out.o * d_o).sum() + (out.final_state * d_state).sum()
+
+    argnums = tuple(range(len(names)))
+    leaves = [case.tensors[name] for name in names]
+    recomputed = torch.func.grad(loss, argnums)(*leaves)
+    for name, gradient in zip(names, recomputed, strict=True):
+        assert_close(gradient, kept[name].double(), dtype=torch.float32, gradient=True, name=name)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("decay", ["none", "head", "channel"])
+def test_slabs_change_no_bit(decay: str, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(decay, "tied", lengths=(90, 3, 70, 200), heads=heads, value_heads=heads)
+    case = case.to(torch.float32)
+    d_o, d_state = weights(case)
+    out, expected = with_gradients(case, "torch", d_o, d_state)
+    # Forward and backward may even differ, as they do when threads are added in between.
+    sizes = iter([1, 2**30])
+    monkeypatch.setattr(layout, "slab_elements", lambda device: next(sizes))
+    other, gradients = with_gradients(case, "torch", d_o, d_state)
+    assert torch.equal(out.o, other.o)
+    assert all(torch.equal(gradients[name], expected[name]) for name in expected)

@@ -1,0 +1,207 @@
+"""What holds for every implementation, whatever it computes: DESIGN's properties."""
+
+import pytest
+import torch
+
+from deltarule.ops.dispatch import IMPLEMENTATIONS
+from oracle import Case, make_case, weights, with_gradients
+from tolerance import assert_close, relative_rms
+
+IMPLS = list(IMPLEMENTATIONS)
+KINDS = [
+    ("none", "tied"),
+    ("head", "none"),
+    ("head", "tied"),
+    ("channel", "tied"),
+    ("channel", "free"),
+]
+TIMED = ("q", "k", "v", "beta", "a", "b", "log_decay")
+
+every_impl = pytest.mark.parametrize("impl", IMPLS)
+every_kind = pytest.mark.parametrize(("decay", "erase"), KINDS)
+
+
+def part(case: Case, tokens: slice, state: torch.Tensor) -> Case:
+    """Some of the tokens, from another state."""
+    timed = [name for name in TIMED if case.tensors[name] is not None]
+    n = case.n_steps
+    rows = {"k": n, "v": n, "beta": n}
+    cut = {
+        name: case.tensors[name][
+            :, tokens.start * rows.get(name, 1) : tokens.stop * rows.get(name, 1)
+        ]
+        for name in timed
+    }
+    return case.changed(**cut, initial_state=state)
+
+
+@every_impl
+@every_kind
+def test_no_future_input_changes_the_past(impl: str, decay: str, erase: str) -> None:
+    case = make_case(decay, erase, tokens=100, dtype=torch.float32)
+    before = case.run(impl).o
+    for name in TIMED:
+        if case.tensors[name] is None or case.tensors[name].ndim < 3:
+            continue
+        for t in (1, 37, 64, 99):
+            changed = case.tensors[name].clone()
+            changed[:, t:] = changed[:, t:] * 0.5 - 0.1
+            after = case.changed(**{name: changed}).run(impl).o
+            assert torch.equal(after[:, :t], before[:, :t]), f"{name} from {t} on"
+            assert not torch.equal(after, before)
+
+
+@every_impl
+@every_kind
+@pytest.mark.parametrize("split", [1, 37, 64])
+def test_a_carried_state_equals_one_pass(impl: str, decay: str, erase: str, split: int) -> None:
+    case = make_case(decay, erase, tokens=100)
+    whole = case.run(impl)
+    first = part(case, slice(0, split), case.tensors["initial_state"]).run(impl)
+    second = part(case, slice(split, 100), first.final_state).run(impl)
+    assert_close(torch.cat([first.o, second.o], 1), whole.o)
+    assert_close(second.final_state, whole.final_state)
+
+
+@every_impl
+@every_kind
+def test_packed_equals_separate(impl: str, decay: str, erase: str) -> None:
+    lengths = (3, 0, 70, 1, 64)
+    case = make_case(decay, erase, lengths=lengths)
+    together, start = case.run(impl), 0
+    for i, length in enumerate(lengths):
+        state = case.tensors["initial_state"][i : i + 1]
+        alone = part(case, slice(start, start + length), state)._replace(lengths=None).run(impl)
+        assert_close(together.o[:, start : start + length], alone.o)
+        assert_close(together.final_state[i : i + 1], alone.final_state)
+        start += length
+
+
+@every_impl
+@every_kind
+def test_empty_steps_change_nothing(impl: str, decay: str, erase: str) -> None:
+    case = make_case(decay, erase, tokens=40)
+    padded = {}
+    for name in TIMED:
+        x = case.tensors[name]
+        if x is not None:
+            zeros = torch.zeros_like(x[:, :7])
+            padded[name] = torch.cat([zeros, x, zeros], 1)
+    out, expected = case.changed(**padded).run(impl), case.run(impl)
+    assert_close(out.o[:, 7:47], expected.o)
+    assert_close(out.final_state, expected.final_state)
+
+
+@every_impl
+@every_kind
+def test_repeated_runs_are_equal_bit_by_bit(impl: str, decay: str, erase: str) -> None:
+    case = make_case(decay, erase, dtype=torch.float32)
+    d_o, d_state = weights(case)
+    first, gradients = with_gradients(case, impl, d_o, d_state)
+    for _ in range(3):
+        again, same = with_gradients(case, impl, d_o, d_state)
+        assert torch.equal(again.o, first.o)
+        assert torch.equal(again.final_state, first.final_state)
+        assert all(torch.equal(same[name], gradients[name]) for name in gradients)
+
+
+@every_impl
+@every_kind
+@pytest.mark.parametrize("batch", [2, 9])
+def test_a_row_alone_equals_the_row_in_a_batch(
+    impl: str, decay: str, erase: str, batch: int
+) -> None:
+    case = make_case(decay, erase, batch=batch, tokens=100, heads=1, value_heads=1, key_size=16)
+    case = case.to(torch.float32)
+    d_o, d_state = weights(case)
+    together, gradients = with_gradients(case, impl, d_o, d_state)
+    for i in (0, batch - 1):
+        row = slice(i, i + 1)
+        one = case.changed(**{name: case.tensors[name][row] for name in case.present()})
+        alone, own = with_gradients(one, impl, d_o[row], d_state[row])
+        assert torch.equal(alone.o, together.o[row])
+        assert torch.equal(alone.final_state, together.final_state[row])
+        for name, gradient in own.items():
+            assert torch.equal(gradient, gradients[name][row]), name
+
+
+@every_impl
+def test_nan_stays_in_its_row_and_head(impl: str) -> None:
+    # The whole chunk in which it stands may be lost, but nothing before.
+    case = make_case("head", "tied", batch=3, tokens=140)
+    expected = case.run(impl)
+    value = case.tensors["v"].clone()
+    value[1, 80, 2] = torch.nan
+    out = case.changed(v=value).run(impl)
+    clean = torch.ones(3, 4, dtype=torch.bool)
+    clean[1, 2] = False
+    got, want = (x.o.transpose(1, 2)[clean] for x in (out, expected))
+    assert torch.equal(got, want)
+    assert torch.equal(out.o[1, :64], expected.o[1, :64])
+    assert out.o[1, 80:, 2].isnan().all()
+
+
+@every_impl
+def test_value_heads_equal_repeated_key_heads(impl: str) -> None:
+    case = make_case("head", "tied", heads=2, value_heads=6)
+    repeated = {name: case.tensors[name].repeat_interleave(3, 2) for name in ("q", "k")}
+    out, expected = case.run(impl), case.changed(**repeated).run(impl)
+    assert_close(out.o, expected.o)
+
+
+@every_impl
+def test_linear_in_values_and_state(impl: str) -> None:
+    case = make_case("channel", "tied")
+    v, state = case.tensors["v"], case.tensors["initial_state"]
+    twice = case.changed(v=2 * v, initial_state=2 * state).run(impl)
+    assert_close(twice.o, 2 * case.run(impl).o)
+
+
+@every_impl
+def test_steps_equal_an_expanded_sequence(impl: str) -> None:
+    case = make_case("head", "tied", n_steps=3, tokens=30)
+    x = case.tensors
+    log_decay, q = (
+        torch.zeros(2, 90, 4, dtype=torch.float64),
+        torch.zeros(2, 90, 2, 8, dtype=torch.float64),
+    )
+    log_decay[:, ::3], q[:, 2::3] = x["log_decay"], x["q"]
+    expanded = case._replace(n_steps=1).changed(log_decay=log_decay, q=q).run(impl)
+    out = case.run(impl)
+    assert_close(out.o, expanded.o[:, 2::3])
+    assert_close(out.final_state, expanded.final_state)
+
+
+@every_impl
+@pytest.mark.parametrize("layout", ["strided", "expanded", "transposed"])
+def test_any_memory_layout(impl: str, layout: str) -> None:
+    case = make_case("channel", "tied", batch=2)
+    change = {
+        "strided": lambda x: torch.stack([x, x], -1)[..., 0],
+        "expanded": lambda x: x[:1].expand_as(x),
+        "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    }[layout]
+    changed = {name: change(case.tensors[name]) for name in case.present()}
+    out = case.changed(**changed).run(impl)
+    plain = case.changed(**{name: x.contiguous() for name, x in changed.items()}).run(impl)
+    assert_close(out.o, plain.o)
+
+
+@every_impl
+def test_autocast_changes_nothing(impl: str) -> None:
+    case = make_case("head", "tied", dtype=torch.float32)
+    expected = case.run(impl)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = case.run(impl)
+    assert torch.equal(out.o, expected.o)
+
+
+@every_impl
+def test_a_long_sequence_does_not_drift(impl: str) -> None:
+    if impl == "reference":
+        pytest.skip("the definition needs minutes for it")
+    case = make_case(
+        "head", "tied", batch=1, tokens=20_000, heads=1, value_heads=1, dtype=torch.float32
+    )
+    exact = case.to(torch.float64).run(impl)
+    assert relative_rms(case.run(impl).final_state, exact.final_state) <= 1e-6

@@ -1,0 +1,92 @@
+"""Steps with a state in place equal the operators."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from deltarule import recurrent_step
+from deltarule.ops.dispatch import IMPLEMENTATIONS
+from oracle import Case, make_case
+from tolerance import assert_close, relative_rms
+
+every_impl = pytest.mark.parametrize("impl", list(IMPLEMENTATIONS))
+KINDS = [("none", "tied", 1), ("constant", "none", 1), ("head", "tied", 2), ("channel", "tied", 1),
+         ("channel", "free", 1), ("none", "free", 1)]  # fmt: skip
+
+
+def step(case: Case, first: int, last: int, impl: str, **options) -> torch.Tensor:
+    x, n = case.tensors, case.n_steps
+    token, rows = slice(first, last), slice(first * n, last * n)
+    log_decay = x["log_decay"]
+    if log_decay is not None and log_decay.ndim > 1:
+        log_decay = log_decay[:, token]
+    a, b = (None if x[name] is None else x[name][:, token] for name in "ab")
+    beta = None if x["beta"] is None else x["beta"][:, rows]
+    return recurrent_step(
+        x["q"][:, token], x["k"][:, rows], x["v"][:, rows], beta=beta, log_decay=log_decay,
+        a=a, b=b, n_steps=n, normalize_qk=case.normalize_qk, impl=impl, **options,
+    )  # fmt: skip
+
+
+@every_impl
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_equal_the_operator(impl: str, kind: tuple[str, str, int]) -> None:
+    decay, erase, n_steps = kind
+    case = make_case(decay, erase, tokens=20, n_steps=n_steps, normalize_qk=erase != "free")
+    expected = case.run("reference")
+    state = case.tensors["initial_state"].clone()
+    bounds = [0, 1, 2, 5, 20]
+    parts = [step(case, first, last, impl, state=state) for first, last in pairwise(bounds)]
+    assert_close(torch.cat(parts, 1), expected.o)
+    assert_close(state, expected.final_state)
+
+
+@every_impl
+def test_only_indexed_slots_of_a_pool_are_touched(impl: str) -> None:
+    case = make_case("head", "tied", batch=4, tokens=1)
+    pool = torch.randn(7, 4, 6, 8, dtype=torch.float64)
+    before = pool.clone()
+    indices = torch.tensor([5, -1, 0, -1])
+    o = step(case, 0, 1, impl, state=pool, state_indices=indices)
+    for row, slot in enumerate(indices.tolist()):
+        if slot == -1:
+            assert (o[row] == 0).all()
+            continue
+        alone = before[slot : slot + 1].clone()
+        one = case.changed(**{name: case.tensors[name][row : row + 1] for name in case.present()})
+        assert_close(o[row : row + 1], step(one, 0, 1, impl, state=alone))
+        assert_close(pool[slot : slot + 1], alone)
+    untouched = [1, 2, 3, 4, 6]
+    assert torch.equal(pool[untouched], before[untouched])
+
+
+@every_impl
+def test_another_null_index(impl: str) -> None:
+    case = make_case("none", "tied", batch=2, tokens=1)
+    pool = torch.randn(3, 4, 6, 8, dtype=torch.float64)
+    before = pool.clone()
+    step(case, 0, 1, impl, state=pool, state_indices=torch.tensor([0, 2]), null_index=0)
+    assert torch.equal(pool[:2], before[:2])
+    assert not torch.equal(pool[2], before[2])
+
+
+@every_impl
+def test_a_bfloat16_state_rounds_once_a_call(impl: str) -> None:
+    case = make_case("head", "tied", tokens=1, dtype=torch.float32)
+    state = case.tensors["initial_state"].bfloat16()
+    exact = case.changed(initial_state=state.float()).run("reference")
+    o = step(case, 0, 1, impl, state=state)
+    assert relative_rms(o, exact.o.double()) <= 1e-6
+    assert torch.equal(state, exact.final_state.bfloat16())
+
+
+@every_impl
+def test_a_pool_may_be_a_view(impl: str) -> None:
+    case = make_case("head", "tied", tokens=1)
+    storage = torch.zeros(2, 3, 4, 6, 8, dtype=torch.float64)
+    view = storage[:, 1]
+    view.copy_(case.tensors["initial_state"])
+    step(case, 0, 1, impl, state=view)
+    assert_close(storage[:, 1], case.run("reference").final_state)
+    assert (storage[:, ::2] == 0).all()

@@ -1,0 +1,221 @@
+"""The registered operators keep PyTorch's contracts: opcheck, gradcheck, compile, vmap, func."""
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from deltarule import delta_rule, recurrent_step
+from deltarule.ops.recurrent_step import step_op
+from deltarule.ops.registered import recurrence_backward_op, recurrence_op
+from oracle import Case, make_case, weights, with_gradients
+
+CASES = [
+    ("none", "none", 1, None),
+    ("head", "tied", 2, None),
+    ("channel", "tied", 1, (4, 0, 5)),
+    ("none", "tied", 3, (9,)),
+    ("head", "free", 1, None),
+    ("channel", "free", 1, (4, 0, 5)),
+]
+SMALL = {"tokens": 9, "key_size": 3, "value_size": 2, "heads": 1, "value_heads": 2}
+
+
+def small_case(decay: str, erase: str, n_steps: int, lengths: tuple[int, ...] | None) -> Case:
+    return make_case(decay, erase, n_steps=n_steps, lengths=lengths, **SMALL)
+
+
+def flat(case: Case, requires_grad: bool, save: bool = True) -> list:
+    """Arguments of the registered operator."""
+    names = ("q", "k", "v", "beta", "a", "b", "log_decay", "initial_state")
+    tensors = [
+        None if (x := case.tensors[name]) is None else x.clone().requires_grad_(requires_grad)
+        for name in names
+    ]
+    offsets = None
+    if case.lengths is not None:
+        offsets = torch.tensor([0, *case.lengths]).cumsum(0)
+    return [*tensors, offsets, case.n_steps, 0.5, case.normalize_qk, False, save, "torch"]
+
+
+def strided(case: Case) -> Case:
+    """The same values at other strides."""
+    tensors = {name: case.tensors[name] for name in case.present()}
+    return case.changed(
+        **{name: x.transpose(-1, 0).contiguous().transpose(-1, 0) for name, x in tensors.items()}
+    )
+
+
+@pytest.mark.parametrize("change", [lambda case: case, strided], ids=["contiguous", "strided"])
+@pytest.mark.parametrize("drawn", CASES)
+def test_opcheck(drawn, change) -> None:
+    case = change(small_case(*drawn))
+    inference = tuple(flat(case, requires_grad=False, save=False))
+    assert set(opcheck(recurrence_op, inference).values()) == {"SUCCESS"}
+    results = opcheck(recurrence_op, tuple(flat(case, requires_grad=True)))
+    assert set(results.values()) == {"SUCCESS"}
+    assert len(results) == 4
+    arguments = flat(case, requires_grad=False)
+    o, state, saved = recurrence_op(*arguments)
+    backward = (torch.randn_like(o), torch.randn_like(state), saved, *arguments[:13], "torch")
+    assert set(opcheck(recurrence_backward_op, backward).values()) == {"SUCCESS"}
+
+
+def test_opcheck_of_the_step() -> None:
+    case = make_case("head", "tied", tokens=2)
+    q, k, v, beta, a, b, log_decay, state = flat(case, requires_grad=False)[:8]
+    indices = torch.tensor([1, -1])
+    arguments = (q, k, v, beta, a, b, log_decay, state, indices, 1, 0.5, True, -1, "torch")
+    assert set(opcheck(step_op, arguments).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("drawn", CASES)
+def test_gradcheck(drawn) -> None:
+    case = small_case(*drawn)
+    arguments = flat(case, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda *tensors: recurrence_op(*tensors, *arguments[8:])[:2], arguments[:8]
+    )
+
+
+@pytest.mark.parametrize("unit_norm", [False, True])
+def test_gradcheck_of_the_public_operator(unit_norm: bool) -> None:
+    case = make_case("constant", "tied", normalize_qk=unit_norm, **SMALL)
+    names = case.present()
+    leaves = [case.tensors[name].requires_grad_() for name in names]
+
+    def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return case.run("torch", case.tensors | dict(zip(names, tensors, strict=True)))
+
+    assert torch.autograd.gradcheck(run, leaves)
+
+
+@pytest.mark.parametrize("lengths", [None, (5, 0, 15)])
+def test_compiles_without_a_break_for_any_length(lengths: tuple[int, ...] | None) -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        lambda case: tuple(case.run("torch")), fullgraph=True, backend=counter, dynamic=True
+    )
+    for tokens in (20, 21, 35):
+        packed = lengths and (*lengths, tokens)
+        case = make_case("channel", "tied", tokens=tokens, lengths=packed, dtype=torch.float32)
+        o, state = compiled(case)
+        expected = case.run("torch")
+        assert torch.equal(o, expected.o)
+        assert torch.equal(state, expected.final_state)
+    assert counter.frame_count <= 2
+
+
+def test_compiled_gradients_equal_eager_ones() -> None:
+    torch._dynamo.reset()
+    case = make_case("head", "tied", dtype=torch.float32)
+    d_o, d_state = weights(case)
+    _, eager = with_gradients(case, "torch", d_o, d_state)
+    names = case.present()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def loss(*tensors: torch.Tensor) -> torch.Tensor:
+        out = case.run("torch", case.tensors | dict(zip(names, tensors, strict=True)))
+        return (out.o * d_o.float()).sum() + (out.final_state * d_state.float()).sum()
+
+    leaves = [case.tensors[name].clone().requires_grad_() for name in names]
+    gradients = torch.autograd.grad(loss(*leaves), leaves)
+    for name, gradient in zip(names, gradients, strict=True):
+        torch.testing.assert_close(gradient, eager[name])
+
+
+def test_the_step_compiles() -> None:
+    torch._dynamo.reset()
+    case = make_case("head", "tied", tokens=1, dtype=torch.float32)
+    x, state = case.tensors, case.tensors["initial_state"].clone()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(state: torch.Tensor) -> torch.Tensor:
+        return recurrent_step(
+            x["q"], x["k"], x["v"], beta=x["beta"], log_decay=x["log_decay"], state=state
+        )
+
+    expected = x["initial_state"].clone()
+    o = recurrent_step(
+        x["q"], x["k"], x["v"], beta=x["beta"], log_decay=x["log_decay"], state=expected
+    )
+    assert torch.equal(step(state), o)
+    assert torch.equal(state, expected)
+
+
+@pytest.mark.parametrize("lengths", [None, (3, 0, 17)])
+@pytest.mark.parametrize(("decay", "erase"), [("constant", "tied"), ("channel", "free")])
+def test_vmap_folds_into_the_batch(decay: str, erase: str, lengths) -> None:
+    drawn = [make_case(decay, erase, tokens=20, lengths=lengths) for _ in range(3)]
+    names = drawn[0].present()
+    stacked = [torch.stack([case.tensors[name] for case in drawn]) for name in names]
+
+    def run(*tensors: torch.Tensor):
+        return tuple(
+            drawn[0].run("torch", drawn[0].tensors | dict(zip(names, tensors, strict=True)))
+        )
+
+    o, state = torch.vmap(run)(*stacked)
+    for i, case in enumerate(drawn):
+        expected = case.run("torch")
+        torch.testing.assert_close(o[i], expected.o)
+        torch.testing.assert_close(state[i], expected.final_state)
+    loss = lambda *tensors: sum(y.square().sum() for y in run(*tensors))  # noqa: E731
+    argnums = tuple(range(len(names)))
+    gradients = torch.vmap(torch.func.grad(loss, argnums))(*stacked)
+    for i, case in enumerate(drawn):
+        alone = torch.func.grad(loss, argnums)(*(case.tensors[name] for name in names))
+        for together, expected in zip(gradients, alone, strict=True):
+            torch.testing.assert_close(together[i], expected)
+
+
+def test_vmap_over_some_arguments_and_over_the_backward() -> None:
+    case = make_case("head", "tied", tokens=8, heads=1, value_heads=1)
+    x = case.tensors
+    values = torch.randn(3, *x["v"].shape, dtype=torch.float64)
+
+    def run(v: torch.Tensor) -> torch.Tensor:
+        return case.run("torch", x | {"v": v}).o
+
+    torch.testing.assert_close(torch.vmap(run)(values), torch.stack([run(v) for v in values]))
+    jacobian = torch.func.jacrev(run)(x["v"])
+    # The operator is affine in its values: the Jacobian maps a difference exactly.
+    difference = torch.einsum("bthvcsgw,csgw->bthv", jacobian, values[0] - x["v"])
+    torch.testing.assert_close(difference, run(values[0]) - run(x["v"]))
+
+
+def test_other_derivatives_name_the_reference() -> None:
+    q, k, v = torch.randn(3, 1, 4, 1, 2).unbind()
+    q.requires_grad_()
+    out = delta_rule(q, k, v, beta=None, impl="torch").o.square().sum()
+    (gradient,) = torch.autograd.grad(out, q, create_graph=True)
+    with pytest.raises(NotImplementedError, match='impl="reference"'):
+        gradient.sum().backward()
+    with pytest.raises(NotImplementedError, match='impl="reference"'):
+        torch.func.jvp(lambda q: delta_rule(q, k, v, beta=None, impl="torch").o, (q,), (q,))
+
+
+def test_the_reference_has_them() -> None:
+    q, k, v = torch.randn(3, 1, 4, 1, 2).unbind()
+    run = lambda q: delta_rule(q, k, v, beta=None, impl="reference").o  # noqa: E731
+    _, tangent = torch.func.jvp(run, (q,), (q,))
+    torch.testing.assert_close(tangent, run(q))
+
+
+def test_only_dual_arguments_are_refused() -> None:
+    q, k, v = torch.randn(3, 1, 4, 1, 2).unbind()
+    constant = lambda x: x * delta_rule(q, k, v, beta=None).o.sum()  # noqa: E731
+    _, tangent = torch.func.jvp(constant, (torch.ones(()),), (torch.ones(()),))
+    torch.testing.assert_close(tangent, delta_rule(q, k, v, beta=None).o.sum())
+
+
+@pytest.mark.parametrize("offsets", [[0, 3, 5], [0, 8, 3], [0, 3, 50], [1, 9]])
+def test_wrong_offsets_are_refused_in_compiled_code_too(offsets: list[int]) -> None:
+    torch._dynamo.reset()
+    q, k, v = torch.randn(3, 1, 9, 1, 2).unbind()
+    run = torch.compile(
+        lambda offsets: delta_rule(q, k, v, beta=None, cu_seqlens=offsets).o,
+        fullgraph=True, backend="aot_eager",
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to T = 9"):
+        run(torch.tensor(offsets))

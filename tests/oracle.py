@@ -1,0 +1,159 @@
+"""Inputs for every decay and erase, and the calls of whatever is held to the definition."""
+
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+from torch import Tensor
+
+from deltarule import RecurrentOutput, delta_rule, dplr, pack
+
+DECAYS = ("none", "constant", "head", "channel")
+ERASES = ("none", "tied", "free")
+NAMES = ("q", "k", "v", "beta", "a", "b", "log_decay", "initial_state")
+
+
+class Case(NamedTuple):
+    """The tensors of one call (None where the erase or decay has none) and its options."""
+
+    tensors: dict[str, Tensor | None]
+    n_steps: int = 1
+    normalize_qk: bool = False
+    lengths: tuple[int, ...] | None = None
+
+    def run(self, impl: str, tensors: dict[str, Tensor | None] | None = None) -> RecurrentOutput:
+        """Call the operator that has this erase."""
+        x = self.tensors if tensors is None else tensors
+        shared = {
+            "log_decay": x["log_decay"], "initial_state": x["initial_state"], "impl": impl,
+            "cu_seqlens": None if self.lengths is None else pack(self.lengths),
+        }  # fmt: skip
+        if x["a"] is not None:
+            return dplr(x["q"], x["k"], x["v"], a=x["a"], b=x["b"], **shared)
+        return delta_rule(
+            x["q"], x["k"], x["v"], beta=x["beta"], n_steps=self.n_steps,
+            normalize_qk=self.normalize_qk, **shared,
+        )  # fmt: skip
+
+    def present(self) -> list[str]:
+        """Names of the tensors that there are."""
+        return [name for name in NAMES if self.tensors[name] is not None]
+
+    def changed(self, **tensors: Tensor | None) -> "Case":
+        """The same call with some tensors replaced."""
+        return self._replace(tensors=self.tensors | tensors)
+
+    def to(self, dtype: torch.dtype) -> "Case":
+        """Round what follows the inputs' dtype; decay, gates and state keep float32 or float64."""
+        full = torch.float64 if dtype == torch.float64 else torch.float32
+        kept = {"log_decay", "initial_state"}
+        return self.changed(
+            **{
+                name: None if x is None else x.to(full if name in kept else dtype)
+                for name, x in self.tensors.items()
+            }
+        )
+
+
+def make_case(
+    decay: str = "head",
+    erase: str = "tied",
+    *,
+    batch: int = 2,
+    tokens: int = 70,
+    heads: int = 2,
+    value_heads: int = 4,
+    key_size: int = 8,
+    value_size: int = 6,
+    n_steps: int = 1,
+    lengths: tuple[int, ...] | None = None,
+    normalize_qk: bool = False,
+    beta_max: float = 2.0,
+    dtype: torch.dtype = torch.float64,
+) -> Case:
+    """Draw a call: unit keys, log decays of about -0.5, an initial state."""
+    if lengths is not None:
+        batch, tokens = 1, sum(lengths)
+    sequences = batch if lengths is None else len(lengths)
+    rows, size = tokens * n_steps, (batch, tokens, value_heads)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64)
+
+    log_decay = {
+        "none": None,
+        "constant": -torch.rand(value_heads, dtype=torch.float64),
+        "head": -torch.rand(size, dtype=torch.float64),
+        "channel": -torch.rand(*size, key_size, dtype=torch.float64),
+    }[decay]
+    unit = F.normalize(normal(*size, key_size), dim=-1)
+    tensors = {
+        "q": normal(batch, tokens, heads, key_size),
+        "k": F.normalize(normal(batch, rows, heads, key_size), dim=-1),
+        "v": normal(batch, rows, value_heads, value_size),
+        "beta": beta_max * torch.rand(batch, rows, value_heads, dtype=torch.float64),
+        "a": -unit,
+        "b": unit * torch.rand(*size, 1, dtype=torch.float64),
+        "log_decay": log_decay,
+        "initial_state": normal(sequences, value_heads, value_size, key_size),
+    }
+    absent = {"none": ("beta", "a", "b"), "tied": ("a", "b"), "free": ("beta",)}[erase]
+    case = Case(tensors | dict.fromkeys(absent), n_steps, normalize_qk, lengths)
+    return case.to(dtype)
+
+
+def with_gradients(
+    case: Case, impl: str, d_o: Tensor, d_state: Tensor
+) -> tuple[RecurrentOutput, dict[str, Tensor]]:
+    """Outputs, and the gradient of <d_o, o> + <d_state, final_state> by every tensor."""
+    names = case.present()
+    leaves = {name: case.tensors[name].detach().clone().requires_grad_() for name in names}
+    out = case.run(impl, case.tensors | leaves)
+    loss = (out.o * d_o.to(out.o.dtype)).sum() + (out.final_state * d_state).sum()
+    # Without tokens the outputs depend on nothing.
+    gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+    return out, dict(zip(names, gradients, strict=True))
+
+
+def weights(case: Case) -> tuple[Tensor, Tensor]:
+    """Random gradients by the outputs and the final state."""
+    q, v = case.tensors["q"], case.tensors["v"]
+    d_o = torch.randn(*q.shape[:2], *v.shape[2:], dtype=torch.float64)
+    return d_o, torch.randn_like(case.tensors["initial_state"], dtype=torch.float64)
+
+
+def run_module(module: ModuleType, case: Case, **options: object) -> RecurrentOutput:
+    """Call the reference module's function that has this erase."""
+    x = case.tensors
+    shared = {
+        "log_decay": x["log_decay"], "initial_state": x["initial_state"],
+        "cu_seqlens": None if case.lengths is None else pack(case.lengths), **options,
+    }  # fmt: skip
+    if x["a"] is not None:
+        return module.dplr(x["q"], x["k"], x["v"], a=x["a"], b=x["b"], **shared)
+    return module.delta_rule(
+        x["q"], x["k"], x["v"], beta=x["beta"], n_steps=case.n_steps,
+        normalize_qk=case.normalize_qk, **shared,
+    )  # fmt: skip
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Case, int]:
+    erase = draw(st.sampled_from(ERASES))
+    free = erase == "free"
+    heads = draw(st.integers(1, 2))
+    lengths = draw(st.none() | st.lists(st.integers(0, 70), min_size=1, max_size=5).map(tuple))
+    normalize = False if free else draw(st.booleans())
+    # One channel of unit norm is a sign: its gradient is rounding alone.
+    key_size = draw(st.integers(2 if normalize else 1, 7))
+    torch.manual_seed(draw(st.integers(0, 2**31)))
+    case = make_case(
+        draw(st.sampled_from(DECAYS)), erase,
+        batch=draw(st.integers(1, 2)), tokens=draw(st.integers(0, 200)), heads=heads,
+        value_heads=heads * draw(st.integers(1, 3)), key_size=key_size,
+        value_size=draw(st.integers(1, 7)), n_steps=1 if free else draw(st.integers(1, 4)),
+        lengths=lengths, normalize_qk=normalize,
+    )  # fmt: skip
+    return case, draw(st.sampled_from((1, 3, 16, 64)))

@@ -1,0 +1,51 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+seen: list[float] = []
+
+
+@pytest.mark.parametrize(
+    "allocate",
+    [
+        lambda x: torch.empty(3, 4),
+        lambda x: torch.empty((3, 4), dtype=torch.bfloat16),
+        lambda x: torch.empty_like(x),
+        lambda x: torch.empty_strided((3, 4), (4, 1)),
+        lambda x: x.new_empty(3, 4),
+        lambda x: x.new_empty((3, 4), requires_grad=True),
+        lambda x: x.new_empty(size=(3, 4), dtype=torch.float64),
+    ],
+)
+def test_fresh_memory_is_nan(allocate):
+    assert allocate(torch.zeros(3, 4)).isnan().all()
+
+
+def test_fresh_integers_are_out_of_any_range():
+    assert (torch.empty(3, dtype=torch.int32) == torch.iinfo(torch.int32).min).all()
+
+
+def test_poison_reaches_compiled_code():
+    def unwritten(x):
+        return x.new_empty(3) + torch.empty(3) + torch.empty_like(x)
+
+    compiled = torch.compile(unwritten, fullgraph=True, backend="aot_eager")
+    assert compiled(torch.zeros(3)).isnan().all()
+
+
+@pytest.mark.parametrize("attempt", [1, 2])
+def test_every_test_starts_from_the_same_seed(attempt):
+    drawn = torch.rand(()).item() + np.random.rand()  # noqa: NPY002
+    seen.append(drawn)
+    assert seen[0] == drawn
+
+
+drawn_by_example: set[float] = set()
+
+
+@given(st.integers(0, 1000))
+def test_examples_do_not_depend_on_each_other(example):
+    drawn_by_example.add(torch.rand(()).item())
+    assert len(drawn_by_example) == 1
