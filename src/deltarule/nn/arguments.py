@@ -1,0 +1,145 @@
+"""Checks of what layers are given, each naming the argument."""
+
+import math
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from deltarule.nn.state import State
+from deltarule.rules import Rule
+
+T = TypeVar("T")
+# What autocast casts to its own dtype; it leaves float64 and integers as they are.
+AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def positive(name: str, value: int) -> int:
+    """Return the value if it is an integer of 1 or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be an integer of 1 or more, got {value!r}")
+    return value
+
+
+def above_zero(name: str, value: float) -> float:
+    """Return the value if it is a finite number above 0."""
+    if not _is_number(value) or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
+    return value
+
+
+def default(value: T | None, otherwise: T) -> T:
+    """Return the value, or the other where it is None."""
+    return otherwise if value is None else value
+
+
+def check_multiple(name: str, value: int, of: str, divisor: int) -> None:
+    """Refuse a size that does not divide into equal parts."""
+    if value % divisor:
+        raise ValueError(f"{name} must be a multiple of {of}={divisor}, got {value}")
+
+
+def check_even(name: str, channels: int) -> None:
+    """Refuse channels that cannot be paired."""
+    if channels % 2:
+        raise ValueError(f"{name} must be even for rotary positions, got {channels}")
+
+
+def default_head_dim(name: str, factor: float, hidden_size: int, heads: str, parts: int) -> int:
+    """Return factor * hidden_size / parts, the size of a head, if the heads can share so evenly."""
+    channels = factor * hidden_size
+    if channels % parts:
+        size = "hidden_size" if factor == 1 else f"{factor:g} * hidden_size"
+        raise ValueError(
+            f"{size} must be a multiple of {heads}={parts}, got {channels:g}: "
+            f"change one of them, or give {name}"
+        )
+    return int(channels) // parts
+
+
+def check_beta_max(beta_max: float | None, rule: Rule) -> float | None:
+    """Refuse a write strength where none is used, or one that makes the state grow."""
+    if beta_max is None:
+        return None
+    if rule.erase != "tied":
+        raise ValueError(f"beta_max must be None: {rule.name} has no write strength")
+    if not _is_number(beta_max) or not 0 < beta_max <= 2:
+        raise ValueError(
+            f"beta_max must be a number in (0, 2], got {beta_max!r}: beyond 2 a write makes "
+            "the state grow without bound"
+        )
+    return float(beta_max)
+
+
+def check_n_steps(n_steps: int | None, rule: Rule, otherwise: int) -> int:
+    """Refuse several writes a token where the rule, whose own number is 1, makes one."""
+    if n_steps is None:
+        return otherwise
+    if otherwise == 1 and n_steps != 1:
+        raise ValueError(f"n_steps must be None or 1: {rule.name} writes once a token")
+    return positive("n_steps", n_steps)
+
+
+def check_depth(layer_index: int, num_layers: int) -> tuple[int, int]:
+    """Refuse a layer that lies outside its model."""
+    positive("num_layers", num_layers)
+    integer = isinstance(layer_index, int) and not isinstance(layer_index, bool)
+    if not integer or not 0 <= layer_index < num_layers:
+        raise ValueError(
+            f"layer_index must be an integer from 0 to num_layers - 1 = {num_layers - 1}, "
+            f"got {layer_index!r}"
+        )
+    return layer_index, num_layers
+
+
+def check_input(x: Tensor, hidden_size: int, weight: Tensor) -> None:
+    """Refuse an input of another width, device or dtype than the layer's; autocast may cast it."""
+    if x.shape[2] != hidden_size:
+        raise ValueError(f"x must have hidden_size={hidden_size} channels, got {list(x.shape)}")
+    if x.device != weight.device:
+        raise ValueError(
+            f"x is on {x.device}, but the layer is on {weight.device}: move one with .to(device)"
+        )
+    if x.dtype == weight.dtype:
+        return
+    castable = x.dtype in AUTOCAST and weight.dtype in AUTOCAST
+    available = torch.amp.is_autocast_available(x.device.type)
+    if not (castable and available and torch.is_autocast_enabled(x.device.type)):
+        raise ValueError(
+            f"x must be {weight.dtype} like the layer's weights, got {x.dtype}: "
+            "cast one with .to(dtype), or use torch.autocast for 16 bits"
+        )
+
+
+def check_state(state: State, empty: State, sequences: int) -> State:
+    """Refuse a state of another layer or with another number of sequences; empty has none."""
+    if not isinstance(state, dict) or set(state) != set(empty):
+        given = sorted(state) if isinstance(state, dict) else type(state).__name__
+        raise ValueError(f"state must hold {sorted(empty)}, got {given}: it comes from elsewhere")
+    for name, expected in empty.items():
+        _check_state_tensor(f"state[{name!r}]", state[name], expected, sequences)
+        # The histories of 16-bit calls are in 16 bits; what sums over all tokens never is.
+        exact = name == "recurrent" or not expected.is_floating_point()
+        if exact and state[name].dtype != expected.dtype:
+            raise ValueError(
+                f"state[{name!r}] must be {expected.dtype}, got {state[name].dtype}: "
+                "keep it as the layer returned it, or cast it back"
+            )
+    return state
+
+
+def _check_state_tensor(name: str, given: Tensor, expected: Tensor, sequences: int) -> None:
+    sizes = [sequences, *expected.shape[1:]]
+    if not isinstance(given, Tensor):
+        raise ValueError(f"{name} must be a tensor {sizes}, got {type(given).__name__}")
+    if list(given.shape) != sizes:
+        raise ValueError(f"{name} must be {sizes}, sequences first, got {list(given.shape)}")
+    if given.device != expected.device:
+        raise ValueError(
+            f"{name} is on {given.device}, but the layer is on {expected.device}: "
+            f"move it with state.to({str(expected.device)!r})"
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

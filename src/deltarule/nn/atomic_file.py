@@ -1,0 +1,44 @@
+"""A file on disk that is whole at any moment: written aside, fsynced, moved into place."""
+
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a file aside, then move it into place: readers see the old file or the new.
+
+    Args:
+        path: The file to replace or make; its folder exists.
+        write: Takes the path of the file aside, which exists and is empty.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp(), "notes")
+        >>> write_atomically(path, lambda aside: aside.write_text("new"))
+        >>> path.read_text()
+        'new'
+    """
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        aside.touch(exist_ok=False)
+        mode = aside.stat().st_mode
+        write(aside)
+        # safetensors makes its files readable by their owner alone.
+        aside.chmod(mode)
+        _sync(aside)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+    if os.name == "posix":
+        _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    """Wait until the disk has a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

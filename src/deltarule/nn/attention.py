@@ -1,0 +1,233 @@
+"""Softmax attention with rotary positions, full or over a sliding window.
+
+o_t = sum_s softmax_s(q_t . k_s / sqrt(D)) v_s        s <= t, and s > t - window
+"""
+
+from typing import ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deltarule.nn.arguments import (
+    above_zero,
+    check_even,
+    check_input,
+    check_multiple,
+    check_state,
+    default,
+    positive,
+)
+from deltarule.nn.heads import split
+from deltarule.nn.interface import Mixer, MixerConfig
+from deltarule.nn.layout import Layout, make_layout
+from deltarule.nn.rope import rotate
+from deltarule.nn.state import State
+from deltarule.shapes import Hidden, Mask, Offsets
+
+
+class Attention(Mixer):
+    """Causal softmax attention through PyTorch's scaled_dot_product_attention.
+
+    The state holds one row of keys and values for each token: `keys` and `values` [B, L, KV
+    heads, D], rotated, newest last; `valid` [B, L] False where a row has no token; `length` [B].
+
+    Args:
+        hidden_size: Channels of x.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads, a divisor of num_heads. None: num_heads.
+        head_dim: Channels D of a head, even. None: hidden_size / num_heads.
+        window: Tokens that a token sees, itself included. None: the layer's default (here all).
+        rope_theta: Base of the rotary wavelengths. None: no positions.
+
+    Raises:
+        ValueError: A size is out of range.
+
+    Example:
+        >>> import torch
+        >>> y, state = Attention(32, num_heads=2)(torch.zeros(1, 5, 32))
+        >>> state["keys"].shape
+        torch.Size([1, 5, 2, 16])
+
+    Source: arXiv 1706.03762, eq. 1; RoPE, arXiv 2104.09864; grouped heads, arXiv 2305.13245.
+    """
+
+    default_window: ClassVar[int | None] = None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        window: int | None = None,
+        rope_theta: float | None = 10000.0,
+    ) -> None:
+        """Build the four projections."""
+        super().__init__()
+        self.hidden_size = positive("hidden_size", hidden_size)
+        self.num_heads = positive("num_heads", num_heads)
+        self.num_kv_heads = positive("num_kv_heads", default(num_kv_heads, num_heads))
+        check_multiple("num_heads", num_heads, "num_kv_heads", self.num_kv_heads)
+        if head_dim is None:
+            check_multiple("hidden_size", hidden_size, "num_heads", num_heads)
+        self.head_dim = positive("head_dim", default(head_dim, hidden_size // num_heads))
+        self.rope_theta = rope_theta
+        if rope_theta is not None:
+            above_zero("rope_theta", rope_theta)
+            check_even("head_dim", self.head_dim)
+        window = default(window, self.default_window)
+        self.window = window if window is None else positive("window", window)
+        self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden_size, self.num_kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden_size, self.num_kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=False)
+
+    @classmethod
+    def from_config(cls, config: MixerConfig, layer_index: int) -> Self:
+        """Build the layer of a model; config.window is read by sliding-window attention only."""
+        return cls(
+            config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            window=None if cls.default_window is None else config.window,
+            rope_theta=config.rope_theta,
+        )
+
+    def init_state(self, batch_size: int) -> State:
+        """Return a state without rows."""
+        weight = self.k_proj.weight
+        rows = weight.new_zeros(batch_size, 0, self.num_kv_heads, self.head_dim)
+        valid = torch.zeros(batch_size, 0, dtype=torch.bool, device=weight.device)
+        length = torch.zeros(batch_size, dtype=torch.int64, device=weight.device)
+        return State(keys=rows, values=rows.clone(), valid=valid, length=length)
+
+    def forward(
+        self,
+        x: Hidden,
+        state: State | None = None,
+        *,
+        cu_seqlens: Offsets | None = None,
+        mask: Mask | None = None,
+        shared: dict[str, Tensor] | None = None,
+    ) -> tuple[Hidden, State]:
+        """Attend from the tokens of x to themselves and to what came before them.
+
+        Args:
+            x: [B, T, hidden_size].
+            state: What an earlier call returned, to continue its rows. None starts afresh.
+            cu_seqlens: Offsets [N + 1] of packed sequences, which do not see each other. They take
+                no state, and the state returned is empty.
+            mask: [B, T] bool, True at real tokens, in any pattern; nobody sees the others. None:
+                all are real.
+            shared: Not used.
+
+        Returns:
+            y [B, T, hidden_size], and a new state; the given one is not written to.
+
+        Raises:
+            ValueError: An argument has the wrong shape, dtype or device; the message names it.
+        """
+        layout = make_layout(x, cu_seqlens, mask)
+        check_input(x, self.hidden_size, self.o_proj.weight)
+        before = self._state_before(state, layout)
+        q, k, v = self._project(layout.to_front(x), layout.positions(before["length"]))
+        keys = torch.cat([before["keys"].to(k.dtype), k], dim=1)
+        values = torch.cat([before["values"].to(v.dtype), v], dim=1)
+        o = self._attend(q, keys, values, self._visible(before, layout))
+        y: Tensor = layout.to_place(self.o_proj(o.flatten(-2)))
+        if cu_seqlens is not None:
+            return y, State()
+        return y, self._state_after(before, keys, values, layout)
+
+    def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (
+            split(projection(x), projection.out_features // self.head_dim, self.head_dim)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.rope_theta is not None:
+            q, k = (rotate(y, positions, self.rope_theta) for y in (q, k))
+        return q, k, v
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+        """Softmax attention over [B, T, heads, D]; visible None means plain causal."""
+        o = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=visible,
+            is_causal=visible is None,
+            enable_gqa=self.num_kv_heads != self.num_heads,
+        )
+        return o.transpose(1, 2)
+
+    def _visible(self, before: State, layout: Layout) -> Tensor | None:
+        """[B or 1, 1, T, L + T] which rows each token sees; None where plain causal is enough."""
+        rows = before["keys"].shape[1]
+        windowed = self.window is not None and rows + layout.tokens > self.window
+        if rows == 0 and layout.cu_seqlens is None and not windowed:
+            # Padding needs no mask: `to_front` has put it behind every real token.
+            return None
+        column = torch.arange(-rows, layout.tokens, device=layout.device)
+        behind = column[rows:].unsqueeze(1) - column
+        visible = behind >= 0
+        if self.window is not None:
+            visible = visible & (behind < self.window)
+        if layout.sequence is not None:
+            same = layout.sequence.unsqueeze(1) == layout.sequence
+            return (visible & same)[None, None]
+        valid = F.pad(before["valid"], (0, layout.tokens), value=True)
+        return (visible & valid.unsqueeze(1)).unsqueeze(1)
+
+    def _state_before(self, state: State | None, layout: Layout) -> State:
+        if layout.cu_seqlens is not None:
+            if state:
+                raise ValueError(
+                    "state must be None with cu_seqlens: packed attention starts afresh"
+                )
+            # One batch row, however many sequences; each counts from 0.
+            return State(self.init_state(1), length=torch.zeros_like(layout.counts))
+        if state is None:
+            return self.init_state(layout.sequences)
+        keys = state.get("keys") if isinstance(state, dict) else None
+        rows = keys.shape[1] if isinstance(keys, Tensor) and keys.ndim == 4 else 0
+        empty = self.init_state(0)
+        for name in ("keys", "values", "valid"):
+            empty[name] = empty[name].new_empty(0, rows, *empty[name].shape[2:])
+        return check_state(state, empty, layout.sequences)
+
+    def _state_after(self, before: State, keys: Tensor, values: Tensor, layout: Layout) -> State:
+        """Append the new rows, real rows last, and forget what no window reaches."""
+        new = torch.ones_like(keys[:, before["keys"].shape[1] :, 0, 0], dtype=torch.bool)
+        valid = torch.cat([before["valid"], new if layout.real is None else layout.real], dim=1)
+        if layout.real is not None:
+            # Real rows last, so that distances in rows are distances in tokens.
+            order = valid.byte().argsort(dim=1, stable=True)
+            valid = valid.gather(1, order)
+            index = order[..., None, None]
+            keys, values = (torch.take_along_dim(rows, index, dim=1) for rows in (keys, values))
+        if self.window is not None:
+            kept = min(self.window - 1, keys.shape[1])
+            first = keys.shape[1] - kept
+            keys, values, valid = (rows[:, first:].clone() for rows in (keys, values, valid))
+        length = before["length"] + layout.counts
+        return State(keys=keys, values=values, valid=valid, length=length)
+
+
+class SlidingWindowAttention(Attention):
+    """Attention to the last `window` tokens, with a state of at most that many rows.
+
+    Defaults: a window of 2048 tokens, as in the hybrids of arXiv 2412.06464.
+
+    Example:
+        >>> import torch
+        >>> layer = SlidingWindowAttention(32, num_heads=2, window=4)
+        >>> y, state = layer(torch.zeros(1, 50, 32))
+        >>> state["keys"].shape  # the token after them sees itself and three more
+        torch.Size([1, 3, 2, 16])
+
+    Source: arXiv 2004.05150, section 3.1, causal.
+    """
+
+    default_window = 2048

@@ -1,0 +1,43 @@
+"""Kimi Delta Attention as a layer."""
+
+from torch import nn
+
+from deltarule.nn.gates import initial_A_log, initial_dt_bias, low_rank
+from deltarule.nn.mixer import RecurrentMixer
+from deltarule.rules import kda
+
+
+class KDA(RecurrentMixer):
+    """Kimi Delta Attention: S = S Diag(a) (I - beta k k^T) + beta v k^T with unit keys.
+
+    Defaults: head_k_dim = head_v_dim = hidden_size / num_heads, convolution of 4, SiLU on q, k and
+    v, beta in [0, 1], decay and output gate (sigmoid) each through head_v_dim channels;
+    exp(A_log) from U(1, 16) and softplus(dt_bias) log-uniform in [1e-3, 1e-1].
+
+    Example:
+        >>> import torch
+        >>> layer = KDA(32, num_heads=2)
+        >>> layer.dt_bias.shape, layer(torch.zeros(1, 5, 32))[0].shape
+        (torch.Size([2, 16]), torch.Size([1, 5, 32]))
+
+    Source: arXiv 2510.26692, section 4.
+    """
+
+    rule = kda.RULE
+    default_conv_size = 4
+    default_output_gate = True
+    gate_activation = "sigmoid"
+    activates_projections = True
+
+    def build_gates(self) -> None:
+        """Add the decay of each key channel."""
+        super().build_gates()
+        heads, key_size = self.num_v_heads, self.head_k_dim
+        self.a_proj = low_rank(self.hidden_size, self.head_v_dim, heads * key_size)
+        self.gate_parameter("A_log", initial_A_log(heads, 1, 16))
+        self.gate_parameter("dt_bias", initial_dt_bias(heads, key_size))
+
+    def output_gate_projection(self) -> nn.Module:
+        """From x through few channels to the gate of every output channel."""
+        size = self.num_v_heads * self.head_v_dim
+        return low_rank(self.hidden_size, self.head_v_dim, size, bias=True)

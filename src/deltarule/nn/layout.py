@@ -1,0 +1,169 @@
+"""How the tokens of one call lie in rows, computed once a call and used by everything with memory.
+
+Padding:  each row's real tokens are moved to its front, so that whatever looks back (convolution,
+          token shift, positions, attention) sees only real tokens, and are moved back at the end.
+Packing:  the sequences lie end to end in one row, and each looks back into its own history.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deltarule.ops.arguments import check_cu_seqlens
+from deltarule.rules import Arguments
+from deltarule.shapes import Hidden, Mask, Offsets
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Rows and sequences of one call; build it with `make_layout`.
+
+    Args:
+        batch: Rows.
+        tokens: Tokens in a row, padding included.
+        device: Where the tokens are.
+        counts: [N] real tokens of each sequence.
+        cu_seqlens: Offsets [N + 1] of packed sequences, on that device. None: a row is a sequence.
+        sequence: [T] the packed sequence that each token belongs to. None: a row is a sequence.
+        order: [B, T] the tokens of each row, real ones first. None: all are real.
+        real: [B, T] True at the real tokens, once they are at the front. None: all are real.
+    """
+
+    batch: int
+    tokens: int
+    device: torch.device
+    counts: Tensor
+    cu_seqlens: Tensor | None = None
+    sequence: Tensor | None = None
+    order: Tensor | None = None
+    real: Tensor | None = None
+
+    @property
+    def sequences(self) -> int:
+        """N: rows, or packed sequences."""
+        return self.batch if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+
+    def to_front(self, x: Tensor) -> Tensor:
+        """Move each row's real tokens to its front and zero the rest: [B, T, D] -> [B, T, D]."""
+        if self.order is None or self.real is None:
+            return x
+        moved = torch.take_along_dim(x, self.order.unsqueeze(-1), dim=1)
+        return moved.masked_fill(~self.real.unsqueeze(-1), 0)
+
+    def to_place(self, y: Tensor) -> Tensor:
+        """Move each token back to where `to_front` took it from."""
+        if self.order is None:
+            return y
+        return torch.take_along_dim(y, self.order.argsort(dim=1).unsqueeze(-1), dim=1)
+
+    def positions(self, start: Tensor) -> Tensor:
+        """[B, T] each token's position in its sequence, which had start [N] tokens before."""
+        token = torch.arange(self.tokens, device=self.device)
+        if self.cu_seqlens is None or self.sequence is None:
+            return start.unsqueeze(1) + token
+        return (start - self.cu_seqlens[:-1])[self.sequence].add(token).unsqueeze(0)
+
+    def with_history(self, x: Tensor, history: Tensor) -> Tensor:
+        """Put before each sequence its own last inputs [N, R, D].
+
+        Unpacked: [B, R + T, D]. Packed: [1, T + N R, D], each sequence after its history.
+        """
+        history = history.to(x.dtype)
+        if self.cu_seqlens is None:
+            return torch.cat([history, x], dim=1)
+        extended = x.new_zeros(1, x.shape[1] + history.shape[0] * history.shape[1], x.shape[2])
+        before = self._history_rows(history.shape[1], self.cu_seqlens[:-1])
+        # In place and the history first, which is seldom differentiated: x is then copied once.
+        extended.index_copy_(1, before.flatten(), history.flatten(0, 1).unsqueeze(0))
+        return extended.index_copy_(1, self._rows(history.shape[1]), x)
+
+    def without_history(self, y: Tensor, reach: int) -> Tensor:
+        """Pick the tokens from what was computed on rows r..r + reach of `with_history`."""
+        if self.cu_seqlens is None:
+            return y
+        return y.index_select(1, self._rows(reach) - reach)
+
+    def next_history(self, extended: Tensor, reach: int) -> Tensor:
+        """[N, R, D] the last inputs of each sequence, from the result of `with_history`."""
+        if self.cu_seqlens is not None:
+            return extended[0, self._history_rows(reach, self.cu_seqlens[1:])]
+        if self.real is None:
+            # A copy, because a view would keep the whole call's inputs alive.
+            return extended[:, self.tokens :].clone()
+        rows = self.counts.unsqueeze(1) + torch.arange(reach, device=self.device)
+        return torch.take_along_dim(extended, rows.unsqueeze(-1), dim=1)
+
+    def _rows(self, reach: int) -> Tensor:
+        """[T] where `with_history` puts each packed token."""
+        assert self.sequence is not None
+        token = torch.arange(self.tokens, device=self.device)
+        return token + (self.sequence + 1) * reach
+
+    def _history_rows(self, reach: int, offsets: Tensor) -> Tensor:
+        """[N, R] the rows before the packed token at offsets [N], were it in the next sequence."""
+        sequence = torch.arange(self.sequences, device=self.device)
+        first = offsets + sequence * reach
+        return first.unsqueeze(1) + torch.arange(reach, device=self.device)
+
+
+def make_layout(x: Hidden, cu_seqlens: Offsets | None, mask: Mask | None) -> Layout:
+    """Check the arguments that every layer shares, and work out where its tokens lie."""
+    if not isinstance(x, Tensor) or x.ndim != 3:
+        given = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"x must be a tensor [B, T, hidden_size], got {given}")
+    if cu_seqlens is not None:
+        if mask is not None:
+            raise ValueError("mask must be None with cu_seqlens: leave padding out of the packing")
+        return _packed(x, cu_seqlens)
+    if mask is not None:
+        return _padded(x, mask)
+    batch, tokens, _ = x.shape
+    counts = torch.full((batch,), tokens, device=x.device)
+    return Layout(batch, tokens, x.device, counts)
+
+
+def _packed(x: Hidden, cu_seqlens: Offsets) -> Layout:
+    check_cu_seqlens(cu_seqlens, x)
+    cu_seqlens = cu_seqlens.to(x.device, torch.int64)
+    token = torch.arange(x.shape[1], device=x.device)
+    # Right of equal offsets: an empty sequence owns no token.
+    sequence = torch.searchsorted(cu_seqlens[1:], token, right=True)
+    counts = cu_seqlens.diff()
+    return Layout(1, x.shape[1], x.device, counts, cu_seqlens=cu_seqlens, sequence=sequence)
+
+
+def _padded(x: Hidden, mask: Mask) -> Layout:
+    _check_mask(mask, x)
+    batch, tokens, _ = x.shape
+    counts = mask.sum(dim=1)
+    order = (~mask).byte().argsort(dim=1, stable=True)
+    real = torch.arange(tokens, device=x.device) < counts.unsqueeze(1)
+    return Layout(batch, tokens, x.device, counts, order=order, real=real)
+
+
+def blank_padding(arguments: Arguments, real: Tensor | None, n_steps: int) -> Arguments:
+    """Make masked tokens write nothing, erase nothing and decay nothing: zero in every argument."""
+    if real is None:
+        return arguments
+    padding = {1: ~real, n_steps: (~real).repeat_interleave(n_steps, dim=1)}
+    blanked = dict(arguments)
+    for name in ("k", "v", "beta", "log_decay", "a", "b"):
+        if isinstance(x := arguments.get(name), Tensor):
+            if x.ndim == 1:
+                # A constant decay has to differ between tokens now.
+                x = x.expand(*real.shape, -1)
+            padded = padding[n_steps if name in ("k", "v", "beta") else 1]
+            blanked[name] = x.masked_fill(padded[(...,) + (None,) * (x.ndim - 2)], 0)
+    return blanked
+
+
+def _check_mask(mask: Mask, x: Tensor) -> None:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != x.shape[:2]:
+        given = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask)
+        raise ValueError(
+            f"mask must be a bool tensor [B, T] = {list(x.shape[:2])}, True at real tokens, "
+            f"got {given}"
+        )
+    if mask.device != x.device:
+        raise ValueError(f"mask is on {mask.device}, but x is on {x.device}")

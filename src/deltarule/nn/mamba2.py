@@ -1,0 +1,92 @@
+"""Mamba-2 as a layer."""
+
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deltarule.nn.arguments import default_head_dim
+from deltarule.nn.gates import initial_A_log, initial_dt_bias
+from deltarule.nn.interface import MixerConfig
+from deltarule.nn.mixer import RecurrentMixer
+from deltarule.nn.norm import GroupRMSNorm
+from deltarule.rules import Projections, mamba2
+
+STATE_SIZE = 128
+EXPANSION = 2
+
+
+class Mamba2(RecurrentMixer):
+    """Mamba-2: S = a S + dt v k^T, o = S q + D v, then norm(o * SiLU(z)).
+
+    In the paper's letters q = C, k = B, v = x, z is the output gate; key heads are its groups and
+    value heads its heads. `from_config` takes one key head, and the configured heads as value
+    heads; on its own a layer takes num_heads key heads and num_v_heads value heads. The norm spans
+    all value heads of a key head.
+
+    Defaults: head_k_dim = 128, head_v_dim = 2 hidden_size / num_v_heads, convolution of 4 over x,
+    B and C with SiLU, output gate; exp(A_log) from U(1, 16), softplus(dt_bias) log-uniform in
+    [1e-3, 1e-1], D of ones.
+
+    Example:
+        >>> import torch
+        >>> layer = Mamba2(32, num_heads=1, num_v_heads=4)
+        >>> y, state = layer(torch.zeros(1, 5, 32))
+        >>> state["recurrent"].shape
+        torch.Size([1, 4, 16, 128])
+
+    Source: arXiv 2405.21060, section 7.
+    """
+
+    rule = mamba2.RULE
+    default_conv_size = 4
+    default_output_gate = True
+    activates_projections = True
+
+    @classmethod
+    def from_config(cls, config: MixerConfig, layer_index: int) -> Self:
+        """Build the layer of a model with one key head for all value heads."""
+        return cls(
+            config.hidden_size,
+            num_heads=1,
+            num_v_heads=config.num_v_heads or config.num_heads,
+            head_k_dim=config.head_k_dim,
+            head_v_dim=config.head_v_dim,
+            conv_size=config.conv_size,
+            output_gate=config.output_gate,
+            norm_eps=config.norm_eps,
+            layer_index=layer_index,
+            num_layers=config.num_layers,
+        )
+
+    def default_head_k_dim(self) -> int:
+        """Channels of a key where none are given: 128."""
+        return STATE_SIZE
+
+    def default_head_v_dim(self) -> int:
+        """Channels of a value where none are given: 2 hidden_size / num_v_heads."""
+        sizes = self.hidden_size, "num_v_heads", self.num_v_heads
+        return default_head_dim("head_v_dim", EXPANSION, *sizes)
+
+    def build_gates(self) -> None:
+        """Add the decay, which is also the size of a write, and the skip of each head."""
+        super().build_gates()
+        self.a_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
+        self.gate_parameter("A_log", initial_A_log(self.num_v_heads, 1, 16))
+        self.gate_parameter("dt_bias", initial_dt_bias(self.num_v_heads))
+        self.gate_parameter("D", torch.ones(self.num_v_heads, dtype=torch.float32))
+
+    def build_output(self, gated: bool) -> None:
+        """Make one norm for the value heads of each key head."""
+        super().build_output(gated)
+        size = self.num_v_heads * self.head_v_dim
+        self.o_norm = GroupRMSNorm(self.num_heads, size, self.norm_eps)
+
+    def finish(self, o: Tensor, projections: Projections) -> Tensor:
+        """Read out, gate, and only then normalise."""
+        o = self.rule.read_out_function(o, projections)
+        if projections.output_gate is not None:
+            o = o * F.silu(projections.output_gate)
+        y: Tensor = self.o_proj(self.o_norm(o.flatten(-2)))
+        return y

@@ -1,0 +1,63 @@
+"""RetNet as a layer: constant decays, rotary positions."""
+
+from dataclasses import replace
+from typing import Self
+
+import torch
+
+from deltarule.nn.arguments import check_even
+from deltarule.nn.interface import MixerConfig
+from deltarule.nn.mixer import Call, RecurrentMixer
+from deltarule.nn.rope import rotate
+from deltarule.nn.state import State
+from deltarule.rules import Projections, retnet
+
+
+class RetNet(RecurrentMixer):
+    """RetNet: S = g_h S + v k^T with g_h = 1 - 2^(-5 - h), and RoPE on q and k.
+
+    The state also counts tokens (`length` [N]), which are the positions of the rotation; the
+    attribute `rope_theta` is the base of its wavelengths, 10000 unless the model's config differs.
+
+    Defaults: head_k_dim = hidden_size / num_heads (even), head_v_dim = 2 head_k_dim, no
+    convolution, output gate SiLU.
+
+    Example:
+        >>> import torch
+        >>> y, state = RetNet(32, num_heads=2)(torch.zeros(1, 5, 32))
+        >>> state["length"]
+        tensor([5])
+
+    Source: arXiv 2307.08621, eq. 8.
+    """
+
+    rule = retnet.RULE
+    expand_v = 2
+    default_output_gate = True
+    rope_theta: float = 10000.0
+
+    @classmethod
+    def from_config(cls, config: MixerConfig, layer_index: int) -> Self:
+        """Build the layer of a model, which rotates like the model's attention."""
+        layer = super().from_config(config, layer_index)
+        layer.rope_theta = config.rope_theta
+        return layer
+
+    def check_options(self) -> None:
+        """Refuse keys that have no pairs of channels to rotate."""
+        check_even("head_k_dim", self.head_k_dim)
+
+    def init_state(self, batch_size: int) -> State:
+        """Return zeros, the number of tokens among them."""
+        state = super().init_state(batch_size)
+        length = state["recurrent"].new_zeros(batch_size, dtype=torch.int64)
+        return State(state, length=length)
+
+    def project(self, call: Call) -> Projections:
+        """Rotate q and k by their positions."""
+        projections = super().project(call)
+        length = call.before["length"]
+        call.after["length"] = length + call.layout.counts
+        positions = call.layout.positions(length)
+        q, k = (rotate(x, positions, self.rope_theta) for x in (projections.q, projections.k))
+        return replace(projections, q=q, k=k)

@@ -1,0 +1,202 @@
+"""RWKV-7's time mixing as a layer."""
+
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from deltarule.nn.gates import low_rank
+from deltarule.nn.heads import split
+from deltarule.nn.interface import MixerConfig
+from deltarule.nn.mixer import Call, RecurrentMixer
+from deltarule.nn.state import State
+from deltarule.rules import Projections, rwkv7
+from deltarule.rules.gates import computed
+
+# Where the first layer leaves its values for the layers after it.
+FIRST_VALUES = "rwkv7_first_values"
+GROUP_NORM_EPS = 64e-5
+# What each projection reads, and how fast its share of the token before falls with the channel.
+SHIFT_POWERS = {"q": 0.2, "decay": 0.9, "k": 0.7, "v": 0.7, "erase": 0.9, "gate": 0.2}
+
+
+class RWKV7(RecurrentMixer):
+    """RWKV-7: S = S (Diag(w) - u (eta * u)^T) + v k'^T, the rank-one part seeing the old state.
+
+    Every projection reads x mixed with the token before (token shift: `shift` [N, hidden_size] in
+    the state). With `shared`, layers after the first mix their values with the first layer's;
+    without, or as the first, a layer uses its own.
+
+    Defaults: head_k_dim = head_v_dim = hidden_size / num_heads (64 in the paper), output gate,
+    group norm with eps 64e-5 whatever norm_eps. There is no convolution, and as many value heads
+    as key heads.
+
+    Example:
+        >>> import torch
+        >>> y, state = RWKV7(32, num_heads=2)(torch.zeros(1, 5, 32))
+        >>> sorted(state), state["shift"].shape
+        (['recurrent', 'shift'], torch.Size([1, 1, 32]))
+
+    Source: arXiv 2503.14456, section 4 and appendix on initialisation.
+    """
+
+    rule = rwkv7.RULE
+    default_output_gate = True
+    float32_parameters: ClassVar[tuple[str, ...]] = (
+        "shift_mix", "decay_bias", "erase_bias", "value_bias", "erase_scale", "replace_scale",
+        "bonus",
+    )  # fmt: skip
+
+    shift_mix: nn.Parameter
+    decay_bias: nn.Parameter
+    erase_bias: nn.Parameter
+    value_bias: nn.Parameter | None
+    erase_scale: nn.Parameter
+    replace_scale: nn.Parameter
+    bonus: nn.Parameter
+    a_proj: nn.Module
+    erase_proj: nn.Module
+    value_proj: nn.Module | None
+
+    @classmethod
+    def from_config(cls, config: MixerConfig, layer_index: int) -> Self:
+        """Build the layer of a model; its convolution size is for other layers."""
+        layer = cls(
+            config.hidden_size,
+            num_heads=config.num_heads,
+            num_v_heads=config.num_v_heads,
+            head_k_dim=config.head_k_dim,
+            head_v_dim=config.head_v_dim,
+            output_gate=config.output_gate,
+            layer_index=layer_index,
+            num_layers=config.num_layers,
+        )
+        if cls.rule.name not in config.layer_types[:layer_index]:
+            layer.value_proj = None
+            layer.register_parameter("value_bias", None)
+        return layer
+
+    def check_options(self) -> None:
+        """Refuse a convolution, and value heads that share a key head."""
+        if self.conv_size:
+            raise ValueError(f"conv_size must be None or 0 for rwkv7, got {self.conv_size}")
+        if self.num_v_heads != self.num_heads:
+            raise ValueError(
+                f"num_v_heads must be num_heads={self.num_heads} for rwkv7, got {self.num_v_heads}"
+            )
+
+    def build_projections(self) -> None:
+        """Draw q, k and v in the authors' ranges: a small k starts with a small state."""
+        super().build_projections()
+        for name, bound in (("q", 0.5), ("k", 0.05), ("v", 0.5)):
+            bound *= self.hidden_size**-0.5
+            nn.init.uniform_(getattr(self, f"{name}_proj").weight, -bound, bound)
+
+    def build_gates(self) -> None:
+        """Make the token shift, the gates through few channels, and the scales of each channel."""
+        super().build_gates()
+        heads, key_size = self.num_heads, self.head_k_dim
+        key_channels, value_channels = heads * key_size, heads * self.head_v_dim
+        self.gate_parameter("shift_mix", self.initial_shift_mix())
+        self.a_proj = self.small_map(1.8, 0.5, key_channels, nn.Tanh())
+        decay_bias = self.initial_decay_bias(key_channels)
+        self.gate_parameter("decay_bias", decay_bias.view(heads, key_size))
+        self.erase_proj = self.small_map(1.8, 0.5, key_channels)
+        self.gate_parameter("erase_bias", torch.zeros(heads, key_size))
+        self.value_proj = None
+        self.register_parameter("value_bias", None)
+        if self.layer_index > 0:
+            self.value_proj = self.small_map(1.3, 0.5, value_channels)
+            self.gate_parameter("value_bias", torch.ones(heads, self.head_v_dim))
+        self.gate_parameter("erase_scale", torch.full((heads, key_size), 0.85, dtype=torch.float32))
+        self.gate_parameter("replace_scale", torch.ones(heads, key_size))
+        self.gate_parameter("bonus", torch.zeros(heads, key_size))
+
+    def build_output(self, gated: bool) -> None:
+        """Make a group norm, with a group for each head."""
+        super().build_output(gated)
+        channels = self.num_v_heads * self.head_v_dim
+        self.o_norm = nn.GroupNorm(self.num_v_heads, channels, eps=GROUP_NORM_EPS)
+
+    def output_gate_projection(self) -> nn.Module:
+        """From the shifted x through few channels to the gate, which has no activation after."""
+        return self.small_map(0.6, 0.8, self.num_v_heads * self.head_v_dim, nn.Sigmoid())
+
+    def small_map(
+        self, factor: float, power: float, outputs: int, activation: nn.Module | None = None
+    ) -> nn.Sequential:
+        """A map through factor * hidden_size^power channels, that starts at zero."""
+        rank = max(32, 32 * round(factor * self.hidden_size**power / 32))
+        small = low_rank(self.hidden_size, rank, outputs, activation=activation)
+        down, up = small.parameters()
+        nn.init.zeros_(down)
+        # The QR decomposition behind it has no 16-bit version.
+        up.data.copy_(nn.init.orthogonal_(computed(up.detach()), gain=0.1))
+        return small
+
+    def initial_shift_mix(self) -> Tensor:
+        """1 - (i / C)^(p (1 - layer / layers)) for channel i: [projections, hidden_size]."""
+        share = torch.arange(self.hidden_size, dtype=torch.float32) / self.hidden_size
+        above = 1 - self.layer_index / self.num_layers
+        return torch.stack([1 - share.pow(power * above) for power in SHIFT_POWERS.values()])
+
+    def initial_decay_bias(self, channels: int) -> Tensor:
+        """From slow decays in the first channels to fast ones in the last."""
+        share = torch.arange(channels, dtype=torch.float32) / max(1, channels - 1)
+        depth = self.layer_index / max(1, self.num_layers - 1)
+        return -6.5 + 5 * share.pow(0.85 + depth**0.5)
+
+    def init_state(self, batch_size: int) -> State:
+        """Return zeros: the matrix state and the last token's x."""
+        shift = self.o_proj.weight.new_zeros(batch_size, 1, self.hidden_size)
+        return State(super().init_state(batch_size), shift=shift)
+
+    def project(self, call: Call) -> Projections:
+        """Compute everything the rule reads, each from its own mix of a token with the last."""
+        x = self.shift(call)
+        heads, key_size, value_size = self.num_heads, self.head_k_dim, self.head_v_dim
+        decay_logits = split(self.a_proj(x["decay"]), heads, key_size)
+        erase_logits = split(self.erase_proj(x["erase"]), heads, key_size)
+        gate = None if self.g_proj is None else self.g_proj(x["gate"])
+        return Projections(
+            q=split(self.q_proj(x["q"]), heads, key_size),
+            k=split(self.k_proj(x["k"]), heads, key_size),
+            v=self.mix_values(x["v"], call.shared),
+            decay_logits=decay_logits + self.decay_bias,
+            erase_logits=erase_logits + self.erase_bias,
+            output_gate=None if gate is None else split(gate, heads, value_size),
+            erase_scale=self.erase_scale,
+            replace_scale=self.replace_scale,
+            bonus=self.bonus,
+        )
+
+    def shift(self, call: Call) -> dict[str, Tensor]:
+        """x_t + mix (x_{t-1} - x_t) for each projection's own mix."""
+        extended = call.layout.with_history(call.x, call.before["shift"])
+        call.after["shift"] = call.layout.next_history(extended, 1)
+        change = call.layout.without_history(extended[:, :-1], 1) - call.x
+        mixes = self.shift_mix.to(call.x.dtype)
+        return {
+            name: torch.addcmul(call.x, change, mix)
+            for name, mix in zip(SHIFT_POWERS, mixes, strict=True)
+        }
+
+    def mix_values(self, x: Tensor, shared: dict[str, Tensor]) -> Tensor:
+        """v + sigmoid(value logits) (v of the first layer - v)."""
+        v = split(self.v_proj(x), self.num_heads, self.head_v_dim)
+        if self.value_proj is None or self.value_bias is None:
+            shared[FIRST_VALUES] = v
+        elif (first := shared.get(FIRST_VALUES)) is not None:
+            logits = split(self.value_proj(x), self.num_heads, self.head_v_dim) + self.value_bias
+            share = torch.sigmoid(logits).to(v.dtype)
+            v = torch.lerp(v, first, share)
+        return v
+
+    def finish(self, o: Tensor, projections: Projections) -> Tensor:
+        """Normalise each head, add the bonus, gate, and project back to the stream."""
+        normed = self.o_norm(o.flatten(0, 1).flatten(1)).view_as(o)
+        y = self.rule.read_out_function(normed, projections)
+        if projections.output_gate is not None:
+            y = y * projections.output_gate
+        z: Tensor = self.o_proj(y.flatten(-2))
+        return z

@@ -1,0 +1,151 @@
+"""What a layer or a model remembers between calls, as named tensors with the sequence first."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Self
+
+import torch
+import torch.utils._pytree as pytree
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from deltarule.nn.atomic_file import write_atomically
+
+Rows = Tensor | slice | Sequence[int]
+
+
+class _Tensors(ABC):
+    """What the state of a layer and that of a model have in common."""
+
+    @abstractmethod
+    def map(self, f: Callable[[Tensor], Tensor]) -> Self:
+        """Return the state with f applied to every tensor."""
+
+    def clone(self) -> Self:
+        """Return a copy that shares no memory."""
+        return self.map(torch.clone)
+
+    def detach(self) -> Self:
+        """Return the same numbers outside the gradient graph (truncated backpropagation)."""
+        return self.map(torch.detach)
+
+    def select(self, rows: Rows) -> Self:
+        """Return the given sequences: a slice, indices (repeats allowed) or a bool [N] tensor."""
+        return self.map(lambda tensor: _select(tensor, rows))
+
+    def to(self, device: torch.device | str) -> Self:
+        """Return the state on another device; dtypes stay."""
+        return self.map(lambda tensor: tensor.to(device))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in pytree.tree_leaves(self))
+
+
+class State(dict[str, Tensor], _Tensors):
+    """One layer's state: a dict of tensors, each with one row for each sequence.
+
+    Layers never write into a state they are given, so an old one stays a valid prompt cache: read
+    the prompt once, and continue from its state as often as you like. States are nodes of
+    PyTorch's trees, so `torch.vmap` and `torch.func` go through them.
+
+    Example, a prompt continued in three ways:
+        >>> from deltarule.nn import GatedDeltaNet
+        >>> layer = GatedDeltaNet(32, num_heads=2)
+        >>> _, prompt = layer(torch.randn(1, 100, 32))
+        >>> y, state = layer(torch.randn(3, 5, 32), prompt.select([0, 0, 0]))
+        >>> state["recurrent"].shape
+        torch.Size([3, 2, 24, 12])
+
+    Example, truncated backpropagation: what was seen is carried on, its gradient is not:
+        >>> state = None
+        >>> for segment in torch.randn(2, 300, 32).split(100, dim=1):
+        ...     y, state = layer(segment, state)
+        ...     y.square().mean().backward()
+        ...     state = state.detach()
+    """
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> "State":
+        """Return the state with f applied to every tensor."""
+        return State({name: f(tensor) for name, tensor in self.items()})
+
+
+class ModelState(tuple[State, ...], _Tensors):
+    """A model's state: the states of its layers, from the first to the last; used like `State`."""
+
+    def map(self, f: Callable[[Tensor], Tensor]) -> "ModelState":
+        """Return the state with f applied to every tensor."""
+        return ModelState(state.map(f) for state in self)
+
+
+# By name, because two states are one kind of tree whatever the order they were filled in.
+pytree.register_pytree_node(
+    State,
+    lambda state: ([state[name] for name in sorted(state)], sorted(state)),
+    lambda tensors, names: State(zip(names, tensors, strict=True)),
+)
+pytree.register_pytree_node(
+    ModelState, lambda state: (list(state), None), lambda states, _: ModelState(states)
+)
+
+
+def save_state(state: State | ModelState, path: str | Path) -> None:
+    """Write a state as one safetensors file, such as the cache of a long prompt.
+
+    Args:
+        state: A layer's or a model's state.
+        path: Where to write; a file that is there is replaced once the new one is on disk,
+            so that a kill or a second writer never leaves a mixture.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "prompt.safetensors"
+        >>> save_state(State(recurrent=torch.zeros(1, 2, 4, 4)), path)
+        >>> load_state(path)["recurrent"].shape
+        torch.Size([1, 2, 4, 4])
+    """
+    layers = state if isinstance(state, ModelState) else ModelState((state,))
+    tensors = {
+        f"{index}.{name}": tensor.detach().contiguous().clone()
+        for index, layer in enumerate(layers)
+        for name, tensor in layer.items()
+    }
+    described = {"kind": type(state).__name__, "layers": len(layers)}
+    metadata = {"deltarule_state": json.dumps(described)}
+    write_atomically(Path(path), lambda aside: save_file(tensors, aside, metadata))
+
+
+def load_state(path: str | Path) -> State | ModelState:
+    """Read what `save_state` wrote, onto the CPU; nothing is ever unpickled.
+
+    Args:
+        path: The file.
+
+    Returns:
+        A `State` or a `ModelState`, whichever was saved.
+
+    Raises:
+        ValueError: The file is missing, damaged, or not a saved state.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            described = json.loads((file.metadata() or {})["deltarule_state"])
+            kind, layers = described["kind"], [State() for _ in range(described["layers"])]
+            for key in file.keys():  # noqa: SIM118  (safe_open is not a mapping)
+                index, _, name = key.partition(".")
+                layers[int(index)][name] = file.get_tensor(key)
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, IndexError) as error:
+        raise ValueError(
+            f"path must be a state written by save_state, got {path}: {error}"
+        ) from None
+    return layers[0] if kind == "State" else ModelState(layers)
+
+
+def _select(tensor: Tensor, rows: Rows) -> Tensor:
+    if isinstance(rows, slice):
+        return tensor[rows].clone()
+    return tensor[torch.as_tensor(rows, device=tensor.device)]

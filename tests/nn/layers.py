@@ -1,0 +1,52 @@
+"""Small layers with every parameter away from its special starting value, for the tests of nn."""
+
+from types import SimpleNamespace
+
+import torch
+
+from deltarule.nn import MIXERS, Mixer
+
+HIDDEN = 32
+NAMES = list(MIXERS)
+ATTENTION = ("attention", "sliding_window")
+RECURRENT = [name for name in NAMES if name not in ATTENTION]
+
+# Options that make a layer ask more of the frame than its defaults do.
+OPTIONS: dict[str, dict[str, object]] = {
+    "attention": {"num_heads": 4, "num_kv_heads": 2},
+    "sliding_window": {"num_heads": 4, "num_kv_heads": 2, "window": 5},
+    "mamba2": {"num_heads": 1, "num_v_heads": 4, "head_k_dim": 8},
+    "rwkv7": {"num_heads": 2, "head_k_dim": 8, "layer_index": 1, "num_layers": 3},
+    "lightning": {"num_heads": 2, "head_k_dim": 8, "layer_index": 1, "num_layers": 3},
+    "gated_deltanet": {"num_heads": 2, "num_v_heads": 4, "head_k_dim": 8, "head_v_dim": 8},
+    "delta_product": {"num_heads": 2, "head_k_dim": 8, "n_steps": 3},
+    "gla": {"num_heads": 2, "head_k_dim": 8, "head_v_dim": 16, "conv_size": 4},
+}
+
+
+def make(name: str, dtype: torch.dtype = torch.float32, **options: object) -> Mixer:
+    """Build the named layer and move its parameters off zeros and ones."""
+    torch.manual_seed(0)
+    given = OPTIONS.get(name, {"num_heads": 2, "head_k_dim": 8})
+    layer = MIXERS[name](HIDDEN, **(given | options))
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    return layer.to(dtype)
+
+
+def inputs(batch: int, tokens: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Draw x of unit size."""
+    torch.manual_seed(1)
+    return torch.randn(batch, tokens, HIDDEN, dtype=dtype)
+
+
+def config(**changes) -> SimpleNamespace:
+    """A stand-in for deltarule.models.ModelConfig, which nn must not know."""
+    given = {
+        "hidden_size": HIDDEN, "num_layers": 3, "layer_types": ("rwkv7",) * 3, "num_heads": 2,
+        "num_v_heads": None, "head_k_dim": None, "head_v_dim": None, "num_kv_heads": None,
+        "conv_size": 4, "output_gate": None, "beta_max": 1.0, "n_steps": None, "window": None,
+        "rope_theta": 10000.0, "norm_eps": 1e-5,
+    }  # fmt: skip
+    return SimpleNamespace(**(given | changes))

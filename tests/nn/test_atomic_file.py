@@ -1,0 +1,44 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from deltarule.nn.atomic_file import write_atomically
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def fail(aside):
+        aside.write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(path, fail)
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("file", "old")]
+    write_atomically(path, lambda aside: aside.write_text("new"))
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("file", "new")]
+
+
+def test_a_write_is_synced_before_it_is_moved(tmp_path, monkeypatch):
+    events = []
+    fsync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: events.append("sync") or fsync(fd))
+    monkeypatch.setattr(
+        Path, "replace", lambda self, to: events.append("move") or replace(self, to)
+    )
+    write_atomically(tmp_path / "file", lambda aside: aside.write_text("new"))
+    assert events[:2] == ["sync", "move"]
+
+
+def test_a_second_writer_spoils_nothing(tmp_path):
+    path = tmp_path / "file"
+
+    def write(aside):
+        aside.write_text("first")
+        write_atomically(path, lambda other: other.write_text("second"))
+        assert path.read_text() == "second"
+
+    write_atomically(path, write)
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("file", "first")]

@@ -1,0 +1,89 @@
+"""Softmax attention against its sum, and the rows that its state keeps."""
+
+import math
+
+import pytest
+import torch
+
+import deltarule
+from deltarule.nn import Attention, SlidingWindowAttention
+from deltarule.nn.rope import rotate
+from nn.layers import HIDDEN, inputs
+from tolerance import relative_rms
+
+
+def by_hand(layer, x):
+    """Loop over every query, head and visible key."""
+    heads = {"q": layer.num_heads, "k": layer.num_kv_heads, "v": layer.num_kv_heads}
+    q, k, v = (
+        getattr(layer, f"{name}_proj")(x).view(*x.shape[:2], count, layer.head_dim)
+        for name, count in heads.items()
+    )
+    if layer.rope_theta is not None:
+        positions = torch.arange(x.shape[1])[None]
+        q, k = rotate(q, positions, layer.rope_theta), rotate(k, positions, layer.rope_theta)
+    o = torch.zeros_like(q)
+    for row in range(x.shape[0]):
+        for head in range(layer.num_heads):
+            kv_head = head * layer.num_kv_heads // layer.num_heads
+            for t in range(x.shape[1]):
+                first = 0 if layer.window is None else max(0, t + 1 - layer.window)
+                scores = k[row, first : t + 1, kv_head] @ q[row, t, head]
+                shares = torch.softmax(scores / math.sqrt(layer.head_dim), dim=0)
+                o[row, t, head] = shares @ v[row, first : t + 1, kv_head]
+    return layer.o_proj(o.flatten(-2))
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 12, 13, 100])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("theta", [None, 100.0])
+def test_equals_its_sum(window, kv_heads, theta):
+    options = {"num_heads": 4, "num_kv_heads": kv_heads, "window": window, "rope_theta": theta}
+    layer, x = Attention(HIDDEN, **options).double(), inputs(2, 13, torch.float64)
+    with torch.no_grad():
+        assert relative_rms(layer(x)[0], by_hand(layer, x)) <= 1e-12
+
+
+def test_full_attention_keeps_one_row_a_token():
+    layer = Attention(HIDDEN, num_heads=2, num_kv_heads=1)
+    _, state = layer(inputs(2, 7))
+    _, state = layer(inputs(2, 1), state)
+    assert state["keys"].shape == state["values"].shape == (2, 8, 1, 16)
+    assert state["valid"].all()
+    assert state["length"].tolist() == [8, 8]
+
+
+def test_sliding_window_state_is_bounded():
+    layer = SlidingWindowAttention(HIDDEN, num_heads=2, window=4)
+    _, state = layer(inputs(1, 50))
+    for _ in range(3):
+        assert state["keys"].shape[1] <= 4
+        assert state["keys"].untyped_storage().nbytes() <= 4 * HIDDEN * 4
+        _, state = layer(inputs(1, 1), state)
+    assert state["length"].tolist() == [53]
+
+
+def test_default_window():
+    assert SlidingWindowAttention(HIDDEN, num_heads=2).window == 2048
+    assert Attention(HIDDEN, num_heads=2).window is None
+
+
+def test_packed_attention_takes_no_state():
+    layer, x = Attention(HIDDEN, num_heads=2), inputs(1, 4)
+    _, state = layer(x)
+    with pytest.raises(ValueError, match="state must be None with cu_seqlens"):
+        layer(x, state, cu_seqlens=deltarule.pack([4]))
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    {
+        "num_heads must be a multiple of num_kv_heads=3, got 4": {"num_kv_heads": 3},
+        "window must be an integer of 1 or more, got 0": {"window": 0},
+        "head_dim must be even for rotary positions, got 3": {"head_dim": 3},
+        "rope_theta must be a finite number above 0, got -1": {"rope_theta": -1},
+    }.items(),
+)
+def test_wrong_options_name_the_argument(message, options):
+    with pytest.raises(ValueError, match=message):
+        Attention(HIDDEN, num_heads=4, **options)

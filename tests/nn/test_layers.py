@@ -1,0 +1,194 @@
+"""What single layers have beyond the frame: their gates, norms, widths and starting values."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from deltarule import nn
+from deltarule.nn import MIXERS
+from deltarule.reference import recurrent
+from deltarule.rules import RULES
+from nn.layers import HIDDEN, NAMES, RECURRENT, config, inputs, make
+from tolerance import relative_rms
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet", "kda", "mamba2", "gated_delta_product"])
+def test_gates_start_where_the_papers_draw_them(name):
+    layer = MIXERS[name](HIDDEN, num_heads=2, num_v_heads=1000, head_k_dim=2, head_v_dim=2)
+    dt = F.softplus(layer.dt_bias.double())
+    assert 0.999e-3 < dt.min() < 1.3e-3
+    assert 0.08 < dt.max() < 0.1001
+    assert 0.4 < (dt < 1e-2).double().mean() < 0.6
+    rate = layer.A_log.double().exp()
+    smallest = 1 if name in ("kda", "mamba2") else 0
+    assert smallest <= rate.min() + 1e-5 < smallest + 0.2
+    assert 15.8 < rate.max() <= 16 + 1e-5
+    assert not layer.A_log.isinf().any()
+
+
+def test_gated_deltanet_by_hand():
+    """Every step of the frame once more, in plain PyTorch."""
+    layer, x = make("gated_deltanet", torch.float64), inputs(1, 10, torch.float64)
+    with torch.no_grad():
+        q, k, v = (conv(layer, name, getattr(layer, f"{name}_proj")(x)) for name in "qkv")
+        q, k, v = (t.view(1, 10, heads, 8) for t, heads in ((q, 2), (k, 2), (v, 4)))
+        dt = F.softplus(layer.a_proj(x) + layer.dt_bias)
+        o, _ = recurrent.delta_rule(
+            q, k, v, beta=torch.sigmoid(layer.b_proj(x)), log_decay=-layer.A_log.exp() * dt,
+            normalize_qk=True,
+        )  # fmt: skip
+        o = o / torch.sqrt((o * o).mean(-1, keepdim=True) + 1e-5) * layer.o_norm.weight
+        expected = layer.o_proj(o.flatten(-2) * F.silu(layer.g_proj(x)))
+        assert relative_rms(layer(x)[0], expected) <= 1e-12
+
+
+def conv(layer, name, x):
+    weight = getattr(layer, f"{name}_conv").weight
+    return F.silu(F.conv1d(F.pad(x.mT, (3, 0)), weight[:, None], groups=len(weight))).mT
+
+
+def test_mamba2_gates_before_its_norm():
+    layer, x = make("mamba2", torch.float64), inputs(1, 10, torch.float64)
+    with torch.no_grad():
+        C, B, X = (conv(layer, name, getattr(layer, f"{name}_proj")(x)) for name in "qkv")
+        dt = F.softplus(layer.a_proj(x) + layer.dt_bias)
+        X = X.view(1, 10, 4, 16)
+        y, _ = recurrent.delta_rule(
+            C[:, :, None], B[:, :, None], X * dt[..., None], beta=None,
+            log_decay=-layer.A_log.exp() * dt, scale=1.0,
+        )  # fmt: skip
+        y = (y + layer.D[:, None] * X).flatten(-2) * F.silu(layer.g_proj(x))
+        y = y / torch.sqrt((y * y).mean(-1, keepdim=True) + 1e-5) * layer.o_norm.weight
+        assert relative_rms(layer(x)[0], layer.o_proj(y)) <= 1e-12
+
+
+def test_mamba2_from_config_has_one_key_head():
+    layer = nn.Mamba2.from_config(config(num_heads=4), 0)
+    assert (layer.num_heads, layer.num_v_heads) == (1, 4)
+    assert (layer.head_k_dim, layer.head_v_dim) == (128, 16)
+
+
+def test_lightning_forgets_more_slowly_in_deeper_layers():
+    x, options = inputs(1, 9), {"num_heads": 2, "num_layers": 4}
+    shallow, deep = (nn.Lightning(HIDDEN, layer_index=index, **options) for index in (0, 3))
+    deep.load_state_dict(shallow.state_dict())
+    for layer, slope in ((shallow, 8 / 2), (deep, 8 / 2 * (1 - 3 / 4))):
+        _, state = layer(x)
+        _, after_nothing = layer(torch.zeros(1, 1, HIDDEN), state)
+        kept = after_nothing["recurrent"] / state["recurrent"]
+        expected = torch.tensor([0.0, -slope]).exp().view(1, 2, 1, 1).expand_as(kept)
+        torch.testing.assert_close(kept, expected)
+
+
+def test_delta_product_of_one_step_is_deltanet():
+    x, given = inputs(1, 9), {"num_heads": 2, "head_k_dim": 8}
+    product = nn.DeltaProduct(HIDDEN, n_steps=1, beta_max=1.0, **given)
+    plain = nn.DeltaNet(HIDDEN, **given)
+    plain.load_state_dict(product.state_dict())
+    assert torch.equal(plain(x)[0], product(x)[0])
+
+
+@pytest.mark.parametrize("name", [name for name in RECURRENT if RULES[name].erase == "tied"])
+def test_beta_max_doubles_the_write_strength(name, monkeypatch):
+    seen = []
+
+    def record(*args, beta, **others):
+        seen.append(beta)
+        return recurrent.delta_rule(*args, beta=beta, **others)
+
+    monkeypatch.setitem(nn.mixer.OPERATORS, "delta_rule", record)
+    one, two = make(name, beta_max=1.0), make(name, beta_max=2.0)
+    two.load_state_dict(one.state_dict())
+    one(inputs(1, 5))
+    two(inputs(1, 5))
+    if name != "longhorn":
+        assert torch.equal(2 * seen[0], seen[1])
+    assert (seen[1] > seen[0]).all()
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_default_widths(name):
+    layer = MIXERS[name](64, num_heads=2)
+    widths = {
+        "retnet": (32, 64), "mamba2": (128, 64), "gla": (16, 32), "gated_deltanet": (24, 48),
+        "gated_delta_product": (24, 48),
+    }  # fmt: skip
+    assert (layer.head_k_dim, layer.head_v_dim) == widths.get(name, (32, 32))
+    assert layer.conv_size == (0 if name in NO_CONVOLUTION else 4)
+    assert (layer.g_proj is None) == (name in ("linear_attention", "deltanet", "delta_product"))
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet", "gated_delta_product"])
+def test_only_the_keys_have_to_divide_into_heads(name):
+    with torch.device("meta"):
+        layer = MIXERS[name](1024, num_heads=6)
+    assert (layer.head_k_dim, layer.head_v_dim) == (128, 256)
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "message"),
+    [
+        (
+            "gated_deltanet",
+            {"num_heads": 4},
+            "0.75 * hidden_size must be a multiple of num_heads=4, got 75",
+        ),
+        ("gla", {"num_heads": 4}, "got 50: change one of them, or give head_k_dim"),
+        ("longhorn", {"num_heads": 3}, "got 100: change one of them, or give head_k_dim"),
+        (
+            "mamba2",
+            {"num_heads": 1, "num_v_heads": 3},
+            "num_v_heads=3, got 200: change one of them, or give head_v_dim",
+        ),
+    ],
+)
+def test_head_sizes_are_never_rounded(name, heads, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        MIXERS[name](100, **heads)
+
+
+def test_retnet_takes_its_wavelengths_from_the_config():
+    x = inputs(1, 40)
+    layer, other = (nn.RetNet.from_config(config(rope_theta=theta), 0) for theta in (1e4, 10.0))
+    other.load_state_dict(layer.state_dict())
+    assert relative_rms(other(x)[0], layer(x)[0]) > 0.01
+    other.rope_theta = 1e4
+    assert torch.equal(other(x)[0], layer(x)[0])
+    assert nn.RetNet(HIDDEN, num_heads=2).rope_theta == 1e4
+
+
+def test_retnet_refuses_odd_keys():
+    with pytest.raises(ValueError, match="head_k_dim must be even for rotary positions, got 3"):
+        nn.RetNet(HIDDEN, num_heads=2, head_k_dim=3)
+
+
+NO_CONVOLUTION = ("linear_attention", "retnet", "lightning", "gla", "rwkv7")
+
+
+@pytest.mark.parametrize("name", [n for n in RECURRENT if n != "rwkv7"])
+def test_convolution_is_an_option(name):
+    x = inputs(1, 5)
+    assert "q_conv" in make(name, conv_size=3).init_state(1)
+    without = make(name, conv_size=0)
+    assert "q_conv" not in without.init_state(1)
+    assert without(x)[0].shape == x.shape
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_output_gate_is_an_option(name):
+    x = inputs(1, 5)
+    gated, plain = make(name, output_gate=True), make(name, output_gate=False)
+    shared = {key: p for key, p in gated.state_dict().items() if "g_proj" not in key}
+    plain.load_state_dict(shared)
+    assert not torch.equal(gated(x)[0], plain(x)[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_parameter_gets_a_gradient(name):
+    layer = make(name)
+    layer(inputs(2, 9), shared={"rwkv7_first_values": torch.randn(2, 9, 2, 8)})[0].sum().backward()
+    for key, parameter in layer.named_parameters():
+        assert parameter.grad is not None, key
+        assert parameter.grad.abs().sum() > 0, key

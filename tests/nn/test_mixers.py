@@ -1,0 +1,489 @@
+"""What every layer of the table promises."""
+
+import copy
+import re
+
+import pytest
+import torch
+
+import deltarule
+from deltarule.nn import MIXERS, Mixer, State
+from deltarule.rules import RULES
+from nn.layers import ATTENTION, HIDDEN, NAMES, RECURRENT, config, inputs, make
+from tolerance import relative_rms
+
+# Where a norm divides by the little that a cancellation leaves, rounding is magnified: float32 is
+# measured over many tokens, single tokens are compared in float64.
+CLOSE = {torch.float32: 2e-6, torch.float64: 1e-12}
+DOUBLE = torch.float64
+
+
+def assert_same(y: torch.Tensor, expected: torch.Tensor) -> None:
+    assert relative_rms(y, expected) <= CLOSE[y.dtype]
+
+
+def assert_same_state(state: State, expected: State) -> None:
+    assert state.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert relative_rms(state[name], tensor) <= CLOSE.get(tensor.dtype, 0), name
+
+
+def by_row(state: State, row: int) -> State:
+    """One sequence's state without the rows that hold no token."""
+    alone = state.select([row])
+    if "valid" not in alone:
+        return alone
+    valid = alone["valid"][0]
+    rows = ("keys", "values", "valid")
+    return State({name: t[:, valid] if name in rows else t for name, t in alone.items()})
+
+
+def test_every_rule_has_a_layer_and_every_recurrent_layer_its_rule():
+    assert list(RULES) == RECURRENT
+    for name in RECURRENT:
+        assert MIXERS[name].rule is RULES[name]
+    for name, mixer in MIXERS.items():
+        assert issubclass(mixer, Mixer), name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_step_by_step_equals_the_whole_pass(name):
+    layer, x = make(name), inputs(2, 200)
+    with torch.no_grad():
+        whole, after = layer(x)
+        state, steps = layer.init_state(2), []
+        for t in range(x.shape[1]):
+            y, state = layer(x[:, t : t + 1], state)
+            steps.append(y)
+    assert_same(torch.cat(steps, dim=1), whole)
+    assert_same_state(state, after)
+
+
+@pytest.mark.parametrize("split", [0, 1, 2, 17, 23, 24])
+@pytest.mark.parametrize("name", NAMES)
+def test_carried_state_equals_one_pass(name, split):
+    layer, x = make(name, DOUBLE), inputs(2, 24, DOUBLE)
+    whole, after = layer(x)
+    first, state = layer(x[:, :split])
+    second, state = layer(x[:, split:], state)
+    assert_same(torch.cat([first, second], dim=1), whole)
+    assert_same_state(state, after)
+
+
+LENGTHS = [1, 0, 7, 2, 1, 0, 13, 0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_equals_separate(name):
+    layer, x = make(name, DOUBLE), inputs(1, sum(LENGTHS), DOUBLE)
+    y, state = layer(x, cu_seqlens=deltarule.pack(LENGTHS))
+    for row, (part, out) in enumerate(zip(x.split(LENGTHS, 1), y.split(LENGTHS, 1), strict=True)):
+        alone, after = layer(part)
+        assert_same(out, alone)
+        if name not in ATTENTION:
+            assert_same_state(state.select([row]), after)
+    if name in ATTENTION:
+        assert state == {}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_packed_sequences_continue_from_their_own_states(name):
+    layer, x = make(name, DOUBLE), inputs(len(LENGTHS), 13, DOUBLE)
+    _, before = layer(inputs(len(LENGTHS), 6, DOUBLE) - x[:, :6])
+    packed = torch.cat([row[:length] for row, length in zip(x, LENGTHS, strict=True)])[None]
+    y, state = layer(packed, before, cu_seqlens=deltarule.pack(LENGTHS))
+    outputs = y.split(LENGTHS, 1)
+    for row, length in enumerate(LENGTHS):
+        alone, after = layer(x[row : row + 1, :length], before.select([row]))
+        assert_same(outputs[row], alone)
+        assert_same_state(state.select([row]), after)
+
+
+MASKS = {
+    "left": [[0] * 5 + [1] * 9, [1] * 14, [0] * 13 + [1]],
+    "right": [[1] * 9 + [0] * 5, [1] * 14, [1] + [0] * 13],
+    "middle": [[1] * 4 + [0] * 5 + [1] * 5, [0, 1] * 7, [1, 1, 0, 0, 1, 1, 0] * 2],
+    "nothing": [[0] * 14, [1] * 14, [1, 0] * 7],
+}
+
+
+@pytest.mark.parametrize("continued", [False, True])
+@pytest.mark.parametrize("pattern", MASKS)
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_changes_neither_outputs_nor_state(name, pattern, continued):
+    layer, x = make(name, DOUBLE), inputs(3, 14, DOUBLE)
+    mask = torch.tensor(MASKS[pattern]).bool()
+    # What lies under the padding must not matter, not even as 0 * nan.
+    x = x.masked_fill(~mask.unsqueeze(-1), float("nan"))
+    before = layer(inputs(3, 8, DOUBLE) + 1)[1] if continued else None
+    y, state = layer(x, before, mask=mask)
+    assert y.isfinite().all()
+    for row in range(3):
+        start = None if before is None else before.select([row])
+        alone, after = layer(x[row : row + 1, mask[row]], start)
+        assert_same(y[row : row + 1, mask[row]], alone)
+        assert_same_state(by_row(state, row), by_row(after, 0))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_gets_no_gradient(name):
+    layer, x = make(name), inputs(2, 9).requires_grad_()
+    mask = torch.tensor(MASKS["middle"])[:2, :9].bool()
+    y, _ = layer(x, mask=mask)
+    y[mask].square().sum().backward()
+    assert (x.grad[~mask] == 0).all()
+    assert (x.grad[mask] != 0).any(-1).all()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_strictly_causal(name):
+    layer, x = make(name), inputs(1, 40)
+    changed = x.clone()
+    changed[:, 25:] = 1e3 * torch.randn_like(changed[:, 25:])
+    y, y_changed = layer(x)[0], layer(changed)[0]
+    assert torch.equal(y[:, :25], y_changed[:, :25])
+    assert not torch.equal(y[:, 25:], y_changed[:, 25:])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sees_the_past(name):
+    layer, x = make(name), inputs(1, 6).requires_grad_()
+    layer(x)[0][:, -1].square().sum().backward()
+    assert (x.grad.abs().amax(-1) > 0)[0, 2:].all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_leaves_the_given_state_alone(name):
+    layer, x = make(name), inputs(2, 3)
+    _, state = layer(x)
+    kept = state.clone()
+    _, after = layer(x, state)
+    assert all(torch.equal(state[key], kept[key]) for key in kept)
+    assert all(after[key].data_ptr() != state[key].data_ptr() for key in kept if kept[key].numel())
+
+
+@pytest.mark.parametrize("cast", ["bfloat16", "half"])
+@pytest.mark.parametrize("name", NAMES)
+def test_gates_stay_in_float32(name, cast):
+    layer = make(name)
+    before = {key: p.clone() for key, p in layer.named_parameters()}
+    getattr(layer, cast)()
+    for key, parameter in layer.named_parameters():
+        if key in layer.float32_parameters:
+            assert torch.equal(parameter, before[key]), key
+        else:
+            assert parameter.dtype == getattr(torch, {"half": "float16"}.get(cast, cast)), key
+    layer.double()
+    assert {p.dtype for p in layer.parameters()} == {torch.float64}
+    layer.to(torch.bfloat16)
+    kept = [p for key, p in layer.named_parameters() if key in layer.float32_parameters]
+    assert all(p.dtype == torch.float32 for p in kept)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gates_and_their_gradients_share_a_dtype(name):
+    layer = make(name)
+    layer(inputs(1, 4))[0].sum().backward()
+    layer.to(torch.bfloat16)
+    assert all(p.grad is None or p.grad.dtype == p.dtype for p in layer.parameters())
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_gates_stay_in_float32_when_16_bits_are_loaded(name, assign):
+    layer = make(name)
+    stored = {key: p.bfloat16() for key, p in layer.state_dict().items()}
+    kept = dict(stored)
+    layer.load_state_dict(stored, assign=assign)
+    for key, parameter in layer.named_parameters():
+        exact = key in layer.float32_parameters or not assign
+        assert parameter.dtype == (torch.float32 if exact else torch.bfloat16), key
+        assert torch.equal(parameter.bfloat16(), kept[key]), key
+    assert all(stored[key] is kept[key] for key in kept)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gates_start_in_float32_whatever_the_default(name):
+    torch.manual_seed(0)
+    expected = dict(MIXERS[name](HIDDEN, num_heads=2, **LATER.get(name, {})).named_parameters())
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        torch.manual_seed(0)
+        layer = MIXERS[name](HIDDEN, num_heads=2, **LATER.get(name, {}))
+        assert layer(torch.ones(1, 3, HIDDEN))[0].isfinite().all()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for key, parameter in layer.named_parameters():
+        exact = key in layer.float32_parameters
+        assert parameter.dtype == (torch.float32 if exact else torch.bfloat16), key
+    for key in ("erase_scale", "shift_mix", "decay_bias"):
+        if key in expected:
+            assert torch.equal(getattr(layer, key), expected[key]), key
+
+
+LATER = {"rwkv7": {"layer_index": 1, "num_layers": 3}}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_in_bfloat16(name):
+    exact, x = make(name), inputs(2, 20)
+    layer = make(name, torch.bfloat16)
+    y, state = layer(x.bfloat16())
+    assert y.dtype == torch.bfloat16
+    assert relative_rms(y, exact(x)[0]) < 0.05
+    if name not in ATTENTION:
+        assert state["recurrent"].dtype == torch.float32
+    step, _ = layer(x[:, :1].bfloat16(), state)
+    assert step.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_under_autocast(name):
+    layer, x = make(name), inputs(2, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, state = layer(x)
+        step, _ = layer(x[:, :1].bfloat16(), state)
+    assert relative_rms(y, layer(x)[0]) < 0.05
+    assert step.isfinite().all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_in_float64(name):
+    layer, x = make(name, torch.float64), inputs(1, 20, torch.float64)
+    y, state = layer(x)
+    assert y.dtype == torch.float64
+    second, _ = layer(x[:, 10:], layer(x[:, :10])[1])
+    assert relative_rms(second, y[:, 10:]) <= 1e-12
+    assert all(t.dtype in (torch.float64, torch.int64, torch.bool) for t in state.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_from_config(name):
+    layer = MIXERS[name].from_config(config(), 1)
+    y, _ = layer(inputs(1, 3))
+    assert y.shape == (1, 3, HIDDEN)
+    sized = config(head_k_dim=4, head_v_dim=6, n_steps=3, beta_max=1.5, window=3, output_gate=False)
+    layer = MIXERS[name].from_config(sized, 0)
+    if name in ATTENTION:
+        assert layer.window == (3 if name == "sliding_window" else None)
+        return
+    assert (layer.head_k_dim, layer.head_v_dim, layer.g_proj) == (4, 6, None)
+    assert layer.n_steps == (3 if "product" in name else 1)
+    assert layer.beta_max == (1.5 if RULES[name].erase == "tied" else 1.0)
+    assert layer(inputs(1, 3))[0].shape == (1, 3, HIDDEN)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_state_is_cloned_selected_and_detached(name):
+    layer, x = make(name, DOUBLE), inputs(3, 5, DOUBLE)
+    _, state = layer(x)
+    y, after = layer(x, state)
+    assert torch.equal(layer(x, state.clone())[0], y)
+    chosen, chosen_after = layer(x[[2, 0]], state.select([2, 0]))
+    assert_same(chosen, y[[2, 0]])
+    assert_same_state(chosen_after, after.select(torch.tensor([2, 0])))
+    assert any(t.requires_grad for t in state.values())
+    assert not any(t.requires_grad for t in state.detach().values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_initial_state_is_no_state(name):
+    layer, x = make(name), inputs(2, 5)
+    y, state = layer(x, layer.init_state(2))
+    expected, expected_state = layer(x)
+    assert torch.equal(y, expected)
+    assert all(torch.equal(state[key], expected_state[key]) for key in expected_state)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_tokens(name):
+    layer = make(name)
+    y, state = layer(inputs(2, 0))
+    assert y.shape == (2, 0, HIDDEN)
+    assert_same_state(state, layer.init_state(2))
+
+
+X = torch.zeros(2, 4, HIDDEN)
+BAD_CALLS = {
+    "x must be a tensor": {"x": [[0.0]]},
+    r"x must be a tensor \[B, T, hidden_size\], got \[4, 32\]": {"x": X[0]},
+    "x must have hidden_size=32": {"x": X[..., 1:]},
+    r"x must be torch.float32 like the layer's weights, got torch.float64: cast one": {
+        "x": X.double()
+    },
+    "x must be torch.float32 like the layer's weights, got torch.int64": {"x": X.long()},
+    "x must be torch.float32 like the layer's weights, got torch.bfloat16": {"x": X.bfloat16()},
+    r"x is on meta, but the layer is on cpu: move one with .to\(device\)": {"x": X.to("meta")},
+    "mask must be a bool": {"mask": torch.ones(2, 4)},
+    "mask must be a bool tensor": {"mask": torch.ones(2, 5).bool()},
+    "cu_seqlens must end at T = 4, got 3": {"x": X[:1], "cu_seqlens": torch.tensor([0, 3])},
+    "cu_seqlens must start at 0": {"x": X[:1], "cu_seqlens": torch.tensor([1, 4])},
+    "cu_seqlens must not decrease": {"x": X[:1], "cu_seqlens": torch.tensor([0, 3, 2, 4])},
+    "cu_seqlens packs": {"cu_seqlens": torch.tensor([0, 4])},
+    "mask must be None with cu_seqlens": {
+        "x": X[:1],
+        "cu_seqlens": torch.tensor([0, 4]),
+        "mask": torch.ones(1, 4).bool(),
+    },
+    r"state must hold \[.*\], got \['other'\]": {"state": State(other=torch.zeros(2, 1))},
+    r"state must hold \[.*\], got list": {"state": [torch.zeros(2, 1)]},
+}
+
+
+@pytest.mark.parametrize("message", BAD_CALLS)
+@pytest.mark.parametrize("name", NAMES)
+def test_wrong_calls_name_the_argument(name, message):
+    given = {"x": X} | BAD_CALLS[message]
+    with pytest.raises(ValueError, match=message):
+        make(name)(given.pop("x"), given.pop("state", None), **given)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dtypes_are_refused_where_there_is_no_autocast(name):
+    with pytest.raises(ValueError, match=r"x must be torch\.float32"):
+        make(name).to("meta")(X.to("meta", torch.bfloat16))
+
+
+@pytest.mark.parametrize("given", [torch.float64, torch.int64])
+@pytest.mark.parametrize("name", NAMES)
+def test_autocast_excuses_only_what_it_casts(name, given):
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(ValueError, match=f"x must be torch.float32 .*, got {given}"),
+    ):
+        make(name)(X.to(given))
+
+
+BAD_STATES = {
+    "must be a tensor [2": lambda t: t.tolist(),
+    "is on meta, but the layer is on cpu: move it with state.to('cpu')": lambda t: t.to("meta"),
+    "sequences first, got []": lambda t: t.sum(),
+}
+
+
+@pytest.mark.parametrize("message", BAD_STATES)
+@pytest.mark.parametrize("name", NAMES)
+def test_bad_tensors_of_a_state_are_named(name, message):
+    layer = make(name)
+    _, state = layer(X)
+    for key, tensor in state.items():
+        with pytest.raises(ValueError, match=rf"state\['{key}'\] .*{re.escape(message)}"):
+            layer(X, State(state | {key: BAD_STATES[message](tensor)}))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_states_that_must_be_exact_are(name):
+    layer = make(name)
+    _, state = layer(X)
+    for key in state.keys() & {"recurrent", "length", "valid"}:
+        wanted = re.escape(f"state['{key}'] must be {state[key].dtype}, got torch.bfloat16")
+        with pytest.raises(ValueError, match=wanted):
+            layer(X, State(state | {key: state[key].bfloat16()}))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_state_of_another_batch_is_refused(name):
+    layer = make(name)
+    with pytest.raises(ValueError, match=r"state\['\w+'\] must be \[2"):
+        layer(X, layer.init_state(3))
+
+
+BAD_OPTIONS = {
+    "hidden_size must be an integer": {"hidden_size": 0},
+    r"hidden_size must be a multiple of num_heads=2, got (33|24.75|16.5)": {"hidden_size": 33},
+    "num_heads must be an integer of 1 or more, got 0": {"num_heads": 0},
+    "num_heads must be an integer of 1 or more, got 2.0": {"num_heads": 2.0},
+}
+
+
+@pytest.mark.parametrize("message", BAD_OPTIONS)
+@pytest.mark.parametrize("name", NAMES)
+def test_wrong_sizes_name_the_argument(name, message):
+    given = {"hidden_size": HIDDEN, "num_heads": 2} | BAD_OPTIONS[message]
+    if name == "mamba2" and "multiple" in message:
+        pytest.skip("its key size does not come from hidden_size")
+    with pytest.raises(ValueError, match=message):
+        MIXERS[name](given.pop("hidden_size"), **given)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_given_head_size_needs_no_division(name):
+    size = {"head_dim": 8} if name in ATTENTION else {"head_k_dim": 8}
+    layer = MIXERS[name](HIDDEN + 1, num_heads=2, **size)
+    assert layer(torch.randn(1, 3, HIDDEN + 1))[0].shape == (1, 3, HIDDEN + 1)
+
+
+BAD_RECURRENT_OPTIONS = {
+    "num_v_heads must be a multiple of num_heads=2, got 3": {"num_v_heads": 3},
+    "head_k_dim must be an integer": {"head_k_dim": 0},
+    "head_v_dim must be an integer": {"head_v_dim": -1},
+    "conv_size must be": {"conv_size": -1},
+    "n_steps must be": {"n_steps": 0},
+    "beta_max must be": {"beta_max": 2.5},
+    "beta_max must be .*": {"beta_max": "2"},
+    "norm_eps must be a finite number above 0, got -1": {"norm_eps": -1},
+    "norm_eps must be a finite number above 0, got '1'": {"norm_eps": "1"},
+    "layer_index must be an integer from 0 to num_layers - 1 = 1, got 2": {
+        "layer_index": 2,
+        "num_layers": 2,
+    },
+    "layer_index must be an integer from 0 to num_layers - 1 = 1, got 0.5": {
+        "layer_index": 0.5,
+        "num_layers": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("message", BAD_RECURRENT_OPTIONS)
+@pytest.mark.parametrize("name", RECURRENT)
+def test_wrong_options_name_the_argument(name, message):
+    with pytest.raises(ValueError, match=message):
+        MIXERS[name](HIDDEN, num_heads=2, **BAD_RECURRENT_OPTIONS[message])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_unknown_options_are_type_errors(name):
+    with pytest.raises(TypeError, match="num_head"):
+        MIXERS[name](HIDDEN, num_heads=2, num_head=2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compiles_without_a_break(name):
+    layer, x = make(name), inputs(1, 12)
+    cu_seqlens = deltarule.pack([5, 7])
+    torch.compiler.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    y, _ = compiled(x, cu_seqlens=cu_seqlens)
+    assert_same(y, layer(x, cu_seqlens=cu_seqlens)[0])
+    y.sum().backward()
+    assert layer.o_proj.weight.grad.isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", NAMES)
+def test_vmap_runs_many_layers_at_once(name):
+    layers = [make(name) for _ in range(3)]
+    with torch.no_grad():
+        for index, layer in enumerate(layers):
+            layer.q_proj.weight *= 1 + index
+    weights = torch.func.stack_module_state(layers)
+    empty = copy.deepcopy(layers[0]).to("meta")
+
+    def call(parameters, buffers, x, state=None):
+        return torch.func.functional_call(empty, (parameters, buffers), (x, state))
+
+    def loss(*given):
+        return call(*given)[0].square().sum()
+
+    x = torch.stack([inputs(2, 6), inputs(2, 6) + 1, inputs(2, 6) - 1])
+    y, state = torch.vmap(call)(*weights, x)
+    second, _ = torch.vmap(call)(*weights, x, state)
+    gradients = torch.vmap(torch.func.grad(loss))(*weights, x)
+    assert isinstance(state, State)
+    for index, layer in enumerate(layers):
+        alone, after = layer(x[index])
+        alone.square().sum().backward()
+        assert_same(y[index], alone)
+        assert_same(second[index], layer(x[index], after)[0])
+        assert relative_rms(gradients["q_proj.weight"][index], layer.q_proj.weight.grad) <= 1e-5

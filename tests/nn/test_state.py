@@ -1,0 +1,155 @@
+"""States: saved, refused, selected, moved."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from safetensors.torch import save_file
+
+import deltarule.nn.state
+from deltarule.nn import ModelState, State, load_state, save_state
+from nn.layers import NAMES, inputs, make
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saved_state_continues_bitwise(name, tmp_path):
+    layer, x = make(name), inputs(2, 6)
+    _, state = layer(x)
+    save_state(state, tmp_path / "state.safetensors")
+    loaded = load_state(tmp_path / "state.safetensors")
+    assert isinstance(loaded, State)
+    assert loaded.keys() == state.keys()
+    assert torch.equal(layer(x, loaded)[0], layer(x, state)[0])
+
+
+def test_model_state_round_trip_keeps_empty_layers_and_order(tmp_path):
+    layers = [State(a=torch.full((1, 2), float(i))) for i in range(11)]
+    state = ModelState([*layers, State()])
+    save_state(state, tmp_path / "state")
+    loaded = load_state(tmp_path / "state")
+    assert isinstance(loaded, ModelState)
+    assert len(loaded) == 12
+    assert loaded[11] == {}
+    assert [layer["a"][0, 0].item() for layer in loaded[:11]] == list(range(11))
+    assert list(tmp_path.iterdir()) == [tmp_path / "state"]
+
+
+def test_views_of_one_tensor_are_saved_apart(tmp_path):
+    whole = torch.arange(6.0).view(2, 3)
+    save_state(State(a=whole[:, 1:], b=whole.mT.mT), tmp_path / "state")
+    loaded = load_state(tmp_path / "state")
+    assert loaded["a"].tolist() == [[1, 2], [4, 5]]
+    assert loaded["b"].tolist() == whole.tolist()
+
+
+def saves(monkeypatch, then):
+    """Let `then` happen once the tensors are written, before their file is moved into place."""
+
+    def save(*args, **kwargs):
+        save_file(*args, **kwargs)
+        monkeypatch.undo()
+        then()
+
+    monkeypatch.setattr(deltarule.nn.state, "save_file", save)
+
+
+def test_a_save_that_fails_leaves_the_old_state(tmp_path, monkeypatch):
+    path = tmp_path / "state"
+    save_state(State(a=torch.zeros(1)), path)
+
+    def fail():
+        raise KeyboardInterrupt
+
+    saves(monkeypatch, then=fail)
+    with pytest.raises(KeyboardInterrupt):
+        save_state(State(a=torch.ones(1)), path)
+    assert load_state(path)["a"].tolist() == [0]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_two_writers_of_one_state_do_not_collide(tmp_path, monkeypatch):
+    path = tmp_path / "state"
+
+    def save_another():
+        save_state(State(a=torch.zeros(1)), path)
+        assert load_state(path)["a"].tolist() == [0]
+
+    saves(monkeypatch, then=save_another)
+    save_state(State(a=torch.ones(1)), path)
+    assert load_state(path)["a"].tolist() == [1]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_state_is_synced_before_it_is_moved(tmp_path, monkeypatch):
+    events = []
+    fsync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: events.append("sync") or fsync(fd))
+    monkeypatch.setattr(
+        Path, "replace", lambda self, to: events.append("move") or replace(self, to)
+    )
+    save_state(State(a=torch.zeros(1)), tmp_path / "state")
+    assert events[:2] == ["sync", "move"]
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\x80\x04]\x94.", b"\xff" * 100])
+def test_what_is_no_state_is_refused(content, tmp_path):
+    path = tmp_path / "state"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match="path must be a state written by save_state"):
+        load_state(path)
+
+
+def test_truncated_and_foreign_files_are_refused(tmp_path):
+    save_state(State(a=torch.zeros(100)), tmp_path / "state")
+    (tmp_path / "short").write_bytes((tmp_path / "state").read_bytes()[:-1])
+    save_file({"a": torch.zeros(1)}, tmp_path / "weights")
+    save_file({"7.a": torch.zeros(1)}, tmp_path / "index", metadata={
+        "deltarule_state": '{"kind": "State", "layers": 1}'
+    })  # fmt: skip
+    for name in ("short", "weights", "index"):
+        with pytest.raises(ValueError, match=name):
+            load_state(tmp_path / name)
+
+
+def test_select_takes_slices_indices_and_flags():
+    state = ModelState([State(a=torch.arange(4))])
+    for rows, expected in (
+        (slice(1, 3), [1, 2]), ([3, 3, 0], [3, 3, 0]), (torch.tensor([2]), [2]),
+        (torch.tensor([True, False, False, True]), [0, 3]),
+    ):  # fmt: skip
+        assert state.select(rows)[0]["a"].tolist() == expected
+    part = state.select(slice(0, 2))
+    part[0]["a"].zero_()
+    assert state[0]["a"].tolist() == [0, 1, 2, 3]
+
+
+def test_map_clone_and_bytes():
+    state = ModelState([State(a=torch.ones(2, 3), b=torch.ones(2, dtype=torch.bool))])
+    assert state.num_bytes == 2 * 3 * 4 + 2
+    copy = state.clone()
+    copy[0]["a"].zero_()
+    assert state[0]["a"].sum() == 6
+    assert state.map(lambda t: t.double())[0]["a"].dtype == torch.float64
+    assert state.to("meta")[0]["b"].device.type == "meta"
+
+
+def test_states_are_trees_that_do_not_know_the_order_of_their_tensors():
+    one = State(a=torch.zeros(1), b=torch.ones(1))
+    other = State(b=torch.ones(1), a=torch.zeros(1))
+    total = pytree.tree_map(torch.add, ModelState([one, State()]), ModelState([other, State()]))
+    assert isinstance(total, ModelState)
+    assert isinstance(total[0], State)
+    assert {name: tensor.item() for name, tensor in total[0].items()} == {"a": 0, "b": 2}
+    assert total[1] == {}
+
+
+def test_detach_stops_the_gradient():
+    layer, x = make("gated_deltanet"), inputs(1, 4)
+    _, state = layer(x.requires_grad_())
+    layer(inputs(1, 4), ModelState([state]).detach()[0])[0].sum().backward()
+    assert x.grad is None
+    layer(inputs(1, 4), state)[0].sum().backward()
+    assert x.grad.abs().sum() > 0

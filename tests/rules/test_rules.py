@@ -1,0 +1,91 @@
+"""What every row of the table promises, and gates at the far ends of their range."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from deltarule.rules import RULES, Projections, Rule
+from rules.drawn import HV, B, H, K, T, draw, draw_projections, run
+
+
+def gates(rule: Rule, n_steps: int = 1) -> dict[str, torch.Tensor]:
+    """Every gate that any rule reads, in the shapes of this rule."""
+    channels = (K,) if rule.decay == "channel" else ()
+    heads = HV if rule.operator == "dplr" else H
+    return {
+        "decay_logits": draw(B, T, HV, *channels), "beta_logits": draw(B, T * n_steps, HV),
+        "erase_logits": draw(B, T, HV, K), "A_log": draw(HV), "dt_bias": draw(HV, *channels),
+        "D": draw(HV), "erase_scale": draw(heads, K), "replace_scale": draw(heads, K),
+        "bonus": draw(heads, K),
+    }  # fmt: skip
+
+
+def projections_for(rule: Rule) -> Projections:
+    heads = HV if rule.operator == "dplr" else H
+    return draw_projections(heads=heads, **gates(rule))
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_row_is_complete(rule):
+    for field in dataclasses.fields(rule):
+        assert getattr(rule, field.name), field.name
+    assert rule.arguments.__module__.startswith("deltarule.rules")
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_row_describes_its_arguments(rule):
+    arguments, _ = rule.arguments(projections_for(rule))
+    log_decay = arguments.get("log_decay")
+    shapes = {None: "none", 1: "constant", 3: "head", 4: "channel"}
+    assert shapes[None if log_decay is None else log_decay.ndim] == rule.decay
+    if rule.operator == "dplr":
+        erase = "free"
+    else:
+        erase = "none" if arguments["beta"] is None else "tied"
+    assert erase == rule.erase
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_gates_are_computed_in_float32(rule):
+    p = projections_for(rule)
+    values = {f.name: getattr(p, f.name) for f in dataclasses.fields(p)}
+    narrow = {k: v.bfloat16() if torch.is_tensor(v) else v for k, v in values.items()}
+    arguments, _ = rule.arguments(Projections(**narrow))
+    for name in ("q", "k", "v"):
+        assert arguments[name].dtype == torch.bfloat16
+    for name in ("beta", "log_decay", "a", "b"):
+        if arguments.get(name) is not None:
+            assert arguments[name].dtype == torch.float32, name
+
+
+@pytest.mark.parametrize("A_log", [-20.0, 0.0, 20.0])
+@pytest.mark.parametrize("logit", [-200.0, 0.0, 200.0])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_extreme_gates_are_finite_and_so_are_their_gradients(rule, logit, A_log):
+    p = projections_for(rule)
+    values = {f.name: getattr(p, f.name) for f in dataclasses.fields(p)}
+    tensors = {k: v.float() for k, v in values.items() if torch.is_tensor(v)}
+    for name, x in tensors.items():
+        if name.endswith("_logits"):
+            tensors[name] = torch.full_like(x, logit)
+    tensors["A_log"] = torch.full_like(tensors["A_log"], A_log)
+    leaves = {k: v.requires_grad_() for k, v in tensors.items()}
+    p = Projections(**(values | leaves))
+    arguments, _ = rule.arguments(p)
+    if (log_decay := arguments.get("log_decay")) is not None:
+        assert (log_decay <= 0).all()
+        assert log_decay.isfinite().all()
+    run(rule, p).square().sum().backward()
+    for name, x in leaves.items():
+        assert x.grad is None or x.grad.isfinite().all(), name
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_missing_gate_is_named(rule):
+    p = draw_projections(heads=HV if rule.operator == "dplr" else H)
+    if rule.decay in ("none", "constant") and rule.erase == "none":
+        rule.arguments(p)
+        return
+    with pytest.raises(ValueError, match=r"\w+ must be a tensor for this rule, got None"):
+        rule.arguments(p)
