@@ -1,0 +1,289 @@
+"""The one language model: embedding, blocks of mixer and MLP, norm, head."""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from deltarule.models import files
+from deltarule.models.arguments import check_inputs
+from deltarule.models.config import ModelConfig
+from deltarule.models.generate import Prompt, Stop, generate, stream
+from deltarule.nn import MIXERS, ModelState, RMSNorm, State, SwiGLU
+from deltarule.shapes import Hidden, Mask, Offsets
+
+Tokens = Int[Tensor, "B T"]
+Logits = Float[Tensor, "B T vocab"]
+
+
+class CausalLM(nn.Module):
+    r"""A causal language model whose blocks are any mix of recurrent layers and attention.
+
+    .. math::
+        x &= \mathrm{embedding}[\mathrm{tokens}] \\
+        x &\leftarrow x + \mathrm{mixer}_i(\mathrm{norm}(x)) \\
+        x &\leftarrow x + \mathrm{mlp}_i(\mathrm{norm}(x)) \qquad i = 1, \dots, \mathrm{layers} \\
+        \mathrm{logits} &= W_\mathrm{head} \, \mathrm{norm}(x)
+
+    Args:
+        config: Sizes and layers; see `ModelConfig`.
+
+    Attributes:
+        activation_checkpointing: True keeps only each block's input for the backward pass and
+            computes the rest again: less memory, the same gradients, about a third more time.
+
+    Raises:
+        ValueError: A layer cannot be built from the configuration.
+
+    Example:
+        >>> config = ModelConfig(vocab_size=257, hidden_size=32, num_layers=2, num_heads=2,
+        ...                      layer_types="gated_deltanet")
+        >>> model = CausalLM(config)
+        >>> tokens = torch.randint(257, (1, 10))
+        >>> logits, state = model(tokens)
+        >>> logits.shape
+        torch.Size([1, 10, 257])
+        >>> more, state = model(tokens[:, :1], state)
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        """Build the model and draw its parameters from the global random state."""
+        super().__init__()
+        self.config = config
+        self.activation_checkpointing = False
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(Block(config, index) for index in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.head: nn.Linear | None = None
+        if not config.tie_embeddings:
+            self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        initialise(self)
+
+    def forward(
+        self,
+        tokens: Tokens,
+        state: ModelState | None = None,
+        *,
+        cu_seqlens: Offsets | None = None,
+        mask: Mask | None = None,
+    ) -> tuple[Logits, ModelState]:
+        """Predict every next token.
+
+        Args:
+            tokens: Integers [B, T] in [0, vocab_size).
+            state: What an earlier call returned, to continue its rows. None starts afresh.
+            cu_seqlens: Offsets [N + 1] of documents packed into one row (B = 1); nothing passes
+                from one document to another. None means that each row is a sequence.
+            mask: [B, T] bool, False at padding, which changes no other logit and no state.
+                None means no padding.
+
+        Returns:
+            Logits [B, T, vocab_size] in the parameters' dtype, and the state after the last token.
+
+        Raises:
+            ValueError: An argument has the wrong shape, dtype, device or range; it is named.
+        """
+        x, state = self.hidden(tokens, state, cu_seqlens=cu_seqlens, mask=mask)
+        return self.logits(x), state
+
+    def hidden(
+        self,
+        tokens: Tokens,
+        state: ModelState | None = None,
+        *,
+        cu_seqlens: Offsets | None = None,
+        mask: Mask | None = None,
+    ) -> tuple[Hidden, ModelState]:
+        """Do all of `forward` but the head: the same arguments, [B, T, hidden_size] returned."""
+        check_inputs(
+            tokens, state, cu_seqlens, mask, vocab_size=self.config.vocab_size,
+            num_layers=self.config.num_layers, device=self.embedding.weight.device,
+        )  # fmt: skip
+        # What layers share within one pass, such as the first layer's values in RWKV-7.
+        shared: dict[str, Tensor] = {}
+        recompute = self.activation_checkpointing and torch.is_grad_enabled()
+        x = self.embedding(tokens)
+        states = []
+        for index, block in enumerate(self.blocks):
+            arguments = (x, None if state is None else state[index], cu_seqlens, mask, shared)
+            if recompute:
+                # No layer draws random numbers, so there is no random state to keep.
+                x, after = checkpoint(
+                    block, *arguments, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                x, after = block(*arguments)
+            states.append(after)
+        return self.norm(x), ModelState(states)
+
+    def logits(self, x: Float[Tensor, "*rows hidden"]) -> Float[Tensor, "*rows vocab"]:
+        """Apply the head to what `hidden` returned."""
+        return F.linear(x, self.embedding.weight if self.head is None else self.head.weight)
+
+    def init_state(self, batch_size: int) -> ModelState:
+        """Return the state before the first token, for batch_size rows."""
+        return ModelState(block.mixer.init_state(batch_size) for block in self._blocks())
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop: Sequence[Stop] = (),
+        seed: int | None = None,
+        state: ModelState | None = None,
+    ) -> list[list[int]]:
+        """Continue every prompt; see `deltarule.models.generate.generate`."""
+        return generate(
+            self, prompts, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
+            top_p=top_p, stop=stop, seed=seed, state=state,
+        )  # fmt: skip
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop: Sequence[Stop] = (),
+        seed: int | None = None,
+        state: ModelState | None = None,
+    ) -> Iterator[int]:
+        """Continue one prompt, token by token; see `deltarule.models.generate.stream`."""
+        return stream(
+            self, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
+            top_p=top_p, stop=stop, seed=seed, state=state,
+        )  # fmt: skip
+
+    def save(self, folder: str | Path) -> None:
+        """Write model.safetensors and config.json; see `deltarule.models.files.write_model`."""
+        files.write_model(folder, self.config, self.state_dict())
+
+    @staticmethod
+    def load(folder: str | Path, *, device: str | torch.device = "cpu") -> "CausalLM":
+        """Read what `save` wrote; nothing is ever unpickled.
+
+        Args:
+            folder: Holds config.json and model.safetensors.
+            device: Where the parameters go; they keep the dtypes of the file.
+
+        Returns:
+            The model.
+
+        Raises:
+            CheckpointError: A file is missing, malformed or does not fit; it is named. It is a
+                ValueError.
+        """
+        config = files.read_config(folder)
+        stored = files.read_shapes(folder)
+        # A damaged config.json could ask for any number of layers: count before building.
+        if config.num_layers > len(stored):
+            raise files.CheckpointError(
+                f"{folder}: {files.CONFIG} asks for num_layers={config.num_layers}, "
+                f"but only {len(stored)} tensors are stored"
+            )
+        with files.naming(Path(folder) / files.CONFIG):
+            model = _without_memory(config)
+        expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        tensors = files.read_tensors(folder, expected, device)
+        model.load_state_dict(tensors, assign=True)
+        return model
+
+    def _blocks(self) -> Iterator["Block"]:
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            yield block
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x)); no MLP when mlp_size is 0."""
+
+    def __init__(self, config: ModelConfig, layer_index: int) -> None:
+        """Build the block at layer_index, counted from 0."""
+        super().__init__()
+        self.mixer_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+        mixer = MIXERS[config.layer_types[layer_index]]
+        self.mixer = mixer.from_config(config, layer_index)
+        self.mlp_norm: RMSNorm | None = None
+        self.mlp: SwiGLU | None = None
+        if size := mlp_size(config):
+            self.mlp_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+            self.mlp = SwiGLU(config.hidden_size, size)
+
+    def forward(
+        self,
+        x: Hidden,
+        state: State | None,
+        cu_seqlens: Offsets | None,
+        mask: Mask | None,
+        shared: dict[str, Tensor],
+    ) -> tuple[Hidden, State]:
+        """Apply both halves; return the stream and the mixer's new state."""
+        y, state = self.mixer(
+            self.mixer_norm(x), state, cu_seqlens=cu_seqlens, mask=mask, shared=shared
+        )
+        x = x + y
+        if self.mlp is not None and self.mlp_norm is not None:
+            x = x + self.mlp(self.mlp_norm(x))
+        return x, state
+
+
+@torch.no_grad()
+def initialise(model: CausalLM) -> None:
+    """Draw what only the whole model can scale; each mixer has drawn its own parameters.
+
+    parameter           standard deviation
+    embedding, head     hidden_size^-1/2              logits of size 1 from a normalised stream
+    into the MLP        hidden_size^-1/2              keeps the size of its input
+    out of the MLP      mlp_size^-1/2 / sqrt(2 L)     2 L branches add up to a stream of size 1
+    out of the mixer    what it drew / sqrt(2 L)      the same
+    norms               ones
+
+    The customary 0.02 for the embedding drowns it in the first branches and learns later.
+    """
+    config = model.config
+    branches = math.sqrt(2 * config.num_layers)
+    nn.init.normal_(model.embedding.weight, std=config.hidden_size**-0.5)
+    if model.head is not None:
+        nn.init.normal_(model.head.weight, std=config.hidden_size**-0.5)
+    for name, weight in model.blocks.named_parameters():
+        if name.endswith("mlp.down_proj.weight"):
+            nn.init.normal_(weight, std=weight.shape[1] ** -0.5 / branches)
+        elif ".mlp." in name:
+            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+        elif name.endswith("mixer.o_proj.weight"):
+            weight.div_(branches)
+
+
+def mlp_size(config: ModelConfig) -> int:
+    """Return the channels inside the MLP: as given, or 8/3 of the stream, in multiples of 16."""
+    if config.mlp_size is not None:
+        return config.mlp_size
+    return 16 * math.ceil(config.hidden_size * 8 / 3 / 16)
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """Count the parameters of a `CausalLM`, without allocating them.
+
+    Example:
+        >>> count_parameters(ModelConfig(vocab_size=257, hidden_size=32, num_layers=1,
+        ...                              num_heads=2, layer_types="attention", mlp_size=0))
+        12384
+    """
+    return sum(parameter.numel() for parameter in _without_memory(config).parameters())
+
+
+def _without_memory(config: ModelConfig) -> CausalLM:
+    """Build a model of shapes only; even that would draw from the global random state."""
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        return CausalLM(config)

@@ -1,0 +1,213 @@
+"""The one configuration of the one language model."""
+
+import dataclasses
+import difflib
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from deltarule.nn import MIXERS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Sizes and layers of a `CausalLM`; None leaves an option at each layer's own default.
+
+    Args:
+        vocab_size: Tokens; 257 for `deltarule.models.bytes`.
+        hidden_size: Channels of the residual stream.
+        num_layers: Blocks, each a mixer and an MLP.
+        layer_types: The mixer of each block, by its name in `deltarule.nn.MIXERS`: one name, or
+            a pattern whose length divides num_layers and that repeats. Kept as a tuple of
+            num_layers names.
+        num_heads: Query and key heads.
+        num_v_heads: Value heads of recurrent layers, a multiple of num_heads. None: num_heads.
+        head_k_dim: Channels of a query or key. None: the layer's default.
+        head_v_dim: Channels of a value. None: the layer's default.
+        num_kv_heads: Key and value heads of attention, a divisor of num_heads. None: num_heads.
+        conv_size: Taps of the short convolution of recurrent layers; 0 removes it. None: the
+            layer's default.
+        output_gate: Whether recurrent layers gate their output. None: the layer's default.
+        beta_max: Largest write strength of delta layers; 2.0 allows negative eigenvalues. None:
+            the layer's default.
+        n_steps: Writes for each token in DeltaProduct layers. None: the layer's default.
+        window: Tokens that sliding-window attention sees. None: the layer's default.
+        rope_theta: Base of the rotary position wavelengths of attention and RetNet.
+        mlp_size: Channels inside the SwiGLU. None: 8/3 of hidden_size, up to a multiple of 16;
+            0: no MLP.
+        norm_eps: Added to the mean square in every RMSNorm.
+        tie_embeddings: Use the embedding as the output head.
+
+    Raises:
+        ValueError: A field has the wrong type, range or length, or names an unknown layer.
+
+    Example:
+        >>> config = ModelConfig(vocab_size=257, hidden_size=64, num_layers=4, num_heads=2,
+        ...                      layer_types=("gated_deltanet", "attention"))
+        >>> config.layer_types
+        ('gated_deltanet', 'attention', 'gated_deltanet', 'attention')
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    layer_types: str | tuple[str, ...]
+    num_heads: int
+    num_v_heads: int | None = None
+    head_k_dim: int | None = None
+    head_v_dim: int | None = None
+    num_kv_heads: int | None = None
+    conv_size: int | None = None
+    output_gate: bool | None = None
+    beta_max: float | None = None
+    n_steps: int | None = None
+    window: int | None = None
+    rope_theta: float = 10000.0
+    mlp_size: int | None = None
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse what no model can have, naming the field; then write out the layer pattern."""
+        _check_integers(self)
+        _check_numbers(self)
+        _check_flags(self)
+        _check_heads(self)
+        layer_types = _expand_layer_types(self.layer_types, self.num_layers)
+        object.__setattr__(self, "layer_types", layer_types)
+
+    def to_json(self) -> str:
+        """Return every field as a JSON object."""
+        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "ModelConfig":
+        """Read what `to_json` wrote; a field that is absent takes its default.
+
+        Args:
+            text: A JSON object whose keys are the fields of this class.
+
+        Returns:
+            The configuration, checked like one made by hand.
+
+        Raises:
+            ValueError: The text is not a JSON object, a key is unknown, repeated or missing, or a
+                value is refused; the message names the key.
+        """
+        fields = _parse_object(text)
+        known = {field.name: field for field in dataclasses.fields(cls)}
+        for key in fields:
+            if key not in known:
+                raise ValueError(f"unknown key {key!r}{_nearest(key, known)}")
+        required = [name for name, field in known.items() if field.default is dataclasses.MISSING]
+        if missing := [name for name in required if name not in fields]:
+            raise ValueError(f"missing key {', '.join(map(repr, missing))}")
+        if isinstance(fields["layer_types"], list):
+            fields["layer_types"] = tuple(fields["layer_types"])
+        return cls(**fields)
+
+
+# More than any model has; a damaged file could ask for a billion.
+_MOST_LAYERS = 10_000
+_SMALLEST = {
+    "vocab_size": 1, "hidden_size": 1, "num_layers": 1, "num_heads": 1, "num_v_heads": 1,
+    "head_k_dim": 1, "head_v_dim": 1, "num_kv_heads": 1, "conv_size": 0, "n_steps": 1,
+    "window": 1, "mlp_size": 0,
+}  # fmt: skip
+_OPTIONAL = {
+    "num_v_heads", "head_k_dim", "head_v_dim", "num_kv_heads", "conv_size", "n_steps", "window",
+    "mlp_size", "beta_max",
+}  # fmt: skip
+
+
+def _check_integers(config: ModelConfig) -> None:
+    for name, smallest in _SMALLEST.items():
+        value = getattr(config, name)
+        if value is None and name in _OPTIONAL:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+            or_none = " or None" if name in _OPTIONAL else ""
+            raise ValueError(
+                f"{name} must be an integer of {smallest} or more{or_none}, got {value!r}"
+            )
+    if config.num_layers > _MOST_LAYERS:
+        raise ValueError(f"num_layers must be at most {_MOST_LAYERS}, got {config.num_layers}")
+
+
+def _check_numbers(config: ModelConfig) -> None:
+    for name in ("beta_max", "rope_theta", "norm_eps"):
+        value = getattr(config, name)
+        if value is None and name in _OPTIONAL:
+            continue
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or value <= 0:
+            raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
+    if config.beta_max is not None and config.beta_max > 2:
+        raise ValueError(
+            f"beta_max must be at most 2, got {config.beta_max}: above 2 a write makes the state "
+            "grow without bound"
+        )
+
+
+def _check_flags(config: ModelConfig) -> None:
+    if not isinstance(config.tie_embeddings, bool):
+        raise ValueError(f"tie_embeddings must be True or False, got {config.tie_embeddings!r}")
+    if config.output_gate is not None and not isinstance(config.output_gate, bool):
+        raise ValueError(f"output_gate must be True, False or None, got {config.output_gate!r}")
+
+
+def _check_heads(config: ModelConfig) -> None:
+    heads = config.num_heads
+    if config.num_v_heads is not None and config.num_v_heads % heads:
+        raise ValueError(
+            f"num_v_heads must be a multiple of num_heads={heads}, got {config.num_v_heads}"
+        )
+    if config.num_kv_heads is not None and heads % config.num_kv_heads:
+        raise ValueError(f"num_kv_heads must divide num_heads={heads}, got {config.num_kv_heads}")
+
+
+def _expand_layer_types(given: str | tuple[str, ...], num_layers: int) -> tuple[str, ...]:
+    """Repeat the pattern over all layers, each name known."""
+    pattern = (given,) if isinstance(given, str) else given
+    if not isinstance(pattern, tuple) or not pattern:
+        raise ValueError(f"layer_types must be a name or a tuple of names, got {given!r}")
+    for name in pattern:
+        if not isinstance(name, str) or name not in MIXERS:
+            raise ValueError(
+                f"layer_types names an unknown layer {name!r}{_nearest(name, MIXERS)}; "
+                f"known: {', '.join(MIXERS)}"
+            )
+    if num_layers % len(pattern):
+        raise ValueError(
+            f"layer_types is a pattern of {len(pattern)} names, which does not divide "
+            f"num_layers={num_layers}"
+        )
+    return pattern * (num_layers // len(pattern))
+
+
+def _nearest(given: object, known: Iterable[str]) -> str:
+    """Phrase the known name that looks most like the given one, or nothing."""
+    matches = difflib.get_close_matches(str(given), list(known), n=1)
+    return f": did you mean {matches[0]!r}?" if matches else ""
+
+
+def _parse_object(text: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(text, object_pairs_hook=_without_repeats)
+    except RecursionError:
+        raise ValueError("not JSON that can be read: nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"expected a JSON object, got {type(fields).__name__}")
+    return fields
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key {max(keys, key=keys.count)!r} appears more than once")
+    return fields

@@ -1,0 +1,122 @@
+"""The choice of a token: which tokens may be drawn, and a draw from each row's own numbers."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+class Draws:
+    """Uniform numbers in [0, 1): a stream of its own for each row, the same on every device.
+
+    Args:
+        seed: Row i draws from seed + i. None takes a fresh seed.
+        rows: How many rows there are.
+        device: Where the numbers go.
+
+    Example:
+        >>> both, second = Draws(3, 2, torch.device("cpu")), Draws(4, 1, torch.device("cpu"))
+        >>> bool(both.next([0, 1])[1] == second.next([0])[0])
+        True
+    """
+
+    def __init__(self, seed: int | None, rows: int, device: torch.device) -> None:
+        """Seed the stream of every row; the global random state is neither read nor changed."""
+        first = torch.Generator().seed() >> 1 if seed is None else seed
+        self._generators = [torch.Generator().manual_seed(first + row) for row in range(rows)]
+        self._device = device
+
+    def next(self, rows: list[int]) -> Float[Tensor, "B"]:
+        """Return the next number of each of these rows."""
+        numbers = [torch.rand((), generator=self._generators[row]) for row in rows]
+        return torch.stack(numbers).to(self._device)
+
+
+def choose(
+    logits: Float[Tensor, "B vocab"],
+    draws: Float[Tensor, "B"],
+    *,
+    temperature: float,
+    top_k: int | None = None,
+    top_p: float | None = None,
+) -> Int[Tensor, "B"]:
+    """Take one token a row: the likeliest, or the one where the cumulated probability passes u.
+
+    token = the first i, from the likeliest down, with  p_1 + ... + p_i >= u (p_1 + ... + p_size).
+
+    Args:
+        logits: [B, vocab_size].
+        draws: u of each row, [B] in [0, 1).
+        temperature: 0 takes the likeliest token, whatever u is.
+        top_k: As for `kept`.
+        top_p: As for `kept`.
+
+    Returns:
+        The tokens, int64 [B].
+
+    Raises:
+        ValueError: A row's largest logit is NaN or infinite.
+
+    Example:
+        >>> choose(torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([0.9]), temperature=1.0)
+        tensor([2])
+    """
+    if not bool(logits.amax(-1).isfinite().all()):
+        raise ValueError("the model's logits are NaN or infinite: its parameters are damaged")
+    if temperature == 0:
+        return logits.argmax(-1)
+    order, cumulated, size = kept(logits, temperature=temperature, top_k=top_k, top_p=top_p)
+    targets = draws[:, None] * cumulated.gather(1, size - 1)
+    # The first place whose sum reaches the target: never past the kept set, never of probability 0.
+    places = torch.searchsorted(cumulated, targets)
+    return order.gather(1, places)[:, 0]
+
+
+class Kept(NamedTuple):
+    """Tokens of each row, the likeliest first, of which the first `size` may be drawn."""
+
+    order: Int[Tensor, "B vocab"]
+    cumulated: Float[Tensor, "B top_k"]
+    size: Int[Tensor, "B 1"]
+
+
+def kept(
+    logits: Float[Tensor, "B vocab"],
+    *,
+    temperature: float,
+    top_k: int | None = None,
+    top_p: float | None = None,
+) -> Kept:
+    """Sort the tokens by probability and count how many of them may be drawn.
+
+    p = softmax(logits / temperature);  the k likeliest, p renormalised;  then the shortest prefix
+    with a sum of at least top_p.
+
+    Args:
+        logits: [B, vocab_size].
+        temperature: Above 0.
+        top_k: 1 or more. None keeps all.
+        top_p: In (0, 1]. None keeps all.
+
+    Returns:
+        The order of the tokens, their cumulated probabilities in that order, and how many are
+        kept.
+
+    Example:
+        >>> kept(torch.tensor([[0.0, 2.0, 1.0]]), temperature=1.0, top_p=0.8).size
+        tensor([[2]])
+    """
+    # The largest becomes 0 before the division, which a small temperature could overflow.
+    scaled = (logits.float() - logits.float().amax(-1, keepdim=True)) / temperature
+    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+    limit = logits.shape[-1] if top_k is None else min(top_k, logits.shape[-1])
+    probabilities = ordered[:, :limit].softmax(-1)
+    cumulated = probabilities.cumsum(-1)
+    if top_p is None or top_p == 1:
+        size = torch.full_like(order[:, :1], limit)
+    else:
+        before = F.pad(cumulated[:, :-1], (1, 0))
+        size = (before < top_p).sum(-1, keepdim=True)
+    return Kept(order, cumulated, size)

@@ -1,0 +1,39 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from deltarule.models import CausalLM, ModelConfig
+
+MIXED = ("gated_deltanet", "sliding_window", "attention", "rwkv7")
+
+
+def small_config(**changes: object) -> ModelConfig:
+    fields: dict[str, object] = {
+        "vocab_size": 257, "hidden_size": 32, "num_layers": 4, "num_heads": 2,
+        "layer_types": MIXED, "window": 5,
+    }  # fmt: skip
+    return ModelConfig(**(fields | changes))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def make_model() -> Callable[..., CausalLM]:
+    """Build a small model with fixed parameters; its embedding is large, to tell tokens apart."""
+
+    def make(**changes: object) -> CausalLM:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            model = CausalLM(small_config(**changes))
+            torch.nn.init.normal_(model.embedding.weight, std=0.15)
+        return model
+
+    return make
+
+
+@pytest.fixture
+def random_tokens() -> Callable[..., torch.Tensor]:
+    def make(*shape: int, seed: int = 0, vocab_size: int = 257) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(vocab_size, shape, generator=generator)
+
+    return make

@@ -1,0 +1,241 @@
+import copy
+import math
+import re
+
+import pytest
+import torch
+
+import deltarule
+from deltarule.models import CausalLM, ModelConfig, next_token_loss
+from deltarule.nn import MIXERS
+
+ALL = [*MIXERS]
+
+
+def error(a, b):
+    return float((a - b).detach().norm() / b.detach().norm())
+
+
+def test_logits_and_state_have_the_promised_shapes(make_model, random_tokens):
+    model = make_model()
+    logits, state = model(random_tokens(3, 7))
+    assert logits.shape == (3, 7, 257)
+    assert logits.dtype == torch.float32
+    assert len(state) == 4
+    hidden, _ = model.hidden(random_tokens(3, 7))
+    assert hidden.shape == (3, 7, 32)
+    assert torch.equal(model.logits(hidden), logits)
+
+
+def test_no_mlp_and_own_head(make_model, random_tokens):
+    model = make_model(mlp_size=0, tie_embeddings=False)
+    assert all(block.mlp is None for block in model.blocks)
+    assert "head.weight" in model.state_dict()
+    assert model(random_tokens(1, 3))[0].shape == (1, 3, 257)
+
+
+def test_a_tied_head_is_one_parameter(make_model, random_tokens):
+    model = make_model()
+    assert "head.weight" not in model.state_dict()
+    next_token_loss(model(random_tokens(1, 3))[0], random_tokens(1, 3)).backward()
+    assert model.embedding.weight.grad.abs().sum(1).count_nonzero() == 257
+
+
+@pytest.mark.parametrize("layer", ALL)
+def test_every_mixer_makes_a_model_that_learns(layer, make_model, random_tokens):
+    model = make_model(layer_types=layer, num_layers=2)
+    tokens = random_tokens(2, 12)
+    loss = next_token_loss(model(tokens)[0][:, :-1], tokens[:, 1:])
+    loss.backward()
+    used = [p for p in model.parameters() if p.grad is not None and p.grad.abs().sum() > 0]
+    assert len(used) >= 0.7 * len(list(model.parameters()))
+    assert all(p.grad.isfinite().all() for p in used)
+
+
+def test_later_tokens_change_nothing_before_them(make_model, random_tokens):
+    model = make_model()
+    tokens = random_tokens(1, 20)
+    changed = tokens.clone()
+    changed[0, 11] = (changed[0, 11] + 1) % 257
+    first, second = model(tokens)[0], model(changed)[0]
+    assert torch.equal(first[:, :11], second[:, :11])
+    assert not torch.equal(first[:, 11], second[:, 11])
+
+
+@pytest.mark.parametrize("splits", [[1] * 23, [10, 13], [5, 1, 17]])
+def test_a_carried_state_equals_the_whole_pass(splits, make_model, random_tokens):
+    model = make_model()
+    tokens = random_tokens(2, 23)
+    whole, final = model(tokens)
+    state, parts = None, []
+    for part in tokens.split(splits, dim=1):
+        logits, state = model(part, state)
+        parts.append(logits)
+    assert error(torch.cat(parts, 1), whole) <= 5e-6
+    for layer, expected in zip(state, final, strict=True):
+        assert layer.keys() == expected.keys()
+
+
+def test_the_first_state_is_that_of_no_tokens(make_model, random_tokens):
+    model = make_model()
+    tokens = random_tokens(2, 9)
+    assert torch.equal(model(tokens, model.init_state(2))[0], model(tokens)[0])
+
+
+def test_a_state_given_is_not_changed(make_model, random_tokens):
+    model = make_model()
+    _, state = model(random_tokens(2, 9))
+    before = state.clone()
+    model(random_tokens(2, 3, seed=1), state)
+    for layer, expected in zip(state, before, strict=True):
+        assert all(torch.equal(layer[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("lengths", [[7, 1, 12], [20], [5, 0, 5]])
+def test_packed_documents_equal_separate_ones(lengths, make_model, random_tokens):
+    model = make_model()
+    tokens = random_tokens(1, sum(lengths))
+    packed, _ = model(tokens, cu_seqlens=deltarule.pack(lengths))
+    for got, document in zip(packed.split(lengths, 1), tokens.split(lengths, 1), strict=True):
+        if document.numel():
+            assert error(got, model(document)[0]) <= 2e-6
+
+
+def test_a_packed_document_does_not_see_its_neighbour(make_model, random_tokens):
+    model = make_model()
+    tokens = random_tokens(1, 20)
+    changed = tokens.clone()
+    changed[0, :9] = random_tokens(9, seed=5)
+    cu_seqlens = deltarule.pack([9, 11])
+    first, second = (model(t, cu_seqlens=cu_seqlens)[0] for t in (tokens, changed))
+    assert torch.equal(first[:, 9:], second[:, 9:])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_neither_logits_nor_state(side, make_model, random_tokens):
+    model = make_model()
+    tokens = random_tokens(1, 10)
+    real = slice(4, 14) if side == "left" else slice(0, 10)
+    padded = random_tokens(1, 14, seed=3)
+    padded[:, real] = tokens
+    mask = torch.zeros(1, 14, dtype=torch.bool)
+    mask[:, real] = True
+    whole, state = model(tokens)
+    logits, padded_state = model(padded, mask=mask)
+    assert error(logits[:, real], whole) <= 2e-6
+    more = random_tokens(1, 6, seed=4)
+    assert error(model(more, padded_state)[0], model(more, state)[0]) <= 2e-6
+
+
+def test_checkpointing_gives_the_same_bits(make_model, random_tokens):
+    model = make_model(num_layers=8)
+    again = copy.deepcopy(model)
+    again.activation_checkpointing = True
+    tokens = random_tokens(2, 15)
+    for each in (model, again):
+        logits, _ = each(tokens)
+        next_token_loss(logits[:, :-1], tokens[:, 1:]).backward()
+    for (name, p), other in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert (p.grad is None) == (other.grad is None), name
+        assert p.grad is None or torch.equal(p.grad, other.grad), name
+
+
+def test_checkpointing_keeps_less(make_model, random_tokens):
+    model = make_model()
+    sizes = []
+    for model.activation_checkpointing in (False, True):
+        kept = {}
+        keep = lambda x, kept=kept: kept.update({x.data_ptr(): x.nbytes}) or x  # noqa: E731
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            model.hidden(random_tokens(2, 64))
+        sizes.append(sum(kept.values()))
+    assert sizes[1] < 0.5 * sizes[0]
+
+
+def initialised(num_layers, **changes):
+    torch.manual_seed(0)
+    return CausalLM(
+        ModelConfig(
+            vocab_size=257, hidden_size=128, num_layers=num_layers, num_heads=2,
+            layer_types="gated_deltanet", **changes,
+        )
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def test_a_new_model_guesses(random_tokens):
+    tokens = random_tokens(2, 64)
+    loss = next_token_loss(initialised(4)(tokens)[0][:, :-1], tokens[:, 1:])
+    # Logits of variance 1 cost half a nat more than no opinion.
+    assert abs(loss - math.log(257) - 0.5) < 0.3
+
+
+@torch.no_grad()
+def test_the_stream_of_a_new_model_does_not_grow_with_depth(random_tokens):
+    sizes = []
+    for num_layers in (1, 12):
+        model = initialised(num_layers)
+        x = model.embedding(random_tokens(2, 64))
+        for block in model.blocks:
+            x, _ = block(x, None, None, None, {})
+        sizes.append(x.pow(2).mean().sqrt())
+    assert 0.2 < sizes[0] < 1.5
+    assert 0.7 < sizes[1] / sizes[0] < 1.5
+
+
+def test_the_scales_are_those_of_the_table():
+    shallow, deep = (initialised(n, tie_embeddings=False).state_dict() for n in (1, 4))
+    scales = {
+        "embedding.weight": 128**-0.5, "head.weight": 128**-0.5,
+        "blocks.0.mlp.gate_proj.weight": 128**-0.5, "blocks.0.mlp.up_proj.weight": 128**-0.5,
+        "blocks.0.mlp.down_proj.weight": 352**-0.5 / 8**0.5,
+    }  # fmt: skip
+    for name, scale in scales.items():
+        assert abs(deep[name].std() / scale - 1) < 0.03, name
+    branch = "blocks.0.mixer.o_proj.weight"
+    torch.testing.assert_close(shallow[branch].std() / 2, deep[branch].std(), rtol=0.03, atol=0)
+
+
+def test_a_model_in_bfloat16(make_model, random_tokens):
+    model = make_model()
+    expected, _ = model(random_tokens(1, 12))
+    model.to(torch.bfloat16)
+    logits, state = model(random_tokens(1, 12))
+    assert logits.dtype == torch.bfloat16
+    assert error(logits.float(), expected) < 0.05
+    model(random_tokens(1, 1), state)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tokens": torch.zeros(2, 3)}, "tokens must be an int64 or int32 tensor, got torch.float"),
+        ({"tokens": [[1]]}, "tokens must be an int64 or int32 tensor, got list"),
+        ({"tokens": torch.zeros(3, dtype=torch.long)}, "tokens must be [B, T], got [3]"),
+        ({"tokens": torch.full((1, 3), 257)}, "tokens must lie in [0, vocab_size=257), got 257"),
+        ({"tokens": torch.tensor([[3, -1]])}, "got -1 to 3"),
+        ({"mask": torch.ones(2, 4, dtype=torch.bool)}, "mask must be bool [2, 3] like tokens"),
+        ({"mask": torch.ones(2, 3)}, "mask must be bool [2, 3] like tokens, got torch.float32"),
+        ({"cu_seqlens": torch.tensor([0, 3])}, "B must be 1, got 2"),
+        ({"tokens": torch.zeros(1, 3, dtype=torch.long), "cu_seqlens": torch.tensor([1, 3])},
+         "cu_seqlens must start at 0, got 1"),
+        ({"tokens": torch.zeros(1, 3, dtype=torch.long), "cu_seqlens": torch.tensor([0, 4])},
+         "cu_seqlens must end at T = 3, got 4"),
+        ({"tokens": torch.zeros(1, 3, dtype=torch.long), "cu_seqlens": torch.tensor([0, 3, 2])},
+         "cu_seqlens must not decrease"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_are_named(arguments, message, make_model):
+    model = make_model()
+    arguments = {"tokens": torch.zeros(2, 3, dtype=torch.long)} | arguments
+    with pytest.raises(ValueError, match=re.escape(message)):
+        model(arguments.pop("tokens"), **arguments)
+
+
+def test_a_state_of_another_model_or_batch_is_refused(make_model, random_tokens):
+    model = make_model()
+    _, state = model(random_tokens(2, 3))
+    with pytest.raises(ValueError, match=r"state must hold 3 rows, one a sequence, got \[2\]"):
+        model(random_tokens(3, 1), state)
+    with pytest.raises(ValueError, match="states of 4 layers, got 2"):
+        model(random_tokens(2, 1), type(state)(state[:2]))

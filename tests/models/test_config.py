@@ -1,0 +1,125 @@
+import dataclasses
+import json
+import re
+
+import pytest
+
+from deltarule.models import CausalLM, ModelConfig, count_parameters
+from deltarule.models.causal_lm import mlp_size
+
+FIELDS = {
+    "vocab_size": 257, "hidden_size": 32, "num_layers": 4, "num_heads": 2,
+    "layer_types": "gated_deltanet",
+}  # fmt: skip
+
+
+def test_one_name_stands_for_every_layer():
+    assert ModelConfig(**FIELDS).layer_types == ("gated_deltanet",) * 4
+
+
+def test_a_pattern_repeats():
+    config = ModelConfig(**FIELDS | {"layer_types": ("kda", "attention")})
+    assert config.layer_types == ("kda", "attention", "kda", "attention")
+
+
+def test_a_full_tuple_is_kept():
+    names = ("kda", "attention", "gla", "gla")
+    assert ModelConfig(**FIELDS | {"layer_types": names}).layer_types == names
+
+
+def test_fields_cannot_change():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ModelConfig(**FIELDS).hidden_size = 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": "gated_delta_net"}, "did you mean 'gated_deltanet'"),
+        ({"layer_types": ("kda", "atention")}, "did you mean 'attention'"),
+        ({"layer_types": ("kda",) * 3}, "pattern of 3 names, which does not divide num_layers=4"),
+        ({"layer_types": ("kda",) * 8}, "pattern of 8 names"),
+        ({"layer_types": ()}, "layer_types must be a name or a tuple"),
+        ({"layer_types": (3,)}, "unknown layer 3"),
+        ({"layer_types": None}, "layer_types must be a name or a tuple"),
+        ({"num_v_heads": 3}, "num_v_heads must be a multiple of num_heads=2, got 3"),
+        ({"num_kv_heads": 3}, "num_kv_heads must divide num_heads=2, got 3"),
+        ({"vocab_size": 0}, "vocab_size must be an integer of 1 or more, got 0"),
+        ({"vocab_size": 2.0}, "vocab_size must be an integer of 1 or more, got 2.0"),
+        ({"vocab_size": True}, "vocab_size must be an integer"),
+        ({"num_layers": None}, "num_layers must be an integer of 1 or more, got None"),
+        ({"mlp_size": -1}, "mlp_size must be an integer of 0 or more or None, got -1"),
+        ({"conv_size": -1}, "conv_size must be an integer of 0 or more or None, got -1"),
+        ({"window": 0}, "window must be an integer of 1 or more or None"),
+        ({"n_steps": 0}, "n_steps must be an integer of 1 or more or None"),
+        ({"beta_max": 2.5}, "beta_max must be at most 2"),
+        ({"beta_max": "1"}, "beta_max must be a finite number above 0, got '1'"),
+        ({"rope_theta": float("nan")}, "rope_theta must be a finite number above 0, got nan"),
+        ({"norm_eps": 0}, "norm_eps must be a finite number above 0, got 0"),
+        ({"tie_embeddings": 1}, "tie_embeddings must be True or False, got 1"),
+        ({"output_gate": "yes"}, "output_gate must be True, False or None, got 'yes'"),
+    ],
+)
+def test_bad_fields_are_named(changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ModelConfig(**FIELDS | changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    {
+        "attention": "hidden_size must be a multiple of num_heads=3, got 32",
+        "deltanet": "or give head_k_dim",
+    }.items(),
+)
+def test_each_layer_says_how_its_heads_share(name, message):
+    assert count_parameters(ModelConfig(**FIELDS | {"num_heads": 3})) > 0
+    with pytest.raises(ValueError, match=message):
+        CausalLM(ModelConfig(**FIELDS | {"num_heads": 3, "layer_types": name}))
+
+
+def test_head_sizes_free_the_hidden_size():
+    assert ModelConfig(**FIELDS | {"num_heads": 3, "head_k_dim": 8, "head_v_dim": 8}).num_heads == 3
+
+
+def test_json_round_trip():
+    config = ModelConfig(**FIELDS | {"layer_types": ("kda", "attention"), "window": 7})
+    assert ModelConfig.from_json(config.to_json()) == config
+
+
+def test_absent_keys_take_their_defaults():
+    assert ModelConfig.from_json(json.dumps(FIELDS)) == ModelConfig(**FIELDS)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not JSON"),
+        ("{", "not JSON"),
+        ("[1]", "expected a JSON object, got list"),
+        ("[" * 100_000, "nested too deeply"),
+        (json.dumps(FIELDS | {"hiden_size": 3}), "unknown key 'hiden_size': did you mean 'hidden"),
+        (json.dumps(FIELDS | {"zzz": 3}), "unknown key 'zzz'"),
+        ('{"vocab_size": 1, "vocab_size": 2}', "key 'vocab_size' appears more than once"),
+        ('{"vocab_size": 257}', "missing key 'hidden_size', 'num_layers'"),
+        (json.dumps(FIELDS | {"rope_theta": float("inf")}), "rope_theta must be a finite number"),
+        (json.dumps(FIELDS | {"hidden_size": "32"}), "hidden_size must be an integer"),
+        (json.dumps(FIELDS | {"layer_types": [["kda"]]}), "unknown layer ['kda']"),
+    ],
+)
+def test_bad_json_names_the_key(text, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ModelConfig.from_json(text)
+
+
+def test_mlp_size_is_eight_thirds_of_the_stream_in_steps_of_16():
+    assert mlp_size(ModelConfig(**FIELDS | {"hidden_size": 96})) == 256
+    assert mlp_size(ModelConfig(**FIELDS | {"hidden_size": 32})) == 96
+    assert mlp_size(ModelConfig(**FIELDS | {"mlp_size": 0})) == 0
+
+
+def test_parameters_are_counted_without_building(make_model):
+    model = make_model(tie_embeddings=False)
+    assert count_parameters(model.config) == sum(p.numel() for p in model.parameters())
+    tied = dataclasses.replace(model.config, tie_embeddings=True)
+    assert count_parameters(model.config) - count_parameters(tied) == 257 * 32
