@@ -1,0 +1,282 @@
+"""The command line: `deltarule train`, `generate`, `eval`, `bench`, `explain` and `rules`."""
+
+import difflib
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+import deltarule
+from deltarule.bench import cpu
+from deltarule.eval.report import EvalRun, evaluate_run
+from deltarule.eval.sample import GenerateRun, generate_text
+from deltarule.ops import explain
+from deltarule.rules import RULES
+from deltarule.train.device import choose_device
+from deltarule.train.extra import MissingExtraError, require
+from deltarule.train.loop import DivergedError, InterruptedRunError
+from deltarule.train.mqar import MqarRun, train_mqar
+from deltarule.train.run_folder import folder_to_resume, stored_configuration
+from deltarule.train.text import TextRun, train_text
+
+# Exit codes as shells and other tools use them; 0 is success.
+FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+
+
+class Command(NamedTuple):
+    """A command: one line about it, the dataclass of its flags, and what it does with them."""
+
+    about: str
+    flags: type[Any]
+    run: Callable[[Any], object]
+
+
+@dataclass(frozen=True)
+class BenchRun:
+    """Time the operators beside transformers' PyTorch fallbacks, on this machine's CPU."""
+
+    output: Path | None = None
+    """Write the raw figures to this JSON file; None writes none."""
+    repeats: int = 5
+    """Timed runs of each side, in turns, after one that is not counted."""
+    batch: int = cpu.TIMED.batch
+    """Batch rows."""
+    tokens: int = cpu.TIMED.tokens
+    """Tokens in each row."""
+    heads: int = cpu.TIMED.heads
+    """Heads."""
+    channels: int = cpu.TIMED.channels
+    """Channels of each key and value."""
+
+
+@dataclass(frozen=True)
+class ExplainRun:
+    """Say which implementation of an operator would run for these arguments, and why not others."""
+
+    operator: Literal["delta_rule", "dplr"] = "delta_rule"
+    """delta_rule erases along the key or not at all, dplr along free vectors."""
+    erase: bool = True
+    """Of delta_rule: with a write strength beta, or without, as linear attention."""
+    decay: Literal["none", "head", "channel"] = "head"
+    """No decay, one for each head, or one for each key channel."""
+    n_steps: int = 1
+    """Of delta_rule: writes for each token."""
+    batch: int = 1
+    """Batch rows."""
+    tokens: int = 2048
+    """Tokens in each row."""
+    heads: int = 4
+    """Query and key heads."""
+    v_heads: int | None = None
+    """Value heads; None is as many as heads."""
+    head_k_dim: int = 64
+    """Channels of a query or key."""
+    head_v_dim: int = 64
+    """Channels of a value."""
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
+    """Precision of queries, keys and values."""
+    device: str = "auto"
+    """"cpu", "cuda", "cuda:1", "mps"; "auto" takes a GPU if PyTorch sees one."""
+
+
+@dataclass(frozen=True)
+class RulesRun:
+    """Print the table of rules: what each paper decays, erases, writes and reads."""
+
+    name: str | None = None
+    """Only this rule, with all its columns; None prints every rule."""
+
+
+def bench(run: BenchRun) -> None:
+    """Run the benchmark of the operators."""
+    shape = cpu.Shape(run.batch, run.tokens, run.heads, run.channels)
+    cpu.main(run.output, run.repeats, timed=shape)
+
+
+def explain_call(run: ExplainRun) -> None:
+    """Make empty arguments of these shapes and print the table of `deltarule.explain`."""
+    device = choose_device(run.device)
+    value_heads = run.heads if run.v_heads is None else run.v_heads
+    rows = run.tokens * run.n_steps
+
+    def zeros(*shape: int, dtype: str = run.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+
+    erase = zeros(run.batch, run.tokens, value_heads, run.head_k_dim)
+    shape = (run.batch, run.tokens, value_heads, run.head_k_dim)
+    free, tied = run.operator == "dplr", run.operator == "delta_rule" and run.erase
+    explanations = explain(
+        zeros(run.batch, run.tokens, run.heads, run.head_k_dim),
+        zeros(run.batch, rows, run.heads, run.head_k_dim),
+        zeros(run.batch, rows, value_heads, run.head_v_dim),
+        beta=zeros(run.batch, rows, value_heads) if tied else None,
+        log_decay=None if run.decay == "none"
+        else zeros(*shape[: 3 if run.decay == "head" else 4], dtype="float32"),
+        a=erase if free else None, b=erase if free else None, n_steps=run.n_steps,
+    )  # fmt: skip
+    for explanation in explanations:
+        print(f"{'runs' if explanation.runs else '':<6}{explanation.impl:<11}{explanation.reason}")
+
+
+def rules(run: RulesRun) -> None:
+    """Print the table, or all of one rule."""
+    if run.name is None:
+        print(f"{'name':<21}{'decay':<10}{'erase':<7}{'operator':<12}recurrence")
+        for rule in RULES.values():
+            row = f"{rule.name:<21}{rule.decay:<10}{rule.erase:<7}{rule.operator:<12}"
+            print(row + rule.recurrence)
+        return
+    if run.name not in RULES:
+        raise ValueError(f"--name {run.name}: {nearest(run.name, list(RULES))}")
+    for column in fields(RULES[run.name]):
+        value = getattr(RULES[run.name], column.name)
+        if isinstance(value, str) and value:
+            print(f"{column.name:<12}{value}")
+
+
+COMMANDS = {
+    "train text": Command("train a byte-level language model on text", TextRun, train_text),
+    "train mqar": Command("train on associative recall, in minutes", MqarRun, train_mqar),
+    "generate": Command("write text with a trained model", GenerateRun, generate_text),
+    "eval": Command("bits per byte by position", EvalRun, evaluate_run),
+    "bench": Command("time the operators on this machine", BenchRun, bench),
+    "explain": Command("which implementation would run, and why", ExplainRun, explain_call),
+    "rules": Command("print the table of rules", RulesRun, rules),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line.
+
+    Args:
+        arguments: The words after `deltarule`. None takes them from the process.
+
+    Returns:
+        The exit code: 0, 1 for what cannot be done, 2 for a command line that makes no sense, 130
+        after Ctrl-C.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    traceback = "--traceback" in words
+    words = [word for word in words if word != "--traceback"]
+    try:
+        return run(words)
+    except InterruptedRunError as error:
+        say(f"{error}; continue with:\n  {resume_line(words, error.folder)}")
+        return INTERRUPTED
+    except KeyboardInterrupt:
+        say("stopped")
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has gone; Python would complain once more as it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except (ValueError, OSError, MissingExtraError, DivergedError) as error:
+        if traceback:
+            raise
+        say(f"error: {error}")
+        return FAILED
+
+
+def run(words: list[str]) -> int:
+    """Find the command, read its flags, do it."""
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0 if words else MISUSED
+    if words[0] == "--version":
+        print(version())
+        return 0
+    name = " ".join(words[:2]) if words[0] == "train" else words[0]
+    if name not in COMMANDS:
+        return unknown(name, words)
+    command = COMMANDS[name]
+    rest = words[len(name.split()) :]
+    command.run(read_flags(name, command, rest))
+    return 0
+
+
+def read_flags(name: str, command: Command, words: list[str]) -> Any:
+    """Flags as the command's dataclass; to resume, a run's own configuration is the default."""
+    given = parse(name, command, words, default=None)
+    if not getattr(given, "resume", False):
+        return given
+    folder = folder_to_resume(given.runs, given.name, name)
+    stored = stored_configuration(folder, command.flags, name)
+    return parse(name, command, [*words, "--name", folder.name], default=stored)
+
+
+def parse(name: str, command: Command, words: list[str], default: Any) -> Any:
+    """Let tyro read the words; it prints help and complaints itself and leaves with code 0 or 2."""
+    tyro, conf = require("tyro"), require("tyro.conf")
+    options = {} if default is None else {"default": default}
+    return tyro.cli(
+        command.flags, args=words, prog=f"deltarule {name}",
+        config=(conf.OmitArgPrefixes, conf.FlagCreatePairsOff, conf.PositionalRequiredArgs),
+        **options,
+    )  # fmt: skip
+
+
+def overview() -> str:
+    """What `deltarule --help` prints."""
+    lines = [f"  {name:<12} {command.about}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: deltarule COMMAND [FLAGS]", "",
+            "Delta-rule linear recurrent networks: train, use and compare them.", "",
+            *lines, "",
+            "deltarule COMMAND --help lists a command's flags;",
+            "with --traceback, an error shows where it arose.",
+        ]
+    )  # fmt: skip
+
+
+def version() -> str:
+    """The versions that matter in a report of a problem."""
+    return f"deltarule {deltarule.__version__}, torch {torch.__version__}"
+
+
+def unknown(name: str, words: list[str]) -> int:
+    """Complain about a command that is none, with the nearest one."""
+    if words == ["train"] or words[:2] in (["train", "-h"], ["train", "--help"]):
+        print(overview())
+        return 0 if len(words) > 1 else MISUSED
+    known = ["train", *COMMANDS] if len(name.split()) == 1 else list(COMMANDS)
+    say(f"error: there is no command {name!r}; {nearest(name, known)}")
+    return MISUSED
+
+
+def nearest(given: str, known: list[str]) -> str:
+    """The known name most like the one given, else all of them.
+
+    Example:
+        >>> nearest("delta_net", ["deltanet", "gla"])
+        'did you mean deltanet?'
+    """
+    matches = difflib.get_close_matches(given, known, n=1)
+    return f"did you mean {matches[0]}?" if matches else f"known: {', '.join(known)}"
+
+
+def resume_line(words: list[str], folder: Path) -> str:
+    """The command line that continues a run.
+
+    Example:
+        >>> resume_line(["train", "text", "--steps", "9"], Path("runs/text-2"))
+        'deltarule train text --steps 9 --resume --name text-2'
+    """
+    if "--resume" not in words:
+        words = [*words, "--resume"]
+    named = any(word == "--name" or word.startswith("--name=") for word in words)
+    return shlex.join(["deltarule", *words, *([] if named else ["--name", folder.name])])
+
+
+def say(text: str) -> None:
+    """Print to standard error, so that it never mixes with what a command writes."""
+    print(f"deltarule: {text}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Figures: one style for all of them, one file for each."""

@@ -1,0 +1,23 @@
+"""Synthetic tasks: one file each, with a configuration, `generate`, and one example to read."""
+
+import importlib
+from types import ModuleType
+
+# Each module has a `Config`, `generate(config, rng, rows)` and `show(config, rng)`, and prints an
+# example when run. They are imported on demand, so that `python -m deltarule.tasks.NAME` works.
+TASKS = {"mqar": "deltarule.tasks.mqar"}
+
+
+def load_task(name: str) -> ModuleType:
+    """The module of a task.
+
+    Raises:
+        ValueError: There is no such task.
+
+    Example:
+        >>> load_task("mqar").Config().pairs
+        8
+    """
+    if name not in TASKS:
+        raise ValueError(f"name must be one of {', '.join(TASKS)}, got {name!r}")
+    return importlib.import_module(TASKS[name])

@@ -1,0 +1,147 @@
+"""Multi-query associative recall: pairs of key and value, then keys alone; answer each value.
+
+    k1 v1 k2 v2 ... kP vP  .  k2  .  .  .  k1  .   and so on to the length
+                              v2           v1      labels, at the keys that come again
+
+Source: Zoology (arXiv 2312.04927), as used in DeltaNet (arXiv 2406.06484), figure 2.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.int64]
+Weights = NDArray[np.float64]
+
+# What a position without a label holds, as PyTorch's cross entropy expects.
+NO_LABEL = -100
+# What fills the places between queries.
+BLANK = 0
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of the task.
+
+    Keys are drawn from 1 to vocab_size/2 - 1, values from vocab_size/2 to vocab_size - 1, each
+    distinct within a row. A model that only knows which values occurred is right once in `pairs`.
+
+    Raises:
+        ValueError: The sizes do not fit each other; the message names the one to change.
+
+    Example:
+        >>> Config().chance
+        0.125
+    """
+
+    length: int = 64
+    """Tokens in a row: the pairs, then room for the queries."""
+    pairs: int = 8
+    """Pairs of key and value in a row; every key is asked for once."""
+    vocab_size: int = 512
+    """Tokens: half of them keys, half values."""
+    power_a: float = 0.01
+    """Gap g to a query has a weight of g^(power_a - 1): small values ask soon after the pairs."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that leave no room."""
+        if self.pairs < 1:
+            raise ValueError(f"pairs must be 1 or more, got {self.pairs}")
+        if self.length < 4 * self.pairs:
+            raise ValueError(
+                f"length must be at least 4 * pairs = {4 * self.pairs}, two tokens for each pair "
+                f"and two for its query, got {self.length}"
+            )
+        if self.vocab_size // 2 - 1 < self.pairs:
+            raise ValueError(
+                f"vocab_size must be at least {2 * self.pairs + 2} for {self.pairs} distinct keys, "
+                f"got {self.vocab_size}"
+            )
+        if not self.power_a > 0:
+            raise ValueError(f"power_a must be above 0, got {self.power_a}")
+
+    @property
+    def chance(self) -> float:
+        """Accuracy of guessing one of the row's own values."""
+        return 1 / self.pairs
+
+
+class Batch(NamedTuple):
+    """Tokens, and the answer at each query with NO_LABEL elsewhere; both [rows, length]."""
+
+    tokens: Array
+    labels: Array
+
+
+def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
+    """Draw rows of the task.
+
+    Args:
+        config: The sizes.
+        rng: All randomness.
+        rows: How many.
+
+    Returns:
+        tokens and labels, int64 [rows, length]; each row has `pairs` labels.
+
+    Example:
+        >>> batch = generate(Config(), np.random.default_rng(0), rows=3)
+        >>> batch.tokens.shape, int((batch.labels != NO_LABEL).sum())
+        ((3, 64), 24)
+    """
+    half = config.vocab_size // 2
+    keys = 1 + distinct(rng, rows, half - 1, config.pairs)
+    values = half + distinct(rng, rows, config.vocab_size - half, config.pairs)
+    context = 2 * config.pairs
+    tokens = np.full((rows, config.length), BLANK, dtype=np.int64)
+    labels = np.full((rows, config.length), NO_LABEL, dtype=np.int64)
+    tokens[:, 0:context:2], tokens[:, 1:context:2] = keys, values
+    places = (config.length - context) // 2
+    weights = np.arange(1.0, places + 1) ** (config.power_a - 1)
+    queries = context + 2 * distinct(rng, rows, places, config.pairs, weights)
+    np.put_along_axis(tokens, queries, keys, axis=1)
+    np.put_along_axis(labels, queries, values, axis=1)
+    return Batch(tokens, labels)
+
+
+def distinct(
+    rng: np.random.Generator, rows: int, choices: int, count: int, weights: Weights | None = None
+) -> Array:
+    """Draw `count` distinct numbers below `choices` for each row, one after another.
+
+    The smallest of exponential times e_i / w_i come in the order in which draws with weights w,
+    without replacement, would come.
+
+    Example:
+        >>> distinct(np.random.default_rng(0), 1, 3, 3).sum()
+        np.int64(3)
+    """
+    times = rng.standard_exponential((rows, choices))
+    if weights is not None:
+        times /= weights
+    return times.argsort(axis=1)[:, :count]
+
+
+def show(config: Config, rng: np.random.Generator) -> str:
+    """One row in words: k and v with numbers, a dot for a blank, an arrow before each answer."""
+    tokens, labels = (x[0].tolist() for x in generate(config, rng, rows=1))
+    half = config.vocab_size // 2
+
+    def word(token: int) -> str:
+        if token == BLANK:
+            return "."
+        return f"k{token}" if token < half else f"v{token - half}"
+
+    context = 2 * config.pairs
+    pairs = " ".join(word(token) for token in tokens[:context])
+    asked = " ".join(
+        word(token) if label == NO_LABEL else f"{word(token)}->{word(label)}"
+        for token, label in zip(tokens[context:], labels[context:], strict=True)
+    )
+    return f"pairs    {pairs}\nqueries  {asked}"
+
+
+if __name__ == "__main__":
+    print(show(Config(), np.random.default_rng(0)))

@@ -1,0 +1,1 @@
+"""Training: documents, packed batches, optimizer, checkpoints, the loop, and its runs."""

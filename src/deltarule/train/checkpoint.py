@@ -1,0 +1,165 @@
+"""Checkpoints that survive a kill at any moment: written aside, fsynced, marked, renamed."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from deltarule.models.files import CheckpointError, naming
+
+MARKER = "COMPLETE"
+STATE = "state.json"
+
+
+class Checkpoint(NamedTuple):
+    """What was read: the step, the tensors of each safetensors file, and the JSON state."""
+
+    step: int
+    tensors: dict[str, dict[str, Tensor]]
+    state: dict[str, Any]
+
+
+class Checkpoints:
+    """The folder `runs/NAME/checkpoints` and its `step-N`.
+
+    A checkpoint is written into a hidden folder, every file is fsynced, the marker with each
+    file's hash is written last, and one rename makes it visible. So a `step-N` is always whole;
+    what a kill leaves behind is hidden, and the next start removes it.
+
+    Args:
+        folder: Made if it does not exist; what a killed writer left in it is removed.
+        keep: How many of the newest checkpoints to keep, 1 or more.
+
+    Raises:
+        ValueError: `keep` is below 1.
+
+    Example:
+        >>> import tempfile, torch
+        >>> checkpoints = Checkpoints(Path(tempfile.mkdtemp()), keep=2)
+        >>> checkpoints.save(7, {"model": {"w": torch.ones(2)}}, {"seen": 14}).name
+        'step-7'
+        >>> checkpoints.newest().state
+        {'seen': 14}
+    """
+
+    def __init__(self, folder: Path, *, keep: int = 2) -> None:
+        """Make the folder, and remove what a killed writer left."""
+        if keep < 1:
+            raise ValueError(f"keep must be 1 or more, got {keep}")
+        self.folder, self.keep = folder, keep
+        folder.mkdir(parents=True, exist_ok=True)
+        for stale in folder.glob(".*.tmp"):
+            shutil.rmtree(stale, ignore_errors=True)
+
+    def save(self, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> Path:
+        """Write one checkpoint; afterwards it is on disk, or the old ones are as they were."""
+        target = self.folder / f"step-{step}"
+        aside = self.folder / f".step-{step}.{os.getpid()}.tmp"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        for name, group in tensors.items():
+            whole = {key: tensor.detach().cpu().contiguous() for key, tensor in group.items()}
+            save_file(whole, aside / f"{name}.safetensors")
+        (aside / STATE).write_text(json.dumps(state))
+        for file in aside.iterdir():
+            sync(file)
+        hashes = {file.name: _sha256(file) for file in sorted(aside.iterdir())}
+        (aside / MARKER).write_text(json.dumps({"step": step, "sha256": hashes}))
+        sync(aside / MARKER)
+        sync(aside)
+        self._remove(target)
+        aside.rename(target)
+        sync(self.folder)
+        self._prune()
+        return target
+
+    def steps(self) -> list[int]:
+        """Steps that carry the marker, in ascending order."""
+        names = [path.parent.name for path in self.folder.glob(f"step-*/{MARKER}")]
+        return sorted(int(n[5:]) for n in names if n[5:].isdecimal())
+
+    def newest(self) -> Checkpoint | None:
+        """The newest checkpoint whose files still have the hashes they were written with.
+
+        Returns:
+            None where there is no checkpoint yet.
+
+        Raises:
+            CheckpointError: There are checkpoints, and every one of them is damaged.
+        """
+        failures = []
+        for step in reversed(self.steps()):
+            try:
+                return read_checkpoint(self.folder / f"step-{step}")
+            except CheckpointError as error:
+                failures.append(str(error))
+        if failures:
+            raise CheckpointError("no checkpoint can be read: " + "; ".join(failures))
+        return None
+
+    def _prune(self) -> None:
+        for step in self.steps()[: -self.keep]:
+            self._remove(self.folder / f"step-{step}")
+
+    def _remove(self, target: Path) -> None:
+        """Hide a folder by renaming it first: a kill midway must not leave half of a `step-N`."""
+        if target.exists():
+            hidden = target.with_name(f".{target.name}.{os.getpid()}.old.tmp")
+            shutil.rmtree(hidden, ignore_errors=True)
+            target.rename(hidden)
+            shutil.rmtree(hidden, ignore_errors=True)
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Read one checkpoint and check every file against its hash.
+
+    Raises:
+        CheckpointError: The marker or a file is missing, changed or malformed.
+    """
+    marker = _json(folder / MARKER)
+    hashes = marker.get("sha256")
+    if not isinstance(hashes, dict) or not isinstance(marker.get("step"), int):
+        raise CheckpointError(f"{folder / MARKER}: not a marker that a checkpoint ends with")
+    for name, expected in hashes.items():
+        if Path(name).name != name or not (folder / name).is_file():
+            raise CheckpointError(f"{folder}: the file {name!r} is missing")
+        if _sha256(folder / name) != expected:
+            raise CheckpointError(f"{folder / name}: damaged, its hash is not the one it had")
+    files = [folder / name for name in hashes if name.endswith(".safetensors")]
+    tensors = {file.stem: _tensors(file) for file in files}
+    return Checkpoint(marker["step"], tensors, _json(folder / STATE))
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        # Some file systems cannot fsync a folder; the rename is atomic all the same.
+        with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def _json(file: Path) -> dict[str, Any]:
+    with naming(file):
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"expected a JSON object, got {type(content).__name__}")
+        return content
+
+
+def _tensors(file: Path) -> dict[str, Tensor]:
+    with naming(file):
+        return load_file(file)

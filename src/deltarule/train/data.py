@@ -1,0 +1,205 @@
+"""Documents as byte tokens, cut into pieces and packed into rows that never mix documents."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from deltarule.models.bytes import BEGIN
+from deltarule.ops import pack
+
+Array = NDArray[np.int64]
+
+
+class Batch(NamedTuple):
+    """One row of packed pieces: `targets[0, i]` is the byte after `tokens[0, i]`."""
+
+    tokens: Tensor
+    targets: Tensor
+    cu_seqlens: Tensor
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same batch on a device."""
+        return Batch(*(x.to(device, non_blocking=True) for x in self))
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents end to end, each BEGIN and its bytes; i is tokens[bounds[i]:bounds[i+1]]."""
+
+    tokens: NDArray[np.uint16]
+    bounds: Array
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes to predict: every token but each document's BEGIN."""
+        return len(self.tokens) - (len(self.bounds) - 1)
+
+
+class Pieces(NamedTuple):
+    """Where pieces start in a corpus, and how many tokens each predicts from."""
+
+    starts: Array
+    lengths: Array
+
+
+def encode_documents(texts: Sequence[bytes]) -> Corpus:
+    """Turn documents into one array of tokens; empty ones vanish.
+
+    Example:
+        >>> encode_documents([b"ab", b"c"]).tokens.tolist()
+        [256, 97, 98, 256, 99]
+    """
+    texts = [text for text in texts if text]
+    begin = np.array([BEGIN], dtype=np.uint16)
+    parts = [part for text in texts for part in (begin, np.frombuffer(text, dtype=np.uint8))]
+    bounds = np.cumsum([0, *(len(text) + 1 for text in texts)], dtype=np.int64)
+    tokens = np.concatenate(parts).astype(np.uint16) if parts else begin[:0]
+    return Corpus(tokens, bounds)
+
+
+def cut(corpus: Corpus, length: int, rng: np.random.Generator | None = None) -> Pieces:
+    """Cut every document into pieces of at most `length` tokens; every byte is predicted once.
+
+    A piece of n tokens carries n + 1 bytes: what it reads, and the byte after each.
+
+    Args:
+        corpus: The documents.
+        length: The most tokens in a piece, 1 or more.
+        rng: Draws the length of the first piece of a document longer than `length`, so that the
+            cuts fall elsewhere in each epoch. None means that only the last piece may be shorter.
+
+    Returns:
+        The pieces in the order of the text.
+
+    Raises:
+        ValueError: The length is below 1.
+
+    Example:
+        >>> cut(encode_documents([b"abcde"]), 2).lengths.tolist()
+        [2, 2, 1]
+    """
+    if length < 1:
+        raise ValueError(f"length must be 1 or more, got {length}")
+    edges = []
+    for start, end in zip(corpus.bounds[:-1], corpus.bounds[1:], strict=True):
+        predicted = int(end - start) - 1
+        first = length
+        if rng is not None and predicted > length:
+            first = int(rng.integers(1, length + 1))
+        edges.append(np.concatenate([[0], np.arange(first, predicted, length)]) + start)
+    if not edges:
+        return Pieces(np.zeros(0, np.int64), np.zeros(0, np.int64))
+    starts = np.concatenate(edges)
+    # A document's last token is only ever a target, so its last piece ends one token early.
+    lasts = corpus.bounds[1:] - 1
+    ends = np.concatenate([np.append(e[1:], b) for e, b in zip(edges, lasts, strict=True)])
+    return Pieces(starts, ends - starts)
+
+
+def row(corpus: Corpus, starts: Sequence[int], lengths: Sequence[int]) -> Batch:
+    """Lay pieces end to end in one row.
+
+    Example:
+        >>> row(encode_documents([b"abcd"]), [0, 2], [2, 2]).targets
+        tensor([[ 97,  98,  99, 100]])
+    """
+    spans = list(zip(starts, lengths, strict=True))
+    tokens = np.concatenate([corpus.tokens[s : s + n] for s, n in spans])
+    targets = np.concatenate([corpus.tokens[s + 1 : s + n + 1] for s, n in spans])
+    return Batch(
+        torch.from_numpy(tokens.astype(np.int64))[None],
+        torch.from_numpy(targets.astype(np.int64))[None],
+        pack([int(n) for n in lengths]),
+    )
+
+
+def rows_in_order(
+    corpus: Corpus, length: int, row_tokens: int, *, every: int = 1
+) -> Iterator[Batch]:
+    """Every piece, or every n-th, in the order of the text, as many to a row as fit whole."""
+    starts, lengths = (x[::every] for x in cut(corpus, length))
+    first, held = 0, 0
+    for i, n in enumerate(lengths.tolist()):
+        if held and held + n > row_tokens:
+            yield row(corpus, starts[first:i].tolist(), lengths[first:i].tolist())
+            first, held = i, 0
+        held += n
+    if held:
+        yield row(corpus, starts[first:].tolist(), lengths[first:].tolist())
+
+
+class ShuffledRows:
+    """An endless, repeatable stream of full rows of shuffled pieces.
+
+    Each epoch's cuts and order are a function of the seed and the epoch; the position (epoch,
+    piece, tokens taken of that piece) is all that a resumed run needs.
+
+    Args:
+        corpus: The documents.
+        length: The most tokens in a piece.
+        row_tokens: Tokens in every row. The piece that does not fit goes on in the next row.
+        seed: Decides the cuts and the order.
+
+    Raises:
+        ValueError: A size is below 1, or the corpus is empty.
+
+    Example:
+        >>> rows = ShuffledRows(encode_documents([b"abcdefgh"]), length=3, row_tokens=5, seed=0)
+        >>> rows.next().tokens.shape
+        torch.Size([1, 5])
+    """
+
+    def __init__(self, corpus: Corpus, *, length: int, row_tokens: int, seed: int) -> None:
+        """Start at the first epoch."""
+        if row_tokens < 1:
+            raise ValueError(f"row_tokens must be 1 or more, got {row_tokens}")
+        if corpus.num_bytes < 1:
+            raise ValueError("corpus must hold at least one byte, got none")
+        self.corpus, self.length, self.row_tokens, self.seed = corpus, length, row_tokens, seed
+        self._start_epoch(0)
+
+    def _start_epoch(self, epoch: int) -> None:
+        rng = np.random.default_rng((self.seed, epoch))
+        pieces = cut(self.corpus, self.length, rng)
+        order = rng.permutation(len(pieces.starts))
+        self._pieces = Pieces(pieces.starts[order], pieces.lengths[order])
+        self.epoch, self.piece, self.taken = epoch, 0, 0
+
+    def next(self) -> Batch:
+        """The next row; the position moves past it."""
+        starts, lengths, room = [], [], self.row_tokens
+        while room:
+            if self.piece == len(self._pieces.starts):
+                self._start_epoch(self.epoch + 1)
+            start = int(self._pieces.starts[self.piece]) + self.taken
+            left = int(self._pieces.lengths[self.piece]) - self.taken
+            n = min(left, room)
+            starts.append(start)
+            lengths.append(n)
+            room -= n
+            self.piece, self.taken = (
+                (self.piece + 1, 0) if n == left else (self.piece, self.taken + n)
+            )
+        return row(self.corpus, starts, lengths)
+
+    def position(self) -> dict[str, int]:
+        """Where the next row starts."""
+        return {"epoch": self.epoch, "piece": self.piece, "taken": self.taken}
+
+    def seek(self, position: dict[str, int]) -> None:
+        """Go to a position that `position` gave.
+
+        Raises:
+            ValueError: The position lies outside this corpus.
+        """
+        self._start_epoch(position["epoch"])
+        piece, taken = position["piece"], position["taken"]
+        inside = 0 <= piece < len(self._pieces.lengths) and 0 <= taken < self._pieces.lengths[piece]
+        if not inside and (piece, taken) != (len(self._pieces.lengths), 0):
+            raise ValueError(f"position {position} lies outside the data: is it another corpus?")
+        self.piece, self.taken = piece, taken

@@ -1,0 +1,30 @@
+"""The packages of the extra `train`, imported only where they are used."""
+
+import importlib
+from types import ModuleType
+
+
+class MissingExtraError(ImportError):
+    """A package of an optional extra is not installed."""
+
+
+def require(module: str) -> ModuleType:
+    """Import a module of the extra `train`, or say how to get it.
+
+    Raises:
+        MissingExtraError: The package is not installed; the message names the extra.
+
+    Example:
+        >>> require("json").dumps([1])
+        '[1]'
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        if error.name != package:
+            raise
+        raise MissingExtraError(
+            f"this needs {package}, which is in the extra 'train': "
+            'pip install "deltarule[train]" (from a checkout: pip install -e ".[train]")'
+        ) from error

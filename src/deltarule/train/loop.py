@@ -1,0 +1,279 @@
+"""The training loop: steps drive everything, time only stops it early, nothing done is lost."""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from deltarule.models import CausalLM
+from deltarule.models.files import naming
+from deltarule.train.checkpoint import Checkpoints
+from deltarule.train.device import choose_device
+from deltarule.train.interrupt import Interrupt
+from deltarule.train.metrics import Metrics
+from deltarule.train.optimizer import (
+    OptimizerOptions,
+    clip_gradients,
+    learning_rate,
+    load_optimizer_tensors,
+    make_optimizer,
+    optimizer_tensors,
+    parameter_names,
+)
+from deltarule.train.progress import Progress, Smooth, make_progress
+from deltarule.train.random_state import random_state, restore_random_state
+
+# `CausalLM.hidden`, compiled or not.
+Hidden = Callable[..., Any]
+B = TypeVar("B")
+
+
+class DivergedError(RuntimeError):
+    """The loss or the gradient is nan or infinite; the message names the step."""
+
+
+class InterruptedRunError(RuntimeError):
+    """Ctrl-C or SIGTERM stopped the run in `folder`; what it had done is saved."""
+
+    def __init__(self, step: int, folder: Path) -> None:
+        """Name the step and the folder."""
+        super().__init__(f"stopped after step {step:,}, which is saved in {folder}")
+        self.folder = folder
+
+
+@dataclass(frozen=True)
+class LoopOptions:
+    """How long, how and where to train."""
+
+    steps: int = 1000
+    """Optimizer steps; the learning rate follows this number."""
+    max_seconds: float | None = None
+    """Stop early after this many seconds of training; the schedule still follows --steps."""
+    accumulate: int = 1
+    """Split each step's batch into this many rows, one backward pass each: less memory."""
+    activation_checkpointing: bool = False
+    """Compute each block twice instead of keeping its inner results: less memory, more time."""
+    seed: int = 0
+    """Decides the first weights, the data order and the sample."""
+    device: str = "auto"
+    """"cpu", "cuda", "cuda:1", "mps"; "auto" takes a GPU if PyTorch sees one."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """"bfloat16" computes in bfloat16 (autocast) with float32 weights."""
+    compile: bool = False
+    """Compile the model with torch.compile first."""
+    save_every: int = 500
+    """Steps between two checkpoints; one more is written at the end."""
+    keep: int = 2
+    """Keep this many of the newest checkpoints."""
+    evaluate_every: int = 250
+    """Steps between two short evaluations for the loss curve; 0 for none."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no loop can do."""
+        for name in ("steps", "accumulate", "save_every", "keep"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        for name in ("evaluate_every", "max_seconds", "seed"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ValueError(f"{name} must be 0 or more, got {value}")
+
+
+class Job(Protocol[B]):
+    """What a run trains on: batches, a loss, and the position to resume from."""
+
+    batch_tokens: int
+    """Tokens in the batch of one optimizer step."""
+
+    def next(self) -> B:
+        """One of the `accumulate` parts of the next step's batch."""
+
+    def loss(self, model: CausalLM, hidden: Hidden, batch: B) -> tuple[Tensor, Tensor]:
+        """The loss to minimise, and what to report: a tensor of the figures in `shown`'s order.
+
+        `hidden` stands for `model.hidden`; the head is left to the job, which may need it only
+        here and there.
+        """
+
+    def shown(self, figures: list[float]) -> dict[str, float]:
+        """Names for the figures that `loss` returned, averaged over the parts."""
+
+    def evaluate(self, model: CausalLM) -> dict[str, float]:
+        """A short evaluation for the loss curve."""
+
+    def position(self) -> dict[str, int]:
+        """Where the next batch starts."""
+
+    def seek(self, position: dict[str, int]) -> None:
+        """Go to a position."""
+
+
+class Trainer:
+    """One run in one folder: model, job, optimizer, checkpoints and metrics.
+
+    Args:
+        model: Its weights are trained in place; moved to the device.
+        job: Gives batches and their loss.
+        options: How long, how and where.
+        optimizer_options: Rates, decay and clipping.
+        folder: Where `checkpoints` and `metrics.jsonl` go.
+        resume: Go on from the newest complete checkpoint, if there is one.
+
+    Raises:
+        CheckpointError: There are checkpoints and none of them can be read.
+        ValueError: The device is not there, or the checkpoint belongs to another model.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        job: Job[Any],
+        *,
+        options: LoopOptions,
+        optimizer_options: OptimizerOptions,
+        folder: Path,
+        resume: bool = False,
+    ) -> None:
+        """Move the model to its device, and take up the newest checkpoint to resume."""
+        self.device = choose_device(options.device)
+        self.model, self.job, self.options = model.to(self.device), job, options
+        self.optimizer_options = optimizer_options
+        self.optimizer = make_optimizer(model, optimizer_options)
+        self.names = parameter_names(model, optimizer_options)
+        model.activation_checkpointing = options.activation_checkpointing
+        self.hidden: Hidden = torch.compile(model.hidden) if options.compile else model.hidden
+        self.checkpoints = Checkpoints(folder / "checkpoints", keep=options.keep)
+        self.folder = folder
+        self.step, self.saved, self.seconds = 0, -1, 0.0
+        self.speed = Smooth()
+        if resume:
+            self.restore()
+
+    def restore(self) -> None:
+        """Take everything that the next step depends on from the newest complete checkpoint."""
+        newest = self.checkpoints.newest()
+        if newest is None:
+            return
+        with naming(self.checkpoints.folder / f"step-{newest.step}"):
+            self.model.load_state_dict(newest.tensors["model"])
+        load_optimizer_tensors(self.optimizer, self.names, newest.tensors["optimizer"])
+        self.job.seek(newest.state["position"])
+        restore_random_state(newest.state["random"])
+        self.step = self.saved = newest.step
+        self.seconds = newest.state["seconds"]
+
+    def save(self) -> None:
+        """Write a checkpoint of this step, unless it is there already."""
+        if self.saved == self.step:
+            return
+        tensors = {
+            "model": dict(self.model.state_dict()),
+            "optimizer": optimizer_tensors(self.optimizer, self.names),
+        }
+        state = {
+            "position": self.job.position(),
+            "random": random_state(),
+            "seconds": self.seconds,
+        }
+        self.checkpoints.save(self.step, tensors, state)
+        self.saved = self.step
+
+    def run(self) -> bool:
+        """Train to the last step, or until the time is over.
+
+        Returns:
+            True when every step was taken, False when the time was over first.
+
+        Raises:
+            DivergedError: A loss or gradient is not finite; earlier checkpoints stay.
+            InterruptedRunError: Ctrl-C or SIGTERM; a checkpoint of the last step was written.
+        """
+        limit = self.options.max_seconds
+        began, before = time.monotonic(), self.seconds
+        path = self.folder / "metrics.jsonl"
+        progress = make_progress(self.options.steps, first=self.step)
+        if self.options.compile:
+            progress.note("compiling the model: the first step takes a minute or more")
+        with Metrics(path, after=self.step) as metrics, Interrupt() as interrupt, progress:
+            while self.step < self.options.steps:
+                self._step(metrics, progress)
+                self.seconds = before + time.monotonic() - began
+                if interrupt.requested:
+                    self.save()
+                    raise InterruptedRunError(self.step, self.folder)
+                if limit is not None and time.monotonic() - began >= limit:
+                    progress.note(f"--max-seconds {limit:g} is over at step {self.step:,}")
+                    break
+                if self.step % self.options.save_every == 0:
+                    self.save()
+            self.save()
+        return self.step == self.options.steps
+
+    def _step(self, metrics: Metrics, progress: Progress) -> None:
+        began = time.monotonic()
+        rate = learning_rate(self.step, self.options.steps, self.optimizer_options)
+        loss, norm, figures = self._update(rate)
+        self.step += 1
+        speed = self.job.batch_tokens / (time.monotonic() - began)
+        shown = {"loss": loss, **self.job.shown(figures), "tokens/s": self.speed.add(speed)}
+        row = {"step": self.step, **shown, "lr": rate, "gradient_norm": norm}
+        row["seconds"] = round(self.seconds, 3)
+        progress.update(self.step, {name: _brief(value) for name, value in shown.items()})
+        metrics.write({key.replace("/", "_per_").replace(" ", "_"): v for key, v in row.items()})
+        every = self.options.evaluate_every
+        if every and (self.step % every == 0 or self.step == self.options.steps):
+            with evaluating(self.model):
+                measured = self.job.evaluate(self.model)
+            metrics.write({"step": self.step, **measured})
+
+    def _update(self, rate: float) -> tuple[float, float, list[float]]:
+        """One optimizer step; loss, gradient norm and the job's figures."""
+        parts = self.options.accumulate
+        bfloat16 = self.options.dtype == "bfloat16"
+        loss, figures = 0.0, torch.zeros(())
+        for _ in range(parts):
+            batch = self.job.next()
+            with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=bfloat16):
+                part, measured = self.job.loss(self.model, self.hidden, batch)
+            torch.autograd.backward(part / parts)
+            loss += part.item() / parts
+            figures = figures + measured.detach().float().cpu() / parts
+        norm = clip_gradients(self.model.parameters(), self.optimizer_options.clip).item()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise DivergedError(self._diverged(loss))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss, norm, figures.reshape(-1).tolist()
+
+    def _diverged(self, loss: float) -> str:
+        what = "gradient" if math.isfinite(loss) else "loss"
+        steps = self.checkpoints.steps()
+        last = f"the last good checkpoint is step-{steps[-1]}" if steps else "no checkpoint yet"
+        return (
+            f"the {what} is not finite at step {self.step + 1} (loss {loss}); {last}; "
+            "try a lower --lr or a longer --warmup-steps"
+        )
+
+
+@contextlib.contextmanager
+def evaluating(model: CausalLM) -> Iterator[None]:
+    """Within it, the model is in evaluation mode and keeps nothing for a backward pass."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+def _brief(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3f}"

@@ -1,0 +1,73 @@
+"""metrics.jsonl: one JSON object a line, appended as the run goes, cut back when it resumes."""
+
+import json
+import math
+from pathlib import Path
+from typing import IO, Any
+
+from deltarule.nn.atomic_file import write_atomically
+
+Row = dict[str, Any]
+
+
+class Metrics:
+    """Appends rows to a file; every row holds its step.
+
+    Args:
+        path: The file; made if it does not exist.
+        after: Rows of later steps are dropped first: a resumed run writes them again.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp(), "metrics.jsonl")
+        >>> with Metrics(path, after=0) as metrics:
+        ...     metrics.write({"step": 1, "loss": 5.5})
+        >>> read_metrics(path)
+        [{'step': 1, 'loss': 5.5}]
+    """
+
+    def __init__(self, path: Path, *, after: int) -> None:
+        """Drop later rows, then open the file."""
+        rows = [row for row in read_metrics(path) if row["step"] <= after]
+        kept = "".join(_line(row) for row in rows)
+        write_atomically(path, lambda aside: _write(aside, kept))
+        self._file: IO[str] = path.open("a", encoding="utf-8")
+
+    def write(self, row: Row) -> None:
+        """Append one row; a reader sees it at once."""
+        self._file.write(_line(row))
+        self._file.flush()
+
+    def __enter__(self) -> "Metrics":
+        """Use as a context that closes the file."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[Row]:
+    """Rows of a file, or none without one; a line that a kill cut short is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+    return rows
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _line(row: Row) -> str:
+    """JSON has no nan and no infinity: those become null."""
+
+    def plain(value: Any) -> Any:
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps({key: plain(value) for key, value in row.items()}) + "\n"

@@ -1,0 +1,162 @@
+"""AdamW on the tensors that decay, AdamW without decay on the rest, and a schedule for the rate."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from deltarule.nn import Mixer
+
+# The small projections whose result is squashed into a decay or a write strength.
+GATES = ("a_proj", "b_proj")
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """How the weights follow the gradients."""
+
+    lr: float = 3e-3
+    """Peak learning rate, reached at the end of the warm-up."""
+    min_lr_ratio: float = 0.1
+    """The cosine ends at this fraction of the peak."""
+    warmup_steps: int = 100
+    """Steps of linear growth from zero to the peak."""
+    weight_decay: float = 0.1
+    """Decay of matrices; gates, norms and biases have none."""
+    decay_embeddings: bool = False
+    """Let embeddings decay like matrices; a tied head then decays with them."""
+    beta1: float = 0.9
+    """Memory of AdamW's mean of gradients."""
+    beta2: float = 0.95
+    """Memory of AdamW's mean of squared gradients."""
+    eps: float = 1e-8
+    """Added to AdamW's denominator."""
+    clip: float = 1.0
+    """Largest norm of the gradient; 0 never clips."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no optimizer can mean."""
+        for name in ("lr", "min_lr_ratio", "warmup_steps", "weight_decay", "eps", "clip"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} must be 0 or more, got {value}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
+
+
+def learning_rate(step: int, steps: int, options: OptimizerOptions) -> float:
+    r"""The rate of a step: a linear warm-up, then half a cosine; a function of the step alone.
+
+    .. math::
+        \mathrm{lr}(s) = \mathrm{lr} \min\!\left(\tfrac{s + 1}{W},\;
+            m + (1 - m) \tfrac{1 + \cos \pi x}{2}\right), \qquad x = \tfrac{s + 1 - W}{S - W}
+
+    Args:
+        step: The step about to be taken, from 0.
+        steps: All steps of the run, S.
+        options: Peak, warm-up W and final ratio m.
+
+    Example:
+        >>> options = OptimizerOptions(lr=1.0, warmup_steps=10, min_lr_ratio=0.1)
+        >>> [round(learning_rate(s, 110, options), 3) for s in (0, 9, 59, 109)]
+        [0.1, 1.0, 0.55, 0.1]
+    """
+    # A run shorter than its warm-up still has to reach its peak: it warms up for a tenth.
+    warmup = options.warmup_steps if options.warmup_steps < steps else steps // 10
+    if step < warmup:
+        return options.lr * (step + 1) / warmup
+    progress = min(1.0, (step + 1 - warmup) / max(1, steps - warmup))
+    cosine = (1 + math.cos(math.pi * progress)) / 2
+    return options.lr * (options.min_lr_ratio + (1 - options.min_lr_ratio) * cosine)
+
+
+def decays(model: nn.Module, *, decay_embeddings: bool = False) -> dict[str, bool]:
+    """Which parameters weight decay applies to, by name.
+
+    It applies to matrices; not to vectors (norms, biases, `A_log`), gates, the
+    `float32_parameters` of a `deltarule.nn.Mixer` (such as KDA's `dt_bias`), nor, unless asked
+    for, to embeddings.
+
+    Example:
+        >>> decays(nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2)))
+        {'0.weight': False, '1.weight': True, '1.bias': False}
+    """
+    # A tied head is the same tensor as the embedding, so identity decides, not the name.
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+
+    mixers = [m for m in model.modules() if isinstance(m, Mixer)]
+    exact = {id(getattr(m, name, None)) for m in mixers for name in m.float32_parameters}
+
+    def applies(name: str, parameter: Tensor) -> bool:
+        gate = any(part in GATES for part in name.split("."))
+        spared = id(parameter) in embeddings and not decay_embeddings
+        return parameter.ndim >= 2 and not (gate or id(parameter) in exact or spared)
+
+    return {name: applies(name, p) for name, p in model.named_parameters()}
+
+
+def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.AdamW:
+    """AdamW with two groups, in the order of `parameter_names`."""
+    parameters = dict(model.named_parameters())
+    groups = [
+        {"params": [parameters[name] for name in names], "weight_decay": decay}
+        for names, decay in zip(_groups(model, options), (options.weight_decay, 0.0), strict=True)
+    ]
+    return torch.optim.AdamW(
+        groups, lr=options.lr, betas=(options.beta1, options.beta2), eps=options.eps, fused=True
+    )
+
+
+def _groups(model: nn.Module, options: OptimizerOptions) -> tuple[list[str], list[str]]:
+    table = decays(model, decay_embeddings=options.decay_embeddings)
+    decayed = [name for name, decay in table.items() if decay]
+    return decayed, [name for name in table if name not in decayed]
+
+
+def parameter_names(model: nn.Module, options: OptimizerOptions) -> list[str]:
+    """Names of the optimizer's parameters, in the optimizer's own order."""
+    decayed, plain = _groups(model, options)
+    return decayed + plain
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Tensor]:
+    """The optimizer's state as named tensors, `exp_avg/NAME` and so on."""
+    state = optimizer.state_dict()["state"]
+    return {
+        f"{kind}/{names[i]}": tensor for i, kinds in state.items() for kind, tensor in kinds.items()
+    }
+
+
+def load_optimizer_tensors(
+    optimizer: torch.optim.Optimizer, names: list[str], tensors: dict[str, Tensor]
+) -> None:
+    """Give the optimizer the state that `optimizer_tensors` returned.
+
+    Raises:
+        ValueError: The tensors belong to another model.
+    """
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        kind, _, name = key.partition("/")
+        if name not in names:
+            raise ValueError(f"the optimizer state holds {name!r}, which the model does not have")
+        state.setdefault(names.index(name), {})[kind] = tensor
+    if state and len(state) != len(names):
+        missing = next(name for i, name in enumerate(names) if i not in state)
+        raise ValueError(f"the optimizer state lacks {missing!r}, which the model has")
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+
+
+def clip_gradients(parameters: Iterable[Tensor], largest: float) -> Tensor:
+    """Scale gradients so that their common norm is at most `largest`; return the norm before.
+
+    Example:
+        >>> weight = nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> clip_gradients([weight], 1.0).item(), weight.grad
+        (5.0, tensor([0.6000, 0.8000]))
+    """
+    return nn.utils.clip_grad_norm_(parameters, largest if largest > 0 else math.inf)

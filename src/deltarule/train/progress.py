@@ -1,0 +1,136 @@
+"""How a run shows itself: a live bar on a terminal, plain lines everywhere else."""
+
+import sys
+import time
+from typing import Protocol
+
+from deltarule.train.extra import require
+
+# Seconds between the lines of a run whose output goes to a file.
+LINE_EVERY = 10.0
+
+
+class Progress(Protocol):
+    """What the loop tells about itself."""
+
+    def update(self, step: int, shown: dict[str, str]) -> None:
+        """One step is done; `shown` are the figures of the moment by their names."""
+
+    def note(self, text: str) -> None:
+        """Say something that stays on the screen."""
+
+    def __enter__(self) -> "Progress":
+        """Start."""
+
+    def __exit__(self, *error: object) -> None:
+        """Stop; the last figures stay."""
+
+
+def make_progress(steps: int, *, first: int = 0) -> Progress:
+    """A live bar when standard output is a terminal, else plain lines."""
+    if sys.stdout.isatty():
+        return LiveProgress(steps, first)
+    return PlainProgress(steps, first)
+
+
+class PlainProgress:
+    """A line at the first step, every ten seconds, and at the last step."""
+
+    def __init__(self, steps: int, first: int = 0) -> None:
+        """Count from the step that is done already."""
+        self.steps, self.first = steps, first
+        self._began = self._last = time.monotonic()
+        self._line = ""
+
+    def update(self, step: int, shown: dict[str, str]) -> None:
+        """Print when it is time, or when this is the first or the last step."""
+        now = time.monotonic()
+        left = (now - self._began) / max(1, step - self.first) * (self.steps - step)
+        figures = "  ".join(f"{name} {value}" for name, value in shown.items())
+        self._line = f"step {step:,}/{self.steps:,}  {figures}  left {clock(left)}"
+        if step == self.first + 1 or step == self.steps or now - self._last >= LINE_EVERY:
+            self._print(now)
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        print(text, flush=True)
+
+    def _print(self, now: float) -> None:
+        print(self._line, flush=True)
+        self._last, self._line = now, ""
+
+    def __enter__(self) -> "PlainProgress":
+        """Start."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Print the last figures of a run that stopped early."""
+        if self._line:
+            self._print(time.monotonic())
+
+
+class LiveProgress:
+    """A bar with the figures, redrawn in place by rich."""
+
+    def __init__(self, steps: int, first: int = 0) -> None:
+        """Prepare the bar; entering the context draws it."""
+        progress = require("rich.progress")
+        self._bar = progress.Progress(
+            progress.BarColumn(bar_width=None),
+            progress.TextColumn("step {task.completed:,.0f}/{task.total:,.0f}"),
+            progress.TextColumn("{task.fields[figures]}"),
+            progress.TextColumn("left"),
+            progress.TimeRemainingColumn(),
+            expand=True,
+        )
+        self._task = self._bar.add_task("", total=steps, completed=first, figures="")
+
+    def update(self, step: int, shown: dict[str, str]) -> None:
+        """Move the bar; rich redraws it ten times a second at most."""
+        figures = "  ".join(f"{name} [bold]{value}[/bold]" for name, value in shown.items())
+        self._bar.update(self._task, completed=step, figures=figures)
+
+    def note(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._bar.console.print(text, markup=False, highlight=False)
+
+    def __enter__(self) -> "LiveProgress":
+        """Draw the bar."""
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the bar as it stands."""
+        self._bar.stop()
+
+
+class Smooth:
+    """A running mean whose memory is about twenty values long, for figures that flicker.
+
+    Example:
+        >>> smooth = Smooth()
+        >>> smooth.add(1.0), smooth.add(2.0)
+        (1.0, 1.5)
+    """
+
+    def __init__(self) -> None:
+        """No value yet."""
+        self._mean, self._count = 0.0, 0
+
+    def add(self, value: float) -> float:
+        """Take a value, return the mean."""
+        self._count = min(self._count + 1, 20)
+        self._mean += (value - self._mean) / self._count
+        return self._mean
+
+
+def clock(seconds: float) -> str:
+    """Seconds as a clock shows them.
+
+    Example:
+        >>> clock(125), clock(3725)
+        ('2:05', '1:02:05')
+    """
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -1,0 +1,251 @@
+"""`deltarule train text`: a byte-level language model on any text, from the data to a sample."""
+
+import dataclasses
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from deltarule.eval.bits_per_byte import bits_per_byte
+from deltarule.eval.compressors import compressed_bits_per_byte
+from deltarule.eval.sample import sample_text
+from deltarule.models import CausalLM, ModelConfig
+from deltarule.models.bytes import VOCAB_SIZE
+from deltarule.models.loss import next_token_loss
+from deltarule.plots.loss_curve import loss_curve
+from deltarule.train.data import Batch, Corpus, ShuffledRows, encode_documents
+from deltarule.train.documents import (
+    Documents,
+    limit_bytes,
+    read_documents,
+    split_documents,
+)
+from deltarule.train.loop import Hidden, LoopOptions, Trainer, evaluating
+from deltarule.train.metrics import Metrics, read_metrics
+from deltarule.train.optimizer import OptimizerOptions
+from deltarule.train.random_state import seed_everything
+from deltarule.train.run_folder import open_run
+
+COMMAND = "train text"
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """The model's sizes; see `deltarule.models.ModelConfig`."""
+
+    layer_types: tuple[str, ...] = ("gated_deltanet",)
+    """Mixer of each block, one name or a pattern that repeats; `deltarule rules` lists them."""
+    num_layers: int = 2
+    """Blocks, each a mixer and an MLP."""
+    hidden_size: int = 128
+    """Channels of the residual stream."""
+    num_heads: int = 2
+    """Heads of each mixer."""
+    head_k_dim: int | None = 32
+    """Channels of a query or key; None is the layer's own default."""
+    head_v_dim: int | None = 64
+    """Channels of a value; None is the layer's own default."""
+    mlp_size: int | None = None
+    """Channels inside the MLP; None is 8/3 of the hidden size, 0 leaves the MLP out."""
+    conv_size: int | None = None
+    """Taps of the short convolution, 0 leaves it out; None is the layer's own default."""
+    output_gate: bool | None = None
+    """Gate each mixer's output; None is the layer's own default."""
+    beta_max: float | None = None
+    """Largest write strength, 2 allows negative eigenvalues; None is the layer's own default."""
+    n_steps: int | None = None
+    """Writes for each token in DeltaProduct layers; None is the layer's own default."""
+    window: int | None = None
+    """Tokens that sliding-window attention sees; None is the layer's own default."""
+    tie_embeddings: bool = True
+    """Use the embedding as the output head too."""
+
+    def config(self) -> ModelConfig:
+        """The model's configuration, with a vocabulary of bytes."""
+        return ModelConfig(vocab_size=VOCAB_SIZE, **dataclasses.asdict(self))
+
+
+@dataclass(frozen=True)
+class TextRun:
+    """Train a byte-level language model on text, and keep everything in runs/NAME."""
+
+    data: str | None = None
+    """A text file, or a folder that is searched; None is this Python's standard library."""
+    name: str | None = None
+    """Name of the run; None is text, text-2 and so on."""
+    runs: Path = Path("runs")
+    """Folder of all runs."""
+    resume: bool = False
+    """Continue a run where its newest checkpoint is, to the same bits as without the stop."""
+    length: int = 128
+    """Tokens of a document that a piece holds; the model's memory starts afresh with each."""
+    batch_tokens: int = 1024
+    """Tokens in each optimizer step, packed from pieces of many documents."""
+    max_bytes: int = 500_000_000
+    """Stop reading data after this many bytes."""
+    validation_fraction: float = 0.1
+    """Share of the data that is never trained on."""
+    validation_bytes: int = 200_000
+    """Use at most this much of it."""
+    curve_bytes: int = 30_000
+    """Use about this much of that, spread evenly, for each point of the loss curve."""
+    long_length: int = 2048
+    """Validate a second time with pieces of this many tokens."""
+    sample_bytes: int = 400
+    """Bytes of the sample at the end; 0 for none."""
+    sample_prompt: str = ""
+    """What the sample continues; nothing means the start of a document."""
+    temperature: float = 0.7
+    """Of the sample: 0 always takes the likeliest byte, 1 follows the model."""
+    model: TextModel = field(default_factory=TextModel)
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    loop: LoopOptions = field(default_factory=lambda: LoopOptions(steps=2000))
+
+    def __post_init__(self) -> None:
+        """Refuse what no run can do."""
+        for name in ("length", "batch_tokens", "validation_bytes", "curve_bytes", "long_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        for name in ("sample_bytes", "temperature"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        if self.batch_tokens % self.loop.accumulate:
+            raise ValueError(
+                f"batch_tokens must be a multiple of accumulate={self.loop.accumulate}, "
+                f"got {self.batch_tokens}"
+            )
+
+
+class TextJob:
+    """Rows of packed pieces, and the cross entropy of the next byte."""
+
+    def __init__(self, run: TextRun, training: Corpus, validation: Corpus) -> None:
+        """Start at the first row."""
+        self.batch_tokens, self.length = run.batch_tokens, run.length
+        rows = run.batch_tokens // run.loop.accumulate
+        self.rows = ShuffledRows(training, length=run.length, row_tokens=rows, seed=run.loop.seed)
+        self.validation = validation
+        self.every = max(1, validation.num_bytes // run.curve_bytes)
+
+    def next(self) -> Batch:
+        """The next row of shuffled pieces."""
+        return self.rows.next()
+
+    def loss(self, model: CausalLM, hidden: Hidden, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Mean nats a byte, and the same for display."""
+        tokens, targets, cu_seqlens = batch.to(model.embedding.weight.device)
+        x, _ = hidden(tokens, cu_seqlens=cu_seqlens)
+        loss = next_token_loss(model.logits(x), targets)
+        return loss, loss
+
+    def shown(self, figures: list[float]) -> dict[str, float]:
+        """The loss in bits."""
+        return {"bits/byte": figures[0] / math.log(2)}
+
+    def evaluate(self, model: CausalLM) -> dict[str, float]:
+        """Bits a byte on a small part of the validation data."""
+        bits = bits_per_byte(model, self.validation, self.length, every=self.every)
+        return {"validation_bits_per_byte": bits}
+
+    def position(self) -> dict[str, int]:
+        """Where the next row starts."""
+        return self.rows.position()
+
+    def seek(self, position: dict[str, int]) -> None:
+        """Go to a position."""
+        self.rows.seek(position)
+
+
+def train_text(run: TextRun) -> Path:
+    """Do the whole of it: read, train, validate, sample and plot.
+
+    Args:
+        run: What to do, every number of it.
+
+    Returns:
+        The run's folder, with model.safetensors, config.json, run.json, metrics.jsonl, loss.png
+        and checkpoints.
+
+    Raises:
+        DataError: The data cannot be trained on.
+        ValueError: An option is out of range or names something unknown.
+        DivergedError: The loss is not finite.
+        InterruptedRunError: Ctrl-C; a checkpoint was written.
+    """
+    began = time.monotonic()
+    config = run.model.config()
+    read = read_documents(run.data, max_bytes=run.max_bytes)
+    training, held_out = split_documents(read.documents, fraction=run.validation_fraction)
+    held_out = limit_bytes(held_out, run.validation_bytes)
+    validation = encode_documents([d.text for d in held_out])
+    facts = {"data": {"source": read.source, "bytes": read.num_bytes, "sha256": read.sha256}}
+    with open_run(run, COMMAND, "text", facts) as folder:
+        seed_everything(run.loop.seed)
+        model = CausalLM(config)
+        job = TextJob(run, encode_documents([d.text for d in training]), validation)
+        describe(read, job, model, folder)
+        trainer = Trainer(
+            model, job, options=run.loop, optimizer_options=run.optimizer, folder=folder,
+            resume=run.resume,
+        )  # fmt: skip
+        trainer.run()
+        model.save(folder)
+        finish(run, trainer, validation)
+        print(f"done in {time.monotonic() - began:.0f} s: {folder}")
+    return folder
+
+
+def describe(read: Documents, job: TextJob, model: CausalLM, folder: Path) -> None:
+    """Say what will be trained on what, before the first step."""
+    for note in read.notes:
+        print(f"note: {note}")
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"run     {folder}")
+    count = len(read.documents)
+    documents = "1 document" if count == 1 else f"{count:,} documents"
+    print(f"data    {read.source}: {documents}, {read.num_bytes:,} bytes")
+    print(
+        f"        {job.rows.corpus.num_bytes:,} bytes to train on, "
+        f"{job.validation.num_bytes:,} to validate on"
+    )
+    kinds = ", ".join(dict.fromkeys(model.config.layer_types))
+    print(f"model   {len(model.config.layer_types)} layers of {kinds}, {parameters:,} parameters")
+
+
+def finish(run: TextRun, trainer: Trainer, validation: Corpus) -> None:
+    """Validate beside the compressors, draw the curve, print a sample."""
+    model, folder = trainer.model, trainer.folder
+    compressors = compressed_bits_per_byte(validation)
+    with evaluating(model):
+        lengths = dict.fromkeys((run.length, run.long_length))
+        ours = {f"length {n}": bits_per_byte(model, validation, n) for n in lengths}
+    table = {f"model, {name}": bits for name, bits in ours.items()} | compressors
+    print(f"\nbits per byte on {validation.num_bytes:,} validation bytes")
+    for name, bits in table.items():
+        print(f"  {name:<20} {bits:.3f}")
+    with Metrics(folder / "metrics.jsonl", after=trainer.step) as metrics:
+        row = {name.replace(" ", "_"): bits for name, bits in (ours | compressors).items()}
+        final = {f"final_{name}_bits_per_byte": bits for name, bits in row.items()}
+        metrics.write({"step": trainer.step, **final})
+    loss_curve(
+        read_metrics(folder / "metrics.jsonl"), folder / "loss.png",
+        trained="bits_per_byte", evaluated="validation_bits_per_byte", label="bits per byte",
+        levels=compressors,
+        title=f"Training of {folder.name}: {', '.join(dict.fromkeys(model.config.layer_types))}",
+    )  # fmt: skip
+    if run.sample_bytes:
+        print_sample(run, model)
+
+
+def print_sample(run: TextRun, model: CausalLM) -> None:
+    """Print what the model writes, character by character."""
+    print(f"\nsample, {run.sample_bytes:,} bytes at temperature {run.temperature:g}\n")
+    print(run.sample_prompt, end="")
+    for text in sample_text(
+        model, run.sample_prompt, max_new_tokens=run.sample_bytes, temperature=run.temperature,
+        seed=run.loop.seed,
+    ):  # fmt: skip
+        print(text, end="", flush=True)
+    print("\n")

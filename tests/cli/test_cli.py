@@ -1,0 +1,167 @@
+"""The command line as a user meets it: help, suggestions, one-line errors, exit codes, signals."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from deltarule.cli import COMMANDS, FAILED, INTERRUPTED, MISUSED, main
+from deltarule.rules import RULES
+from deltarule.train.checkpoint import Checkpoints
+
+TINY = [
+    *("--length", "16", "--batch-tokens", "64", "--long-length", "32", "--sample-bytes", "5"),
+    *("--hidden-size", "16", "--num-layers", "1", "--num-heads", "1", "--mlp-size", "16"),
+    *("--validation-bytes", "500", "--evaluate-every", "0"),
+]
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "data.txt"
+    path.write_text("the cat sat on the mat and so on\n" * 100)
+    return path
+
+
+def leave_code(arguments):
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    return left.value.code
+
+
+def test_help_lists_every_command(capsys):
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in COMMANDS)
+    assert main([]) == MISUSED
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_its_flags(name, capsys):
+    assert leave_code([*name.split(), "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "usage: deltarule " + name in shown
+    assert "(default:" in shown
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert "torch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "suggestion"),
+    [(["trian"], "train"), (["train", "txt"], "train text"), (["zz"], "eval")],
+)
+def test_an_unknown_command_gets_a_suggestion(words, suggestion, capsys):
+    assert main(words) == MISUSED
+    assert suggestion in capsys.readouterr().err
+
+
+def test_an_unknown_flag_gets_a_suggestion(capsys):
+    assert leave_code(["train", "text", "--batch-token", "3"]) == MISUSED
+    assert "--batch-tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["train", "text", "--data", "/no/such/file"], "--data /no/such/file"),
+        (["train", "text", "--layer-types", "gated_deltane"], "did you mean 'gated_deltanet'"),
+        (["train", "mqar", "--layer", "lstm"], "lstm"),
+        (["train", "text", "--device", "cuda:77"], "--device cuda:77"),
+        (["generate", "/no/such/run"], "/no/such/run"),
+        (["eval", "/no/such/run"], "/no/such/run"),
+        (["rules", "--name", "kdaa"], "did you mean kda"),
+        (["explain", "--v-heads", "3"], "v must have a multiple"),
+        (["train", "text", "--name", "../up"], "plain name"),
+    ],
+)
+def test_what_cannot_be_done_is_one_readable_line(words, says, capsys, tmp_path, monkeypatch, data):
+    monkeypatch.chdir(tmp_path)
+    if words[:2] == ["train", "text"] and "--data" not in words:
+        words = [*words, "--data", str(data)]
+    assert main(words) == FAILED
+    error = capsys.readouterr().err
+    assert error.startswith("deltarule: error: ")
+    assert says in error
+    assert error.count("\n") == 1
+
+
+def test_a_number_out_of_range_names_its_flag(capsys):
+    assert leave_code(["train", "text", "--lr", "-1"]) == MISUSED
+    assert "lr must be 0 or more" in capsys.readouterr().err
+
+
+def test_traceback_shows_where_an_error_arose():
+    with pytest.raises(ValueError, match="no such file"):
+        main(["train", "text", "--data", "/no/such/file", "--traceback"])
+
+
+def test_rules_prints_the_table_and_one_rule(capsys):
+    assert main(["rules"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in RULES)
+    assert main(["rules", "--name", "kda"]) == 0
+    assert RULES["kda"].recurrence in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags", [[], ["--operator", "dplr"], ["--no-erase", "--decay", "channel"]]
+)
+def test_explain_names_the_implementation_that_runs(flags, capsys):
+    assert main(["explain", "--tokens", "8", *flags]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("runs ") for line in shown) == 1
+    assert any("reference" in line for line in shown)
+
+
+def test_train_resume_generate_and_eval(data, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train = ["train", "text", "--data", str(data), *TINY]
+    assert main([*train, "--steps", "6", "--name", "a", "--max-seconds", "0"]) == 0
+    assert main(["train", "text", "--resume", "--name", "a", "--max-seconds", "60"]) == 0
+    assert "step 6/6" in capsys.readouterr().out
+    assert main(["train", "text", "--resume", "--lr", "0.5"]) == FAILED
+    assert "--lr is 0.5" in capsys.readouterr().err
+    assert main(["generate", "runs/a", "--prompt", "the", "--max-new-tokens", "5"]) == 0
+    assert capsys.readouterr().out.startswith("the")
+    assert main(["eval", "runs/a", "--length", "32"]) == 0
+    assert "position" in capsys.readouterr().out
+
+
+def test_ctrl_c_saves_says_how_to_resume_and_resuming_works(data, tmp_path):
+    command = [sys.executable, "-m", "deltarule.cli", "train", "text", "--data", str(data), *TINY]
+    command += ["--steps", "100000", "--save-every", "100000"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    metrics = tmp_path / "runs" / "text" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == INTERRUPTED, error
+    assert "--resume --name text" in error
+    assert "Traceback" not in error
+    checkpoints = Checkpoints(tmp_path / "runs" / "text" / "checkpoints")
+    assert checkpoints.newest().step == checkpoints.steps()[-1] > 0
+
+
+def test_a_reader_that_leaves_early_is_no_error(data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    main(["train", "text", "--data", str(data), *TINY, "--steps", "1", "--name", "a"])
+    reader, writer = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "deltarule.cli", "generate", "runs/a"],
+        stdout=writer, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    os.close(writer)
+    os.close(reader)
+    _, error = process.communicate(timeout=60)
+    assert "Traceback" not in error
+    assert "Exception ignored" not in error

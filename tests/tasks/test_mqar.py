@@ -1,0 +1,86 @@
+"""The rows of associative recall are what tasks.md 3.1 describes."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from deltarule.tasks import TASKS, load_task
+from deltarule.tasks.mqar import BLANK, NO_LABEL, Config, distinct, generate
+
+SMALL = Config()
+PAPER = Config(length=512, pairs=64, vocab_size=8192)
+
+
+@pytest.mark.parametrize("config", [SMALL, PAPER, Config(length=8, pairs=2, vocab_size=6)])
+def test_every_query_is_answered_by_the_value_that_followed_its_key(config):
+    tokens, labels = generate(config, np.random.default_rng(0), rows=20)
+    context = 2 * config.pairs
+    half = config.vocab_size // 2
+    for row, answers in zip(tokens, labels, strict=True):
+        keys, values = row[0:context:2], row[1:context:2]
+        assert len(set(keys)) == len(set(values)) == config.pairs
+        assert keys.min() >= 1
+        assert keys.max() < half <= values.min()
+        assert values.max() < config.vocab_size
+        asked = np.flatnonzero(answers != NO_LABEL)
+        assert len(asked) == config.pairs
+        assert asked.min() >= context
+        assert (asked % 2 == 0).all()
+        memory = dict(zip(keys, values, strict=True))
+        assert [memory[key] for key in row[asked]] == answers[asked].tolist()
+        rest = np.setdiff1d(np.arange(context, config.length), asked)
+        assert (row[rest] == BLANK).all()
+
+
+def test_gaps_follow_the_power_law():
+    config = Config(length=40, pairs=1, vocab_size=64)
+    _, labels = generate(config, np.random.default_rng(0), rows=40_000)
+    places = (config.length - 2) // 2
+    counts = np.bincount(((labels != NO_LABEL).argmax(1) - 2) // 2, minlength=places)
+    weights = np.arange(1, places + 1) ** (config.power_a - 1.0)
+    assert np.abs(counts / counts.sum() - weights / weights.sum()).max() < 0.01
+
+
+def test_distinct_draws_without_replacement_and_uniformly():
+    drawn = distinct(np.random.default_rng(0), 30_000, 5, 2)
+    assert (drawn[:, 0] != drawn[:, 1]).all()
+    counts = np.bincount(drawn[:, 0] * 5 + drawn[:, 1], minlength=25).reshape(5, 5)
+    assert np.abs(counts[~np.eye(5, dtype=bool)] / 30_000 - 1 / 20).max() < 0.006
+
+
+def test_the_same_generator_state_gives_the_same_rows():
+    first = generate(SMALL, np.random.default_rng(3), rows=4)
+    again = generate(SMALL, np.random.default_rng(3), rows=4)
+    assert all((a == b).all() for a, b in zip(first, again, strict=True))
+    assert (first.tokens != generate(SMALL, np.random.default_rng(4), 4).tokens).any()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [
+        ({"pairs": 0}, "pairs"),
+        ({"length": 31}, "length"),
+        ({"vocab_size": 17}, "vocab_size"),
+        ({"power_a": 0.0}, "power_a"),
+    ],
+)
+def test_sizes_that_leave_no_room_are_refused(sizes, name):
+    with pytest.raises(ValueError, match=f"^{name} must"):
+        Config(**sizes)
+
+
+def test_the_table_names_modules_and_refuses_others():
+    for name in TASKS:
+        assert load_task(name).Config()
+    with pytest.raises(ValueError, match="mqar"):
+        load_task("nothing")
+
+
+def test_the_module_prints_one_example():
+    command = [sys.executable, "-W", "error", "-m", "deltarule.tasks.mqar"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    pairs, queries = printed.splitlines()
+    assert len(pairs.split()) == 17
+    assert queries.count("->") == 8

@@ -1,0 +1,116 @@
+"""Checkpoints are whole or absent, whatever happens to the writer, and damage is noticed."""
+
+import hashlib
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from deltarule.models import CheckpointError
+from deltarule.train.checkpoint import MARKER, Checkpoints, read_checkpoint
+
+TENSORS = {"model": {"w": torch.arange(6.0).reshape(2, 3)}, "optimizer": {}}
+
+
+def test_fifty_kills_leave_the_newest_checkpoint_loadable(tmp_path):
+    program = Path(__file__).with_name("kill_writer.py")
+    done = subprocess.run(
+        [sys.executable, str(program), str(tmp_path), "50", "0"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("50 kills")
+
+
+def test_save_and_read_back(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "new" / "folder", keep=3)
+    assert checkpoints.newest() is None
+    checkpoints.save(5, TENSORS, {"position": {"epoch": 1}})
+    newest = checkpoints.newest()
+    assert newest.step == 5
+    assert newest.state == {"position": {"epoch": 1}}
+    assert torch.equal(newest.tensors["model"]["w"], TENSORS["model"]["w"])
+    files = sorted(path.name for path in (checkpoints.folder / "step-5").iterdir())
+    assert files == [MARKER, "model.safetensors", "optimizer.safetensors", "state.json"]
+
+
+def test_keep_is_by_step_and_saving_again_replaces(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (9, 10, 100):
+        checkpoints.save(step, TENSORS, {"n": step})
+    assert checkpoints.steps() == [10, 100]
+    checkpoints.save(100, TENSORS, {"n": -1})
+    assert checkpoints.newest().state == {"n": -1}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-10", "step-100"]
+    with pytest.raises(ValueError, match="keep"):
+        Checkpoints(tmp_path, keep=0)
+
+
+def test_without_its_marker_a_folder_is_no_checkpoint(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    checkpoints.save(1, TENSORS, {})
+    checkpoints.save(2, TENSORS, {})
+    (tmp_path / "step-2" / MARKER).unlink()
+    assert checkpoints.newest().step == 1
+
+
+def damage_truncate(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+def damage_flip(folder):
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def damage_remove(folder):
+    (folder / "state.json").unlink()
+
+
+def damage_marker(folder):
+    (folder / MARKER).write_text("[]")
+
+
+def damage_outside(folder):
+    marker = json.loads((folder / MARKER).read_text())
+    marker["sha256"]["../../secret.safetensors"] = "0"
+    (folder / MARKER).write_text(json.dumps(marker))
+
+
+DAMAGES = [damage_truncate, damage_flip, damage_remove, damage_marker, damage_outside]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda f: f.__name__)
+def test_a_damaged_checkpoint_is_passed_over_and_alone_is_an_error(tmp_path, damage):
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    checkpoints.save(1, TENSORS, {})
+    checkpoints.save(2, TENSORS, {})
+    damage(tmp_path / "step-2")
+    assert checkpoints.newest().step == 1
+    damage(tmp_path / "step-1")
+    with pytest.raises(CheckpointError, match="step-1"):
+        checkpoints.newest()
+
+
+def test_a_pickle_with_the_right_hash_is_refused_and_never_run(tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "sprung",))
+
+    checkpoints = Checkpoints(tmp_path / "c", keep=1)
+    folder = checkpoints.save(1, TENSORS, {})
+    content = pickle.dumps(Trap())
+    (folder / "model.safetensors").write_bytes(content)
+    marker = json.loads((folder / MARKER).read_text())
+    marker["sha256"]["model.safetensors"] = hashlib.sha256(content).hexdigest()
+    (folder / MARKER).write_text(json.dumps(marker))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        read_checkpoint(folder)
+    assert not (tmp_path / "sprung").exists()

@@ -1,0 +1,130 @@
+"""Which files become documents, and what is said about those that cannot."""
+
+import os
+import random
+import sysconfig
+
+import pytest
+
+from deltarule.train.documents import (
+    DataError,
+    Document,
+    is_text,
+    limit_bytes,
+    read_documents,
+    split_documents,
+)
+
+TEXT = b"To be, or not to be: that is the question.\n" * 40
+
+
+def test_default_is_the_standard_library_without_installed_packages():
+    read = read_documents()
+    names = [document.name for document in read.documents]
+    assert "json/decoder.py" in names
+    assert all(name.endswith(".py") and "site-packages" not in name for name in names)
+    assert sysconfig.get_path("stdlib") not in read.source
+
+
+def test_a_folder_is_searched_and_binary_hidden_and_linked_files_are_left_out(tmp_path):
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "deep" / "er" / "a.txt").write_bytes(TEXT)
+    (tmp_path / "b.md").write_bytes("naïve café\n".encode("latin-1") * 200)
+    (tmp_path / "model.bin").write_bytes(random.Random(0).randbytes(5000))
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / ".hidden").write_bytes(TEXT)
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_bytes(TEXT)
+    (tmp_path / "dead").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    read = read_documents(tmp_path)
+    assert {document.name for document in read.documents} == {"deep/er/a.txt", "b.md"}
+    assert read.notes == ["1 binary file left out: model.bin"]
+
+
+def test_reading_stops_at_max_bytes_with_a_note(tmp_path):
+    for name in "abc":
+        (tmp_path / name).write_bytes(TEXT)
+    read = read_documents(tmp_path, max_bytes=len(TEXT) + 1)
+    assert [document.name for document in read.documents] == ["a", "b"]
+    assert "--max-bytes" in read.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        (None, "no such file or folder"),
+        ({}, "empty; give a text file"),
+        ({"a.txt": b""}, "empty; give a text file"),
+        ({"a.bin": b"\0\1\2" * 1000}, r"no readable text \(1 binary file left out: a.bin\)"),
+        ({"a.txt": b"too short"}, "too short, 9 bytes"),
+    ],
+)
+def test_useless_data_is_an_error_that_names_the_path(tmp_path, files, says):
+    path = tmp_path / "data"
+    if files is not None:
+        path.mkdir()
+    for name, content in (files or {}).items():
+        (path / name).write_bytes(content)
+    with pytest.raises(DataError, match=says) as error:
+        read_documents(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_binary_file_and_a_pipe_by_name_are_refused(tmp_path):
+    binary, pipe = tmp_path / "x.gz", tmp_path / "pipe"
+    binary.write_bytes(b"\x1f\x8b\0\0" * 500)
+    os.mkfifo(pipe)
+    with pytest.raises(DataError, match=r"x\.gz"):
+        read_documents(binary)
+    with pytest.raises(DataError, match="neither a file nor a folder"):
+        read_documents(pipe)
+
+
+def test_is_text_takes_terminal_colours_and_refuses_noise():
+    assert is_text(b"\x1b[31mred\x1b[0m and plain text\r\n")
+    assert not is_text(random.Random(1).randbytes(300))
+    assert not is_text("UTF-16".encode("utf-16"))
+
+
+def test_split_is_by_document_repeatable_and_near_the_fraction():
+    documents = [Document(f"{i}.txt", bytes(100 + i)) for i in range(100)]
+    training, validation = split_documents(documents, fraction=0.2)
+    assert (training, validation) == split_documents(documents, fraction=0.2)
+    assert sorted(d.name for d in training + validation) == sorted(d.name for d in documents)
+    share = sum(len(d.text) for d in validation) / sum(len(d.text) for d in documents)
+    assert 0.15 < share < 0.25
+
+
+def test_a_document_added_moves_few_others():
+    documents = [Document(f"{i}.txt", bytes(100)) for i in range(100)]
+    before = {d.name for d in split_documents(documents)[1]}
+    after = {d.name for d in split_documents([*documents, Document("new", bytes(100))])[1]}
+    assert len(before ^ after) <= 2
+
+
+@pytest.mark.parametrize("sizes", [[1000], [1000, 3], [1, 1, 50_000]])
+def test_few_or_unequal_documents_are_cut_at_their_ends(sizes):
+    documents = [Document(str(i), bytes(range(256)) * n) for i, n in enumerate(sizes)]
+    training, validation = split_documents(documents)
+    assert training
+    assert validation
+    first, tail = training[-1].text, validation[-1].text
+    assert first + tail == documents[-1].text
+    assert len(tail) / len(documents[-1].text) == pytest.approx(0.1, abs=0.01)
+
+
+@pytest.mark.parametrize("fraction", [0, 1, -1, float("nan")])
+def test_a_fraction_that_leaves_a_part_empty_is_refused(fraction):
+    with pytest.raises(ValueError, match="validation_fraction"):
+        split_documents([Document("a", TEXT)], fraction=fraction)
+
+
+def test_limit_bytes_takes_many_documents_and_no_more_than_asked():
+    documents = [Document(str(i), bytes(30)) for i in range(99)]
+    assert sum(len(d.text) for d in limit_bytes(documents, 100)) == 100
+    assert len(limit_bytes(documents, 10**9)) == 99
+    long = [Document("long", bytes(10_000)), *documents]
+    assert max(len(d.text) for d in limit_bytes(long, 8000)) == 500
+    assert [len(d.text) for d in limit_bytes(long[:1], 1600)] == [1600]
+    assert limit_bytes([], 5) == []

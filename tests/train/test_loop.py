@@ -1,0 +1,217 @@
+"""The loop: resumed runs are the same bits, divergence and signals lose nothing, options work."""
+
+import json
+import math
+import os
+import signal
+
+import pytest
+import torch
+
+from deltarule.models import CausalLM, CheckpointError, ModelConfig
+from deltarule.train.checkpoint import Checkpoints
+from deltarule.train.data import encode_documents
+from deltarule.train.device import choose_device
+from deltarule.train.loop import (
+    DivergedError,
+    InterruptedRunError,
+    LoopOptions,
+    Trainer,
+)
+from deltarule.train.metrics import read_metrics
+from deltarule.train.optimizer import OptimizerOptions
+from deltarule.train.text import TextJob, TextRun
+
+TEXTS = [bytes(range(97, 123)) * 8, b"the quick brown fox jumps over the lazy dog. " * 6]
+
+
+def make_trainer(folder, *, resume=False, optimizer=None, **loop):
+    options = LoopOptions(**{"steps": 8, "save_every": 4, "evaluate_every": 4, **loop})
+    run = TextRun(length=16, batch_tokens=48, loop=options)
+    torch.manual_seed(options.seed)
+    model = CausalLM(
+        ModelConfig(
+            vocab_size=257,
+            hidden_size=16,
+            num_layers=1,
+            num_heads=1,
+            layer_types=("gated_deltanet",),
+            mlp_size=16,
+        )
+    )
+    corpus = encode_documents(TEXTS)
+    folder.mkdir(exist_ok=True)
+    return Trainer(
+        model,
+        TextJob(run, corpus, corpus),
+        options=options,
+        optimizer_options=optimizer or OptimizerOptions(lr=1e-2, warmup_steps=2),
+        folder=folder,
+        resume=resume,
+    )
+
+
+def same_bits(first, second):
+    first, second = first.model.state_dict(), second.model.state_dict()
+    return all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+class Stop(Exception):
+    """What a test raises in the middle of a run, as a crash would."""
+
+
+def crash_at(trainer, step):
+    def after(metrics, progress, update=trainer._step):
+        if trainer.step == step:
+            raise Stop
+        update(metrics, progress)
+
+    trainer._step = after
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("crash", [4, 6])
+def test_resume_continues_to_the_same_bits(tmp_path, crash, accumulate):
+    straight = make_trainer(tmp_path / "straight", accumulate=accumulate)
+    assert straight.run()
+    crashed = make_trainer(tmp_path / "resumed", accumulate=accumulate)
+    crash_at(crashed, crash)
+    with pytest.raises(Stop):
+        crashed.run()
+    torch.manual_seed(12345)
+    resumed = make_trainer(tmp_path / "resumed", accumulate=accumulate, resume=True)
+    assert resumed.step == 4
+    after_load = torch.rand(3)
+    resumed.restore()
+    assert torch.equal(torch.rand(3), after_load)
+    assert resumed.run()
+    assert same_bits(straight, resumed)
+    assert straight.job.position() == resumed.job.position()
+    rows = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("straight", "resumed")]
+    losses = [[row["loss"] for row in run if "loss" in row] for run in rows]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 8
+
+
+def test_a_wrong_position_would_change_the_bits(tmp_path):
+    straight = make_trainer(tmp_path / "a")
+    straight.run()
+    moved = make_trainer(tmp_path / "b")
+    moved.job.next()
+    moved.run()
+    assert not same_bits(straight, moved)
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(tmp_path):
+    trainer = make_trainer(tmp_path)
+    compute = trainer.job.loss
+    trainer.job.loss = lambda *given: tuple(
+        x * (math.nan if trainer.step == 5 else 1.0) for x in compute(*given)
+    )
+    with pytest.raises(DivergedError, match=r"loss is not finite at step 6 .* step-4;"):
+        trainer.run()
+    assert Checkpoints(tmp_path / "checkpoints").newest().step == 4
+    assert all(p.isfinite().all() for p in trainer.model.parameters())
+
+
+def test_a_gradient_that_is_not_finite_stops_too(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.model.norm.weight.register_hook(lambda gradient: gradient * math.inf)
+    with pytest.raises(
+        DivergedError, match=r"gradient is not finite at step 1 .*no checkpoint yet"
+    ):
+        trainer.run()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_step_saves_it_and_restores_the_handler(tmp_path, number):
+    before = signal.getsignal(number)
+    trainer = make_trainer(tmp_path, save_every=100)
+    draw = trainer.job.next
+
+    def signalled():
+        if trainer.step == 2:
+            os.kill(os.getpid(), number)
+        return draw()
+
+    trainer.job.next = signalled
+    with pytest.raises(InterruptedRunError, match="after step 3"):
+        trainer.run()
+    assert Checkpoints(tmp_path / "checkpoints").steps() == [3]
+    assert signal.getsignal(number) == before
+    resumed = make_trainer(tmp_path, save_every=100, resume=True)
+    resumed.run()
+    straight = make_trainer(tmp_path / "straight")
+    straight.run()
+    assert same_bits(straight, resumed)
+
+
+def test_max_seconds_stops_early_and_saves(tmp_path):
+    trainer = make_trainer(tmp_path, steps=10_000, save_every=10_000, max_seconds=0.3)
+    assert not trainer.run()
+    assert 0 < trainer.step < 10_000
+    assert Checkpoints(tmp_path / "checkpoints").steps() == [trainer.step]
+
+
+def test_accumulation_splits_the_step_and_nothing_else(tmp_path):
+    whole = make_trainer(tmp_path / "whole", steps=1)
+    parts = make_trainer(tmp_path / "parts", steps=1, accumulate=3)
+    whole.run()
+    parts.run()
+    assert parts.job.rows.row_tokens == 16
+    assert parts.job.position() == whole.job.position()
+    # Rows end elsewhere, so some pieces are cut in two: close, not equal.
+    for one, three in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+        assert (one - three).abs().max() <= 0.011
+
+
+def test_activation_checkpointing_changes_no_bit(tmp_path):
+    plain = make_trainer(tmp_path / "plain", steps=3)
+    saving = make_trainer(tmp_path / "saving", steps=3, activation_checkpointing=True)
+    plain.run()
+    saving.run()
+    assert saving.model.activation_checkpointing
+    assert same_bits(plain, saving)
+
+
+def test_bfloat16_keeps_float32_weights_and_still_learns(tmp_path):
+    trainer = make_trainer(tmp_path, steps=20, dtype="bfloat16", evaluate_every=0)
+    trainer.run()
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    losses = [row["loss"] for row in read_metrics(tmp_path / "metrics.jsonl")]
+    assert losses[-1] < losses[0] - 1
+
+
+def test_metrics_hold_what_the_plots_need(tmp_path):
+    make_trainer(tmp_path).run()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 9))
+    assert [row["step"] for row in rows if "validation_bits_per_byte" in row] == [4, 8]
+    assert rows[0]["bits_per_byte"] == pytest.approx(rows[0]["loss"] / math.log(2), rel=1e-5)
+    assert {"lr", "gradient_norm", "tokens_per_s", "seconds"} <= rows[0].keys()
+
+
+def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps({"step": 1, "loss": 2.0}) + '\n{"step": 2, "lo')
+    assert read_metrics(path) == [{"step": 1, "loss": 2.0}]
+
+
+def test_the_checkpoint_of_another_model_is_refused(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.run()
+    trainer.model.extra = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(CheckpointError, match="extra"):
+        trainer.restore()
+
+
+@pytest.mark.parametrize("name", ["cuda:99", "gpu", "meta2"])
+def test_a_device_that_is_not_there_is_named(name):
+    with pytest.raises(ValueError, match=f"--device {name}"):
+        choose_device(name)
+
+
+@pytest.mark.parametrize("options", [{"steps": 0}, {"accumulate": 0}, {"max_seconds": -1.0}])
+def test_senseless_options_are_refused(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        LoopOptions(**options)

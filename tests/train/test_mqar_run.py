@@ -1,0 +1,72 @@
+"""`deltarule train mqar` end to end, on a task small enough for seconds."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from deltarule.tasks.mqar import Config
+from deltarule.train.loop import LoopOptions
+from deltarule.train.metrics import read_metrics
+from deltarule.train.mqar import MqarJob, MqarRun, train_mqar
+from deltarule.train.optimizer import OptimizerOptions
+
+
+def small(tmp_path, **options):
+    defaults = {
+        "runs": tmp_path,
+        "hidden_size": 16,
+        "batch_rows": 32,
+        "evaluation_rows": 40,
+        "task": Config(length=8, pairs=2, vocab_size=8),
+        "optimizer": OptimizerOptions(lr=2e-2, warmup_steps=10),
+        "loop": LoopOptions(steps=300, save_every=200, evaluate_every=100),
+    }
+    return MqarRun(**{**defaults, **options})
+
+
+def test_a_small_task_is_learned_shown_and_drawn(tmp_path, capsys):
+    run = small(tmp_path)
+    accuracy = train_mqar(run)
+    assert accuracy > 0.75
+    printed = capsys.readouterr().out
+    assert "accuracy" in printed.splitlines()[3]
+    assert (tmp_path / "mqar-deltanet" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+    rows = read_metrics(tmp_path / "mqar-deltanet" / "metrics.jsonl")
+    assert rows[-1] == {"step": 300, "final_accuracy": accuracy}
+    assert train_mqar(dataclasses.replace(run, resume=True)) == accuracy
+
+
+def test_rows_of_evaluation_are_never_rows_of_training(tmp_path):
+    job = MqarJob(small(tmp_path))
+    first = job.next()
+    assert not (first.tokens == job.draw(2**40, 32).tokens).all()
+    assert not (first.tokens == job.next().tokens).all()
+    job.seek({"drawn": 0})
+    assert (job.next().tokens == first.tokens).all()
+
+
+def test_the_loss_is_at_the_queries_only(tmp_path):
+    job = MqarJob(small(tmp_path))
+    tokens, labels = job.next()
+
+    class Oracle:
+        embedding = torch.nn.Embedding(8, 1)
+
+        def hidden(self, given):
+            answers = torch.from_numpy(labels).clamp(min=0)
+            return torch.nn.functional.one_hot(answers, 8) * 50.0, None
+
+        def logits(self, x):
+            assert x.shape == (32 * 2, 8)
+            return x
+
+    loss, accuracy = job.loss(Oracle(), Oracle().hidden, (tokens, labels))
+    assert loss.item() < 1e-6
+    assert accuracy.item() == 1.0
+
+
+def test_an_unknown_layer_is_named(tmp_path):
+    with pytest.raises(ValueError, match="delta_nett"):
+        train_mqar(small(tmp_path, layer="delta_nett"))
+    assert not list(tmp_path.iterdir())

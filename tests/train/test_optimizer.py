@@ -1,0 +1,146 @@
+"""The schedule, which tensors decay, and the optimizer's state by name."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from deltarule.models import CausalLM, ModelConfig
+from deltarule.nn import KDA, RWKV7
+from deltarule.train.optimizer import (
+    OptimizerOptions,
+    clip_gradients,
+    decays,
+    learning_rate,
+    load_optimizer_tensors,
+    make_optimizer,
+    optimizer_tensors,
+    parameter_names,
+)
+
+
+def tiny_model(**options):
+    torch.manual_seed(0)
+    return CausalLM(
+        ModelConfig(
+            vocab_size=257, hidden_size=16, num_layers=1, num_heads=1,
+            layer_types=("gated_deltanet",), **options,
+        )
+    )  # fmt: skip
+
+
+def test_learning_rate_warms_up_and_ends_at_the_ratio():
+    options = OptimizerOptions(lr=2.0, warmup_steps=4, min_lr_ratio=0.25)
+    rates = [learning_rate(step, 20, options) for step in range(20)]
+    assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
+    assert all(a > b for a, b in pairwise(rates[3:]))
+    assert rates[-1] == pytest.approx(0.5)
+    assert rates[11] == pytest.approx(2.0 * (0.25 + 0.75 / 2))
+
+
+def test_a_run_shorter_than_its_warmup_still_reaches_the_peak():
+    options = OptimizerOptions(lr=1.0, warmup_steps=100)
+    assert max(learning_rate(step, 20, options) for step in range(20)) > 0.95
+
+
+def test_only_plain_matrices_decay():
+    table = decays(tiny_model())
+    decayed = {name for name, decay in table.items() if decay}
+    assert "blocks.0.mixer.q_proj.weight" in decayed
+    assert "blocks.0.mlp.down_proj.weight" in decayed
+    for part in ("norm", "embedding", "a_proj", "b_proj", "A_log", "dt_bias", "bias"):
+        assert not any(part in name for name in decayed)
+    assert any("a_proj" in name for name in table)
+
+
+def loaded(layer):
+    layer.load_state_dict(layer.state_dict(), assign=True)
+    return layer
+
+
+@pytest.mark.parametrize(
+    "change", [copy.deepcopy, loaded, lambda layer: layer.to("meta").to_empty(device="cpu")]
+)
+@pytest.mark.parametrize("layer", [KDA, RWKV7])
+def test_gates_never_decay_whatever_became_of_the_layer(layer, change):
+    options = {"layer_index": 1, "num_layers": 2} if layer is RWKV7 else {}
+    model = nn.Sequential(change(layer(16, num_heads=1, **options)))
+    table = decays(model)
+    gates = [name for name in table if name.removeprefix("0.") in layer.float32_parameters]
+    assert len(gates) == (7 if layer is RWKV7 else 2)
+    assert not any(table[name] for name in gates)
+    assert table["0.q_proj.weight"]
+
+
+def test_a_tied_head_is_respected():
+    model = nn.Module()
+    model.embedding, model.head = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
+    model.head.weight = model.embedding.weight
+    model.plain = nn.Parameter(torch.ones(3, 3))
+    assert [name for name, decay in decays(model).items() if decay] == ["plain"]
+    table = decays(model, decay_embeddings=True)
+    assert [name for name, decay in table.items() if decay] == ["plain", "embedding.weight"]
+
+
+def test_weight_decay_moves_decayed_tensors_only():
+    model = tiny_model()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    make_optimizer(model, OptimizerOptions(lr=0.5, weight_decay=0.1)).step()
+    for name, parameter in model.named_parameters():
+        expected = before[name] * (0.95 if decays(model)[name] else 1.0)
+        torch.testing.assert_close(parameter.detach(), expected)
+
+
+def stepped(model, optimizer, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    optimizer.step()
+
+
+def test_state_by_name_continues_bitwise():
+    model, other = tiny_model(), tiny_model()
+    optimizer = make_optimizer(model, OptimizerOptions())
+    stepped(model, optimizer, 1)
+    tensors = optimizer_tensors(optimizer, parameter_names(model, OptimizerOptions()))
+    assert "exp_avg_sq/embedding.weight" in tensors
+    other.load_state_dict(model.state_dict())
+    resumed = make_optimizer(other, OptimizerOptions())
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}
+    load_optimizer_tensors(resumed, parameter_names(other, OptimizerOptions()), copies)
+    stepped(model, optimizer, 2)
+    stepped(other, resumed, 2)
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+
+
+def test_state_of_another_model_is_refused():
+    model = tiny_model()
+    optimizer, names = (
+        make_optimizer(model, OptimizerOptions()),
+        parameter_names(model, OptimizerOptions()),
+    )
+    with pytest.raises(ValueError, match="stranger"):
+        load_optimizer_tensors(optimizer, names, {"exp_avg/stranger": torch.zeros(1)})
+    with pytest.raises(ValueError, match="lacks"):
+        load_optimizer_tensors(optimizer, names, {f"exp_avg/{names[0]}": torch.zeros(1)})
+
+
+def test_clip_of_zero_leaves_gradients_alone():
+    weight = nn.Parameter(torch.zeros(2))
+    weight.grad = torch.tensor([30.0, 40.0])
+    assert clip_gradients([weight], 0.0).item() == pytest.approx(50.0)
+    assert weight.grad.tolist() == [30.0, 40.0]
+
+
+SENSELESS = [{"lr": -1.0}, {"lr": float("nan")}, {"beta2": 1.0}, {"clip": -1}]
+
+
+@pytest.mark.parametrize("options", SENSELESS)
+def test_senseless_options_are_refused(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        OptimizerOptions(**options)

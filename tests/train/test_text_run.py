@@ -1,0 +1,138 @@
+"""The whole of `deltarule train text` on a small text, resumed, generated from and evaluated."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from deltarule.eval.report import EvalRun, evaluate_run
+from deltarule.eval.sample import GenerateRun, generate_text
+from deltarule.models import CausalLM
+from deltarule.train.documents import DataError
+from deltarule.train.loop import LoopOptions, Trainer
+from deltarule.train.metrics import read_metrics
+from deltarule.train.optimizer import OptimizerOptions
+from deltarule.train.text import TextModel, TextRun, train_text
+
+LINES = [f"{i} bottles of beer on the wall, {i} bottles of beer.\n" for i in range(99, 20, -1)]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "data").mkdir()
+    for i in range(12):
+        (folder / "data" / f"{i}.txt").write_text("".join(LINES[i::3]))
+    return TextRun(
+        data=str(folder / "data"),
+        runs=folder / "runs",
+        length=32,
+        batch_tokens=128,
+        long_length=128,
+        sample_bytes=20,
+        sample_prompt="9",
+        validation_bytes=1500,
+        model=TextModel(num_layers=1, hidden_size=32, num_heads=1, mlp_size=32),
+        optimizer=OptimizerOptions(lr=1e-2, warmup_steps=5),
+        loop=LoopOptions(steps=60, save_every=30, evaluate_every=30),
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(run):
+    return train_text(run)
+
+
+def test_the_folder_holds_all_that_was_promised(folder):
+    for name in ("model.safetensors", "config.json", "run.json", "metrics.jsonl"):
+        assert (folder / name).stat().st_size > 0
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "checkpoints" / "step-60" / "COMPLETE").is_file()
+    assert json.loads((folder / "run.json").read_text())["configuration"]["length"] == 32
+
+
+def test_it_learns_and_reports_both_lengths_and_both_compressors(folder):
+    last = read_metrics(folder / "metrics.jsonl")[-1]
+    assert last["final_length_32_bits_per_byte"] < 4.0
+    assert last["final_length_128_bits_per_byte"] < 4.0
+    assert 0 < last["final_gzip_bits_per_byte"] < 8
+    assert 0 < last["final_xz_bits_per_byte"] < 8
+
+
+def test_the_saved_model_is_the_trained_one(folder, run):
+    model = CausalLM.load(folder)
+    resumed = dataclasses.replace(run, name=folder.name, resume=True)
+    assert train_text(resumed) == folder
+    again = CausalLM.load(folder).state_dict()
+    assert all(torch.equal(x, again[name]) for name, x in model.state_dict().items())
+
+
+def test_a_run_stopped_half_way_resumes_to_the_same_model(folder, run, monkeypatch):
+    class Stop(Exception):
+        pass
+
+    def stop(trainer, metrics, progress, step=Trainer._step):
+        if trainer.step == 41:
+            raise Stop
+        step(trainer, metrics, progress)
+
+    half = dataclasses.replace(run, name="half")
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", stop)
+        with pytest.raises(Stop):
+            train_text(half)
+    train_text(dataclasses.replace(half, resume=True))
+    straight = (folder / "model.safetensors").read_bytes()
+    assert (run.runs / "half" / "model.safetensors").read_bytes() == straight
+
+
+def test_generate_prints_the_prompt_and_more(folder, capsys):
+    generate_text(GenerateRun(folder, prompt="99 b", max_new_tokens=12, temperature=0.0))
+    printed = capsys.readouterr().out
+    assert printed.startswith("99 b")
+    assert len(printed) > 10
+    generate_text(GenerateRun(folder, prompt="99 b", max_new_tokens=12, temperature=0.0))
+    assert capsys.readouterr().out == printed
+
+
+def test_eval_prints_and_draws_bits_by_position(folder, run, tmp_path, capsys):
+    bins = evaluate_run(EvalRun(folder, length=128))
+    printed = capsys.readouterr().out
+    assert "held out of training" in printed
+    assert "length 32" in printed
+    assert bins[0].bits_per_byte > bins[-1].bits_per_byte
+    assert (folder / "positions.png").read_bytes().startswith(b"\x89PNG")
+    other = tmp_path / "other.txt"
+    other.write_text("".join(LINES))
+    evaluate_run(EvalRun(folder, data=str(other), length=16, max_bytes=300))
+    printed = capsys.readouterr().out
+    assert "held out" not in printed
+    assert "300 bytes" in printed
+
+
+def test_other_data_under_the_same_name_is_noticed(folder, run):
+    extra = folder.parent.parent / "data" / "new.txt"
+    extra.write_text("something else\n" * 100)
+    try:
+        with pytest.raises(ValueError, match="other data"):
+            train_text(dataclasses.replace(run, name=folder.name, resume=True))
+    finally:
+        extra.unlink()
+
+
+def test_errors_come_before_anything_is_written(run, tmp_path):
+    runs = tmp_path / "runs"
+    with pytest.raises(DataError, match="missing"):
+        train_text(dataclasses.replace(run, data=str(tmp_path / "missing"), runs=runs))
+    with pytest.raises(ValueError, match="layer_types"):
+        train_text(dataclasses.replace(run, model=TextModel(layer_types=("lstm",)), runs=runs))
+    assert not runs.exists()
+
+
+@pytest.mark.parametrize(
+    "options", [{"length": 0}, {"temperature": -1.0}, {"loop": LoopOptions(accumulate=3)}]
+)
+def test_senseless_options_are_refused(options):
+    with pytest.raises(ValueError, match=next(iter(options)).replace("loop", "accumulate=3")):
+        TextRun(batch_tokens=128, **options)
