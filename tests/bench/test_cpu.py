@@ -1,0 +1,91 @@
+import json
+import sys
+
+import pytest
+import torch
+
+from deltarule.bench import cpu, peers
+from deltarule.train.extra import MissingExtraError
+
+SMALL = cpu.Shape(batch=1, tokens=96, heads=2, channels=16)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    pytest.importorskip("transformers", reason="the benchmark's peer is the extra 'hf'")
+    output = tmp_path_factory.mktemp("bench") / "new folder" / "cpu.json"
+    report = cpu.main(output, 2, timed=SMALL, checked=SMALL)
+    assert json.loads(output.read_text()) == report
+    return report
+
+
+def test_both_sides_compute_the_same(report):
+    for comparison in report["comparisons"]:
+        for side in ("deltarule", "transformers"):
+            errors = comparison[side]["relative_errors"]
+            assert set(errors) == {
+                "o",
+                *(f"grad {x}" for x in ("q", "k", "v", "beta", "log_decay")),
+            }
+            assert max(errors.values()) < 5e-6
+
+
+def test_figures_are_complete(report):
+    assert [comparison["name"] for comparison in report["comparisons"]] == [
+        "gated_delta_rule",
+        "kda",
+    ]
+    for comparison in report["comparisons"]:
+        ours, theirs = comparison["deltarule"], comparison["transformers"]
+        assert len(ours["seconds"]) == len(theirs["seconds"]) == 2
+        assert comparison["speedup"] == theirs["median"] / ours["median"]
+        assert comparison["saved_ratio"] == ours["saved_bytes"] / theirs["saved_bytes"]
+        # At the least q, k and v.
+        assert ours["saved_bytes"] >= 3 * 4 * 96 * 2 * 16
+
+
+def test_table_names_what_was_missed(report):
+    comparison = dict(report["comparisons"][0], met=False)
+    text = cpu.table(report | {"comparisons": [comparison]})
+    assert "gated delta rule" in text
+    assert "NOT met" in text
+
+
+def figures(median, saved_bytes):
+    return {"median": median, "saved_bytes": saved_bytes}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "saved", "met"),
+    [(0.5, 50, True), (0.51, 50, False), (0.5, 51, False)],
+)
+def test_both_bars_must_be_met(seconds, saved, met):
+    case = cpu.CASES["gated_delta_rule"]
+    verdict = cpu.verdict(case, deltarule=figures(seconds, saved), transformers=figures(1.0, 100))
+    assert verdict["met"] is met
+
+
+def test_inputs_are_the_same_on_every_call():
+    first, second = (cpu.draw(SMALL, decay_per_channel=True)[0] for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert (first["log_decay"] <= 0).all()
+
+
+def test_without_transformers_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingExtraError, match=r"deltarule\[hf\]"):
+        cpu.main(None, 1, timed=SMALL, checked=SMALL)
+
+
+def test_a_failure_inside_transformers_is_not_mistaken_for_its_absence(monkeypatch):
+    def broken(module):
+        raise ModuleNotFoundError("No module named 'tokenizers'", name="tokenizers")
+
+    monkeypatch.setattr(peers.importlib, "import_module", broken)
+    with pytest.raises(ModuleNotFoundError, match="tokenizers"):
+        peers.versions()
+
+
+def test_repeats_must_be_positive():
+    with pytest.raises(ValueError, match="repeats"):
+        cpu.main(None, 0)

@@ -1,0 +1,62 @@
+"""Every Python block of the pages runs, so do the examples in docstrings, and links lead on."""
+
+import doctest
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src"
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def modules() -> list[str]:
+    """Names of the library's modules that hold an example."""
+    files = [file for file in sorted(SOURCE.rglob("*.py")) if ">>> " in file.read_text()]
+    names = [".".join(file.relative_to(SOURCE).with_suffix("").parts) for file in files]
+    return [name.removesuffix(".__init__") for name in names]
+
+
+def page_name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_blocks_run(page, tmp_path, monkeypatch):
+    """In order and in one namespace, as a reader would type them."""
+    text = page.read_text()
+    # Examples may write files.
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "__main__"}
+    for block in BLOCK.finditer(text):
+        # Blank lines in front keep the page's line numbers in a traceback.
+        above = "\n" * (text[: block.start()].count("\n") + 1)
+        exec(compile(above + block[1], str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_links_lead_to_files(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    targets = [target for target in LINK.findall(text) if "://" not in target]
+    missing = [target for target in targets if not (page.parent / target).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("module", modules())
+def test_docstring_examples(module, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    results = doctest.testmod(importlib.import_module(module), optionflags=OPTIONS)
+    assert results.attempted > 0
+    assert results.failed == 0
+
+
+def test_every_page_is_in_the_navigation():
+    config = (ROOT / "mkdocs.yml").read_text()
+    pages = [page for page in PAGES if page.is_relative_to(ROOT / "docs")]
+    missing = [page.name for page in pages if str(page.relative_to(ROOT / "docs")) not in config]
+    assert not missing

@@ -1,0 +1,113 @@
+import importlib.metadata
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import deltarule
+
+ROOT = Path(__file__).parents[1]
+EXTRAS = ("triton", "transformers", "matplotlib", "tyro", "rich", "hypothesis", "pytest")
+
+# To the code that follows, the extras are not installed.
+WITHOUT_EXTRAS = f"import sys; sys.modules |= dict.fromkeys({EXTRAS})\n"
+
+
+def python(code: str) -> str:
+    """Standard output of a fresh interpreter that runs the code with warnings as errors."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_brings_in_no_extra():
+    code = (
+        "import sys, torch; before = set(sys.modules); import deltarule, json; "
+        "print(json.dumps(sorted(set(sys.modules) - before)))"
+    )
+    imported = {name.partition(".")[0] for name in json.loads(python(code))}
+    assert "deltarule" in imported
+    assert not imported & set(EXTRAS)
+
+
+def test_operators_run_without_any_extra():
+    code = """
+import torch
+from deltarule import delta_rule
+q, k, v = torch.randn(3, 1, 5, 2, 4).unbind()
+out = delta_rule(q, k, v, beta=torch.rand(1, 5, 2), normalize_qk=True)
+assert out.o.shape == (1, 5, 2, 4) and out.o.isfinite().all()
+"""
+    python(WITHOUT_EXTRAS + code)
+
+
+def test_layers_and_models_import_without_any_extra():
+    modules = ("rules", "nn", "models", "train", "eval", "plots", "bench.cpu", "cli")
+    python(WITHOUT_EXTRAS + "".join(f"import deltarule.{module}\n" for module in modules))
+
+
+def test_version_is_that_of_the_installed_package():
+    assert deltarule.__version__ == importlib.metadata.version("deltarule")
+    assert deltarule.__version__ == project()["version"]
+
+
+def test_type_information_is_installed():
+    assert (Path(deltarule.__file__).parent / "py.typed").exists()
+
+
+def test_all_names_exist():
+    assert sorted(deltarule.__all__) == deltarule.__all__
+    assert all(hasattr(deltarule, name) for name in deltarule.__all__)
+
+
+def test_constraints_hold_what_the_project_asks_for():
+    pinned = constraints()
+    assert pinned["torch"] == "2.13.0"
+    for requirement in requirements():
+        if requirement.name != "deltarule":
+            assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)])
+
+
+def test_constraints_cover_every_installed_dependency():
+    """What is installed for the tests, and all that it asks for, has one version each."""
+    pinned, seen = constraints(), set()
+    queue = [requirement.name for requirement in requirements() if requirement.name != "deltarule"]
+    while queue:
+        name = canonicalize_name(queue.pop())
+        if name in seen or not installed(name):
+            continue
+        seen.add(name)
+        wanted = map(Requirement, importlib.metadata.requires(name) or [])
+        queue += [r.name for r in wanted if r.marker is None or r.marker.evaluate({"extra": ""})]
+    # torch's GPU libraries come with versions that torch itself fixes.
+    missing = {name for name in seen - set(pinned) if not name.startswith(("nvidia-", "cuda-"))}
+    assert not missing
+
+
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def requirements() -> list[Requirement]:
+    groups = [project()["dependencies"], *project()["optional-dependencies"].values()]
+    return [Requirement(line) for group in groups for line in group]
+
+
+def constraints() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pairs = [line.split("==") for line in lines if not line.startswith("#")]
+    return {canonicalize_name(name): version for name, version in pairs}
+
+
+def installed(name: str) -> bool:
+    try:
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

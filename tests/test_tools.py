@@ -1,0 +1,101 @@
+"""The checks of `tools/` find what they are for."""
+
+import textwrap
+
+import budgets
+import clones
+import interfaces
+import pytest
+
+
+def test_function_lengths_count_code_only(tmp_path):
+    file = tmp_path / "example.py"
+    file.write_text(
+        textwrap.dedent('''
+        def outer(
+            x,
+        ):
+            """A docstring
+
+            of three lines."""
+            # A comment.
+
+            def inner():
+                return 1
+
+            text = """two
+            lines"""
+            return inner() + x
+        ''')
+    )
+    lengths = {x.where.split()[-1]: x.lines for x in budgets.function_lengths(file)}
+    # outer: signature 3, text 2, return 1.
+    assert lengths == {"outer": 6, "inner": 2}
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    """A source tree of its own for the checks."""
+    for tool in (budgets, clones, interfaces):
+        monkeypatch.setattr(tool, "SOURCE", tmp_path)
+    return tmp_path
+
+
+def test_budgets_hold_and_break(source, capsys):
+    (source / "short.py").write_text("def f():\n    return 1\n" * 10)
+    assert budgets.main() == 0
+    (source / "long.py").write_text("def f():\n" + "    x = 1\n" * 95)
+    assert budgets.main() == 1
+    assert "long.py:1 f: 96 lines of code, at most 90" in capsys.readouterr().out
+    (source / "long.py").write_text("x = 1\n" * 301)
+    assert budgets.main() == 1
+
+
+def test_median_budget(source):
+    (source / "a.py").write_text(("def f():\n" + "    x = 1\n" * 12 + "\n") * 3)
+    assert budgets.main() == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(**kwargs): ...",
+        "class C:\n    def f(self, **options): ...",
+        "class C:\n    def __init__(self, **options): ...",
+        "import pickle",
+        "def _f():\n    import pickle.whatever",
+        "from pickle import loads",
+        "from torch import load",
+        "import torch\ntorch.load('x', weights_only=True)",
+        "import numpy as np\nnp.load('x')",
+    ],
+)
+def test_forbidden_in_the_library(source, text):
+    (source / "a.py").write_text(text)
+    assert interfaces.main() == 1
+
+
+def test_allowed_in_the_library(source):
+    (source / "a.py").write_text(
+        "def _f(**options): ...\nclass _C:\n    def f(self, **options): ...\n"
+        "def f(*lengths, key=None): ...\nx = {}.get('torch.load')\n"
+    )
+    assert interfaces.main() == 0
+
+
+def test_clones_are_counted(source):
+    body = "".join(f"    y{i} = x + {i} * {i}\n" for i in range(10))
+    (source / "a.py").write_text(f"def f(x):\n{body}")
+    (source / "b.py").write_text("".join(f"z{i} = {i} ** 2\n" for i in range(50)))
+    assert clones.main() == 0
+    (source / "c.py").write_text(f"def g(x, longer):\n{body}")
+    assert clones.main() == 1
+
+
+def test_imports_and_signatures_are_no_clones(source):
+    text = "from a import (\n" + "".join(f"    name{i},\n" for i in range(9)) + ")\n"
+    text += "def f(\n" + "".join(f"    a{i}: int,\n" for i in range(9)) + "): ...\n"
+    text += "f(\n" + "".join(f"    a{i}=a{i},\n" for i in range(9)) + ")\n"
+    (source / "a.py").write_text(text)
+    (source / "b.py").write_text(text)
+    assert clones.main() == 0

@@ -1,0 +1,73 @@
+"""What no file of the library may hold: open-ended arguments in public, and unpickling.
+
+`**kwargs` in a public signature hides a misspelt argument; a pickle runs whatever it was given.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[1] / "src"
+
+UNPICKLING_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "joblib"}
+# weights_only=True still reads a pickle.
+UNPICKLING_CALLS = {"torch.load", "torch.serialization.load", "np.load", "numpy.load"}
+
+
+def main() -> int:
+    """Print every finding; 1 if there is any."""
+    findings = [
+        f"{file.relative_to(SOURCE)}:{finding}"
+        for file in sorted(SOURCE.rglob("*.py"))
+        for finding in check(file.read_text())
+    ]
+    print("\n".join(findings) or "no **kwargs in public, no unpickling")
+    return bool(findings)
+
+
+def check(text: str) -> Iterator[str]:
+    """Findings in one file, as `line: what`."""
+    tree = ast.parse(text)
+    for name, function in public_functions(tree):
+        if function.args.kwarg is not None:
+            yield f"{function.lineno}: {name} takes **{function.args.kwarg.arg}: name its arguments"
+    for node in ast.walk(tree):
+        yield from unpickling(node)
+
+
+def public_functions(
+    tree: ast.Module,
+) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Functions of the module and methods of its classes, but for names that start with _."""
+    for node in tree.body:
+        members = [node] if not isinstance(node, ast.ClassDef) else node.body
+        prefix = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+        if prefix.startswith("_"):
+            continue
+        for member in members:
+            if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef) and (
+                not member.name.startswith("_") or member.name in ("__init__", "__call__")
+            ):
+                yield prefix + member.name, member
+
+
+def unpickling(node: ast.AST) -> Iterator[str]:
+    """A finding if the node imports or calls something that unpickles."""
+    if isinstance(node, ast.Import):
+        modules = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        modules = [node.module or ""]
+        if any(f"{node.module}.{alias.name}" in UNPICKLING_CALLS for alias in node.names):
+            yield f"{node.lineno}: imports load from {node.module}, which unpickles"
+    else:
+        modules = []
+    for module in modules:
+        if module.partition(".")[0] in UNPICKLING_MODULES:
+            yield f"{node.lineno}: imports {module}, which unpickles"  # type: ignore[attr-defined]
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in UNPICKLING_CALLS:
+        yield f"{node.lineno}: calls {ast.unparse(node.func)}, which unpickles"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
