@@ -1,5 +1,6 @@
 """What holds in every test: poisoned allocations, fixed seeds, reproducible examples."""
 
+import os
 import random
 from collections.abc import Callable, Iterator
 
@@ -10,6 +11,10 @@ import torch
 from torch import Tensor
 
 SEED = 0
+
+if not torch.cuda.is_available():
+    # Read when a kernel is defined.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session", autouse=True)

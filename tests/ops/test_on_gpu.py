@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from deltarule import delta_rule, pack
+from deltarule import delta_rule, pack, recurrent_step
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.loss import next_token_loss
 from deltarule.nn import MIXERS
 from deltarule.ops import dispatch
+from deltarule.ops.recurrent_step import STEPS
 from deltarule.reference import chunked
 from oracle import DECAYS, ERASES, Case, make_case, run_module, weights, with_gradients
 from tolerance import assert_close, assert_close_to_yardstick
@@ -15,6 +16,7 @@ from tolerance import assert_close, assert_close_to_yardstick
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:deltarule runs impl='torch' on a CUDA device"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
 ]
 
 
@@ -55,6 +57,83 @@ def test_half_precision(decay: str, erase: str, dtype: torch.dtype) -> None:
     assert_close_to_yardstick(out.o, exact.o, yardstick.o)
 
 
+STEP_KINDS = [(decay, *e) for decay in DECAYS for e in (("none", 1), ("tied", 3), ("free", 1))]
+
+
+def step(case: Case, state: torch.Tensor, **options: object) -> torch.Tensor:
+    x = case.tensors
+    return recurrent_step(
+        x["q"], x["k"], x["v"], beta=x["beta"], log_decay=x["log_decay"], a=x["a"], b=x["b"],
+        n_steps=case.n_steps, normalize_qk=case.normalize_qk, state=state, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("impl", list(STEPS))
+@pytest.mark.parametrize(("key_size", "value_size"), [(1, 1), (8, 6), (100, 72), (256, 512)])
+@pytest.mark.parametrize(("decay", "erase", "n_steps"), STEP_KINDS)
+def test_steps(decay, erase, n_steps, key_size, value_size, impl) -> None:
+    case = make_case(
+        decay, erase, tokens=3, n_steps=n_steps, key_size=key_size, value_size=value_size,
+        normalize_qk=erase != "free", beta_max=1.0, dtype=torch.float32,
+    )  # fmt: skip
+    exact = case.to(torch.float64).run("reference")
+    state = case.tensors["initial_state"].cuda()
+    o = step(on_gpu(case), state, impl=impl)
+    assert_close(o, exact.o, dtype=torch.float32, name="o")
+    assert_close(state, exact.final_state, dtype=torch.float32, name="state")
+
+
+def test_steps_in_a_pool_touch_indexed_slots_only() -> None:
+    case = on_gpu(make_case("channel", "tied", batch=4, tokens=2).to(torch.bfloat16))
+    pool = torch.randn(7, 2, 4, 6, 8, device="cuda")[:, 1].bfloat16()
+    before, indices = pool.clone(), torch.tensor([5, -1, 0, -1], device="cuda")
+    o = step(case, pool, state_indices=indices, impl="triton")
+    assert (o[1::2] == 0).all()
+    assert torch.equal(pool[[1, 2, 3, 4, 6]], before[[1, 2, 3, 4, 6]])
+    again = before.clone()
+    assert torch.equal(step(case, again, state_indices=indices, impl="triton"), o)
+    assert torch.equal(again, pool)
+
+
+def test_a_step_replays_in_a_graph_with_new_inputs_and_waits_for_nothing() -> None:
+    case = on_gpu(make_case("head", "tied", tokens=1, dtype=torch.float32))
+    state, start = case.tensors["initial_state"].clone(), case.tensors["initial_state"].clone()
+    step(case, state)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = step(case, state)
+    case.tensors["v"].mul_(3)
+    state.copy_(start)
+    graph.replay()
+    expected = start.clone()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        again = step(case, expected)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(o, again)
+    assert torch.equal(state, expected)
+
+
+def test_a_step_compiles() -> None:
+    case = on_gpu(make_case("head", "tied", tokens=1, dtype=torch.float32))
+    state, expected = (case.tensors["initial_state"].clone() for _ in range(2))
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(case, state), step(case, expected))
+    assert torch.equal(state, expected)
+
+
+def test_steps_beyond_the_kernel_say_so() -> None:
+    q = torch.zeros(1, 1, 1, 300, device="cuda")
+    state = torch.zeros(1, 1, 300, 300, device="cuda")
+    with pytest.raises(ValueError, match=r"impl='triton' cannot run this.*K up to 256, got 300"):
+        recurrent_step(q, q, q, beta=None, state=state, impl="triton")
+    dispatch._warned.clear()
+    with pytest.warns(UserWarning, match="impl='torch' on a CUDA device.*K up to 256"):
+        recurrent_step(q, q, q, beta=None, state=state)
+
+
 def test_offsets_may_lie_on_either_device() -> None:
     case = on_gpu(make_case("head", "tied", lengths=(5, 0, 70), dtype=torch.float32))
     x = {name: case.tensors[name] for name in case.present()}
@@ -68,7 +147,7 @@ def test_offsets_may_lie_on_either_device() -> None:
 def test_one_warning_says_that_no_gpu_kernel_runs() -> None:
     dispatch._warned.clear()
     q = torch.zeros(1, 3, 1, 2, device="cuda")
-    with pytest.warns(UserWarning, match="no GPU kernels"):
+    with pytest.warns(UserWarning, match="a GPU kernel for recurrent_step only"):
         delta_rule(q, q, q, beta=None)
     delta_rule(q, q, q, beta=None)
 

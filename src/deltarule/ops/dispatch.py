@@ -1,8 +1,8 @@
-"""The one table of implementations, and the choice among them."""
+"""Tables of implementations, and the choice among them."""
 
 import warnings
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -11,14 +11,21 @@ from deltarule.ops.registered import recurrence
 from deltarule.reference import recurrent
 from deltarule.shapes import RecurrentOutput
 
-Impl = Literal["auto", "reference", "torch"]
+Impl = Literal["auto", "reference", "torch", "triton"]
 
 
-class Implementation(NamedTuple):
-    """A way to run an operator: `why_not` gives the reason it cannot, or None; `run` does it."""
+Call = TypeVar("Call")
+Result = TypeVar("Result")
 
-    why_not: Callable[[Inputs], str | None]
-    run: Callable[[Inputs], RecurrentOutput]
+
+class Implementation(NamedTuple, Generic[Call, Result]):
+    """A way to run a call: `why_not` gives the reason it cannot, or None; `run` does it."""
+
+    why_not: Callable[[Call], str | None]
+    run: Callable[[Call], Result]
+
+
+Table = dict[str, Implementation[Call, Result]]
 
 
 def run_torch(inputs: Inputs) -> RecurrentOutput:
@@ -45,54 +52,57 @@ def _reference(inputs: Inputs) -> RecurrentOutput:
     )  # fmt: skip
 
 
-def always(_: Inputs) -> str | None:
+def always(_: object) -> str | None:
     """For an implementation that runs whatever passed the checks."""
     return None
 
 
 # In the order in which impl="auto" prefers them.
-IMPLEMENTATIONS: dict[str, Implementation] = {
+IMPLEMENTATIONS: Table[Inputs, RecurrentOutput] = {
     "torch": Implementation(why_not=always, run=run_torch),
     "reference": Implementation(why_not=always, run=run_reference),
 }
 
 
-def first_that_runs(inputs: Inputs) -> str:
+def first_that_runs(table: Table[Call, Result], call: Call) -> str:
     """What impl="auto" chooses."""
-    return next(name for name, i in IMPLEMENTATIONS.items() if i.why_not(inputs) is None)
+    return next(name for name, i in table.items() if i.why_not(call) is None)
 
 
-def choose(inputs: Inputs, impl: str, *, callers: int = 1) -> str:
-    """The name of what runs: the one asked for, or for "auto" the first that can.
+def choose(
+    table: Table[Call, Result], call: Call, impl: str, device: torch.device
+) -> Implementation[Call, Result]:
+    """The implementation asked for, or for "auto" the first that can run.
 
-    `callers` functions lie between the user's code and this call, for the place of a warning.
+    Called by a function that the user called through one other function: the place of a warning.
     """
     if impl == "auto":
-        name = first_that_runs(inputs)
-        if inputs.q.device.type == "cuda":
-            warn_slow(name, stacklevel=callers + 3)
-        return name
-    if impl not in IMPLEMENTATIONS:
-        names = ", ".join(repr(name) for name in ("auto", *IMPLEMENTATIONS))
+        name = first_that_runs(table, call)
+        if device.type == "cuda" and name != "triton":
+            warn_slow(name, table["triton"].why_not(call) if "triton" in table else NO_KERNEL)
+        return table[name]
+    if impl not in table:
+        names = ", ".join(repr(name) for name in ("auto", *table))
         raise ValueError(f"impl must be one of {names}, got {impl!r}")
-    if (reason := IMPLEMENTATIONS[impl].why_not(inputs)) is not None:
+    if (reason := table[impl].why_not(call)) is not None:
         raise ValueError(f"impl={impl!r} cannot run this: {reason}")
-    return impl
+    return table[impl]
 
 
 def dispatch(inputs: Inputs, impl: str) -> RecurrentOutput:
-    """Run the chosen implementation."""
-    return IMPLEMENTATIONS[choose(inputs, impl, callers=2)].run(inputs)
+    """Run the chosen implementation of `delta_rule` or `dplr`."""
+    return choose(IMPLEMENTATIONS, inputs, impl, inputs.q.device).run(inputs)
 
 
-_warned: set[str] = set()
+NO_KERNEL = "this version has a GPU kernel for recurrent_step only"
+_warned: set[str | None] = set()
 
 
-def warn_slow(name: str, stacklevel: int) -> None:
-    """Say once that a GPU runs a path without GPU kernels, and why."""
-    if name not in _warned and not torch.compiler.is_compiling():
-        _warned.add(name)
+def warn_slow(name: str, reason: str | None) -> None:
+    """Say once for each reason that a GPU runs a path without GPU kernels."""
+    if reason not in _warned and not torch.compiler.is_compiling():
+        _warned.add(reason)
         warnings.warn(
-            f"deltarule runs impl={name!r} on a CUDA device: this version has no GPU kernels",
-            stacklevel=stacklevel,
+            f"deltarule runs impl={name!r} on a CUDA device: {reason}",
+            stacklevel=5,
         )

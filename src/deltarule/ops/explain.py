@@ -61,7 +61,7 @@ def explain(
         cu_seqlens=cu_seqlens, n_steps=n_steps, scale=None, normalize_qk=normalize_qk,
         batch_invariant=False,
     )  # fmt: skip
-    chosen = first_that_runs(inputs)
+    chosen = first_that_runs(IMPLEMENTATIONS, inputs)
     rows = []
     for name, implementation in IMPLEMENTATIONS.items():
         reason = implementation.why_not(inputs)

@@ -1,15 +1,21 @@
 """The operator for decoding: a few new tokens, the state updated in place."""
 
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from deltarule.kernels.inputs import Inputs
 from deltarule.kernels.torch.recurrent_step import recurrent_step as torch_step
 from deltarule.ops.arguments import check_arguments, shape
-from deltarule.ops.dispatch import Impl, choose, run_reference
+from deltarule.ops.dispatch import Impl, Implementation, Table, always, choose, run_reference
 from deltarule.shapes import Beta, Decay, Erase, Keys, Outputs, Queries, State, Values
 
 MAX_TOKENS = 16
+MAX_KEY_CHANNELS = 256
 INDEX_DTYPES = (torch.int32, torch.int64)
 STATE_DTYPES = {
     torch.float32: (torch.float32, torch.bfloat16),
@@ -80,9 +86,7 @@ def recurrent_step(
         n_steps=n_steps, scale=scale, normalize_qk=normalize_qk, batch_invariant=False,
     )  # fmt: skip
     check_step(inputs, state, state_indices, null_index)
-    if choose(inputs, impl) == "reference":
-        return reference_step(inputs, state, state_indices, null_index)
-    return step_op(*inputs[:7], state, state_indices, *inputs[9:12], null_index, "torch")
+    return run_step(Step(inputs, state, state_indices, null_index), impl)
 
 
 def check_step(
@@ -146,18 +150,101 @@ def check_slot_values(slots: list[int], null_index: int, count: int) -> None:
         raise ValueError(f"state_indices must name no slot twice, got {slots}")
 
 
-def reference_step(
-    inputs: Inputs, state: Tensor, state_indices: Tensor | None, null_index: int
-) -> Tensor:
+class Step(NamedTuple):
+    """One checked call."""
+
+    inputs: Inputs
+    state: Tensor
+    state_indices: Tensor | None
+    null_index: int
+
+
+def run_step(step: Step, impl: str) -> Tensor:
+    """Run the chosen implementation."""
+    return choose(STEPS, step, impl, step.state.device).run(step)
+
+
+def reference_step(step: Step) -> Tensor:
     """The definition, from the picked slots and back into them."""
+    inputs, state, indices, null_index = step
     rows = torch.arange(inputs.q.shape[0], device=state.device)
-    slots = rows if state_indices is None else state_indices.long()
-    rows = rows[slots != null_index] if state_indices is not None else rows
+    slots = rows if indices is None else indices.long()
+    rows = rows if indices is None else rows[slots != null_index]
     current = state[slots[rows]].to(inputs.dtype)
     o, after = run_reference(inputs.rows(rows)._replace(initial_state=current))
     assert after is not None
     state[slots[rows]] = after.to(state.dtype)
     return o.new_zeros(inputs.output_shape).index_copy(0, rows, o)
+
+
+def registered(backend: str) -> Callable[[Step], Tensor]:
+    """A backend behind the registered operator."""
+
+    def run(step: Step) -> Tensor:
+        if is_plain(step.state):
+            return BACKENDS[backend](*step)
+        inputs, state, indices, null_index = step
+        return step_op(*inputs[:7], state, indices, *inputs[9:12], null_index, backend)
+
+    return run
+
+
+def is_plain(x: Tensor) -> bool:
+    """Nothing watches or transforms this call: the registered operator would only cost time."""
+    return (
+        type(x) is Tensor
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
+
+
+def triton_step(
+    inputs: Inputs, state: Tensor, state_indices: Tensor | None, null_index: int
+) -> Tensor:
+    """The Triton kernel, whose module only a GPU needs."""
+    from deltarule.kernels.triton.recurrent_step import recurrent_step
+
+    return recurrent_step(inputs, state, state_indices, null_index)
+
+
+BACKENDS = {"triton": triton_step, "torch": torch_step}
+
+
+def why_not_triton(step: Step) -> str | None:
+    """What the Triton kernel cannot do."""
+    inputs, state, *_ = step
+    if state.device.type != "cuda":
+        return f"Triton needs a CUDA device, and state is on {state.device}"
+    # Code compiled for a GPU has Triton, and the compiler cannot follow a look for it.
+    if not torch.compiler.is_compiling() and (reason := triton_missing(state.device)):
+        return reason
+    if inputs.q.dtype == torch.float64:
+        return "the Triton kernel computes in float32, and q is float64"
+    if inputs.q.shape[3] > MAX_KEY_CHANNELS:
+        return f"the Triton kernel takes K up to {MAX_KEY_CHANNELS}, got {inputs.q.shape[3]}"
+    if state.stride(-1) != 1:
+        return "the Triton kernel needs state.stride(-1) == 1, a row's channels side by side"
+    return None
+
+
+@cache
+def triton_missing(device: torch.device) -> str | None:
+    """Why no Triton kernel runs on this device at all."""
+    if find_spec("triton") is None:
+        return "triton is not installed: pip install deltarule[gpu]"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"the Triton kernels need compute capability 8.0, this device has {major}.{minor}"
+    return None
+
+
+# In the order in which impl="auto" prefers them.
+STEPS: Table[Step, Tensor] = {
+    "triton": Implementation(why_not=why_not_triton, run=registered("triton")),
+    "torch": Implementation(why_not=always, run=registered("torch")),
+    "reference": Implementation(why_not=always, run=reference_step),
+}
 
 
 @torch.library.custom_op("deltarule::recurrent_step", mutates_args=("state",))
@@ -179,7 +266,7 @@ def step_op(
 ) -> Tensor:
     """The registered operator behind `recurrent_step`."""
     inputs = Inputs(q, k, v, beta, a, b, log_decay, None, None, n_steps, scale, normalize_qk, False)
-    return torch_step(inputs, state, state_indices, null_index)
+    return BACKENDS[backend](inputs, state, state_indices, null_index)
 
 
 @step_op.register_fake

@@ -1,0 +1,104 @@
+"""`python -m deltarule.bench.decode`: one decoding step on a GPU, beside the time its bytes take.
+
+A step reads and writes every state once: 2 * B * HV * V * K numbers. The floor is their bytes over
+the bandwidth of a large copy, measured in the same run.
+"""
+
+import argparse
+import json
+import platform
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import deltarule
+
+HEADS, VALUE_HEADS, CHANNELS = 16, 32, 128
+BATCHES = (1, 8, 32, 128, 256)
+REPEATS = 30
+# States are rotated so that none is found in the cache.
+ROTATED_BYTES = 512 * 2**20
+
+
+def main(output: Path | None = None) -> dict[str, object]:
+    """Print the table, and write it as JSON to `output`.
+
+    Args:
+        output: A file for the figures. None writes none.
+
+    Returns:
+        What was printed, with the versions.
+
+    Raises:
+        ValueError: There is no CUDA device.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("bench.decode needs a CUDA device, and PyTorch sees none")
+    bandwidth = copy_bandwidth()
+    print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s, bfloat16 inputs,")
+    print(f"{HEADS}/{VALUE_HEADS} heads, K = V = {CHANNELS}, microseconds in a CUDA graph")
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for batch in BATCHES:
+            size = batch * VALUE_HEADS * CHANNELS**2 * dtype.itemsize
+            microseconds, floor = step_time(batch, dtype, size), 2 * size / bandwidth * 1e6
+            rows.append({"state": str(dtype), "B": batch, "us": microseconds, "floor_us": floor})
+            print(f"state {dtype}  B {batch:>4}  {microseconds:8.1f}  floor {floor:8.1f}")
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    result: dict[str, object] = {"device": torch.cuda.get_device_name(), "versions": versions}
+    result |= {"deltarule": deltarule.__version__, "bytes_per_second": bandwidth, "rows": rows}
+    if output is not None:
+        output.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def step_time(batch: int, dtype: torch.dtype, size: int) -> float:
+    """Median microseconds of `recurrent_step` for a Gated DeltaNet layer."""
+    q, k = torch.randn(2, batch, 1, HEADS, CHANNELS, device="cuda").bfloat16().unbind()
+    v = torch.randn(batch, 1, VALUE_HEADS, CHANNELS, device="cuda").bfloat16()
+    beta = torch.rand(batch, 1, VALUE_HEADS, device="cuda")
+    log_decay = -0.1 * torch.rand(batch, 1, VALUE_HEADS, device="cuda")
+    shape = (batch, VALUE_HEADS, CHANNELS, CHANNELS)
+    count = min(max(ROTATED_BYTES // size, 1), 64)
+    states = [torch.randn(shape, device="cuda").to(dtype) for _ in range(count)]
+
+    def run() -> None:
+        for state in states:
+            deltarule.recurrent_step(
+                q, k, v, beta=beta, log_decay=log_decay, normalize_qk=True, state=state
+            )
+
+    return graph_time(run) / count
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written a second by a large copy."""
+    x = torch.randn(2**29, device="cuda")
+    y = torch.empty_like(x)
+    # By a kernel: a graph gives a plain copy to the copy engines, which are slower.
+    return 2 * x.nbytes / (graph_time(lambda: torch.mul(x, 1.0, out=y)) * 1e-6)
+
+
+def graph_time(run: Callable[[], object]) -> float:
+    """Median microseconds of a replayed graph."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    times = []
+    for _ in range(REPEATS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return sorted(times)[REPEATS // 2]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Time one decoding step on a GPU.")
+    parser.add_argument("--output", type=Path, default=None)
+    main(parser.parse_args().output)

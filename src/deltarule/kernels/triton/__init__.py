@@ -1,0 +1,1 @@
+"""GPU kernels in Triton, a file for each stage; imported only where one of them runs."""

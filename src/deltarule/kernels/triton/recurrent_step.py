@@ -1,0 +1,118 @@
+"""A few tokens for each of many states, each state read once and written once.
+
+    S <- S Diag(decay_t)        S <- S + beta_j (v_j - S k_j) k_j^T        o_t = scale * S q_t
+
+or, with a free erase, S <- S Diag(decay_t) + (S a_t) b_t^T + v_t k_t^T. A program keeps BV rows of
+one head's state in registers while it goes through the tokens, so that the time is that of moving
+the state: 2 * HV * V * K * 4 bytes for each batch row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltarule.kernels.inputs import Inputs
+
+EPSILON = tl.constexpr(1e-6)
+# Rows of the state in a program: the fastest from 1 to 256 batch rows on an H200.
+ROWS = 16
+# Written out, because Triton's default follows an environment variable.
+OPTIONS = {"num_stages": 1, "enable_fp_fusion": True}
+
+
+# A single token is worth a kernel of its own; an index is not.
+@triton.jit(do_not_specialize=["null_index"])
+def recurrent_step_kernel(
+    q, k, v, beta, a, b, log_decay, state, state_indices, o, scale, null_index, T,
+    s_q_b, s_q_t, s_q_h, s_k_b, s_k_t, s_k_h, s_v_b, s_v_t, s_v_h,
+    s_beta_b, s_beta_t, s_beta_h, s_a_b, s_a_t, s_a_h, s_b_b, s_b_t, s_b_h,
+    s_decay_b, s_decay_t, s_decay_h, s_state_n, s_state_h, s_state_v,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
+    DECAY: tl.constexpr, ERASE: tl.constexpr, UNIT_NORM: tl.constexpr, INDEXED: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """One block of rows of one head of one batch row; s_x_b, s_x_t, s_x_h are strides of x."""
+    i_v, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i_key = i_h // (HV // H)
+    o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+    m_k, m_v = o_k < K, o_v < V
+    p_o = o + (i_b * T * HV + i_h) * V + o_v
+    slot = i_b
+    if INDEXED:
+        slot = tl.load(state_indices + i_b).to(tl.int64)
+        if slot == null_index:
+            for t in range(T):
+                tl.store(p_o + t * HV * V, tl.zeros([BV], o.dtype.element_ty), mask=m_v)
+            return
+    p_s = state + slot * s_state_n + i_h * s_state_h + o_v[:, None] * s_state_v + o_k[None, :]
+    m_s = m_v[:, None] & m_k[None, :]
+    b_s = tl.load(p_s, mask=m_s, other=0.0).to(tl.float32)
+    q += i_b * s_q_b + i_key * s_q_h
+    k += i_b * s_k_b + i_key * s_k_h
+    v += i_b * s_v_b + i_h * s_v_h
+    for t in range(T):
+        b_q = tl.load(q + t * s_q_t + o_k, mask=m_k, other=0.0).to(tl.float32)
+        if UNIT_NORM:
+            b_q *= tl.rsqrt(tl.sum(b_q * b_q) + EPSILON)
+        # The free erase reads the state before its decay.
+        if ERASE == "free":
+            b_a = tl.load(a + i_b * s_a_b + t * s_a_t + i_h * s_a_h + o_k, mask=m_k, other=0.0)
+            b_b = tl.load(b + i_b * s_b_b + t * s_b_t + i_h * s_b_h + o_k, mask=m_k, other=0.0)
+            b_read = tl.sum(b_s * b_a.to(tl.float32)[None, :], axis=1)
+        if DECAY == "head":
+            b_g = tl.load(log_decay + i_b * s_decay_b + t * s_decay_t + i_h * s_decay_h)
+            b_s *= tl.exp(b_g.to(tl.float32))
+        if DECAY == "channel":
+            p_g = log_decay + i_b * s_decay_b + t * s_decay_t + i_h * s_decay_h + o_k
+            b_s *= tl.exp(tl.load(p_g, mask=m_k, other=0.0).to(tl.float32))[None, :]
+        if ERASE == "free":
+            b_s += b_read[:, None] * b_b.to(tl.float32)[None, :]
+        for j in tl.static_range(N_STEPS):
+            row = t * N_STEPS + j
+            b_k = tl.load(k + row * s_k_t + o_k, mask=m_k, other=0.0).to(tl.float32)
+            if UNIT_NORM:
+                b_k *= tl.rsqrt(tl.sum(b_k * b_k) + EPSILON)
+            b_w = tl.load(v + row * s_v_t + o_v, mask=m_v, other=0.0).to(tl.float32)
+            if ERASE == "tied":
+                b_beta = tl.load(beta + i_b * s_beta_b + row * s_beta_t + i_h * s_beta_h)
+                b_w = b_beta.to(tl.float32) * (b_w - tl.sum(b_s * b_k[None, :], axis=1))
+            b_s += b_w[:, None] * b_k[None, :]
+        b_o = tl.sum(b_s * b_q[None, :], axis=1) * scale
+        tl.store(p_o + t * HV * V, b_o.to(o.dtype.element_ty), mask=m_v)
+    tl.store(p_s, b_s.to(state.dtype.element_ty), mask=m_s)
+
+
+def recurrent_step(
+    inputs: Inputs, state: Tensor, state_indices: Tensor | None, null_index: int
+) -> Tensor:
+    """Row i reads and writes state[state_indices[i]]; rows with null_index give zeros."""
+    batch, tokens, heads, key_size = inputs.q.shape
+    value_heads, value_size = inputs.v.shape[2:]
+    q, k, v, a, b = (_adjacent(x) for x in (inputs.q, inputs.k, inputs.v, inputs.a, inputs.b))
+    decay, log_decay = "none", inputs.log_decay
+    if log_decay is not None:
+        decay = "head" if log_decay.ndim == 3 else "channel"
+        log_decay = log_decay if decay == "head" else _adjacent(log_decay)
+    erase = "free" if a is not None else "none" if inputs.beta is None else "tied"
+    o = torch.empty(inputs.output_shape, dtype=inputs.v.dtype, device=inputs.v.device)
+    streams = (q, k, v, inputs.beta, a, b, log_decay)
+    recurrent_step_kernel[triton.cdiv(value_size, ROWS), value_heads, batch](
+        *streams, state, state_indices, o, inputs.scale, null_index, tokens,
+        *(stride for x in streams for stride in ((0, 0, 0) if x is None else x.stride()[:3])),
+        *state.stride()[:3],
+        H=heads, HV=value_heads, K=key_size, V=value_size, N_STEPS=inputs.n_steps, DECAY=decay,
+        ERASE=erase, UNIT_NORM=inputs.normalize_qk, INDEXED=state_indices is not None,
+        BK=triton.next_power_of_2(key_size), BV=ROWS, num_warps=num_warps(state.dtype), **OPTIONS,
+    )  # fmt: skip
+    return o
+
+
+def num_warps(state_dtype: torch.dtype) -> int:
+    """Half as many warps for half as many bytes."""
+    return 1 if state_dtype.itemsize == 2 else 2
+
+
+def _adjacent(x: Tensor | None) -> Tensor | None:
+    """The tensor, or a copy in which the channels of a row follow each other."""
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()
