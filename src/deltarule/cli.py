@@ -119,6 +119,7 @@ def explain_call(run: ExplainRun) -> None:
         else zeros(*shape[: 3 if run.decay == "head" else 4], dtype="float32"),
         a=erase if free else None, b=erase if free else None, n_steps=run.n_steps,
     )  # fmt: skip
+    print(f"{run.operator} on {device}, {run.dtype}, decay {run.decay}:")
     for explanation in explanations:
         print(f"{'runs' if explanation.runs else '':<6}{explanation.impl:<11}{explanation.reason}")
 
@@ -130,6 +131,8 @@ def rules(run: RulesRun) -> None:
         for rule in RULES.values():
             row = f"{rule.name:<21}{rule.decay:<10}{rule.erase:<7}{rule.operator:<12}"
             print(row + rule.recurrence)
+        print("\nBeside these there are the mixers attention and sliding_window, of PyTorch.")
+        print("deltarule rules --name NAME prints all of one rule: read-out, objective, source.")
         return
     if run.name not in RULES:
         raise ValueError(f"--name {run.name}: {nearest(run.name, list(RULES))}")

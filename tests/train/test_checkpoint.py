@@ -88,12 +88,13 @@ DAMAGES = [damage_truncate, damage_flip, damage_remove, damage_marker, damage_ou
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda f: f.__name__)
-def test_a_damaged_checkpoint_is_passed_over_and_alone_is_an_error(tmp_path, damage):
+def test_a_damaged_checkpoint_is_passed_over_and_alone_is_an_error(tmp_path, damage, capsys):
     checkpoints = Checkpoints(tmp_path, keep=3)
     checkpoints.save(1, TENSORS, {})
     checkpoints.save(2, TENSORS, {})
     damage(tmp_path / "step-2")
     assert checkpoints.newest().step == 1
+    assert "skipped a damaged checkpoint" in capsys.readouterr().out
     damage(tmp_path / "step-1")
     with pytest.raises(CheckpointError, match="step-1"):
         checkpoints.newest()

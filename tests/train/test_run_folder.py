@@ -111,6 +111,8 @@ def test_from_plain_keeps_none_and_makes_tuples():
     assert model == TextModel(layer_types=("gla",), mlp_size=None)
 
 
-def test_load_model_refuses_a_folder_without_one(tmp_path):
-    with pytest.raises(ValueError, match=r"config\.json"):
+def test_load_model_says_what_a_folder_without_a_model_is(tmp_path):
+    with pytest.raises(ValueError, match=r"holds no finished model.*--resume"):
         load_model(tmp_path, "cpu")
+    with pytest.raises(ValueError, match="there is no such run"):
+        load_model(tmp_path / "nothing", "cpu")

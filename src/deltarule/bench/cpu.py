@@ -242,4 +242,7 @@ if __name__ == "__main__":
     parser.add_argument("--output", type=Path, help="file for the raw figures (JSON)")
     parser.add_argument("--repeats", type=int, default=5, help="timed runs of each side")
     options = parser.parse_args()
-    main(options.output, options.repeats)
+    try:
+        main(options.output, options.repeats)
+    except ValueError as error:
+        parser.error(str(error))

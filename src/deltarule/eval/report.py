@@ -58,7 +58,10 @@ def evaluate_run(run: EvalRun) -> list[PositionBin]:
     documents, part = measured_part(read, about)
     corpus = encode_documents([d.text for d in limit_bytes(documents, run.max_bytes)])
     trained = int(options.get("length", run.length))
-    print(f"{run.folder} on {read.source}{part}: {corpus.num_bytes:,} bytes\n")
+    print(f"{run.folder} on {read.source}{part}: {corpus.num_bytes:,} bytes")
+    if corpus.num_bytes < sum(len(d.text) for d in documents):
+        print("(--max-bytes measures on more of it)")
+    print()
     levels = compressed_bits_per_byte(corpus)
     lengths = sorted({trained, run.length})
     by_length = {f"length {n}": bits_per_byte(model, corpus, n) for n in lengths}

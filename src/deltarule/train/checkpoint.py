@@ -93,12 +93,16 @@ class Checkpoints:
         Raises:
             CheckpointError: There are checkpoints, and every one of them is damaged.
         """
-        failures = []
+        failures: list[str] = []
         for step in reversed(self.steps()):
             try:
-                return read_checkpoint(self.folder / f"step-{step}")
+                newest = read_checkpoint(self.folder / f"step-{step}")
             except CheckpointError as error:
                 failures.append(str(error))
+                continue
+            for failure in failures:
+                print(f"note: skipped a damaged checkpoint: {failure}")
+            return newest
         if failures:
             raise CheckpointError("no checkpoint can be read: " + "; ".join(failures))
         return None

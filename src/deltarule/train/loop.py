@@ -208,7 +208,10 @@ class Trainer:
                     self.save()
                     raise InterruptedRunError(self.step, self.folder)
                 if limit is not None and time.monotonic() - began >= limit:
-                    progress.note(f"--max-seconds {limit:g} is over at step {self.step:,}")
+                    progress.note(
+                        f"--max-seconds {limit:g} is over at step {self.step:,}; "
+                        f"--name {self.folder.name} --resume goes on"
+                    )
                     break
                 if self.step % self.options.save_every == 0:
                     self.save()
@@ -259,7 +262,7 @@ class Trainer:
         last = f"the last good checkpoint is step-{steps[-1]}" if steps else "no checkpoint yet"
         return (
             f"the {what} is not finite at step {self.step + 1} (loss {loss}); {last}; "
-            "try a lower --lr or a longer --warmup-steps"
+            "start again under another --name, with a lower --lr or a longer --warmup-steps"
         )
 
 
@@ -276,4 +279,4 @@ def evaluating(model: CausalLM) -> Iterator[None]:
 
 
 def _brief(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3f}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}"

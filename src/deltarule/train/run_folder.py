@@ -226,8 +226,15 @@ def load_model(folder: Path, device: torch.device) -> CausalLM:
 
     Raises:
         CheckpointError: The folder holds no model that can be read.
-        RunFolderError: The model is not one of bytes.
+        RunFolderError: There is no run, it is not finished, or its model is not one of bytes.
     """
+    if not (folder / "config.json").exists():
+        if not folder.is_dir():
+            raise RunFolderError(f"{folder}: there is no such run")
+        raise RunFolderError(
+            f"{folder} holds no finished model: a run writes it at its end; "
+            f"let it get there with --name {folder.name} --resume, if need be with --max-seconds 1"
+        )
     model = CausalLM.load(folder, device=device)
     if model.config.vocab_size != VOCAB_SIZE:
         raise RunFolderError(

@@ -36,7 +36,8 @@ class TextModel:
     """The model's sizes; see `deltarule.models.ModelConfig`."""
 
     layer_types: tuple[str, ...] = ("gated_deltanet",)
-    """Mixer of each block, one name or a pattern that repeats; `deltarule rules` lists them."""
+    """Mixer of each block, one name or a pattern that repeats; `deltarule rules` lists them,
+    and there are attention and sliding_window."""
     num_layers: int = 2
     """Blocks, each a mixer and an MLP."""
     hidden_size: int = 128
@@ -207,7 +208,7 @@ def describe(read: Documents, job: TextJob, model: CausalLM, folder: Path) -> No
     documents = "1 document" if count == 1 else f"{count:,} documents"
     print(f"data    {read.source}: {documents}, {read.num_bytes:,} bytes")
     print(
-        f"        {job.rows.corpus.num_bytes:,} bytes to train on, "
+        f"        {job.rows.corpus.num_bytes:,} bytes to train on; of the rest, "
         f"{job.validation.num_bytes:,} to validate on"
     )
     kinds = ", ".join(dict.fromkeys(model.config.layer_types))
