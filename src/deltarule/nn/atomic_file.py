@@ -1,5 +1,6 @@
 """A file on disk that is whole at any moment: written aside, fsynced, moved into place."""
 
+import contextlib
 import os
 import secrets
 from collections.abc import Callable
@@ -27,18 +28,20 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
         write(aside)
         # safetensors makes its files readable by their owner alone.
         aside.chmod(mode)
-        _sync(aside)
+        sync(aside)
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
     if os.name == "posix":
-        _sync(path.parent)
+        sync(path.parent)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Wait until the disk has a file, or the names in a folder."""
     descriptor = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        # Some file systems cannot fsync a folder; a rename in it is atomic all the same.
+        with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -1,6 +1,5 @@
 """Checkpoints that survive a kill at any moment: written aside, fsynced, marked, renamed."""
 
-import contextlib
 import hashlib
 import json
 import os
@@ -12,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deltarule.models.files import CheckpointError, naming
+from deltarule.nn.atomic_file import sync
 
 MARKER = "COMPLETE"
 STATE = "state.json"
@@ -138,17 +138,6 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     files = [folder / name for name in hashes if name.endswith(".safetensors")]
     tensors = {file.stem: _tensors(file) for file in files}
     return Checkpoint(marker["step"], tensors, _json(folder / STATE))
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        # Some file systems cannot fsync a folder; the rename is atomic all the same.
-        with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _sha256(file: Path) -> str:
