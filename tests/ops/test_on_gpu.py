@@ -116,6 +116,16 @@ def test_a_step_replays_in_a_graph_with_new_inputs_and_waits_for_nothing() -> No
     assert torch.equal(state, expected)
 
 
+@pytest.mark.parametrize("impl", list(STEPS))
+def test_autograd_sees_that_a_step_writes(impl: str) -> None:
+    case = on_gpu(make_case("head", "tied", tokens=1, dtype=torch.float32))
+    state = case.tensors["initial_state"].clone()
+    loss = (torch.ones_like(state, requires_grad=True) * state).sum()
+    step(case, state, impl=impl)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_a_step_compiles() -> None:
     case = on_gpu(make_case("head", "tied", tokens=1, dtype=torch.float32))
     state, expected = (case.tensors["initial_state"].clone() for _ in range(2))

@@ -75,15 +75,14 @@ def attention_matrix(
 def _value_heads(k: Tensor, beta: Tensor | None, log_decay: Tensor | None) -> int:
     """HV, which only the gates can tell; without gates it is H."""
     heads = k.shape[2]
-    for name, gate, axis in (("beta", beta, 2), ("log_decay", log_decay, 2)):
-        if not isinstance(gate, Tensor):
+    constant = isinstance(log_decay, Tensor) and log_decay.ndim == 1
+    for name, gate, axis in (("beta", beta, 2), ("log_decay", log_decay, 0 if constant else 2)):
+        if not isinstance(gate, Tensor) or gate.ndim <= axis:
             continue
-        axis = 0 if name == "log_decay" and gate.ndim == 1 else axis
-        if gate.ndim > axis:
-            if gate.shape[axis] == 0 or gate.shape[axis] % heads:
-                raise ValueError(
-                    f"{name} must have a multiple of the {heads} heads of q and k, "
-                    f"got {gate.shape[axis]}"
-                )
-            return gate.shape[axis]
+        found = gate.shape[axis]
+        if found == 0 or found % heads:
+            raise ValueError(
+                f"{name} must have a multiple of the {heads} heads of q and k, got {found}"
+            )
+        return found
     return heads

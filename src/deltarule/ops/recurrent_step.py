@@ -182,7 +182,10 @@ def registered(backend: str) -> Callable[[Step], Tensor]:
 
     def run(step: Step) -> Tensor:
         if is_plain(step.state):
-            return BACKENDS[backend](*step)
+            o = BACKENDS[backend](*step)
+            # A kernel's write goes past autograd, which must not use a state that it saved before.
+            torch.autograd.graph.increment_version(step.state)
+            return o
         inputs, state, indices, null_index = step
         return step_op(*inputs[:7], state, indices, *inputs[9:12], null_index, backend)
 
