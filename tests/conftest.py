@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 
 SEED = 0
 
@@ -20,6 +21,8 @@ if not torch.cuda.is_available():
 @pytest.fixture(scope="session", autouse=True)
 def poisoned_allocations() -> Iterator[None]:
     """Fresh memory holds NaN (integers: the least value), so that reading it unwritten is seen."""
+    # It keeps the functions that `with torch.device("meta")` acts on: they must be the originals.
+    _device_constructors()
     with pytest.MonkeyPatch.context() as patch:
         for name in ("empty", "empty_like", "empty_strided"):
             patch.setattr(torch, name, poisoned(getattr(torch, name)))

@@ -1,16 +1,49 @@
 """Delta-rule linear recurrent networks: one recurrence, its layers, and the models made of them."""
 
-from deltarule.ops import attention_matrix, delta_rule, dplr, explain, pack, recurrent_step
-from deltarule.shapes import RecurrentOutput
+from deltarule.ops import (
+    attention_matrix,
+    delta_rule,
+    dplr,
+    explain,
+    mesa,
+    pack,
+    recurrent_step,
+    selective_scan,
+    titans,
+    ttt,
+    two_memories,
+    warmup,
+)
+from deltarule.shapes import (
+    MesaOutput,
+    MesaState,
+    RecurrentOutput,
+    TitansOutput,
+    TitansState,
+    TTTOutput,
+    TTTState,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "MesaOutput",
+    "MesaState",
     "RecurrentOutput",
+    "TTTOutput",
+    "TTTState",
+    "TitansOutput",
+    "TitansState",
     "attention_matrix",
     "delta_rule",
     "dplr",
     "explain",
+    "mesa",
     "pack",
     "recurrent_step",
+    "selective_scan",
+    "titans",
+    "ttt",
+    "two_memories",
+    "warmup",
 ]

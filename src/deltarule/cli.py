@@ -5,18 +5,25 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 import deltarule
-from deltarule.bench import cpu
+from deltarule.bench.command import BenchRun, ModelBenchRun, bench, bench_model
+from deltarule.bench.tune import TuneRun, tune
+from deltarule.bench.warmup_command import WarmupRun, warm_up
+from deltarule.doctor import DoctorRun, diagnose
 from deltarule.eval.report import EvalRun, evaluate_run
 from deltarule.eval.sample import GenerateRun, generate_text
+from deltarule.nn import MIXERS
+from deltarule.nn.table import described, markdown
 from deltarule.ops import explain
-from deltarule.rules import RULES
+from deltarule.plots.attention import AttentionPlotRun, plot_attention
+from deltarule.rules import SYSTEMS
+from deltarule.rules.feature_maps import FEATURE_MAPS, NORMS
 from deltarule.train.device import choose_device
 from deltarule.train.extra import MissingExtraError, require
 from deltarule.train.loop import DivergedError, InterruptedRunError
@@ -34,24 +41,6 @@ class Command(NamedTuple):
     about: str
     flags: type[Any]
     run: Callable[[Any], object]
-
-
-@dataclass(frozen=True)
-class BenchRun:
-    """Time the operators beside transformers' PyTorch fallbacks, on this machine's CPU."""
-
-    output: Path | None = None
-    """Write the raw figures to this JSON file; None writes none."""
-    repeats: int = 5
-    """Timed runs of each side, in turns, after one that is not counted."""
-    batch: int = cpu.TIMED.batch
-    """Batch rows."""
-    tokens: int = cpu.TIMED.tokens
-    """Tokens in each row."""
-    heads: int = cpu.TIMED.heads
-    """Heads."""
-    channels: int = cpu.TIMED.channels
-    """Channels of each key and value."""
 
 
 @dataclass(frozen=True)
@@ -86,16 +75,12 @@ class ExplainRun:
 
 @dataclass(frozen=True)
 class RulesRun:
-    """Print the table of rules: what each paper decays, erases, writes and reads."""
+    """Print the table of systems: what each paper decays, erases, writes, reads and minimises."""
 
     name: str | None = None
-    """Only this rule, with all its columns; None prints every rule."""
-
-
-def bench(run: BenchRun) -> None:
-    """Run the benchmark of the operators."""
-    shape = cpu.Shape(run.batch, run.tokens, run.heads, run.channels)
-    cpu.main(run.output, run.repeats, timed=shape)
+    """Only this system; None prints every one."""
+    markdown: bool = False
+    """Print the table of docs/rules/README.md instead."""
 
 
 def explain_call(run: ExplainRun) -> None:
@@ -125,21 +110,17 @@ def explain_call(run: ExplainRun) -> None:
 
 
 def rules(run: RulesRun) -> None:
-    """Print the table, or all of one rule."""
-    if run.name is None:
-        print(f"{'name':<21}{'decay':<10}{'erase':<7}{'operator':<12}recurrence")
-        for rule in RULES.values():
-            row = f"{rule.name:<21}{rule.decay:<10}{rule.erase:<7}{rule.operator:<12}"
-            print(row + rule.recurrence)
-        print("\nBeside these there are the mixers attention and sliding_window, of PyTorch.")
-        print("deltarule rules --name NAME prints all of one rule: read-out, objective, source.")
+    """Print the table, or one row of it."""
+    if run.name is not None and run.name not in SYSTEMS:
+        raise ValueError(f"--name {run.name}: {nearest(run.name, list(SYSTEMS))}")
+    if run.markdown:
+        print(markdown(MIXERS))
         return
-    if run.name not in RULES:
-        raise ValueError(f"--name {run.name}: {nearest(run.name, list(RULES))}")
-    for column in fields(RULES[run.name]):
-        value = getattr(RULES[run.name], column.name)
-        if isinstance(value, str) and value:
-            print(f"{column.name:<12}{value}")
+    for name in SYSTEMS if run.name is None else [run.name]:
+        print(described(SYSTEMS[name], MIXERS[name]))
+    if run.name is None:
+        print(f"\nfeature_map of {', '.join(n for n in MIXERS if MIXERS[n].takes('feature_map'))}:")
+        print(f"    {', '.join(FEATURE_MAPS)}; qk_norm: {', '.join(NORMS)}")
 
 
 COMMANDS = {
@@ -147,7 +128,14 @@ COMMANDS = {
     "train mqar": Command("train on associative recall, in minutes", MqarRun, train_mqar),
     "generate": Command("write text with a trained model", GenerateRun, generate_text),
     "eval": Command("bits per byte by position", EvalRun, evaluate_run),
-    "bench": Command("time the operators on this machine", BenchRun, bench),
+    "bench": Command("time the operators on a GPU beside their peers", BenchRun, bench),
+    "bench model": Command("time training steps of a 1.3 B model", ModelBenchRun, bench_model),
+    "plot attention": Command(
+        "draw what the layers read and write", AttentionPlotRun, plot_attention
+    ),
+    "doctor": Command("are the shipped kernels right on this GPU?", DoctorRun, diagnose),
+    "tune": Command("make a table of configurations for this GPU", TuneRun, tune),
+    "warmup": Command("compile kernels ahead of the first step", WarmupRun, warm_up),
     "explain": Command("which implementation would run, and why", ExplainRun, explain_call),
     "rules": Command("print the table of rules", RulesRun, rules),
 }
@@ -193,7 +181,8 @@ def run(words: list[str]) -> int:
     if words[0] == "--version":
         print(version())
         return 0
-    name = " ".join(words[:2]) if words[0] == "train" else words[0]
+    two = " ".join(words[:2])
+    name = two if words[0] == "train" or two in COMMANDS else words[0]
     if name not in COMMANDS:
         return unknown(name, words)
     command = COMMANDS[name]
@@ -225,7 +214,7 @@ def parse(name: str, command: Command, words: list[str], default: Any) -> Any:
 
 def overview() -> str:
     """What `deltarule --help` prints."""
-    lines = [f"  {name:<12} {command.about}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:<15} {command.about}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
             "usage: deltarule COMMAND [FLAGS]", "",

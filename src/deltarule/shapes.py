@@ -10,6 +10,7 @@ Value head h reads key head h * H // HV. Step j of token t is row t * n + j of k
 
 from typing import NamedTuple
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -31,3 +32,77 @@ class RecurrentOutput(NamedTuple):
 
     o: Outputs
     final_state: State | None
+
+
+class MesaState(NamedTuple):
+    """What `mesa` remembers: decayed sums of beta k k^T and of beta v k^T."""
+
+    covariance: Float[Tensor, "N HV K K"]
+    values: State
+
+
+class MesaOutput(NamedTuple):
+    """What `mesa` returns."""
+
+    o: Outputs
+    final_state: MesaState | None
+
+
+class TTTState(NamedTuple):
+    """What `ttt` remembers; each tuple has one tensor [N, HV, outputs, inputs + 1] a map.
+
+    The last column of a map is its bias. `gradients` sums beta * gradient over the tokens of the
+    mini-batch that is not full yet, and `position` [N] counts those tokens.
+    """
+
+    weights: tuple[Tensor, ...]
+    gradients: tuple[Tensor, ...]
+    position: Tensor
+
+    @classmethod
+    def start(cls, weights: tuple[Tensor, ...], sequences: int) -> "TTTState":
+        """Return the state before the first token: maps [HV, outputs, inputs + 1] for all."""
+        return cls(*start_memory(weights, sequences))
+
+
+class TTTOutput(NamedTuple):
+    """What `ttt` returns."""
+
+    o: Outputs
+    final_state: TTTState | None
+
+
+class TitansState(NamedTuple):
+    """What `titans` remembers; each tuple has one tensor [N, HV, outputs, inputs] a map.
+
+    `anchor` is what `weights` were before the mini-batch that is not full yet, where its gradients
+    are taken, and `position` [N] counts its tokens.
+    """
+
+    weights: tuple[Tensor, ...]
+    momentum: tuple[Tensor, ...]
+    anchor: tuple[Tensor, ...]
+    position: Tensor
+
+    @classmethod
+    def start(cls, weights: tuple[Tensor, ...], sequences: int) -> "TitansState":
+        """Return the state before the first token: maps [HV, outputs, inputs], no momentum."""
+        weights, momentum, position = start_memory(weights, sequences)
+        return cls(weights, momentum, weights, position)
+
+
+class TitansOutput(NamedTuple):
+    """What `titans` returns."""
+
+    o: Outputs
+    final_state: TitansState | None
+
+
+def start_memory(
+    weights: tuple[Tensor, ...], sequences: int
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+    """The same maps for every sequence, zeros like them, and positions of 0."""
+    started = tuple(w.expand(sequences, *w.shape) for w in weights)
+    zeros = tuple(torch.zeros_like(w, memory_format=torch.contiguous_format) for w in started)
+    position = torch.zeros(sequences, dtype=torch.int64, device=weights[0].device)
+    return started, zeros, position

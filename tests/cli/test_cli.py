@@ -9,7 +9,7 @@ import time
 import pytest
 
 from deltarule.cli import COMMANDS, FAILED, INTERRUPTED, MISUSED, main
-from deltarule.rules import RULES
+from deltarule.rules import SYSTEMS
 from deltarule.train.checkpoint import Checkpoints
 
 TINY = [
@@ -104,9 +104,15 @@ def test_traceback_shows_where_an_error_arose():
 def test_rules_prints_the_table_and_one_rule(capsys):
     assert main(["rules"]) == 0
     shown = capsys.readouterr().out
-    assert all(name in shown for name in RULES)
+    for system in SYSTEMS.values():
+        for column in (system.name, system.recurrence, system.read_out, system.objective):
+            assert column in shown, system.name
     assert main(["rules", "--name", "kda"]) == 0
-    assert RULES["kda"].recurrence in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert SYSTEMS["kda"].recurrence in shown
+    assert SYSTEMS["mamba2"].recurrence not in shown
+    assert main(["rules", "--name", "kdaa"]) == FAILED
+    assert "did you mean kda?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,56 +1,118 @@
-"""Compile the step kernel for a GPU that need not be here; print what it uses as JSON.
+"""Compile the kernels of representative calls for GPUs that need not be here; print JSON lines.
 
 A program of its own: Triton's interpreter, in which the tests run, cannot be left again.
 """
 
-import itertools
+import argparse
 import json
-import re
-import subprocess
-import tempfile
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+import torch
+from ahead import Launch, Report, compiled, recording
+from torch import Tensor
 
-from deltarule.kernels.triton import recurrent_step as step
+from deltarule.kernels.inputs import Inputs
+from deltarule.kernels.triton import configurations, recurrence, recurrent_step
 
-
-def compile_step(erase: str, capability: int) -> dict[str, int]:
-    """Registers, spills and shared memory of the kernel at 16/32 heads and 128 channels."""
-    kernel = step.recurrent_step_kernel
-    constants = {
-        "H": 16, "HV": 32, "K": 128, "V": 128, "N_STEPS": 1, "DECAY": "head", "ERASE": erase,
-        "UNIT_NORM": erase == "tied", "INDEXED": True, "BK": 128, "BV": step.ROWS,
-    }  # fmt: skip
-    constants |= dict.fromkeys({"tied": ("a", "b"), "free": ("beta",)}[erase])
-    types = dict.fromkeys(("q", "k", "v", "o", "a", "b"), "*bf16") | {"scale": "fp32"}
-    types |= dict.fromkeys(("beta", "log_decay", "state"), "*fp32") | {"state_indices": "*i32"}
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32")
-        for name in kernel.arg_names
-    }
-    target = GPUTarget("cuda", capability, 32)
-    compiled = triton.compile(
-        ASTSource(kernel, signature, constants),
-        target=target,
-        options={**step.OPTIONS, "num_warps": 2},
-    )
-    return resources(compiled.asm["cubin"])
+TARGETS = (80, 86, 89, 90, 100, 120)
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def resources(cubin: bytes) -> dict[str, int]:
-    """What the assembler says of a binary: REG, STACK, SHARED and LOCAL (spills)."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(tool), "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {name: int(value) for name, value in re.findall(r"([A-Z]+):(\d+)", text)}
+@dataclass(frozen=True)
+class Call:
+    """One call of the operators, forward and backward, or of a step."""
+
+    erase: str = "tied"
+    decay: str = "head"
+    n_steps: int = 1
+    dtype: str = "bfloat16"
+    key_size: int = 128
+    value_size: int = 128
+    tokens: int = 256
+    step: bool = False
+
+
+# What every change is compiled for, and what `-m slow` adds.
+STEPS = [Call(step=True), Call("free", "channel", step=True)]
+SHORT = dict.fromkeys(TARGETS, STEPS) | {90: [*STEPS, Call()]}
+RULES = (("tied", "head"), ("tied", "channel"), ("free", "channel"), ("none", "head"))
+LONG = [
+    *(Call(erase, decay) for erase, decay in RULES),
+    *(Call("tied", decay, dtype="float32") for decay in ("head", "channel")),
+    *(Call(erase, decay, key_size=256, value_size=512, tokens=250) for erase, decay in RULES[:3]),
+    Call(dtype="float32", key_size=256, value_size=512),
+    Call("free", "channel", dtype="float32", key_size=256, value_size=256),
+    Call(n_steps=2), Call(n_steps=3), Call(key_size=64, value_size=64, dtype="float16"),
+    Call(step=True), Call("free", "channel", step=True),
+]  # fmt: skip
+
+
+def inputs_of(call: Call) -> Inputs:
+    """Tensors that nobody fills."""
+    dtype, batch, heads, value_heads = DTYPES[call.dtype], 1, 2, 4
+    tokens = 1 if call.step else call.tokens
+    rows, free = tokens * call.n_steps, call.erase == "free"
+    size = batch, tokens, value_heads
+
+    def of(*shape: int, like: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=like)
+
+    decays = {"none": (), "head": size, "channel": (*size, call.key_size)}[call.decay]
+    return Inputs(
+        of(batch, tokens, heads, call.key_size), of(batch, rows, heads, call.key_size),
+        of(batch, rows, value_heads, call.value_size),
+        of(batch, rows, value_heads, like=torch.float32) if call.erase == "tied" else None,
+        of(*size, call.key_size) if free else None, of(*size, call.key_size) if free else None,
+        of(*decays, like=torch.float32) if decays else None,
+        of(batch, value_heads, call.value_size, call.key_size, like=torch.float32),
+        None, call.n_steps, call.key_size**-0.5, not free, False,
+    )  # fmt: skip
+
+
+def launches(call: Call, capability: int) -> list[Launch]:
+    """The different launches of a call's forward, its backward, and both with states recomputed."""
+    configurations.INTERPRETED = capability
+    configurations.configuration.cache_clear()
+    inputs = inputs_of(call)
+    with recording() as found:
+        if call.step:
+            recurrent_step.recurrent_step(inputs, inputs.initial_state, None, -1)
+        else:
+            for save in (False, True):
+                o, final, saved = recurrence.forward(inputs, save)
+                recurrence.backward(torch.empty_like(o), torch.empty_like(final), inputs, saved)
+    return list({repr(launch): launch for launch in found}.values())
+
+
+def reports(calls: list[Call], capability: int) -> Iterator[tuple[Call, Launch, Report]]:
+    """Every launch of the calls, once."""
+    seen = set()
+    for call in calls:
+        for launch in launches(call, capability):
+            if repr(launch) not in seen:
+                seen.add(repr(launch))
+                yield call, launch, compiled(launch, capability)
+
+
+def main() -> None:
+    """Print one JSON object a line for each kernel that was compiled."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--long", action="store_true", help="every call, not only a few")
+    parser.add_argument("--targets", type=int, nargs="+", default=TARGETS)
+    parser.add_argument("--calls", type=int, nargs="+", help="only these calls of the long list")
+    options = parser.parse_args()
+    for capability in options.targets:
+        calls = SHORT.get(capability, [])
+        if options.long or options.calls:
+            calls = [LONG[i] for i in options.calls] if options.calls else LONG
+        for call, launch, report in reports(calls, capability):
+            found = {"target": capability, "kernel": launch.kernel.__name__, **report._asdict()}
+            found |= {"call": asdict(call), "options": launch.options}
+            found["overwritten"] = report.overwritten[:5]
+            found["tile"] = {x: launch.constants.get(x) for x in ("BT", "BK", "BV")}
+            print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
-    cases = itertools.product(("tied", "free"), (80, 86, 89, 90, 100, 120))
-    print(json.dumps([[erase, target, compile_step(erase, target)] for erase, target in cases]))
+    main()

@@ -123,3 +123,42 @@ def test_parameters_are_counted_without_building(make_model):
     assert count_parameters(model.config) == sum(p.numel() for p in model.parameters())
     tied = dataclasses.replace(model.config, tie_embeddings=True)
     assert count_parameters(model.config) - count_parameters(tied) == 257 * 32
+
+
+@pytest.mark.parametrize(
+    ("layer_types", "option", "message"),
+    [
+        (
+            "gla",
+            {"feature_map": "elu"},
+            "feature_map='elu' means nothing for any of layer_types gla",
+        ),
+        ("deltanet", {"normalizer": True}, "these have it: linear_attention"),
+        ("rwkv7", {"n_steps": 3}, "n_steps=3 means nothing for any of layer_types rwkv7"),
+        (
+            ("gla", "attention"),
+            {"beta_max": 2.0},
+            "layer_types gla, attention: these have it: delta",
+        ),
+        ("deltanet", {"feature_map": "elu1"}, "got 'elu1': did you mean 'elu'?"),
+        ("deltanet", {"qk_norm": "l3"}, "qk_norm must be None or one of none, l1, l2, got 'l3'"),
+        ("linear_attention", {"normalizer": 1}, "normalizer must be True, False or None, got 1"),
+    ],
+)
+def test_options_that_no_layer_has_are_refused(layer_types, option, message):
+    sizes = {"vocab_size": 9, "hidden_size": 32, "num_layers": 2, "num_heads": 2}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ModelConfig(layer_types=layer_types, **sizes, **option)
+
+
+def test_options_of_one_layer_pass_in_a_mixture():
+    sizes = {"vocab_size": 9, "hidden_size": 32, "num_layers": 2, "num_heads": 2}
+    mixture = ModelConfig(
+        layer_types=("deltanet", "linear_attention"), feature_map="elu", normalizer=True,
+        qk_norm="l1", **sizes,
+    )  # fmt: skip
+    delta, linear = (block.mixer for block in CausalLM(mixture).blocks)
+    assert (delta.normalizer, linear.normalizer) == (False, True)
+    assert delta.qk_norm == linear.qk_norm == "l1"
+    # At its neutral value an option asks for nothing.
+    ModelConfig(layer_types="gla", n_steps=1, beta_max=1.0, normalizer=False, **sizes)

@@ -2,7 +2,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deltarule.models import next_token_loss
+from deltarule.models import linear_next_token_loss, next_token_loss
+from deltarule.ops import cross_entropy
 
 
 def inputs(dtype=torch.float32, rows=(3, 700), vocab=11):
@@ -83,3 +84,82 @@ def test_no_tokens():
     loss = next_token_loss(logits, torch.zeros(1, 0, dtype=torch.long))
     loss.backward()
     assert loss == 0
+
+
+def head(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (
+        torch.randn(*size, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for size in ((3, 20, 5), (11, 5))
+    )
+    targets = torch.randint(11, (3, 20), generator=generator)
+    targets[0, :5] = -100
+    return x, weight, targets
+
+
+@pytest.mark.parametrize("most_logits", [2**27, 70, 1])
+def test_a_head_without_logits_equals_the_loss_of_them(most_logits, monkeypatch):
+    monkeypatch.setattr(cross_entropy, "MOST_LOGITS", most_logits)
+    x, weight, targets = head()
+    expected = F.cross_entropy(F.linear(x, weight).flatten(0, 1), targets.flatten())
+    exact = torch.autograd.grad(3 * expected, (x, weight))
+    loss = linear_next_token_loss(x, weight, targets)
+    (3 * loss).backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    for leaf, gradient in zip((x, weight), exact, strict=True):
+        torch.testing.assert_close(leaf.grad, gradient, rtol=1e-10, atol=1e-14)
+
+
+def test_gradcheck_of_the_head():
+    x, weight, targets = head()
+    torch.autograd.gradcheck(lambda *t: linear_next_token_loss(*t, targets), (x, weight))
+
+
+def test_a_head_refuses_a_second_derivative():
+    x, weight, targets = head()
+    loss = linear_next_token_loss(x, weight, targets)
+    (first,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="first reverse-mode derivative only"):
+        first.sum().backward()
+
+
+def test_a_head_keeps_its_gradients_only(monkeypatch):
+    monkeypatch.setattr(cross_entropy, "MOST_LOGITS", 22)
+    x, weight, targets = head(torch.float32)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        linear_next_token_loss(x, weight, targets)
+    beside = [t for t in kept if t.data_ptr() not in (x.data_ptr(), weight.data_ptr())]
+    assert sum(t.numel() for t in beside) == x.numel() + weight.numel() + 1
+    assert linear_next_token_loss(x.detach(), weight.detach(), targets).isfinite()
+
+
+def test_a_head_under_autocast_multiplies_in_its_dtype():
+    x, weight, targets = head(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_next_token_loss(x, weight, targets)
+        expected = next_token_loss(F.linear(x, weight), targets)
+    loss.backward()
+    assert loss.dtype == x.grad.dtype == weight.grad.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+
+
+def test_a_head_with_nothing_to_count_is_zero():
+    x, weight, targets = head()
+    loss = linear_next_token_loss(x, weight, torch.full_like(targets, -100))
+    loss.backward()
+    assert loss == 0
+    assert not x.grad.any()
+    assert not weight.grad.any()
+
+
+def test_wrong_heads_are_named():
+    x, weight, targets = head()
+    with pytest.raises(ValueError, match=r"weight must be \[vocab_size, 5\].*got \[5, 11\]"):
+        linear_next_token_loss(x, weight.mT, targets)
+    with pytest.raises(ValueError, match=r"targets must be \[3, 20\], that of x"):
+        linear_next_token_loss(x, weight, targets[0])
+    with pytest.raises(ValueError, match=r"weight must be torch\.float64 like x outside autocast"):
+        linear_next_token_loss(x, weight.float(), targets)
+    with pytest.raises(ValueError, match=r"targets must lie in \[0, 11\)"):
+        linear_next_token_loss(x, weight, targets + 11)

@@ -5,11 +5,14 @@ from types import SimpleNamespace
 import torch
 
 from deltarule.nn import MIXERS, Mixer
+from deltarule.rules import RULES
 
 HIDDEN = 32
 NAMES = list(MIXERS)
 ATTENTION = ("attention", "sliding_window")
 RECURRENT = [name for name in NAMES if name not in ATTENTION]
+# Those on the frame of RecurrentMixer, with the options of its constructor.
+LINEAR = list(RULES)
 
 # Options that make a layer ask more of the frame than its defaults do.
 OPTIONS: dict[str, dict[str, object]] = {
@@ -21,6 +24,12 @@ OPTIONS: dict[str, dict[str, object]] = {
     "gated_deltanet": {"num_heads": 2, "num_v_heads": 4, "head_k_dim": 8, "head_v_dim": 8},
     "delta_product": {"num_heads": 2, "head_k_dim": 8, "n_steps": 3},
     "gla": {"num_heads": 2, "head_k_dim": 8, "head_v_dim": 16, "conv_size": 4},
+    "mamba1": {"num_heads": 2, "head_k_dim": 4},
+    "s4": {"num_heads": 2, "head_k_dim": 4},
+    "longhorn_released": {"num_heads": 2, "head_k_dim": 4},
+    "dfw": {"num_heads": 2, "head_k_dim": 6, "head_v_dim": 8, "conv_size": 4},
+    "abc": {"num_heads": 2, "num_slots": 5},
+    "gsa": {"num_heads": 2, "num_slots": 5, "conv_size": 3},
 }
 
 
@@ -46,7 +55,9 @@ def config(**changes) -> SimpleNamespace:
     given = {
         "hidden_size": HIDDEN, "num_layers": 3, "layer_types": ("rwkv7",) * 3, "num_heads": 2,
         "num_v_heads": None, "head_k_dim": None, "head_v_dim": None, "num_kv_heads": None,
+        "num_attention_heads": None,
         "conv_size": 4, "output_gate": None, "beta_max": 1.0, "n_steps": None, "window": None,
+        "feature_map": None, "qk_norm": None, "normalizer": None,
         "rope_theta": 10000.0, "norm_eps": 1e-5,
     }  # fmt: skip
     return SimpleNamespace(**(given | changes))

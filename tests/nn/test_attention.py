@@ -8,7 +8,7 @@ import torch
 import deltarule
 from deltarule.nn import Attention, SlidingWindowAttention
 from deltarule.nn.rope import rotate
-from nn.layers import HIDDEN, inputs
+from nn.layers import HIDDEN, inputs, make
 from tolerance import relative_rms
 
 
@@ -87,3 +87,13 @@ def test_packed_attention_takes_no_state():
 def test_wrong_options_name_the_argument(message, options):
     with pytest.raises(ValueError, match=message):
         Attention(HIDDEN, num_heads=4, **options)
+
+
+@pytest.mark.parametrize("name", ["attention", "sliding_window"])
+def test_weights_are_those_that_forward_applies(name):
+    layer, x = make(name, torch.float64), inputs(2, 11, torch.float64)
+    weights = layer.weights(x)
+    v = layer.v_proj(x).view(2, 11, layer.num_kv_heads, -1)
+    v = v.repeat_interleave(layer.num_heads // layer.num_kv_heads, 2)
+    o = torch.einsum("bhij, bjhd -> bihd", weights, v).flatten(2)
+    assert relative_rms(layer.o_proj(o), layer(x)[0]) <= 1e-12

@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from deltarule import nn
-from deltarule.nn import MIXERS
+from deltarule.nn import MIXERS, State
+from deltarule.nn.call import Call
+from deltarule.nn.layout import make_layout
 from deltarule.reference import recurrent
 from deltarule.rules import RULES
-from nn.layers import HIDDEN, NAMES, RECURRENT, config, inputs, make
+from nn.layers import HIDDEN, LINEAR, NAMES, config, inputs, make
 from tolerance import relative_rms
 
 
@@ -47,6 +49,47 @@ def test_gated_deltanet_by_hand():
 def conv(layer, name, x):
     weight = getattr(layer, f"{name}_conv").weight
     return F.silu(F.conv1d(F.pad(x.mT, (3, 0)), weight[:, None], groups=len(weight))).mT
+
+
+def test_mlstm_by_hand():
+    """arXiv 2405.04517, section 2.3: the cell without stabiliser, norm, output gate."""
+    layer, x = make("mlstm", torch.float64), inputs(1, 10, torch.float64)
+    with torch.no_grad():
+        q, k, v = (getattr(layer, f"{name}_proj")(x).view(10, 2, 8) for name in "qkv")
+        i = torch.exp(layer.b_proj(x) + layer.beta_bias)[0]
+        f = torch.sigmoid(layer.a_proj(x) + layer.decay_bias)[0]
+        C, n, rows = torch.zeros(2, 8, 8).double(), torch.zeros(2, 8).double(), []
+        for t in range(10):
+            key = k[t] / 8**0.5
+            C = f[t, :, None, None] * C + i[t, :, None, None] * v[t, :, :, None] * key[:, None, :]
+            n = f[t, :, None] * n + i[t, :, None] * key
+            h = (C @ q[t, :, :, None]).squeeze(-1)
+            h = h / (n * q[t]).sum(-1).abs().clamp(min=1)[:, None]
+            h = (h - h.mean(-1, keepdim=True)) / (h.var(-1, False, keepdim=True) + 1e-5).sqrt()
+            rows.append(h.flatten() * layer.o_norm.weight + layer.o_norm.bias)
+        expected = layer.o_proj(torch.stack(rows) * torch.sigmoid(layer.g_proj(x[0])))
+        y, state = layer(x)
+        assert relative_rms(y[0], expected) <= 1e-12
+        scale = state["stabilizer"][0].exp()[:, None, None]
+        assert relative_rms(state["recurrent"][0, :, :-1] * scale, C * 8**0.5) <= 1e-12
+
+
+def test_gated_deltanet2_by_hand():
+    """Which projection feeds which gate: the erase the keys' channels, the write the values'."""
+    layer, x = make("gated_deltanet2", torch.float64), inputs(1, 10, torch.float64)
+    with torch.no_grad():
+        q, k, v = (conv(layer, name, getattr(layer, f"{name}_proj")(x)) for name in "qkv")
+        q, k, v = (t.view(1, 10, 2, 8) for t in (q, k, v))
+        q, k = recurrent.unit_norm(q), recurrent.unit_norm(k)
+        dt = F.softplus(layer.a_proj(x).view(1, 10, 2, 8) + layer.dt_bias)
+        log_decay = -layer.A_log.exp()[:, None] * dt
+        b, w = (torch.sigmoid(p(x)).view(1, 10, 2, 8) for p in (layer.erase_proj, layer.write_proj))
+        o, _ = recurrent.dplr(
+            q, k, w * v, a=-log_decay.exp() * b * k, b=k, log_decay=log_decay
+        )  # fmt: skip
+        o = o / torch.sqrt((o * o).mean(-1, keepdim=True) + 1e-5) * layer.o_norm.weight
+        expected = layer.o_proj(o.flatten(-2) * torch.sigmoid(layer.g_proj(x)))
+        assert relative_rms(layer(x)[0], expected) <= 1e-12
 
 
 def test_mamba2_gates_before_its_norm():
@@ -90,7 +133,7 @@ def test_delta_product_of_one_step_is_deltanet():
     assert torch.equal(plain(x)[0], product(x)[0])
 
 
-@pytest.mark.parametrize("name", [name for name in RECURRENT if RULES[name].erase == "tied"])
+@pytest.mark.parametrize("name", [name for name in LINEAR if RULES[name].erase == "tied"])
 def test_beta_max_doubles_the_write_strength(name, monkeypatch):
     seen = []
 
@@ -108,16 +151,16 @@ def test_beta_max_doubles_the_write_strength(name, monkeypatch):
     assert (seen[1] > seen[0]).all()
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", LINEAR)
 def test_default_widths(name):
     layer = MIXERS[name](64, num_heads=2)
     widths = {
         "retnet": (32, 64), "mamba2": (128, 64), "gla": (16, 32), "gated_deltanet": (24, 48),
-        "gated_delta_product": (24, 48),
+        "gated_delta_product": (24, 48), "comba": (24, 48),
     }  # fmt: skip
     assert (layer.head_k_dim, layer.head_v_dim) == widths.get(name, (32, 32))
     assert layer.conv_size == (0 if name in NO_CONVOLUTION else 4)
-    assert (layer.g_proj is None) == (name in ("linear_attention", "deltanet", "delta_product"))
+    assert (layer.g_proj is None) == (name in UNGATED or name.startswith("multi_"))
 
 
 @pytest.mark.parametrize("name", ["gated_deltanet", "gated_delta_product"])
@@ -164,10 +207,14 @@ def test_retnet_refuses_odd_keys():
         nn.RetNet(HIDDEN, num_heads=2, head_k_dim=3)
 
 
-NO_CONVOLUTION = ("linear_attention", "retnet", "lightning", "gla", "rwkv7")
+UNGATED = ("linear_attention", "gated_rfa", "hgrn2", "deltanet", "delta_product")
+SHIFTED = ("rwkv6", "rwkv7")
+NO_CONVOLUTION = (
+    "linear_attention", "gated_rfa", "retnet", "lightning", "gla", "hgrn2", "mlstm", *SHIFTED,
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [n for n in RECURRENT if n != "rwkv7"])
+@pytest.mark.parametrize("name", [n for n in LINEAR if n not in SHIFTED])
 def test_convolution_is_an_option(name):
     x = inputs(1, 5)
     assert "q_conv" in make(name, conv_size=3).init_state(1)
@@ -176,7 +223,7 @@ def test_convolution_is_an_option(name):
     assert without(x)[0].shape == x.shape
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", LINEAR)
 def test_output_gate_is_an_option(name):
     x = inputs(1, 5)
     gated, plain = make(name, output_gate=True), make(name, output_gate=False)
@@ -192,3 +239,38 @@ def test_every_parameter_gets_a_gradient(name):
     for key, parameter in layer.named_parameters():
         assert parameter.grad is not None, key
         assert parameter.grad.abs().sum() > 0, key
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet2", "comba"])
+def test_beta_max_bounds_a_free_erase(name):
+    one, two = make(name, beta_max=1.0), make(name, beta_max=2.0)
+    two.load_state_dict(one.state_dict())
+    calls = [layer.project(make_call(layer, inputs(1, 5))) for layer in (one, two)]
+    erases = [RULES[name].arguments(projections)[0]["a"] for projections in calls]
+    torch.testing.assert_close(2 * erases[0], erases[1])
+
+
+def make_call(layer, x):
+    layout = make_layout(x, None, None)
+    return Call(x, layout, layer.init_state(len(x)), State(), {})
+
+
+UNDEFINED = {
+    "n_steps must be None or 1: rwkv7 writes once a token": ("rwkv7", {"n_steps": 2}),
+    "n_steps must be None or 1: comba writes once a token": ("comba", {"n_steps": 3}),
+    "n_steps must be None or 1: deltanet writes once a token": ("deltanet", {"n_steps": 2}),
+    "beta_max must be None: gla has no write strength": ("gla", {"beta_max": 2.0}),
+    "beta_max must be None: rwkv7 has no write strength": ("rwkv7", {"beta_max": 2.0}),
+    "num_v_heads must be num_heads=2 for hgrn2, got 4": ("hgrn2", {"num_v_heads": 4}),
+    "num_v_heads must be num_heads=2 for multi_kv_deltanet, got 4": (
+        "multi_kv_deltanet",
+        {"num_v_heads": 4},
+    ),
+}
+
+
+@pytest.mark.parametrize("message", UNDEFINED)
+def test_undefined_combinations_are_refused(message):
+    name, options = UNDEFINED[message]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        MIXERS[name](HIDDEN, num_heads=2, **options)

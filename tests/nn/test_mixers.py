@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import deltarule
-from deltarule.nn import MIXERS, Mixer, State
-from deltarule.rules import RULES
-from nn.layers import ATTENTION, HIDDEN, NAMES, RECURRENT, config, inputs, make
+from deltarule.nn import MIXERS, Mixer, RecurrentMixer, State
+from deltarule.rules import RULES, SYSTEMS
+from nn.layers import ATTENTION, HIDDEN, LINEAR, NAMES, RECURRENT, config, inputs, make
 from tolerance import relative_rms
 
 # Where a norm divides by the little that a cancellation leaves, rounding is magnified: float32 is
@@ -38,12 +38,12 @@ def by_row(state: State, row: int) -> State:
     return State({name: t[:, valid] if name in rows else t for name, t in alone.items()})
 
 
-def test_every_rule_has_a_layer_and_every_recurrent_layer_its_rule():
-    assert list(RULES) == RECURRENT
-    for name in RECURRENT:
-        assert MIXERS[name].rule is RULES[name]
+def test_every_layer_has_a_row_and_every_row_its_layer():
+    assert set(SYSTEMS) == set(MIXERS)
     for name, mixer in MIXERS.items():
         assert issubclass(mixer, Mixer), name
+        assert mixer.rule is SYSTEMS[name], name
+        assert issubclass(mixer, RecurrentMixer) == (name in RULES), name
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -267,10 +267,11 @@ def test_from_config(name):
     layer = MIXERS[name].from_config(sized, 0)
     if name in ATTENTION:
         assert layer.window == (3 if name == "sliding_window" else None)
+    if name not in RULES:
         return
     assert (layer.head_k_dim, layer.head_v_dim, layer.g_proj) == (4, 6, None)
     assert layer.n_steps == (3 if "product" in name else 1)
-    assert layer.beta_max == (1.5 if RULES[name].erase == "tied" else 1.0)
+    assert layer.beta_max == (1.5 if MIXERS[name].takes("beta_max") else 1.0)
     assert layer(inputs(1, 3))[0].shape == (1, 3, HIDDEN)
 
 
@@ -376,7 +377,7 @@ def test_bad_tensors_of_a_state_are_named(name, message):
 def test_states_that_must_be_exact_are(name):
     layer = make(name)
     _, state = layer(X)
-    for key in state.keys() & {"recurrent", "length", "valid"}:
+    for key in state.keys() & {"recurrent", "length", "valid", "stabilizer"}:
         wanted = re.escape(f"state['{key}'] must be {state[key].dtype}, got torch.bfloat16")
         with pytest.raises(ValueError, match=wanted):
             layer(X, State(state | {key: state[key].bfloat16()}))
@@ -397,11 +398,15 @@ BAD_OPTIONS = {
 }
 
 
+# Their widths are 2 hidden_size in all, which two heads can always share.
+WIDTH_OF_ITS_OWN = ("mamba2", "mamba1", "s4", "longhorn_released")
+
+
 @pytest.mark.parametrize("message", BAD_OPTIONS)
 @pytest.mark.parametrize("name", NAMES)
 def test_wrong_sizes_name_the_argument(name, message):
     given = {"hidden_size": HIDDEN, "num_heads": 2} | BAD_OPTIONS[message]
-    if name == "mamba2" and "multiple" in message:
+    if name in WIDTH_OF_ITS_OWN and "multiple" in message:
         pytest.skip("its key size does not come from hidden_size")
     with pytest.raises(ValueError, match=message):
         MIXERS[name](given.pop("hidden_size"), **given)
@@ -436,7 +441,7 @@ BAD_RECURRENT_OPTIONS = {
 
 
 @pytest.mark.parametrize("message", BAD_RECURRENT_OPTIONS)
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", LINEAR)
 def test_wrong_options_name_the_argument(name, message):
     with pytest.raises(ValueError, match=message):
         MIXERS[name](HIDDEN, num_heads=2, **BAD_RECURRENT_OPTIONS[message])
@@ -466,7 +471,7 @@ def test_vmap_runs_many_layers_at_once(name):
     layers = [make(name) for _ in range(3)]
     with torch.no_grad():
         for index, layer in enumerate(layers):
-            layer.q_proj.weight *= 1 + index
+            layer.v_proj.weight *= 1 + index
     weights = torch.func.stack_module_state(layers)
     empty = copy.deepcopy(layers[0]).to("meta")
 
@@ -486,4 +491,4 @@ def test_vmap_runs_many_layers_at_once(name):
         alone.square().sum().backward()
         assert_same(y[index], alone)
         assert_same(second[index], layer(x[index], after)[0])
-        assert relative_rms(gradients["q_proj.weight"][index], layer.q_proj.weight.grad) <= 1e-5
+        assert relative_rms(gradients["v_proj.weight"][index], layer.v_proj.weight.grad) <= 1e-5

@@ -41,7 +41,10 @@ def call(**changes):
         ({"initial_state": GOOD["initial_state"].mT}, r"initial_state must be \[N, HV, V, K\]"),
         ({"initial_state": GOOD["initial_state"].half()}, "initial_state must be torch.float32"),
         ({"cu_seqlens": pack([10])}, "cu_seqlens packs .* B must be 1, got 2"),
-        ({"impl": "fast"}, "impl must be one of 'auto', 'torch', 'reference', got 'fast'"),
+        (
+            {"impl": "fast"},
+            "impl must be one of 'auto', 'triton', 'torch', 'reference', got 'fast'",
+        ),
     ],
 )
 def test_delta_rule_names_the_argument(changes: dict, message: str) -> None:
@@ -118,7 +121,9 @@ def test_no_sequence_at_all(impl: str) -> None:
 
 def test_explain_names_what_runs() -> None:
     rows = explain(GOOD["q"], GOOD["k"], GOOD["v"], beta=GOOD["beta"])
-    assert [(row.impl, row.runs) for row in rows] == [("torch", True), ("reference", False)]
+    runs = [(row.impl, row.runs) for row in rows]
+    assert runs == [("triton", False), ("torch", True), ("reference", False)]
+    assert "CUDA" in rows[0].reason
     assert all(row.reason for row in rows)
     with pytest.raises(ValueError, match="beta must be"):
         explain(GOOD["q"], GOOD["k"], GOOD["v"], beta=GOOD["beta"][0])

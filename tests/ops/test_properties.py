@@ -7,7 +7,8 @@ from deltarule.ops.dispatch import IMPLEMENTATIONS
 from oracle import Case, make_case, weights, with_gradients
 from tolerance import assert_close, relative_rms
 
-IMPLS = list(IMPLEMENTATIONS)
+# On a GPU test_on_gpu holds Triton to the same.
+IMPLS = [name for name in IMPLEMENTATIONS if name != "triton"]
 KINDS = [
     ("none", "tied"),
     ("head", "none"),

@@ -23,7 +23,7 @@ def draw_projections(n_steps: int = 1, heads: int = H, **others: object) -> Proj
 def run(rule: Rule, projections: Projections) -> Tensor:
     """o [B, T, HV, V] by the rule."""
     arguments, carry = rule.arguments(projections)
-    assert carry is None
+    assert (carry or {}).keys() == dict(rule.carries).keys()
     return rule.read_out_function(OPERATORS[rule.operator](**arguments).o, projections)
 
 

@@ -4,29 +4,46 @@ from pathlib import Path
 
 import pytest
 
-from deltarule.rules import RULES
+from deltarule.nn import MIXERS
+from deltarule.nn.table import backed_by, markdown
+from deltarule.rules import RULES, SYSTEMS
 
 PAGES = Path(__file__).parents[2] / "docs" / "rules"
+TESTS = Path(__file__).parents[1]
 SECTIONS = ["## Letters", "## Where the print is wrong", "## Example"]
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_page(rule):
-    page = (PAGES / f"{rule.name}.md").read_text()
-    assert page.startswith(f"# {rule.title}\n")
-    assert f"    {rule.recurrence}" in page
-    assert f"    {rule.read_out}\n" in page
-    assert page.endswith(f"Source: {rule.source}\n")
-    assert [line for line in page.splitlines() if line.startswith("## ")] == SECTIONS
+def page_of(system):
+    return (PAGES / f"{system.page or system.name}.md").read_text()
+
+
+@pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
+def test_page(system):
+    page = page_of(system)
+    assert page.startswith(f"# {system.title}\n") or system.page
+    assert f"    {system.recurrence}" in page
+    assert f"    {system.read_out}\n" in page
+    assert f"Source: {system.source}\n" in page
     assert "```python" in page
 
 
-def test_index_has_every_row():
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_sections(rule):
+    assert [line for line in page_of(rule).splitlines() if line.startswith("## ")] == SECTIONS
+
+
+def test_index_is_generated_from_the_table():
     index = (PAGES / "README.md").read_text()
-    for name, rule in RULES.items():
-        assert f"| [{rule.title}]({name}.md) | `{name}` | `{rule.recurrence}` |" in index
-        assert f"| {rule.decay} | {rule.erase} | `{rule.operator}` |" in index
+    for row in markdown(MIXERS).splitlines():
+        assert row in index, "replace the table in docs/rules/README.md: deltarule rules --markdown"
 
 
-def test_every_page_belongs_to_a_rule():
-    assert {page.stem for page in PAGES.glob("*.md")} == {*RULES, "README"}
+@pytest.mark.parametrize("system", SYSTEMS.values(), ids=SYSTEMS)
+def test_every_row_names_the_test_that_backs_it(system):
+    text = (TESTS / backed_by(system)).read_text()
+    assert system.name in text or system.operator in text
+
+
+def test_every_page_belongs_to_a_row():
+    pages = {row.page or row.name for row in SYSTEMS.values()}
+    assert {page.stem for page in PAGES.glob("*.md")} == {*pages, "README"}

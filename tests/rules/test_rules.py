@@ -5,32 +5,54 @@ import dataclasses
 import pytest
 import torch
 
-from deltarule.rules import RULES, Projections, Rule
-from rules.drawn import HV, B, H, K, T, draw, draw_projections, run
+from deltarule.nn import MIXERS
+from deltarule.rules import RULES, SYSTEMS, Projections, Rule
+from rules.drawn import HV, OPERATORS, B, H, K, T, V, draw, draw_projections, run
+
+# Each value head has a key head of its own.
+OWN_HEADS = ("rwkv6", "rwkv7", "hgrn2")
+# What a row may leave empty, and then says nothing about.
+OPTIONAL = {"carries", "normalizer", "forms", "page"}
+
+
+def key_heads(rule: Rule) -> int:
+    return HV if rule.name in OWN_HEADS else H
 
 
 def gates(rule: Rule, n_steps: int = 1) -> dict[str, torch.Tensor]:
     """Every gate that any rule reads, in the shapes of this rule."""
     channels = (K,) if rule.decay == "channel" else ()
-    heads = HV if rule.operator == "dplr" else H
+    heads = key_heads(rule)
     return {
         "decay_logits": draw(B, T, HV, *channels), "beta_logits": draw(B, T * n_steps, HV),
-        "erase_logits": draw(B, T, HV, K), "A_log": draw(HV), "dt_bias": draw(HV, *channels),
-        "D": draw(HV), "erase_scale": draw(heads, K), "replace_scale": draw(heads, K),
-        "bonus": draw(heads, K),
+        "erase_logits": draw(B, T, HV, K), "write_logits": draw(B, T, HV, V),
+        "A_log": draw(HV), "dt_bias": draw(HV, *channels),
+        "D": draw(heads if rule.name == "comba" else HV),
+        "erase_scale": draw(heads) if rule.name == "comba" else draw(heads, K),
+        "lower_bound": torch.rand(HV, K, dtype=torch.float64),
+        "replace_scale": draw(heads, K), "bonus": draw(heads, K),
     }  # fmt: skip
 
 
 def projections_for(rule: Rule) -> Projections:
-    heads = HV if rule.operator == "dplr" else H
-    return draw_projections(heads=heads, **gates(rule))
+    return draw_projections(heads=key_heads(rule), **gates(rule))
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_row_is_complete(rule):
     for field in dataclasses.fields(rule):
-        assert getattr(rule, field.name), field.name
+        assert getattr(rule, field.name) or field.name in OPTIONAL, field.name
     assert rule.arguments.__module__.startswith("deltarule.rules")
+
+
+@pytest.mark.parametrize("table", [RULES, SYSTEMS, MIXERS])
+def test_a_wrong_name_suggests_the_nearest(table):
+    with pytest.raises(KeyError, match="there is no 'delta_net': did you mean 'deltanet'"):
+        table["delta_net"]
+    with pytest.raises(KeyError, match="there is no 'zzz': known are linear_attention, "):
+        table["zzz"]
+    assert "delta_net" not in table
+    assert table.get("delta_net") is None
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
@@ -83,9 +105,28 @@ def test_extreme_gates_are_finite_and_so_are_their_gradients(rule, logit, A_log)
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_missing_gate_is_named(rule):
-    p = draw_projections(heads=HV if rule.operator == "dplr" else H)
+    p = draw_projections(heads=key_heads(rule))
     if rule.decay in ("none", "constant") and rule.erase == "none":
         rule.arguments(p)
         return
     with pytest.raises(ValueError, match=r"\w+ must be a tensor for this rule, got None"):
         rule.arguments(p)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_gradients(rule):
+    """Finite differences of all that a rule reads, through the definition of its operator."""
+    p = projections_for(rule)
+    names = [f.name for f in dataclasses.fields(p) if torch.is_tensor(getattr(p, f.name))]
+    # One row and three tokens are enough, of tensors that have tokens.
+    cut = {n: getattr(p, n)[:1, :3] for n in names if getattr(p, n).shape[:2] == (B, T)}
+    leaves = [cut.get(n, getattr(p, n)).clone().requires_grad_() for n in names]
+
+    def output(*given):
+        q = dataclasses.replace(p, **dict(zip(names, given, strict=True)))
+        found = OPERATORS[rule.operator](**rule.arguments(q)[0])
+        o = rule.read_out_function(found.o, q)
+        # A stabiliser scales the state, and no gradient follows it there.
+        return o if rule.carries else (o, rule.final_state(found.final_state, q))
+
+    assert torch.autograd.gradcheck(output, leaves)

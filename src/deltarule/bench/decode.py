@@ -7,12 +7,14 @@ the bandwidth of a large copy, measured in the same run.
 import argparse
 import json
 import platform
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 import deltarule
+from deltarule.bench.timing import copy_bandwidth, graph_ms
 
 HEADS, VALUE_HEADS, CHANNELS = 16, 32, 128
 BATCHES = (1, 8, 32, 128, 256)
@@ -63,39 +65,12 @@ def step_time(batch: int, dtype: torch.dtype, size: int) -> float:
     count = min(max(ROTATED_BYTES // size, 1), 64)
     states = [torch.randn(shape, device="cuda").to(dtype) for _ in range(count)]
 
-    def run() -> None:
-        for state in states:
-            deltarule.recurrent_step(
-                q, k, v, beta=beta, log_decay=log_decay, normalize_qk=True, state=state
-            )
+    def step(state: Tensor) -> Tensor:
+        return deltarule.recurrent_step(
+            q, k, v, beta=beta, log_decay=log_decay, normalize_qk=True, state=state
+        )
 
-    return graph_time(run) / count
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written a second by a large copy."""
-    x = torch.randn(2**29, device="cuda")
-    y = torch.empty_like(x)
-    # By a kernel: a graph gives a plain copy to the copy engines, which are slower.
-    return 2 * x.nbytes / (graph_time(lambda: torch.mul(x, 1.0, out=y)) * 1e-6)
-
-
-def graph_time(run: Callable[[], object]) -> float:
-    """Median microseconds of a replayed graph."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return sorted(times)[REPEATS // 2]
+    return 1e3 * graph_ms([partial(step, state) for state in states], REPEATS)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,18 @@
 from deltarule.models.causal_lm import CausalLM, count_parameters
 from deltarule.models.config import ModelConfig
 from deltarule.models.files import CheckpointError
-from deltarule.models.loss import next_token_loss
+from deltarule.models.loss import linear_next_token_loss, next_token_loss
+from deltarule.models.patterns import PATTERNS, Pattern
+from deltarule.models.warmup import warmup_model
 
-__all__ = ["CausalLM", "CheckpointError", "ModelConfig", "count_parameters", "next_token_loss"]
+__all__ = [
+    "PATTERNS",
+    "CausalLM",
+    "CheckpointError",
+    "ModelConfig",
+    "Pattern",
+    "count_parameters",
+    "linear_next_token_loss",
+    "next_token_loss",
+    "warmup_model",
+]

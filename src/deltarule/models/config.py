@@ -8,7 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from deltarule.models.patterns import PATTERNS
 from deltarule.nn import MIXERS
+from deltarule.rules.feature_maps import FEATURE_MAPS, NORMS
+from deltarule.rules.rule import QueryKeyNorm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,19 +23,26 @@ class ModelConfig:
         hidden_size: Channels of the residual stream.
         num_layers: Blocks, each a mixer and an MLP.
         layer_types: The mixer of each block, by its name in `deltarule.nn.MIXERS`: one name, or
-            a pattern whose length divides num_layers and that repeats. Kept as a tuple of
-            num_layers names.
+            a pattern whose length divides num_layers and that repeats; or a published pattern by
+            its name in `deltarule.models.PATTERNS`. Kept as a tuple of num_layers names.
         num_heads: Query and key heads.
         num_v_heads: Value heads of recurrent layers, a multiple of num_heads. None: num_heads.
         head_k_dim: Channels of a query or key. None: the layer's default.
         head_v_dim: Channels of a value. None: the layer's default.
-        num_kv_heads: Key and value heads of attention, a divisor of num_heads. None: num_heads.
+        num_attention_heads: Query heads of attention, where it has others than recurrent layers.
+            None: num_heads.
+        num_kv_heads: Key and value heads of attention, a divisor of its query heads. None: as many.
         conv_size: Taps of the short convolution of recurrent layers; 0 removes it. None: the
             layer's default.
         output_gate: Whether recurrent layers gate their output. None: the layer's default.
         beta_max: Largest write strength of delta layers; 2.0 allows negative eigenvalues. None:
             the layer's default.
         n_steps: Writes for each token in DeltaProduct layers. None: the layer's default.
+        feature_map: What q and k of linear attention, Gated RFA, DeltaNet and DeltaProduct go
+            through, by its name in `deltarule.rules.feature_maps`. None: the layer's default.
+        qk_norm: What those layers divide q and k by: "none", "l1" or "l2". None: the layer's
+            default.
+        normalizer: Divide linear attention's read-out by z^T q. None: the layer's default.
         window: Tokens that sliding-window attention sees. None: the layer's default.
         rope_theta: Base of the rotary position wavelengths of attention and RetNet.
         mlp_size: Channels inside the SwiGLU. None: 8/3 of hidden_size, up to a multiple of 16;
@@ -58,11 +68,15 @@ class ModelConfig:
     num_v_heads: int | None = None
     head_k_dim: int | None = None
     head_v_dim: int | None = None
+    num_attention_heads: int | None = None
     num_kv_heads: int | None = None
     conv_size: int | None = None
     output_gate: bool | None = None
     beta_max: float | None = None
     n_steps: int | None = None
+    feature_map: str | None = None
+    qk_norm: QueryKeyNorm | None = None
+    normalizer: bool | None = None
     window: int | None = None
     rope_theta: float = 10000.0
     mlp_size: int | None = None
@@ -74,9 +88,11 @@ class ModelConfig:
         _check_integers(self)
         _check_numbers(self)
         _check_flags(self)
+        _check_words(self)
         _check_heads(self)
         layer_types = _expand_layer_types(self.layer_types, self.num_layers)
         object.__setattr__(self, "layer_types", layer_types)
+        _check_used(self)
 
     def to_json(self) -> str:
         """Return every field as a JSON object."""
@@ -113,12 +129,12 @@ class ModelConfig:
 _MOST_LAYERS = 10_000
 _SMALLEST = {
     "vocab_size": 1, "hidden_size": 1, "num_layers": 1, "num_heads": 1, "num_v_heads": 1,
-    "head_k_dim": 1, "head_v_dim": 1, "num_kv_heads": 1, "conv_size": 0, "n_steps": 1,
-    "window": 1, "mlp_size": 0,
+    "head_k_dim": 1, "head_v_dim": 1, "num_attention_heads": 1, "num_kv_heads": 1,
+    "conv_size": 0, "n_steps": 1, "window": 1, "mlp_size": 0,
 }  # fmt: skip
 _OPTIONAL = {
-    "num_v_heads", "head_k_dim", "head_v_dim", "num_kv_heads", "conv_size", "n_steps", "window",
-    "mlp_size", "beta_max",
+    "num_v_heads", "head_k_dim", "head_v_dim", "num_attention_heads", "num_kv_heads",
+    "conv_size", "n_steps", "window", "mlp_size", "beta_max",
 }  # fmt: skip
 
 
@@ -154,8 +170,19 @@ def _check_numbers(config: ModelConfig) -> None:
 def _check_flags(config: ModelConfig) -> None:
     if not isinstance(config.tie_embeddings, bool):
         raise ValueError(f"tie_embeddings must be True or False, got {config.tie_embeddings!r}")
-    if config.output_gate is not None and not isinstance(config.output_gate, bool):
-        raise ValueError(f"output_gate must be True, False or None, got {config.output_gate!r}")
+    for name in ("output_gate", "normalizer"):
+        if (value := getattr(config, name)) is not None and not isinstance(value, bool):
+            raise ValueError(f"{name} must be True, False or None, got {value!r}")
+
+
+def _check_words(config: ModelConfig) -> None:
+    for name, known in (("feature_map", FEATURE_MAPS), ("qk_norm", NORMS)):
+        value = getattr(config, name)
+        if value is not None and value not in known:
+            raise ValueError(
+                f"{name} must be None or one of {', '.join(known)}, got {value!r}"
+                f"{_nearest(value, known)}"
+            )
 
 
 def _check_heads(config: ModelConfig) -> None:
@@ -164,27 +191,58 @@ def _check_heads(config: ModelConfig) -> None:
         raise ValueError(
             f"num_v_heads must be a multiple of num_heads={heads}, got {config.num_v_heads}"
         )
-    if config.num_kv_heads is not None and heads % config.num_kv_heads:
-        raise ValueError(f"num_kv_heads must divide num_heads={heads}, got {config.num_kv_heads}")
+    name = "num_heads" if config.num_attention_heads is None else "num_attention_heads"
+    queries = config.num_attention_heads or heads
+    if config.num_kv_heads is not None and queries % config.num_kv_heads:
+        raise ValueError(f"num_kv_heads must divide {name}={queries}, got {config.num_kv_heads}")
 
 
 def _expand_layer_types(given: str | tuple[str, ...], num_layers: int) -> tuple[str, ...]:
-    """Repeat the pattern over all layers, each name known."""
+    """Look up a published pattern, or repeat the names over all layers, each known."""
     pattern = (given,) if isinstance(given, str) else given
     if not isinstance(pattern, tuple) or not pattern:
         raise ValueError(f"layer_types must be a name or a tuple of names, got {given!r}")
+    if len(pattern) == 1 and isinstance(pattern[0], str) and pattern[0] in PATTERNS:
+        return PATTERNS[pattern[0]].layers(num_layers)
     for name in pattern:
-        if not isinstance(name, str) or name not in MIXERS:
-            raise ValueError(
-                f"layer_types names an unknown layer {name!r}{_nearest(name, MIXERS)}; "
-                f"known: {', '.join(MIXERS)}"
-            )
+        _check_layer(name)
     if num_layers % len(pattern):
         raise ValueError(
             f"layer_types is a pattern of {len(pattern)} names, which does not divide "
             f"num_layers={num_layers}"
         )
     return pattern * (num_layers // len(pattern))
+
+
+def _check_layer(name: object) -> None:
+    if isinstance(name, str) and name in MIXERS:
+        return
+    if isinstance(name, str) and name in PATTERNS:
+        raise ValueError(
+            f"layer_types must be {name!r} alone: it is a pattern of layers, not the name of one"
+        )
+    raise ValueError(
+        f"layer_types names an unknown layer {name!r}{_nearest(name, [*MIXERS, *PATTERNS])}; "
+        f"known: {', '.join(MIXERS)}; patterns: {', '.join(PATTERNS)}"
+    )
+
+
+# Options of some layers, and up to where they change nothing.
+_NEUTRAL = {"beta_max": 1, "n_steps": 1, "normalizer": False}
+
+
+def _check_used(config: ModelConfig) -> None:
+    """Refuse an option that no layer of the model has: it would silently do nothing."""
+    for name in ("beta_max", "n_steps", "feature_map", "qk_norm", "normalizer"):
+        value = getattr(config, name)
+        if value is None or (name in _NEUTRAL and value <= _NEUTRAL[name]):
+            continue
+        if not any(MIXERS[layer].takes(name) for layer in config.layer_types):
+            known = ", ".join(layer for layer, mixer in MIXERS.items() if mixer.takes(name))
+            raise ValueError(
+                f"{name}={value!r} means nothing for any of layer_types "
+                f"{', '.join(dict.fromkeys(config.layer_types))}: these have it: {known}"
+            )
 
 
 def _nearest(given: object, known: Iterable[str]) -> str:

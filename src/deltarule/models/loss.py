@@ -1,11 +1,16 @@
-"""The loss of next-token prediction; the backward pass keeps no copy of the logits."""
+"""The loss of next-token prediction, of logits or of what they are made of, which keeps none."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from deltarule.ops import cross_entropy as fused
+from deltarule.ops.dispatch import Implementation, Table, always, choose
+from deltarule.ops.fused import run_fused, why_not_fused
+from deltarule.shapes import Hidden
 
 # Rows in float32 at a time: the only memory beyond the logits and their gradient.
 _ROWS = 1024
@@ -41,20 +46,104 @@ def next_token_loss(
         >>> next_token_loss(torch.zeros(2, 4), torch.tensor([1, -100]))
         tensor(1.3863)
     """
-    if targets.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"targets must be {list(logits.shape[:-1])}, the logits' shape without its last axis, "
-            f"got {list(targets.shape)}"
-        )
-    _check_targets(targets, logits.shape[-1], ignore_index)
+    _check_targets(targets, logits.shape[:-1], "that of logits", logits.shape[-1], ignore_index)
     flat = logits.reshape(-1, logits.shape[-1])
+    call = _Call(flat, targets.reshape(-1), ignore_index)
+    return choose(CROSS_ENTROPIES, call, "auto", logits.device).run(call)
+
+
+def linear_next_token_loss(
+    x: Hidden,
+    weight: Float[Tensor, "vocab hidden"],
+    targets: Int[Tensor, "*rows"],
+    ignore_index: int = -100,
+) -> Float[Tensor, ""]:
+    r"""Mean cross-entropy, in nats a token, of a model's head, which never holds all its logits.
+
+    .. math::
+        \mathrm{logits} = x W^\top \qquad \mathrm{loss} = \mathrm{mean}_t \left(
+            \log \sum_j e^{\mathrm{logits}_{t,j}} - \mathrm{logits}_{t, \mathrm{target}_t} \right)
+
+    A few rows are multiplied at a time, and their gradients taken on the spot: at most 2^27 logits
+    exist, and for the backward pass only the gradients of x and weight are kept. Under autocast
+    the products are taken in its dtype.
+
+    Args:
+        x: [..., hidden_size], what `CausalLM.hidden` returned.
+        weight: [vocab_size, hidden_size] of the head.
+        targets: Integers [...] in [0, vocab_size): the token after each position.
+        ignore_index: The target of positions that do not count.
+
+    Returns:
+        A float32 scalar (float64 with float64 x), 0 when no position counts. It can be
+        differentiated once.
+
+    Raises:
+        ValueError: The shapes or dtypes do not match, or targets are not integers in range.
+
+    Example:
+        >>> linear_next_token_loss(torch.zeros(2, 3), torch.ones(4, 3), torch.tensor([1, -100]))
+        tensor(1.3863)
+    """
+    if weight.ndim != 2 or x.shape[-1:] != weight.shape[1:]:
+        raise ValueError(
+            f"weight must be [vocab_size, {x.shape[-1]}] for x {list(x.shape)}, "
+            f"got {list(weight.shape)}"
+        )
+    _check_targets(targets, x.shape[:-1], "that of x", weight.shape[0], ignore_index)
+    rows, dtype = x.reshape(-1, x.shape[-1]), _product_dtype(x, weight)
+    gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    triton = dtype != torch.float64 and why_not_fused(x) is None
+    flat = targets.reshape(-1)
+    return fused.linear_cross_entropy(rows, weight, flat, ignore_index, dtype, gradient, triton)[0]
+
+
+def _product_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+    """That of F.linear."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and torch.float64 not in (x.dtype, weight.dtype):
+        return torch.get_autocast_dtype(kind)
+    if x.dtype != weight.dtype:
+        raise ValueError(f"weight must be {x.dtype} like x outside autocast, got {weight.dtype}")
+    return x.dtype
+
+
+class _Call(NamedTuple):
+    logits: Tensor
+    targets: Tensor
+    ignore_index: int
+
+
+def _run_torch(call: _Call) -> Tensor:
     loss: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        flat, targets.reshape(-1).long(), ignore_index
+        call.logits, call.targets.long(), call.ignore_index
     )
     return loss
 
 
-def _check_targets(targets: Tensor, vocab_size: int, ignore_index: int) -> None:
+def _run_triton(call: _Call) -> Tensor:
+    losses, _ = run_fused(fused.cross_entropy, *call)
+    return losses.sum() / (call.targets != call.ignore_index).sum().clamp(min=1)
+
+
+def _why_not_triton(call: _Call) -> str | None:
+    return why_not_fused(call.logits)
+
+
+# In the order in which they are preferred.
+CROSS_ENTROPIES: Table[_Call, Tensor] = {
+    "triton": Implementation(why_not=_why_not_triton, run=_run_triton),
+    "torch": Implementation(why_not=always, run=_run_torch),
+}
+
+
+def _check_targets(
+    targets: Tensor, shape: torch.Size, of: str, vocab_size: int, ignore_index: int
+) -> None:
+    if targets.shape != shape:
+        raise ValueError(
+            f"targets must be {list(shape)}, {of} without its last axis, got {list(targets.shape)}"
+        )
     if targets.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"targets must be int64 or int32, got {targets.dtype}")
     if targets.device.type != "cpu" or torch.compiler.is_compiling():

@@ -1,58 +1,122 @@
 """Layers: recurrent mixers, attention, norm, MLP, and the states they carry."""
 
 from deltarule.nn.attention import Attention, SlidingWindowAttention
+from deltarule.nn.comba import Comba
 from deltarule.nn.delta_product import DeltaProduct, GatedDeltaProduct
 from deltarule.nn.deltanet import DeltaNet
+from deltarule.nn.dfw import DecayingFastWeights
 from deltarule.nn.gated_deltanet import GatedDeltaNet
+from deltarule.nn.gated_deltanet2 import GatedDeltaNet2
+from deltarule.nn.gated_rfa import GatedRFA
 from deltarule.nn.gla import GatedLinearAttention
+from deltarule.nn.hgrn2 import HGRN2
 from deltarule.nn.interface import Mixer, MixerConfig
 from deltarule.nn.kda import KDA
 from deltarule.nn.lightning import Lightning
 from deltarule.nn.linear_attention import LinearAttention
 from deltarule.nn.longhorn import Longhorn
+from deltarule.nn.longhorn_released import LonghornReleased
+from deltarule.nn.mamba1 import Mamba1
 from deltarule.nn.mamba2 import Mamba2
+from deltarule.nn.mesa import Mesa
 from deltarule.nn.mixer import RecurrentMixer
 from deltarule.nn.mlp import SwiGLU
+from deltarule.nn.mlstm import MLSTM
+from deltarule.nn.multi_head import (
+    MultiHeadDeltaNet,
+    MultiKeyDeltaNet,
+    MultiKVDeltaNet,
+    MultiQueryDeltaNet,
+    MultiValueDeltaNet,
+)
 from deltarule.nn.norm import RMSNorm
 from deltarule.nn.retnet import RetNet
+from deltarule.nn.rwkv6 import RWKV6
 from deltarule.nn.rwkv7 import RWKV7
+from deltarule.nn.s4 import S4
 from deltarule.nn.short_conv import ShortConv
 from deltarule.nn.state import ModelState, State, load_state, save_state
+from deltarule.nn.titans import TitansLinear, TitansMLP
+from deltarule.nn.ttt import TTTMLP, TTTLinear
+from deltarule.nn.two_memories import ABC, GatedSlotAttention
+from deltarule.rules.names import Named
 
-MIXERS: dict[str, type[Mixer]] = {
+_LAYERS: dict[str, type[Mixer]] = {
     "linear_attention": LinearAttention,
+    "gated_rfa": GatedRFA,
     "retnet": RetNet,
     "lightning": Lightning,
     "mamba2": Mamba2,
     "gla": GatedLinearAttention,
+    "rwkv6": RWKV6,
+    "hgrn2": HGRN2,
+    "mlstm": MLSTM,
     "deltanet": DeltaNet,
     "gated_deltanet": GatedDeltaNet,
     "kda": KDA,
+    "gated_deltanet2": GatedDeltaNet2,
+    "comba": Comba,
     "delta_product": DeltaProduct,
     "gated_delta_product": GatedDeltaProduct,
     "longhorn": Longhorn,
     "rwkv7": RWKV7,
+    "multi_head_deltanet": MultiHeadDeltaNet,
+    "multi_kv_deltanet": MultiKVDeltaNet,
+    "multi_value_deltanet": MultiValueDeltaNet,
+    "multi_key_deltanet": MultiKeyDeltaNet,
+    "multi_query_deltanet": MultiQueryDeltaNet,
+    "mamba1": Mamba1,
+    "s4": S4,
+    "dfw": DecayingFastWeights,
+    "longhorn_released": LonghornReleased,
+    "abc": ABC,
+    "gsa": GatedSlotAttention,
+    "mesa": Mesa,
+    "ttt_linear": TTTLinear,
+    "ttt_mlp": TTTMLP,
+    "titans_linear": TitansLinear,
+    "titans_mlp": TitansMLP,
     "attention": Attention,
     "sliding_window": SlidingWindowAttention,
 }
+MIXERS: dict[str, type[Mixer]] = Named(_LAYERS)
 
 __all__ = [
+    "ABC",
+    "HGRN2",
     "KDA",
     "MIXERS",
+    "MLSTM",
+    "RWKV6",
     "RWKV7",
+    "S4",
+    "TTTMLP",
     "Attention",
+    "Comba",
+    "DecayingFastWeights",
     "DeltaNet",
     "DeltaProduct",
     "GatedDeltaNet",
+    "GatedDeltaNet2",
     "GatedDeltaProduct",
     "GatedLinearAttention",
+    "GatedRFA",
+    "GatedSlotAttention",
     "Lightning",
     "LinearAttention",
     "Longhorn",
+    "LonghornReleased",
+    "Mamba1",
     "Mamba2",
+    "Mesa",
     "Mixer",
     "MixerConfig",
     "ModelState",
+    "MultiHeadDeltaNet",
+    "MultiKVDeltaNet",
+    "MultiKeyDeltaNet",
+    "MultiQueryDeltaNet",
+    "MultiValueDeltaNet",
     "RMSNorm",
     "RecurrentMixer",
     "RetNet",
@@ -60,6 +124,9 @@ __all__ = [
     "SlidingWindowAttention",
     "State",
     "SwiGLU",
+    "TTTLinear",
+    "TitansLinear",
+    "TitansMLP",
     "load_state",
     "save_state",
 ]

@@ -1,6 +1,7 @@
 """Checks of what layers are given, each naming the argument."""
 
 import math
+from collections.abc import Collection
 from typing import TypeVar
 
 import torch
@@ -57,11 +58,11 @@ def default_head_dim(name: str, factor: float, hidden_size: int, heads: str, par
     return int(channels) // parts
 
 
-def check_beta_max(beta_max: float | None, rule: Rule) -> float | None:
+def check_beta_max(beta_max: float | None, rule: Rule, has_strength: bool) -> float | None:
     """Refuse a write strength where none is used, or one that makes the state grow."""
     if beta_max is None:
         return None
-    if rule.erase != "tied":
+    if not has_strength:
         raise ValueError(f"beta_max must be None: {rule.name} has no write strength")
     if not _is_number(beta_max) or not 0 < beta_max <= 2:
         raise ValueError(
@@ -78,6 +79,42 @@ def check_n_steps(n_steps: int | None, rule: Rule, otherwise: int) -> int:
     if otherwise == 1 and n_steps != 1:
         raise ValueError(f"n_steps must be None or 1: {rule.name} writes once a token")
     return positive("n_steps", n_steps)
+
+
+def check_maps(
+    rule: Rule, maps_features: bool, feature_map: object, qk_norm: object, normalizer: bool | None
+) -> None:
+    """Refuse what would map or divide where the rule knows no feature map."""
+    for name, value in (("feature_map", feature_map), ("qk_norm", qk_norm)):
+        if value is not None and not maps_features:
+            raise ValueError(
+                f"{name} must be None for {rule.name}, got {value!r}: "
+                "linear_attention, gated_rfa, deltanet and delta_product have it"
+            )
+    if normalizer is None or normalizer == rule.normalizer:
+        return
+    if not isinstance(normalizer, bool):
+        raise ValueError(f"normalizer must be True, False or None, got {normalizer!r}")
+    if rule.erase != "none":
+        raise ValueError(
+            f"normalizer must be None or False for {rule.name}: with an erase, the sum of the keys "
+            "is not what the state holds; use qk_norm"
+        )
+    if rule.normalizer or not maps_features:
+        raise ValueError(f"normalizer must be None or {rule.normalizer} for {rule.name}")
+
+
+def check_shifted(name: str, conv_size: int, num_heads: int, num_v_heads: int) -> None:
+    """Refuse what no layer with a token shift has: a convolution, and shared key heads."""
+    if conv_size:
+        raise ValueError(f"conv_size must be None or 0 for {name}, got {conv_size}")
+    check_own_heads(name, num_heads, num_v_heads)
+
+
+def check_own_heads(name: str, num_heads: int, num_v_heads: int) -> None:
+    """Refuse value heads that share a key head."""
+    if num_v_heads != num_heads:
+        raise ValueError(f"num_v_heads must be num_heads={num_heads} for {name}, got {num_v_heads}")
 
 
 def check_depth(layer_index: int, num_layers: int) -> tuple[int, int]:
@@ -111,7 +148,9 @@ def check_input(x: Tensor, hidden_size: int, weight: Tensor) -> None:
         )
 
 
-def check_state(state: State, empty: State, sequences: int) -> State:
+def check_state(
+    state: State, empty: State, sequences: int, exact: Collection[str] = ("recurrent",)
+) -> State:
     """Refuse a state of another layer or with another number of sequences; empty has none."""
     if not isinstance(state, dict) or set(state) != set(empty):
         given = sorted(state) if isinstance(state, dict) else type(state).__name__
@@ -119,8 +158,8 @@ def check_state(state: State, empty: State, sequences: int) -> State:
     for name, expected in empty.items():
         _check_state_tensor(f"state[{name!r}]", state[name], expected, sequences)
         # The histories of 16-bit calls are in 16 bits; what sums over all tokens never is.
-        exact = name == "recurrent" or not expected.is_floating_point()
-        if exact and state[name].dtype != expected.dtype:
+        kept_exact = name in exact or not expected.is_floating_point()
+        if kept_exact and state[name].dtype != expected.dtype:
             raise ValueError(
                 f"state[{name!r}] must be {expected.dtype}, got {state[name].dtype}: "
                 "keep it as the layer returned it, or cast it back"

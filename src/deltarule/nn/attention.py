@@ -23,6 +23,7 @@ from deltarule.nn.interface import Mixer, MixerConfig
 from deltarule.nn.layout import Layout, make_layout
 from deltarule.nn.rope import rotate
 from deltarule.nn.state import State
+from deltarule.rules import softmax
 from deltarule.shapes import Hidden, Mask, Offsets
 
 
@@ -52,6 +53,7 @@ class Attention(Mixer):
     Source: arXiv 1706.03762, eq. 1; RoPE, arXiv 2104.09864; grouped heads, arXiv 2305.13245.
     """
 
+    rule = softmax.FULL
     default_window: ClassVar[int | None] = None
 
     def __init__(
@@ -89,7 +91,7 @@ class Attention(Mixer):
         """Build the layer of a model; config.window is read by sliding-window attention only."""
         return cls(
             config.hidden_size,
-            num_heads=config.num_heads,
+            num_heads=default(config.num_attention_heads, config.num_heads),
             num_kv_heads=config.num_kv_heads,
             window=None if cls.default_window is None else config.window,
             rope_theta=config.rope_theta,
@@ -140,6 +142,21 @@ class Attention(Mixer):
         if cu_seqlens is not None:
             return y, State()
         return y, self._state_after(before, keys, values, layout)
+
+    def weights(self, x: Hidden) -> Tensor:
+        """Write out the softmax [B, num_heads, T, T] of tokens x with nothing before them.
+
+        To look at: `forward` never forms it.
+        """
+        layout = make_layout(x, None, None)
+        before = self._state_before(None, layout)
+        q, k, _ = self._project(x, layout.positions(before["length"]))
+        k = k.repeat_interleave(self.num_heads // self.num_kv_heads, dim=2)
+        scores = torch.einsum("bihd, bjhd -> bhij", q, k) * self.head_dim**-0.5
+        visible = self._visible(before, layout)
+        if visible is None:
+            visible = torch.ones_like(scores[:1, :1], dtype=torch.bool).tril()
+        return scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
 
     def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (
@@ -230,4 +247,5 @@ class SlidingWindowAttention(Attention):
     Source: arXiv 2004.05150, section 3.1, causal.
     """
 
+    rule = softmax.WINDOW
     default_window = 2048

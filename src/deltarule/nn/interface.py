@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from deltarule.nn.state import State
+from deltarule.rules import System
 from deltarule.rules.gates import computed
+from deltarule.rules.rule import QueryKeyNorm
 from deltarule.shapes import Hidden, Mask, Offsets
 
 
@@ -33,6 +35,8 @@ class MixerConfig(Protocol):
     @property
     def head_v_dim(self) -> int | None: ...
     @property
+    def num_attention_heads(self) -> int | None: ...
+    @property
     def num_kv_heads(self) -> int | None: ...
     @property
     def conv_size(self) -> int | None: ...
@@ -42,6 +46,12 @@ class MixerConfig(Protocol):
     def beta_max(self) -> float | None: ...
     @property
     def n_steps(self) -> int | None: ...
+    @property
+    def feature_map(self) -> str | None: ...
+    @property
+    def qk_norm(self) -> QueryKeyNorm | None: ...
+    @property
+    def normalizer(self) -> bool | None: ...
     @property
     def window(self) -> int | None: ...
     @property
@@ -53,6 +63,8 @@ class MixerConfig(Protocol):
 class Mixer(nn.Module, ABC):
     """What mixes tokens in a block: `mixer(x, state) -> (y, state)`."""
 
+    # Its row in the table of systems.
+    rule: ClassVar[System]
     # Parameters that stay in float32 in a 16-bit layer, and that weight decay skips.
     float32_parameters: ClassVar[tuple[str, ...]] = ()
 
@@ -60,6 +72,11 @@ class Mixer(nn.Module, ABC):
     @abstractmethod
     def from_config(cls, config: MixerConfig, layer_index: int) -> Self:
         """Build the layer at layer_index of a model."""
+
+    @classmethod
+    def takes(cls, option: str) -> bool:
+        """Whether an option of only some layers is one of this; `from_config` leaves out others."""
+        return False
 
     @abstractmethod
     def init_state(self, batch_size: int) -> State:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn.arguments import default_head_dim
+from deltarule.nn.call import Call
 from deltarule.nn.gates import initial_A_log, initial_dt_bias
 from deltarule.nn.interface import MixerConfig
 from deltarule.nn.mixer import RecurrentMixer
@@ -83,7 +84,7 @@ class Mamba2(RecurrentMixer):
         size = self.num_v_heads * self.head_v_dim
         self.o_norm = GroupRMSNorm(self.num_heads, size, self.norm_eps)
 
-    def finish(self, o: Tensor, projections: Projections) -> Tensor:
+    def finish(self, o: Tensor, projections: Projections, call: Call) -> Tensor:
         """Read out, gate, and only then normalise."""
         o = self.rule.read_out_function(o, projections)
         if projections.output_gate is not None:

@@ -4,13 +4,16 @@ y = weight * x / sqrt(mean(x^2) + eps)
 """
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn.heads import split
+from deltarule.ops import gated_norm as fused
+from deltarule.ops.dispatch import Implementation, Table, always, choose
+from deltarule.ops.fused import run_fused, why_not_fused
 
 Activation = Literal["silu", "sigmoid"]
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -56,11 +59,89 @@ class GatedRMSNorm(RMSNorm):
     def __init__(self, size: int, eps: float = 1e-5, activation: Activation = "silu") -> None:
         """Start with weights of one."""
         super().__init__(size, eps)
-        self.activation = ACTIVATIONS[activation]
+        self.activation = activation
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         """Normalise x [..., size]; with no gate, that is all."""
-        y = super().forward(x)
+        call = Call(x, gate, self.weight, self.eps, self.activation)
+        return choose(GATED_NORMS, call, "auto", x.device).run(call)
+
+
+class Call(NamedTuple):
+    """What one gated norm is given."""
+
+    x: Tensor
+    gate: Tensor | None
+    weight: Tensor
+    eps: float
+    activation: Activation
+
+
+def run_torch(call: Call) -> Tensor:
+    """Plain PyTorch."""
+    x, gate, weight, eps, activation = call
+    y = F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+    return y if gate is None else y * ACTIVATIONS[activation](gate)
+
+
+def run_triton(call: Call) -> Tensor:
+    """One kernel, which keeps the weight in float32 and rounds once."""
+    y: Tensor = run_fused(fused.gated_norm, *call)
+    return y
+
+
+def why_not_triton(call: Call) -> str | None:
+    """What the Triton kernel cannot do."""
+    x, gate, *_ = call
+    if x.shape[-1] > fused.MAX_CHANNELS:
+        return f"the Triton kernel takes up to {fused.MAX_CHANNELS} channels, got {x.shape[-1]}"
+    if gate is not None and (gate.shape != x.shape or gate.dtype != x.dtype):
+        return f"the Triton kernel takes a gate {list(x.shape)} in {x.dtype}, as x is"
+    return why_not_fused(x)
+
+
+# In the order in which they are preferred.
+GATED_NORMS: Table[Call, Tensor] = {
+    "triton": Implementation(why_not=why_not_triton, run=run_triton),
+    "torch": Implementation(why_not=always, run=run_torch),
+}
+
+
+class GateOnly(nn.Module):
+    """y = x * activation(gate): for outputs that are divided by a normaliser already."""
+
+    def __init__(self, activation: Activation = "silu") -> None:
+        """Nothing is learned."""
+        super().__init__()
+        self.activation = ACTIVATIONS[activation]
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Gate x; with no gate, leave it."""
+        return x if gate is None else x * self.activation(gate)
+
+
+class GatedGroupNorm(nn.GroupNorm):
+    """Mean and variance of each head taken out, a weight and a bias a channel, then the gate.
+
+    y = GroupNorm(x) * activation(gate)
+
+    Args:
+        heads: Heads, each a group.
+        head_dim: Channels of a head.
+        eps: Added to the variance.
+        activation: What the gate goes through.
+    """
+
+    def __init__(
+        self, heads: int, head_dim: int, eps: float, activation: Activation = "silu"
+    ) -> None:
+        """Start with weights of one and biases of zero."""
+        super().__init__(heads, heads * head_dim, eps=eps)
+        self.activation = ACTIVATIONS[activation]
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Normalise x [B, T, heads, head_dim]."""
+        y = super().forward(x.flatten(0, 1).flatten(1)).view_as(x)
         return y if gate is None else y * self.activation(gate)
 
 

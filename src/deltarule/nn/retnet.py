@@ -6,8 +6,9 @@ from typing import Self
 import torch
 
 from deltarule.nn.arguments import check_even
+from deltarule.nn.call import Call
 from deltarule.nn.interface import MixerConfig
-from deltarule.nn.mixer import Call, RecurrentMixer
+from deltarule.nn.mixer import RecurrentMixer
 from deltarule.nn.rope import rotate
 from deltarule.nn.state import State
 from deltarule.rules import Projections, retnet
@@ -56,8 +57,6 @@ class RetNet(RecurrentMixer):
     def project(self, call: Call) -> Projections:
         """Rotate q and k by their positions."""
         projections = super().project(call)
-        length = call.before["length"]
-        call.after["length"] = length + call.layout.counts
-        positions = call.layout.positions(length)
+        positions = call.positions()
         q, k = (rotate(x, positions, self.rope_theta) for x in (projections.q, projections.k))
         return replace(projections, q=q, k=k)

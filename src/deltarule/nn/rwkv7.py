@@ -5,10 +5,12 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from deltarule.nn.arguments import check_shifted
+from deltarule.nn.call import Call
 from deltarule.nn.gates import low_rank
 from deltarule.nn.heads import split
 from deltarule.nn.interface import MixerConfig
-from deltarule.nn.mixer import Call, RecurrentMixer
+from deltarule.nn.mixer import RecurrentMixer
 from deltarule.nn.state import State
 from deltarule.rules import Projections, rwkv7
 from deltarule.rules.gates import computed
@@ -78,12 +80,7 @@ class RWKV7(RecurrentMixer):
 
     def check_options(self) -> None:
         """Refuse a convolution, and value heads that share a key head."""
-        if self.conv_size:
-            raise ValueError(f"conv_size must be None or 0 for rwkv7, got {self.conv_size}")
-        if self.num_v_heads != self.num_heads:
-            raise ValueError(
-                f"num_v_heads must be num_heads={self.num_heads} for rwkv7, got {self.num_v_heads}"
-            )
+        check_shifted(self.rule.name, self.conv_size, self.num_heads, self.num_v_heads)
 
     def build_projections(self) -> None:
         """Draw q, k and v in the authors' ranges: a small k starts with a small state."""
@@ -172,9 +169,7 @@ class RWKV7(RecurrentMixer):
 
     def shift(self, call: Call) -> dict[str, Tensor]:
         """x_t + mix (x_{t-1} - x_t) for each projection's own mix."""
-        extended = call.layout.with_history(call.x, call.before["shift"])
-        call.after["shift"] = call.layout.next_history(extended, 1)
-        change = call.layout.without_history(extended[:, :-1], 1) - call.x
+        change = call.token_shift()
         mixes = self.shift_mix.to(call.x.dtype)
         return {
             name: torch.addcmul(call.x, change, mix)
@@ -192,7 +187,7 @@ class RWKV7(RecurrentMixer):
             v = torch.lerp(v, first, share)
         return v
 
-    def finish(self, o: Tensor, projections: Projections) -> Tensor:
+    def finish(self, o: Tensor, projections: Projections, call: Call) -> Tensor:
         """Normalise each head, add the bonus, gate, and project back to the stream."""
         normed = self.o_norm(o.flatten(0, 1).flatten(1)).view_as(o)
         y = self.rule.read_out_function(normed, projections)

@@ -3,11 +3,16 @@
 y_t = SiLU(sum_{j=0..W-1} weight_j * x_{t-W+1+j})
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn.layout import Layout
+from deltarule.ops import short_conv as fused
+from deltarule.ops.dispatch import Implementation, Table, always, choose
+from deltarule.ops.fused import run_fused, why_not_fused
 
 
 class ShortConv(nn.Module):
@@ -16,11 +21,13 @@ class ShortConv(nn.Module):
     Args:
         channels: Channels D, each with its own filter.
         size: Taps W, at least 1; the last weighs the token itself.
+        activated: Whether SiLU follows.
     """
 
-    def __init__(self, channels: int, size: int = 4) -> None:
+    def __init__(self, channels: int, size: int = 4, activated: bool = True) -> None:
         """Draw the taps from U(-W^-1/2, W^-1/2)."""
         super().__init__()
+        self.activated = activated
         self.weight = nn.Parameter(torch.empty(channels, size).uniform_(-(size**-0.5), size**-0.5))
 
     @property
@@ -34,10 +41,51 @@ class ShortConv(nn.Module):
 
     def forward(self, x: Tensor, history: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """Convolve x [B, T, D] after history [N, R, D]; return y and the next history."""
-        extended = layout.with_history(x, history)
-        y = convolve(extended, self.weight.to(x.dtype))
-        y = F.silu(layout.without_history(y, self.reach))
-        return y, layout.next_history(extended, self.reach)
+        call = Call(x, self.weight, history, layout, self.activated)
+        return choose(CONVOLUTIONS, call, "auto", x.device).run(call)
+
+
+class Call(NamedTuple):
+    """What one convolution is given."""
+
+    x: Tensor
+    weight: Tensor
+    history: Tensor
+    layout: Layout
+    activated: bool
+
+
+def run_torch(call: Call) -> tuple[Tensor, Tensor]:
+    """Plain PyTorch, on rows that begin with their history."""
+    x, weight, history, layout, activated = call
+    reach = weight.shape[1] - 1
+    extended = layout.with_history(x, history)
+    y = layout.without_history(convolve(extended, weight.to(x.dtype)), reach)
+    return F.silu(y) if activated else y, layout.next_history(extended, reach)
+
+
+def run_triton(call: Call) -> tuple[Tensor, Tensor]:
+    """One kernel, which keeps the taps in float32 and rounds once."""
+    x, weight, history, layout, activated = call
+    counts = None if layout.real is None else layout.counts
+    packing = layout.cu_seqlens, layout.sequence, counts
+    history = history.to(x.dtype)
+    y, after = run_fused(fused.short_conv, x, weight, history, *packing, activated, 0)
+    return y, after
+
+
+def why_not_triton(call: Call) -> str | None:
+    """What the Triton kernel cannot do."""
+    if (taps := call.weight.shape[1]) > fused.MAX_TAPS:
+        return f"the Triton kernel takes up to {fused.MAX_TAPS} taps, got {taps}"
+    return why_not_fused(call.x)
+
+
+# In the order in which they are preferred.
+CONVOLUTIONS: Table[Call, tuple[Tensor, Tensor]] = {
+    "triton": Implementation(why_not=why_not_triton, run=run_triton),
+    "torch": Implementation(why_not=always, run=run_torch),
+}
 
 
 def convolve(x: Tensor, weight: Tensor) -> Tensor:

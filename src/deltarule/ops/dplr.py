@@ -26,6 +26,7 @@ def dplr(
     initial_state: State | None = None,
     cu_seqlens: Offsets | None = None,
     return_state: bool = True,
+    save_states: bool = True,
     batch_invariant: bool = False,
     impl: Impl = "auto",
 ) -> RecurrentOutput:
@@ -51,6 +52,8 @@ def dplr(
         cu_seqlens: Offsets [N + 1] of sequences packed into one row (B = 1). None means that each
             batch row is a sequence.
         return_state: False gives None in place of the final state.
+        save_states: Keep the states of the chunks for the backward; False computes them again
+            there, for less memory in between.
         batch_invariant: Fix the plan of execution independently of B and N.
         impl: "auto", or a named implementation, which runs or raises with the reason.
 
@@ -81,4 +84,4 @@ def dplr(
         cu_seqlens=cu_seqlens, n_steps=1, scale=scale, normalize_qk=False,
         batch_invariant=batch_invariant,
     )  # fmt: skip
-    return result(dispatch(args, impl), return_state)
+    return result(dispatch(args, impl, save_states), return_state)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from deltarule.ops.arguments import check_arguments
-from deltarule.ops.dispatch import IMPLEMENTATIONS, first_that_runs
+from deltarule.ops.dispatch import IMPLEMENTATIONS, Call, first_that_runs
 from deltarule.shapes import Beta, Decay, Erase, Keys, Queries, Values
 
 
@@ -53,18 +53,19 @@ def explain(
     Example:
         >>> import torch
         >>> q = k = v = torch.zeros(1, 64, 2, 16)
-        >>> explain(q, k, v, beta=None)[0].impl
-        'torch'
+        >>> [row.impl for row in explain(q, k, v, beta=None) if row.runs]
+        ['torch']
     """
     inputs = check_arguments(
         q, k, v, beta=beta, a=a, b=b, log_decay=log_decay, initial_state=None,
         cu_seqlens=cu_seqlens, n_steps=n_steps, scale=None, normalize_qk=normalize_qk,
         batch_invariant=False,
     )  # fmt: skip
-    chosen = first_that_runs(IMPLEMENTATIONS, inputs)
+    call = Call(inputs)
+    chosen = first_that_runs(IMPLEMENTATIONS, call)
     rows = []
     for name, implementation in IMPLEMENTATIONS.items():
-        reason = implementation.why_not(inputs)
+        reason = implementation.why_not(call)
         if reason is None:
             reason = "first that can run" if name == chosen else f"can run; {chosen} comes first"
         rows.append(Explanation(name, name == chosen, reason))

@@ -1,8 +1,6 @@
 """The operator for decoding: a few new tokens, the state updated in place."""
 
 from collections.abc import Callable
-from functools import cache
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -11,7 +9,16 @@ from torch import Tensor
 from deltarule.kernels.inputs import Inputs
 from deltarule.kernels.torch.recurrent_step import recurrent_step as torch_step
 from deltarule.ops.arguments import check_arguments, shape
-from deltarule.ops.dispatch import Impl, Implementation, Table, always, choose, run_reference
+from deltarule.ops.dispatch import (
+    Call,
+    Impl,
+    Implementation,
+    Table,
+    always,
+    choose,
+    run_reference,
+    triton_missing,
+)
 from deltarule.shapes import Beta, Decay, Erase, Keys, Outputs, Queries, State, Values
 
 MAX_TOKENS = 16
@@ -171,7 +178,7 @@ def reference_step(step: Step) -> Tensor:
     slots = rows if indices is None else indices.long()
     rows = rows if indices is None else rows[slots != null_index]
     current = state[slots[rows]].to(inputs.dtype)
-    o, after = run_reference(inputs.rows(rows)._replace(initial_state=current))
+    o, after = run_reference(Call(inputs.rows(rows)._replace(initial_state=current)))
     assert after is not None
     state[slots[rows]] = after.to(state.dtype)
     return o.new_zeros(inputs.output_shape).index_copy(0, rows, o)
@@ -228,17 +235,6 @@ def why_not_triton(step: Step) -> str | None:
         return f"the Triton kernel takes K up to {MAX_KEY_CHANNELS}, got {inputs.q.shape[3]}"
     if state.stride(-1) != 1:
         return "the Triton kernel needs state.stride(-1) == 1, a row's channels side by side"
-    return None
-
-
-@cache
-def triton_missing(device: torch.device) -> str | None:
-    """Why no Triton kernel runs on this device at all."""
-    if find_spec("triton") is None:
-        return "triton is not installed: pip install deltarule[gpu]"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return f"the Triton kernels need compute capability 8.0, this device has {major}.{minor}"
     return None
 
 

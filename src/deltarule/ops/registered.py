@@ -25,8 +25,30 @@ class Backend(NamedTuple):
     saved_shape: Callable[[Inputs], tuple[int, ...]]
 
 
+def _triton_forward(inputs: Inputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
+    # Triton is an extra, imported where it runs.
+    from deltarule.kernels.triton import recurrence as triton_kernels
+
+    return triton_kernels.forward(inputs, save)
+
+
+def _triton_backward(
+    d_o: Tensor, d_final: Tensor, inputs: Inputs, saved: Tensor
+) -> tuple[Tensor | None, ...]:
+    from deltarule.kernels.triton import recurrence as triton_kernels
+
+    return triton_kernels.backward(d_o, d_final, inputs, saved)
+
+
+def _triton_saved_shape(inputs: Inputs) -> tuple[int, ...]:
+    from deltarule.kernels.triton import recurrence as triton_kernels
+
+    return triton_kernels.saved_shape(inputs)
+
+
 BACKENDS = {
     "torch": Backend(torch_kernels.forward, torch_kernels.backward, layout.chunk_states_shape),
+    "triton": Backend(_triton_forward, _triton_backward, _triton_saved_shape),
 }
 
 NO_DERIVATIVE = (
@@ -177,14 +199,15 @@ class TransformedRecurrence(torch.autograd.Function):
     backward = staticmethod(_backward)
 
 
-def recurrence(inputs: Inputs, backend: str) -> RecurrentOutput:
-    """Call the registered operator, saving states only where a backward may follow."""
+def recurrence(inputs: Inputs, backend: str, save_states: bool) -> RecurrentOutput:
+    """Call the registered operator, saving states only where asked and a backward may follow."""
     if torch.autograd.forward_ad._current_level >= 0 and any(map(_is_dual, inputs[:8])):
         raise NotImplementedError(NO_DERIVATIVE)
     if torch._C._are_functorch_transforms_active():
         run: Any = TransformedRecurrence.apply
         return RecurrentOutput(*run(*inputs, False, backend)[:2])
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs[:8])
+    differentiated = any(x is not None and x.requires_grad for x in inputs[:8])
+    save = save_states and torch.is_grad_enabled() and differentiated
     return RecurrentOutput(*recurrence_op(*inputs, save, backend)[:2])
 
 

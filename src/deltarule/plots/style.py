@@ -45,6 +45,24 @@ def new_drawing(*, title: str, x: str, y: str) -> Drawing:
     return Drawing(figure, axes)
 
 
+def new_grid(rows: int, columns: int, *, title: str) -> "tuple[Figure, list[list[Axes]]]":
+    """A figure of several axes in the style, a list of them for each row.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    figure = require("matplotlib.figure").Figure(
+        figsize=(1.5 * WIDTH, 0.5 * HEIGHT * rows + 0.8), dpi=DOTS_PER_INCH, layout="constrained"
+    )
+    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=11)
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for one in axes.flat:
+        one.spines[["top", "right"]].set_visible(False)
+        one.spines[["left", "bottom"]].set_color(INK)
+        one.tick_params(colors=INK, labelsize=8)
+    return figure, [list(row) for row in axes]
+
+
 def draw_levels(axes: "Axes", levels: dict[str, float]) -> None:
     """Horizontal lines with name and value written on them, the lowest name below its line.
 

@@ -1,26 +1,80 @@
-"""The published systems, each a pure map from a layer's projections to an operator's arguments."""
+"""The published systems, one row each; most are pure maps to an operator's arguments."""
 
 from deltarule.rules import (
+    abc,
+    comba,
     delta_product,
     deltanet,
+    dfw,
     gated_delta_product,
     gated_deltanet,
+    gated_deltanet2,
+    gated_rfa,
     gla,
+    gsa,
+    hgrn2,
     kda,
     lightning,
     linear_attention,
     longhorn,
+    longhorn_released,
+    mamba1,
     mamba2,
+    mesa,
+    mlstm,
+    multi_head,
     retnet,
+    rwkv6,
     rwkv7,
+    s4,
+    softmax,
+    titans,
+    ttt,
 )
-from deltarule.rules.rule import Arguments, Carry, Projections, Rule
+from deltarule.rules.names import Named
+from deltarule.rules.rule import Arguments, Carry, Projections, Rule, System
 
-_MODULES = (
-    linear_attention, retnet, lightning, mamba2, gla, deltanet, gated_deltanet, kda,
-    delta_product, gated_delta_product, longhorn, rwkv7,
-)  # fmt: skip
+_ROWS: tuple[System, ...] = (
+    linear_attention.RULE,
+    gated_rfa.RULE,
+    retnet.RULE,
+    lightning.RULE,
+    mamba2.RULE,
+    gla.RULE,
+    rwkv6.RULE,
+    hgrn2.RULE,
+    mlstm.RULE,
+    deltanet.RULE,
+    gated_deltanet.RULE,
+    kda.RULE,
+    gated_deltanet2.RULE,
+    comba.RULE,
+    delta_product.RULE,
+    gated_delta_product.RULE,
+    longhorn.RULE,
+    rwkv7.RULE,
+    multi_head.HEAD,
+    multi_head.KEY_VALUE,
+    multi_head.VALUE,
+    multi_head.KEY,
+    multi_head.QUERY,
+    mamba1.SYSTEM,
+    s4.SYSTEM,
+    dfw.SYSTEM,
+    longhorn_released.SYSTEM,
+    abc.SYSTEM,
+    gsa.SYSTEM,
+    mesa.SYSTEM,
+    ttt.LINEAR,
+    ttt.MLP,
+    titans.LINEAR,
+    titans.MLP,
+    softmax.FULL,
+    softmax.WINDOW,
+)
 
-RULES: dict[str, Rule] = {module.RULE.name: module.RULE for module in _MODULES}
+# Every row; and those that delta_rule or dplr runs.
+SYSTEMS: dict[str, System] = Named({row.name: row for row in _ROWS})
+RULES: dict[str, Rule] = Named({row.name: row for row in _ROWS if isinstance(row, Rule)})
 
-__all__ = ["RULES", "Arguments", "Carry", "Projections", "Rule"]
+__all__ = ["RULES", "SYSTEMS", "Arguments", "Carry", "Projections", "Rule", "System"]

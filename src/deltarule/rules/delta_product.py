@@ -5,6 +5,7 @@ S_{t,0} = S_{t-1,n}        o_t = S_{t,n} q_t        j = 1..n
 """
 
 from deltarule.rules import deltanet
+from deltarule.rules.objectives import GradientSteps, square_error
 from deltarule.rules.rule import Carry, Mapped, Projections, Rule
 
 
@@ -25,4 +26,5 @@ RULE = Rule(
     objective="|S k_j - v_j|^2 / 2, one gradient step for each j",
     source="arXiv 2502.10297, section 3 (slides print the steps in the wrong order)",
     arguments=arguments,
+    update=GradientSteps(square_error),
 )

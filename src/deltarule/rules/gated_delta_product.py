@@ -6,6 +6,7 @@ S_{t,j} = S_{t,j-1} (I - beta_{t,j} k_{t,j} k_{t,j}^T) + beta_{t,j} v_{t,j} k_{t
 
 from deltarule.rules import delta_product
 from deltarule.rules.gates import discretised_log_decay
+from deltarule.rules.objectives import GradientSteps, square_error
 from deltarule.rules.rule import Carry, Mapped, Projections, Rule
 
 
@@ -26,4 +27,5 @@ RULE = Rule(
     objective="|S k_j - v_j|^2 / 2 from a S', one gradient step for each j",
     source="arXiv 2502.10297, section 3",
     arguments=arguments,
+    update=GradientSteps(square_error),
 )

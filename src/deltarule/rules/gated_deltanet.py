@@ -7,6 +7,7 @@ beta_t = beta_max sigmoid(beta_logits_t)
 
 from deltarule.rules import deltanet
 from deltarule.rules.gates import discretised_log_decay
+from deltarule.rules.objectives import Minimiser, stay_and_correct
 from deltarule.rules.rule import Carry, Mapped, Projections, Rule
 
 
@@ -27,4 +28,5 @@ RULE = Rule(
     objective="|S - a S'|^2 - 2 <S k, beta (v - a S' k)>",
     source="arXiv 2412.06464, eq. 10",
     arguments=arguments,
+    update=Minimiser(stay_and_correct),
 )

@@ -6,6 +6,7 @@ S_t = S_{t-1} Diag(a_t) + v_t k_t^T        a_t = sigmoid(decay_logits_t)^(1/16)
 import torch.nn.functional as F
 
 from deltarule.rules.gates import computed
+from deltarule.rules.objectives import Minimiser, stay_and_write
 from deltarule.rules.rule import Carry, Mapped, Projections, Rule
 
 # Keeps most decays near one, whatever the logit.
@@ -29,4 +30,5 @@ RULE = Rule(
     objective="|S - S' Diag(a)|^2 - 2 <S k, v>",
     source="arXiv 2312.06635, eq. 3 and section 4.4",
     arguments=arguments,
+    update=Minimiser(stay_and_write),
 )

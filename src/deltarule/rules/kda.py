@@ -5,6 +5,7 @@ a_t = exp(-exp(A_log) softplus(decay_logits_t + dt_bias))
 """
 
 from deltarule.rules.gated_deltanet import arguments
+from deltarule.rules.objectives import Minimiser, stay_and_correct
 from deltarule.rules.rule import Rule
 
 RULE = Rule(
@@ -18,4 +19,5 @@ RULE = Rule(
     objective="|S - S' Diag(a)|^2 - 2 <S k, beta (v - S' Diag(a) k)>",
     source="arXiv 2510.26692, section 3",
     arguments=arguments,
+    update=Minimiser(stay_and_correct),
 )

@@ -5,6 +5,7 @@ S_t = g_h S_{t-1} + v_t k_t^T        log g_h = -(8 / HV) (1 - layer / layers) h,
 
 import torch
 
+from deltarule.rules.objectives import Minimiser, stay_and_write
 from deltarule.rules.rule import Carry, Mapped, Projections, Rule
 
 
@@ -28,4 +29,5 @@ RULE = Rule(
     objective="|S - g S'|^2 - 2 <S k, v>",
     source="arXiv 2401.04658, section 3; slopes of TransNormerLLM, arXiv 2307.14995",
     arguments=arguments,
+    update=Minimiser(stay_and_write),
 )

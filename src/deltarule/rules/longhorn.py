@@ -5,6 +5,7 @@ b_t = beta_max sigmoid(beta_logits_t)
 """
 
 from deltarule.rules.gates import computed, write_strength
+from deltarule.rules.objectives import Minimiser, proximal_regression
 from deltarule.rules.rule import Carry, Mapped, Projections, Rule
 
 
@@ -29,4 +30,5 @@ RULE = Rule(
     objective="|S - S'|^2 + b |S k - v|^2, exactly",
     source="arXiv 2407.14207, theorem 3.1, one b for each head instead of one for each channel",
     arguments=arguments,
+    update=Minimiser(proximal_regression),
 )

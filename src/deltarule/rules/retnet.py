@@ -5,6 +5,7 @@ S_t = g_h S_{t-1} + v_t k_t^T        g_h = 1 - 2^(-5 - h), h = 0..HV-1
 
 import torch
 
+from deltarule.rules.objectives import Minimiser, stay_and_write
 from deltarule.rules.rule import Carry, Mapped, Projections, Rule
 
 
@@ -27,4 +28,5 @@ RULE = Rule(
     objective="|S - g S'|^2 - 2 <S k, v>",
     source="arXiv 2307.08621, eq. 6 and 8",
     arguments=arguments,
+    update=Minimiser(stay_and_write),
 )

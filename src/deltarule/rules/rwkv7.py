@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltarule.rules.gates import computed
+from deltarule.rules.objectives import Minimiser, stay_and_replace
 from deltarule.rules.rule import Carry, Mapped, Projections, Rule
 
 # The fastest decay a token, exp(-e^(-1/2)) = 0.545: the authors' bound for stable training.
@@ -29,7 +30,7 @@ def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
     return given | {"a": -erase, "b": rate * erase}, carry
 
 
-def read_out(o: Tensor, projections: Projections) -> Tensor:
+def read_out(o: Tensor, projections: Projections, carry: Carry | None = None) -> Tensor:
     """Add the bonus; the layer has normalised o before."""
     read = computed(projections.q) * written_key(projections) * projections.need("bonus")
     return (o + read.sum(-1, keepdim=True) * projections.v).to(o.dtype)
@@ -49,8 +50,9 @@ RULE = Rule(
     read_out="o = norm(S q) + (q . (bonus * k')) v",
     decay="channel",
     erase="free",
-    objective="|S u - v|^2 / 2, a relaxed gradient step",
+    objective="|S - S' Diag(w)|^2 + 2 <S (eta * u), S' u> - 2 <S k', v>",
     source="arXiv 2503.14456, section 4",
     arguments=arguments,
     read_out_function=read_out,
+    update=Minimiser(stay_and_replace),
 )

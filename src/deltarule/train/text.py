@@ -15,6 +15,7 @@ from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.bytes import VOCAB_SIZE
 from deltarule.models.loss import next_token_loss
 from deltarule.plots.loss_curve import loss_curve
+from deltarule.rules.rule import QueryKeyNorm
 from deltarule.train.data import Batch, Corpus, ShuffledRows, encode_documents
 from deltarule.train.documents import (
     Documents,
@@ -36,8 +37,8 @@ class TextModel:
     """The model's sizes; see `deltarule.models.ModelConfig`."""
 
     layer_types: tuple[str, ...] = ("gated_deltanet",)
-    """Mixer of each block, one name or a pattern that repeats; `deltarule rules` lists them,
-    and there are attention and sliding_window."""
+    """Mixer of each block: one name, several that repeat, or a published pattern such as samba;
+    `deltarule rules` lists the names, `python -m deltarule.recipes` the patterns."""
     num_layers: int = 2
     """Blocks, each a mixer and an MLP."""
     hidden_size: int = 128
@@ -58,6 +59,13 @@ class TextModel:
     """Largest write strength, 2 allows negative eigenvalues; None is the layer's own default."""
     n_steps: int | None = None
     """Writes for each token in DeltaProduct layers; None is the layer's own default."""
+    feature_map: str | None = None
+    """What q and k of linear attention and DeltaNet go through: identity, elu, relu, silu, dpfp,
+    taylor, hedgehog, random_fourier, performer or cosformer; None is the layer's own default."""
+    qk_norm: QueryKeyNorm | None = None
+    """What those divide q and k by: none, l1 or l2; None is the layer's own default."""
+    normalizer: bool | None = None
+    """Divide linear attention's read-out by z^T q; None is the layer's own default."""
     window: int | None = None
     """Tokens that sliding-window attention sees; None is the layer's own default."""
     tie_embeddings: bool = True

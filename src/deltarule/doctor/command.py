@@ -1,0 +1,127 @@
+"""`deltarule doctor`: examine configurations, show progress, keep what was found."""
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from deltarule.doctor.examine import (
+    Configuration,
+    Verdict,
+    commonest,
+    every,
+    examined,
+    known_bad,
+)
+from deltarule.kernels.machine import identity, keep, kept, kept_file
+from deltarule.train.extra import require
+
+NO_GPU = (
+    "doctor runs the GPU kernels beside their definition, and PyTorch sees no CUDA device here: "
+    "there is nothing to examine"
+)
+NO_TRITON = (
+    "doctor examines Triton kernels, and Triton is not installed: pip install deltarule[gpu]"
+)
+# So many processes compile at a time; each takes about 2 GB of the GPU.
+MOST_PROCESSES = 12
+
+
+@dataclass(frozen=True)
+class DoctorRun:
+    """Run the shipped kernels on this GPU beside the float64 definition; refuse what fails."""
+
+    all: bool = False
+    """Every configuration of the grid, not only the 24 commonest."""
+    show: bool = False
+    """Print what was found before, and examine nothing."""
+    processes: int | None = None
+    """Processes that examine at a time; 0 uses this one, None as many as there are processors."""
+
+
+def diagnose(run: DoctorRun) -> None:
+    """Examine, print, keep.
+
+    Raises:
+        ValueError: There is no GPU or no Triton, or a configuration failed.
+    """
+    if run.show:
+        print(f"{kept_file('doctor')}:")
+        for name, verdict in kept("doctor").items():
+            print(
+                f"  {'passed' if verdict['passed'] else 'FAILED'}  {name}  {verdict['error'] or ''}"
+            )
+        return
+    if not torch.cuda.is_available():
+        raise ValueError(NO_GPU)
+    if find_spec("triton") is None:
+        raise ValueError(NO_TRITON)
+    print(", ".join(f"{name} {value}" for name, value in identity().items()))
+    if (warning := known_bad(torch.cuda.get_device_capability())) is not None:
+        print(warning)
+    start, configurations = time.perf_counter(), every() if run.all else commonest()
+    found = list(shown(examine_all(configurations, run.processes), len(configurations)))
+    path = keep_verdicts(found)
+    failed = [verdict for verdict in found if not verdict.passed]
+    seconds = time.perf_counter() - start
+    print(f"{len(found) - len(failed)} of {len(found)} passed in {seconds:.0f} s; kept in {path}")
+    if failed:
+        raise ValueError(f"{len(failed)} configurations failed and are refused from now on")
+
+
+def examine_all(
+    configurations: Sequence[Configuration], processes: int | None
+) -> Iterator[Verdict]:
+    """In processes of their own, or in this one."""
+    from deltarule.doctor.workers import examined_apart
+
+    if processes == 0:
+        return examined(configurations, torch.device("cuda"))
+    if processes is None:
+        processes = min(os.cpu_count() or 1, MOST_PROCESSES)
+    return examined_apart(configurations, processes)
+
+
+def keep_verdicts(found: Iterable[Verdict]) -> Path:
+    """Add to what is kept of this machine; a new verdict replaces an old one."""
+    from deltarule.kernels.triton.verdicts import KIND, failures
+
+    verdicts = kept(KIND) | {
+        verdict.name: {
+            "passed": verdict.passed, "error": verdict.error, "times_bar": verdict.times_bar,
+        }
+        for verdict in found
+    }  # fmt: skip
+    path = keep(KIND, verdicts)
+    failures.cache_clear()
+    return path
+
+
+def shown(verdicts: Iterator[Verdict], total: int) -> Iterator[Verdict]:
+    """Pass verdicts on under a bar of progress, or as plain lines where there is no terminal."""
+    if not sys.stdout.isatty():
+        for verdict in verdicts:
+            print(line(verdict), flush=True)
+            yield verdict
+        return
+    with require("rich.progress").Progress() as progress:
+        task = progress.add_task("examined", total=total)
+        for verdict in verdicts:
+            progress.advance(task)
+            if not verdict.passed:
+                progress.console.print(line(verdict), highlight=False)
+            yield verdict
+
+
+def line(verdict: Verdict) -> str:
+    """One verdict."""
+    state = "passed" if verdict.passed else "FAILED"
+    return (
+        f"{state}  {verdict.name}  {verdict.times_bar:.2f} of the bar  {verdict.seconds:.1f} s  "
+        f"{verdict.error or ''}"
+    )

@@ -1,0 +1,104 @@
+"""Which GPU, driver and versions run the kernels, and the files that are kept about them."""
+
+import json
+import os
+import re
+import sys
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+NO_GPU = "no GPU (Triton's interpreter)"
+
+
+def cache_folder() -> Path:
+    """The user's folder for what deltarule finds out about a machine.
+
+    It comes from the user's account alone: an environment variable must not choose the table that
+    the kernels read, and with it the last bits of a result.
+    """
+    home = account_home()
+    if sys.platform == "win32":
+        return home / "AppData" / "Local" / "deltarule"
+    return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "deltarule"
+
+
+def account_home() -> Path:
+    """The home folder that the system has on record for this user."""
+    if os.name != "posix":
+        return Path.home()
+    import pwd
+
+    try:
+        return Path(pwd.getpwuid(os.getuid()).pw_dir)
+    except KeyError:
+        return Path.home()
+
+
+@cache
+def identity() -> dict[str, str]:
+    """GPU, driver, Triton and package version: what a finding holds for."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else NO_GPU
+    return {
+        "gpu": gpu, "driver": driver_version(), "triton": triton_version(),
+        "deltarule": package_version(),
+    }  # fmt: skip
+
+
+def package_version() -> str:
+    """Of this package, which is loaded before any of its parts."""
+    return str(vars(sys.modules[__name__.partition(".")[0]])["__version__"])
+
+
+def driver_version() -> str:
+    """Of the NVIDIA driver, or "none"."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        text = ""
+    found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text)
+    if found:
+        return found[1]
+    if not torch.cuda.is_available():
+        return "none"
+    # What the driver supports at most, where it does not say its own number.
+    return f"CUDA {vars(torch._C)['_cuda_getDriverVersion']()}"
+
+
+def triton_version() -> str:
+    """Of the installed Triton, or "none"."""
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def kept_file(kind: str) -> Path:
+    """The file of one kind of findings on this machine."""
+    name = "_".join(re.sub(r"[^\w.]+", "-", value).strip("-") for value in identity().values())
+    return cache_folder() / kind / f"{name}.json"
+
+
+def kept(kind: str) -> dict[str, Any]:
+    """Findings of one kind on this machine; empty if there are none, or none that can be read."""
+    try:
+        found = json.loads(kept_file(kind).read_text())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(found, dict) or found.get("machine") != identity():
+        return {}
+    findings = found.get(kind)
+    return findings if isinstance(findings, dict) else {}
+
+
+def keep(kind: str, findings: dict[str, Any]) -> Path:
+    """Write the findings of one kind, whole or not at all."""
+    path = kept_file(kind)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    aside.write_text(json.dumps({"machine": identity(), kind: findings}, indent=1) + "\n")
+    aside.replace(path)
+    return path

@@ -1,0 +1,37 @@
+"""The arguments of one call of `selective_scan`: what it checks and every backend is given."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class ScanInputs(NamedTuple):
+    """One call; q and k are [B, T, H, K], or [HV, V, K] where they are constant over time."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    delta: Tensor | None
+    A: Tensor | None
+    value_log_decay: Tensor | None
+    log_decay: Tensor | None
+    beta: Tensor | None
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
+    scale: float
+
+    @property
+    def sequences(self) -> int:
+        """N: batch rows, or packed sequences."""
+        return self.v.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        """[N, HV, V, K]."""
+        return self.sequences, self.v.shape[2], self.v.shape[3], self.q.shape[-1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the state is kept and everything is computed."""
+        return torch.float64 if self.v.dtype == torch.float64 else torch.float32

@@ -1,0 +1,174 @@
+"""Decay per key channel and the free erase in Triton: buffers and launches of their kernels."""
+
+import torch
+from torch import Tensor
+
+from deltarule.kernels.inputs import Inputs
+from deltarule.kernels.triton.channel_gradients import channel_gradients_kernel
+from deltarule.kernels.triton.channel_gradients_16bit import (
+    even_chunks_kernel,
+    steep_chunks_kernel,
+)
+from deltarule.kernels.triton.channel_pairs import pair_gradients_kernel
+from deltarule.kernels.triton.channel_scores import channel_scores_kernel
+from deltarule.kernels.triton.configurations import call_of, configuration, power_of_two
+from deltarule.kernels.triton.launch import OPTIONS, Plan, Scores, precision, strides
+
+# Rows that the decays of a chunk take, as channel_decay.py lays them out.
+SUMS = 212
+# How far in one block a column may lie below the block's start, as a power of 2.
+BARS = {torch.float32: 12.0, torch.float16: 115.0, torch.bfloat16: 115.0}
+# Of `even_chunks_kernel`: two programs of it share a multiprocessor without spills.
+EVEN = {"BC": 64, "BV": 64, "num_warps": 4, "num_stages": 1}
+
+
+def erase_of(inputs: Inputs) -> str:
+    """none, tied or free."""
+    if inputs.a is not None:
+        return "free"
+    return "none" if inputs.beta is None else "tied"
+
+
+def by_channel(inputs: Inputs) -> Inputs:
+    """The same call with log_decay as [B, T, HV, K]; one of a head is repeated in place."""
+    log_decay = inputs.log_decay
+    if log_decay is None or log_decay.ndim == 4:
+        return inputs
+    expanded = log_decay.unsqueeze(-1).expand(*log_decay.shape, inputs.q.shape[-1])
+    return inputs._replace(log_decay=expanded)
+
+
+def decay_strides(log_decay: Tensor | None) -> tuple[int, ...]:
+    """Of batch, time, head and channel; zeros for None."""
+    return (0, 0, 0, 0) if log_decay is None else log_decay.stride()
+
+
+def options(inputs: Inputs, plan: Plan, config: dict[str, int]) -> dict[str, object]:
+    """The compile-time choices that both kernels take."""
+    channels = min(plan.sizes["BK"], config["BC"])
+    return {
+        **{name: plan.sizes[name] for name in ("H", "HV", "K", "N_STEPS", "CT", "BT")},
+        **config, "BC": channels, "ERASE": erase_of(inputs),
+        "HAS_DECAY": inputs.log_decay is not None, "UNIT_NORM": inputs.normalize_qk,
+        "PACKED": inputs.cu_seqlens is not None, "BAR": BARS[inputs.q.dtype],
+        "PRECISION": precision(inputs.q.dtype), "EXACT": inputs.q.dtype == torch.float32,
+        **OPTIONS,
+    }  # fmt: skip
+
+
+def has_even_chunks(inputs: Inputs) -> bool:
+    """Whether `even_chunks_kernel` takes the chunks it can: bfloat16 has the range for it."""
+    return inputs.q.dtype == torch.bfloat16 and erase_of(inputs) != "free"
+
+
+def even_configuration(inputs: Inputs, plan: Plan) -> dict[str, int]:
+    """Tile sizes, warps and stages of `even_chunks_kernel`, for every GPU and any size."""
+    # Sums over value heads take registers, too, and so does a loop over channels.
+    loops = inputs.normalize_qk or plan.sizes["HV"] != plan.sizes["H"]
+    channels = EVEN["BC"] // 2 if loops else EVEN["BC"]
+    tile = EVEN | {"BC": min(plan.sizes["BK"], channels)}
+    return tile | {"BV": min(power_of_two(plan.sizes["V"]), EVEN["BV"])}
+
+
+def channel_scores(inputs: Inputs, plan: Plan) -> tuple[Scores, Tensor | None]:
+    """Launch `channel_scores_kernel`, twice where the erase is free.
+
+    Takes the tensors of `inputs` in one piece each, but for beta and log_decay; leaves the sums of
+    the decays for `channel_gradients`.
+    """
+    inputs, erase, x = by_channel(inputs), erase_of(inputs), inputs.q
+    sizes, decays = plan.sizes, inputs.log_decay is not None
+    rows, reads, channels = sizes["BT"], sizes["BQ"], sizes["K"]
+
+    def buffer(*shape: int, dtype: torch.dtype = x.dtype) -> Tensor:
+        return torch.empty(plan.chunks, sizes["HV"], *shape, dtype=dtype, device=x.device)
+
+    erases, free = erase != "none", erase == "free"
+    out = Scores(
+        buffer(reads, channels), buffer(rows, channels) if free else None,
+        buffer(rows, channels) if erases else None, buffer(rows, channels),
+        buffer(reads, rows), buffer(reads, rows) if free else None,
+        buffer(rows, rows) if erases else None, buffer(rows, rows) if free else None,
+        buffer(4, rows, dtype=torch.float32) if erase == "tied" else None,
+        buffer(channels, dtype=torch.float32) if decays else None,
+    )  # fmt: skip
+    sums = buffer(SUMS, channels, dtype=torch.float32) if decays else None
+    # A tf32 number has no more digits than a float16 one: rounding to it would show.
+    exact = {"PRECISION": "tf32" if x.dtype == torch.bfloat16 else "tf32x3"}
+    config = configuration("channel_scores", call_of(inputs))
+    for erasing_rows in (False, True) if free else (False,):
+        channel_scores_kernel[plan.chunks, sizes["HV"]](
+            inputs.q, inputs.k, inputs.a, inputs.b, inputs.beta, inputs.log_decay,
+            inputs.cu_seqlens, *out, sums,
+            inputs.scale, x.shape[1], inputs.sequences, *strides(inputs.beta),
+            *decay_strides(inputs.log_decay),
+            **options(inputs, plan, config) | exact, BQ=reads, BK=sizes["BK"],
+            ERASING_ROWS=erasing_rows, MERGE=precision(x.dtype),
+        )  # fmt: skip
+    return out, sums
+
+
+def channel_gradients(
+    inputs: Inputs,
+    plan: Plan,
+    scores: Scores,
+    sums: Tensor | None,
+    d_o: Tensor,
+    states: Tensor,
+    errors: Tensor | None,
+    d_states: Tensor,
+    d_errors: Tensor,
+    d_values: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Launch the two kernels: gradients by q, k, v, beta, a, b and log_decay.
+
+    Takes what the kernels that follow the chunks saved: S, E, D, X and, of a free erase, dv. The
+    decays' sums are overwritten.
+    """
+    wide, erase, x = by_channel(inputs), erase_of(inputs), inputs.q
+    sizes, rows = plan.sizes, plan.sizes["BT"]
+    count = {"none": 1, "tied": 2, "free": 4}[erase]
+    kept = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+    pairs = torch.empty(plan.chunks, sizes["HV"], count, rows, rows, dtype=kept, device=x.device)
+    d_q, d_k, d_v, d_a, d_b = (
+        None if y is None else torch.empty_like(y)
+        for y in (inputs.q, inputs.k, inputs.v, inputs.a, inputs.b)
+    )
+    d_beta, d_decay = (
+        None if y is None else torch.empty(y.shape, dtype=torch.float32, device=x.device)
+        for y in (inputs.beta, wide.log_decay)
+    )
+    config = options(inputs, plan, configuration("channel_gradients", call_of(inputs)))
+    few = ("HV", "N_STEPS", "CT", "BT", "ERASE", "PACKED", "PRECISION")
+    pair_gradients_kernel[plan.chunks, sizes["HV"]](
+        inputs.v, inputs.beta, inputs.cu_seqlens, errors, d_o, d_errors, d_values, pairs, d_v,
+        d_beta, inputs.scale, x.shape[1], inputs.sequences, *strides(inputs.beta),
+        **{name: config[name] for name in few}, V=sizes["V"],
+        **configuration("pair_gradients", call_of(inputs)), **OPTIONS,
+    )  # fmt: skip
+    even = sums is not None and has_even_chunks(inputs)
+    if even:
+        fewer = ("H", *few, "K", "UNIT_NORM")
+        tile = even_configuration(inputs, plan)
+        parts = 1 if inputs.normalize_qk else -(-sizes["K"] // tile["BC"])
+        even_chunks_kernel[plan.chunks, sizes["H"], parts](
+            inputs.q, inputs.k, inputs.v, inputs.beta, inputs.cu_seqlens, states, errors, d_o,
+            d_states, d_errors, pairs, sums, scores.chunk_decay, d_q, d_k, d_decay,
+            inputs.scale, x.shape[1], inputs.sequences, *strides(inputs.beta),
+            **{name: config[name] for name in fewer}, V=sizes["V"],
+            **tile, **OPTIONS,
+        )  # fmt: skip
+    # What is steep reads and overwrites the sums, so it comes last.
+    kernel = steep_chunks_kernel if even else channel_gradients_kernel
+    kernel[plan.chunks, sizes["H"]](
+        inputs.q, inputs.k, inputs.v, inputs.a, inputs.b, inputs.beta, wide.log_decay,
+        inputs.cu_seqlens, states, errors, d_o, d_states, d_errors, pairs, sums,
+        scores.chunk_decay, d_q, d_k, d_a, d_b, d_decay,
+        inputs.scale, x.shape[1], inputs.sequences, *strides(inputs.beta),
+        *decay_strides(wide.log_decay), **config, BK=sizes["BK"], V=sizes["V"],
+    )  # fmt: skip
+    if d_beta is not None and inputs.beta is not None:
+        d_beta = d_beta.to(inputs.beta.dtype)
+    if d_decay is not None and inputs.log_decay is not wide.log_decay:
+        d_decay = d_decay.sum(-1)
+    return d_q, d_k, d_v, d_beta, d_a, d_b, d_decay

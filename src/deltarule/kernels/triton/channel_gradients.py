@@ -1,0 +1,248 @@
+"""The gradients of a chunk from the states around it, all chunks at once; decay per channel.
+
+S is the state at the chunk's start, D the gradient by the state at its end, E the prediction errors
+(free: what is written along b), X the gradient by F / beta (by w). A first kernel leaves the
+gradients by the scores of every pair, a second one takes them through the decays e = decay(j, i]:
+
+                pairs G_ij                               rows x    columns y     D^T
+    none        scale dO_i . v_j                         q         k             v_j
+    tied        scale dO_i . w_j,  -beta_i X_i . w_j     q, k      k             w_j = beta_j E_j
+    free        scale dO_i . E_j,  scale dO_i . v_j      q         b, k          E_j, v_j
+                X_i . E_j,  X_i . v_j                    a         b, k          (decay(j, i))
+
+    dx_i = decay[0, i] S^T (scale dO_i, -beta_i X_i or X_i) + sum_j G_ij e_ij y_j
+    dy_j = decay(j, end] D^T (..) + sum_i G_ij e_ij x_i
+
+channel_pairs.py has the pairs G, channel_levels.py the sums over them, channel_decay_gradients.py
+what the decays get. A program takes one chunk of one key head and adds up its value heads in order.
+"""
+
+import triton
+import triton.language as tl
+
+from deltarule.kernels.triton.channel_decay import (
+    AFTER,
+    BEFORE,
+    LEAST,
+    ROWS,
+    lead_decay,
+    load_sums,
+    of_block,
+    tail_decay,
+)
+from deltarule.kernels.triton.channel_decay_gradients import (
+    BOTH,
+    LAST_ROWS,
+    OWN_ROWS,
+    decay_gradients,
+    store_rows,
+)
+from deltarule.kernels.triton.channel_levels import (
+    level_gradients,
+    steep_gradients,
+    whole_gradients,
+)
+from deltarule.kernels.triton.channel_scores import inverse_norms, load_tile
+from deltarule.kernels.triton.chunk import chunk_place
+from deltarule.kernels.triton.tiles import load_rows
+
+
+@triton.jit
+def state_gradients(
+    v, errors, d_o, d_errors, states, d_states, i_slot, first, i_h, o_r, m_r, o_k,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr, BT: tl.constexpr,
+    BV: tl.constexpr, BC: tl.constexpr, ERASE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """S^T dO, S^T X, D^T E and D^T v of the channels o_k, and D S not yet summed over v."""
+    m_q = m_r & (o_r % N_STEPS == N_STEPS - 1)
+    WHOLE: tl.constexpr = V % BV == 0
+    p_do, row_v = d_o + (first * HV + i_h) * V, (first * N_STEPS * HV + i_h) * V
+    b_q, b_x = tl.zeros([BT, BC], tl.float32), tl.zeros([BT, BC], tl.float32)
+    b_e, b_v = tl.zeros([BT, BC], tl.float32), tl.zeros([BT, BC], tl.float32)
+    b_both = tl.zeros([BV, BC], tl.float32)
+    for i_v in range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        m_s = (o_v < V)[:, None] & (o_k < K)[None, :]
+        o_s = i_slot * V * K + o_v[:, None] * K + o_k[None, :]
+        b_s = tl.load(states + o_s, mask=m_s, other=0.0)
+        b_d = tl.load(d_states + o_s, mask=m_s, other=0.0)
+        b_both += b_s.to(tl.float32) * b_d.to(tl.float32)
+        b_do = load_rows(p_do, o_r // N_STEPS, m_q, o_v, V, HV * V, WHOLE)
+        b_q = tl.dot(b_do, b_s, acc=b_q, input_precision=PRECISION)
+        if ERASE != "none":
+            b_row = load_rows(d_errors + i_slot * BT * V, o_r, o_r < BT, o_v, V, V, WHOLE)
+            b_x = tl.dot(b_row, b_s, acc=b_x, input_precision=PRECISION)
+            b_row = load_rows(errors + i_slot * BT * V, o_r, o_r < BT, o_v, V, V, WHOLE)
+            b_e = tl.dot(b_row, b_d, acc=b_e, input_precision=PRECISION)
+        if ERASE != "tied":
+            b_row = load_rows(v + row_v, o_r, m_r, o_v, V, HV * V, WHOLE)
+            b_v = tl.dot(b_row, b_d, acc=b_v, input_precision=PRECISION)
+    return b_q, b_x, b_e, b_v, b_both
+
+
+@triton.jit
+def channel_tile(
+    q, k, v, a, b, beta, log_decay, states, errors, d_o, d_states, d_errors,
+    pairs, sums, chunk_decay, d_q, d_k, d_a, d_b, norm_q, norm_k, i_m, i_key, i_k, first, rows,
+    steep, scale, T, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
+    BT: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
+    ERASE: tl.constexpr, HAS_DECAY: tl.constexpr, UNIT_NORM: tl.constexpr, BAR: tl.constexpr,
+    EXACT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients by the channels from i_k on; returns x . dx of every row of q and k."""
+    FREE: tl.constexpr = ERASE == "free"
+    COUNT: tl.constexpr = 4 if FREE else 2 if ERASE == "tied" else 1
+    i_b, i_t = first // T, first % T
+    o_r, o_k = tl.arange(0, BT), i_k + tl.arange(0, BC)
+    m_r, m_k = o_r < rows, (o_k < K)[None, :]
+    o_t, m_q = o_r // N_STEPS, m_r & (o_r % N_STEPS == N_STEPS - 1)
+    row_q, row_k = (first * H + i_key) * K, (first * N_STEPS * H + i_key) * K
+    b_q = load_tile(q + row_q, o_t, m_q, o_k, H * K, K) * norm_q
+    b_k = load_tile(k + row_k, o_r, m_r, o_k, H * K, K) * norm_k
+    b_dq, b_dk = tl.zeros([BT, BC], tl.float32), tl.zeros([BT, BC], tl.float32)
+    for i_g in range(HV // H):
+        i_h = i_key * (HV // H) + i_g
+        i_slot, row_a = i_m.to(tl.int64) * HV + i_h, (first * HV + i_h) * K
+        b_x, b_y = b_k, b_k
+        if FREE:
+            b_x = load_tile(a + row_a, o_r, m_r, o_k, HV * K, K)
+            b_y = load_tile(b + row_a, o_r, m_r, o_k, HV * K, K)
+        b_dqh, b_row, b_col, b_colk, b_both = state_gradients(
+            v, errors, d_o, d_errors, states, d_states, i_slot, first, i_h, o_r, m_r, o_k,
+            HV, K, V, N_STEPS, BT, BV, BC, ERASE, PRECISION,
+        )  # fmt: skip
+        b_dqh *= scale
+        if ERASE == "tied":
+            p_beta = beta + i_b * s_beta_b + i_t * N_STEPS * s_beta_t + i_h * s_beta_h
+            b_beta = tl.load(p_beta + o_r * s_beta_t, mask=m_r, other=0.0).to(tl.float32)
+            b_row *= -b_beta[:, None]
+            b_col *= b_beta[:, None]
+        if ERASE == "none":
+            b_col = b_colk
+        p_p = pairs + i_slot * COUNT * BT * BT
+        if HAS_DECAY:
+            p_s = sums + i_slot * ROWS * K
+            b_start = of_block(p_s, BEFORE, o_r, o_k, K)
+            b_dqh *= lead_decay(p_s, o_r, o_k, K, True) * b_start
+            b_row *= lead_decay(p_s, o_r, o_k, K, not FREE) * b_start
+            b_end = tail_decay(p_s, load_sums(p_s, o_r, o_k, K), o_r, o_k, K, EXACT)
+            b_end *= of_block(p_s, AFTER, o_r, o_k, K)
+            b_col *= b_end
+            b_last = b_y * b_col
+            if FREE:
+                b_colk *= b_end
+                b_last += b_k * b_colk
+            for level in tl.static_range(3):
+                b_dqh, b_row, b_col, b_colk = level_gradients(
+                    p_p, p_s, b_q, b_x, b_y, b_k, b_dqh, b_row, b_col, b_colk, o_r, o_k, K,
+                    BT, level, ERASE, BAR, EXACT, PRECISION,
+                )  # fmt: skip
+            if steep:
+                p_g = log_decay + i_b * s_decay_b + i_t * s_decay_t + i_h * s_decay_h
+                b_dqh, b_row, b_col, b_colk = steep_gradients(
+                    p_p, p_s, p_g, b_q, b_x, b_y, b_k, b_dqh, b_row, b_col, b_colk, o_r, rows, o_k,
+                    s_decay_t, s_decay_k, K, N_STEPS, BT, ERASE, BAR,
+                )  # fmt: skip
+            b_z = b_q * b_dqh + b_x * b_row - b_y * b_col
+            # All have read the sums of these channels, and z takes their place.
+            tl.debug_barrier()
+            if FREE:
+                b_z -= b_k * b_colk
+                store_rows(p_s + OWN_ROWS * K, b_x * b_row, o_r, o_k, K)
+            store_rows(p_s, b_z, o_r, o_k, K)
+            store_rows(p_s + LAST_ROWS * K, b_last, o_r, o_k, K)
+            tl.store(p_s + BOTH * K + o_k, tl.sum(b_both, axis=0), mask=o_k < K)
+        else:
+            b_dqh, b_row, b_col, b_colk = whole_gradients(
+                p_p, b_q, b_x, b_y, b_k, b_dqh, b_row, b_col, b_colk, BT, PRECISION
+            )
+        b_dq += b_dqh
+        if FREE:
+            p_d = row_a + o_r[:, None] * (HV * K) + o_k[None, :]
+            tl.store(d_a + p_d, b_row.to(d_a.dtype.element_ty), mask=m_r[:, None] & m_k)
+            tl.store(d_b + p_d, b_col.to(d_b.dtype.element_ty), mask=m_r[:, None] & m_k)
+            b_dk += b_colk
+        else:
+            b_dk += b_row + b_col if ERASE == "tied" else b_col
+    p_d = row_q + o_t[:, None] * (H * K) + o_k[None, :]
+    tl.store(d_q + p_d, b_dq.to(d_q.dtype.element_ty), mask=m_q[:, None] & m_k)
+    p_d = row_k + o_r[:, None] * (H * K) + o_k[None, :]
+    tl.store(d_k + p_d, b_dk.to(d_k.dtype.element_ty), mask=m_r[:, None] & m_k)
+    return row_products(b_q, b_dq, UNIT_NORM), row_products(b_k, b_dk, UNIT_NORM)
+
+
+@triton.jit
+def row_products(b_x, b_y, WANTED: tl.constexpr):
+    """x . y of every row, or zeros unasked."""
+    if WANTED:
+        b_sum = tl.sum(b_x * b_y, axis=1)
+    else:
+        b_sum = tl.zeros([b_x.shape[0]], tl.float32)
+    return b_sum
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def channel_gradients_kernel(
+    q, k, v, a, b, beta, log_decay, cu_seqlens, states, errors, d_o, d_states, d_errors,
+    pairs, sums, chunk_decay, d_q, d_k, d_a, d_b, d_log_decay,
+    scale, T, N, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
+    CT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
+    ERASE: tl.constexpr, HAS_DECAY: tl.constexpr, UNIT_NORM: tl.constexpr, PACKED: tl.constexpr,
+    BAR: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients in the layouts of their tensors; that by log_decay [B, T, HV, K] in float32."""
+    i_m, i_key = tl.program_id(0), tl.program_id(1)
+    first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
+    if tokens <= 0:
+        return
+    rows = tl.minimum(tokens, CT) * N_STEPS
+    o_r = tl.arange(0, BT)
+    m_r = o_r < rows
+    o_t, m_q = o_r // N_STEPS, m_r & (o_r % N_STEPS == N_STEPS - 1)
+    row_q, row_k = (first * H + i_key) * K, (first * N_STEPS * H + i_key) * K
+    norm_q = inverse_norms(q + row_q, o_t, m_q, H * K, K, BC, UNIT_NORM)[:, None]
+    norm_k = inverse_norms(k + row_k, o_r, m_r, H * K, K, BC, UNIT_NORM)[:, None]
+    dot_q, dot_k = tl.zeros([BT], tl.float32), tl.zeros([BT], tl.float32)
+    least = 0.0
+    if HAS_DECAY:
+        for i_g in range(HV // H):
+            i_slot = i_m.to(tl.int64) * HV + i_key * (HV // H) + i_g
+            least = tl.minimum(least, tl.load(sums + (i_slot * ROWS + LEAST) * K))
+    for i_k in range(0, K, BC):
+        dot_qk = channel_tile(
+            q, k, v, a, b, beta, log_decay, states, errors, d_o, d_states, d_errors, pairs, sums,
+            chunk_decay, d_q, d_k, d_a, d_b, norm_q, norm_k, i_m, i_key, i_k, first, rows,
+            least < -BAR, scale, T, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h,
+            s_decay_k, H, HV, K, V, N_STEPS, BT, BV, BC, ERASE, HAS_DECAY, UNIT_NORM, BAR, EXACT,
+            PRECISION,
+        )  # fmt: skip
+        dot_q += dot_qk[0]
+        dot_k += dot_qk[1]
+    tl.debug_barrier()
+    if HAS_DECAY:
+        for i_g in range(HV // H):
+            i_h = i_key * (HV // H) + i_g
+            i_slot = i_m.to(tl.int64) * HV + i_h
+            p_g = log_decay + first // T * s_decay_b + first % T * s_decay_t + i_h * s_decay_h
+            decay_gradients(
+                sums + i_slot * ROWS * K, p_g, chunk_decay + i_slot * K,
+                d_log_decay + (first * HV + i_h) * K, rows, s_decay_t, s_decay_k,
+                HV, K, BK, N_STEPS, ERASE == "free",
+            )  # fmt: skip
+    if UNIT_NORM:
+        for i_k in range(0, K, BC):
+            o_k = i_k + tl.arange(0, BC)
+            unit_norm_backward(q + row_q, d_q + row_q, norm_q, dot_q, o_t, m_q, o_k, H * K, K)
+            unit_norm_backward(k + row_k, d_k + row_k, norm_k, dot_k, o_r, m_r, o_k, H * K, K)
+
+
+@triton.jit
+def unit_norm_backward(p_x, p_d, b_norm, b_dot, o_r, m_r, o_k, stride, K: tl.constexpr):
+    """With y = x / |x| and dy in the place of dx: dx = (dy - y (y . dy)) / |x|."""
+    b_y = load_tile(p_x, o_r, m_r, o_k, stride, K) * b_norm
+    b_dy = load_tile(p_d, o_r, m_r, o_k, stride, K)
+    b_dx = (b_dy - b_y * b_dot[:, None]) * b_norm
+    p_d += o_r[:, None] * stride + o_k[None, :]
+    tl.store(p_d, b_dx.to(p_d.dtype.element_ty), mask=m_r[:, None] & (o_k < K)[None, :])

@@ -1,0 +1,84 @@
+"""Where a chunk lies: device functions that every kernel over chunks uses.
+
+A chunk holds CT tokens of one sequence, and its CT * n rows of k and v fill the first of BT rows of
+a tile. Chunks are numbered so that no program need count those of other sequences: the first chunk
+of packed sequence i has the number cu_seqlens[i] // CT + i, and some numbers stay unused.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sequence_bounds(cu_seqlens, i_n, T, PACKED: tl.constexpr):
+    """First token and number of tokens of sequence i_n; offsets out of range are clamped."""
+    start = (i_n * T).to(tl.int64)
+    length = T
+    if PACKED:
+        start = tl.minimum(tl.maximum(tl.load(cu_seqlens + i_n).to(tl.int64), 0), T)
+        end = tl.minimum(tl.load(cu_seqlens + i_n + 1).to(tl.int64), T)
+        length = tl.maximum(end - start, 0).to(tl.int32)
+    return start, length
+
+
+@triton.jit
+def first_chunk(start, i_n, T, CT, PACKED: tl.constexpr):
+    """The number of the first chunk of sequence i_n, which starts at token `start`."""
+    number = i_n * tl.cdiv(T, CT)
+    if PACKED:
+        number = (start // CT).to(tl.int32) + i_n
+    return number
+
+
+@triton.jit
+def sequence_of(i_m, cu_seqlens, T, N, CT, PACKED: tl.constexpr):
+    """The sequence that chunk i_m belongs to."""
+    i_n = i_m // tl.cdiv(T, CT)
+    if PACKED:
+        # The last sequence whose first chunk is not after this one.
+        i_n = i_m * 0
+        last = N - 1
+        while i_n < last:
+            middle = (i_n + last + 1) // 2
+            number = (tl.load(cu_seqlens + middle) // CT).to(tl.int32) + middle
+            i_n = tl.where(number <= i_m, middle, i_n)
+            last = tl.where(number <= i_m, last, middle - 1)
+    return i_n
+
+
+@triton.jit
+def chunk_place(i_m, cu_seqlens, T, N, CT, PACKED: tl.constexpr):
+    """First token of chunk i_m and how many tokens of its sequence follow (none: <= 0)."""
+    i_n = sequence_of(i_m, cu_seqlens, T, N, CT, PACKED)
+    start, length = sequence_bounds(cu_seqlens, i_n, T, PACKED)
+    before = (i_m - first_chunk(start, i_n, T, CT, PACKED)) * CT
+    return start + before, length - before
+
+
+@triton.jit
+def stretch(
+    i_s, cu_seqlens, T, N, per_segment, CT: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr
+):
+    """What a program goes through: sequence i_s, or with SPLIT segment i_s of one.
+
+    A segment is a chunk of per_segment * CT tokens, numbered as chunks are.
+
+    Returns:
+        Sequence, first token, tokens (none: <= 0), first chunk, the segment's place in the
+        sequence, and whether the sequence ends with it.
+    """
+    if SPLIT == "none":
+        i_n, place, last = i_s, 0, True
+        start, length = sequence_bounds(cu_seqlens, i_n, T, PACKED)
+        i_m = first_chunk(start, i_n, T, CT, PACKED)
+    else:
+        size = per_segment * CT
+        i_n = sequence_of(i_s, cu_seqlens, T, N, size, PACKED)
+        start, length = sequence_bounds(cu_seqlens, i_n, T, PACKED)
+        place = i_s - first_chunk(start, i_n, T, size, PACKED)
+        i_m = first_chunk(start, i_n, T, CT, PACKED) + place * per_segment
+        start += place * size
+        length -= place * size
+        last = (length <= size) & ((length > 0) | (place == 0))
+        length = tl.minimum(length, size)
+    return i_n, start, length, i_m.to(tl.int64), place, last

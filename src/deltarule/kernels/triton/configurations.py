@@ -1,0 +1,135 @@
+"""Tile sizes, warps and pipeline stages of every kernel over chunks: fixed tables, no search.
+
+A configuration is a function of the GPU's architecture, the size of an element, the key and value
+sizes, and whether the scans read scaled copies of q and k. `deltarule tune` writes a table for one
+GPU, which goes before those of the package.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from deltarule.kernels.inputs import Inputs
+from deltarule.kernels.machine import kept
+from deltarule.kernels.triton.tables import TABLES, Row
+
+KIND = "tables"
+# What the interpreter is given on a machine without a GPU.
+INTERPRETED = 90
+# Triton 3.6 makes wrong code of these on an H200 with BV = 32: they keep the table's size.
+FIXED_TILES = ("gradients", "pair_gradients")
+# Rows of a chunk where no row of a table says otherwise.
+ROWS = 64
+
+
+class Call(NamedTuple):
+    """What a configuration depends on."""
+
+    architecture: int
+    element_bytes: int
+    key_size: int
+    value_size: int
+    erase: str
+    copies: bool
+
+
+def call_of(inputs: Inputs) -> Call:
+    """The part of a call that its configurations depend on."""
+    by_channel = inputs.log_decay is not None and inputs.log_decay.ndim == 4
+    erase = "free" if inputs.a is not None else "none" if inputs.beta is None else "tied"
+    return Call(
+        architecture(inputs.q.device), inputs.q.element_size(), inputs.q.shape[-1],
+        inputs.v.shape[-1], erase, by_channel or erase == "free",
+    )  # fmt: skip
+
+
+def architecture(device: torch.device) -> int:
+    """Ten times the compute capability: 90 for an H200."""
+    return INTERPRETED if device.type != "cuda" else _architecture(device.index or 0)
+
+
+@cache
+def _architecture(index: int) -> int:
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor
+
+
+def table_of(architecture: int) -> dict[str, tuple[Row, ...]]:
+    """The package's table of an architecture, or of the nearest below it that has one."""
+    below = [known for known in TABLES if known <= architecture]
+    return TABLES[max(below, default=min(TABLES))]
+
+
+@cache
+def configuration(kernel: str, call: Call) -> dict[str, int]:
+    """The configuration of a kernel for a call, its tile no larger than the values need.
+
+    Returns:
+        Warps, stages and tile sizes as the kernel takes them; not to be changed.
+    """
+    kernel = variant(kernel, call)
+    config = dict(_overrides.get(kernel) or tuned(kernel, call) or shipped(kernel, call))
+    config.pop("BT", None)
+    shrinks = "BV" in config and kernel not in FIXED_TILES
+    if shrinks and (block := power_of_two(call.value_size)) < config["BV"]:
+        config["num_warps"] = max(
+            config["num_warps"] * block // config["BV"], min(config["num_warps"], 4)
+        )
+        config["BV"] = block
+    return config
+
+
+def variant(kernel: str, call: Call) -> str:
+    """The name in the table: the scans over copies have entries of their own."""
+    names = (*(("free",) if call.erase == "free" else ()), *(("copies",) if call.copies else ()))
+    table = table_of(call.architecture)
+    return next((x for name in names if (x := f"{kernel}_{name}") in table), kernel)
+
+
+def shipped(kernel: str, call: Call) -> dict[str, int]:
+    """The package's configuration, as its table has it."""
+    return next(row.config for row in table_of(call.architecture)[kernel] if row.fits(call))
+
+
+def tuned(kernel: str, call: Call) -> dict[str, int] | None:
+    """The configuration that `deltarule tune` found on this machine, if it looked at such calls."""
+    size = power_of_two(call.key_size)
+    found = tuned_tables().get(kernel, {}).get(f"{call.element_bytes} bytes, K to {size}")
+    return None if found is None else {name: int(value) for name, value in found.items()}
+
+
+@cache
+def tuned_tables() -> dict[str, dict[str, dict[str, int]]]:
+    """What `deltarule tune` left for this machine: kernel, kind of call, configuration."""
+    return kept(KIND) if torch.cuda.is_available() else {}
+
+
+@cache
+def chunk_rows(call: Call) -> int:
+    """Rows of a chunk: fewer where tiles of full width would not fit."""
+    if call.copies:
+        return ROWS
+    return shipped("next_state", call).get("BT", ROWS)
+
+
+_overrides: dict[str, dict[str, int]] = {}
+
+
+@contextmanager
+def overridden(kernel: str, config: dict[str, int]) -> Iterator[None]:
+    """Inside, a kernel is launched with this configuration, whatever the tables say."""
+    _overrides[kernel] = config
+    configuration.cache_clear()
+    try:
+        yield
+    finally:
+        del _overrides[kernel]
+        configuration.cache_clear()
+
+
+def power_of_two(size: int) -> int:
+    """The least power of two that is not below the size, and 16 at the least."""
+    return max(1 << (size - 1).bit_length(), 16)

@@ -1,0 +1,283 @@
+"""The gradients of a chunk from the states around it, all chunks at once; decay none or per head.
+
+S is the state at the chunk's start, D the gradient by the state at its end, E the prediction
+errors (without an erase: v), X the gradient by F / beta (by w), c_ij and m_ij the factors of
+q_i . k_j in P and of k_i . k_j in M:
+
+    GP_ij = c_ij dO_i . w_j                           w = beta E
+    GM_ij = -m_ij beta_i X_i . w_j
+    dq  = read S^T dO + GP k
+    row = -erase beta S^T X + GM k                    through what k_i reads
+    col = write D^T w + GP^T q + GM^T k               through what k_j writes
+    dk  = row + col         dv = beta X         dbeta = E . X
+
+A decay reaches every pair around it, so that nothing cancels:
+
+    dlog_decay_t = sum_{i >= t > j} (GP_ij q_i . k_j + GM_ij k_i . k_j)
+                 + sum_{i >= t} (read_i q_i . S^T dO_i - erase_i beta_i k_i . S^T X_i)
+                 + sum_{j < t} write_j k_j . D^T w_j + decay[0, end] <D, S>
+
+A program takes one chunk of one key head, for dq, for the pairs' part of dlog_decay, or for the
+rest, and adds up the value heads in order. The scalings hold 1 / |x| where `normalize_qk` asks for
+it; then dx <- dx - (x . dx) x / |x|^2.
+"""
+
+import triton
+import triton.language as tl
+
+from deltarule.kernels.triton.chunk import chunk_place
+from deltarule.kernels.triton.decay import RESET
+from deltarule.kernels.triton.decay_gradients import pair_decays, pairs_across, sums_around
+from deltarule.kernels.triton.pair_scores import inverse_norm
+from deltarule.kernels.triton.tiles import load_rows, state_tile
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def gradients_kernel(
+    q, k, v, log_decay, cu_seqlens, scalings, chunk_decay, decays, states, errors, d_o, d_states,
+    d_errors, d_q, d_k, d_v, d_beta, d_log_decay, scale, T, N,
+    s_decay_b, s_decay_t, s_decay_h, s_part,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
+    CT: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    HAS_DECAY: tl.constexpr, TIED: tl.constexpr, UNIT_NORM: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients in the layouts of their tensors; d_beta and d_log_decay [3, ...] in float32.
+
+    The three parts of d_log_decay, s_part elements apart, are to be added.
+    """
+    # The programs of a chunk run side by side, and share what they read in the cache.
+    part, i_key, i_m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
+    if tokens <= 0:
+        return
+    tokens = tl.minimum(tokens, CT)
+    o_i, o_r, o_k = tl.arange(0, BQ), tl.arange(0, BT), tl.arange(0, BK)
+    m_i, m_r = o_i < tokens, o_r < tokens * N_STEPS
+    WHOLE_K: tl.constexpr = K == BK
+    row_q, row_k = (first * H + i_key) * K, (first * N_STEPS * H + i_key) * K
+    b_q = load_rows(q + row_q, o_i, m_i, o_k, K, H * K, WHOLE_K)
+    b_k = load_rows(k + row_k, o_r, m_r, o_k, K, H * K, WHOLE_K)
+    norm_q, norm_k = tl.full([BQ], 1.0, tl.float32), tl.full([BT], 1.0, tl.float32)
+    if UNIT_NORM:
+        norm_q, norm_k = inverse_norm(b_q), inverse_norm(b_k)
+    if HAS_DECAY:
+        log_decay += (first // T) * s_decay_b + (first % T) * s_decay_t
+    if part == 0:
+        b_dq = tl.zeros([BQ, BK], tl.float32)
+        for i_g in range(HV // H):
+            i_h = i_key * (HV // H) + i_g
+            i_slot = i_m.to(tl.int64) * HV + i_h
+            p_g = log_decay
+            if HAS_DECAY:
+                p_g += i_h * s_decay_h
+            b_dq = query_gradients(
+                b_dq, b_q, b_k, norm_q * scale, norm_k, v, p_g, scalings, chunk_decay, decays,
+                states, errors, d_o, d_states, d_log_decay, first, tokens, i_h, i_slot, s_decay_t,
+                HV, K, V, N_STEPS, BT, BQ, BK, BV, HAS_DECAY, TIED, PRECISION,
+            )  # fmt: skip
+        if UNIT_NORM:
+            b_dq = unit_norm_backward(b_q, norm_q, b_dq)
+        p_dq = d_q + row_q + o_i[:, None] * (H * K) + o_k[None, :]
+        tl.store(p_dq, b_dq.to(d_q.dtype.element_ty), mask=m_i[:, None] & (o_k < K)[None, :])
+    elif part == 1:
+        b_dk = tl.zeros([BT, BK], tl.float32)
+        for i_g in range(HV // H):
+            i_h = i_key * (HV // H) + i_g
+            i_slot = i_m.to(tl.int64) * HV + i_h
+            p_g, p_dg = log_decay, d_log_decay
+            if HAS_DECAY:
+                p_g += i_h * s_decay_h
+                p_dg += s_part
+            b_dk = key_gradients(
+                b_dk, b_q, b_k, norm_q * scale, norm_k, v, p_g, scalings, decays, states,
+                errors, d_o, d_states, d_errors, d_v, d_beta, p_dg,
+                first, tokens, i_h, i_slot, s_decay_t,
+                HV, K, V, N_STEPS, BT, BQ, BK, BV, HAS_DECAY, TIED, PRECISION,
+            )  # fmt: skip
+        if UNIT_NORM:
+            b_dk = unit_norm_backward(b_k, norm_k, b_dk)
+        p_dk = d_k + row_k + o_r[:, None] * (H * K) + o_k[None, :]
+        tl.store(p_dk, b_dk.to(d_k.dtype.element_ty), mask=m_r[:, None] & (o_k < K)[None, :])
+    else:
+        for i_g in range(HV // H):
+            i_h = i_key * (HV // H) + i_g
+            i_slot = i_m.to(tl.int64) * HV + i_h
+            if HAS_DECAY:
+                pair_decay_gradients(
+                    b_q, b_k, norm_q * scale, norm_k, v, log_decay + i_h * s_decay_h, scalings,
+                    decays, errors, d_o, d_errors, d_log_decay + 2 * s_part, first, tokens, i_h,
+                    i_slot, s_decay_t, HV, K, V, N_STEPS, BT, BQ, BK, BV, TIED, PRECISION,
+                )  # fmt: skip
+
+
+@triton.jit
+def query_gradients(
+    b_y, b_q, b_k, norm_q, norm_k, v, log_decay, scalings, chunk_decay, decays, states, errors,
+    d_o, d_states, d_log_decay, first, tokens, i_h, i_slot, s_decay_t,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr, BT: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, HAS_DECAY: tl.constexpr,
+    TIED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add one value head's part of dq to b_y; store its part of dlog_decay."""
+    o_i, o_r, o_k = tl.arange(0, BQ), tl.arange(0, BT), tl.arange(0, BK)
+    m_i, m_r = o_i < tokens, o_r < tokens * N_STEPS
+    WHOLE_V: tl.constexpr = V % BV == 0
+    dtype = b_k.dtype
+    b_beta, b_read = tl.full([BT], 1.0, tl.float32), norm_q
+    p_e, stride_e, m_e = v + (first * N_STEPS * HV + i_h) * V, HV * V, m_r
+    if TIED:
+        p_e, stride_e, m_e = errors + i_slot * BT * V, V, o_r < BT
+        b_beta = tl.load(scalings + (i_slot * 4 + 3) * BT + o_r)
+    if HAS_DECAY:
+        b_read = tl.load(scalings + i_slot * 4 * BT + o_i)
+    b_g = tl.zeros([BQ, BT], tl.float32)
+    b_sum, b_held = tl.sum(b_q.to(tl.float32) * b_y, axis=1), tl.zeros([BV, BK], tl.float32)
+    for i_v in range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        m_s = (o_v < V)[:, None] & (o_k < K)[None, :]
+        b_do = load_rows(d_o + (first * HV + i_h) * V, o_i, m_i, o_v, V, HV * V, WHOLE_V)
+        b_e = load_rows(p_e, o_r, m_e, o_v, V, stride_e, WHOLE_V)
+        b_s = tl.load(state_tile(states, i_slot, 0, o_v, o_k, 1, K, V), mask=m_s, other=0.0)
+        if HAS_DECAY:
+            b_d = tl.load(state_tile(d_states, i_slot, 0, o_v, o_k, 1, K, V), mask=m_s, other=0.0)
+            b_held += b_s.to(tl.float32) * b_d.to(tl.float32)
+        b_g = tl.dot(b_do, tl.trans(b_e), acc=b_g, input_precision=PRECISION)
+        b_do = (b_do.to(tl.float32) * b_read[:, None]).to(dtype)
+        b_y = tl.dot(b_do, b_s, acc=b_y, input_precision=PRECISION)
+    m_pair = o_r[None, :] // N_STEPS <= o_i[:, None]
+    b_g = tl.where(m_pair, b_g * norm_q[:, None] * (norm_k * b_beta)[None, :], 0.0)
+    if HAS_DECAY:
+        b_sum = tl.sum(b_q.to(tl.float32) * b_y, axis=1) - b_sum
+        b_decay = tl.load(log_decay + o_i * s_decay_t, mask=m_i, other=0.0)
+        b_g *= pair_decays(decays, i_slot, o_i, o_r, N_STEPS, BT)
+        b_dg = sums_around(b_sum, tl.zeros([BQ], tl.float32), o_i, PRECISION)
+        b_dg += tl.load(chunk_decay + i_slot) * tl.sum(b_held)
+        b_dg = tl.where(b_decay < RESET, 0.0, b_dg)
+        tl.store(d_log_decay + (first + o_i) * HV + i_h, b_dg, mask=m_i)
+    return tl.dot(b_g.to(dtype), b_k, acc=b_y, input_precision=PRECISION)
+
+
+@triton.jit
+def key_gradients(
+    b_y, b_q, b_k, norm_q, norm_k, v, log_decay, scalings, decays, states, errors, d_o, d_states,
+    d_errors, d_v, d_beta, d_log_decay, first, tokens, i_h, i_slot, s_decay_t,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr, BT: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, HAS_DECAY: tl.constexpr,
+    TIED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add one value head's part of dk to b_y; store dv, dbeta and its part of dlog_decay."""
+    o_i, o_r, o_k = tl.arange(0, BQ), tl.arange(0, BT), tl.arange(0, BK)
+    m_i, m_r = o_i < tokens, o_r < tokens * N_STEPS
+    WHOLE_V: tl.constexpr = V % BV == 0
+    dtype = b_k.dtype
+    p_v = (first * N_STEPS * HV + i_h) * V
+    p_scalings = scalings
+    if TIED or HAS_DECAY:
+        p_scalings += i_slot * 4 * BT
+    b_beta, b_erase, b_write = tl.full([BT], 1.0, tl.float32), norm_k, norm_k
+    p_e, stride_e, m_e = v + p_v, HV * V, m_r
+    if TIED:
+        p_e, stride_e, m_e = errors + i_slot * BT * V, V, o_r < BT
+        b_beta = tl.load(p_scalings + 3 * BT + o_r)
+    if HAS_DECAY:
+        b_erase, b_write = tl.load(p_scalings + BT + o_r), tl.load(p_scalings + 2 * BT + o_r)
+    b_gp, b_gm = tl.zeros([BQ, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
+    b_dbeta = tl.zeros([BT], tl.float32)
+    b_wide = b_k.to(tl.float32)
+    b_sum = tl.sum(b_wide * b_y, axis=1)
+    for i_v in range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        m_s = (o_v < V)[:, None] & (o_k < K)[None, :]
+        b_x = load_rows(d_errors + i_slot * BT * V, o_r, o_r < BT, o_v, V, V, WHOLE_V)
+        b_e = load_rows(p_e, o_r, m_e, o_v, V, stride_e, WHOLE_V)
+        b_do = load_rows(d_o + (first * HV + i_h) * V, o_i, m_i, o_v, V, HV * V, WHOLE_V)
+        p_dv = d_v + p_v + o_r[:, None] * (HV * V) + o_v[None, :]
+        b_dv = b_x.to(tl.float32) * b_beta[:, None]
+        tl.store(p_dv, b_dv.to(dtype), mask=m_r[:, None] & (o_v < V)[None, :])
+        b_gp = tl.dot(b_do, tl.trans(b_e), acc=b_gp, input_precision=PRECISION)
+        if TIED:
+            b_s = tl.load(state_tile(states, i_slot, 0, o_v, o_k, 1, K, V), mask=m_s, other=0.0)
+            b_dbeta += tl.sum(b_e.to(tl.float32) * b_x.to(tl.float32), axis=1)
+            b_gm = tl.dot(b_x, tl.trans(b_e), acc=b_gm, input_precision=PRECISION)
+            b_x = (b_dv * -b_erase[:, None]).to(dtype)
+            b_y = tl.dot(b_x, b_s, acc=b_y, input_precision=PRECISION)
+    b_key = norm_k * b_beta
+    m_pair = o_r[None, :] // N_STEPS <= o_i[:, None]
+    b_gp = tl.where(m_pair, b_gp * norm_q[:, None] * b_key[None, :], 0.0)
+    b_gm = tl.where(o_r[:, None] > o_r[None, :], -b_gm * b_key[:, None] * b_key[None, :], 0.0)
+    if HAS_DECAY:
+        b_gp *= pair_decays(decays, i_slot, o_i, o_r, N_STEPS, BT)
+        if TIED:
+            b_gm *= pair_decays(decays, i_slot, o_r, o_r, 1, BT)
+    b_sum_row = tl.sum(b_wide * b_y, axis=1)
+    for i_v in range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        m_s = (o_v < V)[:, None] & (o_k < K)[None, :]
+        b_e = load_rows(p_e, o_r, m_e, o_v, V, stride_e, WHOLE_V)
+        b_d = tl.load(state_tile(d_states, i_slot, 0, o_v, o_k, 1, K, V), mask=m_s, other=0.0)
+        b_e = (b_e.to(tl.float32) * (b_beta * b_write)[:, None]).to(dtype)
+        b_y = tl.dot(b_e, b_d, acc=b_y, input_precision=PRECISION)
+    if HAS_DECAY:
+        b_sum_col = tl.sum(b_wide * b_y, axis=1) - b_sum_row
+        b_dg = sums_around(b_sum_row - b_sum, b_sum_col, o_r, PRECISION)
+        m_decay = m_r & (o_r % N_STEPS == 0)
+        b_decay = tl.load(log_decay + o_r // N_STEPS * s_decay_t, mask=m_decay, other=0.0)
+        b_dg = tl.where(b_decay < RESET, 0.0, b_dg)
+        tl.store(d_log_decay + (first + o_r // N_STEPS) * HV + i_h, b_dg, mask=m_decay)
+    if TIED:
+        b_gm = b_gm.to(dtype)
+        b_y = tl.dot(b_gm, b_k, acc=b_y, input_precision=PRECISION)
+        b_y = tl.dot(tl.trans(b_gm), b_k, acc=b_y, input_precision=PRECISION)
+        tl.store(d_beta + (first * N_STEPS + o_r) * HV + i_h, b_dbeta, mask=m_r)
+    return tl.dot(tl.trans(b_gp.to(dtype)), b_q, acc=b_y, input_precision=PRECISION)
+
+
+@triton.jit
+def pair_decay_gradients(
+    b_q, b_k, norm_q, norm_k, v, log_decay, scalings, decays, errors, d_o, d_errors, d_log_decay,
+    first, tokens, i_h, i_slot, s_decay_t,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr, BT: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TIED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Store the part of dlog_decay that pairs of rows have."""
+    o_i, o_r = tl.arange(0, BQ), tl.arange(0, BT)
+    m_i, m_r = o_i < tokens, o_r < tokens * N_STEPS
+    WHOLE_V: tl.constexpr = V % BV == 0
+    b_beta = tl.full([BT], 1.0, tl.float32)
+    p_e, stride_e, m_e = v + (first * N_STEPS * HV + i_h) * V, HV * V, m_r
+    if TIED:
+        p_e, stride_e, m_e = errors + i_slot * BT * V, V, o_r < BT
+        b_beta = tl.load(scalings + (i_slot * 4 + 3) * BT + o_r)
+    b_gp, b_gm = tl.zeros([BQ, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
+    for i_v in range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        b_do = load_rows(d_o + (first * HV + i_h) * V, o_i, m_i, o_v, V, HV * V, WHOLE_V)
+        b_e = load_rows(p_e, o_r, m_e, o_v, V, stride_e, WHOLE_V)
+        b_gp = tl.dot(b_do, tl.trans(b_e), acc=b_gp, input_precision=PRECISION)
+        if TIED:
+            b_x = load_rows(d_errors + i_slot * BT * V, o_r, o_r < BT, o_v, V, V, WHOLE_V)
+            b_gm = tl.dot(b_x, tl.trans(b_e), acc=b_gm, input_precision=PRECISION)
+    b_key = norm_k * b_beta
+    b_gp *= tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    b_gp *= pair_decays(decays, i_slot, o_i, o_r, N_STEPS, BT)
+    m_pair = o_r[None, :] // N_STEPS <= o_i[:, None]
+    b_gp = tl.where(m_pair, b_gp * norm_q[:, None] * b_key[None, :], 0.0)
+    b_dg = pairs_across(b_gp, o_i, o_i, o_r // N_STEPS, PRECISION)
+    if TIED:
+        b_gm *= tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
+        b_gm *= pair_decays(decays, i_slot, o_r, o_r, 1, BT)
+        m_before = o_r[:, None] > o_r[None, :]
+        b_gm = tl.where(m_before, b_gm * -b_key[:, None] * b_key[None, :], 0.0)
+        b_dg += pairs_across(b_gm, o_i * N_STEPS, o_r, o_r, PRECISION)
+    b_decay = tl.load(log_decay + o_i * s_decay_t, mask=m_i, other=0.0)
+    b_dg = tl.where(b_decay < RESET, 0.0, b_dg)
+    tl.store(d_log_decay + (first + o_i) * HV + i_h, b_dg, mask=m_i)
+
+
+@triton.jit
+def unit_norm_backward(b_x, b_norm, b_y):
+    """dx = y - (x . y) x / |x|^2, where y = dx already divided by |x|."""
+    b_x = b_x.to(tl.float32)
+    return b_y - b_x * (tl.sum(b_x * b_y, axis=1) * b_norm * b_norm)[:, None]

@@ -1,0 +1,130 @@
+"""The configuration tables of the package, one for each class of architectures."""
+
+from typing import Any, NamedTuple
+
+
+class Row(NamedTuple):
+    """A configuration for elements of at most so many bytes and at most so many key channels."""
+
+    element_bytes: int
+    key_size: int
+    config: dict[str, int]
+
+    def fits(self, call: Any) -> bool:
+        """Whether the row is made for calls at least as large."""
+        return call.element_bytes <= self.element_bytes and call.key_size <= self.key_size
+
+
+Table = dict[str, tuple[Row, ...]]
+
+
+def once(warps: int) -> dict[str, int]:
+    """Of a kernel without a loop."""
+    return {"num_warps": warps, "num_stages": 1}
+
+
+def scan(rows: int, block: int, warps: int, stages: int) -> dict[str, int]:
+    """Of the kernels from chunk to chunk: rows of a chunk, rows of the state, warps, stages."""
+    return {"BT": rows, "BV": block, "num_warps": warps, "STAGES": stages}
+
+
+def loop(block: int, warps: int, stages: int) -> dict[str, int]:
+    """Of a kernel that goes through the values of one chunk."""
+    return {"BV": block, "num_warps": warps, "num_stages": stages}
+
+
+def channels(warps: int, at_once: int, block: int) -> dict[str, int]:
+    """Of the gradients that go through so many key channels, and so many values, at once."""
+    return {**once(warps), "BC": at_once, "BV": block}
+
+
+def pairs(warps: int, at_once: int) -> dict[str, int]:
+    """Of scores that go through so many key channels at once, and 16 where the bar is passed."""
+    return {**once(warps), "BC": at_once, "BN": 16}
+
+
+# Two products in a row keep a whole operand in registers before sm_90, so tiles are small there.
+# The first is for the 163 KiB of shared memory of a block of sm_80, the other for 99 KiB.
+AMPERE: Table = {
+    "pair_scores": (Row(2, 128, once(4)), Row(4, 256, once(8))),
+    "next_state": (
+        Row(2, 128, scan(64, 64, 8, 2)), Row(2, 256, scan(64, 32, 8, 2)),
+        Row(4, 128, scan(32, 16, 8, 1)), Row(4, 256, scan(16, 16, 8, 1)),
+    ),
+    "next_state_backward": (
+        Row(2, 64, scan(64, 64, 8, 1)), Row(2, 128, scan(64, 64, 8, 2)),
+        Row(2, 256, scan(64, 32, 8, 2)), Row(4, 256, scan(64, 16, 8, 1)),
+    ),
+    "next_state_copies": (
+        Row(2, 128, scan(64, 32, 8, 2)), Row(2, 256, scan(64, 32, 8, 1)),
+        Row(4, 256, scan(64, 16, 8, 1)),
+    ),
+    "next_state_backward_copies": (
+        Row(2, 128, scan(64, 32, 8, 2)), Row(2, 256, scan(64, 32, 8, 1)),
+        Row(4, 256, scan(64, 16, 8, 1)),
+    ),
+    "gradients": (
+        Row(2, 128, loop(32, 8, 1)), Row(2, 256, loop(16, 8, 1)), Row(4, 256, loop(16, 8, 1)),
+    ),
+    "channel_scores": (Row(4, 256, pairs(4, 16)),),
+    "pair_gradients": (Row(2, 256, loop(64, 4, 1)), Row(4, 256, loop(16, 8, 1))),
+    "channel_gradients": (Row(4, 256, channels(4, 16, 64)),),
+}  # fmt: skip
+SMALL: Table = AMPERE | {
+    "next_state": (
+        Row(2, 128, scan(64, 64, 8, 2)), Row(2, 256, scan(64, 32, 8, 1)),
+        Row(4, 128, scan(32, 16, 8, 1)), Row(4, 256, scan(16, 16, 8, 1)),
+    ),
+    "next_state_backward": (
+        Row(2, 64, scan(64, 64, 8, 1)), Row(2, 128, scan(64, 64, 8, 2)),
+        Row(2, 256, scan(64, 32, 4, 1)), Row(4, 256, scan(64, 16, 8, 1)),
+    ),
+    "next_state_copies": (
+        Row(2, 128, scan(64, 32, 4, 1)), Row(2, 256, scan(64, 32, 8, 1)),
+        Row(4, 256, scan(64, 16, 8, 1)),
+    ),
+    "next_state_backward_copies": (
+        Row(2, 128, scan(64, 32, 4, 1)), Row(2, 256, scan(64, 16, 8, 1)),
+        Row(4, 256, scan(64, 16, 8, 1)),
+    ),
+}  # fmt: skip
+# 227 KiB. With 32 values at once Triton 3.6 makes wrong code of the gradients on an H200, however
+# many warps and stages: dlog_decay is off by its own size. With 64 they are right, and bit by bit
+# the same in repeated runs, though machine_code.py suspects writes to operands in flight.
+HOPPER: Table = AMPERE | {
+    "pair_scores": (
+        Row(2, 128, {**once(4), "maxnreg": 168}), Row(2, 256, once(4)),
+        Row(4, 256, once(8)),
+    ),
+    "next_state": (
+        Row(2, 128, scan(64, 128, 8, 3)), Row(2, 256, scan(64, 64, 8, 2)),
+        Row(4, 128, scan(32, 16, 8, 1)), Row(4, 256, scan(16, 16, 8, 1)),
+    ),
+    "next_state_backward": (
+        Row(2, 128, scan(64, 128, 8, 3)), Row(2, 256, scan(64, 32, 8, 2)),
+        Row(4, 256, scan(64, 16, 8, 1)),
+    ),
+    "next_state_copies": (
+        Row(2, 64, scan(64, 128, 8, 3)), Row(2, 128, scan(64, 64, 4, 2)),
+        Row(2, 256, scan(64, 32, 8, 1)), Row(4, 256, scan(64, 16, 8, 1)),
+    ),
+    "next_state_free": (
+        Row(2, 64, scan(64, 128, 8, 2)), Row(2, 128, scan(64, 64, 4, 2)),
+        Row(2, 256, scan(64, 32, 8, 1)), Row(4, 256, scan(64, 16, 8, 1)),
+    ),
+    "next_state_backward_copies": (
+        Row(2, 64, scan(64, 128, 8, 2)), Row(2, 128, scan(64, 64, 4, 2)),
+        Row(2, 256, scan(64, 32, 8, 1)), Row(4, 256, scan(64, 16, 8, 1)),
+    ),
+    "gradients": (
+        Row(2, 128, loop(64, 4, 2)), Row(2, 256, loop(64, 8, 1)), Row(4, 256, loop(16, 8, 1)),
+    ),
+    "channel_scores": (Row(2, 256, pairs(4, 32)), Row(4, 256, pairs(4, 16))),
+    # With 4 warps the assembler puts products of float32 inputs in series.
+    "channel_gradients": (Row(2, 256, channels(4, 16, 64)), Row(4, 256, channels(8, 16, 64))),
+}  # fmt: skip
+
+# An architecture between two takes the nearest below it.
+TABLES: dict[int, Table] = {
+    80: AMPERE, 86: SMALL, 89: SMALL, 90: HOPPER, 100: HOPPER, 120: SMALL,
+}  # fmt: skip

@@ -1,0 +1,129 @@
+"""Tiles of what the kernels from chunk to chunk read and write: device functions."""
+
+import triton
+import triton.language as tl
+
+# Rows of the scalings [M, HV, 4, BT] of a chunk.
+READ, ERASE_ROW, WRITE, BETA = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+
+
+@triton.jit
+def state_tile(x, i_n, i_h, o_v, o_k, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
+    """Addresses of the rows o_v of one head's state in x [N, HV, V, K]."""
+    return x + ((i_n.to(tl.int64) * HV + i_h) * V + o_v[:, None]) * K + o_k[None, :]
+
+
+@triton.jit
+def load_tile(
+    x, row, i_h, column, o_r, m_r, o_c, HEADS: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """Rows o_r from `row` on and columns o_c (from `column` on) of head i_h; zeros outside.
+
+    x is [rows, HEADS, C], or with TMA a descriptor of [rows, HEADS * C], and then the tile is full.
+    """
+    if TMA:
+        b_x = x.load([row.to(tl.int32), i_h * C + column])
+    else:
+        b_x = load_rows(x + (row * HEADS + i_h) * C, o_r, m_r, o_c, C, HEADS * C, WHOLE)
+    return b_x
+
+
+@triton.jit
+def load_square(x, i_slot, o_i, o_r, ROWS: tl.constexpr, BT: tl.constexpr, TMA: tl.constexpr):
+    """The tile [ROWS, BT] of a chunk; with TMA x is a descriptor of [M * HV * ROWS, BT]."""
+    if TMA:
+        b_x = x.load([(i_slot * ROWS).to(tl.int32), 0])
+    else:
+        b_x = tl.load(x + i_slot * ROWS * BT + o_i[:, None] * BT + o_r[None, :])
+    return b_x
+
+
+@triton.jit
+def load_rows(x, o_r, m_r, o_c, C: tl.constexpr, stride, WHOLE: tl.constexpr):
+    """Rows o_r and columns o_c of a tensor that has C columns; zeros outside."""
+    p_x = x + o_r[:, None] * stride + o_c[None, :]
+    if WHOLE:
+        b_x = tl.load(p_x, mask=m_r[:, None], other=0.0)
+    else:
+        b_x = tl.load(p_x, mask=m_r[:, None] & (o_c < C)[None, :], other=0.0)
+    return b_x
+
+
+@triton.jit
+def load_copy(x, i_slot, o_r, o_c, ROWS: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr):
+    """A chunk's tile of a tensor [M, HV, ROWS, C], whose empty rows hold zeros."""
+    p_x = x + i_slot * ROWS * C + o_r[:, None] * C + o_c[None, :]
+    if WHOLE:
+        b_x = tl.load(p_x)
+    else:
+        b_x = tl.load(p_x, mask=(o_c < C)[None, :], other=0.0)
+    return b_x
+
+
+@triton.jit
+def load_keys(
+    x, copy, row, i_slot, i_key, o_r, m_r, o_k, ROWS: tl.constexpr, H: tl.constexpr,
+    K: tl.constexpr, COPIES: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """A chunk's rows of q or k, or of their scaled copy."""
+    WHOLE: tl.constexpr = o_k.shape[0] == K
+    if COPIES:
+        b_x = load_copy(copy, i_slot, o_r, o_k, ROWS, K, WHOLE)
+    else:
+        b_x = load_tile(x, row, i_key, 0, o_r, m_r, o_k, H, K, WHOLE, TMA)
+    return b_x
+
+
+@triton.jit
+def load_scaling(scalings, i_slot, which: tl.constexpr, o_r, BT: tl.constexpr, TMA: tl.constexpr):
+    """One scaling of a chunk's rows, as [1, rows]."""
+    if TMA:
+        b_x = scalings.load([(i_slot * 4 + which).to(tl.int32), 0])
+    else:
+        b_x = tl.load(scalings + (i_slot * 4 + which) * BT + o_r)[None, :]
+    return b_x
+
+
+@triton.jit
+def load_decay(chunk_decay, i_slot, o_k, K: tl.constexpr, DECAY: tl.constexpr):
+    """The decay of a whole chunk, to be multiplied by rows of the state."""
+    if DECAY == "head":
+        b_decay = tl.load(chunk_decay + i_slot)
+    else:
+        b_decay = tl.load(chunk_decay + i_slot * K + o_k, mask=o_k < K, other=0.0)[None, :]
+    return b_decay
+
+
+@triton.jit
+def boundary_state(
+    x, i_s, i_n, i_h, o_v, o_k, at_boundary, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Where a program starts: with a segment's state, or a sequence's; zeros elsewhere."""
+    b_s = tl.zeros([o_v.shape[0], o_k.shape[0]], tl.float32)
+    if x is not None:
+        rows, i_x = V, i_n
+        if SPLIT == "starts":
+            i_x = i_s
+        if SPLIT == "ends":
+            rows = tl.where(at_boundary, V, 0)
+        mask = (o_v < rows)[:, None] & (o_k < K)[None, :]
+        b_s = tl.load(state_tile(x, i_x, i_h, o_v, o_k, HV, K, V), mask=mask, other=0.0)
+    return b_s
+
+
+@triton.jit
+def store_ends(
+    ends, i_s, i_h, i_v, i_a, o_k, b_s, b_through, K: tl.constexpr, V: tl.constexpr,
+    HV: tl.constexpr, BV: tl.constexpr, ERASE: tl.constexpr,
+):  # fmt: skip
+    """Rows of S, a tile of A (i_a >= 0), or its diagonal, of ends [slots, HV, V + K or 1, K]."""
+    ROWS: tl.constexpr = V + 1 if ERASE == "none" else V + K
+    o_end = tl.where(i_a < 0, i_v * BV, V + i_a * BV) + tl.arange(0, BV)
+    m_end, m_k = o_end < tl.where(i_a < 0, V, ROWS), (o_k < K)[None, :]
+    p_end = state_tile(ends, i_s, i_h, o_end, o_k, HV, K, ROWS)
+    tl.store(p_end, b_s, mask=m_end[:, None] & m_k)
+    if ERASE == "none":
+        p_end = state_tile(ends, i_s, i_h, V + tl.arange(0, 1), o_k, HV, K, ROWS)
+        tl.store(p_end, b_through, mask=(o_k < tl.where(i_v == 0, K, 0))[None, :])

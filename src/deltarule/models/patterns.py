@@ -1,0 +1,114 @@
+"""Named mixtures of layers, as the papers stack them: what `layer_types` may be beside names."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pattern:
+    """One published mixture of recurrent layers and attention.
+
+    Args:
+        name: Key in `PATTERNS`.
+        title: What its authors call it.
+        rule: How the layers follow each other, in words.
+        layers: From the number of layers to the mixer of each.
+        source: Paper and section.
+    """
+
+    name: str
+    title: str
+    rule: str
+    layers: Callable[[int], tuple[str, ...]]
+    source: str
+
+
+def repeated(*names: str) -> Callable[[int], tuple[str, ...]]:
+    """Repeat the names over all layers, which they must divide."""
+
+    def layers(num_layers: int) -> tuple[str, ...]:
+        if num_layers % len(names):
+            raise ValueError(
+                f"num_layers must be a multiple of {len(names)} for ({', '.join(names)}), "
+                f"got {num_layers}"
+            )
+        return names * (num_layers // len(names))
+
+    return layers
+
+
+def with_two_global(name: str) -> Callable[[int], tuple[str, ...]]:
+    """One mixer, but for full attention in the second layer and the (N / 2 + 1)-th of N."""
+
+    def layers(num_layers: int) -> tuple[str, ...]:
+        if num_layers % 2 or num_layers < 4:
+            raise ValueError(
+                f"num_layers must be even and 4 or more for {name} with two layers of attention, "
+                f"the second and the (N / 2 + 1)-th, got {num_layers}"
+            )
+        attention = (1, num_layers // 2)
+        return tuple("attention" if i in attention else name for i in range(num_layers))
+
+    return layers
+
+
+_PATTERNS = (
+    Pattern(
+        name="deltanet_sliding_window",
+        title="DeltaNet + sliding-window attention",
+        rule="DeltaNet and sliding-window attention in turns",
+        layers=repeated("deltanet", "sliding_window"),
+        source="arXiv 2406.06484, section 3.4",
+    ),
+    Pattern(
+        name="deltanet_global_attention",
+        title="DeltaNet + global attention",
+        rule="DeltaNet, with full attention in the second layer and the (N / 2 + 1)-th of N",
+        layers=with_two_global("deltanet"),
+        source="arXiv 2406.06484, section 3.4",
+    ),
+    Pattern(
+        name="gated_deltanet_h1",
+        title="Gated DeltaNet-H1",
+        rule="Gated DeltaNet and sliding-window attention in turns",
+        layers=repeated("gated_deltanet", "sliding_window"),
+        source="arXiv 2412.06464, section 3.4",
+    ),
+    Pattern(
+        name="gated_deltanet_h2",
+        title="Gated DeltaNet-H2",
+        rule="Mamba-2, Gated DeltaNet and sliding-window attention in turns",
+        layers=repeated("mamba2", "gated_deltanet", "sliding_window"),
+        source="arXiv 2412.06464, section 3.4",
+    ),
+    Pattern(
+        name="samba",
+        title="Samba",
+        rule="Mamba and sliding-window attention in turns",
+        layers=repeated("mamba1", "sliding_window"),
+        source="arXiv 2406.07522, section 2.1",
+    ),
+    Pattern(
+        name="minimax01",
+        title="MiniMax-01",
+        rule="seven layers of Lightning Attention, then one of softmax attention",
+        layers=repeated(*["lightning"] * 7, "attention"),
+        source="arXiv 2501.08313, section 2",
+    ),
+    Pattern(
+        name="qwen3_next",
+        title="Qwen3-Next",
+        rule="three layers of Gated DeltaNet, then one of softmax attention",
+        layers=repeated(*["gated_deltanet"] * 3, "attention"),
+        source="Qwen3-Next-80B-A3B, model card of September 2025",
+    ),
+    Pattern(
+        name="kimi_linear",
+        title="Kimi Linear",
+        rule="three layers of Kimi Delta Attention, then one of softmax attention",
+        layers=repeated(*["kda"] * 3, "attention"),
+        source="arXiv 2510.26692, section 4",
+    ),
+)
+
+PATTERNS: dict[str, Pattern] = {pattern.name: pattern for pattern in _PATTERNS}

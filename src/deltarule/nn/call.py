@@ -1,0 +1,31 @@
+"""One call of a recurrent layer, as its parts hand it to each other."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from deltarule.nn.layout import Layout
+from deltarule.nn.state import State
+
+
+@dataclass
+class Call:
+    """What a layer was given, and the state that it leaves behind."""
+
+    x: Tensor
+    layout: Layout
+    before: State
+    after: State
+    shared: dict[str, Tensor]
+
+    def positions(self) -> Tensor:
+        """[B, T] each token's position, counted on in the state's `length` [N]."""
+        length = self.before["length"]
+        self.after["length"] = length + self.layout.counts
+        return self.layout.positions(length)
+
+    def token_shift(self) -> Tensor:
+        """x_{t-1} - x_t within each sequence, the state keeping the last x as `shift` [N, 1, D]."""
+        extended = self.layout.with_history(self.x, self.before["shift"])
+        self.after["shift"] = self.layout.next_history(extended, 1)
+        return self.layout.without_history(extended[:, :-1], 1) - self.x

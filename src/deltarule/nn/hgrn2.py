@@ -1,0 +1,98 @@
+"""HGRN-2 as a layer."""
+
+from dataclasses import replace
+from typing import ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deltarule.nn.arguments import check_own_heads
+from deltarule.nn.call import Call
+from deltarule.nn.interface import MixerConfig
+from deltarule.nn.mixer import RecurrentMixer
+from deltarule.nn.norm import RMSNorm
+from deltarule.rules import Projections, hgrn2
+
+# Where the first layer leaves the least decays of all layers.
+LOWER_BOUNDS = "hgrn2_lower_bounds"
+
+
+class HGRN2(RecurrentMixer):
+    """HGRN-2: S = S Diag(a) + v (1 - a)^T, a = lb + (1 - lb) sigmoid(f): `k_proj` computes f.
+
+    The least decay lb of each channel grows with depth. The first HGRN-2 layer of a model learns it
+    for all of them and hands it on in `shared`; a layer without `shared`, and the first one, have
+    lb = 0.
+
+    Defaults: head_k_dim = head_v_dim = hidden_size / num_heads (128 in the paper), SiLU on q, no
+    convolution, a norm over all heads together, no output gate. There are as many value heads as
+    key heads.
+
+    Example:
+        >>> import torch
+        >>> y, state = HGRN2(32, num_heads=2)(torch.zeros(1, 5, 32))
+        >>> y.shape
+        torch.Size([1, 5, 32])
+
+    Source: arXiv 2404.07904, section 3; lower bounds, arXiv 2311.04823, section 3.2.
+    """
+
+    rule = hgrn2.RULE
+    float32_parameters: ClassVar[tuple[str, ...]] = ("bound_logits",)
+
+    # Which of the bounds is this layer's; and the parameter of the one layer that owns them.
+    bound_index: int = 0
+    bound_logits: nn.Parameter | None
+
+    @classmethod
+    def from_config(cls, config: MixerConfig, layer_index: int) -> Self:
+        """Build the layer of a model; the first of its kind owns the bounds of all."""
+        layer = super().from_config(config, layer_index)
+        layer.bound_index = list(config.layer_types[:layer_index]).count(cls.rule.name)
+        kinds = list(config.layer_types).count(cls.rule.name)
+        if layer.bound_index == 0 and kinds > 1:
+            sizes = kinds, layer.num_heads, layer.head_k_dim
+            layer.gate_parameter("bound_logits", torch.ones(sizes, dtype=torch.float32))
+        return layer
+
+    def check_options(self) -> None:
+        """Refuse value heads that share a key head: each decay is also a key."""
+        check_own_heads(self.rule.name, self.num_heads, self.num_v_heads)
+
+    def activates(self, name: str) -> bool:
+        """SiLU is for q alone: k is a logit, and v comes as it is."""
+        return name == "q"
+
+    def build_gates(self) -> None:
+        """Leave the bounds to `from_config`: a layer alone has none."""
+        super().build_gates()
+        self.register_parameter("bound_logits", None)
+
+    def build_output(self, gated: bool) -> None:
+        """Make one norm for all heads."""
+        super().build_output(gated)
+        self.o_norm = RMSNorm(self.num_v_heads * self.head_v_dim, self.norm_eps)
+
+    def project(self, call: Call) -> Projections:
+        """Find this layer's least decays; f is where other layers have their keys."""
+        p = super().project(call)
+        q = p.q if self.conv_size else F.silu(p.q)
+        return replace(p, q=q, decay_logits=p.k, lower_bound=self.lower_bound(call.shared))
+
+    def lower_bound(self, shared: dict[str, Tensor]) -> Tensor | None:
+        """[HV, K] the sum of softmax(bound_logits) over the layers from the second to this one."""
+        if self.bound_logits is not None:
+            share = self.bound_logits.softmax(0)
+            shared[LOWER_BOUNDS] = share.cumsum(0) - share[0]
+        if self.bound_index == 0 or LOWER_BOUNDS not in shared:
+            return None
+        return shared[LOWER_BOUNDS][self.bound_index]
+
+    def finish(self, o: Tensor, projections: Projections, call: Call) -> Tensor:
+        """Normalise all heads together, gate if asked to, and project back to the stream."""
+        y = self.o_norm(o.flatten(-2))
+        if projections.output_gate is not None:
+            y = y * F.silu(projections.output_gate.flatten(-2))
+        z: Tensor = self.o_proj(y)
+        return z

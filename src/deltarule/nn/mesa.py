@@ -1,0 +1,80 @@
+"""The mesa layer."""
+
+import math
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deltarule import ops
+from deltarule.nn.call import Call
+from deltarule.nn.frame import silence_padding
+from deltarule.nn.qkv import QKVMixer, activated
+from deltarule.rules import mesa
+from deltarule.rules.gates import computed, unit
+from deltarule.shapes import MesaState
+
+LEAST_REGULARIZER = 0.25
+FIRST_REGULARIZER = 1.0
+
+
+class Mesa(QKVMixer):
+    """Mesa: o = G (H + Diag(lambda))^-1 q, with decayed sums H of k k^T and G of v k^T.
+
+    Unit q and k; beta = sigmoid(b_proj x), a = sigmoid(a_proj x), lambda = 0.25 + softplus, for
+    each key channel, learned from 1. The state holds G as `recurrent` and H as `covariance`.
+
+    Defaults: head_k_dim = head_v_dim = hidden_size / num_heads, convolution of 4 over q and k, no
+    output gate, 30 iterations of the conjugate gradients.
+
+    Example:
+        >>> import torch
+        >>> y, state = Mesa(32, num_heads=2)(torch.zeros(1, 5, 32))
+        >>> state["recurrent"].shape, state["covariance"].shape
+        (torch.Size([1, 2, 16, 16]), torch.Size([1, 2, 16, 16]))
+
+    Source: arXiv 2309.05858; gates as in MesaNet, arXiv 2506.05233, section 3 and its code.
+    """
+
+    rule = mesa.SYSTEM
+    convolved: ClassVar[tuple[str, ...]] = ("q", "k")
+    float32_parameters: ClassVar[tuple[str, ...]] = ("regularizer_logits",)
+    regularizer_logits: nn.Parameter
+
+    # None solves exactly.
+    iterations: int | None = 30
+
+    def build_memory(self) -> None:
+        """Make the decay, the weight of each token, and the regulariser of each key channel."""
+        self.a_proj = nn.Linear(self.hidden_size, self.num_heads)
+        self.b_proj = nn.Linear(self.hidden_size, self.num_heads)
+        logit = math.log(math.expm1(FIRST_REGULARIZER - LEAST_REGULARIZER))
+        logits = torch.full((self.num_heads, self.head_k_dim), logit, dtype=torch.float32)
+        self.gate_parameter("regularizer_logits", logits)
+
+    def memories(self) -> dict[str, tuple[int, ...]]:
+        """G and H."""
+        heads, key_size = self.num_heads, self.head_k_dim
+        return {
+            "recurrent": (heads, self.head_v_dim, key_size),
+            "covariance": (heads, key_size, key_size),
+        }
+
+    def read(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """Solve for every query."""
+        q, k = (unit(x).to(v.dtype) for x in activated(self, q, k))
+        arguments = {
+            "q": q, "k": k, "v": v, "beta": torch.sigmoid(computed(self.b_proj(call.x))),
+            "log_decay": F.logsigmoid(computed(self.a_proj(call.x))),
+        }  # fmt: skip
+        output = ops.mesa(
+            **silence_padding(arguments, call.layout.real, ("k", "v", "beta", "log_decay")),
+            regularizer=LEAST_REGULARIZER + F.softplus(self.regularizer_logits),
+            iterations=self.iterations,
+            initial_state=MesaState(call.before["covariance"], call.before["recurrent"]),
+            cu_seqlens=call.layout.cu_seqlens,
+        )
+        assert output.final_state is not None
+        call.after["covariance"], call.after["recurrent"] = output.final_state
+        return output.o

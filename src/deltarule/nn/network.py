@@ -1,0 +1,78 @@
+"""What the layers share whose state is a network with learned starting weights."""
+
+from abc import abstractmethod
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from deltarule.nn.call import Call
+from deltarule.nn.qkv import QKVMixer
+from deltarule.nn.state import State
+from deltarule.rules.gates import computed
+
+
+class NetworkMixer(QKVMixer):
+    """A layer whose state is the maps of a network, and sums of their gradients.
+
+    The state's names are those of `parts` for the first map, and the same with _2 for the second;
+    the parameters `starts` are the maps before the first token.
+    """
+
+    # What the state calls the maps, the sums of their gradients, and what else it keeps of each.
+    parts: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def map_sizes(self) -> list[tuple[int, int]]:
+        """Outputs and inputs of each map of a head."""
+
+    @abstractmethod
+    def first_map(self, outputs: int, inputs: int) -> Tensor:
+        """Draw a map before the first token, [num_heads, outputs, inputs]."""
+
+    def build_network(self) -> None:
+        """Draw the maps before the first token."""
+        self.starts = nn.ParameterList(
+            nn.Parameter(self.first_map(*sizes)) for sizes in self.map_sizes()
+        )
+
+    def memories(self) -> dict[str, tuple[int, ...]]:
+        """The sums of gradients, which start at zero."""
+        return {
+            name: (self.num_heads, *sizes)
+            for name, sizes in zip(self.names(self.parts[1]), self.map_sizes(), strict=True)
+        }
+
+    def exact(self) -> tuple[str, ...]:
+        """Every part of every map."""
+        return tuple(name for part in self.parts for name in self.names(part))
+
+    def init_state(self, batch_size: int) -> State:
+        """Return the learned maps, no gradients, and an empty mini-batch."""
+        state = super().init_state(batch_size)
+        for name, start in zip(self.names("recurrent"), self.starts, strict=True):
+            state[name] = computed(start).expand(batch_size, *start.shape).clone()
+        weight = self.o_proj.weight
+        state["position"] = torch.zeros(batch_size, dtype=torch.int64, device=weight.device)
+        return state
+
+    def names(self, part: str) -> list[str]:
+        """What the state calls a part of each map."""
+        return [part if index == 0 else f"{part}_{index + 1}" for index in range(self.maps)]
+
+    @property
+    def maps(self) -> int:
+        """Maps of the network."""
+        return len(self.map_sizes())
+
+    def held(self, part: str, call: Call) -> tuple[Tensor, ...]:
+        """Read a part of every map from the state before."""
+        return tuple(call.before[name] for name in self.names(part))
+
+    def keep(self, part: str, tensors: tuple[Tensor, ...], call: Call) -> None:
+        """Write a part of every map into the state after."""
+        call.after.update(zip(self.names(part), tensors, strict=True))
+
+    def lengths(self, call: Call) -> Tensor | None:
+        """Real tokens of each row; None where all are."""
+        return None if call.layout.real is None else call.layout.counts

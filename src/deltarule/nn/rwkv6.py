@@ -1,0 +1,149 @@
+"""RWKV-6's time mixing as a layer."""
+
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from deltarule.nn.arguments import check_shifted
+from deltarule.nn.call import Call
+from deltarule.nn.gates import low_rank
+from deltarule.nn.heads import split
+from deltarule.nn.interface import MixerConfig
+from deltarule.nn.mixer import RecurrentMixer
+from deltarule.nn.norm import GatedGroupNorm
+from deltarule.nn.state import State
+from deltarule.rules import Projections, rwkv6
+
+GROUP_NORM_EPS = 64e-5
+MIX_RANK, DECAY_RANK = 32, 64
+# What each projection reads, and how fast its share of the token before falls with the channel.
+SHIFT_POWERS = {"decay": 1.0, "k": 1.0, "v": 1.0, "q": 0.5, "gate": 0.5}
+
+
+class RWKV6(RecurrentMixer):
+    """RWKV-6: S = S' Diag(a) + v k^T, read before the write: o = (S' + v (u * k)^T) q.
+
+    Every projection reads x mixed with the token before (token shift: `shift` [N, 1, hidden_size]
+    in the state), by a share that depends on both. `recurrent` holds every write, the last one too.
+
+    Defaults: head_k_dim = head_v_dim = hidden_size / num_heads (64 in the paper), output gate SiLU,
+    group norm with eps 64e-5 whatever norm_eps. There is no convolution, and as many value heads
+    as key heads.
+
+    Example:
+        >>> import torch
+        >>> y, state = RWKV6(32, num_heads=2)(torch.zeros(1, 5, 32))
+        >>> sorted(state), state["shift"].shape
+        (['recurrent', 'shift'], torch.Size([1, 1, 32]))
+
+    Source: arXiv 2404.05892, section 4, and the authors' starting values.
+    """
+
+    rule = rwkv6.RULE
+    default_output_gate = True
+    float32_parameters: ClassVar[tuple[str, ...]] = (
+        "first_mix", "shift_mix", "decay_bias", "bonus",
+    )  # fmt: skip
+
+    first_mix: nn.Parameter
+    shift_mix: nn.Parameter
+    decay_bias: nn.Parameter
+    bonus: nn.Parameter
+    a_proj: nn.Module
+
+    @classmethod
+    def from_config(cls, config: MixerConfig, layer_index: int) -> Self:
+        """Build the layer of a model; its convolution size is for other layers."""
+        return cls(
+            config.hidden_size,
+            num_heads=config.num_heads,
+            num_v_heads=config.num_v_heads,
+            head_k_dim=config.head_k_dim,
+            head_v_dim=config.head_v_dim,
+            output_gate=config.output_gate,
+            layer_index=layer_index,
+            num_layers=config.num_layers,
+        )
+
+    def check_options(self) -> None:
+        """Refuse a convolution, and value heads that share a key head."""
+        check_shifted(self.rule.name, self.conv_size, self.num_heads, self.num_v_heads)
+
+    def build_gates(self) -> None:
+        """Make the token shift, the decay through few channels, and the bonus."""
+        super().build_gates()
+        sizes = self.num_heads, self.head_k_dim
+        channels = self.num_heads * self.head_k_dim
+        self.build_shift()
+        self.a_proj = low_rank(self.hidden_size, DECAY_RANK, channels, activation=nn.Tanh())
+        down, up = self.a_proj.parameters()
+        nn.init.zeros_(down)
+        nn.init.uniform_(up, -0.01, 0.01)
+        decay_bias, bonus = self.initial_decay_and_bonus(channels)
+        self.gate_parameter("decay_bias", decay_bias.view(sizes))
+        self.gate_parameter("bonus", bonus.view(sizes))
+
+    def build_shift(self) -> None:
+        """Make the shares of the token before; those that depend on x start at zero."""
+        first, mixes = self.initial_shift_mix()
+        self.gate_parameter("first_mix", first)
+        self.gate_parameter("shift_mix", mixes)
+        projections = len(SHIFT_POWERS)
+        self.mix_down = nn.Linear(self.hidden_size, projections * MIX_RANK, bias=False)
+        nn.init.zeros_(self.mix_down.weight)
+        up = torch.empty(projections, MIX_RANK, self.hidden_size)
+        self.mix_up = nn.Parameter(up.uniform_(-0.01, 0.01))
+
+    def initial_decay_and_bonus(self, channels: int) -> tuple[Tensor, Tensor]:
+        """From slow decays in the first channels to fast ones in the last, and a zigzag."""
+        share = torch.arange(channels, dtype=torch.float32) / max(1, channels - 1)
+        depth = self.layer_index / max(1, self.num_layers - 1)
+        zigzag = (torch.arange(channels) + 1) % 3 - 1
+        decay_bias = -6 + 5 * share.pow(0.7 + 1.3 * depth)
+        return decay_bias, depth * (1 - share) + 0.1 * zigzag
+
+    def build_output(self, gated: bool) -> None:
+        """Make a group norm, with a group for each head."""
+        super().build_output(gated)
+        self.o_norm = GatedGroupNorm(self.num_v_heads, self.head_v_dim, GROUP_NORM_EPS)
+
+    def initial_shift_mix(self) -> tuple[Tensor, Tensor]:
+        """1 - (i / C)^(p (1 - layer / layers)) for channel i: [hidden_size], [5, hidden_size]."""
+        share = torch.arange(self.hidden_size, dtype=torch.float32) / self.hidden_size
+        above = 1 - self.layer_index / self.num_layers
+        mixes = torch.stack([1 - share.pow(power * above) for power in SHIFT_POWERS.values()])
+        depth = self.layer_index / max(1, self.num_layers - 1)
+        mixes[list(SHIFT_POWERS).index("v")] -= 0.3 * depth
+        return 1 - share.pow(above), mixes
+
+    def init_state(self, batch_size: int) -> State:
+        """Return zeros: the matrix state and the last token's x."""
+        shift = self.o_proj.weight.new_zeros(batch_size, 1, self.hidden_size)
+        return State(super().init_state(batch_size), shift=shift)
+
+    def project(self, call: Call) -> Projections:
+        """Compute everything the rule reads, each from its own mix of a token with the last."""
+        x = self.shift(call)
+        heads, key_size, value_size = self.num_heads, self.head_k_dim, self.head_v_dim
+        gate = None if self.g_proj is None else self.g_proj(x["gate"])
+        return Projections(
+            q=split(self.q_proj(x["q"]), heads, key_size),
+            k=split(self.k_proj(x["k"]), heads, key_size),
+            v=split(self.v_proj(x["v"]), heads, value_size),
+            decay_logits=split(self.a_proj(x["decay"]), heads, key_size) + self.decay_bias,
+            output_gate=None if gate is None else split(gate, heads, value_size),
+            bonus=self.bonus,
+            cu_seqlens=call.layout.cu_seqlens,
+            real=call.layout.real,
+        )
+
+    def shift(self, call: Call) -> dict[str, Tensor]:
+        """x_t + share (x_{t-1} - x_t), the share of each projection read from a first mix."""
+        change = call.token_shift()
+        first = torch.addcmul(call.x, change, self.first_mix.to(call.x.dtype))
+        small = split(torch.tanh(self.mix_down(first)), len(SHIFT_POWERS), MIX_RANK)
+        shares = torch.einsum("btpr,prd->btpd", small, self.mix_up)
+        shares = shares + self.shift_mix.to(call.x.dtype)
+        mixed = call.x.unsqueeze(-2) + change.unsqueeze(-2) * shares
+        return dict(zip(SHIFT_POWERS, mixed.unbind(-2), strict=True))

@@ -1,0 +1,50 @@
+"""S4 with a real diagonal, in Mamba's block."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from deltarule.nn.gates import DT_RANGE
+from deltarule.nn.scan import MambaBlock
+from deltarule.rules import Arguments, s4
+
+
+class S4(MambaBlock):
+    """S4: S = S * exp(-(dt 1^T) * exp(A_log)) + B * (v 1^T), o = (S * C) 1 + D * v.
+
+    Nothing but v depends on the input. The layer around it is Mamba's block, as in the ablations of
+    arXiv 2312.00752; a complex diagonal, which S4's own release has, is not there.
+
+    Defaults: 2 hidden_size value channels with a state of 16 each, convolution of 4, output gate;
+    exp(A_log) from 1 to 16, dt log-uniform in [1e-3, 1e-1], B = dt, C normal, D of ones.
+
+    Example:
+        >>> import torch
+        >>> y, state = S4(32, num_heads=1)(torch.zeros(1, 5, 32))
+        >>> state["recurrent"].shape
+        torch.Size([1, 1, 64, 16])
+
+    Source: arXiv 2406.06484, table 4; arXiv 2206.11893, section 3 (S4D-Real).
+    """
+
+    rule = s4.SYSTEM
+    float32_parameters: ClassVar[tuple[str, ...]] = ("A_log", "log_step", "B", "C", "D")
+    A_log: nn.Parameter
+    log_step: nn.Parameter
+    B: nn.Parameter
+    C: nn.Parameter
+
+    def build_scan(self, inner: int) -> None:
+        """Make the five constants of every value channel."""
+        self.gate_parameter("A_log", self.rates())
+        step = torch.empty(self.num_heads, self.head_v_dim, dtype=torch.float32)
+        step.uniform_(*torch.tensor(DT_RANGE).log().tolist())
+        self.gate_parameter("log_step", step)
+        # What v is multiplied by in the time that a step takes: the input of Euler's method.
+        self.gate_parameter("B", step.exp().unsqueeze(-1).repeat(1, 1, self.head_k_dim))
+        self.gate_parameter("C", torch.randn(*step.shape, self.head_k_dim, dtype=torch.float32))
+
+    def scan_arguments(self, stream: Tensor, v: Tensor) -> Arguments:
+        """By the rule."""
+        return s4.arguments(v, log_step=self.log_step, A_log=self.A_log, B=self.B, C=self.C)

@@ -1,0 +1,77 @@
+"""The table of published systems as text: what `deltarule rules` prints and docs/rules holds."""
+
+from deltarule.nn.interface import Mixer
+from deltarule.ops.dispatch import IMPLEMENTATIONS
+from deltarule.ops.recurrent_step import STEPS
+from deltarule.rules import SYSTEMS, Rule, System
+
+# What a reader calls the entries of the operators' table of implementations.
+FORMS = {"reference": "recurrent", "torch": "chunked", "triton": "GPU kernel", "gluon": "Gluon"}
+
+COLUMNS = (
+    "system", "name", "one token", "read-out", "decay", "erase", "objective", "operator", "layer",
+    "forms", "state size", "source", "test",
+)  # fmt: skip
+
+# Where a row's recurrence is written out once more, for those that are no rules.
+TESTS = {
+    "selective_scan": "nn/test_scan.py", "two_memories": "nn/test_two_memories.py",
+    "mesa": "ops/test_mesa.py", "ttt": "ops/test_ttt.py", "titans": "ops/test_titans.py",
+    "softmax": "nn/test_attention.py",
+}  # fmt: skip
+
+
+def forms(system: System) -> str:
+    """The ways a system runs: its own, or those of `delta_rule` and `dplr`."""
+    if system.forms:
+        return system.forms
+    words = [word for name, word in FORMS.items() if name in IMPLEMENTATIONS]
+    return ", ".join([*words, *(["GPU kernel for steps"] if "triton" in STEPS else [])])
+
+
+def backed_by(system: System) -> str:
+    """The file in tests/ that holds a row against its source.
+
+    Beside it every row goes through tests/nn/test_mixers.py (causality, packing, padding, carried
+    state) and test_training.py, and every rule through tests/rules/test_objectives.py.
+    """
+    if not isinstance(system, Rule):
+        return TESTS[system.operator]
+    page = system.page or system.name
+    return f"rules/test_{page.replace('gated_delta_product', 'delta_product')}.py"
+
+
+def described(system: System, layer: type[Mixer]) -> str:
+    """One row as a few lines for a terminal."""
+    lines = [
+        f"{system.name:<22}{system.title}",
+        f"{system.recurrence}        {system.read_out}",
+        f"decay {system.decay}, erase {system.erase}, operator {system.operator}, "
+        f"layer {layer.__name__}, state {system.state_size}",
+        f"objective: {system.objective or 'none published'}",
+        f"runs: {forms(system)}; source: {system.source}; test: tests/{backed_by(system)}",
+    ]
+    return "\n    ".join(lines)
+
+
+def markdown(layers: dict[str, type[Mixer]]) -> str:
+    """The whole table, a line for each system in the order of `SYSTEMS`."""
+    head = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    return "\n".join([*head, *(_row(row, layers[name]) for name, row in SYSTEMS.items())])
+
+
+def _row(system: System, layer: type[Mixer]) -> str:
+    page = system.page or system.name
+    cells = [
+        f"[{system.title}]({page}.md)", _code(system.name), _code(system.recurrence),
+        _code(system.read_out), system.decay, system.erase, _code(system.objective),
+        _code(system.operator), _code(layer.__name__), forms(system), system.state_size,
+        system.source, _code(f"tests/{backed_by(system)}"),
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def _code(text: str) -> str:
+    # A bar would end the cell, in code too.
+    escaped = text.replace("|", r"\|")
+    return f"`{escaped}`" if text else "none published"

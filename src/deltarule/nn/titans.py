@@ -1,0 +1,121 @@
+"""Titans' neural memory as a layer, linear or an MLP."""
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deltarule import ops
+from deltarule.nn.call import Call
+from deltarule.nn.network import NetworkMixer
+from deltarule.nn.qkv import activated
+from deltarule.nn.state import State
+from deltarule.rules import titans
+from deltarule.rules.gates import computed, unit
+from deltarule.shapes import TitansState
+
+MINI_BATCH = 16
+# So large that at first a memory keeps about 1 - 1 / 1100 of itself with each token: the gradients
+# of an MLP vanish with its weights, and a memory that has decayed to zero stays there.
+FIRST_DECAY_BIAS = 7.0
+# Channels inside the MLP, in multiples of a key's.
+EXPANSION = 2
+
+
+class TitansLinear(NetworkMixer):
+    """Titans with a linear memory: S = eta S - theta grad |M k - v|^2, M = a M + S, o = M q.
+
+    Unit q and k. The gradients of 16 tokens are taken at the memory before them, and the memory
+    before a sequence's first token is learned. eta = sigmoid(m_proj x); theta = (1 - eta)
+    sigmoid(b_proj x) / 32, with which 16 equal keys do not overshoot, however long the momentum
+    lasts; a = sigmoid(a_proj x + decay_bias), from sigmoid(7). These ranges are ours: the authors
+    published no code. The state holds M as `recurrent`, S as `momentum`, the memory before the open
+    mini-batch as `anchor`, and its tokens as `position`.
+
+    Defaults: head_k_dim = head_v_dim = hidden_size / num_heads, convolution of 4 over q, k and v
+    with SiLU, output gate.
+
+    Example:
+        >>> y, state = TitansLinear(32, num_heads=2)(torch.zeros(1, 21, 32))
+        >>> state["recurrent"].shape, state["position"]
+        (torch.Size([1, 2, 16, 16]), tensor([5]))
+
+    Source: arXiv 2501.00663, section 3 and 4.4.
+    """
+
+    rule = titans.LINEAR
+    default_output_gate = True
+    largest_rate: ClassVar[float] = 1 / (2 * MINI_BATCH)
+    parts: ClassVar[tuple[str, ...]] = ("recurrent", "momentum", "anchor")
+    float32_parameters: ClassVar[tuple[str, ...]] = ("decay_bias",)
+    decay_bias: nn.Parameter
+
+    def build_memory(self) -> None:
+        """Make the network and its three gates."""
+        self.build_network()
+        self.a_proj, self.b_proj, self.m_proj = (
+            nn.Linear(self.hidden_size, self.num_heads, bias=False) for _ in range(3)
+        )
+        nn.init.zeros_(self.a_proj.weight)
+        self.gate_parameter("decay_bias", torch.full((self.num_heads,), FIRST_DECAY_BIAS))
+
+    def map_sizes(self) -> list[tuple[int, int]]:
+        """One map."""
+        return [(self.head_v_dim, self.head_k_dim)]
+
+    def first_map(self, outputs: int, inputs: int) -> Tensor:
+        """Weights that keep the size of what they map."""
+        return torch.randn(self.num_heads, outputs, inputs) * inputs**-0.5
+
+    def init_state(self, batch_size: int) -> State:
+        """Return the learned memory, which is its own anchor, and no momentum."""
+        state = super().init_state(batch_size)
+        for name, anchor in zip(self.names("recurrent"), self.names("anchor"), strict=True):
+            state[anchor] = state[name].clone()
+        return state
+
+    def read(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """Train on k and v, read with q."""
+        q, k, v = activated(self, q, k, v)
+        a, b, m = (computed(proj(call.x)) for proj in (self.a_proj, self.b_proj, self.m_proj))
+        output = ops.titans(
+            unit(q).to(v.dtype), unit(k).to(v.dtype), v,
+            beta=self.largest_rate * torch.sigmoid(-m) * torch.sigmoid(b),
+            momentum=torch.sigmoid(m),
+            log_decay=F.logsigmoid(a + self.decay_bias),
+            mini_batch=MINI_BATCH,
+            initial_state=TitansState(
+                self.held("recurrent", call), self.held("momentum", call),
+                self.held("anchor", call), call.before["position"],
+            ),
+            lengths=self.lengths(call), cu_seqlens=call.layout.cu_seqlens,
+        )  # fmt: skip
+        assert output.final_state is not None
+        *parts, call.after["position"] = output.final_state
+        for name, maps in zip(self.parts, parts, strict=True):
+            self.keep(name, maps, call)
+        return output.o
+
+
+class TitansMLP(TitansLinear):
+    """Titans with an MLP as memory, o = M_2 gelu(M_1 q), 2 head_k_dim channels inside.
+
+    The learning rate is a tenth of the linear memory's, because the gradient of each map grows with
+    the other. The state has `recurrent_2`, `momentum_2` and `anchor_2` for the second map.
+
+    Example:
+        >>> y, state = TitansMLP(32, num_heads=2)(torch.zeros(1, 5, 32))
+        >>> state["recurrent"].shape, state["recurrent_2"].shape
+        (torch.Size([1, 2, 32, 16]), torch.Size([1, 2, 16, 32]))
+
+    Source: arXiv 2501.00663, section 3 and 4.4.
+    """
+
+    rule = titans.MLP
+    largest_rate: ClassVar[float] = TitansLinear.largest_rate / 10
+
+    def map_sizes(self) -> list[tuple[int, int]]:
+        """Up and down."""
+        inner = EXPANSION * self.head_k_dim
+        return [(inner, self.head_k_dim), (self.head_v_dim, inner)]

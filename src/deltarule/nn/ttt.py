@@ -1,0 +1,146 @@
+"""Test-time training as a layer, with a linear map or an MLP as its state."""
+
+from typing import ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deltarule import ops
+from deltarule.nn.arguments import check_even
+from deltarule.nn.call import Call
+from deltarule.nn.interface import MixerConfig
+from deltarule.nn.network import NetworkMixer
+from deltarule.nn.rope import rotate
+from deltarule.rules import ttt
+from deltarule.rules.gates import computed
+from deltarule.shapes import TTTState
+
+MINI_BATCH = 16
+INNER_NORM_EPS = 1e-6
+FIRST_WEIGHT = 0.02
+# Channels inside the MLP, in multiples of a head's.
+EXPANSION = 4
+
+
+class TTTLinear(NetworkMixer):
+    """TTT-Linear: W = W_0 - s sum_i eta_i grad |k_i + LN(W k_i) - v_i|^2 / 2, o = q + LN(W q).
+
+    W_0 is the map (with a bias) before the mini-batch of 16 tokens; that of a sequence's first is
+    learned. eta = base_rate sigmoid(b_proj x) / head_k_dim, and s is 1 / place in the mini-batch
+    plus a learned number, at least 0. Rotary positions count inside the mini-batch. The state
+    holds W_0 as `recurrent`, the sum of the open mini-batch as `gradient`, and its tokens as
+    `position`; so a sequence may stop and go on anywhere.
+
+    Defaults: head_k_dim = hidden_size / num_heads, even, and values of the same size; no
+    convolution; no output gate (with one: GELU(gate) * LN(o)); a layer norm over all heads.
+
+    Example:
+        >>> y, state = TTTLinear(32, num_heads=2)(torch.zeros(1, 21, 32))
+        >>> state["recurrent"].shape, state["position"]
+        (torch.Size([1, 2, 16, 17]), tensor([5]))
+
+    Source: arXiv 2407.04620, section 2, and its code.
+    """
+
+    rule = ttt.LINEAR
+    default_conv_size = 0
+    base_rate: ClassVar[float] = 1.0
+    parts: ClassVar[tuple[str, ...]] = ("recurrent", "gradient")
+    float32_parameters: ClassVar[tuple[str, ...]] = ("step_offset",)
+    step_offset: nn.Parameter
+
+    @classmethod
+    def from_config(cls, config: MixerConfig, layer_index: int) -> Self:
+        """Build the layer of a model; its values are of the size of its keys."""
+        return cls(
+            config.hidden_size,
+            num_heads=config.num_heads,
+            head_k_dim=config.head_k_dim,
+            conv_size=config.conv_size,
+            output_gate=config.output_gate,
+            norm_eps=config.norm_eps,
+        )
+
+    def build_memory(self) -> None:
+        """Make the network, its norm, and the learning rate of each token."""
+        if self.head_v_dim != self.head_k_dim:
+            raise ValueError(
+                f"head_v_dim must be head_k_dim={self.head_k_dim} for {self.rule.name}, "
+                f"got {self.head_v_dim}: the network adds its input to its output"
+            )
+        check_even("head_k_dim", self.head_k_dim)
+        self.build_network()
+        self.b_proj = nn.Linear(self.hidden_size, self.num_heads)
+        nn.init.normal_(self.b_proj.weight, std=0.02)
+        nn.init.zeros_(self.b_proj.bias)
+        self.gate_parameter("step_offset", torch.zeros(MINI_BATCH))
+        self.inner_norm_weight = nn.Parameter(torch.ones(self.num_heads, self.head_v_dim))
+        self.inner_norm_bias = nn.Parameter(torch.zeros(self.num_heads, self.head_v_dim))
+
+    def build_norm(self) -> nn.Module:
+        """One layer norm over all heads."""
+        return nn.LayerNorm(self.num_heads * self.head_v_dim, eps=self.norm_eps)
+
+    def map_sizes(self) -> list[tuple[int, int]]:
+        """One map, with a bias."""
+        return [(self.head_k_dim, self.head_k_dim + 1)]
+
+    def first_map(self, outputs: int, inputs: int) -> Tensor:
+        """Small weights and no bias."""
+        first = FIRST_WEIGHT * torch.randn(self.num_heads, outputs, inputs)
+        first[..., -1] = 0
+        return first
+
+    def step_scale(self) -> Tensor:
+        """max(0, 1 / t + step_offset_t) for t = 1..16: the sum becomes a mean, to start with."""
+        place = torch.arange(1, MINI_BATCH + 1, device=self.step_offset.device)
+        return (1 / place.to(self.step_offset.dtype) + self.step_offset).clamp(min=0)
+
+    def read(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """Train on k and v, read with q."""
+        position = call.before["position"]
+        place = call.layout.positions(position) % MINI_BATCH
+        rate = self.base_rate / self.head_k_dim * torch.sigmoid(computed(self.b_proj(call.x)))
+        output = ops.ttt(
+            rotate(q, place), rotate(k, place), v, beta=rate, step_scale=self.step_scale(),
+            norm_weight=self.inner_norm_weight, norm_bias=self.inner_norm_bias,
+            norm_eps=INNER_NORM_EPS,
+            initial_state=TTTState(
+                self.held("recurrent", call), self.held("gradient", call), position
+            ),
+            lengths=self.lengths(call), cu_seqlens=call.layout.cu_seqlens,
+        )  # fmt: skip
+        assert output.final_state is not None
+        self.keep("recurrent", output.final_state.weights, call)
+        self.keep("gradient", output.final_state.gradients, call)
+        call.after["position"] = output.final_state.position
+        return output.o
+
+    def finish(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        """Normalise over all heads, and gate."""
+        normed: Tensor = self.o_norm(o.flatten(-2))
+        return normed if gate is None else F.gelu(gate, approximate="tanh") * normed
+
+
+class TTTMLP(TTTLinear):
+    """TTT-MLP: TTT-Linear whose network is x + LN(W_2 gelu(W_1 x)), 4 head_k_dim channels inside.
+
+    The learning rate is a tenth of TTT-Linear's. The state has `recurrent_2` and `gradient_2` for
+    the second map.
+
+    Example:
+        >>> y, state = TTTMLP(32, num_heads=2)(torch.zeros(1, 5, 32))
+        >>> state["recurrent"].shape, state["recurrent_2"].shape
+        (torch.Size([1, 2, 64, 17]), torch.Size([1, 2, 16, 65]))
+
+    Source: arXiv 2407.04620, section 2, and its code.
+    """
+
+    rule = ttt.MLP
+    base_rate: ClassVar[float] = 0.1
+
+    def map_sizes(self) -> list[tuple[int, int]]:
+        """Up and down, each with a bias."""
+        inner = EXPANSION * self.head_k_dim
+        return [(inner, self.head_k_dim + 1), (self.head_k_dim, inner + 1)]

@@ -1,0 +1,61 @@
+"""The checks that `ttt` and `titans` share: the maps of a memory, their sizes, and positions."""
+
+from torch import Tensor
+
+from deltarule.ops.arguments import check_cu_seqlens, check_sequence
+from deltarule.ops.plain import check_counts, check_per_head, check_state_tensor
+from deltarule.shapes import TitansState, TTTState
+
+Maps = tuple[Tensor, ...]
+Size = tuple[int, ...]
+
+
+def check_call(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None
+) -> int:
+    """Check what both operators are given beside their memory, and return N."""
+    check_sequence(q, k, v, 1)
+    check_per_head("beta", beta, "[B, T, HV]", (*q.shape[:2], v.shape[2]), q)
+    if cu_seqlens is None:
+        if lengths is not None:
+            check_counts("lengths", lengths, q.shape[0], q.shape[1], q)
+        return q.shape[0]
+    if lengths is not None:
+        raise ValueError("lengths must be None with cu_seqlens: leave padding out of the packing")
+    check_cu_seqlens(cu_seqlens, q)
+    return len(cu_seqlens) - 1
+
+
+def check_memory(
+    state: object, kind: type[TTTState | TitansState], sequences: int, q: Tensor, v: Tensor
+) -> None:
+    """Maps that lead from K to V channels, the same sizes in every part of the state."""
+    if not isinstance(state, kind):
+        raise ValueError(
+            f"initial_state must be a {kind.__name__}, got {type(state).__name__}: "
+            f"begin with {kind.__name__}.start(weights, sequences)"
+        )
+    bias = int(kind is TTTState)
+    letters = "[N, HV, outputs, inputs + 1]" if bias else "[N, HV, outputs, inputs]"
+    for name, maps in zip(kind._fields[:-1], state[:-1], strict=True):
+        given = isinstance(maps, tuple) and all(isinstance(x, Tensor) for x in maps)
+        if not given or not maps or len(maps) != len(state.weights):
+            raise ValueError(
+                f"initial_state.{name} must be a tuple of tensors, one for each map of the memory, "
+                f"got {type(maps).__name__}"
+            )
+        sizes = map_sizes(state.weights, sequences, bias, q, v)
+        for index, (x, size) in enumerate(zip(maps, sizes, strict=True)):
+            check_state_tensor(f"initial_state.{name}[{index}]", x, letters, size, q)
+
+
+def map_sizes(maps: Maps, sequences: int, bias: int, q: Tensor, v: Tensor) -> list[Size]:
+    """What each map must measure: it takes what the one before puts out; the last puts out V."""
+    inputs = q.shape[3]
+    sizes: list[Size] = []
+    for index, x in enumerate(maps):
+        last = index + 1 == len(maps)
+        outputs = v.shape[3] if last or x.ndim < 2 else x.shape[-2]
+        sizes.append((sequences, v.shape[2], outputs, inputs + bias))
+        inputs = outputs
+    return sizes

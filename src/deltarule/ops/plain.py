@@ -1,0 +1,67 @@
+"""Operators whose implementations are plain differentiable PyTorch, and share one signature."""
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from deltarule.ops.arguments import check_gate, shape
+from deltarule.ops.dispatch import Implementation, Table, always, choose
+
+PlainImpl = Literal["auto", "reference", "torch"]
+Arguments = dict[str, Any]
+Output = TypeVar("Output")
+
+
+def plain_table(
+    chunked: Callable[..., Output], reference: Callable[..., Output]
+) -> Table[Arguments, Output]:
+    """The dispatch table of an operator that has these two forms."""
+    forms = {"torch": chunked, "reference": reference}
+    return {name: Implementation(always, _with(form)) for name, form in forms.items()}
+
+
+def run_plain(table: Table[Arguments, Output], arguments: Arguments, impl: str) -> Output:
+    """Run the chosen implementation, with autocast off."""
+    device = arguments["q"].device
+    with torch.autocast(device.type, enabled=False):
+        return choose(table, arguments, impl, device).run(arguments)
+
+
+def check_state_tensor(
+    name: str, x: Tensor, letters: str, size: tuple[int, ...], q: Tensor
+) -> None:
+    """Shape, device and dtype of a part of a state: float32, or float64 when q is."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
+    check_gate(name, x, q, {letters: size})
+    wanted = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if x.dtype != wanted:
+        raise ValueError(f"{name} must be {wanted} for q in {q.dtype}, got {x.dtype}")
+
+
+def check_per_head(name: str, x: Tensor, letters: str, size: tuple[int, ...], q: Tensor) -> None:
+    """Shape, dtype and device of a tensor that must be given."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor {letters} = {list(size)}, got {x!r}")
+    check_gate(name, x, q, {letters: size})
+
+
+def check_counts(name: str, x: Tensor, size: int, most: int, q: Tensor) -> None:
+    """Integers [N] from 0 to `most`; their values are read only where that costs no waiting."""
+    if not isinstance(x, Tensor) or x.dtype != torch.int64 or x.shape != (size,):
+        given = f"{x.dtype} {shape(x)}" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name} must be an int64 tensor [{size}], got {given}")
+    if x.device != q.device:
+        raise ValueError(f"{name} is on {x.device}, but q is on {q.device}")
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return
+    if any(not 0 <= count <= most for count in x.tolist()):
+        raise ValueError(f"{name} must be from 0 to {most}, got {x.tolist()}")
+
+
+def _with(form: Callable[..., Output]) -> Callable[[Arguments], Output]:
+    return lambda arguments: form(**arguments)

@@ -1,0 +1,107 @@
+"""Attention to a few slots: one memory of keys, one of values, and a softmax between them."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltarule.ops.arguments import check_gate, check_state, shape
+from deltarule.ops.delta_rule import delta_rule
+from deltarule.ops.dispatch import Impl
+from deltarule.shapes import Keys, Offsets, Outputs, Queries, Values
+
+
+class TwoMemories(NamedTuple):
+    """Outputs [B, T, H, V], and the memories of keys [N, H, M, K] and of values [N, H, V, M]."""
+
+    o: Outputs
+    key_memory: Tensor
+    value_memory: Tensor
+
+
+def two_memories(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    *,
+    slots: Tensor,
+    log_decay: Tensor | None = None,
+    scale: float | None = None,
+    key_memory: Tensor | None = None,
+    value_memory: Tensor | None = None,
+    cu_seqlens: Offsets | None = None,
+    impl: Impl = "auto",
+) -> TwoMemories:
+    r"""Write keys and values into M slots, and attend to the slots.
+
+    .. math::
+        S^k_t &= S^k_{t-1} \mathrm{Diag}(e^{\mathrm{log\_decay}_t}) + k_t \mathrm{slots}_t^\top \\
+        S^v_t &= S^v_{t-1} \mathrm{Diag}(e^{\mathrm{log\_decay}_t}) + v_t \mathrm{slots}_t^\top \\
+        o_t &= S^v_t \, \mathrm{softmax}\big(\mathrm{scale} \cdot (S^k_t)^\top q_t\big)
+
+    Both memories go through `delta_rule` without erase. In the first pass each slot is a value
+    head of one channel, so that its decay is that of a head; in the second a key channel.
+
+    Args:
+        q: Queries [B, T, H, K] in float64, float32, bfloat16 or float16.
+        k: Keys [B, T, H, K] in q's dtype.
+        v: Values [B, T, H, V] in q's dtype.
+        slots: How much of a token each slot takes, [B, T, H, M], >= 0.
+        log_decay: Natural log of each slot's decay [B, T, H, M], <= 0, float32; -inf is a reset.
+            None means no decay.
+        scale: Factor inside the softmax. None means K ** -0.5.
+        key_memory: Transpose of S^k before the first token [N, H, M, K], float32 (float64 with
+            float64 q). None means zeros.
+        value_memory: S^v before the first token [N, H, V, M], likewise.
+        cu_seqlens: Offsets [N + 1] of sequences packed into one row (B = 1). None means that each
+            batch row is a sequence.
+        impl: "auto", or a named implementation of `delta_rule`.
+
+    Returns:
+        o [B, T, H, V] in v's dtype, and the two memories after the last token.
+
+    Raises:
+        ValueError: An argument has the wrong shape, dtype or device; the message names it.
+
+    Example:
+        >>> import torch
+        >>> q, k, v = torch.randn(3, 1, 10, 2, 4).unbind()
+        >>> out = two_memories(q, k, v, slots=torch.rand(1, 10, 2, 3))
+        >>> out.o.shape, out.key_memory.shape
+        (torch.Size([1, 10, 2, 4]), torch.Size([1, 2, 3, 4]))
+
+    Source: ABC, arXiv 2110.02488, eq. 6; GSA, arXiv 2409.07146, eq. 8. Table 4 of arXiv 2406.06484
+    leaves out the transpose of S^k in the read-out, and ABC's normalisation of the slots.
+    """
+    for name, x in (("q", q), ("slots", slots)):
+        if not isinstance(x, Tensor) or x.ndim != 4:
+            given = shape(x) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must have 4 axes, got {given}")
+    batch, tokens, heads, key_size = q.shape
+    size = slots.shape[-1]
+    if not isinstance(v, Tensor) or v.ndim != 4 or v.shape[2] != heads:
+        given = shape(v) if isinstance(v, Tensor) else type(v).__name__
+        raise ValueError(f"v must be [B, T, H, V] with the {heads} heads of q, got {given}")
+    each_slot = {"[B, T, H, M]": (batch, tokens, heads, size)}
+    check_gate("slots", slots, q, each_slot)
+    check_gate("log_decay", log_decay, q, each_slot)
+    sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    check_state("key_memory", key_memory, q, (sequences, heads, size, key_size))
+    check_state("value_memory", value_memory, q, (sequences, heads, v.shape[3], size))
+    slots = slots.to(q.dtype)
+    of_slots = None if log_decay is None else log_decay.flatten(2)
+    first = delta_rule(
+        q, k, slots.flatten(2).unsqueeze(-1), beta=None, log_decay=of_slots, scale=scale,
+        initial_state=None if key_memory is None else key_memory.flatten(1, 2).unsqueeze(2),
+        cu_seqlens=cu_seqlens, impl=impl,
+    )  # fmt: skip
+    scores = first.o.unflatten(2, (heads, size)).squeeze(-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(q.dtype, torch.float32))
+    second = delta_rule(
+        weights.to(q.dtype), slots, v, beta=None, log_decay=log_decay, scale=1.0,
+        initial_state=value_memory, cu_seqlens=cu_seqlens, impl=impl,
+    )  # fmt: skip
+    assert first.final_state is not None
+    assert second.final_state is not None
+    keys = first.final_state.squeeze(2).unflatten(1, (heads, size))
+    return TwoMemories(second.o, keys, second.final_state)

@@ -1,0 +1,81 @@
+"""The definition of `selective_scan`: every entry of the state decays, and is written, on its own.
+
+S <- S * exp(delta_t A + value_log_decay_t 1^T + 1 log_decay_t^T)
+S <- S + v_t k_t^T, or with `beta`  S <- S + Diag(beta_t) (v_t k_t^T - S * (1 k_t^2^T))
+o_t = scale * S_t q_t
+
+A product with * is taken entry by entry. Plain differentiable PyTorch, one token at a time; in
+float64 it is the oracle of the tests.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from deltarule.shapes import Offsets, Outputs, RecurrentOutput, State, Values
+
+
+def selective_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Values,
+    *,
+    delta: Outputs | None = None,
+    A: Tensor | None = None,
+    value_log_decay: Outputs | None = None,
+    log_decay: Tensor | None = None,
+    beta: Outputs | None = None,
+    scale: float | None = None,
+    initial_state: State | None = None,
+    cu_seqlens: Offsets | None = None,
+) -> RecurrentOutput:
+    """Carry the state along each sequence: a batch row, or a slice of the one packed row."""
+    batch, tokens, heads, value_size = v.shape
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    # Every factor as [B or 1, T or 1, HV, V or 1, K or 1].
+    values, queries, keys = computed(v).unsqueeze(-1), entries(q, heads), entries(k, heads)
+    decay = torch.ones_like(values)
+    if delta is not None and A is not None:
+        decay = decay * torch.exp(computed(delta).unsqueeze(-1) * computed(A))
+    if value_log_decay is not None:
+        decay = decay * computed(value_log_decay).unsqueeze(-1).exp()
+    if log_decay is not None:
+        decay = decay * entries(log_decay, heads).exp()
+    write = values * keys
+    if beta is not None:
+        strength = computed(beta).unsqueeze(-1)
+        decay, write = decay * (1 - strength * keys.square()), strength * write
+
+    bounds = [0, tokens] if cu_seqlens is None else cu_seqlens.tolist()
+    sequences = batch if cu_seqlens is None else len(bounds) - 1
+    if initial_state is None:
+        initial_state = values.new_zeros(sequences, heads, value_size, q.shape[-1])
+    initial_state = initial_state.to(values.dtype)
+    outputs, final_states = [], []
+    for i, (start, end) in enumerate(pairwise(bounds)):
+        state = initial_state if cu_seqlens is None else initial_state[i : i + 1]
+        for t in range(start, end):
+            state = state * decay[:, t] + write[:, t]
+            outputs.append(scale * (state * queries[:, t % queries.shape[1]]).sum(-1))
+        final_states.append(state)
+    empty = values.new_zeros(batch, 0, heads, value_size)
+    o = torch.stack(outputs, dim=1) if outputs else empty
+    final_state = torch.cat(final_states) if final_states else initial_state
+    return RecurrentOutput(o.to(v.dtype), final_state.clone())
+
+
+def entries(x: Tensor, heads: int) -> Tensor:
+    """[B, T, H, K] -> [B, T, HV, 1, K]; what is constant over time [HV, V, K] -> [1, 1, HV, V, K].
+
+    Value head h reads key head h * H // HV.
+    """
+    x = computed(x)
+    if x.ndim == 3:
+        return x[None, None]
+    return x.repeat_interleave(heads // x.shape[2], dim=2).unsqueeze(-2)
+
+
+def computed(x: Tensor) -> Tensor:
+    """In float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

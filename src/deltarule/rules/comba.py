@@ -1,0 +1,44 @@
+"""Comba: a delta rule that reads with a shorter key than it writes under, and a corrected query.
+
+S_t = a_t S_{t-1} (I - beta_t p_t k_t^T) + beta_t v_t k_t^T        o_t = S_t (q_t - D p_t)
+p_t = sigmoid(erase_scale) k_t, |k_t| = |q_t| = 1; a_t and beta_t as in Gated DeltaNet
+"""
+
+import torch
+
+from deltarule.rules.gates import (
+    discretised_log_decay,
+    per_value_head,
+    unit,
+    write_strength,
+)
+from deltarule.rules.objectives import Minimiser, stay_and_replace
+from deltarule.rules.rule import Carry, Mapped, Projections, Rule
+
+
+def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
+    """a b^T = -(a_t beta_t p_t) k_t^T: the operator's rank-one part sees the undecayed state."""
+    heads, dtype = projections.v.shape[2], projections.v.dtype
+    log_decay, beta = discretised_log_decay(projections), write_strength(projections)
+    q, k = unit(projections.q), unit(projections.k)
+    p = torch.sigmoid(projections.need("erase_scale")).unsqueeze(-1) * k
+    q = q - projections.need("D").unsqueeze(-1) * p
+    erase = -(log_decay.exp() * beta).unsqueeze(-1) * per_value_head(p, heads)
+    v = beta.unsqueeze(-1) * projections.v
+    given = {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype), "log_decay": log_decay}
+    return given | {"a": erase, "b": per_value_head(k, heads)}, carry
+
+
+RULE = Rule(
+    name="comba",
+    title="Comba",
+    operator="dplr",
+    recurrence="S = a S (I - beta p k^T) + beta v k^T",
+    read_out="o = S (q - D p)",
+    decay="head",
+    erase="free",
+    objective="|S - a S'|^2 - 2 <S k, beta (v - a S' p)>",
+    source="arXiv 2506.02475, section 3",
+    arguments=arguments,
+    update=Minimiser(stay_and_replace),
+)

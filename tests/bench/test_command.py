@@ -1,0 +1,170 @@
+import json
+
+import pytest
+import torch
+
+from deltarule.bench import adapters, command, cpu
+from deltarule.bench.cases import OPERATIONS, SHAPES
+from deltarule.bench.command import BenchRun, ModelBenchRun
+from deltarule.cli import FAILED, main
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says that there is no GPU")
+
+
+@without_gpu
+@pytest.mark.parametrize("words", [["bench"], ["bench", "model"]])
+def test_without_a_gpu_it_says_so(words, capsys):
+    assert main(words) == FAILED
+    message = capsys.readouterr().err
+    assert "PyTorch sees no CUDA device" in message
+    assert "bench --cpu" in message
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["bench", "--op", "gdm"], "gdn"),
+        (["bench", "--peer", "flo"], "fla"),
+        (["bench", "--shape", "9x"], "8x4096-h16"),
+        (["bench", "model", "--batch", "3"], "16, 8, 2"),
+        (["bench", "model", "--peer", "flashinfer"], "deltarule and fla"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_those_that_exist(words, named, capsys):
+    assert main(words) == FAILED
+    assert named in capsys.readouterr().err
+
+
+def test_the_cpu_flag_runs_the_comparison_with_transformers(monkeypatch, tmp_path):
+    called = []
+    monkeypatch.setattr(cpu, "main", lambda *given: called.append(given))
+    assert main(["bench", "--cpu", "--output", str(tmp_path / "x.json")]) == 0
+    assert called == [(tmp_path / "x.json", 5)]
+
+
+def timed(run, peer="deltarule"):
+    cases = [case for case in command.cases_of(run, peer) if case["kind"] == "time"]
+    return [(case["operation"], case["shape"][0]) for case in cases if not case["backward"]]
+
+
+def test_everything_is_timed_once():
+    expected = [
+        (name, shape) for name, x in OPERATIONS.items() if name != "softmax" for shape in x.shapes
+    ]
+    assert timed(BenchRun()) == expected
+    assert timed(BenchRun(), "flash_qla") == [x for x in expected if x[0] == "gdn"]
+    assert timed(BenchRun(), "torch") == [("softmax", x) for x in OPERATIONS["softmax"].shapes]
+
+
+def test_shapes_are_picked_by_name_or_part():
+    gated = BenchRun(op=("gdn",))
+    assert timed(BenchRun(op=("gdn",), quick=True)) == [
+        ("gdn", "8x4096-h16"),
+        ("gdn", "2x16384-h16"),
+    ]
+    whole = BenchRun(op=("gdn",), shape=("8x4096-h16",))
+    assert timed(whole) == [("gdn", "8x4096-h16")]
+    part = BenchRun(op=("gdn",), shape=("h16/64",), quick=True)
+    assert [shape for _, shape in timed(part)] == [x for x in SHAPES if "h16/64" in x]
+    assert len(timed(gated)) == len(OPERATIONS["gdn"].shapes)
+
+
+def test_kinds_of_figures():
+    run = BenchRun(op=("gdn", "decode"), quick=True, measure=("error", "overhead", "cold"))
+    kinds = [(case["kind"], case["operation"]) for case in command.cases_of(run, "deltarule")]
+    assert kinds == [
+        ("error", "gdn"), ("error", "decode"), ("overhead", "gdn"), ("cold", "gdn"),
+    ]  # fmt: skip
+
+
+def test_decoding_and_forward_only_have_no_backward_pass():
+    both = command.cases_of(BenchRun(op=("gdn", "decode"), measure=("time",)), "deltarule")
+    assert {case["operation"] for case in both if case["backward"]} == {"gdn"}
+    assert {case["operation"] for case in both if not case["backward"]} == {"gdn", "decode"}
+    forward = command.cases_of(BenchRun(forward_only=True, measure=("time",)), "deltarule")
+    assert not any(case["backward"] for case in forward)
+
+
+def test_installed_peers_are_compared():
+    assert command.chosen_peers((), ("torch",)) == ["deltarule", "torch"]
+    assert command.chosen_peers(("fla", "deltarule"), ("torch",)) == ["fla", "deltarule"]
+
+
+def fake_run_cases(calls):
+    def run_cases(setting, cases, *, limit_s, environment):
+        calls.append((setting.peer, [case["kind"] for case in cases], dict(environment)))
+        for case in cases:
+            if case["kind"] == "ceilings":
+                yield case, {"device": "Example GPU", "copy_TB_s": 4.2, "matrix_TFLOP_s": 780.0}
+            elif case["kind"] == "time" and not case["backward"]:
+                yield case, {"forward": {"graph_ms": 1.0, "eager_ms": 2.0}}
+            else:
+                yield case, {"error": "it crashed"}
+
+    return run_cases
+
+
+def test_a_whole_run_leaves_figures_and_a_picture(monkeypatch, tmp_path, capsys):
+    calls = []
+    monkeypatch.setattr(command, "run_cases", fake_run_cases(calls))
+    monkeypatch.setattr(command, "need_gpu", lambda: None)
+    output = tmp_path / "new folder" / "bench.json"
+    command.bench(
+        BenchRun(op=("gdn",), peer=("deltarule", "fla"), quick=True, output=output,
+                 measure=("time", "error", "cold"))
+    )  # fmt: skip
+    report = json.loads(output.read_text())
+    assert report["device"] == "Example GPU"
+    assert [(row["peer"], row["kind"]) for row in report["rows"]] == [
+        (peer, kind) for peer in ("deltarule", "fla") for kind in ("time", "time", "error", "cold")
+    ]
+    # The forward pass is kept though the backward pass crashed.
+    first = report["rows"][0]
+    assert first["forward"]["graph_ms"] == 1.0
+    assert first["forward_backward"]["error"] == "it crashed"
+    assert output.with_suffix(".png").stat().st_size > 0
+    shown = capsys.readouterr().out
+    assert "fla time gdn 8x4096-h16: forward graph 1 ms, eager 2 ms" in shown
+    assert "it crashed" in shown
+    # The cold case has a process, and empty caches, of its own.
+    kinds = [(peer, kinds) for peer, kinds, _ in calls]
+    assert kinds == [
+        ("deltarule", ["ceilings", *["time"] * 4, "error"]), ("deltarule", ["cold"]),
+        ("fla", [*["time"] * 4, "error"]), ("fla", ["cold"]),
+    ]  # fmt: skip
+    assert ["TRITON_CACHE_DIR" in environment for *_, environment in calls] == [False, True] * 2
+    assert calls[2][2] == dict(adapters.PEERS["fla"].environment)
+
+
+def test_a_run_of_the_model(monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr(command, "run_cases", fake_run_cases(calls))
+    monkeypatch.setattr(command, "need_gpu", lambda: None)
+    output = tmp_path / "model.json"
+    command.bench_model(ModelBenchRun(peer=("deltarule", "fla"), batch=(8,), output=output))
+    rows = json.loads(output.read_text())["rows"]
+    assert [(row["peer"], row["batch"], row["tokens"]) for row in rows] == [
+        ("deltarule", 8, 4096), ("fla", 8, 4096),
+    ]  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu(tmp_path):
+    output = tmp_path / "bench.json"
+    command.bench(
+        BenchRun(op=("gdn", "decode"), shape=("1x2048-h16", "decode-8"), peer=("deltarule",),
+                 measure=("time", "error", "overhead"), repeats=3, output=output)
+    )  # fmt: skip
+    report = json.loads(output.read_text())
+    assert report["ceilings"]["copy_TB_s"] > 0
+    timed = {row["operation"]: row for row in report["rows"] if row["kind"] == "time"}
+    for figures in (timed["gdn"]["forward"], timed["gdn"]["forward_backward"]):
+        assert {"graph_ms", "eager_ms", "extra_MiB", "TFLOP_s", "GB_s", "times_floor"} <= set(
+            figures
+        )
+        assert figures["times_floor"] > 1
+        assert figures["extra_MiB"] > 0
+    assert timed["decode"]["forward"]["graph_ms"] > 0
+    rest = [row for row in report["rows"] if row["kind"] != "time"]
+    assert [row["kind"] for row in rest] == ["error", "error", "overhead"]
+    assert not any("error" in row or "backward_error" in row for row in rest)

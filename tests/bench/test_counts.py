@@ -1,0 +1,86 @@
+import pytest
+
+from deltarule.bench import counts
+from deltarule.bench.cases import OPERATIONS, SHAPES, Shape, draw
+
+TRAIN = SHAPES["8x4096-h16"]
+TOKENS_AND_HEADS = 8 * 4096 * 16
+
+
+def count(name, shape, *, backward=False):
+    return counts.count(OPERATIONS[name], shape, backward=backward)
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if name != "decode"])
+def test_input_bytes_are_those_of_the_inputs(name):
+    shape = Shape("small", 2, 5, 2, 4, 8, 16)
+    inputs = draw(OPERATIONS[name], shape, device="cpu")
+    assert counts.input_bytes(OPERATIONS[name], shape) == sum(x.nbytes for x in inputs.values())
+
+
+def test_a_gated_forward_pass_moves_1032_bytes_a_token_and_head():
+    state = 4 * 8 * 16 * 128 * 128
+    # q, k, v and o of 128 bfloat16 numbers; beta and the decay in float32.
+    assert count("gdn", TRAIN).bytes == 1032 * TOKENS_AND_HEADS + state
+
+
+def test_the_backward_pass_reads_inputs_and_writes_their_gradients():
+    both = count("gdn", TRAIN, backward=True).bytes - count("gdn", TRAIN).bytes
+    # q, k, v, dO, dQ, dK, dV; both gates and their gradients.
+    assert both == (7 * 256 + 4 * 4) * TOKENS_AND_HEADS
+
+
+def test_operations_of_the_delta_rule_at_128_channels():
+    # Three products with the state and four of 64 x 128; the backward pass 7 and 11.
+    forward = 2 * (3 * 128 * 128 + 4 * 64 * 128)
+    backward = 2 * (7 * 128 * 128 + 11 * 64 * 128)
+    assert forward == 163_840
+    assert count("delta", TRAIN).operations == forward * TOKENS_AND_HEADS
+    assert count("delta", TRAIN, backward=True).operations == (
+        (forward + backward) * TOKENS_AND_HEADS
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "backward", "units"),
+    [
+        ("simple_gla", False, 2 * 2 + 2),
+        ("simple_gla", True, 2 * 2 + 2 + 2 * 4 + 5),
+        ("dplr", False, 2 * 4 + 8),
+        ("dplr", True, 2 * 4 + 8 + 2 * 9 + 22),
+    ],
+)
+def test_operations_without_erase_and_with_free_erase(name, backward, units):
+    """In units of a product of 64 x 128; one with the state of 128 x 128 is two."""
+    done = count(name, TRAIN, backward=backward).operations
+    assert done == 2 * units * 64 * 128 * TOKENS_AND_HEADS
+
+
+def test_steps_of_a_token_share_its_read_out():
+    one = count("delta", TRAIN).operations / 2
+    two = count("product2", TRAIN).operations / 2
+    assert two - one == (2 * 128 * 128 + 2 * 64 * 128) * TOKENS_AND_HEADS
+
+
+def test_decoding_reads_and_writes_every_state():
+    shape = SHAPES["decode-256"]
+    states = 2 * 4 * 256 * 32 * 128 * 128
+    assert count("decode", shape).bytes == pytest.approx(states, rel=0.02)
+    assert count("decode", shape).floor_ms == pytest.approx(0.253, abs=0.005)
+
+
+def test_attention_counts_half_of_all_pairs():
+    pairs = 8 * 16 * 4096 * 4096 // 2
+    assert count("softmax", TRAIN).operations == 2 * pairs * 256
+
+
+def test_the_floor_is_the_larger_of_both_times():
+    bytes_bound = counts.Count(bytes=int(4.25e9), operations=0)
+    operations_bound = counts.Count(bytes=int(4.25e9), operations=int(2 * 790e9))
+    assert bytes_bound.floor_ms == pytest.approx(1.0)
+    assert operations_bound.floor_ms == pytest.approx(2.0)
+
+
+def test_quick_shapes_are_among_the_shapes():
+    for operation in OPERATIONS.values():
+        assert set(operation.quick) <= set(operation.shapes) <= set(SHAPES)

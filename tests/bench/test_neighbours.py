@@ -1,0 +1,44 @@
+"""The table of what lies beside the recurrence, with tiny tensors and without a clock."""
+
+import pytest
+import torch
+
+from deltarule.bench import neighbours
+
+pytest.importorskip("triton")
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels are compiled here: run the benchmark"
+)
+
+
+@pytest.mark.parametrize("name", neighbours.CASES)
+def test_every_side_runs_forward_and_backward(name, monkeypatch, capsys):
+    small = {"BATCH": 2, "TOKENS": 5, "CHANNELS": 8, "HEADS": 2, "VOCABULARY": 7}
+    for constant, value in (small | {"DEVICE": "cpu"}).items():
+        monkeypatch.setattr(neighbours, constant, value)
+    # The interpreter's bfloat16 is wrong.
+    monkeypatch.setattr(neighbours, "random", lambda *shape, **_: torch.randn(*shape))
+    monkeypatch.setattr(neighbours, "graph_ms", lambda runs, _: float(runs[0]() is not None))
+    rows = list(neighbours.figures(name, neighbours.CASES[name](), 1e12, 1e14))
+    ours = [row for row in rows if row["side"] in ("deltarule", "PyTorch")]
+    assert len(ours) == 4
+    assert [row["ms"] for row in ours] == [1.0] * 4
+    assert all(row["floor_ms"] > 0 for row in ours)
+    assert capsys.readouterr().out.count(name) == len(rows)
+
+
+def test_both_sides_compute_the_same(monkeypatch):
+    monkeypatch.setattr(neighbours, "DEVICE", "cpu")
+    monkeypatch.setattr(neighbours, "random", lambda *shape, **_: torch.randn(*shape))
+    for constant in ("BATCH", "TOKENS", "CHANNELS", "HEADS", "VOCABULARY"):
+        monkeypatch.setattr(neighbours, constant, 4)
+    for name, make in neighbours.CASES.items():
+        case = make()
+        ours, plain = (case.sides[side](case.inputs) for side in ("deltarule", "PyTorch"))
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_a_cpu_is_refused():
+    with pytest.raises(ValueError, match="needs a CUDA device"):
+        neighbours.main()

@@ -1,0 +1,132 @@
+"""The doctor, under Triton's interpreter: it passes sound kernels and has a broken one refused."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from deltarule.doctor import examine as module
+from deltarule.doctor.command import DoctorRun, diagnose, keep_verdicts
+from deltarule.doctor.examine import Configuration, commonest, draw, every, examine, known_bad
+from deltarule.kernels import machine
+from deltarule.kernels.triton import recurrence, verdicts
+from deltarule.ops import dispatch
+
+CPU = torch.device("cpu")
+TINY = Configuration("tied", "head", 1, "float32", 16, 16)
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels are compiled here: run `deltarule doctor`"
+)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """No test reads or writes the user's folder."""
+    monkeypatch.setattr(machine, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(module, "LENGTHS", (17, 0, 3))
+    verdicts.failures.cache_clear()
+    yield tmp_path
+    verdicts.failures.cache_clear()
+
+
+def test_commonest_are_24_and_lead_the_grid() -> None:
+    assert len(set(commonest())) == len(commonest()) == 24
+    assert every()[:24] == commonest()
+    assert len(set(every())) == len(every())
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "of", [TINY, Configuration("none", "none", 1, "float16", 16, 16)], ids=["float32", "float16"]
+)
+def test_sound_kernels_pass(of) -> None:
+    verdict = examine(of, CPU)
+    assert verdict.passed, verdict
+    assert 0 < verdict.times_bar <= 1
+
+
+def call_on_a_gpu():
+    """What dispatch looks at of a call, said to lie on a GPU."""
+    inputs = draw(TINY, (), CPU, False)
+    q = SimpleNamespace(
+        device=torch.device("cuda"),
+        shape=inputs.q.shape,
+        dtype=inputs.q.dtype,
+        numel=inputs.q.numel,
+    )
+    return dispatch.Call(inputs._replace(q=q))
+
+
+@interpreted
+def test_a_broken_kernel_is_caught_and_then_refused(own_cache, monkeypatch) -> None:
+    monkeypatch.setattr(dispatch, "triton_missing", lambda device: None)
+    assert dispatch.why_not_triton(call_on_a_gpu()) is None
+    sound = recurrence.forward
+
+    def broken(inputs, save):
+        o, final, saved = sound(inputs, save)
+        o[0, 4, 0, 3] *= 1 + 1e-3
+        return o, final, saved
+
+    backend = module.recurrence.__globals__["BACKENDS"]
+    monkeypatch.setitem(backend, "triton", backend["triton"]._replace(forward=broken))
+    verdict = examine(TINY, CPU)
+    assert not verdict.passed
+    assert verdict.error.startswith("o (")
+    path = keep_verdicts([verdict])
+    assert path.parent.parent == own_cache
+    reason = dispatch.why_not_triton(call_on_a_gpu())
+    assert verdict.name in reason
+    assert verdict.error in reason
+    assert str(path) in reason
+    # Another machine, or another version, has other findings.
+    monkeypatch.setattr(machine, "identity", lambda: {"gpu": "another"})
+    verdicts.failures.cache_clear()
+    assert dispatch.why_not_triton(call_on_a_gpu()) is None
+
+
+@interpreted
+def test_a_kernel_that_raises_is_a_finding(monkeypatch) -> None:
+    def failing(inputs):
+        raise RuntimeError("an illegal memory access\nmore")
+
+    monkeypatch.setattr(module, "triton_run", failing)
+    verdict = examine(TINY, CPU)
+    assert verdict.error == "dense: RuntimeError: an illegal memory access"
+    keep_verdicts([verdict])
+    assert verdicts.refusal(draw(TINY, (), CPU, False))
+
+
+def test_a_damaged_file_is_no_finding(own_cache) -> None:
+    path = keep_verdicts([])
+    path.write_text("{")
+    assert machine.kept("doctor") == {}
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "bad"),
+    [("3.4.0", (9, 0), True), ("3.6.0", (9, 0), True), ("3.7.0", (9, 0), True),
+     ("3.7.1", (9, 0), False), ("3.6.0", (8, 0), False), ("3.3.1", (9, 0), False)],
+)  # fmt: skip
+def test_known_bad_versions(version, capability, bad, monkeypatch) -> None:
+    monkeypatch.setattr(module, "triton_version", lambda: version)
+    assert (known_bad(capability) is not None) == bad
+
+
+@interpreted
+def test_without_a_gpu_it_says_so() -> None:
+    with pytest.raises(ValueError, match="no CUDA device"):
+        diagnose(DoctorRun())
+
+
+def test_compiled_code_is_refused_too(monkeypatch) -> None:
+    inputs = draw(TINY, (), CPU, False)
+    keep_verdicts([module.Verdict(verdicts.configuration_name(inputs), False, "wrong", 2.0, 0.0)])
+
+    def reason(x):
+        return x + 1, verdicts.refusal(inputs._replace(q=x))
+
+    _, found = torch.compile(reason, fullgraph=True, backend="eager")(inputs.q)
+    assert "wrong" in found

@@ -1,0 +1,104 @@
+"""Compile the kernels beside the recurrence for GPUs that need not be here; print JSON.
+
+A program of its own: Triton's interpreter, in which the tests run, cannot be left again.
+"""
+
+import itertools
+import json
+
+import triton
+from ahead import resources
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from deltarule.kernels.triton import (
+    cross_entropy,
+    gated_norm,
+    gates,
+    short_conv,
+    short_conv_backward,
+)
+
+CONV = {
+    "W": 4, "C": 128, "BD": 128, "PADDED": False, "counts": None, "ACTIVATED": True,
+}  # fmt: skip
+FORWARD = dict(zip(("BG", "RUN"), short_conv.TILE, strict=True))
+BACKWARD = dict(zip(("BG", "RUN"), short_conv_backward.TILE, strict=True))
+BACKWARD_PACKED = dict(zip(("BG", "RUN"), short_conv_backward.PACKED_TILE, strict=True))
+ROWS = {"cu_seqlens": None, "sequence": None, "PACKED": False}
+TRAINING = {"d_final": None, "FINAL": False}
+NORM = {"H": 16, "V": 128, "BV": 128, "ACTIVATION": "silu"}
+GATE = {"C": 2048, "K": 128, "BC": 256, "BR": 4}
+KERNELS = {
+    "conv": (short_conv.short_conv_kernel, CONV | FORWARD | ROWS | {"UNIT_NORM": False}),
+    "conv, packed": (
+        short_conv.short_conv_kernel, CONV | FORWARD | {"PACKED": True, "UNIT_NORM": True},
+    ),
+    "conv, one token": (
+        short_conv.short_conv_kernel,
+        CONV | ROWS | {"UNIT_NORM": False, "BG": 1, "RUN": 1, "T": 1, "blocks": 1},
+    ),
+    "conv backward": (
+        short_conv_backward.short_conv_backward_kernel,
+        CONV | BACKWARD | ROWS | TRAINING | {"UNIT_NORM": False},
+    ),
+    "conv backward, packed": (
+        short_conv_backward.short_conv_backward_kernel,
+        CONV | BACKWARD_PACKED | TRAINING | {"PACKED": True, "UNIT_NORM": False},
+    ),
+    "history gradient": (
+        short_conv_backward.history_gradient_kernel,
+        CONV | BACKWARD_PACKED | {"PACKED": True, "UNIT_NORM": False, "FINAL": True},
+    ),
+    "norm": (gated_norm.gated_norm_kernel, NORM | {"BR": 16}),
+    "norm backward": (gated_norm.gated_norm_backward_kernel, NORM | {"BR": 8, "TILES": 8}),
+    "decay": (gates.log_decay_kernel, GATE | {"STEP": True, "BR": 16}),
+    "decay backward": (
+        gates.log_decay_backward_kernel, GATE | {"STEP": True, "DECAY": True, "TILES": 8},
+    ),
+    "strength": (gates.write_strength_kernel, GATE | {"BACKWARD": True}),
+    "cross entropy": (cross_entropy.cross_entropy_kernel, {"BV": cross_entropy.BLOCK}),
+    "cross entropy backward": (
+        cross_entropy.cross_entropy_backward_kernel, {"BV": cross_entropy.BLOCK},
+    ),
+}  # fmt: skip
+HALF = (
+    "x", "y", "d_y", "d_x", "history", "final", "d_final", "d_history", "gate", "d_gate", "logits",
+    "d_logits",
+)  # fmt: skip
+FLOAT = (
+    "weight", "d_taps", "d_weight", "A_log", "dt_bias", "log_decay", "dt", "d_log_decay", "d_dt",
+    "d_A_log", "d_dt_bias", "d_beta", "out", "losses", "lse", "d_losses",
+)  # fmt: skip
+TYPES = (
+    dict.fromkeys(HALF, "*bf16") | dict.fromkeys(FLOAT, "*fp32")
+    | dict.fromkeys(("cu_seqlens", "sequence", "counts", "targets"), "*i64")
+    | dict.fromkeys(("eps", "beta_max"), "fp32")
+)  # fmt: skip
+# Multiples of 16, as whole channels make them: what wide loads need.
+ALIGNED = ("D", "V", "s_b", "s_t", "s_dy_b", "s_dy_t", "s_row", "s_out")
+ALIGNED += tuple(f"s_{x}_{axis}" for x in ("dy", "x", "gate") for axis in "mh")
+
+
+def compile_kernel(name: str, capability: int) -> dict[str, int]:
+    """Registers, spills and shared memory."""
+    kernel, constants = KERNELS[name]
+    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    signature = {
+        x: "constexpr" if x in constants else TYPES.get(x, "i32") for x in kernel.arg_names
+    }
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, x in enumerate(kernel.arg_names)
+        if signature[x] != "constexpr" and (signature[x].startswith("*") or x in ALIGNED)
+    }
+    warps = 8 if "entropy" in name else 4
+    options = {"num_stages": 1, "enable_fp_fusion": True, "num_warps": warps}
+    source = ASTSource(kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return resources(compiled.asm["cubin"])
+
+
+if __name__ == "__main__":
+    cases = itertools.product(KERNELS, (80, 86, 89, 90, 100, 120))
+    print(json.dumps([[name, target, compile_kernel(name, target)] for name, target in cases]))

@@ -1,0 +1,103 @@
+"""The tables: every call has a row, the nearest below serves, tiles follow the values."""
+
+import ast
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import deltarule
+from deltarule.kernels import machine
+from deltarule.kernels.triton import configurations
+from deltarule.kernels.triton.configurations import Call, chunk_rows, configuration, overridden
+from deltarule.kernels.triton.tables import TABLES
+
+KERNELS = ("pair_scores", "next_state", "next_state_backward", "gradients")
+COPIES = ("channel_scores", "next_state", "next_state_backward", "pair_gradients",
+          "channel_gradients")  # fmt: skip
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    identity = {"gpu": "a", "driver": "b", "triton": "c", "deltarule": "d"}
+    monkeypatch.setattr(machine, "identity", lambda: identity)
+    clear()
+    yield tmp_path
+    clear()
+
+
+def clear() -> None:
+    configurations.tuned_tables.cache_clear()
+    configuration.cache_clear()
+
+
+@pytest.mark.parametrize("architecture", [*TABLES, 87, 103, 110, 121])
+def test_every_call_has_a_configuration(architecture) -> None:
+    sizes = itertools.product((2, 4), (1, 5, 64, 100, 128, 256), (1, 64, 100, 512))
+    for element, key, value in sizes:
+        for erase, copies in (("tied", False), ("tied", True), ("free", True), ("none", False)):
+            call = Call(architecture, element, key, value, erase, copies)
+            for kernel in COPIES if copies else KERNELS:
+                config = configuration(kernel, call)
+                assert config["num_warps"] in (1, 2, 4, 8)
+                if kernel not in configurations.FIXED_TILES:
+                    assert config.get("BV", 16) <= max(16, 2 * value)
+            assert chunk_rows(call) in (16, 32, 64)
+
+
+def test_the_nearest_architecture_below() -> None:
+    assert configurations.table_of(103) is TABLES[100]
+    assert configurations.table_of(87) is TABLES[86]
+    assert configurations.table_of(75) is TABLES[80]
+
+
+def test_a_tuned_table_goes_first(own_cache) -> None:
+    call = Call(90, 2, 128, 128, "tied", False)
+    shipped = configuration("gradients", call)
+    config = {"BV": 16, "num_warps": 2, "num_stages": 1}
+    path = machine.keep("tables", {"gradients": {"2 bytes, K to 128": config}})
+    assert path.is_relative_to(own_cache)
+    clear()
+    assert configuration("gradients", call) == config != shipped
+    assert configuration("gradients", call._replace(key_size=64)) != config
+
+
+def test_a_table_of_another_version_is_not_read(own_cache, monkeypatch) -> None:
+    machine.keep("tables", {"gradients": {"2 bytes, K to 128": {"BV": 16, "num_warps": 2}}})
+    path = machine.kept_file("tables")
+    monkeypatch.setattr(machine, "kept_file", lambda kind: path)
+    monkeypatch.setattr(machine, "identity", lambda: {"gpu": "another"})
+    clear()
+    assert configurations.tuned_tables() == {}
+
+
+def test_an_override_ends() -> None:
+    call = Call(90, 2, 128, 128, "tied", False)
+    before = configuration("gradients", call)
+    with overridden("gradients", {"BV": 16, "num_warps": 1, "num_stages": 1}):
+        assert configuration("gradients", call)["num_warps"] == 1
+    assert configuration("gradients", call) == before
+
+
+def test_the_cache_folder_follows_no_environment_variable(monkeypatch) -> None:
+    before = machine.cache_folder()
+    for name in ("HOME", "XDG_CACHE_HOME", "USERPROFILE"):
+        monkeypatch.setenv(name, "/elsewhere")
+    assert machine.cache_folder() == before
+
+
+def test_no_kernel_or_operator_reads_the_environment() -> None:
+    root = Path(deltarule.__file__).parent
+    for folder in ("kernels", "ops", "reference", "rules", "nn", "models"):
+        for file in (root / folder).rglob("*.py"):
+            names = {
+                node.attr if isinstance(node, ast.Attribute) else node.id
+                for node in ast.walk(ast.parse(file.read_text()))
+                if isinstance(node, ast.Attribute | ast.Name)
+            }
+            assert not names & {"environ", "getenv", "putenv"}, file

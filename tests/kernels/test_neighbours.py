@@ -1,0 +1,27 @@
+"""What the compiler makes of the kernels beside the recurrence, for GPUs that are not here."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+
+def test_compiled_for_every_gpu_they_spill_nothing() -> None:
+    program = Path(__file__).with_name("compile_neighbours.py")
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    compiled = json.loads(done.stdout)
+    assert len(compiled) == 13 * 6
+    for name, target, used in compiled:
+        assert used["LOCAL"] == used["STACK"] == 0, (name, target, used)
+        # Three programs of 128 threads on a multiprocessor of 64 K registers, or of 256.
+        assert used["REG"] <= (80 if "entropy" in name else 168), (name, target, used)
+        assert used["SHARED"] <= 4096, (name, target, used)

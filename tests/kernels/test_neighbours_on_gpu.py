@@ -1,0 +1,198 @@
+"""The fused operators beside the recurrence on a GPU, against plain PyTorch in float64."""
+
+import pytest
+import torch
+
+from deltarule.models import CausalLM, ModelConfig, linear_next_token_loss, next_token_loss
+from deltarule.nn import norm, short_conv
+from deltarule.ops import short_conv as conv_ops
+from deltarule.rules import gates
+from neighbours import MAKERS, PACKED, Neighbour, conv, entropy, gated_norm, with_gradients
+from tolerance import assert_close, relative_rms
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:deltarule runs impl='torch' on a CUDA device"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
+]
+# Wide enough for the tiles of a real layer.
+LARGE = {
+    "conv": lambda: conv(tokens=1000, channels=384),
+    "conv, packed": lambda: conv(channels=256, lengths=(513, 0, 1, 2, 400)),
+    "conv, normalised": lambda: conv(tokens=300, channels=384, head_size=96),
+    "conv, sliced": lambda: conv(tokens=300, channels=384, sliced=True),
+    "norm": lambda: gated_norm(512),
+    "cross entropy": lambda: entropy(50257),
+    "linear cross entropy": lambda: entropy(32000, linear=True),
+}
+
+
+def both(case: Neighbour) -> tuple[tuple, tuple]:
+    """Outputs and gradients of the fused form on the GPU, and of the plain one in float64."""
+    exact = case.to(torch.float64)
+    weights = [torch.randn_like(x) for x in exact.plain(exact.tensors)]
+    on_gpu = {name: x.cuda() for name, x in case.tensors.items()}
+    return (
+        with_gradients(case.fused, on_gpu, weights),
+        with_gradients(case.plain, exact.tensors, weights),
+    )
+
+
+@pytest.mark.parametrize("make", [*MAKERS.values(), *LARGE.values()], ids=[*MAKERS, *LARGE])
+def test_float32(make) -> None:
+    (outputs, gradients), (expected, exact) = both(make())
+    for x, y in zip(outputs, expected, strict=True):
+        assert x.is_cuda
+        assert_close(x, y, dtype=torch.float32)
+    for leaf, gradient in gradients.items():
+        assert_close(gradient, exact[leaf], dtype=torch.float32, gradient=True, name=leaf)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("make", [*MAKERS.values(), *LARGE.values()], ids=[*MAKERS, *LARGE])
+def test_half_precision_is_rounded_once(make, dtype) -> None:
+    (outputs, gradients), (expected, exact) = both(make().to(dtype))
+    unit = torch.finfo(dtype).eps
+    for x, y in zip(outputs, expected, strict=True):
+        assert relative_rms(x, y) < unit
+    for leaf, gradient in gradients.items():
+        assert relative_rms(gradient, exact[leaf]) < 2 * unit, leaf
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_runs_are_equal_bitwise_and_wait_for_nothing(name) -> None:
+    case = MAKERS[name]()
+    tensors = {key: x.cuda() for key, x in case.tensors.items()}
+    if "conv" in name or "entropy" in name:
+        # These cases lay out their tokens, or move their targets, from the host.
+        first, second = case.fused(tensors), case.fused(tensors)
+    else:
+        first = case.fused(tensors)
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            second = case.fused(tensors)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("lengths", [None, PACKED])
+def test_a_convolution_waits_for_nothing_and_replays_in_a_graph(lengths) -> None:
+    x, weight, history = (t.cuda() for t in conv(lengths=lengths).tensors.values())
+    offsets = owner = None
+    if lengths is not None:
+        offsets = torch.tensor([0, *lengths], device="cuda").cumsum(0)
+        owner = torch.arange(len(lengths), device="cuda").repeat_interleave(offsets.diff())
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        return conv_ops.short_conv(x, weight, history, offsets, owner, None, True, 0)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, final = run()
+    x.mul_(2)
+    graph.replay()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        again = run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(y, again[0])
+    assert torch.equal(final, again[1])
+
+
+def test_a_step_equals_the_whole_bitwise() -> None:
+    x, weight, history = (t.cuda() for t in conv(tokens=40, channels=300).tensors.values())
+    whole, final = conv_ops.short_conv(x, weight, history, None, None, None, True, 0)
+    steps = []
+    for t in range(40):
+        y, history = conv_ops.short_conv(
+            x[:, t : t + 1], weight, history, None, None, None, True, 0
+        )
+        steps.append(y)
+    assert torch.equal(torch.cat(steps, 1), whole)
+    assert torch.equal(history, final)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_compiles_without_a_break(name) -> None:
+    torch._dynamo.reset()
+    case = MAKERS[name]()
+    tensors = {key: x.cuda() for key, x in case.tensors.items()}
+    weights = [torch.randn_like(x) for x in case.fused(tensors)]
+    compiled = torch.compile(case.fused, fullgraph=True, backend="aot_eager")
+    outputs, gradients = with_gradients(compiled, tensors, weights)
+    expected, exact = with_gradients(case.fused, tensors, weights)
+    assert all(map(torch.equal, outputs, expected))
+    assert all(torch.equal(gradients[leaf], exact[leaf]) for leaf in exact)
+
+
+def test_past_two_to_the_31_elements() -> None:
+    channels = 2048
+    x = torch.zeros(1, 2**20 + 512, channels, device="cuda", dtype=torch.bfloat16)
+    x[0, -3:] = torch.randn(3, channels)
+    weight, history = torch.randn(channels, 4).cuda(), x.new_zeros(1, 3, channels)
+    y, final = conv_ops.short_conv(x, weight, history, None, None, None, True, 0)
+    tail = x[:, -6:].clone()
+    expected, _ = conv_ops.short_conv(tail, weight, history, None, None, None, True, 0)
+    assert torch.equal(y[:, -3:], expected[:, -3:])
+    assert torch.equal(final, x[:, -3:])
+    rows = x.view(1, -1, 16, 128)
+    scale = torch.ones(128, device="cuda")
+    normed = norm.run_triton(norm.Call(rows, rows, scale, 1e-5, "silu"))
+    alone = norm.run_triton(norm.Call(rows[:, -3:], rows[:, -3:], scale, 1e-5, "silu"))
+    assert torch.equal(normed[:, -3:], alone)
+
+
+def test_a_gpu_prefers_the_kernels() -> None:
+    tables = short_conv.CONVOLUTIONS, norm.GATED_NORMS, gates.STRENGTHS, gates.DECAYS
+    x = torch.zeros(1, 2, 3, device="cuda", dtype=torch.bfloat16)
+    calls = (
+        short_conv.Call(x, torch.zeros(3, 4), x, None, True),
+        norm.Call(x, x, torch.zeros(3), 1e-5, "silu"),
+        gates.Strength(x, 1.0),
+        gates.Decay(x, torch.zeros(3), torch.zeros(3), False),
+    )
+    for table, call in zip(tables, calls, strict=True):
+        assert table["triton"].why_not(call) is None
+
+
+@pytest.mark.parametrize("mixer", ["gated_deltanet", "kda", "mamba2", "deltanet"])
+def test_layers_agree_with_the_cpu(mixer) -> None:
+    config = ModelConfig(
+        vocab_size=50, hidden_size=64, num_layers=1, layer_types=mixer, num_heads=2
+    )
+    model, tokens = CausalLM(config), torch.randint(50, (1, 60))
+    offsets = torch.tensor([0, 20, 20, 60])
+    on_cpu = next_token_loss(model(tokens, cu_seqlens=offsets)[0], tokens)
+    on_cpu.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    model.cuda()
+    tokens, offsets = tokens.cuda(), offsets.cuda()
+    loss = next_token_loss(model(tokens, cu_seqlens=offsets)[0], tokens)
+    loss.backward()
+    torch.testing.assert_close(loss.cpu(), on_cpu, rtol=1e-5, atol=0)
+    for name, parameter in model.named_parameters():
+        assert relative_rms(parameter.grad, expected[name], floor=1e-6) < 1e-3, name
+
+
+def test_the_loss_of_a_head_holds_no_logits() -> None:
+    rows, vocab, hidden = 16384, 50304, 256
+    x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(vocab, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(vocab, (rows,), device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loss = linear_next_token_loss(x, weight, targets)
+    loss.backward()
+    whole = rows * vocab * 2
+    assert torch.cuda.max_memory_allocated() - before < whole / 2
+    leaves = [t.detach().clone().requires_grad_() for t in (x, weight)]
+    plain = next_token_loss(leaves[0] @ leaves[1].mT, targets)
+    plain.backward()
+    torch.testing.assert_close(loss, plain, rtol=1e-5, atol=0)
+    assert relative_rms(x.grad, leaves[0].grad) < 2**-6
+    assert relative_rms(weight.grad, leaves[1].grad) < 2**-6

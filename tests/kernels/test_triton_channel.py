@@ -1,0 +1,188 @@
+"""Decay per channel and the free erase in Triton, under the interpreter, against the definition."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from deltarule import pack
+from deltarule.reference import chunked
+from oracle import Case, make_case, run_module, weights, with_gradients
+from tolerance import assert_close, assert_close_to_yardstick
+
+pytest.importorskip("triton")
+
+from deltarule.kernels.inputs import Inputs
+from deltarule.kernels.triton import channel, recurrence
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels are compiled here: see test_on_gpu"
+)
+KINDS = [
+    *(("channel", "none", n) for n in (1, 3)), *(("channel", "tied", n) for n in (1, 2, 3, 4)),
+    *((decay, "free", 1) for decay in ("none", "constant", "head", "channel")),
+]  # fmt: skip
+
+
+def call_inputs(case: Case) -> Inputs:
+    x, shape = case.tensors, case.tensors["q"].shape
+    log_decay = x["log_decay"]
+    if log_decay is not None and log_decay.ndim == 1:
+        log_decay = log_decay.expand(*shape[:2], -1)
+    return Inputs(
+        x["q"], x["k"], x["v"], x["beta"], x["a"], x["b"], log_decay, x["initial_state"],
+        None if case.lengths is None else pack(case.lengths), case.n_steps, shape[-1] ** -0.5,
+        case.normalize_qk, False,
+    )  # fmt: skip
+
+
+def run(case: Case, d_o: torch.Tensor, d_state: torch.Tensor) -> dict[str, torch.Tensor]:
+    """o, the final state and every gradient."""
+    inputs = call_inputs(case)
+    o, final, saved = recurrence.forward(inputs, True)
+    gradients = recurrence.backward(d_o.to(o.dtype), d_state.float(), inputs, saved)
+    out = {"o": o, "final_state": final}
+    names = ("q", "k", "v", "beta", "a", "b", "log_decay", "initial_state")
+    out |= {f"d{name}": x for name, x in zip(names, gradients, strict=True) if x is not None}
+    constant = case.tensors["log_decay"] is not None and case.tensors["log_decay"].ndim == 1
+    if constant:
+        out["dlog_decay"] = out["dlog_decay"].sum((0, 1))
+    return out
+
+
+def expected(case: Case, d_o: torch.Tensor, d_state: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The same from the definition in float64."""
+    exact = case.to(torch.float64)
+    out, gradients = with_gradients(exact, "reference", d_o.double(), d_state.double())
+    gradients = {f"d{name}": x for name, x in gradients.items()}
+    return {"o": out.o, "final_state": out.final_state} | gradients
+
+
+def check(case: Case) -> None:
+    d_o, d_state = (x.float() for x in weights(case))
+    exact = expected(case, d_o, d_state)
+    for name, x in run(case, d_o, d_state).items():
+        # A constant decay's gradient adds up those of all tokens, most of which cancel.
+        floor = 10.0 if x.ndim == 1 else 0.0
+        gradient = name.startswith("d")
+        assert_close(x, exact[name], dtype=torch.float32, gradient=gradient, name=name, floor=floor)
+
+
+def small(decay: str, erase: str, **sizes: object) -> Case:
+    """One head, a chunk and a bit."""
+    defaults = {"batch": 1, "heads": 1, "value_heads": 1, "tokens": 66, "key_size": 5}
+    return make_case(decay, erase, **defaults | sizes, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(("decay", "erase", "n_steps"), KINDS)
+def test_every_decay_and_erase(decay: str, erase: str, n_steps: int) -> None:
+    norm = erase != "free" and n_steps % 2 == 1
+    check(small(decay, erase, n_steps=n_steps, normalize_qk=norm))
+
+
+@pytest.mark.parametrize("erase", ["tied", "free"])
+def test_packed_sequences(erase: str) -> None:
+    check(small("channel", erase, lengths=(3, 0, 66, 1)))
+
+
+@pytest.mark.parametrize(("key_size", "value_size"), [(1, 1), (17, 70), (40, 3)])
+def test_any_sizes_and_more_value_heads(key_size: int, value_size: int) -> None:
+    sizes = {"key_size": key_size, "value_size": value_size, "tokens": 20}
+    check(small("channel", "free", **sizes, value_heads=2))
+    check(small("channel", "tied", **sizes, batch=2, heads=2, value_heads=4))
+
+
+@pytest.mark.parametrize(
+    ("spacing", "strength"), [(1, -1e4), (2, -torch.inf), (7, -1e6), (40, -1e4), (16, -torch.inf)]
+)
+@pytest.mark.parametrize(("erase", "n_steps"), [("tied", 2), ("free", 1)])
+def test_resets(erase: str, n_steps: int, spacing: int, strength: float) -> None:
+    case = small("channel", erase, n_steps=n_steps, tokens=66 // n_steps)
+    case.tensors["log_decay"][:, ::spacing, ::2] = strength
+    check(case)
+
+
+class Unlaunched:
+    """A kernel that does nothing."""
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+@pytest.mark.parametrize("steep", [False, True])
+@pytest.mark.parametrize(
+    ("erase", "sizes"),
+    [
+        ("tied", {"n_steps": 2, "tokens": 33, "normalize_qk": True}),
+        ("tied", {"lengths": (3, 0, 70), "value_heads": 2, "key_size": 40, "value_size": 70}),
+        ("none", {"tokens": 130, "normalize_qk": True}),
+    ],
+)
+def test_kernel_of_even_chunks(
+    monkeypatch: pytest.MonkeyPatch, steep: bool, erase: str, sizes: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(channel, "has_even_chunks", lambda inputs: True)
+    case = small("channel", erase, **sizes)
+    # -95 as a power of 2 over most of a block, which is the most that an even chunk has.
+    case.tensors["log_decay"][:, :14, ::2] = -95 * math.log(2) / 14
+    if steep:
+        case.tensors["log_decay"][:, 5, 1::2] = -80.0
+    else:
+        monkeypatch.setattr(channel, "steep_chunks_kernel", Unlaunched())
+    check(case)
+
+
+def test_decays_between_weak_and_reset() -> None:
+    for erase in ("tied", "free"):
+        case = small("channel", erase)
+        steep = torch.rand_like(case.tensors["log_decay"]) < 0.2
+        case.tensors["log_decay"][steep] *= 50.0
+        check(case)
+
+
+@pytest.mark.parametrize(("erase", "n_steps"), [("none", 1), ("tied", 2), ("free", 1)])
+@pytest.mark.parametrize("change", [-0.3, -30.0, -1e6])
+def test_nothing_comes_from_the_future(erase: str, n_steps: int, change: float) -> None:
+    case = small("channel", erase, n_steps=n_steps, tokens=60)
+    before, _, _ = recurrence.forward(call_inputs(case), False)
+    for t in (37, 40, 48):
+        later = {}
+        for name in set(case.present()) - {"initial_state"}:
+            x = case.tensors[name].clone()
+            start = t * n_steps if name in ("k", "v", "beta") else t
+            x[:, start:] = change if name == "log_decay" else x[:, start:] * 1.5
+            later[name] = x
+        after, _, _ = recurrence.forward(call_inputs(case.changed(**later)), False)
+        assert torch.equal(before[:, :t], after[:, :t])
+        assert not torch.equal(before[:, t:], after[:, t:])
+
+
+def test_any_strides_of_the_decay() -> None:
+    case = small("channel", "tied")
+    turned = case.tensors["log_decay"].transpose(1, 3).contiguous().transpose(1, 3)
+    check(case.changed(log_decay=turned))
+
+
+@pytest.mark.parametrize("erase", ["none", "tied", "free"])
+def test_float16_within_the_yardstick(erase: str) -> None:
+    case = make_case(
+        "channel", erase, batch=1, tokens=130, key_size=16, value_size=16, beta_max=1.0
+    )
+    case = case.to(torch.float16)
+    d_o, d_state = weights(case)
+    d_o, d_state = d_o.half(), d_state.float()
+    exact, got = expected(case, d_o, d_state), run(case, d_o, d_state)
+    names = case.present()
+    leaves = [case.tensors[name].detach().clone().requires_grad_() for name in names]
+    changed = case.changed(**dict(zip(names, leaves, strict=True)))
+    out = run_module(chunked, changed, chunk_size=64, matmul_dtype=torch.float16)
+    loss = (out.o * d_o).sum() + (out.final_state * d_state).sum()
+    own = {"o": out.o.detach(), "final_state": out.final_state.detach()}
+    for name, x in zip(names, torch.autograd.grad(loss, leaves), strict=True):
+        own[f"d{name}"] = x
+    for name, x in got.items():
+        assert_close_to_yardstick(
+            x, exact[name], own[name], dtype=torch.float16, gradient=name.startswith("d"), name=name
+        )

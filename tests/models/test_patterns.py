@@ -1,0 +1,103 @@
+"""The published mixtures of layers, name by name, and what `layer_types` makes of them."""
+
+import re
+
+import pytest
+
+from deltarule.models import PATTERNS, CausalLM, ModelConfig
+from deltarule.nn import MIXERS
+
+# The first layers of each, from its paper.
+FIRST = {
+    "deltanet_sliding_window": "deltanet sliding_window deltanet sliding_window",
+    "deltanet_global_attention": "deltanet attention deltanet deltanet",
+    "gated_deltanet_h1": "gated_deltanet sliding_window gated_deltanet sliding_window",
+    "gated_deltanet_h2": "mamba2 gated_deltanet sliding_window mamba2",
+    "samba": "mamba1 sliding_window mamba1 sliding_window",
+    "minimax01": " ".join(["lightning"] * 7 + ["attention"] + ["lightning"] * 2),
+    "qwen3_next": "gated_deltanet gated_deltanet gated_deltanet attention gated_deltanet",
+    "kimi_linear": "kda kda kda attention kda",
+}
+
+
+def config(name: str, num_layers: int = 24, **changes) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=257, hidden_size=32, num_layers=num_layers, num_heads=2, layer_types=name,
+        **changes,
+    )  # fmt: skip
+
+
+def test_every_pattern_is_listed_here():
+    assert set(PATTERNS) == set(FIRST)
+    assert not set(PATTERNS) & set(MIXERS)
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_layers(name):
+    expected = tuple(FIRST[name].split())
+    layers = config(name).layer_types
+    assert len(layers) == 24
+    assert layers[: len(expected)] == expected
+    assert set(layers) <= set(MIXERS)
+    assert PATTERNS[name].name == name
+
+
+def test_counts_of_attention():
+    counts = {name: config(name).layer_types.count("attention") for name in FIRST}
+    assert counts["minimax01"] == 24 // 8
+    assert counts["qwen3_next"] == counts["kimi_linear"] == 24 // 4
+    assert counts["deltanet_global_attention"] == 2
+
+
+@pytest.mark.parametrize(("num_layers", "places"), [(4, (1, 2)), (24, (1, 12)), (26, (1, 13))])
+def test_two_global_layers_are_the_second_and_the_one_after_the_middle(num_layers, places):
+    layers = config("deltanet_global_attention", num_layers).layer_types
+    assert tuple(i for i, layer in enumerate(layers) if layer == "attention") == places
+
+
+def test_a_tuple_of_one_pattern_is_that_pattern():
+    assert config(("samba",)).layer_types == config("samba").layer_types
+
+
+def test_written_out_patterns_are_read_back():
+    written = config("gated_deltanet_h2", 6)
+    assert ModelConfig.from_json(written.to_json()) == written
+
+
+@pytest.mark.parametrize(
+    ("name", "num_layers", "message"),
+    [
+        ("gated_deltanet_h2", 8, "num_layers must be a multiple of 3"),
+        ("minimax01", 12, "num_layers must be a multiple of 8"),
+        ("deltanet_global_attention", 5, "num_layers must be even and 4 or more"),
+        ("deltanet_global_attention", 2, "the second and the (N / 2 + 1)-th, got 2"),
+        (("samba", "gla"), 4, "layer_types must be 'samba' alone: it is a pattern of layers"),
+        ("gated_deltanet_h3", 4, "did you mean 'gated_deltanet_h"),
+        ("smaba", 4, "did you mean 'samba'"),
+    ],
+)
+def test_what_does_not_fit_says_so(name, num_layers, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        config(name, num_layers)
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_a_small_model_of_each_runs(name, random_tokens):
+    num_layers = {"gated_deltanet_h2": 3, "minimax01": 8}.get(name, 4)
+    model = CausalLM(config(name, num_layers, window=5))
+    tokens = random_tokens(2, 9)
+    logits, state = model(tokens)
+    first, state = model(tokens[:, :4])
+    second, _ = model(tokens[:, 4:], state)
+    assert (second - logits[:, 4:]).abs().max() < 1e-4 * logits.abs().max()
+    assert first.shape == (2, 4, 257)
+
+
+def test_attention_may_have_its_own_number_of_heads():
+    model = CausalLM(config("gated_deltanet_h1", 2, num_attention_heads=4, num_kv_heads=2))
+    recurrent, attention = (block.mixer for block in model.blocks)
+    assert (recurrent.num_heads, attention.num_heads, attention.num_kv_heads) == (2, 4, 2)
+    with pytest.raises(ValueError, match="num_kv_heads must divide num_attention_heads=4, got 3"):
+        config("samba", num_attention_heads=4, num_kv_heads=3)
+    with pytest.raises(ValueError, match="num_attention_heads must be an integer of 1 or more"):
+        config("samba", num_attention_heads=0)

@@ -1,0 +1,200 @@
+"""The operators beside the recurrence, each as a fused and a plain form of the same map."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltarule.models import loss
+from deltarule.nn import norm, short_conv
+from deltarule.nn.layout import make_layout
+from deltarule.ops import cross_entropy
+from deltarule.ops import short_conv as short_conv_op
+from deltarule.rules import gates
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """One map in two forms; `wide` names the tensors that stay in float32 with 16-bit inputs."""
+
+    tensors: Tensors
+    fused: Callable[[Tensors], tuple[Tensor, ...]]
+    plain: Callable[[Tensors], tuple[Tensor, ...]]
+    wide: tuple[str, ...] = ()
+
+    def to(self, dtype: torch.dtype, device: str = "cpu") -> "Neighbour":
+        """The inputs in another dtype, float32 at least for parameters, or on another device."""
+        moved = {
+            name: x.to(device, torch.promote_types(dtype, torch.float32) if name in self.wide
+                       else dtype)
+            for name, x in self.tensors.items()
+        }  # fmt: skip
+        return replace(self, tensors=moved)
+
+
+def conv(
+    taps: int = 4, tokens: int = 37, channels: int = 12, *, lengths: tuple[int, ...] | None = None,
+    padded: bool = False, activated: bool = True, head_size: int = 0, sliced: bool = False,
+) -> Neighbour:  # fmt: skip
+    """The short convolution, as the layer calls it."""
+    tokens = tokens if lengths is None else sum(lengths)
+    batch = 2 if lengths is None else 1
+    sequences = batch if lengths is None else len(lengths)
+    mask = torch.rand(batch, tokens) < 0.6 if padded else None
+    if mask is not None:
+        # Fewer real tokens than the window holds.
+        mask[0, 2:] = False
+
+    def call(x: Tensors) -> short_conv.Call:
+        offsets = None
+        if lengths is not None:
+            offsets = torch.tensor([0, *lengths], device=x["x"].device).cumsum(0)
+        given = x["x"][..., 1 : channels + 1] if sliced else x["x"]
+        layout = make_layout(given, offsets, None if mask is None else mask.to(given.device))
+        return short_conv.Call(layout.to_front(given), x["weight"], x["history"], layout, activated)
+
+    def fused(x: Tensors) -> tuple[Tensor, ...]:
+        c = call(x)
+        if not head_size:
+            return short_conv.run_triton(c)
+        counts = None if c.layout.real is None else c.layout.counts
+        return short_conv_op.short_conv(
+            c.x, c.weight, c.history, c.layout.cu_seqlens, c.layout.sequence, counts, activated,
+            head_size,
+        )  # fmt: skip
+
+    def plain(x: Tensors) -> tuple[Tensor, ...]:
+        y, history = short_conv.run_torch(call(x))
+        if head_size:
+            heads = y.unflatten(-1, (-1, head_size))
+            square = heads.square().sum(-1, keepdim=True)
+            y = (heads * torch.rsqrt(square + 1e-6)).flatten(-2)
+        return y, history
+
+    tensors = {
+        "x": torch.randn(batch, tokens, channels + 3 * sliced),
+        "weight": torch.randn(channels, taps),
+        "history": torch.randn(sequences, taps - 1, channels),
+    }
+    return Neighbour(tensors, fused, plain, ("weight",))
+
+
+def gated_norm(
+    size: int = 20, activation: norm.Activation | None = "silu", *, sliced: bool = False
+) -> Neighbour:
+    """The gated norm of each head, of a slice of a wider projection too."""
+    shape = (2, 5, 3, size)
+
+    def call(x: Tensors) -> norm.Call:
+        gate = x.get("gate")
+        given = x["x"][..., 1:].unflatten(-1, shape[2:]) if sliced else x["x"]
+        return norm.Call(given, gate, x["weight"], 1e-5, activation or "silu")
+
+    tensors = {
+        "x": torch.randn(2, 5, 3 * size + 1) if sliced else torch.randn(shape),
+        "weight": torch.randn(size),
+    }
+    if activation:
+        tensors["gate"] = torch.randn(shape)
+    return Neighbour(
+        tensors, lambda x: (norm.run_triton(call(x)),), lambda x: (norm.run_torch(call(x)),),
+        ("weight",),
+    )  # fmt: skip
+
+
+def decay(channels: int | None, *, step: bool = False, spread: float = 3.0) -> Neighbour:
+    """The decay of each head, or of each key channel, and the step size of Mamba-2."""
+    sizes = (3,) if channels is None else (3, channels)
+
+    def call(x: Tensors) -> gates.Decay:
+        return gates.Decay(x["logits"], x["A_log"], x["dt_bias"], step)
+
+    tensors = {
+        "logits": spread * torch.randn(2, 9, *sizes),
+        "A_log": torch.randn(3),
+        "dt_bias": torch.randn(sizes),
+    }
+    kept = slice(None) if step else slice(1, 2)
+    return Neighbour(
+        tensors,
+        lambda x: gates.triton_decay(call(x))[kept],
+        lambda x: gates.torch_decay(call(x))[kept],
+        ("A_log", "dt_bias"),
+    )
+
+
+def strength(beta_max: float = 2.0) -> Neighbour:
+    """The write strength, of a slice of a wider projection."""
+    return Neighbour(
+        {"logits": 3 * torch.randn(2, 9, 5)},
+        lambda x: (gates.triton_write_strength(gates.Strength(x["logits"][..., 1:4], beta_max)),),
+        lambda x: (gates.torch_write_strength(gates.Strength(x["logits"][..., 1:4], beta_max)),),
+    )
+
+
+def entropy(vocab: int = 50, *, linear: bool = False) -> Neighbour:
+    """The loss of logits, or of hidden channels and a head."""
+    targets = torch.randint(vocab, (23,))
+    targets[:4] = -100
+
+    def fused(x: Tensors) -> tuple[Tensor, ...]:
+        placed = targets.to(x["x"].device)
+        if not linear:
+            return (loss._run_triton(loss._Call(x["x"], placed, -100)),)
+        dtype = x["x"].dtype
+        options = (x["x"], x["weight"], placed, -100, dtype, True, True)
+        return cross_entropy.linear_cross_entropy(*options)[:1]
+
+    def plain(x: Tensors) -> tuple[Tensor, ...]:
+        logits = F.linear(x["x"], x["weight"]) if linear else x["x"]
+        return (F.cross_entropy(logits, targets.to(logits.device)),)
+
+    if not linear:
+        return Neighbour({"x": 3 * torch.randn(23, vocab)}, fused, plain)
+    tensors = {"x": torch.randn(23, 8), "weight": torch.randn(vocab, 8)}
+    return Neighbour(tensors, fused, plain)
+
+
+PACKED = (5, 0, 1, 20, 0, 9, 3, 0)
+MAKERS: dict[str, Callable[[], Neighbour]] = {
+    "conv": conv,
+    "conv of 1": lambda: conv(1),
+    "conv of 2": lambda: conv(2, channels=130),
+    "conv of 3, one token": lambda: conv(3, tokens=1),
+    "conv of 6, linear": lambda: conv(6, activated=False),
+    "conv, sliced": lambda: conv(sliced=True),
+    "conv, packed": lambda: conv(lengths=PACKED),
+    "conv, all empty": lambda: conv(lengths=(0, 0)),
+    "conv, padded": lambda: conv(padded=True),
+    "conv, normalised": lambda: conv(head_size=6),
+    "conv, packed, normalised": lambda: conv(lengths=PACKED, head_size=4),
+    "norm": gated_norm,
+    "norm, sigmoid, sliced": lambda: gated_norm(17, "sigmoid", sliced=True),
+    "norm without gate": lambda: gated_norm(300, None),
+    "head decay": lambda: decay(None),
+    "head decay and step": lambda: decay(None, step=True, spread=15.0),
+    "channel decay": lambda: decay(90),
+    "write strength": strength,
+    "cross entropy": entropy,
+    "cross entropy of many": lambda: entropy(5000),
+    "linear cross entropy": lambda: entropy(linear=True),
+}
+
+
+def with_gradients(
+    run: Callable[[Tensors], tuple[Tensor, ...]], tensors: Tensors, weights: list[Tensor]
+) -> tuple[list[Tensor], Tensors]:
+    """The outputs, and the gradients of sum(weight * output)."""
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
+    outputs = list(run(leaves))
+    given = [w.to(x.device, x.dtype) for w, x in zip(weights, outputs, strict=True)]
+    gradients = torch.autograd.grad(outputs, list(leaves.values()), given, allow_unused=True)
+    found = {
+        name: torch.zeros_like(x) if gradient is None else gradient
+        for (name, x), gradient in zip(leaves.items(), gradients, strict=True)
+    }
+    return [x.detach() for x in outputs], found

@@ -1,0 +1,125 @@
+"""Calls of `ttt` and `titans` with every tensor drawn, and what both are tested for."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltarule import TitansState, TTTState, pack, titans, ttt
+from tolerance import relative_rms
+
+H, HV, K = 2, 4, 4
+DOUBLE = torch.float64
+KINDS = [("ttt", 1), ("ttt", 2), ("titans", 1), ("titans", 2)]
+INNER = 7
+TIMED = ("q", "k", "v", "beta", "momentum", "log_decay")
+
+
+class Case(NamedTuple):
+    """One call: its tensors by name, and the mini-batch size C."""
+
+    operator: str
+    tensors: dict[str, Tensor]
+    size: int
+    lengths: tuple[int, ...] | None = None
+
+    def run(self, impl="auto", lengths=None, **options):
+        """Call the operator."""
+        x = self.tensors
+        parts = ("weights", "summed", "anchor")[: 2 if self.operator == "ttt" else 3]
+        maps = [tuple(x[f"{p}_{i}"] for i in (1, 2) if f"{p}_{i}" in x) for p in parts]
+        shared = {
+            "lengths": lengths, "impl": impl, "beta": x["beta"],
+            "cu_seqlens": None if self.lengths is None else pack(self.lengths),
+        } | options  # fmt: skip
+        if self.operator == "ttt":
+            names = ("step_scale", "norm_weight", "norm_bias")
+            state = TTTState(*maps, x["position"])
+            given = {name: x[name] for name in names} | shared
+            return ttt(x["q"], x["k"], x["v"], initial_state=state, **given)
+        state = TitansState(*maps, x["position"])
+        given = {name: x[name] for name in ("momentum", "log_decay")} | shared
+        return titans(
+            x["q"], x["k"], x["v"], initial_state=state, mini_batch=self.size, **given
+        )  # fmt: skip
+
+    def changed(self, **tensors):
+        """The same call with some tensors replaced."""
+        return self._replace(tensors=self.tensors | tensors)
+
+    def part(self, tokens, state):
+        """Some of the tokens, from another state."""
+        timed = {n: self.tensors[n][:, tokens] for n in TIMED if n in self.tensors}
+        return self.changed(**timed, **named(state))
+
+    def gradients(self, impl, mask=None, **options):
+        """Of a random sum of outputs and state, by every tensor."""
+        names = [name for name in self.tensors if name != "position"]
+        leaves = {name: self.tensors[name].clone().requires_grad_() for name in names}
+        out = self.changed(**leaves).run(impl, **options)
+        torch.manual_seed(1)
+        weight = torch.randn_like(out.o)
+        loss = (out.o * (weight if mask is None else weight * mask)).sum()
+        loss = loss + sum((x * torch.randn_like(x)).sum() for x in tensors_of(out)[1:])
+        found = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+        return dict(zip(names, found, strict=True))
+
+
+def named(state):
+    """The tensors of a state by the names of a case."""
+    parts = zip(("weights", "summed", "anchor"), state[:-1], strict=False)
+    found = {f"{part}_{i + 1}": x for part, maps in parts for i, x in enumerate(maps)}
+    return found | {"position": state.position}
+
+
+def tensors_of(out):
+    """Outputs and every part of the state but the position."""
+    return [out.o, *(x for maps in out.final_state[:-1] for x in maps)]
+
+
+def draw(*sizes):
+    return torch.randn(*sizes, dtype=DOUBLE)
+
+
+def make(operator, maps, *, batch=3, tokens=37, size=5, lengths=None, begun=True):
+    """Draw a call; the sequences have begun with open mini-batches of 0, 1, .. tokens."""
+    if lengths is not None:
+        batch, tokens = 1, sum(lengths)
+    sequences = batch if lengths is None else len(lengths)
+    bias = int(operator == "ttt")
+    sizes = [(K, K + bias)] if maps == 1 else [(INNER, K + bias), (K, INNER + bias)]
+    tensors = {
+        "q": F.normalize(draw(batch, tokens, H, K), dim=-1),
+        "k": F.normalize(draw(batch, tokens, H, K), dim=-1),
+        "v": draw(batch, tokens, HV, K),
+        "beta": 0.3 * torch.rand(batch, tokens, HV, dtype=DOUBLE),
+    }
+    if operator == "ttt":
+        tensors["step_scale"] = torch.rand(size, dtype=DOUBLE)
+        tensors |= {"norm_weight": 1 + 0.2 * draw(HV, K), "norm_bias": draw(HV, K)}
+    else:
+        tensors["momentum"] = torch.rand(batch, tokens, HV, dtype=DOUBLE)
+        tensors["log_decay"] = -torch.rand(batch, tokens, HV, dtype=DOUBLE)
+        if tokens > 8:
+            tensors["momentum"][:, 7], tensors["log_decay"][:, 8] = 0, -torch.inf
+    for index, map_size in enumerate(sizes):
+        for part in ("weights", "summed", "anchor")[: 2 if operator == "ttt" else 3]:
+            tensors[f"{part}_{index + 1}"] = 0.5 * draw(sequences, HV, *map_size)
+    position = torch.arange(sequences) % size
+    tensors["position"] = position if begun else torch.zeros_like(position)
+    if not begun:
+        for index in range(maps):
+            tensors[f"summed_{index + 1}"].zero_()
+            if operator == "titans":
+                tensors[f"anchor_{index + 1}"].copy_(tensors[f"weights_{index + 1}"])
+    return Case(operator, tensors, size, lengths)
+
+
+def assert_same(out, expected, bar=1e-12, mask=None):
+    """Outputs (where the mask is 1) and states within the bar, positions equal."""
+    for x, wanted in zip(tensors_of(out), tensors_of(expected), strict=True):
+        if x is out.o and mask is not None:
+            x, wanted = x * mask, wanted * mask
+        assert relative_rms(x, wanted) <= bar
+    assert torch.equal(out.final_state.position, expected.final_state.position)

@@ -1,0 +1,200 @@
+"""The fused operators beside the recurrence, under Triton's interpreter, against plain float64."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from neighbours import MAKERS, PACKED, Neighbour, conv, with_gradients
+from tolerance import assert_close, relative_rms
+
+pytest.importorskip("triton")
+
+from deltarule.models import loss
+from deltarule.nn import norm, short_conv
+from deltarule.ops import cross_entropy as cross_entropy_ops
+from deltarule.ops import gated_norm as norm_ops
+from deltarule.ops import gates as gate_ops
+from deltarule.ops import short_conv as conv_ops
+from deltarule.ops.fused import why_not_fused
+from deltarule.rules import gates
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels are compiled here: see test_neighbours_on_gpu"
+)
+
+
+def both(case: Neighbour) -> tuple[tuple, tuple]:
+    """Outputs and gradients of the fused form, and of the plain one in float64."""
+    exact = case.to(torch.float64)
+    weights = [torch.randn_like(x) for x in exact.plain(exact.tensors)]
+    return (
+        with_gradients(case.fused, case.tensors, weights),
+        with_gradients(case.plain, exact.tensors, weights),
+    )
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_float32(name) -> None:
+    (outputs, gradients), (expected, exact) = both(MAKERS[name]())
+    for x, y in zip(outputs, expected, strict=True):
+        assert_close(x, y, dtype=torch.float32)
+    for leaf, gradient in gradients.items():
+        assert_close(gradient, exact[leaf], dtype=torch.float32, gradient=True, name=leaf)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_float16_inputs_are_rounded_once(name) -> None:
+    case = MAKERS[name]().to(torch.float16)
+    (outputs, gradients), (expected, exact) = both(case)
+    for x, y in zip(outputs, expected, strict=True):
+        # The linear form rounds its logits, as F.linear does.
+        assert relative_rms(x, y) < 2**-10
+    for leaf, gradient in gradients.items():
+        assert gradient.dtype == case.tensors[leaf].dtype
+        assert relative_rms(gradient, exact[leaf]) < 2**-9, leaf
+
+
+@pytest.mark.parametrize("padding", [{}, {"lengths": PACKED}])
+def test_a_convolution_step_by_step_equals_the_whole_bitwise(padding) -> None:
+    case = conv(**padding)
+    x, weight, history = case.tensors.values()
+    whole, final = case.fused(case.tensors)
+    bounds = [0, *torch.tensor(padding.get("lengths", [x.shape[1]])).cumsum(0).tolist()]
+    for n, (start, stop) in enumerate(pairwise(bounds)):
+        rows = slice(n, n + 1) if padding else slice(None)
+        before, steps = history[rows], []
+        for t in range(start, stop):
+            y, before = conv_ops.short_conv(
+                x[:, t : t + 1], weight, before, None, None, None, True, 0
+            )
+            steps.append(y)
+        assert torch.equal(before, final[rows])
+        assert torch.equal(torch.cat([whole[:, :0], *steps], 1), whole[:, start:stop])
+
+
+def test_nothing_leaks_across_documents() -> None:
+    case = conv(lengths=(6, 7))
+    changed = {name: x.clone() for name, x in case.tensors.items()}
+    changed["x"][:, :6] += 1
+    changed["history"][0] += 1
+    weights = [torch.randn(1, 13, 12), torch.randn(2, 3, 12)]
+    outputs, gradients = with_gradients(case.fused, case.tensors, weights)
+    again, others = with_gradients(case.fused, changed, weights)
+    assert torch.equal(outputs[0][:, 6:], again[0][:, 6:])
+    assert torch.equal(gradients["x"][:, 6:], others["x"][:, 6:])
+    assert torch.equal(gradients["history"][1], others["history"][1])
+    assert not torch.equal(gradients["x"][:, :6], others["x"][:, :6])
+
+
+def test_rows_of_a_convolution_are_those_of_it_alone_bitwise() -> None:
+    case = conv(tokens=70, channels=200)
+    x, weight, history = case.tensors.values()
+    y, _ = case.fused(case.tensors)
+    alone, _ = case.fused({"x": x[1:], "weight": weight, "history": history[1:]})
+    assert torch.equal(y[1:], alone)
+
+
+def test_wrong_offsets_on_a_gpu_lead_nowhere() -> None:
+    x, weight, history = conv(lengths=(9, 4)).tensors.values()
+    wrong = torch.tensor([0, -(10**6), 10**6])
+    owner = torch.tensor([0] * 6 + [7] * 7)
+    y, final = conv_ops.short_conv(x, weight, history, wrong, owner, None, True, 0)
+    assert y.shape == x.shape
+    conv_ops.short_conv_backward(y, final, x, weight, history, wrong, owner, None, True, 0, True)
+
+
+def flat_calls() -> dict[str, tuple]:
+    """Arguments of every registered operator."""
+    x, weight, history = conv(lengths=PACKED).tensors.values()
+    offsets = torch.tensor([0, *PACKED]).cumsum(0)
+    owner = torch.repeat_interleave(torch.arange(len(PACKED)), torch.tensor(PACKED))
+    where = (offsets, owner, None, True, 4)
+    o, gate = torch.randn(2, 2, 3, 2, 6).unbind()
+    logits, A_log, bias = torch.randn(2, 3, 2, 5), torch.randn(2), torch.randn(2, 5)
+    rows, targets = torch.randn(7, 4), torch.tensor([0, 1, 2, 3, -100, 0, 1])
+    head = torch.randn(5, 4)
+    lse = rows.logsumexp(-1)
+    return {
+        "conv": (conv_ops.short_conv, (x, weight, history, *where), 3),
+        "conv_b": (
+            conv_ops.short_conv_backward, (x, history, x, weight, history, *where, True), 0,
+        ),
+        "norm": (norm_ops.gated_norm, (o, gate, torch.randn(6), 1e-5, "silu"), 3),
+        "norm_b": (norm_ops.gated_norm_backward, (o, o, gate, torch.randn(6), 1e-5, "silu"), 0),
+        "ungated": (norm_ops.gated_norm, (o, None, torch.randn(6), 1e-5, "silu"), 3),
+        "decay": (gate_ops.log_decay, (logits, A_log, bias, False), 3),
+        "step": (gate_ops.log_decay, (logits, A_log, bias, True), 3),
+        "decay_b": (gate_ops.log_decay_backward, (logits, None, logits, A_log, bias), 0),
+        "strength": (gate_ops.write_strength, (logits, 2.0), 1),
+        "strength_b": (gate_ops.write_strength_backward, (logits, logits, 2.0), 0),
+        "entropy": (cross_entropy_ops.cross_entropy, (rows, targets, -100), 1),
+        "entropy_b": (
+            cross_entropy_ops.cross_entropy_backward, (lse, rows, targets, lse, -100), 0,
+        ),
+        "linear": (
+            cross_entropy_ops.linear_cross_entropy,
+            (rows, head, targets, -100, torch.float32, True, False), 2,
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", flat_calls())
+def test_opcheck(name) -> None:
+    operator, arguments, leaves = flat_calls()[name]
+    given = [
+        x.clone().requires_grad_() if i < leaves and isinstance(x, Tensor) else x
+        for i, x in enumerate(arguments)
+    ]
+    assert set(opcheck(operator, tuple(given)).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("name", ["conv, packed", "norm", "head decay and step", "cross entropy"])
+def test_compiles_without_a_break(name) -> None:
+    torch._dynamo.reset()
+    case = MAKERS[name]()
+    weights = [torch.randn_like(x) for x in case.fused(case.tensors)]
+    compiled = torch.compile(case.fused, fullgraph=True, backend="aot_eager")
+    outputs, gradients = with_gradients(compiled, case.tensors, weights)
+    expected, exact = with_gradients(case.fused, case.tensors, weights)
+    assert all(map(torch.equal, outputs, expected))
+    assert all(torch.equal(gradients[leaf], exact[leaf]) for leaf in exact)
+
+
+@pytest.mark.parametrize("name", ["conv", "norm", "head decay", "write strength", "cross entropy"])
+def test_a_second_derivative_is_refused(name) -> None:
+    case = MAKERS[name]()
+    leaves = {key: x.requires_grad_() for key, x in case.tensors.items()}
+    (first,) = torch.autograd.grad(
+        case.fused(leaves)[0].sum(), next(iter(leaves.values())), create_graph=True
+    )
+    with pytest.raises(NotImplementedError, match="first reverse-mode derivative only"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("logit", [-1e4, -80.0, 80.0, 1e4, -float("inf")])
+def test_extreme_gate_logits(logit) -> None:
+    logits = torch.full((1, 2, 3), logit, requires_grad=True)
+    dt, log_decay = gates.triton_decay(gates.Decay(logits, torch.ones(3), torch.zeros(3), True))
+    wide = logits.detach().double()
+    exact = gates.torch_decay(gates.Decay(wide, torch.ones(3), torch.zeros(3), True))
+    for x, y in zip((dt, log_decay), exact, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=2e-6, atol=1e-37)
+    log_decay.sum().backward()
+    assert logits.grad.isfinite().all()
+
+
+def test_a_wrong_target_gives_nan_instead_of_a_wrong_read() -> None:
+    call = loss._Call(torch.randn(2, 5), torch.tensor([1, 10**6]), -100)
+    assert loss._run_triton(call).isnan()
+
+
+def test_a_cpu_keeps_the_plain_form() -> None:
+    tables = (
+        short_conv.CONVOLUTIONS, norm.GATED_NORMS, gates.STRENGTHS, gates.DECAYS,
+        loss.CROSS_ENTROPIES,
+    )  # fmt: skip
+    assert all(list(table) == ["triton", "torch"] for table in tables)
+    assert "Triton needs a CUDA device" in why_not_fused(torch.zeros(1))
