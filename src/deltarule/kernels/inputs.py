@@ -36,6 +36,23 @@ class Inputs(NamedTuple):
         )  # fmt: skip
 
     @property
+    def erase(self) -> str:
+        """none, tied or free."""
+        return "free" if self.a is not None else "none" if self.beta is None else "tied"
+
+    @property
+    def decay(self) -> str:
+        """none, head or channel."""
+        if self.log_decay is None:
+            return "none"
+        return "channel" if self.log_decay.ndim == 4 else "head"
+
+    @property
+    def by_channel(self) -> bool:
+        """Whether pairs of rows take q and k scaled channel by channel."""
+        return self.erase == "free" or self.decay == "channel"
+
+    @property
     def sequences(self) -> int:
         """N: batch rows, or packed sequences."""
         return self.q.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1

@@ -161,47 +161,40 @@ def _backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, _: Any) -> t
 recurrence_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _no_double_backward(ctx: Any, *_: Any) -> None:
+def no_second_derivative(ctx: Any, *_: Any) -> None:
+    """The derivative of a registered backward operator."""
     raise NotImplementedError(NO_DERIVATIVE)
 
 
-recurrence_backward_op.register_autograd(_no_double_backward)
+recurrence_backward_op.register_autograd(no_second_derivative)
 
 
-class TransformedBackward(torch.autograd.Function):
-    """The backward operator in the form that torch.func.grad and its kin look for."""
+def transformed(operator: Any, setup_context: Any, backward: Any) -> Any:
+    """An operator in the form that torch.func.grad and its kin look for."""
 
-    generate_vmap_rule = True
+    class Transformed(torch.autograd.Function):
+        generate_vmap_rule = True
 
-    @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        """As the registered operator."""
-        return tuple(recurrence_backward_op(*args))
+        @staticmethod
+        def forward(*args: Any) -> tuple[Tensor, ...]:
+            return tuple(operator(*args))
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Nothing to keep: there is no second derivative."""
-
-    backward = staticmethod(_no_double_backward)
+    # Autograd looks for plain functions in the class, whose names the arguments have taken.
+    rules = {"setup_context": staticmethod(setup_context), "backward": staticmethod(backward)}
+    return type("Transformed", (Transformed,), rules)
 
 
-class TransformedRecurrence(torch.autograd.Function):
-    """The forward operator in that form."""
+def nothing_to_keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """A backward operator has no second derivative to save for."""
 
-    generate_vmap_rule = True
 
-    @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """As the registered operator."""
-        return recurrence_op(*args)
-
-    setup_context = staticmethod(_setup_context)
-    backward = staticmethod(_backward)
+TransformedRecurrence = transformed(recurrence_op, _setup_context, _backward)
+TransformedBackward = transformed(recurrence_backward_op, nothing_to_keep, no_second_derivative)
 
 
 def recurrence(inputs: Inputs, backend: str, save_states: bool) -> RecurrentOutput:
     """Call the registered operator, saving states only where asked and a backward may follow."""
-    if torch.autograd.forward_ad._current_level >= 0 and any(map(_is_dual, inputs[:8])):
+    if torch.autograd.forward_ad._current_level >= 0 and any(map(is_dual, inputs[:8])):
         raise NotImplementedError(NO_DERIVATIVE)
     if torch._C._are_functorch_transforms_active():
         run: Any = TransformedRecurrence.apply
@@ -211,7 +204,8 @@ def recurrence(inputs: Inputs, backend: str, save_states: bool) -> RecurrentOutp
     return RecurrentOutput(*recurrence_op(*inputs, save, backend)[:2])
 
 
-def _is_dual(x: Tensor | None) -> bool:
+def is_dual(x: Tensor | None) -> bool:
+    """Whether forward-mode differentiation follows x."""
     return x is not None and torch.autograd.forward_ad.unpack_dual(x).tangent is not None
 
 
@@ -221,20 +215,20 @@ def _forward_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tup
     # The chunks of a folded batch lie in another order than those of its parts: save none.
     o, final, saved = recurrence_op(*tensors, *args[9:13], False, args[14])
     axis = _fold_axis(args[8])
-    unfolded = _unfold(o, info.batch_size, axis), _unfold(final, info.batch_size, 0)
+    unfolded = unfold(o, info.batch_size, axis), unfold(final, info.batch_size, 0)
     return (*unfolded, saved), (0, 0, None)
 
 
 @recurrence_backward_op.register_vmap
 def _backward_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
     size, axis = info.batch_size, _fold_axis(args[11])
-    d_o = _fold_one(args[0], in_dims[0], size, axis)
-    d_final = _fold_one(args[1], in_dims[1], size, 0)
+    d_o = fold_one(args[0], in_dims[0], size, axis)
+    d_final = fold_one(args[1], in_dims[1], size, 0)
     tensors = _fold(size, in_dims[3:12], args[3:12])
     saved = args[2].new_empty(0, *d_final.shape[1:])
     gradients = recurrence_backward_op(d_o, d_final, saved, *tensors, *args[12:])
     unfolded = [
-        dx if x is None else _unfold(dx, size, axis if i < 7 else 0)
+        dx if x is None else unfold(dx, size, axis if i < 7 else 0)
         for i, (x, dx) in enumerate(zip(args[3:11], gradients, strict=True))
     ]
     return unfolded, [None if x is None else 0 for x in args[3:11]]
@@ -247,7 +241,7 @@ def _fold(size: int, in_dims: tuple[int | None, ...], tensors: tuple[Any, ...]) 
     if in_dims[8] is not None:
         raise NotImplementedError("vmap over cu_seqlens: give every row the same offsets")
     folded = [
-        None if x is None else _fold_one(x, dim, size, axis if i < 7 else 0)
+        None if x is None else fold_one(x, dim, size, axis if i < 7 else 0)
         for i, (x, dim) in enumerate(zip(tensors[:8], in_dims[:8], strict=True))
     ]
     if cu_seqlens is not None:
@@ -261,10 +255,12 @@ def _fold_axis(cu_seqlens: Tensor | None) -> int:
     return 0 if cu_seqlens is None else 1
 
 
-def _fold_one(x: Tensor, dim: int | None, size: int, axis: int) -> Tensor:
+def fold_one(x: Tensor, dim: int | None, size: int, axis: int) -> Tensor:
+    """Fold the mapped axis of x into `axis`."""
     mapped = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
     return mapped.movedim(0, axis).flatten(axis, axis + 1)
 
 
-def _unfold(x: Tensor, size: int, axis: int) -> Tensor:
+def unfold(x: Tensor, size: int, axis: int) -> Tensor:
+    """The inverse of `fold_one`, the mapped axis first."""
     return x.unflatten(axis, (size, -1)).movedim(axis, 0)

@@ -12,7 +12,15 @@ from torch import Tensor
 from deltarule.kernels.scan_inputs import ScanInputs
 from deltarule.kernels.torch import selective_scan as torch_kernels
 from deltarule.kernels.torch.scan_layout import chunk_states_shape
-from deltarule.ops.registered import NO_DERIVATIVE
+from deltarule.ops.registered import (
+    NO_DERIVATIVE,
+    fold_one,
+    is_dual,
+    no_second_derivative,
+    nothing_to_keep,
+    transformed,
+    unfold,
+)
 from deltarule.shapes import RecurrentOutput
 
 # The tensors that have a gradient come first in the arguments.
@@ -112,51 +120,17 @@ def _backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, _: Any) -> t
 scan_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _refuse(ctx: Any, *_: Any) -> None:
-    raise NotImplementedError(NO_DERIVATIVE)
+scan_backward_op.register_autograd(no_second_derivative)
 
-
-scan_backward_op.register_autograd(_refuse)
-
-
-class TransformedScanBackward(torch.autograd.Function):
-    """The backward operator in the form that torch.func.grad and its kin look for."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        """As the registered operator."""
-        return tuple(scan_backward_op(*args))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Nothing to keep: there is no second derivative."""
-
-    backward = staticmethod(_refuse)
-
-
-class TransformedScan(torch.autograd.Function):
-    """The forward operator in that form."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """As the registered operator."""
-        return scan_op(*args)
-
-    setup_context = staticmethod(_setup_context)
-    backward = staticmethod(_backward)
+TransformedScan = transformed(scan_op, _setup_context, _backward)
+TransformedScanBackward = transformed(scan_backward_op, nothing_to_keep, no_second_derivative)
 
 
 def scan(inputs: ScanInputs) -> RecurrentOutput:
     """Call the registered operator, saving states only where a backward may follow."""
     tensors = [x for x in inputs[:DIFFERENTIABLE] if isinstance(x, Tensor)]
-    if torch.autograd.forward_ad._current_level >= 0:
-        tangents = [torch.autograd.forward_ad.unpack_dual(x).tangent for x in tensors]
-        if any(tangent is not None for tangent in tangents):
-            raise NotImplementedError(NO_DERIVATIVE)
+    if torch.autograd.forward_ad._current_level >= 0 and any(map(is_dual, tensors)):
+        raise NotImplementedError(NO_DERIVATIVE)
     if torch._C._are_functorch_transforms_active():
         run: Any = TransformedScan.apply
         return RecurrentOutput(*run(*inputs, False)[:2])
@@ -175,20 +149,20 @@ def head_axis(position: int, x: Tensor) -> int:
 def _forward_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
     tensors = _fold(info.batch_size, in_dims, args)
     o, final, saved = scan_op(*tensors, args[9], args[10], False)
-    unfolded = _unfold(o, info.batch_size, 2), _unfold(final, info.batch_size, 1)
+    unfolded = unfold(o, info.batch_size, 2), unfold(final, info.batch_size, 1)
     return (*unfolded, saved), (0, 0, None)
 
 
 @scan_backward_op.register_vmap
 def _backward_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
     size = info.batch_size
-    d_o = _fold_one(args[0], in_dims[0], size, 2)
-    d_final = _fold_one(args[1], in_dims[1], size, 1)
+    d_o = fold_one(args[0], in_dims[0], size, 2)
+    d_final = fold_one(args[1], in_dims[1], size, 1)
     tensors = _fold(size, in_dims[3:], args[3:])
     saved = args[2].new_empty(0, *d_final.shape[1:])
     gradients = scan_backward_op(d_o, d_final, saved, *tensors, *args[12:])
     unfolded = [
-        dx if x is None else _unfold(dx, size, head_axis(i, dx))
+        dx if x is None else unfold(dx, size, head_axis(i, dx))
         for i, (x, dx) in enumerate(zip(tensors, gradients, strict=True))
     ]
     return unfolded, [None if x is None else 0 for x in tensors]
@@ -201,14 +175,5 @@ def _fold(size: int, in_dims: tuple[int | None, ...], args: tuple[Any, ...]) -> 
     folded: list[Tensor | None] = []
     for i, (x, dim) in enumerate(zip(args[:DIFFERENTIABLE], in_dims, strict=False)):
         alone = x if x is None or dim is None else x.select(dim, 0)
-        folded.append(None if x is None else _fold_one(x, dim, size, head_axis(i, alone)))
+        folded.append(None if x is None else fold_one(x, dim, size, head_axis(i, alone)))
     return folded
-
-
-def _fold_one(x: Tensor, dim: int | None, size: int, axis: int) -> Tensor:
-    mapped = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-    return mapped.movedim(0, axis).flatten(axis, axis + 1)
-
-
-def _unfold(x: Tensor, size: int, axis: int) -> Tensor:
-    return x.unflatten(axis, (size, -1)).movedim(axis, 0)

@@ -34,6 +34,12 @@ def new_drawing(*, title: str, x: str, y: str) -> Drawing:
         figsize=(WIDTH, HEIGHT), dpi=DOTS_PER_INCH, layout="constrained"
     )
     axes = figure.add_subplot()
+    dress(axes, title=title, x=x, y=y)
+    return Drawing(figure, axes)
+
+
+def dress(axes: "Axes", *, title: str, x: str, y: str) -> None:
+    """Give a pair of axes its names and the style."""
     axes.set_title(title, loc="left", color=INK, fontsize=11)
     axes.set_xlabel(x, color=INK)
     axes.set_ylabel(y, color=INK)
@@ -42,7 +48,6 @@ def new_drawing(*, title: str, x: str, y: str) -> Drawing:
     axes.tick_params(colors=INK)
     axes.grid(axis="y", color="#dddddd", linewidth=0.8)
     axes.set_axisbelow(True)
-    return Drawing(figure, axes)
 
 
 def new_grid(rows: int, columns: int, *, title: str) -> "tuple[Figure, list[list[Axes]]]":

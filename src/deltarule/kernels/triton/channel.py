@@ -22,14 +22,7 @@ BARS = {torch.float32: 12.0, torch.float16: 115.0, torch.bfloat16: 115.0}
 EVEN = {"BC": 64, "BV": 64, "num_warps": 4, "num_stages": 1}
 
 
-def erase_of(inputs: Inputs) -> str:
-    """none, tied or free."""
-    if inputs.a is not None:
-        return "free"
-    return "none" if inputs.beta is None else "tied"
-
-
-def by_channel(inputs: Inputs) -> Inputs:
+def channel_decays(inputs: Inputs) -> Inputs:
     """The same call with log_decay as [B, T, HV, K]; one of a head is repeated in place."""
     log_decay = inputs.log_decay
     if log_decay is None or log_decay.ndim == 4:
@@ -48,7 +41,7 @@ def options(inputs: Inputs, plan: Plan, config: dict[str, int]) -> dict[str, obj
     channels = min(plan.sizes["BK"], config["BC"])
     return {
         **{name: plan.sizes[name] for name in ("H", "HV", "K", "N_STEPS", "CT", "BT")},
-        **config, "BC": channels, "ERASE": erase_of(inputs),
+        **config, "BC": channels, "ERASE": inputs.erase,
         "HAS_DECAY": inputs.log_decay is not None, "UNIT_NORM": inputs.normalize_qk,
         "PACKED": inputs.cu_seqlens is not None, "BAR": BARS[inputs.q.dtype],
         "PRECISION": precision(inputs.q.dtype), "EXACT": inputs.q.dtype == torch.float32,
@@ -58,7 +51,7 @@ def options(inputs: Inputs, plan: Plan, config: dict[str, int]) -> dict[str, obj
 
 def has_even_chunks(inputs: Inputs) -> bool:
     """Whether `even_chunks_kernel` takes the chunks it can: bfloat16 has the range for it."""
-    return inputs.q.dtype == torch.bfloat16 and erase_of(inputs) != "free"
+    return inputs.q.dtype == torch.bfloat16 and inputs.erase != "free"
 
 
 def even_configuration(inputs: Inputs, plan: Plan) -> dict[str, int]:
@@ -76,7 +69,7 @@ def channel_scores(inputs: Inputs, plan: Plan) -> tuple[Scores, Tensor | None]:
     Takes the tensors of `inputs` in one piece each, but for beta and log_decay; leaves the sums of
     the decays for `channel_gradients`.
     """
-    inputs, erase, x = by_channel(inputs), erase_of(inputs), inputs.q
+    inputs, erase, x = channel_decays(inputs), inputs.erase, inputs.q
     sizes, decays = plan.sizes, inputs.log_decay is not None
     rows, reads, channels = sizes["BT"], sizes["BQ"], sizes["K"]
 
@@ -125,7 +118,7 @@ def channel_gradients(
     Takes what the kernels that follow the chunks saved: S, E, D, X and, of a free erase, dv. The
     decays' sums are overwritten.
     """
-    wide, erase, x = by_channel(inputs), erase_of(inputs), inputs.q
+    wide, erase, x = channel_decays(inputs), inputs.erase, inputs.q
     sizes, rows = plan.sizes, plan.sizes["BT"]
     count = {"none": 1, "tied": 2, "free": 4}[erase]
     kept = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
@@ -167,8 +160,6 @@ def channel_gradients(
         inputs.scale, x.shape[1], inputs.sequences, *strides(inputs.beta),
         *decay_strides(wide.log_decay), **config, BK=sizes["BK"], V=sizes["V"],
     )  # fmt: skip
-    if d_beta is not None and inputs.beta is not None:
-        d_beta = d_beta.to(inputs.beta.dtype)
     if d_decay is not None and inputs.log_decay is not wide.log_decay:
         d_decay = d_decay.sum(-1)
     return d_q, d_k, d_v, d_beta, d_a, d_b, d_decay

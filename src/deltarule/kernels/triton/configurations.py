@@ -19,7 +19,8 @@ from deltarule.kernels.triton.tables import TABLES, Row
 KIND = "tables"
 # What the interpreter is given on a machine without a GPU.
 INTERPRETED = 90
-# Triton 3.6 makes wrong code of these on an H200 with BV = 32: they keep the table's size.
+# Triton 3.6 was seen to make wrong code of these on an H200 at smaller tiles, which is not all that
+# is wrong there (see DECAYS_IN_16_BITS): they keep the table's size.
 FIXED_TILES = ("gradients", "pair_gradients")
 # Rows of a chunk where no row of a table says otherwise.
 ROWS = 64
@@ -38,11 +39,9 @@ class Call(NamedTuple):
 
 def call_of(inputs: Inputs) -> Call:
     """The part of a call that its configurations depend on."""
-    by_channel = inputs.log_decay is not None and inputs.log_decay.ndim == 4
-    erase = "free" if inputs.a is not None else "none" if inputs.beta is None else "tied"
     return Call(
         architecture(inputs.q.device), inputs.q.element_size(), inputs.q.shape[-1],
-        inputs.v.shape[-1], erase, by_channel or erase == "free",
+        inputs.v.shape[-1], inputs.erase, inputs.by_channel,
     )  # fmt: skip
 
 

@@ -4,7 +4,6 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -14,6 +13,7 @@ from deltarule.kernels.triton.configurations import (
     call_of,
     chunk_rows,
     configuration,
+    power_of_two,
 )
 from deltarule.kernels.triton.segment_length import chunks_per_segment
 
@@ -44,16 +44,11 @@ def make_plan(inputs: Inputs) -> Plan:
         chunks = tokens // size + inputs.sequences
     sizes = {
         "H": heads, "HV": value_heads, "K": key_size, "V": value_size, "N_STEPS": inputs.n_steps,
-        "CT": size, "BT": rows, "BQ": max(triton.next_power_of_2(size), 16),
-        "BK": max(triton.next_power_of_2(key_size), 16),
+        "CT": size, "BT": rows, "BQ": power_of_two(size),
+        "BK": power_of_two(key_size),
     }  # fmt: skip
     tile = configuration("next_state", call_of(inputs))["BV"]
-    return Plan(chunks, sizes, chunks_per_segment(inputs, erase_of(inputs), size, tile))
-
-
-def erase_of(inputs: Inputs) -> str:
-    """none, tied or free."""
-    return "free" if inputs.a is not None else "none" if inputs.beta is None else "tied"
+    return Plan(chunks, sizes, chunks_per_segment(inputs, inputs.erase, size, tile))
 
 
 class Scores(NamedTuple):

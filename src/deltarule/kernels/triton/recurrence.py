@@ -20,7 +20,6 @@ from deltarule.kernels.triton.launch import (
     Shapes,
     described,
     elements,
-    erase_of,
     full_tiles,
     make_plan,
     precision,
@@ -34,16 +33,11 @@ from deltarule.kernels.triton.segments import (
 )
 
 
-def by_channel(inputs: Inputs) -> bool:
-    """Whether decays scale every channel of its own, or the erase is free."""
-    return inputs.a is not None or (inputs.log_decay is not None and inputs.log_decay.ndim == 4)
-
-
 def kept_shapes(inputs: Inputs, plan: Plan, save: bool) -> Shapes:
     """What a forward keeps: scores where they are no copies of q and k, S, and E or w."""
-    shapes = {} if by_channel(inputs) else head.score_shapes(inputs, plan, save)
+    shapes = {} if inputs.by_channel else head.score_shapes(inputs, plan, save)
     if plan.per_segment:
-        shapes["ends"] = transitions_shape(inputs, plan, erase_of(inputs)), torch.float32
+        shapes["ends"] = transitions_shape(inputs, plan, inputs.erase), torch.float32
     if save:
         states = plan.chunks, *inputs.state_shape[1:]
         shapes["states"] = states, inputs.q.dtype
@@ -59,7 +53,7 @@ DECAYS_IN_16_BITS = False
 
 
 def backward_in_float32(inputs: Inputs) -> bool:
-    """Whether the backward takes the float32 kernels, which are right on an H200 in every case."""
+    """Whether the backward takes the float32 kernels, whose dlog_decay was right on an H200."""
     decays = inputs.log_decay is not None or inputs.a is not None
     return decays and inputs.q.dtype != torch.float32 and not DECAYS_IN_16_BITS
 
@@ -75,17 +69,18 @@ def pair_scores(
     inputs: Inputs, plan: Plan, buffers: dict[str, Tensor]
 ) -> tuple[Scores, Tensor | None]:
     """What the rows of a chunk are to each other; decays per channel also leave their sums."""
-    if by_channel(inputs):
+    if inputs.by_channel:
         return channel.channel_scores(inputs, plan)
     return head.head_scores(inputs, plan, buffers), None
 
 
 def flags(inputs: Inputs) -> dict[str, object]:
     """The compile-time choices of the two kernels that follow the chunks."""
-    decays, copies = inputs.log_decay is not None, by_channel(inputs)
+    decays, copies = inputs.log_decay is not None, inputs.by_channel
+    # Copies hold a head's decay channel by channel, too.
     return {
-        "DECAY": "none" if not decays else "channel" if copies else "head", "COPIES": copies,
-        "ERASE": erase_of(inputs), "SCALED": not copies and (decays or inputs.normalize_qk),
+        "DECAY": "channel" if decays and copies else inputs.decay, "COPIES": copies,
+        "ERASE": inputs.erase, "SCALED": not copies and (decays or inputs.normalize_qk),
         "PACKED": inputs.cu_seqlens is not None, "PRECISION": precision(inputs.q.dtype),
     }  # fmt: skip
 
@@ -132,12 +127,12 @@ def next_state(
         config = ends_configuration(config) if ends else config
         full, block = full_tiles(inputs, plan, config["BV"]), config["BV"]
         tiles = -(-value_size // block)
-        if ends and erase_of(inputs) != "none":
+        if ends and inputs.erase != "none":
             tiles += -(-sizes["K"] // block)
+        q, k, *copies = keys(scores, plan, full)
         next_state_kernel[tiles, heads, places](
-            *keys(scores, plan, full)[:2],
-            described(x, heads * value_size, [sizes["BT"], block], full),
-            *keys(scores, plan, full)[2:], inputs.cu_seqlens, *streams(scores, plan, full), initial,
+            q, k, described(x, heads * value_size, [sizes["BT"], block], full), *copies,
+            inputs.cu_seqlens, *streams(scores, plan, full), initial,
             None if ends else described(o, heads * value_size, [sizes["BQ"], block], full), final,
             None if ends else states, None if ends else errors, inputs.scale, inputs.q.shape[1],
             sequences, **sizes, **config, **flags(inputs), OUTPUT=output and not ends,
@@ -236,7 +231,7 @@ def backward(
     if again:
         saved = torch.empty(elements(shapes), dtype=torch.float32, device=inputs.q.device)
     buffers, sums = views(saved, shapes), None
-    if again or by_channel(inputs):
+    if again or inputs.by_channel:
         scores, sums = pair_scores(inputs, plan, buffers)
     else:
         scores = head.kept_scores(inputs, buffers)
@@ -246,7 +241,7 @@ def backward(
     d_initial, d_states, d_errors, d_values = next_state_backward(
         inputs, plan, scores, d_o, d_final, buffers.get("ends")
     )
-    if by_channel(inputs):
+    if inputs.by_channel:
         gradients = channel.channel_gradients(
             inputs, plan, scores, sums, d_o, states, errors, d_states, d_errors, d_values
         )

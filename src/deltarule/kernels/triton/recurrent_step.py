@@ -90,20 +90,17 @@ def recurrent_step(
     batch, tokens, heads, key_size = inputs.q.shape
     value_heads, value_size = inputs.v.shape[2:]
     q, k, v, a, b = (_adjacent(x) for x in (inputs.q, inputs.k, inputs.v, inputs.a, inputs.b))
-    decay, log_decay = "none", inputs.log_decay
-    if log_decay is not None:
-        decay = "head" if log_decay.ndim == 3 else "channel"
-        log_decay = log_decay if decay == "head" else _adjacent(log_decay)
-    erase = "free" if a is not None else "none" if inputs.beta is None else "tied"
+    log_decay = _adjacent(inputs.log_decay) if inputs.decay == "channel" else inputs.log_decay
     o = torch.empty(inputs.output_shape, dtype=inputs.v.dtype, device=inputs.v.device)
     streams = (q, k, v, inputs.beta, a, b, log_decay)
     recurrent_step_kernel[triton.cdiv(value_size, ROWS), value_heads, batch](
         *streams, state, state_indices, o, inputs.scale, null_index, tokens,
         *(stride for x in streams for stride in ((0, 0, 0) if x is None else x.stride()[:3])),
         *state.stride()[:3],
-        H=heads, HV=value_heads, K=key_size, V=value_size, N_STEPS=inputs.n_steps, DECAY=decay,
-        ERASE=erase, UNIT_NORM=inputs.normalize_qk, INDEXED=state_indices is not None,
-        BK=triton.next_power_of_2(key_size), BV=ROWS, num_warps=num_warps(state.dtype), **OPTIONS,
+        H=heads, HV=value_heads, K=key_size, V=value_size, N_STEPS=inputs.n_steps,
+        DECAY=inputs.decay, ERASE=inputs.erase, UNIT_NORM=inputs.normalize_qk,
+        INDEXED=state_indices is not None, BK=triton.next_power_of_2(key_size), BV=ROWS,
+        num_warps=num_warps(state.dtype), **OPTIONS,
     )  # fmt: skip
     return o
 

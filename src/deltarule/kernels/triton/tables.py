@@ -88,9 +88,8 @@ SMALL: Table = AMPERE | {
         Row(4, 256, scan(64, 16, 8, 1)),
     ),
 }  # fmt: skip
-# 227 KiB. With 32 values at once Triton 3.6 makes wrong code of the gradients on an H200, however
-# many warps and stages: dlog_decay is off by its own size. With 64 they are right, and bit by bit
-# the same in repeated runs, though machine_code.py suspects writes to operands in flight.
+# 227 KiB. The 16-bit gradients' dlog_decay was wrong on an H200 with 32 values at once, and with 64
+# in some shapes (see DECAYS_IN_16_BITS); machine_code.py suspects writes to operands in flight.
 HOPPER: Table = AMPERE | {
     "pair_scores": (
         Row(2, 128, {**once(4), "maxnreg": 168}), Row(2, 256, once(4)),

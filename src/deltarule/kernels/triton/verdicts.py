@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from deltarule.kernels.inputs import Inputs
 from deltarule.kernels.machine import kept, kept_file
+from deltarule.kernels.triton.configurations import power_of_two
 
 KIND = "doctor"
 
@@ -32,20 +33,11 @@ def configuration_name(inputs: Inputs) -> str:
         >>> configuration_name(call)
         'erase none, decay none, n_steps 1, float32, K to 128, V to 128'
     """
-    erase = "free" if inputs.a is not None else "none" if inputs.beta is None else "tied"
-    decay = "none"
-    if inputs.log_decay is not None:
-        decay = "channel" if inputs.log_decay.ndim == 4 else "head"
     dtype = str(inputs.q.dtype).removeprefix("torch.")
     return (
-        f"erase {erase}, decay {decay}, n_steps {inputs.n_steps}, {dtype}, "
+        f"erase {inputs.erase}, decay {inputs.decay}, n_steps {inputs.n_steps}, {dtype}, "
         f"K to {power_of_two(inputs.q.shape[-1])}, V to {power_of_two(inputs.v.shape[-1])}"
     )
-
-
-def power_of_two(size: int) -> int:
-    """The least power of two that is not below the size, and 16 at the least."""
-    return max(1 << (size - 1).bit_length(), 16)
 
 
 def refusal(inputs: Inputs) -> str | None:
