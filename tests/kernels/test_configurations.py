@@ -45,8 +45,7 @@ def test_every_call_has_a_configuration(architecture) -> None:
             for kernel in COPIES if copies else KERNELS:
                 config = configuration(kernel, call)
                 assert config["num_warps"] in (1, 2, 4, 8)
-                if kernel not in configurations.FIXED_TILES:
-                    assert config.get("BV", 16) <= max(16, 2 * value)
+                assert config.get("BV", 16) <= max(16, 2 * value)
             assert chunk_rows(call) in (16, 32, 64)
 
 

@@ -19,9 +19,6 @@ from deltarule.kernels.triton.tables import TABLES, Row
 KIND = "tables"
 # What the interpreter is given on a machine without a GPU.
 INTERPRETED = 90
-# Triton 3.6 was seen to make wrong code of these on an H200 at smaller tiles, which is not all that
-# is wrong there (see DECAYS_IN_16_BITS): they keep the table's size.
-FIXED_TILES = ("gradients", "pair_gradients")
 # Rows of a chunk where no row of a table says otherwise.
 ROWS = 64
 
@@ -72,8 +69,7 @@ def configuration(kernel: str, call: Call) -> dict[str, int]:
     kernel = variant(kernel, call)
     config = dict(_overrides.get(kernel) or tuned(kernel, call) or shipped(kernel, call))
     config.pop("BT", None)
-    shrinks = "BV" in config and kernel not in FIXED_TILES
-    if shrinks and (block := power_of_two(call.value_size)) < config["BV"]:
+    if "BV" in config and (block := power_of_two(call.value_size)) < config["BV"]:
         config["num_warps"] = max(
             config["num_warps"] * block // config["BV"], min(config["num_warps"], 4)
         )

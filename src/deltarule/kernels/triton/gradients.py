@@ -20,6 +20,9 @@ A decay reaches every pair around it, so that nothing cancels:
 A program takes one chunk of one key head, for dq, for the pairs' part of dlog_decay, or for the
 rest, and adds up the value heads in order. The scalings hold 1 / |x| where `normalize_qk` asks for
 it; then dx <- dx - (x . dx) x / |x|^2.
+
+Rows are scaled after the products over the values, not before: an operand that was computed is read
+from registers while the next tile comes in, and Triton 3.6's assembler overwrites it there.
 """
 
 import triton
@@ -123,7 +126,6 @@ def query_gradients(
     o_i, o_r, o_k = tl.arange(0, BQ), tl.arange(0, BT), tl.arange(0, BK)
     m_i, m_r = o_i < tokens, o_r < tokens * N_STEPS
     WHOLE_V: tl.constexpr = V % BV == 0
-    dtype = b_k.dtype
     b_beta, b_read = tl.full([BT], 1.0, tl.float32), norm_q
     p_e, stride_e, m_e = v + (first * N_STEPS * HV + i_h) * V, HV * V, m_r
     if TIED:
@@ -131,8 +133,8 @@ def query_gradients(
         b_beta = tl.load(scalings + (i_slot * 4 + 3) * BT + o_r)
     if HAS_DECAY:
         b_read = tl.load(scalings + i_slot * 4 * BT + o_i)
-    b_g = tl.zeros([BQ, BT], tl.float32)
-    b_sum, b_held = tl.sum(b_q.to(tl.float32) * b_y, axis=1), tl.zeros([BV, BK], tl.float32)
+    b_g, b_row = tl.zeros([BQ, BT], tl.float32), tl.zeros([BQ, BK], tl.float32)
+    b_held = tl.zeros([BV, BK], tl.float32)
     for i_v in range(0, V, BV):
         o_v = i_v + tl.arange(0, BV)
         m_s = (o_v < V)[:, None] & (o_k < K)[None, :]
@@ -143,19 +145,20 @@ def query_gradients(
             b_d = tl.load(state_tile(d_states, i_slot, 0, o_v, o_k, 1, K, V), mask=m_s, other=0.0)
             b_held += b_s.to(tl.float32) * b_d.to(tl.float32)
         b_g = tl.dot(b_do, tl.trans(b_e), acc=b_g, input_precision=PRECISION)
-        b_do = (b_do.to(tl.float32) * b_read[:, None]).to(dtype)
-        b_y = tl.dot(b_do, b_s, acc=b_y, input_precision=PRECISION)
+        b_row = tl.dot(b_do, b_s, acc=b_row, input_precision=PRECISION)
+    b_row *= b_read[:, None]
+    b_y += b_row
     m_pair = o_r[None, :] // N_STEPS <= o_i[:, None]
     b_g = tl.where(m_pair, b_g * norm_q[:, None] * (norm_k * b_beta)[None, :], 0.0)
     if HAS_DECAY:
-        b_sum = tl.sum(b_q.to(tl.float32) * b_y, axis=1) - b_sum
+        b_sum = tl.sum(b_q.to(tl.float32) * b_row, axis=1)
         b_decay = tl.load(log_decay + o_i * s_decay_t, mask=m_i, other=0.0)
         b_g *= pair_decays(decays, i_slot, o_i, o_r, N_STEPS, BT)
         b_dg = sums_around(b_sum, tl.zeros([BQ], tl.float32), o_i, PRECISION)
         b_dg += tl.load(chunk_decay + i_slot) * tl.sum(b_held)
         b_dg = tl.where(b_decay < RESET, 0.0, b_dg)
         tl.store(d_log_decay + (first + o_i) * HV + i_h, b_dg, mask=m_i)
-    return tl.dot(b_g.to(dtype), b_k, acc=b_y, input_precision=PRECISION)
+    return tl.dot(b_g.to(b_k.dtype), b_k, acc=b_y, input_precision=PRECISION)
 
 
 @triton.jit
@@ -183,9 +186,7 @@ def key_gradients(
     if HAS_DECAY:
         b_erase, b_write = tl.load(p_scalings + BT + o_r), tl.load(p_scalings + 2 * BT + o_r)
     b_gp, b_gm = tl.zeros([BQ, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
-    b_dbeta = tl.zeros([BT], tl.float32)
-    b_wide = b_k.to(tl.float32)
-    b_sum = tl.sum(b_wide * b_y, axis=1)
+    b_row, b_dbeta = tl.zeros([BT, BK], tl.float32), tl.zeros([BT], tl.float32)
     for i_v in range(0, V, BV):
         o_v = i_v + tl.arange(0, BV)
         m_s = (o_v < V)[:, None] & (o_k < K)[None, :]
@@ -200,8 +201,10 @@ def key_gradients(
             b_s = tl.load(state_tile(states, i_slot, 0, o_v, o_k, 1, K, V), mask=m_s, other=0.0)
             b_dbeta += tl.sum(b_e.to(tl.float32) * b_x.to(tl.float32), axis=1)
             b_gm = tl.dot(b_x, tl.trans(b_e), acc=b_gm, input_precision=PRECISION)
-            b_x = (b_dv * -b_erase[:, None]).to(dtype)
-            b_y = tl.dot(b_x, b_s, acc=b_y, input_precision=PRECISION)
+            b_row = tl.dot(b_x, b_s, acc=b_row, input_precision=PRECISION)
+    b_row *= -(b_erase * b_beta)[:, None]
+    b_later = tl.sum(b_k.to(tl.float32) * b_row, axis=1)
+    b_y += b_row
     b_key = norm_k * b_beta
     m_pair = o_r[None, :] // N_STEPS <= o_i[:, None]
     b_gp = tl.where(m_pair, b_gp * norm_q[:, None] * b_key[None, :], 0.0)
@@ -210,17 +213,18 @@ def key_gradients(
         b_gp *= pair_decays(decays, i_slot, o_i, o_r, N_STEPS, BT)
         if TIED:
             b_gm *= pair_decays(decays, i_slot, o_r, o_r, 1, BT)
-    b_sum_row = tl.sum(b_wide * b_y, axis=1)
+    b_col = tl.zeros([BT, BK], tl.float32)
     for i_v in range(0, V, BV):
         o_v = i_v + tl.arange(0, BV)
         m_s = (o_v < V)[:, None] & (o_k < K)[None, :]
         b_e = load_rows(p_e, o_r, m_e, o_v, V, stride_e, WHOLE_V)
         b_d = tl.load(state_tile(d_states, i_slot, 0, o_v, o_k, 1, K, V), mask=m_s, other=0.0)
-        b_e = (b_e.to(tl.float32) * (b_beta * b_write)[:, None]).to(dtype)
-        b_y = tl.dot(b_e, b_d, acc=b_y, input_precision=PRECISION)
+        b_col = tl.dot(b_e, b_d, acc=b_col, input_precision=PRECISION)
+    b_col *= (b_beta * b_write)[:, None]
+    b_y += b_col
     if HAS_DECAY:
-        b_sum_col = tl.sum(b_wide * b_y, axis=1) - b_sum_row
-        b_dg = sums_around(b_sum_row - b_sum, b_sum_col, o_r, PRECISION)
+        b_before = tl.sum(b_k.to(tl.float32) * b_col, axis=1)
+        b_dg = sums_around(b_later, b_before, o_r, PRECISION)
         m_decay = m_r & (o_r % N_STEPS == 0)
         b_decay = tl.load(log_decay + o_r // N_STEPS * s_decay_t, mask=m_decay, other=0.0)
         b_dg = tl.where(b_decay < RESET, 0.0, b_dg)

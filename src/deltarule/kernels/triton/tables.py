@@ -88,8 +88,7 @@ SMALL: Table = AMPERE | {
         Row(4, 256, scan(64, 16, 8, 1)),
     ),
 }  # fmt: skip
-# 227 KiB. The 16-bit gradients' dlog_decay was wrong on an H200 with 32 values at once, and with 64
-# in some shapes (see DECAYS_IN_16_BITS); machine_code.py suspects writes to operands in flight.
+# 227 KiB.
 HOPPER: Table = AMPERE | {
     "pair_scores": (
         Row(2, 128, {**once(4), "maxnreg": 168}), Row(2, 256, once(4)),
@@ -116,7 +115,7 @@ HOPPER: Table = AMPERE | {
         Row(2, 256, scan(64, 32, 8, 1)), Row(4, 256, scan(64, 16, 8, 1)),
     ),
     "gradients": (
-        Row(2, 128, loop(64, 4, 2)), Row(2, 256, loop(64, 8, 1)), Row(4, 256, loop(16, 8, 1)),
+        Row(2, 128, loop(64, 8, 2)), Row(2, 256, loop(64, 8, 1)), Row(4, 256, loop(16, 8, 1)),
     ),
     "channel_scores": (Row(2, 256, pairs(4, 32)), Row(4, 256, pairs(4, 16))),
     # With 4 warps the assembler puts products of float32 inputs in series.
