@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from machine_code import overwritten_operands
+from machine_code import overwritten_operands, single_buffers
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -116,6 +116,7 @@ def compiled(launch: Launch, capability: int) -> Report:
     overwritten = []
     if capability == 90:
         overwritten = overwritten_operands(tool("nvdisasm", ["-c"], binary.asm["cubin"]))
+        overwritten += single_buffers(binary.asm["ttgir"])
     return Report(
         used["REG"], max(used["STACK"], used["LOCAL"]), binary.metadata.shared,
         len(SERIALISED.findall(log.getvalue())), overwritten, seconds,

@@ -1,4 +1,4 @@
-"""Find registers that are written while an asynchronous matrix product (HGMMA) still reads them.
+"""Find registers and buffers that are written while an asynchronous matrix product reads them.
 
 A product reads its left operand from registers long after it was issued, until a wait says that it
 has finished; some assemblers reuse those registers too early, and the result is wrong now and then.
@@ -118,3 +118,22 @@ def width(operation: str) -> int:
         return 4
     wide = ".64" in operation or operation.startswith(("IMAD.WIDE", "DADD", "DMUL", "DFMA"))
     return 2 if wide else 1
+
+
+def single_buffers(code: str) -> list[str]:
+    """Buffers of one tile that products in flight read, and the loop copies into, in Triton's IR.
+
+    A tile that a loop both multiplies and reads into registers gets one buffer, as if it were only
+    read: the copy of the next tile does not wait for the product.
+    """
+    sizes = dict(re.findall(r"(%\S+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x", code))
+    views = dict(re.findall(r"(%\S+) = ttg\.memdesc_\w+ (%[\w.]+)", code))
+
+    def buffer(name: str) -> str:
+        while name in views:
+            name = views[name]
+        return name
+
+    products = re.findall(r"warp_group_dot (%[\w.]+), (%[\w.]+), .*isAsync = true", code)
+    read = {buffer(x) for pair in products for x in pair}
+    return sorted(x for x in read if sizes.get(x) == "1")

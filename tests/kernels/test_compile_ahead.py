@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from kernels.machine_code import overwritten_operands
+from kernels.machine_code import overwritten_operands, single_buffers
 
 PROGRAM = Path(__file__).with_name("compile_ahead.py")
 # Shared memory that one block may have, in KiB.
@@ -90,3 +90,19 @@ WAIT, LATER = "WARPGROUP.DEPBAR.LE gsb0, 0x0", "WARPGROUP.DEPBAR.LE gsb0, 0x1"
 )
 def test_a_write_to_an_operand_in_flight_is_found(early, late, wait, found) -> None:
     assert overwritten_operands(LOOP.format(early=early, late=late, wait=wait)) == found
+
+
+LOOP_OF_COPIES = """
+%b_x = ttg.local_alloc : () -> !ttg.memdesc<{slots}x64x64xbf16, #shared, #smem, mutable>
+%b_k = ttg.local_alloc %k : (tensor<128x64xbf16, #blocked>) -> !ttg.memdesc<128x64xbf16, #shared>
+scf.for %i = %c0 to %c2 step %c1 {{
+  %tile = ttg.memdesc_index %b_x[%c0] : !ttg.memdesc<{slots}x64x64xbf16, #shared, #smem, mutable>
+  %turned = ttg.memdesc_trans %tile : !ttg.memdesc<64x64xbf16, #shared, #smem, mutable>
+  %sum = ttng.warp_group_dot %b_k, %turned, %acc {{inputPrecision = 0 : i32, isAsync = true}} :
+}}
+"""
+
+
+@pytest.mark.parametrize(("slots", "found"), [(1, ["%b_x"]), (2, [])])
+def test_a_tile_that_is_read_and_multiplied_needs_two_buffers(slots, found) -> None:
+    assert single_buffers(LOOP_OF_COPIES.format(slots=slots)) == found

@@ -3,6 +3,9 @@
 import triton
 import triton.language as tl
 
+from deltarule.kernels.triton.decay import RESET
+from deltarule.kernels.triton.tiles import BETA, load_errors, load_rows, row_scaling, state_tile
+
 
 @triton.jit
 def pair_decays(decays, i_slot, o_i, o_j, N_STEPS: tl.constexpr, BT: tl.constexpr):
@@ -37,3 +40,54 @@ def pairs_across(b_z, o_t, o_i, o_j, PRECISION: tl.constexpr):
         b_sum = tl.sum(tl.where(o_i[None, :] >= o_t[:, None], b_rows, 0.0), axis=1)
         b_sum -= tl.sum(tl.where(o_j[None, :] >= o_t[:, None], b_columns, 0.0), axis=1)
     return b_sum
+
+
+@triton.jit
+def pair_decay_gradients(
+    p_q, p_k, norm_q, norm_k, v, log_decay, scalings, chunk_decay, decays, states, errors, d_o,
+    d_states, d_errors, d_log_decay, first, tokens, i_h, i_slot, s_decay_t,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
+    BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TIED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Store the part of dlog_decay that pairs of rows have, and the state that goes through."""
+    o_i, o_r, o_k = tl.arange(0, BQ), tl.arange(0, BT), tl.arange(0, BK)
+    rows, m_i = tokens * N_STEPS, o_i < tokens
+    p_do, p_x = d_o + (first * HV + i_h) * V, d_errors + i_slot * BT * V
+    WHOLE_V: tl.constexpr = V % BV == 0
+    b_gp, b_gm = tl.zeros([BQ, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
+    for i_v in range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        b_do = load_rows(p_do, o_i, m_i, o_v, V, HV * V, WHOLE_V)
+        b_e = load_errors(
+            v, errors, first, rows, i_h, i_slot, o_r, o_v, HV, V, N_STEPS, BT, BV, TIED
+        )
+        b_gp = tl.dot(b_do, tl.trans(b_e), acc=b_gp, input_precision=PRECISION)
+        if TIED:
+            b_x = load_rows(p_x, o_r, o_r < BT, o_v, V, V, WHOLE_V)
+            b_gm = tl.dot(b_x, tl.trans(b_e), acc=b_gm, input_precision=PRECISION)
+    b_key = norm_k * row_scaling(scalings, i_slot, BETA, 1.0, o_r, BT, TIED)
+    b_q = load_rows(p_q, o_i, m_i, o_k, K, H * K, K == BK)
+    b_k = load_rows(p_k, o_r, o_r < rows, o_k, K, H * K, K == BK)
+    b_gp *= tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    b_gp *= pair_decays(decays, i_slot, o_i, o_r, N_STEPS, BT)
+    m_pair = o_r[None, :] // N_STEPS <= o_i[:, None]
+    b_gp = tl.where(m_pair, b_gp * norm_q[:, None] * b_key[None, :], 0.0)
+    b_dg = pairs_across(b_gp, o_i, o_i, o_r // N_STEPS, PRECISION)
+    if TIED:
+        b_gm *= tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
+        b_gm *= pair_decays(decays, i_slot, o_r, o_r, 1, BT)
+        m_before = o_r[:, None] > o_r[None, :]
+        b_gm = tl.where(m_before, b_gm * -b_key[:, None] * b_key[None, :], 0.0)
+        b_dg += pairs_across(b_gm, o_i * N_STEPS, o_r, o_r, PRECISION)
+    b_held = tl.zeros([BV, BK], tl.float32)
+    for i_v in range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        m_s = (o_v < V)[:, None] & (o_k < K)[None, :]
+        b_s = tl.load(state_tile(states, i_slot, 0, o_v, o_k, 1, K, V), mask=m_s, other=0.0)
+        b_d = tl.load(state_tile(d_states, i_slot, 0, o_v, o_k, 1, K, V), mask=m_s, other=0.0)
+        b_held += b_s.to(tl.float32) * b_d.to(tl.float32)
+    b_dg += tl.load(chunk_decay + i_slot) * tl.sum(b_held)
+    b_decay = tl.load(log_decay + o_i * s_decay_t, mask=m_i, other=0.0)
+    b_dg = tl.where(b_decay < RESET, 0.0, b_dg)
+    tl.store(d_log_decay + (first + o_i) * HV + i_h, b_dg, mask=m_i)

@@ -21,8 +21,10 @@ A program takes one chunk of one key head, for dq, for the pairs' part of dlog_d
 rest, and adds up the value heads in order. The scalings hold 1 / |x| where `normalize_qk` asks for
 it; then dx <- dx - (x . dx) x / |x|^2.
 
-Rows are scaled after the products over the values, not before: an operand that was computed is read
-from registers while the next tile comes in, and Triton 3.6's assembler overwrites it there.
+In a loop with products, a tile is an operand of products and nothing else. One that is also read
+into registers gets a single buffer from Triton (3.6 to 3.9), and the next tile overwrites it while
+a product still reads it; one that was computed stays in registers, which the assembler of Triton
+3.6 overwrites likewise. So rows are scaled after the products, and dv and <D, S> read tiles again.
 """
 
 import triton
@@ -30,9 +32,22 @@ import triton.language as tl
 
 from deltarule.kernels.triton.chunk import chunk_place
 from deltarule.kernels.triton.decay import RESET
-from deltarule.kernels.triton.decay_gradients import pair_decays, pairs_across, sums_around
+from deltarule.kernels.triton.decay_gradients import (
+    pair_decay_gradients,
+    pair_decays,
+    sums_around,
+)
 from deltarule.kernels.triton.pair_scores import inverse_norm
-from deltarule.kernels.triton.tiles import load_rows, state_tile
+from deltarule.kernels.triton.tiles import (
+    BETA,
+    ERASE_ROW,
+    READ,
+    WRITE,
+    load_errors,
+    load_rows,
+    row_scaling,
+    state_tile,
+)
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -57,13 +72,11 @@ def gradients_kernel(
     tokens = tl.minimum(tokens, CT)
     o_i, o_r, o_k = tl.arange(0, BQ), tl.arange(0, BT), tl.arange(0, BK)
     m_i, m_r = o_i < tokens, o_r < tokens * N_STEPS
-    WHOLE_K: tl.constexpr = K == BK
-    row_q, row_k = (first * H + i_key) * K, (first * N_STEPS * H + i_key) * K
-    b_q = load_rows(q + row_q, o_i, m_i, o_k, K, H * K, WHOLE_K)
-    b_k = load_rows(k + row_k, o_r, m_r, o_k, K, H * K, WHOLE_K)
+    p_q, p_k = q + (first * H + i_key) * K, k + (first * N_STEPS * H + i_key) * K
     norm_q, norm_k = tl.full([BQ], 1.0, tl.float32), tl.full([BT], 1.0, tl.float32)
     if UNIT_NORM:
-        norm_q, norm_k = inverse_norm(b_q), inverse_norm(b_k)
+        norm_q = inverse_norm(load_rows(p_q, o_i, m_i, o_k, K, H * K, K == BK))
+        norm_k = inverse_norm(load_rows(p_k, o_r, m_r, o_k, K, H * K, K == BK))
     if HAS_DECAY:
         log_decay += (first // T) * s_decay_b + (first % T) * s_decay_t
     if part == 0:
@@ -75,13 +88,14 @@ def gradients_kernel(
             if HAS_DECAY:
                 p_g += i_h * s_decay_h
             b_dq = query_gradients(
-                b_dq, b_q, b_k, norm_q * scale, norm_k, v, p_g, scalings, chunk_decay, decays,
-                states, errors, d_o, d_states, d_log_decay, first, tokens, i_h, i_slot, s_decay_t,
-                HV, K, V, N_STEPS, BT, BQ, BK, BV, HAS_DECAY, TIED, PRECISION,
+                b_dq, p_q, p_k, norm_q * scale, norm_k, v, p_g, scalings, decays, states, errors,
+                d_o, d_log_decay, first, tokens, i_h, i_slot, s_decay_t,
+                H, HV, K, V, N_STEPS, BT, BQ, BK, BV, HAS_DECAY, TIED, PRECISION,
             )  # fmt: skip
         if UNIT_NORM:
+            b_q = load_rows(p_q, o_i, m_i, o_k, K, H * K, K == BK)
             b_dq = unit_norm_backward(b_q, norm_q, b_dq)
-        p_dq = d_q + row_q + o_i[:, None] * (H * K) + o_k[None, :]
+        p_dq = d_q + (first * H + i_key) * K + o_i[:, None] * (H * K) + o_k[None, :]
         tl.store(p_dq, b_dq.to(d_q.dtype.element_ty), mask=m_i[:, None] & (o_k < K)[None, :])
     elif part == 1:
         b_dk = tl.zeros([BT, BK], tl.float32)
@@ -93,135 +107,134 @@ def gradients_kernel(
                 p_g += i_h * s_decay_h
                 p_dg += s_part
             b_dk = key_gradients(
-                b_dk, b_q, b_k, norm_q * scale, norm_k, v, p_g, scalings, decays, states,
-                errors, d_o, d_states, d_errors, d_v, d_beta, p_dg,
-                first, tokens, i_h, i_slot, s_decay_t,
-                HV, K, V, N_STEPS, BT, BQ, BK, BV, HAS_DECAY, TIED, PRECISION,
+                b_dk, p_q, p_k, norm_q * scale, norm_k, v, p_g, scalings, decays, states, errors,
+                d_o, d_states, d_errors, d_v, d_beta, p_dg, first, tokens, i_h, i_slot, s_decay_t,
+                H, HV, K, V, N_STEPS, BT, BQ, BK, BV, HAS_DECAY, TIED, PRECISION,
             )  # fmt: skip
         if UNIT_NORM:
+            b_k = load_rows(p_k, o_r, m_r, o_k, K, H * K, K == BK)
             b_dk = unit_norm_backward(b_k, norm_k, b_dk)
-        p_dk = d_k + row_k + o_r[:, None] * (H * K) + o_k[None, :]
+        p_dk = d_k + (first * N_STEPS * H + i_key) * K + o_r[:, None] * (H * K) + o_k[None, :]
         tl.store(p_dk, b_dk.to(d_k.dtype.element_ty), mask=m_r[:, None] & (o_k < K)[None, :])
-    else:
+    elif HAS_DECAY:
         for i_g in range(HV // H):
             i_h = i_key * (HV // H) + i_g
             i_slot = i_m.to(tl.int64) * HV + i_h
-            if HAS_DECAY:
-                pair_decay_gradients(
-                    b_q, b_k, norm_q * scale, norm_k, v, log_decay + i_h * s_decay_h, scalings,
-                    decays, errors, d_o, d_errors, d_log_decay + 2 * s_part, first, tokens, i_h,
-                    i_slot, s_decay_t, HV, K, V, N_STEPS, BT, BQ, BK, BV, TIED, PRECISION,
-                )  # fmt: skip
+            pair_decay_gradients(
+                p_q, p_k, norm_q * scale, norm_k, v, log_decay + i_h * s_decay_h, scalings,
+                chunk_decay, decays, states, errors, d_o, d_states, d_errors,
+                d_log_decay + 2 * s_part, first, tokens, i_h, i_slot, s_decay_t,
+                H, HV, K, V, N_STEPS, BT, BQ, BK, BV, TIED, PRECISION,
+            )  # fmt: skip
 
 
 @triton.jit
 def query_gradients(
-    b_y, b_q, b_k, norm_q, norm_k, v, log_decay, scalings, chunk_decay, decays, states, errors,
-    d_o, d_states, d_log_decay, first, tokens, i_h, i_slot, s_decay_t,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr, BT: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, HAS_DECAY: tl.constexpr,
-    TIED: tl.constexpr, PRECISION: tl.constexpr,
+    b_y, p_q, p_k, norm_q, norm_k, v, log_decay, scalings, decays, states, errors, d_o,
+    d_log_decay, first, tokens, i_h, i_slot, s_decay_t,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
+    BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    HAS_DECAY: tl.constexpr, TIED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add one value head's part of dq to b_y; store its part of dlog_decay."""
     o_i, o_r, o_k = tl.arange(0, BQ), tl.arange(0, BT), tl.arange(0, BK)
-    m_i, m_r = o_i < tokens, o_r < tokens * N_STEPS
-    WHOLE_V: tl.constexpr = V % BV == 0
-    b_beta, b_read = tl.full([BT], 1.0, tl.float32), norm_q
-    p_e, stride_e, m_e = v + (first * N_STEPS * HV + i_h) * V, HV * V, m_r
-    if TIED:
-        p_e, stride_e, m_e = errors + i_slot * BT * V, V, o_r < BT
-        b_beta = tl.load(scalings + (i_slot * 4 + 3) * BT + o_r)
-    if HAS_DECAY:
-        b_read = tl.load(scalings + i_slot * 4 * BT + o_i)
+    rows, m_i = tokens * N_STEPS, o_i < tokens
+    p_do = d_o + (first * HV + i_h) * V
     b_g, b_row = tl.zeros([BQ, BT], tl.float32), tl.zeros([BQ, BK], tl.float32)
-    b_held = tl.zeros([BV, BK], tl.float32)
     for i_v in range(0, V, BV):
         o_v = i_v + tl.arange(0, BV)
         m_s = (o_v < V)[:, None] & (o_k < K)[None, :]
-        b_do = load_rows(d_o + (first * HV + i_h) * V, o_i, m_i, o_v, V, HV * V, WHOLE_V)
-        b_e = load_rows(p_e, o_r, m_e, o_v, V, stride_e, WHOLE_V)
+        b_do = load_rows(p_do, o_i, m_i, o_v, V, HV * V, V % BV == 0)
+        b_e = load_errors(
+            v, errors, first, rows, i_h, i_slot, o_r, o_v, HV, V, N_STEPS, BT, BV, TIED
+        )
         b_s = tl.load(state_tile(states, i_slot, 0, o_v, o_k, 1, K, V), mask=m_s, other=0.0)
-        if HAS_DECAY:
-            b_d = tl.load(state_tile(d_states, i_slot, 0, o_v, o_k, 1, K, V), mask=m_s, other=0.0)
-            b_held += b_s.to(tl.float32) * b_d.to(tl.float32)
         b_g = tl.dot(b_do, tl.trans(b_e), acc=b_g, input_precision=PRECISION)
         b_row = tl.dot(b_do, b_s, acc=b_row, input_precision=PRECISION)
-    b_row *= b_read[:, None]
-    b_y += b_row
+    b_row *= row_scaling(scalings, i_slot, READ, norm_q, o_i, BT, HAS_DECAY)[:, None]
+    b_key = norm_k * row_scaling(scalings, i_slot, BETA, 1.0, o_r, BT, TIED)
     m_pair = o_r[None, :] // N_STEPS <= o_i[:, None]
-    b_g = tl.where(m_pair, b_g * norm_q[:, None] * (norm_k * b_beta)[None, :], 0.0)
+    b_g = tl.where(m_pair, b_g * norm_q[:, None] * b_key[None, :], 0.0)
     if HAS_DECAY:
-        b_sum = tl.sum(b_q.to(tl.float32) * b_row, axis=1)
-        b_decay = tl.load(log_decay + o_i * s_decay_t, mask=m_i, other=0.0)
         b_g *= pair_decays(decays, i_slot, o_i, o_r, N_STEPS, BT)
-        b_dg = sums_around(b_sum, tl.zeros([BQ], tl.float32), o_i, PRECISION)
-        b_dg += tl.load(chunk_decay + i_slot) * tl.sum(b_held)
+        b_q = load_rows(p_q, o_i, m_i, o_k, K, H * K, K == BK)
+        b_later = tl.sum(b_q.to(tl.float32) * b_row, axis=1)
+        b_dg = sums_around(b_later, tl.zeros([BQ], tl.float32), o_i, PRECISION)
+        b_decay = tl.load(log_decay + o_i * s_decay_t, mask=m_i, other=0.0)
         b_dg = tl.where(b_decay < RESET, 0.0, b_dg)
         tl.store(d_log_decay + (first + o_i) * HV + i_h, b_dg, mask=m_i)
-    return tl.dot(b_g.to(b_k.dtype), b_k, acc=b_y, input_precision=PRECISION)
+    b_k = load_rows(p_k, o_r, o_r < rows, o_k, K, H * K, K == BK)
+    return tl.dot(b_g.to(b_k.dtype), b_k, acc=b_y + b_row, input_precision=PRECISION)
 
 
 @triton.jit
 def key_gradients(
-    b_y, b_q, b_k, norm_q, norm_k, v, log_decay, scalings, decays, states, errors, d_o, d_states,
+    b_y, p_q, p_k, norm_q, norm_k, v, log_decay, scalings, decays, states, errors, d_o, d_states,
     d_errors, d_v, d_beta, d_log_decay, first, tokens, i_h, i_slot, s_decay_t,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr, BT: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, HAS_DECAY: tl.constexpr,
-    TIED: tl.constexpr, PRECISION: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
+    BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    HAS_DECAY: tl.constexpr, TIED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add one value head's part of dk to b_y; store dv, dbeta and its part of dlog_decay."""
     o_i, o_r, o_k = tl.arange(0, BQ), tl.arange(0, BT), tl.arange(0, BK)
-    m_i, m_r = o_i < tokens, o_r < tokens * N_STEPS
+    rows, m_i, m_r = tokens * N_STEPS, o_i < tokens, o_r < tokens * N_STEPS
+    p_do, p_x = d_o + (first * HV + i_h) * V, d_errors + i_slot * BT * V
     WHOLE_V: tl.constexpr = V % BV == 0
-    dtype = b_k.dtype
-    p_v = (first * N_STEPS * HV + i_h) * V
-    p_scalings = scalings
-    if TIED or HAS_DECAY:
-        p_scalings += i_slot * 4 * BT
-    b_beta, b_erase, b_write = tl.full([BT], 1.0, tl.float32), norm_k, norm_k
-    p_e, stride_e, m_e = v + p_v, HV * V, m_r
-    if TIED:
-        p_e, stride_e, m_e = errors + i_slot * BT * V, V, o_r < BT
-        b_beta = tl.load(p_scalings + 3 * BT + o_r)
-    if HAS_DECAY:
-        b_erase, b_write = tl.load(p_scalings + BT + o_r), tl.load(p_scalings + 2 * BT + o_r)
+    dtype = p_k.dtype.element_ty
     b_gp, b_gm = tl.zeros([BQ, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
-    b_row, b_dbeta = tl.zeros([BT, BK], tl.float32), tl.zeros([BT], tl.float32)
+    b_row, b_col = tl.zeros([BT, BK], tl.float32), tl.zeros([BT, BK], tl.float32)
+    b_later = tl.zeros([BT], tl.float32)
     for i_v in range(0, V, BV):
         o_v = i_v + tl.arange(0, BV)
         m_s = (o_v < V)[:, None] & (o_k < K)[None, :]
-        b_x = load_rows(d_errors + i_slot * BT * V, o_r, o_r < BT, o_v, V, V, WHOLE_V)
-        b_e = load_rows(p_e, o_r, m_e, o_v, V, stride_e, WHOLE_V)
-        b_do = load_rows(d_o + (first * HV + i_h) * V, o_i, m_i, o_v, V, HV * V, WHOLE_V)
-        p_dv = d_v + p_v + o_r[:, None] * (HV * V) + o_v[None, :]
-        b_dv = b_x.to(tl.float32) * b_beta[:, None]
-        tl.store(p_dv, b_dv.to(dtype), mask=m_r[:, None] & (o_v < V)[None, :])
+        b_do = load_rows(p_do, o_i, m_i, o_v, V, HV * V, WHOLE_V)
+        b_e = load_errors(
+            v, errors, first, rows, i_h, i_slot, o_r, o_v, HV, V, N_STEPS, BT, BV, TIED
+        )
         b_gp = tl.dot(b_do, tl.trans(b_e), acc=b_gp, input_precision=PRECISION)
         if TIED:
+            b_x = load_rows(p_x, o_r, o_r < BT, o_v, V, V, WHOLE_V)
             b_s = tl.load(state_tile(states, i_slot, 0, o_v, o_k, 1, K, V), mask=m_s, other=0.0)
-            b_dbeta += tl.sum(b_e.to(tl.float32) * b_x.to(tl.float32), axis=1)
             b_gm = tl.dot(b_x, tl.trans(b_e), acc=b_gm, input_precision=PRECISION)
             b_row = tl.dot(b_x, b_s, acc=b_row, input_precision=PRECISION)
-    b_row *= -(b_erase * b_beta)[:, None]
-    b_later = tl.sum(b_k.to(tl.float32) * b_row, axis=1)
-    b_y += b_row
+    b_beta = row_scaling(scalings, i_slot, BETA, tl.full([BT], 1.0, tl.float32), o_r, BT, TIED)
     b_key = norm_k * b_beta
     m_pair = o_r[None, :] // N_STEPS <= o_i[:, None]
     b_gp = tl.where(m_pair, b_gp * norm_q[:, None] * b_key[None, :], 0.0)
-    b_gm = tl.where(o_r[:, None] > o_r[None, :], -b_gm * b_key[:, None] * b_key[None, :], 0.0)
     if HAS_DECAY:
         b_gp *= pair_decays(decays, i_slot, o_i, o_r, N_STEPS, BT)
-        if TIED:
+    b_gp = b_gp.to(dtype)
+    if TIED:
+        b_dbeta = tl.sum(tl.where(o_r[:, None] == o_r[None, :], b_gm, 0.0), axis=1)
+        tl.store(d_beta + (first * N_STEPS + o_r) * HV + i_h, b_dbeta, mask=m_r)
+        m_before = o_r[:, None] > o_r[None, :]
+        b_gm = tl.where(m_before, -b_gm * b_key[:, None] * b_key[None, :], 0.0)
+        if HAS_DECAY:
             b_gm *= pair_decays(decays, i_slot, o_r, o_r, 1, BT)
-    b_col = tl.zeros([BT, BK], tl.float32)
+        b_erase = row_scaling(scalings, i_slot, ERASE_ROW, norm_k, o_r, BT, HAS_DECAY)
+        b_row *= -(b_erase * b_beta)[:, None]
+        if HAS_DECAY:
+            b_k = load_rows(p_k, o_r, m_r, o_k, K, H * K, K == BK)
+            b_later = tl.sum(b_k.to(tl.float32) * b_row, axis=1)
+        b_y += b_row
+    b_gm = b_gm.to(dtype)
+    for i_v in range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        b_x = load_rows(p_x, o_r, o_r < BT, o_v, V, V, WHOLE_V)
+        b_x = b_x.to(tl.float32) * b_beta[:, None]
+        p_dv = d_v + (first * N_STEPS * HV + i_h) * V + o_r[:, None] * (HV * V) + o_v[None, :]
+        tl.store(p_dv, b_x.to(dtype), mask=m_r[:, None] & (o_v < V)[None, :])
     for i_v in range(0, V, BV):
         o_v = i_v + tl.arange(0, BV)
         m_s = (o_v < V)[:, None] & (o_k < K)[None, :]
-        b_e = load_rows(p_e, o_r, m_e, o_v, V, stride_e, WHOLE_V)
+        b_e = load_errors(
+            v, errors, first, rows, i_h, i_slot, o_r, o_v, HV, V, N_STEPS, BT, BV, TIED
+        )
         b_d = tl.load(state_tile(d_states, i_slot, 0, o_v, o_k, 1, K, V), mask=m_s, other=0.0)
         b_col = tl.dot(b_e, b_d, acc=b_col, input_precision=PRECISION)
+    b_write = row_scaling(scalings, i_slot, WRITE, norm_k, o_r, BT, HAS_DECAY)
     b_col *= (b_beta * b_write)[:, None]
-    b_y += b_col
+    b_k = load_rows(p_k, o_r, m_r, o_k, K, H * K, K == BK)
     if HAS_DECAY:
         b_before = tl.sum(b_k.to(tl.float32) * b_col, axis=1)
         b_dg = sums_around(b_later, b_before, o_r, PRECISION)
@@ -229,55 +242,12 @@ def key_gradients(
         b_decay = tl.load(log_decay + o_r // N_STEPS * s_decay_t, mask=m_decay, other=0.0)
         b_dg = tl.where(b_decay < RESET, 0.0, b_dg)
         tl.store(d_log_decay + (first + o_r // N_STEPS) * HV + i_h, b_dg, mask=m_decay)
+    b_y += b_col
     if TIED:
-        b_gm = b_gm.to(dtype)
         b_y = tl.dot(b_gm, b_k, acc=b_y, input_precision=PRECISION)
         b_y = tl.dot(tl.trans(b_gm), b_k, acc=b_y, input_precision=PRECISION)
-        tl.store(d_beta + (first * N_STEPS + o_r) * HV + i_h, b_dbeta, mask=m_r)
-    return tl.dot(tl.trans(b_gp.to(dtype)), b_q, acc=b_y, input_precision=PRECISION)
-
-
-@triton.jit
-def pair_decay_gradients(
-    b_q, b_k, norm_q, norm_k, v, log_decay, scalings, decays, errors, d_o, d_errors, d_log_decay,
-    first, tokens, i_h, i_slot, s_decay_t,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr, BT: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TIED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Store the part of dlog_decay that pairs of rows have."""
-    o_i, o_r = tl.arange(0, BQ), tl.arange(0, BT)
-    m_i, m_r = o_i < tokens, o_r < tokens * N_STEPS
-    WHOLE_V: tl.constexpr = V % BV == 0
-    b_beta = tl.full([BT], 1.0, tl.float32)
-    p_e, stride_e, m_e = v + (first * N_STEPS * HV + i_h) * V, HV * V, m_r
-    if TIED:
-        p_e, stride_e, m_e = errors + i_slot * BT * V, V, o_r < BT
-        b_beta = tl.load(scalings + (i_slot * 4 + 3) * BT + o_r)
-    b_gp, b_gm = tl.zeros([BQ, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
-    for i_v in range(0, V, BV):
-        o_v = i_v + tl.arange(0, BV)
-        b_do = load_rows(d_o + (first * HV + i_h) * V, o_i, m_i, o_v, V, HV * V, WHOLE_V)
-        b_e = load_rows(p_e, o_r, m_e, o_v, V, stride_e, WHOLE_V)
-        b_gp = tl.dot(b_do, tl.trans(b_e), acc=b_gp, input_precision=PRECISION)
-        if TIED:
-            b_x = load_rows(d_errors + i_slot * BT * V, o_r, o_r < BT, o_v, V, V, WHOLE_V)
-            b_gm = tl.dot(b_x, tl.trans(b_e), acc=b_gm, input_precision=PRECISION)
-    b_key = norm_k * b_beta
-    b_gp *= tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-    b_gp *= pair_decays(decays, i_slot, o_i, o_r, N_STEPS, BT)
-    m_pair = o_r[None, :] // N_STEPS <= o_i[:, None]
-    b_gp = tl.where(m_pair, b_gp * norm_q[:, None] * b_key[None, :], 0.0)
-    b_dg = pairs_across(b_gp, o_i, o_i, o_r // N_STEPS, PRECISION)
-    if TIED:
-        b_gm *= tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
-        b_gm *= pair_decays(decays, i_slot, o_r, o_r, 1, BT)
-        m_before = o_r[:, None] > o_r[None, :]
-        b_gm = tl.where(m_before, b_gm * -b_key[:, None] * b_key[None, :], 0.0)
-        b_dg += pairs_across(b_gm, o_i * N_STEPS, o_r, o_r, PRECISION)
-    b_decay = tl.load(log_decay + o_i * s_decay_t, mask=m_i, other=0.0)
-    b_dg = tl.where(b_decay < RESET, 0.0, b_dg)
-    tl.store(d_log_decay + (first + o_i) * HV + i_h, b_dg, mask=m_i)
+    b_q = load_rows(p_q, o_i, m_i, o_k, K, H * K, K == BK)
+    return tl.dot(tl.trans(b_gp), b_q, acc=b_y, input_precision=PRECISION)
 
 
 @triton.jit

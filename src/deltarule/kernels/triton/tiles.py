@@ -127,3 +127,29 @@ def store_ends(
     if ERASE == "none":
         p_end = state_tile(ends, i_s, i_h, V + tl.arange(0, 1), o_k, HV, K, ROWS)
         tl.store(p_end, b_through, mask=(o_k < tl.where(i_v == 0, K, 0))[None, :])
+
+
+@triton.jit
+def load_errors(
+    v, errors, first, rows, i_h, i_slot, o_r, o_v, HV: tl.constexpr, V: tl.constexpr,
+    N_STEPS: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, TIED: tl.constexpr,
+):  # fmt: skip
+    """E of the values o_v: kept by the forward, or v where nothing is erased."""
+    WHOLE: tl.constexpr = V % BV == 0
+    if TIED:
+        b_e = load_rows(errors + i_slot * BT * V, o_r, o_r < BT, o_v, V, V, WHOLE)
+    else:
+        p_v = v + (first * N_STEPS * HV + i_h) * V
+        b_e = load_rows(p_v, o_r, o_r < rows, o_v, V, HV * V, WHOLE)
+    return b_e
+
+
+@triton.jit
+def row_scaling(
+    scalings, i_slot, which: tl.constexpr, b_none, o_r, BT: tl.constexpr, HAS: tl.constexpr
+):
+    """One scaling of a chunk's rows, or b_none where there is none."""
+    b_scaling = b_none
+    if HAS:
+        b_scaling = tl.load(scalings + (i_slot * 4 + which) * BT + o_r)
+    return b_scaling
