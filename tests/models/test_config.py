@@ -6,6 +6,7 @@ import pytest
 
 from deltarule.models import CausalLM, ModelConfig, count_parameters
 from deltarule.models.causal_lm import mlp_size
+from deltarule.nn import MIXERS
 
 FIELDS = {
     "vocab_size": 257, "hidden_size": 32, "num_layers": 4, "num_heads": 2,
@@ -123,6 +124,12 @@ def test_parameters_are_counted_without_building(make_model):
     assert count_parameters(model.config) == sum(p.numel() for p in model.parameters())
     tied = dataclasses.replace(model.config, tie_embeddings=True)
     assert count_parameters(model.config) - count_parameters(tied) == 257 * 32
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_parameters_of_every_mixer_are_counted_without_building(mixer):
+    config = ModelConfig(**FIELDS | {"layer_types": mixer})
+    assert count_parameters(config) == sum(p.numel() for p in CausalLM(config).parameters())
 
 
 @pytest.mark.parametrize(

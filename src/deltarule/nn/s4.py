@@ -1,5 +1,6 @@
 """S4 with a real diagonal, in Mamba's block."""
 
+import math
 from typing import ClassVar
 
 import torch
@@ -39,7 +40,7 @@ class S4(MambaBlock):
         """Make the five constants of every value channel."""
         self.gate_parameter("A_log", self.rates())
         step = torch.empty(self.num_heads, self.head_v_dim, dtype=torch.float32)
-        step.uniform_(*torch.tensor(DT_RANGE).log().tolist())
+        step.uniform_(*(math.log(dt) for dt in DT_RANGE))
         self.gate_parameter("log_step", step)
         # What v is multiplied by in the time that a step takes: the input of Euler's method.
         self.gate_parameter("B", step.exp().unsqueeze(-1).repeat(1, 1, self.head_k_dim))
