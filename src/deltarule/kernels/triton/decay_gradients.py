@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from deltarule.kernels.triton.decay import RESET
-from deltarule.kernels.triton.tiles import BETA, load_errors, load_rows, row_scaling, state_tile
+from deltarule.kernels.triton.tiles import BETA, load_errors, load_rows, row_scaling
 
 
 @triton.jit
@@ -26,31 +26,36 @@ def sums_around(b_from, b_before, o_r, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def pairs_across(b_z, o_t, o_i, o_j, PRECISION: tl.constexpr):
-    """Of pairs of rows i and columns j the sum of those with i >= t > j, for every t of o_t.
+def row_products(p_x, b_y, o_r, m_r, o_k, stride, K: tl.constexpr):
+    """x . y of every row, x read again."""
+    b_x = load_rows(p_x, o_r, m_r, o_k, K, stride, b_y.shape[1] == K)
+    return tl.sum(b_x.to(tl.float32) * b_y, axis=1)
 
-    In 16 bits as the rows from t on less the columns from t on: pairs within cancel to float32.
-    """
-    if PRECISION == "tf32x3":
-        later = (o_i[None, :] >= o_t[:, None]).to(tl.float32)
-        b_later = tl.dot(later, b_z, input_precision=PRECISION)
-        b_sum = tl.sum(tl.where(o_j[None, :] < o_t[:, None], b_later, 0.0), axis=1)
-    else:
-        b_rows, b_columns = tl.sum(b_z, axis=1)[None, :], tl.sum(b_z, axis=0)[None, :]
-        b_sum = tl.sum(tl.where(o_i[None, :] >= o_t[:, None], b_rows, 0.0), axis=1)
-        b_sum -= tl.sum(tl.where(o_j[None, :] >= o_t[:, None], b_columns, 0.0), axis=1)
-    return b_sum
+
+@triton.jit
+def store_decay_gradients(p_dg, log_decay, b_dg, o_t, m_t, s_decay_t, HV: tl.constexpr):
+    """Store the gradient by the decays of the tokens o_t; a reset has none."""
+    b_decay = tl.load(log_decay + o_t * s_decay_t, mask=m_t, other=0.0)
+    tl.store(p_dg + o_t * HV, tl.where(b_decay < RESET, 0.0, b_dg), mask=m_t)
+
+
+@triton.jit
+def pairs_across(b_z, o_t, o_i, o_j, PRECISION: tl.constexpr):
+    """Of pairs of rows i and columns j the sum of those with i >= t > j, for every t of o_t."""
+    later = (o_i[None, :] >= o_t[:, None]).to(tl.float32)
+    b_later = tl.dot(later, b_z, input_precision=PRECISION)
+    return tl.sum(tl.where(o_j[None, :] < o_t[:, None], b_later, 0.0), axis=1)
 
 
 @triton.jit
 def pair_decay_gradients(
-    p_q, p_k, norm_q, norm_k, v, log_decay, scalings, chunk_decay, decays, states, errors, d_o,
-    d_states, d_errors, d_log_decay, first, tokens, i_h, i_slot, s_decay_t,
+    p_q, p_k, norm_q, norm_k, v, log_decay, scalings, decays, errors, d_o, d_errors, d_log_decay,
+    first, tokens, i_h, i_slot, s_decay_t,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
     BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TIED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Store the part of dlog_decay that pairs of rows have, and the state that goes through."""
+    """Store the part of dlog_decay that pairs of rows have."""
     o_i, o_r, o_k = tl.arange(0, BQ), tl.arange(0, BT), tl.arange(0, BK)
     rows, m_i = tokens * N_STEPS, o_i < tokens
     p_do, p_x = d_o + (first * HV + i_h) * V, d_errors + i_slot * BT * V
@@ -80,14 +85,5 @@ def pair_decay_gradients(
         m_before = o_r[:, None] > o_r[None, :]
         b_gm = tl.where(m_before, b_gm * -b_key[:, None] * b_key[None, :], 0.0)
         b_dg += pairs_across(b_gm, o_i * N_STEPS, o_r, o_r, PRECISION)
-    b_held = tl.zeros([BV, BK], tl.float32)
-    for i_v in range(0, V, BV):
-        o_v = i_v + tl.arange(0, BV)
-        m_s = (o_v < V)[:, None] & (o_k < K)[None, :]
-        b_s = tl.load(state_tile(states, i_slot, 0, o_v, o_k, 1, K, V), mask=m_s, other=0.0)
-        b_d = tl.load(state_tile(d_states, i_slot, 0, o_v, o_k, 1, K, V), mask=m_s, other=0.0)
-        b_held += b_s.to(tl.float32) * b_d.to(tl.float32)
-    b_dg += tl.load(chunk_decay + i_slot) * tl.sum(b_held)
-    b_decay = tl.load(log_decay + o_i * s_decay_t, mask=m_i, other=0.0)
-    b_dg = tl.where(b_decay < RESET, 0.0, b_dg)
-    tl.store(d_log_decay + (first + o_i) * HV + i_h, b_dg, mask=m_i)
+    p_dg = d_log_decay + first * HV + i_h
+    store_decay_gradients(p_dg, log_decay, b_dg, o_i, m_i, s_decay_t, HV)

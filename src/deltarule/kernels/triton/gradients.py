@@ -11,15 +11,17 @@ q_i . k_j in P and of k_i . k_j in M:
     col = write D^T w + GP^T q + GM^T k               through what k_j writes
     dk  = row + col         dv = beta X         dbeta = E . X
 
-A decay reaches every pair around it, so that nothing cancels:
+A decay reaches every pair of rows around it, and the states around the chunk:
 
     dlog_decay_t = sum_{i >= t > j} (GP_ij q_i . k_j + GM_ij k_i . k_j)
                  + sum_{i >= t} (read_i q_i . S^T dO_i - erase_i beta_i k_i . S^T X_i)
                  + sum_{j < t} write_j k_j . D^T w_j + decay[0, end] <D, S>
 
-A program takes one chunk of one key head, for dq, for the pairs' part of dlog_decay, or for the
-rest, and adds up the value heads in order. The scalings hold 1 / |x| where `normalize_qk` asks for
-it; then dx <- dx - (x . dx) x / |x|^2.
+A program takes one chunk of one key head, for dq or for the rest, and adds up the value heads in
+order. In 16 bits the pairs are summed as those of the rows from t on less those of the columns from
+t on, q . GP k and k . GP^T q, in which the pairs within cancel to float32. For float32 that is too
+few digits: a third program sums the pairs across t alone. The scalings hold 1 / |x| where
+`normalize_qk` asks for it; then dx <- dx - (x . dx) x / |x|^2.
 
 In a loop with products, a tile is an operand of products and nothing else. One that is also read
 into registers gets a single buffer from Triton (3.6 to 3.9), and the next tile overwrites it while
@@ -31,10 +33,11 @@ import triton
 import triton.language as tl
 
 from deltarule.kernels.triton.chunk import chunk_place
-from deltarule.kernels.triton.decay import RESET
 from deltarule.kernels.triton.decay_gradients import (
     pair_decay_gradients,
     pair_decays,
+    row_products,
+    store_decay_gradients,
     sums_around,
 )
 from deltarule.kernels.triton.pair_scores import inverse_norm
@@ -62,7 +65,7 @@ def gradients_kernel(
 ):  # fmt: skip
     """Gradients in the layouts of their tensors; d_beta and d_log_decay [3, ...] in float32.
 
-    The three parts of d_log_decay, s_part elements apart, are to be added.
+    The parts of d_log_decay, one of each program, s_part elements apart, are to be added.
     """
     # The programs of a chunk run side by side, and share what they read in the cache.
     part, i_key, i_m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -88,8 +91,8 @@ def gradients_kernel(
             if HAS_DECAY:
                 p_g += i_h * s_decay_h
             b_dq = query_gradients(
-                b_dq, p_q, p_k, norm_q * scale, norm_k, v, p_g, scalings, decays, states, errors,
-                d_o, d_log_decay, first, tokens, i_h, i_slot, s_decay_t,
+                b_dq, p_q, p_k, norm_q * scale, norm_k, v, p_g, scalings, chunk_decay, decays,
+                states, errors, d_o, d_states, d_log_decay, first, tokens, i_h, i_slot, s_decay_t,
                 H, HV, K, V, N_STEPS, BT, BQ, BK, BV, HAS_DECAY, TIED, PRECISION,
             )  # fmt: skip
         if UNIT_NORM:
@@ -116,27 +119,28 @@ def gradients_kernel(
             b_dk = unit_norm_backward(b_k, norm_k, b_dk)
         p_dk = d_k + (first * N_STEPS * H + i_key) * K + o_r[:, None] * (H * K) + o_k[None, :]
         tl.store(p_dk, b_dk.to(d_k.dtype.element_ty), mask=m_r[:, None] & (o_k < K)[None, :])
-    elif HAS_DECAY:
+    elif HAS_DECAY and PRECISION == "tf32x3":
         for i_g in range(HV // H):
             i_h = i_key * (HV // H) + i_g
             i_slot = i_m.to(tl.int64) * HV + i_h
             pair_decay_gradients(
                 p_q, p_k, norm_q * scale, norm_k, v, log_decay + i_h * s_decay_h, scalings,
-                chunk_decay, decays, states, errors, d_o, d_states, d_errors,
-                d_log_decay + 2 * s_part, first, tokens, i_h, i_slot, s_decay_t,
+                decays, errors, d_o, d_errors, d_log_decay + 2 * s_part,
+                first, tokens, i_h, i_slot, s_decay_t,
                 H, HV, K, V, N_STEPS, BT, BQ, BK, BV, TIED, PRECISION,
             )  # fmt: skip
 
 
 @triton.jit
 def query_gradients(
-    b_y, p_q, p_k, norm_q, norm_k, v, log_decay, scalings, decays, states, errors, d_o,
-    d_log_decay, first, tokens, i_h, i_slot, s_decay_t,
+    b_y, p_q, p_k, norm_q, norm_k, v, log_decay, scalings, chunk_decay, decays, states, errors,
+    d_o, d_states, d_log_decay, first, tokens, i_h, i_slot, s_decay_t,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
     BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     HAS_DECAY: tl.constexpr, TIED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add one value head's part of dq to b_y; store its part of dlog_decay."""
+    EXACT: tl.constexpr = PRECISION == "tf32x3"
     o_i, o_r, o_k = tl.arange(0, BQ), tl.arange(0, BT), tl.arange(0, BK)
     rows, m_i = tokens * N_STEPS, o_i < tokens
     p_do = d_o + (first * HV + i_h) * V
@@ -155,16 +159,28 @@ def query_gradients(
     b_key = norm_k * row_scaling(scalings, i_slot, BETA, 1.0, o_r, BT, TIED)
     m_pair = o_r[None, :] // N_STEPS <= o_i[:, None]
     b_g = tl.where(m_pair, b_g * norm_q[:, None] * b_key[None, :], 0.0)
+    b_later = tl.zeros([BQ], tl.float32)
     if HAS_DECAY:
         b_g *= pair_decays(decays, i_slot, o_i, o_r, N_STEPS, BT)
-        b_q = load_rows(p_q, o_i, m_i, o_k, K, H * K, K == BK)
-        b_later = tl.sum(b_q.to(tl.float32) * b_row, axis=1)
-        b_dg = sums_around(b_later, tl.zeros([BQ], tl.float32), o_i, PRECISION)
-        b_decay = tl.load(log_decay + o_i * s_decay_t, mask=m_i, other=0.0)
-        b_dg = tl.where(b_decay < RESET, 0.0, b_dg)
-        tl.store(d_log_decay + (first + o_i) * HV + i_h, b_dg, mask=m_i)
+        if EXACT:
+            b_later = row_products(p_q, b_row, o_i, m_i, o_k, H * K, K)
     b_k = load_rows(p_k, o_r, o_r < rows, o_k, K, H * K, K == BK)
-    return tl.dot(b_g.to(b_k.dtype), b_k, acc=b_y + b_row, input_precision=PRECISION)
+    b_row = tl.dot(b_g.to(b_k.dtype), b_k, acc=b_row, input_precision=PRECISION)
+    if HAS_DECAY:
+        if not EXACT:
+            b_later = row_products(p_q, b_row, o_i, m_i, o_k, H * K, K)
+        b_held = tl.zeros([BV, BK], tl.float32)
+        for i_v in range(0, V, BV):
+            o_v = i_v + tl.arange(0, BV)
+            m_s = (o_v < V)[:, None] & (o_k < K)[None, :]
+            b_s = tl.load(state_tile(states, i_slot, 0, o_v, o_k, 1, K, V), mask=m_s, other=0.0)
+            b_d = tl.load(state_tile(d_states, i_slot, 0, o_v, o_k, 1, K, V), mask=m_s, other=0.0)
+            b_held += b_s.to(tl.float32) * b_d.to(tl.float32)
+        b_dg = sums_around(b_later, tl.zeros([BQ], tl.float32), o_i, PRECISION)
+        b_dg += tl.load(chunk_decay + i_slot) * tl.sum(b_held)
+        p_dg = d_log_decay + first * HV + i_h
+        store_decay_gradients(p_dg, log_decay, b_dg, o_i, m_i, s_decay_t, HV)
+    return b_y + b_row
 
 
 @triton.jit
@@ -176,6 +192,7 @@ def key_gradients(
     HAS_DECAY: tl.constexpr, TIED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add one value head's part of dk to b_y; store dv, dbeta and its part of dlog_decay."""
+    EXACT: tl.constexpr = PRECISION == "tf32x3"
     o_i, o_r, o_k = tl.arange(0, BQ), tl.arange(0, BT), tl.arange(0, BK)
     rows, m_i, m_r = tokens * N_STEPS, o_i < tokens, o_r < tokens * N_STEPS
     p_do, p_x = d_o + (first * HV + i_h) * V, d_errors + i_slot * BT * V
@@ -213,11 +230,21 @@ def key_gradients(
             b_gm *= pair_decays(decays, i_slot, o_r, o_r, 1, BT)
         b_erase = row_scaling(scalings, i_slot, ERASE_ROW, norm_k, o_r, BT, HAS_DECAY)
         b_row *= -(b_erase * b_beta)[:, None]
-        if HAS_DECAY:
-            b_k = load_rows(p_k, o_r, m_r, o_k, K, H * K, K == BK)
-            b_later = tl.sum(b_k.to(tl.float32) * b_row, axis=1)
+        if HAS_DECAY and EXACT:
+            b_later = row_products(p_k, b_row, o_r, m_r, o_k, H * K, K)
+        b_k = load_rows(p_k, o_r, m_r, o_k, K, H * K, K == BK)
+        b_gm = b_gm.to(dtype)
+        b_row = tl.dot(b_gm, b_k, acc=b_row, input_precision=PRECISION)
+        if HAS_DECAY and not EXACT:
+            b_later = row_products(p_k, b_row, o_r, m_r, o_k, H * K, K)
         b_y += b_row
-    b_gm = b_gm.to(dtype)
+        b_col = tl.dot(tl.trans(b_gm), b_k, acc=b_col, input_precision=PRECISION)
+    b_q = load_rows(p_q, o_i, m_i, o_k, K, H * K, K == BK)
+    b_col = tl.dot(tl.trans(b_gp), b_q, acc=b_col, input_precision=PRECISION)
+    if HAS_DECAY and not EXACT:
+        b_later -= row_products(p_k, b_col, o_r, m_r, o_k, H * K, K)
+    b_y += b_col
+    b_col = tl.zeros([BT, BK], tl.float32)
     for i_v in range(0, V, BV):
         o_v = i_v + tl.arange(0, BV)
         b_x = load_rows(p_x, o_r, o_r < BT, o_v, V, V, WHOLE_V)
@@ -234,20 +261,12 @@ def key_gradients(
         b_col = tl.dot(b_e, b_d, acc=b_col, input_precision=PRECISION)
     b_write = row_scaling(scalings, i_slot, WRITE, norm_k, o_r, BT, HAS_DECAY)
     b_col *= (b_beta * b_write)[:, None]
-    b_k = load_rows(p_k, o_r, m_r, o_k, K, H * K, K == BK)
     if HAS_DECAY:
-        b_before = tl.sum(b_k.to(tl.float32) * b_col, axis=1)
+        b_before = row_products(p_k, b_col, o_r, m_r, o_k, H * K, K)
         b_dg = sums_around(b_later, b_before, o_r, PRECISION)
-        m_decay = m_r & (o_r % N_STEPS == 0)
-        b_decay = tl.load(log_decay + o_r // N_STEPS * s_decay_t, mask=m_decay, other=0.0)
-        b_dg = tl.where(b_decay < RESET, 0.0, b_dg)
-        tl.store(d_log_decay + (first + o_r // N_STEPS) * HV + i_h, b_dg, mask=m_decay)
-    b_y += b_col
-    if TIED:
-        b_y = tl.dot(b_gm, b_k, acc=b_y, input_precision=PRECISION)
-        b_y = tl.dot(tl.trans(b_gm), b_k, acc=b_y, input_precision=PRECISION)
-    b_q = load_rows(p_q, o_i, m_i, o_k, K, H * K, K == BK)
-    return tl.dot(tl.trans(b_gp), b_q, acc=b_y, input_precision=PRECISION)
+        p_dg, m_t = d_log_decay + first * HV + i_h, m_r & (o_r % N_STEPS == 0)
+        store_decay_gradients(p_dg, log_decay, b_dg, o_r // N_STEPS, m_t, s_decay_t, HV)
+    return b_y + b_col
 
 
 @triton.jit

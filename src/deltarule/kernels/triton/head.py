@@ -56,11 +56,13 @@ def head_gradients(
     sizes, x = plan.sizes, inputs.q
     d_q, d_k, d_v = (torch.empty_like(y) for y in (x, inputs.k, inputs.v))
     d_beta = d_decay = None
+    # In float32 a program of its own sums the pairs of rows around a decay.
+    parts = 3 if inputs.log_decay is not None and x.dtype == torch.float32 else 2
     if inputs.beta is not None:
         d_beta = torch.empty(inputs.beta.shape, dtype=torch.float32, device=x.device)
     if inputs.log_decay is not None:
-        d_decay = torch.empty(3, *inputs.log_decay.shape, dtype=torch.float32, device=x.device)
-    gradients_kernel[2 if d_decay is None else 3, sizes["H"], plan.chunks](
+        d_decay = torch.empty(parts, *inputs.log_decay.shape, dtype=torch.float32, device=x.device)
+    gradients_kernel[parts, sizes["H"], plan.chunks](
         x, inputs.k, inputs.v, inputs.log_decay, inputs.cu_seqlens, buffers.get("scalings"),
         buffers.get("chunk_decay"), buffers.get("decays"), buffers["states"],
         buffers.get("errors"), d_o, d_states, d_errors, d_q, d_k, d_v, d_beta, d_decay,

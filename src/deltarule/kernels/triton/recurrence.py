@@ -47,21 +47,8 @@ def kept_shapes(inputs: Inputs, plan: Plan, save: bool) -> Shapes:
     return shapes
 
 
-# The kernels for gradients of 16-bit inputs are right on an H200 without a decay; with one,
-# dlog_decay was not. What is thought to be the cause is mended, and not yet run there.
-DECAYS_IN_16_BITS = True
-
-
-def backward_in_float32(inputs: Inputs) -> bool:
-    """Whether the backward takes the float32 kernels, whose dlog_decay was right on an H200."""
-    decays = inputs.log_decay is not None or inputs.a is not None
-    return decays and inputs.q.dtype != torch.float32 and not DECAYS_IN_16_BITS
-
-
 def saved_shape(inputs: Inputs) -> tuple[int, ...]:
-    """Of what a forward saves: one flat float32 tensor; or nothing, which has another shape."""
-    if backward_in_float32(inputs):
-        return 0, *inputs.state_shape[1:]
+    """Of what a forward saves: one flat float32 tensor."""
     return (elements(kept_shapes(inputs, make_plan(inputs), True)),)
 
 
@@ -199,7 +186,7 @@ def contiguous(inputs: Inputs) -> Inputs:
 
 def forward(inputs: Inputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, final state, and what the backward is saved from computing again."""
-    inputs, save = contiguous(inputs), save and not backward_in_float32(inputs)
+    inputs = contiguous(inputs)
     plan = make_plan(inputs)
     shapes = kept_shapes(inputs, plan, save)
     kept = torch.empty(elements(shapes), dtype=torch.float32, device=inputs.q.device)
@@ -214,17 +201,6 @@ def backward(
     d_o: Tensor, d_final: Tensor, inputs: Inputs, saved: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Gradients by the eight tensors from q to initial_state."""
-    if backward_in_float32(inputs):
-        wide = inputs._replace(
-            q=inputs.q.float(), k=inputs.k.float(), v=inputs.v.float(),
-            a=None if inputs.a is None else inputs.a.float(),
-            b=None if inputs.b is None else inputs.b.float(),
-        )  # fmt: skip
-        gradients = backward(d_o.float(), d_final, wide, saved)
-        return tuple(
-            dx if x is None or dx is None else dx.to(x.dtype)
-            for x, dx in zip(inputs[:8], gradients, strict=True)
-        )
     inputs, d_o, d_final = contiguous(inputs), d_o.contiguous(), d_final.contiguous()
     plan, again = make_plan(inputs), saved.numel() == 0
     shapes = kept_shapes(inputs, plan, True)
