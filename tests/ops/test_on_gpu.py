@@ -52,7 +52,7 @@ def test_float32(decay: str, erase: str, lengths: tuple[int, ...] | None) -> Non
 
 
 def what_cancels(case: Case, d_o: torch.Tensor, d_state: torch.Tensor) -> float:
-    """Of the sum over tokens that a constant decay has as its gradient, the sum of absolute values."""
+    """Of the sum over tokens that a constant decay has as its gradient: that of absolute values."""
     q, v = case.tensors["q"], case.tensors["v"]
     every = case.tensors["log_decay"].expand(*q.shape[:2], v.shape[2])
     exact = case.changed(log_decay=every).to(torch.float64)

@@ -153,6 +153,18 @@ def test_max_seconds_stops_early_and_saves(tmp_path):
     assert Checkpoints(tmp_path / "checkpoints").steps() == [trainer.step]
 
 
+def test_training_may_end_early_and_stays_ended(tmp_path):
+    trainer = make_trainer(tmp_path, steps=20)
+    seen = []
+    trainer.stop_when = lambda measured: seen.append(measured) or len(seen) == 2
+    assert trainer.run()
+    assert trainer.step == 8
+    assert seen[0].keys() == {"validation_bits_per_byte"}
+    resumed = make_trainer(tmp_path, steps=20, resume=True)
+    assert resumed.run()
+    assert resumed.step == 8
+
+
 def test_accumulation_splits_the_step_and_nothing_else(tmp_path):
     whole = make_trainer(tmp_path / "whole", steps=1)
     parts = make_trainer(tmp_path / "parts", steps=1, accumulate=3)

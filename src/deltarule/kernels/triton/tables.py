@@ -115,7 +115,8 @@ HOPPER: Table = AMPERE | {
         Row(2, 256, scan(64, 32, 8, 1)), Row(4, 256, scan(64, 16, 8, 1)),
     ),
     "gradients": (
-        Row(2, 128, loop(64, 4, 2)), Row(2, 256, loop(64, 8, 1)), Row(4, 256, loop(16, 8, 1)),
+        Row(2, 128, loop(64, 4, 2)), Row(2, 256, loop(64, 8, 1)),
+        Row(4, 128, loop(32, 8, 1)), Row(4, 256, loop(16, 8, 1)),
     ),
     "channel_scores": (Row(2, 256, pairs(4, 32)), Row(4, 256, pairs(4, 16))),
     # With 4 warps the assembler puts products of float32 inputs in series.
