@@ -1,4 +1,4 @@
-"""The command line: `deltarule train`, `generate`, `eval`, `bench`, `explain` and `rules`."""
+"""The command line: train, use, compare and reproduce, each a command with flags."""
 
 import difflib
 import os
@@ -18,6 +18,7 @@ from deltarule.bench.warmup_command import WarmupRun, warm_up
 from deltarule.doctor import DoctorRun, diagnose
 from deltarule.eval.report import EvalRun, evaluate_run
 from deltarule.eval.sample import GenerateRun, generate_text
+from deltarule.experiments.reproduce import ListRun, ReproduceRun, list_experiments, reproduce
 from deltarule.nn import MIXERS
 from deltarule.nn.table import described, markdown
 from deltarule.ops import explain
@@ -130,6 +131,8 @@ COMMANDS = {
     "eval": Command("bits per byte by position", EvalRun, evaluate_run),
     "bench": Command("time the operators on a GPU beside their peers", BenchRun, bench),
     "bench model": Command("time training steps of a 1.3 B model", ModelBenchRun, bench_model),
+    "reproduce": Command("run an experiment of the papers", ReproduceRun, reproduce),
+    "reproduce --list": Command("what each experiment shows and needs", ListRun, list_experiments),
     "plot attention": Command(
         "draw what the layers read and write", AttentionPlotRun, plot_attention
     ),
@@ -214,7 +217,7 @@ def parse(name: str, command: Command, words: list[str], default: Any) -> Any:
 
 def overview() -> str:
     """What `deltarule --help` prints."""
-    lines = [f"  {name:<15} {command.about}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:<17} {command.about}" for name, command in COMMANDS.items()]
     return "\n".join(
         [
             "usage: deltarule COMMAND [FLAGS]", "",

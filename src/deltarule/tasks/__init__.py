@@ -5,7 +5,20 @@ from types import ModuleType
 
 # Each module has a `Config`, `generate(config, rng, rows)` and `show(config, rng)`, and prints an
 # example when run. They are imported on demand, so that `python -m deltarule.tasks.NAME` works.
-TASKS = {"mqar": "deltarule.tasks.mqar"}
+TASKS = {
+    "mqar": "deltarule.tasks.mqar",
+    "mad_recall": "deltarule.tasks.mad_recall",
+    "mad_fuzzy_recall": "deltarule.tasks.mad_fuzzy_recall",
+    "mad_copying": "deltarule.tasks.mad_copying",
+    "mad_memorization": "deltarule.tasks.mad_memorization",
+    "mad_compression": "deltarule.tasks.mad_compression",
+    "regbench": "deltarule.tasks.regbench",
+    "parity": "deltarule.tasks.parity",
+    "modular_arithmetic": "deltarule.tasks.modular_arithmetic",
+    "bracket_arithmetic": "deltarule.tasks.bracket_arithmetic",
+    "groups": "deltarule.tasks.groups",
+    "niah": "deltarule.tasks.niah",
+}
 
 
 def load_task(name: str) -> ModuleType:

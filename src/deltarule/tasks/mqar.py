@@ -7,16 +7,14 @@ Source: Zoology (arXiv 2312.04927), as used in DeltaNet (arXiv 2406.06484), figu
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.int64]
+from deltarule.tasks.batch import NO_LABEL, Array, Batch
+
 Weights = NDArray[np.float64]
 
-# What a position without a label holds, as PyTorch's cross entropy expects.
-NO_LABEL = -100
 # What fills the places between queries.
 BLANK = 0
 
@@ -68,13 +66,6 @@ class Config:
         return 1 / self.pairs
 
 
-class Batch(NamedTuple):
-    """Tokens, and the answer at each query with NO_LABEL elsewhere; both [rows, length]."""
-
-    tokens: Array
-    labels: Array
-
-
 def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
     """Draw rows of the task.
 
@@ -121,7 +112,11 @@ def distinct(
     times = rng.standard_exponential((rows, choices))
     if weights is not None:
         times /= weights
-    return times.argsort(axis=1)[:, :count]
+    if count == choices:
+        return times.argsort(axis=1)
+    # The order of the many numbers that are not drawn does not matter.
+    drawn = np.argpartition(times, count, axis=1)[:, :count]
+    return np.take_along_axis(drawn, np.take_along_axis(times, drawn, 1).argsort(axis=1), 1)
 
 
 def show(config: Config, rng: np.random.Generator) -> str:

@@ -31,6 +31,8 @@ from deltarule.train.random_state import random_state, restore_random_state
 
 # `CausalLM.hidden`, compiled or not.
 Hidden = Callable[..., Any]
+# Whether the figures of a short evaluation are good enough to end training.
+StopWhen = Callable[[dict[str, float]], bool]
 B = TypeVar("B")
 
 
@@ -124,6 +126,8 @@ class Trainer:
         optimizer_options: Rates, decay and clipping.
         folder: Where `checkpoints` and `metrics.jsonl` go.
         resume: Go on from the newest complete checkpoint, if there is one.
+        stop_when: Ends training early when it says so of what the job's `evaluate` returned; None
+            never does.
 
     Raises:
         CheckpointError: There are checkpoints and none of them can be read.
@@ -139,6 +143,7 @@ class Trainer:
         optimizer_options: OptimizerOptions,
         folder: Path,
         resume: bool = False,
+        stop_when: StopWhen | None = None,
     ) -> None:
         """Move the model to its device, and take up the newest checkpoint to resume."""
         self.device = choose_device(options.device)
@@ -149,7 +154,7 @@ class Trainer:
         model.activation_checkpointing = options.activation_checkpointing
         self.hidden: Hidden = torch.compile(model.hidden) if options.compile else model.hidden
         self.checkpoints = Checkpoints(folder / "checkpoints", keep=options.keep)
-        self.folder = folder
+        self.folder, self.stop_when, self.stopped = folder, stop_when, False
         self.step, self.saved, self.seconds = 0, -1, 0.0
         self.speed = Smooth()
         if resume:
@@ -167,6 +172,7 @@ class Trainer:
         restore_random_state(newest.state["random"])
         self.step = self.saved = newest.step
         self.seconds = newest.state["seconds"]
+        self.stopped = newest.state.get("stopped", False)
 
     def save(self) -> None:
         """Write a checkpoint of this step, unless it is there already."""
@@ -180,15 +186,16 @@ class Trainer:
             "position": self.job.position(),
             "random": random_state(),
             "seconds": self.seconds,
+            "stopped": self.stopped,
         }
         self.checkpoints.save(self.step, tensors, state)
         self.saved = self.step
 
     def run(self) -> bool:
-        """Train to the last step, or until the time is over.
+        """Train to the last step, or until `stop_when` is content or the time is over.
 
         Returns:
-            True when every step was taken, False when the time was over first.
+            True when training is complete, False when the time was over first.
 
         Raises:
             DivergedError: A loss or gradient is not finite; earlier checkpoints stay.
@@ -201,7 +208,7 @@ class Trainer:
         if self.options.compile:
             progress.note("compiling the model: the first step takes a minute or more")
         with Metrics(path, after=self.step) as metrics, Interrupt() as interrupt, progress:
-            while self.step < self.options.steps:
+            while not self.complete:
                 self._step(metrics, progress)
                 self.seconds = before + time.monotonic() - began
                 if interrupt.requested:
@@ -216,7 +223,12 @@ class Trainer:
                 if self.step % self.options.save_every == 0:
                     self.save()
             self.save()
-        return self.step == self.options.steps
+        return self.complete
+
+    @property
+    def complete(self) -> bool:
+        """Whether there is no step left to take."""
+        return self.stopped or self.step >= self.options.steps
 
     def _step(self, metrics: Metrics, progress: Progress) -> None:
         began = time.monotonic()
@@ -234,6 +246,7 @@ class Trainer:
             with evaluating(self.model):
                 measured = self.job.evaluate(self.model)
             metrics.write({"step": self.step, **measured})
+            self.stopped = self.stop_when is not None and self.stop_when(measured)
 
     def _update(self, rate: float) -> tuple[float, float, list[float]]:
         """One optimizer step; loss, gradient norm and the job's figures."""

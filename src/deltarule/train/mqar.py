@@ -4,22 +4,20 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from deltarule.models import CausalLM, ModelConfig, next_token_loss
+from deltarule.models import CausalLM, ModelConfig
 from deltarule.plots.loss_curve import loss_curve
 from deltarule.tasks import mqar
-from deltarule.train.loop import Hidden, LoopOptions, Trainer, evaluating
+from deltarule.train.labelled import LabelledJob, measure
+from deltarule.train.loop import LoopOptions, Trainer, evaluating
 from deltarule.train.metrics import Metrics, read_metrics
 from deltarule.train.optimizer import OptimizerOptions
 from deltarule.train.random_state import seed_everything
 from deltarule.train.run_folder import open_run
+from deltarule.train.task_rows import EVALUATION, Rows, draw_rows
 
 COMMAND = "train mqar"
-# Keeps the rows of evaluations apart from those of training, whose streams count from 0.
-EVALUATION = 2**40
+# Of the short evaluations of the curve.
+WATCHED_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -90,59 +88,22 @@ class MqarRun:
         )  # fmt: skip
 
 
-class MqarJob:
+class MqarJob(LabelledJob):
     """New rows at every step, and the cross entropy of the answers."""
 
     def __init__(self, run: MqarRun) -> None:
         """Start at the first rows."""
-        self.task, self.seed = run.task, run.loop.seed
-        self.rows = run.batch_rows // run.loop.accumulate
-        self.batch_tokens = run.batch_rows * run.task.length
-        self.drawn = 0
-
-    def next(self) -> mqar.Batch:
-        """The next rows, a function of the seed and of how many were drawn before."""
-        self.drawn += 1
-        return self.draw(self.drawn, self.rows)
-
-    def draw(self, stream: int, rows: int) -> mqar.Batch:
-        """The rows of one stream of random numbers."""
-        return mqar.generate(self.task, np.random.default_rng((self.seed, stream)), rows)
-
-    def loss(self, model: CausalLM, hidden: Hidden, batch: mqar.Batch) -> tuple[Tensor, Tensor]:
-        """Mean nats an answer, and the share of right answers."""
-        device = model.embedding.weight.device
-        tokens, labels = (torch.from_numpy(x).to(device) for x in batch)
-        x, _ = hidden(tokens)
-        # The head is the widest matrix here, and most positions ask for nothing.
-        asked = labels != mqar.NO_LABEL
-        answers, guesses = labels[asked], model.logits(x[asked])
-        return next_token_loss(guesses, answers), (guesses.argmax(-1) == answers).float().mean()
-
-    def shown(self, figures: list[float]) -> dict[str, float]:
-        """The accuracy."""
-        return {"accuracy": figures[0]}
-
-    def evaluate(self, model: CausalLM) -> dict[str, float]:
-        """Accuracy on rows that training never sees."""
-        return {"validation_accuracy": self.accuracy(model, rows=256)}
+        super().__init__(
+            mqar, Rows(run.task, run.batch_rows), Rows(run.task, WATCHED_ROWS),
+            seed=run.loop.seed, accumulate=run.loop.accumulate,
+        )  # fmt: skip
 
     def accuracy(self, model: CausalLM, *, rows: int) -> float:
         """The share of right answers on new rows, the same ones every time."""
-        right, first = 0.0, 0
-        while first < rows:
-            batch = self.draw(EVALUATION + first, min(256, rows - first))
-            right += self.loss(model, model.hidden, batch)[1].item() * len(batch.tokens)
-            first += len(batch.tokens)
-        return right / rows
-
-    def position(self) -> dict[str, int]:
-        """How many batches were drawn."""
-        return {"drawn": self.drawn}
-
-    def seek(self, position: dict[str, int]) -> None:
-        """Go to a position."""
-        self.drawn = position["drawn"]
+        config = self.training.config
+        batch = draw_rows(mqar, config, seed=self.seed, stream=EVALUATION, rows=rows)
+        accuracy: float = measure(model, mqar, config, batch)["accuracy"]
+        return accuracy
 
 
 def train_mqar(run: MqarRun) -> float:

@@ -1,0 +1,151 @@
+"""Word problems of groups: after every element, the product of all elements so far.
+
+    B  b  a  b  ...        B begins the row; elements of the group, uniform and independent
+    .  b  ba bab           the label at each place: the product up to it
+
+Over S_3 this is a solvable problem, over A_5 and S_5 one that no shallow circuit computes.
+
+Source: "The Illusion of State in State-Space Models" (arXiv 2404.08819), section 4.1, as used in
+DeltaProduct (arXiv 2502.10297), section 5.1.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import permutations
+from typing import Literal, get_args
+
+import numpy as np
+
+from deltarule.tasks.batch import NO_LABEL, Array, Batch
+
+Group = Literal["S_2", "S_3", "S_4", "A_5", "S_5"]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Which group, and how many elements to multiply.
+
+    Raises:
+        ValueError: There is no such group, or the length is below 1.
+
+    Example:
+        >>> Config("A_5").vocab_size
+        61
+    """
+
+    group: Group = "S_3"
+    """S_n are all permutations of n things, A_5 the even ones of five."""
+    length: int = 32
+    """Elements in a row, which has one token more: the one that begins it."""
+
+    def __post_init__(self) -> None:
+        """Refuse unknown groups and empty rows."""
+        if self.group not in get_args(Group):
+            known = ", ".join(get_args(Group))
+            raise ValueError(f"group must be one of {known}, got {self.group!r}")
+        if self.length < 1:
+            raise ValueError(f"length must be 1 or more, got {self.length}")
+
+    @property
+    def order(self) -> int:
+        """Elements of the group; the token that begins a row is this number."""
+        return len(elements(self.group))
+
+    @property
+    def vocab_size(self) -> int:
+        """One token for each element, and one to begin."""
+        return self.order + 1
+
+    @property
+    def chance(self) -> float:
+        """Accuracy of guessing an element."""
+        return 1 / self.order
+
+
+@cache
+def elements(group: Group) -> Array:
+    """The permutations of a group in the order of the alphabet, [order, n]; the first is 1.
+
+    Example:
+        >>> elements("S_2").tolist()
+        [[0, 1], [1, 0]]
+    """
+    every = np.array(list(permutations(range(int(group[2:])))))
+    chosen = every[[is_even(p) for p in every]] if group.startswith("A") else every
+    chosen.flags.writeable = False
+    return chosen
+
+
+def is_even(permutation: Array) -> bool:
+    """Whether an even number of pairs is out of order.
+
+    Example:
+        >>> is_even(np.array([1, 2, 0])), is_even(np.array([1, 0, 2]))
+        (True, False)
+    """
+    return int(np.triu(permutation[:, None] > permutation).sum()) % 2 == 0
+
+
+@cache
+def products(group: Group) -> Array:
+    """The table [order, order] of a times b: first b, then a, so that (a b)[i] = a[b[i]].
+
+    Example:
+        >>> products("S_2").tolist()
+        [[0, 1], [1, 0]]
+    """
+    own = elements(group)
+    # Numbers of one digit to a place tell permutations apart, in the order of the alphabet.
+    weights = len(own[0]) ** np.arange(len(own[0]))[::-1]
+    table = np.searchsorted(own @ weights, own[:, own] @ weights)
+    table.flags.writeable = False
+    return table
+
+
+def running_products(group: Group, words: Array) -> Array:
+    """The product of each row's elements so far, [rows, length] like the words.
+
+    Example:
+        >>> running_products("S_2", np.array([[1, 0, 1]])).tolist()
+        [[1, 1, 0]]
+    """
+    table, found = products(group), words.copy()
+    for place in range(1, words.shape[1]):
+        found[:, place] = table[found[:, place - 1], words[:, place]]
+    return found
+
+
+def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
+    """Draw rows of the task.
+
+    Args:
+        config: The group and the length.
+        rng: All randomness.
+        rows: How many.
+
+    Returns:
+        tokens and labels, int64 [rows, length + 1]; nothing is asked at the first place.
+
+    Example:
+        >>> generate(Config("S_2", 4), np.random.default_rng(0), rows=1).labels.tolist()
+        [[-100, 1, 0, 1, 1]]
+    """
+    words = rng.integers(config.order, size=(rows, config.length))
+    tokens = np.pad(words, ((0, 0), (1, 0)), constant_values=config.order)
+    labels = np.full_like(tokens, NO_LABEL)
+    labels[:, 1:] = running_products(config.group, words)
+    return Batch(tokens, labels)
+
+
+def show(config: Config, rng: np.random.Generator) -> str:
+    """One row: each element and the product so far, as the arrangements of the first letters."""
+    tokens, labels = (x[0, 1:13] for x in generate(config, rng, rows=1))
+
+    def words(chosen: Array) -> str:
+        return " ".join("".join("abcde"[i] for i in p) for p in elements(config.group)[chosen])
+
+    return f"element  {words(tokens)}\nproduct  {words(labels)}"
+
+
+if __name__ == "__main__":
+    print(show(Config(), np.random.default_rng(0)))

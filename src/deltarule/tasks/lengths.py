@@ -1,0 +1,51 @@
+"""Rows that differ in length: what the formal languages have in common."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from deltarule.tasks.batch import NO_LABEL, Array, Batch
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The range from which each row's length is drawn, the place of the answer counted.
+
+    Raises:
+        ValueError: The lengths are below 3 or out of order.
+
+    Example:
+        >>> Lengths(3, 40).length
+        39
+    """
+
+    shortest: int = 3
+    """The least length of a row, 3 or more."""
+    longest: int = 40
+    """The greatest length of a row."""
+
+    def __post_init__(self) -> None:
+        """Refuse what holds no question."""
+        if self.shortest < 3:
+            raise ValueError(f"shortest must be 3 or more, got {self.shortest}")
+        if self.longest < self.shortest:
+            raise ValueError(
+                f"longest must be at least shortest={self.shortest}, got {self.longest}"
+            )
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row: nothing is read at the place of the longest row's answer."""
+        return self.longest - 1
+
+
+def one_answer(tokens: Array, places: Array, answers: Array) -> Batch:
+    """Rows with one label each: the answer, at its place; both are [rows, 1].
+
+    Example:
+        >>> one_answer(np.zeros((1, 3), np.int64), np.array([[1]]), np.array([[7]])).labels.tolist()
+        [[-100, 7, -100]]
+    """
+    labels = np.full_like(tokens, NO_LABEL)
+    np.put_along_axis(labels, places, answers, axis=1)
+    return Batch(tokens, labels)

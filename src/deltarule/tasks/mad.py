@@ -1,0 +1,54 @@
+"""What the tasks of the MAD benchmark share: the score, in which every class weighs the same.
+
+    accuracy = mean over classes c of (answers c that were guessed) / (answers c)
+
+A class that is never the answer but was guessed somewhere counts as 0; one that is neither is left
+out. So few wrong guesses outside the classes asked for cost much, and a class that is always right
+(the last token of compression) is worth a whole share.
+
+Source: the MAD benchmark (arXiv 2403.17844), whose code scores with the default of torchmetrics'
+`MulticlassAccuracy`, average="macro".
+"""
+
+from typing import Protocol
+
+import numpy as np
+
+from deltarule.tasks.batch import NO_LABEL, Array, Batch
+
+
+class Sized(Protocol):
+    """A task's configuration, of which the score needs one number."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Classes: the tokens of the model."""
+
+
+def measure(config: Sized, batch: Batch, guesses: Array) -> dict[str, float]:
+    """Score the guesses for a batch.
+
+    Args:
+        config: Of the task, for the number of classes.
+        batch: What `generate` returned, with at least one label.
+        guesses: The likeliest token at each position, [rows, length]; read where there is a label.
+
+    Returns:
+        "accuracy", the mean over classes, and "share_right", the share of labels guessed.
+
+    Example:
+        >>> class Four:
+        ...     vocab_size = 4
+        >>> answers = np.array([[0, 0, 1, 1]])
+        >>> measure(Four(), Batch(answers, answers), np.array([[0, 0, 2, 1]]))
+        {'accuracy': 0.5, 'share_right': 0.75}
+    """
+    asked = batch.labels != NO_LABEL
+    answers, given = batch.labels[asked], guesses[asked]
+    right = answers == given
+    asked_for = np.bincount(answers, minlength=config.vocab_size)
+    guessed = np.bincount(given, minlength=config.vocab_size)
+    hits = np.bincount(answers[right], minlength=config.vocab_size)
+    counted = asked_for + guessed > 0
+    by_class = hits[counted] / np.maximum(asked_for[counted], 1)
+    return {"accuracy": float(by_class.mean()), "share_right": float(right.mean())}

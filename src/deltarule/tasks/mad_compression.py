@@ -1,0 +1,77 @@
+"""Compression: keep a row of random tokens in one vector, from which each of them is read again.
+
+    c a d a b #
+    c a d a b #     labels: the token at the same place
+
+It is a task for an autoencoder: only the model's state at the last token, which says nothing
+itself, goes to the decoder, with each position in turn.
+
+Source: the MAD benchmark (arXiv 2403.17844), task "compression".
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from deltarule.tasks.batch import Batch
+from deltarule.tasks.mad import measure as measure
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of the task; the defaults are the benchmark's.
+
+    Raises:
+        ValueError: A size is too small; the message names it.
+
+    Example:
+        >>> Config().length
+        32
+    """
+
+    length: int = 32
+    """Tokens in a row, the last of them always the same."""
+    vocab_size: int = 16
+    """Tokens, the last one for the end of a row."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that leave no room."""
+        for name in ("length", "vocab_size"):
+            if getattr(self, name) < 2:
+                raise ValueError(f"{name} must be 2 or more, got {getattr(self, name)}")
+
+    @property
+    def chance(self) -> float:
+        """Accuracy of one guess for all random tokens, and of the last token, always right."""
+        return 2 / self.vocab_size
+
+
+def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
+    """Draw rows of the task.
+
+    Args:
+        config: The sizes.
+        rng: All randomness.
+        rows: How many.
+
+    Returns:
+        tokens, and the same again as labels, int64 [rows, length].
+
+    Example:
+        >>> batch = generate(Config(), np.random.default_rng(0), rows=3)
+        >>> batch.tokens.shape, bool((batch.tokens == batch.labels).all())
+        ((3, 32), True)
+    """
+    tokens = np.full((rows, config.length), config.vocab_size - 1, dtype=np.int64)
+    tokens[:, :-1] = rng.integers(config.vocab_size - 1, size=(rows, config.length - 1))
+    return Batch(tokens, tokens.copy())
+
+
+def show(config: Config, rng: np.random.Generator) -> str:
+    """One row: numbers, and # for the last token."""
+    tokens = generate(config, rng, rows=1).tokens[0, :-1].tolist()
+    return " ".join([*map(str, tokens), "# -> the same"])
+
+
+if __name__ == "__main__":
+    print(show(Config(), np.random.default_rng(0)))

@@ -1,0 +1,97 @@
+"""Selective copying: repeat the letters in their order, and leave out the blanks between them.
+
+    . a . . c b . . a | . . . .
+                        a c b a     labels, at the blanks after the bar
+
+Source: the MAD benchmark (arXiv 2403.17844), task "selective copying".
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from deltarule.tasks.batch import NO_LABEL, Batch
+from deltarule.tasks.mad import measure as measure
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of the task; the defaults are the benchmark's.
+
+    Raises:
+        ValueError: The sizes do not fit each other; the message names the one to change.
+
+    Example:
+        >>> Config().blanks
+        223
+    """
+
+    length: int = 256
+    """Tokens in a row."""
+    copied: int = 16
+    """Letters to repeat."""
+    vocab_size: int = 16
+    """Tokens: letters, then the blank, then the bar."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that leave no room."""
+        if self.copied < 1:
+            raise ValueError(f"copied must be 1 or more, got {self.copied}")
+        if self.vocab_size < 3:
+            raise ValueError(f"vocab_size must be 3 or more, got {self.vocab_size}")
+        if self.blanks < 1:
+            raise ValueError(
+                f"length must be at least 2 * copied + 2 = {2 * self.copied + 2}, got {self.length}"
+            )
+
+    @property
+    def blanks(self) -> int:
+        """Blanks among the letters."""
+        return self.length - 2 * self.copied - 1
+
+    @property
+    def chance(self) -> float:
+        """Accuracy of guessing among the letters."""
+        return 1 / (self.vocab_size - 2)
+
+
+def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
+    """Draw rows of the task.
+
+    Args:
+        config: The sizes.
+        rng: All randomness.
+        rows: How many.
+
+    Returns:
+        tokens and labels, int64 [rows, length].
+
+    Example:
+        >>> batch = generate(Config(), np.random.default_rng(0), rows=3)
+        >>> batch.tokens.shape, bool((batch.labels[:, -16:] != NO_LABEL).all())
+        ((3, 256), True)
+    """
+    blank, bar = config.vocab_size - 2, config.vocab_size - 1
+    letters = rng.integers(config.vocab_size - 2, size=(rows, config.copied))
+    # Every blank falls before one of the letters, each as likely; none after the last.
+    shares = np.full(config.copied, 1 / config.copied)
+    before = rng.multinomial(config.blanks, shares, size=rows).cumsum(axis=1)
+    tokens = np.full((rows, config.length), blank, dtype=np.int64)
+    labels = np.full((rows, config.length), NO_LABEL, dtype=np.int64)
+    np.put_along_axis(tokens, before + np.arange(config.copied), letters, axis=1)
+    tokens[:, config.copied + config.blanks] = bar
+    labels[:, -config.copied :] = letters
+    return Batch(tokens, labels)
+
+
+def show(config: Config, rng: np.random.Generator) -> str:
+    """One row: letters, dots for blanks, a bar, and the answers after it."""
+    tokens, labels = (x[0].tolist() for x in generate(config, rng, rows=1))
+    names = [chr(ord("a") + token) for token in range(config.vocab_size - 2)] + [".", "|"]
+    answers = [names[label] for label in labels if label != NO_LABEL]
+    row = "".join(names[token] for token in tokens[: -config.copied])
+    return f"{row} -> {''.join(answers)}"
+
+
+if __name__ == "__main__":
+    print(show(Config(length=64, copied=8), np.random.default_rng(0)))

@@ -1,0 +1,101 @@
+"""Memorization: keys have one value each, the same in all rows, that no row shows.
+
+    k3 ? k7 ? k3 ?
+       v5   v1   v5     labels, at the question marks
+
+The map can only be learned into the weights, and training sees few rows.
+
+Source: the MAD benchmark (arXiv 2403.17844), task "memorization"; the map is the one its code draws
+from the same seed.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from deltarule.tasks.batch import NO_LABEL, Array, Batch
+from deltarule.tasks.mad import measure as measure
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of the task; the defaults are the benchmark's.
+
+    Raises:
+        ValueError: The sizes do not fit each other; the message names the one to change.
+
+    Example:
+        >>> Config().keys
+        127
+    """
+
+    length: int = 32
+    """Tokens in a row, an even number: keys and question marks in turn."""
+    vocab_size: int = 256
+    """Tokens: keys, values (as many, or one more that stays unused), and the question mark."""
+    map_seed: int = 12345
+    """Decides which value belongs to which key."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that leave no room."""
+        if self.length < 2 or self.length % 2:
+            raise ValueError(f"length must be an even number of 2 or more, got {self.length}")
+        if self.vocab_size < 3:
+            raise ValueError(f"vocab_size must be 3 or more, got {self.vocab_size}")
+
+    @property
+    def keys(self) -> int:
+        """Different keys, the tokens from 0."""
+        return (self.vocab_size - 1) // 2
+
+    @property
+    def chance(self) -> float:
+        """Accuracy of guessing among the values in use."""
+        return 1 / self.keys
+
+
+def values(config: Config) -> Array:
+    """The value of each key, [keys].
+
+    Example:
+        >>> values(Config(vocab_size=7))
+        array([3, 5, 4])
+    """
+    rng = np.random.default_rng(config.map_seed)
+    keys = rng.permutation(config.keys)
+    order = config.keys + rng.permutation(config.vocab_size - 1 - config.keys)
+    return order[keys.argsort()]
+
+
+def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
+    """Draw rows of the task.
+
+    Args:
+        config: The sizes.
+        rng: All randomness but for the map.
+        rows: How many.
+
+    Returns:
+        tokens and labels, int64 [rows, length].
+
+    Example:
+        >>> batch = generate(Config(), np.random.default_rng(0), rows=3)
+        >>> batch.tokens.shape, int((batch.labels != NO_LABEL).sum())
+        ((3, 32), 48)
+    """
+    keys = rng.integers(config.keys, size=(rows, config.length // 2))
+    tokens = np.full((rows, config.length), config.vocab_size - 1, dtype=np.int64)
+    labels = np.full((rows, config.length), NO_LABEL, dtype=np.int64)
+    tokens[:, 0::2], labels[:, 1::2] = keys, values(config)[keys]
+    return Batch(tokens, labels)
+
+
+def show(config: Config, rng: np.random.Generator) -> str:
+    """One row in words: keys, and behind each question mark an arrow to the value."""
+    tokens, labels = (x[0].tolist() for x in generate(config, rng, rows=1))
+    pairs = zip(tokens[0::2], labels[1::2], strict=True)
+    return " ".join(f"k{key} ?->v{value - config.keys}" for key, value in pairs)
+
+
+if __name__ == "__main__":
+    print(show(Config(length=16), np.random.default_rng(0)))

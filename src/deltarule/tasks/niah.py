@@ -1,0 +1,222 @@
+"""A needle in a haystack: a key and its value hidden in a long text, and asked for at its end.
+
+    BEGIN ... text ... One of the special magic numbers for KEY is: VALUE. ... text ...
+    What is the special magic number for KEY mentioned in the provided text? The special magic
+    number for KEY mentioned in the provided text is VALUE
+
+The bytes of the last VALUE are the labels, each at the byte before it, so that a row is right when
+greedy generation would go on with the value.
+
+    S-NIAH-1    haystack "noise", the same five sentences over and over; value "number", 7 digits
+    S-NIAH-2    haystack "prose"; value "number"
+    S-NIAH-3    haystack "prose"; value "uuid", 36 characters
+
+Source: RULER (arXiv 2404.06654), as used in Gated DeltaNet (arXiv 2412.06464), section 3.5. Its
+prose, essays under copyright, is here that of `deltarule.tasks.prose`.
+"""
+
+import uuid
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import numpy as np
+
+from deltarule.models.bytes import BEGIN, decode
+from deltarule.tasks.batch import NO_LABEL, Batch
+from deltarule.tasks.prose import Split, read_prose
+
+Haystack = Literal["noise", "prose", "any"]
+Value = Literal["number", "uuid", "any"]
+HAYSTACKS: tuple[Haystack, ...] = ("noise", "prose")
+VALUES: tuple[Value, ...] = ("number", "uuid")
+
+OPENING = (
+    "A special magic {value} is hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the {value} afterwards.\n"
+)
+NEEDLE = "One of the special magic {value}s for {key} is: {answer}."
+QUESTION = "\nWhat is the special magic {value} for {key} mentioned in the provided text?"
+REPLY = " The special magic {value} for {key} mentioned in the provided text is "
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+# How far into the prose the needle may stand, in percent.
+DEPTHS = np.round(np.linspace(0, 100, num=40)).astype(int)
+
+ADJECTIVES = """
+able bitter bright calm clever cold dusty early empty fair fierce gentle golden happy hollow humble
+idle jolly keen late little lonely loud lucky mellow modest narrow noble odd old pale patient plain
+proud quick quiet rapid rough round scarce sharp short silent simple sleepy slow small smooth soft
+solid steep stern sudden sweet tall tender thin tidy tiny vast warm weary wide wild wise young
+"""
+NOUNS = """
+anchor apple arrow barrel basket beacon bell bottle branch bridge bucket button candle canvas castle
+cellar chain circle cloud comet copper corner cradle engine falcon feather fence field fountain
+garden glove hammer harbor island jacket kettle ladder lantern lemon letter magnet marble meadow
+mirror needle orchard paddle parcel pebble pencil pepper pillow pocket river saddle shadow shelter
+signal spiral table temple thread ticket tunnel valley violin wagon window
+"""
+KEYS = [f"{adjective}-{noun}" for adjective in ADJECTIVES.split() for noun in NOUNS.split()]
+LONGEST_ANSWERS = {"number": "0" * 7, "uuid": "0" * 36, "any": "0" * 36}
+
+
+@dataclass(frozen=True)
+class Config:
+    """The haystack, the needle's value and the length.
+
+    Raises:
+        ValueError: A word is unknown, or the length leaves no room for a haystack.
+
+    Example:
+        >>> Config("prose", "uuid", length=1024).vocab_size
+        257
+    """
+
+    haystack: Haystack = "noise"
+    """What the needle is hidden in; "any" draws one of the two for each row."""
+    value: Value = "number"
+    """What the needle holds; "any" draws one of the two for each row."""
+    length: int = 512
+    """Tokens in a row, one for each byte and one to begin; whole sentences fill it."""
+    instructions: bool = True
+    """Open and ask as RULER does; False leaves only the needle and the reply, for short rows."""
+    split: Split = "training"
+    """Which part of the prose: evaluate on "validation", which training never sees."""
+    every_byte: bool = False
+    """Every next byte of the row is a label, as in language modelling, not only the value's."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no row can be."""
+        for name, kind in (("haystack", Haystack), ("value", Value), ("split", Split)):
+            if getattr(self, name) not in get_args(kind):
+                known = ", ".join(get_args(kind))
+                raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
+        row = Row(self, key=max(KEYS, key=len), answer=LONGEST_ANSWERS[self.value])
+        if row.room <= len(NOISE):
+            raise ValueError(
+                f"length must be at least {self.length - row.room + len(NOISE) + 1} for this value "
+                f"and these instructions, got {self.length}"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        """The bytes, and what begins a row."""
+        return BEGIN + 1
+
+    def settled(self, rng: np.random.Generator) -> "Config":
+        """One haystack and one value in place of any."""
+        if "any" not in (self.haystack, self.value):
+            return self
+        haystack, value = HAYSTACKS[rng.integers(2)], VALUES[rng.integers(2)]
+        return replace(
+            self,
+            haystack=haystack if self.haystack == "any" else self.haystack,
+            value=value if self.value == "any" else self.value,
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """The key and the value of one row, and the words around the haystack."""
+
+    config: Config
+    key: str
+    answer: str
+
+    def filled(self, template: str) -> str:
+        """A template with the kind of value, the key and the value in it."""
+        return template.format(value=self.config.value, key=self.key, answer=self.answer)
+
+    @property
+    def needle(self) -> str:
+        """The sentence to find."""
+        return self.filled(NEEDLE)
+
+    @property
+    def opening(self) -> str:
+        """What comes before the haystack."""
+        return self.filled(OPENING) if self.config.instructions else ""
+
+    @property
+    def reply(self) -> str:
+        """What comes after the haystack, but for the value."""
+        return self.filled(QUESTION + REPLY if self.config.instructions else REPLY)
+
+    @property
+    def room(self) -> int:
+        """Bytes left for the haystack, counting what joins its sentences."""
+        own = (self.opening, self.needle, self.reply, self.answer)
+        return self.config.length - sum(map(len, own))
+
+    def text(self, rng: np.random.Generator) -> str:
+        """The whole row, from the opening to the value."""
+        noise = self.config.haystack == "noise"
+        sentences = noisy(self.room) if noise else prosaic(self.room, self.config.split, rng)
+        depth = (
+            rng.integers(len(sentences)) if noise else len(sentences) * rng.choice(DEPTHS) // 100
+        )
+        sentences.insert(int(depth), self.needle)
+        haystack = ("\n" if noise else " ").join(sentences)
+        return self.opening + haystack + self.reply + self.answer
+
+
+def noisy(room: int) -> list[str]:
+    """The five sentences of noise, in one piece, as often as they fit with a byte after each."""
+    return [NOISE] * (room // (len(NOISE) + 1))
+
+
+def prosaic(room: int, split: Split, rng: np.random.Generator) -> list[str]:
+    """Sentences of prose from a random one on, as many as fit with a byte after each."""
+    sentences, starts = read_prose(split)
+    if starts[-1] <= room:
+        raise ValueError(
+            f"length must leave less than {starts[-1]} bytes to the haystack, all that Python's "
+            f"docstrings hold for split={split!r}, got {room}"
+        )
+    first = int(rng.integers(np.searchsorted(starts, starts[-1] - room)))
+    last = int(np.searchsorted(starts, starts[first] + room, side="right")) - 1
+    return sentences[first:last]
+
+
+def draw_answer(value: Value, rng: np.random.Generator) -> str:
+    """A number of 7 digits, or a random UUID of version 4."""
+    if value == "number":
+        return str(rng.integers(10**6, 10**7))
+    return str(uuid.UUID(bytes=rng.bytes(16), version=4))
+
+
+def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
+    """Draw rows of the task.
+
+    Args:
+        config: The haystack, the value and the length.
+        rng: All randomness.
+        rows: How many.
+
+    Returns:
+        tokens and labels, int64 [rows, length]; what the text leaves over is BEGIN, unlabelled.
+
+    Example:
+        >>> batch = generate(Config(), np.random.default_rng(0), rows=2)
+        >>> batch.tokens.shape, (batch.labels >= 0).sum(axis=1).tolist()
+        ((2, 512), [7, 7])
+    """
+    tokens = np.full((rows, config.length), BEGIN, dtype=np.int64)
+    labels = np.full_like(tokens, NO_LABEL)
+    for index in range(rows):
+        kind = config.settled(rng)
+        row = Row(kind, KEYS[rng.integers(len(KEYS))], draw_answer(kind.value, rng))
+        text = np.frombuffer(row.text(rng).encode(), dtype=np.uint8)
+        first = 0 if config.every_byte else len(text) - len(row.answer)
+        tokens[index, 1 : len(text)] = text[:-1]
+        labels[index, first : len(text)] = text[first:]
+    return Batch(tokens, labels)
+
+
+def show(config: Config, rng: np.random.Generator) -> str:
+    """One row as text, and the answer."""
+    tokens, labels = (x[0] for x in generate(config, rng, rows=1))
+    answer = decode(labels[labels != NO_LABEL].tolist())
+    return f"{decode(tokens.tolist()).removesuffix(answer[:-1])}\n-> {answer}"
+
+
+if __name__ == "__main__":
+    print(show(Config(), np.random.default_rng(0)))

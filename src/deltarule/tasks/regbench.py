@@ -1,0 +1,277 @@
+"""In-context languages: words of a random automaton; say which letter may come next.
+
+    a c f | a c a c | c f g ...       letters are labels; the bar between words is not
+
+Each row has an automaton of its own, with all states accepting, and its words walk from state 0
+along random legal letters. A guess is right when the automaton allows it, even if another letter
+came; guessing the bar is wrong.
+
+Source: In-context language learning (arXiv 2401.12973), as used in DeltaNet (arXiv 2406.06484),
+figure 3. Its code also cuts a row at 4096 characters, which the longest of its rows (1897) never
+reaches.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltarule.tasks.batch import NO_LABEL, Array
+
+Flags = NDArray[np.bool_]
+
+# What follows the last word of a row that is shorter than others.
+PADDING = 0
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of the task; the defaults are the paper's.
+
+    Raises:
+        ValueError: The sizes do not fit each other; the message names the one to change.
+
+    Example:
+        >>> Config().vocab_size
+        20
+    """
+
+    letters: int = 18
+    """Letters of all automata, tokens from 1; each automaton knows `edges` + 1 of them or more."""
+    states: int = 12
+    """States of the largest automaton; the smallest has `edges` + 1."""
+    edges: int = 3
+    """Most letters that a state allows, to as many other states; the fewest is 1."""
+    fewest_words: int = 10
+    """Words of the row with the fewest."""
+    most_words: int = 19
+    """Words of the row with the most."""
+    longest_word: int = 49
+    """Letters of the longest word; the shortest has 1."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that leave no room."""
+        for name in ("edges", "fewest_words", "longest_word"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        for name in ("letters", "states"):
+            if getattr(self, name) <= self.edges:
+                raise ValueError(
+                    f"{name} must be above edges={self.edges}, got {getattr(self, name)}"
+                )
+        if self.letters > 61:
+            raise ValueError(f"letters must be at most 61, got {self.letters}")
+        if self.most_words < self.fewest_words:
+            raise ValueError(
+                f"most_words must be fewest_words={self.fewest_words} or more, "
+                f"got {self.most_words}"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        """Letters, padding and the bar."""
+        return self.letters + 2
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest row that there can be, but for its last, which is only a label."""
+        return self.most_words * (self.longest_word + 1) - 2
+
+    @property
+    def bar(self) -> int:
+        """The token between words."""
+        return self.letters + 1
+
+
+class Batch(NamedTuple):
+    """Tokens, next letters with NO_LABEL elsewhere, and what is legal; all [rows, length].
+
+    Bit i of `legal` says that the automaton allows token i next; it is 0 where there is no label.
+    """
+
+    tokens: Array
+    labels: Array
+    legal: Array
+
+
+def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
+    """Draw rows of the task, each from a new automaton.
+
+    Args:
+        config: The sizes.
+        rng: All randomness.
+        rows: How many.
+
+    Returns:
+        tokens, labels and legal, int64 [rows, length].
+
+    Example:
+        >>> batch = generate(Config(longest_word=5), np.random.default_rng(0), rows=3)
+        >>> asked = batch.labels != NO_LABEL
+        >>> bool((batch.legal[asked] >> batch.labels[asked] & 1).all())
+        True
+    """
+    return speak(config, rng, automata(config, rng, rows))
+
+
+def speak(config: Config, rng: np.random.Generator, table: Array) -> Batch:
+    """Draw a row of words for each automaton.
+
+    Args:
+        config: How many words and how long.
+        rng: All randomness.
+        table: Next states [rows, states, letters], as `automata` returns them.
+
+    Returns:
+        As `generate`.
+
+    Example:
+        >>> config = Config(letters=2, states=2, edges=1, longest_word=3)
+        >>> batch = speak(config, np.random.default_rng(0), np.array([[[1, -1], [0, -1]]]))
+        >>> sorted(set(batch.tokens[0].tolist()))
+        [0, 1, 3]
+    """
+    is_bar, end = _layout(config, rng, len(table))
+    rows, length = is_bar.shape[0], int(end.max())
+    sequence = np.full(is_bar.shape, config.bar, dtype=np.int64)
+    legal = np.zeros(is_bar.shape, dtype=np.int64)
+    every, state = np.arange(rows), np.zeros(rows, dtype=np.int64)
+    bits = 2 ** np.arange(1, config.letters + 1)
+    for t in range(length):
+        allowed = table[every, state] >= 0
+        letter = (allowed * rng.random(allowed.shape)).argmax(axis=1)
+        goes = ~is_bar[:, t]
+        sequence[goes, t] = 1 + letter[goes]
+        legal[goes, t] = (allowed @ bits)[goes]
+        state = np.where(goes, table[every, state, letter], 0)
+    place = np.arange(is_bar.shape[1])
+    legal[place >= end] = 0
+    labels = np.where(legal > 0, sequence, NO_LABEL)
+    # The last letter of a row is a label and no token.
+    tokens = np.where(place < end - 1, sequence, PADDING)
+    return Batch(tokens[:, :-1], labels[:, 1:], legal[:, 1:])
+
+
+def _layout(config: Config, rng: np.random.Generator, rows: int) -> tuple[Flags, Array]:
+    """Where bars stand [rows, length + 1], and where each row ends [rows, 1]."""
+    words = rng.integers(config.fewest_words, config.most_words + 1, size=(rows, 1))
+    sizes = rng.integers(1, config.longest_word + 1, size=(rows, config.most_words))
+    bars = (sizes + 1).cumsum(axis=1) - 1
+    is_bar = np.zeros((rows, config.length + 2), dtype=bool)
+    np.put_along_axis(is_bar, bars, True, axis=1)
+    return is_bar[:, :-1], np.take_along_axis(bars, words - 1, axis=1)
+
+
+def automata(config: Config, rng: np.random.Generator, rows: int) -> Array:
+    """Draw automata: the next state for each state and letter, or -1 where it is not legal.
+
+    A state has 1 to `edges` letters, all different, to as many different states but its own.
+
+    Args:
+        config: The sizes.
+        rng: All randomness.
+        rows: How many.
+
+    Returns:
+        int64 [rows, states, letters]; states beyond an automaton's own number are never reached.
+
+    Example:
+        >>> table = automata(Config(letters=2, states=2, edges=1), np.random.default_rng(0), 5)
+        >>> table.shape, (table >= 0).sum(axis=2).tolist()[0]
+        ((5, 2, 2), [1, 1])
+    """
+    shape = (rows, config.states)
+    states = rng.integers(config.edges + 1, config.states + 1, size=(rows, 1, 1))
+    known = rng.integers(config.edges + 1, config.letters + 1, size=(rows, 1, 1))
+    alphabet = rng.random((rows, 1, config.letters)).argsort(axis=2).argsort(axis=2) < known
+    number = np.arange(config.states)
+    others = (number < states) & (number != number[:, None])
+
+    def choose(allowed: Flags) -> Array:
+        times = rng.random((*shape, allowed.shape[2]))
+        return np.where(allowed, times, 2.0).argsort(axis=2)[..., : config.edges]
+
+    letters, targets = choose(alphabet), choose(others)
+    used = np.arange(config.edges) < rng.integers(1, config.edges + 1, size=(*shape, 1))
+    table = np.full((*shape, config.letters), -1)
+    np.put_along_axis(table, letters, np.where(used, targets, -1), axis=2)
+    return table
+
+
+def minimal(table: Array) -> Array:
+    """The smallest automaton with the same words, its states in the order of a breadth-first walk.
+
+    Two automata have the same words exactly if their minimal tables are equal.
+
+    Args:
+        table: Next states [states, letters], -1 where a letter is not legal; the first is state 0.
+
+    Returns:
+        A table of the same kind, with as many states as differ and are reached.
+
+    Example:
+        >>> minimal(np.array([[1, 2], [0, -1], [0, -1], [3, 3]])).tolist()
+        [[1, 1], [0, -1]]
+    """
+    # Moore's refinement: split classes whose members lead to different classes, until none does.
+    kind = np.zeros(len(table), dtype=np.int64)
+    classes = 1
+    while True:
+        leads = np.where(table >= 0, kind[table], -1)
+        # NumPy 2.0 alone gives the inverse two axes.
+        kind = np.unique(leads, axis=0, return_inverse=True)[1].reshape(-1)
+        if kind.max() + 1 == classes:
+            break
+        classes = kind.max() + 1
+    number, walk, rows = {kind[0]: 0}, [0], []
+    for state in walk:
+        for following in table[state][table[state] >= 0]:
+            if kind[following] not in number:
+                number[kind[following]] = len(walk)
+                walk.append(following)
+        rows.append([number[kind[s]] if s >= 0 else -1 for s in table[state]])
+    return np.array(rows)
+
+
+def measure(config: Config, batch: Batch, guesses: Array) -> dict[str, float]:
+    """Score the guesses for a batch.
+
+    Args:
+        config: The sizes.
+        batch: What `generate` returned.
+        guesses: The likeliest token at each position, [rows, length]; read where there is a label.
+
+    Returns:
+        "accuracy", the share of guesses that are legal; "next_letter", the share that came;
+        "uniform", the accuracy of guessing any letter, each as likely.
+
+    Example:
+        >>> batch = generate(Config(), np.random.default_rng(0), rows=10)
+        >>> measure(Config(), batch, batch.labels)["accuracy"]
+        1.0
+    """
+    asked = batch.labels != NO_LABEL
+    legal, given = batch.legal[asked], guesses[asked]
+    allowed = (legal[:, None] >> np.arange(1, config.letters + 1)) & 1
+    return {
+        "accuracy": float((legal >> given & 1).mean()),
+        "next_letter": float((batch.labels[asked] == given).mean()),
+        "uniform": float(allowed.mean()),
+    }
+
+
+def show(config: Config, rng: np.random.Generator) -> str:
+    """One row: each state of its automaton, and the letters and states that follow; the words."""
+    table = automata(config, rng, 1)
+    tokens = speak(config, rng, table).tokens[0]
+    names = [".", *(chr(ord("a") + letter) for letter in range(config.letters)), " | "]
+    states = [
+        f"{state}: " + ", ".join(f"{names[x + 1]} to {row[x]}" for x in np.flatnonzero(row >= 0))
+        for state, row in enumerate(minimal(table[0]))
+    ]
+    return "\n".join([*states, "".join(names[token] for token in tokens)])
+
+
+if __name__ == "__main__":
+    print(show(Config(longest_word=12), np.random.default_rng(0)))

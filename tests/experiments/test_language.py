@@ -1,0 +1,78 @@
+import pytest
+
+from deltarule.experiments.equal_size import equal_size
+from deltarule.experiments.language import COMPARED, EXPERIMENT, ON_A_LAPTOP, SEEDS
+from deltarule.experiments.seeds import Runs, noise, places
+from deltarule.experiments.table import load_experiment
+from deltarule.experiments.text_setting import SETTINGS, small_model
+from deltarule.models import count_parameters
+from experiments.text_results import failed, text_result
+
+
+@pytest.mark.parametrize("scale", ["laptop", "gpu"])
+def test_models_have_equal_parameters_and_tokens(scale):
+    cells = EXPERIMENT.cells(scale)
+    names = ON_A_LAPTOP if scale == "laptop" else COMPARED
+    assert {cell.name for cell in cells} == {f"{n}-seed{s}" for n in names for s in SEEDS[scale]}
+    for cell in cells:
+        wanted = SETTINGS[scale].parameters
+        assert count_parameters(cell.model) == pytest.approx(wanted, rel=0.01)
+        assert (cell.rows * cell.length * cell.loop.steps) == (1_536_000, 5_734_400)[scale == "gpu"]
+        assert cell.name.endswith(f"-seed{cell.loop.seed}")
+
+
+def test_an_mlp_cannot_make_a_model_smaller():
+    with pytest.raises(ValueError, match="parameters must be at least"):
+        equal_size(small_model("gated_deltanet", "laptop"), 1000)
+
+
+@pytest.fixture
+def results():
+    """Linear attention clearly worse, two systems level, one run failed."""
+    cells = [cell for cell in EXPERIMENT.cells("gpu") if cell.loop.seed < 2]
+    chosen = {"linear_attention": 2.5, "deltanet": 2.0, "gated_deltanet": 1.99, "kda": 2.1}
+    found = []
+    for cell in cells:
+        name = cell.name.partition("-seed")[0]
+        if name == "kda":
+            found.append(failed(cell, "DivergedError: the loss is not finite at step 9"))
+        elif name in chosen:
+            found.append(text_result(cell, chosen[name] + 0.02 * cell.loop.seed))
+    return found
+
+
+def test_the_table_claims_no_order_inside_the_noise(results):
+    table = EXPERIMENT.table("gpu", results)
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
+    assert [row[0].removeprefix("| ") for row in rows] == [
+        "Gated DeltaNet", "DeltaNet", "Linear attention",
+    ]  # fmt: skip
+    assert [row[5] for row in rows] == ["1 to 2", "1 to 2", "3"]
+    assert rows[0][3] == "2.000 ± 0.014"
+    assert "16.42" in rows[0][7]
+    assert "failed: `kda-seed0`: DivergedError" in table
+    assert "Text: a text, 1,000 bytes" in table
+
+
+def test_one_seed_claims_no_order(results):
+    table = EXPERIMENT.table("laptop", [run for run in results if run.name.endswith("seed0")])
+    assert "One seed each" in table
+    assert "1 to 2" not in table
+
+
+def test_noise_comes_from_the_seeds():
+    level = {"a": Runs([1.0, 1.1]), "b": Runs([1.05, 1.15])}
+    assert noise(level) == pytest.approx(3 * (2 * 0.005 / 2) ** 0.5)
+    assert places(level) == {"a": "1 to 2", "b": "1 to 2"}
+    assert noise({"a": Runs([1.0, 1.1]), "b": Runs([2.0])}) is None
+
+
+def test_the_figure_is_drawn(results, tmp_path):
+    path = tmp_path / "figure.png"
+    EXPERIMENT.draw("gpu", results, path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_it_is_in_the_table_of_experiments():
+    assert load_experiment("language") is EXPERIMENT
+    assert EXPERIMENT.deviations.keys() == EXPERIMENT.needs.keys()

@@ -1,0 +1,265 @@
+"""The command keeps what is finished, goes on after any stop, and says what is in its way."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import deltarule
+import tiny_cells
+from deltarule.cli import FAILED, INTERRUPTED, main
+from deltarule.experiments import pages, reproduce, table
+from deltarule.experiments.experiment import Experiment
+from deltarule.experiments.processes import MachineError
+from deltarule.experiments.records import RecordError
+from deltarule.experiments.reproduce import ReproduceRun
+from tiny_cells import Tiny
+
+SCRIPT = """
+import sys
+import tiny_cells
+from deltarule.cli import main
+from deltarule.experiments import table
+
+table.EXPERIMENTS["tiny"] = "tiny_cells"
+tiny_cells.CELLS[:] = [tiny_cells.Tiny("slow", waits=True), tiny_cells.Tiny("quick")]
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def cells(monkeypatch, tmp_path):
+    """The cells of the experiment `tiny`, to be filled in."""
+    monkeypatch.setitem(table.EXPERIMENTS, "tiny", "tiny_cells")
+    monkeypatch.setattr(tiny_cells, "CELLS", chosen := [Tiny("a"), Tiny("b")])
+    monkeypatch.chdir(tmp_path)
+    return chosen
+
+
+def run(**options):
+    return reproduce.reproduce(ReproduceRun("tiny", device="cpu", **options))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_cells_run_and_are_reported(cells, workers, capfd):
+    cells += [Tiny("fails"), Tiny("big")]
+    folder = run(workers=workers)
+    assert folder == Path("runs/reproduce-tiny-laptop")
+    assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
+    whole = json.loads((folder / "results.json").read_text())
+    assert [cell["cell"]["name"] for cell in whole["cells"]] == ["a", "b", "fails", "big"]
+    assert whole["cells"][0]["figures"] == {"score": 3.0}
+    assert whole["cells"][2]["error"] == "RuntimeError: it was to fail"
+    assert whole["command"] == (
+        f"deltarule reproduce tiny --scale laptop --workers {workers} --device cpu"
+    )
+    report = (folder / "report.md").read_text()
+    for text in ("fails None", "`fails`: RuntimeError", "Everything.", "Seeds: 7.", "torch"):
+        assert text in report
+    printed = capfd.readouterr().out
+    assert "[4/4] " in printed
+    assert "FAILED, RuntimeError: it was to fail" in printed
+
+
+def test_a_second_run_runs_nothing_again_unless_it_is_to_retry(cells):
+    cells.append(Tiny("fails"))
+    folder = run(workers=1)
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("cells/*.json")}
+    run(workers=1)
+    assert {path: path.stat().st_mtime_ns for path in folder.glob("cells/*.json")} == before
+    run(workers=1, retry=True)
+    changed = [path.stem for path, then in before.items() if path.stat().st_mtime_ns != then]
+    assert changed == ["fails"]
+
+
+def test_only_some_cells_and_then_the_rest(cells, capsys):
+    folder = run(workers=1, only="b")
+    assert [path.stem for path in folder.glob("cells/*.json")] == ["b"]
+    assert not (folder / "report.md").exists()
+    run(workers=1)
+    assert json.loads((folder / "results.json").read_text())["from_before"] == 1
+
+
+def test_a_process_that_is_killed_is_a_failed_cell(cells):
+    cells.append(Tiny("dies"))
+    folder = run(workers=2)
+    record = json.loads((folder / "cells" / "dies.json").read_text())
+    assert record["error"] == "the process ended with code -9: last words"
+    assert "`dies`" in (folder / "report.md").read_text()
+
+
+def test_what_is_not_a_number_is_no_result(cells):
+    cells[:] = [Tiny("nan")]
+    folder = run(workers=1)
+    error = json.loads((folder / "cells" / "nan.json").read_text())["error"]
+    assert error == "there is nan or infinity in what it found: {'score': nan}"
+    assert not (folder / "figure.png").exists()
+    assert "Failed:" in (folder / "report.md").read_text()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_full_disk_stops_the_command_and_keeps_what_is_finished(cells, workers):
+    cells[:] = [Tiny("a"), Tiny("full-disk"), *(Tiny(f"after-{i}") for i in range(5))]
+    with pytest.raises(MachineError, match=r"No space left .* cells are finished, and the same"):
+        run(workers=workers)
+    finished = [path.stem for path in Path("runs").glob("*/cells/*.json")]
+    assert "a" in finished
+    assert "full-disk" not in finished
+    assert len(finished) < len(cells)
+    cells[1] = Tiny("space-again")
+    run(workers=1)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_results_of_another_version_or_configuration_are_refused(cells, workers, monkeypatch):
+    folder = run(workers=workers)
+    path = folder / "cells" / "a.json"
+    cells[0] = Tiny("a", steps=4)
+    with pytest.raises(RecordError, match=r"a\.json: .* steps is 3 there and 4 here"):
+        run(workers=workers)
+    path.unlink()
+    with pytest.raises(ValueError, match=r"cell\.json: .* steps is 3 there and 4 here"):
+        run(workers=workers)
+    cells[0] = Tiny("a")
+    with monkeypatch.context() as patch:
+        patch.setattr(deltarule, "__version__", "9.9")
+        with pytest.raises(RecordError, match=r"written by deltarule 0.*, but this is .* 9\.9"):
+            run(workers=1)
+    record = json.loads((folder / "cells" / "b.json").read_text())
+    (folder / "cells" / "b.json").write_text(json.dumps(record | {"format": 99}))
+    with pytest.raises(RecordError, match=r"format 99, written by deltarule 0\."):
+        run(workers=workers)
+    (folder / "cells" / "b.json").write_text("{")
+    with pytest.raises(RecordError, match=r"b\.json: damaged"):
+        run(workers=workers)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["tiny", "--scale", "gpu", "--device", "cpu"], "needs a CUDA GPU, and --device is cpu"),
+        (["memory", "--scale", "gpu"], "memory has no form for --scale gpu, only --scale laptop"),
+        (["nothing"], "NAME must be one of"),
+        (["tiny", "--device", "cuda:77"], "--device cuda:77"),
+    ],
+)
+def test_what_cannot_be_run_is_said_before_it_starts(cells, words, says, capsys):
+    assert main(["reproduce", *words]) == FAILED
+    assert says in capsys.readouterr().err
+    assert not list(Path("runs").glob("*/cells"))
+
+
+def test_the_list_says_what_each_shows_and_needs(cells, capsys):
+    assert main(["reproduce", "--list"]) == 0
+    shown = capsys.readouterr().out
+    for text in ("A tiny experiment. Nothing.", "From no paper.", "laptop no time", "gpu    a GPU"):
+        assert text in shown
+    assert main(["reproduce", "--list", "--scale", "gpu"]) == 0
+    assert "memory\n" not in capsys.readouterr().out
+
+
+def test_published_results_make_a_page_that_keeps_what_was_written_by_hand(cells, tmp_path):
+    docs = tmp_path / "docs"
+    run(workers=1, publish=docs)
+    assert {path.name for path in docs.iterdir()} == {
+        "tiny-laptop.json", "tiny-laptop.png", "tiny.md"
+    }  # fmt: skip
+    page = docs / "tiny.md"
+    text = page.read_text()
+    for part in (
+        "# A tiny experiment",
+        "a 3.0",
+        "tiny-laptop.png",
+        "## The gpu form",
+        "no results",
+    ):
+        assert part in text
+    page.write_text(text.replace("Nothing.", "Written by hand.").replace("a 3.0", "lost"))
+    pages.write_page(tiny_cells.EXPERIMENT, docs)
+    assert page.read_text() == text.replace("Nothing.", "Written by hand.")
+    page.write_text("no marks")
+    with pytest.raises(ValueError, match=r"tiny\.md lacks"):
+        pages.write_page(tiny_cells.EXPERIMENT, docs)
+
+
+def test_the_index_links_every_experiment(cells, tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "EXPERIMENTS", {"tiny": "tiny_cells", "memory": ""})
+    run(workers=1, publish=tmp_path)
+    pages.write_pages(tmp_path)
+    index = (tmp_path / "README.md").read_text()
+    assert "[A tiny experiment](tiny.md)" in index
+    assert "no time; run on 20" in index
+    assert "a GPU; not run yet" in index
+    assert isinstance(tiny_cells.EXPERIMENT, Experiment)
+
+
+@pytest.fixture
+def command(tmp_path):
+    """The command in a process of its own, with one slow cell and a quick one."""
+    script = tmp_path / "command.py"
+    script.write_text(SCRIPT)
+    paths = [str(Path(tiny_cells.__file__).parent), *sys.path]
+    started = []
+
+    def start():
+        process = subprocess.Popen(
+            [sys.executable, str(script), "reproduce", "tiny", "--device", "cpu"],
+            cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def steps_of(folder):
+    path = folder / "runs/reproduce-tiny-laptop/cells/slow/steps"
+    return path.read_text().split("\n")[:-1] if path.exists() else []
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def gone(number):
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return True
+    # A zombie whose parent is gone too is nobody's process.
+    return "\nState:\tZ" in Path(f"/proc/{number}/status").read_text()
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes by way of /proc")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_command_leaves_no_process_and_goes_on(tmp_path, command, number):
+    process = command()
+    quick = tmp_path / "runs/reproduce-tiny-laptop/cells/quick.json"
+    wait_for(lambda: len(steps_of(tmp_path)) == 2 and quick.exists())
+    worker = int(steps_of(tmp_path)[0].split()[1])
+    process.send_signal(number)
+    output = process.communicate(timeout=120)[0]
+    wait_for(lambda: gone(worker), seconds=10)
+    if number != signal.SIGKILL:
+        assert process.returncode == INTERRUPTED
+        assert "1 of 2 cells are finished; the same command goes on" in output
+    (tmp_path / "go").touch()
+    again = command()
+    output = again.communicate(timeout=120)[0]
+    assert again.returncode == 0, output
+    assert "1 of 2 cells are finished, 1 to run" in output
+    assert [line.split()[0] for line in steps_of(tmp_path)] == ["0", "1", "2"]
+    assert steps_of(tmp_path)[2].split()[1] != str(worker)

@@ -1,0 +1,103 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from deltarule.experiments import speedup, token_kernels, token_loop
+from deltarule.experiments.experiment import Result
+from deltarule.experiments.records import plain
+from deltarule.experiments.speedup import EXPERIMENT, PUBLISHED, SpeedupCell
+from deltarule.experiments.table import load_experiment
+from deltarule.reference import recurrent
+from tolerance import assert_close
+
+CPU = torch.device("cpu")
+# Without a GPU the kernels run in Triton's interpreter.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = SpeedupCell(name="small", head=16, width=32, tokens=64, lengths=(16, 64), repeats=2)
+
+
+@pytest.mark.parametrize(
+    ("module", "device"), [(token_loop, "cpu"), (token_kernels, DEVICE)], ids=["C", "Triton"]
+)
+def test_the_loop_over_tokens_is_the_definition(module, device):
+    q, k = F.normalize(torch.randn(2, 2, 9, 3, 16, device=device), dim=-1).unbind()
+    v, grad = torch.randn(2, 2, 9, 3, 24, device=device).unbind()
+    beta = torch.rand(2, 9, 3, device=device)
+    leaves = [x.double().requires_grad_() for x in (q, k, v, beta)]
+    exact = recurrent.delta_rule(*leaves[:3], beta=leaves[3]).o
+    gradients = torch.autograd.grad(exact, leaves, grad.double())
+    o, error = module.forward(q, k, v, beta)
+    assert_close(o, exact.detach(), name="o")
+    found = module.backward(q, k, v, beta, error, grad)
+    for name, x, y in zip(("q", "k", "v", "beta"), found, gradients, strict=True):
+        assert_close(x, y, gradient=True, name=name)
+
+
+def test_the_loop_in_c_takes_nothing_that_it_would_misread():
+    x = torch.zeros(1, 4, 2, 8)
+    with pytest.raises(ValueError, match="contiguous float32 on the CPU"):
+        token_loop.forward(x.transpose(1, 2), x, x, x[..., 0])
+    with pytest.raises(ValueError, match="float64"):
+        token_loop.forward(x.double(), x, x, x[..., 0].contiguous())
+
+
+def test_without_a_compiler_it_says_so(monkeypatch):
+    token_loop.library.cache_clear()
+    monkeypatch.setattr(token_loop.shutil, "which", lambda name: None)
+    with pytest.raises(ValueError, match="install a C compiler"):
+        token_loop.library()
+
+
+def test_both_forms_are_checked_against_each_other_and_timed(tmp_path):
+    threads = torch.get_num_threads()
+    figures = SMALL.run(tmp_path / "cell", CPU)
+    assert figures["lengths"].keys() == {"16", "64"}
+    for row in figures["lengths"].values():
+        assert 0 < row["difference"] < 1e-5
+        assert all(row[f"{form}_{kind}"] > 0 for form in ("chunks", "loop")
+                   for kind in ("forward", "both"))  # fmt: skip
+    assert torch.get_num_threads() == threads
+
+
+def test_a_wrong_baseline_is_no_result(monkeypatch, tmp_path):
+    def wrong(q, k, v, beta):
+        return 1.1 * v, v
+
+    monkeypatch.setattr(token_loop, "forward", wrong)
+    with pytest.raises(ValueError, match="must compute the same"):
+        SMALL.run(tmp_path / "cell", CPU)
+
+
+@pytest.mark.parametrize("change", [{"head": 24}, {"lengths": (48,)}])
+def test_sizes_that_do_not_divide_are_refused(change):
+    with pytest.raises(ValueError, match="must divide"):
+        SpeedupCell(**(vars(SMALL) | change))
+
+
+@pytest.mark.parametrize("scale", ["laptop", "gpu"])
+def test_cells_are_the_published_shapes(scale):
+    cells = EXPERIMENT.cells(scale)
+    assert [cell.head for cell in cells] == list(PUBLISHED)
+    if scale == "gpu":
+        for cell in cells:
+            assert (cell.width, cell.tokens) == (2048, 16_384)
+            assert list(cell.lengths) == list(PUBLISHED[cell.head])
+
+
+def test_table_and_figure(tmp_path):
+    row = {"chunks_forward": 1.0, "chunks_both": 2.0, "loop_forward": 3.0, "loop_both": 8.0,
+           "difference": 1e-3}  # fmt: skip
+    results = [
+        Result(cell.name, plain(cell), {"lengths": {str(n): row for n in cell.lengths}}, None, 1.0)
+        for cell in EXPERIMENT.cells("gpu")
+    ]
+    assert speedup.ratios(results[0], "both")[512] == 4.0
+    assert "| 64 | 512 | 32 | 2.00 | 8.00 | 4.00 | 3.00 | 4.0 |" in EXPERIMENT.table("gpu", results)
+    EXPERIMENT.draw("gpu", results, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 0
+
+
+def test_it_is_in_the_table_of_experiments():
+    assert load_experiment("speedup") is EXPERIMENT
+    assert EXPERIMENT.timed
+    assert EXPERIMENT.deviations.keys() == EXPERIMENT.needs.keys()

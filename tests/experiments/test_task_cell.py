@@ -1,0 +1,103 @@
+"""A cell that trains on a task: it learns, stops when it may, and goes on to the same bits."""
+
+import dataclasses
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from deltarule.experiments.task_cell import Curriculum, Evaluation, TaskCell
+from deltarule.models import ModelConfig
+from deltarule.tasks.mqar import Config
+from deltarule.train.loop import LoopOptions, Trainer
+from deltarule.train.optimizer import OptimizerOptions
+
+TASK = Config(length=8, pairs=2, vocab_size=8)
+LONGER = Config(length=16, pairs=2, vocab_size=8)
+CPU = torch.device("cpu")
+CELL = TaskCell(
+    name="cell", task="mqar", training=TASK, rows=32,
+    evaluations=(Evaluation("same", TASK, 300), Evaluation("longer", LONGER, 40, prefixes=(1, 2))),
+    model=ModelConfig(
+        vocab_size=8, hidden_size=16, num_layers=2, layer_types="deltanet", num_heads=2,
+        conv_size=0, mlp_size=0, norm_eps=1e-2,
+    ),
+    optimizer=OptimizerOptions(lr=2e-2, warmup_steps=10),
+    loop=LoopOptions(steps=12, save_every=5, evaluate_every=4),
+    watched_rows=64,
+)  # fmt: skip
+
+
+def test_a_cell_learns_and_returns_what_json_can_hold(tmp_path):
+    cell = replace(CELL, loop=LoopOptions(steps=300, evaluate_every=50))
+    figures = cell.run(tmp_path, CPU)
+    assert figures["evaluations"]["same"]["accuracy"] > 0.75
+    assert set(figures["evaluations"]["longer"]) == {"accuracy", "sequence_accuracy", "prefixes"}
+    assert [point[0] for point in figures["curve"]] == list(range(50, 301, 50))
+    assert figures["curve"][-1][1] < figures["curve"][0][1]
+    assert figures["steps"] == 300
+    assert not figures["stopped_early"]
+    assert json.loads(json.dumps(figures)) == figures
+    assert (
+        json.loads(json.dumps(dataclasses.asdict(cell)))["model"]["layer_types"] == ["deltanet"] * 2
+    )
+
+
+class Crash(Exception):
+    """What a test raises in the middle of training."""
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"examples": 100}, {"curriculum": Curriculum(8, 12, 100.0)}, {"stop_at": 0.0}],
+    ids=["new", "examples", "curriculum", "stopped"],
+)
+def test_a_crashed_cell_goes_on_to_the_same_figures(tmp_path, monkeypatch, changes):
+    cell = replace(CELL, **changes)
+    straight = cell.run(tmp_path / "straight", CPU)
+    crash_at = 3 if "stop_at" in changes else 7
+    with monkeypatch.context() as patch:
+        update = Trainer._update
+
+        def crashing(trainer, rate):
+            if trainer.step == crash_at:
+                raise Crash
+            return update(trainer, rate)
+
+        patch.setattr(Trainer, "_update", crashing)
+        with pytest.raises(Crash):
+            cell.run(tmp_path / "crashed", CPU)
+    resumed = cell.run(tmp_path / "crashed", CPU)
+    for name in set(straight) - {"training_seconds"}:
+        assert straight[name] == resumed[name], name
+    # A cell whose training was complete is only measured again.
+    again = cell.run(tmp_path / "crashed", CPU)
+    assert again == resumed
+
+
+def test_training_ends_once_it_is_good_enough(tmp_path):
+    figures = replace(CELL, stop_at=0.0).run(tmp_path, CPU)
+    assert (figures["steps"], figures["stopped_early"]) == (4, True)
+    assert [point[0] for point in figures["curve"]] == [4]
+
+
+def test_seeds_decide_everything(tmp_path):
+    other = replace(CELL, loop=replace(CELL.loop, seed=1))
+    first = CELL.run(tmp_path / "a", CPU)["curve"]
+    assert CELL.run(tmp_path / "b", CPU)["curve"] == first
+    assert other.run(tmp_path / "c", CPU)["curve"] != first
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"evaluations": ()}, "evaluations must hold one"),
+        ({"examples": 31}, "examples must be None or at least the 32 rows"),
+        ({"rows": 0}, "count must be 1 or more"),
+        ({"examples": 99, "curriculum": Curriculum(2, 3, 0.1)}, "examples must be None with"),
+    ],
+)
+def test_what_no_cell_can_do_is_refused(changes, says):
+    with pytest.raises(ValueError, match=says):
+        replace(CELL, **changes)

@@ -1,0 +1,128 @@
+import dataclasses
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from deltarule.bench import adapters
+from deltarule.experiments import throughput
+from deltarule.experiments.experiment import Result
+from deltarule.experiments.records import plain
+from deltarule.experiments.table import load_experiment
+from deltarule.experiments.throughput import (
+    EXPERIMENT,
+    FLA,
+    LENGTHS,
+    MODELS,
+    PUBLISHED,
+    TOKENS,
+    ThroughputCell,
+)
+from deltarule.models import ModelConfig, count_parameters
+
+CPU = torch.device("cpu")
+TINY = ModelConfig(
+    vocab_size=64, hidden_size=32, num_layers=2, num_heads=2, layer_types="gated_deltanet_h1",
+    window=8,
+)  # fmt: skip
+
+
+def cell(peer, **changes):
+    return dataclasses.replace(
+        ThroughputCell(
+            name=f"{peer}-tiny", peer=peer, system="gated_deltanet_h1", model=TINY, tokens=64,
+            lengths=(16, 32), steps=1, warm_up=0,
+        ),
+        **changes,
+    )  # fmt: skip
+
+
+def test_models_have_1_3_billion_parameters():
+    for model in MODELS.values():
+        assert count_parameters(model) == pytest.approx(1.33e9, rel=0.04)
+
+
+def test_a_model_of_ours_is_timed_at_every_length(tmp_path):
+    figures = cell("deltarule").run(tmp_path / "cell", CPU)["lengths"]
+    assert figures.keys() == {"16", "32"}
+    for row in figures.values():
+        assert row["tokens_per_s"] > 0
+        assert row["parameters"] == count_parameters(TINY)
+        assert 3 < row["loss"] < 6
+
+
+def test_what_does_not_run_is_told_and_the_other_lengths_go_on(monkeypatch, tmp_path):
+    def sometimes(case, peer, device, real=throughput.time_model):
+        if case["tokens"] == 16:
+            raise RuntimeError("out of memory\nand much more")
+        return real(case, peer, device)
+
+    monkeypatch.setattr(throughput, "time_model", sometimes)
+    figures = cell("deltarule").run(tmp_path / "cell", CPU)["lengths"]
+    assert figures["16"] == {"error": "RuntimeError: out of memory"}
+    assert figures["32"]["tokens_per_s"] > 0
+
+
+class FakeModel(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, 8)
+
+    def forward(self, text, labels, use_cache):
+        return SimpleNamespace(loss=self.embedding(text).float().mean())
+
+
+def fake_config(**options):
+    assert options["num_heads"] == 9
+    assert options["attn"]["window_size"] == 2048
+    return SimpleNamespace(**options)
+
+
+def test_a_model_of_fla_is_built_from_the_same_sizes(monkeypatch, tmp_path):
+    fake = SimpleNamespace(GatedDeltaNetConfig=fake_config, GatedDeltaNetForCausalLM=FakeModel)
+    monkeypatch.setitem(sys.modules, "fla", SimpleNamespace(models=fake))
+    monkeypatch.setitem(sys.modules, "fla.models", fake)
+    monkeypatch.setenv("FLA_FLASH_QLA", "")
+    figures = cell("fla").run(tmp_path / "cell", CPU)["lengths"]
+    assert figures["16"]["parameters"] == 64 * 8
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_fla_is_beside_ours_where_it_is_installed(installed, monkeypatch):
+    monkeypatch.setattr(adapters, "installed", lambda name: installed)
+    names = [cell.name for cell in EXPERIMENT.cells("gpu")]
+    theirs = [f"fla-{name}" for name in FLA] if installed else []
+    assert names == [*(f"deltarule-{name}" for name in MODELS), *theirs]
+
+
+def result(given, error=None):
+    row = {"tokens_per_s": 50_000.0, "peak_GiB": 60.0, "parameters": 1_300_000_000}
+    figures = {"lengths": {str(n): dict(row) for n in LENGTHS}}
+    if error is not None:
+        figures["lengths"]["16384"] = {"error": error}
+    return Result(given.name, plain(given), figures, None, 9.0)
+
+
+def test_table_and_figure(monkeypatch, tmp_path):
+    monkeypatch.setattr(adapters, "installed", lambda name: True)
+    results = [result(cell) for cell in EXPERIMENT.cells("gpu")]
+    results[0] = result(EXPERIMENT.cells("gpu")[0], "OutOfMemoryError: too large")
+    table = EXPERIMENT.table("gpu", results)
+    assert "| Softmax attention | deltarule | 1.30 B | 50.0 (55) |" in table
+    assert "- deltarule-attention, 16384: OutOfMemoryError: too large" in table
+    assert "FLA was not installed" not in table
+    EXPERIMENT.draw("gpu", results, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 0
+    ours = [run for run in results if run.cell["peer"] == "deltarule"]
+    assert "FLA was not installed" in EXPERIMENT.table("gpu", ours)
+
+
+def test_it_needs_a_gpu_and_is_in_the_table_of_experiments():
+    assert load_experiment("throughput") is EXPERIMENT
+    assert EXPERIMENT.timed
+    assert EXPERIMENT.needs.keys() == EXPERIMENT.deviations.keys() == {"gpu"}
+    assert PUBLISHED.keys() == MODELS.keys()
+    assert all(TOKENS % length == 0 for length in LENGTHS)

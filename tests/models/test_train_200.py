@@ -1,0 +1,39 @@
+"""Every mixer learns text: 200 steps of `deltarule train text`, run by `pytest -m slow`."""
+
+import math
+import os
+
+import pytest
+
+from deltarule.nn import MIXERS
+from models.train_200 import STEPS, train, train_all
+
+# Of the first loss, which is that of a model that knows nothing.
+LEARNED = 0.6
+
+
+@pytest.mark.slow
+def test_200_steps_lower_the_loss_of_every_mixer():
+    rows = list(train_all(list(MIXERS), os.cpu_count() or 1))
+    assert [row["name"] for row in rows] == list(MIXERS)
+    for row in rows:
+        assert "error" not in row, row
+        assert row["steps"] == STEPS
+        assert math.isfinite(row["last_loss"])
+        assert row["last_loss"] < LEARNED * row["first_loss"], row
+
+
+def test_a_row_says_what_the_losses_did(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{i} bottles of beer on the wall\n" for i in range(400)))
+    row = train("linear_attention", steps=12, data=str(text))
+    assert row["name"] == "linear_attention"
+    assert row["steps"] == 12
+    assert row["last_loss"] < row["first_loss"]
+    assert row["parameters"] > 100_000
+    assert row["seconds"] > 0
+
+
+def test_a_failure_is_a_row(tmp_path):
+    row = train("linear_attention", steps=1, data=str(tmp_path / "missing"))
+    assert row["error"].startswith("DataError")
