@@ -11,7 +11,7 @@ from deltarule.kernels.triton.channel_gradients_16bit import (
 )
 from deltarule.kernels.triton.channel_pairs import pair_gradients_kernel
 from deltarule.kernels.triton.channel_scores import channel_scores_kernel
-from deltarule.kernels.triton.configurations import call_of, configuration, power_of_two
+from deltarule.kernels.triton.configurations import configuration, power_of_two
 from deltarule.kernels.triton.launch import OPTIONS, Plan, Scores, precision, strides
 
 # Rows that the decays of a chunk take, as channel_decay.py lays them out.
@@ -88,7 +88,7 @@ def channel_scores(inputs: Inputs, plan: Plan) -> tuple[Scores, Tensor | None]:
     sums = buffer(SUMS, channels, dtype=torch.float32) if decays else None
     # A tf32 number has no more digits than a float16 one: rounding to it would show.
     exact = {"PRECISION": "tf32" if x.dtype == torch.bfloat16 else "tf32x3"}
-    config = configuration("channel_scores", call_of(inputs))
+    config = configuration("channel_scores", plan.call)
     for erasing_rows in (False, True) if free else (False,):
         channel_scores_kernel[plan.chunks, sizes["HV"]](
             inputs.q, inputs.k, inputs.a, inputs.b, inputs.beta, inputs.log_decay,
@@ -131,13 +131,13 @@ def channel_gradients(
         None if y is None else torch.empty(y.shape, dtype=torch.float32, device=x.device)
         for y in (inputs.beta, wide.log_decay)
     )
-    config = options(inputs, plan, configuration("channel_gradients", call_of(inputs)))
+    config = options(inputs, plan, configuration("channel_gradients", plan.call))
     few = ("HV", "N_STEPS", "CT", "BT", "ERASE", "PACKED", "PRECISION")
     pair_gradients_kernel[plan.chunks, sizes["HV"]](
         inputs.v, inputs.beta, inputs.cu_seqlens, errors, d_o, d_errors, d_values, pairs, d_v,
         d_beta, inputs.scale, x.shape[1], inputs.sequences, *strides(inputs.beta),
         **{name: config[name] for name in few}, V=sizes["V"],
-        **configuration("pair_gradients", call_of(inputs)), **OPTIONS,
+        **configuration("pair_gradients", plan.call), **OPTIONS,
     )  # fmt: skip
     even = sums is not None and has_even_chunks(inputs)
     if even:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from deltarule.kernels.inputs import Inputs
-from deltarule.kernels.triton.configurations import call_of, configuration
+from deltarule.kernels.triton.configurations import configuration
 from deltarule.kernels.triton.gradients import gradients_kernel
 from deltarule.kernels.triton.launch import OPTIONS, Plan, Scores, Shapes, precision, strides
 from deltarule.kernels.triton.pair_scores import pair_scores_kernel
@@ -43,7 +43,7 @@ def head_scores(inputs: Inputs, plan: Plan, buffers: dict[str, Tensor]) -> Score
         out.corrections, out.scalings, out.chunk_decay, buffers.get("decays"), inputs.scale,
         x.shape[1], inputs.sequences, *strides(inputs.beta), *strides(inputs.log_decay),
         **{name: size for name, size in sizes.items() if name != "V"}, **flags(inputs),
-        **configuration("pair_scores", call_of(inputs)), **OPTIONS,
+        **configuration("pair_scores", plan.call), **OPTIONS,
     )  # fmt: skip
     return out
 
@@ -68,7 +68,7 @@ def head_gradients(
         buffers.get("errors"), d_o, d_states, d_errors, d_q, d_k, d_v, d_beta, d_decay,
         inputs.scale, x.shape[1], inputs.sequences, *strides(inputs.log_decay),
         0 if d_decay is None else d_decay[0].numel(), **sizes, **flags(inputs),
-        **configuration("gradients", call_of(inputs)), **OPTIONS,
+        **configuration("gradients", plan.call), **OPTIONS,
     )  # fmt: skip
     if d_decay is not None:
         d_decay = d_decay.sum(0)

@@ -9,6 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deltarule.kernels.inputs import Inputs
 from deltarule.kernels.triton.configurations import (
+    Call,
     architecture,
     call_of,
     chunk_rows,
@@ -26,6 +27,8 @@ COPY_ENGINE = 90
 class Plan(NamedTuple):
     """Sizes of one call: chunks of CT tokens and BT rows, keys in tiles of BK channels."""
 
+    # What its configurations depend on.
+    call: Call
     chunks: int
     sizes: dict[str, int]
     # Chunks in a segment of a sequence, or 0: sequences are whole.
@@ -36,7 +39,8 @@ def make_plan(inputs: Inputs) -> Plan:
     """A function of shapes and the GPU alone."""
     batch, tokens, heads, key_size = inputs.q.shape
     value_heads, value_size = inputs.v.shape[2:]
-    rows = chunk_rows(call_of(inputs))
+    call = call_of(inputs)
+    rows = chunk_rows(call)
     size = rows // inputs.n_steps
     if inputs.cu_seqlens is None:
         chunks = batch * ((tokens + size - 1) // size)
@@ -47,8 +51,8 @@ def make_plan(inputs: Inputs) -> Plan:
         "CT": size, "BT": rows, "BQ": power_of_two(size),
         "BK": power_of_two(key_size),
     }  # fmt: skip
-    tile = configuration("next_state", call_of(inputs))["BV"]
-    return Plan(chunks, sizes, chunks_per_segment(inputs, inputs.erase, size, tile))
+    tile = configuration("next_state", call)["BV"]
+    return Plan(call, chunks, sizes, chunks_per_segment(inputs, inputs.erase, size, tile))
 
 
 class Scores(NamedTuple):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deltarule.kernels.inputs import Inputs
 from deltarule.kernels.triton import channel, head
-from deltarule.kernels.triton.configurations import call_of, configuration
+from deltarule.kernels.triton.configurations import configuration
 from deltarule.kernels.triton.launch import (
     OPTIONS,
     Plan,
@@ -110,7 +110,7 @@ def next_state(
     states, errors, initial = buffers.get("states"), buffers.get("errors"), inputs.initial_state
 
     def launch(split: str, initial: Tensor | None, final: Tensor, places: int) -> None:
-        ends, config = split == "ends", configuration("next_state", call_of(inputs))
+        ends, config = split == "ends", configuration("next_state", plan.call)
         config = ends_configuration(config) if ends else config
         full, block = full_tiles(inputs, plan, config["BV"]), config["BV"]
         tiles = -(-value_size // block)
@@ -149,7 +149,7 @@ def next_state_backward(
     d_values = None if inputs.a is None else torch.empty_like(d_errors)
 
     def launch(split: str, d_final: Tensor, d_initial: Tensor, places: int) -> None:
-        ends, config = split == "ends", configuration("next_state_backward", call_of(inputs))
+        ends, config = split == "ends", configuration("next_state_backward", plan.call)
         config = ends_configuration(config) if ends else config
         full, block = full_tiles(inputs, plan, config["BV"]), config["BV"]
         next_state_backward_kernel[-(-value_size // block), heads, places](
