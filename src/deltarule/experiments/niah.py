@@ -215,7 +215,7 @@ EXPERIMENT = Experiment(
     ),
     source="Gated DeltaNet (arXiv 2412.06464), table of S-NIAH; the task is RULER's",
     needs={
-        "laptop": "4 cells of 4 minutes, 8 minutes on 2 cores",
+        "laptop": "4 cells of 4 to 5 minutes, 10 minutes on 2 cores",
         "gpu": "12 cells, 6 minutes on one H200 with --workers 12",
     },
     cells=cells,

@@ -121,19 +121,29 @@ def conditions(report: Record, raw: str) -> list[str]:
     """Where, when and with what the results were made."""
     cells = report["cells"]
     machines = dict.fromkeys(cell["machine"] for cell in cells)
-    longest = max(cell["seconds"] for cell in cells)
+    seconds = [seconds_of(cell) for cell in cells]
     threads = " or ".join(str(n) for n in sorted({cell["threads"] for cell in cells}))
     versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
     seeds = sorted({seed for cell in cells for seed in seeds_of(cell["cell"])})
-    total = sum(cell["seconds"] for cell in cells)
     return [
         f"- Run on {report['date'][:10]}: {'; then on '.join(machines)}.",
         f"- {len(cells)} cells, {report['workers']} at a time, CPU threads of each: {threads}; the "
-        f"longest took {longest:,.0f} s, all together {total:,.0f} s.",
+        f"longest took {max(seconds):,.0f} s, all together {sum(seconds):,.0f} s.",
         f"- Seeds: {listed(seeds)}.",
         f"- Versions: {versions}.",
         f"- Raw results: [{raw}]({raw}).",
     ]
+
+
+def seconds_of(cell: Record) -> float:
+    """What a cell took: a cell that went on after a stop counts its whole training.
+
+    Example:
+        >>> seconds_of({"seconds": 9.0, "figures": {"training_seconds": 60.0}})
+        60.0
+    """
+    whole: float = max(cell["seconds"], cell["figures"].get("training_seconds", 0.0))
+    return whole
 
 
 def listed(numbers: list[int]) -> str:

@@ -253,11 +253,11 @@ EXPERIMENT = Experiment(
     title="State tracking with negative eigenvalues",
     shows=(
         "Whether an odd number of bits was set is a state that flips: with eigenvalues in [0, 1] "
-        "no length beyond the trained one is solved, with [-1, 1] every length is."
+        "rows longer than the trained ones are guessed, with [-1, 1] they are solved."
     ),
     source="Grazzi et al. (arXiv 2411.12537), table 2, as printed in the slides' figure 4",
     needs={
-        "laptop": "12 cells of a minute, 6 minutes on 2 cores",
+        "laptop": "12 cells of a minute, 7 minutes on 2 cores",
         "gpu": "36 cells, 8 minutes on one H200 with --workers 12",
     },
     cells=cells,
@@ -267,7 +267,7 @@ EXPERIMENT = Experiment(
         "laptop": [
             "Parity alone; modular arithmetic needs a GPU.",
             "Rows of 32 bits with the parity asked for after each bit, instead of rows of 2 to 39 "
-            "bits and one answer: a hundred times fewer rows are enough. The test is the paper's.",
+            "bits and one answer: a fortieth of the rows is enough. The test is the paper's.",
             "One layer of 64 channels without convolution and MLP, 500 steps of 256 rows at a rate "
             "of 0.003.",
             *BOTH,
