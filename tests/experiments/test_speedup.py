@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -39,6 +42,17 @@ def test_the_loop_in_c_takes_nothing_that_it_would_misread():
         token_loop.forward(x.transpose(1, 2), x, x, x[..., 0])
     with pytest.raises(ValueError, match="float64"):
         token_loop.forward(x.double(), x, x, x[..., 0].contiguous())
+
+
+def test_loading_the_loop_in_c_leaves_the_smallest_numbers_alone():
+    program = """
+import torch
+from deltarule.experiments import token_loop
+token_loop.library()
+assert (torch.tensor([1e-39]) * 1).item() > 0
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_without_a_compiler_it_says_so(monkeypatch):

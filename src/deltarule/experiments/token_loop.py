@@ -18,7 +18,12 @@ import torch
 from torch import Tensor
 
 COMPILERS = ("cc", "gcc", "clang")
-OPTIONS = ("-O3", "-ffast-math", "-shared", "-fPIC")
+# Sums may be taken in any order. Not -ffast-math: loading what that makes has the whole process
+# round its smallest numbers to zero.
+OPTIONS = (
+    "-O3", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno",
+    "-shared", "-fPIC",
+)  # fmt: skip
 
 # Tensors are [B, T, H, channels]; a head's rows of one sequence lie H * channels apart.
 SOURCE = r"""
