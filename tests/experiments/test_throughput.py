@@ -54,12 +54,12 @@ def test_a_model_of_ours_is_timed_at_every_length(tmp_path):
 
 
 def test_what_does_not_run_is_told_and_the_other_lengths_go_on(monkeypatch, tmp_path):
-    def sometimes(case, peer, device, real=throughput.time_model):
-        if case["tokens"] == 16:
+    def sometimes(*built, tokens, real=throughput.time_steps, **options):
+        if tokens == 16:
             raise RuntimeError("out of memory\nand much more")
-        return real(case, peer, device)
+        return real(*built, tokens=tokens, **options)
 
-    monkeypatch.setattr(throughput, "time_model", sometimes)
+    monkeypatch.setattr(throughput, "time_steps", sometimes)
     figures = cell("deltarule").run(tmp_path / "cell", CPU)["lengths"]
     assert figures["16"] == {"error": "RuntimeError: out of memory"}
     assert figures["32"]["tokens_per_s"] > 0

@@ -45,15 +45,54 @@ def time_model(case: dict[str, Any], peer: str, device: str) -> dict[str, Any]:
         device: Where the model is built.
 
     Returns:
-        tokens_per_s, seconds of a step, peak_GiB (None on the CPU), parameters, and the loss of
-        the last step, by which a broken run is seen.
+        As `time_steps`.
+
+    Raises:
+        ValueError: The peer has no model here.
     """
+    if peer not in PEERS:
+        raise ValueError(f"peer must be one of {', '.join(PEERS)}, got {peer!r}")
     sizes = Sizes(*case.get("sizes", ()))
-    model, loss_of = BUILDERS[peer](sizes, device)
-    batch, tokens = case["batch"], case["tokens"]
+    if peer == "fla":
+        built = build_fla("DeltaNet", fla_settings(sizes), device)
+    else:
+        config = ModelConfig(layer_types="deltanet", tie_embeddings=False, **sizes._asdict())
+        built = build_ours(config, device)
+    return time_steps(
+        *built, vocab_size=sizes.vocab_size, batch=case["batch"], tokens=case["tokens"],
+        device=device, steps=case.get("steps", STEPS), warm_up=case.get("warm_up", WARM_UP),
+    )  # fmt: skip
+
+
+def time_steps(
+    model: nn.Module,
+    loss_of: Loss,
+    *,
+    vocab_size: int,
+    batch: int,
+    tokens: int,
+    device: str,
+    steps: int = STEPS,
+    warm_up: int = WARM_UP,
+) -> dict[str, Any]:
+    """Time training steps of a model on random text.
+
+    Args:
+        model: On the device; its gradients are dropped after each step.
+        loss_of: From text [batch, tokens + 1] to the loss.
+        vocab_size: Of the text.
+        batch: Rows of a step.
+        tokens: Of a row.
+        device: Where the text is made.
+        steps: That are timed.
+        warm_up: Steps before those, after the first.
+
+    Returns:
+        tokens_per_s, seconds of the first and of a later step, peak_GiB (None on the CPU),
+        parameters, and the loss of the last step, by which a broken run is seen.
+    """
     # The one after the last is a target only.
-    text = torch.randint(sizes.vocab_size, (batch, tokens + 1), device=device)
-    steps = case.get("steps", STEPS)
+    text = torch.randint(vocab_size, (batch, tokens + 1), device=device)
     losses: list[Tensor] = []
 
     def step() -> None:
@@ -67,7 +106,7 @@ def time_model(case: dict[str, Any], peer: str, device: str) -> dict[str, Any]:
             step()
 
     first = timing.host_seconds(step)
-    for _ in range(case.get("warm_up", WARM_UP)):
+    for _ in range(warm_up):
         step()
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
@@ -79,30 +118,24 @@ def time_model(case: dict[str, Any], peer: str, device: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def build_ours(sizes: Sizes, device: str) -> tuple[nn.Module, Loss]:
-    """Our model with DeltaNet layers, and the loss that never holds all logits."""
-    config = ModelConfig(layer_types="deltanet", tie_embeddings=False, **sizes._asdict())
+def build_ours(config: ModelConfig, device: str) -> tuple[nn.Module, Loss]:
+    """A model of ours in bfloat16, and the loss that never holds all logits."""
     with torch.device(device):
         model = CausalLM(config).to(torch.bfloat16)
+    head = model.embedding if model.head is None else model.head
 
     def loss_of(text: Tensor) -> Tensor:
-        x, _ = model.hidden(text[:, :-1])
-        head = model.embedding if model.head is None else model.head
-        return linear_next_token_loss(x, head.weight, text[:, 1:])
+        return linear_next_token_loss(model.hidden(text[:, :-1])[0], head.weight, text[:, 1:])
 
     return model, loss_of
 
 
-def build_fla(sizes: Sizes, device: str) -> tuple[nn.Module, Loss]:
-    """FLA's model of the same sizes, with its fused cross entropy."""
+def build_fla(prefix: str, settings: dict[str, Any], device: str) -> tuple[nn.Module, Loss]:
+    """FLA's model in bfloat16 by the prefix of its classes, with its fused cross entropy."""
     models = importlib.import_module("fla.models")
-    config = models.DeltaNetConfig(
-        hidden_size=sizes.hidden_size, num_hidden_layers=sizes.num_layers,
-        num_heads=sizes.num_heads, vocab_size=sizes.vocab_size, intermediate_size=sizes.mlp_size,
-        use_gate=False, tie_word_embeddings=False,
-    )  # fmt: skip
+    config = getattr(models, f"{prefix}Config")(**settings)
     config.fuse_cross_entropy = True
-    model = models.DeltaNetForCausalLM(config).to(device, torch.bfloat16)
+    model = getattr(models, f"{prefix}ForCausalLM")(config).to(device, torch.bfloat16)
 
     def loss_of(text: Tensor) -> Tensor:
         # It shifts the labels itself, and trains on one token fewer a row.
@@ -112,7 +145,10 @@ def build_fla(sizes: Sizes, device: str) -> tuple[nn.Module, Loss]:
     return model, loss_of
 
 
-BUILDERS: dict[str, Callable[[Sizes, str], tuple[nn.Module, Loss]]] = {
-    "deltarule": build_ours,
-    "fla": build_fla,
-}
+def fla_settings(sizes: Sizes) -> dict[str, Any]:
+    """The same sizes in FLA's names."""
+    return {
+        "hidden_size": sizes.hidden_size, "num_hidden_layers": sizes.num_layers,
+        "num_heads": sizes.num_heads, "vocab_size": sizes.vocab_size,
+        "intermediate_size": sizes.mlp_size, "use_gate": False, "tie_word_embeddings": False,
+    }  # fmt: skip

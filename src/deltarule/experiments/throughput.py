@@ -1,20 +1,19 @@
 """Training speed of language models of 1.3 billion parameters, ours beside FLA's."""
 
 import dataclasses
-import importlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from deltarule.bench import adapters
-from deltarule.bench.model import BUILDERS, Loss, Sizes, time_model
+from deltarule.bench.model import Loss, build_fla, build_ours, time_steps
 from deltarule.experiments.experiment import Experiment, Result, Scale, finished
 from deltarule.experiments.markdown import markdown_table
-from deltarule.models import CausalLM, ModelConfig, linear_next_token_loss
+from deltarule.models import ModelConfig
 from deltarule.plots.curves import Curve, Panel, draw_curves, title_of
 from deltarule.recipes import RECIPES
 
@@ -93,25 +92,26 @@ class ThroughputCell:
         """Time training steps in bfloat16, forward and backward, without an optimizer.
 
         Returns:
-            `lengths`: for each what `time_model` returns, or the `error` that ended it.
+            `lengths`: for each what `time_steps` returns, or the `error` that ended it.
         """
-        BUILDERS[self.name] = self.build
         return {"lengths": {str(n): self.time(n, str(device)) for n in self.lengths}}
 
-    def build(self, sizes: Sizes, device: str) -> tuple[nn.Module, Loss]:
+    def build(self, device: str) -> tuple[nn.Module, Loss]:
         """The model, and its loss from text to a number."""
-        if self.peer == "fla":
-            return build_fla(FLA[self.system], self.model, device)
-        return build_ours(self.model, device)
+        if self.peer != "fla":
+            return build_ours(self.model, device)
+        os.environ.update(adapters.PEERS["fla"].environment)
+        theirs = FLA[self.system]
+        return build_fla(theirs.prefix, fla_settings(theirs, self.model), device)
 
     def time(self, length: int, device: str) -> dict[str, Any]:
         """One length; what does not fit into memory is said to."""
-        case = {
-            "batch": self.tokens // length, "tokens": length, "steps": self.steps,
-            "warm_up": self.warm_up, "sizes": [self.model.vocab_size],
-        }  # fmt: skip
         try:
-            figures = time_model(case, self.name, device)
+            figures = time_steps(
+                *self.build(device), vocab_size=self.model.vocab_size,
+                batch=self.tokens // length, tokens=length, device=device, steps=self.steps,
+                warm_up=self.warm_up,
+            )  # fmt: skip
         except Exception as error:
             figures = {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
         print(f"{self.name}, {length:,} tokens: {figures}", flush=True)
@@ -120,36 +120,14 @@ class ThroughputCell:
         return figures
 
 
-def build_ours(config: ModelConfig, device: str) -> tuple[nn.Module, Loss]:
-    """A model of ours, and the loss that never holds all logits."""
-    with torch.device(device):
-        model = CausalLM(config).to(torch.bfloat16)
-    head = model.embedding if model.head is None else model.head
-
-    def loss_of(text: Tensor) -> Tensor:
-        return linear_next_token_loss(model.hidden(text[:, :-1])[0], head.weight, text[:, 1:])
-
-    return model, loss_of
-
-
-def build_fla(fla: Fla, config: ModelConfig, device: str) -> tuple[nn.Module, Loss]:
-    """FLA's model of the same sizes, with its fused cross entropy."""
-    os.environ.update(adapters.PEERS["fla"].environment)
-    models = importlib.import_module("fla.models")
-    settings = getattr(models, f"{fla.prefix}Config")(
-        hidden_size=config.hidden_size, num_hidden_layers=config.num_layers,
-        vocab_size=config.vocab_size, tie_word_embeddings=config.tie_embeddings,
-        **({"intermediate_size": config.mlp_size} if config.mlp_size else {}), **fla.options,
-    )  # fmt: skip
-    settings.fuse_cross_entropy = True
-    model = getattr(models, f"{fla.prefix}ForCausalLM")(settings).to(device, torch.bfloat16)
-
-    def loss_of(text: Tensor) -> Tensor:
-        # It shifts the labels itself, and trains on one token fewer a row.
-        loss: Tensor = model(text[:, :-1], labels=text[:, :-1], use_cache=False).loss
-        return loss
-
-    return model, loss_of
+def fla_settings(fla: Fla, config: ModelConfig) -> dict[str, Any]:
+    """Our sizes in FLA's names, and what ours do not decide."""
+    mlp = {"intermediate_size": config.mlp_size} if config.mlp_size else {}
+    return {
+        "hidden_size": config.hidden_size, "num_hidden_layers": config.num_layers,
+        "vocab_size": config.vocab_size, "tie_word_embeddings": config.tie_embeddings,
+        **mlp, **fla.options,
+    }  # fmt: skip
 
 
 def cells(scale: Scale) -> list[ThroughputCell]:
