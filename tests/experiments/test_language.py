@@ -4,7 +4,7 @@ from deltarule.experiments.equal_size import equal_size
 from deltarule.experiments.language import COMPARED, EXPERIMENT, ON_A_LAPTOP, SEEDS
 from deltarule.experiments.seeds import Runs, noise, places
 from deltarule.experiments.table import load_experiment
-from deltarule.experiments.text_setting import SETTINGS, small_model
+from deltarule.experiments.text_setting import SETTINGS, text_model
 from deltarule.models import count_parameters
 from experiments.text_results import failed, text_result
 
@@ -15,15 +15,15 @@ def test_models_have_equal_parameters_and_tokens(scale):
     names = ON_A_LAPTOP if scale == "laptop" else COMPARED
     assert {cell.name for cell in cells} == {f"{n}-seed{s}" for n in names for s in SEEDS[scale]}
     for cell in cells:
-        wanted = SETTINGS[scale].parameters
+        wanted = SETTINGS["laptop" if scale == "laptop" else "large"].parameters
         assert count_parameters(cell.model) == pytest.approx(wanted, rel=0.01)
-        assert (cell.rows * cell.length * cell.loop.steps) == (1_536_000, 5_734_400)[scale == "gpu"]
+        assert (cell.rows * cell.length * cell.loop.steps) == (1_536_000, 9_830_400)[scale == "gpu"]
         assert cell.name.endswith(f"-seed{cell.loop.seed}")
 
 
 def test_an_mlp_cannot_make_a_model_smaller():
     with pytest.raises(ValueError, match="parameters must be at least"):
-        equal_size(small_model("gated_deltanet", "laptop"), 1000)
+        equal_size(text_model("gated_deltanet", "laptop"), 1000)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ def test_the_gpu_form_is_the_setting_of_the_figure():
         assert cell.training == Config(length=512, pairs=64, vocab_size=8192)
         assert (cell.rows, cell.examples, cell.evaluations[0].rows) == (128, 100_000, 3000)
         assert (cell.model.num_layers, cell.model.mlp_size, cell.model.conv_size) == (2, 0, 0)
-        assert cell.loop.steps == 12 * (100_000 // 128)
+        assert cell.loop.steps == 6 * (100_000 // 128)
 
 
 def test_states_are_of_one_size():

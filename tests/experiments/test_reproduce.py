@@ -9,13 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import deltarule
 import tiny_cells
 from deltarule.cli import FAILED, INTERRUPTED, main
 from deltarule.experiments import pages, reproduce, table
 from deltarule.experiments.experiment import Experiment
-from deltarule.experiments.processes import MachineError
+from deltarule.experiments.processes import MachineError, devices_of, least_loaded
 from deltarule.experiments.records import RecordError
 from deltarule.experiments.reproduce import ReproduceRun
 from tiny_cells import Tiny
@@ -263,3 +264,31 @@ def test_a_stopped_command_leaves_no_process_and_goes_on(tmp_path, command, numb
     assert "1 of 2 cells are finished, 1 to run" in output
     assert [line.split()[0] for line in steps_of(tmp_path)] == ["0", "1", "2"]
     assert steps_of(tmp_path)[2].split()[1] != str(worker)
+
+
+def test_processes_are_spread_over_the_gpus():
+    gpus = devices_of(torch.device("cuda"), 3)
+    busy = []
+    for _ in range(7):
+        busy.append(least_loaded(gpus, busy))
+    assert [device.index for device in busy] == [0, 1, 2, 0, 1, 2, 0]
+    busy.remove(gpus[1])
+    assert least_loaded(gpus, busy) == gpus[1]
+    assert devices_of(torch.device("cuda", 2), 3) == [gpus[2]]
+    assert devices_of(torch.device("cpu"), 0) == [torch.device("cpu")]
+
+
+def test_a_report_of_finished_cells_needs_no_gpu(cells, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(reproduce, "device_for", lambda *_, **__: torch.device("cpu"))
+        folder = run(scale="gpu", workers=1)
+    path = folder / "cells" / "a.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(record | {"versions": {"torch": "of the other machine"}}))
+    again = run(scale="gpu", workers=9)
+    whole = json.loads((again / "results.json").read_text())
+    assert whole["versions"] == {"torch": "of the other machine"}
+    assert (whole["from_before"], whole["workers"]) == (2, 9)
+    path.unlink()
+    with pytest.raises(ValueError, match="needs a CUDA GPU"):
+        run(scale="gpu")

@@ -7,6 +7,7 @@ import torch
 
 import deltarule
 from deltarule.nn import Attention, SlidingWindowAttention
+from deltarule.nn.layout import make_layout
 from deltarule.nn.rope import rotate
 from nn.layers import HIDDEN, inputs, make
 from tolerance import relative_rms
@@ -97,3 +98,38 @@ def test_weights_are_those_that_forward_applies(name):
     v = v.repeat_interleave(layer.num_heads // layer.num_kv_heads, 2)
     o = torch.einsum("bhij, bjhd -> bihd", weights, v).flatten(2)
     assert relative_rms(layer.o_proj(o), layer(x)[0]) <= 1e-12
+
+
+@pytest.mark.parametrize("lengths", [None, [40], [1, 16, 2, 21], [3, 0, 37], [8, 8, 24]])
+@pytest.mark.parametrize("window", [1, 3, 8, 39])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_blocks_equal_the_mask_of_all_pairs(lengths, window, kv_heads):
+    """Outputs and gradients, whatever place the sequences begin at in their blocks."""
+    layer = Attention(HIDDEN, num_heads=4, num_kv_heads=kv_heads, window=window).double()
+    x = inputs(2 if lengths is None else 1, 40, torch.float64).requires_grad_()
+    cu_seqlens = None if lengths is None else deltarule.pack(lengths)
+    y, _ = layer(x, cu_seqlens=cu_seqlens)
+    layout = make_layout(x, cu_seqlens, None)
+    before = layer._state_before(None, layout)
+    q, k, v = layer._project(x, layout.positions(before["length"]))
+    o = layer._attend(q, k, v, layer._visible(before, layout))
+    expected = layer.o_proj(o.flatten(-2))
+    assert relative_rms(y, expected) <= 1e-12
+    grad = torch.randn_like(y)
+    ours, theirs = (
+        torch.autograd.grad(out, x, grad, retain_graph=True)[0] for out in (y, expected)
+    )
+    assert relative_rms(ours, theirs) <= 1e-12
+
+
+def test_a_window_makes_no_mask_of_all_pairs(monkeypatch):
+    asked = []
+    attend = Attention._attend
+
+    def noted(self, q, k, v, visible):
+        asked.append(0 if visible is None else visible.numel())
+        return attend(self, q, k, v, visible)
+
+    monkeypatch.setattr(Attention, "_attend", noted)
+    SlidingWindowAttention(HIDDEN, num_heads=2, window=16)(inputs(1, 1024))
+    assert asked == [0, 16 * 32]

@@ -8,10 +8,11 @@ from deltarule.experiments.experiment import Experiment, Result, Scale
 from deltarule.experiments.markdown import markdown_table
 from deltarule.experiments.seeds import by_setting, on_noise
 from deltarule.experiments.text_cell import TextCell
-from deltarule.experiments.text_setting import bits, small_cell, small_model, text_of
+from deltarule.experiments.text_setting import Size, bits, text_cell, text_model, text_of
 from deltarule.plots.curves import Curve, Panel, draw_curves, title_of
 
 SEEDS: dict[Scale, tuple[int, ...]] = {"laptop": (0,), "gpu": (0, 1)}
+SIZES: dict[Scale, Size] = {"laptop": "laptop", "gpu": "small"}
 
 
 Changes = dict[str, Any]
@@ -66,12 +67,12 @@ ON_A_LAPTOP = ("deltanet-l2-silu", "deltanet-l1-elu")
 
 def cells(scale: Scale) -> list[TextCell]:
     """A model for each variant and seed."""
-    made = []
+    made, size = [], SIZES[scale]
     for seed in SEEDS[scale]:
         for name in ON_A_LAPTOP if scale == "laptop" else VARIANTS:
             variant = VARIANTS[name]
-            model = dataclasses.replace(small_model(variant.mixer, scale), **variant.changes)
-            made.append(small_cell(name, model, scale, seed))
+            model = dataclasses.replace(text_model(variant.mixer, size), **variant.changes)
+            made.append(text_cell(name, model, size, seed))
     return made
 
 
@@ -144,7 +145,7 @@ EXPERIMENT = Experiment(
     "the block",
     needs={
         "laptop": "2 curves of 3 minutes on 2 cores",
-        "gpu": "24 models of 3.3 M parameters: 7 minutes on one H200 with --workers 12",
+        "gpu": "24 models of 3.3 M parameters, for three H200 with --workers 30; not timed yet",
     },
     cells=cells,
     draw=draw,
@@ -157,7 +158,7 @@ EXPERIMENT = Experiment(
             "Heads of 64 channels, in place of 128; one seed.",
         ],
         "gpu": [
-            "Models of 3.3 M parameters and 5.7 million bytes of text, in place of 340 M and 400 M "
+            "Models of 3.3 M parameters and 8.2 million bytes of text, in place of 340 M and 400 M "
             "parameters and 15 B tokens; bits per byte in place of the perplexity of words.",
             "DeltaNet with heads of 64 channels, in place of 128.",
             "Gated DeltaNet with values as wide as keys, in place of twice as wide.",

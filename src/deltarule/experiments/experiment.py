@@ -9,6 +9,8 @@ import torch
 
 Scale = Literal["laptop", "gpu"]
 SCALES: tuple[Scale, ...] = ("laptop", "gpu")
+# Seconds of training that a kill may cost a cell.
+SAVE_SECONDS = 30.0
 
 
 class Cell(Protocol):

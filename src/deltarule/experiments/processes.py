@@ -60,6 +60,7 @@ class Worker:
     process: BaseProcess
     words: "Connection[Any, Any]"
     log: Path
+    device: torch.device
     began: float = field(default_factory=time.monotonic)
 
     def last_line(self) -> str:
@@ -67,7 +68,7 @@ class Worker:
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         return next((line.strip() for line in reversed(lines) if line.strip()), "starting")
 
-    def result(self, folder: Path, device: torch.device) -> Ending:
+    def result(self, folder: Path) -> Ending:
         """How it ended; a process that died without a word is a cell that failed."""
         self.process.join()
         path = record_path(folder, self.cell)
@@ -78,7 +79,7 @@ class Worker:
                 return Ending(trouble=self.words.recv())
         code, seconds = self.process.exitcode, time.monotonic() - self.began
         error = f"the process ended with code {code}: {self.last_line()}"
-        record = make_record(self.cell, {}, error, seconds, device)
+        record = make_record(self.cell, {}, error, seconds, self.device)
         try:
             write_json(path, record)
         except OSError as failure:
@@ -86,16 +87,49 @@ class Worker:
         return Ending(record)
 
 
+def devices_of(device: torch.device, count: int) -> list[torch.device]:
+    """The devices that cells are spread over: all GPUs, unless the device is a certain one.
+
+    Args:
+        device: As it was asked for.
+        count: How many GPUs there are.
+
+    Example:
+        >>> devices_of(torch.device("cuda"), 2)
+        [device(type='cuda', index=0), device(type='cuda', index=1)]
+        >>> devices_of(torch.device("cuda:1"), 2)
+        [device(type='cuda', index=1)]
+    """
+    if device.type != "cuda" or device.index is not None:
+        return [device]
+    return [torch.device("cuda", index) for index in range(count)]
+
+
+def least_loaded(devices: Sequence[torch.device], busy: Sequence[torch.device]) -> torch.device:
+    """The device with the fewest processes, the first of several.
+
+    Args:
+        devices: To choose from.
+        busy: That of each process at work.
+    """
+    return min(devices, key=busy.count)
+
+
 def run_cells(
-    cells: Sequence[Cell], folder: Path, device: torch.device, *, workers: int, tell: Tell
+    cells: Sequence[Cell],
+    folder: Path,
+    devices: Sequence[torch.device],
+    *,
+    workers: int,
+    tell: Tell,
 ) -> None:
     """Run cells side by side, each until its record is written.
 
     Args:
         cells: What to run, in this order.
         folder: Of the experiment.
-        device: Where to compute.
-        workers: Processes at a time, 1 or more.
+        devices: Where to compute; each process sees to one of them.
+        workers: Processes at a time on all devices together, 1 or more.
         tell: Hears of every cell that starts or ends.
 
     Raises:
@@ -109,11 +143,12 @@ def run_cells(
         with Interrupt() as interrupt:
             while running or (waiting and not trouble):
                 while waiting and len(running) < workers and not trouble:
+                    device = least_loaded(devices, [worker.device for worker in running])
                     running.append(start(waiting.pop(), folder, device))
                     tell(running[-1].cell, None)
                 for worker in watch(running, interrupt):
                     running.remove(worker)
-                    ending = worker.result(folder, device)
+                    ending = worker.result(folder)
                     if ending.record is not None:
                         tell(worker.cell, ending.record)
                     trouble += [] if ending.trouble is None else [ending.trouble]
@@ -161,7 +196,7 @@ def start(cell: Cell, folder: Path, device: torch.device) -> Worker:
     )
     process.start()
     sender.close()
-    return Worker(cell, process, receiver, own / "log.txt")
+    return Worker(cell, process, receiver, own / "log.txt", device)
 
 
 def work(
@@ -174,6 +209,9 @@ def work(
     threading.Thread(target=die_with_parent, daemon=True).start()
     # More threads would only take each other's cores.
     torch.set_num_threads(1)
+    if device.type == "cuda" and device.index is not None:
+        # Kernels are launched, and memory is taken, on the GPU that is the process's current one.
+        torch.cuda.set_device(device)
     try:
         with log.open("a", encoding="utf-8") as file:
             for stream in (1, 2):

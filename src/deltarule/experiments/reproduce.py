@@ -17,7 +17,7 @@ import deltarule
 from deltarule.bench.results import versions
 from deltarule.experiments.experiment import Cell, Experiment, Scale, finished
 from deltarule.experiments.pages import INDEX_PAGE, section, write_index, write_page
-from deltarule.experiments.processes import MachineError, StoppedError, run_cells
+from deltarule.experiments.processes import MachineError, StoppedError, devices_of, run_cells
 from deltarule.experiments.records import FORMAT, Record, checked, to_results, write_json
 from deltarule.experiments.run_cell import ENVIRONMENT, own_folder, record_path, run_cell
 from deltarule.experiments.table import EXPERIMENTS, load_experiment
@@ -41,7 +41,8 @@ class ReproduceRun:
     scale: Scale = "laptop"
     """laptop is a small form for two CPU cores; gpu is as near to the paper as minutes allow."""
     workers: int | None = None
-    """Cells at a time; None is 2 on a CPU, with a thread each, and 8 on a GPU."""
+    """Cells at a time, on all visible GPUs together; None is 2 on a CPU, with a thread each, and 8
+    for each GPU."""
     only: str | None = None
     """Run only cells whose names begin so; the report waits until all of them are finished."""
     retry: bool = False
@@ -51,7 +52,7 @@ class ReproduceRun:
     data: str | None = None
     """Of experiments on text: a file or a folder; None is this Python's standard library."""
     device: str = "auto"
-    """"cpu", "cuda", "cuda:1"; "auto" takes a GPU if PyTorch sees one."""
+    """"cpu", "cuda:1", or "cuda" for all GPUs; "auto" takes those if PyTorch sees any."""
     publish: Path | None = None
     """Put figure, raw JSON and page into this folder too, such as docs/experiments."""
 
@@ -99,25 +100,27 @@ def reproduce(run: ReproduceRun) -> Path:
     experiment = load_experiment(run.name)
     # Its figure comes last: what it needs should not be found missing then.
     require("matplotlib")
-    device = device_for(run, experiment)
     cells = cells_of(run, experiment)
     folder = run.runs / f"reproduce-{run.name}-{run.scale}"
+    device = device_for(run, experiment, left=cells_left(run, cells, folder))
     with locked(folder):
         Reproduction(run, experiment, cells, folder, device).run()
     return folder
 
 
-def device_for(run: ReproduceRun, experiment: Experiment) -> torch.device:
-    """The device, if the form exists and can run there.
+def cells_left(run: ReproduceRun, cells: list[Cell], folder: Path) -> bool:
+    """Whether there is anything to run; a report alone needs no GPU."""
+    return run.retry or not all(record_path(folder, cell).exists() for cell in cells)
+
+
+def device_for(run: ReproduceRun, experiment: Experiment, *, left: bool) -> torch.device:
+    """The device, if what is left can run there.
 
     Raises:
-        ValueError: It does not, or cannot; the message says what would.
+        ValueError: It cannot; the message says what would.
     """
-    if run.scale not in experiment.needs:
-        forms = " or ".join(f"--scale {scale}" for scale in experiment.needs)
-        raise ValueError(f"{run.name} has no form for --scale {run.scale}, only {forms}")
     device = choose_device(run.device)
-    if run.scale == "gpu" and device.type != "cuda":
+    if left and run.scale == "gpu" and device.type != "cuda":
         other = "; --scale laptop runs without" if "laptop" in experiment.needs else ""
         seen = "PyTorch sees none here" if run.device == "auto" else f"--device is {run.device}"
         raise ValueError(f"{run.name} --scale gpu needs a CUDA GPU, and {seen}{other}")
@@ -128,8 +131,11 @@ def cells_of(run: ReproduceRun, experiment: Experiment) -> list[Cell]:
     """The cells, on the given text if there is one.
 
     Raises:
-        ValueError: No cell of the experiment reads text.
+        ValueError: There is no such form, or no cell of the experiment reads text.
     """
+    if run.scale not in experiment.needs:
+        forms = " or ".join(f"--scale {scale}" for scale in experiment.needs)
+        raise ValueError(f"{run.name} has no form for --scale {run.scale}, only {forms}")
     cells: list[Any] = experiment.cells(run.scale)
     if run.data is None:
         return cells
@@ -152,7 +158,8 @@ class Reproduction:
         """Read what is finished."""
         self.options, self.experiment, self.cells = run, experiment, cells
         self.folder, self.device = folder, device
-        default = GPU_WORKERS if device.type == "cuda" else CPU_WORKERS
+        self.devices = devices_of(device, torch.cuda.device_count())
+        default = GPU_WORKERS * len(self.devices) if device.type == "cuda" else CPU_WORKERS
         self.workers = default if run.workers is None else run.workers
         if experiment.timed:
             self.workers = 1
@@ -172,7 +179,7 @@ class Reproduction:
             if self.workers == 1 and not self.experiment.timed:
                 self.run_here(left)
             else:
-                run_cells(left, self.folder, self.device, workers=self.workers, tell=self.tell)
+                run_cells(left, self.folder, self.devices, workers=self.workers, tell=self.tell)
         except (StoppedError, InterruptedRunError):
             print(f"{self.kept()}; the same command goes on", flush=True)
             raise KeyboardInterrupt from None
@@ -212,10 +219,12 @@ class Reproduction:
         picture = "figure.png" if finished(to_results(records)) else None
         if picture is not None:
             experiment.draw(scale, to_results(records), self.folder / picture)
+        # Of the cells, which may have run elsewhere.
+        found = next((record["versions"] for record in records if "versions" in record), versions())
         whole = {
             "format": FORMAT, "deltarule": deltarule.__version__, "experiment": experiment.name,
             "scale": scale, "date": datetime.now(UTC).isoformat(timespec="minutes"),
-            "command": command_line(self.options), "versions": versions(),
+            "command": command_line(self.options), "versions": found,
             "workers": self.workers, "seconds": round(seconds, 1), "from_before": self.before,
             "deviations": experiment.deviations.get(scale, []), "cells": records,
         }  # fmt: skip

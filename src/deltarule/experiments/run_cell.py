@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
+from deltarule.bench.results import versions
 from deltarule.experiments.experiment import Cell
 from deltarule.experiments.records import Record, checked, header, machine, write_json
 from deltarule.models import CheckpointError
@@ -66,7 +67,7 @@ def make_record(
     """All that is kept of a finished cell."""
     return {
         **header(cell), "figures": figures, "error": error, "seconds": round(seconds, 1),
-        "machine": machine(device), "threads": torch.get_num_threads(),
+        "machine": machine(device), "threads": torch.get_num_threads(), "versions": versions(),
     }  # fmt: skip
 
 

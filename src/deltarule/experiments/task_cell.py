@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from deltarule.experiments.experiment import SAVE_SECONDS
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.tasks import load_task
 from deltarule.train.labelled import LabelledJob, measure
@@ -105,7 +106,7 @@ class TaskCell:
         trainer = Trainer(
             model, job, options=replace(self.loop, device=str(device)),
             optimizer_options=self.optimizer, folder=folder, resume=True,
-            stop_when=self.good_enough,
+            stop_when=self.good_enough, save_seconds=SAVE_SECONDS,
         )  # fmt: skip
         trainer.run()
         return {

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from deltarule.experiments.experiment import SAVE_SECONDS
 from deltarule.experiments.text_rows import TextRows, held_out_rows, measure
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.bytes import VOCAB_SIZE
@@ -109,6 +110,7 @@ class TextCell:
         return Trainer(
             CausalLM(self.model), TextRows(self, training, watched, loop), options=loop,
             optimizer_options=self.optimizer, folder=folder, resume=True,
+            save_seconds=SAVE_SECONDS,
         )  # fmt: skip
 
 

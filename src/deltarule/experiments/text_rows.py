@@ -12,6 +12,7 @@ from deltarule.eval.bits_per_byte import bin_edges
 from deltarule.models import CausalLM
 from deltarule.models.loss import next_token_loss
 from deltarule.train.data import Array, Corpus
+from deltarule.train.device import to_device
 from deltarule.train.documents import DataError
 from deltarule.train.loop import Hidden, LoopOptions
 
@@ -106,7 +107,7 @@ class TextRows:
 
     def loss(self, model: CausalLM, hidden: Hidden, rows: Rows) -> tuple[Tensor, Tensor]:
         """Mean nats a byte, and the same for display."""
-        tokens, targets = (x.to(model.embedding.weight.device) for x in rows)
+        tokens, targets = (to_device(x, model.embedding.weight.device) for x in rows)
         x, _ = hidden(tokens)
         loss = next_token_loss(model.logits(x), targets)
         return loss, loss

@@ -1,9 +1,9 @@
-"""The setting that the experiments on text share: sizes, tokens and rates at each scale."""
+"""The settings that the experiments on text share: sizes, tokens and rates."""
 
 from typing import Literal, NamedTuple
 
 from deltarule.experiments.equal_size import equal_size
-from deltarule.experiments.experiment import Result, Scale, finished
+from deltarule.experiments.experiment import Result, finished
 from deltarule.experiments.text_cell import TextCell
 from deltarule.models import ModelConfig
 from deltarule.models.bytes import VOCAB_SIZE
@@ -12,7 +12,7 @@ from deltarule.train.optimizer import OptimizerOptions
 
 
 class Setting(NamedTuple):
-    """What the scale decides."""
+    """What the size decides."""
 
     hidden_size: int
     num_layers: int
@@ -20,26 +20,31 @@ class Setting(NamedTuple):
     length: int
     rows: int
     steps: int
+    lr: float
+    evaluate_every: int
     dtype: Literal["float32", "bfloat16"]
     held_out_bytes: int
 
 
-SETTINGS: dict[Scale, Setting] = {
-    "laptop": Setting(128, 2, 450_000, 128, 8, 1500, "float32", 200_000),
-    "gpu": Setting(256, 4, 3_300_000, 512, 16, 700, "bfloat16", 1_000_000),
+# The gpu form of an experiment with many models has small ones, that of another large ones.
+Size = Literal["laptop", "small", "large"]
+SETTINGS: dict[Size, Setting] = {
+    "laptop": Setting(128, 2, 450_000, 128, 8, 1500, 3e-3, 250, "float32", 200_000),
+    "small": Setting(256, 4, 3_300_000, 512, 16, 1000, 3e-3, 100, "bfloat16", 1_000_000),
+    "large": Setting(512, 8, 30_000_000, 512, 32, 600, 1.5e-3, 50, "bfloat16", 1_000_000),
 }
 # Channels of a head, of keys and of values: the same state for every recurrent layer.
 HEAD = 64
 
 
-def small_model(layer_types: str, scale: Scale) -> ModelConfig:
+def text_model(layer_types: str, size: Size) -> ModelConfig:
     """A model of one mixer or pattern, with all that is not named here at the mixer's default.
 
     Example:
-        >>> small_model("gated_deltanet_h1", "laptop").layer_types
+        >>> text_model("gated_deltanet_h1", "laptop").layer_types
         ('gated_deltanet', 'sliding_window')
     """
-    setting = SETTINGS[scale]
+    setting = SETTINGS[size]
     return ModelConfig(
         vocab_size=VOCAB_SIZE, hidden_size=setting.hidden_size, num_layers=setting.num_layers,
         layer_types=layer_types, num_heads=setting.hidden_size // HEAD, head_k_dim=HEAD,
@@ -47,16 +52,16 @@ def small_model(layer_types: str, scale: Scale) -> ModelConfig:
     )  # fmt: skip
 
 
-def small_cell(name: str, model: ModelConfig, scale: Scale, seed: int) -> TextCell:
+def text_cell(name: str, model: ModelConfig, size: Size, seed: int) -> TextCell:
     """A run of the model, its MLP sized so that all have the same number of parameters."""
-    setting = SETTINGS[scale]
+    setting = SETTINGS[size]
     return TextCell(
         name=f"{name}-seed{seed}", model=equal_size(model, setting.parameters),
         length=setting.length, rows=setting.rows, lengths=(setting.length,),
-        optimizer=OptimizerOptions(lr=3e-3, warmup_steps=100),
+        optimizer=OptimizerOptions(lr=setting.lr, warmup_steps=100),
         loop=LoopOptions(
             steps=setting.steps, seed=seed, dtype=setting.dtype,
-            evaluate_every=100 if scale == "gpu" else 250,
+            evaluate_every=setting.evaluate_every,
         ),
         held_out_bytes=setting.held_out_bytes,
     )  # fmt: skip

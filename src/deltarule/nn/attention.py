@@ -1,6 +1,9 @@
 """Softmax attention with rotary positions, full or over a sliding window.
 
 o_t = sum_s softmax_s(q_t . k_s / sqrt(D)) v_s        s <= t, and s > t - window
+
+A window is read in blocks of its own size: a block sees itself and the block before it, so that
+T tokens take 2 T window scores and no T x T mask.
 """
 
 from typing import ClassVar, Self
@@ -23,6 +26,7 @@ from deltarule.nn.interface import Mixer, MixerConfig
 from deltarule.nn.layout import Layout, make_layout
 from deltarule.nn.rope import rotate
 from deltarule.nn.state import State
+from deltarule.nn.window_blocks import block_masks, blocks, with_block_before
 from deltarule.rules import softmax
 from deltarule.shapes import Hidden, Mask, Offsets
 
@@ -137,7 +141,10 @@ class Attention(Mixer):
         q, k, v = self._project(layout.to_front(x), layout.positions(before["length"]))
         keys = torch.cat([before["keys"].to(k.dtype), k], dim=1)
         values = torch.cat([before["values"].to(v.dtype), v], dim=1)
-        o = self._attend(q, keys, values, self._visible(before, layout))
+        if before["keys"].shape[1] == 0 and self._windowed(layout.tokens):
+            o = self._attend_in_blocks(q, keys, values, layout.sequence)
+        else:
+            o = self._attend(q, keys, values, self._visible(before, layout))
         y: Tensor = layout.to_place(self.o_proj(o.flatten(-2)))
         if cu_seqlens is not None:
             return y, State()
@@ -175,15 +182,40 @@ class Attention(Mixer):
             v.transpose(1, 2),
             attn_mask=visible,
             is_causal=visible is None,
-            enable_gqa=self.num_kv_heads != self.num_heads,
+            enable_gqa=k.shape[2] != q.shape[2],
         )
         return o.transpose(1, 2)
+
+    def _attend_in_blocks(self, q: Tensor, k: Tensor, v: Tensor, sequence: Tensor | None) -> Tensor:
+        """Softmax attention of tokens [B, T, heads, D] with nothing before them, over the window.
+
+        Args:
+            q: Queries.
+            k: Keys.
+            v: Values.
+            sequence: [T] of packed tokens, whose batch is 1. None: a row is a sequence.
+        """
+        size, batch, tokens = default(self.window, 1), *q.shape[:2]
+        if self.num_kv_heads != self.num_heads:
+            # PyTorch's kernels for grouped heads take no mask.
+            groups = self.num_heads // self.num_kv_heads
+            k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
+        q, k, v = (blocks(x, size) for x in (q, k, v))
+        first, others = block_masks(size, sequence, q.device)
+        o = self._attend(q[:, 0], k[:, 0], v[:, 0], first)
+        q, k, v = (x.flatten(0, 1) for x in (q[:, 1:], with_block_before(k), with_block_before(v)))
+        after = self._attend(q, k, v, others).unflatten(0, (batch, -1)).flatten(1, 2)
+        return torch.cat([o, after], dim=1)[:, :tokens]
+
+    def _windowed(self, rows: int) -> bool:
+        """Whether some of so many rows are out of the sight of others."""
+        return self.window is not None and rows > self.window
 
     def _visible(self, before: State, layout: Layout) -> Tensor | None:
         """[B or 1, 1, T, L + T] which rows each token sees; None where plain causal is enough."""
         rows = before["keys"].shape[1]
-        windowed = self.window is not None and rows + layout.tokens > self.window
-        if rows == 0 and layout.cu_seqlens is None and not windowed:
+        plain = rows == 0 and layout.cu_seqlens is None
+        if plain and not self._windowed(layout.tokens):
             # Padding needs no mask: `to_front` has put it behind every real token.
             return None
         column = torch.arange(-rows, layout.tokens, device=layout.device)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deltarule.models import CausalLM, next_token_loss
 from deltarule.tasks.batch import NO_LABEL, Array, Batch
+from deltarule.train.device import to_device
 from deltarule.train.loop import Hidden
 from deltarule.train.task_rows import (
     EVALUATION,
@@ -145,7 +146,7 @@ def logits_at_labels(model: CausalLM, hidden: Hidden, batch: Batch) -> tuple[Ten
     tokens, labels = tokens[:, :end], labels[:, :end]
     places = np.flatnonzero(labels != NO_LABEL)
     read, at, answers = (
-        torch.from_numpy(x).to(device) for x in (tokens, places, labels.reshape(-1)[places])
+        to_device(torch.from_numpy(x), device) for x in (tokens, places, labels.reshape(-1)[places])
     )
     x, _ = hidden(read)
     return model.logits(x.flatten(0, 1)[at]), answers

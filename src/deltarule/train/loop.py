@@ -128,6 +128,7 @@ class Trainer:
         resume: Go on from the newest complete checkpoint, if there is one.
         stop_when: Ends training early when it says so of what the job's `evaluate` returned; None
             never does.
+        save_seconds: Write a checkpoint too when this long has passed since the last.
 
     Raises:
         CheckpointError: There are checkpoints and none of them can be read.
@@ -144,6 +145,7 @@ class Trainer:
         folder: Path,
         resume: bool = False,
         stop_when: StopWhen | None = None,
+        save_seconds: float = math.inf,
     ) -> None:
         """Move the model to its device, and take up the newest checkpoint to resume."""
         self.device = choose_device(options.device)
@@ -155,8 +157,8 @@ class Trainer:
         self.hidden: Hidden = torch.compile(model.hidden) if options.compile else model.hidden
         self.checkpoints = Checkpoints(folder / "checkpoints", keep=options.keep)
         self.folder, self.stop_when, self.stopped = folder, stop_when, False
-        self.step, self.saved, self.seconds = 0, -1, 0.0
-        self.speed = Smooth()
+        self.step, self.saved, self.seconds, self.speed = 0, -1, 0.0, Smooth()
+        self.save_seconds, self.saved_at = save_seconds, time.monotonic()
         if resume:
             self.restore()
 
@@ -189,7 +191,7 @@ class Trainer:
             "stopped": self.stopped,
         }
         self.checkpoints.save(self.step, tensors, state)
-        self.saved = self.step
+        self.saved, self.saved_at = self.step, time.monotonic()
 
     def run(self) -> bool:
         """Train to the last step, or until `stop_when` is content or the time is over.
@@ -220,7 +222,8 @@ class Trainer:
                         f"--name {self.folder.name} --resume goes on"
                     )
                     break
-                if self.step % self.options.save_every == 0:
+                late = time.monotonic() - self.saved_at >= self.save_seconds
+                if late or self.step % self.options.save_every == 0:
                     self.save()
             self.save()
         return self.complete
@@ -252,22 +255,24 @@ class Trainer:
         """One optimizer step; loss, gradient norm and the job's figures."""
         parts = self.options.accumulate
         bfloat16 = self.options.dtype == "bfloat16"
-        loss, figures = 0.0, torch.zeros(())
+        total = torch.zeros((), device=self.device)
         for _ in range(parts):
             batch = self.job.next()
             with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=bfloat16):
                 part, measured = self.job.loss(self.model, self.hidden, batch)
             torch.autograd.backward(part / parts)
-            loss += part.item() / parts
-            figures = figures + measured.detach().float().cpu() / parts
-        norm = clip_gradients(self.model.parameters(), self.optimizer_options.clip).item()
+            told = torch.cat([part.detach().reshape(1), measured.detach().reshape(-1)])
+            total = total + told / parts
+        length = clip_gradients(self.model.parameters(), self.optimizer_options.clip)
+        # One wait for the device in a step, for all that is read from it.
+        loss, norm, *figures = torch.cat([total[:1], length.reshape(1), total[1:]]).tolist()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise DivergedError(self._diverged(loss))
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss, norm, figures.reshape(-1).tolist()
+        return loss, norm, figures
 
     def _diverged(self, loss: float) -> str:
         what = "gradient" if math.isfinite(loss) else "loss"

@@ -1,0 +1,52 @@
+"""A sliding window read in blocks of its own size: a block sees itself and the block before it.
+
+T tokens then take 2 T window scores, and no mask of T x T.
+"""
+
+import torch
+from torch import Tensor
+
+
+def blocks(x: Tensor, size: int) -> Tensor:
+    """Cut rows [B, T, ...] into blocks [B, N, size, ...]; zeros behind the last token fill up.
+
+    Example:
+        >>> blocks(torch.tensor([[1, 2, 3]]), 2).tolist()
+        [[[1, 2], [3, 0]]]
+    """
+    fill = x.new_zeros(len(x), -x.shape[1] % size, *x.shape[2:])
+    return torch.cat([x, fill], dim=1).unflatten(1, (-1, size))
+
+
+def with_block_before(x: Tensor) -> Tensor:
+    """Put each block but the first behind the one before: [B, N - 1, 2 size, ...].
+
+    Example:
+        >>> with_block_before(torch.tensor([[[1, 2], [3, 0]]])).tolist()
+        [[[1, 2, 3, 0]]]
+    """
+    return torch.cat([x[:, :-1], x[:, 1:]], dim=2)
+
+
+def block_masks(
+    size: int, sequence: Tensor | None, device: torch.device
+) -> tuple[Tensor | None, Tensor]:
+    """What the first block sees of itself, and what others see of `with_block_before`.
+
+    Args:
+        size: Of a block, and of the window.
+        sequence: [T] of packed tokens. None: a row is a sequence, and all blocks see alike.
+        device: Of the masks.
+
+    Returns:
+        None, or [1, 1, size, size]; [1 or N - 1, 1, size, 2 size]. None is plain causal.
+    """
+    column = torch.arange(-size, size, device=device)
+    behind = column[size:].unsqueeze(1) - column
+    near = ((behind >= 0) & (behind < size))[None, None]
+    if sequence is None:
+        return None, near
+    own = blocks(sequence[None], size)
+    first = (own[:, :1].unsqueeze(3) == own[:, :1].unsqueeze(2)).tril()
+    same = own[:, 1:].unsqueeze(3) == with_block_before(own).unsqueeze(2)
+    return first, near & same.transpose(0, 1)
