@@ -107,6 +107,8 @@ def test_resets(erase: str, n_steps: int, spacing: int, strength: float) -> None
 class Unlaunched:
     """A kernel that does nothing."""
 
+    arg_names = ()
+
     def __getitem__(self, grid: object) -> Callable[..., None]:
         return lambda *args, **kwargs: None
 

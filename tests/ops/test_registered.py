@@ -5,8 +5,10 @@ import torch
 from torch.library import opcheck
 
 from deltarule import delta_rule, recurrent_step
+from deltarule.kernels.inputs import Inputs
+from deltarule.ops.eager import unwatched
 from deltarule.ops.recurrent_step import step_op
-from deltarule.ops.registered import recurrence_backward_op, recurrence_op
+from deltarule.ops.registered import recurrence, recurrence_backward_op, recurrence_op
 from oracle import Case, make_case, weights, with_gradients
 
 CASES = [
@@ -219,3 +221,59 @@ def test_wrong_offsets_are_refused_in_compiled_code_too(offsets: list[int]) -> N
     )  # fmt: skip
     with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to T = 9"):
         run(torch.tensor(offsets))
+
+
+class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+    """Which operators of this package pass by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "deltarule":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_sees_the_operators_forward_and_backward() -> None:
+    case = small_case("head", "tied", 1, None)
+    with Seen() as seen:
+        with_gradients(case, "torch", *weights(case))
+    assert seen.names == ["recurrence", "recurrence_backward"]
+
+
+@pytest.mark.parametrize("drawn", CASES)
+def test_a_call_that_nothing_watches_equals_the_operator(drawn) -> None:
+    case = small_case(*drawn)
+    d_o, d_state = weights(case)
+    arguments = flat(case, requires_grad=True)
+    leaves = [x for x in arguments[:8] if x is not None]
+    o, state, _ = recurrence_op(*arguments)
+    expected = torch.autograd.grad([o, state], leaves, [d_o, d_state])
+    eager = recurrence(Inputs(*arguments[:13]), "torch", True)
+    assert type(eager.o.grad_fn).__name__ == "EagerRecurrenceBackward"
+    found = torch.autograd.grad(list(eager), leaves, [d_o, d_state])
+    assert torch.equal(eager.o, o)
+    assert torch.equal(eager.final_state, state)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    with torch.no_grad():
+        assert torch.equal(recurrence(Inputs(*arguments[:13]), "torch", True).o, o)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is:DeprecationWarning")
+def test_subclasses_modes_and_tracing_get_the_operator() -> None:
+    class Kind(torch.Tensor):
+        pass
+
+    x = torch.zeros(2)
+    assert unwatched((x, None, torch.nn.Parameter(x)))
+    assert not unwatched((x, x.as_subclass(Kind)))
+    with torch.device("cpu"):
+        assert not unwatched((x,))
+    with Seen():
+        assert not unwatched((x,))
+    assert not torch.vmap(lambda y: y + float(unwatched((x,))))(x).any()
+    seen = []
+    torch.jit.trace(lambda y: seen.append(unwatched((x,))) or y + 1, x, check_trace=False)
+    assert seen == [False]

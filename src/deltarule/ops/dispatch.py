@@ -126,7 +126,7 @@ def choose(
     """
     if impl == "auto":
         name = first_that_runs(table, call)
-        if device.type == "cuda" and name != "triton":
+        if name != "triton" and device.type == "cuda":
             warn_slow(name, table["triton"].why_not(call) if "triton" in table else NO_KERNEL)
         return table[name]
     if impl not in table:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deltarule.ops.dispatch import triton_missing
-from deltarule.ops.recurrent_step import is_plain
+from deltarule.ops.eager import unwatched
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -27,8 +27,8 @@ def why_not_fused(x: Tensor) -> str | None:
 
 def run_fused(operator: Any, x: Tensor, *arguments: Any) -> Any:
     """Call a registered operator, or its body alone where nothing watches: that is quicker."""
-    leaves = (t for t in (x, *arguments) if isinstance(t, Tensor))
-    if is_plain(x) and not (torch.is_grad_enabled() and any(t.requires_grad for t in leaves)):
+    leaves = [t for t in (x, *arguments) if isinstance(t, Tensor)]
+    if unwatched(leaves) and not (torch.is_grad_enabled() and any(t.requires_grad for t in leaves)):
         return operator._init_fn(x, *arguments)
     return operator(x, *arguments)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from deltarule.ops.arguments import check_gate, shape
 from deltarule.ops.dispatch import Implementation, Table, always, choose
 
-PlainImpl = Literal["auto", "reference", "torch"]
+PlainImpl = Literal["auto", "reference", "torch", "triton"]
 Arguments = dict[str, Any]
 Output = TypeVar("Output")
 

@@ -19,6 +19,7 @@ from deltarule.ops.dispatch import (
     run_reference,
     triton_missing,
 )
+from deltarule.ops.eager import unwatched
 from deltarule.shapes import Beta, Decay, Erase, Keys, Outputs, Queries, State, Values
 
 MAX_TOKENS = 16
@@ -188,7 +189,7 @@ def registered(backend: str) -> Callable[[Step], Tensor]:
     """A backend behind the registered operator."""
 
     def run(step: Step) -> Tensor:
-        if is_plain(step.state):
+        if unwatched((*step.inputs[:7], step.state, step.state_indices)):
             o = BACKENDS[backend](*step)
             # A kernel's write goes past autograd, which must not use a state that it saved before.
             torch.autograd.graph.increment_version(step.state)
@@ -197,16 +198,6 @@ def registered(backend: str) -> Callable[[Step], Tensor]:
         return step_op(*inputs[:7], state, indices, *inputs[9:12], null_index, backend)
 
     return run
-
-
-def is_plain(x: Tensor) -> bool:
-    """Nothing watches or transforms this call: the registered operator would only cost time."""
-    return (
-        type(x) is Tensor
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and torch._C._len_torch_dispatch_stack() == 0
-    )
 
 
 def triton_step(

@@ -6,6 +6,7 @@ functions of `Inputs`.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from deltarule.kernels.inputs import Inputs
 from deltarule.kernels.torch import layout
 from deltarule.kernels.torch import recurrence as torch_kernels
+from deltarule.ops.eager import unwatched
 from deltarule.shapes import RecurrentOutput
 
 
@@ -25,30 +27,21 @@ class Backend(NamedTuple):
     saved_shape: Callable[[Inputs], tuple[int, ...]]
 
 
-def _triton_forward(inputs: Inputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
-    # Triton is an extra, imported where it runs.
-    from deltarule.kernels.triton import recurrence as triton_kernels
+@cache
+def _triton() -> Any:
+    """The kernels in Triton, which is an extra: imported where it runs."""
+    from deltarule.kernels.triton import recurrence
 
-    return triton_kernels.forward(inputs, save)
-
-
-def _triton_backward(
-    d_o: Tensor, d_final: Tensor, inputs: Inputs, saved: Tensor
-) -> tuple[Tensor | None, ...]:
-    from deltarule.kernels.triton import recurrence as triton_kernels
-
-    return triton_kernels.backward(d_o, d_final, inputs, saved)
-
-
-def _triton_saved_shape(inputs: Inputs) -> tuple[int, ...]:
-    from deltarule.kernels.triton import recurrence as triton_kernels
-
-    return triton_kernels.saved_shape(inputs)
+    return recurrence
 
 
 BACKENDS = {
     "torch": Backend(torch_kernels.forward, torch_kernels.backward, layout.chunk_states_shape),
-    "triton": Backend(_triton_forward, _triton_backward, _triton_saved_shape),
+    "triton": Backend(
+        lambda *given: _triton().forward(*given),
+        lambda *given: _triton().backward(*given),
+        lambda *given: _triton().saved_shape(*given),
+    ),
 }
 
 NO_DERIVATIVE = (
@@ -148,14 +141,23 @@ def _backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, _: Any) -> t
         tensors[0].new_zeros(shape, dtype=dtype) if d is None else d.contiguous()
         for d, (shape, dtype) in zip((d_o, d_final), ctx.output_shapes, strict=True)
     )
-    transformed = torch._C._are_functorch_transforms_active()
-    run: Any = TransformedBackward.apply if transformed else recurrence_backward_op
-    gradients = run(d_o, d_final, saved, *tensors, *ctx.options)
+    gradients = run_backward(d_o, d_final, saved, (*tensors, *ctx.options))
     wanted = [
         dx if x is not None and needed else None
         for x, dx, needed in zip(tensors[:8], gradients, ctx.needs_input_grad, strict=False)
     ]
     return (*wanted, *(None,) * 7)
+
+
+def run_backward(d_o: Tensor, d_final: Tensor, saved: Tensor, arguments: tuple[Any, ...]) -> Any:
+    """The backward operator, or its backend where nothing would see the operator."""
+    if torch._C._are_functorch_transforms_active():
+        run: Any = TransformedBackward.apply
+        return run(d_o, d_final, saved, *arguments)
+    *inputs, backend = arguments
+    if torch.is_grad_enabled() or not unwatched((d_o, d_final, saved, *inputs[:9])):
+        return recurrence_backward_op(d_o, d_final, saved, *arguments)
+    return BACKENDS[backend].backward(d_o, d_final, Inputs(*inputs), saved)
 
 
 recurrence_op.register_autograd(_backward, setup_context=_setup_context)
@@ -199,9 +201,31 @@ def recurrence(inputs: Inputs, backend: str, save_states: bool) -> RecurrentOutp
     if torch._C._are_functorch_transforms_active():
         run: Any = TransformedRecurrence.apply
         return RecurrentOutput(*run(*inputs, False, backend)[:2])
-    differentiated = any(x is not None and x.requires_grad for x in inputs[:8])
-    save = save_states and torch.is_grad_enabled() and differentiated
-    return RecurrentOutput(*recurrence_op(*inputs, save, backend)[:2])
+    differentiated = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in inputs[:8]
+    )
+    save = save_states and differentiated
+    if not unwatched(inputs[:9]):
+        o, final, _ = recurrence_op(*inputs, save, backend)
+    elif differentiated:
+        eager: Any = EagerRecurrence.apply
+        o, final, _ = eager(*inputs, save, backend)
+    else:
+        o, final, _ = BACKENDS[backend].forward(inputs, save)
+    return RecurrentOutput(o, final)
+
+
+class EagerRecurrence(torch.autograd.Function):
+    """The registered operator's forward and backward without the operator around them."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Arguments and outputs of `recurrence_op`."""
+        output = BACKENDS[args[14]].forward(Inputs(*args[:13]), args[13])
+        _setup_context(ctx, args, output)
+        return output
+
+    backward = staticmethod(_backward)
 
 
 def is_dual(x: Tensor | None) -> bool:

@@ -12,7 +12,8 @@ from deltarule.kernels.triton.channel_gradients_16bit import (
 from deltarule.kernels.triton.channel_pairs import pair_gradients_kernel
 from deltarule.kernels.triton.channel_scores import channel_scores_kernel
 from deltarule.kernels.triton.configurations import configuration, power_of_two
-from deltarule.kernels.triton.launch import OPTIONS, Plan, Scores, precision, strides
+from deltarule.kernels.triton.direct import Launch
+from deltarule.kernels.triton.launch import Plan, Scores, precision, strides
 
 # Rows that the decays of a chunk take, as channel_decay.py lays them out.
 SUMS = 212
@@ -45,7 +46,6 @@ def options(inputs: Inputs, plan: Plan, config: dict[str, int]) -> dict[str, obj
         "HAS_DECAY": inputs.log_decay is not None, "UNIT_NORM": inputs.normalize_qk,
         "PACKED": inputs.cu_seqlens is not None, "BAR": BARS[inputs.q.dtype],
         "PRECISION": precision(inputs.q.dtype), "EXACT": inputs.q.dtype == torch.float32,
-        **OPTIONS,
     }  # fmt: skip
 
 
@@ -86,19 +86,27 @@ def channel_scores(inputs: Inputs, plan: Plan) -> tuple[Scores, Tensor | None]:
         buffer(channels, dtype=torch.float32) if decays else None,
     )  # fmt: skip
     sums = buffer(SUMS, channels, dtype=torch.float32) if decays else None
-    # A tf32 number has no more digits than a float16 one: rounding to it would show.
-    exact = {"PRECISION": "tf32" if x.dtype == torch.bfloat16 else "tf32x3"}
-    config = configuration("channel_scores", plan.call)
     for erasing_rows in (False, True) if free else (False,):
-        channel_scores_kernel[plan.chunks, sizes["HV"]](
+        plan.once(scores_launch, inputs, erasing_rows)(
+            (plan.chunks, sizes["HV"], 1),
             inputs.q, inputs.k, inputs.a, inputs.b, inputs.beta, inputs.log_decay,
             inputs.cu_seqlens, *out, sums,
             inputs.scale, x.shape[1], inputs.sequences, *strides(inputs.beta),
             *decay_strides(inputs.log_decay),
-            **options(inputs, plan, config) | exact, BQ=reads, BK=sizes["BK"],
-            ERASING_ROWS=erasing_rows, MERGE=precision(x.dtype),
         )  # fmt: skip
     return out, sums
+
+
+def scores_launch(inputs: Inputs, plan: Plan, erasing_rows: bool) -> Launch:
+    """`channel_scores_kernel` with its constants."""
+    sizes, dtype = plan.sizes, inputs.q.dtype
+    constants = options(inputs, plan, configuration("channel_scores", plan.call))
+    own = {
+        "BQ": sizes["BQ"], "BK": sizes["BK"], "ERASING_ROWS": erasing_rows,
+        # A tf32 number has no more digits than a float16 one: rounding to it would show.
+        "PRECISION": "tf32" if dtype == torch.bfloat16 else "tf32x3", "MERGE": precision(dtype),
+    }  # fmt: skip
+    return Launch(channel_scores_kernel, constants | own)
 
 
 def channel_gradients(
@@ -131,35 +139,58 @@ def channel_gradients(
         None if y is None else torch.empty(y.shape, dtype=torch.float32, device=x.device)
         for y in (inputs.beta, wide.log_decay)
     )
-    config = options(inputs, plan, configuration("channel_gradients", plan.call))
-    few = ("HV", "N_STEPS", "CT", "BT", "ERASE", "PACKED", "PRECISION")
-    pair_gradients_kernel[plan.chunks, sizes["HV"]](
+    places = inputs.scale, x.shape[1], inputs.sequences, *strides(inputs.beta)
+    plan.once(pairs_launch, inputs)(
+        (plan.chunks, sizes["HV"], 1),
         inputs.v, inputs.beta, inputs.cu_seqlens, errors, d_o, d_errors, d_values, pairs, d_v,
-        d_beta, inputs.scale, x.shape[1], inputs.sequences, *strides(inputs.beta),
-        **{name: config[name] for name in few}, V=sizes["V"],
-        **configuration("pair_gradients", plan.call), **OPTIONS,
+        d_beta, *places,
     )  # fmt: skip
     even = sums is not None and has_even_chunks(inputs)
     if even:
-        fewer = ("H", *few, "K", "UNIT_NORM")
-        tile = even_configuration(inputs, plan)
-        parts = 1 if inputs.normalize_qk else -(-sizes["K"] // tile["BC"])
-        even_chunks_kernel[plan.chunks, sizes["H"], parts](
+        kernel = plan.once(even_launch, inputs)
+        parts = 1 if inputs.normalize_qk else -(-sizes["K"] // kernel.constants["BC"])
+        kernel(
+            (plan.chunks, sizes["H"], parts),
             inputs.q, inputs.k, inputs.v, inputs.beta, inputs.cu_seqlens, states, errors, d_o,
-            d_states, d_errors, pairs, sums, scores.chunk_decay, d_q, d_k, d_decay,
-            inputs.scale, x.shape[1], inputs.sequences, *strides(inputs.beta),
-            **{name: config[name] for name in fewer}, V=sizes["V"],
-            **tile, **OPTIONS,
+            d_states, d_errors, pairs, sums, scores.chunk_decay, d_q, d_k, d_decay, *places,
         )  # fmt: skip
     # What is steep reads and overwrites the sums, so it comes last.
-    kernel = steep_chunks_kernel if even else channel_gradients_kernel
-    kernel[plan.chunks, sizes["H"]](
+    plan.once(gradients_launch, inputs, even)(
+        (plan.chunks, sizes["H"], 1),
         inputs.q, inputs.k, inputs.v, inputs.a, inputs.b, inputs.beta, wide.log_decay,
         inputs.cu_seqlens, states, errors, d_o, d_states, d_errors, pairs, sums,
-        scores.chunk_decay, d_q, d_k, d_a, d_b, d_decay,
-        inputs.scale, x.shape[1], inputs.sequences, *strides(inputs.beta),
-        *decay_strides(wide.log_decay), **config, BK=sizes["BK"], V=sizes["V"],
+        scores.chunk_decay, d_q, d_k, d_a, d_b, d_decay, *places, *decay_strides(wide.log_decay),
     )  # fmt: skip
     if d_decay is not None and inputs.log_decay is not wide.log_decay:
         d_decay = d_decay.sum(-1)
     return d_q, d_k, d_v, d_beta, d_a, d_b, d_decay
+
+
+# Constants of `channel_gradients_kernel` that the kernels before it take, too.
+SHARED = ("HV", "N_STEPS", "CT", "BT", "ERASE", "PACKED", "PRECISION")
+
+
+def gradient_options(inputs: Inputs, plan: Plan) -> dict[str, object]:
+    """The compile-time choices of the kernels of the backward."""
+    config = configuration("channel_gradients", plan.call)
+    return {**options(inputs, plan, config), "BK": plan.sizes["BK"], "V": plan.sizes["V"]}
+
+
+def pairs_launch(inputs: Inputs, plan: Plan) -> Launch:
+    """`pair_gradients_kernel` with its constants."""
+    constants = gradient_options(inputs, plan)
+    shared = {name: constants[name] for name in (*SHARED, "V")}
+    return Launch(pair_gradients_kernel, {**shared, **configuration("pair_gradients", plan.call)})
+
+
+def even_launch(inputs: Inputs, plan: Plan) -> Launch:
+    """`even_chunks_kernel` with its constants."""
+    constants = gradient_options(inputs, plan)
+    shared = {name: constants[name] for name in ("H", *SHARED, "K", "V", "UNIT_NORM")}
+    return Launch(even_chunks_kernel, {**shared, **even_configuration(inputs, plan)})
+
+
+def gradients_launch(inputs: Inputs, plan: Plan, even: bool) -> Launch:
+    """The kernel of all chunks, or of those that are not even, with its constants."""
+    kernel = steep_chunks_kernel if even else channel_gradients_kernel
+    return Launch(kernel, gradient_options(inputs, plan))

@@ -38,7 +38,7 @@ from deltarule.kernels.triton.channel_decay import (
 )
 from deltarule.kernels.triton.chunk import chunk_place
 from deltarule.kernels.triton.corrected_values import correction
-from deltarule.kernels.triton.pair_scores import EPSILON
+from deltarule.kernels.triton.unit_norm import EPSILON
 
 
 @triton.jit
@@ -254,7 +254,7 @@ def channel_scores_kernel(
             s_decay_t, s_decay_k, H, HV, K, N_STEPS, BT, BN, ERASE, OWN, BAR,
         )  # fmt: skip
     if ERASING_ROWS:
-        b_n = correction(tl.where(o_j < o_i, -b_s, 0.0), tl.full([BT], 1.0, tl.float32), BT, MERGE)
+        b_n = correction(tl.where(o_j < o_i, b_s, 0.0), tl.full([BT], 1.0, tl.float32), BT, MERGE)
         store_square(corrections, i_slot, b_n, BT)
         store_square(from_values, i_slot, tl.where(o_j < o_i, b_s2, 0.0), BT)
     else:
@@ -264,7 +264,7 @@ def channel_scores_kernel(
         if ERASE == "tied":
             p_beta = beta + i_b * s_beta_b + i_t * N_STEPS * s_beta_t + i_h * s_beta_h
             b_beta = tl.load(p_beta + o_r * s_beta_t, mask=m_r, other=0.0).to(tl.float32)
-            b_n = correction(tl.where(o_j < o_i, b_s2, 0.0), b_beta, BT, MERGE)
+            b_n = correction(tl.where(o_j < o_i, -b_s2, 0.0), b_beta, BT, MERGE)
             store_square(corrections, i_slot, b_n, BT)
             tl.store(scalings + (i_slot * 4 + 3) * BT + o_r, b_beta)
 

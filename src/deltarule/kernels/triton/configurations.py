@@ -5,10 +5,10 @@ sizes, and whether the scans read scaled copies of q and k. `deltarule tune` wri
 GPU, which goes before those of the package.
 """
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -110,6 +110,8 @@ def chunk_rows(call: Call) -> int:
     return shipped("next_state", call).get("BT", ROWS)
 
 
+# Plans of the calls so far, as launch.py makes them: they hold configurations.
+plans: dict[Hashable, Any] = {}
 _overrides: dict[str, dict[str, int]] = {}
 
 
@@ -117,12 +119,18 @@ _overrides: dict[str, dict[str, int]] = {}
 def overridden(kernel: str, config: dict[str, int]) -> Iterator[None]:
     """Inside, a kernel is launched with this configuration, whatever the tables say."""
     _overrides[kernel] = config
-    configuration.cache_clear()
+    forget()
     try:
         yield
     finally:
         del _overrides[kernel]
-        configuration.cache_clear()
+        forget()
+
+
+def forget() -> None:
+    """Look configurations up again, and plan anew."""
+    configuration.cache_clear()
+    plans.clear()
 
 
 def power_of_two(size: int) -> int:

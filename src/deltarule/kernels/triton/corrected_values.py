@@ -15,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def correction(b_m, b_beta, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """N [BT, BT] of a strictly lower triangular M, in float32.
+    """N [BT, BT] of a strictly lower triangular matrix b_m that holds -M, in float32.
 
     The inverse R of A = I + M Diag(beta) from that of its blocks of 1, 2, 4, ... rows, pair by
     pair, which is substitution in another order:
@@ -26,18 +26,20 @@ def correction(b_m, b_beta, BT: tl.constexpr, PRECISION: tl.constexpr):
     """
     b_a = b_m * b_beta[None, :]
     difference = tl.arange(0, BT)[:, None] ^ tl.arange(0, BT)[None, :]
-    b_r = tl.where(difference == 0, 1.0, tl.where(difference == 1, -b_a, 0.0))
+    b_r = tl.where(difference == 0, 1.0, tl.where(difference == 1, b_a, 0.0))
+    b_a, b_m = operand(b_a, PRECISION), operand(b_m, PRECISION)
     for level in tl.static_range(1, 7):
         if 1 << level < BT:
-            b_x = product(b_a, b_r, None, PRECISION)
-            b_x = tl.where(difference >> level == 1, -b_x, 0.0)
-            b_r = product(b_r, b_x, b_r, PRECISION)
-    return tl.dot(b_r, -b_m, input_precision=PRECISION)
+            b_low = operand(b_r, PRECISION)
+            b_x = tl.dot(b_a, b_low, input_precision=PRECISION)
+            b_x = operand(tl.where(difference >> level == 1, b_x, 0.0), PRECISION)
+            b_r = tl.dot(b_low, b_x, acc=b_r, input_precision=PRECISION)
+    return tl.dot(operand(b_r, PRECISION), b_m, input_precision=PRECISION)
 
 
 @triton.jit
-def product(b_x, b_y, b_sum, PRECISION: tl.constexpr):
-    """b_sum + b_x b_y, in float16 unless full precision is asked for."""
+def operand(b_x, PRECISION: tl.constexpr):
+    """b_x in float16, unless full precision is asked for."""
     if PRECISION != "tf32x3":
-        b_x, b_y = b_x.to(tl.float16), b_y.to(tl.float16)
-    return tl.dot(b_x, b_y, acc=b_sum, input_precision=PRECISION)
+        b_x = b_x.to(tl.float16)
+    return b_x

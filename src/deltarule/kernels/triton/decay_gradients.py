@@ -1,42 +1,62 @@
-"""Sums over rows and pairs of rows that the gradient by a decay is made of: device functions."""
+"""The gradient by the decays of a head, from the sums over rows and pairs that it is made of.
+
+A decay at the first row t of a token reaches every row from there on, every row before, and the
+state of the chunk's start:
+
+    dlog_decay_t = sum_{i >= t} later_i + sum_{j < t} before_j + held (+ across_t)
+"""
 
 import triton
 import triton.language as tl
 
-from deltarule.kernels.triton.decay import RESET
-from deltarule.kernels.triton.tiles import BETA, load_errors, load_rows, row_scaling
+from deltarule.kernels.triton.chunk import chunk_place
+from deltarule.kernels.triton.decay import RESET, decay_ratio, row_decay_sums
+from deltarule.kernels.triton.tiles import BETA, load_chunk, load_errors, load_rows, row_scaling
+from deltarule.kernels.triton.unit_norm import inverse_norm
+
+# Rows of the parts [SLICES, M, HV, 4, BT] of a chunk: of its queries, of its keys, of what they
+# write, and in the last one number. A slice beyond holds the sums across, in its first row.
+QUERIES, KEYS, WRITES, HELD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+
+
+@triton.jit(do_not_specialize=["T", "N", "s_slice"])
+def decay_gradients_kernel(
+    parts, log_decay, cu_seqlens, d_log_decay, T, N, s_decay_b, s_decay_t, s_decay_h, s_slice,
+    HV: tl.constexpr, N_STEPS: tl.constexpr, CT: tl.constexpr, BT: tl.constexpr,
+    SLICES: tl.constexpr, PAIRS: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one value head; a reset gets no gradient."""
+    i_m, i_h = tl.program_id(0), tl.program_id(1)
+    first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
+    if tokens <= 0:
+        return
+    o_r = tl.arange(0, BT)
+    o_t, m_t = o_r // N_STEPS, o_r % N_STEPS == 0
+    p_x = parts + (i_m.to(tl.int64) * HV + i_h) * 4 * BT
+    b_later, b_before = tl.zeros([BT], tl.float32), tl.zeros([BT], tl.float32)
+    b_held = tl.zeros([BT], tl.float32)
+    for i_c in tl.static_range(SLICES):
+        p_c = p_x + i_c * s_slice
+        b_later += tl.load(p_c + QUERIES * BT + o_t, mask=m_t, other=0.0)
+        b_later += tl.load(p_c + KEYS * BT + o_r)
+        b_before += tl.load(p_c + WRITES * BT + o_r)
+        b_held += tl.load(p_c + HELD * BT)
+    b_dg = tl.cumsum(b_later, axis=0, reverse=True) + tl.cumsum(b_before, axis=0) - b_before
+    b_dg += b_held
+    if PAIRS:
+        b_dg += tl.load(p_x + SLICES * s_slice + o_t)
+    m_t &= o_r < tl.minimum(tokens, CT) * N_STEPS
+    p_g = log_decay + (first // T) * s_decay_b + (first % T + o_t) * s_decay_t + i_h * s_decay_h
+    b_g = tl.load(p_g, mask=m_t, other=0.0)
+    p_dg = d_log_decay + (first + o_t) * HV + i_h
+    tl.store(p_dg, tl.where(b_g < RESET, 0.0, b_dg), mask=m_t)
 
 
 @triton.jit
-def pair_decays(decays, i_slot, o_i, o_j, N_STEPS: tl.constexpr, BT: tl.constexpr):
-    """The decay after row j up to the last row of token i."""
-    p_r = decays + i_slot * BT * BT + ((o_i * N_STEPS + N_STEPS - 1) % BT)[:, None] * BT
-    return tl.load(p_r + o_j[None, :]).to(tl.float32)
-
-
-@triton.jit
-def sums_around(b_from, b_before, o_r, PRECISION: tl.constexpr):
-    """For every row the sum of b_from from it on, and that of b_before before it."""
-    if PRECISION == "tf32x3":
-        b_sum = tl.cumsum(b_from, axis=0, reverse=True) + tl.cumsum(b_before, axis=0) - b_before
-    else:
-        later = o_r[None, :] >= o_r[:, None]
-        b_sum = tl.sum(tl.where(later, b_from[None, :], b_before[None, :]), axis=1)
-    return b_sum
-
-
-@triton.jit
-def row_products(p_x, b_y, o_r, m_r, o_k, stride, K: tl.constexpr):
+def row_products(p_x, b_y, o_r, m_r, o_k, stride, K: tl.constexpr, BC: tl.constexpr):
     """x . y of every row, x read again."""
-    b_x = load_rows(p_x, o_r, m_r, o_k, K, stride, b_y.shape[1] == K)
+    b_x = load_rows(p_x, o_r, m_r, o_k, K, stride, K % BC == 0)
     return tl.sum(b_x.to(tl.float32) * b_y, axis=1)
-
-
-@triton.jit
-def store_decay_gradients(p_dg, log_decay, b_dg, o_t, m_t, s_decay_t, HV: tl.constexpr):
-    """Store the gradient by the decays of the tokens o_t; a reset has none."""
-    b_decay = tl.load(log_decay + o_t * s_decay_t, mask=m_t, other=0.0)
-    tl.store(p_dg + o_t * HV, tl.where(b_decay < RESET, 0.0, b_dg), mask=m_t)
 
 
 @triton.jit
@@ -49,41 +69,46 @@ def pairs_across(b_z, o_t, o_i, o_j, PRECISION: tl.constexpr):
 
 @triton.jit
 def pair_decay_gradients(
-    p_q, p_k, norm_q, norm_k, v, log_decay, scalings, decays, errors, d_o, d_errors, d_log_decay,
-    first, tokens, i_h, i_slot, s_decay_t,
+    p_q, p_k, v, log_decay, scalings, errors, d_o, d_errors, p_dg,
+    scale, first, tokens, i_h, i_slot, s_decay_t,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
     BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TIED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    UNIT_NORM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store the part of dlog_decay that pairs of rows have."""
     o_i, o_r, o_k = tl.arange(0, BQ), tl.arange(0, BT), tl.arange(0, BK)
     rows, m_i = tokens * N_STEPS, o_i < tokens
-    p_do, p_x = d_o + (first * HV + i_h) * V, d_errors + i_slot * BT * V
-    WHOLE_V: tl.constexpr = V % BV == 0
+    p_do = d_o + (first * HV + i_h) * V
     b_gp, b_gm = tl.zeros([BQ, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
     for i_v in range(0, V, BV):
         o_v = i_v + tl.arange(0, BV)
-        b_do = load_rows(p_do, o_i, m_i, o_v, V, HV * V, WHOLE_V)
+        b_do = load_rows(p_do, o_i, m_i, o_v, V, HV * V, V % BV == 0)
         b_e = load_errors(
-            v, errors, first, rows, i_h, i_slot, o_r, o_v, HV, V, N_STEPS, BT, BV, TIED
+            v, errors, first * N_STEPS, rows, i_h, i_slot, i_v, HV, V, BT, BV, TIED, False
         )
         b_gp = tl.dot(b_do, tl.trans(b_e), acc=b_gp, input_precision=PRECISION)
         if TIED:
-            b_x = load_rows(p_x, o_r, o_r < BT, o_v, V, V, WHOLE_V)
+            b_x = load_chunk(d_errors, i_slot, i_v, V, BT, BV, False)
             b_gm = tl.dot(b_x, tl.trans(b_e), acc=b_gm, input_precision=PRECISION)
-    b_key = norm_k * row_scaling(scalings, i_slot, BETA, 1.0, o_r, BT, TIED)
     b_q = load_rows(p_q, o_i, m_i, o_k, K, H * K, K == BK)
     b_k = load_rows(p_k, o_r, o_r < rows, o_k, K, H * K, K == BK)
+    b_beta = row_scaling(scalings, i_slot, BETA, tl.full([BT], 1.0, tl.float32), o_r, BT, TIED)
+    b_read, b_key = tl.full([BQ], scale, tl.float32), b_beta
+    if UNIT_NORM:
+        b_read, b_key = b_read * inverse_norm(b_q), b_key * inverse_norm(b_k)
+    whole, rest = row_decay_sums(log_decay, o_r, tokens, s_decay_t, N_STEPS)
+    whole_q, rest_q = whole, rest
+    if N_STEPS > 1:
+        whole_q, rest_q = row_decay_sums(log_decay, o_i, tokens, s_decay_t, 1)
     b_gp *= tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-    b_gp *= pair_decays(decays, i_slot, o_i, o_r, N_STEPS, BT)
+    b_gp *= decay_ratio(whole_q[:, None], rest_q[:, None], whole[None, :], rest[None, :])
     m_pair = o_r[None, :] // N_STEPS <= o_i[:, None]
-    b_gp = tl.where(m_pair, b_gp * norm_q[:, None] * b_key[None, :], 0.0)
+    b_gp = tl.where(m_pair, b_gp * b_read[:, None] * b_key[None, :], 0.0)
     b_dg = pairs_across(b_gp, o_i, o_i, o_r // N_STEPS, PRECISION)
     if TIED:
         b_gm *= tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
-        b_gm *= pair_decays(decays, i_slot, o_r, o_r, 1, BT)
+        b_gm *= decay_ratio(whole[:, None], rest[:, None], whole[None, :], rest[None, :])
         m_before = o_r[:, None] > o_r[None, :]
         b_gm = tl.where(m_before, b_gm * -b_key[:, None] * b_key[None, :], 0.0)
         b_dg += pairs_across(b_gm, o_i * N_STEPS, o_r, o_r, PRECISION)
-    p_dg = d_log_decay + first * HV + i_h
-    store_decay_gradients(p_dg, log_decay, b_dg, o_i, m_i, s_decay_t, HV)
+    tl.store(p_dg + o_i, b_dg)

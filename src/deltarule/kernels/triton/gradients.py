@@ -17,11 +17,13 @@ A decay reaches every pair of rows around it, and the states around the chunk:
                  + sum_{i >= t} (read_i q_i . S^T dO_i - erase_i beta_i k_i . S^T X_i)
                  + sum_{j < t} write_j k_j . D^T w_j + decay[0, end] <D, S>
 
-A program takes one chunk of one key head, for dq or for the rest, and adds up the value heads in
-order. In 16 bits the pairs are summed as those of the rows from t on less those of the columns from
-t on, q . GP k and k . GP^T q, in which the pairs within cancel to float32. For float32 that is too
-few digits: a third program sums the pairs across t alone. The scalings hold 1 / |x| where
-`normalize_qk` asks for it; then dx <- dx - (x . dx) x / |x|^2.
+A program takes BC channels of q and k of one chunk and one key head, and adds up the value heads in
+order; what has no such channels, dv and dbeta, the programs of a chunk share. In 16 bits the pairs
+are summed as those of the rows from t on less those of the columns from t on, q . GP k and
+k . GP^T q, in which the pairs within cancel to float32. For float32 that is too few digits: one
+more program sums the pairs across t alone. The scalings hold 1 / |x| where `normalize_qk` asks for
+it; then dx <- dx - (x . dx) x / |x|^2, which takes all channels: where a program has some of them,
+`unit_norm_gradients_kernel` does it afterwards.
 
 In a loop with products, a tile is an operand of products and nothing else. One that is also read
 into registers gets a single buffer from Triton (3.6 to 3.9), and the next tile overwrites it while
@@ -33,244 +35,196 @@ import triton
 import triton.language as tl
 
 from deltarule.kernels.triton.chunk import chunk_place
+from deltarule.kernels.triton.decay import decay_ratio, row_decay_sums
 from deltarule.kernels.triton.decay_gradients import (
+    HELD,
+    KEYS,
+    QUERIES,
+    WRITES,
     pair_decay_gradients,
-    pair_decays,
     row_products,
-    store_decay_gradients,
-    sums_around,
 )
-from deltarule.kernels.triton.pair_scores import inverse_norm
 from deltarule.kernels.triton.tiles import (
     BETA,
     ERASE_ROW,
     READ,
     WRITE,
+    load_chunk,
     load_errors,
     load_rows,
+    load_state,
+    load_tile,
     row_scaling,
-    state_tile,
 )
+from deltarule.kernels.triton.unit_norm import inverse_norm, unit_norm_backward
 
 
-@triton.jit(do_not_specialize=["T", "N"])
+@triton.jit(do_not_specialize=["T", "N", "s_slice"])
 def gradients_kernel(
-    q, k, v, log_decay, cu_seqlens, scalings, chunk_decay, decays, states, errors, d_o, d_states,
-    d_errors, d_q, d_k, d_v, d_beta, d_log_decay, scale, T, N,
-    s_decay_b, s_decay_t, s_decay_h, s_part,
+    q, k, v, log_decay, cu_seqlens, scalings, chunk_decay, states, errors, d_o, d_states,
+    d_errors, p_s, p_d, p_x, d_q, d_k, d_v, d_beta, parts, scale, T, N,
+    s_decay_b, s_decay_t, s_decay_h, s_slice,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
-    CT: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    HAS_DECAY: tl.constexpr, TIED: tl.constexpr, UNIT_NORM: tl.constexpr, PACKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CT: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr,
+    BV: tl.constexpr, HAS_DECAY: tl.constexpr, TIED: tl.constexpr, UNIT_NORM: tl.constexpr,
+    PACKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients in the layouts of their tensors; d_beta and d_log_decay [3, ...] in float32.
+    """Gradients in the layouts of their tensors, d_beta in float32, and `parts` of dlog_decay.
 
-    The parts of d_log_decay, one of each program, s_part elements apart, are to be added.
+    With TMA v, states, errors, d_o, d_states and d_errors are descriptors and every tile is full;
+    p_s, p_d and p_x are the same states, gradients by states and by errors as pointers.
     """
+    SLICES: tl.constexpr = (K + BC - 1) // BC
     # The programs of a chunk run side by side, and share what they read in the cache.
-    part, i_key, i_m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_c, i_key, i_m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
     if tokens <= 0:
         return
     tokens = tl.minimum(tokens, CT)
-    o_i, o_r, o_k = tl.arange(0, BQ), tl.arange(0, BT), tl.arange(0, BK)
-    m_i, m_r = o_i < tokens, o_r < tokens * N_STEPS
-    p_q, p_k = q + (first * H + i_key) * K, k + (first * N_STEPS * H + i_key) * K
-    norm_q, norm_k = tl.full([BQ], 1.0, tl.float32), tl.full([BT], 1.0, tl.float32)
-    if UNIT_NORM:
-        norm_q = inverse_norm(load_rows(p_q, o_i, m_i, o_k, K, H * K, K == BK))
-        norm_k = inverse_norm(load_rows(p_k, o_r, m_r, o_k, K, H * K, K == BK))
+    o_i, o_r, o_k = tl.arange(0, BQ), tl.arange(0, BT), i_c * BC + tl.arange(0, BC)
+    m_i, m_r, m_k = o_i < tokens, o_r < tokens * N_STEPS, (o_k < K)[None, :]
     if HAS_DECAY:
         log_decay += (first // T) * s_decay_b + (first % T) * s_decay_t
-    if part == 0:
-        b_dq = tl.zeros([BQ, BK], tl.float32)
+    if i_c < SLICES:
+        p_q, p_k = q + (first * H + i_key) * K, k + (first * N_STEPS * H + i_key) * K
+        b_q = load_rows(p_q, o_i, m_i, o_k, K, H * K, K % BC == 0)
+        b_k = load_rows(p_k, o_r, m_r, o_k, K, H * K, K % BC == 0)
+        norm_q, norm_k = tl.full([BQ], 1.0, tl.float32), tl.full([BT], 1.0, tl.float32)
+        if UNIT_NORM:
+            # Of all channels, though the program takes BC of them.
+            o_all = tl.arange(0, BK)
+            norm_q = inverse_norm(load_rows(p_q, o_i, m_i, o_all, K, H * K, K == BK))
+            norm_k = inverse_norm(load_rows(p_k, o_r, m_r, o_all, K, H * K, K == BK))
+        b_dq, b_dk = tl.zeros([BQ, BC], tl.float32), tl.zeros([BT, BC], tl.float32)
         for i_g in range(HV // H):
             i_h = i_key * (HV // H) + i_g
             i_slot = i_m.to(tl.int64) * HV + i_h
-            p_g = log_decay
+            p_g, p_part = log_decay, parts
             if HAS_DECAY:
                 p_g += i_h * s_decay_h
-            b_dq = query_gradients(
-                b_dq, p_q, p_k, norm_q * scale, norm_k, v, p_g, scalings, chunk_decay, decays,
-                states, errors, d_o, d_states, d_log_decay, first, tokens, i_h, i_slot, s_decay_t,
-                H, HV, K, V, N_STEPS, BT, BQ, BK, BV, HAS_DECAY, TIED, PRECISION,
+                p_part += i_c * s_slice + i_slot * 4 * BT
+            b_dq, b_dk = add_value_head(
+                b_dq, b_dk, b_q, b_k, p_q, p_k, norm_q * scale, norm_k, v, p_g, scalings,
+                chunk_decay, states, errors, d_o, d_states, d_errors, p_s, p_d, p_x, d_v, d_beta,
+                p_part, first, tokens, i_c, i_h, i_slot, s_decay_t,
+                H, HV, K, V, N_STEPS, BT, BQ, BC, BV, HAS_DECAY, TIED, TMA, PRECISION,
             )  # fmt: skip
-        if UNIT_NORM:
-            b_q = load_rows(p_q, o_i, m_i, o_k, K, H * K, K == BK)
+        if UNIT_NORM and SLICES == 1:
             b_dq = unit_norm_backward(b_q, norm_q, b_dq)
-        p_dq = d_q + (first * H + i_key) * K + o_i[:, None] * (H * K) + o_k[None, :]
-        tl.store(p_dq, b_dq.to(d_q.dtype.element_ty), mask=m_i[:, None] & (o_k < K)[None, :])
-    elif part == 1:
-        b_dk = tl.zeros([BT, BK], tl.float32)
-        for i_g in range(HV // H):
-            i_h = i_key * (HV // H) + i_g
-            i_slot = i_m.to(tl.int64) * HV + i_h
-            p_g, p_dg = log_decay, d_log_decay
-            if HAS_DECAY:
-                p_g += i_h * s_decay_h
-                p_dg += s_part
-            b_dk = key_gradients(
-                b_dk, p_q, p_k, norm_q * scale, norm_k, v, p_g, scalings, decays, states, errors,
-                d_o, d_states, d_errors, d_v, d_beta, p_dg, first, tokens, i_h, i_slot, s_decay_t,
-                H, HV, K, V, N_STEPS, BT, BQ, BK, BV, HAS_DECAY, TIED, PRECISION,
-            )  # fmt: skip
-        if UNIT_NORM:
-            b_k = load_rows(p_k, o_r, m_r, o_k, K, H * K, K == BK)
             b_dk = unit_norm_backward(b_k, norm_k, b_dk)
+        p_dq = d_q + (first * H + i_key) * K + o_i[:, None] * (H * K) + o_k[None, :]
+        tl.store(p_dq, b_dq.to(d_q.dtype.element_ty), mask=m_i[:, None] & m_k)
         p_dk = d_k + (first * N_STEPS * H + i_key) * K + o_r[:, None] * (H * K) + o_k[None, :]
-        tl.store(p_dk, b_dk.to(d_k.dtype.element_ty), mask=m_r[:, None] & (o_k < K)[None, :])
+        tl.store(p_dk, b_dk.to(d_k.dtype.element_ty), mask=m_r[:, None] & m_k)
     elif HAS_DECAY and PRECISION == "tf32x3":
         for i_g in range(HV // H):
             i_h = i_key * (HV // H) + i_g
             i_slot = i_m.to(tl.int64) * HV + i_h
             pair_decay_gradients(
-                p_q, p_k, norm_q * scale, norm_k, v, log_decay + i_h * s_decay_h, scalings,
-                decays, errors, d_o, d_errors, d_log_decay + 2 * s_part,
-                first, tokens, i_h, i_slot, s_decay_t,
-                H, HV, K, V, N_STEPS, BT, BQ, BK, BV, TIED, PRECISION,
+                q + (first * H + i_key) * K, k + (first * N_STEPS * H + i_key) * K, v,
+                log_decay + i_h * s_decay_h, scalings, errors, d_o, d_errors,
+                parts + SLICES * s_slice + i_slot * 4 * BT, scale, first, tokens, i_h, i_slot,
+                s_decay_t, H, HV, K, V, N_STEPS, BT, BQ, BK, BV, TIED, UNIT_NORM, PRECISION,
             )  # fmt: skip
 
 
 @triton.jit
-def query_gradients(
-    b_y, p_q, p_k, norm_q, norm_k, v, log_decay, scalings, chunk_decay, decays, states, errors,
-    d_o, d_states, d_log_decay, first, tokens, i_h, i_slot, s_decay_t,
+def add_value_head(
+    b_dq, b_dk, b_q, b_k, p_q, p_k, norm_q, norm_k, v, log_decay, scalings, chunk_decay, states,
+    errors, d_o, d_states, d_errors, p_s, p_d, p_x, d_v, d_beta, p_part,
+    first, tokens, i_c, i_h, i_slot, s_decay_t,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
-    BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    HAS_DECAY: tl.constexpr, TIED: tl.constexpr, PRECISION: tl.constexpr,
+    BT: tl.constexpr, BQ: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr,
+    HAS_DECAY: tl.constexpr, TIED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add one value head's part of dq to b_y; store its part of dlog_decay."""
+    """dq and dk with one value head's part; its dv, dbeta and dlog_decay are stored."""
     EXACT: tl.constexpr = PRECISION == "tf32x3"
-    o_i, o_r, o_k = tl.arange(0, BQ), tl.arange(0, BT), tl.arange(0, BK)
-    rows, m_i = tokens * N_STEPS, o_i < tokens
-    p_do = d_o + (first * HV + i_h) * V
-    b_g, b_row = tl.zeros([BQ, BT], tl.float32), tl.zeros([BQ, BK], tl.float32)
-    for i_v in range(0, V, BV):
-        o_v = i_v + tl.arange(0, BV)
-        m_s = (o_v < V)[:, None] & (o_k < K)[None, :]
-        b_do = load_rows(p_do, o_i, m_i, o_v, V, HV * V, V % BV == 0)
-        b_e = load_errors(
-            v, errors, first, rows, i_h, i_slot, o_r, o_v, HV, V, N_STEPS, BT, BV, TIED
-        )
-        b_s = tl.load(state_tile(states, i_slot, 0, o_v, o_k, 1, K, V), mask=m_s, other=0.0)
-        b_g = tl.dot(b_do, tl.trans(b_e), acc=b_g, input_precision=PRECISION)
-        b_row = tl.dot(b_do, b_s, acc=b_row, input_precision=PRECISION)
-    b_row *= row_scaling(scalings, i_slot, READ, norm_q, o_i, BT, HAS_DECAY)[:, None]
-    b_key = norm_k * row_scaling(scalings, i_slot, BETA, 1.0, o_r, BT, TIED)
-    m_pair = o_r[None, :] // N_STEPS <= o_i[:, None]
-    b_g = tl.where(m_pair, b_g * norm_q[:, None] * b_key[None, :], 0.0)
-    b_later = tl.zeros([BQ], tl.float32)
-    if HAS_DECAY:
-        b_g *= pair_decays(decays, i_slot, o_i, o_r, N_STEPS, BT)
-        if EXACT:
-            b_later = row_products(p_q, b_row, o_i, m_i, o_k, H * K, K)
-    b_k = load_rows(p_k, o_r, o_r < rows, o_k, K, H * K, K == BK)
-    b_row = tl.dot(b_g.to(b_k.dtype), b_k, acc=b_row, input_precision=PRECISION)
-    if HAS_DECAY:
-        if not EXACT:
-            b_later = row_products(p_q, b_row, o_i, m_i, o_k, H * K, K)
-        b_held = tl.zeros([BV, BK], tl.float32)
-        for i_v in range(0, V, BV):
-            o_v = i_v + tl.arange(0, BV)
-            m_s = (o_v < V)[:, None] & (o_k < K)[None, :]
-            b_s = tl.load(state_tile(states, i_slot, 0, o_v, o_k, 1, K, V), mask=m_s, other=0.0)
-            b_d = tl.load(state_tile(d_states, i_slot, 0, o_v, o_k, 1, K, V), mask=m_s, other=0.0)
-            b_held += b_s.to(tl.float32) * b_d.to(tl.float32)
-        b_dg = sums_around(b_later, tl.zeros([BQ], tl.float32), o_i, PRECISION)
-        b_dg += tl.load(chunk_decay + i_slot) * tl.sum(b_held)
-        p_dg = d_log_decay + first * HV + i_h
-        store_decay_gradients(p_dg, log_decay, b_dg, o_i, m_i, s_decay_t, HV)
-    return b_y + b_row
-
-
-@triton.jit
-def key_gradients(
-    b_y, p_q, p_k, norm_q, norm_k, v, log_decay, scalings, decays, states, errors, d_o, d_states,
-    d_errors, d_v, d_beta, d_log_decay, first, tokens, i_h, i_slot, s_decay_t,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
-    BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    HAS_DECAY: tl.constexpr, TIED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add one value head's part of dk to b_y; store dv, dbeta and its part of dlog_decay."""
-    EXACT: tl.constexpr = PRECISION == "tf32x3"
-    o_i, o_r, o_k = tl.arange(0, BQ), tl.arange(0, BT), tl.arange(0, BK)
+    SLICES: tl.constexpr = (K + BC - 1) // BC
+    o_i, o_r, o_k = tl.arange(0, BQ), tl.arange(0, BT), i_c * BC + tl.arange(0, BC)
     rows, m_i, m_r = tokens * N_STEPS, o_i < tokens, o_r < tokens * N_STEPS
-    p_do, p_x = d_o + (first * HV + i_h) * V, d_errors + i_slot * BT * V
-    WHOLE_V: tl.constexpr = V % BV == 0
-    dtype = p_k.dtype.element_ty
+    i_k = i_c * BC
+    dtype = b_k.dtype
+    b_beta = row_scaling(scalings, i_slot, BETA, tl.full([BT], 1.0, tl.float32), o_r, BT, TIED)
+    b_reads = row_scaling(scalings, i_slot, READ, norm_q, o_i, BT, HAS_DECAY)
+    b_erases = row_scaling(scalings, i_slot, ERASE_ROW, norm_k, o_r, BT, HAS_DECAY) * b_beta
+    b_writes = row_scaling(scalings, i_slot, WRITE, norm_k, o_r, BT, HAS_DECAY) * b_beta
+    b_key = norm_k * b_beta
+    if HAS_DECAY:
+        b_chunk = tl.load(chunk_decay + i_slot)
+        whole, rest = row_decay_sums(log_decay, o_r, tokens, s_decay_t, N_STEPS)
+        whole_q, rest_q = whole, rest
+        if N_STEPS > 1:
+            whole_q, rest_q = row_decay_sums(log_decay, o_i, tokens, s_decay_t, 1)
     b_gp, b_gm = tl.zeros([BQ, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
-    b_row, b_col = tl.zeros([BT, BK], tl.float32), tl.zeros([BT, BK], tl.float32)
-    b_later = tl.zeros([BT], tl.float32)
+    b_read, b_row = tl.zeros([BQ, BC], tl.float32), tl.zeros([BT, BC], tl.float32)
+    b_col = tl.zeros([BT, BC], tl.float32)
     for i_v in range(0, V, BV):
         o_v = i_v + tl.arange(0, BV)
-        m_s = (o_v < V)[:, None] & (o_k < K)[None, :]
-        b_do = load_rows(p_do, o_i, m_i, o_v, V, HV * V, WHOLE_V)
+        b_do = load_tile(d_o, first, i_h, i_v, o_i, m_i, o_v, HV, V, V % BV == 0, TMA)
         b_e = load_errors(
-            v, errors, first, rows, i_h, i_slot, o_r, o_v, HV, V, N_STEPS, BT, BV, TIED
+            v, errors, first * N_STEPS, rows, i_h, i_slot, i_v, HV, V, BT, BV, TIED, TMA
         )
+        b_s = load_state(states, i_slot, i_v, i_k, K, V, BV, BC, TMA)
+        b_d = load_state(d_states, i_slot, i_v, i_k, K, V, BV, BC, TMA)
         b_gp = tl.dot(b_do, tl.trans(b_e), acc=b_gp, input_precision=PRECISION)
+        b_read = tl.dot(b_do, b_s, acc=b_read, input_precision=PRECISION)
+        b_col = tl.dot(b_e, b_d, acc=b_col, input_precision=PRECISION)
         if TIED:
-            b_x = load_rows(p_x, o_r, o_r < BT, o_v, V, V, WHOLE_V)
-            b_s = tl.load(state_tile(states, i_slot, 0, o_v, o_k, 1, K, V), mask=m_s, other=0.0)
+            b_x = load_chunk(d_errors, i_slot, i_v, V, BT, BV, TMA)
             b_gm = tl.dot(b_x, tl.trans(b_e), acc=b_gm, input_precision=PRECISION)
             b_row = tl.dot(b_x, b_s, acc=b_row, input_precision=PRECISION)
-    b_beta = row_scaling(scalings, i_slot, BETA, tl.full([BT], 1.0, tl.float32), o_r, BT, TIED)
-    b_key = norm_k * b_beta
-    m_pair = o_r[None, :] // N_STEPS <= o_i[:, None]
-    b_gp = tl.where(m_pair, b_gp * norm_q[:, None] * b_key[None, :], 0.0)
     if HAS_DECAY:
-        b_gp *= pair_decays(decays, i_slot, o_i, o_r, N_STEPS, BT)
+        b_held = 0.0
+        for i_v in tl.static_range(0, V, BV):
+            b_s = load_state(p_s, i_slot, i_v, i_k, K, V, BV, BC, False)
+            b_d = load_state(p_d, i_slot, i_v, i_k, K, V, BV, BC, False)
+            b_held += tl.sum(b_s.to(tl.float32) * b_d.to(tl.float32))
+    b_read *= b_reads[:, None]
+    b_col *= b_writes[:, None]
+    b_factor = b_key[None, :]
+    if HAS_DECAY:
+        b_ratio = decay_ratio(whole_q[:, None], rest_q[:, None], whole[None, :], rest[None, :])
+        b_factor *= b_ratio
+    m_pair = o_r[None, :] // N_STEPS <= o_i[:, None]
+    b_gp = tl.where(m_pair, b_gp * norm_q[:, None] * b_factor, 0.0)
+    b_later_q, b_later_k = tl.zeros([BQ], tl.float32), tl.zeros([BT], tl.float32)
+    if HAS_DECAY and EXACT:
+        b_later_q = row_products(p_q, b_read, o_i, m_i, o_k, H * K, K, BC)
     b_gp = b_gp.to(dtype)
+    b_read = tl.dot(b_gp, b_k, acc=b_read, input_precision=PRECISION)
+    b_inner = tl.dot(tl.trans(b_gp), b_q, input_precision=PRECISION)
     if TIED:
         b_dbeta = tl.sum(tl.where(o_r[:, None] == o_r[None, :], b_gm, 0.0), axis=1)
-        tl.store(d_beta + (first * N_STEPS + o_r) * HV + i_h, b_dbeta, mask=m_r)
+        p_dbeta = d_beta + (first * N_STEPS + o_r) * HV + i_h
+        tl.store(p_dbeta, b_dbeta, mask=m_r & (i_c == 0))
         m_before = o_r[:, None] > o_r[None, :]
-        b_gm = tl.where(m_before, -b_gm * b_key[:, None] * b_key[None, :], 0.0)
-        if HAS_DECAY:
-            b_gm *= pair_decays(decays, i_slot, o_r, o_r, 1, BT)
-        b_erase = row_scaling(scalings, i_slot, ERASE_ROW, norm_k, o_r, BT, HAS_DECAY)
-        b_row *= -(b_erase * b_beta)[:, None]
+        if HAS_DECAY and N_STEPS > 1:
+            b_ratio = decay_ratio(whole[:, None], rest[:, None], whole[None, :], rest[None, :])
+            b_factor = b_key[None, :] * b_ratio
+        b_gm = tl.where(m_before, b_gm * (-b_key)[:, None] * b_factor, 0.0)
+        b_row *= (-b_erases)[:, None]
         if HAS_DECAY and EXACT:
-            b_later = row_products(p_k, b_row, o_r, m_r, o_k, H * K, K)
-        b_k = load_rows(p_k, o_r, m_r, o_k, K, H * K, K == BK)
+            b_later_k = row_products(p_k, b_row, o_r, m_r, o_k, H * K, K, BC)
         b_gm = b_gm.to(dtype)
         b_row = tl.dot(b_gm, b_k, acc=b_row, input_precision=PRECISION)
-        if HAS_DECAY and not EXACT:
-            b_later = row_products(p_k, b_row, o_r, m_r, o_k, H * K, K)
-        b_y += b_row
-        b_col = tl.dot(tl.trans(b_gm), b_k, acc=b_col, input_precision=PRECISION)
-    b_q = load_rows(p_q, o_i, m_i, o_k, K, H * K, K == BK)
-    b_col = tl.dot(tl.trans(b_gp), b_q, acc=b_col, input_precision=PRECISION)
-    if HAS_DECAY and not EXACT:
-        b_later -= row_products(p_k, b_col, o_r, m_r, o_k, H * K, K)
-    b_y += b_col
-    b_col = tl.zeros([BT, BK], tl.float32)
-    for i_v in range(0, V, BV):
+        b_inner = tl.dot(tl.trans(b_gm), b_k, acc=b_inner, input_precision=PRECISION)
+    for i_first in tl.static_range(0, V, SLICES * BV):
+        i_v = i_first + i_c * BV
         o_v = i_v + tl.arange(0, BV)
-        b_x = load_rows(p_x, o_r, o_r < BT, o_v, V, V, WHOLE_V)
-        b_x = b_x.to(tl.float32) * b_beta[:, None]
+        b_x = load_rows(p_x + i_slot * BT * V, o_r, m_r, o_v, V, V, V % (SLICES * BV) == 0)
         p_dv = d_v + (first * N_STEPS * HV + i_h) * V + o_r[:, None] * (HV * V) + o_v[None, :]
-        tl.store(p_dv, b_x.to(dtype), mask=m_r[:, None] & (o_v < V)[None, :])
-    for i_v in range(0, V, BV):
-        o_v = i_v + tl.arange(0, BV)
-        m_s = (o_v < V)[:, None] & (o_k < K)[None, :]
-        b_e = load_errors(
-            v, errors, first, rows, i_h, i_slot, o_r, o_v, HV, V, N_STEPS, BT, BV, TIED
-        )
-        b_d = tl.load(state_tile(d_states, i_slot, 0, o_v, o_k, 1, K, V), mask=m_s, other=0.0)
-        b_col = tl.dot(b_e, b_d, acc=b_col, input_precision=PRECISION)
-    b_write = row_scaling(scalings, i_slot, WRITE, norm_k, o_r, BT, HAS_DECAY)
-    b_col *= (b_beta * b_write)[:, None]
+        b_dv = (b_x.to(tl.float32) * b_beta[:, None]).to(dtype)
+        tl.store(p_dv, b_dv, mask=m_r[:, None] & (o_v < V)[None, :])
     if HAS_DECAY:
-        b_before = row_products(p_k, b_col, o_r, m_r, o_k, H * K, K)
-        b_dg = sums_around(b_later, b_before, o_r, PRECISION)
-        p_dg, m_t = d_log_decay + first * HV + i_h, m_r & (o_r % N_STEPS == 0)
-        store_decay_gradients(p_dg, log_decay, b_dg, o_r // N_STEPS, m_t, s_decay_t, HV)
-    return b_y + b_col
-
-
-@triton.jit
-def unit_norm_backward(b_x, b_norm, b_y):
-    """dx = y - (x . y) x / |x|^2, where y = dx already divided by |x|."""
-    b_x = b_x.to(tl.float32)
-    return b_y - b_x * (tl.sum(b_x * b_y, axis=1) * b_norm * b_norm)[:, None]
+        if not EXACT:
+            b_later_q = row_products(p_q, b_read, o_i, m_i, o_k, H * K, K, BC)
+            b_later_k = row_products(p_k, b_row - b_inner, o_r, m_r, o_k, H * K, K, BC)
+        b_before = row_products(p_k, b_col, o_r, m_r, o_k, H * K, K, BC)
+        tl.store(p_part + QUERIES * BT + o_i, b_later_q)
+        tl.store(p_part + KEYS * BT + o_r, b_later_k)
+        tl.store(p_part + WRITES * BT + o_r, b_before)
+        tl.store(p_part + HELD * BT, b_chunk * b_held)
+    b_col += b_row + b_inner
+    if HV > H:
+        b_read, b_col = b_dq + b_read, b_dk + b_col
+    return b_read, b_col

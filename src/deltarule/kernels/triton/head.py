@@ -1,17 +1,23 @@
-"""Decay none or per head in Triton: launches of its two kernels over all chunks at once."""
+"""Decay none or per head in Triton: launches of its kernels over all chunks at once."""
 
 import torch
 from torch import Tensor
 
 from deltarule.kernels.inputs import Inputs
 from deltarule.kernels.triton.configurations import configuration
+from deltarule.kernels.triton.decay_gradients import decay_gradients_kernel
+from deltarule.kernels.triton.direct import Launch
 from deltarule.kernels.triton.gradients import gradients_kernel
-from deltarule.kernels.triton.launch import OPTIONS, Plan, Scores, Shapes, precision, strides
+from deltarule.kernels.triton.launch import Plan, Scores, Shapes, full_tiles, precision, strides
 from deltarule.kernels.triton.pair_scores import pair_scores_kernel
+from deltarule.kernels.triton.unit_norm import unit_norm_gradients_kernel
+
+# Rows of q or k that a program takes through the norm.
+NORM_ROWS = 32
 
 
-def score_shapes(inputs: Inputs, plan: Plan, save: bool) -> Shapes:
-    """The buffers of `head_scores`, with those that only a backward reads if it may follow."""
+def score_shapes(inputs: Inputs, plan: Plan) -> Shapes:
+    """The buffers of `head_scores`."""
     sizes, dtype = plan.sizes, inputs.q.dtype
     chunks, rows = (plan.chunks, sizes["HV"]), sizes["BT"]
     tied, scaled = inputs.beta is not None, inputs.log_decay is not None or inputs.normalize_qk
@@ -22,8 +28,6 @@ def score_shapes(inputs: Inputs, plan: Plan, save: bool) -> Shapes:
         shapes["scalings"] = (*chunks, 4, rows), torch.float32
     if scaled:
         shapes["chunk_decay"] = chunks, torch.float32
-    if save and inputs.log_decay is not None:
-        shapes["decays"] = (*chunks, rows, rows), dtype
     return shapes
 
 
@@ -37,42 +41,107 @@ def kept_scores(inputs: Inputs, buffers: dict[str, Tensor]) -> Scores:
 
 def head_scores(inputs: Inputs, plan: Plan, buffers: dict[str, Tensor]) -> Scores:
     """Launch `pair_scores_kernel`."""
-    sizes, x, out = plan.sizes, inputs.q, kept_scores(inputs, buffers)
-    pair_scores_kernel[plan.chunks, sizes["HV"]](
+    x, out = inputs.q, kept_scores(inputs, buffers)
+    plan.once(scores_launch, inputs)(
+        (plan.chunks, plan.sizes["HV"], 1),
         x, inputs.k, inputs.beta, inputs.log_decay, inputs.cu_seqlens, out.scores,
-        out.corrections, out.scalings, out.chunk_decay, buffers.get("decays"), inputs.scale,
+        out.corrections, out.scalings, out.chunk_decay, inputs.scale,
         x.shape[1], inputs.sequences, *strides(inputs.beta), *strides(inputs.log_decay),
-        **{name: size for name, size in sizes.items() if name != "V"}, **flags(inputs),
-        **configuration("pair_scores", plan.call), **OPTIONS,
     )  # fmt: skip
     return out
+
+
+def scores_launch(inputs: Inputs, plan: Plan) -> Launch:
+    """`pair_scores_kernel` with its constants."""
+    sizes = {name: size for name, size in plan.sizes.items() if name != "V"}
+    config, full = configuration("pair_scores", plan.call), full_tiles(inputs, plan, 1)
+    width = sizes["H"] * sizes["K"]
+    tiles = {"q": (width, [sizes["BQ"], sizes["K"]]), "k": (width, [sizes["BT"], sizes["K"]])}
+    constants = {**sizes, **flags(inputs), **config, "TMA": full}
+    return Launch(pair_scores_kernel, constants, tiles if full else None)
 
 
 def head_gradients(
     inputs: Inputs, plan: Plan, buffers: dict[str, Tensor], d_o: Tensor, d_states: Tensor,
     d_errors: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Launch `gradients_kernel`: gradients by q, k, v, beta, and log_decay."""
-    sizes, x = plan.sizes, inputs.q
+    """Launch `gradients_kernel` and what follows it: gradients by q, k, v, beta and log_decay."""
+    x, sizes, states = inputs.q, plan.sizes, buffers["states"]
+    kernel = plan.once(gradients_launch, inputs)
+    parts = slices(kernel) + float32_decays(inputs)
     d_q, d_k, d_v = (torch.empty_like(y) for y in (x, inputs.k, inputs.v))
-    d_beta = d_decay = None
-    # In float32 a program of its own sums the pairs of rows around a decay.
-    parts = 3 if inputs.log_decay is not None and x.dtype == torch.float32 else 2
+    d_beta = d_decay = sums = None
     if inputs.beta is not None:
         d_beta = torch.empty(inputs.beta.shape, dtype=torch.float32, device=x.device)
     if inputs.log_decay is not None:
-        d_decay = torch.empty(parts, *inputs.log_decay.shape, dtype=torch.float32, device=x.device)
-    gradients_kernel[parts, sizes["H"], plan.chunks](
+        size = parts, plan.chunks, sizes["HV"], 4, sizes["BT"]
+        sums = torch.empty(size, dtype=torch.float32, device=x.device)
+    places = x.shape[1], inputs.sequences, *strides(inputs.log_decay)
+    each = 0 if sums is None else sums.stride(0)
+    kernel(
+        (parts, sizes["H"], plan.chunks),
         x, inputs.k, inputs.v, inputs.log_decay, inputs.cu_seqlens, buffers.get("scalings"),
-        buffers.get("chunk_decay"), buffers.get("decays"), buffers["states"],
-        buffers.get("errors"), d_o, d_states, d_errors, d_q, d_k, d_v, d_beta, d_decay,
-        inputs.scale, x.shape[1], inputs.sequences, *strides(inputs.log_decay),
-        0 if d_decay is None else d_decay[0].numel(), **sizes, **flags(inputs),
-        **configuration("gradients", plan.call), **OPTIONS,
+        buffers.get("chunk_decay"), states, buffers.get("errors"), d_o, d_states, d_errors,
+        states, d_states, d_errors, d_q, d_k, d_v, d_beta, sums, inputs.scale, *places, each,
     )  # fmt: skip
-    if d_decay is not None:
-        d_decay = d_decay.sum(0)
+    if inputs.log_decay is not None:
+        d_decay = torch.empty(inputs.log_decay.shape, dtype=torch.float32, device=x.device)
+        plan.once(decay_launch, inputs)(
+            (plan.chunks, sizes["HV"], 1),
+            sums, inputs.log_decay, inputs.cu_seqlens, d_decay, *places, each,
+        )  # fmt: skip
+    if inputs.normalize_qk and slices(kernel) > 1:
+        for y, d_y in ((x, d_q), (inputs.k, d_k)):
+            rows = y.numel() // sizes["K"]
+            plan.once(norm_launch, inputs)((-(-rows // NORM_ROWS), 1, 1), y, d_y, rows)
     return d_q, d_k, d_v, d_beta, None, None, d_decay
+
+
+def norm_launch(inputs: Inputs, plan: Plan) -> Launch:
+    """`unit_norm_gradients_kernel` with its constants."""
+    sizes = {"K": plan.sizes["K"], "BK": plan.sizes["BK"], "ROWS": NORM_ROWS}
+    return Launch(unit_norm_gradients_kernel, {**sizes, "num_warps": 4, "num_stages": 1})
+
+
+def float32_decays(inputs: Inputs) -> bool:
+    """Whether one more program sums the pairs of rows around a decay: in float32 alone."""
+    return inputs.log_decay is not None and inputs.q.dtype == torch.float32
+
+
+def gradients_launch(inputs: Inputs, plan: Plan) -> Launch:
+    """`gradients_kernel` with its constants."""
+    sizes = dict(plan.sizes)
+    if inputs.q.dtype != torch.float32:
+        # Products of fewer rows are made of other instructions, whose operands are registers.
+        sizes["BQ"] = max(sizes["BQ"], sizes["BT"])
+    config = configuration("gradients", plan.call)
+    # In float32 a gradient is not rounded before it goes through the norm, which takes all of it.
+    whole = inputs.normalize_qk and inputs.q.dtype == torch.float32
+    channels = sizes["BK"] if whole else min(config["BC"], sizes["BK"])
+    full = full_tiles(inputs, plan, config["BV"]) and not float32_decays(inputs)
+    rows, values = [sizes["BT"], config["BV"]], (sizes["V"], sizes["HV"] * sizes["V"])
+    state = sizes["K"], [config["BV"], channels]
+    tiles = {
+        "v": (values[1], rows), "d_o": (values[1], rows), "errors": (values[0], rows),
+        "d_errors": (values[0], rows), "states": state, "d_states": state,
+    }  # fmt: skip
+    constants = {**sizes, **flags(inputs), **config, "BC": channels, "TMA": full}
+    return Launch(gradients_kernel, constants, tiles if full else None)
+
+
+def slices(kernel: Launch) -> int:
+    """Programs of a chunk and key head, each of which takes BC channels."""
+    return -(-int(kernel.constants["K"]) // int(kernel.constants["BC"]))
+
+
+def decay_launch(inputs: Inputs, plan: Plan) -> Launch:
+    """`decay_gradients_kernel` with its constants."""
+    constants = {
+        **{name: plan.sizes[name] for name in ("HV", "N_STEPS", "CT", "BT")},
+        "SLICES": slices(plan.once(gradients_launch, inputs)), "PAIRS": float32_decays(inputs),
+        "PACKED": inputs.cu_seqlens is not None, "num_warps": 1, "num_stages": 1,
+    }  # fmt: skip
+    return Launch(decay_gradients_kernel, constants)
 
 
 def flags(inputs: Inputs) -> dict[str, object]:

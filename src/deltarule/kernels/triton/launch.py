@@ -1,11 +1,12 @@
-"""What every launch over chunks needs: plan, buffers between kernels, and how they are given."""
+"""What every launch over chunks needs: plan, and buffers between kernels."""
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deltarule.kernels.inputs import Inputs
 from deltarule.kernels.triton.configurations import (
@@ -14,17 +15,21 @@ from deltarule.kernels.triton.configurations import (
     call_of,
     chunk_rows,
     configuration,
+    plans,
     power_of_two,
 )
 from deltarule.kernels.triton.segment_length import chunks_per_segment
 
-# Written out, because Triton's default follows an environment variable.
-OPTIONS = {"enable_fp_fusion": True}
 # The first architecture with a copy engine; before, its tiles are gathered at great cost.
 COPY_ENGINE = 90
+# Lengths of which plans are kept.
+MOST_PLANS = 256
+
+Made = TypeVar("Made")
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Plan:
     """Sizes of one call: chunks of CT tokens and BT rows, keys in tiles of BK channels."""
 
     # What its configurations depend on.
@@ -33,10 +38,45 @@ class Plan(NamedTuple):
     sizes: dict[str, int]
     # Chunks in a segment of a sequence, or 0: sequences are whole.
     per_segment: int = 0
+    made: dict[Hashable, Any] = field(default_factory=dict)
+
+    def once(self, make: Callable[..., Made], inputs: Inputs, *choices: Hashable) -> Made:
+        """make(inputs, self, *choices) of the first call: it may follow from these alone.
+
+        Of `inputs` it may read what `make_plan` tells calls apart by, and no values.
+        """
+        key = make, *choices
+        if key not in self.made:
+            self.made[key] = make(inputs, self, *choices)
+        made: Made = self.made[key]
+        return made
 
 
 def make_plan(inputs: Inputs) -> Plan:
-    """A function of shapes and the GPU alone."""
+    """A function of shapes, types and the GPU alone; on a GPU it is kept for the next call."""
+    # The interpreter has no time to lose, and code that is compiled has sizes that are not numbers.
+    if not inputs.q.is_cuda or type(inputs.q) is not Tensor:
+        return new_plan(inputs)
+    key = plan_key(inputs)
+    if (plan := plans.get(key)) is None:
+        if len(plans) >= MOST_PLANS:
+            plans.clear()
+        plan = plans[key] = new_plan(inputs)
+    return plan
+
+
+def plan_key(inputs: Inputs) -> Hashable:
+    """All that a plan, and what is made of it once, depends on."""
+    q, packed = inputs.q, inputs.cu_seqlens
+    return (
+        q.shape, inputs.v.shape, q.dtype, q.device, inputs.erase, inputs.decay,
+        None if packed is None else packed.shape, inputs.n_steps, inputs.normalize_qk,
+        inputs.batch_invariant,
+    )  # fmt: skip
+
+
+def new_plan(inputs: Inputs) -> Plan:
+    """The plan of a call, worked out."""
     batch, tokens, heads, key_size = inputs.q.shape
     value_heads, value_size = inputs.v.shape[2:]
     call = call_of(inputs)
@@ -75,20 +115,32 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 ALIGNED = 64
 
 
-def elements(shapes: Shapes) -> int:
-    """How many float32 hold buffers of these shapes."""
-    return sum(_room(*of) for of in shapes.values())
+class Layout(NamedTuple):
+    """Where buffers lie in one flat float32 tensor."""
+
+    elements: int
+    dtypes: set[torch.dtype]
+    # Name, type, shape, strides, and elements of that type before it.
+    buffers: list[tuple[str, torch.dtype, tuple[int, ...], list[int], int]]
 
 
-def views(flat: Tensor, shapes: Shapes) -> dict[str, Tensor]:
-    """Cut buffers out of one float32 tensor."""
-    out, start = {}, 0
+def layout(shapes: Shapes) -> Layout:
+    """Place buffers of these shapes one after the other."""
+    buffers, start = [], 0
     for name, (shape, dtype) in shapes.items():
-        room = _room(shape, dtype)
-        part = flat[start : start + room].view(dtype)
-        out[name] = part[: math.prod(shape)].view(shape)
-        start += room
-    return out
+        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        buffers.append((name, dtype, shape, strides, start * 4 // dtype.itemsize))
+        start += _room(shape, dtype)
+    return Layout(start, {dtype for _, dtype in shapes.values()}, buffers)
+
+
+def views(flat: Tensor, layout: Layout) -> dict[str, Tensor]:
+    """Cut the buffers out of one float32 tensor."""
+    typed = {dtype: flat.view(dtype) for dtype in layout.dtypes}
+    return {
+        name: typed[dtype].as_strided(shape, strides, typed[dtype].storage_offset() + start)
+        for name, dtype, shape, strides, start in layout.buffers
+    }
 
 
 def _room(shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -116,10 +168,3 @@ def full_tiles(inputs: Inputs, plan: Plan, block: int) -> bool:
         and sizes["K"] == sizes["BK"] and sizes["V"] % block == 0
         and batch * tokens * sizes["N_STEPS"] < 2**31
     )  # fmt: skip
-
-
-def described(x: Tensor | None, width: int, tile: list[int], wanted: bool) -> Any:
-    """x as a matrix of `width` columns, in tiles that the copy engine fetches; or x itself."""
-    if x is None or not wanted:
-        return x
-    return TensorDescriptor(x, [x.numel() // width, width], [width, 1], tile)

@@ -13,15 +13,16 @@ from torch import Tensor
 from deltarule.kernels.inputs import Inputs
 from deltarule.kernels.triton import channel, head
 from deltarule.kernels.triton.configurations import configuration
+from deltarule.kernels.triton.direct import Launch, Tiles
 from deltarule.kernels.triton.launch import (
-    OPTIONS,
+    Layout,
     Plan,
     Scores,
     Shapes,
-    described,
-    elements,
     full_tiles,
+    layout,
     make_plan,
+    new_plan,
     precision,
     views,
 )
@@ -35,7 +36,7 @@ from deltarule.kernels.triton.segments import (
 
 def kept_shapes(inputs: Inputs, plan: Plan, save: bool) -> Shapes:
     """What a forward keeps: scores where they are no copies of q and k, S, and E or w."""
-    shapes = {} if inputs.by_channel else head.score_shapes(inputs, plan, save)
+    shapes = {} if inputs.by_channel else head.score_shapes(inputs, plan)
     if plan.per_segment:
         shapes["ends"] = transitions_shape(inputs, plan, inputs.erase), torch.float32
     if save:
@@ -47,16 +48,21 @@ def kept_shapes(inputs: Inputs, plan: Plan, save: bool) -> Shapes:
     return shapes
 
 
+def kept_layout(inputs: Inputs, plan: Plan, save: bool) -> Layout:
+    """Where it lies."""
+    return layout(kept_shapes(inputs, plan, save))
+
+
 def saved_shape(inputs: Inputs) -> tuple[int, ...]:
     """Of what a forward saves: one flat float32 tensor."""
-    return (elements(kept_shapes(inputs, make_plan(inputs), True)),)
+    return (kept_layout(inputs, new_plan(inputs), True).elements,)
 
 
 def pair_scores(
     inputs: Inputs, plan: Plan, buffers: dict[str, Tensor]
 ) -> tuple[Scores, Tensor | None]:
     """What the rows of a chunk are to each other; decays per channel also leave their sums."""
-    if inputs.by_channel:
+    if plan.call.copies:
         return channel.channel_scores(inputs, plan)
     return head.head_scores(inputs, plan, buffers), None
 
@@ -72,59 +78,69 @@ def flags(inputs: Inputs) -> dict[str, object]:
     }  # fmt: skip
 
 
-def streams(scores: Scores, plan: Plan, full: bool) -> tuple[object, ...]:
-    """Scores, corrections and scalings of the chunks, as both kernels take them."""
-    rows, reads = plan.sizes["BT"], plan.sizes["BQ"]
-    return (
-        described(scores.scores, rows, [reads, rows], full),
-        described(scores.value_scores, rows, [reads, rows], full),
-        described(scores.corrections, rows, [rows, rows], full),
-        described(scores.from_values, rows, [rows, rows], full),
-        described(scores.scalings, rows, [1, rows], full),
-        described(scores.scalings, rows, [1, reads], full),
-        scores.chunk_decay,
-    )
-
-
-def keys(scores: Scores, plan: Plan, full: bool) -> tuple[object, ...]:
-    """q, k, and the scaled copies of a decay per channel."""
+def fetched(inputs: Inputs, plan: Plan, block: int, name: str) -> Tiles:
+    """The arguments that are matrices in whole tiles."""
     sizes = plan.sizes
-    if scores.write is not None:
-        return scores.q, scores.k, scores.erase, scores.write
-    width = sizes["H"] * sizes["K"]
+    rows, reads = sizes["BT"], sizes["BQ"]
+    width, values = sizes["H"] * sizes["K"], sizes["HV"] * sizes["V"]
+    square, reading, out = (rows, [rows, rows]), (rows, [reads, rows]), (values, [reads, block])
+    own = {"v": (values, [rows, block]), "o": out} if name == "next_state" else {"d_o": out}
+    streams = own | {
+        "scores": reading, "value_scores": reading, "corrections": square, "from_values": square,
+        "scalings": (rows, [1, rows]), "readings": (rows, [1, reads]),
+    }  # fmt: skip
+    if inputs.by_channel:
+        return streams
+    return streams | {"q": (width, [reads, sizes["K"]]), "k": (width, [rows, sizes["K"]])}
+
+
+def scan_launch(
+    inputs: Inputs, plan: Plan, name: str, split: str, output: bool = False, save: bool = False
+) -> Launch:
+    """One of the two kernels that follow the chunks, by the name of its configuration."""
+    config = configuration(name, plan.call)
+    config = ends_configuration(config) if split == "ends" else config
+    full = full_tiles(inputs, plan, config["BV"])
+    constants = {
+        **plan.sizes, **config, **flags(inputs), "TMA": full, "SPLIT": split,
+        "per_segment": plan.per_segment, "num_stages": config["STAGES"],
+    }  # fmt: skip
+    tiles = fetched(inputs, plan, config["BV"], name) if full else {}
+    if name == "next_state":
+        return Launch(next_state_kernel, {**constants, "OUTPUT": output, "SAVE": save}, tiles)
+    return Launch(next_state_backward_kernel, constants, tiles)
+
+
+def streams(scores: Scores) -> tuple[Tensor | None, ...]:
+    """Scores, corrections and scalings of the chunks, as both kernels take them."""
     return (
-        described(scores.q, width, [sizes["BQ"], sizes["K"]], full),
-        described(scores.k, width, [sizes["BT"], sizes["K"]], full),
-        None,
-        None,
-    )
+        scores.scores, scores.value_scores, scores.corrections, scores.from_values,
+        scores.scalings, scores.scalings, scores.chunk_decay,
+    )  # fmt: skip
 
 
 def next_state(
     inputs: Inputs, plan: Plan, scores: Scores, buffers: dict[str, Tensor], output: bool
 ) -> tuple[Tensor | None, Tensor]:
     """Launch `next_state_kernel`: o and the final state; S and E go where there is a buffer."""
-    x, sizes, (sequences, heads, value_size, _) = inputs.v, plan.sizes, inputs.state_shape
+    x, (sequences, heads, value_size, key_size) = inputs.v, inputs.state_shape
     o = torch.empty(inputs.output_shape, dtype=x.dtype, device=x.device) if output else None
     final = torch.empty(inputs.state_shape, dtype=torch.float32, device=x.device)
     states, errors, initial = buffers.get("states"), buffers.get("errors"), inputs.initial_state
 
     def launch(split: str, initial: Tensor | None, final: Tensor, places: int) -> None:
-        ends, config = split == "ends", configuration("next_state", plan.call)
-        config = ends_configuration(config) if ends else config
-        full, block = full_tiles(inputs, plan, config["BV"]), config["BV"]
+        ends = split == "ends"
+        choices = split, output and not ends, states is not None and not ends
+        kernel = plan.once(scan_launch, inputs, "next_state", *choices)
+        block = kernel.constants["BV"]
         tiles = -(-value_size // block)
         if ends and inputs.erase != "none":
-            tiles += -(-sizes["K"] // block)
-        q, k, *copies = keys(scores, plan, full)
-        next_state_kernel[tiles, heads, places](
-            q, k, described(x, heads * value_size, [sizes["BT"], block], full), *copies,
-            inputs.cu_seqlens, *streams(scores, plan, full), initial,
-            None if ends else described(o, heads * value_size, [sizes["BQ"], block], full), final,
+            tiles += -(-key_size // block)
+        kernel(
+            (tiles, heads, places), scores.q, scores.k, x, scores.erase, scores.write,
+            inputs.cu_seqlens, *streams(scores), initial, None if ends else o, final,
             None if ends else states, None if ends else errors, inputs.scale, inputs.q.shape[1],
-            sequences, **sizes, **config, **flags(inputs), OUTPUT=output and not ends,
-            SAVE=states is not None and not ends, TMA=full, per_segment=plan.per_segment,
-            SPLIT=split, num_stages=config["STAGES"], **OPTIONS,
+            sequences,
         )  # fmt: skip
 
     if not plan.per_segment:
@@ -142,23 +158,20 @@ def next_state_backward(
     transitions: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Launch `next_state_backward_kernel`: dS0, dS at chunks' ends, X, and a free erase's dv."""
-    x, sizes, (sequences, heads, value_size, _) = inputs.v, plan.sizes, inputs.state_shape
+    x, (sequences, heads, value_size, _) = inputs.v, inputs.state_shape
     d_initial = torch.empty(inputs.state_shape, dtype=torch.float32, device=x.device)
     d_states = x.new_empty(plan.chunks, *inputs.state_shape[1:])
-    d_errors = x.new_empty(plan.chunks, heads, sizes["BT"], value_size)
+    d_errors = x.new_empty(plan.chunks, heads, plan.sizes["BT"], value_size)
     d_values = None if inputs.a is None else torch.empty_like(d_errors)
 
     def launch(split: str, d_final: Tensor, d_initial: Tensor, places: int) -> None:
-        ends, config = split == "ends", configuration("next_state_backward", plan.call)
-        config = ends_configuration(config) if ends else config
-        full, block = full_tiles(inputs, plan, config["BV"]), config["BV"]
-        next_state_backward_kernel[-(-value_size // block), heads, places](
-            *keys(scores, plan, full), inputs.cu_seqlens, *streams(scores, plan, full),
-            described(d_o, heads * value_size, [sizes["BQ"], block], full), d_final, d_initial,
-            None if ends else d_states, None if ends else d_errors, None if ends else d_values,
-            inputs.scale, inputs.q.shape[1], sequences, **sizes, **config, **flags(inputs),
-            TMA=full, per_segment=plan.per_segment, SPLIT=split, num_stages=config["STAGES"],
-            **OPTIONS,
+        ends = split == "ends"
+        kernel = plan.once(scan_launch, inputs, "next_state_backward", split)
+        kernel(
+            (-(-value_size // kernel.constants["BV"]), heads, places), scores.q, scores.k,
+            scores.erase, scores.write, inputs.cu_seqlens, *streams(scores), d_o, d_final,
+            d_initial, None if ends else d_states, None if ends else d_errors,
+            None if ends else d_values, inputs.scale, inputs.q.shape[1], sequences,
         )  # fmt: skip
 
     if transitions is None:
@@ -177,10 +190,14 @@ def contiguous(inputs: Inputs) -> Inputs:
     def piece(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.contiguous()
 
+    q, k, v, _, a, b, _, initial, offsets, *_ = inputs
+    pieces = (q, k, v, a, b, initial)
+    # Mostly there is nothing to do.
+    if offsets is None and all(x is None or x.is_contiguous() for x in pieces):
+        return inputs
     return inputs._replace(
-        q=inputs.q.contiguous(), k=inputs.k.contiguous(), v=inputs.v.contiguous(),
-        a=piece(inputs.a), b=piece(inputs.b), initial_state=piece(inputs.initial_state),
-        cu_seqlens=None if inputs.cu_seqlens is None else inputs.cu_seqlens.to(inputs.q.device),
+        q=q.contiguous(), k=k.contiguous(), v=v.contiguous(), a=piece(a), b=piece(b),
+        initial_state=piece(initial), cu_seqlens=None if offsets is None else offsets.to(q.device),
     )  # fmt: skip
 
 
@@ -188,9 +205,9 @@ def forward(inputs: Inputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, final state, and what the backward is saved from computing again."""
     inputs = contiguous(inputs)
     plan = make_plan(inputs)
-    shapes = kept_shapes(inputs, plan, save)
-    kept = torch.empty(elements(shapes), dtype=torch.float32, device=inputs.q.device)
-    buffers = views(kept, shapes)
+    layout = plan.once(kept_layout, inputs, save)
+    kept = torch.empty(layout.elements, dtype=torch.float32, device=inputs.q.device)
+    buffers = views(kept, layout)
     scores, _ = pair_scores(inputs, plan, buffers)
     o, final = next_state(inputs, plan, scores, buffers, output=True)
     assert o is not None
@@ -203,10 +220,10 @@ def backward(
     """Gradients by the eight tensors from q to initial_state."""
     inputs, d_o, d_final = contiguous(inputs), d_o.contiguous(), d_final.contiguous()
     plan, again = make_plan(inputs), saved.numel() == 0
-    shapes = kept_shapes(inputs, plan, True)
+    layout = plan.once(kept_layout, inputs, True)
     if again:
-        saved = torch.empty(elements(shapes), dtype=torch.float32, device=inputs.q.device)
-    buffers, sums = views(saved, shapes), None
+        saved = torch.empty(layout.elements, dtype=torch.float32, device=inputs.q.device)
+    buffers, sums = views(saved, layout), None
     if again or inputs.by_channel:
         scores, sums = pair_scores(inputs, plan, buffers)
     else:

@@ -7,18 +7,20 @@ one head's state in registers while it goes through the tokens, so that the time
 the state: 2 * HV * V * K * 4 bytes for each batch row.
 """
 
+from functools import lru_cache
+from itertools import chain
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from deltarule.kernels.inputs import Inputs
+from deltarule.kernels.triton.direct import Launch
 
 EPSILON = tl.constexpr(1e-6)
 # Rows of the state in a program: the fastest from 1 to 256 batch rows on an H200.
 ROWS = 16
-# Written out, because Triton's default follows an environment variable.
-OPTIONS = {"num_stages": 1, "enable_fp_fusion": True}
 
 
 # A single token is worth a kernel of its own; an index is not.
@@ -87,22 +89,36 @@ def recurrent_step(
     inputs: Inputs, state: Tensor, state_indices: Tensor | None, null_index: int
 ) -> Tensor:
     """Row i reads and writes state[state_indices[i]]; rows with null_index give zeros."""
-    batch, tokens, heads, key_size = inputs.q.shape
-    value_heads, value_size = inputs.v.shape[2:]
+    batch, tokens, value_heads, value_size = inputs.output_shape
     q, k, v, a, b = (_adjacent(x) for x in (inputs.q, inputs.k, inputs.v, inputs.a, inputs.b))
     log_decay = _adjacent(inputs.log_decay) if inputs.decay == "channel" else inputs.log_decay
     o = torch.empty(inputs.output_shape, dtype=inputs.v.dtype, device=inputs.v.device)
     streams = (q, k, v, inputs.beta, a, b, log_decay)
-    recurrent_step_kernel[triton.cdiv(value_size, ROWS), value_heads, batch](
-        *streams, state, state_indices, o, inputs.scale, null_index, tokens,
-        *(stride for x in streams for stride in ((0, 0, 0) if x is None else x.stride()[:3])),
+    kernel = step_launch(
+        inputs.q.device, *inputs.q.shape[2:], value_heads, value_size, inputs.n_steps, inputs.decay,
+        inputs.erase, inputs.normalize_qk, state_indices is not None, num_warps(state.dtype),
+    )  # fmt: skip
+    kernel(
+        (-(-value_size // ROWS), value_heads, batch), *streams, state, state_indices, o,
+        inputs.scale, null_index, tokens,
+        *chain.from_iterable((0, 0, 0) if x is None else x.stride()[:3] for x in streams),
         *state.stride()[:3],
-        H=heads, HV=value_heads, K=key_size, V=value_size, N_STEPS=inputs.n_steps,
-        DECAY=inputs.decay, ERASE=inputs.erase, UNIT_NORM=inputs.normalize_qk,
-        INDEXED=state_indices is not None, BK=triton.next_power_of_2(key_size), BV=ROWS,
-        num_warps=num_warps(state.dtype), **OPTIONS,
     )  # fmt: skip
     return o
+
+
+@lru_cache(maxsize=256)
+def step_launch(
+    device: torch.device, heads: int, key_size: int, value_heads: int, value_size: int,
+    n_steps: int, decay: str, erase: str, unit_norm: bool, indexed: bool, num_warps: int,
+) -> Launch:  # fmt: skip
+    """The kernel with its constants: one for all calls on a device that share them."""
+    constants = {
+        "H": heads, "HV": value_heads, "K": key_size, "V": value_size, "N_STEPS": n_steps,
+        "DECAY": decay, "ERASE": erase, "UNIT_NORM": unit_norm, "INDEXED": indexed,
+        "BK": triton.next_power_of_2(key_size), "BV": ROWS, "num_warps": num_warps, "num_stages": 1,
+    }  # fmt: skip
+    return Launch(recurrent_step_kernel, constants)
 
 
 def num_warps(state_dtype: torch.dtype) -> int:

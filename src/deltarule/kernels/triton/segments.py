@@ -16,7 +16,8 @@ from torch import Tensor
 
 from deltarule.kernels.inputs import Inputs
 from deltarule.kernels.triton.chunk import first_chunk, sequence_bounds
-from deltarule.kernels.triton.launch import OPTIONS, Plan
+from deltarule.kernels.triton.direct import Launch
+from deltarule.kernels.triton.launch import Plan
 from deltarule.kernels.triton.tiles import state_tile
 
 # The transitions of two segments, in float32, fit beside each other on every architecture.
@@ -114,11 +115,16 @@ def segment_starts(
     starts = torch.empty(
         ends.shape[0], heads, value_size, key_size, dtype=torch.float32, device=ends.device
     )
-    segment_starts_kernel[-(-value_size // CONFIG["BV"]), heads, sequences](
-        boundary, ends, transitions, starts, inputs.cu_seqlens, inputs.q.shape[1],
-        plan.per_segment, ROWS=transitions.shape[2], DIAGONAL=diagonal,
-        REVERSED=backwards, PACKED=inputs.cu_seqlens is not None,
-        **{name: plan.sizes[name] for name in ("HV", "K", "V", "CT", "BK")}, **CONFIG,
-        **OPTIONS,
+    kernel = plan.once(starts_launch, inputs, transitions.shape[2], diagonal, backwards)
+    kernel(
+        (-(-value_size // CONFIG["BV"]), heads, sequences), boundary, ends, transitions, starts,
+        inputs.cu_seqlens, inputs.q.shape[1], plan.per_segment,
     )  # fmt: skip
     return starts
+
+
+def starts_launch(inputs: Inputs, plan: Plan, rows: int, diagonal: bool, backwards: bool) -> Launch:
+    """The kernel with its constants."""
+    sizes = {name: plan.sizes[name] for name in ("HV", "K", "V", "CT", "BK")}
+    flags = {"DIAGONAL": diagonal, "REVERSED": backwards, "PACKED": inputs.cu_seqlens is not None}
+    return Launch(segment_starts_kernel, {**sizes, **flags, **CONFIG, "ROWS": rows})

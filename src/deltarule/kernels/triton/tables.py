@@ -33,6 +33,11 @@ def loop(block: int, warps: int, stages: int) -> dict[str, int]:
     return {"BV": block, "num_warps": warps, "num_stages": stages}
 
 
+def slices(block: int, at_once: int, warps: int, stages: int) -> dict[str, int]:
+    """Of the gradients that take so many channels in a program, and go through the values."""
+    return {**loop(block, warps, stages), "BC": at_once}
+
+
 def channels(warps: int, at_once: int, block: int) -> dict[str, int]:
     """Of the gradients that go through so many key channels, and so many values, at once."""
     return {**once(warps), "BC": at_once, "BV": block}
@@ -64,7 +69,7 @@ AMPERE: Table = {
         Row(4, 256, scan(64, 16, 8, 1)),
     ),
     "gradients": (
-        Row(2, 128, loop(32, 8, 1)), Row(2, 256, loop(16, 8, 1)), Row(4, 256, loop(16, 8, 1)),
+        Row(2, 256, slices(32, 64, 8, 1)), Row(4, 256, slices(16, 64, 8, 1)),
     ),
     "channel_scores": (Row(4, 256, pairs(4, 16)),),
     "pair_gradients": (Row(2, 256, loop(64, 4, 1)), Row(4, 256, loop(16, 8, 1))),
@@ -115,8 +120,8 @@ HOPPER: Table = AMPERE | {
         Row(2, 256, scan(64, 32, 8, 1)), Row(4, 256, scan(64, 16, 8, 1)),
     ),
     "gradients": (
-        Row(2, 128, loop(64, 4, 2)), Row(2, 256, loop(64, 8, 1)),
-        Row(4, 128, loop(32, 8, 1)), Row(4, 256, loop(16, 8, 1)),
+        Row(2, 256, slices(64, 64, 4, 2)),
+        Row(4, 128, slices(32, 64, 8, 1)), Row(4, 256, slices(16, 64, 8, 1)),
     ),
     "channel_scores": (Row(2, 256, pairs(4, 32)), Row(4, 256, pairs(4, 16))),
     # With 4 warps the assembler puts products of float32 inputs in series.

@@ -14,6 +14,40 @@ def state_tile(x, i_n, i_h, o_v, o_k, HV: tl.constexpr, K: tl.constexpr, V: tl.c
 
 
 @triton.jit
+def load_state(
+    x, i_slot, i_v, i_k, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """Rows from i_v and channels from i_k on of a chunk's state; zeros outside.
+
+    x is [slots, V, K], or with TMA a descriptor of [slots * V, K], and then the tile is full.
+    """
+    if TMA:
+        b_x = x.load([(i_slot * V).to(tl.int32) + i_v, i_k])
+    else:
+        o_v, o_k = i_v + tl.arange(0, BV), i_k + tl.arange(0, BC)
+        p_x = state_tile(x, i_slot, 0, o_v, o_k, 1, K, V)
+        if K % BC == 0 and V % BV == 0:
+            b_x = tl.load(p_x)
+        else:
+            b_x = tl.load(p_x, mask=(o_v < V)[:, None] & (o_k < K)[None, :], other=0.0)
+    return b_x
+
+
+@triton.jit
+def load_chunk(
+    x, i_slot, i_v, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr
+):
+    """Columns from i_v on of a chunk's rows in x [slots, BT, V], or a descriptor of its rows."""
+    if TMA:
+        b_x = x.load([(i_slot * BT).to(tl.int32), i_v])
+    else:
+        o_r, o_v = tl.arange(0, BT), i_v + tl.arange(0, BV)
+        b_x = load_rows(x + i_slot * BT * V, o_r, o_r < BT, o_v, V, V, V % BV == 0)
+    return b_x
+
+
+@triton.jit
 def load_tile(
     x, row, i_h, column, o_r, m_r, o_c, HEADS: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr,
     TMA: tl.constexpr,
@@ -131,16 +165,15 @@ def store_ends(
 
 @triton.jit
 def load_errors(
-    v, errors, first, rows, i_h, i_slot, o_r, o_v, HV: tl.constexpr, V: tl.constexpr,
-    N_STEPS: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, TIED: tl.constexpr,
+    v, errors, row, rows, i_h, i_slot, i_v, HV: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    BV: tl.constexpr, TIED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """E of the values o_v: kept by the forward, or v where nothing is erased."""
-    WHOLE: tl.constexpr = V % BV == 0
+    """E of the values from i_v on: kept by the forward, or v where nothing is erased."""
     if TIED:
-        b_e = load_rows(errors + i_slot * BT * V, o_r, o_r < BT, o_v, V, V, WHOLE)
+        b_e = load_chunk(errors, i_slot, i_v, V, BT, BV, TMA)
     else:
-        p_v = v + (first * N_STEPS * HV + i_h) * V
-        b_e = load_rows(p_v, o_r, o_r < rows, o_v, V, HV * V, WHOLE)
+        o_r, o_v = tl.arange(0, BT), i_v + tl.arange(0, BV)
+        b_e = load_tile(v, row, i_h, i_v, o_r, o_r < rows, o_v, HV, V, V % BV == 0, TMA)
     return b_e
 
 

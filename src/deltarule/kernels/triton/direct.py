@@ -1,0 +1,203 @@
+"""Launches without Triton's search for a compiled kernel, which costs the host more than the rest.
+
+A first launch goes through Triton, and leaves its binary under a key that tells apart all that
+Triton tells apart: the types of the arguments, whole numbers, tiles, and the GPU. A further one of
+the same key goes to Triton's own launcher at once. Whatever else Triton looks at (hooks, debugging,
+an address off the grid of 16 bytes, the interpreter, an interface that this file does not know)
+leaves the launch to Triton, for a wrong binary would give wrong numbers in silence.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.nn import Parameter
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+# Written out, because Triton's default follows an environment variable.
+OPTIONS = {"enable_fp_fusion": True}
+# Bytes: Triton compiles for addresses on this grid and for any others apart.
+ALIGNED = 16
+# Keys and tensor maps of one kernel that are kept: lengths and addresses that never end.
+MOST = 1024
+
+Grid = tuple[int, int, int]
+# By the name of an argument: columns of the matrix that it is, and the tile that is fetched of it.
+Tiles = Mapping[str, tuple[int, list[int]]]
+
+
+class Fetched(NamedTuple):
+    """An argument that the copy engine fetches, and what the compiler left about its tiles."""
+
+    place: int
+    width: int
+    tile: list[int]
+    metadata: Any
+
+
+class Binary(NamedTuple):
+    """A compiled kernel on one GPU, ready for its launcher."""
+
+    launcher: Callable[..., None]
+    # The code's handle, and what goes with it in a launch that nobody watches.
+    function: tuple[Any, ...]
+    # Keeps the code on the GPU.
+    compiled: CompiledKernel
+    fetched: tuple[Fetched, ...]
+    maps: dict[tuple[int, int, int], list[Any]]
+
+
+class Launch:
+    """A kernel with all that it is compiled for, to be called with a grid and the rest.
+
+    `constants` has every argument that does not change from call to call, `tiles` those that the
+    copy engine fetches; a call gives the others, in the kernel's order.
+    """
+
+    def __init__(
+        self, kernel: Any, constants: Mapping[str, Any], tiles: Tiles | None = None
+    ) -> None:
+        """Nothing is compiled before a call."""
+        self.kernel, self.constants = kernel, {**constants, **OPTIONS}
+        names, tiles = list(kernel.arg_names), tiles or {}
+        self.tiles = sorted((names.index(name), *of) for name, of in tiles.items())
+        # What follows the arguments of a call; a launcher passes over what is compiled in.
+        self.known = [name for name in names if name in self.constants]
+        self.rest = [self.constants[name] for name in self.known]
+        self.binaries: dict[tuple[object, ...], Binary] = {}
+
+    def __call__(self, grid: Grid, *arguments: Any) -> None:
+        """Run the kernel on the current device and stream."""
+        found = None if watched(self.kernel) else signature(arguments)
+        if found is not None and self.binaries:
+            key, values = found
+            active = driver.active
+            device = active.get_current_device()
+            if (binary := self.binaries.get((device, *key))) is not None:
+                if binary.fetched:
+                    values = with_maps(binary, arguments, values)
+                stream = active.get_current_stream(device)
+                binary.launcher(*grid, stream, *binary.function, *values, *self.rest)
+                return
+        compiled = self.through_triton(grid, arguments)
+        if found is not None and isinstance(compiled, CompiledKernel):
+            self.keep(found[0], compiled, arguments)
+
+    def through_triton(self, grid: Grid, arguments: tuple[Any, ...]) -> object:
+        """Launch as Triton does it; what it compiled, if it compiled."""
+        given = list(arguments)
+        for place, width, tile in self.tiles:
+            if (x := given[place]) is not None:
+                given[place] = described(x, width, tile)
+        return self.kernel[grid](*given, **self.constants)
+
+    def keep(
+        self, key: tuple[object, ...], compiled: CompiledKernel, arguments: tuple[Any, ...]
+    ) -> None:
+        """Remember the binary of a launch, unless its launcher is not as it was known."""
+        given = [tile for tile in self.tiles if arguments[tile[0]] is not None]
+        metadata = list(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+        launcher = launcher_of_maps(compiled.run) if given else compiled.run
+        complete = list(self.kernel.arg_names[len(arguments) :]) == self.known
+        if not complete or launcher is None or len(metadata) != len(given) or None in metadata:
+            return
+        if len(self.binaries) >= MOST:
+            self.binaries.clear()
+        fetched = tuple(Fetched(*tile, of) for tile, of in zip(given, metadata, strict=True))
+        function = compiled.function, compiled.packed_metadata, None, None, None
+        device = driver.active.get_current_device()
+        self.binaries[device, *key] = Binary(launcher, function, compiled, fetched, {})
+
+
+def watched(kernel: Any) -> bool:
+    """Whether anybody wants to see launches or another kind of code, now that a binary is there."""
+    runtime = knobs.runtime
+    return bool(
+        runtime.debug
+        or knobs.compilation.instrumentation_mode
+        or calls(runtime.launch_enter_hook)
+        or calls(runtime.launch_exit_hook)
+        or getattr(runtime, "add_stages_inspection_hook", None)
+        or getattr(kernel, "pre_run_hooks", None)
+    )
+
+
+def calls(hook: Any) -> object:
+    """The functions of a hook: a chain of them, or one, or None."""
+    return getattr(hook, "calls", hook)
+
+
+def signature(arguments: tuple[Any, ...]) -> tuple[tuple[object, ...], list[Any]] | None:
+    """A key of types and whole numbers, and the values for a launcher; None for what is unusual."""
+    key: list[object] = []
+    values: list[Any] = []
+    addresses = 0
+    for x in arguments:
+        kind = type(x)
+        if kind is Tensor or kind is Parameter:
+            address = x.data_ptr()
+            addresses |= address
+            key.append(x.dtype)
+            values.append(address)
+        elif kind is int or x is None:
+            # Whole: Triton tells 1, multiples of 16 and what 32 bits hold from the others.
+            key.append(x)
+            values.append(x)
+        elif kind is float:
+            # Not the number itself, for 1.0 == 1.
+            key.append(float)
+            values.append(x)
+        else:
+            return None
+    return None if addresses % ALIGNED else (tuple(key), values)
+
+
+def described(x: Tensor, width: int, tile: list[int]) -> TensorDescriptor:
+    """x as a matrix of `width` columns, in tiles that the copy engine fetches."""
+    return TensorDescriptor(x, [x.numel() // width, width], [width, 1], tile)
+
+
+def with_maps(binary: Binary, arguments: tuple[Any, ...], values: list[Any]) -> list[Any]:
+    """The values with each fetched tensor's map and sizes in place of its address."""
+    out: list[Any] = []
+    start = 0
+    for fetched in binary.fetched:
+        place = fetched.place
+        x = arguments[place]
+        # A map is a function of these three, whatever lies there.
+        key = place, values[place], x.numel()
+        if (found := binary.maps.get(key)) is None:
+            if len(binary.maps) >= MOST:
+                binary.maps.clear()
+            found = binary.maps[key] = map_of(x, fetched)
+        out += values[start:place]
+        out += found
+        start = place + 1
+    return out + values[start:]
+
+
+def map_of(x: Tensor, fetched: Fetched) -> list[Any]:
+    """The tensor map that Triton makes, and the sizes that it passes after it."""
+    make = vars(inspect.getmodule(driver.active.launcher_cls))["make_tensordesc_arg"]
+    # Triton 3.9 passes a third argument, which it does not use.
+    unused = [None] * (len(inspect.signature(make).parameters) - 2)
+    made: list[Any] = make(described(x, fetched.width, fetched.tile), fetched.metadata, *unused)
+    return made
+
+
+def launcher_of_maps(launcher: Any) -> Any:
+    """The launcher without its first step, which makes tensor maps; None if it has another form."""
+    wrapped = getattr(launcher, "launch", None)
+    if not inspect.isfunction(wrapped) or wrapped.__name__ != "inner":
+        return None
+    inner = inspect.getclosurevars(wrapped).nonlocals.get("launcher")
+    if inner is None or "make_tensordesc_arg" not in vars(inspect.getmodule(type(launcher)) or {}):
+        return None
+    bare = copy.copy(launcher)
+    bare.launch = inner
+    return bare
