@@ -1,5 +1,7 @@
 """What tune tries, what it keeps, and that a candidate reaches the kernels."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -40,11 +42,10 @@ def test_only_a_worthwhile_candidate_is_kept(best, kept, monkeypatch, inputs) ->
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter only")
 def test_a_candidate_reaches_the_kernels(inputs) -> None:
-    assert milliseconds("gradients", {"BV": 16, "num_warps": 4, "num_stages": 1}, inputs) < 1e6
+    config = {"BV": 16, "BC": 16, "num_warps": 4, "num_stages": 1}
+    assert milliseconds("gradients", config, inputs) < 1e6
     # No kernel takes it, so that it must have been given.
-    assert milliseconds("gradients", {"BV": 12, "num_warps": 4, "num_stages": 1}, inputs) == float(
-        "inf"
-    )
+    assert milliseconds("gradients", config | {"BV": 12}, inputs) == float("inf")
 
 
 def test_every_kernel_of_a_call_has_a_shipped_row(inputs) -> None:
@@ -58,6 +59,36 @@ def test_every_kernel_of_a_call_has_a_shipped_row(inputs) -> None:
     free = call._replace(erase="free", copies=True)
     assert "next_state_free" in list(kernels_of(free))
     assert all(configurations.shipped(kernel, free) for kernel in kernels_of(free))
+
+
+def test_what_is_right_is_kept_at_once_and_what_is_wrong_is_not(
+    tmp_path, monkeypatch, inputs, capsys
+) -> None:
+    monkeypatch.setattr(machine, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(machine, "identity", lambda: {"gpu": "one"})
+    monkeypatch.setattr(module, "timed_inputs", lambda of, tokens, heads: inputs)
+    tried, best = [], {"BV": 16, "num_warps": 8, "STAGES": 1}
+
+    def found(kernel, shipped, inputs):
+        tried.append(kernel)
+        return best if kernel.startswith("next_state") else None
+
+    monkeypatch.setattr(module, "fastest", found)
+    monkeypatch.setattr(
+        module, "wrong", lambda of, best: "far off" if "next_state_backward" in best else None
+    )
+    run = TuneRun(head_k_dim=16, head_v_dim=16, dtype="float32")
+    with pytest.raises(ValueError, match=r"next_state_backward is fastest with .* far off"):
+        tune(run)
+    assert tried == ["pair_scores", "next_state", "next_state_backward"]
+    assert machine.kept("tables") == {"next_state": {"4 bytes, K to 16": best}}
+    assert "pair_scores: the package's own configuration stays" in capsys.readouterr().out
+    tried.clear()
+    tune(replace(run, kernel="gradients"))
+    assert tried == ["gradients"]
+    with pytest.raises(ValueError, match=r"--kernel must be one of pair_scores, .*got matmul"):
+        tune(replace(run, kernel="matmul"))
 
 
 def test_show_without_a_table(tmp_path, monkeypatch, capsys) -> None:

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from deltarule import pack
 from deltarule.kernels.inputs import Inputs
-from deltarule.kernels.triton import recurrence
+from deltarule.kernels.triton import head, recurrence
 from deltarule.reference import chunked
 
 pytestmark = pytest.mark.skipif(
@@ -67,6 +67,22 @@ def test_steps_without_copies(n_steps: int) -> None:
 
 def test_full_tiles_go_through_the_copy_engine() -> None:
     check(make_case(tokens=128, batch=2, key_size=16, value_size=16, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("n_steps", [1, 2, 4])
+def test_the_copy_engine_changes_nothing(n_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(tokens=128 // n_steps, n_steps=n_steps, key_size=16, value_size=16)
+    inputs = inputs_of(case.to(torch.float16))
+
+    def both() -> list[torch.Tensor]:
+        o, final, saved = recurrence.forward(inputs, True)
+        gradients = recurrence.backward(o, final, inputs, saved)
+        return [o, final, *(x for x in gradients if x is not None)]
+
+    whole = both()
+    for module in (recurrence, head):
+        monkeypatch.setattr(module, "full_tiles", lambda *_: False)
+    assert all(torch.equal(x, y) for x, y in zip(whole, both(), strict=True))
 
 
 @pytest.mark.parametrize("decay", ["none", "head"])

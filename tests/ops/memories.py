@@ -59,9 +59,13 @@ class Case(NamedTuple):
         leaves = {name: self.tensors[name].clone().requires_grad_() for name in names}
         out = self.changed(**leaves).run(impl, **options)
         torch.manual_seed(1)
-        weight = torch.randn_like(out.o)
-        loss = (out.o * (weight if mask is None else weight * mask)).sum()
-        loss = loss + sum((x * torch.randn_like(x)).sum() for x in tensors_of(out)[1:])
+        # Drawn in one precision and on one device for all.
+        weights = [torch.randn(x.shape, dtype=DOUBLE).to(x) for x in tensors_of(out)]
+        weights[0] = weights[0] if mask is None else weights[0] * mask
+        products = zip(tensors_of(out), weights, strict=True)
+        loss = torch.stack(
+            [(x * weight).sum(dtype=x.dtype).double() for x, weight in products]
+        ).sum()
         found = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
         return dict(zip(names, found, strict=True))
 

@@ -263,7 +263,8 @@ BAD = {
     r"beta must be \[B, T, HV\]": {"beta": torch.ones(2)},
     "lengths must be an int64 tensor": {"lengths": torch.ones(3)},
     "lengths must be from 0 to 37, got": {"lengths": torch.tensor([1, 2, 38])},
-    "impl must be one of": {"impl": "triton"},
+    "impl='triton' cannot run this: Triton needs a CUDA device": {"impl": "triton"},
+    "impl must be one of": {"impl": "gluon"},
 }
 
 

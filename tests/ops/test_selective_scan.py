@@ -177,12 +177,12 @@ CASES = [("mamba", None), ("s4", (3, 0, 2)), ("dfw", None), ("all", (4, 1)), ("n
 @pytest.mark.parametrize(("form", "lengths"), CASES)
 def test_opcheck(form, lengths):
     arguments = flat(form, lengths)
-    assert set(opcheck(scan_op, (*arguments, False)).values()) == {"SUCCESS"}
-    o, state, saved = scan_op(*arguments, True)
-    backward = (torch.randn_like(o), torch.randn_like(state), saved, *arguments)
+    assert set(opcheck(scan_op, (*arguments, False, "torch")).values()) == {"SUCCESS"}
+    o, state, saved = scan_op(*arguments, True, "torch")
+    backward = (torch.randn_like(o), torch.randn_like(state), saved, *arguments, "torch")
     assert set(opcheck(scan_backward_op, backward).values()) == {"SUCCESS"}
     leaves = [x.requires_grad_() if i < 9 and x is not None else x for i, x in enumerate(arguments)]
-    assert set(opcheck(scan_op, (*leaves, True)).values()) == {"SUCCESS"}
+    assert set(opcheck(scan_op, (*leaves, True, "torch")).values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize(("form", "lengths"), CASES)
@@ -190,7 +190,7 @@ def test_gradcheck(form, lengths):
     arguments = flat(form, lengths)
     leaves = [None if x is None else x.requires_grad_() for x in arguments[:9]]
     assert torch.autograd.gradcheck(
-        lambda *tensors: scan_op(*tensors, *arguments[9:], True)[:2], leaves
+        lambda *tensors: scan_op(*tensors, *arguments[9:], True, "torch")[:2], leaves
     )
 
 
@@ -245,7 +245,8 @@ BAD = {
     "initial_state must be torch.float32": {"initial_state": torch.zeros(1, HV, V, K).double()},
     "cu_seqlens must end at T = 2": {"cu_seqlens": torch.tensor([0, 1])},
     "scale must be a number": {"scale": "1"},
-    "impl must be one of 'auto', 'torch', 'reference', got 'triton'": {"impl": "triton"},
+    "impl='triton' cannot run this: Triton needs CUDA tensors, and v is on cpu": {"impl": "triton"},
+    "impl must be one of 'auto', 'triton', 'torch', 'reference', got 'gluon'": {"impl": "gluon"},
 }
 
 

@@ -146,6 +146,13 @@ def test_a_signal_ends_the_step_saves_it_and_restores_the_handler(tmp_path, numb
     assert same_bits(straight, resumed)
 
 
+def test_a_checkpoint_is_due_by_time_too(tmp_path):
+    trainer = make_trainer(tmp_path, steps=4, save_every=100, keep=9)
+    trainer.save_seconds = 0.0
+    trainer.run()
+    assert Checkpoints(tmp_path / "checkpoints", keep=9).steps() == [1, 2, 3, 4]
+
+
 def test_max_seconds_stops_early_and_saves(tmp_path):
     trainer = make_trainer(tmp_path, steps=10_000, save_every=10_000, max_seconds=0.3)
     assert not trainer.run()

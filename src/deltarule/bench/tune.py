@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -48,6 +49,8 @@ class TuneRun:
     """Channels of a value."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Precision of queries, keys and values."""
+    kernel: str | None = None
+    """Only this kernel, as the printed lines name it; None times them all, for some minutes."""
     show: bool = False
     """Print the table that is kept for this GPU, and time nothing."""
 
@@ -69,7 +72,8 @@ def tune(run: TuneRun) -> None:
     """Time, check, keep and print.
 
     Raises:
-        ValueError: There is no GPU or no Triton.
+        ValueError: There is no GPU or no Triton, the call has no such kernel, or what is fastest
+            is wrong.
     """
     if run.show:
         show()
@@ -83,19 +87,33 @@ def tune(run: TuneRun) -> None:
     of = Configuration(run.erase, run.decay, run.n_steps, run.dtype, run.head_k_dim, run.head_v_dim)
     inputs = timed_inputs(of, run.tokens, run.heads)
     call = configurations.call_of(inputs)
-    best = {
-        kernel: config
-        for kernel in kernels_of(call)
-        if (config := fastest(kernel, configurations.shipped(kernel, call), inputs)) is not None
-    }
-    if best and (error := wrong(of, best)) is not None:
-        raise ValueError(f"the fastest configurations are not right, and none is kept: {error}")
-    size = configurations.power_of_two(run.head_k_dim)
-    kind = f"{call.element_bytes} bytes, K to {size}"
+    kernels = list(kernels_of(call))
+    if run.kernel is not None and run.kernel not in kernels:
+        raise ValueError(f"--kernel must be one of {', '.join(kernels)}, got {run.kernel}")
+    for kernel in kernels if run.kernel is None else [run.kernel]:
+        config = fastest(kernel, configurations.shipped(kernel, call), inputs)
+        if config is None:
+            print(f"  {kernel}: the package's own configuration stays")
+            continue
+        if (error := wrong(of, {kernel: config})) is not None:
+            raise ValueError(f"{kernel} is fastest with {config}, and not right, not kept: {error}")
+        # At once: the next kernel takes long, and may be stopped.
+        print(f"  {kernel}: kept in {keep_configuration(kernel, config, call)}")
+    print("new processes use what is kept")
+
+
+def keep_configuration(kernel: str, config: dict[str, int], call: object) -> Path:
+    """Add one to the table of this GPU, from which this process's further calls take it, too."""
+    from deltarule.kernels.triton import configurations
+
+    assert isinstance(call, configurations.Call)
+    size = configurations.power_of_two(call.key_size)
     table = kept(configurations.KIND)
-    for kernel, config in best.items():
-        table.setdefault(kernel, {})[kind] = config
-    print(f"kept in {keep(configurations.KIND, table)}; new processes use it")
+    table.setdefault(kernel, {})[f"{call.element_bytes} bytes, K to {size}"] = config
+    path = keep(configurations.KIND, table)
+    configurations.tuned_tables.cache_clear()
+    configurations.forget()
+    return path
 
 
 def kernels_of(call: object) -> Iterator[str]:

@@ -28,8 +28,9 @@ NO_GPU = (
 NO_TRITON = (
     "doctor examines Triton kernels, and Triton is not installed: pip install deltarule[gpu]"
 )
-# So many processes compile at a time; each takes about 2 GB of the GPU.
-MOST_PROCESSES = 12
+# So many processes compile at a time, and so much of the GPU's memory is left to each.
+MOST_PROCESSES = 16
+PROCESS_BYTES = 2 * 2**30
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class DoctorRun:
     show: bool = False
     """Print what was found before, and examine nothing."""
     processes: int | None = None
-    """Processes that examine at a time; 0 uses this one, None as many as there are processors."""
+    """Processes that examine at a time; 0 uses this one, None as many as the machine holds."""
 
 
 def diagnose(run: DoctorRun) -> None:
@@ -65,8 +66,11 @@ def diagnose(run: DoctorRun) -> None:
     if (warning := known_bad(torch.cuda.get_device_capability())) is not None:
         print(warning)
     start, configurations = time.perf_counter(), every() if run.all else commonest()
-    found = list(shown(examine_all(configurations, run.processes), len(configurations)))
-    path = keep_verdicts(found)
+    found, path = [], kept_file("doctor")
+    for verdict in shown(examine_all(configurations, run.processes), len(configurations)):
+        # At once: the whole grid takes long, and may be stopped.
+        path = keep_verdicts([verdict])
+        found.append(verdict)
     failed = [verdict for verdict in found if not verdict.passed]
     seconds = time.perf_counter() - start
     print(f"{len(found) - len(failed)} of {len(found)} passed in {seconds:.0f} s; kept in {path}")
@@ -82,9 +86,16 @@ def examine_all(
 
     if processes == 0:
         return examined(configurations, torch.device("cuda"))
-    if processes is None:
-        processes = min(os.cpu_count() or 1, MOST_PROCESSES)
-    return examined_apart(configurations, processes)
+    wanted = fitting_processes() if processes is None else processes
+    return examined_apart(configurations, min(wanted, len(configurations)))
+
+
+def fitting_processes() -> int:
+    """As many as there are processors for this one, and memory of the GPU for what each takes."""
+    available = getattr(os, "sched_getaffinity", None)
+    processors = (os.cpu_count() or 1) if available is None else len(available(0))
+    free, _ = torch.cuda.mem_get_info()
+    return max(1, min(processors, MOST_PROCESSES, free // PROCESS_BYTES))
 
 
 def keep_verdicts(found: Iterable[Verdict]) -> Path:

@@ -27,6 +27,10 @@ NAMES = ("q", "k", "v", "beta", "a", "b", "log_decay", "initial_state")
 DTYPES = ("bfloat16", "float16", "float32")
 SIZES = ((16, 16), (32, 32), (64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 512))
 ERASES = (("none", 1), ("tied", 1), ("tied", 2), ("tied", 3), ("tied", 4), ("free", 1))
+BROKEN = (
+    "the last kernel has broken this process's connection to the GPU: examine the rest in "
+    "processes of their own, without --processes 0"
+)
 
 
 class Configuration(NamedTuple):
@@ -65,10 +69,14 @@ def commonest() -> list[Configuration]:
     found += [
         Configuration("tied", "head", 1, "bfloat16", *size) for size in ((128, 256), (256, 256))
     ]
-    return [
-        *found, Configuration("tied", "none", 1, "bfloat16", 256, 256),
-        Configuration("tied", "none", 2, "bfloat16", 128, 128),
-    ]  # fmt: skip
+    found.append(Configuration("tied", "none", 1, "bfloat16", 256, 256))
+    found.append(Configuration("tied", "none", 2, "bfloat16", 128, 128))
+    return sorted(found, key=slow_to_compile, reverse=True)
+
+
+def slow_to_compile(of: Configuration) -> tuple[bool, bool, int]:
+    """What takes longest comes first, so that no process is left alone with it at the end."""
+    return of.erase == "free" or of.decay == "channel", of.dtype == "float32", of.key_size
 
 
 def every() -> list[Configuration]:
@@ -214,6 +222,9 @@ def examine(of: Configuration, device: torch.device) -> Verdict:
     for kind, call in (("dense", inputs), ("packed", draw(of, LENGTHS, device, True))):
         try:
             found = times_bars(call)
+        except torch.OutOfMemoryError:
+            # Says nothing about the kernels.
+            raise
         except Exception as problem:  # A kernel may fail in any way; that is a finding too.
             message = str(problem).splitlines() or [""]
             error, worst = f"{kind}: {type(problem).__name__}: {message[0]}", math.inf
@@ -227,9 +238,27 @@ def examine(of: Configuration, device: torch.device) -> Verdict:
 
 
 def examined(configurations: Iterable[Configuration], device: torch.device) -> Iterator[Verdict]:
-    """One verdict after the other, in this process."""
+    """One verdict after the other, in this process.
+
+    Raises:
+        ValueError: A kernel has broken the GPU's context, and nothing can be examined after it.
+    """
     for configuration in configurations:
-        yield examine(configuration, device)
+        verdict = examine(configuration, device)
+        yield verdict
+        if not verdict.passed and not usable(device):
+            raise ValueError(BROKEN)
+
+
+def usable(device: torch.device) -> bool:
+    """Whether the GPU still answers this process: no longer after an access outside its memory."""
+    if device.type != "cuda":
+        return True
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
 
 
 def known_bad(capability: tuple[int, int]) -> str | None:

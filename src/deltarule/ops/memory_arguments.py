@@ -1,13 +1,51 @@
 """The checks that `ttt` and `titans` share: the maps of a memory, their sizes, and positions."""
 
+import torch
 from torch import Tensor
 
+from deltarule.kernels.triton.verdicts import constant_when_compiled
 from deltarule.ops.arguments import check_cu_seqlens, check_sequence
-from deltarule.ops.plain import check_counts, check_per_head, check_state_tensor
+from deltarule.ops.fused import why_not_fused
+from deltarule.ops.plain import Arguments, check_counts, check_per_head, check_state_tensor
 from deltarule.shapes import TitansState, TTTState
 
 Maps = tuple[Tensor, ...]
 Size = tuple[int, ...]
+
+# What a program of the Triton kernels holds in registers: three maps, and rows of tokens.
+MAX_CHANNELS, MAX_MINI_BATCH = 64, 16
+# Where a product can read its operands from shared memory: elsewhere they fill the registers, and
+# the compiler moves kilobytes of each thread to memory and back.
+CAPABILITIES = (9, 10)
+
+
+@constant_when_compiled
+def capability(device: int | None) -> int:
+    """The first number of the compute capability."""
+    return torch.cuda.get_device_capability(device)[0]
+
+
+def why_not_triton(arguments: Arguments, mini_batch: int) -> str | None:
+    """Why the scan over mini-batches does not run in Triton, or None."""
+    q, v = arguments["q"], arguments["v"]
+    if (reason := why_not_fused(q)) is not None:
+        return reason
+    if (major := capability(q.device.index)) not in CAPABILITIES:
+        return (
+            "the Triton kernels of a memory are made for compute capability 9 and 10, "
+            f"this device has {major}"
+        )
+    if len(arguments["initial_state"].weights) > 1:
+        return (
+            "the Triton kernels hold a memory of one map in registers; those of several maps are "
+            "larger, and go through the products of PyTorch"
+        )
+    if q.shape[3] > MAX_CHANNELS or v.shape[3] > MAX_CHANNELS or mini_batch > MAX_MINI_BATCH:
+        return (
+            f"the Triton kernels take K and V up to {MAX_CHANNELS} and mini-batches up to "
+            f"{MAX_MINI_BATCH}, got K = {q.shape[3]}, V = {v.shape[3]} and {mini_batch}"
+        )
+    return None
 
 
 def check_call(

@@ -10,7 +10,10 @@ from deltarule.ops.arguments import (
     check_scale,
     check_sequence,
 )
+from deltarule.ops.dispatch import Implementation, Table
+from deltarule.ops.fused import why_not_fused
 from deltarule.ops.plain import (
+    Arguments,
     PlainImpl,
     check_per_head,
     check_state_tensor,
@@ -20,7 +23,33 @@ from deltarule.ops.plain import (
 from deltarule.reference import mesa as reference
 from deltarule.shapes import Beta, Keys, MesaOutput, MesaState, Offsets, Queries, Values
 
-IMPLEMENTATIONS = plain_table(chunked.mesa, reference.mesa)
+# Key channels of which a program of the Triton kernel holds the rows of its tokens.
+MAX_KEY_CHANNELS = 128
+
+
+def why_not_triton(arguments: Arguments) -> str | None:
+    """Why the conjugate gradients do not run in Triton, or None; the rest is PyTorch either way."""
+    if (reason := why_not_fused(arguments["q"])) is not None:
+        return reason
+    if arguments["iterations"] is None:
+        return "the exact solution is PyTorch's: give a number of iterations"
+    if arguments["q"].shape[3] > MAX_KEY_CHANNELS:
+        return (
+            f"the Triton kernel takes K up to {MAX_KEY_CHANNELS}, got K = {arguments['q'].shape[3]}"
+        )
+    return None
+
+
+def run_triton(arguments: Arguments) -> MesaOutput:
+    """Chunks in PyTorch, and the hot stage, the conjugate gradients, in Triton."""
+    return chunked.mesa(**arguments, backend="triton")
+
+
+# In the order in which impl="auto" prefers them.
+IMPLEMENTATIONS: Table[Arguments, MesaOutput] = {
+    "triton": Implementation(why_not_triton, run_triton),
+    **plain_table(chunked.mesa, reference.mesa),
+}
 
 
 def mesa(

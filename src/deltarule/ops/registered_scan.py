@@ -4,7 +4,8 @@ Flat like `deltarule.ops.registered`; under vmap the mapped axis becomes heads, 
 independent of each other and which every argument has.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,23 @@ from deltarule.shapes import RecurrentOutput
 DIFFERENTIABLE = 9
 
 
+class Backend(NamedTuple):
+    """Forward, backward, and the shape of the states that the forward saves for the backward."""
+
+    forward: Callable[[ScanInputs, bool], tuple[Tensor, Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor, ScanInputs, Tensor], tuple[Tensor | None, ...]]
+    saved_shape: Callable[[ScanInputs], tuple[int, ...]]
+
+
+def backend_of(name: str) -> Backend:
+    """Triton is an extra, imported where it runs."""
+    if name == "torch":
+        return Backend(torch_kernels.forward, torch_kernels.backward, chunk_states_shape)
+    from deltarule.kernels.triton import selective_scan as triton_kernels
+
+    return Backend(triton_kernels.forward, triton_kernels.backward, triton_kernels.saved_shape)
+
+
 @torch.library.custom_op("deltarule::selective_scan", mutates_args=())
 def scan_op(
     q: Tensor,
@@ -41,12 +59,13 @@ def scan_op(
     cu_seqlens: Tensor | None,
     scale: float,
     save: bool,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, final state, and the states saved for the backward: none without `save`."""
     inputs = ScanInputs(
         q, k, v, delta, A, value_log_decay, log_decay, beta, initial_state, cu_seqlens, scale
     )
-    return torch_kernels.forward(inputs, save)
+    return backend_of(backend).forward(inputs, save)
 
 
 @torch.library.custom_op("deltarule::selective_scan_backward", mutates_args=())
@@ -65,19 +84,21 @@ def scan_backward_op(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
+    backend: str,
 ) -> list[Tensor]:
     """Gradients by the nine tensors from q to initial_state; an empty tensor for None."""
     inputs = ScanInputs(
         q, k, v, delta, A, value_log_decay, log_decay, beta, initial_state, cu_seqlens, scale
     )
-    gradients = torch_kernels.backward(d_o, d_final, inputs, saved)
+    gradients = backend_of(backend).backward(d_o, d_final, inputs, saved)
     return [v.new_empty(0) if dx is None else dx for dx in gradients]
 
 
 @scan_op.register_fake
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    inputs, save = ScanInputs(*args[:11]), args[11]
-    shape = chunk_states_shape(inputs) if save else (0, *inputs.state_shape[1:])
+    inputs, (save, backend) = ScanInputs(*args[:11]), args[11:]
+    none = 0, *inputs.state_shape[1:]
+    shape = backend_of(backend).saved_shape(inputs) if save else none
     return (
         inputs.v.new_empty(inputs.v.shape),
         inputs.v.new_empty(inputs.state_shape, dtype=inputs.dtype),
@@ -95,26 +116,26 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[2])
     ctx.save_for_backward(output[2], *inputs[:10])
-    ctx.scale = inputs[10]
+    ctx.options = inputs[10], inputs[12]
     ctx.output_shapes = [(x.shape, x.dtype) for x in output[:2]]
 
 
 def _backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, _: Any) -> tuple[Any, ...]:
     saved, *tensors = ctx.saved_tensors
     if d_o is None and d_final is None:
-        return (None,) * 12
+        return (None,) * 13
     filled = [
         tensors[2].new_zeros(shape, dtype=dtype) if d is None else d.contiguous()
         for d, (shape, dtype) in zip((d_o, d_final), ctx.output_shapes, strict=True)
     ]
     transformed = torch._C._are_functorch_transforms_active()
     run: Any = TransformedScanBackward.apply if transformed else scan_backward_op
-    gradients = run(*filled, saved, *tensors, ctx.scale)
+    gradients = run(*filled, saved, *tensors, *ctx.options)
     wanted = [
         dx if x is not None and needed else None
         for x, dx, needed in zip(tensors, gradients, ctx.needs_input_grad, strict=False)
     ]
-    return (*wanted, None, None, None)
+    return (*wanted, None, None, None, None)
 
 
 scan_op.register_autograd(_backward, setup_context=_setup_context)
@@ -126,16 +147,16 @@ TransformedScan = transformed(scan_op, _setup_context, _backward)
 TransformedScanBackward = transformed(scan_backward_op, nothing_to_keep, no_second_derivative)
 
 
-def scan(inputs: ScanInputs) -> RecurrentOutput:
+def scan(inputs: ScanInputs, backend: str) -> RecurrentOutput:
     """Call the registered operator, saving states only where a backward may follow."""
     tensors = [x for x in inputs[:DIFFERENTIABLE] if isinstance(x, Tensor)]
     if torch.autograd.forward_ad._current_level >= 0 and any(map(is_dual, tensors)):
         raise NotImplementedError(NO_DERIVATIVE)
     if torch._C._are_functorch_transforms_active():
         run: Any = TransformedScan.apply
-        return RecurrentOutput(*run(*inputs, False)[:2])
+        return RecurrentOutput(*run(*inputs, False, backend)[:2])
     save = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    return RecurrentOutput(*scan_op(*inputs, save)[:2])
+    return RecurrentOutput(*scan_op(*inputs, save, backend)[:2])
 
 
 def head_axis(position: int, x: Tensor) -> int:
@@ -148,7 +169,7 @@ def head_axis(position: int, x: Tensor) -> int:
 @scan_op.register_vmap
 def _forward_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
     tensors = _fold(info.batch_size, in_dims, args)
-    o, final, saved = scan_op(*tensors, args[9], args[10], False)
+    o, final, saved = scan_op(*tensors, args[9], args[10], False, args[12])
     unfolded = unfold(o, info.batch_size, 2), unfold(final, info.batch_size, 1)
     return (*unfolded, saved), (0, 0, None)
 

@@ -13,7 +13,14 @@ from deltarule.ops.arguments import (
     result,
     shape,
 )
-from deltarule.ops.dispatch import Impl, Implementation, Table, always, choose
+from deltarule.ops.dispatch import (
+    Impl,
+    Implementation,
+    Table,
+    always,
+    choose,
+    triton_missing,
+)
 from deltarule.ops.registered_scan import scan
 from deltarule.reference import selective_scan as reference
 from deltarule.shapes import Offsets, Outputs, RecurrentOutput, State, Values
@@ -30,9 +37,40 @@ def run_reference(inputs: ScanInputs) -> RecurrentOutput:
         )  # fmt: skip
 
 
+# Key channels of the widest tile that a program of the Triton kernels holds.
+MAX_KEY_CHANNELS = 4096
+
+
+def why_not_triton(inputs: ScanInputs) -> str | None:
+    """What the Triton kernels cannot do."""
+    v = inputs.v
+    if v.device.type != "cuda":
+        return f"Triton needs CUDA tensors, and v is on {v.device}"
+    # Code compiled for a GPU has Triton, and the compiler cannot follow a look for it.
+    if not torch.compiler.is_compiling() and (reason := triton_missing(v.device)):
+        return reason
+    for name, x in zip(inputs._fields[:9], inputs[:9], strict=True):
+        if isinstance(x, Tensor) and x.dtype == torch.float64:
+            return f"the Triton kernels compute in float32, and {name} is float64"
+    if inputs.q.shape[-1] > MAX_KEY_CHANNELS:
+        return f"the Triton kernels take K up to {MAX_KEY_CHANNELS}, got K = {inputs.q.shape[-1]}"
+    return None
+
+
+def run_triton(inputs: ScanInputs) -> RecurrentOutput:
+    """Chunks in Triton, with a backward of its own."""
+    return scan(inputs, "triton" if inputs.v.numel() else "torch")
+
+
+def run_torch(inputs: ScanInputs) -> RecurrentOutput:
+    """Chunks in PyTorch, with a backward of its own: any device."""
+    return scan(inputs, "torch")
+
+
 # In the order in which impl="auto" prefers them.
 IMPLEMENTATIONS: Table[ScanInputs, RecurrentOutput] = {
-    "torch": Implementation(why_not=always, run=scan),
+    "triton": Implementation(why_not=why_not_triton, run=run_triton),
+    "torch": Implementation(why_not=always, run=run_torch),
     "reference": Implementation(why_not=always, run=run_reference),
 }
 
@@ -84,7 +122,7 @@ def selective_scan(
         cu_seqlens: Offsets [N + 1] of sequences packed into one row (B = 1). None means that each
             batch row is a sequence.
         return_state: False gives None in place of the final state.
-        impl: "auto", "reference" or "torch"; a named one runs or raises with the reason.
+        impl: "auto", "triton", "torch" or "reference"; a named one runs or raises with the reason.
 
     Returns:
         o [B, T, HV, V] in v's dtype, and final_state [N, HV, V, K], always a new tensor.

@@ -5,12 +5,35 @@ from torch import Tensor
 
 from deltarule.kernels.torch import titans as chunked
 from deltarule.ops.arguments import check_log_decay
-from deltarule.ops.memory_arguments import check_call, check_memory
-from deltarule.ops.plain import PlainImpl, check_counts, check_per_head, plain_table, run_plain
+from deltarule.ops.dispatch import Implementation, Table
+from deltarule.ops.memory_arguments import check_call, check_memory, why_not_triton
+from deltarule.ops.plain import (
+    Arguments,
+    PlainImpl,
+    check_counts,
+    check_per_head,
+    plain_table,
+    run_plain,
+)
 from deltarule.reference import titans as reference
 from deltarule.shapes import Beta, Keys, Offsets, Queries, TitansOutput, TitansState, Values
 
-IMPLEMENTATIONS = plain_table(chunked.titans, reference.titans)
+
+def why_not_gpu(arguments: Arguments) -> str | None:
+    """Why the scan over mini-batches does not run in Triton, or None."""
+    return why_not_triton(arguments, arguments["mini_batch"])
+
+
+def run_triton(arguments: Arguments) -> TitansOutput:
+    """Mini-batches laid out in PyTorch, and the hot stage, the scan over them, in Triton."""
+    return chunked.titans(**arguments, backend="triton")
+
+
+# In the order in which impl="auto" prefers them.
+IMPLEMENTATIONS: Table[Arguments, TitansOutput] = {
+    "triton": Implementation(why_not_gpu, run_triton),
+    **plain_table(chunked.titans, reference.titans),
+}
 
 
 def titans(

@@ -6,12 +6,35 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from deltarule.kernels.torch import ttt as chunked
-from deltarule.ops.memory_arguments import check_call, check_memory
-from deltarule.ops.plain import PlainImpl, check_counts, check_per_head, plain_table, run_plain
+from deltarule.ops.dispatch import Implementation, Table
+from deltarule.ops.memory_arguments import check_call, check_memory, why_not_triton
+from deltarule.ops.plain import (
+    Arguments,
+    PlainImpl,
+    check_counts,
+    check_per_head,
+    plain_table,
+    run_plain,
+)
 from deltarule.reference import ttt as reference
 from deltarule.shapes import Beta, Keys, Offsets, Queries, TTTOutput, TTTState, Values
 
-IMPLEMENTATIONS = plain_table(chunked.ttt, reference.ttt)
+
+def why_not_gpu(arguments: Arguments) -> str | None:
+    """Why the scan over mini-batches does not run in Triton, or None."""
+    return why_not_triton(arguments, len(arguments["step_scale"]))
+
+
+def run_triton(arguments: Arguments) -> TTTOutput:
+    """Mini-batches laid out in PyTorch, and the hot stage, the scan over them, in Triton."""
+    return chunked.ttt(**arguments, backend="triton")
+
+
+# In the order in which impl="auto" prefers them.
+IMPLEMENTATIONS: Table[Arguments, TTTOutput] = {
+    "triton": Implementation(why_not_gpu, run_triton),
+    **plain_table(chunked.ttt, reference.ttt),
+}
 
 
 def ttt(

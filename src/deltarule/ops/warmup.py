@@ -30,6 +30,8 @@ class Warmed(NamedTuple):
     seconds: float
 
 
+# Its own backward runs wherever it is called from.
+@torch.inference_mode(False)
 def warmup(
     *,
     heads: int,

@@ -30,5 +30,5 @@ SYSTEM = System(
     objective="",
     source="arXiv 2110.02488, eq. 6 and section 3.2 (ABC-MLP with exponential phi)",
     state_size="H M (K + V + 1)",
-    forms="recurrent, chunked",
+    forms="recurrent, chunked, GPU kernel",
 )

@@ -33,5 +33,5 @@ SYSTEM = System(
     objective="|S - Diag(b) S' Diag(a)|^2 - 2 <S k, v>",
     source="arXiv 2210.04243, section 4; table 4 of arXiv 2406.06484",
     state_size="HV V K",
-    forms="recurrent, chunked",
+    forms="recurrent, chunked, GPU kernel",
 )

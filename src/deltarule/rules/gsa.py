@@ -32,5 +32,5 @@ SYSTEM = System(
     objective="",
     source="arXiv 2409.07146, eq. 8 and section 4",
     state_size="H M (K + V)",
-    forms="recurrent, chunked",
+    forms="recurrent, chunked, GPU kernel",
 )

@@ -32,5 +32,5 @@ SYSTEM = System(
     objective="|S - S'|^2 + |S k - v|^2_b, then the diagonal of the step",
     source="arXiv 2407.14207, section 3.2 and the authors' released layer",
     state_size="HV V K",
-    forms="recurrent, chunked",
+    forms="recurrent, chunked, GPU kernel",
 )

@@ -31,5 +31,5 @@ SYSTEM = System(
     objective="",
     source="arXiv 2312.00752, algorithm 2 and section 3.6",
     state_size="HV V K",
-    forms="recurrent, chunked",
+    forms="recurrent, chunked, GPU kernel",
 )

@@ -17,5 +17,5 @@ SYSTEM = System(
     objective="sum_i a..a beta_i |S k_i - v_i|^2 + tr(S Diag(lambda) S^T)",
     source="arXiv 2309.05858 and 2506.05233, section 3",
     state_size="HV (K + V) K",
-    forms="recurrent, chunked",
+    forms="recurrent, chunked, GPU kernel of the solver",
 )

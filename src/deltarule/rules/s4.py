@@ -25,5 +25,5 @@ SYSTEM = System(
     objective="",
     source="arXiv 2406.06484, table 4; real diagonal and starting values of arXiv 2206.11893",
     state_size="HV V K",
-    forms="recurrent, chunked",
+    forms="recurrent, chunked, GPU kernel",
 )

@@ -17,7 +17,7 @@ LINEAR = System(
     objective="|M k - v|^2, with momentum and weight decay",
     source="arXiv 2501.00663, eq. 8 to 15",
     state_size="3 HV V K + 1",
-    forms="recurrent, chunked",
+    forms="recurrent, chunked, GPU kernel of the scan",
     page="titans",
 )
 

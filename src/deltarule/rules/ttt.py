@@ -17,7 +17,7 @@ LINEAR = System(
     objective="|k + LN(W k) - v|^2 / 2",
     source="arXiv 2407.04620, sections 2.1 to 2.7",
     state_size="2 HV K (K + 1) + 1",
-    forms="recurrent, chunked",
+    forms="recurrent, chunked, GPU kernel of the scan",
     page="ttt",
 )
 

@@ -7,39 +7,16 @@ With start_i the decay from the chunk's start to token i, and between_ij that fr
 
 so a step of the conjugate gradients for all tokens of all chunks is four matrix products.
 
-The gradient is that of the solution, not of the iterations: with A = H + Diag(regularizer),
-A x = q gives dq = A^{-1} dx and dA = -dq x^T, for which the same solver runs once more. Nothing of
-the iterations is kept, whatever their number; they must be enough to have converged.
+The solver, and its gradient, are in mesa_solution.py.
 """
-
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from deltarule.kernels.torch.chunks import chunk_size
+from deltarule.kernels.torch.mesa_solution import Covariance, solve
 from deltarule.kernels.torch.mini_batches import MiniBatches, lay_out
 from deltarule.shapes import MesaOutput, MesaState
-
-NO_DERIVATIVE = (
-    "mesa has a first reverse-mode derivative only: for forward-mode or second derivatives use "
-    'impl="reference"'
-)
-
-
-class Covariance(NamedTuple):
-    """H + Diag(regularizer) of every token, as what it takes to multiply with it."""
-
-    k: Tensor  # [M, R, HV, C, K]
-    weights: Tensor  # between_ij beta_j, 0 for j > i: [M, R, HV, C, C]
-    start: Tensor  # [M, R, HV, C, 1]
-    H: Tensor  # at the start of the chunk, [M, R, HV, K, K]
-    regularizer: Tensor  # [HV, 1, K]
-
-    def times(self, x: Tensor) -> Tensor:
-        """(H_i + Diag(regularizer)) x_i for x [M, R, HV, C, K]."""
-        recent = ((x @ self.k.mT) * self.weights) @ self.k
-        return self.start * (x @ self.H.mT) + recent + self.regularizer * x
 
 
 def mesa(
@@ -54,8 +31,12 @@ def mesa(
     scale: float,
     initial_state: MesaState | None,
     cu_seqlens: Tensor | None,
+    backend: str = "torch",
 ) -> MesaOutput:
-    """Outputs and final state, in float32 or float64; see the definition in the reference."""
+    """Outputs and final state, in float32 or float64; see the definition in the reference.
+
+    `backend` is that of the conjugate gradients, "torch" or "triton".
+    """
     dtype = torch.promote_types(q.dtype, torch.float32)
     batch, tokens, _, key_size = q.shape
     heads = v.shape[2]
@@ -78,7 +59,7 @@ def mesa(
     H, G = states.split([key_size, v.shape[3]], dim=-2)
     weights = between * beta.unsqueeze(-2)
     covariance = Covariance(k, weights, start, H, regularizer.to(dtype).unsqueeze(-2))
-    x = solve(covariance, q, iterations)
+    x = solve(covariance, q, iterations, backend)
     o = start * (x @ G.mT) + ((x @ k.mT) * weights) @ values
     return MesaOutput(chunks.join(o * scale).to(v.dtype), _split(table, key_size))
 
@@ -121,129 +102,6 @@ def chunk_states(
         states.append(chunks.rows_at(step, table))
         table = chunks.write_at(step, table, kept[step] * states[step] + written[step])
     return torch.stack(states), chunks.states(table)
-
-
-def solve(covariance: Covariance, q: Tensor, iterations: int | None) -> Tensor:
-    """x_i of (H_i + Diag(regularizer)) x_i = q_i for all tokens, with the gradient of a solution.
-
-    x stands outside the graph; the residual q - A x, which is 0 up to rounding, is inside it, and
-    A^{-1} applied to it is what the gradient passes through.
-    """
-    if torch.autograd.forward_ad._current_level >= 0 and any(map(_is_dual, (q, *covariance))):
-        raise NotImplementedError(NO_DERIVATIVE)
-    with torch.no_grad():
-        x = solved(Covariance(*(y.detach() for y in covariance)), q.detach(), iterations)
-    if not torch.is_grad_enabled():
-        return x
-    residual = q - covariance.times(x)
-    # Function transforms follow the one form, the compiler the other.
-    transformed = torch._C._are_functorch_transforms_active()
-    run: Any = Solution.apply if transformed else solution_op
-    return run(x, residual, *(y.detach() for y in covariance), iterations)
-
-
-def solved(covariance: Covariance, b: Tensor, iterations: int | None) -> Tensor:
-    """The hot stage: conjugate gradients, or with None the exact solution."""
-    if iterations is None:
-        return exact(covariance, b)
-    return conjugate_gradients(covariance, b, iterations)
-
-
-def conjugate_gradients(covariance: Covariance, b: Tensor, iterations: int) -> Tensor:
-    """Steps from x = 0 along directions p that are orthogonal under A, each token on its own."""
-    tiny = torch.finfo(b.dtype).tiny
-    x, r, p = torch.zeros_like(b), b, b
-    size = r.square().sum(-1, keepdim=True)
-    for _ in range(iterations):
-        image = covariance.times(p)
-        step = size / (p * image).sum(-1, keepdim=True).clamp(min=tiny)
-        x, r = x + step * p, r - step * image
-        before, size = size, r.square().sum(-1, keepdim=True)
-        p = r + size / before.clamp(min=tiny) * p
-    return x
-
-
-def exact(covariance: Covariance, b: Tensor) -> Tensor:
-    """One token of every chunk at a time: as many K x K matrices as there are chunks."""
-    k, weights, start, H, regularizer = covariance
-    ridge = regularizer.squeeze(-2).diag_embed()
-    solutions = []
-    for i in range(b.shape[-2]):
-        recent = (k * weights[..., i, :].unsqueeze(-1)).mT @ k
-        A = start[..., i : i + 1, :] * H + recent + ridge
-        solutions.append(torch.linalg.solve_ex(A, b[..., i, :]).result)
-    return torch.stack(solutions, dim=-2)
-
-
-class Solution(torch.autograd.Function):
-    """x, with the gradient of A^{-1} applied to the residual."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, residual: Tensor, *operator: Any) -> Tensor:
-        """x itself."""
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Keep the operator A."""
-        ctx.save_for_backward(*inputs[2:7])
-        ctx.iterations = inputs[7]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        """A^{-1} dx, as A is symmetric."""
-        run: Any = Adjoint.apply
-        dx = run(gradients[0], *ctx.saved_tensors, ctx.iterations)
-        return None, dx, *(None,) * 6
-
-
-class Adjoint(torch.autograd.Function):
-    """A^{-1} dx; a second derivative would need that of A, which stands outside the graph."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(dx: Tensor, *operator: Any) -> Tensor:
-        """The hot stage once more."""
-        return solved(Covariance(*operator[:5]), dx, operator[5])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Nothing to keep."""
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
-        """There is none."""
-        raise NotImplementedError(NO_DERIVATIVE)
-
-
-@torch.library.custom_op("deltarule::mesa_solution", mutates_args=())
-def solution_op(
-    x: Tensor,
-    residual: Tensor,
-    k: Tensor,
-    weights: Tensor,
-    start: Tensor,
-    H: Tensor,
-    regularizer: Tensor,
-    iterations: int | None,
-) -> Tensor:
-    """The same as a registered operator."""
-    return x.clone()
-
-
-@solution_op.register_fake
-def _(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x)
-
-
-solution_op.register_autograd(Solution.backward, setup_context=Solution.setup_context)
-
-
-def _is_dual(x: Tensor) -> bool:
-    return torch.autograd.forward_ad.unpack_dual(x).tangent is not None
 
 
 def _initial(state: MesaState | None, covariance: Tensor, values: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ and hold no matrix.
 import torch
 from torch import Tensor
 
+from deltarule.kernels.torch.linear_memory import scan_linear
 from deltarule.kernels.torch.memory import Memory, Mix, Steps, cloned, scan
 from deltarule.kernels.torch.mini_batches import MiniBatches, lay_out, next_position
 from deltarule.shapes import TitansOutput, TitansState
@@ -27,8 +28,12 @@ def titans(
     initial_state: TitansState,
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
+    backend: str = "torch",
 ) -> TitansOutput:
-    """Outputs and final state, in float32 or float64; see the definition in the reference."""
+    """Outputs and final state, in float32 or float64; see the definition in the reference.
+
+    `backend` is that of the scan over mini-batches, "torch" or, for one map, "triton".
+    """
     dtype, heads = torch.promote_types(q.dtype, torch.float32), v.shape[2]
     weights, surprise, anchor, position = initial_state
     if q.shape[1] == 0 or q.shape[0] == 0:
@@ -44,7 +49,11 @@ def titans(
         q, k, values, *coefficients(beta, momentum, log_decay, layout),
         layout.completes(mini_batch)[..., None, None, None],
     )  # fmt: skip
-    z, memory = scan(steps, Memory(weights, surprise, anchor), layout, squared_error_gradient)
+    memory = Memory(weights, surprise, anchor)
+    if backend == "triton":
+        z, memory = scan_linear(steps, memory, layout, None)
+    else:
+        z, memory = scan(steps, memory, layout, squared_error_gradient)
     position = next_position(position, v.shape[1], mini_batch, lengths, cu_seqlens)
     return TitansOutput(layout.join(z).to(v.dtype), TitansState(*memory, position))
 

@@ -9,6 +9,7 @@ W_0 is the memory at the start of the mini-batch, and the last W_t of a full one
 import torch
 from torch import Tensor
 
+from deltarule.kernels.torch.linear_memory import Norm, scan_linear
 from deltarule.kernels.torch.memory import LossGradient, Memory, Mix, Steps, cloned, scan
 from deltarule.kernels.torch.mini_batches import MiniBatches, lay_out, next_position
 from deltarule.shapes import TTTOutput, TTTState
@@ -27,8 +28,12 @@ def ttt(
     initial_state: TTTState,
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
+    backend: str = "torch",
 ) -> TTTOutput:
-    """Outputs and final state, in float32 or float64; see the definition in the reference."""
+    """Outputs and final state, in float32 or float64; see the definition in the reference.
+
+    `backend` is that of the scan over mini-batches, "torch" or, for one map, "triton".
+    """
     dtype, size, heads = torch.promote_types(q.dtype, torch.float32), len(step_scale), v.shape[2]
     weights, gradients, position = initial_state
     if q.shape[1] == 0 or q.shape[0] == 0:
@@ -40,12 +45,13 @@ def ttt(
     mixes = coefficients(layout.cut(beta.to(dtype)), step_scale.to(dtype), layout)
     full = layout.completes(size)[..., None, None, None]
     weight, bias = (x.to(dtype).unsqueeze(-2) for x in (norm_weight, norm_bias))
-    z, memory = scan(
-        Steps(q, k, values, *mixes, full),
-        Memory(weights, gradients, weights),
-        layout,
-        layer_norm_loss_gradient(weight, bias, norm_eps),
-    )
+    steps, memory = Steps(q, k, values, *mixes, full), Memory(weights, gradients, weights)
+    if backend == "triton":
+        norm = Norm(weight.squeeze(-2).contiguous(), bias.squeeze(-2).contiguous(), norm_eps)
+        z, memory = scan_linear(steps, memory, layout, norm)
+    else:
+        loss_gradient = layer_norm_loss_gradient(weight, bias, norm_eps)
+        z, memory = scan(steps, memory, layout, loss_gradient)
     o = q + weight * centred(z, norm_eps)[0] + bias
     position = next_position(position, v.shape[1], size, lengths, cu_seqlens)
     state = TTTState(memory.weights, memory.momentum, position)

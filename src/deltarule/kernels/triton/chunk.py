@@ -10,6 +10,13 @@ import triton.language as tl
 
 
 @triton.jit
+def place_of(TILES: tl.constexpr, HEADS: tl.constexpr):
+    """This program's tile, head and place in a grid of one axis: the others end at 65535."""
+    i = tl.program_id(0)
+    return i % TILES, i // TILES % HEADS, i // (TILES * HEADS)
+
+
+@triton.jit
 def sequence_bounds(cu_seqlens, i_n, T, PACKED: tl.constexpr):
     """First token and number of tokens of sequence i_n; offsets out of range are clamped."""
     start = (i_n * T).to(tl.int64)

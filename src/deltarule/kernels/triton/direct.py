@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from triton import knobs
@@ -72,6 +73,15 @@ class Launch:
         self.binaries: dict[tuple[object, ...], Binary] = {}
 
     def __call__(self, grid: Grid, *arguments: Any) -> None:
+        """Run the kernel where its tensors are, on the current stream there."""
+        place = next(x.device for x in arguments if isinstance(x, Tensor))
+        if place.type == "cuda" and place.index != torch.cuda.current_device():
+            with torch.cuda.device(place):
+                self.launch(grid, arguments)
+        else:
+            self.launch(grid, arguments)
+
+    def launch(self, grid: Grid, arguments: tuple[Any, ...]) -> None:
         """Run the kernel on the current device and stream."""
         found = None if watched(self.kernel) else signature(arguments)
         if found is not None and self.binaries:

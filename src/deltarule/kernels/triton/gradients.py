@@ -34,7 +34,7 @@ a product still reads it; one that was computed stays in registers, which the as
 import triton
 import triton.language as tl
 
-from deltarule.kernels.triton.chunk import chunk_place
+from deltarule.kernels.triton.chunk import chunk_place, place_of
 from deltarule.kernels.triton.decay import decay_ratio, row_decay_sums
 from deltarule.kernels.triton.decay_gradients import (
     HELD,
@@ -76,7 +76,8 @@ def gradients_kernel(
     """
     SLICES: tl.constexpr = (K + BC - 1) // BC
     # The programs of a chunk run side by side, and share what they read in the cache.
-    i_c, i_key, i_m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    PAIRS: tl.constexpr = HAS_DECAY and PRECISION == "tf32x3"
+    i_c, i_key, i_m = place_of(SLICES + PAIRS, H)
     first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
     if tokens <= 0:
         return
@@ -116,7 +117,7 @@ def gradients_kernel(
         tl.store(p_dq, b_dq.to(d_q.dtype.element_ty), mask=m_i[:, None] & m_k)
         p_dk = d_k + (first * N_STEPS * H + i_key) * K + o_r[:, None] * (H * K) + o_k[None, :]
         tl.store(p_dk, b_dk.to(d_k.dtype.element_ty), mask=m_r[:, None] & m_k)
-    elif HAS_DECAY and PRECISION == "tf32x3":
+    elif PAIRS:
         for i_g in range(HV // H):
             i_h = i_key * (HV // H) + i_g
             i_slot = i_m.to(tl.int64) * HV + i_h
@@ -139,7 +140,6 @@ def add_value_head(
 ):  # fmt: skip
     """dq and dk with one value head's part; its dv, dbeta and dlog_decay are stored."""
     EXACT: tl.constexpr = PRECISION == "tf32x3"
-    SLICES: tl.constexpr = (K + BC - 1) // BC
     o_i, o_r, o_k = tl.arange(0, BQ), tl.arange(0, BT), i_c * BC + tl.arange(0, BC)
     rows, m_i, m_r = tokens * N_STEPS, o_i < tokens, o_r < tokens * N_STEPS
     i_k = i_c * BC
@@ -174,11 +174,7 @@ def add_value_head(
             b_gm = tl.dot(b_x, tl.trans(b_e), acc=b_gm, input_precision=PRECISION)
             b_row = tl.dot(b_x, b_s, acc=b_row, input_precision=PRECISION)
     if HAS_DECAY:
-        b_held = 0.0
-        for i_v in tl.static_range(0, V, BV):
-            b_s = load_state(p_s, i_slot, i_v, i_k, K, V, BV, BC, False)
-            b_d = load_state(p_d, i_slot, i_v, i_k, K, V, BV, BC, False)
-            b_held += tl.sum(b_s.to(tl.float32) * b_d.to(tl.float32))
+        b_held = b_chunk * inner_product(p_s, p_d, i_slot, i_k, K, V, BV, BC)
     b_read *= b_reads[:, None]
     b_col *= b_writes[:, None]
     b_factor = b_key[None, :]
@@ -208,13 +204,10 @@ def add_value_head(
         b_gm = b_gm.to(dtype)
         b_row = tl.dot(b_gm, b_k, acc=b_row, input_precision=PRECISION)
         b_inner = tl.dot(tl.trans(b_gm), b_k, acc=b_inner, input_precision=PRECISION)
-    for i_first in tl.static_range(0, V, SLICES * BV):
-        i_v = i_first + i_c * BV
-        o_v = i_v + tl.arange(0, BV)
-        b_x = load_rows(p_x + i_slot * BT * V, o_r, m_r, o_v, V, V, V % (SLICES * BV) == 0)
-        p_dv = d_v + (first * N_STEPS * HV + i_h) * V + o_r[:, None] * (HV * V) + o_v[None, :]
-        b_dv = (b_x.to(tl.float32) * b_beta[:, None]).to(dtype)
-        tl.store(p_dv, b_dv, mask=m_r[:, None] & (o_v < V)[None, :])
+    store_value_gradients(
+        p_x + i_slot * BT * V, b_beta, d_v + (first * N_STEPS * HV + i_h) * V, rows, i_c,
+        HV, V, BT, BV, (K + BC - 1) // BC,
+    )  # fmt: skip
     if HAS_DECAY:
         if not EXACT:
             b_later_q = row_products(p_q, b_read, o_i, m_i, o_k, H * K, K, BC)
@@ -223,8 +216,37 @@ def add_value_head(
         tl.store(p_part + QUERIES * BT + o_i, b_later_q)
         tl.store(p_part + KEYS * BT + o_r, b_later_k)
         tl.store(p_part + WRITES * BT + o_r, b_before)
-        tl.store(p_part + HELD * BT, b_chunk * b_held)
+        tl.store(p_part + HELD * BT, b_held)
     b_col += b_row + b_inner
     if HV > H:
         b_read, b_col = b_dq + b_read, b_dk + b_col
     return b_read, b_col
+
+
+@triton.jit
+def inner_product(
+    p_s, p_d, i_slot, i_k, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr
+):
+    """<D, S> over the channels from i_k on."""
+    b_sum = 0.0
+    for i_v in tl.static_range(0, V, BV):
+        b_s = load_state(p_s, i_slot, i_v, i_k, K, V, BV, BC, False)
+        b_d = load_state(p_d, i_slot, i_v, i_k, K, V, BV, BC, False)
+        b_sum += tl.sum(b_s.to(tl.float32) * b_d.to(tl.float32))
+    return b_sum
+
+
+@triton.jit
+def store_value_gradients(
+    p_x, b_beta, p_dv, rows, i_c, HV: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    BV: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
+    """dv = beta X of every SLICES-th tile of values from the i_c-th on."""
+    o_r = tl.arange(0, BT)
+    m_r = o_r < rows
+    for i_v in tl.static_range(0, V, SLICES * BV):
+        o_v = i_v + i_c * BV + tl.arange(0, BV)
+        b_x = load_rows(p_x, o_r, m_r, o_v, V, V, V % (SLICES * BV) == 0)
+        b_dv = (b_x.to(tl.float32) * b_beta[:, None]).to(p_dv.dtype.element_ty)
+        p_tile = p_dv + o_r[:, None] * (HV * V) + o_v[None, :]
+        tl.store(p_tile, b_dv, mask=m_r[:, None] & (o_v < V)[None, :])

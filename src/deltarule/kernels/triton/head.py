@@ -79,7 +79,7 @@ def head_gradients(
     places = x.shape[1], inputs.sequences, *strides(inputs.log_decay)
     each = 0 if sums is None else sums.stride(0)
     kernel(
-        (parts, sizes["H"], plan.chunks),
+        (parts * sizes["H"] * plan.chunks, 1, 1),
         x, inputs.k, inputs.v, inputs.log_decay, inputs.cu_seqlens, buffers.get("scalings"),
         buffers.get("chunk_decay"), states, buffers.get("errors"), d_o, d_states, d_errors,
         states, d_states, d_errors, d_q, d_k, d_v, d_beta, sums, inputs.scale, *places, each,
@@ -118,7 +118,9 @@ def gradients_launch(inputs: Inputs, plan: Plan) -> Launch:
     # In float32 a gradient is not rounded before it goes through the norm, which takes all of it.
     whole = inputs.normalize_qk and inputs.q.dtype == torch.float32
     channels = sizes["BK"] if whole else min(config["BC"], sizes["BK"])
-    full = full_tiles(inputs, plan, config["BV"]) and not float32_decays(inputs)
+    # A tile that is fetched has no rows of the next chunk.
+    full = full_tiles(inputs, plan, config["BV"]) and plan.sizes["BQ"] == sizes["BT"]
+    full = full and not float32_decays(inputs)
     rows, values = [sizes["BT"], config["BV"]], (sizes["V"], sizes["HV"] * sizes["V"])
     state = sizes["K"], [config["BV"], channels]
     tiles = {

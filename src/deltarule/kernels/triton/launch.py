@@ -22,6 +22,8 @@ from deltarule.kernels.triton.segment_length import chunks_per_segment
 
 # The first architecture with a copy engine; before, its tiles are gathered at great cost.
 COPY_ENGINE = 90
+# Tokens of a chunk whose scalings, of 4 bytes each, fill the 128 that a fetched tile begins on.
+LEAST_READS = 32
 # Lengths of which plans are kept.
 MOST_PLANS = 256
 
@@ -164,7 +166,8 @@ def full_tiles(inputs: Inputs, plan: Plan, block: int) -> bool:
     return (
         architecture(inputs.q.device) >= COPY_ENGINE
         and inputs.cu_seqlens is None and batch * tokens > 0 and tokens % sizes["CT"] == 0
-        and sizes["CT"] == sizes["BQ"] and sizes["CT"] * sizes["N_STEPS"] == sizes["BT"]
+        and sizes["CT"] == sizes["BQ"] >= LEAST_READS
+        and sizes["CT"] * sizes["N_STEPS"] == sizes["BT"]
         and sizes["K"] == sizes["BK"] and sizes["V"] % block == 0
         and batch * tokens * sizes["N_STEPS"] < 2**31
     )  # fmt: skip

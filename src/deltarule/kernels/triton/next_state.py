@@ -26,7 +26,7 @@ them, which gives the rows of A in S_end = S_start A + (S_end from zero).
 import triton
 import triton.language as tl
 
-from deltarule.kernels.triton.chunk import stretch
+from deltarule.kernels.triton.chunk import place_of, stretch
 from deltarule.kernels.triton.chunk_output import chunk_output
 from deltarule.kernels.triton.tiles import (
     BETA,
@@ -84,7 +84,8 @@ def next_state_kernel(
 
     With COPIES q, k (free erase), erase and write are [M, HV, rows, K], and chunk_decay [M, HV, K].
     """
-    i_v, i_h, i_s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    OF_A: tl.constexpr = K if SPLIT == "ends" and ERASE != "none" else 0
+    i_v, i_h, i_s = place_of((V + BV - 1) // BV + (OF_A + BV - 1) // BV, HV)
     i_n, start, length, i_m, place, last = stretch(
         i_s, cu_seqlens, T, N, per_segment, CT, SPLIT, PACKED
     )
@@ -104,8 +105,6 @@ def next_state_kernel(
     if SPLIT == "ends" and ERASE != "none":
         b_s = tl.where(i_a * BV + tl.arange(0, BV)[:, None] == o_k[None, :], 1.0, b_s)
     i_key = i_h // (HV // H)
-    if OUTPUT and not TMA:
-        o += i_h * V
     for i_c in tl.range(0, tl.cdiv(length, CT), num_stages=STAGES):
         i_t = start + i_c * CT
         tokens = tl.minimum(length - i_c * CT, CT)
@@ -147,7 +146,7 @@ def next_state_kernel(
             if TMA:
                 o.store([i_t.to(tl.int32), i_h * V + i_v * BV], tl.trans(b_o.to(dtype)))
             else:
-                p_o = o + i_t * HV * V + o_i[None, :] * (HV * V) + o_v[:, None]
+                p_o = o + (i_t * HV + i_h) * V + o_i[None, :] * (HV * V) + o_v[:, None]
                 tl.store(p_o, b_o.to(dtype), mask=m_i[None, :] & m_v)
         if SCALED:
             b_w = (b_f * load_scaling(scalings, i_slot, WRITE, o_r, BT, TMA)).to(dtype)
@@ -182,7 +181,7 @@ def next_state_backward_kernel(
 
     With a free erase d_values [M, HV, BT, V] takes the gradient by v.
     """
-    i_v, i_h, i_s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_v, i_h, i_s = place_of((V + BV - 1) // BV, HV)
     i_n, start, length, i_m, place, last = stretch(
         i_s, cu_seqlens, T, N, per_segment, CT, SPLIT, PACKED
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 from deltarule.kernels.inputs import Inputs
 from deltarule.kernels.triton import channel, head
 from deltarule.kernels.triton.configurations import configuration
-from deltarule.kernels.triton.direct import Launch, Tiles
+from deltarule.kernels.triton.direct import ALIGNED, Launch, Tiles
 from deltarule.kernels.triton.launch import (
     Layout,
     Plan,
@@ -137,7 +137,7 @@ def next_state(
         if ends and inputs.erase != "none":
             tiles += -(-key_size // block)
         kernel(
-            (tiles, heads, places), scores.q, scores.k, x, scores.erase, scores.write,
+            (tiles * heads * places, 1, 1), scores.q, scores.k, x, scores.erase, scores.write,
             inputs.cu_seqlens, *streams(scores), initial, None if ends else o, final,
             None if ends else states, None if ends else errors, inputs.scale, inputs.q.shape[1],
             sequences,
@@ -168,7 +168,7 @@ def next_state_backward(
         ends = split == "ends"
         kernel = plan.once(scan_launch, inputs, "next_state_backward", split)
         kernel(
-            (-(-value_size // kernel.constants["BV"]), heads, places), scores.q, scores.k,
+            (-(-value_size // kernel.constants["BV"]) * heads * places, 1, 1), scores.q, scores.k,
             scores.erase, scores.write, inputs.cu_seqlens, *streams(scores), d_o, d_final,
             d_initial, None if ends else d_states, None if ends else d_errors,
             None if ends else d_values, inputs.scale, inputs.q.shape[1], sequences,
@@ -187,18 +187,26 @@ def next_state_backward(
 def contiguous(inputs: Inputs) -> Inputs:
     """Everything but the gates in one piece, and the offsets where the tensors are."""
 
-    def piece(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.contiguous()
-
     q, k, v, _, a, b, _, initial, offsets, *_ = inputs
     pieces = (q, k, v, a, b, initial)
     # Mostly there is nothing to do.
-    if offsets is None and all(x is None or x.is_contiguous() for x in pieces):
+    if offsets is None and all(x is None or is_piece(x) for x in pieces):
         return inputs
+    a, b, initial = (None if x is None else piece(x) for x in (a, b, initial))
     return inputs._replace(
-        q=q.contiguous(), k=k.contiguous(), v=v.contiguous(), a=piece(a), b=piece(b),
-        initial_state=piece(initial), cu_seqlens=None if offsets is None else offsets.to(q.device),
+        q=piece(q), k=piece(k), v=piece(v), a=a, b=b, initial_state=initial,
+        cu_seqlens=None if offsets is None else offsets.to(q.device),
     )  # fmt: skip
+
+
+def is_piece(x: Tensor) -> bool:
+    """Whether a tensor lies in one piece, from an address that the copy engine takes."""
+    return x.is_contiguous() and x.data_ptr() % ALIGNED == 0
+
+
+def piece(x: Tensor) -> Tensor:
+    """The tensor in one piece."""
+    return x if is_piece(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def forward(inputs: Inputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -218,7 +226,7 @@ def backward(
     d_o: Tensor, d_final: Tensor, inputs: Inputs, saved: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Gradients by the eight tensors from q to initial_state."""
-    inputs, d_o, d_final = contiguous(inputs), d_o.contiguous(), d_final.contiguous()
+    inputs, d_o, d_final = contiguous(inputs), piece(d_o), piece(d_final)
     plan, again = make_plan(inputs), saved.numel() == 0
     layout = plan.once(kept_layout, inputs, True)
     if again:

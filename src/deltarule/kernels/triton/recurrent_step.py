@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltarule.kernels.inputs import Inputs
+from deltarule.kernels.triton.chunk import place_of
 from deltarule.kernels.triton.direct import Launch
 
 EPSILON = tl.constexpr(1e-6)
@@ -35,7 +36,8 @@ def recurrent_step_kernel(
     BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of one head of one batch row; s_x_b, s_x_t, s_x_h are strides of x."""
-    i_v, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i_v, i_h, i_b = place_of((V + BV - 1) // BV, HV)
+    i_b = i_b.to(tl.int64)
     i_key = i_h // (HV // H)
     o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     m_k, m_v = o_k < K, o_v < V
@@ -99,7 +101,7 @@ def recurrent_step(
         inputs.erase, inputs.normalize_qk, state_indices is not None, num_warps(state.dtype),
     )  # fmt: skip
     kernel(
-        (-(-value_size // ROWS), value_heads, batch), *streams, state, state_indices, o,
+        (-(-value_size // ROWS) * value_heads * batch, 1, 1), *streams, state, state_indices, o,
         inputs.scale, null_index, tokens,
         *chain.from_iterable((0, 0, 0) if x is None else x.stride()[:3] for x in streams),
         *state.stride()[:3],

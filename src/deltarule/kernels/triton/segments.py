@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltarule.kernels.inputs import Inputs
-from deltarule.kernels.triton.chunk import first_chunk, sequence_bounds
+from deltarule.kernels.triton.chunk import first_chunk, place_of, sequence_bounds
 from deltarule.kernels.triton.direct import Launch
 from deltarule.kernels.triton.launch import Plan
 from deltarule.kernels.triton.tiles import state_tile
@@ -35,7 +35,7 @@ def segment_starts_kernel(
 
     REVERSED ends have V rows. The transitions are rows V to ROWS of a tensor [slots, HV, ROWS, K].
     """
-    i_v, i_h, i_n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_v, i_h, i_n = place_of((V + BV - 1) // BV, HV)
     start, length = sequence_bounds(cu_seqlens, i_n, T, PACKED)
     size = per_segment * CT
     i_s = first_chunk(start, i_n, T, size, PACKED)
@@ -117,8 +117,8 @@ def segment_starts(
     )
     kernel = plan.once(starts_launch, inputs, transitions.shape[2], diagonal, backwards)
     kernel(
-        (-(-value_size // CONFIG["BV"]), heads, sequences), boundary, ends, transitions, starts,
-        inputs.cu_seqlens, inputs.q.shape[1], plan.per_segment,
+        (-(-value_size // CONFIG["BV"]) * heads * sequences, 1, 1),
+        boundary, ends, transitions, starts, inputs.cu_seqlens, inputs.q.shape[1], plan.per_segment,
     )  # fmt: skip
     return starts
 

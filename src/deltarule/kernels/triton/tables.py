@@ -96,7 +96,7 @@ SMALL: Table = AMPERE | {
 # 227 KiB.
 HOPPER: Table = AMPERE | {
     "pair_scores": (
-        Row(2, 128, {**once(4), "maxnreg": 168}), Row(2, 256, once(4)),
+        Row(2, 128, {**once(4), "maxnreg": 128}), Row(2, 256, once(4)),
         Row(4, 256, once(8)),
     ),
     "next_state": (

@@ -1,0 +1,153 @@
+"""What the kernels of a linear memory share: tiles of a mini-batch, the loss and its derivatives.
+
+The memory is a map W [V, K], with a bias [V] where TTT has one. Rows are the tokens of a
+mini-batch, S of them in BS. Everything is in float32, and products are sums of three in tf32.
+"""
+
+import triton
+import triton.language as tl
+
+PRECISION = tl.constexpr("tf32x3")
+
+
+@triton.jit
+def product(b_x, b_y):
+    """x y."""
+    return tl.dot(b_x, b_y, input_precision=PRECISION)
+
+
+@triton.jit
+def load_tile(x, i, o_s, o_c, S: tl.constexpr, C: tl.constexpr):
+    """Rows o_s and channels o_c of x[i], of [.., S, C]."""
+    mask = (o_s < S)[:, None] & (o_c < C)[None, :]
+    return tl.load(x + (i * S + o_s[:, None]) * C + o_c[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_tile(x, b_x, i, o_s, o_c, S: tl.constexpr, C: tl.constexpr):
+    """The inverse of load_tile."""
+    mask = (o_s < S)[:, None] & (o_c < C)[None, :]
+    tl.store(x + (i * S + o_s[:, None]) * C + o_c[None, :], b_x, mask=mask)
+
+
+@triton.jit
+def load_column(rows, i, which: tl.constexpr, o_s, S: tl.constexpr):
+    """A number for each token, [BS, 1]: one of the four of `rows` [.., 4, S]."""
+    return tl.load(rows + (i * 4 + which) * S + o_s, mask=o_s < S, other=0.0)[:, None]
+
+
+@triton.jit
+def load_map(
+    memory, i, which: tl.constexpr, o_v, o_k, V: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr
+):
+    """W, M or A of memory [.., 3, V, K + BIAS], and its bias as a row (zeros without one)."""
+    p_x = memory + (i * 3 + which) * (V * (K + BIAS)) + o_v * (K + BIAS)
+    mask = (o_v < V)[:, None] & (o_k < K)[None, :]
+    b_map = tl.load(p_x[:, None] + o_k[None, :], mask=mask, other=0.0)
+    b_bias = tl.zeros(o_v.shape, tl.float32)
+    if BIAS:
+        b_bias = tl.load(p_x + K, mask=o_v < V, other=0.0)
+    return b_map, b_bias[None, :]
+
+
+@triton.jit
+def store_map(
+    memory, b_map, b_bias, i, which: tl.constexpr, o_v, o_k,
+    V: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """The inverse of load_map."""
+    p_x = memory + (i * 3 + which) * (V * (K + BIAS)) + o_v * (K + BIAS)
+    mask = (o_v < V)[:, None] & (o_k < K)[None, :]
+    tl.store(p_x[:, None] + o_k[None, :], b_map, mask=mask)
+    if BIAS:
+        tl.store(p_x + K, tl.reshape(b_bias, o_v.shape), mask=o_v < V)
+
+
+@triton.jit
+def load_maps(memory, i, o_v, o_k, V: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr):
+    """W, M and A, each with its bias."""
+    b_W, b_Wb = load_map(memory, i, 0, o_v, o_k, V, K, BIAS)
+    b_M, b_Mb = load_map(memory, i, 1, o_v, o_k, V, K, BIAS)
+    b_A, b_Ab = load_map(memory, i, 2, o_v, o_k, V, K, BIAS)
+    return b_W, b_Wb, b_M, b_Mb, b_A, b_Ab
+
+
+@triton.jit
+def store_maps(
+    memory, b_W, b_Wb, b_M, b_Mb, b_A, b_Ab, i, o_v, o_k,
+    V: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """W, M and A, each with its bias."""
+    store_map(memory, b_W, b_Wb, i, 0, o_v, o_k, V, K, BIAS)
+    store_map(memory, b_M, b_Mb, i, 1, o_v, o_k, V, K, BIAS)
+    store_map(memory, b_A, b_Ab, i, 2, o_v, o_k, V, K, BIAS)
+
+
+@triton.jit
+def applied(b_x, b_map, b_bias):
+    """x W^T + bias."""
+    return product(b_x, tl.trans(b_map)) + b_bias
+
+
+@triton.jit
+def written(b_g, b_x, BIAS: tl.constexpr):
+    """sum_i g_i x_i^T, and of the bias, where there is one, the same with x = 1."""
+    return product(tl.trans(b_g), b_x), tl.sum(b_g, axis=0)[None, :] * BIAS
+
+
+@triton.jit
+def mean(b_x, V: tl.constexpr):
+    """Over the V channels of each row; the others are zero."""
+    return tl.sum(b_x, axis=1, keep_dims=True) / V
+
+
+@triton.jit
+def centred(b_z, m_v, eps, V: tl.constexpr):
+    """c = (z - mean) s and s = 1 / sqrt(variance + eps)."""
+    b_c = tl.where(m_v, b_z - mean(b_z, V), 0.0)
+    b_s = tl.rsqrt(mean(b_c * b_c, V) + eps)
+    return b_c * b_s, b_s
+
+
+@triton.jit
+def loss_gradient(b_z, b_k, b_v, b_weight, b_bias, m_v, eps, V: tl.constexpr, NORM: tl.constexpr):
+    """g = d loss / dz: of |z - v|^2, or with NORM of 1/2 |k + LN(z) - v|^2.
+
+    e = weight (weight c + bias + k - v)        g = s (e - mean(e) - c mean(e c))
+    """
+    if NORM:
+        b_c, b_s = centred(b_z, m_v, eps, V)
+        b_e = b_weight * (b_weight * b_c + b_bias + b_k - b_v)
+        b_g = tl.where(m_v, b_s * (b_e - mean(b_e, V) - b_c * mean(b_e * b_c, V)), 0.0)
+    else:
+        b_g = 2 * (b_z - b_v)
+    return b_g
+
+
+@triton.jit
+def loss_gradient_backward(
+    b_dg, b_z, b_k, b_v, b_weight, b_bias, m_v, eps, V: tl.constexpr, NORM: tl.constexpr
+):
+    """Gradients by z, by v (by k it is the opposite), and those by weight and bias, row by row.
+
+    With m = mean(e c) and n = mean(dg c),
+        de = s (dg - mean(dg) - c n)        dc = -s (dg m + e n) + weight^2 de
+        dz = s (dc - mean(dc) - c mean(dc c)) - s c mean(dg g)
+    the last term because s depends on z too.
+    """
+    if NORM:
+        b_c, b_s = centred(b_z, m_v, eps, V)
+        b_miss = b_weight * b_c + b_bias + b_k - b_v
+        b_e = b_weight * b_miss
+        b_m, b_n = mean(b_e * b_c, V), mean(b_dg * b_c, V)
+        b_g = b_s * (b_e - mean(b_e, V) - b_c * b_m)
+        b_de = tl.where(m_v, b_s * (b_dg - mean(b_dg, V) - b_c * b_n), 0.0)
+        b_dc = b_weight * b_weight * b_de - b_s * (b_dg * b_m + b_e * b_n)
+        b_dz = b_s * (b_dc - mean(b_dc, V) - b_c * (mean(b_dc * b_c, V) + mean(b_dg * b_g, V)))
+        b_dz = tl.where(m_v, b_dz, 0.0)
+        b_dv = -b_weight * b_de
+        b_dweight, b_dbias = b_de * (b_miss + b_weight * b_c), b_weight * b_de
+    else:
+        b_dz = 2 * b_dg
+        b_dv, b_dweight, b_dbias = -b_dz, b_dz, b_dz
+    return b_dz, b_dv, b_dweight, b_dbias

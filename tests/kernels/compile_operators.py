@@ -1,0 +1,136 @@
+"""Compile the kernels of the operators beside the delta rule, for GPUs that need not be here.
+
+A program of its own, that prints JSON lines: Triton's interpreter cannot be left again.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+
+import torch
+from ahead import Launch, compiled, recording
+from torch import Tensor
+
+from deltarule.kernels.scan_inputs import ScanInputs
+from deltarule.kernels.triton import mesa, selective_scan, ttt
+
+TARGETS = (80, 86, 89, 90, 100, 120)
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def scan_inputs(form: str, value_size: int, key_size: int, dtype: torch.dtype) -> ScanInputs:
+    """Tensors that nobody fills: of Mamba, S4, DFW, the released Longhorn, or all at once."""
+    tokens, heads = 256, 2
+
+    def of(*shape: int, like: torch.dtype = FP32) -> Tensor:
+        return torch.empty(shape, dtype=like)
+
+    constant = "S4" in form
+    each_value, each_key = (1, tokens, heads, value_size), (1, tokens, heads, key_size)
+    channels = (heads, value_size, key_size) if constant else (1, tokens, 1, key_size)
+    forms = {
+        "delta": form in ("Mamba", "S4", "all", "all S4"), "left": form in ("DFW", "all", "all S4"),
+        "beta": form in ("Longhorn", "all", "all S4"),
+    }  # fmt: skip
+    return ScanInputs(
+        of(*channels, like=dtype), of(*channels, like=dtype), of(*each_value, like=dtype),
+        of(*each_value) if forms["delta"] else None,
+        of(heads, value_size, key_size) if forms["delta"] else None,
+        of(*each_value) if forms["left"] else None, of(*each_key) if forms["left"] else None,
+        of(*each_value, like=dtype) if forms["beta"] else None,
+        of(1, heads, value_size, key_size), None, key_size**-0.5,
+    )  # fmt: skip
+
+
+def run_scan(inputs: ScanInputs) -> Callable[[], None]:
+    """Forward and backward, the states saved or not."""
+
+    def run() -> None:
+        for save in (False, True):
+            o, final, saved = selective_scan.forward(inputs, save)
+            selective_scan.backward(torch.empty_like(o), torch.empty_like(final), inputs, saved)
+
+    return run
+
+
+def run_solver(size: int, key_size: int) -> Callable[[], None]:
+    """The conjugate gradients of chunks of so many tokens."""
+
+    def run() -> None:
+        of = (2, 1, 4)
+        shapes = (
+            (*of, size, key_size), (*of, size, size), (*of, size, 1), (*of, key_size, key_size),
+            (4, 1, key_size), (*of, size, key_size),
+        )  # fmt: skip
+        mesa.conjugate_gradients(*map(torch.empty, shapes), 30)
+
+    return run
+
+
+def run_memory(operator: str, slots: int, channels: int, packed: bool) -> Callable[[], None]:
+    """Forward and backward of a memory of one map."""
+
+    def run() -> None:
+        of, bias = (8, 2, 4), int(operator == "TTT")
+        tile = (*of, slots, channels)
+        shapes = (tile, tile, tile, (*of, 4, slots), (*of, 4), (*of, slots, slots), of[:2])
+        owner = torch.empty(of[:2], dtype=torch.int64) if packed else None
+        streams = *map(torch.empty, shapes), owner
+        memory = torch.empty(5, 4, 3, channels, channels + bias)
+        norm = (torch.empty(4, channels),) * 2 if bias else (None, None)
+        ttt.forward(streams, memory, *norm, 1e-6, note=False)
+        ttt.backward(torch.empty(tile), memory, streams, memory, *norm, 1e-6)
+
+    return run
+
+
+CALLS = {
+    f"scan, {form}, V {value_size}, K {key_size}, {dtype}": run_scan(
+        scan_inputs(form, value_size, key_size, dtype)
+    )
+    for form, value_size, key_size, dtype in (
+        ("Mamba", 1536, 16, BF16), ("Mamba", 1536, 16, FP32), ("S4", 512, 16, BF16),
+        ("S4", 512, 64, BF16),
+        ("DFW", 64, 64, BF16), ("DFW", 128, 128, FP32), ("Longhorn", 1536, 16, BF16),
+        ("all", 64, 64, FP32), ("all S4", 64, 16, BF16), ("all", 256, 256, BF16),
+    )
+}  # fmt: skip
+CALLS |= {
+    f"mesa, C {size}, K {key_size}": run_solver(size, key_size)
+    for size, key_size in ((64, 128), (64, 64), (64, 32), (1, 128), (16, 100))
+}
+CALLS |= {
+    f"{operator}, C {slots}, K {channels}{', packed' * packed}": run_memory(
+        operator, slots, channels, packed
+    )
+    for operator, slots, channels, packed in (
+        ("TTT", 16, 64, False), ("TTT", 16, 64, True), ("Titans", 16, 32, False),
+        ("TTT", 1, 64, False),
+        ("Titans", 16, 64, False), ("Titans", 16, 32, True),
+    )
+}  # fmt: skip
+
+
+def launches(call: Callable[[], None]) -> Iterator[Launch]:
+    """The different launches of a call."""
+    with recording() as found:
+        call()
+    yield from {repr(launch): launch for launch in found}.values()
+
+
+def main() -> None:
+    """Print one JSON object a line for each kernel that was compiled."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--targets", type=int, nargs="+", default=TARGETS)
+    parser.add_argument("--calls", default="", help="only calls whose names hold this")
+    options = parser.parse_args()
+    for capability in options.targets:
+        for name, call in CALLS.items():
+            for launch in launches(call) if options.calls in name else ():
+                report = compiled(launch, capability)
+                found = {"target": capability, "call": name, "kernel": launch.kernel.__name__}
+                print(json.dumps(found | report._asdict()), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""One small case of each kernel, for `compute-sanitizer --tool memcheck python sanitize.py`.
+
+With two numbers i and n it runs the i-th of n parts of the cases.
+
+Without the caching allocator every tensor is an allocation of its own, so that an access beside it
+is one that the sanitizer sees. Run it once alone before: what is compiled then lies in the cache.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+# Read when PyTorch takes its first memory.
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from torch import Tensor
+
+from deltarule.doctor.examine import LENGTHS, Configuration, draw, results, triton_run
+from deltarule.kernels.inputs import Inputs
+from deltarule.kernels.triton.recurrent_step import recurrent_step
+from deltarule.ops.pack import pack
+from neighbours import MAKERS, with_gradients
+from ops import memories, test_memories_on_gpu, test_mesa, test_selective_scan
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ERASES = (("none", 1), ("tied", 2), ("free", 1))
+RULES = [(*erase, decay) for erase in ERASES for decay in ("none", "head", "channel")]
+# As few heads and as many tokens as are split into segments.
+SPLIT = (1100,)
+
+
+def main(part: int = 0, parts: int = 1) -> None:
+    """Run every case, or one of so many parts of them, and say which."""
+    chosen = list(cases())[part::parts]
+    for name, run in chosen:
+        print(name, flush=True)
+        run()
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+    print(f"{len(chosen)} cases ran")
+
+
+def cases() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Names and calls."""
+    for rule in RULES:
+        erase, n_steps, decay = rule
+        wide, odd = (
+            Configuration(erase, decay, n_steps, dtype, *sizes)
+            for dtype, sizes in (("bfloat16", (64, 64)), ("float16", (20, 12)))
+        )
+        exact = odd._replace(dtype="float32")
+        # Whole tiles, which a copy engine fetches, and those of which a part is masked.
+        yield f"dense: {wide}", lambda of=wide: both(dense(of, 128))
+        yield f"packed: {odd}", lambda of=odd: both(draw(of, LENGTHS, DEVICE, True))
+        yield f"dense: {exact}", lambda of=exact: both(dense(of, 150))
+        yield f"split: {wide}", lambda of=wide: both(dense(of, *SPLIT))
+        yield f"step: {odd}", lambda of=odd: step(of)
+    for name, make in MAKERS.items():
+        yield f"neighbour: {name}", lambda make=make: neighbour(make().to(torch.float16))
+    for lengths in (None, LENGTHS):
+        yield f"scan: {lengths}", lambda lengths=lengths: scan(lengths)
+        yield f"mesa: {lengths}", lambda lengths=lengths: recursive_least_squares(lengths)
+        for operator in ("ttt", "titans"):
+            yield f"{operator}: {lengths}", lambda of=(operator, lengths): memory(*of)
+
+
+def dense(of: Configuration, tokens: int) -> Inputs:
+    """One row."""
+    return draw(of, (tokens,), DEVICE, False)._replace(cu_seqlens=None)
+
+
+def both(inputs: Inputs) -> None:
+    """Forward and backward."""
+    weights = torch.randn(inputs.output_shape), torch.randn(inputs.state_shape)
+    results(triton_run, inputs, tuple(x.to(DEVICE) for x in weights))
+
+
+def step(of: Configuration) -> None:
+    """Two tokens for rows in a pool, one of them for no state at all."""
+    inputs = draw(of, (2,), DEVICE, False)._replace(initial_state=None, cu_seqlens=None)
+    rows = inputs.rows(torch.tensor([0, 0], device=DEVICE))
+    slots, indices = 3, torch.tensor([2, -1], device=DEVICE)
+    for dtype in (torch.float32, torch.bfloat16):
+        pool = torch.zeros(slots, *inputs.state_shape[1:], dtype=dtype, device=DEVICE)
+        recurrent_step(rows, pool, indices, -1)
+
+
+def neighbour(case: object) -> None:
+    """Forward and backward of a fused operator."""
+    tensors: dict[str, Tensor] = {name: x.to(DEVICE) for name, x in case.tensors.items()}
+    weights = [torch.randn_like(x) for x in case.fused(tensors)]
+    with_gradients(case.fused, tensors, weights)
+
+
+def scan(lengths: tuple[int, ...] | None) -> None:
+    """Forward and backward of `selective_scan`."""
+    tensors = test_selective_scan.make("all", lengths=lengths)
+    placed = {name: x.to(DEVICE, torch.float32) for name, x in tensors.items()}
+    test_selective_scan.gradients(placed, "auto", lengths)
+
+
+def recursive_least_squares(lengths: tuple[int, ...] | None) -> None:
+    """Forward and backward of `mesa`."""
+    batch, sequences = (2, None) if lengths is None else (1, len(lengths))
+    tensors = test_mesa.make(batch, 75 if lengths is None else sum(lengths), sequences)
+    placed = {name: x.to(DEVICE, torch.float32) for name, x in tensors.items()}
+    offsets = None if lengths is None else pack(lengths)
+    test_memories_on_gpu.mesa_gradients(placed, "auto", cu_seqlens=offsets)
+
+
+def memory(operator: str, lengths: tuple[int, ...] | None) -> None:
+    """Forward and backward of `ttt` or `titans`."""
+    case = memories.make(operator, 1, lengths=lengths, tokens=40, size=16)
+    placed = {
+        name: x.to(DEVICE, x.dtype if name == "position" else torch.float32)
+        for name, x in case.tensors.items()
+    }
+    case.changed(**placed).gradients("auto")
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,52 @@
+"""What the compiler makes of the kernels of `selective_scan`, `mesa`, `ttt` and `titans`."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+# Bytes of a thread that go to memory: the gradients of a memory go from product to product, and
+# each has operands that fill half of the registers; a scan with every gate at once has no source.
+SPILLS = {"memory_backward_kernel": 512, "memory_scan_kernel": 256, "read_kernel": 16}
+SPILLS_OF_ALL_GATES = 256
+# Where `ttt` and `titans` run them.
+MEMORIES = (90, 100)
+
+
+def compiled(*options: str) -> list[dict]:
+    program = Path(__file__).with_name("compile_operators.py")
+    done = subprocess.run(
+        [sys.executable, str(program), *options],
+        env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def assert_sound(found: list[dict], least: int) -> None:
+    assert len(found) >= least
+    for report in found:
+        if report["call"].startswith(("TTT", "Titans")) and report["target"] not in MEMORIES:
+            continue
+        spills = SPILLS_OF_ALL_GATES if "all" in report["call"] else SPILLS.get(report["kernel"], 0)
+        assert report["spills"] <= spills, report
+        # Of the 99 KiB of a block of the small architectures.
+        assert report["shared"] <= 64 * 1024, report
+        assert report["serialised"] == 0, report
+        assert report["overwritten"] == [], report
+
+
+@pytest.mark.parametrize("call", ["scan, Mamba, V 1536, K 16, torch.bfloat16", "mesa, C 64, K 128"])
+def test_compiled_for_hopper(call) -> None:
+    assert_sound(compiled("--targets", "90", "--calls", call), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["80", "86", "89", "90", "100", "120"])
+def test_compiled_for_every_gpu(target) -> None:
+    assert_sound(compiled("--targets", target), 40)

@@ -1,0 +1,227 @@
+"""DESIGN's properties of `recurrent_step` and of the fused neighbours on a CUDA device."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+import truth
+from deltarule import recurrent_step
+from deltarule.kernels.inputs import Inputs
+from deltarule.ops.recurrent_step import step_op
+from neighbours import Neighbour, conv, decay, gated_norm, strength
+from neighbours import with_gradients as neighbour_gradients
+from truth import Drawn, Kind, draw, held, surrounded
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
+]
+
+KINDS = [
+    Kind("none", "none", 1, torch.bfloat16), Kind("head", "tied", 3, torch.bfloat16),
+    Kind("channel", "tied", 1, torch.float16), Kind("channel", "free", 1, torch.bfloat16),
+    Kind("constant", "tied", 1, torch.float32), Kind("head", "free", 1, torch.float32),
+]  # fmt: skip
+STATES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=str)
+def kind(request) -> Kind:
+    return request.param
+
+
+def step(drawn: Drawn, state: Tensor, **options: object) -> Tensor:
+    x = drawn.case.tensors
+    return recurrent_step(
+        *(x[name] for name in ("q", "k", "v")),
+        **{name: x[name] for name in ("beta", "a", "b", "log_decay")},
+        n_steps=drawn.case.n_steps, state=state, impl=truth.IMPL, **options,
+    )  # fmt: skip
+
+
+def state_of(drawn: Drawn, dtype: torch.dtype) -> Tensor:
+    return drawn.case.tensors["initial_state"].to(dtype, copy=True)
+
+
+@pytest.mark.parametrize("dtype", STATES, ids=str)
+def test_steps_are_equal_bitwise_alone_and_repeated(kind: Kind, dtype: torch.dtype) -> None:
+    drawn = draw(kind.case(batch=3, tokens=4))
+    state, again = state_of(drawn, dtype), state_of(drawn, dtype)
+    o = step(drawn, state)
+    assert torch.equal(step(drawn, again), o)
+    assert torch.equal(again, state)
+    for i in range(3):
+        row = drawn.rows(slice(i, i + 1))
+        own = state_of(row, dtype)
+        assert torch.equal(step(row, own), o[i : i + 1])
+        assert torch.equal(own, state[i : i + 1])
+
+
+def test_one_token_at_a_time_equals_many_at_once(kind: Kind) -> None:
+    drawn = draw(kind.case(tokens=16))
+    whole, state = state_of(drawn, torch.float32), state_of(drawn, torch.float32)
+    together, parts = step(drawn, whole), []
+    for t in range(16):
+        x = truth.part(drawn.case, drawn.case.tensors, slice(t, t + 1))
+        parts.append(step(drawn._replace(case=drawn.case._replace(tensors=x)), state))
+    truth.assert_alike(
+        {"o": torch.cat(parts, 1), "state": state}, {"o": together, "state": whole}, kind.dtype
+    )
+
+
+def test_nan_elsewhere_is_never_read(kind: Kind) -> None:
+    drawn = draw(kind.case(tokens=2, key_size=40, value_size=20))
+    expected = state_of(drawn, torch.float32)
+    o = step(drawn, expected)
+    inside = {x: surrounded(drawn.case.tensors[x]) for x in drawn.case.present()}
+    within = drawn._replace(case=drawn.case.changed(**inside))
+    pool = torch.full((5, *expected.shape[1:]), torch.nan, device=truth.DEVICE)
+    indices = torch.tensor([3, 1], device=truth.DEVICE)
+    pool[indices] = state_of(drawn, torch.float32)
+    assert torch.equal(step(within, pool, state_indices=indices), o)
+    assert torch.equal(pool[indices], expected)
+    assert pool[[0, 2, 4]].isnan().all()
+
+
+def test_a_step_on_another_stream(kind: Kind) -> None:
+    drawn = draw(kind.case(tokens=2))
+    expected, late = state_of(drawn, torch.float32), state_of(drawn, torch.float32)
+    o = step(drawn, expected)
+    values = late.clone()
+    late.fill_(torch.nan)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(40_000_000)
+        late.copy_(values)
+        found = step(drawn, late)
+    side.synchronize()
+    assert torch.equal(found, o)
+    assert torch.equal(late, expected)
+
+
+def test_a_step_on_a_gpu_that_is_not_the_current_one(kind: Kind) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU only")
+    drawn, second = draw(kind.case(tokens=2)), torch.device("cuda:1")
+    expected = state_of(drawn, torch.float32)
+    there = drawn._replace(case=truth.placed(drawn.case, second))
+    state = state_of(there, torch.float32)
+    o = step(drawn, expected)
+    assert torch.equal(step(there, state).to(truth.DEVICE), o)
+    assert torch.equal(state.to(truth.DEVICE), expected)
+
+
+def test_a_step_waits_for_nothing_and_replays(kind: Kind) -> None:
+    drawn, other = draw(kind.case(tokens=1)), draw(kind.case(tokens=1))
+    indices = torch.tensor([1, -1], device=truth.DEVICE)
+    state = state_of(drawn, torch.float32)
+    step(drawn, state, state_indices=indices)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = step(drawn, state, state_indices=indices)
+    for given, new in zip(held(drawn), held(other), strict=True):
+        given.copy_(new)
+    # The slots may change from replay to replay, too.
+    indices.copy_(torch.tensor([-1, 0]))
+    expected = state_of(other, torch.float32)
+    state.copy_(expected)
+    graph.replay()
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        again = step(other, expected, state_indices=indices)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(o, again)
+    assert (o[0] == 0).all()
+    assert torch.equal(state, expected)
+
+
+def test_opcheck_of_the_step(kind: Kind) -> None:
+    drawn = draw(kind.case(tokens=2))
+    x = drawn.case.tensors
+    given = [x[name] for name in Inputs._fields[:7]]
+    if given[6] is not None and given[6].ndim == 1:
+        given[6] = given[6].expand(*x["v"].shape[:3]).contiguous()
+    indices = torch.tensor([1, -1], device=truth.DEVICE)
+    rest = state_of(drawn, torch.float32), indices, kind.n_steps, 0.5, False, -1, truth.IMPL
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    found = opcheck(step_op, (*given, *rest), test_utils=tests)
+    assert set(found.values()) == {"SUCCESS"}
+
+
+NEIGHBOURS = {
+    "conv": lambda: conv(tokens=150, channels=96),
+    "conv, normalised": lambda: conv(tokens=150, channels=96, head_size=32),
+    "norm": lambda: gated_norm(96),
+    "head decay": lambda: decay(None),
+    "channel decay": lambda: decay(90),
+    "strength": strength,
+}
+every_neighbour = pytest.mark.parametrize("name", NEIGHBOURS)
+
+
+def fused(case: Neighbour, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Outputs and gradients, with the inputs for weights: the same whatever the batch."""
+    torch.manual_seed(1)
+    weights = [torch.randn_like(x[:1]).expand_as(x) for x in case.fused(tensors)]
+    outputs, gradients = neighbour_gradients(case.fused, tensors, weights)
+    return {str(i): x for i, x in enumerate(outputs)} | gradients
+
+
+def parameters(case: Neighbour) -> set[str]:
+    """What belongs to no row: its gradient is a sum over the batch."""
+    return set(case.wide)
+
+
+@every_neighbour
+def test_a_row_of_a_neighbour_alone_equals_the_row_in_a_batch(name: str) -> None:
+    case = NEIGHBOURS[name]().to(torch.bfloat16, truth.DEVICE)
+    together = fused(case, case.tensors)
+    for i in range(2):
+        one = {
+            x: y if x in parameters(case) else y[i : i + 1] for x, y in case.tensors.items()
+        }  # fmt: skip
+        for x, y in fused(case, one).items():
+            if x not in parameters(case):
+                assert torch.equal(y, together[x][i : i + 1]), x
+
+
+@every_neighbour
+def test_nan_around_the_tensors_of_a_neighbour_is_never_read(name: str) -> None:
+    case = NEIGHBOURS[name]().to(torch.bfloat16, truth.DEVICE)
+    expected = fused(case, case.tensors)
+    found = fused(case, {x: surrounded(y) for x, y in case.tensors.items()})
+    for x, y in found.items():
+        assert y.isfinite().all(), x
+        assert torch.equal(y, expected[x]), x
+
+
+def test_no_future_input_changes_the_past_of_a_convolution() -> None:
+    case = NEIGHBOURS["conv"]().to(torch.bfloat16, truth.DEVICE)
+    before = case.fused(case.tensors)[0]
+    for t in (1, 37, 64, 149):
+        x = case.tensors["x"].clone()
+        x[:, t:] *= -0.7
+        after = case.fused(case.tensors | {"x": x})[0]
+        assert torch.equal(after[:, :t], before[:, :t])
+        assert not torch.equal(after, before)
+
+
+@every_neighbour
+def test_gradients_of_a_neighbour_wait_for_nothing(name: str) -> None:
+    case = NEIGHBOURS[name]().to(torch.bfloat16, truth.DEVICE)
+    outputs = case.fused(case.tensors)
+    weights = [torch.randn_like(x) for x in outputs]
+    expected, first = neighbour_gradients(case.fused, case.tensors, weights)
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        found, second = neighbour_gradients(case.fused, case.tensors, weights)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(map(torch.equal, found, expected))
+    assert all(torch.equal(second[x], first[x]) for x in first)

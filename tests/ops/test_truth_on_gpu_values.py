@@ -1,0 +1,96 @@
+"""Values that are hard to compute, and every size, on a CUDA device against the definition."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from deltarule.reference import chunked
+from oracle import Case, run_module, weights, with_gradients
+from tolerance import assert_close_to_yardstick
+from truth import Drawn, Kind, placed, results
+
+pytestmark = pytest.mark.gpu
+
+FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
+every_dtype = pytest.mark.parametrize("dtype", [BRAIN, HALF, FULL], ids=["bf16", "fp16", "fp32"])
+# The kernels' two families, and the widest of erases.
+RULES = [("head", "tied", 1), ("none", "tied", 2), ("channel", "tied", 1), ("channel", "free", 1)]
+DECAYING = [*RULES[:1], *RULES[2:], ("head", "tied", 2), ("head", "none", 1)]
+every_rule = pytest.mark.parametrize(("decay", "erase", "n_steps"), RULES)
+
+
+def check(case: Case, *, stress: bool = False) -> None:
+    """Outputs, final state and gradients beside the definition, and beside the yardstick."""
+    dtype = case.tensors["q"].dtype
+    d_o, d_state = (x.to(y) for x, y in zip(weights(case), (dtype, FULL), strict=True))
+    wide = d_o.double(), d_state.double()
+    exact, gradients = with_gradients(case.to(torch.float64), "reference", *wide)
+    expected = {"o": exact.o, "final_state": exact.final_state}
+    expected |= {f"d {name}": x for name, x in gradients.items()}
+    own = yardstick(case, wide)
+    on_device = placed(case)
+    device = on_device.tensors["q"].device
+    found = results(Drawn(on_device, (d_o.to(device), d_state.to(device))))
+    for name, x in found.items():
+        assert_close_to_yardstick(
+            x, expected[name], own[name], dtype=dtype, gradient=name.startswith("d "),
+            stress=stress, name=name,
+        )  # fmt: skip
+
+
+def yardstick(case: Case, wide: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The reference algorithm with its operands rounded, and gradients through it."""
+    names, dtype = case.present(), case.tensors["q"].dtype
+    leaves = {name: case.tensors[name].detach().clone().requires_grad_() for name in names}
+    out = run_module(chunked, case.changed(**leaves), chunk_size=64, matmul_dtype=dtype)
+    loss = (out.o.double() * wide[0]).sum() + (out.final_state.double() * wide[1]).sum()
+    gradients = torch.autograd.grad(loss, list(leaves.values()))
+    found = dict(zip((f"d {name}" for name in names), gradients, strict=True))
+    return {"o": out.o, "final_state": out.final_state, **found}
+
+
+@every_dtype
+@pytest.mark.parametrize(("spacing", "strength"), [(1, -1e4), (7, -1e6), (29, -torch.inf)])
+@pytest.mark.parametrize(("decay", "erase", "n_steps"), DECAYING)
+def test_resets(decay, erase, n_steps, spacing, strength, dtype) -> None:
+    case = Kind(decay, erase, n_steps, dtype).case(tokens=150)
+    log_decay = case.tensors["log_decay"]
+    log_decay[0, ::spacing] = strength
+    log_decay[1, 3::spacing, 0] = strength
+    # Between resets, decays that cost those after them no digits.
+    log_decay[:, 5::9] = -59.0
+    check(case)
+
+
+@every_dtype
+@pytest.mark.parametrize("beta", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize(("decay", "erase", "n_steps"), RULES[:3])
+def test_write_strengths_at_their_ends(decay, erase, n_steps, beta, dtype) -> None:
+    case = Kind(decay, erase, n_steps, dtype).case(tokens=150)
+    tensors = {"beta": torch.full_like(case.tensors["beta"], beta)}
+    if decay != "none":
+        # Weak enough that what is never erased outlasts the sequence.
+        tensors["log_decay"] = 0.1 * case.tensors["log_decay"]
+    check(case.changed(**tensors), stress=True)
+
+
+@every_dtype
+@pytest.mark.parametrize("spread", [0.0, 0.5])
+@pytest.mark.parametrize(("decay", "erase", "n_steps"), RULES[:3])
+def test_identical_and_correlated_keys(decay, erase, n_steps, spread, dtype) -> None:
+    case = Kind(decay, erase, n_steps, dtype).case(tokens=150, beta_max=2.0)
+    k = case.tensors["k"].float()
+    k = F.normalize(k[:, :1] + spread * k, dim=-1)
+    check(case.changed(k=k.to(dtype)), stress=True)
+
+
+SIZES = [(1, 1), (3, 70), (100, 72), (130, 17), (256, 512)]
+
+
+@pytest.mark.parametrize("dtype", [BRAIN, FULL], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(("key_size", "value_size"), SIZES)
+@every_rule
+def test_any_size(decay, erase, n_steps, key_size, value_size, dtype) -> None:
+    kind = Kind(decay, erase, n_steps, dtype)
+    sizes = {"key_size": key_size, "value_size": value_size}
+    check(kind.case(lengths=(70, 0, 1, 64), heads=1, value_heads=2, **sizes))

@@ -1,0 +1,162 @@
+"""Calls, and changes of calls, by which DESIGN's properties are tested on any device."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltarule import RecurrentOutput, delta_rule, dplr, pack
+from deltarule.reference.bars import FORWARD, GRADIENT, relative_rms
+from oracle import Case, make_case, weights
+
+# The one place that says where the tests run: their logic holds on a CPU, too.
+DEVICE = torch.device("cuda")
+IMPL = "triton"
+
+Tensors = dict[str, Tensor | None]
+TIMED = ("q", "k", "v", "beta", "a", "b", "log_decay")
+# Two whole chunks, which a copy engine may fetch; a last chunk of less; sequences in one row.
+FORMS = {"whole": {"tokens": 128}, "ragged": {"tokens": 150}, "packed": {"lengths": (3, 0, 70, 64)}}
+
+
+class Kind(NamedTuple):
+    """What is compiled together."""
+
+    decay: str
+    erase: str
+    n_steps: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        """What a test's name says."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.decay}-{self.erase}-{self.n_steps}-{dtype}"
+
+    def case(self, **options: object) -> Case:
+        """A call of this kind, large enough for the tiles of a real one."""
+        sizes = {"key_size": 64, "value_size": 64, "beta_max": 1.0, "n_steps": self.n_steps}
+        return make_case(self.decay, self.erase, **(sizes | options)).to(self.dtype)
+
+
+def call(case: Case, x: Tensors, **options: object) -> RecurrentOutput:
+    """Call the operator that has this erase; offsets come on the device."""
+    shared = {
+        "log_decay": x["log_decay"], "initial_state": x["initial_state"], "impl": IMPL,
+    } | options  # fmt: skip
+    # Not where a graph is captured, into which nothing can be copied from the CPU.
+    if "cu_seqlens" not in options:
+        shared["cu_seqlens"] = offsets_of(case, x["q"].device)
+    if x["a"] is not None:
+        return dplr(x["q"], x["k"], x["v"], a=x["a"], b=x["b"], **shared)
+    return delta_rule(
+        x["q"], x["k"], x["v"], beta=x["beta"], n_steps=case.n_steps,
+        normalize_qk=case.normalize_qk, **shared,
+    )  # fmt: skip
+
+
+def offsets_of(case: Case, device: torch.device) -> Tensor | None:
+    """Where packed sequences begin and end."""
+    return None if case.lengths is None else pack(case.lengths).to(device)
+
+
+def placed(case: Case, device: torch.device | None = None) -> Case:
+    """The same call on the device of the tests, or another one."""
+    return case.changed(**{x: case.tensors[x].to(device or DEVICE) for x in case.present()})
+
+
+class Drawn(NamedTuple):
+    """A call on the device, and the gradients by its output and its final state."""
+
+    case: Case
+    weights: tuple[Tensor, Tensor]
+
+    def rows(self, row: slice) -> "Drawn":
+        """Some rows of the batch."""
+        x = self.case.tensors
+        own = {name: x[name][row] for name in self.case.present() if x[name].ndim > 1}
+        return Drawn(self.case.changed(**own), (self.weights[0][row], self.weights[1][row]))
+
+    def sequence(self, i: int) -> "Drawn":
+        """A packed sequence alone."""
+        start, length = sum(self.case.lengths[:i]), self.case.lengths[i]
+        tokens = slice(start, start + length)
+        state = self.case.tensors["initial_state"][i : i + 1]
+        tensors = part(self.case, self.case.tensors, tokens) | {"initial_state": state}
+        alone = Case(tensors, self.case.n_steps, self.case.normalize_qk)
+        return Drawn(alone, (self.weights[0][:, tokens], self.weights[1][i : i + 1]))
+
+
+def draw(case: Case) -> Drawn:
+    """Place a call, with random gradients."""
+    d_o, d_state = weights(case)
+    d_o, d_state = d_o.to(case.tensors["v"].dtype), d_state.float()
+    return Drawn(placed(case), (d_o.to(DEVICE), d_state.to(DEVICE)))
+
+
+def held(drawn: Drawn) -> list[Tensor]:
+    """Every tensor that is given."""
+    return [*(drawn.case.tensors[name] for name in drawn.case.present()), *drawn.weights]
+
+
+def part(case: Case, x: Tensors, tokens: slice) -> Tensors:
+    """The rows of some tokens; a decay that is constant has none."""
+    cut = dict(x)
+    for name in TIMED:
+        if (y := x[name]) is not None and y.ndim > 1:
+            n = case.n_steps if name in ("k", "v", "beta") else 1
+            cut[name] = y[:, tokens.start * n : tokens.stop * n]
+    return cut
+
+
+Run = Callable[[Case, Tensors], RecurrentOutput]
+
+
+def results(drawn: Drawn, run: Run = call, **options: object) -> dict[str, Tensor]:
+    """The output, the final state, and the gradient by every tensor."""
+    case, names = drawn.case, drawn.case.present()
+    leaves = {name: case.tensors[name].detach().requires_grad_() for name in names}
+    out = run(case, case.tensors | leaves, **options)
+    gradients = torch.autograd.grad(
+        tuple(out), list(leaves.values()), drawn.weights, materialize_grads=True
+    )
+    found = dict(zip((f"d {name}" for name in names), gradients, strict=True))
+    return {"o": out.o.detach(), "final_state": out.final_state.detach(), **found}
+
+
+def in_two_parts(case: Case, x: Tensors, split: int) -> RecurrentOutput:
+    """One call up to a token and another from its final state on."""
+    tokens = x["q"].shape[1]
+    first = call(case, part(case, x, slice(0, split)))
+    rest = part(case, x, slice(split, tokens)) | {"initial_state": first.final_state}
+    second = call(case, rest)
+    return RecurrentOutput(torch.cat([first.o, second.o], 1), second.final_state)
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Bit by bit, NaN nowhere."""
+    assert found.keys() == expected.keys()
+    for name, x in found.items():
+        assert x.isfinite().all(), f"{name} is not finite"
+        assert torch.equal(x, expected[name]), name
+
+
+def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Two ways to compute the same, each of which may be off as far as `tolerance` allows."""
+    for name, x in found.items():
+        error = relative_rms(x, expected[name].double())
+        assert error <= apart(dtype, name.startswith("d ")), f"{name} differs by {error:.2e}"
+
+
+def apart(dtype: torch.dtype, gradient: bool) -> float:
+    """How far apart two results may be: twice a bar, and in 16 bits the last digits of both."""
+    if dtype == torch.float32:
+        return 2 * (GRADIENT if gradient else FORWARD)[dtype]
+    return (2 if gradient else 1) * torch.finfo(dtype).eps
+
+
+def surrounded(x: Tensor, edge: int = 4096) -> Tensor:
+    """The same values in the middle of a buffer of NaN; the edge is counted in elements."""
+    buffer = torch.full((x.numel() + 2 * edge,), torch.nan, dtype=x.dtype, device=x.device)
+    inner = buffer[edge : edge + x.numel()].view(x.shape)
+    return inner.copy_(x)
