@@ -27,11 +27,11 @@ def decay_sums(b_g):
 
 
 @triton.jit
-def row_decay_sums(log_decay, o_r, tokens, stride, N_STEPS: tl.constexpr):
-    """(whole, rest) up to each row of a chunk, the first of whose rows for a token decays."""
+def row_decays(log_decay, o_r, tokens, stride, N_STEPS: tl.constexpr):
+    """Log decays of the rows of a chunk, of which the first for each token decays."""
     m_decay = (o_r < tokens * N_STEPS) & (o_r % N_STEPS == 0)
     b_g = tl.load(log_decay + o_r // N_STEPS * stride, mask=m_decay, other=0.0)
-    return decay_sums(b_g.to(tl.float32))
+    return b_g.to(tl.float32)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from deltarule.kernels.triton.chunk import chunk_place
-from deltarule.kernels.triton.decay import RESET, decay_ratio, row_decay_sums
+from deltarule.kernels.triton.decay import RESET, decay_ratio, decay_sums, row_decays
 from deltarule.kernels.triton.tiles import BETA, load_chunk, load_errors, load_rows, row_scaling
 from deltarule.kernels.triton.unit_norm import inverse_norm
 
@@ -50,6 +50,16 @@ def decay_gradients_kernel(
     b_g = tl.load(p_g, mask=m_t, other=0.0)
     p_dg = d_log_decay + (first + o_t) * HV + i_h
     tl.store(p_dg, tl.where(b_g < RESET, 0.0, b_dg), mask=m_t)
+
+
+@triton.jit
+def store_parts(p_x, b_later_q, b_later_k, b_before, b_held, BT: tl.constexpr):
+    """Leave the sums of a chunk's rows to `decay_gradients_kernel`."""
+    o_i, o_r = tl.arange(0, b_later_q.shape[0]), tl.arange(0, BT)
+    tl.store(p_x + QUERIES * BT + o_i, b_later_q)
+    tl.store(p_x + KEYS * BT + o_r, b_later_k)
+    tl.store(p_x + WRITES * BT + o_r, b_before)
+    tl.store(p_x + HELD * BT, b_held)
 
 
 @triton.jit
@@ -96,10 +106,10 @@ def pair_decay_gradients(
     b_read, b_key = tl.full([BQ], scale, tl.float32), b_beta
     if UNIT_NORM:
         b_read, b_key = b_read * inverse_norm(b_q), b_key * inverse_norm(b_k)
-    whole, rest = row_decay_sums(log_decay, o_r, tokens, s_decay_t, N_STEPS)
+    whole, rest = decay_sums(row_decays(log_decay, o_r, tokens, s_decay_t, N_STEPS))
     whole_q, rest_q = whole, rest
     if N_STEPS > 1:
-        whole_q, rest_q = row_decay_sums(log_decay, o_i, tokens, s_decay_t, 1)
+        whole_q, rest_q = decay_sums(row_decays(log_decay, o_i, tokens, s_decay_t, 1))
     b_gp *= tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     b_gp *= decay_ratio(whole_q[:, None], rest_q[:, None], whole[None, :], rest[None, :])
     m_pair = o_r[None, :] // N_STEPS <= o_i[:, None]

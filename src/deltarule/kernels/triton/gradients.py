@@ -35,14 +35,11 @@ import triton
 import triton.language as tl
 
 from deltarule.kernels.triton.chunk import chunk_place, place_of
-from deltarule.kernels.triton.decay import decay_ratio, row_decay_sums
+from deltarule.kernels.triton.decay import decay_ratio, decay_sums, row_decays
 from deltarule.kernels.triton.decay_gradients import (
-    HELD,
-    KEYS,
-    QUERIES,
-    WRITES,
     pair_decay_gradients,
     row_products,
+    store_parts,
 )
 from deltarule.kernels.triton.tiles import (
     BETA,
@@ -144,17 +141,14 @@ def add_value_head(
     rows, m_i, m_r = tokens * N_STEPS, o_i < tokens, o_r < tokens * N_STEPS
     i_k = i_c * BC
     dtype = b_k.dtype
+    # Fetched before the loop, and looked at after it.
     b_beta = row_scaling(scalings, i_slot, BETA, tl.full([BT], 1.0, tl.float32), o_r, BT, TIED)
     b_reads = row_scaling(scalings, i_slot, READ, norm_q, o_i, BT, HAS_DECAY)
-    b_erases = row_scaling(scalings, i_slot, ERASE_ROW, norm_k, o_r, BT, HAS_DECAY) * b_beta
-    b_writes = row_scaling(scalings, i_slot, WRITE, norm_k, o_r, BT, HAS_DECAY) * b_beta
-    b_key = norm_k * b_beta
+    b_erases = row_scaling(scalings, i_slot, ERASE_ROW, norm_k, o_r, BT, HAS_DECAY)
+    b_writes = row_scaling(scalings, i_slot, WRITE, norm_k, o_r, BT, HAS_DECAY)
     if HAS_DECAY:
         b_chunk = tl.load(chunk_decay + i_slot)
-        whole, rest = row_decay_sums(log_decay, o_r, tokens, s_decay_t, N_STEPS)
-        whole_q, rest_q = whole, rest
-        if N_STEPS > 1:
-            whole_q, rest_q = row_decay_sums(log_decay, o_i, tokens, s_decay_t, 1)
+        b_decay = row_decays(log_decay, o_r, tokens, s_decay_t, N_STEPS)
     b_gp, b_gm = tl.zeros([BQ, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
     b_read, b_row = tl.zeros([BQ, BC], tl.float32), tl.zeros([BT, BC], tl.float32)
     b_col = tl.zeros([BT, BC], tl.float32)
@@ -176,9 +170,14 @@ def add_value_head(
     if HAS_DECAY:
         b_held = b_chunk * inner_product(p_s, p_d, i_slot, i_k, K, V, BV, BC)
     b_read *= b_reads[:, None]
-    b_col *= b_writes[:, None]
+    b_col *= (b_writes * b_beta)[:, None]
+    b_key = norm_k * b_beta
     b_factor = b_key[None, :]
     if HAS_DECAY:
+        whole, rest = decay_sums(b_decay)
+        whole_q, rest_q = whole, rest
+        if N_STEPS > 1:
+            whole_q, rest_q = decay_sums(row_decays(log_decay, o_i, tokens, s_decay_t, 1))
         b_ratio = decay_ratio(whole_q[:, None], rest_q[:, None], whole[None, :], rest[None, :])
         b_factor *= b_ratio
     m_pair = o_r[None, :] // N_STEPS <= o_i[:, None]
@@ -198,7 +197,7 @@ def add_value_head(
             b_ratio = decay_ratio(whole[:, None], rest[:, None], whole[None, :], rest[None, :])
             b_factor = b_key[None, :] * b_ratio
         b_gm = tl.where(m_before, b_gm * (-b_key)[:, None] * b_factor, 0.0)
-        b_row *= (-b_erases)[:, None]
+        b_row *= -(b_erases * b_beta)[:, None]
         if HAS_DECAY and EXACT:
             b_later_k = row_products(p_k, b_row, o_r, m_r, o_k, H * K, K, BC)
         b_gm = b_gm.to(dtype)
@@ -213,10 +212,7 @@ def add_value_head(
             b_later_q = row_products(p_q, b_read, o_i, m_i, o_k, H * K, K, BC)
             b_later_k = row_products(p_k, b_row - b_inner, o_r, m_r, o_k, H * K, K, BC)
         b_before = row_products(p_k, b_col, o_r, m_r, o_k, H * K, K, BC)
-        tl.store(p_part + QUERIES * BT + o_i, b_later_q)
-        tl.store(p_part + KEYS * BT + o_r, b_later_k)
-        tl.store(p_part + WRITES * BT + o_r, b_before)
-        tl.store(p_part + HELD * BT, b_held)
+        store_parts(p_part, b_later_q, b_later_k, b_before, b_held, BT)
     b_col += b_row + b_inner
     if HV > H:
         b_read, b_col = b_dq + b_read, b_dk + b_col
