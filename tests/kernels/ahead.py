@@ -25,7 +25,7 @@ TYPES = {
 }  # fmt: skip
 DIVISIBLE = [["tt.divisibility", 16]]
 # What the assembler says where it takes the overlap out of asynchronous products.
-SERIALISED = re.compile(r"C75(?:10|12)")
+SERIALISED = re.compile(r"C75(?:1[0-2])")
 
 
 class Launch(NamedTuple):

@@ -45,6 +45,7 @@ LONG = [
     Call("free", "channel", dtype="float32", key_size=256, value_size=256),
     Call(n_steps=2), Call(n_steps=3), Call(key_size=64, value_size=64, dtype="float16"),
     Call(step=True), Call("free", "channel", step=True),
+    Call("none", "channel", n_steps=2), Call("tied", "channel", value_size=256),
 ]  # fmt: skip
 
 

@@ -16,8 +16,8 @@ from deltarule.kernels.triton.configurations import Call, chunk_rows, configurat
 from deltarule.kernels.triton.tables import TABLES
 
 KERNELS = ("pair_scores", "next_state", "next_state_backward", "gradients")
-COPIES = ("channel_scores", "next_state", "next_state_backward", "pair_gradients",
-          "channel_gradients")  # fmt: skip
+COPIES = ("channel_scores", "even_scores", "next_state", "next_state_backward",
+          "pair_gradients", "channel_gradients")  # fmt: skip
 
 
 @pytest.fixture

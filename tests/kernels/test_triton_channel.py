@@ -10,12 +10,12 @@ import torch
 from deltarule import pack
 from deltarule.reference import chunked
 from oracle import Case, make_case, run_module, weights, with_gradients
-from tolerance import assert_close, assert_close_to_yardstick
+from tolerance import assert_close, assert_close_to_yardstick, relative_rms
 
 pytest.importorskip("triton")
 
 from deltarule.kernels.inputs import Inputs
-from deltarule.kernels.triton import channel, recurrence
+from deltarule.kernels.triton import channel, channel_16bit, recurrence
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are compiled here: see test_on_gpu"
@@ -104,6 +104,14 @@ def test_resets(erase: str, n_steps: int, spacing: int, strength: float) -> None
     check(case)
 
 
+def check_roughly(case: Case, size: float = 1.0) -> None:
+    """As `check`; a sum of logarithms near 2^7 is good to 2^-18, and meets another one."""
+    d_o, d_state = (x.float() * size for x in weights(case))
+    exact = expected(case, d_o, d_state)
+    for name, x in run(case, d_o, d_state).items():
+        assert relative_rms(x, exact[name]) < 2e-5, name
+
+
 class Unlaunched:
     """A kernel that does nothing."""
 
@@ -113,27 +121,78 @@ class Unlaunched:
         return lambda *args, **kwargs: None
 
 
-@pytest.mark.parametrize("steep", [False, True])
-@pytest.mark.parametrize(
-    ("erase", "sizes"),
-    [
-        ("tied", {"n_steps": 2, "tokens": 33, "normalize_qk": True}),
-        ("tied", {"lengths": (3, 0, 70), "value_heads": 2, "key_size": 40, "value_size": 70}),
-        ("none", {"tokens": 130, "normalize_qk": True}),
-    ],
+@pytest.fixture
+def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels for bfloat16 take float32, which has room for less."""
+    monkeypatch.setattr(channel, "has_even_chunks", lambda inputs: inputs.erase != "free")
+    monkeypatch.setattr(channel_16bit, "SHIFT", 0.0)
+    monkeypatch.setattr(channel_16bit, "RANGE", 100.0)
+
+
+# Rows that are not even overflow, and are not used.
+overflows = pytest.mark.filterwarnings(
+    "ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning"
 )
-def test_kernel_of_even_chunks(
-    monkeypatch: pytest.MonkeyPatch, steep: bool, erase: str, sizes: dict[str, Any]
+EVEN = [
+    ("tied", {"n_steps": 2, "tokens": 33, "normalize_qk": True}),
+    ("tied", {"lengths": (3, 0, 70), "value_heads": 2, "key_size": 40, "value_size": 70}),
+    ("tied", {"n_steps": 3, "tokens": 23, "value_size": 150}),
+    ("tied", {"n_steps": 4, "tokens": 17, "batch": 2, "heads": 2, "value_heads": 4}),
+    ("none", {"tokens": 130, "normalize_qk": True, "key_size": 70}),
+    ("none", {"tokens": 66, "value_heads": 2, "value_size": 140}),
+]
+
+
+@pytest.mark.parametrize(("erase", "sizes"), EVEN)
+def test_even_chunks(
+    monkeypatch: pytest.MonkeyPatch, in_float32: None, erase: str, sizes: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(channel, "has_even_chunks", lambda inputs: True)
+    monkeypatch.setattr(channel_16bit, "steep_scores_kernel", Unlaunched())
+    monkeypatch.setattr(channel, "steep_chunks_kernel", Unlaunched())
     case = small("channel", erase, **sizes)
-    # -95 as a power of 2 over most of a block, which is the most that an even chunk has.
-    case.tensors["log_decay"][:, :14, ::2] = -95 * math.log(2) / 14
-    if steep:
-        case.tensors["log_decay"][:, 5, 1::2] = -80.0
-    else:
-        monkeypatch.setattr(channel, "steep_chunks_kernel", Unlaunched())
-    check(case)
+    # -95 as a power of 2 over a part of the first chunk, of at most -100.
+    case.tensors["log_decay"] *= 0.01
+    case.tensors["log_decay"][:, 1:8, ::2] = -95 * math.log(2) / 7
+    check_roughly(case)
+
+
+@overflows
+@pytest.mark.parametrize(("erase", "sizes"), EVEN)
+def test_even_and_steep_chunks(in_float32: None, erase: str, sizes: dict[str, Any]) -> None:
+    case = small("channel", erase, **sizes)
+    case.tensors["log_decay"][:, 5, 1::2] = -59.0
+    case.tensors["log_decay"][:, 6:11, ::2] = -21.0
+    check_roughly(case)
+
+
+@overflows
+@pytest.mark.parametrize(
+    ("spacing", "strength"), [(1, -1e4), (2, -torch.inf), (7, -1e6), (40, -1e4), (16, -torch.inf)]
+)
+def test_resets_of_steep_chunks(in_float32: None, spacing: int, strength: float) -> None:
+    # The second chunk has no reset.
+    case = small("channel", "tied", n_steps=2, tokens=70, value_heads=2)
+    case.tensors["log_decay"][:, :32:spacing, ::2] = strength
+    check_roughly(case)
+
+
+@overflows
+def test_more_steep_chunks_than_programs(monkeypatch: pytest.MonkeyPatch, in_float32: None) -> None:
+    monkeypatch.setattr(channel_16bit, "PROGRAMS", 2)
+    case = small("channel", "tied", tokens=64 * 4, heads=2, value_heads=4, key_size=3)
+    case.tensors["log_decay"][:, 3::50, ::2] = -1e4
+    case.tensors["log_decay"][:, 64:128] = -0.1
+    check_roughly(case)
+
+
+@overflows
+def test_even_chunks_with_the_shift_that_is_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "has_even_chunks", lambda inputs: True)
+    case = small("channel", "tied", tokens=100, normalize_qk=True)
+    case.tensors["log_decay"][:, 1:8, ::2] = -155 * math.log(2) / 7
+    case.tensors["log_decay"][:, 8:64] *= 0.01
+    # As small as gradients of a mean over many tokens.
+    check_roughly(case, 1e-9)
 
 
 def test_decays_between_weak_and_reset() -> None:
@@ -142,6 +201,15 @@ def test_decays_between_weak_and_reset() -> None:
         steep = torch.rand_like(case.tensors["log_decay"]) < 0.2
         case.tensors["log_decay"][steep] *= 50.0
         check(case)
+
+
+@overflows
+@pytest.mark.parametrize("change", [-0.3, -3.0, -30.0, -1e6])
+@pytest.mark.parametrize("erase", ["none", "tied"])
+def test_nothing_of_even_rows_comes_from_the_future(
+    in_float32: None, erase: str, change: float
+) -> None:
+    test_nothing_comes_from_the_future(erase, 2, change)
 
 
 @pytest.mark.parametrize(("erase", "n_steps"), [("none", 1), ("tied", 2), ("free", 1)])

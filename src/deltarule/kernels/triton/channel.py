@@ -50,8 +50,8 @@ def options(inputs: Inputs, plan: Plan, config: dict[str, int]) -> dict[str, obj
 
 
 def has_even_chunks(inputs: Inputs) -> bool:
-    """Whether `even_chunks_kernel` takes the chunks it can: bfloat16 has the range for it."""
-    return inputs.q.dtype == torch.bfloat16 and inputs.erase != "free"
+    """Whether kernels of their own take the chunks they can: bfloat16 has the range for it."""
+    return inputs.q.dtype == torch.bfloat16 and inputs.decay == "channel" and inputs.erase != "free"
 
 
 def even_configuration(inputs: Inputs, plan: Plan) -> dict[str, int]:
@@ -63,35 +63,42 @@ def even_configuration(inputs: Inputs, plan: Plan) -> dict[str, int]:
     return tile | {"BV": min(power_of_two(plan.sizes["V"]), EVEN["BV"])}
 
 
-def channel_scores(inputs: Inputs, plan: Plan) -> tuple[Scores, Tensor | None]:
-    """Launch `channel_scores_kernel`, twice where the erase is free.
-
-    Takes the tensors of `inputs` in one piece each, but for beta and log_decay; leaves the sums of
-    the decays for `channel_gradients`.
-    """
-    inputs, erase, x = channel_decays(inputs), inputs.erase, inputs.q
-    sizes, decays = plan.sizes, inputs.log_decay is not None
+def score_buffers(inputs: Inputs, plan: Plan) -> Scores:
+    """What the pairs of rows of every chunk leave for the kernels that follow the chunks."""
+    sizes, x, erase = plan.sizes, inputs.q, inputs.erase
     rows, reads, channels = sizes["BT"], sizes["BQ"], sizes["K"]
 
     def buffer(*shape: int, dtype: torch.dtype = x.dtype) -> Tensor:
         return torch.empty(plan.chunks, sizes["HV"], *shape, dtype=dtype, device=x.device)
 
     erases, free = erase != "none", erase == "free"
-    out = Scores(
+    return Scores(
         buffer(reads, channels), buffer(rows, channels) if free else None,
         buffer(rows, channels) if erases else None, buffer(rows, channels),
         buffer(reads, rows), buffer(reads, rows) if free else None,
         buffer(rows, rows) if erases else None, buffer(rows, rows) if free else None,
         buffer(4, rows, dtype=torch.float32) if erase == "tied" else None,
-        buffer(channels, dtype=torch.float32) if decays else None,
+        None if inputs.log_decay is None else buffer(channels, dtype=torch.float32),
     )  # fmt: skip
-    sums = buffer(SUMS, channels, dtype=torch.float32) if decays else None
+
+
+def channel_scores(inputs: Inputs, plan: Plan) -> tuple[Scores, Tensor | None]:
+    """Launch `channel_scores_kernel`, twice where the erase is free.
+
+    Takes the tensors of `inputs` in one piece each, but for beta and log_decay; leaves the sums of
+    the decays for `channel_gradients`.
+    """
+    inputs, sizes, out = channel_decays(inputs), plan.sizes, score_buffers(inputs, plan)
+    free, sums = inputs.erase == "free", None
+    if inputs.log_decay is not None:
+        shape = plan.chunks, sizes["HV"], SUMS, sizes["K"]
+        sums = torch.empty(shape, dtype=torch.float32, device=inputs.q.device)
     for erasing_rows in (False, True) if free else (False,):
         plan.once(scores_launch, inputs, erasing_rows)(
             (plan.chunks, sizes["HV"], 1),
             inputs.q, inputs.k, inputs.a, inputs.b, inputs.beta, inputs.log_decay,
             inputs.cu_seqlens, *out, sums,
-            inputs.scale, x.shape[1], inputs.sequences, *strides(inputs.beta),
+            inputs.scale, inputs.q.shape[1], inputs.sequences, *strides(inputs.beta),
             *decay_strides(inputs.log_decay),
         )  # fmt: skip
     return out, sums
@@ -99,14 +106,21 @@ def channel_scores(inputs: Inputs, plan: Plan) -> tuple[Scores, Tensor | None]:
 
 def scores_launch(inputs: Inputs, plan: Plan, erasing_rows: bool) -> Launch:
     """`channel_scores_kernel` with its constants."""
-    sizes, dtype = plan.sizes, inputs.q.dtype
+    sizes = plan.sizes
     constants = options(inputs, plan, configuration("channel_scores", plan.call))
     own = {
         "BQ": sizes["BQ"], "BK": sizes["BK"], "ERASING_ROWS": erasing_rows,
-        # A tf32 number has no more digits than a float16 one: rounding to it would show.
-        "PRECISION": "tf32" if dtype == torch.bfloat16 else "tf32x3", "MERGE": precision(dtype),
+        **score_precisions(inputs),
     }  # fmt: skip
     return Launch(channel_scores_kernel, constants | own)
+
+
+def score_precisions(inputs: Inputs) -> dict[str, object]:
+    """How the products of scores, and those of their inverse, are taken."""
+    dtype = inputs.q.dtype
+    # A tf32 number has no more digits than a float16 one: rounding to it would show.
+    products = "tf32" if dtype == torch.bfloat16 else "tf32x3"
+    return {"PRECISION": products, "MERGE": precision(dtype)}
 
 
 def channel_gradients(
@@ -145,7 +159,7 @@ def channel_gradients(
         inputs.v, inputs.beta, inputs.cu_seqlens, errors, d_o, d_errors, d_values, pairs, d_v,
         d_beta, *places,
     )  # fmt: skip
-    even = sums is not None and has_even_chunks(inputs)
+    even = has_even_chunks(inputs)
     if even:
         kernel = plan.once(even_launch, inputs)
         parts = 1 if inputs.normalize_qk else -(-sizes["K"] // kernel.constants["BC"])

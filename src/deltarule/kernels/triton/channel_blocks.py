@@ -23,7 +23,7 @@ from deltarule.kernels.triton.channel_decay import (
     LATE,
     load_sums,
 )
-from deltarule.kernels.triton.channel_scores import load_tile
+from deltarule.kernels.triton.channel_tiles import load_tile
 
 
 @triton.jit

@@ -42,7 +42,7 @@ from deltarule.kernels.triton.channel_levels import (
     steep_gradients,
     whole_gradients,
 )
-from deltarule.kernels.triton.channel_scores import inverse_norms, load_tile
+from deltarule.kernels.triton.channel_tiles import inverse_norms, load_tile
 from deltarule.kernels.triton.chunk import chunk_place
 from deltarule.kernels.triton.tiles import load_rows
 

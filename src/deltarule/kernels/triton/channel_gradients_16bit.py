@@ -21,7 +21,7 @@ from deltarule.kernels.triton.channel_gradients import (
     row_products,
     unit_norm_backward,
 )
-from deltarule.kernels.triton.channel_scores import inverse_norms, load_tile
+from deltarule.kernels.triton.channel_tiles import inverse_norms, load_tile
 from deltarule.kernels.triton.chunk import chunk_place
 from deltarule.kernels.triton.tiles import load_rows
 

@@ -36,31 +36,15 @@ from deltarule.kernels.triton.channel_decay import (
     store_sums,
     tail_decay,
 )
+from deltarule.kernels.triton.channel_tiles import (
+    inverse_norms,
+    load_tile,
+    store_copy,
+    store_scores,
+    store_square,
+)
 from deltarule.kernels.triton.chunk import chunk_place
 from deltarule.kernels.triton.corrected_values import correction
-from deltarule.kernels.triton.unit_norm import EPSILON
-
-
-@triton.jit
-def load_tile(p_x, o_r, m_r, o_k, stride, K: tl.constexpr):
-    """Rows o_r (addresses p_x apart by stride) and channels o_k, in float32."""
-    mask = m_r[:, None] & (o_k < K)[None, :]
-    return tl.load(p_x + o_r[:, None] * stride + o_k[None, :], mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def inverse_norms(
-    p_x, o_r, m_r, stride, K: tl.constexpr, BC: tl.constexpr, UNIT_NORM: tl.constexpr
-):
-    """1 / |x| of every row, or ones."""
-    b_norm = tl.full(o_r.shape, 1.0, tl.float32)
-    if UNIT_NORM:
-        b_square = tl.zeros(o_r.shape, tl.float32)
-        for i_k in range(0, K, BC):
-            b_x = load_tile(p_x, o_r, m_r, i_k + tl.arange(0, BC), stride, K)
-            b_square += tl.sum(b_x * b_x, axis=1)
-        b_norm = tl.rsqrt(b_square + EPSILON)
-    return b_norm
 
 
 @triton.jit
@@ -89,13 +73,6 @@ def near_scores(b_x, b_y, b_g, BT: tl.constexpr, OWN: tl.constexpr):
 
 
 @triton.jit
-def store_copy(x, i_slot, o_r, o_k, b_x, ROWS: tl.constexpr, K: tl.constexpr, m_r):
-    """Write rows o_r of a chunk's tile of a tensor [M, HV, ROWS, K]."""
-    p_x = x + i_slot * ROWS * K + o_r[:, None] * K + o_k[None, :]
-    tl.store(p_x, b_x.to(x.dtype.element_ty), mask=m_r[:, None] & (o_k < K)[None, :])
-
-
-@triton.jit
 def rows_and_columns(
     p_x, p_y, p_k, norm_x, norm_k, o_x, m_x, o_r, m_r, o_k, s_x,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, ERASE: tl.constexpr,
@@ -114,21 +91,21 @@ def rows_and_columns(
 
 @triton.jit
 def store_copies(
-    q_copy, k_copy, erase, write, i_slot, b_to, b_from, b_x, b_y, b_y2, o_r, o_k,
+    q_copy, k_copy, erase, write, i_slot, b_to, b_from, b_x, b_y, b_y2, o_r, o_k, start,
     K: tl.constexpr, N_STEPS: tl.constexpr, CT: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr,
     ERASE: tl.constexpr, ERASING_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write the scaled copies that this launch is for."""
-    m_all = o_r < BT
+    m_all, m_new = o_r < BT, o_r >= start
     if ERASING_ROWS:
-        store_copy(erase, i_slot, o_r, o_k, b_x * b_to, BT, K, m_all)
+        store_copy(erase, i_slot, o_r, o_k, b_x * b_to, BT, K, m_new)
         store_copy(k_copy, i_slot, o_r, o_k, b_y2 * b_from, BT, K, m_all)
     else:
-        m_last = o_r % N_STEPS == N_STEPS - 1
+        m_last = m_new & (o_r % N_STEPS == N_STEPS - 1)
         store_copy(q_copy, i_slot, o_r // N_STEPS, o_k, b_x * b_to, BQ, K, m_last)
         store_copy(write, i_slot, o_r, o_k, b_y * b_from, BT, K, m_all)
         if ERASE == "tied":
-            store_copy(erase, i_slot, o_r, o_k, b_y * b_to, BT, K, m_all)
+            store_copy(erase, i_slot, o_r, o_k, b_y * b_to, BT, K, m_new)
         if N_STEPS * BQ > BT:
             # Rows that no row of the chunk stands for.
             o_q = tl.arange(0, BQ)
@@ -171,25 +148,19 @@ def add_steep_scores(
     return b_s, b_s2
 
 
-@triton.jit(do_not_specialize=["T", "N"])
-def channel_scores_kernel(
-    q, k, a, b, beta, log_decay, cu_seqlens, q_copy, k_copy, erase, write,
+@triton.jit
+def chunk_scores(
+    q, k, a, b, beta, log_decay, q_copy, k_copy, erase, write,
     scores, value_scores, corrections, from_values, scalings, chunk_decay, sums,
-    scale, T, N, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
+    i_m, i_h, first, tokens, start,
+    scale, T, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, N_STEPS: tl.constexpr,
     CT: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr,
     BN: tl.constexpr, ERASE: tl.constexpr, ERASING_ROWS: tl.constexpr, HAS_DECAY: tl.constexpr,
-    UNIT_NORM: tl.constexpr, PACKED: tl.constexpr, BAR: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr, MERGE: tl.constexpr,
+    UNIT_NORM: tl.constexpr, BAR: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    MERGE: tl.constexpr,
 ):  # fmt: skip
-    """q_copy [M, HV, BQ, K], other copies [M, HV, BT, K], scores [M, HV, BQ or BT, BT].
-
-    ERASING_ROWS is the launch for the rows a. Of the scalings [M, HV, 4, BT], beta alone.
-    """
-    i_m, i_h = tl.program_id(0), tl.program_id(1)
-    first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
-    if tokens <= 0:
-        return
+    """One chunk of one value head; of what each row reads, only the rows from `start` on."""
     tl.static_assert(BT == 4 * BLOCK)
     OWN: tl.constexpr = not ERASING_ROWS
     rows = tl.minimum(tokens, CT) * N_STEPS
@@ -242,7 +213,7 @@ def channel_scores_kernel(
         if HAS_DECAY:
             b_to, b_from, b_late, b_early = far_decays(p_s, o_r, o_k, K, OWN, EXACT)
         store_copies(
-            q_copy, k_copy, erase, write, i_slot, b_to, b_from, b_x, b_y, b_y2, o_r, o_k,
+            q_copy, k_copy, erase, write, i_slot, b_to, b_from, b_x, b_y, b_y2, o_r, o_k, start,
             K, N_STEPS, CT, BT, BQ, ERASE, ERASING_ROWS,
         )  # fmt: skip
         b_s = product(b_x * b_late, b_y * b_early, b_s, PRECISION)
@@ -255,25 +226,47 @@ def channel_scores_kernel(
         )  # fmt: skip
     if ERASING_ROWS:
         b_n = correction(tl.where(o_j < o_i, b_s, 0.0), tl.full([BT], 1.0, tl.float32), BT, MERGE)
-        store_square(corrections, i_slot, b_n, BT)
-        store_square(from_values, i_slot, tl.where(o_j < o_i, b_s2, 0.0), BT)
+        store_square(corrections, i_slot, b_n, start, BT)
+        store_square(from_values, i_slot, tl.where(o_j < o_i, b_s2, 0.0), start, BT)
     else:
-        store_scores(scores, i_slot, o_r, b_s, N_STEPS, CT, BT, BQ)
+        store_scores(scores, i_slot, o_r, b_s, start, N_STEPS, CT, BT, BQ)
         if ERASE == "free":
-            store_scores(value_scores, i_slot, o_r, b_s2, N_STEPS, CT, BT, BQ)
+            store_scores(value_scores, i_slot, o_r, b_s2, start, N_STEPS, CT, BT, BQ)
         if ERASE == "tied":
             p_beta = beta + i_b * s_beta_b + i_t * N_STEPS * s_beta_t + i_h * s_beta_h
             b_beta = tl.load(p_beta + o_r * s_beta_t, mask=m_r, other=0.0).to(tl.float32)
             b_n = correction(tl.where(o_j < o_i, -b_s2, 0.0), b_beta, BT, MERGE)
-            store_square(corrections, i_slot, b_n, BT)
+            store_square(corrections, i_slot, b_n, start, BT)
             tl.store(scalings + (i_slot * 4 + 3) * BT + o_r, b_beta)
 
 
-@triton.jit
-def store_square(x, i_slot, b_x, BT: tl.constexpr):
-    """Write a chunk's tile of a tensor [M, HV, BT, BT]."""
-    o_x = tl.arange(0, BT)[:, None] * BT + tl.arange(0, BT)[None, :]
-    tl.store(x + i_slot * BT * BT + o_x, b_x.to(x.dtype.element_ty))
+@triton.jit(do_not_specialize=["T", "N"])
+def channel_scores_kernel(
+    q, k, a, b, beta, log_decay, cu_seqlens, q_copy, k_copy, erase, write,
+    scores, value_scores, corrections, from_values, scalings, chunk_decay, sums,
+    scale, T, N, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, N_STEPS: tl.constexpr,
+    CT: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr,
+    BN: tl.constexpr, ERASE: tl.constexpr, ERASING_ROWS: tl.constexpr, HAS_DECAY: tl.constexpr,
+    UNIT_NORM: tl.constexpr, PACKED: tl.constexpr, BAR: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr, MERGE: tl.constexpr,
+):  # fmt: skip
+    """q_copy [M, HV, BQ, K], other copies [M, HV, BT, K], scores [M, HV, BQ or BT, BT].
+
+    ERASING_ROWS is the launch for the rows a. Of the scalings [M, HV, 4, BT], beta alone.
+    """
+    i_m, i_h = tl.program_id(0), tl.program_id(1)
+    first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
+    if tokens <= 0:
+        return
+    chunk_scores(
+        q, k, a, b, beta, log_decay, q_copy, k_copy, erase, write,
+        scores, value_scores, corrections, from_values, scalings, chunk_decay, sums,
+        i_m, i_h, first, tokens, 0,
+        scale, T, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
+        H, HV, K, N_STEPS, CT, BT, BQ, BK, BC, BN, ERASE, ERASING_ROWS, HAS_DECAY, UNIT_NORM,
+        BAR, EXACT, PRECISION, MERGE,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -281,19 +274,3 @@ def product(b_x, b_y, b_acc, PRECISION: tl.constexpr):
     """x y^T on top of a sum."""
     b_x, b_y = rounded(b_x, PRECISION), rounded(b_y, PRECISION)
     return tl.dot(b_x, tl.trans(b_y), acc=b_acc, input_precision=PRECISION)
-
-
-@triton.jit
-def store_scores(
-    scores, i_slot, o_r, b_s,
-    N_STEPS: tl.constexpr, CT: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr,
-):  # fmt: skip
-    """Write the rows that are queries, [BQ, BT] of each chunk, up to the diagonal."""
-    o_i, o_j = o_r[:, None], o_r[None, :]
-    p_s = scores + i_slot * BQ * BT
-    b_s = tl.where(o_j <= o_i, b_s, 0.0).to(scores.dtype.element_ty)
-    tl.store(p_s + o_i // N_STEPS * BT + o_j, b_s, mask=o_i % N_STEPS == N_STEPS - 1)
-    if N_STEPS * BQ > BT:
-        o_q = tl.arange(0, BQ)[:, None]
-        b_zero = tl.zeros([BQ, BT], scores.dtype.element_ty)
-        tl.store(p_s + o_q * BT + o_j, b_zero, mask=o_q >= CT)

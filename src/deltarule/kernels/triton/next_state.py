@@ -126,7 +126,7 @@ def next_state_kernel(
         if ERASE != "none":
             b_e = b_y
             if COPIES:
-                b_e = load_copy(erase, i_slot, o_r, o_k, BT, K, WHOLE_K)
+                b_e = load_copy(erase, i_slot, o_r, o_k, BT, K, WHOLE_K, TMA)
             b_f, b_beta = prediction_errors(
                 b_f, b_v, b_low, b_e, corrections, from_values, scalings, i_slot, o_r,
                 BT, ERASE, SCALED, TMA, PRECISION,
@@ -157,7 +157,7 @@ def next_state_kernel(
                 b_through *= b_decay
         b_s = tl.dot(b_w, b_y, acc=b_s, input_precision=PRECISION)
         if ERASE == "free":
-            b_y = load_copy(k, i_slot, o_r, o_k, BT, K, WHOLE_K)
+            b_y = load_copy(k, i_slot, o_r, o_k, BT, K, WHOLE_K, TMA)
             b_s = tl.dot(tl.trans(b_v), b_y, acc=b_s, input_precision=PRECISION)
     if SPLIT == "ends":
         store_ends(final_state, i_s, i_h, i_v, i_a, o_k, b_s, b_through, K, V, HV, BV, ERASE)
@@ -221,7 +221,7 @@ def next_state_backward_kernel(
             b_n = load_square(corrections, i_slot, o_r, o_r, BT, BT, TMA)
             b_e = b_y
             if COPIES:
-                b_e = load_copy(erase, i_slot, o_r, o_k, BT, K, WHOLE_K)
+                b_e = load_copy(erase, i_slot, o_r, o_k, BT, K, WHOLE_K, TMA)
             b_low_x = b_x.to(dtype)
             if ERASE == "tied":
                 b_beta = load_scaling(scalings, i_slot, BETA, o_r, BT, TMA)
@@ -230,7 +230,7 @@ def next_state_backward_kernel(
         if SPLIT != "ends":
             tl.store(d_errors + p_x, b_x.to(dtype), mask=m_v)
         if ERASE == "free" and SPLIT != "ends":
-            b_k = load_copy(k, i_slot, o_r, o_k, BT, K, WHOLE_K)
+            b_k = load_copy(k, i_slot, o_r, o_k, BT, K, WHOLE_K, TMA)
             b_dv = tl.dot(b_low, tl.trans(b_k), input_precision=PRECISION)
             b_p = load_square(value_scores, i_slot, o_i, o_r, BQ, BT, TMA)
             b_dv = tl.dot(tl.trans(b_do), b_p, acc=b_dv, input_precision=PRECISION)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deltarule.kernels.inputs import Inputs
-from deltarule.kernels.triton import channel, head
+from deltarule.kernels.triton import channel, channel_16bit, head
 from deltarule.kernels.triton.configurations import configuration
 from deltarule.kernels.triton.direct import ALIGNED, Launch, Tiles
 from deltarule.kernels.triton.launch import (
@@ -59,9 +59,12 @@ def saved_shape(inputs: Inputs) -> tuple[int, ...]:
 
 
 def pair_scores(
-    inputs: Inputs, plan: Plan, buffers: dict[str, Tensor]
+    inputs: Inputs, plan: Plan, buffers: dict[str, Tensor], backward: bool
 ) -> tuple[Scores, Tensor | None]:
     """What the rows of a chunk are to each other; decays per channel also leave their sums."""
+    if channel.has_even_chunks(inputs):
+        sums = channel_16bit.decay_sums(inputs, plan) if backward else None
+        return channel_16bit.even_scores(inputs, plan), sums
     if plan.call.copies:
         return channel.channel_scores(inputs, plan)
     return head.head_scores(inputs, plan, buffers), None
@@ -90,7 +93,9 @@ def fetched(inputs: Inputs, plan: Plan, block: int, name: str) -> Tiles:
         "scalings": (rows, [1, rows]), "readings": (rows, [1, reads]),
     }  # fmt: skip
     if inputs.by_channel:
-        return streams
+        copy = sizes["K"], [rows, sizes["K"]]
+        copies = {"k": copy, "erase": copy, "write": copy}
+        return streams | copies | {"q": (sizes["K"], [reads, sizes["K"]])}
     return streams | {"q": (width, [reads, sizes["K"]]), "k": (width, [rows, sizes["K"]])}
 
 
@@ -216,7 +221,7 @@ def forward(inputs: Inputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     layout = plan.once(kept_layout, inputs, save)
     kept = torch.empty(layout.elements, dtype=torch.float32, device=inputs.q.device)
     buffers = views(kept, layout)
-    scores, _ = pair_scores(inputs, plan, buffers)
+    scores, _ = pair_scores(inputs, plan, buffers, False)
     o, final = next_state(inputs, plan, scores, buffers, output=True)
     assert o is not None
     return o, final, kept if save else kept.new_empty(0, *inputs.state_shape[1:])
@@ -233,7 +238,7 @@ def backward(
         saved = torch.empty(layout.elements, dtype=torch.float32, device=inputs.q.device)
     buffers, sums = views(saved, layout), None
     if again or inputs.by_channel:
-        scores, sums = pair_scores(inputs, plan, buffers)
+        scores, sums = pair_scores(inputs, plan, buffers, True)
     else:
         scores = head.kept_scores(inputs, buffers)
     if again:

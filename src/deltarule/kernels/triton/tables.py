@@ -48,6 +48,11 @@ def pairs(warps: int, at_once: int) -> dict[str, int]:
     return {**once(warps), "BC": at_once, "BN": 16}
 
 
+def even(warps: int, at_once: int) -> dict[str, int]:
+    """Of even chunks: so many key channels at once, of 4 rows of a thread."""
+    return {**once(warps), "BC": at_once, "DEEP": 4}
+
+
 # Two products in a row keep a whole operand in registers before sm_90, so tiles are small there.
 # The first is for the 163 KiB of shared memory of a block of sm_80, the other for 99 KiB.
 AMPERE: Table = {
@@ -72,6 +77,7 @@ AMPERE: Table = {
         Row(2, 256, slices(32, 64, 8, 1)), Row(4, 256, slices(16, 64, 8, 1)),
     ),
     "channel_scores": (Row(4, 256, pairs(4, 16)),),
+    "even_scores": (Row(4, 256, even(4, 32)),),
     "pair_gradients": (Row(2, 256, loop(64, 4, 1)), Row(4, 256, loop(16, 8, 1))),
     "channel_gradients": (Row(4, 256, channels(4, 16, 64)),),
 }  # fmt: skip
@@ -108,7 +114,7 @@ HOPPER: Table = AMPERE | {
         Row(4, 256, scan(64, 16, 8, 1)),
     ),
     "next_state_copies": (
-        Row(2, 64, scan(64, 128, 8, 3)), Row(2, 128, scan(64, 64, 4, 2)),
+        Row(2, 64, scan(64, 128, 8, 3)), Row(2, 128, scan(64, 128, 8, 2)),
         Row(2, 256, scan(64, 32, 8, 1)), Row(4, 256, scan(64, 16, 8, 1)),
     ),
     "next_state_free": (
@@ -116,6 +122,10 @@ HOPPER: Table = AMPERE | {
         Row(2, 256, scan(64, 32, 8, 1)), Row(4, 256, scan(64, 16, 8, 1)),
     ),
     "next_state_backward_copies": (
+        Row(2, 128, scan(64, 128, 8, 2)),
+        Row(2, 256, scan(64, 32, 8, 1)), Row(4, 256, scan(64, 16, 8, 1)),
+    ),
+    "next_state_backward_free": (
         Row(2, 64, scan(64, 128, 8, 2)), Row(2, 128, scan(64, 64, 4, 2)),
         Row(2, 256, scan(64, 32, 8, 1)), Row(4, 256, scan(64, 16, 8, 1)),
     ),
@@ -124,6 +134,7 @@ HOPPER: Table = AMPERE | {
         Row(4, 128, slices(32, 64, 8, 1)), Row(4, 256, slices(16, 64, 8, 1)),
     ),
     "channel_scores": (Row(2, 256, pairs(4, 32)), Row(4, 256, pairs(4, 16))),
+    "even_scores": (Row(4, 256, even(4, 64)),),
     # With 4 warps the assembler puts products of float32 inputs in series.
     "channel_gradients": (Row(2, 256, channels(4, 16, 64)), Row(4, 256, channels(8, 16, 64))),
 }  # fmt: skip

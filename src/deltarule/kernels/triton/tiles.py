@@ -85,12 +85,20 @@ def load_rows(x, o_r, m_r, o_c, C: tl.constexpr, stride, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def load_copy(x, i_slot, o_r, o_c, ROWS: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr):
-    """A chunk's tile of a tensor [M, HV, ROWS, C], whose empty rows hold zeros."""
-    p_x = x + i_slot * ROWS * C + o_r[:, None] * C + o_c[None, :]
-    if WHOLE:
-        b_x = tl.load(p_x)
+def load_copy(
+    x, i_slot, o_r, o_c, ROWS: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """A chunk's tile of a tensor [M, HV, ROWS, C], whose empty rows hold zeros.
+
+    With TMA x is a descriptor of [M * HV * ROWS, C].
+    """
+    if TMA:
+        b_x = x.load([(i_slot * ROWS).to(tl.int32), 0])
+    elif WHOLE:
+        b_x = tl.load(x + i_slot * ROWS * C + o_r[:, None] * C + o_c[None, :])
     else:
+        p_x = x + i_slot * ROWS * C + o_r[:, None] * C + o_c[None, :]
         b_x = tl.load(p_x, mask=(o_c < C)[None, :], other=0.0)
     return b_x
 
@@ -103,7 +111,7 @@ def load_keys(
     """A chunk's rows of q or k, or of their scaled copy."""
     WHOLE: tl.constexpr = o_k.shape[0] == K
     if COPIES:
-        b_x = load_copy(copy, i_slot, o_r, o_k, ROWS, K, WHOLE)
+        b_x = load_copy(copy, i_slot, o_r, o_k, ROWS, K, WHOLE, TMA)
     else:
         b_x = load_tile(x, row, i_key, 0, o_r, m_r, o_k, H, K, WHOLE, TMA)
     return b_x
