@@ -1,6 +1,8 @@
 """Delta-rule linear recurrent networks: one recurrence, its layers, and the models made of them."""
 
 from deltarule.ops import (
+    BetaLogits,
+    DecayLogits,
     attention_matrix,
     delta_rule,
     dplr,
@@ -27,6 +29,8 @@ from deltarule.shapes import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "BetaLogits",
+    "DecayLogits",
     "MesaOutput",
     "MesaState",
     "RecurrentOutput",

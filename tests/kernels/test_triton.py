@@ -3,11 +3,13 @@
 import pytest
 import torch
 
+from logits import Logits, make_logits
 from oracle import DECAYS, make_case
 from tolerance import assert_close, relative_rms
 
 pytest.importorskip("triton")
 
+from deltarule.kernels.gate_maps import GateMaps
 from deltarule.kernels.inputs import Inputs
 from deltarule.kernels.triton import recurrent_step as triton_step
 
@@ -80,3 +82,48 @@ def test_any_strides() -> None:
     state = case.tensors["initial_state"].clone()
     o = triton_step.recurrent_step(step_inputs(case.changed(**turned)), state, None, -1)
     assert_close(o, case.to(torch.float64).run("reference").o, dtype=torch.float32)
+
+
+def step_of_logits(drawn: Logits, state: torch.Tensor, indices: torch.Tensor | None = None):
+    logits, *parameters = drawn.decay
+    case = drawn.case.changed(beta=drawn.beta.logits, log_decay=logits)
+    maps = GateMaps(*parameters, drawn.beta.beta_max)
+    return triton_step.recurrent_step(step_inputs(case), state, indices, -1, maps)
+
+
+@interpreted
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize(("tokens", "n_steps"), [(1, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("decay", ["head", "channel"])
+def test_logits_equal_the_gates_made_first(decay, dtype, tokens, n_steps, strided) -> None:
+    drawn = make_logits(decay, n_steps, dtype, strided=strided, tokens=tokens, key_size=5)
+    exact, state = drawn.exact(), drawn.state()
+    o = step_of_logits(drawn, state)
+    assert relative_rms(o, exact.o) <= (1e-6 if dtype == torch.float32 else 2**-10)
+    assert_close(state, exact.final_state, dtype=torch.float32)
+
+
+@interpreted
+@pytest.mark.parametrize("decay", ["head", "channel"])
+def test_logits_with_a_pool_and_a_null_slot(decay) -> None:
+    drawn = make_logits(decay, batch=3)
+    exact, pool = drawn.exact(), torch.randn(5, 4, 6, 8)
+    before = pool.clone()
+    pool[[3, 1]] = drawn.state()[[0, 2]]
+    o = step_of_logits(drawn, pool, torch.tensor([3, -1, 1]))
+    assert_close(o[::2], exact.o[::2], dtype=torch.float32)
+    assert (o[1] == 0).all()
+    assert_close(pool[[3, 1]], exact.final_state[[0, 2]], dtype=torch.float32)
+    assert torch.equal(pool[[0, 2, 4]], before[[0, 2, 4]])
+
+
+@interpreted
+def test_extreme_logits_make_finite_gates() -> None:
+    drawn = make_logits("channel")
+    # What numpy's exponential, the interpreter's, takes without a warning.
+    for x, large in ((drawn.decay.logits, 1e4), (drawn.beta.logits, 80.0)):
+        x[:, 0], x[:, 1] = large, -large
+    exact, state = drawn.exact(), drawn.state()
+    assert_close(step_of_logits(drawn, state), exact.o, dtype=torch.float32)
+    assert_close(state, exact.final_state, dtype=torch.float32)

@@ -6,11 +6,14 @@ from torch import Tensor
 from torch.library import opcheck
 
 import truth
-from deltarule import recurrent_step
+from deltarule import BetaLogits, recurrent_step
 from deltarule.kernels.inputs import Inputs
+from deltarule.ops import gates
 from deltarule.ops.recurrent_step import step_op
+from logits import make_logits
 from neighbours import Neighbour, conv, decay, gated_norm, strength
 from neighbours import with_gradients as neighbour_gradients
+from tolerance import assert_close, relative_rms
 from truth import Drawn, Kind, draw, held, surrounded
 
 pytestmark = [
@@ -150,6 +153,86 @@ def test_opcheck_of_the_step(kind: Kind) -> None:
     rest = state_of(drawn, torch.float32), indices, kind.n_steps, 0.5, False, -1, truth.IMPL
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     found = opcheck(step_op, (*given, *rest), test_utils=tests)
+    assert set(found.values()) == {"SUCCESS"}
+
+
+LOGITS = [(decay, dtype, n_steps) for decay in ("head", "channel")
+          for dtype, n_steps in ((torch.bfloat16, 2), (torch.float32, 1))]  # fmt: skip
+every_logits = pytest.mark.parametrize(("decay", "dtype", "n_steps"), LOGITS)
+
+
+@every_logits
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_logits_equal_the_gates_made_first(decay, dtype, n_steps, tokens) -> None:
+    drawn = make_logits(
+        decay, n_steps, dtype, strided=True, tokens=tokens, key_size=64, value_size=40
+    )
+    exact, drawn = drawn.exact(), drawn.to("cuda")
+    state, again, plain = drawn.state(), drawn.state(), drawn.state()
+    o = drawn.step(state, impl=truth.IMPL)
+    assert_close(state, exact.final_state, dtype=torch.float32)
+    assert relative_rms(o, exact.o) <= (1e-6 if dtype == torch.float32 else 2**-7)
+    beta = gates.write_strength(drawn.beta.logits, drawn.beta.beta_max)
+    log_decay, _ = gates.log_decay(*drawn.decay, False)
+    expected = drawn.call(again, beta, log_decay, impl=truth.IMPL)
+    # The compiler may fuse a product and a sum in the one and not in the other.
+    assert relative_rms(state, again.double()) <= 1e-6
+    assert relative_rms(o, expected.double()) <= (1e-6 if dtype == torch.float32 else 2**-9)
+    drawn.step(plain, impl="torch")
+    assert_close(plain, exact.final_state, dtype=torch.float32)
+
+
+@every_logits
+def test_a_step_with_logits_waits_for_nothing_and_replays(decay, dtype, n_steps) -> None:
+    drawn = make_logits(decay, n_steps, dtype, tokens=1, key_size=64, batch=3).to("cuda")
+    indices = torch.tensor([4, -1, 0], device=truth.DEVICE)
+    pool = torch.randn(5, *drawn.state().shape[1:], device=truth.DEVICE)
+    before, expected = pool.clone(), pool.clone()
+    drawn.step(pool, state_indices=indices, impl=truth.IMPL)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = drawn.step(pool, state_indices=indices, impl=truth.IMPL)
+    for x in (drawn.beta.logits, *drawn.decay):
+        x.mul_(-0.5)
+    pool.copy_(before)
+    graph.replay()
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        again = drawn.step(expected, state_indices=indices, impl=truth.IMPL)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(o, again)
+    assert torch.equal(pool, expected)
+    assert (o[1] == 0).all()
+    assert torch.equal(pool[1:4], before[1:4])
+
+
+def test_nan_around_logits_is_never_read() -> None:
+    drawn = make_logits("channel", 2, torch.bfloat16, key_size=40, value_size=20).to("cuda")
+    inside = drawn._replace(
+        beta=BetaLogits(surrounded(drawn.beta.logits), drawn.beta.beta_max),
+        decay=type(drawn.decay)(*map(surrounded, drawn.decay)),
+    )
+    state, expected = drawn.state(), drawn.state()
+    assert torch.equal(inside.step(state, impl=truth.IMPL), drawn.step(expected, impl=truth.IMPL))
+    assert torch.equal(state, expected)
+
+
+@every_logits
+def test_a_step_with_logits_compiles_and_passes_opcheck(decay, dtype, n_steps) -> None:
+    drawn = make_logits(decay, n_steps, dtype, key_size=64).to("cuda")
+    state, expected = drawn.state(), drawn.state()
+    compiled = torch.compile(type(drawn).step, fullgraph=True, backend="aot_eager")
+    o = compiled(drawn, state, impl=truth.IMPL)
+    assert torch.equal(o, drawn.step(expected, impl=truth.IMPL))
+    assert torch.equal(state, expected)
+    x, (logits, *parameters) = drawn.case.tensors, drawn.decay
+    sequence = x["q"], x["k"], x["v"], drawn.beta.logits, None, None, logits
+    rest = state, None, n_steps, 0.5, True, -1, truth.IMPL, *parameters, drawn.beta.beta_max
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    found = opcheck(step_op, (*sequence, *rest), test_utils=tests)
     assert set(found.values()) == {"SUCCESS"}
 
 

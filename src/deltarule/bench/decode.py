@@ -1,12 +1,14 @@
 """`python -m deltarule.bench.decode`: one decoding step on a GPU, beside the time its bytes take.
 
 A step reads and writes every state once: 2 * B * HV * V * K numbers. The floor is their bytes over
-the bandwidth of a large copy, measured in the same run.
+the bandwidth of a large copy, measured in the same run. Three steps are timed: one whose gates are
+there, one that makes them of logits itself, and one after the two kernels that make them.
 """
 
 import argparse
 import json
 import platform
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -15,12 +17,16 @@ from torch import Tensor
 
 import deltarule
 from deltarule.bench.timing import copy_bandwidth, graph_ms
+from deltarule.ops import gates
 
 HEADS, VALUE_HEADS, CHANNELS = 16, 32, 128
 BATCHES = (1, 8, 32, 128, 256)
 REPEATS = 30
 # States are rotated so that none is found in the cache.
 ROTATED_BYTES = 512 * 2**20
+
+# Write strength and decay, or the logits of both.
+Gates = tuple[Tensor | deltarule.BetaLogits, Tensor | deltarule.DecayLogits]
 
 
 def main(output: Path | None = None) -> dict[str, object]:
@@ -44,9 +50,10 @@ def main(output: Path | None = None) -> dict[str, object]:
     for dtype in (torch.float32, torch.bfloat16):
         for batch in BATCHES:
             size = batch * VALUE_HEADS * CHANNELS**2 * dtype.itemsize
-            microseconds, floor = step_time(batch, dtype, size), 2 * size / bandwidth * 1e6
-            rows.append({"state": str(dtype), "B": batch, "us": microseconds, "floor_us": floor})
-            print(f"state {dtype}  B {batch:>4}  {microseconds:8.1f}  floor {floor:8.1f}")
+            times = step_times(batch, dtype, size) | {"floor_us": 2 * size / bandwidth * 1e6}
+            rows.append({"state": str(dtype), "B": batch} | times)
+            columns = (f"{name.removesuffix('_us')} {us:7.1f}" for name, us in times.items())
+            print(f"state {dtype}  B {batch:>4}  ", *columns, sep="  ")
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     result: dict[str, object] = {"device": torch.cuda.get_device_name(), "versions": versions}
     result |= {"deltarule": deltarule.__version__, "bytes_per_second": bandwidth, "rows": rows}
@@ -55,22 +62,37 @@ def main(output: Path | None = None) -> dict[str, object]:
     return result
 
 
-def step_time(batch: int, dtype: torch.dtype, size: int) -> float:
-    """Median microseconds of `recurrent_step` for a Gated DeltaNet layer."""
+def step_times(batch: int, dtype: torch.dtype, size: int) -> dict[str, float]:
+    """Median microseconds of `recurrent_step` for a Gated DeltaNet layer, by where its gates are.
+
+    us: Made before. logits_us: Made of logits in the step. maps_us: Made by kernels of their own.
+    """
     q, k = torch.randn(2, batch, 1, HEADS, CHANNELS, device="cuda").bfloat16().unbind()
     v = torch.randn(batch, 1, VALUE_HEADS, CHANNELS, device="cuda").bfloat16()
-    beta = torch.rand(batch, 1, VALUE_HEADS, device="cuda")
-    log_decay = -0.1 * torch.rand(batch, 1, VALUE_HEADS, device="cuda")
+    beta, decay = torch.randn(2, batch, 1, VALUE_HEADS, device="cuda").bfloat16().unbind()
+    A_log, dt_bias = torch.randn(2, VALUE_HEADS, device="cuda").unbind()
     shape = (batch, VALUE_HEADS, CHANNELS, CHANNELS)
     count = min(max(ROTATED_BYTES // size, 1), 64)
     states = [torch.randn(shape, device="cuda").to(dtype) for _ in range(count)]
 
-    def step(state: Tensor) -> Tensor:
+    def maps() -> Gates:
+        return gates.write_strength(beta, 1.0), gates.log_decay(decay, A_log, dt_bias, False)[0]
+
+    def step(gates_of: Callable[[], Gates], state: Tensor) -> Tensor:
+        strength, log_decay = gates_of()
         return deltarule.recurrent_step(
-            q, k, v, beta=beta, log_decay=log_decay, normalize_qk=True, state=state
+            q, k, v, beta=strength, log_decay=log_decay, normalize_qk=True, state=state
         )
 
-    return 1e3 * graph_ms([partial(step, state) for state in states], REPEATS)
+    made = maps()
+    logits = deltarule.BetaLogits(beta), deltarule.DecayLogits(decay, A_log, dt_bias)
+    ways: dict[str, Callable[[], Gates]] = {
+        "us": lambda: made, "logits_us": lambda: logits, "maps_us": maps,
+    }  # fmt: skip
+    return {
+        name: 1e3 * graph_ms([partial(step, way, state) for state in states], REPEATS)
+        for name, way in ways.items()
+    }
 
 
 if __name__ == "__main__":

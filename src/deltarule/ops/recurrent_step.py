@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deltarule.kernels.gate_maps import GateMaps
 from deltarule.kernels.inputs import Inputs
 from deltarule.kernels.torch.recurrent_step import recurrent_step as torch_step
 from deltarule.ops.arguments import check_arguments, shape
@@ -20,6 +21,7 @@ from deltarule.ops.dispatch import (
     triton_missing,
 )
 from deltarule.ops.eager import unwatched
+from deltarule.ops.gate_logits import BetaLogits, DecayLogits, given_gates, with_logits
 from deltarule.shapes import Beta, Decay, Erase, Keys, Outputs, Queries, State, Values
 
 MAX_TOKENS = 16
@@ -36,8 +38,8 @@ def recurrent_step(
     k: Keys,
     v: Values,
     *,
-    beta: Beta | None,
-    log_decay: Decay | None = None,
+    beta: Beta | BetaLogits | None,
+    log_decay: Decay | DecayLogits | None = None,
     a: Erase | None = None,
     b: Erase | None = None,
     n_steps: int = 1,
@@ -60,8 +62,11 @@ def recurrent_step(
         q: Queries [B, T, H, K], T from 1 to 16.
         k: Keys [B, T*n, H, K].
         v: Values [B, T*n, HV, V].
-        beta: Write strength [B, T*n, HV]. None, written out, means no tied erase.
-        log_decay: [HV], [B, T, HV] or [B, T, HV, K], natural log, float32. None means no decay.
+        beta: Write strength [B, T*n, HV], or `BetaLogits(logits, beta_max)` of the same shape:
+            beta_max * sigmoid(logits). None, written out, means no tied erase.
+        log_decay: [HV], [B, T, HV] or [B, T, HV, K], natural log, float32, or
+            `DecayLogits(logits, A_log, dt_bias)`: -exp(A_log) * softplus(logits + dt_bias).
+            None means no decay.
         a: Erase query [B, T, HV, K], together with `b` and without `beta`. None means none.
         b: Erase key [B, T, HV, K].
         n_steps: Writes for each token; 1 with `a` and `b`.
@@ -89,18 +94,20 @@ def recurrent_step(
 
     Source: the recurrences of `delta_rule` and `dplr`, one token at a time.
     """
+    own_beta, own_decay = given_gates(beta, log_decay)
     inputs = check_arguments(
-        q, k, v, beta=beta, a=a, b=b, log_decay=log_decay, initial_state=None, cu_seqlens=None,
+        q, k, v, beta=own_beta, a=a, b=b, log_decay=own_decay, initial_state=None, cu_seqlens=None,
         n_steps=n_steps, scale=scale, normalize_qk=normalize_qk, batch_invariant=False,
     )  # fmt: skip
-    check_step(inputs, state, state_indices, null_index)
-    return run_step(Step(inputs, state, state_indices, null_index), impl)
+    inputs, maps = with_logits(inputs, beta, log_decay)
+    step = Step(inputs, state, state_indices, null_index, maps)
+    check_step(step)
+    return run_step(step, impl)
 
 
-def check_step(
-    inputs: Inputs, state: Tensor, state_indices: Tensor | None, null_index: int
-) -> None:
+def check_step(step: "Step") -> None:
     """What a step asks beyond the checks of the operators."""
+    inputs, state, state_indices, null_index, _ = step
     if not 1 <= inputs.q.shape[1] <= MAX_TOKENS:
         raise ValueError(
             f"q must hold 1 to {MAX_TOKENS} tokens, got T = {inputs.q.shape[1]}: "
@@ -118,8 +125,7 @@ def check_step(
             f"{inputs.q.dtype}, got {state.dtype} on {state.device}"
         )
     check_slots(state, state_indices, null_index, batch=inputs.q.shape[0])
-    tensors = (*inputs[:7], state)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in step.tensors):
         raise ValueError(
             "recurrent_step has no gradient, got an argument that requires one: "
             "call it under torch.no_grad(), or use delta_rule or dplr"
@@ -159,12 +165,18 @@ def check_slot_values(slots: list[int], null_index: int, count: int) -> None:
 
 
 class Step(NamedTuple):
-    """One checked call."""
+    """One call; what a map takes are logits, in the place of their gate."""
 
     inputs: Inputs
     state: Tensor
     state_indices: Tensor | None
     null_index: int
+    maps: GateMaps
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Every tensor of the call."""
+        return *self.inputs[:7], *self.maps[:2], self.state, self.state_indices
 
 
 def run_step(step: Step, impl: str) -> Tensor:
@@ -174,7 +186,8 @@ def run_step(step: Step, impl: str) -> Tensor:
 
 def reference_step(step: Step) -> Tensor:
     """The definition, from the picked slots and back into them."""
-    inputs, state, indices, null_index = step
+    inputs, state, indices, null_index, maps = step
+    inputs = maps.applied(inputs)
     rows = torch.arange(inputs.q.shape[0], device=state.device)
     slots = rows if indices is None else indices.long()
     rows = rows if indices is None else rows[slots != null_index]
@@ -189,24 +202,24 @@ def registered(backend: str) -> Callable[[Step], Tensor]:
     """A backend behind the registered operator."""
 
     def run(step: Step) -> Tensor:
-        if unwatched((*step.inputs[:7], step.state, step.state_indices)):
+        if unwatched(step.tensors):
             o = BACKENDS[backend](*step)
             # A kernel's write goes past autograd, which must not use a state that it saved before.
             torch.autograd.graph.increment_version(step.state)
             return o
-        inputs, state, indices, null_index = step
-        return step_op(*inputs[:7], state, indices, *inputs[9:12], null_index, backend)
+        inputs, state, indices, null_index, maps = step
+        return step_op(*inputs[:7], state, indices, *inputs[9:12], null_index, backend, *maps)
 
     return run
 
 
 def triton_step(
-    inputs: Inputs, state: Tensor, state_indices: Tensor | None, null_index: int
+    inputs: Inputs, state: Tensor, state_indices: Tensor | None, null_index: int, maps: GateMaps
 ) -> Tensor:
     """The Triton kernel, whose module only a GPU needs."""
     from deltarule.kernels.triton.recurrent_step import recurrent_step
 
-    return recurrent_step(inputs, state, state_indices, null_index)
+    return recurrent_step(inputs, state, state_indices, null_index, maps)
 
 
 BACKENDS = {"triton": triton_step, "torch": torch_step}
@@ -253,10 +266,14 @@ def step_op(
     normalize_qk: bool,
     null_index: int,
     backend: str,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    beta_max: float | None = None,
 ) -> Tensor:
     """The registered operator behind `recurrent_step`."""
     inputs = Inputs(q, k, v, beta, a, b, log_decay, None, None, n_steps, scale, normalize_qk, False)
-    return BACKENDS[backend](inputs, state, state_indices, null_index)
+    maps = GateMaps(A_log, dt_bias, beta_max)
+    return BACKENDS[backend](inputs, state, state_indices, null_index, maps)
 
 
 @step_op.register_fake

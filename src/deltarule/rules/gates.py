@@ -3,9 +3,9 @@
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from deltarule.kernels import gate_maps as plain
 from deltarule.ops import gates as fused
 from deltarule.ops.dispatch import Implementation, Table, always, choose
 from deltarule.ops.fused import run_fused, why_not_fused
@@ -64,7 +64,7 @@ class Decay(NamedTuple):
 
 def torch_write_strength(call: Strength) -> Tensor:
     """Plain PyTorch."""
-    return call.beta_max * torch.sigmoid(computed(call.logits))
+    return plain.write_strength(*call)
 
 
 def triton_write_strength(call: Strength) -> Tensor:
@@ -75,9 +75,7 @@ def triton_write_strength(call: Strength) -> Tensor:
 
 def torch_decay(call: Decay) -> tuple[Tensor, Tensor]:
     """Plain PyTorch."""
-    dt = F.softplus(computed(call.decay_logits) + call.dt_bias)
-    rate = computed(call.A_log).exp()
-    return dt, -(rate.unsqueeze(-1) if dt.ndim == 4 else rate) * dt
+    return plain.step_and_log_decay(*call[:3])
 
 
 def triton_decay(call: Decay) -> tuple[Tensor, Tensor]:

@@ -8,15 +8,21 @@ or, with a free erase, S <- S Diag(decay_t) + (S a_t) b_t^T + v_t k_t^T.
 import torch
 from torch import Tensor
 
+from deltarule.kernels.gate_maps import NO_MAPS, GateMaps
 from deltarule.kernels.inputs import Inputs
 from deltarule.kernels.torch.unit_norm import unit_norm
 
 
 def recurrent_step(
-    inputs: Inputs, state: Tensor, state_indices: Tensor | None, null_index: int
+    inputs: Inputs,
+    state: Tensor,
+    state_indices: Tensor | None,
+    null_index: int,
+    maps: GateMaps = NO_MAPS,
 ) -> Tensor:
     """Row i reads and writes state[state_indices[i]]; rows with null_index give zeros."""
     with torch.autocast(state.device.type, enabled=False):
+        inputs = maps.applied(inputs)
         if state_indices is None:
             o, after = _tokens(inputs, state.to(inputs.dtype))
             state.copy_(after)

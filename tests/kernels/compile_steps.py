@@ -1,0 +1,47 @@
+"""Compile the step with logits in its gates' places for GPUs that need not be here.
+
+A program of its own, that prints JSON lines: Triton's interpreter cannot be left again.
+"""
+
+import json
+from collections.abc import Iterator
+
+import torch
+from ahead import Launch, compiled, recording
+from compile_ahead import TARGETS, Call, inputs_of
+
+from deltarule.kernels.gate_maps import GateMaps
+from deltarule.kernels.triton.recurrent_step import recurrent_step
+
+CALLS = [
+    *(Call("tied", decay, step=True) for decay in ("head", "channel")),
+    Call("tied", "channel", n_steps=2, step=True), Call("free", "channel", step=True),
+]  # fmt: skip
+
+
+def launches(call: Call) -> Iterator[Launch]:
+    """The launches with logits and states in two dtypes each."""
+    inputs = inputs_of(call)
+    sizes = inputs.log_decay.shape[2:]
+    beta_max = None if inputs.beta is None else 1.0
+    maps = GateMaps(torch.empty(sizes[0]), torch.empty(sizes), beta_max)
+    for logits, state in ((inputs.q.dtype, torch.float32), (torch.float32, torch.bfloat16)):
+        beta = None if inputs.beta is None else inputs.beta.to(logits)
+        given = inputs._replace(beta=beta, log_decay=inputs.log_decay.to(logits))
+        with recording() as found:
+            recurrent_step(given, inputs.initial_state.to(state), None, -1, maps)
+        yield from found
+
+
+def main() -> None:
+    """Print one JSON object a line for each launch and target."""
+    for target in TARGETS:
+        for call in CALLS:
+            for launch in launches(call):
+                found = {"target": target, "call": str(call)}
+                found["threads"] = 32 * launch.options["num_warps"]
+                print(json.dumps(found | compiled(launch, target)._asdict()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
