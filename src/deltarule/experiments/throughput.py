@@ -196,9 +196,7 @@ EXPERIMENT = Experiment(
     "hybrids.",
     source="Gated DeltaNet (arXiv 2412.06464), figure on throughput; DeltaNet (arXiv 2406.06484), "
     "figure 4",
-    needs={
-        "gpu": "one H200, about 40 seconds a model; with FLA installed 10 to 20 minutes more"
-    },
+    needs={"gpu": "one H200, about 40 seconds a model; with FLA installed 10 to 20 minutes more"},
     cells=cells,
     draw=draw,
     table=table,
