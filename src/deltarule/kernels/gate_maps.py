@@ -35,16 +35,16 @@ NO_MAPS = GateMaps()
 
 def write_strength(logits: Tensor, beta_max: float) -> Tensor:
     """beta = beta_max * sigmoid(logits)."""
-    return beta_max * torch.sigmoid(widened(logits))
+    return beta_max * torch.sigmoid(computed(logits))
 
 
 def step_and_log_decay(logits: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """dt = softplus(logits + dt_bias), log_decay = -exp(A_log) * dt, by head or by key channel."""
-    dt = F.softplus(widened(logits) + dt_bias)
-    rate = widened(A_log).exp()
+    dt = F.softplus(computed(logits) + dt_bias)
+    rate = computed(A_log).exp()
     return dt, -(rate.unsqueeze(-1) if dt.ndim == 4 else rate) * dt
 
 
-def widened(x: Tensor) -> Tensor:
-    """16-bit numbers in float32."""
+def computed(x: Tensor) -> Tensor:
+    """Widen 16-bit numbers to float32: a gate lives for thousands of tokens."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

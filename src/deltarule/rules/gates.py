@@ -6,15 +6,11 @@ import torch
 from torch import Tensor
 
 from deltarule.kernels import gate_maps as plain
+from deltarule.kernels.gate_maps import computed as computed
 from deltarule.ops import gates as fused
 from deltarule.ops.dispatch import Implementation, Table, always, choose
 from deltarule.ops.fused import run_fused, why_not_fused
 from deltarule.rules.rule import Projections
-
-
-def computed(x: Tensor) -> Tensor:
-    """Widen 16-bit numbers to float32: a gate lives for thousands of tokens."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def unit(x: Tensor) -> Tensor:

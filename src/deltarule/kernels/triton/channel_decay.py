@@ -23,10 +23,9 @@ The sums of a chunk are kept, [M, HV, ROWS, K] in float32:
 import triton
 import triton.language as tl
 
-from deltarule.kernels.triton.decay import RESET
+from deltarule.kernels.triton.decay import LOG2_E, RESET
 
 BLOCK = tl.constexpr(16)
-LOG2_E = tl.constexpr(1.4426950408889634)
 # 2 to it is 0.
 GONE = tl.constexpr(-384.0)
 ROWS = tl.constexpr(212)

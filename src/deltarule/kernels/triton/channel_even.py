@@ -17,8 +17,8 @@ adds up their decays on its own.
 import triton
 import triton.language as tl
 
-from deltarule.kernels.triton.channel_decay import GONE, LOG2_E
-from deltarule.kernels.triton.decay import RESET
+from deltarule.kernels.triton.channel_decay import GONE
+from deltarule.kernels.triton.decay import LOG2_E, RESET
 
 
 @triton.jit

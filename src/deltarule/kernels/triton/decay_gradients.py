@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from deltarule.kernels.triton.chunk import chunk_place
-from deltarule.kernels.triton.decay import RESET, decay_ratio, decay_sums, row_decays
+from deltarule.kernels.triton.decay import RESET, chunk_decay_sums, decay_ratio
 from deltarule.kernels.triton.tiles import BETA, load_chunk, load_errors, load_rows, row_scaling
 from deltarule.kernels.triton.unit_norm import inverse_norm
 
@@ -106,10 +106,7 @@ def pair_decay_gradients(
     b_read, b_key = tl.full([BQ], scale, tl.float32), b_beta
     if UNIT_NORM:
         b_read, b_key = b_read * inverse_norm(b_q), b_key * inverse_norm(b_k)
-    whole, rest = decay_sums(row_decays(log_decay, o_r, tokens, s_decay_t, N_STEPS))
-    whole_q, rest_q = whole, rest
-    if N_STEPS > 1:
-        whole_q, rest_q = decay_sums(row_decays(log_decay, o_i, tokens, s_decay_t, 1))
+    whole, rest, whole_q, rest_q = chunk_decay_sums(log_decay, o_r, o_i, tokens, s_decay_t, N_STEPS)
     b_gp *= tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     b_gp *= decay_ratio(whole_q[:, None], rest_q[:, None], whole[None, :], rest[None, :])
     m_pair = o_r[None, :] // N_STEPS <= o_i[:, None]

@@ -147,7 +147,7 @@ def decay_launch(inputs: Inputs, plan: Plan) -> Launch:
 
 
 def flags(inputs: Inputs) -> dict[str, object]:
-    """The compile-time choices of both kernels."""
+    """The compile-time choices of the kernels of scores and of gradients."""
     return {
         "HAS_DECAY": inputs.log_decay is not None, "TIED": inputs.beta is not None,
         "UNIT_NORM": inputs.normalize_qk, "PACKED": inputs.cu_seqlens is not None,

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from deltarule.kernels.triton.chunk import chunk_place
 from deltarule.kernels.triton.corrected_values import correction
-from deltarule.kernels.triton.decay import decay_ratio, decay_sums, row_decays
+from deltarule.kernels.triton.decay import chunk_decay_sums, decay_ratio
 from deltarule.kernels.triton.tiles import load_tile
 from deltarule.kernels.triton.unit_norm import inverse_norm
 
@@ -43,7 +43,6 @@ def pair_scores_kernel(
     o_i, o_r, o_k = tl.arange(0, BQ), tl.arange(0, BT), tl.arange(0, BK)
     m_i, m_r = o_i < tokens, o_r < tokens * N_STEPS
     i_slot = i_m.to(tl.int64) * HV + i_h
-    # What is fetched to registers arrives while the copy engine is waited for.
     if TIED:
         p_beta = beta + i_b * s_beta_b + i_t * N_STEPS * s_beta_t + i_h * s_beta_h
         b_beta = tl.load(p_beta + o_r * s_beta_t, mask=m_r, other=0.0).to(tl.float32)
@@ -51,10 +50,9 @@ def pair_scores_kernel(
     whole_q, rest_q = tl.zeros([BQ], tl.float32), tl.zeros([BQ], tl.float32)
     if HAS_DECAY:
         log_decay += i_b * s_decay_b + i_t * s_decay_t + i_h * s_decay_h
-        whole, rest = decay_sums(row_decays(log_decay, o_r, tokens, s_decay_t, N_STEPS))
-        whole_q, rest_q = whole, rest
-        if N_STEPS > 1:
-            whole_q, rest_q = decay_sums(row_decays(log_decay, o_i, tokens, s_decay_t, 1))
+        whole, rest, whole_q, rest_q = chunk_decay_sums(
+            log_decay, o_r, o_i, tokens, s_decay_t, N_STEPS
+        )
     b_k = load_tile(k, first * N_STEPS, i_key, 0, o_r, m_r, o_k, H, K, K == BK, TMA)
     b_q = load_tile(q, first, i_key, 0, o_i, m_i, o_k, H, K, K == BK, TMA)
     b_read = tl.where(m_i, scale, 0.0)

@@ -22,8 +22,8 @@ from deltarule.kernels.inputs import Inputs
 from deltarule.kernels.triton.chunk import place_of
 from deltarule.kernels.triton.direct import Launch
 from deltarule.kernels.triton.gates import softplus
+from deltarule.kernels.triton.unit_norm import EPSILON
 
-EPSILON = tl.constexpr(1e-6)
 # Rows of the state in a program: the fastest from 1 to 256 batch rows on an H200.
 ROWS = 16
 

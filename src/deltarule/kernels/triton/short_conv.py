@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from deltarule.kernels.triton.adjacent import adjacent
+from deltarule.kernels.triton.unit_norm import EPSILON
 
-EPSILON = tl.constexpr(1e-6)
 # Not fused, and written out since Triton's default follows an environment variable: of a step's
 # products and sums the compiler would fuse others than of the whole's, and the bits would differ.
 OPTIONS = {"num_stages": 1, "enable_fp_fusion": False, "num_warps": 4}

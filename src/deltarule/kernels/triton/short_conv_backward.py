@@ -16,7 +16,6 @@ from torch import Tensor
 
 from deltarule.kernels.triton.adjacent import adjacent
 from deltarule.kernels.triton.short_conv import (
-    EPSILON,
     OPTIONS,
     Tiling,
     convolve,
@@ -28,6 +27,7 @@ from deltarule.kernels.triton.short_conv import (
     place,
     restart,
 )
+from deltarule.kernels.triton.unit_norm import EPSILON
 
 # Runs in a tile, and tokens in a run; R tokens past each run are computed twice. Packed, a longer
 # run takes 10 s to compile.
