@@ -1,5 +1,6 @@
 """What holds in every test: poisoned allocations, fixed seeds, reproducible examples."""
 
+import importlib.util
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -54,6 +55,19 @@ def poison(dtype: torch.dtype) -> float | int | bool:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return True if dtype == torch.bool else torch.iinfo(dtype).min
+
+
+@pytest.fixture(scope="session", autouse=True)
+def addresses_inside() -> Iterator[None]:
+    """What an interpreted kernel reads and writes lies in the tensors that it was given."""
+    if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        yield
+        return
+    # It reads the variable above when it is imported.
+    from bounds import checked_addresses
+
+    with checked_addresses():
+        yield
 
 
 class TorchSeed:

@@ -12,6 +12,7 @@ from deltarule.nn import norm, short_conv
 from deltarule.nn.layout import make_layout
 from deltarule.ops import cross_entropy
 from deltarule.ops import short_conv as short_conv_op
+from deltarule.ops import swiglu as swiglu_op
 from deltarule.rules import gates
 
 Tensors = dict[str, Tensor]
@@ -106,6 +107,40 @@ def gated_norm(
     )  # fmt: skip
 
 
+def residual_norm(size: int = 20, *, sliced: bool = False, alone: bool = False) -> Neighbour:
+    """The stream with a branch added, and the norm of the sum; or the norm alone."""
+
+    def call(x: Tensors) -> norm.Sum:
+        branch = x["y"][..., 1:] if sliced else x["y"]
+        return norm.Sum(x["x"], branch, x["weight"], 1e-5)
+
+    def kept(sums: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        return sums[1:] if alone else sums
+
+    tensors = {
+        "x": torch.randn(2, 11, size), "y": torch.randn(2, 11, size + sliced),
+        "weight": torch.randn(size),
+    }  # fmt: skip
+    return Neighbour(
+        tensors, lambda x: kept(norm.run_triton_sum(call(x))),
+        lambda x: kept(norm.run_torch_sum(call(x))), ("weight",),
+    )  # fmt: skip
+
+
+def swiglu(size: int = 37, *, sliced: bool = False) -> Neighbour:
+    """SiLU of one projection times another, halves of a wider one too."""
+
+    def parts(x: Tensors) -> tuple[Tensor, Tensor]:
+        return x["both"].chunk(2, -1) if sliced else x["both"].unbind()
+
+    shape = (3, 29, 2 * size) if sliced else (2, 3, 29, size)
+    return Neighbour(
+        {"both": 3 * torch.randn(shape)},
+        lambda x: (swiglu_op.swiglu(*parts(x)),),
+        lambda x: (F.silu(parts(x)[0]) * parts(x)[1],),
+    )
+
+
 def decay(channels: int | None, *, step: bool = False, spread: float = 3.0) -> Neighbour:
     """The decay of each head, or of each key channel, and the step size of Mamba-2."""
     sizes = (3,) if channels is None else (3, channels)
@@ -175,6 +210,11 @@ MAKERS: dict[str, Callable[[], Neighbour]] = {
     "norm": gated_norm,
     "norm, sigmoid, sliced": lambda: gated_norm(17, "sigmoid", sliced=True),
     "norm without gate": lambda: gated_norm(300, None),
+    "residual norm": residual_norm,
+    "residual norm, sliced": lambda: residual_norm(300, sliced=True),
+    "residual norm, no sum": lambda: residual_norm(17, alone=True),
+    "swiglu": swiglu,
+    "swiglu, sliced": lambda: swiglu(130, sliced=True),
     "head decay": lambda: decay(None),
     "head decay and step": lambda: decay(None, step=True, spread=15.0),
     "channel decay": lambda: decay(90),

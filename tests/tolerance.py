@@ -77,7 +77,7 @@ def assert_close_to_yardstick(
     _check(name, "error", error, max(factor * own, full_precision))
     largest = max(YARDSTICK_LARGEST, factor) * relative_largest(yardstick, reference, floor=floor)
     error = relative_largest(x, reference, floor=floor)
-    _check(name, "largest error", error, max(largest, full_precision))
+    _check(name, "largest error", error, max(largest, YARDSTICK_LARGEST * full_precision))
 
 
 def _check(name: str, measure: str, error: float, bar: float) -> None:

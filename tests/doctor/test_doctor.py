@@ -7,12 +7,15 @@ import torch
 
 pytest.importorskip("triton")
 
+from deltarule.doctor import definition
 from deltarule.doctor import examine as module
 from deltarule.doctor.command import DoctorRun, diagnose, keep_verdicts
 from deltarule.doctor.examine import Configuration, commonest, draw, every, examine, known_bad
 from deltarule.kernels import machine
 from deltarule.kernels.triton import recurrence, verdicts
 from deltarule.ops import dispatch
+from deltarule.reference import chunked
+from tolerance import assert_close
 
 CPU = torch.device("cpu")
 TINY = Configuration("tied", "head", 1, "float32", 16, 16)
@@ -130,3 +133,43 @@ def test_compiled_code_is_refused_too(monkeypatch) -> None:
 
     _, found = torch.compile(reason, fullgraph=True, backend="eager")(inputs.q)
     assert "wrong" in found
+
+
+def drawn(of, lengths, heads):
+    """Inputs, and gradients by the outputs and the final state."""
+    inputs = draw(of, lengths, CPU, bool(lengths), heads)
+    generator = torch.Generator().manual_seed(1)
+    shapes = inputs.output_shape, inputs.state_shape
+    d_o, d_state = (torch.randn(shape, generator=generator) for shape in shapes)
+    return inputs, (d_o.to(inputs.q.dtype), module.state_of(d_state))
+
+
+@pytest.mark.parametrize("erase", ["none", "tied", "free"])
+def test_parts_of_the_heads_are_computed_like_all(erase, monkeypatch) -> None:
+    of = Configuration(erase, "channel", 1, "bfloat16", 16, 32)
+    inputs, weights = drawn(of, (5, 0, 3), 3)
+    exact = definition.in_float64(inputs)
+    whole = definition.results(definition.exact_run, exact, weights)
+    monkeypatch.setattr(definition, "STATES_AT_ONCE", 2 * 2 * 16 * 32)
+    parts = definition.in_parts(definition.exact_run, exact, weights)
+    assert parts.keys() == whole.keys()
+    for name, x in parts.items():
+        assert_close(x, whole[name], dtype=torch.float64, name=name)
+
+
+@pytest.mark.parametrize("lengths", [(), (70, 0, 64, 17)], ids=["dense", "packed"])
+def test_a_draw_has_numbers_enough_for_a_ratio(lengths) -> None:
+    of = Configuration("tied", "head", 1, "bfloat16", 64, 64)
+    inputs, weights = drawn(of, lengths, module.KEY_HEADS)
+    exact = definition.in_parts(definition.exact_run, definition.in_float64(inputs), weights)
+    own = definition.in_parts(definition.yardstick_run, inputs, weights)
+
+    def shorter_chunks(given):
+        options = {"chunk_size": 32, "matmul_dtype": torch.bfloat16}
+        return definition.plain_run(chunked, given, options)
+
+    found = definition.in_parts(shorter_chunks, inputs, weights)
+    # As many roundings as the yardstick: one and a half times its mean error is the bar.
+    for name in ("dbeta", "dlog_decay"):
+        ratio = module.times_yardstick(name, found[name], exact[name], own[name])
+        assert 0.55 < ratio < 0.9, name

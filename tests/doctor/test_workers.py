@@ -98,7 +98,7 @@ def test_a_cpu_is_always_usable() -> None:
     assert usable(torch.device("cpu"))
 
 
-@pytest.mark.parametrize(("free", "processes"), [(2**30, 1), (5 * 2**30, 2), (2**40, 16)])
+@pytest.mark.parametrize(("free", "processes"), [(2**30, 1), (7 * 2**30, 2), (2**40, 16)])
 def test_processes_fit_the_memory(monkeypatch, free, processes) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 2**40))
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(64), raising=False)

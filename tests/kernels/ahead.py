@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from machine_code import overwritten_operands, single_buffers
+from machine_code import lost_addresses, overwritten_operands, single_buffers
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -115,7 +115,8 @@ def compiled(launch: Launch, capability: int) -> Report:
     used = resources(binary.asm["cubin"])
     overwritten = []
     if capability == 90:
-        overwritten = overwritten_operands(tool("nvdisasm", ["-c"], binary.asm["cubin"]))
+        listing = tool("nvdisasm", ["-c"], binary.asm["cubin"])
+        overwritten = overwritten_operands(listing) + lost_addresses(listing)
         overwritten += single_buffers(binary.asm["ttgir"])
     return Report(
         used["REG"], max(used["STACK"], used["LOCAL"]), binary.metadata.shared,

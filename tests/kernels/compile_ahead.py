@@ -13,7 +13,7 @@ from ahead import Launch, Report, compiled, recording
 from torch import Tensor
 
 from deltarule.kernels.inputs import Inputs
-from deltarule.kernels.triton import configurations, recurrence, recurrent_step
+from deltarule.kernels.triton import configurations, recurrence, recurrent_step, slabs
 
 TARGETS = (80, 86, 89, 90, 100, 120)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -31,6 +31,8 @@ class Call:
     value_size: int = 128
     tokens: int = 256
     step: bool = False
+    # In how many slabs the backward goes through the sequence; None leaves it to the size.
+    slabs: int | None = None
 
 
 # What every change is compiled for, and what `-m slow` adds.
@@ -45,7 +47,9 @@ LONG = [
     Call("free", "channel", dtype="float32", key_size=256, value_size=256),
     Call(n_steps=2), Call(n_steps=3), Call(key_size=64, value_size=64, dtype="float16"),
     Call(step=True), Call("free", "channel", step=True),
-    Call("none", "channel", n_steps=2), Call("tied", "channel", value_size=256),
+    Call("none", "channel", n_steps=2), Call("tied", "channel", value_size=256), Call(slabs=2),
+    Call("free", "channel", key_size=1, value_size=1),
+    Call("tied", "channel", key_size=1, value_size=1), Call("free", "channel", key_size=3),
 ]  # fmt: skip
 
 
@@ -75,7 +79,10 @@ def launches(call: Call, capability: int) -> list[Launch]:
     """The different launches of a call's forward, its backward, and both with states recomputed."""
     configurations.INTERPRETED = capability
     configurations.configuration.cache_clear()
-    inputs = inputs_of(call)
+    inputs, parts = inputs_of(call), call.slabs
+    recurrence.slabs_of = slabs.slabs_of
+    if parts is not None:
+        recurrence.slabs_of = lambda inputs, plan, again: slabs.cut_into(inputs, plan, parts)
     with recording() as found:
         if call.step:
             recurrent_step.recurrent_step(inputs, inputs.initial_state, None, -1)

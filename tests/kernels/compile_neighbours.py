@@ -15,8 +15,10 @@ from deltarule.kernels.triton import (
     cross_entropy,
     gated_norm,
     gates,
+    residual_norm,
     short_conv,
     short_conv_backward,
+    swiglu,
 )
 
 CONV = {
@@ -28,6 +30,7 @@ BACKWARD_PACKED = dict(zip(("BG", "RUN"), short_conv_backward.PACKED_TILE, stric
 ROWS = {"cu_seqlens": None, "sequence": None, "PACKED": False}
 TRAINING = {"d_final": None, "FINAL": False}
 NORM = {"H": 16, "V": 128, "BV": 128, "ACTIVATION": "silu"}
+SUM = {"V": 2048, "BV": 2048}
 GATE = {"C": 2048, "K": 128, "BC": 256, "BR": 4}
 KERNELS = {
     "conv": (short_conv.short_conv_kernel, CONV | FORWARD | ROWS | {"UNIT_NORM": False}),
@@ -52,6 +55,15 @@ KERNELS = {
     ),
     "norm": (gated_norm.gated_norm_kernel, NORM | {"BR": 16}),
     "norm backward": (gated_norm.gated_norm_backward_kernel, NORM | {"BR": 8, "TILES": 8}),
+    "residual norm": (residual_norm.residual_norm_kernel, SUM),
+    "residual norm backward": (
+        residual_norm.residual_norm_backward_kernel,
+        SUM | {"ROWS": residual_norm.ROWS, "SUM": True},
+    ),
+    "swiglu": (swiglu.swiglu_kernel, {"BLOCK": swiglu.BLOCK}),
+    "swiglu backward": (
+        swiglu.swiglu_backward_kernel, {"BLOCK": swiglu.BLOCK, "PRODUCT": True},
+    ),
     "decay": (gates.log_decay_kernel, GATE | {"STEP": True, "BR": 16}),
     "decay backward": (
         gates.log_decay_backward_kernel, GATE | {"STEP": True, "DECAY": True, "TILES": 8},
@@ -64,7 +76,7 @@ KERNELS = {
 }  # fmt: skip
 HALF = (
     "x", "y", "d_y", "d_x", "history", "final", "d_final", "d_history", "gate", "d_gate", "logits",
-    "d_logits",
+    "d_logits", "up", "h", "d_h", "d_up", "s", "z", "d_s", "d_z",
 )  # fmt: skip
 FLOAT = (
     "weight", "d_taps", "d_weight", "A_log", "dt_bias", "log_decay", "dt", "d_log_decay", "d_dt",
@@ -76,7 +88,8 @@ TYPES = (
     | dict.fromkeys(("eps", "beta_max"), "fp32")
 )  # fmt: skip
 # Multiples of 16, as whole channels make them: what wide loads need.
-ALIGNED = ("D", "V", "s_b", "s_t", "s_dy_b", "s_dy_t", "s_row", "s_out")
+ALIGNED = ("D", "V", "s_b", "s_t", "s_dy_b", "s_dy_t", "s_row", "s_out", "elements")
+ALIGNED += ("s_x", "s_y", "s_ds", "s_dz")
 ALIGNED += tuple(f"s_{x}_{axis}" for x in ("dy", "x", "gate") for axis in "mh")
 
 

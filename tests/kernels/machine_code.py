@@ -1,4 +1,4 @@
-"""Find registers and buffers that are written while an asynchronous matrix product reads them.
+"""Find what an asynchronous matrix product reads while it is written, or where nobody wrote.
 
 A product reads its left operand from registers long after it was issued, until a wait says that it
 has finished; some assemblers reuse those registers too early, and the result is wrong now and then.
@@ -137,3 +137,39 @@ def single_buffers(code: str) -> list[str]:
     products = re.findall(r"warp_group_dot (%[\w.]+), (%[\w.]+), .*isAsync = true", code)
     read = {buffer(x) for pair in products for x in pair}
     return sorted(x for x in read if sizes.get(x) == "1")
+
+
+# Upper halves of a shared-memory operand's descriptor: strides, and how its rows are interleaved.
+DESCRIPTOR = re.compile(
+    r"(R\d+), (?:P\w+, )?(R\w+)(?:\.reuse)?, (?:0x40000040|-0x7fffffe0|-0x3ffffff0), RZ"
+)
+
+
+def lost_addresses(listing: str) -> list[str]:
+    """One line for each descriptor of a product's operand that comes of a register nobody filled.
+
+    A descriptor is an address of 14 bits plus constants, so its upper half is a constant added to
+    zero. Some assemblers forget where they keep the address, of many in few registers, and add the
+    constants to whatever is there: the product reads past the end of the shared memory.
+    """
+    zeros, found = {"RZ"}, []
+    for step in parsed(listing):
+        added = DESCRIPTOR.match(step.arguments) if step.operation == "IADD3.X" else None
+        if added and added[2] not in zeros:
+            found.append(f"{step.address} {step.operation} {step.arguments.strip()}")
+        for register in written(step):
+            zeros.discard(f"R{register}")
+        zeros |= zeroed(step)
+    return found
+
+
+def zeroed(step: Step) -> set[str]:
+    """The registers that an instruction sets to zero, or to a carry."""
+    target, *rest = (x.strip() for x in step.arguments.split(","))
+    if step.operation == "CS2R" and rest == ["SRZ"]:
+        return {target, f"R{int(target[1:]) + 1}"}
+    if step.operation.startswith("CS2R.32") and rest == ["SRZ"]:
+        return {target}
+    inputs = [x for x in rest if not re.match(r"!?U?P", x)]
+    moves = ("MOV", "IMAD.MOV", "IMAD.U32", "IMAD.X", "IADD3.X")
+    return {target} if step.operation.startswith(moves) and set(inputs) <= {"RZ"} else set()

@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from torch import Tensor
 
-from deltarule.doctor.examine import LENGTHS, Configuration, draw, results, triton_run
+from deltarule.doctor.definition import results
+from deltarule.doctor.examine import LENGTHS, Configuration, draw, triton_run
 from deltarule.kernels.inputs import Inputs
 from deltarule.kernels.triton.recurrent_step import recurrent_step
 from deltarule.ops.pack import pack

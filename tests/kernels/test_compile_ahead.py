@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels for six GPUs: what fits, spills, or is overwritten."""
+"""What the compiler makes of the kernels for six GPUs: what fits, what spills or is lost."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from kernels.machine_code import overwritten_operands, single_buffers
+from kernels.machine_code import lost_addresses, overwritten_operands, single_buffers
 
 PROGRAM = Path(__file__).with_name("compile_ahead.py")
 # Shared memory that one block may have, in KiB.
@@ -90,6 +90,33 @@ WAIT, LATER = "WARPGROUP.DEPBAR.LE gsb0, 0x0", "WARPGROUP.DEPBAR.LE gsb0, 0x1"
 )
 def test_a_write_to_an_operand_in_flight_is_found(early, late, wait, found) -> None:
     assert overwritten_operands(LOOP.format(early=early, late=late, wait=wait)) == found
+
+
+DESCRIPTOR = """
+        /*0100*/                   {upper} ;
+        /*0110*/                   SGXT.U32 R31, R21, 0xe ;
+        /*0120*/                   IADD3 R70, P0, R31, 0x20, RZ ;
+        /*0130*/                   IADD3.X R76, {zero}, -0x3ffffff0, RZ, P0, !PT ;
+        /*0140*/                   R2UR UR10, R70 ;
+        /*0150*/                   R2UR UR11, R76 ;
+        /*0160*/                   HGMMA.64x16x16.F32.BF16 R80, gdesc[UR8].tnspB, R80, gsb0 ;
+"""
+ZERO = "CS2R R76, SRZ"
+
+
+@pytest.mark.parametrize(
+    ("upper", "zero", "found"),
+    [
+        (ZERO, "R76", []),
+        (ZERO, "R77.reuse", []),
+        ("NOP", "RZ", []),
+        ("NOP", "R76", ["0130 IADD3.X R76, R76, -0x3ffffff0, RZ, P0, !PT"]),
+        (ZERO, "R1", ["0130 IADD3.X R76, R1, -0x3ffffff0, RZ, P0, !PT"]),
+        ("MOV R76, R9", "R76", ["0130 IADD3.X R76, R76, -0x3ffffff0, RZ, P0, !PT"]),
+    ],
+)
+def test_an_operand_whose_address_is_lost_is_found(upper, zero, found) -> None:
+    assert lost_addresses(DESCRIPTOR.format(upper=upper, zero=zero)) == found
 
 
 LOOP_OF_COPIES = """

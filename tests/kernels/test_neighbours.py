@@ -19,7 +19,7 @@ def test_compiled_for_every_gpu_they_spill_nothing() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     compiled = json.loads(done.stdout)
-    assert len(compiled) == 13 * 6
+    assert len(compiled) == 17 * 6
     for name, target, used in compiled:
         assert used["LOCAL"] == used["STACK"] == 0, (name, target, used)
         # Three programs of 128 threads on a multiprocessor of 64 K registers, or of 256.

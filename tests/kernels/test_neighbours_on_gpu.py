@@ -4,10 +4,20 @@ import pytest
 import torch
 
 from deltarule.models import CausalLM, ModelConfig, linear_next_token_loss, next_token_loss
-from deltarule.nn import norm, short_conv
+from deltarule.nn import mlp, norm, short_conv
 from deltarule.ops import short_conv as conv_ops
 from deltarule.rules import gates
-from neighbours import MAKERS, PACKED, Neighbour, conv, entropy, gated_norm, with_gradients
+from neighbours import (
+    MAKERS,
+    PACKED,
+    Neighbour,
+    conv,
+    entropy,
+    gated_norm,
+    residual_norm,
+    swiglu,
+    with_gradients,
+)
 from tolerance import assert_close, relative_rms
 
 pytestmark = [
@@ -22,6 +32,9 @@ LARGE = {
     "conv, normalised": lambda: conv(tokens=300, channels=384, head_size=96),
     "conv, sliced": lambda: conv(tokens=300, channels=384, sliced=True),
     "norm": lambda: gated_norm(512),
+    "residual norm": lambda: residual_norm(2048),
+    "residual norm, wide": lambda: residual_norm(5000),
+    "swiglu": lambda: swiglu(5632),
     "cross entropy": lambda: entropy(50257),
     "linear cross entropy": lambda: entropy(32000, linear=True),
 }
@@ -147,11 +160,16 @@ def test_past_two_to_the_31_elements() -> None:
 
 
 def test_a_gpu_prefers_the_kernels() -> None:
-    tables = short_conv.CONVOLUTIONS, norm.GATED_NORMS, gates.STRENGTHS, gates.DECAYS
+    tables = (
+        short_conv.CONVOLUTIONS, norm.GATED_NORMS, norm.RESIDUAL_NORMS, mlp.GATED_PRODUCTS,
+        gates.STRENGTHS, gates.DECAYS,
+    )  # fmt: skip
     x = torch.zeros(1, 2, 3, device="cuda", dtype=torch.bfloat16)
     calls = (
         short_conv.Call(x, torch.zeros(3, 4), x, None, True),
         norm.Call(x, x, torch.zeros(3), 1e-5, "silu"),
+        norm.Sum(x, x, torch.zeros(3), 1e-5),
+        mlp.Call(x, x, torch.nn.Linear(3, 3)),
         gates.Strength(x, 1.0),
         gates.Decay(x, torch.zeros(3), torch.zeros(3), False),
     )

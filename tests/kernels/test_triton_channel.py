@@ -38,10 +38,12 @@ def call_inputs(case: Case) -> Inputs:
     )  # fmt: skip
 
 
-def run(case: Case, d_o: torch.Tensor, d_state: torch.Tensor) -> dict[str, torch.Tensor]:
+def run(
+    case: Case, d_o: torch.Tensor, d_state: torch.Tensor, save: bool = True
+) -> dict[str, torch.Tensor]:
     """o, the final state and every gradient."""
     inputs = call_inputs(case)
-    o, final, saved = recurrence.forward(inputs, True)
+    o, final, saved = recurrence.forward(inputs, save)
     gradients = recurrence.backward(d_o.to(o.dtype), d_state.float(), inputs, saved)
     out = {"o": o, "final_state": final}
     names = ("q", "k", "v", "beta", "a", "b", "log_decay", "initial_state")
@@ -104,11 +106,11 @@ def test_resets(erase: str, n_steps: int, spacing: int, strength: float) -> None
     check(case)
 
 
-def check_roughly(case: Case, size: float = 1.0) -> None:
+def check_roughly(case: Case, size: float = 1.0, save: bool = True) -> None:
     """As `check`; a sum of logarithms near 2^7 is good to 2^-18, and meets another one."""
     d_o, d_state = (x.float() * size for x in weights(case))
     exact = expected(case, d_o, d_state)
-    for name, x in run(case, d_o, d_state).items():
+    for name, x in run(case, d_o, d_state, save).items():
         assert relative_rms(x, exact[name]) < 2e-5, name
 
 
@@ -125,6 +127,8 @@ class Unlaunched:
 def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels for bfloat16 take float32, which has room for less."""
     monkeypatch.setattr(channel, "has_even_chunks", lambda inputs: inputs.erase != "free")
+    # At any size.
+    monkeypatch.setattr(channel, "has_anchored_chunks", lambda inputs, plan: inputs.erase != "free")
     monkeypatch.setattr(channel_16bit, "SHIFT", 0.0)
     monkeypatch.setattr(channel_16bit, "RANGE", 100.0)
 
@@ -148,12 +152,39 @@ def test_even_chunks(
     monkeypatch: pytest.MonkeyPatch, in_float32: None, erase: str, sizes: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(channel_16bit, "steep_scores_kernel", Unlaunched())
+    monkeypatch.setattr(channel, "even_chunks_kernel", Unlaunched())
     monkeypatch.setattr(channel, "steep_chunks_kernel", Unlaunched())
     case = small("channel", erase, **sizes)
     # -95 as a power of 2 over a part of the first chunk, of at most -100.
     case.tensors["log_decay"] *= 0.01
     case.tensors["log_decay"][:, 1:8, ::2] = -95 * math.log(2) / 7
     check_roughly(case)
+
+
+@pytest.mark.parametrize("of", [0, 1, 4])
+def test_even_chunks_without_the_anchored_kernel(
+    monkeypatch: pytest.MonkeyPatch, in_float32: None, of: int
+) -> None:
+    monkeypatch.setattr(channel, "has_anchored_chunks", lambda inputs, plan: False)
+    monkeypatch.setattr(channel, "anchored_gradients_kernel", Unlaunched())
+    monkeypatch.setattr(channel, "steep_chunks_kernel", Unlaunched())
+    erase, sizes = EVEN[of]
+    case = small("channel", erase, **sizes)
+    case.tensors["log_decay"] *= 0.01
+    check_roughly(case)
+
+
+@overflows
+@pytest.mark.parametrize(("of", "save"), [(0, True), (1, False), (4, False)])
+def test_chunks_that_decay_far_in_blocks_that_do_not(
+    monkeypatch: pytest.MonkeyPatch, in_float32: None, of: int, save: bool
+) -> None:
+    monkeypatch.setattr(channel, "steep_chunks_kernel", Unlaunched())
+    erase, sizes = EVEN[of]
+    case = small("channel", erase, **sizes)
+    # -40 as a power of 2 in each of a chunk's four blocks of 16 rows.
+    case.tensors["log_decay"][..., ::2] = -2.5 * math.log(2) * case.n_steps
+    check_roughly(case, save=save)
 
 
 @overflows
@@ -188,6 +219,7 @@ def test_more_steep_chunks_than_programs(monkeypatch: pytest.MonkeyPatch, in_flo
 @overflows
 def test_even_chunks_with_the_shift_that_is_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel, "has_even_chunks", lambda inputs: True)
+    monkeypatch.setattr(channel, "has_anchored_chunks", lambda inputs, plan: True)
     case = small("channel", "tied", tokens=100, normalize_qk=True)
     case.tensors["log_decay"][:, 1:8, ::2] = -155 * math.log(2) / 7
     case.tensors["log_decay"][:, 8:64] *= 0.01

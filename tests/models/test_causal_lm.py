@@ -175,10 +175,10 @@ def test_the_stream_of_a_new_model_does_not_grow_with_depth(random_tokens):
     sizes = []
     for num_layers in (1, 12):
         model = initialised(num_layers)
-        x = model.embedding(random_tokens(2, 64))
+        x, branch = model.embedding(random_tokens(2, 64)), None
         for block in model.blocks:
-            x, _ = block(x, None, None, None, {})
-        sizes.append(x.pow(2).mean().sqrt())
+            x, branch, _ = block(x, branch, None, None, None, {})
+        sizes.append((x + branch).pow(2).mean().sqrt())
     assert 0.2 < sizes[0] < 1.5
     assert 0.7 < sizes[1] / sizes[0] < 1.5
 

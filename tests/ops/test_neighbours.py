@@ -13,11 +13,13 @@ from tolerance import assert_close, relative_rms
 pytest.importorskip("triton")
 
 from deltarule.models import loss
-from deltarule.nn import norm, short_conv
+from deltarule.nn import mlp, norm, short_conv
 from deltarule.ops import cross_entropy as cross_entropy_ops
 from deltarule.ops import gated_norm as norm_ops
 from deltarule.ops import gates as gate_ops
+from deltarule.ops import residual_norm as sum_ops
 from deltarule.ops import short_conv as conv_ops
+from deltarule.ops import swiglu as swiglu_ops
 from deltarule.ops.fused import why_not_fused
 from deltarule.rules import gates
 
@@ -125,6 +127,13 @@ def flat_calls() -> dict[str, tuple]:
         "norm": (norm_ops.gated_norm, (o, gate, torch.randn(6), 1e-5, "silu"), 3),
         "norm_b": (norm_ops.gated_norm_backward, (o, o, gate, torch.randn(6), 1e-5, "silu"), 0),
         "ungated": (norm_ops.gated_norm, (o, None, torch.randn(6), 1e-5, "silu"), 3),
+        "sum": (sum_ops.residual_norm, (o, gate, torch.randn(6), 1e-5), 3),
+        "sum_b": (sum_ops.residual_norm_backward, (o, gate, o, torch.randn(6), 1e-5), 0),
+        "sum_b, unread": (
+            sum_ops.residual_norm_backward, (None, gate, o, torch.randn(6), 1e-5), 0,
+        ),
+        "swiglu": (swiglu_ops.swiglu, (o, gate), 2),
+        "swiglu_b": (swiglu_ops.swiglu_backward, (o, o, gate), 0),
         "decay": (gate_ops.log_decay, (logits, A_log, bias, False), 3),
         "step": (gate_ops.log_decay, (logits, A_log, bias, True), 3),
         "decay_b": (gate_ops.log_decay_backward, (logits, None, logits, A_log, bias), 0),
@@ -151,7 +160,17 @@ def test_opcheck(name) -> None:
     assert set(opcheck(operator, tuple(given)).values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize("name", ["conv, packed", "norm", "head decay and step", "cross entropy"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "conv, packed",
+        "norm",
+        "residual norm",
+        "swiglu",
+        "head decay and step",
+        "cross entropy",
+    ],
+)
 def test_compiles_without_a_break(name) -> None:
     torch._dynamo.reset()
     case = MAKERS[name]()
@@ -163,7 +182,18 @@ def test_compiles_without_a_break(name) -> None:
     assert all(torch.equal(gradients[leaf], exact[leaf]) for leaf in exact)
 
 
-@pytest.mark.parametrize("name", ["conv", "norm", "head decay", "write strength", "cross entropy"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "conv",
+        "norm",
+        "residual norm, no sum",
+        "swiglu",
+        "head decay",
+        "write strength",
+        "cross entropy",
+    ],
+)
 def test_a_second_derivative_is_refused(name) -> None:
     case = MAKERS[name]()
     leaves = {key: x.requires_grad_() for key, x in case.tensors.items()}
@@ -194,7 +224,30 @@ def test_a_wrong_target_gives_nan_instead_of_a_wrong_read() -> None:
 def test_a_cpu_keeps_the_plain_form() -> None:
     tables = (
         short_conv.CONVOLUTIONS, norm.GATED_NORMS, gates.STRENGTHS, gates.DECAYS,
-        loss.CROSS_ENTROPIES,
+        loss.CROSS_ENTROPIES, norm.RESIDUAL_NORMS, mlp.GATED_PRODUCTS,
     )  # fmt: skip
     assert all(list(table) == ["triton", "torch"] for table in tables)
     assert "Triton needs a CUDA device" in why_not_fused(torch.zeros(1))
+
+
+def test_a_branch_in_16_bits_is_added_to_a_stream_in_32() -> None:
+    x, y, weight = torch.randn(2, 5, 12), torch.randn(2, 5, 12).half(), torch.randn(12)
+    leaves = [t.requires_grad_() for t in (x, y, weight)]
+    outputs = norm.run_triton_sum(norm.Sum(x, y, weight, 1e-5))
+    expected = norm.run_torch_sum(norm.Sum(x, y, weight, 1e-5))
+    for a, b in zip(outputs, expected, strict=True):
+        assert a.dtype == torch.float32
+        assert_close(a, b.double(), dtype=torch.float32)
+    weights = [torch.randn(2, 5, 12) for _ in range(2)]
+    found = torch.autograd.grad(outputs, leaves, weights)
+    exact = torch.autograd.grad(expected, leaves, weights)
+    assert [g.dtype for g in found] == [torch.float32, torch.float16, torch.float32]
+    assert_close(found[0], exact[0].double(), dtype=torch.float32, gradient=True)
+    assert relative_rms(found[1], exact[1]) < 2**-10
+
+
+def test_the_branch_alone_is_read_where_nobody_reads_the_norm() -> None:
+    x, y = torch.randn(2, 1, 5, 12, requires_grad=True).unbind()
+    total, _ = norm.run_triton_sum(norm.Sum(x, y, torch.ones(12), 1e-5))
+    weight = torch.randn_like(total)
+    assert all(torch.equal(g, weight) for g in torch.autograd.grad(total, (x, y), weight))

@@ -1,6 +1,6 @@
 """`python -m deltarule.bench.neighbours`: what lies beside the recurrence, on a GPU, and its floor.
 
-Short convolution, gated norm, gates and the loss of the head at 8x4096 tokens and 2048 channels in
+Convolution, norms, SwiGLU, gates and the loss of the head at 8x4096 tokens and 2048 channels in
 bfloat16: ours, plain PyTorch, and FLA's, causal-conv1d's and Liger-Kernel's where installed. The
 floor is the time of the bytes that must move at the bandwidth of a large copy measured in the same
 run; for the head it is that of three matrix products at the measured rate.
@@ -24,6 +24,7 @@ from deltarule.bench.timing import copy_bandwidth, graph_ms, matrix_rate
 from deltarule.models import linear_next_token_loss
 from deltarule.nn import norm, short_conv
 from deltarule.nn.layout import make_layout
+from deltarule.ops import swiglu as swiglu_op
 from deltarule.rules import gates
 
 BATCH, TOKENS, CHANNELS, HEADS, TAPS = 8, 4096, 2048, 16, 4
@@ -198,6 +199,31 @@ def gated_norm() -> Case:
     return Case(inputs, sides, 3 * moved, 5 * moved)
 
 
+def residual_norm() -> Case:
+    """The RMS norm of the stream with a branch added; the sum is written too, as others read it."""
+    x, y = random(2, BATCH, TOKENS, CHANNELS).unbind()
+    inputs = {"x": x, "y": y, "weight": random(CHANNELS)}
+    sides: dict[str, Run] = {
+        "deltarule": lambda x: norm.run_triton_sum(norm.Sum(**x, eps=1e-5))[1],
+        "PyTorch": lambda x: norm.run_torch_sum(norm.Sum(**x, eps=1e-5))[1],
+    }
+    return Case(inputs, sides, 4 * x.nbytes, 3 * x.nbytes)
+
+
+def swiglu() -> Case:
+    """SiLU of one projection times the other, each 11/4 of the channels wide."""
+    shape = (BATCH, TOKENS, CHANNELS * 11 // 4)
+    inputs = {"gate": random(*shape), "up": random(*shape)}
+    sides: dict[str, Run] = {
+        "deltarule": lambda x: swiglu_op.swiglu(x["gate"], x["up"]),
+        "PyTorch": lambda x: F.silu(x["gate"]) * x["up"],
+    }
+    if fla := imported("fla.modules.activations"):
+        sides["FLA"] = lambda x: fla.swiglu(x["gate"], x["up"])
+    moved = inputs["gate"].nbytes
+    return Case(inputs, sides, 3 * moved, 5 * moved)
+
+
 def decay(per_channel: bool) -> Case:
     """The decay of KDA, or of Gated DeltaNet and Mamba-2."""
     sizes = (HEADS, CHANNELS // HEADS) if per_channel else (HEADS,)
@@ -259,6 +285,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "convolution, packed": lambda: convolution(packed=True),
     "convolution, one token": convolution_step,
     "gated norm": gated_norm,
+    "norm of a sum": residual_norm,
+    "SwiGLU": swiglu,
     "decay, channels": lambda: decay(per_channel=True),
     "decay, heads": lambda: decay(per_channel=False),
     "write strength": write_strength,

@@ -30,7 +30,7 @@ NO_TRITON = (
 )
 # So many processes compile at a time, and so much of the GPU's memory is left to each.
 MOST_PROCESSES = 16
-PROCESS_BYTES = 2 * 2**30
+PROCESS_BYTES = 3 * 2**30
 
 
 @dataclass(frozen=True)

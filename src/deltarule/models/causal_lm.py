@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from deltarule.models.arguments import check_inputs
 from deltarule.models.config import ModelConfig
 from deltarule.models.generate import Prompt, Stop, generate, stream
 from deltarule.nn import MIXERS, ModelState, RMSNorm, State, SwiGLU
+from deltarule.nn.recomputed import recomputed
 from deltarule.shapes import Hidden, Mask, Offsets
 
 Tokens = Int[Tensor, "B T"]
@@ -107,19 +109,20 @@ class CausalLM(nn.Module):
         # What layers share within one pass, such as the first layer's values in RWKV-7.
         shared: dict[str, Tensor] = {}
         recompute = self.activation_checkpointing and torch.is_grad_enabled()
-        x = self.embedding(tokens)
+        x, branch = self.embedding(tokens), None
         states = []
         for index, block in enumerate(self.blocks):
-            arguments = (x, None if state is None else state[index], cu_seqlens, mask, shared)
+            arguments = (None if state is None else state[index], cu_seqlens, mask, shared)
             if recompute:
-                # No layer draws random numbers, so there is no random state to keep.
-                x, after = checkpoint(
-                    block, *arguments, use_reentrant=False, preserve_rng_state=False
+                # Their sum alone is kept. No layer draws random numbers: there is no random state.
+                x = x if branch is None else x + branch
+                x, branch, after = checkpoint(
+                    block, x, None, *arguments, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                x, after = block(*arguments)
+                x, branch, after = block(x, branch, *arguments)
             states.append(after)
-        return self.norm(x), ModelState(states)
+        return norm_of_sum(self.norm, x, branch)[1], ModelState(states)
 
     def logits(self, x: Float[Tensor, "*rows hidden"]) -> Float[Tensor, "*rows vocab"]:
         """Apply the head to what `hidden` returned."""
@@ -206,7 +209,7 @@ class CausalLM(nn.Module):
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x)); no MLP when mlp_size is 0."""
+    """x + mixer(norm(x)), then x + mlp(norm(x)), if any; the next norm makes the last sum."""
 
     def __init__(self, config: ModelConfig, layer_index: int) -> None:
         """Build the block at layer_index, counted from 0."""
@@ -223,19 +226,26 @@ class Block(nn.Module):
     def forward(
         self,
         x: Hidden,
+        branch: Hidden | None,
         state: State | None,
         cu_seqlens: Offsets | None,
         mask: Mask | None,
         shared: dict[str, Tensor],
-    ) -> tuple[Hidden, State]:
-        """Apply both halves; return the stream and the mixer's new state."""
-        y, state = self.mixer(
-            self.mixer_norm(x), state, cu_seqlens=cu_seqlens, mask=mask, shared=shared
-        )
-        x = x + y
-        if self.mlp is not None and self.mlp_norm is not None:
-            x = x + self.mlp(self.mlp_norm(x))
-        return x, state
+    ) -> tuple[Hidden, Hidden, State]:
+        """Add the branch and apply both halves; return stream, branch and the mixer's state."""
+        x, normed = norm_of_sum(self.mixer_norm, x, branch)
+        with recomputed(normed, partial(self.mixer_norm.forward, x)):
+            y, state = self.mixer(normed, state, cu_seqlens=cu_seqlens, mask=mask, shared=shared)
+        if self.mlp is None or self.mlp_norm is None:
+            return x, y, state
+        x, normed = self.mlp_norm.of_sum(x, y)
+        with recomputed(normed, partial(self.mlp_norm.forward, x)):
+            return x, self.mlp(normed), state
+
+
+def norm_of_sum(norm: RMSNorm, x: Hidden, branch: Hidden | None) -> tuple[Hidden, Hidden]:
+    """The stream with the branch, if any, and its norm."""
+    return (x, norm(x)) if branch is None else norm.of_sum(x, branch)
 
 
 @torch.no_grad()

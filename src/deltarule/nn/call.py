@@ -1,6 +1,7 @@
 """One call of a recurrent layer, as its parts hand it to each other."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -10,13 +11,16 @@ from deltarule.nn.state import State
 
 @dataclass
 class Call:
-    """What a layer was given, and the state that it leaves behind."""
+    """What a layer was given, what it has projected, and the state that it leaves behind."""
 
     x: Tensor
     layout: Layout
     before: State
     after: State
     shared: dict[str, Tensor]
+    projected: dict[str, Tensor] = field(default_factory=dict)
+    # The convolved values, and how to convolve them again.
+    values: tuple[Tensor, Callable[[], Tensor]] | None = None
 
     def positions(self) -> Tensor:
         """[B, T] each token's position, counted on in the state's `length` [N]."""

@@ -6,6 +6,8 @@ A layer on top of it says which rule it follows, which gates feed the rule, and 
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +18,9 @@ from deltarule.nn.arguments import check_input, check_state
 from deltarule.nn.call import Call
 from deltarule.nn.heads import per_step, split
 from deltarule.nn.layout import blank_padding, make_layout
+from deltarule.nn.linears import linears
 from deltarule.nn.parts import RecurrentParts
+from deltarule.nn.recomputed import recomputed
 from deltarule.nn.state import State
 from deltarule.rules import Carry, Projections
 from deltarule.shapes import Hidden, Mask, Offsets, RecurrentOutput
@@ -90,7 +94,8 @@ class RecurrentMixer(RecurrentParts):
         shared = {} if shared is None else shared
         call = Call(layout.to_front(x), layout, before, State(), shared)
         projections = self.project(call)
-        o = self.run_operator(projections, call)
+        with nullcontext() if call.values is None else recomputed(*call.values):
+            o = self.run_operator(projections, call)
         return layout.to_place(self.finish(o, projections, call)), call.after
 
     def init_state(self, batch_size: int) -> State:
@@ -115,7 +120,11 @@ class RecurrentMixer(RecurrentParts):
 
     def project(self, call: Call) -> Projections:
         """Compute everything the rule may read."""
-        x, steps = call.x, self.n_steps
+        steps, projected = self.n_steps, call.projected
+        modules = {name: getattr(self, f"{name}_proj") for name in "qkvabg"}
+        modules = {name: module for name, module in modules.items() if module is not None}
+        outputs = linears(call.x, tuple(modules.values()))
+        projected.update(zip(modules, outputs, strict=True))
         q = split(self.stream("q", call), self.heads_of("q"), self.head_k_dim)
         k = per_step(self.stream("k", call), steps, self.heads_of("k"), self.head_k_dim)
         if self.qk_map is not None:
@@ -124,9 +133,9 @@ class RecurrentMixer(RecurrentParts):
             q=q,
             k=k,
             v=per_step(self.stream("v", call), steps, self.heads_of("v"), self.head_v_dim),
-            decay_logits=None if self.a_proj is None else self._decay_logits(self.a_proj(x)),
-            beta_logits=None if self.b_proj is None else per_step(self.b_proj(x), steps),
-            output_gate=None if self.g_proj is None else self._per_value_head(self.g_proj(x)),
+            decay_logits=self._decay_logits(projected["a"]) if self.a_proj is not None else None,
+            beta_logits=per_step(projected["b"], steps) if self.b_proj is not None else None,
+            output_gate=self._per_value_head(projected["g"]) if self.g_proj is not None else None,
             A_log=self.A_log,
             dt_bias=self.dt_bias,
             D=self.D,
@@ -140,11 +149,15 @@ class RecurrentMixer(RecurrentParts):
         )
 
     def stream(self, name: str, call: Call) -> Tensor:
-        """Project x to q, k or v, and convolve it."""
-        y: Tensor = getattr(self, f"{name}_proj")(call.x)
+        """Convolve what x was projected to: q, k or v."""
+        # Taken out: without a gradient nobody needs it after its convolution.
+        y = call.projected.pop(name)
         if self.conv_size:
             key = f"{name}_conv"
-            y, call.after[key] = getattr(self, key)(y, call.before[key], call.layout)
+            convolve = partial(getattr(self, key), y, call.before[key], call.layout)
+            y, call.after[key] = convolve()
+            if name == "v" and y.requires_grad:
+                call.values = y, lambda: convolve()[0]
         elif self.activates_projections and self.activates(name):
             y = F.silu(y)
         return y
@@ -169,7 +182,11 @@ class RecurrentMixer(RecurrentParts):
     def finish(self, o: Tensor, projections: Projections, call: Call) -> Tensor:
         """Read out, normalise each head, gate, and project back to the stream."""
         o = self.rule.read_out_function(o, projections, self.carry(call))
-        y: Tensor = self.o_proj(self.o_norm(o, projections.output_gate).flatten(-2))
+        # Of the projections the gate alone: what computes the norm again must not hold the rest.
+        gate = projections.output_gate
+        normed = self.o_norm(o, gate).flatten(-2)
+        with recomputed(normed, lambda: self.o_norm(o, gate).flatten(-2)):
+            y: Tensor = self.o_proj(normed)
         return y
 
     def _decay_logits(self, logits: Tensor) -> Tensor:

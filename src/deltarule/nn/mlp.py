@@ -3,9 +3,17 @@
 y = down(SiLU(gate x) * up x)
 """
 
-import torch.nn.functional as F
-from torch import nn
+from typing import NamedTuple
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deltarule.nn.linears import is_plain, linears
+from deltarule.ops import swiglu as fused
+from deltarule.ops.dispatch import Implementation, Table, always, choose
+from deltarule.ops.eager import unwatched
+from deltarule.ops.fused import run_fused, why_not_fused
 from deltarule.shapes import Hidden
 
 
@@ -33,5 +41,47 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Hidden) -> Hidden:
         """Map x [B, T, hidden_size] token by token."""
-        y: Hidden = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return y
+        gate, up = linears(x, (self.gate_proj, self.up_proj))
+        call = Call(gate, up, self.down_proj)
+        return choose(GATED_PRODUCTS, call, "auto", x.device).run(call)
+
+
+class Call(NamedTuple):
+    """What the second half is given."""
+
+    gate: Tensor
+    up: Tensor
+    down: nn.Linear
+
+
+def run_torch(call: Call) -> Hidden:
+    """Plain PyTorch."""
+    y: Hidden = call.down(F.silu(call.gate) * call.up)
+    return y
+
+
+def run_triton(call: Call) -> Hidden:
+    """One kernel before the product, and one in the backward, which needs gate and up alone."""
+    gate, up, down = call
+    y: Hidden
+    if not unwatched((gate, up)) or not is_plain(down) or not unwatched((down.weight,)):
+        y = down(run_fused(fused.swiglu, gate, up))
+    else:
+        autocast = torch.is_autocast_enabled(gate.device.type)
+        weight = down.weight.to(gate.dtype) if autocast else down.weight
+        y = fused.SwiGLULinear.apply(gate, up, weight)  # type: ignore[no-untyped-call]
+    return y
+
+
+def why_not_triton(call: Call) -> str | None:
+    """What the Triton kernel cannot do."""
+    if call.gate.dtype != call.up.dtype:
+        return f"the Triton kernel takes up in {call.gate.dtype}, as gate is"
+    return why_not_fused(call.gate)
+
+
+# In the order in which they are preferred.
+GATED_PRODUCTS: Table[Call, Hidden] = {
+    "triton": Implementation(why_not=why_not_triton, run=run_triton),
+    "torch": Implementation(why_not=always, run=run_torch),
+}

@@ -1,6 +1,8 @@
 """Division by the root mean square of the channels, plain and with an output gate.
 
 y = weight * x / sqrt(mean(x^2) + eps)
+
+A norm of a sum gives the sum too, in the pass that makes it.
 """
 
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 from deltarule.nn.heads import split
 from deltarule.ops import gated_norm as fused
+from deltarule.ops import residual_norm as fused_residual
 from deltarule.ops.dispatch import Implementation, Table, always, choose
 from deltarule.ops.fused import run_fused, why_not_fused
 
@@ -42,7 +45,13 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x [..., size]."""
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        call = Call(x, None, self.weight, self.eps, "silu")
+        return choose(GATED_NORMS, call, "auto", x.device).run(call)
+
+    def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x + y [..., size] and its norm."""
+        call = Sum(x, y, self.weight, self.eps)
+        return choose(RESIDUAL_NORMS, call, "auto", x.device).run(call)
 
 
 class GatedRMSNorm(RMSNorm):
@@ -104,6 +113,45 @@ def why_not_triton(call: Call) -> str | None:
 GATED_NORMS: Table[Call, Tensor] = {
     "triton": Implementation(why_not=why_not_triton, run=run_triton),
     "torch": Implementation(why_not=always, run=run_torch),
+}
+
+
+class Sum(NamedTuple):
+    """What one norm of a sum is given."""
+
+    x: Tensor
+    y: Tensor
+    weight: Tensor
+    eps: float
+
+
+def run_torch_sum(call: Sum) -> tuple[Tensor, Tensor]:
+    """Plain PyTorch."""
+    x, y, weight, eps = call
+    total = x + y
+    return total, F.rms_norm(total, weight.shape, weight.to(total.dtype), eps)
+
+
+def run_triton_sum(call: Sum) -> tuple[Tensor, Tensor]:
+    """One kernel; its backward adds the gradient by the sum to that through the norm."""
+    total, y = run_fused(fused_residual.residual_norm, *call)
+    return total, y
+
+
+def why_not_triton_sum(call: Sum) -> str | None:
+    """What the Triton kernel cannot do."""
+    x, y, *_ = call
+    if x.shape[-1] > fused.MAX_CHANNELS:
+        return f"the Triton kernel takes up to {fused.MAX_CHANNELS} channels, got {x.shape[-1]}"
+    if y.shape != x.shape:
+        return f"the Triton kernel takes y {list(x.shape)}, as x is"
+    return why_not_fused(x) or why_not_fused(y)
+
+
+# In the order in which they are preferred.
+RESIDUAL_NORMS: Table[Sum, tuple[Tensor, Tensor]] = {
+    "triton": Implementation(why_not=why_not_triton_sum, run=run_triton_sum),
+    "torch": Implementation(why_not=always, run=run_torch_sum),
 }
 
 

@@ -2,6 +2,7 @@
 
 from deltarule.ops.arguments import check_arguments, result
 from deltarule.ops.dispatch import Impl, dispatch
+from deltarule.ops.repeated import eager_kind, remembered, repeated
 from deltarule.shapes import (
     Beta,
     Decay,
@@ -76,9 +77,15 @@ def delta_rule(
     right); Gated DeltaNet, arXiv 2412.06464, eq. 10; DeltaProduct, arXiv 2502.10297 (later steps
     multiply on the right).
     """
+    kind = eager_kind(
+        q, k, v, beta, None, None, log_decay, initial_state, cu_seqlens, n_steps=n_steps,
+        scale=scale, normalize_qk=normalize_qk, batch_invariant=batch_invariant, impl=impl,
+    )  # fmt: skip
+    if (again := repeated(kind)) is not None:
+        return result(again, return_state)
     args = check_arguments(
         q, k, v, beta=beta, a=None, b=None, log_decay=log_decay, initial_state=initial_state,
         cu_seqlens=cu_seqlens, n_steps=n_steps, scale=scale, normalize_qk=normalize_qk,
         batch_invariant=batch_invariant,
     )  # fmt: skip
-    return result(dispatch(args, impl, save_states), return_state)
+    return result(remembered(kind, args, dispatch(args, impl, save_states)), return_state)

@@ -2,6 +2,7 @@
 
 from deltarule.ops.arguments import check_arguments, result
 from deltarule.ops.dispatch import Impl, dispatch
+from deltarule.ops.repeated import eager_kind, remembered, repeated
 from deltarule.shapes import (
     Decay,
     Erase,
@@ -79,9 +80,15 @@ def dplr(
                 f"{name} must be a tensor [B, T, HV, K], got None: without a free "
                 "erase, use delta_rule"
             )
+    kind = eager_kind(
+        q, k, v, None, a, b, log_decay, initial_state, cu_seqlens, n_steps=1, scale=scale,
+        normalize_qk=False, batch_invariant=batch_invariant, impl=impl,
+    )  # fmt: skip
+    if (again := repeated(kind)) is not None:
+        return result(again, return_state)
     args = check_arguments(
         q, k, v, beta=None, a=a, b=b, log_decay=log_decay, initial_state=initial_state,
         cu_seqlens=cu_seqlens, n_steps=1, scale=scale, normalize_qk=False,
         batch_invariant=batch_invariant,
     )  # fmt: skip
-    return result(dispatch(args, impl, save_states), return_state)
+    return result(remembered(kind, args, dispatch(args, impl, save_states)), return_state)

@@ -52,8 +52,8 @@ def gated_norm_backward(
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """[..., H, V] -> [M, H, V]: a view wherever the leading axes follow each other."""
-    return x.reshape(-1, x.shape[-2] if x.ndim > 2 else 1, x.shape[-1]) if x.numel() else (
+    """[..., H, V] -> [M, H, V], [B, T, V] -> [M, 1, V]: a view wherever the leading axes allow."""
+    return x.reshape(-1, x.shape[-2] if x.ndim > 3 else 1, x.shape[-1]) if x.numel() else (
         x.new_empty(0, 1, x.shape[-1])
     )  # fmt: skip
 

@@ -15,8 +15,8 @@ with pair_scores L_ij = sum_c e_ic y_jc e(j, i)_c for j < i, and P_ij of q and y
     free     a against b             (a against k) v   a g       b, and k with X = v
 
 The free erase reads the state before the decay of its own row, so its e(j, i) and g_i leave row i
-out. `matmul_dtype` rounds every operand of a matrix product, and nothing else: that is the error
-which a kernel in that precision cannot avoid, and the yardstick for those that exist.
+out. `matmul_dtype` rounds every operand of a matrix product, backward too, and nothing else: that
+is the error which a kernel in that precision cannot avoid, and the yardstick for those that exist.
 """
 
 from collections.abc import Callable
@@ -184,10 +184,19 @@ def chunk_output(
 
 def next_state(state: Tensor, writes: list[Written], log_decay: Tensor, rounded: Round) -> Tensor:
     """S Diag(g_C) + sum_j x_j (y_j e(j, C))^T."""
-    state = state * log_decay.sum(-2, keepdim=True).exp()
+    state = decayed(state, log_decay.sum(-2, keepdim=True).exp(), rounded)
     for x, y in writes:
         state = state + rounded(x).mT @ rounded(y * decay_to_end(log_decay))
     return state
+
+
+def decayed(state: Tensor, decay: Tensor, rounded: Round) -> Tensor:
+    """S Diag(g_C), and in its gradient by g_C rounded operands.
+
+    That is a product too: of S with the gradient by the next state, over all rows of the state.
+    """
+    zero = decay - decay.detach()
+    return state * decay + rounded(rounded(state) * zero) - state * zero
 
 
 def run(

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 
 from deltarule.kernels.inputs import Inputs
+from deltarule.kernels.triton import head
+from deltarule.kernels.triton.channel_anchored import anchored_gradients_kernel
 from deltarule.kernels.triton.channel_gradients import channel_gradients_kernel
 from deltarule.kernels.triton.channel_gradients_16bit import (
     even_chunks_kernel,
@@ -13,7 +15,15 @@ from deltarule.kernels.triton.channel_pairs import pair_gradients_kernel
 from deltarule.kernels.triton.channel_scores import channel_scores_kernel
 from deltarule.kernels.triton.configurations import configuration, power_of_two
 from deltarule.kernels.triton.direct import Launch
-from deltarule.kernels.triton.launch import Plan, Scores, precision, strides
+from deltarule.kernels.triton.launch import (
+    Plan,
+    Scores,
+    Shapes,
+    full_tiles,
+    inverse_precision,
+    precision,
+    strides,
+)
 
 # Rows that the decays of a chunk take, as channel_decay.py lays them out.
 SUMS = 212
@@ -54,6 +64,16 @@ def has_even_chunks(inputs: Inputs) -> bool:
     return inputs.q.dtype == torch.bfloat16 and inputs.decay == "channel" and inputs.erase != "free"
 
 
+def has_anchored_chunks(inputs: Inputs, plan: Plan) -> bool:
+    """Whether one kernel takes all that decays little: at the sizes at which it was right on a GPU.
+
+    On an H200 it asked for too much shared memory at 64 channels, and was wrong at 3.
+    """
+    sizes = plan.sizes
+    tested = sizes["BK"] == 128 and sizes["V"] <= 128 and sizes["N_STEPS"] == 1
+    return has_even_chunks(inputs) and tested
+
+
 def even_configuration(inputs: Inputs, plan: Plan) -> dict[str, int]:
     """Tile sizes, warps and stages of `even_chunks_kernel`, for every GPU and any size."""
     # Sums over value heads take registers, too, and so does a loop over channels.
@@ -63,22 +83,40 @@ def even_configuration(inputs: Inputs, plan: Plan) -> dict[str, int]:
     return tile | {"BV": min(power_of_two(plan.sizes["V"]), EVEN["BV"])}
 
 
-def score_buffers(inputs: Inputs, plan: Plan) -> Scores:
+def score_shapes(inputs: Inputs, plan: Plan) -> Shapes:
     """What the pairs of rows of every chunk leave for the kernels that follow the chunks."""
-    sizes, x, erase = plan.sizes, inputs.q, inputs.erase
+    sizes, dtype, erase = plan.sizes, inputs.q.dtype, inputs.erase
     rows, reads, channels = sizes["BT"], sizes["BQ"], sizes["K"]
+    copy, square = ((rows, channels), dtype), ((rows, rows), dtype)
+    reading = (reads, rows), dtype
+    shapes: Shapes = {"q": ((reads, channels), dtype), "write": copy, "scores": reading}
+    if erase != "none":
+        shapes |= {"erase": copy, "corrections": square}
+    if erase == "free":
+        shapes |= {"k": copy, "value_scores": reading, "from_values": square}
+    if erase == "tied":
+        shapes["scalings"] = (4, rows), torch.float32
+    if inputs.log_decay is not None:
+        shapes["chunk_decay"] = (channels,), torch.float32
+    each = plan.chunks, sizes["HV"]
+    return {name: ((*each, *shape), dtype) for name, (shape, dtype) in shapes.items()}
 
-    def buffer(*shape: int, dtype: torch.dtype = x.dtype) -> Tensor:
-        return torch.empty(plan.chunks, sizes["HV"], *shape, dtype=dtype, device=x.device)
 
-    erases, free = erase != "none", erase == "free"
+def score_buffers(inputs: Inputs, plan: Plan, buffers: dict[str, Tensor]) -> Scores:
+    """Where they go: among `buffers`, or into new ones."""
+    found = {
+        name: buffers[name] if name in buffers else plan.empty(*shape, inputs.q.device)
+        for name, shape in plan.once(score_shapes, inputs).items()
+    }
+    return kept_scores(found)
+
+
+def kept_scores(buffers: dict[str, Tensor]) -> Scores:
+    """The buffers by the names that `next_state` knows."""
+    x = buffers
     return Scores(
-        buffer(reads, channels), buffer(rows, channels) if free else None,
-        buffer(rows, channels) if erases else None, buffer(rows, channels),
-        buffer(reads, rows), buffer(reads, rows) if free else None,
-        buffer(rows, rows) if erases else None, buffer(rows, rows) if free else None,
-        buffer(4, rows, dtype=torch.float32) if erase == "tied" else None,
-        None if inputs.log_decay is None else buffer(channels, dtype=torch.float32),
+        x["q"], x.get("k"), x.get("erase"), x["write"], x["scores"], x.get("value_scores"),
+        x.get("corrections"), x.get("from_values"), x.get("scalings"), x.get("chunk_decay"),
     )  # fmt: skip
 
 
@@ -88,11 +126,11 @@ def channel_scores(inputs: Inputs, plan: Plan) -> tuple[Scores, Tensor | None]:
     Takes the tensors of `inputs` in one piece each, but for beta and log_decay; leaves the sums of
     the decays for `channel_gradients`.
     """
-    inputs, sizes, out = channel_decays(inputs), plan.sizes, score_buffers(inputs, plan)
+    inputs, sizes, out = channel_decays(inputs), plan.sizes, score_buffers(inputs, plan, {})
     free, sums = inputs.erase == "free", None
     if inputs.log_decay is not None:
         shape = plan.chunks, sizes["HV"], SUMS, sizes["K"]
-        sums = torch.empty(shape, dtype=torch.float32, device=inputs.q.device)
+        sums = plan.empty(shape, torch.float32, inputs.q.device)
     for erasing_rows in (False, True) if free else (False,):
         plan.once(scores_launch, inputs, erasing_rows)(
             (plan.chunks, sizes["HV"], 1),
@@ -120,7 +158,7 @@ def score_precisions(inputs: Inputs) -> dict[str, object]:
     dtype = inputs.q.dtype
     # A tf32 number has no more digits than a float16 one: rounding to it would show.
     products = "tf32" if dtype == torch.bfloat16 else "tf32x3"
-    return {"PRECISION": products, "MERGE": precision(dtype)}
+    return {"PRECISION": products, "MERGE": inverse_precision(dtype)}
 
 
 def channel_gradients(
@@ -135,16 +173,17 @@ def channel_gradients(
     d_errors: Tensor,
     d_values: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Launch the two kernels: gradients by q, k, v, beta, a, b and log_decay.
+    """Launch the kernels of all chunks, then those of what is left: gradients by q to log_decay.
 
     Takes what the kernels that follow the chunks saved: S, E, D, X and, of a free erase, dv. The
     decays' sums are overwritten.
     """
     wide, erase, x = channel_decays(inputs), inputs.erase, inputs.q
-    sizes, rows = plan.sizes, plan.sizes["BT"]
+    sizes, length = plan.sizes, plan.sizes["BT"]
     count = {"none": 1, "tied": 2, "free": 4}[erase]
     kept = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-    pairs = torch.empty(plan.chunks, sizes["HV"], count, rows, rows, dtype=kept, device=x.device)
+    shape = plan.chunks, sizes["HV"], count, length, length
+    pairs = torch.empty(shape, dtype=kept, device=x.device)
     d_q, d_k, d_v, d_a, d_b = (
         None if y is None else torch.empty_like(y)
         for y in (inputs.q, inputs.k, inputs.v, inputs.a, inputs.b)
@@ -154,12 +193,26 @@ def channel_gradients(
         for y in (inputs.beta, wide.log_decay)
     )
     places = inputs.scale, x.shape[1], inputs.sequences, *strides(inputs.beta)
+    even, anchored = has_even_chunks(inputs), has_anchored_chunks(inputs, plan)
+    if anchored:
+        # Of all chunks; those that decay far are written anew by what follows.
+        kernel = plan.once(anchored_launch, inputs)
+        kernel(
+            (head.slices(kernel) * sizes["H"] * plan.chunks, 1, 1),
+            triangle(inputs, plan), x, inputs.k, inputs.v, inputs.beta, inputs.log_decay,
+            inputs.cu_seqlens, scores.chunk_decay, states, errors, d_o, d_states, d_errors, x,
+            inputs.k, d_q, d_k, d_v, d_beta, d_decay, *places,
+        )  # fmt: skip
+        if inputs.normalize_qk:
+            for y, d_y in ((x, d_q), (inputs.k, d_k)):
+                rows = y.numel() // sizes["K"]
+                grid = -(-rows // head.NORM_ROWS), 1, 1
+                plan.once(head.norm_launch, inputs)(grid, y, d_y, rows)
     plan.once(pairs_launch, inputs)(
         (plan.chunks, sizes["HV"], 1),
-        inputs.v, inputs.beta, inputs.cu_seqlens, errors, d_o, d_errors, d_values, pairs, d_v,
-        d_beta, *places,
+        inputs.v, inputs.beta, inputs.cu_seqlens, scores.chunk_decay if anchored else None, errors,
+        d_o, d_errors, d_values, pairs, d_v, d_beta, *places,
     )  # fmt: skip
-    even = has_even_chunks(inputs)
     if even:
         kernel = plan.once(even_launch, inputs)
         parts = 1 if inputs.normalize_qk else -(-sizes["K"] // kernel.constants["BC"])
@@ -193,18 +246,54 @@ def gradient_options(inputs: Inputs, plan: Plan) -> dict[str, object]:
 def pairs_launch(inputs: Inputs, plan: Plan) -> Launch:
     """`pair_gradients_kernel` with its constants."""
     constants = gradient_options(inputs, plan)
-    shared = {name: constants[name] for name in (*SHARED, "V")}
+    shared = {name: constants[name] for name in ("H", "K", *SHARED, "V")}
     return Launch(pair_gradients_kernel, {**shared, **configuration("pair_gradients", plan.call)})
+
+
+def triangle(inputs: Inputs, plan: Plan) -> Tensor:
+    """Ones up to the diagonal, [BT, BT]: a product with them adds up rows."""
+    size = plan.sizes["BT"]
+    return torch.ones(size, size, dtype=inputs.q.dtype, device=inputs.q.device).tril()
+
+
+def anchored_launch(inputs: Inputs, plan: Plan) -> Launch:
+    """`anchored_gradients_kernel` with its constants."""
+    config, sizes = configuration("anchored_gradients", plan.call), plan.sizes
+    channels = min(config["BC"], sizes["BK"])
+    # A tile that is fetched has no rows of the next chunk, and a row of each token.
+    full = full_tiles(inputs, plan, config["BV"]) and sizes["BQ"] == sizes["BT"]
+    rows, values = [sizes["BT"], config["BV"]], (sizes["V"], sizes["HV"] * sizes["V"])
+    some = [sizes["BT"], channels]
+    keys, decays = (sizes["H"] * sizes["K"], some), (sizes["HV"] * sizes["K"], some)
+    state = sizes["K"], [config["BV"], channels]
+    tiles = {
+        "v": (values[1], rows), "d_o": (values[1], rows), "errors": (values[0], rows),
+        "d_errors": (values[0], rows), "states": state, "d_states": state, "q": keys, "k": keys,
+        "d_q": keys, "d_k": keys, "d_v": (values[1], rows), "log_decay": decays,
+        "d_log_decay": decays, "ones": (sizes["BT"], [sizes["BT"], sizes["BT"]]),
+    }  # fmt: skip
+    own = ("H", "HV", "K", "V", "N_STEPS", "CT", "BT", "BK")
+    constants = {
+        **{name: sizes[name] for name in own}, **config, "BC": channels,
+        "TIED": inputs.erase == "tied", "UNIT_NORM": inputs.normalize_qk,
+        "PACKED": inputs.cu_seqlens is not None, "TMA": full,
+        "PRECISION": precision(inputs.q.dtype),
+    }  # fmt: skip
+    return Launch(anchored_gradients_kernel, constants, tiles if full else None)
 
 
 def even_launch(inputs: Inputs, plan: Plan) -> Launch:
     """`even_chunks_kernel` with its constants."""
     constants = gradient_options(inputs, plan)
     shared = {name: constants[name] for name in ("H", *SHARED, "K", "V", "UNIT_NORM")}
+    shared["FAR_ALONE"] = has_anchored_chunks(inputs, plan)
     return Launch(even_chunks_kernel, {**shared, **even_configuration(inputs, plan)})
 
 
 def gradients_launch(inputs: Inputs, plan: Plan, even: bool) -> Launch:
     """The kernel of all chunks, or of those that are not even, with its constants."""
-    kernel = steep_chunks_kernel if even else channel_gradients_kernel
-    return Launch(kernel, gradient_options(inputs, plan))
+    constants = gradient_options(inputs, plan)
+    if not even:
+        return Launch(channel_gradients_kernel, constants)
+    constants["FAR_ALONE"] = has_anchored_chunks(inputs, plan)
+    return Launch(steep_chunks_kernel, constants)

@@ -23,11 +23,11 @@ SHIFT, RANGE = 64.0, 160.0
 PROGRAMS = 256
 
 
-def even_scores(inputs: Inputs, plan: Plan) -> Scores:
+def even_scores(inputs: Inputs, plan: Plan, buffers: dict[str, Tensor]) -> Scores:
     """Launch `even_scores_kernel`, and after it the one for what it leaves over."""
-    x, sizes, out = inputs.q, plan.sizes, channel.score_buffers(inputs, plan)
+    x, sizes, out = inputs.q, plan.sizes, channel.score_buffers(inputs, plan, buffers)
     heads = plan.chunks * sizes["HV"]
-    even_rows = torch.empty(plan.chunks, sizes["HV"], dtype=torch.int32, device=x.device)
+    even_rows = plan.empty((plan.chunks, sizes["HV"]), torch.int32, x.device)
     written = (
         out.q, out.erase, out.write, out.scores, out.corrections, out.scalings, out.chunk_decay,
         even_rows,
@@ -35,7 +35,7 @@ def even_scores(inputs: Inputs, plan: Plan) -> Scores:
     given = inputs.q, inputs.k, inputs.beta, inputs.log_decay, inputs.cu_seqlens, *written
     plan.once(even_scores_launch, inputs)((heads, 1, 1), *given, *places(inputs))
     programs = min(PROGRAMS, heads)
-    sums = torch.empty(programs, channel.SUMS, sizes["K"], dtype=torch.float32, device=x.device)
+    sums = plan.empty((programs, channel.SUMS, sizes["K"]), torch.float32, x.device)
     plan.once(steep_scores_launch, inputs)(
         (programs, 1, 1), *given, sums, plan.chunks, *places(inputs)
     )
@@ -69,8 +69,8 @@ def steep_scores_launch(inputs: Inputs, plan: Plan) -> Launch:
     return Launch(steep_scores_kernel, constants)
 
 
-def decay_sums(inputs: Inputs, plan: Plan) -> Tensor:
-    """Launch `decay_sums_kernel`: what `channel_gradients` needs besides scores."""
+def decay_sums(inputs: Inputs, plan: Plan, scores: Scores) -> Tensor:
+    """Launch `decay_sums_kernel`: what gradients of chunks that decay far need besides scores."""
     sizes, x = plan.sizes, inputs.q
     shape = plan.chunks, sizes["HV"], channel.SUMS, sizes["K"]
     sums = torch.empty(shape, dtype=torch.float32, device=x.device)
@@ -78,8 +78,8 @@ def decay_sums(inputs: Inputs, plan: Plan) -> Tensor:
     chunk_decay = torch.empty_like(sums[:, :, 0], memory_format=torch.contiguous_format)
     plan.once(sums_launch, inputs)(
         (plan.chunks, sizes["HV"], 1),
-        inputs.log_decay, inputs.cu_seqlens, chunk_decay, sums, x.shape[1], inputs.sequences,
-        *channel.decay_strides(inputs.log_decay),
+        inputs.log_decay, inputs.cu_seqlens, scores.chunk_decay, chunk_decay, sums, x.shape[1],
+        inputs.sequences, *channel.decay_strides(inputs.log_decay),
     )  # fmt: skip
     return sums
 
@@ -87,8 +87,8 @@ def decay_sums(inputs: Inputs, plan: Plan) -> Tensor:
 def sums_launch(inputs: Inputs, plan: Plan) -> Launch:
     """`decay_sums_kernel` with its constants."""
     constants = {
-        **{name: plan.sizes[name] for name in ("HV", "K", "N_STEPS", "CT", "BK")},
+        **{name: plan.sizes[name] for name in ("H", "HV", "K", "N_STEPS", "CT", "BK")},
         "PACKED": inputs.cu_seqlens is not None, "EXACT": inputs.q.dtype == torch.float32,
-        "num_warps": 2, "num_stages": 1,
+        "FAR_ALONE": channel.has_anchored_chunks(inputs, plan), "num_warps": 2, "num_stages": 1,
     }  # fmt: skip
     return Launch(decay_sums_kernel, constants)

@@ -48,7 +48,11 @@ def channel_log_decay(
 @triton.jit
 def load_sums(p_s, o_r, o_k, K: tl.constexpr):
     """Rows o_r of a chunk's sums."""
-    return tl.load(p_s + o_r[:, None] * K + o_k[None, :], mask=(o_k < K)[None, :], other=0.0)
+    o_s = o_r[:, None] * K + o_k[None, :]
+    if K == 1:
+        # A thread would read along the rows: the assembler then loses addresses of operands.
+        o_s = tl.max_contiguous(o_s, [1, 1])
+    return tl.load(p_s + o_s, mask=(o_k < K)[None, :], other=0.0)
 
 
 @triton.jit

@@ -1,12 +1,14 @@
 """The gradients of a chunk of bfloat16 whose channels decay apart, where no block decays far.
 
-The sums of channel_gradients.py, without a free erase, as channel_blocks.py takes them. Chunks in
-which a block decays further go to `steep_chunks_kernel`, which is the kernel of channel_gradients.
+The sums of channel_gradients.py, without a free erase, as channel_blocks.py takes them. Where
+`anchored_gradients_kernel` ran before, only chunks that decay far as a whole are taken. Those in
+which a block decays far go to `steep_chunks_kernel`, which is the kernel of channel_gradients.
 """
 
 import triton
 import triton.language as tl
 
+from deltarule.kernels.triton.channel_anchored import is_far
 from deltarule.kernels.triton.channel_blocks import (
     column_gradients,
     norms,
@@ -170,6 +172,7 @@ def even_chunks_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
     CT: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr, ERASE: tl.constexpr,
     UNIT_NORM: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    FAR_ALONE: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the chunks that are not steep, as `channel_gradients_kernel` leaves them.
 
@@ -179,6 +182,9 @@ def even_chunks_kernel(
     first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
     if tokens <= 0:
         return
+    if FAR_ALONE:  # noqa: SIM102 - a choice at compile time
+        if not is_far(chunk_decay, i_m, i_key, H, HV, K):
+            return
     if is_steep(sums, i_m, i_key, H, HV, K):
         return
     tl.static_assert(BT == 4 * BLOCK)
@@ -227,9 +233,12 @@ def steep_chunks_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
     CT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
     ERASE: tl.constexpr, HAS_DECAY: tl.constexpr, UNIT_NORM: tl.constexpr, PACKED: tl.constexpr,
-    BAR: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    BAR: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, FAR_ALONE: tl.constexpr,
 ):  # fmt: skip
     """`channel_gradients_kernel` of the chunks that are steep."""
+    if FAR_ALONE:  # noqa: SIM102 - a choice at compile time
+        if not is_far(chunk_decay, tl.program_id(0), tl.program_id(1), H, HV, K):
+            return
     if not is_steep(sums, tl.program_id(0), tl.program_id(1), H, HV, K):
         return
     channel_gradients_kernel(

@@ -110,8 +110,11 @@ def chunk_rows(call: Call) -> int:
     return shipped("next_state", call).get("BT", ROWS)
 
 
-# Plans of the calls so far, as launch.py makes them: they hold configurations.
+# What is kept of calls, and holds configurations: the plans that launch.py makes, and the launches
+# that recording.py wrote down.
 plans: dict[Hashable, Any] = {}
+recordings: dict[Hashable, Any] = {}
+MOST_RECORDINGS = 512
 _overrides: dict[str, dict[str, int]] = {}
 
 
@@ -127,10 +130,18 @@ def overridden(kernel: str, config: dict[str, int]) -> Iterator[None]:
         forget()
 
 
+def remember(key: Hashable, recording: Any) -> None:
+    """Keep what is known of the launches of a kind of calls."""
+    if len(recordings) >= MOST_RECORDINGS:
+        recordings.clear()
+    recordings[key] = recording
+
+
 def forget() -> None:
     """Look configurations up again, and plan anew."""
     configuration.cache_clear()
     plans.clear()
+    recordings.clear()
 
 
 def power_of_two(size: int) -> int:

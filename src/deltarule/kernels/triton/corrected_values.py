@@ -22,7 +22,7 @@ def correction(b_m, b_beta, BT: tl.constexpr, PRECISION: tl.constexpr):
 
         [[A1, 0], [A21, A2]]^-1 = [[R1, 0], [-R2 A21 R1, R2]]
 
-    Half precision serves for the inverse, whose entries are about one.
+    float16 serves for the inverse, whose entries are about one, where inputs have fewer digits.
     """
     b_a = b_m * b_beta[None, :]
     difference = tl.arange(0, BT)[:, None] ^ tl.arange(0, BT)[None, :]

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltarule.kernels.triton.adjacent import adjacent
+from deltarule.kernels.triton.direct import launch
 
 # Elements of a row that a program holds at a time.
 BLOCK = 4096
@@ -68,10 +69,9 @@ def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int) -> tuple[T
     losses = torch.empty(rows, device=logits.device)
     lse = torch.empty_like(losses)
     if rows:
-        cross_entropy_kernel[(rows,)](
-            logits, targets.contiguous(), losses, lse, size, logits.stride(0), ignore_index,
-            BV=min(BLOCK, triton.next_power_of_2(size)), **OPTIONS,
-        )  # fmt: skip
+        given = logits, targets.contiguous(), losses, lse, size, logits.stride(0), ignore_index
+        constants = {"BV": min(BLOCK, triton.next_power_of_2(size)), **OPTIONS}
+        launch(cross_entropy_kernel, (rows, 1, 1), given, constants)
     return losses, lse
 
 
@@ -83,8 +83,10 @@ def cross_entropy_backward(
     width = min(BLOCK, triton.next_power_of_2(size))
     stride = d_losses.stride(0) if d_losses.ndim else 0
     if rows:
-        cross_entropy_backward_kernel[rows, triton.cdiv(size, width)](
+        given = (
             d_losses, logits, targets.contiguous(), lse, into, size, logits.stride(0),
-            into.stride(0), stride, ignore_index, BV=width, **OPTIONS,
+            into.stride(0), stride, ignore_index,
         )  # fmt: skip
+        grid = rows, triton.cdiv(size, width), 1
+        launch(cross_entropy_backward_kernel, grid, given, {"BV": width, **OPTIONS})
     return into

@@ -9,7 +9,7 @@ state of the chunk's start:
 import triton
 import triton.language as tl
 
-from deltarule.kernels.triton.chunk import chunk_place
+from deltarule.kernels.triton.chunk import slab_chunk
 from deltarule.kernels.triton.decay import RESET, chunk_decay_sums, decay_ratio
 from deltarule.kernels.triton.tiles import BETA, load_chunk, load_errors, load_rows, row_scaling
 from deltarule.kernels.triton.unit_norm import inverse_norm
@@ -19,20 +19,23 @@ from deltarule.kernels.triton.unit_norm import inverse_norm
 QUERIES, KEYS, WRITES, HELD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
-@triton.jit(do_not_specialize=["T", "N", "s_slice"])
+@triton.jit(do_not_specialize=["T", "N", "s_slice", "per_segment", "slab", "per_slab"])
 def decay_gradients_kernel(
     parts, log_decay, cu_seqlens, d_log_decay, T, N, s_decay_b, s_decay_t, s_decay_h, s_slice,
     HV: tl.constexpr, N_STEPS: tl.constexpr, CT: tl.constexpr, BT: tl.constexpr,
-    SLICES: tl.constexpr, PAIRS: tl.constexpr, PACKED: tl.constexpr,
+    SLICES: tl.constexpr, PAIRS: tl.constexpr, PACKED: tl.constexpr, per_segment=None,
+    SPLIT: tl.constexpr = "none", slab=None, per_slab=None, SLAB: tl.constexpr = "none",
 ):  # fmt: skip
     """One chunk of one value head; a reset gets no gradient."""
-    i_m, i_h = tl.program_id(0), tl.program_id(1)
-    first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
+    number, i_h = tl.program_id(0), tl.program_id(1)
+    first, tokens, _ = slab_chunk(
+        number, cu_seqlens, T, N, per_segment, slab, per_slab, CT, SPLIT, SLAB, PACKED
+    )  # fmt: skip
     if tokens <= 0:
         return
     o_r = tl.arange(0, BT)
     o_t, m_t = o_r // N_STEPS, o_r % N_STEPS == 0
-    p_x = parts + (i_m.to(tl.int64) * HV + i_h) * 4 * BT
+    p_x = parts + (number.to(tl.int64) * HV + i_h) * 4 * BT
     b_later, b_before = tl.zeros([BT], tl.float32), tl.zeros([BT], tl.float32)
     b_held = tl.zeros([BT], tl.float32)
     for i_c in tl.static_range(SLICES):
@@ -80,7 +83,7 @@ def pairs_across(b_z, o_t, o_i, o_j, PRECISION: tl.constexpr):
 @triton.jit
 def pair_decay_gradients(
     p_q, p_k, v, log_decay, scalings, errors, d_o, d_errors, p_dg,
-    scale, first, tokens, i_h, i_slot, s_decay_t,
+    scale, first, tokens, i_h, i_slot, i_kept, i_own, s_decay_t,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
     BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TIED: tl.constexpr,
     UNIT_NORM: tl.constexpr, PRECISION: tl.constexpr,
@@ -94,11 +97,11 @@ def pair_decay_gradients(
         o_v = i_v + tl.arange(0, BV)
         b_do = load_rows(p_do, o_i, m_i, o_v, V, HV * V, V % BV == 0)
         b_e = load_errors(
-            v, errors, first * N_STEPS, rows, i_h, i_slot, i_v, HV, V, BT, BV, TIED, False
+            v, errors, first * N_STEPS, rows, i_h, i_kept, i_v, HV, V, BT, BV, TIED, False
         )
         b_gp = tl.dot(b_do, tl.trans(b_e), acc=b_gp, input_precision=PRECISION)
         if TIED:
-            b_x = load_chunk(d_errors, i_slot, i_v, V, BT, BV, False)
+            b_x = load_chunk(d_errors, i_own, i_v, V, BT, BV, False)
             b_gm = tl.dot(b_x, tl.trans(b_e), acc=b_gm, input_precision=PRECISION)
     b_q = load_rows(p_q, o_i, m_i, o_k, K, H * K, K == BK)
     b_k = load_rows(p_k, o_r, o_r < rows, o_k, K, H * K, K == BK)

@@ -9,7 +9,8 @@ leaves the launch to Triton, for a wrong binary would give wrong numbers in sile
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,9 @@ OPTIONS = {"enable_fp_fusion": True}
 ALIGNED = 16
 # Keys and tensor maps of one kernel that are kept: lengths and addresses that never end.
 MOST = 1024
+
+# Where the current device is the right one, there is nothing to change.
+HERE = nullcontext()
 
 Grid = tuple[int, int, int]
 # By the name of an argument: columns of the matrix that it is, and the tile that is fetched of it.
@@ -64,7 +68,7 @@ class Launch:
         self, kernel: Any, constants: Mapping[str, Any], tiles: Tiles | None = None
     ) -> None:
         """Nothing is compiled before a call."""
-        self.kernel, self.constants = kernel, {**constants, **OPTIONS}
+        self.kernel, self.constants = kernel, {**OPTIONS, **constants}
         names, tiles = list(kernel.arg_names), tiles or {}
         self.tiles = sorted((names.index(name), *of) for name, of in tiles.items())
         # What follows the arguments of a call; a launcher passes over what is compiled in.
@@ -74,11 +78,7 @@ class Launch:
 
     def __call__(self, grid: Grid, *arguments: Any) -> None:
         """Run the kernel where its tensors are, on the current stream there."""
-        place = next(x.device for x in arguments if isinstance(x, Tensor))
-        if place.type == "cuda" and place.index != torch.cuda.current_device():
-            with torch.cuda.device(place):
-                self.launch(grid, arguments)
-        else:
+        with there(next(x.device for x in arguments if isinstance(x, Tensor))):
             self.launch(grid, arguments)
 
     def launch(self, grid: Grid, arguments: tuple[Any, ...]) -> None:
@@ -97,6 +97,12 @@ class Launch:
         compiled = self.through_triton(grid, arguments)
         if found is not None and isinstance(compiled, CompiledKernel):
             self.keep(found[0], compiled, arguments)
+
+    def binary(self, arguments: tuple[Any, ...]) -> Binary | None:
+        """What a launch on the current device would take past Triton's search."""
+        if (found := signature(arguments)) is None:
+            return None
+        return self.binaries.get((driver.active.get_current_device(), *found[0]))
 
     def through_triton(self, grid: Grid, arguments: tuple[Any, ...]) -> object:
         """Launch as Triton does it; what it compiled, if it compiled."""
@@ -124,7 +130,36 @@ class Launch:
         self.binaries[device, *key] = Binary(launcher, function, compiled, fetched, {})
 
 
-def watched(kernel: Any) -> bool:
+def launch(
+    kernel: Any, grid: Grid, arguments: Sequence[Any], constants: Mapping[str, object]
+) -> None:
+    """Run a kernel, through one `Launch` for all calls with these constants."""
+    # A kernel's own hash is that of its source. A constant has one type in all calls.
+    key = id(kernel), *constants.items()
+    if (found := launches.get(key)) is None:
+        if len(launches) >= MOST:
+            launches.clear()
+        found = launches[key] = Launch(kernel, constants)
+    found(grid, *arguments)
+
+
+# By kernel and constants; each holds its kernel.
+launches: dict[Hashable, Launch] = {}
+
+
+def there(place: torch.device) -> AbstractContextManager[Any]:
+    """Launches inside go to this device: they go to the current one, wherever tensors are."""
+    if place.type != "cuda" or place.index == torch.cuda.current_device():
+        return HERE
+    return torch.cuda.device(place)
+
+
+def stream_of(place: torch.device) -> object:
+    """The current stream there."""
+    return driver.active.get_current_stream(place.index)
+
+
+def watched(*kernels: Any) -> bool:
     """Whether anybody wants to see launches or another kind of code, now that a binary is there."""
     runtime = knobs.runtime
     return bool(
@@ -133,7 +168,7 @@ def watched(kernel: Any) -> bool:
         or calls(runtime.launch_enter_hook)
         or calls(runtime.launch_exit_hook)
         or getattr(runtime, "add_stages_inspection_hook", None)
-        or getattr(kernel, "pre_run_hooks", None)
+        or any(getattr(kernel, "pre_run_hooks", None) for kernel in kernels)
     )
 
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltarule.kernels.triton.adjacent import adjacent
+from deltarule.kernels.triton.direct import launch
 
 # Elements of a tile, and in the backward tiles whose share of d weight one program adds up.
 FORWARD_TILE, BACKWARD_TILE, TILES = 2048, 1024, 8
@@ -97,11 +98,14 @@ def gated_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, act: 
     width = triton.next_power_of_2(size)
     tile = max(FORWARD_TILE // width, 1)
     if y.numel():
-        gated_norm_kernel[(triton.cdiv(rows, tile),)](
+        given = (
             x, gate, weight.contiguous(), y, rows, eps, *x.stride()[:2], *row_strides(gate),
-            H=x.shape[1], V=size, BV=width, BR=tile, ACTIVATION="none" if gate is None else act,
-            **options(width),
         )  # fmt: skip
+        constants = {
+            "H": x.shape[1], "V": size, "BV": width, "BR": tile,
+            "ACTIVATION": "none" if gate is None else act, **options(width),
+        }  # fmt: skip
+        launch(gated_norm_kernel, (triton.cdiv(rows, tile), 1, 1), given, constants)
     return y
 
 
@@ -118,12 +122,15 @@ def gated_norm_backward(
     programs = triton.cdiv(rows, tile * TILES)
     d_weight = torch.empty(programs, size, device=x.device)
     if programs:
-        gated_norm_backward_kernel[(programs,)](
+        given = (
             d_y, x, gate, weight.contiguous(), d_x, d_gate, d_weight, rows, eps,
             *d_y.stride()[:2], *x.stride()[:2], *row_strides(gate),
-            H=x.shape[1], V=size, BV=width, BR=tile, TILES=TILES,
-            ACTIVATION="none" if gate is None else act, **options(width),
         )  # fmt: skip
+        constants = {
+            "H": x.shape[1], "V": size, "BV": width, "BR": tile, "TILES": TILES,
+            "ACTIVATION": "none" if gate is None else act, **options(width),
+        }  # fmt: skip
+        launch(gated_norm_backward_kernel, (programs, 1, 1), given, constants)
     return d_x, d_gate, d_weight.sum(0).to(weight.dtype)
 
 

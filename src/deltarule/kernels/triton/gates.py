@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltarule.kernels.triton.adjacent import adjacent
+from deltarule.kernels.triton.direct import launch
 
 # Elements of a tile: a thread that holds several rows computes a channel's rate once for them. Most
 # channels in one, and in the backward tiles of one program.
@@ -116,10 +117,15 @@ def log_decay(logits: Tensor, A_log: Tensor, dt_bias: Tensor, step: bool) -> tup
     dt = torch.empty(rows if step else 0, channels, device=logits.device)
     width, tile = tile_of(channels, DECAY_TILE)
     if out.numel():
-        log_decay_kernel[triton.cdiv(rows, tile), triton.cdiv(channels, width)](
+        given = (
             logits, A_log.contiguous(), dt_bias.contiguous(), out, dt, rows, logits.stride(0),
-            C=channels, K=channels // A_log.numel(), BC=width, BR=tile, STEP=step, **OPTIONS,
         )  # fmt: skip
+        constants = {
+            "C": channels, "K": channels // A_log.numel(), "BC": width, "BR": tile, "STEP": step,
+            **OPTIONS,
+        }  # fmt: skip
+        grid = triton.cdiv(rows, tile), triton.cdiv(channels, width), 1
+        launch(log_decay_kernel, grid, given, constants)
     return out, dt
 
 
@@ -139,11 +145,16 @@ def log_decay_backward(
     d_logits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     parts = torch.empty(2, programs, channels, device=logits.device)
     if parts.numel():
-        log_decay_backward_kernel[programs, triton.cdiv(channels, width)](
+        given = (
             d_log_decay, d_dt, logits, A_log.contiguous(), dt_bias.contiguous(), d_logits,
-            *parts, rows, logits.stride(0), C=channels, K=channels // A_log.numel(), BC=width,
-            BR=tile, TILES=TILES, DECAY=d_log_decay is not None, STEP=d_dt is not None, **OPTIONS,
+            *parts, rows, logits.stride(0),
         )  # fmt: skip
+        constants = {
+            "C": channels, "K": channels // A_log.numel(), "BC": width, "BR": tile, "TILES": TILES,
+            "DECAY": d_log_decay is not None, "STEP": d_dt is not None, **OPTIONS,
+        }  # fmt: skip
+        grid = programs, triton.cdiv(channels, width), 1
+        launch(log_decay_backward_kernel, grid, given, constants)
     d_A_log = parts[0].view(programs, A_log.numel(), -1).sum((0, 2)).view(A_log.shape)
     d_dt_bias = parts[1].sum(0).view(dt_bias.shape)
     return d_logits, d_A_log.to(A_log.dtype), d_dt_bias.to(dt_bias.dtype)
@@ -157,10 +168,12 @@ def write_strength(logits: Tensor, d_beta: Tensor | None, beta_max: float) -> Te
     d_beta = None if d_beta is None else d_beta.contiguous()
     width, tile = tile_of(channels, TILE)
     if out.numel():
-        write_strength_kernel[triton.cdiv(rows, tile), triton.cdiv(channels, width)](
-            logits, d_beta, out, rows, beta_max, logits.stride(0),
-            C=channels, BC=width, BR=tile, BACKWARD=d_beta is not None, **OPTIONS,
-        )  # fmt: skip
+        given = logits, d_beta, out, rows, beta_max, logits.stride(0)
+        constants = {
+            "C": channels, "BC": width, "BR": tile, "BACKWARD": d_beta is not None, **OPTIONS,
+        }  # fmt: skip
+        grid = triton.cdiv(rows, tile), triton.cdiv(channels, width), 1
+        launch(write_strength_kernel, grid, given, constants)
     return out
 
 

@@ -34,7 +34,7 @@ a product still reads it; one that was computed stays in registers, which the as
 import triton
 import triton.language as tl
 
-from deltarule.kernels.triton.chunk import chunk_place, place_of
+from deltarule.kernels.triton.chunk import place_of, slab_chunk
 from deltarule.kernels.triton.decay import decay_ratio, decay_sums, row_decays
 from deltarule.kernels.triton.decay_gradients import (
     pair_decay_gradients,
@@ -56,7 +56,7 @@ from deltarule.kernels.triton.tiles import (
 from deltarule.kernels.triton.unit_norm import inverse_norm, unit_norm_backward
 
 
-@triton.jit(do_not_specialize=["T", "N", "s_slice"])
+@triton.jit(do_not_specialize=["T", "N", "s_slice", "per_segment", "slab", "per_slab"])
 def gradients_kernel(
     q, k, v, log_decay, cu_seqlens, scalings, chunk_decay, states, errors, d_o, d_states,
     d_errors, p_s, p_d, p_x, d_q, d_k, d_v, d_beta, parts, scale, T, N,
@@ -65,17 +65,23 @@ def gradients_kernel(
     CT: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr,
     BV: tl.constexpr, HAS_DECAY: tl.constexpr, TIED: tl.constexpr, UNIT_NORM: tl.constexpr,
     PACKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    per_segment=None, SPLIT: tl.constexpr = "none", slab=None, per_slab=None,
+    SLAB: tl.constexpr = "none", KEPT: tl.constexpr = True,
 ):  # fmt: skip
     """Gradients in the layouts of their tensors, d_beta in float32, and `parts` of dlog_decay.
 
     With TMA v, states, errors, d_o, d_states and d_errors are descriptors and every tile is full;
-    p_s, p_d and p_x are the same states, gradients by states and by errors as pointers.
+    p_s, p_d and p_x are the same states, gradients by states and by errors as pointers. With a SLAB
+    the gradients by both and the parts have the numbers of its chunks; states and errors, too,
+    unless they are KEPT of all chunks.
     """
     SLICES: tl.constexpr = (K + BC - 1) // BC
     # The programs of a chunk run side by side, and share what they read in the cache.
     PAIRS: tl.constexpr = HAS_DECAY and PRECISION == "tf32x3"
-    i_c, i_key, i_m = place_of(SLICES + PAIRS, H)
-    first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
+    i_c, i_key, number = place_of(SLICES + PAIRS, H)
+    first, tokens, i_m = slab_chunk(
+        number, cu_seqlens, T, N, per_segment, slab, per_slab, CT, SPLIT, SLAB, PACKED
+    )  # fmt: skip
     if tokens <= 0:
         return
     tokens = tl.minimum(tokens, CT)
@@ -96,15 +102,16 @@ def gradients_kernel(
         b_dq, b_dk = tl.zeros([BQ, BC], tl.float32), tl.zeros([BT, BC], tl.float32)
         for i_g in range(HV // H):
             i_h = i_key * (HV // H) + i_g
-            i_slot = i_m.to(tl.int64) * HV + i_h
+            i_slot, i_own = i_m.to(tl.int64) * HV + i_h, number.to(tl.int64) * HV + i_h
+            i_kept = i_slot if KEPT else i_own
             p_g, p_part = log_decay, parts
             if HAS_DECAY:
                 p_g += i_h * s_decay_h
-                p_part += i_c * s_slice + i_slot * 4 * BT
+                p_part += i_c * s_slice + i_own * 4 * BT
             b_dq, b_dk = add_value_head(
                 b_dq, b_dk, b_q, b_k, p_q, p_k, norm_q * scale, norm_k, v, p_g, scalings,
                 chunk_decay, states, errors, d_o, d_states, d_errors, p_s, p_d, p_x, d_v, d_beta,
-                p_part, first, tokens, i_c, i_h, i_slot, s_decay_t,
+                p_part, first, tokens, i_c, i_h, i_slot, i_kept, i_own, s_decay_t,
                 H, HV, K, V, N_STEPS, BT, BQ, BC, BV, HAS_DECAY, TIED, TMA, PRECISION,
             )  # fmt: skip
         if UNIT_NORM and SLICES == 1:
@@ -117,12 +124,14 @@ def gradients_kernel(
     elif PAIRS:
         for i_g in range(HV // H):
             i_h = i_key * (HV // H) + i_g
-            i_slot = i_m.to(tl.int64) * HV + i_h
+            i_slot, i_own = i_m.to(tl.int64) * HV + i_h, number.to(tl.int64) * HV + i_h
+            i_kept = i_slot if KEPT else i_own
             pair_decay_gradients(
                 q + (first * H + i_key) * K, k + (first * N_STEPS * H + i_key) * K, v,
                 log_decay + i_h * s_decay_h, scalings, errors, d_o, d_errors,
-                parts + SLICES * s_slice + i_slot * 4 * BT, scale, first, tokens, i_h, i_slot,
-                s_decay_t, H, HV, K, V, N_STEPS, BT, BQ, BK, BV, TIED, UNIT_NORM, PRECISION,
+                parts + SLICES * s_slice + i_own * 4 * BT, scale, first, tokens, i_h, i_slot,
+                i_kept, i_own, s_decay_t, H, HV, K, V, N_STEPS, BT, BQ, BK, BV, TIED, UNIT_NORM,
+                PRECISION,
             )  # fmt: skip
 
 
@@ -130,7 +139,7 @@ def gradients_kernel(
 def add_value_head(
     b_dq, b_dk, b_q, b_k, p_q, p_k, norm_q, norm_k, v, log_decay, scalings, chunk_decay, states,
     errors, d_o, d_states, d_errors, p_s, p_d, p_x, d_v, d_beta, p_part,
-    first, tokens, i_c, i_h, i_slot, s_decay_t,
+    first, tokens, i_c, i_h, i_slot, i_kept, i_own, s_decay_t,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
     BT: tl.constexpr, BQ: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr,
     HAS_DECAY: tl.constexpr, TIED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
@@ -156,19 +165,19 @@ def add_value_head(
         o_v = i_v + tl.arange(0, BV)
         b_do = load_tile(d_o, first, i_h, i_v, o_i, m_i, o_v, HV, V, V % BV == 0, TMA)
         b_e = load_errors(
-            v, errors, first * N_STEPS, rows, i_h, i_slot, i_v, HV, V, BT, BV, TIED, TMA
+            v, errors, first * N_STEPS, rows, i_h, i_kept, i_v, HV, V, BT, BV, TIED, TMA
         )
-        b_s = load_state(states, i_slot, i_v, i_k, K, V, BV, BC, TMA)
-        b_d = load_state(d_states, i_slot, i_v, i_k, K, V, BV, BC, TMA)
+        b_s = load_state(states, i_kept, i_v, i_k, K, V, BV, BC, TMA)
+        b_d = load_state(d_states, i_own, i_v, i_k, K, V, BV, BC, TMA)
         b_gp = tl.dot(b_do, tl.trans(b_e), acc=b_gp, input_precision=PRECISION)
         b_read = tl.dot(b_do, b_s, acc=b_read, input_precision=PRECISION)
         b_col = tl.dot(b_e, b_d, acc=b_col, input_precision=PRECISION)
         if TIED:
-            b_x = load_chunk(d_errors, i_slot, i_v, V, BT, BV, TMA)
+            b_x = load_chunk(d_errors, i_own, i_v, V, BT, BV, TMA)
             b_gm = tl.dot(b_x, tl.trans(b_e), acc=b_gm, input_precision=PRECISION)
             b_row = tl.dot(b_x, b_s, acc=b_row, input_precision=PRECISION)
     if HAS_DECAY:
-        b_held = b_chunk * inner_product(p_s, p_d, i_slot, i_k, K, V, BV, BC)
+        b_held = b_chunk * inner_product(p_s, p_d, i_kept, i_own, i_k, K, V, BV, BC)
     b_read *= b_reads[:, None]
     b_col *= (b_writes * b_beta)[:, None]
     b_key = norm_k * b_beta
@@ -204,7 +213,7 @@ def add_value_head(
         b_row = tl.dot(b_gm, b_k, acc=b_row, input_precision=PRECISION)
         b_inner = tl.dot(tl.trans(b_gm), b_k, acc=b_inner, input_precision=PRECISION)
     store_value_gradients(
-        p_x + i_slot * BT * V, b_beta, d_v + (first * N_STEPS * HV + i_h) * V, rows, i_c,
+        p_x + i_own * BT * V, b_beta, d_v + (first * N_STEPS * HV + i_h) * V, rows, i_c,
         HV, V, BT, BV, (K + BC - 1) // BC,
     )  # fmt: skip
     if HAS_DECAY:
@@ -221,13 +230,14 @@ def add_value_head(
 
 @triton.jit
 def inner_product(
-    p_s, p_d, i_slot, i_k, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr
-):
+    p_s, p_d, i_kept, i_own, i_k, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    BC: tl.constexpr,
+):  # fmt: skip
     """<D, S> over the channels from i_k on."""
     b_sum = 0.0
     for i_v in tl.static_range(0, V, BV):
-        b_s = load_state(p_s, i_slot, i_v, i_k, K, V, BV, BC, False)
-        b_d = load_state(p_d, i_slot, i_v, i_k, K, V, BV, BC, False)
+        b_s = load_state(p_s, i_kept, i_v, i_k, K, V, BV, BC, False)
+        b_d = load_state(p_d, i_own, i_v, i_k, K, V, BV, BC, False)
         b_sum += tl.sum(b_s.to(tl.float32) * b_d.to(tl.float32))
     return b_sum
 

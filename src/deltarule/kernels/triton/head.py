@@ -1,4 +1,6 @@
-"""Decay none or per head in Triton: launches of its kernels over all chunks at once."""
+"""Decay none or per head in Triton: launches of its kernels over all chunks, or those of a slab."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,8 +10,17 @@ from deltarule.kernels.triton.configurations import configuration
 from deltarule.kernels.triton.decay_gradients import decay_gradients_kernel
 from deltarule.kernels.triton.direct import Launch
 from deltarule.kernels.triton.gradients import gradients_kernel
-from deltarule.kernels.triton.launch import Plan, Scores, Shapes, full_tiles, precision, strides
+from deltarule.kernels.triton.launch import (
+    Plan,
+    Scores,
+    Shapes,
+    full_tiles,
+    inverse_precision,
+    precision,
+    strides,
+)
 from deltarule.kernels.triton.pair_scores import pair_scores_kernel
+from deltarule.kernels.triton.scan import WHOLE, Slab
 from deltarule.kernels.triton.unit_norm import unit_norm_gradients_kernel
 
 # Rows of q or k that a program takes through the norm.
@@ -57,44 +68,65 @@ def scores_launch(inputs: Inputs, plan: Plan) -> Launch:
     config, full = configuration("pair_scores", plan.call), full_tiles(inputs, plan, 1)
     width = sizes["H"] * sizes["K"]
     tiles = {"q": (width, [sizes["BQ"], sizes["K"]]), "k": (width, [sizes["BT"], sizes["K"]])}
-    constants = {**sizes, **flags(inputs), **config, "TMA": full}
+    own = {"PRECISION": inverse_precision(inputs.q.dtype), "TMA": full}
+    constants = {**sizes, **flags(inputs), **config, **own}
     return Launch(pair_scores_kernel, constants, tiles if full else None)
 
 
-def head_gradients(
-    inputs: Inputs, plan: Plan, buffers: dict[str, Tensor], d_o: Tensor, d_states: Tensor,
-    d_errors: Tensor,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Launch `gradients_kernel` and what follows it: gradients by q, k, v, beta and log_decay."""
-    x, sizes, states = inputs.q, plan.sizes, buffers["states"]
-    kernel = plan.once(gradients_launch, inputs)
+class Gradients(NamedTuple):
+    """By q, k, v, and by beta and log_decay in float32."""
+
+    d_q: Tensor
+    d_k: Tensor
+    d_v: Tensor
+    d_beta: Tensor | None
+    d_decay: Tensor | None
+
+
+def new_gradients(inputs: Inputs) -> Gradients:
+    """Room for them."""
+    d_q, d_k, d_v = (torch.empty_like(x) for x in (inputs.q, inputs.k, inputs.v))
+    d_beta, d_decay = (
+        None if x is None else torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        for x in (inputs.beta, inputs.log_decay)
+    )
+    return Gradients(d_q, d_k, d_v, d_beta, d_decay)
+
+
+def add_gradients(
+    inputs: Inputs, plan: Plan, slots: int, buffers: dict[str, Tensor], own: dict[str, Tensor],
+    d_o: Tensor, found: Gradients, slab: Slab,
+) -> None:  # fmt: skip
+    """Launch `gradients_kernel` and what adds up the decays, for the chunks of a slab.
+
+    `own` has D, X and the parts of these `slots` alone, and S and E unless `buffers` has them.
+    """
+    x, sizes, sums, kept = inputs.q, plan.sizes, own.get("parts"), {**buffers, **own}
+    states, d_states, d_errors = (kept[name] for name in ("states", "d_states", "d_errors"))
+    kernel = plan.once(gradients_launch, inputs, slab, "states" not in own)
     parts = slices(kernel) + float32_decays(inputs)
-    d_q, d_k, d_v = (torch.empty_like(y) for y in (x, inputs.k, inputs.v))
-    d_beta = d_decay = sums = None
-    if inputs.beta is not None:
-        d_beta = torch.empty(inputs.beta.shape, dtype=torch.float32, device=x.device)
-    if inputs.log_decay is not None:
-        size = parts, plan.chunks, sizes["HV"], 4, sizes["BT"]
-        sums = torch.empty(size, dtype=torch.float32, device=x.device)
     places = x.shape[1], inputs.sequences, *strides(inputs.log_decay)
     each = 0 if sums is None else sums.stride(0)
     kernel(
-        (parts * sizes["H"] * plan.chunks, 1, 1),
+        (parts * sizes["H"] * slots, 1, 1),
         x, inputs.k, inputs.v, inputs.log_decay, inputs.cu_seqlens, buffers.get("scalings"),
-        buffers.get("chunk_decay"), states, buffers.get("errors"), d_o, d_states, d_errors,
-        states, d_states, d_errors, d_q, d_k, d_v, d_beta, sums, inputs.scale, *places, each,
+        buffers.get("chunk_decay"), states, kept.get("errors"), d_o, d_states, d_errors,
+        states, d_states, d_errors, found.d_q, found.d_k, found.d_v, found.d_beta, sums,
+        inputs.scale, *places, each,
     )  # fmt: skip
     if inputs.log_decay is not None:
-        d_decay = torch.empty(inputs.log_decay.shape, dtype=torch.float32, device=x.device)
-        plan.once(decay_launch, inputs)(
-            (plan.chunks, sizes["HV"], 1),
-            sums, inputs.log_decay, inputs.cu_seqlens, d_decay, *places, each,
+        plan.once(decay_launch, inputs, slab)(
+            (slots, sizes["HV"], 1),
+            sums, inputs.log_decay, inputs.cu_seqlens, found.d_decay, *places, each,
         )  # fmt: skip
-    if inputs.normalize_qk and slices(kernel) > 1:
-        for y, d_y in ((x, d_q), (inputs.k, d_k)):
-            rows = y.numel() // sizes["K"]
+
+
+def through_norm(inputs: Inputs, plan: Plan, found: Gradients) -> None:
+    """Launch `unit_norm_gradients_kernel` where a program had some of the channels."""
+    if inputs.normalize_qk and slices(plan.once(gradients_launch, inputs)) > 1:
+        for y, d_y in ((inputs.q, found.d_q), (inputs.k, found.d_k)):
+            rows = y.numel() // plan.sizes["K"]
             plan.once(norm_launch, inputs)((-(-rows // NORM_ROWS), 1, 1), y, d_y, rows)
-    return d_q, d_k, d_v, d_beta, None, None, d_decay
 
 
 def norm_launch(inputs: Inputs, plan: Plan) -> Launch:
@@ -108,8 +140,8 @@ def float32_decays(inputs: Inputs) -> bool:
     return inputs.log_decay is not None and inputs.q.dtype == torch.float32
 
 
-def gradients_launch(inputs: Inputs, plan: Plan) -> Launch:
-    """`gradients_kernel` with its constants."""
+def gradients_launch(inputs: Inputs, plan: Plan, slab: Slab = WHOLE, kept: bool = True) -> Launch:
+    """`gradients_kernel` with its constants; S and E are `kept` of all chunks, or of the slab."""
     sizes = dict(plan.sizes)
     if inputs.q.dtype != torch.float32:
         # Products of fewer rows are made of other instructions, whose operands are registers.
@@ -127,7 +159,10 @@ def gradients_launch(inputs: Inputs, plan: Plan) -> Launch:
         "v": (values[1], rows), "d_o": (values[1], rows), "errors": (values[0], rows),
         "d_errors": (values[0], rows), "states": state, "d_states": state,
     }  # fmt: skip
-    constants = {**sizes, **flags(inputs), **config, "BC": channels, "TMA": full}
+    constants = {
+        **sizes, **flags(inputs), **config, **slab.constants(plan), "BC": channels, "TMA": full,
+        "KEPT": kept,
+    }  # fmt: skip
     return Launch(gradients_kernel, constants, tiles if full else None)
 
 
@@ -136,12 +171,13 @@ def slices(kernel: Launch) -> int:
     return -(-int(kernel.constants["K"]) // int(kernel.constants["BC"]))
 
 
-def decay_launch(inputs: Inputs, plan: Plan) -> Launch:
+def decay_launch(inputs: Inputs, plan: Plan, slab: Slab = WHOLE) -> Launch:
     """`decay_gradients_kernel` with its constants."""
     constants = {
         **{name: plan.sizes[name] for name in ("HV", "N_STEPS", "CT", "BT")},
         "SLICES": slices(plan.once(gradients_launch, inputs)), "PAIRS": float32_decays(inputs),
-        "PACKED": inputs.cu_seqlens is not None, "num_warps": 1, "num_stages": 1,
+        "PACKED": inputs.cu_seqlens is not None, **slab.constants(plan), "num_warps": 1,
+        "num_stages": 1,
     }  # fmt: skip
     return Launch(decay_gradients_kernel, constants)
 

@@ -53,6 +53,10 @@ class Plan:
         made: Made = self.made[key]
         return made
 
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory that a forward's kernels write, and nothing else."""
+        return torch.empty(shape, dtype=dtype, device=device)
+
 
 def make_plan(inputs: Inputs) -> Plan:
     """A function of shapes, types and the GPU alone; on a GPU it is kept for the next call."""
@@ -153,6 +157,14 @@ def _room(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 def precision(dtype: torch.dtype) -> str:
     """How a product of two tiles is taken: float32 as the sum of three tf32 products."""
     return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+def inverse_precision(dtype: torch.dtype) -> str:
+    """How the products of a chunk's inverse are taken: it is rounded to float16 for bfloat16 alone.
+
+    Beside the digits of float16 inputs, twelve such roundings in a row would show.
+    """
+    return precision(torch.float32 if dtype == torch.float16 else dtype)
 
 
 def strides(x: Tensor | None) -> tuple[int, ...]:

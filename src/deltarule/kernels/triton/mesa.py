@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltarule.kernels.triton.direct import launch
+
 # Tokens of a program, and channels that a round of a product goes through.
 ROWS, STEP = 32, 32
 # The least positive normal number: what a division is kept from.
@@ -101,10 +103,15 @@ def conjugate_gradients(
     heads, size, channels = b.shape[-3:]
     block_c, block_k = (max(triton.next_power_of_2(n), 16) for n in (size, channels))
     rows = min(ROWS, block_c)
-    conjugate_gradients_kernel[b.shape[:-2].numel(), triton.cdiv(size, rows)](
+    given = (
         k, weights, start, H, regularizer.contiguous(), b, x, torch.empty_like(b),
-        torch.empty_like(weights), iterations, HV=heads, C=size, K=channels, BC=block_c,
-        BK=block_k, BR=rows, BS=min(STEP, block_c, max(block_k // 2, 16)),
-        num_warps=8 if block_k > 64 else 4, **OPTIONS,
+        torch.empty_like(weights), iterations,
     )  # fmt: skip
+    constants = {
+        "HV": heads, "C": size, "K": channels, "BC": block_c, "BK": block_k, "BR": rows,
+        "BS": min(STEP, block_c, max(block_k // 2, 16)), "num_warps": 8 if block_k > 64 else 4,
+        **OPTIONS,
+    }  # fmt: skip
+    grid = b.shape[:-2].numel(), triton.cdiv(size, rows), 1
+    launch(conjugate_gradients_kernel, grid, given, constants)
     return x

@@ -21,12 +21,15 @@ the segments' starts (backwards: from the gradients at their ends). "ends" is th
 outputs, and segments start at zero, the first (backwards: the last) at the true state. Forwards,
 programs beyond those of V take the rows of the identity through a segment and write nothing to
 them, which gives the rows of A in S_end = S_start A + (S_end from zero).
+
+A SLAB of the chunks starts with the state (backwards: the gradient) that the slab beside it ended
+with; what it leaves of its chunks, it leaves in memory of its own.
 """
 
 import triton
 import triton.language as tl
 
-from deltarule.kernels.triton.chunk import place_of, stretch
+from deltarule.kernels.triton.chunk import place_of, slab_bounds, stretch
 from deltarule.kernels.triton.chunk_output import chunk_output
 from deltarule.kernels.triton.tiles import (
     BETA,
@@ -42,6 +45,7 @@ from deltarule.kernels.triton.tiles import (
     load_tile,
     state_tile,
     store_ends,
+    store_final,
 )
 
 
@@ -69,7 +73,7 @@ def prediction_errors(
     return tl.dot(b_low, tl.trans(b_n), acc=b_f, input_precision=PRECISION), b_beta
 
 
-@triton.jit(do_not_specialize=["T", "N", "per_segment"])
+@triton.jit(do_not_specialize=["T", "N", "per_segment", "slab", "per_slab"])
 def next_state_kernel(
     q, k, v, erase, write, cu_seqlens, scores, value_scores, corrections, from_values,
     scalings, readings, chunk_decay, initial_state, o, final_state, states, errors,
@@ -79,6 +83,7 @@ def next_state_kernel(
     ERASE: tl.constexpr, DECAY: tl.constexpr, COPIES: tl.constexpr, SCALED: tl.constexpr,
     PACKED: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, per_segment=1, SPLIT: tl.constexpr = "none",
+    slab=None, per_slab=None, SLAB: tl.constexpr = "none",
 ):  # fmt: skip
     """states [M, HV, V, K] and errors [M, HV, BT, V] hold S at the chunks' starts, and E (w).
 
@@ -105,11 +110,12 @@ def next_state_kernel(
     if SPLIT == "ends" and ERASE != "none":
         b_s = tl.where(i_a * BV + tl.arange(0, BV)[:, None] == o_k[None, :], 1.0, b_s)
     i_key = i_h // (HV // H)
-    for i_c in tl.range(0, tl.cdiv(length, CT), num_stages=STAGES):
+    low, high, number = slab_bounds(i_s, i_m, tl.cdiv(length, CT), slab, per_slab, SLAB)
+    for i_c in tl.range(low, high, num_stages=STAGES):
         i_t = start + i_c * CT
         tokens = tl.minimum(length - i_c * CT, CT)
         m_i, m_r = o_i < tokens, o_r < tokens * N_STEPS
-        i_slot = (i_m + i_c) * HV + i_h
+        i_slot, i_own = (i_m + i_c) * HV + i_h, (number + i_c) * HV + i_h
         b_y = load_keys(
             k, write, i_t * N_STEPS, i_slot, i_key, o_r, m_r, o_k, BT, H, K, COPIES, TMA
         )  # fmt: skip
@@ -117,7 +123,7 @@ def next_state_kernel(
         dtype = b_v.dtype
         b_low = b_s.to(dtype)
         if SAVE:
-            tl.store(state_tile(states, i_slot, 0, o_v, o_k, 1, K, V), b_low, mask=m_s)
+            tl.store(state_tile(states, i_own, 0, o_v, o_k, 1, K, V), b_low, mask=m_s)
         if SPLIT == "ends" and ERASE == "free":
             b_v = tl.where(i_a < 0, b_v, 0.0)
         b_f = tl.trans(b_v).to(tl.float32)
@@ -132,7 +138,7 @@ def next_state_kernel(
                 BT, ERASE, SCALED, TMA, PRECISION,
             )  # fmt: skip
             if SAVE:
-                p_e = errors + (i_slot * BT + o_r[None, :]) * V + o_v[:, None]
+                p_e = errors + (i_own * BT + o_r[None, :]) * V + o_v[:, None]
                 tl.store(p_e, b_f.to(dtype), mask=m_v)
             if ERASE == "tied":
                 b_f *= b_beta
@@ -162,11 +168,10 @@ def next_state_kernel(
     if SPLIT == "ends":
         store_ends(final_state, i_s, i_h, i_v, i_a, o_k, b_s, b_through, K, V, HV, BV, ERASE)
     else:
-        m_s = (o_v < tl.where(last, V, 0))[:, None] & (o_k < K)[None, :]
-        tl.store(state_tile(final_state, i_n, i_h, o_v, o_k, HV, K, V), b_s, mask=m_s)
+        store_final(final_state, i_s, i_n, i_h, o_v, o_k, last, b_s, K, V, HV, SLAB)
 
 
-@triton.jit(do_not_specialize=["T", "N", "per_segment"])
+@triton.jit(do_not_specialize=["T", "N", "per_segment", "slab", "per_slab"])
 def next_state_backward_kernel(
     q, k, erase, write, cu_seqlens, scores, value_scores, corrections, from_values,
     scalings, readings, chunk_decay, d_o, d_final, d_initial, d_states, d_errors, d_values,
@@ -176,6 +181,7 @@ def next_state_backward_kernel(
     ERASE: tl.constexpr, DECAY: tl.constexpr, COPIES: tl.constexpr, SCALED: tl.constexpr,
     PACKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     per_segment=1, SPLIT: tl.constexpr = "none",
+    slab=None, per_slab=None, SLAB: tl.constexpr = "none",
 ):  # fmt: skip
     """d_states [M, HV, V, K] and d_errors [M, HV, BT, V] hold D at the chunks' ends, and X.
 
@@ -195,14 +201,14 @@ def next_state_backward_kernel(
     WHOLE_V: tl.constexpr = V % BV == 0
     b_d = boundary_state(d_final, i_s, i_n, i_h, o_v, o_k, last, HV, K, V, SPLIT)
     i_key = i_h // (HV // H)
-    chunks = tl.cdiv(length, CT)
-    for i_back in tl.range(0, chunks, num_stages=STAGES):
-        i_c = chunks - 1 - i_back
+    low, high, number = slab_bounds(i_s, i_m, tl.cdiv(length, CT), slab, per_slab, SLAB)
+    for i_back in tl.range(0, high - low, num_stages=STAGES):
+        i_c = high - 1 - i_back
         i_t = start + i_c * CT
         tokens = tl.minimum(length - i_c * CT, CT)
         m_i, m_r = o_i < tokens, o_r < tokens * N_STEPS
-        i_slot = (i_m + i_c) * HV + i_h
-        p_x = (i_slot * BT + o_r[None, :]) * V + o_v[:, None]
+        i_slot, i_own = (i_m + i_c) * HV + i_h, (number + i_c) * HV + i_h
+        p_x = (i_own * BT + o_r[None, :]) * V + o_v[:, None]
         b_q = load_keys(q, q, i_t, i_slot, i_key, o_i, m_i, o_k, BQ, H, K, COPIES, TMA)
         b_y = load_keys(
             k, write, i_t * N_STEPS, i_slot, i_key, o_r, m_r, o_k, BT, H, K, COPIES, TMA
@@ -212,7 +218,7 @@ def next_state_backward_kernel(
         dtype = b_do.dtype
         b_low = b_d.to(dtype)
         if SPLIT != "ends":
-            tl.store(state_tile(d_states, i_slot, 0, o_v, o_k, 1, K, V), b_low, mask=m_s)
+            tl.store(state_tile(d_states, i_own, 0, o_v, o_k, 1, K, V), b_low, mask=m_s)
         b_x = tl.dot(b_low, tl.trans(b_y), input_precision=PRECISION)
         if SCALED:
             b_x *= load_scaling(scalings, i_slot, WRITE, o_r, BT, TMA)
@@ -256,5 +262,8 @@ def next_state_backward_kernel(
             b_d = tl.dot(b_x.to(dtype), b_e, acc=b_d, input_precision=PRECISION)
     if SPLIT == "ends":
         i_n, place = i_s, 0
+    if SLAB != "none":
+        # Before the first of its chunks a stretch is not at its start.
+        i_n, place = tl.where(slab > 0, i_s, i_n), tl.where(slab > 0, 0, place)
     m_s = (o_v < tl.where(place == 0, V, 0))[:, None] & (o_k < K)[None, :]
     tl.store(state_tile(d_initial, i_n, i_h, o_v, o_k, HV, K, V), b_d, mask=m_s)

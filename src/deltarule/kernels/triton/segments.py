@@ -112,9 +112,8 @@ def segment_starts(
     """
     sequences, heads, value_size, key_size = inputs.state_shape
     diagonal = inputs.beta is None and inputs.a is None
-    starts = torch.empty(
-        ends.shape[0], heads, value_size, key_size, dtype=torch.float32, device=ends.device
-    )
+    shape = ends.shape[0], heads, value_size, key_size
+    starts = plan.empty(shape, torch.float32, ends.device)
     kernel = plan.once(starts_launch, inputs, transitions.shape[2], diagonal, backwards)
     kernel(
         (-(-value_size // CONFIG["BV"]) * heads * sequences, 1, 1),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from deltarule.kernels.scan_inputs import ScanInputs
 from deltarule.kernels.torch.scan_layout import tokens_in_chunk
+from deltarule.kernels.triton.direct import launch
 from deltarule.kernels.triton.selective_scan_read import read_backward_kernel, read_kernel
 from deltarule.kernels.triton.selective_scan_states import carry_kernel, chunk_summary_kernel
 
@@ -46,6 +47,11 @@ class Plan(NamedTuple):
     # A sequence is one chunk, so that there is nothing to carry.
     single: bool
     warps: int
+
+    @property
+    def constants(self) -> dict[str, object]:
+        """What the kernels over the chunks are compiled for."""
+        return {**self.sizes, "num_warps": self.warps, **OPTIONS}
 
 
 def make_plan(inputs: ScanInputs, tile: Tile = FORWARD) -> Plan:
@@ -84,11 +90,11 @@ def forward(inputs: ScanInputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     if not plan.single:
         starts = carried(inputs, plan, None, inputs.initial_state, final_state)
     if plan.chunks:
-        read_kernel[plan.grid](
+        given = (
             *inputs[:8], inputs.cu_seqlens, starts, o, final_state if plan.single else None,
             inputs.scale, inputs.v.shape[1], inputs.sequences,
-            **plan.sizes, num_warps=plan.warps, **OPTIONS,
         )  # fmt: skip
+        launch(read_kernel, plan.grid, given, plan.constants)
     if not save or plan.single or starts is None:
         starts = torch.empty((0, *inputs.state_shape[1:]), dtype=torch.float32, device=device)
     return o, final_state, starts
@@ -105,17 +111,20 @@ def carried(
     )
     tokens, size = inputs.v.shape[1], math.prod(inputs.state_shape[1:])
     if plan.chunks and tokens:
-        chunk_summary_kernel[plan.grid](
+        given = (
             *inputs[:8], d_o, inputs.cu_seqlens, local, left, inputs.scale, tokens,
-            inputs.sequences, **plan.sizes, REVERSE=d_o is not None,
-            num_warps=plan.warps, **OPTIONS,
+            inputs.sequences,
         )  # fmt: skip
+        constants = {**plan.constants, "REVERSE": d_o is not None}
+        launch(chunk_summary_kernel, plan.grid, given, constants)
     if inputs.sequences:
-        carry_kernel[inputs.sequences, triton.cdiv(size, CARRIED)](
-            before, local, left, after, inputs.cu_seqlens, tokens, inputs.sequences, SIZE=size,
-            CT=plan.sizes["CT"], BE=CARRIED, PACKED=plan.sizes["PACKED"],
-            REVERSE=d_o is not None, num_warps=4, **OPTIONS,
-        )  # fmt: skip
+        constants = {
+            "SIZE": size, "CT": plan.sizes["CT"], "BE": CARRIED, "PACKED": plan.sizes["PACKED"],
+            "REVERSE": d_o is not None, "num_warps": 4, **OPTIONS,
+        }  # fmt: skip
+        grid = inputs.sequences, triton.cdiv(size, CARRIED), 1
+        states = before, local, left, after, inputs.cu_seqlens, tokens, inputs.sequences
+        launch(carry_kernel, grid, states, constants)
     return local
 
 
@@ -139,12 +148,12 @@ def backward(
         groups = plan.sizes["CT"] // plan.sizes["G"]
         tile = plan.sizes["BK"] * plan.sizes["BV"]
         noted = torch.empty(*plan.grid, groups, tile, dtype=torch.float32, device=d_o.device)
-        read_backward_kernel[plan.grid](
+        arguments = (
             *inputs[:8], inputs.cu_seqlens, starts, ends, noted, d_o, *parts.values(),
             d_initial if plan.single else None, inputs.scale, inputs.v.shape[1],
             inputs.sequences, inputs.v.shape[:2].numel(),
-            **plan.sizes, num_warps=plan.warps, **OPTIONS,
         )  # fmt: skip
+        launch(read_backward_kernel, plan.grid, arguments, plan.constants)
     gradients = [
         None if x is None or part is None else summed(part, x)
         for x, part in zip(given[:8], parts.values(), strict=True)

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltarule.kernels.triton.adjacent import adjacent
+from deltarule.kernels.triton.direct import launch
 from deltarule.kernels.triton.unit_norm import EPSILON
 
 # Not fused, and written out since Triton's default follows an environment variable: of a step's
@@ -211,10 +212,15 @@ def short_conv(
     if final.numel():
         extra = 1 if cu_seqlens is None else triton.cdiv(sequences, tile.BG)
     if batch * (blocks + extra):
-        short_conv_kernel[blocks + extra, triton.cdiv(channels, tile.C), batch](
+        given = (
             x, weight, history, cu_seqlens, sequence, counts, y, final,
             tokens, channels, sequences, blocks, *x.stride()[:2],
-            W=weight.shape[1], **tile._asdict(), PACKED=cu_seqlens is not None,
-            PADDED=counts is not None, ACTIVATED=activated, UNIT_NORM=head_size > 0, **OPTIONS,
         )  # fmt: skip
+        constants = {
+            "W": weight.shape[1], **tile._asdict(), "PACKED": cu_seqlens is not None,
+            "PADDED": counts is not None, "ACTIVATED": activated, "UNIT_NORM": head_size > 0,
+            **OPTIONS,
+        }  # fmt: skip
+        grid = blocks + extra, triton.cdiv(channels, tile.C), batch
+        launch(short_conv_kernel, grid, given, constants)
     return y, final

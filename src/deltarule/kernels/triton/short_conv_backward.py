@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltarule.kernels.triton.adjacent import adjacent
+from deltarule.kernels.triton.direct import launch
 from deltarule.kernels.triton.short_conv import (
     OPTIONS,
     Tiling,
@@ -198,14 +199,19 @@ def short_conv_backward(
     d_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     d_taps = torch.empty(batch * blocks, reach + 1, channels, device=x.device)
     if batch * blocks:
-        short_conv_backward_kernel[blocks, columns, batch](
+        given = (
             d_y, d_final, x, weight, history, cu_seqlens, sequence, counts, d_x, d_taps,
-            tokens, channels, sequences, *strides, **tile._asdict(), **options,
+            tokens, channels, sequences, *strides,
         )  # fmt: skip
+        constants = {**tile._asdict(), **options}
+        launch(short_conv_backward_kernel, (blocks, columns, batch), given, constants)
     d_history = torch.empty_like(history if wants_history else history[:0])
     if d_history.numel():
-        history_gradient_kernel[triton.cdiv(sequences, tile.BG), columns](
+        of_history = (
             d_y, d_final, x, weight, history, cu_seqlens, counts, d_history,
-            tokens, channels, sequences, *strides, C=tile.C, BD=tile.BD, BG=tile.BG, **options,
+            tokens, channels, sequences, *strides,
         )  # fmt: skip
+        constants = {"C": tile.C, "BD": tile.BD, "BG": tile.BG, **options}
+        grid = triton.cdiv(sequences, tile.BG), columns, 1
+        launch(history_gradient_kernel, grid, of_history, constants)
     return d_x, d_taps.sum(0).mT.to(weight.dtype).contiguous(), d_history

@@ -80,6 +80,7 @@ AMPERE: Table = {
     "even_scores": (Row(4, 256, even(4, 32)),),
     "pair_gradients": (Row(2, 256, loop(64, 4, 1)), Row(4, 256, loop(16, 8, 1))),
     "channel_gradients": (Row(4, 256, channels(4, 16, 64)),),
+    "anchored_gradients": (Row(2, 256, slices(32, 32, 8, 1)), Row(4, 256, slices(16, 32, 8, 1))),
 }  # fmt: skip
 SMALL: Table = AMPERE | {
     "next_state": (
@@ -135,6 +136,9 @@ HOPPER: Table = AMPERE | {
     ),
     "channel_scores": (Row(2, 256, pairs(4, 32)), Row(4, 256, pairs(4, 16))),
     "even_scores": (Row(4, 256, even(4, 64)),),
+    "anchored_gradients": (
+        Row(2, 256, slices(64, 64, 4, 3)), Row(4, 256, slices(16, 32, 8, 1)),
+    ),
     # With 4 warps the assembler puts products of float32 inputs in series.
     "channel_gradients": (Row(2, 256, channels(4, 16, 64)), Row(4, 256, channels(8, 16, 64))),
 }  # fmt: skip

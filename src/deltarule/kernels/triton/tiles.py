@@ -172,6 +172,18 @@ def store_ends(
 
 
 @triton.jit
+def store_final(
+    final_state, i_s, i_n, i_h, o_v, o_k, last, b_s, K: tl.constexpr, V: tl.constexpr,
+    HV: tl.constexpr, SLAB: tl.constexpr,
+):  # fmt: skip
+    """The state that a sequence ends with (last), or in any case that of a stretch's slab."""
+    if SLAB != "none":
+        i_n, last = i_s, True
+    m_s = (o_v < tl.where(last, V, 0))[:, None] & (o_k < K)[None, :]
+    tl.store(state_tile(final_state, i_n, i_h, o_v, o_k, HV, K, V), b_s, mask=m_s)
+
+
+@triton.jit
 def load_errors(
     v, errors, row, rows, i_h, i_slot, i_v, HV: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
     BV: tl.constexpr, TIED: tl.constexpr, TMA: tl.constexpr,

@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from deltarule.kernels.triton.direct import launch
 from deltarule.kernels.triton.ttt_backward import memory_backward_kernel, read_backward_kernel
 from deltarule.kernels.triton.ttt_scan import memory_scan_kernel
 
@@ -17,14 +18,15 @@ WARPS, WARPS_OF_SMALL_MAPS = 8, 4
 Streams = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
 
-def sizes(k: Tensor, v: Tensor, memory: Tensor, norm: bool, packed: bool) -> dict[str, Any]:
-    """Of keys [M, R, HV, S, K], values and memory [N, HV, 3, V, K + bias]."""
+def constants(k: Tensor, v: Tensor, memory: Tensor, norm: bool, packed: bool) -> dict[str, Any]:
+    """For keys [M, R, HV, S, K], values and memory [N, HV, 3, V, K + bias]."""
     heads, slots, channels = k.shape[2:]
     blocks = {"BS": slots, "BK": channels, "BV": v.shape[-1]}
     return {
         "HV": heads, "S": slots, "K": channels, "V": v.shape[-1],
         **{name: max(triton.next_power_of_2(size), 16) for name, size in blocks.items()},
         "BIAS": memory.shape[-1] - channels, "NORM": norm, "PACKED": packed,
+        "num_warps": warps(k), **OPTIONS,
     }  # fmt: skip
 
 
@@ -50,10 +52,10 @@ def forward(
         if note
         else None
     )
-    memory_scan_kernel[rows, k.shape[2]](
-        *streams, memory, weight, bias, z, noted, eps, steps, rows,
-        **sizes(k, v, memory, weight is not None, owner is not None),
-        num_warps=warps(k), **OPTIONS,
+    launch(
+        memory_scan_kernel, (rows, k.shape[2], 1),
+        (*streams, memory, weight, bias, z, noted, eps, steps, rows),
+        constants(k, v, memory, weight is not None, owner is not None),
     )  # fmt: skip
     return z, memory, noted
 
@@ -70,22 +72,23 @@ def backward(
     """Gradients by q, k, v, rows, scalars, writes, memory, weight and bias."""
     noted = forward(streams, memory, weight, bias, eps, note=True)[2]
     q, k, v, rows, scalars, writes, full, owner = streams
-    dimensions = sizes(k, v, memory, weight is not None, owner is not None)
+    sizes = constants(k, v, memory, weight is not None, owner is not None)
     d_q, d_k, d_v, d_rows, d_scalars, d_writes = (torch.empty_like(x) for x in streams[:6])
     at, g, d_g = (torch.empty_like(v) for _ in range(3))
-    read_backward_kernel[k.shape[:3].numel(),](
+    given = (
         q, k, v, rows, writes, noted, weight, bias, d_z, at, g, d_g, d_q, d_k, d_rows, d_writes,
-        eps, **dimensions, num_warps=warps(k), **OPTIONS,
+        eps,
     )  # fmt: skip
+    launch(read_backward_kernel, (k.shape[:3].numel(), 1, 1), given, sizes)
     d_memory, (count, lanes) = d_memory.clone(), k.shape[:2]
     parts = [
         None if x is None else torch.empty((lanes, *x.shape), dtype=torch.float32, device=x.device)
         for x in (weight, bias)
     ]
-    memory_backward_kernel[lanes, k.shape[2]](
+    carried = (
         q, k, v, rows, scalars, full, owner, noted, weight, bias, d_z, at, g, d_g, d_memory,
         d_k, d_v, d_rows, d_scalars, *parts, eps, count, lanes,
-        **dimensions, num_warps=warps(k), **OPTIONS,
     )  # fmt: skip
+    launch(memory_backward_kernel, (lanes, k.shape[2], 1), carried, sizes)
     summed = (None if x is None else x.sum(0) for x in parts)
     return d_q, d_k, d_v, d_rows, d_scalars, d_writes, d_memory, *summed

@@ -1,0 +1,123 @@
+"""Tensors that the backward pass computes again, rather than keeping them until then.
+
+A norm's output is cheap to compute and as large as its input, which is kept anyway. Whoever saves
+it for the backward inside `recomputed` is given a note instead; the first that reads its note has
+the tensor computed, and the last lets it go.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+Saved = Tensor | tuple["Recipe", torch.Size]
+
+
+class Recipe:
+    """How one tensor is computed again.
+
+    Args:
+        x: The tensor, known until `close` by where it lies.
+        compute: Gives the same numbers again.
+    """
+
+    def __init__(self, x: Tensor, compute: Callable[[], Tensor]) -> None:
+        """Keep the tensor for as long as others may come to save it."""
+        self.x: Tensor | None = x
+        self.compute = compute
+        # The backward pass runs outside the forward's autocast.
+        kind = x.device.type
+        self.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        self.readers = self.left = 0
+
+    def makes(self, x: Tensor) -> bool:
+        """Whether x is the tensor, or all of it in another shape."""
+        return (
+            self.x is not None
+            and x.data_ptr() == self.x.data_ptr()
+            and x.dtype == self.x.dtype
+            and x.numel() == self.x.numel()
+            and x.is_contiguous()
+        )
+
+    def close(self) -> None:
+        """Let the tensor go."""
+        self.x = None
+
+    def read(self) -> Tensor:
+        """Compute the tensor for its first reader; the others share it."""
+        if self.x is None:
+            with torch.no_grad(), torch.autocast(*self.autocast):
+                self.x = self.compute()
+            self.left = self.readers
+        x, self.left = self.x, self.left - 1
+        if not self.left:
+            self.x = None
+        return x
+
+
+class Pack:
+    """What autograd calls with each tensor that is saved, whatever recipes are open."""
+
+    def __init__(self, recipes: list[Recipe]) -> None:
+        """Know the recipes, the latest last."""
+        self.recipes = recipes
+
+    def __call__(self, x: Tensor) -> Saved:
+        """Keep a note where there is a recipe, and the tensor where there is none."""
+        for recipe in self.recipes:
+            if recipe.makes(x):
+                recipe.readers += 1
+                return recipe, x.shape
+        return x
+
+
+def unpack(saved: Saved) -> Tensor:
+    """Give autograd the tensor that it saved."""
+    if isinstance(saved, Tensor):
+        return saved
+    recipe, shape = saved
+    return recipe.read().view(shape)
+
+
+@contextmanager
+def recomputed(x: Tensor, compute: Callable[[], Tensor]) -> Iterator[None]:
+    """Within, autograd saves of the contiguous x only how to compute it again.
+
+    Where something else decides what autograd saves (activation checkpointing, a compiler, hooks
+    of the user's), this does nothing. Neither does it on a CPU, whose arithmetic costs more than
+    its memory.
+
+    Args:
+        x: The tensor.
+        compute: Gives the same numbers again, in the same layout, from tensors that are kept.
+    """
+    if not (x.is_cuda and x.requires_grad and torch.is_grad_enabled() and hooks_are_free()):
+        yield
+        return
+    with remembered(x, compute):
+        yield
+
+
+@contextmanager
+def remembered(x: Tensor, compute: Callable[[], Tensor]) -> Iterator[None]:
+    """`recomputed` on any device."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    outer = top[0].recipes if top is not None and isinstance(top[0], Pack) else []
+    recipe = Recipe(x, compute)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(Pack([*outer, recipe]), unpack):
+            yield
+    finally:
+        recipe.close()
+
+
+def hooks_are_free() -> bool:
+    """Whether no other hooks, transform or compiler decide what autograd saves."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return False
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return top is None or isinstance(top[0], Pack)

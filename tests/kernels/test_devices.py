@@ -1,0 +1,206 @@
+"""Kernels run on the GPU where their tensors are, whichever GPU is the current one."""
+
+import ast
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton import knobs
+
+from deltarule import MesaState, delta_rule, mesa
+from deltarule.kernels.triton import direct
+from deltarule.kernels.triton.direct import HERE, Launch, there
+from neighbours import MAKERS, with_gradients
+from ops import memories, test_mesa, test_selective_scan
+
+FOLDER = Path(direct.__file__).parent
+
+
+def launches_of_its_own(source: str) -> list[int]:
+    """The lines where `kernel[grid](...)` is called."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Subscript)
+        and "kernel" in ast.unparse(node.func.value)
+    ]
+
+
+def test_such_a_launch_is_seen() -> None:
+    assert launches_of_its_own("x = 1\nscan_kernel[grid](x)\nself.kernel[1,](x)\n") == [2, 3]
+    assert launches_of_its_own("launch(scan_kernel, grid, (x[0](1),), {})") == []
+
+
+@pytest.mark.parametrize("file", sorted(FOLDER.glob("*.py")), ids=lambda file: file.stem)
+def test_every_kernel_is_launched_by_the_file_that_looks_at_devices(file: Path) -> None:
+    assert bool(launches_of_its_own(file.read_text())) == (file.stem == "direct")
+
+
+class Gpus:
+    """Two GPUs of which one is current."""
+
+    def __init__(self) -> None:
+        self.current, self.launched = 0, []
+
+    @contextmanager
+    def device(self, place: torch.device):
+        before, self.current = self.current, place.index
+        yield
+        self.current = before
+
+
+class Second(torch.Tensor):
+    """A tensor said to be on the second GPU."""
+
+    device = torch.device("cuda:1")
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    gpus = Gpus()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: gpus.current)
+    monkeypatch.setattr(torch.cuda, "device", gpus.device)
+    monkeypatch.setattr(
+        Launch, "launch", lambda self, grid, given: gpus.launched.append(gpus.current)
+    )
+    return gpus
+
+
+def test_only_another_device_is_made_the_current_one(gpus) -> None:
+    assert there(torch.device("cpu")) is HERE
+    assert there(torch.device("cuda:0")) is HERE
+    with there(torch.device("cuda:1")):
+        assert gpus.current == 1
+        assert there(torch.device("cuda:1")) is HERE
+    assert gpus.current == 0
+
+
+def test_a_launch_goes_where_its_tensors_are(gpus) -> None:
+    class Kernel:
+        arg_names = ("x", "BLOCK")
+
+    for x in (torch.zeros(2), torch.zeros(2).as_subclass(Second)):
+        direct.launch(Kernel, (1, 1, 1), (None, 3, x), {"BLOCK": 16})
+    assert gpus.launched == [0, 1]
+    assert gpus.current == 0
+
+
+def test_calls_with_the_same_constants_share_a_launch(gpus) -> None:
+    class Kernel:
+        arg_names = ("x", "BLOCK")
+
+    direct.launches.clear()
+    for size in (16, 32, 16, 16):
+        direct.launch(Kernel, (1, 1, 1), (torch.zeros(2),), {"BLOCK": size})
+    assert [x.constants["BLOCK"] for x in direct.launches.values()] == [16, 32]
+    # Whether products and sums are fused is the kernel's to say.
+    direct.launch(Kernel, (1, 1, 1), (torch.zeros(2),), {"enable_fp_fusion": False})
+    assert [x.constants["enable_fp_fusion"] for x in direct.launches.values()] == [1, 1, 0]
+    direct.launches.clear()
+
+
+def neighbour(make):
+    """The fused form and its gradients, on a device."""
+    case = make()
+    weights = [torch.randn_like(x) for x in case.plain(case.tensors)]
+
+    def run(device: str) -> list[torch.Tensor]:
+        outputs, gradients = with_gradients(
+            case.fused, case.to(torch.float32, device).tensors, weights
+        )
+        return [*outputs, *gradients.values()]
+
+    return run
+
+
+def scan():
+    tensors = test_selective_scan.make("all", tokens=300)
+
+    def run(device: str) -> list[torch.Tensor]:
+        leaves = {n: x.float().to(device).requires_grad_() for n, x in tensors.items()}
+        out = test_selective_scan.run(leaves, "triton")
+        (out.o.square().sum() + out.final_state.square().sum()).backward()
+        return [out.o, *(x.grad for x in leaves.values())]
+
+    return run
+
+
+def memory(operator: str):
+    case = memories.make(operator, 1)
+
+    def run(device: str) -> list[torch.Tensor]:
+        moved = {
+            n: (x.float() if x.is_floating_point() else x).to(device)
+            for n, x in case.tensors.items()
+        }
+        return memories.tensors_of(case.changed(**moved).run("triton"))
+
+    return run
+
+
+def least_squares():
+    given = test_mesa.make()
+
+    def run(device: str) -> list[torch.Tensor]:
+        moved = {name: x.float().to(device) for name, x in given.items()}
+        state = MesaState(moved.pop("covariance"), moved.pop("values"))
+        return [mesa(**moved, initial_state=state, impl="triton").o]
+
+    return run
+
+
+def recurrence():
+    q, k, v = torch.randn(3, 1, 128, 2, 32).unbind()
+    beta = torch.rand(1, 128, 2)
+
+    def run(device: str) -> list[torch.Tensor]:
+        given = [x.to(device).bfloat16() for x in (q, k, v)]
+        # Searched for, recorded, replayed.
+        outputs = [
+            delta_rule(*given, beta=beta.to(device), normalize_qk=True, impl="triton")
+            for _ in range(4)
+        ]
+        assert all(torch.equal(x.o, outputs[0].o) for x in outputs)
+        return [outputs[-1].o, outputs[-1].final_state]
+
+    return run
+
+
+OPERATORS = {
+    **{
+        name: lambda make=make: neighbour(make)
+        for name, make in MAKERS.items()
+        if name != "conv, all empty"
+    },
+    "selective scan": scan,
+    "ttt": lambda: memory("ttt"),
+    "titans": lambda: memory("titans"),
+    "mesa": least_squares,
+    "recurrence": recurrence,
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", OPERATORS.values(), ids=OPERATORS)
+def test_a_gpu_that_is_not_the_current_one(make, monkeypatch) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU only")
+    run, seen = make(), []
+    with torch.cuda.device(0):
+        expected = run("cuda:0")
+        found = run("cuda:1")
+        # Through Triton's search, with a look at the device of each launch.
+        hook = lambda metadata: seen.append(torch.cuda.current_device())  # noqa: E731
+        monkeypatch.setattr(knobs.runtime, "launch_enter_hook", hook)
+        watched = run("cuda:1")
+        assert torch.cuda.current_device() == 0
+    assert set(seen) == {1}
+    for x, y, z in zip(expected, found, watched, strict=True):
+        assert y.device == z.device == torch.device("cuda:1")
+        assert torch.equal(x.cpu(), y.cpu())
+        assert torch.equal(x.cpu(), z.cpu())

@@ -1,0 +1,364 @@
+"""Recorded launches: the same kernels on the same numbers as without, whatever is new in a call."""
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton.compiler import CompiledKernel
+
+from deltarule import delta_rule
+from deltarule.kernels.inputs import Inputs
+from deltarule.kernels.kinds import kind_of
+from deltarule.kernels.triton import direct, launch, recording, recurrence, replay
+from deltarule.kernels.triton.configurations import forget, overridden, recordings
+from deltarule.kernels.triton.direct import Launch
+from deltarule.kernels.triton.launch import Plan
+
+# Above any number that a launch is given besides addresses.
+LEAST_ADDRESS = 2**33
+GRID = (1, 1, 1)
+
+
+def call(tokens: int = 128, **changes) -> Inputs:
+    q, k, v = torch.randn(3, 1, tokens, 2, 16).unbind()
+    beta, gate = torch.rand(1, tokens, 2), -torch.rand(1, tokens, 2)
+    inputs = Inputs(q, k, v, beta, None, None, gate, None, None, 1, 0.5, False, False)
+    return inputs._replace(**changes)
+
+
+def bfloat16(inputs: Inputs) -> Inputs:
+    return inputs._replace(**{name: getattr(inputs, name).bfloat16() for name in "qkv"})
+
+
+def channel() -> torch.Tensor:
+    return -torch.rand(1, 128, 2, 16)
+
+
+CALLS = {
+    "no decay": lambda: call(log_decay=None),
+    "no erase": lambda: call(beta=None),
+    "head": call,
+    "bfloat16": lambda: bfloat16(call()),
+    "unit norm": lambda: call(normalize_qk=True),
+    "tokens left over": lambda: call(100),
+    "channels": lambda: call(log_decay=channel()),
+    "channels, bfloat16": lambda: bfloat16(call(log_decay=channel())),
+    "free": lambda: call(beta=None, log_decay=channel(), a=channel(), b=channel()),
+    "a state": lambda: call(initial_state=torch.randn(1, 2, 16, 16)),
+    "packed": lambda: call(cu_seqlens=torch.tensor([0, 8, 128])),
+    "one tensor thrice": lambda: call(**dict.fromkeys("qkv", torch.randn(1, 128, 2, 16))),
+}
+
+
+class Runs:
+    """Launchers that note their launches and do `work` with the addresses."""
+
+    def __init__(self, work=lambda kernel, *given: None) -> None:
+        self.seen: list[tuple[object, ...]] = []
+        self.work, self.binaries = work, 0
+
+    def through_triton(self, kernel: Launch, grid, arguments) -> CompiledKernel:
+        self.binaries += 1
+        given = [tile for tile in kernel.tiles if arguments[tile[0]] is not None]
+        found = CompiledKernel.__new__(CompiledKernel)
+        found.module, found.function, found.packed_metadata = None, self.binaries, (4, 1, 0)
+        found.metadata = SimpleNamespace(tensordesc_meta=[{"swizzle": 1}] * len(given))
+        number = self.binaries
+
+        def run(*values) -> None:
+            self.seen.append((number, *values))
+            self.work(kernel, *values[9:])
+
+        found._run = run
+        if (key := direct.signature(arguments)) is not None:
+            self.work(kernel, *key[1], *kernel.rest)
+        return found
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """No GPU: kernels that run nothing, and calls on the CPU taken for calls on a GPU."""
+    runs = Runs()
+    active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 7)
+    monkeypatch.setattr(direct, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(direct, "launcher_of_maps", lambda launcher: launcher)
+    monkeypatch.setattr(
+        direct, "map_of", lambda x, fetched: ["map", fetched.place, x.data_ptr(), *x.shape]
+    )
+    monkeypatch.setattr(Launch, "through_triton", lambda *given: runs.through_triton(*given))
+    plans: dict[object, Plan] = {}
+
+    def plan_of(inputs: Inputs) -> Plan:
+        return plans.setdefault(launch.plan_key(inputs), launch.new_plan(inputs))
+
+    kind = lambda run, x, save: kind_of(x[:9], run, save, *x[9:])  # noqa: E731
+    monkeypatch.setattr(recording, "kind_of_launches", kind)
+    monkeypatch.setattr(recording, "make_plan", plan_of)
+    forget()
+    direct.launches.clear()
+    yield runs
+    forget()
+    direct.launches.clear()
+
+
+def known() -> list[object]:
+    return [x for x in recordings.values() if isinstance(x, replay.Recording)]
+
+
+def renamed(seen: list[tuple[object, ...]], given: list[torch.Tensor]) -> list[list[object]]:
+    """Launches with each address as the number of an argument, or of its first appearance."""
+    names: dict[int, str] = {}
+    for i, x in enumerate(given):
+        names.setdefault(x.data_ptr(), f"given {i}")
+
+    def name(x: object) -> object:
+        if type(x) is not int or x < LEAST_ADDRESS:
+            return x
+        return names.setdefault(x, f"made {len(names)}")
+
+    return [[name(x) for x in values] for values in seen]
+
+
+@pytest.mark.parametrize("save", [False, True])
+@pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
+def test_a_replay_launches_what_the_forward_does(make, save: bool, runs, monkeypatch) -> None:
+    # The addresses of what is freed early would come again.
+    empty, made = torch.empty, []
+    monkeypatch.setattr(torch, "empty", lambda *x, **y: made.append(empty(*x, **y)) or made[-1])
+    for _ in range(2):
+        recurrence.forward(make(), save)
+    assert len(known()) == 1
+    runs.seen.clear()
+    inputs = make()
+    expected = recurrence.forward_launches(inputs, recording.make_plan(inputs), save)
+    launches, given = list(runs.seen), [x for x in inputs[:9] if x is not None]
+    runs.seen.clear()
+    outputs = recurrence.forward(inputs, save)
+    assert len(launches) > 1
+    assert renamed(runs.seen, given) == renamed(launches, given)
+    assert [(x.shape, x.dtype) for x in outputs[: len(expected)]] == [
+        (x.shape, x.dtype) for x in expected
+    ]
+    if make is CALLS["one tensor thrice"]:
+        runs.seen.clear()
+        other = call(beta=inputs.beta, log_decay=inputs.log_decay)
+        recurrence.forward(other, save)
+        assert {x.data_ptr() for x in other[:3]} <= {x for step in runs.seen for x in step}
+
+
+def test_split_sequences_are_replayed_too(runs, monkeypatch) -> None:
+    plan = launch.new_plan(call())
+    split = Plan(plan.call, plan.chunks, plan.sizes, 1)
+    monkeypatch.setattr(recording, "make_plan", lambda inputs: split)
+    for _ in range(2):
+        recurrence.forward(call(), False)
+    assert [len(x.steps) for x in known()] == [4]
+
+
+ADD = SimpleNamespace(arg_names=("x", "y", "out", "n", "extra"))
+
+
+def add(kernel, x: int, y: int, out: int, n: int, extra: float, *_) -> None:
+    """out = x + y + extra, of n float32 numbers."""
+    a, b, c = ((ctypes.c_float * n).from_address(place) for place in (x, y, out))
+    for i in range(n):
+        c[i] = a[i] + b[i] + extra
+
+
+def toy(inputs: Inputs, plan: Plan, save: bool) -> tuple[torch.Tensor, ...]:
+    """o = q + k + 1 and twice that with v, by way of two buffers of odd sizes."""
+    n, device = inputs.q.numel(), inputs.q.device
+    kernel = plan.once(lambda *_: Launch(ADD, {"extra": 1.0}), inputs)
+    first = plan.empty((n + 3,), torch.float32, device)
+    second = plan.empty((n + 5,), torch.float32, device)
+    out, o = (plan.empty(inputs.q.shape, torch.float32, device) for _ in range(2))
+    kernel(GRID, inputs.q, inputs.k, first, n)
+    kernel(GRID, inputs.v, inputs.v, second[4:], n)
+    kernel(GRID, first, second[4:], o, n)
+    kernel(GRID, first, o, out, n)
+    return o, out
+
+
+def toy_expected(inputs: Inputs) -> list[torch.Tensor]:
+    first = inputs.q + inputs.k + 1
+    o = first + (inputs.v + inputs.v + 1) + 1
+    return [o, first + o + 1]
+
+
+def test_new_tensors_give_new_numbers(runs) -> None:
+    runs.work = add
+    before = []
+    for _ in range(5):
+        inputs = call(8)
+        outputs = recording.recorded(toy, inputs, False)
+        for x, y in zip(outputs, toy_expected(inputs), strict=True):
+            torch.testing.assert_close(x, y)
+        before.append([(x, x.clone()) for x in outputs])
+    assert len(known()) == 1
+    # What was returned is the caller's.
+    assert all(torch.equal(x, y) for outputs in before for x, y in outputs)
+    assert len({x.data_ptr() for outputs in before for x, _ in outputs}) == 10
+
+
+def with_a_copy(inputs: Inputs, plan: Plan, save: bool) -> tuple[torch.Tensor, ...]:
+    return toy(inputs._replace(k=inputs.k.clone()), plan, save)
+
+
+def with_a_result(inputs: Inputs, plan: Plan, save: bool) -> tuple[torch.Tensor, ...]:
+    return (toy(inputs, plan, save)[0] * 2,)
+
+
+@pytest.mark.parametrize("run", [with_a_copy, with_a_result])
+def test_other_tensors_are_not_recorded(run, runs) -> None:
+    runs.work = add
+    for _ in range(4):
+        inputs = call(8)
+        outputs = recording.recorded(run, inputs, False)
+        torch.testing.assert_close(outputs[0], toy_expected(inputs)[0] * (2 - (run is with_a_copy)))
+    assert known() == []
+    assert list(recordings.values()) == [None]
+
+
+def test_nor_is_what_takes_much_room(runs, monkeypatch) -> None:
+    runs.work = add
+    monkeypatch.setattr(recording, "MOST_ROOM", 512)
+    for _ in range(3):
+        recording.recorded(toy, call(8), False)
+    assert known() == []
+
+
+class Other(torch.Tensor):
+    """A tensor that may be more than memory."""
+
+
+DIFFERENT = {
+    "scale": lambda x: x._replace(scale=0.25),
+    "strides": lambda x: x._replace(beta=torch.rand(1, 2, 128).mT),
+    "strides of a decay": lambda x: x._replace(log_decay=torch.zeros(2).expand(1, 128, 2)),
+    "type of a gate": lambda x: x._replace(beta=x.beta.half()),
+    "no gate": lambda x: x._replace(beta=None),
+    "a state": lambda x: x._replace(initial_state=torch.randn(1, 2, 16, 16)),
+    "tokens": lambda x: call(64),
+    "unit norm": lambda x: x._replace(normalize_qk=True),
+    "batch invariant": lambda x: x._replace(batch_invariant=True),
+    "not in one piece": lambda x: x._replace(q=torch.randn(1, 2, 128, 16).transpose(1, 2)),
+    "off the grid": lambda x: x._replace(q=torch.randn(1 + 128 * 32)[1:].view(1, 128, 2, 16)),
+    "a subclass": lambda x: x._replace(q=x.q.as_subclass(Other)),
+}
+
+
+@pytest.mark.parametrize("change", DIFFERENT.values(), ids=DIFFERENT)
+def test_another_kind_is_not_replayed(change, runs, monkeypatch) -> None:
+    for _ in range(3):
+        recurrence.forward(call(), False)
+    assert len(known()) == 1
+    monkeypatch.setattr(replay.Recording, "launched", None)
+    recurrence.forward(change(call()), False)
+    with pytest.raises(TypeError):
+        recurrence.forward(call(), False)
+
+
+def test_a_hook_and_a_configuration_of_its_own_end_replays(runs, monkeypatch) -> None:
+    for _ in range(3):
+        recurrence.forward(call(), False)
+    with monkeypatch.context() as patch:
+        patch.setattr(replay.Recording, "launched", None)
+        patch.setattr(direct.knobs.runtime, "launch_enter_hook", print)
+        recurrence.forward(call(), False)
+    with overridden("pair_scores", {"num_warps": 8, "num_stages": 1}):
+        assert known() == []
+
+
+def test_a_new_stream_is_looked_up(runs, monkeypatch) -> None:
+    for _ in range(2):
+        recurrence.forward(call(), False)
+    runs.seen.clear()
+    monkeypatch.setattr(direct, "stream_of", lambda place: 11)
+    recurrence.forward(call(), False)
+    assert {step[4] for step in runs.seen} == {11}
+    # What threads share is not written.
+    assert all(step.values[replay.STREAM] is None for step in known()[0].steps)
+
+
+def test_what_is_kept_has_a_bound(runs, monkeypatch) -> None:
+    monkeypatch.setattr("deltarule.kernels.triton.configurations.MOST_RECORDINGS", 4)
+    for i in range(20):
+        recurrence.forward(call(scale=float(i)), False)
+        assert len(recordings) <= 4
+
+
+def on_gpu(make, dtype: torch.dtype) -> Inputs:
+    inputs = make()
+    moved = {
+        name: (x.to(dtype) if name in "qkv" else x).cuda()
+        for name, x in inputs._asdict().items()
+        if isinstance(x, torch.Tensor)
+    }
+    return inputs._replace(**moved)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("save", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
+def test_replays_on_a_gpu_equal_the_launches_bitwise(make, dtype, save: bool, monkeypatch) -> None:
+    forget()
+    for i in range(5):
+        inputs = on_gpu(make, dtype)
+        before = len(known())
+        found = recurrence.forward(inputs, save)
+        assert len(known()) == (i > 0) >= before
+        with monkeypatch.context() as patch:
+            patch.setattr(direct, "watched", lambda *kernels: True)
+            expected = recurrence.forward(inputs, save)
+        assert all(torch.equal(x, y) for x, y in zip(found[:2], expected[:2], strict=True))
+        assert found[2].shape == expected[2].shape
+
+
+@pytest.mark.gpu
+def test_a_replay_may_be_captured_and_follows_the_stream() -> None:
+    forget()
+    q, k, v = torch.randn(3, 1, 128, 2, 64, device="cuda").bfloat16().unbind()
+    beta = torch.rand(1, 128, 2, device="cuda")
+    run = lambda: delta_rule(q, k, v, beta=beta, normalize_qk=True, impl="triton").o  # noqa: E731
+    for _ in range(4):
+        expected = run()
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    captured.zero_()
+    v.mul_(2)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, run())
+    with torch.cuda.stream(side):
+        side.wait_stream(torch.cuda.default_stream())
+        # Launches on any other stream would read the old values.
+        torch.cuda._sleep(40_000_000)
+        v.div_(2)
+        found = run()
+    side.synchronize()
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.gpu
+def test_an_operator_is_replayed_and_still_checked() -> None:
+    forget()
+    q, k, v = torch.randn(3, 1, 128, 2, 64, device="cuda").bfloat16().unbind()
+    beta = torch.rand(1, 128, 2, device="cuda")
+    outputs = [delta_rule(q, k, v, beta=beta) for _ in range(4)]
+    assert len({id(x) for x in known()}) == 1
+    assert len(known()) == 2
+    assert all(torch.equal(x.o, outputs[0].o) for x in outputs)
+    assert all(torch.equal(x.final_state, outputs[0].final_state) for x in outputs)
+    with pytest.raises(ValueError, match="beta must be"):
+        delta_rule(q, k, v, beta=beta[:, :2])
+    with pytest.raises(ValueError, match="beta is on cpu"):
+        delta_rule(q, k, v, beta=beta.cpu())
+    leaf = beta.clone().requires_grad_()
+    delta_rule(q, k, v, beta=leaf).o.sum().backward()
+    assert leaf.grad is not None

@@ -1,0 +1,166 @@
+"""The backward in slabs: the same numbers bit for bit, as many as are worth it, and less memory."""
+
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from oracle import make_case, weights
+
+pytest.importorskip("triton")
+
+from deltarule import pack
+from deltarule.kernels.inputs import Inputs
+from deltarule.kernels.triton import direct, launch, recurrence, segment_length, slabs
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+NAMES = ("q", "k", "v", "beta", "a", "b", "log_decay", "initial_state")
+CASES = {
+    "gated": {"tokens": 130, "batch": 2},
+    "delta": {"decay": "none", "tokens": 130, "normalize_qk": True},
+    "attention": {"decay": "head", "erase": "none", "tokens": 130, "value_heads": 2},
+    "steps": {"n_steps": 2, "tokens": 70},
+    "full tiles": {"tokens": 192, "key_size": 16, "value_size": 16},
+    "packed": {"lengths": (3, 0, 130, 40)},
+    "empty": {"lengths": (0, 0, 5), "decay": "none"},
+}
+
+
+def inputs_of(
+    options: dict[str, object], dtype: torch.dtype, device: str = "cpu"
+) -> tuple[Inputs, tuple]:
+    """A call, and gradients by what it returns."""
+    case = make_case(**{"batch": 1, "heads": 1, "value_heads": 1, "beta_max": 1.0} | options)
+    d_o, d_state = weights(case)
+    x = {name: None if y is None else y.to(device) for name, y in case.to(dtype).tensors.items()}
+    offsets = None if case.lengths is None else pack(case.lengths).to(device)
+    inputs = Inputs(
+        *(x[name] for name in NAMES), offsets, case.n_steps, 0.3, case.normalize_qk, False
+    )
+    return inputs, (d_o.to(device, dtype), d_state.to(device, torch.float32))
+
+
+def gradients(inputs: Inputs, weighted: tuple, save: bool) -> list[torch.Tensor]:
+    """Outputs and gradients of one call."""
+    o, final, saved = recurrence.forward(inputs, save)
+    found = recurrence.backward(*weighted, inputs, saved)
+    return [o, final, *(x for x in found if x is not None)]
+
+
+def cut_into(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut into so many slabs, whatever the size."""
+    cut = slabs.cut_into
+    monkeypatch.setattr(recurrence, "slabs_of", lambda inputs, plan, _: cut(inputs, plan, parts))
+
+
+@interpreted
+@pytest.mark.parametrize("save", [True, False], ids=["kept", "again"])
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_slabs_change_nothing(options, save, monkeypatch) -> None:
+    dtype = torch.float32 if options.get("lengths") else torch.float16
+    inputs, weighted = inputs_of(options, dtype)
+    whole = gradients(inputs, weighted, save)
+    cut_into(3, monkeypatch)
+    assert all(map(torch.equal, whole, gradients(inputs, weighted, save)))
+
+
+@interpreted
+@pytest.mark.parametrize("save", [True, False], ids=["kept", "again"])
+@pytest.mark.parametrize("lengths", [None, (3, 0, 200)], ids=["dense", "packed"])
+def test_slabs_of_segments_change_nothing(lengths, save, monkeypatch) -> None:
+    monkeypatch.setattr(launch, "chunks_per_segment", lambda *shapes: 2)
+    inputs, weighted = inputs_of({"tokens": 230, "lengths": lengths}, torch.float32)
+    whole = gradients(inputs, weighted, save)
+    cut_into(2, monkeypatch)
+    assert all(map(torch.equal, whole, gradients(inputs, weighted, save)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("parts", [2, 5])
+@pytest.mark.parametrize("save", [True, False], ids=["kept", "again"])
+@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
+def test_slabs_change_nothing_on_a_gpu(options, save, parts, monkeypatch) -> None:
+    sizes = {"key_size": 128, "value_size": 128, "value_heads": 2}
+    # Long enough for segments, too: packed sequences, and rows of few heads.
+    longer = {"tokens": 1100} if "lengths" not in options else {"lengths": (3, 0, 900, 200)}
+    inputs, weighted = inputs_of(options | sizes | longer, torch.bfloat16, "cuda")
+    whole = gradients(inputs, weighted, save)
+    cut_into(parts, monkeypatch)
+    assert all(map(torch.equal, whole, gradients(inputs, weighted, save)))
+
+
+def call(batch: int, tokens: int, *, gated: bool = True, heads: int = 16, **changes) -> Inputs:
+    """A call without data."""
+    x = torch.empty(batch, tokens, heads, 128, dtype=torch.bfloat16, device="meta")
+    gate = torch.empty(batch, tokens, heads, device="meta")
+    log_decay = gate if gated else None
+    inputs = Inputs(x, x, x, gate, None, None, log_decay, None, None, 1, 1.0, False, False)
+    return inputs._replace(**changes)
+
+
+def planned(inputs: Inputs, again: bool = True) -> tuple[str, int, int]:
+    """Kind, number and chunks of the slabs of a call."""
+    cut = slabs.slabs_of(inputs, launch.new_plan(inputs), again)
+    return cut.kind, cut.parts, cut.chunks
+
+
+def test_slabs_are_as_many_as_are_worth_it(monkeypatch) -> None:
+    assert planned(call(8, 4096), again=False)[1] == 1
+    assert planned(call(8, 4096)) == ("stretch", 8, 8)
+    assert planned(call(1, 4096))[1] == planned(call(8, 512))[1] == 1
+    assert planned(call(1, 0, heads=1))[1] == 1
+    # One slab after the other leaves of long packed sequences too few to scan at a time.
+    offsets = torch.empty(9, dtype=torch.int32, device="meta")
+    assert planned(call(1, 32768, cu_seqlens=offsets))[1] == 1
+    offsets = torch.empty(65, dtype=torch.int32, device="meta")
+    assert planned(call(1, 32768, cu_seqlens=offsets)) == ("row", 3, 192)
+    monkeypatch.setattr(segment_length, "multiprocessors", lambda device: 132)
+    assert planned(call(2, 16384)) == ("stretch", 8, 8)
+
+
+class Peak(TorchDispatchMode):
+    """The largest number of bytes that the tensors made inside took at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.seen = weakref.WeakSet()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and (storage := x.untyped_storage()) not in self.seen:
+                self.seen.add(storage)
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self.free, storage.nbytes())
+        return out
+
+    def free(self, size: int) -> None:
+        self.now -= size
+
+
+def peak_mib(inputs: Inputs, save: bool) -> int:
+    """Of a forward and backward beyond the inputs, in MiB."""
+    with Peak() as peak:
+        o, final, saved = recurrence.forward(inputs, save)
+        d_o, d_final = torch.empty_like(o), torch.empty_like(final)
+        before = peak.now
+        del final
+        result = recurrence.backward(d_o, d_final, inputs, saved)
+        assert peak.most > before
+        del result
+    # The gradient by o is given.
+    return round((peak.most - d_o.nbytes) / 2**20)
+
+
+def test_the_peak_is_counted(monkeypatch) -> None:
+    monkeypatch.setattr(direct.Launch, "__call__", lambda *given: None)
+    # o, what the forward kept, the gradients, what the backward keeps, and dS0 and dS.
+    assert peak_mib(call(8, 4096), save=True) == 1452
+    assert peak_mib(call(8, 4096, gated=False), save=True) == 1434
+    assert peak_mib(call(8, 4096), save=False) <= 854
+    monkeypatch.setattr(slabs, "LEAST_BYTES", 2**60)
+    assert peak_mib(call(8, 4096), save=False) == 1452

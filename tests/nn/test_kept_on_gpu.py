@@ -1,0 +1,96 @@
+"""What a model keeps for its backward pass on a GPU, and that its gradients are none the worse."""
+
+import pytest
+import torch
+
+from deltarule.models import CausalLM, ModelConfig
+from deltarule.nn import linears, mlp
+from tolerance import relative_rms
+
+pytestmark = pytest.mark.gpu
+SIZES = {"vocab_size": 64, "hidden_size": 1024, "num_heads": 8, "mlp_size": 2816}
+
+
+def built(layers, mixer="deltanet"):
+    config = ModelConfig(layer_types=mixer, num_layers=layers, **SIZES)
+    return CausalLM(config).to("cuda", torch.bfloat16)
+
+
+def kept(layers, tokens):
+    """Bytes that a forward leaves behind."""
+    model = built(layers)
+    model.hidden(tokens)[0].sum().backward()
+    model.zero_grad(set_to_none=True)
+    before = torch.cuda.memory_allocated()
+    y = model.hidden(tokens)[0]
+    after = torch.cuda.memory_allocated()
+    y.sum().backward()
+    return after - before
+
+
+def test_a_block_keeps_18_times_its_input():
+    # Stream 2, projections 3, q and k 2, operator 4, its output 1, gate and up 5.5; some of each
+    # for gates and scalings. FLA's keeps 18.
+    tokens = torch.randint(64, (2, 2048), device="cuda")
+    each = (kept(4, tokens) - kept(2, tokens)) / 2
+    assert each / (tokens.numel() * SIZES["hidden_size"] * 2) < 17.9
+
+
+@pytest.mark.parametrize("mixer", ["deltanet", "gated_deltanet", "kda"])
+def test_gradients_are_those_of_a_model_that_keeps_everything(mixer):
+    model, tokens = built(2, mixer), torch.randint(64, (2, 300), device="cuda")
+    weight = torch.randn(2, 300, SIZES["hidden_size"], device="cuda", dtype=torch.bfloat16)
+
+    def gradients():
+        model.zero_grad()
+        (model.hidden(tokens)[0] * weight).sum().backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    found = gradients()
+    # Hooks of the user's, which leave everything where it is.
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        plain = gradients()
+    assert found.keys() == plain.keys()
+    for name, gradient in found.items():
+        # The norm of a sum is computed again by the norm alone, which may add in another order.
+        assert relative_rms(gradient, plain[name]) < 2**-8, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_an_mlp_agrees_with_the_cpu_in_float64(dtype, autocast):
+    layer = mlp.SwiGLU(256, 704)
+    x = torch.randn(2, 130, 256).to(dtype)
+    exact = x.double().requires_grad_()
+    layer.to(dtype).double()
+    layer(exact).square().sum().backward()
+    expected = {name: p.grad for name, p in layer.named_parameters()} | {"x": exact.grad}
+    layer.zero_grad()
+    layer.to("cuda", torch.float32 if autocast else dtype)
+    given = x.cuda().requires_grad_()
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
+        y = layer(given)
+    assert "SwiGLULinear" in type(y.grad_fn).__name__
+    assert "Linears" in type(y.grad_fn.next_functions[0][0]).__name__
+    y.float().square().sum().backward()
+    found = {name: p.grad for name, p in layer.named_parameters()} | {"x": given.grad}
+    bar = 2e-2 if autocast or dtype == torch.bfloat16 else 1e-5
+    for name, gradient in found.items():
+        assert relative_rms(gradient, expected[name]) < bar, name
+
+
+def test_a_compiler_sees_the_modules():
+    layer = mlp.SwiGLU(64, 176).cuda()
+    x = torch.randn(2, 30, 64, device="cuda", requires_grad=True)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), layer(x), rtol=1e-5, atol=1e-5)
+
+
+def test_projections_together_have_the_gradients_of_each():
+    modules = [torch.nn.Linear(256, n, bias=False, device="cuda") for n in (512, 16, 256)]
+    x = torch.randn(4, 90, 256, device="cuda", requires_grad=True)
+    leaves = [x, *(module.weight for module in modules)]
+    found = torch.autograd.grad(sum(y.square().sum() for y in linears.linears(x, modules)), leaves)
+    plain = torch.autograd.grad(sum(module(x).square().sum() for module in modules), leaves)
+    for a, b in zip(found, plain, strict=True):
+        assert relative_rms(a, b) < 1e-5

@@ -1,0 +1,78 @@
+"""Projections of one input at once: the same numbers as one by one."""
+
+import pytest
+import torch
+from torch import nn
+
+from deltarule.nn.linears import is_plain, linears, together
+
+SIZES = (5, 1, 7)
+
+
+def built(dtype=torch.float64):
+    x = torch.randn(2, 4, 6, dtype=dtype, requires_grad=True)
+    return x, [nn.Linear(6, size, bias=False, dtype=dtype) for size in SIZES]
+
+
+def gradients(outputs, weights, x, modules):
+    leaves = [x, *(module.weight for module in modules)]
+    return torch.autograd.grad(outputs, leaves, weights, allow_unused=True)
+
+
+@pytest.mark.parametrize("read", [(0, 1, 2), (2,)])
+def test_outputs_and_gradients(read):
+    x, modules = built()
+    ours, plain = together(x, modules), [module(x) for module in modules]
+    assert all(map(torch.equal, ours, plain))
+    weights = [torch.randn_like(plain[i]) for i in read]
+    found = gradients([ours[i] for i in read], weights, x, modules)
+    exact = gradients([plain[i] for i in read], weights, x, modules)
+    for a, b in zip(found, exact, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_one_product_for_the_input_s_gradient_and_no_sum():
+    x, modules = built()
+    names = []
+    with torch.profiler.profile() as profile:
+        sum(y.sum() for y in together(x, modules)).backward()
+    names = [event.name for event in profile.events()]
+    assert names.count("aten::addmm_") == len(SIZES) - 1
+
+
+def test_a_module_that_is_more_than_a_product_is_called():
+    x, modules = built()
+    called = []
+    modules[1].register_forward_hook(lambda *_: called.append(1))
+    biased, chain = nn.Linear(6, 3, dtype=torch.float64), nn.Sequential(modules[0])
+    assert [is_plain(m) for m in (*modules, biased, chain)] == [True, False, True, False, False]
+    ours = together(x, [*modules, biased, chain])
+    assert called == [1]
+    for y, module in zip(ours, (*modules, biased, chain), strict=True):
+        torch.testing.assert_close(y, module(x))
+
+
+def test_frozen_weights_and_inputs_get_no_gradient():
+    x, modules = built()
+    modules[0].weight.requires_grad_(False)
+    sum(y.sum() for y in together(x.detach(), modules)).backward()
+    assert x.grad is None
+    assert modules[0].weight.grad is None
+    assert modules[1].weight.grad is not None
+
+
+def test_autocast_gives_its_dtype_and_float32_gradients():
+    x, modules = built(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours, plain = together(x, modules), [module(x) for module in modules]
+    assert all(map(torch.equal, ours, plain))
+    sum(y.float().sum() for y in ours).backward()
+    assert x.grad.dtype == modules[0].weight.grad.dtype == torch.float32
+
+
+def test_a_cpu_calls_the_modules():
+    x, modules = built()
+    assert all("MmBackward" in str(y.grad_fn) or "Unsafe" in str(y.grad_fn)
+               for y in linears(x, modules))  # fmt: skip

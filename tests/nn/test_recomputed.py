@@ -1,0 +1,113 @@
+"""What the backward computes again: the same gradients, from fewer saved tensors."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from deltarule.models import CausalLM, ModelConfig, causal_lm
+from deltarule.nn import mixer as mixers
+from deltarule.nn.recomputed import hooks_are_free, recomputed, remembered
+
+
+def build():
+    return torch.randn(3, 5, 4, requires_grad=True), [nn.Linear(4, 2) for _ in range(3)]
+
+
+def test_each_backward_computes_once():
+    x, modules = build()
+    leaves = [x, *(module.weight for module in modules)]
+    calls = []
+    y = x.tanh()
+    with remembered(y, lambda: calls.append(torch.is_grad_enabled()) or x.tanh()):
+        total = sum(module(y).square().sum() for module in modules)
+    kept = x.tanh()
+    plain = torch.autograd.grad(sum(module(kept).square().sum() for module in modules), leaves)
+    for run in (1, 2):
+        found = torch.autograd.grad(total, leaves, retain_graph=True)
+        assert all(map(torch.equal, found, plain))
+        assert calls == [False] * run
+
+
+def test_a_tensor_is_dropped_as_soon_as_all_have_read_it():
+    x, modules = build()
+    y = x.exp()
+    recipes = []
+    with remembered(y, lambda: x.exp()):
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        recipes += top[0].recipes
+        total = sum(module(y).square().sum() for module in modules)
+    (recipe,) = recipes
+    assert recipe.x is None
+    assert recipe.readers == 3
+    total.backward()
+    assert recipe.x is None
+
+
+def test_nested_recipes_all_hold():
+    x, (first, second, _) = build()
+    y, z = x.exp(), x.sin()
+    calls = []
+    with remembered(y, lambda: calls.append("y") or x.exp()):
+        a = first(y)
+        with remembered(z, lambda: calls.append("z") or x.sin()):
+            b = second(z) + second(y)
+    (a.sum() + b.sum()).backward()
+    assert sorted(calls) == ["y", "z"]
+
+
+def test_others_hooks_are_left_alone():
+    x, _ = build()
+    assert hooks_are_free()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        assert not hooks_are_free()
+        with recomputed(x, lambda: x):
+            assert not hooks_are_free()
+    with torch.autograd.graph.disable_saved_tensors_hooks("no"):
+        assert not hooks_are_free()
+    with remembered(x, lambda: x):
+        assert hooks_are_free()
+
+
+def test_a_cpu_keeps_its_tensors():
+    x, _ = build()
+    with recomputed(x, lambda: x):
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+@pytest.mark.parametrize("layer", ["deltanet", "gated_deltanet", "kda", "mamba2", "attention"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_model_has_the_same_gradients_bitwise(layer, checkpointing, monkeypatch):
+    config = ModelConfig(
+        vocab_size=50, hidden_size=32, num_layers=2, layer_types=layer, num_heads=2
+    )
+    model, tokens = CausalLM(config), torch.randint(50, (2, 30))
+    again = copy.deepcopy(model)
+    again.activation_checkpointing = checkpointing
+    model.hidden(tokens)[0].square().sum().backward()
+    used = []
+
+    def note(x, compute):
+        used.append(1)
+        return remembered(x, lambda: used.append(2) or compute())
+
+    if not checkpointing:
+        monkeypatch.setattr(mixers, "recomputed", note)
+        monkeypatch.setattr(causal_lm, "recomputed", note)
+    again.hidden(tokens)[0].square().sum().backward()
+    assert (2 in used) == (not checkpointing)
+    for (name, p), q in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        assert p.grad is None or torch.equal(p.grad, q.grad), name
+
+
+def test_the_forward_s_autocast_holds_for_what_is_computed_again():
+    x, _ = build()
+    weight = torch.randn(4, 4, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = x @ weight
+        with remembered(y, lambda: x @ weight):
+            z = y @ weight
+    z.float().sum().backward()
+    assert weight.grad is not None

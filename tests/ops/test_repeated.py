@@ -1,0 +1,147 @@
+"""Calls that go straight to recorded launches: which may, and that nothing else changes."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deltarule import delta_rule, dplr
+from deltarule.kernels.triton.configurations import forget
+from deltarule.ops import repeated as module
+from deltarule.ops.repeated import eager_kind, repeated
+
+
+class Other(torch.Tensor):
+    """A tensor that may be more than memory."""
+
+
+class Mode(TorchDispatchMode):
+    """Whatever wants to hear of operators."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Tensors of the CPU taken for those of a GPU."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+
+
+def kind(*changed: torch.Tensor, **changes):
+    q, k, v = (*changed, *torch.zeros(3, 1, 4, 2, 8).unbind())[:3]
+    numbers = {
+        "n_steps": 1, "scale": None, "normalize_qk": False, "batch_invariant": False,
+        "impl": "auto",
+    }  # fmt: skip
+    return eager_kind(q, k, v, torch.zeros(1, 4, 2), *[None] * 5, **{**numbers, **changes})
+
+
+def test_on_the_cpu_there_is_no_kind() -> None:
+    assert kind() is None
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize(
+    "changes",
+    [{"n_steps": 1.0}, {"n_steps": True}, {"scale": 1}, {"scale": True}, {"normalize_qk": 1},
+     {"scale": torch.tensor(1.0)}, {"batch_invariant": 0}, {"impl": "torch"}, {"impl": []}],
+    ids=str,
+)  # fmt: skip
+def test_numbers_that_are_not_plain_have_none(changes) -> None:
+    assert kind(scale=1.0, impl="triton") is not None
+    assert kind(**changes) is None
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_tensors_that_are_more_have_none() -> None:
+    x = torch.zeros(1, 4, 2, 8)
+    assert kind(x, torch.nn.Parameter(x, requires_grad=False)) is not None
+    assert kind(x, x.as_subclass(Other)) is None
+    assert kind(x, None) is not None
+    assert kind([1.0]) is None
+    assert kind(x, [1.0]) is None
+    leaf = x.clone().requires_grad_()
+    assert kind(x, leaf) is None
+    with torch.no_grad():
+        assert kind(x, leaf) is not None
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_where_somebody_watches_there_is_none(monkeypatch) -> None:
+    x = torch.zeros(1, 4, 2, 8)
+    seen = []
+    torch.func.vmap(lambda x: seen.append(kind(x[None])) or x)(x)
+    torch.func.grad(lambda x: seen.append(kind(x)) or x.sum())(x)
+    with Mode():
+        seen.append(kind(x))
+    with torch.device("cpu"):
+        seen.append(kind(x))
+    with torch.autograd.forward_ad.dual_level():
+        seen.append(kind(x))
+    for place, name in ((torch.compiler, "is_compiling"), (module, "anything_failed")):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, lambda: True)
+            seen.append(kind(x))
+    assert kind(x) is not None
+    assert seen == [None] * 7
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: x.double(), lambda x: x[:, :2], lambda x: x.mT.contiguous().mT,
+     lambda x: x[:, :, :1], lambda x: x.to("meta")],
+)  # fmt: skip
+def test_kinds_tell_types_shapes_strides_and_devices_apart(change) -> None:
+    x = torch.zeros(1, 4, 2, 8)
+    assert kind(x, x.clone()).key == kind(x, x).key
+    assert kind(x, change(x)).key != kind(x, x).key
+    assert kind(x, scale=1.0).key != kind(x, scale=2.0).key != kind(x).key
+
+
+def test_without_a_kind_or_a_recording_there_is_nothing_to_repeat(on_gpu) -> None:
+    forget()
+    assert repeated(None) is None
+    assert repeated(kind()) is None
+
+
+class Recorded:
+    """As a recording; None is what one says that leaves the launch to Triton."""
+
+    def __init__(self, *outputs: torch.Tensor) -> None:
+        self.outputs, self.calls = outputs or None, 0
+
+    def repeated(self, kind):
+        self.calls += 1
+        return self.outputs
+
+
+@pytest.mark.parametrize("operator", [delta_rule, dplr])
+def test_a_recording_takes_the_place_of_the_rest(operator, monkeypatch) -> None:
+    q, k, v = torch.randn(3, 1, 4, 2, 8).unbind()
+    gates = {"beta": torch.rand(1, 4, 2)} if operator is delta_rule else {"a": q, "b": k}
+    expected = operator(q, k, v, **gates)
+    o, state = torch.zeros(2, 3)
+    found = Recorded(o, state)
+    inputs = []
+    monkeypatch.setattr(module, "recording_of", lambda x: inputs.append(x) or found)
+    monkeypatch.setattr(module, "recordings", dict.fromkeys(["another"]))
+    monkeypatch.setattr(module, "remember", module.recordings.__setitem__)
+    monkeypatch.setitem(operator.__globals__, "eager_kind", eager_kind_on_cpu)
+    assert torch.equal(operator(q, k, v, **gates).o, expected.o)
+    assert len(inputs) == 1
+    again = operator(q, k, v, **gates)
+    assert again.o is o
+    assert again.final_state is state
+    assert operator(q, k, v, **gates, return_state=False).final_state is None
+    # Another kind is checked as ever.
+    with pytest.raises(ValueError, match="k must be"):
+        operator(q, k[:, :2], v, **gates)
+    found.outputs = None
+    assert torch.equal(operator(q, k, v, **gates).o, expected.o)
+
+
+def eager_kind_on_cpu(q, *tensors, **numbers):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+        return eager_kind(q, *tensors, **numbers)
