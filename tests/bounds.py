@@ -30,7 +30,6 @@ class Ranges:
 
     def check(self, addresses: Any, mask: Any, does: str) -> None:
         """Raise where an address that is not masked lies outside all of them."""
-        # No argument of ours lies inside another one.
         size = np.uint64(addresses.get_element_ty().primitive_bitwidth // 8)
         chosen = np.broadcast_to(np.asarray(mask.data, bool), addresses.data.shape)
         asked = addresses.data[chosen].astype(np.uint64)

@@ -22,6 +22,7 @@ from deltarule.kernels.triton.launch import (
     full_tiles,
     inverse_precision,
     precision,
+    scores_among,
     strides,
 )
 
@@ -108,16 +109,7 @@ def score_buffers(inputs: Inputs, plan: Plan, buffers: dict[str, Tensor]) -> Sco
         name: buffers[name] if name in buffers else plan.empty(*shape, inputs.q.device)
         for name, shape in plan.once(score_shapes, inputs).items()
     }
-    return kept_scores(found)
-
-
-def kept_scores(buffers: dict[str, Tensor]) -> Scores:
-    """The buffers by the names that `next_state` knows."""
-    x = buffers
-    return Scores(
-        x["q"], x.get("k"), x.get("erase"), x["write"], x["scores"], x.get("value_scores"),
-        x.get("corrections"), x.get("from_values"), x.get("scalings"), x.get("chunk_decay"),
-    )  # fmt: skip
+    return scores_among(found)
 
 
 def channel_scores(inputs: Inputs, plan: Plan) -> tuple[Scores, Tensor | None]:
@@ -179,15 +171,12 @@ def channel_gradients(
     decays' sums are overwritten.
     """
     wide, erase, x = channel_decays(inputs), inputs.erase, inputs.q
-    sizes, length = plan.sizes, plan.sizes["BT"]
+    sizes, rows = plan.sizes, plan.sizes["BT"]
     count = {"none": 1, "tied": 2, "free": 4}[erase]
     kept = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-    shape = plan.chunks, sizes["HV"], count, length, length
-    pairs = torch.empty(shape, dtype=kept, device=x.device)
-    d_q, d_k, d_v, d_a, d_b = (
-        None if y is None else torch.empty_like(y)
-        for y in (inputs.q, inputs.k, inputs.v, inputs.a, inputs.b)
-    )
+    pairs = torch.empty(plan.chunks, sizes["HV"], count, rows, rows, dtype=kept, device=x.device)
+    d_q, d_k, d_v = (torch.empty_like(y) for y in (x, inputs.k, inputs.v))
+    d_a, d_b = (None if y is None else torch.empty_like(y) for y in (inputs.a, inputs.b))
     d_beta, d_decay = (
         None if y is None else torch.empty(y.shape, dtype=torch.float32, device=x.device)
         for y in (inputs.beta, wide.log_decay)
@@ -204,10 +193,7 @@ def channel_gradients(
             inputs.k, d_q, d_k, d_v, d_beta, d_decay, *places,
         )  # fmt: skip
         if inputs.normalize_qk:
-            for y, d_y in ((x, d_q), (inputs.k, d_k)):
-                rows = y.numel() // sizes["K"]
-                grid = -(-rows // head.NORM_ROWS), 1, 1
-                plan.once(head.norm_launch, inputs)(grid, y, d_y, rows)
+            head.norm_gradients(inputs, plan, d_q, d_k)
     plan.once(pairs_launch, inputs)(
         (plan.chunks, sizes["HV"], 1),
         inputs.v, inputs.beta, inputs.cu_seqlens, scores.chunk_decay if anchored else None, errors,

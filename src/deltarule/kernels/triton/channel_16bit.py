@@ -70,16 +70,17 @@ def steep_scores_launch(inputs: Inputs, plan: Plan) -> Launch:
 
 
 def decay_sums(inputs: Inputs, plan: Plan, scores: Scores) -> Tensor:
-    """Launch `decay_sums_kernel`: what gradients of chunks that decay far need besides scores."""
+    """Launch `decay_sums_kernel`: what gradients need besides scores, but for anchored chunks."""
     sizes, x = plan.sizes, inputs.q
+    known = scores.chunk_decay if channel.has_anchored_chunks(inputs, plan) else None
     shape = plan.chunks, sizes["HV"], channel.SUMS, sizes["K"]
     sums = torch.empty(shape, dtype=torch.float32, device=x.device)
     # The scores have theirs already, the same but for rounding: forward and backward take that.
     chunk_decay = torch.empty_like(sums[:, :, 0], memory_format=torch.contiguous_format)
     plan.once(sums_launch, inputs)(
         (plan.chunks, sizes["HV"], 1),
-        inputs.log_decay, inputs.cu_seqlens, scores.chunk_decay, chunk_decay, sums, x.shape[1],
-        inputs.sequences, *channel.decay_strides(inputs.log_decay),
+        inputs.log_decay, inputs.cu_seqlens, known, chunk_decay, sums, x.shape[1], inputs.sequences,
+        *channel.decay_strides(inputs.log_decay),
     )  # fmt: skip
     return sums
 
@@ -89,6 +90,6 @@ def sums_launch(inputs: Inputs, plan: Plan) -> Launch:
     constants = {
         **{name: plan.sizes[name] for name in ("H", "HV", "K", "N_STEPS", "CT", "BK")},
         "PACKED": inputs.cu_seqlens is not None, "EXACT": inputs.q.dtype == torch.float32,
-        "FAR_ALONE": channel.has_anchored_chunks(inputs, plan), "num_warps": 2, "num_stages": 1,
+        "num_warps": 2, "num_stages": 1,
     }  # fmt: skip
     return Launch(decay_sums_kernel, constants)

@@ -13,14 +13,14 @@ def decay_sums_kernel(
     log_decay, cu_seqlens, known, chunk_decay, sums, T, N, s_decay_b, s_decay_t, s_decay_h,
     s_decay_k,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, N_STEPS: tl.constexpr, CT: tl.constexpr,
-    BK: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr, FAR_ALONE: tl.constexpr,
+    BK: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """sums [M, HV, ROWS, K] as channel_decay.py has them, and chunk_decay [M, HV, K]."""
     i_m, i_h = tl.program_id(0), tl.program_id(1)
     first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
     if tokens <= 0:
         return
-    if FAR_ALONE:  # noqa: SIM102 - a choice at compile time
+    if known is not None:  # noqa: SIM102 - a choice at compile time
         if not is_far(known, i_m, i_h // (HV // H), H, HV, K):
             return
     rows = tl.minimum(tokens, CT) * N_STEPS

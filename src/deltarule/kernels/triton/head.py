@@ -17,6 +17,7 @@ from deltarule.kernels.triton.launch import (
     full_tiles,
     inverse_precision,
     precision,
+    scores_among,
     strides,
 )
 from deltarule.kernels.triton.pair_scores import pair_scores_kernel
@@ -43,11 +44,8 @@ def score_shapes(inputs: Inputs, plan: Plan) -> Shapes:
 
 
 def kept_scores(inputs: Inputs, buffers: dict[str, Tensor]) -> Scores:
-    """The buffers by the names that `next_state` knows."""
-    return Scores(
-        inputs.q, inputs.k, None, None, buffers["scores"], None, buffers.get("corrections"), None,
-        buffers.get("scalings"), buffers.get("chunk_decay"),
-    )  # fmt: skip
+    """Those among the buffers, with q and k as they were given."""
+    return scores_among({**buffers, "q": inputs.q, "k": inputs.k})
 
 
 def head_scores(inputs: Inputs, plan: Plan, buffers: dict[str, Tensor]) -> Scores:
@@ -124,9 +122,14 @@ def add_gradients(
 def through_norm(inputs: Inputs, plan: Plan, found: Gradients) -> None:
     """Launch `unit_norm_gradients_kernel` where a program had some of the channels."""
     if inputs.normalize_qk and slices(plan.once(gradients_launch, inputs)) > 1:
-        for y, d_y in ((inputs.q, found.d_q), (inputs.k, found.d_k)):
-            rows = y.numel() // plan.sizes["K"]
-            plan.once(norm_launch, inputs)((-(-rows // NORM_ROWS), 1, 1), y, d_y, rows)
+        norm_gradients(inputs, plan, found.d_q, found.d_k)
+
+
+def norm_gradients(inputs: Inputs, plan: Plan, d_q: Tensor, d_k: Tensor) -> None:
+    """Launch `unit_norm_gradients_kernel`: gradients by unit q and k to those by q and k."""
+    for y, d_y in ((inputs.q, d_q), (inputs.k, d_k)):
+        rows = y.numel() // plan.sizes["K"]
+        plan.once(norm_launch, inputs)((-(-rows // NORM_ROWS), 1, 1), y, d_y, rows)
 
 
 def norm_launch(inputs: Inputs, plan: Plan) -> Launch:

@@ -116,6 +116,15 @@ class Scores(NamedTuple):
     chunk_decay: Tensor | None
 
 
+def scores_among(buffers: dict[str, Tensor]) -> Scores:
+    """Those of the buffers that have their names."""
+    x = buffers
+    return Scores(
+        x["q"], x.get("k"), x.get("erase"), x.get("write"), x["scores"], x.get("value_scores"),
+        x.get("corrections"), x.get("from_values"), x.get("scalings"), x.get("chunk_decay"),
+    )  # fmt: skip
+
+
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 # Every buffer starts at a multiple of what the copy engine asks for, counted in float32.
 ALIGNED = 64

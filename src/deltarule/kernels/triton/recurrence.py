@@ -21,6 +21,7 @@ from deltarule.kernels.triton.launch import (
     layout,
     make_plan,
     new_plan,
+    scores_among,
     views,
 )
 from deltarule.kernels.triton.recording import found, recorded
@@ -166,7 +167,7 @@ def backward(
         saved = torch.empty(layout.elements, dtype=torch.float32, device=inputs.q.device)
     buffers, sums = views(saved, layout), None
     if not again and channel.has_even_chunks(inputs):
-        scores = channel.kept_scores(buffers)
+        scores = scores_among(buffers)
         sums = channel_16bit.decay_sums(inputs, plan, scores)
     elif again or inputs.by_channel:
         scores, sums = pair_scores(inputs, plan, buffers, True)
