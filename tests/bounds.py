@@ -4,8 +4,10 @@ It reads and writes whatever memory an address points to, so that a wrong mask g
 as that memory belongs to the process.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -13,31 +15,43 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
+from quick_interpreter import quicken
+
 
 class Ranges:
     """From where to where in memory the arguments of the kernel at work lie."""
 
     def __init__(self) -> None:
         self.kernel = "no kernel"
-        self.starts = self.ends = np.zeros(0, np.uint64)
+        self.starts: list[int] = []
+        self.reach = [0]
 
     def given(self, kernel: str, arguments: list[Any]) -> None:
         """Take the tensors, and those behind descriptors."""
         tensors = [getattr(x, "base", x) for x in arguments]
         found = sorted(place(x) for x in tensors if isinstance(x, torch.Tensor))
         self.kernel = kernel
-        self.starts, self.ends = np.array(found, np.uint64).reshape(-1, 2).T
+        self.starts = [start for start, _ in found]
+        # How far those among the first 0, 1, 2 ... reach that reach farthest.
+        self.reach = [0, *accumulate((end for _, end in found), max)]
 
     def check(self, addresses: Any, mask: Any, does: str) -> None:
         """Raise where an address that is not masked lies outside all of them."""
-        size = np.uint64(addresses.get_element_ty().primitive_bitwidth // 8)
+        size = addresses.get_element_ty().primitive_bitwidth // 8
         chosen = np.broadcast_to(np.asarray(mask.data, bool), addresses.data.shape)
-        asked = addresses.data[chosen].astype(np.uint64)
-        before = np.searchsorted(self.starts, asked, side="right")
-        inside = before > 0
-        inside &= asked + size <= np.append(np.uint64(0), np.maximum.accumulate(self.ends))[before]
+        asked = addresses.data if chosen.all() else addresses.data[chosen]
+        # Nearly always all of them lie in one tensor.
+        if not asked.size or self.reaches(int(asked.min()), int(asked.max()) + size):
+            return
+        asked = asked.astype(np.uint64)
+        before = np.searchsorted(np.array(self.starts, np.uint64), asked, side="right")
+        inside = asked + np.uint64(size) <= np.array(self.reach, np.uint64)[before]
         if not inside.all():
             raise IndexError(f"{self.kernel} {does} outside its arguments, {(~inside).sum()} times")
+
+    def reaches(self, first: int, end: int) -> bool:
+        """Whether one of them holds all from the first byte to the one before the end."""
+        return end <= self.reach[bisect_right(self.starts, first)]
 
 
 def place(x: torch.Tensor) -> tuple[int, int]:
@@ -71,6 +85,7 @@ def checked_addresses() -> Iterator[None]:
         return store(self, addresses, value, mask, *rest, **options)
 
     with pytest.MonkeyPatch.context() as patch:
+        quicken(patch)
         patch.setattr(executor, "_init_args_hst", given)
         patch.setattr(builder, "create_masked_load", loaded)
         patch.setattr(builder, "create_masked_store", stored)

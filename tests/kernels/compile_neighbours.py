@@ -3,6 +3,7 @@
 A program of its own: Triton's interpreter, in which the tests run, cannot be left again.
 """
 
+import argparse
 import itertools
 import json
 
@@ -112,6 +113,13 @@ def compile_kernel(name: str, capability: int) -> dict[str, int]:
     return resources(compiled.asm["cubin"])
 
 
-if __name__ == "__main__":
-    cases = itertools.product(KERNELS, (80, 86, 89, 90, 100, 120))
+def main() -> None:
+    """Print what all kernels take on the targets."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--targets", type=int, nargs="+", required=True)
+    cases = itertools.product(KERNELS, parser.parse_args().targets)
     print(json.dumps([[name, target, compile_kernel(name, target)] for name, target in cases]))
+
+
+if __name__ == "__main__":
+    main()

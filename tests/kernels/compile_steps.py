@@ -3,6 +3,7 @@
 A program of its own, that prints JSON lines: Triton's interpreter cannot be left again.
 """
 
+import argparse
 import json
 from collections.abc import Iterator
 
@@ -35,7 +36,9 @@ def launches(call: Call) -> Iterator[Launch]:
 
 def main() -> None:
     """Print one JSON object a line for each launch and target."""
-    for target in TARGETS:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--targets", type=int, nargs="+", default=TARGETS)
+    for target in parser.parse_args().targets:
         for call in CALLS:
             for launch in launches(call):
                 found = {"target": target, "call": str(call)}

@@ -11,15 +11,19 @@ import pytest
 pytest.importorskip("triton")
 
 
-def test_compiled_for_every_gpu_they_spill_nothing() -> None:
+# Those that give a thread the most registers come in every run.
+@pytest.mark.parametrize(
+    "targets", [(80, 100), pytest.param((86, 89, 90, 120), marks=pytest.mark.slow)]
+)
+def test_compiled_they_spill_nothing(targets) -> None:
     program = Path(__file__).with_name("compile_neighbours.py")
     done = subprocess.run(
-        [sys.executable, str(program)],
+        [sys.executable, str(program), "--targets", *map(str, targets)],
         env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     compiled = json.loads(done.stdout)
-    assert len(compiled) == 17 * 6
+    assert len(compiled) == 17 * len(targets)
     for name, target, used in compiled:
         assert used["LOCAL"] == used["STACK"] == 0, (name, target, used)
         # Three programs of 128 threads on a multiprocessor of 64 K registers, or of 256.

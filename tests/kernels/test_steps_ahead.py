@@ -11,15 +11,19 @@ import pytest
 pytest.importorskip("triton")
 
 
-def test_steps_with_logits_compile_for_every_gpu() -> None:
+# Those that give a thread the most registers come in every run.
+@pytest.mark.parametrize(
+    "targets", [(80, 120), pytest.param((86, 89, 90, 100), marks=pytest.mark.slow)]
+)
+def test_steps_with_logits_compile(targets) -> None:
     program = Path(__file__).with_name("compile_steps.py")
     done = subprocess.run(
-        [sys.executable, str(program)],
+        [sys.executable, str(program), "--targets", *map(str, targets)],
         env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     reports = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(reports) == 4 * 2 * 6
+    assert len(reports) == 4 * 2 * len(targets)
     for report in reports:
         assert report["spills"] <= 16, report
         # Eight programs on a multiprocessor of 64 K registers.
