@@ -85,6 +85,13 @@ hypothesis.settings.register_profile("deltarule", deadline=None, derandomize=Tru
 hypothesis.settings.load_profile("deltarule")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On a GPU, tests of one configuration side by side: a process compiles its kernels once."""
+    if torch.cuda.is_available():
+        items.sort(key=lambda item: item.callspec.id if hasattr(item, "callspec") else "")
+
+
 # First of all set-up, so that fixtures draw from the fixed seed too.
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:

@@ -18,10 +18,11 @@ def key_first(*, q, k, v, beta, g=None, initial_state=None, output_final_state=F
     return o, state.mT
 
 
-def packed(*, q, k, v, beta, g, cu_seqlens, output_final_state=False):
+def packed(*, q, k, v, beta, g, cu_seqlens, longest, output_final_state=False):
     """As FlashInfer: no batch axis, the decay itself, states [V, K]."""
     assert output_final_state
     assert cu_seqlens.dtype == torch.int64
+    assert longest == int(cu_seqlens.diff().max())
     rows = (x.unsqueeze(0) for x in (q, k, v))
     o, state = recurrent.delta_rule(
         *rows, beta=beta[None], log_decay=g[None].log(), cu_seqlens=cu_seqlens

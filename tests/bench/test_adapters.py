@@ -13,7 +13,7 @@ FAKE = Peer(
     {
         "delta": Entry("bench.fake_peer", "key_first", half=("beta",)),
         "gdn": Entry("bench.fake_peer", "packed", linear=("log_decay",), state_key_first=False,
-                     packed=True),
+                     packed=True, longest="longest"),
         "gated_product2": Entry("bench.fake_peer", "key_first", half=("beta",),
                                 options={"steps": 2, "output_final_state": True}),
         "decode": Entry("bench.fake_peer", "key_first",

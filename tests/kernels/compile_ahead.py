@@ -13,7 +13,13 @@ from ahead import Launch, Report, compiled, recording
 from torch import Tensor
 
 from deltarule.kernels.inputs import Inputs
-from deltarule.kernels.triton import configurations, recurrence, recurrent_step, slabs
+from deltarule.kernels.triton import (
+    configurations,
+    recurrence,
+    recurrent_step,
+    segment_length,
+    slabs,
+)
 
 TARGETS = (80, 86, 89, 90, 100, 120)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -33,11 +39,13 @@ class Call:
     step: bool = False
     # In how many slabs the backward goes through the sequence; None leaves it to the size.
     slabs: int | None = None
+    # Of the GPU: few heads and rows are cut into narrow tiles for so many.
+    processors: int = 1
 
 
 # What every change is compiled for, and what `-m slow` adds.
 STEPS = [Call(step=True), Call("free", "channel", step=True)]
-SHORT = dict.fromkeys(TARGETS, STEPS) | {90: [*STEPS, Call()]}
+SHORT = dict.fromkeys(TARGETS, STEPS) | {90: [*STEPS, Call(), Call(processors=132)]}
 RULES = (("tied", "head"), ("tied", "channel"), ("free", "channel"), ("none", "head"))
 LONG = [
     *(Call(erase, decay) for erase, decay in RULES),
@@ -50,6 +58,7 @@ LONG = [
     Call("none", "channel", n_steps=2), Call("tied", "channel", value_size=256), Call(slabs=2),
     Call("free", "channel", key_size=1, value_size=1),
     Call("tied", "channel", key_size=1, value_size=1), Call("free", "channel", key_size=3),
+    Call(processors=132), Call("none", "head", processors=132),
 ]  # fmt: skip
 
 
@@ -79,6 +88,7 @@ def launches(call: Call, capability: int) -> list[Launch]:
     """The different launches of a call's forward, its backward, and both with states recomputed."""
     configurations.INTERPRETED = capability
     configurations.configuration.cache_clear()
+    segment_length.multiprocessors = lambda device: call.processors
     inputs, parts = inputs_of(call), call.slabs
     recurrence.slabs_of = slabs.slabs_of
     if parts is not None:

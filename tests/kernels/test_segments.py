@@ -11,6 +11,8 @@ pytest.importorskip("triton")
 from deltarule import pack
 from deltarule.kernels.inputs import Inputs
 from deltarule.kernels.triton import launch, recurrence, segment_length
+from deltarule.kernels.triton.configurations import overridden
+from deltarule.kernels.triton.tables import scan
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
 NAMES = ("q", "k", "v", "beta", "a", "b", "log_decay", "initial_state")
@@ -117,6 +119,55 @@ def test_sequences_stay_whole_where_a_split_gains_nothing(monkeypatch) -> None:
     assert planned(1, 8192, 64, monkeypatch, erase="none") == 64
     assert planned(1, 32768, 8, monkeypatch, key_size=256) == 0
     assert planned(1, 32768, 8, monkeypatch, batch_invariant=True) == 0
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    """The plan of a call in bfloat16 on an H200."""
+    monkeypatch.setattr(segment_length, "multiprocessors", lambda device: 132)
+
+    def planned(batch, tokens, heads, **options) -> tuple[bool, int]:
+        x = torch.empty(batch, tokens, heads, 128, dtype=torch.bfloat16, device="meta")
+        call = Inputs(x, x, x, x[..., 0], None, None, None, None, None, 1, 1.0, False, False)
+        plan = launch.new_plan(call._replace(**options))
+        return plan.call.narrow, plan.per_segment
+
+    return planned
+
+
+def test_tiles_are_narrow_where_half_of_the_gpu_would_idle(narrow) -> None:
+    assert narrow(8, 4096, 16) == (False, 0)
+    assert narrow(1, 8192, 64) == (True, 0)
+    assert narrow(1, 8192, 64, batch_invariant=True) == (False, 0)
+    # More segments of wide tiles do as well, unless narrow ones can be split too.
+    assert narrow(2, 16384, 16) == (False, 64)
+    assert narrow(1, 2048, 16) == (True, 8)
+    assert narrow(1, 8192, 16, cu_seqlens=torch.zeros(4, dtype=torch.int32)) == (True, 32)
+
+
+SHAPES = {"row": {"tokens": 140}, "packed": {"lengths": (3, 0, 137)}}
+
+
+@interpreted
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_narrow_tiles_give_the_same_numbers(shape, monkeypatch) -> None:
+    monkeypatch.setattr(segment_length, "multiprocessors", lambda device: 132)
+    case = weakly_decaying(key_size=16, value_size=100, value_heads=1, batch=1, **shape)
+    case, found = case.to(torch.float16), {}
+    for narrow in (False, True):
+        inputs = inputs_of(case)._replace(batch_invariant=not narrow)
+        assert launch.new_plan(inputs).call.narrow is narrow
+        torch.manual_seed(1)
+        found[narrow] = results(inputs, case, True)
+    for name, (x, exact) in found[True].items():
+        assert relative_rms(x, found[False][name][0]) < 2**-12, name
+        assert relative_rms(x, exact) < 2**-8, name
+
+
+def test_tiles_that_somebody_chose_stay(narrow) -> None:
+    with overridden("next_state_backward", scan(64, 128, 4, 3)):
+        assert narrow(1, 8192, 64) == (False, 0)
+    assert narrow(1, 8192, 64) == (True, 0)
 
 
 def test_many_packed_sequences_stay_whole_and_one_long_among_few_does_not(monkeypatch) -> None:

@@ -85,6 +85,14 @@ def test_identical_and_correlated_keys(decay, erase, n_steps, spread, dtype) -> 
     check(case.changed(k=k.to(dtype)), stress=True)
 
 
+@pytest.mark.parametrize("dtype", [BRAIN, HALF], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("decay", ["none", "head", "channel"])
+def test_as_many_heads_as_keep_a_gpu_busy(decay, dtype) -> None:
+    # Fewer are cut into narrower tiles of the state, or split into segments.
+    sizes = {"key_size": 16, "value_size": 128, "heads": 34, "value_heads": 68}
+    check(Kind(decay, "tied", 1, dtype).case(batch=1, tokens=128, **sizes))
+
+
 SIZES = [(1, 1), (3, 70), (100, 72), (130, 17), (256, 512)]
 
 
@@ -96,4 +104,6 @@ def test_any_size(decay, erase, n_steps, key_size, value_size, dtype) -> None:
     # As many heads as make an error a mean over hundreds of numbers, not the luck of a few.
     heads = max(1, 256 // (key_size * value_size))
     sizes = {"key_size": key_size, "value_size": value_size, "heads": heads}
-    check(kind.case(lengths=(70, 0, 1, 64), value_heads=2 * heads, **sizes))
+    case = kind.case(lengths=(70, 0, 1, 64), value_heads=2 * heads, **sizes)
+    # With one channel all keys are alike, up to their signs.
+    check(case, stress=key_size == 1)

@@ -28,6 +28,7 @@ class Entry(NamedTuple):
     state_key_first: Its states are [N, HV, K, V], ours [N, HV, V, K].
     heads_first: Its queries, keys, values and outputs are [B, H, T, K].
     packed: Its rows are packed into one, without a batch axis.
+    longest: The argument that says how many tokens the longest packed row has. None: it has none.
     no_backward: Why there is no backward pass. None: there is one.
     """
 
@@ -40,6 +41,7 @@ class Entry(NamedTuple):
     state_key_first: bool = True
     heads_first: bool = False
     packed: bool = False
+    longest: str | None = None
     no_backward: str | None = None
 
 
@@ -93,7 +95,8 @@ PEERS = {
         {
             "gdn": Entry(
                 "flashinfer.gdn_prefill", "chunk_gated_delta_rule", linear=("log_decay",),
-                state_key_first=False, packed=True, no_backward="it has no backward pass",
+                state_key_first=False, packed=True, longest="max_seqlen",
+                no_backward="it has no backward pass",
             )
         },
     ),
@@ -148,11 +151,16 @@ def side(peer: str, operation: str, impl: str) -> Side:
     entry = own_entry(operation, impl) if peer == OURS else PEERS[peer].entries[operation]
     function = getattr(importlib.import_module(entry.module), entry.function)
     options = dict(entry.options)
-    return Side(
-        prepare=lambda inputs: prepare(entry, inputs),
-        call=lambda arguments: function(**arguments, **options),
-        entry=entry,
-    )
+
+    def call(arguments: Tensors) -> Result:
+        if entry.longest is None:
+            return function(**arguments, **options)
+        # All rows are as long.
+        rows = len(arguments["cu_seqlens"]) - 1
+        longest = {entry.longest: len(arguments["q"]) // rows}
+        return function(**arguments, **options, **longest)
+
+    return Side(prepare=lambda inputs: prepare(entry, inputs), call=call, entry=entry)
 
 
 def prepare(entry: Entry, inputs: Tensors) -> Tensors:

@@ -24,7 +24,7 @@ NO_TRITON = "warmup needs Triton, which is not installed: pip install deltarule[
 
 
 class Warmed(NamedTuple):
-    """The kernels that a call needs, in order, and the seconds until all were ready."""
+    """The kernels that a call needs, as each was ready, and the seconds until all were."""
 
     compiled: "tuple[Compiled, ...]"
     seconds: float
@@ -66,8 +66,9 @@ def warmup(
         packed: Whether calls come with cu_seqlens.
         backward: Whether a backward follows.
         batch: Rows B of a call; with `packed` the sequences.
-        tokens: Tokens T of a row. Calls that fill whole chunks, and calls with few heads and many
-            tokens, run kernels of their own: give what your calls have.
+        tokens: Tokens T of a row. Calls that fill whole chunks, calls with few heads and many
+            tokens, and calls of few heads and rows run kernels of their own: give what your calls
+            have.
 
     Returns:
         The kernels with their seconds, and the seconds in all.

@@ -25,6 +25,7 @@ from deltarule.kernels.triton.launch import (
     scores_among,
     strides,
 )
+from deltarule.kernels.triton.tiles import SCALINGS
 
 # Rows that the decays of a chunk take, as channel_decay.py lays them out.
 SUMS = 212
@@ -96,7 +97,7 @@ def score_shapes(inputs: Inputs, plan: Plan) -> Shapes:
     if erase == "free":
         shapes |= {"k": copy, "value_scores": reading, "from_values": square}
     if erase == "tied":
-        shapes["scalings"] = (4, rows), torch.float32
+        shapes["scalings"] = (SCALINGS.value, rows), torch.float32
     if inputs.log_decay is not None:
         shapes["chunk_decay"] = (channels,), torch.float32
     each = plan.chunks, sizes["HV"]

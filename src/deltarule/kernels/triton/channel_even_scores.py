@@ -20,7 +20,7 @@ from deltarule.kernels.triton.channel_even import (
 from deltarule.kernels.triton.channel_tiles import inverse_norms, store_scores, store_square
 from deltarule.kernels.triton.chunk import chunk_place, place_of
 from deltarule.kernels.triton.corrected_values import correction
-from deltarule.kernels.triton.tiles import BETA
+from deltarule.kernels.triton.tiles import BETA, SCALINGS
 
 # What is larger, or no number at all, came of an overflow.
 LARGEST = tl.constexpr(3e38)
@@ -107,7 +107,7 @@ def even_scores_kernel(
         m_m = (o_f[None, :] < o_f[:, None]) & (tl.abs(b_m) <= LARGEST)
         b_n = correction(tl.where(m_m, -b_m, 0.0), b_beta, BT, MERGE)
         store_square(corrections, i_slot, b_n, 0, BT)
-        tl.store(scalings + (i_slot * 4 + BETA) * BT + o_f, b_beta)
+        tl.store(scalings + (i_slot * SCALINGS + BETA) * BT + o_f, b_beta)
     even = BT
     # This sum and those of the rows may differ in their last digits, and the rows' own decide.
     if low < 1.0 - RANGE:

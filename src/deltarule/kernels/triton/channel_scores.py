@@ -45,6 +45,7 @@ from deltarule.kernels.triton.channel_tiles import (
 )
 from deltarule.kernels.triton.chunk import chunk_place
 from deltarule.kernels.triton.corrected_values import correction
+from deltarule.kernels.triton.tiles import BETA, SCALINGS
 
 
 @triton.jit
@@ -225,9 +226,10 @@ def chunk_scores(
             s_decay_t, s_decay_k, H, HV, K, N_STEPS, BT, BN, ERASE, OWN, BAR,
         )  # fmt: skip
     if ERASING_ROWS:
+        # First, for the registers that the inverse needs.
+        store_square(from_values, i_slot, tl.where(o_j < o_i, b_s2, 0.0), start, BT)
         b_n = correction(tl.where(o_j < o_i, b_s, 0.0), tl.full([BT], 1.0, tl.float32), BT, MERGE)
         store_square(corrections, i_slot, b_n, start, BT)
-        store_square(from_values, i_slot, tl.where(o_j < o_i, b_s2, 0.0), start, BT)
     else:
         store_scores(scores, i_slot, o_r, b_s, start, N_STEPS, CT, BT, BQ)
         if ERASE == "free":
@@ -237,7 +239,7 @@ def chunk_scores(
             b_beta = tl.load(p_beta + o_r * s_beta_t, mask=m_r, other=0.0).to(tl.float32)
             b_n = correction(tl.where(o_j < o_i, -b_s2, 0.0), b_beta, BT, MERGE)
             store_square(corrections, i_slot, b_n, start, BT)
-            tl.store(scalings + (i_slot * 4 + 3) * BT + o_r, b_beta)
+            tl.store(scalings + (i_slot * SCALINGS + BETA) * BT + o_r, b_beta)
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -253,7 +255,7 @@ def channel_scores_kernel(
 ):  # fmt: skip
     """q_copy [M, HV, BQ, K], other copies [M, HV, BT, K], scores [M, HV, BQ or BT, BT].
 
-    ERASING_ROWS is the launch for the rows a. Of the scalings [M, HV, 4, BT], beta alone.
+    ERASING_ROWS is the launch for the rows a. Of the scalings [M, HV, SCALINGS, BT], beta alone.
     """
     i_m, i_h = tl.program_id(0), tl.program_id(1)
     first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)

@@ -1,8 +1,9 @@
 """Tile sizes, warps and pipeline stages of every kernel over chunks: fixed tables, no search.
 
 A configuration is a function of the GPU's architecture, the size of an element, the key and value
-sizes, and whether the scans read scaled copies of q and k. `deltarule tune` writes a table for one
-GPU, which goes before those of the package.
+sizes, the erase, whether the scans read scaled copies of q and k, and whether heads and sequences
+are so few that tiles of the state are narrow. `deltarule tune` writes a table for one GPU, which
+goes before those of the package.
 """
 
 from collections.abc import Hashable, Iterator
@@ -32,6 +33,8 @@ class Call(NamedTuple):
     value_size: int
     erase: str
     copies: bool
+    # Tiles of half the rows of a state, so that twice as many programs go through the chunks.
+    narrow: bool = False
 
 
 def call_of(inputs: Inputs) -> Call:
@@ -78,10 +81,12 @@ def configuration(kernel: str, call: Call) -> dict[str, int]:
 
 
 def variant(kernel: str, call: Call) -> str:
-    """The name in the table: the scans over copies have entries of their own."""
-    names = (*(("free",) if call.erase == "free" else ()), *(("copies",) if call.copies else ()))
+    """The name in the table: scans over copies, or in narrow tiles, may have rows of their own."""
+    kinds = {"free": call.erase == "free", "copies": call.copies, "narrow": call.narrow}
     table = table_of(call.architecture)
-    return next((x for name in names if (x := f"{kernel}_{name}") in table), kernel)
+    names = [f"{kernel}_{kind}" for kind, of in kinds.items() if of]
+    found = (name for name in names if any(row.fits(call) for row in table.get(name, ())))
+    return next(found, kernel)
 
 
 def shipped(kernel: str, call: Call) -> dict[str, int]:
@@ -94,6 +99,12 @@ def tuned(kernel: str, call: Call) -> dict[str, int] | None:
     size = power_of_two(call.key_size)
     found = tuned_tables().get(kernel, {}).get(f"{call.element_bytes} bytes, K to {size}")
     return None if found is None else {name: int(value) for name, value in found.items()}
+
+
+def has_own(call: Call, *kernels: str) -> bool:
+    """Whether one of the kernels has a configuration for the call that is not the package's."""
+    names = [variant(kernel, call) for kernel in kernels]
+    return any(name in _overrides or tuned(name, call) is not None for name in names)
 
 
 @cache

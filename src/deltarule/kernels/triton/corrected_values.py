@@ -17,29 +17,60 @@ import triton.language as tl
 def correction(b_m, b_beta, BT: tl.constexpr, PRECISION: tl.constexpr):
     """N [BT, BT] of a strictly lower triangular matrix b_m that holds -M, in float32.
 
-    The inverse R of A = I + M Diag(beta) from that of its blocks of 1, 2, 4, ... rows, pair by
-    pair, which is substitution in another order:
+    From the inverses of blocks of s rows to those of 2 s, which is substitution in another order.
+    With R_s the inverse of the blocks on the diagonal of A = I + M Diag(beta), and N_s = -R_s M,
 
         [[A1, 0], [A21, A2]]^-1 = [[R1, 0], [-R2 A21 R1, R2]]
+        N_2s = N_s + (N_s Diag(beta))_21 N_s          N_1 = -M
 
-    float16 serves for the inverse, whose entries are about one, where inputs have fewer digits.
+    Blocks of 16 rows are found first, each in one warp, which waits for no other: N_16 on the
+    diagonal, where N_16 Diag(beta) = R_16 - I. float16 serves where inputs have fewer digits.
     """
-    b_a = b_m * b_beta[None, :]
+    b_x = block_corrections(blocks_on_diagonal(b_m, BT), b_beta, PRECISION)
+    b_x = repeated_blocks(b_x, BT)
     difference = tl.arange(0, BT)[:, None] ^ tl.arange(0, BT)[None, :]
-    b_r = tl.where(difference == 0, 1.0, tl.where(difference == 1, b_a, 0.0))
-    b_a, b_m = operand(b_a, PRECISION), operand(b_m, PRECISION)
-    for level in tl.static_range(1, 7):
+    # Zeros, in the registers in which b_m lies: so the blocks need no way through memory.
+    b_zeros = tl.where(difference < BT, 0.0, b_m)
+    b_n = tl.where(difference < 16, b_x, b_m)
+    b_x = tl.where(difference < 16, b_x * b_beta[None, :], b_zeros)
+    b_n = times(b_x, tl.where(difference < 16, 0.0, b_m), b_n, PRECISION)
+    for level in tl.static_range(4, 7):
         if 1 << level < BT:
-            b_low = operand(b_r, PRECISION)
-            b_x = tl.dot(b_a, b_low, input_precision=PRECISION)
-            b_x = operand(tl.where(difference >> level == 1, b_x, 0.0), PRECISION)
-            b_r = tl.dot(b_low, b_x, acc=b_r, input_precision=PRECISION)
-    return tl.dot(operand(b_r, PRECISION), b_m, input_precision=PRECISION)
+            b_factor = tl.where(difference >> level == 1, b_beta[None, :], 0.0)
+            b_n = times(b_n * b_factor, b_n, b_n, PRECISION)
+    return b_n
 
 
 @triton.jit
-def operand(b_x, PRECISION: tl.constexpr):
-    """b_x in float16, unless full precision is asked for."""
+def block_corrections(b_n, b_beta, PRECISION: tl.constexpr):
+    """N of each block of b_n [blocks, 16, 16], which holds -M."""
+    difference = (tl.arange(0, 16)[:, None] ^ tl.arange(0, 16)[None, :])[None]
+    b_beta = tl.reshape(b_beta, [b_beta.shape[0] // 16, 1, 16])
+    for level in tl.static_range(4):
+        b_factor = tl.where(difference >> level == 1, b_beta, 0.0)
+        b_n = times(b_n * b_factor, b_n, b_n, PRECISION)
+    return b_n
+
+
+@triton.jit
+def blocks_on_diagonal(b_x, BT: tl.constexpr):
+    """The blocks [BT / 16, 16, 16] on the diagonal of b_x [BT, BT]."""
+    o_b = tl.arange(0, BT // 16)
+    same = (o_b[:, None] == o_b[None, :])[:, None, :, None]
+    b_x = tl.reshape(b_x, [BT // 16, 16, BT // 16, 16])
+    return tl.sum(tl.where(same, b_x, 0.0), axis=2)
+
+
+@triton.jit
+def repeated_blocks(b_x, BT: tl.constexpr):
+    """The matrix [BT, BT] whose rows of 16 repeat a block of b_x [BT / 16, 16, 16]."""
+    b_x = tl.broadcast_to(b_x[:, :, None, :], [BT // 16, 16, BT // 16, 16])
+    return tl.reshape(b_x, [BT, BT])
+
+
+@triton.jit
+def times(b_x, b_y, b_sum, PRECISION: tl.constexpr):
+    """b_x b_y + b_sum, the factors in float16 unless full precision is asked for."""
     if PRECISION != "tf32x3":
-        b_x = b_x.to(tl.float16)
-    return b_x
+        b_x, b_y = b_x.to(tl.float16), b_y.to(tl.float16)
+    return tl.dot(b_x, b_y, acc=b_sum, input_precision=PRECISION)

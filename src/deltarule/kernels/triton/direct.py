@@ -9,8 +9,9 @@ leaves the launch to Triton, for a wrong binary would give wrong numbers in sile
 
 import copy
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,9 @@ MOST = 1024
 
 # Where the current device is the right one, there is nothing to change.
 HERE = nullcontext()
+
+# Whether launches compile their kernels and run nothing.
+ONLY_COMPILED: ContextVar[bool] = ContextVar("ONLY_COMPILED", default=False)
 
 Grid = tuple[int, int, int]
 # By the name of an argument: columns of the matrix that it is, and the tile that is fetched of it.
@@ -83,6 +87,9 @@ class Launch:
 
     def launch(self, grid: Grid, arguments: tuple[Any, ...]) -> None:
         """Run the kernel on the current device and stream."""
+        if ONLY_COMPILED.get():
+            self.kernel.warmup(*self.given(arguments), grid=grid, **self.constants)
+            return
         found = None if watched(self.kernel) else signature(arguments)
         if found is not None and self.binaries:
             key, values = found
@@ -106,11 +113,15 @@ class Launch:
 
     def through_triton(self, grid: Grid, arguments: tuple[Any, ...]) -> object:
         """Launch as Triton does it; what it compiled, if it compiled."""
+        return self.kernel[grid](*self.given(arguments), **self.constants)
+
+    def given(self, arguments: tuple[Any, ...]) -> list[Any]:
+        """The arguments as Triton takes them."""
         given = list(arguments)
         for place, width, tile in self.tiles:
             if (x := given[place]) is not None:
                 given[place] = described(x, width, tile)
-        return self.kernel[grid](*given, **self.constants)
+        return given
 
     def keep(
         self, key: tuple[object, ...], compiled: CompiledKernel, arguments: tuple[Any, ...]
@@ -145,6 +156,16 @@ def launch(
 
 # By kernel and constants; each holds its kernel.
 launches: dict[Hashable, Launch] = {}
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Launches inside compile their kernels and run nothing."""
+    token = ONLY_COMPILED.set(True)
+    try:
+        yield
+    finally:
+        ONLY_COMPILED.reset(token)
 
 
 def there(place: torch.device) -> AbstractContextManager[Any]:

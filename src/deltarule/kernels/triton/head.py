@@ -10,6 +10,7 @@ from deltarule.kernels.triton.configurations import configuration
 from deltarule.kernels.triton.decay_gradients import decay_gradients_kernel
 from deltarule.kernels.triton.direct import Launch
 from deltarule.kernels.triton.gradients import gradients_kernel
+from deltarule.kernels.triton.head_sums import head_sums_kernel
 from deltarule.kernels.triton.launch import (
     Plan,
     Scores,
@@ -22,10 +23,13 @@ from deltarule.kernels.triton.launch import (
 )
 from deltarule.kernels.triton.pair_scores import pair_scores_kernel
 from deltarule.kernels.triton.scan import WHOLE, Slab
+from deltarule.kernels.triton.tiles import SCALINGS
 from deltarule.kernels.triton.unit_norm import unit_norm_gradients_kernel
 
 # Rows of q or k that a program takes through the norm.
 NORM_ROWS = 32
+# Heads whose decays a program adds up.
+SUM_HEADS = 16
 
 
 def score_shapes(inputs: Inputs, plan: Plan) -> Shapes:
@@ -37,8 +41,8 @@ def score_shapes(inputs: Inputs, plan: Plan) -> Shapes:
     if tied:
         shapes["corrections"] = (*chunks, rows, rows), dtype
     if tied or scaled:
-        shapes["scalings"] = (*chunks, 4, rows), torch.float32
-    if scaled:
+        shapes["scalings"] = (*chunks, SCALINGS.value, rows), torch.float32
+    if inputs.log_decay is not None:
         shapes["chunk_decay"] = chunks, torch.float32
     return shapes
 
@@ -49,15 +53,28 @@ def kept_scores(inputs: Inputs, buffers: dict[str, Tensor]) -> Scores:
 
 
 def head_scores(inputs: Inputs, plan: Plan, buffers: dict[str, Tensor]) -> Scores:
-    """Launch `pair_scores_kernel`."""
-    x, out = inputs.q, kept_scores(inputs, buffers)
+    """Launch `head_sums_kernel` where there are decays, and `pair_scores_kernel`."""
+    x, out, heads = inputs.q, kept_scores(inputs, buffers), plan.sizes["HV"]
+    places = x.shape[1], inputs.sequences
+    if inputs.log_decay is not None:
+        plan.once(sums_launch, inputs)(
+            (plan.chunks, -(-heads // SUM_HEADS), 1),
+            inputs.log_decay, inputs.cu_seqlens, out.scalings, *places, *strides(inputs.log_decay),
+        )  # fmt: skip
     plan.once(scores_launch, inputs)(
-        (plan.chunks, plan.sizes["HV"], 1),
-        x, inputs.k, inputs.beta, inputs.log_decay, inputs.cu_seqlens, out.scores,
-        out.corrections, out.scalings, out.chunk_decay, inputs.scale,
-        x.shape[1], inputs.sequences, *strides(inputs.beta), *strides(inputs.log_decay),
+        (plan.chunks, heads, 1),
+        x, inputs.k, inputs.beta, inputs.cu_seqlens, out.scores, out.corrections, out.scalings,
+        out.chunk_decay, inputs.scale, *places, *strides(inputs.beta),
     )  # fmt: skip
     return out
+
+
+def sums_launch(inputs: Inputs, plan: Plan) -> Launch:
+    """`head_sums_kernel` with its constants."""
+    sizes = {name: plan.sizes[name] for name in ("HV", "N_STEPS", "CT", "BT")}
+    own = {"BH": SUM_HEADS, "PACKED": inputs.cu_seqlens is not None}
+    constants = {**sizes, **own, "num_warps": 2, "num_stages": 1}
+    return Launch(head_sums_kernel, constants)
 
 
 def scores_launch(inputs: Inputs, plan: Plan) -> Launch:

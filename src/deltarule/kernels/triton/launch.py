@@ -15,10 +15,11 @@ from deltarule.kernels.triton.configurations import (
     call_of,
     chunk_rows,
     configuration,
+    has_own,
     plans,
     power_of_two,
 )
-from deltarule.kernels.triton.segment_length import chunks_per_segment
+from deltarule.kernels.triton.segment_length import chunks_per_segment, fit_at_once
 
 # The first architecture with a copy engine; before, its tiles are gathered at great cost.
 COPY_ENGINE = 90
@@ -97,8 +98,26 @@ def new_plan(inputs: Inputs) -> Plan:
         "CT": size, "BT": rows, "BQ": power_of_two(size),
         "BK": power_of_two(key_size),
     }  # fmt: skip
-    tile = configuration("next_state", call)["BV"]
-    return Plan(call, chunks, sizes, chunks_per_segment(inputs, inputs.erase, size, tile))
+    call, per_segment = tiled(inputs, call, size)
+    return Plan(call, chunks, sizes, per_segment)
+
+
+def tiled(inputs: Inputs, call: Call, size: int) -> tuple[Call, int]:
+    """The call, narrow where that keeps more multiprocessors busy, and the chunks in a segment.
+
+    A function of shapes and the GPU alone. Segments are worth more than narrow tiles; tiles that
+    somebody else has chosen stay as they are.
+    """
+    if inputs.batch_invariant or has_own(call, "next_state", "next_state_backward"):
+        tile = configuration("next_state", call)["BV"]
+        return call, chunks_per_segment(inputs, inputs.erase, size, tile)
+    narrow = call._replace(narrow=True)
+    tile, half = (configuration("next_state", x)["BV"] for x in (call, narrow))
+    segment, shorter = (
+        chunks_per_segment(inputs, inputs.erase, size, block) for block in (tile, half)
+    )
+    worth = half < tile and fit_at_once(inputs, half) and (shorter or not segment)
+    return (narrow, shorter) if worth else (call, segment)
 
 
 class Scores(NamedTuple):
@@ -171,7 +190,7 @@ def precision(dtype: torch.dtype) -> str:
 def inverse_precision(dtype: torch.dtype) -> str:
     """How the products of a chunk's inverse are taken: it is rounded to float16 for bfloat16 alone.
 
-    Beside the digits of float16 inputs, twelve such roundings in a row would show.
+    Beside the digits of float16 inputs, as many such roundings as it has products would show.
     """
     return precision(torch.float32 if dtype == torch.float16 else dtype)
 

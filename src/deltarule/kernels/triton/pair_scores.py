@@ -3,7 +3,8 @@
     P_ij = scale * decay(j, i] q_i . k_j        for the rows j up to token i's last
     M_ij = decay(j, i] k_i . k_j                for the rows j before i, and of M the correction N
 
-and, so that the kernels which follow the chunks need neither gates nor norms, the scalings of rows
+from the sums of decays that head_sums.py left; and, so that the kernels which follow the chunks
+need neither gates nor norms, the scalings of rows
 
     read_i = scale decay[0, i] / |q_i|      erase_i = decay[0, i] / |k_i|
     write_j = decay(j, end] / |k_j|
@@ -18,41 +19,34 @@ import triton.language as tl
 
 from deltarule.kernels.triton.chunk import chunk_place
 from deltarule.kernels.triton.corrected_values import correction
-from deltarule.kernels.triton.decay import chunk_decay_sums, decay_ratio
-from deltarule.kernels.triton.tiles import load_tile
+from deltarule.kernels.triton.decay import decay_ratio
+from deltarule.kernels.triton.head_sums import load_decay_sums, load_token_sums
+from deltarule.kernels.triton.tiles import BETA, ERASE_ROW, READ, SCALINGS, WRITE, load_tile
 from deltarule.kernels.triton.unit_norm import inverse_norm
 
 
 @triton.jit(do_not_specialize=["T", "N"])
 def pair_scores_kernel(
-    q, k, beta, log_decay, cu_seqlens, scores, corrections, scalings, chunk_decay,
-    scale, T, N, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h,
+    q, k, beta, cu_seqlens, scores, corrections, scalings, chunk_decay,
+    scale, T, N, s_beta_b, s_beta_t, s_beta_h,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, N_STEPS: tl.constexpr,
     CT: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
     HAS_DECAY: tl.constexpr, TIED: tl.constexpr, UNIT_NORM: tl.constexpr, PACKED: tl.constexpr,
     TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """scores [M, HV, BQ, BT], corrections [M, HV, BT, BT], scalings [M, HV, 4, BT]."""
+    """scores [M, HV, BQ, BT], corrections [M, HV, BT, BT], scalings [M, HV, SCALINGS, BT]."""
     i_m, i_h = tl.program_id(0), tl.program_id(1)
     i_key = i_h // (HV // H)
     first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
     if tokens <= 0:
         return
     tokens = tl.minimum(tokens, CT)
-    i_b, i_t = first // T, first % T
     o_i, o_r, o_k = tl.arange(0, BQ), tl.arange(0, BT), tl.arange(0, BK)
     m_i, m_r = o_i < tokens, o_r < tokens * N_STEPS
     i_slot = i_m.to(tl.int64) * HV + i_h
-    if TIED:
-        p_beta = beta + i_b * s_beta_b + i_t * N_STEPS * s_beta_t + i_h * s_beta_h
-        b_beta = tl.load(p_beta + o_r * s_beta_t, mask=m_r, other=0.0).to(tl.float32)
-    whole, rest = tl.zeros([BT], tl.float32), tl.zeros([BT], tl.float32)
-    whole_q, rest_q = tl.zeros([BQ], tl.float32), tl.zeros([BQ], tl.float32)
-    if HAS_DECAY:
-        log_decay += i_b * s_decay_b + i_t * s_decay_t + i_h * s_decay_h
-        whole, rest, whole_q, rest_q = chunk_decay_sums(
-            log_decay, o_r, o_i, tokens, s_decay_t, N_STEPS
-        )
+    p_s = scalings
+    if TIED or HAS_DECAY or UNIT_NORM:
+        p_s += i_slot * SCALINGS * BT
     b_k = load_tile(k, first * N_STEPS, i_key, 0, o_r, m_r, o_k, H, K, K == BK, TMA)
     b_q = load_tile(q, first, i_key, 0, o_i, m_i, o_k, H, K, K == BK, TMA)
     b_read = tl.where(m_i, scale, 0.0)
@@ -65,32 +59,41 @@ def pair_scores_kernel(
         b_p *= b_read[:, None] * b_key[None, :]
     else:
         b_p *= scale
-    p_s = scalings
-    if TIED or HAS_DECAY or UNIT_NORM:
-        p_s += i_slot * 4 * BT
-    if HAS_DECAY or UNIT_NORM:
-        end = o_r == BT - 1
-        whole_end, rest_end = tl.sum(tl.where(end, whole, 0.0)), tl.sum(tl.where(end, rest, 0.0))
-        tl.store(p_s + o_i, b_read * tl.exp2(whole_q + rest_q))
-        tl.store(p_s + BT + o_r, b_key * tl.exp2(whole + rest))
-        b_end = decay_ratio(whole_end, rest_end, whole, rest)
-        tl.store(p_s + 2 * BT + o_r, b_key * b_end)
-        tl.store(chunk_decay + i_slot, tl.exp2(whole_end + rest_end))
     if HAS_DECAY:
-        b_p *= decay_ratio(whole_q[:, None], rest_q[:, None], whole[None, :], rest[None, :])
+        whole, rest = load_decay_sums(p_s, o_r, BT)
+        whole_q, rest_q = whole, rest
+        if N_STEPS > 1:
+            whole_q, rest_q = load_token_sums(p_s, o_i, N_STEPS, BT)
+        b_ratio = decay_ratio(whole_q[:, None], rest_q[:, None], whole[None, :], rest[None, :])
+        b_p *= b_ratio
     b_p = tl.where(o_r[None, :] // N_STEPS <= o_i[:, None], b_p, 0.0)
     p_p = scores + i_slot * BQ * BT + o_i[:, None] * BT + o_r[None, :]
     tl.store(p_p, b_p.to(scores.dtype.element_ty))
     if TIED:
-        tl.store(p_s + 3 * BT + o_r, b_beta)
-        b_m = tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
+        p_beta = beta + (first // T) * s_beta_b + i_h * s_beta_h
+        p_beta += (first % T * N_STEPS + o_r) * s_beta_t
+        b_beta = tl.load(p_beta, mask=m_r, other=0.0).to(tl.float32)
+        tl.store(p_s + BETA * BT + o_r, b_beta)
+        b_m = -tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
         if UNIT_NORM:
             b_m *= b_key[:, None] * b_key[None, :]
         if HAS_DECAY:
-            b_m *= -decay_ratio(whole[:, None], rest[:, None], whole[None, :], rest[None, :])
-        else:
-            b_m = -b_m
+            if N_STEPS > 1:
+                b_ratio = decay_ratio(whole[:, None], rest[:, None], whole[None, :], rest[None, :])
+            b_m *= b_ratio
         b_m = tl.where(o_r[:, None] > o_r[None, :], b_m, 0.0)
         b_n = correction(b_m, b_beta, BT, PRECISION)
         p_n = corrections + i_slot * BT * BT + o_r[:, None] * BT + o_r[None, :]
         tl.store(p_n, b_n.to(corrections.dtype.element_ty))
+    if HAS_DECAY:
+        whole_end, rest_end = load_decay_sums(p_s, BT - 1, BT)
+        tl.store(chunk_decay + i_slot, tl.exp2(whole_end + rest_end))
+        b_read *= tl.exp2(whole_q + rest_q)
+        b_write = b_key * decay_ratio(whole_end, rest_end, whole, rest)
+        b_key *= tl.exp2(whole + rest)
+        tl.store(p_s + WRITE * BT + o_r, b_write)
+    elif UNIT_NORM:
+        tl.store(p_s + WRITE * BT + o_r, b_key)
+    if HAS_DECAY or UNIT_NORM:
+        tl.store(p_s + READ * BT + o_i, b_read)
+        tl.store(p_s + ERASE_ROW * BT + o_r, b_key)

@@ -18,6 +18,7 @@ from deltarule.kernels.kinds import Kind, kind_of
 from deltarule.kernels.triton import direct
 from deltarule.kernels.triton.configurations import recordings, remember
 from deltarule.kernels.triton.direct import Binary, Grid, Launch
+from deltarule.kernels.triton.first_call import compiled_together
 from deltarule.kernels.triton.launch import Plan, make_plan
 from deltarule.kernels.triton.replay import Map, Outputs, Place, Recording, Step
 
@@ -123,9 +124,11 @@ def recorded(run: Forward, inputs: Inputs, save: bool) -> Outputs:
             again, recording = record(run, inputs, save)
         remember(kind.key, recording)
         return again
+    plan = make_plan(inputs)
     if known is NEW:
         remember(kind.key, ONCE)
-    return run(inputs, make_plan(inputs), save)
+        compiled_together(lambda: run(inputs, plan, save), inputs, plan, run, save)
+    return run(inputs, plan, save)
 
 
 def found(run: Forward, inputs: Inputs, save: bool) -> Recording | None:

@@ -1,11 +1,13 @@
 """The whole recurrence in Triton: forward and backward of one call.
 
-    pair_scores -> next_state                                            forward
+    (head_sums ->) pair_scores -> next_state                             forward
     (pair_scores -> next_state ->) next_state_backward -> gradients      backward
 
 A forward that saves keeps S at the chunks' starts, E, and what the pairs of rows left; without
 them the backward computes them again.
 """
+
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from torch import Tensor
 from deltarule.kernels.inputs import Inputs
 from deltarule.kernels.triton import channel, channel_16bit, head
 from deltarule.kernels.triton.direct import ALIGNED
+from deltarule.kernels.triton.first_call import compiled_together
 from deltarule.kernels.triton.launch import (
     Layout,
     Plan,
@@ -157,9 +160,19 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """Gradients by the eight tensors from q to initial_state."""
     inputs, d_o, d_final = contiguous(inputs), piece(d_o), piece(d_final)
+    plan = make_plan(inputs)
+    launches = partial(backward_launches, d_o, d_final, inputs, plan, saved)
+    compiled_together(launches, inputs, plan, backward, saved.numel() == 0)
+    return launches()
+
+
+def backward_launches(
+    d_o: Tensor, d_final: Tensor, inputs: Inputs, plan: Plan, saved: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The kernels of the backward; every tensor lies in one piece."""
     if channel.has_even_chunks(inputs) and inputs.log_decay is not None:
         inputs = inputs._replace(log_decay=piece(inputs.log_decay))
-    plan, again = make_plan(inputs), saved.numel() == 0
+    again = saved.numel() == 0
     cut = plan.once(slabs_of, inputs, again)
     whole = not again or cut.parts == 1
     layout = plan.once(kept_layout, inputs, whole)

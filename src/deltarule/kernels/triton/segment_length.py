@@ -23,6 +23,12 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def fit_at_once(inputs: Inputs, tile: int) -> bool:
+    """Whether there is a multiprocessor for every `tile` rows of the state of every sequence."""
+    sequences, heads, value_size, _ = inputs.state_shape
+    return sequences * heads * -(-value_size // tile) <= multiprocessors(inputs.q.device)
+
+
 def chunks_per_segment(inputs: Inputs, erase: str, size: int, tile: int) -> int:
     """Chunks of `size` tokens in a segment, or 0 where sequences stay whole.
 

@@ -103,8 +103,7 @@ SMALL: Table = AMPERE | {
 # 227 KiB.
 HOPPER: Table = AMPERE | {
     "pair_scores": (
-        Row(2, 128, {**once(4), "maxnreg": 128}), Row(2, 256, once(4)),
-        Row(4, 256, once(8)),
+        Row(2, 128, {**once(4), "maxnreg": 128}), Row(2, 256, once(4)), Row(4, 256, once(8)),
     ),
     "next_state": (
         Row(2, 128, scan(64, 128, 8, 3)), Row(2, 256, scan(64, 64, 8, 2)),
@@ -114,6 +113,9 @@ HOPPER: Table = AMPERE | {
         Row(2, 128, scan(64, 128, 8, 3)), Row(2, 256, scan(64, 32, 8, 2)),
         Row(4, 256, scan(64, 16, 8, 1)),
     ),
+    # Of larger keys, and of float32, tiles have 64 rows or fewer anyway.
+    "next_state_narrow": (Row(2, 128, scan(64, 64, 4, 3)),),
+    "next_state_backward_narrow": (Row(2, 128, scan(64, 64, 4, 3)),),
     "next_state_copies": (
         Row(2, 64, scan(64, 128, 8, 3)), Row(2, 128, scan(64, 128, 8, 2)),
         Row(2, 256, scan(64, 32, 8, 1)), Row(4, 256, scan(64, 16, 8, 1)),

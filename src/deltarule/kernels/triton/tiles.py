@@ -3,8 +3,9 @@
 import triton
 import triton.language as tl
 
-# Rows of the scalings [M, HV, 4, BT] of a chunk.
+# Rows of the scalings [M, HV, SCALINGS, BT] of a chunk; the last two are the sums of its decays.
 READ, ERASE_ROW, WRITE, BETA = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+WHOLE, REST, SCALINGS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
 
 
 @triton.jit
@@ -121,9 +122,9 @@ def load_keys(
 def load_scaling(scalings, i_slot, which: tl.constexpr, o_r, BT: tl.constexpr, TMA: tl.constexpr):
     """One scaling of a chunk's rows, as [1, rows]."""
     if TMA:
-        b_x = scalings.load([(i_slot * 4 + which).to(tl.int32), 0])
+        b_x = scalings.load([(i_slot * SCALINGS + which).to(tl.int32), 0])
     else:
-        b_x = tl.load(scalings + (i_slot * 4 + which) * BT + o_r)[None, :]
+        b_x = tl.load(scalings + (i_slot * SCALINGS + which) * BT + o_r)[None, :]
     return b_x
 
 
@@ -204,5 +205,5 @@ def row_scaling(
     """One scaling of a chunk's rows, or b_none where there is none."""
     b_scaling = b_none
     if HAS:
-        b_scaling = tl.load(scalings + (i_slot * 4 + which) * BT + o_r)
+        b_scaling = tl.load(scalings + (i_slot * SCALINGS + which) * BT + o_r)
     return b_scaling

@@ -1,0 +1,64 @@
+"""The kernels of a first call, compiled side by side instead of each when its turn has come.
+
+A call whose kind did not come before in this process is gone through twice: once its launches only
+hand their kernels to threads that compile them, then they run.
+"""
+
+import os
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import Context
+
+import torch
+from triton import AsyncCompileMode
+
+from deltarule.kernels.inputs import Inputs
+from deltarule.kernels.triton.direct import compiling
+from deltarule.kernels.triton.launch import Plan
+
+# More only wait for each other, where Triton is in Python.
+MOST_THREADS = 8
+seen: set[Hashable] = set()
+
+
+def compiled_together(
+    run: Callable[[], object], inputs: Inputs, plan: Plan, *choices: Hashable
+) -> None:
+    """Compile all that `run` launches, before the first such call; it must look at no values.
+
+    `choices` are what besides the inputs its launches depend on.
+    """
+    # The plan is asked first, which costs next to nothing.
+    if not inputs.q.is_cuda or (key := (compiled_together, *choices)) in plan.made:
+        return
+    plan.made[key] = True
+    # Memory that a captured graph takes stays taken.
+    if (kind := kind_of_kernels(inputs, plan, *choices)) in seen or (
+        torch.cuda.is_current_stream_capturing()
+    ):
+        return
+    seen.add(kind)
+    # What Triton's mode leaves behind where a kernel does not compile ends with the context.
+    Context().run(side_by_side, run)
+
+
+def side_by_side(run: Callable[[], object]) -> None:
+    """Go through launches that compile in threads; of errors the true launch will tell."""
+    threads = min(os.cpu_count() or 1, MOST_THREADS)
+    with (
+        ThreadPoolExecutor(threads) as pool,
+        AsyncCompileMode(pool, ignore_errors=True),
+        compiling(),
+    ):
+        run()
+
+
+def kind_of_kernels(inputs: Inputs, plan: Plan, *choices: Hashable) -> Hashable:
+    """What kernels are compiled for, but for what few calls differ in: those lose only time."""
+    _, tokens, heads, key_size = inputs.q.shape
+    return (
+        *choices, inputs.q.device, inputs.q.dtype, heads, key_size, *inputs.v.shape[2:],
+        inputs.erase, inputs.decay, inputs.n_steps, inputs.normalize_qk,
+        inputs.cu_seqlens is None, inputs.initial_state is None, plan.call,
+        plan.per_segment > 0, tokens % plan.sizes["CT"] == 0,
+    )  # fmt: skip

@@ -1,0 +1,119 @@
+"""A first call compiles its kernels side by side, and runs as any other."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton.runtime._async_compile import active_mode
+
+from deltarule import delta_rule
+from deltarule.kernels.triton import first_call
+from deltarule.kernels.triton.compilations import compilations
+from deltarule.kernels.triton.direct import ONLY_COMPILED, Launch, compiling
+from deltarule.kernels.triton.first_call import compiled_together
+
+
+class Kernel:
+    """Notes what is asked of it."""
+
+    arg_names = ("x", "n", "BLOCK")
+
+    def __init__(self) -> None:
+        self.pre_run_hooks, self.compiled, self.ran = [], [], []
+
+    def warmup(self, *given, grid, **constants) -> None:
+        self.compiled.append((given, grid, constants["BLOCK"]))
+
+    def __getitem__(self, grid):
+        return lambda *given, **constants: self.ran.append((given, grid, constants["BLOCK"]))
+
+
+def test_launches_inside_only_compile() -> None:
+    kernel, x = Kernel(), torch.zeros(4)
+    launch = Launch(kernel, {"BLOCK": 4})
+    with compiling():
+        launch((2, 1, 1), x, 3)
+    assert kernel.compiled == [((x, 3), (2, 1, 1), 4)]
+    assert kernel.ran == []
+    launch((2, 1, 1), x, 3)
+    assert kernel.ran == kernel.compiled
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Calls taken for calls on a GPU, each with a plan of its own."""
+    monkeypatch.setattr(first_call, "seen", set())
+    monkeypatch.setattr(first_call, "kind_of_kernels", lambda inputs, plan, *choices: choices)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    inputs = SimpleNamespace(q=SimpleNamespace(is_cuda=True))
+
+    def call(run, kind, plan=None) -> None:
+        compiled_together(run, inputs, plan or SimpleNamespace(made={}), kind)
+
+    return call
+
+
+def test_every_kind_is_compiled_once(calls) -> None:
+    runs, plan = [], SimpleNamespace(made={})
+    for kind in (1, 2, 1):
+        calls(lambda kind=kind: runs.append(kind), kind)
+    assert runs == [1, 2]
+    for _ in range(2):
+        calls(lambda: runs.append(3), 3, plan)
+    assert runs == [1, 2, 3]
+    inputs = SimpleNamespace(q=SimpleNamespace(is_cuda=False))
+    compiled_together(runs.clear, inputs, plan, 4)
+    assert runs == [1, 2, 3]
+
+
+def test_a_kernel_that_does_not_compile_leaves_the_others_alone(calls) -> None:
+    def fails() -> None:
+        raise MemoryError("no room for the kernel")
+
+    def compiles() -> None:
+        active_mode.get().submit("key", fails, lambda kernel: None)
+
+    # Its error is left to the launch; nothing of the mode is left to the next call.
+    calls(compiles, 1)
+    with pytest.raises(MemoryError):
+        calls(fails, 2)
+    assert active_mode.get() is None
+    runs = []
+    calls(lambda: runs.append(ONLY_COMPILED.get()), 3)
+    assert runs == [True]
+    assert not ONLY_COMPILED.get()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("decay", ["none", "head", "channel"])
+def test_a_first_call_compiles_all_there_is_and_is_right(decay, monkeypatch) -> None:
+    monkeypatch.setattr(first_call, "seen", set())
+    # As many heads as no other test has.
+    q, k, v = (torch.randn(3, 1, 200, 7, 48, device="cuda") / 7).bfloat16().unbind()
+    size = {"none": (), "head": (1, 200, 7), "channel": (1, 200, 7, 48)}[decay]
+    log_decay = -torch.rand(size, device="cuda") if size else None
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def run() -> list[torch.Tensor]:
+        o = delta_rule(q, k, v, beta=torch.ones(1, 200, 7, device="cuda"), log_decay=log_decay).o
+        return [o, *torch.autograd.grad(o, leaves, torch.ones_like(o))]
+
+    through_triton, late = Launch.through_triton, []
+
+    def launched(launch, *given):
+        with compilations() as found:
+            kernel = through_triton(launch, *given)
+        late.extend(found)
+        return kernel
+
+    monkeypatch.setattr(Launch, "through_triton", launched)
+    with compilations() as found:
+        first = run()
+    # All that a launch needs was compiled before it.
+    assert late == []
+    assert len(found) >= 4
+    second = run()
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
