@@ -28,6 +28,7 @@ import triton.language as tl
 
 from deltarule.kernels.triton.chunk import chunk_place, place_of
 from deltarule.kernels.triton.decay import LOG2_E
+from deltarule.kernels.triton.row_sums import diagonal
 from deltarule.kernels.triton.tiles import (
     load_chunk,
     load_errors,
@@ -71,13 +72,6 @@ def sum_rows(b_m, b_x, low: tl.constexpr, PRECISION: tl.constexpr):
     else:
         b_sum = tl.dot(b_m, b_x, input_precision=PRECISION)
     return b_sum
-
-
-@triton.jit
-def diagonal(b_x):
-    """x_ii of every row."""
-    o_x = tl.arange(0, b_x.shape[0])
-    return tl.sum(tl.where(o_x[:, None] == o_x[None, :], b_x, 0.0), axis=1)
 
 
 @triton.jit

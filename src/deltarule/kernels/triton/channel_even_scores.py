@@ -99,10 +99,12 @@ def even_scores_kernel(
             o_q = rows_of(BQ, DEEP)
             b_zero = tl.zeros([BQ // DEEP, DEEP, BC], tl.float32)
             store_deep(q_copy + i_slot * BQ * K, o_q, o_k, b_zero, K, o_q >= CT)
-    store_scores(scores, i_slot, o_f, b_s, 0, N_STEPS, CT, BT, BQ)
     if ERASE == "tied":
+        # Fetched here, so that it is there when the scores are stored.
         p_beta = beta + i_b * s_beta_b + i_t * N_STEPS * s_beta_t + i_h * s_beta_h
         b_beta = tl.load(p_beta + o_f * s_beta_t, mask=m_f, other=0.0).to(tl.float32)
+    store_scores(scores, i_slot, o_f, b_s, 0, N_STEPS, CT, BT, BQ)
+    if ERASE == "tied":
         # What overflowed must not meet the zeros of other rows.
         m_m = (o_f[None, :] < o_f[:, None]) & (tl.abs(b_m) <= LARGEST)
         b_n = correction(tl.where(m_m, -b_m, 0.0), b_beta, BT, MERGE)

@@ -10,23 +10,32 @@ import triton
 import triton.language as tl
 
 from deltarule.kernels.triton.chunk import slab_chunk
-from deltarule.kernels.triton.decay import RESET, chunk_decay_sums, decay_ratio
-from deltarule.kernels.triton.tiles import BETA, load_chunk, load_errors, load_rows, row_scaling
+from deltarule.kernels.triton.decay import RESET, decay_ratio
+from deltarule.kernels.triton.head_sums import load_decay_sums, load_token_sums
+from deltarule.kernels.triton.row_sums import diagonal
+from deltarule.kernels.triton.tiles import (
+    BETA,
+    SCALINGS,
+    load_chunk,
+    load_errors,
+    load_rows,
+    row_scaling,
+)
 from deltarule.kernels.triton.unit_norm import inverse_norm
 
 # Rows of the parts [SLICES, M, HV, 4, BT] of a chunk: of its queries, of its keys, of what they
-# write, and in the last one number. A slice beyond holds the sums across, in its first row.
+# write, and in the last what adds up to <D, S>. A slice beyond holds the sums across, in its first.
 QUERIES, KEYS, WRITES, HELD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 @triton.jit(do_not_specialize=["T", "N", "s_slice", "per_segment", "slab", "per_slab"])
 def decay_gradients_kernel(
     parts, log_decay, cu_seqlens, d_log_decay, T, N, s_decay_b, s_decay_t, s_decay_h, s_slice,
-    HV: tl.constexpr, N_STEPS: tl.constexpr, CT: tl.constexpr, BT: tl.constexpr,
+    HV: tl.constexpr, N_STEPS: tl.constexpr, CT: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
     SLICES: tl.constexpr, PAIRS: tl.constexpr, PACKED: tl.constexpr, per_segment=None,
     SPLIT: tl.constexpr = "none", slab=None, per_slab=None, SLAB: tl.constexpr = "none",
 ):  # fmt: skip
-    """One chunk of one value head; a reset gets no gradient."""
+    """One chunk of one value head, whose <D, S> is the sum of BD numbers; a reset gets none."""
     number, i_h = tl.program_id(0), tl.program_id(1)
     first, tokens, _ = slab_chunk(
         number, cu_seqlens, T, N, per_segment, slab, per_slab, CT, SPLIT, SLAB, PACKED
@@ -37,13 +46,13 @@ def decay_gradients_kernel(
     o_t, m_t = o_r // N_STEPS, o_r % N_STEPS == 0
     p_x = parts + (number.to(tl.int64) * HV + i_h) * 4 * BT
     b_later, b_before = tl.zeros([BT], tl.float32), tl.zeros([BT], tl.float32)
-    b_held = tl.zeros([BT], tl.float32)
+    b_held = 0.0
     for i_c in tl.static_range(SLICES):
         p_c = p_x + i_c * s_slice
         b_later += tl.load(p_c + QUERIES * BT + o_t, mask=m_t, other=0.0)
         b_later += tl.load(p_c + KEYS * BT + o_r)
         b_before += tl.load(p_c + WRITES * BT + o_r)
-        b_held += tl.load(p_c + HELD * BT)
+        b_held += tl.sum(tl.load(p_c + HELD * BT + tl.arange(0, BD)), axis=0)
     b_dg = tl.cumsum(b_later, axis=0, reverse=True) + tl.cumsum(b_before, axis=0) - b_before
     b_dg += b_held
     if PAIRS:
@@ -56,20 +65,37 @@ def decay_gradients_kernel(
 
 
 @triton.jit
-def store_parts(p_x, b_later_q, b_later_k, b_before, b_held, BT: tl.constexpr):
-    """Leave the sums of a chunk's rows to `decay_gradients_kernel`."""
-    o_i, o_r = tl.arange(0, b_later_q.shape[0]), tl.arange(0, BT)
-    tl.store(p_x + QUERIES * BT + o_i, b_later_q)
-    tl.store(p_x + KEYS * BT + o_r, b_later_k)
-    tl.store(p_x + WRITES * BT + o_r, b_before)
-    tl.store(p_x + HELD * BT, b_held)
+def no_held(BV: tl.constexpr, PRECISION: tl.constexpr):
+    """What `add_held` starts with."""
+    if PRECISION == "tf32x3":
+        b_held = tl.zeros([BV], tl.float32)
+    else:
+        b_held = tl.zeros([BV, BV], tl.float32)
+    return b_held
 
 
 @triton.jit
-def row_products(p_x, b_y, o_r, m_r, o_k, stride, K: tl.constexpr, BC: tl.constexpr):
-    """x . y of every row, x read again."""
-    b_x = load_rows(p_x, o_r, m_r, o_k, K, stride, K % BC == 0)
-    return tl.sum(b_x.to(tl.float32) * b_y, axis=1)
+def add_held(b_held, b_d, b_s, PRECISION: tl.constexpr):
+    """With <D, S> of further rows: in 16 bits in the diagonal of D S^T, so that a loop with
+    products has one product more and reads no tile; in float32, where that takes many, row by row.
+    """
+    if PRECISION == "tf32x3":
+        b_held += tl.sum(b_d * b_s, axis=1)
+    else:
+        b_held = tl.dot(b_d, tl.trans(b_s), acc=b_held)
+    return b_held
+
+
+@triton.jit
+def store_held(p_part, b_held, b_chunk, BT: tl.constexpr, PRECISION: tl.constexpr):
+    """Leave numbers whose sum is <D, S> times the chunk's decay, at most BT of them."""
+    SIZE: tl.constexpr = b_held.shape[0]
+    if PRECISION != "tf32x3":
+        b_held = diagonal(b_held)
+    b_held *= b_chunk
+    if SIZE > BT:
+        b_held = tl.sum(tl.reshape(b_held, [SIZE // BT, BT]), axis=0)
+    tl.store(p_part + HELD * BT + tl.arange(0, min(SIZE, BT)), b_held)
 
 
 @triton.jit
@@ -82,8 +108,8 @@ def pairs_across(b_z, o_t, o_i, o_j, PRECISION: tl.constexpr):
 
 @triton.jit
 def pair_decay_gradients(
-    p_q, p_k, v, log_decay, scalings, errors, d_o, d_errors, p_dg,
-    scale, first, tokens, i_h, i_slot, i_kept, i_own, s_decay_t,
+    p_q, p_k, v, scalings, errors, d_o, d_errors, p_dg, scale, first, tokens, i_h, i_slot, i_kept,
+    i_own,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
     BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TIED: tl.constexpr,
     UNIT_NORM: tl.constexpr, PRECISION: tl.constexpr,
@@ -109,7 +135,9 @@ def pair_decay_gradients(
     b_read, b_key = tl.full([BQ], scale, tl.float32), b_beta
     if UNIT_NORM:
         b_read, b_key = b_read * inverse_norm(b_q), b_key * inverse_norm(b_k)
-    whole, rest, whole_q, rest_q = chunk_decay_sums(log_decay, o_r, o_i, tokens, s_decay_t, N_STEPS)
+    p_s = scalings + i_slot * SCALINGS * BT
+    whole, rest = load_decay_sums(p_s, o_r, BT)
+    whole_q, rest_q = load_token_sums(p_s, o_i, N_STEPS, BT)
     b_gp *= tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     b_gp *= decay_ratio(whole_q[:, None], rest_q[:, None], whole[None, :], rest[None, :])
     m_pair = o_r[None, :] // N_STEPS <= o_i[:, None]

@@ -28,23 +28,31 @@ it; then dx <- dx - (x . dx) x / |x|^2, which takes all channels: where a progra
 In a loop with products, a tile is an operand of products and nothing else. One that is also read
 into registers gets a single buffer from Triton (3.6 to 3.9), and the next tile overwrites it while
 a product still reads it; one that was computed stays in registers, which the assembler of Triton
-3.6 overwrites likewise. So rows are scaled after the products, and dv and <D, S> read tiles again.
+3.6 overwrites likewise. So rows are scaled after the products, dv reads X again, and <D, S> is the
+trace of D S^T (decay_gradients.py).
 """
 
 import triton
 import triton.language as tl
 
 from deltarule.kernels.triton.chunk import place_of, slab_chunk
-from deltarule.kernels.triton.decay import decay_ratio, decay_sums, row_decays
+from deltarule.kernels.triton.decay import decay_ratio
 from deltarule.kernels.triton.decay_gradients import (
+    KEYS,
+    QUERIES,
+    WRITES,
+    add_held,
+    no_held,
     pair_decay_gradients,
-    row_products,
-    store_parts,
+    store_held,
 )
+from deltarule.kernels.triton.head_sums import load_decay_sums, load_token_sums
+from deltarule.kernels.triton.row_sums import diagonal, row_products
 from deltarule.kernels.triton.tiles import (
     BETA,
     ERASE_ROW,
     READ,
+    SCALINGS,
     WRITE,
     load_chunk,
     load_errors,
@@ -58,9 +66,8 @@ from deltarule.kernels.triton.unit_norm import inverse_norm, unit_norm_backward
 
 @triton.jit(do_not_specialize=["T", "N", "s_slice", "per_segment", "slab", "per_slab"])
 def gradients_kernel(
-    q, k, v, log_decay, cu_seqlens, scalings, chunk_decay, states, errors, d_o, d_states,
-    d_errors, p_s, p_d, p_x, d_q, d_k, d_v, d_beta, parts, scale, T, N,
-    s_decay_b, s_decay_t, s_decay_h, s_slice,
+    q, k, v, cu_seqlens, scalings, chunk_decay, states, errors, d_o, d_states, d_errors, p_x,
+    d_q, d_k, d_v, d_beta, parts, scale, T, N, s_slice,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
     CT: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr,
     BV: tl.constexpr, HAS_DECAY: tl.constexpr, TIED: tl.constexpr, UNIT_NORM: tl.constexpr,
@@ -71,9 +78,8 @@ def gradients_kernel(
     """Gradients in the layouts of their tensors, d_beta in float32, and `parts` of dlog_decay.
 
     With TMA v, states, errors, d_o, d_states and d_errors are descriptors and every tile is full;
-    p_s, p_d and p_x are the same states, gradients by states and by errors as pointers. With a SLAB
-    the gradients by both and the parts have the numbers of its chunks; states and errors, too,
-    unless they are KEPT of all chunks.
+    p_x are the same d_errors as a pointer. With a SLAB d_states, d_errors and the parts have the
+    numbers of its chunks; states and errors, too, unless they are KEPT of all chunks.
     """
     SLICES: tl.constexpr = (K + BC - 1) // BC
     # The programs of a chunk run side by side, and share what they read in the cache.
@@ -87,8 +93,6 @@ def gradients_kernel(
     tokens = tl.minimum(tokens, CT)
     o_i, o_r, o_k = tl.arange(0, BQ), tl.arange(0, BT), i_c * BC + tl.arange(0, BC)
     m_i, m_r, m_k = o_i < tokens, o_r < tokens * N_STEPS, (o_k < K)[None, :]
-    if HAS_DECAY:
-        log_decay += (first // T) * s_decay_b + (first % T) * s_decay_t
     if i_c < SLICES:
         p_q, p_k = q + (first * H + i_key) * K, k + (first * N_STEPS * H + i_key) * K
         b_q = load_rows(p_q, o_i, m_i, o_k, K, H * K, K % BC == 0)
@@ -104,15 +108,14 @@ def gradients_kernel(
             i_h = i_key * (HV // H) + i_g
             i_slot, i_own = i_m.to(tl.int64) * HV + i_h, number.to(tl.int64) * HV + i_h
             i_kept = i_slot if KEPT else i_own
-            p_g, p_part = log_decay, parts
+            p_part = parts
             if HAS_DECAY:
-                p_g += i_h * s_decay_h
                 p_part += i_c * s_slice + i_own * 4 * BT
             b_dq, b_dk = add_value_head(
-                b_dq, b_dk, b_q, b_k, p_q, p_k, norm_q * scale, norm_k, v, p_g, scalings,
-                chunk_decay, states, errors, d_o, d_states, d_errors, p_s, p_d, p_x, d_v, d_beta,
-                p_part, first, tokens, i_c, i_h, i_slot, i_kept, i_own, s_decay_t,
-                H, HV, K, V, N_STEPS, BT, BQ, BC, BV, HAS_DECAY, TIED, TMA, PRECISION,
+                b_dq, b_dk, b_q, b_k, norm_q * scale, norm_k, v, scalings, chunk_decay, states,
+                errors, d_o, d_states, d_errors, p_x, d_v, d_beta, p_part, first, tokens, i_c, i_h,
+                i_slot, i_kept, i_own,
+                HV, K, V, N_STEPS, BT, BQ, BC, BV, HAS_DECAY, TIED, TMA, PRECISION, HV > H,
             )  # fmt: skip
         if UNIT_NORM and SLICES == 1:
             b_dq = unit_norm_backward(b_q, norm_q, b_dq)
@@ -128,27 +131,25 @@ def gradients_kernel(
             i_kept = i_slot if KEPT else i_own
             pair_decay_gradients(
                 q + (first * H + i_key) * K, k + (first * N_STEPS * H + i_key) * K, v,
-                log_decay + i_h * s_decay_h, scalings, errors, d_o, d_errors,
-                parts + SLICES * s_slice + i_own * 4 * BT, scale, first, tokens, i_h, i_slot,
-                i_kept, i_own, s_decay_t, H, HV, K, V, N_STEPS, BT, BQ, BK, BV, TIED, UNIT_NORM,
-                PRECISION,
+                scalings, errors, d_o, d_errors, parts + SLICES * s_slice + i_own * 4 * BT, scale,
+                first, tokens, i_h, i_slot, i_kept, i_own,
+                H, HV, K, V, N_STEPS, BT, BQ, BK, BV, TIED, UNIT_NORM, PRECISION,
             )  # fmt: skip
 
 
 @triton.jit
 def add_value_head(
-    b_dq, b_dk, b_q, b_k, p_q, p_k, norm_q, norm_k, v, log_decay, scalings, chunk_decay, states,
-    errors, d_o, d_states, d_errors, p_s, p_d, p_x, d_v, d_beta, p_part,
-    first, tokens, i_c, i_h, i_slot, i_kept, i_own, s_decay_t,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
+    b_dq, b_dk, b_q, b_k, norm_q, norm_k, v, scalings, chunk_decay, states, errors, d_o, d_states,
+    d_errors, p_x, d_v, d_beta, p_part, first, tokens, i_c, i_h, i_slot, i_kept, i_own,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
     BT: tl.constexpr, BQ: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr,
     HAS_DECAY: tl.constexpr, TIED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    ADDED: tl.constexpr,
 ):  # fmt: skip
-    """dq and dk with one value head's part; its dv, dbeta and dlog_decay are stored."""
+    """dq and dk, ADDED to those of other value heads; its dv, dbeta and dlog_decay are stored."""
     EXACT: tl.constexpr = PRECISION == "tf32x3"
-    o_i, o_r, o_k = tl.arange(0, BQ), tl.arange(0, BT), i_c * BC + tl.arange(0, BC)
+    o_i, o_r, i_k = tl.arange(0, BQ), tl.arange(0, BT), i_c * BC
     rows, m_i, m_r = tokens * N_STEPS, o_i < tokens, o_r < tokens * N_STEPS
-    i_k = i_c * BC
     dtype = b_k.dtype
     # Fetched before the loop, and looked at after it.
     b_beta = row_scaling(scalings, i_slot, BETA, tl.full([BT], 1.0, tl.float32), o_r, BT, TIED)
@@ -157,10 +158,14 @@ def add_value_head(
     b_writes = row_scaling(scalings, i_slot, WRITE, norm_k, o_r, BT, HAS_DECAY)
     if HAS_DECAY:
         b_chunk = tl.load(chunk_decay + i_slot)
-        b_decay = row_decays(log_decay, o_r, tokens, s_decay_t, N_STEPS)
+    # While the registers are still free that the loop fills.
+    store_value_gradients(
+        p_x + i_own * BT * V, b_beta, d_v + (first * N_STEPS * HV + i_h) * V, rows, i_c,
+        HV, V, BT, BV, (K + BC - 1) // BC,
+    )  # fmt: skip
     b_gp, b_gm = tl.zeros([BQ, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
     b_read, b_row = tl.zeros([BQ, BC], tl.float32), tl.zeros([BT, BC], tl.float32)
-    b_col = tl.zeros([BT, BC], tl.float32)
+    b_col, b_held = tl.zeros([BT, BC], tl.float32), no_held(BV, PRECISION)
     for i_v in range(0, V, BV):
         o_v = i_v + tl.arange(0, BV)
         b_do = load_tile(d_o, first, i_h, i_v, o_i, m_i, o_v, HV, V, V % BV == 0, TMA)
@@ -168,39 +173,47 @@ def add_value_head(
             v, errors, first * N_STEPS, rows, i_h, i_kept, i_v, HV, V, BT, BV, TIED, TMA
         )
         b_s = load_state(states, i_kept, i_v, i_k, K, V, BV, BC, TMA)
-        b_d = load_state(d_states, i_own, i_v, i_k, K, V, BV, BC, TMA)
+        if not ADDED:
+            b_d = load_state(d_states, i_own, i_v, i_k, K, V, BV, BC, TMA)
         b_gp = tl.dot(b_do, tl.trans(b_e), acc=b_gp, input_precision=PRECISION)
         b_read = tl.dot(b_do, b_s, acc=b_read, input_precision=PRECISION)
-        b_col = tl.dot(b_e, b_d, acc=b_col, input_precision=PRECISION)
+        if not ADDED:
+            b_col = tl.dot(b_e, b_d, acc=b_col, input_precision=PRECISION)
+            if HAS_DECAY:
+                b_held = add_held(b_held, b_d, b_s, PRECISION)
         if TIED:
             b_x = load_chunk(d_errors, i_own, i_v, V, BT, BV, TMA)
             b_gm = tl.dot(b_x, tl.trans(b_e), acc=b_gm, input_precision=PRECISION)
             b_row = tl.dot(b_x, b_s, acc=b_row, input_precision=PRECISION)
+    # What is done with is stored first: registers are what holds this kernel back.
     if HAS_DECAY:
-        b_held = b_chunk * inner_product(p_s, p_d, i_kept, i_own, i_k, K, V, BV, BC)
+        p_s = scalings + i_slot * SCALINGS * BT
+        whole, rest = load_decay_sums(p_s, o_r, BT)
+        whole_q, rest_q = whole, rest
+        if N_STEPS > 1:
+            whole_q, rest_q = load_token_sums(p_s, o_i, N_STEPS, BT)
+        if not ADDED:
+            store_held(p_part, b_held, b_chunk, BT, PRECISION)
+    if TIED:
+        p_dbeta = d_beta + (first * N_STEPS + o_r) * HV + i_h
+        tl.store(p_dbeta, diagonal(b_gm), mask=m_r & (i_c == 0))
     b_read *= b_reads[:, None]
-    b_col *= (b_writes * b_beta)[:, None]
+    if not ADDED:
+        b_col *= (b_writes * b_beta)[:, None]
     b_key = norm_k * b_beta
     b_factor = b_key[None, :]
     if HAS_DECAY:
-        whole, rest = decay_sums(b_decay)
-        whole_q, rest_q = whole, rest
-        if N_STEPS > 1:
-            whole_q, rest_q = decay_sums(row_decays(log_decay, o_i, tokens, s_decay_t, 1))
         b_ratio = decay_ratio(whole_q[:, None], rest_q[:, None], whole[None, :], rest[None, :])
         b_factor *= b_ratio
     m_pair = o_r[None, :] // N_STEPS <= o_i[:, None]
     b_gp = tl.where(m_pair, b_gp * norm_q[:, None] * b_factor, 0.0)
     b_later_q, b_later_k = tl.zeros([BQ], tl.float32), tl.zeros([BT], tl.float32)
     if HAS_DECAY and EXACT:
-        b_later_q = row_products(p_q, b_read, o_i, m_i, o_k, H * K, K, BC)
+        b_later_q = row_products(b_q, b_read, PRECISION)
     b_gp = b_gp.to(dtype)
     b_read = tl.dot(b_gp, b_k, acc=b_read, input_precision=PRECISION)
     b_inner = tl.dot(tl.trans(b_gp), b_q, input_precision=PRECISION)
     if TIED:
-        b_dbeta = tl.sum(tl.where(o_r[:, None] == o_r[None, :], b_gm, 0.0), axis=1)
-        p_dbeta = d_beta + (first * N_STEPS + o_r) * HV + i_h
-        tl.store(p_dbeta, b_dbeta, mask=m_r & (i_c == 0))
         m_before = o_r[:, None] > o_r[None, :]
         if HAS_DECAY and N_STEPS > 1:
             b_ratio = decay_ratio(whole[:, None], rest[:, None], whole[None, :], rest[None, :])
@@ -208,38 +221,35 @@ def add_value_head(
         b_gm = tl.where(m_before, b_gm * (-b_key)[:, None] * b_factor, 0.0)
         b_row *= -(b_erases * b_beta)[:, None]
         if HAS_DECAY and EXACT:
-            b_later_k = row_products(p_k, b_row, o_r, m_r, o_k, H * K, K, BC)
+            b_later_k = row_products(b_k, b_row, PRECISION)
         b_gm = b_gm.to(dtype)
         b_row = tl.dot(b_gm, b_k, acc=b_row, input_precision=PRECISION)
         b_inner = tl.dot(tl.trans(b_gm), b_k, acc=b_inner, input_precision=PRECISION)
-    store_value_gradients(
-        p_x + i_own * BT * V, b_beta, d_v + (first * N_STEPS * HV + i_h) * V, rows, i_c,
-        HV, V, BT, BV, (K + BC - 1) // BC,
-    )  # fmt: skip
     if HAS_DECAY:
         if not EXACT:
-            b_later_q = row_products(p_q, b_read, o_i, m_i, o_k, H * K, K, BC)
-            b_later_k = row_products(p_k, b_row - b_inner, o_r, m_r, o_k, H * K, K, BC)
-        b_before = row_products(p_k, b_col, o_r, m_r, o_k, H * K, K, BC)
-        store_parts(p_part, b_later_q, b_later_k, b_before, b_held, BT)
-    b_col += b_row + b_inner
-    if HV > H:
-        b_read, b_col = b_dq + b_read, b_dk + b_col
-    return b_read, b_col
-
-
-@triton.jit
-def inner_product(
-    p_s, p_d, i_kept, i_own, i_k, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    BC: tl.constexpr,
-):  # fmt: skip
-    """<D, S> over the channels from i_k on."""
-    b_sum = 0.0
-    for i_v in tl.static_range(0, V, BV):
-        b_s = load_state(p_s, i_kept, i_v, i_k, K, V, BV, BC, False)
-        b_d = load_state(p_d, i_own, i_v, i_k, K, V, BV, BC, False)
-        b_sum += tl.sum(b_s.to(tl.float32) * b_d.to(tl.float32))
-    return b_sum
+            b_later_q = row_products(b_q, b_read, PRECISION)
+            b_later_k = row_products(b_k, b_row - b_inner, PRECISION)
+        tl.store(p_part + QUERIES * BT + o_i, b_later_q)
+        tl.store(p_part + KEYS * BT + o_r, b_later_k)
+    b_row += b_inner
+    if ADDED:
+        b_read, b_row = b_dq + b_read, b_dk + b_row
+        # Beside dq and dk of other heads the loop above has no registers left for these.
+        for i_v in range(0, V, BV):
+            b_e = load_errors(
+                v, errors, first * N_STEPS, rows, i_h, i_kept, i_v, HV, V, BT, BV, TIED, TMA
+            )
+            b_d = load_state(d_states, i_own, i_v, i_k, K, V, BV, BC, TMA)
+            b_col = tl.dot(b_e, b_d, acc=b_col, input_precision=PRECISION)
+            if HAS_DECAY:
+                b_s = load_state(states, i_kept, i_v, i_k, K, V, BV, BC, TMA)
+                b_held = add_held(b_held, b_d, b_s, PRECISION)
+        b_col *= (b_writes * b_beta)[:, None]
+        if HAS_DECAY:
+            store_held(p_part, b_held, b_chunk, BT, PRECISION)
+    if HAS_DECAY:
+        tl.store(p_part + WRITES * BT + o_r, row_products(b_k, b_col, PRECISION))
+    return b_read, b_col + b_row
 
 
 @triton.jit

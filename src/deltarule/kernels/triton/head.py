@@ -120,19 +120,19 @@ def add_gradients(
     states, d_states, d_errors = (kept[name] for name in ("states", "d_states", "d_errors"))
     kernel = plan.once(gradients_launch, inputs, slab, "states" not in own)
     parts = slices(kernel) + float32_decays(inputs)
-    places = x.shape[1], inputs.sequences, *strides(inputs.log_decay)
+    places = x.shape[1], inputs.sequences
     each = 0 if sums is None else sums.stride(0)
     kernel(
         (parts * sizes["H"] * slots, 1, 1),
-        x, inputs.k, inputs.v, inputs.log_decay, inputs.cu_seqlens, buffers.get("scalings"),
-        buffers.get("chunk_decay"), states, kept.get("errors"), d_o, d_states, d_errors,
-        states, d_states, d_errors, found.d_q, found.d_k, found.d_v, found.d_beta, sums,
-        inputs.scale, *places, each,
+        x, inputs.k, inputs.v, inputs.cu_seqlens, buffers.get("scalings"),
+        buffers.get("chunk_decay"), states, kept.get("errors"), d_o, d_states, d_errors, d_errors,
+        found.d_q, found.d_k, found.d_v, found.d_beta, sums, inputs.scale, *places, each,
     )  # fmt: skip
     if inputs.log_decay is not None:
         plan.once(decay_launch, inputs, slab)(
             (slots, sizes["HV"], 1),
-            sums, inputs.log_decay, inputs.cu_seqlens, found.d_decay, *places, each,
+            sums, inputs.log_decay, inputs.cu_seqlens, found.d_decay, *places,
+            *strides(inputs.log_decay), each,
         )  # fmt: skip
 
 
@@ -193,9 +193,11 @@ def slices(kernel: Launch) -> int:
 
 def decay_launch(inputs: Inputs, plan: Plan, slab: Slab = WHOLE) -> Launch:
     """`decay_gradients_kernel` with its constants."""
+    gradients = plan.once(gradients_launch, inputs)
     constants = {
         **{name: plan.sizes[name] for name in ("HV", "N_STEPS", "CT", "BT")},
-        "SLICES": slices(plan.once(gradients_launch, inputs)), "PAIRS": float32_decays(inputs),
+        "BD": min(int(gradients.constants["BV"]), plan.sizes["BT"]),
+        "SLICES": slices(gradients), "PAIRS": float32_decays(inputs),
         "PACKED": inputs.cu_seqlens is not None, **slab.constants(plan), "num_warps": 1,
         "num_stages": 1,
     }  # fmt: skip

@@ -47,6 +47,11 @@ def pair_scores_kernel(
     p_s = scalings
     if TIED or HAS_DECAY or UNIT_NORM:
         p_s += i_slot * SCALINGS * BT
+    # Fetched before the tiles, so that the program waits for both at once; those of several steps
+    # would take more registers than there are.
+    if HAS_DECAY and N_STEPS == 1:
+        whole, rest = load_decay_sums(p_s, o_r, BT)
+        whole_q, rest_q = whole, rest
     b_k = load_tile(k, first * N_STEPS, i_key, 0, o_r, m_r, o_k, H, K, K == BK, TMA)
     b_q = load_tile(q, first, i_key, 0, o_i, m_i, o_k, H, K, K == BK, TMA)
     b_read = tl.where(m_i, scale, 0.0)
@@ -60,9 +65,8 @@ def pair_scores_kernel(
     else:
         b_p *= scale
     if HAS_DECAY:
-        whole, rest = load_decay_sums(p_s, o_r, BT)
-        whole_q, rest_q = whole, rest
         if N_STEPS > 1:
+            whole, rest = load_decay_sums(p_s, o_r, BT)
             whole_q, rest_q = load_token_sums(p_s, o_i, N_STEPS, BT)
         b_ratio = decay_ratio(whole_q[:, None], rest_q[:, None], whole[None, :], rest[None, :])
         b_p *= b_ratio

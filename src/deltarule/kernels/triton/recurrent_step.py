@@ -25,7 +25,7 @@ from deltarule.kernels.triton.gates import softplus
 from deltarule.kernels.triton.unit_norm import EPSILON
 
 # Rows of the state in a program: the fastest from 1 to 256 batch rows on an H200.
-ROWS = 16
+ROWS = 8
 
 
 @triton.jit
