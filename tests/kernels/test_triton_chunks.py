@@ -60,6 +60,12 @@ def test_equals_the_definition(decay: str, erase: str, n_steps: int, save: bool)
     check(make_case(decay, erase, n_steps=n_steps, batch=1, dtype=torch.float32), save=save)
 
 
+@pytest.mark.parametrize(("decay", "erase"), [("none", "tied"), ("head", "tied"), ("head", "none")])
+def test_one_value_head_for_each_key_head(decay: str, erase: str) -> None:
+    heads = {"heads": 2, "value_heads": 2}
+    check(make_case(decay, erase, batch=1, **heads, dtype=torch.float32))
+
+
 @pytest.mark.parametrize("n_steps", [2, 3, 4])
 def test_steps_without_copies(n_steps: int) -> None:
     check(make_case(tokens=40, n_steps=n_steps, batch=1, normalize_qk=True, dtype=torch.float32))
@@ -115,6 +121,28 @@ def test_float16() -> None:
     assert_close_to_yardstick(
         final_state, exact.final_state, yardstick.final_state, dtype=torch.float16
     )
+
+
+@pytest.mark.parametrize("value_heads", [2, 4])
+@pytest.mark.parametrize(("erase", "n_steps"), [("none", 1), ("tied", 1), ("tied", 2)])
+def test_float16_gradients(erase: str, n_steps: int, value_heads: int) -> None:
+    sizes = {"tokens": 70, "batch": 1, "key_size": 70, "value_size": 70}
+    sizes |= {"heads": 2, "value_heads": value_heads}
+    case = make_case("head", erase, n_steps=n_steps, **sizes, beta_max=1.0).to(torch.float16)
+    d_o, d_state = weights(case)
+    d_o = d_o.half().double()
+    _, expected = with_gradients(case.to(torch.float64), "reference", d_o, d_state)
+    leaves = {name: case.tensors[name].detach().requires_grad_() for name in case.present()}
+    own = run_module(chunked, case.changed(**leaves), chunk_size=64, matmul_dtype=torch.float16)
+    loss = (own.o.double() * d_o).sum() + (own.final_state * d_state).sum()
+    yardsticks = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+    inputs = inputs_of(case)
+    saved = recurrence.forward(inputs, True)[2]
+    gradients = recurrence.backward(d_o.half(), d_state.float(), inputs, saved)
+    for name, x in zip(NAMES, gradients, strict=True):
+        if x is not None:
+            bars = {"dtype": torch.float16, "gradient": True, "name": name}
+            assert_close_to_yardstick(x, expected[name], yardsticks[name], **bars)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "beta", "log_decay"])
