@@ -36,6 +36,8 @@ class Call:
     key_size: int = 128
     value_size: int = 128
     tokens: int = 256
+    # Of q and k; there are four of v.
+    heads: int = 2
     step: bool = False
     # In how many slabs the backward goes through the sequence; None leaves it to the size.
     slabs: int | None = None
@@ -45,7 +47,9 @@ class Call:
 
 # What every change is compiled for, and what `-m slow` adds.
 STEPS = [Call(step=True), Call("free", "channel", step=True)]
-SHORT = dict.fromkeys(TARGETS, STEPS) | {90: [*STEPS, Call(), Call(processors=132)]}
+SHORT = dict.fromkeys(TARGETS, STEPS) | {
+    90: [*STEPS, Call(), Call(heads=4), Call(value_size=32), Call(processors=132)]
+}
 RULES = (("tied", "head"), ("tied", "channel"), ("free", "channel"), ("none", "head"))
 LONG = [
     *(Call(erase, decay) for erase, decay in RULES),
@@ -58,13 +62,14 @@ LONG = [
     Call("none", "channel", n_steps=2), Call("tied", "channel", value_size=256), Call(slabs=2),
     Call("free", "channel", key_size=1, value_size=1),
     Call("tied", "channel", key_size=1, value_size=1), Call("free", "channel", key_size=3),
-    Call(processors=132), Call("none", "head", processors=132),
+    Call(processors=132), Call("none", "head", processors=132), Call(value_size=32),
+    Call(heads=4), Call(heads=4, value_size=32), Call("none", "head", heads=4),
 ]  # fmt: skip
 
 
 def inputs_of(call: Call) -> Inputs:
     """Tensors that nobody fills."""
-    dtype, batch, heads, value_heads = DTYPES[call.dtype], 1, 2, 4
+    dtype, batch, heads, value_heads = DTYPES[call.dtype], 1, call.heads, 4
     tokens = 1 if call.step else call.tokens
     rows, free = tokens * call.n_steps, call.erase == "free"
     size = batch, tokens, value_heads

@@ -35,7 +35,7 @@ def decay_gradients_kernel(
     SLICES: tl.constexpr, PAIRS: tl.constexpr, PACKED: tl.constexpr, per_segment=None,
     SPLIT: tl.constexpr = "none", slab=None, per_slab=None, SLAB: tl.constexpr = "none",
 ):  # fmt: skip
-    """One chunk of one value head, whose <D, S> is the sum of BD numbers; a reset gets none."""
+    """One chunk of one value head, BD numbers of whose HELD count; a reset gets no gradient."""
     number, i_h = tl.program_id(0), tl.program_id(1)
     first, tokens, _ = slab_chunk(
         number, cu_seqlens, T, N, per_segment, slab, per_slab, CT, SPLIT, SLAB, PACKED
@@ -88,14 +88,10 @@ def add_held(b_held, b_d, b_s, PRECISION: tl.constexpr):
 
 @triton.jit
 def store_held(p_part, b_held, b_chunk, BT: tl.constexpr, PRECISION: tl.constexpr):
-    """Leave numbers whose sum is <D, S> times the chunk's decay, at most BT of them."""
-    SIZE: tl.constexpr = b_held.shape[0]
+    """Leave numbers whose sum is <D, S> times the chunk's decay: BT of them at most."""
     if PRECISION != "tf32x3":
         b_held = diagonal(b_held)
-    b_held *= b_chunk
-    if SIZE > BT:
-        b_held = tl.sum(tl.reshape(b_held, [SIZE // BT, BT]), axis=0)
-    tl.store(p_part + HELD * BT + tl.arange(0, min(SIZE, BT)), b_held)
+    tl.store(p_part + HELD * BT + tl.arange(0, b_held.shape[0]), b_held * b_chunk)
 
 
 @triton.jit

@@ -25,11 +25,12 @@ more program sums the pairs across t alone. The scalings hold 1 / |x| where `nor
 it; then dx <- dx - (x . dx) x / |x|^2, which takes all channels: where a program has some of them,
 `unit_norm_gradients_kernel` does it afterwards.
 
-In a loop with products, a tile is an operand of products and nothing else. One that is also read
-into registers gets a single buffer from Triton (3.6 to 3.9), and the next tile overwrites it while
-a product still reads it; one that was computed stays in registers, which the assembler of Triton
-3.6 overwrites likewise. So rows are scaled after the products, dv reads X again, and <D, S> is the
-trace of D S^T (decay_gradients.py).
+In a loop with products of 16 bits, a tile is an operand of products and nothing else. One that is
+also read into registers gets a single buffer from Triton (3.6 to 3.9), and the next tile overwrites
+it while a product still reads it; one that was computed stays in registers, which the assembler of
+Triton 3.6 overwrites likewise. So rows are scaled after the products, dv reads X again, and <D, S>
+is the trace of D S^T (decay_gradients.py), of tiles of at least 64 rows: a product of fewer reads
+them into registers.
 """
 
 import triton
@@ -47,7 +48,7 @@ from deltarule.kernels.triton.decay_gradients import (
     store_held,
 )
 from deltarule.kernels.triton.head_sums import load_decay_sums, load_token_sums
-from deltarule.kernels.triton.row_sums import diagonal, row_products
+from deltarule.kernels.triton.row_sums import diagonal, operand_products
 from deltarule.kernels.triton.tiles import (
     BETA,
     ERASE_ROW,
@@ -146,7 +147,10 @@ def add_value_head(
     HAS_DECAY: tl.constexpr, TIED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     ADDED: tl.constexpr,
 ):  # fmt: skip
-    """dq and dk, ADDED to those of other value heads; its dv, dbeta and dlog_decay are stored."""
+    """dq and dk, ADDED to those of other value heads; its dv, dbeta and dlog_decay are stored.
+
+    ADDED leaves fewer registers, and takes the values in two loops.
+    """
     EXACT: tl.constexpr = PRECISION == "tf32x3"
     o_i, o_r, i_k = tl.arange(0, BQ), tl.arange(0, BT), i_c * BC
     rows, m_i, m_r = tokens * N_STEPS, o_i < tokens, o_r < tokens * N_STEPS
@@ -209,7 +213,7 @@ def add_value_head(
     b_gp = tl.where(m_pair, b_gp * norm_q[:, None] * b_factor, 0.0)
     b_later_q, b_later_k = tl.zeros([BQ], tl.float32), tl.zeros([BT], tl.float32)
     if HAS_DECAY and EXACT:
-        b_later_q = row_products(b_q, b_read, PRECISION)
+        b_later_q = operand_products(b_q, b_read, PRECISION)
     b_gp = b_gp.to(dtype)
     b_read = tl.dot(b_gp, b_k, acc=b_read, input_precision=PRECISION)
     b_inner = tl.dot(tl.trans(b_gp), b_q, input_precision=PRECISION)
@@ -221,14 +225,14 @@ def add_value_head(
         b_gm = tl.where(m_before, b_gm * (-b_key)[:, None] * b_factor, 0.0)
         b_row *= -(b_erases * b_beta)[:, None]
         if HAS_DECAY and EXACT:
-            b_later_k = row_products(b_k, b_row, PRECISION)
+            b_later_k = operand_products(b_k, b_row, PRECISION)
         b_gm = b_gm.to(dtype)
         b_row = tl.dot(b_gm, b_k, acc=b_row, input_precision=PRECISION)
         b_inner = tl.dot(tl.trans(b_gm), b_k, acc=b_inner, input_precision=PRECISION)
     if HAS_DECAY:
         if not EXACT:
-            b_later_q = row_products(b_q, b_read, PRECISION)
-            b_later_k = row_products(b_k, b_row - b_inner, PRECISION)
+            b_later_q = operand_products(b_q, b_read, PRECISION)
+            b_later_k = operand_products(b_k, b_row - b_inner, PRECISION)
         tl.store(p_part + QUERIES * BT + o_i, b_later_q)
         tl.store(p_part + KEYS * BT + o_r, b_later_k)
     b_row += b_inner
@@ -248,7 +252,7 @@ def add_value_head(
         if HAS_DECAY:
             store_held(p_part, b_held, b_chunk, BT, PRECISION)
     if HAS_DECAY:
-        tl.store(p_part + WRITES * BT + o_r, row_products(b_k, b_col, PRECISION))
+        tl.store(p_part + WRITES * BT + o_r, operand_products(b_k, b_col, PRECISION))
     return b_read, b_col + b_row
 
 

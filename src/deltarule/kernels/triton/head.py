@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 
 from deltarule.kernels.inputs import Inputs
-from deltarule.kernels.triton.configurations import configuration
+from deltarule.kernels.triton.configurations import architecture, configuration
 from deltarule.kernels.triton.decay_gradients import decay_gradients_kernel
 from deltarule.kernels.triton.direct import Launch
 from deltarule.kernels.triton.gradients import gradients_kernel
 from deltarule.kernels.triton.head_sums import head_sums_kernel
 from deltarule.kernels.triton.launch import (
+    COPY_ENGINE,
     Plan,
     Scores,
     Shapes,
@@ -166,7 +167,8 @@ def gradients_launch(inputs: Inputs, plan: Plan, slab: Slab = WHOLE, kept: bool 
     if inputs.q.dtype != torch.float32:
         # Products of fewer rows are made of other instructions, whose operands are registers.
         sizes["BQ"] = max(sizes["BQ"], sizes["BT"])
-    config = configuration("gradients", plan.call)
+    config = {**configuration("gradients", plan.call)}
+    config["BV"] = value_rows(inputs, plan, config["BV"])
     # In float32 a gradient is not rounded before it goes through the norm, which takes all of it.
     whole = inputs.normalize_qk and inputs.q.dtype == torch.float32
     channels = sizes["BK"] if whole else min(config["BC"], sizes["BK"])
@@ -186,6 +188,14 @@ def gradients_launch(inputs: Inputs, plan: Plan, slab: Slab = WHOLE, kept: bool 
     return Launch(gradients_kernel, constants, tiles if full else None)
 
 
+def value_rows(inputs: Inputs, plan: Plan, block: int) -> int:
+    """Rows of the state that the gradients take at once: BT at most, to leave a sum of each."""
+    rows = plan.sizes["BT"]
+    fetched = architecture(inputs.q.device) >= COPY_ENGINE and inputs.q.dtype != torch.float32
+    # Of fewer rows D S^T, too, would be made of the other instructions.
+    return rows if fetched and inputs.log_decay is not None else min(block, rows)
+
+
 def slices(kernel: Launch) -> int:
     """Programs of a chunk and key head, each of which takes BC channels."""
     return -(-int(kernel.constants["K"]) // int(kernel.constants["BC"]))
@@ -196,7 +206,7 @@ def decay_launch(inputs: Inputs, plan: Plan, slab: Slab = WHOLE) -> Launch:
     gradients = plan.once(gradients_launch, inputs)
     constants = {
         **{name: plan.sizes[name] for name in ("HV", "N_STEPS", "CT", "BT")},
-        "BD": min(int(gradients.constants["BV"]), plan.sizes["BT"]),
+        "BD": gradients.constants["BV"],
         "SLICES": slices(gradients), "PAIRS": float32_decays(inputs),
         "PACKED": inputs.cu_seqlens is not None, **slab.constants(plan), "num_warps": 1,
         "num_stages": 1,

@@ -17,7 +17,7 @@ def diagonal(b_x):
 
 
 @triton.jit
-def row_products(b_x, b_y, PRECISION: tl.constexpr):
+def operand_products(b_x, b_y, PRECISION: tl.constexpr):
     """x . y of every row, where x is an operand of products and y the result of one.
 
     A product with the identity takes x to the registers in which y lies. Read as they are, rows
