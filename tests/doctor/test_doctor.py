@@ -13,6 +13,7 @@ from deltarule.doctor.command import DoctorRun, diagnose, keep_verdicts
 from deltarule.doctor.examine import Configuration, commonest, draw, every, examine, known_bad
 from deltarule.kernels import machine
 from deltarule.kernels.triton import recurrence, verdicts
+from deltarule.kernels.triton.launch import LEAST_READS, full_tiles, new_plan
 from deltarule.ops import dispatch
 from deltarule.reference import chunked
 from tolerance import assert_close
@@ -48,6 +49,15 @@ def test_sound_kernels_pass(of) -> None:
     verdict = examine(of, CPU)
     assert verdict.passed, verdict
     assert 0 < verdict.times_bar <= 1
+
+
+@pytest.mark.parametrize("n_steps", [1, 2, 4])
+def test_the_dense_draw_fills_the_tiles_that_a_copy_engine_fetches(n_steps) -> None:
+    inputs = draw(Configuration("tied", "head", n_steps, "bfloat16", 64, 64), (), CPU, False)
+    plan = new_plan(inputs)
+    # In chunks of fewer tokens its reads begin off the grid.
+    assert full_tiles(inputs, plan, 64) == (plan.sizes["CT"] >= LEAST_READS)
+    assert n_steps > 2 or full_tiles(inputs, plan, 64)
 
 
 def call_on_a_gpu():

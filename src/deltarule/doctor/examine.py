@@ -35,6 +35,8 @@ from deltarule.ops.registered import recurrence
 from deltarule.reference import bars
 from deltarule.shapes import RecurrentOutput
 
+# Whole chunks, as most calls are made of: their tiles are fetched by a GPU's copy engine.
+DENSE = 192
 # Off the chunk grid, with a sequence of nothing and one of a whole chunk.
 LENGTHS = (70, 0, 64, 17)
 # With two value heads each: 4800 gradients by the decay of a head.
@@ -114,7 +116,7 @@ def draw(
     `heads` is the number of key heads, of two value heads each.
     """
     generator = torch.Generator().manual_seed(0)
-    tokens, sequences = sum(lengths) or 150, len(lengths) or 1
+    tokens, sequences = sum(lengths) or DENSE, len(lengths) or 1
     rows, size = tokens * of.n_steps, (1, tokens, 2 * heads)
     dtype: torch.dtype = getattr(torch, of.dtype)
 
