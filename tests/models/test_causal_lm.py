@@ -152,6 +152,28 @@ def test_checkpointing_keeps_less(make_model, random_tokens):
     assert sizes[1] < 0.5 * sizes[0]
 
 
+@pytest.mark.parametrize("layer", ["deltanet", "gated_deltanet", "kda", "mamba2", "rwkv7"])
+def test_states_computed_again_keep_less_and_give_the_same_bits(layer):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 2}
+    model = CausalLM(ModelConfig(vocab_size=50, layer_types=(layer, "attention"), **sizes))
+    tokens, kept, gradients = torch.randint(50, (1, 300)), [], []
+    assert model.save_states
+    for model.save_states in (True, False):
+        saved = {}
+        keep = lambda x, saved=saved: saved.update({x.data_ptr(): x.nbytes}) or x  # noqa: E731
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            loss = model.hidden(tokens)[0].square().sum()
+        kept.append(sum(saved.values()))
+        gradients.append(torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
+    assert not model.save_states
+    assert not model.blocks[0].mixer.save_states
+    assert kept[1] < kept[0]
+    for one, other in zip(*gradients, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
+
+
 def initialised(num_layers, **changes):
     torch.manual_seed(0)
     return CausalLM(

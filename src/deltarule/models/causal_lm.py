@@ -15,7 +15,7 @@ from deltarule.models import files
 from deltarule.models.arguments import check_inputs
 from deltarule.models.config import ModelConfig
 from deltarule.models.generate import Prompt, Stop, generate, stream
-from deltarule.nn import MIXERS, ModelState, RMSNorm, State, SwiGLU
+from deltarule.nn import MIXERS, ModelState, RecurrentMixer, RMSNorm, State, SwiGLU
 from deltarule.nn.recomputed import recomputed
 from deltarule.shapes import Hidden, Mask, Offsets
 
@@ -38,6 +38,8 @@ class CausalLM(nn.Module):
     Attributes:
         activation_checkpointing: True keeps only each block's input for the backward pass and
             computes the rest again: less memory, the same gradients, about a third more time.
+        save_states: False, given to all recurrent layers, computes the states of their chunks
+            again in the backward pass: less memory, the same gradients.
 
     Raises:
         ValueError: A layer cannot be built from the configuration.
@@ -128,6 +130,16 @@ class CausalLM(nn.Module):
         """Apply the head to what `hidden` returned."""
         return F.linear(x, self.embedding.weight if self.head is None else self.head.weight)
 
+    @property
+    def save_states(self) -> bool:
+        """Whether all recurrent layers keep their chunks' states for the backward pass."""
+        return all(mixer.save_states for mixer in self._recurrent_mixers())
+
+    @save_states.setter
+    def save_states(self, save: bool) -> None:
+        for mixer in self._recurrent_mixers():
+            mixer.save_states = save
+
     def init_state(self, batch_size: int) -> ModelState:
         """Return the state before the first token, for batch_size rows."""
         return ModelState(block.mixer.init_state(batch_size) for block in self._blocks())
@@ -201,6 +213,10 @@ class CausalLM(nn.Module):
         tensors = files.read_tensors(folder, expected, device)
         model.load_state_dict(tensors, assign=True)
         return model
+
+    def _recurrent_mixers(self) -> Iterator[RecurrentMixer]:
+        mixers = (block.mixer for block in self._blocks())
+        return (mixer for mixer in mixers if isinstance(mixer, RecurrentMixer))
 
     def _blocks(self) -> Iterator["Block"]:
         for block in self.blocks:

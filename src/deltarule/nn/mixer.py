@@ -55,6 +55,10 @@ class RecurrentMixer(RecurrentParts):
         layer_index: Which layer of the model this is, from 0 (Lightning and RWKV-7 depend on it).
         num_layers: Layers of the model.
 
+    Attributes:
+        save_states: Whether the states of chunks are kept for the backward pass. False computes
+            them again there, for less memory in between; the gradients are the same.
+
     Raises:
         ValueError: A size is out of range, or an option means nothing for this rule.
     """
@@ -169,6 +173,7 @@ class RecurrentMixer(RecurrentParts):
             **blank_padding(arguments, call.layout.real, self.n_steps),
             initial_state=call.before["recurrent"],
             cu_seqlens=call.layout.cu_seqlens,
+            save_states=self.save_states,
         )
         assert output.final_state is not None
         call.after["recurrent"] = self.rule.final_state(output.final_state, projections)

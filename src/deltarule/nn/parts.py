@@ -42,6 +42,7 @@ class RecurrentParts(Mixer):
     # SiLU on q, k and v where no convolution brings its own.
     activates_projections: ClassVar[bool] = False
     float32_parameters: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
+    save_states: bool = True
 
     A_log: nn.Parameter | None
     dt_bias: nn.Parameter | None
