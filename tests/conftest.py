@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils._device import _device_constructors
 
+import gpus
+
 SEED = 0
 
+gpus.spread()
 if not torch.cuda.is_available():
     # Read when a kernel is defined.
     os.environ["TRITON_INTERPRET"] = "1"

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from deltarule.models import CausalLM, ModelConfig, count_parameters
-from deltarule.models.causal_lm import mlp_size
+from deltarule.models.block import mlp_size
 from deltarule.nn import MIXERS
 
 FIELDS = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from deltarule.models import CausalLM, ModelConfig, causal_lm
+from deltarule.models import CausalLM, ModelConfig, block
 from deltarule.nn import mixer as mixers
 from deltarule.nn.recomputed import hooks_are_free, recomputed, remembered
 
@@ -94,7 +94,7 @@ def test_a_model_has_the_same_gradients_bitwise(layer, checkpointing, monkeypatc
 
     if not checkpointing:
         monkeypatch.setattr(mixers, "recomputed", note)
-        monkeypatch.setattr(causal_lm, "recomputed", note)
+        monkeypatch.setattr(block, "recomputed", note)
     again.hidden(tokens)[0].square().sum().backward()
     assert (2 in used) == (not checkpointing)
     for (name, p), q in zip(model.named_parameters(), again.parameters(), strict=True):

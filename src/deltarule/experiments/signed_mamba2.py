@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from deltarule.models import CausalLM
-from deltarule.models.causal_lm import Block
+from deltarule.models.block import Block
 from deltarule.nn import Mamba2
 from deltarule.rules import Projections, mamba2
 from deltarule.rules.documents import last_token

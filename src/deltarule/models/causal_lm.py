@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from deltarule.models import files
 from deltarule.models.arguments import check_inputs
+from deltarule.models.block import Block, norm_of_sum
 from deltarule.models.config import ModelConfig
 from deltarule.models.generate import Prompt, Stop, generate, stream
-from deltarule.nn import MIXERS, ModelState, RecurrentMixer, RMSNorm, State, SwiGLU
-from deltarule.nn.recomputed import recomputed
+from deltarule.nn import ModelState, RecurrentMixer, RMSNorm
 from deltarule.shapes import Hidden, Mask, Offsets
 
 Tokens = Int[Tensor, "B T"]
@@ -218,50 +217,10 @@ class CausalLM(nn.Module):
         mixers = (block.mixer for block in self._blocks())
         return (mixer for mixer in mixers if isinstance(mixer, RecurrentMixer))
 
-    def _blocks(self) -> Iterator["Block"]:
+    def _blocks(self) -> Iterator[Block]:
         for block in self.blocks:
             assert isinstance(block, Block)
             yield block
-
-
-class Block(nn.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x)), if any; the next norm makes the last sum."""
-
-    def __init__(self, config: ModelConfig, layer_index: int) -> None:
-        """Build the block at layer_index, counted from 0."""
-        super().__init__()
-        self.mixer_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        mixer = MIXERS[config.layer_types[layer_index]]
-        self.mixer = mixer.from_config(config, layer_index)
-        self.mlp_norm: RMSNorm | None = None
-        self.mlp: SwiGLU | None = None
-        if size := mlp_size(config):
-            self.mlp_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-            self.mlp = SwiGLU(config.hidden_size, size)
-
-    def forward(
-        self,
-        x: Hidden,
-        branch: Hidden | None,
-        state: State | None,
-        cu_seqlens: Offsets | None,
-        mask: Mask | None,
-        shared: dict[str, Tensor],
-    ) -> tuple[Hidden, Hidden, State]:
-        """Add the branch and apply both halves; return stream, branch and the mixer's state."""
-        x, normed = norm_of_sum(self.mixer_norm, x, branch)
-        with recomputed(normed, partial(self.mixer_norm.forward, x)):
-            y, state = self.mixer(normed, state, cu_seqlens=cu_seqlens, mask=mask, shared=shared)
-        if self.mlp is None or self.mlp_norm is None:
-            return x, y, state
-        x, normed = self.mlp_norm.of_sum(x, y)
-        with recomputed(normed, partial(self.mlp_norm.forward, x)):
-            return x, self.mlp(normed), state
-
-
-def norm_of_sum(norm: RMSNorm, x: Hidden, branch: Hidden | None) -> tuple[Hidden, Hidden]:
-    """The stream with the branch, if any, and its norm."""
-    return (x, norm(x)) if branch is None else norm.of_sum(x, branch)
 
 
 @torch.no_grad()
@@ -289,13 +248,6 @@ def initialise(model: CausalLM) -> None:
             nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
         elif name.endswith("mixer.o_proj.weight"):
             weight.div_(branches)
-
-
-def mlp_size(config: ModelConfig) -> int:
-    """Return the channels inside the MLP: as given, or 8/3 of the stream, in multiples of 16."""
-    if config.mlp_size is not None:
-        return config.mlp_size
-    return 16 * math.ceil(config.hidden_size * 8 / 3 / 16)
 
 
 def count_parameters(config: ModelConfig) -> int:

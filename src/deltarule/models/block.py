@@ -1,0 +1,58 @@
+"""A block of the language model: a mixer and an MLP, each with its norm and its residual."""
+
+import math
+from functools import partial
+
+from torch import Tensor, nn
+
+from deltarule.models.config import ModelConfig
+from deltarule.nn import MIXERS, RMSNorm, State, SwiGLU
+from deltarule.nn.recomputed import recomputed
+from deltarule.shapes import Hidden, Mask, Offsets
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x)), if any; the next norm makes the last sum."""
+
+    def __init__(self, config: ModelConfig, layer_index: int) -> None:
+        """Build the block at layer_index, counted from 0."""
+        super().__init__()
+        self.mixer_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+        mixer = MIXERS[config.layer_types[layer_index]]
+        self.mixer = mixer.from_config(config, layer_index)
+        self.mlp_norm: RMSNorm | None = None
+        self.mlp: SwiGLU | None = None
+        if size := mlp_size(config):
+            self.mlp_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+            self.mlp = SwiGLU(config.hidden_size, size)
+
+    def forward(
+        self,
+        x: Hidden,
+        branch: Hidden | None,
+        state: State | None,
+        cu_seqlens: Offsets | None,
+        mask: Mask | None,
+        shared: dict[str, Tensor],
+    ) -> tuple[Hidden, Hidden, State]:
+        """Add the branch and apply both halves; return stream, branch and the mixer's state."""
+        x, normed = norm_of_sum(self.mixer_norm, x, branch)
+        with recomputed(normed, partial(self.mixer_norm.forward, x)):
+            y, state = self.mixer(normed, state, cu_seqlens=cu_seqlens, mask=mask, shared=shared)
+        if self.mlp is None or self.mlp_norm is None:
+            return x, y, state
+        x, normed = self.mlp_norm.of_sum(x, y)
+        with recomputed(normed, partial(self.mlp_norm.forward, x)):
+            return x, self.mlp(normed), state
+
+
+def norm_of_sum(norm: RMSNorm, x: Hidden, branch: Hidden | None) -> tuple[Hidden, Hidden]:
+    """The stream with the branch, if any, and its norm."""
+    return (x, norm(x)) if branch is None else norm.of_sum(x, branch)
+
+
+def mlp_size(config: ModelConfig) -> int:
+    """Return the channels inside the MLP: as given, or 8/3 of the stream, in multiples of 16."""
+    if config.mlp_size is not None:
+        return config.mlp_size
+    return 16 * math.ceil(config.hidden_size * 8 / 3 / 16)
