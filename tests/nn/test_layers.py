@@ -137,7 +137,8 @@ def test_delta_product_of_one_step_is_deltanet():
 def test_beta_max_doubles_the_write_strength(name, monkeypatch):
     seen = []
 
-    def record(*args, beta, **others):
+    def record(*args, beta, save_states, **others):
+        assert save_states
         seen.append(beta)
         return recurrent.delta_rule(*args, beta=beta, **others)
 
