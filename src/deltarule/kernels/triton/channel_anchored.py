@@ -28,6 +28,7 @@ import triton.language as tl
 
 from deltarule.kernels.triton.chunk import chunk_place, place_of
 from deltarule.kernels.triton.decay import LOG2_E
+from deltarule.kernels.triton.gradient_values import over_values
 from deltarule.kernels.triton.row_sums import diagonal
 from deltarule.kernels.triton.tiles import (
     load_chunk,
@@ -119,21 +120,10 @@ def add_value_head(
     b_beta = tl.full([BT], 1.0, tl.float32)
     if TIED:
         b_beta = tl.load(beta + o_r * s_beta_t, mask=m_r, other=0.0).to(tl.float32)
-    b_gp, b_gm = tl.zeros([BT, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
-    b_read, b_row = tl.zeros([BT, BC], tl.float32), tl.zeros([BT, BC], tl.float32)
-    for i_v in range(0, V, BV):
-        o_v = i_v + tl.arange(0, BV)
-        b_do = load_tile(d_o, first, i_h, i_v, o_t, m_q, o_v, HV, V, V % BV == 0, TMA)
-        b_e = load_errors(
-            v, errors, first * N_STEPS, rows, i_h, i_slot, i_v, HV, V, BT, BV, TIED, TMA
-        )
-        b_s = load_state(states, i_slot, i_v, i_k, K, V, BV, BC, TMA)
-        b_gp = tl.dot(b_do, tl.trans(b_e), acc=b_gp, input_precision=PRECISION)
-        b_read = tl.dot(b_do, b_s, acc=b_read, input_precision=PRECISION)
-        if TIED:
-            b_x = load_chunk(d_errors, i_slot, i_v, V, BT, BV, TMA)
-            b_gm = tl.dot(b_x, tl.trans(b_e), acc=b_gm, input_precision=PRECISION)
-            b_row = tl.dot(b_x, b_s, acc=b_row, input_precision=PRECISION)
+    b_gp, b_gm, b_read, b_row, _, _ = over_values(
+        v, states, errors, d_o, d_states, d_errors, first, rows, i_h, i_slot, i_slot, o_t, m_q, i_k,
+        HV, K, V, N_STEPS, BT, BT, BC, BV, True, TIED, TMA, PRECISION, False,
+    )  # fmt: skip
     b_gp = tl.where(o_r[:, None] >= o_r[None, :], b_gp, 0.0).to(low)
     # Here, so that it need not stay in registers until it is used.
     b_turned = tl.trans(b_gp)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from deltarule.kernels.triton.chunk import slab_chunk
 from deltarule.kernels.triton.decay import RESET, decay_ratio
-from deltarule.kernels.triton.head_sums import load_decay_sums, load_token_sums
+from deltarule.kernels.triton.head_sums import load_chunk_sums
 from deltarule.kernels.triton.row_sums import diagonal
 from deltarule.kernels.triton.tiles import (
     BETA,
@@ -132,8 +132,7 @@ def pair_decay_gradients(
     if UNIT_NORM:
         b_read, b_key = b_read * inverse_norm(b_q), b_key * inverse_norm(b_k)
     p_s = scalings + i_slot * SCALINGS * BT
-    whole, rest = load_decay_sums(p_s, o_r, BT)
-    whole_q, rest_q = load_token_sums(p_s, o_i, N_STEPS, BT)
+    whole, rest, whole_q, rest_q = load_chunk_sums(p_s, o_r, o_i, N_STEPS, BT)
     b_gp *= tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     b_gp *= decay_ratio(whole_q[:, None], rest_q[:, None], whole[None, :], rest[None, :])
     m_pair = o_r[None, :] // N_STEPS <= o_i[:, None]

@@ -1,6 +1,6 @@
-"""What the gradients of a chunk sum over its values, and dv: device functions of gradients.py.
+"""What the gradients of a chunk sum over its values, and dv: device functions.
 
-That file has the equations, and says why a tile in these loops is an operand and nothing else.
+gradients.py has the equations, and says why a tile in these loops is an operand and nothing else.
 """
 
 import triton

@@ -50,7 +50,7 @@ from deltarule.kernels.triton.gradient_values import (
     store_value_gradients,
     written_over_values,
 )
-from deltarule.kernels.triton.head_sums import load_decay_sums, load_token_sums
+from deltarule.kernels.triton.head_sums import load_chunk_sums
 from deltarule.kernels.triton.row_sums import diagonal, operand_products
 from deltarule.kernels.triton.tiles import (
     BETA,
@@ -173,10 +173,7 @@ def add_value_head(
     # What is done with is stored first: registers are what holds this kernel back.
     if HAS_DECAY:
         p_s = scalings + i_slot * SCALINGS * BT
-        whole, rest = load_decay_sums(p_s, o_r, BT)
-        whole_q, rest_q = whole, rest
-        if N_STEPS > 1:
-            whole_q, rest_q = load_token_sums(p_s, o_i, N_STEPS, BT)
+        whole, rest, whole_q, rest_q = load_chunk_sums(p_s, o_r, o_i, N_STEPS, BT)
         if not ADDED:
             store_held(p_part, b_held, b_chunk, BT, PRECISION)
     if TIED:

@@ -167,8 +167,8 @@ def gradients_launch(inputs: Inputs, plan: Plan, slab: Slab = WHOLE, kept: bool 
     if inputs.q.dtype != torch.float32:
         # Products of fewer rows are made of other instructions, whose operands are registers.
         sizes["BQ"] = max(sizes["BQ"], sizes["BT"])
-    config = {**configuration("gradients", plan.call)}
-    config["BV"] = value_rows(inputs, plan, config["BV"])
+    config = configuration("gradients", plan.call)
+    config = config | {"BV": value_rows(inputs, plan, config["BV"])}
     # In float32 a gradient is not rounded before it goes through the norm, which takes all of it.
     whole = inputs.normalize_qk and inputs.q.dtype == torch.float32
     channels = sizes["BK"] if whole else min(config["BC"], sizes["BK"])

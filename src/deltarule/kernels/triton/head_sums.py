@@ -40,6 +40,10 @@ def load_decay_sums(p_s, o_r, BT: tl.constexpr):
 
 
 @triton.jit
-def load_token_sums(p_s, o_i, N_STEPS: tl.constexpr, BT: tl.constexpr):
-    """(whole, rest) up to tokens o_i of that chunk, and up to its end for those beyond it."""
-    return load_decay_sums(p_s, tl.minimum(o_i * N_STEPS, BT - 1), BT)
+def load_chunk_sums(p_s, o_r, o_i, N_STEPS: tl.constexpr, BT: tl.constexpr):
+    """(whole, rest) up to rows o_r, and up to tokens o_i, or to the chunk's end if that is less."""
+    whole, rest = load_decay_sums(p_s, o_r, BT)
+    whole_q, rest_q = whole, rest
+    if N_STEPS > 1:
+        whole_q, rest_q = load_decay_sums(p_s, tl.minimum(o_i * N_STEPS, BT - 1), BT)
+    return whole, rest, whole_q, rest_q

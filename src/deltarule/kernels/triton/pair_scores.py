@@ -20,7 +20,7 @@ import triton.language as tl
 from deltarule.kernels.triton.chunk import chunk_place
 from deltarule.kernels.triton.corrected_values import correction
 from deltarule.kernels.triton.decay import decay_ratio
-from deltarule.kernels.triton.head_sums import load_decay_sums, load_token_sums
+from deltarule.kernels.triton.head_sums import load_chunk_sums, load_decay_sums
 from deltarule.kernels.triton.tiles import BETA, ERASE_ROW, READ, SCALINGS, WRITE, load_tile
 from deltarule.kernels.triton.unit_norm import inverse_norm
 
@@ -50,8 +50,7 @@ def pair_scores_kernel(
     # Fetched before the tiles, so that the program waits for both at once; those of several steps
     # would take more registers than there are.
     if HAS_DECAY and N_STEPS == 1:
-        whole, rest = load_decay_sums(p_s, o_r, BT)
-        whole_q, rest_q = whole, rest
+        whole, rest, whole_q, rest_q = load_chunk_sums(p_s, o_r, o_i, N_STEPS, BT)
     b_k = load_tile(k, first * N_STEPS, i_key, 0, o_r, m_r, o_k, H, K, K == BK, TMA)
     b_q = load_tile(q, first, i_key, 0, o_i, m_i, o_k, H, K, K == BK, TMA)
     b_read = tl.where(m_i, scale, 0.0)
@@ -66,8 +65,7 @@ def pair_scores_kernel(
         b_p *= scale
     if HAS_DECAY:
         if N_STEPS > 1:
-            whole, rest = load_decay_sums(p_s, o_r, BT)
-            whole_q, rest_q = load_token_sums(p_s, o_i, N_STEPS, BT)
+            whole, rest, whole_q, rest_q = load_chunk_sums(p_s, o_r, o_i, N_STEPS, BT)
         b_ratio = decay_ratio(whole_q[:, None], rest_q[:, None], whole[None, :], rest[None, :])
         b_p *= b_ratio
     b_p = tl.where(o_r[None, :] // N_STEPS <= o_i[:, None], b_p, 0.0)
