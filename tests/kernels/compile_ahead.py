@@ -39,6 +39,8 @@ class Call:
     # Of q and k; there are four of v.
     heads: int = 2
     step: bool = False
+    # Of q and k; None: where the erase is not free.
+    normalize_qk: bool | None = None
     # In how many slabs the backward goes through the sequence; None leaves it to the size.
     slabs: int | None = None
     # Of the GPU: few heads and rows are cut into narrow tiles for so many.
@@ -48,8 +50,11 @@ class Call:
 # What every change is compiled for, and what `-m slow` adds.
 STEPS = [Call(step=True), Call("free", "channel", step=True)]
 SHORT = dict.fromkeys(TARGETS, STEPS) | {
-    90: [*STEPS, Call(), Call(heads=4), Call(value_size=32), Call(processors=132)]
-}
+    90: [
+        *STEPS, Call(), Call(heads=4), Call(value_size=32), Call(processors=132),
+        Call(decay="none"),
+    ]
+}  # fmt: skip
 RULES = (("tied", "head"), ("tied", "channel"), ("free", "channel"), ("none", "head"))
 LONG = [
     *(Call(erase, decay) for erase, decay in RULES),
@@ -64,6 +69,8 @@ LONG = [
     Call("tied", "channel", key_size=1, value_size=1), Call("free", "channel", key_size=3),
     Call(processors=132), Call("none", "head", processors=132), Call(value_size=32),
     Call(heads=4), Call(heads=4, value_size=32), Call("none", "head", heads=4),
+    Call(decay="none"), Call(decay="none", normalize_qk=False), Call(decay="none", n_steps=2),
+    Call("none", "none"), Call(decay="none", value_size=256),
 ]  # fmt: skip
 
 
@@ -73,6 +80,7 @@ def inputs_of(call: Call) -> Inputs:
     tokens = 1 if call.step else call.tokens
     rows, free = tokens * call.n_steps, call.erase == "free"
     size = batch, tokens, value_heads
+    unit_norm = not free if call.normalize_qk is None else call.normalize_qk
 
     def of(*shape: int, like: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=like)
@@ -85,7 +93,7 @@ def inputs_of(call: Call) -> Inputs:
         of(*size, call.key_size) if free else None, of(*size, call.key_size) if free else None,
         of(*decays, like=torch.float32) if decays else None,
         of(batch, value_heads, call.value_size, call.key_size, like=torch.float32),
-        None, call.n_steps, call.key_size**-0.5, not free, False,
+        None, call.n_steps, call.key_size**-0.5, unit_norm, False,
     )  # fmt: skip
 
 

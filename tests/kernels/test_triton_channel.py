@@ -15,7 +15,7 @@ from tolerance import assert_close, assert_close_to_yardstick, relative_rms
 pytest.importorskip("triton")
 
 from deltarule.kernels.inputs import Inputs
-from deltarule.kernels.triton import channel, channel_16bit, recurrence
+from deltarule.kernels.triton import channel, channel_16bit, channel_far, recurrence
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are compiled here: see test_on_gpu"
@@ -209,10 +209,27 @@ def test_resets_of_steep_chunks(in_float32: None, spacing: int, strength: float)
 
 @overflows
 def test_more_steep_chunks_than_programs(monkeypatch: pytest.MonkeyPatch, in_float32: None) -> None:
-    monkeypatch.setattr(channel_16bit, "PROGRAMS", 2)
+    monkeypatch.setattr(channel, "PROGRAMS", 2)
     case = small("channel", "tied", tokens=64 * 4, heads=2, value_heads=4, key_size=3)
     case.tensors["log_decay"][:, 3::50, ::2] = -1e4
     case.tensors["log_decay"][:, 64:128] = -0.1
+    check_roughly(case)
+
+
+@overflows
+@pytest.mark.parametrize(("erase", "look", "programs"), [("tied", 2, 2), ("none", 4, 1)])
+def test_more_far_chunks_than_programs(
+    monkeypatch: pytest.MonkeyPatch, in_float32: None, erase: str, look: int, programs: int
+) -> None:
+    monkeypatch.setattr(channel_far, "LOOK", look)
+    monkeypatch.setattr(channel, "PROGRAMS", programs)
+    case = small("channel", erase, tokens=64 * 7, value_heads=2, key_size=3, value_size=3)
+    decay = case.tensors["log_decay"]
+    decay *= 0.01
+    # Far in blocks that do not, in one value head alone, and in one block.
+    decay[:, :128, :, ::2] = -2.5 * math.log(2)
+    decay[:, 256:320, 1, 1] = -2.5 * math.log(2)
+    decay[:, 330::64, 0] = -1e4
     check_roughly(case)
 
 

@@ -14,7 +14,7 @@ from deltarule.kernels.triton.channel_gradients_16bit import (
 from deltarule.kernels.triton.channel_pairs import pair_gradients_kernel
 from deltarule.kernels.triton.channel_scores import channel_scores_kernel
 from deltarule.kernels.triton.configurations import configuration, power_of_two
-from deltarule.kernels.triton.direct import Launch
+from deltarule.kernels.triton.direct import Grid, Launch
 from deltarule.kernels.triton.launch import (
     Plan,
     Scores,
@@ -33,6 +33,8 @@ SUMS = 212
 TESTED = {"K": 128, "V": 128, "N_STEPS": 1}
 # How far in one block a column may lie below the block's start, as a power of 2.
 BARS = {torch.float32: 12.0, torch.float16: 115.0, torch.bfloat16: 115.0}
+# Programs for what is rare: two for each of the multiprocessors of a large GPU.
+PROGRAMS = 256
 # Of `even_chunks_kernel`: two programs of it share a multiprocessor without spills.
 EVEN = {"BC": 64, "BV": 64, "num_warps": 4, "num_stages": 1}
 
@@ -74,6 +76,13 @@ def has_anchored_chunks(inputs: Inputs, plan: Plan) -> bool:
     On an H200 it asked for too much shared memory at 64 channels, and was wrong at 3.
     """
     return has_even_chunks(inputs) and TESTED.items() <= plan.sizes.items()
+
+
+def chunk_grid(inputs: Inputs, plan: Plan, heads: int, parts: int = 1) -> Grid:
+    """What `each_chunk` is for: a program for every chunk and head, or a few for the far ones."""
+    if has_anchored_chunks(inputs, plan):
+        return min(PROGRAMS, plan.chunks * heads), 1, parts
+    return plan.chunks, heads, parts
 
 
 def even_configuration(inputs: Inputs, plan: Plan) -> dict[str, int]:
@@ -196,24 +205,26 @@ def channel_gradients(
         if inputs.normalize_qk:
             head.norm_gradients(inputs, plan, d_q, d_k)
     plan.once(pairs_launch, inputs)(
-        (plan.chunks, sizes["HV"], 1),
+        chunk_grid(inputs, plan, sizes["HV"]),
         inputs.v, inputs.beta, inputs.cu_seqlens, scores.chunk_decay if anchored else None, errors,
-        d_o, d_errors, d_values, pairs, d_v, d_beta, *places,
+        d_o, d_errors, d_values, pairs, d_v, d_beta, plan.chunks, *places,
     )  # fmt: skip
     if even:
         kernel = plan.once(even_launch, inputs)
         parts = 1 if inputs.normalize_qk else -(-sizes["K"] // kernel.constants["BC"])
         kernel(
-            (plan.chunks, sizes["H"], parts),
+            chunk_grid(inputs, plan, sizes["H"], parts),
             inputs.q, inputs.k, inputs.v, inputs.beta, inputs.cu_seqlens, states, errors, d_o,
-            d_states, d_errors, pairs, sums, scores.chunk_decay, d_q, d_k, d_decay, *places,
+            d_states, d_errors, pairs, sums, scores.chunk_decay, d_q, d_k, d_decay, plan.chunks,
+            *places,
         )  # fmt: skip
     # What is steep reads and overwrites the sums, so it comes last.
     plan.once(gradients_launch, inputs, even)(
-        (plan.chunks, sizes["H"], 1),
+        chunk_grid(inputs, plan, sizes["H"]),
         inputs.q, inputs.k, inputs.v, inputs.a, inputs.b, inputs.beta, wide.log_decay,
         inputs.cu_seqlens, states, errors, d_o, d_states, d_errors, pairs, sums,
-        scores.chunk_decay, d_q, d_k, d_a, d_b, d_decay, *places, *decay_strides(wide.log_decay),
+        scores.chunk_decay, d_q, d_k, d_a, d_b, d_decay, plan.chunks, *places,
+        *decay_strides(wide.log_decay),
     )  # fmt: skip
     if d_decay is not None and inputs.log_decay is not wide.log_decay:
         d_decay = d_decay.sum(-1)

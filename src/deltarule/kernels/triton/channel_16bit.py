@@ -19,8 +19,6 @@ from deltarule.kernels.triton.launch import Plan, Scores, strides
 
 # Powers of 2: see channel_even.py.
 SHIFT, RANGE = 64.0, 160.0
-# Programs for what is steep: two for each of the multiprocessors of a large GPU.
-PROGRAMS = 256
 
 
 def even_scores(inputs: Inputs, plan: Plan, buffers: dict[str, Tensor]) -> Scores:
@@ -34,7 +32,7 @@ def even_scores(inputs: Inputs, plan: Plan, buffers: dict[str, Tensor]) -> Score
     )  # fmt: skip
     given = inputs.q, inputs.k, inputs.beta, inputs.log_decay, inputs.cu_seqlens, *written
     plan.once(even_scores_launch, inputs)((heads, 1, 1), *given, *places(inputs))
-    programs = min(PROGRAMS, heads)
+    programs = min(channel.PROGRAMS, heads)
     sums = plan.empty((programs, channel.SUMS, sizes["K"]), torch.float32, x.device)
     plan.once(steep_scores_launch, inputs)(
         (programs, 1, 1), *given, sums, plan.chunks, *places(inputs)
@@ -78,9 +76,9 @@ def decay_sums(inputs: Inputs, plan: Plan, scores: Scores) -> Tensor:
     # The scores have theirs already, the same but for rounding: forward and backward take that.
     chunk_decay = torch.empty_like(sums[:, :, 0], memory_format=torch.contiguous_format)
     plan.once(sums_launch, inputs)(
-        (plan.chunks, sizes["HV"], 1),
-        inputs.log_decay, inputs.cu_seqlens, known, chunk_decay, sums, x.shape[1], inputs.sequences,
-        *channel.decay_strides(inputs.log_decay),
+        channel.chunk_grid(inputs, plan, sizes["HV"]),
+        inputs.log_decay, inputs.cu_seqlens, known, chunk_decay, sums, plan.chunks, x.shape[1],
+        inputs.sequences, *channel.decay_strides(inputs.log_decay),
     )  # fmt: skip
     return sums
 

@@ -18,7 +18,7 @@ The decay of a row reaches all pairs around it, and the states around the chunk:
 Pairs within the rows from t on are in z twice, and cancel: they are products of the same rounded
 numbers on both sides. Sums over rows are products with a triangle of ones, of numbers in two parts.
 
-The gradients of a chunk that decays further are to be written anew: see channel.py.
+The gradients of a chunk that decays further are to be written anew: see channel_far.py.
 A program takes BC channels of one chunk and one key head, and adds up the value heads in order.
 In a loop with products, a tile is an operand of products and nothing else: see gradients.py.
 """
@@ -38,19 +38,6 @@ from deltarule.kernels.triton.tiles import (
     load_tile,
 )
 from deltarule.kernels.triton.unit_norm import inverse_norm
-
-# A chunk with a smaller decay in some channel is not for this kernel: gradients times 2^-100 still
-# have all their digits, and keys times 2^100 are far from the largest number.
-FAR = tl.constexpr(2.0**-100)
-
-
-@triton.jit
-def is_far(chunk_decay, i_m, i_key, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr):
-    """Whether in a chunk of any value head of a key head a channel decays far."""
-    SIZE: tl.constexpr = triton.next_power_of_2(HV // H * K)
-    o_x = tl.arange(0, SIZE)
-    p_x = chunk_decay + (i_m.to(tl.int64) * HV + i_key * (HV // H)) * K
-    return tl.min(tl.load(p_x + o_x, mask=o_x < HV // H * K, other=1.0)) < FAR
 
 
 @triton.jit

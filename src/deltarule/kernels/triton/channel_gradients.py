@@ -37,13 +37,13 @@ from deltarule.kernels.triton.channel_decay_gradients import (
     decay_gradients,
     store_rows,
 )
+from deltarule.kernels.triton.channel_far import each_chunk
 from deltarule.kernels.triton.channel_levels import (
     level_gradients,
     steep_gradients,
     whole_gradients,
 )
 from deltarule.kernels.triton.channel_tiles import inverse_norms, load_tile
-from deltarule.kernels.triton.chunk import chunk_place
 from deltarule.kernels.triton.tiles import load_rows
 
 
@@ -182,22 +182,17 @@ def row_products(b_x, b_y, WANTED: tl.constexpr):
     return b_sum
 
 
-@triton.jit(do_not_specialize=["T", "N"])
-def channel_gradients_kernel(
-    q, k, v, a, b, beta, log_decay, cu_seqlens, states, errors, d_o, d_states, d_errors,
-    pairs, sums, chunk_decay, d_q, d_k, d_a, d_b, d_log_decay,
-    scale, T, N, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
+@triton.jit
+def gradients_of_chunk(
+    i_m, i_key, first, rows, q, k, v, a, b, beta, log_decay, states, errors, d_o, d_states,
+    d_errors, pairs, sums, chunk_decay, d_q, d_k, d_a, d_b, d_log_decay,
+    scale, T, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
-    CT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
-    ERASE: tl.constexpr, HAS_DECAY: tl.constexpr, UNIT_NORM: tl.constexpr, PACKED: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
+    ERASE: tl.constexpr, HAS_DECAY: tl.constexpr, UNIT_NORM: tl.constexpr,
     BAR: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients in the layouts of their tensors; that by log_decay [B, T, HV, K] in float32."""
-    i_m, i_key = tl.program_id(0), tl.program_id(1)
-    first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
-    if tokens <= 0:
-        return
-    rows = tl.minimum(tokens, CT) * N_STEPS
+    """What `channel_gradients_kernel` does with one chunk of one key head."""
     o_r = tl.arange(0, BT)
     m_r = o_r < rows
     o_t, m_q = o_r // N_STEPS, m_r & (o_r % N_STEPS == N_STEPS - 1)
@@ -246,3 +241,27 @@ def unit_norm_backward(p_x, p_d, b_norm, b_dot, o_r, m_r, o_k, stride, K: tl.con
     b_dx = (b_dy - b_y * b_dot[:, None]) * b_norm
     p_d += o_r[:, None] * stride + o_k[None, :]
     tl.store(p_d, b_dx.to(p_d.dtype.element_ty), mask=m_r[:, None] & (o_k < K)[None, :])
+
+
+@triton.jit(do_not_specialize=["T", "N", "chunks"])
+def channel_gradients_kernel(
+    q, k, v, a, b, beta, log_decay, cu_seqlens, states, errors, d_o, d_states, d_errors,
+    pairs, sums, chunk_decay, d_q, d_k, d_a, d_b, d_log_decay, chunks,
+    scale, T, N, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
+    CT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
+    ERASE: tl.constexpr, HAS_DECAY: tl.constexpr, UNIT_NORM: tl.constexpr, PACKED: tl.constexpr,
+    BAR: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients in the layouts of their tensors; that by log_decay [B, T, HV, K] in float32."""
+    each_chunk(
+        gradients_of_chunk,
+        (
+            q, k, v, a, b, beta, log_decay, states, errors, d_o, d_states, d_errors, pairs, sums,
+            chunk_decay, d_q, d_k, d_a, d_b, d_log_decay,
+            scale, T, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
+            H, HV, K, V, N_STEPS, BT, BK, BV, BC, ERASE, HAS_DECAY, UNIT_NORM, BAR, EXACT,
+            PRECISION,
+        ),
+        None, cu_seqlens, chunks, T, N, H, H, HV, K, N_STEPS, CT, PACKED,
+    )  # fmt: skip

@@ -8,7 +8,6 @@ which a block decays far go to `steep_chunks_kernel`, which is the kernel of cha
 import triton
 import triton.language as tl
 
-from deltarule.kernels.triton.channel_anchored import is_far
 from deltarule.kernels.triton.channel_blocks import (
     column_gradients,
     norms,
@@ -18,13 +17,13 @@ from deltarule.kernels.triton.channel_blocks import (
 )
 from deltarule.kernels.triton.channel_decay import BLOCK, LEAST, ROWS, TAILS, load_sums
 from deltarule.kernels.triton.channel_decay_gradients import BOTH
+from deltarule.kernels.triton.channel_far import each_chunk
 from deltarule.kernels.triton.channel_gradients import (
-    channel_gradients_kernel,
+    gradients_of_chunk,
     row_products,
     unit_norm_backward,
 )
 from deltarule.kernels.triton.channel_tiles import inverse_norms, load_tile
-from deltarule.kernels.triton.chunk import chunk_place
 from deltarule.kernels.triton.tiles import load_rows
 
 # 2^-100 of a gradient still has all its digits, 2^100 of a key is far from the largest number.
@@ -165,10 +164,57 @@ def channel_tile(
     return row_products(b_q, b_dq, UNIT_NORM), row_products(b_k, b_dk, UNIT_NORM)
 
 
-@triton.jit(do_not_specialize=["T", "N"])
+@triton.jit
+def even_chunk(
+    i_m, i_key, first, rows, q, k, v, beta, states, errors, d_o, d_states, d_errors, pairs, sums,
+    chunk_decay, d_q, d_k, d_log_decay, scale, T, s_beta_b, s_beta_t, s_beta_h,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
+    BT: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr, ERASE: tl.constexpr,
+    UNIT_NORM: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What `even_chunks_kernel` does with one chunk of one key head."""
+    if not is_steep(sums, i_m, i_key, H, HV, K):
+        tl.static_assert(BT == 4 * BLOCK)
+        o_r = tl.arange(0, BT)
+        m_r = o_r < rows
+        o_t, m_q = o_r // N_STEPS, m_r & (o_r % N_STEPS == N_STEPS - 1)
+        row_q, row_k = (first * H + i_key) * K, (first * N_STEPS * H + i_key) * K
+        # Rows of the sums that only float32 has hold the norms: they would be too many registers.
+        p_n = sums + (i_m.to(tl.int64) * HV + i_key * (HV // H)) * ROWS * K + TAILS * K
+        if UNIT_NORM:
+            tl.store(p_n + o_r, inverse_norms(q + row_q, o_t, m_q, H * K, K, BC, True))
+            tl.store(p_n + BT + o_r, inverse_norms(k + row_k, o_r, m_r, H * K, K, BC, True))
+            tl.debug_barrier()
+        if not UNIT_NORM:
+            channel_tile(
+                q, k, v, beta, sums, states, errors, d_o, d_states, d_errors, pairs, chunk_decay,
+                d_q, d_k, d_log_decay, p_n, i_m, i_key, tl.program_id(2) * BC, first, rows,
+                scale, T, s_beta_b, s_beta_t, s_beta_h,
+                H, HV, K, V, N_STEPS, BT, BV, BC, ERASE, UNIT_NORM, PRECISION,
+            )  # fmt: skip
+        else:
+            dot_q, dot_k = tl.zeros([BT], tl.float32), tl.zeros([BT], tl.float32)
+            for i_k in tl.range(0, K, BC, disable_licm=True):
+                dot_qk = channel_tile(
+                    q, k, v, beta, sums, states, errors, d_o, d_states, d_errors, pairs,
+                    chunk_decay, d_q, d_k, d_log_decay, p_n, i_m, i_key, i_k, first, rows,
+                    scale, T, s_beta_b, s_beta_t, s_beta_h,
+                    H, HV, K, V, N_STEPS, BT, BV, BC, ERASE, UNIT_NORM, PRECISION,
+                )  # fmt: skip
+                dot_q += dot_qk[0]
+                dot_k += dot_qk[1]
+            tl.debug_barrier()
+            for i_k in range(0, K, BC):
+                o_k = i_k + tl.arange(0, BC)
+                norm_q, norm_k = norms(p_n, o_r, True), norms(p_n + BT, o_r, True)
+                unit_norm_backward(q + row_q, d_q + row_q, norm_q, dot_q, o_t, m_q, o_k, H * K, K)
+                unit_norm_backward(k + row_k, d_k + row_k, norm_k, dot_k, o_r, m_r, o_k, H * K, K)
+
+
+@triton.jit(do_not_specialize=["T", "N", "chunks"])
 def even_chunks_kernel(
     q, k, v, beta, cu_seqlens, states, errors, d_o, d_states, d_errors, pairs, sums, chunk_decay,
-    d_q, d_k, d_log_decay, scale, T, N, s_beta_b, s_beta_t, s_beta_h,
+    d_q, d_k, d_log_decay, chunks, scale, T, N, s_beta_b, s_beta_t, s_beta_h,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
     CT: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr, ERASE: tl.constexpr,
     UNIT_NORM: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -178,57 +224,43 @@ def even_chunks_kernel(
 
     A program takes BC channels; of unit norms, which need all of them, one tile after the other.
     """
-    i_m, i_key = tl.program_id(0), tl.program_id(1)
-    first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
-    if tokens <= 0:
-        return
-    if FAR_ALONE:  # noqa: SIM102 - a choice at compile time
-        if not is_far(chunk_decay, i_m, i_key, H, HV, K):
-            return
-    if is_steep(sums, i_m, i_key, H, HV, K):
-        return
-    tl.static_assert(BT == 4 * BLOCK)
-    rows = tl.minimum(tokens, CT) * N_STEPS
-    o_r = tl.arange(0, BT)
-    m_r = o_r < rows
-    o_t, m_q = o_r // N_STEPS, m_r & (o_r % N_STEPS == N_STEPS - 1)
-    row_q, row_k = (first * H + i_key) * K, (first * N_STEPS * H + i_key) * K
-    # Rows of the sums that only float32 has hold the norms: in registers they would be too many.
-    p_n = sums + (i_m.to(tl.int64) * HV + i_key * (HV // H)) * ROWS * K + TAILS * K
-    if UNIT_NORM:
-        tl.store(p_n + o_r, inverse_norms(q + row_q, o_t, m_q, H * K, K, BC, True))
-        tl.store(p_n + BT + o_r, inverse_norms(k + row_k, o_r, m_r, H * K, K, BC, True))
-        tl.debug_barrier()
-    if not UNIT_NORM:
-        channel_tile(
-            q, k, v, beta, sums, states, errors, d_o, d_states, d_errors, pairs, chunk_decay,
-            d_q, d_k, d_log_decay, p_n, i_m, i_key, tl.program_id(2) * BC, first, rows,
-            scale, T, s_beta_b, s_beta_t, s_beta_h,
+    each_chunk(
+        even_chunk,
+        (
+            q, k, v, beta, states, errors, d_o, d_states, d_errors, pairs, sums, chunk_decay,
+            d_q, d_k, d_log_decay, scale, T, s_beta_b, s_beta_t, s_beta_h,
             H, HV, K, V, N_STEPS, BT, BV, BC, ERASE, UNIT_NORM, PRECISION,
+        ),
+        chunk_decay if FAR_ALONE else None, cu_seqlens, chunks, T, N,
+        H, H, HV, K, N_STEPS, CT, PACKED,
+    )  # fmt: skip
+
+
+@triton.jit
+def steep_chunk(
+    i_m, i_key, first, rows, q, k, v, a, b, beta, log_decay, states, errors, d_o, d_states,
+    d_errors, pairs, sums, chunk_decay, d_q, d_k, d_a, d_b, d_log_decay,
+    scale, T, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
+    ERASE: tl.constexpr, HAS_DECAY: tl.constexpr, UNIT_NORM: tl.constexpr,
+    BAR: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What `steep_chunks_kernel` does with one chunk of one key head."""
+    if is_steep(sums, i_m, i_key, H, HV, K):
+        gradients_of_chunk(
+            i_m, i_key, first, rows, q, k, v, a, b, beta, log_decay, states, errors, d_o, d_states,
+            d_errors, pairs, sums, chunk_decay, d_q, d_k, d_a, d_b, d_log_decay,
+            scale, T, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
+            H, HV, K, V, N_STEPS, BT, BK, BV, BC, ERASE, HAS_DECAY, UNIT_NORM, BAR, EXACT,
+            PRECISION,
         )  # fmt: skip
-    else:
-        dot_q, dot_k = tl.zeros([BT], tl.float32), tl.zeros([BT], tl.float32)
-        for i_k in tl.range(0, K, BC, disable_licm=True):
-            dot_qk = channel_tile(
-                q, k, v, beta, sums, states, errors, d_o, d_states, d_errors, pairs, chunk_decay,
-                d_q, d_k, d_log_decay, p_n, i_m, i_key, i_k, first, rows,
-                scale, T, s_beta_b, s_beta_t, s_beta_h,
-                H, HV, K, V, N_STEPS, BT, BV, BC, ERASE, UNIT_NORM, PRECISION,
-            )  # fmt: skip
-            dot_q += dot_qk[0]
-            dot_k += dot_qk[1]
-        tl.debug_barrier()
-        for i_k in range(0, K, BC):
-            o_k = i_k + tl.arange(0, BC)
-            norm_q, norm_k = norms(p_n, o_r, True), norms(p_n + BT, o_r, True)
-            unit_norm_backward(q + row_q, d_q + row_q, norm_q, dot_q, o_t, m_q, o_k, H * K, K)
-            unit_norm_backward(k + row_k, d_k + row_k, norm_k, dot_k, o_r, m_r, o_k, H * K, K)
 
 
-@triton.jit(do_not_specialize=["T", "N"])
+@triton.jit(do_not_specialize=["T", "N", "chunks"])
 def steep_chunks_kernel(
     q, k, v, a, b, beta, log_decay, cu_seqlens, states, errors, d_o, d_states, d_errors,
-    pairs, sums, chunk_decay, d_q, d_k, d_a, d_b, d_log_decay,
+    pairs, sums, chunk_decay, d_q, d_k, d_a, d_b, d_log_decay, chunks,
     scale, T, N, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
     CT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
@@ -236,15 +268,15 @@ def steep_chunks_kernel(
     BAR: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, FAR_ALONE: tl.constexpr,
 ):  # fmt: skip
     """`channel_gradients_kernel` of the chunks that are steep."""
-    if FAR_ALONE:  # noqa: SIM102 - a choice at compile time
-        if not is_far(chunk_decay, tl.program_id(0), tl.program_id(1), H, HV, K):
-            return
-    if not is_steep(sums, tl.program_id(0), tl.program_id(1), H, HV, K):
-        return
-    channel_gradients_kernel(
-        q, k, v, a, b, beta, log_decay, cu_seqlens, states, errors, d_o, d_states, d_errors,
-        pairs, sums, chunk_decay, d_q, d_k, d_a, d_b, d_log_decay,
-        scale, T, N, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
-        H, HV, K, V, N_STEPS, CT, BT, BK, BV, BC, ERASE, HAS_DECAY, UNIT_NORM, PACKED,
-        BAR, EXACT, PRECISION,
+    each_chunk(
+        steep_chunk,
+        (
+            q, k, v, a, b, beta, log_decay, states, errors, d_o, d_states, d_errors, pairs, sums,
+            chunk_decay, d_q, d_k, d_a, d_b, d_log_decay,
+            scale, T, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
+            H, HV, K, V, N_STEPS, BT, BK, BV, BC, ERASE, HAS_DECAY, UNIT_NORM, BAR, EXACT,
+            PRECISION,
+        ),
+        chunk_decay if FAR_ALONE else None, cu_seqlens, chunks, T, N,
+        H, H, HV, K, N_STEPS, CT, PACKED,
     )  # fmt: skip

@@ -11,29 +11,19 @@ against k. The gradients by v and beta need no more than what is at hand here.
 import triton
 import triton.language as tl
 
-from deltarule.kernels.triton.channel_anchored import is_far
 from deltarule.kernels.triton.channel_decay import rounded
-from deltarule.kernels.triton.chunk import chunk_place
+from deltarule.kernels.triton.channel_far import each_chunk
 from deltarule.kernels.triton.tiles import load_rows
 
 
-@triton.jit(do_not_specialize=["T", "N"])
-def pair_gradients_kernel(
-    v, beta, cu_seqlens, chunk_decay, errors, d_o, d_errors, d_values, pairs, d_v, d_beta,
-    scale, T, N, s_beta_b, s_beta_t, s_beta_h,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
-    CT: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, ERASE: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+@triton.jit
+def pairs_of_chunk(
+    i_m, i_h, first, rows, v, beta, errors, d_o, d_errors, d_values, pairs, d_v, d_beta,
+    scale, T, s_beta_b, s_beta_t, s_beta_h,
+    HV: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
+    ERASE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """pairs [M, HV, 1, 2 or 4, BT, BT], and d_v and d_beta in the layouts of v and beta."""
-    i_m, i_h = tl.program_id(0), tl.program_id(1)
-    first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
-    if tokens <= 0:
-        return
-    if chunk_decay is not None:  # noqa: SIM102 - a choice at compile time
-        if not is_far(chunk_decay, i_m, i_h // (HV // H), H, HV, K):
-            return
-    rows = tl.minimum(tokens, CT) * N_STEPS
+    """What `pair_gradients_kernel` does with one chunk of one value head."""
     i_b, i_t = first // T, first % T
     i_slot = i_m.to(tl.int64) * HV + i_h
     o_r = tl.arange(0, BT)
@@ -89,3 +79,22 @@ def pair_gradients_kernel(
 def store_pairs(p_g, b_g, PRECISION: tl.constexpr):
     """Write gradients by scores, with the digits that the products after them keep."""
     tl.store(p_g, rounded(b_g, PRECISION).to(p_g.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["T", "N", "chunks"])
+def pair_gradients_kernel(
+    v, beta, cu_seqlens, known, errors, d_o, d_errors, d_values, pairs, d_v, d_beta, chunks,
+    scale, T, N, s_beta_b, s_beta_t, s_beta_h,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
+    CT: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, ERASE: tl.constexpr,
+    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """pairs [M, HV, 1, 2 or 4, BT, BT], and d_v and d_beta in the layouts of v and beta."""
+    each_chunk(
+        pairs_of_chunk,
+        (
+            v, beta, errors, d_o, d_errors, d_values, pairs, d_v, d_beta,
+            scale, T, s_beta_b, s_beta_t, s_beta_h, HV, V, N_STEPS, BT, BV, ERASE, PRECISION,
+        ),
+        known, cu_seqlens, chunks, T, N, HV, H, HV, K, N_STEPS, CT, PACKED,
+    )  # fmt: skip

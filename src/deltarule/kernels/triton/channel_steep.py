@@ -9,11 +9,9 @@ import triton
 import triton.language as tl
 
 from deltarule.kernels.triton.channel_decay import ROWS
+from deltarule.kernels.triton.channel_far import next_below
 from deltarule.kernels.triton.channel_scores import chunk_scores
 from deltarule.kernels.triton.chunk import chunk_place
-
-# Chunks that a program looks at together.
-LOOK = tl.constexpr(32)
 
 
 @triton.jit(do_not_specialize=["T", "N", "chunks"])
@@ -27,24 +25,19 @@ def steep_scores_kernel(
     BAR: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
     """The rows that are not even, and `write` and the decay of their chunk; sums [programs, ..]."""
-    i_p, programs, count = tl.program_id(0), tl.num_programs(0), chunks * HV
-    for i_look in range(tl.cdiv(count, programs * LOOK)):
-        start = i_p + i_look * programs * LOOK
-        o_x = start + tl.arange(0, LOOK) * programs
-        if tl.min(tl.load(even_rows + o_x, mask=o_x < count, other=BT)) < BT:
-            for i_up in range(LOOK):
-                i_x = start + i_up * programs
-                even = tl.load(even_rows + i_x, mask=i_x < count, other=BT)
-                if even < BT:
-                    i_m, i_h = i_x // HV, i_x % HV
-                    first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
-                    # The kernel of any chunk has a room for each, and counts from the first.
-                    p_s = sums + (i_p.to(tl.int64) - i_x) * ROWS * K
-                    tl.debug_barrier()
-                    chunk_scores(
-                        q, k, None, None, beta, log_decay, q_copy, None, erase, write, scores,
-                        None, corrections, None, scalings, chunk_decay, p_s,
-                        i_m, i_h, first, tokens, even, scale, T, s_beta_b, s_beta_t, s_beta_h,
-                        s_decay_b, s_decay_t, s_decay_h, s_decay_k, H, HV, K, N_STEPS, CT, BT,
-                        BQ, BK, BC, BN, ERASE, False, True, UNIT_NORM, BAR, EXACT, PRECISION, MERGE,
-                    )  # fmt: skip
+    i_p, count = tl.program_id(0), chunks * HV
+    i_x = next_below(even_rows, BT, i_p, count, 1, 1)
+    while i_x < count:
+        i_m, i_h, even = i_x // HV, i_x % HV, tl.load(even_rows + i_x)
+        first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
+        # The kernel of any chunk has a room for each, and counts from the first.
+        p_s = sums + (i_p.to(tl.int64) - i_x) * ROWS * K
+        tl.debug_barrier()
+        chunk_scores(
+            q, k, None, None, beta, log_decay, q_copy, None, erase, write, scores,
+            None, corrections, None, scalings, chunk_decay, p_s,
+            i_m, i_h, first, tokens, even, scale, T, s_beta_b, s_beta_t, s_beta_h,
+            s_decay_b, s_decay_t, s_decay_h, s_decay_k, H, HV, K, N_STEPS, CT, BT,
+            BQ, BK, BC, BN, ERASE, False, True, UNIT_NORM, BAR, EXACT, PRECISION, MERGE,
+        )  # fmt: skip
+        i_x = next_below(even_rows, BT, i_x + tl.num_programs(0), count, 1, 1)

@@ -29,6 +29,8 @@ from deltarule.kernels.triton.unit_norm import unit_norm_gradients_kernel
 
 # Rows of q or k that a program takes through the norm.
 NORM_ROWS = 32
+# Values up to which the programs of a head each take the scores of its chunks.
+SCORED_VALUES = 128
 # Heads whose decays a program adds up.
 SUM_HEADS = 16
 
@@ -38,7 +40,9 @@ def score_shapes(inputs: Inputs, plan: Plan) -> Shapes:
     sizes, dtype = plan.sizes, inputs.q.dtype
     chunks, rows = (plan.chunks, sizes["HV"]), sizes["BT"]
     tied, scaled = inputs.beta is not None, inputs.log_decay is not None or inputs.normalize_qk
-    shapes: Shapes = {"scores": ((*chunks, sizes["BQ"], rows), dtype)}
+    shapes: Shapes = {}
+    if not scans_score(inputs):
+        shapes["scores"] = (*chunks, sizes["BQ"], rows), dtype
     if tied:
         shapes["corrections"] = (*chunks, rows, rows), dtype
     if tied or scaled:
@@ -46,6 +50,12 @@ def score_shapes(inputs: Inputs, plan: Plan) -> Shapes:
     if inputs.log_decay is not None:
         shapes["chunk_decay"] = chunks, torch.float32
     return shapes
+
+
+def scans_score(inputs: Inputs) -> bool:
+    """Whether the scans take q . k themselves: without decays, where few tiles of S do so."""
+    decays, few = inputs.log_decay is not None, inputs.v.shape[-1] <= SCORED_VALUES
+    return not decays and few and inputs.n_steps == 1 and inputs.q.element_size() == 2
 
 
 def kept_scores(inputs: Inputs, buffers: dict[str, Tensor]) -> Scores:
@@ -62,11 +72,12 @@ def head_scores(inputs: Inputs, plan: Plan, buffers: dict[str, Tensor]) -> Score
             (plan.chunks, -(-heads // SUM_HEADS), 1),
             inputs.log_decay, inputs.cu_seqlens, out.scalings, *places, *strides(inputs.log_decay),
         )  # fmt: skip
-    plan.once(scores_launch, inputs)(
-        (plan.chunks, heads, 1),
-        x, inputs.k, inputs.beta, inputs.cu_seqlens, out.scores, out.corrections, out.scalings,
-        out.chunk_decay, inputs.scale, *places, *strides(inputs.beta),
-    )  # fmt: skip
+    if out.scores is not None or out.scalings is not None:
+        plan.once(scores_launch, inputs)(
+            (plan.chunks, heads, 1),
+            x, inputs.k, inputs.beta, inputs.cu_seqlens, out.scores, out.corrections, out.scalings,
+            out.chunk_decay, inputs.scale, *places, *strides(inputs.beta),
+        )  # fmt: skip
     return out
 
 

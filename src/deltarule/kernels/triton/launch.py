@@ -127,7 +127,8 @@ class Scores(NamedTuple):
     k: Tensor | None
     erase: Tensor | None
     write: Tensor | None
-    scores: Tensor
+    # None: the scans take them themselves.
+    scores: Tensor | None
     value_scores: Tensor | None
     corrections: Tensor | None
     from_values: Tensor | None
@@ -139,7 +140,7 @@ def scores_among(buffers: dict[str, Tensor]) -> Scores:
     """Those of the buffers that have their names."""
     x = buffers
     return Scores(
-        x["q"], x.get("k"), x.get("erase"), x.get("write"), x["scores"], x.get("value_scores"),
+        x["q"], x.get("k"), x.get("erase"), x.get("write"), x.get("scores"), x.get("value_scores"),
         x.get("corrections"), x.get("from_values"), x.get("scalings"), x.get("chunk_decay"),
     )  # fmt: skip
 

@@ -30,11 +30,15 @@ import triton
 import triton.language as tl
 
 from deltarule.kernels.triton.chunk import place_of, slab_bounds, stretch
-from deltarule.kernels.triton.chunk_output import chunk_output
+from deltarule.kernels.triton.chunk_output import (
+    chunk_output,
+    raw_scores,
+    store_output,
+    written_gradients,
+)
 from deltarule.kernels.triton.tiles import (
     BETA,
     ERASE_ROW,
-    READ,
     WRITE,
     boundary_state,
     load_copy,
@@ -143,25 +147,24 @@ def next_state_kernel(
             if ERASE == "tied":
                 b_f *= b_beta
         b_w = b_f.to(dtype)
+        b_write = b_w
+        if SCALED:
+            b_write = (b_f * load_scaling(scalings, i_slot, WRITE, o_r, BT, TMA)).to(dtype)
         if OUTPUT:
             b_q = load_keys(q, q, i_t, i_slot, i_key, o_i, m_i, o_k, BQ, H, K, COPIES, TMA)
+            if scores is None:
+                b_w = b_write
             b_o = chunk_output(
-                b_low, b_w, b_v, b_q, scores, value_scores, readings, scale, i_slot, o_i, o_r,
+                b_low, b_w, b_v, b_q, b_y, scores, value_scores, readings, scale, i_slot, o_i, o_r,
                 BQ, BT, ERASE, COPIES, SCALED, TMA, PRECISION,
             )  # fmt: skip
-            if TMA:
-                o.store([i_t.to(tl.int32), i_h * V + i_v * BV], tl.trans(b_o.to(dtype)))
-            else:
-                p_o = o + (i_t * HV + i_h) * V + o_i[None, :] * (HV * V) + o_v[:, None]
-                tl.store(p_o, b_o.to(dtype), mask=m_i[None, :] & m_v)
-        if SCALED:
-            b_w = (b_f * load_scaling(scalings, i_slot, WRITE, o_r, BT, TMA)).to(dtype)
+            store_output(o, b_o.to(dtype), i_t, i_h, i_v, o_i, o_v, m_i, m_v, HV, V, BV, TMA)
         if DECAY != "none":
             b_decay = load_decay(chunk_decay, i_slot, o_k, K, DECAY)
             b_s *= b_decay
             if SPLIT == "ends" and ERASE == "none":
                 b_through *= b_decay
-        b_s = tl.dot(b_w, b_y, acc=b_s, input_precision=PRECISION)
+        b_s = tl.dot(b_write, b_y, acc=b_s, input_precision=PRECISION)
         if ERASE == "free":
             b_y = load_copy(k, i_slot, o_r, o_k, BT, K, WHOLE_K, TMA)
             b_s = tl.dot(tl.trans(b_v), b_y, acc=b_s, input_precision=PRECISION)
@@ -214,15 +217,18 @@ def next_state_backward_kernel(
             k, write, i_t * N_STEPS, i_slot, i_key, o_r, m_r, o_k, BT, H, K, COPIES, TMA
         )  # fmt: skip
         b_do = load_tile(d_o, i_t, i_h, i_v * BV, o_i, m_i, o_v, HV, V, WHOLE_V, TMA)
-        b_p = load_square(scores, i_slot, o_i, o_r, BQ, BT, TMA)
+        if scores is None:
+            b_p = raw_scores(b_q, b_y, o_i[:, None] >= o_r[None, :], PRECISION)
+        else:
+            b_p = load_square(scores, i_slot, o_i, o_r, BQ, BT, TMA)
         dtype = b_do.dtype
         b_low = b_d.to(dtype)
         if SPLIT != "ends":
             tl.store(state_tile(d_states, i_own, 0, o_v, o_k, 1, K, V), b_low, mask=m_s)
-        b_x = tl.dot(b_low, tl.trans(b_y), input_precision=PRECISION)
-        if SCALED:
-            b_x *= load_scaling(scalings, i_slot, WRITE, o_r, BT, TMA)
-        b_x = tl.dot(tl.trans(b_do), b_p, acc=b_x, input_precision=PRECISION)
+        b_z, b_x = written_gradients(
+            b_low, b_do, b_y, b_p, scores, readings, scalings, scale, i_slot, o_i, o_r,
+            BT, COPIES, SCALED, TMA, PRECISION,
+        )  # fmt: skip
         if ERASE != "none":
             b_n = load_square(corrections, i_slot, o_r, o_r, BT, BT, TMA)
             b_e = b_y
@@ -245,15 +251,7 @@ def next_state_backward_kernel(
             tl.store(d_values + p_x, b_dv.to(dtype), mask=m_v)
         if DECAY != "none":
             b_d *= load_decay(chunk_decay, i_slot, o_k, K, DECAY)
-        if COPIES:
-            b_d = tl.dot(tl.trans(b_do), b_q, acc=b_d, input_precision=PRECISION)
-        else:
-            b_z = tl.trans(b_do).to(tl.float32)
-            if SCALED:
-                b_z *= load_scaling(readings, i_slot, READ, o_i, BT, TMA)
-            else:
-                b_z *= scale
-            b_d = tl.dot(b_z.to(dtype), b_q, acc=b_d, input_precision=PRECISION)
+        b_d = tl.dot(b_z, b_q, acc=b_d, input_precision=PRECISION)
         if ERASE == "tied":
             b_x *= -b_beta
             if SCALED:

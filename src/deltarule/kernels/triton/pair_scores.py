@@ -9,9 +9,9 @@ need neither gates nor norms, the scalings of rows
     read_i = scale decay[0, i] / |q_i|      erase_i = decay[0, i] / |k_i|
     write_j = decay(j, end] / |k_j|
 
-(1 / |x| with `normalize_qk` only), beta, and the decay of the whole chunk. A program takes one
-chunk of one value head; that it takes the products of its key head again costs less than keeping
-them for the next.
+(1 / |x| with `normalize_qk` only), beta, and the decay of the whole chunk. P is left out (scores
+None) where the kernels that follow take it. A program takes one chunk of one value head; that it
+takes the products of its key head again costs less than keeping them for the next.
 """
 
 import triton
@@ -52,25 +52,27 @@ def pair_scores_kernel(
     if HAS_DECAY and N_STEPS == 1:
         whole, rest, whole_q, rest_q = load_chunk_sums(p_s, o_r, o_i, N_STEPS, BT)
     b_k = load_tile(k, first * N_STEPS, i_key, 0, o_r, m_r, o_k, H, K, K == BK, TMA)
-    b_q = load_tile(q, first, i_key, 0, o_i, m_i, o_k, H, K, K == BK, TMA)
+    if scores is not None or UNIT_NORM:
+        b_q = load_tile(q, first, i_key, 0, o_i, m_i, o_k, H, K, K == BK, TMA)
     b_read = tl.where(m_i, scale, 0.0)
     b_key = tl.where(m_r, 1.0, 0.0)
     if UNIT_NORM:
         b_read *= inverse_norm(b_q)
         b_key *= inverse_norm(b_k)
-    b_p = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-    if UNIT_NORM:
-        b_p *= b_read[:, None] * b_key[None, :]
-    else:
-        b_p *= scale
-    if HAS_DECAY:
-        if N_STEPS > 1:
-            whole, rest, whole_q, rest_q = load_chunk_sums(p_s, o_r, o_i, N_STEPS, BT)
-        b_ratio = decay_ratio(whole_q[:, None], rest_q[:, None], whole[None, :], rest[None, :])
-        b_p *= b_ratio
-    b_p = tl.where(o_r[None, :] // N_STEPS <= o_i[:, None], b_p, 0.0)
-    p_p = scores + i_slot * BQ * BT + o_i[:, None] * BT + o_r[None, :]
-    tl.store(p_p, b_p.to(scores.dtype.element_ty))
+    if scores is not None:
+        b_p = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+        if UNIT_NORM:
+            b_p *= b_read[:, None] * b_key[None, :]
+        else:
+            b_p *= scale
+        if HAS_DECAY:
+            if N_STEPS > 1:
+                whole, rest, whole_q, rest_q = load_chunk_sums(p_s, o_r, o_i, N_STEPS, BT)
+            b_ratio = decay_ratio(whole_q[:, None], rest_q[:, None], whole[None, :], rest[None, :])
+            b_p *= b_ratio
+        b_p = tl.where(o_r[None, :] // N_STEPS <= o_i[:, None], b_p, 0.0)
+        p_p = scores + i_slot * BQ * BT + o_i[:, None] * BT + o_r[None, :]
+        tl.store(p_p, b_p.to(scores.dtype.element_ty))
     if TIED:
         p_beta = beta + (first // T) * s_beta_b + i_h * s_beta_h
         p_beta += (first % T * N_STEPS + o_r) * s_beta_t
