@@ -14,6 +14,9 @@ from tolerance import assert_close, assert_close_to_yardstick, relative_rms
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from deltarule.kernels.inputs import Inputs
 from deltarule.kernels.triton import channel, channel_16bit, channel_far, recurrence
 
@@ -214,6 +217,29 @@ def test_more_steep_chunks_than_programs(monkeypatch: pytest.MonkeyPatch, in_flo
     case.tensors["log_decay"][:, 3::50, ::2] = -1e4
     case.tensors["log_decay"][:, 64:128] = -0.1
     check_roughly(case)
+
+
+@triton.jit
+def next_below_kernel(x, found, count, PER: tl.constexpr, C: tl.constexpr):
+    i_x = channel_far.next_below(x, 0.5, tl.program_id(0), count, PER, C)
+    while i_x < count:
+        tl.store(found + i_x, tl.load(found + i_x) + 1)
+        i_x = channel_far.next_below(x, 0.5, i_x + tl.num_programs(0), count, PER, C)
+
+
+# One row of numbers at a time, a few, and as many as there may be.
+@pytest.mark.parametrize(("per", "channels"), [(1, 5000), (2, 300), (4, 5)])
+def test_each_row_below_the_bar_is_found_once(per: int, channels: int) -> None:
+    rows = 150
+    x = 0.5 + torch.rand(rows, channels)
+    low = torch.rand(rows) < 0.1
+    x[low, torch.randint(channels, (int(low.sum()),))] = 0.4
+    x[3, 0] = math.nan
+    found = torch.zeros(rows * per, dtype=torch.int32)
+    next_below_kernel[(3,)](x, found, rows * per, per, channels)
+    expected = (x < 0.5).any(1)
+    assert expected.any()
+    assert torch.equal(found, expected.int().repeat_interleave(per))
 
 
 @overflows

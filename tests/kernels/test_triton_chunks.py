@@ -12,7 +12,8 @@ pytest.importorskip("triton")
 
 from deltarule import pack
 from deltarule.kernels.inputs import Inputs
-from deltarule.kernels.triton import head, recurrence, scan
+from deltarule.kernels.triton import configurations, head, recurrence, scan
+from deltarule.kernels.triton.launch import new_plan
 from deltarule.reference import chunked
 
 pytestmark = pytest.mark.skipif(
@@ -89,6 +90,46 @@ def test_the_copy_engine_changes_nothing(n_steps: int, monkeypatch: pytest.Monke
     for module in (scan, head):
         monkeypatch.setattr(module, "full_tiles", lambda *_: False)
     assert all(torch.equal(x, y) for x, y in zip(whole, both(), strict=True))
+
+
+@pytest.mark.parametrize("sizes", [{}, {"lengths": (0, 40, 33)}, {"tokens": 128, "batch": 1}])
+@pytest.mark.parametrize(
+    ("erase", "normalize_qk"), [("none", False), ("none", True), ("tied", True)]
+)
+def test_scores_that_the_scans_take(
+    monkeypatch: pytest.MonkeyPatch, erase: str, normalize_qk: int, sizes: dict
+) -> None:
+    monkeypatch.setattr(head, "SCORED_TYPES", (torch.float32,))
+    sizes = {"key_size": 16, "value_size": 16, "dtype": torch.float32, **sizes}
+    case = make_case("none", erase, normalize_qk=bool(normalize_qk), **sizes)
+    for name in ("q", "k"):
+        # Of many norms, by which scores are scaled.
+        case.tensors[name] *= 0.5 + torch.rand(case.tensors[name].shape[:-1])[..., None]
+    assert "scores" not in recurrence.kept_shapes(inputs_of(case), new_plan(inputs_of(case)), True)
+    for save in (True, False):
+        check(case, save=save)
+
+
+@pytest.mark.parametrize(
+    ("changed", "taken"),
+    [
+        ({}, True), ({"value_size": 128, "key_size": 128}, True), ({"decay": "head"}, False),
+        ({"n_steps": 2}, False), ({"value_size": 129}, False), ({"key_size": 129}, False),
+        ({"dtype": torch.float16}, False), ({"dtype": torch.float32}, False),
+    ],
+)  # fmt: skip
+def test_which_scores_the_scans_take(changed: dict, taken: bool) -> None:
+    case = make_case(**{"decay": "none", "dtype": torch.bfloat16, "tokens": 3, **changed})
+    assert head.scans_score(inputs_of(case), new_plan(inputs_of(case))) == taken
+
+
+@pytest.mark.parametrize(("architecture", "taken"), [(80, False), (90, True), (120, False)])
+def test_where_the_scans_take_scores(
+    monkeypatch: pytest.MonkeyPatch, architecture: int, taken: bool
+) -> None:
+    monkeypatch.setattr(configurations, "INTERPRETED", architecture)
+    inputs = inputs_of(make_case("none", dtype=torch.bfloat16, tokens=3))
+    assert head.scans_score(inputs, new_plan(inputs)) == taken
 
 
 @pytest.mark.parametrize("decay", ["none", "head"])

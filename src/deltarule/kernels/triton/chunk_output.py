@@ -3,8 +3,8 @@
 O = S q' + P w (+ P2 v)        computed transposed
 Y = D y' + P^T dO              its gradient by w, with what the chunks that follow ask for
 
-Without decays P_ij = read_i (q_i . k_j) write_j is taken here (scores None): that costs less than
-to fetch it.
+Where scores are None, P_ij = read_i (q_i . k_j) write_j, without decays, is taken here: that costs
+less than to fetch it.
 """
 
 import triton
@@ -24,18 +24,18 @@ def chunk_output(
     Where the scores are taken here, w is scaled by what scales its writing, and b_y holds k.
     """
     if scores is None:
-        b_p = tl.trans(raw_scores(b_y, b_q, o_r[:, None] <= o_i[None, :], PRECISION))
+        b_p = raw_scores(b_y, b_q, o_r[:, None] <= o_i[None, :], PRECISION)
     else:
-        b_p = load_square(scores, i_slot, o_i, o_r, BQ, BT, TMA)
+        b_p = tl.trans(load_square(scores, i_slot, o_i, o_r, BQ, BT, TMA))
     b_o = tl.dot(b_s, tl.trans(b_q), input_precision=PRECISION)
     if scores is None:
-        b_o = tl.dot(b_w, tl.trans(b_p), acc=b_o, input_precision=PRECISION)
+        b_o = tl.dot(b_w, b_p, acc=b_o, input_precision=PRECISION)
     if SCALED:
         b_o *= load_scaling(readings, i_slot, READ, o_i, BT, TMA)
     elif not COPIES:
         b_o *= scale
     if scores is not None:
-        b_o = tl.dot(b_w, tl.trans(b_p), acc=b_o, input_precision=PRECISION)
+        b_o = tl.dot(b_w, b_p, acc=b_o, input_precision=PRECISION)
     if ERASE == "free":
         b_p = load_square(value_scores, i_slot, o_i, o_r, BQ, BT, TMA)
         b_o = tl.dot(tl.trans(b_v), tl.trans(b_p), acc=b_o, input_precision=PRECISION)

@@ -13,6 +13,7 @@ from deltarule.kernels.triton.gradients import gradients_kernel
 from deltarule.kernels.triton.head_sums import head_sums_kernel
 from deltarule.kernels.triton.launch import (
     COPY_ENGINE,
+    FROM_REGISTERS,
     Plan,
     Scores,
     Shapes,
@@ -29,8 +30,9 @@ from deltarule.kernels.triton.unit_norm import unit_norm_gradients_kernel
 
 # Rows of q or k that a program takes through the norm.
 NORM_ROWS = 32
-# Values up to which the programs of a head each take the scores of its chunks.
-SCORED_VALUES = 128
+# What scans may take scores of: they round q . k before it is scaled, for which float16 has no
+# range. With more key channels a tile of S has fewer values, and each would take them again.
+SCORED_TYPES, SCORED_KEYS = (torch.bfloat16,), 128
 # Heads whose decays a program adds up.
 SUM_HEADS = 16
 
@@ -41,7 +43,7 @@ def score_shapes(inputs: Inputs, plan: Plan) -> Shapes:
     chunks, rows = (plan.chunks, sizes["HV"]), sizes["BT"]
     tied, scaled = inputs.beta is not None, inputs.log_decay is not None or inputs.normalize_qk
     shapes: Shapes = {}
-    if not scans_score(inputs):
+    if not scans_score(inputs, plan):
         shapes["scores"] = (*chunks, sizes["BQ"], rows), dtype
     if tied:
         shapes["corrections"] = (*chunks, rows, rows), dtype
@@ -52,10 +54,15 @@ def score_shapes(inputs: Inputs, plan: Plan) -> Shapes:
     return shapes
 
 
-def scans_score(inputs: Inputs) -> bool:
-    """Whether the scans take q . k themselves: without decays, where few tiles of S do so."""
-    decays, few = inputs.log_decay is not None, inputs.v.shape[-1] <= SCORED_VALUES
-    return not decays and few and inputs.n_steps == 1 and inputs.q.element_size() == 2
+def scans_score(inputs: Inputs, plan: Plan) -> bool:
+    """Whether the scans take q . k themselves: without decays, where one tile of S has all values.
+
+    Where products take their operands from registers, there would be too few of these.
+    """
+    x, tile = inputs.v, configuration("next_state", plan.call)["BV"]
+    small = inputs.q.shape[-1] <= SCORED_KEYS and x.shape[-1] <= tile and inputs.n_steps == 1
+    able = x.dtype in SCORED_TYPES and architecture(x.device) in range(COPY_ENGINE, FROM_REGISTERS)
+    return inputs.log_decay is None and small and able
 
 
 def kept_scores(inputs: Inputs, buffers: dict[str, Tensor]) -> Scores:

@@ -86,7 +86,8 @@ def next_state_kernel(
     CT: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     ERASE: tl.constexpr, DECAY: tl.constexpr, COPIES: tl.constexpr, SCALED: tl.constexpr,
     PACKED: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, per_segment=1, SPLIT: tl.constexpr = "none",
+    TMA_STORE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    per_segment=1, SPLIT: tl.constexpr = "none",
     slab=None, per_slab=None, SLAB: tl.constexpr = "none",
 ):  # fmt: skip
     """states [M, HV, V, K] and errors [M, HV, BT, V] hold S at the chunks' starts, and E (w).
@@ -158,7 +159,7 @@ def next_state_kernel(
                 b_low, b_w, b_v, b_q, b_y, scores, value_scores, readings, scale, i_slot, o_i, o_r,
                 BQ, BT, ERASE, COPIES, SCALED, TMA, PRECISION,
             )  # fmt: skip
-            store_output(o, b_o.to(dtype), i_t, i_h, i_v, o_i, o_v, m_i, m_v, HV, V, BV, TMA)
+            store_output(o, b_o.to(dtype), i_t, i_h, i_v, o_i, o_v, m_i, m_v, HV, V, BV, TMA_STORE)
         if DECAY != "none":
             b_decay = load_decay(chunk_decay, i_slot, o_k, K, DECAY)
             b_s *= b_decay

@@ -5,11 +5,15 @@ from typing import NamedTuple
 from torch import Tensor
 
 from deltarule.kernels.inputs import Inputs
-from deltarule.kernels.triton.configurations import configuration
+from deltarule.kernels.triton.configurations import architecture, configuration
 from deltarule.kernels.triton.direct import Launch, Tiles
 from deltarule.kernels.triton.launch import Plan, Scores, full_tiles, precision
 from deltarule.kernels.triton.next_state import next_state_backward_kernel, next_state_kernel
 from deltarule.kernels.triton.segments import ends_configuration, segment_starts
+
+# Architectures on which Triton's pipeliner, which moves products into tensor memory, cannot hold a
+# store of the copy engine back.
+PLAIN_STORES = range(100, 120)
 
 
 class Slab(NamedTuple):
@@ -75,7 +79,10 @@ def scan_launch(
     }  # fmt: skip
     tiles = fetched(inputs, plan, config["BV"], name) if full else {}
     if name == "next_state":
-        return Launch(next_state_kernel, {**constants, "OUTPUT": output, "SAVE": save}, tiles)
+        stores = full and architecture(inputs.q.device) not in PLAIN_STORES
+        tiles = tiles if stores else {name: tiles[name] for name in tiles if name != "o"}
+        choices = {"OUTPUT": output, "SAVE": save, "TMA_STORE": stores}
+        return Launch(next_state_kernel, {**constants, **choices}, tiles)
     return Launch(next_state_backward_kernel, constants, tiles)
 
 
