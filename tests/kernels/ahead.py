@@ -39,11 +39,15 @@ class Launch(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What came out: registers of a thread, bytes, warnings of wgmma put in series, hazards."""
+    """What came out: registers of a thread, bytes, warnings of wgmma put in series, hazards.
+
+    A kernel for which tensor memory is too small, in columns, is nothing but a trap.
+    """
 
     registers: int
     spills: int
     shared: int
+    tensor_memory: int
     serialised: int
     overwritten: list[str]
     seconds: float
@@ -120,6 +124,7 @@ def compiled(launch: Launch, capability: int) -> Report:
         overwritten += single_buffers(binary.asm["ttgir"])
     return Report(
         used["REG"], max(used["STACK"], used["LOCAL"]), binary.metadata.shared,
+        binary.metadata.tmem_size,
         len(SERIALISED.findall(log.getvalue())), overwritten, seconds,
     )  # fmt: skip
 

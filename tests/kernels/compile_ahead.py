@@ -53,7 +53,8 @@ SHORT = dict.fromkeys(TARGETS, STEPS) | {
     90: [
         *STEPS, Call(), Call(heads=4), Call(value_size=32), Call(processors=132),
         Call(decay="none"),
-    ]
+    ],
+    100: [*STEPS, Call(), Call(decay="none")],
 }  # fmt: skip
 RULES = (("tied", "head"), ("tied", "channel"), ("free", "channel"), ("none", "head"))
 LONG = [

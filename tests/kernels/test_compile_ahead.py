@@ -15,6 +15,8 @@ from kernels.machine_code import lost_addresses, overwritten_operands, single_bu
 PROGRAM = Path(__file__).with_name("compile_ahead.py")
 # Shared memory that one block may have, in KiB.
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+# Columns of a multiprocessor of sm_100.
+TENSOR_MEMORY = 512
 # Bytes a thread that may spill, at most, by kernel; of what is not named here, by bytes an element.
 # Triton 3.7.1 spills the most: 1312 bytes.
 SPILLS = {"gradients_kernel": 1536, "recurrent_step_kernel": 16}
@@ -33,6 +35,7 @@ def compiled(*options: str) -> list[dict]:
 def check(report: dict, spills: int) -> None:
     assert report["shared"] <= SHARED[report["target"]] * 1024, report
     assert report["spills"] <= spills, report
+    assert report["tensor_memory"] <= TENSOR_MEMORY, report
     assert report["serialised"] == 0, report
     assert report["overwritten"] == [], report
 

@@ -44,7 +44,7 @@ def test_every_call_has_a_configuration(architecture) -> None:
             call = Call(architecture, element, key, value, erase, copies)
             for kernel in COPIES if copies else KERNELS:
                 config = configuration(kernel, call)
-                assert config["num_warps"] in (1, 2, 4, 8)
+                assert config["num_warps"] in (1, 2, 4, 8, 16)
                 assert config.get("BV", 16) <= max(16, 2 * value)
             assert chunk_rows(call) in (16, 32, 64)
 

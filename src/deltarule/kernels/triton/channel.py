@@ -13,7 +13,7 @@ from deltarule.kernels.triton.channel_gradients_16bit import (
 )
 from deltarule.kernels.triton.channel_pairs import pair_gradients_kernel
 from deltarule.kernels.triton.channel_scores import channel_scores_kernel
-from deltarule.kernels.triton.configurations import configuration, power_of_two
+from deltarule.kernels.triton.configurations import configuration
 from deltarule.kernels.triton.direct import Grid, Launch
 from deltarule.kernels.triton.launch import (
     Plan,
@@ -35,8 +35,6 @@ TESTED = {"K": 128, "V": 128, "N_STEPS": 1}
 BARS = {torch.float32: 12.0, torch.float16: 115.0, torch.bfloat16: 115.0}
 # Programs for what is rare: two for each of the multiprocessors of a large GPU.
 PROGRAMS = 256
-# Of `even_chunks_kernel`: two programs of it share a multiprocessor without spills.
-EVEN = {"BC": 64, "BV": 64, "num_warps": 4, "num_stages": 1}
 
 
 def channel_decays(inputs: Inputs) -> Inputs:
@@ -86,12 +84,12 @@ def chunk_grid(inputs: Inputs, plan: Plan, heads: int, parts: int = 1) -> Grid:
 
 
 def even_configuration(inputs: Inputs, plan: Plan) -> dict[str, int]:
-    """Tile sizes, warps and stages of `even_chunks_kernel`, for every GPU and any size."""
+    """Tile sizes, warps and stages of `even_chunks_kernel`."""
+    config = configuration("even_chunks", plan.call)
     # Sums over value heads take registers, too, and so does a loop over channels.
     loops = inputs.normalize_qk or plan.sizes["HV"] != plan.sizes["H"]
-    channels = EVEN["BC"] // 2 if loops else EVEN["BC"]
-    tile = EVEN | {"BC": min(plan.sizes["BK"], channels)}
-    return tile | {"BV": min(power_of_two(plan.sizes["V"]), EVEN["BV"])}
+    channels = config["BC"] // 2 if loops else config["BC"]
+    return config | {"BC": min(plan.sizes["BK"], channels)}
 
 
 def score_shapes(inputs: Inputs, plan: Plan) -> Shapes:

@@ -13,7 +13,7 @@ from deltarule.kernels.triton.gradients import gradients_kernel
 from deltarule.kernels.triton.head_sums import head_sums_kernel
 from deltarule.kernels.triton.launch import (
     COPY_ENGINE,
-    FROM_REGISTERS,
+    TENSOR_MEMORY,
     Plan,
     Scores,
     Shapes,
@@ -57,11 +57,11 @@ def score_shapes(inputs: Inputs, plan: Plan) -> Shapes:
 def scans_score(inputs: Inputs, plan: Plan) -> bool:
     """Whether the scans take q . k themselves: without decays, where one tile of S has all values.
 
-    Where products take their operands from registers, there would be too few of these.
+    Elsewhere than on Hopper there are too few registers, or too little tensor memory, for it.
     """
     x, tile = inputs.v, configuration("next_state", plan.call)["BV"]
     small = inputs.q.shape[-1] <= SCORED_KEYS and x.shape[-1] <= tile and inputs.n_steps == 1
-    able = x.dtype in SCORED_TYPES and architecture(x.device) in range(COPY_ENGINE, FROM_REGISTERS)
+    able = x.dtype in SCORED_TYPES and architecture(x.device) in range(COPY_ENGINE, TENSOR_MEMORY)
     return inputs.log_decay is None and small and able
 
 

@@ -23,8 +23,8 @@ from deltarule.kernels.triton.segment_length import chunks_per_segment, fit_at_o
 
 # The first architecture with a copy engine; before, its tiles are gathered at great cost.
 COPY_ENGINE = 90
-# The first after it whose products take their operands from registers again.
-FROM_REGISTERS = 120
+# The first whose products leave their sums in a memory of 512 columns, which is soon full.
+TENSOR_MEMORY = 100
 # Tokens of a chunk whose scalings, of 4 bytes each, fill the 128 that a fetched tile begins on.
 LEAST_READS = 32
 # Lengths of which plans are kept.

@@ -7,13 +7,9 @@ from torch import Tensor
 from deltarule.kernels.inputs import Inputs
 from deltarule.kernels.triton.configurations import architecture, configuration
 from deltarule.kernels.triton.direct import Launch, Tiles
-from deltarule.kernels.triton.launch import Plan, Scores, full_tiles, precision
+from deltarule.kernels.triton.launch import TENSOR_MEMORY, Plan, Scores, full_tiles, precision
 from deltarule.kernels.triton.next_state import next_state_backward_kernel, next_state_kernel
 from deltarule.kernels.triton.segments import ends_configuration, segment_starts
-
-# Architectures on which Triton's pipeliner, which moves products into tensor memory, cannot hold a
-# store of the copy engine back.
-PLAIN_STORES = range(100, 120)
 
 
 class Slab(NamedTuple):
@@ -79,7 +75,8 @@ def scan_launch(
     }  # fmt: skip
     tiles = fetched(inputs, plan, config["BV"], name) if full else {}
     if name == "next_state":
-        stores = full and architecture(inputs.q.device) not in PLAIN_STORES
+        # Where products end in tensor memory, Triton cannot hold a store of the copy engine back.
+        stores = full and architecture(inputs.q.device) < TENSOR_MEMORY
         tiles = tiles if stores else {name: tiles[name] for name in tiles if name != "o"}
         choices = {"OUTPUT": output, "SAVE": save, "TMA_STORE": stores}
         return Launch(next_state_kernel, {**constants, **choices}, tiles)

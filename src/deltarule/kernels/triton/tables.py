@@ -2,6 +2,11 @@
 
 from typing import Any, NamedTuple
 
+# Of a multiprocessor.
+REGISTERS = 65536
+# Of a thread, at most.
+MOST_REGISTERS = 255
+
 
 class Row(NamedTuple):
     """A configuration for elements of at most so many bytes and at most so many key channels."""
@@ -53,6 +58,22 @@ def even(warps: int, at_once: int) -> dict[str, int]:
     return {**once(warps), "BC": at_once, "DEEP": 4}
 
 
+def bounded(table: Table) -> Table:
+    """The table, every kernel with the registers that a thread may have at most.
+
+    Where it is not told, the assembler may fall to 32 for sm_80 and sm_100, and spill 10 KB of it.
+    """
+    return {
+        kernel: tuple(row._replace(config=most(row.config) | row.config) for row in rows)
+        for kernel, rows in table.items()
+    }
+
+
+def most(config: dict[str, int]) -> dict[str, int]:
+    """The registers that a thread may have where one block has a multiprocessor to itself."""
+    return {"maxnreg": min(REGISTERS // (32 * config["num_warps"]), MOST_REGISTERS)}
+
+
 # Two products in a row keep a whole operand in registers before sm_90, so tiles are small there.
 # The first is for the 163 KiB of shared memory of a block of sm_80, the other for 99 KiB.
 AMPERE: Table = {
@@ -79,6 +100,8 @@ AMPERE: Table = {
     "channel_scores": (Row(4, 256, pairs(4, 16)),),
     "even_scores": (Row(4, 256, even(4, 32)),),
     "pair_gradients": (Row(2, 256, loop(64, 4, 1)), Row(4, 256, loop(16, 8, 1))),
+    # Two programs of it share a multiprocessor without spills.
+    "even_chunks": (Row(4, 256, slices(64, 64, 4, 1)),),
     "channel_gradients": (Row(4, 256, channels(4, 16, 64)),),
     "anchored_gradients": (Row(2, 256, slices(32, 32, 8, 1)), Row(4, 256, slices(16, 32, 8, 1))),
 }  # fmt: skip
@@ -145,7 +168,28 @@ HOPPER: Table = AMPERE | {
     "channel_gradients": (Row(2, 256, channels(4, 16, 64)), Row(4, 256, channels(8, 16, 64))),
 }  # fmt: skip
 
+# Products leave their sums in tensor memory, of 512 columns, unless warps are fewer than 4 or more
+# than 8: tiles that fit there, or warps that go without. Compiled ahead, and never timed.
+BLACKWELL: Table = HOPPER | {
+    "pair_scores": (Row(2, 256, once(4)), Row(4, 256, once(8))),
+    "next_state_backward": (
+        Row(2, 128, scan(64, 64, 4, 3)), Row(2, 256, scan(64, 32, 8, 2)),
+        Row(4, 256, scan(64, 16, 8, 1)),
+    ),
+    "next_state_backward_copies": (
+        Row(2, 128, scan(64, 64, 4, 2)),
+        Row(2, 256, scan(64, 32, 8, 1)), Row(4, 256, scan(64, 16, 8, 1)),
+    ),
+    "channel_scores": (Row(2, 256, pairs(4, 32)), Row(4, 256, pairs(2, 16))),
+    "pair_gradients": (Row(2, 256, loop(64, 4, 1)), Row(4, 256, loop(16, 2, 1))),
+    "even_chunks": (Row(4, 256, slices(64, 64, 2, 1)),),
+    "channel_gradients": (
+        Row(2, 256, channels(4, 16, 64)), Row(4, 128, channels(8, 16, 64)),
+        Row(4, 256, {**channels(16, 16, 16), "maxnreg": 128}),
+    ),
+}  # fmt: skip
+
 # An architecture between two takes the nearest below it.
 TABLES: dict[int, Table] = {
-    80: AMPERE, 86: SMALL, 89: SMALL, 90: HOPPER, 100: HOPPER, 120: SMALL,
+    80: bounded(AMPERE), 86: SMALL, 89: SMALL, 90: HOPPER, 100: bounded(BLACKWELL), 120: SMALL,
 }  # fmt: skip
