@@ -61,7 +61,7 @@ def even(warps: int, at_once: int) -> dict[str, int]:
 def bounded(table: Table) -> Table:
     """The table, every kernel with the registers that a thread may have at most.
 
-    Where it is not told, the assembler may fall to 32 for sm_80 and sm_100, and spill 10 KB of it.
+    Where it is not told, the assembler may fall to 32 or 40, and spill 10 KB.
     """
     return {
         kernel: tuple(row._replace(config=most(row.config) | row.config) for row in rows)
@@ -191,5 +191,6 @@ BLACKWELL: Table = HOPPER | {
 
 # An architecture between two takes the nearest below it.
 TABLES: dict[int, Table] = {
-    80: bounded(AMPERE), 86: SMALL, 89: SMALL, 90: HOPPER, 100: bounded(BLACKWELL), 120: SMALL,
+    80: bounded(AMPERE), 86: SMALL, 89: SMALL, 90: HOPPER,
+    100: bounded(BLACKWELL), 120: bounded(SMALL),
 }  # fmt: skip
