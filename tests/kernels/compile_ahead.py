@@ -39,8 +39,8 @@ class Call:
     # Of q and k; there are four of v.
     heads: int = 2
     step: bool = False
-    # Of q and k; None: where the erase is not free.
-    normalize_qk: bool | None = None
+    # Of q and k; a free erase has no keys to norm.
+    normalize_qk: bool = True
     # In how many slabs the backward goes through the sequence; None leaves it to the size.
     slabs: int | None = None
     # Of the GPU: few heads and rows are cut into narrow tiles for so many.
@@ -81,7 +81,6 @@ def inputs_of(call: Call) -> Inputs:
     tokens = 1 if call.step else call.tokens
     rows, free = tokens * call.n_steps, call.erase == "free"
     size = batch, tokens, value_heads
-    unit_norm = not free if call.normalize_qk is None else call.normalize_qk
 
     def of(*shape: int, like: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=like)
@@ -94,7 +93,7 @@ def inputs_of(call: Call) -> Inputs:
         of(*size, call.key_size) if free else None, of(*size, call.key_size) if free else None,
         of(*decays, like=torch.float32) if decays else None,
         of(batch, value_heads, call.value_size, call.key_size, like=torch.float32),
-        None, call.n_steps, call.key_size**-0.5, unit_norm, False,
+        None, call.n_steps, call.key_size**-0.5, call.normalize_qk and not free, False,
     )  # fmt: skip
 
 

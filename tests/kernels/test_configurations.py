@@ -13,7 +13,7 @@ import deltarule
 from deltarule.kernels import machine
 from deltarule.kernels.triton import configurations
 from deltarule.kernels.triton.configurations import Call, chunk_rows, configuration, overridden
-from deltarule.kernels.triton.tables import TABLES
+from deltarule.kernels.triton.tables import REGISTERS, TABLES
 
 KERNELS = ("pair_scores", "next_state", "next_state_backward", "gradients")
 COPIES = ("channel_scores", "even_scores", "next_state", "next_state_backward",
@@ -44,7 +44,10 @@ def test_every_call_has_a_configuration(architecture) -> None:
             call = Call(architecture, element, key, value, erase, copies)
             for kernel in COPIES if copies else KERNELS:
                 config = configuration(kernel, call)
-                assert config["num_warps"] in (1, 2, 4, 8, 16)
+                # Sixteen go without tensor memory.
+                most = 16 if kernel == "channel_gradients" and 100 <= architecture < 120 else 8
+                assert config["num_warps"] in (1, 2, 4, 8, most)
+                assert 32 * config["num_warps"] * config.get("maxnreg", 0) <= REGISTERS
                 assert config.get("BV", 16) <= max(16, 2 * value)
             assert chunk_rows(call) in (16, 32, 64)
 

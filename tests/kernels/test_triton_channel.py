@@ -156,7 +156,7 @@ def test_even_chunks(
 ) -> None:
     monkeypatch.setattr(channel_16bit, "steep_scores_kernel", Unlaunched())
     monkeypatch.setattr(channel, "even_chunks_kernel", Unlaunched())
-    monkeypatch.setattr(channel, "steep_chunks_kernel", Unlaunched())
+    monkeypatch.setattr(channel, "channel_gradients_kernel", Unlaunched())
     case = small("channel", erase, **sizes)
     # -95 as a power of 2 over a part of the first chunk, of at most -100.
     case.tensors["log_decay"] *= 0.01
@@ -170,7 +170,7 @@ def test_even_chunks_without_the_anchored_kernel(
 ) -> None:
     monkeypatch.setattr(channel, "has_anchored_chunks", lambda inputs, plan: False)
     monkeypatch.setattr(channel, "anchored_gradients_kernel", Unlaunched())
-    monkeypatch.setattr(channel, "steep_chunks_kernel", Unlaunched())
+    monkeypatch.setattr(channel, "channel_gradients_kernel", Unlaunched())
     erase, sizes = EVEN[of]
     case = small("channel", erase, **sizes)
     case.tensors["log_decay"] *= 0.01
@@ -182,7 +182,7 @@ def test_even_chunks_without_the_anchored_kernel(
 def test_chunks_that_decay_far_in_blocks_that_do_not(
     monkeypatch: pytest.MonkeyPatch, in_float32: None, of: int, save: bool
 ) -> None:
-    monkeypatch.setattr(channel, "steep_chunks_kernel", Unlaunched())
+    monkeypatch.setattr(channel, "channel_gradients_kernel", Unlaunched())
     erase, sizes = EVEN[of]
     case = small("channel", erase, **sizes)
     # -40 as a power of 2 in each of a chunk's four blocks of 16 rows.

@@ -97,11 +97,11 @@ def test_the_copy_engine_changes_nothing(n_steps: int, monkeypatch: pytest.Monke
     ("erase", "normalize_qk"), [("none", False), ("none", True), ("tied", True)]
 )
 def test_scores_that_the_scans_take(
-    monkeypatch: pytest.MonkeyPatch, erase: str, normalize_qk: int, sizes: dict
+    monkeypatch: pytest.MonkeyPatch, erase: str, normalize_qk: bool, sizes: dict
 ) -> None:
     monkeypatch.setattr(head, "SCORED_TYPES", (torch.float32,))
     sizes = {"key_size": 16, "value_size": 16, "dtype": torch.float32, **sizes}
-    case = make_case("none", erase, normalize_qk=bool(normalize_qk), **sizes)
+    case = make_case("none", erase, normalize_qk=normalize_qk, **sizes)
     for name in ("q", "k"):
         # Of many norms, by which scores are scaled.
         case.tensors[name] *= 0.5 + torch.rand(case.tensors[name].shape[:-1])[..., None]
@@ -123,7 +123,9 @@ def test_which_scores_the_scans_take(changed: dict, taken: bool) -> None:
     assert head.scans_score(inputs_of(case), new_plan(inputs_of(case))) == taken
 
 
-@pytest.mark.parametrize(("architecture", "taken"), [(80, False), (90, True), (120, False)])
+@pytest.mark.parametrize(
+    ("architecture", "taken"), [(80, False), (90, True), (100, False), (120, False)]
+)
 def test_where_the_scans_take_scores(
     monkeypatch: pytest.MonkeyPatch, architecture: int, taken: bool
 ) -> None:

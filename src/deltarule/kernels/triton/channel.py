@@ -9,7 +9,6 @@ from deltarule.kernels.triton.channel_anchored import anchored_gradients_kernel
 from deltarule.kernels.triton.channel_gradients import channel_gradients_kernel
 from deltarule.kernels.triton.channel_gradients_16bit import (
     even_chunks_kernel,
-    steep_chunks_kernel,
 )
 from deltarule.kernels.triton.channel_pairs import pair_gradients_kernel
 from deltarule.kernels.triton.channel_scores import channel_scores_kernel
@@ -287,9 +286,6 @@ def even_launch(inputs: Inputs, plan: Plan) -> Launch:
 
 
 def gradients_launch(inputs: Inputs, plan: Plan, even: bool) -> Launch:
-    """The kernel of all chunks, or of those that are not even, with its constants."""
-    constants = gradient_options(inputs, plan)
-    if not even:
-        return Launch(channel_gradients_kernel, constants)
-    constants["FAR_ALONE"] = has_anchored_chunks(inputs, plan)
-    return Launch(steep_chunks_kernel, constants)
+    """`channel_gradients_kernel` with its constants: of all chunks, or of the steep ones."""
+    alone = {"STEEP_ALONE": even, "FAR_ALONE": has_anchored_chunks(inputs, plan)}
+    return Launch(channel_gradients_kernel, gradient_options(inputs, plan) | alone)

@@ -11,11 +11,14 @@ of which every program looks at many together, and stops at those with a decay b
 import triton
 import triton.language as tl
 
+from deltarule.kernels.triton.channel_decay import LEAST, ROWS
 from deltarule.kernels.triton.chunk import chunk_place
 
 # A smaller decay of a chunk in some channel is far: gradients times 2^-100 still have all their
 # digits, and keys times 2^100 are far from the largest number.
 FAR = tl.constexpr(2.0**-100)
+# The same of a block of rows, as a power of 2: one that decays further is steep.
+NEAR = tl.constexpr(100.0)
 # Numbers that a program looks at together, in at most so many rows.
 TILE, LOOK = tl.constexpr(4096), tl.constexpr(32)
 
@@ -65,3 +68,13 @@ def each_chunk(
             if tokens > 0:
                 of(i_m, i_h, first, tl.minimum(tokens, CT) * N_STEPS, *given)
             i_x = next_below(known, FAR, i_x + tl.num_programs(0), count, PER, C)
+
+
+@triton.jit
+def is_steep(sums, i_m, i_key, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr):
+    """Whether in a chunk of any value head of a key head a block of rows decays far."""
+    least = 0.0
+    for i_g in range(HV // H):
+        i_slot = i_m.to(tl.int64) * HV + i_key * (HV // H) + i_g
+        least = tl.minimum(least, tl.load(sums + (i_slot * ROWS + LEAST) * K))
+    return least < -NEAR

@@ -37,7 +37,7 @@ from deltarule.kernels.triton.channel_decay_gradients import (
     decay_gradients,
     store_rows,
 )
-from deltarule.kernels.triton.channel_far import each_chunk
+from deltarule.kernels.triton.channel_far import each_chunk, is_steep
 from deltarule.kernels.triton.channel_levels import (
     level_gradients,
     steep_gradients,
@@ -243,6 +243,27 @@ def unit_norm_backward(p_x, p_d, b_norm, b_dot, o_r, m_r, o_k, stride, K: tl.con
     tl.store(p_d, b_dx.to(p_d.dtype.element_ty), mask=m_r[:, None] & (o_k < K)[None, :])
 
 
+@triton.jit
+def steep_chunk(
+    i_m, i_key, first, rows, q, k, v, a, b, beta, log_decay, states, errors, d_o, d_states,
+    d_errors, pairs, sums, chunk_decay, d_q, d_k, d_a, d_b, d_log_decay,
+    scale, T, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
+    ERASE: tl.constexpr, HAS_DECAY: tl.constexpr, UNIT_NORM: tl.constexpr,
+    BAR: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`gradients_of_chunk`, if the chunk is steep."""
+    if is_steep(sums, i_m, i_key, H, HV, K):
+        gradients_of_chunk(
+            i_m, i_key, first, rows, q, k, v, a, b, beta, log_decay, states, errors, d_o, d_states,
+            d_errors, pairs, sums, chunk_decay, d_q, d_k, d_a, d_b, d_log_decay,
+            scale, T, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
+            H, HV, K, V, N_STEPS, BT, BK, BV, BC, ERASE, HAS_DECAY, UNIT_NORM, BAR, EXACT,
+            PRECISION,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["T", "N", "chunks"])
 def channel_gradients_kernel(
     q, k, v, a, b, beta, log_decay, cu_seqlens, states, errors, d_o, d_states, d_errors,
@@ -252,10 +273,14 @@ def channel_gradients_kernel(
     CT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
     ERASE: tl.constexpr, HAS_DECAY: tl.constexpr, UNIT_NORM: tl.constexpr, PACKED: tl.constexpr,
     BAR: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    STEEP_ALONE: tl.constexpr, FAR_ALONE: tl.constexpr,
 ):  # fmt: skip
-    """Gradients in the layouts of their tensors; that by log_decay [B, T, HV, K] in float32."""
+    """Gradients in the layouts of their tensors; that by log_decay [B, T, HV, K] in float32.
+
+    Of all chunks, or of those that `even_chunks_kernel` leaves over.
+    """
     each_chunk(
-        gradients_of_chunk,
+        steep_chunk if STEEP_ALONE else gradients_of_chunk,
         (
             q, k, v, a, b, beta, log_decay, states, errors, d_o, d_states, d_errors, pairs, sums,
             chunk_decay, d_q, d_k, d_a, d_b, d_log_decay,
@@ -263,5 +288,6 @@ def channel_gradients_kernel(
             H, HV, K, V, N_STEPS, BT, BK, BV, BC, ERASE, HAS_DECAY, UNIT_NORM, BAR, EXACT,
             PRECISION,
         ),
-        None, cu_seqlens, chunks, T, N, H, H, HV, K, N_STEPS, CT, PACKED,
+        chunk_decay if FAR_ALONE else None, cu_seqlens, chunks, T, N,
+        H, H, HV, K, N_STEPS, CT, PACKED,
     )  # fmt: skip

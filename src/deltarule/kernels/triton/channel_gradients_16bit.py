@@ -2,7 +2,7 @@
 
 The sums of channel_gradients.py, without a free erase, as channel_blocks.py takes them. Where
 `anchored_gradients_kernel` ran before, only chunks that decay far as a whole are taken. Those in
-which a block decays far go to `steep_chunks_kernel`, which is the kernel of channel_gradients.
+which a block decays far go to `channel_gradients_kernel`.
 """
 
 import triton
@@ -15,29 +15,15 @@ from deltarule.kernels.triton.channel_blocks import (
     suffix_sums,
     to_end,
 )
-from deltarule.kernels.triton.channel_decay import BLOCK, LEAST, ROWS, TAILS, load_sums
+from deltarule.kernels.triton.channel_decay import BLOCK, ROWS, TAILS, load_sums
 from deltarule.kernels.triton.channel_decay_gradients import BOTH
-from deltarule.kernels.triton.channel_far import each_chunk
+from deltarule.kernels.triton.channel_far import each_chunk, is_steep
 from deltarule.kernels.triton.channel_gradients import (
-    gradients_of_chunk,
     row_products,
     unit_norm_backward,
 )
 from deltarule.kernels.triton.channel_tiles import inverse_norms, load_tile
 from deltarule.kernels.triton.tiles import load_rows
-
-# 2^-100 of a gradient still has all its digits, 2^100 of a key is far from the largest number.
-NEAR = tl.constexpr(100.0)
-
-
-@triton.jit
-def is_steep(sums, i_m, i_key, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr):
-    """Whether in a chunk of any value head of a key head a block of rows decays far."""
-    least = 0.0
-    for i_g in range(HV // H):
-        i_slot = i_m.to(tl.int64) * HV + i_key * (HV // H) + i_g
-        least = tl.minimum(least, tl.load(sums + (i_slot * ROWS + LEAST) * K))
-    return least < -NEAR
 
 
 @triton.jit
@@ -230,52 +216,6 @@ def even_chunks_kernel(
             q, k, v, beta, states, errors, d_o, d_states, d_errors, pairs, sums, chunk_decay,
             d_q, d_k, d_log_decay, scale, T, s_beta_b, s_beta_t, s_beta_h,
             H, HV, K, V, N_STEPS, BT, BV, BC, ERASE, UNIT_NORM, PRECISION,
-        ),
-        chunk_decay if FAR_ALONE else None, cu_seqlens, chunks, T, N,
-        H, H, HV, K, N_STEPS, CT, PACKED,
-    )  # fmt: skip
-
-
-@triton.jit
-def steep_chunk(
-    i_m, i_key, first, rows, q, k, v, a, b, beta, log_decay, states, errors, d_o, d_states,
-    d_errors, pairs, sums, chunk_decay, d_q, d_k, d_a, d_b, d_log_decay,
-    scale, T, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
-    ERASE: tl.constexpr, HAS_DECAY: tl.constexpr, UNIT_NORM: tl.constexpr,
-    BAR: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """What `steep_chunks_kernel` does with one chunk of one key head."""
-    if is_steep(sums, i_m, i_key, H, HV, K):
-        gradients_of_chunk(
-            i_m, i_key, first, rows, q, k, v, a, b, beta, log_decay, states, errors, d_o, d_states,
-            d_errors, pairs, sums, chunk_decay, d_q, d_k, d_a, d_b, d_log_decay,
-            scale, T, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
-            H, HV, K, V, N_STEPS, BT, BK, BV, BC, ERASE, HAS_DECAY, UNIT_NORM, BAR, EXACT,
-            PRECISION,
-        )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["T", "N", "chunks"])
-def steep_chunks_kernel(
-    q, k, v, a, b, beta, log_decay, cu_seqlens, states, errors, d_o, d_states, d_errors,
-    pairs, sums, chunk_decay, d_q, d_k, d_a, d_b, d_log_decay, chunks,
-    scale, T, N, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
-    CT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
-    ERASE: tl.constexpr, HAS_DECAY: tl.constexpr, UNIT_NORM: tl.constexpr, PACKED: tl.constexpr,
-    BAR: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, FAR_ALONE: tl.constexpr,
-):  # fmt: skip
-    """`channel_gradients_kernel` of the chunks that are steep."""
-    each_chunk(
-        steep_chunk,
-        (
-            q, k, v, a, b, beta, log_decay, states, errors, d_o, d_states, d_errors, pairs, sums,
-            chunk_decay, d_q, d_k, d_a, d_b, d_log_decay,
-            scale, T, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
-            H, HV, K, V, N_STEPS, BT, BK, BV, BC, ERASE, HAS_DECAY, UNIT_NORM, BAR, EXACT,
-            PRECISION,
         ),
         chunk_decay if FAR_ALONE else None, cu_seqlens, chunks, T, N,
         H, H, HV, K, N_STEPS, CT, PACKED,

@@ -77,7 +77,7 @@ def scan_launch(
     if name == "next_state":
         # Where products end in tensor memory, Triton cannot hold a store of the copy engine back.
         stores = full and architecture(inputs.q.device) < TENSOR_MEMORY
-        tiles = tiles if stores else {name: tiles[name] for name in tiles if name != "o"}
+        tiles = {x: tile for x, tile in tiles.items() if stores or x != "o"}
         choices = {"OUTPUT": output, "SAVE": save, "TMA_STORE": stores}
         return Launch(next_state_kernel, {**constants, **choices}, tiles)
     return Launch(next_state_backward_kernel, constants, tiles)
