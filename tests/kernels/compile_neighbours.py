@@ -27,7 +27,6 @@ CONV = {
 }  # fmt: skip
 FORWARD = dict(zip(("BG", "RUN"), short_conv.TILE, strict=True))
 BACKWARD = dict(zip(("BG", "RUN"), short_conv_backward.TILE, strict=True))
-BACKWARD_PACKED = dict(zip(("BG", "RUN"), short_conv_backward.PACKED_TILE, strict=True))
 ROWS = {"cu_seqlens": None, "sequence": None, "PACKED": False}
 TRAINING = {"d_final": None, "FINAL": False}
 NORM = {"H": 16, "V": 128, "BV": 128, "ACTIVATION": "silu"}
@@ -48,11 +47,11 @@ KERNELS = {
     ),
     "conv backward, packed": (
         short_conv_backward.short_conv_backward_kernel,
-        CONV | BACKWARD_PACKED | TRAINING | {"PACKED": True, "UNIT_NORM": False},
+        CONV | BACKWARD | TRAINING | {"PACKED": True, "UNIT_NORM": False},
     ),
     "history gradient": (
         short_conv_backward.history_gradient_kernel,
-        CONV | BACKWARD_PACKED | {"PACKED": True, "UNIT_NORM": False, "FINAL": True},
+        CONV | BACKWARD | {"PACKED": True, "UNIT_NORM": False, "FINAL": True},
     ),
     "norm": (gated_norm.gated_norm_kernel, NORM | {"BR": 16}),
     "norm backward": (gated_norm.gated_norm_backward_kernel, NORM | {"BR": 8, "TILES": 8}),
@@ -106,7 +105,7 @@ def compile_kernel(name: str, capability: int) -> dict[str, int]:
         for i, x in enumerate(kernel.arg_names)
         if signature[x] != "constexpr" and (signature[x].startswith("*") or x in ALIGNED)
     }
-    warps = 8 if "entropy" in name else 4
+    warps = 8 if "entropy" in name else 1 if "conv" in name or "history" in name else 4
     options = {"num_stages": 1, "enable_fp_fusion": True, "num_warps": warps}
     source = ASTSource(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

@@ -1,5 +1,6 @@
 """A first call compiles its kernels side by side, and runs as any other."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -85,6 +86,27 @@ def test_a_kernel_that_does_not_compile_leaves_the_others_alone(calls) -> None:
     calls(lambda: runs.append(ONLY_COMPILED.get()), 3)
     assert runs == [True]
     assert not ONLY_COMPILED.get()
+
+
+def test_launchers_are_made_side_by_side_too(calls, monkeypatch) -> None:
+    made, both = [], threading.Barrier(2, timeout=30)
+
+    def launcher(src, metadata) -> None:
+        both.wait()
+        made.append((src, metadata))
+        raise RuntimeError("no compiler for C: the launch will tell")
+
+    active = SimpleNamespace(launcher_cls=launcher)
+    monkeypatch.setattr(first_call, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(first_call.os, "cpu_count", lambda: 2)
+
+    def compiles() -> None:
+        for name in "ab":
+            kernel = SimpleNamespace(src=name, metadata=name.upper())
+            active_mode.get().submit(name, lambda kernel=kernel: kernel, lambda kernel: None)
+
+    calls(compiles, 1)
+    assert sorted(made) == [("a", "A"), ("b", "B")]
 
 
 @pytest.mark.gpu

@@ -1,7 +1,8 @@
-"""What the tokens of a chunk read, from the state before it and from each other, and its gradient.
+"""What the tokens of a chunk read, from the state before it and from each other, and its gradients.
 
 O = S q' + P w (+ P2 v)        computed transposed
 Y = D y' + P^T dO              its gradient by w, with what the chunks that follow ask for
+dv = D k' + P2^T dO + L^T X    with a free erase
 
 Where scores are None, P_ij = read_i (q_i . k_j) write_j, without decays, is taken here: that costs
 less than to fetch it.
@@ -76,6 +77,19 @@ def written_gradients(
     if scores is not None:
         b_x = tl.dot(tl.trans(b_do), b_p, acc=b_x, input_precision=PRECISION)
     return b_z, b_x
+
+
+@triton.jit
+def value_gradients(
+    b_d, b_do, b_x, b_k, value_scores, from_values, i_slot, o_i, o_r, BQ: tl.constexpr,
+    BT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A free erase's dv [BV, BT], from D and X, both rounded, and rows b_k along which v goes."""
+    b_dv = tl.dot(b_d, tl.trans(b_k), input_precision=PRECISION)
+    b_p = load_square(value_scores, i_slot, o_i, o_r, BQ, BT, TMA)
+    b_dv = tl.dot(tl.trans(b_do), b_p, acc=b_dv, input_precision=PRECISION)
+    b_l = load_square(from_values, i_slot, o_r, o_r, BT, BT, TMA)
+    return tl.dot(b_x, b_l, acc=b_dv, input_precision=PRECISION)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The kernels of a first call, compiled side by side instead of each when its turn has come.
+"""The kernels of a first call and their launchers, compiled side by side and not each in its turn.
 
 A call whose kind did not come before in this process is gone through twice: once its launches only
 hand their kernels to threads that compile them, then they run.
@@ -7,10 +7,13 @@ hand their kernels to threads that compile them, then they run.
 import os
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import Context
 
 import torch
 from triton import AsyncCompileMode
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
 
 from deltarule.kernels.inputs import Inputs
 from deltarule.kernels.triton.direct import compiling
@@ -45,12 +48,20 @@ def compiled_together(
 def side_by_side(run: Callable[[], object]) -> None:
     """Go through launches that compile in threads; of errors the true launch will tell."""
     threads = min(os.cpu_count() or 1, MOST_THREADS)
-    with (
-        ThreadPoolExecutor(threads) as pool,
-        AsyncCompileMode(pool, ignore_errors=True),
-        compiling(),
-    ):
-        run()
+    with ThreadPoolExecutor(threads) as pool:
+        with AsyncCompileMode(pool, ignore_errors=True) as mode, compiling():
+            run()
+        pool.map(make_launcher, [future.kernel for future in mode.future_kernels.values()])
+
+
+def make_launcher(kernel: CompiledKernel | None) -> None:
+    """Have Triton's cache hold what launches a kernel: before 3.7 a C function of its own.
+
+    None stands for a kernel that did not compile.
+    """
+    if kernel is not None:
+        with suppress(Exception):
+            driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
 def kind_of_kernels(inputs: Inputs, plan: Plan, *choices: Hashable) -> Hashable:

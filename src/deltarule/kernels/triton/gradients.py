@@ -18,12 +18,12 @@ A decay reaches every pair of rows around it, and the states around the chunk:
                  + sum_{j < t} write_j k_j . D^T w_j + decay[0, end] <D, S>
 
 A program takes BC channels of q and k of one chunk and one key head, and adds up the value heads in
-order; what has no such channels, dv and dbeta, the programs of a chunk share. In 16 bits the pairs
-are summed as those of the rows from t on less those of the columns from t on, q . GP k and
-k . GP^T q, in which the pairs within cancel to float32. For float32 that is too few digits: one
-more program sums the pairs across t alone. The scalings hold 1 / |x| where `normalize_qk` asks for
-it; then dx <- dx - (x . dx) x / |x|^2, which takes all channels: where a program has some of them,
-`unit_norm_gradients_kernel` does it afterwards.
+order; what has no such channels, dbeta and (where the scan back leaves it to them) dv, the programs
+of a chunk share. In 16 bits the pairs are summed as those of the rows from t on less those of the
+columns from t on, q . GP k and k . GP^T q, in which the pairs within cancel to float32. For float32
+that is too few digits: one more program sums the pairs across t alone. The scalings hold 1 / |x|
+where `normalize_qk` asks for it; then dx <- dx - (x . dx) x / |x|^2, which takes all channels:
+where a program has some of them, `unit_norm_gradients_kernel` does it afterwards.
 
 In a loop with products of 16 bits, a tile is an operand of products and nothing else. One that is
 also read into registers gets a single buffer from Triton (3.6 to 3.9), and the next tile overwrites
@@ -78,8 +78,8 @@ def gradients_kernel(
     """Gradients in the layouts of their tensors, d_beta in float32, and `parts` of dlog_decay.
 
     With TMA v, states, errors, d_o, d_states and d_errors are descriptors and every tile is full;
-    p_x are the same d_errors as a pointer. With a SLAB d_states, d_errors and the parts have the
-    numbers of its chunks; states and errors, too, unless they are KEPT of all chunks.
+    p_x are the same d_errors as a pointer, for d_v. With a SLAB d_states, d_errors and the parts
+    have the numbers of its chunks; states and errors, too, unless they are KEPT of all chunks.
     """
     SLICES: tl.constexpr = (K + BC - 1) // BC
     # The programs of a chunk run side by side, and share what they read in the cache.
@@ -146,7 +146,8 @@ def add_value_head(
     HAS_DECAY: tl.constexpr, TIED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     ADDED: tl.constexpr,
 ):  # fmt: skip
-    """dq and dk, ADDED to those of other value heads; its dv, dbeta and dlog_decay are stored.
+    """dq and dk, ADDED to those of other value heads; its dbeta, dlog_decay and where
+    there is room dv are stored.
 
     ADDED leaves fewer registers, and takes the values in two loops.
     """
@@ -161,11 +162,12 @@ def add_value_head(
     b_writes = row_scaling(scalings, i_slot, WRITE, norm_k, o_r, BT, HAS_DECAY)
     if HAS_DECAY:
         b_chunk = tl.load(chunk_decay + i_slot)
-    # While the registers are still free that the loop fills.
-    store_value_gradients(
-        p_x + i_own * BT * V, b_beta, d_v + (first * N_STEPS * HV + i_h) * V, rows, i_c,
-        HV, V, BT, BV, (K + BC - 1) // BC,
-    )  # fmt: skip
+    if d_v is not None:
+        # While the registers are still free that the loop fills.
+        store_value_gradients(
+            p_x + i_own * BT * V, b_beta, d_v + (first * N_STEPS * HV + i_h) * V, rows, i_c,
+            HV, V, BT, BV, (K + BC - 1) // BC,
+        )  # fmt: skip
     b_gp, b_gm, b_read, b_row, b_col, b_held = over_values(
         v, states, errors, d_o, d_states, d_errors, first, rows, i_h, i_kept, i_own, o_i, m_i, i_k,
         HV, K, V, N_STEPS, BT, BQ, BC, BV, HAS_DECAY, TIED, TMA, PRECISION, not ADDED,

@@ -127,6 +127,14 @@ def new_gradients(inputs: Inputs) -> Gradients:
     return Gradients(d_q, d_k, d_v, d_beta, d_decay)
 
 
+def scan_back_has_values(inputs: Inputs, plan: Plan) -> bool:
+    """Whether the scan back writes dv: where nobody else asks for X, or value heads share keys.
+
+    For each value head alone it takes the scan longer than the gradients, which have X anyway.
+    """
+    return inputs.beta is None or plan.sizes["HV"] > plan.sizes["H"]
+
+
 def add_gradients(
     inputs: Inputs, plan: Plan, slots: int, buffers: dict[str, Tensor], own: dict[str, Tensor],
     d_o: Tensor, found: Gradients, slab: Slab,
@@ -136,16 +144,17 @@ def add_gradients(
     `own` has D, X and the parts of these `slots` alone, and S and E unless `buffers` has them.
     """
     x, sizes, sums, kept = inputs.q, plan.sizes, own.get("parts"), {**buffers, **own}
-    states, d_states, d_errors = (kept[name] for name in ("states", "d_states", "d_errors"))
     kernel = plan.once(gradients_launch, inputs, slab, "states" not in own)
     parts = slices(kernel) + float32_decays(inputs)
     places = x.shape[1], inputs.sequences
     each = 0 if sums is None else sums.stride(0)
+    d_errors, d_v = kept.get("d_errors"), None if scan_back_has_values(inputs, plan) else found.d_v
     kernel(
         (parts * sizes["H"] * slots, 1, 1),
         x, inputs.k, inputs.v, inputs.cu_seqlens, buffers.get("scalings"),
-        buffers.get("chunk_decay"), states, kept.get("errors"), d_o, d_states, d_errors, d_errors,
-        found.d_q, found.d_k, found.d_v, found.d_beta, sums, inputs.scale, *places, each,
+        buffers.get("chunk_decay"), kept["states"], kept.get("errors"), d_o, kept["d_states"],
+        d_errors, d_errors, found.d_q, found.d_k, d_v, found.d_beta, sums, inputs.scale, *places,
+        each,
     )  # fmt: skip
     if inputs.log_decay is not None:
         plan.once(decay_launch, inputs, slab)(

@@ -12,7 +12,8 @@ rows, or (COPIES: decay per channel, free erase) as scaled copies q', e', y' of 
 Backwards, with D the gradient by the state at a chunk's end, Y that by w and X that by F / beta:
 
     Y = P^T dO + D y'                 X = Y + N^T Diag(beta) Y
-    D <- D Diag(chunk) + dO q' - beta X e' (free: + X a')          free: dv = P2^T dO + D k' + L^T X
+    D <- D Diag(chunk) + dO q' - beta X e' (free: + X a')
+    dv = X, tied: beta X          free: dv = P2^T dO + D k' + L^T X
 
 Everything is computed transposed, so that every product takes its left operand from registers.
 
@@ -34,6 +35,7 @@ from deltarule.kernels.triton.chunk_output import (
     chunk_output,
     raw_scores,
     store_output,
+    value_gradients,
     written_gradients,
 )
 from deltarule.kernels.triton.tiles import (
@@ -178,18 +180,18 @@ def next_state_kernel(
 @triton.jit(do_not_specialize=["T", "N", "per_segment", "slab", "per_slab"])
 def next_state_backward_kernel(
     q, k, erase, write, cu_seqlens, scores, value_scores, corrections, from_values,
-    scalings, readings, chunk_decay, d_o, d_final, d_initial, d_states, d_errors, d_values,
+    scalings, readings, chunk_decay, d_o, d_final, d_initial, d_states, d_errors, d_values, d_v,
     scale, T, N,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
     CT: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     ERASE: tl.constexpr, DECAY: tl.constexpr, COPIES: tl.constexpr, SCALED: tl.constexpr,
-    PACKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    per_segment=1, SPLIT: tl.constexpr = "none",
+    PACKED: tl.constexpr, TMA: tl.constexpr, TMA_STORE: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, per_segment=1, SPLIT: tl.constexpr = "none",
     slab=None, per_slab=None, SLAB: tl.constexpr = "none",
 ):  # fmt: skip
     """d_states [M, HV, V, K] and d_errors [M, HV, BT, V] hold D at the chunks' ends, and X.
 
-    With a free erase d_values [M, HV, BT, V] takes the gradient by v.
+    d_v takes the gradient by v; with a free erase d_values [M, HV, BT, V] does.
     """
     i_v, i_h, i_s = place_of((V + BV - 1) // BV, HV)
     i_n, start, length, i_m, place, last = stretch(
@@ -240,21 +242,25 @@ def next_state_backward_kernel(
                 b_beta = load_scaling(scalings, i_slot, BETA, o_r, BT, TMA)
                 b_low_x = (b_x * b_beta).to(dtype)
             b_x = tl.dot(b_low_x, b_n, acc=b_x, input_precision=PRECISION)
-        if SPLIT != "ends":
+        if d_errors is not None:
             tl.store(d_errors + p_x, b_x.to(dtype), mask=m_v)
+        if ERASE == "tied":
+            b_x *= b_beta
+        if d_v is not None:
+            row, b_dv = i_t * N_STEPS, b_x.to(dtype)
+            store_output(d_v, b_dv, row, i_h, i_v, o_r, o_v, m_r, m_v, HV, V, BV, TMA_STORE)
         if ERASE == "free" and SPLIT != "ends":
             b_k = load_copy(k, i_slot, o_r, o_k, BT, K, WHOLE_K, TMA)
-            b_dv = tl.dot(b_low, tl.trans(b_k), input_precision=PRECISION)
-            b_p = load_square(value_scores, i_slot, o_i, o_r, BQ, BT, TMA)
-            b_dv = tl.dot(tl.trans(b_do), b_p, acc=b_dv, input_precision=PRECISION)
-            b_l = load_square(from_values, i_slot, o_r, o_r, BT, BT, TMA)
-            b_dv = tl.dot(b_x.to(dtype), b_l, acc=b_dv, input_precision=PRECISION)
+            b_dv = value_gradients(
+                b_low, b_do, b_x.to(dtype), b_k, value_scores, from_values, i_slot, o_i, o_r,
+                BQ, BT, TMA, PRECISION,
+            )  # fmt: skip
             tl.store(d_values + p_x, b_dv.to(dtype), mask=m_v)
         if DECAY != "none":
             b_d *= load_decay(chunk_decay, i_slot, o_k, K, DECAY)
         b_d = tl.dot(b_z, b_q, acc=b_d, input_precision=PRECISION)
         if ERASE == "tied":
-            b_x *= -b_beta
+            b_x = -b_x
             if SCALED:
                 b_x *= load_scaling(scalings, i_slot, ERASE_ROW, o_r, BT, TMA)
         if ERASE != "none":

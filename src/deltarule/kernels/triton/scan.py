@@ -49,7 +49,8 @@ def fetched(inputs: Inputs, plan: Plan, block: int, name: str) -> Tiles:
     rows, reads = sizes["BT"], sizes["BQ"]
     width, values = sizes["H"] * sizes["K"], sizes["HV"] * sizes["V"]
     square, reading, out = (rows, [rows, rows]), (rows, [reads, rows]), (values, [reads, block])
-    own = {"v": (values, [rows, block]), "o": out} if name == "next_state" else {"d_o": out}
+    ours = {"v": (values, [rows, block]), "o": out}
+    own = ours if name == "next_state" else {"d_o": out, "d_v": ours["v"]}
     streams = own | {
         "scores": reading, "value_scores": reading, "corrections": square, "from_values": square,
         "scalings": (rows, [1, rows]), "readings": (rows, [1, reads]),
@@ -73,12 +74,13 @@ def scan_launch(
         **plan.sizes, **config, **flags(inputs), **slab.constants(plan), "TMA": full,
         "SPLIT": split, "num_stages": config["STAGES"],
     }  # fmt: skip
+    # Where products end in tensor memory, Triton cannot hold a store of the copy engine back.
+    stores = full and architecture(inputs.q.device) < TENSOR_MEMORY
     tiles = fetched(inputs, plan, config["BV"], name) if full else {}
+    tiles = {x: tile for x, tile in tiles.items() if stores or x not in ("o", "d_v")}
+    constants["TMA_STORE"] = stores
     if name == "next_state":
-        # Where products end in tensor memory, Triton cannot hold a store of the copy engine back.
-        stores = full and architecture(inputs.q.device) < TENSOR_MEMORY
-        tiles = {x: tile for x, tile in tiles.items() if stores or x != "o"}
-        choices = {"OUTPUT": output, "SAVE": save, "TMA_STORE": stores}
+        choices = {"OUTPUT": output, "SAVE": save}
         return Launch(next_state_kernel, {**constants, **choices}, tiles)
     return Launch(next_state_backward_kernel, constants, tiles)
 
@@ -115,17 +117,19 @@ def scan_through(
 def scan_back(
     inputs: Inputs, plan: Plan, scores: Scores, d_o: Tensor, split: str, places: int,
     d_end: Tensor, d_start: Tensor, own: dict[str, Tensor], slab: Slab = WHOLE,
+    d_v: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Launch `next_state_backward_kernel`: from the gradients at `d_end` to those at `d_start`.
 
-    `own` takes D at the chunks' ends, X, and a free erase's dv, but for SPLIT "ends".
+    `own` takes D at the chunks' ends, X, and a free erase's dv, but for SPLIT "ends"; `d_v` that of
+    the others.
     """
     kernel = plan.once(scan_launch, inputs, "next_state_backward", split, False, False, slab)
     _, heads, value_size, _ = inputs.state_shape
     kernel(
         (-(-value_size // kernel.constants["BV"]) * heads * places, 1, 1), scores.q, scores.k,
         scores.erase, scores.write, inputs.cu_seqlens, *streams(scores), d_o, d_end, d_start,
-        own.get("d_states"), own.get("d_errors"), own.get("d_values"), inputs.scale,
+        own.get("d_states"), own.get("d_errors"), own.get("d_values"), d_v, inputs.scale,
         inputs.q.shape[1], inputs.sequences,
     )  # fmt: skip
 

@@ -23,12 +23,13 @@ from deltarule.kernels.triton.adjacent import adjacent
 from deltarule.kernels.triton.direct import launch
 from deltarule.kernels.triton.unit_norm import EPSILON
 
-# Not fused, and written out since Triton's default follows an environment variable: of a step's
-# products and sums the compiler would fuse others than of the whole's, and the bits would differ.
-OPTIONS = {"num_stages": 1, "enable_fp_fusion": False, "num_warps": 4}
+# Fused only where `tl.fma` says so: of a step's products and sums the compiler would fuse others
+# than of the whole's, and the bits would differ. Written out, since Triton's default follows an
+# environment variable.
+OPTIONS = {"num_stages": 1, "enable_fp_fusion": False, "num_warps": 1}
 CHANNELS = 128
 # Runs in a tile, and tokens in a run.
-TILE = (8, 8)
+TILE = (1, 16)
 
 
 @triton.jit
@@ -82,6 +83,12 @@ def load_window(p_x, p_h, s_t, t, n, position, T, D, m_d, W: tl.constexpr):
 
 
 @triton.jit
+def load_token(p_x, s_t, t, T, m_d):
+    """One token of each run, zeros past the last."""
+    return tl.load(p_x + t.to(tl.int64)[:, None] * s_t, mask=(t < T)[:, None] & m_d, other=0.0)
+
+
+@triton.jit
 def restart(window, p_h, n, first, D, m_d, W: tl.constexpr):
     """The window, or a sequence's history where its first token comes."""
     restarted = ()
@@ -106,7 +113,7 @@ def convolve(seen, taps, W: tl.constexpr):
     """z = sum_j weight_j x_j, for the W rows that a token sees."""
     b_z = seen[0] * taps[0]
     for j in tl.static_range(1, W):
-        b_z += seen[j] * taps[j]
+        b_z = tl.fma(seen[j], taps[j], b_z)
     return b_z
 
 
@@ -157,20 +164,23 @@ def short_conv_kernel(
     taps = load_taps(weight, o_d, D, W)
     n, position, count = place(t, i_b, T, N, cu_seqlens, sequence, counts, PACKED, PADDED)
     window = load_window(p_x, p_h, s_t, t, n, position, T, D, m_d, W)
+    b_given = load_token(p_x, s_t, t, T, m_d)
     for j in tl.static_range(RUN):
-        m = (t < T)[:, None] & m_d
+        # Before the stores, which no later load may pass.
+        b_next = b_given
+        if j < RUN - 1:
+            b_next = load_token(p_x, s_t, t + 1, T, m_d)
         if PACKED and j > 0:
             n, position, count = place(t, i_b, T, N, cu_seqlens, sequence, counts, True, PADDED)
             window = restart(window, p_h, n, (position == 0) & (t < T), D, m_d, W)
-        row = t.to(tl.int64)[:, None]
-        b_given = tl.load(p_x + row * s_t, mask=m, other=0.0)
         seen = window + (b_given.to(tl.float32),)
         b_y = finish(convolve(seen, taps, W), ACTIVATED, UNIT_NORM)
-        tl.store(p_y + row * D, b_y.to(y.dtype.element_ty), mask=m)
+        m = (t < T)[:, None] & m_d
+        tl.store(p_y + t.to(tl.int64)[:, None] * D, b_y.to(y.dtype.element_ty), mask=m)
         r = position + W - 1 - count
         m_f = ((r >= 0) & (r < W - 1) & (t < T))[:, None] & m_d
         tl.store(p_f + history_row(n, r, D, W), b_given, mask=m_f)
-        window = later(seen, W)
+        window, b_given = later(seen, W), b_next
         t += 1
         position += 1
 

@@ -24,15 +24,37 @@ from deltarule.kernels.triton.short_conv import (
     history_row,
     later,
     load_taps,
+    load_token,
     load_window,
     place,
     restart,
 )
 from deltarule.kernels.triton.unit_norm import EPSILON
 
-# Runs in a tile, and tokens in a run; R tokens past each run are computed twice. Packed, a longer
-# run takes 10 s to compile.
-TILE, PACKED_TILE = (4, 16), (4, 8)
+# Runs in a tile, and tokens in a run; R tokens past each run are computed twice.
+TILE = (1, 32)
+
+
+@triton.jit
+def give_back(b_dz, taps, pending, position, W: tl.constexpr, PACKED: tl.constexpr):
+    """dz of a token to those before it that it saw, which wait for it."""
+    given = ()
+    for i in tl.static_range(W - 1):
+        b_dx = tl.fma(b_dz, taps[i], pending[i])
+        if PACKED:
+            # The token W - 1 - i before may be of another sequence.
+            b_dx = tl.where((position >= W - 1 - i)[:, None], b_dx, pending[i])
+        given = given + (b_dx,)
+    return given
+
+
+@triton.jit
+def add_taps(grads, b_dz, seen, W: tl.constexpr):
+    """The gradients by the taps, and those of one more token."""
+    summed = ()
+    for i in tl.static_range(W):
+        summed = summed + (tl.fma(b_dz, seen[i], grads[i]),)
+    return summed
 
 
 @triton.jit
@@ -74,39 +96,31 @@ def short_conv_backward_kernel(
         grads = grads + (tl.zeros([BG, BD], tl.float32),)
     for _ in tl.static_range(W - 1):
         pending = pending + (tl.zeros([BG, BD], tl.float32),)
-    for j in tl.static_range(RUN + W - 1):
-        m = (t < T)[:, None] & m_d
-        if PACKED and j > 0:
+    b_x, b_dy = load_token(p_x, s_t, t, T, m_d), load_token(p_dy, s_dy_t, t, T, m_d)
+    for j in range(RUN + W - 1):
+        # Before the store, which no later load may pass.
+        b_x_next, b_dy_next = (
+            load_token(p_x, s_t, t + 1, T, m_d), load_token(p_dy, s_dy_t, t + 1, T, m_d)
+        )  # fmt: skip
+        if PACKED:
             n, position, count = place(t, i_b, T, N, cu_seqlens, sequence, counts, True, PADDED)
             window = restart(window, p_h, n, (position == 0) & (t < T), D, m_d, W)
-        row = t.to(tl.int64)[:, None]
-        seen = window + (tl.load(p_x + row * s_t, mask=m, other=0.0).to(tl.float32),)
-        b_dy = tl.load(p_dy + row * s_dy_t, mask=m, other=0.0).to(tl.float32)
-        b_dz = finish_gradient(convolve(seen, taps, W), b_dy, ACTIVATED, UNIT_NORM)
-        if j < RUN:
-            summed = ()
-            for i in tl.static_range(W):
-                summed = summed + (grads[i] + b_dz * seen[i],)
-            grads = summed
+        seen = window + (b_x.to(tl.float32),)
+        b_z = convolve(seen, taps, W)
+        b_dz = finish_gradient(b_z, b_dy.to(tl.float32), ACTIVATED, UNIT_NORM)
+        # Those past the run are of the next one's sum.
+        grads = add_taps(grads, tl.where(j < RUN, b_dz, 0.0), seen, W)
         b_dx = b_dz * taps[W - 1]
         if FINAL:
             r = position + W - 1 - count
             m_f = ((r >= 0) & (r < W - 1) & (t < T))[:, None] & m_d
             p_f = d_final + history_row(n, r, D, W) + o_d[None, :]
             b_dx += tl.load(p_f, mask=m_f, other=0.0).to(tl.float32)
-        earlier = ()
-        for i in tl.static_range(W - 1):
-            b_part = b_dz * taps[i]
-            if PACKED:
-                # The token W - 1 - i before may be of another sequence.
-                b_part = tl.where((position >= W - 1 - i)[:, None], b_part, 0.0)
-            earlier = earlier + (pending[i] + b_part,)
-        earlier = earlier + (b_dx,)
-        if j >= W - 1:
-            m_o = (t - (W - 1) < T)[:, None] & m_d
-            b_out = earlier[0].to(d_x.dtype.element_ty)
-            tl.store(p_dx + (row - (W - 1)) * D, b_out, mask=m_o)
-        pending, window = later(earlier, W), later(seen, W)
+        given = give_back(b_dz, taps, pending, position, W, PACKED) + (b_dx,)
+        m_o = ((j >= W - 1) & (t - (W - 1) < T))[:, None] & m_d
+        p_o = p_dx + (t - (W - 1)).to(tl.int64)[:, None] * D
+        tl.store(p_o, given[0].to(d_x.dtype.element_ty), mask=m_o)
+        pending, window, b_x, b_dy = later(given, W), later(seen, W), b_x_next, b_dy_next
         t += 1
         position += 1
     p_w = d_taps + (i_b * tl.num_programs(0) + i_t).to(tl.int64) * W * D + o_d
@@ -162,7 +176,7 @@ def history_gradient_kernel(
         summed = ()
         for i in tl.static_range(W - 1):
             if i >= p:
-                summed = summed + (grads[i] + taps[i - p] * b_dz,)
+                summed = summed + (tl.fma(b_dz, taps[i - p], grads[i]),)
             else:
                 summed = summed + (grads[i],)
         grads, window = summed, later(seen, W)
@@ -193,8 +207,7 @@ def short_conv_backward(
         "W": reach + 1, "PACKED": cu_seqlens is not None, "PADDED": counts is not None,
         "ACTIVATED": activated, "UNIT_NORM": head_size > 0, "FINAL": d_final is not None, **OPTIONS,
     }  # fmt: skip
-    shape = TILE if cu_seqlens is None else PACKED_TILE
-    tile = Tiling.of(max(tokens, 1), channels, head_size, shape)
+    tile = Tiling.of(max(tokens, 1), channels, head_size, TILE)
     blocks, columns = triton.cdiv(tokens, tile.BG * tile.RUN), triton.cdiv(channels, tile.C)
     d_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     d_taps = torch.empty(batch * blocks, reach + 1, channels, device=x.device)

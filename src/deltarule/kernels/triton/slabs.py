@@ -92,7 +92,9 @@ def own_shapes(inputs: Inputs, plan: Plan, slots: int, again: bool) -> Shapes:
     (_, heads, value_size, key_size), dtype = inputs.state_shape, inputs.q.dtype
     states = slots, heads, value_size, key_size
     errors = slots, heads, plan.sizes["BT"], value_size
-    shapes: Shapes = {"d_states": (states, dtype), "d_errors": (errors, dtype)}
+    shapes: Shapes = {"d_states": (states, dtype)}
+    if inputs.beta is not None:
+        shapes["d_errors"] = errors, dtype
     if inputs.log_decay is not None:
         kernel = plan.once(head.gradients_launch, inputs)
         parts = head.slices(kernel) + head.float32_decays(inputs)
@@ -149,6 +151,7 @@ def gradients_in_slabs(
     own_places = plan.once(own_layout, inputs, cut.slots, again)
     own = views(torch.empty(own_places.elements, dtype=torch.float32, device=x.device), own_places)
     found = head.new_gradients(inputs)
+    d_v = found.d_v if head.scan_back_has_values(inputs, plan) else None
     spare = torch.empty_like(carry) if again else None
     for number in reversed(range(cut.parts)):
         slab = cut.slab(number)
@@ -157,7 +160,7 @@ def gradients_in_slabs(
             start = starts.pop()
             scan_through(inputs, plan, scores, split, places, start, spare, None, own, slab)
         d_start = carry if number else d_initial
-        scan_back(inputs, plan, scores, d_o, split, places, d_end, d_start, own, slab)
+        scan_back(inputs, plan, scores, d_o, split, places, d_end, d_start, own, slab, d_v)
         head.add_gradients(inputs, plan, cut.slots, buffers, own, d_o, found, slab)
         d_end = d_start
     head.through_norm(inputs, plan, found)
