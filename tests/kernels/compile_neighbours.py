@@ -105,8 +105,10 @@ def compile_kernel(name: str, capability: int) -> dict[str, int]:
         for i, x in enumerate(kernel.arg_names)
         if signature[x] != "constexpr" and (signature[x].startswith("*") or x in ALIGNED)
     }
-    warps = 8 if "entropy" in name else 1 if "conv" in name or "history" in name else 4
+    warps = 8 if "entropy" in name else 4
     options = {"num_stages": 1, "enable_fp_fusion": True, "num_warps": warps}
+    if "short_conv" in kernel.__module__:
+        options = short_conv.OPTIONS
     source = ASTSource(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return resources(compiled.asm["cubin"])

@@ -1,5 +1,6 @@
 """A first call compiles its kernels side by side, and runs as any other."""
 
+import inspect
 import threading
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime._async_compile import active_mode
 
 from deltarule import delta_rule
@@ -107,6 +109,10 @@ def test_launchers_are_made_side_by_side_too(calls, monkeypatch) -> None:
 
     calls(compiles, 1)
     assert sorted(made) == [("a", "A"), ("b", "B")]
+
+
+def test_triton_makes_a_launcher_of_these_two() -> None:
+    assert list(inspect.signature(CudaLauncher).parameters) == ["src", "metadata"]
 
 
 @pytest.mark.gpu

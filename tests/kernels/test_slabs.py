@@ -161,6 +161,8 @@ def test_the_peak_is_counted(monkeypatch) -> None:
     # o, what the forward kept, the gradients, what the backward keeps, and dS0 and dS.
     assert peak_mib(call(8, 4096), save=True) == 1456
     assert peak_mib(call(8, 4096, gated=False), save=True) == 1374
+    # Without an erase X goes to dv alone.
+    assert peak_mib(call(8, 4096, beta=None), save=True) == 1134
     assert peak_mib(call(8, 4096), save=False) <= 854
     monkeypatch.setattr(slabs, "LEAST_BYTES", 2**60)
     assert peak_mib(call(8, 4096), save=False) == 1456

@@ -102,7 +102,7 @@ def conditions(report: Row) -> list[str]:
 
 def target_table(reports: Sequence[Row]) -> list[str]:
     """Every target with what was measured."""
-    heads = ["figure", "asked", "deltarule", "best peer", "ratio", "reached"]
+    heads = ["figure", "asked", "deltarule", "best of FLA and FlashQLA", "ratio", "reached"]
     return markdown(heads, [target_line(verdict(target, reports)) for target in TARGETS])
 
 

@@ -7,7 +7,6 @@ hand their kernels to threads that compile them, then they run.
 import os
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from contextvars import Context
 
 import torch
@@ -51,17 +50,13 @@ def side_by_side(run: Callable[[], object]) -> None:
     with ThreadPoolExecutor(threads) as pool:
         with AsyncCompileMode(pool, ignore_errors=True) as mode, compiling():
             run()
-        pool.map(make_launcher, [future.kernel for future in mode.future_kernels.values()])
+        kernels = [future.kernel for future in mode.future_kernels.values()]
+        pool.map(make_launcher, [kernel for kernel in kernels if kernel is not None])
 
 
-def make_launcher(kernel: CompiledKernel | None) -> None:
-    """Have Triton's cache hold what launches a kernel: before 3.7 a C function of its own.
-
-    None stands for a kernel that did not compile.
-    """
-    if kernel is not None:
-        with suppress(Exception):
-            driver.active.launcher_cls(kernel.src, kernel.metadata)
+def make_launcher(kernel: CompiledKernel) -> None:
+    """Have Triton's cache hold what launches a kernel: before 3.7 a C function of its own."""
+    driver.active.launcher_cls(kernel.src, kernel.metadata)
 
 
 def kind_of_kernels(inputs: Inputs, plan: Plan, *choices: Hashable) -> Hashable:

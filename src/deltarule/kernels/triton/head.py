@@ -148,7 +148,8 @@ def add_gradients(
     parts = slices(kernel) + float32_decays(inputs)
     places = x.shape[1], inputs.sequences
     each = 0 if sums is None else sums.stride(0)
-    d_errors, d_v = kept.get("d_errors"), None if scan_back_has_values(inputs, plan) else found.d_v
+    d_errors = kept.get("d_errors")
+    d_v = None if scan_back_has_values(inputs, plan) else found.d_v
     kernel(
         (parts * sizes["H"] * slots, 1, 1),
         x, inputs.k, inputs.v, inputs.cu_seqlens, buffers.get("scalings"),

@@ -191,7 +191,8 @@ def next_state_backward_kernel(
 ):  # fmt: skip
     """d_states [M, HV, V, K] and d_errors [M, HV, BT, V] hold D at the chunks' ends, and X.
 
-    d_v takes the gradient by v; with a free erase d_values [M, HV, BT, V] does.
+    d_v takes the gradient by v; with a free erase d_values [M, HV, BT, V] does. Nothing is stored
+    where there is no room for it.
     """
     i_v, i_h, i_s = place_of((V + BV - 1) // BV, HV)
     i_n, start, length, i_m, place, last = stretch(
@@ -226,7 +227,7 @@ def next_state_backward_kernel(
             b_p = load_square(scores, i_slot, o_i, o_r, BQ, BT, TMA)
         dtype = b_do.dtype
         b_low = b_d.to(dtype)
-        if SPLIT != "ends":
+        if d_states is not None:
             tl.store(state_tile(d_states, i_own, 0, o_v, o_k, 1, K, V), b_low, mask=m_s)
         b_z, b_x = written_gradients(
             b_low, b_do, b_y, b_p, scores, readings, scalings, scale, i_slot, o_i, o_r,
@@ -249,7 +250,7 @@ def next_state_backward_kernel(
         if d_v is not None:
             row, b_dv = i_t * N_STEPS, b_x.to(dtype)
             store_output(d_v, b_dv, row, i_h, i_v, o_r, o_v, m_r, m_v, HV, V, BV, TMA_STORE)
-        if ERASE == "free" and SPLIT != "ends":
+        if d_values is not None:
             b_k = load_copy(k, i_slot, o_r, o_k, BT, K, WHOLE_K, TMA)
             b_dv = value_gradients(
                 b_low, b_do, b_x.to(dtype), b_k, value_scores, from_values, i_slot, o_i, o_r,

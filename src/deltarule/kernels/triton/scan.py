@@ -121,8 +121,8 @@ def scan_back(
 ) -> None:  # fmt: skip
     """Launch `next_state_backward_kernel`: from the gradients at `d_end` to those at `d_start`.
 
-    `own` takes D at the chunks' ends, X, and a free erase's dv, but for SPLIT "ends"; `d_v` that of
-    the others.
+    D at the chunks' ends, X and a free erase's dv go where `own` has room, and dv of the others to
+    `d_v`, if there is any.
     """
     kernel = plan.once(scan_launch, inputs, "next_state_backward", split, False, False, slab)
     _, heads, value_size, _ = inputs.state_shape

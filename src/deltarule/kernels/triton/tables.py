@@ -171,9 +171,10 @@ HOPPER: Table = AMPERE | {
 # Products leave their sums in tensor memory, of 512 columns, unless warps are fewer than 4 or more
 # than 8: tiles that fit there, or warps that go without. Compiled ahead, and never timed.
 BLACKWELL: Table = HOPPER | {
+    "next_state_backward_narrow": (Row(2, 128, scan(64, 64, 8, 3)),),
     "pair_scores": (Row(2, 256, once(4)), Row(4, 256, once(8))),
     "next_state_backward": (
-        Row(2, 128, scan(64, 64, 4, 3)), Row(2, 256, scan(64, 32, 8, 2)),
+        Row(2, 128, scan(64, 64, 8, 3)), Row(2, 256, scan(64, 32, 8, 2)),
         Row(4, 256, scan(64, 16, 8, 1)),
     ),
     "next_state_backward_copies": (
