@@ -13,10 +13,14 @@ from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime._async_compile import active_mode
 
 from deltarule import delta_rule
-from deltarule.kernels.triton import first_call
+from deltarule.kernels.inputs import Inputs
+from deltarule.kernels.kinds import kind_of
+from deltarule.kernels.triton import first_call, recording, recurrence
 from deltarule.kernels.triton.compilations import compilations
+from deltarule.kernels.triton.configurations import forget
 from deltarule.kernels.triton.direct import ONLY_COMPILED, Launch, compiling
 from deltarule.kernels.triton.first_call import compiled_together
+from deltarule.kernels.triton.launch import new_plan
 
 
 class Kernel:
@@ -73,16 +77,23 @@ def test_every_kind_is_compiled_once(calls) -> None:
 
 
 def test_a_kernel_that_does_not_compile_leaves_the_others_alone(calls) -> None:
+    compiled = []
+
     def fails() -> None:
         raise MemoryError("no room for the kernel")
 
     def compiles() -> None:
-        active_mode.get().submit("key", fails, lambda kernel: None)
+        active_mode.get().submit("one", fails, compiled.append)
+        active_mode.get().submit("other", lambda: None, compiled.append)
 
-    # Its error is left to the launch; nothing of the mode is left to the next call.
+    def lacks_memory() -> None:
+        compiles()
+        raise torch.cuda.OutOfMemoryError
+
+    # Errors are left to the launch; nothing of the mode is left to the next call.
     calls(compiles, 1)
-    with pytest.raises(MemoryError):
-        calls(fails, 2)
+    calls(lacks_memory, 2)
+    assert compiled == [None, None]
     assert active_mode.get() is None
     runs = []
     calls(lambda: runs.append(ONLY_COMPILED.get()), 3)
@@ -115,6 +126,36 @@ def test_triton_makes_a_launcher_of_these_two() -> None:
     assert list(inspect.signature(CudaLauncher).parameters) == ["src", "metadata"]
 
 
+@pytest.mark.parametrize("decay", ["none", "head", "channel"])
+def test_a_forward_that_saves_compiles_the_backward_too(decay, monkeypatch) -> None:
+    launched = []
+    monkeypatch.setattr(Launch, "__call__", lambda launch, *given: launched.append(launch.kernel))
+    # A call on the CPU taken for one on a GPU.
+    kind = lambda run, x, save: kind_of(x[:9], run, save, *x[9:])  # noqa: E731
+    monkeypatch.setattr(recording, "kind_of_launches", kind)
+    monkeypatch.setattr(recording, "compiled_together", lambda run, *key: run())
+    q, k, v = torch.randn(3, 1, 70, 2, 16).unbind()
+    size = {"none": None, "head": (1, 70, 2), "channel": (1, 70, 2, 16)}[decay]
+    gate = None if size is None else -torch.rand(size)
+    beta = torch.rand(1, 70, 2)
+    inputs = Inputs(q, k, v, beta, None, None, gate, None, None, 1, 0.5, False, False)
+
+    def kernels(run) -> tuple[object, list[object]]:
+        launched.clear()
+        return run(), list(launched)
+
+    forget()
+    (o, final, saved), first = kernels(lambda: recurrence.forward(inputs, True))
+    _, last = kernels(lambda: recurrence.forward(inputs, False))
+    forget()
+    plan = new_plan(inputs)
+    _, forward = kernels(lambda: recurrence.forward_launches(inputs, plan, True))
+    _, backward = kernels(lambda: recurrence.backward(o, final, inputs, saved))
+    assert len(backward) >= 2
+    assert first == [*forward, *backward, *forward]
+    assert last == [*forward, *forward]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("decay", ["none", "head", "channel"])
 def test_a_first_call_compiles_all_there_is_and_is_right(decay, monkeypatch) -> None:
@@ -125,8 +166,11 @@ def test_a_first_call_compiles_all_there_is_and_is_right(decay, monkeypatch) -> 
     log_decay = -torch.rand(size, device="cuda") if size else None
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
-    def run() -> list[torch.Tensor]:
-        o = delta_rule(q, k, v, beta=torch.ones(1, 200, 7, device="cuda"), log_decay=log_decay).o
+    def forward() -> torch.Tensor:
+        beta = torch.ones(1, 200, 7, device="cuda")
+        return delta_rule(q, k, v, beta=beta, log_decay=log_decay).o
+
+    def run(o: torch.Tensor) -> list[torch.Tensor]:
         return [o, *torch.autograd.grad(o, leaves, torch.ones_like(o))]
 
     through_triton, late = Launch.through_triton, []
@@ -139,9 +183,12 @@ def test_a_first_call_compiles_all_there_is_and_is_right(decay, monkeypatch) -> 
 
     monkeypatch.setattr(Launch, "through_triton", launched)
     with compilations() as found:
-        first = run()
-    # All that a launch needs was compiled before it.
+        o = forward()
+    with compilations() as more:
+        first = run(o)
+    # All that a launch needs was compiled before it, and all of the backward with the forward.
     assert late == []
     assert len(found) >= 4
-    second = run()
+    assert more == []
+    second = run(forward())
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))

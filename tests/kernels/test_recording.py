@@ -195,7 +195,7 @@ def test_new_tensors_give_new_numbers(runs) -> None:
     before = []
     for _ in range(5):
         inputs = call(8)
-        outputs = recording.recorded(toy, inputs, False)
+        outputs = recording.recorded(toy, inputs, False, toy)
         for x, y in zip(outputs, toy_expected(inputs), strict=True):
             torch.testing.assert_close(x, y)
         before.append([(x, x.clone()) for x in outputs])
@@ -218,7 +218,7 @@ def test_other_tensors_are_not_recorded(run, runs) -> None:
     runs.work = add
     for _ in range(4):
         inputs = call(8)
-        outputs = recording.recorded(run, inputs, False)
+        outputs = recording.recorded(run, inputs, False, run)
         torch.testing.assert_close(outputs[0], toy_expected(inputs)[0] * (2 - (run is with_a_copy)))
     assert known() == []
     assert list(recordings.values()) == [None]
@@ -228,7 +228,7 @@ def test_nor_is_what_takes_much_room(runs, monkeypatch) -> None:
     runs.work = add
     monkeypatch.setattr(recording, "MOST_ROOM", 512)
     for _ in range(3):
-        recording.recorded(toy, call(8), False)
+        recording.recorded(toy, call(8), False, toy)
     assert known() == []
 
 

@@ -160,7 +160,9 @@ def test_narrow_tiles_give_the_same_numbers(shape, monkeypatch) -> None:
         torch.manual_seed(1)
         found[narrow] = results(inputs, case, True)
     for name, (x, exact) in found[True].items():
-        assert relative_rms(x, found[False][name][0]) < 2**-12, name
+        wide = found[False][name][0]
+        # Summed in another order, some round to another float16; which, depends on the processor.
+        assert relative_rms(x, wide) < relative_rms(wide, exact) / 2, name
         assert relative_rms(x, exact) < 2**-8, name
 
 

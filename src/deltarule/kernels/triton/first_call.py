@@ -1,12 +1,14 @@
 """The kernels of a first call and their launchers, compiled side by side and not each in its turn.
 
 A call whose kind did not come before in this process is gone through twice: once its launches only
-hand their kernels to threads that compile them, then they run.
+hand their kernels to threads that compile them, then they run. Kernels of a backward that will come
+are compiled with those of its forward.
 """
 
 import os
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import Context
 
 import torch
@@ -19,7 +21,7 @@ from deltarule.kernels.triton.direct import compiling
 from deltarule.kernels.triton.launch import Plan
 
 # More only wait for each other, where Triton is in Python.
-MOST_THREADS = 8
+MOST_THREADS = 16
 seen: set[Hashable] = set()
 
 
@@ -45,10 +47,13 @@ def compiled_together(
 
 
 def side_by_side(run: Callable[[], object]) -> None:
-    """Go through launches that compile in threads; of errors the true launch will tell."""
+    """Go through launches that compile in threads.
+
+    Of errors the true launch will tell, if it comes: a backward that lacks memory may never do so.
+    """
     threads = min(os.cpu_count() or 1, MOST_THREADS)
     with ThreadPoolExecutor(threads) as pool:
-        with AsyncCompileMode(pool, ignore_errors=True) as mode, compiling():
+        with AsyncCompileMode(pool, ignore_errors=True) as mode, compiling(), suppress(Exception):
             run()
         kernels = [future.kernel for future in mode.future_kernels.values()]
         pool.map(make_launcher, [kernel for kernel in kernels if kernel is not None])

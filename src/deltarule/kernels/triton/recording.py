@@ -30,6 +30,7 @@ GRAIN = 512
 NEW, ONCE = "new", "once"
 
 Forward = Callable[[Inputs, Plan, bool], Outputs]
+Compiled = Callable[[Inputs, Plan, bool], object]
 
 
 class Note(NamedTuple):
@@ -112,8 +113,11 @@ class Recorded:
         self.tape.note(self.launch, grid, arguments)
 
 
-def recorded(run: Forward, inputs: Inputs, save: bool) -> Outputs:
-    """run(inputs, plan, save), from its recording where a call like it has one."""
+def recorded(run: Forward, inputs: Inputs, save: bool, whole: Compiled) -> Outputs:
+    """run(inputs, plan, save), from its recording where a call like it has one.
+
+    A first call compiles the kernels of `whole`, which may be more than those that it runs.
+    """
     if (kind := kind_of_launches(run, inputs, save)) is None:
         return run(inputs, make_plan(inputs), save)
     known = recordings.get(kind.key, NEW)
@@ -127,7 +131,7 @@ def recorded(run: Forward, inputs: Inputs, save: bool) -> Outputs:
     plan = make_plan(inputs)
     if known is NEW:
         remember(kind.key, ONCE)
-        compiled_together(lambda: run(inputs, plan, save), inputs, plan, run, save)
+        compiled_together(lambda: whole(inputs, plan, save), inputs, plan, run, save)
     return run(inputs, plan, save)
 
 

@@ -134,7 +134,7 @@ def piece(x: Tensor) -> Tensor:
 
 def forward(inputs: Inputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, final state, and what the backward is saved from computing again."""
-    o, final, *kept = recorded(forward_launches, inputs, save)
+    o, final, *kept = recorded(forward_launches, inputs, save, whole_call)
     return o, final, kept[0] if kept else final.new_empty(0, *final.shape[1:])
 
 
@@ -153,6 +153,14 @@ def forward_launches(inputs: Inputs, plan: Plan, save: bool) -> tuple[Tensor, ..
     o, final = next_state(inputs, plan, scores, buffers, output=True)
     assert o is not None
     return (o, final, kept) if save else (o, final)
+
+
+def whole_call(inputs: Inputs, plan: Plan, save: bool) -> None:
+    """The kernels of the forward and, where it saves for one, of the backward."""
+    o, final, *kept = forward_launches(inputs, plan, save)
+    if kept:
+        like = torch.empty_like(o), torch.empty_like(final)
+        backward_launches(*like, contiguous(inputs), plan, *kept)
 
 
 def backward(
