@@ -1,8 +1,8 @@
 """The kernels of a first call and their launchers, compiled side by side and not each in its turn.
 
 A call whose kind did not come before in this process is gone through twice: once its launches only
-hand their kernels to threads that compile them, then they run. Kernels of a backward that will come
-are compiled with those of its forward.
+hand their kernels to threads that compile them, then they run. Those of a backward that may
+follow are compiled with those of its forward.
 """
 
 import os
