@@ -8,12 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltarule.models import loss
-from deltarule.nn import norm, short_conv
+from deltarule.nn import gates, norm, short_conv
 from deltarule.nn.layout import make_layout
-from deltarule.ops import cross_entropy
-from deltarule.ops import short_conv as short_conv_op
-from deltarule.ops import swiglu as swiglu_op
-from deltarule.rules import gates
+from deltarule.ops.fused import cross_entropy
+from deltarule.ops.fused import short_conv as short_conv_op
+from deltarule.ops.fused import swiglu as swiglu_op
 
 Tensors = dict[str, Tensor]
 

@@ -37,8 +37,10 @@ def test_function_lengths_count_code_only(tmp_path):
 def source(tmp_path, monkeypatch):
     """A source tree of its own for the checks."""
     for tool in (budgets, clones, interfaces):
-        monkeypatch.setattr(tool, "SOURCE", tmp_path)
-    return tmp_path
+        monkeypatch.setattr(tool, "ROOT", tmp_path)
+    monkeypatch.setattr(budgets, "FOLDERS", {"src": 600})
+    (tmp_path / "src").mkdir()
+    return tmp_path / "src"
 
 
 def test_budgets_hold_and_break(source, capsys):
@@ -47,8 +49,18 @@ def test_budgets_hold_and_break(source, capsys):
     (source / "long.py").write_text("def f():\n" + "    x = 1\n" * 95)
     assert budgets.main() == 1
     assert "long.py:1 f: 96 lines of code, at most 90" in capsys.readouterr().out
-    (source / "long.py").write_text("x = 1\n" * 301)
+    (source / "long.py").write_text("x = 1\n" * 351)
     assert budgets.main() == 1
+
+
+def test_a_folder_has_a_budget_and_kernels_may_be_long(source, capsys):
+    (source / "short.py").write_text("def f():\n    return 1\n")
+    (source / "triton").mkdir()
+    (source / "triton" / "scan.py").write_text("x = 1\n" * 499)
+    assert budgets.main() == 0
+    (source / "more.py").write_text("x = 1\n" * 200)
+    assert budgets.main() == 1
+    assert "src: 701 lines, at most 600" in capsys.readouterr().out
 
 
 def test_median_budget(source):

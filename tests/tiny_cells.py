@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from deltarule.experiments.experiment import Experiment
-from deltarule.plots.curves import Curve, Panel, draw_curves
+from experiments.experiment import Experiment
+from experiments.figures import Curve, Panel, draw_curves
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A budget on copies: at most 5 % of the library's lines of code stand in a run written twice.
+"""A budget on copies: at most 4 % of the library's lines of code stand in a run written twice.
 
 Two runs are the same if six statement lines in a row are equal up to white space. Imports,
 signatures and argument lists passed on by name do not count: writing them out is the style here.
@@ -10,10 +10,11 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-SOURCE = Path(__file__).parents[1] / "src"
+ROOT = Path(__file__).parents[1]
+SOURCES = ("src", "experiments", "bench")
 
 RUN = 6
-SHARE = 0.05
+SHARE = 0.04
 
 Line = tuple[int, str]
 
@@ -21,8 +22,9 @@ Line = tuple[int, str]
 def main() -> int:
     """Print the share and the places; 1 if the share is over the budget."""
     files = {
-        str(file.relative_to(SOURCE)): body_lines(file.read_text())
-        for file in sorted(SOURCE.rglob("*.py"))
+        str(file.relative_to(ROOT)): body_lines(file.read_text())
+        for name in SOURCES
+        for file in sorted((ROOT / name).rglob("*.py"))
     }
     copies = copied_runs(files)
     total = sum(len(lines) for lines in files.values())

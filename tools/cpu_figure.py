@@ -1,4 +1,4 @@
-"""The README's figure, from the raw figures of `python -m deltarule.bench.cpu --output JSON`."""
+"""The README's figure, from the raw figures of `python -m bench.cpu --output JSON`."""
 
 import argparse
 import json
@@ -8,8 +8,8 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from deltarule.bench.cpu import CASES, Shape
-from deltarule.plots.style import DARK, DOTS_PER_INCH, INK, LIGHT, save
+from bench.cpu import CASES, Shape
+from deltarule.train.figures import DARK, DOTS_PER_INCH, INK, LIGHT, save
 
 FIGURES = Path(__file__).parents[1] / "docs" / "figures"
 SIDES = {"deltarule": DARK, "transformers": LIGHT}

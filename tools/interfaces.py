@@ -8,7 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-SOURCE = Path(__file__).parents[1] / "src"
+ROOT = Path(__file__).parents[1]
+SOURCES = ("src", "experiments", "bench")
 
 UNPICKLING_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "joblib"}
 # weights_only=True still reads a pickle.
@@ -18,8 +19,9 @@ UNPICKLING_CALLS = {"torch.load", "torch.serialization.load", "np.load", "numpy.
 def main() -> int:
     """Print every finding; 1 if there is any."""
     findings = [
-        f"{file.relative_to(SOURCE)}:{finding}"
-        for file in sorted(SOURCE.rglob("*.py"))
+        f"{file.relative_to(ROOT)}:{finding}"
+        for name in SOURCES
+        for file in sorted((ROOT / name).rglob("*.py"))
         for finding in check(file.read_text())
     ]
     print("\n".join(findings) or "no **kwargs in public, no unpickling")

@@ -1,6 +1,7 @@
 """The command line: train, use, compare and reproduce, each a command with flags."""
 
 import difflib
+import importlib
 import os
 import shlex
 import sys
@@ -12,25 +13,21 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 import deltarule
-from deltarule.bench.command import BenchRun, ModelBenchRun, bench, bench_model
-from deltarule.bench.tune import TuneRun, tune
-from deltarule.bench.warmup_command import WarmupRun, warm_up
 from deltarule.doctor import DoctorRun, diagnose
-from deltarule.eval.report import EvalRun, evaluate_run
-from deltarule.eval.sample import GenerateRun, generate_text
-from deltarule.experiments.reproduce import ListRun, ReproduceRun, list_experiments, reproduce
-from deltarule.nn import MIXERS
+from deltarule.nn import MIXERS, SYSTEMS
+from deltarule.nn.feature_maps import FEATURE_MAPS, NORMS
 from deltarule.nn.table import described, markdown
 from deltarule.ops import explain
-from deltarule.plots.attention import AttentionPlotRun, plot_attention
-from deltarule.rules import SYSTEMS
-from deltarule.rules.feature_maps import FEATURE_MAPS, NORMS
+from deltarule.train.attention_figure import AttentionPlotRun, plot_attention
 from deltarule.train.device import choose_device
 from deltarule.train.extra import MissingExtraError, require
 from deltarule.train.loop import DivergedError, InterruptedRunError
 from deltarule.train.mqar import MqarRun, train_mqar
+from deltarule.train.report import EvalRun, evaluate_run
 from deltarule.train.run_folder import folder_to_resume, stored_configuration
+from deltarule.train.sample import GenerateRun, generate_text
 from deltarule.train.text import TextRun, train_text
+from deltarule.warm_up import WarmupRun, warm_up
 
 # Exit codes as shells and other tools use them; 0 is success.
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
@@ -129,19 +126,28 @@ COMMANDS = {
     "train mqar": Command("train on associative recall, in minutes", MqarRun, train_mqar),
     "generate": Command("write text with a trained model", GenerateRun, generate_text),
     "eval": Command("bits per byte by position", EvalRun, evaluate_run),
-    "bench": Command("time the operators on a GPU beside their peers", BenchRun, bench),
-    "bench model": Command("time training steps of a 1.3 B model", ModelBenchRun, bench_model),
-    "reproduce": Command("run an experiment of the papers", ReproduceRun, reproduce),
-    "reproduce --list": Command("what each experiment shows and needs", ListRun, list_experiments),
     "plot attention": Command(
         "draw what the layers read and write", AttentionPlotRun, plot_attention
     ),
     "doctor": Command("are the shipped kernels right on this GPU?", DoctorRun, diagnose),
-    "tune": Command("make a table of configurations for this GPU", TuneRun, tune),
     "warmup": Command("compile kernels ahead of the first step", WarmupRun, warm_up),
     "explain": Command("which implementation would run, and why", ExplainRun, explain_call),
     "rules": Command("print the table of rules", RulesRun, rules),
 }
+
+# What a checkout has beside the package, and the first words of its commands.
+BESIDE = {"bench": "bench", "experiments": "reproduce"}
+
+
+def beside_the_package() -> dict[str, Command]:
+    """The commands of a checkout's `bench` and `experiments`; an installed wheel has neither."""
+    root = Path(deltarule.__file__).parents[2]
+    if not all((root / name / "commands.py").is_file() for name in BESIDE):
+        return {}
+    if str(root) not in sys.path:
+        sys.path.append(str(root))
+    modules = [importlib.import_module(f"{name}.commands") for name in BESIDE]
+    return {name: command for module in modules for name, command in module.COMMANDS.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -184,11 +190,15 @@ def run(words: list[str]) -> int:
     if words[0] == "--version":
         print(version())
         return 0
+    commands = COMMANDS
+    if words[0] in BESIDE.values() and not (commands := beside_the_package()):
+        say(f"error: {words[0]} needs a checkout: git clone deltarule, then pip install -e .")
+        return FAILED
     two = " ".join(words[:2])
-    name = two if words[0] == "train" or two in COMMANDS else words[0]
-    if name not in COMMANDS:
+    name = two if words[0] == "train" or two in commands else words[0]
+    if name not in commands:
         return unknown(name, words)
-    command = COMMANDS[name]
+    command = commands[name]
     rest = words[len(name.split()) :]
     command.run(read_flags(name, command, rest))
     return 0
@@ -217,7 +227,8 @@ def parse(name: str, command: Command, words: list[str], default: Any) -> Any:
 
 def overview() -> str:
     """What `deltarule --help` prints."""
-    lines = [f"  {name:<17} {command.about}" for name, command in COMMANDS.items()]
+    commands = COMMANDS | beside_the_package()
+    lines = [f"  {name:<17} {command.about}" for name, command in commands.items()]
     return "\n".join(
         [
             "usage: deltarule COMMAND [FLAGS]", "",
@@ -239,7 +250,8 @@ def unknown(name: str, words: list[str]) -> int:
     if words == ["train"] or words[:2] in (["train", "-h"], ["train", "--help"]):
         print(overview())
         return 0 if len(words) > 1 else MISUSED
-    known = ["train", *COMMANDS] if len(name.split()) == 1 else list(COMMANDS)
+    commands = [*COMMANDS, *BESIDE.values()]
+    known = ["train", *commands] if len(name.split()) == 1 else commands
     say(f"error: there is no command {name!r}; {nearest(name, known)}")
     return MISUSED
 

@@ -1,22 +1,22 @@
 import pytest
 import torch
 
-from bench import fake_peer
-from deltarule.bench import adapters, worker
-from deltarule.bench.adapters import Entry, Peer
-from deltarule.bench.cases import OPERATIONS, Shape, draw
+import fake_peer
+from bench import adapters, worker
+from bench.adapters import Entry, Peer
+from bench.cases import OPERATIONS, Shape, draw
 
 SMALL = Shape("small", 2, 12, 2, 2, 8, 16)
 STEP = Shape("step", 3, 1, 2, 4, 8, 16)
 FAKE = Peer(
-    "bench.fake_peer",
+    "fake_peer",
     {
-        "delta": Entry("bench.fake_peer", "key_first", half=("beta",)),
-        "gdn": Entry("bench.fake_peer", "packed", linear=("log_decay",), state_key_first=False,
+        "delta": Entry("fake_peer", "key_first", half=("beta",)),
+        "gdn": Entry("fake_peer", "packed", linear=("log_decay",), state_key_first=False,
                      packed=True, longest="longest"),
-        "gated_product2": Entry("bench.fake_peer", "key_first", half=("beta",),
+        "gated_product2": Entry("fake_peer", "key_first", half=("beta",),
                                 options={"steps": 2, "output_final_state": True}),
-        "decode": Entry("bench.fake_peer", "key_first",
+        "decode": Entry("fake_peer", "key_first",
                         names={"log_decay": "g", "state": "initial_state"}),
     },
 )  # fmt: skip

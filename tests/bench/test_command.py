@@ -3,9 +3,9 @@ import json
 import pytest
 import torch
 
-from deltarule.bench import adapters, command, cpu
-from deltarule.bench.cases import OPERATIONS, SHAPES
-from deltarule.bench.command import BenchRun, ModelBenchRun
+from bench import adapters, command, cpu
+from bench.cases import OPERATIONS, SHAPES
+from bench.command import BenchRun, ModelBenchRun
 from deltarule.cli import FAILED, main
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says that there is no GPU")

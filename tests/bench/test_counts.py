@@ -1,7 +1,7 @@
 import pytest
 
-from deltarule.bench import counts
-from deltarule.bench.cases import OPERATIONS, SHAPES, Shape, draw
+from bench import counts
+from bench.cases import OPERATIONS, SHAPES, Shape, draw
 
 TRAIN = SHAPES["8x4096-h16"]
 TOKENS_AND_HEADS = 8 * 4096 * 16

@@ -4,7 +4,7 @@ import sys
 import pytest
 import torch
 
-from deltarule.bench import cpu, peers
+from bench import cpu, peers
 from deltarule.train.extra import MissingExtraError
 
 SMALL = cpu.Shape(batch=1, tokens=96, heads=2, channels=16)

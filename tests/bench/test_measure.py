@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from deltarule.bench import measure
+from bench import measure
 
 
 def test_saved_bytes_counts_each_storage_once():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deltarule.bench import neighbours
+from bench import neighbours
 
 pytest.importorskip("triton")
 

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from deltarule.bench import adapters
-from deltarule.bench.processes import empty_caches, run_cases
-from deltarule.bench.worker import Setting
+from bench import adapters
+from bench.processes import empty_caches, run_cases
+from bench.worker import Setting
 
 SETTING = Setting("deltarule", "torch", "cpu", 2)
 # A worker that does what its cases say.

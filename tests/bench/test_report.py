@@ -2,12 +2,12 @@ import json
 
 import pytest
 
-from bench.example import example_report
-from deltarule.bench import report, results, table
-from deltarule.bench.cases import SHAPES
-from deltarule.bench.command import case
-from deltarule.bench.figure import draw_figure
-from deltarule.bench.targets import TARGETS, verdict
+from bench import report, results, table
+from bench.cases import SHAPES
+from bench.command import case
+from bench.figure import draw_figure
+from bench.targets import TARGETS, verdict
+from bench_example import example_report
 
 TRAIN = SHAPES["8x4096-h16"]
 

@@ -3,7 +3,7 @@ import time
 import pytest
 import torch
 
-from deltarule.bench import timing
+from bench import timing
 
 on_the_host = pytest.mark.skipif(torch.cuda.is_available(), reason="reads the GPU's clock there")
 

@@ -2,10 +2,10 @@ import json
 
 import pytest
 
-from bench import fake_peer
-from deltarule.bench import adapters, worker
-from deltarule.bench.adapters import Entry, Peer
-from deltarule.bench.worker import Setting
+import fake_peer
+from bench import adapters, worker
+from bench.adapters import Entry, Peer
+from bench.worker import Setting
 
 OURS = Setting("deltarule", "torch", "cpu", 2)
 FAKE = OURS._replace(peer="fake")
@@ -16,14 +16,14 @@ GRADIENTS = {"grad q", "grad k", "grad v", "grad beta"}
 @pytest.fixture(autouse=True)
 def fake(monkeypatch):
     entries = {
-        "delta": Entry("bench.fake_peer", "refuses"),
-        "gdn": Entry("bench.fake_peer", "forward_only"),
-        "simple_gla": Entry("bench.fake_peer", "refuses", no_backward="it has no backward pass"),
-        "product2": Entry("bench.fake_peer", "key_first", options={"output_final_state": True,
+        "delta": Entry("fake_peer", "refuses"),
+        "gdn": Entry("fake_peer", "forward_only"),
+        "simple_gla": Entry("fake_peer", "refuses", no_backward="it has no backward pass"),
+        "product2": Entry("fake_peer", "key_first", options={"output_final_state": True,
                                                              "steps": 2},
                           no_backward="it has no backward pass"),
     }  # fmt: skip
-    monkeypatch.setitem(adapters.PEERS, "fake", Peer("bench.fake_peer", entries))
+    monkeypatch.setitem(adapters.PEERS, "fake", Peer("fake_peer", entries))
 
 
 def attempt(setting, kind, operation, backward=True):

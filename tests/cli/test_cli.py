@@ -9,7 +9,7 @@ import time
 import pytest
 
 from deltarule.cli import COMMANDS, FAILED, INTERRUPTED, MISUSED, main
-from deltarule.rules import SYSTEMS
+from deltarule.nn import SYSTEMS
 from deltarule.train.checkpoint import Checkpoints
 
 TINY = [

@@ -11,11 +11,10 @@ from deltarule.doctor import definition
 from deltarule.doctor import examine as module
 from deltarule.doctor.command import DoctorRun, diagnose, keep_verdicts
 from deltarule.doctor.examine import Configuration, commonest, draw, every, examine, known_bad
-from deltarule.kernels import machine
-from deltarule.kernels.triton import recurrence, verdicts
-from deltarule.kernels.triton.launch import LEAST_READS, full_tiles, new_plan
-from deltarule.ops import dispatch
-from deltarule.reference import chunked
+from deltarule.ops.delta_rule import chunked, implementations, verdicts
+from deltarule.ops.delta_rule.triton import passes
+from deltarule.ops.delta_rule.triton.plan import LEAST_READS, full_tiles, new_plan
+from deltarule.ops.runtime import machine
 from tolerance import assert_close
 
 CPU = torch.device("cpu")
@@ -69,14 +68,14 @@ def call_on_a_gpu():
         dtype=inputs.q.dtype,
         numel=inputs.q.numel,
     )
-    return dispatch.Call(inputs._replace(q=q))
+    return implementations.Call(inputs._replace(q=q))
 
 
 @interpreted
 def test_a_broken_kernel_is_caught_and_then_refused(own_cache, monkeypatch) -> None:
-    monkeypatch.setattr(dispatch, "triton_missing", lambda device: None)
-    assert dispatch.why_not_triton(call_on_a_gpu()) is None
-    sound = recurrence.forward
+    monkeypatch.setattr(implementations, "triton_missing", lambda device: None)
+    assert implementations.why_not_triton(call_on_a_gpu()) is None
+    sound = passes.forward
 
     def broken(inputs, save):
         o, final, saved = sound(inputs, save)
@@ -90,14 +89,14 @@ def test_a_broken_kernel_is_caught_and_then_refused(own_cache, monkeypatch) -> N
     assert verdict.error.startswith("o (")
     path = keep_verdicts([verdict])
     assert path.parent.parent == own_cache
-    reason = dispatch.why_not_triton(call_on_a_gpu())
+    reason = implementations.why_not_triton(call_on_a_gpu())
     assert verdict.name in reason
     assert verdict.error in reason
     assert str(path) in reason
     # Another machine, or another version, has other findings.
     monkeypatch.setattr(machine, "identity", lambda: {"gpu": "another"})
     verdicts.failures.cache_clear()
-    assert dispatch.why_not_triton(call_on_a_gpu()) is None
+    assert implementations.why_not_triton(call_on_a_gpu()) is None
 
 
 @interpreted

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from deltarule.experiments.ablation import EXPERIMENT, ON_A_LAPTOP, VARIANTS
-from deltarule.experiments.table import load_experiment
 from deltarule.models import CausalLM, count_parameters
-from experiments.text_results import text_result
+from experiments.ablation import EXPERIMENT, ON_A_LAPTOP, VARIANTS
+from experiments.table import load_experiment
+from text_results import text_result
 
 
 @pytest.mark.parametrize("scale", ["laptop", "gpu"])

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from deltarule.experiments.constructions import Construction, reflections, rotation_matrices
 from deltarule.tasks.groups import products, running_products
+from experiments.constructions import Construction, reflections, rotation_matrices
 
 # The writes for a token that each group needs, by the way it acts.
 WRITES = {

@@ -1,8 +1,8 @@
 import pytest
 
-from deltarule.experiments.extrapolation import EXPERIMENT, READ, TRAINED, by_position
-from deltarule.experiments.table import load_experiment
-from experiments.text_results import failed, text_result
+from experiments.extrapolation import EXPERIMENT, READ, TRAINED, by_position
+from experiments.table import load_experiment
+from text_results import failed, text_result
 
 
 @pytest.mark.parametrize(("scale", "factor"), [("laptop", 16), ("gpu", 32)])

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deltarule.experiments import groups
-from deltarule.experiments.experiment import Result
-from deltarule.experiments.records import plain
+from experiments import groups
+from experiments.experiment import Result
+from experiments.records import plain
 
 
 def fake(cell, share):

@@ -1,12 +1,12 @@
 import pytest
 
-from deltarule.experiments.equal_size import equal_size
-from deltarule.experiments.language import COMPARED, EXPERIMENT, ON_A_LAPTOP, SEEDS
-from deltarule.experiments.seeds import Runs, noise, places
-from deltarule.experiments.table import load_experiment
-from deltarule.experiments.text_setting import SETTINGS, text_model
 from deltarule.models import count_parameters
-from experiments.text_results import failed, text_result
+from experiments.equal_size import equal_size
+from experiments.language import COMPARED, EXPERIMENT, ON_A_LAPTOP, SEEDS
+from experiments.seeds import Runs, noise, places
+from experiments.table import load_experiment
+from experiments.text_setting import SETTINGS, text_model
+from text_results import failed, text_result
 
 
 @pytest.mark.parametrize("scale", ["laptop", "gpu"])

@@ -3,14 +3,14 @@ import dataclasses
 import pytest
 import torch
 
-from deltarule.experiments.autoencoder import Autoencoder, positions
-from deltarule.experiments.experiment import Result
-from deltarule.experiments.mad import EXPERIMENT, PUBLISHED, SETTINGS, make_cell
-from deltarule.experiments.records import plain
-from deltarule.experiments.table import load_experiment
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.tasks import load_task
-from experiments.text_results import failed
+from experiments.autoencoder import Autoencoder, positions
+from experiments.experiment import Result
+from experiments.mad import EXPERIMENT, PUBLISHED, SETTINGS, make_cell
+from experiments.records import plain
+from experiments.table import load_experiment
+from text_results import failed
 
 CONFIG = ModelConfig(
     vocab_size=16, hidden_size=32, num_layers=2, num_heads=2, layer_types="deltanet"

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from deltarule.experiments import memory
-from deltarule.experiments.experiment import Result
-from deltarule.experiments.memory import RULES, Memory, MemoryCell, recall
-from deltarule.experiments.records import plain
+from experiments import memory
+from experiments.experiment import Result
+from experiments.memory import RULES, Memory, MemoryCell, recall
+from experiments.records import plain
 
 CPU = torch.device("cpu")
 

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from deltarule.experiments import mqar
-from deltarule.experiments.experiment import Result
-from deltarule.experiments.records import plain
 from deltarule.tasks.mqar import Config
+from experiments import mqar
+from experiments.experiment import Result
+from experiments.records import plain
 
 
 def fake(cell, accuracy):

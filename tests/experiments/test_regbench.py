@@ -3,11 +3,11 @@ import dataclasses
 import pytest
 import torch
 
-from deltarule.experiments.experiment import Result
-from deltarule.experiments.records import plain
-from deltarule.experiments.regbench import EXPERIMENT, FORMS, LABEL, make_cell
-from deltarule.experiments.table import load_experiment
-from experiments.text_results import failed
+from experiments.experiment import Result
+from experiments.records import plain
+from experiments.regbench import EXPERIMENT, FORMS, LABEL, make_cell
+from experiments.table import load_experiment
+from text_results import failed
 
 
 def language_result(cell, accuracy):

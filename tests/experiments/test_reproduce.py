@@ -14,18 +14,18 @@ import torch
 import deltarule
 import tiny_cells
 from deltarule.cli import FAILED, INTERRUPTED, main
-from deltarule.experiments import pages, reproduce, table
-from deltarule.experiments.experiment import Experiment
-from deltarule.experiments.processes import MachineError, devices_of, least_loaded
-from deltarule.experiments.records import RecordError
-from deltarule.experiments.reproduce import ReproduceRun
+from experiments import pages, reproduce, table
+from experiments.experiment import Experiment
+from experiments.processes import MachineError, devices_of, least_loaded
+from experiments.records import RecordError
+from experiments.reproduce import ReproduceRun
 from tiny_cells import Tiny
 
 SCRIPT = """
 import sys
 import tiny_cells
 from deltarule.cli import main
-from deltarule.experiments import table
+from experiments import table
 
 table.EXPERIMENTS["tiny"] = "tiny_cells"
 tiny_cells.CELLS[:] = [tiny_cells.Tiny("slow", waits=True), tiny_cells.Tiny("quick")]

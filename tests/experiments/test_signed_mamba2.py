@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from deltarule.experiments.signed_mamba2 import SignedMamba2, eigenvalue, with_signs
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.nn import Mamba2
-from deltarule.rules import Projections
+from deltarule.nn.rule import Projections
+from experiments.signed_mamba2 import SignedMamba2, eigenvalue, with_signs
 from tolerance import assert_close
 
 HEADS = 3

@@ -5,12 +5,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deltarule.experiments import speedup, token_kernels, token_loop
-from deltarule.experiments.experiment import Result
-from deltarule.experiments.records import plain
-from deltarule.experiments.speedup import EXPERIMENT, PUBLISHED, SpeedupCell
-from deltarule.experiments.table import load_experiment
-from deltarule.reference import recurrent
+from deltarule.ops.delta_rule import definition
+from experiments import speedup, token_kernels, token_loop
+from experiments.experiment import Result
+from experiments.records import plain
+from experiments.speedup import EXPERIMENT, PUBLISHED, SpeedupCell
+from experiments.table import load_experiment
 from tolerance import assert_close
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ def test_the_loop_over_tokens_is_the_definition(module, device):
     v, grad = torch.randn(2, 2, 9, 3, 24, device=device).unbind()
     beta = torch.rand(2, 9, 3, device=device)
     leaves = [x.double().requires_grad_() for x in (q, k, v, beta)]
-    exact = recurrent.delta_rule(*leaves[:3], beta=leaves[3]).o
+    exact = definition.delta_rule(*leaves[:3], beta=leaves[3]).o
     gradients = torch.autograd.grad(exact, leaves, grad.double())
     o, error = module.forward(q, k, v, beta)
     assert_close(o, exact.detach(), name="o")
@@ -47,7 +47,7 @@ def test_the_loop_in_c_takes_nothing_that_it_would_misread():
 def test_loading_the_loop_in_c_leaves_the_smallest_numbers_alone():
     program = """
 import torch
-from deltarule.experiments import token_loop
+from experiments import token_loop
 token_loop.library()
 assert (torch.tensor([1e-39]) * 1).item() > 0
 """

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deltarule.experiments import state_tracking
-from deltarule.experiments.experiment import Result
-from deltarule.experiments.records import plain
-from deltarule.experiments.signed_mamba2 import SignedMamba2
 from deltarule.nn import DeltaNet, Mamba2
 from deltarule.tasks import load_task, parity
+from experiments import state_tracking
+from experiments.experiment import Result
+from experiments.records import plain
+from experiments.signed_mamba2 import SignedMamba2
 
 
 def fake(cell, accuracy):

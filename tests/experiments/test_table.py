@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from deltarule.experiments.experiment import SCALES
-from deltarule.experiments.records import plain
-from deltarule.experiments.table import EXPERIMENTS, load_experiment
+from experiments.experiment import SCALES
+from experiments.records import plain
+from experiments.table import EXPERIMENTS, load_experiment
 
 FORMS = [
     (name, scale)

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deltarule.experiments.task_cell import Curriculum, Evaluation, TaskCell
 from deltarule.models import ModelConfig
 from deltarule.tasks.mqar import Config
 from deltarule.train.loop import LoopOptions, Trainer
 from deltarule.train.optimizer import OptimizerOptions
+from experiments.task_cell import Curriculum, Evaluation, TaskCell
 
 TASK = Config(length=8, pairs=2, vocab_size=8)
 LONGER = Config(length=16, pairs=2, vocab_size=8)

@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 import torch
 
-from deltarule.eval.bits_per_byte import bits_per_byte
-from deltarule.experiments.text_cell import TextCell
-from deltarule.experiments.text_rows import TextRows, held_out_rows, measure, rows_at
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.train.data import encode_documents
 from deltarule.train.documents import DataError
+from deltarule.train.evaluate import bits_per_byte
 from deltarule.train.loop import LoopOptions, Trainer
 from deltarule.train.optimizer import OptimizerOptions
+from experiments.text_cell import TextCell
+from experiments.text_rows import TextRows, held_out_rows, measure, rows_at
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig(

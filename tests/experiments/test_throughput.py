@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from deltarule.bench import adapters
-from deltarule.experiments import throughput
-from deltarule.experiments.experiment import Result
-from deltarule.experiments.records import plain
-from deltarule.experiments.table import load_experiment
-from deltarule.experiments.throughput import (
+from bench import adapters
+from deltarule.models import ModelConfig, count_parameters
+from experiments import throughput
+from experiments.experiment import Result
+from experiments.records import plain
+from experiments.table import load_experiment
+from experiments.throughput import (
     EXPERIMENT,
     FLA,
     LENGTHS,
@@ -20,7 +21,6 @@ from deltarule.experiments.throughput import (
     TOKENS,
     ThroughputCell,
 )
-from deltarule.models import ModelConfig, count_parameters
 
 CPU = torch.device("cpu")
 TINY = ModelConfig(

@@ -12,14 +12,10 @@ import torch
 from ahead import Launch, Report, compiled, recording
 from torch import Tensor
 
-from deltarule.kernels.inputs import Inputs
-from deltarule.kernels.triton import (
-    configurations,
-    recurrence,
-    recurrent_step,
-    segment_length,
-    slabs,
-)
+from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.triton import low_memory, passes, tile_sizes
+from deltarule.ops.delta_rule.triton import plan as segment_length
+from deltarule.ops.delta_rule.triton import step as recurrent_step
 
 TARGETS = (80, 86, 89, 90, 100, 120)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -99,20 +95,20 @@ def inputs_of(call: Call) -> Inputs:
 
 def launches(call: Call, capability: int) -> list[Launch]:
     """The different launches of a call's forward, its backward, and both with states recomputed."""
-    configurations.INTERPRETED = capability
-    configurations.configuration.cache_clear()
+    tile_sizes.INTERPRETED = capability
+    tile_sizes.configuration.cache_clear()
     segment_length.multiprocessors = lambda device: call.processors
     inputs, parts = inputs_of(call), call.slabs
-    recurrence.slabs_of = slabs.slabs_of
+    passes.slabs_of = low_memory.slabs_of
     if parts is not None:
-        recurrence.slabs_of = lambda inputs, plan, again: slabs.cut_into(inputs, plan, parts)
+        passes.slabs_of = lambda inputs, plan, again: low_memory.cut_into(inputs, plan, parts)
     with recording() as found:
         if call.step:
             recurrent_step.recurrent_step(inputs, inputs.initial_state, None, -1)
         else:
             for save in (False, True):
-                o, final, saved = recurrence.forward(inputs, save)
-                recurrence.backward(torch.empty_like(o), torch.empty_like(final), inputs, saved)
+                o, final, saved = passes.forward(inputs, save)
+                passes.backward(torch.empty_like(o), torch.empty_like(final), inputs, saved)
     return list({repr(launch): launch for launch in found}.values())
 
 

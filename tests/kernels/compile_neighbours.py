@@ -12,66 +12,66 @@ from ahead import resources
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from deltarule.kernels.triton import (
-    cross_entropy,
-    gated_norm,
-    gates,
-    residual_norm,
-    short_conv,
-    short_conv_backward,
-    swiglu,
+from deltarule.ops.fused import (
+    cross_entropy_triton,
+    gates_triton,
+    norms_triton,
+    short_conv_triton,
+    swiglu_triton,
 )
 
 CONV = {
     "W": 4, "C": 128, "BD": 128, "PADDED": False, "counts": None, "ACTIVATED": True,
 }  # fmt: skip
-FORWARD = dict(zip(("BG", "RUN"), short_conv.TILE, strict=True))
-BACKWARD = dict(zip(("BG", "RUN"), short_conv_backward.TILE, strict=True))
+FORWARD = dict(zip(("BG", "RUN"), short_conv_triton.TILE, strict=True))
+BACKWARD = dict(zip(("BG", "RUN"), short_conv_triton.BACKWARD_TILE, strict=True))
 ROWS = {"cu_seqlens": None, "sequence": None, "PACKED": False}
 TRAINING = {"d_final": None, "FINAL": False}
 NORM = {"H": 16, "V": 128, "BV": 128, "ACTIVATION": "silu"}
 SUM = {"V": 2048, "BV": 2048}
 GATE = {"C": 2048, "K": 128, "BC": 256, "BR": 4}
 KERNELS = {
-    "conv": (short_conv.short_conv_kernel, CONV | FORWARD | ROWS | {"UNIT_NORM": False}),
+    "conv": (short_conv_triton.short_conv_kernel, CONV | FORWARD | ROWS | {"UNIT_NORM": False}),
     "conv, packed": (
-        short_conv.short_conv_kernel, CONV | FORWARD | {"PACKED": True, "UNIT_NORM": True},
+        short_conv_triton.short_conv_kernel, CONV | FORWARD | {"PACKED": True, "UNIT_NORM": True},
     ),
     "conv, one token": (
-        short_conv.short_conv_kernel,
+        short_conv_triton.short_conv_kernel,
         CONV | ROWS | {"UNIT_NORM": False, "BG": 1, "RUN": 1, "T": 1, "blocks": 1},
     ),
     "conv backward": (
-        short_conv_backward.short_conv_backward_kernel,
+        short_conv_triton.short_conv_backward_kernel,
         CONV | BACKWARD | ROWS | TRAINING | {"UNIT_NORM": False},
     ),
     "conv backward, packed": (
-        short_conv_backward.short_conv_backward_kernel,
+        short_conv_triton.short_conv_backward_kernel,
         CONV | BACKWARD | TRAINING | {"PACKED": True, "UNIT_NORM": False},
     ),
     "history gradient": (
-        short_conv_backward.history_gradient_kernel,
+        short_conv_triton.history_gradient_kernel,
         CONV | BACKWARD | {"PACKED": True, "UNIT_NORM": False, "FINAL": True},
     ),
-    "norm": (gated_norm.gated_norm_kernel, NORM | {"BR": 16}),
-    "norm backward": (gated_norm.gated_norm_backward_kernel, NORM | {"BR": 8, "TILES": 8}),
-    "residual norm": (residual_norm.residual_norm_kernel, SUM),
+    "norm": (norms_triton.gated_norm_kernel, NORM | {"BR": 16}),
+    "norm backward": (norms_triton.gated_norm_backward_kernel, NORM | {"BR": 8, "TILES": 8}),
+    "residual norm": (norms_triton.residual_norm_kernel, SUM),
     "residual norm backward": (
-        residual_norm.residual_norm_backward_kernel,
-        SUM | {"ROWS": residual_norm.ROWS, "SUM": True},
+        norms_triton.residual_norm_backward_kernel,
+        SUM | {"ROWS": norms_triton.ROWS, "SUM": True},
     ),
-    "swiglu": (swiglu.swiglu_kernel, {"BLOCK": swiglu.BLOCK}),
+    "swiglu": (swiglu_triton.swiglu_kernel, {"BLOCK": swiglu_triton.BLOCK}),
     "swiglu backward": (
-        swiglu.swiglu_backward_kernel, {"BLOCK": swiglu.BLOCK, "PRODUCT": True},
+        swiglu_triton.swiglu_backward_kernel, {"BLOCK": swiglu_triton.BLOCK, "PRODUCT": True},
     ),
-    "decay": (gates.log_decay_kernel, GATE | {"STEP": True, "BR": 16}),
+    "decay": (gates_triton.log_decay_kernel, GATE | {"STEP": True, "BR": 16}),
     "decay backward": (
-        gates.log_decay_backward_kernel, GATE | {"STEP": True, "DECAY": True, "TILES": 8},
+        gates_triton.log_decay_backward_kernel, GATE | {"STEP": True, "DECAY": True, "TILES": 8},
     ),
-    "strength": (gates.write_strength_kernel, GATE | {"BACKWARD": True}),
-    "cross entropy": (cross_entropy.cross_entropy_kernel, {"BV": cross_entropy.BLOCK}),
+    "strength": (gates_triton.write_strength_kernel, GATE | {"BACKWARD": True}),
+    "cross entropy": (
+        cross_entropy_triton.cross_entropy_kernel, {"BV": cross_entropy_triton.BLOCK},
+    ),
     "cross entropy backward": (
-        cross_entropy.cross_entropy_backward_kernel, {"BV": cross_entropy.BLOCK},
+        cross_entropy_triton.cross_entropy_backward_kernel, {"BV": cross_entropy_triton.BLOCK},
     ),
 }  # fmt: skip
 HALF = (
@@ -108,7 +108,7 @@ def compile_kernel(name: str, capability: int) -> dict[str, int]:
     warps = 8 if "entropy" in name else 4
     options = {"num_stages": 1, "enable_fp_fusion": True, "num_warps": warps}
     if "short_conv" in kernel.__module__:
-        options = short_conv.OPTIONS
+        options = short_conv_triton.OPTIONS
     source = ASTSource(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return resources(compiled.asm["cubin"])

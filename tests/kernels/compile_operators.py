@@ -11,8 +11,10 @@ import torch
 from ahead import Launch, compiled, recording
 from torch import Tensor
 
-from deltarule.kernels.scan_inputs import ScanInputs
-from deltarule.kernels.triton import mesa, selective_scan, ttt
+from deltarule.ops.memory.triton import passes as memory_passes
+from deltarule.ops.mesa import triton as mesa
+from deltarule.ops.selective_scan.inputs import ScanInputs
+from deltarule.ops.selective_scan.triton import passes
 
 TARGETS = (80, 86, 89, 90, 100, 120)
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -47,8 +49,8 @@ def run_scan(inputs: ScanInputs) -> Callable[[], None]:
 
     def run() -> None:
         for save in (False, True):
-            o, final, saved = selective_scan.forward(inputs, save)
-            selective_scan.backward(torch.empty_like(o), torch.empty_like(final), inputs, saved)
+            o, final, saved = passes.forward(inputs, save)
+            passes.backward(torch.empty_like(o), torch.empty_like(final), inputs, saved)
 
     return run
 
@@ -78,8 +80,8 @@ def run_memory(operator: str, slots: int, channels: int, packed: bool) -> Callab
         streams = *map(torch.empty, shapes), owner
         memory = torch.empty(5, 4, 3, channels, channels + bias)
         norm = (torch.empty(4, channels),) * 2 if bias else (None, None)
-        ttt.forward(streams, memory, *norm, 1e-6, note=False)
-        ttt.backward(torch.empty(tile), memory, streams, memory, *norm, 1e-6)
+        memory_passes.forward(streams, memory, *norm, 1e-6, note=False)
+        memory_passes.backward(torch.empty(tile), memory, streams, memory, *norm, 1e-6)
 
     return run
 

@@ -11,8 +11,8 @@ import torch
 from ahead import Launch, compiled, recording
 from compile_ahead import TARGETS, Call, inputs_of
 
-from deltarule.kernels.gate_maps import GateMaps
-from deltarule.kernels.triton.recurrent_step import recurrent_step
+from deltarule.ops.delta_rule.gate_maps import GateMaps
+from deltarule.ops.delta_rule.triton.step import recurrent_step
 
 CALLS = [
     *(Call("tied", decay, step=True) for decay in ("head", "channel")),

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from deltarule.doctor.definition import results
 from deltarule.doctor.examine import LENGTHS, Configuration, draw, triton_run
-from deltarule.kernels.inputs import Inputs
-from deltarule.kernels.triton.recurrent_step import recurrent_step
+from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.triton.step import recurrent_step
 from deltarule.ops.pack import pack
 from neighbours import MAKERS, with_gradients
 from ops import memories, test_memories_on_gpu, test_mesa, test_selective_scan

@@ -5,35 +5,18 @@ import itertools
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 
 import deltarule
-from deltarule.kernels import machine
-from deltarule.kernels.triton import configurations
-from deltarule.kernels.triton.configurations import Call, chunk_rows, configuration, overridden
-from deltarule.kernels.triton.tables import REGISTERS, TABLES
+from deltarule.ops.delta_rule.triton import tile_sizes
+from deltarule.ops.delta_rule.triton.tables import REGISTERS, TABLES
+from deltarule.ops.delta_rule.triton.tile_sizes import Call, chunk_rows, configuration, overridden
+from deltarule.ops.runtime import machine
 
 KERNELS = ("pair_scores", "next_state", "next_state_backward", "gradients")
 COPIES = ("channel_scores", "even_scores", "next_state", "next_state_backward",
           "pair_gradients", "channel_gradients")  # fmt: skip
-
-
-@pytest.fixture
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    identity = {"gpu": "a", "driver": "b", "triton": "c", "deltarule": "d"}
-    monkeypatch.setattr(machine, "identity", lambda: identity)
-    clear()
-    yield tmp_path
-    clear()
-
-
-def clear() -> None:
-    configurations.tuned_tables.cache_clear()
-    configuration.cache_clear()
 
 
 @pytest.mark.parametrize("architecture", [*TABLES, 87, 103, 110, 121])
@@ -53,29 +36,9 @@ def test_every_call_has_a_configuration(architecture) -> None:
 
 
 def test_the_nearest_architecture_below() -> None:
-    assert configurations.table_of(103) is TABLES[100]
-    assert configurations.table_of(87) is TABLES[86]
-    assert configurations.table_of(75) is TABLES[80]
-
-
-def test_a_tuned_table_goes_first(own_cache) -> None:
-    call = Call(90, 2, 128, 128, "tied", False)
-    shipped = configuration("gradients", call)
-    config = {"BV": 16, "num_warps": 2, "num_stages": 1}
-    path = machine.keep("tables", {"gradients": {"2 bytes, K to 128": config}})
-    assert path.is_relative_to(own_cache)
-    clear()
-    assert configuration("gradients", call) == config != shipped
-    assert configuration("gradients", call._replace(key_size=64)) != config
-
-
-def test_a_table_of_another_version_is_not_read(own_cache, monkeypatch) -> None:
-    machine.keep("tables", {"gradients": {"2 bytes, K to 128": {"BV": 16, "num_warps": 2}}})
-    path = machine.kept_file("tables")
-    monkeypatch.setattr(machine, "kept_file", lambda kind: path)
-    monkeypatch.setattr(machine, "identity", lambda: {"gpu": "another"})
-    clear()
-    assert configurations.tuned_tables() == {}
+    assert tile_sizes.table_of(103) is TABLES[100]
+    assert tile_sizes.table_of(87) is TABLES[86]
+    assert tile_sizes.table_of(75) is TABLES[80]
 
 
 def test_an_override_ends() -> None:

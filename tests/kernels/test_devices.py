@@ -11,13 +11,14 @@ pytest.importorskip("triton")
 
 from triton import knobs
 
+import deltarule
 from deltarule import MesaState, delta_rule, mesa
-from deltarule.kernels.triton import direct
-from deltarule.kernels.triton.direct import HERE, Launch, there
+from deltarule.ops.runtime import launch as direct
+from deltarule.ops.runtime.launch import HERE, Launch, there
 from neighbours import MAKERS, with_gradients
 from ops import memories, test_mesa, test_selective_scan
 
-FOLDER = Path(direct.__file__).parent
+FOLDER = Path(deltarule.ops.__file__).parent
 
 
 def launches_of_its_own(source: str) -> list[int]:
@@ -36,9 +37,11 @@ def test_such_a_launch_is_seen() -> None:
     assert launches_of_its_own("launch(scan_kernel, grid, (x[0](1),), {})") == []
 
 
-@pytest.mark.parametrize("file", sorted(FOLDER.glob("*.py")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file", sorted(FOLDER.rglob("*.py")), ids=lambda file: str(file.relative_to(FOLDER))
+)
 def test_every_kernel_is_launched_by_the_file_that_looks_at_devices(file: Path) -> None:
-    assert bool(launches_of_its_own(file.read_text())) == (file.stem == "direct")
+    assert bool(launches_of_its_own(file.read_text())) == (file == Path(direct.__file__))
 
 
 class Gpus:

@@ -17,10 +17,12 @@ from triton.compiler import CompiledKernel, make_backend
 from triton.runtime import jit
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from deltarule.kernels.inputs import Inputs
-from deltarule.kernels.triton import direct, launch, recurrence, scan, segments
-from deltarule.kernels.triton.configurations import forget
-from deltarule.kernels.triton.direct import Launch, signature, watched
+from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.triton import passes, segments, stages_scan
+from deltarule.ops.delta_rule.triton import plan as launch
+from deltarule.ops.delta_rule.triton.tile_sizes import forget
+from deltarule.ops.runtime import launch as direct
+from deltarule.ops.runtime.launch import Launch, signature, watched
 
 # What `JITFunction.run` reads of Triton's settings: each is looked at before a direct launch, but
 # for one that counts only together with `instrumentation_mode`.
@@ -312,13 +314,13 @@ def call(**changes) -> Inputs:
 def constants(inputs: Inputs) -> list[tuple[object, ...]]:
     """All that is made of a plan once."""
     plan = launch.new_plan(inputs)
-    layouts = [recurrence.kept_layout(inputs, plan, save) for save in (False, True)]
+    layouts = [passes.kept_layout(inputs, plan, save) for save in (False, True)]
     scans = [
-        scan.scan_launch(inputs, plan, name, split)
+        stages_scan.scan_launch(inputs, plan, name, split)
         for name in ("next_state", "next_state_backward")
         for split in ("none", "ends", "starts")
     ]
-    module = recurrence.channel if inputs.by_channel else recurrence.head
+    module = passes.stages_channel if inputs.by_channel else passes.stages_head
     choices = (False,) if inputs.by_channel else ()
     others = [
         module.scores_launch(inputs, plan, *choices),
@@ -389,8 +391,8 @@ def test_direct_launches_equal_tritons_own_bitwise(decay: str, tokens: int, monk
     inputs = Inputs(q, k, v, beta, None, None, log_decay, ones, None, 1, 0.1, True, False)
 
     def run() -> list[torch.Tensor]:
-        o, final, saved = recurrence.forward(inputs, True)
-        gradients = recurrence.backward(torch.ones_like(o), ones, inputs, saved)
+        o, final, saved = passes.forward(inputs, True)
+        gradients = passes.backward(torch.ones_like(o), ones, inputs, saved)
         return [o, final, *(x for x in gradients if x is not None)]
 
     run()

@@ -13,14 +13,14 @@ from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime._async_compile import active_mode
 
 from deltarule import delta_rule
-from deltarule.kernels.inputs import Inputs
-from deltarule.kernels.kinds import kind_of
-from deltarule.kernels.triton import first_call, recording, recurrence
-from deltarule.kernels.triton.compilations import compilations
-from deltarule.kernels.triton.configurations import forget
-from deltarule.kernels.triton.direct import ONLY_COMPILED, Launch, compiling
-from deltarule.kernels.triton.first_call import compiled_together
-from deltarule.kernels.triton.launch import new_plan
+from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.triton import first_call, passes, recording
+from deltarule.ops.delta_rule.triton.first_call import compiled_together
+from deltarule.ops.delta_rule.triton.plan import new_plan
+from deltarule.ops.delta_rule.triton.tile_sizes import forget
+from deltarule.ops.runtime.compile import compilations
+from deltarule.ops.runtime.kinds import kind_of
+from deltarule.ops.runtime.launch import ONLY_COMPILED, Launch, compiling
 
 
 class Kernel:
@@ -145,12 +145,12 @@ def test_a_forward_that_saves_compiles_the_backward_too(decay, monkeypatch) -> N
         return run(), list(launched)
 
     forget()
-    (o, final, saved), first = kernels(lambda: recurrence.forward(inputs, True))
-    _, last = kernels(lambda: recurrence.forward(inputs, False))
+    (o, final, saved), first = kernels(lambda: passes.forward(inputs, True))
+    _, last = kernels(lambda: passes.forward(inputs, False))
     forget()
     plan = new_plan(inputs)
-    _, forward = kernels(lambda: recurrence.forward_launches(inputs, plan, True))
-    _, backward = kernels(lambda: recurrence.backward(o, final, inputs, saved))
+    _, forward = kernels(lambda: passes.forward_launches(inputs, plan, True))
+    _, backward = kernels(lambda: passes.backward(o, final, inputs, saved))
     assert len(backward) >= 2
     assert first == [*forward, *backward, *forward]
     assert last == [*forward, *forward]

@@ -5,14 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltarule import pack
-from deltarule.kernels.torch import lanes
+from deltarule.ops import mini_batches
 
 CPU = torch.device("cpu")
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any), st.integers(1, 8))
 def test_every_sequence_has_its_own_place(lengths, size):
-    plan = lanes.make_lanes(pack(lengths), None, sum(lengths), size, CPU)
+    plan = mini_batches.make_lanes(pack(lengths), None, sum(lengths), size, CPU)
     for n, length in enumerate(lengths):
         needed = -(-length // size)
         mine = plan.owner == n
@@ -30,7 +30,7 @@ def test_every_sequence_has_its_own_place(lengths, size):
 )
 def test_one_lane_has_room_for_all(pairs):
     lengths, begun = ([pair[i] for pair in pairs] for i in (0, 1))
-    plan = lanes._one_lane(torch.tensor(lengths), torch.tensor(begun), sum(lengths), 8)
+    plan = mini_batches._one_lane(torch.tensor(lengths), torch.tensor(begun), sum(lengths), 8)
     for n, (length, position) in enumerate(pairs):
         needed = -(-(length + position) // 8) if length else 0
         first = int(plan.start[n])

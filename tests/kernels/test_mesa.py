@@ -5,13 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from deltarule import MesaState, pack
-from deltarule.kernels.torch import mesa as chunked
-from deltarule.kernels.torch.mesa_solution import (
-    Covariance,
-    conjugate_gradients,
-    gpu_iterations_op,
-)
-from deltarule.reference import mesa as reference
+from deltarule.ops.mesa import definition as reference
+from deltarule.ops.mesa import torch as chunked
+from deltarule.ops.mesa.torch import Covariance, conjugate_gradients, gpu_iterations_op
 from ops import test_mesa as operator
 from tolerance import assert_close, relative_rms
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from deltarule.models import CausalLM, ModelConfig, linear_next_token_loss, next_token_loss
-from deltarule.nn import mlp, norm, short_conv
-from deltarule.ops import short_conv as conv_ops
-from deltarule.rules import gates
+from deltarule.nn import gates, mlp, norm, short_conv
+from deltarule.ops.fused import short_conv as conv_ops
 from neighbours import (
     MAKERS,
     PACKED,

@@ -11,12 +11,15 @@ pytest.importorskip("triton")
 from triton.compiler import CompiledKernel
 
 from deltarule import delta_rule
-from deltarule.kernels.inputs import Inputs
-from deltarule.kernels.kinds import kind_of
-from deltarule.kernels.triton import direct, launch, recording, recurrence, replay
-from deltarule.kernels.triton.configurations import forget, overridden, recordings
-from deltarule.kernels.triton.direct import Launch
-from deltarule.kernels.triton.launch import Plan
+from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.triton import passes, recording, tile_sizes
+from deltarule.ops.delta_rule.triton import plan as launch
+from deltarule.ops.delta_rule.triton.plan import Plan
+from deltarule.ops.delta_rule.triton.tile_sizes import forget, overridden, recordings
+from deltarule.ops.runtime import launch as direct
+from deltarule.ops.runtime import replay
+from deltarule.ops.runtime.kinds import kind_of
+from deltarule.ops.runtime.launch import Launch
 
 # Above any number that a launch is given besides addresses.
 LEAST_ADDRESS = 2**33
@@ -131,14 +134,14 @@ def test_a_replay_launches_what_the_forward_does(make, save: bool, runs, monkeyp
     empty, made = torch.empty, []
     monkeypatch.setattr(torch, "empty", lambda *x, **y: made.append(empty(*x, **y)) or made[-1])
     for _ in range(2):
-        recurrence.forward(make(), save)
+        passes.forward(make(), save)
     assert len(known()) == 1
     runs.seen.clear()
     inputs = make()
-    expected = recurrence.forward_launches(inputs, recording.make_plan(inputs), save)
+    expected = passes.forward_launches(inputs, recording.make_plan(inputs), save)
     launches, given = list(runs.seen), [x for x in inputs[:9] if x is not None]
     runs.seen.clear()
-    outputs = recurrence.forward(inputs, save)
+    outputs = passes.forward(inputs, save)
     assert len(launches) > 1
     assert renamed(runs.seen, given) == renamed(launches, given)
     assert [(x.shape, x.dtype) for x in outputs[: len(expected)]] == [
@@ -147,7 +150,7 @@ def test_a_replay_launches_what_the_forward_does(make, save: bool, runs, monkeyp
     if make is CALLS["one tensor thrice"]:
         runs.seen.clear()
         other = call(beta=inputs.beta, log_decay=inputs.log_decay)
-        recurrence.forward(other, save)
+        passes.forward(other, save)
         assert {x.data_ptr() for x in other[:3]} <= {x for step in runs.seen for x in step}
 
 
@@ -156,7 +159,7 @@ def test_split_sequences_are_replayed_too(runs, monkeypatch) -> None:
     split = Plan(plan.call, plan.chunks, plan.sizes, 1)
     monkeypatch.setattr(recording, "make_plan", lambda inputs: split)
     for _ in range(2):
-        recurrence.forward(call(), False)
+        passes.forward(call(), False)
     assert [len(x.steps) for x in known()] == [5]
 
 
@@ -255,40 +258,40 @@ DIFFERENT = {
 @pytest.mark.parametrize("change", DIFFERENT.values(), ids=DIFFERENT)
 def test_another_kind_is_not_replayed(change, runs, monkeypatch) -> None:
     for _ in range(3):
-        recurrence.forward(call(), False)
+        passes.forward(call(), False)
     assert len(known()) == 1
     monkeypatch.setattr(replay.Recording, "launched", None)
-    recurrence.forward(change(call()), False)
+    passes.forward(change(call()), False)
     with pytest.raises(TypeError):
-        recurrence.forward(call(), False)
+        passes.forward(call(), False)
 
 
 def test_a_hook_and_a_configuration_of_its_own_end_replays(runs, monkeypatch) -> None:
     for _ in range(3):
-        recurrence.forward(call(), False)
+        passes.forward(call(), False)
     with monkeypatch.context() as patch:
         patch.setattr(replay.Recording, "launched", None)
         patch.setattr(direct.knobs.runtime, "launch_enter_hook", print)
-        recurrence.forward(call(), False)
+        passes.forward(call(), False)
     with overridden("pair_scores", {"num_warps": 8, "num_stages": 1}):
         assert known() == []
 
 
 def test_a_new_stream_is_looked_up(runs, monkeypatch) -> None:
     for _ in range(2):
-        recurrence.forward(call(), False)
+        passes.forward(call(), False)
     runs.seen.clear()
     monkeypatch.setattr(direct, "stream_of", lambda place: 11)
-    recurrence.forward(call(), False)
+    passes.forward(call(), False)
     assert {step[4] for step in runs.seen} == {11}
     # What threads share is not written.
     assert all(step.values[replay.STREAM] is None for step in known()[0].steps)
 
 
 def test_what_is_kept_has_a_bound(runs, monkeypatch) -> None:
-    monkeypatch.setattr("deltarule.kernels.triton.configurations.MOST_RECORDINGS", 4)
+    monkeypatch.setattr(tile_sizes, "MOST_RECORDINGS", 4)
     for i in range(20):
-        recurrence.forward(call(scale=float(i)), False)
+        passes.forward(call(scale=float(i)), False)
         assert len(recordings) <= 4
 
 
@@ -311,11 +314,11 @@ def test_replays_on_a_gpu_equal_the_launches_bitwise(make, dtype, save: bool, mo
     for i in range(5):
         inputs = on_gpu(make, dtype)
         before = len(known())
-        found = recurrence.forward(inputs, save)
+        found = passes.forward(inputs, save)
         assert len(known()) == (i > 0) >= before
         with monkeypatch.context() as patch:
             patch.setattr(direct, "watched", lambda *kernels: True)
-            expected = recurrence.forward(inputs, save)
+            expected = passes.forward(inputs, save)
         assert all(torch.equal(x, y) for x, y in zip(found[:2], expected[:2], strict=True))
         assert found[2].shape == expected[2].shape
 

@@ -9,10 +9,12 @@ from tolerance import assert_close, relative_rms
 pytest.importorskip("triton")
 
 from deltarule import pack
-from deltarule.kernels.inputs import Inputs
-from deltarule.kernels.triton import launch, recurrence, segment_length
-from deltarule.kernels.triton.configurations import overridden
-from deltarule.kernels.triton.tables import scan
+from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.triton import passes
+from deltarule.ops.delta_rule.triton import plan as launch
+from deltarule.ops.delta_rule.triton import plan as segment_length
+from deltarule.ops.delta_rule.triton.tables import scan
+from deltarule.ops.delta_rule.triton.tile_sizes import overridden
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
 NAMES = ("q", "k", "v", "beta", "a", "b", "log_decay", "initial_state")
@@ -43,8 +45,8 @@ def results(inputs: Inputs, case: Case, save: bool) -> dict[str, tuple[torch.Ten
         case.to(torch.float64), "reference", d_o.double(), d_state.double()
     )
     device, dtype = inputs.q.device, inputs.q.dtype
-    o, state, saved = recurrence.forward(inputs, save)
-    found = recurrence.backward(d_o.to(device, dtype), d_state.to(device), inputs, saved)
+    o, state, saved = passes.forward(inputs, save)
+    found = passes.backward(d_o.to(device, dtype), d_state.to(device), inputs, saved)
     pairs = {
         name: (x, gradients[name])
         for name, x in zip(NAMES, found, strict=True)
@@ -194,7 +196,7 @@ def test_a_split_is_as_exact_as_whole_sequences(decay, dtype, monkeypatch) -> No
     assert launch.make_plan(inputs).per_segment > 0
     split = errors(inputs, case)
     monkeypatch.setattr(launch, "chunks_per_segment", lambda *shapes: 0)
-    monkeypatch.setattr(recurrence, "make_plan", launch.new_plan)
+    monkeypatch.setattr(passes, "make_plan", launch.new_plan)
     worse = {name: (split[name], error) for name, error in errors(inputs, case).items()}
     assert {name: pair for name, pair in worse.items() if pair[0] > 1.1 * pair[1]} == {}
 

@@ -10,8 +10,8 @@ from tolerance import assert_close, relative_rms
 
 pytest.importorskip("triton")
 
-from deltarule.kernels.triton import selective_scan as kernels
-from deltarule.ops.registered_scan import scan_backward_op, scan_op
+from deltarule.ops.selective_scan.registered import scan_backward_op, scan_op
+from deltarule.ops.selective_scan.triton import passes as kernels
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are compiled here: see test_scan_on_gpu"

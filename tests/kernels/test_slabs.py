@@ -12,8 +12,11 @@ from oracle import make_case, weights
 pytest.importorskip("triton")
 
 from deltarule import pack
-from deltarule.kernels.inputs import Inputs
-from deltarule.kernels.triton import direct, launch, recurrence, segment_length, slabs
+from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.triton import low_memory, passes
+from deltarule.ops.delta_rule.triton import plan as launch
+from deltarule.ops.delta_rule.triton import plan as segment_length
+from deltarule.ops.runtime import launch as direct
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
 NAMES = ("q", "k", "v", "beta", "a", "b", "log_decay", "initial_state")
@@ -44,15 +47,15 @@ def inputs_of(
 
 def gradients(inputs: Inputs, weighted: tuple, save: bool) -> list[torch.Tensor]:
     """Outputs and gradients of one call."""
-    o, final, saved = recurrence.forward(inputs, save)
-    found = recurrence.backward(*weighted, inputs, saved)
+    o, final, saved = passes.forward(inputs, save)
+    found = passes.backward(*weighted, inputs, saved)
     return [o, final, *(x for x in found if x is not None)]
 
 
 def cut_into(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut into so many slabs, whatever the size."""
-    cut = slabs.cut_into
-    monkeypatch.setattr(recurrence, "slabs_of", lambda inputs, plan, _: cut(inputs, plan, parts))
+    cut = low_memory.cut_into
+    monkeypatch.setattr(passes, "slabs_of", lambda inputs, plan, _: cut(inputs, plan, parts))
 
 
 @interpreted
@@ -102,7 +105,7 @@ def call(batch: int, tokens: int, *, gated: bool = True, heads: int = 16, **chan
 
 def planned(inputs: Inputs, again: bool = True) -> tuple[str, int, int]:
     """Kind, number and chunks of the slabs of a call."""
-    cut = slabs.slabs_of(inputs, launch.new_plan(inputs), again)
+    cut = low_memory.slabs_of(inputs, launch.new_plan(inputs), again)
     return cut.kind, cut.parts, cut.chunks
 
 
@@ -145,11 +148,11 @@ class Peak(TorchDispatchMode):
 def peak_mib(inputs: Inputs, save: bool) -> int:
     """Of a forward and backward beyond the inputs, in MiB."""
     with Peak() as peak:
-        o, final, saved = recurrence.forward(inputs, save)
+        o, final, saved = passes.forward(inputs, save)
         d_o, d_final = torch.empty_like(o), torch.empty_like(final)
         before = peak.now
         del final
-        result = recurrence.backward(d_o, d_final, inputs, saved)
+        result = passes.backward(d_o, d_final, inputs, saved)
         assert peak.most > before
         del result
     # The gradient by o is given.
@@ -164,5 +167,5 @@ def test_the_peak_is_counted(monkeypatch) -> None:
     # Without an erase X goes to dv alone.
     assert peak_mib(call(8, 4096, beta=None), save=True) == 1134
     assert peak_mib(call(8, 4096), save=False) <= 854
-    monkeypatch.setattr(slabs, "LEAST_BYTES", 2**60)
+    monkeypatch.setattr(low_memory, "LEAST_BYTES", 2**60)
     assert peak_mib(call(8, 4096), save=False) == 1456

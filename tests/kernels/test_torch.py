@@ -1,4 +1,4 @@
-"""kernels/torch against the float64 oracle: values, gradients, precision, resets."""
+"""ops/delta_rule/torch against the float64 oracle: values, gradients, precision, resets."""
 
 import pytest
 import torch
@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltarule import pack
-from deltarule.kernels.torch import layout
-from deltarule.kernels.torch.chunks import packed_groups
-from deltarule.reference import chunked
+from deltarule.ops.chunks import packed_groups
+from deltarule.ops.delta_rule import chunked
+from deltarule.ops.delta_rule.torch import layout
 from oracle import DECAYS, ERASES, Case, cases, make_case, run_module, weights, with_gradients
 from tolerance import assert_close, assert_close_to_yardstick
 

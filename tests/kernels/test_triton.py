@@ -9,9 +9,9 @@ from tolerance import assert_close, relative_rms
 
 pytest.importorskip("triton")
 
-from deltarule.kernels.gate_maps import GateMaps
-from deltarule.kernels.inputs import Inputs
-from deltarule.kernels.triton import recurrent_step as triton_step
+from deltarule.ops.delta_rule.gate_maps import GateMaps
+from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.triton import step as triton_step
 
 KINDS = [(decay, *erase) for decay in DECAYS for erase in (("none", 1), ("tied", 3), ("free", 1))]
 interpreted = pytest.mark.skipif(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deltarule import pack
-from deltarule.reference import chunked
+from deltarule.ops.delta_rule import chunked
 from oracle import Case, make_case, run_module, weights, with_gradients
 from tolerance import assert_close, assert_close_to_yardstick, relative_rms
 
@@ -17,8 +17,8 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from deltarule.kernels.inputs import Inputs
-from deltarule.kernels.triton import channel, channel_16bit, channel_far, recurrence
+from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.triton import channel_decay, passes, stages_channel
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are compiled here: see test_on_gpu"
@@ -46,8 +46,8 @@ def run(
 ) -> dict[str, torch.Tensor]:
     """o, the final state and every gradient."""
     inputs = call_inputs(case)
-    o, final, saved = recurrence.forward(inputs, save)
-    gradients = recurrence.backward(d_o.to(o.dtype), d_state.float(), inputs, saved)
+    o, final, saved = passes.forward(inputs, save)
+    gradients = passes.backward(d_o.to(o.dtype), d_state.float(), inputs, saved)
     out = {"o": o, "final_state": final}
     names = ("q", "k", "v", "beta", "a", "b", "log_decay", "initial_state")
     out |= {f"d{name}": x for name, x in zip(names, gradients, strict=True) if x is not None}
@@ -129,11 +129,13 @@ class Unlaunched:
 @pytest.fixture
 def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels for bfloat16 take float32, which has room for less."""
-    monkeypatch.setattr(channel, "has_even_chunks", lambda inputs: inputs.erase != "free")
+    monkeypatch.setattr(stages_channel, "has_even_chunks", lambda inputs: inputs.erase != "free")
     # At any size.
-    monkeypatch.setattr(channel, "has_anchored_chunks", lambda inputs, plan: inputs.erase != "free")
-    monkeypatch.setattr(channel_16bit, "SHIFT", 0.0)
-    monkeypatch.setattr(channel_16bit, "RANGE", 100.0)
+    monkeypatch.setattr(
+        stages_channel, "has_anchored_chunks", lambda inputs, plan: inputs.erase != "free"
+    )
+    monkeypatch.setattr(stages_channel, "SHIFT", 0.0)
+    monkeypatch.setattr(stages_channel, "RANGE", 100.0)
 
 
 # Rows that are not even overflow, and are not used.
@@ -154,9 +156,9 @@ EVEN = [
 def test_even_chunks(
     monkeypatch: pytest.MonkeyPatch, in_float32: None, erase: str, sizes: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(channel_16bit, "steep_scores_kernel", Unlaunched())
-    monkeypatch.setattr(channel, "even_chunks_kernel", Unlaunched())
-    monkeypatch.setattr(channel, "channel_gradients_kernel", Unlaunched())
+    monkeypatch.setattr(stages_channel, "steep_scores_kernel", Unlaunched())
+    monkeypatch.setattr(stages_channel, "even_chunks_kernel", Unlaunched())
+    monkeypatch.setattr(stages_channel, "channel_gradients_kernel", Unlaunched())
     case = small("channel", erase, **sizes)
     # -95 as a power of 2 over a part of the first chunk, of at most -100.
     case.tensors["log_decay"] *= 0.01
@@ -168,9 +170,9 @@ def test_even_chunks(
 def test_even_chunks_without_the_anchored_kernel(
     monkeypatch: pytest.MonkeyPatch, in_float32: None, of: int
 ) -> None:
-    monkeypatch.setattr(channel, "has_anchored_chunks", lambda inputs, plan: False)
-    monkeypatch.setattr(channel, "anchored_gradients_kernel", Unlaunched())
-    monkeypatch.setattr(channel, "channel_gradients_kernel", Unlaunched())
+    monkeypatch.setattr(stages_channel, "has_anchored_chunks", lambda inputs, plan: False)
+    monkeypatch.setattr(stages_channel, "anchored_gradients_kernel", Unlaunched())
+    monkeypatch.setattr(stages_channel, "channel_gradients_kernel", Unlaunched())
     erase, sizes = EVEN[of]
     case = small("channel", erase, **sizes)
     case.tensors["log_decay"] *= 0.01
@@ -182,7 +184,7 @@ def test_even_chunks_without_the_anchored_kernel(
 def test_chunks_that_decay_far_in_blocks_that_do_not(
     monkeypatch: pytest.MonkeyPatch, in_float32: None, of: int, save: bool
 ) -> None:
-    monkeypatch.setattr(channel, "channel_gradients_kernel", Unlaunched())
+    monkeypatch.setattr(stages_channel, "channel_gradients_kernel", Unlaunched())
     erase, sizes = EVEN[of]
     case = small("channel", erase, **sizes)
     # -40 as a power of 2 in each of a chunk's four blocks of 16 rows.
@@ -212,7 +214,7 @@ def test_resets_of_steep_chunks(in_float32: None, spacing: int, strength: float)
 
 @overflows
 def test_more_steep_chunks_than_programs(monkeypatch: pytest.MonkeyPatch, in_float32: None) -> None:
-    monkeypatch.setattr(channel, "PROGRAMS", 2)
+    monkeypatch.setattr(stages_channel, "PROGRAMS", 2)
     case = small("channel", "tied", tokens=64 * 4, heads=2, value_heads=4, key_size=3)
     case.tensors["log_decay"][:, 3::50, ::2] = -1e4
     case.tensors["log_decay"][:, 64:128] = -0.1
@@ -221,10 +223,10 @@ def test_more_steep_chunks_than_programs(monkeypatch: pytest.MonkeyPatch, in_flo
 
 @triton.jit
 def next_below_kernel(x, found, count, PER: tl.constexpr, C: tl.constexpr):
-    i_x = channel_far.next_below(x, 0.5, tl.program_id(0), count, PER, C)
+    i_x = channel_decay.next_below(x, 0.5, tl.program_id(0), count, PER, C)
     while i_x < count:
         tl.store(found + i_x, tl.load(found + i_x) + 1)
-        i_x = channel_far.next_below(x, 0.5, i_x + tl.num_programs(0), count, PER, C)
+        i_x = channel_decay.next_below(x, 0.5, i_x + tl.num_programs(0), count, PER, C)
 
 
 # One row of numbers at a time, a few, and as many as there may be.
@@ -247,8 +249,8 @@ def test_each_row_below_the_bar_is_found_once(per: int, channels: int) -> None:
 def test_more_far_chunks_than_programs(
     monkeypatch: pytest.MonkeyPatch, in_float32: None, erase: str, look: int, programs: int
 ) -> None:
-    monkeypatch.setattr(channel_far, "LOOK", look)
-    monkeypatch.setattr(channel, "PROGRAMS", programs)
+    monkeypatch.setattr(channel_decay, "LOOK", look)
+    monkeypatch.setattr(stages_channel, "PROGRAMS", programs)
     case = small("channel", erase, tokens=64 * 7, value_heads=2, key_size=3, value_size=3)
     decay = case.tensors["log_decay"]
     decay *= 0.01
@@ -261,8 +263,8 @@ def test_more_far_chunks_than_programs(
 
 @overflows
 def test_even_chunks_with_the_shift_that_is_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "has_even_chunks", lambda inputs: True)
-    monkeypatch.setattr(channel, "has_anchored_chunks", lambda inputs, plan: True)
+    monkeypatch.setattr(stages_channel, "has_even_chunks", lambda inputs: True)
+    monkeypatch.setattr(stages_channel, "has_anchored_chunks", lambda inputs, plan: True)
     case = small("channel", "tied", tokens=100, normalize_qk=True)
     case.tensors["log_decay"][:, 1:8, ::2] = -155 * math.log(2) / 7
     case.tensors["log_decay"][:, 8:64] *= 0.01
@@ -291,7 +293,7 @@ def test_nothing_of_even_rows_comes_from_the_future(
 @pytest.mark.parametrize("change", [-0.3, -30.0, -1e6])
 def test_nothing_comes_from_the_future(erase: str, n_steps: int, change: float) -> None:
     case = small("channel", erase, n_steps=n_steps, tokens=60)
-    before, _, _ = recurrence.forward(call_inputs(case), False)
+    before, _, _ = passes.forward(call_inputs(case), False)
     for t in (37, 40, 48):
         later = {}
         for name in set(case.present()) - {"initial_state"}:
@@ -299,7 +301,7 @@ def test_nothing_comes_from_the_future(erase: str, n_steps: int, change: float) 
             start = t * n_steps if name in ("k", "v", "beta") else t
             x[:, start:] = change if name == "log_decay" else x[:, start:] * 1.5
             later[name] = x
-        after, _, _ = recurrence.forward(call_inputs(case.changed(**later)), False)
+        after, _, _ = passes.forward(call_inputs(case.changed(**later)), False)
         assert torch.equal(before[:, :t], after[:, :t])
         assert not torch.equal(before[:, t:], after[:, t:])
 

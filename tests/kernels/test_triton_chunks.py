@@ -11,10 +11,10 @@ from tolerance import assert_close, assert_close_to_yardstick
 pytest.importorskip("triton")
 
 from deltarule import pack
-from deltarule.kernels.inputs import Inputs
-from deltarule.kernels.triton import configurations, head, recurrence, scan
-from deltarule.kernels.triton.launch import new_plan
-from deltarule.reference import chunked
+from deltarule.ops.delta_rule import chunked
+from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.triton import passes, stages_head, stages_scan, tile_sizes
+from deltarule.ops.delta_rule.triton.plan import new_plan
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are compiled here: see test_on_gpu"
@@ -42,10 +42,10 @@ def check(case: Case, *, save: bool = True) -> None:
         case.to(torch.float64), "reference", d_o.double(), d_state.double()
     )
     inputs = inputs_of(case)
-    o, final_state, saved = recurrence.forward(inputs, save)
+    o, final_state, saved = passes.forward(inputs, save)
     assert_close(o, exact.o, dtype=torch.float32, name="o")
     assert_close(final_state, exact.final_state, dtype=torch.float32, name="final_state")
-    gradients = recurrence.backward(d_o, d_state, inputs, saved)
+    gradients = passes.backward(d_o, d_state, inputs, saved)
     for name, gradient in zip(NAMES, gradients, strict=True):
         if gradient is None:
             assert name not in case.present()
@@ -82,12 +82,12 @@ def test_the_copy_engine_changes_nothing(n_steps: int, monkeypatch: pytest.Monke
     inputs = inputs_of(case.to(torch.float16))
 
     def both() -> list[torch.Tensor]:
-        o, final, saved = recurrence.forward(inputs, True)
-        gradients = recurrence.backward(o, final, inputs, saved)
+        o, final, saved = passes.forward(inputs, True)
+        gradients = passes.backward(o, final, inputs, saved)
         return [o, final, *(x for x in gradients if x is not None)]
 
     whole = both()
-    for module in (scan, head):
+    for module in (stages_scan, stages_head):
         monkeypatch.setattr(module, "full_tiles", lambda *_: False)
     assert all(torch.equal(x, y) for x, y in zip(whole, both(), strict=True))
 
@@ -99,13 +99,13 @@ def test_the_copy_engine_changes_nothing(n_steps: int, monkeypatch: pytest.Monke
 def test_scores_that_the_scans_take(
     monkeypatch: pytest.MonkeyPatch, erase: str, normalize_qk: bool, sizes: dict
 ) -> None:
-    monkeypatch.setattr(head, "SCORED_TYPES", (torch.float32,))
+    monkeypatch.setattr(stages_head, "SCORED_TYPES", (torch.float32,))
     sizes = {"key_size": 16, "value_size": 16, "dtype": torch.float32, **sizes}
     case = make_case("none", erase, normalize_qk=normalize_qk, **sizes)
     for name in ("q", "k"):
         # Of many norms, by which scores are scaled.
         case.tensors[name] *= 0.5 + torch.rand(case.tensors[name].shape[:-1])[..., None]
-    assert "scores" not in recurrence.kept_shapes(inputs_of(case), new_plan(inputs_of(case)), True)
+    assert "scores" not in passes.kept_shapes(inputs_of(case), new_plan(inputs_of(case)), True)
     for save in (True, False):
         check(case, save=save)
 
@@ -120,7 +120,7 @@ def test_scores_that_the_scans_take(
 )  # fmt: skip
 def test_which_scores_the_scans_take(changed: dict, taken: bool) -> None:
     case = make_case(**{"decay": "none", "dtype": torch.bfloat16, "tokens": 3, **changed})
-    assert head.scans_score(inputs_of(case), new_plan(inputs_of(case))) == taken
+    assert stages_head.scans_score(inputs_of(case), new_plan(inputs_of(case))) == taken
 
 
 @pytest.mark.parametrize(
@@ -129,9 +129,9 @@ def test_which_scores_the_scans_take(changed: dict, taken: bool) -> None:
 def test_where_the_scans_take_scores(
     monkeypatch: pytest.MonkeyPatch, architecture: int, taken: bool
 ) -> None:
-    monkeypatch.setattr(configurations, "INTERPRETED", architecture)
+    monkeypatch.setattr(tile_sizes, "INTERPRETED", architecture)
     inputs = inputs_of(make_case("none", dtype=torch.bfloat16, tokens=3))
-    assert head.scans_score(inputs, new_plan(inputs)) == taken
+    assert stages_head.scans_score(inputs, new_plan(inputs)) == taken
 
 
 @pytest.mark.parametrize("decay", ["none", "head"])
@@ -159,7 +159,7 @@ def test_float16() -> None:
     case = make_case(tokens=70, batch=1, beta_max=1.0).to(torch.float16)
     exact = case.to(torch.float64).run("reference")
     yardstick = run_module(chunked, case, chunk_size=64, matmul_dtype=torch.float16)
-    o, final_state, _ = recurrence.forward(inputs_of(case), False)
+    o, final_state, _ = passes.forward(inputs_of(case), False)
     assert_close_to_yardstick(o, exact.o, yardstick.o, name="o")
     assert_close_to_yardstick(
         final_state, exact.final_state, yardstick.final_state, dtype=torch.float16
@@ -180,8 +180,8 @@ def test_float16_gradients(erase: str, n_steps: int, value_heads: int) -> None:
     loss = (own.o.double() * d_o).sum() + (own.final_state * d_state).sum()
     yardsticks = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
     inputs = inputs_of(case)
-    saved = recurrence.forward(inputs, True)[2]
-    gradients = recurrence.backward(d_o.half(), d_state.float(), inputs, saved)
+    saved = passes.forward(inputs, True)[2]
+    gradients = passes.backward(d_o.half(), d_state.float(), inputs, saved)
     for name, x in zip(NAMES, gradients, strict=True):
         if x is not None:
             bars = {"dtype": torch.float16, "gradient": True, "name": name}
@@ -191,10 +191,10 @@ def test_float16_gradients(erase: str, n_steps: int, value_heads: int) -> None:
 @pytest.mark.parametrize("name", ["q", "k", "v", "beta", "log_decay"])
 def test_the_past_does_not_change_with_the_future(name: str) -> None:
     case, at = make_case(tokens=70, batch=1, dtype=torch.float32), 37
-    before = recurrence.forward(inputs_of(case), False)[0]
+    before = passes.forward(inputs_of(case), False)[0]
     changed = case.tensors[name].clone()
     changed[:, at:] = changed[:, at:] * 3 - 1
-    after = recurrence.forward(inputs_of(case.changed(**{name: changed})), False)[0]
+    after = passes.forward(inputs_of(case.changed(**{name: changed})), False)[0]
     assert torch.equal(before[:, :at], after[:, :at])
     assert not torch.equal(before[:, at:], after[:, at:])
 

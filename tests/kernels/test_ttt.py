@@ -5,8 +5,8 @@ from importlib import import_module
 import pytest
 import torch
 
-from deltarule.kernels.torch.linear_memory import memory_backward_op, memory_op
 from deltarule.ops.dispatch import Implementation, always
+from deltarule.ops.memory.torch.linear_memory import memory_backward_op, memory_op
 from ops import memories
 from tolerance import relative_rms
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are compiled here: see test_memories_on_gpu"
 )
 # The functions of these names hide their modules.
-MODULES = [import_module(f"deltarule.ops.{name}") for name in ("ttt", "titans")]
+MODULES = [import_module(f"deltarule.ops.memory.{name}") for name in ("ttt", "titans")]
 every_operator = pytest.mark.parametrize("operator", ["ttt", "titans"])
 every_length = pytest.mark.parametrize("lengths", [None, (3, 0, 12, 1)])
 

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from deltarule.models import linear_next_token_loss, next_token_loss
-from deltarule.ops import cross_entropy
+from deltarule.ops.fused import cross_entropy
 
 
 def inputs(dtype=torch.float32, rows=(3, 700), vocab=11):

@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from deltarule.nn import MIXERS, Mixer
-from deltarule.rules import RULES
+from deltarule.nn import MIXERS, RULES, Mixer
 
 HIDDEN = 32
 NAMES = list(MIXERS)

@@ -7,7 +7,7 @@ import torch
 
 import deltarule
 from deltarule.nn import MIXERS
-from deltarule.rules.feature_maps import FEATURE_MAPS, NORMS
+from deltarule.nn.feature_maps import FEATURE_MAPS, NORMS
 from nn.layers import HIDDEN, config, inputs, make
 from tolerance import relative_rms
 

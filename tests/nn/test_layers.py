@@ -7,11 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from deltarule import nn
-from deltarule.nn import MIXERS, State
+from deltarule.nn import MIXERS, RULES, State
 from deltarule.nn.call import Call
 from deltarule.nn.layout import make_layout
-from deltarule.reference import recurrent
-from deltarule.rules import RULES
+from deltarule.ops.delta_rule import definition
 from nn.layers import HIDDEN, LINEAR, NAMES, config, inputs, make
 from tolerance import relative_rms
 
@@ -37,7 +36,7 @@ def test_gated_deltanet_by_hand():
         q, k, v = (conv(layer, name, getattr(layer, f"{name}_proj")(x)) for name in "qkv")
         q, k, v = (t.view(1, 10, heads, 8) for t, heads in ((q, 2), (k, 2), (v, 4)))
         dt = F.softplus(layer.a_proj(x) + layer.dt_bias)
-        o, _ = recurrent.delta_rule(
+        o, _ = definition.delta_rule(
             q, k, v, beta=torch.sigmoid(layer.b_proj(x)), log_decay=-layer.A_log.exp() * dt,
             normalize_qk=True,
         )  # fmt: skip
@@ -80,11 +79,11 @@ def test_gated_deltanet2_by_hand():
     with torch.no_grad():
         q, k, v = (conv(layer, name, getattr(layer, f"{name}_proj")(x)) for name in "qkv")
         q, k, v = (t.view(1, 10, 2, 8) for t in (q, k, v))
-        q, k = recurrent.unit_norm(q), recurrent.unit_norm(k)
+        q, k = definition.unit_norm(q), definition.unit_norm(k)
         dt = F.softplus(layer.a_proj(x).view(1, 10, 2, 8) + layer.dt_bias)
         log_decay = -layer.A_log.exp()[:, None] * dt
         b, w = (torch.sigmoid(p(x)).view(1, 10, 2, 8) for p in (layer.erase_proj, layer.write_proj))
-        o, _ = recurrent.dplr(
+        o, _ = definition.dplr(
             q, k, w * v, a=-log_decay.exp() * b * k, b=k, log_decay=log_decay
         )  # fmt: skip
         o = o / torch.sqrt((o * o).mean(-1, keepdim=True) + 1e-5) * layer.o_norm.weight
@@ -98,7 +97,7 @@ def test_mamba2_gates_before_its_norm():
         C, B, X = (conv(layer, name, getattr(layer, f"{name}_proj")(x)) for name in "qkv")
         dt = F.softplus(layer.a_proj(x) + layer.dt_bias)
         X = X.view(1, 10, 4, 16)
-        y, _ = recurrent.delta_rule(
+        y, _ = definition.delta_rule(
             C[:, :, None], B[:, :, None], X * dt[..., None], beta=None,
             log_decay=-layer.A_log.exp() * dt, scale=1.0,
         )  # fmt: skip
@@ -140,7 +139,7 @@ def test_beta_max_doubles_the_write_strength(name, monkeypatch):
     def record(*args, beta, save_states, **others):
         assert save_states
         seen.append(beta)
-        return recurrent.delta_rule(*args, beta=beta, **others)
+        return definition.delta_rule(*args, beta=beta, **others)
 
     monkeypatch.setitem(nn.mixer.OPERATORS, "delta_rule", record)
     one, two = make(name, beta_max=1.0), make(name, beta_max=2.0)

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import deltarule
-from deltarule.nn import MIXERS, Mixer, RecurrentMixer, State
-from deltarule.rules import RULES, SYSTEMS
+from deltarule.nn import MIXERS, RULES, SYSTEMS, Mixer, RecurrentMixer, State
 from nn.layers import ATTENTION, HIDDEN, LINEAR, NAMES, RECURRENT, config, inputs, make
 from tolerance import relative_rms
 

@@ -8,7 +8,7 @@ from tolerance import assert_close, relative_rms
 
 pytest.importorskip("triton")
 
-from deltarule.ops.swiglu import SwiGLULinear, swiglu
+from deltarule.ops.fused.swiglu import SwiGLULinear, swiglu
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are compiled here: see test_neighbours_on_gpu"

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from deltarule import nn, selective_scan
-from deltarule.rules import longhorn_released
+from deltarule.nn import longhorn_released
 from nn.layers import HIDDEN, inputs, make
 from nn.test_layers import conv
 from tolerance import relative_rms

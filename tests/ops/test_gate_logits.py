@@ -5,7 +5,7 @@ import torch
 from torch.library import opcheck
 
 from deltarule import BetaLogits, DecayLogits, recurrent_step
-from deltarule.ops.recurrent_step import step_op
+from deltarule.ops.delta_rule.step import step_op
 from logits import make_logits
 from oracle import make_case
 from tolerance import assert_close, relative_rms

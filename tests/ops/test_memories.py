@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from deltarule import TitansState, TTTState, pack, titans, ttt
-from deltarule.kernels.torch import lanes, memory
+from deltarule.ops import mini_batches
+from deltarule.ops.memory.torch import memory
 from ops.memories import DOUBLE, HV, KINDS, TIMED, H, K, assert_same, draw, make, tensors_of
 from tolerance import relative_rms
 
@@ -28,7 +29,7 @@ def test_dual_form_equals_primal_form(operator, maps, size):
 @pytest.mark.parametrize("read", [True, False])
 def test_packed_dual_form_equals_primal_form(operator, maps, size, read, monkeypatch):
     if not read:
-        monkeypatch.setattr(lanes, "readable", lambda _: False)
+        monkeypatch.setattr(mini_batches, "readable", lambda _: False)
     case = make(operator, maps, size=size, lengths=LENGTHS)
     assert_same(case.run("torch"), case.run("reference"), REORDERED)
 
@@ -40,7 +41,7 @@ def test_packed_sequences_may_all_need_one_mini_batch_more(
     operator, maps, length, position, read, monkeypatch
 ):
     if not read:
-        monkeypatch.setattr(lanes, "readable", lambda _: False)
+        monkeypatch.setattr(mini_batches, "readable", lambda _: False)
     case = make(operator, maps, size=5, lengths=(length,) * 7)
     case = case.changed(position=torch.full((7,), position))
     assert_same(case.run("torch"), case.run("reference"), REORDERED)

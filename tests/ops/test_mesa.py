@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from deltarule import MesaState, mesa, pack
-from deltarule.kernels.torch import lanes
-from deltarule.kernels.torch.mesa_solution import solution_op
-from deltarule.ops.mesa import IMPLEMENTATIONS
+from deltarule.ops import mini_batches
+from deltarule.ops.mesa.api import IMPLEMENTATIONS
+from deltarule.ops.mesa.torch import solution_op
 from tolerance import assert_close, relative_rms
 
 H, HV, K, V = 2, 4, 6, 5
@@ -208,7 +208,7 @@ def test_empty_steps_change_nothing(impl):
 
 def test_packed_lengths_that_cannot_be_read(monkeypatch):
     x, cu_seqlens = make(1, 75, len(LENGTHS)), pack(LENGTHS)
-    monkeypatch.setattr(lanes, "readable", lambda _: False)
+    monkeypatch.setattr(mini_batches, "readable", lambda _: False)
     assert_same(run(x, cu_seqlens=cu_seqlens), run(x, "reference", cu_seqlens=cu_seqlens))
 
 

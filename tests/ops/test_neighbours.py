@@ -13,15 +13,14 @@ from tolerance import assert_close, relative_rms
 pytest.importorskip("triton")
 
 from deltarule.models import loss
-from deltarule.nn import mlp, norm, short_conv
-from deltarule.ops import cross_entropy as cross_entropy_ops
-from deltarule.ops import gated_norm as norm_ops
-from deltarule.ops import gates as gate_ops
-from deltarule.ops import residual_norm as sum_ops
-from deltarule.ops import short_conv as conv_ops
-from deltarule.ops import swiglu as swiglu_ops
-from deltarule.ops.fused import why_not_fused
-from deltarule.rules import gates
+from deltarule.nn import gates, mlp, norm, short_conv
+from deltarule.ops.eager import why_not_fused
+from deltarule.ops.fused import cross_entropy as cross_entropy_ops
+from deltarule.ops.fused import gated_norm as norm_ops
+from deltarule.ops.fused import gates as gate_ops
+from deltarule.ops.fused import residual_norm as sum_ops
+from deltarule.ops.fused import short_conv as conv_ops
+from deltarule.ops.fused import swiglu as swiglu_ops
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are compiled here: see test_neighbours_on_gpu"

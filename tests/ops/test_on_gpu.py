@@ -8,8 +8,8 @@ from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.loss import next_token_loss
 from deltarule.nn import MIXERS
 from deltarule.ops import dispatch
-from deltarule.ops.recurrent_step import STEPS
-from deltarule.reference import chunked
+from deltarule.ops.delta_rule import chunked
+from deltarule.ops.delta_rule.step import STEPS
 from oracle import DECAYS, ERASES, Case, make_case, run_module, weights, with_gradients
 from tolerance import assert_close, assert_close_to_yardstick
 

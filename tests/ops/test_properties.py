@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deltarule.ops.dispatch import IMPLEMENTATIONS
+from deltarule.ops.delta_rule.implementations import IMPLEMENTATIONS
 from oracle import Case, make_case, weights, with_gradients
 from tolerance import assert_close, relative_rms
 

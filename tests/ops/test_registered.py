@@ -5,10 +5,10 @@ import torch
 from torch.library import opcheck
 
 from deltarule import delta_rule, recurrent_step
-from deltarule.kernels.inputs import Inputs
+from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.registered import recurrence, recurrence_backward_op, recurrence_op
+from deltarule.ops.delta_rule.step import step_op
 from deltarule.ops.eager import unwatched
-from deltarule.ops.recurrent_step import step_op
-from deltarule.ops.registered import recurrence, recurrence_backward_op, recurrence_op
 from oracle import Case, make_case, weights, with_gradients
 
 CASES = [

@@ -5,9 +5,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltarule import delta_rule, dplr
-from deltarule.kernels.triton.configurations import forget
-from deltarule.ops import repeated as module
-from deltarule.ops.repeated import eager_kind, repeated
+from deltarule.ops.delta_rule import repeated as module
+from deltarule.ops.delta_rule.repeated import eager_kind, repeated
+from deltarule.ops.delta_rule.triton.tile_sizes import forget
 
 
 class Other(torch.Tensor):

@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.library import opcheck
 
 from deltarule import RecurrentOutput, pack, selective_scan
-from deltarule.kernels.torch import scan_layout
-from deltarule.ops.registered_scan import scan_backward_op, scan_op
+from deltarule.ops.selective_scan import torch as scan_layout
+from deltarule.ops.selective_scan.registered import scan_backward_op, scan_op
 from tolerance import assert_close, relative_rms
 
 H, HV, K, V = 2, 4, 3, 5

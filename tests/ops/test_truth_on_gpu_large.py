@@ -10,8 +10,8 @@ import torch
 
 import truth
 from deltarule import delta_rule, recurrent_step
-from deltarule.kernels.inputs import Inputs
-from deltarule.kernels.triton.segment_length import chunks_per_segment
+from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.triton.plan import chunks_per_segment
 from oracle import Case
 from truth import Kind, assert_alike, assert_same, draw, results
 

@@ -9,8 +9,8 @@ from torch.library import opcheck
 
 import truth
 from deltarule import RecurrentOutput, pack
-from deltarule.kernels.inputs import Inputs
-from deltarule.ops.registered import recurrence_backward_op, recurrence_op
+from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.registered import recurrence_backward_op, recurrence_op
 from oracle import Case
 from truth import (
     FORMS,

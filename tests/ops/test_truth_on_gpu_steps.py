@@ -7,9 +7,9 @@ from torch.library import opcheck
 
 import truth
 from deltarule import BetaLogits, recurrent_step
-from deltarule.kernels.inputs import Inputs
-from deltarule.ops import gates
-from deltarule.ops.recurrent_step import step_op
+from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.step import step_op
+from deltarule.ops.fused import gates
 from logits import make_logits
 from neighbours import Neighbour, conv, decay, gated_norm, strength
 from neighbours import with_gradients as neighbour_gradients

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deltarule.reference import chunked
+from deltarule.ops.delta_rule import chunked
 from oracle import Case, run_module, weights, with_gradients
 from tolerance import assert_close_to_yardstick
 from truth import Drawn, Kind, placed, results

@@ -1,4 +1,4 @@
-"""Without a GPU warmup, tune and doctor say so; the listener hears what is compiled."""
+"""Without a GPU warmup and doctor say so; the listener hears what is compiled."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_warmup_without_a_gpu_says_so() -> None:
 
 
 @no_gpu
-@pytest.mark.parametrize("command", ["warmup", "tune", "doctor"])
+@pytest.mark.parametrize("command", ["warmup", "doctor"])
 def test_commands_without_a_gpu_say_so(command, capsys) -> None:
     assert main([command]) == FAILED
     assert "no CUDA device" in capsys.readouterr().err
@@ -32,7 +32,7 @@ def test_commands_without_a_gpu_say_so(command, capsys) -> None:
 @pytest.mark.parametrize("erase", ["tied", "free"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_call_after_warmup_compiles_nothing(erase, packed) -> None:
-    from deltarule.kernels.triton.compilations import compilations
+    from deltarule.ops.runtime.compile import compilations
 
     shape = {"heads": 2, "head_k_dim": 64, "head_v_dim": 64, "tokens": 256, "packed": packed}
     first = deltarule.warmup(**shape, erase=erase)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from deltarule.reference import chunked, recurrent
+from deltarule.ops.delta_rule import chunked, definition
 from oracle import ERASES, Case, cases, make_case, run_module
 from tolerance import relative_rms
 
@@ -15,7 +15,7 @@ from tolerance import relative_rms
 @given(cases())
 def test_chunked_equals_recurrent(drawn: tuple[Case, int]) -> None:
     case, chunk_size = drawn
-    expected, got = run_module(recurrent, case), run_module(chunked, case, chunk_size=chunk_size)
+    expected, got = run_module(definition, case), run_module(chunked, case, chunk_size=chunk_size)
     assert relative_rms(got.o, expected.o) <= 1e-12
     assert relative_rms(got.final_state, expected.final_state) <= 1e-12
 
@@ -25,7 +25,7 @@ def test_resets(erase: str) -> None:
     case = make_case("channel", erase, tokens=50)
     log_decay = case.tensors["log_decay"]
     log_decay[0, ::3], log_decay[1, 5], log_decay[:, 20:30, :, ::2] = -1e4, -torch.inf, -1e6
-    expected, got = run_module(recurrent, case), run_module(chunked, case)
+    expected, got = run_module(definition, case), run_module(chunked, case)
     assert relative_rms(got.o, expected.o) <= 1e-12
     assert relative_rms(got.final_state, expected.final_state) <= 1e-12
 
@@ -33,7 +33,7 @@ def test_resets(erase: str) -> None:
 def test_packed_rows_are_separate_runs() -> None:
     lengths = (3, 0, 40, 1)
     case = make_case("head", "tied", lengths=lengths)
-    together = run_module(recurrent, case)
+    together = run_module(definition, case)
     for i, end in enumerate(accumulate(lengths)):
         rows = slice(end - lengths[i], end)
         names = ("q", "k", "v", "beta", "log_decay")
@@ -41,7 +41,7 @@ def test_packed_rows_are_separate_runs() -> None:
             **{name: case.tensors[name][:, rows] for name in names},
             initial_state=case.tensors["initial_state"][i : i + 1],
         )
-        out = run_module(recurrent, alone)
+        out = run_module(definition, alone)
         assert torch.equal(out.o, together.o[:, rows])
         assert torch.equal(out.final_state[0], together.final_state[i])
 
@@ -49,7 +49,7 @@ def test_packed_rows_are_separate_runs() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_inputs_of_lower_precision_are_computed_in_float32(dtype: torch.dtype) -> None:
     case = make_case("head", "tied", dtype=dtype)
-    out, exact = run_module(recurrent, case), run_module(recurrent, case.to(torch.float64))
+    out, exact = run_module(definition, case), run_module(definition, case.to(torch.float64))
     assert out.o.dtype == dtype
     assert out.final_state.dtype == torch.float32
     assert relative_rms(out.final_state, exact.final_state) <= 1e-6
@@ -57,12 +57,12 @@ def test_inputs_of_lower_precision_are_computed_in_float32(dtype: torch.dtype) -
 
 def test_yardstick_rounds_its_operands() -> None:
     case = make_case("head", "tied", dtype=torch.float32)
-    exact = run_module(recurrent, case.to(torch.float64))
+    exact = run_module(definition, case.to(torch.float64))
     rounded = run_module(chunked, case, matmul_dtype=torch.bfloat16)
     assert 1e-4 < relative_rms(rounded.o, exact.o) < 2e-2
 
 
-@pytest.mark.parametrize("module", [recurrent, chunked])
+@pytest.mark.parametrize("module", [definition, chunked])
 def test_the_final_state_is_new_without_tokens(module) -> None:
     case = make_case("head", "tied", tokens=0)
     state = case.tensors["initial_state"]
@@ -78,5 +78,5 @@ def test_reference_has_second_derivatives() -> None:
     names = case.present()
     leaves = [case.tensors[name].requires_grad_() for name in names]
     assert torch.autograd.gradgradcheck(
-        lambda *x: run_module(recurrent, case.changed(**dict(zip(names, x, strict=True)))), leaves
+        lambda *x: run_module(definition, case.changed(**dict(zip(names, x, strict=True)))), leaves
     )

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from deltarule.reference import recurrent
-from deltarule.rules import Projections, Rule
+from deltarule.nn.rule import Projections, Rule
+from deltarule.ops.delta_rule import definition
 
 B, T, H, HV, K, V = 2, 9, 2, 4, 5, 3
-OPERATORS = {"delta_rule": recurrent.delta_rule, "dplr": recurrent.dplr}
+OPERATORS = {"delta_rule": definition.delta_rule, "dplr": definition.dplr}
 
 
 def draw(*sizes: int) -> Tensor:

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deltarule.rules import RULES
-from deltarule.rules.feature_maps import FEATURE_MAPS, LONGEST, NORMS
+from deltarule.nn import RULES
+from deltarule.nn.feature_maps import FEATURE_MAPS, LONGEST, NORMS
 from rules.drawn import HV, B, H, K, T, V, draw, draw_projections, each_head, largest_error, run
 
 

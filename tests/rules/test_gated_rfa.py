@@ -2,7 +2,7 @@
 
 import torch
 
-from deltarule.rules import RULES
+from deltarule.nn import RULES
 from rules.drawn import HV, B, K, T, V, draw, draw_projections, each_head, largest_error, run
 
 

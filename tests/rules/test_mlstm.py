@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from deltarule.nn import RULES
+from deltarule.nn.mlstm import gates, running_maximum
 from deltarule.ops import delta_rule
-from deltarule.rules import RULES
-from deltarule.rules.mlstm import gates, running_maximum
 from rules.drawn import HV, B, K, T, V, draw, draw_projections, each_head, largest_error, run
 
 RULE = RULES["mlstm"]

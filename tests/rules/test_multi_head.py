@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from deltarule.rules import RULES, Projections
+from deltarule.nn import RULES
+from deltarule.nn.rule import Projections
 from rules.drawn import B, K, T, V, draw, largest_error, run
 
 N = 3

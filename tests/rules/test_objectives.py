@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from deltarule.reference import recurrent
-from deltarule.rules import RULES
-from deltarule.rules.objectives import GradientSteps, Minimiser, Token
+from deltarule.nn import RULES
+from deltarule.nn.objectives import GradientSteps, Minimiser, Token
+from deltarule.ops.delta_rule import definition
 from rules.drawn import OPERATORS, draw_projections
 from rules.test_rules import gates, key_heads
 
@@ -18,7 +18,7 @@ def tokens(arguments, head, value_heads):
     key_head = head * arguments["k"].shape[2] // value_heads
     k, v = arguments["k"][0, :, key_head], arguments["v"][0, :, head]
     if arguments.get("normalize_qk"):
-        k = recurrent.unit_norm(k)
+        k = definition.unit_norm(k)
     steps = len(k) // n
     decay = torch.ones(steps, k.shape[1], dtype=k.dtype)
     if (log_decay := arguments.get("log_decay")) is not None:

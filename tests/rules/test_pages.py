@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from deltarule.nn import MIXERS
+from deltarule.nn import MIXERS, RULES, SYSTEMS
 from deltarule.nn.table import backed_by, markdown
-from deltarule.rules import RULES, SYSTEMS
 
 PAGES = Path(__file__).parents[2] / "docs" / "rules"
 TESTS = Path(__file__).parents[1]

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from deltarule.nn import MIXERS
-from deltarule.rules import RULES, SYSTEMS, Projections, Rule
+from deltarule.nn import MIXERS, RULES, SYSTEMS
+from deltarule.nn.rule import Projections, Rule
 from rules.drawn import HV, OPERATORS, B, H, K, T, V, draw, draw_projections, run
 
 # Each value head has a key head of its own.
@@ -42,7 +42,7 @@ def projections_for(rule: Rule) -> Projections:
 def test_row_is_complete(rule):
     for field in dataclasses.fields(rule):
         assert getattr(rule, field.name) or field.name in OPTIONAL, field.name
-    assert rule.arguments.__module__.startswith("deltarule.rules")
+    assert rule.arguments.__module__.startswith("deltarule.nn")
 
 
 @pytest.mark.parametrize("table", [RULES, SYSTEMS, MIXERS])

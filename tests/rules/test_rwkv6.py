@@ -2,8 +2,8 @@
 
 import torch
 
+from deltarule.nn import RULES
 from deltarule.ops import delta_rule
-from deltarule.rules import RULES
 from rules.drawn import HV, B, K, T, V, draw, draw_projections, each_head, largest_error, run
 
 RULE = RULES["rwkv6"]

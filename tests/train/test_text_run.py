@@ -6,13 +6,13 @@ import json
 import pytest
 import torch
 
-from deltarule.eval.report import EvalRun, evaluate_run
-from deltarule.eval.sample import GenerateRun, generate_text
 from deltarule.models import CausalLM
 from deltarule.train.documents import DataError
 from deltarule.train.loop import LoopOptions, Trainer
 from deltarule.train.metrics import read_metrics
 from deltarule.train.optimizer import OptimizerOptions
+from deltarule.train.report import EvalRun, evaluate_run
+from deltarule.train.sample import GenerateRun, generate_text
 from deltarule.train.text import TextModel, TextRun, train_text
 
 LINES = [f"{i} bottles of beer on the wall, {i} bottles of beer.\n" for i in range(99, 20, -1)]

@@ -10,15 +10,8 @@ from pathlib import Path
 
 import torch
 
-from deltarule.doctor.examine import (
-    Configuration,
-    Verdict,
-    commonest,
-    every,
-    examined,
-    known_bad,
-)
-from deltarule.kernels.machine import identity, keep, kept, kept_file
+from deltarule.doctor.examine import Configuration, Verdict, commonest, every, examined, known_bad
+from deltarule.ops.runtime.machine import identity, keep, kept, kept_file
 from deltarule.train.extra import require
 
 NO_GPU = (
@@ -100,7 +93,7 @@ def fitting_processes() -> int:
 
 def keep_verdicts(found: Iterable[Verdict]) -> Path:
     """Add to what is kept of this machine; a new verdict replaces an old one."""
-    from deltarule.kernels.triton.verdicts import KIND, failures
+    from deltarule.ops.delta_rule.verdicts import KIND, failures
 
     verdicts = kept(KIND) | {
         verdict.name: {

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltarule.kernels.inputs import Inputs
-from deltarule.reference import chunked, recurrent
+from deltarule.ops.delta_rule import chunked, definition
+from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.shapes import RecurrentOutput
 
 NAMES = ("q", "k", "v", "beta", "a", "b", "log_decay", "initial_state")
@@ -34,7 +34,7 @@ def plain_run(module: Any, inputs: Inputs, options: dict[str, Any]) -> Recurrent
 
 def exact_run(inputs: Inputs) -> RecurrentOutput:
     """The definition."""
-    return plain_run(recurrent, inputs, {})
+    return plain_run(definition, inputs, {})
 
 
 def yardstick_run(inputs: Inputs) -> RecurrentOutput:

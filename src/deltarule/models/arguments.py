@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from deltarule.nn import ModelState
-from deltarule.ops.arguments import check_cu_seqlens
+from deltarule.ops.checks import check_cu_seqlens
 
 
 def check_inputs(

@@ -10,8 +10,8 @@ from typing import Any
 
 from deltarule.models.patterns import PATTERNS
 from deltarule.nn import MIXERS
-from deltarule.rules.feature_maps import FEATURE_MAPS, NORMS
-from deltarule.rules.rule import QueryKeyNorm
+from deltarule.nn.feature_maps import FEATURE_MAPS, NORMS
+from deltarule.nn.rule import QueryKeyNorm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class ModelConfig:
             the layer's default.
         n_steps: Writes for each token in DeltaProduct layers. None: the layer's default.
         feature_map: What q and k of linear attention, Gated RFA, DeltaNet and DeltaProduct go
-            through, by its name in `deltarule.rules.feature_maps`. None: the layer's default.
+            through, by its name in `deltarule.nn.feature_maps`. None: the layer's default.
         qk_norm: What those layers divide q and k by: "none", "l1" or "l2". None: the layer's
             default.
         normalizer: Divide linear attention's read-out by z^T q. None: the layer's default.

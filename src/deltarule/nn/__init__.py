@@ -29,8 +29,10 @@ from deltarule.nn.multi_head import (
     MultiQueryDeltaNet,
     MultiValueDeltaNet,
 )
+from deltarule.nn.names import Named
 from deltarule.nn.norm import RMSNorm
 from deltarule.nn.retnet import RetNet
+from deltarule.nn.rule import Projections, Rule, System
 from deltarule.nn.rwkv6 import RWKV6
 from deltarule.nn.rwkv7 import RWKV7
 from deltarule.nn.s4 import S4
@@ -39,7 +41,6 @@ from deltarule.nn.state import ModelState, State, load_state, save_state
 from deltarule.nn.titans import TitansLinear, TitansMLP
 from deltarule.nn.ttt import TTTMLP, TTTLinear
 from deltarule.nn.two_memories import ABC, GatedSlotAttention
-from deltarule.rules.names import Named
 
 _LAYERS: dict[str, type[Mixer]] = {
     "linear_attention": LinearAttention,
@@ -80,6 +81,11 @@ _LAYERS: dict[str, type[Mixer]] = {
     "sliding_window": SlidingWindowAttention,
 }
 MIXERS: dict[str, type[Mixer]] = Named(_LAYERS)
+# The rows of the table: every system; and those that `delta_rule` or `dplr` runs.
+SYSTEMS: dict[str, System] = Named({name: layer.rule for name, layer in MIXERS.items()})
+RULES: dict[str, Rule] = Named(
+    {name: row for name, row in SYSTEMS.items() if isinstance(row, Rule)}
+)
 
 __all__ = [
     "ABC",
@@ -87,9 +93,11 @@ __all__ = [
     "KDA",
     "MIXERS",
     "MLSTM",
+    "RULES",
     "RWKV6",
     "RWKV7",
     "S4",
+    "SYSTEMS",
     "TTTMLP",
     "Attention",
     "Comba",
@@ -117,13 +125,16 @@ __all__ = [
     "MultiKeyDeltaNet",
     "MultiQueryDeltaNet",
     "MultiValueDeltaNet",
+    "Projections",
     "RMSNorm",
     "RecurrentMixer",
     "RetNet",
+    "Rule",
     "ShortConv",
     "SlidingWindowAttention",
     "State",
     "SwiGLU",
+    "System",
     "TTTLinear",
     "TitansLinear",
     "TitansMLP",

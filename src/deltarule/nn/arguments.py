@@ -7,8 +7,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from deltarule.nn.rule import Rule
 from deltarule.nn.state import State
-from deltarule.rules import Rule
 
 T = TypeVar("T")
 # What autocast casts to its own dtype; it leaves float64 and integers as they are.

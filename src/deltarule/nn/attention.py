@@ -6,6 +6,7 @@ A window is read in blocks of its own size: a block sees itself and the block be
 T tokens take 2 T window scores and no T x T mask.
 """
 
+from dataclasses import replace
 from typing import ClassVar, Self
 
 import torch
@@ -25,10 +26,32 @@ from deltarule.nn.heads import split
 from deltarule.nn.interface import Mixer, MixerConfig
 from deltarule.nn.layout import Layout, make_layout
 from deltarule.nn.rope import rotate
+from deltarule.nn.rule import System
 from deltarule.nn.state import State
 from deltarule.nn.window_blocks import block_masks, blocks, with_block_before
-from deltarule.rules import softmax
 from deltarule.shapes import Hidden, Mask, Offsets
+
+FULL = System(
+    name="attention",
+    title="Softmax attention",
+    operator="softmax",
+    recurrence="(K, V) = ((K, k), (V, v))",
+    read_out="o = V softmax(K^T q / sqrt(K))",
+    decay="none",
+    erase="none",
+    objective="sum_j exp(q . k_j / sqrt(K)) |o - v_j|^2, exactly",
+    source="arXiv 1706.03762, section 3.2 (the slides multiply by the mask; it must be added)",
+    state_size="T H (K + V)",
+    forms="cache, parallel, GPU kernel of PyTorch",
+)
+WINDOW = replace(
+    FULL,
+    name="sliding_window",
+    title="Sliding-window attention",
+    recurrence="(K, V) = the last W of ((K, k), (V, v))",
+    source="arXiv 2004.05150, section 3.1; window and token counted together",
+    state_size="W H (K + V)",
+)
 
 
 class Attention(Mixer):
@@ -57,7 +80,7 @@ class Attention(Mixer):
     Source: arXiv 1706.03762, eq. 1; RoPE, arXiv 2104.09864; grouped heads, arXiv 2305.13245.
     """
 
-    rule = softmax.FULL
+    rule = FULL
     default_window: ClassVar[int | None] = None
 
     def __init__(
@@ -279,5 +302,5 @@ class SlidingWindowAttention(Attention):
     Source: arXiv 2004.05150, section 3.1, causal.
     """
 
-    rule = softmax.WINDOW
+    rule = WINDOW
     default_window = 2048

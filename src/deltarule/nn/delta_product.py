@@ -1,8 +1,57 @@
-"""DeltaProduct as a layer, plain and gated."""
+"""DeltaProduct: several delta-rule writes for each token, one read-out after the last.
 
+S_{t,j} = S_{t,j-1} (I - beta_{t,j} k_{t,j} k_{t,j}^T) + beta_{t,j} v_{t,j} k_{t,j}^T
+S_{t,0} = S_{t-1,n}        o_t = S_{t,n} q_t        j = 1..n
+"""
+
+from deltarule.nn import deltanet
 from deltarule.nn.deltanet import DeltaNet
 from deltarule.nn.gated_deltanet import GatedDeltaNet
-from deltarule.rules import delta_product, gated_delta_product
+from deltarule.nn.gates import discretised_log_decay
+from deltarule.nn.objectives import GradientSteps, square_error
+from deltarule.nn.rule import Carry, Mapped, Projections, Rule
+
+
+def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
+    """DeltaNet's arguments, n rows of them for each token."""
+    given, carry = deltanet.arguments(projections, carry)
+    return given | {"n_steps": projections.n_steps}, carry
+
+
+RULE = Rule(
+    name="delta_product",
+    title="DeltaProduct",
+    operator="delta_rule",
+    recurrence="S = S (I - beta_j k_j k_j^T) + beta_j v_j k_j^T, j = 1..n",
+    read_out="o = S q",
+    decay="none",
+    erase="tied",
+    objective="|S k_j - v_j|^2 / 2, one gradient step for each j",
+    source="arXiv 2502.10297, section 3 (slides print the steps in the wrong order)",
+    arguments=arguments,
+    update=GradientSteps(square_error),
+)
+
+
+def gated_arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
+    """DeltaProduct's arguments and Gated DeltaNet's decay."""
+    given, carry = arguments(projections, carry)
+    return given | {"log_decay": discretised_log_decay(projections)}, carry
+
+
+GATED_RULE = Rule(
+    name="gated_delta_product",
+    title="Gated DeltaProduct",
+    operator="delta_rule",
+    recurrence="S = a S, then S = S (I - beta_j k_j k_j^T) + beta_j v_j k_j^T, j = 1..n",
+    read_out="o = S q",
+    decay="head",
+    erase="tied",
+    objective="|S k_j - v_j|^2 / 2 from a S', one gradient step for each j",
+    source="arXiv 2502.10297, section 3",
+    arguments=gated_arguments,
+    update=GradientSteps(square_error),
+)
 
 
 class DeltaProduct(DeltaNet):
@@ -21,7 +70,7 @@ class DeltaProduct(DeltaNet):
     Source: arXiv 2502.10297, section 3.
     """
 
-    rule = delta_product.RULE
+    rule = RULE
     default_beta_max = 2.0
     default_n_steps = 2
 
@@ -39,6 +88,6 @@ class GatedDeltaProduct(GatedDeltaNet):
     Source: arXiv 2502.10297, section 3.
     """
 
-    rule = gated_delta_product.RULE
+    rule = GATED_RULE
     default_beta_max = 2.0
     default_n_steps = 2

@@ -1,13 +1,46 @@
-"""Decaying fast weights as a layer."""
+"""Decaying fast weights: a gate for each value channel from the left, one for each key channel.
 
+S_t = Diag(b_t) S_{t-1} Diag(a_t) + v_t k_t^T        o_t = S_t q_t
+a_t = sigmoid(decay_logits_t)        b_t = sigmoid(value_decay_logits_t)
+"""
+
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn.arguments import above_zero, default, default_head_dim, positive
 from deltarule.nn.call import Call
+from deltarule.nn.gates import computed
 from deltarule.nn.heads import split
 from deltarule.nn.norm import GatedRMSNorm
+from deltarule.nn.rule import Arguments, System
 from deltarule.nn.scan import ScanMixer
-from deltarule.rules import Arguments, dfw
+
+
+def arguments(
+    q: Tensor, k: Tensor, v: Tensor, *, decay_logits: Tensor, value_decay_logits: Tensor
+) -> Arguments:
+    """Arguments of `selective_scan`."""
+    decays = {
+        "log_decay": F.logsigmoid(computed(decay_logits)),
+        "value_log_decay": F.logsigmoid(computed(value_decay_logits)),
+    }
+    return {"q": q, "k": k, "v": v, **decays}
+
+
+SYSTEM = System(
+    name="dfw",
+    title="Decaying fast weights",
+    operator="selective_scan",
+    recurrence="S = Diag(b) S Diag(a) + v k^T",
+    read_out="o = S q",
+    decay="element",
+    erase="none",
+    objective="|S - Diag(b) S' Diag(a)|^2 - 2 <S k, v>",
+    source="arXiv 2210.04243, section 4; table 4 of arXiv 2406.06484",
+    state_size="HV V K",
+    forms="recurrent, chunked, GPU kernel",
+)
+
 
 # sigmoid(4) = 0.98: most of the state outlives a token at first.
 DECAY_BIAS = 4.0
@@ -40,7 +73,7 @@ class DecayingFastWeights(ScanMixer):
     Source: arXiv 2210.04243, section 4.
     """
 
-    rule = dfw.SYSTEM
+    rule = SYSTEM
 
     def __init__(
         self,
@@ -85,7 +118,7 @@ class DecayingFastWeights(ScanMixer):
                 ("q", self.head_k_dim), ("k", self.head_k_dim), ("v", self.head_v_dim)
             )
         )  # fmt: skip
-        return dfw.arguments(
+        return arguments(
             q, k, v,
             decay_logits=split(self.a_proj(x), heads, self.head_k_dim),
             value_decay_logits=split(self.b_proj(x), heads, self.head_v_dim),

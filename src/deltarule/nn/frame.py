@@ -10,9 +10,9 @@ from deltarule.nn.arguments import check_input, check_state, positive
 from deltarule.nn.call import Call
 from deltarule.nn.interface import Mixer, MixerConfig
 from deltarule.nn.layout import make_layout
+from deltarule.nn.rule import Arguments
 from deltarule.nn.short_conv import ShortConv
 from deltarule.nn.state import State
-from deltarule.rules import Arguments
 from deltarule.shapes import Hidden, Mask, Offsets
 
 

@@ -1,9 +1,53 @@
-"""Gated random feature attention as a layer."""
+"""Gated random feature attention: one gate decays the sums, and what it frees is written.
 
-from torch import nn
+S_t = g_t S_{t-1} + (1 - g_t) v_t phi(k_t)^T        g_t = sigmoid(decay_logits_t)
+z_t = g_t z_{t-1} + (1 - g_t) phi(k_t)              o_t = S_t phi(q_t) / (z_t^T phi(q_t))
+"""
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deltarule.nn.feature_maps import normalised
+from deltarule.nn.gates import computed
 from deltarule.nn.mixer import RecurrentMixer
-from deltarule.rules import gated_rfa
+from deltarule.nn.normalizer import divided, with_one
+from deltarule.nn.objectives import Minimiser, stay_and_write
+from deltarule.nn.rule import Carry, Mapped, Projections, Rule
+
+# Random features may cancel, and a divisor near zero would make one token outweigh all others.
+SMALLEST = 0.01
+
+
+def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
+    """1 - g = sigmoid(-decay_logits), which never rounds to zero."""
+    logits = computed(projections.need("decay_logits"))
+    v = with_one(projections.v) * torch.sigmoid(-logits).unsqueeze(-1)
+    given = normalised(projections, otherwise="none") | {"v": v.to(projections.v.dtype)}
+    return given | {"beta": None, "log_decay": F.logsigmoid(logits), "scale": 1.0}, carry
+
+
+def read_out(o: Tensor, projections: Projections, carry: Carry | None = None) -> Tensor:
+    """o_t = S_t q_t / (z_t^T q_t), the divisor at least 0.01."""
+    return divided(o, SMALLEST)
+
+
+RULE = Rule(
+    name="gated_rfa",
+    title="Gated RFA",
+    operator="delta_rule",
+    recurrence="S = g S + (1 - g) v k^T, z = g z + (1 - g) k",
+    read_out="o = S q / (z^T q)",
+    decay="head",
+    erase="none",
+    objective="|S - g S'|^2 - 2 <S k, (1 - g) v>",
+    source="arXiv 2103.02143, section 3.2",
+    state_size="HV (V + 1) 2K",
+    arguments=arguments,
+    read_out_function=read_out,
+    normalizer=True,
+    update=Minimiser(stay_and_write),
+)
 
 
 class GatedRFA(RecurrentMixer):
@@ -22,7 +66,7 @@ class GatedRFA(RecurrentMixer):
     Source: arXiv 2103.02143, section 3.
     """
 
-    rule = gated_rfa.RULE
+    rule = RULE
     maps_features = True
     default_feature_map = "random_fourier"
 

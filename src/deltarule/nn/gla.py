@@ -1,8 +1,39 @@
-"""Gated Linear Attention as a layer."""
+"""Gated Linear Attention: one decay for each key channel.
 
-from deltarule.nn.gates import low_rank
+S_t = S_{t-1} Diag(a_t) + v_t k_t^T        a_t = sigmoid(decay_logits_t)^(1/16)
+"""
+
+import torch.nn.functional as F
+
+from deltarule.nn.gates import computed, low_rank
 from deltarule.nn.mixer import RecurrentMixer
-from deltarule.rules import gla
+from deltarule.nn.objectives import Minimiser, stay_and_write
+from deltarule.nn.rule import Carry, Mapped, Projections, Rule
+
+# Keeps most decays near one, whatever the logit.
+TEMPERATURE = 16
+
+
+def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
+    """log_decay = logsigmoid(decay_logits) / 16."""
+    log_decay = F.logsigmoid(computed(projections.need("decay_logits"))) / TEMPERATURE
+    return projections.qkv | {"beta": None, "log_decay": log_decay}, carry
+
+
+RULE = Rule(
+    name="gla",
+    title="Gated Linear Attention",
+    operator="delta_rule",
+    recurrence="S = S Diag(a) + v k^T",
+    read_out="o = S q",
+    decay="channel",
+    erase="none",
+    objective="|S - S' Diag(a)|^2 - 2 <S k, v>",
+    source="arXiv 2312.06635, eq. 3 and section 4.4",
+    arguments=arguments,
+    update=Minimiser(stay_and_write),
+)
+
 
 DECAY_RANK = 16
 
@@ -22,7 +53,7 @@ class GatedLinearAttention(RecurrentMixer):
     Source: arXiv 2312.06635, section 4.4.
     """
 
-    rule = gla.RULE
+    rule = RULE
     expand_k = 0.5
     expand_v = 2
     default_output_gate = True

@@ -10,10 +10,9 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor, nn
 
+from deltarule.nn.gates import computed
+from deltarule.nn.rule import QueryKeyNorm, System
 from deltarule.nn.state import State
-from deltarule.rules import System
-from deltarule.rules.gates import computed
-from deltarule.rules.rule import QueryKeyNorm
 from deltarule.shapes import Hidden, Mask, Offsets
 
 

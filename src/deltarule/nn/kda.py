@@ -1,10 +1,30 @@
-"""Kimi Delta Attention as a layer."""
+"""Kimi Delta Attention: Gated DeltaNet with one decay for each key channel.
+
+S_t = S_{t-1} Diag(a_t) (I - beta_t k_t k_t^T) + beta_t v_t k_t^T        |k_t| = |q_t| = 1
+a_t = exp(-exp(A_log) softplus(decay_logits_t + dt_bias))
+"""
 
 from torch import nn
 
+from deltarule.nn.gated_deltanet import arguments
 from deltarule.nn.gates import initial_A_log, initial_dt_bias, low_rank
 from deltarule.nn.mixer import RecurrentMixer
-from deltarule.rules import kda
+from deltarule.nn.objectives import Minimiser, stay_and_correct
+from deltarule.nn.rule import Rule
+
+RULE = Rule(
+    name="kda",
+    title="Kimi Delta Attention",
+    operator="delta_rule",
+    recurrence="S = S Diag(a) (I - beta k k^T) + beta v k^T",
+    read_out="o = S q",
+    decay="channel",
+    erase="tied",
+    objective="|S - S' Diag(a)|^2 - 2 <S k, beta (v - S' Diag(a) k)>",
+    source="arXiv 2510.26692, section 3",
+    arguments=arguments,
+    update=Minimiser(stay_and_correct),
+)
 
 
 class KDA(RecurrentMixer):
@@ -23,7 +43,7 @@ class KDA(RecurrentMixer):
     Source: arXiv 2510.26692, section 4.
     """
 
-    rule = kda.RULE
+    rule = RULE
     default_conv_size = 4
     default_output_gate = True
     gate_activation = "sigmoid"

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deltarule.ops.arguments import check_cu_seqlens
-from deltarule.rules import Arguments
+from deltarule.nn.rule import Arguments
+from deltarule.ops.checks import check_cu_seqlens
 from deltarule.shapes import Hidden, Mask, Offsets
 
 

@@ -1,13 +1,42 @@
-"""Longhorn as its authors released it: a diagonal approximation in Mamba's block."""
+"""Longhorn as released: one step size for each value channel, the transition's diagonal only.
+
+S_t = S_{t-1} * (1 - e_t (k_t * k_t)^T) + (e_t * v_t) k_t^T        o_t = S_t q_t + D * v_t
+e_t = b_t / (1 + b_t |k_t|^2)        b_t = sigmoid(beta_logits_t + dt_bias)
+"""
 
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from deltarule.nn.gates import low_rank
+from deltarule.nn.gates import computed, low_rank
+from deltarule.nn.rule import Arguments, System
 from deltarule.nn.scan import MambaBlock
-from deltarule.rules import Arguments, longhorn_released
+
+
+def arguments(
+    q: Tensor, k: Tensor, v: Tensor, *, beta_logits: Tensor, dt_bias: Tensor
+) -> Arguments:
+    """Arguments of `selective_scan`; 1 - e k^2 is in (0, 1] whatever the length of the key."""
+    strength = torch.sigmoid(computed(beta_logits) + dt_bias)
+    key_square = computed(k).square().sum(-1, keepdim=True)
+    key_square = key_square.repeat_interleave(v.shape[2] // k.shape[2], dim=2)
+    return {"q": q, "k": k, "v": v, "beta": strength / (1 + strength * key_square), "scale": 1.0}
+
+
+SYSTEM = System(
+    name="longhorn_released",
+    title="Longhorn (released)",
+    operator="selective_scan",
+    recurrence="S = S * (1 - e (k * k)^T) + (e * v) k^T",
+    read_out="o = S q + D * v",
+    decay="none",
+    erase="tied",
+    objective="|S - S'|^2 + |S k - v|^2_b, then the diagonal of the step",
+    source="arXiv 2407.14207, section 3.2 and the authors' released layer",
+    state_size="HV V K",
+    forms="recurrent, chunked, GPU kernel",
+)
 
 
 class LonghornReleased(MambaBlock):
@@ -27,7 +56,7 @@ class LonghornReleased(MambaBlock):
     Source: arXiv 2407.14207, section 3.2 and algorithm 1.
     """
 
-    rule = longhorn_released.SYSTEM
+    rule = SYSTEM
     float32_parameters: ClassVar[tuple[str, ...]] = ("dt_bias", "D")
     dt_bias: nn.Parameter
 
@@ -40,7 +69,7 @@ class LonghornReleased(MambaBlock):
 
     def scan_arguments(self, stream: Tensor, v: Tensor) -> Arguments:
         """By the rule; q and k have one head for all values."""
-        return longhorn_released.arguments(
+        return arguments(
             self.q_proj(stream).unsqueeze(2), self.k_proj(stream).unsqueeze(2), v,
             beta_logits=self.per_head(self.b_proj(stream)), dt_bias=self.dt_bias,
         )  # fmt: skip

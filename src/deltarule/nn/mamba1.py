@@ -1,10 +1,39 @@
-"""Mamba-1 as a layer."""
+"""Mamba-1: each entry of the state has its own rate, each value channel its own step size.
 
+S_t = S_{t-1} * exp(-(dt_t 1^T) * exp(A_log)) + (dt_t * v_t) k_t^T        o_t = S_t q_t + D * v_t
+dt_t = softplus(step_logits_t + dt_bias)
+"""
+
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.gates import initial_dt_bias, low_rank
+from deltarule.nn.gates import computed, initial_dt_bias, low_rank
+from deltarule.nn.rule import Arguments, System
 from deltarule.nn.scan import MambaBlock
-from deltarule.rules import Arguments, mamba1
+
+
+def arguments(
+    q: Tensor, k: Tensor, v: Tensor, *, step_logits: Tensor, A_log: Tensor, dt_bias: Tensor
+) -> Arguments:
+    """Arguments of `selective_scan`; not scaled, because beside D * v_t its size matters."""
+    delta = F.softplus(computed(step_logits) + dt_bias)
+    write = (delta * v).to(v.dtype)
+    return {"q": q, "k": k, "v": write, "delta": delta, "A": -A_log.exp(), "scale": 1.0}
+
+
+SYSTEM = System(
+    name="mamba1",
+    title="Mamba",
+    operator="selective_scan",
+    recurrence="S = S * exp(-(dt 1^T) * exp(A_log)) + (dt * v) k^T",
+    read_out="o = S q + D * v",
+    decay="element",
+    erase="none",
+    objective="",
+    source="arXiv 2312.00752, algorithm 2 and section 3.6",
+    state_size="HV V K",
+    forms="recurrent, chunked, GPU kernel",
+)
 
 
 class Mamba1(MambaBlock):
@@ -25,7 +54,7 @@ class Mamba1(MambaBlock):
     Source: arXiv 2312.00752, section 3.4 and algorithm 2.
     """
 
-    rule = mamba1.SYSTEM
+    rule = SYSTEM
     A_log: nn.Parameter
     dt_bias: nn.Parameter
 
@@ -39,7 +68,7 @@ class Mamba1(MambaBlock):
 
     def scan_arguments(self, stream: Tensor, v: Tensor) -> Arguments:
         """By the rule; q and k have one head for all values."""
-        return mamba1.arguments(
+        return arguments(
             self.q_proj(stream).unsqueeze(2), self.k_proj(stream).unsqueeze(2), v,
             step_logits=self.per_head(self.a_proj(stream)), A_log=self.A_log, dt_bias=self.dt_bias,
         )  # fmt: skip

@@ -1,4 +1,8 @@
-"""The mesa layer."""
+"""The mesa layer: ridge regression from all keys to all values, solved anew at every token.
+
+H_t = a_t H_{t-1} + beta_t k_t k_t^T        G_t = a_t G_{t-1} + beta_t v_t k_t^T
+o_t = G_t (H_t + Diag(lambda))^{-1} q_t
+"""
 
 import math
 from typing import ClassVar
@@ -10,10 +14,25 @@ from torch import Tensor, nn
 from deltarule import ops
 from deltarule.nn.call import Call
 from deltarule.nn.frame import silence_padding
+from deltarule.nn.gates import computed, unit
 from deltarule.nn.qkv import QKVMixer, activated
-from deltarule.rules import mesa
-from deltarule.rules.gates import computed, unit
+from deltarule.nn.rule import System
 from deltarule.shapes import MesaState
+
+SYSTEM = System(
+    name="mesa",
+    title="Mesa layer",
+    operator="mesa",
+    recurrence="H = a H + beta k k^T, G = a G + beta v k^T",
+    read_out="o = G (H + Diag(lambda))^-1 q",
+    decay="head",
+    erase="solve",
+    objective="sum_i a..a beta_i |S k_i - v_i|^2 + tr(S Diag(lambda) S^T)",
+    source="arXiv 2309.05858 and 2506.05233, section 3",
+    state_size="HV (K + V) K",
+    forms="recurrent, chunked, GPU kernel of the solver",
+)
+
 
 LEAST_REGULARIZER = 0.25
 FIRST_REGULARIZER = 1.0
@@ -37,7 +56,7 @@ class Mesa(QKVMixer):
     Source: arXiv 2309.05858; gates as in MesaNet, arXiv 2506.05233, section 3 and its code.
     """
 
-    rule = mesa.SYSTEM
+    rule = SYSTEM
     convolved: ClassVar[tuple[str, ...]] = ("q", "k")
     float32_parameters: ClassVar[tuple[str, ...]] = ("regularizer_logits",)
     regularizer_logits: nn.Parameter

@@ -21,8 +21,8 @@ from deltarule.nn.layout import blank_padding, make_layout
 from deltarule.nn.linears import linears
 from deltarule.nn.parts import RecurrentParts
 from deltarule.nn.recomputed import recomputed
+from deltarule.nn.rule import Carry, Projections
 from deltarule.nn.state import State
-from deltarule.rules import Carry, Projections
 from deltarule.shapes import Hidden, Mask, Offsets, RecurrentOutput
 
 OPERATORS: dict[str, Callable[..., RecurrentOutput]] = {
@@ -45,7 +45,7 @@ class RecurrentMixer(RecurrentParts):
         beta_max: Largest write strength, in (0, 2]; 2.0 allows negative eigenvalues. Only for
             rules that erase. None: the layer's default.
         n_steps: Writes for each token, only for DeltaProduct. None: the layer's default.
-        feature_map: What q and k go through, by its name in `deltarule.rules.feature_maps`; only
+        feature_map: What q and k go through, by its name in `deltarule.nn.feature_maps`; only
             for linear attention, Gated RFA, DeltaNet and DeltaProduct. None: the layer's default.
         qk_norm: What q and k are divided by: "none", "l1", "l2"; only for layers with a feature
             map. None: the rule's own choice.

@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn.linears import is_plain, linears
-from deltarule.ops import swiglu as fused
 from deltarule.ops.dispatch import Implementation, Table, always, choose
-from deltarule.ops.eager import unwatched
-from deltarule.ops.fused import run_fused, why_not_fused
+from deltarule.ops.eager import run_fused, unwatched, why_not_fused
+from deltarule.ops.fused import swiglu as fused
 from deltarule.shapes import Hidden
 
 

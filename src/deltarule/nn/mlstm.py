@@ -1,15 +1,105 @@
-"""mLSTM as a layer."""
+"""mLSTM: exponential input gates, kept in range by a running maximum that cancels.
+
+S_t = f_t S_{t-1} + i_t v_t k_t^T        z_t = f_t z_{t-1} + i_t k_t
+o_t = S_t q_t / max(1, |z_t^T q_t|)      i_t = exp(beta_logits_t), f_t = sigmoid(decay_logits_t)
+m_t = max(log f_t + m_{t-1}, log i_t): the state that is kept is e^{-m_t} times this one
+"""
 
 from dataclasses import replace
 from typing import ClassVar
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from deltarule.nn.call import Call
+from deltarule.nn.documents import document_count, first_tokens, last_token, per_token, token_before
+from deltarule.nn.gates import computed
 from deltarule.nn.mixer import RecurrentMixer
 from deltarule.nn.norm import GatedGroupNorm
-from deltarule.rules import Projections, mlstm
+from deltarule.nn.normalizer import divided, with_one
+from deltarule.nn.objectives import Minimiser, stay_and_write
+from deltarule.nn.rule import Carry, Mapped, Projections, Rule
+
+
+def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
+    """Decay by f_t e^{m_{t-1} - m_t} and write with e^{log i_t - m_t}: neither exceeds one."""
+    log_forget, log_input = gates(projections)
+    before, m = running_maximum(log_forget, log_input, projections, carry)
+    log_decay = change_of_scale(log_forget, log_input, before, m)
+    carried = last_token(m, projections, otherwise=starting(m, projections, carry))
+    v = with_one(projections.v) * torch.exp(log_input - m).unsqueeze(-1)
+    given = projections.qkv | {"v": v.to(projections.v.dtype), "beta": None}
+    return given | {"log_decay": log_decay}, {"stabilizer": carried}
+
+
+def read_out(o: Tensor, projections: Projections, carry: Carry | None = None) -> Tensor:
+    """o_t = S_t q_t / max(e^{-m_t}, |z_t^T q_t|), the kept state being e^{-m_t} times smaller."""
+    _, m = running_maximum(*gates(projections), projections, carry)
+    read = torch.cat([o[..., :-1], o[..., -1:].abs()], dim=-1)
+    return divided(read, torch.exp(-m).unsqueeze(-1))
+
+
+def gates(projections: Projections) -> tuple[Tensor, Tensor]:
+    """log f and log i, both [B, T, HV]."""
+    log_forget = F.logsigmoid(computed(projections.need("decay_logits")))
+    return log_forget, computed(projections.need("beta_logits"))
+
+
+def change_of_scale(log_forget: Tensor, log_input: Tensor, before: Tensor, m: Tensor) -> Tensor:
+    """log f_t + m_{t-1} - m_t, differentiated by f_t alone."""
+    with torch.no_grad():
+        # Exactly zero while the maximum only decays: rounding must not pile up over many tokens.
+        renewed = log_input >= log_forget + before
+        change = torch.where(renewed, (log_forget + before - m).clamp(max=0), 0)
+    return change + (log_forget - log_forget.detach())
+
+
+@torch.no_grad()
+def running_maximum(
+    log_forget: Tensor, log_input: Tensor, projections: Projections, carry: Carry | None
+) -> tuple[Tensor, Tensor]:
+    """m_{t-1} and m_t, [B, T, HV], reaching twice as far back in every round.
+
+    Without gradients: whatever m is, it cancels in the output.
+    """
+    first = first_tokens(projections).view(1, -1, 1)
+    start = per_token(starting(log_input, projections, carry), projections)
+    m = torch.where(first, torch.maximum(log_forget + start, log_input), log_input)
+    decay = log_forget.masked_fill(first, -torch.inf)
+    reach, tokens = 1, m.shape[1]
+    while reach < tokens:
+        further = torch.maximum(m[:, reach:], m[:, :-reach] + decay[:, reach:])
+        m = torch.cat([m[:, :reach], further], dim=1)
+        decay = torch.cat([decay[:, :reach], decay[:, reach:] + decay[:, :-reach]], dim=1)
+        reach *= 2
+    return torch.where(first, start, token_before(m, projections)), m
+
+
+def starting(like: Tensor, projections: Projections, carry: Carry | None) -> Tensor:
+    """[N, HV] the maximum that each document continues from; zeros where it starts."""
+    if carry is not None:
+        return carry["stabilizer"]
+    return like.new_zeros(document_count(projections), like.shape[2])
+
+
+RULE = Rule(
+    name="mlstm",
+    title="mLSTM",
+    operator="delta_rule",
+    recurrence="S = f S + i v k^T, z = f z + i k",
+    read_out="o = S q / max(1, |z^T q|)",
+    decay="head",
+    erase="none",
+    objective="|S - f S'|^2 - 2 <S k, i v>",
+    source="arXiv 2405.04517, eq. 19 to 27",
+    state_size="HV (V + 1) K + HV",
+    arguments=arguments,
+    read_out_function=read_out,
+    carries={"stabilizer": ("HV",)},
+    normalizer=True,
+    update=Minimiser(stay_and_write),
+)
 
 
 class MLSTM(RecurrentMixer):
@@ -31,7 +121,7 @@ class MLSTM(RecurrentMixer):
     Source: arXiv 2405.04517, section 2.3 and appendix A.
     """
 
-    rule = mlstm.RULE
+    rule = RULE
     default_output_gate = True
     gate_activation = "sigmoid"
     float32_parameters: ClassVar[tuple[str, ...]] = ("decay_bias", "beta_bias")

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from deltarule.nn.call import Call
+from deltarule.nn.gates import computed
 from deltarule.nn.qkv import QKVMixer
 from deltarule.nn.state import State
-from deltarule.rules.gates import computed
 
 
 class NetworkMixer(QKVMixer):

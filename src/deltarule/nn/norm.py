@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn.heads import split
-from deltarule.ops import gated_norm as fused
-from deltarule.ops import residual_norm as fused_residual
 from deltarule.ops.dispatch import Implementation, Table, always, choose
-from deltarule.ops.fused import run_fused, why_not_fused
+from deltarule.ops.eager import run_fused, why_not_fused
+from deltarule.ops.fused import gated_norm as fused
+from deltarule.ops.fused import residual_norm as fused_residual
 
 Activation = Literal["silu", "sigmoid"]
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {

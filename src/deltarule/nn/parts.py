@@ -18,9 +18,8 @@ from deltarule.nn.arguments import (
 from deltarule.nn.interface import Mixer, MixerConfig
 from deltarule.nn.norm import Activation, GatedRMSNorm, GateOnly
 from deltarule.nn.query_key_map import QueryKeyMap, check_divides, check_norm
+from deltarule.nn.rule import QueryKeyNorm, Rule
 from deltarule.nn.short_conv import ShortConv
-from deltarule.rules import Rule
-from deltarule.rules.rule import QueryKeyNorm
 
 
 class RecurrentParts(Mixer):

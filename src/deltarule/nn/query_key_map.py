@@ -5,16 +5,16 @@ import difflib
 import torch
 from torch import Tensor, nn
 
-from deltarule.rules.feature_maps import FEATURE_MAPS, NORMS
-from deltarule.rules.gates import computed
-from deltarule.rules.rule import QueryKeyNorm
+from deltarule.nn.feature_maps import FEATURE_MAPS, NORMS
+from deltarule.nn.gates import computed
+from deltarule.nn.rule import QueryKeyNorm
 
 
 class QueryKeyMap(nn.Module):
     """phi of queries and keys, computed in float32 for 16-bit inputs.
 
     Args:
-        name: A key of `deltarule.rules.feature_maps.FEATURE_MAPS`.
+        name: A key of `deltarule.nn.feature_maps.FEATURE_MAPS`.
         heads: Heads of q and k, each with weights of its own.
         channels: Channels K of a head.
 

@@ -1,4 +1,7 @@
-"""S4 with a real diagonal, in Mamba's block."""
+"""S4 with a real diagonal: Mamba's recurrence with nothing in it that depends on the input.
+
+S_t = S_{t-1} * exp(-(dt 1^T) * exp(A_log)) + B * (v_t 1^T)        o_t = (S_t * C) 1 + D * v_t
+"""
 
 import math
 from typing import ClassVar
@@ -7,8 +10,29 @@ import torch
 from torch import Tensor, nn
 
 from deltarule.nn.gates import DT_RANGE
+from deltarule.nn.rule import Arguments, System
 from deltarule.nn.scan import MambaBlock
-from deltarule.rules import Arguments, s4
+
+
+def arguments(v: Tensor, *, log_step: Tensor, A_log: Tensor, B: Tensor, C: Tensor) -> Arguments:
+    """Arguments of `selective_scan`: B and C are its k and q, each entry with its own constant."""
+    delta = log_step.exp().expand(v.shape)
+    return {"q": C, "k": B, "v": v, "delta": delta, "A": -A_log.exp(), "scale": 1.0}
+
+
+SYSTEM = System(
+    name="s4",
+    title="S4 (elementwise form)",
+    operator="selective_scan",
+    recurrence="S = S * exp(-(dt 1^T) * exp(A_log)) + B * (v 1^T)",
+    read_out="o = (S * C) 1 + D * v",
+    decay="element",
+    erase="none",
+    objective="",
+    source="arXiv 2406.06484, table 4; real diagonal and starting values of arXiv 2206.11893",
+    state_size="HV V K",
+    forms="recurrent, chunked, GPU kernel",
+)
 
 
 class S4(MambaBlock):
@@ -29,7 +53,7 @@ class S4(MambaBlock):
     Source: arXiv 2406.06484, table 4; arXiv 2206.11893, section 3 (S4D-Real).
     """
 
-    rule = s4.SYSTEM
+    rule = SYSTEM
     float32_parameters: ClassVar[tuple[str, ...]] = ("A_log", "log_step", "B", "C", "D")
     A_log: nn.Parameter
     log_step: nn.Parameter
@@ -48,4 +72,4 @@ class S4(MambaBlock):
 
     def scan_arguments(self, stream: Tensor, v: Tensor) -> Arguments:
         """By the rule."""
-        return s4.arguments(v, log_step=self.log_step, A_log=self.A_log, B=self.B, C=self.C)
+        return arguments(v, log_step=self.log_step, A_log=self.A_log, B=self.B, C=self.C)

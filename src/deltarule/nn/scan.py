@@ -12,7 +12,7 @@ from deltarule.nn.arguments import above_zero, default, default_head_dim, positi
 from deltarule.nn.call import Call
 from deltarule.nn.frame import FramedMixer, silence_padding
 from deltarule.nn.heads import split
-from deltarule.rules import Arguments
+from deltarule.nn.rule import Arguments
 
 EXPANSION = 2
 STATE_SIZE = 16

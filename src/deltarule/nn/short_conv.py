@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn.layout import Layout
-from deltarule.ops import short_conv as fused
 from deltarule.ops.dispatch import Implementation, Table, always, choose
-from deltarule.ops.fused import run_fused, why_not_fused
+from deltarule.ops.eager import run_fused, why_not_fused
+from deltarule.ops.fused import short_conv as fused
 
 
 class ShortConv(nn.Module):

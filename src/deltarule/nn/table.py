@@ -1,9 +1,10 @@
 """The table of published systems as text: what `deltarule rules` prints and docs/rules holds."""
 
+from deltarule.nn import SYSTEMS
 from deltarule.nn.interface import Mixer
-from deltarule.ops.dispatch import IMPLEMENTATIONS
-from deltarule.ops.recurrent_step import STEPS
-from deltarule.rules import SYSTEMS, Rule, System
+from deltarule.nn.rule import Rule, System
+from deltarule.ops.delta_rule.implementations import IMPLEMENTATIONS
+from deltarule.ops.delta_rule.step import STEPS
 
 # What a reader calls the entries of the operators' table of implementations.
 FORMS = {"reference": "recurrent", "torch": "chunked", "triton": "GPU kernel", "gluon": "Gluon"}

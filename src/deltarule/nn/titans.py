@@ -1,4 +1,8 @@
-"""Titans' neural memory as a layer, linear or an MLP."""
+"""Titans' neural memory: gradient steps with momentum, and weight decay that forgets.
+
+S_t = eta_t S_{t-1} - theta_t grad |M(k_t) - v_t|^2
+M_t = a_t M_{t-1} + S_t        o_t = M_t(q_t)
+"""
 
 from typing import ClassVar
 
@@ -8,12 +12,43 @@ from torch import Tensor, nn
 
 from deltarule import ops
 from deltarule.nn.call import Call
+from deltarule.nn.gates import computed, unit
 from deltarule.nn.network import NetworkMixer
 from deltarule.nn.qkv import activated
+from deltarule.nn.rule import System
 from deltarule.nn.state import State
-from deltarule.rules import titans
-from deltarule.rules.gates import computed, unit
 from deltarule.shapes import TitansState
+
+LINEAR = System(
+    name="titans_linear",
+    title="Titans, linear memory",
+    operator="titans",
+    recurrence="S = eta S - theta 2 (M_0 k - v) k^T, M = a M + S, M_0 from mini-batches of 16",
+    read_out="o = M q",
+    decay="head",
+    erase="gradient",
+    objective="|M k - v|^2, with momentum and weight decay",
+    source="arXiv 2501.00663, eq. 8 to 15",
+    state_size="3 HV V K + 1",
+    forms="recurrent, chunked, GPU kernel of the scan",
+    page="titans",
+)
+
+MLP = System(
+    name="titans_mlp",
+    title="Titans, MLP memory",
+    operator="titans",
+    recurrence="S = eta S - theta grad |M_0(k) - v|^2, M = a M + S for both maps of the MLP",
+    read_out="o = M_2 gelu(M_1 q)",
+    decay="head",
+    erase="gradient",
+    objective="|M_2 gelu(M_1 k) - v|^2, with momentum and weight decay",
+    source="arXiv 2501.00663, eq. 8 to 15",
+    state_size="3 HV 2K (K + V) + 1",
+    forms="recurrent, chunked",
+    page="titans",
+)
+
 
 MINI_BATCH = 16
 # So large that at first a memory keeps about 1 - 1 / 1100 of itself with each token: the gradients
@@ -44,7 +79,7 @@ class TitansLinear(NetworkMixer):
     Source: arXiv 2501.00663, section 3 and 4.4.
     """
 
-    rule = titans.LINEAR
+    rule = LINEAR
     default_output_gate = True
     largest_rate: ClassVar[float] = 1 / (2 * MINI_BATCH)
     parts: ClassVar[tuple[str, ...]] = ("recurrent", "momentum", "anchor")
@@ -112,7 +147,7 @@ class TitansMLP(TitansLinear):
     Source: arXiv 2501.00663, section 3 and 4.4.
     """
 
-    rule = titans.MLP
+    rule = MLP
     largest_rate: ClassVar[float] = TitansLinear.largest_rate / 10
 
     def map_sizes(self) -> list[tuple[int, int]]:

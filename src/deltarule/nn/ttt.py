@@ -1,4 +1,8 @@
-"""Test-time training as a layer, with a linear map or an MLP as its state."""
+"""Test-time training: the state is a network, each mini-batch of tokens a step of its training.
+
+W_t = W_0 - s_t sum_{i <= t} eta_i grad |k_i + LN(W k_i) - v_i|^2 / 2 at W_0
+o_t = q_t + LN(W_t q_t)
+"""
 
 from typing import ClassVar, Self
 
@@ -9,12 +13,43 @@ from torch import Tensor, nn
 from deltarule import ops
 from deltarule.nn.arguments import check_even
 from deltarule.nn.call import Call
+from deltarule.nn.gates import computed
 from deltarule.nn.interface import MixerConfig
 from deltarule.nn.network import NetworkMixer
 from deltarule.nn.rope import rotate
-from deltarule.rules import ttt
-from deltarule.rules.gates import computed
+from deltarule.nn.rule import System
 from deltarule.shapes import TTTState
+
+LINEAR = System(
+    name="ttt_linear",
+    title="TTT-Linear",
+    operator="ttt",
+    recurrence="W = W_0 - s sum_i eta_i grad loss_i(W_0), i up to t in mini-batches of 16",
+    read_out="o = q + LN(W q)",
+    decay="none",
+    erase="gradient",
+    objective="|k + LN(W k) - v|^2 / 2",
+    source="arXiv 2407.04620, sections 2.1 to 2.7",
+    state_size="2 HV K (K + 1) + 1",
+    forms="recurrent, chunked, GPU kernel of the scan",
+    page="ttt",
+)
+
+MLP = System(
+    name="ttt_mlp",
+    title="TTT-MLP",
+    operator="ttt",
+    recurrence="W = W_0 - s sum_i eta_i grad loss_i(W_0) for both maps of the MLP",
+    read_out="o = q + LN(W_2 gelu(W_1 q))",
+    decay="none",
+    erase="gradient",
+    objective="|k + LN(W_2 gelu(W_1 k)) - v|^2 / 2",
+    source="arXiv 2407.04620, sections 2.1 to 2.7",
+    state_size="2 HV (4K (K + 1) + K (4K + 1)) + 1",
+    forms="recurrent, chunked",
+    page="ttt",
+)
+
 
 MINI_BATCH = 16
 INNER_NORM_EPS = 1e-6
@@ -43,7 +78,7 @@ class TTTLinear(NetworkMixer):
     Source: arXiv 2407.04620, section 2, and its code.
     """
 
-    rule = ttt.LINEAR
+    rule = LINEAR
     default_conv_size = 0
     base_rate: ClassVar[float] = 1.0
     parts: ClassVar[tuple[str, ...]] = ("recurrent", "gradient")
@@ -137,7 +172,7 @@ class TTTMLP(TTTLinear):
     Source: arXiv 2407.04620, section 2, and its code.
     """
 
-    rule = ttt.MLP
+    rule = MLP
     base_rate: ClassVar[float] = 0.1
 
     def map_sizes(self) -> list[tuple[int, int]]:

@@ -11,12 +11,61 @@ from deltarule import ops
 from deltarule.nn.arguments import above_zero, default, default_head_dim, positive
 from deltarule.nn.call import Call
 from deltarule.nn.frame import FramedMixer, silence_padding
+from deltarule.nn.gates import computed
 from deltarule.nn.heads import split
 from deltarule.nn.layout import Layout
 from deltarule.nn.norm import GatedRMSNorm, RMSNorm
+from deltarule.nn.rule import Arguments, System
 from deltarule.nn.state import State
-from deltarule.rules import Arguments, abc, gsa
-from deltarule.rules.gates import computed
+
+
+def abc_arguments(logits: Tensor, log_sum_before: Tensor, log_sum: Tensor) -> Arguments:
+    """The slots exp(s) / z and the decays of `two_memories`, from log z before and after a token.
+
+    In logarithms nothing overflows, however large a logit is.
+    """
+    return {"slots": (logits - log_sum).exp(), "log_decay": log_sum_before - log_sum}
+
+
+ABC_SYSTEM = System(
+    name="abc",
+    title="Attention with Bounded-memory Control",
+    operator="two_memories",
+    recurrence="S^k = (S^k z' + k phi^T) / z, S^v = (S^v z' + v phi^T) / z, z = z' + phi",
+    read_out="o = S^v softmax((S^k)^T q)",
+    decay="channel",
+    erase="none",
+    objective="",
+    source="arXiv 2110.02488, eq. 6 and section 3.2 (ABC-MLP with exponential phi)",
+    state_size="H M (K + V + 1)",
+    forms="recurrent, chunked, GPU kernel",
+)
+
+
+# Keeps most decays near one, whatever the logit.
+TEMPERATURE = 8
+
+
+def gsa_arguments(slot_logits: Tensor) -> Arguments:
+    """The slots and their decay, of `two_memories`; q is not scaled, as in the release."""
+    log_decay = F.logsigmoid(computed(slot_logits)) / TEMPERATURE
+    return {"slots": -torch.expm1(log_decay), "log_decay": log_decay, "scale": 1.0}
+
+
+GSA_SYSTEM = System(
+    name="gsa",
+    title="Gated Slot Attention",
+    operator="two_memories",
+    recurrence="S^k = S^k Diag(a) + k (1 - a)^T, S^v = S^v Diag(a) + v (1 - a)^T",
+    read_out="o = S^v softmax((S^k)^T q)",
+    decay="channel",
+    erase="none",
+    objective="",
+    source="arXiv 2409.07146, eq. 8 and section 4",
+    state_size="H M (K + V)",
+    forms="recurrent, chunked, GPU kernel",
+)
+
 
 # log 0, finite so that differences and gradients of it are.
 LOG_ZERO = -1e30
@@ -138,7 +187,7 @@ class GatedSlotAttention(SlotMixer):
     Source: arXiv 2409.07146, section 4.
     """
 
-    rule = gsa.SYSTEM
+    rule = GSA_SYSTEM
 
     def build_norm(self, eps: float) -> None:
         """One norm for all heads."""
@@ -151,7 +200,7 @@ class GatedSlotAttention(SlotMixer):
 
     def slots(self, logits: Tensor, call: Call) -> Arguments:
         """By the rule."""
-        return gsa.arguments(logits)
+        return gsa_arguments(logits)
 
     def finish(self, o: Tensor, gate: Tensor | None) -> Tensor:
         """norm(SiLU(o)), gated if there is a gate."""
@@ -177,7 +226,7 @@ class ABC(SlotMixer):
     Source: arXiv 2110.02488, section 3.2.
     """
 
-    rule = abc.SYSTEM
+    rule = ABC_SYSTEM
     expand_k = 0.5
     default_output_gate = True
 
@@ -204,7 +253,7 @@ class ABC(SlotMixer):
         call.after["log_sum"] = layout.next_history(sums, 1).squeeze(1).unflatten(1, shape)
         log_sum_before = layout.without_history(sums[:, :-1], 1)
         log_sum = layout.without_history(sums[:, 1:], 1)
-        arguments = abc.arguments(weighed, log_sum_before, log_sum)
+        arguments = abc_arguments(weighed, log_sum_before, log_sum)
         return {name: x.unflatten(2, shape) for name, x in arguments.items()}
 
     def finish(self, o: Tensor, gate: Tensor | None) -> Tensor:

@@ -1,16 +1,15 @@
 """The public operators: check the arguments, choose an implementation, call it."""
 
-from deltarule.ops.attention_matrix import attention_matrix
-from deltarule.ops.delta_rule import delta_rule
-from deltarule.ops.dplr import dplr
-from deltarule.ops.explain import explain
-from deltarule.ops.gate_logits import BetaLogits, DecayLogits
-from deltarule.ops.mesa import mesa
+from deltarule.ops.delta_rule.api import delta_rule, dplr
+from deltarule.ops.delta_rule.attention_matrix import attention_matrix
+from deltarule.ops.delta_rule.explain import explain
+from deltarule.ops.delta_rule.gate_logits import BetaLogits, DecayLogits
+from deltarule.ops.delta_rule.step import recurrent_step
+from deltarule.ops.memory.titans import titans
+from deltarule.ops.memory.ttt import ttt
+from deltarule.ops.mesa.api import mesa
 from deltarule.ops.pack import pack
-from deltarule.ops.recurrent_step import recurrent_step
-from deltarule.ops.selective_scan import selective_scan
-from deltarule.ops.titans import titans
-from deltarule.ops.ttt import ttt
+from deltarule.ops.selective_scan.api import selective_scan
 from deltarule.ops.two_memories import two_memories
 from deltarule.ops.warmup import warmup
 

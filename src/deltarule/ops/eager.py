@@ -1,12 +1,16 @@
 """Calls that nothing watches: there a registered operator costs the host time, and nothing else."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import NoneType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from deltarule.ops.dispatch import triton_missing
+
+Function = TypeVar("Function", bound=Callable[..., object])
 PLAIN = {Tensor, Parameter, NoneType}
 
 
@@ -24,3 +28,45 @@ def nothing_watches() -> bool:
         and not torch._C._are_functorch_transforms_active()
         and torch._C._get_tracing_state() is None
     )
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def why_not_fused(x: Tensor) -> str | None:
+    """Why no Triton kernel takes x, or None; kernels compute in float32."""
+    if x.device.type != "cuda":
+        return f"Triton needs a CUDA device, and x is on {x.device}"
+    # Code compiled for a GPU has Triton, and the compiler cannot follow a look for it.
+    if not torch.compiler.is_compiling() and (reason := triton_missing(x.device)):
+        return reason
+    if x.dtype not in DTYPES:
+        return f"the Triton kernels compute in float32, and x is {x.dtype}"
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        return "torch.func's transforms need plain PyTorch"
+    return None
+
+
+def run_fused(operator: Any, x: Tensor, *arguments: Any) -> Any:
+    """Call a registered operator, or its body alone where nothing watches: that is quicker."""
+    leaves = [t for t in (x, *arguments) if isinstance(t, Tensor)]
+    if unwatched(leaves) and not (torch.is_grad_enabled() and any(t.requires_grad for t in leaves)):
+        return operator._init_fn(x, *arguments)
+    return operator(x, *arguments)
+
+
+def no_second_derivative(ctx: Any, *_: Any) -> None:
+    """The derivative of every fused backward operator."""
+    raise NotImplementedError(
+        "a fused operator has a first reverse-mode derivative only: for a second one use plain "
+        "PyTorch, as the layers do in float64"
+    )
+
+
+def constant_when_compiled(function: Function) -> Function:
+    """Let the compiler call it once instead of following it to a file.
+
+    What torch.compiler.assume_constant_result does, without loading the compiler with the package.
+    """
+    vars(function)["_dynamo_marked_constant"] = True
+    return function

@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from deltarule.ops.arguments import check_gate, shape
+from deltarule.ops.checks import check_gate, shape
 from deltarule.ops.dispatch import Implementation, Table, always, choose
 
 PlainImpl = Literal["auto", "reference", "torch", "triton"]

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.arguments import check_gate, check_state, shape
-from deltarule.ops.delta_rule import delta_rule
+from deltarule.ops.checks import check_gate, check_state, shape
+from deltarule.ops.delta_rule.api import delta_rule
 from deltarule.ops.dispatch import Impl
 from deltarule.shapes import Keys, Offsets, Outputs, Queries, Values
 

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.delta_rule import delta_rule
-from deltarule.ops.dplr import dplr
+from deltarule.ops.delta_rule.api import delta_rule, dplr
 from deltarule.ops.pack import pack
 from deltarule.shapes import RecurrentOutput
 
 if TYPE_CHECKING:
-    from deltarule.kernels.triton.compilations import Compiled
+    from deltarule.ops.runtime.compile import Compiled
 
 NO_GPU = (
     "warmup compiles kernels for the GPU that runs them, and PyTorch sees no CUDA device here: "
@@ -126,7 +125,7 @@ def require_gpu() -> None:
 
 def warmed(run: Callable[[], object]) -> Warmed:
     """Run a call to its end; what it launched and how long that took."""
-    from deltarule.kernels.triton.compilations import compilations
+    from deltarule.ops.runtime.compile import compilations
 
     start = time.perf_counter()
     with compilations() as found:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deltarule.models import CausalLM, ModelConfig
-from deltarule.plots.loss_curve import loss_curve
 from deltarule.tasks import mqar
+from deltarule.train.figures import loss_curve
 from deltarule.train.labelled import LabelledJob, measure
 from deltarule.train.loop import LoopOptions, Trainer, evaluating
 from deltarule.train.metrics import Metrics, read_metrics

@@ -8,26 +8,20 @@ from pathlib import Path
 
 from torch import Tensor
 
-from deltarule.eval.bits_per_byte import bits_per_byte
-from deltarule.eval.compressors import compressed_bits_per_byte
-from deltarule.eval.sample import sample_text
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.bytes import VOCAB_SIZE
 from deltarule.models.loss import next_token_loss
-from deltarule.plots.loss_curve import loss_curve
-from deltarule.rules.rule import QueryKeyNorm
+from deltarule.nn.rule import QueryKeyNorm
 from deltarule.train.data import Batch, Corpus, ShuffledRows, encode_documents
-from deltarule.train.documents import (
-    Documents,
-    limit_bytes,
-    read_documents,
-    split_documents,
-)
+from deltarule.train.documents import Documents, limit_bytes, read_documents, split_documents
+from deltarule.train.evaluate import bits_per_byte, compressed_bits_per_byte
+from deltarule.train.figures import loss_curve
 from deltarule.train.loop import Hidden, LoopOptions, Trainer, evaluating
 from deltarule.train.metrics import Metrics, read_metrics
 from deltarule.train.optimizer import OptimizerOptions
 from deltarule.train.random_state import seed_everything
 from deltarule.train.run_folder import open_run
+from deltarule.train.sample import sample_text
 
 COMMAND = "train text"
 
@@ -38,7 +32,7 @@ class TextModel:
 
     layer_types: tuple[str, ...] = ("gated_deltanet",)
     """Mixer of each block: one name, several that repeat, or a published pattern such as samba;
-    `deltarule rules` lists the names, `python -m deltarule.recipes` the patterns."""
+    `deltarule rules` lists the names, `python -m experiments.recipes` the patterns."""
     num_layers: int = 2
     """Blocks, each a mixer and an MLP."""
     hidden_size: int = 128

@@ -1,0 +1,204 @@
+"""Who is timed: for each peer and operation the function to call and how our inputs become its.
+
+An entry is data, so that a peer's own call, and nothing of ours, stands between two clock readings.
+What an entry changes (dtypes, layouts, decays instead of their logarithms) is done before.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bench.cases import OPERATIONS, Tensors
+
+# What a peer returns: o, or o and the final state.
+Result = Tensor | tuple[Tensor, ...]
+
+
+class Entry(NamedTuple):
+    """One function of a peer, in terms of our inputs.
+
+    names: What it calls our inputs, where that differs.
+    options: Further arguments.
+    half: Inputs that it takes in bfloat16.
+    linear: Logarithms that it takes as the decay itself.
+    state_key_first: Its states are [N, HV, K, V], ours [N, HV, V, K].
+    heads_first: Its queries, keys, values and outputs are [B, H, T, K].
+    packed: Its rows are packed into one, without a batch axis.
+    longest: The argument that says how many tokens the longest packed row has. None: it has none.
+    no_backward: Why there is no backward pass. None: there is one.
+    """
+
+    module: str
+    function: str
+    names: Mapping[str, str] = {"log_decay": "g"}
+    options: Mapping[str, Any] = {"output_final_state": True}
+    half: tuple[str, ...] = ()
+    linear: tuple[str, ...] = ()
+    state_key_first: bool = True
+    heads_first: bool = False
+    packed: bool = False
+    longest: str | None = None
+    no_backward: str | None = None
+
+
+class Peer(NamedTuple):
+    """A package: how it is imported, its operations, and variables its process is started with."""
+
+    package: str
+    entries: Mapping[str, Entry]
+    environment: Mapping[str, str] = {}
+
+
+class Side(NamedTuple):
+    """An entry ready to be called: arguments from our inputs, the call, o and state from it."""
+
+    prepare: Callable[[Tensors], Tensors]
+    call: Callable[[Tensors], Result]
+    entry: Entry
+
+
+PRODUCT = {"num_householder": 2, "output_final_state": True}
+FLA_ENTRIES = {
+    "delta": Entry("fla.ops.delta_rule", "chunk_delta_rule", half=("beta",)),
+    "gdn": Entry("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
+    "kda": Entry("fla.ops.kda", "chunk_kda"),
+    "simple_gla": Entry("fla.ops.simple_gla", "chunk_simple_gla"),
+    "gla": Entry("fla.ops.gla", "chunk_gla", half=("log_decay",)),
+    "product2": Entry(
+        "fla.ops.gated_delta_product", "chunk_gated_delta_product",
+        options=PRODUCT | {"g": None}, half=("beta",),
+    ),
+    "gated_product2": Entry(
+        "fla.ops.gated_delta_product", "chunk_gated_delta_product", options=PRODUCT, half=("beta",)
+    ),
+    "dplr": Entry(
+        "fla.ops.generalized_delta_rule", "chunk_dplr_delta_rule", names={"log_decay": "gk"}
+    ),
+    "decode": Entry(
+        "fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule",
+        names={"log_decay": "g", "state": "initial_state"},
+    ),
+}  # fmt: skip
+
+PEERS = {
+    # Where FlashQLA is installed, FLA would call it.
+    "fla": Peer("fla", FLA_ENTRIES, {"FLA_FLASH_QLA": "0"}),
+    # Without the TileLang kernels that FLA takes where that is installed.
+    "fla-triton": Peer("fla", FLA_ENTRIES, {"FLA_FLASH_QLA": "0", "FLA_TILELANG": "0"}),
+    "flash_qla": Peer("flash_qla", {"gdn": Entry("flash_qla", "chunk_gated_delta_rule")}),
+    "flashinfer": Peer(
+        "flashinfer",
+        {
+            "gdn": Entry(
+                "flashinfer.gdn_prefill", "chunk_gated_delta_rule", linear=("log_decay",),
+                state_key_first=False, packed=True, longest="max_seqlen",
+                no_backward="it has no backward pass",
+            )
+        },
+    ),
+    "torch": Peer(
+        "torch",
+        {
+            "softmax": Entry(
+                "torch.nn.functional", "scaled_dot_product_attention",
+                names={"q": "query", "k": "key", "v": "value"}, options={"is_causal": True},
+                heads_first=True,
+            )
+        },
+    ),
+}  # fmt: skip
+OURS = "deltarule"
+# FLA once, as it runs with what is installed.
+COMPARED = ("fla", "flash_qla", "flashinfer", "torch")
+
+
+def installed(name: str) -> bool:
+    """Whether the peer can be imported; nothing is."""
+    return name == OURS or importlib.util.find_spec(PEERS[name].package) is not None
+
+
+def operations_of(name: str) -> list[str]:
+    """The operations that a peer has; ours are all but softmax attention, which is PyTorch's."""
+    if name == OURS:
+        return [operation for operation in OPERATIONS if operation != "softmax"]
+    return [operation for operation in OPERATIONS if operation in PEERS[name].entries]
+
+
+def own_entry(name: str, impl: str) -> Entry:
+    """Our public operator behind an operation."""
+    operation = OPERATIONS[name]
+    options: dict[str, Any] = {"impl": impl}
+    if operation.n_steps > 1:
+        options["n_steps"] = operation.n_steps
+    if operation.erase == "none":
+        options["beta"] = None
+    function = {"dplr": "dplr", "decode": "recurrent_step"}.get(name, "delta_rule")
+    return Entry("deltarule.ops", function, names={}, options=options, state_key_first=False)
+
+
+def side(peer: str, operation: str, impl: str) -> Side:
+    """Import a peer's function, or ours, and make it ready for our inputs.
+
+    Raises:
+        ValueError: The peer has no such operation.
+    """
+    if operation not in operations_of(peer):
+        raise ValueError(f"{peer} has no {OPERATIONS[operation].title}")
+    entry = own_entry(operation, impl) if peer == OURS else PEERS[peer].entries[operation]
+    function = getattr(importlib.import_module(entry.module), entry.function)
+    options = dict(entry.options)
+
+    def call(arguments: Tensors) -> Result:
+        if entry.longest is None:
+            return function(**arguments, **options)
+        # All rows are as long.
+        rows = len(arguments["cu_seqlens"]) - 1
+        longest = {entry.longest: len(arguments["q"]) // rows}
+        return function(**arguments, **options, **longest)
+
+    return Side(prepare=lambda inputs: prepare(entry, inputs), call=call, entry=entry)
+
+
+def prepare(entry: Entry, inputs: Tensors) -> Tensors:
+    """Our inputs as the arguments of a peer's function; gradients pass through."""
+    arguments = {}
+    for name, x in inputs.items():
+        if name in entry.linear:
+            x = x.exp()
+        if name in entry.half:
+            x = x.bfloat16()
+        if name == "state":
+            # A step overwrites what it is given.
+            x = (x.mT if entry.state_key_first else x).clone(memory_format=torch.contiguous_format)
+        elif entry.packed:
+            x = x.flatten(0, 1)
+        elif entry.heads_first:
+            x = x.transpose(1, 2)
+        arguments[entry.names.get(name, name)] = x
+    if entry.packed:
+        batch, tokens = inputs["q"].shape[:2]
+        device = inputs["q"].device
+        arguments["cu_seqlens"] = torch.arange(batch + 1, device=device) * tokens
+    return arguments
+
+
+def output(entry: Entry, result: Result) -> Tensor:
+    """What a gradient is taken of: o, as the peer lays it out."""
+    return result if isinstance(result, Tensor) else result[0]
+
+
+def in_our_layout(
+    entry: Entry, result: Result, arguments: Tensors, shape: tuple[int, ...]
+) -> tuple[Tensor, Tensor | None]:
+    """The o of a result as [B, T, HV, V], which is `shape`, and its state as [N, HV, V, K]."""
+    o = output(entry, result)
+    if entry.heads_first:
+        o = o.transpose(1, 2)
+    state = arguments.get("state") if isinstance(result, Tensor) else result[1]
+    if state is not None and entry.state_key_first:
+        state = state.mT
+    return o.reshape(shape), state

@@ -1,0 +1,219 @@
+"""`deltarule bench`: our operators and those of installed peers, side by side on one GPU."""
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from bench import adapters, cpu, model, results
+from bench.cases import CHECKED, CHECKED_STEP, OPERATIONS, SHAPES, TINY, TRAIN, pick
+from bench.figure import draw_figure
+from bench.processes import empty_caches, run_cases
+from bench.table import progress_line, show
+from bench.worker import Setting
+from deltarule.ops.dispatch import Impl
+
+Row = dict[str, Any]
+Measure = Literal["time", "error", "overhead", "cold"]
+
+ASK_FOR_CPU = (
+    "bench times GPU kernels, and PyTorch sees no CUDA device here; "
+    "deltarule bench --cpu compares with transformers on this machine's CPU"
+)
+# Passes of next to nothing: what is left is Python and launches.
+HOST_BOUND = ("delta", "gdn", "kda", "simple_gla")
+GPU_REPEATS, CPU_REPEATS = 20, 5
+
+
+@dataclass(frozen=True)
+class BenchRun:
+    """Time the operators on a GPU beside installed peers, or on the CPU beside transformers."""
+
+    op: tuple[str, ...] = ()
+    """Only these: delta gdn kda simple_gla gla product2 gated_product2 dplr softmax decode."""
+    shape: tuple[str, ...] = ()
+    """Only shapes of these names, or with these in their names: 8x4096-h16, h16/64, decode."""
+    peer: tuple[str, ...] = ()
+    """Only these: deltarule fla fla-triton flash_qla flashinfer torch; default: installed ones."""
+    measure: tuple[Measure, ...] = ("time", "error", "overhead")
+    """What to measure; cold is the first call of a process with empty compilation caches."""
+    forward_only: bool = False
+    """Leave out the backward pass."""
+    quick: bool = False
+    """One or two shapes for each operator."""
+    impl: Impl = "auto"
+    """Our implementation."""
+    repeats: int | None = None
+    """Timed runs, of which the median counts; None is 20, and 5 on the CPU."""
+    limit: float = 240.0
+    """Seconds after which a case is given up: some peers tune themselves for minutes."""
+    output: Path = Path("bench.json")
+    """Raw figures; the picture goes beside them, as .png."""
+    cpu: bool = False
+    """Compare with transformers' PyTorch fallbacks on the CPU instead."""
+
+
+@dataclass(frozen=True)
+class ModelBenchRun:
+    """Time training steps of a DeltaNet language model of 1.3 B parameters, ours and FLA's."""
+
+    batch: tuple[int, ...] = tuple(batch for batch, _ in model.BATCHES)
+    """Batch rows, of 16 8 2; a step has 32,768 tokens whatever they are."""
+    peer: tuple[str, ...] = ()
+    """Only these: deltarule fla; default: installed ones."""
+    limit: float = 400.0
+    """Seconds after which a case is given up."""
+    output: Path = Path("bench_model.json")
+    """Raw figures."""
+
+
+def bench(run: BenchRun) -> None:
+    """Run the benchmark, or the one of the CPU.
+
+    Raises:
+        ValueError: There is no GPU, or a name is unknown.
+    """
+    if run.cpu:
+        cpu.main(run.output, run.repeats or CPU_REPEATS)
+        return
+    plan = {peer: cases_of(run, peer) for peer in chosen_peers(run.peer, adapters.COMPARED)}
+    need_gpu()
+    repeats = run.repeats or GPU_REPEATS
+    report = measure(plan, run.impl, repeats, run.limit, run.output)
+    picture = run.output.with_suffix(".png")
+    draw_figure(report, picture)
+    print(f"\nraw figures: {run.output}, picture: {picture}")
+
+
+def bench_model(run: ModelBenchRun) -> None:
+    """Run the benchmark of the language model.
+
+    Raises:
+        ValueError: There is no GPU, or a name or batch size is unknown.
+    """
+    tokens = dict(model.BATCHES)
+    for batch in run.batch:
+        if batch not in tokens:
+            raise ValueError(f"--batch {batch}: known are {', '.join(map(str, tokens))}")
+    cases = [{"kind": "model", "batch": batch, "tokens": tokens[batch]} for batch in run.batch]
+    peers = chosen_peers(run.peer, model.PEERS[1:])
+    for peer in peers:
+        if peer not in model.PEERS:
+            raise ValueError(f"--peer {peer}: only {' and '.join(model.PEERS)} have a model here")
+    need_gpu()
+    measure(dict.fromkeys(peers, cases), "auto", GPU_REPEATS, run.limit, run.output)
+    print(f"\nraw figures: {run.output}")
+
+
+def need_gpu() -> None:
+    """Say plainly that there is none."""
+    if not torch.cuda.is_available():
+        raise ValueError(ASK_FOR_CPU)
+
+
+def chosen_peers(given: tuple[str, ...], compared: tuple[str, ...]) -> list[str]:
+    """Those asked for, else ourselves and those of the compared ones that are installed."""
+    known = dict.fromkeys((adapters.OURS, *adapters.PEERS))
+    if given:
+        return pick(given, known, "--peer")
+    return [adapters.OURS, *(name for name in compared if adapters.installed(name))]
+
+
+def cases_of(run: BenchRun, peer: str) -> list[Row]:
+    """What a peer is to do, the times first."""
+    has = adapters.operations_of(peer)
+    operations = [name for name in pick(run.op, OPERATIONS, "--op") if name in has]
+    shapes = {name: matching(run, name) for name in operations}
+    return [case for kind in run.measure for case in CASES[kind](run, shapes)]
+
+
+def matching(run: BenchRun, operation: str) -> list[str]:
+    """Shapes of an operation that were asked for: by whole names, else by a part of a name."""
+    # A shape that is asked for is not left out for being slow.
+    known = OPERATIONS[operation]
+    names = known.quick if run.quick and not run.shape else known.shapes
+    return [name for name in names if not run.shape or any(fits(x, name) for x in run.shape)]
+
+
+def fits(asked: str, name: str) -> bool:
+    """Whether a word of `--shape` means this shape."""
+    if asked in SHAPES:
+        return asked == name
+    if not any(asked in known for known in SHAPES):
+        raise ValueError(f"--shape {asked}: in no name; known: {', '.join(SHAPES)}")
+    return asked in name
+
+
+def time_cases(run: BenchRun, shapes: dict[str, list[str]]) -> Iterator[Row]:
+    """Every operation at its shapes, each pass on its own: a backward pass may hang or crash.
+
+    A decoding step has none.
+    """
+    for operation, names in shapes.items():
+        forward_only = run.forward_only or operation == "decode"
+        for name in names:
+            for backward in (False,) if forward_only else (False, True):
+                yield case("time", operation, SHAPES[name], backward)
+
+
+def error_cases(run: BenchRun, shapes: dict[str, list[str]]) -> Iterator[Row]:
+    """Every operation once."""
+    for operation, names in shapes.items():
+        if names:
+            checked = CHECKED_STEP if operation == "decode" else CHECKED
+            yield case("error", operation, checked, not run.forward_only)
+
+
+def overhead_cases(run: BenchRun, shapes: dict[str, list[str]]) -> Iterator[Row]:
+    """Forward calls at a size that keeps the GPU idle."""
+    return (case("overhead", name, SHAPES[TINY], False) for name in shapes if name in HOST_BOUND)
+
+
+def cold_cases(run: BenchRun, shapes: dict[str, list[str]]) -> Iterator[Row]:
+    """First calls of operations that have a backward pass at the shape of training."""
+    trained = (name for name, all_shapes in shapes.items() if TRAIN in all_shapes)
+    return (case("cold", name, SHAPES[TRAIN], True) for name in trained if name != "softmax")
+
+
+CASES = {
+    "time": time_cases,
+    "error": error_cases,
+    "overhead": overhead_cases,
+    "cold": cold_cases,
+}
+
+
+def case(kind: str, operation: str, shape: tuple[Any, ...], backward: bool) -> Row:
+    """What a worker is given."""
+    return {"kind": kind, "operation": operation, "shape": list(shape), "backward": backward}
+
+
+def measure(plan: dict[str, list[Row]], impl: str, repeats: int, limit: float, output: Path) -> Row:
+    """Do the cases of every peer, filing each row at once, and print the tables."""
+    report = results.new_report(sys.argv[1:])
+    first = next(iter(plan))
+    plan = {first: [{"kind": "ceilings"}, *plan[first]], **{p: plan[p] for p in plan if p != first}}
+    for peer, cases in plan.items():
+        setting = Setting(peer, impl, "cuda", repeats)
+        for done, figures in measured(setting, cases, limit):
+            row = results.add(report, peer, done, figures)
+            print(progress_line(peer, done, row), flush=True)
+            results.save(report, output)
+    show(report)
+    return report
+
+
+def measured(setting: Setting, cases: list[Row], limit: float) -> Iterator[tuple[Row, Row]]:
+    """Cases in one process as long as it lives; cold ones each in a new one, with empty caches."""
+    known = adapters.PEERS.get(setting.peer)
+    environment = dict(known.environment) if known else {}
+    warm = [case for case in cases if case["kind"] != "cold"]
+    yield from run_cases(setting, warm, limit_s=limit, environment=environment)
+    for cold in (case for case in cases if case["kind"] == "cold"):
+        with tempfile.TemporaryDirectory() as folder:
+            fresh = environment | empty_caches(Path(folder))
+            yield from run_cases(setting, [cold], limit_s=limit, environment=fresh)

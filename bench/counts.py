@@ -1,0 +1,169 @@
+"""The floor of a case: the bytes that must move and the products that must be done, from shapes.
+
+floor = max(bytes / bandwidth, operations / matrix rate)
+
+Bytes: every input is read once and every output is written once. Nothing in between has to pass
+through memory, so nothing in between counts. Operations: the matrix products of the chunked form,
+2 for each multiply and add, at chunks of 64 rows, which Hopper's matrix instructions take: smaller
+chunks need fewer operations, but not at this rate. Each value head counts for itself, triangular
+products count whole, and the inverse inside a chunk, a hundredth of the rest, not at all.
+"""
+
+from typing import NamedTuple
+
+from bench.cases import OPERATIONS, Operation, Shape
+
+# Measured on an H200: a large copy, bytes read and written; a large bfloat16 matrix product.
+BYTES_PER_SECOND = 4.25e12
+OPERATIONS_PER_SECOND = 790e12
+
+CHUNK = 64
+HALF, SINGLE = 2, 4
+
+
+class Count(NamedTuple):
+    """What a pass has to do at the least."""
+
+    bytes: int
+    operations: int
+
+    @property
+    def floor_ms(self) -> float:
+        """Milliseconds that an H200 needs for it at its measured rates."""
+        seconds = max(self.bytes / BYTES_PER_SECOND, self.operations / OPERATIONS_PER_SECOND)
+        return seconds * 1e3
+
+
+class Products(NamedTuple):
+    """Multiply-adds of one row (a token, or one of its steps) and value head, in units:
+
+    kv  K * V   a product with the state
+    ck  C * K   a product of two blocks of keys or queries, or of scores with one
+    cv  C * V   the same with values
+    """
+
+    kv: int
+    ck: int
+    cv: int
+
+    def per_row(self, shape: Shape) -> int:
+        """Multiply-adds at these sizes."""
+        k, v = shape.key_size, shape.value_size
+        return self.kv * k * v + self.ck * CHUNK * k + self.cv * CHUNK * v
+
+
+NOTHING = Products(0, 0, 0)
+
+# Read-out, once a token.      Q S              Q K^T             P U
+FORWARD_TOKEN = Products(kv=1, ck=1, cv=1)
+# dQ = dO S + dP K: kv, ck     dS += Q^T dO: kv     dU = P^T dO: cv     dP = dO U^T: cv
+# dK = dP^T Q: ck              P = Q K^T again: ck
+BACKWARD_TOKEN = Products(kv=2, ck=3, cv=2)
+
+# A write, once a step:
+#   none:  S += U^T K with U = V.
+#   tied:  also K S, K K^T and U = (its inverse) W.
+#   free:  also A S, Q B^T, A K^T, A B^T; (A K^T) V, the inverse, (Q B^T) U; and U^T B beside V^T K.
+FORWARD_ROW = {
+    "none": Products(kv=1, ck=0, cv=0),
+    "tied": Products(kv=2, ck=1, cv=1),
+    "free": Products(kv=3, ck=3, cv=3),
+}
+#   none:  dU += K dS and dK += U dS.
+#   tied:  also dW = T^T dU: cv, dA = dW U^T: cv, dK = dA K + dA^T K: 2 ck, dK = dW S: kv,
+#          dS = dW^T K: kv; K S, K K^T and U again: kv, ck, cv.
+#   free:  the derivation above for four score matrices: 9 kv, 12 ck, 10 cv with the read-out.
+BACKWARD_ROW = {
+    "none": Products(kv=2, ck=0, cv=0),
+    "tied": Products(kv=5, ck=3, cv=3),
+    "free": Products(kv=7, ck=9, cv=8),
+}
+
+
+def count(operation: Operation, shape: Shape, *, backward: bool) -> Count:
+    """Bytes and operations of a forward pass, or of a forward and a backward pass.
+
+    Args:
+        operation: The operator; `softmax` and `decode` are counted in their own way.
+        shape: Its sizes.
+        backward: Whether a backward pass follows, from the gradient of o to those of all inputs.
+
+    Example:
+        >>> from bench.cases import OPERATIONS, SHAPES
+        >>> shape = SHAPES["8x4096-h16"]
+        >>> round(count(OPERATIONS["gdn"], shape, backward=False).floor_ms, 3)
+        0.129
+        >>> round(count(OPERATIONS["gdn"], shape, backward=True).floor_ms, 3)
+        0.381
+    """
+    moved = forward_bytes(operation, shape)
+    if operation is OPERATIONS["decode"]:
+        return Count(moved, 2 * 3 * state_numbers(shape))
+    products = attention_products if operation is OPERATIONS["softmax"] else chunk_products
+    done = products(operation, shape, backward=False)
+    if backward:
+        moved += backward_bytes(operation, shape)
+        done += products(operation, shape, backward=True)
+    return Count(moved, 2 * done)
+
+
+def input_bytes(operation: Operation, shape: Shape) -> int:
+    """Queries, keys, values, gates and erase vectors, once."""
+    tokens = shape.batch * shape.tokens
+    rows = tokens * operation.n_steps
+    total = HALF * shape.key_size * shape.heads * (tokens + rows)
+    total += HALF * rows * shape.value_heads * shape.value_size
+    if operation.erase == "tied":
+        total += SINGLE * rows * shape.value_heads
+    if operation.erase == "free":
+        total += 2 * HALF * tokens * shape.value_heads * shape.key_size
+    if operation.decay != "none":
+        channels = shape.key_size if operation.decay == "channel" else 1
+        total += SINGLE * tokens * shape.value_heads * channels
+    return total
+
+
+def forward_bytes(operation: Operation, shape: Shape) -> int:
+    """Inputs read, o and the final state written; a decoding step reads its state too."""
+    total = input_bytes(operation, shape) + output_bytes(shape)
+    if operation is OPERATIONS["softmax"]:
+        return total
+    states = 2 if operation is OPERATIONS["decode"] else 1
+    return total + states * SINGLE * state_numbers(shape)
+
+
+def backward_bytes(operation: Operation, shape: Shape) -> int:
+    """Inputs and the gradient of o read again, a gradient written for each input.
+
+    Softmax attention reads o as well, for the sums of its rows.
+    """
+    reads = 2 if operation is OPERATIONS["softmax"] else 1
+    return 2 * input_bytes(operation, shape) + reads * output_bytes(shape)
+
+
+def output_bytes(shape: Shape) -> int:
+    """Of o."""
+    return HALF * shape.batch * shape.tokens * shape.value_heads * shape.value_size
+
+
+def state_numbers(shape: Shape) -> int:
+    """Of all rows and heads."""
+    return shape.batch * shape.value_heads * shape.value_size * shape.key_size
+
+
+def chunk_products(operation: Operation, shape: Shape, *, backward: bool) -> int:
+    """Multiply-adds of one pass of the chunked form; the backward pass is given the states."""
+    token = BACKWARD_TOKEN if backward else FORWARD_TOKEN
+    row = (BACKWARD_ROW if backward else FORWARD_ROW)[operation.erase]
+    each = token.per_row(shape) + operation.n_steps * row.per_row(shape)
+    return shape.batch * shape.tokens * shape.value_heads * each
+
+
+def attention_products(operation: Operation, shape: Shape, *, backward: bool) -> int:
+    """Multiply-adds of causal attention: half of T^2 pairs; K for the scores and V for the sum.
+
+    The backward pass makes the scores again, and dV, dP, dQ and dK from them.
+    """
+    pairs = shape.batch * shape.value_heads * shape.tokens**2 // 2
+    k, v = shape.key_size, shape.value_size
+    return pairs * (3 * k + 2 * v if backward else k + v)

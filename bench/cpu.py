@@ -1,0 +1,248 @@
+"""The operators beside transformers' PyTorch fallbacks: same inputs, same process, no GPU.
+
+S_t = S_{t-1} Diag(alpha_t) (I - beta_t k_t k_t^T) + beta_t v_t k_t^T      o_t = K^-1/2 S_t q_t
+
+with unit q and k, normalised inside the operator on both sides, and alpha_t for each head (gated
+delta rule) or each key channel (KDA).
+"""
+
+import json
+import platform
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import deltarule
+from bench import measure, peers
+from bench.measure import Operator
+from deltarule.ops import delta_rule
+from deltarule.ops.dispatch import Impl
+
+
+class Shape(NamedTuple):
+    """Sizes of a comparison."""
+
+    batch: int
+    tokens: int
+    heads: int
+    channels: int
+
+
+class Case(NamedTuple):
+    """A peer, the decay it takes, and what is asked of us beside it."""
+
+    title: str
+    peer: Operator
+    decay_per_channel: bool
+    least_speedup: float
+    most_saved: float
+
+
+CASES = {
+    "gated_delta_rule": Case("gated delta rule", peers.gated_delta_rule, False, 2.0, 0.5),
+    "kda": Case("KDA", peers.kda, True, 3.0, 0.1),
+}
+TIMED = Shape(batch=2, tokens=2048, heads=4, channels=64)
+# The float64 loop that errors are measured against keeps a state for every token.
+CHECKED = Shape(batch=1, tokens=256, heads=2, channels=64)
+
+
+def main(
+    output: Path | None = None,
+    repeats: int = 5,
+    *,
+    timed: Shape = TIMED,
+    checked: Shape = CHECKED,
+    impl: Impl = "auto",
+) -> dict[str, Any]:
+    """Print the table of both comparisons and write the raw figures as JSON.
+
+    Args:
+        output: File for the raw figures. None means that none is written.
+        repeats: Timed runs of each side, in turns, after one that is not counted.
+        timed: Sizes at which time and memory are measured.
+        checked: Sizes at which the error is measured.
+        impl: Our implementation.
+
+    Returns:
+        What the JSON file holds.
+
+    Raises:
+        MissingExtraError: transformers is not installed.
+        ValueError: repeats is below 1.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats must be 1 or more, got {repeats}")
+    report = conditions(repeats) | {
+        "timed_shape": timed._asdict(),
+        "checked_shape": checked._asdict(),
+        "comparisons": [
+            compare(name, repeats, timed=timed, checked=checked, impl=impl) for name in CASES
+        ],
+    }
+    print(table(report))
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(report, indent=2) + "\n")
+    return report
+
+
+def compare(name: str, repeats: int, *, timed: Shape, checked: Shape, impl: Impl) -> dict[str, Any]:
+    """All figures of one case, ours and the peer's."""
+    case = CASES[name]
+    sides = {"deltarule": ours(impl), "transformers": case.peer}
+    inputs, grad_output = draw(timed, case.decay_per_channel)
+
+    def run(operator: Operator) -> object:
+        return measure.forward_backward(operator, inputs, grad_output)
+
+    runs = {side: lambda operator=operator: run(operator) for side, operator in sides.items()}
+    seconds = measure.interleaved_seconds(runs, repeats)
+    errors = error_of_each(sides, checked, case.decay_per_channel)
+    tokens_and_heads = timed.batch * timed.tokens * timed.heads
+    figures = {}
+    for side, operator in sides.items():
+        saved = measure.saved_bytes(operator, inputs)
+        figures[side] = {
+            "seconds": seconds[side],
+            **measure.spread(seconds[side])._asdict(),
+            "saved_bytes": saved,
+            "saved_bytes_per_token_and_head": saved / tokens_and_heads,
+            "relative_errors": errors[side],
+        }
+    return {"name": name, "impl": impl} | figures | verdict(case, **figures)
+
+
+def verdict(
+    case: Case, *, deltarule: Mapping[str, Any], transformers: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The two ratios, and whether they meet what the case asks."""
+    speedup = transformers["median"] / deltarule["median"]
+    saved = deltarule["saved_bytes"] / transformers["saved_bytes"]
+    return {
+        "speedup": speedup,
+        "least_speedup": case.least_speedup,
+        "saved_ratio": saved,
+        "most_saved_ratio": case.most_saved,
+        "met": speedup >= case.least_speedup and saved <= case.most_saved,
+    }
+
+
+def error_of_each(
+    sides: Mapping[str, Operator], shape: Shape, decay_per_channel: bool
+) -> dict[str, dict[str, float]]:
+    """Relative RMS error of the output and every gradient against the float64 definition."""
+    inputs, grad_output = draw(shape, decay_per_channel)
+    exact = {name: x.double() for name, x in inputs.items()}
+    reference = _named(*measure.forward_backward(ours("reference"), exact, grad_output.double()))
+    errors = {}
+    for side, operator in sides.items():
+        results = _named(*measure.forward_backward(operator, inputs, grad_output))
+        errors[side] = {
+            name: measure.relative_error(x, reference[name]) for name, x in results.items()
+        }
+    return errors
+
+
+def _named(output: Tensor, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"o": output} | {f"grad {name}": x for name, x in gradients.items()}
+
+
+def ours(impl: Impl) -> Operator:
+    """`delta_rule` in the form in which the peers are called."""
+
+    def operator(inputs: Mapping[str, Tensor]) -> Tensor:
+        return delta_rule(
+            inputs["q"],
+            inputs["k"],
+            inputs["v"],
+            beta=inputs["beta"],
+            log_decay=inputs["log_decay"],
+            normalize_qk=True,
+            return_state=False,
+            impl=impl,
+        ).o
+
+    return operator
+
+
+def draw(shape: Shape, decay_per_channel: bool) -> tuple[dict[str, Tensor], Tensor]:
+    """Inputs as a freshly initialised layer makes them, the same on every call, and d loss/d o."""
+    generator = torch.Generator().manual_seed(0)
+    batch, tokens, heads, channels = shape
+    q, k, v, grad_output = torch.randn(
+        4, batch, tokens, heads, channels, generator=generator
+    ).unbind()
+    gates = (batch, tokens, heads, channels) if decay_per_channel else (batch, tokens, heads)
+    # Half-lives from some tens to some thousands of tokens.
+    log_decay = -0.02 * F.softplus(torch.randn(gates, generator=generator))
+    beta = torch.rand(batch, tokens, heads, generator=generator)
+    return {"q": q, "k": k, "v": v, "beta": beta, "log_decay": log_decay}, grad_output
+
+
+def conditions(repeats: int) -> dict[str, Any]:
+    """What the figures depend on besides the code."""
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": {
+            "deltarule": deltarule.__version__,
+            "torch": torch.__version__,
+            **peers.versions(),
+            "python": platform.python_version(),
+        },
+        "architecture": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "dtype": "float32",
+        "repeats": repeats,
+    }
+
+
+def table(report: Mapping[str, Any]) -> str:
+    """The report for a reader."""
+    shape, versions = Shape(**report["timed_shape"]), report["versions"]
+    lines = [
+        f"float32, forward and backward, [{shape.batch}, {shape.tokens}, {shape.heads} heads, "
+        f"K = V = {shape.channels}], CPU threads: {report['threads']}, torch {versions['torch']}, "
+        f"transformers {versions['transformers']}",
+        f"{'':18}{'':14}{'median s':>10}{'middle half':>18}{'saved MiB':>11}"
+        f"{'KiB/token-head':>16}{'error o':>10}{'worst grad':>12}",
+    ]
+    for comparison in report["comparisons"]:
+        title = CASES[comparison["name"]].title
+        lines += [_row(title, side, comparison[side]) for side in ("deltarule", "transformers")]
+        lines.append(
+            f"{title:18}{comparison['speedup']:.2f} x faster (asked: "
+            f"{comparison['least_speedup']:g}), {comparison['saved_ratio']:.3f} of the saved "
+            f"bytes (asked: {comparison['most_saved_ratio']:g}): "
+            f"{'met' if comparison['met'] else 'NOT met'}"
+        )
+    return "\n".join(lines)
+
+
+def _row(title: str, side: str, figures: Mapping[str, Any]) -> str:
+    errors = dict(figures["relative_errors"])
+    middle = f"{figures['lower_quartile']:.3f} to {figures['upper_quartile']:.3f}"
+    return (
+        f"{title:18}{side:14}{figures['median']:>10.3f}{middle:>18}"
+        f"{figures['saved_bytes'] / 2**20:>11.1f}"
+        f"{figures['saved_bytes_per_token_and_head'] / 2**10:>16.2f}"
+        f"{errors.pop('o'):>10.1e}{max(errors.values()):>12.1e}"
+    )
+
+
+if __name__ == "__main__":
+    import argparse
+
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--output", type=Path, help="file for the raw figures (JSON)")
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each side")
+    options = parser.parse_args()
+    try:
+        main(options.output, options.repeats)
+    except ValueError as error:
+        parser.error(str(error))

@@ -1,0 +1,299 @@
+"""`python -m bench.neighbours`: what lies beside the recurrence, on a GPU, and its floor.
+
+Convolution, norms, SwiGLU, gates and the loss of the head at 8x4096 tokens and 2048 channels in
+bfloat16: ours, plain PyTorch, and FLA's, causal-conv1d's and Liger-Kernel's where installed. The
+floor is the time of the bytes that must move at the bandwidth of a large copy measured in the same
+run; for the head it is that of three matrix products at the measured rate.
+"""
+
+import argparse
+import importlib
+import json
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import deltarule
+from bench.timing import copy_bandwidth, graph_ms, matrix_rate
+from deltarule.models import linear_next_token_loss
+from deltarule.nn import gates, norm, short_conv
+from deltarule.nn.layout import make_layout
+from deltarule.ops.fused import swiglu as swiglu_op
+
+BATCH, TOKENS, CHANNELS, HEADS, TAPS = 8, 4096, 2048, 16, 4
+VOCABULARY = 32000
+REPEATS = 20
+DEVICE = "cuda"
+
+Tensors = Mapping[str, Tensor]
+Run = Callable[[Tensors], Tensor]
+
+
+class Case(NamedTuple):
+    """One map: its inputs, whoever computes it, and what the two passes must move or multiply."""
+
+    inputs: Tensors
+    sides: Mapping[str, Run]
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    products: int = 0
+
+
+def main(output: Path | None = None) -> dict[str, object]:
+    """Print the table, and write it as JSON to `output`.
+
+    Args:
+        output: A file for the figures. None writes none.
+
+    Returns:
+        What was printed, with the versions.
+
+    Raises:
+        ValueError: There is no CUDA device.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("bench.neighbours needs a CUDA device, and PyTorch sees none")
+    bandwidth, rate = copy_bandwidth(), matrix_rate()
+    device = torch.cuda.get_device_name()
+    print(f"{device}, copy {bandwidth / 1e12:.2f} TB/s, products {rate / 1e12:.0f} TFLOP/s")
+    print(f"{BATCH}x{TOKENS} tokens, {CHANNELS} channels, bfloat16, milliseconds in a CUDA graph")
+    rows = []
+    for name, make in CASES.items():
+        rows += list(figures(name, make(), bandwidth, rate))
+        torch.cuda.empty_cache()
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    result: dict[str, object] = {"device": device, "versions": versions}
+    result |= {"deltarule": deltarule.__version__, "bytes_per_second": bandwidth}
+    result |= {"operations_per_second": rate, "rows": rows}
+    if output is not None:
+        output.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def figures(
+    name: str, case: Case, bandwidth: float, rate: float
+) -> Iterator[dict[str, float | str]]:
+    """One row for each pass and side, printed on the way."""
+    # Forward and backward take one and two of the head's three products.
+    both = case.forward_bytes + case.backward_bytes
+    passes = {
+        "forward": (forward, case.forward_bytes / bandwidth + case.products / 3 / rate),
+        "forward+backward": (forward_backward, both / bandwidth + case.products / rate),
+    }
+    for title, (timed, floor) in passes.items():
+        for side, run in case.sides.items():
+            row: dict[str, float | str] = {"case": name, "pass": title, "side": side}
+            try:
+                row |= {"ms": timed(run, case.inputs), "floor_ms": 1e3 * floor}
+                print(f"{name:24}{title:18}{side:16}{row['ms']:8.4f}  floor {1e3 * floor:.4f}")
+            # A peer that fails is a figure too.
+            except Exception as error:
+                row |= {"error": f"{type(error).__name__}: {error}"[:300]}
+                print(f"{name:24}{title:18}{side:16}{row['error']}")
+            yield row
+
+
+def forward(run: Run, inputs: Tensors) -> float:
+    """Milliseconds of the forward pass where no backward follows."""
+
+    def call() -> object:
+        with torch.no_grad():
+            return run(inputs)
+
+    return graph_ms([call], REPEATS)
+
+
+def forward_backward(run: Run, inputs: Tensors) -> float:
+    """Milliseconds of both passes, gradients by every input."""
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    weight = torch.randn_like(run(leaves)).detach()
+
+    def call() -> object:
+        return torch.autograd.grad(run(leaves), list(leaves.values()), weight)
+
+    return graph_ms([call], REPEATS)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Normal numbers on the GPU."""
+    return torch.randn(*shape, device=DEVICE, dtype=dtype)
+
+
+def convolution(packed: bool = False) -> Case:
+    """Four taps and SiLU; packed as eight documents."""
+    size = (1, BATCH * TOKENS) if packed else (BATCH, TOKENS)
+    inputs = {
+        "x": random(*size, CHANNELS),
+        "weight": random(CHANNELS, TAPS, dtype=torch.float32),
+    }
+    offsets = None
+    if packed:
+        offsets = torch.arange(BATCH + 1, device=DEVICE) * TOKENS
+    layout = make_layout(inputs["x"], offsets, None)
+    history = inputs["x"].new_zeros(BATCH, TAPS - 1, CHANNELS)
+
+    def call(x: Tensors) -> short_conv.Call:
+        return short_conv.Call(x["x"], x["weight"], history, layout, True)
+
+    sides: dict[str, Run] = {
+        "deltarule": lambda x: short_conv.run_triton(call(x))[0],
+        "PyTorch": lambda x: short_conv.run_torch(call(x))[0],
+    }
+    if fla := imported("fla.modules.convolution"):
+        sides["FLA"] = lambda x: fla.causal_conv1d(
+            x["x"], x["weight"], activation="silu", cu_seqlens=offsets
+        )[0]
+    if not packed and (peer := imported("causal_conv1d")):
+        sides["causal-conv1d"] = lambda x: (
+            peer.causal_conv1d_fn(x["x"].mT, x["weight"], activation="silu").mT
+        )
+    moved = inputs["x"].nbytes
+    return Case(inputs, sides, 2 * moved, 3 * moved)
+
+
+def convolution_step() -> Case:
+    """One token for each of 256 sequences."""
+    inputs = {
+        "x": random(256, 1, CHANNELS),
+        "weight": random(CHANNELS, TAPS, dtype=torch.float32),
+        "history": random(256, TAPS - 1, CHANNELS),
+    }
+    layout = make_layout(inputs["x"], None, None)
+
+    def call(x: Tensors) -> short_conv.Call:
+        return short_conv.Call(x["x"], x["weight"], x["history"], layout, True)
+
+    moved = 2 * (inputs["x"].nbytes + inputs["history"].nbytes)
+    sides: dict[str, Run] = {
+        "deltarule": lambda x: short_conv.run_triton(call(x))[0],
+        "PyTorch": lambda x: short_conv.run_torch(call(x))[0],
+    }
+    return Case(inputs, sides, moved, moved)
+
+
+def gated_norm() -> Case:
+    """RMS norm of each head, times SiLU of a gate."""
+    shape = (BATCH, TOKENS, HEADS, CHANNELS // HEADS)
+    weight = random(shape[-1], dtype=torch.float32)
+    inputs = {"x": random(*shape), "gate": random(*shape), "weight": weight}
+
+    def call(x: Tensors) -> norm.Call:
+        return norm.Call(x["x"], x["gate"], x["weight"], 1e-5, "silu")
+
+    sides: dict[str, Run] = {
+        "deltarule": lambda x: norm.run_triton(call(x)),
+        "PyTorch": lambda x: norm.run_torch(call(x)),
+    }
+    if fla := imported("fla.modules.fused_norm_gate"):
+        sides["FLA"] = lambda x: fla.rms_norm_gated(
+            x["x"], x["gate"], x["weight"], None, activation="silu", eps=1e-5
+        )
+    moved = inputs["x"].nbytes
+    return Case(inputs, sides, 3 * moved, 5 * moved)
+
+
+def residual_norm() -> Case:
+    """The RMS norm of the stream with a branch added; the sum is written too, as others read it."""
+    x, y = random(2, BATCH, TOKENS, CHANNELS).unbind()
+    inputs = {"x": x, "y": y, "weight": random(CHANNELS)}
+    sides: dict[str, Run] = {
+        "deltarule": lambda x: norm.run_triton_sum(norm.Sum(**x, eps=1e-5))[1],
+        "PyTorch": lambda x: norm.run_torch_sum(norm.Sum(**x, eps=1e-5))[1],
+    }
+    return Case(inputs, sides, 4 * x.nbytes, 3 * x.nbytes)
+
+
+def swiglu() -> Case:
+    """SiLU of one projection times the other, each 11/4 of the channels wide."""
+    shape = (BATCH, TOKENS, CHANNELS * 11 // 4)
+    inputs = {"gate": random(*shape), "up": random(*shape)}
+    sides: dict[str, Run] = {
+        "deltarule": lambda x: swiglu_op.swiglu(x["gate"], x["up"]),
+        "PyTorch": lambda x: F.silu(x["gate"]) * x["up"],
+    }
+    if fla := imported("fla.modules.activations"):
+        sides["FLA"] = lambda x: fla.swiglu(x["gate"], x["up"])
+    moved = inputs["gate"].nbytes
+    return Case(inputs, sides, 3 * moved, 5 * moved)
+
+
+def decay(per_channel: bool) -> Case:
+    """The decay of KDA, or of Gated DeltaNet and Mamba-2."""
+    sizes = (HEADS, CHANNELS // HEADS) if per_channel else (HEADS,)
+    inputs = {
+        "logits": random(BATCH, TOKENS, *sizes),
+        "A_log": random(HEADS, dtype=torch.float32),
+        "dt_bias": random(*sizes, dtype=torch.float32),
+    }
+
+    def call(x: Tensors) -> gates.Decay:
+        return gates.Decay(x["logits"], x["A_log"], x["dt_bias"], False)
+
+    sides: dict[str, Run] = {
+        "deltarule": lambda x: gates.triton_decay(call(x))[1],
+        "PyTorch": lambda x: gates.torch_decay(call(x))[1],
+    }
+    count = inputs["logits"].numel()
+    return Case(inputs, sides, (2 + 4) * count, (2 + 4 + 2) * count)
+
+
+def write_strength() -> Case:
+    """beta of every head."""
+    inputs = {"logits": random(BATCH, TOKENS, HEADS)}
+    sides: dict[str, Run] = {
+        "deltarule": lambda x: gates.triton_write_strength(gates.Strength(x["logits"], 1.0)),
+        "PyTorch": lambda x: gates.torch_write_strength(gates.Strength(x["logits"], 1.0)),
+    }
+    count = inputs["logits"].numel()
+    return Case(inputs, sides, (2 + 4) * count, (2 + 4 + 2) * count)
+
+
+def head_loss() -> Case:
+    """The cross entropy of the head, from its inputs."""
+    rows = BATCH * TOKENS
+    inputs = {"x": random(rows, CHANNELS), "weight": random(VOCABULARY, CHANNELS) * 0.02}
+    targets = torch.randint(VOCABULARY, (rows,), device=DEVICE)
+    sides: dict[str, Run] = {
+        "deltarule": lambda x: linear_next_token_loss(x["x"], x["weight"], targets),
+        "PyTorch": lambda x: F.cross_entropy(F.linear(x["x"], x["weight"]).float(), targets),
+    }
+    if liger := imported("liger_kernel.transformers.functional"):
+        sides["Liger-Kernel"] = lambda x: liger.liger_fused_linear_cross_entropy(
+            x["x"], x["weight"], targets
+        )
+    if fla := imported("fla.modules.fused_linear_cross_entropy"):
+        sides["FLA"] = lambda x: fla.fused_linear_cross_entropy_loss(x["x"], targets, x["weight"])
+    return Case(inputs, sides, products=6 * rows * VOCABULARY * CHANNELS)
+
+
+def imported(module: str) -> Any:
+    """The module of a peer, or None where it is not installed."""
+    if find_spec(module.partition(".")[0]) is None:
+        return None
+    return importlib.import_module(module)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "convolution": convolution,
+    "convolution, packed": lambda: convolution(packed=True),
+    "convolution, one token": convolution_step,
+    "gated norm": gated_norm,
+    "norm of a sum": residual_norm,
+    "SwiGLU": swiglu,
+    "decay, channels": lambda: decay(per_channel=True),
+    "decay, heads": lambda: decay(per_channel=False),
+    "write strength": write_strength,
+    "loss of the head": head_loss,
+}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Time what lies beside the recurrence on a GPU.")
+    parser.add_argument("--output", type=Path, default=None)
+    main(parser.parse_args().output)

@@ -1,0 +1,145 @@
+"""What a benchmark leaves: one JSON file of rows, each with what it was measured on."""
+
+import importlib.metadata
+import json
+import platform
+import shlex
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import deltarule
+from bench.cases import OPERATIONS, Shape
+from bench.counts import count
+from bench.worker import BOTH, FORWARD
+from deltarule.nn.atomic_file import write_atomically
+
+Row = dict[str, Any]
+
+FORMAT = 1
+PASSES = {FORWARD: "forward", BOTH: "forward + backward"}
+PACKAGES = (
+    "triton", "flash-linear-attention", "flash-qla", "tilelang", "flashinfer-python",
+)  # fmt: skip
+
+
+def new_report(command: Sequence[str]) -> Row:
+    """A report without rows: when, with what, and by which command."""
+    return {
+        "format": FORMAT,
+        "date": datetime.now(UTC).isoformat(timespec="minutes"),
+        "command": shlex.join(["deltarule", *command]),
+        "versions": versions(),
+        "device": None,
+        "ceilings": None,
+        "rows": [],
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of everything that a time depends on and that is installed."""
+    found = {
+        "deltarule": deltarule.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def add(report: Row, peer: str, case: Row, figures: Row) -> Row:
+    """File the figures of a case in the report, with rates and the floor.
+
+    Returns:
+        What was filed: of a timed pass a row of its own, though both passes are kept in one.
+    """
+    if case["kind"] == "ceilings":
+        report["device"] = figures.get("device")
+        report["ceilings"] = figures
+        return figures
+    row = {"peer": peer, **case, **figures}
+    if case["kind"] != "time":
+        report["rows"].append(row)
+        return row
+    del row["backward"]
+    if "error" in row:
+        row[BOTH if case["backward"] else FORWARD] = {"error": row.pop("error")}
+    row |= {name: with_rates(row, name) for name in PASSES if name in row}
+    kept = find(
+        report, kind="time", peer=peer, operation=row["operation"], shape=row["shape"][0]
+    )  # fmt: skip
+    if kept:
+        kept.update(row)
+    else:
+        report["rows"].append(dict(row))
+    return row
+
+
+def with_rates(row: Row, name: str) -> Row:
+    """A pass with its floor, and from the time of its graph its rates and distance from it."""
+    operation, shape = OPERATIONS[row["operation"]], Shape(*row["shape"])
+    least = count(operation, shape, backward=name == BOTH)
+    figures = row[name] | {"floor_ms": least.floor_ms}
+    if (ms := figures.get("graph_ms")) is not None:
+        figures |= {
+            "TFLOP_s": least.operations / ms / 1e9,
+            "GB_s": least.bytes / ms / 1e6,
+            "times_floor": ms / least.floor_ms,
+        }
+    return figures
+
+
+def save(report: Row, path: Path) -> None:
+    """Write the report whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(report, indent=1) + "\n"
+
+    def write(aside: Path) -> None:
+        aside.write_text(text)
+
+    write_atomically(path, write)
+
+
+def load(path: Path) -> Row:
+    """Read a report.
+
+    Raises:
+        ValueError: The file is not a report of this format.
+    """
+    try:
+        report = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(report, dict) or report.get("format") != FORMAT:
+        raise ValueError(f"{path} is not a report of `deltarule bench` in format {FORMAT}")
+    return report
+
+
+def find(report: Row, *, kind: str, peer: str, operation: str | None, shape: str | None) -> Row:
+    """The last row that fits, or an empty one; None stands for what a kind of row lacks."""
+    fitting = [
+        row
+        for row in report["rows"]
+        if row["kind"] == kind
+        and row["peer"] == peer
+        and row.get("operation") == operation
+        and (row["shape"][0] if "shape" in row else None) == shape
+    ]
+    return fitting[-1] if fitting else {}
+
+
+def groups(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
+    """Timed rows by operation and name of the shape, in the order of the tables."""
+    order = list(OPERATIONS)
+    grouped: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row["kind"] == "time":
+            grouped.setdefault((row["operation"], row["shape"][0]), []).append(row)
+    return dict(sorted(grouped.items(), key=lambda item: order.index(item[0][0])))

@@ -1,0 +1,176 @@
+"""A report as tables in the terminal."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from bench.cases import OPERATIONS, Shape
+from bench.results import PASSES, groups
+from deltarule.train.extra import require
+
+Row = dict[str, Any]
+Cells = list[str]
+
+NOTHING = "-"
+WIDTH = 120
+
+# Columns of timed passes, with the key of each figure.
+TIMES = {
+    "peer": None,
+    "pass": None,
+    "graph ms": "graph_ms",
+    "eager ms": "eager_ms",
+    "TFLOP/s": "TFLOP_s",
+    "GB/s": "GB_s",
+    "x floor": "times_floor",
+    "extra MiB": "extra_MiB",
+    "first s": "first_s",
+}
+
+
+class Table(NamedTuple):
+    """Title, heads, lines, and what stands below: why figures are missing."""
+
+    title: str
+    heads: Cells
+    lines: list[Cells]
+    notes: list[str]
+
+
+def show(report: Row) -> None:
+    """Print every table that the report has rows for."""
+    console, tables = require("rich.console"), require("rich.table")
+    printer = console.Console()
+    # What is piped into a file has no width of its own.
+    printer = printer if printer.is_terminal else console.Console(width=WIDTH)
+    for title, heads, lines, notes in report_tables(report):
+        table = tables.Table(title=title, title_justify="left", caption_justify="left")
+        table.caption = "\n".join(notes) or None
+        for index, head in enumerate(heads):
+            table.add_column(head, justify="left" if index < 2 else "right", no_wrap=True)
+        for line in lines:
+            table.add_row(*line)
+        printer.print(table)
+
+
+def report_tables(report: Row) -> Iterator[Table]:
+    """Every table that the report has rows for."""
+    for (operation, _), rows in groups(report["rows"]).items():
+        title = f"{OPERATIONS[operation].title}, {Shape(*rows[0]['shape']).label}"
+        lines = [line for row in rows for line in time_lines(row)]
+        yield Table(title, list(TIMES), lines, [note for row in rows for note in refusals(row)])
+    for kind, (title, heads, line_of) in OTHERS.items():
+        rows = [row for row in report["rows"] if row["kind"] == kind]
+        lines = [line_of(row) for row in rows if "error" not in row]
+        if rows:
+            yield Table(title, heads, lines, [note for row in rows for note in refusals(row)])
+
+
+def time_lines(row: Row) -> list[Cells]:
+    """One line for each pass that ran; what is missing shows as a dash."""
+    return [
+        [row["peer"], title, *(number(row[name].get(key)) for key in TIMES.values() if key)]
+        for name, title in PASSES.items()
+        if "error" not in row.get(name, {"error": "not asked for"})
+    ]
+
+
+def refusals(row: Row) -> list[str]:
+    """Why a row, a pass or a clock has no figure."""
+    who = ", ".join(filter(None, [row["peer"], label(row)]))
+    found = {who: row.get("error"), f"{who}, backward": row.get("backward_error")}
+    for name, title in PASSES.items():
+        figures = row.get(name, {})
+        found |= {
+            f"{who}, {title}": figures.get("error"),
+            f"{who}, {title}, graph": figures.get("graph_ms_error"),
+            f"{who}, {title}, eager": figures.get("eager_ms_error"),
+        }
+    return [f"{what}: {why}" for what, why in found.items() if why is not None]
+
+
+def label(row: Row) -> str:
+    """What a row of a table of several operators is about."""
+    if row["kind"] == "model":
+        return f"{row['batch']}x{row['tokens']}"
+    return "" if row["kind"] == "time" else OPERATIONS[row["operation"]].title
+
+
+def number(value: float | None) -> str:
+    """Three significant figures, and no exponent for what is read as a count.
+
+    Example:
+        >>> number(0.27812), number(1234.5), number(None)
+        ('0.278', '1234', '-')
+    """
+    if value is None:
+        return NOTHING
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def error_line(row: Row) -> Cells:
+    """Errors of o, the state and the worst gradient."""
+    errors = row["errors"]
+    gradients = {name: x for name, x in errors.items() if name.startswith("grad")}
+    worst = max(gradients, key=lambda name: gradients[name], default=None)
+    told = f"{worst.removeprefix('grad ')} {gradients[worst]:.1e}" if worst else NOTHING
+    cells = [f"{errors[name]:.1e}" if name in errors else NOTHING for name in ("o", "state")]
+    return [label(row), row["peer"], *cells, told]
+
+
+def figure_line(*keys: str) -> Callable[[Row], Cells]:
+    """A line of these figures."""
+    return lambda row: [label(row), row["peer"], *(number(row.get(key)) for key in keys)]
+
+
+OTHERS: dict[str, tuple[str, Cells, Callable[[Row], Cells]]] = {
+    "error": (
+        "relative RMS error against the float64 definition",
+        ["operator", "peer", "o", "final state", "worst gradient"],
+        error_line,
+    ),
+    "overhead": (
+        "host time of one forward call, 1x64",
+        ["operator", "peer", "us"],
+        figure_line("host_us"),
+    ),
+    "cold": (
+        "first forward and backward call, empty caches, 8x4096",
+        ["operator", "peer", "s"],
+        figure_line("seconds"),
+    ),
+    "model": (
+        "training steps of a 1.3 B DeltaNet, bfloat16",
+        ["batch", "peer", "tokens/s", "peak GiB", "first step s"],
+        figure_line("tokens_per_s", "peak_GiB", "first_s"),
+    ),
+}
+
+
+def progress_line(peer: str, case: Row, row: Row) -> str:
+    """What has just been measured, in one line."""
+    what = [peer, case["kind"], case.get("operation", "")]
+    if case["kind"] == "model":
+        what.append(f"{case['batch']}x{case['tokens']}")
+    elif "shape" in case:
+        what.append(case["shape"][0])
+    return " ".join(filter(None, what)) + ": " + told(row)
+
+
+def told(row: Row) -> str:
+    """The figures of a row, whatever its kind."""
+    if "error" in row:
+        return str(row["error"])
+    parts = []
+    for name, title in PASSES.items():
+        if name in row:
+            figures = row[name]
+            parts.append(
+                f"{title} {figures['error']}" if "error" in figures
+                else f"{title} graph {number(figures.get('graph_ms'))} ms, "
+                f"eager {number(figures.get('eager_ms'))} ms"
+            )  # fmt: skip
+    for key in ("host_us", "seconds", "tokens_per_s", "peak_GiB", "copy_TB_s", "matrix_TFLOP_s"):
+        if key in row:
+            parts.append(f"{key} {number(row[key])}")
+    parts += [f"{name} {x:.1e}" for name, x in row.get("errors", {}).items()]
+    return ", ".join(parts)

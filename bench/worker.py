@@ -1,0 +1,272 @@
+"""`python -m bench.worker PLAN OUTPUT`: one peer in a process of its own.
+
+PLAN is a JSON file with the peer and its cases. OUTPUT gets a line when a case starts and one when
+it is done, so that whoever started the process knows what it was at when it died.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import torch
+from torch import Tensor
+
+from bench import adapters, timing
+from bench.cases import OPERATIONS, Operation, Shape, Tensors, draw
+from bench.measure import relative_error
+from deltarule.ops.delta_rule import definition
+
+# The exit code after an error that leaves a GPU unusable for the process.
+LOST = 3
+# Inputs of all runs together exceed the cache of any GPU so far, up to a number of copies.
+ROTATED_BYTES, MOST_COPIES = 256 * 2**20, 64
+# What a message of an error is cut to.
+REASON = 300
+# Names of the two passes in a row.
+FORWARD, BOTH = "forward", "forward_backward"
+
+Row = dict[str, Any]
+
+
+class Setting(NamedTuple):
+    """What holds for all cases of a process."""
+
+    peer: str
+    impl: str
+    device: str
+    repeats: int
+
+
+class Timed(NamedTuple):
+    """A case set up: the peer's side, and arguments in as many copies as take turns."""
+
+    side: adapters.Side
+    copies: list[Tensors]
+
+    def forward(self, arguments: Tensors) -> adapters.Result:
+        """One call without gradients."""
+        with torch.no_grad():
+            return self.side.call(arguments)
+
+    def forward_backward(self, arguments: Tensors, grad: Tensor) -> object:
+        """One call, and the gradients of all its inputs."""
+        leaves = [x for x in arguments.values() if x.requires_grad]
+        o = adapters.output(self.side.entry, self.side.call(arguments))
+        return torch.autograd.grad(o, leaves, grad)
+
+
+def main(plan: Path, output: Path) -> None:
+    """Do the cases of a plan in order."""
+    given = json.loads(plan.read_text())
+    setting = Setting(**given["setting"])
+    with output.open("a") as lines:
+        for index, case in enumerate(given["cases"]):
+            write(lines, {"start": index})
+            write(lines, {"done": index, "row": attempt(case, setting)})
+            leave_if_lost()
+
+
+def write(lines: TextIO, line: Row) -> None:
+    """One line, on its way to the disk at once."""
+    lines.write(json.dumps(line) + "\n")
+    lines.flush()
+
+
+def attempt(case: Row, setting: Setting) -> Row:
+    """The figures of a case, or why there are none."""
+    try:
+        return KINDS[case["kind"]](case, setting)
+    except Exception as error:
+        return {"error": reason(error)}
+    finally:
+        if torch.cuda.is_available() and not lost():
+            torch.cuda.empty_cache()
+
+
+def reason(error: Exception) -> str:
+    """The kind of an error and the first line of what it says."""
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}"[:REASON]
+
+
+def lost() -> bool:
+    """Whether an illegal access has ended this process's use of the GPU."""
+    try:
+        timing.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def leave_if_lost() -> None:
+    """End the process, past the destructors, which would wait for the GPU."""
+    if lost():
+        os._exit(LOST)
+
+
+def time_case(case: Row, setting: Setting) -> Row:
+    """One pass of an operation at a shape: forward, or forward and backward."""
+    timed = set_up(case, setting)
+    if not case["backward"]:
+        return {FORWARD: pass_figures([partial(timed.forward, x) for x in timed.copies], setting)}
+    if (why := timed.side.entry.no_backward) is not None:
+        return {BOTH: {"error": why}}
+    grad = torch.randn_like(adapters.output(timed.side.entry, timed.forward(timed.copies[0])))
+    runs = [partial(timed.forward_backward, x, grad) for x in timed.copies]
+    return {BOTH: pass_figures(runs, setting)}
+
+
+def pass_figures(runs: Sequence[Callable[[], object]], setting: Setting) -> Row:
+    """Seconds of the first call, memory, and both clocks; what fails is given with its reason."""
+    try:
+        row: Row = {"first_s": timing.host_seconds(runs[0]), "extra_MiB": timing.extra_mib(runs[0])}
+    except Exception as error:
+        return {"error": reason(error)}
+    clocks = {"eager_ms": timing.eager_ms, "graph_ms": timing.graph_ms}
+    if setting.device == "cpu":
+        del clocks["graph_ms"]
+    for name, clock in clocks.items():
+        try:
+            row[name] = clock(runs, setting.repeats)
+        except Exception as error:
+            row[f"{name}_error"] = reason(error)
+    return row
+
+
+def set_up(case: Row, setting: Setting) -> Timed:
+    """The peer's function, and its arguments in as many copies as fill the cache."""
+    side = adapters.side(setting.peer, case["operation"], setting.impl)
+    operation, shape = OPERATIONS[case["operation"]], Shape(*case["shape"])
+    inputs = draw(operation, shape, device=setting.device)
+    size = sum(x.nbytes for x in inputs.values())
+    count = 1 if setting.device == "cpu" else min(max(ROTATED_BYTES // size, 1), MOST_COPIES)
+
+    def copy() -> Tensors:
+        arguments = side.prepare({name: x.clone() for name, x in inputs.items()})
+        asks = bool(case["backward"]) and side.entry.no_backward is None
+        return {
+            name: x.detach().requires_grad_(asks and x.is_floating_point())
+            for name, x in arguments.items()
+        }
+
+    return Timed(side, [copy() for _ in range(count)])
+
+
+def overhead_case(case: Row, setting: Setting) -> Row:
+    """What the host spends on a forward call that gives the GPU next to nothing to do."""
+    timed = set_up(case, setting)
+    return {"host_us": timing.host_us(partial(timed.forward, timed.copies[0]), setting.repeats)}
+
+
+def cold_case(case: Row, setting: Setting) -> Row:
+    """The first forward and backward call of a process, imports and the GPU's context done."""
+    timed = set_up(case, setting)
+    _, *sizes = case["shape"]
+    o = Shape("", *sizes)
+    grad = torch.randn(
+        o.batch, o.tokens, o.value_heads, o.value_size, device=setting.device, dtype=torch.bfloat16
+    )
+    run = partial(timed.forward_backward, timed.copies[0], grad)
+    return {"seconds": timing.host_seconds(run)}
+
+
+def error_case(case: Row, setting: Setting) -> Row:
+    """Relative RMS error of o, the final state and every gradient against the float64 loop."""
+    operation = OPERATIONS[case["operation"]]
+    inputs = draw(operation, Shape(*case["shape"]), device=setting.device, seed=1)
+    side = adapters.side(setting.peer, case["operation"], setting.impl)
+    backward = case["operation"] != "decode" and side.entry.no_backward is None
+
+    def errors(with_gradients: bool) -> Row:
+        exact = results(partial(reference, operation), widened(inputs), with_gradients)
+        found = results(partial(through, side), inputs, with_gradients)
+        return {name: relative_error(found[name], exact[name]) for name in exact if name in found}
+
+    if not backward:
+        return {"errors": errors(with_gradients=False)}
+    try:
+        return {"errors": errors(with_gradients=True)}
+    except Exception as error:
+        # A peer may refuse the backward pass alone.
+        return {"errors": errors(with_gradients=False), "backward_error": reason(error)}
+
+
+def widened(inputs: Tensors) -> Tensors:
+    """In float64."""
+    return {name: x.double() for name, x in inputs.items()}
+
+
+def results(
+    operator: Callable[[Tensors], tuple[Tensor, Tensor | None]],
+    inputs: Tensors,
+    with_gradients: bool,
+) -> Tensors:
+    """o, the state, and the gradients of sum(o * g) for one g that both sides are given."""
+    leaves = {name: x.detach().clone().requires_grad_(with_gradients) for name, x in inputs.items()}
+    o, state = operator(leaves)
+    named = {"o": o.detach()} | ({} if state is None else {"state": state.detach()})
+    if with_gradients:
+        generator = torch.Generator().manual_seed(2)
+        grad = torch.randn(o.shape, generator=generator).bfloat16().to(o.device, o.dtype)
+        gradients = torch.autograd.grad(o, list(leaves.values()), grad)
+        named |= {f"grad {name}": x for name, x in zip(leaves, gradients, strict=True)}
+    return named
+
+
+def reference(operation: Operation, inputs: Tensors) -> tuple[Tensor, Tensor | None]:
+    """The definition, one token at a time."""
+    q, k, v = (inputs[name] for name in "qkv")
+    log_decay = inputs.get("log_decay")
+    if operation is OPERATIONS["softmax"]:
+        attend = torch.nn.functional.scaled_dot_product_attention
+        o = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
+        return o.transpose(1, 2), None
+    if operation.erase == "free":
+        return definition.dplr(q, k, v, a=inputs["a"], b=inputs["b"], log_decay=log_decay)
+    return definition.delta_rule(
+        q, k, v, beta=inputs.get("beta"), log_decay=log_decay, n_steps=operation.n_steps,
+        initial_state=inputs.get("state"),
+    )  # fmt: skip
+
+
+def through(side: adapters.Side, inputs: Tensors) -> tuple[Tensor, Tensor | None]:
+    """A peer's function from our inputs to our layout."""
+    arguments = side.prepare(inputs)
+    result = side.call(arguments)
+    q, v = inputs["q"], inputs["v"]
+    shape = (*q.shape[:2], *v.shape[2:])
+    return adapters.in_our_layout(side.entry, result, arguments, shape)
+
+
+def ceilings_case(case: Row, setting: Setting) -> Row:
+    """The device, and the two rates that bound everything on it."""
+    return {
+        "device": torch.cuda.get_device_name(),
+        "copy_TB_s": timing.copy_bandwidth() / 1e12,
+        "matrix_TFLOP_s": timing.matrix_rate() / 1e12,
+    }
+
+
+def model_case(case: Row, setting: Setting) -> Row:
+    """Training steps of a language model, which nothing else here needs."""
+    from bench.model import time_model
+
+    return time_model(case, setting.peer, setting.device)
+
+
+KINDS: dict[str, Callable[[Row, Setting], Row]] = {
+    "time": time_case,
+    "error": error_case,
+    "overhead": overhead_case,
+    "cold": cold_case,
+    "ceilings": ceilings_case,
+    "model": model_case,
+}
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

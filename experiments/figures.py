@@ -1,0 +1,261 @@
+"""Curves of several systems side by side: ours with filled marks, published ones with hollow."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from deltarule.models import PATTERNS
+from deltarule.nn import SYSTEMS
+from deltarule.train.extra import require
+from deltarule.train.figures import (
+    DARK,
+    DOTS_PER_INCH,
+    INK,
+    LIGHT,
+    MIDDLE,
+    draw_levels,
+    dress,
+    save,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+class Look(NamedTuple):
+    """How a curve looks: in grey, tone, mark and line still tell it from the others."""
+
+    ink: str
+    mark: str
+    line: str
+
+
+# A system looks the same in every figure: tone by family, mark by member.
+SYSTEM_LOOKS = {
+    "deltanet": Look(DARK, "o", "-"),
+    "delta_product": Look(DARK, "D", "--"),
+    "gated_deltanet": Look(MIDDLE, "s", "-"),
+    "kda": Look(MIDDLE, "P", "--"),
+    "gated_delta_product": Look(MIDDLE, "p", ":"),
+    "mamba2": Look(LIGHT, "^", "-"),
+    "gla": Look(LIGHT, "v", "--"),
+    "retnet": Look(LIGHT, "<", ":"),
+    "linear_attention": Look(LIGHT, "X", "-."),
+    "mamba1": Look(LIGHT, ">", "-"),
+    "attention": Look(INK, "*", "-"),
+    "mesa": Look(INK, "d", "-."),
+    "gated_deltanet_h1": Look(INK, "h", "--"),
+    "gated_deltanet_h2": Look(INK, "H", ":"),
+}
+# For everything else, in the order in which labels appear.
+LOOKS = (
+    Look(DARK, "o", "-"), Look(MIDDLE, "s", "--"), Look(LIGHT, "^", "-"), Look(INK, "D", ":"),
+    Look(DARK, "v", "-."), Look(MIDDLE, "P", "-"), Look(LIGHT, "X", "--"), Look(INK, "*", "-"),
+)  # fmt: skip
+# What is shorter on a figure than in the table of systems.
+SHORT = {"gla": "GLA", "kda": "KDA", "attention": "Softmax attention"}
+
+# Inches.
+WIDTH, HEIGHT, LEGEND_LINE = 4.4, 3.3, 0.24
+# So many different places on the horizontal axis are all named.
+MOST_TICKS = 9
+# About so many points of a curve are marked.
+MOST_MARKS = 16
+# The share of the room between two named places that points take up.
+BESIDE = 0.6
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points of one system, or of one setting of it."""
+
+    label: str
+    """A key of `deltarule.nn.SYSTEMS` or `deltarule.models.PATTERNS`, shown by its title and
+    drawn in its own look; or any other text."""
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] | None = None
+    """Least of the values that each y stands for, such as those of several seeds."""
+    high: Sequence[float] | None = None
+    """Largest of them."""
+    published: bool = False
+    """Read from the paper: hollow marks and no line."""
+    look: str | None = None
+    """Draw it as this system; None goes by the label."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes."""
+
+    curves: Sequence[Curve]
+    x: str
+    """Name of the horizontal axis."""
+    y: str
+    """Name of the vertical axis."""
+    title: str = ""
+    ticks: Sequence[str] = ()
+    """Where the horizontal axis is no number: names of its places 0, 1, 2 and so on. Points are
+    not joined, and those of one place stand beside each other."""
+    log_x: bool = False
+    """To base 2."""
+    log_y: bool = False
+    """To base 10."""
+    limits: tuple[float, float] | None = None
+    """Of the vertical axis."""
+    levels: Mapping[str, float] = field(default_factory=dict)
+    """Horizontal lines by name, such as chance."""
+    marks: Mapping[str, float] = field(default_factory=dict)
+    """Vertical lines by name, such as the length that was trained."""
+
+
+def draw_curves(panels: Sequence[Panel], path: Path, *, title: str, columns: int = 3) -> None:
+    """Draw panels, with one legend below them all.
+
+    Args:
+        panels: One or more.
+        path: Where the PNG goes.
+        title: The heading.
+        columns: Most panels beside each other.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+
+    Example:
+        >>> curve = Curve("deltanet", [64, 128], [0.99, 1.0])
+        >>> draw_curves([Panel([curve], "width", "accuracy")], Path("recall.png"), title="Recall")
+    """
+    looks = looks_of([curve for panel in panels for curve in panel.curves])
+    across = min(columns, len(panels))
+    down = -(-len(panels) // across)
+    width = max(WIDTH * across, 1.5 * WIDTH)
+    legend_columns = int(width // 1.9)
+    legend_lines = -(-(len(looks) + 2) // legend_columns)
+    figure = require("matplotlib.figure").Figure(
+        figsize=(width, HEIGHT * down + LEGEND_LINE * legend_lines + 0.4),
+        dpi=DOTS_PER_INCH, layout="constrained",
+    )  # fmt: skip
+    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=11)
+    for index, panel in enumerate(panels):
+        draw_panel(figure.add_subplot(down, across, index + 1), panel, looks)
+    published = any(curve.published for panel in panels for curve in panel.curves)
+    figure.legend(
+        handles=legend_entries(looks, published=published), loc="outside lower center",
+        ncols=legend_columns, frameon=False, fontsize=9,
+    )  # fmt: skip
+    save(figure, path)
+
+
+def looks_of(curves: Sequence[Curve]) -> dict[str, Look]:
+    """The look of each label: a system's own, else the next one.
+
+    Example:
+        >>> looks_of([Curve("n = 1", [], []), Curve("deltanet", [], [])])["n = 1"].mark
+        's'
+    """
+    names = {curve.label: curve.look or curve.label for curve in curves}
+    looks = {label: SYSTEM_LOOKS[name] for label, name in names.items() if name in SYSTEM_LOOKS}
+    free = itertools.cycle([look for look in LOOKS if look not in looks.values()])
+    return {label: looks[label] if label in looks else next(free) for label in names}
+
+
+def title_of(label: str) -> str:
+    """What a figure and a table call a system; any other text as it is.
+
+    Example:
+        >>> title_of("gated_deltanet"), title_of("gla"), title_of("n = 2")
+        ('Gated DeltaNet', 'GLA', 'n = 2')
+    """
+    if label in SHORT:
+        return SHORT[label]
+    known = SYSTEMS.get(label) or PATTERNS.get(label)
+    return label if known is None else known.title
+
+
+def draw_panel(axes: "Axes", panel: Panel, looks: dict[str, Look]) -> None:
+    """Curves, levels and marks of one panel."""
+    dress(axes, title=panel.title, x=panel.x, y=panel.y)
+    if panel.log_x:
+        axes.set_xscale("log", base=2)
+    if panel.log_y:
+        axes.set_yscale("log")
+    shifts = shifts_of(panel)
+    for curve in panel.curves:
+        x = [place + shifts.get(curve.label, 0.0) for place in curve.x]
+        draw_curve(axes, replace(curve, x=x), looks[curve.label], joined=not panel.ticks)
+    name_places(axes, panel)
+    draw_levels(axes, dict(panel.levels))
+    for name, place in panel.marks.items():
+        axes.axvline(place, color=INK, linewidth=1.0, linestyle=":")
+        axes.annotate(
+            name, (place, 1.0), xycoords=("data", "axes fraction"), xytext=(-3, -3),
+            textcoords="offset points", ha="right", va="top", rotation=90, color=INK, fontsize=8,
+        )  # fmt: skip
+    if panel.limits is not None:
+        axes.set_ylim(*panel.limits)
+
+
+def shifts_of(panel: Panel) -> dict[str, float]:
+    """How far beside a named place each label's points stand, where labels share places.
+
+    Example:
+        >>> shifts_of(Panel([Curve("a", [0], [1]), Curve("b", [0], [1])], "", "", ticks=("t",)))
+        {'a': -0.15, 'b': 0.15}
+    """
+    labels = list(dict.fromkeys(curve.label for curve in panel.curves))
+    held = {(curve.label, place) for curve in panel.curves for place in curve.x}
+    shared = len(held) > len({place for _, place in held})
+    if not panel.ticks or not shared:
+        return {}
+    return {
+        label: BESIDE * ((index + 0.5) / len(labels) - 0.5) for index, label in enumerate(labels)
+    }
+
+
+def draw_curve(axes: "Axes", curve: Curve, look: Look, *, joined: bool) -> None:
+    """One curve, and the range of each point where there is one."""
+    line = look.line if joined and not curve.published else "none"
+    axes.plot(
+        curve.x, curve.y, color=look.ink, linestyle=line, linewidth=1.6, marker=look.mark,
+        markersize=8 if curve.published else 6, markeredgecolor=look.ink,
+        markerfacecolor="none" if curve.published else look.ink,
+        markevery=max(1, len(curve.x) // MOST_MARKS),
+    )  # fmt: skip
+    if curve.low is not None and curve.high is not None:
+        if joined and len(curve.x) > 1:
+            axes.fill_between(
+                curve.x, curve.low, curve.high, color=look.ink, alpha=0.18, linewidth=0
+            )
+        else:
+            axes.vlines(curve.x, curve.low, curve.high, color=look.ink, linewidth=1.2)
+
+
+def name_places(axes: "Axes", panel: Panel) -> None:
+    """Ticks at the very places where there are few of them."""
+    places = sorted({float(x) for curve in panel.curves for x in curve.x})
+    if panel.ticks:
+        axes.set_xticks(range(len(panel.ticks)), panel.ticks)
+        axes.set_xlim(-0.5, len(panel.ticks) - 0.5)
+    elif panel.log_x and 1 <= len(places) <= MOST_TICKS:
+        axes.set_xticks(places, [f"{place:,.10g}" for place in places])
+        axes.minorticks_off()
+    else:
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.10g}")
+
+
+def legend_entries(looks: dict[str, Look], *, published: bool) -> list[Any]:
+    """One entry a label, and what filled and hollow marks mean if both occur."""
+    line = require("matplotlib.lines").Line2D
+    entries = [
+        line([], [], color=look.ink, linestyle=look.line, marker=look.mark, label=title_of(label))
+        for label, look in looks.items()
+    ]
+    if published:
+        hollow = {"color": INK, "linestyle": "none", "marker": "o"}
+        entries += [
+            line([], [], label="ours", **hollow),
+            line([], [], label="published", markerfacecolor="none", **hollow),
+        ]
+    return entries

@@ -1,0 +1,235 @@
+"""Each rule's state as an associative memory, filled past what it can hold.
+
+Pairs are written one a token, S_t = S_{t-1} A_t + w_t k_t^T, and then every key is asked for its
+value: the error is |S k_i - v_i|^2 / |v_i|^2, so that an empty memory, which answers 0, scores 1.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from deltarule.ops import delta_rule, mesa
+from experiments.experiment import Experiment, Result, Scale, finished
+from experiments.figures import Curve, Panel, draw_curves, title_of
+from experiments.markdown import markdown_table
+
+RULES = ("linear_attention", "retnet", "deltanet", "gated_deltanet", "mesa")
+WIDTH = 64
+PAIRS = (4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
+SEEDS = tuple(range(32))
+# Of keys' squared length, the part along a direction that all of them share.
+SHARED = 0.5
+# RetNet's first head; the gated delta rule gets the same, so that the erase alone differs.
+LOG_DECAY = math.log1p(-(2.0**-5))
+# Weight of the penalty on the size of the least squares' map.
+REGULARIZER = 1e-3
+# The number of pairs whose errors are drawn by age, in widths.
+FULL = 2
+# Writes that share a mark in that figure.
+BIN = 8
+
+
+class Memory(NamedTuple):
+    """What is written in order, and what each key should give in the end; [..., tokens, width]."""
+
+    keys: Tensor
+    values: Tensor
+    asked: Tensor
+    answers: Tensor
+
+
+def random_pairs(rng: np.random.Generator, pairs: int, width: int) -> Memory:
+    """Unit keys and values of independent directions."""
+    keys, values = directions(rng, pairs, width), directions(rng, pairs, width)
+    return Memory(keys, values, keys, values)
+
+
+def correlated_pairs(rng: np.random.Generator, pairs: int, width: int) -> Memory:
+    """Unit keys that have a direction in common."""
+    own, common = directions(rng, pairs, width), directions(rng, 1, width)
+    keys = normalize(math.sqrt(1 - SHARED) * own + math.sqrt(SHARED) * common, dim=-1)
+    values = directions(rng, pairs, width)
+    return Memory(keys, values, keys, values)
+
+
+def overwritten_pairs(rng: np.random.Generator, pairs: int, width: int) -> Memory:
+    """All keys are written with values of before, and then again with those that count."""
+    keys = directions(rng, pairs, width)
+    before, values = directions(rng, pairs, width), directions(rng, pairs, width)
+    return Memory(torch.cat([keys, keys]), torch.cat([before, values]), keys, values)
+
+
+def directions(rng: np.random.Generator, count: int, width: int) -> Tensor:
+    """Independent unit vectors, float64 [count, width]."""
+    return normalize(torch.from_numpy(rng.standard_normal((count, width))), dim=-1)
+
+
+Draw = Callable[[np.random.Generator, int, int], Memory]
+CONDITIONS: dict[str, tuple[str, Draw]] = {
+    "random": ("Random keys", random_pairs),
+    "correlated": ("Keys that share half of their length", correlated_pairs),
+    "overwritten": ("Every key written a second time", overwritten_pairs),
+}
+
+
+@dataclass(frozen=True)
+class MemoryCell:
+    """One rule under every condition."""
+
+    name: str
+    """Key in `deltarule.nn.SYSTEMS`."""
+    width: int = WIDTH
+    """Channels of a key and of a value: the state is a square."""
+    pairs: tuple[int, ...] = PAIRS
+    """How many are written, one memory for each."""
+    seeds: tuple[int, ...] = SEEDS
+    """A memory for each."""
+
+    def run(self, folder: Path, device: torch.device) -> dict[str, Any]:
+        """Write and read.
+
+        Returns:
+            For each condition, by the number of pairs and then by seed, `error`, a mean over keys,
+            and `found`, the share of keys whose answer is nearer to their own value than
+            to any other that was written; and of random
+            keys `by_age`, the mean error of what was written 0, 1, 2 ... writes ago.
+        """
+        figures: dict[str, Any] = {"pairs": list(self.pairs)}
+        for condition in CONDITIONS:
+            scores = [self.scores(condition, pairs, device) for pairs in self.pairs]
+            figures[condition] = {
+                "error": [error.mean(-1).tolist() for error, _ in scores],
+                "found": [found.mean(-1).tolist() for _, found in scores],
+            }
+        error, _ = self.scores("random", FULL * self.width, device)
+        return figures | {"by_age": error.mean(0).flip(0).tolist()}
+
+    def scores(self, condition: str, pairs: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Error of each key, and whether its own value is the nearest; both [seeds, pairs]."""
+        draw = CONDITIONS[condition][1]
+        drawn = [draw(np.random.default_rng(seed), pairs, self.width) for seed in self.seeds]
+        memory = Memory(*(torch.stack(part).to(device) for part in zip(*drawn, strict=True)))
+        answers = recall(self.name, memory)
+        error = (answers - memory.answers).square().sum(-1)
+        # Values of before are among those that an answer may be nearest to.
+        nearest = torch.cdist(answers, memory.values).argmin(-1)
+        right = memory.values.shape[1] - pairs + torch.arange(pairs, device=device)
+        return error, (nearest == right).double()
+
+
+def recall(rule: str, memory: Memory) -> Tensor:
+    """What the state answers to each key asked for, by the library's operator.
+
+    Tokens that ask write nothing: their keys and values are zero, and nothing decays at them.
+    """
+    asked = torch.zeros_like(memory.asked)
+    queries, keys, values = (
+        torch.cat(part, dim=1)[:, :, None]
+        for part in (
+            (torch.zeros_like(memory.keys), memory.asked),
+            (memory.keys, asked),
+            (memory.values, asked),
+        )
+    )
+    ones = torch.ones(keys.shape[:3], dtype=keys.dtype, device=keys.device)
+    if rule == "mesa":
+        penalty = REGULARIZER * ones.new_ones(1, keys.shape[-1])
+        o = mesa(
+            queries, keys, values, beta=ones, regularizer=penalty, iterations=None, scale=1.0
+        ).o
+    else:
+        decay = LOG_DECAY * (keys != 0).any(-1).to(keys.dtype)
+        o = delta_rule(
+            queries, keys, values, beta=ones if "deltanet" in rule else None,
+            log_decay=decay if rule in ("retnet", "gated_deltanet") else None, scale=1.0,
+        ).o  # fmt: skip
+    return o[:, memory.keys.shape[1] :, 0]
+
+
+def cells(scale: Scale) -> list[MemoryCell]:
+    """One cell a rule."""
+    return [MemoryCell(rule) for rule in RULES]
+
+
+def draw(scale: Scale, results: list[Result], path: Path) -> None:
+    """Error against the number of pairs, under each condition, and against age."""
+    done = finished(results)
+    panels = [
+        Panel(
+            [error_curve(result, condition) for result in done], "pairs, each written once"
+            if condition != "overwritten" else "keys, each written twice", "relative squared error",
+            title=title, log_x=True, log_y=True, limits=(1e-3, 1e2), levels={"empty": 1.0},
+            marks={"channels of a key": WIDTH},
+        )
+        for condition, (title, _) in CONDITIONS.items()
+    ]  # fmt: skip
+    middles = [first + (BIN - 1) / 2 for first in range(0, FULL * WIDTH, BIN)]
+    by_age = [
+        Curve(one.name, middles, np.reshape(one.figures["by_age"], (-1, BIN)).mean(1).tolist())
+        for one in done
+    ]
+    panels.append(
+        Panel(
+            by_age,
+            "writes since",
+            "relative squared error",
+            levels={"empty": 1.0},
+            title=f"Random keys, {FULL * WIDTH} pairs, by age",
+        )
+    )
+    draw_curves(panels, path, title="What a 64 x 64 state remembers", columns=2)
+
+
+def error_curve(result: Result, condition: str) -> Curve:
+    """Mean over seeds, and their range."""
+    errors = np.array(result.figures[condition]["error"])
+    return Curve(
+        result.name, result.figures["pairs"], errors.mean(1).tolist(),
+        low=errors.min(1).tolist(), high=errors.max(1).tolist(),
+    )  # fmt: skip
+
+
+# Columns of the table: condition and pairs.
+COLUMNS = (
+    ("random", 32), ("random", 64), ("random", 128), ("correlated", 32), ("overwritten", 32),
+)  # fmt: skip
+
+
+def table(scale: Scale, results: list[Result]) -> str:
+    """Mean error, the range over seeds, and the share of keys whose own value is the nearest."""
+    heads = ["rule", *(f"{condition}, {pairs}" for condition, pairs in COLUMNS)]
+    rows = [
+        [title_of(result.name), *(scored(result, *column) for column in COLUMNS)]
+        for result in finished(results)
+    ]
+    return markdown_table(heads, rows, results)
+
+
+def scored(result: Result, condition: str, pairs: int) -> str:
+    """One entry of the table."""
+    at = result.figures["pairs"].index(pairs)
+    error, found = (np.array(result.figures[condition][name][at]) for name in ("error", "found"))
+    return f"{error.mean():.2g} ({error.min():.2g} to {error.max():.2g}), {found.mean():.0%} found"
+
+
+EXPERIMENT = Experiment(
+    name="memory",
+    title="The state as an associative memory",
+    shows=(
+        "Linear attention adds every pair to all others, a decay forgets all alike, and the delta "
+        "rule corrects what is there: the error against the number of pairs, for keys that are "
+        "random, correlated, or written again with a new value."
+    ),
+    source="the argument for the delta rule in arXiv 2102.11174 and arXiv 2406.06484, section 2.2",
+    needs={"laptop": "5 cells, a minute on 2 cores"},
+    cells=cells,
+    draw=draw,
+    table=table,
+)

@@ -1,0 +1,233 @@
+"""`python -m experiments.pages`: the pages of docs/experiments, from their JSON files.
+
+A page keeps what stands outside the two marks; what is between them is written anew.
+"""
+
+import argparse
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from experiments.experiment import SCALES, Experiment, Scale, finished
+from experiments.records import Record, read_json, to_results
+from experiments.table import EXPERIMENTS, load_experiment
+
+BEGIN, END = "<!-- results: written by a script, do not edit -->", "<!-- end of results -->"
+INDEX_PAGE = "README.md"
+INDEX = """# Experiments
+
+The papers' experiments, one command each, with our figures beside the published ones. Every number
+comes from a JSON file in this folder, which holds the seeds, the machine, the versions and the
+exact command. What differs from the paper's setting is listed on each page.
+
+```bash
+deltarule reproduce --list
+deltarule reproduce mqar
+deltarule reproduce mqar --scale gpu
+```
+
+Everything goes to `runs/reproduce-NAME-SCALE`; the same command goes on after a stop, and
+`--publish docs/experiments` puts the results here.
+"""
+
+
+def write_pages(folder: Path) -> None:
+    """Write the index and the page of every experiment.
+
+    Args:
+        folder: Where NAME-SCALE.json and .png lie and the pages go.
+
+    Raises:
+        RecordError: A JSON file is damaged, or of a format that this version cannot read.
+        ValueError: A page has lost one of its marks.
+    """
+    for name in EXPERIMENTS:
+        write_page(load_experiment(name), folder)
+    write_index(folder)
+
+
+def write_index(folder: Path) -> None:
+    """Write the page that leads to all others.
+
+    Raises:
+        RecordError: A JSON file is damaged, or of a format that this version cannot read.
+        ValueError: The page has lost one of its marks.
+    """
+    write_between(folder / INDEX_PAGE, INDEX, index(map(load_experiment, EXPERIMENTS), folder))
+
+
+def write_page(experiment: Experiment, folder: Path) -> None:
+    """Write the page of one experiment.
+
+    Raises:
+        RecordError: A JSON file is damaged, or of a format that this version cannot read.
+        ValueError: The page has lost one of its marks.
+    """
+    lines = ["Source: " + experiment.source + "."]
+    for scale in experiment.needs:
+        lines += ["", f"## The {scale} form", ""]
+        report = read_report(experiment, scale, folder)
+        if report is None:
+            lines += not_run(experiment, scale)
+            continue
+        stem = f"{experiment.name}-{scale}"
+        picture = f"{stem}.png" if (folder / f"{stem}.png").exists() else None
+        lines += section(experiment, report, raw=f"{stem}.json", picture=picture)
+    new = f"# {experiment.title}\n\n{experiment.shows}\n"
+    write_between(folder / f"{experiment.name}.md", new, lines)
+
+
+def read_report(experiment: Experiment, scale: Scale, folder: Path) -> Record | None:
+    """The published results of a form, if there are any."""
+    path = folder / f"{experiment.name}-{scale}.json"
+    return read_json(path) if path.exists() else None
+
+
+def not_run(experiment: Experiment, scale: Scale) -> list[str]:
+    """What stands in the place of results."""
+    return [
+        "There are no results of this form yet. It is run by", "",
+        *fenced(f"deltarule reproduce {experiment.name} --scale {scale}"), "",
+        f"and needs {experiment.needs[scale]}.", "",
+        *differences(experiment.deviations.get(scale, [])),
+    ]  # fmt: skip
+
+
+def section(experiment: Experiment, report: Record, *, raw: str, picture: str | None) -> list[str]:
+    """What is said of one form that was run.
+
+    Args:
+        experiment: Which.
+        report: Its results.json.
+        raw: Where the JSON is, as a link.
+        picture: Where the figure is, as a link; None if there is none.
+
+    Returns:
+        Lines of Markdown.
+    """
+    scale, results = report["scale"], to_results(report["cells"])
+    lines = [] if picture is None else [f"![{experiment.title}, {scale} form]({picture})", ""]
+    table = experiment.table(scale, results) if finished(results) else ""
+    lines += [table, ""] if table else []
+    # Most tables name them.
+    failed = [one for one in results if one.error is not None and f"`{one.name}`" not in table]
+    if failed:
+        lines += ["Failed:", "", *(f"- `{one.name}`: {one.error}" for one in failed), ""]
+    lines += fenced(report["command"])
+    return [*lines, "", *conditions(report, raw), "", *differences(report["deviations"])]
+
+
+def conditions(report: Record, raw: str) -> list[str]:
+    """Where, when and with what the results were made."""
+    cells = report["cells"]
+    machines = dict.fromkeys(cell["machine"] for cell in cells)
+    seconds = [seconds_of(cell) for cell in cells]
+    threads = " or ".join(str(n) for n in sorted({cell["threads"] for cell in cells}))
+    versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
+    seeds = sorted({seed for cell in cells for seed in seeds_of(cell["cell"])})
+    return [
+        f"- Run on {report['date'][:10]}: {'; then on '.join(machines)}.",
+        f"- {len(cells)} cells, {report['workers']} at a time, CPU threads of each: {threads}; the "
+        f"longest took {max(seconds):,.0f} s, all together {sum(seconds):,.0f} s.",
+        f"- Seeds: {listed(seeds)}.",
+        f"- Versions: {versions}.",
+        f"- Raw results: [{raw}]({raw}).",
+    ]
+
+
+def seconds_of(cell: Record) -> float:
+    """What a cell took: a cell that went on after a stop counts its whole training.
+
+    Example:
+        >>> seconds_of({"seconds": 9.0, "figures": {"training_seconds": 60.0}})
+        60.0
+    """
+    whole: float = max(cell["seconds"], cell["figures"].get("training_seconds", 0.0))
+    return whole
+
+
+def listed(numbers: list[int]) -> str:
+    """Numbers in ascending order, a run of them by its ends.
+
+    Example:
+        >>> listed([0, 1, 2, 3]), listed([1, 5]), listed([])
+        ('0 to 3', '1, 5', 'none')
+    """
+    if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{numbers[0]} to {numbers[-1]}"
+    return ", ".join(map(str, numbers)) or "none"
+
+
+def seeds_of(value: Any) -> Iterator[int]:
+    """Every number that stands under `seed` or `seeds` in a cell.
+
+    Example:
+        >>> list(seeds_of({"loop": {"seed": 3}, "seeds": [4, 5]}))
+        [3, 4, 5]
+    """
+    if not isinstance(value, dict):
+        return
+    for name, inner in value.items():
+        if name in ("seed", "seeds"):
+            yield from inner if isinstance(inner, list) else [inner]
+        else:
+            yield from seeds_of(inner)
+
+
+def differences(deviations: list[str]) -> list[str]:
+    """Every deviation from the paper's setting."""
+    if not deviations:
+        return ["The paper has no such experiment: there is nothing to deviate from."]
+    return ["What differs from the paper:", "", *(f"- {line}" for line in deviations)]
+
+
+def fenced(command: str) -> list[str]:
+    """A command line as a block."""
+    return ["```bash", command, "```"]
+
+
+def index(experiments: Iterable[Experiment], folder: Path) -> list[str]:
+    """The table of experiments: what each shows, and which of its forms were run."""
+    lines = ["| experiment | from | laptop | gpu |", "|---|---|---|---|"]
+    for one in experiments:
+        forms = [form(one, scale, folder) for scale in SCALES]
+        title = f"[{one.title}]({one.name}.md)"
+        lines.append(f"| {title}<br>{one.shows} | {one.source} | {' | '.join(forms)} |")
+    return lines
+
+
+def form(experiment: Experiment, scale: Scale, folder: Path) -> str:
+    """What a form needs, and when it was run."""
+    if scale not in experiment.needs:
+        return "-"
+    report = read_report(experiment, scale, folder)
+    when = "not run yet" if report is None else f"run on {report['date'][:10]}"
+    return f"{experiment.needs[scale]}; {when}"
+
+
+def write_between(page: Path, new: str, lines: list[str]) -> None:
+    """Replace what is between the marks of a page, which begins as `new` if there is none.
+
+    Raises:
+        ValueError: The page has lost one of its marks.
+    """
+    text = page.read_text(encoding="utf-8") if page.exists() else f"{new}\n{BEGIN}\n{END}\n"
+    if BEGIN not in text or END not in text:
+        raise ValueError(f"{page} lacks {BEGIN!r} or {END!r}: put both back, each on its own line")
+    before, _, rest = text.partition(BEGIN)
+    after = rest.partition(END)[2]
+    whole = before + "\n".join([BEGIN, "", *lines, "", END]) + after
+    page.write_text(whole, encoding="utf-8")
+
+
+def main() -> None:
+    """Write them all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, default=Path("docs/experiments"))
+    folder = parser.parse_args().folder
+    write_pages(folder)
+    print(f"{len(EXPERIMENTS)} pages in {folder}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,298 @@
+"""`deltarule reproduce`: an experiment from its data to its report, and on after a stop."""
+
+import itertools
+import shlex
+import shutil
+import textwrap
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import deltarule
+from bench.results import versions
+from deltarule.train.device import choose_device
+from deltarule.train.extra import require
+from deltarule.train.loop import InterruptedRunError
+from deltarule.train.run_folder import locked
+from experiments.experiment import Cell, Experiment, Scale, finished
+from experiments.pages import INDEX_PAGE, section, write_index, write_page
+from experiments.processes import MachineError, StoppedError, devices_of, run_cells
+from experiments.records import FORMAT, Record, checked, to_results, write_json
+from experiments.run_cell import ENVIRONMENT, own_folder, record_path, run_cell
+from experiments.table import EXPERIMENTS, load_experiment
+
+CPU_WORKERS, GPU_WORKERS = 2, 8
+
+
+@dataclass(frozen=True)
+class ReproduceRun:
+    """Run an experiment of the papers, or go on with it, and report on it beside what is published.
+
+    What is finished is kept whatever happens: the same command goes on.
+    """
+
+    name: str
+    """Which; `deltarule reproduce --list` names them all."""
+    scale: Scale = "laptop"
+    """laptop is a small form for two CPU cores; gpu is as near to the paper as minutes allow."""
+    workers: int | None = None
+    """Cells at a time, on all visible GPUs together; None is 2 on a CPU, with a thread each, and 8
+    for each GPU."""
+    only: str | None = None
+    """Run only cells whose names begin so; the report waits until all of them are finished."""
+    retry: bool = False
+    """Run failed cells again."""
+    runs: Path = Path("runs")
+    """Folder of all runs."""
+    data: str | None = None
+    """Of experiments on text: a file or a folder; None is this Python's standard library."""
+    device: str = "auto"
+    """"cpu", "cuda:1", or "cuda" for all GPUs; "auto" takes those if PyTorch sees any."""
+    publish: Path | None = None
+    """Put figure, raw JSON and page into this folder too, such as docs/experiments."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no run can do."""
+        if self.workers is not None and self.workers < 1:
+            raise ValueError(f"workers must be 1 or more, got {self.workers}")
+
+
+@dataclass(frozen=True)
+class ListRun:
+    """Say what each experiment shows and what it needs."""
+
+    scale: Literal["laptop", "gpu", "both"] = "both"
+    """Only what has this form."""
+
+
+def list_experiments(run: ListRun) -> None:
+    """Print what each shows, where it is from, and what each form takes."""
+    for name in EXPERIMENTS:
+        experiment = load_experiment(name)
+        if run.scale != "both" and run.scale not in experiment.needs:
+            continue
+        told = [f"{experiment.title}. {experiment.shows}", f"From {experiment.source}."]
+        told += [f"{scale:<7}{needs}" for scale, needs in experiment.needs.items()]
+        text = "\n".join(textwrap.fill(line, 96, subsequent_indent=" " * 7) for line in told)
+        print(f"{name}\n{textwrap.indent(text, '    ')}\n")
+
+
+def reproduce(run: ReproduceRun) -> Path:
+    """Run the cells that are not finished yet, then draw and report.
+
+    Args:
+        run: Which, and how.
+
+    Returns:
+        The folder: cells/, figure.png, results.json, report.md.
+
+    Raises:
+        ValueError: There is no such experiment, form or device, or it needs a GPU.
+        RecordError: There are results of another version or configuration.
+        MachineError: Something like a full disk; what was finished is kept.
+        KeyboardInterrupt: Ctrl-C or SIGTERM; what was finished is kept.
+    """
+    experiment = load_experiment(run.name)
+    # Its figure comes last: what it needs should not be found missing then.
+    require("matplotlib")
+    cells = cells_of(run, experiment)
+    folder = run.runs / f"reproduce-{run.name}-{run.scale}"
+    device = device_for(run, experiment, left=cells_left(run, cells, folder))
+    with locked(folder):
+        Reproduction(run, experiment, cells, folder, device).run()
+    return folder
+
+
+def cells_left(run: ReproduceRun, cells: list[Cell], folder: Path) -> bool:
+    """Whether there is anything to run; a report alone needs no GPU."""
+    return run.retry or not all(record_path(folder, cell).exists() for cell in cells)
+
+
+def device_for(run: ReproduceRun, experiment: Experiment, *, left: bool) -> torch.device:
+    """The device, if what is left can run there.
+
+    Raises:
+        ValueError: It cannot; the message says what would.
+    """
+    device = choose_device(run.device)
+    if left and run.scale == "gpu" and device.type != "cuda":
+        other = "; --scale laptop runs without" if "laptop" in experiment.needs else ""
+        seen = "PyTorch sees none here" if run.device == "auto" else f"--device is {run.device}"
+        raise ValueError(f"{run.name} --scale gpu needs a CUDA GPU, and {seen}{other}")
+    return device
+
+
+def cells_of(run: ReproduceRun, experiment: Experiment) -> list[Cell]:
+    """The cells, on the given text if there is one.
+
+    Raises:
+        ValueError: There is no such form, or no cell of the experiment reads text.
+    """
+    if run.scale not in experiment.needs:
+        forms = " or ".join(f"--scale {scale}" for scale in experiment.needs)
+        raise ValueError(f"{run.name} has no form for --scale {run.scale}, only {forms}")
+    cells: list[Any] = experiment.cells(run.scale)
+    if run.data is None:
+        return cells
+    if not all(hasattr(cell, "data") for cell in cells):
+        raise ValueError(f"--data {run.data}: {run.name} does not train on text; leave it out")
+    return [replace(cell, data=run.data) for cell in cells]
+
+
+class Reproduction:
+    """An experiment on its way: which cells are finished, and what is said of them."""
+
+    def __init__(
+        self,
+        run: ReproduceRun,
+        experiment: Experiment,
+        cells: list[Cell],
+        folder: Path,
+        device: torch.device,
+    ) -> None:
+        """Read what is finished."""
+        self.options, self.experiment, self.cells = run, experiment, cells
+        self.folder, self.device = folder, device
+        self.devices = devices_of(device, torch.cuda.device_count())
+        default = GPU_WORKERS * len(self.devices) if device.type == "cuda" else CPU_WORKERS
+        self.workers = default if run.workers is None else run.workers
+        if experiment.timed:
+            self.workers = 1
+        self.records = finished_records(folder, cells, retry=run.retry)
+        self.before = len(self.records)
+
+    def run(self) -> None:
+        """Run what is left; report once nothing is."""
+        began = time.monotonic()
+        only = self.options.only or ""
+        left = [c for c in self.cells if c.name not in self.records and c.name.startswith(only)]
+        needs = self.experiment.needs[self.options.scale]
+        print(f"{self.experiment.title}, {self.options.scale} form: {needs}")
+        print(f"{self.kept()}, {len(left)} to run in {self.folder}", flush=True)
+        try:
+            # What is timed has a process of its own: nothing of the cell before is left in it.
+            if self.workers == 1 and not self.experiment.timed:
+                self.run_here(left)
+            else:
+                run_cells(left, self.folder, self.devices, workers=self.workers, tell=self.tell)
+        except (StoppedError, InterruptedRunError):
+            print(f"{self.kept()}; the same command goes on", flush=True)
+            raise KeyboardInterrupt from None
+        except (MachineError, *ENVIRONMENT) as error:
+            raise MachineError(f"{error}; {self.kept()}, and the same command goes on") from error
+        if len(self.records) == len(self.cells):
+            self.report(time.monotonic() - began)
+        else:
+            print(f"{self.kept()}; the report follows when all of them are")
+
+    def run_here(self, cells: list[Cell]) -> None:
+        """One after the other in this process, each with its own progress bar."""
+        for cell in cells:
+            self.tell(cell, None)
+            self.tell(cell, run_cell(cell, self.folder, self.device))
+
+    def tell(self, cell: Cell, record: Record | None) -> None:
+        """Say that a cell starts, or how it ended."""
+        if record is None:
+            print(f"{cell.name}: started", flush=True)
+            return
+        self.records[cell.name] = record
+        count = f"[{len(self.records)}/{len(self.cells)}]"
+        error = record["error"]
+        outcome = brief(record["figures"]) if error is None else f"FAILED, {error}"
+        print(f"{count} {cell.name}: {outcome} ({record['seconds']:,.0f} s)", flush=True)
+
+    def kept(self) -> str:
+        """How many cells are finished, by what is on the disk."""
+        count = sum(record_path(self.folder, cell).exists() for cell in self.cells)
+        return f"{count} of {len(self.cells)} cells are finished"
+
+    def report(self, seconds: float) -> None:
+        """Figure, raw results and report, in the folder of the run and where it is published."""
+        experiment, scale = self.experiment, self.options.scale
+        records = [self.records[cell.name] for cell in self.cells]
+        picture = "figure.png" if finished(to_results(records)) else None
+        if picture is not None:
+            experiment.draw(scale, to_results(records), self.folder / picture)
+        # Of the cells, which may have run elsewhere.
+        found = next((record["versions"] for record in records if "versions" in record), versions())
+        whole = {
+            "format": FORMAT, "deltarule": deltarule.__version__, "experiment": experiment.name,
+            "scale": scale, "date": datetime.now(UTC).isoformat(timespec="minutes"),
+            "command": command_line(self.options), "versions": found,
+            "workers": self.workers, "seconds": round(seconds, 1), "from_before": self.before,
+            "deviations": experiment.deviations.get(scale, []), "cells": records,
+        }  # fmt: skip
+        write_json(self.folder / "results.json", whole)
+        lines = section(experiment, whole, raw="results.json", picture=picture)
+        text = "\n".join([f"# {experiment.title}", "", experiment.shows, "", *lines]) + "\n"
+        (self.folder / "report.md").write_text(text, encoding="utf-8")
+        print(f"\n{text}\nreport: {self.folder / 'report.md'}")
+        if self.options.publish is not None:
+            self.publish(self.options.publish, picture)
+
+    def publish(self, target: Path, picture: str | None) -> None:
+        """Copy figure and results, and write the page anew, and the index if there is one."""
+        target.mkdir(parents=True, exist_ok=True)
+        stem = f"{self.experiment.name}-{self.options.scale}"
+        shutil.copyfile(self.folder / "results.json", target / f"{stem}.json")
+        if picture is not None:
+            shutil.copyfile(self.folder / picture, target / f"{stem}.png")
+        write_page(self.experiment, target)
+        if (target / INDEX_PAGE).exists():
+            write_index(target)
+        print(f"page: {target / self.experiment.name}.md")
+
+
+def finished_records(folder: Path, cells: list[Cell], *, retry: bool) -> dict[str, Record]:
+    """Records of an earlier run by the names of their cells; without failed ones to retry.
+
+    Raises:
+        RecordError: One is of another version or configuration.
+    """
+    paths = {cell.name: (cell, record_path(folder, cell)) for cell in cells}
+    found = {name: checked(path, cell) for name, (cell, path) in paths.items() if path.exists()}
+    if retry:
+        for name in [name for name, record in found.items() if record["error"] is not None]:
+            cell, path = paths[name]
+            path.unlink()
+            shutil.rmtree(own_folder(folder, cell), ignore_errors=True)
+            del found[name]
+    return found
+
+
+def command_line(run: ReproduceRun) -> str:
+    """The command that gives these results.
+
+    Example:
+        >>> command_line(ReproduceRun("mqar", scale="gpu"))
+        'deltarule reproduce mqar --scale gpu'
+    """
+    words = ["deltarule", "reproduce", run.name, "--scale", run.scale]
+    words += [] if run.workers is None else ["--workers", str(run.workers)]
+    words += [] if run.data is None else ["--data", run.data]
+    words += [] if run.device == "auto" else ["--device", run.device]
+    return shlex.join(words)
+
+
+def brief(figures: Record) -> str:
+    """The first three numbers of nested figures, with their names.
+
+    Example:
+        >>> brief({"evaluations": {"length 64": {"accuracy": 0.99853}}, "steps": 2000})
+        'length 64 accuracy 0.9985, steps 2000'
+    """
+
+    def numbers(value: Any, names: tuple[str, ...]) -> Iterator[str]:
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                yield from numbers(inner, (*names, name))
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield f"{' '.join(names[-2:])} {value:.4g}"
+
+    return ", ".join(itertools.islice(numbers(figures, ()), 3)) or "done"

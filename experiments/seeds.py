@@ -1,0 +1,109 @@
+"""Runs that differ in their seed alone: their mean, their range, and what is noise."""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from experiments.experiment import Result, finished
+
+# Differences of means below so many of their standard errors are called noise.
+STANDARD_ERRORS = 3.0
+SEED = "-seed"
+
+
+class Runs(NamedTuple):
+    """One figure of the runs of one setting, in the order of their seeds."""
+
+    values: list[float]
+
+    @property
+    def mean(self) -> float:
+        """Of the runs."""
+        return statistics.fmean(self.values)
+
+    @property
+    def deviation(self) -> float | None:
+        """Standard deviation between seeds; None for a single run."""
+        return statistics.stdev(self.values) if len(self.values) > 1 else None
+
+    def __str__(self) -> str:
+        """The mean and the deviation, in three decimals."""
+        spread = "" if self.deviation is None else f" ± {self.deviation:.3f}"
+        return f"{self.mean:.3f}{spread}"
+
+
+def by_setting(results: list[Result], figure: Callable[[Result], float]) -> dict[str, Runs]:
+    """The figure of finished runs, by their names without the seed.
+
+    Example:
+        >>> results = [Result(f"gla-seed{i}", {}, {"loss": i}, None, 1.0) for i in (1, 2)]
+        >>> by_setting(results, lambda result: result.figures["loss"])
+        {'gla': Runs(values=[1, 2])}
+    """
+    runs: dict[str, Runs] = {}
+    for result in finished(results):
+        runs.setdefault(setting(result), Runs([])).values.append(figure(result))
+    return runs
+
+
+def setting(result: Result) -> str:
+    """The name of a cell without its seed."""
+    return result.name.partition(SEED)[0]
+
+
+def noise(runs: Mapping[str, Runs]) -> float | None:
+    r"""The least difference of two means that is no noise; None where no setting has two seeds.
+
+    .. math::
+        3 \sqrt{2 \bar{s^2} / n}
+
+    with the mean variance between seeds over all settings, and the fewest seeds n of one.
+
+    Example:
+        >>> round(noise({"a": Runs([1.0, 1.2]), "b": Runs([3.0, 3.2])}), 3)
+        0.424
+    """
+    deviations = [run.deviation for run in runs.values() if run.deviation is not None]
+    if len(deviations) < len(runs) or not deviations:
+        return None
+    variance = statistics.fmean(deviation**2 for deviation in deviations)
+    fewest = min(len(run.values) for run in runs.values())
+    return STANDARD_ERRORS * math.sqrt(2 * variance / fewest)
+
+
+def places(runs: Mapping[str, Runs]) -> dict[str, str]:
+    """The places that each setting may hold, the lowest mean first, given the noise.
+
+    Example:
+        >>> places({"a": Runs([1.0, 1.1]), "b": Runs([1.1, 1.2]), "c": Runs([3.0, 3.1])})
+        {'a': '1 to 2', 'b': '1 to 2', 'c': '3'}
+        >>> places({"a": Runs([1.0]), "b": Runs([2.0])})
+        {'a': 'one seed', 'b': 'one seed'}
+    """
+    least = noise(runs)
+    if least is None:
+        return dict.fromkeys(runs, "one seed")
+    told = {}
+    for name, run in runs.items():
+        better = sum(other.mean < run.mean - least for other in runs.values())
+        worse = sum(other.mean > run.mean + least for other in runs.values())
+        first, last = better + 1, len(runs) - worse
+        told[name] = f"{first}" if first == last else f"{first} to {last}"
+    return told
+
+
+def on_noise(runs: Mapping[str, Runs]) -> str:
+    """What may be read from an order, for a reader.
+
+    Example:
+        >>> on_noise({"a": Runs([1.0])})
+        'One seed each: the order of neighbours means nothing.'
+    """
+    least = noise(runs)
+    if least is None:
+        return "One seed each: the order of neighbours means nothing."
+    return (
+        f"Differences below {least:.3f} bits per byte are noise: three standard errors of a "
+        "difference, from the spread of the seeds."
+    )

@@ -1,0 +1,37 @@
+"""The experiments by name."""
+
+import importlib
+
+from experiments.experiment import Experiment
+
+# Each module has `EXPERIMENT`; they are imported on demand.
+EXPERIMENTS = {
+    "mqar": "experiments.mqar",
+    "memory": "experiments.memory",
+    "language": "experiments.language",
+    "extrapolation": "experiments.extrapolation",
+    "ablation": "experiments.ablation",
+    "speedup": "experiments.speedup",
+    "throughput": "experiments.throughput",
+    "mad": "experiments.mad",
+    "regbench": "experiments.regbench",
+    "state-tracking": "experiments.state_tracking",
+    "groups": "experiments.groups",
+    "niah": "experiments.niah",
+}
+
+
+def load_experiment(name: str) -> Experiment:
+    """The experiment of a name.
+
+    Raises:
+        ValueError: There is none of that name.
+
+    Example:
+        >>> load_experiment("mqar").name
+        'mqar'
+    """
+    if name not in EXPERIMENTS:
+        raise ValueError(f"NAME must be one of {', '.join(EXPERIMENTS)}, got {name!r}")
+    experiment: Experiment = importlib.import_module(EXPERIMENTS[name]).EXPERIMENT
+    return experiment

@@ -1,0 +1,151 @@
+"""A cell that trains one small model on one task and measures it on rows it never saw."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deltarule.models import CausalLM, ModelConfig
+from deltarule.tasks import load_task
+from deltarule.train.labelled import LabelledJob, measure
+from deltarule.train.loop import LoopOptions, Trainer, evaluating
+from deltarule.train.metrics import Row, read_metrics
+from deltarule.train.optimizer import OptimizerOptions
+from deltarule.train.random_state import seed_everything
+from deltarule.train.task_rows import TEST, Curriculum, Rows, draw_rows
+from experiments.experiment import SAVE_SECONDS
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """New rows of a task to measure on."""
+
+    label: str
+    """Its key in the figures, such as "length 256"."""
+    config: Any
+    """The task's configuration."""
+    rows: int
+    """How many."""
+    prefixes: tuple[int, ...] = ()
+    """Also the share of rows whose first n labels are all right, for each n."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskCell:
+    """One small model on one task.
+
+    Raises:
+        ValueError: There is nothing to evaluate, or the rows of a step cannot be drawn so.
+    """
+
+    name: str
+    """Of the cell."""
+    task: str
+    """Key in `deltarule.tasks.TASKS`."""
+    training: Any
+    """The task's configuration in training."""
+    evaluations: tuple[Evaluation, ...]
+    """The first one is also watched during training."""
+    model: ModelConfig
+    """Its vocab_size is at least the task's."""
+    rows: int
+    """Rows in each step."""
+    optimizer: OptimizerOptions
+    """Rates, decay and clipping."""
+    loop: LoopOptions
+    """Steps, seed and dtype; its device is the experiment's."""
+    stop_at: float | None = None
+    """End training once the watched accuracy is this high; None never ends it early."""
+    watched_rows: int = 256
+    """Rows of the first evaluation's kind, measured every `loop.evaluate_every` steps."""
+    curriculum: Curriculum | None = None
+    """None trains on one length."""
+    examples: int | None = None
+    """A fixed set of this many rows, in a new order every epoch; None draws new rows for ever."""
+
+    def __post_init__(self) -> None:
+        """Refuse what could not be measured or drawn."""
+        if not self.evaluations:
+            raise ValueError("evaluations must hold one or more, got none")
+        self.training_rows()
+
+    def training_rows(self) -> Rows:
+        """Where the rows of a step come from."""
+        return Rows(self.training, self.rows, self.examples, self.curriculum)
+
+    def build(self) -> CausalLM:
+        """The model, its weights drawn from the global random state; a subclass may add to it."""
+        return CausalLM(self.model)
+
+    def run(self, folder: Path, device: torch.device) -> dict[str, Any]:
+        """Train, or go on from the newest checkpoint, and measure.
+
+        Args:
+            folder: Of this cell: its checkpoints and metrics.
+            device: Where to compute.
+
+        Returns:
+            `evaluations`: for each label what `train.labelled.measure` returns: `accuracy`,
+            `sequence_accuracy`, `prefixes` where asked for, and the task's own figures;
+            `curve`: [step, training loss, watched accuracy] of every short evaluation, the loss a
+            mean over the steps since the one before; `steps`, `stopped_early`, `parameters` and
+            `training_seconds`.
+
+        Raises:
+            DivergedError: The loss is not finite.
+            InterruptedRunError: Ctrl-C; a checkpoint was written.
+        """
+        task = load_task(self.task)
+        seed_everything(self.loop.seed)
+        model = self.build()
+        job = LabelledJob(
+            task, self.training_rows(), Rows(self.evaluations[0].config, self.watched_rows),
+            seed=self.loop.seed, accumulate=self.loop.accumulate, ahead=device.type == "cuda",
+        )  # fmt: skip
+        trainer = Trainer(
+            model, job, options=replace(self.loop, device=str(device)),
+            optimizer_options=self.optimizer, folder=folder, resume=True,
+            stop_when=self.good_enough, save_seconds=SAVE_SECONDS,
+        )  # fmt: skip
+        trainer.run()
+        return {
+            "evaluations": {one.label: self.evaluate(model, one) for one in self.evaluations},
+            "curve": curve(read_metrics(folder / "metrics.jsonl")),
+            "steps": trainer.step,
+            "stopped_early": trainer.step < self.loop.steps,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "training_seconds": round(trainer.seconds, 1),
+        }
+
+    def good_enough(self, measured: dict[str, float]) -> bool:
+        """Whether training may end here."""
+        return self.stop_at is not None and measured["validation_accuracy"] >= self.stop_at
+
+    def evaluate(self, model: CausalLM, evaluation: Evaluation) -> dict[str, Any]:
+        """Score the model on the rows of an evaluation."""
+        task = load_task(self.task)
+        rows = draw_rows(
+            task, evaluation.config, seed=self.loop.seed, stream=TEST, rows=evaluation.rows
+        )
+        with evaluating(model):
+            return measure(model, task, evaluation.config, rows, evaluation.prefixes)
+
+
+def curve(rows: list[Row]) -> list[list[float]]:
+    """[step, mean training loss since the point before, watched accuracy] of each evaluation.
+
+    Example:
+        >>> curve([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0},
+        ...        {"step": 2, "validation_accuracy": 0.5}])
+        [[2, 1.5, 0.5]]
+    """
+    points, losses = [], []
+    for row in rows:
+        if "loss" in row:
+            losses.append(row["loss"])
+        elif "validation_accuracy" in row and losses:
+            mean = sum(losses) / len(losses)
+            points.append([row["step"], round(mean, 5), round(row["validation_accuracy"], 5)])
+            losses = []
+    return points

@@ -1,0 +1,214 @@
+"""Training speed of language models of 1.3 billion parameters, ours beside FLA's."""
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from bench import adapters
+from bench.model import Loss, build_fla, build_ours, time_steps
+from deltarule.models import ModelConfig
+from experiments.experiment import Experiment, Result, Scale, finished
+from experiments.figures import Curve, Panel, draw_curves, title_of
+from experiments.markdown import markdown_table
+from experiments.recipes import RECIPES
+
+# Tokens of a step, whatever their rows.
+TOKENS = 32_768
+LENGTHS = (2048, 4096, 8192, 16_384)
+
+
+class Fla(NamedTuple):
+    """FLA's model of one system: the prefix of its classes, and what ours does not decide."""
+
+    prefix: str
+    options: dict[str, Any]
+
+
+# The sizes of fla-hub/gla-1.3B-100B and of state-spaces/mamba2-1.3b, which have no recipe.
+GLA = ModelConfig(
+    vocab_size=32_000, hidden_size=2048, layer_types="gla", num_layers=24, num_heads=4,
+    mlp_size=5632, tie_embeddings=False,
+)  # fmt: skip
+MAMBA2 = dataclasses.replace(GLA, layer_types="mamba2", num_layers=48, num_heads=64, mlp_size=0)
+MODELS = {
+    "attention": RECIPES["transformer_1b3"].model,
+    "deltanet": RECIPES["deltanet_1b3"].model,
+    "gated_deltanet": RECIPES["gated_deltanet_1b3"].model,
+    "gla": GLA,
+    "mamba2": MAMBA2,
+    "gated_deltanet_h1": RECIPES["gated_deltanet_h1_1b3"].model,
+    "gated_deltanet_h2": RECIPES["gated_deltanet_h2_1b3"].model,
+}
+FLA = {
+    "attention": Fla("Transformer", {"num_heads": 32}),
+    "deltanet": Fla("DeltaNet", {"num_heads": 16, "use_gate": False}),
+    "gated_deltanet": Fla("GatedDeltaNet", {"num_heads": 9, "head_dim": 200, "expand_v": 2}),
+    "mamba2": Fla("Mamba2", {"head_dim": 64, "state_size": 128, "expand": 2}),
+    "gla": Fla("GLA", {"num_heads": 4}),
+    "gated_deltanet_h1": Fla(
+        "GatedDeltaNet",
+        {
+            "num_heads": 9, "head_dim": 192, "expand_v": 2,
+            "attn": {"layers": list(range(1, 18, 2)), "num_heads": 18, "window_size": 2048},
+        },
+    ),
+}  # fmt: skip
+# Thousands of tokens a second on an H100, read off figures: that of Gated DeltaNet, with the batch
+# rows used here, and for GLA that of DeltaNet, with half as many.
+PUBLISHED = {
+    "attention": (55, 48, 38, 26), "gated_deltanet_h1": (55, 53, 53, 53),
+    "gated_deltanet_h2": (50, 50, 49, 49), "mamba2": (48, 48, 48, 48),
+    "gated_deltanet": (46, 46, 46, 46), "deltanet": (46, 46, 46, 45), "gla": (44, 44, 43, 41),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThroughputCell:
+    """One model of one package at every length."""
+
+    name: str
+    """Of the cell."""
+    peer: str
+    """Whose: "deltarule" or "fla"."""
+    system: str
+    """Key in `MODELS`, and in `FLA`."""
+    model: ModelConfig
+    """Its sizes."""
+    tokens: int = TOKENS
+    """Of a step, whatever their rows."""
+    lengths: tuple[int, ...] = LENGTHS
+    """Tokens of a row."""
+    steps: int = 5
+    """That are timed."""
+    warm_up: int = 2
+    """Steps before those."""
+
+    def run(self, folder: Path, device: torch.device) -> dict[str, Any]:
+        """Time training steps in bfloat16, forward and backward, without an optimizer.
+
+        Returns:
+            `lengths`: for each what `time_steps` returns, or the `error` that ended it.
+        """
+        return {"lengths": {str(n): self.time(n, str(device)) for n in self.lengths}}
+
+    def build(self, device: str) -> tuple[nn.Module, Loss]:
+        """The model, and its loss from text to a number."""
+        if self.peer != "fla":
+            return build_ours(self.model, device)
+        os.environ.update(adapters.PEERS["fla"].environment)
+        theirs = FLA[self.system]
+        return build_fla(theirs.prefix, fla_settings(theirs, self.model), device)
+
+    def time(self, length: int, device: str) -> dict[str, Any]:
+        """One length; what does not fit into memory is said to."""
+        try:
+            figures = time_steps(
+                *self.build(device), vocab_size=self.model.vocab_size,
+                batch=self.tokens // length, tokens=length, device=device, steps=self.steps,
+                warm_up=self.warm_up,
+            )  # fmt: skip
+        except Exception as error:
+            figures = {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+        print(f"{self.name}, {length:,} tokens: {figures}", flush=True)
+        if device != "cpu":
+            torch.cuda.empty_cache()
+        return figures
+
+
+def fla_settings(fla: Fla, config: ModelConfig) -> dict[str, Any]:
+    """Our sizes in FLA's names, and what ours do not decide."""
+    mlp = {"intermediate_size": config.mlp_size} if config.mlp_size else {}
+    return {
+        "hidden_size": config.hidden_size, "num_hidden_layers": config.num_layers,
+        "vocab_size": config.vocab_size, "tie_word_embeddings": config.tie_embeddings,
+        **mlp, **fla.options,
+    }  # fmt: skip
+
+
+def cells(scale: Scale) -> list[ThroughputCell]:
+    """All models of ours, then those of FLA where it is installed."""
+    ours = [("deltarule", name) for name in MODELS]
+    theirs = [("fla", name) for name in FLA] if adapters.installed("fla") else []
+    return [
+        ThroughputCell(name=f"{peer}-{name}", peer=peer, system=name, model=MODELS[name])
+        for peer, name in (*ours, *theirs)
+    ]
+
+
+def speeds(result: Result) -> dict[int, float]:
+    """Thousands of tokens a second by length, of those that ran."""
+    rows = result.figures["lengths"].items()
+    return {int(n): row["tokens_per_s"] / 1e3 for n, row in rows if "error" not in row}
+
+
+def draw(scale: Scale, results: list[Result], path: Path) -> None:
+    """A panel for each package, the published figures in ours."""
+    panels = []
+    for peer in ("deltarule", "fla"):
+        runs = [run for run in finished(results) if run.cell["peer"] == peer]
+        found = {run.cell["system"]: speeds(run) for run in runs}
+        curves = [Curve(name, list(by), list(by.values())) for name, by in found.items() if by]
+        if peer == "deltarule":
+            curves += [Curve(name, LENGTHS, PUBLISHED[name], published=True) for name in found]
+        if curves:
+            panels.append(
+                Panel(curves, x=f"tokens in a row, {TOKENS:,} in a step",
+                      y="thousand tokens a second", title=peer, log_x=True)
+            )  # fmt: skip
+    draw_curves(panels, path, title="Training speed of models of 1.3 B parameters", columns=2)
+
+
+def table(scale: Scale, results: list[Result]) -> str:
+    """Thousands of tokens a second, and the published ones behind them."""
+    head = ["system", "whose", "parameters", *(f"{n:,} x {TOKENS // n}" for n in LENGTHS), "GiB"]
+    rows, reasons = [], []
+    for run in finished(results):
+        system, found = run.cell["system"], speeds(run)
+        ran = [row for row in run.figures["lengths"].values() if "error" not in row]
+        given = dict(zip(LENGTHS, PUBLISHED[system], strict=True))
+        rows.append(
+            [title_of(system), run.cell["peer"],
+             f"{ran[0]['parameters'] / 1e9:.2f} B" if ran else "-",
+             *(f"{found[n]:.1f} ({given[n]})" if n in found else f"- ({given[n]})"
+               for n in LENGTHS),
+             f"{max(row['peak_GiB'] or 0 for row in ran):.0f}" if ran else "-"]
+        )  # fmt: skip
+        reasons += [
+            f"- {run.name}, {n}: {row['error']}"
+            for n, row in run.figures["lengths"].items()
+            if "error" in row
+        ]
+    note = "Thousand tokens a second; in brackets those published, on an H100."
+    if not any(run.cell["peer"] == "fla" for run in results):
+        note += " FLA was not installed: its models are not beside ours."
+    return "\n\n".join([markdown_table(head, rows, results), *reasons, note])
+
+
+EXPERIMENT = Experiment(
+    name="throughput",
+    title="Training speed at 1.3 B parameters",
+    shows="Tokens a second in training by the length of rows, of attention, recurrent models and "
+    "hybrids.",
+    source="Gated DeltaNet (arXiv 2412.06464), figure on throughput; DeltaNet (arXiv 2406.06484), "
+    "figure 4",
+    needs={"gpu": "one H200, about 40 seconds a model; with FLA installed 10 to 20 minutes more"},
+    cells=cells,
+    draw=draw,
+    table=table,
+    timed=True,
+    deviations={
+        "gpu": [
+            "An H200 in place of an H100, forward and backward passes without an optimizer step, "
+            "random tokens.",
+            "The sizes of H2, which are ours, and of Mamba-2 and GLA, which are those of published "
+            "weights: the papers give none.",
+            "Mamba-1 and Samba of the figures are left out, and FLA's H2, which it cannot stack.",
+            "The published GLA is from DeltaNet's figure, with half as many batch rows.",
+        ]
+    },
+)

@@ -1,1 +1,0 @@
-"""Evaluation: bits per byte by length and position, the compressors beside them, and samples."""

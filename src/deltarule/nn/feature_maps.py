@@ -1,0 +1,151 @@
+"""Feature maps of queries and keys as one table, and what q and k may be divided by.
+
+o_t = sum_j (phi(q_t) . phi(k_j)) v_j        phi: [B, T, H, K] -> [B, T, H, M]
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltarule.nn.gates import computed
+from deltarule.nn.rule import Arguments, Projections, QueryKeyNorm
+
+# Where all features of a key are zero, its L1 norm is.
+SMALLEST_NORM = 1e-6
+# A quarter of a turn over so many tokens, in cosFormer.
+LONGEST = 4096
+NORMS: tuple[QueryKeyNorm, ...] = ("none", "l1", "l2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureMap:
+    """One word for phi.
+
+    Args:
+        function: x [B, T, H, K], and a weight [H, K, K] or a position [B, T] where the map has
+            one, to phi(x) [B, T, H, M].
+        size: K to M.
+        weight: A learned one for q and another for k; a random one that they share; or none.
+        positional: Whether it depends on the token's position in its sequence.
+        divides: Whether phi(q) . phi(k) is positive, or an estimate of what is, so that the
+            normaliser z^T q can divide.
+        source: Paper and section.
+    """
+
+    function: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+    size: Callable[[int], int] = lambda channels: channels
+    weight: Literal["none", "learned", "random"] = "none"
+    positional: bool = False
+    divides: bool = True
+    source: str
+
+
+def elementwise(f: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """Make a map of a function of x alone."""
+    return lambda x, weight, position: f(x)
+
+
+def dpfp(x: Tensor) -> Tensor:
+    """r_i r_{i-1} for r = (relu(x), relu(-x)), the neighbour taken round the end."""
+    halves = torch.cat([x, -x], dim=-1).relu()
+    return halves * halves.roll(1, dims=-1)
+
+
+def taylor(x: Tensor) -> Tensor:
+    """Features whose dot product is 1 + s + s^2 / 2 for s = q . k / sqrt(K)."""
+    x = x * x.shape[-1] ** -0.25
+    first, second = torch.triu_indices(x.shape[-1], x.shape[-1], 1, device=x.device)
+    pairs, squares = x[..., first] * x[..., second], x.square() * math.sqrt(0.5)
+    return torch.cat([torch.ones_like(x[..., :1]), x, squares, pairs], dim=-1)
+
+
+def hedgehog(x: Tensor, weight: Tensor | None, position: Tensor | None) -> Tensor:
+    """softmax(W x, -W x) with a learned W for each head."""
+    projected = _project(x, weight)
+    return torch.cat([projected, -projected], dim=-1).softmax(-1)
+
+
+def random_fourier(x: Tensor, weight: Tensor | None, position: Tensor | None) -> Tensor:
+    """(sin W u, cos W u) / sqrt(M / 2), u = x / |x|: E phi(q) . phi(k) = exp(-|u - u'|^2 / 2)."""
+    projected = _project(F.normalize(x, dim=-1), weight)
+    features = torch.cat([projected.sin(), projected.cos()], dim=-1)
+    return features * projected.shape[-1] ** -0.5
+
+
+def performer(x: Tensor, weight: Tensor | None, position: Tensor | None) -> Tensor:
+    """exp(W x' - |x'|^2 / 2) / sqrt(M), x' = x / K^(1/4): E phi(q) . phi(k) = exp(q . k / sqrt K).
+
+    No maximum over tokens is subtracted: it would look ahead. The exponent is at most |w|^2 / 2.
+    """
+    x = x * x.shape[-1] ** -0.25
+    exponent = _project(x, weight) - x.square().sum(-1, keepdim=True) / 2
+    return exponent.exp() * exponent.shape[-1] ** -0.5
+
+
+def cosformer(x: Tensor, weight: Tensor | None, position: Tensor | None) -> Tensor:
+    """relu(x) (cos, sin)(pi t / (2 M)): q . k is weighted by the cosine of the distance."""
+    assert position is not None
+    angle = (position.to(x.dtype) * (math.pi / (2 * LONGEST)))[..., None, None]
+    return torch.cat([x.relu() * angle.cos(), x.relu() * angle.sin()], dim=-1)
+
+
+def _project(x: Tensor, weight: Tensor | None) -> Tensor:
+    """W x for each head: [B, T, H, K], [H, K, M] -> [B, T, H, M]."""
+    assert weight is not None
+    return torch.einsum("bthk,hkm->bthm", x, computed(weight))
+
+
+FEATURE_MAPS: dict[str, FeatureMap] = {
+    "identity": FeatureMap(
+        function=elementwise(lambda x: x), divides=False, source="arXiv 2210.10340"
+    ),
+    "elu": FeatureMap(
+        function=elementwise(lambda x: F.elu(x) + 1), source="arXiv 2006.16236, eq. 7"
+    ),
+    "relu": FeatureMap(function=elementwise(F.relu), source="arXiv 2103.13076"),
+    "silu": FeatureMap(
+        function=elementwise(F.silu), divides=False, source="arXiv 2406.06484, section 3.4"
+    ),
+    "dpfp": FeatureMap(
+        function=elementwise(dpfp), size=lambda k: 2 * k,
+        source="arXiv 2102.11174, section 5.3, nu = 1",
+    ),
+    "taylor": FeatureMap(
+        function=elementwise(taylor), size=lambda k: (k + 1) * (k + 2) // 2,
+        source="Based, arXiv 2402.18668, section 4",
+    ),
+    "hedgehog": FeatureMap(
+        function=hedgehog, size=lambda k: 2 * k, weight="learned",
+        source="arXiv 2402.04347, section 4",
+    ),
+    "random_fourier": FeatureMap(
+        function=random_fourier, size=lambda k: 2 * k, weight="random",
+        source="RFA, arXiv 2103.02143, section 3",
+    ),
+    "performer": FeatureMap(
+        function=performer, weight="random", source="arXiv 2009.14794, lemma 1"
+    ),
+    "cosformer": FeatureMap(
+        function=cosformer, size=lambda k: 2 * k, positional=True,
+        source="arXiv 2202.08791, section 3",
+    ),
+}  # fmt: skip
+
+
+def normalised(projections: Projections, otherwise: QueryKeyNorm) -> Arguments:
+    """q, k and v for the operator, q and k divided by the norm that the layer names."""
+    norm = otherwise if projections.qk_norm is None else projections.qk_norm
+    if norm == "l1":
+        q, k = (_l1(x) for x in (projections.q, projections.k))
+        return {"q": q, "k": k, "v": projections.v, "normalize_qk": False}
+    return projections.qkv | {"normalize_qk": norm == "l2"}
+
+
+def _l1(x: Tensor) -> Tensor:
+    wide = computed(x)
+    return (wide / (wide.abs().sum(-1, keepdim=True) + SMALLEST_NORM)).to(x.dtype)

@@ -1,0 +1,177 @@
+"""What a published rule is: a map from a layer's projections to the arguments of one operator."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+from deltarule.nn.objectives import Update
+
+# Keyword arguments of `delta_rule` or `dplr`, q, k and v among them.
+Arguments = dict[str, Any]
+# What a rule hands from one call to the next beside the state; each tensor has the sequence first.
+Carry = dict[str, Tensor]
+Mapped = tuple[Arguments, Carry | None]
+
+Operator = Literal[
+    "delta_rule", "dplr", "selective_scan", "two_memories", "mesa", "ttt", "titans", "softmax"
+]
+Decay = Literal["none", "constant", "head", "channel", "element"]
+Erase = Literal["none", "tied", "free", "solve", "gradient"]
+QueryKeyNorm = Literal["none", "l1", "l2"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projections:
+    """What a layer computes from its input; a rule reads what it needs and None is what it lacks.
+
+    Args:
+        q: Queries [B, T, H, K].
+        k: Keys [B, T*n, H, K]; step j of token t is row t*n + j.
+        v: Values [B, T*n, HV, V].
+        decay_logits: What the decay is made of, [B, T, HV] or [B, T, HV, K].
+        beta_logits: What the write strength is made of, [B, T*n, HV].
+        erase_logits: What a free erase is made of, [B, T, HV, K].
+        write_logits: What the write strength of each value channel is made of, [B, T, HV, V].
+        output_gate: What the layer's output gate is made of, [B, T, HV, V].
+        A_log: Natural log of a rate of decay, [HV], float32.
+        dt_bias: Bias of decay_logits, [HV] or [HV, K], float32.
+        lower_bound: The least decay that decay_logits can give, in [0, 1), [HV, K] (HGRN-2).
+        D: Weight of the value that skips the state, [HV] (Mamba-2), or of the erased key that the
+            query leaves out, [H] (Comba); float32.
+        erase_scale: Factor of the key that erases, [H, K] (k_k of RWKV-7), or its logit, [H]
+            (Comba).
+        replace_scale: How far erase_logits shorten the written key, [H, K] (k_a of RWKV-7).
+        bonus: Weight of the current token's own value, [H, K] (r_k of RWKV-7, u of RWKV-6).
+        beta_max: Largest write strength; 2.0 gives transitions with eigenvalues in [-1, 1].
+        n_steps: Writes for each token.
+        depth: Share of the model's layers that come before this one, in [0, 1).
+        qk_norm: What q and k are divided by: "none", "l1", "l2". None: the rule's own choice.
+        normalizer: Whether the read-out is divided by that of the keys' own sum, z^T q.
+        cu_seqlens: Offsets [N + 1] of sequences packed into one row. None: a row is a sequence.
+        real: [B, T] True at real tokens, which come first in a row. None: all are real.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decay_logits: Tensor | None = None
+    beta_logits: Tensor | None = None
+    erase_logits: Tensor | None = None
+    write_logits: Tensor | None = None
+    output_gate: Tensor | None = None
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+    lower_bound: Tensor | None = None
+    D: Tensor | None = None
+    erase_scale: Tensor | None = None
+    replace_scale: Tensor | None = None
+    bonus: Tensor | None = None
+    beta_max: float = 1.0
+    n_steps: int = 1
+    depth: float = 0.0
+    qk_norm: QueryKeyNorm | None = None
+    normalizer: bool = False
+    cu_seqlens: Tensor | None = None
+    real: Tensor | None = None
+
+    @property
+    def qkv(self) -> Arguments:
+        """The three tensors that every operator takes first."""
+        return {"q": self.q, "k": self.k, "v": self.v}
+
+    def need(self, name: str) -> Tensor:
+        """Return the named tensor, or raise a ValueError that names it."""
+        value = getattr(self, name)
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} must be a tensor for this rule, got {value!r}")
+        return value
+
+
+class ArgumentMap(Protocol):
+    """The first half of a rule: projections to operator arguments."""
+
+    def __call__(self, projections: Projections, carry: Carry | None = None) -> Mapped:
+        """Return the operator's keyword arguments, and what the next call must be given."""
+
+
+class ReadOut(Protocol):
+    """The second half of a rule: what the operator read to what the layer puts out."""
+
+    def __call__(self, o: Tensor, projections: Projections, carry: Carry | None = None) -> Tensor:
+        """Return the outputs [B, T, HV, V] in the dtype of o; carry is what arguments was given."""
+
+
+class StateMap(Protocol):
+    """What a rule that writes after it reads still has to do to the operator's last state."""
+
+    def __call__(self, state: Tensor, projections: Projections) -> Tensor:
+        """Return the state [N, HV, V, K] after all tokens."""
+
+
+def read_state(o: Tensor, projections: Projections, carry: Carry | None = None) -> Tensor:
+    """o = S q: the read-out of most rules."""
+    return o
+
+
+def as_it_is(state: Tensor, projections: Projections) -> Tensor:
+    """S: most rules read after they write, and nothing is left to do."""
+    return state
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """One published system as a row of the table, whatever operator runs it.
+
+    Args:
+        name: Key in `SYSTEMS` and in `deltarule.nn.MIXERS`.
+        title: The name its authors gave it.
+        operator: Which operator runs it: "delta_rule" or "dplr" for a `Rule`; else its own.
+        recurrence: One token's update of the state, in the letters of `deltarule.shapes`.
+        read_out: One token's output.
+        decay: None, one constant a head, one gate a head, a gate a key channel, or, for systems
+            that are no `Rule`, a gate for each element of the state.
+        erase: Nothing, along the key that is written, along free vectors, or, for systems that
+            are no `Rule`, by a solve or by gradient steps of a loss.
+        objective: The online loss whose step the recurrence takes; "" where none is published.
+        source: Paper and equation.
+        state_size: Numbers kept for each sequence.
+        forms: The ways it runs. "": those of its operator's table of implementations.
+        page: Its page in docs/rules, without the ending. "": its name.
+    """
+
+    name: str
+    title: str
+    operator: Operator
+    recurrence: str
+    read_out: str
+    decay: Decay
+    erase: Erase
+    objective: str
+    source: str
+    state_size: str = "HV V K"
+    forms: str = ""
+    page: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule(System):
+    """A system that `delta_rule` or `dplr` runs: pure functions before and after the operator.
+
+    Args:
+        arguments: Projections to operator arguments.
+        read_out_function: What is read to what is put out.
+        final_state: The operator's last state to the one after all tokens.
+        carries: What is handed from call to call beside the state, by name: zeros at first, of
+            the sizes that the letters name, in float32 at least.
+        normalizer: Whether the operator reads one value channel more, which divides the others.
+        update: The objective in code: one token's state after, from the state before.
+    """
+
+    arguments: ArgumentMap
+    read_out_function: ReadOut = read_state
+    final_state: StateMap = as_it_is
+    carries: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    normalizer: bool = False
+    update: Update | None = None

@@ -1,0 +1,138 @@
+"""The checks that hold for every implementation."""
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from deltarule.shapes import RecurrentOutput
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_sequence(q: Tensor, k: Tensor, v: Tensor, n_steps: int) -> None:
+    """Shapes, dtypes and devices of q, k and v against each other."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.ndim != 4:
+            raise ValueError(f"{name} must have 4 axes [B, T, heads, channels], got {shape(x)}")
+        if x.dtype not in FLOATS:
+            raise ValueError(f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(
+                f"{name} is {x.dtype} on {x.device}, but q is {q.dtype} on {q.device}: "
+                "q, k and v share one dtype and one device"
+            )
+    batch, tokens, heads, key_size = q.shape
+    if heads == 0 or key_size == 0 or v.shape[3] == 0:
+        raise ValueError(f"q and v need at least one head and one channel, got {shape(q, v)}")
+    if k.shape != (batch, tokens * n_steps, heads, key_size):
+        expected = [batch, tokens * n_steps, heads, key_size]
+        raise ValueError(
+            f"k must be [B, T*n, H, K] = {expected} for q {shape(q)} and n_steps={n_steps}, "
+            f"got {shape(k)}"
+        )
+    if v.shape[:2] != k.shape[:2]:
+        raise ValueError(f"v must start with [B, T*n] = {list(k.shape[:2])} like k, got {shape(v)}")
+    if v.shape[2] == 0 or v.shape[2] % heads:
+        raise ValueError(
+            f"v must have a multiple of the {heads} heads of q and k, got {v.shape[2]}: "
+            "value head h reads key head h * H // HV"
+        )
+
+
+def check_gate(
+    name: str, gate: Tensor | None, q: Tensor, expected: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Shape, dtype and device of a tensor that goes with q; None passes."""
+    if gate is None:
+        return
+    if not isinstance(gate, Tensor):
+        raise ValueError(f"{name} must be a tensor or None, got {type(gate).__name__}")
+    if tuple(gate.shape) not in expected.values():
+        choices = " or ".join(f"{letters} = {list(size)}" for letters, size in expected.items())
+        raise ValueError(f"{name} must be {choices}, got {shape(gate)}")
+    if gate.dtype not in FLOATS:
+        raise ValueError(f"{name} must be a floating-point tensor, got {gate.dtype}")
+    if gate.device != q.device:
+        raise ValueError(f"{name} is on {gate.device}, but q is on {q.device}")
+
+
+def check_scale(scale: object) -> float:
+    """A number, in compiled code perhaps a symbol for one."""
+    if isinstance(scale, bool) or not isinstance(scale, int | float | torch.SymFloat):
+        raise ValueError(
+            f"scale must be a number or None, got {type(scale).__name__}: "
+            "to scale by a tensor, multiply q with it"
+        )
+    return float(scale)
+
+
+def check_log_decay(log_decay: Tensor | None, q: Tensor, heads: int) -> None:
+    """The three shapes of a decay, and the precision that a product of many decays needs."""
+    if log_decay is None:
+        return
+    batch, tokens, _, key_size = q.shape
+    shapes = {
+        "[HV]": (heads,),
+        "[B, T, HV]": (batch, tokens, heads),
+        "[B, T, HV, K]": (batch, tokens, heads, key_size),
+    }
+    check_gate("log_decay", log_decay, q, shapes)
+    if log_decay.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"log_decay must be float32 (or float64), got {log_decay.dtype}: a state lives for "
+            "thousands of tokens, and lower precision rounds its decay to none; "
+            "compute it with .float()"
+        )
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
+    """Offsets of packed sequences; their values are read only where that costs no waiting."""
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        given = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise ValueError(f"cu_seqlens must be an int32 or int64 tensor, got {given}")
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 1:
+        raise ValueError(f"cu_seqlens must be [N + 1], got {shape(cu_seqlens)}")
+    if q.shape[0] != 1:
+        raise ValueError(f"cu_seqlens packs sequences into one row: B must be 1, got {q.shape[0]}")
+    if cu_seqlens.device.type not in ("cpu", q.device.type):
+        raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, but q is on {q.device}")
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_offsets(cu_seqlens, q.shape[1])
+
+
+def check_offsets(cu_seqlens: Tensor, tokens: int) -> None:
+    """From 0 to T without a step back."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(cu_seqlens):
+        return
+    offsets = cu_seqlens.tolist()
+    if offsets[0] != 0:
+        raise ValueError(f"cu_seqlens must start at 0, got {offsets[0]}")
+    for i, (start, end) in enumerate(pairwise(offsets)):
+        if end < start:
+            raise ValueError(f"cu_seqlens must not decrease, got {start} then {end} at {i + 1}")
+    if offsets[-1] != tokens:
+        raise ValueError(f"cu_seqlens must end at T = {tokens}, got {offsets[-1]}")
+
+
+def check_state(name: str, state: Tensor | None, q: Tensor, expected: tuple[int, ...]) -> None:
+    """Shape, dtype and device of an incoming state; None passes."""
+    if state is None:
+        return
+    check_gate(name, state, q, {"[N, HV, V, K]": expected})
+    wanted = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if state.dtype != wanted:
+        raise ValueError(f"{name} must be {wanted} for q in {q.dtype}, got {state.dtype}")
+
+
+def shape(*tensors: Tensor) -> str:
+    """Shapes as a reader writes them: [2, 3] and [4]."""
+    return " and ".join(str(list(x.shape)) for x in tensors)
+
+
+def result(output: RecurrentOutput, return_state: bool) -> RecurrentOutput:
+    """Drop the state where the caller asked for none."""
+    return output if return_state else RecurrentOutput(output.o, None)

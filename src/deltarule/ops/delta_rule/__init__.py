@@ -1,0 +1,1 @@
+"""`delta_rule` and `dplr`: decay none, per head or per channel; erase none, tied or free."""

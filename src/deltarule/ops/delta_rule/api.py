@@ -1,0 +1,173 @@
+"""The operator for every rule whose erase is absent or tied to the key."""
+
+from deltarule.ops.checks import result
+from deltarule.ops.delta_rule.implementations import dispatch
+from deltarule.ops.delta_rule.inputs import check_arguments
+from deltarule.ops.delta_rule.repeated import eager_kind, remembered, repeated
+from deltarule.ops.dispatch import Impl
+from deltarule.shapes import (
+    Beta,
+    Decay,
+    Erase,
+    Keys,
+    Offsets,
+    Queries,
+    RecurrentOutput,
+    State,
+    Values,
+)
+
+
+def delta_rule(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    *,
+    beta: Beta | None,
+    log_decay: Decay | None = None,
+    n_steps: int = 1,
+    scale: float | None = None,
+    normalize_qk: bool = False,
+    initial_state: State | None = None,
+    cu_seqlens: Offsets | None = None,
+    return_state: bool = True,
+    save_states: bool = True,
+    batch_invariant: bool = False,
+    impl: Impl = "auto",
+) -> RecurrentOutput:
+    r"""Decay a matrix state, erase what it holds under each key, write a value there, and read.
+
+    .. math::
+        S &\leftarrow S \, \mathrm{Diag}(e^{\mathrm{log\_decay}_t}) \\
+        S &\leftarrow S + \beta_{t,j} (v_{t,j} - S k_{t,j}) k_{t,j}^\top
+            \qquad j = 1, \dots, n_\mathrm{steps} \\
+        o_t &= \mathrm{scale} \cdot S q_t
+
+    Args:
+        q: Queries [B, T, H, K] in float64, float32, bfloat16 or float16.
+        k: Keys [B, T*n, H, K] in q's dtype; step j of token t is row t*n + j.
+        v: Values [B, T*n, HV, V] in q's dtype; HV is a multiple of H.
+        beta: Write strength [B, T*n, HV], in [0, 1], or in [0, 2] for transitions with negative
+            eigenvalues. None means no erase: S gains v k^T (linear attention, Mamba-2, GLA).
+        log_decay: Natural log of the decay, <= 0, float32: [HV] constant, [B, T, HV] for each
+            head or [B, T, HV, K] for each key channel; -inf is a reset. None means no decay.
+        n_steps: Writes for each token (DeltaProduct); the read-out comes after the last.
+        scale: Factor of the read-out. None means K ** -0.5.
+        normalize_qk: Divide q and k by their norm first: x * rsqrt(sum x^2 + 1e-6).
+        initial_state: [N, HV, V, K], float32 (float64 with float64 q). None means zeros.
+        cu_seqlens: Offsets [N + 1] of sequences packed into one row (B = 1), from 0 to T, counting
+            tokens; see `deltarule.pack`. None means that each batch row is a sequence.
+        return_state: False gives None in place of the final state.
+        save_states: Keep the states of the chunks for the backward; False computes them again
+            there, for less memory in between.
+        batch_invariant: Fix the plan of execution independently of B and N.
+        impl: "auto", or a named implementation, which runs or raises with the reason.
+
+    Returns:
+        o [B, T, HV, V] in v's dtype, and final_state [N, HV, V, K], always a new tensor.
+
+    Raises:
+        ValueError: An argument has the wrong shape, dtype or device; the message names it.
+
+    Example:
+        >>> import torch
+        >>> q, k, v = torch.randn(3, 1, 10, 2, 4).unbind()
+        >>> out = delta_rule(q, k, v, beta=torch.rand(1, 10, 2), normalize_qk=True)
+        >>> out.o.shape, out.final_state.shape
+        (torch.Size([1, 10, 2, 4]), torch.Size([1, 2, 4, 4]))
+
+    Source: DeltaNet, arXiv 2406.06484, eq. 4 to 6 (its eq. 10 prints I - tril where I + tril is
+    right); Gated DeltaNet, arXiv 2412.06464, eq. 10; DeltaProduct, arXiv 2502.10297 (later steps
+    multiply on the right).
+    """
+    kind = eager_kind(
+        q, k, v, beta, None, None, log_decay, initial_state, cu_seqlens, n_steps=n_steps,
+        scale=scale, normalize_qk=normalize_qk, batch_invariant=batch_invariant, impl=impl,
+    )  # fmt: skip
+    if (again := repeated(kind)) is not None:
+        return result(again, return_state)
+    args = check_arguments(
+        q, k, v, beta=beta, a=None, b=None, log_decay=log_decay, initial_state=initial_state,
+        cu_seqlens=cu_seqlens, n_steps=n_steps, scale=scale, normalize_qk=normalize_qk,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
+    return result(remembered(kind, args, dispatch(args, impl, save_states)), return_state)
+
+
+def dplr(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    *,
+    a: Erase,
+    b: Erase,
+    log_decay: Decay | None = None,
+    scale: float | None = None,
+    initial_state: State | None = None,
+    cu_seqlens: Offsets | None = None,
+    return_state: bool = True,
+    save_states: bool = True,
+    batch_invariant: bool = False,
+    impl: Impl = "auto",
+) -> RecurrentOutput:
+    r"""Multiply a matrix state by a diagonal plus a rank-one matrix, write a value, and read it.
+
+    .. math::
+        S_t &= S_{t-1} (\mathrm{Diag}(e^{\mathrm{log\_decay}_t}) + a_t b_t^\top) + v_t k_t^\top \\
+        o_t &= \mathrm{scale} \cdot S_t q_t
+
+    The rank-one matrix sees the undecayed state. Choose a and b so that the transition does not
+    grow: RWKV-7 takes a = -k', b = alpha * k' with a unit k' and alpha in [0, 1].
+
+    Args:
+        q: Queries [B, T, H, K] in float64, float32, bfloat16 or float16.
+        k: Keys [B, T, H, K] in q's dtype.
+        v: Values [B, T, HV, V] in q's dtype; HV is a multiple of H.
+        a: Erase query [B, T, HV, K]: what the state is read with before it is erased.
+        b: Erase key [B, T, HV, K]: where that reading is added.
+        log_decay: Natural log of the decay, <= 0, float32: [HV], [B, T, HV] or [B, T, HV, K];
+            -inf is a reset of the diagonal part. None means no decay.
+        scale: Factor of the read-out. None means K ** -0.5.
+        initial_state: [N, HV, V, K], float32 (float64 with float64 q). None means zeros.
+        cu_seqlens: Offsets [N + 1] of sequences packed into one row (B = 1). None means that each
+            batch row is a sequence.
+        return_state: False gives None in place of the final state.
+        save_states: Keep the states of the chunks for the backward; False computes them again
+            there, for less memory in between.
+        batch_invariant: Fix the plan of execution independently of B and N.
+        impl: "auto", or a named implementation, which runs or raises with the reason.
+
+    Returns:
+        o [B, T, HV, V] in v's dtype, and final_state [N, HV, V, K], always a new tensor.
+
+    Raises:
+        ValueError: An argument has the wrong shape, dtype or device; the message names it.
+
+    Example:
+        >>> import torch
+        >>> q, k, v = torch.randn(3, 1, 10, 2, 4).unbind()
+        >>> erase = torch.nn.functional.normalize(torch.randn(1, 10, 2, 4), dim=-1)
+        >>> dplr(q, k, v, a=-erase, b=0.5 * erase).o.shape
+        torch.Size([1, 10, 2, 4])
+
+    Source: RWKV-7, arXiv 2503.14456; the general form S (Diag + a b^T) + v k^T as in the slides
+    of seeds 000 and 004.
+    """
+    for name, x in (("a", a), ("b", b)):
+        if x is None:
+            raise ValueError(
+                f"{name} must be a tensor [B, T, HV, K], got None: without a free "
+                "erase, use delta_rule"
+            )
+    kind = eager_kind(
+        q, k, v, None, a, b, log_decay, initial_state, cu_seqlens, n_steps=1, scale=scale,
+        normalize_qk=False, batch_invariant=batch_invariant, impl=impl,
+    )  # fmt: skip
+    if (again := repeated(kind)) is not None:
+        return result(again, return_state)
+    args = check_arguments(
+        q, k, v, beta=None, a=a, b=b, log_decay=log_decay, initial_state=initial_state,
+        cu_seqlens=cu_seqlens, n_steps=1, scale=scale, normalize_qk=False,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
+    return result(remembered(kind, args, dispatch(args, impl, save_states)), return_state)

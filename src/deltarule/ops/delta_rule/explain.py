@@ -1,0 +1,76 @@
+"""Which implementation would run for these arguments, and why not the others."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from deltarule.ops.delta_rule.implementations import IMPLEMENTATIONS, Call
+from deltarule.ops.delta_rule.inputs import check_arguments
+from deltarule.ops.dispatch import first_that_runs
+from deltarule.shapes import Beta, Decay, Erase, Keys, Queries, Values
+
+
+class Explanation(NamedTuple):
+    """One row: an implementation, whether it would run, and the reason."""
+
+    impl: str
+    runs: bool
+    reason: str
+
+
+def explain(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    *,
+    beta: Beta | None,
+    log_decay: Decay | None = None,
+    a: Erase | None = None,
+    b: Erase | None = None,
+    n_steps: int = 1,
+    normalize_qk: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> list[Explanation]:
+    """Say for each implementation whether impl="auto" would choose it for these arguments.
+
+    This is for `delta_rule` and `dplr`. The operators that stand by themselves, `selective_scan`,
+    `mesa`, `ttt` and `titans`, say the same when asked: impl="triton" raises with the reason.
+
+    Args:
+        q: Queries [B, T, H, K]; `torch.empty(..., device="meta")` will do, only shapes are read.
+        k: Keys [B, T*n, H, K].
+        v: Values [B, T*n, HV, V].
+        beta: As for `delta_rule`.
+        log_decay: As for `delta_rule`.
+        a: As for `dplr`.
+        b: As for `dplr`.
+        n_steps: As for `delta_rule`.
+        normalize_qk: As for `delta_rule`.
+        cu_seqlens: As for `delta_rule`.
+
+    Returns:
+        One row for each implementation, in the order of preference.
+
+    Raises:
+        ValueError: An argument has the wrong shape, dtype or device; the message names it.
+
+    Example:
+        >>> import torch
+        >>> q = k = v = torch.zeros(1, 64, 2, 16)
+        >>> [row.impl for row in explain(q, k, v, beta=None) if row.runs]
+        ['torch']
+    """
+    inputs = check_arguments(
+        q, k, v, beta=beta, a=a, b=b, log_decay=log_decay, initial_state=None,
+        cu_seqlens=cu_seqlens, n_steps=n_steps, scale=None, normalize_qk=normalize_qk,
+        batch_invariant=False,
+    )  # fmt: skip
+    call = Call(inputs)
+    chosen = first_that_runs(IMPLEMENTATIONS, call)
+    rows = []
+    for name, implementation in IMPLEMENTATIONS.items():
+        reason = implementation.why_not(call)
+        if reason is None:
+            reason = "first that can run" if name == chosen else f"can run; {chosen} comes first"
+        rows.append(Explanation(name, name == chosen, reason))
+    return rows

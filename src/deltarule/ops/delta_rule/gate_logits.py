@@ -1,0 +1,91 @@
+"""Logits in place of a step's gates: the arguments, and their checks."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltarule.ops.checks import check_gate
+from deltarule.ops.delta_rule.gate_maps import GateMaps
+from deltarule.ops.delta_rule.inputs import Inputs, check_erase
+from deltarule.shapes import Beta, Decay
+
+
+class DecayLogits(NamedTuple):
+    """Logits for `log_decay`: log_decay = -exp(A_log) * softplus(logits + dt_bias).
+
+    logits: [B, T, HV], or [B, T, HV, K] for a decay of each key channel.
+    A_log: Natural log of a rate of decay [HV].
+    dt_bias: [HV], or [HV, K] for a decay of each key channel.
+    """
+
+    logits: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+
+
+class BetaLogits(NamedTuple):
+    """Logits for `beta`: beta = beta_max * sigmoid(logits).
+
+    logits: [B, T*n, HV].
+    beta_max: Largest write strength.
+    """
+
+    logits: Tensor
+    beta_max: float = 1.0
+
+
+def given_gates(
+    beta: Beta | BetaLogits | None, log_decay: Decay | DecayLogits | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gates that are no logits: what the checks of every operator know."""
+    return (
+        None if isinstance(beta, BetaLogits) else beta,
+        None if isinstance(log_decay, DecayLogits) else log_decay,
+    )
+
+
+def with_logits(
+    inputs: Inputs, beta: Beta | BetaLogits | None, log_decay: Decay | DecayLogits | None
+) -> tuple[Inputs, GateMaps]:
+    """Checked logits in their gates' places, and the maps that are still to be done."""
+    A_log = dt_bias = beta_max = None
+    if isinstance(beta, BetaLogits):
+        beta_max = check_beta_logits(beta, inputs)
+        inputs = inputs._replace(beta=beta.logits)
+    if isinstance(log_decay, DecayLogits):
+        check_decay_logits(log_decay, inputs)
+        logits, A_log, dt_bias = log_decay
+        inputs = inputs._replace(log_decay=logits)
+    return inputs, GateMaps(A_log, dt_bias, beta_max)
+
+
+def check_beta_logits(beta: BetaLogits, inputs: Inputs) -> float:
+    """Shape, dtype and device of the logits, and a number that they are multiplied with."""
+    rows = inputs.v.shape[:3]
+    check_part("beta.logits", beta.logits, inputs.q, {"[B, T*n, HV]": rows})
+    check_erase(beta.logits, inputs.a, inputs.b, inputs.n_steps, inputs.normalize_qk)
+    largest = beta.beta_max
+    if isinstance(largest, bool) or not isinstance(largest, int | float | torch.SymFloat):
+        raise ValueError(f"beta.beta_max must be a number, got {type(largest).__name__}")
+    return float(largest)
+
+
+def check_decay_logits(decay: DecayLogits, inputs: Inputs) -> None:
+    """Shapes, dtypes and devices; the bias has a channel where the logits have one."""
+    batch, tokens, heads, _ = inputs.output_shape
+    channels = inputs.q.shape[3]
+    head, channel = (batch, tokens, heads), (batch, tokens, heads, channels)
+    shapes = {"[B, T, HV]": head, "[B, T, HV, K]": channel}
+    check_part("log_decay.logits", decay.logits, inputs.q, shapes)
+    check_part("log_decay.A_log", decay.A_log, inputs.q, {"[HV]": (heads,)})
+    bias = {"[HV]": (heads,)} if decay.logits.ndim == 3 else {"[HV, K]": (heads, channels)}
+    check_part("log_decay.dt_bias", decay.dt_bias, inputs.q, bias)
+
+
+def check_part(name: str, x: object, q: Tensor, expected: Mapping[str, tuple[int, ...]]) -> None:
+    """As a gate that is there."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
+    check_gate(name, x, q, expected)

@@ -1,0 +1,50 @@
+"""The maps from logits to the gates of a step: what they need, and their plain form."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltarule.ops.delta_rule.inputs import Inputs
+
+
+class GateMaps(NamedTuple):
+    """What makes gates of the logits that stand in their place; None where the gate itself does.
+
+    A_log and dt_bias go together.
+    """
+
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+    beta_max: float | None = None
+
+    def applied(self, inputs: Inputs) -> Inputs:
+        """The inputs with every gate in its place."""
+        beta, decay = inputs.beta, inputs.log_decay
+        if beta is not None and self.beta_max is not None:
+            beta = write_strength(beta, self.beta_max)
+        if decay is not None and self.A_log is not None and self.dt_bias is not None:
+            decay = step_and_log_decay(decay, self.A_log, self.dt_bias)[1]
+        return inputs._replace(beta=beta, log_decay=decay)
+
+
+# What a step is given that has its gates.
+NO_MAPS = GateMaps()
+
+
+def write_strength(logits: Tensor, beta_max: float) -> Tensor:
+    """beta = beta_max * sigmoid(logits)."""
+    return beta_max * torch.sigmoid(computed(logits))
+
+
+def step_and_log_decay(logits: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """dt = softplus(logits + dt_bias), log_decay = -exp(A_log) * dt, by head or by key channel."""
+    dt = F.softplus(computed(logits) + dt_bias)
+    rate = computed(A_log).exp()
+    return dt, -(rate.unsqueeze(-1) if dt.ndim == 4 else rate) * dt
+
+
+def computed(x: Tensor) -> Tensor:
+    """Widen 16-bit numbers to float32: a gate lives for thousands of tokens."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

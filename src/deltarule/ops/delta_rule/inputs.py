@@ -1,0 +1,142 @@
+"""The arguments of one call: what the operators check and every backend is given."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltarule.ops.checks import (
+    check_cu_seqlens,
+    check_gate,
+    check_log_decay,
+    check_scale,
+    check_sequence,
+    check_state,
+)
+
+
+class Inputs(NamedTuple):
+    """One call of an operator. `beta`, or `a` and `b`, or neither says what is erased."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor | None
+    a: Tensor | None
+    b: Tensor | None
+    log_decay: Tensor | None
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
+    n_steps: int
+    scale: float
+    normalize_qk: bool
+    batch_invariant: bool
+
+    def rows(self, rows: Tensor) -> "Inputs":
+        """Only these rows of a batch."""
+
+        def picked(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[rows]
+
+        return self._replace(
+            q=self.q[rows], k=self.k[rows], v=self.v[rows], beta=picked(self.beta),
+            a=picked(self.a), b=picked(self.b), log_decay=picked(self.log_decay),
+            initial_state=picked(self.initial_state),
+        )  # fmt: skip
+
+    @property
+    def erase(self) -> str:
+        """none, tied or free."""
+        return "free" if self.a is not None else "none" if self.beta is None else "tied"
+
+    @property
+    def decay(self) -> str:
+        """none, head or channel."""
+        if self.log_decay is None:
+            return "none"
+        return "channel" if self.log_decay.ndim == 4 else "head"
+
+    @property
+    def by_channel(self) -> bool:
+        """Whether pairs of rows take q and k scaled channel by channel."""
+        return self.erase == "free" or self.decay == "channel"
+
+    @property
+    def sequences(self) -> int:
+        """N: batch rows, or packed sequences."""
+        return self.q.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        """[N, HV, V, K]."""
+        return self.sequences, self.v.shape[2], self.v.shape[3], self.q.shape[3]
+
+    @property
+    def output_shape(self) -> tuple[int, int, int, int]:
+        """[B, T, HV, V]."""
+        return self.q.shape[0], self.q.shape[1], self.v.shape[2], self.v.shape[3]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the state is kept and everything is computed."""
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+
+def check_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    beta: Tensor | None,
+    a: Tensor | None,
+    b: Tensor | None,
+    log_decay: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    n_steps: int,
+    scale: float | None,
+    normalize_qk: bool,
+    batch_invariant: bool,
+) -> Inputs:
+    """Refuse what no implementation can mean, naming the argument; then fill in the defaults."""
+    if isinstance(n_steps, bool) or not isinstance(n_steps, int) or n_steps < 1:
+        raise ValueError(f"n_steps must be an integer of 1 or more, got {n_steps!r}")
+    check_sequence(q, k, v, n_steps)
+    batch, tokens, _, key_size = q.shape
+    heads, value_size = v.shape[2:]
+    rows = tokens * n_steps
+    check_gate("beta", beta, q, {"[B, T*n, HV]": (batch, rows, heads)})
+    erase = {"[B, T, HV, K]": (batch, tokens, heads, key_size)}
+    check_gate("a", a, q, erase)
+    check_gate("b", b, q, erase)
+    check_erase(beta, a, b, n_steps, normalize_qk)
+    check_log_decay(log_decay, q, heads)
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, q)
+    sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    check_state("initial_state", initial_state, q, (sequences, heads, value_size, key_size))
+    if log_decay is not None and log_decay.ndim == 1:
+        log_decay = log_decay.expand(batch, tokens, heads)
+    scale = key_size**-0.5 if scale is None else check_scale(scale)
+    return Inputs(
+        q, k, v, beta, a, b, log_decay, initial_state, cu_seqlens,
+        n_steps, float(scale), normalize_qk, batch_invariant,
+    )  # fmt: skip
+
+
+def check_erase(
+    beta: Tensor | None, a: Tensor | None, b: Tensor | None, n_steps: int, normalize_qk: bool
+) -> None:
+    """One erase at most, and with a free one none of what only a tied one has."""
+    if (a is None) != (b is None):
+        raise ValueError(f"a and b go together, got only {'b' if a is None else 'a'}")
+    if a is None:
+        return
+    if beta is not None:
+        raise ValueError("beta and a, b exclude each other: the erase is tied to the key, or free")
+    if n_steps != 1:
+        raise ValueError(f"n_steps must be 1 with a free erase a, b, got {n_steps}")
+    if normalize_qk:
+        raise ValueError(
+            "normalize_qk must be False with a free erase a, b: normalise q and k first"
+        )

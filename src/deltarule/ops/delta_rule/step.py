@@ -1,0 +1,273 @@
+"""The operator for decoding: a few new tokens, the state updated in place."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltarule.ops.checks import shape
+from deltarule.ops.delta_rule.gate_logits import BetaLogits, DecayLogits, given_gates, with_logits
+from deltarule.ops.delta_rule.gate_maps import GateMaps
+from deltarule.ops.delta_rule.implementations import Call, run_reference
+from deltarule.ops.delta_rule.inputs import Inputs, check_arguments
+from deltarule.ops.delta_rule.torch.step import recurrent_step as torch_step
+from deltarule.ops.dispatch import Impl, Implementation, Table, always, choose, triton_missing
+from deltarule.ops.eager import unwatched
+from deltarule.shapes import Beta, Decay, Erase, Keys, Outputs, Queries, State, Values
+
+MAX_TOKENS = 16
+MAX_KEY_CHANNELS = 256
+INDEX_DTYPES = (torch.int32, torch.int64)
+STATE_DTYPES = {
+    torch.float32: (torch.float32, torch.bfloat16),
+    torch.float64: (torch.float64,),
+}
+
+
+def recurrent_step(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    *,
+    beta: Beta | BetaLogits | None,
+    log_decay: Decay | DecayLogits | None = None,
+    a: Erase | None = None,
+    b: Erase | None = None,
+    n_steps: int = 1,
+    scale: float | None = None,
+    normalize_qk: bool = False,
+    state: State,
+    state_indices: Tensor | None = None,
+    null_index: int = -1,
+    impl: Impl = "auto",
+) -> Outputs:
+    r"""Carry a state over 1 to 16 new tokens, writing it back in place.
+
+    .. math::
+        S \leftarrow S A_t + w_t k_t^\top \qquad o_t = \mathrm{scale} \cdot S q_t
+
+    The transition is that of `delta_rule`, or with `a` and `b` that of `dplr`. There is no
+    gradient.
+
+    Args:
+        q: Queries [B, T, H, K], T from 1 to 16.
+        k: Keys [B, T*n, H, K].
+        v: Values [B, T*n, HV, V].
+        beta: Write strength [B, T*n, HV], or `BetaLogits(logits, beta_max)` of the same shape:
+            beta_max * sigmoid(logits). None, written out, means no tied erase.
+        log_decay: [HV], [B, T, HV] or [B, T, HV, K], natural log, float32, or
+            `DecayLogits(logits, A_log, dt_bias)`: -exp(A_log) * softplus(logits + dt_bias).
+            None means no decay.
+        a: Erase query [B, T, HV, K], together with `b` and without `beta`. None means none.
+        b: Erase key [B, T, HV, K].
+        n_steps: Writes for each token; 1 with `a` and `b`.
+        scale: Factor of the read-out. None means K ** -0.5.
+        normalize_qk: Divide q and k by their norm first; False with `a` and `b`.
+        state: [B, HV, V, K], or a pool [slots, HV, V, K] with `state_indices`; float32 or
+            bfloat16 (float64 with float64 q). It is overwritten.
+        state_indices: Slot of each batch row [B], int32 or int64; no slot twice (checked on the
+            CPU). None means that row i has slot i.
+        null_index: Rows with this index read nothing, write nothing and give zeros.
+        impl: "auto", or a named implementation, which runs or raises with the reason.
+
+    Returns:
+        o [B, T, HV, V] in v's dtype.
+
+    Raises:
+        ValueError: An argument has the wrong shape, dtype or device, or needs a gradient.
+
+    Example:
+        >>> import torch
+        >>> q, k, v = torch.randn(3, 1, 1, 2, 4).unbind()
+        >>> state = torch.zeros(1, 2, 4, 4)
+        >>> recurrent_step(q, k, v, beta=torch.rand(1, 1, 2), state=state).shape
+        torch.Size([1, 1, 2, 4])
+
+    Source: the recurrences of `delta_rule` and `dplr`, one token at a time.
+    """
+    own_beta, own_decay = given_gates(beta, log_decay)
+    inputs = check_arguments(
+        q, k, v, beta=own_beta, a=a, b=b, log_decay=own_decay, initial_state=None, cu_seqlens=None,
+        n_steps=n_steps, scale=scale, normalize_qk=normalize_qk, batch_invariant=False,
+    )  # fmt: skip
+    inputs, maps = with_logits(inputs, beta, log_decay)
+    step = Step(inputs, state, state_indices, null_index, maps)
+    check_step(step)
+    return run_step(step, impl)
+
+
+def check_step(step: "Step") -> None:
+    """What a step asks beyond the checks of the operators."""
+    inputs, state, state_indices, null_index, _ = step
+    if not 1 <= inputs.q.shape[1] <= MAX_TOKENS:
+        raise ValueError(
+            f"q must hold 1 to {MAX_TOKENS} tokens, got T = {inputs.q.shape[1]}: "
+            "for more, call delta_rule or dplr with initial_state"
+        )
+    size = inputs.state_shape[1:]
+    if not isinstance(state, Tensor) or state.ndim != 4 or tuple(state.shape[1:]) != size:
+        given = shape(state) if isinstance(state, Tensor) else type(state).__name__
+        expected = f"[slots, HV, V, K] = [*, {str(list(size))[1:]}"
+        raise ValueError(f"state must be {expected}, got {given}")
+    dtypes = STATE_DTYPES[inputs.dtype]
+    if state.dtype not in dtypes or state.device != inputs.q.device:
+        raise ValueError(
+            f"state must be {' or '.join(map(str, dtypes))} on {inputs.q.device} for q in "
+            f"{inputs.q.dtype}, got {state.dtype} on {state.device}"
+        )
+    check_slots(state, state_indices, null_index, batch=inputs.q.shape[0])
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in step.tensors):
+        raise ValueError(
+            "recurrent_step has no gradient, got an argument that requires one: "
+            "call it under torch.no_grad(), or use delta_rule or dplr"
+        )
+
+
+def check_slots(state: Tensor, state_indices: Tensor | None, null_index: int, batch: int) -> None:
+    """Which rows of the pool are meant; their values are read only where that costs no waiting."""
+    if state_indices is None:
+        if state.shape[0] != batch:
+            raise ValueError(
+                f"state must have B = {batch} rows without state_indices, got {state.shape[0]}"
+            )
+        return
+    if not isinstance(state_indices, Tensor) or state_indices.dtype not in INDEX_DTYPES:
+        is_tensor = isinstance(state_indices, Tensor)
+        given = state_indices.dtype if is_tensor else type(state_indices).__name__
+        raise ValueError(f"state_indices must be an int32 or int64 tensor, got {given}")
+    if state_indices.shape != (batch,):
+        raise ValueError(f"state_indices must be [B] = [{batch}], got {shape(state_indices)}")
+    if state_indices.device != state.device:
+        raise ValueError(f"state_indices is on {state_indices.device}, state on {state.device}")
+    if state.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_slot_values(state_indices.tolist(), null_index, state.shape[0])
+
+
+def check_slot_values(slots: list[int], null_index: int, count: int) -> None:
+    """Each slot in the pool, and in one row at most; a wrong one would change another's state."""
+    written = [slot for slot in slots if slot != null_index]
+    for slot in written:
+        if not 0 <= slot < count:
+            raise ValueError(
+                f"state_indices must lie in [0, {count}) or be null_index={null_index}, got {slot}"
+            )
+    if len(set(written)) < len(written):
+        raise ValueError(f"state_indices must name no slot twice, got {slots}")
+
+
+class Step(NamedTuple):
+    """One call; what a map takes are logits, in the place of their gate."""
+
+    inputs: Inputs
+    state: Tensor
+    state_indices: Tensor | None
+    null_index: int
+    maps: GateMaps
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Every tensor of the call."""
+        return *self.inputs[:7], *self.maps[:2], self.state, self.state_indices
+
+
+def run_step(step: Step, impl: str) -> Tensor:
+    """Run the chosen implementation."""
+    return choose(STEPS, step, impl, step.state.device).run(step)
+
+
+def reference_step(step: Step) -> Tensor:
+    """The definition, from the picked slots and back into them."""
+    inputs, state, indices, null_index, maps = step
+    inputs = maps.applied(inputs)
+    rows = torch.arange(inputs.q.shape[0], device=state.device)
+    slots = rows if indices is None else indices.long()
+    rows = rows if indices is None else rows[slots != null_index]
+    current = state[slots[rows]].to(inputs.dtype)
+    o, after = run_reference(Call(inputs.rows(rows)._replace(initial_state=current)))
+    assert after is not None
+    state[slots[rows]] = after.to(state.dtype)
+    return o.new_zeros(inputs.output_shape).index_copy(0, rows, o)
+
+
+def registered(backend: str) -> Callable[[Step], Tensor]:
+    """A backend behind the registered operator."""
+
+    def run(step: Step) -> Tensor:
+        if unwatched(step.tensors):
+            o = BACKENDS[backend](*step)
+            # A kernel's write goes past autograd, which must not use a state that it saved before.
+            torch.autograd.graph.increment_version(step.state)
+            return o
+        inputs, state, indices, null_index, maps = step
+        return step_op(*inputs[:7], state, indices, *inputs[9:12], null_index, backend, *maps)
+
+    return run
+
+
+def triton_step(
+    inputs: Inputs, state: Tensor, state_indices: Tensor | None, null_index: int, maps: GateMaps
+) -> Tensor:
+    """The Triton kernel, whose module only a GPU needs."""
+    from deltarule.ops.delta_rule.triton.step import recurrent_step
+
+    return recurrent_step(inputs, state, state_indices, null_index, maps)
+
+
+BACKENDS = {"triton": triton_step, "torch": torch_step}
+
+
+def why_not_triton(step: Step) -> str | None:
+    """What the Triton kernel cannot do."""
+    inputs, state, *_ = step
+    if state.device.type != "cuda":
+        return f"Triton needs a CUDA device, and state is on {state.device}"
+    # Code compiled for a GPU has Triton, and the compiler cannot follow a look for it.
+    if not torch.compiler.is_compiling() and (reason := triton_missing(state.device)):
+        return reason
+    if inputs.q.dtype == torch.float64:
+        return "the Triton kernel computes in float32, and q is float64"
+    if inputs.q.shape[3] > MAX_KEY_CHANNELS:
+        return f"the Triton kernel takes K up to {MAX_KEY_CHANNELS}, got {inputs.q.shape[3]}"
+    if state.stride(-1) != 1:
+        return "the Triton kernel needs state.stride(-1) == 1, a row's channels side by side"
+    return None
+
+
+# In the order in which impl="auto" prefers them.
+STEPS: Table[Step, Tensor] = {
+    "triton": Implementation(why_not=why_not_triton, run=registered("triton")),
+    "torch": Implementation(why_not=always, run=registered("torch")),
+    "reference": Implementation(why_not=always, run=reference_step),
+}
+
+
+@torch.library.custom_op("deltarule::recurrent_step", mutates_args=("state",))
+def step_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    a: Tensor | None,
+    b: Tensor | None,
+    log_decay: Tensor | None,
+    state: Tensor,
+    state_indices: Tensor | None,
+    n_steps: int,
+    scale: float,
+    normalize_qk: bool,
+    null_index: int,
+    backend: str,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    beta_max: float | None = None,
+) -> Tensor:
+    """The registered operator behind `recurrent_step`."""
+    inputs = Inputs(q, k, v, beta, a, b, log_decay, None, None, n_steps, scale, normalize_qk, False)
+    maps = GateMaps(A_log, dt_bias, beta_max)
+    return BACKENDS[backend](inputs, state, state_indices, null_index, maps)
+
+
+@step_op.register_fake
+def _step_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
+    return v.new_empty(*q.shape[:2], *v.shape[2:])

@@ -1,0 +1,380 @@
+"""The stages composed: every decay and every erase, forward and backward."""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltarule.ops.chunks import Slab, join
+from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.torch.layout import (
+    Chunks,
+    chunk_states_shape,
+    cut_inputs,
+    cut_output,
+    empty_gradients,
+    join_gradients,
+    plan,
+)
+from deltarule.ops.delta_rule.torch.scores import (
+    Between,
+    Decay,
+    add,
+    add_between,
+    decay_backward,
+    make_decay,
+    own_scores_backward,
+    pair_scores,
+    pair_scores_backward,
+    scale,
+    scale_backward,
+)
+
+# What each row writes once the rows before it have written: a unit lower triangular system.
+#
+#     X = (I - L)^-1 (F + E S^T) = x0 + from_state S^T
+#
+# With a tied erase  L_ij = -beta_i k_i.k_j,  F = beta v,            E = -beta k start.
+# With a free erase  L_ij = a_i.b_j,          F = (a_i.k_j) v,       E = a start_before.
+# The inverse is by substitution: exact to rounding for any keys, where a power series is not.
+
+
+class Corrected(NamedTuple):
+    """X = x0 + from_state S^T for the chunks of a slab, and what the backward needs of them."""
+
+    x0: Tensor  # [M, H, G, R, V]
+    from_state: Tensor  # [M, H, G, R, K]
+    inverse: Tensor  # (I - L)^-1 [M, H, G, R, R]
+    scores: Tensor  # k against k where tied, a against b where free
+    values: Tensor  # the same where tied, a against k where free
+    scaled: Tensor  # k or a under the decay from the chunk's start
+
+
+def tied(k: Tensor, v: Tensor, beta: Tensor, decay: Decay) -> Corrected:
+    """k [M, H, 1, R, K], v [M, H, G, R, V], beta [M, H, G, R, 1]."""
+    scores = pair_scores(k, k, decay.between, strict=True)
+    inverse = _inverse(beta * scores)
+    scaled = scale(k, decay.start)
+    weighted = inverse * beta.mT
+    from_state = (weighted @ scaled).neg_()
+    return Corrected(weighted @ v, from_state, inverse, scores, scores, scaled)
+
+
+def tied_backward(
+    dx: Tensor, x: Tensor, state: Tensor, chunk: Corrected,
+    k: Tensor, v: Tensor, beta: Tensor, decay: Decay,
+) -> tuple[Tensor, Tensor, Tensor, Decay]:  # fmt: skip
+    """Gradients by k, v, beta and the decay's exponents, given dx by the corrected values x.
+
+    With dF = (I - L)^-T dX: dv = beta dF, and dbeta_i = dF_i . (v - S k start - sum_j L'_ij x_j)_i
+    for the scores L' of k against k, so that beta = 0 needs no division.
+    """
+    d_values = chunk.inverse.mT @ dx
+    by_state, by_scores = d_values @ state, d_values @ x.mT
+    d_beta = (d_values * v).sum(-1, keepdim=True)
+    d_beta -= (by_state * chunk.scaled).sum(-1, keepdim=True)
+    d_beta -= (by_scores * chunk.scores).sum(-1, keepdim=True)
+    dk_scores, d_between = own_scores_backward(
+        by_scores.mul_(-beta), chunk.scores, k, decay.between
+    )
+    dk, d_start = scale_backward(by_state.mul_(-beta), chunk.scaled, k, decay.start)
+    d_decay = Decay(start=d_start, between=d_between)
+    return dk.add_(dk_scores), beta * d_values, d_beta, d_decay
+
+
+def free(a: Tensor, b: Tensor, k: Tensor, v: Tensor, decay: Decay) -> Corrected:
+    """a and b [M, H, G, R, K], k [M, H, 1, R, K], v [M, H, G, R, V]."""
+    scores = pair_scores(a, b, decay.between_before, strict=True)
+    values = pair_scores(a, k, decay.between_before, strict=True)
+    inverse = _inverse(-scores)
+    scaled = scale(a, decay.start_before)
+    return Corrected(inverse @ (values @ v), inverse @ scaled, inverse, scores, values, scaled)
+
+
+def free_backward(
+    dx: Tensor, x: Tensor, state: Tensor, chunk: Corrected,
+    a: Tensor, b: Tensor, k: Tensor, v: Tensor, decay: Decay,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Decay]:  # fmt: skip
+    """Gradients by a, b, k, v and the decay's exponents, given dx by the corrected values x."""
+    d_values = chunk.inverse.mT @ dx
+    da, db, d_between = pair_scores_backward(
+        d_values @ x.mT, chunk.scores, a, b, decay.between_before, strict=True
+    )
+    da_values, dk, d_between_values = pair_scores_backward(
+        d_values @ v.mT, chunk.values, a, k, decay.between_before, strict=True
+    )
+    da_start, d_start = scale_backward(d_values @ state, chunk.scaled, a, decay.start_before)
+    d_decay = Decay(start_before=d_start, between_before=add_between(d_between, d_between_values))
+    return da.add_(da_values).add_(da_start), db, dk, chunk.values.mT @ d_values, d_decay
+
+
+def _inverse(lower: Tensor) -> Tensor:
+    """(I + lower)^-1 for a strictly lower triangular matrix."""
+    identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+    return torch.linalg.solve_triangular(
+        lower, identity.expand_as(lower), upper=False, unitriangular=True
+    )
+
+
+# What the queries of a chunk read: from the state at its start, and from the writes inside it.
+#
+# O = (q start) S^T + sum over writes of P X        P_ij = q_i.y_j between_ij, j <= i
+
+
+class Queries(NamedTuple):
+    """Queries decayed from the chunk's start, and their scores against the keys of each write."""
+
+    scaled: Tensor
+    scores: list[Tensor]
+
+
+def queries(q: Tensor, keys: list[Tensor], decay: Decay) -> Queries:
+    """q [M, H, 1, C, K], keys [M, H, 1 or G, C*n, K]."""
+    scores = [pair_scores(q, y, decay.between, strict=False) for y in keys]
+    return Queries(scale(q, decay.start), scores)
+
+
+def chunk_output(chunk: Queries, states: Tensor, values: list[Tensor]) -> Tensor:
+    """States [M, H, G, V, K], values X [M, H, G, C*n, V] -> o [M, H, G, C, V]."""
+    o = chunk.scaled @ states.mT
+    for scores, x in zip(chunk.scores, values, strict=True):
+        o += scores @ x
+    return o
+
+
+def chunk_output_backward(chunk: Queries, d_o: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Gradients by the values X of each write, and by the states."""
+    return [scores.mT @ d_o for scores in chunk.scores], d_o.mT @ chunk.scaled
+
+
+def queries_backward(
+    d_o: Tensor,
+    states: Tensor,
+    values: list[Tensor],
+    chunk: Queries,
+    q: Tensor,
+    keys: list[Tensor],
+    decay: Decay,
+) -> tuple[Tensor, list[Tensor], Decay]:
+    """Gradients by q, the keys of each write, and the decay's exponents."""
+    dq, d_start = scale_backward(d_o @ states, chunk.scaled, q, decay.start)
+    d_keys: list[Tensor] = []
+    d_between: Between | None = None
+    for x, y, scores in zip(values, keys, chunk.scores, strict=True):
+        dq_pairs, dy, d_pairs = pair_scores_backward(
+            d_o @ x.mT, scores, q, y, decay.between, strict=False
+        )
+        dq = dq + dq_pairs
+        d_keys.append(dy)
+        d_between = add_between(d_between, d_pairs)
+    return dq, d_keys, Decay(start=d_start, between=d_between)
+
+
+# The scan over chunks, forward and backward: the one stage that is sequential.
+#
+#     X = x0 + from_state S^T        S <- S Diag(whole) + sum over writes of X^T y
+#
+# The backward walks the same chunks from the last to the first:
+#
+#     dX = d_x0 + y dS^T             dS <- dS Diag(whole) + d_read + dX^T from_state
+
+
+class Write(NamedTuple):
+    """Values X = x0 + from_state S^T (None: no such part), along keys y decayed to the end."""
+
+    x0: Tensor
+    from_state: Tensor | None
+    y: Tensor
+
+
+def next_state(
+    writes: list[Write], whole: Tensor | None, state: Tensor, bounds: list[int]
+) -> tuple[Tensor, list[Tensor]]:
+    """Carry state [N, H, G, V, K], in place, through a slab of chunks.
+
+    Returns the state at each chunk's start [M, H, G, V, K], and the values X of each write. The
+    longer sequences come first, and those that have ended keep their state.
+    """
+    states = state.new_empty(bounds[-1], *state.shape[1:])
+    values = [write.x0 for write in writes]
+    for first, last in pairwise(bounds):
+        here, running = slice(first, last), state[: last - first]
+        states[here] = running
+        if whole is not None:
+            running *= whole[here]
+        for x, (_, from_state, y) in zip(values, writes, strict=True):
+            if from_state is not None:
+                x[here] += from_state[here] @ states[here].mT
+            running += x[here].mT @ y[here]
+    return states, values
+
+
+def next_state_backward(
+    d_values: list[Tensor],
+    d_read: Tensor,
+    writes: list[Write],
+    whole: Tensor | None,
+    d_state: Tensor,
+    bounds: list[int],
+) -> Tensor:
+    """Carry the gradient of the state, in place, back through a slab of chunks.
+
+    d_values are the gradients of the values X by the outputs and become those by everything;
+    d_read [M, H, G, V, K] are those of the states by the outputs. Returns the gradient of the
+    state at each chunk's end.
+    """
+    d_ends = d_state.new_empty(bounds[-1], *d_state.shape[1:])
+    for first, last in reversed(list(pairwise(bounds))):
+        here, running = slice(first, last), d_state[: last - first]
+        d_ends[here] = running
+        if whole is not None:
+            running *= whole[here]
+        running += d_read[here]
+        for dx, (_, from_state, y) in zip(d_values, writes, strict=True):
+            dx[here] += y[here] @ d_ends[here].mT
+            if from_state is not None:
+                running += dx[here].mT @ from_state[here]
+    return d_ends
+
+
+class Work(NamedTuple):
+    """What forward and backward share of a slab; no part of it depends on the state."""
+
+    decay: Decay
+    corrected: Corrected | None
+    keys: list[Tensor]  # y of each write
+    writes: list[Write]
+    queries: Queries
+
+
+def forward(inputs: Inputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs, final state, and the states at the starts of the chunks (none without `save`)."""
+    heads = inputs.q.shape[2]
+    o = inputs.v.new_empty(inputs.output_shape)
+    final_state = _initial_state(inputs).clone(memory_format=torch.contiguous_format)
+    shape = chunk_states_shape(inputs) if save else (0, *inputs.state_shape[1:])
+    saved = final_state.new_zeros(shape)
+    with torch.autocast(o.device.type, enabled=False):
+        size, groups = plan(inputs)
+        for sequences, slabs in groups:
+            state = final_state[sequences].unflatten(1, (heads, -1))
+            for slab in slabs:
+                work = _work(cut_inputs(inputs, slab, size))
+                states, values = next_state(work.writes, work.decay.whole, state, slab.bounds)
+                part = chunk_output(work.queries, states, values)
+                join(part.flatten(1, 2), o, slab, size, 1)
+                if save:
+                    saved.index_copy_(0, slab.chunks, states.flatten(1, 2))
+            final_state[sequences] = state.flatten(1, 2)
+    return o, final_state, saved
+
+
+def backward(
+    d_o: Tensor, d_final: Tensor, inputs: Inputs, saved: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Gradients by q, k, v, beta, a, b, log_decay and initial_state; None for what is None.
+
+    Without saved states the forward runs once more, to have them.
+    """
+    if saved.numel() == 0:
+        saved = forward(inputs, save=True)[2]
+    heads = inputs.q.shape[2]
+    gradients = empty_gradients(inputs)
+    d_initial = d_final.clone(memory_format=torch.contiguous_format)
+    with torch.autocast(d_o.device.type, enabled=False):
+        size, groups = plan(inputs)
+        for sequences, slabs in groups:
+            d_state = d_initial[sequences].unflatten(1, (heads, -1))
+            for slab in reversed(slabs):
+                states = saved.index_select(0, slab.chunks).unflatten(1, (heads, -1))
+                chunks = cut_inputs(inputs, slab, size)
+                d_part = cut_output(d_o, inputs, slab, size)
+                d_chunks = _slab_backward(d_part, d_state, chunks, states, slab)
+                join_gradients(d_chunks, inputs, gradients, slab, size)
+            d_initial[sequences] = d_state.flatten(1, 2)
+    return *gradients, None if inputs.initial_state is None else d_initial
+
+
+def _work(chunks: Chunks) -> Work:
+    _, k, v, beta, a, b, log_decay = chunks
+    decay = make_decay(log_decay, free_erase=a is not None)
+    if beta is not None:
+        corrected, keys = tied(k, v, beta, decay), [k]
+    elif a is not None and b is not None:
+        corrected, keys = free(a, b, k, v, decay), [b, k]
+    else:
+        corrected, keys = None, [k]
+    if corrected is None:
+        writes = [Write(v, None, scale(k, decay.end))]
+    else:
+        writes = [Write(corrected.x0, corrected.from_state, scale(keys[0], decay.end))]
+        writes += [Write(v, None, scale(y, decay.end)) for y in keys[1:]]
+    return Work(decay, corrected, keys, writes, queries(chunks.q, keys, decay))
+
+
+def _slab_backward(
+    d_o: Tensor, d_state: Tensor, chunks: Chunks, states: Tensor, slab: Slab
+) -> Chunks:
+    """Gradients by the chunks; d_state goes from the end of the slab to its start."""
+    work = _work(chunks)
+    values = [
+        x0 if from_state is None else x0.add_(from_state @ states.mT)
+        for x0, from_state, _ in work.writes
+    ]
+    d_values, d_read = chunk_output_backward(work.queries, d_o)
+    d_ends = next_state_backward(
+        d_values, d_read, work.writes, work.decay.whole, d_state, slab.bounds
+    )
+    dq, d_keys, d_decay = queries_backward(
+        d_o, states, values, work.queries, chunks.q, work.keys, work.decay
+    )
+    d_end, d_whole = None, None
+    for i, (x, y, write) in enumerate(zip(values, work.keys, work.writes, strict=True)):
+        dy, d_exponent = scale_backward(x @ d_ends, write.y, y, work.decay.end)
+        d_keys[i], d_end = d_keys[i] + dy, add(d_end, d_exponent)
+    if work.decay.whole is not None:
+        d_whole = ((states * d_ends).sum(-2, keepdim=True) * work.decay.whole).sum_to_size(
+            work.decay.whole.shape
+        )
+    d_decay = d_decay._replace(end=d_end, whole=d_whole)
+    return _erase_backward(dq, d_keys, d_values, d_decay, values, states, work, chunks)
+
+
+def _erase_backward(
+    dq: Tensor,
+    d_keys: list[Tensor],
+    d_values: list[Tensor],
+    d_decay: Decay,
+    values: list[Tensor],
+    states: Tensor,
+    work: Work,
+    chunks: Chunks,
+) -> Chunks:
+    """Add what comes through the corrected values to the gradients by everything else."""
+    _, k, v, beta, a, b, _ = chunks
+    dk, dv, d_beta, da, db = d_keys[-1], d_values[-1], None, None, None
+    if work.corrected is not None:
+        seen = d_values[0], values[0], states, work.corrected
+        if beta is not None:
+            dk_erase, dv, d_beta, d_erase = tied_backward(*seen, k, v, beta, work.decay)
+            dk = dk + dk_erase
+        elif a is not None and b is not None:
+            da, db, dk_erase, dv_erase, d_erase = free_backward(*seen, a, b, k, v, work.decay)
+            dk, dv, db = dk + dk_erase, dv + dv_erase, db + d_keys[0]
+        d_decay = Decay(
+            start=add(d_decay.start, d_erase.start),
+            end=d_decay.end,
+            whole=d_decay.whole,
+            between=add_between(d_decay.between, d_erase.between),
+            start_before=d_erase.start_before,
+            between_before=d_erase.between_before,
+        )
+    d_log_decay = decay_backward(d_decay, dq.shape[-2])
+    return Chunks(dq, dk, dv, d_beta, da, db, d_log_decay)
+
+
+def _initial_state(inputs: Inputs) -> Tensor:
+    if inputs.initial_state is not None:
+        return inputs.initial_state
+    return torch.zeros(inputs.state_shape, dtype=inputs.dtype, device=inputs.q.device)

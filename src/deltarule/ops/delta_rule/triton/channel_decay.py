@@ -1,0 +1,260 @@
+"""Products of decays inside a chunk whose channels decay apart, by blocks of 16 rows.
+
+A product over pairs of rows needs decay(j, i] inside its sum over channels, so each side brings a
+factor, and the two meet at an anchor in the past of row i. With base-2 logarithms and sums that
+stay inside one block, lead_i from the block's start to row i, tail_j after row j to its end:
+
+    decay(j, i] = 2^tail_j between 2^lead_i       i in a later block: factors of 1 at most
+    decay(j, i] = 2^-lead_j 2^lead_i              in one block, while -lead_j <= BAR
+
+and what is left, columns j far down their block, goes pair by pair. Blocks meet in two levels:
+late rows of a pair of blocks against its early columns, 1 | 0 and 3 | 2, then 2, 3 | 0, 1. A
+reset, a log decay below -60, counts as one whose power of 2 is 0. Sums of equal sign lose nothing.
+
+The sums of a chunk are kept, [M, HV, ROWS, K] in float32:
+
+    rows 0..63    lead
+    rows 64..67   for each block the decay of the blocks before it, 68..71 of those after it
+    rows 72..75   of the late half's blocks before it (early blocks: 0), 76..79 the other way round
+    row 80        the least lead of all, in its first channel; 81 for the backward
+    rows 84..147  tail, of float32 inputs; 148..211 for the backward
+"""
+
+import triton
+import triton.language as tl
+
+from deltarule.ops.delta_rule.triton.tiles import LOG2_E, RESET
+from deltarule.ops.runtime.places import chunk_place
+
+BLOCK = tl.constexpr(16)
+# 2 to it is 0.
+GONE = tl.constexpr(-384.0)
+ROWS = tl.constexpr(212)
+BEFORE, AFTER = tl.constexpr(64), tl.constexpr(68)
+LATE, EARLY = tl.constexpr(72), tl.constexpr(76)
+LEAST, TAILS = tl.constexpr(80), tl.constexpr(84)
+
+
+@triton.jit
+def channel_log_decay(
+    p_g, o_r, rows, o_k, s_decay_t, s_decay_k, K: tl.constexpr, N_STEPS: tl.constexpr
+):
+    """Log decays of the rows o_r of a chunk, to base 2; the first of each token's rows decays."""
+    mask = ((o_r < rows) & (o_r % N_STEPS == 0))[:, None] & (o_k < K)[None, :]
+    p_g += (o_r // N_STEPS)[:, None] * s_decay_t + o_k[None, :] * s_decay_k
+    b_g = tl.load(p_g, mask=mask, other=0.0).to(tl.float32)
+    return tl.where(b_g < RESET, GONE, b_g * LOG2_E)
+
+
+@triton.jit
+def load_sums(p_s, o_r, o_k, K: tl.constexpr):
+    """Rows o_r of a chunk's sums."""
+    o_s = o_r[:, None] * K + o_k[None, :]
+    if K == 1:
+        # A thread would read along the rows: the assembler then loses addresses of operands.
+        o_s = tl.max_contiguous(o_s, [1, 1])
+    return tl.load(p_s + o_s, mask=(o_k < K)[None, :], other=0.0)
+
+
+@triton.jit
+def store_sums(
+    p_g, p_s, rows, s_decay_t, s_decay_k,
+    K: tl.constexpr, BK: tl.constexpr, N_STEPS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Write lead, row after row of four blocks at once, and with EXACT tail."""
+    o_k = tl.arange(0, BK)
+    o_b = tl.arange(0, 4) * BLOCK
+    m_k = (o_k < K)[None, :]
+    b_sum = tl.zeros([4, BK], tl.float32)
+    for half in tl.static_range(0, BLOCK, 8):
+        # Loads first: they wait for memory together.
+        b_0 = channel_log_decay(p_g, o_b + half, rows, o_k, s_decay_t, s_decay_k, K, N_STEPS)
+        b_1 = channel_log_decay(p_g, o_b + half + 1, rows, o_k, s_decay_t, s_decay_k, K, N_STEPS)
+        b_2 = channel_log_decay(p_g, o_b + half + 2, rows, o_k, s_decay_t, s_decay_k, K, N_STEPS)
+        b_3 = channel_log_decay(p_g, o_b + half + 3, rows, o_k, s_decay_t, s_decay_k, K, N_STEPS)
+        b_4 = channel_log_decay(p_g, o_b + half + 4, rows, o_k, s_decay_t, s_decay_k, K, N_STEPS)
+        b_5 = channel_log_decay(p_g, o_b + half + 5, rows, o_k, s_decay_t, s_decay_k, K, N_STEPS)
+        b_6 = channel_log_decay(p_g, o_b + half + 6, rows, o_k, s_decay_t, s_decay_k, K, N_STEPS)
+        b_7 = channel_log_decay(p_g, o_b + half + 7, rows, o_k, s_decay_t, s_decay_k, K, N_STEPS)
+        p_r = p_s + (o_b + half)[:, None] * K + o_k[None, :]
+        b_sum += b_0
+        tl.store(p_r, b_sum, mask=m_k)
+        b_sum += b_1
+        tl.store(p_r + K, b_sum, mask=m_k)
+        b_sum += b_2
+        tl.store(p_r + 2 * K, b_sum, mask=m_k)
+        b_sum += b_3
+        tl.store(p_r + 3 * K, b_sum, mask=m_k)
+        b_sum += b_4
+        tl.store(p_r + 4 * K, b_sum, mask=m_k)
+        b_sum += b_5
+        tl.store(p_r + 5 * K, b_sum, mask=m_k)
+        b_sum += b_6
+        tl.store(p_r + 6 * K, b_sum, mask=m_k)
+        b_sum += b_7
+        tl.store(p_r + 7 * K, b_sum, mask=m_k)
+    if EXACT:
+        b_sum = tl.zeros([4, BK], tl.float32)
+        for i_up in range(BLOCK):
+            o_r = o_b + BLOCK - 1 - i_up
+            tl.store(p_s + (o_r + TAILS)[:, None] * K + o_k[None, :], b_sum, mask=m_k)
+            b_sum += channel_log_decay(p_g, o_r, rows, o_k, s_decay_t, s_decay_k, K, N_STEPS)
+    tl.debug_barrier()
+
+
+@triton.jit
+def store_block_decays(p_s, p_c, K: tl.constexpr, BK: tl.constexpr):
+    """Write the decays between blocks, the least lead, and the decay of the chunk to p_c."""
+    o_k = tl.arange(0, BK)
+    m_k = o_k < K
+    p_s += o_k
+    b_0 = tl.load(p_s + 15 * K, mask=m_k, other=0.0)
+    b_1 = tl.load(p_s + 31 * K, mask=m_k, other=0.0)
+    b_2 = tl.load(p_s + 47 * K, mask=m_k, other=0.0)
+    b_3 = tl.load(p_s + 63 * K, mask=m_k, other=0.0)
+    least = tl.min(tl.minimum(tl.minimum(b_0, b_1), tl.minimum(b_2, b_3)))
+    tl.store(p_s + LEAST * K, tl.zeros([BK], tl.float32) + least, mask=o_k == 0)
+    b_0, b_1, b_2, b_3 = tl.exp2(b_0), tl.exp2(b_1), tl.exp2(b_2), tl.exp2(b_3)
+    b_one = tl.full([BK], 1.0, tl.float32)
+    store_four(p_s + BEFORE * K, m_k, b_one, b_0, b_0 * b_1, b_0 * b_1 * b_2, K)
+    store_four(p_s + AFTER * K, m_k, b_1 * b_2 * b_3, b_2 * b_3, b_3, b_one, K)
+    b_zero = tl.zeros([BK], tl.float32)
+    store_four(p_s + LATE * K, m_k, b_zero, b_zero, b_one, b_2, K)
+    store_four(p_s + EARLY * K, m_k, b_1, b_one, b_zero, b_zero, K)
+    tl.store(p_c + o_k, b_0 * b_1 * b_2 * b_3, mask=m_k)
+    tl.debug_barrier()
+
+
+@triton.jit
+def store_four(p_s, m_k, b_0, b_1, b_2, b_3, K: tl.constexpr):
+    """One vector for each block."""
+    tl.store(p_s, b_0, mask=m_k)
+    tl.store(p_s + K, b_1, mask=m_k)
+    tl.store(p_s + 2 * K, b_2, mask=m_k)
+    tl.store(p_s + 3 * K, b_3, mask=m_k)
+
+
+@triton.jit
+def lead_decay(p_s, o_r, o_k, K: tl.constexpr, OWN: tl.constexpr):
+    """The decay from the start of each row's block to the row, with or without its own."""
+    if OWN:
+        b_lead = load_sums(p_s, o_r, o_k, K)
+    else:
+        mask = (o_r % BLOCK != 0)[:, None] & (o_k < K)[None, :]
+        b_lead = tl.load(p_s + o_r[:, None] * K + o_k[None, :] - K, mask=mask, other=0.0)
+    return tl.exp2(b_lead)
+
+
+@triton.jit
+def tail_decay(p_s, b_lead, o_r, o_k, K: tl.constexpr, EXACT: tl.constexpr):
+    """The decay after each row to the end of its block."""
+    if EXACT:
+        b_tail = load_sums(p_s + TAILS * K, o_r, o_k, K)
+    else:
+        b_tail = load_sums(p_s, o_r // BLOCK * BLOCK + BLOCK - 1, o_k, K) - b_lead
+    return tl.exp2(b_tail)
+
+
+@triton.jit
+def of_block(p_s, which: tl.constexpr, o_r, o_k, K: tl.constexpr):
+    """For each row the vector of its block: BEFORE, AFTER, LATE or EARLY."""
+    return load_sums(p_s + which * K, o_r // BLOCK, o_k, K)
+
+
+@triton.jit
+def near_decay(b_lead, BAR: tl.constexpr):
+    """2^-lead where it stays below the bar, else 0."""
+    return tl.where(b_lead >= -BAR, tl.exp2(tl.minimum(-b_lead, BAR)), 0.0)
+
+
+@triton.jit
+def pair_level(o_i, o_j):
+    """0 where two rows share a block, 1 where they share a pair of blocks, else 2."""
+    return (o_i // BLOCK != o_j // BLOCK).to(tl.int32) + (o_i // 32 != o_j // 32).to(tl.int32)
+
+
+@triton.jit
+def rounded(b_x, PRECISION: tl.constexpr):
+    """x with the digits that a tf32 product keeps: tensor cores would cut the others off."""
+    if PRECISION == "tf32":
+        bits = (b_x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+        b_x = bits.to(tl.float32, bitcast=True)
+    return b_x
+
+
+# The chunks that decay far, which are few: a few programs look through all of them.
+#
+# `each_chunk` calls what a kernel does with a chunk, by a program for every chunk and head; or,
+# where
+# `anchored_gradients_kernel` leaves over what decays far, by a fixed number of programs for the
+# heads
+#
+#     i_x = chunk * HEADS + head      i_p, i_p + programs, i_p + 2 programs, ..
+#
+# of which every program looks at many together, and stops at those with a decay below FAR.
+
+
+# A smaller decay of a chunk in some channel is far: gradients times 2^-100 still have all their
+# digits, and keys times 2^100 are far from the largest number.
+FAR = tl.constexpr(2.0**-100)
+# The same of a block of rows, as a power of 2: one that decays further is steep.
+NEAR = tl.constexpr(100.0)
+# Numbers that a program looks at together, in at most so many rows.
+TILE, LOOK = tl.constexpr(4096), tl.constexpr(32)
+
+
+@triton.jit
+def next_below(x, bar, i_x, count, PER: tl.constexpr, C: tl.constexpr):
+    """The first of i_x, i_x + programs, .. whose row of x goes below the bar, or else `count`.
+
+    x has rows of C numbers, each for PER of the `count`.
+    """
+    BC: tl.constexpr = triton.next_power_of_2(C)
+    TALL: tl.constexpr = LOOK if BC * LOOK <= TILE else TILE // BC if BC < TILE else 1
+    o_c, programs, found = tl.arange(0, BC)[None, :], tl.num_programs(0), count
+    while (i_x < count) & (found == count):
+        o_x = i_x + tl.arange(0, TALL) * programs
+        p_x = x + (o_x // PER).to(tl.int64)[:, None] * C + o_c
+        b_x = tl.load(p_x, mask=(o_x < count)[:, None] & (o_c < C), other=bar)
+        found = tl.min(tl.where(tl.min(b_x, axis=1) < bar, o_x, count))
+        i_x += TALL * programs
+    return found
+
+
+@triton.jit
+def each_chunk(
+    of, given, known, cu_seqlens, chunks, T, N, HEADS: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, N_STEPS: tl.constexpr, CT: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """Call of(i_m, i_h, first, rows, *given) for every chunk of each of HEADS heads, H or HV.
+
+    With the decays of chunks `known` [M, HV, K], for those that decay far in any value head of
+    their key head; else the program's own one.
+    """
+    if known is None:
+        i_m, i_h = tl.program_id(0), tl.program_id(1)
+        first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
+        if tokens > 0:
+            of(i_m, i_h, first, tl.minimum(tokens, CT) * N_STEPS, *given)
+    else:
+        PER: tl.constexpr = HEADS // H
+        C: tl.constexpr = HV // H * K
+        count = chunks * HEADS
+        i_x = next_below(known, FAR, tl.program_id(0), count, PER, C)
+        while i_x < count:
+            i_m, i_h = i_x // HEADS, i_x % HEADS
+            first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
+            if tokens > 0:
+                of(i_m, i_h, first, tl.minimum(tokens, CT) * N_STEPS, *given)
+            i_x = next_below(known, FAR, i_x + tl.num_programs(0), count, PER, C)
+
+
+@triton.jit
+def is_steep(sums, i_m, i_key, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr):
+    """Whether in a chunk of any value head of a key head a block of rows decays far."""
+    least = 0.0
+    for i_g in range(HV // H):
+        i_slot = i_m.to(tl.int64) * HV + i_key * (HV // H) + i_g
+        least = tl.minimum(least, tl.load(sums + (i_slot * ROWS + LEAST) * K))
+    return least < -NEAR

@@ -1,0 +1,225 @@
+"""The gradients of a chunk whose channels decay apart, but none of them far: all from one anchor.
+
+With c_i the sum of base-2 log decays from the chunk's start to row i, decay(j, i] = 2^c_i 2^-c_j as
+in channel_scores_fast.py, and every sum over pairs is one product of rounded rows:
+
+    x_i = q_i 2^c_i      u_i = k_i 2^c_i      y_j = k_j 2^-c_j
+    GP_ij = scale dO_i . w_j      GM_ij = -beta_i X_i . w_j      w = beta E    (names: gradients.py)
+
+    read = scale S^T dO + GP y          dq = 2^c read
+    row  = -beta S^T X + GM y           dk = 2^c row + 2^-c col
+    end  = decay[0, end] D^T w          col = end + GP^T x + GM^T u
+
+The decay of a row reaches all pairs around it, and the states around the chunk:
+
+    z = x read + u row - y col
+    dlog_decay_t = sum_{i >= t} z_i + sum_j y_j end_j + decay[0, end] sum_v D S
+
+Pairs within the rows from t on are in z twice, and cancel: they are products of the same rounded
+numbers on both sides. Sums over rows are products with a triangle of ones, of numbers in two parts.
+
+The gradients of a chunk that decays further are to be written anew: see channel_decay.py.
+A program takes BC channels of one chunk and one key head, and adds up the value heads in order.
+In a loop with products, a tile is an operand of products and nothing else: see gradients.py.
+"""
+
+import triton
+import triton.language as tl
+
+from deltarule.ops.delta_rule.triton.gradients import over_values
+from deltarule.ops.delta_rule.triton.tiles import (
+    LOG2_E,
+    diagonal,
+    load_chunk,
+    load_errors,
+    load_rows,
+    load_state,
+    load_tile,
+)
+from deltarule.ops.runtime.places import chunk_place, place_of
+from deltarule.ops.runtime.unit_norm import inverse_norm
+
+
+@triton.jit
+def rounded(b_x, low: tl.constexpr):
+    """x with the digits of a type, in float32."""
+    if low == tl.bfloat16:
+        # The upper half of a float32 is a bfloat16. A cast there and back takes each number alone.
+        bits = (b_x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000
+        b_x = bits.to(tl.float32, bitcast=True)
+    return b_x
+
+
+@triton.jit
+def sum_rows(b_m, b_x, low: tl.constexpr, PRECISION: tl.constexpr):
+    """m x, where m holds zeros and ones; x in two parts of a type with fewer digits."""
+    if low == tl.bfloat16:
+        b_high = (b_x.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
+        b_sum = tl.dot(b_m, b_high.to(low))
+        b_sum = tl.dot(b_m, (b_x - b_high).to(low), acc=b_sum)
+    else:
+        b_sum = tl.dot(b_m, b_x, input_precision=PRECISION)
+    return b_sum
+
+
+@triton.jit
+def store_tile(
+    x, row, i_h, column, o_r, m_r, o_c, b_x, HEADS: tl.constexpr, C: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """The counterpart of `load_tile`."""
+    if TMA:
+        x.store([row.to(tl.int32), i_h * C + column], b_x.to(x.dtype))
+    else:
+        p_x = x + (row * HEADS + i_h) * C + o_r[:, None] * (HEADS * C) + o_c[None, :]
+        tl.store(p_x, b_x.to(x.dtype.element_ty), mask=m_r[:, None] & (o_c < C)[None, :])
+
+
+@triton.jit
+def store_value_gradients(
+    d_v, d_errors, b_beta, row, i_c, i_h, i_slot, o_r, m_r,
+    HV: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, SLICES: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """dv = beta X of every SLICES-th tile of values."""
+    for i_v in tl.range(i_c * BV, V, SLICES * BV, num_stages=1):
+        o_v = i_v + tl.arange(0, BV)
+        b_x = load_chunk(d_errors, i_slot, i_v, V, BT, BV, TMA).to(tl.float32) * b_beta[:, None]
+        store_tile(d_v, row, i_h, i_v, o_r, m_r, o_v, b_x, HV, V, TMA)
+
+
+@triton.jit
+def add_value_head(
+    b_dq, b_dk, norm_q, norm_k, ones, q, k, v, beta, log_decay, chunk_decay, states, errors, d_o,
+    d_states, d_errors, d_q, d_v, d_beta, d_log_decay,
+    scale, first, rows, i_c, i_key, i_h, i_slot, s_beta_t,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
+    BT: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr, TIED: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq and dk with one value head's part; its dv, dbeta and dlog_decay are stored."""
+    low: tl.constexpr = q.dtype if TMA else q.dtype.element_ty
+    i_k, o_r = i_c * BC, tl.arange(0, BT)
+    o_k, m_r = i_k + tl.arange(0, BC), o_r < rows
+    o_t, m_q = o_r // N_STEPS, m_r & (o_r % N_STEPS == N_STEPS - 1)
+    m_g = m_r & (o_r % N_STEPS == 0)
+    b_all = tl.load(chunk_decay + i_slot * K + o_k, mask=o_k < K, other=0.0)
+    b_beta = tl.full([BT], 1.0, tl.float32)
+    if TIED:
+        b_beta = tl.load(beta + o_r * s_beta_t, mask=m_r, other=0.0).to(tl.float32)
+    b_gp, b_gm, b_read, b_row, _, _ = over_values(
+        v, states, errors, d_o, d_states, d_errors, first, rows, i_h, i_slot, i_slot, o_t, m_q, i_k,
+        HV, K, V, N_STEPS, BT, BT, BC, BV, True, TIED, TMA, PRECISION, False,
+    )  # fmt: skip
+    b_gp = tl.where(o_r[:, None] >= o_r[None, :], b_gp, 0.0).to(low)
+    # Here, so that it need not stay in registers until it is used.
+    b_turned = tl.trans(b_gp)
+    if TIED:
+        p_dbeta = d_beta + (first * N_STEPS + o_r) * HV + i_h
+        tl.store(p_dbeta, diagonal(b_gm), mask=m_r & (i_c == 0))
+        b_gm = tl.where(o_r[:, None] > o_r[None, :], b_gm, 0.0).to(low)
+        b_turned2 = tl.trans(b_gm)
+    b_g = load_tile(log_decay, first, i_h, i_k, o_t, m_g, o_k, HV, K, K % BC == 0, TMA)
+    b_ones = load_chunk(ones, i_c * 0, 0, BT, BT, BT, TMA)
+    b_c = sum_rows(b_ones, b_g.to(tl.float32) * LOG2_E, low, PRECISION)
+    b_lead, b_near = tl.exp2(b_c), tl.exp2(-b_c)
+    b_k = load_tile(k, first * N_STEPS, i_key, i_k, o_r, m_r, o_k, H, K, K % BC == 0, TMA)
+    b_k = b_k.to(tl.float32) * (norm_k * b_beta)[:, None]
+    b_y = rounded(b_k * b_near, low)
+    b_low = b_y.to(low)
+    b_read = tl.dot(b_gp, b_low, acc=b_read, input_precision=PRECISION)
+    if TIED:
+        b_row = tl.dot(b_gm, b_low, acc=b_row, input_precision=PRECISION)
+    b_q = load_tile(q, first, i_key, i_k, o_t, m_q, o_k, H, K, K % BC == 0, TMA)
+    b_x = rounded(b_q.to(tl.float32) * (norm_q * scale)[:, None] * b_lead, low)
+    b_z = b_x * b_read
+    b_read *= b_lead * (norm_q * scale)[:, None]
+    if HV > H:
+        b_read += b_dq
+    else:
+        store_tile(d_q, first, i_key, i_k, o_t, m_q, o_k, b_read, H, K, TMA)
+    b_turn = b_x.to(low)
+    if TIED:
+        # Of the rows -beta k.
+        b_u = rounded(b_k * -b_lead, low)
+        b_z += b_u * b_row
+        b_row *= b_lead
+        b_turn2 = b_u.to(low)
+    b_col, b_sd = tl.zeros([BT, BC], tl.float32), tl.zeros([BC, BC], tl.float32)
+    for i_v in range(0, V, BV):
+        b_e = load_errors(
+            v, errors, first * N_STEPS, rows, i_h, i_slot, i_v, HV, V, BT, BV, TIED, TMA
+        )
+        b_s = load_state(states, i_slot, i_v, i_k, K, V, BV, BC, TMA)
+        b_d = load_state(d_states, i_slot, i_v, i_k, K, V, BV, BC, TMA)
+        b_col = tl.dot(b_e, b_d, acc=b_col, input_precision=PRECISION)
+        b_sd = tl.dot(tl.trans(b_s), b_d, acc=b_sd, input_precision=PRECISION)
+    b_col *= b_all[None, :]
+    b_end = b_all * diagonal(b_sd) + tl.sum(b_y * b_col, axis=0)
+    b_col = tl.dot(b_turned, b_turn, acc=b_col, input_precision=PRECISION)
+    if TIED:
+        b_col = tl.dot(b_turned2, b_turn2, acc=b_col, input_precision=PRECISION)
+    b_z -= b_y * b_col
+    b_col = (b_col * b_near - b_row) * (norm_k * b_beta)[:, None]
+    b_ones = load_chunk(ones, i_c * 0, 0, BT, BT, BT, TMA)
+    b_z = sum_rows(tl.trans(b_ones), b_z, low, PRECISION) + b_end[None, :]
+    store_tile(d_log_decay, first, i_h, i_k, o_t, m_g, o_k, b_z, HV, K, TMA)
+    store_value_gradients(
+        d_v, d_errors, b_beta, first * N_STEPS, i_c, i_h, i_slot, o_r, m_r,
+        HV, V, BT, BV, (K + BC - 1) // BC, TMA,
+    )  # fmt: skip
+    if HV > H:
+        b_col += b_dk
+    return b_read, b_col
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def anchored_gradients_kernel(
+    ones, q, k, v, beta, log_decay, cu_seqlens, chunk_decay, states, errors, d_o, d_states,
+    d_errors, p_q, p_k, d_q, d_k, d_v, d_beta, d_log_decay, scale, T, N, s_beta_b, s_beta_t,
+    s_beta_h,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
+    CT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr,
+    TIED: tl.constexpr, UNIT_NORM: tl.constexpr, PACKED: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients in the layouts of their tensors, those by beta and log_decay in float32.
+
+    `ones` [BT, BT] has ones up to the diagonal. With TMA every tile is full, and its tensor a
+    descriptor; p_q and p_k are q and k as pointers.
+    Of unit norms `unit_norm_gradients_kernel` does the rest afterwards.
+    """
+    # The programs of a chunk run side by side, and share what they read in the cache.
+    i_c, i_key, i_m = place_of((K + BC - 1) // BC, H)
+    first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
+    if tokens <= 0:
+        return
+    rows = tl.minimum(tokens, CT) * N_STEPS
+    o_r, o_k = tl.arange(0, BT), i_c * BC + tl.arange(0, BC)
+    m_r = o_r < rows
+    o_t, m_q = o_r // N_STEPS, m_r & (o_r % N_STEPS == N_STEPS - 1)
+    norm_q, norm_k = tl.full([BT], 1.0, tl.float32), tl.full([BT], 1.0, tl.float32)
+    if UNIT_NORM:
+        # Of all channels, though the program takes BC of them.
+        o_all = tl.arange(0, BK)
+        p_q += (first * H + i_key) * K
+        p_k += (first * N_STEPS * H + i_key) * K
+        norm_q = inverse_norm(load_rows(p_q, o_t, m_q, o_all, K, H * K, K == BK))
+        norm_k = inverse_norm(load_rows(p_k, o_r, m_r, o_all, K, H * K, K == BK))
+    b_dq, b_dk = tl.zeros([BT, BC], tl.float32), tl.zeros([BT, BC], tl.float32)
+    i_b, i_t = first // T, first % T
+    for i_g in range(HV // H):
+        i_h = i_key * (HV // H) + i_g
+        i_slot = i_m.to(tl.int64) * HV + i_h
+        p_beta = beta
+        if TIED:
+            p_beta += i_b * s_beta_b + i_t * N_STEPS * s_beta_t + i_h * s_beta_h
+        b_dq, b_dk = add_value_head(
+            b_dq, b_dk, norm_q, norm_k, ones, q, k, v, p_beta, log_decay, chunk_decay,
+            states, errors, d_o, d_states, d_errors, d_q, d_v, d_beta, d_log_decay,
+            scale, first, rows, i_c, i_key, i_h, i_slot, s_beta_t,
+            H, HV, K, V, N_STEPS, BT, BC, BV, TIED, TMA, PRECISION,
+        )  # fmt: skip
+    if HV > H:
+        store_tile(d_q, first, i_key, i_c * BC, o_t, m_q, o_k, b_dq, H, K, TMA)
+    store_tile(d_k, first * N_STEPS, i_key, i_c * BC, o_r, m_r, o_k, b_dk, H, K, TMA)

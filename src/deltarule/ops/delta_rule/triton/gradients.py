@@ -1,0 +1,432 @@
+"""The gradients of a chunk from the states around it, all chunks at once; decay none or per head.
+
+S is the state at the chunk's start, D the gradient by the state at its end, E the prediction
+errors (without an erase: v), X the gradient by F / beta (by w), c_ij and m_ij the factors of
+q_i . k_j in P and of k_i . k_j in M:
+
+    GP_ij = c_ij dO_i . w_j                           w = beta E
+    GM_ij = -m_ij beta_i X_i . w_j
+    dq  = read S^T dO + GP k
+    row = -erase beta S^T X + GM k                    through what k_i reads
+    col = write D^T w + GP^T q + GM^T k               through what k_j writes
+    dk  = row + col         dv = beta X         dbeta = E . X
+
+A decay reaches every pair of rows around it, and the states around the chunk:
+
+    dlog_decay_t = sum_{i >= t > j} (GP_ij q_i . k_j + GM_ij k_i . k_j)
+                 + sum_{i >= t} (read_i q_i . S^T dO_i - erase_i beta_i k_i . S^T X_i)
+                 + sum_{j < t} write_j k_j . D^T w_j + decay[0, end] <D, S>
+
+A program takes BC channels of q and k of one chunk and one key head, and adds up the value heads in
+order; what has no such channels, dbeta and (where the scan back leaves it to them) dv, the programs
+of a chunk share. In 16 bits the pairs are summed as those of the rows from t on less those of the
+columns from t on, q . GP k and k . GP^T q, in which the pairs within cancel to float32. For float32
+that is too few digits: one more program sums the pairs across t alone. The scalings hold 1 / |x|
+where `normalize_qk` asks for it; then dx <- dx - (x . dx) x / |x|^2, which takes all channels:
+where a program has some of them, `unit_norm_gradients_kernel` does it afterwards.
+
+In a loop with products of 16 bits, a tile is an operand of products and nothing else. One that is
+also read into registers gets a single buffer from Triton (3.6 to 3.9), and the next tile overwrites
+it while a product still reads it; one that was computed stays in registers, which the assembler of
+Triton 3.6 overwrites likewise. So rows are scaled after the products, dv reads X again, and <D, S>
+is the trace of D S^T (decay_gradients.py), of tiles of at least 64 rows: a product of fewer reads
+them into registers.
+"""
+
+import triton
+import triton.language as tl
+
+from deltarule.ops.delta_rule.triton.scores import load_chunk_sums
+from deltarule.ops.delta_rule.triton.tiles import (
+    BETA,
+    ERASE_ROW,
+    READ,
+    RESET,
+    SCALINGS,
+    WRITE,
+    decay_ratio,
+    diagonal,
+    load_chunk,
+    load_errors,
+    load_rows,
+    load_state,
+    load_tile,
+    operand_products,
+    row_scaling,
+)
+from deltarule.ops.runtime.places import place_of, slab_chunk
+from deltarule.ops.runtime.unit_norm import inverse_norm, unit_norm_backward
+
+# The gradient by the decays of a head, from the sums over rows and pairs that it is made of.
+#
+# A decay at the first row t of a token reaches every row from there on, every row before, and the
+# state of the chunk's start:
+#
+#     dlog_decay_t = sum_{i >= t} later_i + sum_{j < t} before_j + held (+ across_t)
+
+
+# Rows of the parts [SLICES, M, HV, 4, BT] of a chunk: of its queries, of its keys, of what they
+# write, and in the last what adds up to <D, S>. A slice beyond holds the sums across, in its first.
+QUERIES, KEYS, WRITES, HELD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+
+
+@triton.jit(do_not_specialize=["T", "N", "s_slice", "per_segment", "slab", "per_slab"])
+def decay_gradients_kernel(
+    parts, log_decay, cu_seqlens, d_log_decay, T, N, s_decay_b, s_decay_t, s_decay_h, s_slice,
+    HV: tl.constexpr, N_STEPS: tl.constexpr, CT: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    SLICES: tl.constexpr, PAIRS: tl.constexpr, PACKED: tl.constexpr, per_segment=None,
+    SPLIT: tl.constexpr = "none", slab=None, per_slab=None, SLAB: tl.constexpr = "none",
+):  # fmt: skip
+    """One chunk of one value head, BD numbers of whose HELD count; a reset gets no gradient."""
+    number, i_h = tl.program_id(0), tl.program_id(1)
+    first, tokens, _ = slab_chunk(
+        number, cu_seqlens, T, N, per_segment, slab, per_slab, CT, SPLIT, SLAB, PACKED
+    )  # fmt: skip
+    if tokens <= 0:
+        return
+    o_r = tl.arange(0, BT)
+    o_t, m_t = o_r // N_STEPS, o_r % N_STEPS == 0
+    p_x = parts + (number.to(tl.int64) * HV + i_h) * 4 * BT
+    b_later, b_before = tl.zeros([BT], tl.float32), tl.zeros([BT], tl.float32)
+    b_held = 0.0
+    for i_c in tl.static_range(SLICES):
+        p_c = p_x + i_c * s_slice
+        b_later += tl.load(p_c + QUERIES * BT + o_t, mask=m_t, other=0.0)
+        b_later += tl.load(p_c + KEYS * BT + o_r)
+        b_before += tl.load(p_c + WRITES * BT + o_r)
+        b_held += tl.sum(tl.load(p_c + HELD * BT + tl.arange(0, BD)), axis=0)
+    b_dg = tl.cumsum(b_later, axis=0, reverse=True) + tl.cumsum(b_before, axis=0) - b_before
+    b_dg += b_held
+    if PAIRS:
+        b_dg += tl.load(p_x + SLICES * s_slice + o_t)
+    m_t &= o_r < tl.minimum(tokens, CT) * N_STEPS
+    p_g = log_decay + (first // T) * s_decay_b + (first % T + o_t) * s_decay_t + i_h * s_decay_h
+    b_g = tl.load(p_g, mask=m_t, other=0.0)
+    p_dg = d_log_decay + (first + o_t) * HV + i_h
+    tl.store(p_dg, tl.where(b_g < RESET, 0.0, b_dg), mask=m_t)
+
+
+@triton.jit
+def no_held(BV: tl.constexpr, PRECISION: tl.constexpr):
+    """What `add_held` starts with."""
+    if PRECISION == "tf32x3":
+        b_held = tl.zeros([BV], tl.float32)
+    else:
+        b_held = tl.zeros([BV, BV], tl.float32)
+    return b_held
+
+
+@triton.jit
+def add_held(b_held, b_d, b_s, PRECISION: tl.constexpr):
+    """With <D, S> of further rows: in 16 bits in the diagonal of D S^T, so that a loop with
+    products has one product more and reads no tile; in float32, where that takes many, row by row.
+    """
+    if PRECISION == "tf32x3":
+        b_held += tl.sum(b_d * b_s, axis=1)
+    else:
+        b_held = tl.dot(b_d, tl.trans(b_s), acc=b_held)
+    return b_held
+
+
+@triton.jit
+def store_held(p_part, b_held, b_chunk, BT: tl.constexpr, PRECISION: tl.constexpr):
+    """Leave numbers whose sum is <D, S> times the chunk's decay: BT of them at most."""
+    if PRECISION != "tf32x3":
+        b_held = diagonal(b_held)
+    tl.store(p_part + HELD * BT + tl.arange(0, b_held.shape[0]), b_held * b_chunk)
+
+
+@triton.jit
+def pairs_across(b_z, o_t, o_i, o_j, PRECISION: tl.constexpr):
+    """Of pairs of rows i and columns j the sum of those with i >= t > j, for every t of o_t."""
+    later = (o_i[None, :] >= o_t[:, None]).to(tl.float32)
+    b_later = tl.dot(later, b_z, input_precision=PRECISION)
+    return tl.sum(tl.where(o_j[None, :] < o_t[:, None], b_later, 0.0), axis=1)
+
+
+@triton.jit
+def pair_decay_gradients(
+    p_q, p_k, v, scalings, errors, d_o, d_errors, p_dg, scale, first, tokens, i_h, i_slot, i_kept,
+    i_own,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
+    BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TIED: tl.constexpr,
+    UNIT_NORM: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Store the part of dlog_decay that pairs of rows have."""
+    o_i, o_r, o_k = tl.arange(0, BQ), tl.arange(0, BT), tl.arange(0, BK)
+    rows, m_i = tokens * N_STEPS, o_i < tokens
+    p_do = d_o + (first * HV + i_h) * V
+    b_gp, b_gm = tl.zeros([BQ, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
+    for i_v in range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        b_do = load_rows(p_do, o_i, m_i, o_v, V, HV * V, V % BV == 0)
+        b_e = load_errors(
+            v, errors, first * N_STEPS, rows, i_h, i_kept, i_v, HV, V, BT, BV, TIED, False
+        )
+        b_gp = tl.dot(b_do, tl.trans(b_e), acc=b_gp, input_precision=PRECISION)
+        if TIED:
+            b_x = load_chunk(d_errors, i_own, i_v, V, BT, BV, False)
+            b_gm = tl.dot(b_x, tl.trans(b_e), acc=b_gm, input_precision=PRECISION)
+    b_q = load_rows(p_q, o_i, m_i, o_k, K, H * K, K == BK)
+    b_k = load_rows(p_k, o_r, o_r < rows, o_k, K, H * K, K == BK)
+    b_beta = row_scaling(scalings, i_slot, BETA, tl.full([BT], 1.0, tl.float32), o_r, BT, TIED)
+    b_read, b_key = tl.full([BQ], scale, tl.float32), b_beta
+    if UNIT_NORM:
+        b_read, b_key = b_read * inverse_norm(b_q), b_key * inverse_norm(b_k)
+    p_s = scalings + i_slot * SCALINGS * BT
+    whole, rest, whole_q, rest_q = load_chunk_sums(p_s, o_r, o_i, N_STEPS, BT)
+    b_gp *= tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    b_gp *= decay_ratio(whole_q[:, None], rest_q[:, None], whole[None, :], rest[None, :])
+    m_pair = o_r[None, :] // N_STEPS <= o_i[:, None]
+    b_gp = tl.where(m_pair, b_gp * b_read[:, None] * b_key[None, :], 0.0)
+    b_dg = pairs_across(b_gp, o_i, o_i, o_r // N_STEPS, PRECISION)
+    if TIED:
+        b_gm *= tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
+        b_gm *= decay_ratio(whole[:, None], rest[:, None], whole[None, :], rest[None, :])
+        m_before = o_r[:, None] > o_r[None, :]
+        b_gm = tl.where(m_before, b_gm * -b_key[:, None] * b_key[None, :], 0.0)
+        b_dg += pairs_across(b_gm, o_i * N_STEPS, o_r, o_r, PRECISION)
+    tl.store(p_dg + o_i, b_dg)
+
+
+# What the gradients of a chunk sum over its values, and dv: device functions.
+#
+# gradients.py has the equations, and says why a tile in these loops is an operand and nothing else.
+
+
+@triton.jit
+def over_values(
+    v, states, errors, d_o, d_states, d_errors, first, rows, i_h, i_kept, i_own, o_i, m_i, i_k,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
+    BT: tl.constexpr, BQ: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr,
+    HAS_DECAY: tl.constexpr, TIED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    WRITTEN: tl.constexpr,
+):  # fmt: skip
+    """dO w^T, X w^T, dO S, X S; and if they are WRITTEN here w D and what `add_held` adds up."""
+    b_gp, b_gm = tl.zeros([BQ, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
+    b_read, b_row = tl.zeros([BQ, BC], tl.float32), tl.zeros([BT, BC], tl.float32)
+    b_col, b_held = tl.zeros([BT, BC], tl.float32), no_held(BV, PRECISION)
+    for i_v in range(0, V, BV):
+        o_v = i_v + tl.arange(0, BV)
+        b_do = load_tile(d_o, first, i_h, i_v, o_i, m_i, o_v, HV, V, V % BV == 0, TMA)
+        b_e = load_errors(
+            v, errors, first * N_STEPS, rows, i_h, i_kept, i_v, HV, V, BT, BV, TIED, TMA
+        )
+        b_s = load_state(states, i_kept, i_v, i_k, K, V, BV, BC, TMA)
+        if WRITTEN:
+            b_d = load_state(d_states, i_own, i_v, i_k, K, V, BV, BC, TMA)
+        b_gp = tl.dot(b_do, tl.trans(b_e), acc=b_gp, input_precision=PRECISION)
+        b_read = tl.dot(b_do, b_s, acc=b_read, input_precision=PRECISION)
+        if WRITTEN:
+            b_col = tl.dot(b_e, b_d, acc=b_col, input_precision=PRECISION)
+            if HAS_DECAY:
+                b_held = add_held(b_held, b_d, b_s, PRECISION)
+        if TIED:
+            b_x = load_chunk(d_errors, i_own, i_v, V, BT, BV, TMA)
+            b_gm = tl.dot(b_x, tl.trans(b_e), acc=b_gm, input_precision=PRECISION)
+            b_row = tl.dot(b_x, b_s, acc=b_row, input_precision=PRECISION)
+    return b_gp, b_gm, b_read, b_row, b_col, b_held
+
+
+@triton.jit
+def written_over_values(
+    b_col, b_held, v, states, errors, d_states, first, rows, i_h, i_kept, i_own, i_k,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr, BT: tl.constexpr,
+    BC: tl.constexpr, BV: tl.constexpr, HAS_DECAY: tl.constexpr, TIED: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """w D and <D, S> in a loop of their own: beside dq and dk of other heads the first has no
+    registers left for them.
+    """
+    for i_v in range(0, V, BV):
+        b_e = load_errors(
+            v, errors, first * N_STEPS, rows, i_h, i_kept, i_v, HV, V, BT, BV, TIED, TMA
+        )
+        b_d = load_state(d_states, i_own, i_v, i_k, K, V, BV, BC, TMA)
+        b_col = tl.dot(b_e, b_d, acc=b_col, input_precision=PRECISION)
+        if HAS_DECAY:
+            b_s = load_state(states, i_kept, i_v, i_k, K, V, BV, BC, TMA)
+            b_held = add_held(b_held, b_d, b_s, PRECISION)
+    return b_col, b_held
+
+
+@triton.jit
+def store_value_gradients(
+    p_x, b_beta, p_dv, rows, i_c, HV: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    BV: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
+    """dv = beta X of every SLICES-th tile of values from the i_c-th on."""
+    o_r = tl.arange(0, BT)
+    m_r = o_r < rows
+    for i_v in tl.static_range(0, V, SLICES * BV):
+        o_v = i_v + i_c * BV + tl.arange(0, BV)
+        b_x = load_rows(p_x, o_r, m_r, o_v, V, V, V % (SLICES * BV) == 0)
+        b_dv = (b_x.to(tl.float32) * b_beta[:, None]).to(p_dv.dtype.element_ty)
+        p_tile = p_dv + o_r[:, None] * (HV * V) + o_v[None, :]
+        tl.store(p_tile, b_dv, mask=m_r[:, None] & (o_v < V)[None, :])
+
+
+@triton.jit(do_not_specialize=["T", "N", "s_slice", "per_segment", "slab", "per_slab"])
+def gradients_kernel(
+    q, k, v, cu_seqlens, scalings, chunk_decay, states, errors, d_o, d_states, d_errors, p_x,
+    d_q, d_k, d_v, d_beta, parts, scale, T, N, s_slice,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
+    CT: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr,
+    BV: tl.constexpr, HAS_DECAY: tl.constexpr, TIED: tl.constexpr, UNIT_NORM: tl.constexpr,
+    PACKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    per_segment=None, SPLIT: tl.constexpr = "none", slab=None, per_slab=None,
+    SLAB: tl.constexpr = "none", KEPT: tl.constexpr = True,
+):  # fmt: skip
+    """Gradients in the layouts of their tensors, d_beta in float32, and `parts` of dlog_decay.
+
+    With TMA v, states, errors, d_o, d_states and d_errors are descriptors and every tile is full;
+    p_x are the same d_errors as a pointer, for d_v. With a SLAB d_states, d_errors and the parts
+    have the numbers of its chunks; states and errors, too, unless they are KEPT of all chunks.
+    """
+    SLICES: tl.constexpr = (K + BC - 1) // BC
+    # The programs of a chunk run side by side, and share what they read in the cache.
+    PAIRS: tl.constexpr = HAS_DECAY and PRECISION == "tf32x3"
+    i_c, i_key, number = place_of(SLICES + PAIRS, H)
+    first, tokens, i_m = slab_chunk(
+        number, cu_seqlens, T, N, per_segment, slab, per_slab, CT, SPLIT, SLAB, PACKED
+    )  # fmt: skip
+    if tokens <= 0:
+        return
+    tokens = tl.minimum(tokens, CT)
+    o_i, o_r, o_k = tl.arange(0, BQ), tl.arange(0, BT), i_c * BC + tl.arange(0, BC)
+    m_i, m_r, m_k = o_i < tokens, o_r < tokens * N_STEPS, (o_k < K)[None, :]
+    if i_c < SLICES:
+        p_q, p_k = q + (first * H + i_key) * K, k + (first * N_STEPS * H + i_key) * K
+        b_q = load_rows(p_q, o_i, m_i, o_k, K, H * K, K % BC == 0)
+        b_k = load_rows(p_k, o_r, m_r, o_k, K, H * K, K % BC == 0)
+        norm_q, norm_k = tl.full([BQ], 1.0, tl.float32), tl.full([BT], 1.0, tl.float32)
+        if UNIT_NORM:
+            # Of all channels, though the program takes BC of them.
+            o_all = tl.arange(0, BK)
+            norm_q = inverse_norm(load_rows(p_q, o_i, m_i, o_all, K, H * K, K == BK))
+            norm_k = inverse_norm(load_rows(p_k, o_r, m_r, o_all, K, H * K, K == BK))
+        b_dq, b_dk = tl.zeros([BQ, BC], tl.float32), tl.zeros([BT, BC], tl.float32)
+        for i_g in range(HV // H):
+            i_h = i_key * (HV // H) + i_g
+            i_slot, i_own = i_m.to(tl.int64) * HV + i_h, number.to(tl.int64) * HV + i_h
+            i_kept = i_slot if KEPT else i_own
+            p_part = parts
+            if HAS_DECAY:
+                p_part += i_c * s_slice + i_own * 4 * BT
+            b_dq, b_dk = add_value_head(
+                b_dq, b_dk, b_q, b_k, norm_q * scale, norm_k, v, scalings, chunk_decay, states,
+                errors, d_o, d_states, d_errors, p_x, d_v, d_beta, p_part, first, tokens, i_c, i_h,
+                i_slot, i_kept, i_own,
+                HV, K, V, N_STEPS, BT, BQ, BC, BV, HAS_DECAY, TIED, TMA, PRECISION, HV > H,
+            )  # fmt: skip
+        if UNIT_NORM and SLICES == 1:
+            b_dq = unit_norm_backward(b_q, norm_q, b_dq)
+            b_dk = unit_norm_backward(b_k, norm_k, b_dk)
+        p_dq = d_q + (first * H + i_key) * K + o_i[:, None] * (H * K) + o_k[None, :]
+        tl.store(p_dq, b_dq.to(d_q.dtype.element_ty), mask=m_i[:, None] & m_k)
+        p_dk = d_k + (first * N_STEPS * H + i_key) * K + o_r[:, None] * (H * K) + o_k[None, :]
+        tl.store(p_dk, b_dk.to(d_k.dtype.element_ty), mask=m_r[:, None] & m_k)
+    elif PAIRS:
+        for i_g in range(HV // H):
+            i_h = i_key * (HV // H) + i_g
+            i_slot, i_own = i_m.to(tl.int64) * HV + i_h, number.to(tl.int64) * HV + i_h
+            i_kept = i_slot if KEPT else i_own
+            pair_decay_gradients(
+                q + (first * H + i_key) * K, k + (first * N_STEPS * H + i_key) * K, v,
+                scalings, errors, d_o, d_errors, parts + SLICES * s_slice + i_own * 4 * BT, scale,
+                first, tokens, i_h, i_slot, i_kept, i_own,
+                H, HV, K, V, N_STEPS, BT, BQ, BK, BV, TIED, UNIT_NORM, PRECISION,
+            )  # fmt: skip
+
+
+@triton.jit
+def add_value_head(
+    b_dq, b_dk, b_q, b_k, norm_q, norm_k, v, scalings, chunk_decay, states, errors, d_o, d_states,
+    d_errors, p_x, d_v, d_beta, p_part, first, tokens, i_c, i_h, i_slot, i_kept, i_own,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
+    BT: tl.constexpr, BQ: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr,
+    HAS_DECAY: tl.constexpr, TIED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    ADDED: tl.constexpr,
+):  # fmt: skip
+    """dq and dk, ADDED to those of other value heads; its dbeta, dlog_decay and where
+    there is room dv are stored.
+
+    ADDED leaves fewer registers, and takes the values in two loops.
+    """
+    EXACT: tl.constexpr = PRECISION == "tf32x3"
+    o_i, o_r, i_k = tl.arange(0, BQ), tl.arange(0, BT), i_c * BC
+    rows, m_i, m_r = tokens * N_STEPS, o_i < tokens, o_r < tokens * N_STEPS
+    dtype = b_k.dtype
+    # Fetched before the loop, and looked at after it.
+    b_beta = row_scaling(scalings, i_slot, BETA, tl.full([BT], 1.0, tl.float32), o_r, BT, TIED)
+    b_reads = row_scaling(scalings, i_slot, READ, norm_q, o_i, BT, HAS_DECAY)
+    b_erases = row_scaling(scalings, i_slot, ERASE_ROW, norm_k, o_r, BT, HAS_DECAY)
+    b_writes = row_scaling(scalings, i_slot, WRITE, norm_k, o_r, BT, HAS_DECAY)
+    if HAS_DECAY:
+        b_chunk = tl.load(chunk_decay + i_slot)
+    if d_v is not None:
+        # While the registers are still free that the loop fills.
+        store_value_gradients(
+            p_x + i_own * BT * V, b_beta, d_v + (first * N_STEPS * HV + i_h) * V, rows, i_c,
+            HV, V, BT, BV, (K + BC - 1) // BC,
+        )  # fmt: skip
+    b_gp, b_gm, b_read, b_row, b_col, b_held = over_values(
+        v, states, errors, d_o, d_states, d_errors, first, rows, i_h, i_kept, i_own, o_i, m_i, i_k,
+        HV, K, V, N_STEPS, BT, BQ, BC, BV, HAS_DECAY, TIED, TMA, PRECISION, not ADDED,
+    )  # fmt: skip
+    # What is done with is stored first: registers are what holds this kernel back.
+    if HAS_DECAY:
+        p_s = scalings + i_slot * SCALINGS * BT
+        whole, rest, whole_q, rest_q = load_chunk_sums(p_s, o_r, o_i, N_STEPS, BT)
+        if not ADDED:
+            store_held(p_part, b_held, b_chunk, BT, PRECISION)
+    if TIED:
+        p_dbeta = d_beta + (first * N_STEPS + o_r) * HV + i_h
+        tl.store(p_dbeta, diagonal(b_gm), mask=m_r & (i_c == 0))
+    b_read *= b_reads[:, None]
+    if not ADDED:
+        b_col *= (b_writes * b_beta)[:, None]
+    b_key = norm_k * b_beta
+    b_factor = b_key[None, :]
+    if HAS_DECAY:
+        b_ratio = decay_ratio(whole_q[:, None], rest_q[:, None], whole[None, :], rest[None, :])
+        b_factor *= b_ratio
+    m_pair = o_r[None, :] // N_STEPS <= o_i[:, None]
+    b_gp = tl.where(m_pair, b_gp * norm_q[:, None] * b_factor, 0.0)
+    b_later_q, b_later_k = tl.zeros([BQ], tl.float32), tl.zeros([BT], tl.float32)
+    if HAS_DECAY and EXACT:
+        b_later_q = operand_products(b_q, b_read, PRECISION)
+    b_gp = b_gp.to(dtype)
+    b_read = tl.dot(b_gp, b_k, acc=b_read, input_precision=PRECISION)
+    b_inner = tl.dot(tl.trans(b_gp), b_q, input_precision=PRECISION)
+    if TIED:
+        m_before = o_r[:, None] > o_r[None, :]
+        if HAS_DECAY and N_STEPS > 1:
+            b_ratio = decay_ratio(whole[:, None], rest[:, None], whole[None, :], rest[None, :])
+            b_factor = b_key[None, :] * b_ratio
+        b_gm = tl.where(m_before, b_gm * (-b_key)[:, None] * b_factor, 0.0)
+        b_row *= -(b_erases * b_beta)[:, None]
+        if HAS_DECAY and EXACT:
+            b_later_k = operand_products(b_k, b_row, PRECISION)
+        b_gm = b_gm.to(dtype)
+        b_row = tl.dot(b_gm, b_k, acc=b_row, input_precision=PRECISION)
+        b_inner = tl.dot(tl.trans(b_gm), b_k, acc=b_inner, input_precision=PRECISION)
+    if HAS_DECAY:
+        if not EXACT:
+            b_later_q = operand_products(b_q, b_read, PRECISION)
+            b_later_k = operand_products(b_k, b_row - b_inner, PRECISION)
+        tl.store(p_part + QUERIES * BT + o_i, b_later_q)
+        tl.store(p_part + KEYS * BT + o_r, b_later_k)
+    b_row += b_inner
+    if ADDED:
+        b_read, b_row = b_dq + b_read, b_dk + b_row
+        b_col, b_held = written_over_values(
+            b_col, b_held, v, states, errors, d_states, first, rows, i_h, i_kept, i_own, i_k,
+            HV, K, V, N_STEPS, BT, BC, BV, HAS_DECAY, TIED, TMA, PRECISION,
+        )  # fmt: skip
+        b_col *= (b_writes * b_beta)[:, None]
+        if HAS_DECAY:
+            store_held(p_part, b_held, b_chunk, BT, PRECISION)
+    if HAS_DECAY:
+        tl.store(p_part + WRITES * BT + o_r, operand_products(b_k, b_col, PRECISION))
+    return b_read, b_col + b_row

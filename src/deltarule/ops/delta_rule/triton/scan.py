@@ -1,0 +1,363 @@
+"""The state from chunk to chunk, forwards with the outputs, and its gradient backwards.
+
+A program keeps BV rows of one head's state S [V, K] in registers and goes through the chunks of a
+sequence. What the rows of a chunk read, erase and write is scaled by decays: as four scalings of
+rows, or (COPIES: decay per channel, free erase) as scaled copies q', e', y' of q, k or a, k or b.
+
+    none   w = v
+    tied   F = v - S e'               E = F + N Diag(beta) F        w = beta E
+    free   F = S a' + L v             w = F + N F                   and v along k'
+    O = S q' + P w (+ P2 v)           S <- S Diag(chunk) + w y' (+ v k')
+
+Backwards, with D the gradient by the state at a chunk's end, Y that by w and X that by F / beta:
+
+    Y = P^T dO + D y'                 X = Y + N^T Diag(beta) Y
+    D <- D Diag(chunk) + dO q' - beta X e' (free: + X a')
+    dv = X, tied: beta X          free: dv = P2^T dO + D k' + L^T X
+
+Everything is computed transposed, so that every product takes its left operand from registers.
+
+SPLIT "starts" goes through one segment of a sequence, from the states that segments.py found for
+the segments' starts (backwards: from the gradients at their ends). "ends" is the pass before: no
+outputs, and segments start at zero, the first (backwards: the last) at the true state. Forwards,
+programs beyond those of V take the rows of the identity through a segment and write nothing to
+them, which gives the rows of A in S_end = S_start A + (S_end from zero).
+
+A SLAB of the chunks starts with the state (backwards: the gradient) that the slab beside it ended
+with; what it leaves of its chunks, it leaves in memory of its own.
+"""
+
+import triton
+import triton.language as tl
+
+from deltarule.ops.delta_rule.triton.tiles import (
+    BETA,
+    ERASE_ROW,
+    READ,
+    WRITE,
+    boundary_state,
+    load_copy,
+    load_decay,
+    load_keys,
+    load_scaling,
+    load_square,
+    load_tile,
+    state_tile,
+    store_ends,
+    store_final,
+)
+from deltarule.ops.runtime.places import place_of, slab_bounds, stretch
+
+# What the tokens of a chunk read, from the state before it and from each other, and its gradients.
+#
+# O = S q' + P w (+ P2 v)        computed transposed
+# Y = D y' + P^T dO              its gradient by w, with what the chunks that follow ask for
+# dv = D k' + P2^T dO + L^T X    with a free erase
+#
+# Where scores are None, P_ij = read_i (q_i . k_j) write_j, without decays, is taken here: that
+# costs less than to fetch it.
+
+
+@triton.jit
+def chunk_output(
+    b_s, b_w, b_v, b_q, b_y, scores, value_scores, readings, scale, i_slot, o_i, o_r,
+    BQ: tl.constexpr, BT: tl.constexpr, ERASE: tl.constexpr, COPIES: tl.constexpr,
+    SCALED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Rows of O from S and w, both rounded, and the tiles of q and v: [BV, BQ].
+
+    Where the scores are taken here, w is scaled by what scales its writing, and b_y holds k.
+    """
+    if scores is None:
+        b_p = raw_scores(b_y, b_q, o_r[:, None] <= o_i[None, :], PRECISION)
+    else:
+        b_p = tl.trans(load_square(scores, i_slot, o_i, o_r, BQ, BT, TMA))
+    b_o = tl.dot(b_s, tl.trans(b_q), input_precision=PRECISION)
+    if scores is None:
+        b_o = tl.dot(b_w, b_p, acc=b_o, input_precision=PRECISION)
+    if SCALED:
+        b_o *= load_scaling(readings, i_slot, READ, o_i, BT, TMA)
+    elif not COPIES:
+        b_o *= scale
+    if scores is not None:
+        b_o = tl.dot(b_w, b_p, acc=b_o, input_precision=PRECISION)
+    if ERASE == "free":
+        b_p = load_square(value_scores, i_slot, o_i, o_r, BQ, BT, TMA)
+        b_o = tl.dot(tl.trans(b_v), tl.trans(b_p), acc=b_o, input_precision=PRECISION)
+    return b_o
+
+
+@triton.jit
+def store_output(
+    o, b_o, i_t, i_h, i_v, o_i, o_v, m_i, m_v,
+    HV: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Write rows of O, held transposed, to o [tokens, HV, V]; TMA: by the copy engine."""
+    if TMA:
+        o.store([i_t.to(tl.int32), i_h * V + i_v * BV], tl.trans(b_o))
+    else:
+        p_o = o + (i_t * HV + i_h) * V + o_i[None, :] * (HV * V) + o_v[:, None]
+        tl.store(p_o, b_o, mask=m_i[None, :] & m_v)
+
+
+@triton.jit
+def written_gradients(
+    b_d, b_do, b_y, b_p, scores, readings, scalings, scale, i_slot, o_i, o_r,
+    BT: tl.constexpr, COPIES: tl.constexpr, SCALED: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dO as it meets q, scaled and rounded, [BV, BQ]; and Y [BV, BT], from D rounded."""
+    b_z = tl.trans(b_do)
+    if not COPIES:
+        b_read = scale
+        if SCALED:
+            b_read = load_scaling(readings, i_slot, READ, o_i, BT, TMA)
+        b_z = (b_z.to(tl.float32) * b_read).to(b_do.dtype)
+    b_x = tl.dot(b_d, tl.trans(b_y), input_precision=PRECISION)
+    if scores is None:
+        b_x = tl.dot(b_z, b_p, acc=b_x, input_precision=PRECISION)
+    if SCALED:
+        b_x *= load_scaling(scalings, i_slot, WRITE, o_r, BT, TMA)
+    if scores is not None:
+        b_x = tl.dot(tl.trans(b_do), b_p, acc=b_x, input_precision=PRECISION)
+    return b_z, b_x
+
+
+@triton.jit
+def value_gradients(
+    b_d, b_do, b_x, b_k, value_scores, from_values, i_slot, o_i, o_r, BQ: tl.constexpr,
+    BT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A free erase's dv [BV, BT], from D and X, both rounded, and rows b_k along which v goes."""
+    b_dv = tl.dot(b_d, tl.trans(b_k), input_precision=PRECISION)
+    b_p = load_square(value_scores, i_slot, o_i, o_r, BQ, BT, TMA)
+    b_dv = tl.dot(tl.trans(b_do), b_p, acc=b_dv, input_precision=PRECISION)
+    b_l = load_square(from_values, i_slot, o_r, o_r, BT, BT, TMA)
+    return tl.dot(b_x, b_l, acc=b_dv, input_precision=PRECISION)
+
+
+@triton.jit
+def raw_scores(b_x, b_y, mask, PRECISION: tl.constexpr):
+    """x_i . y_j where the mask is set, zeros elsewhere, rounded."""
+    b_p = tl.dot(b_x, tl.trans(b_y), input_precision=PRECISION)
+    return tl.where(mask, b_p, 0.0).to(b_x.dtype)
+
+
+@triton.jit
+def prediction_errors(
+    b_u, b_v, b_s, b_e, corrections, from_values, scalings, i_slot, o_r,
+    BT: tl.constexpr, ERASE: tl.constexpr, SCALED: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """E (free: w) of a chunk from its values, transposed in b_u, and the rows b_e; and beta."""
+    dtype = b_s.dtype
+    b_n = load_square(corrections, i_slot, o_r, o_r, BT, BT, TMA)
+    b_f = tl.dot(b_s, tl.trans(b_e), input_precision=PRECISION)
+    b_beta = 1.0
+    if ERASE == "free":
+        b_l = load_square(from_values, i_slot, o_r, o_r, BT, BT, TMA)
+        b_f = tl.dot(tl.trans(b_v), tl.trans(b_l), acc=b_f, input_precision=PRECISION)
+        b_low = b_f.to(dtype)
+    else:
+        if SCALED:
+            b_f *= load_scaling(scalings, i_slot, ERASE_ROW, o_r, BT, TMA)
+        b_f = b_u - b_f
+        b_beta = load_scaling(scalings, i_slot, BETA, o_r, BT, TMA)
+        b_low = (b_f * b_beta).to(dtype)
+    return tl.dot(b_low, tl.trans(b_n), acc=b_f, input_precision=PRECISION), b_beta
+
+
+@triton.jit(do_not_specialize=["T", "N", "per_segment", "slab", "per_slab"])
+def next_state_kernel(
+    q, k, v, erase, write, cu_seqlens, scores, value_scores, corrections, from_values,
+    scalings, readings, chunk_decay, initial_state, o, final_state, states, errors,
+    scale, T, N,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
+    CT: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    ERASE: tl.constexpr, DECAY: tl.constexpr, COPIES: tl.constexpr, SCALED: tl.constexpr,
+    PACKED: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr, TMA: tl.constexpr,
+    TMA_STORE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    per_segment=1, SPLIT: tl.constexpr = "none",
+    slab=None, per_slab=None, SLAB: tl.constexpr = "none",
+):  # fmt: skip
+    """states [M, HV, V, K] and errors [M, HV, BT, V] hold S at the chunks' starts, and E (w).
+
+    With COPIES q, k (free erase), erase and write are [M, HV, rows, K], and chunk_decay [M, HV, K].
+    """
+    OF_A: tl.constexpr = K if SPLIT == "ends" and ERASE != "none" else 0
+    i_v, i_h, i_s = place_of((V + BV - 1) // BV + (OF_A + BV - 1) // BV, HV)
+    i_n, start, length, i_m, place, last = stretch(
+        i_s, cu_seqlens, T, N, per_segment, CT, SPLIT, PACKED
+    )
+    if SPLIT == "ends":
+        # Tiles of A follow those of S; their values, which count as zero, are any that there are.
+        i_a = i_v - tl.cdiv(V, BV)
+        i_v = tl.where(i_a < 0, i_v, 0)
+        length = tl.where(last | ((i_a >= 0) & (place == 0)), 0, length)
+    o_i, o_r, o_k = tl.arange(0, BQ), tl.arange(0, BT), tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    m_v = (o_v < V)[:, None]
+    m_s = m_v & (o_k < K)[None, :]
+    WHOLE_K: tl.constexpr = K == BK
+    WHOLE_V: tl.constexpr = V % BV == 0
+    b_s = boundary_state(initial_state, i_s, i_n, i_h, o_v, o_k, place == 0, HV, K, V, SPLIT)
+    b_through = tl.full([1, BK], 1.0, tl.float32)
+    if SPLIT == "ends" and ERASE != "none":
+        b_s = tl.where(i_a * BV + tl.arange(0, BV)[:, None] == o_k[None, :], 1.0, b_s)
+    i_key = i_h // (HV // H)
+    low, high, number = slab_bounds(i_s, i_m, tl.cdiv(length, CT), slab, per_slab, SLAB)
+    for i_c in tl.range(low, high, num_stages=STAGES):
+        i_t = start + i_c * CT
+        tokens = tl.minimum(length - i_c * CT, CT)
+        m_i, m_r = o_i < tokens, o_r < tokens * N_STEPS
+        i_slot, i_own = (i_m + i_c) * HV + i_h, (number + i_c) * HV + i_h
+        b_y = load_keys(
+            k, write, i_t * N_STEPS, i_slot, i_key, o_r, m_r, o_k, BT, H, K, COPIES, TMA
+        )  # fmt: skip
+        b_v = load_tile(v, i_t * N_STEPS, i_h, i_v * BV, o_r, m_r, o_v, HV, V, WHOLE_V, TMA)
+        dtype = b_v.dtype
+        b_low = b_s.to(dtype)
+        if SAVE:
+            tl.store(state_tile(states, i_own, 0, o_v, o_k, 1, K, V), b_low, mask=m_s)
+        if SPLIT == "ends" and ERASE == "free":
+            b_v = tl.where(i_a < 0, b_v, 0.0)
+        b_f = tl.trans(b_v).to(tl.float32)
+        if SPLIT == "ends" and ERASE == "tied":
+            b_f = tl.where(i_a < 0, b_f, 0.0)
+        if ERASE != "none":
+            b_e = b_y
+            if COPIES:
+                b_e = load_copy(erase, i_slot, o_r, o_k, BT, K, WHOLE_K, TMA)
+            b_f, b_beta = prediction_errors(
+                b_f, b_v, b_low, b_e, corrections, from_values, scalings, i_slot, o_r,
+                BT, ERASE, SCALED, TMA, PRECISION,
+            )  # fmt: skip
+            if SAVE:
+                p_e = errors + (i_own * BT + o_r[None, :]) * V + o_v[:, None]
+                tl.store(p_e, b_f.to(dtype), mask=m_v)
+            if ERASE == "tied":
+                b_f *= b_beta
+        b_w = b_f.to(dtype)
+        b_write = b_w
+        if SCALED:
+            b_write = (b_f * load_scaling(scalings, i_slot, WRITE, o_r, BT, TMA)).to(dtype)
+        if OUTPUT:
+            b_q = load_keys(q, q, i_t, i_slot, i_key, o_i, m_i, o_k, BQ, H, K, COPIES, TMA)
+            if scores is None:
+                b_w = b_write
+            b_o = chunk_output(
+                b_low, b_w, b_v, b_q, b_y, scores, value_scores, readings, scale, i_slot, o_i, o_r,
+                BQ, BT, ERASE, COPIES, SCALED, TMA, PRECISION,
+            )  # fmt: skip
+            store_output(o, b_o.to(dtype), i_t, i_h, i_v, o_i, o_v, m_i, m_v, HV, V, BV, TMA_STORE)
+        if DECAY != "none":
+            b_decay = load_decay(chunk_decay, i_slot, o_k, K, DECAY)
+            b_s *= b_decay
+            if SPLIT == "ends" and ERASE == "none":
+                b_through *= b_decay
+        b_s = tl.dot(b_write, b_y, acc=b_s, input_precision=PRECISION)
+        if ERASE == "free":
+            b_y = load_copy(k, i_slot, o_r, o_k, BT, K, WHOLE_K, TMA)
+            b_s = tl.dot(tl.trans(b_v), b_y, acc=b_s, input_precision=PRECISION)
+    if SPLIT == "ends":
+        store_ends(final_state, i_s, i_h, i_v, i_a, o_k, b_s, b_through, K, V, HV, BV, ERASE)
+    else:
+        store_final(final_state, i_s, i_n, i_h, o_v, o_k, last, b_s, K, V, HV, SLAB)
+
+
+@triton.jit(do_not_specialize=["T", "N", "per_segment", "slab", "per_slab"])
+def next_state_backward_kernel(
+    q, k, erase, write, cu_seqlens, scores, value_scores, corrections, from_values,
+    scalings, readings, chunk_decay, d_o, d_final, d_initial, d_states, d_errors, d_values, d_v,
+    scale, T, N,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
+    CT: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    ERASE: tl.constexpr, DECAY: tl.constexpr, COPIES: tl.constexpr, SCALED: tl.constexpr,
+    PACKED: tl.constexpr, TMA: tl.constexpr, TMA_STORE: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, per_segment=1, SPLIT: tl.constexpr = "none",
+    slab=None, per_slab=None, SLAB: tl.constexpr = "none",
+):  # fmt: skip
+    """d_states [M, HV, V, K] and d_errors [M, HV, BT, V] hold D at the chunks' ends, and X.
+
+    d_v takes the gradient by v; with a free erase d_values [M, HV, BT, V] does. Nothing is stored
+    where there is no room for it.
+    """
+    i_v, i_h, i_s = place_of((V + BV - 1) // BV, HV)
+    i_n, start, length, i_m, place, last = stretch(
+        i_s, cu_seqlens, T, N, per_segment, CT, SPLIT, PACKED
+    )
+    if SPLIT == "ends":
+        length = tl.where(place == 0, 0, length)
+    o_i, o_r, o_k = tl.arange(0, BQ), tl.arange(0, BT), tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    m_v = (o_v < V)[:, None]
+    m_s = m_v & (o_k < K)[None, :]
+    WHOLE_K: tl.constexpr = K == BK
+    WHOLE_V: tl.constexpr = V % BV == 0
+    b_d = boundary_state(d_final, i_s, i_n, i_h, o_v, o_k, last, HV, K, V, SPLIT)
+    i_key = i_h // (HV // H)
+    low, high, number = slab_bounds(i_s, i_m, tl.cdiv(length, CT), slab, per_slab, SLAB)
+    for i_back in tl.range(0, high - low, num_stages=STAGES):
+        i_c = high - 1 - i_back
+        i_t = start + i_c * CT
+        tokens = tl.minimum(length - i_c * CT, CT)
+        m_i, m_r = o_i < tokens, o_r < tokens * N_STEPS
+        i_slot, i_own = (i_m + i_c) * HV + i_h, (number + i_c) * HV + i_h
+        p_x = (i_own * BT + o_r[None, :]) * V + o_v[:, None]
+        b_q = load_keys(q, q, i_t, i_slot, i_key, o_i, m_i, o_k, BQ, H, K, COPIES, TMA)
+        b_y = load_keys(
+            k, write, i_t * N_STEPS, i_slot, i_key, o_r, m_r, o_k, BT, H, K, COPIES, TMA
+        )  # fmt: skip
+        b_do = load_tile(d_o, i_t, i_h, i_v * BV, o_i, m_i, o_v, HV, V, WHOLE_V, TMA)
+        if scores is None:
+            b_p = raw_scores(b_q, b_y, o_i[:, None] >= o_r[None, :], PRECISION)
+        else:
+            b_p = load_square(scores, i_slot, o_i, o_r, BQ, BT, TMA)
+        dtype = b_do.dtype
+        b_low = b_d.to(dtype)
+        if d_states is not None:
+            tl.store(state_tile(d_states, i_own, 0, o_v, o_k, 1, K, V), b_low, mask=m_s)
+        b_z, b_x = written_gradients(
+            b_low, b_do, b_y, b_p, scores, readings, scalings, scale, i_slot, o_i, o_r,
+            BT, COPIES, SCALED, TMA, PRECISION,
+        )  # fmt: skip
+        if ERASE != "none":
+            b_n = load_square(corrections, i_slot, o_r, o_r, BT, BT, TMA)
+            b_e = b_y
+            if COPIES:
+                b_e = load_copy(erase, i_slot, o_r, o_k, BT, K, WHOLE_K, TMA)
+            b_low_x = b_x.to(dtype)
+            if ERASE == "tied":
+                b_beta = load_scaling(scalings, i_slot, BETA, o_r, BT, TMA)
+                b_low_x = (b_x * b_beta).to(dtype)
+            b_x = tl.dot(b_low_x, b_n, acc=b_x, input_precision=PRECISION)
+        if d_errors is not None:
+            tl.store(d_errors + p_x, b_x.to(dtype), mask=m_v)
+        if ERASE == "tied":
+            b_x *= b_beta
+        if d_v is not None:
+            row, b_dv = i_t * N_STEPS, b_x.to(dtype)
+            store_output(d_v, b_dv, row, i_h, i_v, o_r, o_v, m_r, m_v, HV, V, BV, TMA_STORE)
+        if d_values is not None:
+            b_k = load_copy(k, i_slot, o_r, o_k, BT, K, WHOLE_K, TMA)
+            b_dv = value_gradients(
+                b_low, b_do, b_x.to(dtype), b_k, value_scores, from_values, i_slot, o_i, o_r,
+                BQ, BT, TMA, PRECISION,
+            )  # fmt: skip
+            tl.store(d_values + p_x, b_dv.to(dtype), mask=m_v)
+        if DECAY != "none":
+            b_d *= load_decay(chunk_decay, i_slot, o_k, K, DECAY)
+        b_d = tl.dot(b_z, b_q, acc=b_d, input_precision=PRECISION)
+        if ERASE == "tied":
+            b_x = -b_x
+            if SCALED:
+                b_x *= load_scaling(scalings, i_slot, ERASE_ROW, o_r, BT, TMA)
+        if ERASE != "none":
+            b_d = tl.dot(b_x.to(dtype), b_e, acc=b_d, input_precision=PRECISION)
+    if SPLIT == "ends":
+        i_n, place = i_s, 0
+    if SLAB != "none":
+        # Before the first of its chunks a stretch is not at its start.
+        i_n, place = tl.where(slab > 0, i_s, i_n), tl.where(slab > 0, 0, place)
+    m_s = (o_v < tl.where(place == 0, V, 0))[:, None] & (o_k < K)[None, :]
+    tl.store(state_tile(d_initial, i_n, i_h, o_v, o_k, HV, K, V), b_d, mask=m_s)

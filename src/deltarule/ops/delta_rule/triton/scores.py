@@ -1,0 +1,153 @@
+"""What the rows of a chunk are to each other, all chunks at once; decay none or one per head.
+
+    P_ij = scale * decay(j, i] q_i . k_j        for the rows j up to token i's last
+    M_ij = decay(j, i] k_i . k_j                for the rows j before i, and of M the correction N
+
+from the sums of decays that head_sums.py left; and, so that the kernels which follow the chunks
+need neither gates nor norms, the scalings of rows
+
+    read_i = scale decay[0, i] / |q_i|      erase_i = decay[0, i] / |k_i|
+    write_j = decay(j, end] / |k_j|
+
+(1 / |x| with `normalize_qk` only), beta, and the decay of the whole chunk. P is left out (scores
+None) where the kernels that follow take it. A program takes one chunk of one value head; that it
+takes the products of its key head again costs less than keeping them for the next.
+"""
+
+import triton
+import triton.language as tl
+
+from deltarule.ops.delta_rule.triton.inverse import correction
+from deltarule.ops.delta_rule.triton.tiles import (
+    BETA,
+    ERASE_ROW,
+    READ,
+    REST,
+    SCALINGS,
+    WHOLE,
+    WRITE,
+    decay_ratio,
+    decay_sums,
+    load_tile,
+)
+from deltarule.ops.runtime.places import chunk_place
+from deltarule.ops.runtime.unit_norm import inverse_norm
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def head_sums_kernel(
+    log_decay, cu_seqlens, scalings, T, N, s_decay_b, s_decay_t, s_decay_h,
+    HV: tl.constexpr, N_STEPS: tl.constexpr, CT: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """Two rows of scalings [M, HV, SCALINGS, BT], of one chunk and BH heads.
+
+    Of the rows of a token the first decays.
+    """
+    i_m, o_h = tl.program_id(0), tl.program_id(1) * BH + tl.arange(0, BH)
+    first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
+    if tokens <= 0:
+        return
+    o_r = tl.arange(0, BT)
+    m_r = (o_r < tl.minimum(tokens, CT) * N_STEPS) & (o_r % N_STEPS == 0)
+    m_h = (o_h < HV)[None, :]
+    p_g = log_decay + (first // T) * s_decay_b + (first % T + o_r // N_STEPS)[:, None] * s_decay_t
+    b_g = tl.load(p_g + o_h[None, :] * s_decay_h, mask=m_r[:, None] & m_h, other=0.0)
+    whole, rest = decay_sums(b_g.to(tl.float32))
+    p_s = scalings + (i_m.to(tl.int64) * HV + o_h)[None, :] * SCALINGS * BT + o_r[:, None]
+    tl.store(p_s + WHOLE * BT, whole, mask=m_h)
+    tl.store(p_s + REST * BT, rest, mask=m_h)
+
+
+@triton.jit
+def load_decay_sums(p_s, o_r, BT: tl.constexpr):
+    """(whole, rest) up to rows o_r of the chunk whose scalings lie at p_s."""
+    return tl.load(p_s + WHOLE * BT + o_r), tl.load(p_s + REST * BT + o_r)
+
+
+@triton.jit
+def load_chunk_sums(p_s, o_r, o_i, N_STEPS: tl.constexpr, BT: tl.constexpr):
+    """(whole, rest) up to rows o_r, and up to tokens o_i, or to the chunk's end if that is less."""
+    whole, rest = load_decay_sums(p_s, o_r, BT)
+    whole_q, rest_q = whole, rest
+    if N_STEPS > 1:
+        whole_q, rest_q = load_decay_sums(p_s, tl.minimum(o_i * N_STEPS, BT - 1), BT)
+    return whole, rest, whole_q, rest_q
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def pair_scores_kernel(
+    q, k, beta, cu_seqlens, scores, corrections, scalings, chunk_decay,
+    scale, T, N, s_beta_b, s_beta_t, s_beta_h,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, N_STEPS: tl.constexpr,
+    CT: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+    HAS_DECAY: tl.constexpr, TIED: tl.constexpr, UNIT_NORM: tl.constexpr, PACKED: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """scores [M, HV, BQ, BT], corrections [M, HV, BT, BT], scalings [M, HV, SCALINGS, BT]."""
+    i_m, i_h = tl.program_id(0), tl.program_id(1)
+    i_key = i_h // (HV // H)
+    first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
+    if tokens <= 0:
+        return
+    tokens = tl.minimum(tokens, CT)
+    o_i, o_r, o_k = tl.arange(0, BQ), tl.arange(0, BT), tl.arange(0, BK)
+    m_i, m_r = o_i < tokens, o_r < tokens * N_STEPS
+    i_slot = i_m.to(tl.int64) * HV + i_h
+    p_s = scalings
+    if TIED or HAS_DECAY or UNIT_NORM:
+        p_s += i_slot * SCALINGS * BT
+    # Fetched before the tiles, so that the program waits for both at once; those of several steps
+    # would take more registers than there are.
+    if HAS_DECAY and N_STEPS == 1:
+        whole, rest, whole_q, rest_q = load_chunk_sums(p_s, o_r, o_i, N_STEPS, BT)
+    b_k = load_tile(k, first * N_STEPS, i_key, 0, o_r, m_r, o_k, H, K, K == BK, TMA)
+    if scores is not None or UNIT_NORM:
+        b_q = load_tile(q, first, i_key, 0, o_i, m_i, o_k, H, K, K == BK, TMA)
+    b_read = tl.where(m_i, scale, 0.0)
+    b_key = tl.where(m_r, 1.0, 0.0)
+    if UNIT_NORM:
+        b_read *= inverse_norm(b_q)
+        b_key *= inverse_norm(b_k)
+    if scores is not None:
+        b_p = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+        if UNIT_NORM:
+            b_p *= b_read[:, None] * b_key[None, :]
+        else:
+            b_p *= scale
+        if HAS_DECAY:
+            if N_STEPS > 1:
+                whole, rest, whole_q, rest_q = load_chunk_sums(p_s, o_r, o_i, N_STEPS, BT)
+            b_ratio = decay_ratio(whole_q[:, None], rest_q[:, None], whole[None, :], rest[None, :])
+            b_p *= b_ratio
+        b_p = tl.where(o_r[None, :] // N_STEPS <= o_i[:, None], b_p, 0.0)
+        p_p = scores + i_slot * BQ * BT + o_i[:, None] * BT + o_r[None, :]
+        tl.store(p_p, b_p.to(scores.dtype.element_ty))
+    if TIED:
+        p_beta = beta + (first // T) * s_beta_b + i_h * s_beta_h
+        p_beta += (first % T * N_STEPS + o_r) * s_beta_t
+        b_beta = tl.load(p_beta, mask=m_r, other=0.0).to(tl.float32)
+        tl.store(p_s + BETA * BT + o_r, b_beta)
+        b_m = -tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
+        if UNIT_NORM:
+            b_m *= b_key[:, None] * b_key[None, :]
+        if HAS_DECAY:
+            if N_STEPS > 1:
+                b_ratio = decay_ratio(whole[:, None], rest[:, None], whole[None, :], rest[None, :])
+            b_m *= b_ratio
+        b_m = tl.where(o_r[:, None] > o_r[None, :], b_m, 0.0)
+        b_n = correction(b_m, b_beta, BT, PRECISION)
+        p_n = corrections + i_slot * BT * BT + o_r[:, None] * BT + o_r[None, :]
+        tl.store(p_n, b_n.to(corrections.dtype.element_ty))
+    if HAS_DECAY:
+        whole_end, rest_end = load_decay_sums(p_s, BT - 1, BT)
+        tl.store(chunk_decay + i_slot, tl.exp2(whole_end + rest_end))
+        b_read *= tl.exp2(whole_q + rest_q)
+        b_write = b_key * decay_ratio(whole_end, rest_end, whole, rest)
+        b_key *= tl.exp2(whole + rest)
+        tl.store(p_s + WRITE * BT + o_r, b_write)
+    elif UNIT_NORM:
+        tl.store(p_s + WRITE * BT + o_r, b_key)
+    if HAS_DECAY or UNIT_NORM:
+        tl.store(p_s + READ * BT + o_i, b_read)
+        tl.store(p_s + ERASE_ROW * BT + o_r, b_key)

@@ -1,0 +1,129 @@
+"""The states at the starts of the segments that a long sequence is split into.
+
+scan.py takes every segment from a zero state to its end, the first from the true state, and
+gives the transitions A of the segments:
+
+    S_start of the next = S_start A + (S_end from zero)
+
+Backwards D_end of the segment before = D_end A^T + (D_start from zero), from the last segment on.
+A program keeps BV rows of one head's state and goes through the segments of a sequence.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.triton.plan import Plan
+from deltarule.ops.delta_rule.triton.tiles import state_tile
+from deltarule.ops.runtime.launch import Launch
+from deltarule.ops.runtime.places import first_chunk, place_of, sequence_bounds
+
+# The transitions of two segments, in float32, fit beside each other on every architecture.
+CONFIG = {"BV": 16, "num_warps": 8, "num_stages": 2}
+
+
+@triton.jit(do_not_specialize=["T", "per_segment"])
+def segment_starts_kernel(
+    boundary, ends, transitions, starts, cu_seqlens, T, per_segment,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, CT: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, DIAGONAL: tl.constexpr, REVERSED: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """starts [slots, HV, V, K] from boundary [N, HV, V, K] and ends [slots, HV, ROWS, K].
+
+    REVERSED ends have V rows. The transitions are rows V to ROWS of a tensor [slots, HV, ROWS, K].
+    """
+    i_v, i_h, i_n = place_of((V + BV - 1) // BV, HV)
+    start, length = sequence_bounds(cu_seqlens, i_n, T, PACKED)
+    size = per_segment * CT
+    i_s = first_chunk(start, i_n, T, size, PACKED)
+    count = tl.maximum(tl.cdiv(length, size), 1)
+    step = 1
+    END_ROWS: tl.constexpr = V if REVERSED else ROWS
+    if REVERSED:
+        i_s += count - 1
+        step = -1
+    o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+    m_k, m_s = o_k < K, (o_v < V)[:, None] & (o_k < K)[None, :]
+    b_s = tl.zeros([BV, BK], tl.float32)
+    if boundary is not None:
+        b_s = tl.load(state_tile(boundary, i_n, i_h, o_v, o_k, HV, K, V), mask=m_s, other=0.0)
+    tl.store(state_tile(starts, i_s, i_h, o_v, o_k, HV, K, V), b_s, mask=m_s)
+    m_more = m_s & (o_v < tl.where(count > 1, V, 0))[:, None]
+    # The first one's end comes from the true state.
+    p_end = state_tile(ends, i_s, i_h, o_v, o_k, HV, K, END_ROWS)
+    b_s = tl.load(p_end, mask=m_more, other=0.0)
+    p_s = state_tile(starts, i_s + step, i_h, o_v, o_k, HV, K, V)
+    tl.store(p_s, b_s, mask=m_more)
+    for i in range(1, count - 1):
+        i_from = i_s + i * step
+        p_end = state_tile(ends, i_from, i_h, o_v, o_k, HV, K, END_ROWS)
+        b_end = tl.load(p_end, mask=m_s, other=0.0)
+        if DIAGONAL:
+            p_a = state_tile(transitions, i_from, i_h, V + tl.arange(0, 1), o_k, HV, K, ROWS)
+            b_s = b_s * tl.load(p_a, mask=m_k[None, :], other=0.0) + b_end
+        else:
+            p_a = state_tile(transitions, i_from, i_h, V + o_k, o_k, HV, K, ROWS)
+            b_a = tl.load(p_a, mask=m_k[:, None] & m_k[None, :], other=0.0)
+            if REVERSED:
+                b_a = tl.trans(b_a)
+            b_s = tl.dot(b_s, b_a, acc=b_end, input_precision="tf32x3")
+        p_s = state_tile(starts, i_from + step, i_h, o_v, o_k, HV, K, V)
+        tl.store(p_s, b_s, mask=m_s)
+
+
+def ends_configuration(config: dict[str, int]) -> dict[str, int]:
+    """Of the pass that finds the segments' ends, from that of the next: tiles half as large.
+
+    Without outputs they need so little that several programs share a multiprocessor, and one
+    computes while another waits; that takes the place of a pipeline stage.
+    """
+    if config["BV"] < 128:
+        return config
+    halves = {name: config[name] // 2 for name in ("BV", "num_warps")}
+    return config | halves | {"STAGES": max(config["STAGES"] - 1, 1)}
+
+
+def segment_count(inputs: Inputs, plan: Plan) -> int:
+    """Numbers of segments, given as those of chunks are."""
+    (batch, tokens), size = inputs.q.shape[:2], plan.per_segment * plan.sizes["CT"]
+    if inputs.cu_seqlens is None:
+        return batch * ((tokens + size - 1) // size)
+    return tokens // size + inputs.sequences
+
+
+def transitions_shape(inputs: Inputs, plan: Plan, erase: str) -> tuple[int, ...]:
+    """Of the segments' ends: V rows of S, then the rows of A (without an erase: its diagonal)."""
+    _, heads, value_size, key_size = inputs.state_shape
+    rows = value_size + (1 if erase == "none" else key_size)
+    return segment_count(inputs, plan), heads, rows, key_size
+
+
+def segment_starts(
+    inputs: Inputs, plan: Plan, boundary: Tensor | None, ends: Tensor, transitions: Tensor,
+    backwards: bool,
+) -> Tensor:  # fmt: skip
+    """The states at the segments' starts (backwards: the gradients at their ends).
+
+    `boundary` is the initial state, or the gradient by the final one; `ends` and `transitions` are
+    what the kernel of scan.py leaves with SPLIT "ends".
+    """
+    sequences, heads, value_size, key_size = inputs.state_shape
+    diagonal = inputs.beta is None and inputs.a is None
+    shape = ends.shape[0], heads, value_size, key_size
+    starts = plan.empty(shape, torch.float32, ends.device)
+    kernel = plan.once(starts_launch, inputs, transitions.shape[2], diagonal, backwards)
+    kernel(
+        (-(-value_size // CONFIG["BV"]) * heads * sequences, 1, 1),
+        boundary, ends, transitions, starts, inputs.cu_seqlens, inputs.q.shape[1], plan.per_segment,
+    )  # fmt: skip
+    return starts
+
+
+def starts_launch(inputs: Inputs, plan: Plan, rows: int, diagonal: bool, backwards: bool) -> Launch:
+    """The kernel with its constants."""
+    sizes = {name: plan.sizes[name] for name in ("HV", "K", "V", "CT", "BK")}
+    flags = {"DIAGONAL": diagonal, "REVERSED": backwards, "PACKED": inputs.cu_seqlens is not None}
+    return Launch(segment_starts_kernel, {**sizes, **flags, **CONFIG, "ROWS": rows})

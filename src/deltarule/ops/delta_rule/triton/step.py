@@ -1,0 +1,163 @@
+"""A few tokens for each of many states, each state read once and written once.
+
+    S <- S Diag(decay_t)        S <- S + beta_j (v_j - S k_j) k_j^T        o_t = scale * S q_t
+
+or, with a free erase, S <- S Diag(decay_t) + (S a_t) b_t^T + v_t k_t^T. A program keeps BV rows of
+one head's state in registers while it goes through the tokens, so that the time is that of moving
+the state: 2 * HV * V * K * 4 bytes for each batch row. Gates may come as logits:
+
+    log_decay = -exp(A_log) * softplus(logits + dt_bias)        beta = beta_max * sigmoid(logits)
+"""
+
+from functools import lru_cache
+from itertools import chain
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltarule.ops.delta_rule.gate_maps import NO_MAPS, GateMaps
+from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.fused.gates_triton import softplus
+from deltarule.ops.runtime.launch import Launch
+from deltarule.ops.runtime.places import place_of
+from deltarule.ops.runtime.unit_norm import EPSILON
+
+# Rows of the state in a program: the fastest of 8, 16 and 32 from 1 to 32 batch rows on an H200.
+ROWS = 8
+
+
+@triton.jit
+def decay_of(log_decay, o_g, mask, A_log, i_h, dt_bias, o_bias, LOGITS: tl.constexpr):
+    """exp(log_decay) of one token: a number, or one for each channel."""
+    b_g = tl.load(log_decay + o_g, mask=mask, other=0.0).to(tl.float32)
+    if LOGITS:
+        b_bias = tl.load(dt_bias + o_bias, mask=mask, other=0.0).to(tl.float32)
+        b_dt, _ = softplus(b_g + b_bias)
+        b_g = -tl.exp(tl.load(A_log + i_h).to(tl.float32)) * b_dt
+    return tl.exp(b_g)
+
+
+# A single token is worth a kernel of its own; an index is not.
+@triton.jit(do_not_specialize=["null_index"])
+def recurrent_step_kernel(
+    q, k, v, beta, a, b, log_decay, A_log, dt_bias, state, state_indices, o,
+    scale, beta_max, null_index, T,
+    s_q_b, s_q_t, s_q_h, s_k_b, s_k_t, s_k_h, s_v_b, s_v_t, s_v_h,
+    s_beta_b, s_beta_t, s_beta_h, s_a_b, s_a_t, s_a_h, s_b_b, s_b_t, s_b_h,
+    s_decay_b, s_decay_t, s_decay_h, s_state_n, s_state_h, s_state_v,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
+    DECAY: tl.constexpr, ERASE: tl.constexpr, UNIT_NORM: tl.constexpr, INDEXED: tl.constexpr,
+    DECAY_LOGITS: tl.constexpr, BETA_LOGITS: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """One block of rows of one head of one batch row; s_x_b, s_x_t, s_x_h are strides of x."""
+    i_v, i_h, i_b = place_of((V + BV - 1) // BV, HV)
+    i_b = i_b.to(tl.int64)
+    i_key = i_h // (HV // H)
+    o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
+    m_k, m_v = o_k < K, o_v < V
+    p_o = o + (i_b * T * HV + i_h) * V + o_v
+    slot = i_b
+    if INDEXED:
+        slot = tl.load(state_indices + i_b).to(tl.int64)
+        if slot == null_index:
+            for t in range(T):
+                tl.store(p_o + t * HV * V, tl.zeros([BV], o.dtype.element_ty), mask=m_v)
+            return
+    p_s = state + slot * s_state_n + i_h * s_state_h + o_v[:, None] * s_state_v + o_k[None, :]
+    m_s = m_v[:, None] & m_k[None, :]
+    b_s = tl.load(p_s, mask=m_s, other=0.0).to(tl.float32)
+    q += i_b * s_q_b + i_key * s_q_h
+    k += i_b * s_k_b + i_key * s_k_h
+    v += i_b * s_v_b + i_h * s_v_h
+    for t in range(T):
+        b_q = tl.load(q + t * s_q_t + o_k, mask=m_k, other=0.0).to(tl.float32)
+        if UNIT_NORM:
+            b_q *= tl.rsqrt(tl.sum(b_q * b_q) + EPSILON)
+        # The free erase reads the state before its decay.
+        if ERASE == "free":
+            b_a = tl.load(a + i_b * s_a_b + t * s_a_t + i_h * s_a_h + o_k, mask=m_k, other=0.0)
+            b_b = tl.load(b + i_b * s_b_b + t * s_b_t + i_h * s_b_h + o_k, mask=m_k, other=0.0)
+            b_read = tl.sum(b_s * b_a.to(tl.float32)[None, :], axis=1)
+        o_g = i_b * s_decay_b + t * s_decay_t + i_h * s_decay_h
+        if DECAY == "head":
+            b_s *= decay_of(log_decay, o_g, True, A_log, i_h, dt_bias, i_h, DECAY_LOGITS)
+        if DECAY == "channel":
+            o_c = i_h * K + o_k
+            b_decay = decay_of(log_decay, o_g + o_k, m_k, A_log, i_h, dt_bias, o_c, DECAY_LOGITS)
+            b_s *= b_decay[None, :]
+        if ERASE == "free":
+            b_s += b_read[:, None] * b_b.to(tl.float32)[None, :]
+        for j in tl.static_range(N_STEPS):
+            row = t * N_STEPS + j
+            b_k = tl.load(k + row * s_k_t + o_k, mask=m_k, other=0.0).to(tl.float32)
+            if UNIT_NORM:
+                b_k *= tl.rsqrt(tl.sum(b_k * b_k) + EPSILON)
+            b_w = tl.load(v + row * s_v_t + o_v, mask=m_v, other=0.0).to(tl.float32)
+            if ERASE == "tied":
+                b_beta = tl.load(beta + i_b * s_beta_b + row * s_beta_t + i_h * s_beta_h)
+                b_beta = b_beta.to(tl.float32)
+                if BETA_LOGITS:
+                    b_beta = beta_max * tl.sigmoid(b_beta)
+                b_w = b_beta * (b_w - tl.sum(b_s * b_k[None, :], axis=1))
+            b_s += b_w[:, None] * b_k[None, :]
+        b_o = tl.sum(b_s * b_q[None, :], axis=1) * scale
+        tl.store(p_o + t * HV * V, b_o.to(o.dtype.element_ty), mask=m_v)
+    tl.store(p_s, b_s.to(state.dtype.element_ty), mask=m_s)
+
+
+def recurrent_step(
+    inputs: Inputs,
+    state: Tensor,
+    state_indices: Tensor | None,
+    null_index: int,
+    maps: GateMaps = NO_MAPS,
+) -> Tensor:
+    """Row i reads and writes state[state_indices[i]]; rows with null_index give zeros."""
+    batch, tokens, value_heads, value_size = inputs.output_shape
+    q, k, v, a, b = (_adjacent(x) for x in (inputs.q, inputs.k, inputs.v, inputs.a, inputs.b))
+    log_decay = _adjacent(inputs.log_decay) if inputs.decay == "channel" else inputs.log_decay
+    o = torch.empty(inputs.output_shape, dtype=inputs.v.dtype, device=inputs.v.device)
+    streams = (q, k, v, inputs.beta, a, b, log_decay)
+    A_log, dt_bias = (None if x is None else x.contiguous() for x in maps[:2])
+    beta_max = 1.0 if maps.beta_max is None else maps.beta_max
+    kernel = step_launch(
+        inputs.q.device, *inputs.q.shape[2:], value_heads, value_size, inputs.n_steps, inputs.decay,
+        inputs.erase, inputs.normalize_qk, state_indices is not None, A_log is not None,
+        maps.beta_max is not None, num_warps(state.dtype),
+    )  # fmt: skip
+    kernel(
+        (-(-value_size // ROWS) * value_heads * batch, 1, 1), *streams, A_log, dt_bias,
+        state, state_indices, o, inputs.scale, beta_max, null_index, tokens,
+        *chain.from_iterable((0, 0, 0) if x is None else x.stride()[:3] for x in streams),
+        *state.stride()[:3],
+    )  # fmt: skip
+    return o
+
+
+@lru_cache(maxsize=256)
+def step_launch(
+    device: torch.device, heads: int, key_size: int, value_heads: int, value_size: int,
+    n_steps: int, decay: str, erase: str, unit_norm: bool, indexed: bool,
+    decay_logits: bool, beta_logits: bool, num_warps: int,
+) -> Launch:  # fmt: skip
+    """The kernel with its constants: one for all calls on a device that share them."""
+    constants = {
+        "H": heads, "HV": value_heads, "K": key_size, "V": value_size, "N_STEPS": n_steps,
+        "DECAY": decay, "ERASE": erase, "UNIT_NORM": unit_norm, "INDEXED": indexed,
+        "DECAY_LOGITS": decay_logits, "BETA_LOGITS": beta_logits,
+        "BK": triton.next_power_of_2(key_size), "BV": ROWS, "num_warps": num_warps, "num_stages": 1,
+    }  # fmt: skip
+    return Launch(recurrent_step_kernel, constants)
+
+
+def num_warps(state_dtype: torch.dtype) -> int:
+    """Half as many warps for half as many bytes."""
+    return 1 if state_dtype.itemsize == 2 else 2
+
+
+def _adjacent(x: Tensor | None) -> Tensor | None:
+    """The tensor, or a copy in which the channels of a row follow each other."""
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,320 @@
+"""Tiles of what the kernels from chunk to chunk read and write: device functions."""
+
+import triton
+import triton.language as tl
+
+from deltarule.ops.runtime.unit_norm import EPSILON
+
+# Rows of the scalings [M, HV, SCALINGS, BT] of a chunk; the last two are the sums of its decays.
+READ, ERASE_ROW, WRITE, BETA = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+WHOLE, REST, SCALINGS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
+
+
+@triton.jit
+def state_tile(x, i_n, i_h, o_v, o_k, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
+    """Addresses of the rows o_v of one head's state in x [N, HV, V, K]."""
+    return x + ((i_n.to(tl.int64) * HV + i_h) * V + o_v[:, None]) * K + o_k[None, :]
+
+
+@triton.jit
+def load_state(
+    x, i_slot, i_v, i_k, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """Rows from i_v and channels from i_k on of a chunk's state; zeros outside.
+
+    x is [slots, V, K], or with TMA a descriptor of [slots * V, K], and then the tile is full.
+    """
+    if TMA:
+        b_x = x.load([(i_slot * V).to(tl.int32) + i_v, i_k])
+    else:
+        o_v, o_k = i_v + tl.arange(0, BV), i_k + tl.arange(0, BC)
+        p_x = state_tile(x, i_slot, 0, o_v, o_k, 1, K, V)
+        if K % BC == 0 and V % BV == 0:
+            b_x = tl.load(p_x)
+        else:
+            b_x = tl.load(p_x, mask=(o_v < V)[:, None] & (o_k < K)[None, :], other=0.0)
+    return b_x
+
+
+@triton.jit
+def load_chunk(
+    x, i_slot, i_v, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr
+):
+    """Columns from i_v on of a chunk's rows in x [slots, BT, V], or a descriptor of its rows."""
+    if TMA:
+        b_x = x.load([(i_slot * BT).to(tl.int32), i_v])
+    else:
+        o_r, o_v = tl.arange(0, BT), i_v + tl.arange(0, BV)
+        b_x = load_rows(x + i_slot * BT * V, o_r, o_r < BT, o_v, V, V, V % BV == 0)
+    return b_x
+
+
+@triton.jit
+def load_tile(
+    x, row, i_h, column, o_r, m_r, o_c, HEADS: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """Rows o_r from `row` on and columns o_c (from `column` on) of head i_h; zeros outside.
+
+    x is [rows, HEADS, C], or with TMA a descriptor of [rows, HEADS * C], and then the tile is full.
+    """
+    if TMA:
+        b_x = x.load([row.to(tl.int32), i_h * C + column])
+    else:
+        b_x = load_rows(x + (row * HEADS + i_h) * C, o_r, m_r, o_c, C, HEADS * C, WHOLE)
+    return b_x
+
+
+@triton.jit
+def load_square(x, i_slot, o_i, o_r, ROWS: tl.constexpr, BT: tl.constexpr, TMA: tl.constexpr):
+    """The tile [ROWS, BT] of a chunk; with TMA x is a descriptor of [M * HV * ROWS, BT]."""
+    if TMA:
+        b_x = x.load([(i_slot * ROWS).to(tl.int32), 0])
+    else:
+        b_x = tl.load(x + i_slot * ROWS * BT + o_i[:, None] * BT + o_r[None, :])
+    return b_x
+
+
+@triton.jit
+def load_rows(x, o_r, m_r, o_c, C: tl.constexpr, stride, WHOLE: tl.constexpr):
+    """Rows o_r and columns o_c of a tensor that has C columns; zeros outside."""
+    p_x = x + o_r[:, None] * stride + o_c[None, :]
+    if WHOLE:
+        b_x = tl.load(p_x, mask=m_r[:, None], other=0.0)
+    else:
+        b_x = tl.load(p_x, mask=m_r[:, None] & (o_c < C)[None, :], other=0.0)
+    return b_x
+
+
+@triton.jit
+def load_copy(
+    x, i_slot, o_r, o_c, ROWS: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
+    """A chunk's tile of a tensor [M, HV, ROWS, C], whose empty rows hold zeros.
+
+    With TMA x is a descriptor of [M * HV * ROWS, C].
+    """
+    if TMA:
+        b_x = x.load([(i_slot * ROWS).to(tl.int32), 0])
+    elif WHOLE:
+        b_x = tl.load(x + i_slot * ROWS * C + o_r[:, None] * C + o_c[None, :])
+    else:
+        p_x = x + i_slot * ROWS * C + o_r[:, None] * C + o_c[None, :]
+        b_x = tl.load(p_x, mask=(o_c < C)[None, :], other=0.0)
+    return b_x
+
+
+@triton.jit
+def load_keys(
+    x, copy, row, i_slot, i_key, o_r, m_r, o_k, ROWS: tl.constexpr, H: tl.constexpr,
+    K: tl.constexpr, COPIES: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """A chunk's rows of q or k, or of their scaled copy."""
+    WHOLE: tl.constexpr = o_k.shape[0] == K
+    if COPIES:
+        b_x = load_copy(copy, i_slot, o_r, o_k, ROWS, K, WHOLE, TMA)
+    else:
+        b_x = load_tile(x, row, i_key, 0, o_r, m_r, o_k, H, K, WHOLE, TMA)
+    return b_x
+
+
+@triton.jit
+def load_scaling(scalings, i_slot, which: tl.constexpr, o_r, BT: tl.constexpr, TMA: tl.constexpr):
+    """One scaling of a chunk's rows, as [1, rows]."""
+    if TMA:
+        b_x = scalings.load([(i_slot * SCALINGS + which).to(tl.int32), 0])
+    else:
+        b_x = tl.load(scalings + (i_slot * SCALINGS + which) * BT + o_r)[None, :]
+    return b_x
+
+
+@triton.jit
+def load_decay(chunk_decay, i_slot, o_k, K: tl.constexpr, DECAY: tl.constexpr):
+    """The decay of a whole chunk, to be multiplied by rows of the state."""
+    if DECAY == "head":
+        b_decay = tl.load(chunk_decay + i_slot)
+    else:
+        b_decay = tl.load(chunk_decay + i_slot * K + o_k, mask=o_k < K, other=0.0)[None, :]
+    return b_decay
+
+
+@triton.jit
+def boundary_state(
+    x, i_s, i_n, i_h, o_v, o_k, at_boundary, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Where a program starts: with a segment's state, or a sequence's; zeros elsewhere."""
+    b_s = tl.zeros([o_v.shape[0], o_k.shape[0]], tl.float32)
+    if x is not None:
+        rows, i_x = V, i_n
+        if SPLIT == "starts":
+            i_x = i_s
+        if SPLIT == "ends":
+            rows = tl.where(at_boundary, V, 0)
+        mask = (o_v < rows)[:, None] & (o_k < K)[None, :]
+        b_s = tl.load(state_tile(x, i_x, i_h, o_v, o_k, HV, K, V), mask=mask, other=0.0)
+    return b_s
+
+
+@triton.jit
+def store_ends(
+    ends, i_s, i_h, i_v, i_a, o_k, b_s, b_through, K: tl.constexpr, V: tl.constexpr,
+    HV: tl.constexpr, BV: tl.constexpr, ERASE: tl.constexpr,
+):  # fmt: skip
+    """Rows of S, a tile of A (i_a >= 0), or its diagonal, of ends [slots, HV, V + K or 1, K]."""
+    ROWS: tl.constexpr = V + 1 if ERASE == "none" else V + K
+    o_end = tl.where(i_a < 0, i_v * BV, V + i_a * BV) + tl.arange(0, BV)
+    m_end, m_k = o_end < tl.where(i_a < 0, V, ROWS), (o_k < K)[None, :]
+    p_end = state_tile(ends, i_s, i_h, o_end, o_k, HV, K, ROWS)
+    tl.store(p_end, b_s, mask=m_end[:, None] & m_k)
+    if ERASE == "none":
+        p_end = state_tile(ends, i_s, i_h, V + tl.arange(0, 1), o_k, HV, K, ROWS)
+        tl.store(p_end, b_through, mask=(o_k < tl.where(i_v == 0, K, 0))[None, :])
+
+
+@triton.jit
+def store_final(
+    final_state, i_s, i_n, i_h, o_v, o_k, last, b_s, K: tl.constexpr, V: tl.constexpr,
+    HV: tl.constexpr, SLAB: tl.constexpr,
+):  # fmt: skip
+    """The state that a sequence ends with (last), or in any case that of a stretch's slab."""
+    if SLAB != "none":
+        i_n, last = i_s, True
+    m_s = (o_v < tl.where(last, V, 0))[:, None] & (o_k < K)[None, :]
+    tl.store(state_tile(final_state, i_n, i_h, o_v, o_k, HV, K, V), b_s, mask=m_s)
+
+
+@triton.jit
+def load_errors(
+    v, errors, row, rows, i_h, i_slot, i_v, HV: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    BV: tl.constexpr, TIED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """E of the values from i_v on: kept by the forward, or v where nothing is erased."""
+    if TIED:
+        b_e = load_chunk(errors, i_slot, i_v, V, BT, BV, TMA)
+    else:
+        o_r, o_v = tl.arange(0, BT), i_v + tl.arange(0, BV)
+        b_e = load_tile(v, row, i_h, i_v, o_r, o_r < rows, o_v, HV, V, V % BV == 0, TMA)
+    return b_e
+
+
+@triton.jit
+def row_scaling(
+    scalings, i_slot, which: tl.constexpr, b_none, o_r, BT: tl.constexpr, HAS: tl.constexpr
+):
+    """One scaling of a chunk's rows, or b_none where there is none."""
+    b_scaling = b_none
+    if HAS:
+        b_scaling = tl.load(scalings + (i_slot * SCALINGS + which) * BT + o_r)
+    return b_scaling
+
+
+@triton.jit
+def load_channels(p_x, o_r, m_r, o_k, stride, K: tl.constexpr):
+    """Rows o_r (addresses p_x apart by stride) and channels o_k, in float32."""
+    mask = m_r[:, None] & (o_k < K)[None, :]
+    return tl.load(p_x + o_r[:, None] * stride + o_k[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def inverse_norms(
+    p_x, o_r, m_r, stride, K: tl.constexpr, BC: tl.constexpr, UNIT_NORM: tl.constexpr
+):
+    """1 / |x| of every row, or ones."""
+    b_norm = tl.full(o_r.shape, 1.0, tl.float32)
+    if UNIT_NORM:
+        b_square = tl.zeros(o_r.shape, tl.float32)
+        for i_k in range(0, K, BC):
+            b_x = load_channels(p_x, o_r, m_r, i_k + tl.arange(0, BC), stride, K)
+            b_square += tl.sum(b_x * b_x, axis=1)
+        b_norm = tl.rsqrt(b_square + EPSILON)
+    return b_norm
+
+
+@triton.jit
+def store_copy(x, i_slot, o_r, o_k, b_x, ROWS: tl.constexpr, K: tl.constexpr, m_r):
+    """Write rows o_r of a chunk's tile of a tensor [M, HV, ROWS, K]."""
+    p_x = x + i_slot * ROWS * K + o_r[:, None] * K + o_k[None, :]
+    tl.store(p_x, b_x.to(x.dtype.element_ty), mask=m_r[:, None] & (o_k < K)[None, :])
+
+
+@triton.jit
+def store_square(x, i_slot, b_x, start, BT: tl.constexpr):
+    """Write the rows from `start` on of a chunk's tile of a tensor [M, HV, BT, BT]."""
+    o_i, o_j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
+    p_x = x + i_slot * BT * BT + o_i * BT + o_j
+    tl.store(p_x, b_x.to(x.dtype.element_ty), mask=(o_i >= start) & (o_j >= 0))
+
+
+@triton.jit
+def store_scores(
+    scores, i_slot, o_r, b_s, start,
+    N_STEPS: tl.constexpr, CT: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr,
+):  # fmt: skip
+    """Write the rows from `start` on that are queries, [BQ, BT] of a chunk, up to the diagonal."""
+    o_i, o_j = o_r[:, None], o_r[None, :]
+    p_s = scores + i_slot * BQ * BT
+    b_s = tl.where(o_j <= o_i, b_s, 0.0).to(scores.dtype.element_ty)
+    m_s = (o_i % N_STEPS == N_STEPS - 1) & (o_i >= start)
+    tl.store(p_s + o_i // N_STEPS * BT + o_j, b_s, mask=m_s)
+    if N_STEPS * BQ > BT:
+        o_q = tl.arange(0, BQ)[:, None]
+        b_zero = tl.zeros([BQ, BT], scores.dtype.element_ty)
+        tl.store(p_s + o_q * BT + o_j, b_zero, mask=o_q >= CT)
+
+
+@triton.jit
+def identity(SIZE: tl.constexpr):
+    """The identity matrix of so many rows, as a mask."""
+    return tl.arange(0, SIZE)[:, None] == tl.arange(0, SIZE)[None, :]
+
+
+@triton.jit
+def diagonal(b_x):
+    """The diagonal of a square matrix."""
+    return tl.sum(tl.where(identity(b_x.shape[0]), b_x, 0.0), axis=1)
+
+
+@triton.jit
+def operand_products(b_x, b_y, PRECISION: tl.constexpr):
+    """x . y of every row, where x is an operand of products and y the result of one.
+
+    A product with the identity takes x to the registers in which y lies. Read as they are, rows
+    of x would lie in others, and of both all would go through memory before they meet.
+    """
+    if PRECISION != "tf32x3":
+        b_x = tl.dot(identity(b_x.shape[0]).to(b_x.dtype), b_x)
+    return tl.sum(b_x * b_y, axis=1)
+
+
+# Products of decays inside a chunk, as powers of two of sums that never grow: device functions.
+#
+# The sum of logs to base 2 up to row i is kept in two parts, the whole numbers and the rest:
+#
+#     decay(j, i] = 2^((whole_i - whole_j) + (rest_i - rest_j))
+#
+# Whole numbers add exactly, so that a strong decay, or a reset, costs the weaker ones after it no
+# digits. A log decay below -16384 counts as that: 64 of them still add exactly, and its power is
+# zero long before.
+
+
+# A log decay below this leaves nothing of what was there.
+RESET = tl.constexpr(-60.0)
+LOWEST = tl.constexpr(-16384.0)
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def decay_sums(b_g):
+    """Running sums of natural log decays, to base 2: (whole, rest)."""
+    b_g = tl.maximum(b_g * LOG2_E, LOWEST)
+    whole = tl.floor(b_g + 0.5)
+    return tl.cumsum(whole, axis=0), tl.cumsum(b_g - whole, axis=0)
+
+
+@triton.jit
+def decay_ratio(whole_i, rest_i, whole_j, rest_j):
+    """The decay after row j up to row i, for j <= i; 1 at most for any j."""
+    return tl.exp2(tl.minimum((whole_i - whole_j) + (rest_i - rest_j), 0.0))

@@ -1,0 +1,92 @@
+"""The cross entropy of rows of logits, and its gradient, which may take the place of the logits.
+
+    loss = lse - logits[target], lse = log sum_j exp(logits_j)
+    d logits_j = (exp(logits_j - lse) - [j = target]) d loss
+
+Sums are taken in float32, whatever the dtype of the logits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltarule.ops.runtime.launch import launch
+from deltarule.ops.runtime.places import adjacent
+
+# Elements of a row that a program holds at a time.
+BLOCK = 4096
+# Below any logit that counts, and finite: the difference of two is a number.
+LEAST = tl.constexpr(-3.0e38)
+# Written out, because Triton's default follows an environment variable.
+OPTIONS = {"num_stages": 1, "enable_fp_fusion": True, "num_warps": 8}
+
+
+@triton.jit
+def cross_entropy_kernel(
+    logits, targets, losses, lse, V, s_row, ignore_index, BV: tl.constexpr
+):  # fmt: skip
+    """One row, each lane with a maximum and a sum of its own until the end."""
+    i_row = tl.program_id(0).to(tl.int64)
+    o_v = tl.arange(0, BV)
+    p = logits + i_row * s_row
+    b_max, b_sum = tl.full([BV], LEAST, tl.float32), tl.zeros([BV], tl.float32)
+    for start in range(0, V, BV):
+        b_x = tl.load(p + start + o_v, mask=start + o_v < V, other=float("-inf")).to(tl.float32)
+        b_new = tl.maximum(b_max, b_x)
+        b_sum = b_sum * tl.exp(b_max - b_new) + tl.exp(b_x - b_new)
+        b_max = b_new
+    largest = tl.max(b_max)
+    b_lse = largest + tl.log(tl.sum(b_sum * tl.exp(b_max - largest)))
+    target = tl.load(targets + i_row).to(tl.int64)
+    # A target out of range, which nobody checks on a GPU, makes its loss NaN.
+    inside = (target >= 0) & (target < V)
+    b_x = tl.load(p + target, mask=inside, other=float("nan")).to(tl.float32)
+    tl.store(losses + i_row, tl.where(target == ignore_index, 0.0, b_lse - b_x))
+    tl.store(lse + i_row, b_lse)
+
+
+@triton.jit
+def cross_entropy_backward_kernel(
+    d_losses, logits, targets, lse, d_logits, V, s_row, s_out, s_loss, ignore_index,
+    BV: tl.constexpr,
+):  # fmt: skip
+    """BV elements of one row."""
+    i_row = tl.program_id(0).to(tl.int64)
+    o_v = tl.program_id(1) * BV + tl.arange(0, BV)
+    m = o_v < V
+    target = tl.load(targets + i_row).to(tl.int64)
+    scale = tl.load(d_losses + i_row * s_loss).to(tl.float32)
+    b_x = tl.load(logits + i_row * s_row + o_v, mask=m, other=0.0).to(tl.float32)
+    b_dx = (tl.exp(b_x - tl.load(lse + i_row)) - tl.where(o_v == target, 1.0, 0.0)) * scale
+    b_dx = tl.where(target == ignore_index, 0.0, b_dx)
+    tl.store(d_logits + i_row * s_out + o_v, b_dx.to(d_logits.dtype.element_ty), mask=m)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Losses [R] and log-sum-exp [R] in float32, of logits [R, V]."""
+    logits, (rows, size) = adjacent(logits), logits.shape
+    losses = torch.empty(rows, device=logits.device)
+    lse = torch.empty_like(losses)
+    if rows:
+        given = logits, targets.contiguous(), losses, lse, size, logits.stride(0), ignore_index
+        constants = {"BV": min(BLOCK, triton.next_power_of_2(size)), **OPTIONS}
+        launch(cross_entropy_kernel, (rows, 1, 1), given, constants)
+    return losses, lse
+
+
+def cross_entropy_backward(
+    d_losses: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, ignore_index: int, into: Tensor
+) -> Tensor:
+    """Write d logits [R, V] into a tensor, which may be the logits; d_losses [R] or [] (shared)."""
+    logits, (rows, size) = adjacent(logits), logits.shape
+    width = min(BLOCK, triton.next_power_of_2(size))
+    stride = d_losses.stride(0) if d_losses.ndim else 0
+    if rows:
+        given = (
+            d_losses, logits, targets.contiguous(), lse, into, size, logits.stride(0),
+            into.stride(0), stride, ignore_index,
+        )  # fmt: skip
+        grid = rows, triton.cdiv(size, width), 1
+        launch(cross_entropy_backward_kernel, grid, given, {"BV": width, **OPTIONS})
+    return into

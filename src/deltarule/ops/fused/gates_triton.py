@@ -1,0 +1,183 @@
+"""The maps from gate logits to decays and write strengths, and their gradients, in float32.
+
+    dt = softplus(logits + dt_bias)        log_decay = -exp(A_log) * dt
+    beta = beta_max * sigmoid(logits)
+
+A row holds the C channels of one token: a channel for each head, or K for each head.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltarule.ops.runtime.launch import launch
+from deltarule.ops.runtime.places import adjacent
+
+# Elements of a tile: a thread that holds several rows computes a channel's rate once for them. Most
+# channels in one, and in the backward tiles of one program.
+DECAY_TILE, TILE, CHANNELS, TILES = 4096, 1024, 256, 8
+# Written out, because Triton's default follows an environment variable.
+OPTIONS = {"num_stages": 1, "enable_fp_fusion": True, "num_warps": 4}
+
+
+@triton.jit
+def softplus(b_x):
+    """max(x, 0) + log(1 + e), e = exp(-|x|), and its derivative sigmoid(x).
+
+    log(1 + e) = 2 atanh(e / (2 + e)) by its series, whose argument is at most 1/3: exact to
+    float32 for small e too, where a logarithm of 1 + e loses every digit.
+    """
+    b_e = tl.exp(-tl.abs(b_x))
+    b_s = b_e / (2 + b_e)
+    b_q = b_s * b_s
+    b_sum = tl.full(b_q.shape, 1 / 15, tl.float32)
+    for i in tl.static_range(7):
+        b_sum = b_sum * b_q + 1 / (13 - 2 * i)
+    b_slope = tl.where(b_x >= 0, 1.0, b_e) / (1 + b_e)
+    return tl.maximum(b_x, 0.0) + 2 * b_s * b_sum, b_slope
+
+
+# Lengths change from call to call; none is worth a kernel of its own.
+@triton.jit(do_not_specialize=["rows"])
+def log_decay_kernel(
+    logits, A_log, dt_bias, log_decay, dt, rows, s_row,
+    C: tl.constexpr, K: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """BR tokens, BC channels."""
+    r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    o_c = tl.program_id(1) * BC + tl.arange(0, BC)
+    m_c = o_c < C
+    m = (r < rows)[:, None] & m_c[None, :]
+    b_x = tl.load(logits + r[:, None] * s_row + o_c[None, :], mask=m, other=0.0).to(tl.float32)
+    b_bias = tl.load(dt_bias + o_c, mask=m_c, other=0.0).to(tl.float32)
+    b_rate = tl.exp(tl.load(A_log + o_c // K, mask=m_c, other=0.0).to(tl.float32))
+    b_dt, _ = softplus(b_x + b_bias[None, :])
+    tl.store(log_decay + r[:, None] * C + o_c[None, :], -b_rate[None, :] * b_dt, mask=m)
+    if STEP:
+        tl.store(dt + r[:, None] * C + o_c[None, :], b_dt, mask=m)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def log_decay_backward_kernel(
+    d_log_decay, d_dt, logits, A_log, dt_bias, d_logits, d_A_log, d_dt_bias, rows, s_row,
+    C: tl.constexpr, K: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, TILES: tl.constexpr,
+    DECAY: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """d dt = d dt - exp(A_log) d log_decay        d logits = sigmoid(logits + dt_bias) d dt."""
+    o_c = tl.program_id(1) * BC + tl.arange(0, BC)
+    m_c = o_c < C
+    b_bias = tl.load(dt_bias + o_c, mask=m_c, other=0.0).to(tl.float32)[None, :]
+    b_rate = tl.exp(tl.load(A_log + o_c // K, mask=m_c, other=0.0).to(tl.float32))[None, :]
+    b_dA, b_dbias = tl.zeros([BR, BC], tl.float32), tl.zeros([BR, BC], tl.float32)
+    for tile in range(TILES):
+        r = (tl.program_id(0).to(tl.int64) * TILES + tile) * BR + tl.arange(0, BR)
+        m = (r < rows)[:, None] & m_c[None, :]
+        o_row = r[:, None] * C + o_c[None, :]
+        p_x = logits + r[:, None] * s_row + o_c[None, :]
+        b_dt, b_slope = softplus(tl.load(p_x, mask=m, other=0.0).to(tl.float32) + b_bias)
+        b_ddt = tl.zeros([BR, BC], tl.float32)
+        if STEP:
+            b_ddt += tl.load(d_dt + o_row, mask=m, other=0.0)
+        if DECAY:
+            b_part = -b_rate * tl.load(d_log_decay + o_row, mask=m, other=0.0)
+            b_ddt += b_part
+            b_dA += b_part * b_dt
+        b_dx = b_ddt * b_slope
+        b_dbias += b_dx
+        tl.store(d_logits + o_row, b_dx.to(d_logits.dtype.element_ty), mask=m)
+    o_part = tl.program_id(0) * C + o_c
+    tl.store(d_A_log + o_part, tl.sum(b_dA, axis=0), mask=m_c)
+    tl.store(d_dt_bias + o_part, tl.sum(b_dbias, axis=0), mask=m_c)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def write_strength_kernel(
+    logits, d_beta, out, rows, beta_max, s_row,
+    C: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr, BACKWARD: tl.constexpr,
+):  # fmt: skip
+    """beta, or in the backward d logits = beta_max s (1 - s) d beta with s = sigmoid(logits)."""
+    r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    o_c = tl.program_id(1) * BC + tl.arange(0, BC)
+    m = (r < rows)[:, None] & (o_c < C)[None, :]
+    o_row = r[:, None] * C + o_c[None, :]
+    b_x = tl.load(logits + r[:, None] * s_row + o_c[None, :], mask=m, other=0.0).to(tl.float32)
+    b_s = tl.sigmoid(b_x)
+    b_out = beta_max * b_s
+    if BACKWARD:
+        # 1 - s as a sigmoid too: nothing cancels where s is near one.
+        b_out *= tl.sigmoid(-b_x) * tl.load(d_beta + o_row, mask=m, other=0.0)
+    tl.store(out + o_row, b_out.to(out.dtype.element_ty), mask=m)
+
+
+def log_decay(logits: Tensor, A_log: Tensor, dt_bias: Tensor, step: bool) -> tuple[Tensor, Tensor]:
+    """log_decay [M, C], and dt [M, C] with `step`, of logits [M, C] at any stride of a row."""
+    logits, (rows, channels) = adjacent(logits), logits.shape
+    out = torch.empty(rows, channels, device=logits.device)
+    dt = torch.empty(rows if step else 0, channels, device=logits.device)
+    width, tile = tile_of(channels, DECAY_TILE)
+    if out.numel():
+        given = (
+            logits, A_log.contiguous(), dt_bias.contiguous(), out, dt, rows, logits.stride(0),
+        )  # fmt: skip
+        constants = {
+            "C": channels, "K": channels // A_log.numel(), "BC": width, "BR": tile, "STEP": step,
+            **OPTIONS,
+        }  # fmt: skip
+        grid = triton.cdiv(rows, tile), triton.cdiv(channels, width), 1
+        launch(log_decay_kernel, grid, given, constants)
+    return out, dt
+
+
+def log_decay_backward(
+    d_log_decay: Tensor | None,
+    d_dt: Tensor | None,
+    logits: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients by logits, A_log and dt_bias."""
+    logits, (rows, channels) = adjacent(logits), logits.shape
+    d_log_decay = None if d_log_decay is None else d_log_decay.contiguous()
+    d_dt = None if d_dt is None else d_dt.contiguous()
+    width, tile = tile_of(channels, TILE)
+    programs = triton.cdiv(rows, tile * TILES)
+    d_logits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    parts = torch.empty(2, programs, channels, device=logits.device)
+    if parts.numel():
+        given = (
+            d_log_decay, d_dt, logits, A_log.contiguous(), dt_bias.contiguous(), d_logits,
+            *parts, rows, logits.stride(0),
+        )  # fmt: skip
+        constants = {
+            "C": channels, "K": channels // A_log.numel(), "BC": width, "BR": tile, "TILES": TILES,
+            "DECAY": d_log_decay is not None, "STEP": d_dt is not None, **OPTIONS,
+        }  # fmt: skip
+        grid = programs, triton.cdiv(channels, width), 1
+        launch(log_decay_backward_kernel, grid, given, constants)
+    d_A_log = parts[0].view(programs, A_log.numel(), -1).sum((0, 2)).view(A_log.shape)
+    d_dt_bias = parts[1].sum(0).view(dt_bias.shape)
+    return d_logits, d_A_log.to(A_log.dtype), d_dt_bias.to(dt_bias.dtype)
+
+
+def write_strength(logits: Tensor, d_beta: Tensor | None, beta_max: float) -> Tensor:
+    """beta [M, C] in float32, or with d_beta the gradient by logits in their dtype."""
+    logits, (rows, channels) = adjacent(logits), logits.shape
+    dtype = torch.float32 if d_beta is None else logits.dtype
+    out = torch.empty(rows, channels, dtype=dtype, device=logits.device)
+    d_beta = None if d_beta is None else d_beta.contiguous()
+    width, tile = tile_of(channels, TILE)
+    if out.numel():
+        given = logits, d_beta, out, rows, beta_max, logits.stride(0)
+        constants = {
+            "C": channels, "BC": width, "BR": tile, "BACKWARD": d_beta is not None, **OPTIONS,
+        }  # fmt: skip
+        grid = triton.cdiv(rows, tile), triton.cdiv(channels, width), 1
+        launch(write_strength_kernel, grid, given, constants)
+    return out
+
+
+def tile_of(channels: int, elements: int) -> tuple[int, int]:
+    """Channels and tokens of a tile."""
+    width = min(triton.next_power_of_2(channels), CHANNELS)
+    return width, elements // width

@@ -1,0 +1,235 @@
+"""Root-mean-square norm of each head, multiplied by an activated gate, and its gradient.
+
+    n = x / sqrt(mean(x^2) + eps)        y = weight * n * activation(gate)
+
+A row is one head of one token. Nothing but the inputs is kept for the backward: a row is read
+whole anyway, and its norm costs less than reading it back.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltarule.ops.runtime.launch import launch
+from deltarule.ops.runtime.places import adjacent
+
+# Elements of a tile, and in the backward tiles whose share of d weight one program adds up.
+FORWARD_TILE, BACKWARD_TILE, TILES = 2048, 1024, 8
+
+
+@triton.jit
+def activate(b_gate, ACTIVATION: tl.constexpr):
+    """SiLU or the sigmoid, and its derivative."""
+    b_s = tl.sigmoid(b_gate)
+    if ACTIVATION == "silu":
+        b_value, b_slope = b_gate * b_s, b_s * (1 + b_gate * (1 - b_s))
+    else:
+        b_value, b_slope = b_s, b_s * (1 - b_s)
+    return b_value, b_slope
+
+
+# Lengths change from call to call; none is worth a kernel of its own.
+@triton.jit(do_not_specialize=["rows"])
+def gated_norm_kernel(
+    x, gate, weight, y, rows, eps, s_x_m, s_x_h, s_gate_m, s_gate_h,
+    H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BR: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """BR rows; row m * H + h is head h of token m."""
+    r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    o_v = tl.arange(0, BV)
+    m = (r < rows)[:, None] & (o_v < V)[None, :]
+    p_x = x + (r // H * s_x_m + r % H * s_x_h)[:, None] + o_v[None, :]
+    b_x = tl.load(p_x, mask=m, other=0.0).to(tl.float32)
+    b_w = tl.load(weight + o_v, mask=o_v < V, other=0.0).to(tl.float32)[None, :]
+    b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=1, keep_dims=True) / V + eps) * b_w
+    if ACTIVATION != "none":
+        p_gate = gate + (r // H * s_gate_m + r % H * s_gate_h)[:, None] + o_v[None, :]
+        b_value, _ = activate(tl.load(p_gate, mask=m, other=0.0).to(tl.float32), ACTIVATION)
+        b_y *= b_value
+    tl.store(y + r[:, None] * V + o_v[None, :], b_y.to(y.dtype.element_ty), mask=m)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def gated_norm_backward_kernel(
+    d_y, x, gate, weight, d_x, d_gate, d_weight, rows, eps,
+    s_dy_m, s_dy_h, s_x_m, s_x_h, s_gate_m, s_gate_h,
+    H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BR: tl.constexpr, TILES: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """TILES times BR rows, and their part of d weight.
+
+    dn = weight * activation(gate) * dy        dx = (dn - n mean(n dn)) / sqrt(mean(x^2) + eps)
+    """
+    o_v = tl.arange(0, BV)
+    b_w = tl.load(weight + o_v, mask=o_v < V, other=0.0).to(tl.float32)[None, :]
+    b_dw = tl.zeros([BR, BV], tl.float32)
+    for tile in range(TILES):
+        r = (tl.program_id(0).to(tl.int64) * TILES + tile) * BR + tl.arange(0, BR)
+        m = (r < rows)[:, None] & (o_v < V)[None, :]
+        p_x = x + (r // H * s_x_m + r % H * s_x_h)[:, None] + o_v[None, :]
+        p_dy = d_y + (r // H * s_dy_m + r % H * s_dy_h)[:, None] + o_v[None, :]
+        o_out = r[:, None] * V + o_v[None, :]
+        b_x = tl.load(p_x, mask=m, other=0.0).to(tl.float32)
+        b_dy = tl.load(p_dy, mask=m, other=0.0).to(tl.float32)
+        b_r = tl.rsqrt(tl.sum(b_x * b_x, axis=1, keep_dims=True) / V + eps)
+        b_n = b_x * b_r
+        if ACTIVATION != "none":
+            p_gate = gate + (r // H * s_gate_m + r % H * s_gate_h)[:, None] + o_v[None, :]
+            b_gate = tl.load(p_gate, mask=m, other=0.0).to(tl.float32)
+            b_value, b_slope = activate(b_gate, ACTIVATION)
+            b_dgate = b_dy * b_n * b_w * b_slope
+            tl.store(d_gate + o_out, b_dgate.to(d_gate.dtype.element_ty), mask=m)
+            b_dy *= b_value
+        b_dw += b_dy * b_n
+        b_dn = b_dy * b_w
+        b_dx = b_r * (b_dn - b_n * (tl.sum(b_n * b_dn, axis=1, keep_dims=True) / V))
+        tl.store(d_x + o_out, b_dx.to(d_x.dtype.element_ty), mask=m)
+    p_dw = d_weight + tl.program_id(0) * V + o_v
+    tl.store(p_dw, tl.sum(b_dw, axis=0), mask=o_v < V)
+
+
+def gated_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, act: str) -> Tensor:
+    """y [M, H, V] of x and gate [M, H, V], at any strides of a row."""
+    x, gate = adjacent(x), None if gate is None else adjacent(gate)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows, size = x.shape[0] * x.shape[1], x.shape[2]
+    width = triton.next_power_of_2(size)
+    tile = max(FORWARD_TILE // width, 1)
+    if y.numel():
+        given = (
+            x, gate, weight.contiguous(), y, rows, eps, *x.stride()[:2], *row_strides(gate),
+        )  # fmt: skip
+        constants = {
+            "H": x.shape[1], "V": size, "BV": width, "BR": tile,
+            "ACTIVATION": "none" if gate is None else act, **options(width),
+        }  # fmt: skip
+        launch(gated_norm_kernel, (triton.cdiv(rows, tile), 1, 1), given, constants)
+    return y
+
+
+def gated_norm_backward(
+    d_y: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, act: str
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Gradients by x, gate and weight."""
+    d_y, x, gate = adjacent(d_y), adjacent(x), None if gate is None else adjacent(gate)
+    d_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    d_gate = None if gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=x.device)
+    rows, size = x.shape[0] * x.shape[1], x.shape[2]
+    width = triton.next_power_of_2(size)
+    tile = max(BACKWARD_TILE // width, 1)
+    programs = triton.cdiv(rows, tile * TILES)
+    d_weight = torch.empty(programs, size, device=x.device)
+    if programs:
+        given = (
+            d_y, x, gate, weight.contiguous(), d_x, d_gate, d_weight, rows, eps,
+            *d_y.stride()[:2], *x.stride()[:2], *row_strides(gate),
+        )  # fmt: skip
+        constants = {
+            "H": x.shape[1], "V": size, "BV": width, "BR": tile, "TILES": TILES,
+            "ACTIVATION": "none" if gate is None else act, **options(width),
+        }  # fmt: skip
+        launch(gated_norm_backward_kernel, (programs, 1, 1), given, constants)
+    return d_x, d_gate, d_weight.sum(0).to(weight.dtype)
+
+
+def row_strides(x: Tensor | None) -> tuple[int, int]:
+    """From token to token and from head to head."""
+    return (0, 0) if x is None else (x.stride(0), x.stride(1))
+
+
+def options(width: int) -> dict[str, int | bool]:
+    """Compiler options; written out, because Triton's default follows an environment variable."""
+    return {"num_stages": 1, "enable_fp_fusion": True, "num_warps": 4 if width <= 2048 else 8}
+
+
+# A branch added to the stream, the root-mean-square norm of the sum, and the gradient of both.
+#
+#     s = x + y        n = s / sqrt(mean(s^2) + eps)        z = weight n
+#     dn = weight dz   dx = dy = ds + (dn - n mean(n dn)) / sqrt(mean(s^2) + eps)
+#
+# A row is one token. The sum is rounded before it is normalised, as it is when others read it.
+
+
+# Rows whose share of d weight one program adds up.
+ROWS = 8
+
+
+@triton.jit
+def residual_norm_kernel(
+    x, y, weight, s, z, eps, s_x, s_y, V: tl.constexpr, BV: tl.constexpr
+):  # fmt: skip
+    """One row."""
+    r = tl.program_id(0).to(tl.int64)
+    o_v = tl.arange(0, BV)
+    m = o_v < V
+    b_x = tl.load(x + r * s_x + o_v, mask=m, other=0.0).to(tl.float32)
+    b_y = tl.load(y + r * s_y + o_v, mask=m, other=0.0).to(tl.float32)
+    b_w = tl.load(weight + o_v, mask=m, other=0.0).to(tl.float32)
+    b_rounded = (b_x + b_y).to(s.dtype.element_ty)
+    tl.store(s + r * V + o_v, b_rounded, mask=m)
+    b_s = b_rounded.to(tl.float32)
+    b_z = b_s * tl.rsqrt(tl.sum(b_s * b_s) / V + eps) * b_w
+    tl.store(z + r * V + o_v, b_z.to(z.dtype.element_ty), mask=m)
+
+
+# Lengths change from call to call; none is worth a kernel of its own.
+@triton.jit(do_not_specialize=["rows"])
+def residual_norm_backward_kernel(
+    d_s, d_z, s, weight, d_x, d_weight, rows, eps, s_ds, s_dz,
+    V: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows, and their part of d weight; without SUM nobody else read the sum."""
+    o_v = tl.arange(0, BV)
+    m_v = o_v < V
+    b_w = tl.load(weight + o_v, mask=m_v, other=0.0).to(tl.float32)
+    b_dw = tl.zeros([BV], tl.float32)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    for i in range(ROWS):
+        r = first + i
+        m = m_v & (r < rows)
+        b_s = tl.load(s + r * V + o_v, mask=m, other=0.0).to(tl.float32)
+        b_dz = tl.load(d_z + r * s_dz + o_v, mask=m, other=0.0).to(tl.float32)
+        b_r = tl.rsqrt(tl.sum(b_s * b_s) / V + eps)
+        b_n = b_s * b_r
+        b_dw += b_dz * b_n
+        b_dn = b_dz * b_w
+        b_dx = b_r * (b_dn - b_n * (tl.sum(b_n * b_dn) / V))
+        if SUM:
+            b_dx += tl.load(d_s + r * s_ds + o_v, mask=m, other=0.0).to(tl.float32)
+        tl.store(d_x + r * V + o_v, b_dx.to(d_x.dtype.element_ty), mask=m)
+    tl.store(d_weight + tl.program_id(0) * V + o_v, b_dw, mask=m_v)
+
+
+def residual_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """s and z [M, V] of x and y [M, V], in the wider of their dtypes."""
+    x, y, (rows, size) = adjacent(x), adjacent(y), x.shape
+    dtype = torch.promote_types(x.dtype, y.dtype)
+    s, z = (torch.empty(x.shape, dtype=dtype, device=x.device) for _ in range(2))
+    width = triton.next_power_of_2(size)
+    if s.numel():
+        given = x, y, weight.contiguous(), s, z, eps, x.stride(0), y.stride(0)
+        constants = {"V": size, "BV": width, **options(width)}
+        launch(residual_norm_kernel, (rows, 1, 1), given, constants)
+    return s, z
+
+
+def residual_norm_backward(
+    d_s: Tensor | None, d_z: Tensor, s: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The gradient by x, which is that by y, and by weight; s [M, V] in one piece."""
+    d_s, d_z, (rows, size) = None if d_s is None else adjacent(d_s), adjacent(d_z), s.shape
+    d_x = torch.empty(s.shape, dtype=s.dtype, device=s.device)
+    width, programs = triton.next_power_of_2(size), triton.cdiv(rows, ROWS)
+    d_weight = torch.empty(programs, size, device=s.device)
+    if programs:
+        given = (
+            d_s, d_z, s, weight.contiguous(), d_x, d_weight, rows, eps,
+            0 if d_s is None else d_s.stride(0), d_z.stride(0),
+        )  # fmt: skip
+        constants = {
+            "V": size, "BV": width, "ROWS": ROWS, "SUM": d_s is not None, **options(width),
+        }  # fmt: skip
+        launch(residual_norm_backward_kernel, (programs, 1, 1), given, constants)
+    return d_x, d_weight.sum(0).to(weight.dtype)

@@ -1,0 +1,448 @@
+"""A short causal convolution over time, SiLU, and the unit norm of each head, with their gradient.
+
+    z_t = sum_{j=0..W-1} weight_j * x_{t-W+1+j}      y_t = SiLU(z_t)      y_t / |y_t| over a head
+
+SiLU and the norm are options.
+
+Before a sequence's first token come the R = W - 1 rows of its history. A program keeps the last
+R inputs of BG runs of RUN tokens in registers, so that x is read and y written once.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltarule.ops.runtime.launch import launch
+from deltarule.ops.runtime.places import adjacent
+from deltarule.ops.runtime.unit_norm import EPSILON
+
+# Triton's compiler knows rows + (row,), not (*rows, row), and tuples that grow have no one type.
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment, misc"
+
+
+# Fused only where `tl.fma` says so: of a step's products and sums the compiler would fuse others
+# than of the whole's, and the bits would differ. Written out, since Triton's default follows an
+# environment variable.
+OPTIONS = {"num_stages": 1, "enable_fp_fusion": False, "num_warps": 1}
+CHANNELS = 128
+# Runs in a tile, and tokens in a run.
+TILE = (1, 16)
+
+
+@triton.jit
+def place(
+    t, i_b, T, N, cu_seqlens, sequence, counts, PACKED: tl.constexpr, PADDED: tl.constexpr
+):  # fmt: skip
+    """Of each token: its sequence, its position in that, and the real tokens of that."""
+    n, position, count = i_b + 0 * t, t, T + 0 * t
+    if PACKED:
+        n = tl.load(sequence + t, mask=(t >= 0) & (t < T), other=0).to(tl.int32)
+        # Offsets are not checked on a GPU: wrong ones may not lead out of the tensors.
+        n = tl.maximum(tl.minimum(n, N - 1), 0)
+        start = tl.load(cu_seqlens + n).to(tl.int32)
+        position, count = t - start, tl.load(cu_seqlens + n + 1).to(tl.int32) - start
+    if PADDED:
+        count = tl.load(counts + n).to(tl.int32)
+    return n, position, count
+
+
+@triton.jit
+def history_row(n, r, D, W: tl.constexpr):
+    """Where row r of sequence n begins in a tensor [N, R, D]."""
+    return (n * (W - 1) + r).to(tl.int64)[:, None] * D
+
+
+@triton.jit
+def load_taps(weight, o_d, D, W: tl.constexpr):
+    """The W taps of each channel, [1, BD] in float32."""
+    taps = ()
+    for j in tl.static_range(W):
+        b_w = tl.load(weight + o_d * W + j, mask=o_d < D, other=0.0)
+        taps = taps + (b_w.to(tl.float32)[None, :],)
+    return taps
+
+
+@triton.jit
+def load_window(p_x, p_h, s_t, t, n, position, T, D, m_d, W: tl.constexpr):
+    """The R inputs before each token, the oldest first, from the row or from the history."""
+    window = ()
+    for i in tl.static_range(W - 1):
+        shift = W - 1 - i
+        inside = (position >= shift) & (t >= shift) & (t < T)
+        b_x = tl.load(
+            p_x + (t - shift).to(tl.int64)[:, None] * s_t, mask=inside[:, None] & m_d, other=0.0
+        )
+        before = (position >= 0) & (position < shift) & (t < T)
+        p = p_h + history_row(n, W - 1 - shift + position, D, W)
+        b_h = tl.load(p, mask=before[:, None] & m_d, other=0.0)
+        window = window + (b_x.to(tl.float32) + b_h.to(tl.float32),)
+    return window
+
+
+@triton.jit
+def load_token(p_x, s_t, t, T, m_d):
+    """One token of each run, zeros past the last."""
+    return tl.load(p_x + t.to(tl.int64)[:, None] * s_t, mask=(t < T)[:, None] & m_d, other=0.0)
+
+
+@triton.jit
+def restart(window, p_h, n, first, D, m_d, W: tl.constexpr):
+    """The window, or a sequence's history where its first token comes."""
+    restarted = ()
+    for i in tl.static_range(W - 1):
+        p = p_h + history_row(n, i, D, W)
+        b_h = tl.load(p, mask=first[:, None] & m_d, other=0.0).to(tl.float32)
+        restarted = restarted + (tl.where(first[:, None], b_h, window[i]),)
+    return restarted
+
+
+@triton.jit
+def later(rows, W: tl.constexpr):
+    """All but the oldest of W rows."""
+    kept = ()
+    for i in tl.static_range(1, W):
+        kept = kept + (rows[i],)
+    return kept
+
+
+@triton.jit
+def convolve(seen, taps, W: tl.constexpr):
+    """z = sum_j weight_j x_j, for the W rows that a token sees."""
+    b_z = seen[0] * taps[0]
+    for j in tl.static_range(1, W):
+        b_z = tl.fma(seen[j], taps[j], b_z)
+    return b_z
+
+
+@triton.jit
+def finish(b_z, ACTIVATED: tl.constexpr, UNIT_NORM: tl.constexpr):
+    """y = SiLU(z), divided by its length."""
+    b_y = b_z
+    if ACTIVATED:
+        b_y = b_z / (1 + tl.exp(-b_z))
+    if UNIT_NORM:
+        b_y *= tl.rsqrt(tl.sum(b_y * b_y, axis=1, keep_dims=True) + EPSILON)
+    return b_y
+
+
+# Lengths change from call to call; none is worth a kernel of its own.
+@triton.jit(do_not_specialize=["T", "N", "blocks"])
+def short_conv_kernel(
+    x, weight, history, cu_seqlens, sequence, counts, y, final, T, D, N, blocks, s_b, s_t,
+    W: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BG: tl.constexpr, RUN: tl.constexpr,
+    PACKED: tl.constexpr, PADDED: tl.constexpr, ACTIVATED: tl.constexpr, UNIT_NORM: tl.constexpr,
+):  # fmt: skip
+    """BG runs of tokens of C channels; programs past the tokens' blocks hand on the history."""
+    i_t, i_d, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    o_c = tl.arange(0, BD)
+    o_d = i_d * C + o_c
+    m_d = ((o_c < C) & (o_d < D))[None, :]
+    p_h, p_f = history + o_d[None, :], final + o_d[None, :]
+    if i_t >= blocks:
+        # Sequences shorter than the window leave some of the history that they were given.
+        n = i_b + (i_t - blocks) * BG + tl.arange(0, BG)
+        count, last = T + 0 * n, i_b
+        if PACKED:
+            last = i_b + N - 1
+        m_n = n <= last
+        if PACKED:
+            count = tl.load(cu_seqlens + n + 1, mask=m_n, other=0).to(tl.int32)
+            count -= tl.load(cu_seqlens + n, mask=m_n, other=0).to(tl.int32)
+        if PADDED:
+            count = tl.load(counts + n, mask=m_n, other=0).to(tl.int32)
+        for r in tl.static_range(W - 1):
+            m = (m_n & (count >= 0) & (count + r < W - 1))[:, None] & m_d
+            b_h = tl.load(p_h + history_row(n, count + r, D, W), mask=m, other=0.0)
+            tl.store(p_f + history_row(n, r, D, W), b_h, mask=m)
+        return
+    t = (i_t * BG + tl.arange(0, BG)) * RUN
+    p_x = x + i_b.to(tl.int64) * s_b + o_d[None, :]
+    p_y = y + i_b.to(tl.int64) * T * D + o_d[None, :]
+    taps = load_taps(weight, o_d, D, W)
+    n, position, count = place(t, i_b, T, N, cu_seqlens, sequence, counts, PACKED, PADDED)
+    window = load_window(p_x, p_h, s_t, t, n, position, T, D, m_d, W)
+    b_given = load_token(p_x, s_t, t, T, m_d)
+    for j in tl.static_range(RUN):
+        # Before the stores, which no later load may pass.
+        b_next = b_given
+        if j < RUN - 1:
+            b_next = load_token(p_x, s_t, t + 1, T, m_d)
+        if PACKED and j > 0:
+            n, position, count = place(t, i_b, T, N, cu_seqlens, sequence, counts, True, PADDED)
+            window = restart(window, p_h, n, (position == 0) & (t < T), D, m_d, W)
+        seen = window + (b_given.to(tl.float32),)
+        b_y = finish(convolve(seen, taps, W), ACTIVATED, UNIT_NORM)
+        m = (t < T)[:, None] & m_d
+        tl.store(p_y + t.to(tl.int64)[:, None] * D, b_y.to(y.dtype.element_ty), mask=m)
+        r = position + W - 1 - count
+        m_f = ((r >= 0) & (r < W - 1) & (t < T))[:, None] & m_d
+        tl.store(p_f + history_row(n, r, D, W), b_given, mask=m_f)
+        window, b_given = later(seen, W), b_next
+        t += 1
+        position += 1
+
+
+class Tiling(NamedTuple):
+    """Channels of a program and their power of two, runs in a tile and tokens in a run."""
+
+    C: int
+    BD: int
+    BG: int
+    RUN: int
+
+    @classmethod
+    def of(cls, tokens: int, channels: int, head_size: int, tile: tuple[int, int]) -> "Tiling":
+        """Whole heads where they are normalised; short runs for the few tokens of a step."""
+        size = head_size or min(CHANNELS, triton.next_power_of_2(channels))
+        run = min(tile[1], triton.next_power_of_2(tokens))
+        runs = min(tile[0], triton.next_power_of_2(triton.cdiv(tokens, run)))
+        return cls(size, triton.next_power_of_2(size), runs, run)
+
+
+def short_conv(
+    x: Tensor,
+    weight: Tensor,
+    history: Tensor,
+    cu_seqlens: Tensor | None,
+    sequence: Tensor | None,
+    counts: Tensor | None,
+    activated: bool,
+    head_size: int,
+) -> tuple[Tensor, Tensor]:
+    """y [B, T, D] and the last R inputs of each sequence [N, R, D]."""
+    x, weight, history = adjacent(x), weight.contiguous(), history.contiguous()
+    (batch, tokens, channels), sequences = x.shape, history.shape[0]
+    y, final = torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(history)
+    tile = Tiling.of(max(tokens, 1), channels, head_size, TILE)
+    blocks = triton.cdiv(tokens, tile.BG * tile.RUN)
+    extra = 0
+    if final.numel():
+        extra = 1 if cu_seqlens is None else triton.cdiv(sequences, tile.BG)
+    if batch * (blocks + extra):
+        given = (
+            x, weight, history, cu_seqlens, sequence, counts, y, final,
+            tokens, channels, sequences, blocks, *x.stride()[:2],
+        )  # fmt: skip
+        constants = {
+            "W": weight.shape[1], **tile._asdict(), "PACKED": cu_seqlens is not None,
+            "PADDED": counts is not None, "ACTIVATED": activated, "UNIT_NORM": head_size > 0,
+            **OPTIONS,
+        }  # fmt: skip
+        grid = blocks + extra, triton.cdiv(channels, tile.C), batch
+        launch(short_conv_kernel, grid, given, constants)
+    return y, final
+
+
+# The gradients of the short convolution: by x, by the taps and by the history.
+#
+#     dx_t = sum_{s=0..R} weight_{R-s} dz_{t+s}        d weight_j = sum_t dz_t x_{t-R+j}
+#
+# z is computed again from x, so that nothing but the inputs is kept for the backward.
+
+
+# Triton's compiler knows rows + (row,), not (*rows, row), and tuples that grow have no one type.
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment, misc"
+
+
+# Runs in a tile, and tokens in a run; R tokens past each run are computed twice.
+BACKWARD_TILE = (1, 32)
+
+
+@triton.jit
+def give_back(b_dz, taps, pending, position, W: tl.constexpr, PACKED: tl.constexpr):
+    """dz of a token to those before it that it saw, which wait for it."""
+    given = ()
+    for i in tl.static_range(W - 1):
+        b_dx = tl.fma(b_dz, taps[i], pending[i])
+        if PACKED:
+            # The token W - 1 - i before may be of another sequence.
+            b_dx = tl.where((position >= W - 1 - i)[:, None], b_dx, pending[i])
+        given = given + (b_dx,)
+    return given
+
+
+@triton.jit
+def add_taps(grads, b_dz, seen, W: tl.constexpr):
+    """The gradients by the taps, and those of one more token."""
+    summed = ()
+    for i in tl.static_range(W):
+        summed = summed + (tl.fma(b_dz, seen[i], grads[i]),)
+    return summed
+
+
+@triton.jit
+def finish_gradient(b_z, b_dy, ACTIVATED: tl.constexpr, UNIT_NORM: tl.constexpr):
+    """dz = SiLU'(z) dy, where the norm first makes dy = (dy - y (y . dy) / |y|^2) / |y|."""
+    if UNIT_NORM:
+        b_y = finish(b_z, ACTIVATED, False)
+        b_r = tl.rsqrt(tl.sum(b_y * b_y, axis=1, keep_dims=True) + EPSILON)
+        b_dy = b_r * (b_dy - b_y * (b_r * b_r * tl.sum(b_y * b_dy, axis=1, keep_dims=True)))
+    if ACTIVATED:
+        b_gate = tl.sigmoid(b_z)
+        b_dy *= b_gate * (1 + b_z * (1 - b_gate))
+    return b_dy
+
+
+# Lengths change from call to call; none is worth a kernel of its own.
+@triton.jit(do_not_specialize=["T", "N"])
+def short_conv_backward_kernel(
+    d_y, d_final, x, weight, history, cu_seqlens, sequence, counts, d_x, d_taps, T, D, N,
+    s_b, s_t, s_dy_b, s_dy_t,
+    W: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BG: tl.constexpr, RUN: tl.constexpr,
+    PACKED: tl.constexpr, PADDED: tl.constexpr, ACTIVATED: tl.constexpr, UNIT_NORM: tl.constexpr,
+    FINAL: tl.constexpr,
+):  # fmt: skip
+    """dx of BG runs, and their part of d weight: each dz is given to the tokens that it saw."""
+    i_t, i_d, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    o_c = tl.arange(0, BD)
+    o_d = i_d * C + o_c
+    m_d = ((o_c < C) & (o_d < D))[None, :]
+    t = (i_t * BG + tl.arange(0, BG)) * RUN
+    p_x, p_h = x + i_b.to(tl.int64) * s_b + o_d[None, :], history + o_d[None, :]
+    p_dy = d_y + i_b.to(tl.int64) * s_dy_b + o_d[None, :]
+    p_dx = d_x + i_b.to(tl.int64) * T * D + o_d[None, :]
+    taps = load_taps(weight, o_d, D, W)
+    n, position, count = place(t, i_b, T, N, cu_seqlens, sequence, counts, PACKED, PADDED)
+    window = load_window(p_x, p_h, s_t, t, n, position, T, D, m_d, W)
+    grads, pending = (), ()
+    for _ in tl.static_range(W):
+        grads = grads + (tl.zeros([BG, BD], tl.float32),)
+    for _ in tl.static_range(W - 1):
+        pending = pending + (tl.zeros([BG, BD], tl.float32),)
+    b_x, b_dy = load_token(p_x, s_t, t, T, m_d), load_token(p_dy, s_dy_t, t, T, m_d)
+    for j in range(RUN + W - 1):
+        # Before the store, which no later load may pass.
+        b_x_next, b_dy_next = (
+            load_token(p_x, s_t, t + 1, T, m_d), load_token(p_dy, s_dy_t, t + 1, T, m_d)
+        )  # fmt: skip
+        if PACKED:
+            n, position, count = place(t, i_b, T, N, cu_seqlens, sequence, counts, True, PADDED)
+            window = restart(window, p_h, n, (position == 0) & (t < T), D, m_d, W)
+        seen = window + (b_x.to(tl.float32),)
+        b_z = convolve(seen, taps, W)
+        b_dz = finish_gradient(b_z, b_dy.to(tl.float32), ACTIVATED, UNIT_NORM)
+        # Those past the run are of the next one's sum.
+        grads = add_taps(grads, tl.where(j < RUN, b_dz, 0.0), seen, W)
+        b_dx = b_dz * taps[W - 1]
+        if FINAL:
+            r = position + W - 1 - count
+            m_f = ((r >= 0) & (r < W - 1) & (t < T))[:, None] & m_d
+            p_f = d_final + history_row(n, r, D, W) + o_d[None, :]
+            b_dx += tl.load(p_f, mask=m_f, other=0.0).to(tl.float32)
+        given = give_back(b_dz, taps, pending, position, W, PACKED) + (b_dx,)
+        m_o = ((j >= W - 1) & (t - (W - 1) < T))[:, None] & m_d
+        p_o = p_dx + (t - (W - 1)).to(tl.int64)[:, None] * D
+        tl.store(p_o, given[0].to(d_x.dtype.element_ty), mask=m_o)
+        pending, window, b_x, b_dy = later(given, W), later(seen, W), b_x_next, b_dy_next
+        t += 1
+        position += 1
+    p_w = d_taps + (i_b * tl.num_programs(0) + i_t).to(tl.int64) * W * D + o_d
+    for i in tl.static_range(W):
+        tl.store(p_w + i * D, tl.sum(grads[i], axis=0), mask=(o_c < C) & (o_d < D))
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def history_gradient_kernel(
+    d_y, d_final, x, weight, history, cu_seqlens, counts, d_history, T, D, N,
+    s_b, s_t, s_dy_b, s_dy_t,
+    W: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BG: tl.constexpr,
+    PACKED: tl.constexpr, PADDED: tl.constexpr, ACTIVATED: tl.constexpr, UNIT_NORM: tl.constexpr,
+    FINAL: tl.constexpr,
+):  # fmt: skip
+    """d history_i = sum_{p=0..i} weight_{i-p} dz_p, over the first tokens p of a sequence."""
+    n = tl.program_id(0) * BG + tl.arange(0, BG)
+    o_c = tl.arange(0, BD)
+    o_d = tl.program_id(1) * C + o_c
+    m_d = ((o_c < C) & (o_d < D))[None, :]
+    m_n = n < N
+    t, tokens = 0 * n, T + 0 * n
+    p_x, p_dy = x + o_d[None, :], d_y + o_d[None, :]
+    p_h = history + o_d[None, :]
+    if PACKED:
+        t = tl.load(cu_seqlens + n, mask=m_n, other=0).to(tl.int32)
+        tokens = tl.load(cu_seqlens + n + 1, mask=m_n, other=0).to(tl.int32) - t
+    else:
+        p_x += n.to(tl.int64)[:, None] * s_b
+        p_dy += n.to(tl.int64)[:, None] * s_dy_b
+    count = tokens
+    if PADDED:
+        count = tl.load(counts + n, mask=m_n, other=0).to(tl.int32)
+    taps = load_taps(weight, o_d, D, W)
+    window, grads = (), ()
+    for i in tl.static_range(W - 1):
+        m = m_n[:, None] & m_d
+        b_h = tl.load(p_h + history_row(n, i, D, W), mask=m, other=0.0)
+        window = window + (b_h.to(tl.float32),)
+        b_dh = tl.zeros([BG, BD], tl.float32)
+        if FINAL:
+            r = i - count
+            m = (m_n & (r >= 0) & (count >= 0))[:, None] & m_d
+            p_f = d_final + history_row(n, r, D, W) + o_d[None, :]
+            b_dh += tl.load(p_f, mask=m, other=0.0).to(tl.float32)
+        grads = grads + (b_dh,)
+    for p in tl.static_range(W - 1):
+        m = (m_n & (p < tokens) & (t >= 0) & (t + p < T))[:, None] & m_d
+        row = (t + p).to(tl.int64)[:, None]
+        seen = window + (tl.load(p_x + row * s_t, mask=m, other=0.0).to(tl.float32),)
+        b_dy = tl.load(p_dy + row * s_dy_t, mask=m, other=0.0).to(tl.float32)
+        b_dz = finish_gradient(convolve(seen, taps, W), b_dy, ACTIVATED, UNIT_NORM)
+        summed = ()
+        for i in tl.static_range(W - 1):
+            if i >= p:
+                summed = summed + (tl.fma(b_dz, taps[i - p], grads[i]),)
+            else:
+                summed = summed + (grads[i],)
+        grads, window = summed, later(seen, W)
+    for i in tl.static_range(W - 1):
+        p_o = d_history + history_row(n, i, D, W) + o_d[None, :]
+        tl.store(p_o, grads[i].to(d_history.dtype.element_ty), mask=m_n[:, None] & m_d)
+
+
+def short_conv_backward(
+    d_y: Tensor,
+    d_final: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    history: Tensor,
+    cu_seqlens: Tensor | None,
+    sequence: Tensor | None,
+    counts: Tensor | None,
+    activated: bool,
+    head_size: int,
+    wants_history: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients by x, weight and history; that by history is empty where nobody wants it."""
+    x, d_y, weight, history = adjacent(x), adjacent(d_y), weight.contiguous(), history.contiguous()
+    d_final = None if d_final is None else d_final.contiguous()
+    (batch, tokens, channels), (sequences, reach, _) = x.shape, history.shape
+    strides = (*x.stride()[:2], *d_y.stride()[:2])
+    options = {
+        "W": reach + 1, "PACKED": cu_seqlens is not None, "PADDED": counts is not None,
+        "ACTIVATED": activated, "UNIT_NORM": head_size > 0, "FINAL": d_final is not None, **OPTIONS,
+    }  # fmt: skip
+    tile = Tiling.of(max(tokens, 1), channels, head_size, BACKWARD_TILE)
+    blocks, columns = triton.cdiv(tokens, tile.BG * tile.RUN), triton.cdiv(channels, tile.C)
+    d_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    d_taps = torch.empty(batch * blocks, reach + 1, channels, device=x.device)
+    if batch * blocks:
+        given = (
+            d_y, d_final, x, weight, history, cu_seqlens, sequence, counts, d_x, d_taps,
+            tokens, channels, sequences, *strides,
+        )  # fmt: skip
+        constants = {**tile._asdict(), **options}
+        launch(short_conv_backward_kernel, (blocks, columns, batch), given, constants)
+    d_history = torch.empty_like(history if wants_history else history[:0])
+    if d_history.numel():
+        of_history = (
+            d_y, d_final, x, weight, history, cu_seqlens, counts, d_history,
+            tokens, channels, sequences, *strides,
+        )  # fmt: skip
+        constants = {"C": tile.C, "BD": tile.BD, "BG": tile.BG, **options}
+        grid = triton.cdiv(sequences, tile.BG), columns, 1
+        launch(history_gradient_kernel, grid, of_history, constants)
+    return d_x, d_taps.sum(0).mT.to(weight.dtype).contiguous(), d_history

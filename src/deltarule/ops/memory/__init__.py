@@ -1,0 +1,1 @@
+"""`ttt` and `titans`: memories that are trained while they read."""

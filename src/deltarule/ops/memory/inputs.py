@@ -1,0 +1,98 @@
+"""The checks that `ttt` and `titans` share: the maps of a memory, their sizes, and positions."""
+
+import torch
+from torch import Tensor
+
+from deltarule.ops.checks import check_cu_seqlens, check_sequence
+from deltarule.ops.eager import constant_when_compiled, why_not_fused
+from deltarule.ops.plain import Arguments, check_counts, check_per_head, check_state_tensor
+from deltarule.shapes import TitansState, TTTState
+
+Maps = tuple[Tensor, ...]
+Size = tuple[int, ...]
+
+# What a program of the Triton kernels holds in registers: three maps, and rows of tokens.
+MAX_CHANNELS, MAX_MINI_BATCH = 64, 16
+# Where a product can read its operands from shared memory: elsewhere they fill the registers, and
+# the compiler moves kilobytes of each thread to memory and back.
+CAPABILITIES = (9, 10)
+
+
+@constant_when_compiled
+def capability(device: int | None) -> int:
+    """The first number of the compute capability."""
+    return torch.cuda.get_device_capability(device)[0]
+
+
+def why_not_triton(arguments: Arguments, mini_batch: int) -> str | None:
+    """Why the scan over mini-batches does not run in Triton, or None."""
+    q, v = arguments["q"], arguments["v"]
+    if (reason := why_not_fused(q)) is not None:
+        return reason
+    if (major := capability(q.device.index)) not in CAPABILITIES:
+        return (
+            "the Triton kernels of a memory are made for compute capability 9 and 10, "
+            f"this device has {major}"
+        )
+    if len(arguments["initial_state"].weights) > 1:
+        return (
+            "the Triton kernels hold a memory of one map in registers; those of several maps are "
+            "larger, and go through the products of PyTorch"
+        )
+    if q.shape[3] > MAX_CHANNELS or v.shape[3] > MAX_CHANNELS or mini_batch > MAX_MINI_BATCH:
+        return (
+            f"the Triton kernels take K and V up to {MAX_CHANNELS} and mini-batches up to "
+            f"{MAX_MINI_BATCH}, got K = {q.shape[3]}, V = {v.shape[3]} and {mini_batch}"
+        )
+    return None
+
+
+def check_call(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None
+) -> int:
+    """Check what both operators are given beside their memory, and return N."""
+    check_sequence(q, k, v, 1)
+    check_per_head("beta", beta, "[B, T, HV]", (*q.shape[:2], v.shape[2]), q)
+    if cu_seqlens is None:
+        if lengths is not None:
+            check_counts("lengths", lengths, q.shape[0], q.shape[1], q)
+        return q.shape[0]
+    if lengths is not None:
+        raise ValueError("lengths must be None with cu_seqlens: leave padding out of the packing")
+    check_cu_seqlens(cu_seqlens, q)
+    return len(cu_seqlens) - 1
+
+
+def check_memory(
+    state: object, kind: type[TTTState | TitansState], sequences: int, q: Tensor, v: Tensor
+) -> None:
+    """Maps that lead from K to V channels, the same sizes in every part of the state."""
+    if not isinstance(state, kind):
+        raise ValueError(
+            f"initial_state must be a {kind.__name__}, got {type(state).__name__}: "
+            f"begin with {kind.__name__}.start(weights, sequences)"
+        )
+    bias = int(kind is TTTState)
+    letters = "[N, HV, outputs, inputs + 1]" if bias else "[N, HV, outputs, inputs]"
+    for name, maps in zip(kind._fields[:-1], state[:-1], strict=True):
+        given = isinstance(maps, tuple) and all(isinstance(x, Tensor) for x in maps)
+        if not given or not maps or len(maps) != len(state.weights):
+            raise ValueError(
+                f"initial_state.{name} must be a tuple of tensors, one for each map of the memory, "
+                f"got {type(maps).__name__}"
+            )
+        sizes = map_sizes(state.weights, sequences, bias, q, v)
+        for index, (x, size) in enumerate(zip(maps, sizes, strict=True)):
+            check_state_tensor(f"initial_state.{name}[{index}]", x, letters, size, q)
+
+
+def map_sizes(maps: Maps, sequences: int, bias: int, q: Tensor, v: Tensor) -> list[Size]:
+    """What each map must measure: it takes what the one before puts out; the last puts out V."""
+    inputs = q.shape[3]
+    sizes: list[Size] = []
+    for index, x in enumerate(maps):
+        last = index + 1 == len(maps)
+        outputs = v.shape[3] if last or x.ndim < 2 else x.shape[-2]
+        sizes.append((sequences, v.shape[2], outputs, inputs + bias))
+        inputs = outputs
+    return sizes

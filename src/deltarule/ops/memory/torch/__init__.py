@@ -1,0 +1,1 @@
+"""Chunked forms of `ttt` and `titans` in PyTorch, for any device."""

@@ -1,0 +1,196 @@
+"""A linear memory through its mini-batches, backward, in two kernels.
+
+With X' and Y' the gradients by the memory W and M after the mini-batch (X' with that by A, where
+the mini-batch is full), N = (y x^T) * R and h the gradient by z,
+
+    dg = -N^T h - w X' x - u Y' x        dN = -h g^T        dR = dN * (y x^T)        dP = dN * R
+    dy = kept W^T h + momentum M^T h + dP x        dx = dP^T y - X'^T w g - Y'^T u g + A^T dz
+    X = a X' + c Y' + (kept h)^T y        Y = b X' + d Y' + (momentum h)^T y
+    dA = (0 where full, else dA') + dz^T x
+
+where dz is the gradient of the loss's gradient. What needs no X' or Y' is computed for all
+mini-batches at once, from what a forward pass noted of W, M and A; the rest from the last to the
+first. X, Y and dA stay in memory, which is the cache: beside the operands of nine products the
+registers have no room for them. Nothing is pipelined, as in the forward.
+"""
+
+import triton
+import triton.language as tl
+
+from deltarule.ops.memory.triton.memory import (
+    applied,
+    load_column,
+    load_map,
+    load_tile,
+    loss_gradient,
+    loss_gradient_backward,
+    product,
+    store_map,
+    store_tile,
+    written,
+)
+
+
+@triton.jit
+def store_column(rows, b_x, i, which: tl.constexpr, o_s, S: tl.constexpr):
+    """The inverse of load_column: sums over the channels of each row."""
+    tl.store(rows + (i * 4 + which) * S + o_s, tl.sum(b_x, axis=1), mask=o_s < S)
+
+
+@triton.jit
+def inner(b_x, b_xb, b_y, b_yb):
+    """The sum of the products of two maps and their biases."""
+    return tl.sum(tl.sum(b_x * b_y, axis=1), axis=0) + tl.sum(tl.sum(b_xb * b_yb, axis=1), axis=0)
+
+
+@triton.jit
+def load_norm(weight, bias, i_h, o_v, V: tl.constexpr, NORM: tl.constexpr):
+    """The weight and bias of the norm of a head as rows; zeros without one."""
+    b_weight = tl.zeros(o_v.shape, tl.float32)
+    b_bias = b_weight
+    if NORM:
+        b_weight = tl.load(weight + i_h * V + o_v, mask=o_v < V, other=0.0)
+        b_bias = tl.load(bias + i_h * V + o_v, mask=o_v < V, other=0.0)
+    return b_weight[None, :], b_bias[None, :]
+
+
+@triton.jit
+def read_backward(
+    b_dy, d_z, q, noted, rows, d_rows, i, which: tl.constexpr, o_s, o_k, o_v,
+    S: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """dy with what W (which = 0) or M (1) gives to it, and the gradient by kept or momentum."""
+    b_y, b_h = load_tile(q, i, o_s, o_k, S, K), load_tile(d_z, i, o_s, o_v, S, V)
+    b_map, b_bias = load_map(noted, i, which, o_v, o_k, V, K, BIAS)
+    store_column(d_rows, b_h * applied(b_y, b_map, b_bias), i, which, o_s, S)
+    return b_dy + product(b_h * load_column(rows, i, which, o_s, S), b_map)
+
+
+@triton.jit
+def read_backward_kernel(
+    q, k, v, rows, writes, noted, weight, bias, d_z, at, g, d_g, d_q, d_k, d_rows, d_writes, eps,
+    HV: tl.constexpr, S: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Of one mini-batch: A x, g, and the parts of all gradients that come through z."""
+    i = tl.program_id(0).to(tl.int64)
+    o_s, o_k, o_v = tl.arange(0, BS), tl.arange(0, BK), tl.arange(0, BV)
+    b_weight, b_bias = load_norm(weight, bias, i % HV, o_v, V, NORM)
+    b_x, b_v = load_tile(k, i, o_s, o_k, S, K), load_tile(v, i, o_s, o_v, S, V)
+    b_A, b_Ab = load_map(noted, i, 2, o_v, o_k, V, K, BIAS)
+    b_at = applied(b_x, b_A, b_Ab)
+    store_tile(at, b_at, i, o_s, o_v, S, V)
+    b_key = b_x if NORM else b_v
+    m_v = (o_v < V)[None, :]
+    b_g = loss_gradient(b_at, b_key, b_v, b_weight, b_bias, m_v, eps, V, NORM)
+    store_tile(g, b_g, i, o_s, o_v, S, V)
+    b_x, b_y = load_tile(k, i, o_s, o_k, S, K), load_tile(q, i, o_s, o_k, S, K)
+    b_pair = product(b_y, tl.trans(b_x)) + BIAS
+    b_h, b_R = load_tile(d_z, i, o_s, o_v, S, V), load_tile(writes, i, o_s, o_s, S, S)
+    store_tile(d_g, -product(tl.trans(b_pair * b_R), b_h), i, o_s, o_v, S, V)
+    b_dN = -product(b_h, tl.trans(b_g))
+    store_tile(d_writes, b_dN * b_pair, i, o_s, o_s, S, S)
+    b_dP = b_dN * b_R
+    store_tile(d_k, product(tl.trans(b_dP), b_y), i, o_s, o_k, S, K)
+    b_dy = product(b_dP, load_tile(k, i, o_s, o_k, S, K))
+    b_dy = read_backward(b_dy, d_z, q, noted, rows, d_rows, i, 0, o_s, o_k, o_v, S, K, V, BIAS)
+    b_dy = read_backward(b_dy, d_z, q, noted, rows, d_rows, i, 1, o_s, o_k, o_v, S, K, V, BIAS)
+    store_tile(d_q, b_dy, i, o_s, o_k, S, K)
+
+
+@triton.jit
+def pass_on(
+    d_memory, i_n, h, q, noted, rows, scalars, d_scalars, i, o_s, o_k, o_v,
+    S: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Replace the gradients by W and M by those before the mini-batch; and those by a, b, c, d."""
+    b_X, b_Xb = load_map(d_memory, i_n, 0, o_v, o_k, V, K, BIAS)
+    b_Y, b_Yb = load_map(d_memory, i_n, 1, o_v, o_k, V, K, BIAS)
+    for which in tl.static_range(2):
+        b_map, b_mapb = load_map(noted, i, which, o_v, o_k, V, K, BIAS)
+        tl.store(d_scalars + i * 4 + which, inner(b_map, b_mapb, b_X, b_Xb))
+        tl.store(d_scalars + i * 4 + 2 + which, inner(b_map, b_mapb, b_Y, b_Yb))
+    # All have read what is overwritten.
+    tl.debug_barrier()
+    for which in tl.static_range(2):
+        b_of_X = tl.load(scalars + i * 4 + which)
+        b_of_Y = tl.load(scalars + i * 4 + 2 + which)
+        b_h = load_tile(h, i, o_s, o_v, S, V) * load_column(rows, i, which, o_s, S)
+        b_new, b_newb = written(b_h, load_tile(q, i, o_s, o_k, S, K), BIAS)
+        b_new += b_of_X * b_X + b_of_Y * b_Y
+        b_newb += b_of_X * b_Xb + b_of_Y * b_Yb
+        store_map(d_memory, b_new, b_newb, i_n, which, o_v, o_k, V, K, BIAS)
+
+
+@triton.jit(do_not_specialize=["M", "R"])
+def memory_backward_kernel(
+    q, k, v, rows, scalars, full, owner, noted, weight, bias, d_z, at, g, d_g, d_memory,
+    d_k, d_v, d_rows, d_scalars, d_weight, d_bias, eps, M, R,
+    HV: tl.constexpr, S: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """The rest, d_memory in place; d_weight and d_bias [R, HV, V] are parts of a sum."""
+    i_r, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    o_s, o_k, o_v = tl.arange(0, BS), tl.arange(0, BK), tl.arange(0, BV)
+    m_v = (o_v < V)[None, :]
+    b_weight, b_bias = load_norm(weight, bias, i_h, o_v, V, NORM)
+    b_dweight, b_dbias = tl.zeros([BV], tl.float32), tl.zeros([BV], tl.float32)
+    for i_back in range(M):
+        i_m = M - 1 - i_back
+        i, i_n = (i_m * R + i_r) * HV + i_h, i_r * HV + i_h
+        if PACKED:
+            i_n = tl.load(owner + i_m * R + i_r) * HV + i_h
+        ends = tl.load(full + i_m * R + i_r) != 0
+        b_dA, b_dAb = load_map(d_memory, i_n, 2, o_v, o_k, V, K, BIAS)
+        b_X, b_Xb = load_map(d_memory, i_n, 0, o_v, o_k, V, K, BIAS)
+        b_X += tl.where(ends, b_dA, 0.0)
+        b_Xb += tl.where(ends, b_dAb, 0.0)
+        tl.debug_barrier()
+        store_map(d_memory, b_X, b_Xb, i_n, 0, o_v, o_k, V, K, BIAS)
+        # Through what the mini-batch writes. Tiles are read again where they are needed again: an
+        # operand that is kept fills a quarter of the registers.
+        b_x, b_g = load_tile(k, i, o_s, o_k, S, K), load_tile(g, i, o_s, o_v, S, V)
+        b_w, b_xX = load_column(rows, i, 2, o_s, S), applied(b_x, b_X, b_Xb)
+        store_column(d_rows, -b_g * b_xX, i, 2, o_s, S)
+        b_dx = load_tile(d_k, i, o_s, o_k, S, K) - product(b_w * b_g, b_X)
+        b_dg = load_tile(d_g, i, o_s, o_v, S, V) - b_w * b_xX
+        b_Y, b_Yb = load_map(d_memory, i_n, 1, o_v, o_k, V, K, BIAS)
+        b_u, b_xY = load_column(rows, i, 3, o_s, S), applied(b_x, b_Y, b_Yb)
+        store_column(d_rows, -b_g * b_xY, i, 3, o_s, S)
+        b_dx -= product(b_u * b_g, b_Y)
+        b_dg -= b_u * b_xY
+        # Through the gradient that was taken at A.
+        b_x, b_v = load_tile(k, i, o_s, o_k, S, K), load_tile(v, i, o_s, o_v, S, V)
+        b_key = b_x if NORM else b_v
+        b_dz, b_dv, b_dw_rows, b_db_rows = loss_gradient_backward(
+            b_dg, load_tile(at, i, o_s, o_v, S, V), b_key, b_v, b_weight, b_bias, m_v, eps,
+            V, NORM,
+        )  # fmt: skip
+        store_tile(d_v, b_dv, i, o_s, o_v, S, V)
+        if NORM:
+            # In the loss stands k - v.
+            b_dx -= b_dv
+            b_dweight += tl.sum(b_dw_rows, axis=0)
+            b_dbias += tl.sum(b_db_rows, axis=0)
+        # By way of memory: the compiler would compute dz once more in the layout of an operand.
+        store_tile(at, b_dz, i, o_s, o_v, S, V)
+        tl.debug_barrier()
+        b_dz = load_tile(at, i, o_s, o_v, S, V)
+        b_map, _ = load_map(noted, i, 2, o_v, o_k, V, K, BIAS)
+        store_tile(d_k, b_dx + product(b_dz, b_map), i, o_s, o_k, S, K)
+        b_new, b_newb = written(b_dz, load_tile(k, i, o_s, o_k, S, K), BIAS)
+        b_dA, b_dAb = load_map(d_memory, i_n, 2, o_v, o_k, V, K, BIAS)
+        b_new += tl.where(ends, 0.0, b_dA)
+        b_newb += tl.where(ends, 0.0, b_dAb)
+        store_map(d_memory, b_new, b_newb, i_n, 2, o_v, o_k, V, K, BIAS)
+        # Through W and M, as they are read and as they go on.
+        tl.debug_barrier()
+        pass_on(
+            d_memory, i_n, d_z, q, noted, rows, scalars, d_scalars, i, o_s, o_k, o_v, S, K, V, BIAS
+        )
+        tl.debug_barrier()
+    if NORM:
+        tl.store(d_weight + (i_r * HV + i_h) * V + o_v, b_dweight, mask=o_v < V)
+        tl.store(d_bias + (i_r * HV + i_h) * V + o_v, b_dbias, mask=o_v < V)

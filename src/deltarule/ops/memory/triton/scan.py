@@ -1,0 +1,88 @@
+"""A linear memory through its mini-batches, forward: one program for each row and head.
+
+    g_i = d loss / dz at z = A x_i
+    z_t = kept_t W y_t + momentum_t M y_t - sum_i R_ti (x_i . y_t) g_i
+    W <- a W + b M - sum_i w_i g_i x_i^T        M <- c W + d M - sum_i u_i g_i x_i^T
+    A <- W at the end of a full mini-batch
+
+with keys x and queries y; a bias is one more channel of both, of ones. W, M and A stay in registers
+from the first mini-batch to the last. Every product is of few rows, and nothing is pipelined: each
+has ended before the next instruction reads what it gave.
+"""
+
+import triton
+import triton.language as tl
+
+from deltarule.ops.memory.triton.memory import (
+    applied,
+    load_column,
+    load_maps,
+    load_tile,
+    loss_gradient,
+    product,
+    store_maps,
+    store_tile,
+    written,
+)
+
+
+@triton.jit(do_not_specialize=["M", "R"])
+def memory_scan_kernel(
+    q, k, v, rows, scalars, writes, full, owner, memory, weight, bias, z, noted, eps, M, R,
+    HV: tl.constexpr, S: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """z, and `memory` in place; with `noted` also what it is before each mini-batch.
+
+    rows [M, R, HV, 4, S] are kept, momentum, w and u; scalars [M, R, HV, 4] are a, b, c and d.
+    """
+    i_r, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    o_s, o_k, o_v = tl.arange(0, BS), tl.arange(0, BK), tl.arange(0, BV)
+    m_v = (o_v < V)[None, :]
+    b_weight, b_bias = tl.zeros([1, BV], tl.float32), tl.zeros([1, BV], tl.float32)
+    if NORM:
+        b_weight = tl.load(weight + i_h * V + o_v, mask=o_v < V, other=0.0)[None, :]
+        b_bias = tl.load(bias + i_h * V + o_v, mask=o_v < V, other=0.0)[None, :]
+    i_n = i_r
+    if PACKED:
+        i_n = tl.load(owner + i_r)
+    b_W, b_Wb, b_M, b_Mb, b_A, b_Ab = load_maps(memory, i_n * HV + i_h, o_v, o_k, V, K, BIAS)
+    for i_m in range(M):
+        i = (i_m * R + i_r) * HV + i_h
+        if PACKED:
+            i_next = tl.load(owner + i_m * R + i_r)
+            if i_next != i_n:
+                store_maps(
+                    memory, b_W, b_Wb, b_M, b_Mb, b_A, b_Ab, i_n * HV + i_h, o_v, o_k, V, K, BIAS
+                )
+                b_W, b_Wb, b_M, b_Mb, b_A, b_Ab = load_maps(
+                    memory, i_next * HV + i_h, o_v, o_k, V, K, BIAS
+                )
+                i_n = i_next
+        if noted is not None:
+            store_maps(noted, b_W, b_Wb, b_M, b_Mb, b_A, b_Ab, i, o_v, o_k, V, K, BIAS)
+        b_x, b_y = load_tile(k, i, o_s, o_k, S, K), load_tile(q, i, o_s, o_k, S, K)
+        b_v = load_tile(v, i, o_s, o_v, S, V)
+        b_at = applied(b_x, b_A, b_Ab)
+        # The form with a norm, in which K = V, reads the key beside the value.
+        b_key = b_x if NORM else b_v
+        b_g = loss_gradient(b_at, b_key, b_v, b_weight, b_bias, m_v, eps, V, NORM)
+        b_pair = product(b_y, tl.trans(b_x)) + BIAS
+        b_z = load_column(rows, i, 0, o_s, S) * applied(b_y, b_W, b_Wb)
+        b_z += load_column(rows, i, 1, o_s, S) * applied(b_y, b_M, b_Mb)
+        b_z -= product(b_pair * load_tile(writes, i, o_s, o_s, S, S), b_g)
+        store_tile(z, b_z, i, o_s, o_v, S, V)
+        b_of_W, b_of_Wb = written(b_g * load_column(rows, i, 2, o_s, S), b_x, BIAS)
+        b_of_M, b_of_Mb = written(b_g * load_column(rows, i, 3, o_s, S), b_x, BIAS)
+        b_a, b_b = tl.load(scalars + i * 4), tl.load(scalars + i * 4 + 1)
+        b_c, b_d = tl.load(scalars + i * 4 + 2), tl.load(scalars + i * 4 + 3)
+        b_before, b_before_b = b_W, b_Wb
+        b_W = b_a * b_W + b_b * b_M - b_of_W
+        b_Wb = b_a * b_Wb + b_b * b_Mb - b_of_Wb
+        b_M = b_c * b_before + b_d * b_M - b_of_M
+        b_Mb = b_c * b_before_b + b_d * b_Mb - b_of_Mb
+        ends = tl.load(full + i_m * R + i_r) != 0
+        b_A = tl.where(ends, b_W, b_A)
+        b_Ab = tl.where(ends, b_Wb, b_Ab)
+    store_maps(memory, b_W, b_Wb, b_M, b_Mb, b_A, b_Ab, i_n * HV + i_h, o_v, o_k, V, K, BIAS)

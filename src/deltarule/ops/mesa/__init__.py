@@ -1,0 +1,1 @@
+"""`mesa`: the read-out that solves for the least squares over all tokens so far."""

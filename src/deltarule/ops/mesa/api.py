@@ -1,0 +1,159 @@
+"""The operator of the mesa layer: a ridge regression over all tokens so far, at every token."""
+
+from jaxtyping import Float
+from torch import Tensor
+
+from deltarule.ops.checks import check_cu_seqlens, check_log_decay, check_scale, check_sequence
+from deltarule.ops.dispatch import Implementation, Table
+from deltarule.ops.eager import why_not_fused
+from deltarule.ops.mesa import definition as reference
+from deltarule.ops.mesa import torch as chunked
+from deltarule.ops.plain import (
+    Arguments,
+    PlainImpl,
+    check_per_head,
+    check_state_tensor,
+    plain_table,
+    run_plain,
+)
+from deltarule.shapes import Beta, Keys, MesaOutput, MesaState, Offsets, Queries, Values
+
+# Key channels of which a program of the Triton kernel holds the rows of its tokens.
+MAX_KEY_CHANNELS = 128
+
+
+def why_not_triton(arguments: Arguments) -> str | None:
+    """Why the conjugate gradients do not run in Triton, or None; the rest is PyTorch either way."""
+    if (reason := why_not_fused(arguments["q"])) is not None:
+        return reason
+    if arguments["iterations"] is None:
+        return "the exact solution is PyTorch's: give a number of iterations"
+    if arguments["q"].shape[3] > MAX_KEY_CHANNELS:
+        return (
+            f"the Triton kernel takes K up to {MAX_KEY_CHANNELS}, got K = {arguments['q'].shape[3]}"
+        )
+    return None
+
+
+def run_triton(arguments: Arguments) -> MesaOutput:
+    """Chunks in PyTorch, and the hot stage, the conjugate gradients, in Triton."""
+    return chunked.mesa(**arguments, backend="triton")
+
+
+# In the order in which impl="auto" prefers them.
+IMPLEMENTATIONS: Table[Arguments, MesaOutput] = {
+    "triton": Implementation(why_not_triton, run_triton),
+    **plain_table(chunked.mesa, reference.mesa),
+}
+
+
+def mesa(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    *,
+    beta: Beta,
+    regularizer: Float[Tensor, "HV K"],
+    log_decay: Float[Tensor, "HV"] | Float[Tensor, "B T HV"] | None = None,
+    iterations: int | None = 30,
+    scale: float | None = None,
+    initial_state: MesaState | None = None,
+    cu_seqlens: Offsets | None = None,
+    return_state: bool = True,
+    impl: PlainImpl = "auto",
+) -> MesaOutput:
+    r"""Keep decayed sums of k k^T and v k^T, and read with the best linear map from k to v.
+
+    .. math::
+        H_t &= e^{\mathrm{log\_decay}_t} H_{t-1} + \beta_t k_t k_t^\top \\
+        G_t &= e^{\mathrm{log\_decay}_t} G_{t-1} + \beta_t v_t k_t^\top \\
+        o_t &= \mathrm{scale} \cdot G_t (H_t + \mathrm{Diag}(\mathrm{regularizer}))^{-1} q_t
+
+    The map minimises the decayed sum of beta |S k - v|^2 plus tr(S Diag(regularizer) S^T).
+    Gradients are those of the solution, by implicit differentiation: nothing of the iterations is
+    kept, and `iterations` must be enough for them to have converged.
+
+    Args:
+        q: Queries [B, T, H, K] in float64, float32, bfloat16 or float16.
+        k: Keys [B, T, H, K] in q's dtype; of unit norm, the sums stay well conditioned.
+        v: Values [B, T, HV, V] in q's dtype; HV is a multiple of H.
+        beta: Weight of each token [B, T, HV], >= 0.
+        regularizer: Weight of each squared channel of the map [HV, K], > 0; it does not decay.
+        log_decay: Natural log of the decay, <= 0, float32: [HV] constant or [B, T, HV]; -inf
+            forgets everything. None means no decay.
+        iterations: Steps of the conjugate gradients, the same for every token; K of them suffice
+            but for rounding. None solves exactly, with K^3 operations a token.
+        scale: Factor of the read-out. None means K ** -0.5.
+        initial_state: covariance [N, HV, K, K] and values [N, HV, V, K], float32 (float64 with
+            float64 q). None means zeros.
+        cu_seqlens: Offsets [N + 1] of sequences packed into one row (B = 1), from 0 to T; see
+            `deltarule.pack`. None means that each batch row is a sequence.
+        return_state: False gives None in place of the final state.
+        impl: "auto", or a named implementation.
+
+    Returns:
+        o [B, T, HV, V] in v's dtype, and final_state, always new tensors.
+
+    Raises:
+        ValueError: An argument has the wrong shape, dtype or device; the message names it.
+
+    Example, a map that 8 tokens determine, recovered:
+        >>> import torch
+        >>> k, S = torch.randn(1, 8, 1, 4).double(), torch.randn(4, 4).double()
+        >>> weak = torch.full((1, 4), 1e-9).double()
+        >>> beta = torch.ones(1, 8, 1).double()
+        >>> out = mesa(k, k, k @ S.mT, beta=beta, regularizer=weak, iterations=None, scale=1.0)
+        >>> bool((out.o - k @ S.mT)[:, -1].abs().max() < 1e-5)
+        True
+
+    Source: mesa layer, arXiv 2309.05858; gates and conjugate gradients as in MesaNet, arXiv
+    2506.05233. The slides that print a proximal term |S - S'|^2 mean the regulariser above, and
+    print v and k of the rank-one update in the wrong order.
+    """
+    check_sequence(q, k, v, 1)
+    heads, value_size, key_size = v.shape[2], v.shape[3], q.shape[3]
+    check_per_head("beta", beta, "[B, T, HV]", (*q.shape[:2], heads), q)
+    check_per_head("regularizer", regularizer, "[HV, K]", (heads, key_size), q)
+    check_log_decay(log_decay, q, heads)
+    if log_decay is not None and log_decay.ndim == 4:
+        raise ValueError(
+            "log_decay must be [HV] or [B, T, HV]: a decay of each key channel would leave no "
+            "symmetric sum of k k^T"
+        )
+    check_iterations(iterations)
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, q)
+    sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    check_state(initial_state, (sequences, heads, value_size, key_size), q)
+    arguments = {
+        "q": q, "k": k, "v": v, "beta": beta, "regularizer": regularizer, "log_decay": log_decay,
+        "iterations": iterations, "initial_state": initial_state, "cu_seqlens": cu_seqlens,
+        "scale": key_size**-0.5 if scale is None else check_scale(scale),
+    }  # fmt: skip
+    output = run_plain(IMPLEMENTATIONS, arguments, impl)
+    return output if return_state else MesaOutput(output.o, None)
+
+
+def check_iterations(iterations: int | None) -> None:
+    """A number of steps, or None."""
+    if iterations is None:
+        return
+    if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 1:
+        raise ValueError(
+            f"iterations must be an integer of 1 or more, or None to solve exactly, "
+            f"got {iterations!r}"
+        )
+
+
+def check_state(state: MesaState | None, size: tuple[int, int, int, int], q: Tensor) -> None:
+    """Both sums of an incoming state; None passes."""
+    if state is None:
+        return
+    if not isinstance(state, tuple) or len(state) != 2:
+        raise ValueError(
+            f"initial_state must be a MesaState(covariance, values), got {type(state).__name__}"
+        )
+    sequences, heads, _, key_size = size
+    square = (sequences, heads, key_size, key_size)
+    check_state_tensor("initial_state.covariance", state[0], "[N, HV, K, K]", square, q)
+    check_state_tensor("initial_state.values", state[1], "[N, HV, V, K]", size, q)

@@ -1,0 +1,292 @@
+"""`mesa` by chunks: no K x K matrix for a token, only one for the start of each chunk.
+
+With start_i the decay from the chunk's start to token i, and between_ij that from token j to i,
+
+    H_i x = start_i H_0 x + sum_{j <= i} between_ij beta_j (k_j . x) k_j
+    G_i x = start_i G_0 x + sum_{j <= i} between_ij beta_j (k_j . x) v_j
+
+so a step of the conjugate gradients for all tokens of all chunks is four matrix products.
+
+The solver, and its gradient, are in mesa_solution.py.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltarule.ops.chunks import chunk_size
+from deltarule.ops.mini_batches import MiniBatches, lay_out
+from deltarule.shapes import MesaOutput, MesaState
+
+# The solution of the linear systems of `mesa`, one for each token, and its gradient.
+#
+# The gradient is that of the solution, not of the iterations: with A = H + Diag(regularizer),
+# A x = q gives dq = A^{-1} dx and dA = -dq x^T, for which the same solver runs once more. Nothing
+# of the iterations is kept, whatever their number; they must be enough to have converged.
+
+
+NO_DERIVATIVE = (
+    "mesa has a first reverse-mode derivative only: for forward-mode or second derivatives use "
+    'impl="reference"'
+)
+
+
+class Covariance(NamedTuple):
+    """H + Diag(regularizer) of every token, as what it takes to multiply with it."""
+
+    k: Tensor  # [M, R, HV, C, K]
+    weights: Tensor  # between_ij beta_j, 0 for j > i: [M, R, HV, C, C]
+    start: Tensor  # [M, R, HV, C, 1]
+    H: Tensor  # at the start of the chunk, [M, R, HV, K, K]
+    regularizer: Tensor  # [HV, 1, K]
+
+    def times(self, x: Tensor) -> Tensor:
+        """(H_i + Diag(regularizer)) x_i for x [M, R, HV, C, K]."""
+        recent = ((x @ self.k.mT) * self.weights) @ self.k
+        return self.start * (x @ self.H.mT) + recent + self.regularizer * x
+
+
+def solve(covariance: Covariance, q: Tensor, iterations: int | None, backend: str) -> Tensor:
+    """x_i of (H_i + Diag(regularizer)) x_i = q_i for all tokens, with the gradient of a solution.
+
+    x stands outside the graph; the residual q - A x, which is 0 up to rounding, is inside it, and
+    A^{-1} applied to it is what the gradient passes through.
+    """
+    if torch.autograd.forward_ad._current_level >= 0 and any(map(_is_dual, (q, *covariance))):
+        raise NotImplementedError(NO_DERIVATIVE)
+    with torch.no_grad():
+        detached = Covariance(*(y.detach() for y in covariance))
+        x = solved(detached, q.detach(), iterations, backend)
+    if not torch.is_grad_enabled():
+        return x
+    residual = q - covariance.times(x)
+    # Function transforms follow the one form, the compiler the other.
+    transformed = torch._C._are_functorch_transforms_active()
+    run: Any = Solution.apply if transformed else solution_op
+    return run(x, residual, *detached, iterations, backend)
+
+
+def solved(covariance: Covariance, b: Tensor, iterations: int | None, backend: str) -> Tensor:
+    """The hot stage: conjugate gradients, or with None the exact solution."""
+    if iterations is None:
+        return exact(covariance, b)
+    if backend == "triton":
+        return gpu_iterations_op(*covariance, b, iterations)
+    return conjugate_gradients(covariance, b, iterations)
+
+
+def conjugate_gradients(covariance: Covariance, b: Tensor, iterations: int) -> Tensor:
+    """Steps from x = 0 along directions p that are orthogonal under A, each token on its own."""
+    tiny = torch.finfo(b.dtype).tiny
+    x, r, p = torch.zeros_like(b), b, b
+    size = r.square().sum(-1, keepdim=True)
+    for _ in range(iterations):
+        image = covariance.times(p)
+        step = size / (p * image).sum(-1, keepdim=True).clamp(min=tiny)
+        x, r = x + step * p, r - step * image
+        before, size = size, r.square().sum(-1, keepdim=True)
+        p = r + size / before.clamp(min=tiny) * p
+    return x
+
+
+def exact(covariance: Covariance, b: Tensor) -> Tensor:
+    """One token of every chunk at a time: as many K x K matrices as there are chunks."""
+    k, weights, start, H, regularizer = covariance
+    ridge = regularizer.squeeze(-2).diag_embed()
+    solutions = []
+    for i in range(b.shape[-2]):
+        recent = (k * weights[..., i, :].unsqueeze(-1)).mT @ k
+        A = start[..., i : i + 1, :] * H + recent + ridge
+        solutions.append(torch.linalg.solve_ex(A, b[..., i, :]).result)
+    return torch.stack(solutions, dim=-2)
+
+
+class Solution(torch.autograd.Function):
+    """x, with the gradient of A^{-1} applied to the residual."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, residual: Tensor, *operator: Any) -> Tensor:
+        """x itself."""
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep the operator A."""
+        ctx.save_for_backward(*inputs[2:7])
+        ctx.options = inputs[7:]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        """A^{-1} dx, as A is symmetric."""
+        run: Any = Adjoint.apply
+        dx = run(gradients[0], *ctx.saved_tensors, *ctx.options)
+        return None, dx, *(None,) * 7
+
+
+class Adjoint(torch.autograd.Function):
+    """A^{-1} dx; a second derivative would need that of A, which stands outside the graph."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(dx: Tensor, *operator: Any) -> Tensor:
+        """The hot stage once more."""
+        return solved(Covariance(*operator[:5]), dx, *operator[5:])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Nothing to keep."""
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
+        """There is none."""
+        raise NotImplementedError(NO_DERIVATIVE)
+
+
+@torch.library.custom_op("deltarule::mesa_solution", mutates_args=())
+def solution_op(
+    x: Tensor,
+    residual: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    start: Tensor,
+    H: Tensor,
+    regularizer: Tensor,
+    iterations: int | None,
+    backend: str,
+) -> Tensor:
+    """The same as a registered operator."""
+    return x.clone()
+
+
+@solution_op.register_fake
+def _(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+solution_op.register_autograd(Solution.backward, setup_context=Solution.setup_context)
+
+
+@torch.library.custom_op("deltarule::mesa_iterations", mutates_args=())
+def gpu_iterations_op(
+    k: Tensor,
+    weights: Tensor,
+    start: Tensor,
+    H: Tensor,
+    regularizer: Tensor,
+    b: Tensor,
+    iterations: int,
+) -> Tensor:
+    """`conjugate_gradients` in Triton; its derivative is that of the solution, above."""
+    # Triton is an extra, imported where it runs.
+    from deltarule.ops.mesa import triton as kernels
+
+    return kernels.conjugate_gradients(k, weights, start, H, regularizer, b, iterations)
+
+
+@gpu_iterations_op.register_fake
+def _(
+    k: Tensor, weights: Tensor, start: Tensor, H: Tensor, ridge: Tensor, b: Tensor, n: int
+) -> Tensor:
+    return torch.empty_like(b, memory_format=torch.contiguous_format)
+
+
+def _is_dual(x: Tensor) -> bool:
+    return torch.autograd.forward_ad.unpack_dual(x).tangent is not None
+
+
+def mesa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    beta: Tensor,
+    regularizer: Tensor,
+    log_decay: Tensor | None,
+    iterations: int | None,
+    scale: float,
+    initial_state: MesaState | None,
+    cu_seqlens: Tensor | None,
+    backend: str = "torch",
+) -> MesaOutput:
+    """Outputs and final state, in float32 or float64; see the definition in the reference.
+
+    `backend` is that of the conjugate gradients, "torch" or "triton".
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    batch, tokens, _, key_size = q.shape
+    heads = v.shape[2]
+    sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    table = _initial(
+        initial_state,
+        q.new_zeros(sequences, heads, key_size, key_size, dtype=dtype),
+        q.new_zeros(sequences, heads, v.shape[3], key_size, dtype=dtype),
+    )
+    if tokens == 0 or batch == 0:
+        return MesaOutput(v.new_zeros(batch, tokens, *v.shape[2:]), _split(table, key_size))
+    chunks = lay_out(
+        q, chunk_size(-(-tokens * batch // max(sequences, 1)), 1), cu_seqlens=cu_seqlens
+    )
+    q, k, values = (chunks.cut(x.to(dtype)) for x in (q, k, v))
+    q, k = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (q, k))
+    start, between, end = decays(log_decay, beta, chunks, dtype)
+    beta = chunks.cut(beta.to(dtype))
+    states, table = chunk_states(k, values, beta, start, end, table, chunks)
+    H, G = states.split([key_size, v.shape[3]], dim=-2)
+    weights = between * beta.unsqueeze(-2)
+    covariance = Covariance(k, weights, start, H, regularizer.to(dtype).unsqueeze(-2))
+    x = solve(covariance, q, iterations, backend)
+    o = start * (x @ G.mT) + ((x @ k.mT) * weights) @ values
+    return MesaOutput(chunks.join(o * scale).to(v.dtype), _split(table, key_size))
+
+
+def decays(
+    log_decay: Tensor | None, beta: Tensor, chunks: MiniBatches, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """start [.., C, 1], between [.., C, C] (0 for j > i) and end [.., C]: what is left at the end.
+
+    Each pair has its own sum of logs: a reset (-inf) is exact and costs its neighbours no digits.
+    """
+    if log_decay is None:
+        log_decay = torch.zeros_like(beta)
+    log_decay = chunks.cut(log_decay.expand(beta.shape).to(dtype))
+    start = log_decay.cumsum(-1).exp().unsqueeze(-1)
+    size = log_decay.shape[-1]
+    later = torch.ones(size, size, dtype=torch.bool, device=log_decay.device).tril(-1)
+    summed = log_decay.unsqueeze(-1).expand(*log_decay.shape, size).masked_fill(~later, 0)
+    between = summed.cumsum(-2).exp().tril()
+    return start, between, between[..., -1, :]
+
+
+def chunk_states(
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    start: Tensor,
+    end: Tensor,
+    table: Tensor,
+    chunks: MiniBatches,
+) -> tuple[Tensor, Tensor]:
+    """[H; G] before each chunk [M, R, HV, K + V, K], and after each sequence [N, HV, K + V, K].
+
+    S <- start_C S + sum_j end_j beta_j [k_j; v_j] k_j^T
+    """
+    written = (torch.cat([k, v], dim=-1) * (beta * end).unsqueeze(-1)).mT @ k
+    kept = start[..., -1:, :]
+    table, states = chunks.table(table), []
+    for step in range(chunks.steps):
+        states.append(chunks.rows_at(step, table))
+        table = chunks.write_at(step, table, kept[step] * states[step] + written[step])
+    return torch.stack(states), chunks.states(table)
+
+
+def _initial(state: MesaState | None, covariance: Tensor, values: Tensor) -> Tensor:
+    """[H; G] of each sequence in one tensor, because one recurrence carries both."""
+    return torch.cat([covariance, values] if state is None else list(state), dim=-2)
+
+
+def _split(table: Tensor, key_size: int) -> MesaState:
+    return MesaState(table[..., :key_size, :].clone(), table[..., key_size:, :].clone())

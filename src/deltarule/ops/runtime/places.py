@@ -1,0 +1,137 @@
+"""Where a chunk lies: device functions that every kernel over chunks uses.
+
+A chunk holds CT tokens of one sequence, and its CT * n rows of k and v fill the first of BT rows of
+a tile. Chunks are numbered so that no program need count those of other sequences: the first chunk
+of packed sequence i has the number cu_seqlens[i] // CT + i, and some numbers stay unused.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def place_of(TILES: tl.constexpr, HEADS: tl.constexpr):
+    """This program's tile, head and place in a grid of one axis: the others end at 65535."""
+    i = tl.program_id(0)
+    return i % TILES, i // TILES % HEADS, i // (TILES * HEADS)
+
+
+@triton.jit
+def sequence_bounds(cu_seqlens, i_n, T, PACKED: tl.constexpr):
+    """First token and number of tokens of sequence i_n; offsets out of range are clamped."""
+    start = (i_n * T).to(tl.int64)
+    length = T
+    if PACKED:
+        start = tl.minimum(tl.maximum(tl.load(cu_seqlens + i_n).to(tl.int64), 0), T)
+        end = tl.minimum(tl.load(cu_seqlens + i_n + 1).to(tl.int64), T)
+        length = tl.maximum(end - start, 0).to(tl.int32)
+    return start, length
+
+
+@triton.jit
+def first_chunk(start, i_n, T, CT, PACKED: tl.constexpr):
+    """The number of the first chunk of sequence i_n, which starts at token `start`."""
+    number = i_n * tl.cdiv(T, CT)
+    if PACKED:
+        number = (start // CT).to(tl.int32) + i_n
+    return number
+
+
+@triton.jit
+def sequence_of(i_m, cu_seqlens, T, N, CT, PACKED: tl.constexpr):
+    """The sequence that chunk i_m belongs to."""
+    i_n = i_m // tl.cdiv(T, CT)
+    if PACKED:
+        # The last sequence whose first chunk is not after this one.
+        i_n = i_m * 0
+        last = N - 1
+        while i_n < last:
+            middle = (i_n + last + 1) // 2
+            number = (tl.load(cu_seqlens + middle) // CT).to(tl.int32) + middle
+            i_n = tl.where(number <= i_m, middle, i_n)
+            last = tl.where(number <= i_m, last, middle - 1)
+    return i_n
+
+
+@triton.jit
+def chunk_place(i_m, cu_seqlens, T, N, CT, PACKED: tl.constexpr):
+    """First token of chunk i_m and how many tokens of its sequence follow (none: <= 0)."""
+    i_n = sequence_of(i_m, cu_seqlens, T, N, CT, PACKED)
+    start, length = sequence_bounds(cu_seqlens, i_n, T, PACKED)
+    before = (i_m - first_chunk(start, i_n, T, CT, PACKED)) * CT
+    return start + before, length - before
+
+
+@triton.jit
+def stretch(
+    i_s, cu_seqlens, T, N, per_segment, CT: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr
+):
+    """What a program goes through: sequence i_s, or with SPLIT segment i_s of one.
+
+    A segment is a chunk of per_segment * CT tokens, numbered as chunks are.
+
+    Returns:
+        Sequence, first token, tokens (none: <= 0), first chunk, the segment's place in the
+        sequence, and whether the sequence ends with it.
+    """
+    if SPLIT == "none":
+        i_n, place, last = i_s, 0, True
+        start, length = sequence_bounds(cu_seqlens, i_n, T, PACKED)
+        i_m = first_chunk(start, i_n, T, CT, PACKED)
+    else:
+        size = per_segment * CT
+        i_n = sequence_of(i_s, cu_seqlens, T, N, size, PACKED)
+        start, length = sequence_bounds(cu_seqlens, i_n, T, PACKED)
+        place = i_s - first_chunk(start, i_n, T, size, PACKED)
+        i_m = first_chunk(start, i_n, T, CT, PACKED) + place * per_segment
+        start += place * size
+        length -= place * size
+        last = (length <= size) & ((length > 0) | (place == 0))
+        length = tl.minimum(length, size)
+    return i_n, start, length, i_m.to(tl.int64), place, last
+
+
+@triton.jit
+def slab_bounds(i_s, i_m, chunks, slab, per_slab, SLAB: tl.constexpr):
+    """First and end of the chunks of stretch i_s that lie in a slab, and its own first number.
+
+    A slab has memory of its own for the chunks [slab, slab + 1) * per_slab, with numbers of their
+    own: SLAB "stretch" counts them from the start of each stretch, "row" from that of the one row
+    that all sequences share. Chunk c of the stretch is i_m + c among all and number + c of those.
+    """
+    low, high, number = 0, chunks, i_m
+    if SLAB != "none":
+        before = slab * per_slab
+        number = (i_s * per_slab - before).to(tl.int64)
+        if SLAB == "row":
+            number = i_m - before
+            before = (before - i_m).to(tl.int32)
+        low, high = tl.maximum(before, 0), tl.minimum(chunks, before + per_slab)
+    return low, high, number
+
+
+@triton.jit
+def slab_chunk(
+    number, cu_seqlens, T, N, per_segment, slab, per_slab, CT: tl.constexpr, SPLIT: tl.constexpr,
+    SLAB: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Of a chunk given by its own number in a slab: first token, tokens that follow, number."""
+    i_m = number
+    if SLAB == "stretch":
+        i_c = slab * per_slab + number % per_slab
+        _, start, length, i_m, _, _ = stretch(
+            number // per_slab, cu_seqlens, T, N, per_segment, CT, SPLIT, PACKED
+        )
+        i_m += i_c
+        first, tokens = start + i_c * CT, length - i_c * CT
+    else:
+        if SLAB == "row":
+            i_m += slab * per_slab
+        first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
+    return first, tokens, i_m
+
+
+def adjacent(x: Tensor) -> Tensor:
+    """The tensor, whatever its other strides, or a copy if its last is not 1."""
+    return x if x.stride(-1) == 1 else x.contiguous()

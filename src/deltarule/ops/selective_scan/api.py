@@ -1,0 +1,206 @@
+"""The operator for every rule whose state decays entry by entry, or from the left."""
+
+import torch
+from torch import Tensor
+
+from deltarule.ops.checks import (
+    FLOATS,
+    check_cu_seqlens,
+    check_gate,
+    check_scale,
+    check_state,
+    result,
+    shape,
+)
+from deltarule.ops.dispatch import Impl, Implementation, Table, always, choose, triton_missing
+from deltarule.ops.selective_scan import definition as reference
+from deltarule.ops.selective_scan.inputs import ScanInputs
+from deltarule.ops.selective_scan.registered import scan
+from deltarule.shapes import Offsets, Outputs, RecurrentOutput, State, Values
+
+
+def run_reference(inputs: ScanInputs) -> RecurrentOutput:
+    """The definition, one token at a time, differentiable to any order."""
+    q, k, v, *decays, initial_state, cu_seqlens, scale = inputs
+    delta, A, value_log_decay, log_decay, beta = decays
+    with torch.autocast(v.device.type, enabled=False):
+        return reference.selective_scan(
+            q, k, v, delta=delta, A=A, value_log_decay=value_log_decay, log_decay=log_decay,
+            beta=beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+
+
+# Key channels of the widest tile that a program of the Triton kernels holds.
+MAX_KEY_CHANNELS = 4096
+
+
+def why_not_triton(inputs: ScanInputs) -> str | None:
+    """What the Triton kernels cannot do."""
+    v = inputs.v
+    if v.device.type != "cuda":
+        return f"Triton needs CUDA tensors, and v is on {v.device}"
+    # Code compiled for a GPU has Triton, and the compiler cannot follow a look for it.
+    if not torch.compiler.is_compiling() and (reason := triton_missing(v.device)):
+        return reason
+    for name, x in zip(inputs._fields[:9], inputs[:9], strict=True):
+        if isinstance(x, Tensor) and x.dtype == torch.float64:
+            return f"the Triton kernels compute in float32, and {name} is float64"
+    if inputs.q.shape[-1] > MAX_KEY_CHANNELS:
+        return f"the Triton kernels take K up to {MAX_KEY_CHANNELS}, got K = {inputs.q.shape[-1]}"
+    return None
+
+
+def run_triton(inputs: ScanInputs) -> RecurrentOutput:
+    """Chunks in Triton, with a backward of its own."""
+    return scan(inputs, "triton" if inputs.v.numel() else "torch")
+
+
+def run_torch(inputs: ScanInputs) -> RecurrentOutput:
+    """Chunks in PyTorch, with a backward of its own: any device."""
+    return scan(inputs, "torch")
+
+
+# In the order in which impl="auto" prefers them.
+IMPLEMENTATIONS: Table[ScanInputs, RecurrentOutput] = {
+    "triton": Implementation(why_not=why_not_triton, run=run_triton),
+    "torch": Implementation(why_not=always, run=run_torch),
+    "reference": Implementation(why_not=always, run=run_reference),
+}
+
+
+def selective_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Values,
+    *,
+    delta: Outputs | None = None,
+    A: Tensor | None = None,
+    value_log_decay: Outputs | None = None,
+    log_decay: Tensor | None = None,
+    beta: Outputs | None = None,
+    scale: float | None = None,
+    initial_state: State | None = None,
+    cu_seqlens: Offsets | None = None,
+    return_state: bool = True,
+    impl: Impl = "auto",
+) -> RecurrentOutput:
+    r"""Decay each entry of a matrix state on its own, write a value there, and read.
+
+    .. math::
+        S &\leftarrow S \odot \exp(\mathrm{delta}_t 1^\top \odot A
+            + \mathrm{value\_log\_decay}_t 1^\top + 1 \, \mathrm{log\_decay}_t^\top) \\
+        S &\leftarrow S + v_t k_t^\top \qquad \text{or with beta} \qquad
+        S \leftarrow S + \mathrm{Diag}(\beta_t)
+            \big(v_t k_t^\top - S \odot 1 (k_t \odot k_t)^\top\big) \\
+        o_t &= \mathrm{scale} \cdot S q_t
+
+    Where a decay has a value for each key channel only, or for each head, `delta_rule` computes the
+    same by matrix products, and much faster.
+
+    Args:
+        q: Queries [B, T, H, K] in v's dtype, or [HV, V, K] in any dtype, constant over time and
+            different for each entry of the state (S4's C): o_t = scale * (S * q) 1.
+        k: Keys, in the same two forms (S4's B).
+        v: Values [B, T, HV, V] in float64, float32, bfloat16 or float16; HV is a multiple of H.
+        delta: Step sizes [B, T, HV, V], >= 0, together with A. None means no such decay.
+        A: Minus the rate of each entry's decay [HV, V, K], <= 0, float32.
+        value_log_decay: Natural log of the decay of each value channel [B, T, HV, V], <= 0,
+            float32; -inf is a reset. None means none.
+        log_decay: Natural log of the decay of each key channel [B, T, HV, K], likewise.
+        beta: Write strength [B, T, HV, V], beta |k|^2 in [0, 2] in each entry. Each entry then
+            erases what it alone holds under the key: the diagonal of the delta rule's transition.
+            None means no erase.
+        scale: Factor of the read-out. None means K ** -0.5.
+        initial_state: [N, HV, V, K], float32 (float64 with float64 v). None means zeros.
+        cu_seqlens: Offsets [N + 1] of sequences packed into one row (B = 1). None means that each
+            batch row is a sequence.
+        return_state: False gives None in place of the final state.
+        impl: "auto", "triton", "torch" or "reference"; a named one runs or raises with the reason.
+
+    Returns:
+        o [B, T, HV, V] in v's dtype, and final_state [N, HV, V, K], always a new tensor.
+
+    Raises:
+        ValueError: An argument has the wrong shape, dtype or device; the message names it.
+
+    Example:
+        >>> import torch
+        >>> q, k = torch.randn(2, 1, 10, 1, 4).unbind()
+        >>> v, delta = torch.randn(1, 10, 1, 6), torch.rand(1, 10, 1, 6)
+        >>> out = selective_scan(q, k, delta * v, delta=delta, A=-torch.ones(1, 6, 4))
+        >>> out.o.shape, out.final_state.shape
+        (torch.Size([1, 10, 1, 6]), torch.Size([1, 1, 6, 4]))
+
+    Source: Mamba, arXiv 2312.00752, algorithm 2; DFW, arXiv 2210.04243; Longhorn, arXiv 2407.14207,
+    section 3.2; table 4 of arXiv 2406.06484.
+    """
+    check_values(v)
+    heads, value_size = v.shape[2:]
+    for name, x in (("q", q), ("k", k)):
+        check_channels(name, x, v, q)
+    each_value = {"[B, T, HV, V]": tuple(v.shape)}
+    each_key = {"[B, T, HV, K]": (*v.shape[:3], q.shape[-1])}
+    check_gate("delta", delta, v, each_value)
+    check_gate("A", A, v, {"[HV, V, K]": (heads, value_size, q.shape[-1])})
+    if (delta is None) != (A is None):
+        raise ValueError(f"delta and A go together, got only {'A' if delta is None else 'delta'}")
+    check_gate("value_log_decay", value_log_decay, v, each_value)
+    check_gate("log_decay", log_decay, v, each_key)
+    check_gate("beta", beta, v, each_value)
+    decays = {"A": A, "delta": delta, "value_log_decay": value_log_decay, "log_decay": log_decay}
+    check_precision(decays)
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, v)
+    sequences = v.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    check_state("initial_state", initial_state, v, (sequences, heads, value_size, q.shape[-1]))
+    scale = q.shape[-1] ** -0.5 if scale is None else check_scale(scale)
+    inputs = ScanInputs(
+        q, k, v, delta, A, value_log_decay, log_decay, beta, initial_state, cu_seqlens, scale
+    )
+    return result(dispatch_scan(inputs, impl), return_state)
+
+
+def dispatch_scan(inputs: ScanInputs, impl: str) -> RecurrentOutput:
+    """Run the chosen implementation."""
+    return choose(IMPLEMENTATIONS, inputs, impl, inputs.v.device).run(inputs)
+
+
+def check_values(v: Tensor) -> None:
+    """Four axes with at least one head and one channel, in a dtype that there are kernels for."""
+    if not isinstance(v, Tensor) or v.ndim != 4:
+        given = shape(v) if isinstance(v, Tensor) else type(v).__name__
+        raise ValueError(f"v must be a tensor [B, T, HV, V], got {given}")
+    if v.dtype not in FLOATS:
+        raise ValueError(f"v must be float64, float32, bfloat16 or float16, got {v.dtype}")
+    if v.shape[2] == 0 or v.shape[3] == 0:
+        raise ValueError(f"v needs at least one head and one channel, got {shape(v)}")
+
+
+def check_channels(name: str, x: Tensor, v: Tensor, q: Tensor) -> None:
+    """Queries or keys: [B, T, H, K] in v's dtype, or [HV, V, K]."""
+    batch, tokens, heads, value_size = v.shape
+    if not isinstance(x, Tensor) or x.ndim not in (3, 4) or x.shape[-1] == 0:
+        given = shape(x) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name} must be [B, T, H, K] or a constant [HV, V, K], got {given}")
+    key_size = q.shape[-1]
+    if x.ndim == 3:
+        check_gate(name, x, v, {"[HV, V, K]": (heads, value_size, key_size)})
+        return
+    check_gate(name, x, v, {"[B, T, H, K]": (batch, tokens, x.shape[2], key_size)})
+    if x.shape[2] == 0 or heads % x.shape[2]:
+        raise ValueError(
+            f"v must have a multiple of the {x.shape[2]} heads of {name}, got {heads}: "
+            "value head h reads key head h * H // HV"
+        )
+    if x.dtype != v.dtype:
+        raise ValueError(f"{name} is {x.dtype}, but v is {v.dtype}: q, k and v share one dtype")
+
+
+def check_precision(decays: dict[str, Tensor | None]) -> None:
+    """Refuse decays in 16 bits, which round a slow decay to none."""
+    for name, x in decays.items():
+        if x is not None and x.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"{name} must be float32 (or float64), got {x.dtype}: lower precision rounds a "
+                "slow decay to none; compute it with .float()"
+            )

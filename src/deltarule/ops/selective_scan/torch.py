@@ -1,0 +1,312 @@
+"""The state that decays entry by entry, chunk by chunk: forward and backward, any device.
+
+Chunks run side by side, their tokens one after another, so that no more than the states of one
+token of each chunk are in memory; the backward pass keeps those of the tokens of one slab.
+
+    decay_t = exp(delta_t A + value_log_decay_t 1^T + 1 log_decay_t^T) * (1 - beta_t k_t^2^T)
+    S_t = decay_t * S_{t-1} + w_t k_t^T        w_t = v_t or beta_t * v_t        o_t = S_t q_t
+"""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltarule.ops.chunks import (
+    Group,
+    Slab,
+    batch_groups,
+    chunk_count,
+    chunk_size,
+    cut,
+    join,
+    packed_groups,
+)
+from deltarule.ops.selective_scan.inputs import ScanInputs
+
+
+class Chunks(NamedTuple):
+    """Inputs cut into chunks: [M, HV, C, channels], or [HV, V, K] where constant over time."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    delta: Tensor | None
+    A: Tensor | None
+    value_log_decay: Tensor | None
+    log_decay: Tensor | None
+    beta: Tensor | None
+
+
+def slab_elements(device: torch.device) -> int:
+    """Most numbers in the states of a slab's tokens, all of which the backward pass keeps."""
+    return 2**22 if device.type == "cpu" else 2**26
+
+
+def plan(inputs: ScanInputs) -> tuple[int, list[Group]]:
+    """Tokens in a chunk, and how the chunks of this call are computed."""
+    batch, tokens, heads, value_size = inputs.v.shape
+    size = tokens_in_chunk(inputs)
+    elements = heads * value_size * inputs.q.shape[-1] * size
+    slab = max(slab_elements(inputs.v.device) // elements, 1)
+    if inputs.cu_seqlens is None:
+        return size, batch_groups(batch, tokens, size, slab, inputs.v.device)
+    return size, packed_groups(inputs.cu_seqlens, tokens, size, slab, inputs.v.device)
+
+
+def tokens_in_chunk(inputs: ScanInputs) -> int:
+    """As many as a sequence has on average, and 64 at most."""
+    tokens, sequences = inputs.v.shape[1], inputs.sequences
+    if inputs.cu_seqlens is not None and sequences > 0:
+        tokens = -(-tokens // sequences)
+    return chunk_size(tokens, 1)
+
+
+def chunk_states_shape(inputs: ScanInputs) -> tuple[int, int, int, int]:
+    """[M, HV, V, K]: room for the state at the start of each chunk."""
+    packed = None if inputs.cu_seqlens is None else inputs.sequences
+    batch, tokens = inputs.v.shape[:2]
+    chunks = chunk_count(batch, tokens, packed, tokens_in_chunk(inputs))
+    return chunks, *inputs.state_shape[1:]
+
+
+def cut_inputs(inputs: ScanInputs, slab: Slab, size: int) -> Chunks:
+    """Cut every tensor; the empty places of a chunk neither decay nor write."""
+    heads = inputs.v.shape[2]
+
+    def chunked(x: Tensor | None) -> Tensor | None:
+        if x is None or x.ndim == 3:
+            return None if x is None else x.to(inputs.dtype)
+        return cut(x, slab, size, 1, inputs.dtype).repeat_interleave(heads // x.shape[2], dim=1)
+
+    q, k, v, *others = (chunked(x) for x in inputs[:8])
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    return Chunks(q * inputs.scale, k, v, *others)
+
+
+def join_gradients(
+    d: Chunks, inputs: ScanInputs, out: list[Tensor | None], slab: Slab, size: int
+) -> None:
+    """Write the gradients by the chunks into those by the inputs, or add them to a constant's."""
+    for dx, to in zip(d._replace(q=d.q * inputs.scale), out, strict=True):
+        if dx is None or to is None:
+            continue
+        if to.ndim == 3:
+            to += dx
+        else:
+            join(dx.unflatten(1, (to.shape[2], -1)).sum(2), to, slab, size, 1)
+
+
+def forward(inputs: ScanInputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs, final state, and the states at the starts of the chunks (none without `save`)."""
+    o = inputs.v.new_empty(inputs.v.shape)
+    final_state = initial_state(inputs).clone(memory_format=torch.contiguous_format)
+    shape = chunk_states_shape(inputs) if save else (0, *inputs.state_shape[1:])
+    saved = final_state.new_zeros(shape)
+    with torch.autocast(o.device.type, enabled=False):
+        size, groups = plan(inputs)
+        for sequences, slabs in groups:
+            state = final_state[sequences]
+            for slab in slabs:
+                chunks = cut_inputs(inputs, slab, size)
+                starts = chunk_starts(chunks, state, slab.bounds)
+                if save:
+                    saved.index_copy_(0, slab.chunks, starts)
+                part, ends = read(chunks, starts)
+                join(part, o, slab, size, 1)
+                keep_last(state, ends, slab.bounds)
+            final_state[sequences] = state
+    return o, final_state, saved
+
+
+def backward(
+    d_o: Tensor, d_final: Tensor, inputs: ScanInputs, saved: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Gradients by q, k, v, delta, A, the decays, beta and initial_state; None for what is None.
+
+    Without saved states the forward runs once more, to have them.
+    """
+    if saved.numel() == 0:
+        saved = forward(inputs, save=True)[2]
+    # The gradient of a constant is a sum over all tokens, and in 16 bits it would stop growing.
+    gradients = [
+        None if x is None else torch.zeros_like(x, dtype=inputs.dtype if x.ndim == 3 else None)
+        for x in inputs[:8]
+    ]
+    d_initial = d_final.clone(memory_format=torch.contiguous_format)
+    with torch.autocast(d_o.device.type, enabled=False):
+        size, groups = plan(inputs)
+        for sequences, slabs in groups:
+            d_state = d_initial[sequences]
+            for slab in reversed(slabs):
+                chunks = cut_inputs(inputs, slab, size)
+                d_part = cut(d_o, slab, size, 1, inputs.dtype)
+                starts = saved.index_select(0, slab.chunks)
+                d_ends = chunk_ends(d_part, chunks, d_state, slab.bounds)
+                d_chunks, d_starts = read_backward(d_part, d_ends, chunks, starts)
+                keep_first(d_state, d_starts, slab.bounds)
+                join_gradients(d_chunks, inputs, gradients, slab, size)
+            d_initial[sequences] = d_state
+    given = [
+        None if dx is None or x is None else dx.to(x.dtype)
+        for dx, x in zip(gradients, inputs[:8], strict=True)
+    ]
+    return *given, None if inputs.initial_state is None else d_initial
+
+
+def initial_state(inputs: ScanInputs) -> Tensor:
+    """As given, or zeros."""
+    if inputs.initial_state is not None:
+        return inputs.initial_state
+    return torch.zeros(inputs.state_shape, dtype=inputs.dtype, device=inputs.v.device)
+
+
+def decay(chunks: Chunks, t: int, erased: bool = True) -> Tensor:
+    """[M, HV, V or 1, K or 1] the factor of the state at the t-th token of every chunk.
+
+    exp(delta A + value_log_decay 1^T + 1 log_decay^T), and if `erased` times (1 - beta k^2^T)
+    """
+    exponent = chunks.v.new_zeros(1, 1, 1, 1)
+    if chunks.delta is not None and chunks.A is not None:
+        exponent = chunks.delta[:, :, t, :, None] * chunks.A
+    if chunks.value_log_decay is not None:
+        exponent = exponent + chunks.value_log_decay[:, :, t, :, None]
+    if chunks.log_decay is not None:
+        exponent = exponent + chunks.log_decay[:, :, t, None]
+    factor = exponent.exp()
+    if chunks.beta is not None and erased:
+        factor = factor * (1 - chunks.beta[:, :, t, :, None] * at(chunks.k, t).square())
+    return factor
+
+
+def at(x: Tensor, t: int) -> Tensor:
+    """The t-th key or query of every chunk, [M, HV, 1, K], or [HV, V, K] where constant."""
+    return x if x.ndim == 3 else x[:, :, t, None]
+
+
+def written(chunks: Chunks) -> Tensor:
+    """w [M, HV, C, V]: v, or beta * v."""
+    return chunks.v if chunks.beta is None else chunks.beta * chunks.v
+
+
+def chunk_starts(chunks: Chunks, state: Tensor, bounds: list[int]) -> Tensor:
+    """[M, HV, V, K] the state at the start of every chunk; state [n, HV, V, K] is before them."""
+    if len(bounds) == 2:
+        return state[: bounds[1]].clone()
+    write, shape = written(chunks), (chunks.v.shape[0], *state.shape[1:])
+    # What a chunk makes of a state of zeros, and what is left of any other.
+    local, left = state.new_zeros(shape), state.new_ones(shape)
+    for t in range(write.shape[2]):
+        factor = decay(chunks, t)
+        local.mul_(factor).addcmul_(write[:, :, t, :, None], at(chunks.k, t))
+        left.mul_(factor)
+    starts = torch.empty_like(local)
+    before = state
+    for first, stop in pairwise(bounds):
+        starts[first:stop] = before[: stop - first]
+        before = torch.addcmul(local[first:stop], left[first:stop], starts[first:stop])
+    return starts
+
+
+def read(chunks: Chunks, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """o [M, HV, C, V], and the state at the end of every chunk."""
+    write, state = written(chunks), starts.clone()
+    o = torch.empty_like(write)
+    for t in range(write.shape[2]):
+        state.mul_(decay(chunks, t)).addcmul_(write[:, :, t, :, None], at(chunks.k, t))
+        torch.sum(state * at(chunks.q, t), dim=-1, out=o[:, :, t])
+    return o, state
+
+
+def keep_last(state: Tensor, ends: Tensor, bounds: list[int]) -> None:
+    """Replace the state of each sequence by that at the end of its last chunk here."""
+    for first, stop in pairwise(bounds):
+        state[: stop - first] = ends[first:stop]
+
+
+def keep_first(d_state: Tensor, d_starts: Tensor, bounds: list[int]) -> None:
+    """Replace the gradient of each sequence by that at the start of its first chunk here."""
+    if len(bounds) > 1:
+        d_state[: bounds[1]] = d_starts[: bounds[1]]
+
+
+def chunk_ends(d_o: Tensor, chunks: Chunks, d_state: Tensor, bounds: list[int]) -> Tensor:
+    """Gradient by the state at the end of every chunk; d_state is that after the slab."""
+    if len(bounds) == 2:
+        return d_state[: bounds[1]].clone()
+    shape = (chunks.v.shape[0], *d_state.shape[1:])
+    local, left = d_state.new_zeros(shape), d_state.new_ones(shape)
+    for t in reversed(range(d_o.shape[2])):
+        factor = decay(chunks, t)
+        local.addcmul_(d_o[:, :, t, :, None], at(chunks.q, t)).mul_(factor)
+        left.mul_(factor)
+    ends = torch.empty_like(local)
+    after = d_state.clone()
+    for first, stop in reversed(list(pairwise(bounds))):
+        ends[first:stop] = after[: stop - first]
+        after[: stop - first] = torch.addcmul(local[first:stop], left[first:stop], ends[first:stop])
+    return ends
+
+
+def read_backward(
+    d_o: Tensor, d_ends: Tensor, chunks: Chunks, starts: Tensor
+) -> tuple[Chunks, Tensor]:
+    """Gradients by the chunks, and by the states at their starts."""
+    write, states = written(chunks), states_before(chunks, starts)
+    d = Chunks(*(None if x is None else torch.zeros_like(x) for x in chunks))  # type: ignore[arg-type]
+    d_write, d_state = torch.zeros_like(write), d_ends.clone()
+    state = states.pop()
+    for t in reversed(range(write.shape[2])):
+        d_now, value = d_o[:, :, t, :, None], write[:, :, t, :, None]
+        d_state.addcmul_(d_now, at(chunks.q, t))
+        add_at(d.q, t, d_now * state)
+        add_at(d.k, t, d_state * value)
+        d_write[:, :, t] = (d_state * at(chunks.k, t)).sum(-1)
+        state = states.pop()
+        decay_backward(d_state * state, chunks, d, t)
+        d_state.mul_(decay(chunks, t))
+    if chunks.beta is None or d.beta is None:
+        return d._replace(v=d_write), d_state
+    return d._replace(v=d_write * chunks.beta, beta=d.beta + d_write * chunks.v), d_state
+
+
+def states_before(chunks: Chunks, starts: Tensor) -> list[Tensor]:
+    """The state before each token of a chunk, and after the last: C + 1 times [M, HV, V, K]."""
+    write, states = written(chunks), [starts]
+    for t in range(write.shape[2]):
+        state = states[-1] * decay(chunks, t)
+        states.append(state.addcmul_(write[:, :, t, :, None], at(chunks.k, t)))
+    return states
+
+
+def decay_backward(d_factor: Tensor, chunks: Chunks, d: Chunks, t: int) -> None:
+    """Add what comes through the factor of the state, [M, HV, V, K], to the gradients.
+
+    With e = exp(exponent) and b = beta k^2^T:
+        d exponent = d factor * e (1 - b)        d b = -d factor * e
+    """
+    d_erase, d_exponent = d_factor * decay(chunks, t, erased=False), d_factor * decay(chunks, t)
+    if d.delta is not None and d.A is not None:
+        assert chunks.delta is not None
+        assert chunks.A is not None
+        d.delta[:, :, t] = (d_exponent * chunks.A).sum(-1)
+        d.A.add_((d_exponent * chunks.delta[:, :, t, :, None]).sum(0))
+    if d.value_log_decay is not None:
+        d.value_log_decay[:, :, t] = d_exponent.sum(-1)
+    if d.log_decay is not None:
+        d.log_decay[:, :, t] = d_exponent.sum(-2)
+    if d.beta is not None and chunks.beta is not None:
+        key = at(chunks.k, t)
+        d.beta[:, :, t] = -(d_erase * key.square()).sum(-1)
+        add_at(d.k, t, d_erase * chunks.beta[:, :, t, :, None] * -2 * key)
+
+
+def add_at(d: Tensor, t: int, dx: Tensor) -> None:
+    """Add [M, HV, V, K] to the gradient by the t-th key or query, or by one constant over time."""
+    if d.ndim == 3:
+        d += dx.sum(0)
+    else:
+        d[:, :, t] += dx.sum(-2)

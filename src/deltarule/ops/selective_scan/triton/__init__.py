@@ -1,0 +1,1 @@
+"""Kernels of `selective_scan` in Triton."""

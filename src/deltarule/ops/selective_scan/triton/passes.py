@@ -1,0 +1,197 @@
+"""Launches the kernels of `selective_scan`: chunks side by side, the state in float32.
+
+Between the kernels there is one state for each chunk and, inside the backward, one for each group
+of tokens; nothing of a token is kept.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from deltarule.ops.runtime.launch import launch
+from deltarule.ops.selective_scan.inputs import ScanInputs
+from deltarule.ops.selective_scan.torch import tokens_in_chunk
+from deltarule.ops.selective_scan.triton.read import read_backward_kernel, read_kernel
+from deltarule.ops.selective_scan.triton.states import carry_kernel, chunk_summary_kernel
+
+
+class Tile(NamedTuple):
+    """How many entries of the state a program has, how many a warp, and how wide it may be."""
+
+    entries: int
+    of_warp: int
+    widest: int
+
+
+# 16 registers of a thread; and half as many, because the backward holds several such tiles.
+FORWARD, BACKWARD = Tile(4096, 512, 32), Tile(2048, 256, 16)
+MOST_WARPS = 8
+# Tokens whose states the backward holds in registers at once; a constant k or q needs room too.
+HELD, HELD_BESIDE_CONSTANTS = 4, 2
+# Entries of the state that one program carries from chunk to chunk.
+CARRIED = 128
+# Written out, because Triton's default follows an environment variable. Nothing is pipelined:
+# loads are ahead by the unrolled loops.
+OPTIONS = {"num_stages": 1, "enable_fp_fusion": True}
+
+
+class Plan(NamedTuple):
+    """Sizes of one call: M chunks of CT tokens, tiles of BK keys and BV values."""
+
+    chunks: int
+    grid: tuple[int, int, int]
+    sizes: dict[str, int]
+    # A sequence is one chunk, so that there is nothing to carry.
+    single: bool
+    warps: int
+
+    @property
+    def constants(self) -> dict[str, object]:
+        """What the kernels over the chunks are compiled for."""
+        return {**self.sizes, "num_warps": self.warps, **OPTIONS}
+
+
+def make_plan(inputs: ScanInputs, tile: Tile = FORWARD) -> Plan:
+    """A function of shapes alone."""
+    batch, tokens, heads, value_size = inputs.v.shape
+    key_size, size = inputs.q.shape[-1], tokens_in_chunk(inputs)
+    packed = inputs.cu_seqlens is not None
+    chunks = tokens // size + inputs.sequences if packed else batch * -(-tokens // size)
+    block_k = triton.next_power_of_2(key_size)
+    block_v = min(tile.widest, max(tile.entries // block_k, 1), triton.next_power_of_2(value_size))
+    constants = inputs.q.ndim == 3 or inputs.k.ndim == 3
+    sizes = {
+        "HQ": 0 if inputs.q.ndim == 3 else inputs.q.shape[2],
+        "HK": 0 if inputs.k.ndim == 3 else inputs.k.shape[2],
+        "HV": heads, "V": value_size, "K": key_size, "CT": size, "BK": block_k, "BV": block_v,
+        "G": min(HELD_BESIDE_CONSTANTS if constants else HELD, size), "PACKED": packed,
+    }  # fmt: skip
+    grid = (chunks, heads, triton.cdiv(value_size, block_v))
+    warps = min(max(block_k * block_v // tile.of_warp, 1), MOST_WARPS)
+    return Plan(chunks, grid, sizes, not packed and 0 < tokens <= size, warps)
+
+
+def saved_shape(inputs: ScanInputs) -> tuple[int, int, int, int]:
+    """[M, HV, V, K]: the state at the start of each chunk; none where a chunk is a sequence."""
+    plan = make_plan(inputs)
+    return 0 if plan.single else plan.chunks, *inputs.state_shape[1:]
+
+
+def forward(inputs: ScanInputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs, final state, and the states at the starts of the chunks (none without `save`)."""
+    inputs, plan = contiguous(inputs), make_plan(inputs)
+    device = inputs.v.device
+    o = torch.empty(inputs.v.shape, dtype=inputs.v.dtype, device=device)
+    final_state = torch.empty(inputs.state_shape, dtype=torch.float32, device=device)
+    starts = inputs.initial_state
+    if not plan.single:
+        starts = carried(inputs, plan, None, inputs.initial_state, final_state)
+    if plan.chunks:
+        given = (
+            *inputs[:8], inputs.cu_seqlens, starts, o, final_state if plan.single else None,
+            inputs.scale, inputs.v.shape[1], inputs.sequences,
+        )  # fmt: skip
+        launch(read_kernel, plan.grid, given, plan.constants)
+    if not save or plan.single or starts is None:
+        starts = torch.empty((0, *inputs.state_shape[1:]), dtype=torch.float32, device=device)
+    return o, final_state, starts
+
+
+def carried(
+    inputs: ScanInputs, plan: Plan, d_o: Tensor | None, before: Tensor | None, after: Tensor
+) -> Tensor:
+    """[M, HV, V, K] the state at the start of every chunk; of d_o, the gradient at its end."""
+    shape, device = (plan.chunks, *inputs.state_shape[1:]), inputs.v.device
+    local, left = (
+        torch.empty(shape, dtype=torch.float32, device=device),
+        torch.empty(shape, dtype=torch.float32, device=device),
+    )
+    tokens, size = inputs.v.shape[1], math.prod(inputs.state_shape[1:])
+    if plan.chunks and tokens:
+        given = (
+            *inputs[:8], d_o, inputs.cu_seqlens, local, left, inputs.scale, tokens,
+            inputs.sequences,
+        )  # fmt: skip
+        constants = {**plan.constants, "REVERSE": d_o is not None}
+        launch(chunk_summary_kernel, plan.grid, given, constants)
+    if inputs.sequences:
+        constants = {
+            "SIZE": size, "CT": plan.sizes["CT"], "BE": CARRIED, "PACKED": plan.sizes["PACKED"],
+            "REVERSE": d_o is not None, "num_warps": 4, **OPTIONS,
+        }  # fmt: skip
+        grid = inputs.sequences, triton.cdiv(size, CARRIED), 1
+        states = before, local, left, after, inputs.cu_seqlens, tokens, inputs.sequences
+        launch(carry_kernel, grid, states, constants)
+    return local
+
+
+def backward(
+    d_o: Tensor, d_final: Tensor, inputs: ScanInputs, saved: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Gradients by q, k, v, delta, A, the decays, beta and initial_state; None for what is None."""
+    given, inputs, plan = inputs, contiguous(inputs), make_plan(inputs)
+    d_o, d_final = d_o.contiguous(), d_final.contiguous()
+    d_initial = torch.empty(inputs.state_shape, dtype=torch.float32, device=d_o.device)
+    starts, ends = inputs.initial_state, d_final
+    if not plan.single:
+        starts = saved
+        if saved.numel() == 0:
+            unused = torch.empty_like(d_initial)
+            starts = carried(inputs, plan, None, inputs.initial_state, unused)
+        ends = carried(inputs, plan, d_o, d_final, d_initial)
+    plan = make_plan(inputs, BACKWARD)
+    parts = partial_gradients(inputs, plan)
+    if plan.chunks:
+        groups = plan.sizes["CT"] // plan.sizes["G"]
+        tile = plan.sizes["BK"] * plan.sizes["BV"]
+        noted = torch.empty(*plan.grid, groups, tile, dtype=torch.float32, device=d_o.device)
+        arguments = (
+            *inputs[:8], inputs.cu_seqlens, starts, ends, noted, d_o, *parts.values(),
+            d_initial if plan.single else None, inputs.scale, inputs.v.shape[1],
+            inputs.sequences, inputs.v.shape[:2].numel(),
+        )  # fmt: skip
+        launch(read_backward_kernel, plan.grid, arguments, plan.constants)
+    gradients = [
+        None if x is None or part is None else summed(part, x)
+        for x, part in zip(given[:8], parts.values(), strict=True)
+    ]
+    return *gradients, None if inputs.initial_state is None else d_initial
+
+
+def partial_gradients(inputs: ScanInputs, plan: Plan) -> dict[str, Tensor | None]:
+    """Room for what the programs leave: of a sum over values or chunks, one part for each."""
+    device, (chunks, heads, blocks) = inputs.v.device, plan.grid
+    parts: dict[str, Any] = {}
+    for name, x in zip(inputs._fields[:8], inputs[:8], strict=True):
+        if x is None:
+            parts[name] = None
+        elif x.ndim == 3:
+            # The numbers of packed chunks leave gaps.
+            allocate = torch.zeros if plan.sizes["PACKED"] else torch.empty
+            parts[name] = allocate((chunks, *x.shape), dtype=torch.float32, device=device)
+        elif name in ("q", "k", "log_decay"):
+            sharing = heads // x.shape[2]
+            parts[name] = torch.empty(
+                (blocks * sharing, *x.shape), dtype=torch.float32, device=device
+            )
+        else:
+            parts[name] = torch.empty(x.shape, dtype=x.dtype, device=device)
+    return parts
+
+
+def summed(part: Tensor, x: Tensor) -> Tensor:
+    """The gradient by x out of its parts."""
+    return part if part.ndim == x.ndim else part.sum(0).to(x.dtype)
+
+
+def contiguous(inputs: ScanInputs) -> ScanInputs:
+    """With every tensor in the order of its letters, and offsets beside the values."""
+    tensors: dict[str, Any] = {
+        name: x.to(inputs.v.device).contiguous()
+        for name, x in inputs._asdict().items()
+        if isinstance(x, Tensor)
+    }
+    return inputs._replace(**tensors)

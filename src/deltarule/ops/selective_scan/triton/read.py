@@ -1,0 +1,196 @@
+"""A chunk of `selective_scan` from the state at its start: the outputs, or all gradients.
+
+    S_t = f_t * S_{t-1} + w_t k_t^T        o_t = scale S_t q_t        w = v or beta v
+    f_t = e_t (1 - beta_t k_t^2^T)         e_t = exp(delta_t A + value_log_decay_t + log_decay_t)
+
+and with D_t the gradient by S_t, which holds that by o_t and f_{t+1} * D_{t+1}, and X = D * S_{t-1}
+
+    dq_t = scale dO_t S_t        dw_t = D_t k_t        dk_t = D_t w_t - 2 beta (X e)_t k_t
+    d exponent_t = X_t f_t       dbeta_t = v_t dw_t - X_t e_t k_t^2        dv_t = dw_t, or beta dw_t
+
+The backward runs the chunk forward once more: it notes the state at every G-th token, and holds in
+registers those of the G tokens that it goes back through. A gradient of q, k or log_decay is a
+sum over the value channels, of which a program adds its BV: the launcher adds the parts.
+"""
+
+import triton
+import triton.language as tl
+
+from deltarule.ops.selective_scan.triton.tokens import (
+    chunk_of_program,
+    exponential,
+    load_constants,
+    load_key,
+    load_row,
+    state_offsets,
+    tile_offsets,
+    transition,
+)
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def read_kernel(
+    q, k, v, delta, A, value_log_decay, log_decay, beta, cu_seqlens, states, o, final_state, scale,
+    T, N,
+    HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
+    CT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, G: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """o, and with `final_state` the state at the end; states None: they are zeros."""
+    i_m, first, tokens = chunk_of_program(cu_seqlens, T, N, CT, PACKED)
+    if tokens <= 0:
+        return
+    i_h = tl.program_id(1)
+    o_k, o_v = tile_offsets(BV, BK)
+    b_A, b_k, b_q = load_constants(A, k, q, i_h, o_k, o_v, HK, HQ, V, K)
+    place, mask = state_offsets(i_m, i_h, o_k, o_v, HV, V, K)
+    b_s = tl.zeros([BK, BV], tl.float32)
+    if states is not None:
+        b_s = tl.load(states + place, mask=mask, other=0.0)
+    o_row = tl.program_id(2) * BV + tl.arange(0, BV)
+    p_o, m_v = o + (first * HV + i_h) * V + o_row, o_row < V
+    for i_g in range(0, tokens, G):
+        # Stored after the last token's loads: the assembler moves no load across a store.
+        outputs = ()
+        for j in tl.static_range(G):
+            t = i_g + j
+            here = t < tokens
+            b_f, b_new = transition(
+                k, b_k, v, delta, b_A, value_log_decay, log_decay, beta, first + t, here, i_h,
+                o_k, o_v, HK, HV, V, K, BK, BV,
+            )  # fmt: skip
+            b_s = b_s * b_f + b_new
+            b_query = load_key(q, b_q, first + t, here, i_h, o_k, HQ, HV, K)
+            outputs = outputs + (tl.sum(b_s * b_query, axis=0) * scale,)  # type: ignore[assignment]  # noqa: RUF005
+        for j in tl.static_range(G):
+            tl.store(
+                p_o + (i_g + j) * (HV * V),
+                outputs[j].to(o.dtype.element_ty),
+                mask=m_v & (i_g + j < tokens),
+            )
+    if final_state is not None:
+        tl.store(final_state + place, b_s, mask=mask)
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def read_backward_kernel(
+    q, k, v, delta, A, value_log_decay, log_decay, beta, cu_seqlens, states, ends, noted, d_o,
+    d_q, d_k, d_v, d_delta, d_A, d_value_log_decay, d_log_decay, d_beta, d_initial, scale, T, N,
+    s_part,
+    HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
+    CT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, G: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Gradients of one chunk; parts of d_q, d_k and d_log_decay are s_part tokens apart."""
+    i_m, first, tokens = chunk_of_program(cu_seqlens, T, N, CT, PACKED)
+    if tokens <= 0:
+        return
+    i_h, i_v = tl.program_id(1), tl.program_id(2)
+    o_k, o_v = tile_offsets(BV, BK)
+    b_A, b_k, b_q = load_constants(A, k, q, i_h, o_k, o_v, HK, HQ, V, K)
+    b_dA = tl.zeros([BK, BV], tl.float32)
+    b_dk_all, b_dq_all = b_dA, b_dA
+    place, mask = state_offsets(i_m, i_h, o_k, o_v, HV, V, K)
+    b_s = tl.zeros([BK, BV], tl.float32)
+    if states is not None:
+        b_s = tl.load(states + place, mask=mask, other=0.0)
+    program = (i_m.to(tl.int64) * HV + i_h) * tl.num_programs(2) + i_v
+    p_noted = noted + program * (CT // G * BK * BV) + o_k * BV + tl.arange(0, BV)[None, :]
+    groups = tl.cdiv(tokens, G)
+    for i_g in range(groups):
+        tl.store(p_noted + i_g * (BK * BV), b_s)
+        for j in tl.static_range(G):
+            t = i_g * G + j
+            b_f, b_new = transition(
+                k, b_k, v, delta, b_A, value_log_decay, log_decay, beta, first + t, t < tokens,
+                i_h, o_k, o_v, HK, HV, V, K, BK, BV,
+            )  # fmt: skip
+            b_s = b_s * b_f + b_new
+    tl.debug_barrier()
+    b_d = tl.load(ends + place, mask=mask, other=0.0)
+    for i_back in range(groups):
+        i_g = groups - 1 - i_back
+        held = (tl.load(p_noted + i_g * (BK * BV)),)
+        for j in tl.static_range(G):
+            t = i_g * G + j
+            b_f, b_new = transition(
+                k, b_k, v, delta, b_A, value_log_decay, log_decay, beta, first + t, t < tokens,
+                i_h, o_k, o_v, HK, HV, V, K, BK, BV,
+            )  # fmt: skip
+            held = held + (held[j] * b_f + b_new,)  # type: ignore[assignment]  # noqa: RUF005
+        for j in tl.static_range(G):
+            b_d, b_dq, b_dk, b_dA = token_backward(
+                b_d, held[G - j], held[G - 1 - j], q, b_q, k, b_k, v, delta, b_A, value_log_decay,
+                log_decay, beta, d_o, d_q, d_k, d_v, d_delta, b_dA, d_value_log_decay,
+                d_log_decay, d_beta, scale, first, i_g * G + G - 1 - j, tokens, i_h, i_v, s_part,
+                HQ, HK, HV, V, K, BK, BV,
+            )  # fmt: skip
+            if HQ == 0:
+                b_dq_all += b_dq
+            if HK == 0:
+                b_dk_all += b_dk
+    if delta is not None:
+        tl.store(d_A + place, b_dA, mask=mask)
+    if HK == 0:
+        tl.store(d_k + place, b_dk_all, mask=mask)
+    if HQ == 0:
+        tl.store(d_q + place, b_dq_all, mask=mask)
+    if d_initial is not None:
+        tl.store(d_initial + place, b_d, mask=mask)
+
+
+@triton.jit
+def token_backward(
+    b_d, b_after, b_before, q, b_q, k, b_k, v, delta, b_A, value_log_decay, log_decay, beta,
+    d_o, d_q, d_k, d_v, d_delta, b_dA, d_value_log_decay, d_log_decay, d_beta, scale, first, t,
+    tokens, i_h, i_v, s_part,
+    HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """Store what token t gives; return the gradient by the state before it, and d_q, d_k, d_A."""
+    o_k, o_v = tile_offsets(BV, BK)
+    here = t < tokens
+    row, o_row = first + t, i_v * BV + tl.arange(0, BV)
+    p_v, m_v = row * (HV * V) + i_h * V + o_row, here & (o_row < V)
+    b_key = load_key(k, b_k, row, here, i_h, o_k, HK, HV, K)
+    b_w = load_row(v, row, here, i_h, o_v, HV, HV, V)
+    b_f = exponential(
+        delta, b_A, value_log_decay, log_decay, row, here, i_h, o_k, o_v, HV, V, K, BK, BV
+    )
+    b_do = load_row(d_o, row, here, i_h, o_v, HV, HV, V) * scale
+    b_d += b_do * load_key(q, b_q, row, here, i_h, o_k, HQ, HV, K)
+    b_dq, b_dw = b_do * b_after, tl.sum(b_d * b_key, axis=0)
+    b_x = b_d * b_before * b_f
+    if beta is not None:
+        b_beta = load_row(beta, row, here, i_h, o_v, HV, HV, V)
+        b_dbeta = b_dw * tl.reshape(b_w, (BV,)) - tl.sum(b_x * (b_key * b_key), axis=0)
+        tl.store(d_beta + p_v, b_dbeta.to(d_beta.dtype.element_ty), mask=m_v)
+        b_dk = b_d * (b_beta * b_w) - 2 * b_beta * (b_x * b_key)
+        b_dw *= tl.reshape(b_beta, (BV,))
+        b_erase = 1 - b_beta * (b_key * b_key)
+        b_x *= b_erase
+        b_f *= b_erase
+    else:
+        b_dk = b_d * b_w
+    tl.store(d_v + p_v, b_dw.to(d_v.dtype.element_ty), mask=m_v)
+    if delta is not None:
+        b_dA += b_x * load_row(delta, row, here, i_h, o_v, HV, HV, V)
+        b_ddelta = tl.sum(b_x * b_A, axis=0)
+        tl.store(d_delta + p_v, b_ddelta.to(d_delta.dtype.element_ty), mask=m_v)
+    if value_log_decay is not None:
+        tl.store(d_value_log_decay + p_v, tl.sum(b_x, axis=0), mask=m_v)
+    store_key_gradient(d_q, b_dq, row, here, i_h, i_v, o_k, s_part, HQ, HV, K)
+    store_key_gradient(d_k, b_dk, row, here, i_h, i_v, o_k, s_part, HK, HV, K)
+    if log_decay is not None:
+        store_key_gradient(d_log_decay, b_x, row, here, i_h, i_v, o_k, s_part, HV, HV, K)
+    return b_d * b_f, b_dq, b_dk, b_dA
+
+
+@triton.jit
+def store_key_gradient(
+    d_x, b_dx, row, here, i_h, i_v, o_k, s_part,
+    HEADS: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """This program's part of a gradient [value blocks, HV // HEADS, tokens, HEADS, K]."""
+    if HEADS != 0:
+        i_part = i_v * (HV // HEADS) + i_h % (HV // HEADS)
+        place = (i_part * s_part + row) * (HEADS * K) + i_h // (HV // HEADS) * K + o_k
+        tl.store(d_x + place, tl.sum(b_dx, axis=1, keep_dims=True), mask=here & (o_k < K))

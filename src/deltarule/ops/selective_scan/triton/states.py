@@ -1,0 +1,100 @@
+"""The states between the chunks of `selective_scan`, or the gradients there, in two kernels.
+
+Every chunk on its own finds what it makes of a state of zeros, and what it leaves of any other;
+then one pass over the chunks of each sequence puts the two together:
+
+    S_end = left * S_start + local        dS_start = left * dS_end + d_local
+"""
+
+import triton
+import triton.language as tl
+
+from deltarule.ops.runtime.places import first_chunk, sequence_bounds
+from deltarule.ops.selective_scan.triton.tokens import (
+    chunk_of_program,
+    load_constants,
+    load_key,
+    load_row,
+    state_offsets,
+    tile_offsets,
+    transition,
+)
+
+# Chunks whose states are fetched before the first is needed.
+AHEAD = tl.constexpr(4)
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def chunk_summary_kernel(
+    q, k, v, delta, A, value_log_decay, log_decay, beta, d_o, cu_seqlens, local, left, scale, T, N,
+    HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
+    CT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, G: tl.constexpr, PACKED: tl.constexpr,
+    REVERSE: tl.constexpr,
+):  # fmt: skip
+    """local and left [M, HV, V, K] of one chunk; REVERSE: of the gradients, from its end."""
+    i_m, first, tokens = chunk_of_program(cu_seqlens, T, N, CT, PACKED)
+    if tokens <= 0:
+        return
+    i_h = tl.program_id(1)
+    o_k, o_v = tile_offsets(BV, BK)
+    b_A, b_k, b_q = load_constants(A, k, q, i_h, o_k, o_v, HK, HQ, V, K)
+    b_s, b_left = tl.zeros([BK, BV], tl.float32), tl.full([BK, BV], 1.0, tl.float32)
+    for i_g in range(0, tokens, G):
+        for j in tl.static_range(G):
+            t = i_g + j
+            here = t < tokens
+            if REVERSE:
+                t = tokens - 1 - t
+            b_f, b_new = transition(
+                k, b_k, v, delta, b_A, value_log_decay, log_decay, beta, first + t, here, i_h,
+                o_k, o_v, HK, HV, V, K, BK, BV,
+            )  # fmt: skip
+            if REVERSE:
+                b_do = load_row(d_o, first + t, here, i_h, o_v, HV, HV, V) * scale
+                b_s = (b_s + b_do * load_key(q, b_q, first + t, here, i_h, o_k, HQ, HV, K)) * b_f
+            else:
+                b_s = b_s * b_f + b_new
+            b_left *= b_f
+    place, mask = state_offsets(i_m, i_h, o_k, o_v, HV, V, K)
+    tl.store(local + place, b_s, mask=mask)
+    tl.store(left + place, b_left, mask=mask)
+
+
+@triton.jit(do_not_specialize=["T", "N"])
+def carry_kernel(
+    before, local, left, after, cu_seqlens, T, N,
+    SIZE: tl.constexpr, CT: tl.constexpr, BE: tl.constexpr, PACKED: tl.constexpr,
+    REVERSE: tl.constexpr,
+):  # fmt: skip
+    """BE of the SIZE entries of one sequence's state, through its chunks; REVERSE: from the last.
+
+    `local` is replaced by the state at each chunk's start (the gradient at its end), `before`
+    [N, SIZE] (None: zeros) is what goes in, and `after` what comes out.
+    """
+    i_n = tl.program_id(0)
+    start, length = sequence_bounds(cu_seqlens, i_n, T, PACKED)
+    i_m = first_chunk(start, i_n, T, CT, PACKED).to(tl.int64)
+    o_e = tl.program_id(1).to(tl.int64) * BE + tl.arange(0, BE)
+    mask = o_e < SIZE
+    b_s = tl.zeros([BE], tl.float32)
+    if before is not None:
+        b_s = tl.load(before + i_n.to(tl.int64) * SIZE + o_e, mask=mask, other=0.0)
+    chunks = tl.cdiv(length, CT)
+    for i_c in range(0, chunks, AHEAD):
+        fetched = ()
+        for j in tl.static_range(AHEAD):
+            here = i_c + j < chunks
+            i_slot = i_m + i_c + j
+            if REVERSE:
+                i_slot = i_m + chunks - 1 - i_c - j
+            place = i_slot * SIZE + o_e
+            b_local = tl.load(local + place, mask=mask & here, other=0.0)
+            b_left = tl.load(left + place, mask=mask & here, other=1.0)
+            fetched = fetched + (b_local, b_left)  # type: ignore[assignment]  # noqa: RUF005
+        for j in tl.static_range(AHEAD):
+            i_slot = i_m + i_c + j
+            if REVERSE:
+                i_slot = i_m + chunks - 1 - i_c - j
+            tl.store(local + i_slot * SIZE + o_e, b_s, mask=mask & (i_c + j < chunks))
+            b_s = fetched[2 * j + 1] * b_s + fetched[2 * j]
+    tl.store(after + i_n.to(tl.int64) * SIZE + o_e, b_s, mask=mask)

@@ -1,0 +1,110 @@
+"""What the kernels of `selective_scan` read of one token: device functions that all of them use.
+
+A tile of the state holds BK key channels (rows) of BV value channels (columns), so that a sum over
+the keys stays within a thread. A key or query is a column [BK, 1], or where it is constant over
+time a whole tile; gates of the values are rows [1, BV]. Tensors are contiguous. A token outside the
+chunk reads as zeros everywhere, which neither decays nor writes.
+"""
+
+import triton
+import triton.language as tl
+
+from deltarule.ops.runtime.places import chunk_place
+
+
+@triton.jit
+def tile_offsets(BV: tl.constexpr, BK: tl.constexpr):
+    """The key and value channels of this program's tile."""
+    return tl.arange(0, BK)[:, None], tl.program_id(2) * BV + tl.arange(0, BV)[None, :]
+
+
+@triton.jit
+def state_offsets(i_m, i_h, o_k, o_v, HV: tl.constexpr, V: tl.constexpr, K: tl.constexpr):
+    """Where the tile lies in [M, HV, V, K], and which of its entries exist."""
+    place = (i_m.to(tl.int64) * HV + i_h) * V * K + o_v * K + o_k
+    return place, (o_k < K) & (o_v < V)
+
+
+@triton.jit
+def load_constant(x, i_h, o_k, o_v, V: tl.constexpr, K: tl.constexpr):
+    """The tile of one [HV, V, K] tensor."""
+    mask = (o_k < K) & (o_v < V)
+    return tl.load(x + i_h * V * K + o_v * K + o_k, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_constants(
+    A, k, q, i_h, o_k, o_v,
+    HK: tl.constexpr, HQ: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """The tiles of A, k and q, each where it has no time axis; else zero."""
+    b_A, b_k, b_q = 0.0, 0.0, 0.0
+    if A is not None:
+        b_A = load_constant(A, i_h, o_k, o_v, V, K)
+    if HK == 0:
+        b_k = load_constant(k, i_h, o_k, o_v, V, K)
+    if HQ == 0:
+        b_q = load_constant(q, i_h, o_k, o_v, V, K)
+    return b_A, b_k, b_q
+
+
+@triton.jit
+def load_row(x, row, here, i_h, o, HEADS: tl.constexpr, HV: tl.constexpr, C: tl.constexpr):
+    """Channels o of value head i_h in row `row` of [B T, HEADS, C]; zeros unless `here`."""
+    p_x = x + (row * HEADS + i_h // (HV // HEADS)) * C + o
+    return tl.load(p_x, mask=here & (o < C), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_key(x, b_x, row, here, i_h, o_k, HEADS: tl.constexpr, HV: tl.constexpr, K: tl.constexpr):
+    """A key or query [BK, 1]; of a tensor without time (no HEADS) the tile b_x."""
+    if HEADS == 0:
+        return b_x
+    else:  # noqa: RET505 (the compiler asks for one of the two)
+        return load_row(x, row, here, i_h, o_k, HEADS, HV, K)
+
+
+@triton.jit
+def exponential(
+    delta, b_A, value_log_decay, log_decay, row, here, i_h, o_k, o_v,
+    HV: tl.constexpr, V: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """exp(delta A + value_log_decay + log_decay) of a token: [BK, BV]."""
+    b_x = tl.zeros([BK, BV], tl.float32)
+    if delta is not None:
+        b_x += load_row(delta, row, here, i_h, o_v, HV, HV, V) * b_A
+    if value_log_decay is not None:
+        b_x += load_row(value_log_decay, row, here, i_h, o_v, HV, HV, V)
+    if log_decay is not None:
+        b_x += load_row(log_decay, row, here, i_h, o_k, HV, HV, K)
+    return tl.exp(b_x)
+
+
+@triton.jit
+def transition(
+    k, b_k, v, delta, b_A, value_log_decay, log_decay, beta, row, here, i_h, o_k, o_v,
+    HK: tl.constexpr, HV: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """The factor of the state at a token and what is added to it, both [BK, BV].
+
+    exp(..) (1 - beta k^2^T)        w k^T, w = v or beta v
+    """
+    b_f = exponential(
+        delta, b_A, value_log_decay, log_decay, row, here, i_h, o_k, o_v, HV, V, K, BK, BV
+    )
+    b_key = load_key(k, b_k, row, here, i_h, o_k, HK, HV, K)
+    b_w = load_row(v, row, here, i_h, o_v, HV, HV, V)
+    if beta is not None:
+        b_beta = load_row(beta, row, here, i_h, o_v, HV, HV, V)
+        b_f *= 1 - b_beta * (b_key * b_key)
+        b_w *= b_beta
+    return b_f, b_w * b_key
+
+
+@triton.jit
+def chunk_of_program(cu_seqlens, T, N, CT: tl.constexpr, PACKED: tl.constexpr):
+    """This program's chunk: its number, its first token, and how many tokens it has."""
+    i_m = tl.program_id(0)
+    first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
+    return i_m, first, tl.minimum(tokens, CT)

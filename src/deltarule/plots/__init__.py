@@ -1,1 +1,0 @@
-"""Figures: one style for all of them, one file for each."""

@@ -1,1 +1,0 @@
-"""The definition of the recurrence (`recurrent`) and of its chunked algorithm (`chunked`)."""

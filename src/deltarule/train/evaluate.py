@@ -1,0 +1,161 @@
+"""Bits per byte of a byte-level model, over whole documents that never see each other."""
+
+import gzip
+import lzma
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltarule.models import CausalLM
+from deltarule.models.bytes import BEGIN
+from deltarule.train.data import Batch, Corpus, rows_in_order
+
+
+def compressed_bits_per_byte(corpus: Corpus) -> dict[str, float]:
+    """Bits per byte of gzip and xz at their strongest, on all documents as one stream.
+
+    That favours the compressors, which may look back from one document into those before it.
+
+    Example:
+        >>> from deltarule.train.data import encode_documents
+        >>> compressed_bits_per_byte(encode_documents([b"ab" * 10_000]))["gzip"] < 0.1
+        True
+    """
+    tokens = corpus.tokens[corpus.tokens != BEGIN]
+    text = tokens.astype("uint8").tobytes()
+    sizes = {
+        "gzip": len(gzip.compress(text, compresslevel=9)),
+        "xz": len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)),
+    }
+    return {name: 8 * size / len(text) for name, size in sizes.items()}
+
+
+# Tokens in a forward pass, unless one piece is longer.
+ROW_TOKENS = 8192
+
+
+class PositionBin(NamedTuple):
+    """Mean bits per byte at positions first to last of a piece, from 1, and how many bytes."""
+
+    first: int
+    last: int
+    bits_per_byte: float
+    num_bytes: int
+
+
+def bits_per_byte(model: CausalLM, corpus: Corpus, length: int, *, every: int = 1) -> float:
+    r"""Mean bits that the model needs for a byte.
+
+    .. math::
+        -\frac{1}{n} \sum_t \log_2 p(\mathrm{byte}_t \mid \mathrm{piece\ up\ to\ } t)
+
+    Documents are cut into pieces of at most `length` tokens, each read from an empty state; every
+    byte is predicted once, whatever the length.
+
+    Args:
+        model: A model of byte tokens, on any device.
+        corpus: The documents, of at least one byte.
+        length: The most tokens in a piece.
+        every: Read only every n-th piece: a fair sample of the whole.
+
+    Returns:
+        Bits per byte.
+
+    Raises:
+        ValueError: The corpus is empty, or `every` is below 1.
+
+    Example:
+        >>> from deltarule.models import ModelConfig
+        >>> from deltarule.train.data import encode_documents
+        >>> model = CausalLM(ModelConfig(vocab_size=257, hidden_size=16, num_layers=1,
+        ...                              num_heads=1, layer_types="gated_deltanet"))
+        >>> 7 < bits_per_byte(model, encode_documents([b"some text"]), 8) < 9
+        True
+    """
+    _check(corpus)
+    if every < 1:
+        raise ValueError(f"every must be 1 or more, got {every}")
+    nats, count = 0.0, 0
+    for _, losses in token_losses(model, corpus, length, every=every):
+        nats += losses.sum().item()
+        count += len(losses)
+    return nats / math.log(2) / count
+
+
+def bits_by_position(model: CausalLM, corpus: Corpus, length: int) -> list[PositionBin]:
+    """Bits per byte by the position in a piece, in bins 1, 2, 3-4, 5-8 and so on.
+
+    Position p is a byte predicted from p tokens: with memory that helps, later bins are lower.
+
+    Args:
+        model: A model of byte tokens, on any device.
+        corpus: The documents, of at least one byte.
+        length: The most tokens in a piece.
+
+    Returns:
+        The bins that hold any byte, in order.
+
+    Raises:
+        ValueError: The corpus is empty.
+    """
+    _check(corpus)
+    edges = bin_edges(length)
+    sums = torch.zeros(len(edges), dtype=torch.float64)
+    counts = torch.zeros(len(edges), dtype=torch.int64)
+    bounds = torch.tensor([last for _, last in edges])
+    for batch, losses in token_losses(model, corpus, length):
+        where = torch.bucketize(positions(batch), bounds)
+        sums += torch.zeros_like(sums).index_add_(0, where, losses)
+        counts += torch.bincount(where, minlength=len(edges))
+    return [
+        PositionBin(first, last, float(total) / math.log(2) / int(count), int(count))
+        for (first, last), total, count in zip(edges, sums, counts, strict=True)
+        if count
+    ]
+
+
+@torch.no_grad()
+def token_losses(
+    model: CausalLM, corpus: Corpus, length: int, *, every: int = 1
+) -> Iterator[tuple[Batch, Tensor]]:
+    """Rows of pieces, each with its losses [T] in nats, in float64 on the CPU."""
+    device = model.embedding.weight.device
+    for batch in rows_in_order(corpus, length, max(length, ROW_TOKENS), every=every):
+        tokens, targets, cu_seqlens = batch.to(device)
+        logits, _ = model(tokens, cu_seqlens=cu_seqlens)
+        losses = F.cross_entropy(logits[0].float(), targets[0], reduction="none")
+        yield batch, losses.cpu().double()
+
+
+def positions(batch: Batch) -> Tensor:
+    """The position of each token of a row in its piece, from 1.
+
+    Example:
+        >>> from deltarule.ops import pack
+        >>> tokens = torch.zeros(1, 5, dtype=torch.int64)
+        >>> positions(Batch(tokens, tokens, pack([3, 2])))
+        tensor([1, 2, 3, 1, 2])
+    """
+    starts = batch.cu_seqlens[:-1].repeat_interleave(batch.cu_seqlens.diff())
+    return torch.arange(batch.tokens.shape[1]) - starts + 1
+
+
+def bin_edges(length: int) -> list[tuple[int, int]]:
+    """First and last position of each bin: powers of two, the last bin cut off at the length.
+
+    Example:
+        >>> bin_edges(6)
+        [(1, 1), (2, 2), (3, 4), (5, 6)]
+    """
+    lasts = [2**i for i in range((length - 1).bit_length())] + [length]
+    firsts = [1, *(last + 1 for last in lasts[:-1])]
+    return list(zip(firsts, lasts, strict=True))
+
+
+def _check(corpus: Corpus) -> None:
+    if corpus.num_bytes == 0:
+        raise ValueError("corpus must hold at least one byte to predict, got none")

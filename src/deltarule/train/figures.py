@@ -1,0 +1,202 @@
+"""The one style of all figures: few inks, told apart by tone and line, so grey is enough."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from deltarule.train.evaluate import PositionBin
+from deltarule.train.extra import require
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK = "#1a1a1a"
+# Each has its own lightness, and goes with its own line below.
+DARK, MIDDLE, LIGHT = "#14375e", "#c2571a", "#8fa9c2"
+DASHES = ("--", ":", "-.")
+WIDTH, HEIGHT, DOTS_PER_INCH = 7.0, 4.2, 150
+
+
+class Drawing(NamedTuple):
+    """An empty figure with one pair of axes."""
+
+    figure: "Figure"
+    axes: "Axes"
+
+
+def new_drawing(*, title: str, x: str, y: str) -> Drawing:
+    """A figure in the style, its axes named.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    # A bare Figure leaves the global state of pyplot and the user's windows alone.
+    figure = require("matplotlib.figure").Figure(
+        figsize=(WIDTH, HEIGHT), dpi=DOTS_PER_INCH, layout="constrained"
+    )
+    axes = figure.add_subplot()
+    dress(axes, title=title, x=x, y=y)
+    return Drawing(figure, axes)
+
+
+def dress(axes: "Axes", *, title: str, x: str, y: str) -> None:
+    """Give a pair of axes its names and the style."""
+    axes.set_title(title, loc="left", color=INK, fontsize=11)
+    axes.set_xlabel(x, color=INK)
+    axes.set_ylabel(y, color=INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(INK)
+    axes.tick_params(colors=INK)
+    axes.grid(axis="y", color="#dddddd", linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def new_grid(rows: int, columns: int, *, title: str) -> "tuple[Figure, list[list[Axes]]]":
+    """A figure of several axes in the style, a list of them for each row.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    figure = require("matplotlib.figure").Figure(
+        figsize=(1.5 * WIDTH, 0.5 * HEIGHT * rows + 0.8), dpi=DOTS_PER_INCH, layout="constrained"
+    )
+    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=11)
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for one in axes.flat:
+        one.spines[["top", "right"]].set_visible(False)
+        one.spines[["left", "bottom"]].set_color(INK)
+        one.tick_params(colors=INK, labelsize=8)
+    return figure, [list(row) for row in axes]
+
+
+def draw_levels(axes: "Axes", levels: dict[str, float]) -> None:
+    """Horizontal lines with name and value written on them, the lowest name below its line.
+
+    That keeps two neighbours, as compressors are, from being printed over each other.
+    """
+    for index, (name, value) in enumerate(sorted(levels.items(), key=lambda item: item[1])):
+        axes.axhline(value, color=INK, linewidth=1.0, linestyle=DASHES[index % len(DASHES)])
+        axes.annotate(
+            f"{name} {value:.3g}", (1.0, value), xycoords=("axes fraction", "data"),
+            xytext=(0, 3 if index else -3), textcoords="offset points", ha="right",
+            va="bottom" if index else "top", color=INK, fontsize=9,
+        )  # fmt: skip
+
+
+def save(figure: "Figure", path: Path) -> None:
+    """Write the figure whole or not at all."""
+    aside = path.with_name(f".{path.name}")
+    figure.savefig(aside, format="png")
+    aside.replace(path)
+
+
+def loss_curve(
+    rows: Sequence[dict[str, Any]],
+    path: Path,
+    *,
+    trained: str,
+    evaluated: str,
+    label: str,
+    levels: dict[str, float],
+    title: str = "Training",
+) -> None:
+    """Draw a column of metrics.jsonl over the steps.
+
+    Args:
+        rows: Rows of metrics.jsonl.
+        path: Where the PNG goes.
+        trained: The column that every step has.
+        evaluated: The column that evaluations have.
+        label: Name of the vertical axis.
+        levels: Horizontal lines to compare with, by name.
+        title: The heading.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    drawing = new_drawing(title=title, x="step", y=label)
+    points = column(rows, trained)
+    steps, values = [s for s, _ in points], [v for _, v in points]
+    drawing.axes.plot(steps, values, color=LIGHT, linewidth=0.7, label="training, each step")
+    smooth = running_mean(values, max(1, len(values) // 100))
+    drawing.axes.plot(steps, smooth, color=DARK, linewidth=1.8, label="training, running mean")
+    if measured := column(rows, evaluated):
+        drawing.axes.plot(
+            *zip(*measured, strict=True), color=MIDDLE, linewidth=1.2, marker="o", markersize=4,
+            linestyle="--", label="validation",
+        )  # fmt: skip
+    draw_levels(drawing.axes, levels)
+    drawing.axes.locator_params(axis="x", integer=True)
+    drawing.axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+    drawing.axes.set_ylim(*limits(values, [*levels.values(), *(v for _, v in measured)]))
+    drawing.axes.legend(frameon=False, fontsize=9)
+    save(drawing.figure, path)
+
+
+def limits(values: list[float], others: list[float]) -> tuple[float, float]:
+    """The vertical range: without the first steps, which are far off and would flatten all else.
+
+    Example:
+        >>> low, high = limits([9.0] + [2.0] * 99, [3.0])
+        >>> 1.9 < low < 2.0, 3.0 < high < 3.2
+        (True, True)
+    """
+    settled = [*values[len(values) // 20 :], *others] or [0.0]
+    margin = 0.08 * (max(settled) - min(settled)) + 1e-3
+    return min(settled) - margin, max(settled) + margin
+
+
+def column(rows: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:
+    """Step and value of every row that has a number in this column."""
+    return [(row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)]
+
+
+def running_mean(values: list[float], window: int) -> list[float]:
+    """Mean of the values within `window` steps before and after each place.
+
+    Example:
+        >>> running_mean([1.0, 2.0, 6.0, 7.0], 1)
+        [1.5, 3.0, 5.0, 6.5]
+    """
+    sums = [0.0, *accumulate(values)]
+    ends = [(max(0, i - window), min(len(values), i + window + 1)) for i in range(len(values))]
+    return [(sums[last] - sums[first]) / (last - first) for first, last in ends]
+
+
+def position_curve(
+    bins: Sequence[PositionBin],
+    path: Path,
+    *,
+    trained_length: int | None = None,
+    levels: dict[str, float] | None = None,
+    title: str = "Bits per byte by position",
+) -> None:
+    """Draw the bins of `bits_by_position` over a logarithmic axis.
+
+    Args:
+        bins: What `bits_by_position` returned.
+        path: Where the PNG goes.
+        trained_length: Marks where positions start that training never reached. None: no mark.
+        levels: Horizontal lines to compare with, by name. None: none.
+        title: The heading.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    drawing = new_drawing(title=title, x="position in the piece, tokens", y="bits per byte")
+    middles = [(b.first * b.last) ** 0.5 for b in bins]
+    drawing.axes.plot(middles, [b.bits_per_byte for b in bins], color=DARK, marker="o")
+    drawing.axes.set_xscale("log", base=2)
+    drawing.axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+    if trained_length is not None:
+        drawing.axes.axvline(trained_length, color=INK, linewidth=1.0, linestyle=":")
+        drawing.axes.annotate(
+            f"trained up to {trained_length:,}", (trained_length, 1.0),
+            xycoords=("data", "axes fraction"), xytext=(-4, -4), textcoords="offset points",
+            ha="right", va="top", rotation=90, color=INK, fontsize=9,
+        )  # fmt: skip
+    draw_levels(drawing.axes, levels or {})
+    drawing.axes.margins(y=0.12)
+    save(drawing.figure, path)

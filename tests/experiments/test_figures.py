@@ -1,0 +1,47 @@
+"""Figures of several systems are whole, in fixed looks, and survive what is missing."""
+
+from deltarule.models import PATTERNS
+from deltarule.nn import SYSTEMS
+from experiments import figures
+from experiments.figures import LOOKS, SYSTEM_LOOKS, Curve, Panel, draw_curves, looks_of
+
+
+def test_panels_of_every_kind_are_drawn(tmp_path):
+    path = tmp_path / "curves.png"
+    seen = Curve("deltanet", [64, 128], [0.5, 1.0], low=[0.4, 0.9], high=[0.6, 1.0])
+    published = Curve("deltanet", [64, 128], [1.0, 1.0], published=True)
+    panels = [
+        Panel([seen, published], "width", "accuracy", log_x=True, levels={"chance": 0.1}),
+        Panel([seen], "task", "accuracy", ticks=("one", "two"), limits=(0, 1)),
+        Panel([Curve("n = 1", range(20), range(1, 21))], "x", "y", log_y=True, marks={"end": 9}),
+        Panel([], "x", "y", log_x=True, ticks=()),
+        Panel([Curve("gla", [3], [0.5], low=[0.1], high=[0.9])], "x", "y"),
+    ]
+    draw_curves(panels, path, title="All", columns=2)
+    assert [file.name for file in tmp_path.iterdir()] == ["curves.png"]
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_labels_have_looks_of_their_own():
+    labels = ["deltanet", "a", "b", "gla", "c", "lent"]
+    given = [Curve(label, [], [], look="kda" if label == "lent" else None) for label in labels]
+    looks = looks_of(given)
+    assert looks["deltanet"] == SYSTEM_LOOKS["deltanet"]
+    assert looks["lent"] == SYSTEM_LOOKS["kda"]
+    assert len(set(looks.values())) == len(labels)
+    assert set(SYSTEM_LOOKS) <= {*SYSTEMS, *PATTERNS}
+    many = [Curve(str(i), [], []) for i in range(3 * len(LOOKS))]
+    assert len(looks_of(many)) == len(many)
+
+
+def test_marks_tell_systems_apart_without_colour():
+    looks = list(SYSTEM_LOOKS.values())
+    assert len({look.mark for look in looks}) == len(looks)
+    assert len(set(LOOKS)) == len(LOOKS)
+
+
+def test_hollow_marks_are_explained_where_they_occur(monkeypatch, tmp_path):
+    looks = looks_of([Curve("gla", [], [])])
+    labels = [entry.get_label() for entry in figures.legend_entries(looks, published=True)]
+    assert labels == ["GLA", "ours", "published"]
+    assert len(figures.legend_entries(looks, published=False)) == 1

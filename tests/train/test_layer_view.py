@@ -1,0 +1,139 @@
+"""The matrix of a layer times its values is what its operator puts out; states change so."""
+
+import pytest
+import torch
+
+from deltarule import ops
+from deltarule.models import CausalLM, ModelConfig
+from deltarule.nn import State
+from deltarule.nn.call import Call
+from deltarule.nn.layout import make_layout
+from deltarule.nn.mixer import OPERATORS
+from deltarule.train.layer_view import (
+    LayerView,
+    layer_views,
+    of_rule,
+    of_scan,
+    of_slots,
+    state_strengths,
+)
+from nn.layers import LINEAR, inputs, make
+from tolerance import relative_rms
+
+DOUBLE = torch.float64
+T = 11
+
+
+def call_of(layer):
+    x = inputs(1, T, DOUBLE)
+    return Call(x, make_layout(x, None, None), layer.init_state(1), State(), {})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("head", [0, 1])
+@pytest.mark.parametrize("name", LINEAR)
+def test_matrix_of_a_rule_times_its_values_is_the_read_out(name, head):
+    layer = make(name, DOUBLE)
+    projections = layer.project(call_of(layer))
+    arguments, _ = layer.rule.arguments(projections)
+    o = OPERATORS[layer.rule.operator](**arguments).o
+    o = layer.rule.read_out_function(o, projections)
+    matrix = of_rule(layer, call_of(layer), head)[0]
+    head = min(head, o.shape[2] - 1)
+    # Gated DeltaNet-2 has a write strength for each value channel, which the matrix leaves out.
+    v = projections.v if projections.write_logits is None else arguments["v"]
+    assert matrix.shape == (T, T * layer.n_steps)
+    assert relative_rms(matrix @ v[0, :, min(head, v.shape[2] - 1)], o[0, :, head]) <= 1e-12
+    assert (matrix.view(T, T, -1).permute(2, 0, 1).triu(1) == 0).all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["abc", "gsa"])
+def test_matrix_of_the_slots_times_the_values_is_what_they_read(name):
+    layer = make(name, DOUBLE)
+    arguments = layer.arguments(call_of(layer))
+    matrix = of_slots(arguments, 1)
+    o = ops.two_memories(**arguments).o[0, :, 1]
+    assert relative_rms(matrix @ arguments["v"][0, :, 1], o) <= 1e-12
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["mamba1", "s4", "longhorn_released", "dfw"])
+def test_matrix_of_a_scan_is_a_mean_over_value_channels(name):
+    """Where every channel has the same value, the mean of the outputs is the matrix times it."""
+    layer = make(name, DOUBLE)
+    arguments = layer.arguments(call_of(layer))
+    value = torch.randn(1, T, 1, 1, dtype=DOUBLE)
+    size = arguments["delta"] if name == "mamba1" else torch.ones_like(arguments["v"])
+    o = ops.selective_scan(**(arguments | {"v": value * size})).o[0, :, 1].mean(-1)
+    assert relative_rms(of_scan(arguments, 1) @ value.flatten(), o) <= 1e-12
+
+
+@torch.no_grad()
+def test_strengths_of_retnet_are_its_constant():
+    """g of head 1 is 1 - 2^-6: that share is lost at every token but the first."""
+    layer = make("retnet", DOUBLE)
+    _, _, write, erase = of_rule(layer, call_of(layer), 1)
+    assert write[0] == 1
+    assert erase[0] == 0
+    assert relative_rms(erase[1:], torch.full((T - 1,), 2.0**-6, dtype=DOUBLE)) <= 1e-12
+
+
+@torch.no_grad()
+def test_strengths_by_hand():
+    """Gated DeltaNet: the same shares from the recurrence of one head."""
+    layer = make("gated_deltanet", DOUBLE)
+    arguments, _ = layer.rule.arguments(layer.project(call_of(layer)))
+    write, erase = state_strengths(arguments, "delta_rule", 1, 2)
+    k = torch.nn.functional.normalize(arguments["k"][0, :, 1], dim=-1, eps=0)
+    v, beta = arguments["v"][0, :, 2], arguments["beta"][0, :, 2]
+    alpha, S = arguments["log_decay"][0, :, 2].exp(), torch.zeros(8, 8, dtype=DOUBLE)
+    for t in range(T):
+        kept = alpha[t] * (S - beta[t] * torch.outer(S @ k[t], k[t]))
+        after = kept + beta[t] * torch.outer(v[t], k[t])
+        assert write[t] == pytest.approx(((after - kept).norm() / after.norm()).item(), rel=1e-4)
+        if t:
+            assert erase[t] == pytest.approx(((S - kept).norm() / S.norm()).item(), rel=1e-4)
+        S = after
+
+
+def test_strengths_of_several_writes_a_token():
+    layer = make("delta_product", DOUBLE)
+    with torch.no_grad():
+        _, softmax, write, erase = of_rule(layer, call_of(layer), 0)
+    assert softmax.shape == (T, 3 * T)
+    assert torch.allclose(softmax.sum(-1), torch.ones(T, dtype=softmax.dtype))
+    assert write.shape == erase.shape == (T,)
+    assert write[0] == 1
+
+
+def views(*layer_types: str, head: int = 0) -> list[LayerView]:
+    torch.manual_seed(0)
+    model = CausalLM(
+        ModelConfig(
+            vocab_size=257, hidden_size=32, num_layers=len(layer_types), num_heads=2,
+            layer_types=layer_types, window=3,
+        )
+    )  # fmt: skip
+    return layer_views(model, [256, 104, 101, 108, 108, 111], head)
+
+
+def test_views_of_a_mixed_model():
+    found = views("deltanet", "attention", "mamba1", "sliding_window", "gsa", "s4", "rwkv7", head=9)
+    assert [(view.index, view.name) for view in found] == list(
+        enumerate(["deltanet", "attention", "mamba1", "sliding_window", "gsa", "s4", "rwkv7"])
+    )
+    by_name = {view.name: view for view in found}
+    for view in found:
+        assert view.reading.matrix.shape == (6, 6)
+        assert (view.reading.matrix.triu(1) == 0).all()
+    assert by_name["s4"].reading.softmax is None
+    assert by_name["mamba1"].reading.write is None
+    assert by_name["attention"].reading.matrix.sum(-1) == pytest.approx([1.0] * 6)
+    window = by_name["sliding_window"].reading.matrix
+    assert (window.tril(-3) == 0).all()
+    assert (window.tril(-2).diagonal(-2) > 0).all()
+
+
+def test_layers_that_are_not_linear_in_their_values_have_no_view():
+    assert [view.index for view in views("ttt_mlp", "deltanet")] == [1]
