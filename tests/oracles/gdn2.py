@@ -1,0 +1,29 @@
+"""Gated DeltaNet 2 (NVlabs 2026; released recurrence).
+
+    S_t = S_{t-1} Diag(a_t) (I - (b_t * k_t) k_t^T) + (w_t * v_t) k_t^T,   o_t = S_t q_t
+
+Erase gate b_t per key channel, write gate w_t per value channel. The gate b sits on the key that
+READS the decayed state, not on the one that writes: S a - (S a (b * k)) k^T. b = w = beta: KDA.
+"""
+
+import torch
+from torch import Tensor
+
+
+def recurrence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_a: Tensor,
+    b: Tensor,
+    w: Tensor,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """q, k, log_a, b: (T, K); v, w: (T, V); state: (V, K)."""
+    S = v.new_zeros(v.shape[1], k.shape[1]) if state is None else state
+    outputs = []
+    for t in range(len(q)):
+        S = S * torch.exp(log_a[t])
+        S = S + torch.outer(w[t] * v[t] - S @ (b[t] * k[t]), k[t])
+        outputs.append(S @ q[t])
+    return torch.stack(outputs), S

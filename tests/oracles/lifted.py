@@ -1,0 +1,19 @@
+"""Lift an oracle, which sees one head of one sequence, to a batch of heads."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def each_head(
+    oracle: Callable[..., tuple[Tensor, Tensor]], *inputs: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Inputs (B, T, H, ...) -> outputs (B, T, H, ...) and last states (B, H, ...)."""
+    batch, _, heads = inputs[0].shape[:3]
+    outputs, states = [], []
+    for b in range(batch):
+        results = [oracle(*(x[b, :, h] for x in inputs)) for h in range(heads)]
+        outputs.append(torch.stack([o for o, _ in results], 1))
+        states.append(torch.stack([s for _, s in results]))
+    return torch.stack(outputs), torch.stack(states)

@@ -1,0 +1,56 @@
+"""Lightning attention / MiniMax-01 and TransNormerLLM: constant decay per head, no scale on q.
+
+    S_t = exp(-s_h) S_{t-1} + v_t k_t^T,    o_t = S_t q_t.
+
+Three rules for the slope s_h of head h = 0 .. H-1 in layer l = 0 .. L-1 are in print or released:
+
+* TransNormerLLM's text (arXiv 2307.14995):  s_h = (8 h / H) (1 - l / L): LINEAR in h,
+  head 0 never forgets;
+* the released lightning-attention and MiniMax-Text-01:  ALiBi's slopes, GEOMETRIC in h,
+  s_h = 2^(-8 (h+1) / H) (1 - l / (L - 1) + 1e-5) for H a power of two;
+* transformers' MiniMax: the same slopes for every H, factor 1 - l / (L - 1 + 1e-5) + 1e-5.
+
+q, k, v = SiLU(projection) in MiniMax-01; its output is norm(o) sigmoid(gate).
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def text_slopes(heads: int, layer: int, layers: int) -> Tensor:
+    h = torch.arange(heads, dtype=torch.float64)
+    return 8 * h / heads * (1 - layer / layers)
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """A power of two: 2^(-8/H), 2^(-16/H), ...; else those of the power below, then every other
+    one of the power above."""
+    below = 2 ** math.floor(math.log2(heads))
+    slopes = [2.0 ** (-8 * (h + 1) / below) for h in range(below)]
+    above = [2.0 ** (-8 * (h + 1) / (2 * below)) for h in range(0, 2 * below, 2)]
+    return slopes + above[: heads - below]
+
+
+def released_slopes(heads: int, layer: int, layers: int) -> Tensor:
+    slopes = torch.tensor(alibi_slopes(heads), dtype=torch.float64)
+    return slopes * (1 - layer / (layers - 1) + 1e-5)
+
+
+def transformers_slopes(heads: int, layer: int, layers: int) -> Tensor:
+    h = torch.arange(1, heads + 1, dtype=torch.float64)
+    return 2.0 ** (-8 * h / heads) * (1 - layer / (layers - 1 + 1e-5) + 1e-5)
+
+
+def recurrence(
+    q: Tensor, k: Tensor, v: Tensor, slope: Tensor | float, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """q, k: (T, K); v: (T, V); the slope of this head; state: (V, K)."""
+    S = v.new_zeros(v.shape[1], k.shape[1]) if state is None else state
+    ratio = torch.exp(-torch.as_tensor(slope, dtype=v.dtype))
+    outputs = []
+    for t in range(len(q)):
+        S = ratio * S + torch.outer(v[t], k[t])
+        outputs.append(S @ q[t])
+    return torch.stack(outputs), S

@@ -1,0 +1,39 @@
+"""LRU (Orvieto et al. 2023, arXiv 2303.06349, eqs. 5-7; minimal-LRU, which the authors point to).
+
+    lambda = exp(-exp(nu) + i exp(theta)),  gamma = exp(gamma_log), started at sqrt(1 - |lambda|^2)
+    h_t = lambda h_{t-1} + gamma * (B u_t),    y_t = Re(C h_t) + D * u_t
+
+The input of token t enters h_t at once. There is no factor 2 on the real part (S4D has one). gamma
+is a free parameter after its start.
+"""
+
+import torch
+from torch import Tensor
+
+
+def eigenvalues(nu: Tensor, theta: Tensor) -> Tensor:
+    return torch.polar(torch.exp(-torch.exp(nu)), torch.exp(theta))
+
+
+def first_gamma(nu: Tensor) -> Tensor:
+    return torch.sqrt(1 - torch.exp(-2 * torch.exp(nu)))
+
+
+def recurrence(
+    u: Tensor,
+    nu: Tensor,
+    theta: Tensor,
+    gamma: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """u: (T, M); nu, theta, gamma: (N,); B: (N, M), C: (M, N) complex; D: (M,)."""
+    eigen = eigenvalues(nu, theta)
+    h = torch.zeros_like(eigen) if state is None else state
+    outputs = []
+    for t in range(len(u)):
+        h = eigen * h + gamma * (B @ u[t].to(B.dtype))
+        outputs.append((C @ h).real + D * u[t])
+    return torch.stack(outputs), h

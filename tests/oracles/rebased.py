@@ -1,0 +1,41 @@
+"""ReBased (Aksenov et al. 2024, arXiv 2402.10644, section 4; released mixers/rebased.py).
+
+    x' = gamma * norm(x) + beta,  norm = layer norm without its own weights
+    similarity of q, k: (q'^T k')^2 / D        phi(x) = x' (x) x' / sqrt D, D^2 features
+    o_t = sum_{j<=t} (q'_t . k'_j)^2 / D v_j / (sum_{j<=t} (q'_t . k'_j)^2 / D + eps)
+
+The text's phi(x) = (gamma norm(x) + beta)^2 reads as an elementwise square; the code squares the
+dot product (all products of two channels). The released mixer normalises over ALL heads together
+(H D channels) before it splits heads, flash-linear-attention per head. q and k have weights each
+in the release and share them in flash-linear-attention. eps: 1e-12 (release), 1e-5 and 1e-6 there.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import layer_norm
+
+
+def transform(x: Tensor, gamma: Tensor, beta: Tensor, eps: float = 1e-5) -> Tensor:
+    return layer_norm(x, x.shape[-1:], gamma, beta, eps)
+
+
+def features(x: Tensor) -> Tensor:
+    """(..., D) -> (..., D^2): phi(q) . phi(k) = (q . k)^2 / D."""
+    return (x[..., :, None] * x[..., None, :]).flatten(-2) * x.shape[-1] ** -0.5
+
+
+def recurrence(q: Tensor, k: Tensor, v: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
+    """q, k: (T, D) after `transform`; v: (T, V)."""
+    S = v.new_zeros(v.shape[1], k.shape[1] ** 2)
+    z = v.new_zeros(k.shape[1] ** 2)
+    outputs = []
+    for t in range(len(q)):
+        phi = features(k[t])
+        S, z = S + torch.outer(v[t], phi), z + phi
+        outputs.append(S @ features(q[t]) / (z @ features(q[t]) + eps))
+    return torch.stack(outputs), S
+
+
+def parallel(q: Tensor, k: Tensor, v: Tensor, eps: float = 1e-6) -> Tensor:
+    scores = torch.tril((q @ k.T).square() / q.shape[1])
+    return scores @ v / (scores.sum(1, keepdim=True) + eps)

@@ -1,0 +1,88 @@
+"""S4 with a diagonal complex state: S4D (Gu et al. 2022, arXiv 2206.11893) and HiPPO-LegS.
+
+    x'(t) = A x(t) + B u(t),  y(t) = 2 Re(C x(t)) + D u(t);  A, B, C: N/2 complex, per channel
+    zero-order hold:  dA = exp(dt A),  dB = B (exp(dt A) - 1) / A
+    bilinear:         dA = (1 + dt A / 2) / (1 - dt A / 2),  dB = dt B / (1 - dt A / 2)
+    x_t = dA x_{t-1} + dB u_t;   kernel K_l = 2 Re(sum_n C_n dB_n dA_n^l),  y = K * u + D u
+
+Starts (real part -1/2; n = 0 .. N/2 - 1): S4D-Lin, imaginary part pi n (eq. 9); S4D-Inv,
+N/pi (N / (2 n + 1) - 1) with the FULL N (eq. 8); S4D-LegS, the eigenvalues of HiPPO-LegS plus its
+rank-one part (the normal part). Only one of each conjugate pair is kept: hence the 2. The released
+code writes every imaginary part with the other sign, which is the conjugate and changes nothing
+but the sign of C's; it also skips the 1/2 on LegS's B. Seed 001's Table 4 shows a real S with
+S exp(-alpha 1^T exp(A)) and drops B's (exp(dt A) - 1) / A.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def lin(states: int) -> Tensor:
+    n = torch.arange(states // 2, dtype=torch.float64)
+    return torch.complex(torch.full_like(n, -0.5), math.pi * n)
+
+
+def inv(states: int) -> Tensor:
+    n = torch.arange(states // 2, dtype=torch.float64)
+    return torch.complex(torch.full_like(n, -0.5), states / math.pi * (states / (2 * n + 1) - 1))
+
+
+def hippo_legs(states: int) -> tuple[Tensor, Tensor]:
+    """A_nk = -sqrt((2n+1)(2k+1)) below the diagonal, -(n+1) on it; B_n = sqrt(2n+1)."""
+    n = torch.arange(states, dtype=torch.float64)
+    root = torch.sqrt(2 * n + 1)
+    A = -torch.tril(torch.outer(root, root), -1) - torch.diag(n + 1)
+    return A, root
+
+
+def legs(states: int) -> Tensor:
+    """Eigenvalues of A + P P^T, P_n = sqrt(n + 1/2), with positive imaginary part, ascending."""
+    A, _ = hippo_legs(states)
+    P = torch.sqrt(torch.arange(states, dtype=torch.float64) + 0.5)
+    values = torch.linalg.eigvals(A + torch.outer(P, P))
+    values = values[values.imag > 0]
+    return values[values.imag.argsort()]
+
+
+def discretise(
+    A: Tensor, B: Tensor, dt: Tensor | float, bilinear: bool = False
+) -> tuple[Tensor, Tensor]:
+    if bilinear:
+        return (1 + dt * A / 2) / (1 - dt * A / 2), dt * B / (1 - dt * A / 2)
+    return torch.exp(dt * A), B * (torch.exp(dt * A) - 1) / A
+
+
+def recurrence(
+    u: Tensor, dA: Tensor, dB: Tensor, C: Tensor, D: Tensor | float, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """u: (T,), one channel; dA, dB, C: (N/2,) complex."""
+    x = torch.zeros_like(dA) if state is None else state
+    outputs = []
+    for t in range(len(u)):
+        x = dA * x + dB * u[t]
+        outputs.append(2 * (C * x).sum().real + D * u[t])
+    return torch.stack(outputs), x
+
+
+def kernel(dA: Tensor, dB: Tensor, C: Tensor, length: int) -> Tensor:
+    powers = dA[None] ** torch.arange(length, dtype=torch.float64)[:, None]
+    return 2 * (powers * (C * dB)).sum(1).real
+
+
+def convolution(u: Tensor, kernel: Tensor, D: Tensor | float) -> Tensor:
+    """Causal: y_t = sum_j K_{t-j} u_j + D u_t, by the definition."""
+    return torch.stack([kernel[: t + 1].flip(0) @ u[: t + 1] + D * u[t] for t in range(len(u))])
+
+
+def dense_recurrence(u: Tensor, A: Tensor, B: Tensor, C: Tensor, dt: float) -> Tensor:
+    """Any real A (N, N), bilinear: the original S4's map, for comparison with small N."""
+    identity = torch.eye(len(A), dtype=A.dtype)
+    inverse = torch.linalg.inv(identity - dt / 2 * A)
+    dA, dB = inverse @ (identity + dt / 2 * A), inverse @ B * dt
+    x, outputs = torch.zeros_like(B), []
+    for t in range(len(u)):
+        x = dA @ x + dB * u[t]
+        outputs.append(C @ x)
+    return torch.stack(outputs)

@@ -1,0 +1,80 @@
+"""How Titans places the memory (arXiv 2501.00663, section 4): as context, as gate, as layer.
+
+`memory` is any object with write(tokens), which updates it and returns its outputs, and
+read(tokens), which does not update it; `attention(x, prefix)` is causal attention whose first
+`prefix` tokens every token sees. The print: eq. 28 calls the output of MAG "p"; eqs. 29-30 of MAL
+define x~ with the persistent tokens and then feed x (x~ is meant, or eq. 29 has no use).
+Neither says where the persistent positions go; here they are cut off the output.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Memory(Protocol):
+    def write(self, tokens: Tensor) -> Tensor: ...
+
+    def read(self, tokens: Tensor) -> Tensor: ...
+
+
+Attention = Callable[[Tensor, int], Tensor]
+Gate = Callable[[Tensor, Tensor], Tensor]
+
+
+def as_context(
+    x: Tensor, persistent: Tensor, memory: Memory, attention: Attention, gate: Gate, segment: int
+) -> Tensor:
+    """Eqs. 21-25, segment by segment: h = M_{t-1}*(S W_Q); y = Attn(p | h | S); M_t = M_{t-1}(y);
+    o = y (x) M_t*(y). The memory's own projections belong to it; only y of the segment is kept."""
+    outputs = []
+    for tokens in x.split(segment):
+        history = memory.read(tokens)
+        prefix = len(persistent) + len(history)
+        y = attention(torch.cat([persistent, history, tokens]), prefix)[prefix:]
+        memory.write(y)
+        outputs.append(gate(y, memory.read(y)))
+    return torch.cat(outputs)
+
+
+def as_gate(
+    x: Tensor, persistent: Tensor, memory: Memory, attention: Attention, gate: Gate
+) -> Tensor:
+    """Eqs. 26-28: o = SW-Attn*(x~) (x) M(x~), x~ = p | x; not segmented."""
+    prefixed = torch.cat([persistent, x])
+    y = attention(prefixed, len(persistent))
+    return gate(y, memory.write(prefixed))[len(persistent) :]
+
+
+def as_layer(x: Tensor, persistent: Tensor, memory: Memory, attention: Attention) -> Tensor:
+    """Eqs. 29-31: o = SW-Attn(M(x~)); the window has no prefix here."""
+    prefixed = torch.cat([persistent, x])
+    return attention(memory.write(prefixed), 0)[len(persistent) :]
+
+
+def sigmoid_gate(weight_y: Tensor, weight_memory: Tensor, eps: float = 1e-6) -> Gate:
+    """Section 4.2: normalise both with learnable vectors, then a non-linearity sigma.
+
+    The text leaves the product open; here sigma acts on the memory's side: y^ sigma(m^).
+    """
+
+    def normalise(x: Tensor, weight: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+    return lambda y, m: normalise(y, weight_y) * torch.sigmoid(normalise(m, weight_memory))
+
+
+def softmax_attention(window: int | None, project: tuple[Tensor, Tensor, Tensor]) -> Attention:
+    """Causal softmax attention of one head, over the last `window` tokens and the prefix."""
+    W_q, W_k, W_v = project
+
+    def attend(x: Tensor, prefix: int) -> Tensor:
+        q, k, v = x @ W_q, x @ W_k, x @ W_v
+        t, j = torch.arange(len(x))[:, None], torch.arange(len(x))[None]
+        seen = (j <= t) & ((j < prefix) | (window is None) | (t - j < (window or 0)))
+        scores = (q @ k.T / q.shape[1] ** 0.5).masked_fill(~seen, -torch.inf)
+        return scores.softmax(-1) @ v
+
+    return attend

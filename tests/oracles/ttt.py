@@ -1,0 +1,100 @@
+"""TTT-Linear and TTT-MLP (Sun et al. 2024, arXiv 2407.04620, eqs. 1-6; released ttt.py).
+
+    loss(W; k, v) = 1/2 |LN(f(k; W)) + k - v|^2     the residual k is INSIDE the model
+    W_t = W_{t'} - scale_t sum_{s=t'+1}^{t} lr_s grad loss(W_{t'}; k_s, v_s)
+    o_t = q_t + LN(f(q_t; W_t))                     the residual is q, reads after the write
+
+t' is the last token before t's mini-batch (16 in the release). lr_s = base_lr sigmoid(w^T x_s) / D
+(base 1 for linear; D the head dimension), scale_t = max(1 / (position in its mini-batch, from 1) +
+learned, 0): the scale belongs to the READING token t, the rate to the WRITING token s. Layer norm
+has weights of its own per head and eps 1e-6; biases are fast weights too. Rows are tokens:
+f(x) = x W + b. TTT-MLP: f(x) = gelu_tanh(x W1 + b1) W2 + b2 with width 4 D.
+Rotary angles restart in every mini-batch. The text's output z = f(theta_Q x; W_t) leaves LN and the
+residual to section 2.7. Flash-linear-attention's naive file reads out f + LN(f) instead.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, layer_norm
+
+Weights = dict[str, Tensor]
+Model = Callable[[Weights, Tensor], Tensor]
+
+
+def linear(weights: Weights, x: Tensor) -> Tensor:
+    return x @ weights["W1"] + weights["b1"]
+
+
+def mlp(weights: Weights, x: Tensor) -> Tensor:
+    hidden = gelu(x @ weights["W1"] + weights["b1"], approximate="tanh")
+    return hidden @ weights["W2"] + weights["b2"]
+
+
+def default_scale(mini_batch: int) -> Tensor:
+    """1, 1/2, ..., 1/b."""
+    return 1 / torch.arange(1, mini_batch + 1, dtype=torch.float64)
+
+
+def recurrence(
+    model: Model,
+    weights: Weights,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lr: Tensor,
+    scale: Tensor,
+    ln_weight: Tensor,
+    ln_bias: Tensor,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Weights]:
+    """q, k, v: (T, D); lr: (T,); scale: (mini_batch,); returns outputs and W_T."""
+
+    def normalise(x: Tensor) -> Tensor:
+        return layer_norm(x, x.shape[-1:], ln_weight, ln_bias, eps)
+
+    def loss(weights: Weights, k: Tensor, v: Tensor) -> Tensor:
+        return 0.5 * (normalise(model(weights, k)) + k - v).square().sum()
+
+    gradient = torch.func.grad(loss)
+    current = start = weights
+    total: Weights = {}
+    outputs = []
+    for t in range(len(q)):
+        position = t % len(scale)
+        if position == 0:
+            start = current
+            total = {name: torch.zeros_like(w) for name, w in start.items()}
+        step = gradient(start, k[t], v[t])
+        total = {name: total[name] + lr[t] * step[name] for name in total}
+        current = {name: start[name] - scale[position] * total[name] for name in start}
+        outputs.append(q[t] + normalise(model(current, q[t])))
+    return torch.stack(outputs), current
+
+
+def linear_dual(
+    weights: Weights,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lr: Tensor,
+    scale: Tensor,
+    ln_weight: Tensor,
+    ln_bias: Tensor,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Section 2.5's dual form of TTT-Linear, with the layer norm's gradient in closed form."""
+    W, b, D = weights["W1"], weights["b1"], q.shape[1]
+    outputs = []
+    for q_, k_, v_, lr_ in zip(*(x.split(len(scale)) for x in (q, k, v, lr)), strict=True):
+        z = k_ @ W + b
+        std = torch.sqrt(z.var(-1, unbiased=False, keepdim=True) + eps)
+        z_hat = (z - z.mean(-1, keepdim=True)) / std
+        g = (ln_weight * z_hat + ln_bias + k_ - v_) * ln_weight
+        g = (g - g.mean(-1, keepdim=True) - z_hat * (g * z_hat).mean(-1, keepdim=True)) / std
+        rates = torch.tril(scale[: len(q_), None] * lr_[None])
+        read = q_ @ W - (rates * (q_ @ k_.T)) @ g + b - rates @ g
+        outputs.append(q_ + layer_norm(read, (D,), ln_weight, ln_bias, eps))
+        W, b = W - (rates[-1, :, None] * k_).T @ g, b - rates[-1] @ g
+    return torch.cat(outputs)
