@@ -6,7 +6,8 @@
 a_t is one number per head, or one per key channel. The paper uses as many heads as channels (K = V
 = 1). Unlike the name suggests the released package (flax-gated-linear-rnn) has a real gated RNN,
 h_t = f_t h_{t-1} + i_t tanh(.) with f = 1 - i, y = o tanh(h): `released` below.
-As a parallel sum, y_t = Re sum_{j<=t} q_t^T (prod_{s=j+1}^{t} a_s * k_j) v_j.
+For real q, k, v the sign of the phase does not show. As a parallel sum,
+y_t = Re sum_{j<=t} q_t^T (prod_{s=j+1}^{t} a_s * k_j) v_j.
 """
 
 import torch

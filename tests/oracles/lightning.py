@@ -10,7 +10,9 @@ Three rules for the slope s_h of head h = 0 .. H-1 in layer l = 0 .. L-1 are in 
   s_h = 2^(-8 (h+1) / H) (1 - l / (L - 1) + 1e-5) for H a power of two;
 * transformers' MiniMax: the same slopes for every H, factor 1 - l / (L - 1 + 1e-5) + 1e-5.
 
-q, k, v = SiLU(projection) in MiniMax-01; its output is norm(o) sigmoid(gate).
+l counts every layer, those of softmax attention too; a model of one layer has factor 1 + 1e-5. The
+last layer hardly forgets (factor 1e-5). q, k, v = SiLU(projection) in MiniMax-01; its output is
+norm(o) sigmoid(gate).
 """
 
 import math
@@ -35,7 +37,7 @@ def alibi_slopes(heads: int) -> list[float]:
 
 def released_slopes(heads: int, layer: int, layers: int) -> Tensor:
     slopes = torch.tensor(alibi_slopes(heads), dtype=torch.float64)
-    return slopes * (1 - layer / (layers - 1) + 1e-5)
+    return slopes * (1 - layer / max(layers - 1, 1) + 1e-5)
 
 
 def transformers_slopes(heads: int, layer: int, layers: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""LRU (Orvieto et al. 2023, arXiv 2303.06349, eqs. 5-7; minimal-LRU, which the authors point to).
+"""LRU (Orvieto et al. 2023, arXiv 2303.06349, section 3; minimal-LRU).
 
     lambda = exp(-exp(nu) + i exp(theta)),  gamma = exp(gamma_log), started at sqrt(1 - |lambda|^2)
     h_t = lambda h_{t-1} + gamma * (B u_t),    y_t = Re(C h_t) + D * u_t

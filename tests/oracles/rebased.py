@@ -4,8 +4,8 @@
     similarity of q, k: (q'^T k')^2 / D        phi(x) = x' (x) x' / sqrt D, D^2 features
     o_t = sum_{j<=t} (q'_t . k'_j)^2 / D v_j / (sum_{j<=t} (q'_t . k'_j)^2 / D + eps)
 
-The text's phi(x) = (gamma norm(x) + beta)^2 reads as an elementwise square; the code squares the
-dot product (all products of two channels). The released mixer normalises over ALL heads together
+Where phi(x) is written (gamma norm(x) + beta)^2, the code squares the dot product (all products of
+two channels), not each channel. The released mixer normalises over ALL heads together
 (H D channels) before it splits heads, flash-linear-attention per head. q and k have weights each
 in the release and share them in flash-linear-attention. eps: 1e-12 (release), 1e-5 and 1e-6 there.
 """

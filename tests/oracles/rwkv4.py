@@ -1,4 +1,4 @@
-"""RWKV-4's WKV (Peng et al. 2023, arXiv 2305.13048, eq. 16 and appendix D; released wkv_cuda.cu).
+"""RWKV-4's WKV (Peng et al. 2023, arXiv 2305.13048; the stable form of its appendix and release).
 
     wkv_t = (sum_{i<t} e^{-(t-1-i) w + k_i} v_i + e^{u + k_t} v_t)
           / (sum_{i<t} e^{-(t-1-i) w + k_i}     + e^{u + k_t})
@@ -31,7 +31,7 @@ def recurrence(
 
 
 def by_definition(k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
-    """Eq. 16, summed anew for every token, without the maximum."""
+    """The equation, summed anew for every token, without the maximum."""
     outputs = []
     for t in range(len(k)):
         age = torch.arange(t - 1, -1, -1, dtype=k.dtype)[:, None]

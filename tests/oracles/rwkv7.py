@@ -1,4 +1,4 @@
-"""RWKV-7 (Peng et al. 2025, arXiv 2503.14456, eqs. 15-18; released rwkv_v7_numpy.py).
+"""RWKV-7 (Peng et al. 2025, arXiv 2503.14456, section 4; released rwkv_v7_numpy.py).
 
     S_t = S_{t-1} (Diag(w_t) - kappa_t (a_t * kappa_t)^T) + v_t k~_t^T,   o_t = S_t r_t
     kappa = (k * k_k) / |k * k_k|,   k~ = k * (1 + (a - 1) k_a)

@@ -1,4 +1,4 @@
-"""TTT-Linear and TTT-MLP (Sun et al. 2024, arXiv 2407.04620, eqs. 1-6; released ttt.py).
+"""TTT-Linear and TTT-MLP (Sun et al. 2024, arXiv 2407.04620, sections 2.1-2.7; released ttt.py).
 
     loss(W; k, v) = 1/2 |LN(f(k; W)) + k - v|^2     the residual k is INSIDE the model
     W_t = W_{t'} - scale_t sum_{s=t'+1}^{t} lr_s grad loss(W_{t'}; k_s, v_s)
