@@ -210,8 +210,8 @@ EXPERIMENT = Experiment(
     name="mqar",
     title="Associative recall against width",
     shows=(
-        "A model reads pairs of key and value and then answers keys: the delta rule does it with a "
-        "state in which sums and decays drown."
+        "A model reads pairs of key and value and then answers keys: which layers learn it, at "
+        "which width and in how many steps."
     ),
     source="DeltaNet (arXiv 2406.06484), figure 2; the task is Zoology's (arXiv 2312.04927)",
     needs={

@@ -253,7 +253,7 @@ EXPERIMENT = Experiment(
     title="State tracking with negative eigenvalues",
     shows=(
         "Whether an odd number of bits was set is a state that flips: with eigenvalues in [0, 1] "
-        "rows longer than the trained ones are guessed, with [-1, 1] they are solved."
+        "rows longer than the trained ones are guessed, with [-1, 1] most are solved."
     ),
     source="Grazzi et al. (arXiv 2411.12537), table 2, as printed in the slides' figure 4",
     needs={

@@ -18,7 +18,7 @@ def fake(cell, accuracy):
     return Result(cell.name, plain(cell), figures, None, 1.0)
 
 
-def test_the_gpu_form_is_the_setting_of_the_figure():
+def test_the_gpu_form_has_the_task_of_the_figure_and_6_of_its_64_epochs():
     cells = mqar.cells("gpu")
     assert len(cells) == 7 * 2 * 2
     for cell in cells:
