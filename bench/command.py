@@ -13,6 +13,7 @@ from bench import adapters, cpu, model, results
 from bench.cases import CHECKED, CHECKED_STEP, OPERATIONS, SHAPES, TINY, TRAIN, pick
 from bench.figure import draw_figure
 from bench.processes import empty_caches, run_cases
+from bench.report import timings
 from bench.table import progress_line, show
 from bench.worker import Setting
 from deltarule.ops.dispatch import Impl
@@ -85,7 +86,7 @@ def bench(run: BenchRun) -> None:
     repeats = run.repeats or GPU_REPEATS
     report = measure(plan, run.impl, repeats, run.limit, run.output)
     picture = run.output.with_suffix(".png")
-    draw_figure(report, picture)
+    draw_figure(timings([report]), picture)
     print(f"\nraw figures: {run.output}, picture: {picture}")
 
 

@@ -1,128 +1,161 @@
-"""`python -m bench.report`: the page of figures and its picture, from raw figures.
+"""`python -m bench.report`: the tables and the picture of docs/performance.md, from raw figures.
 
 The page keeps what stands outside the two marks; what is between them is written anew.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.adapters import OURS
+from bench.cases import OPERATIONS, Shape
 from bench.figure import draw_figure
-from bench.results import groups, load
-from bench.table import number, report_tables
-from bench.targets import TARGETS, Target, Verdict, verdict
+from bench.results import PASSES, load
+from bench.table import OTHERS, number
 
 Row = dict[str, Any]
 
 BEGIN, END = "<!-- figures: written by a script, do not edit -->", "<!-- end of figures -->"
-NOT_MEASURED = "not measured"
-NEW_PAGE = f"""# Performance
+# Columns beside ours, with their heads.
+PEERS = {"fla": "FLA", "flash_qla": "FlashQLA", "flashinfer": "FlashInfer"}
+NOTHING = "-"
 
-How fast the operators are, beside the least time that the hardware needs and beside other packages.
 
-{BEGIN}
-{END}
-"""
+class Timing(NamedTuple):
+    """One pass of one operator at one shape: ours, and each peer beside ours in its own run."""
+
+    operation: str
+    shape: Shape
+    passed: str
+    floor_ms: float
+    ours_ms: float
+    # By peer: its milliseconds, and how many of ours they are in the same run.
+    peers: dict[str, tuple[float, float]]
+
+
+def timings(reports: Sequence[Row]) -> list[Timing]:
+    """Every pass that ran here, in the order of `OPERATIONS`; the newest run of each peer counts.
+
+    A ratio compares two times of one run only. Our own time comes from the newest run.
+    """
+    found: dict[tuple[str, str, str], Timing] = {}
+    for report in sorted(reports, key=lambda report: str(report["date"])):
+        for ours in of_kind(report, "time", OURS):
+            for passed in PASSES:
+                if (ms := graph_ms(ours, passed)) is None:
+                    continue
+                key = ours["operation"], ours["shape"][0], passed
+                before = found[key].peers if key in found else {}
+                peers = before | beside(report, ours, passed, ms)
+                floor = ours[passed]["floor_ms"]
+                shape = Shape(*ours["shape"])
+                found[key] = Timing(ours["operation"], shape, passed, floor, ms, peers)
+    order = list(OPERATIONS)
+    return sorted(found.values(), key=lambda timing: order.index(timing.operation))
+
+
+def beside(report: Row, ours: Row, passed: str, ms: float) -> dict[str, tuple[float, float]]:
+    """The peers' times of the same pass in the same report."""
+    same = [
+        row
+        for row in report["rows"]
+        if row["kind"] == "time"
+        and (row["operation"], row["shape"]) == (ours["operation"], ours["shape"])
+    ]
+    times = {row["peer"]: graph_ms(row, passed) for row in same}
+    return {peer: (x, x / ms) for peer, x in times.items() if peer in PEERS and x is not None}
+
+
+def graph_ms(row: Row, passed: str) -> float | None:
+    """Milliseconds of a pass in a CUDA graph, if it ran."""
+    value: float | None = row.get(passed, {}).get("graph_ms")
+    return value
+
+
+def of_kind(report: Row, kind: str, peer: str | None = None) -> Iterator[Row]:
+    """Rows of one kind, of one peer or of all."""
+    for row in report["rows"]:
+        if row["kind"] == kind and peer in (None, row["peer"]):
+            yield row
+
+
+def operator_table(found: Iterable[Timing]) -> list[str]:
+    """Milliseconds of every pass; a peer's with how many times ours they are."""
+    heads = ["operator", "batch x tokens, heads, size", "pass", "floor", "deltarule"]
+    lines = [
+        [
+            OPERATIONS[one.operation].title, one.shape.label, PASSES[one.passed],
+            number(one.floor_ms), f"**{number(one.ours_ms)}**",
+            *(told(one.peers.get(peer)) for peer in PEERS),
+        ]
+        for one in found
+    ]  # fmt: skip
+    return markdown([*heads, *PEERS.values()], lines)
+
+
+def told(time: tuple[float, float] | None) -> str:
+    """A peer's milliseconds and the ratio.
+
+    Example:
+        >>> told((0.84, 2.5766)), told(None)
+        ('0.84 (2.6 x)', '-')
+    """
+    return NOTHING if time is None else f"{number(time[0])} ({number_of_times(time[1])} x)"
+
+
+def number_of_times(ratio: float) -> str:
+    """A ratio with two figures after the point below 1.1, else one."""
+    return f"{ratio:.2f}" if ratio < 1.1 else f"{ratio:.1f}"
+
+
+def other_tables(reports: Sequence[Row]) -> list[str]:
+    """Errors, host times, first calls and training steps, each from the newest run of it."""
+    lines: list[str] = []
+    for kind, (title, heads, line_of) in OTHERS.items():
+        newest: dict[tuple[Any, ...], Row] = {}
+        for report in sorted(reports, key=lambda report: str(report["date"])):
+            for row in of_kind(report, kind):
+                newest[row.get("operation"), row.get("batch"), row["peer"]] = row
+        cells = [line_of(row) for row in newest.values() if "error" not in row]
+        if cells:
+            lines += ["", f"{title[0].upper()}{title[1:]}:", "", *markdown(heads, cells)]
+    return lines
+
+
+def runs(reports: Sequence[Row]) -> list[str]:
+    """When, where, with what and by which command each report was made, the oldest first."""
+    lines = []
+    for report in sorted(reports, key=lambda report: str(report["date"])):
+        versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+        lines.append(f"- {report['date']}, {report['device']}; {versions}: `{report['command']}`")
+    return lines
 
 
 def write_page(reports: Sequence[Row], page: Path, picture: Path) -> None:
-    """Draw the picture and write the figures into the page, which is begun if there is none.
+    """Draw the picture and write the figures into the page.
 
     Args:
         reports: What `deltarule bench` and `deltarule bench model` wrote, in any order.
-        page: The Markdown file.
+        page: The Markdown file, with both marks.
         picture: Where the PNG goes.
 
     Raises:
         ValueError: The page has lost one of its marks.
     """
-    text = page.read_text() if page.exists() else NEW_PAGE
+    text = page.read_text()
     if BEGIN not in text or END not in text:
         raise ValueError(f"{page} lacks {BEGIN!r} or {END!r}: put both back, each on its own line")
     before, rest = text.split(BEGIN, 1)
     after = rest.split(END, 1)[1]
-    timed = joined(reports)
-    lines = figures(reports, timed)
-    if timed is not None and groups(timed["rows"]):
-        draw_figure(timed, picture)
-        link = Path(picture.name)
-        if picture.parent != page.parent:
-            link = picture.resolve().relative_to(page.resolve().parent)
-        lines += ["", f"![Times above the floor, each operator and shape]({link.as_posix()})"]
+    found = timings(reports)
+    draw_figure(found, picture)
+    link = picture.resolve().relative_to(page.resolve().parent)
+    lines = [
+        f"![Milliseconds of the operators and of other packages]({link.as_posix()})", "",
+        *operator_table(found), *other_tables(reports), "", "Runs:", "", *runs(reports),
+    ]  # fmt: skip
     page.write_text(before + "\n".join([BEGIN, "", *lines, "", END]) + after)
-
-
-def figures(reports: Sequence[Row], timed: Row | None) -> list[str]:
-    """All lines between the marks."""
-    lines = ["## Targets", "", *target_table(reports)]
-    for report in reports:
-        lines += ["", *conditions(report)]
-    if timed is not None:
-        for title, heads, cells, notes in report_tables(timed):
-            lines += ["", f"### {title[0].upper()}{title[1:]}", "", *markdown(heads, cells)]
-            lines += ["", *(f"- {note}" for note in notes)] if notes else []
-    return lines
-
-
-def joined(reports: Sequence[Row]) -> Row | None:
-    """One report of all rows; of an operation and shape measured twice, the newest report's rows.
-
-    Rows of one operation and shape come from one report, so that they can be compared.
-    """
-    if not reports:
-        return None
-    oldest_first = sorted(reports, key=lambda report: str(report["date"]))
-    chosen: dict[tuple[Any, ...], list[Row]] = {}
-    for report in oldest_first:
-        here: dict[tuple[Any, ...], list[Row]] = {}
-        for row in report["rows"]:
-            shape = row["shape"][0] if "shape" in row else row.get("batch")
-            here.setdefault((row["kind"], row.get("operation"), shape), []).append(row)
-        # Nor does a report without us replace one that compares with us.
-        for key, rows in here.items():
-            if key not in chosen or any(row["peer"] == OURS for row in rows):
-                chosen[key] = rows
-    rows = [row for group in chosen.values() for row in group]
-    return {**oldest_first[-1], "rows": rows}
-
-
-def conditions(report: Row) -> list[str]:
-    """When, where, with what and by which command."""
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    told = f"{report['date']} on {report['device']}: {versions}."
-    if ceilings := report["ceilings"]:
-        told += (
-            f" Measured beside: copy {ceilings.get('copy_TB_s', 0):.2f} TB/s, bfloat16 matrix "
-            f"product {ceilings.get('matrix_TFLOP_s', 0):.0f} TFLOP/s."
-        )
-    return [told, "", "```text", str(report["command"]), "```"]
-
-
-def target_table(reports: Sequence[Row]) -> list[str]:
-    """Every target with what was measured."""
-    heads = ["figure", "asked", "deltarule", "best of FLA and FlashQLA", "ratio", "reached"]
-    return markdown(heads, [target_line(verdict(target, reports)) for target in TARGETS])
-
-
-def target_line(found: Verdict) -> list[str]:
-    """A target in words."""
-    unit = found.target.unit
-    ours = NOT_MEASURED if found.ours is None else f"{number(found.ours)} {unit}"
-    theirs = NOT_MEASURED
-    if found.theirs is not None:
-        theirs = f"{number(found.theirs)} {unit} ({found.rival})"
-    ratio = NOT_MEASURED if found.ratio is None else f"{found.ratio:.2f}"
-    reached = {True: "yes", False: "no", None: NOT_MEASURED}[found.met]
-    return [found.target.what, asked(found.target), ours, theirs, ratio, reached]
-
-
-def asked(target: Target) -> str:
-    """What a target asks for."""
-    if target.bound is not None:
-        return f"at most {number(target.bound)} {target.unit}"
-    return "no worse" if target.ratio == 1.0 else f"{target.ratio:g} x better"
 
 
 def markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
