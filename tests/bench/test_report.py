@@ -133,3 +133,27 @@ def test_the_page_of_this_repository_is_what_its_raw_figures_give(tmp_path):
     reports = [results.load(path) for path in sorted((docs / "figures").glob("bench_*.json"))]
     report.write_page(reports, page, tmp_path / "figures" / "bench.png")
     assert page.read_text() == (docs / "performance.md").read_text()
+
+
+def test_the_readme_says_what_the_raw_figures_say():
+    root = Path(__file__).parents[2]
+    readme = " ".join((root / "README.md").read_text().split())
+    reports = [results.load(path) for path in (root / "docs" / "figures").glob("bench_*.json")]
+    found = {(x.operation, x.shape.name, x.passed): x.peers for x in report.timings(reports)}
+    delta, kda = (
+        found[operation, TRAIN.name, "forward_backward"]["fla"][1] for operation in ("delta", "kda")
+    )
+    assert f"the delta rule trains {delta:.1f} times and KDA {kda:.1f} times as fast" in readme
+    cpu = json.loads((root / "docs" / "figures" / "cpu_benchmark.json").read_text())
+    compared = {one["name"]: one for one in cpu["comparisons"]}
+    times, memory = (
+        {
+            name: one["transformers"][figure] / one["deltarule"][figure]
+            for name, one in compared.items()
+        }
+        for figure in ("median", "saved_bytes")
+    )
+    gated, channel = "gated_delta_rule", "kda"
+    assert f"is {times[gated]:.1f} times as fast" in readme
+    assert f"keeps {memory[gated]:.1f} times less memory" in readme
+    assert f"KDA {times[channel]:.0f} and {memory[channel]:.0f} times" in readme
