@@ -21,8 +21,9 @@ from deltarule.nn.layout import blank_padding, make_layout
 from deltarule.nn.linears import linears
 from deltarule.nn.parts import RecurrentParts
 from deltarule.nn.recomputed import recomputed
-from deltarule.nn.rule import Carry, Projections
-from deltarule.nn.state import State
+from deltarule.nn.rule import Arguments, Carry, Projections
+from deltarule.nn.state import LentState, State
+from deltarule.ops.few_tokens import decodes
 from deltarule.shapes import Hidden, Mask, Offsets, RecurrentOutput
 
 OPERATORS: dict[str, Callable[..., RecurrentOutput]] = {
@@ -169,16 +170,28 @@ class RecurrentMixer(RecurrentParts):
     def run_operator(self, projections: Projections, call: Call) -> Tensor:
         """Map the projections by the rule, blank the padding, run the operator, keep its state."""
         arguments, carry = self.rule.arguments(projections, self.carry(call))
-        output = OPERATORS[self.rule.operator](
-            **blank_padding(arguments, call.layout.real, self.n_steps),
-            initial_state=call.before["recurrent"],
-            cu_seqlens=call.layout.cu_seqlens,
-            save_states=self.save_states,
-        )
-        assert output.final_state is not None
-        call.after["recurrent"] = self.rule.final_state(output.final_state, projections)
+        arguments = blank_padding(arguments, call.layout.real, self.n_steps)
+        before = call.before["recurrent"]
+        if decodes(call.x, call.layout.cu_seqlens, (*arguments.values(), before)):
+            o, state = self.step(arguments, call)
+        else:
+            o, final_state = OPERATORS[self.rule.operator](
+                **arguments,
+                initial_state=before,
+                cu_seqlens=call.layout.cu_seqlens,
+                save_states=self.save_states,
+            )
+            assert final_state is not None
+            state = final_state
+        call.after["recurrent"] = self.rule.final_state(state, projections)
         call.after.update(carry or {})
-        return output.o
+        return o
+
+    def step(self, arguments: Arguments, call: Call) -> tuple[Tensor, Tensor]:
+        """Carry the state token by token: a copy of the one before, unless that is lent."""
+        before = call.before["recurrent"]
+        state = before if isinstance(call.before, LentState) else before.clone()
+        return ops.recurrent_step(**{"beta": None, **arguments}, state=state), state
 
     def carry(self, call: Call) -> Carry | None:
         """What the rule handed on from the call before."""

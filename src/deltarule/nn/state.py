@@ -74,6 +74,14 @@ class State(dict[str, Tensor], _Tensors):
         return State({name: f(tensor) for name, tensor in self.items()})
 
 
+class LentState(State):
+    """A state whose tensors a layer may overwrite: the lender has no more use for the old ones.
+
+    A layer that decodes then moves no state but to read it and to write it. What it returns holds
+    the same tensors where it overwrote them, and new ones elsewhere.
+    """
+
+
 class ModelState(tuple[State, ...], _Tensors):
     """A model's state: the states of its layers, from the first to the last; used like `State`."""
 

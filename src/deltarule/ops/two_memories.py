@@ -1,5 +1,7 @@
 """Attention to a few slots: one memory of keys, one of values, and a softmax between them."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -7,8 +9,10 @@ from torch import Tensor
 
 from deltarule.ops.checks import check_gate, check_state, shape
 from deltarule.ops.delta_rule.api import delta_rule
+from deltarule.ops.delta_rule.step import recurrent_step
 from deltarule.ops.dispatch import Impl
-from deltarule.shapes import Keys, Offsets, Outputs, Queries, Values
+from deltarule.ops.few_tokens import decodes
+from deltarule.shapes import Keys, Offsets, Outputs, Queries, RecurrentOutput, State, Values
 
 
 class TwoMemories(NamedTuple):
@@ -90,18 +94,43 @@ def two_memories(
     check_state("value_memory", value_memory, q, (sequences, heads, v.shape[3], size))
     slots = slots.to(q.dtype)
     of_slots = None if log_decay is None else log_decay.flatten(2)
-    first = delta_rule(
+    recurrence: Callable[..., RecurrentOutput] = partial(
+        delta_rule, cu_seqlens=cu_seqlens, impl=impl
+    )
+    if decodes(q, cu_seqlens, (k, v, slots, log_decay, key_memory, value_memory)):
+        recurrence = partial(step, impl=impl)
+    first = recurrence(
         q, k, slots.flatten(2).unsqueeze(-1), beta=None, log_decay=of_slots, scale=scale,
         initial_state=None if key_memory is None else key_memory.flatten(1, 2).unsqueeze(2),
-        cu_seqlens=cu_seqlens, impl=impl,
     )  # fmt: skip
     scores = first.o.unflatten(2, (heads, size)).squeeze(-1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(q.dtype, torch.float32))
-    second = delta_rule(
+    second = recurrence(
         weights.to(q.dtype), slots, v, beta=None, log_decay=log_decay, scale=1.0,
-        initial_state=value_memory, cu_seqlens=cu_seqlens, impl=impl,
+        initial_state=value_memory,
     )  # fmt: skip
     assert first.final_state is not None
     assert second.final_state is not None
     keys = first.final_state.squeeze(2).unflatten(1, (heads, size))
     return TwoMemories(second.o, keys, second.final_state)
+
+
+def step(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    *,
+    beta: None,
+    log_decay: Tensor | None,
+    scale: float | None,
+    initial_state: State | None,
+    impl: Impl,
+) -> RecurrentOutput:
+    """`delta_rule` without erase on a few tokens, as `recurrent_step` of a new state."""
+    if initial_state is None:
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        state = q.new_zeros(q.shape[0], v.shape[2], v.shape[3], q.shape[3], dtype=dtype)
+    else:
+        state = initial_state.clone()
+    o = recurrent_step(q, k, v, beta=beta, log_decay=log_decay, scale=scale, state=state, impl=impl)
+    return RecurrentOutput(o, state)

@@ -14,9 +14,9 @@ from deltarule.ops.delta_rule.inputs import Inputs, check_arguments
 from deltarule.ops.delta_rule.torch.step import recurrent_step as torch_step
 from deltarule.ops.dispatch import Impl, Implementation, Table, always, choose, triton_missing
 from deltarule.ops.eager import unwatched
+from deltarule.ops.few_tokens import MAX_TOKENS
 from deltarule.shapes import Beta, Decay, Erase, Keys, Outputs, Queries, State, Values
 
-MAX_TOKENS = 16
 MAX_KEY_CHANNELS = 256
 INDEX_DTYPES = (torch.int32, torch.int64)
 STATE_DTYPES = {

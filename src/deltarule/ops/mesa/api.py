@@ -1,13 +1,17 @@
 """The operator of the mesa layer: a ridge regression over all tokens so far, at every token."""
 
+from typing import Any
+
 from jaxtyping import Float
 from torch import Tensor
 
 from deltarule.ops.checks import check_cu_seqlens, check_log_decay, check_scale, check_sequence
 from deltarule.ops.dispatch import Implementation, Table
 from deltarule.ops.eager import why_not_fused
+from deltarule.ops.few_tokens import decodes
 from deltarule.ops.mesa import definition as reference
 from deltarule.ops.mesa import torch as chunked
+from deltarule.ops.mesa.step import mesa_step
 from deltarule.ops.plain import (
     Arguments,
     PlainImpl,
@@ -37,13 +41,22 @@ def why_not_triton(arguments: Arguments) -> str | None:
 
 def run_triton(arguments: Arguments) -> MesaOutput:
     """Chunks in PyTorch, and the hot stage, the conjugate gradients, in Triton."""
-    return chunked.mesa(**arguments, backend="triton")
+    return run_torch(**arguments, backend="triton")
+
+
+def run_torch(*, backend: str = "torch", **arguments: Any) -> MesaOutput:
+    """Chunks, or single tokens where there are few of them and no gradient."""
+    q, cu_seqlens, state = (arguments[name] for name in ("q", "cu_seqlens", "initial_state"))
+    if decodes(q, cu_seqlens, (*arguments.values(), *(state or ()))):
+        given = {name: x for name, x in arguments.items() if name != "cu_seqlens"}
+        return mesa_step(**given, backend=backend)
+    return chunked.mesa(**arguments, backend=backend)
 
 
 # In the order in which impl="auto" prefers them.
 IMPLEMENTATIONS: Table[Arguments, MesaOutput] = {
     "triton": Implementation(why_not_triton, run_triton),
-    **plain_table(chunked.mesa, reference.mesa),
+    **plain_table(run_torch, reference.mesa),
 }
 
 

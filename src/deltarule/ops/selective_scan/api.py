@@ -13,9 +13,11 @@ from deltarule.ops.checks import (
     shape,
 )
 from deltarule.ops.dispatch import Impl, Implementation, Table, always, choose, triton_missing
+from deltarule.ops.few_tokens import decodes
 from deltarule.ops.selective_scan import definition as reference
 from deltarule.ops.selective_scan.inputs import ScanInputs
 from deltarule.ops.selective_scan.registered import scan
+from deltarule.ops.selective_scan.step import step
 from deltarule.shapes import Offsets, Outputs, RecurrentOutput, State, Values
 
 
@@ -161,7 +163,11 @@ def selective_scan(
 
 
 def dispatch_scan(inputs: ScanInputs, impl: str) -> RecurrentOutput:
-    """Run the chosen implementation."""
+    """Run the chosen implementation; a few tokens without a GPU's kernels need no chunks."""
+    others = (*inputs[:2], *inputs[3:9])
+    stepwise = impl == "auto" and inputs.v.device.type == "cpu"
+    if stepwise and decodes(inputs.v, inputs.cu_seqlens, others):
+        return step(inputs)
     return choose(IMPLEMENTATIONS, inputs, impl, inputs.v.device).run(inputs)
 
 
