@@ -156,7 +156,7 @@ def test_default_widths(name):
     layer = MIXERS[name](64, num_heads=2)
     widths = {
         "retnet": (32, 64), "mamba2": (128, 64), "gla": (16, 32), "gated_deltanet": (24, 48),
-        "gated_delta_product": (24, 48), "comba": (24, 48),
+        "gated_delta_product": (24, 48), "comba": (24, 48), "comba_released": (24, 48),
     }  # fmt: skip
     assert (layer.head_k_dim, layer.head_v_dim) == widths.get(name, (32, 32))
     assert layer.conv_size == (0 if name in NO_CONVOLUTION else 4)
@@ -241,7 +241,7 @@ def test_every_parameter_gets_a_gradient(name):
         assert parameter.grad.abs().sum() > 0, key
 
 
-@pytest.mark.parametrize("name", ["gated_deltanet2", "comba"])
+@pytest.mark.parametrize("name", ["gated_deltanet2", "comba", "comba_released"])
 def test_beta_max_bounds_a_free_erase(name):
     one, two = make(name, beta_max=1.0), make(name, beta_max=2.0)
     two.load_state_dict(one.state_dict())

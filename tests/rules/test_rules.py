@@ -27,8 +27,8 @@ def gates(rule: Rule, n_steps: int = 1) -> dict[str, torch.Tensor]:
         "decay_logits": draw(B, T, HV, *channels), "beta_logits": draw(B, T * n_steps, HV),
         "erase_logits": draw(B, T, HV, K), "write_logits": draw(B, T, HV, V),
         "A_log": draw(HV), "dt_bias": draw(HV, *channels),
-        "D": draw(heads if rule.name == "comba" else HV),
-        "erase_scale": draw(heads) if rule.name == "comba" else draw(heads, K),
+        "D": draw(heads if rule.name.startswith("comba") else HV),
+        "erase_scale": draw(heads) if rule.name.startswith("comba") else draw(heads, K),
         "lower_bound": torch.rand(HV, K, dtype=torch.float64),
         "replace_scale": draw(heads, K), "bonus": draw(heads, K),
     }  # fmt: skip

@@ -1,7 +1,7 @@
 """Layers: recurrent mixers, attention, norm, MLP, and the states they carry."""
 
 from deltarule.nn.attention import Attention, SlidingWindowAttention
-from deltarule.nn.comba import Comba
+from deltarule.nn.comba import Comba, CombaReleased
 from deltarule.nn.delta_product import DeltaProduct, GatedDeltaProduct
 from deltarule.nn.deltanet import DeltaNet
 from deltarule.nn.dfw import DecayingFastWeights
@@ -57,6 +57,7 @@ _LAYERS: dict[str, type[Mixer]] = {
     "kda": KDA,
     "gated_deltanet2": GatedDeltaNet2,
     "comba": Comba,
+    "comba_released": CombaReleased,
     "delta_product": DeltaProduct,
     "gated_delta_product": GatedDeltaProduct,
     "longhorn": Longhorn,
@@ -101,6 +102,7 @@ __all__ = [
     "TTTMLP",
     "Attention",
     "Comba",
+    "CombaReleased",
     "DecayingFastWeights",
     "DeltaNet",
     "DeltaProduct",

@@ -1,52 +1,94 @@
-"""Comba: a delta rule that reads with a shorter key than it writes under, and a corrected query.
+"""Comba: a delta rule whose erase sees the state before its decay, and a corrected query.
 
-S_t = a_t S_{t-1} (I - beta_t p_t k_t^T) + beta_t v_t k_t^T        o_t = S_t (q_t - D p_t)
+S_t = S_{t-1} (a_t - beta_t p_t k_t^T) + beta_t v_t k_t^T        o_t = S_t (q_t - D k_t)
 p_t = sigmoid(erase_scale) k_t, |k_t| = |q_t| = 1; a_t and beta_t as in Gated DeltaNet
+
+The released layer divides p by its norm as well, which leaves erase_scale in the query alone:
+p_t = k_t, and the query is q_t - D sigmoid(erase_scale) k_t before q and k are normed.
 """
 
 from dataclasses import replace
 from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deltarule.nn.call import Call
 from deltarule.nn.gated_deltanet import GatedDeltaNet
-from deltarule.nn.gates import discretised_log_decay, per_value_head, unit, write_strength
+from deltarule.nn.gates import (
+    computed,
+    discretised_log_decay,
+    per_value_head,
+    unit,
+    write_strength,
+)
 from deltarule.nn.objectives import Minimiser, stay_and_replace
-from deltarule.nn.rule import Carry, Mapped, Projections, Rule
+from deltarule.nn.rule import Arguments, Carry, Mapped, Projections, Rule
 
 
 def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
-    """a b^T = -(a_t beta_t p_t) k_t^T: the operator's rank-one part sees the undecayed state."""
-    heads, dtype = projections.v.shape[2], projections.v.dtype
-    log_decay, beta = discretised_log_decay(projections), write_strength(projections)
+    """The key that erases is the written one, shorter; the query loses some of the written one."""
     q, k = unit(projections.q), unit(projections.k)
-    p = torch.sigmoid(projections.need("erase_scale")).unsqueeze(-1) * k
-    q = q - projections.need("D").unsqueeze(-1) * p
-    erase = -(log_decay.exp() * beta).unsqueeze(-1) * per_value_head(p, heads)
-    v = beta.unsqueeze(-1) * projections.v
-    given = {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype), "log_decay": log_decay}
-    return given | {"a": erase, "b": per_value_head(k, heads)}, carry
+    q = q - projections.need("D").unsqueeze(-1) * k
+    return fed_back(projections, q, k, share(projections) * k), carry
+
+
+def released_arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
+    """Norms come last, of the key that erases as well: it is the written key."""
+    p = share(projections) * computed(projections.k)
+    q = computed(projections.q) - projections.need("D").unsqueeze(-1) * p
+    return fed_back(projections, unit(q), unit(projections.k), unit(p)), carry
+
+
+def share(projections: Projections) -> Tensor:
+    """How much of the key erases, [H, 1]."""
+    return torch.sigmoid(projections.need("erase_scale")).unsqueeze(-1)
+
+
+def fed_back(projections: Projections, q: Tensor, k: Tensor, p: Tensor) -> Arguments:
+    """a b^T = -(beta_t p_t) k_t^T: the operator's rank-one part sees the undecayed state."""
+    heads, dtype = projections.v.shape[2], projections.v.dtype
+    beta = write_strength(projections).unsqueeze(-1)
+    v = beta * projections.v
+    return {
+        "q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype),
+        "log_decay": discretised_log_decay(projections),
+        "a": -beta * per_value_head(p, heads), "b": per_value_head(k, heads),
+    }  # fmt: skip
 
 
 RULE = Rule(
     name="comba",
     title="Comba",
     operator="dplr",
-    recurrence="S = a S (I - beta p k^T) + beta v k^T",
-    read_out="o = S (q - D p)",
+    recurrence="S = S (a - beta p k^T) + beta v k^T",
+    read_out="o = S (q - D k)",
     decay="head",
     erase="free",
-    objective="|S - a S'|^2 - 2 <S k, beta (v - a S' p)>",
-    source="arXiv 2506.02475, section 3",
+    objective="|S - a S'|^2 - 2 <S k, beta (v - S' p)>",
+    source="arXiv 2506.02475, eq. 5",
     arguments=arguments,
+    update=Minimiser(stay_and_replace),
+)
+
+RELEASED = Rule(
+    name="comba_released",
+    title="Comba (released)",
+    operator="dplr",
+    recurrence="S = S (a - beta k k^T) + beta v k^T",
+    read_out="o = S unit(q - D p)",
+    decay="head",
+    erase="free",
+    objective="|S - a S'|^2 - 2 <S k, beta (v - S' k)>",
+    source="arXiv 2506.02475, the authors' released layer",
+    page="comba",
+    arguments=released_arguments,
     update=Minimiser(stay_and_replace),
 )
 
 
 class Comba(GatedDeltaNet):
-    """Comba: S = a S (I - beta p k^T) + beta v k^T, o = S (q - D p), p = sigmoid(erase_scale) k.
+    """Comba: S = S (a - beta p k^T) + beta v k^T, o = S (q - D k), p = sigmoid(erase_scale) k.
 
     Defaults: Gated DeltaNet's, but the output gate is a sigmoid; erase_scale and D of ones for
     each key head (the authors use D = 0.02 in small models).
@@ -58,7 +100,7 @@ class Comba(GatedDeltaNet):
         >>> layer.erase_scale.shape, state["recurrent"].shape
         (torch.Size([2]), torch.Size([1, 2, 24, 12]))
 
-    Source: arXiv 2506.02475, section 3.
+    Source: arXiv 2506.02475, eq. 5.
     """
 
     rule = RULE
@@ -79,3 +121,21 @@ class Comba(GatedDeltaNet):
     def project(self, call: Call) -> Projections:
         """Add the share of the key that erases."""
         return replace(super().project(call), erase_scale=self.erase_scale)
+
+
+class CombaReleased(Comba):
+    """Comba as its authors released it: S = S (a - beta k k^T) + beta v k^T, o = S unit(q - D p).
+
+    p = sigmoid(erase_scale) k corrects the query before q and k are normed, and erases at the full
+    length of a unit key. Parameters and defaults are those of `Comba`.
+
+    Example:
+        >>> import torch
+        >>> y, state = CombaReleased(32, num_heads=2)(torch.zeros(1, 5, 32))
+        >>> state["recurrent"].shape
+        torch.Size([1, 2, 24, 12])
+
+    Source: the authors' layer for arXiv 2506.02475.
+    """
+
+    rule = RELEASED
