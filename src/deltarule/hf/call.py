@@ -1,0 +1,65 @@
+"""What the hooks on a model tell the functions that its layers call: packed documents and padding.
+
+Half of transformers' layers never see the offsets of packed documents, and none hands its padding
+mask on. A thread has one such note at a time, since a layer calls its functions itself.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Note(threading.local):
+    """The note of this thread.
+
+    Attributes:
+        cu_seqlens: Offsets [N + 1] of the documents in all rows laid end to end. None: no packing.
+        real: [B, T] bool, False at the padding of the running layer. None: no padding.
+        history: [B, D, W], the convolution's inputs up to each row's last real token, from the
+            convolution to the hook after the layer. None: it was not asked for.
+    """
+
+    cu_seqlens: Tensor | None = None
+    real: Tensor | None = None
+    history: Tensor | None = None
+
+
+NOTE = Note()
+
+
+@contextmanager
+def packed(cu_seqlens: Tensor | None) -> Iterator[None]:
+    """Within, documents begin at these offsets."""
+    before, NOTE.cu_seqlens = NOTE.cu_seqlens, cu_seqlens
+    try:
+        yield
+    finally:
+        NOTE.cu_seqlens = before
+
+
+def call_packed(cu_seqlens: Tensor | None, function: Callable[..., Any], *args: Any) -> Any:
+    """The function's result, with documents that begin at these offsets."""
+    with packed(cu_seqlens):
+        return function(*args)
+
+
+def padding_removed(real: Tensor | None, *gates: Tensor) -> tuple[Tensor, ...]:
+    """Gates [B, T, ...] with zeros at padding, where nothing is written and nothing decays."""
+    if real is None:
+        return gates
+    return tuple(gate.masked_fill(~real[(...,) + (None,) * (gate.ndim - 2)], 0) for gate in gates)
+
+
+def one_row(x: Tensor) -> Tensor:
+    """[B, T, ...] -> [1, B T, ...], as documents of several rows are given to an operator."""
+    return x.flatten(0, 1).unsqueeze(0)
+
+
+def last_documents(cu_seqlens: Tensor, batch: int, tokens: int) -> Tensor:
+    """[B] the document that each row ends with."""
+    ends = torch.arange(1, batch + 1, device=cu_seqlens.device, dtype=cu_seqlens.dtype) * tokens
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), ends)

@@ -1,0 +1,78 @@
+"""The short convolution of transformers' recurrent layers: channels before tokens, maybe a bias."""
+
+import torch
+from torch import Tensor
+from transformers.activations import ACT2FN
+
+from deltarule.hf.call import NOTE, one_row
+from deltarule.hf.recurrence import first_given
+from deltarule.nn.layout import Layout, make_layout
+from deltarule.nn.short_conv import CONVOLUTIONS, Call
+from deltarule.ops.dispatch import choose
+
+SILU = ("silu", "swish")
+
+
+def causal_conv1d(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+) -> Tensor:
+    """[B, D, T] with taps [D, W] over a whole sequence; packed documents start afresh."""
+    x, reach = hidden_states.transpose(1, 2), weight.shape[1] - 1
+    batch, tokens, channels = x.shape
+    if NOTE.real is not None:
+        NOTE.history = last_inputs(hidden_states, weight.shape[1], NOTE.real)
+    offsets = first_given(cu_seq_lens_q, NOTE.cu_seqlens)
+    x = x if offsets is None else one_row(x)
+    layout = make_layout(x, offsets, None)
+    nothing = x.new_zeros(layout.sequences, reach, channels)
+    y, _ = convolve(x, weight, bias, activation, nothing, layout)
+    return y.reshape(batch, tokens, channels).transpose(1, 2)
+
+
+def causal_conv1d_step(
+    hidden_states: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """[B, D, T] of one token or a few; the last inputs [B, D, W or more] move on in place."""
+    x, reach = hidden_states.transpose(1, 2), weight.shape[1] - 1
+    history = conv_state[..., conv_state.shape[-1] - reach :].transpose(1, 2).to(x.dtype)
+    y, _ = convolve(x, weight, bias, activation, history, make_layout(x, None, None))
+    inputs = torch.cat([conv_state, hidden_states.to(conv_state.dtype)], -1)
+    conv_state.copy_(inputs[..., -conv_state.shape[-1] :])
+    return y.transpose(1, 2)
+
+
+def convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    history: Tensor,
+    layout: Layout,
+) -> tuple[Tensor, Tensor]:
+    """y_t = activation(sum_j weight_j x_{t - W + 1 + j} + bias), and the next history."""
+    fused = bias is None and activation in SILU
+    call = Call(x, weight, history, layout, fused)
+    y, after = choose(CONVOLUTIONS, call, "auto", x.device).run(call)
+    y = y if bias is None else y + bias.to(y.dtype)
+    return y if fused or activation is None else ACT2FN[activation](y), after
+
+
+def last_inputs(hidden_states: Tensor, taps: int, real: Tensor) -> Tensor:
+    """[B, D, W] up to each row's last real token; zeros before the first one.
+
+    The layer may have put earlier inputs before the T tokens that `real` [B, T] describes.
+    """
+    tokens = real.shape[1]
+    places = torch.arange(1, tokens + 1, device=real.device) * real
+    ends = places.amax(1) + hidden_states.shape[-1] - tokens
+    padded = torch.nn.functional.pad(hidden_states, (taps, 0))
+    rows = ends.unsqueeze(1) + torch.arange(taps, device=real.device)
+    return padded.gather(2, rows.unsqueeze(1).expand(-1, hidden_states.shape[1], -1))

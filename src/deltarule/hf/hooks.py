@@ -1,0 +1,188 @@
+"""Hooks on a patched model: where documents begin, and which tokens are padding.
+
+They are partials of functions at module level, so that a hooked model can still be copied.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from deltarule.hf.call import NOTE, call_packed
+from deltarule.hf.recurrence import AFRESH
+
+# Where transformers keeps the function that checkpoints a layer.
+CHECKPOINT = "_gradient_checkpointing_func"
+
+
+def hook_packing(model: nn.Module) -> list[RemovableHandle]:
+    """Find the documents at each call of the model, or of a model inside it.
+
+    A wrapper such as PEFT's calls the forward of the model in it directly, past its hooks: then
+    those of the backbone find them.
+    """
+    handles = []
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            names = tuple(inspect.signature(type(module).forward).parameters)[1:]
+            before: list[Tensor | None] = []
+            enter = partial(_enter_model, names, before)
+            leave = partial(_leave_model, before)
+            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(leave, always_call=True))
+    return handles
+
+
+def _enter_model(
+    names: tuple[str, ...],
+    before: list[Tensor | None],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    before.append(NOTE.cu_seqlens)
+    if NOTE.cu_seqlens is None:
+        NOTE.cu_seqlens = find_documents(dict(zip(names, args, strict=False)) | kwargs)
+    if NOTE.cu_seqlens is not None and module.training:
+        keep_under_checkpointing(module)
+
+
+def _leave_model(
+    before: list[Tensor | None], module: nn.Module, args: tuple[Any, ...], output: Any
+) -> None:
+    NOTE.cu_seqlens = before.pop()
+
+
+def find_documents(given: Mapping[str, Any]) -> Tensor | None:
+    """Offsets [N + 1] of packed documents from a model's arguments; None where nothing is packed.
+
+    From offsets, from numbers of sequences, or from positions that start again, which count as in
+    transformers' attention: without a mask and without a cache.
+    """
+    if (cu_seqlens := given.get("cu_seq_lens_q")) is not None:
+        return cu_seqlens
+    if (numbers := given.get("seq_idx")) is not None:
+        return offsets(numbers.diff(dim=-1) != 0)
+    positions = given.get("position_ids")
+    caches = (given.get("past_key_values"), given.get("cache_params"))
+    if positions is None or given.get("attention_mask") is not None or caches != (None, None):
+        return None
+    if positions.ndim == 3:
+        # Multimodal positions: of four rows the first counts the text.
+        if positions.shape[0] != 4:
+            return None
+        positions = positions[0]
+    inputs = given.get("input_ids")
+    inputs = given.get("inputs_embeds") if inputs is None else inputs
+    if inputs is None or positions.shape[-1] < 2:
+        return None
+    return offsets(positions.expand(inputs.shape[0], -1).diff(dim=-1) != 1)
+
+
+def offsets(starts: Tensor) -> Tensor | None:
+    """Offsets in all rows laid end to end, from [B, T - 1] starts after the first; None: no start.
+
+    How many there are has to be read back from the device.
+    """
+    batch, tokens = starts.shape[0], starts.shape[1] + 1
+    places = F.pad(starts, (1, 0), value=True).flatten().nonzero().flatten().to(torch.int32)
+    if len(places) == batch:
+        return None
+    return F.pad(places, (0, 1), value=batch * tokens)
+
+
+def with_documents(create: Callable[..., Any]) -> Callable[..., Any]:
+    """A maker of attention masks that keeps the documents apart, too.
+
+    transformers' own does so from `position_ids` alone, not in every family, and not with the empty
+    cache that a model makes by default.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if NOTE.cu_seqlens is not None and kwargs.get("attention_mask") is None:
+            rows = kwargs["inputs_embeds"].shape[:2]
+            kwargs |= {"past_key_values": None, "position_ids": positions(NOTE.cu_seqlens, *rows)}
+        return create(*args, **kwargs)
+
+    return call
+
+
+def positions(cu_seqlens: Tensor, batch: int, tokens: int) -> Tensor:
+    """[B, T] each token's place in its document."""
+    token = torch.arange(batch * tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    document = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
+    return (token - cu_seqlens[document]).view(batch, tokens)
+
+
+class Remembering:
+    """A checkpointing function that computes a layer again with the documents of its forward.
+
+    Args:
+        checkpoint: transformers' function.
+    """
+
+    def __init__(self, checkpoint: Any) -> None:
+        """Keep the function."""
+        self.checkpoint = checkpoint
+
+    def __call__(self, function: Any, *args: Any) -> Any:
+        """Run it now and in the backward pass with what this thread's note says now."""
+        return self.checkpoint(partial(call_packed, NOTE.cu_seqlens, function), *args)
+
+
+def keep_under_checkpointing(model: nn.Module) -> None:
+    """Have every checkpointed layer remember its documents; checkpointing may begin at any time."""
+    for layer in model.modules():
+        function = layer.__dict__.get(CHECKPOINT)
+        if function is not None and not isinstance(function, Remembering):
+            layer.__dict__[CHECKPOINT] = Remembering(function)
+
+
+def forget_checkpointing(model: nn.Module) -> None:
+    """Give every layer transformers' own function back."""
+    for layer in model.modules():
+        function = layer.__dict__.get(CHECKPOINT)
+        if isinstance(function, Remembering):
+            layer.__dict__[CHECKPOINT] = function.checkpoint
+
+
+def hook_padding(layers: list[nn.Module]) -> list[RemovableHandle]:
+    """Show each recurrent layer's padding mask to the functions that it calls."""
+    handles = []
+    for layer in layers:
+        handles.append(layer.register_forward_pre_hook(_enter_layer, with_kwargs=True))
+        handles.append(
+            layer.register_forward_hook(_leave_layer, with_kwargs=True, always_call=True)
+        )
+    return handles
+
+
+def _enter_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    cache = kwargs.get("cache_params")
+    if cache is not None and NOTE.cu_seqlens is not None and _goes_on(cache, layer):
+        raise ValueError(AFRESH)
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] > 1:
+        NOTE.real = mask.bool()
+
+
+def _goes_on(cache: Any, layer: nn.Module) -> bool:
+    return cache.get_conv_state(layer.layer_idx, state_idx=0) is not None
+
+
+def _leave_layer(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    """Mend the convolution's inputs in the cache, which the layer filled with padding."""
+    history, NOTE.real, NOTE.history = NOTE.history, None, None
+    cache = kwargs.get("cache_params")
+    if history is None or cache is None or cache.is_recording_past(layer.layer_idx):
+        return
+    kept = cache.layers[layer.layer_idx].conv_states[0]
+    kept.copy_(history[..., -kept.shape[-1] :])

@@ -1,0 +1,221 @@
+"""transformers' own model classes on this library's operators."""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from types import ModuleType, TracebackType
+from typing import Any
+
+from torch import nn
+
+from deltarule.hf.convolution import causal_conv1d, causal_conv1d_step
+from deltarule.hf.hooks import (
+    forget_checkpointing,
+    hook_packing,
+    hook_padding,
+    with_documents,
+)
+from deltarule.hf.lightning import lightning_attention
+from deltarule.hf.recurrence import (
+    chunked_delta_rule,
+    delta_rule_step,
+    mamba2_chunk_scan,
+    mamba2_step,
+)
+from deltarule.hf.selective import mamba_selective_scan
+
+Function = Callable[..., Any]
+
+
+def _no_shortcut(*_args: Any, **_kwargs: Any) -> None:
+    """Tell the layer that no kernel does all of it at once, which sends it on to the functions."""
+
+
+# What a modeling file of transformers calls, by its name there, and what takes its place.
+RECURRENCES: dict[str, Function] = {
+    "torch_chunk_gated_delta_rule": chunked_delta_rule,
+    "torch_recurrent_gated_delta_rule": delta_rule_step,
+    "chunk_kimi_delta_attention": chunked_delta_rule,
+    "recurrent_kimi_delta_attention": delta_rule_step,
+    "mamba2_chunk_scan": mamba2_chunk_scan,
+    "mamba2_selective_state_update": mamba2_step,
+    "mamba_selective_scan": mamba_selective_scan,
+}
+SHORTCUTS = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
+CONVOLUTIONS: dict[str, Function] = {
+    "causal_conv1d_fn": causal_conv1d,
+    "causal_conv1d_update": causal_conv1d_step,
+}
+# Layers that call no function: class and forward.
+FORWARDS: dict[str, Function] = {"MiniMaxLightningAttention": lightning_attention}
+# What makes the masks of the attention layers between them.
+MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
+# A step of Mamba is a few products, of which no operator makes fewer.
+KEPT = ("mamba_selective_state_update",)
+
+Place = tuple[Any, str]
+# What stood in each place, and how many patches hold its replacement.
+_HELD: dict[Place, tuple[Any, int]] = {}
+
+
+def patch(model: nn.Module, *, conv: bool = True, packing: bool = True) -> "Patch":
+    r"""Run a model of transformers on this library's operators, forward and backward.
+
+    Its recurrent layers call functions by their names in their modeling file; these are replaced.
+    Beside the speed, documents packed into one row stay apart in every family (given as
+    `cu_seq_lens_q`, as `seq_idx`, or as `position_ids` that start again), and a prompt padded on
+    the right leaves the state of its last real token in the cache.
+
+    The functions belong to the process: every model of the same family uses the replacements until
+    the last patch of that family ends. Hooks belong to the model.
+
+    Args:
+        model: A model of transformers, or one that wraps it (PEFT, a pipeline's `model`). Families:
+            Qwen3.5, Qwen3-Next, OLMo-hybrid, Kimi Linear, Bailing-hybrid, Mamba-2, Bamba,
+            Falcon-H1, Granite-4-H, Nemotron-H, Zamba, Mamba, Falcon-Mamba, Jamba, MiniMax.
+        conv: Whether to replace the short convolution, too. Without it, packed documents reach
+            W - 1 tokens into their neighbour and padding on the right stays in its inputs.
+        packing: Whether to look for packed documents. From `position_ids` this waits for the GPU
+            once a forward pass.
+
+    Returns:
+        What was done: a context manager; `unpatch()` takes it back.
+
+    Raises:
+        ValueError: The model has no recurrent layer of transformers that an operator runs.
+
+    Example:
+        >>> from transformers import Mamba2Config, Mamba2ForCausalLM
+        >>> config = Mamba2Config(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_heads=4,
+        ...                       head_dim=8, state_size=8, n_groups=1)
+        >>> with patch(Mamba2ForCausalLM(config)) as patched:
+        ...     patched.replaced[0]
+        'modeling_mamba2.mamba2_chunk_scan'
+
+    Source: the names and signatures of transformers 5.23.
+    """
+    return Patch(model, conv=conv, packing=packing)
+
+
+class Patch:
+    """What `patch` did.
+
+    Args:
+        model: As for `patch`.
+        conv: As for `patch`.
+        packing: As for `patch`.
+
+    Attributes:
+        replaced: What was replaced, such as "modeling_qwen3_5.torch_chunk_gated_delta_rule".
+    """
+
+    def __init__(self, model: nn.Module, *, conv: bool, packing: bool) -> None:
+        """Replace the functions and register the hooks."""
+        found = replacements(model, conv=conv, packing=packing)
+        if not found:
+            raise ValueError(
+                f"model must have recurrent layers of transformers that deltarule runs, and "
+                f"{type(model).__name__} has none; see deltarule.hf.patch for the families"
+            )
+        self._model = model
+        self._places = tuple(found)
+        self.replaced = tuple(f"{_short(owner)}.{name}" for owner, name in found)
+        for place, function in found.items():
+            hold(place, function)
+        self._hooks = hook_padding(recurrent_layers(model))
+        if packing:
+            self._hooks += hook_packing(model)
+
+    def unpatch(self) -> None:
+        """Take it all back, once; functions stay while another patch of the family holds them."""
+        for place in self._places:
+            release(place)
+        for hook in self._hooks:
+            hook.remove()
+        forget_checkpointing(self._model)
+        self._places, self._hooks = (), []
+
+    def __enter__(self) -> "Patch":
+        """The patch is in place already."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Unpatch."""
+        self.unpatch()
+
+
+def replacements(model: nn.Module, *, conv: bool, packing: bool) -> dict[Place, Function]:
+    """What takes which place in the files that the model's recurrent layers come from."""
+    functions = RECURRENCES | (CONVOLUTIONS if conv else {})
+    found: dict[Place, Function] = {}
+    for file in modeling_files(model):
+        names = vars(file)
+        forwards = [name for name in FORWARDS if name in names]
+        if not forwards and not any(name in names for name in RECURRENCES):
+            continue
+        found |= {(names[name], "forward"): accepting(FORWARDS[name]) for name in forwards}
+        found |= {(file, name): accepting(functions[name]) for name in functions if name in names}
+        found |= {(file, name): _no_shortcut for name in SHORTCUTS if name in names}
+        for name in MASKS if packing else ():
+            if name in names:
+                original, _ = _HELD.get((file, name), (names[name], 0))
+                found[file, name] = with_documents(original)
+    return found
+
+
+def modeling_files(model: nn.Module) -> list[ModuleType]:
+    """The files of transformers that the model's layers are written in."""
+    names = dict.fromkeys(type(module).__module__ for module in model.modules())
+    return [sys.modules[name] for name in names if name.startswith("transformers.models.")]
+
+
+def recurrent_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers that call the functions: those with a short convolution, and those of FORWARDS."""
+    return [
+        module
+        for module in model.modules()
+        if type(module).__module__.startswith("transformers.models.")
+        and (hasattr(module, "conv1d") or type(module).__name__ in FORWARDS)
+    ]
+
+
+def hold(place: Place, function: Function) -> None:
+    """Put a replacement there, or count one more that holds it."""
+    owner, name = place
+    original, holders = _HELD.get(place, (getattr(owner, name), 0))
+    _HELD[place] = original, holders + 1
+    if not holders:
+        setattr(owner, name, function)
+
+
+def release(place: Place) -> None:
+    """Give the original back with the last that holds the replacement."""
+    original, holders = _HELD.pop(place)
+    if holders > 1:
+        _HELD[place] = original, holders - 1
+    else:
+        setattr(*place, original)
+
+
+def accepting(function: Function) -> Function:
+    """Drop the keyword arguments that a function does not name, as transformers does for its own.
+
+    Layers hand on whatever their model was called with.
+    """
+    names = tuple(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{name: x for name, x in kwargs.items() if name in names})
+
+    return call
+
+
+def _short(owner: Any) -> str:
+    return str(owner.__name__).rpartition(".")[2]

@@ -1,0 +1,15 @@
+"""These tests need the extra `hf`, which a step of its own installs."""
+
+import importlib.util
+
+import pytest
+
+if importlib.util.find_spec("transformers") is None:
+    collect_ignore_glob = ["*.py"]
+
+
+def pytest_collection_modifyitems(items):
+    """PEFT and transformers warn about what is to change in each other."""
+    for item in items:
+        if "tests/hf/" in item.nodeid or item.nodeid.startswith("hf/"):
+            item.add_marker(pytest.mark.filterwarnings("ignore::FutureWarning"))

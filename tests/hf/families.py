@@ -1,0 +1,146 @@
+"""One tiny random model of every family of transformers whose recurrent layers are patched."""
+
+from typing import NamedTuple
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+VOCABULARY = 128
+COMMON = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 96, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+GATED_DELTANET = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24, "linear_conv_kernel_dim": 4, "head_dim": 16,
+}  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "qk_nope_head_dim": 16}
+MAMBA2 = {
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16,
+    "mamba_chunk_size": 32, "mamba_expand": 2,
+}  # fmt: skip
+HYBRID = ["linear_attention"] * 3 + ["full_attention"]
+
+
+class Family(NamedTuple):
+    """A configuration class of transformers and its arguments."""
+
+    config: str
+    options: dict
+    without: tuple[str, ...] = ()
+
+
+ATTENTION_FREE = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+FAMILIES = {
+    "qwen3_next": Family(
+        "Qwen3NextConfig",
+        GATED_DELTANET | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32},
+    ),
+    "qwen3_5": Family("Qwen3_5TextConfig", GATED_DELTANET),
+    "qwen3_5_moe": Family(
+        "Qwen3_5MoeTextConfig",
+        GATED_DELTANET | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32},
+        without=("intermediate_size",),
+    ),
+    "olmo_hybrid": Family("OlmoHybridConfig", GATED_DELTANET | {"linear_num_key_heads": 4}),
+    "kimi_linear": Family(
+        "KimiLinearConfig",
+        EXPERTS | LATENT
+        | {"linear_head_dim": 16, "linear_num_heads": 4, "num_key_value_heads": 4,
+           "num_local_experts": 4, "layer_types": HYBRID},
+    ),
+    "bailing_hybrid": Family(
+        "BailingHybridConfig",
+        EXPERTS | LATENT
+        | {"head_dim": 16, "num_key_value_heads": 4, "num_local_experts": 8, "n_group": 2,
+           "topk_group": 1, "layer_group_size": 4},
+    ),
+    "mamba2": Family(
+        "Mamba2Config",
+        {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 32},
+        without=ATTENTION_FREE,
+    ),
+    "bamba": Family("BambaConfig", MAMBA2 | {"attn_layer_indices": [3]}),
+    "falcon_h1": Family(
+        "FalconH1Config",
+        MAMBA2
+        | {"mamba_d_ssm": 128, "ssm_multipliers": [0.5, 0.7, 1.1, 0.9, 0.8],
+           "key_multiplier": 0.6, "attention_out_multiplier": 0.9, "ssm_out_multiplier": 0.7,
+           "embedding_multiplier": 1.5, "lm_head_multiplier": 0.3},
+    ),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridConfig",
+        MAMBA2
+        | {"layer_types": HYBRID, "num_local_experts": 4, "num_experts_per_tok": 2,
+           "shared_intermediate_size": 32},
+    ),
+    "nemotron_h": Family(
+        "NemotronHConfig",
+        {"head_dim": 16, "ssm_state_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 16,
+         "n_groups": 2, "chunk_size": 32,
+         "layer_types": ["linear_attention", "mlp", "full_attention", "linear_attention"]},
+        without=("num_hidden_layers",),
+    ),
+    "zamba2": Family(
+        "Zamba2Config",
+        {"num_key_value_heads": 4, "mamba_d_state": 16, "mamba_ngroups": 1, "n_mamba_heads": 8,
+         "chunk_size": 32,
+         "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
+    ),
+    "mamba": Family("MambaConfig", {"state_size": 16}, without=ATTENTION_FREE),
+    "falcon_mamba": Family("FalconMambaConfig", {"state_size": 16}, without=ATTENTION_FREE),
+    "jamba": Family(
+        "JambaConfig",
+        {"attn_layer_period": 4, "attn_layer_offset": 2, "num_experts": 2,
+         "num_experts_per_tok": 1, "mamba_d_state": 16},
+    ),
+    "minimax": Family(
+        "MiniMaxConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "block_size": 32,
+         "layer_types": HYBRID},
+    ),
+}  # fmt: skip
+
+
+def tiny(name: str, **options: object) -> nn.Module:
+    """A model with every parameter drawn at random, so that no zero or one hides an error."""
+    family = FAMILIES[name]
+    common = {key: value for key, value in COMMON.items() if key not in family.without}
+    config = getattr(transformers, family.config)(**common | family.options | options)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.copy_(drawn(key, parameter))
+    return model
+
+
+def drawn(key: str, parameter: Tensor) -> Tensor:
+    """Of a size that keeps the stream and the gates in their usual range."""
+    if key.endswith("A_log"):
+        return torch.rand_like(parameter) * 2 - 1
+    if key.endswith(("dt_bias", "dt_proj.bias")):
+        return torch.rand_like(parameter) * 2 - 3
+    if parameter.ndim <= 1:
+        return parameter + 0.1 * torch.randn_like(parameter)
+    size = 0.5 if "conv" in key else parameter.shape[-1] ** -0.5
+    return torch.randn_like(parameter) * size
+
+
+def tokens(*shape: int) -> Tensor:
+    """Random tokens, none of them special."""
+    return torch.randint(3, VOCABULARY, shape)
+
+
+def cache_name(model: nn.Module) -> str:
+    """What the model calls its cache."""
+    return "cache_params" if "mamba" in model.config.model_type else "past_key_values"
+
+
+def error(x: Tensor, reference: Tensor) -> float:
+    """Relative RMS."""
+    return ((x.double() - reference.double()).norm() / reference.double().norm()).item()

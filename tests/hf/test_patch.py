@@ -1,0 +1,211 @@
+"""What a patch promises beside its numbers: what it replaces, takes back, refuses and survives."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers.models.mamba2 import modeling_mamba2
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+from deltarule.hf import patch
+from hf.families import VOCABULARY, error, tiny, tokens
+
+
+def logits(model, ids, **options):
+    with torch.no_grad():
+        return model(ids, use_cache=False, **options).logits
+
+
+def in_one_row(documents):
+    """The row, and its positions."""
+    places = torch.cat([torch.arange(len(document)) for document in documents])
+    return torch.cat(documents)[None], places[None]
+
+
+def test_what_is_replaced_and_taken_back():
+    original = modeling_qwen3_5.torch_chunk_gated_delta_rule
+    patched = patch(tiny("qwen3_5"))
+    assert "modeling_qwen3_5.torch_chunk_gated_delta_rule" in patched.replaced
+    assert "modeling_qwen3_5.causal_conv1d_fn" in patched.replaced
+    assert modeling_qwen3_5.torch_chunk_gated_delta_rule is not original
+    patched.unpatch()
+    patched.unpatch()
+    assert modeling_qwen3_5.torch_chunk_gated_delta_rule is original
+
+
+def test_options_leave_things_alone():
+    with patch(tiny("qwen3_5"), conv=False, packing=False) as patched:
+        assert not any("conv" in name or "mask" in name for name in patched.replaced)
+
+
+def test_functions_stay_for_the_last_model_that_holds_them():
+    original = modeling_mamba2.mamba2_chunk_scan
+    first, second = patch(tiny("mamba2")), patch(tiny("mamba2"))
+    first.unpatch()
+    assert modeling_mamba2.mamba2_chunk_scan is not original
+    second.unpatch()
+    assert modeling_mamba2.mamba2_chunk_scan is original
+
+
+@pytest.mark.parametrize("config", ["LlamaConfig", "Lfm2Config"])
+def test_a_model_without_recurrent_layers_is_named(config):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "num_key_value_heads": 2, "intermediate_size": 16, "vocab_size": 8}  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**sizes))
+    with pytest.raises(ValueError, match=config.replace("Config", "ForCausalLM")):
+        patch(model)
+    with pytest.raises(ValueError, match="Linear"):
+        patch(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "mamba2", "mamba", "minimax"])
+def test_documents_in_several_rows(name):
+    """Each row packed in its own way; the state is that of each row's last document."""
+    model = tiny(name)
+    rows = [[tokens(n) for n in lengths] for lengths in ((5, 9, 6), (20,))]
+    ids, places = (torch.cat(x) for x in zip(*map(in_one_row, rows), strict=True))
+    with patch(model):
+        alone = [torch.cat([logits(model, d[None]) for d in row], 1) for row in rows]
+        assert error(logits(model, ids, position_ids=places), torch.cat(alone)) < 5e-6
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "mamba2", "mamba"])
+def test_the_last_document_goes_on(name):
+    model, documents = tiny(name), [tokens(n) for n in (5, 9, 6)]
+    ids, places = in_one_row(documents)
+    key = "past_key_values" if name == "qwen3_5" else "cache_params"
+    layers = [i for i, kind in enumerate(model.config.layer_types) if kind == "linear_attention"]
+    with patch(model), torch.no_grad():
+        packed = model(ids, position_ids=places, use_cache=True)[key]
+        alone = model(documents[-1][None], use_cache=True)[key]
+    for layer in layers:
+        ours, theirs = (x.layers[layer].recurrent_states[0] for x in (packed, alone))
+        assert error(ours, theirs) < 5e-6
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear", "mamba2", "mamba"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers_remember_their_own_documents(name, reentrant):
+    """Two forward passes packed differently, then one backward: each is computed as it was."""
+    model = tiny(name).train()
+    calls = [in_one_row([tokens(n) for n in lengths]) for lengths in ((5, 9, 6), (14, 6))]
+
+    def gradients():
+        model.zero_grad()
+        losses = [model(ids, position_ids=p, labels=ids, use_cache=False).loss for ids, p in calls]
+        sum(losses).backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    with patch(model):
+        plain = gradients()
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        for ours, theirs in zip(gradients(), plain, strict=True):
+            assert torch.equal(ours, theirs)
+    layers = [m for m in model.modules() if hasattr(m, "_gradient_checkpointing_func")]
+    assert layers
+    assert not any("deltarule" in type(m._gradient_checkpointing_func).__module__ for m in layers)
+
+
+def test_packing_under_peft():
+    """LoRA's wrapper calls the forward of the model in it, past its hooks."""
+    model = tiny("qwen3_5")
+    model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear")).eval()
+    documents = [tokens(n) for n in (7, 12)]
+    ids, places = in_one_row(documents)
+    with patch(model):
+        alone = torch.cat([logits(model, document[None]) for document in documents], 1)
+        assert error(logits(model, ids, position_ids=places), alone) < 5e-6
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "mamba2", "minimax"])
+def test_packed_documents_cannot_go_on_from_a_cache(name):
+    model, key = tiny(name), "cache_params" if name == "mamba2" else "past_key_values"
+    with patch(model), torch.no_grad():
+        cache = model(tokens(1, 8), use_cache=True)[key]
+        with pytest.raises(ValueError, match=key):
+            model(tokens(1, 8), cu_seq_lens_q=torch.tensor([0, 3, 8]), **{key: cache})
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "mamba2"])
+def test_a_step_with_a_gradient(name):
+    """transformers' own step has none: the cache is overwritten under the backward pass.
+
+    Norms in float32 leave three digits to a difference quotient.
+    """
+    model, ids = tiny(name).double(), tokens(1, 6)
+    key = "cache_params" if name == "mamba2" else "past_key_values"
+    places = {} if name == "mamba2" else {"position_ids": torch.tensor([[5]])}
+    weight = next(p for n, p in model.named_parameters() if "in_proj" in n)
+    direction = torch.randn_like(weight)
+
+    def loss(cache):
+        out = model(ids[:, 5:], **{key: copy.deepcopy(cache)}, **places)
+        return out.logits.square().mean()
+
+    with patch(model):
+        with torch.no_grad():
+            cache = model(ids[:, :5], use_cache=True)[key]
+        loss(cache).backward()
+        slope = (weight.grad * direction).sum().item()
+        with torch.no_grad():
+            weight.add_(3e-4 * direction)
+            above = loss(cache)
+            weight.sub_(6e-4 * direction)
+            below = loss(cache)
+    assert slope == pytest.approx(((above - below) / 6e-4).item(), rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    # Rounding sends tokens to other experts, which hides what the operators round.
+    [("qwen3_5", {}), ("kimi_linear", {"mlp_layer_types": ["dense"] * 4}), ("mamba2", {})],
+)
+def test_bfloat16_is_as_exact_as_the_fallback(name, options):
+    model, ids = tiny(name, **options), tokens(2, 70)
+    exact = logits(model, ids)
+    model.bfloat16()
+    theirs = error(logits(model, ids).float(), exact)
+    with patch(model):
+        assert error(logits(model, ids).float(), exact) < 1.3 * theirs
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "mamba2"])
+def test_compiled_and_exported(name):
+    model, ids = tiny(name), tokens(1, 20)
+    before = logits(model, ids)
+    with patch(model), torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        assert error(compiled(ids, use_cache=False).logits, before) < 1e-5
+        exported = torch.export.export(model, (ids,), {"use_cache": False}, strict=False)
+        assert error(exported.module()(ids, use_cache=False).logits, before) < 1e-5
+    assert "deltarule.recurrence" in str(exported.graph)
+
+
+def test_static_cache():
+    model, ids = tiny("qwen3_5"), tokens(2, 12)
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    options |= {"cache_implementation": "static", "disable_compile": True}
+    plain = model.generate(ids, **options)
+    with patch(model):
+        assert torch.equal(model.generate(ids, **options), plain)
+
+
+def test_a_patched_model_can_be_copied_and_pickled():
+    model, ids = tiny("mamba2"), tokens(1, 9)
+    with patch(model):
+        expected = logits(model, ids)
+        assert torch.equal(logits(copy.deepcopy(model), ids), expected)
+        assert torch.equal(logits(pickle.loads(pickle.dumps(model)), ids), expected)
+
+
+def test_an_error_inside_leaves_no_note_behind():
+    model, (ids, places) = tiny("qwen3_5"), in_one_row([tokens(5), tokens(4)])
+    with patch(model):
+        expected = logits(model, ids)
+        with pytest.raises(IndexError):
+            model(ids + VOCABULARY, position_ids=places, use_cache=False)
+        assert torch.equal(logits(model, ids), expected)

@@ -1,0 +1,118 @@
+"""Every family on our operators against the same model on transformers' own functions."""
+
+import pytest
+import torch
+from transformers import DataCollatorWithFlattening
+
+from deltarule.hf import patch
+from hf.families import FAMILIES, cache_name, error, tiny, tokens
+
+LENGTHS = (13, 1, 40, 16)
+# transformers' cache of MiniMax has no length in its first layer: attention sees padding.
+PADDED_ON_THE_RIGHT = {"minimax": {"layer_types": ["linear_attention"] * 4}}
+
+
+@pytest.fixture(params=FAMILIES)
+def name(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def model(name):
+    return tiny(name)
+
+
+def logits(model, ids, **options):
+    with torch.no_grad():
+        return model(ids, use_cache=False, **options).logits
+
+
+def gradients(model, ids):
+    model.zero_grad()
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    return {
+        key: parameter.grad.clone()
+        for key, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def test_logits_and_gradients(model):
+    ids = tokens(2, 70)
+    model.train()
+    before, slopes = logits(model, ids), gradients(model, ids)
+    with patch(model):
+        assert error(logits(model, ids), before) < 1e-5
+        ours = gradients(model, ids)
+    assert ours.keys() == slopes.keys()
+    for key, slope in slopes.items():
+        # A bias that the loss does not see has a gradient of rounding errors.
+        if slope.norm() > 1e-7:
+            assert error(ours[key], slope) < 1e-4, key
+    assert torch.equal(logits(model, ids), before)
+
+
+def test_steps_continue_the_prompt(model):
+    ids, key = tokens(2, 40), cache_name(model)
+    with patch(model), torch.no_grad():
+        whole = logits(model, ids)
+        out = model(ids[:, :30], use_cache=True)
+        parts = [out.logits]
+        for t in range(30, 40):
+            places = {} if key == "cache_params" else {"position_ids": torch.full((2, 1), t)}
+            out = model(ids[:, t : t + 1], use_cache=True, **{key: out[key]}, **places)
+            parts.append(out.logits)
+    assert error(torch.cat(parts, 1), whole) < 1e-5
+
+
+def test_generate_gives_the_same_tokens(model):
+    ids = tokens(2, 20)
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 8, "min_new_tokens": 8}
+    plain = model.generate(ids, do_sample=False, **options)
+    beams = model.generate(ids, do_sample=False, num_beams=3, **options)
+    with patch(model):
+        assert torch.equal(model.generate(ids, do_sample=False, **options), plain)
+        assert torch.equal(model.generate(ids, do_sample=False, num_beams=3, **options), beams)
+
+
+FORMS = {
+    "position_ids": {},
+    "cu_seq_lens_q": {"return_flash_attn_kwargs": True},
+    "seq_idx": {"return_seq_idx": True},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_packed_documents_stay_apart(model, form):
+    documents = [tokens(length) for length in LENGTHS]
+    collate = DataCollatorWithFlattening(return_tensors="pt", **FORMS[form])
+    batch = collate([{"input_ids": document.tolist()} for document in documents])
+    batch.pop("labels")
+    row, packing = batch.pop("input_ids"), {key: batch[key] for key in batch}
+    with patch(model):
+        alone = torch.cat([logits(model, document[None]) for document in documents], 1)
+        assert error(logits(model, row, **packing), alone) < 5e-6
+        # Positions that run on are as good, since attention sees their differences only.
+        assert error(logits(model, row, **{form: packing[form]}), alone) < 5e-6
+        model.train()
+        assert error(logits(model, row, **packing), alone) < 5e-6
+
+
+def test_padding_on_the_right_is_not_in_the_state(name):
+    model = tiny(name, **PADDED_ON_THE_RIGHT.get(name, {}))
+    key, lengths = cache_name(model), torch.tensor([23, 40])
+    ids, following = tokens(2, 40), tokens(2, 1)
+    mask = (torch.arange(40) < lengths[:, None]).long()
+    places = {} if key == "cache_params" else {"position_ids": lengths[:, None]}
+    with patch(model), torch.no_grad():
+        out = model(ids, attention_mask=mask, use_cache=True)
+        longer = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+        padded = model(following, attention_mask=longer, **{key: out[key]}, **places).logits
+        for row, length in enumerate(lengths):
+            history = torch.cat([ids[row, :length], following[row]])[None]
+            out = model(history[:, :-1], use_cache=True)
+            places = {} if key == "cache_params" else {"position_ids": length.view(1, 1)}
+            alone = model(history[:, -1:], **{key: out[key]}, **places).logits
+            assert error(padded[row], alone[0]) < 1e-5

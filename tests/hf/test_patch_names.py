@@ -1,0 +1,87 @@
+"""What the patch relies on in transformers' files, so that a new version which moves it is noticed.
+
+If one of these fails after an upgrade: see what the new function does, give it a replacement in
+`deltarule/hf/patch.py` or a place in KEPT, and its model a place in `families.py`.
+"""
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+import transformers
+
+from deltarule.hf.patch import CONVOLUTIONS, FORWARDS, KEPT, MASKS, RECURRENCES, SHORTCUTS
+from hf.families import FAMILIES
+
+MODELS = Path(transformers.__file__).parent / "models"
+DECORATOR = "use_kernel_func_from_hub_with_fallback"
+KNOWN = {*RECURRENCES, *SHORTCUTS, *CONVOLUTIONS, *KEPT}
+# Convolutions alone, without a recurrence.
+CONVOLUTIONAL = {"lfm2", "lfm2_moe", "inkling", "inkling2"}
+# The same functions as their relatives above; too much around them for a tiny model.
+RELATIVES = {"glm5_next", "qwen4_exp", "zamba"}
+
+
+def hooked_functions(file: Path) -> dict[str, ast.FunctionDef]:
+    """Functions that look for a kernel and have a fallback, by name."""
+    text = file.read_text()
+    if DECORATOR not in text:
+        return {}
+    return {
+        node.name: node
+        for node in ast.parse(text).body
+        if isinstance(node, ast.FunctionDef)
+        and any(DECORATOR in ast.unparse(decorator) for decorator in node.decorator_list)
+    }
+
+
+@pytest.fixture(scope="module")
+def hooked() -> dict[str, dict[str, ast.FunctionDef]]:
+    """Those functions of every folder that has one."""
+    found = {file.parent.name: hooked_functions(file) for file in MODELS.glob("*/modeling_*.py")}
+    return {folder: functions for folder, functions in found.items() if functions}
+
+
+def test_every_folder_is_known(hooked):
+    patched = set(FAMILIES) - {"minimax"} | RELATIVES
+    assert set(hooked) == patched | CONVOLUTIONAL
+
+
+def test_every_function_is_known(hooked):
+    unknown = {name for functions in hooked.values() for name in functions} - KNOWN
+    assert not unknown
+    for folder, functions in hooked.items():
+        assert bool(functions.keys() & RECURRENCES.keys()) == (folder not in CONVOLUTIONAL)
+
+
+def test_replacements_take_what_the_functions_take(hooked):
+    """Their arguments in their order, but for those that only say how theirs computes."""
+    own = {"chunk_size", "use_mambapy", "use_associative_scan"}
+    for functions in hooked.values():
+        for name, node in functions.items():
+            if name in RECURRENCES | CONVOLUTIONS:
+                parameters = inspect.signature((RECURRENCES | CONVOLUTIONS)[name]).parameters
+                theirs = [argument.arg for argument in node.args.args]
+                wanted = [argument for argument in theirs if argument not in own]
+                taken = [argument for argument in parameters if argument in wanted]
+                assert taken == wanted, name
+
+
+def test_layers_call_the_functions_by_their_names(hooked):
+    """Not through self or a table, where a replaced name would change nothing."""
+    for folder, functions in hooked.items():
+        text = (MODELS / folder / f"modeling_{folder}.py").read_text()
+        called = {
+            node.func.id
+            for node in ast.walk(ast.parse(text))
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        }
+        # Some only import a shortcut.
+        assert set(functions) - set(SHORTCUTS) <= called, folder
+
+
+def test_forwards_and_masks_are_there():
+    text = (MODELS / "minimax" / "modeling_minimax.py").read_text()
+    assert all(f"class {name}(" in text for name in FORWARDS)
+    assert all(name in text for name in MASKS)
