@@ -1,0 +1,145 @@
+"""The state that reaches a process from those before it, and the gradient from those after it.
+
+Over the tokens of process r a state S becomes S M_r + U_r. So, with D the gradient of the loss by
+the state at a process's end, and dS by the state at its start,
+
+    S_{r+1} = S_r M_r + U_r        D_{r-1} = dS_r + D_r M_r^T        dM_r = S_r^T D_r
+
+where dS_r is what the process's own outputs say. M and U of a head are K (K + V) numbers, and only
+U has to travel back as dS: what is sent does not depend on the number of tokens.
+
+M is a matrix [..., K, K], or one row [..., 1, K] where the state decays channel by channel.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deltarule.ops.context.context import Context
+
+
+def starting_state(
+    context: Context, end: Tensor, transition: Tensor, *, diagonal: bool = False
+) -> Tensor:
+    """Return the state that reaches this process from those before it.
+
+    Args:
+        context: Where the tokens are.
+        end: U [B, HV, V, K], the state after the tokens here, were nothing before them.
+        transition: M [B, HV, K, K], what the tokens here multiply a state by; zero where a
+            sequence begins. With diagonal, anything that multiplies a state entry by entry.
+        diagonal: Whether a transition multiplies entry by entry.
+
+    Returns:
+        S [B, HV, V, K]; zeros where a sequence begins with the first token here.
+    """
+    start: Tensor = _StartingState.apply(context, end, transition, diagonal)  # type: ignore[no-untyped-call]
+    return start
+
+
+def applied(state: Tensor, transition: Tensor, diagonal: bool) -> Tensor:
+    """S M, or S * M."""
+    return state * transition if diagonal else state @ transition
+
+
+class _StartingState(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, context: Context, end: Tensor, transition: Tensor, diagonal: bool
+    ) -> Tensor:
+        ctx.context, ctx.diagonal = context, diagonal
+        if context.gathers:
+            start, later = _folded(context, end, transition, diagonal)
+        else:
+            start, later = _scanned(context, end, transition, diagonal, 1), transition
+        start = start if context.goes_on else torch.zeros_like(start)
+        ctx.save_for_backward(start, later)
+        return start
+
+    @staticmethod
+    def backward(ctx: Any, d_start: Tensor) -> tuple[Any, ...]:
+        context: Context = ctx.context
+        start, later = ctx.saved_tensors
+        d_start = d_start if context.goes_on else torch.zeros_like(d_start)
+        if context.gathers:
+            d_end = _folded_back(context, d_start, later, ctx.diagonal)
+        else:
+            back = later if ctx.diagonal else later.mT
+            d_end = _scanned(context, d_start, back, ctx.diagonal, -1)
+        if not ctx.diagonal:
+            return None, d_end, start.mT @ d_end, None
+        d_transition = start * d_end
+        # One row for all rows of the state.
+        if later.shape[-2] == 1:
+            d_transition = d_transition.sum(-2, keepdim=True)
+        return None, d_end, d_transition, None
+
+
+def _folded(
+    context: Context, end: Tensor, transition: Tensor, diagonal: bool
+) -> tuple[Tensor, Tensor]:
+    """The state from all U and M before this process, and the M of those after it."""
+    rows = end.shape[-2]
+    both = _gathered(context, torch.cat([end, transition], -2))
+    start = torch.zeros_like(end)
+    for before in both[: context.rank]:
+        start = applied(start, before[..., rows:, :], diagonal) + before[..., :rows, :]
+    return start, both[context.rank + 1 :, ..., rows:, :].contiguous()
+
+
+def _folded_back(context: Context, d_start: Tensor, later: Tensor, diagonal: bool) -> Tensor:
+    """The gradient by the state at the end, from all dS after this process."""
+    d_starts = _gathered(context, d_start)
+    d_end = torch.zeros_like(d_start)
+    for rank in range(context.size - 1, context.rank, -1):
+        # What the process itself passes on to those before it is not its own.
+        m = later[rank - context.rank - 1]
+        d_end = applied(d_end, m if diagonal else m.mT, diagonal) + d_starts[rank]
+    return d_end
+
+
+def _gathered(context: Context, x: Tensor) -> Tensor:
+    """[processes, ...]."""
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in context.bounds[1:]]
+    dist.all_gather(parts, x.contiguous(), group=context.group)
+    return torch.stack(parts)
+
+
+def _scanned(
+    context: Context, end: Tensor, transition: Tensor, diagonal: bool, step: int
+) -> Tensor:
+    """The same by rounds of messages, each from a process twice as far away as the last."""
+    reach, pair = 1, (end, transition)
+    while reach < context.size:
+        before = exchanged(context, pair, step * reach)
+        if before is not None:
+            state = applied(before[0], pair[1], diagonal) + pair[0]
+            pair = state, applied(before[1], pair[1], diagonal)
+        reach *= 2
+    before = exchanged(context, pair[:1], step)
+    return torch.zeros_like(end) if before is None else before[0]
+
+
+def exchanged(
+    context: Context, tensors: tuple[Tensor, ...], distance: int
+) -> tuple[Tensor, ...] | None:
+    """Send tensors to the process `distance` after this one, and receive those of the one before.
+
+    Returns:
+        What came, of the same shapes. None: there is nobody to receive from.
+    """
+    tensors = tuple(x.contiguous() for x in tensors)
+    ranks = dist.get_process_group_ranks(context.group)
+    receiver, sender = context.rank + distance, context.rank - distance
+    todo, received = [], None
+    if 0 <= receiver < context.size:
+        todo += [dist.P2POp(dist.isend, x, ranks[receiver], context.group) for x in tensors]
+    if 0 <= sender < context.size:
+        received = tuple(torch.empty_like(x) for x in tensors)
+        todo += [dist.P2POp(dist.irecv, x, ranks[sender], context.group) for x in received]
+    # All in one batch: no order of two processes can make each wait for the other.
+    for work in dist.batch_isend_irecv(todo) if todo else ():
+        work.wait()
+    return received

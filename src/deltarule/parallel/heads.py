@@ -1,0 +1,150 @@
+"""Layers split by heads, MLPs by channels, the vocabulary by tokens: tensor parallelism.
+
+The plan is not written down anywhere: the block of one process is a block with fewer heads. It is
+built without memory, and wherever a parameter of it is smaller than the whole model's, that axis
+is split; where it is as large, every process keeps all of it.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from deltarule.models import CausalLM, ModelConfig
+from deltarule.models.block import Block, mlp_size
+from deltarule.nn import Attention, Mixer
+from deltarule.parallel.local import Enclosure
+from deltarule.parallel.spanning import span_heads
+from deltarule.parallel.vocabulary import split_vocabulary
+
+HEADS = ("num_heads", "num_v_heads", "num_attention_heads", "num_kv_heads")
+# Of these the rows of each step come one after the other, and each step has all heads.
+STEPPED = ("k_proj", "v_proj", "b_proj", "k_conv", "v_conv")
+
+
+def split_heads(model: CausalLM, mesh: DeviceMesh) -> dict[str, int]:
+    """Split a model over the processes of a mesh of one axis; each keeps some of the heads.
+
+    Every process must hold the same weights before. Afterwards the split parameters are DTensors
+    under their old names, and the model is called as before, with the same tokens everywhere.
+
+    Args:
+        model: Changed in place.
+        mesh: One axis of processes, as many as divide all heads and the channels of the MLP.
+
+    Returns:
+        The axis along which each parameter and buffer is split; those that are not are left out.
+
+    Raises:
+        ValueError: A number of heads or channels cannot be divided; the message names it.
+    """
+    plan: dict[str, int] = {}
+    # All are built first: a size that cannot be split is refused before anything is changed.
+    blocks = [local_block(model.config, i, mixer, mesh.size()) for i, mixer in mixers_of(model)]
+    for index, (block, local) in enumerate(zip(model.blocks, blocks, strict=True)):
+        for name in ("mixer", "mlp"):
+            whole, part = getattr(block, name), getattr(local, name)
+            if whole is not None:
+                axes = split_part(whole, part, mesh)
+                plan |= {f"blocks.{index}.{name}.{key}": axis for key, axis in axes.items()}
+                setattr(block, name, part)
+    return plan | split_vocabulary(model, mesh)
+
+
+def mixers_of(model: CausalLM) -> Iterator[tuple[int, Mixer]]:
+    """Each block's mixer, with its number."""
+    for index, block in enumerate(model.blocks):
+        assert isinstance(block, Block)
+        yield index, block.mixer
+
+
+def local_block(config: ModelConfig, index: int, mixer: Mixer, ways: int) -> Block:
+    """Build the block of one process, without memory: fewer heads of the same sizes."""
+    changed: dict[str, Any] = {name: share(name, getattr(config, name), ways) for name in HEADS}
+    changed |= {name: getattr(mixer, name, None) for name in ("head_k_dim", "head_v_dim")}
+    channels = mlp_size(config)
+    inner = share("mlp_size", channels, ways) if channels else 0
+    small = dataclasses.replace(config, **changed, mlp_size=inner)
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        if not isinstance(mixer, Attention):
+            return Block(small, index)
+        # Attention takes the size of a head from the stream's and the number of heads.
+        other = dataclasses.replace(small, layer_types="linear_attention")
+        block = Block(other, index)
+        block.mixer = type(mixer)(
+            config.hidden_size, num_heads=share("num_attention_heads", mixer.num_heads, ways),
+            num_kv_heads=share("num_kv_heads", mixer.num_kv_heads, ways),
+            head_dim=mixer.head_dim, window=mixer.window, rope_theta=mixer.rope_theta,
+        )  # fmt: skip
+        return block
+
+
+@overload
+def share(name: str, value: int, ways: int) -> int: ...
+@overload
+def share(name: str, value: int | None, ways: int) -> int | None: ...
+def share(name: str, value: int | None, ways: int) -> int | None:
+    """What one process has of a number of heads or channels."""
+    if value is not None and value % ways:
+        raise ValueError(
+            f"{name}={value} cannot be split over {ways} processes: choose a tensor size that "
+            f"divides it, or change {name}"
+        )
+    return None if value is None else value // ways
+
+
+def split_part(whole: nn.Module, local: nn.Module, mesh: DeviceMesh) -> dict[str, int]:
+    """Give the layer of one process its part of each tensor; return the axes that are split."""
+    axes, steps, stepped = {}, getattr(whole, "n_steps", 1), set()
+    for name, tensor in tensors_of(whole):
+        axis = split_axis(name, tensor, dict(tensors_of(local))[name], mesh.size())
+        value = tensor.detach()
+        if axis is not None:
+            axes[name] = axis
+            if steps > 1 and name.split(".")[0] in STEPPED:
+                # An axis of its own: a strided split of the rows would come out in another order
+                # where they are sharded once more, and in a checkpoint.
+                stepped.add(name)
+                value, axis = value.unflatten(0, (steps, -1)), 1
+            # Every process has the whole tensor: nothing is sent.
+            value = distribute_tensor(value, mesh, [Shard(axis)], src_data_rank=None)
+        put(local, name, tensor, value)
+    local.train(whole.training)
+    if hasattr(whole, "save_states"):
+        local.save_states = whole.save_states
+    span_heads(local, whole, mesh)
+    Enclosure(local, mesh.get_group(), stepped)
+    return axes
+
+
+def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All parameters and buffers."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def split_axis(name: str, whole: Tensor, local: Tensor, ways: int) -> int | None:
+    """The one axis along which the local tensor is smaller; None where none is."""
+    smaller = [i for i, (a, b) in enumerate(zip(whole.shape, local.shape, strict=True)) if a != b]
+    if not smaller:
+        return None
+    if len(smaller) > 1 or whole.shape[smaller[0]] != ways * local.shape[smaller[0]]:
+        raise ValueError(
+            f"{name} is {list(whole.shape)} and would be {list(local.shape)} on each of {ways} "
+            "processes: this layer cannot be split by heads"
+        )
+    return smaller[0]
+
+
+def put(root: nn.Module, name: str, was: Tensor, value: Tensor) -> None:
+    """Place a parameter or buffer, as the one that it comes from was."""
+    path, _, last = name.rpartition(".")
+    owner = root.get_submodule(path)
+    if isinstance(was, nn.Parameter):
+        owner._parameters[last] = nn.Parameter(value, requires_grad=was.requires_grad)
+    else:
+        owner._buffers[last] = value

@@ -1,0 +1,69 @@
+"""Parameters that are split over processes, seen by their layer as the plain tensors it has here.
+
+A split parameter is a DTensor of the whole shape and under the whole model's name, so that
+optimizers, clipping and checkpoints treat it as one. While its module runs, and only then, the
+local part stands in its place: layers and kernels know nothing of it.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from deltarule.parallel.collectives import Group, enter, leave
+
+
+class Enclosure:
+    """A module that begins where processes differ and ends where they sum what they have.
+
+    Args:
+        module: Maps x, its first argument, to y, or to a tuple whose first entry is y.
+        group: The processes that share it.
+        stepped: Names of parameters kept as [steps, rows of a step, ...] whose layer wants them
+            as [steps * rows, ...].
+    """
+
+    def __init__(self, module: nn.Module, group: Group, stepped: set[str]) -> None:
+        """Enclose the module from now on."""
+        self.module, self.group, self.stepped = module, group, stepped
+        self.running: list[ExitStack] = []
+        module.register_forward_pre_hook(self._before)
+        module.register_forward_hook(self._after, always_call=True)
+
+    @contextmanager
+    def local_tensors(self) -> Iterator[None]:
+        """Within, the module's parameters and buffers are what this process has of them."""
+        swapped: list[tuple[dict[str, Any], str, Tensor]] = []
+        for path, part in self.module.named_modules():
+            for table in (part._parameters, part._buffers):
+                for name, whole in table.items():
+                    if whole is not None:
+                        swapped.append((table, name, whole))
+                        table[name] = self._local(f"{path}.{name}".lstrip("."), whole)
+        try:
+            yield
+        finally:
+            for table, name, whole in swapped:
+                table[name] = whole
+
+    def _local(self, name: str, whole: Tensor) -> Tensor:
+        if not isinstance(whole, DTensor):
+            # Every process has all of it and uses it on its own heads.
+            return enter(whole, self.group) if whole.requires_grad else whole
+        local = whole.to_local()
+        return local.flatten(0, 1) if name in self.stepped else local
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        running = ExitStack()
+        running.enter_context(self.local_tensors())
+        self.running.append(running)
+        return (enter(args[0], self.group), *args[1:])
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], y: Any) -> Any:
+        self.running.pop().close()
+        if y is None:
+            # The module has raised.
+            return None
+        return (leave(y[0], self.group), *y[1:]) if isinstance(y, tuple) else leave(y, self.group)

@@ -1,0 +1,64 @@
+"""The one call that spreads a model over the processes of a mesh."""
+
+from typing import NamedTuple
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from deltarule.models import CausalLM
+from deltarule.parallel.heads import split_heads
+from deltarule.parallel.sharding import data_mesh, shard
+
+
+class Plan(NamedTuple):
+    """What `parallelize` has done.
+
+    Args:
+        split: The axis along which each parameter is split over the processes of `tensor`.
+        replicated: Parameters of which every process keeps all, and whose gradients
+            `deltarule.parallel.sharding.sum_replicated` sums.
+        data: The mesh over which weights are sharded. None: they are not.
+    """
+
+    split: dict[str, int]
+    replicated: list[nn.Parameter]
+    data: DeviceMesh | None
+
+
+def parallelize(model: CausalLM, mesh: DeviceMesh, *, bfloat16: bool = False) -> Plan:
+    """Split a model's layers by heads over `tensor`, and shard its weights over the other axes.
+
+    Every process must have drawn the same weights. Afterwards the model is called as before: each
+    process of `shard` and `replicate` with rows of its own, those of `tensor` with the same. Its
+    parameters are DTensors of the whole shapes under their old names; the gradients are sums over
+    all rows, so divide the loss of a row by the number of all rows.
+
+    Args:
+        model: Changed in place.
+        mesh: Of `make_mesh`; axes of one process do nothing.
+        bfloat16: Whether the model computes under autocast to bfloat16: weights are then gathered
+            in half the bytes.
+
+    Returns:
+        What was split and what was not.
+
+    Raises:
+        ValueError: The heads or channels of a layer cannot be divided; the message names them.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from deltarule.models import ModelConfig
+        >>> from deltarule.parallel import make_mesh
+        >>> store = dist.HashStore()
+        >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> model = CausalLM(ModelConfig(vocab_size=257, hidden_size=32, num_layers=1, num_heads=2,
+        ...                              layer_types="gated_deltanet"))
+        >>> parallelize(model, make_mesh("cpu")).split
+        {}
+        >>> dist.destroy_process_group()
+    """
+    split = split_heads(model, mesh["tensor"]) if mesh["tensor"].size() > 1 else {}
+    data = data_mesh(mesh)
+    if data.size() == 1:
+        return Plan(split, [], None)
+    return Plan(split, shard(model, data, bfloat16=bfloat16), data)

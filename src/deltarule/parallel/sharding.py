@@ -1,0 +1,115 @@
+"""Weights sharded over processes by FSDP2, and the two things that must know of it.
+
+Every process computes its own rows with whole blocks, which are gathered when they are needed, and
+keeps one part of the weights, of their gradients and of the optimizer's moments.
+"""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+
+from deltarule.models import CausalLM
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The axes over which weights are sharded: a context is one more share of the data."""
+    shards = (
+        mesh["shard", "context"]._flatten("data") if mesh["context"].size() > 1 else mesh["shard"]
+    )
+    if mesh["replicate"].size() == 1:
+        return shards
+    return mesh["replicate", *(shards.mesh_dim_names or ())]
+
+
+def shard(model: CausalLM, mesh: DeviceMesh, *, bfloat16: bool = False) -> list[nn.Parameter]:
+    """Shard a model's weights over a mesh, block by block; they stay float32.
+
+    With bfloat16 the weights of products travel in bfloat16, to which autocast would round them
+    after the gather: half the bytes and the same numbers. Everything else of a block (gates,
+    norms, taps: less than 0.1 % of it) is replicated in float32, which the layers ask for and to
+    which FSDP2 would not keep.
+
+    Args:
+        model: Changed in place; called as before, with other rows on every process.
+        mesh: One axis, or two: copies and shards.
+        bfloat16: Whether the model computes under autocast to bfloat16.
+
+    Returns:
+        The parameters that are replicated, whose gradients `sum_replicated` has to sum.
+    """
+    replicated: list[nn.Parameter] = []
+    for block in model.blocks:
+        options: dict[str, Any] = {"mesh": mesh}
+        if bfloat16:
+            products = {id(m.weight) for m in block.modules() if isinstance(m, nn.Linear)}
+            exact = [p for p in block.parameters() if id(p) not in products]
+            replicated += exact
+            # The stream between blocks is float32, as under autocast: inputs are not cast.
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+            options |= {"mp_policy": policy, "ignored_params": set(exact)}
+        fully_shard(block, **options)
+    # Embedding and head are needed at both ends: they stay gathered between.
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=set(replicated))
+    register_fsdp_forward_method(model, "hidden")
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # Sums, not means: the loss is divided by the rows of all processes already.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return replicated
+
+
+def sum_replicated(replicated: list[nn.Parameter], mesh: DeviceMesh) -> None:
+    """Sum the gradients of what every process has all of, in one collective an axis and dtype."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for parameter in replicated:
+        if parameter.grad is not None:
+            by_dtype[parameter.grad.dtype].append(_local(parameter.grad))
+    for gradients in by_dtype.values():
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        for axis in range(mesh.ndim):
+            dist.all_reduce(flat, group=mesh.get_group(axis))
+        sizes = [gradient.numel() for gradient in gradients]
+        for gradient, part in zip(gradients, flat.split(sizes), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def by_layout(parameters: list[Tensor]) -> list[list[Tensor]]:
+    """Group parameters that are split alike: fused optimizers and norms take no mixture."""
+    groups: dict[Any, list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        layout = None
+        if isinstance(parameter, DTensor):
+            layout = parameter.device_mesh, parameter.placements
+        groups[layout].append(parameter)
+    return list(groups.values())
+
+
+def clip_sharded(parameters: list[nn.Parameter], largest: float) -> Tensor:
+    """Scale gradients so that their common norm is at most `largest`; return the norm before.
+
+    It is the norm of the whole gradient, alike on every process; 0 never clips.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norms = [torch.nn.utils.get_total_norm(group) for group in by_layout(gradients)]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    norm = torch.stack(whole).norm()
+    if largest > 0:
+        scale = (largest / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_([_local(gradient) for gradient in gradients], scale)
+    return norm
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x

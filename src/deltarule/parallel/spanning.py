@@ -1,0 +1,114 @@
+"""The few parts of layers that see all heads: norms over them, products with them, their numbers.
+
+Split by heads, each needs one more sum over the processes, or to know which heads it has.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from deltarule.nn import RMSNorm
+from deltarule.nn.norm import GroupRMSNorm
+from deltarule.nn.scan import MambaBlock
+from deltarule.parallel.collectives import Group, sum_over_ranks
+from deltarule.rules import Carry, Projections, Rule
+from deltarule.rules.rule import Mapped
+
+
+def span_heads(local: nn.Module, whole: nn.Module, mesh: DeviceMesh) -> None:
+    """Make the layer with some of the heads compute what the layer with all of them does.
+
+    Args:
+        local: The layer of one process; changed in place.
+        whole: The layer that it is a part of.
+        mesh: The processes that share the layer.
+    """
+    group = mesh.get_group()
+    norm = getattr(whole, "o_norm", None)
+    if isinstance(norm, nn.LayerNorm):
+        local.o_norm = SpanningLayerNorm(
+            local.get_submodule("o_norm"), norm.eps, mesh.size(), group
+        )
+    elif type(norm) is RMSNorm or (isinstance(norm, GroupRMSNorm) and norm.groups == 1):
+        local.o_norm = SpanningRMSNorm(local.get_submodule("o_norm"), norm.eps, mesh.size(), group)
+    if isinstance(whole, MambaBlock):
+        # q, k and the step sizes are products with the values of all heads.
+        for name in ("q_proj", "k_proj", "a_proj.0", "b_proj.0"):
+            sum_product(local, name, group)
+    rule = getattr(whole, "rule", None)
+    if isinstance(rule, Rule) and rule.decay == "constant":
+        local.rule = own_constants(rule, mesh)  # type: ignore[assignment]
+
+
+class SpanningRMSNorm(nn.Module):
+    """y = weight * x / sqrt(mean(x^2) + eps), the mean taken over the channels of all processes."""
+
+    def __init__(self, norm: nn.Module, eps: float, ways: int, group: Group) -> None:
+        """Take over the local norm's weight."""
+        super().__init__()
+        self.weight, self.eps = norm.get_parameter("weight"), eps
+        self.ways, self.group = ways, group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x [..., channels of this process]."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        y = wide * torch.rsqrt(self._mean(wide.square()) + self.eps)
+        return y.to(x.dtype) * self.weight.to(x.dtype)
+
+    def _mean(self, x: Tensor) -> Tensor:
+        total = sum_over_ranks(x.sum(-1, keepdim=True), self.group)
+        return total / (x.shape[-1] * self.ways)
+
+
+class SpanningLayerNorm(SpanningRMSNorm):
+    """y = weight * (x - mean(x)) / sqrt(var(x) + eps) + bias, over all processes' channels."""
+
+    def __init__(self, norm: nn.Module, eps: float, ways: int, group: Group) -> None:
+        """Take over the local norm's weight and bias."""
+        super().__init__(norm, eps, ways, group)
+        self.bias = norm.get_parameter("bias")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x [..., channels of this process]."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return super().forward(wide - self._mean(wide)).to(x.dtype) + self.bias.to(x.dtype)
+
+
+class SpanningLinear(nn.Linear):
+    """A product with all processes' channels: each multiplies its own, and they are summed."""
+
+    group: Group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply x [..., channels of this process]."""
+        return sum_over_ranks(super().forward(x), self.group)
+
+
+def sum_product(layer: nn.Module, name: str, group: Group) -> None:
+    """Let the named product of the layer, if it has one, be with the channels of all processes."""
+    owner, _, last = name.rpartition(".")
+    parent = dict(layer.named_modules()).get(owner)
+    product = getattr(parent, last, None)
+    if isinstance(parent, nn.Module) and isinstance(product, nn.Linear):
+        summed = SpanningLinear(
+            product.in_features, product.out_features, bias=False, device="meta"
+        )  # fmt: skip
+        summed.weight, summed.group = product.weight, group
+        parent.register_module(last, summed)
+
+
+def own_constants(rule: Rule, mesh: DeviceMesh) -> Rule:
+    """Return the rule whose constant decays are those of this process's heads among all."""
+
+    def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
+        mapped, carry = rule.arguments(projections, carry)
+        all_heads = projections.v.shape[2] * mesh.size()
+        like_whole = projections.v.new_empty(1, 1, all_heads, 1)
+        constants, _ = rule.arguments(dataclasses.replace(projections, v=like_whole))
+        own: Any = constants["log_decay"].chunk(mesh.size())[mesh.get_local_rank()]
+        return mapped | {"log_decay": own}, carry
+
+    return dataclasses.replace(rule, arguments=arguments)

@@ -1,0 +1,125 @@
+"""Embedding, head and loss with the vocabulary split over processes.
+
+The embedding is a sum of lookups, of which one finds the token. Each process has the logits of its
+own tokens; the loss sends three numbers a token:
+
+    lse = log sum_ranks e^{lse_rank}        d logits = e^{logits - lse} - 1_target
+"""
+
+import itertools
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from deltarule.models import CausalLM
+from deltarule.parallel.collectives import Group, enter, gather_channels, leave
+
+
+class Vocabulary(NamedTuple):
+    """Which tokens this process has: from `first` on, as many as `sizes` says of its rank."""
+
+    group: Group
+    sizes: list[int]
+    first: int
+
+
+def split_vocabulary(model: CausalLM, mesh: DeviceMesh) -> dict[str, int]:
+    """Split embedding and head of a model by tokens; return the axes, as `split_heads` does."""
+    share = -(-model.config.vocab_size // mesh.size())
+    starts = [min(rank * share, model.config.vocab_size) for rank in range(mesh.size() + 1)]
+    sizes = [b - a for a, b in itertools.pairwise(starts)]
+    vocabulary = Vocabulary(mesh.get_group(), sizes, starts[mesh.get_local_rank()])
+    weights: dict[str, nn.Embedding | nn.Linear] = {"embedding.weight": model.embedding}
+    if model.head is not None:
+        weights["head.weight"] = model.head
+    for module in weights.values():
+        whole = module.weight
+        split = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
+        module.weight = nn.Parameter(split, requires_grad=whole.requires_grad)
+    # In place of the methods of this one model.
+    model.embedding.forward = partial(embed, model, vocabulary)  # type: ignore[method-assign]
+    model.logits = partial(logits, model, vocabulary)  # type: ignore[method-assign]
+    model.loss = partial(loss, model, vocabulary)  # type: ignore[assignment]
+    return dict.fromkeys(weights, 0)
+
+
+def embed(model: CausalLM, vocabulary: Vocabulary, tokens: Tensor) -> Tensor:
+    """[B, T] -> [B, T, hidden_size], the same on every process."""
+    weight = local(model.embedding.weight)
+    place, mine = own(tokens, vocabulary.first, len(weight))
+    rows = (
+        F.embedding(place, weight)
+        if len(weight)
+        else weight.new_zeros(*tokens.shape, weight.shape[1])
+    )
+    return leave(rows.masked_fill(~mine.unsqueeze(-1), 0), vocabulary.group)
+
+
+def logits(model: CausalLM, vocabulary: Vocabulary, x: Tensor) -> Tensor:
+    """All logits on every process; the loss does without them."""
+    return gather_channels(own_logits(model, vocabulary, x), vocabulary.sizes, vocabulary.group)
+
+
+def own_logits(model: CausalLM, vocabulary: Vocabulary, x: Tensor) -> Tensor:
+    """[..., hidden_size] -> [..., tokens of this process]."""
+    owner = model.embedding if model.head is None else model.head
+    return F.linear(enter(x, vocabulary.group), local(owner.weight))
+
+
+def loss(model: CausalLM, vocabulary: Vocabulary, x: Tensor, targets: Tensor) -> Tensor:
+    """The loss of what `hidden` returned, the same on every process."""
+    return vocabulary_loss(own_logits(model, vocabulary, x), targets, vocabulary)
+
+
+def own(tokens: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
+    """Where each token stands among those of this process, 0 where it does not; whether it does."""
+    mine = (tokens >= first) & (tokens < first + size)
+    return (tokens - first).where(mine, 0), mine
+
+
+def local(weight: Tensor) -> Tensor:
+    """This process's part of a split weight."""
+    assert isinstance(weight, DTensor)
+    return weight.to_local()
+
+
+def vocabulary_loss(own_logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
+    """The mean cross entropy of `next_token_loss`, from the logits of each process's own tokens."""
+    loss: Tensor = _VocabularyLoss.apply(own_logits, targets, vocabulary)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _VocabularyLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        place, mine = own(targets, vocabulary.first, logits.shape[-1])
+        if logits.shape[-1]:
+            lse = logits.to(wide).logsumexp(-1)
+            hit = logits.gather(-1, place.unsqueeze(-1)).squeeze(-1).to(wide) * mine
+        else:
+            lse, hit = (targets.new_full(targets.shape, x, dtype=wide) for x in (-torch.inf, 0.0))
+        largest = lse.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, vocabulary.group)
+        sums = torch.stack([(lse - largest).exp(), hit])
+        dist.all_reduce(sums, group=vocabulary.group)
+        lse, counts = sums[0].log() + largest, targets != -100
+        weights = counts / counts.sum().clamp(min=1).to(wide)
+        ctx.save_for_backward(logits, lse, place, mine, weights)
+        return ((lse - sums[1]) * weights).sum()
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, None, None]:
+        logits, lse, place, mine, weights = ctx.saved_tensors
+        errors = (logits - lse.unsqueeze(-1)).exp()
+        if logits.shape[-1]:
+            errors = errors.scatter_add(
+                -1, place.unsqueeze(-1), -mine.to(errors.dtype).unsqueeze(-1)
+            )
+        return (errors * (d_loss * weights).unsqueeze(-1)).to(logits.dtype), None, None

@@ -1,0 +1,171 @@
+"""This process among those that torchrun started, and the mesh that they make.
+
+Axes of the mesh, from far to near: `replicate` (whole copies of the weights), `shard` (parts of the
+weights), `context` (parts of a sequence), `tensor` (parts of each layer). Near ones send most.
+"""
+
+import datetime
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
+
+AXES = ("replicate", "shard", "context", "tensor")
+
+
+@dataclass(frozen=True)
+class MeshOptions:
+    """How the processes that torchrun starts share the work; what is left over are shards."""
+
+    replicate: int = 1
+    """Whole copies of the weights; each is sharded over the processes of its copy."""
+    context: int = 1
+    """Processes that share each sequence, every one a stretch of its tokens."""
+    tensor: int = 1
+    """Processes that share each layer, every one some of its heads."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that no mesh has."""
+        for name in ("replicate", "context", "tensor"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+
+    def shape(self, processes: int) -> tuple[int, int, int, int]:
+        """Sizes of the axes of `AXES` for so many processes.
+
+        Raises:
+            ValueError: They do not divide the number of processes.
+        """
+        used = self.replicate * self.context * self.tensor
+        if processes % used:
+            raise ValueError(
+                f"--replicate {self.replicate} x --context {self.context} x --tensor {self.tensor} "
+                f"= {used} does not divide the {processes} processes that torchrun started"
+            )
+        return self.replicate, processes // used, self.context, self.tensor
+
+
+def make_mesh(device: str, options: MeshOptions | None = None) -> DeviceMesh:
+    """Lay the processes of a job out by the axes `replicate`, `shard`, `context` and `tensor`.
+
+    Args:
+        device: "cpu" or "cuda", where the model is.
+        options: Sizes of the axes. None: all processes are shards.
+
+    Returns:
+        The mesh that `parallelize` takes.
+
+    Raises:
+        ValueError: The sizes do not divide the number of processes.
+    """
+    shape = (options or MeshOptions()).shape(dist.get_world_size())
+    return init_device_mesh(device, shape, mesh_dim_names=AXES)
+
+
+class World:
+    """Rank, size, device and mesh of this process; without torchrun it is alone and sends nothing.
+
+    Args:
+        device: Of this process: "cpu", or "cuda" for the GPU of its local rank.
+        options: Sizes of the axes of the mesh.
+        timeout_s: Seconds after which a process that waits for another gives up.
+
+    Raises:
+        ValueError: The sizes do not divide the number of processes.
+
+    Example:
+        >>> World(torch.device("cpu")).first
+        True
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        options: MeshOptions | None = None,
+        timeout_s: float = 600,
+    ) -> None:
+        """Join the others."""
+        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.device = device
+        self.mesh: DeviceMesh | None = None
+        options = options or MeshOptions()
+        options.shape(self.size)
+        if self.size == 1 and not dist.is_torchelastic_launched():
+            return
+        if device.type == "cuda":
+            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(self.device)
+        if not dist.is_initialized():
+            join(device.type, timeout_s)
+        self.mesh = make_mesh(device.type, options)
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, which alone prints, and writes what is not sharded."""
+        return self.rank == 0
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Sum x over all processes, in place."""
+        if self.size > 1:
+            dist.all_reduce(x)
+        return x
+
+    def from_first(self, compute: Callable[[], Any]) -> Any:
+        """Compute JSON on rank 0 and give it to all; an error there is raised on all.
+
+        Raises:
+            ValueError: Rank 0 could not; the message is its own.
+        """
+        if self.size == 1:
+            return compute()
+        answer = json.loads(broadcast(told(compute) if self.first else ""))
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        return answer["value"]
+
+    def leave(self) -> None:
+        """Wait for all others and end the group; without it some process might be aborted."""
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+def join(device: str, timeout_s: float) -> None:
+    """Meet the other processes that torchrun started."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    # torchrun's store outlives a restart, with the addresses of processes that are dead by then.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+        store=PrefixStore(f"attempt-{attempt}", store), rank=rank, world_size=size,
+        timeout=timeout,
+    )  # fmt: skip
+
+
+def told(compute: Callable[[], Any]) -> str:
+    """What it computes as JSON, or its error."""
+    try:
+        return json.dumps({"value": compute()})
+    except (ValueError, OSError) as error:
+        return json.dumps({"error": str(error)})
+
+
+def broadcast(text: str) -> str:
+    """Give all processes the text of rank 0, as bytes: no object is pickled on the way."""
+    data = text.encode()
+    size = torch.tensor([len(data)])
+    dist.broadcast(size, 0)
+    buffer = torch.zeros(int(size), dtype=torch.uint8)
+    if data:
+        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    dist.broadcast(buffer, 0)
+    return bytes(buffer.tolist()).decode()

@@ -1,0 +1,96 @@
+"""What a model computes on several processes, beside what it computes on one, in float64."""
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from deltarule.models import CausalLM, ModelConfig
+from deltarule.models.loss import next_token_loss
+from deltarule.parallel import MeshOptions, make_mesh, parallelize
+from deltarule.parallel.sharding import clip_sharded
+
+VOCAB = 257
+GROUPED = ("gated_deltanet", "kda", "deltanet", "gated_delta_product")
+
+
+def config_of(mixer: str) -> ModelConfig:
+    fields: dict[str, Any] = {"num_v_heads": 8} if mixer in GROUPED else {}
+    if mixer == "linear_attention":
+        fields["feature_map"] = "hedgehog"
+    if mixer in ("attention", "sliding_window"):
+        fields["num_kv_heads"] = 4
+    return ModelConfig(
+        vocab_size=VOCAB, hidden_size=64, num_layers=2, num_heads=4, layer_types=mixer,
+        mlp_size=64, tie_embeddings=mixer != "kda",
+        window=5 if mixer == "sliding_window" else None, **fields,
+    )  # fmt: skip
+
+
+def drawn(config: ModelConfig) -> CausalLM:
+    """Weights that are neither zero nor one, which would hide a gradient that is missing."""
+    torch.manual_seed(0)
+    model = CausalLM(config).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    a, b = a.detach(), b.detach()
+    return float((a - b).norm() / b.norm().clamp(min=1e-300))
+
+
+def whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def heads_and_shards(mixer: str, tensor: int) -> dict[str, float]:
+    """Errors of a model split by heads over `tensor` processes, and sharded over the others.
+
+    Each process of the shards has a packed row of its own.
+    """
+    alone = drawn(config_of(mixer))
+    mesh = make_mesh("cpu", MeshOptions(tensor=tensor))
+    rows = mesh["shard"].size()
+    tokens, targets = torch.randint(VOCAB, (2, rows, 23)).unbind()
+    targets[0, 3] = -100
+    offsets = torch.tensor([0, 9, 23])
+    expected, logits = 0.0, []
+    for row in range(rows):
+        x, _ = alone.hidden(tokens[row : row + 1], cu_seqlens=offsets)
+        logits.append(alone.logits(x))
+        expected = expected + next_token_loss(logits[-1], targets[row : row + 1]) / rows
+    expected.backward()
+    model = copy.deepcopy(alone)
+    model.zero_grad()
+    parallelize(model, mesh)
+    row = mesh["shard"].get_local_rank()
+    x, _ = model.hidden(tokens[row : row + 1], cu_seqlens=offsets)
+    mine, own_targets = model.logits(x), targets[row : row + 1]
+    # Of split tokens, of all logits: the same.
+    loss = model.loss(x, own_targets) if tensor > 1 else next_token_loss(mine, own_targets)
+    errors = {
+        "logits": relative(mine, logits[row]),
+        "loss": relative(next_token_loss(mine, own_targets), loss),
+    }
+    loss = loss / rows
+    loss.backward()
+    total = loss.detach().clone()
+    dist.all_reduce(total, group=mesh["shard"].get_group())
+    pairs = [(p, q) for p, q in zip(model.parameters(), alone.parameters(), strict=True)]
+    assert [p.grad is None for p, _ in pairs] == [q.grad is None for _, q in pairs]
+    used = [(p, q) for p, q in pairs if q.grad is not None]
+    return errors | {
+        "total": relative(total, expected),
+        "gradient": max(relative(whole(p.grad).view_as(q), q.grad) for p, q in used),
+        "norm": relative(
+            clip_sharded(list(model.parameters()), 1.0),
+            torch.nn.utils.clip_grad_norm_(alone.parameters(), 1.0),
+        ),
+        "clipped": max(relative(whole(p.grad).view_as(q), q.grad) for p, q in used),
+    }
