@@ -1,0 +1,235 @@
+"""Seconds and bytes of a training step on so many GPUs, for every way to divide the work.
+
+    step = accumulate * (compute + waits for weights, heads and states) + replicas + update
+
+What is measured and what is assumed stands in `machine`. Left out: pipelines, stragglers, input,
+checkpoints, the imbalance of packed rows, and how collectives and compute slow each other down.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from deltarule.parallel.machine import (
+    ATTENTION_FLOPS,
+    KEPT_BYTES,
+    LONG_ROWS,
+    MATRIX_FLOPS,
+    OPERATOR_S,
+    OPTIMIZER_S,
+    PEAK_FLOPS,
+    REST_S,
+    TRANSITION_S,
+    Machine,
+    Size,
+)
+
+# What PyTorch, NCCL and the allocator take beside tensors, bytes.
+OVERHEAD = 6e9
+# Share of the memory that may be planned with.
+USABLE = 0.92
+# Rows times heads below which the kernels split rows.
+FEW_ROWS = 66
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the GPUs are divided, and what one group of them takes at once.
+
+    Args:
+        replicate: Whole copies of the weights.
+        shard: Parts of the weights.
+        context: Parts of a row.
+        tensor: Parts of a layer.
+        checkpointing: Whether blocks are computed again in the backward.
+        rows: Rows that the GPUs of one context take at once.
+    """
+
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    checkpointing: bool = False
+    rows: int = 1
+
+    @property
+    def gpus(self) -> int:
+        """All of them."""
+        return self.replicate * self.shard * self.context * self.tensor
+
+    def __str__(self) -> str:
+        """Only what is more than one."""
+        names = "replicate", "shard", "context", "tensor"
+        parts = [f"{name} {getattr(self, name)}" for name in names if getattr(self, name) > 1]
+        return " x ".join(parts or ["one GPU"]) + (", recompute" if self.checkpointing else "")
+
+
+class Estimate(NamedTuple):
+    """Seconds of an optimizer step by what takes them, and bytes of a GPU."""
+
+    division: Division
+    parts: dict[str, float]
+    accumulate: float
+    memory: float
+    tokens: float
+    flops: float
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all GPUs."""
+        return self.tokens / self.seconds
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the matrix units' peak that does what a step needs at the least."""
+        return self.flops / self.seconds / self.division.gpus / PEAK_FLOPS
+
+    @property
+    def binds(self) -> str:
+        """What takes most of the time."""
+        return max(self.parts, key=lambda name: self.parts[name])
+
+
+def estimate(
+    size: Size, machine: Machine, division: Division, length: int, batch_tokens: float
+) -> Estimate | None:
+    """Estimate a step of so many tokens in rows of a length; None where it does not fit.
+
+    Example:
+        >>> from deltarule.parallel.machine import MACHINES, size_of
+        >>> step = estimate(size_of(1.3e9), MACHINES["h200"], Division(rows=4), 4096, 16384)
+        >>> 0.25 < step.seconds < 0.4
+        True
+    """
+    d = division
+    tokens = d.rows * length / d.context
+    accumulate = batch_tokens / (d.replicate * d.shard * d.rows * length)
+    used = memory(size, d, tokens)
+    if used > USABLE * machine.memory or accumulate < 1:
+        return None
+    compute = compute_parts(size, machine, d, length, tokens)
+    stream = 2 * tokens * size.hidden
+    reduces = (6 if d.checkpointing else 4) * size.layers
+    heads = reduces * 2 * machine.collective(stream, d.tensor)
+    beside = (sum(compute.values()) + heads) / size.layers
+    parts = {name: accumulate * seconds for name, seconds in compute.items()}
+    parts["heads"] = accumulate * heads
+    parts["states"] = accumulate * recurrent(size) * states(size, machine, d)
+    parts["weights"] = accumulate * weights(size, machine, d, beside)
+    parts["replicas"] = replicas(size, machine, d, beside)
+    held = size.parameters / d.tensor / (d.shard * d.context)
+    parts["update"] = OPTIMIZER_S * held / machine.bandwidth
+    flops = 6 * size.parameters + 7 * length * size.heads * 128 * size.attention
+    return Estimate(d, parts, accumulate, used, batch_tokens, flops * batch_tokens)
+
+
+def recurrent(size: Size) -> int:
+    """Recurrent layers."""
+    return size.layers - size.attention
+
+
+def compute_parts(
+    size: Size, machine: Machine, d: Division, length: int, tokens: float
+) -> dict[str, float]:
+    """Seconds of one pass forward and backward over the tokens of a GPU."""
+    again = 4 / 3 if d.checkpointing else 1.0
+    channels = tokens * size.heads / d.tensor
+    # Weights and their gradients: 6 FLOP a parameter and token.
+    block = size.layers * size.layer_parameters * again + size.vocabulary * size.hidden
+    operator = OPERATOR_S * (LONG_ROWS if d.rows * size.heads / d.tensor < FEW_ROWS else 1)
+    if d.context > 1:
+        operator += TRANSITION_S
+    softmax = 7 * length * channels * 128 / (ATTENTION_FLOPS * machine.matrix)
+    rest = REST_S * tokens * size.hidden * (0.3 + 0.7 / d.tensor) / machine.bandwidth
+    return {
+        "products": 6 * block * tokens / d.tensor / (MATRIX_FLOPS * machine.matrix),
+        "operator": recurrent(size) * operator * channels * again / machine.memory_rate,
+        "attention": size.attention * softmax * again,
+        "elementwise": size.layers * rest * again,
+    }
+
+
+def memory(size: Size, d: Division, tokens: float) -> float:
+    """Bytes of a GPU: weights and moments in float32, gathered layers, what is kept, logits."""
+    held = 16 * size.parameters / d.tensor / (d.shard * d.context)
+    gathered = 0.0
+    if d.shard * d.context > 1:
+        gathered = (6 * size.layer_parameters + 4 * size.vocabulary * size.hidden) / d.tensor
+    # Heads split the inside of a block, not the stream between blocks.
+    inside = (1 if d.checkpointing else size.layers) * KEPT_BYTES * (0.3 + 0.7 / d.tensor)
+    between = 2 * size.layers if d.checkpointing else 0
+    logits = 6 * min(tokens, 8192) * size.vocabulary / d.tensor
+    return held + gathered + tokens * size.hidden * (inside + between) + logits + OVERHEAD
+
+
+def states(size: Size, machine: Machine, d: Division) -> float:
+    """Seconds that a recurrent layer waits for states: U and M forward, dS back, and halos."""
+    if d.context == 1:
+        return 0.0
+    one = size.heads / d.tensor * 128 * 128 * 4
+    gather = sum(
+        machine.collective(x * d.context, d.context, d.tensor) for x in (2 * one, one)
+    ) + 2 * d.context * 6e-6  # fmt: skip
+    far = [d.tensor * 2**i for i in range(math.ceil(math.log2(d.context)))] + [d.tensor]
+    scan = sum(machine.message(x, distance) for distance in far for x in (2 * one, one))
+    halo = 2 * machine.message(9 * size.heads / d.tensor * 128 * 2, d.tensor)
+    return min(gather, scan) + halo
+
+
+def weights(size: Size, machine: Machine, d: Division, beside: float) -> float:
+    """Seconds that computing waits for sharded weights, which travel beside it layer by layer."""
+    ways = d.shard * d.context
+    if ways == 1:
+        return 0.0
+    layer = size.layer_parameters / d.tensor
+    gather = machine.collective(2 * layer, ways, d.tensor)
+    travel = 2 * gather + machine.collective(4 * layer, ways, d.tensor)
+    return size.layers * max(0.0, travel - 0.9 * beside) + travel
+
+
+def replicas(size: Size, machine: Machine, d: Division, beside: float) -> float:
+    """Seconds that a step waits for the gradients of other copies."""
+    ways = d.shard * d.context
+    part = 4 * size.layer_parameters / d.tensor / ways
+    each = 2 * machine.collective(part, d.replicate, ways * d.tensor)
+    return size.layers * max(0.0, each - 0.3 * beside) + each
+
+
+def divisions(machine: Machine, gpus: int, length: int) -> list[Division]:
+    """Every way to divide a number of GPUs that is a power of 2."""
+    powers = [2**i for i in range(gpus.bit_length())]
+    found = []
+    for tensor in (t for t in powers if t <= machine.host):
+        for context in (c for c in powers if tensor * c <= gpus and length // c >= 256):
+            rest = gpus // tensor // context
+            for shard in (s for s in powers if s <= rest and rest % s == 0):
+                for rows in (
+                    r for r in (1, 2, 4, 8, 16) if r == 1 or r * length / context <= 65536
+                ):
+                    found += [
+                        Division(rest // shard, shard, context, tensor, again, rows)
+                        for again in (False, True)
+                    ]
+    return found
+
+
+def best(
+    size: Size, machine: Machine, gpus: int, length: int, batch_tokens: float
+) -> list[Estimate]:
+    """Estimates of all divisions that fit, the fastest first.
+
+    Raises:
+        ValueError: The number of GPUs is no power of 2.
+    """
+    if gpus < 1 or gpus & (gpus - 1):
+        raise ValueError(f"--gpus must be a power of 2, got {gpus}")
+    found = [
+        estimate(size, machine, division, length, batch_tokens)
+        for division in divisions(machine, gpus, length)
+    ]
+    return sorted((e for e in found if e is not None), key=lambda e: e.seconds)

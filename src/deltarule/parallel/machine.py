@@ -1,0 +1,147 @@
+"""What a GPU computes and what its links carry: the numbers that an estimate starts from.
+
+Rates are those of one H200, measured: a training step's products, the operator's kernels and the
+rest, each on its own. Another GPU is told by how it compares, links by their stated bandwidths.
+"""
+
+import math
+from dataclasses import dataclass
+
+# FLOP/s of the products of a training step, bfloat16, achieved.
+MATRIX_FLOPS = 708e12
+# Seconds a token and head of 128 x 128, gated delta rule, forward and backward; and how much longer
+# where rows are few and long, so that the kernels split them.
+OPERATOR_S, LONG_ROWS = 2.48e-9, 1.65
+# The same for what a context adds: a pass with the transition's channels in place of one without.
+TRANSITION_S = 2.4e-9
+# Seconds a token, layer and channel: norms, convolutions, SwiGLU, casts and the loss.
+REST_S = 4.7e-11
+# Seconds a parameter held: AdamW moves 26 bytes.
+OPTIMIZER_S = 26e-12
+# Bytes a token, layer and channel that are kept for the backward.
+KEPT_BYTES = 34.2
+# FLOP/s of softmax attention, forward and backward (public figures of FlashAttention-3).
+ATTENTION_FLOPS = 480e12
+# Peak of the matrix units in bfloat16, for the share of it that is used.
+PEAK_FLOPS = 989e12
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Hosts of GPUs and what connects them.
+
+    Args:
+        name: Of the GPU.
+        memory: Bytes of a GPU.
+        matrix: Speed of its matrix products, against an H200.
+        bandwidth: Of its memory, against an H200.
+        inside: Bytes/s a GPU in collectives inside a host.
+        outside: Bytes/s a GPU between hosts.
+        host: GPUs of a host.
+    """
+
+    name: str
+    memory: float
+    matrix: float
+    bandwidth: float
+    inside: float = 370e9
+    # 400 Gbit/s a network card, at 88 %.
+    outside: float = 44e9
+    host: int = 8
+    latency_inside: float = 25e-6
+    latency_outside: float = 45e-6
+    latency_hop: float = 2.5e-6
+
+    @property
+    def memory_rate(self) -> float:
+        """How fast kernels run that partly wait for memory, against an H200."""
+        return 0.3 + 0.7 * self.bandwidth
+
+    def collective(self, size: float, ways: int, stride: int = 1) -> float:
+        """Seconds of an all-gather or reduce-scatter whose whole is so many bytes.
+
+        Args:
+            size: Bytes.
+            ways: GPUs, every stride-th one. An all-reduce takes twice as long.
+            stride: Distance between two of them.
+        """
+        if ways == 1:
+            return 0.0
+        latency, bandwidth = self.latency_inside, self.inside
+        if ways * stride > self.host:
+            # Every member on a host brings its part in by its own card, NVLink does the rest.
+            members = max(1, self.host // stride)
+            latency, bandwidth = self.latency_outside, min(self.inside, members * self.outside)
+        return size * (ways - 1) / ways / bandwidth + latency + self.latency_hop * min(ways, 512)
+
+    def message(self, size: float, distance: int) -> float:
+        """Seconds from one GPU to another that is so far away."""
+        if distance < self.host:
+            return size / self.inside + self.latency_inside
+        return size / self.outside + self.latency_outside
+
+
+MACHINES = {
+    "h200": Machine("H200", 141e9, 1.0, 1.0),
+    "h100": Machine("H100", 80e9, 1.0, 3.35 / 4.8),
+    "a100": Machine("A100", 80e9, 312 / 989, 2.04 / 4.8, inside=235e9, outside=22e9),
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    """A hybrid of gated delta rule and softmax attention, heads of 128 x 128.
+
+    Args:
+        layers: Blocks.
+        hidden: Channels of the stream.
+        vocabulary: Tokens; embedding and head are two matrices.
+        every: One layer in so many is softmax attention; 0: none.
+        kv_heads: Key and value heads of attention.
+    """
+
+    layers: int
+    hidden: int
+    vocabulary: int = 32_000
+    every: int = 0
+    kv_heads: int = 8
+
+    @property
+    def heads(self) -> int:
+        """Heads of a recurrent layer."""
+        return self.hidden // 128
+
+    @property
+    def attention(self) -> int:
+        """Layers of softmax attention."""
+        return self.layers // self.every if self.every else 0
+
+    @property
+    def layer_parameters(self) -> float:
+        """Of a layer, on average."""
+        mlp = 3 * self.hidden * 16 * math.ceil(self.hidden * 8 / 3 / 16)
+        recurrent = 5 * self.hidden**2 + mlp
+        attention = 2 * self.hidden**2 + 2 * self.hidden * self.kv_heads * 128 + mlp
+        share = self.attention / self.layers
+        return recurrent * (1 - share) + attention * share
+
+    @property
+    def parameters(self) -> float:
+        """All of them."""
+        return self.layers * self.layer_parameters + 2 * self.vocabulary * self.hidden
+
+
+def size_of(parameters: float, vocabulary: int = 32_000, every: int = 0) -> Size:
+    """The size of so many parameters that is about a hundred channels wide for each layer.
+
+    Example:
+        >>> size = size_of(7e9)
+        >>> size.layers, size.hidden
+        (37, 3840)
+    """
+    if parameters < 1e7:
+        raise ValueError(f"--parameters must be 1e7 or more, got {parameters:g}")
+    # 13 hidden^2 a layer.
+    hidden = 128 * max(2, round((parameters * 100 / 13) ** (1 / 3) / 128))
+    layers = max(1, round((parameters - 2 * vocabulary * hidden) / (13 * hidden**2)))
+    return Size(layers, hidden, vocabulary, every)
