@@ -8,7 +8,7 @@ K   channels of a query or key      V   channels of a value
 Value head h reads key head h * H // HV. Step j of token t is row t * n + j of k, v and beta.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -32,6 +32,32 @@ class RecurrentOutput(NamedTuple):
 
     o: Outputs
     final_state: State | None
+
+    @property
+    def transition(self) -> Tensor | None:
+        """What all tokens multiply a state by, where it was asked for; see `TransitionOutput`."""
+        return None
+
+
+class TransitionOutput(RecurrentOutput):
+    """The two of `RecurrentOutput`, and beside them `transition`.
+
+    A state S before the tokens becomes S M plus what they write. M is [N, HV, K, K], or [N, HV, K]
+    of a diagonal where nothing is erased.
+    """
+
+    def __new__(cls, o: Outputs, final_state: State | None, transition: Tensor) -> Self:
+        """Hold all three."""
+        output = super().__new__(cls, o, final_state)
+        output._transition = transition
+        return output
+
+    _transition: Tensor
+
+    @property
+    def transition(self) -> Tensor:
+        """M of each sequence."""
+        return self._transition
 
 
 class MesaState(NamedTuple):

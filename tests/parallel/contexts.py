@@ -11,7 +11,6 @@ from whole_models import relative
 
 import deltarule
 from deltarule.ops.context import make_context
-from deltarule.ops.context.linear import over_context
 
 TOKENS = 53
 # With 4 processes (13 or 14 tokens each): one whose first document ends and whose last goes on,
@@ -98,7 +97,7 @@ def operator_case(exchange: str, bounds: list[int] | None = None, **case: Any) -
         own_start = start if offsets is None else start[1:]
         count = context.sequences or 2
         own_start = own_start[:count]
-    out = over_context(operator, context, given | mine | {"initial_state": own_start})
+    out = operator(**given | mine, initial_state=own_start, context=context)
     loss = (out.o * context.part(weight)).sum()
     if context.rank == context.size - 1:
         loss = loss + last_weight * out.final_state[-1].sum()

@@ -17,7 +17,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 120
+TIMEOUT_S = 60
 
 
 class Processes:
@@ -25,8 +25,12 @@ class Processes:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.running: list[subprocess.Popen[str]] = []
+        self._open()
+
+    def _open(self) -> None:
         self.folder = tempfile.TemporaryDirectory()
-        self.running = [self._start(rank) for rank in range(size)]
+        self.running = [self._start(rank) for rank in range(self.size)]
 
     def _start(self, rank: int) -> subprocess.Popen[str]:
         environment = os.environ | {
@@ -40,6 +44,9 @@ class Processes:
 
     def __call__(self, function: str, **arguments: Any) -> list[Any]:
         """What "file.function" returns on each process; an error on any is raised here."""
+        if not self.running:
+            # They were ended for a failure before.
+            self._open()
         line = json.dumps([function, arguments]) + "\n"
         for process in self.running:
             process.stdin.write(line)

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.loss import next_token_loss
+from deltarule.ops.context import make_context
 from deltarule.parallel import MeshOptions, make_mesh, parallelize
 from deltarule.parallel.sharding import clip_sharded
 
@@ -94,3 +95,59 @@ def heads_and_shards(mixer: str, tensor: int) -> dict[str, float]:
         ),
         "clipped": max(relative(whole(p.grad).view_as(q), q.grad) for p, q in used),
     }
+
+
+def context_model(mixer: str, exchange: str, packed: bool, heads: int = 1) -> dict[str, float]:
+    """Errors of a model over a context, alone or beside heads: hidden states and all gradients."""
+    torch.manual_seed(0)
+    tokens = 64
+    # Documents that begin one and two tokens before the next process's first, and just there.
+    offsets = [0, 5, 15, 23, 32, 46, 58, 64] if packed else None
+    alone = drawn(
+        ModelConfig(
+            vocab_size=97, hidden_size=32, num_layers=2, num_heads=2 * heads, layer_types=mixer,
+            window=9 if mixer == "sliding_window" else None,
+        )
+    )  # fmt: skip
+    rows = 1 if packed else 2
+    x, targets = torch.randint(97, (2, rows, tokens)).unbind()
+    spans = None if offsets is None else torch.tensor(offsets)
+    hidden, last = alone.hidden(x, cu_seqlens=spans)
+    next_token_loss(alone.logits(hidden), targets).backward()
+    model = copy.deepcopy(alone)
+    model.zero_grad()
+    processes = dist.get_world_size() // heads
+    mesh = make_mesh("cpu", MeshOptions(context=processes, tensor=heads))
+    plan = parallelize(model, mesh) if heads > 1 else None
+    group = mesh["context"].get_group()
+    context = make_context(tokens, cu_seqlens=offsets, exchange=exchange, group=group)
+    mine, after = model.hidden(context.part(x), context=context)
+    loss = model.loss if plan else (lambda h, t: next_token_loss(model.logits(h), t))
+    share = (context.last - context.first) / tokens
+    (loss(mine, context.part(targets)) * share).backward()
+    errors = {"hidden": relative(mine, context.part(hidden))}
+    if context.rank == context.size - 1 and heads == 1:
+        # What a run on one process would go on from.
+        pairs = [(a[name], b[name]) for a, b in zip(after, last, strict=True) for name in b]
+        errors["state"] = max((relative(a[-1] * 1.0, b[-1] * 1.0) for a, b in pairs), default=0.0)
+    pairs = [(p, q) for p, q in zip(model.parameters(), alone.parameters(), strict=True)]
+    errors["gradient"] = 0.0
+    for p, q in pairs:
+        if q.grad is not None:
+            if plan is None:
+                dist.all_reduce(p.grad)
+            errors["gradient"] = max(errors["gradient"], relative(whole(p.grad).view_as(q), q.grad))
+    return errors
+
+
+def refused(mixer: str) -> str:
+    """What a model says that cannot share a sequence out."""
+    config = ModelConfig(
+        vocab_size=97, hidden_size=32, num_layers=1, num_heads=2, layer_types=mixer
+    )  # fmt: skip
+    context = make_context(32)
+    try:
+        CausalLM(config).hidden(torch.zeros(1, 16, dtype=torch.int64), context=context)
+    except ValueError as error:
+        return str(error)
+    return ""

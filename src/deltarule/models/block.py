@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from deltarule.models.config import ModelConfig
 from deltarule.nn import MIXERS, RMSNorm, State, SwiGLU
 from deltarule.nn.recomputed import recomputed
+from deltarule.ops.context import Context
 from deltarule.shapes import Hidden, Mask, Offsets
 
 
@@ -34,11 +35,14 @@ class Block(nn.Module):
         cu_seqlens: Offsets | None,
         mask: Mask | None,
         shared: dict[str, Tensor],
+        context: Context | None = None,
     ) -> tuple[Hidden, Hidden, State]:
         """Add the branch and apply both halves; return stream, branch and the mixer's state."""
         x, normed = norm_of_sum(self.mixer_norm, x, branch)
         with recomputed(normed, partial(self.mixer_norm.forward, x)):
-            y, state = self.mixer(normed, state, cu_seqlens=cu_seqlens, mask=mask, shared=shared)
+            y, state = self.mixer(
+                normed, state, cu_seqlens=cu_seqlens, mask=mask, shared=shared, context=context
+            )
         if self.mlp is None or self.mlp_norm is None:
             return x, y, state
         x, normed = self.mlp_norm.of_sum(x, y)

@@ -16,6 +16,7 @@ from deltarule.models.block import Block, norm_of_sum
 from deltarule.models.config import ModelConfig
 from deltarule.models.generate import Prompt, Stop, generate, stream
 from deltarule.nn import ModelState, RecurrentMixer, RMSNorm
+from deltarule.ops.context import Context
 from deltarule.shapes import Hidden, Mask, Offsets
 
 Tokens = Int[Tensor, "B T"]
@@ -74,6 +75,7 @@ class CausalLM(nn.Module):
         *,
         cu_seqlens: Offsets | None = None,
         mask: Mask | None = None,
+        context: Context | None = None,
     ) -> tuple[Logits, ModelState]:
         """Predict every next token.
 
@@ -84,6 +86,9 @@ class CausalLM(nn.Module):
                 from one document to another. None means that each row is a sequence.
             mask: [B, T] bool, False at padding, which changes no other logit and no state.
                 None means no padding.
+            context: The processes that hold the other tokens of the rows, of
+                `deltarule.make_context`; `cu_seqlens` and `mask` are then None. None means that
+                all tokens are here.
 
         Returns:
             Logits [B, T, vocab_size] in the parameters' dtype, and the state after the last token.
@@ -91,7 +96,7 @@ class CausalLM(nn.Module):
         Raises:
             ValueError: An argument has the wrong shape, dtype, device or range; it is named.
         """
-        x, state = self.hidden(tokens, state, cu_seqlens=cu_seqlens, mask=mask)
+        x, state = self.hidden(tokens, state, cu_seqlens=cu_seqlens, mask=mask, context=context)
         return self.logits(x), state
 
     def hidden(
@@ -101,10 +106,12 @@ class CausalLM(nn.Module):
         *,
         cu_seqlens: Offsets | None = None,
         mask: Mask | None = None,
+        context: Context | None = None,
     ) -> tuple[Hidden, ModelState]:
         """Do all of `forward` but the head: the same arguments, [B, T, hidden_size] returned."""
+        spans = cu_seqlens if context is None else context.cu_seqlens(tokens.device)
         check_inputs(
-            tokens, state, cu_seqlens, mask, vocab_size=self.config.vocab_size,
+            tokens, state, spans, mask, vocab_size=self.config.vocab_size,
             num_layers=self.config.num_layers, device=self.embedding.weight.device,
         )  # fmt: skip
         # What layers share within one pass, such as the first layer's values in RWKV-7.
@@ -113,7 +120,7 @@ class CausalLM(nn.Module):
         x, branch = self.embedding(tokens), None
         states = []
         for index, block in enumerate(self.blocks):
-            arguments = (None if state is None else state[index], cu_seqlens, mask, shared)
+            arguments = (None if state is None else state[index], cu_seqlens, mask, shared, context)
             if recompute:
                 # Their sum alone is kept. No layer draws random numbers: there is no random state.
                 x = x if branch is None else x + branch

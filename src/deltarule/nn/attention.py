@@ -12,6 +12,7 @@ from typing import ClassVar, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 
 from deltarule.nn.arguments import (
     above_zero,
@@ -29,6 +30,8 @@ from deltarule.nn.rope import rotate
 from deltarule.nn.rule import System
 from deltarule.nn.state import State
 from deltarule.nn.window_blocks import block_masks, blocks, with_block_before
+from deltarule.ops.context import Context
+from deltarule.ops.context.rows import all_rows
 from deltarule.shapes import Hidden, Mask, Offsets
 
 FULL = System(
@@ -140,6 +143,7 @@ class Attention(Mixer):
         cu_seqlens: Offsets | None = None,
         mask: Mask | None = None,
         shared: dict[str, Tensor] | None = None,
+        context: Context | None = None,
     ) -> tuple[Hidden, State]:
         """Attend from the tokens of x to themselves and to what came before them.
 
@@ -151,6 +155,8 @@ class Attention(Mixer):
             mask: [B, T] bool, True at real tokens, in any pattern; nobody sees the others. None:
                 all are real.
             shared: Not used.
+            context: The processes that hold the other tokens of the rows; x then has those of this
+                process, and `cu_seqlens` and `mask` are None. None: all tokens are here.
 
         Returns:
             y [B, T, hidden_size], and a new state; the given one is not written to.
@@ -158,8 +164,10 @@ class Attention(Mixer):
         Raises:
             ValueError: An argument has the wrong shape, dtype or device; the message names it.
         """
-        layout = make_layout(x, cu_seqlens, mask)
+        layout = make_layout(x, cu_seqlens, mask, context)
         check_input(x, self.hidden_size, self.o_proj.weight)
+        if context is not None:
+            return self._over_context(x, state, layout, context)
         before = self._state_before(state, layout)
         q, k, v = self._project(layout.to_front(x), layout.positions(before["length"]))
         keys = torch.cat([before["keys"].to(k.dtype), k], dim=1)
@@ -172,6 +180,43 @@ class Attention(Mixer):
         if cu_seqlens is not None:
             return y, State()
         return y, self._state_after(before, keys, values, layout)
+
+    def _over_context(
+        self, x: Hidden, state: State | None, layout: Layout, context: Context
+    ) -> tuple[Hidden, State]:
+        """Attend to the keys of all processes up to the last token here."""
+        if state is not None:
+            raise ValueError("state must be None with a context: attention then starts afresh")
+        length = x.new_zeros(layout.sequences, dtype=torch.int64)
+        q, k, v = self._project(x, layout.positions(layout.lengths(length)))
+        keys, values = (all_rows(context, rows)[:, : context.last] for rows in (k, v))
+        o = self._attend_up_to(q, keys, values, context)
+        y: Tensor = self.o_proj(o.flatten(-2))
+        if context.offsets is not None:
+            return y, State()
+        before = State(self.init_state(layout.sequences), length=layout.lengths(length))
+        return y, self._state_after(before, keys, values, layout)
+
+    def _attend_up_to(self, q: Tensor, keys: Tensor, values: Tensor, context: Context) -> Tensor:
+        """Attention of the last rows of all those up to them."""
+        lowest = 0 if self.window is None else max(0, context.first - self.window + 1)
+        if context.offsets is not None:
+            lowest = max(lowest, context.first - context.position)
+        keys, values = keys[:, lowest:], values[:, lowest:]
+        if self.window is None and context.offsets is None:
+            # Causal from the last row on: PyTorch's kernels need no mask for it.
+            bias = causal_lower_right(q.shape[1], keys.shape[1])
+            return self._attend(q, keys, values, bias)
+        token = torch.arange(lowest, context.last, device=q.device)
+        behind = token[context.first - lowest :, None] - token
+        visible = behind >= 0
+        if self.window is not None:
+            visible &= behind < self.window
+        if context.offsets is not None:
+            ends = torch.tensor(context.offsets[1:], device=q.device)
+            document = torch.searchsorted(ends, token, right=True)
+            visible &= document[context.first - lowest :, None] == document
+        return self._attend(q, keys, values, visible)
 
     def weights(self, x: Hidden) -> Tensor:
         """Write out the softmax [B, num_heads, T, T] of tokens x with nothing before them.

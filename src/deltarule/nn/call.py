@@ -24,12 +24,13 @@ class Call:
 
     def positions(self) -> Tensor:
         """[B, T] each token's position, counted on in the state's `length` [N]."""
-        length = self.before["length"]
+        length = self.layout.lengths(self.before["length"])
         self.after["length"] = length + self.layout.counts
         return self.layout.positions(length)
 
     def token_shift(self) -> Tensor:
         """x_{t-1} - x_t within each sequence, the state keeping the last x as `shift` [N, 1, D]."""
-        extended = self.layout.with_history(self.x, self.before["shift"])
+        history = self.layout.history(self.x, self.before["shift"])
+        extended = self.layout.with_history(self.x, history)
         self.after["shift"] = self.layout.next_history(extended, 1)
         return self.layout.without_history(extended[:, :-1], 1) - self.x

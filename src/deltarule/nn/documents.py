@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from deltarule.nn.rule import Projections
+from deltarule.ops.context.rows import rows_before
 
 
 def first_tokens(projections: Projections) -> Tensor:
@@ -18,7 +19,12 @@ def token_before(x: Tensor, projections: Projections) -> Tensor:
     """x_{t-1} within each document, and zeros before its first token: [B, T, ...]."""
     shifted = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1)
     first = first_tokens(projections)
-    return shifted.masked_fill(first.view(-1, *[1] * (x.ndim - 2)), 0)
+    shifted = shifted.masked_fill(first.view(-1, *[1] * (x.ndim - 2)), 0)
+    if (context := projections.context) is None:
+        return shifted
+    rows = x.flatten(2)
+    before = rows_before(context, rows, 1, rows.new_zeros(len(rows), 1, rows.shape[2]))
+    return torch.cat([before.view_as(x[:, :1]), shifted[:, 1:]], dim=1)
 
 
 def document_count(projections: Projections) -> int:

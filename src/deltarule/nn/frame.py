@@ -13,6 +13,7 @@ from deltarule.nn.layout import make_layout
 from deltarule.nn.rule import Arguments
 from deltarule.nn.short_conv import ShortConv
 from deltarule.nn.state import State
+from deltarule.ops.context import Context
 from deltarule.shapes import Hidden, Mask, Offsets
 
 
@@ -76,9 +77,10 @@ class FramedMixer(Mixer):
         cu_seqlens: Offsets | None = None,
         mask: Mask | None = None,
         shared: dict[str, Tensor] | None = None,
+        context: Context | None = None,
     ) -> tuple[Hidden, State]:
         """Mix the tokens of x with what came before; arguments as in `RecurrentMixer.forward`."""
-        layout = make_layout(x, cu_seqlens, mask)
+        layout = make_layout(x, cu_seqlens, mask, self.check_context(context))
         check_input(x, self.hidden_size, self.o_proj.weight)
         before = self.init_state(layout.sequences) if state is None else state
         before = check_state(before, self.init_state(0), layout.sequences, self.exact())
@@ -109,7 +111,8 @@ class FramedMixer(Mixer):
         if not self.conv_size:
             return y
         key = f"{name}_conv"
-        y, call.after[key] = getattr(self, key)(y, call.before[key], call.layout)
+        history = call.layout.history(y, call.before[key])
+        y, call.after[key] = getattr(self, key)(y, history, call.layout)
         return y
 
 

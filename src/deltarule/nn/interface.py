@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from deltarule.nn.gates import computed
 from deltarule.nn.rule import QueryKeyNorm, System
 from deltarule.nn.state import State
+from deltarule.ops.context import Context
 from deltarule.shapes import Hidden, Mask, Offsets
 
 
@@ -66,6 +67,8 @@ class Mixer(nn.Module, ABC):
     rule: ClassVar[System]
     # Parameters that stay in float32 in a 16-bit layer, and that weight decay skips.
     float32_parameters: ClassVar[tuple[str, ...]] = ()
+    # Whether the last state depends linearly on the first, so that a context can be exact.
+    linear_state: ClassVar[bool] = True
 
     @classmethod
     @abstractmethod
@@ -90,8 +93,18 @@ class Mixer(nn.Module, ABC):
         cu_seqlens: Offsets | None = None,
         mask: Mask | None = None,
         shared: dict[str, Tensor] | None = None,
+        context: Context | None = None,
     ) -> tuple[Hidden, State]:
         """Mix the tokens of x; see `RecurrentMixer.forward` for the arguments."""
+
+    def check_context(self, context: Context | None) -> Context | None:
+        """Refuse to share sequences out where the last state is not linear in the first."""
+        if context is not None and not self.linear_state:
+            raise ValueError(
+                f"context must be None for {self.rule.name}: its state is a network, which no "
+                "process can know before those before it are done"
+            )
+        return context
 
     def gate_parameter(self, name: str, value: Tensor) -> None:
         """Add one of float32_parameters, whatever torch's default dtype."""

@@ -5,13 +5,16 @@ Padding:  each row's real tokens are moved to its front, so that whatever looks 
 Packing:  the sequences lie end to end in one row, and each looks back into its own history.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltarule.nn.rule import Arguments
 from deltarule.ops.checks import check_cu_seqlens
+from deltarule.ops.context import Context
+from deltarule.ops.context.rows import rows_before
 from deltarule.shapes import Hidden, Mask, Offsets
 
 
@@ -28,6 +31,7 @@ class Layout:
         sequence: [T] the packed sequence that each token belongs to. None: a row is a sequence.
         order: [B, T] the tokens of each row, real ones first. None: all are real.
         real: [B, T] True at the real tokens, once they are at the front. None: all are real.
+        context: The processes that hold other tokens of these sequences. None: there are none.
     """
 
     batch: int
@@ -38,11 +42,32 @@ class Layout:
     sequence: Tensor | None = None
     order: Tensor | None = None
     real: Tensor | None = None
+    context: Context | None = None
 
     @property
     def sequences(self) -> int:
         """N: rows, or packed sequences."""
         return self.batch if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+
+    @property
+    def spans(self) -> dict[str, Any]:
+        """What an operator is told of the sequences' ends."""
+        if self.context is None:
+            return {"cu_seqlens": self.cu_seqlens}
+        return {"context": self.context}
+
+    def history(self, x: Tensor, given: Tensor) -> Tensor:
+        """[N, R, D] what comes before each sequence of x here: as given, or on other processes."""
+        if self.context is None:
+            return given
+        return rows_before(self.context, x, given.shape[1], given)
+
+    def lengths(self, given: Tensor) -> Tensor:
+        """[N] tokens of each sequence before those here."""
+        if self.context is None or not self.context.goes_on:
+            return given
+        first = torch.arange(len(given), device=given.device) < self.batch
+        return torch.where(first, self.context.position, given)
 
     def to_front(self, x: Tensor) -> Tensor:
         """Move each row's real tokens to its front and zero the rest: [B, T, D] -> [B, T, D]."""
@@ -107,11 +132,15 @@ class Layout:
         return first.unsqueeze(1) + torch.arange(reach, device=self.device)
 
 
-def make_layout(x: Hidden, cu_seqlens: Offsets | None, mask: Mask | None) -> Layout:
+def make_layout(
+    x: Hidden, cu_seqlens: Offsets | None, mask: Mask | None, context: Context | None = None
+) -> Layout:
     """Check the arguments that every layer shares, and work out where its tokens lie."""
     if not isinstance(x, Tensor) or x.ndim != 3:
         given = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"x must be a tensor [B, T, hidden_size], got {given}")
+    if context is not None:
+        return _shared(x, cu_seqlens, mask, context)
     if cu_seqlens is not None:
         if mask is not None:
             raise ValueError("mask must be None with cu_seqlens: leave padding out of the packing")
@@ -121,6 +150,17 @@ def make_layout(x: Hidden, cu_seqlens: Offsets | None, mask: Mask | None) -> Lay
     batch, tokens, _ = x.shape
     counts = torch.full((batch,), tokens, device=x.device)
     return Layout(batch, tokens, x.device, counts)
+
+
+def _shared(x: Hidden, cu_seqlens: Offsets | None, mask: Mask | None, context: Context) -> Layout:
+    for name, given in (("cu_seqlens", cu_seqlens), ("mask", mask)):
+        if given is not None:
+            raise ValueError(
+                f"{name} must be None with a context: make_context takes the offsets of packed "
+                "documents, and no padding"
+            )
+    context.check(x.shape[1], "x")
+    return replace(make_layout(x, context.cu_seqlens(x.device), None), context=context)
 
 
 def _packed(x: Hidden, cu_seqlens: Offsets) -> Layout:

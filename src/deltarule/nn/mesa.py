@@ -92,7 +92,7 @@ class Mesa(QKVMixer):
             regularizer=LEAST_REGULARIZER + F.softplus(self.regularizer_logits),
             iterations=self.iterations,
             initial_state=MesaState(call.before["covariance"], call.before["recurrent"]),
-            cu_seqlens=call.layout.cu_seqlens,
+            **call.layout.spans,
         )
         assert output.final_state is not None
         call.after["covariance"], call.after["recurrent"] = output.final_state

@@ -23,6 +23,7 @@ from deltarule.nn.parts import RecurrentParts
 from deltarule.nn.recomputed import recomputed
 from deltarule.nn.rule import Arguments, Carry, Projections
 from deltarule.nn.state import LentState, State
+from deltarule.ops.context import Context
 from deltarule.ops.few_tokens import decodes
 from deltarule.shapes import Hidden, Mask, Offsets, RecurrentOutput
 
@@ -72,6 +73,7 @@ class RecurrentMixer(RecurrentParts):
         cu_seqlens: Offsets | None = None,
         mask: Mask | None = None,
         shared: dict[str, Tensor] | None = None,
+        context: Context | None = None,
     ) -> tuple[Hidden, State]:
         """Mix the tokens of x with what came before them.
 
@@ -83,6 +85,8 @@ class RecurrentMixer(RecurrentParts):
             mask: [B, T] bool, True at real tokens, in any pattern. The others change no real
                 output and no state; what is put out at them means nothing. None: all are real.
             shared: A dict that lives for one forward pass of a model, for what its layers share.
+            context: The processes that hold the other tokens of the rows; x then has those of this
+                process, and `cu_seqlens` and `mask` are None. None: all tokens are here.
 
         Returns:
             y [B, T, hidden_size], and a new state; the given one is not written to.
@@ -90,7 +94,7 @@ class RecurrentMixer(RecurrentParts):
         Raises:
             ValueError: An argument has the wrong shape, dtype or device; the message names it.
         """
-        layout = make_layout(x, cu_seqlens, mask)
+        layout = make_layout(x, cu_seqlens, mask, context)
         check_input(x, self.hidden_size, self.o_proj.weight)
         if state is None:
             state = self.init_state(layout.sequences)
@@ -159,7 +163,9 @@ class RecurrentMixer(RecurrentParts):
         y = call.projected.pop(name)
         if self.conv_size:
             key = f"{name}_conv"
-            convolve = partial(getattr(self, key), y, call.before[key], call.layout)
+            # Once: what is computed again in the backward asks no other process.
+            history = call.layout.history(y, call.before[key])
+            convolve = partial(getattr(self, key), y, history, call.layout)
             y, call.after[key] = convolve()
             if name == "v" and y.requires_grad:
                 call.values = y, lambda: convolve()[0]
@@ -172,13 +178,15 @@ class RecurrentMixer(RecurrentParts):
         arguments, carry = self.rule.arguments(projections, self.carry(call))
         arguments = blank_padding(arguments, call.layout.real, self.n_steps)
         before = call.before["recurrent"]
-        if decodes(call.x, call.layout.cu_seqlens, (*arguments.values(), before)):
+        if call.layout.context is None and decodes(
+            call.x, call.layout.cu_seqlens, (*arguments.values(), before)
+        ):
             o, state = self.step(arguments, call)
         else:
             o, final_state = OPERATORS[self.rule.operator](
                 **arguments,
+                **call.layout.spans,
                 initial_state=before,
-                cu_seqlens=call.layout.cu_seqlens,
                 save_states=self.save_states,
             )
             assert final_state is not None

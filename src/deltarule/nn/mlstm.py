@@ -20,6 +20,9 @@ from deltarule.nn.norm import GatedGroupNorm
 from deltarule.nn.normalizer import divided, with_one
 from deltarule.nn.objectives import Minimiser, stay_and_write
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
+from deltarule.nn.state import State
+from deltarule.ops.context import Context
+from deltarule.ops.context.rows import one_of_each
 
 
 def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
@@ -74,6 +77,26 @@ def running_maximum(
         decay = torch.cat([decay[:, :reach], decay[:, reach:] + decay[:, :-reach]], dim=1)
         reach *= 2
     return torch.where(first, start, token_before(m, projections)), m
+
+
+@torch.no_grad()
+def maximum_before(
+    context: Context, log_forget: Tensor, log_input: Tensor, given: Tensor
+) -> Tensor:
+    """[N, HV] the maximum that each sequence here continues from, given where it begins here.
+
+    m_end = max(F + m_start, G) over the tokens of a process, with F = sum log f.
+    """
+    forget, tail = log_forget[:, context.tail :], log_input[:, context.tail :]
+    after = forget.flip(1).cumsum(1).flip(1) - forget
+    ends = one_of_each(context, torch.cat([forget.sum(1), (after + tail).amax(1)], 1))
+    total, largest = ends.chunk(2, 2)
+    first = given[: len(ends)]
+    if context.goes_on:
+        first = torch.zeros_like(first)
+        for rank in context.before:
+            first = torch.maximum(total[:, rank] + first, largest[:, rank])
+    return torch.cat([first, given[len(ends) :]])
 
 
 def starting(like: Tensor, projections: Projections, carry: Carry | None) -> Tensor:
@@ -148,4 +171,8 @@ class MLSTM(RecurrentMixer):
         """Add the biases of the gates."""
         p = super().project(call)
         decay, beta = p.need("decay_logits"), p.need("beta_logits")
-        return replace(p, decay_logits=decay + self.decay_bias, beta_logits=beta + self.beta_bias)
+        p = replace(p, decay_logits=decay + self.decay_bias, beta_logits=beta + self.beta_bias)
+        if (context := call.layout.context) is not None:
+            stabilizer = maximum_before(context, *gates(p), call.before["stabilizer"])
+            call.before = State(call.before, stabilizer=stabilizer)
+        return p

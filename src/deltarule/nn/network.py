@@ -19,6 +19,8 @@ class NetworkMixer(QKVMixer):
     the parameters `starts` are the maps before the first token.
     """
 
+    linear_state = False
+
     # What the state calls the maps, the sums of their gradients, and what else it keeps of each.
     parts: ClassVar[tuple[str, ...]]
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from deltarule.nn.objectives import Update
+from deltarule.ops.context import Context
 
 # Keyword arguments of `delta_rule` or `dplr`, q, k and v among them.
 Arguments = dict[str, Any]
@@ -51,6 +52,7 @@ class Projections:
         normalizer: Whether the read-out is divided by that of the keys' own sum, z^T q.
         cu_seqlens: Offsets [N + 1] of sequences packed into one row. None: a row is a sequence.
         real: [B, T] True at real tokens, which come first in a row. None: all are real.
+        context: The processes that hold other tokens of the rows, for rules that look back a token.
     """
 
     q: Tensor
@@ -75,6 +77,7 @@ class Projections:
     normalizer: bool = False
     cu_seqlens: Tensor | None = None
     real: Tensor | None = None
+    context: Context | None = None
 
     @property
     def qkv(self) -> Arguments:

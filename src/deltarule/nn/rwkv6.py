@@ -188,6 +188,7 @@ class RWKV6(RecurrentMixer):
             bonus=self.bonus,
             cu_seqlens=call.layout.cu_seqlens,
             real=call.layout.real,
+            context=call.layout.context,
         )
 
     def shift(self, call: Call) -> dict[str, Tensor]:

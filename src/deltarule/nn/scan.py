@@ -41,7 +41,7 @@ class ScanMixer(FramedMixer):
         output = ops.selective_scan(
             **silence_padding(arguments, call.layout.real, names),
             initial_state=call.before["recurrent"],
-            cu_seqlens=call.layout.cu_seqlens,
+            **call.layout.spans,
         )
         assert output.final_state is not None
         call.after["recurrent"] = output.final_state

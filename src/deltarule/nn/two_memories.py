@@ -17,6 +17,8 @@ from deltarule.nn.layout import Layout
 from deltarule.nn.norm import GatedRMSNorm, RMSNorm
 from deltarule.nn.rule import Arguments, System
 from deltarule.nn.state import State
+from deltarule.ops.context import Context
+from deltarule.ops.context.rows import one_of_each
 
 
 def abc_arguments(logits: Tensor, log_sum_before: Tensor, log_sum: Tensor) -> Arguments:
@@ -151,7 +153,7 @@ class SlotMixer(FramedMixer):
         out = ops.two_memories(
             **silence_padding(self.arguments(call), call.layout.real, ("slots", "log_decay")),
             key_memory=call.before["keys"], value_memory=call.before["recurrent"],
-            cu_seqlens=call.layout.cu_seqlens,
+            **call.layout.spans,
         )  # fmt: skip
         call.after["keys"], call.after["recurrent"] = out.key_memory, out.value_memory
         gate = None
@@ -249,17 +251,30 @@ class ABC(SlotMixer):
         layout, shape = call.layout, logits.shape[2:]
         weighed = computed(logits).flatten(2)
         before = computed(call.before["log_sum"]).flatten(1).unsqueeze(1)
+        if layout.context is not None:
+            before = log_sum_before(layout.context, weighed, before)
         sums = running_log_sum(layout.with_history(weighed, before), layout)
         call.after["log_sum"] = layout.next_history(sums, 1).squeeze(1).unflatten(1, shape)
-        log_sum_before = layout.without_history(sums[:, :-1], 1)
+        earlier = layout.without_history(sums[:, :-1], 1)
         log_sum = layout.without_history(sums[:, 1:], 1)
-        arguments = abc_arguments(weighed, log_sum_before, log_sum)
+        arguments = abc_arguments(weighed, earlier, log_sum)
         return {name: x.unflatten(2, shape) for name, x in arguments.items()}
 
     def finish(self, o: Tensor, gate: Tensor | None) -> Tensor:
         """Norm of each head, gated."""
         y: Tensor = self.o_norm(o, gate).flatten(-2)
         return y
+
+
+def log_sum_before(context: Context, x: Tensor, given: Tensor) -> Tensor:
+    """[N, 1, D] log(sum exp x) before each sequence here, given where it begins here."""
+    sums = one_of_each(context, x[:, context.tail :].logsumexp(1))
+    first = given[: len(x)]
+    if context.goes_on:
+        # The first of them has all there is: before it nothing was weighed.
+        first = sums[:, context.before].logsumexp(1, keepdim=True)
+    # Every process must reach the exchange of gradients, whether or not it looks back.
+    return torch.cat([first + 0 * sums.sum(), given[len(x) :]])
 
 
 def running_log_sum(x: Tensor, layout: Layout) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from deltarule.ops.checks import check_gate, check_state, shape
+from deltarule.ops.context import Context
 from deltarule.ops.delta_rule.api import delta_rule
 from deltarule.ops.delta_rule.step import recurrent_step
 from deltarule.ops.dispatch import Impl
@@ -34,6 +35,7 @@ def two_memories(
     key_memory: Tensor | None = None,
     value_memory: Tensor | None = None,
     cu_seqlens: Offsets | None = None,
+    context: Context | None = None,
     impl: Impl = "auto",
 ) -> TwoMemories:
     r"""Write keys and values into M slots, and attend to the slots.
@@ -59,6 +61,8 @@ def two_memories(
         value_memory: S^v before the first token [N, H, V, M], likewise.
         cu_seqlens: Offsets [N + 1] of sequences packed into one row (B = 1). None means that each
             batch row is a sequence.
+        context: The processes that hold the other tokens of the rows; see `delta_rule`. None: all
+            tokens are here.
         impl: "auto", or a named implementation of `delta_rule`.
 
     Returns:
@@ -90,14 +94,18 @@ def two_memories(
     check_gate("slots", slots, q, each_slot)
     check_gate("log_decay", log_decay, q, each_slot)
     sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    if context is not None:
+        sequences = context.sequences or batch
     check_state("key_memory", key_memory, q, (sequences, heads, size, key_size))
     check_state("value_memory", value_memory, q, (sequences, heads, v.shape[3], size))
     slots = slots.to(q.dtype)
     of_slots = None if log_decay is None else log_decay.flatten(2)
     recurrence: Callable[..., RecurrentOutput] = partial(
-        delta_rule, cu_seqlens=cu_seqlens, impl=impl
+        delta_rule, cu_seqlens=cu_seqlens, context=context, impl=impl
     )
-    if decodes(q, cu_seqlens, (k, v, slots, log_decay, key_memory, value_memory)):
+    if context is None and decodes(
+        q, cu_seqlens, (k, v, slots, log_decay, key_memory, value_memory)
+    ):
         recurrence = partial(step, impl=impl)
     first = recurrence(
         q, k, slots.flatten(2).unsqueeze(-1), beta=None, log_decay=of_slots, scale=scale,

@@ -12,10 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from deltarule.nn import RMSNorm
 from deltarule.nn.norm import GroupRMSNorm
+from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 from deltarule.nn.scan import MambaBlock
 from deltarule.parallel.collectives import Group, sum_over_ranks
-from deltarule.rules import Carry, Projections, Rule
-from deltarule.rules.rule import Mapped
 
 
 def span_heads(local: nn.Module, whole: nn.Module, mesh: DeviceMesh) -> None:

@@ -62,6 +62,13 @@ class Context(NamedTuple):
         return max(self.starts, default=self.first) - self.first
 
     @property
+    def before(self) -> range:
+        """The processes before this one that hold tokens of the first sequence here."""
+        start = self.first - self.position
+        holding = [rank for rank in range(self.rank) if self.bounds[rank + 1] > start]
+        return range(holding[0], self.rank) if holding and self.goes_on else range(0)
+
+    @property
     def gathers(self) -> bool:
         """Whether states go to everybody in one collective."""
         if self.exchange == "auto":

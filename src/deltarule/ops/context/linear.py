@@ -20,7 +20,7 @@ from torch import Tensor
 
 from deltarule.ops.context.context import Context
 from deltarule.ops.context.exchange import applied, starting_state
-from deltarule.shapes import Outputs, RecurrentOutput, State
+from deltarule.shapes import Outputs, RecurrentOutput, State, TransitionOutput
 
 # An operator with all but its tensors and states given.
 Operator = Callable[..., RecurrentOutput]
@@ -47,20 +47,27 @@ class Pass(NamedTuple):
         return self.transition.shape[-2] == 1 != self.transition.shape[-1]
 
 
-def with_transition(operator: Operator, given: dict[str, Any]) -> tuple[RecurrentOutput, Tensor]:
-    """Run an operator; return what it does, and what its tokens multiply a state by.
+def beyond(
+    operator: Operator, given: dict[str, Any], context: Context | None, return_transition: bool
+) -> RecurrentOutput:
+    """Run an operator with a context, or with its transition returned, but not with both."""
+    if context is None:
+        return with_transition(operator, given)
+    if return_transition:
+        raise ValueError(
+            "return_transition must be False with a context, got True: call the operator on the "
+            "tokens here without the context for what they multiply a state by"
+        )
+    return over_context(operator, context, given)
 
-    Args:
-        operator: `delta_rule` or `dplr`.
-        given: All of its arguments.
 
-    Returns:
-        The operator's output, and [N, HV, K, K], or [N, HV, K] without an erase.
-    """
+def with_transition(operator: Operator, given: dict[str, Any]) -> TransitionOutput:
+    """Run an operator, and find what its tokens multiply a state by."""
     if erases(given):
         whole = augmented(operator, given, all_carried(given))
-        return RecurrentOutput(whole.o, whole.final_state), whole.transition
-    return operator(**given), total_decay(given).exp()
+        state = whole.final_state if given["return_state"] else None
+        return TransitionOutput(whole.o, state, whole.transition)
+    return TransitionOutput(*operator(**given), total_decay(given).exp())
 
 
 def over_context(operator: Operator, context: Context, given: dict[str, Any]) -> RecurrentOutput:
@@ -85,7 +92,8 @@ def over_context(operator: Operator, context: Context, given: dict[str, Any]) ->
     start = starting_state(context, end, transition, diagonal=here.diagonal)
     moved = applied(start, here.transition[:first], here.diagonal)
     states = torch.cat([here.final_state[:first] + moved, here.final_state[first:]])
-    return RecurrentOutput(added(here.o, here.reads, start), states)
+    o = added(here.o, here.reads, start)
+    return RecurrentOutput(o, states if given.get("return_state", True) else None)
 
 
 def erases(given: dict[str, Any]) -> bool:

@@ -1,6 +1,8 @@
 """The operator for every rule whose erase is absent or tied to the key."""
 
 from deltarule.ops.checks import result
+from deltarule.ops.context import Context
+from deltarule.ops.context.linear import beyond
 from deltarule.ops.delta_rule.implementations import dispatch
 from deltarule.ops.delta_rule.inputs import check_arguments
 from deltarule.ops.delta_rule.repeated import eager_kind, remembered, repeated
@@ -33,6 +35,8 @@ def delta_rule(
     return_state: bool = True,
     save_states: bool = True,
     batch_invariant: bool = False,
+    context: Context | None = None,
+    return_transition: bool = False,
     impl: Impl = "auto",
 ) -> RecurrentOutput:
     r"""Decay a matrix state, erase what it holds under each key, write a value there, and read.
@@ -61,10 +65,17 @@ def delta_rule(
         save_states: Keep the states of the chunks for the backward; False computes them again
             there, for less memory in between.
         batch_invariant: Fix the plan of execution independently of B and N.
+        context: The processes that hold the other tokens of the rows, of `make_context`; all
+            tensors then have the tokens of this process, `cu_seqlens` is None, and
+            `initial_state` is that of sequences which begin here. None: all tokens are here.
+        return_transition: Return the transition of each sequence too, [N, HV, K, K], or
+            [N, HV, K] without an erase: a state S before becomes S M plus what is written.
         impl: "auto", or a named implementation, which runs or raises with the reason.
 
     Returns:
-        o [B, T, HV, V] in v's dtype, and final_state [N, HV, V, K], always a new tensor.
+        o [B, T, HV, V] in v's dtype, and final_state [N, HV, V, K], always a new tensor; with
+        return_transition a `TransitionOutput` of these two, which has `transition`. With a context
+        the states are those after each sequence's last token here.
 
     Raises:
         ValueError: An argument has the wrong shape, dtype or device; the message names it.
@@ -80,6 +91,14 @@ def delta_rule(
     right); Gated DeltaNet, arXiv 2412.06464, eq. 10; DeltaProduct, arXiv 2502.10297 (later steps
     multiply on the right).
     """
+    if context is not None or return_transition:
+        given = {
+            "q": q, "k": k, "v": v, "beta": beta, "log_decay": log_decay, "n_steps": n_steps,
+            "scale": scale, "normalize_qk": normalize_qk, "initial_state": initial_state,
+            "cu_seqlens": cu_seqlens, "return_state": return_state, "save_states": save_states,
+            "batch_invariant": batch_invariant, "impl": impl,
+        }  # fmt: skip
+        return beyond(delta_rule, given, context, return_transition)
     kind = eager_kind(
         q, k, v, beta, None, None, log_decay, initial_state, cu_seqlens, n_steps=n_steps,
         scale=scale, normalize_qk=normalize_qk, batch_invariant=batch_invariant, impl=impl,
@@ -108,6 +127,8 @@ def dplr(
     return_state: bool = True,
     save_states: bool = True,
     batch_invariant: bool = False,
+    context: Context | None = None,
+    return_transition: bool = False,
     impl: Impl = "auto",
 ) -> RecurrentOutput:
     r"""Multiply a matrix state by a diagonal plus a rank-one matrix, write a value, and read it.
@@ -135,10 +156,17 @@ def dplr(
         save_states: Keep the states of the chunks for the backward; False computes them again
             there, for less memory in between.
         batch_invariant: Fix the plan of execution independently of B and N.
+        context: The processes that hold the other tokens of the rows, of `make_context`; all
+            tensors then have the tokens of this process, `cu_seqlens` is None, and
+            `initial_state` is that of sequences which begin here. None: all tokens are here.
+        return_transition: Return the transition of each sequence too, [N, HV, K, K], or
+            [N, HV, K] without an erase: a state S before becomes S M plus what is written.
         impl: "auto", or a named implementation, which runs or raises with the reason.
 
     Returns:
-        o [B, T, HV, V] in v's dtype, and final_state [N, HV, V, K], always a new tensor.
+        o [B, T, HV, V] in v's dtype, and final_state [N, HV, V, K], always a new tensor; with
+        return_transition a `TransitionOutput` of these two, which has `transition`. With a context
+        the states are those after each sequence's last token here.
 
     Raises:
         ValueError: An argument has the wrong shape, dtype or device; the message names it.
@@ -159,6 +187,14 @@ def dplr(
                 f"{name} must be a tensor [B, T, HV, K], got None: without a free "
                 "erase, use delta_rule"
             )
+    if context is not None or return_transition:
+        given = {
+            "q": q, "k": k, "v": v, "a": a, "b": b, "log_decay": log_decay, "scale": scale,
+            "initial_state": initial_state, "cu_seqlens": cu_seqlens,
+            "return_state": return_state, "save_states": save_states,
+            "batch_invariant": batch_invariant, "impl": impl,
+        }  # fmt: skip
+        return beyond(dplr, given, context, return_transition)
     kind = eager_kind(
         q, k, v, None, a, b, log_decay, initial_state, cu_seqlens, n_steps=1, scale=scale,
         normalize_qk=False, batch_invariant=batch_invariant, impl=impl,

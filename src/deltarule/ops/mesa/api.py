@@ -6,11 +6,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from deltarule.ops.checks import check_cu_seqlens, check_log_decay, check_scale, check_sequence
+from deltarule.ops.context import Context
 from deltarule.ops.dispatch import Implementation, Table
 from deltarule.ops.eager import why_not_fused
 from deltarule.ops.few_tokens import decodes
 from deltarule.ops.mesa import definition as reference
 from deltarule.ops.mesa import torch as chunked
+from deltarule.ops.mesa.context import starting_sums
 from deltarule.ops.mesa.step import mesa_step
 from deltarule.ops.plain import (
     Arguments,
@@ -73,6 +75,7 @@ def mesa(
     initial_state: MesaState | None = None,
     cu_seqlens: Offsets | None = None,
     return_state: bool = True,
+    context: Context | None = None,
     impl: PlainImpl = "auto",
 ) -> MesaOutput:
     r"""Keep decayed sums of k k^T and v k^T, and read with the best linear map from k to v.
@@ -102,6 +105,8 @@ def mesa(
         cu_seqlens: Offsets [N + 1] of sequences packed into one row (B = 1), from 0 to T; see
             `deltarule.pack`. None means that each batch row is a sequence.
         return_state: False gives None in place of the final state.
+        context: The processes that hold the other tokens of the rows; see `delta_rule`. None: all
+            tokens are here.
         impl: "auto", or a named implementation.
 
     Returns:
@@ -134,6 +139,12 @@ def mesa(
             "symmetric sum of k k^T"
         )
     check_iterations(iterations)
+    if context is not None:
+        initial_state = starting_sums(
+            context, k, v, beta=beta, log_decay=log_decay, given=initial_state,
+            cu_seqlens=cu_seqlens,
+        )  # fmt: skip
+        cu_seqlens = context.cu_seqlens(q.device)
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, q)
     sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1

@@ -12,9 +12,11 @@ from deltarule.ops.checks import (
     result,
     shape,
 )
+from deltarule.ops.context import Context
 from deltarule.ops.dispatch import Impl, Implementation, Table, always, choose, triton_missing
 from deltarule.ops.few_tokens import decodes
 from deltarule.ops.selective_scan import definition as reference
+from deltarule.ops.selective_scan.context import over_context
 from deltarule.ops.selective_scan.inputs import ScanInputs
 from deltarule.ops.selective_scan.registered import scan
 from deltarule.ops.selective_scan.step import step
@@ -84,6 +86,7 @@ def selective_scan(
     initial_state: State | None = None,
     cu_seqlens: Offsets | None = None,
     return_state: bool = True,
+    context: Context | None = None,
     impl: Impl = "auto",
 ) -> RecurrentOutput:
     r"""Decay each entry of a matrix state on its own, write a value there, and read.
@@ -117,6 +120,8 @@ def selective_scan(
         cu_seqlens: Offsets [N + 1] of sequences packed into one row (B = 1). None means that each
             batch row is a sequence.
         return_state: False gives None in place of the final state.
+        context: The processes that hold the other tokens of the rows; see `delta_rule`. None: all
+            tokens are here.
         impl: "auto", "triton", "torch" or "reference"; a named one runs or raises with the reason.
 
     Returns:
@@ -137,6 +142,13 @@ def selective_scan(
     section 3.2; table 4 of arXiv 2406.06484.
     """
     check_values(v)
+    if context is not None:
+        given = {
+            "q": q, "k": k, "v": v, "delta": delta, "A": A, "value_log_decay": value_log_decay,
+            "log_decay": log_decay, "beta": beta, "scale": scale, "initial_state": initial_state,
+            "cu_seqlens": cu_seqlens, "return_state": return_state, "impl": impl,
+        }  # fmt: skip
+        return over_context(selective_scan, context, given)
     heads, value_size = v.shape[2:]
     for name, x in (("q", q), ("k", k)):
         check_channels(name, x, v, q)
