@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.nn import ModelState
+from deltarule.ops.context import Context
 from deltarule.shapes import Hidden, Mask, Offsets
 from experiments.task_cell import TaskCell
 
@@ -61,9 +62,10 @@ class Autoencoder(CausalLM):
         *,
         cu_seqlens: Offsets | None = None,
         mask: Mask | None = None,
+        context: Context | None = None,
     ) -> tuple[Hidden, ModelState]:
         """What the head reads at each position; the arguments are those of `CausalLM.hidden`."""
-        x, state = super().hidden(tokens, state, cu_seqlens=cu_seqlens, mask=mask)
+        x, state = super().hidden(tokens, state, cu_seqlens=cu_seqlens, mask=mask, context=context)
         places = positions(x.shape[1], x.shape[2], x.device)
         return self.decoder(x[:, -1:] + places), state
 

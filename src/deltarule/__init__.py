@@ -16,12 +16,14 @@ from deltarule.ops import (
     two_memories,
     warmup,
 )
+from deltarule.ops.context import Context, make_context
 from deltarule.shapes import (
     MesaOutput,
     MesaState,
     RecurrentOutput,
     TitansOutput,
     TitansState,
+    TransitionOutput,
     TTTOutput,
     TTTState,
 )
@@ -30,6 +32,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BetaLogits",
+    "Context",
     "DecayLogits",
     "MesaOutput",
     "MesaState",
@@ -38,10 +41,12 @@ __all__ = [
     "TTTState",
     "TitansOutput",
     "TitansState",
+    "TransitionOutput",
     "attention_matrix",
     "delta_rule",
     "dplr",
     "explain",
+    "make_context",
     "mesa",
     "pack",
     "recurrent_step",

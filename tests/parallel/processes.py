@@ -17,7 +17,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 60
+TIMEOUT_S = 300
 
 
 class Processes:

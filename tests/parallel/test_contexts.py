@@ -1,8 +1,12 @@
 """One sequence, or one row of documents, over processes: what one process computes."""
 
 import pytest
+import torch
+from contexts import OFFSETS, arguments, grid
 from processes import Processes
+from torch import Tensor
 
+import deltarule
 from deltarule.nn import MIXERS
 
 # Of float64: sums in another order, nothing else.
@@ -48,6 +52,37 @@ def test_layers_that_are_not_linear_name_themselves(two: Processes) -> None:
     for mixer in NOT_LINEAR:
         for message in two("whole_models.refused", mixer=mixer):
             assert f"context must be None for {mixer}" in message
+
+
+@pytest.mark.parametrize("exchange", ["gather", "scan"])
+def test_what_a_layer_sends_does_not_depend_on_the_tokens(two: Processes, exchange: str) -> None:
+    # Two heads of 8 x 16 in float32: M and U forward, dS back. A round of messages sends them once
+    # more, to the process that begins with them.
+    key, value = 8, 16
+    states = 2 * 4 * key * (key + value + value)
+    rows = 2 * 4 * 3 * 2 * (2 * key + value)
+    for tokens in (16, 64):
+        sent = two("whole_models.bytes_of_a_layer", tokens=tokens, exchange=exchange)
+        most = max(x["states"] for x in sent)
+        assert most == states if exchange == "gather" else most <= 2 * states
+        assert sum(x["rows"] for x in sent) == rows
+
+
+def test_the_transition_is_what_a_state_is_multiplied_by() -> None:
+    for case in grid():
+        given = {
+            n: x.detach() if isinstance(x, Tensor) else x for n, x in arguments(**case).items()
+        }
+        operator = deltarule.dplr if case["erase"] == "free" else deltarule.delta_rule
+        offsets = torch.tensor(OFFSETS) if case["packed"] else None
+        given |= {"cu_seqlens": offsets}
+        start = torch.randn(len(OFFSETS) - 1 if case["packed"] else 2, 4, 7, 5).double()
+        out = operator(**given, return_transition=True)
+        o, final_state = out
+        m = out.transition if case["erase"] != "none" else out.transition.diag_embed()
+        started = operator(**given, initial_state=start).final_state
+        torch.testing.assert_close(started - final_state, start @ m, rtol=0, atol=1e-12)
+        torch.testing.assert_close(o, operator(**given).o, rtol=0, atol=1e-12)
 
 
 @pytest.mark.distributed

@@ -33,6 +33,20 @@ def test_shards_over_two(two: Processes, mixer: str) -> None:
     check(two, mixer, 1)
 
 
+def test_what_the_backward_computes_again_is_split_too(two: Processes) -> None:
+    for errors in two("whole_models.heads_recomputed", mixer="gated_deltanet", tensor=2):
+        assert max(errors.values()) < BAR, errors
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [("num_heads=3", {"num_heads": 3, "num_v_heads": 3}), ("mlp_size=33", {"mlp_size": 33})],
+)
+def test_sizes_that_do_not_divide_are_named(two: Processes, name: str, fields: dict) -> None:
+    for message in two("whole_models.heads_refused", head_k_dim=16, **fields):
+        assert message.startswith(f"{name} cannot be split over 2 processes")
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 @pytest.mark.parametrize("mixer", list(MIXERS))

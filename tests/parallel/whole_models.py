@@ -1,15 +1,22 @@
 """What a model computes on several processes, beside what it computes on one, in float64."""
 
 import copy
+import dataclasses
+import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from deltarule.models import CausalLM, ModelConfig
+from deltarule.models import block as block_file
 from deltarule.models.loss import next_token_loss
+from deltarule.nn import MIXERS
+from deltarule.nn import mixer as mixer_file
+from deltarule.nn.recomputed import remembered
 from deltarule.ops.context import make_context
 from deltarule.parallel import MeshOptions, make_mesh, parallelize
 from deltarule.parallel.sharding import clip_sharded
@@ -31,6 +38,12 @@ def config_of(mixer: str) -> ModelConfig:
     )  # fmt: skip
 
 
+@functools.cache
+def mesh_of(options: MeshOptions) -> DeviceMesh:
+    """One for all tests: every group of gloo keeps threads of its own."""
+    return make_mesh("cpu", options)
+
+
 def drawn(config: ModelConfig) -> CausalLM:
     """Weights that are neither zero nor one, which would hide a gradient that is missing."""
     torch.manual_seed(0)
@@ -50,13 +63,36 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
+def heads_recomputed(mixer: str, tensor: int) -> dict[str, float]:
+    """The same as a GPU does it: norms and convolutions are computed again in the backward."""
+    plain = mixer_file.recomputed, block_file.recomputed
+    mixer_file.recomputed = block_file.recomputed = remembered
+    try:
+        return heads_and_shards(mixer, tensor)
+    finally:
+        mixer_file.recomputed, block_file.recomputed = plain
+
+
+def heads_refused(**fields: int) -> str:
+    """What `parallelize` says to sizes that cannot be split."""
+    model = drawn(dataclasses.replace(config_of("gated_deltanet"), **fields))
+    before = [name for name, _ in model.named_parameters()]
+    try:
+        parallelize(model, mesh_of(MeshOptions(tensor=dist.get_world_size())))
+    except ValueError as error:
+        assert not any(isinstance(p, DTensor) for p in model.parameters())
+        assert [name for name, _ in model.named_parameters()] == before
+        return str(error)
+    return ""
+
+
 def heads_and_shards(mixer: str, tensor: int) -> dict[str, float]:
     """Errors of a model split by heads over `tensor` processes, and sharded over the others.
 
     Each process of the shards has a packed row of its own.
     """
     alone = drawn(config_of(mixer))
-    mesh = make_mesh("cpu", MeshOptions(tensor=tensor))
+    mesh = mesh_of(MeshOptions(tensor=tensor))
     rows = mesh["shard"].size()
     tokens, targets = torch.randint(VOCAB, (2, rows, 23)).unbind()
     targets[0, 3] = -100
@@ -73,8 +109,7 @@ def heads_and_shards(mixer: str, tensor: int) -> dict[str, float]:
     row = mesh["shard"].get_local_rank()
     x, _ = model.hidden(tokens[row : row + 1], cu_seqlens=offsets)
     mine, own_targets = model.logits(x), targets[row : row + 1]
-    # Of split tokens, of all logits: the same.
-    loss = model.loss(x, own_targets) if tensor > 1 else next_token_loss(mine, own_targets)
+    loss = model.loss(x, own_targets)
     errors = {
         "logits": relative(mine, logits[row]),
         "loss": relative(next_token_loss(mine, own_targets), loss),
@@ -97,6 +132,31 @@ def heads_and_shards(mixer: str, tensor: int) -> dict[str, float]:
     }
 
 
+def bytes_of_a_layer(tokens: int, exchange: str) -> dict[str, int]:
+    """Bytes that a process hands to collectives for one recurrent layer, and for each message."""
+    sent = {"states": 0, "rows": 0}
+    gather, operation = dist.all_gather, dist.P2POp
+
+    def counted_gather(parts: list[Tensor], x: Tensor, **options: Any) -> Any:
+        sent["states"] += x.nbytes
+        return gather(parts, x, **options)
+
+    def counted_operation(kind: Any, x: Tensor, *options: Any) -> Any:
+        if kind is dist.isend:
+            sent["rows" if x.ndim == 3 else "states"] += x.nbytes
+        return operation(kind, x, *options)
+
+    dist.all_gather, dist.P2POp = counted_gather, counted_operation
+    try:
+        layer = MIXERS["gated_deltanet"](32, num_heads=2, head_k_dim=8, head_v_dim=16)
+        context = make_context(tokens, exchange=exchange)
+        y, _ = layer(torch.randn(1, context.last - context.first, 32), context=context)
+        y.sum().backward()
+    finally:
+        dist.all_gather, dist.P2POp = gather, operation
+    return sent
+
+
 def context_model(mixer: str, exchange: str, packed: bool, heads: int = 1) -> dict[str, float]:
     """Errors of a model over a context, alone or beside heads: hidden states and all gradients."""
     torch.manual_seed(0)
@@ -117,14 +177,13 @@ def context_model(mixer: str, exchange: str, packed: bool, heads: int = 1) -> di
     model = copy.deepcopy(alone)
     model.zero_grad()
     processes = dist.get_world_size() // heads
-    mesh = make_mesh("cpu", MeshOptions(context=processes, tensor=heads))
+    mesh = mesh_of(MeshOptions(context=processes, tensor=heads))
     plan = parallelize(model, mesh) if heads > 1 else None
     group = mesh["context"].get_group()
     context = make_context(tokens, cu_seqlens=offsets, exchange=exchange, group=group)
     mine, after = model.hidden(context.part(x), context=context)
-    loss = model.loss if plan else (lambda h, t: next_token_loss(model.logits(h), t))
     share = (context.last - context.first) / tokens
-    (loss(mine, context.part(targets)) * share).backward()
+    (model.loss(mine, context.part(targets)) * share).backward()
     errors = {"hidden": relative(mine, context.part(hidden))}
     if context.rank == context.size - 1 and heads == 1:
         # What a run on one process would go on from.

@@ -15,6 +15,7 @@ from deltarule.models.arguments import check_inputs
 from deltarule.models.block import Block, norm_of_sum
 from deltarule.models.config import ModelConfig
 from deltarule.models.generate import Prompt, Stop, generate, stream
+from deltarule.models.loss import next_token_loss
 from deltarule.nn import ModelState, RecurrentMixer, RMSNorm
 from deltarule.ops.context import Context
 from deltarule.shapes import Hidden, Mask, Offsets
@@ -135,6 +136,14 @@ class CausalLM(nn.Module):
     def logits(self, x: Float[Tensor, "*rows hidden"]) -> Float[Tensor, "*rows vocab"]:
         """Apply the head to what `hidden` returned."""
         return F.linear(x, self.embedding.weight if self.head is None else self.head.weight)
+
+    def loss(self, x: Hidden, targets: Tokens) -> Float[Tensor, ""]:
+        """Return the mean cross entropy of the targets [B, T], from what `hidden` returned.
+
+        Like `deltarule.models.next_token_loss` of the logits, which a model whose vocabulary is
+        split over processes never gathers for it.
+        """
+        return next_token_loss(self.logits(x), targets)
 
     @property
     def save_states(self) -> bool:

@@ -184,7 +184,6 @@ class Attention(Mixer):
     def _over_context(
         self, x: Hidden, state: State | None, layout: Layout, context: Context
     ) -> tuple[Hidden, State]:
-        """Attend to the keys of all processes up to the last token here."""
         if state is not None:
             raise ValueError("state must be None with a context: attention then starts afresh")
         length = x.new_zeros(layout.sequences, dtype=torch.int64)

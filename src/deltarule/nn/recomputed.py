@@ -6,11 +6,14 @@ the tensor computed, and the last lets it go.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
+# What a module that is running has put around its layers, the innermost last: recipes that are made
+# within it are followed within it.
+SURROUNDINGS: list[Callable[[], AbstractContextManager[None]]] = []
 Saved = Tensor | tuple["Recipe", torch.Size]
 
 
@@ -29,6 +32,7 @@ class Recipe:
         # The backward pass runs outside the forward's autocast.
         kind = x.device.type
         self.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        self.surrounding = SURROUNDINGS[-1] if SURROUNDINGS else nullcontext
         self.readers = self.left = 0
 
     def makes(self, x: Tensor) -> bool:
@@ -48,7 +52,7 @@ class Recipe:
     def read(self) -> Tensor:
         """Compute the tensor for its first reader; the others share it."""
         if self.x is None:
-            with torch.no_grad(), torch.autocast(*self.autocast):
+            with torch.no_grad(), torch.autocast(*self.autocast), self.surrounding():
                 self.x = self.compute()
             self.left = self.readers
         x, self.left = self.x, self.left - 1

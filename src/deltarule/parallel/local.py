@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from deltarule.nn.recomputed import SURROUNDINGS
 from deltarule.parallel.collectives import Group, enter, leave
 
 
@@ -58,6 +59,9 @@ class Enclosure:
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         running = ExitStack()
         running.enter_context(self.local_tensors())
+        # What the backward computes again, it computes on local tensors too.
+        SURROUNDINGS.append(self.local_tensors)
+        running.callback(SURROUNDINGS.pop)
         self.running.append(running)
         return (enter(args[0], self.group), *args[1:])
 

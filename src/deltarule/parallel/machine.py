@@ -137,7 +137,7 @@ def size_of(parameters: float, vocabulary: int = 32_000, every: int = 0) -> Size
     Example:
         >>> size = size_of(7e9)
         >>> size.layers, size.hidden
-        (37, 3840)
+        (35, 3840)
     """
     if parameters < 1e7:
         raise ValueError(f"--parameters must be 1e7 or more, got {parameters:g}")

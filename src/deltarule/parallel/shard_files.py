@@ -12,10 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from deltarule.models import CausalLM
@@ -38,7 +42,7 @@ def write_shards(folder: Path, tensors: Tensors, group: dist.ProcessGroup) -> Fu
         What is done when every process has written its files.
     """
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    done = dcp.async_save(tensors, storage_writer=writer, process_group=group)
+    done = async_save(tensors, storage_writer=writer, process_group=group)
     assert isinstance(done, Future)
     return done
 
@@ -56,7 +60,7 @@ def read_shards(folder: Path, tensors: Tensors) -> None:
     """
     reader = HuggingFaceStorageReader(str(folder))
     try:
-        dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+        load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         reason = next(iter(error.failures.values()))[0]
         raise CheckpointError(f"{folder}: not a checkpoint of this model: {reason}") from None
@@ -125,6 +129,6 @@ def write_model(model: CausalLM, folder: Path, world: World, stepped: Collection
     writer = HuggingFaceStorageWriter(
         str(aside), fqn_to_index_mapping=names, save_distributed=True, enable_consolidation=True
     )
-    dcp.save(tensors, storage_writer=writer)
+    save(tensors, storage_writer=writer)
     dist.barrier()
     world.from_first(publish)

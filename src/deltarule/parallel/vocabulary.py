@@ -45,7 +45,7 @@ def split_vocabulary(model: CausalLM, mesh: DeviceMesh) -> dict[str, int]:
     # In place of the methods of this one model.
     model.embedding.forward = partial(embed, model, vocabulary)  # type: ignore[method-assign]
     model.logits = partial(logits, model, vocabulary)  # type: ignore[method-assign]
-    model.loss = partial(loss, model, vocabulary)  # type: ignore[assignment]
+    model.loss = partial(loss, model, vocabulary)  # type: ignore[method-assign]
     return dict.fromkeys(weights, 0)
 
 
