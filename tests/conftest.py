@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._device import _device_constructors
 
 import gpus
+import parts
 
 SEED = 0
 
@@ -86,6 +87,12 @@ TORCH_SEED = TorchSeed()
 hypothesis.register_random(TORCH_SEED)
 hypothesis.settings.register_profile("deltarule", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("deltarule")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark what the default run leaves out."""
+    if (part := parts.part_of(item)) is not None:
+        item.add_marker(part)
 
 
 @pytest.hookimpl(trylast=True)

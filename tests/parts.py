@@ -1,0 +1,34 @@
+"""Which tests `pytest` leaves to CI: those whose price is minutes, by what they spend them on.
+
+The default run keeps every property once; a part has its many cases. CI runs all parts.
+"""
+
+import re
+
+import pytest
+
+# By marker: a pattern of `file::test` under tests/. The first that fits counts.
+PARTS = {
+    "ahead": r"kernels/test_(compile|operators|steps)_ahead\.py|kernels/test_neighbours\.py::.*ahead",
+    "processes": r"doctor/|experiments/test_reproduce\.py|bench/test_processes\.py"
+    r"|parallel/|train/test_checkpoint\.py::.*(kill|process)|cli/test_cli\.py::.*(process|signal)",
+    "compiler": r".*::.*(compile|opcheck|fullgraph|export)",
+    "interpreter": r"kernels/test_(triton|segments|slabs|recording|first_call|ttt|mesa"
+    r"|selective_scan|neighbours).*\.py",
+    "grid": r"nn/test_(mixers|training|kept_on_gpu)\.py|ops/test_(properties|on_gpu)\.py",
+}
+# Parts of which the first case of every test stays in the default run.
+SAMPLED = ("interpreter", "grid")
+
+
+def part_of(item: pytest.Item) -> str | None:
+    """The marker of a test that the default run leaves out; None for one that it keeps."""
+    name = item.nodeid.removeprefix("tests/")
+    part = next((part for part, pattern in PARTS.items() if re.match(pattern, name)), None)
+    return None if part in SAMPLED and is_first_case(item) else part
+
+
+def is_first_case(item: pytest.Item) -> bool:
+    """Whether this is the only case of a test, or the first of each of its parameters."""
+    callspec = getattr(item, "callspec", None)
+    return callspec is None or not any(callspec.indices.values())
