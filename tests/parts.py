@@ -9,7 +9,7 @@ import pytest
 
 # By marker: a pattern of `file::test` under tests/. The first that fits counts.
 PARTS = {
-    "ahead": r"kernels/test_(compile|operators|steps)_ahead\.py|kernels/test_neighbours\.py::.*ahead",
+    "ahead": r"kernels/test_(compile|operators|steps)_ahead\.py",
     "processes": r"doctor/|experiments/test_reproduce\.py|bench/test_processes\.py"
     r"|parallel/|train/test_checkpoint\.py::.*(kill|process)|cli/test_cli\.py::.*(process|signal)",
     "compiler": r".*::.*(compile|opcheck|fullgraph|export)",
