@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import deltarule
 from deltarule.models import CausalLM, CheckpointError
+from deltarule.models.config_names import RENAMED
 from deltarule.models.files import CONFIG, INDEX, WEIGHTS
 
 
@@ -124,8 +125,36 @@ def test_a_malformed_config_is_named(name, saved):
 )
 def test_a_config_that_does_not_fit_the_tensors(changes, message, saved):
     fields = json.loads((saved / CONFIG).read_text())
+    changes = {RENAMED.get(name, name): value for name, value in changes.items()}
     (saved / CONFIG).write_text(json.dumps(fields | changes))
     refuses(saved, str(saved), message)
+
+
+def test_a_folder_with_the_fields_own_names(saved):
+    """As it was written before transformers' names were."""
+    fields = json.loads((saved / CONFIG).read_text())
+    assert fields.pop("model_type") == "deltarule"
+    del fields["architectures"]
+    for ours, theirs in RENAMED.items():
+        fields[ours] = fields.pop(theirs)
+    expected = CausalLM.load(saved).config
+    (saved / CONFIG).write_text(json.dumps(fields))
+    assert CausalLM.load(saved).config == expected
+    (saved / CONFIG).write_text(json.dumps(fields | {"num_hidden_layers": 4}))
+    refuses(saved, "'num_layers' and 'num_hidden_layers' are one option")
+    (saved / CONFIG).write_text(json.dumps(fields | {"model_type": "llama"}))
+    refuses(saved, "model_type must be 'deltarule', got 'llama'")
+
+
+def test_names_with_the_prefix_of_transformers(saved):
+    tensors = load_file(saved / WEIGHTS)
+    prefixed = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    expected = CausalLM.load(saved).state_dict()
+    save_file(prefixed, saved / WEIGHTS)
+    read = CausalLM.load(saved).state_dict()
+    assert all(torch.equal(read[name], expected[name]) for name in expected)
+    save_file(prefixed | {"norm.weight": tensors["norm.weight"].clone()}, saved / WEIGHTS)
+    refuses(saved, "'norm.weight' is stored twice")
 
 
 @pytest.mark.parametrize("missing", [CONFIG, WEIGHTS])

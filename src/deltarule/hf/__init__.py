@@ -1,4 +1,4 @@
-"""transformers: its models on this library's operators.
+"""transformers: its models on this library's operators, and this library's model as one of its.
 
 The one part of the library that imports transformers; the extra is `hf`.
 """
@@ -22,6 +22,18 @@ def _check_transformers() -> None:
 
 _check_transformers()
 
+from deltarule.hf.cache import StateCache  # noqa: E402
+from deltarule.hf.configuration import DeltaruleConfig  # noqa: E402
+from deltarule.hf.model import DeltaruleForCausalLM, wrap  # noqa: E402
 from deltarule.hf.patch import Patch, patch  # noqa: E402
+from deltarule.hf.tokenizer import byte_tokenizer  # noqa: E402
 
-__all__ = ["Patch", "patch"]
+__all__ = [
+    "DeltaruleConfig",
+    "DeltaruleForCausalLM",
+    "Patch",
+    "StateCache",
+    "byte_tokenizer",
+    "patch",
+    "wrap",
+]

@@ -135,7 +135,7 @@ class CausalLM(nn.Module):
 
     def logits(self, x: Float[Tensor, "*rows hidden"]) -> Float[Tensor, "*rows vocab"]:
         """Apply the head to what `hidden` returned."""
-        return F.linear(x, self.embedding.weight if self.head is None else self.head.weight)
+        return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
 
     def loss(self, x: Hidden, targets: Tokens) -> Float[Tensor, ""]:
         """Return the mean cross entropy of the targets [B, T], from what `hidden` returned.

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from deltarule.models.config_names import for_file, from_file
 from deltarule.models.patterns import PATTERNS
 from deltarule.nn import MIXERS
 from deltarule.nn.feature_maps import FEATURE_MAPS, NORMS
@@ -95,15 +96,16 @@ class ModelConfig:
         _check_used(self)
 
     def to_json(self) -> str:
-        """Return every field as a JSON object."""
-        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+        """Return every field as a JSON object, in names that transformers reads, too."""
+        return json.dumps(for_file(dataclasses.asdict(self)), indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "ModelConfig":
         """Read what `to_json` wrote; a field that is absent takes its default.
 
         Args:
-            text: A JSON object whose keys are the fields of this class.
+            text: A JSON object whose keys are the fields of this class, or what transformers
+                writes for the same model.
 
         Returns:
             The configuration, checked like one made by hand.
@@ -112,7 +114,7 @@ class ModelConfig:
             ValueError: The text is not a JSON object, a key is unknown, repeated or missing, or a
                 value is refused; the message names the key.
         """
-        fields = _parse_object(text)
+        fields = from_file(_parse_object(text))
         known = {field.name: field for field in dataclasses.fields(cls)}
         for key in fields:
             if key not in known:

@@ -23,6 +23,8 @@ INDEX = "model.safetensors.index.json"
 _LONGEST_HEADER = 100_000_000
 _LONGEST_JSON = 100_000_000
 _DTYPES = ("F64", "F32", "BF16", "F16")
+# What transformers puts before every name.
+_PREFIX = "model."
 _PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 
@@ -101,6 +103,8 @@ def _read_text(path: Path) -> str:
 def read_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
     """Read the names and shapes of all stored tensors, and none of their values.
 
+    The `model.` that transformers puts before every name is left out.
+
     Args:
         folder: Holds model.safetensors, or model.safetensors.index.json and its shards.
 
@@ -118,6 +122,8 @@ def read_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
                 raise ValueError(
                     f"does not hold the tensors that {INDEX} says: {_difference(names, stored)}"
                 )
+            if twice := sorted(set(shapes) & set(stored)):
+                raise ValueError(f"tensor {twice[0]!r} is stored in another file, too")
             shapes |= stored
     return shapes
 
@@ -157,7 +163,8 @@ def read_tensors(
         with naming(path):
             # Copies: the file may be mapped, and it may change later.
             tensors |= {
-                name: tensor.to(device, copy=True) for name, tensor in load_file(path).items()
+                name.removeprefix(_PREFIX): tensor.to(device, copy=True)
+                for name, tensor in load_file(path).items()
             }
     return tensors
 
@@ -185,7 +192,9 @@ def _read_index(folder: Path) -> dict[Path, set[str] | None]:
         weight_map = _weight_map(_read_text(path))
         shards: dict[Path, set[str] | None] = {}
         for shard in sorted(set(weight_map.values())):
-            names = {name for name, place in weight_map.items() if place == shard}
+            names = {
+                name.removeprefix(_PREFIX) for name, place in weight_map.items() if place == shard
+            }
             shards[_inside(folder, shard)] = names
     return shards
 
@@ -235,7 +244,12 @@ def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
                         f"tensor {name!r} is {tensor.get_dtype()}, expected one of "
                         f"{', '.join(_DTYPES)}"
                     )
-                shapes[name] = tuple(tensor.get_shape())
+                plain = name.removeprefix(_PREFIX)
+                if plain in shapes:
+                    raise ValueError(
+                        f"tensor {plain!r} is stored twice, once as {_PREFIX + plain!r}"
+                    )
+                shapes[plain] = tuple(tensor.get_shape())
     except SafetensorError as error:
         raise ValueError(f"truncated or malformed safetensors file: {error}") from error
     return shapes

@@ -94,7 +94,7 @@ class FramedMixer(Mixer):
         dtype = torch.promote_types(torch.float32, weight.dtype)
         state = State()
         for name, sizes in self.memories().items():
-            state[name] = weight.new_zeros((batch_size, *sizes), dtype=dtype)
+            state[name] = torch.zeros(batch_size, *sizes, dtype=dtype, device=weight.device)
         for name in self.conv_channels if self.conv_size else ():
             state[f"{name}_conv"] = getattr(self, f"{name}_conv").init_history(batch_size)
         return state

@@ -120,11 +120,12 @@ class RecurrentMixer(RecurrentParts):
         state = State()
         for name, letters in kept.items():
             size = (batch_size, *(sizes[letter] for letter in letters))
-            state[name] = weight.new_zeros(size, dtype=dtype)
+            # Not from the weight itself, which may be quantised and then makes no new tensor.
+            state[name] = torch.zeros(size, dtype=dtype, device=weight.device)
         for name in ("q_conv", "k_conv", "v_conv") if self.conv_size else ():
             state[name] = getattr(self, name).init_history(batch_size)
         if self.qk_map is not None and self.qk_map.map.positional:
-            state["length"] = weight.new_zeros(batch_size, dtype=torch.int64)
+            state["length"] = torch.zeros(batch_size, dtype=torch.int64, device=weight.device)
         return state
 
     def project(self, call: Call) -> Projections:

@@ -195,7 +195,9 @@ class RWKV7(RecurrentMixer):
 
     def init_state(self, batch_size: int) -> State:
         """Return zeros: the matrix state and the last token's x."""
-        shift = self.o_proj.weight.new_zeros(batch_size, 1, self.hidden_size)
+        weight = self.o_proj.weight
+        size = (batch_size, 1, self.hidden_size)
+        shift = torch.zeros(size, dtype=weight.dtype, device=weight.device)
         return State(super().init_state(batch_size), shift=shift)
 
     def project(self, call: Call) -> Projections:
