@@ -6,7 +6,7 @@ from torch.library import opcheck
 
 from deltarule import delta_rule, recurrent_step
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.registered import recurrence, recurrence_backward_op, recurrence_op
+from deltarule.ops.delta_rule.registered import recurrence, recurrence_operator
 from deltarule.ops.delta_rule.step import step_op
 from deltarule.ops.eager import unwatched
 from oracle import Case, make_case, weights, with_gradients
@@ -19,6 +19,7 @@ CASES = [
     ("head", "free", 1, None),
     ("channel", "free", 1, (4, 0, 5)),
 ]
+recurrence_op = recurrence_operator.operator
 SMALL = {"tokens": 9, "key_size": 3, "value_size": 2, "heads": 1, "value_heads": 2}
 
 
@@ -58,8 +59,8 @@ def test_opcheck(drawn, change) -> None:
     assert len(results) == 4
     arguments = flat(case, requires_grad=False)
     o, state, saved = recurrence_op(*arguments)
-    backward = (torch.randn_like(o), torch.randn_like(state), saved, *arguments[:13], "torch")
-    assert set(opcheck(recurrence_backward_op, backward).values()) == {"SUCCESS"}
+    backward = (torch.randn_like(o), torch.randn_like(state), saved, *arguments, [True] * 8)
+    assert set(opcheck(recurrence_operator.backward_operator, backward).values()) == {"SUCCESS"}
 
 
 def test_opcheck_of_the_step() -> None:

@@ -7,7 +7,7 @@ from torch.library import opcheck
 
 from deltarule import RecurrentOutput, pack, selective_scan
 from deltarule.ops.selective_scan import torch as scan_layout
-from deltarule.ops.selective_scan.registered import scan_backward_op, scan_op
+from deltarule.ops.selective_scan.registered import scan_operator
 from tolerance import assert_close, relative_rms
 
 H, HV, K, V = 2, 4, 3, 5
@@ -177,12 +177,22 @@ CASES = [("mamba", None), ("s4", (3, 0, 2)), ("dfw", None), ("all", (4, 1)), ("n
 @pytest.mark.parametrize(("form", "lengths"), CASES)
 def test_opcheck(form, lengths):
     arguments = flat(form, lengths)
-    assert set(opcheck(scan_op, (*arguments, False, "torch")).values()) == {"SUCCESS"}
-    o, state, saved = scan_op(*arguments, True, "torch")
-    backward = (torch.randn_like(o), torch.randn_like(state), saved, *arguments, "torch")
-    assert set(opcheck(scan_backward_op, backward).values()) == {"SUCCESS"}
+    assert set(opcheck(scan_operator.operator, (*arguments, False, "torch")).values()) == {
+        "SUCCESS"
+    }
+    o, state, saved = scan_operator.operator(*arguments, True, "torch")
+    backward = (
+        torch.randn_like(o),
+        torch.randn_like(state),
+        saved,
+        *arguments,
+        True,
+        "torch",
+        [True] * 9,
+    )
+    assert set(opcheck(scan_operator.backward_operator, backward).values()) == {"SUCCESS"}
     leaves = [x.requires_grad_() if i < 9 and x is not None else x for i, x in enumerate(arguments)]
-    assert set(opcheck(scan_op, (*leaves, True, "torch")).values()) == {"SUCCESS"}
+    assert set(opcheck(scan_operator.operator, (*leaves, True, "torch")).values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize(("form", "lengths"), CASES)
@@ -190,7 +200,7 @@ def test_gradcheck(form, lengths):
     arguments = flat(form, lengths)
     leaves = [None if x is None else x.requires_grad_() for x in arguments[:9]]
     assert torch.autograd.gradcheck(
-        lambda *tensors: scan_op(*tensors, *arguments[9:], True, "torch")[:2], leaves
+        lambda *tensors: scan_operator.operator(*tensors, *arguments[9:], True, "torch")[:2], leaves
     )
 
 

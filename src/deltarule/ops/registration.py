@@ -1,0 +1,402 @@
+"""One registration for every operator: a named tuple of inputs, a forward and a backward.
+
+    outputs = forward(inputs)        gradients = backward(gradients by the outputs, inputs, saved)
+
+The fields of the tuple give the schema. Registered are the operator and its backward operator, with
+their fakes and their derivatives, so that torch.compile, export, modes and distributed wrappers see
+one opaque node each; with a `Fold`, they have rules for vmap. Where nothing watches, a call is the
+forward alone, or a plain autograd function of the two: a registered operator costs the host time
+and would give nothing.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
+
+import torch
+from torch import Tensor
+
+from deltarule.ops.eager import unwatched
+
+Inputs = TypeVar("Inputs", bound=tuple[Any, ...])
+# A gradient that nobody asks for, or that there is none of.
+Gradients = tuple[Tensor | None, ...]
+
+SCHEMA = {
+    Tensor: "Tensor", Tensor | None: "Tensor?", int: "SymInt", int | None: "SymInt?",
+    float: "float", float | None: "float?", bool: "bool", str: "str", torch.dtype: "ScalarType",
+}  # fmt: skip
+
+
+class Fold(NamedTuple):
+    """How vmap folds its axis into one that a call has anyway.
+
+    axis: From the name of an input or output, its tensor of one call, and whether sequences are
+        packed, to the axis that grows.
+    offsets: From the offsets of one call and the size of the axis to those of the folded call.
+    outputs: Names of the outputs.
+    """
+
+    axis: Callable[[str, Tensor, bool], int]
+    offsets: Callable[[Tensor, int], Tensor]
+    outputs: tuple[str, ...]
+
+
+class Rules(NamedTuple):
+    """What autograd has to know of an operator.
+
+    outputs: Those that have a gradient; they come first.
+    saved: Places of the outputs that the backward is given.
+    gradients: The inputs of which the backward returns gradients, in that order.
+    alike: Inputs that share the gradient of another.
+    forgotten: Input tensors that the backward is not given.
+    otherwise: What to do for a derivative that there is none of.
+    """
+
+    outputs: int = 1
+    saved: tuple[int, ...] = ()
+    gradients: tuple[str, ...] = ()
+    alike: Mapping[str, str] = {}
+    forgotten: tuple[str, ...] = ()
+    otherwise: str = "use plain PyTorch, as the layers do in float64"
+
+
+NO_RULES = Rules()
+NO_OPTIONS: Mapping[str, Any] = {}
+
+
+class Operator(Generic[Inputs]):
+    """A registered operator, to be called with the fields of its inputs one by one.
+
+    Args:
+        name: In the library "deltarule"; the backward operator is called `name`_backward.
+        inputs: The named tuple of the arguments, tensors first.
+        forward: (inputs, *options) -> every output, those that have a gradient first.
+        backward: (gradients by the outputs, saved outputs, which gradients are wanted, inputs,
+            *options) -> gradients by the inputs that `rules` names. None: there is none.
+        fake: (inputs, *options) -> outputs that have shapes and types alone.
+        returned: How many outputs there are.
+        rules: What autograd has to know.
+        options: Names and types of further arguments.
+        fold: How vmap runs it. None: as it runs the forward's own operations.
+        mutated: Inputs that the forward writes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        inputs: type[Inputs],
+        forward: Callable[..., tuple[Tensor, ...]],
+        backward: Callable[..., Gradients] | None,
+        fake: Callable[..., tuple[Tensor, ...]],
+        *,
+        returned: int = 1,
+        rules: Rules = NO_RULES,
+        options: Mapping[str, Any] = NO_OPTIONS,
+        fold: Fold | None = None,
+        mutated: tuple[str, ...] = (),
+    ) -> None:
+        """Register the operator and its backward operator."""
+        self.inputs, self.forward, self.backward, self.fake = inputs, forward, backward, fake
+        self.rules, self.fold, self.returned = rules, fold, returned
+        hints = {**get_type_hints(inputs), **options}
+        self.names, self.fields = list(hints), len(hints) - len(options)
+        self.tensors = sum(hint in (Tensor, Tensor | None) for hint in hints.values())
+        self.places = [self.names.index(x) for x in rules.gradients]
+        self.alike = [(self.names.index(x), self.names.index(y)) for x, y in rules.alike.items()]
+        self.kept = [x not in rules.forgotten for x in self.names[: self.tensors]]
+        self.all_kept = all(self.kept)
+        arguments = ", ".join(
+            f"{SCHEMA[hint]}{'(a!)' if x in mutated else ''} {x}" for x, hint in hints.items()
+        )
+        results = ", ".join(["Tensor"] * returned)
+        schema = f"({arguments}) -> {results if returned == 1 else f'({results})'}"
+        self.operator = self.registered(name, schema, self.body, self.fake_body, mutated)
+        if backward is not None:
+            self.register_backward(name, hints)
+
+    def registered(
+        self, name: str, schema: str, body: Any, fake: Any, mutated: tuple[str, ...] = ()
+    ) -> Any:
+        """An operator of the library with its fake."""
+        made = torch.library.custom_op(
+            f"deltarule::{name}", body, mutates_args=mutated, schema=schema
+        )
+        made.register_fake(fake)
+        return getattr(torch.ops.deltarule, name).default
+
+    def register_backward(self, name: str, hints: Mapping[str, Any]) -> None:
+        """The backward operator, and what derivatives and vmap make of both."""
+        given = [f"Tensor? d_{i}" for i in range(self.rules.outputs)]
+        given += [f"Tensor saved_{i}" for i in range(len(self.rules.saved))]
+        for x, hint in hints.items():
+            given.append(f"{'Tensor?' if hint is Tensor else SCHEMA[hint]} {x}")
+        schema = f"({', '.join(given)}, bool[] wanted) -> Tensor[]"
+        name_backward = f"{name}_backward"
+        self.backward_operator = self.registered(
+            name_backward, schema, self.backward_body, self.fake_backward
+        )
+        register = torch.library.register_autograd
+        register(f"deltarule::{name}", self.differentiate, setup_context=self.set_up)
+        register(f"deltarule::{name_backward}", self.no_derivative)
+        if self.fold is not None:
+            torch.library.register_vmap(f"deltarule::{name}", self.vmap)
+            torch.library.register_vmap(f"deltarule::{name_backward}", self.vmap_backward)
+        # Without a rule of its own, an operator is for vmap what its body does.
+        of = (
+            (self.operator, self.backward_operator)
+            if self.fold
+            else (self.body, self.backward_body)
+        )
+        self.transformed = transformed(of[0], self.set_up, self.differentiate)
+        self.transformed_backward = transformed(of[1], nothing_to_keep, self.no_derivative)
+        self.eager = eager_function(self, f"Eager{name.title().replace('_', '')}")
+
+    def __call__(self, *args: Any, run: Callable[[], Any] | None = None) -> Any:
+        """The outputs that have a gradient: one, or a tuple.
+
+        `run` gives all outputs in another way than the forward does, or None where it cannot; it is
+        for calls that nothing watches.
+        """
+        tensors = args[: self.tensors]
+        if torch.autograd.forward_ad._current_level >= 0:
+            if any(map(is_dual, tensors)):
+                raise NotImplementedError(self.message)
+        elif unwatched(tensors):
+            if self.backward is not None and differentiated(tensors):
+                return self.eager.apply(*args, run)
+            return self.result(self.run_forward(args))
+        if torch._C._are_functorch_transforms_active():
+            return self.result(self.transformed.apply(*args))
+        return self.result(self.operator(*args))
+
+    def result(self, outputs: Any) -> Any:
+        """Those of the outputs that a caller is given."""
+        if isinstance(outputs, Tensor):
+            return outputs
+        return outputs[0] if self.rules.outputs == 1 else tuple(outputs[: self.rules.outputs])
+
+    def body(self, *args: Any) -> Any:
+        """What the operator runs."""
+        outputs = self.run_forward(args)
+        return outputs[0] if self.returned == 1 else outputs
+
+    def fake_body(self, *args: Any) -> Any:
+        """What it is to a compiler."""
+        outputs = self.fake(self.inputs(*args[: self.fields]), *args[self.fields :])
+        return outputs[0] if self.returned == 1 else outputs
+
+    def run_forward(self, args: Sequence[Any]) -> tuple[Tensor, ...]:
+        """The forward itself."""
+        return self.forward(self.inputs(*args[: self.fields]), *args[self.fields :])
+
+    def gradients(
+        self,
+        gradients: Gradients,
+        saved: Sequence[Tensor],
+        given: Sequence[Any],
+        wanted: list[bool],
+    ) -> Gradients:
+        """The backward itself."""
+        assert self.backward is not None
+        inputs, options = self.inputs(*given[: self.fields]), given[self.fields :]
+        return self.backward(gradients, saved, wanted, inputs, *options)
+
+    def backward_body(self, *args: Any) -> list[Tensor]:
+        """What the backward operator runs: an empty tensor stands for no gradient."""
+        gradients, saved, given, wanted = self.split(args)
+        found = self.gradients(gradients, saved, given, wanted)
+        like = next(d for d in gradients if d is not None)
+        return [
+            like.new_empty(0) if dx is None or not want else dx
+            for dx, want in zip(found, wanted, strict=True)
+        ]
+
+    def fake_backward(self, *args: Any) -> list[Tensor]:
+        """What that is to a compiler: gradients in one piece."""
+        gradients, saved, given, wanted = self.split(args)
+        like = next(d for d in gradients if d is not None)
+        shaped = [saved[0] if not kept else x for x, kept in zip(given, self.kept, strict=False)]
+        return [
+            like.new_empty(0) if (x := shaped[i]) is None or not want else x.new_empty(x.shape)
+            for i, want in zip(self.places, wanted, strict=True)
+        ]
+
+    def split(self, args: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
+        """The arguments of the backward operator: gradients, saved outputs, inputs, wanted."""
+        outputs = self.rules.outputs
+        first = outputs + len(self.rules.saved)
+        return args[:outputs], args[outputs:first], args[first:-1], args[-1]
+
+    def keep(self, ctx: Any, args: Sequence[Any], outputs: Sequence[Tensor]) -> None:
+        """Leave the backward what it is given."""
+        ctx.set_materialize_grads(False)
+        tensors = args[: self.tensors]
+        if not self.all_kept:
+            tensors = [x if kept else None for x, kept in zip(tensors, self.kept, strict=True)]
+        ctx.save_for_backward(*[outputs[i] for i in self.rules.saved], *tensors)
+        ctx.numbers = args[self.tensors : len(self.names)]
+
+    def set_up(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """What autograd is told after a forward of the operator."""
+        outputs = (output,) if isinstance(output, Tensor) else output
+        ctx.mark_non_differentiable(*outputs[self.rules.outputs :])
+        self.keep(ctx, inputs, outputs)
+
+    def differentiate(self, ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        """Gradients by every argument from those by every output."""
+        out: list[Any] = [None] * len(self.names)
+        gradients, needed = gradients[: self.rules.outputs], ctx.needs_input_grad
+        if all(d is None for d in gradients):
+            return tuple(out)
+        saved, count = ctx.saved_tensors, len(self.rules.saved)
+        wanted = [needed[i] or any(needed[x] for x, y in self.alike if y == i) for i in self.places]
+        found = self.run_backward(gradients, saved[:count], (*saved[count:], *ctx.numbers), wanted)
+        for i, dx, want in zip(self.places, found, wanted, strict=True):
+            out[i] = dx if want else None
+        for x, y in self.alike:
+            out[x] = out[y] if needed[x] else None
+        return tuple(out)
+
+    def run_backward(
+        self, gradients: Gradients, saved: Sequence[Tensor], given: tuple[Any, ...],
+        wanted: list[bool],
+    ) -> Any:  # fmt: skip
+        """The backward operator, or what it runs where nothing would see the operator."""
+        if torch._C._are_functorch_transforms_active():
+            return self.transformed_backward.apply(*gradients, *saved, *given, wanted)
+        tensors = (*gradients, *saved, *given[: self.tensors])
+        if torch.is_grad_enabled() or not unwatched(tensors):
+            return self.backward_operator(*gradients, *saved, *given, wanted)
+        return self.gradients(gradients, saved, given, wanted)
+
+    @property
+    def message(self) -> str:
+        """Which derivatives there are, and what to do for others."""
+        return (
+            "a registered operator has a first reverse-mode derivative only: for forward-mode or "
+            f"second derivatives {self.rules.otherwise}"
+        )
+
+    def no_derivative(self, ctx: Any, *_: Any) -> None:
+        """The derivative of the backward operator."""
+        raise NotImplementedError(self.message)
+
+    def vmap(self, info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
+        """The operator on folded inputs; what it would save lies in another order: it saves none."""
+        assert self.fold is not None
+        size, packed = info.batch_size, self.packed(args)
+        folded = self.folded(size, in_dims, args)
+        outputs = self.operator(*folded)
+        count = self.rules.outputs
+        named = zip(self.fold.outputs, outputs[:count], strict=True)
+        unfolded = [unfold(x, size, self.fold.axis(name, x, packed)) for name, x in named]
+        rest = outputs[count:]
+        return (*unfolded, *rest), (*(0 for _ in unfolded), *(None for _ in rest))
+
+    def vmap_backward(
+        self, info: Any, in_dims: Sequence[int | None], *args: Any
+    ) -> tuple[list[Tensor], list[int | None]]:
+        """The backward operator on folded inputs and gradients."""
+        assert self.fold is not None
+        size, outputs = info.batch_size, self.rules.outputs
+        first = outputs + len(self.rules.saved)
+        gradients, saved, given, wanted = self.split(args)
+        packed = self.packed(given)
+        d_folded = [
+            None if d is None
+            else fold_one(d, dim, size, self.fold.axis(name, alone(d, dim), packed))
+            for name, d, dim in zip(self.fold.outputs, gradients, in_dims[:outputs], strict=True)
+        ]  # fmt: skip
+        folded = self.folded(size, in_dims[first:-1], given)
+        nothing = [x.new_empty(0) for x in saved]
+        found = self.backward_operator(*d_folded, *nothing, *folded, wanted)
+        there = [
+            want and folded[i] is not None for i, want in zip(self.places, wanted, strict=True)
+        ]
+        unfolded = [
+            unfold(dx, size, self.fold.axis(self.names[i], dx, packed)) if known else dx
+            for i, dx, known in zip(self.places, found, there, strict=True)
+        ]
+        return unfolded, [0 if known else None for known in there]
+
+    def packed(self, given: Sequence[Any]) -> bool:
+        """Whether the inputs have offsets."""
+        return given[self.names.index("cu_seqlens")] is not None
+
+    def folded(self, size: int, in_dims: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+        """The inputs with the mapped axis folded in, and nothing saved."""
+        assert self.fold is not None
+        offsets = self.names.index("cu_seqlens")
+        if in_dims[offsets] is not None:
+            raise NotImplementedError("vmap over cu_seqlens: give every row the same offsets")
+        packed, folded = self.packed(given), list(given)
+        for i, (name, x, dim) in enumerate(zip(self.names, given, in_dims, strict=False)):
+            if i == offsets:
+                folded[i] = None if x is None else self.fold.offsets(x, size)
+            elif isinstance(x, Tensor):
+                folded[i] = fold_one(x, dim, size, self.fold.axis(name, alone(x, dim), packed))
+            elif name == "save":
+                folded[i] = False
+        return folded
+
+
+def eager_function(operator: Operator[Any], name: str) -> Any:
+    """Forward and backward of an operator without the operator around them."""
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        *args_, run = args
+        outputs = None if run is None else run()
+        if outputs is None:
+            outputs = operator.run_forward(args_)
+        operator.keep(ctx, args_, outputs)
+        return operator.result(outputs)
+
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        return *operator.differentiate(ctx, *gradients), None
+
+    rules = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), rules)
+
+
+def transformed(operator: Any, setup_context: Any, backward: Any) -> Any:
+    """An operator in the form that torch.func.grad and its kin look for."""
+
+    def forward(*args: Any) -> Any:
+        outputs = operator(*args)
+        return outputs if isinstance(outputs, Tensor) else tuple(outputs)
+
+    rules = {
+        "generate_vmap_rule": True, "forward": staticmethod(forward),
+        "setup_context": staticmethod(setup_context), "backward": staticmethod(backward),
+    }  # fmt: skip
+    return type("Transformed", (torch.autograd.Function,), rules)
+
+
+def nothing_to_keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """A backward operator has no second derivative to save for."""
+
+
+def differentiated(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether a backward may follow a call with these tensors."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def is_dual(x: Tensor | None) -> bool:
+    """Whether forward-mode differentiation follows x."""
+    return x is not None and torch.autograd.forward_ad.unpack_dual(x).tangent is not None
+
+
+def alone(x: Tensor, dim: int | None) -> Tensor:
+    """The tensor of one call among those that are mapped."""
+    return x if dim is None else x.select(dim, 0)
+
+
+def fold_one(x: Tensor, dim: int | None, size: int, axis: int) -> Tensor:
+    """Fold the mapped axis of x into `axis`."""
+    mapped = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return mapped.movedim(0, axis).flatten(axis, axis + 1)
+
+
+def unfold(x: Tensor, size: int, axis: int) -> Tensor:
+    """The inverse of `fold_one`, the mapped axis first."""
+    return x.unflatten(axis, (size, -1)).movedim(axis, 0)
