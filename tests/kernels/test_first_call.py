@@ -131,7 +131,7 @@ def test_a_forward_that_saves_compiles_the_backward_too(decay, monkeypatch) -> N
     launched = []
     monkeypatch.setattr(Launch, "__call__", lambda launch, *given: launched.append(launch.kernel))
     # A call on the CPU taken for one on a GPU.
-    kind = lambda run, x, save: kind_of(x[:9], run, save, *x[9:])  # noqa: E731
+    kind = lambda run, x, save, more: kind_of((*x[:9], *more), run, save, *x[9:])  # noqa: E731
     monkeypatch.setattr(recording, "kind_of_launches", kind)
     monkeypatch.setattr(recording, "compiled_together", lambda run, *key: run())
     q, k, v = torch.randn(3, 1, 70, 2, 16).unbind()
@@ -150,7 +150,7 @@ def test_a_forward_that_saves_compiles_the_backward_too(decay, monkeypatch) -> N
     forget()
     plan = new_plan(inputs)
     _, forward = kernels(lambda: passes.forward_launches(inputs, plan, True))
-    _, backward = kernels(lambda: passes.backward(o, final, inputs, saved))
+    _, backward = kernels(lambda: passes.gradient_launches(inputs, plan, False, o, final, saved))
     assert len(backward) >= 2
     assert first == [*forward, *backward, *forward]
     assert last == [*forward, *forward]

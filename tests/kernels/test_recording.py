@@ -99,7 +99,7 @@ def runs(monkeypatch):
     def plan_of(inputs: Inputs) -> Plan:
         return plans.setdefault(launch.plan_key(inputs), launch.new_plan(inputs))
 
-    kind = lambda run, x, save: kind_of(x[:9], run, save, *x[9:])  # noqa: E731
+    kind = lambda run, x, save, more: kind_of((*x[:9], *more), run, save, *x[9:])  # noqa: E731
     monkeypatch.setattr(recording, "kind_of_launches", kind)
     monkeypatch.setattr(recording, "make_plan", plan_of)
     forget()
@@ -152,6 +152,42 @@ def test_a_replay_launches_what_the_forward_does(make, save: bool, runs, monkeyp
         other = call(beta=inputs.beta, log_decay=inputs.log_decay)
         passes.forward(other, save)
         assert {x.data_ptr() for x in other[:3]} <= {x for step in runs.seen for x in step}
+
+
+def gradients_of(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients by o and the final state, and what a forward saves."""
+    saved = torch.empty(passes.saved_shape(inputs))
+    return torch.randn(inputs.output_shape), torch.randn(inputs.state_shape), saved
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
+def test_a_replay_launches_what_the_backward_does(make, again: bool, runs, monkeypatch) -> None:
+    allocate, made = {name: getattr(torch, name) for name in ("empty", "empty_like")}, []
+    for name, take in allocate.items():
+        keep = lambda *x, take=take, **y: made.append(take(*x, **y)) or made[-1]  # noqa: E731
+        monkeypatch.setattr(torch, name, keep)
+
+    def backward(inputs: Inputs, given) -> tuple[torch.Tensor | None, ...]:
+        return passes.backward(*given[:2], inputs, given[2][:0] if again else given[2])
+
+    for _ in range(2):
+        backward(inputs := make(), gradients_of(inputs))
+    assert len(known()) == 1
+    runs.seen.clear()
+    inputs = make()
+    d_o, d_final, saved = given = gradients_of(inputs)
+    plan = recording.make_plan(inputs)
+    after = saved[:0] if again else saved
+    expected = passes.backward_launches(d_o, d_final, inputs, plan, after)
+    launches = list(runs.seen)
+    tensors = [x for x in (*inputs[:9], *given) if x is not None]
+    runs.seen.clear()
+    found = backward(inputs, given)
+    assert len(launches) > 1
+    assert renamed(runs.seen, tensors) == renamed(launches, tensors)
+    shape = lambda x: None if x is None else (x.shape, x.dtype)  # noqa: E731
+    assert [*map(shape, found)] == [*map(shape, expected)]
 
 
 def test_split_sequences_are_replayed_too(runs, monkeypatch) -> None:
@@ -212,17 +248,56 @@ def with_a_copy(inputs: Inputs, plan: Plan, save: bool) -> tuple[torch.Tensor, .
     return toy(inputs._replace(k=inputs.k.clone()), plan, save)
 
 
+def with_a_view(inputs: Inputs, plan: Plan, save: bool) -> tuple[torch.Tensor, ...]:
+    k = inputs.k.view(-1)[:].view(inputs.k.shape)
+    return toy(inputs._replace(k=k), plan, save)
+
+
+@pytest.mark.parametrize("one", [False, True])
+def test_what_lies_in_two_tensors_is_not_recorded(one: bool, runs) -> None:
+    runs.work = add
+    for _ in range(4):
+        inputs = call(8)
+        inputs = inputs._replace(q=inputs.k) if one else inputs
+        outputs = recording.recorded(with_a_view, inputs, False, with_a_view)
+        torch.testing.assert_close(outputs[0], toy_expected(inputs)[0])
+    assert len(known()) == 1 - one
+
+
+def with_a_constant(inputs: Inputs, plan: Plan, save: bool) -> tuple[torch.Tensor, ...]:
+    ones = plan.constant(lambda *_: torch.ones(inputs.v.shape), inputs)
+    return toy(inputs._replace(v=ones), plan, save)
+
+
+def test_a_constant_is_kept_with_the_launches_that_read_it(runs) -> None:
+    runs.work = add
+    for _ in range(4):
+        inputs = call(8)
+        outputs = recording.recorded(with_a_constant, inputs, False, with_a_constant)
+        recording.make_plan(inputs).made.clear()
+        expected = toy_expected(inputs._replace(v=torch.ones_like(inputs.v)))
+        for x, y in zip(outputs, expected, strict=True):
+            torch.testing.assert_close(x, y)
+    assert [len(x.constants) for x in known()] == [1]
+
+
+def with_zeros(inputs: Inputs, plan: Plan, save: bool) -> tuple[torch.Tensor, ...]:
+    return toy(inputs._replace(v=torch.zeros(inputs.v.shape) + inputs.v), plan, save)
+
+
 def with_a_result(inputs: Inputs, plan: Plan, save: bool) -> tuple[torch.Tensor, ...]:
     return (toy(inputs, plan, save)[0] * 2,)
 
 
-@pytest.mark.parametrize("run", [with_a_copy, with_a_result])
+@pytest.mark.parametrize("run", [with_a_copy, with_zeros, with_a_result])
 def test_other_tensors_are_not_recorded(run, runs) -> None:
     runs.work = add
     for _ in range(4):
         inputs = call(8)
         outputs = recording.recorded(run, inputs, False, run)
-        torch.testing.assert_close(outputs[0], toy_expected(inputs)[0] * (2 - (run is with_a_copy)))
+        torch.testing.assert_close(
+            outputs[0], toy_expected(inputs)[0] * (1 + (run is with_a_result))
+        )
     assert known() == []
     assert list(recordings.values()) == [None]
 

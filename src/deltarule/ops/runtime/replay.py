@@ -47,12 +47,16 @@ class Step(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """Shapes and types of what is returned, float32 numbers of room, launches and their kernels."""
+    """Shapes and types of what is returned, float32 numbers of room, launches and their kernels.
+
+    The launches read the constants at the addresses that these have.
+    """
 
     returned: list[tuple[torch.Size, torch.dtype]]
     room: int
     steps: list[Step]
     kernels: list[Any]
+    constants: tuple[Tensor, ...] = ()
 
     def repeated(self, kind: Kind) -> Outputs | None:
         """The outputs of one more call of the kind; None where it is for Triton to launch it."""

@@ -7,14 +7,11 @@ A forward that saves keeps S at the chunks' starts, E, and what the pairs of row
 them the backward computes them again.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import stages_channel, stages_head
-from deltarule.ops.delta_rule.triton.first_call import compiled_together
 from deltarule.ops.delta_rule.triton.low_memory import gradients_in_slabs, slabs_of
 from deltarule.ops.delta_rule.triton.plan import (
     Layout,
@@ -22,7 +19,6 @@ from deltarule.ops.delta_rule.triton.plan import (
     Scores,
     Shapes,
     layout,
-    make_plan,
     new_plan,
     scores_among,
     views,
@@ -143,9 +139,9 @@ def forward(inputs: Inputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     return o, final, kept[0] if kept else final.new_empty(0, *final.shape[1:])
 
 
-def recording_of(inputs: Inputs) -> Recording | None:
-    """The launches of a forward that saves nothing, where they were recorded."""
-    return found(forward_launches, inputs, False)
+def recording_of(inputs: Inputs, save: bool = False) -> Recording | None:
+    """The launches of a forward, where they were recorded."""
+    return found(forward_launches, inputs, save)
 
 
 def forward_launches(inputs: Inputs, plan: Plan, save: bool) -> tuple[Tensor, ...]:
@@ -173,10 +169,20 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """Gradients by the eight tensors from q to initial_state."""
     inputs, d_o, d_final = contiguous(inputs), piece(d_o), piece(d_final)
-    plan = make_plan(inputs)
-    launches = partial(backward_launches, d_o, d_final, inputs, plan, saved)
-    compiled_together(launches, inputs, plan, backward, saved.numel() == 0)
-    return launches()
+    given, again = (d_o, d_final, saved), saved.numel() == 0
+    found = iter(recorded(gradient_launches, inputs, again, gradient_launches, given))
+    gradients = [None if x is None else next(found) for x in inputs[:7]]
+    # To the type of a gate outside of what is recorded, which has launches alone.
+    gradients[3] = None if inputs.beta is None else gradients[3].to(inputs.beta.dtype)
+    return *gradients, next(found)
+
+
+def gradient_launches(
+    inputs: Inputs, plan: Plan, again: bool, d_o: Tensor, d_final: Tensor, saved: Tensor
+) -> tuple[Tensor, ...]:
+    """Those of the gradients that there are; the kernels run `again` what was not saved."""
+    gradients = backward_launches(d_o, d_final, inputs, plan, saved)
+    return tuple(x for x in gradients if x is not None)
 
 
 def backward_launches(
@@ -202,13 +208,8 @@ def backward_launches(
     if again and whole:
         next_state(inputs, plan, scores, buffers, output=False)
     if inputs.by_channel:
-        gradients = channel_backward(inputs, plan, scores, sums, buffers, d_o, d_final)
-    else:
-        gradients = gradients_in_slabs(inputs, plan, cut, scores, buffers, d_o, d_final)
-    d_q, d_k, d_v, d_beta, d_a, d_b, d_decay, d_initial = gradients
-    if d_beta is not None and inputs.beta is not None:
-        d_beta = d_beta.to(inputs.beta.dtype)
-    return d_q, d_k, d_v, d_beta, d_a, d_b, d_decay, d_initial
+        return channel_backward(inputs, plan, scores, sums, buffers, d_o, d_final)
+    return gradients_in_slabs(inputs, plan, cut, scores, buffers, d_o, d_final)
 
 
 def channel_backward(

@@ -99,9 +99,19 @@ class Plan:
         made: Made = self.made[key]
         return made
 
+    def constant(self, make: Callable[..., Tensor], inputs: Inputs) -> Tensor:
+        """make(inputs, self), the same in every call."""
+        # What a graph captures is there when it is replayed: nobody else may read that.
+        return make(inputs, self) if capturing() else self.once(make, inputs)
+
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory that a forward's kernels write, and nothing else."""
         return torch.empty(shape, dtype=dtype, device=device)
+
+
+def capturing() -> bool:
+    """Whether a graph takes what is launched."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def make_plan(inputs: Inputs) -> Plan:

@@ -1,21 +1,25 @@
-"""Which launches a forward comes to, written down for the calls like it.
+"""Which launches a forward or a backward comes to, written down for the calls like it.
 
 The second call of a kind (the same shapes, strides, types and numbers) is recorded: the compiled
-kernels that it launches, and where their arguments lie, in the tensors that it is given or in
-memory of its plan. Further ones are replayed (replay.py): what a launch costs the host otherwise is
-to find this out. A call that launches with any other tensor is not recorded.
+kernels that it launches, and where their arguments lie, in the tensors that it is given, in memory
+that it takes or in what its plan keeps. Further ones are replayed (replay.py): what a launch
+costs the host otherwise is to find this out. A call that computes anything else from what it is
+given is not recorded.
 """
 
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.first_call import compiled_together
-from deltarule.ops.delta_rule.triton.plan import Plan, make_plan
+from deltarule.ops.delta_rule.triton.plan import Plan, capturing, make_plan
 from deltarule.ops.delta_rule.triton.tile_sizes import recordings, remember
 from deltarule.ops.runtime import launch as direct
 from deltarule.ops.runtime.kinds import Kind, kind_of
@@ -29,8 +33,11 @@ GRAIN = 512
 # Of a kind of calls that did not come before, or once.
 NEW, ONCE = "new", "once"
 
-Forward = Callable[[Inputs, Plan, bool], Outputs]
-Compiled = Callable[[Inputs, Plan, bool], object]
+# From inputs, a plan, a choice and further tensors.
+Run = Callable[..., Outputs]
+Compiled = Callable[..., object]
+# Operators that take memory and write nothing there.
+ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
 class Note(NamedTuple):
@@ -48,6 +55,7 @@ class Tape:
 
     given: list[Tensor]
     made: list[Tensor] = field(default_factory=list)
+    constants: list[Tensor] = field(default_factory=list)
     notes: list[Note] | None = field(default_factory=list)
 
     def note(self, launch: Launch, grid: Grid, arguments: tuple[Any, ...]) -> None:
@@ -59,13 +67,37 @@ class Tape:
         else:
             self.notes.append(Note(launch, binary, grid, arguments))
 
+    def see(self, operator: Any, args: tuple[Any, ...], found: Any) -> None:
+        """Take note of an operator of PyTorch: it takes memory, looks at some, or does more."""
+        name = operator.overloadpacket.__name__
+        if name in ALLOCATIONS or (name == "new_full" and marks(found, args[2])):
+            self.made.append(found)
+        elif not operator.is_view and not (name == "fill_" and marks(*args)):
+            self.notes = None
+
     def known(self, x: Tensor) -> bool:
-        """Whether x is given, or lies in memory that was made."""
-        return any(x is y for y in self.given) or any(shares(x, y) for y in self.made)
+        """Whether x lies in what is given or made, or is the same in every call."""
+        return (
+            self.place_given(x) is not None
+            or any(shares(x, y) for y in self.made)
+            or self.constant(x)
+        )
+
+    def place_given(self, x: Tensor) -> int | None:
+        """Which of the tensors that are given it is, or the only one that it lies in."""
+        for i, y in enumerate(self.given):
+            if x is y:
+                return i
+        around = [i for i, y in enumerate(self.given) if shares(x, y)]
+        return around[0] if len(around) == 1 else None
+
+    def constant(self, x: Tensor) -> bool:
+        """Whether x is the same in every call."""
+        return any(shares(x, y) for y in self.constants)
 
     def recording(self, outputs: Outputs) -> Recording | None:
         """The launches in the form in which they are repeated."""
-        returned = [next((i for i, y in enumerate(self.made) if x is y), -1) for x in outputs]
+        returned = [next((i for i, y in enumerate(self.made) if is_all(x, y)), -1) for x in outputs]
         if self.notes is None or -1 in returned:
             return None
         first, places, room = len(self.given), {}, 0
@@ -79,12 +111,28 @@ class Tape:
             return None
         steps = [step(note, self, places) for note in self.notes]
         shapes = [(x.shape, x.dtype) for x in outputs]
-        return Recording(shapes, room // 4, steps, [note.launch.kernel for note in self.notes])
+        kernels = [note.launch.kernel for note in self.notes]
+        return Recording(shapes, room // 4, steps, kernels, tuple(self.constants))
+
+
+class Watch(TorchDispatchMode):
+    """Shows every operator of PyTorch to a tape."""
+
+    def __init__(self, tape: Tape) -> None:
+        """Nothing is changed."""
+        super().__init__()
+        self.tape = tape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator."""
+        found = func(*args, **(kwargs or {}))
+        self.tape.see(func, args, found)
+        return found
 
 
 @dataclass(frozen=True, eq=False)
 class RecordingPlan(Plan):
-    """A plan that writes down what it makes and launches."""
+    """A plan that writes down what it launches."""
 
     tape: Tape = field(default_factory=lambda: Tape([]))
 
@@ -93,11 +141,12 @@ class RecordingPlan(Plan):
         made = super().once(make, inputs, *choices)
         return Recorded(made, self.tape) if isinstance(made, Launch) else made
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory that is written down."""
-        made = super().empty(shape, dtype, device)
-        self.tape.made.append(made)
-        return made
+    def constant(self, make: Callable[..., Tensor], inputs: Inputs) -> Tensor:
+        """A constant that is written down; PyTorch's operators that make it are not."""
+        with _disable_current_modes():
+            constant = super().constant(make, inputs)
+        self.tape.constants.append(constant)
+        return constant
 
 
 class Recorded:
@@ -113,41 +162,50 @@ class Recorded:
         self.tape.note(self.launch, grid, arguments)
 
 
-def recorded(run: Forward, inputs: Inputs, save: bool, whole: Compiled) -> Outputs:
-    """run(inputs, plan, save), from its recording where a call like it has one.
+def recorded(
+    run: Run, inputs: Inputs, choice: bool, whole: Compiled, more: tuple[Tensor, ...] = ()
+) -> Outputs:
+    """run(inputs, plan, choice, *more), from its recording where a call like it has one.
 
     A first call compiles the kernels of `whole`, which may be more than those that it runs.
     """
-    if (kind := kind_of_launches(run, inputs, save)) is None:
-        return run(inputs, make_plan(inputs), save)
+    if (kind := kind_of_launches(run, inputs, choice, more)) is None:
+        return run(inputs, make_plan(inputs), choice, *more)
     known = recordings.get(kind.key, NEW)
     if isinstance(known, Recording) and (outputs := known.repeated(kind)) is not None:
         return outputs
-    if known is ONCE and kind.aligned and not direct.watched():
+    if known is ONCE and kind.aligned and not direct.watched() and not capturing():
         with direct.there(inputs.q.device):
-            again, recording = record(run, inputs, save)
+            again, recording = record(run, inputs, choice, more)
         remember(kind.key, recording)
         return again
     plan = make_plan(inputs)
     if known is NEW:
         remember(kind.key, ONCE)
-        compiled_together(lambda: whole(inputs, plan, save), inputs, plan, run, save)
-    return run(inputs, plan, save)
+        launches = partial(whole, inputs, plan, choice, *more)
+        compiled_together(launches, inputs, plan, run, choice)
+    return run(inputs, plan, choice, *more)
 
 
-def found(run: Forward, inputs: Inputs, save: bool) -> Recording | None:
+def found(run: Run, inputs: Inputs, choice: bool) -> Recording | None:
     """The recording of a call."""
-    kind = kind_of_launches(run, inputs, save)
+    kind = kind_of_launches(run, inputs, choice, ())
     known = None if kind is None else recordings.get(kind.key)
     return known if isinstance(known, Recording) else None
 
 
-def kind_of_launches(run: Forward, inputs: Inputs, save: bool) -> Kind | None:
+def kind_of_launches(
+    run: Run, inputs: Inputs, choice: bool, more: tuple[Tensor, ...]
+) -> Kind | None:
     """The kind of a call on a GPU: with these numbers, all that its launches depend on."""
-    return kind_of(inputs[:9], run, save, *inputs[9:]) if inputs.q.is_cuda else None
+    if not inputs.q.is_cuda:
+        return None
+    return kind_of((*inputs[:9], *more), run, choice, *inputs[9:])
 
 
-def record(run: Forward, inputs: Inputs, save: bool) -> tuple[Outputs, Recording | None]:
+def record(
+    run: Run, inputs: Inputs, choice: bool, more: tuple[Tensor, ...] = ()
+) -> tuple[Outputs, Recording | None]:
     """Run a call and write it down."""
     # Each argument is a tensor of its own, whatever the caller gave twice.
     tensors: dict[str, Any] = {
@@ -155,12 +213,30 @@ def record(run: Forward, inputs: Inputs, save: bool) -> tuple[Outputs, Recording
         for name, x in zip(inputs._fields, inputs, strict=True)
         if isinstance(x, Tensor)
     }
-    plan, tape = make_plan(inputs), Tape(list(tensors.values()))
+    more = tuple(x.detach() for x in more)
+    plan, tape = make_plan(inputs), Tape([*tensors.values(), *more])
     watching = RecordingPlan(
         plan.call, plan.chunks, plan.sizes, plan.per_segment, plan.made, tape
     )  # fmt: skip
-    outputs = run(inputs._replace(**tensors), watching, save)
+    with Watch(tape):
+        outputs = run(inputs._replace(**tensors), watching, choice, *more)
     return outputs, tape.recording(outputs)
+
+
+def marks(x: Tensor, value: float) -> bool:
+    """Whether memory filled with this is marked as memory where nothing is written.
+
+    PyTorch can be asked to do that, and does it to what a replay takes, too.
+    """
+    if x.is_floating_point():
+        return math.isnan(value)
+    return value in (torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max)
+
+
+def is_all(x: Tensor, made: Tensor) -> bool:
+    """Whether x is a tensor that was made, and not a part of it."""
+    whole = x.is_contiguous() and x.nbytes == made.nbytes > 0
+    return whole and x.data_ptr() == made.data_ptr()
 
 
 def shares(x: Tensor, made: Tensor) -> bool:
@@ -178,7 +254,11 @@ def step(note: Note, tape: Tape, places: dict[int, Place]) -> Step:
         if not isinstance(x, Tensor):
             values.append(x)
             continue
-        place, start = place_of(x, tape, places), len(values)
+        start = len(values)
+        if tape.constant(x):
+            values += direct.map_of(x, fetched[i]) if i in fetched else [x.data_ptr()]
+            continue
+        place = place_of(x, tape, places)
         if i in fetched:
             values += (made := direct.map_of(x, fetched[i]))
             known = {x.data_ptr(): made}
@@ -191,9 +271,8 @@ def step(note: Note, tape: Tape, places: dict[int, Place]) -> Step:
 
 def place_of(x: Tensor, tape: Tape, places: dict[int, Place]) -> Place:
     """Where a known tensor lies."""
-    for i, y in enumerate(tape.given):
-        if x is y:
-            return Place(i, 0)
+    if (i := tape.place_given(x)) is not None:
+        return Place(i, x.data_ptr() - tape.given[i].data_ptr())
     made = next(i for i, y in enumerate(tape.made) if shares(x, y))
     piece, offset = places[made]
     return Place(piece, offset + x.data_ptr() - tape.made[made].data_ptr())

@@ -200,7 +200,7 @@ def channel_gradients(
         kernel = plan.once(anchored_launch, inputs)
         kernel(
             (stages_head.slices(kernel) * sizes["H"] * plan.chunks, 1, 1),
-            triangle(inputs, plan), x, inputs.k, inputs.v, inputs.beta, inputs.log_decay,
+            plan.constant(triangle, inputs), x, inputs.k, inputs.v, inputs.beta, inputs.log_decay,
             inputs.cu_seqlens, scores.chunk_decay, states, errors, d_o, d_states, d_errors, x,
             inputs.k, d_q, d_k, d_v, d_beta, d_decay, *places,
         )  # fmt: skip
