@@ -6,6 +6,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltarule import delta_rule, dplr
 from deltarule.ops.delta_rule import repeated as module
+from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.registered import BACKENDS
 from deltarule.ops.delta_rule.repeated import eager_kind, repeated
 from deltarule.ops.delta_rule.triton.tile_sizes import forget
 
@@ -33,7 +35,8 @@ def kind(*changed: torch.Tensor, **changes):
         "n_steps": 1, "scale": None, "normalize_qk": False, "batch_invariant": False,
         "impl": "auto",
     }  # fmt: skip
-    return eager_kind(q, k, v, torch.zeros(1, 4, 2), *[None] * 5, **{**numbers, **changes})
+    tensors = q, k, v, torch.zeros(1, 4, 2), *[None] * 5
+    return eager_kind(tensors, **{**numbers, **changes})
 
 
 def test_on_the_cpu_there_is_no_kind() -> None:
@@ -60,10 +63,6 @@ def test_tensors_that_are_more_have_none() -> None:
     assert kind(x, None) is not None
     assert kind([1.0]) is None
     assert kind(x, [1.0]) is None
-    leaf = x.clone().requires_grad_()
-    assert kind(x, leaf) is None
-    with torch.no_grad():
-        assert kind(x, leaf) is not None
 
 
 @pytest.mark.usefixtures("on_gpu")
@@ -101,8 +100,11 @@ def test_kinds_tell_types_shapes_strides_and_devices_apart(change) -> None:
 
 def test_without_a_kind_or_a_recording_there_is_nothing_to_repeat(on_gpu) -> None:
     forget()
-    assert repeated(None) is None
-    assert repeated(kind()) is None
+    tensors = [*torch.zeros(3, 1, 4, 2, 8).unbind(), *[None] * 6]
+    assert repeated(None, tensors, True) is None
+    assert repeated(kind(*tensors[:3]), tensors, True) is None
+    tensors[0].requires_grad_()
+    assert repeated(kind(*tensors[:3]), tensors, True) is None
 
 
 class Recorded:
@@ -124,7 +126,7 @@ def test_a_recording_takes_the_place_of_the_rest(operator, monkeypatch) -> None:
     o, state = torch.zeros(2, 3)
     found = Recorded(o, state)
     inputs = []
-    monkeypatch.setattr(module, "recording_of", lambda x: inputs.append(x) or found)
+    monkeypatch.setattr(module, "recording_of", lambda x, save: inputs.append(x) or found)
     monkeypatch.setattr(module, "recordings", dict.fromkeys(["another"]))
     monkeypatch.setattr(module, "remember", module.recordings.__setitem__)
     monkeypatch.setitem(operator.__globals__, "eager_kind", eager_kind_on_cpu)
@@ -141,7 +143,55 @@ def test_a_recording_takes_the_place_of_the_rest(operator, monkeypatch) -> None:
     assert torch.equal(operator(q, k, v, **gates).o, expected.o)
 
 
-def eager_kind_on_cpu(q, *tensors, **numbers):
+@pytest.mark.parametrize("operator", [delta_rule, dplr])
+def test_where_a_backward_may_follow_it_finds_what_the_recording_saved(operator, monkeypatch):
+    q, k, v = torch.randn(3, 1, 4, 2, 8).unbind()
+    gates = {"beta": torch.rand(1, 4, 2)} if operator is delta_rule else {"a": q, "b": k / 8}
+    leaves = [x.requires_grad_() for x in (q, v)]
+    expected = operator(q, k, v, **gates, impl="torch")
+    exact = torch.autograd.grad(expected.o.square().sum(), leaves)
+    found, asked = Recorded(), []
+    monkeypatch.setattr(module, "recording_of", lambda x, save: asked.append(save) or found)
+    monkeypatch.setattr(module, "recordings", dict.fromkeys(["another"]))
+    monkeypatch.setattr(module, "remember", module.recordings.__setitem__)
+    monkeypatch.setitem(operator.__globals__, "eager_kind", eager_kind_on_cpu)
+    passes = BACKENDS["torch"]
+    monkeypatch.setitem(BACKENDS, "triton", passes)
+    operator(q, k, v, **gates)
+    (kept,) = [x for x in module.recordings.values() if x is not None]
+    assert asked == [True]
+    inputs = Inputs(
+        q, k, v, gates.get("beta"), *(gates.get(x) for x in "ab"), *[None] * 3, *kept.numbers[:4]
+    )
+    for outputs in (passes.forward(inputs, True), None):
+        found.outputs = outputs
+        output = operator(q, k, v, **gates)
+        gradients = torch.autograd.grad(output.o.square().sum(), leaves)
+        assert torch.equal(output.o, expected.o)
+        assert all(map(torch.equal, gradients, exact))
+    assert found.calls == 2
+    # What keeps no states, or has no gradient, is another matter.
+    operator(q, k, v, **gates, save_states=False)
+    with torch.no_grad():
+        operator(q, k, v, **gates)
+    assert found.calls == 2
+    assert asked == [True, False, False]
+
+
+def test_a_constant_decay_has_its_own_gradient(monkeypatch) -> None:
+    q, k, v = torch.randn(3, 1, 4, 2, 8).unbind()
+    decay = -torch.rand(2)
+    decay.requires_grad_()
+    monkeypatch.setattr(module, "recording_of", lambda x, save: Recorded())
+    monkeypatch.setattr(module, "recordings", dict.fromkeys(["another"]))
+    monkeypatch.setattr(module, "remember", module.recordings.__setitem__)
+    monkeypatch.setitem(delta_rule.__globals__, "eager_kind", eager_kind_on_cpu)
+    for _ in range(3):
+        delta_rule(q, k, v, beta=None, log_decay=decay).o.sum().backward()
+    assert list(module.recordings) == ["another"]
+
+
+def eager_kind_on_cpu(tensors, **numbers):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-        return eager_kind(q, *tensors, **numbers)
+        return eager_kind(tensors, **numbers)

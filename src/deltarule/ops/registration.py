@@ -149,21 +149,19 @@ class Operator(Generic[Inputs]):
         )
         self.transformed = transformed(of[0], self.set_up, self.differentiate)
         self.transformed_backward = transformed(of[1], nothing_to_keep, self.no_derivative)
-        self.eager = eager_function(self, f"Eager{name.title().replace('_', '')}")
+        eager = eager_function(self, f"Eager{name.title().replace('_', '')}")
+        # Past the search for transforms: where there are any, nobody calls it.
+        self.apply: Any = super(torch.autograd.Function, eager).apply
 
-    def __call__(self, *args: Any, run: Callable[[], Any] | None = None) -> Any:
-        """The outputs that have a gradient: one, or a tuple.
-
-        `run` gives all outputs in another way than the forward does, or None where it cannot; it is
-        for calls that nothing watches.
-        """
+    def __call__(self, *args: Any) -> Any:
+        """The outputs that have a gradient: one, or a tuple."""
         tensors = args[: self.tensors]
         if torch.autograd.forward_ad._current_level >= 0:
             if any(map(is_dual, tensors)):
                 raise NotImplementedError(self.message)
         elif unwatched(tensors):
             if self.backward is not None and differentiated(tensors):
-                return self.eager.apply(*args, run)
+                return self.apply(*args, None)
             return self.result(self.run_forward(args))
         if torch._C._are_functorch_transforms_active():
             return self.result(self.transformed.apply(*args))
@@ -282,7 +280,7 @@ class Operator(Generic[Inputs]):
         raise NotImplementedError(self.message)
 
     def vmap(self, info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
-        """The operator on folded inputs; what it would save lies in another order: it saves none."""
+        """The operator on folded inputs, which saves nothing: its chunks lie in another order."""
         assert self.fold is not None
         size, packed = info.batch_size, self.packed(args)
         folded = self.folded(size, in_dims, args)
@@ -341,7 +339,10 @@ class Operator(Generic[Inputs]):
 
 
 def eager_function(operator: Operator[Any], name: str) -> Any:
-    """Forward and backward of an operator without the operator around them."""
+    """Forward and backward of an operator without the operator around them.
+
+    The last argument gives all outputs in another way than the forward, or None where it cannot.
+    """
 
     def forward(ctx: Any, *args: Any) -> Any:
         *args_, run = args

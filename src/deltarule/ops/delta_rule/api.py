@@ -99,18 +99,20 @@ def delta_rule(
             "batch_invariant": batch_invariant, "impl": impl,
         }  # fmt: skip
         return beyond(delta_rule, given, context, return_transition)
+    tensors = q, k, v, beta, None, None, log_decay, initial_state, cu_seqlens
     kind = eager_kind(
-        q, k, v, beta, None, None, log_decay, initial_state, cu_seqlens, n_steps=n_steps,
-        scale=scale, normalize_qk=normalize_qk, batch_invariant=batch_invariant, impl=impl,
+        tensors, n_steps=n_steps, scale=scale, normalize_qk=normalize_qk,
+        batch_invariant=batch_invariant, impl=impl,
     )  # fmt: skip
-    if (again := repeated(kind)) is not None:
+    if (again := repeated(kind, tensors, save_states)) is not None:
         return result(again, return_state)
     args = check_arguments(
         q, k, v, beta=beta, a=None, b=None, log_decay=log_decay, initial_state=initial_state,
         cu_seqlens=cu_seqlens, n_steps=n_steps, scale=scale, normalize_qk=normalize_qk,
         batch_invariant=batch_invariant,
     )  # fmt: skip
-    return result(remembered(kind, args, dispatch(args, impl, save_states)), return_state)
+    output = dispatch(args, impl, save_states)
+    return result(remembered(kind, tensors, args, output, save_states), return_state)
 
 
 def dplr(
@@ -195,15 +197,17 @@ def dplr(
             "batch_invariant": batch_invariant, "impl": impl,
         }  # fmt: skip
         return beyond(dplr, given, context, return_transition)
+    tensors = q, k, v, None, a, b, log_decay, initial_state, cu_seqlens
     kind = eager_kind(
-        q, k, v, None, a, b, log_decay, initial_state, cu_seqlens, n_steps=1, scale=scale,
-        normalize_qk=False, batch_invariant=batch_invariant, impl=impl,
+        tensors, n_steps=1, scale=scale, normalize_qk=False, batch_invariant=batch_invariant,
+        impl=impl,
     )  # fmt: skip
-    if (again := repeated(kind)) is not None:
+    if (again := repeated(kind, tensors, save_states)) is not None:
         return result(again, return_state)
     args = check_arguments(
         q, k, v, beta=None, a=a, b=b, log_decay=log_decay, initial_state=initial_state,
         cu_seqlens=cu_seqlens, n_steps=1, scale=scale, normalize_qk=False,
         batch_invariant=batch_invariant,
     )  # fmt: skip
-    return result(remembered(kind, args, dispatch(args, impl, save_states)), return_state)
+    output = dispatch(args, impl, save_states)
+    return result(remembered(kind, tensors, args, output, save_states), return_state)

@@ -54,8 +54,8 @@ def forward(inputs: Inputs, save: bool, backend: str) -> tuple[Tensor, Tensor, T
 
 
 def backward(
-    gradients: Gradients, saved: Sequence[Tensor], wanted: Sequence[bool], inputs: Inputs, save: bool,
-    backend: str,
+    gradients: Gradients, saved: Sequence[Tensor], wanted: Sequence[bool], inputs: Inputs,
+    save: bool, backend: str,
 ) -> Gradients:  # fmt: skip
     """Gradients by the eight tensors from q to initial_state."""
     d_o, d_final = gradients

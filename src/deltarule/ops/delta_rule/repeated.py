@@ -1,34 +1,48 @@
 """Eager calls of `delta_rule` and `dplr` like one before: straight to the launches recorded of it.
 
 What was checked, chosen and planned for a call holds for every call of its kind. Where nothing has
-to be told of a call (no backward, compiler, transform or mode), it is its launches alone.
+to be told of a call (no compiler, transform or mode), it is its launches alone; where a backward
+may follow, they stand in the place of the forward of a plain autograd function.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.registered import recording_of
+from deltarule.ops.delta_rule.registered import recording_of, recurrence_operator
 from deltarule.ops.delta_rule.triton.tile_sizes import recordings, remember
 from deltarule.ops.delta_rule.verdicts import anything_failed
 from deltarule.ops.eager import nothing_watches
+from deltarule.ops.registration import differentiated
 from deltarule.ops.runtime.kinds import Kind, kind_of
 from deltarule.shapes import RecurrentOutput
 
 # What runs the Triton kernels.
 IMPLS = ("auto", "triton")
+# Before the key of calls that a backward may follow.
+TRAINING = "training"
+
+
+class Training(NamedTuple):
+    """The launches of a forward that saves, and its arguments after the tensors."""
+
+    recording: Any
+    numbers: tuple[Any, ...]
 
 
 def eager_kind(
-    q: Any, *tensors: Any, n_steps: object, scale: object, normalize_qk: object,
+    tensors: Sequence[Any], *, n_steps: object, scale: object, normalize_qk: object,
     batch_invariant: object, impl: object,
 ) -> Kind | None:  # fmt: skip
     """The kind of a call, before any check of it; None if it may be more than its launches.
 
-    `tensors` are the others of `Inputs`, in order.
+    `tensors` are those of `Inputs`, in order.
     """
+    q = tensors[0]
     if not isinstance(q, Tensor) or not q.is_cuda or impl not in IMPLS or not nothing_watches():
         return None
     if torch.autograd.forward_ad._current_level >= 0 or anything_failed():
@@ -37,23 +51,41 @@ def eager_kind(
     numbers = type(n_steps) is int and (scale is None or type(scale) is float)
     if not numbers or type(normalize_qk) is not bool or type(batch_invariant) is not bool:
         return None
-    kind = kind_of((q, *tensors), n_steps, scale, normalize_qk, batch_invariant)
-    if kind and torch.is_grad_enabled() and any(x.requires_grad for x in kind.given):
-        return None
-    return kind
+    return kind_of(tensors, n_steps, scale, normalize_qk, batch_invariant)
 
 
-def repeated(kind: Kind | None) -> RecurrentOutput | None:
+def repeated(
+    kind: Kind | None, tensors: Sequence[Any], save_states: bool
+) -> RecurrentOutput | None:
     """The outputs of one more call of the kind, where its launches are known."""
-    found = None if kind is None else recordings.get(kind.key)
+    if kind is None:
+        return None
+    if differentiated(kind.given):
+        found = recordings.get((TRAINING, kind.key)) if save_states else None
+        if found is None:
+            return None
+        run = partial(found.recording.repeated, kind)
+        return RecurrentOutput(*recurrence_operator.apply(*tensors, *found.numbers, run))
+    found = recordings.get(kind.key)
     if found is None or (outputs := found.repeated(kind)) is None:
         return None
     return RecurrentOutput(outputs[0], outputs[1])
 
 
-def remembered(kind: Kind | None, inputs: Inputs, output: RecurrentOutput) -> RecurrentOutput:
+def remembered(
+    kind: Kind | None, tensors: Sequence[Any], inputs: Inputs, output: RecurrentOutput,
+    save_states: bool,
+) -> RecurrentOutput:  # fmt: skip
     """The output, after the launches of its call, if they were recorded, are known by its kind."""
     # Where nothing was recorded, there may be no Triton to ask.
-    if kind is not None and recordings and (found := recording_of(inputs)) is not None:
+    if kind is None or not recordings:
+        return output
+    training = differentiated(kind.given)
+    if (found := recording_of(inputs, training and save_states)) is None:
+        return output
+    if not training:
         remember(kind.key, found)
+    # A constant decay has its gradient from that of the decay of every token.
+    elif save_states and inputs.log_decay is tensors[6]:
+        remember((TRAINING, kind.key), Training(found, (*inputs[9:], True, "triton")))
     return output

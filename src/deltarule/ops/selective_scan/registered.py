@@ -5,7 +5,7 @@ argument has.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,8 +40,8 @@ def forward(inputs: ScanInputs, save: bool, backend: str) -> tuple[Tensor, Tenso
 
 
 def backward(
-    gradients: Gradients, saved: Sequence[Tensor], wanted: Sequence[bool], inputs: ScanInputs, save: bool,
-    backend: str,
+    gradients: Gradients, saved: Sequence[Tensor], wanted: Sequence[bool], inputs: ScanInputs,
+    save: bool, backend: str,
 ) -> Gradients:  # fmt: skip
     """Gradients by the nine tensors from q to initial_state."""
     d_o, d_final = gradients
