@@ -170,7 +170,7 @@ def error_cases(run: BenchRun, shapes: dict[str, list[str]]) -> Iterator[Row]:
 
 
 def overhead_cases(run: BenchRun, shapes: dict[str, list[str]]) -> Iterator[Row]:
-    """Forward calls at a size that keeps the GPU idle."""
+    """Calls at a size that keeps the GPU idle."""
     return (case("overhead", name, SHAPES[TINY], False) for name in shapes if name in HOST_BOUND)
 
 

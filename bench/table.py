@@ -129,9 +129,9 @@ OTHERS: dict[str, tuple[str, Cells, Callable[[Row], Cells]]] = {
         error_line,
     ),
     "overhead": (
-        "host time of one forward call, 1x64",
-        ["operator", "peer", "us"],
-        figure_line("host_us"),
+        "host time of one call, 1x64",
+        ["operator", "peer", "forward us", "forward + backward us"],
+        figure_line("host_us", "host_both_us"),
     ),
     "cold": (
         "first forward and backward call, empty caches, 8x4096",

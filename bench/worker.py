@@ -157,9 +157,16 @@ def set_up(case: Row, setting: Setting) -> Timed:
 
 
 def overhead_case(case: Row, setting: Setting) -> Row:
-    """What the host spends on a forward call that gives the GPU next to nothing to do."""
+    """What the host spends on calls that give the GPU next to nothing to do: forward, and both."""
     timed = set_up(case, setting)
-    return {"host_us": timing.host_us(partial(timed.forward, timed.copies[0]), setting.repeats)}
+    run = partial(timed.forward, timed.copies[0])
+    row: Row = {"host_us": timing.host_us(run, setting.repeats)}
+    if timed.side.entry.no_backward is None:
+        timed = set_up({**case, "backward": True}, setting)
+        grad = torch.randn_like(adapters.output(timed.side.entry, timed.forward(timed.copies[0])))
+        run = partial(timed.forward_backward, timed.copies[0], grad)
+        row["host_both_us"] = timing.host_us(run, setting.repeats)
+    return row
 
 
 def cold_case(case: Row, setting: Setting) -> Row:

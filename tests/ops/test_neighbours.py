@@ -104,7 +104,8 @@ def test_wrong_offsets_on_a_gpu_lead_nowhere() -> None:
     owner = torch.tensor([0] * 6 + [7] * 7)
     y, final = conv_ops.short_conv(x, weight, history, wrong, owner, None, True, 0)
     assert y.shape == x.shape
-    conv_ops.short_conv_backward(y, final, x, weight, history, wrong, owner, None, True, 0, True)
+    given = y, final, x, weight, history, wrong, owner, None, True, 0
+    conv_ops.short_conv.backward_operator(*given, [True] * 3)
 
 
 def flat_calls() -> dict[str, tuple]:
@@ -119,31 +120,45 @@ def flat_calls() -> dict[str, tuple]:
     head = torch.randn(5, 4)
     lse = rows.logsumexp(-1)
     return {
-        "conv": (conv_ops.short_conv, (x, weight, history, *where), 3),
+        "conv": (conv_ops.short_conv.operator, (x, weight, history, *where), 3),
         "conv_b": (
-            conv_ops.short_conv_backward, (x, history, x, weight, history, *where, True), 0,
+            conv_ops.short_conv.backward_operator,
+            (x, history, x, weight, history, *where, [True, True, True]), 0,
         ),
-        "norm": (norm_ops.gated_norm, (o, gate, torch.randn(6), 1e-5, "silu"), 3),
-        "norm_b": (norm_ops.gated_norm_backward, (o, o, gate, torch.randn(6), 1e-5, "silu"), 0),
-        "ungated": (norm_ops.gated_norm, (o, None, torch.randn(6), 1e-5, "silu"), 3),
-        "sum": (sum_ops.residual_norm, (o, gate, torch.randn(6), 1e-5), 3),
-        "sum_b": (sum_ops.residual_norm_backward, (o, gate, o, torch.randn(6), 1e-5), 0),
+        "norm": (norm_ops.gated_norm.operator, (o, gate, torch.randn(6), 1e-5, "silu"), 3),
+        "norm_b": (
+            norm_ops.gated_norm.backward_operator,
+            (o, o, gate, torch.randn(6), 1e-5, "silu", [True] * 3), 0,
+        ),
+        "ungated": (norm_ops.gated_norm.operator, (o, None, torch.randn(6), 1e-5, "silu"), 3),
+        "sum": (sum_ops.residual_norm.operator, (o, gate, torch.randn(6), 1e-5), 3),
+        "sum_b": (
+            sum_ops.residual_norm.backward_operator,
+            (o, gate, o, None, None, torch.randn(6), 1e-5, [True, True]), 0,
+        ),
         "sum_b, unread": (
-            sum_ops.residual_norm_backward, (None, gate, o, torch.randn(6), 1e-5), 0,
+            sum_ops.residual_norm.backward_operator,
+            (None, gate, o, None, None, torch.randn(6), 1e-5, [True, False]), 0,
         ),
-        "swiglu": (swiglu_ops.swiglu, (o, gate), 2),
-        "swiglu_b": (swiglu_ops.swiglu_backward, (o, o, gate), 0),
-        "decay": (gate_ops.log_decay, (logits, A_log, bias, False), 3),
-        "step": (gate_ops.log_decay, (logits, A_log, bias, True), 3),
-        "decay_b": (gate_ops.log_decay_backward, (logits, None, logits, A_log, bias), 0),
-        "strength": (gate_ops.write_strength, (logits, 2.0), 1),
-        "strength_b": (gate_ops.write_strength_backward, (logits, logits, 2.0), 0),
-        "entropy": (cross_entropy_ops.cross_entropy, (rows, targets, -100), 1),
+        "swiglu": (swiglu_ops.swiglu.operator, (o, gate), 2),
+        "swiglu_b": (swiglu_ops.swiglu.backward_operator, (o, o, gate, [True] * 2), 0),
+        "decay": (gate_ops.log_decay.operator, (logits, A_log, bias, False), 3),
+        "step": (gate_ops.log_decay.operator, (logits, A_log, bias, True), 3),
+        "decay_b": (
+            gate_ops.log_decay.backward_operator,
+            (logits, None, logits, A_log, bias, False, [True] * 3), 0,
+        ),
+        "strength": (gate_ops.write_strength.operator, (logits, 2.0), 1),
+        "strength_b": (
+            gate_ops.write_strength.backward_operator, (logits, logits, 2.0, [True]), 0,
+        ),
+        "entropy": (cross_entropy_ops.cross_entropy.operator, (rows, targets, -100), 1),
         "entropy_b": (
-            cross_entropy_ops.cross_entropy_backward, (lse, rows, targets, lse, -100), 0,
+            cross_entropy_ops.cross_entropy.backward_operator,
+            (lse, lse, rows, targets, -100, [True]), 0,
         ),
         "linear": (
-            cross_entropy_ops.linear_cross_entropy,
+            cross_entropy_ops.linear_cross_entropy.operator,
             (rows, head, targets, -100, torch.float32, True, False), 2,
         ),
     }  # fmt: skip

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deltarule.ops.dispatch import Implementation, Table, always, choose
-from deltarule.ops.eager import run_fused, why_not_fused
+from deltarule.ops.eager import why_not_fused
 from deltarule.ops.fused import cross_entropy as fused
 from deltarule.shapes import Hidden
 
@@ -95,7 +95,10 @@ def linear_next_token_loss(
     gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     triton = dtype != torch.float64 and why_not_fused(x) is None
     flat = targets.reshape(-1)
-    return fused.linear_cross_entropy(rows, weight, flat, ignore_index, dtype, gradient, triton)[0]
+    loss: Tensor = fused.linear_cross_entropy(
+        rows, weight, flat, ignore_index, dtype, gradient, triton
+    )
+    return loss
 
 
 def _product_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
@@ -122,7 +125,7 @@ def _run_torch(call: _Call) -> Tensor:
 
 
 def _run_triton(call: _Call) -> Tensor:
-    losses, _ = run_fused(fused.cross_entropy, *call)
+    losses: Tensor = fused.cross_entropy(*call)
     return losses.sum() / (call.targets != call.ignore_index).sum().clamp(min=1)
 
 

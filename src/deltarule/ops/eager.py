@@ -47,20 +47,9 @@ def why_not_fused(x: Tensor) -> str | None:
     return None
 
 
-def run_fused(operator: Any, x: Tensor, *arguments: Any) -> Any:
-    """Call a registered operator, or its body alone where nothing watches: that is quicker."""
-    leaves = [t for t in (x, *arguments) if isinstance(t, Tensor)]
-    if unwatched(leaves) and not (torch.is_grad_enabled() and any(t.requires_grad for t in leaves)):
-        return operator._init_fn(x, *arguments)
-    return operator(x, *arguments)
-
-
-def no_second_derivative(ctx: Any, *_: Any) -> None:
-    """The derivative of every fused backward operator."""
-    raise NotImplementedError(
-        "a fused operator has a first reverse-mode derivative only: for a second one use plain "
-        "PyTorch, as the layers do in float64"
-    )
+def run_fused(operator: Any, *arguments: Any) -> Any:
+    """Call a fused operator."""
+    return operator(*arguments)
 
 
 def constant_when_compiled(function: Function) -> Function:

@@ -3,71 +3,85 @@
 The second computes its gradients on the way, a few rows at a time, and keeps only those.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from deltarule.ops.eager import no_second_derivative
+from deltarule.ops.registration import Gradients, Operator, Rules
 
 # Logits held at a time by the linear form: 256 MiB in bfloat16.
 MOST_LOGITS = 2**27
 
 
-@torch.library.custom_op("deltarule::cross_entropy", mutates_args=())
-def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """loss = lse - logits[target], by a Triton kernel.
+class CrossEntropy(NamedTuple):
+    """loss = lse - logits[target], [R] in float32, by a Triton kernel.
 
-    Args:
-        logits: [R, V].
-        targets: Integers [R] in [0, V), or ignore_index: a loss of 0.
-        ignore_index: The target of rows that do not count.
-
-    Returns:
-        Losses [R] and lse [R], both float32.
+    logits: [R, V].
+    targets: Integers [R] in [0, V), or ignore_index: a loss of 0.
+    ignore_index: The target of rows that do not count.
     """
+
+    logits: Tensor
+    targets: Tensor
+    ignore_index: int
+
+
+def forward(inputs: CrossEntropy) -> tuple[Tensor, Tensor]:
+    """Losses, and lse for the backward."""
     from deltarule.ops.fused import cross_entropy_triton as kernels
 
-    return kernels.cross_entropy(logits, targets, ignore_index)
+    return kernels.cross_entropy(*inputs)
 
 
-@torch.library.custom_op("deltarule::cross_entropy_backward", mutates_args=())
-def cross_entropy_backward(
-    d_losses: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, ignore_index: int
-) -> Tensor:
+def backward(
+    gradients: Gradients, saved: Sequence[Tensor], wanted: Sequence[bool], inputs: CrossEntropy
+) -> Gradients:
     """The gradient by logits."""
     from deltarule.ops.fused import cross_entropy_triton as kernels
 
+    logits, targets, ignore_index = inputs
     into = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    return kernels.cross_entropy_backward(d_losses, logits, targets, lse, ignore_index, into)
+    return (
+        kernels.cross_entropy_backward(gradients[0], logits, targets, saved[0], ignore_index, into),
+    )
 
 
-@torch.library.custom_op("deltarule::linear_cross_entropy", mutates_args=())
-def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    ignore_index: int,
-    dtype: torch.dtype,
-    with_gradient: bool,
-    triton: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def fake(inputs: CrossEntropy) -> tuple[Tensor, Tensor]:
+    """Their shapes."""
+    logits, targets, _ = inputs
+    losses, lse = (logits.new_empty(targets.shape, dtype=torch.float32) for _ in range(2))
+    return losses, lse
+
+
+class LinearCrossEntropy(NamedTuple):
     """The mean cross entropy of x weight^T over the rows that count, a few rows at a time.
 
-    Args:
-        x: [R, D].
-        weight: [V, D].
-        targets: Integers [R] in [0, V), or ignore_index.
-        ignore_index: The target of rows that do not count.
-        dtype: In which the products are taken.
-        with_gradient: Whether a backward may follow.
-        triton: Whether the Triton kernels run, or plain PyTorch.
-
-    Returns:
-        The loss, its gradients by x and weight as if it were the sum (empty without
-        with_gradient), and one over the rows that count. A share of the sum would be too small
-        for float16.
+    x: [R, D].
+    weight: [V, D].
+    targets: Integers [R] in [0, V), or ignore_index.
+    ignore_index: The target of rows that do not count.
+    dtype: In which the products are taken.
+    with_gradient: Whether a backward may follow.
+    triton: Whether the Triton kernels run, or plain PyTorch.
     """
+
+    x: Tensor
+    weight: Tensor
+    targets: Tensor
+    ignore_index: int
+    dtype: torch.dtype
+    with_gradient: bool
+    triton: bool
+
+
+def linear_forward(inputs: LinearCrossEntropy) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The loss, its gradients by x and weight as if it were the sum, and one over the rows.
+
+    Gradients are empty without with_gradient; a share of the sum would be too small for float16.
+    """
+    x, weight, targets, ignore_index, dtype, with_gradient, triton = inputs
     wide = torch.promote_types(dtype, torch.float32)
     share = 1 / (targets != ignore_index).sum().clamp(min=1).to(wide)
     rows = max(MOST_LOGITS // weight.shape[0], 1)
@@ -115,69 +129,31 @@ def _evaluate_torch(
     return losses, logits
 
 
-@torch.library.custom_op("deltarule::linear_cross_entropy_backward", mutates_args=())
-def linear_cross_entropy_backward(
-    d_loss: Tensor, d_x: Tensor, d_weight: Tensor, share: Tensor, x: Tensor, weight: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The kept gradients times d loss; x and weight tell autograd what they depend on."""
+def linear_backward(
+    gradients: Gradients, saved: Sequence[Tensor], wanted: Sequence[bool],
+    inputs: LinearCrossEntropy,
+) -> Gradients:  # fmt: skip
+    """The kept gradients times d loss."""
+    assert inputs.with_gradient
+    (d_loss,), (d_x, d_weight, share) = gradients, saved
+    assert d_loss is not None
     scale = d_loss * share
     return d_x * scale.to(d_x.dtype), d_weight * scale.to(d_weight.dtype)
 
 
-@cross_entropy.register_fake
-def _fake(logits: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    losses, lse = (logits.new_empty(targets.shape, dtype=torch.float32) for _ in range(2))
-    return losses, lse
-
-
-@cross_entropy_backward.register_fake
-def _backward_fake(d_losses: Tensor, logits: Tensor, *_: object) -> Tensor:
-    return logits.new_empty(logits.shape)
-
-
-@linear_cross_entropy.register_fake
-def _linear_fake(
-    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, dtype: torch.dtype,
-    with_gradient: bool, triton: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    wide = torch.promote_types(dtype, torch.float32)
+def linear_fake(inputs: LinearCrossEntropy) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Their shapes."""
+    x, weight, wide = inputs.x, inputs.weight, torch.promote_types(inputs.dtype, torch.float32)
     loss, share = (x.new_empty((), dtype=wide) for _ in range(2))
-    d_x, d_weight = (t.new_empty(t.shape if with_gradient else 0) for t in (x, weight))
+    d_x, d_weight = (t.new_empty(t.shape if inputs.with_gradient else 0) for t in (x, weight))
     return loss, d_x, d_weight, share
 
 
-@linear_cross_entropy_backward.register_fake
-def _linear_backward_fake(
-    d_loss: Tensor, d_x: Tensor, d_weight: Tensor, *_: Tensor
-) -> tuple[Tensor, Tensor]:
-    return d_x.new_empty(d_x.shape), d_weight.new_empty(d_weight.shape)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*inputs[:2], output[1])
-    ctx.ignore_index = inputs[2]
-
-
-def _backward(ctx: Any, d_losses: Tensor | None, _: Any) -> tuple[Any, ...]:
-    if d_losses is None:
-        return None, None, None
-    return cross_entropy_backward(d_losses, *ctx.saved_tensors, ctx.ignore_index), None, None
-
-
-def _setup_linear(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.save_for_backward(*output[1:], *inputs[:2])
-    ctx.with_gradient = inputs[5]
-
-
-def _linear_backward(ctx: Any, d_loss: Tensor, *_: Any) -> tuple[Any, ...]:
-    assert ctx.with_gradient
-    return *linear_cross_entropy_backward(d_loss, *ctx.saved_tensors), *(None,) * 5
-
-
-cross_entropy.register_autograd(_backward, setup_context=_setup_context)
-linear_cross_entropy.register_autograd(_linear_backward, setup_context=_setup_linear)
-cross_entropy_backward.register_autograd(no_second_derivative)
-linear_cross_entropy_backward.register_autograd(no_second_derivative)
+cross_entropy = Operator(
+    "cross_entropy", CrossEntropy, forward, backward, fake, returned=2,
+    rules=Rules(1, (1,), ("logits",)),
+)  # fmt: skip
+linear_cross_entropy = Operator(
+    "linear_cross_entropy", LinearCrossEntropy, linear_forward, linear_backward, linear_fake,
+    returned=4, rules=Rules(1, (1, 2, 3), ("x", "weight"), forgotten=("targets",)),
+)  # fmt: skip

@@ -1,54 +1,63 @@
-"""The registered operator of the gated norm, and its backward operator: Triton kernels.
+"""The registered operator of the gated norm: Triton kernels.
 
 The plain form is in `deltarule.nn.norm`, which chooses between the two.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from deltarule.ops.eager import no_second_derivative
+from deltarule.ops.registration import Gradients, Operator, Rules
 
 # A row is held whole in registers.
 MAX_CHANNELS = 8192
 
 
-@torch.library.custom_op("deltarule::gated_norm", mutates_args=())
-def gated_norm(
-    x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, activation: str
-) -> Tensor:
-    """y = weight * x / sqrt(mean(x^2) + eps) * activation(gate).
+class GatedNorm(NamedTuple):
+    """y = weight * x / sqrt(mean(x^2) + eps) * activation(gate), contiguous and like x.
 
-    Args:
-        x: [..., V], any strides.
-        gate: Like x. None: no gate.
-        weight: [V].
-        eps: Added to the mean square.
-        activation: "silu" or "sigmoid".
-
-    Returns:
-        y like x, contiguous.
+    x: [..., V], any strides.
+    gate: Like x. None: no gate.
+    weight: [V].
+    eps: Added to the mean square.
+    activation: "silu" or "sigmoid".
     """
+
+    x: Tensor
+    gate: Tensor | None
+    weight: Tensor
+    eps: float
+    activation: str
+
+
+def forward(inputs: GatedNorm) -> tuple[Tensor]:
+    """One kernel."""
     from deltarule.ops.fused import norms_triton as kernels
 
-    gate_rows = None if gate is None else as_rows(gate)
-    return kernels.gated_norm(as_rows(x), gate_rows, weight, eps, activation).view(x.shape)
+    x, gate, weight, eps, activation = inputs
+    rows = None if gate is None else as_rows(gate)
+    return (kernels.gated_norm(as_rows(x), rows, weight, eps, activation).view(x.shape),)
 
 
-@torch.library.custom_op("deltarule::gated_norm_backward", mutates_args=())
-def gated_norm_backward(
-    d_y: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, activation: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients by x, gate (empty without one) and weight."""
+def backward(
+    gradients: Gradients, saved: Sequence[Tensor], wanted: Sequence[bool], inputs: GatedNorm
+) -> Gradients:
+    """Gradients by x, gate and weight."""
     from deltarule.ops.fused import norms_triton as kernels
 
-    gate_rows = None if gate is None else as_rows(gate)
+    (d_y,), (x, gate, weight, eps, activation) = gradients, inputs
+    assert d_y is not None
+    rows = None if gate is None else as_rows(gate)
     d_x, d_gate, d_weight = kernels.gated_norm_backward(
-        as_rows(d_y), as_rows(x), gate_rows, weight, eps, activation
+        as_rows(d_y), as_rows(x), rows, weight, eps, activation
     )
-    empty = x.new_empty(0) if d_gate is None else d_gate.view(x.shape)
-    return d_x.view(x.shape), empty, d_weight
+    return d_x.view(x.shape), None if d_gate is None else d_gate.view(x.shape), d_weight
+
+
+def fake(inputs: GatedNorm) -> tuple[Tensor]:
+    """Its shape."""
+    return (inputs.x.new_empty(inputs.x.shape),)
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -58,29 +67,7 @@ def as_rows(x: Tensor) -> Tensor:
     )  # fmt: skip
 
 
-@gated_norm.register_fake
-def _fake(x: Tensor, *_: object) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@gated_norm_backward.register_fake
-def _backward_fake(
-    d_y: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor, *_: object
-) -> tuple[Tensor, Tensor, Tensor]:
-    d_gate = x.new_empty(0) if gate is None else gate.new_empty(gate.shape)
-    return x.new_empty(x.shape), d_gate, weight.new_empty(weight.shape)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])
-    ctx.options = inputs[3:]
-
-
-def _backward(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
-    x, gate, weight = ctx.saved_tensors
-    d_x, d_gate, d_weight = gated_norm_backward(d_y, x, gate, weight, *ctx.options)
-    return d_x, None if gate is None else d_gate, d_weight, None, None
-
-
-gated_norm.register_autograd(_backward, setup_context=_setup_context)
-gated_norm_backward.register_autograd(no_second_derivative)
+gated_norm = Operator(
+    "gated_norm", GatedNorm, forward, backward, fake,
+    rules=Rules(gradients=("x", "gate", "weight")),
+)  # fmt: skip

@@ -1,40 +1,55 @@
-"""The registered operator of SwiGLU, its backward operator, and SwiGLU with the product after it.
+"""The registered operator of SwiGLU, and SwiGLU with the product after it.
 
 The plain form is in `deltarule.nn.mlp`, which chooses between the two.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deltarule.ops.eager import no_second_derivative
+from deltarule.ops.registration import Gradients, Operator, Rules
 
 
-@torch.library.custom_op("deltarule::swiglu", mutates_args=())
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """h = SiLU(gate) * up, by a Triton kernel.
+class GatedProduct(NamedTuple):
+    """h = SiLU(gate) * up, contiguous.
 
-    Args:
-        gate: [..., D].
-        up: Like gate.
-
-    Returns:
-        h like gate, contiguous.
+    gate: [..., D].
+    up: Like gate.
     """
+
+    gate: Tensor
+    up: Tensor
+
+
+def forward(inputs: GatedProduct) -> tuple[Tensor]:
+    """One kernel."""
     from deltarule.ops.fused import swiglu_triton as kernels
 
-    return kernels.swiglu(gate, up)
+    return (kernels.swiglu(*inputs),)
 
 
-@torch.library.custom_op("deltarule::swiglu_backward", mutates_args=())
-def swiglu_backward(d_h: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def backward(
+    gradients: Gradients, saved: Sequence[Tensor], wanted: Sequence[bool], inputs: GatedProduct
+) -> Gradients:
     """Gradients by gate and up."""
     from deltarule.ops.fused import swiglu_triton as kernels
 
-    return kernels.swiglu_backward(d_h, gate, up, None)
+    d_gate, d_up = kernels.swiglu_backward(gradients[0], *inputs, None)
+    return d_gate, d_up
+
+
+def fake(inputs: GatedProduct) -> tuple[Tensor]:
+    """Its shape."""
+    return (inputs.gate.new_empty(inputs.gate.shape),)
+
+
+swiglu = Operator(
+    "swiglu", GatedProduct, forward, backward, fake, rules=Rules(gradients=("gate", "up"))
+)
 
 
 class SwiGLULinear(torch.autograd.Function):
@@ -62,26 +77,3 @@ class SwiGLULinear(torch.autograd.Function):
         d_gate, d_up = kernels.swiglu_backward(d_h, gate, up, d_h if learns else None)
         d_weight = d_y.flatten(0, -2).mT @ d_h.flatten(0, -2) if learns else None
         return d_gate, d_up, d_weight
-
-
-@swiglu.register_fake
-def _fake(gate: Tensor, up: Tensor) -> Tensor:
-    return gate.new_empty(gate.shape)
-
-
-@swiglu_backward.register_fake
-def _backward_fake(d_h: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, d_h: Tensor) -> tuple[Tensor, Tensor]:
-    d_gate, d_up = swiglu_backward(d_h, *ctx.saved_tensors)
-    return d_gate, d_up
-
-
-swiglu.register_autograd(_backward, setup_context=_setup_context)
-swiglu_backward.register_autograd(no_second_derivative)
