@@ -170,11 +170,12 @@ class CausalLM(nn.Module):
         stop: Sequence[Stop] = (),
         seed: int | None = None,
         state: ModelState | None = None,
+        cuda_graphs: bool = True,
     ) -> list[list[int]]:
         """Continue every prompt; see `deltarule.models.generate.generate`."""
         return generate(
             self, prompts, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
-            top_p=top_p, stop=stop, seed=seed, state=state,
+            top_p=top_p, stop=stop, seed=seed, state=state, cuda_graphs=cuda_graphs,
         )  # fmt: skip
 
     def stream(
@@ -188,11 +189,12 @@ class CausalLM(nn.Module):
         stop: Sequence[Stop] = (),
         seed: int | None = None,
         state: ModelState | None = None,
+        cuda_graphs: bool = True,
     ) -> Iterator[int]:
         """Continue one prompt, token by token; see `deltarule.models.generate.stream`."""
         return stream(
             self, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
-            top_p=top_p, stop=stop, seed=seed, state=state,
+            top_p=top_p, stop=stop, seed=seed, state=state, cuda_graphs=cuda_graphs,
         )  # fmt: skip
 
     def save(self, folder: str | Path) -> None:

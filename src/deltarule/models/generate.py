@@ -12,14 +12,18 @@ from torch import Tensor
 
 from deltarule.models.arguments import check_state
 from deltarule.models.bytes import BEGIN, VOCAB_SIZE
-from deltarule.models.sampling import Draws, choose
+from deltarule.models.decoder import Decoder, Sampling, captured, captures, lend, row_count
+from deltarule.models.sampling import DAMAGED, Draws, chosen
 from deltarule.nn import ModelState
+from deltarule.nn.state import LentState
 
 if TYPE_CHECKING:
     from deltarule.models.causal_lm import CausalLM
 
 Prompt = Sequence[int] | Tensor
 Stop = int | Sequence[int]
+# Steps whose random numbers are sent to a GPU together.
+DRAWN = 64
 
 
 def generate(
@@ -33,6 +37,7 @@ def generate(
     stop: Sequence[Stop] = (),
     seed: int | None = None,
     state: ModelState | None = None,
+    cuda_graphs: bool = True,
 ) -> list[list[int]]:
     r"""Continue every prompt, one token at a time.
 
@@ -41,7 +46,8 @@ def generate(
         \quad \text{within the kept set}
 
     Each prompt draws from its own random numbers, so its result does not depend on its
-    neighbours. A prompt that is done costs no more steps.
+    neighbours. A prompt that is done costs no more steps, but in a CUDA graph, where it runs along
+    until all are done.
 
     Args:
         model: The model, on any device.
@@ -58,6 +64,9 @@ def generate(
             neither read nor changed.
         state: What the model returned for earlier tokens, one row a prompt or one row for all: a
             prompt cache. It is not changed. Every prompt then holds at least one token.
+        cuda_graphs: On a GPU, decode by replaying a CUDA graph of one step, which the first call
+            with as many rows captures and the model keeps (`release_graphs` frees it). False, or a
+            CPU, runs the model anew for each token.
 
     Returns:
         The added tokens of each prompt, without the prompt.
@@ -74,7 +83,7 @@ def generate(
         >>> [len(row) for row in rows]
         [5, 5]
     """
-    options = _Options(max_new_tokens, temperature, top_k, top_p, stop, seed)
+    options = _Options(max_new_tokens, temperature, top_k, top_p, stop, seed, cuda_graphs)
     options.check(model.config.vocab_size)
     tokens = _check_prompts(model, prompts, state)
     added: list[list[int]] = [[] for _ in tokens]
@@ -94,6 +103,7 @@ def stream(
     stop: Sequence[Stop] = (),
     seed: int | None = None,
     state: ModelState | None = None,
+    cuda_graphs: bool = True,
 ) -> Iterator[int]:
     """Continue one prompt, giving each token as soon as it is drawn.
 
@@ -110,7 +120,7 @@ def stream(
         >>> len(list(model.stream([1, 2, 3], max_new_tokens=5)))
         5
     """
-    options = _Options(max_new_tokens, temperature, top_k, top_p, stop, seed)
+    options = _Options(max_new_tokens, temperature, top_k, top_p, stop, seed, cuda_graphs)
     options.check(model.config.vocab_size)
     tokens = _check_prompts(model, [prompt], state)
     return (token for _, token in _sample(model, tokens, options, state))
@@ -124,6 +134,12 @@ class _Options:
     top_p: float | None
     stop: Sequence[Stop]
     seed: int | None
+    cuda_graphs: bool
+
+    @property
+    def sampling(self) -> Sampling:
+        """How a token is drawn."""
+        return Sampling(self.temperature, self.top_k, self.top_p)
 
     def check(self, vocab_size: int) -> None:
         """Refuse what cannot be meant, naming the argument."""
@@ -214,42 +230,113 @@ def _as_list(index: int, prompt: Prompt) -> list[int]:
         raise ValueError(f"prompts[{index}] must hold integer tokens, got {prompt!r:.80}") from None
 
 
+class _Rows:
+    """What each row has added, and which rows go on."""
+
+    def __init__(self, count: int, options: _Options) -> None:
+        self.stops, self.left = options.stop_sequences(), options.max_new_tokens
+        self.added: list[list[int]] = [[] for _ in range(count)]
+        self.going = list(range(count))
+
+    def take(self, tokens: dict[int, int]) -> Iterator[tuple[int, int]]:
+        """Give a step's tokens of the rows that go on; those that are done with them leave."""
+        self.left -= 1
+        going = []
+        for row in self.going:
+            if (token := tokens[row]) < 0:
+                raise ValueError(DAMAGED)
+            added = self.added[row]
+            added.append(token)
+            if not any(added[-len(sequence) :] == sequence for sequence in self.stops):
+                going.append(row)
+            yield row, token
+        self.going = going if self.left else []
+
+
 @torch.no_grad()
 def _sample(
     model: "CausalLM", prompts: list[list[int]], options: _Options, state: ModelState | None
 ) -> Iterator[tuple[int, int]]:
-    """Yield (row, token) in order of time; rows leave the batch when they are done."""
+    """Yield (row, token) in order of time."""
     if not prompts or options.max_new_tokens == 0:
         return
-    device = model.embedding.weight.device
-    stops = options.stop_sequences()
-    draws = Draws(options.seed, len(prompts), device)
-    rows = list(range(len(prompts)))
-    added: list[list[int]] = [[] for _ in rows]
+    draws = Draws(options.seed, len(prompts), model.embedding.weight.device)
+    rows = _Rows(len(prompts), options)
     logits, state = _read_prompts(model, prompts, state)
-    for step in range(options.max_new_tokens):
-        tokens = choose(
-            logits,
-            draws.next(rows),
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-        )
-        going = []
-        for place, token in enumerate(tokens.tolist()):
-            row = rows[place]
-            added[row].append(token)
-            if not any(added[row][-len(sequence) :] == sequence for sequence in stops):
-                going.append(place)
-            yield row, token
-        if not going or step == options.max_new_tokens - 1:
+    tokens = chosen(logits, draws.next(rows.going), *options.sampling)
+    if options.cuda_graphs and captures(model):
+        lent = lend(model, state, options.max_new_tokens)
+        with captured(model, lent, options.sampling) as decoder:
+            yield from _replay(model, decoder, lent, tokens, draws, rows)
+    else:
+        yield from _step(model, state, tokens, draws, rows, options.sampling)
+
+
+def _step(
+    model: "CausalLM",
+    state: ModelState,
+    tokens: Tensor,
+    draws: Draws,
+    rows: _Rows,
+    sampling: Sampling,
+) -> Iterator[tuple[int, int]]:
+    """One call of the model a token; rows leave the batch when they are done."""
+    while True:
+        before = rows.going
+        yield from rows.take(dict(zip(before, tokens.tolist(), strict=True)))
+        if not rows.going:
             return
-        if len(going) < len(rows):
-            rows = [rows[place] for place in going]
-            kept = torch.tensor(going, device=device)
-            tokens, state = tokens[kept], state.select(kept)
-        x, state = model.hidden(tokens[:, None], state)
-        logits = model.logits(x[:, -1])
+        if len(rows.going) < len(before):
+            kept = [place for place, row in enumerate(before) if row in set(rows.going)]
+            index = torch.tensor(kept, device=tokens.device)
+            tokens, state = tokens[index], state.select(index)
+        # Every state is the model's own answer, and of no more use after the next.
+        lent = ModelState(map(LentState, state))
+        x, state = model.hidden(tokens.unsqueeze(1), lent)
+        tokens = chosen(model.logits(x[:, -1]), draws.next(rows.going), *sampling)
+
+
+def _replay(
+    model: "CausalLM",
+    decoder: Decoder,
+    state: ModelState,
+    tokens: Tensor,
+    draws: Draws,
+    rows: _Rows,
+) -> Iterator[tuple[int, int]]:
+    """One replay a token, read a step late; rows that are done run along and are not looked at."""
+    everyone, steps = list(rows.going), rows.left
+    decoder.start(state, tokens)
+    unread = Late(tokens)
+    for step in range(steps):
+        read = unread
+        if step < steps - 1:
+            if step % DRAWN == 0:
+                numbers = draws.several(everyone, DRAWN)
+            decoder.draws.copy_(numbers[step % DRAWN])
+            unread = Late(decoder.step(model))
+        yield from rows.take(dict(enumerate(read.tolist())))
+        if not rows.going:
+            return
+
+
+class Late:
+    """Tokens on their way to the host, which waits only once it reads them."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        """Send them."""
+        self.tokens, self.sent = tokens.clone(), None
+        if tokens.is_cuda:
+            self.tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self.tokens.copy_(tokens, non_blocking=True)
+            self.sent = torch.cuda.Event()
+            self.sent.record()
+
+    def tolist(self) -> list[int]:
+        """The tokens."""
+        if self.sent is not None:
+            self.sent.synchronize()
+        return self.tokens.tolist()
 
 
 def _read_prompts(
@@ -261,15 +348,10 @@ def _read_prompts(
     padded = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     mask = torch.arange(longest, device=device) >= longest - lengths[:, None]
-    if state is not None and state_rows(state) < len(prompts):
+    if state is not None and row_count(state) < len(prompts):
         state = state.select(torch.zeros(len(prompts), dtype=torch.int64, device=device))
     x, state = model.hidden(
         torch.tensor(padded, device=device), state, mask=None if bool(mask.all()) else mask
     )
     # The head sees the last position only: a long prompt never makes [T, vocab] logits.
     return model.logits(x[:, -1]), state
-
-
-def state_rows(state: ModelState) -> int:
-    """Return the sequences that a state holds."""
-    return max((len(tensor) for layer in state for tensor in layer.values()), default=0)

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+DAMAGED = "the model's logits are NaN or infinite: its parameters are damaged"
+
 
 class Draws:
     """Uniform numbers in [0, 1): a stream of its own for each row, the same on every device.
@@ -30,8 +32,12 @@ class Draws:
 
     def next(self, rows: list[int]) -> Float[Tensor, "B"]:
         """Return the next number of each of these rows."""
-        numbers = [torch.rand((), generator=self._generators[row]) for row in rows]
-        return torch.stack(numbers).to(self._device)
+        return self.several(rows, 1)[0]
+
+    def several(self, rows: list[int], steps: int) -> Float[Tensor, "steps B"]:
+        """Return the next numbers of each of these rows, for so many steps."""
+        numbers = [torch.rand(steps, generator=self._generators[row]) for row in rows]
+        return torch.stack(numbers, dim=1).to(self._device)
 
 
 def choose(
@@ -63,14 +69,44 @@ def choose(
         >>> choose(torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([0.9]), temperature=1.0)
         tensor([2])
     """
-    if not bool(logits.amax(-1).isfinite().all()):
-        raise ValueError("the model's logits are NaN or infinite: its parameters are damaged")
-    if temperature == 0:
-        return logits.argmax(-1)
+    return checked(chosen(logits, draws, temperature, top_k, top_p))
+
+
+def checked(tokens: Int[Tensor, "B"]) -> Int[Tensor, "B"]:
+    """Return the tokens; raise a ValueError if a row had none, which waits for the device."""
+    if bool((tokens < 0).any()):
+        raise ValueError(DAMAGED)
+    return tokens
+
+
+def chosen(
+    logits: Float[Tensor, "B vocab"],
+    draws: Float[Tensor, "B"],
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+) -> Int[Tensor, "B"]:
+    """`choose` without waiting for the device: -1 where the largest logit is NaN or infinite."""
+    largest, likeliest = logits.max(-1)
+    token = likeliest
+    if temperature != 0:
+        token = drawn(logits, draws, temperature, top_k, top_p)
+    return torch.where(largest.isfinite(), token, -1)
+
+
+def drawn(
+    logits: Float[Tensor, "B vocab"],
+    draws: Float[Tensor, "B"],
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+) -> Int[Tensor, "B"]:
+    """The token of each row whose cumulated probability first reaches its share u of the sum."""
     order, cumulated, size = kept(logits, temperature=temperature, top_k=top_k, top_p=top_p)
     targets = draws[:, None] * cumulated.gather(1, size - 1)
     # The first place whose sum reaches the target: never past the kept set, never of probability 0.
-    places = torch.searchsorted(cumulated, targets)
+    # A row of NaN has no such place, and its token is not looked at.
+    places = torch.searchsorted(cumulated, targets).clamp(max=cumulated.shape[1] - 1)
     return order.gather(1, places)[:, 0]
 
 

@@ -28,7 +28,7 @@ from deltarule.nn.interface import Mixer, MixerConfig
 from deltarule.nn.layout import Layout, make_layout
 from deltarule.nn.rope import rotate
 from deltarule.nn.rule import System
-from deltarule.nn.state import State
+from deltarule.nn.state import LentState, State
 from deltarule.nn.window_blocks import block_masks, blocks, with_block_before
 from deltarule.ops.context import Context
 from deltarule.ops.context.rows import all_rows
@@ -136,6 +136,22 @@ class Attention(Mixer):
         length = torch.zeros(batch_size, dtype=torch.int64, device=weight.device)
         return State(keys=rows, values=rows.clone(), valid=valid, length=length)
 
+    def lend(self, state: State, tokens: int) -> LentState:
+        """Return a copy with free rows: for so many tokens, or with a window in a ring of its size.
+
+        `place` [B] is the row of the next token, the same for all.
+        """
+        batch, rows = state["valid"].shape
+        free = tokens if self.window is None else self.window - rows
+        keys, values, valid = (
+            torch.cat([state[name], state[name].new_zeros(batch, free, *state[name].shape[2:])], 1)
+            for name in ("keys", "values", "valid")
+        )
+        place = torch.full_like(state["length"], rows)
+        return LentState(
+            keys=keys, values=values, valid=valid, length=state["length"].clone(), place=place
+        )
+
     def forward(
         self,
         x: Hidden,
@@ -169,6 +185,8 @@ class Attention(Mixer):
         check_input(x, self.hidden_size, self.o_proj.weight)
         if context is not None:
             return self._over_context(x, state, layout, context)
+        if isinstance(state, LentState) and "place" in state:
+            return self._decode(x, state), state
         before = self._state_before(state, layout)
         q, k, v = self._project(layout.to_front(x), layout.positions(before["length"]))
         keys = torch.cat([before["keys"].to(k.dtype), k], dim=1)
@@ -241,6 +259,29 @@ class Attention(Mixer):
         if self.rope_theta is not None:
             q, k = (rotate(y, positions, self.rope_theta) for y in (q, k))
         return q, k, v
+
+    def _decode(self, x: Tensor, state: LentState) -> Tensor:
+        """One token of each row, whose key and value take the next place of the cache."""
+        if x.shape[1] != 1:
+            raise ValueError(f"x must hold one token with a lent cache, got T = {x.shape[1]}")
+        q, k, v = self._project(x, state["length"].unsqueeze(1))
+        place, valid = state["place"], state["valid"]
+        at = torch.arange(len(place), device=place.device), place
+        state["keys"].index_put_(at, k[:, 0].to(state["keys"].dtype))
+        state["values"].index_put_(at, v[:, 0].to(state["values"].dtype))
+        valid.index_put_(at, torch.ones_like(place, dtype=torch.bool))
+        # The query heads that share a key head are rows of one query: no key is repeated.
+        queries = q[:, 0].unflatten(1, (self.num_kv_heads, -1))
+        o = F.scaled_dot_product_attention(
+            queries,
+            state["keys"].to(q.dtype).transpose(1, 2),
+            state["values"].to(q.dtype).transpose(1, 2),
+            attn_mask=valid[:, None, None],
+        )
+        state["length"].add_(1)
+        place.add_(1).remainder_(valid.shape[1])
+        y: Tensor = self.o_proj(o.flatten(1).unsqueeze(1))
+        return y
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
         """Softmax attention over [B, T, heads, D]; visible None means plain causal."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from deltarule.nn.gates import computed
 from deltarule.nn.rule import QueryKeyNorm, System
-from deltarule.nn.state import State
+from deltarule.nn.state import LentState, State
 from deltarule.ops.context import Context
 from deltarule.shapes import Hidden, Mask, Offsets
 
@@ -105,6 +105,10 @@ class Mixer(nn.Module, ABC):
                 "process can know before those before it are done"
             )
         return context
+
+    def lend(self, state: State, tokens: int) -> LentState:
+        """Return a copy of a state that calls of one token may overwrite, for so many tokens."""
+        return LentState(state.clone())
 
     def gate_parameter(self, name: str, value: Tensor) -> None:
         """Add one of float32_parameters, whatever torch's default dtype."""

@@ -1,0 +1,182 @@
+"""One decoding step of a model on buffers of its own, which on a GPU is a CUDA graph.
+
+    token_t, state_{t-1}  ->  token_{t+1}, state_t        nothing is allocated, nothing is waited for
+
+The buffers stay where they are, so that a step once captured is replayed for every further token of
+every call with as many rows.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from deltarule.models.sampling import chosen
+from deltarule.nn import Mixer, ModelState
+from deltarule.nn.state import LentState
+from deltarule.ops.eager import nothing_watches
+
+if TYPE_CHECKING:
+    from deltarule.models.causal_lm import CausalLM
+
+# Caches of attention grow by so many rows, so that lengths that are close share a graph.
+ROOM = 256
+# Captured steps that a model keeps, the latest; each holds the states of its rows.
+KEPT = 4
+# Steps before the capture: kernels are compiled and libraries take their memory.
+WARM_UP = 2
+
+
+class Sampling(NamedTuple):
+    """How a token is drawn; see `deltarule.models.generate.generate`."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+
+
+class Decoder:
+    """Buffers for the rows of one call, and the step over them.
+
+    Args:
+        state: Of the rows, with room for the tokens to come; the decoder's own from now on.
+        sampling: How a token is drawn.
+    """
+
+    def __init__(self, state: ModelState, sampling: Sampling) -> None:
+        """Take the state; tokens and draws are given by `start` and `draw`."""
+        rows, device = row_count(state), state_device(state)
+        self.state, self.sampling = state, sampling
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.draws = torch.zeros(rows, device=device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def start(self, state: ModelState, tokens: Tensor) -> None:
+        """Begin with the state before the tokens [B], both copied."""
+        overwrite(self.state, state)
+        self.tokens.copy_(tokens)
+
+    def advance(self, model: "CausalLM") -> None:
+        """Read the tokens, overwrite the state, and put the next tokens in their place."""
+        # Where the logits were no numbers the token is -1, and the row goes on from any other.
+        x, after = model.hidden(self.tokens.clamp(min=0).unsqueeze(1), self.state)
+        tokens = chosen(model.logits(x[:, -1]), self.draws, *self.sampling)
+        overwrite(self.state, after)
+        self.tokens.copy_(tokens)
+
+    def capture(self, model: "CausalLM") -> None:
+        """Record `advance` as a CUDA graph; what the buffers hold is lost."""
+        device = self.tokens.device
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                self.advance(model)
+        torch.cuda.current_stream(device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # Another thread of the process may use the GPU meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self.advance(model)
+        self.graph = graph
+
+    def step(self, model: "CausalLM") -> Tensor:
+        """The next tokens [B], in the decoder's buffer; -1 where the logits were no numbers."""
+        if self.graph is None:
+            self.advance(model)
+        else:
+            self.graph.replay()
+        return self.tokens
+
+
+def lend(model: "CausalLM", state: ModelState, tokens: int) -> ModelState:
+    """A copy of the state that can be overwritten in place for so many more tokens."""
+    room = -(-tokens // ROOM) * ROOM
+    mixers = (block.mixer for block in model.blocks)
+    return ModelState(
+        mixer.lend(layer, room)
+        for mixer, layer in zip(mixers, state, strict=True)
+        if isinstance(mixer, Mixer)
+    )
+
+
+def overwrite(state: ModelState, other: ModelState) -> None:
+    """Give each tensor of the state the other's numbers, unless they are one."""
+    pairs = [
+        (tensor, given[name])
+        for layer, given in zip(state, other, strict=True)
+        for name, tensor in layer.items()
+        if tensor is not given[name]
+    ]
+    # One call copies all tensors of a dtype.
+    kinds = {(tensor.dtype, given.dtype) for tensor, given in pairs}
+    for kind in sorted(kinds, key=str):
+        alike = [pair for pair in pairs if (pair[0].dtype, pair[1].dtype) == kind]
+        torch._foreach_copy_([pair[0] for pair in alike], [pair[1] for pair in alike])
+
+
+# The captured steps of each model, the latest last.
+_captured: "WeakKeyDictionary[CausalLM, list[tuple[object, Decoder]]]" = WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def captured(model: "CausalLM", state: ModelState, sampling: Sampling) -> Iterator[Decoder]:
+    """A decoder with its graph, for this caller alone until it is given back."""
+    key = kind_of(model, state, sampling)
+    kept = _captured.setdefault(model, [])
+    places = [place for place, (other, _) in enumerate(kept) if other == key]
+    if places:
+        decoder = kept.pop(places[0])[1]
+    else:
+        decoder = Decoder(ModelState(LentState(layer.clone()) for layer in state), sampling)
+        decoder.capture(model)
+    try:
+        yield decoder
+    finally:
+        kept.append((key, decoder))
+        del kept[:-KEPT]
+
+
+def kind_of(model: "CausalLM", state: ModelState, sampling: Sampling) -> object:
+    """What a graph holds for: where the parameters lie, the buffers' sizes, how it was computed."""
+    shapes = tuple(
+        (name, tensor.shape, tensor.dtype) for layer in state for name, tensor in layer.items()
+    )
+    parameters = tuple((p.data_ptr(), p.dtype) for p in model.parameters())
+    autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    return shapes, parameters, tuple(sampling), autocast, torch.is_inference_mode_enabled()
+
+
+def captures(model: "CausalLM") -> bool:
+    """Whether the model's step can be a CUDA graph: on a GPU, with nothing watching."""
+    if model.embedding.weight.device.type != "cuda" or not nothing_watches():
+        return False
+    return all(type(parameter) is Parameter for parameter in model.parameters())
+
+
+def row_count(state: ModelState) -> int:
+    """The sequences that a state holds."""
+    return max((len(tensor) for layer in state for tensor in layer.values()), default=0)
+
+
+def state_device(state: ModelState) -> torch.device:
+    """Where a state lies."""
+    return next(tensor.device for layer in state for tensor in layer.values())
+
+
+def release_graphs(model: "CausalLM") -> None:
+    """Free the captured steps of a model, and the memory of their states.
+
+    Args:
+        model: The model; its next `generate` on a GPU captures anew.
+
+    Example:
+        >>> from deltarule.models import CausalLM, ModelConfig
+        >>> model = CausalLM(ModelConfig(vocab_size=257, hidden_size=32, num_layers=1,
+        ...                              num_heads=2, layer_types="gated_deltanet"))
+        >>> release_graphs(model)
+    """
+    _captured.pop(model, None)

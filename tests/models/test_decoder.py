@@ -1,0 +1,97 @@
+"""Decoding on fixed buffers: the tokens of the path that calls the model anew for each token."""
+
+import pytest
+import torch
+
+from deltarule.models import decoder as decoding
+from deltarule.models.decoder import Decoder, captured, lend, release_graphs
+from deltarule.nn import MIXERS
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
+# The memories of TTT and Titans count tokens on the host.
+MIXED = ("gated_deltanet", "sliding_window", "attention", "rwkv7")
+
+
+@pytest.fixture
+def on_buffers(monkeypatch):
+    """Take the path of graphs on a CPU too, where the same code runs without a capture."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr("deltarule.models.generate.captures", lambda model: True)
+        monkeypatch.setattr(Decoder, "capture", lambda self, model: self.advance(model))
+
+
+def sizes(name: str) -> dict[str, object]:
+    options: dict[str, object] = {"layer_types": name, "num_layers": 2}
+    return options if name not in MIXED else options | {"window": 5}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", [*MIXERS, MIXED])
+def test_tokens_on_buffers_are_those_of_separate_calls(
+    name, device, make_model, random_tokens, on_buffers
+):
+    model = make_model(**(sizes(name) if isinstance(name, str) else {})).to(device)
+    prompts = [random_tokens(n, seed=n).tolist() for n in (9, 3)]
+    for options in ({"temperature": 0}, {"seed": 3, "top_k": 40, "top_p": 0.9}):
+        again = [
+            model.generate(prompts, max_new_tokens=12, cuda_graphs=graphs, **options)
+            for graphs in (False, True, True)
+        ]
+        assert again[0] == again[1] == again[2]
+    release_graphs(model)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_stops_are_seen_a_step_late_and_change_nothing(
+    device, make_model, random_tokens, on_buffers
+):
+    model = make_model().to(device)
+    prompts = [random_tokens(4, seed=seed).tolist() for seed in range(3)]
+    full = model.generate(prompts, max_new_tokens=70, seed=0)
+    stop = full[1][5]
+    got = model.generate(prompts, max_new_tokens=70, seed=0, stop=[stop])
+    for row, expected in zip(got, full, strict=True):
+        assert row == expected[: expected.index(stop) + 1 if stop in expected else 70]
+
+
+def test_streams_side_by_side_have_buffers_of_their_own(make_model, on_buffers):
+    model = make_model()
+    expected = [model.generate([[token]], max_new_tokens=9, seed=0)[0] for token in (1, 2)]
+    streams = [model.stream([token], max_new_tokens=9, seed=0) for token in (1, 2)]
+    assert [list(row) for row in zip(*zip(*streams, strict=True), strict=True)] == expected
+    assert len(decoding._captured[model]) == 2
+    release_graphs(model)
+    assert model not in decoding._captured
+
+
+def test_a_kept_step_is_taken_again_only_where_it_holds(make_model, on_buffers):
+    model = make_model()
+    greedy, drawn = decoding.Sampling(0, None, None), decoding.Sampling(1.0, None, None)
+    state = lend(model, model(torch.ones(2, 3, dtype=torch.int64))[1], 5)
+    with captured(model, state, greedy) as first:
+        pass
+    with captured(model, state, greedy) as second:
+        assert second is first
+    with captured(model, state, drawn) as third:
+        assert third is not first
+    model.embedding.weight = torch.nn.Parameter(model.embedding.weight.clone())
+    with captured(model, state, greedy) as fourth:
+        assert fourth is not first
+
+
+def test_damaged_logits_are_told_from_the_step_that_made_them(make_model, on_buffers):
+    model = make_model()
+    stream = model.stream([1], max_new_tokens=9)
+    next(stream)
+    with torch.no_grad():
+        model.embedding.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        list(stream)
+
+
+def test_a_lent_cache_takes_one_token_at_a_time(make_model):
+    model = make_model(layer_types="attention")
+    state = lend(model, model(torch.ones(2, 3, dtype=torch.int64))[1], 5)
+    with pytest.raises(ValueError, match="one token with a lent cache"):
+        model(torch.ones(2, 2, dtype=torch.int64), state)
