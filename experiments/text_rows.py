@@ -82,6 +82,8 @@ def held_out_rows(corpus: Corpus, length: int, most_bytes: int) -> Rows:
 class TextRows:
     """What a model trains on: rows that start anywhere, and the cross entropy of the next byte."""
 
+    static = True
+
     def __init__(
         self, drawing: Drawing, training: Corpus, watched: Rows, loop: LoopOptions
     ) -> None:
@@ -105,9 +107,13 @@ class TextRows:
         )
         return rows_at(self.training, starts, self.length)
 
-    def loss(self, model: CausalLM, hidden: Hidden, rows: Rows) -> tuple[Tensor, Tensor]:
+    def tensors(self, rows: Rows, device: torch.device) -> tuple[Tensor, ...]:
+        """Tokens and targets."""
+        return tuple(to_device(x, device) for x in rows)
+
+    def loss(self, model: CausalLM, hidden: Hidden, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         """Mean nats a byte, and the same for display."""
-        tokens, targets = (to_device(x, model.embedding.weight.device) for x in rows)
+        tokens, targets = tensors
         x, _ = hidden(tokens)
         loss = next_token_loss(model.logits(x), targets)
         return loss, loss

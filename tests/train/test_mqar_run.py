@@ -46,6 +46,9 @@ def test_rows_of_evaluation_are_never_rows_of_training(tmp_path):
     assert (job.next().tokens == first.tokens).all()
 
 
+CPU = torch.device("cpu")
+
+
 def test_the_loss_is_at_the_queries_only(tmp_path):
     job = MqarJob(small(tmp_path))
     tokens, labels = job.next()
@@ -61,7 +64,7 @@ def test_the_loss_is_at_the_queries_only(tmp_path):
             assert x.shape == (32 * 2, 8)
             return x
 
-    loss, accuracy = job.loss(Oracle(), Oracle().hidden, (tokens, labels))
+    loss, accuracy = job.loss(Oracle(), Oracle().hidden, *job.tensors((tokens, labels), CPU))
     assert loss.item() < 1e-6
     assert accuracy.item() == 1.0
 

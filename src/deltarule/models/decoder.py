@@ -1,6 +1,6 @@
 """One decoding step of a model on buffers of its own, which on a GPU is a CUDA graph.
 
-    token_t, state_{t-1}  ->  token_{t+1}, state_t        nothing is allocated, nothing is waited for
+    token_t, state_{t-1}  ->  token_{t+1}, state_t        no allocation, no wait
 
 The buffers stay where they are, so that a step once captured is replayed for every further token of
 every call with as many rows.

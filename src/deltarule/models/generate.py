@@ -13,6 +13,7 @@ from torch import Tensor
 from deltarule.models.arguments import check_state
 from deltarule.models.bytes import BEGIN, VOCAB_SIZE
 from deltarule.models.decoder import Decoder, Sampling, captured, captures, lend, row_count
+from deltarule.models.late import Late
 from deltarule.models.sampling import DAMAGED, Draws, chosen
 from deltarule.nn import ModelState
 from deltarule.nn.state import LentState
@@ -318,25 +319,6 @@ def _replay(
         yield from rows.take(dict(enumerate(read.tolist())))
         if not rows.going:
             return
-
-
-class Late:
-    """Tokens on their way to the host, which waits only once it reads them."""
-
-    def __init__(self, tokens: Tensor) -> None:
-        """Send them."""
-        self.tokens, self.sent = tokens.clone(), None
-        if tokens.is_cuda:
-            self.tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self.tokens.copy_(tokens, non_blocking=True)
-            self.sent = torch.cuda.Event()
-            self.sent.record()
-
-    def tolist(self) -> list[int]:
-        """The tokens."""
-        if self.sent is not None:
-            self.sent.synchronize()
-        return self.tokens.tolist()
 
 
 def _read_prompts(

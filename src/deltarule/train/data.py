@@ -133,6 +133,17 @@ def rows_in_order(
         yield row(corpus, starts[first:].tolist(), lengths[first:].tolist())
 
 
+def with_empty_pieces(cu_seqlens: Tensor) -> Tensor:
+    """Add empty pieces at the end, to a power of two of 16 or more: few different numbers occur.
+
+    Example:
+        >>> [len(with_empty_pieces(torch.arange(n))) for n in (3, 17, 18, 40)]
+        [17, 17, 33, 65]
+    """
+    pieces = max(16, 1 << (len(cu_seqlens) - 2).bit_length())
+    return torch.cat([cu_seqlens, cu_seqlens[-1:].expand(pieces + 1 - len(cu_seqlens))])
+
+
 class ShuffledRows:
     """An endless, repeatable stream of full rows of shuffled pieces.
 

@@ -59,6 +59,8 @@ class LabelledJob:
             raise ValueError(
                 f"rows must be a multiple of accumulate={accumulate}, got {training.count}"
             )
+        # A curriculum reads the last loss, and changes the lengths.
+        self.static = training.curriculum is None
         self.task, self.training, self.watched, self.seed = task, training, watched, seed
         self.accumulate, self.rows = accumulate, training.count // accumulate
         self.drawn, self.last_loss = 0, torch.tensor(torch.inf)
@@ -101,9 +103,14 @@ class LabelledJob:
         self.length = min(self.length + 1, steps.end)
         self.last_loss = torch.tensor(torch.inf)
 
-    def loss(self, model: CausalLM, hidden: Hidden, batch: Batch) -> tuple[Tensor, Tensor]:
+    def tensors(self, batch: Batch, device: torch.device) -> tuple[Tensor, ...]:
+        """What is read, the places of the labels in it, and the labels."""
+        return read_of(batch, device)
+
+    def loss(self, model: CausalLM, hidden: Hidden, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         """Mean nats a label, and the share of right ones."""
-        guesses, answers = logits_at_labels(model, hidden, batch)
+        read, places, answers = tensors
+        guesses = logits_at(model, hidden, read, places)
         loss = next_token_loss(guesses, answers)
         self.last_loss = loss.detach()
         return loss, (guesses.detach().argmax(-1) == answers).float().mean()
@@ -134,22 +141,26 @@ class LabelledJob:
         self.last_loss = torch.tensor(torch.inf)
 
 
-def logits_at_labels(model: CausalLM, hidden: Hidden, batch: Batch) -> tuple[Tensor, Tensor]:
-    """What the model says where an answer is asked for, and the answers.
+def logits_at(model: CausalLM, hidden: Hidden, read: Tensor, places: Tensor) -> Tensor:
+    """What the model says where an answer is asked for.
 
-    The head is the widest matrix of a small model, and most positions ask for nothing. Nor is
-    anything carried on from a row, so what comes after the last label need not be read.
+    The head is the widest matrix of a small model, and most positions ask for nothing.
     """
-    device = model.embedding.weight.device
+    x, _ = hidden(read)
+    return model.logits(x.flatten(0, 1)[places])
+
+
+def read_of(batch: Batch, device: torch.device) -> tuple[Tensor, ...]:
+    """What is read of the rows [B, T], where in it an answer is asked for, and the answers.
+
+    Nothing is carried on from a row, so what comes after the last label need not be read.
+    """
     tokens, labels, *_ = batch
     end = read_length(labels)
     tokens, labels = tokens[:, :end], labels[:, :end]
     places = np.flatnonzero(labels != NO_LABEL)
-    read, at, answers = (
-        to_device(torch.from_numpy(x), device) for x in (tokens, places, labels.reshape(-1)[places])
-    )
-    x, _ = hidden(read)
-    return model.logits(x.flatten(0, 1)[at]), answers
+    found = tokens, places, labels.reshape(-1)[places]
+    return tuple(to_device(torch.from_numpy(x), device) for x in found)
 
 
 def read_length(labels: Array) -> int:
@@ -172,7 +183,8 @@ def guesses_of(model: CausalLM, batch: Batch) -> Array:
     rows = max(1, READ // batch.tokens.shape[1])
     for first in range(0, len(guesses), rows):
         part = Batch(batch.tokens[first : first + rows], batch.labels[first : first + rows])
-        logits, _ = logits_at_labels(model, model.hidden, part)
+        read, places, _ = read_of(part, model.embedding.weight.device)
+        logits = logits_at(model, model.hidden, read, places)
         guesses[first : first + rows][part.labels != NO_LABEL] = logits.argmax(-1).cpu().numpy()
     return guesses
 

@@ -6,20 +6,20 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from deltarule.models import CausalLM
 from deltarule.models.files import naming
+from deltarule.models.late import Late
 from deltarule.train.checkpoint import Checkpoints
 from deltarule.train.device import choose_device
 from deltarule.train.interrupt import Interrupt
 from deltarule.train.metrics import Metrics
 from deltarule.train.optimizer import (
     OptimizerOptions,
-    clip_gradients,
     learning_rate,
     load_optimizer_tensors,
     make_optimizer,
@@ -28,6 +28,7 @@ from deltarule.train.optimizer import (
 )
 from deltarule.train.progress import Progress, Smooth, make_progress
 from deltarule.train.random_state import random_state, restore_random_state
+from deltarule.train.step import TrainingStep, set_rate
 
 # `CausalLM.hidden`, compiled or not.
 Hidden = Callable[..., Any]
@@ -67,6 +68,9 @@ class LoopOptions:
     """"cpu", "cuda", "cuda:1", "mps"; "auto" takes a GPU if PyTorch sees one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """"bfloat16" computes in bfloat16 (autocast) with float32 weights."""
+    cuda_graphs: bool = True
+    """On a GPU, replay each step as a CUDA graph where batches are of few shapes; the bits are
+    those of eager steps. A CPU has none."""
     compile: bool = False
     """Compile the model with torch.compile first."""
     save_every: int = 500
@@ -87,16 +91,31 @@ class LoopOptions:
                 raise ValueError(f"{name} must be 0 or more, got {value}")
 
 
+class Told(NamedTuple):
+    """What a step told, on its way to the host."""
+
+    step: int
+    began: float
+    rate: float
+    tokens: int
+    figures: Late
+
+
 class Job(Protocol[B]):
     """What a run trains on: batches, a loss, and the position to resume from."""
 
     batch_tokens: int
     """Tokens in the batch of one optimizer step."""
+    static: bool
+    """Whether the tensors of all batches are of few shapes, and `loss` reads nothing else."""
 
     def next(self) -> B:
         """One of the `accumulate` parts of the next step's batch."""
 
-    def loss(self, model: CausalLM, hidden: Hidden, batch: B) -> tuple[Tensor, Tensor]:
+    def tensors(self, batch: B, device: torch.device) -> tuple[Tensor, ...]:
+        """What `loss` reads of a batch, on the device."""
+
+    def loss(self, model: CausalLM, hidden: Hidden, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         """The loss to minimise, and what to report: a tensor of the figures in `shown`'s order.
 
         `hidden` stands for `model.hidden`; the head is left to the job, which may need it only
@@ -161,6 +180,12 @@ class Trainer:
         self.save_seconds, self.saved_at = save_seconds, time.monotonic()
         if resume:
             self.restore()
+        graphs = options.cuda_graphs and job.static
+        self.update = TrainingStep(
+            self._loss, self.optimizer, clip=optimizer_options.clip, cuda_graphs=graphs
+        )
+        self.unread: Told | None = None
+        self.read_at = 0.0
 
     def restore(self) -> None:
         """Take everything that the next step depends on from the newest complete checkpoint."""
@@ -214,6 +239,7 @@ class Trainer:
                 self._step(metrics, progress)
                 self.seconds = before + time.monotonic() - began
                 if interrupt.requested:
+                    self._read(metrics, progress)
                     self.save()
                     raise InterruptedRunError(self.step, self.folder)
                 if limit is not None and time.monotonic() - began >= limit:
@@ -224,7 +250,9 @@ class Trainer:
                     break
                 late = time.monotonic() - self.saved_at >= self.save_seconds
                 if late or self.step % self.options.save_every == 0:
+                    self._read(metrics, progress)
                     self.save()
+            self._read(metrics, progress)
             self.save()
         return self.complete
 
@@ -236,50 +264,54 @@ class Trainer:
     def _step(self, metrics: Metrics, progress: Progress) -> None:
         began = time.monotonic()
         rate = learning_rate(self.step, self.options.steps, self.optimizer_options)
-        loss, norm, figures = self._update(rate)
+        set_rate(self.optimizer, rate)
+        parts = [
+            self.job.tensors(self.job.next(), self.device) for _ in range(self.options.accumulate)
+        ]
+        figures = Late(self.update(*parts))
         self.step += 1
-        speed = self.job.batch_tokens / (time.monotonic() - began)
-        shown = {"loss": loss, **self.job.shown(figures), "tokens/s": self.speed.add(speed)}
-        row = {"step": self.step, **shown, "lr": rate, "gradient_norm": norm}
-        row["seconds"] = round(self.seconds, 3)
-        progress.update(self.step, {name: _brief(value) for name, value in shown.items()})
-        metrics.write({key.replace("/", "_per_").replace(" ", "_"): v for key, v in row.items()})
+        # The step before is read while the GPU is at this one, so that it never waits.
+        self._read(metrics, progress)
+        self.unread = Told(self.step, began, rate, self.job.batch_tokens, figures)
         every = self.options.evaluate_every
-        if every and (self.step % every == 0 or self.step == self.options.steps):
+        evaluated = every and (self.step % every == 0 or self.step == self.options.steps)
+        if evaluated or not self.update.graphs:
+            self._read(metrics, progress)
+        if evaluated:
             with evaluating(self.model):
                 measured = self.job.evaluate(self.model)
             metrics.write({"step": self.step, **measured})
             self.stopped = self.stop_when is not None and self.stop_when(measured)
 
-    def _update(self, rate: float) -> tuple[float, float, list[float]]:
-        """One optimizer step; loss, gradient norm and the job's figures."""
-        parts = self.options.accumulate
-        bfloat16 = self.options.dtype == "bfloat16"
-        total = torch.zeros((), device=self.device)
-        for _ in range(parts):
-            batch = self.job.next()
-            with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=bfloat16):
-                part, measured = self.job.loss(self.model, self.hidden, batch)
-            torch.autograd.backward(part / parts)
-            told = torch.cat([part.detach().reshape(1), measured.detach().reshape(-1)])
-            total = total + told / parts
-        length = clip_gradients(self.model.parameters(), self.optimizer_options.clip)
-        # One wait for the device in a step, for all that is read from it.
-        loss, norm, *figures = torch.cat([total[:1], length.reshape(1), total[1:]]).tolist()
+    def _read(self, metrics: Metrics, progress: Progress) -> None:
+        """Wait for the figures of a step that was not read yet, and write them down."""
+        told, self.unread = self.unread, None
+        if told is None:
+            return
+        loss, norm, *figures = told.figures.tolist()
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise DivergedError(self._diverged(loss))
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss, norm, figures
+            raise DivergedError(self._diverged(told.step, loss))
+        speed = told.tokens / (time.monotonic() - max(told.began, self.read_at))
+        self.read_at = time.monotonic()
+        shown = {"loss": loss, **self.job.shown(figures), "tokens/s": self.speed.add(speed)}
+        row = {"step": told.step, **shown, "lr": told.rate, "gradient_norm": norm}
+        row["seconds"] = round(self.seconds, 3)
+        progress.update(told.step, {name: _brief(value) for name, value in shown.items()})
+        metrics.write({key.replace("/", "_per_").replace(" ", "_"): v for key, v in row.items()})
 
-    def _diverged(self, loss: float) -> str:
+    def _loss(self, *tensors: Tensor) -> Tensor:
+        """The loss of one part and its figures."""
+        bfloat16 = self.options.dtype == "bfloat16"
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=bfloat16):
+            loss, figures = self.job.loss(self.model, self.hidden, *tensors)
+        return torch.cat([loss.reshape(1), figures.detach().reshape(-1)])
+
+    def _diverged(self, step: int, loss: float) -> str:
         what = "gradient" if math.isfinite(loss) else "loss"
         steps = self.checkpoints.steps()
         last = f"the last good checkpoint is step-{steps[-1]}" if steps else "no checkpoint yet"
         return (
-            f"the {what} is not finite at step {self.step + 1} (loss {loss}); {last}; "
+            f"the {what} is not finite at step {step} (loss {loss}); {last}; "
             "start again under another --name, with a lower --lr or a longer --warmup-steps"
         )
 

@@ -99,15 +99,24 @@ def decays(model: nn.Module, *, decay_embeddings: bool = False) -> dict[str, boo
 
 
 def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.AdamW:
-    """AdamW with two groups, in the order of `parameter_names`."""
+    """Fused AdamW with two groups, in the order of `parameter_names`.
+
+    On a GPU it can be captured as a CUDA graph, and its rate is a tensor.
+    """
     parameters = dict(model.named_parameters())
     groups = [
         {"params": [parameters[name] for name in names], "weight_decay": decay}
         for names, decay in zip(_groups(model, options), (options.weight_decay, 0.0), strict=True)
     ]
-    return torch.optim.AdamW(
-        groups, lr=options.lr, betas=(options.beta1, options.beta2), eps=options.eps, fused=True
-    )
+    device = next(iter(parameters.values())).device
+    captured = device.type == "cuda"
+    optimizer = torch.optim.AdamW(
+        groups, lr=torch.tensor(options.lr, device=device) if captured else options.lr,
+        betas=(options.beta1, options.beta2), eps=options.eps, fused=True, capturable=captured,
+    )  # fmt: skip
+    # It is capturable in eager steps, too, so that both have the same bits: no warning of that.
+    optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
+    return optimizer
 
 
 def _groups(model: nn.Module, options: OptimizerOptions) -> tuple[list[str], list[str]]:

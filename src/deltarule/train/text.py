@@ -6,13 +6,21 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.bytes import VOCAB_SIZE
 from deltarule.models.loss import next_token_loss
 from deltarule.nn.rule import QueryKeyNorm
-from deltarule.train.data import Batch, Corpus, ShuffledRows, encode_documents
+from deltarule.train.data import (
+    Batch,
+    Corpus,
+    ShuffledRows,
+    encode_documents,
+    with_empty_pieces,
+)
+from deltarule.train.device import to_device
 from deltarule.train.documents import Documents, limit_bytes, read_documents, split_documents
 from deltarule.train.evaluate import bits_per_byte, compressed_bits_per_byte
 from deltarule.train.figures import loss_curve
@@ -124,6 +132,8 @@ class TextRun:
 class TextJob:
     """Rows of packed pieces, and the cross entropy of the next byte."""
 
+    static = True
+
     def __init__(self, run: TextRun, training: Corpus, validation: Corpus) -> None:
         """Start at the first row."""
         self.batch_tokens, self.length = run.batch_tokens, run.length
@@ -136,9 +146,15 @@ class TextJob:
         """The next row of shuffled pieces."""
         return self.rows.next()
 
-    def loss(self, model: CausalLM, hidden: Hidden, batch: Batch) -> tuple[Tensor, Tensor]:
+    def tensors(self, batch: Batch, device: torch.device) -> tuple[Tensor, ...]:
+        """Tokens, targets and offsets, as many offsets in all but unusual rows."""
+        if device.type == "cuda":
+            batch = batch._replace(cu_seqlens=with_empty_pieces(batch.cu_seqlens))
+        return tuple(to_device(x, device) for x in batch)
+
+    def loss(self, model: CausalLM, hidden: Hidden, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         """Mean nats a byte, and the same for display."""
-        tokens, targets, cu_seqlens = batch.to(model.embedding.weight.device)
+        tokens, targets, cu_seqlens = tensors
         x, _ = hidden(tokens, cu_seqlens=cu_seqlens)
         loss = next_token_loss(model.logits(x), targets)
         return loss, loss

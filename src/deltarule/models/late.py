@@ -1,0 +1,36 @@
+"""Numbers on their way from a GPU, for which the host waits only once it reads them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Late:
+    """A copy of a tensor on the host, begun now and complete when it is read.
+
+    Args:
+        x: The tensor; it may change once this is made.
+
+    Example:
+        >>> Late(torch.tensor([1, 2])).tolist()
+        [1, 2]
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        """Send it."""
+        self.sent: torch.cuda.Event | None = None
+        if not x.is_cuda:
+            self.copy = x.clone()
+            return
+        self.copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        self.copy.copy_(x, non_blocking=True)
+        self.sent = torch.cuda.Event()
+        self.sent.record()
+
+    def tolist(self) -> list[Any]:
+        """Return the numbers."""
+        if self.sent is not None:
+            self.sent.synchronize()
+        numbers: list[Any] = self.copy.tolist()
+        return numbers

@@ -1,0 +1,172 @@
+"""A training step as one call: forward, backward, clipping, optimizer; on a GPU as a CUDA graph.
+
+    g = mean_parts d loss / d w        g <- g min(1, clip / |g|)        w <- optimizer(w, g)
+
+A step whose loss or gradient is not finite leaves weights and optimizer as they are, and the device
+decides that alone: the host waits for nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltarule.ops.eager import nothing_watches
+from deltarule.train.optimizer import clip_gradients
+
+Part = Sequence[Tensor]
+# Steps of one kind before its capture: kernels are compiled and libraries take their memory.
+WARM_UP = 3
+# Kinds of steps that are captured; more than that, and lengths never settle.
+MOST = 8
+
+
+class Captured(NamedTuple):
+    """A graph, what it reads and what it reports."""
+
+    graph: torch.cuda.CUDAGraph
+    parts: list[list[Tensor]]
+    report: Tensor
+
+
+class TrainingStep:
+    """One optimizer step on one or more parts of a batch.
+
+    On a GPU the first steps of each kind (number of parts, shapes and dtypes) run eagerly; then one
+    is captured, and every further one is a copy of its tensors and a replay. The bits are those of
+    the eager steps. On a CPU there are no graphs, and all steps are eager.
+
+    Args:
+        loss: Given the tensors of a part, returns the loss to minimise, a scalar, or a vector of
+            it and of figures to report. It must depend on nothing else that changes.
+        optimizer: Fused (`fused=True`), and `capturable=True` where graphs are used. With a tensor
+            for its rate, `set_rate` changes it between steps.
+        clip: Largest norm of the gradient. 0 never clips.
+        cuda_graphs: Capture on a GPU. False runs every step eagerly.
+
+    Raises:
+        ValueError: The optimizer is not fused, or cannot be captured.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
+        >>> step = TrainingStep(lambda x: (weight * x).square().sum(), optimizer)
+        >>> loss, norm = step([torch.tensor([3.0, 4.0])]).tolist()
+        >>> loss
+        25.0
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., Tensor],
+        optimizer: torch.optim.Optimizer,
+        *,
+        clip: float = 0.0,
+        cuda_graphs: bool = True,
+    ) -> None:
+        """Capture nothing yet."""
+        self.loss, self.optimizer, self.clip = loss, optimizer, clip
+        groups = optimizer.param_groups
+        self.parameters: list[Tensor] = [p for group in groups for p in group["params"]]
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            raise ValueError(
+                "optimizer must be a fused one, which can leave weights alone where the gradient "
+                f"is not finite, got {type(optimizer).__name__}: give it fused=True"
+            )
+        self.graphs = cuda_graphs and self.parameters[0].is_cuda
+        if self.graphs and not all(group.get("capturable", True) for group in groups):
+            raise ValueError(
+                "optimizer must be capturable for CUDA graphs, got capturable=False: give it "
+                "capturable=True, or TrainingStep cuda_graphs=False"
+            )
+        self.seen: dict[object, int] = {}
+        self.captured: dict[object, Captured] = {}
+        self.pool: tuple[int, int] | None = None
+
+    def __call__(self, *parts: Part) -> Tensor:
+        """Take one step.
+
+        Args:
+            parts: The tensors of each part of the batch, as `loss` takes them.
+
+        Returns:
+            The means over the parts on the device: loss, norm of the gradient before clipping, and
+            the figures.
+        """
+        if not self.graphs or not nothing_watches():
+            return self.eager(parts)
+        key = tuple(tuple((x.shape, x.dtype) for x in part) for part in parts)
+        if (known := self.captured.get(key)) is None:
+            seen = self.seen[key] = self.seen.get(key, 0) + 1
+            if seen <= WARM_UP or len(self.captured) == MOST:
+                return self.aside(parts)
+            known = self.captured[key] = self.capture(parts)
+        for mine, given in zip(chain(*known.parts), chain(*parts), strict=True):
+            mine.copy_(given, non_blocking=True)
+        known.graph.replay()
+        return known.report.clone()
+
+    def eager(self, parts: Sequence[Part]) -> Tensor:
+        """Compute a step, now or into the graph that is being captured."""
+        total: Tensor | None = None
+        for part in parts:
+            figures = self.loss(*part).reshape(-1)
+            torch.autograd.backward(figures[0] / len(parts))
+            share = figures.detach() / len(parts)
+            total = share if total is None else total + share
+        assert total is not None
+        norm = clip_gradients(self.parameters, self.clip).reshape(1)
+        finite = torch.cat([total[:1], norm]).isfinite().all()
+        self.update((~finite).float())
+        return torch.cat([total[:1], norm, total[1:]])
+
+    def update(self, skipped: Tensor) -> None:
+        """Move the weights unless `skipped` is 1, as a scaler of 16-bit gradients asks for it."""
+        optimizer: torch.optim.Optimizer = self.optimizer
+        optimizer.grad_scale, optimizer.found_inf = None, skipped  # type: ignore[attr-defined]
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+        optimizer.zero_grad(set_to_none=True)
+
+    def aside(self, parts: Sequence[Part]) -> Tensor:
+        """An eager step off the stream of other work, as one before a capture has to be."""
+        device = self.parameters[0].device
+        here, side = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            report = self.eager(parts)
+        here.wait_stream(side)
+        report.record_stream(here)
+        return report
+
+    def capture(self, parts: Sequence[Part]) -> Captured:
+        """Record a step on copies of the parts; nothing is computed."""
+        if self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()
+        mine = [[x.clone() for x in part] for part in parts]
+        graph = torch.cuda.CUDAGraph()
+        # Another thread of the process may draw and send batches meanwhile.
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            report = self.eager(mine)
+        return Captured(graph, mine, report)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Give every group of an optimizer a learning rate, in place where it is a tensor.
+
+    Example:
+        >>> rate = torch.tensor(0.1)
+        >>> optimizer = torch.optim.AdamW([torch.ones(2)], lr=rate, fused=True, capturable=True)
+        >>> set_rate(optimizer, 0.5)
+        >>> optimizer.param_groups[0]["lr"]
+        tensor(0.5000)
+    """
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate

@@ -1,0 +1,117 @@
+"""A training step as one call: the numbers of the loop written out, skipped where not finite."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from deltarule.models import CausalLM, ModelConfig, linear_next_token_loss
+from deltarule.train.optimizer import OptimizerOptions, make_optimizer
+from deltarule.train.step import WARM_UP, TrainingStep, set_rate
+
+CLIP = 0.5
+
+
+def built(device: str = "cpu", layer_types: object = "gated_deltanet") -> CausalLM:
+    torch.manual_seed(0)
+    config = ModelConfig(
+        vocab_size=64, hidden_size=32, num_layers=2, num_heads=2, layer_types=layer_types
+    )
+    return CausalLM(config).to(device)
+
+
+def loss_of(model: CausalLM):
+    def loss(tokens: torch.Tensor, *offsets: torch.Tensor) -> torch.Tensor:
+        x, _ = model.hidden(tokens[:, :-1], cu_seqlens=offsets[0] if offsets else None)
+        value = linear_next_token_loss(x, model.embedding.weight, tokens[:, 1:])
+        return torch.stack([value, value.detach() * 2])
+
+    return loss
+
+
+def rows(step: int, part: int = 0, device: str = "cpu") -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + part)
+    return torch.randint(64, (2, 33), generator=generator).to(device)
+
+
+def test_a_step_is_the_loop_written_out():
+    model, options = built(), OptimizerOptions(lr=1e-2)
+    other = copy.deepcopy(model)
+    step = TrainingStep(loss_of(model), make_optimizer(model, options), clip=CLIP)
+    optimizer = make_optimizer(other, options)
+    for index in range(4):
+        parts = [[rows(index, part)] for part in range(3)]
+        report = step(*parts)
+        values = [loss_of(other)(*part)[0] for part in parts]
+        for value in values:
+            (value / 3).backward()
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = nn.utils.clip_grad_norm_(parameters, CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = sum(value.item() for value in values) / 3
+        assert report.tolist() == pytest.approx([mean, float(norm), 2 * mean], rel=1e-6)
+        pairs = zip(model.parameters(), other.parameters(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_step_that_is_not_finite_changes_nothing():
+    model = built()
+    optimizer = make_optimizer(model, OptimizerOptions(lr=1e-2))
+    factor = torch.ones(())
+    step = TrainingStep(lambda x: loss_of(model)(x) * factor, optimizer, clip=CLIP)
+    step([rows(0)])
+    before = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])
+    factor.fill_(math.inf)
+    assert not step([rows(1)])[0].isfinite()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[0][name])
+    for index, kinds in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(tensor, before[1][index][kind]) for kind, tensor in kinds.items())
+    factor.fill_(1.0)
+    assert step([rows(1)]).isfinite().all()
+    assert not torch.equal(model.norm.weight, before[0]["norm.weight"])
+
+
+def test_an_optimizer_that_cannot_skip_a_step_is_refused():
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))], foreach=True)
+    with pytest.raises(ValueError, match="fused=True"):
+        TrainingStep(torch.sum, optimizer)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("name", ["gated_deltanet", "attention", ("kda", "sliding_window")])
+def test_graphs_have_the_bits_of_eager_steps(name, parts):
+    models = [built("cuda", name) for _ in range(2)]
+    reports = []
+    for model, graphs in zip(models, (False, True), strict=True):
+        optimizer = make_optimizer(model, OptimizerOptions(lr=1e-2))
+        step = TrainingStep(loss_of(model), optimizer, clip=CLIP, cuda_graphs=graphs)
+        told = []
+        for index in range(WARM_UP + 5):
+            set_rate(optimizer, 1e-2 / (index + 1))
+            with torch.autocast("cuda", torch.bfloat16):
+                told.append(step(*([rows(index, part, "cuda")] for part in range(parts))))
+        assert len(step.captured) == int(graphs)
+        reports.append(torch.stack(told))
+    assert torch.equal(*reports)
+    pairs = zip(*(model.parameters() for model in models), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.gpu
+def test_one_graph_serves_packed_rows_of_changing_offsets():
+    models = [built("cuda") for _ in range(2)]
+    for model, graphs in zip(models, (False, True), strict=True):
+        optimizer = make_optimizer(model, OptimizerOptions(lr=1e-2))
+        step = TrainingStep(loss_of(model), optimizer, clip=CLIP, cuda_graphs=graphs)
+        for index in range(WARM_UP + 5):
+            tokens = rows(index, device="cuda").reshape(1, -1)
+            cuts = [0, 7 + index, 7 + index, 40 - index, 65, 65]
+            step([tokens, torch.tensor(cuts, device="cuda")])
+        assert len(step.captured) == int(graphs)
+    pairs = zip(*(model.parameters() for model in models), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
