@@ -7,9 +7,8 @@ from deltarule.models import decoder as decoding
 from deltarule.models.decoder import Decoder, captured, lend, release_graphs
 from deltarule.nn import MIXERS
 
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+GPU = pytest.mark.gpu
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
-# The memories of TTT and Titans count tokens on the host.
 MIXED = ("gated_deltanet", "sliding_window", "attention", "rwkv7")
 
 

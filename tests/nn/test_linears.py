@@ -1,10 +1,12 @@
 """Projections of one input at once: the same numbers as one by one."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
-from deltarule.nn.linears import is_plain, linears, together
+from deltarule.nn.linears import adjoin, as_one, is_plain, linears, together
 
 SIZES = (5, 1, 7)
 
@@ -76,3 +78,26 @@ def test_a_cpu_calls_the_modules():
     x, modules = built()
     assert all("MmBackward" in str(y.grad_fn) or "Unsafe" in str(y.grad_fn)
                for y in linears(x, modules))  # fmt: skip
+
+
+def test_weights_laid_end_to_end_are_one_product_with_the_same_parameters():
+    torch.manual_seed(0)
+    modules = [nn.Linear(6, size, bias=False) for size in (4, 2, 8)]
+    modules.insert(1, nn.Sequential(nn.Linear(6, 3)))
+    x, before = torch.randn(2, 3, 6), [copy.deepcopy(m) for m in modules]
+    parameters = [id(p) for m in modules for p in m.parameters()]
+    adjoin(modules)
+    plain = [m.weight for m in modules if isinstance(m, nn.Linear)]
+    assert as_one(plain) is not None
+    assert as_one(plain[1:]) is not None
+    assert as_one(plain[::2]) is None
+    assert parameters == [id(p) for m in modules for p in m.parameters()]
+    with torch.no_grad():
+        for y, module in zip(linears(x, modules), before, strict=True):
+            torch.testing.assert_close(y, module(x))
+        # Training goes on with the same weights.
+        plain[0].add_(1)
+        torch.testing.assert_close(linears(x, modules)[0], before[0](x) + x.sum(-1, keepdim=True))
+    modules[0](x).sum().backward()
+    assert plain[0].grad is not None
+    assert plain[1].grad is None

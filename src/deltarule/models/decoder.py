@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from deltarule.models.sampling import chosen
-from deltarule.nn import Mixer, ModelState
+from deltarule.nn import Attention, Mixer, ModelState, RecurrentMixer, SwiGLU
+from deltarule.nn.linears import adjoin
 from deltarule.nn.state import LentState
 from deltarule.ops.eager import nothing_watches
 
@@ -101,6 +102,13 @@ def lend(model: "CausalLM", state: ModelState, tokens: int) -> ModelState:
         for mixer, layer in zip(mixers, state, strict=True)
         if isinstance(mixer, Mixer)
     )
+
+
+def adjoin_projections(model: "CausalLM") -> None:
+    """Lay the weights that read one input side by side in memory; see `deltarule.nn.linears`."""
+    for module in model.modules():
+        if isinstance(module, RecurrentMixer | Attention | SwiGLU):
+            adjoin(tuple(module.of_input().values()))
 
 
 def overwrite(state: ModelState, other: ModelState) -> None:

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from deltarule.models.arguments import check_state
 from deltarule.models.bytes import BEGIN, VOCAB_SIZE
-from deltarule.models.decoder import Decoder, Sampling, captured, captures, lend, row_count
+from deltarule.models.decoder import (
+    Decoder,
+    Sampling,
+    adjoin_projections,
+    captured,
+    captures,
+    lend,
+    row_count,
+)
 from deltarule.models.late import Late
 from deltarule.models.sampling import DAMAGED, Draws, chosen
 from deltarule.nn import ModelState
@@ -262,6 +270,8 @@ def _sample(
     if not prompts or options.max_new_tokens == 0:
         return
     draws = Draws(options.seed, len(prompts), model.embedding.weight.device)
+    if captures(model):
+        adjoin_projections(model)
     rows = _Rows(len(prompts), options)
     logits, state = _read_prompts(model, prompts, state)
     tokens = chosen(logits, draws.next(rows.going), *options.sampling)

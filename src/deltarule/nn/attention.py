@@ -26,6 +26,7 @@ from deltarule.nn.arguments import (
 from deltarule.nn.heads import split
 from deltarule.nn.interface import Mixer, MixerConfig
 from deltarule.nn.layout import Layout, make_layout
+from deltarule.nn.linears import linears
 from deltarule.nn.rope import rotate
 from deltarule.nn.rule import System
 from deltarule.nn.state import LentState, State
@@ -252,10 +253,8 @@ class Attention(Mixer):
         return scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
 
     def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (
-            split(projection(x), projection.out_features // self.head_dim, self.head_dim)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        streams = linears(x, tuple(self.of_input().values()))
+        q, k, v = (split(y, y.shape[-1] // self.head_dim, self.head_dim) for y in streams)
         if self.rope_theta is not None:
             q, k = (rotate(y, positions, self.rope_theta) for y in (q, k))
         return q, k, v
@@ -282,6 +281,10 @@ class Attention(Mixer):
         place.add_(1).remainder_(valid.shape[1])
         y: Tensor = self.o_proj(o.flatten(1).unsqueeze(1))
         return y
+
+    def of_input(self) -> dict[str, nn.Module]:
+        """What is applied to x itself, by the name of its result."""
+        return {"q": self.q_proj, "k": self.k_proj, "v": self.v_proj}
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
         """Softmax attention over [B, T, heads, D]; visible None means plain causal."""

@@ -20,11 +20,53 @@ WIDE = torch.float64
 
 def linears(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     """Apply each module to x [..., I]: [..., O] for each."""
+    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return in_one_product(x, modules)
     differentiated = torch.is_grad_enabled() and x.requires_grad
     # A compiler sees the sum itself; float64 keeps what can be differentiated twice.
     if torch.compiler.is_compiling() or not (differentiated and x.is_cuda and x.dtype != WIDE):
         return tuple(module(x) for module in modules)
     return together(x, modules)
+
+
+def adjoin(modules: Sequence[nn.Module]) -> None:
+    """Lay the weights of plain products of one input end to end in memory.
+
+    They stay the parameters that they are, at new addresses; `linears` then reads them in one
+    product where nothing is differentiated.
+    """
+    weights = [module.weight for module in modules if is_plain(module)]
+    alike = len({(type(w), w.dtype, w.device, w.shape[1]) for w in weights}) == 1
+    if len(weights) < 2 or not alike or as_one(weights) is not None:
+        return
+    whole = torch.cat([weight.detach() for weight in weights])
+    for weight, part in zip(weights, whole.split([len(w) for w in weights]), strict=True):
+        weight.data = part
+
+
+def as_one(weights: Sequence[Tensor]) -> Tensor | None:
+    """The matrix [sum of O, I] that weights laid end to end are; None where they are not."""
+    place = weights[0].data_ptr()
+    for weight in weights:
+        if weight.data_ptr() != place or not weight.is_contiguous():
+            return None
+        place += weight.nbytes
+    if weights[0].untyped_storage().data_ptr() != weights[-1].untyped_storage().data_ptr():
+        return None
+    rows, channels = sum(len(weight) for weight in weights), weights[0].shape[1]
+    return weights[0].as_strided((rows, channels), (channels, 1))
+
+
+def in_one_product(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+    """`linears` without gradients: one product with weights that `adjoin` has laid together."""
+    plain = [module for module in modules if is_plain(module)]
+    whole = None
+    if len(plain) > 1 and unwatched((x, *(module.weight for module in plain))):
+        whole = as_one([module.weight for module in plain])
+    if whole is None:
+        return tuple(module(x) for module in modules)
+    parts = iter(F.linear(x, whole).split([len(module.weight) for module in plain], dim=-1))
+    return tuple(next(parts) if is_plain(module) else module(x) for module in modules)
 
 
 def together(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:

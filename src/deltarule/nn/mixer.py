@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from deltarule import ops
 from deltarule.nn.arguments import check_input, check_state
@@ -131,8 +131,7 @@ class RecurrentMixer(RecurrentParts):
     def project(self, call: Call) -> Projections:
         """Compute everything the rule may read."""
         steps, projected = self.n_steps, call.projected
-        modules = {name: getattr(self, f"{name}_proj") for name in "qkvabg"}
-        modules = {name: module for name, module in modules.items() if module is not None}
+        modules = self.of_input()
         outputs = linears(call.x, tuple(modules.values()))
         projected.update(zip(modules, outputs, strict=True))
         q = split(self.stream("q", call), self.heads_of("q"), self.head_k_dim)
@@ -157,6 +156,11 @@ class RecurrentMixer(RecurrentParts):
             cu_seqlens=call.layout.cu_seqlens,
             real=call.layout.real,
         )
+
+    def of_input(self) -> dict[str, nn.Module]:
+        """What is applied to x itself, by the name of its result."""
+        modules = {name: getattr(self, f"{name}_proj") for name in "qkvabg"}
+        return {name: module for name, module in modules.items() if module is not None}
 
     def stream(self, name: str, call: Call) -> Tensor:
         """Convolve what x was projected to: q, k or v."""

@@ -40,9 +40,13 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Hidden) -> Hidden:
         """Map x [B, T, hidden_size] token by token."""
-        gate, up = linears(x, (self.gate_proj, self.up_proj))
+        gate, up = linears(x, tuple(self.of_input().values()))
         call = Call(gate, up, self.down_proj)
         return choose(GATED_PRODUCTS, call, "auto", x.device).run(call)
+
+    def of_input(self) -> dict[str, nn.Module]:
+        """What is applied to x itself, by the name of its result."""
+        return {"gate": self.gate_proj, "up": self.up_proj}
 
 
 class Call(NamedTuple):

@@ -97,7 +97,9 @@ class TrainingStep:
         """
         if not self.graphs or not nothing_watches():
             return self.eager(parts)
-        key = tuple(tuple((x.shape, x.dtype) for x in part) for part in parts)
+        # A graph knows addresses: parameters that were moved since need another.
+        places = tuple(parameter.data_ptr() for parameter in self.parameters)
+        key = places, tuple(tuple((x.shape, x.dtype) for x in part) for part in parts)
         if (known := self.captured.get(key)) is None:
             seen = self.seen[key] = self.seen.get(key, 0) + 1
             if seen <= WARM_UP or len(self.captured) == MOST:
