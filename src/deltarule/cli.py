@@ -18,6 +18,7 @@ from deltarule.nn import MIXERS, SYSTEMS
 from deltarule.nn.feature_maps import FEATURE_MAPS, NORMS
 from deltarule.nn.table import described, markdown
 from deltarule.ops import explain
+from deltarule.parallel.world import leave
 from deltarule.train.attention_figure import AttentionPlotRun, plot_attention
 from deltarule.train.device import choose_device
 from deltarule.train.extra import MissingExtraError, require
@@ -135,6 +136,8 @@ COMMANDS = {
     "rules": Command("print the table of rules", RulesRun, rules),
 }
 
+# What torchrun may start on several processes.
+SPREAD = ("train text",)
 # What a checkout has beside the package, and the first words of its commands.
 BESIDE = {"bench": "bench", "experiments": "reproduce"}
 
@@ -164,10 +167,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     traceback = "--traceback" in words
     words = [word for word in words if word != "--traceback"]
     try:
-        return run(words)
+        code = run(words)
+        leave()
+        return code
     except InterruptedRunError as error:
         say(f"{error}; continue with:\n  {resume_line(words, error.folder)}")
-        return INTERRUPTED
+        leave()
+        return 0 if error.terminated else INTERRUPTED
     except KeyboardInterrupt:
         say("stopped")
         return INTERRUPTED
@@ -199,6 +205,9 @@ def run(words: list[str]) -> int:
     if name not in commands:
         return unknown(name, words)
     command = commands[name]
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and name not in SPREAD:
+        say(f"error: {name} runs on one process; start it without torchrun")
+        return MISUSED
     rest = words[len(name.split()) :]
     command.run(read_flags(name, command, rest))
     return 0
@@ -281,7 +290,12 @@ def resume_line(words: list[str], folder: Path) -> str:
 
 
 def say(text: str) -> None:
-    """Print to standard error, so that it never mixes with what a command writes."""
+    """Print to standard error, so that it never mixes with what a command writes.
+
+    Of the processes that torchrun starts the first speaks: all have come to the same end.
+    """
+    if int(os.environ.get("RANK", 0)):
+        return
     print(f"deltarule: {text}", file=sys.stderr)
 
 

@@ -5,6 +5,7 @@ parts lie. There is no other metadata, and nothing is pickled or unpickled from 
 """
 
 import shutil
+import warnings
 from collections.abc import Collection
 from concurrent.futures import Future
 from pathlib import Path
@@ -60,7 +61,10 @@ def read_shards(folder: Path, tensors: Tensors) -> None:
     """
     reader = HuggingFaceStorageReader(str(folder))
     try:
-        load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+        with warnings.catch_warnings():
+            # That one process alone reads is meant.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         reason = next(iter(error.failures.values()))[0]
         raise CheckpointError(f"{folder}: not a checkpoint of this model: {reason}") from None

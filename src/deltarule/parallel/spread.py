@@ -17,11 +17,13 @@ class Plan(NamedTuple):
         split: The axis along which each parameter is split over the processes of `tensor`.
         replicated: Parameters of which every process keeps all, and whose gradients
             `deltarule.parallel.sharding.sum_replicated` sums.
+        stepped: Parameters that are split with an axis of steps; see `split_heads`.
         data: The mesh over which weights are sharded. None: they are not.
     """
 
     split: dict[str, int]
     replicated: list[nn.Parameter]
+    stepped: set[str]
     data: DeviceMesh | None
 
 
@@ -57,8 +59,15 @@ def parallelize(model: CausalLM, mesh: DeviceMesh, *, bfloat16: bool = False) ->
         {}
         >>> dist.destroy_process_group()
     """
-    split = split_heads(model, mesh["tensor"]) if mesh["tensor"].size() > 1 else {}
+    axes = {name: parameter.ndim for name, parameter in model.named_parameters()}
+    split: dict[str, int] = {}
+    stepped: set[str] = set()
+    if mesh["tensor"].size() > 1:
+        split = split_heads(model, mesh["tensor"])
+        stepped = {
+            name for name in split if name in axes and model.get_parameter(name).ndim > axes[name]
+        }
     data = data_mesh(mesh)
     if data.size() == 1:
-        return Plan(split, [], None)
-    return Plan(split, shard(model, data, bfloat16=bfloat16), data)
+        return Plan(split, [], stepped, None)
+    return Plan(split, shard(model, data, bfloat16=bfloat16), stepped, data)

@@ -9,15 +9,16 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
+T = TypeVar("T")
 AXES = ("replicate", "shard", "context", "tensor")
 
 
@@ -31,6 +32,8 @@ class MeshOptions:
     """Processes that share each sequence, every one a stretch of its tokens."""
     tensor: int = 1
     """Processes that share each layer, every one some of its heads."""
+    timeout_s: float = 600
+    """Seconds after which a process that waits for another gives up."""
 
     def __post_init__(self) -> None:
         """Refuse sizes that no mesh has."""
@@ -75,8 +78,7 @@ class World:
 
     Args:
         device: Of this process: "cpu", or "cuda" for the GPU of its local rank.
-        options: Sizes of the axes of the mesh.
-        timeout_s: Seconds after which a process that waits for another gives up.
+        options: Sizes of the axes of the mesh, and for how long to wait.
 
     Raises:
         ValueError: The sizes do not divide the number of processes.
@@ -86,25 +88,23 @@ class World:
         True
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        options: MeshOptions | None = None,
-        timeout_s: float = 600,
-    ) -> None:
+    def __init__(self, device: torch.device, options: MeshOptions | None = None) -> None:
         """Join the others."""
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.device = device
         self.mesh: DeviceMesh | None = None
         options = options or MeshOptions()
         options.shape(self.size)
+        self.timeout = datetime.timedelta(seconds=options.timeout_s)
+        # How often torchrun has started the processes again.
+        self.attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         if self.size == 1 and not dist.is_torchelastic_launched():
             return
         if device.type == "cuda":
             self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(self.device)
         if not dist.is_initialized():
-            join(device.type, timeout_s)
+            join(device.type, self.timeout, self.attempt)
         self.mesh = make_mesh(device.type, options)
 
     @property
@@ -131,19 +131,39 @@ class World:
             raise ValueError(answer["error"])
         return answer["value"]
 
-    def leave(self) -> None:
-        """Wait for all others and end the group; without it some process might be aborted."""
-        if dist.is_initialized():
-            dist.barrier()
-            dist.destroy_process_group()
+    def everywhere(self, compute: Callable[[], T]) -> T:
+        """Compute on every process; an error on any of them is raised on all.
+
+        Raises:
+            ValueError: Some process could not; the message is that of the first of them.
+        """
+        if self.size == 1:
+            return compute()
+        failure, value = "", None
+        try:
+            value = compute()
+        except (ValueError, OSError) as error:
+            failure = str(error) or type(error).__name__
+        failed = torch.zeros(self.size, dtype=torch.int32)
+        failed[self.rank] = bool(failure)
+        dist.all_reduce(failed)
+        if failed.any():
+            rank = int(failed.argmax())
+            raise ValueError(f"process {rank}: {broadcast(failure, rank)}")
+        return cast(T, value)
 
 
-def join(device: str, timeout_s: float) -> None:
+def leave() -> None:
+    """Wait for all others and end the group, if there is one; else some process may be aborted."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def join(device: str, timeout: datetime.timedelta, attempt: int) -> None:
     """Meet the other processes that torchrun started."""
-    timeout = datetime.timedelta(seconds=timeout_s)
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     # torchrun's store outlives a restart, with the addresses of processes that are dead by then.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
         store=PrefixStore(f"attempt-{attempt}", store), rank=rank, world_size=size,
@@ -159,13 +179,13 @@ def told(compute: Callable[[], Any]) -> str:
         return json.dumps({"error": str(error)})
 
 
-def broadcast(text: str) -> str:
-    """Give all processes the text of rank 0, as bytes: no object is pickled on the way."""
+def broadcast(text: str, source: int = 0) -> str:
+    """Give all processes the text of one, as bytes: no object is pickled on the way."""
     data = text.encode()
     size = torch.tensor([len(data)])
-    dist.broadcast(size, 0)
+    dist.broadcast(size, source)
     buffer = torch.zeros(int(size), dtype=torch.uint8)
-    if data:
+    if dist.get_rank() == source:
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    dist.broadcast(buffer, 0)
+    dist.broadcast(buffer, source)
     return bytes(buffer.tolist()).decode()

@@ -59,21 +59,27 @@ class Checkpoints:
 
     def save(self, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> Path:
         """Write one checkpoint; afterwards it is on disk, or the old ones are as they were."""
-        target = self.folder / f"step-{step}"
         aside = self.folder / f".step-{step}.{os.getpid()}.tmp"
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
         for name, group in tensors.items():
             whole = {key: tensor.detach().cpu().contiguous() for key, tensor in group.items()}
             save_file(whole, aside / f"{name}.safetensors")
-        (aside / STATE).write_text(json.dumps(state))
         for file in aside.iterdir():
             sync(file)
-        hashes = {file.name: _sha256(file) for file in sorted(aside.iterdir())}
+        hashes = {file.name: file_hash(file) for file in sorted(aside.iterdir())}
+        return self.publish(aside, step, json.dumps(state), hashes)
+
+    def publish(self, aside: Path, step: int, state: str, hashes: dict[str, str]) -> Path:
+        """Make what was written, synced and hashed aside the checkpoint of a step."""
+        target = self.folder / f"step-{step}"
+        (aside / STATE).write_text(state)
+        sync(aside / STATE)
+        hashes = hashes | {STATE: file_hash(aside / STATE)}
         (aside / MARKER).write_text(json.dumps({"step": step, "sha256": hashes}))
         sync(aside / MARKER)
         sync(aside)
-        self._remove(target)
+        self.remove(target)
         aside.rename(target)
         sync(self.folder)
         self._prune()
@@ -109,9 +115,9 @@ class Checkpoints:
 
     def _prune(self) -> None:
         for step in self.steps()[: -self.keep]:
-            self._remove(self.folder / f"step-{step}")
+            self.remove(self.folder / f"step-{step}")
 
-    def _remove(self, target: Path) -> None:
+    def remove(self, target: Path) -> None:
         """Hide a folder by renaming it first: a kill midway must not leave half of a `step-N`."""
         if target.exists():
             hidden = target.with_name(f".{target.name}.{os.getpid()}.old.tmp")
@@ -126,26 +132,45 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     Raises:
         CheckpointError: The marker or a file is missing, changed or malformed.
     """
-    marker = _json(folder / MARKER)
-    hashes = marker.get("sha256")
-    if not isinstance(hashes, dict) or not isinstance(marker.get("step"), int):
-        raise CheckpointError(f"{folder / MARKER}: not a marker that a checkpoint ends with")
+    step, hashes = read_marker(folder)
     for name, expected in hashes.items():
-        if Path(name).name != name or not (folder / name).is_file():
+        if not (folder / name).is_file():
             raise CheckpointError(f"{folder}: the file {name!r} is missing")
-        if _sha256(folder / name) != expected:
+        if file_hash(folder / name) != expected:
             raise CheckpointError(f"{folder / name}: damaged, its hash is not the one it had")
     files = [folder / name for name in hashes if name.endswith(".safetensors")]
     tensors = {file.stem: _tensors(file) for file in files}
-    return Checkpoint(marker["step"], tensors, _json(folder / STATE))
+    return Checkpoint(step, tensors, read_json(folder / STATE))
 
 
-def _sha256(file: Path) -> str:
+def read_marker(folder: Path) -> tuple[int, dict[str, str]]:
+    """The step of a checkpoint, and the hashes of its files.
+
+    Raises:
+        CheckpointError: There is no marker, or it names files elsewhere.
+    """
+    marker = read_json(folder / MARKER)
+    step, hashes = marker.get("step"), marker.get("sha256")
+    if not isinstance(hashes, dict) or not isinstance(step, int):
+        raise CheckpointError(f"{folder / MARKER}: not a marker that a checkpoint ends with")
+    for name in hashes:
+        if Path(name).name != name:
+            raise CheckpointError(f"{folder}: the file {name!r} is missing")
+    return step, hashes
+
+
+def file_hash(file: Path) -> str:
+    """Sha256 of a file."""
     with file.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def _json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        CheckpointError: The file is missing or holds something else.
+    """
     with naming(file):
         content = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(content, dict):

@@ -7,7 +7,8 @@ from typing import Any
 
 
 class Interrupt:
-    """While open, the first SIGINT or SIGTERM sets `requested`; the second acts at once.
+    """While open, the first SIGINT or SIGTERM sets `requested`, and SIGTERM also `terminated`; the
+    second acts at once.
 
     Example:
         >>> with Interrupt() as interrupt:
@@ -17,7 +18,7 @@ class Interrupt:
 
     def __init__(self) -> None:
         """Nothing is requested yet."""
-        self.requested = False
+        self.requested = self.terminated = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Interrupt":
@@ -36,4 +37,4 @@ class Interrupt:
     def _request(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             raise KeyboardInterrupt
-        self.requested = True
+        self.requested, self.terminated = True, number == signal.SIGTERM

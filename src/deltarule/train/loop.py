@@ -12,22 +12,22 @@ import torch
 from torch import Tensor
 
 from deltarule.models import CausalLM
-from deltarule.models.files import naming
 from deltarule.models.late import Late
-from deltarule.train.checkpoint import Checkpoints
+from deltarule.parallel import World
 from deltarule.train.device import choose_device
 from deltarule.train.interrupt import Interrupt
 from deltarule.train.metrics import Metrics
 from deltarule.train.optimizer import (
     OptimizerOptions,
     learning_rate,
-    load_optimizer_tensors,
     make_optimizer,
-    optimizer_tensors,
     parameter_names,
 )
 from deltarule.train.progress import Progress, Smooth, make_progress
 from deltarule.train.random_state import random_state, restore_random_state
+from deltarule.train.run_checkpoints import make_checkpoints
+from deltarule.train.run_folder import DIVERGED
+from deltarule.train.spread import Spread, SpreadStep
 from deltarule.train.step import TrainingStep, set_rate
 
 # `CausalLM.hidden`, compiled or not.
@@ -44,10 +44,10 @@ class DivergedError(RuntimeError):
 class InterruptedRunError(RuntimeError):
     """Ctrl-C or SIGTERM stopped the run in `folder`; what it had done is saved."""
 
-    def __init__(self, step: int, folder: Path) -> None:
-        """Name the step and the folder."""
+    def __init__(self, step: int, folder: Path, *, terminated: bool = False) -> None:
+        """Name the step and the folder; terminated: a scheduler asked, and all is in order."""
         super().__init__(f"stopped after step {step:,}, which is saved in {folder}")
-        self.folder = folder
+        self.folder, self.terminated = folder, terminated
 
 
 @dataclass(frozen=True)
@@ -148,6 +148,7 @@ class Trainer:
         stop_when: Ends training early when it says so of what the job's `evaluate` returned; None
             never does.
         save_seconds: Write a checkpoint too when this long has passed since the last.
+        world: The processes that share the run, each with the same arguments. None: this one alone.
 
     Raises:
         CheckpointError: There are checkpoints and none of them can be read.
@@ -165,57 +166,60 @@ class Trainer:
         resume: bool = False,
         stop_when: StopWhen | None = None,
         save_seconds: float = math.inf,
+        world: World | None = None,
     ) -> None:
         """Move the model to its device, and take up the newest checkpoint to resume."""
-        self.device = choose_device(options.device)
+        self.device = choose_device(options.device) if world is None else world.device
         self.model, self.job, self.options = model.to(self.device), job, options
         self.optimizer_options = optimizer_options
+        self.spread = Spread(model, world, bfloat16=options.dtype == "bfloat16")
+        self.rows = self.spread.rows(options.accumulate)
         self.optimizer = make_optimizer(model, optimizer_options)
         self.names = parameter_names(model, optimizer_options)
         model.activation_checkpointing = options.activation_checkpointing
         self.hidden: Hidden = torch.compile(model.hidden) if options.compile else model.hidden
-        self.checkpoints = Checkpoints(folder / "checkpoints", keep=options.keep)
+        self.checkpoints = make_checkpoints(folder / "checkpoints", options.keep, self.spread)
         self.folder, self.stop_when, self.stopped = folder, stop_when, False
         self.step, self.saved, self.seconds, self.speed = 0, -1, 0.0, Smooth()
         self.save_seconds, self.saved_at = save_seconds, time.monotonic()
         if resume:
             self.restore()
-        graphs = options.cuda_graphs and job.static
-        self.update = TrainingStep(
-            self._loss, self.optimizer, clip=optimizer_options.clip, cuda_graphs=graphs
-        )
+        self.update = self._make_step()
         self.unread: Told | None = None
         self.read_at = 0.0
 
+    def _make_step(self) -> TrainingStep:
+        clip, rows = self.optimizer_options.clip, self.options.accumulate
+        if self.spread.plan is not None:
+            return SpreadStep(
+                self._loss, self.optimizer, spread=self.spread, rows=rows, clip=clip
+            )  # fmt: skip
+        graphs = self.options.cuda_graphs and self.job.static
+        return TrainingStep(self._loss, self.optimizer, clip=clip, cuda_graphs=graphs)
+
     def restore(self) -> None:
         """Take everything that the next step depends on from the newest complete checkpoint."""
-        newest = self.checkpoints.newest()
-        if newest is None:
+        found = self.checkpoints.restore(self.model, self.optimizer, self.names)
+        if found is None:
             return
-        with naming(self.checkpoints.folder / f"step-{newest.step}"):
-            self.model.load_state_dict(newest.tensors["model"])
-        load_optimizer_tensors(self.optimizer, self.names, newest.tensors["optimizer"])
-        self.job.seek(newest.state["position"])
-        restore_random_state(newest.state["random"])
-        self.step = self.saved = newest.step
-        self.seconds = newest.state["seconds"]
-        self.stopped = newest.state.get("stopped", False)
+        step, state = found
+        self.job.seek(state["position"])
+        restore_random_state(state["random"])
+        self.step = self.saved = step
+        self.seconds = state["seconds"]
+        self.stopped = state.get("stopped", False)
 
     def save(self) -> None:
         """Write a checkpoint of this step, unless it is there already."""
         if self.saved == self.step:
             return
-        tensors = {
-            "model": dict(self.model.state_dict()),
-            "optimizer": optimizer_tensors(self.optimizer, self.names),
-        }
         state = {
             "position": self.job.position(),
             "random": random_state(),
             "seconds": self.seconds,
             "stopped": self.stopped,
         }
-        self.checkpoints.save(self.step, tensors, state)
+        self.checkpoints.write(self.step, self.model, self.optimizer, self.names, state)
         self.saved, self.saved_at = self.step, time.monotonic()
 
     def run(self) -> bool:
@@ -231,29 +235,38 @@ class Trainer:
         limit = self.options.max_seconds
         began, before = time.monotonic(), self.seconds
         path = self.folder / "metrics.jsonl"
-        progress = make_progress(self.options.steps, first=self.step)
+        quiet = not self.spread.first
+        progress = make_progress(self.options.steps, first=self.step, quiet=quiet)
         if self.options.compile:
             progress.note("compiling the model: the first step takes a minute or more")
-        with Metrics(path, after=self.step) as metrics, Interrupt() as interrupt, progress:
+        metrics_file = Metrics(path, after=self.step, quiet=quiet)
+        with metrics_file as metrics, Interrupt() as interrupt, progress:
             while not self.complete:
-                self._step(metrics, progress)
-                self.seconds = before + time.monotonic() - began
-                if interrupt.requested:
+                with self.spread.attended(self.step):
+                    self._step(metrics, progress)
+                    self.seconds = before + time.monotonic() - began
+                    late = time.monotonic() - self.saved_at >= self.save_seconds
+                    over = limit is not None and time.monotonic() - began >= limit
+                    stop, terminated, over, late = self.spread.agree(
+                        interrupt.requested, interrupt.terminated, over, late
+                    )
+                if stop:
                     self._read(metrics, progress)
                     self.save()
-                    raise InterruptedRunError(self.step, self.folder)
-                if limit is not None and time.monotonic() - began >= limit:
+                    self.checkpoints.wait()
+                    raise InterruptedRunError(self.step, self.folder, terminated=terminated)
+                if over:
                     progress.note(
                         f"--max-seconds {limit:g} is over at step {self.step:,}; "
                         f"--name {self.folder.name} --resume goes on"
                     )
                     break
-                late = time.monotonic() - self.saved_at >= self.save_seconds
                 if late or self.step % self.options.save_every == 0:
                     self._read(metrics, progress)
                     self.save()
             self._read(metrics, progress)
             self.save()
+            self.checkpoints.wait()
         return self.complete
 
     @property
@@ -265,9 +278,9 @@ class Trainer:
         began = time.monotonic()
         rate = learning_rate(self.step, self.options.steps, self.optimizer_options)
         set_rate(self.optimizer, rate)
-        parts = [
-            self.job.tensors(self.job.next(), self.device) for _ in range(self.options.accumulate)
-        ]
+        # Every process goes through all rows and takes its own: the data never depend on them.
+        batches = [self.job.next() for _ in range(self.options.accumulate)]
+        parts = [self.job.tensors(batches[row], self.device) for row in self.rows]
         figures = Late(self.update(*parts))
         self.step += 1
         # The step before is read while the GPU is at this one, so that it never waits.
@@ -278,7 +291,8 @@ class Trainer:
         if evaluated or not self.update.graphs:
             self._read(metrics, progress)
         if evaluated:
-            with evaluating(self.model):
+            # Sharded weights come in bfloat16: autocast alone multiplies them with the stream.
+            with evaluating(self.model), self.spread.autocast(self.device):
                 measured = self.job.evaluate(self.model)
             metrics.write({"step": self.step, **measured})
             self.stopped = self.stop_when is not None and self.stop_when(measured)
@@ -290,7 +304,10 @@ class Trainer:
             return
         loss, norm, *figures = told.figures.tolist()
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise DivergedError(self._diverged(told.step, loss))
+            reason = self._diverged(told.step, loss)
+            if self.spread.plan is not None and self.spread.first:
+                (self.folder / DIVERGED).write_text(reason)
+            raise DivergedError(reason)
         speed = told.tokens / (time.monotonic() - max(told.began, self.read_at))
         self.read_at = time.monotonic()
         shown = {"loss": loss, **self.job.shown(figures), "tokens/s": self.speed.add(speed)}

@@ -1,5 +1,6 @@
 """metrics.jsonl: one JSON object a line, appended as the run goes, cut back when it resumes."""
 
+import io
 import json
 import math
 from pathlib import Path
@@ -16,6 +17,7 @@ class Metrics:
     Args:
         path: The file; made if it does not exist.
         after: Rows of later steps are dropped first: a resumed run writes them again.
+        quiet: Write nothing: another process does.
 
     Example:
         >>> import tempfile
@@ -26,12 +28,15 @@ class Metrics:
         [{'step': 1, 'loss': 5.5}]
     """
 
-    def __init__(self, path: Path, *, after: int) -> None:
+    def __init__(self, path: Path, *, after: int, quiet: bool = False) -> None:
         """Drop later rows, then open the file."""
+        if quiet:
+            self._file: IO[str] = io.StringIO()
+            return
         rows = [row for row in read_metrics(path) if row["step"] <= after]
         kept = "".join(_line(row) for row in rows)
         write_atomically(path, lambda aside: _write(aside, kept))
-        self._file: IO[str] = path.open("a", encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: Row) -> None:
         """Append one row; a reader sees it at once."""

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -99,14 +100,15 @@ def decays(model: nn.Module, *, decay_embeddings: bool = False) -> dict[str, boo
 
 
 def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.AdamW:
-    """Fused AdamW with two groups, in the order of `parameter_names`.
+    """Fused AdamW with and without decay, in the order of `parameter_names`.
 
     On a GPU it can be captured as a CUDA graph, and its rate is a tensor.
     """
     parameters = dict(model.named_parameters())
     groups = [
-        {"params": [parameters[name] for name in names], "weight_decay": decay}
+        {"params": [parameters[name] for name in part], "weight_decay": decay}
         for names, decay in zip(_groups(model, options), (options.weight_decay, 0.0), strict=True)
+        for part in _alike(names, parameters) or [[]]
     ]
     device = next(iter(parameters.values())).device
     captured = device.type == "cuda"
@@ -119,6 +121,16 @@ def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.A
     return optimizer
 
 
+def _alike(names: list[str], parameters: dict[str, nn.Parameter]) -> list[list[str]]:
+    """Split parameters of a mesh, and others, apart: a fused AdamW takes no group of both."""
+    found: dict[Any, list[str]] = {}
+    for name in names:
+        parameter = parameters[name]
+        layout = getattr(parameter, "device_mesh", None), getattr(parameter, "placements", None)
+        found.setdefault(layout, []).append(name)
+    return list(found.values())
+
+
 def _groups(model: nn.Module, options: OptimizerOptions) -> tuple[list[str], list[str]]:
     table = decays(model, decay_embeddings=options.decay_embeddings)
     decayed = [name for name, decay in table.items() if decay]
@@ -127,8 +139,9 @@ def _groups(model: nn.Module, options: OptimizerOptions) -> tuple[list[str], lis
 
 def parameter_names(model: nn.Module, options: OptimizerOptions) -> list[str]:
     """Names of the optimizer's parameters, in the optimizer's own order."""
-    decayed, plain = _groups(model, options)
-    return decayed + plain
+    parameters = dict(model.named_parameters())
+    parts = [part for names in _groups(model, options) for part in _alike(names, parameters)]
+    return [name for part in parts for name in part]
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Tensor]:

@@ -26,11 +26,30 @@ class Progress(Protocol):
         """Stop; the last figures stay."""
 
 
-def make_progress(steps: int, *, first: int = 0) -> Progress:
-    """A live bar when standard output is a terminal, else plain lines."""
+def make_progress(steps: int, *, first: int = 0, quiet: bool = False) -> Progress:
+    """A live bar when standard output is a terminal, else plain lines; quiet: nothing."""
+    if quiet:
+        return NoProgress()
     if sys.stdout.isatty():
         return LiveProgress(steps, first)
     return PlainProgress(steps, first)
+
+
+class NoProgress:
+    """Of a process beside the one that tells."""
+
+    def update(self, step: int, shown: dict[str, str]) -> None:
+        """Nothing."""
+
+    def note(self, text: str) -> None:
+        """Nothing."""
+
+    def __enter__(self) -> "NoProgress":
+        """Nothing."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing."""
 
 
 class PlainProgress:

@@ -16,6 +16,7 @@ import deltarule
 from deltarule.models import CausalLM
 from deltarule.models.bytes import VOCAB_SIZE
 from deltarule.nn.atomic_file import write_atomically
+from deltarule.parallel import World
 
 try:
     import fcntl
@@ -23,8 +24,13 @@ except ModuleNotFoundError:  # Windows has no flock; there, two runs in one fold
     fcntl = None  # type: ignore[assignment]
 
 RUN = "run.json"
+# Why a run will not go on; a launcher that starts it again is told at once.
+DIVERGED = "diverged.txt"
 # What may differ between a run and its continuation without changing a single bit of it.
-FREE = {"max_seconds", "save_every", "keep", "resume", "runs", "name", "evaluate_every"}
+FREE = {
+    "max_seconds", "save_every", "keep", "resume", "runs", "name", "evaluate_every",
+    "replicate", "context", "tensor", "timeout_s",
+}  # fmt: skip
 R = TypeVar("R")
 
 
@@ -99,7 +105,9 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def open_run(run: Any, command: str, default: str, facts: dict[str, Any]) -> Iterator[Path]:
+def open_run(
+    run: Any, command: str, default: str, facts: dict[str, Any], world: World | None = None
+) -> Iterator[Path]:
     """Choose, lock and describe the folder of a run; with `resume`, check that it is the same run.
 
     Args:
@@ -107,23 +115,47 @@ def open_run(run: Any, command: str, default: str, facts: dict[str, Any]) -> Ite
         command: What the run is of, such as "train text".
         default: The name of runs of this kind.
         facts: What the run is on, such as its data; a run continues only on the same.
+        world: The processes of the run, of which the first holds the folder. None: one process.
 
     Raises:
         RunFolderError: The folder is taken, in use, missing, or another run's.
     """
-    if run.resume:
-        folder = folder_to_resume(run.runs, run.name, command)
-    else:
-        folder = new_folder(run.runs, run.name, default)
-    with locked(folder):
-        if run.resume:
+    with contextlib.ExitStack() as held:
+
+        def begin() -> str:
+            resume = run.resume or was_begun(run, command, world)
+            if resume:
+                folder = folder_to_resume(run.runs, run.name, command)
+            else:
+                folder = new_folder(run.runs, run.name, default)
+            held.enter_context(locked(folder))
+            if not resume:
+                write_run(folder, command, run, facts)
+                return str(folder)
             check_same(run, stored_configuration(folder, type(run), command), folder)
             for name, fact in facts.items():
                 if read_run(folder).get(name) != fact:
                     raise RunFolderError(f"{folder} was started on other {name} than is there now")
-        else:
-            write_run(folder, command, run, facts)
-        yield folder
+            return str(folder)
+
+        yield Path(begin() if world is None else world.from_first(begin))
+
+
+def was_begun(run: Any, command: str, world: World | None) -> bool:
+    """Whether torchrun starts a run again that had its folder already.
+
+    Raises:
+        RunFolderError: It has diverged, and would again.
+    """
+    if world is None or world.attempt == 0:
+        return False
+    try:
+        folder = folder_to_resume(run.runs, run.name, command)
+    except RunFolderError:
+        return False
+    if (folder / DIVERGED).exists():
+        raise RunFolderError(f"{folder}: {(folder / DIVERGED).read_text()}")
+    return True
 
 
 def write_run(folder: Path, command: str, run: Any, facts: dict[str, Any]) -> None:

@@ -112,17 +112,29 @@ class TrainingStep:
 
     def eager(self, parts: Sequence[Part]) -> Tensor:
         """Compute a step, now or into the graph that is being captured."""
-        total: Tensor | None = None
+        total, count = None, self.count(parts)
         for part in parts:
+            self.before_backward(part is parts[-1])
             figures = self.loss(*part).reshape(-1)
-            torch.autograd.backward(figures[0] / len(parts))
-            share = figures.detach() / len(parts)
+            torch.autograd.backward(figures[0] / count)
+            share = figures.detach() / count
             total = share if total is None else total + share
         assert total is not None
-        norm = clip_gradients(self.parameters, self.clip).reshape(1)
+        total, norm = self.summed(total)
         finite = torch.cat([total[:1], norm]).isfinite().all()
         self.update((~finite).float())
         return torch.cat([total[:1], norm, total[1:]])
+
+    def count(self, parts: Sequence[Part]) -> int:
+        """Of how many parts the loss of a step is the mean."""
+        return len(parts)
+
+    def before_backward(self, last: bool) -> None:
+        """What precedes the forward of each part, and what of the last one; here nothing."""
+
+    def summed(self, total: Tensor) -> tuple[Tensor, Tensor]:
+        """The figures of the whole step, and the norm [1] of its gradient, which is clipped."""
+        return total, clip_gradients(self.parameters, self.clip).reshape(1)
 
     def update(self, skipped: Tensor) -> None:
         """Move the weights unless `skipped` is 1, as a scaler of 16-bit gradients asks for it."""

@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.bytes import VOCAB_SIZE
-from deltarule.models.loss import next_token_loss
 from deltarule.nn.rule import QueryKeyNorm
+from deltarule.ops.context import make_context
+from deltarule.parallel import MeshOptions, World
+from deltarule.parallel.shard_files import write_model
 from deltarule.train.data import (
     Batch,
     Corpus,
@@ -20,7 +23,7 @@ from deltarule.train.data import (
     encode_documents,
     with_empty_pieces,
 )
-from deltarule.train.device import to_device
+from deltarule.train.device import choose_device, to_device
 from deltarule.train.documents import Documents, limit_bytes, read_documents, split_documents
 from deltarule.train.evaluate import bits_per_byte, compressed_bits_per_byte
 from deltarule.train.figures import loss_curve
@@ -110,6 +113,7 @@ class TextRun:
     """What the sample continues; nothing means the start of a document."""
     temperature: float = 0.7
     """Of the sample: 0 always takes the likeliest byte, 1 follows the model."""
+    mesh: MeshOptions = field(default_factory=MeshOptions)
     model: TextModel = field(default_factory=TextModel)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     loop: LoopOptions = field(default_factory=lambda: LoopOptions(steps=2000))
@@ -134,9 +138,15 @@ class TextJob:
 
     static = True
 
-    def __init__(self, run: TextRun, training: Corpus, validation: Corpus) -> None:
+    def __init__(
+        self, run: TextRun, training: Corpus, validation: Corpus, world: World | None = None
+    ) -> None:
         """Start at the first row."""
         self.batch_tokens, self.length = run.batch_tokens, run.length
+        # The processes that share each row.
+        self.sharing: dist.ProcessGroup | None = None
+        if world is not None and world.mesh is not None and world.mesh["context"].size() > 1:
+            self.sharing = world.mesh["context"].get_group()
         rows = run.batch_tokens // run.loop.accumulate
         self.rows = ShuffledRows(training, length=run.length, row_tokens=rows, seed=run.loop.seed)
         self.validation = validation
@@ -148,6 +158,8 @@ class TextJob:
 
     def tensors(self, batch: Batch, device: torch.device) -> tuple[Tensor, ...]:
         """Tokens, targets and offsets, as many offsets in all but unusual rows."""
+        if self.sharing is not None:
+            return batch.tokens, batch.targets, batch.cu_seqlens
         if device.type == "cuda":
             batch = batch._replace(cu_seqlens=with_empty_pieces(batch.cu_seqlens))
         return tuple(to_device(x, device) for x in batch)
@@ -155,8 +167,21 @@ class TextJob:
     def loss(self, model: CausalLM, hidden: Hidden, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         """Mean nats a byte, and the same for display."""
         tokens, targets, cu_seqlens = tensors
+        if self.sharing is not None:
+            return self.loss_here(model, hidden, *tensors)
         x, _ = hidden(tokens, cu_seqlens=cu_seqlens)
-        loss = next_token_loss(model.logits(x), targets)
+        loss = model.loss(x, targets)
+        return loss, loss
+
+    def loss_here(
+        self, model: CausalLM, hidden: Hidden, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The share of this process's tokens in the mean of the row, all of it on the CPU."""
+        length, device = tokens.shape[1], model.embedding.weight.device
+        context = make_context(length, group=self.sharing, cu_seqlens=cu_seqlens)
+        here, expected = (to_device(context.part(x), device) for x in (tokens, targets))
+        x, _ = hidden(here, context=context)
+        loss = model.loss(x, expected) * ((context.last - context.first) / length)
         return loss, loss
 
     def shown(self, figures: list[float]) -> dict[str, float]:
@@ -194,26 +219,46 @@ def train_text(run: TextRun) -> Path:
         InterruptedRunError: Ctrl-C; a checkpoint was written.
     """
     began = time.monotonic()
+    world = World(choose_device(run.loop.device), run.mesh)
     config = run.model.config()
+    read, training, validation = world.everywhere(lambda: read_corpora(run))
+    facts = {"data": {"source": read.source, "bytes": read.num_bytes, "sha256": read.sha256}}
+    with open_run(run, COMMAND, "text", facts, world) as folder:
+        seed_everything(run.loop.seed)
+        model = CausalLM(config)
+        job = TextJob(run, training, validation, world)
+        if world.first:
+            describe(read, job, model, folder)
+        trainer = Trainer(
+            model, job, options=run.loop, optimizer_options=run.optimizer, folder=folder,
+            resume=run.resume or world.attempt > 0, world=world,
+        )  # fmt: skip
+        trainer.run()
+        save_model(trainer, world)
+        if world.first:
+            finish(run, trainer, validation)
+            print(f"done in {time.monotonic() - began:.0f} s: {folder}")
+    return folder
+
+
+def read_corpora(run: TextRun) -> tuple[Documents, Corpus, Corpus]:
+    """The data, what is trained on, and what is held out."""
     read = read_documents(run.data, max_bytes=run.max_bytes)
     training, held_out = split_documents(read.documents, fraction=run.validation_fraction)
     held_out = limit_bytes(held_out, run.validation_bytes)
     validation = encode_documents([d.text for d in held_out])
-    facts = {"data": {"source": read.source, "bytes": read.num_bytes, "sha256": read.sha256}}
-    with open_run(run, COMMAND, "text", facts) as folder:
-        seed_everything(run.loop.seed)
-        model = CausalLM(config)
-        job = TextJob(run, encode_documents([d.text for d in training]), validation)
-        describe(read, job, model, folder)
-        trainer = Trainer(
-            model, job, options=run.loop, optimizer_options=run.optimizer, folder=folder,
-            resume=run.resume,
-        )  # fmt: skip
-        trainer.run()
-        model.save(folder)
-        finish(run, trainer, validation)
-        print(f"done in {time.monotonic() - began:.0f} s: {folder}")
-    return folder
+    return read, encode_documents([d.text for d in training]), validation
+
+
+def save_model(trainer: Trainer, world: World) -> None:
+    """Write the model whole; the first process then goes on with all of it."""
+    plan = trainer.spread.plan
+    if plan is None:
+        trainer.model.save(trainer.folder)
+        return
+    write_model(trainer.model, trainer.folder, world, plan.stepped)
+    if world.first:
+        trainer.model = CausalLM.load(trainer.folder, device=trainer.device)
 
 
 def describe(read: Documents, job: TextJob, model: CausalLM, folder: Path) -> None:

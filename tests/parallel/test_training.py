@@ -1,0 +1,169 @@
+"""`train text` on several processes: the curve of one, and checkpoints for any number of them."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import text_runs
+import torch
+from processes import Processes
+
+from deltarule.models import CausalLM
+from deltarule.train.metrics import read_metrics
+
+# Of float32, over 50 steps.
+CURVE = 1e-5
+STEPS = 50
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run on one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    write_corpus(folder)
+    text_runs.train(str(folder))
+    return folder / "run"
+
+
+def write_corpus(folder: Path) -> None:
+    text = "the rule erases what a state holds under a key and writes a value there"
+    words = text.split()
+    generator = torch.Generator().manual_seed(0)
+    picks = torch.randint(len(words), (3000,), generator=generator).tolist()
+    (folder / "corpus.txt").write_text(" ".join(words[i] for i in picks))
+
+
+def curve(run: Path, name: str = "loss", after: int = 0) -> torch.Tensor:
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if row["step"] > after]
+    return torch.tensor([row[name] for row in rows if name in row], dtype=torch.float64)
+
+
+def assert_same(run: Path, alone: Path, after: int = 0, bar: float = CURVE) -> None:
+    for name in ("loss", "validation_bits_per_byte"):
+        mine, expected = (curve(folder, name, after) for folder in (run, alone))
+        assert len(mine) == len(expected) > 0
+        assert ((mine - expected).abs() / expected).max() < bar, name
+
+
+def check(processes: Processes, folder: Path, alone: Path, **mesh: int) -> Path:
+    write_corpus(folder)
+    processes("text_runs.train", folder=str(folder), **mesh)
+    assert_same(folder / "run", alone)
+    ours, theirs = CausalLM.load(folder / "run"), CausalLM.load(alone)
+    assert ours.config == theirs.config
+    for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    return folder / "run"
+
+
+def go_back_to(run: Path, step: int) -> None:
+    """Forget all checkpoints after a step, as if the run had been stopped there."""
+    for folder in (run / "checkpoints").glob("step-*"):
+        if int(folder.name[5:]) > step:
+            shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("mesh", [{}, {"context": 2}, {"tensor": 2}])
+def test_two_processes_train_as_one(
+    two: Processes, tmp_path: Path, alone: Path, mesh: dict[str, int]
+) -> None:
+    run = check(two, tmp_path, alone, **mesh)
+    if mesh == {"context": 2}:
+        return
+    # What they wrote, one process goes on from, parameters with an axis of steps among it.
+    go_back_to(run, 40)
+    text_runs.train(str(tmp_path), resume=True)
+    assert_same(run, alone, after=40)
+    files = [p for p in (run / "checkpoints").rglob("*") if p.is_file()]
+    assert {p.suffix for p in files if p.name != "COMPLETE"} == {".safetensors", ".json"}
+
+
+def test_two_go_on_from_one(two: Processes, tmp_path: Path, alone: Path) -> None:
+    shutil.copytree(alone.parent, tmp_path, dirs_exist_ok=True)
+    run = tmp_path / "run"
+    stored = json.loads((run / "run.json").read_text())
+    stored["configuration"]["runs"] = str(tmp_path)
+    stored["configuration"]["data"] = str(tmp_path / "corpus.txt")
+    stored["data"]["source"] = str(tmp_path / "corpus.txt")
+    (run / "run.json").write_text(json.dumps(stored))
+    go_back_to(run, 40)
+    two("text_runs.train", folder=str(tmp_path), resume=True)
+    assert_same(run, alone, after=40)
+
+
+def test_one_process_under_a_launcher_has_the_same_bits(
+    tmp_path: Path, alone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Processes(1)
+    try:
+        write_corpus(tmp_path)
+        one("text_runs.train", folder=str(tmp_path))
+    finally:
+        one.close()
+    assert torch.equal(curve(tmp_path / "run"), curve(alone))
+
+
+def test_a_nan_on_one_process_stops_all_before_the_update(two: Processes, tmp_path: Path) -> None:
+    for ended in two("text_runs.with_fault", folder=str(tmp_path), fault="nan", rank=1, row=14):
+        assert ended["ended"].startswith("DivergedError: the loss is not finite at step 4 ")
+        assert ended["step"] == 3
+        assert ended["finite"]
+    assert "not finite" in (tmp_path / "diverged.txt").read_text()
+
+
+def test_sigterm_to_one_process_saves_and_stops_all(two: Processes, tmp_path: Path) -> None:
+    for ended in two("text_runs.with_fault", folder=str(tmp_path), fault="SIGTERM", rank=1, row=10):
+        assert ended["ended"].startswith("InterruptedRunError: stopped after step 3")
+    assert (tmp_path / "checkpoints/step-3/COMPLETE").is_file()
+
+
+def test_what_one_process_misses_all_are_told(two: Processes, tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    for message in two("text_runs.with_bad_data", folder=str(tmp_path)):
+        assert message.startswith("process 1: ")
+        assert "missing.txt" in message
+
+
+def test_bad_numbers_are_refused_by_all(two: Processes, tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    for options, words in (
+        ({"tensor": 3}, "does not divide the 2 processes"),
+        ({"accumulate": 1}, "--accumulate 1 rows cannot be shared out over 2 groups"),
+        ({"tensor": 2, "num_heads": 3}, "num_heads=3 cannot be split over 2 processes"),
+    ):
+        with pytest.raises(AssertionError) as raised:
+            two("text_runs.train", folder=str(tmp_path), **options)
+        assert str(raised.value).count(words) == 2
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {}, {"replicate": 2}, {"replicate": 4}, {"context": 2}, {"context": 4}, {"tensor": 2},
+        {"context": 2, "tensor": 2}, {"replicate": 2, "context": 2}, {"replicate": 2, "tensor": 2},
+    ],
+)  # fmt: skip
+def test_four_processes_train_as_one(
+    four: Processes, tmp_path: Path, alone: Path, mesh: dict[str, Any]
+) -> None:
+    check(four, tmp_path, alone, **mesh)
+
+
+@pytest.mark.distributed
+def test_four_then_two_then_one(
+    four: Processes, two: Processes, tmp_path: Path, alone: Path
+) -> None:
+    run = check(four, tmp_path, alone)
+    go_back_to(run, 20)
+    two("text_runs.train", folder=str(tmp_path), resume=True)
+    go_back_to(run, 40)
+    text_runs.train(str(tmp_path), resume=True)
+    # The next step's loss after each change.
+    for step in (20, 40):
+        ours, expected = (float(curve(folder, after=step)[0]) for folder in (run, alone))
+        assert abs(ours - expected) / expected < 1e-6
+    assert_same(run, alone)

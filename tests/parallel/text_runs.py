@@ -1,0 +1,108 @@
+"""Runs of `train text` on the processes of a group, small enough for seconds."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deltarule.models import CausalLM, ModelConfig
+from deltarule.models.bytes import VOCAB_SIZE
+from deltarule.parallel import MeshOptions, World
+from deltarule.train.data import Batch, encode_documents
+from deltarule.train.loop import DivergedError, InterruptedRunError, LoopOptions, Trainer
+from deltarule.train.optimizer import OptimizerOptions
+from deltarule.train.text import TextJob, TextModel, TextRun, train_text
+
+LAYERS = ("gated_deltanet", "gated_delta_product")
+
+
+def text_run(folder: str, **options: Any) -> TextRun:
+    """Four rows a step, of pieces longer and shorter than them."""
+    mesh = {
+        name: options.pop(name) for name in ("replicate", "context", "tensor") if name in options
+    }
+    resume, heads = options.pop("resume", False), options.pop("num_heads", 2)
+    loop = {"steps": 50, "accumulate": 4, "save_every": 20, "evaluate_every": 25, **options}
+    return TextRun(
+        data=str(Path(folder) / "corpus.txt"), runs=Path(folder), name="run", resume=resume,
+        length=24, batch_tokens=256, validation_bytes=600, long_length=48, sample_bytes=8,
+        mesh=MeshOptions(**mesh), loop=LoopOptions(device="cpu", **loop),
+        optimizer=OptimizerOptions(warmup_steps=5),
+        model=TextModel(
+            LAYERS, num_layers=2, hidden_size=48, num_heads=heads, head_k_dim=8, head_v_dim=8
+        ),
+    )  # fmt: skip
+
+
+def train(folder: str, **options: Any) -> None:
+    train_text(text_run(folder, **options))
+
+
+class FaultyJob(TextJob):
+    """Something happens to one process before its n-th row."""
+
+    def __init__(self, *given: Any, fault: str, rank: int, row: int) -> None:
+        super().__init__(*given)
+        self.fault, self.rank, self.left = fault, rank, row
+
+    def next(self) -> Batch:
+        self.left -= 1
+        if self.left == 0 and self.world.rank == self.rank and self.fault == "SIGTERM":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().next()
+
+    def loss(self, model: CausalLM, hidden: Any, batch: Batch) -> Any:
+        loss, shown = super().loss(model, hidden, batch)
+        if self.left <= 0 and self.world.rank == self.rank and self.fault == "nan":
+            loss = loss * torch.nan
+        return loss, shown
+
+
+def with_fault(folder: str, fault: str, rank: int, row: int) -> dict[str, Any]:
+    """How a run ends, and whether its weights moved in the step that was not finished."""
+    run = text_run(folder, steps=6, save_every=2, evaluate_every=0)
+    world = World(torch.device("cpu"), run.mesh)
+    corpus = encode_documents([b"some words and others " * 200])
+    model = CausalLM(run.model.config())
+    job = FaultyJob(run, corpus, corpus, world, fault=fault, rank=rank, row=row)
+    trainer = Trainer(
+        model, job, options=run.loop, optimizer_options=run.optimizer, folder=Path(folder),
+        world=world,
+    )  # fmt: skip
+    ended = ""
+    try:
+        trainer.run()
+    except (DivergedError, InterruptedRunError) as error:
+        ended = f"{type(error).__name__}: {error}"
+    trainer.checkpoints.wait()
+    finite = all(bool(torch.isfinite(p.to_local()).all()) for p in model.parameters())
+    return {"step": trainer.step, "ended": ended, "finite": finite}
+
+
+def with_bad_data(folder: str) -> str:
+    """What all processes say when one of them does not find the data."""
+    run = text_run(folder)
+    if int(os.environ["RANK"]) == 1:
+        run = TextRun(data=str(Path(folder) / "missing.txt"), runs=Path(folder), mesh=run.mesh)
+    try:
+        train_text(run)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def other_model(folder: str) -> str:
+    """What is said to a checkpoint of another model."""
+    from deltarule.parallel.shard_files import read_shards
+
+    config = ModelConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=16, num_layers=1, num_heads=2, layer_types="deltanet"
+    )
+    newest = max(Path(folder, "run/checkpoints").glob("step-*"), key=lambda p: int(p.name[5:]))
+    try:
+        read_shards(newest, dict(CausalLM(config).state_dict()))
+    except ValueError as error:
+        return str(error)
+    return ""
