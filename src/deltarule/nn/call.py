@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from deltarule.nn.layout import Layout
@@ -21,6 +22,19 @@ class Call:
     projected: dict[str, Tensor] = field(default_factory=dict)
     # The convolved values, and how to convolve them again.
     values: tuple[Tensor, Callable[[], Tensor]] | None = None
+
+    def ask_before(self, streams: dict[str, Tensor]) -> None:
+        """Take what comes before these streams from other processes, in one message.
+
+        Once: what is computed again in the backward asks nobody.
+        """
+        if self.layout.context is not None:
+            given = [self.before[name] for name in streams]
+            reach, sizes = given[0].shape[1], [x.shape[2] for x in given]
+            last = torch.cat([x[:, x.shape[1] - reach :] for x in streams.values()], dim=2)
+            rows = self.layout.history(last, torch.cat(given, dim=2).to(last.dtype))
+            histories = zip(streams, rows.split(sizes, 2), strict=True)
+            self.before = State(self.before, **dict(histories))
 
     def positions(self) -> Tensor:
         """[B, T] each token's position, counted on in the state's `length` [N]."""

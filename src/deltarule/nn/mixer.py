@@ -134,6 +134,8 @@ class RecurrentMixer(RecurrentParts):
         modules = self.of_input()
         outputs = linears(call.x, tuple(modules.values()))
         projected.update(zip(modules, outputs, strict=True))
+        if self.conv_size:
+            call.ask_before({f"{name}_conv": projected[name] for name in "qkv"})
         q = split(self.stream("q", call), self.heads_of("q"), self.head_k_dim)
         k = per_step(self.stream("k", call), steps, self.heads_of("k"), self.head_k_dim)
         if self.qk_map is not None:
@@ -168,9 +170,7 @@ class RecurrentMixer(RecurrentParts):
         y = call.projected.pop(name)
         if self.conv_size:
             key = f"{name}_conv"
-            # Once: what is computed again in the backward asks no other process.
-            history = call.layout.history(y, call.before[key])
-            convolve = partial(getattr(self, key), y, history, call.layout)
+            convolve = partial(getattr(self, key), y, call.before[key], call.layout)
             y, call.after[key] = convolve()
             if name == "v" and y.requires_grad:
                 call.values = y, lambda: convolve()[0]

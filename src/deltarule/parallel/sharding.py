@@ -32,7 +32,9 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh["replicate", *(shards.mesh_dim_names or ())]
 
 
-def shard(model: CausalLM, mesh: DeviceMesh, *, bfloat16: bool = False) -> list[nn.Parameter]:
+def shard(
+    model: CausalLM, mesh: DeviceMesh, *, bfloat16: bool = False, keep_gathered: bool = False
+) -> list[nn.Parameter]:
     """Shard a model's weights over a mesh, block by block; they stay float32.
 
     With bfloat16 the weights of products travel in bfloat16, to which autocast would round them
@@ -44,13 +46,14 @@ def shard(model: CausalLM, mesh: DeviceMesh, *, bfloat16: bool = False) -> list[
         model: Changed in place; called as before, with other rows on every process.
         mesh: One axis, or two: copies and shards.
         bfloat16: Whether the model computes under autocast to bfloat16.
+        keep_gathered: Whether a block's gathered weights stay from its forward to its backward.
 
     Returns:
         The parameters that are replicated, whose gradients `sum_replicated` has to sum.
     """
     replicated: list[nn.Parameter] = []
     for block in model.blocks:
-        options: dict[str, Any] = {"mesh": mesh}
+        options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": not keep_gathered}
         if bfloat16:
             products = {id(m.weight) for m in block.modules() if isinstance(m, nn.Linear)}
             exact = [p for p in block.parameters() if id(p) not in products]

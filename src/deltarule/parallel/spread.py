@@ -27,7 +27,9 @@ class Plan(NamedTuple):
     data: DeviceMesh | None
 
 
-def parallelize(model: CausalLM, mesh: DeviceMesh, *, bfloat16: bool = False) -> Plan:
+def parallelize(
+    model: CausalLM, mesh: DeviceMesh, *, bfloat16: bool = False, keep_gathered: bool = False
+) -> Plan:
     """Split a model's layers by heads over `tensor`, and shard its weights over the other axes.
 
     Every process must have drawn the same weights. Afterwards the model is called as before: each
@@ -40,6 +42,7 @@ def parallelize(model: CausalLM, mesh: DeviceMesh, *, bfloat16: bool = False) ->
         mesh: Of `make_mesh`; axes of one process do nothing.
         bfloat16: Whether the model computes under autocast to bfloat16: weights are then gathered
             in half the bytes.
+        keep_gathered: Whether a block's gathered weights stay from its forward to its backward.
 
     Returns:
         What was split and what was not.
@@ -70,4 +73,5 @@ def parallelize(model: CausalLM, mesh: DeviceMesh, *, bfloat16: bool = False) ->
     data = data_mesh(mesh)
     if data.size() == 1:
         return Plan(split, [], stepped, None)
-    return Plan(split, shard(model, data, bfloat16=bfloat16), stepped, data)
+    replicated = shard(model, data, bfloat16=bfloat16, keep_gathered=keep_gathered)
+    return Plan(split, replicated, stepped, data)

@@ -32,6 +32,8 @@ class MeshOptions:
     """Processes that share each sequence, every one a stretch of its tokens."""
     tensor: int = 1
     """Processes that share each layer, every one some of its heads."""
+    keep_gathered: bool = False
+    """Keep the weights of a block from its forward to its backward: more memory, one gather less."""
     timeout_s: float = 600
     """Seconds after which a process that waits for another gives up."""
 
@@ -95,6 +97,7 @@ class World:
         self.mesh: DeviceMesh | None = None
         options = options or MeshOptions()
         options.shape(self.size)
+        self.keep_gathered = options.keep_gathered
         self.timeout = datetime.timedelta(seconds=options.timeout_s)
         # How often torchrun has started the processes again.
         self.attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))

@@ -29,7 +29,7 @@ DIVERGED = "diverged.txt"
 # What may differ between a run and its continuation without changing a single bit of it.
 FREE = {
     "max_seconds", "save_every", "keep", "resume", "runs", "name", "evaluate_every",
-    "replicate", "context", "tensor", "timeout_s",
+    "replicate", "context", "tensor", "keep_gathered", "timeout_s",
 }  # fmt: skip
 R = TypeVar("R")
 

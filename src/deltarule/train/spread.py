@@ -34,7 +34,9 @@ class Spread:
         self.model, self.world, self.bfloat16 = model, world, bfloat16
         self.plan: Plan | None = None
         if world is not None and world.mesh is not None and world.size > 1:
-            self.plan = parallelize(model, world.mesh, bfloat16=bfloat16)
+            self.plan = parallelize(
+                model, world.mesh, bfloat16=bfloat16, keep_gathered=world.keep_gathered
+            )
 
     @property
     def first(self) -> bool:

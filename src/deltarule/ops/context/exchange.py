@@ -102,9 +102,9 @@ def _folded_back(context: Context, d_start: Tensor, later: Tensor, diagonal: boo
 
 def _gathered(context: Context, x: Tensor) -> Tensor:
     """[processes, ...]."""
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in context.bounds[1:]]
-    dist.all_gather(parts, x.contiguous(), group=context.group)
-    return torch.stack(parts)
+    parts = x.new_empty(context.size, *x.shape)
+    dist.all_gather_into_tensor(parts.flatten(0, 1), x.contiguous(), group=context.group)
+    return parts
 
 
 def _scanned(

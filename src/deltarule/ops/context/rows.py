@@ -17,7 +17,7 @@ def rows_before(context: Context, x: Tensor, reach: int, otherwise: Tensor) -> T
 
     Args:
         context: Where the tokens are.
-        x: [B, T here, D], the rows of this process.
+        x: [B, R or more, D], the last rows of this process.
         reach: How many rows to look back, R.
         otherwise: [N, R, D], what came before the sequences that begin here.
 
@@ -36,7 +36,8 @@ def rows_before(context: Context, x: Tensor, reach: int, otherwise: Tensor) -> T
         )
     if reach == 0:
         return otherwise
-    place = torch.arange(x.shape[1] - reach, x.shape[1], device=x.device)
+    tokens = context.last - context.first
+    place = torch.arange(tokens - reach, tokens, device=x.device)
     own = x[:, x.shape[1] - reach :].masked_fill((place < context.tail)[:, None], 0)
     before: Tensor = _Before.apply(context, own)  # type: ignore[no-untyped-call]
     # Where a sequence begins nobody looks at what came, but a gradient has to be sent all the same.
