@@ -109,7 +109,8 @@ def training(
     peak = round(torch.cuda.max_memory_allocated() / 2**30, 1) if CUDA else None
     shared = context * tensor
     return {
-        "rows": rows, "tokens": tokens, "context": context, "tensor": tensor, "alone": alone, "weights_kept": keep,
+        "rows": rows, "tokens": tokens, "context": context, "tensor": tensor, "alone": alone,
+        "weights_kept": keep,
         "parameters": sum(p.numel() for p in model.parameters()), "losses": losses, "step_ms": ms,
         "tokens_per_second_each": round(rows * tokens / shared / ms * 1e3), "peak_gib": peak,
     }  # fmt: skip

@@ -135,9 +135,9 @@ def heads_and_shards(mixer: str, tensor: int) -> dict[str, float]:
 def bytes_of_a_layer(tokens: int, exchange: str) -> dict[str, int]:
     """Bytes that a process hands to collectives for one recurrent layer, and for each message."""
     sent = {"states": 0, "rows": 0}
-    gather, operation = dist.all_gather_into_tensor, dist.P2POp
+    gather, operation = dist.all_gather, dist.P2POp
 
-    def counted_gather(parts: Tensor, x: Tensor, **options: Any) -> Any:
+    def counted_gather(parts: list[Tensor], x: Tensor, **options: Any) -> Any:
         sent["states"] += x.nbytes
         return gather(parts, x, **options)
 
@@ -146,14 +146,14 @@ def bytes_of_a_layer(tokens: int, exchange: str) -> dict[str, int]:
             sent["rows" if x.ndim == 3 else "states"] += x.nbytes
         return operation(kind, x, *options)
 
-    dist.all_gather_into_tensor, dist.P2POp = counted_gather, counted_operation
+    dist.all_gather, dist.P2POp = counted_gather, counted_operation
     try:
         layer = MIXERS["gated_deltanet"](32, num_heads=2, head_k_dim=8, head_v_dim=16)
         context = make_context(tokens, exchange=exchange)
         y, _ = layer(torch.randn(1, context.last - context.first, 32), context=context)
         y.sum().backward()
     finally:
-        dist.all_gather_into_tensor, dist.P2POp = gather, operation
+        dist.all_gather, dist.P2POp = gather, operation
     return sent
 
 

@@ -33,7 +33,7 @@ class MeshOptions:
     tensor: int = 1
     """Processes that share each layer, every one some of its heads."""
     keep_gathered: bool = False
-    """Keep the weights of a block from its forward to its backward: more memory, one gather less."""
+    """Keep a block's weights from its forward to its backward: more memory, one gather less."""
     timeout_s: float = 600
     """Seconds after which a process that waits for another gives up."""
 

@@ -103,7 +103,7 @@ def _folded_back(context: Context, d_start: Tensor, later: Tensor, diagonal: boo
 def _gathered(context: Context, x: Tensor) -> Tensor:
     """[processes, ...]."""
     parts = x.new_empty(context.size, *x.shape)
-    dist.all_gather_into_tensor(parts.flatten(0, 1), x.contiguous(), group=context.group)
+    dist.all_gather(list(parts), x.contiguous(), group=context.group)
     return parts
 
 
