@@ -18,7 +18,8 @@ from deltarule.nn import MIXERS, SYSTEMS
 from deltarule.nn.feature_maps import FEATURE_MAPS, NORMS
 from deltarule.nn.table import described, markdown
 from deltarule.ops import explain
-from deltarule.parallel.world import leave
+from deltarule.parallel.plan import PlanRun, plan
+from deltarule.parallel.world import StalledError, leave
 from deltarule.train.attention_figure import AttentionPlotRun, plot_attention
 from deltarule.train.device import choose_device
 from deltarule.train.extra import MissingExtraError, require
@@ -133,6 +134,7 @@ COMMANDS = {
     "doctor": Command("are the shipped kernels right on this GPU?", DoctorRun, diagnose),
     "warmup": Command("compile kernels ahead of the first step", WarmupRun, warm_up),
     "explain": Command("which implementation would run, and why", ExplainRun, explain_call),
+    "plan": Command("how fast a step would be on so many GPUs", PlanRun, plan),
     "rules": Command("print the table of rules", RulesRun, rules),
 }
 
@@ -180,6 +182,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader of our output has gone; Python would complain once more as it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except StalledError as error:
+        if error.speaks:
+            print(f"deltarule: error: {error}", file=sys.stderr)
         return FAILED
     except (ValueError, OSError, MissingExtraError, DivergedError) as error:
         if traceback:

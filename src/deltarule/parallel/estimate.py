@@ -13,12 +13,15 @@ from typing import NamedTuple
 from deltarule.parallel.machine import (
     ATTENTION_FLOPS,
     KEPT_BYTES,
+    KEPT_CONTEXT_BYTES,
     LONG_ROWS,
     MATRIX_FLOPS,
     OPERATOR_S,
     OPTIMIZER_S,
     PEAK_FLOPS,
     REST_S,
+    SHARDING_S,
+    SPLIT_PRODUCTS,
     TRANSITION_S,
     Machine,
     Size,
@@ -113,9 +116,10 @@ def estimate(
     if used > USABLE * machine.memory or accumulate < 1:
         return None
     compute = compute_parts(size, machine, d, length, tokens)
-    stream = 2 * tokens * size.hidden
-    reduces = (6 if d.checkpointing else 4) * size.layers
-    heads = reduces * 2 * machine.collective(stream, d.tensor)
+    # All-reduces of the stream, in bfloat16 forward and in float32 backward, two in each.
+    stream, forward = 2 * tokens * size.hidden, 4 if d.checkpointing else 2
+    reduced = forward * machine.collective(stream, d.tensor)
+    heads = 2 * size.layers * (reduced + 2 * machine.collective(2 * stream, d.tensor))
     beside = (sum(compute.values()) + heads) / size.layers
     parts = {name: accumulate * seconds for name, seconds in compute.items()}
     parts["heads"] = accumulate * heads
@@ -141,13 +145,15 @@ def compute_parts(
     channels = tokens * size.heads / d.tensor
     # Weights and their gradients: 6 FLOP a parameter and token.
     block = size.layers * size.layer_parameters * again + size.vocabulary * size.hidden
+    split = SPLIT_PRODUCTS - (SPLIT_PRODUCTS - 1) / d.tensor
     operator = OPERATOR_S * (LONG_ROWS if d.rows * size.heads / d.tensor < FEW_ROWS else 1)
     if d.context > 1:
         operator += TRANSITION_S
     softmax = 7 * length * channels * 128 / (ATTENTION_FLOPS * machine.matrix)
-    rest = REST_S * tokens * size.hidden * (0.3 + 0.7 / d.tensor) / machine.bandwidth
+    # Heads split little of it: norms, casts and sums are of the whole stream.
+    rest = REST_S * tokens * size.hidden / machine.bandwidth
     return {
-        "products": 6 * block * tokens / d.tensor / (MATRIX_FLOPS * machine.matrix),
+        "products": 6 * block * tokens / d.tensor * split / (MATRIX_FLOPS * machine.matrix),
         "operator": recurrent(size) * operator * channels * again / machine.memory_rate,
         "attention": size.attention * softmax * again,
         "elementwise": size.layers * rest * again,
@@ -161,9 +167,10 @@ def memory(size: Size, d: Division, tokens: float) -> float:
     if d.shard * d.context > 1:
         gathered = (6 * size.layer_parameters + 4 * size.vocabulary * size.hidden) / d.tensor
     # Heads split the inside of a block, not the stream between blocks.
-    inside = (1 if d.checkpointing else size.layers) * KEPT_BYTES * (0.3 + 0.7 / d.tensor)
+    kept = KEPT_BYTES + (KEPT_CONTEXT_BYTES if d.context > 1 else 0)
+    inside = (1 if d.checkpointing else size.layers) * kept * (0.3 + 0.7 / d.tensor)
     between = 2 * size.layers if d.checkpointing else 0
-    logits = 6 * min(tokens, 8192) * size.vocabulary / d.tensor
+    logits = 6 * tokens * size.vocabulary / d.tensor
     return held + gathered + tokens * size.hidden * (inside + between) + logits + OVERHEAD
 
 
@@ -189,7 +196,8 @@ def weights(size: Size, machine: Machine, d: Division, beside: float) -> float:
     layer = size.layer_parameters / d.tensor
     gather = machine.collective(2 * layer, ways, d.tensor)
     travel = 2 * gather + machine.collective(4 * layer, ways, d.tensor)
-    return size.layers * max(0.0, travel - 0.9 * beside) + travel
+    copies = SHARDING_S * layer / machine.bandwidth
+    return size.layers * (copies + max(0.0, travel - 0.9 * beside)) + travel
 
 
 def replicas(size: Size, machine: Machine, d: Division, beside: float) -> float:

@@ -1,25 +1,29 @@
 """What a GPU computes and what its links carry: the numbers that an estimate starts from.
 
-Rates are those of one H200, measured: a training step's products, the operator's kernels and the
-rest, each on its own. Another GPU is told by how it compares, links by their stated bandwidths.
+Rates are those of an H200, measured: a training step's products, the operator's kernels and the
+rest, and what two of them lost by sharding and by a context (docs/figures/several_gpus_h200.json). Another GPU is told by how it compares, links by their stated bandwidths.
 """
 
 import math
 from dataclasses import dataclass
 
 # FLOP/s of the products of a training step, bfloat16, achieved.
-MATRIX_FLOPS = 708e12
+MATRIX_FLOPS = 660e12
+# How much slower products are when nearly all of each is on other GPUs: smaller, and less full.
+SPLIT_PRODUCTS = 1.3
 # Seconds a token and head of 128 x 128, gated delta rule, forward and backward; and how much longer
 # where rows are few and long, so that the kernels split them.
 OPERATOR_S, LONG_ROWS = 2.48e-9, 1.65
-# The same for what a context adds: a pass with the transition's channels in place of one without.
-TRANSITION_S = 2.4e-9
+# The same for what a context adds: passes with the transition's channels, and what they read.
+TRANSITION_S = 6.2e-9
 # Seconds a token, layer and channel: norms, convolutions, SwiGLU, casts and the loss.
 REST_S = 4.7e-11
 # Seconds a parameter held: AdamW moves 26 bytes.
 OPTIMIZER_S = 26e-12
-# Bytes a token, layer and channel that are kept for the backward.
-KEPT_BYTES = 34.2
+# Seconds a parameter that gathering and reducing it copies, beside what travels.
+SHARDING_S = 35e-12
+# Bytes a token, layer and channel that are kept for the backward, and what a context adds to them.
+KEPT_BYTES, KEPT_CONTEXT_BYTES = 36.5, 14.0
 # FLOP/s of softmax attention, forward and backward (public figures of FlashAttention-3).
 ATTENTION_FLOPS = 480e12
 # Peak of the matrix units in bfloat16, for the share of it that is used.
@@ -44,7 +48,7 @@ class Machine:
     memory: float
     matrix: float
     bandwidth: float
-    inside: float = 370e9
+    inside: float = 290e9
     # 400 Gbit/s a network card, at 88 %.
     outside: float = 44e9
     host: int = 8

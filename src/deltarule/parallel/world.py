@@ -95,6 +95,7 @@ class World:
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.device = device
         self.mesh: DeviceMesh | None = None
+        self.store: PrefixStore | None = None
         options = options or MeshOptions()
         options.shape(self.size)
         self.keep_gathered = options.keep_gathered
@@ -107,7 +108,7 @@ class World:
             self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(self.device)
         if not dist.is_initialized():
-            join(device.type, self.timeout, self.attempt)
+            self.store = join(device.type, self.timeout, self.attempt)
         self.mesh = make_mesh(device.type, options)
 
     @property
@@ -134,6 +135,19 @@ class World:
             raise ValueError(answer["error"])
         return answer["value"]
 
+    def beat(self, step: int) -> None:
+        """Leave word that this process has come to a step."""
+        if self.store is not None:
+            self.store.set(f"step-{self.rank}", str(step))
+
+    def stalled(self, error: RuntimeError) -> "StalledError | None":
+        """Who has kept the others waiting, if that is what the error of a collective is about."""
+        if self.store is None or "timed out" not in str(error).lower():
+            return None
+        steps = [int(self.store.get(f"step-{rank}")) for rank in range(self.size)]
+        behind = [rank for rank in range(self.size) if steps[rank] == min(steps)]
+        return StalledError(self.rank, behind, steps, self.timeout.total_seconds())
+
     def everywhere(self, compute: Callable[[], T]) -> T:
         """Compute on every process; an error on any of them is raised on all.
 
@@ -156,6 +170,24 @@ class World:
         return cast(T, value)
 
 
+class StalledError(RuntimeError):
+    """Some process has not come where the others wait for it; the message names it.
+
+    Attributes:
+        speaks: Whether this is the one of the waiting processes that should say so.
+    """
+
+    def __init__(self, rank: int, behind: list[int], steps: list[int], seconds: float) -> None:
+        """Name those that are behind."""
+        names = ", ".join(f"{r} (in step {steps[r] + 1})" for r in behind)
+        super().__init__(
+            f"no word from process {names} for {seconds:g} s, while others are in step "
+            f"{max(steps) + 1}; --timeout-s sets how long to wait"
+        )
+        waiting = [r for r in range(len(steps)) if r not in behind]
+        self.speaks = rank == min(waiting, default=rank)
+
+
 def leave() -> None:
     """Wait for all others and end the group, if there is one; else some process may be aborted."""
     if dist.is_initialized():
@@ -163,15 +195,17 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def join(device: str, timeout: datetime.timedelta, attempt: int) -> None:
-    """Meet the other processes that torchrun started."""
+def join(device: str, timeout: datetime.timedelta, attempt: int) -> PrefixStore:
+    """Meet the other processes that torchrun started; return what they can leave notes in."""
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     # torchrun's store outlives a restart, with the addresses of processes that are dead by then.
+    store = PrefixStore(f"attempt-{attempt}", store)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-        store=PrefixStore(f"attempt-{attempt}", store), rank=rank, world_size=size,
+        store=store, rank=rank, world_size=size,
         timeout=timeout,
     )  # fmt: skip
+    return store
 
 
 def told(compute: Callable[[], Any]) -> str:

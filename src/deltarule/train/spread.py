@@ -4,7 +4,8 @@ A step is a function of the seed and the step alone: it has `accumulate` rows wh
 of processes, group r of D takes the rows r, r + D, ..., and their losses and gradients are summed.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -87,6 +88,24 @@ class Spread:
         if self.plan.data is not None:
             sum_replicated(self.plan.replicated, self.plan.data)
         return clip_sharded(parameters, largest)
+
+    @contextlib.contextmanager
+    def attended(self, step: int) -> Iterator[None]:
+        """Within a step, who waits in vain for another process says for which.
+
+        Raises:
+            StalledError: A process has not come in time.
+        """
+        if self.world is None:
+            yield
+            return
+        self.world.beat(step)
+        try:
+            yield
+        except RuntimeError as error:
+            if (stalled := self.world.stalled(error)) is None:
+                raise
+            raise stalled from error
 
     def agree(self, *wishes: bool) -> list[bool]:
         """Whether any process wishes each: one answer for all, who then stop at one step."""

@@ -1,0 +1,82 @@
+"""`deltarule plan`: seconds and memory of a training step on so many GPUs, and what binds it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from deltarule.parallel.estimate import Estimate, best
+from deltarule.parallel.machine import MACHINES, size_of
+
+
+@dataclass(frozen=True)
+class PlanRun:
+    """Estimate a training step for every way to divide the GPUs, the fastest first.
+
+    From kernel times measured on one H200 and the stated bandwidths of the links.
+    """
+
+    parameters: float = 7e9
+    """Parameters of the model, gated delta rule with heads of 128 x 128."""
+    tokens_per_batch: float = 4e6
+    """Tokens in each optimizer step."""
+    gpus: int = 8
+    """GPUs, a power of 2."""
+    gpu: Literal["h200", "h100", "a100"] = "h200"
+    """Kind of GPU, eight in a host."""
+    length: int = 8192
+    """Tokens of a row."""
+    attention_every: int = 0
+    """One layer in so many is softmax attention; 0 for none."""
+    vocabulary: int = 32_000
+    """Tokens of the vocabulary."""
+    top: int = 5
+    """Show so many divisions."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no step can be."""
+        for name in ("tokens_per_batch", "length", "vocabulary", "top"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        if self.attention_every < 0:
+            raise ValueError(f"attention_every must be 0 or more, got {self.attention_every}")
+
+
+def plan(run: PlanRun) -> list[Estimate]:
+    """Print the divisions that fit, and return them all.
+
+    Raises:
+        ValueError: None fits, or a number is out of range.
+    """
+    size = size_of(run.parameters, run.vocabulary, run.attention_every)
+    machine = MACHINES[run.gpu]
+    found = best(size, machine, run.gpus, run.length, run.tokens_per_batch)
+    if not found:
+        raise ValueError(
+            f"no division of {run.gpus} {machine.name}s holds {run.parameters:g} parameters with "
+            f"rows of {run.length:,} tokens: more GPUs, or more --tokens-per-batch if groups idle"
+        )
+    print(
+        f"{size.parameters / 1e9:.2f} B parameters: {size.layers} layers of {size.hidden} "
+        f"channels, {size.attention} of them softmax attention\n{run.gpus} x {machine.name}, "
+        f"{run.tokens_per_batch:,.0f} tokens a step in rows of {run.length:,}\n"
+    )
+    print(f"{'division':<46}{'step s':>8}{'tokens/s':>14}{'of peak':>9}{'GiB':>6}  binds")
+    for estimate in found[: run.top]:
+        print(line(estimate))
+    print(f"\nthe fastest, seconds: {shares(found[0])}")
+    return found
+
+
+def line(estimate: Estimate) -> str:
+    """One division as a row."""
+    share = estimate.parts[estimate.binds] / estimate.seconds
+    return (
+        f"{estimate.division!s:<46}{estimate.seconds:>8.3g}{estimate.tokens_per_second:>14,.0f}"
+        f"{estimate.utilisation:>9.0%}{estimate.memory / 2**30:>6.0f}"
+        f"  {estimate.binds} ({share:.0%})"
+    )
+
+
+def shares(estimate: Estimate) -> str:
+    """What takes the time of a step."""
+    parts = sorted(estimate.parts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {seconds:.3g}" for name, seconds in parts if seconds)

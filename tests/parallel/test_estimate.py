@@ -1,0 +1,71 @@
+"""Estimates of training steps beside those that were measured."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deltarule.parallel.estimate import Division, best, estimate
+from deltarule.parallel.machine import MACHINES, Size, size_of
+from deltarule.parallel.plan import PlanRun, plan
+
+FIGURES = Path(__file__).parents[2] / "docs/figures/several_gpus_h200.json"
+MEASURED = json.loads(FIGURES.read_text())
+# Rows of the cases in that file, as divisions; batch is the tokens of all groups.
+CASES = {
+    "alone": (Division(rows=8), 4096, 32_768),
+    "sharded": (Division(shard=2, rows=8), 4096, 65_536),
+    "alone, one row": (Division(), 32_768, 32_768),
+    "context and shards, one row": (Division(context=2), 65_536, 65_536),
+    "heads": (Division(tensor=2, rows=8), 4096, 32_768),
+}
+BAR = 0.15
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_seconds_and_memory_are_those_measured(case: str) -> None:
+    config, found = MEASURED["config"], MEASURED["cases"][case]
+    size = Size(config["num_layers"], config["hidden_size"], config["vocab_size"])
+    step = estimate(size, MACHINES["h200"], *CASES[case])
+    assert step is not None
+    assert abs(1e3 * step.seconds / found["step_ms"] - 1) < BAR
+    assert abs(step.memory / 2**30 / found["peak_gib"] - 1) < BAR
+
+
+def test_the_fastest_comes_first_and_fits() -> None:
+    machine = MACHINES["h100"]
+    found = best(size_of(7e9), machine, 64, 8192, 4e6)
+    seconds = [step.seconds for step in found]
+    assert seconds == sorted(seconds)
+    assert all(step.memory < machine.memory and step.division.gpus == 64 for step in found)
+
+
+def test_a_context_alone_holds_a_long_row() -> None:
+    found = best(size_of(7e9), MACHINES["h200"], 64, 2**20, 2**24)
+    assert all(step.division.context > 1 for step in found)
+
+
+def test_more_gpus_are_faster() -> None:
+    size, machine = size_of(7e9), MACHINES["h200"]
+    seconds = [best(size, machine, gpus, 8192, 4e6)[0].seconds for gpus in (8, 64, 512)]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_the_command_says_what_binds(capsys: pytest.CaptureFixture[str]) -> None:
+    plan(PlanRun(parameters=7e9, gpus=8))
+    printed = capsys.readouterr().out
+    assert "6.96 B parameters: 35 layers of 3840 channels" in printed
+    assert "products (" in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpus": 6}, "--gpus must be a power of 2, got 6"),
+        ({"parameters": 1e12, "gpus": 2}, "no division of 2 H200s holds 1e\\+12 parameters"),
+        ({"parameters": 1e3}, "--parameters must be 1e7 or more"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(PlanRun(**options))

@@ -1,0 +1,165 @@
+"""Processes killed at any moment: the newest checkpoint is whole, and a run goes on from it."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from kill_writers import ROWS
+
+from deltarule.parallel.shard_files import read_shards
+from deltarule.train.checkpoint import Checkpoints
+from deltarule.train.metrics import read_metrics
+
+HERE = Path(__file__).parent
+
+
+def start_writer(rank: int, folder: Path, group: Path) -> subprocess.Popen[str]:
+    environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, str(HERE / "kill_writers.py"), str(folder), str(group)],
+        env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def kill_and_read(folder: Path, group: Path, chance: random.Random) -> int:
+    """The step of the newest checkpoint after one or both of two writers were killed."""
+    writers = [start_writer(rank, folder, group) for rank in range(2)]
+    try:
+        for writer in writers:
+            # The second save has begun, so that the first is there.
+            while writer.stdout.readline().strip() != "2":
+                assert writer.poll() is None
+        time.sleep(chance.uniform(0, 0.5))
+        for writer in chance.choice([writers, writers[:1], writers[1:]]):
+            writer.kill()
+        # The other one may go on for a moment; nothing it writes may count.
+        time.sleep(chance.uniform(0, 0.2))
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.wait()
+            writer.stdout.close()
+    newest = Checkpoints(folder).newest()
+    assert newest is not None
+    weight = torch.zeros(ROWS, 50)
+    read_shards(folder / f"step-{newest.step}", {"weight": weight})
+    assert torch.equal(weight, torch.full_like(weight, newest.step))
+    assert newest.state == {"step": newest.step}
+    assert not list(folder.glob(".*"))
+    return newest.step
+
+
+def kill_often(tmp_path: Path, times: int) -> None:
+    chance = random.Random(0)
+    for attempt in range(times):
+        folder = tmp_path / str(attempt)
+        assert kill_and_read(folder, tmp_path / f"group-{attempt}", chance) >= 1
+
+
+def test_five_kills(tmp_path: Path) -> None:
+    kill_often(tmp_path, 5)
+
+
+@pytest.mark.distributed
+def test_fifty_kills(tmp_path: Path) -> None:
+    kill_often(tmp_path, 50)
+
+
+WORDS = (
+    "train text --name run --steps {steps} --accumulate 2 --batch-tokens 256 --length 32 "
+    "--save-every 4 --evaluate-every 0 --sample-bytes 0 --validation-bytes 500 --long-length 64 "
+    "--num-layers 1 --hidden-size 16 --head-k-dim 8 --head-v-dim 8 --device cpu"
+)
+
+
+def launch(folder: Path, steps: int, *options: str) -> subprocess.Popen[str]:
+    """`torchrun --max-restarts 2` on two processes."""
+    corpus = folder / "corpus.txt"
+    if not corpus.exists():
+        corpus.write_text("a state is decayed, erased under a key, and written to; " * 400)
+    words = WORDS.format(steps=steps).split()
+    return subprocess.Popen(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+            "--max-restarts", "2", "--monitor-interval", "0.2", "--rdzv-backend", "c10d",
+            "--rdzv-endpoint", "localhost:0", "-m", "deltarule", *words,
+            "--data", str(corpus), "--runs", str(folder), *options,
+        ],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def workers_of(launcher: subprocess.Popen[str]) -> list[int]:
+    found = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(launcher.pid)], capture_output=True, text=True
+    )  # fmt: skip
+    return sorted(int(pid) for pid in found.stdout.split())
+
+
+def wait_for(path: Path, seconds: float = 90) -> None:
+    until = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < until, f"{path} did not come"
+        time.sleep(0.05)
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {
+        row["step"]: row["loss"] for row in read_metrics(run / "metrics.jsonl") if "loss" in row
+    }
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_process_is_started_again(tmp_path: Path, rank: int) -> None:
+    """The run ends as if nothing had been, bit for bit."""
+    (tmp_path / "whole").mkdir()
+    whole = launch(tmp_path / "whole", 60)
+    whole.communicate(timeout=200)
+    assert whole.returncode == 0
+    (tmp_path / "killed").mkdir()
+    launcher = launch(tmp_path / "killed", 60)
+    wait_for(tmp_path / "killed/run/checkpoints/step-8")
+    os.kill(workers_of(launcher)[rank], signal.SIGKILL)
+    out, _ = launcher.communicate(timeout=200)
+    assert launcher.returncode == 0
+    assert out.count("done in") == 1
+    assert losses(tmp_path / "killed/run") == losses(tmp_path / "whole/run")
+
+
+@pytest.mark.distributed
+def test_a_launcher_that_is_told_to_end_saves_first(tmp_path: Path) -> None:
+    launcher = launch(tmp_path, 4000)
+    wait_for(tmp_path / "run/checkpoints/step-4")
+    launcher.terminate()
+    _, errors = launcher.communicate(timeout=120)
+    assert errors.count("deltarule: stopped after step") == 1
+    newest = Checkpoints(tmp_path / "run/checkpoints").newest()
+    assert newest is not None
+    assert f"stopped after step {newest.step}," in errors
+
+
+@pytest.mark.distributed
+def test_a_process_that_hangs_ends_all_and_is_named(tmp_path: Path) -> None:
+    launcher = launch(tmp_path, 4000, "--timeout-s", "8")
+    wait_for(tmp_path / "run/checkpoints/step-4")
+    hanging = workers_of(launcher)[1]
+    os.kill(hanging, signal.SIGSTOP)
+    try:
+        # It is started again, and goes on.
+        step = max(losses(tmp_path / "run"))
+        until = time.monotonic() + 150
+        while max(losses(tmp_path / "run")) < step + 20:
+            assert time.monotonic() < until
+            time.sleep(0.5)
+    finally:
+        launcher.terminate()
+        _, errors = launcher.communicate(timeout=120)
+    assert "no word from process 1 (in step" in errors
