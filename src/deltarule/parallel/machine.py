@@ -1,7 +1,9 @@
 """What a GPU computes and what its links carry: the numbers that an estimate starts from.
 
 Rates are those of an H200, measured: a training step's products, the operator's kernels and the
-rest, and what two of them lost by sharding and by a context (docs/figures/several_gpus_h200.json). Another GPU is told by how it compares, links by their stated bandwidths.
+rest, and what two of them lost by sharding, heads and a context, all fitted to one set of runs
+(docs/figures/several_gpus_h200.json). Another GPU is told by how it compares, links by their
+stated bandwidths.
 """
 
 import math
