@@ -399,6 +399,47 @@ def test_replays_on_a_gpu_equal_the_launches_bitwise(make, dtype, save: bool, mo
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
+def test_replayed_gradients_on_a_gpu_equal_the_launches_bitwise(make, dtype, monkeypatch) -> None:
+    forget()
+    for i in range(4):
+        inputs = on_gpu(make, dtype)
+        with monkeypatch.context() as patch:
+            patch.setattr(direct, "watched", lambda *kernels: True)
+            o, final, saved = passes.forward(inputs, True)
+            given = torch.randn_like(o), torch.randn_like(final), inputs, saved
+        before = len(known())
+        found = passes.backward(*given)
+        assert len(known()) == (i > 0) >= before
+        with monkeypatch.context() as patch:
+            patch.setattr(direct, "watched", lambda *kernels: True)
+            expected = passes.backward(*given)
+        pairs = zip(found, expected, strict=True)
+        assert all(x is y is None or torch.equal(x, y) for x, y in pairs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("decay", [None, "head", "channel"])
+def test_a_training_loop_goes_to_its_recordings_and_keeps_its_gradients(decay) -> None:
+    forget()
+    size = {None: None, "head": (1, 128, 2), "channel": (1, 128, 2, 64)}[decay]
+    seen = []
+    for _ in range(6):
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(3, 1, 128, 2, 64, device="cuda") / 8).bfloat16().unbind()
+        gate = None if size is None else -torch.rand(size, device="cuda")
+        tensors = q, k, v, torch.rand(1, 128, 2, device="cuda"), gate
+        leaves = [x.clone().requires_grad_() for x in tensors if x is not None]
+        beta, *gates = leaves[3:]
+        out = delta_rule(*leaves[:3], beta=beta, log_decay=gates[0] if gates else None)
+        seen.append([out.o, out.final_state, *torch.autograd.grad(out.o.square().sum(), leaves)])
+    assert len(known()) == 2
+    assert any(isinstance(key, tuple) and key[0] == "training" for key in recordings)
+    assert all(torch.equal(x, y) for row in seen for x, y in zip(row, seen[0], strict=True))
+
+
+@pytest.mark.gpu
 def test_a_replay_may_be_captured_and_follows_the_stream() -> None:
     forget()
     q, k, v = torch.randn(3, 1, 128, 2, 64, device="cuda").bfloat16().unbind()
