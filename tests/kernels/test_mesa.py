@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from deltarule import MesaState, pack
 from deltarule.ops.mesa import definition as reference
 from deltarule.ops.mesa import torch as chunked
-from deltarule.ops.mesa.torch import Covariance, conjugate_gradients, gpu_iterations_op
+from deltarule.ops.mesa.torch import Covariance, conjugate_gradients, iterations_operator
 from ops import test_mesa as operator
 from tolerance import assert_close, relative_rms
 
@@ -37,7 +37,7 @@ def double(covariance):
 def test_iterations_are_those_of_pytorch(sizes, iterations):
     """The definition's own sequence, not only its limit."""
     covariance, b = systems(size=sizes[0], channels=sizes[1])
-    found = gpu_iterations_op(*covariance, b, iterations)
+    found = iterations_operator(*covariance, b, iterations)
     expected = conjugate_gradients(double(covariance), b.double(), iterations)
     own = relative_rms(conjugate_gradients(covariance, b, iterations), expected)
     assert relative_rms(found, expected) <= max(4 * own, 1e-6)
@@ -47,7 +47,7 @@ def test_what_is_zero_stays_zero():
     """A masked token has no right side, and one that has converged moves no more."""
     covariance, b = systems()
     b[:, :, :, 3:5] = 0
-    found = gpu_iterations_op(*covariance, b, 30)
+    found = iterations_operator(*covariance, b, 30)
     assert (found[:, :, :, 3:5] == 0).all()
     assert found.isfinite().all()
 
@@ -100,5 +100,7 @@ def test_float16_inputs_are_rounded_once():
 def test_the_registered_operator_keeps_its_promises():
     covariance, b = systems(size=3, channels=3)
     tests = ("test_schema", "test_faketensor")
-    found = torch.library.opcheck(gpu_iterations_op, (*covariance, b, 2), test_utils=tests)
+    found = torch.library.opcheck(
+        iterations_operator.operator, (*covariance, b, 2), test_utils=tests
+    )
     assert set(found.values()) == {"SUCCESS"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deltarule.ops.dispatch import Implementation, always
-from deltarule.ops.memory.torch.linear_memory import memory_backward_op, memory_op
+from deltarule.ops.memory.torch.linear_memory import memory_operator
 from ops import memories
 from tolerance import relative_rms
 
@@ -139,9 +139,12 @@ def operator_arguments(norm, packed):
 @pytest.mark.parametrize("norm", [False, True])
 def test_the_registered_operators_keep_their_promises(norm, packed):
     arguments, tests = operator_arguments(norm, packed), ("test_schema", "test_faketensor")
-    found = torch.library.opcheck(memory_op, arguments, test_utils=tests)
+    found = torch.library.opcheck(memory_operator.operator, arguments, test_utils=tests)
     assert set(found.values()) == {"SUCCESS"}
-    z, memory = memory_op(*arguments)
+    z, memory = memory_operator(*arguments)
     backward = (torch.randn_like(z), torch.randn_like(memory), *arguments)
-    found = torch.library.opcheck(memory_backward_op, backward, test_utils=tests)
+    there = [True] * 7 + [norm, norm]
+    found = torch.library.opcheck(
+        memory_operator.backward_operator, (*backward, there), test_utils=tests
+    )
     assert set(found.values()) == {"SUCCESS"}

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from deltarule import MesaState, mesa, pack
 from deltarule.ops import mini_batches
 from deltarule.ops.mesa.api import IMPLEMENTATIONS
-from deltarule.ops.mesa.torch import solution_op
+from deltarule.ops.mesa.torch import solution_operator
 from tolerance import assert_close, relative_rms
 
 H, HV, K, V = 2, 4, 6, 5
@@ -294,7 +294,7 @@ def test_the_registered_operator_keeps_its_promises(iterations):
     )  # fmt: skip
     residual = draw(2, 1, HV, 5, K).requires_grad_()
     torch.library.opcheck(
-        solution_op, (draw(2, 1, HV, 5, K), residual, *operator, iterations, "torch")
+        solution_operator.operator, (draw(2, 1, HV, 5, K), residual, *operator, iterations, "torch")
     )
 
 

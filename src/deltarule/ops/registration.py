@@ -48,7 +48,8 @@ class Rules(NamedTuple):
     saved: Places of the outputs that the backward is given.
     gradients: The inputs of which the backward returns gradients, in that order.
     alike: Inputs that share the gradient of another.
-    forgotten: Input tensors that the backward is not given.
+    forgotten: Input tensors that the backward is not given; of the shape of the first output that
+        it is given, or else of the gradient, if they have a gradient.
     otherwise: What to do for a derivative that there is none of.
     """
 
@@ -149,9 +150,9 @@ class Operator(Generic[Inputs]):
         )
         self.transformed = transformed(of[0], self.set_up, self.differentiate)
         self.transformed_backward = transformed(of[1], nothing_to_keep, self.no_derivative)
-        eager = eager_function(self, f"Eager{name.title().replace('_', '')}")
+        eager: Any = eager_function(self, f"Eager{name.title().replace('_', '')}")
         # Past the search for transforms: where there are any, nobody calls it.
-        self.apply: Any = super(torch.autograd.Function, eager).apply
+        self.apply = super(torch.autograd.Function, eager).apply  # type: ignore[misc]
 
     def __call__(self, *args: Any) -> Any:
         """The outputs that have a gradient: one, or a tuple."""
@@ -163,7 +164,7 @@ class Operator(Generic[Inputs]):
             if self.backward is not None and differentiated(tensors):
                 return self.apply(*args, None)
             return self.result(self.run_forward(args))
-        if torch._C._are_functorch_transforms_active():
+        if self.backward is not None and torch._C._are_functorch_transforms_active():
             return self.result(self.transformed.apply(*args))
         return self.result(self.operator(*args))
 
@@ -213,7 +214,8 @@ class Operator(Generic[Inputs]):
         """What that is to a compiler: gradients in one piece."""
         gradients, saved, given, wanted = self.split(args)
         like = next(d for d in gradients if d is not None)
-        shaped = [saved[0] if not kept else x for x, kept in zip(given, self.kept, strict=False)]
+        shape_of = saved[0] if saved else like
+        shaped = [x if kept else shape_of for x, kept in zip(given, self.kept, strict=False)]
         return [
             like.new_empty(0) if (x := shaped[i]) is None or not want else x.new_empty(x.shape)
             for i, want in zip(self.places, wanted, strict=True)

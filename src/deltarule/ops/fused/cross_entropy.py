@@ -41,10 +41,11 @@ def backward(
     """The gradient by logits."""
     from deltarule.ops.fused import cross_entropy_triton as kernels
 
-    logits, targets, ignore_index = inputs
+    (d_losses,), (logits, targets, ignore_index) = gradients, inputs
+    assert d_losses is not None
     into = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     return (
-        kernels.cross_entropy_backward(gradients[0], logits, targets, saved[0], ignore_index, into),
+        kernels.cross_entropy_backward(d_losses, logits, targets, saved[0], ignore_index, into),
     )
 
 

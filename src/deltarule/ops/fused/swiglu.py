@@ -38,8 +38,8 @@ def backward(
     """Gradients by gate and up."""
     from deltarule.ops.fused import swiglu_triton as kernels
 
-    d_gate, d_up = kernels.swiglu_backward(gradients[0], *inputs, None)
-    return d_gate, d_up
+    assert gradients[0] is not None
+    return kernels.swiglu_backward(gradients[0], *inputs, None)
 
 
 def fake(inputs: GatedProduct) -> tuple[Tensor]:

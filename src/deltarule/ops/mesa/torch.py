@@ -10,13 +10,15 @@ so a step of the conjugate gradients for all tokens of all chunks is four matrix
 The solver, and its gradient, are in mesa_solution.py.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from deltarule.ops.chunks import chunk_size
 from deltarule.ops.mini_batches import MiniBatches, lay_out
+from deltarule.ops.registration import Gradients, Operator, Rules, is_dual
 from deltarule.shapes import MesaOutput, MesaState
 
 # The solution of the linear systems of `mesa`, one for each token, and its gradient.
@@ -24,12 +26,6 @@ from deltarule.shapes import MesaOutput, MesaState
 # The gradient is that of the solution, not of the iterations: with A = H + Diag(regularizer),
 # A x = q gives dq = A^{-1} dx and dA = -dq x^T, for which the same solver runs once more. Nothing
 # of the iterations is kept, whatever their number; they must be enough to have converged.
-
-
-NO_DERIVATIVE = (
-    "mesa has a first reverse-mode derivative only: for forward-mode or second derivatives use "
-    'impl="reference"'
-)
 
 
 class Covariance(NamedTuple):
@@ -53,18 +49,16 @@ def solve(covariance: Covariance, q: Tensor, iterations: int | None, backend: st
     x stands outside the graph; the residual q - A x, which is 0 up to rounding, is inside it, and
     A^{-1} applied to it is what the gradient passes through.
     """
-    if torch.autograd.forward_ad._current_level >= 0 and any(map(_is_dual, (q, *covariance))):
-        raise NotImplementedError(NO_DERIVATIVE)
+    if torch.autograd.forward_ad._current_level >= 0 and any(map(is_dual, (q, *covariance))):
+        raise NotImplementedError(solution_operator.message)
     with torch.no_grad():
         detached = Covariance(*(y.detach() for y in covariance))
         x = solved(detached, q.detach(), iterations, backend)
     if not torch.is_grad_enabled():
         return x
     residual = q - covariance.times(x)
-    # Function transforms follow the one form, the compiler the other.
-    transformed = torch._C._are_functorch_transforms_active()
-    run: Any = Solution.apply if transformed else solution_op
-    return run(x, residual, *detached, iterations, backend)
+    solution: Tensor = solution_operator(x, residual, *detached, iterations, backend)
+    return solution
 
 
 def solved(covariance: Covariance, b: Tensor, iterations: int | None, backend: str) -> Tensor:
@@ -72,7 +66,8 @@ def solved(covariance: Covariance, b: Tensor, iterations: int | None, backend: s
     if iterations is None:
         return exact(covariance, b)
     if backend == "triton":
-        return gpu_iterations_op(*covariance, b, iterations)
+        found: Tensor = iterations_operator(*covariance, b, iterations)
+        return found
     return conjugate_gradients(covariance, b, iterations)
 
 
@@ -102,100 +97,74 @@ def exact(covariance: Covariance, b: Tensor) -> Tensor:
     return torch.stack(solutions, dim=-2)
 
 
-class Solution(torch.autograd.Function):
-    """x, with the gradient of A^{-1} applied to the residual."""
+class Solution(NamedTuple):
+    """x, with the gradient of A^{-1} applied to the residual; A as what makes a `Covariance`."""
 
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, residual: Tensor, *operator: Any) -> Tensor:
-        """x itself."""
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Keep the operator A."""
-        ctx.save_for_backward(*inputs[2:7])
-        ctx.options = inputs[7:]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        """A^{-1} dx, as A is symmetric."""
-        run: Any = Adjoint.apply
-        dx = run(gradients[0], *ctx.saved_tensors, *ctx.options)
-        return None, dx, *(None,) * 7
+    x: Tensor
+    residual: Tensor
+    k: Tensor
+    weights: Tensor
+    start: Tensor
+    H: Tensor
+    regularizer: Tensor
+    iterations: int | None
+    backend: str
 
 
-class Adjoint(torch.autograd.Function):
-    """A^{-1} dx; a second derivative would need that of A, which stands outside the graph."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(dx: Tensor, *operator: Any) -> Tensor:
-        """The hot stage once more."""
-        return solved(Covariance(*operator[:5]), dx, *operator[5:])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Nothing to keep."""
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
-        """There is none."""
-        raise NotImplementedError(NO_DERIVATIVE)
+def solution_forward(inputs: Solution) -> tuple[Tensor]:
+    """x itself."""
+    return (inputs.x.clone(),)
 
 
-@torch.library.custom_op("deltarule::mesa_solution", mutates_args=())
-def solution_op(
-    x: Tensor,
-    residual: Tensor,
-    k: Tensor,
-    weights: Tensor,
-    start: Tensor,
-    H: Tensor,
-    regularizer: Tensor,
-    iterations: int | None,
-    backend: str,
-) -> Tensor:
-    """The same as a registered operator."""
-    return x.clone()
+def solution_backward(
+    gradients: Gradients, saved: Sequence[Tensor], wanted: Sequence[bool], inputs: Solution
+) -> Gradients:
+    """A^{-1} dx, as A is symmetric; a second derivative would need that of A."""
+    assert gradients[0] is not None
+    return (solved(Covariance(*inputs[2:7]), gradients[0], *inputs[7:]),)
 
 
-@solution_op.register_fake
-def _(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x)
+def solution_fake(inputs: Solution) -> tuple[Tensor]:
+    """Its shape."""
+    return (torch.empty_like(inputs.x),)
 
 
-solution_op.register_autograd(Solution.backward, setup_context=Solution.setup_context)
+solution_operator = Operator(
+    "mesa_solution", Solution, solution_forward, solution_backward, solution_fake,
+    rules=Rules(
+        gradients=("residual",), forgotten=("x", "residual"), otherwise='use impl="reference"'
+    ),
+)  # fmt: skip
 
 
-@torch.library.custom_op("deltarule::mesa_iterations", mutates_args=())
-def gpu_iterations_op(
-    k: Tensor,
-    weights: Tensor,
-    start: Tensor,
-    H: Tensor,
-    regularizer: Tensor,
-    b: Tensor,
-    iterations: int,
-) -> Tensor:
+class Systems(NamedTuple):
+    """A of every token, the right-hand sides, and how many steps are taken."""
+
+    k: Tensor
+    weights: Tensor
+    start: Tensor
+    H: Tensor
+    regularizer: Tensor
+    b: Tensor
+    iterations: int
+
+
+def gpu_iterations(inputs: Systems) -> tuple[Tensor]:
     """`conjugate_gradients` in Triton; its derivative is that of the solution, above."""
     # Triton is an extra, imported where it runs.
     from deltarule.ops.mesa import triton as kernels
 
-    return kernels.conjugate_gradients(k, weights, start, H, regularizer, b, iterations)
+    return (kernels.conjugate_gradients(*inputs),)
 
 
-@gpu_iterations_op.register_fake
-def _(
-    k: Tensor, weights: Tensor, start: Tensor, H: Tensor, ridge: Tensor, b: Tensor, n: int
-) -> Tensor:
-    return torch.empty_like(b, memory_format=torch.contiguous_format)
+def gpu_iterations_fake(inputs: Systems) -> tuple[Tensor]:
+    """Its shape."""
+    return (torch.empty_like(inputs.b, memory_format=torch.contiguous_format),)
 
 
-def _is_dual(x: Tensor) -> bool:
-    return torch.autograd.forward_ad.unpack_dual(x).tangent is not None
+iterations_operator = Operator(
+    "mesa_iterations", Systems, gpu_iterations, None, gpu_iterations_fake
+)
 
 
 def mesa(

@@ -172,8 +172,9 @@ def backward(
     given, again = (d_o, d_final, saved), saved.numel() == 0
     found = iter(recorded(gradient_launches, inputs, again, gradient_launches, given))
     gradients = [None if x is None else next(found) for x in inputs[:7]]
-    # To the type of a gate outside of what is recorded, which has launches alone.
-    gradients[3] = None if inputs.beta is None else gradients[3].to(inputs.beta.dtype)
+    if inputs.beta is not None and (d_beta := gradients[3]) is not None:
+        # Outside of what is recorded, which has launches alone.
+        gradients[3] = d_beta.to(inputs.beta.dtype)
     return *gradients, next(found)
 
 

@@ -120,7 +120,7 @@ class Watch(TorchDispatchMode):
 
     def __init__(self, tape: Tape) -> None:
         """Nothing is changed."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.tape = tape
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

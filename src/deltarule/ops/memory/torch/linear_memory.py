@@ -7,20 +7,15 @@ more.
 """
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from deltarule.ops.memory.torch.memory import Memory, Steps
 from deltarule.ops.mini_batches import MiniBatches
-
-# The tensors of the operator, q to bias, that have a gradient.
-DIFFERENTIABLE = (0, 1, 2, 3, 4, 5, 8, 9, 10)
-NO_DERIVATIVE = (
-    "a memory in Triton has a first reverse-mode derivative only: for forward-mode or second "
-    'derivatives use impl="torch"'
-)
+from deltarule.ops.registration import Gradients, Operator, Rules
 
 
 class Norm(NamedTuple):
@@ -31,87 +26,63 @@ class Norm(NamedTuple):
     eps: float
 
 
-@torch.library.custom_op("deltarule::linear_memory", mutates_args=())
-def memory_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: Tensor,
-    scalars: Tensor,
-    writes: Tensor,
-    full: Tensor,
-    owner: Tensor | None,
-    memory: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    """z [M, R, HV, S, V] and the memory [N, HV, 3, V, K + bias] after the mini-batches.
+class LinearMemory(NamedTuple):
+    """Mini-batches of M steps and R rows, and the memories that they begin with.
 
-    rows [M, R, HV, 4, S], scalars [M, R, HV, 4] and writes [M, R, HV, S, S] say what is mixed;
-    full [M, R] which mini-batches end, owner [M, R] of packed tokens whose they are.
+    q, k [M, R, HV, S, K] and v [M, R, HV, S, V]; rows [M, R, HV, 4, S], scalars [M, R, HV, 4] and
+    writes [M, R, HV, S, S] say what is mixed; full [M, R] which mini-batches end, owner [M, R] of
+    packed tokens whose they are.
     """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    rows: Tensor
+    scalars: Tensor
+    writes: Tensor
+    full: Tensor
+    owner: Tensor | None
+    memory: Tensor  # [N, HV, 3, V, K + bias]
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+
+
+def forward(inputs: LinearMemory) -> tuple[Tensor, Tensor]:
+    """z [M, R, HV, S, V] and the memory after the mini-batches."""
     # Triton is an extra, imported where it runs.
     from deltarule.ops.memory.triton import passes as kernels
 
-    streams = q, k, v, rows, scalars, writes, full, owner
-    return kernels.forward(streams, memory, weight, bias, eps, note=False)[:2]
+    *_, memory, weight, bias, eps = inputs
+    z, after, _ = kernels.forward(inputs[:8], memory, weight, bias, eps, note=False)
+    return z, after
 
 
-@torch.library.custom_op("deltarule::linear_memory_backward", mutates_args=())
-def memory_backward_op(
-    d_z: Tensor,
-    d_memory: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: Tensor,
-    scalars: Tensor,
-    writes: Tensor,
-    full: Tensor,
-    owner: Tensor | None,
-    memory: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-) -> list[Tensor]:
-    """Gradients by the tensors that have one; an empty tensor for None."""
+def backward(
+    gradients: Gradients, saved: Sequence[Tensor], wanted: Sequence[bool], inputs: LinearMemory
+) -> Gradients:
+    """Gradients by the tensors that have one."""
     from deltarule.ops.memory.triton import passes as kernels
 
-    streams = q, k, v, rows, scalars, writes, full, owner
-    gradients = kernels.backward(d_z, d_memory, streams, memory, weight, bias, eps)
-    return [q.new_empty(0) if x is None else x for x in gradients]
+    *_, memory, weight, bias, eps = inputs
+    d_z, d_memory = (
+        like.new_zeros(like.shape) if d is None else d.contiguous()
+        for d, like in zip(gradients, (inputs.v, memory), strict=True)
+    )
+    return kernels.backward(d_z, d_memory, inputs[:8], memory, weight, bias, eps)
 
 
-@memory_op.register_fake
-def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(v), torch.empty_like(others[5])
+def fake(inputs: LinearMemory) -> tuple[Tensor, Tensor]:
+    """Their shapes."""
+    return torch.empty_like(inputs.v), torch.empty_like(inputs.memory)
 
 
-@memory_backward_op.register_fake
-def _backward_fake(d_z: Tensor, d_memory: Tensor, *args: Any) -> list[Tensor]:
-    given = (args[i] for i in DIFFERENTIABLE)
-    return [d_z.new_empty(0) if x is None else torch.empty_like(x) for x in given]
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:11])
-    ctx.eps = inputs[11]
-
-
-def _backward(ctx: Any, d_z: Tensor, d_memory: Tensor) -> tuple[Any, ...]:
-    tensors = ctx.saved_tensors
-    gradients = memory_backward_op(d_z.contiguous(), d_memory.contiguous(), *tensors, ctx.eps)
-    by_place = dict(zip(DIFFERENTIABLE, gradients, strict=True))
-    return *(None if x is None else by_place.get(i) for i, x in enumerate(tensors)), None
-
-
-def _no_second_derivative(ctx: Any, *_: Any) -> None:
-    raise NotImplementedError(NO_DERIVATIVE)
-
-
-memory_op.register_autograd(_backward, setup_context=_setup_context)
-memory_backward_op.register_autograd(_no_second_derivative)
+# Offsets, and which mini-batches end, have no gradient.
+DIFFERENTIABLE = ("q", "k", "v", "rows", "scalars", "writes", "memory", "weight", "bias")
+memory_operator = Operator(
+    "linear_memory", LinearMemory, forward, backward, fake, returned=2,
+    rules=Rules(2, gradients=DIFFERENTIABLE, otherwise='use impl="torch"'),
+)  # fmt: skip
 
 
 def scan_linear(
@@ -129,7 +100,7 @@ def scan_linear(
     for start in range(0, count, group):
         run = slice(start, start + group)
         owner = None if layout.owner is None else layout.owner[run].contiguous()
-        z, table = memory_op(*(x[run] for x in streams), full[run], owner, table, *options)
+        z, table = memory_operator(*(x[run] for x in streams), full[run], owner, table, *options)
         outputs.append(z)
     weights, momentum, anchor = layout.states(table).unbind(2)
     # Each a tensor of its own, as every state is.
