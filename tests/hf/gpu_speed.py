@@ -4,7 +4,7 @@
 
 With FLA installed transformers runs its kernels, otherwise its own PyTorch functions. Each figure
 is the median of five after two that are not counted; the errors compare float32 logits of tiny
-models on the GPU, patched, with those of the CPU, unpatched.
+models on the GPU with those on the CPU, both patched.
 """
 
 import contextlib
@@ -71,9 +71,10 @@ def exactness() -> None:
     for name in ("qwen3_5", "kimi_linear", "mamba2"):
         model, ids = tiny(name), tokens(2, 70)
         options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
-        with torch.no_grad():
+        # FLA, where it is installed, takes no CPU tensors: the CPU's side is patched, too.
+        with patch(model), torch.no_grad():
             before = model(ids, use_cache=False).logits
-        greedy, beams = (model.generate(ids[:, :20], num_beams=n, **options) for n in (1, 3))
+            greedy, beams = (model.generate(ids[:, :20], num_beams=n, **options) for n in (1, 3))
         model, ids = model.cuda(), ids.cuda()
         with patch(model), torch.no_grad():
             whole = error(model(ids, use_cache=False).logits.cpu(), before)

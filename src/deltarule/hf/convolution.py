@@ -6,7 +6,7 @@ from transformers.activations import ACT2FN
 
 from deltarule.hf.call import NOTE, one_row
 from deltarule.hf.recurrence import first_given
-from deltarule.nn.layout import Layout, make_layout
+from deltarule.nn.layout import make_layout
 from deltarule.nn.short_conv import CONVOLUTIONS, Call
 from deltarule.ops.dispatch import choose
 
@@ -29,7 +29,12 @@ def causal_conv1d(
     x = x if offsets is None else one_row(x)
     layout = make_layout(x, offsets, None)
     nothing = x.new_zeros(layout.sequences, reach, channels)
-    y, _ = convolve(x, weight, bias, activation, nothing, layout)
+    # SiLU is part of the kernel, where no bias comes before it.
+    fused = bias is None and activation in SILU
+    call = Call(x, weight, nothing, layout, fused)
+    y, _ = choose(CONVOLUTIONS, call, "auto", x.device).run(call)
+    y = y if bias is None else y + bias.to(y.dtype)
+    y = y if fused else activated(y, activation)
     return y.reshape(batch, tokens, channels).transpose(1, 2)
 
 
@@ -41,28 +46,20 @@ def causal_conv1d_step(
     activation: str | None = None,
 ) -> Tensor:
     """[B, D, T] of one token or a few; the last inputs [B, D, W or more] move on in place."""
-    x, reach = hidden_states.transpose(1, 2), weight.shape[1] - 1
-    history = conv_state[..., conv_state.shape[-1] - reach :].transpose(1, 2).to(x.dtype)
-    y, _ = convolve(x, weight, bias, activation, history, make_layout(x, None, None))
+    kept, taps = conv_state.shape[-1], weight.shape[-1]
     inputs = torch.cat([conv_state, hidden_states.to(conv_state.dtype)], -1)
-    conv_state.copy_(inputs[..., -conv_state.shape[-1] :])
-    return y.transpose(1, 2)
+    conv_state.copy_(inputs[..., -kept:])
+    windows = inputs[..., 1 + kept - taps :].unfold(-1, taps, 1)
+    # Not rounded before the sum.
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    y = (windows * weight.unsqueeze(1).to(wide)).sum(-1)
+    y = y if bias is None else y + bias.unsqueeze(-1)
+    return activated(y, activation).to(hidden_states.dtype)
 
 
-def convolve(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    history: Tensor,
-    layout: Layout,
-) -> tuple[Tensor, Tensor]:
-    """y_t = activation(sum_j weight_j x_{t - W + 1 + j} + bias), and the next history."""
-    fused = bias is None and activation in SILU
-    call = Call(x, weight, history, layout, fused)
-    y, after = choose(CONVOLUTIONS, call, "auto", x.device).run(call)
-    y = y if bias is None else y + bias.to(y.dtype)
-    return y if fused or activation is None else ACT2FN[activation](y), after
+def activated(y: Tensor, activation: str | None) -> Tensor:
+    """The named function of transformers, or none."""
+    return y if activation is None else ACT2FN[activation](y)
 
 
 def last_inputs(hidden_states: Tensor, taps: int, real: Tensor) -> Tensor:

@@ -130,9 +130,8 @@ class Attention(Mixer):
 
     def init_state(self, batch_size: int) -> State:
         """Return a state without rows."""
-        weight = self.k_proj.weight
-        size = (batch_size, 0, self.num_kv_heads, self.head_dim)
-        rows = torch.zeros(size, dtype=weight.dtype, device=weight.device)
+        weight, sizes = self.k_proj.weight, (self.num_kv_heads, self.head_dim)
+        rows = torch.zeros(batch_size, 0, *sizes, dtype=weight.dtype, device=weight.device)
         valid = torch.zeros(batch_size, 0, dtype=torch.bool, device=weight.device)
         length = torch.zeros(batch_size, dtype=torch.int64, device=weight.device)
         return State(keys=rows, values=rows.clone(), valid=valid, length=length)
