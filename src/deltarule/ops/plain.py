@@ -5,7 +5,9 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
+from deltarule.ops.autocast import without_autocast
 from deltarule.ops.checks import check_gate, shape
 from deltarule.ops.dispatch import Implementation, Table, always, choose
 
@@ -25,7 +27,7 @@ def plain_table(
 def run_plain(table: Table[Arguments, Output], arguments: Arguments, impl: str) -> Output:
     """Run the chosen implementation, with autocast off."""
     device = arguments["q"].device
-    with torch.autocast(device.type, enabled=False):
+    with without_autocast(device):
         return choose(table, arguments, impl, device).run(arguments)
 
 
@@ -57,7 +59,7 @@ def check_counts(name: str, x: Tensor, size: int, most: int, q: Tensor) -> None:
         raise ValueError(f"{name} is on {x.device}, but q is on {q.device}")
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if torch._C._functorch.is_functorch_wrapped_tensor(x) or isinstance(x, FakeTensor):
         return
     if any(not 0 <= count <= most for count in x.tolist()):
         raise ValueError(f"{name} must be from 0 to {most}, got {x.tolist()}")

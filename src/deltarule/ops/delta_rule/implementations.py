@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from deltarule.ops.autocast import without_autocast
 from deltarule.ops.delta_rule import definition
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.registered import recurrence
@@ -52,7 +53,7 @@ def run_torch(call: Call) -> RecurrentOutput:
 def run_reference(call: Call) -> RecurrentOutput:
     """The definition, one token at a time, differentiable to any order."""
     inputs = call.inputs
-    with torch.autocast(inputs.q.device.type, enabled=False):
+    with without_autocast(inputs.q.device):
         return _reference(inputs)
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deltarule.ops.autocast import without_autocast
 from deltarule.ops.registration import Gradients, Operator, Rules
 
 # Logits held at a time by the linear form: 256 MiB in bfloat16.
@@ -91,7 +92,7 @@ def linear_forward(inputs: LinearCrossEntropy) -> tuple[Tensor, Tensor, Tensor, 
     d_x = torch.empty(x.shape if with_gradient else 0, dtype=x.dtype, device=x.device)
     d_weight = torch.zeros(weight.shape if with_gradient else 0, dtype=wide, device=x.device)
     evaluate = _evaluate_triton if triton else _evaluate_torch
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device):
         for part in (slice(start, start + rows) for start in range(0, len(x), rows)):
             given = x[part].to(dtype)
             losses, d_logits = evaluate(given @ cast.mT, targets[part], ignore_index, with_gradient)

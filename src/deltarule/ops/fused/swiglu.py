@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from deltarule.ops.autocast import without_autocast
 from deltarule.ops.registration import Gradients, Operator, Rules
 
 
@@ -61,7 +62,7 @@ class SwiGLULinear(torch.autograd.Function):
         from deltarule.ops.fused import swiglu_triton as kernels
 
         ctx.save_for_backward(gate, up, weight)
-        with torch.autocast(gate.device.type, enabled=False):
+        with without_autocast(gate.device):
             return F.linear(kernels.swiglu(gate, up), weight)
 
     @staticmethod

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from deltarule.ops.autocast import without_autocast
 from deltarule.ops.checks import (
     FLOATS,
     check_cu_seqlens,
@@ -27,7 +28,7 @@ def run_reference(inputs: ScanInputs) -> RecurrentOutput:
     """The definition, one token at a time, differentiable to any order."""
     q, k, v, *decays, initial_state, cu_seqlens, scale = inputs
     delta, A, value_log_decay, log_decay, beta = decays
-    with torch.autocast(v.device.type, enabled=False):
+    with without_autocast(v.device):
         return reference.selective_scan(
             q, k, v, delta=delta, A=A, value_log_decay=value_log_decay, log_decay=log_decay,
             beta=beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,

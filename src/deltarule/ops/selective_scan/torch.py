@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deltarule.ops.autocast import without_autocast
 from deltarule.ops.chunks import (
     Group,
     Slab,
@@ -106,7 +107,7 @@ def forward(inputs: ScanInputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     final_state = initial_state(inputs).clone(memory_format=torch.contiguous_format)
     shape = chunk_states_shape(inputs) if save else (0, *inputs.state_shape[1:])
     saved = final_state.new_zeros(shape)
-    with torch.autocast(o.device.type, enabled=False):
+    with without_autocast(o.device):
         size, groups = plan(inputs)
         for sequences, slabs in groups:
             state = final_state[sequences]
@@ -137,7 +138,7 @@ def backward(
         for x in inputs[:8]
     ]
     d_initial = d_final.clone(memory_format=torch.contiguous_format)
-    with torch.autocast(d_o.device.type, enabled=False):
+    with without_autocast(d_o.device):
         size, groups = plan(inputs)
         for sequences, slabs in groups:
             d_state = d_initial[sequences]

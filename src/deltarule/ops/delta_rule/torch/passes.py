@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deltarule.ops.autocast import without_autocast
 from deltarule.ops.chunks import Slab, join
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.torch.layout import (
@@ -255,7 +256,7 @@ def forward(inputs: Inputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     final_state = _initial_state(inputs).clone(memory_format=torch.contiguous_format)
     shape = chunk_states_shape(inputs) if save else (0, *inputs.state_shape[1:])
     saved = final_state.new_zeros(shape)
-    with torch.autocast(o.device.type, enabled=False):
+    with without_autocast(o.device):
         size, groups = plan(inputs)
         for sequences, slabs in groups:
             state = final_state[sequences].unflatten(1, (heads, -1))
@@ -282,7 +283,7 @@ def backward(
     heads = inputs.q.shape[2]
     gradients = empty_gradients(inputs)
     d_initial = d_final.clone(memory_format=torch.contiguous_format)
-    with torch.autocast(d_o.device.type, enabled=False):
+    with without_autocast(d_o.device):
         size, groups = plan(inputs)
         for sequences, slabs in groups:
             d_state = d_initial[sequences].unflatten(1, (heads, -1))

@@ -8,6 +8,7 @@ or, with a free erase, S <- S Diag(decay_t) + (S a_t) b_t^T + v_t k_t^T.
 import torch
 from torch import Tensor
 
+from deltarule.ops.autocast import without_autocast
 from deltarule.ops.delta_rule.gate_maps import NO_MAPS, GateMaps
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.torch.layout import unit_norm
@@ -21,7 +22,7 @@ def recurrent_step(
     maps: GateMaps = NO_MAPS,
 ) -> Tensor:
     """Row i reads and writes state[state_indices[i]]; rows with null_index give zeros."""
-    with torch.autocast(state.device.type, enabled=False):
+    with without_autocast(state.device):
         inputs = maps.applied(inputs)
         if state_indices is None:
             o, after = _tokens(inputs, state.to(inputs.dtype))
