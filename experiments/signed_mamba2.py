@@ -77,7 +77,6 @@ RULE = replace(
     arguments=arguments,
     read_out_function=read_out,
     final_state=final_state,
-    update=None,
 )
 
 

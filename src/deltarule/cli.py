@@ -114,7 +114,7 @@ def rules(run: RulesRun) -> None:
     if run.name is not None and run.name not in SYSTEMS:
         raise ValueError(f"--name {run.name}: {nearest(run.name, list(SYSTEMS))}")
     if run.markdown:
-        print(markdown(MIXERS))
+        print(markdown())
         return
     for name in SYSTEMS if run.name is None else [run.name]:
         print(described(SYSTEMS[name], MIXERS[name]))

@@ -10,7 +10,7 @@ HIDDEN = 32
 NAMES = list(MIXERS)
 ATTENTION = ("attention", "sliding_window")
 RECURRENT = [name for name in NAMES if name not in ATTENTION]
-# Those on the frame of RecurrentMixer, with the options of its constructor.
+# Those on the frame of DeltaMixer, with the options of its constructor.
 LINEAR = list(RULES)
 
 # Options that make a layer ask more of the frame than its defaults do.

@@ -141,7 +141,7 @@ def test_beta_max_doubles_the_write_strength(name, monkeypatch):
         seen.append(beta)
         return definition.delta_rule(*args, beta=beta, **others)
 
-    monkeypatch.setitem(nn.mixer.OPERATORS, "delta_rule", record)
+    monkeypatch.setitem(nn.delta.OPERATORS, "delta_rule", record)
     one, two = make(name, beta_max=1.0), make(name, beta_max=2.0)
     two.load_state_dict(one.state_dict())
     one(inputs(1, 5))
@@ -256,11 +256,20 @@ def make_call(layer, x):
 
 
 UNDEFINED = {
-    "n_steps must be None or 1: rwkv7 writes once a token": ("rwkv7", {"n_steps": 2}),
-    "n_steps must be None or 1: comba writes once a token": ("comba", {"n_steps": 3}),
-    "n_steps must be None or 1: deltanet writes once a token": ("deltanet", {"n_steps": 2}),
-    "beta_max must be None: gla has no write strength": ("gla", {"beta_max": 2.0}),
-    "beta_max must be None: rwkv7 has no write strength": ("rwkv7", {"beta_max": 2.0}),
+    "n_steps must be None or 1 for rwkv7, got 2: it writes once a token": ("rwkv7", {"n_steps": 2}),
+    "n_steps must be None or 1 for comba, got 3: it writes once a token": ("comba", {"n_steps": 3}),
+    "n_steps must be None or 1 for deltanet, got 2: it writes": (
+        "deltanet",
+        {"n_steps": 2},
+    ),
+    "beta_max must be None for gla, got 2.0: it has no write strength": ("gla", {"beta_max": 2.0}),
+    "beta_max must be None for rwkv7, got 2.0: it has no write": (
+        "rwkv7",
+        {"beta_max": 2.0},
+    ),
+    "num_v_heads must be None or 2 for mesa, got 4: its value heads": ("mesa", {"num_v_heads": 4}),
+    "num_slots must be None for kda, got 4: abc and gsa": ("kda", {"num_slots": 4}),
+    "rope_theta must be None for gsa, got 10.0: it does not rotate": ("gsa", {"rope_theta": 10.0}),
     "num_v_heads must be num_heads=2 for hgrn2, got 4": ("hgrn2", {"num_v_heads": 4}),
     "num_v_heads must be num_heads=2 for multi_kv_deltanet, got 4": (
         "multi_kv_deltanet",

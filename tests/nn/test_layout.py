@@ -3,8 +3,7 @@
 import torch
 
 import deltarule
-from deltarule.nn.heads import per_step
-from deltarule.nn.layout import blank_padding, make_layout
+from deltarule.nn.layout import make_layout, per_step, silence_padding
 
 
 def test_real_tokens_move_to_the_front_and_back():
@@ -34,22 +33,22 @@ def test_packed_positions_and_history():
     assert after.squeeze(-1).tolist() == [[-1, -2], [1, 2], [-5, -6], [-8, 3]]
 
 
-def test_blanked_arguments_are_zero_at_padding_only():
+def test_silenced_arguments_are_zero_at_padding_only():
     n_steps, real = 3, torch.tensor([[True, False], [True, True]])
     given = {
         "q": torch.ones(2, 2, 1, 4), "k": torch.ones(2, 6, 1, 4), "v": torch.ones(2, 6, 1, 4),
         "beta": torch.ones(2, 6, 1), "log_decay": torch.ones(1), "a": torch.ones(2, 2, 1, 4),
         "b": torch.ones(2, 2, 1, 4), "scale": 1.0,
     }  # fmt: skip
-    blanked = blank_padding(given, real, n_steps)
+    silent = silence_padding(given, real, n_steps=n_steps)
     for name in ("k", "v", "beta", "log_decay", "a", "b"):
-        x = blanked[name]
+        x = silent[name]
         rows = real if x.shape[1] == 2 else real.repeat_interleave(n_steps, dim=1)
         assert x.ndim == max(3, given[name].ndim), name
         assert (x[rows] == 1).all(), name
         assert (x[~rows] == 0).all(), name
-    assert blanked["q"] is given["q"]
-    assert blank_padding(given, None, n_steps) is given
+    assert silent["q"] is given["q"]
+    assert silence_padding(given, None, n_steps=n_steps) is given
 
 
 def test_step_j_of_token_t_is_row_t_n_plus_j():

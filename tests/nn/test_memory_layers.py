@@ -182,7 +182,7 @@ def test_the_first_network_is_learned(name):
 def test_values_of_ttt_are_of_the_size_of_its_keys():
     layer = TTTLinear.from_config(config(head_k_dim=6, head_v_dim=4), 0)
     assert layer.head_v_dim == layer.head_k_dim == 6
-    with pytest.raises(ValueError, match="head_v_dim must be head_k_dim=8 for ttt_linear, got 4"):
+    with pytest.raises(ValueError, match="head_v_dim must be None or 8 for ttt_linear, got 4"):
         TTTLinear(HIDDEN, num_heads=2, head_k_dim=8, head_v_dim=4)
     with pytest.raises(ValueError, match="head_k_dim must be even"):
         TTTLinear(HIDDEN, num_heads=2, head_k_dim=7)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import deltarule
-from deltarule.nn import MIXERS, RULES, SYSTEMS, Mixer, RecurrentMixer, State
+from deltarule.nn import MIXERS, RULES, SYSTEMS, DeltaMixer, Mixer, State
 from nn.layers import ATTENTION, HIDDEN, LINEAR, NAMES, RECURRENT, config, inputs, make
 from tolerance import relative_rms
 
@@ -42,7 +42,7 @@ def test_every_layer_has_a_row_and_every_row_its_layer():
     for name, mixer in MIXERS.items():
         assert issubclass(mixer, Mixer), name
         assert mixer.rule is SYSTEMS[name], name
-        assert issubclass(mixer, RecurrentMixer) == (name in RULES), name
+        assert issubclass(mixer, DeltaMixer) == (name in RULES), name
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -7,8 +7,8 @@ from deltarule import ops
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.nn import State
 from deltarule.nn.call import Call
+from deltarule.nn.delta import OPERATORS
 from deltarule.nn.layout import make_layout
-from deltarule.nn.mixer import OPERATORS
 from deltarule.train.layer_view import (
     LayerView,
     layer_views,

@@ -16,7 +16,7 @@ from deltarule.models.block import Block, norm_of_sum
 from deltarule.models.config import ModelConfig
 from deltarule.models.generate import Prompt, Stop, generate, stream
 from deltarule.models.loss import next_token_loss
-from deltarule.nn import ModelState, RecurrentMixer, RMSNorm
+from deltarule.nn import DeltaMixer, ModelState, RMSNorm
 from deltarule.ops.context import Context
 from deltarule.shapes import Hidden, Mask, Offsets
 
@@ -231,9 +231,9 @@ class CausalLM(nn.Module):
         model.load_state_dict(tensors, assign=True)
         return model
 
-    def _recurrent_mixers(self) -> Iterator[RecurrentMixer]:
+    def _recurrent_mixers(self) -> Iterator[DeltaMixer]:
         mixers = (block.mixer for block in self._blocks())
-        return (mixer for mixer in mixers if isinstance(mixer, RecurrentMixer))
+        return (mixer for mixer in mixers if isinstance(mixer, DeltaMixer))
 
     def _blocks(self) -> Iterator[Block]:
         for block in self.blocks:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from deltarule.models.sampling import chosen
-from deltarule.nn import Attention, Mixer, ModelState, RecurrentMixer, SwiGLU
+from deltarule.nn import Attention, DeltaMixer, Mixer, ModelState, SwiGLU
 from deltarule.nn.linears import adjoin
 from deltarule.nn.state import LentState
 from deltarule.ops.eager import nothing_watches
@@ -107,7 +107,7 @@ def lend(model: "CausalLM", state: ModelState, tokens: int) -> ModelState:
 def adjoin_projections(model: "CausalLM") -> None:
     """Lay the weights that read one input side by side in memory; see `deltarule.nn.linears`."""
     for module in model.modules():
-        if isinstance(module, RecurrentMixer | Attention | SwiGLU):
+        if isinstance(module, DeltaMixer | Attention | SwiGLU):
             adjoin(tuple(module.of_input().values()))
 
 

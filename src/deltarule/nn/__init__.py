@@ -2,6 +2,7 @@
 
 from deltarule.nn.attention import Attention, SlidingWindowAttention
 from deltarule.nn.comba import Comba, CombaReleased
+from deltarule.nn.delta import DeltaMixer
 from deltarule.nn.delta_product import DeltaProduct, GatedDeltaProduct
 from deltarule.nn.deltanet import DeltaNet
 from deltarule.nn.dfw import DecayingFastWeights
@@ -10,7 +11,6 @@ from deltarule.nn.gated_deltanet2 import GatedDeltaNet2
 from deltarule.nn.gated_rfa import GatedRFA
 from deltarule.nn.gla import GatedLinearAttention
 from deltarule.nn.hgrn2 import HGRN2
-from deltarule.nn.interface import Mixer, MixerConfig
 from deltarule.nn.kda import KDA
 from deltarule.nn.lightning import Lightning
 from deltarule.nn.linear_attention import LinearAttention
@@ -18,8 +18,9 @@ from deltarule.nn.longhorn import Longhorn
 from deltarule.nn.longhorn_released import LonghornReleased
 from deltarule.nn.mamba1 import Mamba1
 from deltarule.nn.mamba2 import Mamba2
+from deltarule.nn.memory import MemoryMixer
 from deltarule.nn.mesa import Mesa
-from deltarule.nn.mixer import RecurrentMixer
+from deltarule.nn.mixer import Mixer
 from deltarule.nn.mlp import SwiGLU
 from deltarule.nn.mlstm import MLSTM
 from deltarule.nn.multi_head import (
@@ -32,10 +33,12 @@ from deltarule.nn.multi_head import (
 from deltarule.nn.names import Named
 from deltarule.nn.norm import RMSNorm
 from deltarule.nn.retnet import RetNet
+from deltarule.nn.roles import parameter_roles
 from deltarule.nn.rule import Projections, Rule, System
 from deltarule.nn.rwkv6 import RWKV6
 from deltarule.nn.rwkv7 import RWKV7
 from deltarule.nn.s4 import S4
+from deltarule.nn.scan import ScanMixer
 from deltarule.nn.short_conv import ShortConv
 from deltarule.nn.state import ModelState, State, load_state, save_state
 from deltarule.nn.titans import TitansLinear, TitansMLP
@@ -104,6 +107,7 @@ __all__ = [
     "Comba",
     "CombaReleased",
     "DecayingFastWeights",
+    "DeltaMixer",
     "DeltaNet",
     "DeltaProduct",
     "GatedDeltaNet",
@@ -118,9 +122,9 @@ __all__ = [
     "LonghornReleased",
     "Mamba1",
     "Mamba2",
+    "MemoryMixer",
     "Mesa",
     "Mixer",
-    "MixerConfig",
     "ModelState",
     "MultiHeadDeltaNet",
     "MultiKVDeltaNet",
@@ -129,9 +133,9 @@ __all__ = [
     "MultiValueDeltaNet",
     "Projections",
     "RMSNorm",
-    "RecurrentMixer",
     "RetNet",
     "Rule",
+    "ScanMixer",
     "ShortConv",
     "SlidingWindowAttention",
     "State",
@@ -141,5 +145,6 @@ __all__ = [
     "TitansLinear",
     "TitansMLP",
     "load_state",
+    "parameter_roles",
     "save_state",
 ]

@@ -1,13 +1,14 @@
 """Checks of what layers are given, each naming the argument."""
 
+import difflib
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from deltarule.nn.rule import Rule
+from deltarule.nn.feature_maps import FEATURE_MAPS, NORMS
 from deltarule.nn.state import State
 
 T = TypeVar("T")
@@ -58,12 +59,10 @@ def default_head_dim(name: str, factor: float, hidden_size: int, heads: str, par
     return int(channels) // parts
 
 
-def check_beta_max(beta_max: float | None, rule: Rule, has_strength: bool) -> float | None:
-    """Refuse a write strength where none is used, or one that makes the state grow."""
+def check_beta_max(beta_max: float | None) -> float | None:
+    """Refuse a write strength that makes the state grow."""
     if beta_max is None:
         return None
-    if not has_strength:
-        raise ValueError(f"beta_max must be None: {rule.name} has no write strength")
     if not _is_number(beta_max) or not 0 < beta_max <= 2:
         raise ValueError(
             f"beta_max must be a number in (0, 2], got {beta_max!r}: beyond 2 a write makes "
@@ -72,43 +71,60 @@ def check_beta_max(beta_max: float | None, rule: Rule, has_strength: bool) -> fl
     return float(beta_max)
 
 
-def check_n_steps(n_steps: int | None, rule: Rule, otherwise: int) -> int:
-    """Refuse several writes a token where the rule, whose own number is 1, makes one."""
-    if n_steps is None:
-        return otherwise
-    if otherwise == 1 and n_steps != 1:
-        raise ValueError(f"n_steps must be None or 1: {rule.name} writes once a token")
-    return positive("n_steps", n_steps)
+# Why an option means nothing for a layer.
+REASONS = {
+    "num_v_heads": "its value heads are its key heads",
+    "head_v_dim": "its memory adds what it is given to what it puts out",
+    "conv_size": "it looks back one token instead",
+    "beta_max": "it has no write strength",
+    "n_steps": "it writes once a token",
+    "feature_map": "linear_attention, gated_rfa, deltanet and delta_product have it",
+    "qk_norm": "linear_attention, gated_rfa, deltanet and delta_product have it",
+    "normalizer": "linear_attention has it; with an erase, the sum of the keys is not what the "
+    "state holds: use qk_norm",
+    "num_slots": "abc and gsa have slots",
+    "rope_theta": "it does not rotate its queries and keys",
+}
 
 
-def check_maps(
-    rule: Rule, maps_features: bool, feature_map: object, qk_norm: object, normalizer: bool | None
+def check_meant(
+    layer: str,
+    takes: Callable[[str], bool],
+    given: Mapping[str, object],
+    neutral: Mapping[str, object],
 ) -> None:
-    """Refuse what would map or divide where the rule knows no feature map."""
-    for name, value in (("feature_map", feature_map), ("qk_norm", qk_norm)):
-        if value is not None and not maps_features:
-            raise ValueError(
-                f"{name} must be None for {rule.name}, got {value!r}: "
-                "linear_attention, gated_rfa, deltanet and delta_product have it"
-            )
-    if normalizer is None or normalizer == rule.normalizer:
-        return
+    """Refuse options that mean nothing for a layer, unless their value changes nothing."""
+    for name, value in given.items():
+        if value is None or takes(name) or (name in neutral and value == neutral[name]):
+            continue
+        harmless = f" or {neutral[name]}" if name in neutral else ""
+        raise ValueError(
+            f"{name} must be None{harmless} for {layer}, got {value!r}: {REASONS[name]}"
+        )
+
+
+def check_maps(feature_map: object, qk_norm: object, normalizer: object) -> None:
+    """Refuse words that are no feature map and no norm, and a normaliser that is no flag."""
+    for name, value, known in (
+        ("feature_map", feature_map, list(FEATURE_MAPS)), ("qk_norm", qk_norm, list(NORMS))
+    ):  # fmt: skip
+        if value is not None and value not in known:
+            near = difflib.get_close_matches(str(value), known, n=1)
+            hint = f": did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}{hint}")
     if not isinstance(normalizer, bool):
         raise ValueError(f"normalizer must be True, False or None, got {normalizer!r}")
-    if rule.erase != "none":
+
+
+def check_divides(normalizer: bool, feature_map: str | None) -> None:
+    """Refuse to divide by a sum that may be zero or negative."""
+    name = default(feature_map, "identity")
+    if normalizer and not FEATURE_MAPS[name].divides:
+        known = ", ".join(name for name, entry in FEATURE_MAPS.items() if entry.divides)
         raise ValueError(
-            f"normalizer must be None or False for {rule.name}: with an erase, the sum of the keys "
-            "is not what the state holds; use qk_norm"
+            f"normalizer=True divides by a sum of phi(q) . phi(k), which feature_map={name!r} may "
+            f"make zero or negative: choose one of {known}"
         )
-    if rule.normalizer or not maps_features:
-        raise ValueError(f"normalizer must be None or {rule.normalizer} for {rule.name}")
-
-
-def check_shifted(name: str, conv_size: int, num_heads: int, num_v_heads: int) -> None:
-    """Refuse what no layer with a token shift has: a convolution, and shared key heads."""
-    if conv_size:
-        raise ValueError(f"conv_size must be None or 0 for {name}, got {conv_size}")
-    check_own_heads(name, num_heads, num_v_heads)
 
 
 def check_own_heads(name: str, num_heads: int, num_v_heads: int) -> None:
@@ -129,7 +145,7 @@ def check_depth(layer_index: int, num_layers: int) -> tuple[int, int]:
     return layer_index, num_layers
 
 
-def check_input(x: Tensor, hidden_size: int, weight: Tensor) -> None:
+def check_input(x: Tensor, hidden_size: int, weight: Tensor, one_dtype: bool = True) -> None:
     """Refuse an input of another width, device or dtype than the layer's; autocast may cast it."""
     if x.shape[2] != hidden_size:
         raise ValueError(f"x must have hidden_size={hidden_size} channels, got {list(x.shape)}")
@@ -137,7 +153,7 @@ def check_input(x: Tensor, hidden_size: int, weight: Tensor) -> None:
         raise ValueError(
             f"x is on {x.device}, but the layer is on {weight.device}: move one with .to(device)"
         )
-    if x.dtype == weight.dtype:
+    if x.dtype == weight.dtype or not one_dtype:
         return
     castable = x.dtype in AUTOCAST and weight.dtype in AUTOCAST
     available = torch.amp.is_autocast_available(x.device.type)

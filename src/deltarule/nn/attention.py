@@ -7,7 +7,7 @@ T tokens take 2 T window scores and no T x T mask.
 """
 
 from dataclasses import replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,23 +17,22 @@ from torch.nn.attention.bias import causal_lower_right
 from deltarule.nn.arguments import (
     above_zero,
     check_even,
-    check_input,
     check_multiple,
     check_state,
     default,
     positive,
 )
-from deltarule.nn.heads import split
-from deltarule.nn.interface import Mixer, MixerConfig
-from deltarule.nn.layout import Layout, make_layout
+from deltarule.nn.call import Call
+from deltarule.nn.layout import Layout, make_layout, split
 from deltarule.nn.linears import linears
+from deltarule.nn.mixer import Mixer
 from deltarule.nn.rope import rotate
 from deltarule.nn.rule import System
 from deltarule.nn.state import LentState, State
 from deltarule.nn.window_blocks import block_masks, blocks, with_block_before
 from deltarule.ops.context import Context
 from deltarule.ops.context.rows import all_rows
-from deltarule.shapes import Hidden, Mask, Offsets
+from deltarule.shapes import Hidden
 
 FULL = System(
     name="attention",
@@ -85,6 +84,7 @@ class Attention(Mixer):
     """
 
     rule = FULL
+    options = frozenset({"rope_theta"})
     default_window: ClassVar[int | None] = None
 
     def __init__(
@@ -98,7 +98,8 @@ class Attention(Mixer):
         rope_theta: float | None = 10000.0,
     ) -> None:
         """Build the four projections."""
-        super().__init__()
+        # The options of recurrent layers mean nothing here.
+        nn.Module.__init__(self)
         self.hidden_size = positive("hidden_size", hidden_size)
         self.num_heads = positive("num_heads", num_heads)
         self.num_kv_heads = positive("num_kv_heads", default(num_kv_heads, num_heads))
@@ -118,22 +119,18 @@ class Attention(Mixer):
         self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=False)
 
     @classmethod
-    def from_config(cls, config: MixerConfig, layer_index: int) -> Self:
-        """Build the layer of a model; config.window is read by sliding-window attention only."""
-        return cls(
-            config.hidden_size,
-            num_heads=default(config.num_attention_heads, config.num_heads),
-            num_kv_heads=config.num_kv_heads,
-            window=None if cls.default_window is None else config.window,
-            rope_theta=config.rope_theta,
-        )
+    def heads(cls, config: Any) -> dict[str, int | None]:
+        """Read the numbers of query and of key heads from a model's config."""
+        queries = default(config.num_attention_heads, config.num_heads)
+        return {"num_heads": queries, "num_kv_heads": config.num_kv_heads}
 
     def init_state(self, batch_size: int) -> State:
         """Return a state without rows."""
-        weight, sizes = self.k_proj.weight, (self.num_kv_heads, self.head_dim)
-        rows = torch.zeros(batch_size, 0, *sizes, dtype=weight.dtype, device=weight.device)
-        valid = torch.zeros(batch_size, 0, dtype=torch.bool, device=weight.device)
-        length = torch.zeros(batch_size, dtype=torch.int64, device=weight.device)
+        like = self.reference()
+        size = batch_size, 0, self.num_kv_heads, self.head_dim
+        rows = torch.zeros(size, dtype=like.dtype, device=like.device)
+        valid = torch.zeros(batch_size, 0, dtype=torch.bool, device=like.device)
+        length = torch.zeros(batch_size, dtype=torch.int64, device=like.device)
         return State(keys=rows, values=rows.clone(), valid=valid, length=length)
 
     def lend(self, state: State, tokens: int) -> LentState:
@@ -152,68 +149,39 @@ class Attention(Mixer):
             keys=keys, values=values, valid=valid, length=state["length"].clone(), place=place
         )
 
-    def forward(
-        self,
-        x: Hidden,
-        state: State | None = None,
-        *,
-        cu_seqlens: Offsets | None = None,
-        mask: Mask | None = None,
-        shared: dict[str, Tensor] | None = None,
-        context: Context | None = None,
-    ) -> tuple[Hidden, State]:
-        """Attend from the tokens of x to themselves and to what came before them.
+    def memories(self) -> dict[str, tuple[int, ...]]:
+        """None that starts at zero: `init_state` says what there is."""
+        return {}
 
-        Args:
-            x: [B, T, hidden_size].
-            state: What an earlier call returned, to continue its rows. None starts afresh.
-            cu_seqlens: Offsets [N + 1] of packed sequences, which do not see each other. They take
-                no state, and the state returned is empty.
-            mask: [B, T] bool, True at real tokens, in any pattern; nobody sees the others. None:
-                all are real.
-            shared: Not used.
-            context: The processes that hold the other tokens of the rows; x then has those of this
-                process, and `cu_seqlens` and `mask` are None. None: all tokens are here.
-
-        Returns:
-            y [B, T, hidden_size], and a new state; the given one is not written to.
-
-        Raises:
-            ValueError: An argument has the wrong shape, dtype or device; the message names it.
-        """
-        layout = make_layout(x, cu_seqlens, mask, context)
-        check_input(x, self.hidden_size, self.o_proj.weight)
-        if context is not None:
-            return self._over_context(x, state, layout, context)
-        if isinstance(state, LentState) and "place" in state:
-            return self._decode(x, state), state
-        before = self._state_before(state, layout)
-        q, k, v = self._project(layout.to_front(x), layout.positions(before["length"]))
+    def mix(self, call: Call) -> Tensor:
+        """Attend from the tokens of x to themselves and to what came before them."""
+        layout, before = call.layout, call.before
+        if layout.context is not None:
+            return self._over_context(call, layout.context)
+        if isinstance(before, LentState) and "place" in before:
+            call.after = before
+            return self._decode(call.x, before)
+        q, k, v = self._project(call.x, layout.positions(before["length"]))
         keys = torch.cat([before["keys"].to(k.dtype), k], dim=1)
         values = torch.cat([before["values"].to(v.dtype), v], dim=1)
         if before["keys"].shape[1] == 0 and self._windowed(layout.tokens):
             o = self._attend_in_blocks(q, keys, values, layout.sequence)
         else:
             o = self._attend(q, keys, values, self._visible(before, layout))
-        y: Tensor = layout.to_place(self.o_proj(o.flatten(-2)))
-        if cu_seqlens is not None:
-            return y, State()
-        return y, self._state_after(before, keys, values, layout)
+        if layout.cu_seqlens is None:
+            call.after.update(self._state_after(before, keys, values, layout))
+        y: Tensor = self.o_proj(o.flatten(-2))
+        return y
 
-    def _over_context(
-        self, x: Hidden, state: State | None, layout: Layout, context: Context
-    ) -> tuple[Hidden, State]:
-        if state is not None:
-            raise ValueError("state must be None with a context: attention then starts afresh")
-        length = x.new_zeros(layout.sequences, dtype=torch.int64)
-        q, k, v = self._project(x, layout.positions(layout.lengths(length)))
+    def _over_context(self, call: Call, context: Context) -> Tensor:
+        layout, before = call.layout, call.before
+        q, k, v = self._project(call.x, layout.positions(before["length"]))
         keys, values = (all_rows(context, rows)[:, : context.last] for rows in (k, v))
         o = self._attend_up_to(q, keys, values, context)
+        if context.offsets is None:
+            call.after.update(self._state_after(before, keys, values, layout))
         y: Tensor = self.o_proj(o.flatten(-2))
-        if context.offsets is not None:
-            return y, State()
-        before = State(self.init_state(layout.sequences), length=layout.lengths(length))
-        return y, self._state_after(before, keys, values, layout)
+        return y
 
     def _attend_up_to(self, q: Tensor, keys: Tensor, values: Tensor, context: Context) -> Tensor:
         """Attention of the last rows of all those up to them."""
@@ -242,7 +210,7 @@ class Attention(Mixer):
         To look at: `forward` never forms it.
         """
         layout = make_layout(x, None, None)
-        before = self._state_before(None, layout)
+        before = self.state_before(None, layout)
         q, k, _ = self._project(x, layout.positions(before["length"]))
         k = k.repeat_interleave(self.num_heads // self.num_kv_heads, dim=2)
         scores = torch.einsum("bihd, bjhd -> bhij", q, k) * self.head_dim**-0.5
@@ -340,7 +308,15 @@ class Attention(Mixer):
         valid = F.pad(before["valid"], (0, layout.tokens), value=True)
         return (visible & valid.unsqueeze(1)).unsqueeze(1)
 
-    def _state_before(self, state: State | None, layout: Layout) -> State:
+    def state_before(self, state: State | None, layout: Layout) -> State:
+        """Check the given rows; packed sequences start afresh, and leave no state."""
+        if isinstance(state, LentState) and "place" in state:
+            return state
+        if layout.context is not None:
+            if state is not None:
+                raise ValueError("state must be None with a context: attention then starts afresh")
+            length = layout.lengths(torch.zeros_like(layout.counts))
+            return State(self.init_state(layout.sequences), length=length)
         if layout.cu_seqlens is not None:
             if state:
                 raise ValueError(
@@ -391,4 +367,5 @@ class SlidingWindowAttention(Attention):
     """
 
     rule = WINDOW
+    options = frozenset({"rope_theta", "window"})
     default_window = 2048

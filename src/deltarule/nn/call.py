@@ -1,4 +1,4 @@
-"""One call of a recurrent layer, as its parts hand it to each other."""
+"""One call of a layer, as its parts hand it to each other."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from deltarule.nn.call import Call
-from deltarule.nn.gated_deltanet import GatedDeltaNet
+from deltarule.nn.delta import DeltaMixer
 from deltarule.nn.gates import (
     computed,
     discretised_log_decay,
@@ -22,7 +22,6 @@ from deltarule.nn.gates import (
     unit,
     write_strength,
 )
-from deltarule.nn.objectives import Minimiser, stay_and_replace
 from deltarule.nn.rule import Arguments, Carry, Mapped, Projections, Rule
 
 
@@ -68,7 +67,6 @@ RULE = Rule(
     objective="|S - a S'|^2 - 2 <S k, beta (v - S' p)>",
     source="arXiv 2506.02475, eq. 5",
     arguments=arguments,
-    update=Minimiser(stay_and_replace),
 )
 
 RELEASED = Rule(
@@ -83,11 +81,10 @@ RELEASED = Rule(
     source="arXiv 2506.02475, the authors' released layer",
     page="comba",
     arguments=released_arguments,
-    update=Minimiser(stay_and_replace),
 )
 
 
-class Comba(GatedDeltaNet):
+class Comba(DeltaMixer):
     """Comba: S = S (a - beta p k^T) + beta v k^T, o = S (q - D k), p = sigmoid(erase_scale) k.
 
     Defaults: Gated DeltaNet's, but the output gate is a sigmoid; erase_scale and D of ones for
@@ -104,6 +101,11 @@ class Comba(GatedDeltaNet):
     """
 
     rule = RULE
+    expand_k = 0.75
+    expand_v = 2
+    default_conv_size = 4
+    default_output_gate = True
+    activates_projections = True
     frees_strength = True
     gate_activation = "sigmoid"
     float32_parameters: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D", "erase_scale")
@@ -113,6 +115,7 @@ class Comba(GatedDeltaNet):
     def build_gates(self) -> None:
         """Add the write strength, the share of the key that erases, and the query's correction."""
         super().build_gates()
+        self.build_head_decay(0, 16)
         ones = torch.ones(self.num_heads, dtype=torch.float32)
         self.b_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
         self.gate_parameter("erase_scale", ones)

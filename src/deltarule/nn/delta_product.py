@@ -5,10 +5,8 @@ S_{t,0} = S_{t-1,n}        o_t = S_{t,n} q_t        j = 1..n
 """
 
 from deltarule.nn import deltanet
-from deltarule.nn.deltanet import DeltaNet
-from deltarule.nn.gated_deltanet import GatedDeltaNet
+from deltarule.nn.delta import DeltaMixer
 from deltarule.nn.gates import discretised_log_decay
-from deltarule.nn.objectives import GradientSteps, square_error
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 
 
@@ -29,7 +27,6 @@ RULE = Rule(
     objective="|S k_j - v_j|^2 / 2, one gradient step for each j",
     source="arXiv 2502.10297, section 3 (slides print the steps in the wrong order)",
     arguments=arguments,
-    update=GradientSteps(square_error),
 )
 
 
@@ -50,11 +47,10 @@ GATED_RULE = Rule(
     objective="|S k_j - v_j|^2 / 2 from a S', one gradient step for each j",
     source="arXiv 2502.10297, section 3",
     arguments=gated_arguments,
-    update=GradientSteps(square_error),
 )
 
 
-class DeltaProduct(DeltaNet):
+class DeltaProduct(DeltaMixer):
     """DeltaProduct: n_steps delta-rule writes for each token, one read-out after the last.
 
     k, v and beta come from projections n_steps times as wide; step j of token t is row t*n + j.
@@ -71,11 +67,14 @@ class DeltaProduct(DeltaNet):
     """
 
     rule = RULE
+    maps_features = True
+    default_conv_size = 4
+    activates_projections = True
     default_beta_max = 2.0
     default_n_steps = 2
 
 
-class GatedDeltaProduct(GatedDeltaNet):
+class GatedDeltaProduct(DeltaMixer):
     """Gated DeltaProduct: decay once a token, then n_steps delta-rule writes, one read-out.
 
     Defaults: as GatedDeltaNet, with n_steps = 2 and beta in [0, 2].
@@ -89,5 +88,15 @@ class GatedDeltaProduct(GatedDeltaNet):
     """
 
     rule = GATED_RULE
+    expand_k = 0.75
+    expand_v = 2
+    default_conv_size = 4
+    default_output_gate = True
     default_beta_max = 2.0
     default_n_steps = 2
+    activates_projections = True
+
+    def build_gates(self) -> None:
+        """Add the decay of each head."""
+        super().build_gates()
+        self.build_head_decay(0, 16)

@@ -4,10 +4,9 @@ S_t = S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T        |k_t| = |q_t| = 1
 beta_t = beta_max sigmoid(beta_logits_t)
 """
 
+from deltarule.nn.delta import DeltaMixer
 from deltarule.nn.feature_maps import normalised
 from deltarule.nn.gates import write_strength
-from deltarule.nn.mixer import RecurrentMixer
-from deltarule.nn.objectives import GradientSteps, square_error
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 
 
@@ -28,11 +27,10 @@ RULE = Rule(
     objective="|S k - v|^2 / 2, one gradient step of size beta",
     source="arXiv 2406.06484, section 2.2 (its eq. 10 prints I - tril for I + tril)",
     arguments=arguments,
-    update=GradientSteps(square_error),
 )
 
 
-class DeltaNet(RecurrentMixer):
+class DeltaNet(DeltaMixer):
     """DeltaNet: S = S (I - beta k k^T) + beta v k^T with unit keys and queries.
 
     Defaults: head_k_dim = head_v_dim = hidden_size / num_heads, convolution of 4, SiLU on q, k and

@@ -6,14 +6,16 @@ o_t = sum_j (phi(q_t) . phi(k_j)) v_j        phi: [B, T, H, K] -> [B, T, H, M]
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from deltarule.nn.gates import computed
+from deltarule.nn.roles import Role
 from deltarule.nn.rule import Arguments, Projections, QueryKeyNorm
+from deltarule.ops.autocast import without_autocast
 
 # Where all features of a key are zero, its L1 norm is.
 SMALLEST_NORM = 1e-6
@@ -135,6 +137,66 @@ FEATURE_MAPS: dict[str, FeatureMap] = {
         source="arXiv 2202.08791, section 3",
     ),
 }  # fmt: skip
+
+
+class QueryKeyMap(nn.Module):
+    """phi of queries and keys, computed in float32 for 16-bit inputs.
+
+    Args:
+        name: A key of `deltarule.nn.feature_maps.FEATURE_MAPS`.
+        heads: Heads of q and k, each with weights of its own.
+        channels: Channels K of a head.
+
+    Example:
+        >>> phi = QueryKeyMap("dpfp", heads=2, channels=4)
+        >>> q, k = phi(torch.ones(1, 3, 2, 4), torch.ones(1, 3, 2, 4))
+        >>> q.shape, phi.features
+        (torch.Size([1, 3, 2, 8]), 8)
+    """
+
+    roles: ClassVar[dict[str, Role]] = {"bandwidth": "scale"}
+    random: Tensor | None
+    bandwidth: nn.Parameter | None
+
+    def __init__(self, name: str, heads: int, channels: int) -> None:
+        """Start learned maps at the identity, and draw random ones from a normal distribution."""
+        super().__init__()
+        self.name = name
+        self.features = self.map.size(channels)
+        weights = torch.eye(channels).repeat(heads, 1, 1)
+        learned, random = self.map.weight == "learned", self.map.weight == "random"
+        self.q_weight = nn.Parameter(weights) if learned else None
+        self.k_weight = nn.Parameter(weights.clone()) if learned else None
+        self.register_buffer("random", torch.randn(heads, channels, channels) if random else None)
+        # RFA learns how wide its Gaussian kernel is; the softmax kernel of Performer has one width.
+        wide = random and name == "random_fourier"
+        self.bandwidth = nn.Parameter(torch.ones(heads, channels, 1)) if wide else None
+
+    @property
+    def map(self) -> FeatureMap:
+        """The entry of the table; a copy would hold functions, which pickle refuses."""
+        return FEATURE_MAPS[self.name]
+
+    def forward(
+        self, q: Tensor, k: Tensor, position: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Map q [B, T, H, K] and k [B, T*n, H, K] to M channels, each in its dtype.
+
+        The position [B, T] is only for maps that depend on it.
+        """
+        shared = self.random
+        if shared is not None and self.bandwidth is not None:
+            shared = computed(shared) * self.bandwidth
+        steps = k.shape[1] // max(q.shape[1], 1)
+        k_position = None if position is None else position.repeat_interleave(steps, dim=1)
+        # Autocast would take the products of the maps to 16 bits.
+        with without_autocast(q.device):
+            q = self._one(q, shared if self.q_weight is None else self.q_weight, position)
+            k = self._one(k, shared if self.k_weight is None else self.k_weight, k_position)
+        return q, k
+
+    def _one(self, x: Tensor, weight: Tensor | None, position: Tensor | None) -> Tensor:
+        return self.map.function(computed(x), weight, position).to(x.dtype)
 
 
 def normalised(projections: Projections, otherwise: QueryKeyNorm) -> Arguments:

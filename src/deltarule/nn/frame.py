@@ -1,73 +1,47 @@
-"""The outer half of every recurrent layer that is no linear rule: tokens laid out, state kept."""
+"""How a call goes through a layer: checked, laid out, mixed, and put back in place.
 
-from abc import abstractmethod
-from typing import Self
+Gates stay in float32 in layers of 16 bits: a decay of 0.999 has no neighbour in bfloat16.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.arguments import check_input, check_state, positive
+from deltarule.nn.arguments import check_input, check_state
 from deltarule.nn.call import Call
-from deltarule.nn.interface import Mixer, MixerConfig
-from deltarule.nn.layout import make_layout
-from deltarule.nn.rule import Arguments
-from deltarule.nn.short_conv import ShortConv
-from deltarule.nn.state import State
+from deltarule.nn.gates import computed
+from deltarule.nn.layout import Layout, make_layout, split
+from deltarule.nn.rule import System
+from deltarule.nn.state import LentState, State
 from deltarule.ops.context import Context
 from deltarule.shapes import Hidden, Mask, Offsets
 
 
-class FramedMixer(Mixer):
-    """A recurrent layer that says itself how it mixes the laid-out tokens of a call.
+class Frame(nn.Module, ABC):
+    """What every layer does with a call, whatever it is made of."""
 
-    A subclass sets hidden_size, o_proj, conv_size and conv_channels (stream to channels), and has
-    a constructor with the arguments that `from_config` gives.
-    """
+    # Its row in the table of systems.
+    rule: ClassVar[System]
+    # Parameters that stay in float32 in a 16-bit layer, and that weight decay skips.
+    float32_parameters: ClassVar[tuple[str, ...]] = ()
+    # Which streams are convolved.
+    convolved: ClassVar[tuple[str, ...]] = ("q", "k", "v")
+    # Whether the last state depends linearly on the first, so that a context can be exact.
+    linear_state: ClassVar[bool] = True
 
     hidden_size: int
+    num_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
     conv_size: int
-    conv_channels: dict[str, int]
-    o_proj: nn.Linear
-
-    @classmethod
-    def from_config(cls, config: MixerConfig, layer_index: int) -> Self:
-        """Build the layer of a model; options that it lacks are left out."""
-        return cls(
-            config.hidden_size,
-            num_heads=config.num_heads,
-            head_k_dim=config.head_k_dim,
-            head_v_dim=config.head_v_dim,
-            conv_size=config.conv_size,
-            output_gate=config.output_gate,
-            norm_eps=config.norm_eps,
-        )
-
-    @abstractmethod
-    def __init__(
-        self,
-        hidden_size: int,
-        *,
-        num_heads: int,
-        head_k_dim: int | None = None,
-        head_v_dim: int | None = None,
-        conv_size: int | None = None,
-        output_gate: bool | None = None,
-        norm_eps: float = 1e-5,
-    ) -> None:
-        """Build the layer."""
-        super().__init__()
-
-    @abstractmethod
-    def memories(self) -> dict[str, tuple[int, ...]]:
-        """Name the recurrent states, with the sizes of one sequence's."""
-
-    def exact(self) -> tuple[str, ...]:
-        """Names of what sums over all tokens, and is never in 16 bits."""
-        return tuple(self.memories())
-
-    @abstractmethod
-    def mix(self, call: Call) -> Tensor:
-        """Mix call.x, whose real tokens are in front; fill call.after."""
+    o_norm: nn.Module
+    g_proj: nn.Module | None
+    o_proj: nn.Module
 
     def forward(
         self,
@@ -79,49 +53,140 @@ class FramedMixer(Mixer):
         shared: dict[str, Tensor] | None = None,
         context: Context | None = None,
     ) -> tuple[Hidden, State]:
-        """Mix the tokens of x with what came before; arguments as in `RecurrentMixer.forward`."""
+        """Mix the tokens of x with what came before them.
+
+        Args:
+            x: [B, T, hidden_size].
+            state: What an earlier call returned, to continue its N sequences. None starts afresh.
+            cu_seqlens: Offsets [N + 1] of sequences packed into one row (B = 1). None: a row is a
+                sequence.
+            mask: [B, T] bool, True at real tokens, in any pattern. The others change no real
+                output and no state; what is put out at them means nothing. None: all are real.
+            shared: A dict that lives for one forward pass of a model, for what its layers share.
+            context: The processes that hold the other tokens of the rows; x then has those of this
+                process, and `cu_seqlens` and `mask` are None. None: all tokens are here.
+
+        Returns:
+            y [B, T, hidden_size], and a new state; the given one is not written to.
+
+        Raises:
+            ValueError: An argument has the wrong shape, dtype or device; the message names it.
+        """
         layout = make_layout(x, cu_seqlens, mask, self.check_context(context))
-        check_input(x, self.hidden_size, self.o_proj.weight)
-        before = self.init_state(layout.sequences) if state is None else state
-        before = check_state(before, self.init_state(0), layout.sequences, self.exact())
-        shared = {} if shared is None else shared
-        call = Call(layout.to_front(x), layout, before, State(), shared)
+        # A wrapped projection (LoRA, quantised) has no one dtype to compare with.
+        plain = type(self.o_proj) is nn.Linear
+        check_input(x, self.hidden_size, self.reference(), plain)
+        before = self.state_before(state, layout)
+        call = Call(layout.to_front(x), layout, before, State(), {} if shared is None else shared)
         return layout.to_place(self.mix(call)), call.after
 
+    if TYPE_CHECKING:
+        # PyTorch's own annotation says Any.
+        __call__ = forward
+
+    def check_context(self, context: Context | None) -> Context | None:
+        """Refuse to share sequences out where the last state is not linear in the first."""
+        if context is not None and not self.linear_state:
+            raise ValueError(
+                f"context must be None for {self.rule.name}: its state is a network, which no "
+                "process can know before those before it are done"
+            )
+        return context
+
+    def reference(self) -> Tensor:
+        """Return a tensor in the dtype and on the device in which the layer computes."""
+        if type(self.o_proj) is nn.Linear:
+            return self.o_proj.weight
+        tensors = (*self.parameters(), *self.buffers())
+        floating = (x for x in tensors if x.is_floating_point())
+        return next(floating, torch.empty(0, device=tensors[0].device if tensors else None))
+
     def init_state(self, batch_size: int) -> State:
-        """Return zeros: the memories in float32, and the convolutions' last inputs."""
-        weight = self.o_proj.weight
-        dtype = torch.promote_types(torch.float32, weight.dtype)
+        """Return the state before the first token, for batch_size sequences."""
+        like = self.reference()
+        dtype = torch.promote_types(torch.float32, like.dtype)
         state = State()
         for name, sizes in self.memories().items():
-            state[name] = torch.zeros(batch_size, *sizes, dtype=dtype, device=weight.device)
-        for name in self.conv_channels if self.conv_size else ():
+            state[name] = torch.zeros(batch_size, *sizes, dtype=dtype, device=like.device)
+        for name in self.convolved if self.conv_size else ():
             state[f"{name}_conv"] = getattr(self, f"{name}_conv").init_history(batch_size)
         return state
 
-    def build_convolutions(self, conv_size: int, channels: dict[str, int]) -> None:
-        """Make a short convolution for each named stream; a size of 0 makes none."""
-        self.conv_size = positive("conv_size", conv_size) if conv_size != 0 else 0
-        self.conv_channels = channels
-        for name, size in channels.items() if conv_size else ():
-            setattr(self, f"{name}_conv", ShortConv(size, conv_size))
+    def lend(self, state: State, tokens: int) -> LentState:
+        """Return a copy of a state that calls of one token may overwrite, for so many tokens."""
+        return LentState(state.clone())
 
-    def convolve(self, name: str, y: Tensor, call: Call) -> Tensor:
-        """Convolve a stream and keep its history; without a convolution the stream as it is."""
-        if not self.conv_size:
-            return y
-        key = f"{name}_conv"
-        history = call.layout.history(y, call.before[key])
-        y, call.after[key] = getattr(self, key)(y, history, call.layout)
+    def state_before(self, state: State | None, layout: Layout) -> State:
+        """Check the given state, or make the one that starts afresh."""
+        if state is None:
+            state = self.init_state(layout.sequences)
+        return check_state(state, self.init_state(0), layout.sequences, self.exact())
+
+    @abstractmethod
+    def memories(self) -> dict[str, tuple[int, ...]]:
+        """Name the recurrent states, which start at zero, with the sizes of one sequence's."""
+
+    def exact(self) -> tuple[str, ...]:
+        """Names of what sums over all tokens, and is never in 16 bits."""
+        return tuple(self.memories())
+
+    def mix(self, call: Call) -> Tensor:
+        """Mix call.x, whose real tokens are in front; fill call.after."""
+        o, gate = self.read(call), None
+        if self.g_proj is not None:
+            gate = split(self.g_proj(call.x), self.num_v_heads, self.head_v_dim)
+        y: Tensor = self.o_proj(self.normed(o, gate))
         return y
 
+    def read(self, call: Call) -> Tensor:
+        """Project, run the operator and fill call.after; return [B, T, HV, head_v_dim]."""
+        raise NotImplementedError
 
-def silence_padding(arguments: Arguments, real: Tensor | None, names: tuple[str, ...]) -> Arguments:
-    """Put zeros at padding into the named arguments [B, T, ...]: no write, no erase, no decay."""
-    if real is None:
-        return arguments
-    silent = dict(arguments)
-    for name in names:
-        if isinstance(x := arguments.get(name), Tensor):
-            silent[name] = x.masked_fill(~real[(...,) + (None,) * (x.ndim - 2)], 0)
-    return silent
+    def normed(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        """Normalise and gate [B, T, HV, head_v_dim]; return [B, T, HV * head_v_dim]."""
+        y: Tensor = self.o_norm(o, gate).flatten(-2)
+        return y
+
+    def streams(self, call: Call) -> list[Tensor]:
+        """Project x to q, k and v, convolve them, and split them into heads."""
+        sizes = {"q": self.head_k_dim, "k": self.head_k_dim, "v": self.head_v_dim}
+        return [split(self.stream(name, call), self.num_heads, n) for name, n in sizes.items()]
+
+    def stream(self, name: str, call: Call) -> Tensor:
+        """Project x to a stream, and convolve it if it is one that is."""
+        y: Tensor = getattr(self, f"{name}_proj")(call.x)
+        if self.conv_size and name in self.convolved:
+            key = f"{name}_conv"
+            history = call.layout.history(y, call.before[key])
+            y, call.after[key] = getattr(self, key)(y, history, call.layout)
+        return y
+
+    def activated(self, *streams: Tensor) -> tuple[Tensor, ...]:
+        """SiLU, where no convolution has brought its own."""
+        return streams if self.conv_size else tuple(F.silu(x) for x in streams)
+
+    def gate_parameter(self, name: str, value: Tensor) -> None:
+        """Add one of float32_parameters, whatever torch's default dtype."""
+        assert name in self.float32_parameters
+        self.register_parameter(name, nn.Parameter(value.float()))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        """Load the parameters; with assign=True, 16-bit ones of float32_parameters are widened."""
+        for name in self.float32_parameters:
+            if isinstance(given := state_dict.get(prefix + name), Tensor):
+                state_dict[prefix + name] = computed(given)
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move and cast the parameters, but never those of float32_parameters to 16 bits."""
+        kept = [self._parameters.get(name) for name in self.float32_parameters]
+        exact = {id(t) for p in kept if p is not None for t in (p, p.grad) if t is not None}
+
+        def careful(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if id(tensor) not in exact or moved.dtype.itemsize >= tensor.dtype.itemsize:
+                return moved
+            return tensor.to(moved.device, torch.promote_types(moved.dtype, torch.float32))
+
+        super()._apply(careful, recurse)  # type: ignore[no-untyped-call]
+        return self

@@ -5,12 +5,9 @@ a_t = exp(-exp(A_log) softplus(decay_logits_t + dt_bias))
 beta_t = beta_max sigmoid(beta_logits_t)
 """
 
-from torch import nn
-
 from deltarule.nn import deltanet
-from deltarule.nn.gates import discretised_log_decay, initial_A_log, initial_dt_bias
-from deltarule.nn.mixer import RecurrentMixer
-from deltarule.nn.objectives import Minimiser, stay_and_correct
+from deltarule.nn.delta import DeltaMixer
+from deltarule.nn.gates import discretised_log_decay
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 
 
@@ -31,11 +28,10 @@ RULE = Rule(
     objective="|S - a S'|^2 - 2 <S k, beta (v - a S' k)>",
     source="arXiv 2412.06464, eq. 10",
     arguments=arguments,
-    update=Minimiser(stay_and_correct),
 )
 
 
-class GatedDeltaNet(RecurrentMixer):
+class GatedDeltaNet(DeltaMixer):
     """Gated DeltaNet: S = a S (I - beta k k^T) + beta v k^T with unit keys and queries.
 
     Defaults: head_k_dim = 3/4 hidden_size / num_heads, head_v_dim = 2 head_k_dim, convolution of
@@ -62,6 +58,4 @@ class GatedDeltaNet(RecurrentMixer):
     def build_gates(self) -> None:
         """Add the decay of each head."""
         super().build_gates()
-        self.a_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
-        self.gate_parameter("A_log", initial_A_log(self.num_v_heads, 0, 16))
-        self.gate_parameter("dt_bias", initial_dt_bias(self.num_v_heads))
+        self.build_head_decay(0, 16)

@@ -5,15 +5,16 @@ a_t as in KDA, b_t = beta_max sigmoid(erase_logits_t), w_t = sigmoid(write_logit
 """
 
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from deltarule.nn.call import Call
-from deltarule.nn.gates import computed, discretised_log_decay, per_value_head, unit
-from deltarule.nn.heads import split
-from deltarule.nn.kda import KDA
-from deltarule.nn.objectives import Minimiser, stay_and_replace
+from deltarule.nn.delta import DeltaMixer
+from deltarule.nn.gates import computed, discretised_log_decay, low_rank, per_value_head, unit
+from deltarule.nn.layout import split
+from deltarule.nn.roles import Role
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 
 
@@ -40,11 +41,10 @@ RULE = Rule(
     objective="|S - S' Diag(a)|^2 - 2 <S k, w * v - S' Diag(a) (b * k)>",
     source="arXiv 2605.22791, section 3",
     arguments=arguments,
-    update=Minimiser(stay_and_replace),
 )
 
 
-class GatedDeltaNet2(KDA):
+class GatedDeltaNet2(DeltaMixer):
     """Gated DeltaNet-2: S = S Diag(a) (I - (b * k) k^T) + (w * v) k^T with unit keys.
 
     Defaults: KDA's; in place of one write strength a head, an erase gate b for each key channel,
@@ -60,14 +60,25 @@ class GatedDeltaNet2(KDA):
     """
 
     rule = RULE
+    default_conv_size = 4
+    default_output_gate = True
+    gate_activation = "sigmoid"
+    activates_projections = True
     frees_strength = True
+    roles: ClassVar[dict[str, Role]] = {"erase_proj": "gate", "write_proj": "gate"}
 
     def build_gates(self) -> None:
         """Add the erase and the write gate of each channel."""
         super().build_gates()
+        self.build_channel_decay()
         heads = self.num_v_heads
         self.erase_proj = nn.Linear(self.hidden_size, heads * self.head_k_dim, bias=False)
         self.write_proj = nn.Linear(self.hidden_size, heads * self.head_v_dim, bias=False)
+
+    def output_gate_projection(self) -> nn.Module:
+        """From x through few channels to the gate of every output channel, as in KDA."""
+        size = self.num_v_heads * self.head_v_dim
+        return low_rank(self.hidden_size, self.head_v_dim, size, bias=True)
 
     def project(self, call: Call) -> Projections:
         """Add both gates."""

@@ -8,11 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deltarule.nn.delta import DeltaMixer
 from deltarule.nn.feature_maps import normalised
 from deltarule.nn.gates import computed
-from deltarule.nn.mixer import RecurrentMixer
 from deltarule.nn.normalizer import divided, with_one
-from deltarule.nn.objectives import Minimiser, stay_and_write
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 
 # Random features may cancel, and a divisor near zero would make one token outweigh all others.
@@ -46,11 +45,10 @@ RULE = Rule(
     arguments=arguments,
     read_out_function=read_out,
     normalizer=True,
-    update=Minimiser(stay_and_write),
 )
 
 
-class GatedRFA(RecurrentMixer):
+class GatedRFA(DeltaMixer):
     """Gated RFA: S = g S + (1 - g) v phi(k)^T, divided by the same sum of phi(k).
 
     Defaults: head_k_dim = head_v_dim = hidden_size / num_heads, random Fourier features of unit

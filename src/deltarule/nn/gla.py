@@ -5,9 +5,8 @@ S_t = S_{t-1} Diag(a_t) + v_t k_t^T        a_t = sigmoid(decay_logits_t)^(1/16)
 
 import torch.nn.functional as F
 
+from deltarule.nn.delta import DeltaMixer
 from deltarule.nn.gates import computed, low_rank
-from deltarule.nn.mixer import RecurrentMixer
-from deltarule.nn.objectives import Minimiser, stay_and_write
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 
 # Keeps most decays near one, whatever the logit.
@@ -31,14 +30,13 @@ RULE = Rule(
     objective="|S - S' Diag(a)|^2 - 2 <S k, v>",
     source="arXiv 2312.06635, eq. 3 and section 4.4",
     arguments=arguments,
-    update=Minimiser(stay_and_write),
 )
 
 
 DECAY_RANK = 16
 
 
-class GatedLinearAttention(RecurrentMixer):
+class GatedLinearAttention(DeltaMixer):
     """Gated Linear Attention: S = S Diag(a) + v k^T, a = sigmoid(W2 W1 x + b)^(1/16).
 
     Defaults: head_k_dim = hidden_size / (2 num_heads), head_v_dim = 2 head_k_dim, decay through

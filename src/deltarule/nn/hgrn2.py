@@ -4,8 +4,9 @@ S_t = S_{t-1} Diag(a_t) + v_t (1 - a_t)^T        o_t = S_t q_t
 a_t = lb + (1 - lb) sigmoid(decay_logits_t)
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -13,11 +14,9 @@ from torch import Tensor, nn
 
 from deltarule.nn.arguments import check_own_heads
 from deltarule.nn.call import Call
+from deltarule.nn.delta import DeltaMixer
 from deltarule.nn.gates import computed
-from deltarule.nn.interface import MixerConfig
-from deltarule.nn.mixer import RecurrentMixer
 from deltarule.nn.norm import RMSNorm
-from deltarule.nn.objectives import Minimiser, stay_and_write
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 
 # Below it the decay is a reset, and exp of its negative would overflow.
@@ -47,7 +46,6 @@ RULE = Rule(
     objective="|S - S' Diag(a)|^2 - 2 <S (1 - a), v>",
     source="arXiv 2404.07904, section 3",
     arguments=arguments,
-    update=Minimiser(stay_and_write),
 )
 
 
@@ -55,7 +53,7 @@ RULE = Rule(
 LOWER_BOUNDS = "hgrn2_lower_bounds"
 
 
-class HGRN2(RecurrentMixer):
+class HGRN2(DeltaMixer):
     """HGRN-2: S = S Diag(a) + v (1 - a)^T, a = lb + (1 - lb) sigmoid(f): `k_proj` computes f.
 
     The least decay lb of each channel grows with depth. The first HGRN-2 layer of a model learns it
@@ -82,16 +80,13 @@ class HGRN2(RecurrentMixer):
     bound_index: int = 0
     bound_logits: nn.Parameter | None
 
-    @classmethod
-    def from_config(cls, config: MixerConfig, layer_index: int) -> Self:
-        """Build the layer of a model; the first of its kind owns the bounds of all."""
-        layer = super().from_config(config, layer_index)
-        layer.bound_index = list(config.layer_types[:layer_index]).count(cls.rule.name)
-        kinds = list(config.layer_types).count(cls.rule.name)
-        if layer.bound_index == 0 and kinds > 1:
-            sizes = kinds, layer.num_heads, layer.head_k_dim
-            layer.gate_parameter("bound_logits", torch.ones(sizes, dtype=torch.float32))
-        return layer
+    def find_place(self, layer_types: Sequence[str], layer_index: int) -> None:
+        """Count the layers of this kind: the first of several owns the bounds of all."""
+        kinds = list(layer_types)
+        self.bound_index = kinds[:layer_index].count(self.rule.name)
+        if self.bound_index == 0 and (layers := kinds.count(self.rule.name)) > 1:
+            sizes = layers, self.num_heads, self.head_k_dim
+            self.gate_parameter("bound_logits", torch.ones(sizes, dtype=torch.float32))
 
     def check_options(self) -> None:
         """Refuse value heads that share a key head: each decay is also a key."""
@@ -102,14 +97,13 @@ class HGRN2(RecurrentMixer):
         return name == "q"
 
     def build_gates(self) -> None:
-        """Leave the bounds to `from_config`: a layer alone has none."""
+        """Leave the bounds to `find_place`: a layer alone has none."""
         super().build_gates()
         self.register_parameter("bound_logits", None)
 
-    def build_output(self, gated: bool) -> None:
+    def build_norm(self) -> nn.Module:
         """Make one norm for all heads."""
-        super().build_output(gated)
-        self.o_norm = RMSNorm(self.num_v_heads * self.head_v_dim, self.norm_eps)
+        return RMSNorm(self.num_v_heads * self.head_v_dim, self.norm_eps)
 
     def project(self, call: Call) -> Projections:
         """Find this layer's least decays; f is where other layers have their keys."""

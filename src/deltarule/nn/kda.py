@@ -6,10 +6,9 @@ a_t = exp(-exp(A_log) softplus(decay_logits_t + dt_bias))
 
 from torch import nn
 
+from deltarule.nn.delta import DeltaMixer
 from deltarule.nn.gated_deltanet import arguments
-from deltarule.nn.gates import initial_A_log, initial_dt_bias, low_rank
-from deltarule.nn.mixer import RecurrentMixer
-from deltarule.nn.objectives import Minimiser, stay_and_correct
+from deltarule.nn.gates import low_rank
 from deltarule.nn.rule import Rule
 
 RULE = Rule(
@@ -23,11 +22,10 @@ RULE = Rule(
     objective="|S - S' Diag(a)|^2 - 2 <S k, beta (v - S' Diag(a) k)>",
     source="arXiv 2510.26692, section 3",
     arguments=arguments,
-    update=Minimiser(stay_and_correct),
 )
 
 
-class KDA(RecurrentMixer):
+class KDA(DeltaMixer):
     """Kimi Delta Attention: S = S Diag(a) (I - beta k k^T) + beta v k^T with unit keys.
 
     Defaults: head_k_dim = head_v_dim = hidden_size / num_heads, convolution of 4, SiLU on q, k and
@@ -52,10 +50,7 @@ class KDA(RecurrentMixer):
     def build_gates(self) -> None:
         """Add the decay of each key channel."""
         super().build_gates()
-        heads, key_size = self.num_v_heads, self.head_k_dim
-        self.a_proj = low_rank(self.hidden_size, self.head_v_dim, heads * key_size)
-        self.gate_parameter("A_log", initial_A_log(heads, 1, 16))
-        self.gate_parameter("dt_bias", initial_dt_bias(heads, key_size))
+        self.build_channel_decay()
 
     def output_gate_projection(self) -> nn.Module:
         """From x through few channels to the gate of every output channel."""

@@ -5,6 +5,7 @@ Padding:  each row's real tokens are moved to its front, so that whatever looks 
 Packing:  the sequences lie end to end in one row, and each looks back into its own history.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -182,20 +183,46 @@ def _padded(x: Hidden, mask: Mask) -> Layout:
     return Layout(batch, tokens, x.device, counts, order=order, real=real)
 
 
-def blank_padding(arguments: Arguments, real: Tensor | None, n_steps: int) -> Arguments:
-    """Make masked tokens write nothing, erase nothing and decay nothing: zero in every argument."""
+# What a linear rule writes, erases and decays with; the first three have a row for each write.
+WRITES = ("k", "v", "beta", "log_decay", "a", "b")
+EACH_STEP = WRITES[:3]
+
+
+def silence_padding(
+    arguments: Arguments, real: Tensor | None, names: Sequence[str] = WRITES, n_steps: int = 1
+) -> Arguments:
+    """Put zeros at padding into the named arguments: no write, no erase, no decay.
+
+    Args:
+        arguments: An operator's, by name; those that are no tensors stay.
+        real: [B, T] True at real tokens. None: all are real.
+        names: Arguments with a row for each token, or a constant decay [HV].
+        n_steps: Rows of a token in k, v and beta.
+    """
     if real is None:
         return arguments
-    padding = {1: ~real, n_steps: (~real).repeat_interleave(n_steps, dim=1)}
-    blanked = dict(arguments)
-    for name in ("k", "v", "beta", "log_decay", "a", "b"):
+    silent = dict(arguments)
+    for name in names:
         if isinstance(x := arguments.get(name), Tensor):
             if x.ndim == 1:
                 # A constant decay has to differ between tokens now.
                 x = x.expand(*real.shape, -1)
-            padded = padding[n_steps if name in ("k", "v", "beta") else 1]
-            blanked[name] = x.masked_fill(padded[(...,) + (None,) * (x.ndim - 2)], 0)
-    return blanked
+            steps = n_steps if name in EACH_STEP else 1
+            padding = (~real).repeat_interleave(steps, dim=1)
+            silent[name] = x.masked_fill(padding[(...,) + (None,) * (x.ndim - 2)], 0)
+    return silent
+
+
+def split(x: Tensor, *sizes: int) -> Tensor:
+    """[..., product of sizes] -> [..., *sizes]."""
+    return x.reshape(*x.shape[:-1], *sizes)
+
+
+def per_step(x: Tensor, n_steps: int, *sizes: int) -> Tensor:
+    """[B, T, n * S] -> [B, T * n, *sizes]: row t * n + j is the j-th part of token t."""
+    batch, tokens, channels = x.shape
+    channels //= n_steps
+    return split(x.reshape(batch, tokens * n_steps, channels), *sizes or (channels,))
 
 
 def _check_mask(mask: Mask, x: Tensor) -> None:

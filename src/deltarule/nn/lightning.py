@@ -5,8 +5,7 @@ S_t = g_h S_{t-1} + v_t k_t^T        log g_h = -(8 / HV) (1 - layer / layers) h,
 
 import torch
 
-from deltarule.nn.mixer import RecurrentMixer
-from deltarule.nn.objectives import Minimiser, stay_and_write
+from deltarule.nn.delta import DeltaMixer
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 
 
@@ -30,11 +29,10 @@ RULE = Rule(
     objective="|S - g S'|^2 - 2 <S k, v>",
     source="arXiv 2401.04658, section 3; slopes of TransNormerLLM, arXiv 2307.14995",
     arguments=arguments,
-    update=Minimiser(stay_and_write),
 )
 
 
-class Lightning(RecurrentMixer):
+class Lightning(DeltaMixer):
     """Lightning Attention: S = g_h S + v k^T, the deeper the layer the slower the decay.
 
     log g_h = -(8 / HV) (1 - layer_index / num_layers) h, so give both; a layer on its own is the

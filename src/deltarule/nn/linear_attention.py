@@ -6,10 +6,9 @@ z_t = z_{t-1} + k_t              o_t = S_t q_t / (z_t^T q_t) with the normaliser
 
 from torch import Tensor
 
+from deltarule.nn.delta import DeltaMixer
 from deltarule.nn.feature_maps import normalised
-from deltarule.nn.mixer import RecurrentMixer
 from deltarule.nn.normalizer import divided, with_one
-from deltarule.nn.objectives import GradientSteps, similarity
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 
 
@@ -38,11 +37,10 @@ RULE = Rule(
     source="arXiv 2006.16236, eq. 16 to 20",
     arguments=arguments,
     read_out_function=read_out,
-    update=GradientSteps(similarity),
 )
 
 
-class LinearAttention(RecurrentMixer):
+class LinearAttention(DeltaMixer):
     """Linear attention: S += v phi(k)^T, o = S phi(q), then a norm of each head.
 
     The papers' ablations are a choice of two words: feature_map (identity, elu, relu, silu, dpfp,

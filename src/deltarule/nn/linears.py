@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from deltarule.ops.autocast import without_autocast
 from deltarule.ops.eager import unwatched
 
 WIDE = torch.float64
@@ -102,7 +103,7 @@ class Linears(torch.autograd.Function):
         """[..., O] for each weight [O, I]."""
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, *weights)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device):
             return tuple(F.linear(x, weight) for weight in weights)
 
     @staticmethod

@@ -4,9 +4,8 @@ S_t = S_{t-1} (I - e_t k_t k_t^T) + e_t v_t k_t^T        e_t = b_t / (1 + b_t |k
 b_t = beta_max sigmoid(beta_logits_t)
 """
 
+from deltarule.nn.delta import DeltaMixer
 from deltarule.nn.gates import computed, write_strength
-from deltarule.nn.mixer import RecurrentMixer
-from deltarule.nn.objectives import Minimiser, proximal_regression
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 
 
@@ -31,11 +30,10 @@ RULE = Rule(
     objective="|S - S'|^2 + b |S k - v|^2, exactly",
     source="arXiv 2407.14207, theorem 3.1, one b for each head instead of one for each channel",
     arguments=arguments,
-    update=Minimiser(proximal_regression),
 )
 
 
-class Longhorn(RecurrentMixer):
+class Longhorn(DeltaMixer):
     """Longhorn (per head): S = S (I - e k k^T) + e v k^T, e = b / (1 + b |k|^2).
 
     The released model has one b for each channel and approximates I - e k k^T by its diagonal;

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from deltarule.nn.gates import computed, low_rank
 from deltarule.nn.rule import Arguments, System
-from deltarule.nn.scan import MambaBlock
+from deltarule.nn.scan import ScanMixer
 
 
 def arguments(
@@ -39,7 +39,7 @@ SYSTEM = System(
 )
 
 
-class LonghornReleased(MambaBlock):
+class LonghornReleased(ScanMixer):
     """Longhorn: S = S * (1 - e (k * k)^T) + (e * v) k^T, o = S q + D * v, gated.
 
     e = b / (1 + b |k|^2) with one b for each value channel. The exact update of `Longhorn` is a

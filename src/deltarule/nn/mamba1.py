@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from deltarule.nn.gates import computed, initial_dt_bias, low_rank
 from deltarule.nn.rule import Arguments, System
-from deltarule.nn.scan import MambaBlock
+from deltarule.nn.scan import ScanMixer
 
 
 def arguments(
@@ -36,7 +36,7 @@ SYSTEM = System(
 )
 
 
-class Mamba1(MambaBlock):
+class Mamba1(ScanMixer):
     """Mamba: S = S * exp(-(dt 1^T) * exp(A_log)) + (dt * v) k^T, o = S q + D * v, gated.
 
     In the paper's letters q = C, k = B, v = x, dt = Delta; all are computed from the convolved x.

@@ -4,7 +4,7 @@ S_t = exp(-exp(A_log) dt_t) S_{t-1} + dt_t v_t k_t^T        o_t = S_t q_t + D v_
 dt_t = softplus(decay_logits_t + dt_bias)
 """
 
-from typing import Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,11 +12,9 @@ from torch import Tensor, nn
 
 from deltarule.nn.arguments import default_head_dim
 from deltarule.nn.call import Call
-from deltarule.nn.gates import initial_A_log, initial_dt_bias, step_and_log_decay
-from deltarule.nn.interface import MixerConfig
-from deltarule.nn.mixer import RecurrentMixer
+from deltarule.nn.delta import DeltaMixer
+from deltarule.nn.gates import step_and_log_decay
 from deltarule.nn.norm import GroupRMSNorm
-from deltarule.nn.objectives import Minimiser, stay_and_write
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 
 
@@ -45,7 +43,6 @@ RULE = Rule(
     source="arXiv 2405.21060, section 3 and listing 1",
     arguments=arguments,
     read_out_function=read_out,
-    update=Minimiser(stay_and_write),
 )
 
 
@@ -53,7 +50,7 @@ STATE_SIZE = 128
 EXPANSION = 2
 
 
-class Mamba2(RecurrentMixer):
+class Mamba2(DeltaMixer):
     """Mamba-2: S = a S + dt v k^T, o = S q + D v, then norm(o * SiLU(z)).
 
     In the paper's letters q = C, k = B, v = x, z is the output gate; key heads are its groups and
@@ -81,20 +78,9 @@ class Mamba2(RecurrentMixer):
     activates_projections = True
 
     @classmethod
-    def from_config(cls, config: MixerConfig, layer_index: int) -> Self:
-        """Build the layer of a model with one key head for all value heads."""
-        return cls(
-            config.hidden_size,
-            num_heads=1,
-            num_v_heads=config.num_v_heads or config.num_heads,
-            head_k_dim=config.head_k_dim,
-            head_v_dim=config.head_v_dim,
-            conv_size=config.conv_size,
-            output_gate=config.output_gate,
-            norm_eps=config.norm_eps,
-            layer_index=layer_index,
-            num_layers=config.num_layers,
-        )
+    def heads(cls, config: Any) -> dict[str, int | None]:
+        """One key head for all value heads of a model."""
+        return {"num_heads": 1, "num_v_heads": config.num_v_heads or config.num_heads}
 
     def default_head_k_dim(self) -> int:
         """Channels of a key where none are given: 128."""
@@ -108,16 +94,13 @@ class Mamba2(RecurrentMixer):
     def build_gates(self) -> None:
         """Add the decay, which is also the size of a write, and the skip of each head."""
         super().build_gates()
-        self.a_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
-        self.gate_parameter("A_log", initial_A_log(self.num_v_heads, 1, 16))
-        self.gate_parameter("dt_bias", initial_dt_bias(self.num_v_heads))
+        self.build_head_decay(1, 16)
         self.gate_parameter("D", torch.ones(self.num_v_heads, dtype=torch.float32))
 
-    def build_output(self, gated: bool) -> None:
+    def build_norm(self) -> nn.Module:
         """Make one norm for the value heads of each key head."""
-        super().build_output(gated)
         size = self.num_v_heads * self.head_v_dim
-        self.o_norm = GroupRMSNorm(self.num_heads, size, self.norm_eps)
+        return GroupRMSNorm(self.num_heads, size, self.norm_eps)
 
     def finish(self, o: Tensor, projections: Projections, call: Call) -> Tensor:
         """Read out, gate, and only then normalise."""

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from deltarule import ops
 from deltarule.nn.call import Call
-from deltarule.nn.frame import silence_padding
 from deltarule.nn.gates import computed, unit
-from deltarule.nn.qkv import QKVMixer, activated
+from deltarule.nn.layout import silence_padding
+from deltarule.nn.mixer import Mixer
 from deltarule.nn.rule import System
 from deltarule.shapes import MesaState
 
@@ -38,7 +38,7 @@ LEAST_REGULARIZER = 0.25
 FIRST_REGULARIZER = 1.0
 
 
-class Mesa(QKVMixer):
+class Mesa(Mixer):
     """Mesa: o = G (H + Diag(lambda))^-1 q, with decayed sums H of k k^T and G of v k^T.
 
     Unit q and k; beta = sigmoid(b_proj x), a = sigmoid(a_proj x), lambda = 0.25 + softplus, for
@@ -57,6 +57,7 @@ class Mesa(QKVMixer):
     """
 
     rule = SYSTEM
+    default_conv_size = 4
     convolved: ClassVar[tuple[str, ...]] = ("q", "k")
     float32_parameters: ClassVar[tuple[str, ...]] = ("regularizer_logits",)
     regularizer_logits: nn.Parameter
@@ -64,7 +65,7 @@ class Mesa(QKVMixer):
     # None solves exactly.
     iterations: int | None = 30
 
-    def build_memory(self) -> None:
+    def build_gates(self) -> None:
         """Make the decay, the weight of each token, and the regulariser of each key channel."""
         self.a_proj = nn.Linear(self.hidden_size, self.num_heads)
         self.b_proj = nn.Linear(self.hidden_size, self.num_heads)
@@ -80,9 +81,10 @@ class Mesa(QKVMixer):
             "covariance": (heads, key_size, key_size),
         }
 
-    def read(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    def read(self, call: Call) -> Tensor:
         """Solve for every query."""
-        q, k = (unit(x).to(v.dtype) for x in activated(self, q, k))
+        q, k, v = self.streams(call)
+        q, k = (unit(x).to(v.dtype) for x in self.activated(q, k))
         arguments = {
             "q": q, "k": k, "v": v, "beta": torch.sigmoid(computed(self.b_proj(call.x))),
             "log_decay": F.logsigmoid(computed(self.a_proj(call.x))),
@@ -96,4 +98,4 @@ class Mesa(QKVMixer):
         )
         assert output.final_state is not None
         call.after["covariance"], call.after["recurrent"] = output.final_state
-        return output.o
+        return output.o.to(v.dtype)

@@ -1,40 +1,45 @@
-"""The one frame of every recurrent layer.
+"""What every layer is made of: its options, checked, and the modules that they call for.
 
-    project -> short convolution -> rule -> operator -> read-out, norm, output gate -> project
+    lay out -> project -> short convolution -> operator -> norm and output gate -> project -> place
 
-A layer on top of it says which rule it follows, which gates feed the rule, and its defaults.
+`DeltaMixer`, `ScanMixer` and `MemoryMixer` say which operator; a paper's class says the rest.
 """
 
-from collections.abc import Callable
-from contextlib import nullcontext
-from functools import partial
+import inspect
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from deltarule import ops
-from deltarule.nn.arguments import check_input, check_state
-from deltarule.nn.call import Call
-from deltarule.nn.heads import per_step, split
-from deltarule.nn.layout import blank_padding, make_layout
-from deltarule.nn.linears import linears
-from deltarule.nn.parts import RecurrentParts
-from deltarule.nn.recomputed import recomputed
-from deltarule.nn.rule import Arguments, Carry, Projections
-from deltarule.nn.state import LentState, State
-from deltarule.ops.context import Context
-from deltarule.ops.few_tokens import decodes
-from deltarule.shapes import Hidden, Mask, Offsets, RecurrentOutput
+from deltarule.nn.arguments import (
+    above_zero,
+    check_beta_max,
+    check_depth,
+    check_maps,
+    check_meant,
+    check_multiple,
+    default,
+    default_head_dim,
+    positive,
+)
+from deltarule.nn.frame import Frame
+from deltarule.nn.norm import Activation, GatedRMSNorm
+from deltarule.nn.options import document
+from deltarule.nn.roles import Role
+from deltarule.nn.rule import QueryKeyNorm, Rule
+from deltarule.nn.short_conv import ShortConv
 
-OPERATORS: dict[str, Callable[..., RecurrentOutput]] = {
-    "delta_rule": ops.delta_rule,
-    "dplr": ops.dplr,
-}
+# Options that mean something for every recurrent layer.
+COMMON = frozenset({
+    "head_k_dim", "head_v_dim", "conv_size", "output_gate", "norm_eps", "layer_index",
+    "num_layers",
+})  # fmt: skip
 
 
-class RecurrentMixer(RecurrentParts):
-    """A recurrent layer, as a drop-in module; each subclass names its rule and its own defaults.
+class Mixer(Frame):
+    """What mixes the tokens of a block: `mixer(x, state) -> (y, state)`, a drop-in module.
+
+    Every layer has this one constructor; an option that means nothing for a layer must be None.
 
     Args:
         hidden_size: Channels of x.
@@ -44,17 +49,18 @@ class RecurrentMixer(RecurrentParts):
         head_v_dim: Channels V of a value. None: expand_v * head_k_dim.
         conv_size: Taps of the short convolution; 0 removes it. None: the layer's default.
         output_gate: Whether to gate the output. None: the layer's default.
-        beta_max: Largest write strength, in (0, 2]; 2.0 allows negative eigenvalues. Only for
-            rules that erase. None: the layer's default.
-        n_steps: Writes for each token, only for DeltaProduct. None: the layer's default.
-        feature_map: What q and k go through, by its name in `deltarule.nn.feature_maps`; only
-            for linear attention, Gated RFA, DeltaNet and DeltaProduct. None: the layer's default.
-        qk_norm: What q and k are divided by: "none", "l1", "l2"; only for layers with a feature
-            map. None: the rule's own choice.
-        normalizer: Whether to divide the read-out by z^T q, in place of the norm of the output;
-            only for linear attention. None: the layer's default.
+        beta_max: Largest write strength, in (0, 2]; 2.0 allows negative eigenvalues. None: the
+            layer's default.
+        n_steps: Writes for each token. None: the layer's default.
+        feature_map: What q and k go through, by its name in `deltarule.nn.feature_maps`. None: the
+            layer's default.
+        qk_norm: What q and k are divided by: "none", "l1", "l2". None: the rule's own choice.
+        normalizer: Whether to divide the read-out by z^T q, in place of the norm of the output.
+            None: the layer's default.
+        num_slots: Slots of each head. None: head_k_dim.
+        rope_theta: Base of the rotary wavelengths. None: 10000.
         norm_eps: Added to the mean square in the norm of the output.
-        layer_index: Which layer of the model this is, from 0 (Lightning and RWKV-7 depend on it).
+        layer_index: Which layer of the model this is, from 0.
         num_layers: Layers of the model.
 
     Attributes:
@@ -62,168 +68,173 @@ class RecurrentMixer(RecurrentParts):
             them again there, for less memory in between; the gradients are the same.
 
     Raises:
-        ValueError: A size is out of range, or an option means nothing for this rule.
+        ValueError: A size is out of range, or an option means nothing for this layer.
     """
 
-    def forward(
+    # The options beside hidden_size and num_heads that mean something, and what None stands for.
+    options: ClassVar[frozenset[str]] = COMMON
+    expand_k: ClassVar[float] = 1.0
+    expand_v: ClassVar[int] = 1
+    default_conv_size: ClassVar[int] = 0
+    default_output_gate: ClassVar[bool] = False
+    default_beta_max: ClassVar[float] = 1.0
+    default_n_steps: ClassVar[int] = 1
+    default_feature_map: ClassVar[str | None] = None
+    gate_activation: ClassVar[Activation] = "silu"
+    # Which projections have a bias.
+    biased: ClassVar[tuple[str, ...]] = ()
+    # Roles of parameters, and of all those of a submodule, that are no matrices to decay.
+    roles: ClassVar[dict[str, Role]] = {"a_proj": "gate", "b_proj": "gate"}
+    save_states: bool = True
+
+    rope_theta: float | None
+
+    def __init_subclass__(cls) -> None:
+        """Show in a layer's signature and docstring the options that it takes."""
+        super().__init_subclass__()
+        document(cls, Mixer)
+
+    def __init__(
         self,
-        x: Hidden,
-        state: State | None = None,
+        hidden_size: int,
         *,
-        cu_seqlens: Offsets | None = None,
-        mask: Mask | None = None,
-        shared: dict[str, Tensor] | None = None,
-        context: Context | None = None,
-    ) -> tuple[Hidden, State]:
-        """Mix the tokens of x with what came before them.
+        num_heads: int,
+        num_v_heads: int | None = None,
+        head_k_dim: int | None = None,
+        head_v_dim: int | None = None,
+        conv_size: int | None = None,
+        output_gate: bool | None = None,
+        beta_max: float | None = None,
+        n_steps: int | None = None,
+        feature_map: str | None = None,
+        qk_norm: QueryKeyNorm | None = None,
+        normalizer: bool | None = None,
+        num_slots: int | None = None,
+        rope_theta: float | None = None,
+        norm_eps: float = 1e-5,
+        layer_index: int = 0,
+        num_layers: int = 1,
+    ) -> None:
+        """Check the options, and build projections, convolutions, gates, norm and output."""
+        super().__init__()
+        self.hidden_size = positive("hidden_size", hidden_size)
+        self.num_heads = positive("num_heads", num_heads)
+        self.num_v_heads = positive("num_v_heads", default(num_v_heads, num_heads))
+        check_multiple("num_v_heads", self.num_v_heads, "num_heads", num_heads)
+        head_k_dim = self.default_head_k_dim() if head_k_dim is None else head_k_dim
+        self.head_k_dim = positive("head_k_dim", head_k_dim)
+        head_v_dim = self.default_head_v_dim() if head_v_dim is None else head_v_dim
+        self.head_v_dim = positive("head_v_dim", head_v_dim)
+        self.beta_max = default(check_beta_max(beta_max), self.default_beta_max)
+        self.n_steps = positive("n_steps", default(n_steps, self.default_n_steps))
+        self.num_slots = positive("num_slots", default(num_slots, self.head_k_dim))
+        self.rope_theta = above_zero("rope_theta", default(rope_theta, 10000.0))
+        self.norm_eps = above_zero("norm_eps", norm_eps)
+        self.layer_index, self.num_layers = check_depth(layer_index, num_layers)
+        conv_size = default(conv_size, self.default_conv_size)
+        self.conv_size = positive("conv_size", conv_size) if conv_size != 0 else 0
+        self.feature_map = default(feature_map, self.default_feature_map)
+        divides = isinstance(self.rule, Rule) and self.rule.normalizer
+        self.qk_norm, self.normalizer = qk_norm, default(normalizer, divides)
+        given = {
+            "num_v_heads": num_v_heads, "head_v_dim": head_v_dim, "conv_size": conv_size,
+            "beta_max": beta_max, "n_steps": n_steps, "feature_map": feature_map,
+            "qk_norm": qk_norm, "normalizer": normalizer, "num_slots": num_slots,
+            "rope_theta": rope_theta,
+        }  # fmt: skip
+        neutral = {
+            "num_v_heads": num_heads, "head_v_dim": self.head_k_dim, "conv_size": 0, "n_steps": 1,
+            "normalizer": divides,
+        }  # fmt: skip
+        check_meant(self.rule.name, self.takes, given, neutral)
+        check_maps(self.feature_map, qk_norm, self.normalizer)
+        self.check_options()
+        self.build_projections()
+        self.build_gates()
+        self.build_output(default(output_gate, self.default_output_gate))
+
+    @classmethod
+    def from_config(cls, config: Any, layer_index: int) -> Self:
+        """Build the layer at layer_index of a model; options that mean nothing are left out.
 
         Args:
-            x: [B, T, hidden_size].
-            state: What an earlier call returned, to continue its N sequences. None starts afresh.
-            cu_seqlens: Offsets [N + 1] of sequences packed into one row (B = 1). None: a row is a
-                sequence.
-            mask: [B, T] bool, True at real tokens, in any pattern. The others change no real
-                output and no state; what is put out at them means nothing. None: all are real.
-            shared: A dict that lives for one forward pass of a model, for what its layers share.
-            context: The processes that hold the other tokens of the rows; x then has those of this
-                process, and `cu_seqlens` and `mask` are None. None: all tokens are here.
-
-        Returns:
-            y [B, T, hidden_size], and a new state; the given one is not written to.
-
-        Raises:
-            ValueError: An argument has the wrong shape, dtype or device; the message names it.
+            config: A `deltarule.models.ModelConfig`, or whatever has its fields.
+            layer_index: From 0.
         """
-        layout = make_layout(x, cu_seqlens, mask, context)
-        check_input(x, self.hidden_size, self.o_proj.weight)
-        if state is None:
-            state = self.init_state(layout.sequences)
-        exact = ("recurrent", *self.rule.carries)
-        before = check_state(state, self.init_state(0), layout.sequences, exact)
-        shared = {} if shared is None else shared
-        call = Call(layout.to_front(x), layout, before, State(), shared)
-        projections = self.project(call)
-        with nullcontext() if call.values is None else recomputed(*call.values):
-            o = self.run_operator(projections, call)
-        return layout.to_place(self.finish(o, projections, call)), call.after
+        known = inspect.signature(cls.__init__).parameters
+        taken = [name for name in known if cls.takes(name) and hasattr(config, name)]
+        given = {name: getattr(config, name) for name in taken} | cls.heads(config)
+        if cls.takes("layer_index"):
+            given["layer_index"] = layer_index
+        layer = cls(config.hidden_size, **given)
+        layer.find_place(config.layer_types, layer_index)
+        return layer
 
-    def init_state(self, batch_size: int) -> State:
-        """Return zeros: the matrix state and what the rule carries, both in float32, and the rest.
+    @classmethod
+    def heads(cls, config: Any) -> dict[str, int | None]:
+        """Read the numbers of heads from a model's config."""
+        return {"num_heads": config.num_heads}
 
-        The rest is the convolutions' last inputs, and the number of tokens where it matters.
-        """
-        weight = self.o_proj.weight
-        dtype = torch.promote_types(torch.float32, weight.dtype)
-        features = self.head_k_dim if self.qk_map is None else self.qk_map.features
-        sizes = {"HV": self.num_v_heads, "V": self.head_v_dim + self.normalizer, "K": features}
-        kept = {"recurrent": ("HV", "V", "K"), **self.rule.carries}
-        state = State()
-        for name, letters in kept.items():
-            size = (batch_size, *(sizes[letter] for letter in letters))
-            # Not from the weight itself, which may be quantised and then makes no new tensor.
-            state[name] = torch.zeros(size, dtype=dtype, device=weight.device)
-        for name in ("q_conv", "k_conv", "v_conv") if self.conv_size else ():
-            state[name] = getattr(self, name).init_history(batch_size)
-        if self.qk_map is not None and self.qk_map.map.positional:
-            state["length"] = torch.zeros(batch_size, dtype=torch.int64, device=weight.device)
-        return state
+    @classmethod
+    def takes(cls, option: str) -> bool:
+        """Whether an option of the constructor means something for this layer."""
+        return option in cls.options
 
-    def project(self, call: Call) -> Projections:
-        """Compute everything the rule may read."""
-        steps, projected = self.n_steps, call.projected
-        modules = self.of_input()
-        outputs = linears(call.x, tuple(modules.values()))
-        projected.update(zip(modules, outputs, strict=True))
+    def find_place(self, layer_types: Sequence[str], layer_index: int) -> None:
+        """Learn which layers of a model are of the same kind; for most it does not matter."""
+
+    def default_head_k_dim(self) -> int:
+        """Channels of a key where none are given: expand_k * hidden_size / num_heads."""
+        sizes = self.hidden_size, "num_heads", self.num_heads
+        return default_head_dim("head_k_dim", self.expand_k, *sizes)
+
+    def default_head_v_dim(self) -> int:
+        """Channels of a value where none are given: expand_v * head_k_dim."""
+        return self.expand_v * self.head_k_dim
+
+    def check_options(self) -> None:
+        """Refuse sizes that every layer has but that this one cannot follow; here none."""
+
+    def stream_sizes(self) -> dict[str, int]:
+        """Channels of what x is projected to, over all heads."""
+        keys = self.num_heads * self.head_k_dim
+        return {"q": keys, "k": keys, "v": self.num_v_heads * self.head_v_dim}
+
+    def activates(self, name: str) -> bool:
+        """Whether SiLU follows the convolution of a stream."""
+        return True
+
+    def build_projections(self) -> None:
+        """Make the projections of x, and the short convolutions of what they put out."""
+        sizes = self.stream_sizes()
+        for name, size in sizes.items():
+            self.build_projection(name, size)
+        for name in self.convolved:
+            self.build_convolution(name, sizes[name])
+
+    def build_projection(self, name: str, size: int) -> None:
+        """Make what projects x to a stream."""
+        projection = nn.Linear(self.hidden_size, size, bias=name in self.biased)
+        setattr(self, f"{name}_proj", projection)
+
+    def build_convolution(self, name: str, size: int) -> None:
+        """Make the short convolution of a stream, if the layer has them."""
         if self.conv_size:
-            call.ask_before({f"{name}_conv": projected[name] for name in "qkv"})
-        q = split(self.stream("q", call), self.heads_of("q"), self.head_k_dim)
-        k = per_step(self.stream("k", call), steps, self.heads_of("k"), self.head_k_dim)
-        if self.qk_map is not None:
-            q, k = self.qk_map(q, k, call.positions() if self.qk_map.map.positional else None)
-        return Projections(
-            q=q,
-            k=k,
-            v=per_step(self.stream("v", call), steps, self.heads_of("v"), self.head_v_dim),
-            decay_logits=self._decay_logits(projected["a"]) if self.a_proj is not None else None,
-            beta_logits=per_step(projected["b"], steps) if self.b_proj is not None else None,
-            output_gate=self._per_value_head(projected["g"]) if self.g_proj is not None else None,
-            A_log=self.A_log,
-            dt_bias=self.dt_bias,
-            D=self.D,
-            beta_max=self.beta_max,
-            n_steps=steps,
-            depth=self.layer_index / self.num_layers,
-            qk_norm=self.qk_norm,
-            normalizer=self.normalizer,
-            cu_seqlens=call.layout.cu_seqlens,
-            real=call.layout.real,
-        )
+            setattr(self, f"{name}_conv", ShortConv(size, self.conv_size, self.activates(name)))
 
-    def of_input(self) -> dict[str, nn.Module]:
-        """What is applied to x itself, by the name of its result."""
-        modules = {name: getattr(self, f"{name}_proj") for name in "qkvabg"}
-        return {name: module for name, module in modules.items() if module is not None}
+    def build_gates(self) -> None:
+        """Make what the decays, the write strengths and the like come from; here nothing."""
 
-    def stream(self, name: str, call: Call) -> Tensor:
-        """Convolve what x was projected to: q, k or v."""
-        # Taken out: without a gradient nobody needs it after its convolution.
-        y = call.projected.pop(name)
-        if self.conv_size:
-            key = f"{name}_conv"
-            convolve = partial(getattr(self, key), y, call.before[key], call.layout)
-            y, call.after[key] = convolve()
-            if name == "v" and y.requires_grad:
-                call.values = y, lambda: convolve()[0]
-        elif self.activates_projections and self.activates(name):
-            y = F.silu(y)
-        return y
+    def build_norm(self) -> nn.Module:
+        """Make the norm of the output; here one of each head, gated."""
+        return GatedRMSNorm(self.head_v_dim, self.norm_eps, self.gate_activation)
 
-    def run_operator(self, projections: Projections, call: Call) -> Tensor:
-        """Map the projections by the rule, blank the padding, run the operator, keep its state."""
-        arguments, carry = self.rule.arguments(projections, self.carry(call))
-        arguments = blank_padding(arguments, call.layout.real, self.n_steps)
-        before = call.before["recurrent"]
-        if call.layout.context is None and decodes(
-            call.x, call.layout.cu_seqlens, (*arguments.values(), before)
-        ):
-            o, state = self.step(arguments, call)
-        else:
-            o, final_state = OPERATORS[self.rule.operator](
-                **arguments,
-                **call.layout.spans,
-                initial_state=before,
-                save_states=self.save_states,
-            )
-            assert final_state is not None
-            state = final_state
-        call.after["recurrent"] = self.rule.final_state(state, projections)
-        call.after.update(carry or {})
-        return o
+    def build_output(self, gated: bool) -> None:
+        """Make the norm, the gate and the output projection."""
+        self.o_norm = self.build_norm()
+        self.g_proj = self.output_gate_projection() if gated else None
+        self.o_proj = nn.Linear(self.num_v_heads * self.head_v_dim, self.hidden_size, bias=False)
 
-    def step(self, arguments: Arguments, call: Call) -> tuple[Tensor, Tensor]:
-        """Carry the state token by token: a copy of the one before, unless that is lent."""
-        before = call.before["recurrent"]
-        state = before if isinstance(call.before, LentState) else before.clone()
-        return ops.recurrent_step(**{"beta": None, **arguments}, state=state), state
-
-    def carry(self, call: Call) -> Carry | None:
-        """What the rule handed on from the call before."""
-        return {name: call.before[name] for name in self.rule.carries} or None
-
-    def finish(self, o: Tensor, projections: Projections, call: Call) -> Tensor:
-        """Read out, normalise each head, gate, and project back to the stream."""
-        o = self.rule.read_out_function(o, projections, self.carry(call))
-        # Of the projections the gate alone: what computes the norm again must not hold the rest.
-        gate = projections.output_gate
-        normed = self.o_norm(o, gate).flatten(-2)
-        with recomputed(normed, lambda: self.o_norm(o, gate).flatten(-2)):
-            y: Tensor = self.o_proj(normed)
-        return y
-
-    def _decay_logits(self, logits: Tensor) -> Tensor:
-        if self.rule.decay == "channel":
-            return split(logits, self.num_v_heads, self.head_k_dim)
-        return logits
-
-    def _per_value_head(self, x: Tensor) -> Tensor:
-        return split(x, self.num_v_heads, self.head_v_dim)
+    def output_gate_projection(self) -> nn.Module:
+        """From x to the gate of every output channel."""
+        return nn.Linear(self.hidden_size, self.num_v_heads * self.head_v_dim, bias=False)

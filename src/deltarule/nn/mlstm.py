@@ -13,12 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn.call import Call
+from deltarule.nn.delta import DeltaMixer
 from deltarule.nn.documents import document_count, first_tokens, last_token, per_token, token_before
 from deltarule.nn.gates import computed
-from deltarule.nn.mixer import RecurrentMixer
 from deltarule.nn.norm import GatedGroupNorm
 from deltarule.nn.normalizer import divided, with_one
-from deltarule.nn.objectives import Minimiser, stay_and_write
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 from deltarule.nn.state import State
 from deltarule.ops.context import Context
@@ -121,11 +120,10 @@ RULE = Rule(
     read_out_function=read_out,
     carries={"stabilizer": ("HV",)},
     normalizer=True,
-    update=Minimiser(stay_and_write),
 )
 
 
-class MLSTM(RecurrentMixer):
+class MLSTM(DeltaMixer):
     """mLSTM: S = f S + i v k^T, o = S q / max(1, |z^T q|), with exponential input gates i.
 
     The state also keeps the running maximum (`stabilizer` [N, HV], float32): the matrix is the
@@ -161,11 +159,10 @@ class MLSTM(RecurrentMixer):
         self.gate_parameter("decay_bias", torch.linspace(3, 6, heads, dtype=torch.float32))
         self.gate_parameter("beta_bias", 0.1 * torch.randn(heads, dtype=torch.float32))
 
-    def build_output(self, gated: bool) -> None:
+    def build_norm(self) -> nn.Module:
         """Make the norm of mean and variance."""
-        super().build_output(gated)
         sizes = self.num_v_heads, self.head_v_dim
-        self.o_norm = GatedGroupNorm(*sizes, self.norm_eps, self.gate_activation)
+        return GatedGroupNorm(*sizes, self.norm_eps, self.gate_activation)
 
     def project(self, call: Call) -> Projections:
         """Add the biases of the gates."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deltarule.nn import deltanet
 from deltarule.nn.arguments import check_own_heads
-from deltarule.nn.deltanet import DeltaNet
+from deltarule.nn.delta import DeltaMixer
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 
 
@@ -61,7 +61,7 @@ QUERY = _row(
 )  # fmt: skip
 
 
-class MultiHeadDeltaNet(DeltaNet):
+class MultiHeadDeltaNet(DeltaMixer):
     """DeltaNet by another name: every head has its own query, key, value and write strength.
 
     The base of the other four, which project what is shared once and keep an output for each head.
@@ -78,7 +78,8 @@ class MultiHeadDeltaNet(DeltaNet):
     """
 
     rule = HEAD
-    maps_features = False
+    default_conv_size = 4
+    activates_projections = True
     # Which of q, k, v and beta all heads share.
     shared: ClassVar[tuple[str, ...]] = ()
 

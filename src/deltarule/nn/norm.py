@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.heads import split
+from deltarule.nn.layout import split
 from deltarule.ops.dispatch import Implementation, Table, always, choose
 from deltarule.ops.eager import run_fused, why_not_fused
 from deltarule.ops.fused import gated_norm as fused

@@ -4,15 +4,12 @@ S_t = g_h S_{t-1} + v_t k_t^T        g_h = 1 - 2^(-5 - h), h = 0..HV-1
 """
 
 from dataclasses import replace
-from typing import Self
 
 import torch
 
 from deltarule.nn.arguments import check_even
 from deltarule.nn.call import Call
-from deltarule.nn.interface import MixerConfig
-from deltarule.nn.mixer import RecurrentMixer
-from deltarule.nn.objectives import Minimiser, stay_and_write
+from deltarule.nn.delta import DeltaMixer
 from deltarule.nn.rope import rotate
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 from deltarule.nn.state import State
@@ -37,15 +34,13 @@ RULE = Rule(
     objective="|S - g S'|^2 - 2 <S k, v>",
     source="arXiv 2307.08621, eq. 6 and 8",
     arguments=arguments,
-    update=Minimiser(stay_and_write),
 )
 
 
-class RetNet(RecurrentMixer):
+class RetNet(DeltaMixer):
     """RetNet: S = g_h S + v k^T with g_h = 1 - 2^(-5 - h), and RoPE on q and k.
 
-    The state also counts tokens (`length` [N]), which are the positions of the rotation; the
-    attribute `rope_theta` is the base of its wavelengths, 10000 unless the model's config differs.
+    The state also counts tokens (`length` [N]), which are the positions of the rotation.
 
     Defaults: head_k_dim = hidden_size / num_heads (even), head_v_dim = 2 head_k_dim, no
     convolution, output gate SiLU.
@@ -62,14 +57,8 @@ class RetNet(RecurrentMixer):
     rule = RULE
     expand_v = 2
     default_output_gate = True
-    rope_theta: float = 10000.0
-
-    @classmethod
-    def from_config(cls, config: MixerConfig, layer_index: int) -> Self:
-        """Build the layer of a model, which rotates like the model's attention."""
-        layer = super().from_config(config, layer_index)
-        layer.rope_theta = config.rope_theta
-        return layer
+    options = DeltaMixer.options | {"rope_theta"}
+    rope_theta: float
 
     def check_options(self) -> None:
         """Refuse keys that have no pairs of channels to rotate."""

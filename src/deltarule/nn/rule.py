@@ -6,7 +6,6 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from deltarule.nn.objectives import Update
 from deltarule.ops.context import Context
 
 # Keyword arguments of `delta_rule` or `dplr`, q, k and v among them.
@@ -169,7 +168,6 @@ class Rule(System):
         carries: What is handed from call to call beside the state, by name: zeros at first, of
             the sizes that the letters name, in float32 at least.
         normalizer: Whether the operator reads one value channel more, which divides the others.
-        update: The objective in code: one token's state after, from the state before.
     """
 
     arguments: ArgumentMap
@@ -177,4 +175,3 @@ class Rule(System):
     final_state: StateMap = as_it_is
     carries: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     normalizer: bool = False
-    update: Update | None = None

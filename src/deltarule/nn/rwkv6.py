@@ -4,20 +4,19 @@ S_t = S_{t-1} Diag(a_t) + v_t k_t^T        o_t = (S_{t-1} + v_t (u * k_t)^T) q_t
 a_t = exp(-exp(decay_logits_t))
 """
 
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from deltarule.nn.arguments import check_shifted
+from deltarule.nn.arguments import check_own_heads
 from deltarule.nn.call import Call
+from deltarule.nn.delta import DeltaMixer
 from deltarule.nn.documents import last_token, token_before
 from deltarule.nn.gates import computed, low_rank
-from deltarule.nn.heads import split
-from deltarule.nn.interface import MixerConfig
-from deltarule.nn.mixer import RecurrentMixer
+from deltarule.nn.layout import split
 from deltarule.nn.norm import GatedGroupNorm
-from deltarule.nn.objectives import Minimiser, stay_and_write
+from deltarule.nn.roles import Role
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 from deltarule.nn.state import State
 
@@ -63,7 +62,6 @@ RULE = Rule(
     arguments=arguments,
     read_out_function=read_out,
     final_state=final_state,
-    update=Minimiser(stay_and_write),
 )
 
 
@@ -73,7 +71,7 @@ MIX_RANK, DECAY_RANK = 32, 64
 SHIFT_POWERS = {"decay": 1.0, "k": 1.0, "v": 1.0, "q": 0.5, "gate": 0.5}
 
 
-class RWKV6(RecurrentMixer):
+class RWKV6(DeltaMixer):
     """RWKV-6: S = S' Diag(a) + v k^T, read before the write: o = (S' + v (u * k)^T) q.
 
     Every projection reads x mixed with the token before (token shift: `shift` [N, 1, hidden_size]
@@ -94,9 +92,12 @@ class RWKV6(RecurrentMixer):
 
     rule = RULE
     default_output_gate = True
+    options = DeltaMixer.options - {"conv_size", "norm_eps"}
     float32_parameters: ClassVar[tuple[str, ...]] = (
         "first_mix", "shift_mix", "decay_bias", "bonus",
     )  # fmt: skip
+
+    roles: ClassVar[dict[str, Role]] = {"mix_down": "gate", "mix_up": "gate"}
 
     first_mix: nn.Parameter
     shift_mix: nn.Parameter
@@ -104,23 +105,9 @@ class RWKV6(RecurrentMixer):
     bonus: nn.Parameter
     a_proj: nn.Module
 
-    @classmethod
-    def from_config(cls, config: MixerConfig, layer_index: int) -> Self:
-        """Build the layer of a model; its convolution size is for other layers."""
-        return cls(
-            config.hidden_size,
-            num_heads=config.num_heads,
-            num_v_heads=config.num_v_heads,
-            head_k_dim=config.head_k_dim,
-            head_v_dim=config.head_v_dim,
-            output_gate=config.output_gate,
-            layer_index=layer_index,
-            num_layers=config.num_layers,
-        )
-
     def check_options(self) -> None:
-        """Refuse a convolution, and value heads that share a key head."""
-        check_shifted(self.rule.name, self.conv_size, self.num_heads, self.num_v_heads)
+        """Refuse value heads that share a key head."""
+        check_own_heads(self.rule.name, self.num_heads, self.num_v_heads)
 
     def build_gates(self) -> None:
         """Make the token shift, the decay through few channels, and the bonus."""
@@ -155,10 +142,9 @@ class RWKV6(RecurrentMixer):
         decay_bias = -6 + 5 * share.pow(0.7 + 1.3 * depth)
         return decay_bias, depth * (1 - share) + 0.1 * zigzag
 
-    def build_output(self, gated: bool) -> None:
+    def build_norm(self) -> nn.Module:
         """Make a group norm, with a group for each head."""
-        super().build_output(gated)
-        self.o_norm = GatedGroupNorm(self.num_v_heads, self.head_v_dim, GROUP_NORM_EPS)
+        return GatedGroupNorm(self.num_v_heads, self.head_v_dim, GROUP_NORM_EPS)
 
     def initial_shift_mix(self) -> tuple[Tensor, Tensor]:
         """1 - (i / C)^(p (1 - layer / layers)) for channel i: [hidden_size], [5, hidden_size]."""
@@ -171,9 +157,8 @@ class RWKV6(RecurrentMixer):
 
     def init_state(self, batch_size: int) -> State:
         """Return zeros: the matrix state and the last token's x."""
-        weight = self.o_proj.weight
-        size = (batch_size, 1, self.hidden_size)
-        shift = torch.zeros(size, dtype=weight.dtype, device=weight.device)
+        like, size = self.reference(), (batch_size, 1, self.hidden_size)
+        shift = torch.zeros(size, dtype=like.dtype, device=like.device)
         return State(super().init_state(batch_size), shift=shift)
 
     def project(self, call: Call) -> Projections:

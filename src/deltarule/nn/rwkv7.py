@@ -7,19 +7,19 @@ o_t = S_t q_t, normalised, + (q_t * k'_t * bonus summed over channels) v_t
 """
 
 import math
-from typing import ClassVar, Self
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.arguments import check_shifted
+from deltarule.nn.arguments import check_own_heads
 from deltarule.nn.call import Call
+from deltarule.nn.delta import DeltaMixer
 from deltarule.nn.gates import computed, low_rank
-from deltarule.nn.heads import split
-from deltarule.nn.interface import MixerConfig
-from deltarule.nn.mixer import RecurrentMixer
-from deltarule.nn.objectives import Minimiser, stay_and_replace
+from deltarule.nn.layout import split
+from deltarule.nn.roles import Role
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 from deltarule.nn.state import State
 
@@ -61,7 +61,6 @@ RULE = Rule(
     source="arXiv 2503.14456, section 4",
     arguments=arguments,
     read_out_function=read_out,
-    update=Minimiser(stay_and_replace),
 )
 
 
@@ -72,7 +71,7 @@ GROUP_NORM_EPS = 64e-5
 SHIFT_POWERS = {"q": 0.2, "decay": 0.9, "k": 0.7, "v": 0.7, "erase": 0.9, "gate": 0.2}
 
 
-class RWKV7(RecurrentMixer):
+class RWKV7(DeltaMixer):
     """RWKV-7: S = S (Diag(w) - u (eta * u)^T) + v k'^T, the rank-one part seeing the old state.
 
     Every projection reads x mixed with the token before (token shift: `shift` [N, hidden_size] in
@@ -94,10 +93,16 @@ class RWKV7(RecurrentMixer):
 
     rule = RULE
     default_output_gate = True
+    options = DeltaMixer.options - {"conv_size", "norm_eps"}
     float32_parameters: ClassVar[tuple[str, ...]] = (
         "shift_mix", "decay_bias", "erase_bias", "value_bias", "erase_scale", "replace_scale",
         "bonus",
     )  # fmt: skip
+
+    # The authors decay large projections and none of the small maps.
+    roles: ClassVar[dict[str, Role]] = {
+        "erase_proj": "gate", "value_proj": "gate", "g_proj": "gate",
+    }  # fmt: skip
 
     shift_mix: nn.Parameter
     decay_bias: nn.Parameter
@@ -110,27 +115,15 @@ class RWKV7(RecurrentMixer):
     erase_proj: nn.Module
     value_proj: nn.Module | None
 
-    @classmethod
-    def from_config(cls, config: MixerConfig, layer_index: int) -> Self:
-        """Build the layer of a model; its convolution size is for other layers."""
-        layer = cls(
-            config.hidden_size,
-            num_heads=config.num_heads,
-            num_v_heads=config.num_v_heads,
-            head_k_dim=config.head_k_dim,
-            head_v_dim=config.head_v_dim,
-            output_gate=config.output_gate,
-            layer_index=layer_index,
-            num_layers=config.num_layers,
-        )
-        if cls.rule.name not in config.layer_types[:layer_index]:
-            layer.value_proj = None
-            layer.register_parameter("value_bias", None)
-        return layer
+    def find_place(self, layer_types: Sequence[str], layer_index: int) -> None:
+        """Let the first layer of this kind, which has no values to mix with, keep its own."""
+        if self.rule.name not in layer_types[:layer_index]:
+            self.value_proj = None
+            self.register_parameter("value_bias", None)
 
     def check_options(self) -> None:
-        """Refuse a convolution, and value heads that share a key head."""
-        check_shifted(self.rule.name, self.conv_size, self.num_heads, self.num_v_heads)
+        """Refuse value heads that share a key head."""
+        check_own_heads(self.rule.name, self.num_heads, self.num_v_heads)
 
     def build_projections(self) -> None:
         """Draw q, k and v in the authors' ranges: a small k starts with a small state."""
@@ -159,11 +152,10 @@ class RWKV7(RecurrentMixer):
         self.gate_parameter("replace_scale", torch.ones(heads, key_size))
         self.gate_parameter("bonus", torch.zeros(heads, key_size))
 
-    def build_output(self, gated: bool) -> None:
+    def build_norm(self) -> nn.Module:
         """Make a group norm, with a group for each head."""
-        super().build_output(gated)
         channels = self.num_v_heads * self.head_v_dim
-        self.o_norm = nn.GroupNorm(self.num_v_heads, channels, eps=GROUP_NORM_EPS)
+        return nn.GroupNorm(self.num_v_heads, channels, eps=GROUP_NORM_EPS)
 
     def output_gate_projection(self) -> nn.Module:
         """From the shifted x through few channels to the gate, which has no activation after."""
@@ -195,9 +187,8 @@ class RWKV7(RecurrentMixer):
 
     def init_state(self, batch_size: int) -> State:
         """Return zeros: the matrix state and the last token's x."""
-        weight = self.o_proj.weight
-        size = (batch_size, 1, self.hidden_size)
-        shift = torch.zeros(size, dtype=weight.dtype, device=weight.device)
+        like, size = self.reference(), (batch_size, 1, self.hidden_size)
+        shift = torch.zeros(size, dtype=like.dtype, device=like.device)
         return State(super().init_state(batch_size), shift=shift)
 
     def project(self, call: Call) -> Projections:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from deltarule.nn.gates import DT_RANGE
 from deltarule.nn.rule import Arguments, System
-from deltarule.nn.scan import MambaBlock
+from deltarule.nn.scan import ScanMixer
 
 
 def arguments(v: Tensor, *, log_step: Tensor, A_log: Tensor, B: Tensor, C: Tensor) -> Arguments:
@@ -35,7 +35,7 @@ SYSTEM = System(
 )
 
 
-class S4(MambaBlock):
+class S4(ScanMixer):
     """S4: S = S * exp(-(dt 1^T) * exp(A_log)) + B * (v 1^T), o = (S * C) 1 + D * v.
 
     Nothing but v depends on the input. The layer around it is Mamba's block, as in the ablations of

@@ -1,7 +1,9 @@
 """The table of published systems as text: what `deltarule rules` prints and docs/rules holds."""
 
+import inspect
+
 from deltarule.nn import SYSTEMS
-from deltarule.nn.interface import Mixer
+from deltarule.nn.mixer import Mixer
 from deltarule.nn.rule import Rule, System
 from deltarule.ops.delta_rule.implementations import IMPLEMENTATIONS
 from deltarule.ops.delta_rule.step import STEPS
@@ -9,10 +11,7 @@ from deltarule.ops.delta_rule.step import STEPS
 # What a reader calls the entries of the operators' table of implementations.
 FORMS = {"reference": "recurrent", "torch": "chunked", "triton": "GPU kernel", "gluon": "Gluon"}
 
-COLUMNS = (
-    "system", "name", "one token", "read-out", "decay", "erase", "objective", "operator", "layer",
-    "forms", "state size", "source", "test",
-)  # fmt: skip
+COLUMNS = ("system", "one token", "decay", "erase", "source")
 
 # Where a row's recurrence is written out once more, for those that are no rules.
 TESTS = {
@@ -34,12 +33,12 @@ def backed_by(system: System) -> str:
     """The file in tests/ that holds a row against its source.
 
     Beside it every row goes through tests/nn/test_mixers.py (causality, packing, padding, carried
-    state) and test_training.py, and every rule through tests/rules/test_objectives.py.
+    state) and test_training.py, and every rule through tests/nn/test_objectives.py.
     """
     if not isinstance(system, Rule):
         return TESTS[system.operator]
     page = system.page or system.name
-    return f"rules/test_{page.replace('gated_delta_product', 'delta_product')}.py"
+    return f"nn/test_{page.replace('gated_delta_product', 'delta_product')}.py"
 
 
 def described(system: System, layer: type[Mixer]) -> str:
@@ -55,21 +54,30 @@ def described(system: System, layer: type[Mixer]) -> str:
     return "\n    ".join(lines)
 
 
-def markdown(layers: dict[str, type[Mixer]]) -> str:
+def markdown() -> str:
     """The whole table, a line for each system in the order of `SYSTEMS`."""
     head = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-    return "\n".join([*head, *(_row(row, layers[name]) for name, row in SYSTEMS.items())])
+    return "\n".join([*head, *map(_row, SYSTEMS.values())])
 
 
-def _row(system: System, layer: type[Mixer]) -> str:
-    page = system.page or system.name
-    cells = [
-        f"[{system.title}]({page}.md)", _code(system.name), _code(system.recurrence),
-        _code(system.read_out), system.decay, system.erase, _code(system.objective),
-        _code(system.operator), _code(layer.__name__), forms(system), system.state_size,
-        system.source, _code(f"tests/{backed_by(system)}"),
-    ]  # fmt: skip
+def _row(system: System) -> str:
+    title = f"[{system.title}]({system.page or system.name}.md)"
+    cells = title, _code(system.recurrence), system.decay, system.erase, system.source
     return f"| {' | '.join(cells)} |"
+
+
+def facts(system: System, layer: type[Mixer]) -> str:
+    """What a page says of a row beside its equation: a list that the code is the source of."""
+    options = [name for name in inspect.signature(layer).parameters if name != "hidden_size"]
+    rows = {
+        "name": _code(system.name),
+        "layer": f"`deltarule.nn.{layer.__name__}`, options {', '.join(map(_code, options))}",
+        "operator": f"`{system.operator}`: {forms(system)}",
+        "state": f"{system.state_size} numbers a sequence",
+        "objective": f"`{system.objective}`" if system.objective else "none published",
+        "test": f"`tests/{backed_by(system)}`",
+    }
+    return "\n".join(f"- {name}: {value}" for name, value in rows.items())
 
 
 def _code(text: str) -> str:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from deltarule import ops
 from deltarule.nn.call import Call
 from deltarule.nn.gates import computed, unit
-from deltarule.nn.network import NetworkMixer
-from deltarule.nn.qkv import activated
+from deltarule.nn.memory import MemoryMixer
+from deltarule.nn.roles import Role
 from deltarule.nn.rule import System
 from deltarule.nn.state import State
 from deltarule.shapes import TitansState
@@ -58,7 +58,7 @@ FIRST_DECAY_BIAS = 7.0
 EXPANSION = 2
 
 
-class TitansLinear(NetworkMixer):
+class TitansLinear(MemoryMixer):
     """Titans with a linear memory: S = eta S - theta grad |M k - v|^2, M = a M + S, o = M q.
 
     Unit q and k. The gradients of 16 tokens are taken at the memory before them, and the memory
@@ -84,11 +84,12 @@ class TitansLinear(NetworkMixer):
     largest_rate: ClassVar[float] = 1 / (2 * MINI_BATCH)
     parts: ClassVar[tuple[str, ...]] = ("recurrent", "momentum", "anchor")
     float32_parameters: ClassVar[tuple[str, ...]] = ("decay_bias",)
+    roles: ClassVar[dict[str, Role]] = {"m_proj": "gate"}
     decay_bias: nn.Parameter
 
-    def build_memory(self) -> None:
+    def build_gates(self) -> None:
         """Make the network and its three gates."""
-        self.build_network()
+        super().build_gates()
         self.a_proj, self.b_proj, self.m_proj = (
             nn.Linear(self.hidden_size, self.num_heads, bias=False) for _ in range(3)
         )
@@ -110,9 +111,9 @@ class TitansLinear(NetworkMixer):
             state[anchor] = state[name].clone()
         return state
 
-    def read(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    def read(self, call: Call) -> Tensor:
         """Train on k and v, read with q."""
-        q, k, v = activated(self, q, k, v)
+        q, k, v = self.activated(*self.streams(call))
         a, b, m = (computed(proj(call.x)) for proj in (self.a_proj, self.b_proj, self.m_proj))
         output = ops.titans(
             unit(q).to(v.dtype), unit(k).to(v.dtype), v,
@@ -128,9 +129,8 @@ class TitansLinear(NetworkMixer):
         )  # fmt: skip
         assert output.final_state is not None
         *parts, call.after["position"] = output.final_state
-        for name, maps in zip(self.parts, parts, strict=True):
-            self.keep(name, maps, call)
-        return output.o
+        self.keep(tuple(parts), call)
+        return output.o.to(v.dtype)
 
 
 class TitansMLP(TitansLinear):

@@ -4,7 +4,7 @@ W_t = W_0 - s_t sum_{i <= t} eta_i grad |k_i + LN(W k_i) - v_i|^2 / 2 at W_0
 o_t = q_t + LN(W_t q_t)
 """
 
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,9 @@ from deltarule import ops
 from deltarule.nn.arguments import check_even
 from deltarule.nn.call import Call
 from deltarule.nn.gates import computed
-from deltarule.nn.interface import MixerConfig
-from deltarule.nn.network import NetworkMixer
+from deltarule.nn.memory import MemoryMixer
+from deltarule.nn.mixer import COMMON
+from deltarule.nn.roles import Role
 from deltarule.nn.rope import rotate
 from deltarule.nn.rule import System
 from deltarule.shapes import TTTState
@@ -58,7 +59,7 @@ FIRST_WEIGHT = 0.02
 EXPANSION = 4
 
 
-class TTTLinear(NetworkMixer):
+class TTTLinear(MemoryMixer):
     """TTT-Linear: W = W_0 - s sum_i eta_i grad |k_i + LN(W k_i) - v_i|^2 / 2, o = q + LN(W q).
 
     W_0 is the map (with a bias) before the mini-batch of 16 tokens; that of a sequence's first is
@@ -79,33 +80,23 @@ class TTTLinear(NetworkMixer):
     """
 
     rule = LINEAR
+    options = COMMON - {"head_v_dim"}
     default_conv_size = 0
     base_rate: ClassVar[float] = 1.0
     parts: ClassVar[tuple[str, ...]] = ("recurrent", "gradient")
     float32_parameters: ClassVar[tuple[str, ...]] = ("step_offset",)
+    roles: ClassVar[dict[str, Role]] = {
+        "inner_norm_weight": "scale", "inner_norm_bias": "scale",
+    }  # fmt: skip
     step_offset: nn.Parameter
 
-    @classmethod
-    def from_config(cls, config: MixerConfig, layer_index: int) -> Self:
-        """Build the layer of a model; its values are of the size of its keys."""
-        return cls(
-            config.hidden_size,
-            num_heads=config.num_heads,
-            head_k_dim=config.head_k_dim,
-            conv_size=config.conv_size,
-            output_gate=config.output_gate,
-            norm_eps=config.norm_eps,
-        )
-
-    def build_memory(self) -> None:
-        """Make the network, its norm, and the learning rate of each token."""
-        if self.head_v_dim != self.head_k_dim:
-            raise ValueError(
-                f"head_v_dim must be head_k_dim={self.head_k_dim} for {self.rule.name}, "
-                f"got {self.head_v_dim}: the network adds its input to its output"
-            )
+    def check_options(self) -> None:
+        """Refuse keys that have no pairs of channels to rotate."""
         check_even("head_k_dim", self.head_k_dim)
-        self.build_network()
+
+    def build_gates(self) -> None:
+        """Make the network, its norm, and the learning rate of each token."""
+        super().build_gates()
         self.b_proj = nn.Linear(self.hidden_size, self.num_heads)
         nn.init.normal_(self.b_proj.weight, std=0.02)
         nn.init.zeros_(self.b_proj.bias)
@@ -132,8 +123,9 @@ class TTTLinear(NetworkMixer):
         place = torch.arange(1, MINI_BATCH + 1, device=self.step_offset.device)
         return (1 / place.to(self.step_offset.dtype) + self.step_offset).clamp(min=0)
 
-    def read(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    def read(self, call: Call) -> Tensor:
         """Train on k and v, read with q."""
+        q, k, v = self.streams(call)
         position = call.before["position"]
         place = call.layout.positions(position) % MINI_BATCH
         rate = self.base_rate / self.head_k_dim * torch.sigmoid(computed(self.b_proj(call.x)))
@@ -147,15 +139,14 @@ class TTTLinear(NetworkMixer):
             lengths=self.lengths(call), cu_seqlens=call.layout.cu_seqlens,
         )  # fmt: skip
         assert output.final_state is not None
-        self.keep("recurrent", output.final_state.weights, call)
-        self.keep("gradient", output.final_state.gradients, call)
-        call.after["position"] = output.final_state.position
-        return output.o
+        weights, gradients, call.after["position"] = output.final_state
+        self.keep((weights, gradients), call)
+        return output.o.to(v.dtype)
 
-    def finish(self, o: Tensor, gate: Tensor | None) -> Tensor:
+    def normed(self, o: Tensor, gate: Tensor | None) -> Tensor:
         """Normalise over all heads, and gate."""
-        normed: Tensor = self.o_norm(o.flatten(-2))
-        return normed if gate is None else F.gelu(gate, approximate="tanh") * normed
+        y: Tensor = self.o_norm(o.flatten(-2))
+        return y if gate is None else F.gelu(gate.flatten(-2), approximate="tanh") * y
 
 
 class TTTMLP(TTTLinear):

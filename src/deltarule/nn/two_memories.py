@@ -8,13 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule import ops
-from deltarule.nn.arguments import above_zero, default, default_head_dim, positive
 from deltarule.nn.call import Call
-from deltarule.nn.frame import FramedMixer, silence_padding
 from deltarule.nn.gates import computed
-from deltarule.nn.heads import split
-from deltarule.nn.layout import Layout
-from deltarule.nn.norm import GatedRMSNorm, RMSNorm
+from deltarule.nn.layout import Layout, silence_padding, split
+from deltarule.nn.mixer import COMMON, Mixer
+from deltarule.nn.norm import RMSNorm
+from deltarule.nn.roles import Role
 from deltarule.nn.rule import Arguments, System
 from deltarule.nn.state import State
 from deltarule.ops.context import Context
@@ -73,61 +72,15 @@ GSA_SYSTEM = System(
 LOG_ZERO = -1e30
 
 
-class SlotMixer(FramedMixer):
-    """A layer over `two_memories`.
+class SlotMixer(Mixer):
+    """A layer over `two_memories`, whose slots are made by `slots`."""
 
-    Args:
-        hidden_size: Channels of x.
-        num_heads: Heads H.
-        head_k_dim: Channels K of a query or key. None: the layer's default.
-        head_v_dim: Channels V of a value. None: hidden_size / num_heads.
-        num_slots: Slots M of each head. None: head_k_dim.
-        conv_size: Taps of the short convolutions of q, k and v; 0 removes them. None: 0.
-        output_gate: Whether to gate the output by a SiLU. None: the layer's default.
-        norm_eps: Added to the mean square in the norm of the output.
+    options = COMMON | {"num_slots"}
+    roles: ClassVar[dict[str, Role]] = {"s_proj": "gate"}
 
-    Raises:
-        ValueError: A size is out of range.
-    """
-
-    expand_k: ClassVar[float] = 1.0
-    default_output_gate: ClassVar[bool] = False
-
-    def __init__(
-        self,
-        hidden_size: int,
-        *,
-        num_heads: int,
-        head_k_dim: int | None = None,
-        head_v_dim: int | None = None,
-        num_slots: int | None = None,
-        conv_size: int | None = None,
-        output_gate: bool | None = None,
-        norm_eps: float = 1e-5,
-    ) -> None:
-        """Build the projections, that of the slots among them."""
-        super().__init__(hidden_size, num_heads=num_heads)
-        self.hidden_size = positive("hidden_size", hidden_size)
-        self.num_heads = positive("num_heads", num_heads)
-        sizes = hidden_size, "num_heads", num_heads
-        if head_k_dim is None:
-            head_k_dim = default_head_dim("head_k_dim", self.expand_k, *sizes)
-            head_v_dim = default(head_v_dim, default_head_dim("head_v_dim", 1, *sizes))
-        self.head_k_dim = positive("head_k_dim", head_k_dim)
-        head_v_dim = default(head_v_dim, int(head_k_dim / self.expand_k))
-        self.head_v_dim = positive("head_v_dim", head_v_dim)
-        self.num_slots = positive("num_slots", default(num_slots, self.head_k_dim))
-        keys, values = num_heads * self.head_k_dim, num_heads * self.head_v_dim
-        self.q_proj = nn.Linear(hidden_size, keys, bias=False)
-        self.k_proj = nn.Linear(hidden_size, keys, bias=False)
-        self.v_proj = nn.Linear(hidden_size, values, bias=False)
-        self.s_proj = nn.Linear(hidden_size, num_heads * self.num_slots, bias=False)
-        channels = {"q": keys, "k": keys, "v": values}
-        self.build_convolutions(default(conv_size, 0), channels)
-        gated = default(output_gate, self.default_output_gate)
-        self.g_proj = nn.Linear(hidden_size, values, bias=False) if gated else None
-        self.build_norm(above_zero("norm_eps", norm_eps))
-        self.o_proj = nn.Linear(values, hidden_size, bias=False)
+    def stream_sizes(self) -> dict[str, int]:
+        """Add the slots."""
+        return super().stream_sizes() | {"s": self.num_heads * self.num_slots}
 
     def memories(self) -> dict[str, tuple[int, ...]]:
         """`recurrent` is that of the values, `keys` that of the keys."""
@@ -137,41 +90,24 @@ class SlotMixer(FramedMixer):
         }
 
     @abstractmethod
-    def build_norm(self, eps: float) -> None:
-        """Make o_norm."""
-
-    @abstractmethod
     def slots(self, logits: Tensor, call: Call) -> Arguments:
         """Compute the slots and their decays from [B, T, H, M], and keep what they carry."""
 
-    @abstractmethod
-    def finish(self, o: Tensor, gate: Tensor | None) -> Tensor:
-        """Normalise and gate o [B, T, H, V]; return [B, T, H * V]."""
+    def arguments(self, call: Call) -> Arguments:
+        """Project to all that `two_memories` takes but the memories."""
+        streams = dict(zip("qkv", self.streams(call), strict=True))
+        logits = split(self.stream("s", call), self.num_heads, self.num_slots)
+        return streams | self.slots(logits, call)
 
-    def mix(self, call: Call) -> Tensor:
-        """Project, attend to the slots, normalise, project back."""
+    def read(self, call: Call) -> Tensor:
+        """Project and attend to the slots."""
         out = ops.two_memories(
             **silence_padding(self.arguments(call), call.layout.real, ("slots", "log_decay")),
             key_memory=call.before["keys"], value_memory=call.before["recurrent"],
             **call.layout.spans,
         )  # fmt: skip
         call.after["keys"], call.after["recurrent"] = out.key_memory, out.value_memory
-        gate = None
-        if self.g_proj is not None:
-            gate = split(self.g_proj(call.x), self.num_heads, self.head_v_dim)
-        y: Tensor = self.o_proj(self.finish(out.o, gate))
-        return y
-
-    def arguments(self, call: Call) -> Arguments:
-        """Project to all that `two_memories` takes but the memories."""
-        sizes = {"q": self.head_k_dim, "k": self.head_k_dim, "v": self.head_v_dim}
-        heads = self.num_heads
-        streams = {name: split(self.stream(name, call), heads, n) for name, n in sizes.items()}
-        return streams | self.slots(split(self.s_proj(call.x), heads, self.num_slots), call)
-
-    def stream(self, name: str, call: Call) -> Tensor:
-        """Project x to q, k or v, and convolve it."""
-        return self.convolve(name, getattr(self, f"{name}_proj")(call.x), call)
+        return out.o
 
 
 class GatedSlotAttention(SlotMixer):
@@ -191,20 +127,19 @@ class GatedSlotAttention(SlotMixer):
 
     rule = GSA_SYSTEM
 
-    def build_norm(self, eps: float) -> None:
+    def build_norm(self) -> nn.Module:
         """One norm for all heads."""
-        self.o_norm = RMSNorm(self.num_heads * self.head_v_dim, eps)
+        return RMSNorm(self.num_heads * self.head_v_dim, self.norm_eps)
 
-    def stream(self, name: str, call: Call) -> Tensor:
+    def streams(self, call: Call) -> list[Tensor]:
         """With SiLU, which a convolution brings along."""
-        y = super().stream(name, call)
-        return y if self.conv_size else F.silu(y)
+        return list(self.activated(*super().streams(call)))
 
     def slots(self, logits: Tensor, call: Call) -> Arguments:
         """By the rule."""
         return gsa_arguments(logits)
 
-    def finish(self, o: Tensor, gate: Tensor | None) -> Tensor:
+    def normed(self, o: Tensor, gate: Tensor | None) -> Tensor:
         """norm(SiLU(o)), gated if there is a gate."""
         y: Tensor = self.o_norm(F.silu(o).flatten(-2))
         return y if gate is None else y * F.silu(gate.flatten(-2))
@@ -230,11 +165,8 @@ class ABC(SlotMixer):
 
     rule = ABC_SYSTEM
     expand_k = 0.5
+    expand_v = 2
     default_output_gate = True
-
-    def build_norm(self, eps: float) -> None:
-        """Make a norm of each head."""
-        self.o_norm = GatedRMSNorm(self.head_v_dim, eps)
 
     def init_state(self, batch_size: int) -> State:
         """Return zeros, and log 0 for the sum of no weights."""
@@ -259,11 +191,6 @@ class ABC(SlotMixer):
         log_sum = layout.without_history(sums[:, 1:], 1)
         arguments = abc_arguments(weighed, earlier, log_sum)
         return {name: x.unflatten(2, shape) for name, x in arguments.items()}
-
-    def finish(self, o: Tensor, gate: Tensor | None) -> Tensor:
-        """Norm of each head, gated."""
-        y: Tensor = self.o_norm(o, gate).flatten(-2)
-        return y
 
 
 def log_sum_before(context: Context, x: Tensor, given: Tensor) -> Tensor:

@@ -8,12 +8,11 @@ from torch import Tensor
 
 from deltarule import ops
 from deltarule.models import CausalLM
-from deltarule.nn import Attention, Mixer, RecurrentMixer, State
+from deltarule.nn import Attention, DecayingFastWeights, DeltaMixer, Mixer, ScanMixer, State
 from deltarule.nn.call import Call
+from deltarule.nn.delta import OPERATORS
 from deltarule.nn.layout import make_layout
-from deltarule.nn.mixer import OPERATORS
 from deltarule.nn.rule import Arguments
-from deltarule.nn.scan import ScanMixer
 from deltarule.nn.two_memories import SlotMixer
 
 # Arguments with a row for each write, where a token makes several.
@@ -85,18 +84,18 @@ def reading_of(mixer: Mixer, x: Tensor, shared: dict[str, Tensor], head: int) ->
         weights = one_head(mixer.weights(x), head)
         return Reading(weights, weights)
     call = Call(x, make_layout(x, None, None), mixer.init_state(1), State(), shared)
-    if isinstance(mixer, RecurrentMixer):
+    if isinstance(mixer, DeltaMixer):
         return of_rule(mixer, call, head)
     if isinstance(mixer, SlotMixer):
         arguments = mixer.arguments(call)
         return Reading(of_slots(arguments, head), softmax_of(arguments, 1, head))
-    if isinstance(mixer, ScanMixer):
+    if isinstance(mixer, ScanMixer | DecayingFastWeights):
         arguments = mixer.arguments(call)
         return Reading(of_scan(arguments, head), softmax_of(arguments, 1, head))
     return None
 
 
-def of_rule(mixer: RecurrentMixer, call: Call, head: int) -> Reading:
+def of_rule(mixer: DeltaMixer, call: Call, head: int) -> Reading:
     """Matrix, softmax, write and erase of a linear rule."""
     projections = mixer.project(call)
     arguments, _ = mixer.rule.arguments(projections)

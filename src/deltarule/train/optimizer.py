@@ -8,10 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltarule.nn import Mixer
-
-# The small projections whose result is squashed into a decay or a write strength.
-GATES = ("a_proj", "b_proj")
+from deltarule.nn import parameter_roles
 
 
 @dataclass(frozen=True)
@@ -77,26 +74,15 @@ def learning_rate(step: int, steps: int, options: OptimizerOptions) -> float:
 def decays(model: nn.Module, *, decay_embeddings: bool = False) -> dict[str, bool]:
     """Which parameters weight decay applies to, by name.
 
-    It applies to matrices; not to vectors (norms, biases, `A_log`), gates, the
-    `float32_parameters` of a `deltarule.nn.Mixer` (such as KDA's `dt_bias`), nor, unless asked
-    for, to embeddings.
+    It applies to matrices by `deltarule.nn.parameter_roles`: not to gates, scales of norms, biases
+    and learned starts, nor, unless asked for, to embeddings and heads tied to them.
 
     Example:
         >>> decays(nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2)))
         {'0.weight': False, '1.weight': True, '1.bias': False}
     """
-    # A tied head is the same tensor as the embedding, so identity decides, not the name.
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-
-    mixers = [m for m in model.modules() if isinstance(m, Mixer)]
-    exact = {id(getattr(m, name, None)) for m in mixers for name in m.float32_parameters}
-
-    def applies(name: str, parameter: Tensor) -> bool:
-        gate = any(part in GATES for part in name.split("."))
-        spared = id(parameter) in embeddings and not decay_embeddings
-        return parameter.ndim >= 2 and not (gate or id(parameter) in exact or spared)
-
-    return {name: applies(name, p) for name, p in model.named_parameters()}
+    decayed = {"matrix", "embedding"} if decay_embeddings else {"matrix"}
+    return {name: role in decayed for name, role in parameter_roles(model).items()}
 
 
 def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.AdamW:

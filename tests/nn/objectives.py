@@ -113,3 +113,21 @@ def stay_and_replace(state: Tensor, before: Tensor, token: Token) -> Tensor:
 
 def _move(state: Tensor, start: Tensor) -> Tensor:
     return (state - start).square().sum()
+
+
+_writes = ("mamba2", "gla", "rwkv6", "hgrn2", "mlstm", "retnet", "lightning", "gated_rfa")
+_corrects = ("gated_deltanet", "kda")
+_replaces = ("gated_deltanet2", "comba", "comba_released", "rwkv7")
+_squares = (
+    "deltanet", "delta_product", "gated_delta_product", "multi_head_deltanet", "multi_kv_deltanet",
+    "multi_value_deltanet", "multi_key_deltanet", "multi_query_deltanet",
+)  # fmt: skip
+# By the rule's name, what its row says in words.
+UPDATES: dict[str, Update] = {
+    "linear_attention": GradientSteps(similarity),
+    "longhorn": Minimiser(proximal_regression),
+    **dict.fromkeys(_squares, GradientSteps(square_error)),
+    **dict.fromkeys(_writes, Minimiser(stay_and_write)),
+    **dict.fromkeys(_corrects, Minimiser(stay_and_correct)),
+    **dict.fromkeys(_replaces, Minimiser(stay_and_replace)),
+}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deltarule.nn import RULES
-from rules.drawn import HV, B, K, T, V, draw, draw_projections, each_head, largest_error, run
+from nn.drawn import HV, B, K, T, V, draw, draw_projections, each_head, largest_error, run
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -3,7 +3,7 @@
 import torch
 
 from deltarule.nn import RULES
-from rules.drawn import HV, B, K, T, V, draw, draw_projections, each_head, largest_error, run
+from nn.drawn import HV, B, K, T, V, draw, draw_projections, each_head, largest_error, run
 
 
 def test_state_space_model():

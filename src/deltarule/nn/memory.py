@@ -8,19 +8,21 @@ from torch import Tensor, nn
 
 from deltarule.nn.call import Call
 from deltarule.nn.gates import computed
-from deltarule.nn.qkv import QKVMixer
+from deltarule.nn.mixer import Mixer
+from deltarule.nn.roles import Role
 from deltarule.nn.state import State
 
 
-class NetworkMixer(QKVMixer):
+class MemoryMixer(Mixer):
     """A layer whose state is the maps of a network, and sums of their gradients.
 
     The state's names are those of `parts` for the first map, and the same with _2 for the second;
     the parameters `starts` are the maps before the first token.
     """
 
+    default_conv_size = 4
     linear_state = False
-
+    roles: ClassVar[dict[str, Role]] = {"starts": "start"}
     # What the state calls the maps, the sums of their gradients, and what else it keeps of each.
     parts: ClassVar[tuple[str, ...]]
 
@@ -32,7 +34,7 @@ class NetworkMixer(QKVMixer):
     def first_map(self, outputs: int, inputs: int) -> Tensor:
         """Draw a map before the first token, [num_heads, outputs, inputs]."""
 
-    def build_network(self) -> None:
+    def build_gates(self) -> None:
         """Draw the maps before the first token."""
         self.starts = nn.ParameterList(
             nn.Parameter(self.first_map(*sizes)) for sizes in self.map_sizes()
@@ -54,26 +56,22 @@ class NetworkMixer(QKVMixer):
         state = super().init_state(batch_size)
         for name, start in zip(self.names("recurrent"), self.starts, strict=True):
             state[name] = computed(start).expand(batch_size, *start.shape).clone()
-        weight = self.o_proj.weight
-        state["position"] = torch.zeros(batch_size, dtype=torch.int64, device=weight.device)
-        return state
+        position = torch.zeros(batch_size, dtype=torch.int64, device=self.reference().device)
+        return State(state, position=position)
 
     def names(self, part: str) -> list[str]:
         """What the state calls a part of each map."""
-        return [part if index == 0 else f"{part}_{index + 1}" for index in range(self.maps)]
-
-    @property
-    def maps(self) -> int:
-        """Maps of the network."""
-        return len(self.map_sizes())
+        maps = range(len(self.map_sizes()))
+        return [part if index == 0 else f"{part}_{index + 1}" for index in maps]
 
     def held(self, part: str, call: Call) -> tuple[Tensor, ...]:
         """Read a part of every map from the state before."""
         return tuple(call.before[name] for name in self.names(part))
 
-    def keep(self, part: str, tensors: tuple[Tensor, ...], call: Call) -> None:
-        """Write a part of every map into the state after."""
-        call.after.update(zip(self.names(part), tensors, strict=True))
+    def keep(self, parts: tuple[tuple[Tensor, ...], ...], call: Call) -> None:
+        """Write every part of every map into the state after."""
+        for part, tensors in zip(self.parts, parts, strict=True):
+            call.after.update(zip(self.names(part), tensors, strict=True))
 
     def lengths(self, call: Call) -> Tensor | None:
         """Real tokens of each row; None where all are."""

@@ -5,7 +5,7 @@ import torch
 
 from deltarule.nn import RULES
 from deltarule.nn.rule import Projections
-from rules.drawn import B, K, T, V, draw, largest_error, run
+from nn.drawn import B, K, T, V, draw, largest_error, run
 
 N = 3
 # Heads of q, k, v and beta in the blog's table; a write strength belongs to a state.

@@ -5,7 +5,7 @@ import math
 import torch
 
 from deltarule.nn import RULES
-from rules.drawn import HV, B, T, V, draw_projections, each_head, largest_error, run
+from nn.drawn import HV, B, T, V, draw_projections, each_head, largest_error, run
 
 
 def test_parallel_retention():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deltarule.nn import RULES
-from rules.drawn import HV, K, T, V, draw_projections, each_head, largest_error, run
+from nn.drawn import HV, K, T, V, draw_projections, each_head, largest_error, run
 
 
 @pytest.mark.parametrize(("layer", "layers"), [(0, 1), (3, 12), (11, 12)])

@@ -8,7 +8,7 @@ import torch
 from deltarule.nn import RULES
 from deltarule.nn.mlstm import gates, running_maximum
 from deltarule.ops import delta_rule
-from rules.drawn import HV, B, K, T, V, draw, draw_projections, each_head, largest_error, run
+from nn.drawn import HV, B, K, T, V, draw, draw_projections, each_head, largest_error, run
 
 RULE = RULES["mlstm"]
 

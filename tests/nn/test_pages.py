@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from deltarule.nn import MIXERS, RULES, SYSTEMS
-from deltarule.nn.table import backed_by, markdown
+from deltarule.nn.table import backed_by, facts, markdown
 
 PAGES = Path(__file__).parents[2] / "docs" / "rules"
 TESTS = Path(__file__).parents[1]
@@ -24,6 +24,8 @@ def test_page(system):
     assert f"    {system.read_out}\n" in page
     assert f"Source: {system.source}\n" in page
     assert "```python" in page
+    # Written by the code; after a change replace the list on the page.
+    assert facts(system, MIXERS[system.name]) in page
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
@@ -33,7 +35,7 @@ def test_sections(rule):
 
 def test_index_is_generated_from_the_table():
     index = (PAGES / "README.md").read_text()
-    for row in markdown(MIXERS).splitlines():
+    for row in markdown().splitlines():
         assert row in index, "replace the table in docs/rules/README.md: deltarule rules --markdown"
 
 

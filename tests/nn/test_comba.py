@@ -6,9 +6,9 @@ import torch
 from torch.nn.functional import softplus
 
 from deltarule.nn import MIXERS, RULES
+from nn.drawn import HV, B, H, K, T, draw, draw_projections, largest_error, run
 from oracles import comba
 from oracles.lifted import each_head
-from rules.drawn import HV, B, H, K, T, draw, draw_projections, largest_error, run
 
 
 def drawn(**changes):

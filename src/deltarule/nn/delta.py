@@ -1,0 +1,246 @@
+"""The layers of linear rules: projections, mapped by the rule, run by `delta_rule` or `dplr`.
+
+    project -> short convolution -> rule -> operator -> read-out, norm, output gate -> project
+
+A layer on top of it says which rule it follows, which gates feed the rule, and its defaults.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deltarule import ops
+from deltarule.nn.arguments import check_divides
+from deltarule.nn.call import Call
+from deltarule.nn.feature_maps import QueryKeyMap
+from deltarule.nn.gates import initial_A_log, initial_dt_bias, low_rank
+from deltarule.nn.layout import per_step, silence_padding, split
+from deltarule.nn.linears import linears
+from deltarule.nn.mixer import COMMON, Mixer
+from deltarule.nn.norm import GateOnly
+from deltarule.nn.recomputed import recomputed
+from deltarule.nn.rule import Arguments, Carry, Projections, Rule
+from deltarule.nn.state import LentState, State
+from deltarule.ops.few_tokens import decodes
+from deltarule.shapes import RecurrentOutput
+
+OPERATORS: dict[str, Callable[..., RecurrentOutput]] = {
+    "delta_rule": ops.delta_rule,
+    "dplr": ops.dplr,
+}
+
+
+class DeltaMixer(Mixer):
+    """A layer whose state is a matrix for each head, kept by a linear rule."""
+
+    rule: ClassVar[Rule]
+    options = COMMON | {"num_v_heads"}
+    # Whether feature_map and qk_norm are options.
+    maps_features: ClassVar[bool] = False
+    # Whether a free erase has a strength that beta_max bounds.
+    frees_strength: ClassVar[bool] = False
+    # SiLU on q, k and v where no convolution brings its own.
+    activates_projections: ClassVar[bool] = False
+    float32_parameters: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
+
+    A_log: nn.Parameter | None
+    dt_bias: nn.Parameter | None
+    D: nn.Parameter | None
+    qk_map: QueryKeyMap | None
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    a_proj: nn.Module | None
+    b_proj: nn.Module | None
+
+    @classmethod
+    def takes(cls, option: str) -> bool:
+        """Whether an option means something for this layer's rule."""
+        # With an erase, the sum of the keys is not what the state holds: it divides nothing.
+        divides = cls.maps_features and cls.rule.erase == "none" and not cls.rule.normalizer
+        by_rule = {
+            "beta_max": cls.rule.erase == "tied" or cls.frees_strength,
+            "n_steps": cls.default_n_steps > 1,
+            "feature_map": cls.maps_features,
+            "qk_norm": cls.maps_features,
+            "normalizer": divides,
+        }
+        return by_rule.get(option, option in cls.options)
+
+    @classmethod
+    def heads(cls, config: Any) -> dict[str, int | None]:
+        """Read the numbers of key and value heads from a model's config."""
+        return {"num_heads": config.num_heads, "num_v_heads": config.num_v_heads}
+
+    def heads_of(self, name: str) -> int:
+        """Heads of q, k, v or beta."""
+        return self.num_heads if name in ("q", "k") else self.num_v_heads
+
+    def activates(self, name: str) -> bool:
+        """SiLU follows the convolution of q and k only where no feature map does."""
+        return name == "v" or self.feature_map is None
+
+    def stream_sizes(self) -> dict[str, int]:
+        """Channels of q, k and v, n_steps times as many where each step has its own."""
+        sizes = {"q": self.head_k_dim, "k": self.head_k_dim, "v": self.head_v_dim}
+        steps = {"q": 1, "k": self.n_steps, "v": self.n_steps}
+        return {name: size * self.heads_of(name) * steps[name] for name, size in sizes.items()}
+
+    def build_projections(self) -> None:
+        """Make the feature map of q and k, then q, k and v with their convolutions."""
+        self.qk_map = None
+        if self.feature_map is not None:
+            self.qk_map = QueryKeyMap(self.feature_map, self.heads_of("k"), self.head_k_dim)
+        if self.maps_features:
+            check_divides(self.normalizer, self.feature_map)
+        for name, size in self.stream_sizes().items():
+            self.build_projection(name, size)
+            self.build_convolution(name, size)
+
+    def build_gates(self) -> None:
+        """Make what the rule's gates are computed from; here the write strength, if it erases."""
+        for name in ("A_log", "dt_bias", "D"):
+            self.register_parameter(name, None)
+        self.a_proj = self.b_proj = None
+        if self.rule.erase == "tied":
+            size = self.heads_of("beta") * self.n_steps
+            self.b_proj = nn.Linear(self.hidden_size, size, bias=False)
+
+    def build_head_decay(self, slowest: float, fastest: float) -> None:
+        """Make a decay for each head, its rate drawn from U(slowest, fastest)."""
+        self.a_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
+        self.gate_parameter("A_log", initial_A_log(self.num_v_heads, slowest, fastest))
+        self.gate_parameter("dt_bias", initial_dt_bias(self.num_v_heads))
+
+    def build_channel_decay(self) -> None:
+        """Make a decay for each key channel, through head_v_dim channels, as in KDA."""
+        heads, key_size = self.num_v_heads, self.head_k_dim
+        self.a_proj = low_rank(self.hidden_size, self.head_v_dim, heads * key_size)
+        self.gate_parameter("A_log", initial_A_log(heads, 1, 16))
+        self.gate_parameter("dt_bias", initial_dt_bias(heads, key_size))
+
+    def build_norm(self) -> nn.Module:
+        """Make the norm of each head, which would undo the division by a normaliser."""
+        return GateOnly(self.gate_activation) if self.normalizer else super().build_norm()
+
+    def memories(self) -> dict[str, tuple[int, ...]]:
+        """The matrix state, and what the rule carries."""
+        features = self.head_k_dim if self.qk_map is None else self.qk_map.features
+        sizes = {"HV": self.num_v_heads, "V": self.head_v_dim + self.normalizer, "K": features}
+        kept = {"recurrent": ("HV", "V", "K"), **self.rule.carries}
+        return {name: tuple(sizes[letter] for letter in letters) for name, letters in kept.items()}
+
+    def init_state(self, batch_size: int) -> State:
+        """Return zeros, the number of tokens among them where a feature map asks for it."""
+        state = super().init_state(batch_size)
+        if self.qk_map is not None and self.qk_map.map.positional:
+            state["length"] = state["recurrent"].new_zeros(batch_size, dtype=torch.int64)
+        return state
+
+    def mix(self, call: Call) -> Tensor:
+        """Project, run the operator, read out."""
+        projections = self.project(call)
+        with nullcontext() if call.values is None else recomputed(*call.values):
+            o = self.run_operator(projections, call)
+        return self.finish(o, projections, call)
+
+    def project(self, call: Call) -> Projections:
+        """Compute everything the rule may read."""
+        steps, projected = self.n_steps, call.projected
+        modules = self.of_input()
+        outputs = linears(call.x, tuple(modules.values()))
+        projected.update(zip(modules, outputs, strict=True))
+        if self.conv_size:
+            call.ask_before({f"{name}_conv": projected[name] for name in "qkv"})
+        q = split(self.stream("q", call), self.heads_of("q"), self.head_k_dim)
+        k = per_step(self.stream("k", call), steps, self.heads_of("k"), self.head_k_dim)
+        if self.qk_map is not None:
+            q, k = self.qk_map(q, k, call.positions() if self.qk_map.map.positional else None)
+        heads, gate = self.num_v_heads, None
+        if self.g_proj is not None:
+            gate = split(projected["g"], heads, self.head_v_dim)
+        decay_sizes = (heads, self.head_k_dim) if self.rule.decay == "channel" else (heads,)
+        return Projections(
+            q=q,
+            k=k,
+            v=per_step(self.stream("v", call), steps, self.heads_of("v"), self.head_v_dim),
+            decay_logits=split(projected["a"], *decay_sizes) if self.a_proj is not None else None,
+            beta_logits=per_step(projected["b"], steps) if self.b_proj is not None else None,
+            output_gate=gate,
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            D=self.D,
+            beta_max=self.beta_max,
+            n_steps=steps,
+            depth=self.layer_index / self.num_layers,
+            qk_norm=self.qk_norm,
+            normalizer=self.normalizer,
+            cu_seqlens=call.layout.cu_seqlens,
+            real=call.layout.real,
+        )
+
+    def of_input(self) -> dict[str, nn.Module]:
+        """What is applied to x itself, by the name of its result."""
+        modules = {name: getattr(self, f"{name}_proj") for name in "qkvabg"}
+        return {name: module for name, module in modules.items() if module is not None}
+
+    def stream(self, name: str, call: Call) -> Tensor:
+        """Convolve what x was projected to: q, k or v."""
+        # Taken out: without a gradient nobody needs it after its convolution.
+        y = call.projected.pop(name)
+        if self.conv_size:
+            key = f"{name}_conv"
+            convolve = partial(getattr(self, key), y, call.before[key], call.layout)
+            y, call.after[key] = convolve()
+            if name == "v" and y.requires_grad:
+                call.values = y, lambda: convolve()[0]
+        elif self.activates_projections and self.activates(name):
+            y = F.silu(y)
+        return y
+
+    def run_operator(self, projections: Projections, call: Call) -> Tensor:
+        """Map the projections by the rule, silence padding, run the operator, keep its state."""
+        arguments, carry = self.rule.arguments(projections, self.carry(call))
+        arguments = silence_padding(arguments, call.layout.real, n_steps=self.n_steps)
+        before = call.before["recurrent"]
+        if call.layout.context is None and decodes(
+            call.x, call.layout.cu_seqlens, (*arguments.values(), before)
+        ):
+            o, state = self.step(arguments, call)
+        else:
+            o, final_state = OPERATORS[self.rule.operator](
+                **arguments,
+                **call.layout.spans,
+                initial_state=before,
+                save_states=self.save_states,
+            )
+            assert final_state is not None
+            state = final_state
+        call.after["recurrent"] = self.rule.final_state(state, projections)
+        call.after.update(carry or {})
+        return o
+
+    def step(self, arguments: Arguments, call: Call) -> tuple[Tensor, Tensor]:
+        """Carry the state token by token: a copy of the one before, unless that is lent."""
+        before = call.before["recurrent"]
+        state = before if isinstance(call.before, LentState) else before.clone()
+        return ops.recurrent_step(**{"beta": None, **arguments}, state=state), state
+
+    def carry(self, call: Call) -> Carry | None:
+        """What the rule handed on from the call before."""
+        return {name: call.before[name] for name in self.rule.carries} or None
+
+    def finish(self, o: Tensor, projections: Projections, call: Call) -> Tensor:
+        """Read out, normalise each head, gate, and project back to the stream."""
+        o = self.rule.read_out_function(o, projections, self.carry(call))
+        # Of the projections the gate alone: what computes the norm again must not hold the rest.
+        gate = projections.output_gate
+        normed = self.normed(o, gate)
+        with recomputed(normed, lambda: self.normed(o, gate)):
+            y: Tensor = self.o_proj(normed)
+        return y

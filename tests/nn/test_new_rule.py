@@ -1,0 +1,100 @@
+"""A linear rule of one's own is one file and one line in `MIXERS`."""
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import deltarule
+from deltarule.models import CausalLM, ModelConfig
+from deltarule.nn import KDA, MIXERS, DeltaMixer, Mamba1, Mesa, Rule, parameter_roles
+
+# ---- what would be nn/coupled.py ----------------------------------------------------------------
+
+
+def arguments(projections, carry=None):
+    """DeltaNet that forgets as much as it writes: a = 1 - beta."""
+    logits = projections.need("beta_logits").float()
+    gates = {"beta": torch.sigmoid(logits), "log_decay": F.logsigmoid(-logits)}
+    return projections.qkv | gates | {"normalize_qk": True}, carry
+
+
+class Coupled(DeltaMixer):
+    """Coupled gates: S = (1 - beta) S (I - beta k k^T) + beta v k^T."""
+
+    rule = Rule(
+        name="coupled", title="Coupled gates", operator="delta_rule",
+        recurrence="S = (1 - beta) S (I - beta k k^T) + beta v k^T", read_out="o = S q",
+        decay="head", erase="tied", objective="", source="this test", arguments=arguments,
+    )  # fmt: skip
+    default_conv_size = 4
+    default_output_gate = True
+
+
+# -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(monkeypatch):
+    # The one line.
+    monkeypatch.setitem(MIXERS, "coupled", Coupled)
+    config = ModelConfig(
+        vocab_size=17, hidden_size=16, num_layers=2, layer_types=("coupled", "attention"),
+        num_heads=2, num_v_heads=4,
+    )  # fmt: skip
+    return CausalLM(config)
+
+
+def test_by_its_recurrence():
+    layer = Coupled(16, num_heads=1, conv_size=0, output_gate=False).double()
+    x, state, rows = torch.randn(1, 7, 16, dtype=torch.float64), torch.zeros(16, 16).double(), []
+    q, k, v = (getattr(layer, f"{name}_proj")(x[0]) for name in "qkv")
+    beta = torch.sigmoid(layer.b_proj(x[0]).float()).double()
+    q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6) for y in (q, k))
+    for t in range(7):
+        state = (1 - beta[t]) * state
+        state = state + beta[t] * torch.outer(v[t] - state @ k[t], k[t])
+        rows.append(state @ q[t] / 4)
+    expected = layer.o_proj(F.rms_norm(torch.stack(rows), (16,), layer.o_norm.weight, 1e-5))
+    torch.testing.assert_close(layer(x)[0][0], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_in_a_model_step_by_step_and_packed(model):
+    tokens = torch.randint(17, (1, 12))
+    whole, _ = model(tokens)
+    state, steps = None, []
+    with torch.no_grad():
+        for t in range(12):
+            logits, state = model(tokens[:, t : t + 1], state)
+            steps.append(logits)
+    torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-3, atol=1e-4)
+    packed, _ = model(tokens, cu_seqlens=deltarule.pack([5, 7]))
+    torch.testing.assert_close(packed[:, 5:], model(tokens[:, 5:])[0], rtol=1e-3, atol=1e-4)
+
+
+def test_it_learns_and_decays_what_it_should(model):
+    tokens = torch.randint(17, (4, 12))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(8):
+        logits = model(tokens[:, :-1])[0]
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    assert parameter_roles(model)["blocks.0.mixer.b_proj.weight"] == "gate"
+
+
+def test_help_shows_the_options_that_a_layer_takes():
+    assert set(inspect.signature(Mamba1).parameters) == {
+        "hidden_size", "num_heads", "head_k_dim", "head_v_dim", "conv_size", "output_gate",
+        "layer_index", "num_layers",
+    }  # fmt: skip
+    assert "beta_max: Largest write strength" in KDA.__doc__
+    assert "feature_map:" not in KDA.__doc__
+    assert "num_v_heads" not in Mesa.__doc__
+    assert inspect.signature(KDA).parameters["beta_max"].annotation == (float | None)
+    assert "beta_max" in inspect.signature(Coupled).parameters
