@@ -159,7 +159,7 @@ def set_up(case: Row, setting: Setting) -> Timed:
 def overhead_case(case: Row, setting: Setting) -> Row:
     """What the host spends on calls that give the GPU next to nothing to do: forward, and both."""
     timed = set_up(case, setting)
-    run = partial(timed.forward, timed.copies[0])
+    run: Callable[[], object] = partial(timed.forward, timed.copies[0])
     row: Row = {"host_us": timing.host_us(run, setting.repeats)}
     if timed.side.entry.no_backward is None:
         timed = set_up({**case, "backward": True}, setting)

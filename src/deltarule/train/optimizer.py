@@ -103,7 +103,7 @@ def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.A
         betas=(options.beta1, options.beta2), eps=options.eps, fused=True, capturable=captured,
     )  # fmt: skip
     # It is capturable in eager steps, too, so that both have the same bits: no warning of that.
-    optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
+    optimizer._warned_capturable_if_run_uncaptured = True
     return optimizer
 
 

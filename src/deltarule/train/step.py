@@ -8,7 +8,7 @@ decides that alone: the host waits for nothing.
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,7 +83,8 @@ class TrainingStep:
             )
         self.seen: dict[object, int] = {}
         self.captured: dict[object, Captured] = {}
-        self.pool: tuple[int, int] | None = None
+        # Its type has no public name.
+        self.pool: Any = None
 
     def __call__(self, *parts: Part) -> Tensor:
         """Take one step.
