@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.bytes import VOCAB_SIZE
@@ -45,23 +46,24 @@ class FaultyJob(TextJob):
 
     def __init__(self, *given: Any, fault: str, rank: int, row: int) -> None:
         super().__init__(*given)
-        self.fault, self.rank, self.left = fault, rank, row
+        self.fault, self.left = fault, row
+        self.strikes = rank == int(os.environ["RANK"])
 
     def next(self) -> Batch:
         self.left -= 1
-        if self.left == 0 and self.world.rank == self.rank and self.fault == "SIGTERM":
+        if self.left == 0 and self.strikes and self.fault == "SIGTERM":
             os.kill(os.getpid(), signal.SIGTERM)
         return super().next()
 
-    def loss(self, model: CausalLM, hidden: Any, batch: Batch) -> Any:
-        loss, shown = super().loss(model, hidden, batch)
-        if self.left <= 0 and self.world.rank == self.rank and self.fault == "nan":
+    def loss(self, model: CausalLM, hidden: Any, *tensors: Tensor) -> Any:
+        loss, shown = super().loss(model, hidden, *tensors)
+        if self.left <= 0 and self.strikes and self.fault == "nan":
             loss = loss * torch.nan
         return loss, shown
 
 
 def with_fault(folder: str, fault: str, rank: int, row: int) -> dict[str, Any]:
-    """How a run ends, and whether its weights moved in the step that was not finished."""
+    """How a run ends, and whether all of its weights are numbers still."""
     run = text_run(folder, steps=6, save_every=2, evaluate_every=0)
     world = World(torch.device("cpu"), run.mesh)
     corpus = encode_documents([b"some words and others " * 200])
@@ -78,7 +80,7 @@ def with_fault(folder: str, fault: str, rank: int, row: int) -> dict[str, Any]:
         ended = f"{type(error).__name__}: {error}"
     trainer.checkpoints.wait()
     finite = all(bool(torch.isfinite(p.to_local()).all()) for p in model.parameters())
-    return {"step": trainer.step, "ended": ended, "finite": finite}
+    return {"ended": ended, "finite": finite}
 
 
 def with_bad_data(folder: str) -> str:
