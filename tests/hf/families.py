@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 VOCABULARY = 128
 COMMON = {
@@ -23,15 +23,26 @@ MAMBA2 = {
     "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16,
     "mamba_chunk_size": 32, "mamba_expand": 2,
 }  # fmt: skip
+VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "intermediate_size": 16,
+    "out_hidden_size": 64,
+}
 HYBRID = ["linear_attention"] * 3 + ["full_attention"]
 
 
 class Family(NamedTuple):
-    """A configuration class of transformers and its arguments."""
+    """A configuration class of transformers, its arguments, and what the sizes above are not for.
+
+    A multimodal family takes them as its `text_config`, and this as its `vision_config`.
+    """
 
     config: str
     options: dict
     without: tuple[str, ...] = ()
+    vision: dict | None = None
 
 
 ATTENTION_FREE = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -46,6 +57,14 @@ FAMILIES = {
         GATED_DELTANET | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32},
         without=("intermediate_size",),
     ),
+    "qwen4_exp": Family(
+        "Qwen4ExpTextConfig",
+        GATED_DELTANET | EXPERTS
+        | {"num_experts": 4, "shared_expert_intermediate_size": 32, "hc_count": 2, "hc_lowrank": 8,
+           "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16,
+           "indexer_budget": 128, "indexer_compress_ratio": 4, "layer_types": HYBRID},
+        without=("intermediate_size",),
+    ),
     "olmo_hybrid": Family("OlmoHybridConfig", GATED_DELTANET | {"linear_num_key_heads": 4}),
     "kimi_linear": Family(
         "KimiLinearConfig",
@@ -58,6 +77,15 @@ FAMILIES = {
         EXPERTS | LATENT
         | {"head_dim": 16, "num_key_value_heads": 4, "num_local_experts": 8, "n_group": 2,
            "topk_group": 1, "layer_group_size": 4},
+    ),
+    "glm5_next": Family(
+        "Glm5NextConfig",
+        EXPERTS | LATENT
+        | {"q_lora_rank": 16, "qk_rope_head_dim": 0, "num_key_value_heads": 4,
+           "n_routed_experts": 4, "linear_head_dim": 16, "linear_num_heads": 4, "index_topk": 128,
+           "index_head_dim": 16, "index_n_heads": 2, "index_kpool": 4, "hc_mult": 2,
+           "layer_types": HYBRID},
+        vision=VISION,
     ),
     "mamba2": Family(
         "Mamba2Config",
@@ -92,6 +120,11 @@ FAMILIES = {
          "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
     ),
     "mamba": Family("MambaConfig", {"state_size": 16}, without=ATTENTION_FREE),
+    "zamba": Family(
+        "ZambaConfig",
+        {"num_key_value_heads": 4, "n_mamba_heads": 2, "mamba_d_state": 16,
+         "layers_block_type": ["linear_attention", "hybrid"] * 2},
+    ),
     "falcon_mamba": Family("FalconMambaConfig", {"state_size": 16}, without=ATTENTION_FREE),
     "jamba": Family(
         "JambaConfig",
@@ -110,9 +143,12 @@ def tiny(name: str, **options: object) -> nn.Module:
     """A model with every parameter drawn at random, so that no zero or one hides an error."""
     family = FAMILIES[name]
     common = {key: value for key, value in COMMON.items() if key not in family.without}
-    config = getattr(transformers, family.config)(**common | family.options | options)
+    options, make = common | family.options | options, AutoModelForCausalLM
+    if family.vision is not None:
+        options = {"text_config": options, "vision_config": family.vision}
+        make = AutoModelForImageTextToText
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = make.from_config(getattr(transformers, family.config)(**options)).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             parameter.copy_(drawn(key, parameter))

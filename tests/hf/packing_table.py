@@ -3,6 +3,8 @@
 PYTHONPATH=tests python tests/hf/packing_table.py
 """
 
+import math
+
 import torch
 from transformers import DataCollatorWithFlattening
 from transformers.utils import logging
@@ -18,7 +20,7 @@ FORMS = {
 }
 
 
-def packed_error(model, documents, options) -> str:
+def packed_error(model, documents, options) -> float:
     """Relative RMS of the logits of the collator's row against the documents alone."""
     batch = DataCollatorWithFlattening(return_tensors="pt", **options)(
         [{"input_ids": document.tolist()} for document in documents]
@@ -27,10 +29,9 @@ def packed_error(model, documents, options) -> str:
     with torch.no_grad():
         alone = torch.cat([model(d[None], use_cache=False).logits for d in documents], 1)
         try:
-            value = error(model(**batch, use_cache=False).logits, alone)
+            return error(model(**batch, use_cache=False).logits, alone)
         except ValueError:
-            return "refused"
-    return f"{value:.1e}" if value < 1e-3 else f"{100 * value:.0f} %"
+            return math.inf
 
 
 def main() -> None:
@@ -44,7 +45,14 @@ def main() -> None:
         cells = [packed_error(model, documents, options) for options in FORMS.values()]
         with patch(model):
             ours = [packed_error(model, documents, options) for options in FORMS.values()]
-        print(f"| {name} | {' | '.join(cells)} | {max(ours, key=float)} |")
+        print(f"| {name} | {' | '.join(map(written, cells))} | {written(max(ours))} |")
+
+
+def written(value: float) -> str:
+    """A percentage where it is one; "refused" where there is no value."""
+    if value == math.inf:
+        return "refused"
+    return f"{value:.1e}" if value < 1e-3 else f"{100 * value:.0f} %"
 
 
 if __name__ == "__main__":

@@ -202,6 +202,16 @@ def test_a_patched_model_can_be_copied_and_pickled():
         assert torch.equal(logits(pickle.loads(pickle.dumps(model)), ids), expected)
 
 
+def test_packing_is_refused_where_attention_mixes_documents():
+    model, (ids, places) = tiny("glm5_next"), in_one_row([tokens(5), tokens(4)])
+    with patch(model):
+        with pytest.raises(ValueError, match=r"mixed by Glm5Next\w*Attention"):
+            logits(model, ids, position_ids=places)
+        logits(model, ids)
+    with patch(model, packing=False):
+        logits(model, ids, position_ids=places)
+
+
 def test_an_error_inside_leaves_no_note_behind():
     model, (ids, places) = tiny("qwen3_5"), in_one_row([tokens(5), tokens(4)])
     with patch(model):

@@ -8,8 +8,11 @@ from deltarule.hf import patch
 from hf.families import FAMILIES, cache_name, error, tiny, tokens
 
 LENGTHS = (13, 1, 40, 16)
+RECURRENT = {"layer_types": ["linear_attention"] * 4}
 # transformers' cache of MiniMax has no length in its first layer: attention sees padding.
-PADDED_ON_THE_RIGHT = {"minimax": {"layer_types": ["linear_attention"] * 4}}
+PADDED_ON_THE_RIGHT = {"minimax": RECURRENT}
+# Its attention pools keys over the borders of documents, and of padding.
+PACKED = {"glm5_next": RECURRENT}
 
 
 @pytest.fixture(params=FAMILIES)
@@ -85,7 +88,8 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_packed_documents_stay_apart(model, form):
+def test_packed_documents_stay_apart(name, form):
+    model = tiny(name, **PACKED.get(name, {}))
     documents = [tokens(length) for length in LENGTHS]
     collate = DataCollatorWithFlattening(return_tensors="pt", **FORMS[form])
     batch = collate([{"input_ids": document.tolist()} for document in documents])
@@ -100,6 +104,7 @@ def test_packed_documents_stay_apart(model, form):
         assert error(logits(model, row, **packing), alone) < 5e-6
 
 
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"glm5_next"}))
 def test_padding_on_the_right_is_not_in_the_state(name):
     model = tiny(name, **PADDED_ON_THE_RIGHT.get(name, {}))
     key, lengths = cache_name(model), torch.tensor([23, 40])
@@ -116,3 +121,15 @@ def test_padding_on_the_right_is_not_in_the_state(name):
             places = {} if key == "cache_params" else {"position_ids": length.view(1, 1)}
             alone = model(history[:, -1:], **{key: out[key]}, **places).logits
             assert error(padded[row], alone[0]) < 1e-5
+
+
+def test_states_after_padding_on_the_right():
+    """Of the layers before the first attention."""
+    model, ids = tiny("glm5_next"), tokens(2, 40)
+    mask = (torch.arange(40) < torch.tensor([[23], [40]])).long()
+    with patch(model), torch.no_grad():
+        padded = model(ids, attention_mask=mask, use_cache=True).past_key_values
+        alone = model(ids[:1, :23], use_cache=True).past_key_values
+    for ours, theirs in zip(padded.layers[:3], alone.layers[:3], strict=True):
+        assert error(ours.recurrent_states[0][0], theirs.recurrent_states[0][0]) < 1e-5
+        assert error(ours.conv_states[0][0], theirs.conv_states[0][0]) < 1e-5

@@ -21,18 +21,19 @@ from deltarule.hf.recurrence import AFRESH
 CHECKPOINT = "_gradient_checkpointing_func"
 
 
-def hook_packing(model: nn.Module) -> list[RemovableHandle]:
+def hook_packing(model: nn.Module, mixing: str | None) -> list[RemovableHandle]:
     """Find the documents at each call of the model, or of a model inside it.
 
     A wrapper such as PEFT's calls the forward of the model in it directly, past its hooks: then
-    those of the backbone find them.
+    those of the backbone find them. `mixing` names a layer that mixes documents whatever is done
+    here, so that packing is refused.
     """
     handles = []
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             names = tuple(inspect.signature(type(module).forward).parameters)[1:]
             before: list[Tensor | None] = []
-            enter = partial(_enter_model, names, before)
+            enter = partial(_enter_model, names, before, mixing)
             leave = partial(_leave_model, before)
             handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             handles.append(module.register_forward_hook(leave, always_call=True))
@@ -42,13 +43,20 @@ def hook_packing(model: nn.Module) -> list[RemovableHandle]:
 def _enter_model(
     names: tuple[str, ...],
     before: list[Tensor | None],
+    mixing: str | None,
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
     before.append(NOTE.cu_seqlens)
     if NOTE.cu_seqlens is None:
-        NOTE.cu_seqlens = find_documents(dict(zip(names, args, strict=False)) | kwargs)
+        found = find_documents(dict(zip(names, args, strict=False)) | kwargs)
+        if found is not None and mixing is not None:
+            raise ValueError(
+                f"packed documents would be mixed by {mixing}, which transformers writes without "
+                "a mask for them: give each document a row of its own"
+            )
+        NOTE.cu_seqlens = found
     if NOTE.cu_seqlens is not None and module.training:
         keep_under_checkpointing(module)
 

@@ -72,8 +72,9 @@ def patch(model: nn.Module, *, conv: bool = True, packing: bool = True) -> "Patc
 
     Args:
         model: A model of transformers, or one that wraps it (PEFT, a pipeline's `model`). Families:
-            Qwen3.5, Qwen3-Next, OLMo-hybrid, Kimi Linear, Bailing-hybrid, Mamba-2, Bamba,
-            Falcon-H1, Granite-4-H, Nemotron-H, Zamba, Mamba, Falcon-Mamba, Jamba, MiniMax.
+            Qwen3.5, Qwen3-Next, Qwen4-exp, OLMo-hybrid, Kimi Linear, Bailing-hybrid, GLM5-Next,
+            Mamba-2, Bamba, Falcon-H1, Granite-4-H, Nemotron-H, Zamba, Zamba-2, Mamba,
+            Falcon-Mamba, Jamba, MiniMax.
         conv: Whether to replace the short convolution, too. Without it, packed documents reach
             W - 1 tokens into their neighbour and padding on the right stays in its inputs.
         packing: Whether to look for packed documents. From `position_ids` this waits for the GPU
@@ -125,7 +126,7 @@ class Patch:
             hold(place, function)
         self._hooks = hook_padding(recurrent_layers(model))
         if packing:
-            self._hooks += hook_packing(model)
+            self._hooks += hook_packing(model, mixing_attention(model))
 
     def unpatch(self) -> None:
         """Take it all back, once; functions stay while another patch of the family holds them."""
@@ -173,6 +174,19 @@ def modeling_files(model: nn.Module) -> list[ModuleType]:
     """The files of transformers that the model's layers are written in."""
     names = dict.fromkeys(type(module).__module__ for module in model.modules())
     return [sys.modules[name] for name in names if name.startswith("transformers.models.")]
+
+
+def mixing_attention(model: nn.Module) -> str | None:
+    """The class of an attention layer that is written without a mask for documents; None: none.
+
+    GLM5-Next's pools keys, across whatever borders there are.
+    """
+    for module in model.modules():
+        names = vars(sys.modules[type(module).__module__])
+        recurrent = any(name in names for name in RECURRENCES)
+        if recurrent and hasattr(module, "indexer") and not any(name in names for name in MASKS):
+            return type(module).__name__
+    return None
 
 
 def recurrent_layers(model: nn.Module) -> list[nn.Module]:
