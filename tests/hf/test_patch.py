@@ -11,6 +11,7 @@ from torch import nn
 from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
+from deltarule import hf
 from deltarule.hf import patch
 from hf.families import VOCABULARY, error, tiny, tokens
 
@@ -219,3 +220,15 @@ def test_an_error_inside_leaves_no_note_behind():
         with pytest.raises(IndexError):
             model(ids + VOCABULARY, position_ids=places, use_cache=False)
         assert torch.equal(logits(model, ids), expected)
+
+
+@pytest.mark.parametrize(("installed", "message"), [(None, r"hf\]"), ("5.22.1", "5.22.1 is ins")])
+def test_what_to_install_is_said(installed, message, monkeypatch):
+    def version(name):
+        if installed is None:
+            raise hf.metadata.PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr(hf.metadata, "version", version)
+    with pytest.raises(ImportError, match=message):
+        hf._check_transformers()
