@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -211,6 +212,18 @@ def test_packing_is_refused_where_attention_mixes_documents():
         logits(model, ids)
     with patch(model, packing=False):
         logits(model, ids, position_ids=places)
+
+
+def test_threads_have_notes_of_their_own():
+    """One model, packed in one thread and not in the other, at the same time."""
+    model, (ids, places) = tiny("qwen3_5"), in_one_row([tokens(30), tokens(34)])
+    with patch(model), ThreadPoolExecutor(2) as pool:
+        plain, packed = logits(model, ids), logits(model, ids, position_ids=places)
+        assert error(plain, packed) > 0.1
+        options = [{}, {"position_ids": places}] * 20
+        results = list(pool.map(lambda option: logits(model, ids, **option), options))
+    for i, result in enumerate(results):
+        assert torch.equal(result, packed if i % 2 else plain)
 
 
 def test_an_error_inside_leaves_no_note_behind():

@@ -21,11 +21,15 @@ class Note(threading.local):
         real: [B, T] bool, False at the padding of the running layer. None: no padding.
         history: [B, D, W], the convolution's inputs up to each row's last real token, from the
             convolution to the hook after the layer. None: it was not asked for.
+        outer: The offsets of the models around the running one, the innermost last.
     """
 
-    cu_seqlens: Tensor | None = None
-    real: Tensor | None = None
-    history: Tensor | None = None
+    def __init__(self) -> None:
+        """Begin empty; Python calls this in each thread."""
+        self.cu_seqlens: Tensor | None = None
+        self.real: Tensor | None = None
+        self.history: Tensor | None = None
+        self.outer: list[Tensor | None] = []
 
 
 NOTE = Note()

@@ -32,23 +32,20 @@ def hook_packing(model: nn.Module, mixing: str | None) -> list[RemovableHandle]:
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             names = tuple(inspect.signature(type(module).forward).parameters)[1:]
-            before: list[Tensor | None] = []
-            enter = partial(_enter_model, names, before, mixing)
-            leave = partial(_leave_model, before)
+            enter = partial(_enter_model, names, mixing)
             handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            handles.append(module.register_forward_hook(leave, always_call=True))
+            handles.append(module.register_forward_hook(_leave_model, always_call=True))
     return handles
 
 
 def _enter_model(
     names: tuple[str, ...],
-    before: list[Tensor | None],
     mixing: str | None,
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    before.append(NOTE.cu_seqlens)
+    NOTE.outer.append(NOTE.cu_seqlens)
     if NOTE.cu_seqlens is None:
         found = find_documents(dict(zip(names, args, strict=False)) | kwargs)
         if found is not None and mixing is not None:
@@ -61,10 +58,8 @@ def _enter_model(
         keep_under_checkpointing(module)
 
 
-def _leave_model(
-    before: list[Tensor | None], module: nn.Module, args: tuple[Any, ...], output: Any
-) -> None:
-    NOTE.cu_seqlens = before.pop()
+def _leave_model(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    NOTE.cu_seqlens = NOTE.outer.pop()
 
 
 def find_documents(given: Mapping[str, Any]) -> Tensor | None:
