@@ -139,16 +139,23 @@ FAMILIES = {
 }  # fmt: skip
 
 
+MULTIMODAL = Family("Qwen3_5Config", GATED_DELTANET, vision=VISION)
+
+
 def tiny(name: str, **options: object) -> nn.Module:
+    """A model of a family."""
+    return make(FAMILIES[name], **options)
+
+
+def make(family: Family, **options: object) -> nn.Module:
     """A model with every parameter drawn at random, so that no zero or one hides an error."""
-    family = FAMILIES[name]
     common = {key: value for key, value in COMMON.items() if key not in family.without}
-    options, make = common | family.options | options, AutoModelForCausalLM
+    options, auto = common | family.options | options, AutoModelForCausalLM
     if family.vision is not None:
         options = {"text_config": options, "vision_config": family.vision}
-        make = AutoModelForImageTextToText
+        auto = AutoModelForImageTextToText
     torch.manual_seed(0)
-    model = make.from_config(getattr(transformers, family.config)(**options)).eval()
+    model = auto.from_config(getattr(transformers, family.config)(**options)).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             parameter.copy_(drawn(key, parameter))

@@ -14,7 +14,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from deltarule import hf
 from deltarule.hf import patch
-from hf.families import VOCABULARY, error, tiny, tokens
+from hf.families import MULTIMODAL, VOCABULARY, error, make, tiny, tokens
 
 
 def logits(model, ids, **options):
@@ -73,6 +73,16 @@ def test_documents_in_several_rows(name):
     with patch(model):
         alone = [torch.cat([logits(model, d[None]) for d in row], 1) for row in rows]
         assert error(logits(model, ids, position_ids=places), torch.cat(alone)) < 5e-6
+
+
+def test_documents_of_a_multimodal_wrapper():
+    """Its four rows of positions begin with those of the text."""
+    model, documents = make(MULTIMODAL), [tokens(n) for n in (13, 40, 16)]
+    ids, places = in_one_row(documents)
+    with patch(model):
+        alone = torch.cat([logits(model, document[None]) for document in documents], 1)
+        for given in (places, places.expand(4, 1, -1)):
+            assert error(logits(model, ids, position_ids=given), alone) < 5e-6
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "mamba2", "mamba"])
