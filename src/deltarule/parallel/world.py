@@ -7,6 +7,7 @@ weights), `context` (parts of a sequence), `tensor` (parts of each layer). Near 
 import datetime
 import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -19,6 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 T = TypeVar("T")
+# Seconds for which one that has waited in vain listens to the others.
+GIVING_UP_S = 2.0
 AXES = ("replicate", "shard", "context", "tensor")
 
 
@@ -144,8 +147,12 @@ class World:
         """Who has kept the others waiting, if that is what the error of a collective is about."""
         if self.store is None or "timed out" not in str(error).lower():
             return None
+        # All that wait give up at about the same time, and say so; who hangs says nothing.
+        self.store.set(f"waits-{self.rank}", "")
+        time.sleep(GIVING_UP_S)
         steps = [int(self.store.get(f"step-{rank}")) for rank in range(self.size)]
-        behind = [rank for rank in range(self.size) if steps[rank] == min(steps)]
+        silent = [r for r in range(self.size) if not self.store.check([f"waits-{r}"])]
+        behind = silent or [r for r in range(self.size) if steps[r] == min(steps)]
         return StalledError(self.rank, behind, steps, self.timeout.total_seconds())
 
     def everywhere(self, compute: Callable[[], T]) -> T:
