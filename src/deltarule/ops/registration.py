@@ -79,7 +79,6 @@ class Operator(Generic[Inputs]):
         rules: What autograd has to know.
         options: Names and types of further arguments.
         fold: How vmap runs it. None: as it runs the forward's own operations.
-        mutated: Inputs that the forward writes.
     """
 
     def __init__(
@@ -94,7 +93,6 @@ class Operator(Generic[Inputs]):
         rules: Rules = NO_RULES,
         options: Mapping[str, Any] = NO_OPTIONS,
         fold: Fold | None = None,
-        mutated: tuple[str, ...] = (),
     ) -> None:
         """Register the operator and its backward operator."""
         self.inputs, self.forward, self.backward, self.fake = inputs, forward, backward, fake
@@ -106,22 +104,16 @@ class Operator(Generic[Inputs]):
         self.alike = [(self.names.index(x), self.names.index(y)) for x, y in rules.alike.items()]
         self.kept = [x not in rules.forgotten for x in self.names[: self.tensors]]
         self.all_kept = all(self.kept)
-        arguments = ", ".join(
-            f"{SCHEMA[hint]}{'(a!)' if x in mutated else ''} {x}" for x, hint in hints.items()
-        )
+        arguments = ", ".join(f"{SCHEMA[hint]} {x}" for x, hint in hints.items())
         results = ", ".join(["Tensor"] * returned)
         schema = f"({arguments}) -> {results if returned == 1 else f'({results})'}"
-        self.operator = self.registered(name, schema, self.body, self.fake_body, mutated)
+        self.operator = self.registered(name, schema, self.body, self.fake_body)
         if backward is not None:
             self.register_backward(name, hints)
 
-    def registered(
-        self, name: str, schema: str, body: Any, fake: Any, mutated: tuple[str, ...] = ()
-    ) -> Any:
+    def registered(self, name: str, schema: str, body: Any, fake: Any) -> Any:
         """An operator of the library with its fake."""
-        made = torch.library.custom_op(
-            f"deltarule::{name}", body, mutates_args=mutated, schema=schema
-        )
+        made = torch.library.custom_op(f"deltarule::{name}", body, mutates_args=(), schema=schema)
         made.register_fake(fake)
         return getattr(torch.ops.deltarule, name).default
 
