@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from deltarule.ops.eager import unwatched
+from deltarule.ops.folding import Fold, Folding
 
 Inputs = TypeVar("Inputs", bound=tuple[Any, ...])
 # A gradient that nobody asks for, or that there is none of.
@@ -25,20 +26,6 @@ SCHEMA = {
     Tensor: "Tensor", Tensor | None: "Tensor?", int: "SymInt", int | None: "SymInt?",
     float: "float", float | None: "float?", bool: "bool", str: "str", torch.dtype: "ScalarType",
 }  # fmt: skip
-
-
-class Fold(NamedTuple):
-    """How vmap folds its axis into one that a call has anyway.
-
-    axis: From the name of an input or output, its tensor of one call, and whether sequences are
-        packed, to the axis that grows.
-    offsets: From the offsets of one call and the size of the axis to those of the folded call.
-    outputs: Names of the outputs.
-    """
-
-    axis: Callable[[str, Tensor, bool], int]
-    offsets: Callable[[Tensor, int], Tensor]
-    outputs: tuple[str, ...]
 
 
 class Rules(NamedTuple):
@@ -132,8 +119,9 @@ class Operator(Generic[Inputs]):
         register(f"deltarule::{name}", self.differentiate, setup_context=self.set_up)
         register(f"deltarule::{name_backward}", self.no_derivative)
         if self.fold is not None:
-            torch.library.register_vmap(f"deltarule::{name}", self.vmap)
-            torch.library.register_vmap(f"deltarule::{name_backward}", self.vmap_backward)
+            folding = Folding(self, self.fold)
+            torch.library.register_vmap(f"deltarule::{name}", folding.vmap)
+            torch.library.register_vmap(f"deltarule::{name_backward}", folding.vmap_backward)
         # Without a rule of its own, an operator is for vmap what its body does.
         of = (
             (self.operator, self.backward_operator)
@@ -273,64 +261,6 @@ class Operator(Generic[Inputs]):
         """The derivative of the backward operator."""
         raise NotImplementedError(self.message)
 
-    def vmap(self, info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
-        """The operator on folded inputs, which saves nothing: its chunks lie in another order."""
-        assert self.fold is not None
-        size, packed = info.batch_size, self.packed(args)
-        folded = self.folded(size, in_dims, args)
-        outputs = self.operator(*folded)
-        count = self.rules.outputs
-        named = zip(self.fold.outputs, outputs[:count], strict=True)
-        unfolded = [unfold(x, size, self.fold.axis(name, x, packed)) for name, x in named]
-        rest = outputs[count:]
-        return (*unfolded, *rest), (*(0 for _ in unfolded), *(None for _ in rest))
-
-    def vmap_backward(
-        self, info: Any, in_dims: Sequence[int | None], *args: Any
-    ) -> tuple[list[Tensor], list[int | None]]:
-        """The backward operator on folded inputs and gradients."""
-        assert self.fold is not None
-        size, outputs = info.batch_size, self.rules.outputs
-        first = outputs + len(self.rules.saved)
-        gradients, saved, given, wanted = self.split(args)
-        packed = self.packed(given)
-        d_folded = [
-            None if d is None
-            else fold_one(d, dim, size, self.fold.axis(name, alone(d, dim), packed))
-            for name, d, dim in zip(self.fold.outputs, gradients, in_dims[:outputs], strict=True)
-        ]  # fmt: skip
-        folded = self.folded(size, in_dims[first:-1], given)
-        nothing = [x.new_empty(0) for x in saved]
-        found = self.backward_operator(*d_folded, *nothing, *folded, wanted)
-        there = [
-            want and folded[i] is not None for i, want in zip(self.places, wanted, strict=True)
-        ]
-        unfolded = [
-            unfold(dx, size, self.fold.axis(self.names[i], dx, packed)) if known else dx
-            for i, dx, known in zip(self.places, found, there, strict=True)
-        ]
-        return unfolded, [0 if known else None for known in there]
-
-    def packed(self, given: Sequence[Any]) -> bool:
-        """Whether the inputs have offsets."""
-        return given[self.names.index("cu_seqlens")] is not None
-
-    def folded(self, size: int, in_dims: Sequence[Any], given: Sequence[Any]) -> list[Any]:
-        """The inputs with the mapped axis folded in, and nothing saved."""
-        assert self.fold is not None
-        offsets = self.names.index("cu_seqlens")
-        if in_dims[offsets] is not None:
-            raise NotImplementedError("vmap over cu_seqlens: give every row the same offsets")
-        packed, folded = self.packed(given), list(given)
-        for i, (name, x, dim) in enumerate(zip(self.names, given, in_dims, strict=False)):
-            if i == offsets:
-                folded[i] = None if x is None else self.fold.offsets(x, size)
-            elif isinstance(x, Tensor):
-                folded[i] = fold_one(x, dim, size, self.fold.axis(name, alone(x, dim), packed))
-            elif name == "save":
-                folded[i] = False
-        return folded
-
 
 def eager_function(operator: Operator[Any], name: str) -> Any:
     """Forward and backward of an operator without the operator around them.
@@ -379,19 +309,3 @@ def differentiated(tensors: Sequence[Tensor | None]) -> bool:
 def is_dual(x: Tensor | None) -> bool:
     """Whether forward-mode differentiation follows x."""
     return x is not None and torch.autograd.forward_ad.unpack_dual(x).tangent is not None
-
-
-def alone(x: Tensor, dim: int | None) -> Tensor:
-    """The tensor of one call among those that are mapped."""
-    return x if dim is None else x.select(dim, 0)
-
-
-def fold_one(x: Tensor, dim: int | None, size: int, axis: int) -> Tensor:
-    """Fold the mapped axis of x into `axis`."""
-    mapped = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-    return mapped.movedim(0, axis).flatten(axis, axis + 1)
-
-
-def unfold(x: Tensor, size: int, axis: int) -> Tensor:
-    """The inverse of `fold_one`, the mapped axis first."""
-    return x.unflatten(axis, (size, -1)).movedim(axis, 0)

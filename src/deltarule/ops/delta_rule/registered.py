@@ -13,7 +13,8 @@ from torch import Tensor
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.torch import layout
 from deltarule.ops.delta_rule.torch import passes as torch_kernels
-from deltarule.ops.registration import Fold, Gradients, Operator, Rules, differentiated
+from deltarule.ops.folding import Fold
+from deltarule.ops.registration import Gradients, Operator, Rules, differentiated
 from deltarule.shapes import RecurrentOutput
 
 

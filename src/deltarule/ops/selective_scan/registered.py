@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.registration import Fold, Gradients, Operator, Rules, differentiated
+from deltarule.ops.folding import Fold
+from deltarule.ops.registration import Gradients, Operator, Rules, differentiated
 from deltarule.ops.selective_scan import torch as torch_kernels
 from deltarule.ops.selective_scan.inputs import ScanInputs
 from deltarule.ops.selective_scan.torch import chunk_states_shape
