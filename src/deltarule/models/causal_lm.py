@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -17,6 +16,7 @@ from deltarule.models.config import ModelConfig
 from deltarule.models.generate import Prompt, Stop, generate, stream
 from deltarule.models.loss import next_token_loss
 from deltarule.nn import DeltaMixer, ModelState, RMSNorm
+from deltarule.nn.linears import linear, product
 from deltarule.ops.context import Context
 from deltarule.shapes import Hidden, Mask, Offsets
 
@@ -135,7 +135,9 @@ class CausalLM(nn.Module):
 
     def logits(self, x: Float[Tensor, "*rows hidden"]) -> Float[Tensor, "*rows vocab"]:
         """Apply the head to what `hidden` returned."""
-        return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+        if self.head is None:
+            return product(x, self.embedding.weight)
+        return linear(x, self.head)
 
     def loss(self, x: Hidden, targets: Tokens) -> Float[Tensor, ""]:
         """Return the mean cross entropy of the targets [B, T], from what `hidden` returned.

@@ -24,7 +24,7 @@ from deltarule.nn.arguments import (
 )
 from deltarule.nn.call import Call
 from deltarule.nn.layout import Layout, make_layout, split
-from deltarule.nn.linears import linears
+from deltarule.nn.linears import linear, linears
 from deltarule.nn.mixer import Mixer
 from deltarule.nn.rope import rotate
 from deltarule.nn.rule import System
@@ -246,8 +246,7 @@ class Attention(Mixer):
         )
         state["length"].add_(1)
         place.add_(1).remainder_(valid.shape[1])
-        y: Tensor = self.o_proj(o.flatten(1).unsqueeze(1))
-        return y
+        return linear(o.flatten(1).unsqueeze(1), self.o_proj)
 
     def of_input(self) -> dict[str, nn.Module]:
         """What is applied to x itself, by the name of its result."""

@@ -20,7 +20,7 @@ from deltarule.nn.call import Call
 from deltarule.nn.feature_maps import QueryKeyMap
 from deltarule.nn.gates import initial_A_log, initial_dt_bias, low_rank
 from deltarule.nn.layout import per_step, silence_padding, split
-from deltarule.nn.linears import linears
+from deltarule.nn.linears import linear, linears
 from deltarule.nn.mixer import COMMON, Mixer
 from deltarule.nn.norm import GateOnly
 from deltarule.nn.recomputed import recomputed
@@ -46,6 +46,8 @@ class DeltaMixer(Mixer):
     frees_strength: ClassVar[bool] = False
     # SiLU on q, k and v where no convolution brings its own.
     activates_projections: ClassVar[bool] = False
+    # Whether the rule reads its layer's depth; compiled code is then of one layer alone.
+    reads_depth: ClassVar[bool] = False
     float32_parameters: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
 
     A_log: nn.Parameter | None
@@ -177,7 +179,7 @@ class DeltaMixer(Mixer):
             D=self.D,
             beta_max=self.beta_max,
             n_steps=steps,
-            depth=self.layer_index / self.num_layers,
+            depth=self.layer_index / self.num_layers if self.reads_depth else 0.0,
             qk_norm=self.qk_norm,
             normalizer=self.normalizer,
             cu_seqlens=call.layout.cu_seqlens,
@@ -242,5 +244,4 @@ class DeltaMixer(Mixer):
         gate = projections.output_gate
         normed = self.normed(o, gate)
         with recomputed(normed, lambda: self.normed(o, gate)):
-            y: Tensor = self.o_proj(normed)
-        return y
+            return linear(normed, self.o_proj)

@@ -51,6 +51,7 @@ class Lightning(DeltaMixer):
     """
 
     rule = RULE
+    reads_depth = True
     default_output_gate = True
     gate_activation = "sigmoid"
     activates_projections = True

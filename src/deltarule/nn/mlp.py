@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.linears import is_plain, linears
+from deltarule.nn.linears import is_plain, linear, linears
 from deltarule.ops.dispatch import Implementation, Table, always, choose
 from deltarule.ops.eager import run_fused, unwatched, why_not_fused
 from deltarule.ops.fused import swiglu as fused
@@ -67,7 +67,9 @@ def run_triton(call: Call) -> Hidden:
     """One kernel before the product, and one in the backward, which needs gate and up alone."""
     gate, up, down = call
     y: Hidden
-    if not unwatched((gate, up)) or not is_plain(down) or not unwatched((down.weight,)):
+    if not torch.is_grad_enabled():
+        y = linear(run_fused(fused.swiglu, gate, up), down)
+    elif not unwatched((gate, up)) or not is_plain(down) or not unwatched((down.weight,)):
         y = down(run_fused(fused.swiglu, gate, up))
     else:
         autocast = torch.is_autocast_enabled(gate.device.type)

@@ -21,5 +21,4 @@ def with_one(v: Tensor) -> Tensor:
 def divided(o: Tensor, least: Tensor | float = SMALLEST) -> Tensor:
     """S q / max(z^T q, least)."""
     read, z = computed(o[..., :-1]), computed(o[..., -1:])
-    least = torch.as_tensor(least, dtype=z.dtype, device=z.device)
-    return (read / torch.maximum(z, least)).to(o.dtype)
+    return (read / z.clamp(min=least)).to(o.dtype)

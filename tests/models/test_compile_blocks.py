@@ -1,0 +1,37 @@
+"""Compilation block by block: no graph breaks, and equal blocks share what was compiled."""
+
+import pytest
+import torch
+
+from deltarule.models import linear_next_token_loss
+from deltarule.models.compiled import compile_blocks
+
+# In Lightning each layer has decays of its own.
+NAMES = ["gated_deltanet", "delta_product", "kda", "mamba2", "rwkv7", "attention"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equal_blocks_are_compiled_once(name, make_model, random_tokens):
+    torch.compiler.reset()
+    model, tokens, compiled = make_model(layer_types=name), random_tokens(2, 21), []
+
+    def loss() -> torch.Tensor:
+        x, _ = model.hidden(tokens[:, :-1])
+        return linear_next_token_loss(x, model.embedding.weight, tokens[:, 1:])
+
+    expected = loss()
+    gradients = torch.autograd.grad(expected, list(model.parameters()))
+
+    def backend(graph, example):
+        compiled.append(graph)
+        return graph.forward
+
+    compile_blocks(model, backend=backend)
+    for _ in range(2):
+        value = loss()
+        found = torch.autograd.grad(value, list(model.parameters()))
+    # The first block adds no branch to the stream; the other three are one.
+    assert len(compiled) == 2
+    torch.testing.assert_close(value, expected)
+    for gradient, same in zip(found, gradients, strict=True):
+        torch.testing.assert_close(gradient, same)
