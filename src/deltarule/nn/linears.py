@@ -17,7 +17,7 @@ from deltarule.ops.autocast import without_autocast
 from deltarule.ops.eager import unwatched, why_not_fused
 
 WIDE = torch.float64
-# Up to so many rows, and outputs of a narrow matrix, which cuBLAS would split over its inputs: on an
+# Up to so many rows, and outputs of a narrow matrix, which cuBLAS splits over its inputs: on an
 # H200 one row takes 5.8 us against 7.6 (2048 x 3072) and 8.6 against 11.2 (2048 x 5472).
 FEW_ROWS, NARROW = 8, 4096
 

@@ -3,7 +3,6 @@
 S' = [S; z^T]        w' = [v; 1]        S' q = [S q; z^T q]
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
