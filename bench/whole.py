@@ -1,0 +1,243 @@
+"""What a user waits for: a generated token, a training step; ours, and transformers' attention.
+
+The floor of a token is the time of reading all weights and of reading and writing all states once.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bench import results, timing
+from deltarule.models import CausalLM, ModelConfig, linear_next_token_loss
+from deltarule.train.step import TrainingStep
+
+Row = dict[str, Any]
+Model = Literal["1M", "148M", "1.5B"]
+Peer = Literal["deltarule", "deltarule-attention", "transformers"]
+# Bytes a second of an H200's memory, as measured by a large copy.
+BANDWIDTH = 4.25e12
+CPU_BANDWIDTH = 2e10
+WARM_UP, STEPS, TIMES = 6, 20, 3
+PROMPT = 128
+
+
+class Sizes(NamedTuple):
+    """Of a model, and of a training step of it."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    rows: int
+    tokens: int
+
+
+SIZES: dict[str, Sizes] = {
+    "1M": Sizes(512, 128, 2, 2, 64, 256),
+    "148M": Sizes(32000, 768, 12, 6, 8, 1024),
+    "1.5B": Sizes(32000, 2048, 24, 16, 8, 4096),
+}
+
+
+@dataclass(frozen=True)
+class GenerateBenchRun:
+    """Time generation after a prompt of 128 tokens, the prompt included, beside the floor."""
+
+    model: tuple[Model, ...] = ("1.5B",)
+    """Gated DeltaNet of these sizes, or attention of the same layers and width."""
+    peer: tuple[Peer, ...] = ("deltarule", "transformers")
+    """Ours, ours with attention, and transformers' Llama with a static cache."""
+    batch: tuple[int, ...] = (1, 32)
+    """Rows that are continued together."""
+    new_tokens: int = 256
+    """Tokens added to each row."""
+    output: Path = Path("bench_generate.json")
+    """Raw figures."""
+
+
+@dataclass(frozen=True)
+class TrainBenchRun:
+    """Time training steps (bfloat16, fused AdamW, clipping), eager and as CUDA graphs."""
+
+    model: tuple[Model, ...] = ("1M", "148M", "1.5B")
+    """Gated DeltaNet of these sizes, or attention of the same layers and width."""
+    peer: tuple[Peer, ...] = ("deltarule", "transformers")
+    """Ours, ours with attention, and transformers' Llama with PyTorch's attention."""
+    output: Path = Path("bench_train.json")
+    """Raw figures."""
+
+
+def bench_generate(run: GenerateBenchRun) -> None:
+    """Time every model, peer and batch; each figure is written at once."""
+
+    def cases() -> Iterator[tuple[str, Row, Callable[[], Row]]]:
+        for name in run.model:
+            for peer in run.peer:
+                for batch in run.batch:
+                    case = {"kind": "generate", "model": name, "batch": batch}
+                    yield (
+                        peer,
+                        case,
+                        lambda peer=peer, name=name, batch=batch: time_generation(
+                            peer, SIZES[name], batch, run.new_tokens, device()
+                        ),
+                    )
+
+    report(run.output, cases())
+
+
+def bench_train(run: TrainBenchRun) -> None:
+    """Time every model and peer; each figure is written at once."""
+
+    def cases() -> Iterator[tuple[str, Row, Callable[[], Row]]]:
+        for name in run.model:
+            for peer in run.peer:
+                case = {"kind": "train", "model": name}
+                yield (
+                    peer,
+                    case,
+                    lambda peer=peer, name=name: time_training(peer, SIZES[name], device()),
+                )
+
+    report(run.output, cases())
+
+
+def report(output: Path, cases: Iterator[tuple[str, Row, Callable[[], Row]]]) -> None:
+    """Measure the cases; what one of them raises is its row."""
+    written = results.new_report(sys.argv[1:])
+    if torch.cuda.is_available():
+        written["device"] = torch.cuda.get_device_name()
+    for peer, case, measured in cases:
+        try:
+            figures = measured()
+        except (RuntimeError, ValueError, ImportError) as error:
+            figures = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+        row = results.add(written, peer, case, figures)
+        print(" ".join(f"{name}={brief(value)}" for name, value in row.items()), flush=True)
+        results.save(written, output)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def time_generation(peer: str, sizes: Sizes, batch: int, new: int, device: str) -> Row:
+    """Milliseconds a token of greedy generation, the best of three after a first."""
+    model = built(peer, sizes, device)
+    prompts = torch.randint(sizes.vocab_size, (batch, PROMPT), device=device)
+    if isinstance(model, CausalLM):
+        given = list(prompts)
+
+        def generate() -> None:
+            model.generate(given, max_new_tokens=new, temperature=0)
+
+    else:
+        options = {
+            "max_new_tokens": new, "min_new_tokens": new, "do_sample": False,
+            "cache_implementation": "static", "pad_token_id": 0,
+        }  # fmt: skip
+
+        def generate() -> None:
+            mask = torch.ones_like(prompts)
+            model.generate(prompts, attention_mask=mask, **options)  # type: ignore[operator]
+
+    first = timing.host_seconds(generate)
+    seconds = min(timing.host_seconds(generate) for _ in range(TIMES))
+    parameters = sum(x.numel() for x in model.parameters())
+    moved = sum(x.nbytes for x in model.parameters()) + 2 * state_bytes(model, batch)
+    bandwidth = CPU_BANDWIDTH if device == "cpu" else BANDWIDTH
+    return {
+        "parameters": parameters, "prompt": PROMPT, "new_tokens": new, "first_s": first,
+        "ms_per_token": seconds / new * 1e3, "floor_ms": moved / bandwidth * 1e3,
+    }  # fmt: skip
+
+
+def time_training(peer: str, sizes: Sizes, device: str) -> Row:
+    """Milliseconds of a step, eager and on a GPU as a graph, and how long the GPU is busy."""
+    model = built(peer, sizes, device)
+    text = torch.randint(sizes.vocab_size, (sizes.rows, sizes.tokens + 1), device=device)
+    row: Row = {"parameters": sum(x.numel() for x in model.parameters())}
+    row |= {"rows": sizes.rows, "tokens": sizes.tokens}
+    for name, graphs in {"eager": False, "graph": True}.items():
+        if graphs and device == "cpu":
+            continue
+        optimizer = torch.optim.AdamW(
+            model.parameters(), torch.tensor(1e-4, device=device), fused=True, capturable=True
+        )
+        optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
+        step = TrainingStep(loss_of(model), optimizer, clip=1.0, cuda_graphs=graphs)
+        count = STEPS if device != "cpu" else 2
+
+        def several(step: TrainingStep = step, count: int = count) -> None:
+            for _ in range(count):
+                step([text])
+
+        for _ in range(WARM_UP if device != "cpu" else 1):
+            step([text])
+        row[f"{name}_ms"] = timing.host_seconds(several) / count * 1e3
+        if graphs:
+            row["gpu_ms"] = busy_ms(lambda step=step: step([text]))
+    return row
+
+
+def loss_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The loss of a model of ours or of transformers."""
+    if isinstance(model, CausalLM):
+        head = model.embedding if model.head is None else model.head
+        return lambda text: linear_next_token_loss(
+            model.hidden(text[:, :-1])[0], head.weight, text[:, 1:]
+        )
+    return lambda text: linear_next_token_loss(
+        model.model(text[:, :-1], use_cache=False).last_hidden_state,
+        model.lm_head.weight, text[:, 1:],
+    )  # fmt: skip
+
+
+def built(peer: str, sizes: Sizes, device: str) -> nn.Module:
+    """The peer's model, in bfloat16 on a GPU."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    torch.manual_seed(0)
+    if peer == "transformers":
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=sizes.vocab_size, hidden_size=sizes.hidden_size,
+            num_hidden_layers=sizes.num_layers, num_attention_heads=sizes.num_heads,
+            intermediate_size=16 * -(-sizes.hidden_size * 8 // 48), eos_token_id=None,
+            attn_implementation="sdpa",
+        )  # fmt: skip
+        model: nn.Module = LlamaForCausalLM(config)
+        return model.to(device, dtype)
+    name = "attention" if peer == "deltarule-attention" else "gated_deltanet"
+    options = sizes._asdict()
+    del options["rows"], options["tokens"]
+    with torch.device(device):
+        return CausalLM(ModelConfig(layer_types=name, tie_embeddings=False, **options)).to(dtype)
+
+
+def state_bytes(model: nn.Module, batch: int) -> int:
+    """Of the state that a token reads and writes; a cache of attention is left out."""
+    return model.init_state(batch).num_bytes if isinstance(model, CausalLM) else 0
+
+
+def busy_ms(run: Callable[[], object]) -> float:
+    """Milliseconds of kernels in a run."""
+    kinds = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds, acc_events=True) as profile:
+        run()
+        torch.cuda.synchronize()
+    total: float = sum(event.self_device_time_total for event in profile.key_averages())
+    return total / 1e3
+
+
+def device() -> str:
+    """A GPU if there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def brief(value: object) -> str:
+    """Numbers in four digits."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
