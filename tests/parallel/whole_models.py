@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -12,11 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from deltarule.models import CausalLM, ModelConfig
-from deltarule.models import block as block_file
 from deltarule.models.loss import next_token_loss
 from deltarule.nn import MIXERS
-from deltarule.nn import mixer as mixer_file
-from deltarule.nn.recomputed import remembered
+from deltarule.nn import recomputed as recomputed_file
 from deltarule.ops.context import make_context
 from deltarule.parallel import MeshOptions, make_mesh, parallelize
 from deltarule.parallel.sharding import clip_sharded
@@ -65,12 +64,17 @@ def whole(x: Tensor) -> Tensor:
 
 def heads_recomputed(mixer: str, tensor: int) -> dict[str, float]:
     """The same as a GPU does it: norms and convolutions are computed again in the backward."""
-    plain = mixer_file.recomputed, block_file.recomputed
-    mixer_file.recomputed = block_file.recomputed = remembered
+    users = [file for file in sys.modules.values() if hasattr(file, "recomputed")]
+    users = [file for file in users if file.__name__.startswith("deltarule.")]
+    plain = recomputed_file.recomputed
+    assert len(users) > 2
+    for file in users:
+        file.recomputed = recomputed_file.remembered
     try:
         return heads_and_shards(mixer, tensor)
     finally:
-        mixer_file.recomputed, block_file.recomputed = plain
+        for file in users:
+            file.recomputed = plain
 
 
 def heads_refused(**fields: int) -> str:
