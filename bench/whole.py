@@ -6,6 +6,7 @@ The floor of a token is the time of reading all weights and of reading and writi
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -80,13 +81,8 @@ def bench_generate(run: GenerateBenchRun) -> None:
             for peer in run.peer:
                 for batch in run.batch:
                     case = {"kind": "generate", "model": name, "batch": batch}
-                    yield (
-                        peer,
-                        case,
-                        lambda peer=peer, name=name, batch=batch: time_generation(
-                            peer, SIZES[name], batch, run.new_tokens, device()
-                        ),
-                    )
+                    sizes, new = SIZES[name], run.new_tokens
+                    yield peer, case, partial(time_generation, peer, sizes, batch, new, device())
 
     report(run.output, cases())
 
@@ -98,11 +94,7 @@ def bench_train(run: TrainBenchRun) -> None:
         for name in run.model:
             for peer in run.peer:
                 case = {"kind": "train", "model": name}
-                yield (
-                    peer,
-                    case,
-                    lambda peer=peer, name=name: time_training(peer, SIZES[name], device()),
-                )
+                yield peer, case, partial(time_training, peer, SIZES[name], device())
 
     report(run.output, cases())
 
@@ -167,7 +159,7 @@ def time_training(peer: str, sizes: Sizes, device: str) -> Row:
         optimizer = torch.optim.AdamW(
             model.parameters(), torch.tensor(1e-4, device=device), fused=True, capturable=True
         )
-        optimizer._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
+        optimizer._warned_capturable_if_run_uncaptured = True
         step = TrainingStep(loss_of(model), optimizer, clip=1.0, cuda_graphs=graphs)
         count = STEPS if device != "cpu" else 2
 
@@ -179,11 +171,11 @@ def time_training(peer: str, sizes: Sizes, device: str) -> Row:
             step([text])
         row[f"{name}_ms"] = timing.host_seconds(several) / count * 1e3
         if graphs:
-            row["gpu_ms"] = busy_ms(lambda step=step: step([text]))
+            row["gpu_ms"] = busy_ms(partial(step, [text]))
     return row
 
 
-def loss_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
+def loss_of(model: Any) -> Callable[[Tensor], Tensor]:
     """The loss of a model of ours or of transformers."""
     if isinstance(model, CausalLM):
         head = model.embedding if model.head is None else model.head

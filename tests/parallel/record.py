@@ -15,12 +15,12 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-import torch
-from processes import Processes
-from test_contexts import NOT_LINEAR
-from test_kills import kill_and_read
+import torch  # noqa: E402
+from processes import Processes  # noqa: E402
+from test_contexts import NOT_LINEAR  # noqa: E402
+from test_kills import kill_and_read  # noqa: E402
 
-from deltarule.nn import MIXERS
+from deltarule.nn import MIXERS  # noqa: E402
 
 
 def worst(answers: list[dict[str, float]]) -> float:
@@ -41,8 +41,11 @@ def contexts(processes: Processes) -> dict[str, Any]:
     """By mixer: packed rows over four processes, and over two beside two of heads."""
     run, options = "whole_models.context_model", {"exchange": "gather", "packed": True}
     return {
-        mixer: {f"context {4 // n}, heads {n}": worst(processes(run, mixer=mixer, heads=n, **options))
-                for n in (1, 2)}
+        mixer: {
+            f"context {4 // n}, heads {n}": worst(
+                processes(run, mixer=mixer, heads=n, **options)
+            ) for n in (1, 2)
+        }
         for mixer in MIXERS if mixer not in NOT_LINEAR
     }  # fmt: skip
 
