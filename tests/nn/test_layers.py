@@ -12,6 +12,8 @@ from deltarule.nn.call import Call
 from deltarule.nn.layout import make_layout
 from deltarule.ops.delta_rule import definition
 from nn.layers import HIDDEN, LINEAR, NAMES, config, inputs, make
+from oracles import mlstm
+from oracles.lifted import each_head
 from tolerance import relative_rms
 
 
@@ -50,27 +52,26 @@ def conv(layer, name, x):
     return F.silu(F.conv1d(F.pad(x.mT, (3, 0)), weight[:, None], groups=len(weight))).mT
 
 
+def mlstm_cell(*inputs):
+    o, (C, _, _) = mlstm.recurrence(*inputs, eps=1e-6)
+    return o, C
+
+
 def test_mlstm_by_hand():
-    """arXiv 2405.04517, section 2.3: the cell without stabiliser, norm, output gate."""
+    """arXiv 2405.04517, section 2.3: the cell, norm, output gate."""
     layer, x = make("mlstm", torch.float64), inputs(1, 10, torch.float64)
     with torch.no_grad():
-        q, k, v = (getattr(layer, f"{name}_proj")(x).view(10, 2, 8) for name in "qkv")
-        i = torch.exp(layer.b_proj(x) + layer.beta_bias)[0]
-        f = torch.sigmoid(layer.a_proj(x) + layer.decay_bias)[0]
-        C, n, rows = torch.zeros(2, 8, 8).double(), torch.zeros(2, 8).double(), []
-        for t in range(10):
-            key = k[t] / 8**0.5
-            C = f[t, :, None, None] * C + i[t, :, None, None] * v[t, :, :, None] * key[:, None, :]
-            n = f[t, :, None] * n + i[t, :, None] * key
-            h = (C @ q[t, :, :, None]).squeeze(-1)
-            h = h / (n * q[t]).sum(-1).abs().clamp(min=1)[:, None]
+        q, k, v = (getattr(layer, f"{name}_proj")(x).view(1, 10, 2, 8) for name in "qkv")
+        i, f = layer.b_proj(x) + layer.beta_bias, layer.a_proj(x) + layer.decay_bias
+        (read, C), rows = each_head(mlstm_cell, q, k, v, i, f), []
+        for h in read[0]:
             h = (h - h.mean(-1, keepdim=True)) / (h.var(-1, False, keepdim=True) + 1e-5).sqrt()
             rows.append(h.flatten() * layer.o_norm.weight + layer.o_norm.bias)
         expected = layer.o_proj(torch.stack(rows) * torch.sigmoid(layer.g_proj(x[0])))
         y, state = layer(x)
         assert relative_rms(y[0], expected) <= 1e-12
-        scale = state["stabilizer"][0].exp()[:, None, None]
-        assert relative_rms(state["recurrent"][0, :, :-1] * scale, C * 8**0.5) <= 1e-12
+        # Both are e^-m times the paper's.
+        assert relative_rms(state["recurrent"][:, :, :-1], C * 8**0.5) <= 1e-12
 
 
 def test_gated_deltanet2_by_hand():
@@ -157,6 +158,7 @@ def test_default_widths(name):
     widths = {
         "retnet": (32, 64), "mamba2": (128, 64), "gla": (16, 32), "gated_deltanet": (24, 48),
         "gated_delta_product": (24, 48), "comba": (24, 48), "comba_released": (24, 48),
+        "xlstm_7b": (16, 32),
     }  # fmt: skip
     assert (layer.head_k_dim, layer.head_v_dim) == widths.get(name, (32, 32))
     assert layer.conv_size == (0 if name in NO_CONVOLUTION else 4)
@@ -210,7 +212,8 @@ def test_retnet_refuses_odd_keys():
 UNGATED = ("linear_attention", "gated_rfa", "hgrn2", "deltanet", "delta_product")
 SHIFTED = ("rwkv6", "rwkv7")
 NO_CONVOLUTION = (
-    "linear_attention", "gated_rfa", "retnet", "lightning", "gla", "hgrn2", "mlstm", *SHIFTED,
+    "linear_attention", "gated_rfa", "retnet", "lightning", "gla", "hgrn2", "mlstm", "xlstm_7b",
+    *SHIFTED,
 )  # fmt: skip
 
 

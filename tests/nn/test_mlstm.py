@@ -1,14 +1,19 @@
-"""mLSTM against arXiv 2405.04517, eq. 19 to 27, in its letters C, n, i, f, and without any m."""
+"""mLSTM against arXiv 2405.04517, eq. 19 to 27, with the eps of its release, and without any m."""
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 import torch
 
-from deltarule.nn import RULES
+from deltarule.nn import MLSTM, RULES
+from deltarule.nn.linears import ExactLinear
 from deltarule.nn.mlstm import gates, running_maximum
 from deltarule.ops import delta_rule
-from nn.drawn import HV, B, K, T, V, draw, draw_projections, each_head, largest_error, run
+from nn.drawn import HV, B, T, draw, draw_projections, largest_error, run
+from oracles import mlstm
+from oracles.lifted import each_head
+from tolerance import relative_rms
 
 RULE = RULES["mlstm"]
 
@@ -17,19 +22,84 @@ def drawn(size=1.0):
     return draw_projections(decay_logits=size * draw(B, T, HV), beta_logits=size * draw(B, T, HV))
 
 
-@pytest.mark.parametrize("size", [1.0, 5.0])
-def test_token_loop_without_stabiliser(size):
+def inputs_of(p):
+    """What the oracle takes of each value head: q, k, v and both logits."""
+    q, k = (x.repeat_interleave(HV // x.shape[2], 2) for x in (p.q, p.k))
+    return q, k, p.v, p.beta_logits, p.decay_logits
+
+
+def read(*inputs):
+    o, (C, _, _) = mlstm.recurrence(*inputs, eps=1e-6)
+    return o, C
+
+
+@pytest.mark.parametrize("size", [1.0, 5.0, 50.0])
+def test_released_step(size):
     p = drawn(size)
-    expected = torch.zeros_like(p.v)
-    for row, head, key_head, v, f_logits, i_logits in each_head(p.v, p.decay_logits, p.beta_logits):
-        C, n = torch.zeros(V, K, dtype=torch.float64), torch.zeros(K, dtype=torch.float64)
-        for t in range(T):
-            q, k = p.q[row, t, key_head], p.k[row, t, key_head] / K**0.5
-            f, i = torch.sigmoid(f_logits[t]), torch.exp(i_logits[t])
-            C = f * C + i * torch.outer(v[t], k)
-            n = f * n + i * k
-            expected[row, t, head] = C @ q / torch.clamp((n @ q).abs(), min=1)
-    assert largest_error(run(RULE, p), expected) <= 1e-12
+    assert largest_error(run(RULE, p), each_head(read, *inputs_of(p))[0]) <= 1e-10
+
+
+def test_but_for_eps_it_is_the_unstabilised_form():
+    p = drawn(0.1)
+
+    def unstabilised(*inputs):
+        o, (C, _) = mlstm.unstabilised(*inputs)
+        return o, C
+
+    expected = each_head(unstabilised, *inputs_of(p))[0]
+    assert largest_error(run(RULE, p), expected) <= 1e-5
+
+
+def test_7b_caps_both_gates():
+    p = drawn(20.0)
+    capped = replace(
+        p,
+        decay_logits=mlstm.soft_cap(p.decay_logits, 15),
+        beta_logits=mlstm.soft_cap(p.beta_logits, 15),
+    )
+    expected = each_head(read, *inputs_of(capped))[0]
+    assert largest_error(run(RULES["xlstm_7b"], p), expected) <= 1e-10
+
+
+@pytest.mark.parametrize("gate", [80.0, 104.0, 300.0])
+def test_a_query_that_meets_no_key_reads_zero(gate):
+    p = drawn()
+    p = replace(p, beta_logits=p.beta_logits + gate, q=p.q.index_fill(1, torch.tensor([3]), 0.0))
+    names = ("q", "k", "v", "decay_logits", "beta_logits")
+    single = replace(p, **{name: getattr(p, name).float().requires_grad_() for name in names})
+    o = run(RULE, single)
+    assert (o[:, 3] == 0).all()
+    o.sum().backward()
+    assert all(getattr(single, name).grad.isfinite().all() for name in names)
+    expected = each_head(read, *inputs_of(p))[0]
+    assert largest_error(o.detach().double(), expected) <= 1e-3
+
+
+def test_a_rising_gate_in_bfloat16():
+    """A logit near 300 is off by up to one in bfloat16, which moves the weights of all tokens."""
+    torch.manual_seed(0)
+    layer = MLSTM(32, num_heads=2)
+    x = torch.randn(1, 256, 32)
+    x[0, :, 0] = torch.linspace(0, 30, 256)
+    with torch.no_grad():
+        layer.b_proj.weight[:, 0] = 9.7
+    layer, x = layer.bfloat16(), x.bfloat16()
+    exact = deepcopy(layer).double()
+    expected = exact(x.double())[0]
+    assert relative_rms(layer(x)[0], expected) <= 1e-2
+
+
+def test_gate_logits_have_the_gradients_of_a_product():
+    layer = ExactLinear(3, 2).double()
+    assert torch.autograd.gradcheck(layer, torch.randn(2, 4, 3).double().requires_grad_())
+    low, x = layer.bfloat16(), torch.randn(2, 4, 3).bfloat16().requires_grad_()
+    low(x).square().sum().backward()
+    assert low(x).dtype == torch.float32
+    assert x.grad.dtype == low.weight.grad.dtype == torch.bfloat16
+    wide, y = deepcopy(low).double(), x.detach().double().requires_grad_()
+    wide(y).square().sum().backward()
+    assert relative_rms(x.grad, y.grad) <= 4e-3
+    assert relative_rms(low.weight.grad, wide.weight.grad) <= 4e-3
 
 
 def test_stabiliser_is_the_papers_running_maximum():

@@ -22,7 +22,7 @@ from deltarule.nn.memory import MemoryMixer
 from deltarule.nn.mesa import Mesa
 from deltarule.nn.mixer import Mixer
 from deltarule.nn.mlp import SwiGLU
-from deltarule.nn.mlstm import MLSTM
+from deltarule.nn.mlstm import MLSTM, XLSTM7B
 from deltarule.nn.multi_head import (
     MultiHeadDeltaNet,
     MultiKeyDeltaNet,
@@ -55,6 +55,7 @@ _LAYERS: dict[str, type[Mixer]] = {
     "rwkv6": RWKV6,
     "hgrn2": HGRN2,
     "mlstm": MLSTM,
+    "xlstm_7b": XLSTM7B,
     "deltanet": DeltaNet,
     "gated_deltanet": GatedDeltaNet,
     "kda": KDA,
@@ -103,6 +104,7 @@ __all__ = [
     "S4",
     "SYSTEMS",
     "TTTMLP",
+    "XLSTM7B",
     "Attention",
     "Comba",
     "CombaReleased",

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from deltarule.ops.autocast import without_autocast
+from deltarule.ops.delta_rule.gate_maps import computed
 from deltarule.ops.eager import unwatched, why_not_fused
 
 WIDE = torch.float64
@@ -128,6 +129,50 @@ def is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
         or module._backward_hooks or module._backward_pre_hooks
     )  # fmt: skip
     return type(module) is nn.Linear and module.bias is None and not watched
+
+
+class ExactLinear(nn.Linear):
+    """A linear map whose result is in float32, of 16-bit inputs and weights too.
+
+    For logits that go through exp: in bfloat16 a logit of 100 is off by up to 0.25, and the gate
+    by a quarter. The backward reads x as it was given, so that no wider copy of it is kept.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x [..., I] to [..., O]."""
+        compiled = torch.compiler.is_compiling()
+        product: Any = wide_product if compiled else ExactProduct.apply
+        y: Tensor = product(x, self.weight)
+        return y if self.bias is None else y + self.bias
+
+
+class ExactProduct(torch.autograd.Function):
+    """x W^T in float32 at least."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        """[..., O] for a weight [O, I]."""
+        return wide_product(x, weight)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """Keep both as they were given."""
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients by x and by the weight, in their dtypes."""
+        x, weight = ctx.saved_tensors
+        d_weight = wide_product(d_y.flatten(0, -2).mT, x.flatten(0, -2).mT)
+        return wide_product(d_y, weight.mT).to(x.dtype), d_weight.to(weight.dtype)
+
+
+def wide_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T, computed in float32 at least."""
+    with without_autocast(x.device):
+        return F.linear(computed(x), computed(weight))
 
 
 class Linears(torch.autograd.Function):

@@ -3,6 +3,10 @@
 S_t = f_t S_{t-1} + i_t v_t k_t^T        z_t = f_t z_{t-1} + i_t k_t
 o_t = S_t q_t / max(1, |z_t^T q_t|)      i_t = exp(beta_logits_t), f_t = sigmoid(decay_logits_t)
 m_t = max(log f_t + m_{t-1}, log i_t): the state that is kept is e^{-m_t} times this one
+
+The divisor is that of the kept state plus EPS, as in the authors' programs: where e^{-m_t}
+is zero in float32 (m_t above 104) a query that meets no key still reads zero.
+xLSTM-7B bounds both logits: 15 tanh(logit / 15).
 """
 
 from dataclasses import replace
@@ -16,12 +20,19 @@ from deltarule.nn.call import Call
 from deltarule.nn.delta import DeltaMixer
 from deltarule.nn.documents import document_count, first_tokens, last_token, per_token, token_before
 from deltarule.nn.gates import computed
+from deltarule.nn.linears import ExactLinear
 from deltarule.nn.norm import GatedGroupNorm
 from deltarule.nn.normalizer import divided, with_one
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 from deltarule.nn.state import State
 from deltarule.ops.context import Context
 from deltarule.ops.context.rows import one_of_each
+
+# Added to the divisor of the kept state.
+EPS = 1e-6
+# Bound of the logits of both gates in xLSTM-7B.
+SOFT_CAP = 15.0
+FIRST_INPUT_BIAS = -10.0
 
 
 def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
@@ -36,10 +47,29 @@ def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
 
 
 def read_out(o: Tensor, projections: Projections, carry: Carry | None = None) -> Tensor:
-    """o_t = S_t q_t / max(e^{-m_t}, |z_t^T q_t|), the kept state being e^{-m_t} times smaller."""
+    """o_t = S_t q_t / (max(e^{-m_t}, |z_t^T q_t|) + EPS), of the kept state."""
     _, m = running_maximum(*gates(projections), projections, carry)
     read = torch.cat([o[..., :-1], o[..., -1:].abs()], dim=-1)
-    return divided(read, torch.exp(-m).unsqueeze(-1))
+    return divided(read, torch.exp(-m).unsqueeze(-1), EPS)
+
+
+def capped_arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
+    """Those of capped gates."""
+    return arguments(capped(projections), carry)
+
+
+def capped_read_out(o: Tensor, projections: Projections, carry: Carry | None = None) -> Tensor:
+    """That of capped gates."""
+    return read_out(o, capped(projections), carry)
+
+
+def capped(projections: Projections) -> Projections:
+    """Bound the logits of both gates by SOFT_CAP."""
+    decay, beta = (
+        SOFT_CAP * torch.tanh(computed(projections.need(name)) / SOFT_CAP)
+        for name in ("decay_logits", "beta_logits")
+    )
+    return replace(projections, decay_logits=decay, beta_logits=beta)
 
 
 def gates(projections: Projections) -> tuple[Tensor, Tensor]:
@@ -122,6 +152,16 @@ RULE = Rule(
     normalizer=True,
 )
 
+CAPPED = replace(
+    RULE,
+    name="xlstm_7b",
+    title="mLSTM of xLSTM-7B",
+    source="arXiv 2503.13427, section 3",
+    page="mlstm",
+    arguments=capped_arguments,
+    read_out_function=capped_read_out,
+)
+
 
 class MLSTM(DeltaMixer):
     """mLSTM: S = f S + i v k^T, o = S q / max(1, |z^T q|), with exponential input gates i.
@@ -154,8 +194,8 @@ class MLSTM(DeltaMixer):
         """Make the forget and the input gate of each head."""
         super().build_gates()
         heads = self.num_v_heads
-        self.a_proj = nn.Linear(self.hidden_size, heads, bias=False)
-        self.b_proj = nn.Linear(self.hidden_size, heads, bias=False)
+        self.a_proj = ExactLinear(self.hidden_size, heads, bias=False)
+        self.b_proj = ExactLinear(self.hidden_size, heads, bias=False)
         self.gate_parameter("decay_bias", torch.linspace(3, 6, heads, dtype=torch.float32))
         self.gate_parameter("beta_bias", 0.1 * torch.randn(heads, dtype=torch.float32))
 
@@ -170,6 +210,39 @@ class MLSTM(DeltaMixer):
         decay, beta = p.need("decay_logits"), p.need("beta_logits")
         p = replace(p, decay_logits=decay + self.decay_bias, beta_logits=beta + self.beta_bias)
         if (context := call.layout.context) is not None:
-            stabilizer = maximum_before(context, *gates(p), call.before["stabilizer"])
+            stabilizer = maximum_before(context, *gates(self.bounded(p)), call.before["stabilizer"])
             call.before = State(call.before, stabilizer=stabilizer)
         return p
+
+    def bounded(self, projections: Projections) -> Projections:
+        """Gates as the rule takes them."""
+        return projections
+
+
+class XLSTM7B(MLSTM):
+    """The mLSTM of xLSTM-7B: the logits of both gates are bounded by 15, 15 tanh(logit / 15).
+
+    Defaults: as `MLSTM`, but for queries and keys of half the width, head_k_dim = hidden_size / (2
+    num_heads), and input biases of -10.
+
+    Example:
+        >>> import torch
+        >>> y, state = XLSTM7B(32, num_heads=2)(torch.zeros(1, 5, 32))
+        >>> state["recurrent"].shape
+        torch.Size([1, 2, 17, 8])
+
+    Source: arXiv 2503.13427, section 3.
+    """
+
+    rule = CAPPED
+    expand_k = 0.5
+    expand_v = 2
+
+    def build_gates(self) -> None:
+        """Start with input gates that are nearly closed."""
+        super().build_gates()
+        nn.init.constant_(self.beta_bias, FIRST_INPUT_BIAS)
+
+    def bounded(self, projections: Projections) -> Projections:
+        """Gates of bounded logits."""
+        return capped(projections)

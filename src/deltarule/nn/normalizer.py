@@ -17,7 +17,7 @@ def with_one(v: Tensor) -> Tensor:
     return F.pad(v, (0, 1), value=1.0)
 
 
-def divided(o: Tensor, least: Tensor | float = SMALLEST) -> Tensor:
-    """S q / max(z^T q, least)."""
+def divided(o: Tensor, least: Tensor | float = SMALLEST, more: float = 0.0) -> Tensor:
+    """S q / (max(z^T q, least) + more)."""
     read, z = computed(o[..., :-1]), computed(o[..., -1:])
-    return (read / z.clamp(min=least)).to(o.dtype)
+    return (read / (z.clamp(min=least) + more)).to(o.dtype)
