@@ -29,7 +29,7 @@ from deltarule.nn.mixer import Mixer
 from deltarule.nn.rope import rotate
 from deltarule.nn.rule import System
 from deltarule.nn.state import LentState, State
-from deltarule.nn.window_blocks import block_masks, blocks, with_block_before
+from deltarule.nn.window_blocks import block_masks, blocks, visible_up_to, with_block_before
 from deltarule.ops.context import Context
 from deltarule.ops.context.rows import all_rows
 from deltarule.shapes import Hidden
@@ -97,7 +97,6 @@ class Attention(Mixer):
         window: int | None = None,
         rope_theta: float | None = 10000.0,
     ) -> None:
-        """Build the four projections."""
         # The options of recurrent layers mean nothing here.
         nn.Module.__init__(self)
         self.hidden_size = positive("hidden_size", hidden_size)
@@ -125,7 +124,6 @@ class Attention(Mixer):
         return {"num_heads": queries, "num_kv_heads": config.num_kv_heads}
 
     def init_state(self, batch_size: int) -> State:
-        """Return a state without rows."""
         like = self.reference()
         size = batch_size, 0, self.num_kv_heads, self.head_dim
         rows = torch.zeros(size, dtype=like.dtype, device=like.device)
@@ -154,7 +152,6 @@ class Attention(Mixer):
         return {}
 
     def mix(self, call: Call) -> Tensor:
-        """Attend from the tokens of x to themselves and to what came before them."""
         layout, before = call.layout, call.before
         if layout.context is not None:
             return self._over_context(call, layout.context)
@@ -170,39 +167,20 @@ class Attention(Mixer):
             o = self._attend(q, keys, values, self._visible(before, layout))
         if layout.cu_seqlens is None:
             call.after.update(self._state_after(before, keys, values, layout))
-        y: Tensor = self.o_proj(o.flatten(-2))
-        return y
+        return self.o_proj(o.flatten(-2))
 
     def _over_context(self, call: Call, context: Context) -> Tensor:
         layout, before = call.layout, call.before
         q, k, v = self._project(call.x, layout.positions(before["length"]))
         keys, values = (all_rows(context, rows)[:, : context.last] for rows in (k, v))
-        o = self._attend_up_to(q, keys, values, context)
+        lowest, visible = visible_up_to(context, self.window, q.device)
+        if visible is None:
+            # Causal from the last row on: PyTorch's kernels need no mask for it.
+            visible = causal_lower_right(q.shape[1], keys.shape[1])
+        o = self._attend(q, keys[:, lowest:], values[:, lowest:], visible)
         if context.offsets is None:
             call.after.update(self._state_after(before, keys, values, layout))
-        y: Tensor = self.o_proj(o.flatten(-2))
-        return y
-
-    def _attend_up_to(self, q: Tensor, keys: Tensor, values: Tensor, context: Context) -> Tensor:
-        """Attention of the last rows of all those up to them."""
-        lowest = 0 if self.window is None else max(0, context.first - self.window + 1)
-        if context.offsets is not None:
-            lowest = max(lowest, context.first - context.position)
-        keys, values = keys[:, lowest:], values[:, lowest:]
-        if self.window is None and context.offsets is None:
-            # Causal from the last row on: PyTorch's kernels need no mask for it.
-            bias = causal_lower_right(q.shape[1], keys.shape[1])
-            return self._attend(q, keys, values, bias)
-        token = torch.arange(lowest, context.last, device=q.device)
-        behind = token[context.first - lowest :, None] - token
-        visible = behind >= 0
-        if self.window is not None:
-            visible &= behind < self.window
-        if context.offsets is not None:
-            ends = torch.tensor(context.offsets[1:], device=q.device)
-            document = torch.searchsorted(ends, token, right=True)
-            visible &= document[context.first - lowest :, None] == document
-        return self._attend(q, keys, values, visible)
+        return self.o_proj(o.flatten(-2))
 
     def weights(self, x: Hidden) -> Tensor:
         """Write out the softmax [B, num_heads, T, T] of tokens x with nothing before them.
@@ -308,7 +286,6 @@ class Attention(Mixer):
         return (visible & valid.unsqueeze(1)).unsqueeze(1)
 
     def state_before(self, state: State | None, layout: Layout) -> State:
-        """Check the given rows; packed sequences start afresh, and leave no state."""
         if isinstance(state, LentState) and "place" in state:
             return state
         if layout.context is not None:

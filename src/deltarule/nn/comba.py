@@ -113,7 +113,6 @@ class Comba(DeltaMixer):
     erase_scale: nn.Parameter
 
     def build_gates(self) -> None:
-        """Add the write strength, the share of the key that erases, and the query's correction."""
         super().build_gates()
         self.build_head_decay(0, 16)
         ones = torch.ones(self.num_heads, dtype=torch.float32)
@@ -122,7 +121,6 @@ class Comba(DeltaMixer):
         self.gate_parameter("D", ones.clone())
 
     def project(self, call: Call) -> Projections:
-        """Add the share of the key that erases."""
         return replace(super().project(call), erase_scale=self.erase_scale)
 
 

@@ -74,12 +74,10 @@ class DecayingFastWeights(Mixer):
         return sizes | {"a": sizes["k"], "b": sizes["v"]}
 
     def build_gates(self) -> None:
-        """Let most of the state outlive a token at first."""
         for gate in (self.a_proj, self.b_proj):
             nn.init.constant_(gate.bias, DECAY_BIAS)
 
     def memories(self) -> dict[str, tuple[int, ...]]:
-        """One matrix state."""
         return {"recurrent": (self.num_heads, self.head_v_dim, self.head_k_dim)}
 
     def arguments(self, call: Call) -> Arguments:
@@ -92,5 +90,4 @@ class DecayingFastWeights(Mixer):
         )  # fmt: skip
 
     def read(self, call: Call) -> Tensor:
-        """Project and scan."""
         return scan(self.arguments(call), call)

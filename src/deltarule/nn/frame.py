@@ -135,8 +135,7 @@ class Frame(nn.Module, ABC):
         o, gate = self.read(call), None
         if self.g_proj is not None:
             gate = split(self.g_proj(call.x), self.num_v_heads, self.head_v_dim)
-        y: Tensor = self.o_proj(self.normed(o, gate))
-        return y
+        return self.o_proj(self.normed(o, gate))
 
     def read(self, call: Call) -> Tensor:
         """Project, run the operator and fill call.after; return [B, T, HV, head_v_dim]."""
@@ -144,8 +143,7 @@ class Frame(nn.Module, ABC):
 
     def normed(self, o: Tensor, gate: Tensor | None) -> Tensor:
         """Normalise and gate [B, T, HV, head_v_dim]; return [B, T, HV * head_v_dim]."""
-        y: Tensor = self.o_norm(o, gate).flatten(-2)
-        return y
+        return self.o_norm(o, gate).flatten(-2)
 
     def streams(self, call: Call) -> list[Tensor]:
         """Project x to q, k and v, convolve them, and split them into heads."""

@@ -56,6 +56,5 @@ class GatedDeltaNet(DeltaMixer):
     activates_projections = True
 
     def build_gates(self) -> None:
-        """Add the decay of each head."""
         super().build_gates()
         self.build_head_decay(0, 16)

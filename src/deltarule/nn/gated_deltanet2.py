@@ -68,7 +68,6 @@ class GatedDeltaNet2(DeltaMixer):
     roles: ClassVar[dict[str, Role]] = {"erase_proj": "gate", "write_proj": "gate"}
 
     def build_gates(self) -> None:
-        """Add the erase and the write gate of each channel."""
         super().build_gates()
         self.build_channel_decay()
         heads = self.num_v_heads
@@ -81,7 +80,6 @@ class GatedDeltaNet2(DeltaMixer):
         return low_rank(self.hidden_size, self.head_v_dim, size, bias=True)
 
     def project(self, call: Call) -> Projections:
-        """Add both gates."""
         erase = split(self.erase_proj(call.x), self.num_v_heads, self.head_k_dim)
         write = split(self.write_proj(call.x), self.num_v_heads, self.head_v_dim)
         return replace(super().project(call), erase_logits=erase, write_logits=write)

@@ -69,6 +69,5 @@ class GatedRFA(DeltaMixer):
     default_feature_map = "random_fourier"
 
     def build_gates(self) -> None:
-        """Add the gate of each head."""
         super().build_gates()
         self.a_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)

@@ -66,8 +66,7 @@ def torch_write_strength(call: Strength) -> Tensor:
 
 def triton_write_strength(call: Strength) -> Tensor:
     """One kernel."""
-    beta: Tensor = run_fused(fused.write_strength, *call)
-    return beta
+    return run_fused(fused.write_strength, *call)
 
 
 def torch_decay(call: Decay) -> tuple[Tensor, Tensor]:

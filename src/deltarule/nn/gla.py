@@ -57,7 +57,6 @@ class GatedLinearAttention(DeltaMixer):
     default_output_gate = True
 
     def build_gates(self) -> None:
-        """Add the decay of each key channel."""
         super().build_gates()
         channels = self.num_v_heads * self.head_k_dim
         self.a_proj = low_rank(self.hidden_size, DECAY_RANK, channels, bias=True)

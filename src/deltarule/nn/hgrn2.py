@@ -102,7 +102,6 @@ class HGRN2(DeltaMixer):
         self.register_parameter("bound_logits", None)
 
     def build_norm(self) -> nn.Module:
-        """Make one norm for all heads."""
         return RMSNorm(self.num_v_heads * self.head_v_dim, self.norm_eps)
 
     def project(self, call: Call) -> Projections:
@@ -121,9 +120,7 @@ class HGRN2(DeltaMixer):
         return shared[LOWER_BOUNDS][self.bound_index]
 
     def finish(self, o: Tensor, projections: Projections, call: Call) -> Tensor:
-        """Normalise all heads together, gate if asked to, and project back to the stream."""
         y = self.o_norm(o.flatten(-2))
         if projections.output_gate is not None:
             y = y * F.silu(projections.output_gate.flatten(-2))
-        z: Tensor = self.o_proj(y)
-        return z
+        return self.o_proj(y)

@@ -48,7 +48,6 @@ class KDA(DeltaMixer):
     activates_projections = True
 
     def build_gates(self) -> None:
-        """Add the decay of each key channel."""
         super().build_gates()
         self.build_channel_decay()
 

@@ -61,14 +61,12 @@ class LonghornReleased(ScanMixer):
     dt_bias: nn.Parameter
 
     def build_scan(self, inner: int) -> None:
-        """Make q, k and the write strengths, all from the values."""
         self.q_proj = nn.Linear(inner, self.head_k_dim, bias=False)
         self.k_proj = nn.Linear(inner, self.head_k_dim, bias=False)
         self.b_proj = low_rank(inner, self.step_rank(), inner)
         self.gate_parameter("dt_bias", torch.zeros(self.num_heads, self.head_v_dim))
 
     def scan_arguments(self, stream: Tensor, v: Tensor) -> Arguments:
-        """By the rule; q and k have one head for all values."""
         return arguments(
             self.q_proj(stream).unsqueeze(2), self.k_proj(stream).unsqueeze(2), v,
             beta_logits=self.per_head(self.b_proj(stream)), dt_bias=self.dt_bias,

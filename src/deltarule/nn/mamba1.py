@@ -59,7 +59,6 @@ class Mamba1(ScanMixer):
     dt_bias: nn.Parameter
 
     def build_scan(self, inner: int) -> None:
-        """Make q, k and the step sizes, all from the values, and the rates."""
         self.q_proj = nn.Linear(inner, self.head_k_dim, bias=False)
         self.k_proj = nn.Linear(inner, self.head_k_dim, bias=False)
         self.a_proj = low_rank(inner, self.step_rank(), inner)
@@ -67,7 +66,6 @@ class Mamba1(ScanMixer):
         self.gate_parameter("dt_bias", initial_dt_bias(self.num_heads, self.head_v_dim))
 
     def scan_arguments(self, stream: Tensor, v: Tensor) -> Arguments:
-        """By the rule; q and k have one head for all values."""
         return arguments(
             self.q_proj(stream).unsqueeze(2), self.k_proj(stream).unsqueeze(2), v,
             step_logits=self.per_head(self.a_proj(stream)), A_log=self.A_log, dt_bias=self.dt_bias,

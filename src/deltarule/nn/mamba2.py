@@ -92,13 +92,11 @@ class Mamba2(DeltaMixer):
         return default_head_dim("head_v_dim", EXPANSION, *sizes)
 
     def build_gates(self) -> None:
-        """Add the decay, which is also the size of a write, and the skip of each head."""
         super().build_gates()
         self.build_head_decay(1, 16)
         self.gate_parameter("D", torch.ones(self.num_v_heads, dtype=torch.float32))
 
     def build_norm(self) -> nn.Module:
-        """Make one norm for the value heads of each key head."""
         size = self.num_v_heads * self.head_v_dim
         return GroupRMSNorm(self.num_heads, size, self.norm_eps)
 
@@ -107,5 +105,4 @@ class Mamba2(DeltaMixer):
         o = self.rule.read_out_function(o, projections)
         if projections.output_gate is not None:
             o = o * F.silu(projections.output_gate)
-        y: Tensor = self.o_proj(self.o_norm(o.flatten(-2)))
-        return y
+        return self.o_proj(self.o_norm(o.flatten(-2)))

@@ -66,7 +66,6 @@ class Mesa(Mixer):
     iterations: int | None = 30
 
     def build_gates(self) -> None:
-        """Make the decay, the weight of each token, and the regulariser of each key channel."""
         self.a_proj = nn.Linear(self.hidden_size, self.num_heads)
         self.b_proj = nn.Linear(self.hidden_size, self.num_heads)
         logit = math.log(math.expm1(FIRST_REGULARIZER - LEAST_REGULARIZER))
@@ -74,7 +73,6 @@ class Mesa(Mixer):
         self.gate_parameter("regularizer_logits", logits)
 
     def memories(self) -> dict[str, tuple[int, ...]]:
-        """G and H."""
         heads, key_size = self.num_heads, self.head_k_dim
         return {
             "recurrent": (heads, self.head_v_dim, key_size),
@@ -82,7 +80,6 @@ class Mesa(Mixer):
         }
 
     def read(self, call: Call) -> Tensor:
-        """Solve for every query."""
         q, k, v = self.streams(call)
         q, k = (unit(x).to(v.dtype) for x in self.activated(q, k))
         arguments = {

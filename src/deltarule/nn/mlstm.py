@@ -191,7 +191,6 @@ class MLSTM(DeltaMixer):
     beta_bias: nn.Parameter
 
     def build_gates(self) -> None:
-        """Make the forget and the input gate of each head."""
         super().build_gates()
         heads = self.num_v_heads
         self.a_proj = ExactLinear(self.hidden_size, heads, bias=False)
@@ -200,12 +199,10 @@ class MLSTM(DeltaMixer):
         self.gate_parameter("beta_bias", 0.1 * torch.randn(heads, dtype=torch.float32))
 
     def build_norm(self) -> nn.Module:
-        """Make the norm of mean and variance."""
         sizes = self.num_v_heads, self.head_v_dim
         return GatedGroupNorm(*sizes, self.norm_eps, self.gate_activation)
 
     def project(self, call: Call) -> Projections:
-        """Add the biases of the gates."""
         p = super().project(call)
         decay, beta = p.need("decay_logits"), p.need("beta_logits")
         p = replace(p, decay_logits=decay + self.decay_bias, beta_logits=beta + self.beta_bias)

@@ -61,7 +61,6 @@ class RetNet(DeltaMixer):
     rope_theta: float
 
     def check_options(self) -> None:
-        """Refuse keys that have no pairs of channels to rotate."""
         check_even("head_k_dim", self.head_k_dim)
 
     def init_state(self, batch_size: int) -> State:
@@ -71,7 +70,6 @@ class RetNet(DeltaMixer):
         return State(state, length=length)
 
     def project(self, call: Call) -> Projections:
-        """Rotate q and k by their positions."""
         projections = super().project(call)
         positions = call.positions()
         q, k = (rotate(x, positions, self.rope_theta) for x in (projections.q, projections.k))

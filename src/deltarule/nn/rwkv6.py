@@ -106,11 +106,9 @@ class RWKV6(DeltaMixer):
     a_proj: nn.Module
 
     def check_options(self) -> None:
-        """Refuse value heads that share a key head."""
         check_own_heads(self.rule.name, self.num_heads, self.num_v_heads)
 
     def build_gates(self) -> None:
-        """Make the token shift, the decay through few channels, and the bonus."""
         super().build_gates()
         sizes = self.num_heads, self.head_k_dim
         channels = self.num_heads * self.head_k_dim
@@ -143,7 +141,6 @@ class RWKV6(DeltaMixer):
         return decay_bias, depth * (1 - share) + 0.1 * zigzag
 
     def build_norm(self) -> nn.Module:
-        """Make a group norm, with a group for each head."""
         return GatedGroupNorm(self.num_v_heads, self.head_v_dim, GROUP_NORM_EPS)
 
     def initial_shift_mix(self) -> tuple[Tensor, Tensor]:

@@ -122,7 +122,6 @@ class RWKV7(DeltaMixer):
             self.register_parameter("value_bias", None)
 
     def check_options(self) -> None:
-        """Refuse value heads that share a key head."""
         check_own_heads(self.rule.name, self.num_heads, self.num_v_heads)
 
     def build_projections(self) -> None:
@@ -133,7 +132,6 @@ class RWKV7(DeltaMixer):
             nn.init.uniform_(getattr(self, f"{name}_proj").weight, -bound, bound)
 
     def build_gates(self) -> None:
-        """Make the token shift, the gates through few channels, and the scales of each channel."""
         super().build_gates()
         heads, key_size = self.num_heads, self.head_k_dim
         key_channels, value_channels = heads * key_size, heads * self.head_v_dim
@@ -153,7 +151,6 @@ class RWKV7(DeltaMixer):
         self.gate_parameter("bonus", torch.zeros(heads, key_size))
 
     def build_norm(self) -> nn.Module:
-        """Make a group norm, with a group for each head."""
         channels = self.num_v_heads * self.head_v_dim
         return nn.GroupNorm(self.num_v_heads, channels, eps=GROUP_NORM_EPS)
 
@@ -231,10 +228,8 @@ class RWKV7(DeltaMixer):
         return v
 
     def finish(self, o: Tensor, projections: Projections, call: Call) -> Tensor:
-        """Normalise each head, add the bonus, gate, and project back to the stream."""
         normed = self.o_norm(o.flatten(0, 1).flatten(1)).view_as(o)
         y = self.rule.read_out_function(normed, projections)
         if projections.output_gate is not None:
             y = y * projections.output_gate
-        z: Tensor = self.o_proj(y.flatten(-2))
-        return z
+        return self.o_proj(y.flatten(-2))

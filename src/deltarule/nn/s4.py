@@ -61,7 +61,6 @@ class S4(ScanMixer):
     C: nn.Parameter
 
     def build_scan(self, inner: int) -> None:
-        """Make the five constants of every value channel."""
         self.gate_parameter("A_log", self.rates())
         step = torch.empty(self.num_heads, self.head_v_dim, dtype=torch.float32)
         step.uniform_(*(math.log(dt) for dt in DT_RANGE))
@@ -71,5 +70,4 @@ class S4(ScanMixer):
         self.gate_parameter("C", torch.randn(*step.shape, self.head_k_dim, dtype=torch.float32))
 
     def scan_arguments(self, stream: Tensor, v: Tensor) -> Arguments:
-        """By the rule."""
         return arguments(v, log_step=self.log_step, A_log=self.A_log, B=self.B, C=self.C)

@@ -58,24 +58,20 @@ class ScanMixer(Mixer):
         """Compute the scan's arguments from the values [B, T, inner], and as heads [B, T, H, V]."""
 
     def build_gates(self) -> None:
-        """Make those of the scan, and the skip."""
         self.build_scan(self.num_heads * self.head_v_dim)
         self.gate_parameter("D", torch.ones(self.num_heads, self.head_v_dim))
 
     def memories(self) -> dict[str, tuple[int, ...]]:
-        """One matrix state."""
         return {"recurrent": (self.num_heads, self.head_v_dim, self.head_k_dim)}
 
     def mix(self, call: Call) -> Tensor:
-        """Convolve, scan, skip, gate."""
         stream = self.values(call)
         v = self.per_head(stream)
         o = scan(self.scan_arguments(stream, v), call)
         o = (o + self.D * v).to(o.dtype).flatten(-2)
         if self.g_proj is not None:
             o = o * F.silu(self.g_proj(call.x))
-        y: Tensor = self.o_proj(o)
-        return y
+        return self.o_proj(o)
 
     def arguments(self, call: Call) -> Arguments:
         """Project to all that `selective_scan` takes but the state."""
@@ -91,7 +87,6 @@ class ScanMixer(Mixer):
         return split(x, self.num_heads, self.head_v_dim)
 
     def build_norm(self) -> nn.Module:
-        """No norm."""
         return nn.Identity()
 
     def step_rank(self) -> int:

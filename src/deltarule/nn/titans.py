@@ -88,7 +88,6 @@ class TitansLinear(MemoryMixer):
     decay_bias: nn.Parameter
 
     def build_gates(self) -> None:
-        """Make the network and its three gates."""
         super().build_gates()
         self.a_proj, self.b_proj, self.m_proj = (
             nn.Linear(self.hidden_size, self.num_heads, bias=False) for _ in range(3)
@@ -97,7 +96,6 @@ class TitansLinear(MemoryMixer):
         self.gate_parameter("decay_bias", torch.full((self.num_heads,), FIRST_DECAY_BIAS))
 
     def map_sizes(self) -> list[tuple[int, int]]:
-        """One map."""
         return [(self.head_v_dim, self.head_k_dim)]
 
     def first_map(self, outputs: int, inputs: int) -> Tensor:
@@ -112,7 +110,6 @@ class TitansLinear(MemoryMixer):
         return state
 
     def read(self, call: Call) -> Tensor:
-        """Train on k and v, read with q."""
         q, k, v = self.activated(*self.streams(call))
         a, b, m = (computed(proj(call.x)) for proj in (self.a_proj, self.b_proj, self.m_proj))
         output = ops.titans(
@@ -151,6 +148,5 @@ class TitansMLP(TitansLinear):
     largest_rate: ClassVar[float] = TitansLinear.largest_rate / 10
 
     def map_sizes(self) -> list[tuple[int, int]]:
-        """Up and down."""
         inner = EXPANSION * self.head_k_dim
         return [(inner, self.head_k_dim), (self.head_v_dim, inner)]

@@ -91,11 +91,9 @@ class TTTLinear(MemoryMixer):
     step_offset: nn.Parameter
 
     def check_options(self) -> None:
-        """Refuse keys that have no pairs of channels to rotate."""
         check_even("head_k_dim", self.head_k_dim)
 
     def build_gates(self) -> None:
-        """Make the network, its norm, and the learning rate of each token."""
         super().build_gates()
         self.b_proj = nn.Linear(self.hidden_size, self.num_heads)
         nn.init.normal_(self.b_proj.weight, std=0.02)
@@ -105,11 +103,9 @@ class TTTLinear(MemoryMixer):
         self.inner_norm_bias = nn.Parameter(torch.zeros(self.num_heads, self.head_v_dim))
 
     def build_norm(self) -> nn.Module:
-        """One layer norm over all heads."""
         return nn.LayerNorm(self.num_heads * self.head_v_dim, eps=self.norm_eps)
 
     def map_sizes(self) -> list[tuple[int, int]]:
-        """One map, with a bias."""
         return [(self.head_k_dim, self.head_k_dim + 1)]
 
     def first_map(self, outputs: int, inputs: int) -> Tensor:
@@ -124,7 +120,6 @@ class TTTLinear(MemoryMixer):
         return (1 / place.to(self.step_offset.dtype) + self.step_offset).clamp(min=0)
 
     def read(self, call: Call) -> Tensor:
-        """Train on k and v, read with q."""
         q, k, v = self.streams(call)
         position = call.before["position"]
         place = call.layout.positions(position) % MINI_BATCH
@@ -144,7 +139,6 @@ class TTTLinear(MemoryMixer):
         return output.o.to(v.dtype)
 
     def normed(self, o: Tensor, gate: Tensor | None) -> Tensor:
-        """Normalise over all heads, and gate."""
         y: Tensor = self.o_norm(o.flatten(-2))
         return y if gate is None else F.gelu(gate.flatten(-2), approximate="tanh") * y
 
@@ -167,6 +161,5 @@ class TTTMLP(TTTLinear):
     base_rate: ClassVar[float] = 0.1
 
     def map_sizes(self) -> list[tuple[int, int]]:
-        """Up and down, each with a bias."""
         inner = EXPANSION * self.head_k_dim
         return [(inner, self.head_k_dim + 1), (self.head_k_dim, inner + 1)]

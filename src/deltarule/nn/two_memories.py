@@ -79,11 +79,9 @@ class SlotMixer(Mixer):
     roles: ClassVar[dict[str, Role]] = {"s_proj": "gate"}
 
     def stream_sizes(self) -> dict[str, int]:
-        """Add the slots."""
         return super().stream_sizes() | {"s": self.num_heads * self.num_slots}
 
     def memories(self) -> dict[str, tuple[int, ...]]:
-        """`recurrent` is that of the values, `keys` that of the keys."""
         return {
             "recurrent": (self.num_heads, self.head_v_dim, self.num_slots),
             "keys": (self.num_heads, self.num_slots, self.head_k_dim),
@@ -100,7 +98,6 @@ class SlotMixer(Mixer):
         return streams | self.slots(logits, call)
 
     def read(self, call: Call) -> Tensor:
-        """Project and attend to the slots."""
         out = ops.two_memories(
             **silence_padding(self.arguments(call), call.layout.real, ("slots", "log_decay")),
             key_memory=call.before["keys"], value_memory=call.before["recurrent"],
@@ -128,7 +125,6 @@ class GatedSlotAttention(SlotMixer):
     rule = GSA_SYSTEM
 
     def build_norm(self) -> nn.Module:
-        """One norm for all heads."""
         return RMSNorm(self.num_heads * self.head_v_dim, self.norm_eps)
 
     def streams(self, call: Call) -> list[Tensor]:
@@ -136,11 +132,9 @@ class GatedSlotAttention(SlotMixer):
         return list(self.activated(*super().streams(call)))
 
     def slots(self, logits: Tensor, call: Call) -> Arguments:
-        """By the rule."""
         return gsa_arguments(logits)
 
     def normed(self, o: Tensor, gate: Tensor | None) -> Tensor:
-        """norm(SiLU(o)), gated if there is a gate."""
         y: Tensor = self.o_norm(F.silu(o).flatten(-2))
         return y if gate is None else y * F.silu(gate.flatten(-2))
 
@@ -179,7 +173,6 @@ class ABC(SlotMixer):
         return (*super().exact(), "log_sum")
 
     def slots(self, logits: Tensor, call: Call) -> Arguments:
-        """By the rule, from the running sum of exp(s)."""
         layout, shape = call.layout, logits.shape[2:]
         weighed = computed(logits).flatten(2)
         before = computed(call.before["log_sum"]).flatten(1).unsqueeze(1)

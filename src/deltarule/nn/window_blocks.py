@@ -6,6 +6,8 @@ T tokens then take 2 T window scores, and no mask of T x T.
 import torch
 from torch import Tensor
 
+from deltarule.ops.context import Context
+
 
 def blocks(x: Tensor, size: int) -> Tensor:
     """Cut rows [B, T, ...] into blocks [B, N, size, ...]; zeros behind the last token fill up.
@@ -50,3 +52,29 @@ def block_masks(
     first = (own[:, :1].unsqueeze(3) == own[:, :1].unsqueeze(2)).tril()
     same = own[:, 1:].unsqueeze(3) == with_block_before(own).unsqueeze(2)
     return first, near & same.transpose(0, 1)
+
+
+def visible_up_to(
+    context: Context, window: int | None, device: torch.device
+) -> tuple[int, Tensor | None]:
+    """What the rows of one process see of all rows up to its last.
+
+    Returns:
+        The first row that any of them sees; and which of those from it on each sees, None where
+        causal from the last row on is all there is to say.
+    """
+    lowest = 0 if window is None else max(0, context.first - window + 1)
+    if context.offsets is not None:
+        lowest = max(lowest, context.first - context.position)
+    if window is None and context.offsets is None:
+        return lowest, None
+    token = torch.arange(lowest, context.last, device=device)
+    behind = token[context.first - lowest :, None] - token
+    visible = behind >= 0
+    if window is not None:
+        visible &= behind < window
+    if context.offsets is not None:
+        ends = torch.tensor(context.offsets[1:], device=device)
+        document = torch.searchsorted(ends, token, right=True)
+        visible &= document[context.first - lowest :, None] == document
+    return lowest, visible
