@@ -1,6 +1,7 @@
 """The benchmarks of whole models, on a CPU with sizes of nothing."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -50,3 +51,24 @@ def test_what_a_case_raises_is_its_row(tmp_path, monkeypatch):
     whole.bench_train(whole.TrainBenchRun(model=("1M",), peer=("deltarule",), output=output))
     (row,) = json.loads(output.read_text())["rows"]
     assert row["error"] == "RuntimeError: out of memory"
+
+
+def test_the_note_tells_what_the_figures_say():
+    root = Path(__file__).parents[2] / "docs"
+    rows = json.loads((root / "figures/whole_models_h200.json").read_text())["rows"]
+    page = (root / "notes/2026-11-23-graphs.md").read_text()
+    told = {
+        "generate": ("ms_per_token", "graph_ms", "floor_ms"), "train": ("ms", "gpu_ms"),
+        "sweep": ("cublas", "floor_us"),
+    }  # fmt: skip
+    # The last row of a case is the one that the note tells.
+    latest = {
+        (r["what"], r["label"] == "old", r.get("model"), r.get("O"), r.get("batch"), r.get("I"),
+         r.get("mode")): r
+        for r in (r | {"model": r.get("model", "").removesuffix("-big")} for r in rows)
+    }  # fmt: skip
+    for (what, old, *_, mode), row in latest.items():
+        names = told[what][:1] if old or mode == "eager" else told[what]
+        for name in names:
+            cell = [f" {row[name]:.{digits}f} |" for digits in (1, 2)]
+            assert any(text in page for text in cell), (row["what"], row.get("model"), name, cell)

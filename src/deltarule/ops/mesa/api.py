@@ -1,13 +1,11 @@
 """The operator of the mesa layer: a ridge regression over all tokens so far, at every token."""
 
-from typing import Any
-
 from jaxtyping import Float
 from torch import Tensor
 
 from deltarule.ops.checks import check_cu_seqlens, check_log_decay, check_scale, check_sequence
 from deltarule.ops.context import Context
-from deltarule.ops.dispatch import Implementation, Table
+from deltarule.ops.dispatch import Implementation, Table, always
 from deltarule.ops.eager import why_not_fused
 from deltarule.ops.few_tokens import decodes
 from deltarule.ops.mesa import definition as reference
@@ -43,10 +41,10 @@ def why_not_triton(arguments: Arguments) -> str | None:
 
 def run_triton(arguments: Arguments) -> MesaOutput:
     """Chunks in PyTorch, and the hot stage, the conjugate gradients, in Triton."""
-    return run_torch(**arguments, backend="triton")
+    return run_torch(arguments, "triton")
 
 
-def run_torch(*, backend: str = "torch", **arguments: Any) -> MesaOutput:
+def run_torch(arguments: Arguments, backend: str = "torch") -> MesaOutput:
     """Chunks, or single tokens where there are few of them and no gradient."""
     q, cu_seqlens, state = (arguments[name] for name in ("q", "cu_seqlens", "initial_state"))
     if decodes(q, cu_seqlens, (*arguments.values(), *(state or ()))):
@@ -58,7 +56,8 @@ def run_torch(*, backend: str = "torch", **arguments: Any) -> MesaOutput:
 # In the order in which impl="auto" prefers them.
 IMPLEMENTATIONS: Table[Arguments, MesaOutput] = {
     "triton": Implementation(why_not_triton, run_triton),
-    **plain_table(run_torch, reference.mesa),
+    **plain_table(chunked.mesa, reference.mesa),
+    "torch": Implementation(always, run_torch),
 }
 
 
