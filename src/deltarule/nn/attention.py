@@ -22,6 +22,7 @@ from deltarule.nn.arguments import (
     default,
     positive,
 )
+from deltarule.nn.attention_cache import attend_to_cache, with_free_rows
 from deltarule.nn.call import Call
 from deltarule.nn.layout import Layout, make_layout, split
 from deltarule.nn.linears import linear, linears
@@ -136,16 +137,8 @@ class Attention(Mixer):
 
         `place` [B] is the row of the next token, the same for all.
         """
-        batch, rows = state["valid"].shape
-        free = tokens if self.window is None else self.window - rows
-        keys, values, valid = (
-            torch.cat([state[name], state[name].new_zeros(batch, free, *state[name].shape[2:])], 1)
-            for name in ("keys", "values", "valid")
-        )
-        place = torch.full_like(state["length"], rows)
-        return LentState(
-            keys=keys, values=values, valid=valid, length=state["length"].clone(), place=place
-        )
+        free = tokens if self.window is None else self.window - state["valid"].shape[1]
+        return with_free_rows(state, free)
 
     def memories(self) -> dict[str, tuple[int, ...]]:
         """None that starts at zero: `init_state` says what there is."""
@@ -209,21 +202,7 @@ class Attention(Mixer):
         if x.shape[1] != 1:
             raise ValueError(f"x must hold one token with a lent cache, got T = {x.shape[1]}")
         q, k, v = self._project(x, state["length"].unsqueeze(1))
-        place, valid = state["place"], state["valid"]
-        at = torch.arange(len(place), device=place.device), place
-        state["keys"].index_put_(at, k[:, 0].to(state["keys"].dtype))
-        state["values"].index_put_(at, v[:, 0].to(state["values"].dtype))
-        valid.index_put_(at, torch.ones_like(place, dtype=torch.bool))
-        # The query heads that share a key head are rows of one query: no key is repeated.
-        queries = q[:, 0].unflatten(1, (self.num_kv_heads, -1))
-        o = F.scaled_dot_product_attention(
-            queries,
-            state["keys"].to(q.dtype).transpose(1, 2),
-            state["values"].to(q.dtype).transpose(1, 2),
-            attn_mask=valid[:, None, None],
-        )
-        state["length"].add_(1)
-        place.add_(1).remainder_(valid.shape[1])
+        o = attend_to_cache(q[:, 0], k[:, 0], v[:, 0], state)
         return linear(o.flatten(1).unsqueeze(1), self.o_proj)
 
     def of_input(self) -> dict[str, nn.Module]:

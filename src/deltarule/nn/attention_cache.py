@@ -1,0 +1,48 @@
+"""A cache of keys and values that stays where it is, for attention that decodes token by token.
+
+Its rows are overwritten in turn; where a window is as long as the cache, from the start again.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltarule.nn.state import LentState, State
+
+
+def with_free_rows(state: State, free: int) -> LentState:
+    """A copy of attention's state with so many free rows; `place` [B] is that of the next token."""
+    batch, rows = state["valid"].shape
+    keys, values, valid = (
+        torch.cat([state[name], state[name].new_zeros(batch, free, *state[name].shape[2:])], 1)
+        for name in ("keys", "values", "valid")
+    )
+    place = torch.full_like(state["length"], rows)
+    length = state["length"].clone()
+    return LentState(keys=keys, values=values, valid=valid, length=length, place=place)
+
+
+def attend_to_cache(q: Tensor, k: Tensor, v: Tensor, state: LentState) -> Tensor:
+    """Write one token of each row into the cache, and attend to all that it holds.
+
+    Args:
+        q: Queries [B, heads, D], rotated.
+        k: Keys [B, KV heads, D], rotated.
+        v: Values like k.
+        state: From `with_free_rows`; overwritten.
+
+    Returns:
+        [B, KV heads, heads / KV heads, D].
+    """
+    place, valid, names = state["place"], state["valid"], ("keys", "values")
+    at = torch.arange(len(place), device=place.device), place
+    for name, new in zip(names, (k, v), strict=True):
+        state[name].index_put_(at, new.to(state[name].dtype))
+    valid.index_put_(at, torch.ones_like(place, dtype=torch.bool))
+    keys, values = (state[name].to(q.dtype).transpose(1, 2) for name in names)
+    # The query heads that share a key head are rows of one query: no key is repeated.
+    queries = q.unflatten(1, (k.shape[1], -1))
+    o = F.scaled_dot_product_attention(queries, keys, values, attn_mask=valid[:, None, None])
+    state["length"].add_(1)
+    place.add_(1).remainder_(valid.shape[1])
+    return o
