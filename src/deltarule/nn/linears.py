@@ -25,7 +25,8 @@ FEW_ROWS, NARROW = 8, 4096
 
 def linears(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     """Apply each module to x [..., I]: [..., O] for each."""
-    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    # On a CPU one product more costs less than looking for a way round it.
+    if x.is_cuda and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return in_one_product(x, modules)
     differentiated = torch.is_grad_enabled() and x.requires_grad
     # A compiler sees the sum itself; float64 keeps what can be differentiated twice.
@@ -76,7 +77,7 @@ def in_one_product(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...
 
 def linear(x: Tensor, module: nn.Module) -> Tensor:
     """Apply one module to x [..., I]: [..., O]."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if not x.is_cuda or torch.is_grad_enabled() or torch.compiler.is_compiling():
         y: Tensor = module(x)
         return y
     return in_one_product(x, (module,))[0]
