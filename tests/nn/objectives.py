@@ -118,16 +118,6 @@ def _move(state: Tensor, start: Tensor) -> Tensor:
 _writes = (
     "mamba2", "gla", "rwkv6", "hgrn2", "mlstm", "xlstm_7b", "retnet", "lightning", "gated_rfa",
 )  # fmt: skip
-    "mamba2",
-    "gla",
-    "rwkv6",
-    "hgrn2",
-    "mlstm",
-    "xlstm_7b",
-    "retnet",
-    "lightning",
-    "gated_rfa",
-)
 _corrects = ("gated_deltanet", "kda")
 _replaces = ("gated_deltanet2", "comba", "comba_released", "rwkv7")
 _squares = (
