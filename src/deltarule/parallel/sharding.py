@@ -105,13 +105,23 @@ def clip_sharded(parameters: list[nn.Parameter], largest: float) -> Tensor:
     It is the norm of the whole gradient, alike on every process; 0 never clips.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norms = [torch.nn.utils.get_total_norm(group) for group in by_layout(gradients)]
-    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    norm = torch.stack(whole).norm()
+    norm = torch.stack([_square(group) for group in by_layout(gradients)]).sum().sqrt()
     if largest > 0:
         scale = (largest / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_([_local(gradient) for gradient in gradients], scale)
     return norm
+
+
+def _square(gradients: list[Tensor]) -> Tensor:
+    """The sum of squares of whole gradients that are split alike, on every process."""
+    norms = torch._foreach_norm([_local(gradient) for gradient in gradients])
+    square = torch.stack(list(norms)).square().sum()
+    first = gradients[0]
+    if isinstance(first, DTensor):
+        for axis, placement in enumerate(first.placements):
+            if not placement.is_replicate():
+                dist.all_reduce(square, group=first.device_mesh.get_group(axis))
+    return square
 
 
 def _local(x: Tensor) -> Tensor:
