@@ -163,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0, 1 for what cannot be done, 2 for a command line that makes no sense, 130
-        after Ctrl-C.
+        after Ctrl-C. A run that SIGTERM stops has saved all it did: 0.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     traceback = "--traceback" in words
