@@ -41,7 +41,7 @@ FOLDERS = {
     "src/deltarule/nn": 6_550,
     "src/deltarule/models": 2_300,
     "src/deltarule/hf": 1_500,
-    "src/deltarule/parallel": 1_600,
+    "src/deltarule/parallel": 1_650,
     "src/deltarule/train": 4_250,
     "src/deltarule/tasks": 1_950,
     "experiments": 5_850,
