@@ -16,6 +16,7 @@ from machine_code import lost_addresses, overwritten_operands, single_buffers
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
@@ -100,12 +101,15 @@ def type_of(value: Any, is_constant: bool, is_general: bool) -> str:
         return "fp32"
     if isinstance(value, int):
         return "i32"
-    return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>"
+    # Gluon says where a tile's elements lie.
+    layout = f",{value.layout}" if hasattr(value, "layout") else ""
+    return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}{layout}>"
 
 
 def compiled(launch: Launch, capability: int) -> Report:
     """Compile a launch for sm_<capability> and take the result apart."""
-    source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.attributes)
+    kind = GluonASTSource if launch.kernel.is_gluon() else ASTSource
+    source = kind(launch.kernel, launch.signature, launch.constants, launch.attributes)
     # The assembler's remarks are printed only as it works, never from the cache.
     knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
     start, log = time.perf_counter(), io.StringIO()

@@ -43,7 +43,7 @@ def call(**changes):
         ({"cu_seqlens": pack([10])}, "cu_seqlens packs .* B must be 1, got 2"),
         (
             {"impl": "fast"},
-            "impl must be one of 'auto', 'triton', 'torch', 'reference', got 'fast'",
+            "impl must be one of 'auto', 'triton', 'gluon', 'torch', 'reference', got 'fast'",
         ),
     ],
 )
@@ -122,7 +122,7 @@ def test_no_sequence_at_all(impl: str) -> None:
 def test_explain_names_what_runs() -> None:
     rows = explain(GOOD["q"], GOOD["k"], GOOD["v"], beta=GOOD["beta"])
     runs = [(row.impl, row.runs) for row in rows]
-    assert runs == [("triton", False), ("torch", True), ("reference", False)]
+    assert runs == [("triton", False), ("gluon", False), ("torch", True), ("reference", False)]
     assert "CUDA" in rows[0].reason
     assert all(row.reason for row in rows)
     with pytest.raises(ValueError, match="beta must be"):

@@ -8,7 +8,7 @@ from oracle import Case, make_case, weights, with_gradients
 from tolerance import assert_close, relative_rms
 
 # On a GPU test_on_gpu holds Triton to the same.
-IMPLS = [name for name in IMPLEMENTATIONS if name != "triton"]
+IMPLS = [name for name in IMPLEMENTATIONS if name not in ("triton", "gluon")]
 KINDS = [
     ("none", "tied"),
     ("head", "none"),

@@ -8,7 +8,7 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 
 import torch
 
-Impl = Literal["auto", "reference", "torch", "triton"]
+Impl = Literal["auto", "reference", "torch", "triton", "gluon"]
 
 
 Arguments = TypeVar("Arguments")

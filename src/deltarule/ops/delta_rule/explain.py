@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from deltarule.ops.delta_rule.implementations import IMPLEMENTATIONS, Call
-from deltarule.ops.delta_rule.inputs import check_arguments
+from deltarule.ops.delta_rule.inputs import Inputs, check_arguments
 from deltarule.ops.dispatch import first_that_runs
 from deltarule.shapes import Beta, Decay, Erase, Keys, Queries, Values
 
@@ -72,5 +72,13 @@ def explain(
         reason = implementation.why_not(call)
         if reason is None:
             reason = "first that can run" if name == chosen else f"can run; {chosen} comes first"
+            reason = fused_place(inputs) if name == "gluon" else reason
         rows.append(Explanation(name, name == chosen, reason))
     return rows
+
+
+def fused_place(inputs: Inputs) -> str:
+    """Where a forward in Gluon that can run comes in: as a stage of "triton", if it pays."""
+    from deltarule.ops.delta_rule.gluon.stage import place_in_order
+
+    return place_in_order(inputs)

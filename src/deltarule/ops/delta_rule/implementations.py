@@ -45,6 +45,20 @@ def run_triton(call: Call) -> RecurrentOutput:
     return recurrence(call.inputs, "triton" if call.inputs.q.numel() else "torch", call.save_states)
 
 
+def why_not_gluon(call: Call) -> str | None:
+    """What the fused forward in Gluon, or its backward in Triton, cannot do."""
+    if (reason := why_not_triton(call)) is not None:
+        return reason
+    from deltarule.ops.delta_rule.gluon.stage import why_not
+
+    return why_not(call.inputs)
+
+
+def run_gluon(call: Call) -> RecurrentOutput:
+    """The forward as one warp-specialised kernel, and the backward of the chunks in Triton."""
+    return recurrence(call.inputs, "gluon" if call.inputs.q.numel() else "torch", False)
+
+
 def run_torch(call: Call) -> RecurrentOutput:
     """Chunks in PyTorch, with a backward of its own: any device."""
     return recurrence(call.inputs, "torch", call.save_states)
@@ -73,6 +87,7 @@ def _reference(inputs: Inputs) -> RecurrentOutput:
 # In the order in which impl="auto" prefers them.
 IMPLEMENTATIONS: Table[Call, RecurrentOutput] = {
     "triton": Implementation(why_not=why_not_triton, run=run_triton),
+    "gluon": Implementation(why_not=why_not_gluon, run=run_gluon),
     "torch": Implementation(why_not=always, run=run_torch),
     "reference": Implementation(why_not=always, run=run_reference),
 }

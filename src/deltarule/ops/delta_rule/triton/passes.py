@@ -10,6 +10,7 @@ them the backward computes them again.
 import torch
 from torch import Tensor
 
+from deltarule.ops.delta_rule.gluon import stage
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import stages_channel, stages_head
 from deltarule.ops.delta_rule.triton.low_memory import gradients_in_slabs, slabs_of
@@ -139,6 +140,17 @@ def forward(inputs: Inputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     return o, final, kept[0] if kept else final.new_empty(0, *final.shape[1:])
 
 
+def fused_forward(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs and final state of the fused kernel; nothing is saved for the backward."""
+    o, final = recorded(fused_launches, inputs, False, fused_launches)
+    return o, final, final.new_empty(0, *final.shape[1:])
+
+
+def fused_launches(inputs: Inputs, plan: Plan, save: bool) -> tuple[Tensor, ...]:
+    """The fused kernel, wherever it can run."""
+    return stage.forward(contiguous(inputs), plan)
+
+
 def recording_of(inputs: Inputs, save: bool = False) -> Recording | None:
     """The launches of a forward, where they were recorded."""
     return found(forward_launches, inputs, save)
@@ -147,6 +159,8 @@ def recording_of(inputs: Inputs, save: bool = False) -> Recording | None:
 def forward_launches(inputs: Inputs, plan: Plan, save: bool) -> tuple[Tensor, ...]:
     """The kernels of the forward, which write nothing but memory of the plan."""
     inputs, device = contiguous(inputs), inputs.q.device
+    if not save and stage.pays(inputs, plan):
+        return stage.forward(inputs, plan)
     layout = plan.once(kept_layout, inputs, save)
     kept = plan.empty((layout.elements,), torch.float32, device)
     buffers = views(kept, layout)

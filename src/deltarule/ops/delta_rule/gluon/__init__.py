@@ -1,0 +1,1 @@
+"""Warp-specialised stages for Hopper, in Gluon, which comes with Triton."""

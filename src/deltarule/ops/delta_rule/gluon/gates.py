@@ -1,0 +1,142 @@
+"""The role that makes the scalings of a chunk's tokens from its gates, a number for each token.
+
+With b_i = sum of log2 decay up to token i of the chunk, g = 2^b, and rq = 1 / |q|, rk = 1 / |k|
+with `normalize_qk` (norms.py), else 1:
+
+    READ = scale g rq      BETA = beta      ERASE = beta g rk      WRITE = 2^(b_end - b) rk
+    END = 2^b_end          QUERY_SUM = b + log2(scale rq)          KEY_SUM = b + log2 rk
+                           COLUMN_SUM = b - log2 rk
+
+and for the score role, of the blocks of 16 tokens, with a the sum b before a block's first token,
+
+    FACTOR_i = - beta 2^(b_i - a) rk_i          of the token's own block
+    before_j = 2^(a - b_j) rk_j                 for tokens j before the block, and 0 for the others
+
+A decay of less than 2^-127 is a reset, and counts as 2^-127: of anything across it the power of two
+is zero, and what the large sums cost the weaker decays after it in digits, 2^-11 at most, shows
+beside the rounding of no 16-bit type. Tokens after the sequence's end decay and erase nothing.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from deltarule.ops.delta_rule.gluon.memory import (
+    BETA,
+    BLOCK,
+    BLOCKS,
+    CHUNK,
+    COLUMN_SUM,
+    END,
+    ERASE,
+    FACTOR,
+    GATES,
+    KEY_SUM,
+    QUERY_SUM,
+    READ,
+    WRITE,
+)
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+RESET = gl.constexpr(-127.0)
+
+
+@gluon.jit
+def add(a, b):
+    """For sums that run."""
+    return a + b
+
+
+@gluon.jit
+def load_gate(gate, token, tokens):
+    """A gate of 64 tokens, in float32, zero after the sequence's end."""
+    return gl.load(gate, mask=token < tokens, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def gate_role(
+    shared, gates, SLOTS: gl.constexpr, DECAY: gl.constexpr, TIED: gl.constexpr,
+    UNIT: gl.constexpr,
+):  # fmt: skip
+    """One warp; log_decay, beta and the norms of q and k point at the sequence's first token."""
+    tiles, barriers, place = shared
+    log_decay, beta, q_norm, k_norm, s_decay, s_beta, s_norm, scale, log_scale = gates
+    LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    o_t = gl.arange(0, CHUNK, LAYOUT)
+    zero = gl.zeros([CHUNK], gl.float32, LAYOUT)
+    left = place.tokens
+    # A chunk's gates are on their way while those of the one before are worked out.
+    if DECAY:
+        log_decay += o_t.to(gl.int64) * s_decay
+        next_decay = load_gate(log_decay, o_t, left)
+    if TIED:
+        beta += o_t.to(gl.int64) * s_beta
+        next_beta = load_gate(beta, o_t, left)
+    if UNIT:
+        q_norm += o_t.to(gl.int64) * s_norm
+        k_norm += o_t.to(gl.int64) * s_norm
+        next_q, next_k = load_gate(q_norm, o_t, left), load_gate(k_norm, o_t, left)
+    for i in range(place.chunks):
+        slot, phase = i % SLOTS, (i // SLOTS) & 1
+        gate = slot * GATES
+        empty = o_t >= left
+        left -= CHUNK
+        if DECAY:
+            steps = gl.maximum(next_decay * LOG2_E, RESET)
+            log_decay += CHUNK * s_decay
+            next_decay = load_gate(log_decay, o_t, left)
+            b = gl.associative_scan(steps, 0, add)
+            b_end = gl.sum(steps, 0)
+        if TIED:
+            b_beta = next_beta
+            beta += CHUNK * s_beta
+            next_beta = load_gate(beta, o_t, left)
+        read, key, log_read, log_key = zero + scale, zero + 1.0, zero + log_scale, zero
+        if UNIT:
+            # Tokens after the end have no norm.
+            read, key = scale * next_q, next_k
+            log_read += gl.log2(gl.where(empty, 1.0, next_q))
+            log_key = gl.log2(gl.where(empty, 1.0, next_k))
+            q_norm += CHUNK * s_norm
+            k_norm += CHUNK * s_norm
+            next_q, next_k = load_gate(q_norm, o_t, left), load_gate(k_norm, o_t, left)
+        mbarrier.wait(barriers.empty.index(slot), phase ^ 1)
+        write = key
+        if TIED:
+            if DECAY:
+                factor = leave_before(
+                    tiles.before.index(slot), steps, b, key, log_key, LAYOUT, True
+                )
+            else:
+                factor = leave_before(tiles.before.index(slot), key, key, key, key, LAYOUT, False)
+            tiles.gates.index(gate + FACTOR).store(-b_beta * factor)
+        if DECAY:
+            tiles.gates.index(gate + QUERY_SUM).store(b + log_read)
+            tiles.gates.index(gate + KEY_SUM).store(b + log_key)
+            tiles.gates.index(gate + COLUMN_SUM).store(b - log_key)
+            write = gl.exp2(b_end - b) * key
+            decay = gl.exp2(b)
+            read, key = read * decay, key * decay
+            tiles.gates.index(gate + END).store(gl.exp2(zero + b_end))
+        if DECAY or UNIT:
+            tiles.gates.index(gate + READ).store(read)
+            tiles.gates.index(gate + WRITE).store(write)
+        if TIED:
+            tiles.gates.index(gate + BETA).store(b_beta)
+            tiles.gates.index(gate + ERASE).store(b_beta * key)
+        mbarrier.arrive(barriers.full.index(slot))
+
+
+@gluon.jit
+def leave_before(before, steps, b, key, log_key, LAYOUT: gl.constexpr, DECAY: gl.constexpr):
+    """`before` of every block; what is left of its block's start at a token, times rk."""
+    o_t = gl.arange(0, CHUNK, LAYOUT)
+    own = key
+    for block in gl.static_range(BLOCKS):
+        earlier, left = o_t < BLOCK * block, key
+        if DECAY:
+            start = gl.sum(gl.where(earlier, steps, 0.0), 0)
+            own = gl.where(earlier, own, gl.exp2(b - start + log_key))
+            left = gl.exp2(start - b + log_key)
+        before.slice(block * CHUNK, CHUNK).store(gl.where(earlier, left, 0.0))
+    return own

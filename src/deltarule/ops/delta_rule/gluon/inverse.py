@@ -1,0 +1,206 @@
+"""T = (I + L)^-1 of a chunk, L strictly lower, in three steps.
+
+The blocks of 16 rows on the diagonal by substitution, a block a warp and a column a lane, float32:
+
+    X = I;  X_r <- X_r - L_ri X_i           for the columns i in order, and all rows r after i
+
+With U = T - I, and U_s = - T_s L of all columns with T_s of the blocks of s rows (in whose own
+columns it is T_s - I), rows of 16 and then two doublings, in which the operands of the products are
+rounded to float16:
+
+    U_16 = - T_16 L                         U_2s = U_s + (U_s)_21 U_s
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mma_v2,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from deltarule.ops.delta_rule.gluon.memory import (
+    BLOCK,
+    BLOCKS,
+    CHUNK,
+    FACTOR,
+    GATES,
+    product,
+)
+
+# Its name from Triton 3.7 on, and the one before.
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+# Of products of batches, one 16 x 16 block (or 16 rows) a warp.
+BATCH = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
+# [block, column]: a block a warp, a column a lane (the upper lanes do what the lower ones do).
+COLUMNS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [], [[0, 1], [0, 2], [0, 4], [0, 8], [0, 0]], [[1, 0], [2, 0]], [], [4, 16]
+    )
+)
+# [block, column, row] alike, the rows of a column in registers.
+STACK = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8]],
+        [[0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0], [0, 0, 0]],
+        [[1, 0, 0], [2, 0, 0]], [], [4, 16, 16],
+    )
+)  # fmt: skip
+# [block, row]: four rows of a block in every lane of its warp.
+FOUR = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2]], [[0, 0]] * 5, [[1, 0], [2, 0]], [], [4, 4]
+    )
+)  # fmt: skip
+PLAIN_1D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+PLAIN_3D = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+
+
+@gluon.jit
+def four(x):
+    """The four numbers of the last two axes of x [..., 2, 2]."""
+    a, b = gl.split(x)
+    a0, a1 = gl.split(a)
+    b0, b1 = gl.split(b)
+    return a0, b0, a1, b1
+
+
+@gluon.jit
+def joined(x):
+    """Those axes again."""
+    return gl.join(gl.join(x[0], x[2]), gl.join(x[1], x[3]))
+
+
+@gluon.jit
+def minus_column(column, QUAD: gl.constexpr):
+    """- L_ri of the rows r of a quad, the same in all lanes of a warp."""
+    of_rows = column.slice(4 * QUAD, 4, dim=1).load(FOUR)
+    a, b, c, d = four(gl.reshape(of_rows, [4, 2, 2]))
+    LANES: gl.constexpr = gl.SliceLayout(1, COLUMNS)
+    return (
+        gl.expand_dims(gl.convert_layout(a, LANES), 1),
+        gl.expand_dims(gl.convert_layout(b, LANES), 1),
+        gl.expand_dims(gl.convert_layout(c, LANES), 1),
+        gl.expand_dims(gl.convert_layout(d, LANES), 1),
+    )
+
+
+@gluon.jit
+def in_lanes(a, b, c, d):
+    """Four rows [block, column], each a register."""
+    return (
+        gl.convert_layout(a, COLUMNS), gl.convert_layout(b, COLUMNS),
+        gl.convert_layout(c, COLUMNS), gl.convert_layout(d, COLUMNS),
+    )  # fmt: skip
+
+
+@gluon.jit
+def eliminate(column, x_i, quad, ROW: gl.constexpr, QUAD: gl.constexpr):
+    """The rows of a quad of X, less L_ri x_i for those after row i."""
+    x_a, x_b, x_c, x_d = quad
+    if 4 * QUAD + 3 > ROW:
+        l_a, l_b, l_c, l_d = minus_column(column, QUAD)
+        if 4 * QUAD > ROW:
+            x_a += l_a * x_i
+        if 4 * QUAD + 1 > ROW:
+            x_b += l_b * x_i
+        if 4 * QUAD + 2 > ROW:
+            x_c += l_c * x_i
+        x_d += l_d * x_i
+    return x_a, x_b, x_c, x_d
+
+
+@gluon.jit
+def invert_blocks(minus_l, identity, factor, out, scaled):
+    """X of the blocks of 16 rows to `out`, and with columns times `factor` to `scaled`.
+
+    minus_l [i, block, r] holds - L_ri, and zero where r <= i; X is left as [block, column, row].
+    """
+    # From shared memory: as constants the identity would be kept in registers that are not there.
+    rows = gl.reshape(identity.load(STACK), [4, 16, 2, 2, 2, 2])
+    a, b, c, d = four(rows)
+    a, b, c, d = four(a), four(b), four(c), four(d)
+    x = (
+        in_lanes(a[0], b[0], c[0], d[0]), in_lanes(a[1], b[1], c[1], d[1]),
+        in_lanes(a[2], b[2], c[2], d[2]), in_lanes(a[3], b[3], c[3], d[3]),
+    )  # fmt: skip
+    for row in gl.static_range(15):
+        column, x_i = minus_l.index(row), x[row // 4][row % 4]
+        x = (
+            eliminate(column, x_i, x[0], row, 0), eliminate(column, x_i, x[1], row, 1),
+            eliminate(column, x_i, x[2], row, 2), eliminate(column, x_i, x[3], row, 3),
+        )  # fmt: skip
+    a, b, c, d = (
+        joined((x[0][0], x[1][0], x[2][0], x[3][0])), joined((x[0][1], x[1][1], x[2][1], x[3][1])),
+        joined((x[0][2], x[1][2], x[2][2], x[3][2])), joined((x[0][3], x[1][3], x[2][3], x[3][3])),
+    )  # fmt: skip
+    inverse = gl.convert_layout(gl.reshape(joined((a, b, c, d)), [4, 16, 16]), STACK)
+    out.store(inverse.to(gl.float16))
+    scaled.store(
+        (inverse * gl.expand_dims(factor.load(gl.SliceLayout(2, STACK)), 2)).to(gl.float16)
+    )
+
+
+@gluon.jit
+def below(blocks: gl.constexpr):
+    """1 in the blocks (2 b + 1, 2 b) of `blocks` * 16 rows, 0 elsewhere: a factor, not a condition.
+
+    A choice between numbers of 16 bits would take their registers apart.
+    """
+    LAYOUT: gl.constexpr = product(CHUNK)
+    row = gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))[:, None] // (BLOCK * blocks)
+    column = gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))[None, :] // (BLOCK * blocks)
+    return gl.where(row == column + 1, gl.where((column & 1) == 0, 1.0, 0.0), 0.0)
+
+
+@gluon.jit
+def double(u, on, memory):
+    """U of the blocks of twice as many rows; `on` is 1 in their lower left halves."""
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, product(CHUNK), 2)
+    memory.store(u.to(gl.float16))
+    fence_async_shared()
+    left = gl.convert_layout((u * on).to(gl.float16), LEFT)
+    barrier()
+    u = warpgroup_mma(left, memory, u, is_async=True)
+    return warpgroup_mma_wait(0, deps=(u,))
+
+
+@gluon.jit
+def invert(tiles, slot, on_16, on_32):
+    """U = T - I [64, 64] of what leave_l left."""
+    at_t = tiles.t.index(slot)
+    minus_l = at_t._reinterpret(gl.float32, [BLOCK, BLOCKS, BLOCK], PLAIN)
+    factor = tiles.gates.index(slot * GATES + FACTOR).reshape([BLOCKS, BLOCK])
+    invert_blocks(minus_l, tiles.identity, factor, tiles.blocks, tiles.scaled)
+    barrier()
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, BATCH, 2)
+    left = tiles.scaled.permute((0, 2, 1)).load(LEFT)
+    right = tiles.rows.reshape([BLOCKS, BLOCK, CHUNK]).load(gl.DotOperandLayout(1, BATCH, 2))
+    u = mma_v2(left, right, gl.zeros([BLOCKS, BLOCK, CHUNK], gl.float32, BATCH))
+    inverse = gl.convert_layout(tiles.blocks.permute((0, 2, 1)).load(LEFT), BATCH).to(gl.float32)
+    u = with_blocks(u, inverse)
+    # T is not known yet, and its slot free again.
+    u = double(u, on_16, at_t._reinterpret(gl.float16, [CHUNK, CHUNK], at_t.layout))
+    return double(u, on_32, tiles.rows)
+
+
+@gluon.jit
+def with_blocks(u, inverse):
+    """u [block, row, 64 columns] with the inverses of the blocks, less I, where they belong."""
+    LAYOUT: gl.constexpr = product(CHUNK)
+    o_i = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, BATCH)))[None, :, None]
+    o_j = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, BATCH)))[None, None, :]
+    inverse = gl.where(o_i == o_j, 0.0, inverse)
+    u = gl.reshape(u, [BLOCKS, BLOCK, BLOCKS, BLOCK])
+    OF: gl.constexpr = u.type.layout
+    inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(2, OF)), 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, OF)))
+    COLUMN: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, OF)))
+    row = gl.arange(0, BLOCKS, ROW)[:, None, None, None]
+    column = gl.arange(0, BLOCKS, COLUMN)[None, None, :, None]
+    # Added, because there u is zero: a factor for each of the four needs no predicates.
+    u += inverse * gl.where(row == column, 1.0, 0.0)
+    return gl.convert_layout(gl.reshape(u, [CHUNK, CHUNK]), LAYOUT)

@@ -1,0 +1,82 @@
+"""What the roles of a program share: tiles in shared memory, barriers, and the program's place."""
+
+from typing import Any, NamedTuple
+
+import triton
+from triton.experimental.gluon import language as gl
+
+# Tokens of a chunk: the rows of one warpgroup's product.
+CHUNK = gl.constexpr(64)
+# Values of a state role: the rows of S that it keeps.
+VALUES = gl.constexpr(64)
+
+# Rows of the gates of a chunk, a number for each token (gates.py has their equations).
+READ, ERASE, BETA, WRITE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
+END, QUERY_SUM, KEY_SUM, COLUMN_SUM = (
+    gl.constexpr(4), gl.constexpr(5), gl.constexpr(6), gl.constexpr(7),
+)  # fmt: skip
+FACTOR, GATES = gl.constexpr(8), gl.constexpr(9)
+# Blocks of 16 tokens on the diagonal of a chunk's square tiles, one a warp.
+BLOCK, BLOCKS = gl.constexpr(16), gl.constexpr(4)
+# Tiles of P that the state roles make: one is written while another is read.
+PAIR_SLOTS = gl.constexpr(2)
+
+
+class Tiles(NamedTuple):
+    """Tiles in shared memory; those of a chunk lie in its slot, chunk i in slot i % SLOTS."""
+
+    # [SLOTS, 64, K], [SLOTS, 64, K] and [SLOTS * V / 64, 64, 64].
+    q: Any
+    k: Any
+    v: Any
+    # [SLOTS, 64, 64]: T with an erase; [2 or SLOTS, 64, 64]: P.
+    t: Any
+    p: Any
+    # [V / 64, 64, 64]: o, of the chunk before the one that is being worked out.
+    o: Any
+    # [SLOTS * GATES, 64] float32.
+    gates: Any
+    # [SLOTS, 4 * 64] float32, with an erase: what is left of a token where a later block begins.
+    before: Any
+    # For the inverse: [64, 64] and twice [4, 16, 16] in float16, and I [4, 16, 16] in float32.
+    rows: Any
+    blocks: Any
+    scaled: Any
+    identity: Any
+
+
+class Barriers(NamedTuple):
+    """Barriers of each slot (the first three), of each tile of P, and of each state role's o."""
+
+    # q, k, v and the gates are there; the state roles have done with all of it.
+    full: Any
+    empty: Any
+    # T, or without an erase P, is there.
+    scored: Any
+    # All state roles have left their rows of P.
+    paired: Any
+    # o of a state role is there; it is in global memory.
+    written: Any
+    stored: Any
+
+
+class Place(NamedTuple):
+    """First token and number of tokens of the program's sequence, its chunks, and its heads."""
+
+    start: Any
+    tokens: Any
+    chunks: Any
+    value_head: Any
+    key_head: Any
+
+
+@triton.constexpr_function
+def square(rank: int = 2) -> Any:
+    """Tiles of 16 bits as products and the copy engine take them."""
+    return gl.NVMMASharedLayout(128, 16, rank=rank)
+
+
+@triton.constexpr_function
+def product(columns: int) -> Any:
+    """The sums of a warpgroup's product of 64 rows."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])

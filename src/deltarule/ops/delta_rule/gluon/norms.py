@@ -1,0 +1,21 @@
+"""1 / |q| and 1 / |k| of every token, for calls with `normalize_qk`.
+
+A kernel of its own, because a warp that sums the squares of a chunk's rows beside the roles of the
+forward takes longer than all of them.
+"""
+
+import triton
+import triton.language as tl
+
+from deltarule.ops.runtime.unit_norm import inverse_norm
+
+
+@triton.jit(do_not_specialize=["rows"])
+def inverse_norms_kernel(q, k, norms, rows, K: tl.constexpr, ROWS: tl.constexpr):
+    """norms [rows, 2] of the rows [rows, K] of q and of k."""
+    o_r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    o_x, m_r = o_r[:, None] * K + tl.arange(0, K)[None, :], o_r < rows
+    b_q = tl.load(q + o_x, mask=m_r[:, None], other=0.0)
+    b_k = tl.load(k + o_x, mask=m_r[:, None], other=0.0)
+    tl.store(norms + o_r * 2, inverse_norm(b_q), mask=m_r)
+    tl.store(norms + o_r * 2 + 1, inverse_norm(b_k), mask=m_r)

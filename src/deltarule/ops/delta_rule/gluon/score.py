@@ -1,0 +1,128 @@
+"""The role that goes before the state: T = (I + L)^-1 of every chunk, or P where nothing is erased.
+
+    L_ij = beta_i decay(j, i] k_i . k_j / (|k_i| |k_j|)      for j < i, and 0 for the others
+
+In a block of 16 tokens the decay is a power of two of a difference of sums. Before it, it is that
+up to the block's start times that from there on, 1 at most both: exact whatever the decays, and two
+products in place of an exponential.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from deltarule.ops.delta_rule.gluon.inverse import (
+    BATCH,
+    PLAIN_3D,
+    barrier,
+    below,
+    four,
+    invert,
+)
+from deltarule.ops.delta_rule.gluon.memory import (
+    BETA,
+    BLOCK,
+    BLOCKS,
+    CHUNK,
+    COLUMN_SUM,
+    FACTOR,
+    GATES,
+    KEY_SUM,
+    WRITE,
+    product,
+)
+from deltarule.ops.delta_rule.gluon.pairs import finish_pairs, start_pairs
+
+
+@gluon.jit
+def score_role(
+    shared, scale, SLOTS: gl.constexpr, DECAY: gl.constexpr, TIED: gl.constexpr,
+    UNIT: gl.constexpr,
+):  # fmt: skip
+    """What the state roles wait for, chunk by chunk."""
+    tiles, barriers, place = shared
+    if TIED:
+        LAYOUT: gl.constexpr = product(CHUNK)
+        o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))[:, None]
+        o_j = gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))[None, :]
+        on_16, on_32 = below(1), below(2)
+    for i in range(place.chunks):
+        slot, phase = i % SLOTS, (i // SLOTS) & 1
+        mbarrier.wait(barriers.full.index(slot), phase)
+        if TIED:
+            leave_l(tiles, slot, DECAY, UNIT)
+            barrier()
+            u = invert(tiles, slot, on_16, on_32)
+            t = gl.where(o_i == o_j, 1.0, u)
+            tiles.t.index(slot).store(t.to(tiles.t.dtype))
+        else:
+            kq = start_pairs(tiles, slot, 0, CHUNK)
+            finish_pairs(tiles, slot, slot, scale, kq, 0, CHUNK, DECAY, UNIT)
+        fence_async_shared()
+        mbarrier.arrive(barriers.scored.index(slot))
+
+
+@gluon.jit
+def leave_l(tiles, slot, DECAY: gl.constexpr, UNIT: gl.constexpr):
+    """- L of the blocks on the diagonal, in float32, at the slot of T; the rest of L in `rows`.
+
+    That is in float16 and without the FACTOR of its rows (gates.py).
+    """
+    zero = gl.zeros([CHUNK, CHUNK], gl.float32, product(CHUNK))
+    k = tiles.k.index(slot)
+    kk = warpgroup_mma(k, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    kk = warpgroup_mma_wait(0, deps=(kk,))
+    leave_blocks(tiles, slot, blocks_of(kk), DECAY, UNIT)
+    before = tiles.before.index(slot).reshape([BLOCKS, CHUNK]).load(gl.SliceLayout(1, BATCH))
+    kk = gl.convert_layout(gl.reshape(kk, [BLOCKS, BLOCK, CHUNK]), BATCH)
+    kk = gl.reshape(kk * gl.expand_dims(before, 1), [CHUNK, CHUNK])
+    tiles.rows.store(gl.convert_layout(kk, product(CHUNK)).to(gl.float16))
+
+
+@gluon.jit
+def blocks_of(x):
+    """The blocks on the diagonal of x [64, 64], [block, row, column]: a choice for each warp."""
+    x = gl.permute(gl.reshape(x, [BLOCKS, BLOCK, 2, 2, BLOCK]), (0, 1, 4, 2, 3))
+    a, b, c, d = four(x)
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, BATCH))
+    block = gl.arange(0, BLOCKS, LAYOUT)[:, None, None]
+    a, b = gl.convert_layout(a, BATCH), gl.convert_layout(b, BATCH)
+    c, d = gl.convert_layout(c, BATCH), gl.convert_layout(d, BATCH)
+    return gl.where(block < 2, gl.where(block == 0, a, b), gl.where(block == 2, c, d))
+
+
+@gluon.jit
+def leave_blocks(tiles, slot, kk, DECAY: gl.constexpr, UNIT: gl.constexpr):
+    """- L of the blocks on the diagonal, in float32, of their k_j . k_i [block, j, i].
+
+    The substitution wants the columns of those blocks. K K^T is symmetric: they are computed as
+    rows of the transposed block, and need not be moved between lanes.
+    """
+    I: gl.constexpr = gl.SliceLayout(1, BATCH)
+    J: gl.constexpr = gl.SliceLayout(2, BATCH)
+    o_i = gl.arange(0, BLOCK, gl.SliceLayout(0, I))[None, None, :]
+    o_j = gl.arange(0, BLOCK, gl.SliceLayout(0, J))[None, :, None]
+    gate = slot * GATES
+    if DECAY:
+        sums = gl.expand_dims(of_blocks(tiles, gate + KEY_SUM, I), 1)
+        sums = sums - gl.expand_dims(of_blocks(tiles, gate + COLUMN_SUM, J), 2)
+        kk *= gl.exp2(sums)
+        kk *= -gl.expand_dims(of_blocks(tiles, gate + BETA, I), 1)
+    else:
+        kk *= gl.expand_dims(of_blocks(tiles, gate + FACTOR, I), 1)
+        if UNIT:
+            kk *= gl.expand_dims(of_blocks(tiles, gate + WRITE, J), 2)
+    # A choice, because a power for i < j may be infinite.
+    memory = tiles.t.index(slot)._reinterpret(gl.float32, [BLOCK, BLOCKS, BLOCK], PLAIN_3D)
+    memory.permute((1, 0, 2)).store(gl.where(o_i > o_j, kk, 0.0))
+
+
+@gluon.jit
+def of_blocks(tiles, gate, LAYOUT: gl.constexpr):
+    """A gate of the tokens of the blocks, [block, token]."""
+    return tiles.gates.index(gate).reshape([BLOCKS, BLOCK]).load(LAYOUT)

@@ -1,0 +1,178 @@
+"""When the fused forward runs, and its launch.
+
+It can run where `why_not` finds nothing against it; impl="gluon" asks no more. As a stage of
+impl="triton" it is taken where it is faster, too: where its programs, one a value head of a
+sequence, fill the GPU.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from deltarule.ops.delta_rule.gluon.forward import forward_kernel
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES, square
+from deltarule.ops.delta_rule.gluon.norms import inverse_norms_kernel
+from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.triton.plan import Plan, make_plan, multiprocessors, strides
+from deltarule.ops.delta_rule.triton.tile_sizes import architecture
+from deltarule.ops.eager import constant_when_compiled
+from deltarule.ops.runtime.launch import Launch
+
+HOPPER = 90
+
+
+class Configuration(NamedTuple):
+    """Slots and registers by role, and when the kernel pays."""
+
+    # Chunks in shared memory; where nothing is erased a chunk is soon done with, and one more pays.
+    slots: int
+    # Registers of a thread, on average.
+    average: int
+    # Of the second state role; the first has what the others leave.
+    state: int
+    score: int
+    # Of the roles that load, store and sum.
+    others: int
+    # The part of the multiprocessors' time that programs must fill: with less of it, kernels that
+    # cut states or sequences into more programs are done first.
+    filled: float
+
+
+# By K and V. Fewer registers for the state roles put every product of the kernel in series.
+CONFIGURATIONS = {
+    (128, 128): Configuration(3, average=128, state=192, score=96, others=32, filled=0.6),
+    (64, 64): Configuration(2, average=128, state=0, score=96, others=32, filled=0.75),
+}
+SLOTS_WITHOUT_ERASE = 3
+# Rows of q and of k that a program sums the squares of.
+NORM_ROWS = 32
+
+
+def why_not(inputs: Inputs) -> str | None:
+    """Why the fused kernel cannot run this, or None."""
+    device = inputs.q.device
+    if device.type != "cuda":
+        return f"the fused kernel needs CUDA tensors, and q is on {device}"
+    if (found := architecture_at(device.index or 0)) != HOPPER:
+        return f"the fused kernel is written for sm_90, this is sm_{found}"
+    return why_not_form(inputs)
+
+
+@constant_when_compiled
+def architecture_at(index: int) -> int:
+    """Ten times the compute capability of a CUDA device."""
+    return architecture(torch.device("cuda", index))
+
+
+def why_not_form(inputs: Inputs) -> str | None:
+    """What the fused kernel cannot do on any GPU."""
+    q, sizes = inputs.q, (inputs.q.shape[3], inputs.v.shape[3])
+    if inputs.by_channel:
+        return "the fused kernel has decay none or one per head, and erase none or tied"
+    if inputs.n_steps > 1:
+        return f"the fused kernel writes once a token, got n_steps = {inputs.n_steps}"
+    if sizes not in CONFIGURATIONS:
+        known = " or ".join(str(size) for size in CONFIGURATIONS)
+        return f"the fused kernel has (K, V) = {known}, got {sizes}"
+    if q.dtype != torch.bfloat16 and (q.dtype != torch.float16 or inputs.beta is not None):
+        return (
+            "the fused kernel rounds to 16 bits what an erase needs more digits of in float16: it "
+            f"takes bfloat16, or without an erase float16, got {q.dtype}"
+        )
+    if inputs.scale <= 0:
+        return f"the fused kernel takes the logarithm of scale, got {inputs.scale}"
+    if inputs.batch_invariant:
+        return "batch_invariant=True keeps to the kernels that run for any number of rows"
+    return None
+
+
+def pays(inputs: Inputs, plan: Plan) -> bool:
+    """Whether it is faster than the stages that it replaces: a function of shapes and the GPU."""
+    return (
+        not plan.per_segment
+        and why_not(inputs) is None
+        and fills(inputs, multiprocessors(inputs.q.device))
+    )
+
+
+def fills(inputs: Inputs, processors: int) -> bool:
+    """Whether enough of so many multiprocessors have a program in every round of them."""
+    programs = inputs.sequences * inputs.v.shape[2]
+    rounds = -(-programs // processors)
+    least = CONFIGURATIONS[inputs.q.shape[3], inputs.v.shape[3]].filled
+    return programs >= least * rounds * processors
+
+
+def place_in_order(inputs: Inputs) -> str:
+    """What `explain` says of a call that the kernel can run."""
+    if pays(inputs, make_plan(inputs)):
+        return "can run; triton comes first, and takes it where no backward needs what it saves"
+    return "can run; triton comes first, and its own kernels are faster for so few heads and rows"
+
+
+class FusedLaunch(Launch):
+    """A launch whose tiles have layouts, as Gluon wants it said."""
+
+    def given(self, arguments: tuple[Any, ...]) -> list[Any]:
+        """The arguments as Gluon takes them."""
+        given = list(arguments)
+        for place, width, tile in self.tiles:
+            x = given[place]
+            shape = [x.numel() // width, width]
+            given[place] = TensorDescriptor(x, shape, [width, 1], tile, square())
+        return given
+
+
+def forward_launch(inputs: Inputs, plan: Plan) -> Launch:
+    """`forward_kernel` with its constants."""
+    _, tokens, heads, key_size = inputs.q.shape
+    value_heads, value_size = inputs.v.shape[2:]
+    config = CONFIGURATIONS[key_size, value_size]
+    slots = SLOTS_WITHOUT_ERASE if inputs.erase == "none" else config.slots
+    packed = inputs.cu_seqlens is not None
+    rows, keys, values = CHUNK.value, heads * key_size, value_heads * value_size
+    tiles = {
+        "q": (keys, [rows, key_size]), "k": (keys, [rows, key_size]),
+        "v": (values, [rows, VALUES.value]), "o": (values, [rows, VALUES.value]),
+    }  # fmt: skip
+    constants = {
+        "K": key_size, "V": value_size, "SLOTS": slots,
+        "DECAY": inputs.log_decay is not None, "TIED": inputs.beta is not None,
+        "UNIT": inputs.normalize_qk, "PACKED": packed,
+        "RAGGED": packed or tokens % rows != 0, "STATE_REGISTERS": config.state,
+        "SCORE_REGISTERS": config.score, "REGISTERS": config.others,
+        "num_warps": 4, "maxnreg": config.average,
+    }  # fmt: skip
+    return FusedLaunch(forward_kernel, constants, tiles)
+
+
+def inverse_norms(inputs: Inputs, plan: Plan) -> Tensor:
+    """Launch `inverse_norms_kernel`: [B, T, H, 2]."""
+    rows = inputs.q.numel() // inputs.q.shape[3]
+    norms = plan.empty((rows, 2), torch.float32, inputs.q.device)
+    plan.once(norms_launch, inputs)((-(-rows // NORM_ROWS), 1, 1), inputs.q, inputs.k, norms, rows)
+    return norms
+
+
+def norms_launch(inputs: Inputs, plan: Plan) -> Launch:
+    """`inverse_norms_kernel` with its constants."""
+    sizes = {"K": inputs.q.shape[3], "ROWS": NORM_ROWS}
+    return Launch(inverse_norms_kernel, {**sizes, "num_warps": 4, "num_stages": 1})
+
+
+def forward(inputs: Inputs, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Outputs and the final state; every tensor but the gates lies in one piece."""
+    q, k, v, offsets = inputs.q, inputs.k, inputs.v, inputs.cu_seqlens
+    value_heads, scale = v.shape[2], inputs.scale
+    norms = inverse_norms(inputs, plan) if inputs.normalize_qk else None
+    o = plan.empty(inputs.output_shape, v.dtype, v.device)
+    final = plan.empty(inputs.state_shape, torch.float32, v.device)
+    plan.once(forward_launch, inputs)(
+        (inputs.sequences * value_heads, 1, 1), q, k, v, o, q, k, v, o, inputs.log_decay,
+        inputs.beta, norms, offsets, inputs.initial_state, final, scale, math.log2(scale),
+        *q.shape[1:3], value_heads, *strides(inputs.log_decay), *strides(inputs.beta),
+    )  # fmt: skip
+    return o, final

@@ -1,0 +1,506 @@
+"""Run a warp-specialised Gluon kernel on the CPU: its roles as threads, its barriers as they count.
+
+The kernel's own functions are executed with another `gl`, whose tensors are PyTorch's and whose
+layouts are nothing. One role runs at a time, and a random choice says which goes on at every
+barrier and every touch of shared memory, copies of the copy engine included; so an order of events
+that a GPU might take once in a million runs is met here in a few. A role that waits for ever, a
+barrier whose phase comes round before a role has seen it, a tile that is overwritten while a
+product reads it, a product that reads what no fence has made visible, a read of what was never
+written (NaN), an address outside a tensor: each fails.
+"""
+
+import operator
+import random
+import threading
+from collections.abc import Callable
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.runtime.jit import JITFunction
+
+TYPES = {
+    "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
+    "int32": torch.int32, "int64": torch.int64,
+}  # fmt: skip
+PATIENCE = 60.0
+
+
+class Value:
+    """A tensor of the kernel: arithmetic makes a new one, and nothing changes it."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+    @property
+    def type(self) -> SimpleNamespace:
+        return SimpleNamespace(layout=None)
+
+    def to(self, dtype: torch.dtype) -> "Value":
+        return Value(self.data.to(dtype))
+
+    def __getitem__(self, at: Any) -> "Value":
+        return Value(self.data[at])
+
+    def __index__(self) -> int:
+        return int(self.data)
+
+    def __bool__(self) -> bool:
+        return bool(self.data)
+
+
+def plain(x: Any) -> Any:
+    """The PyTorch tensor, or the number."""
+    return x.data if isinstance(x, Value) else x
+
+
+def mirrored(of: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator with its arguments the other way round."""
+    return lambda x, y: of(y, x)
+
+
+def of_values(of: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator on numbers and tensors; a number and an address come to an address."""
+    return lambda x, y: y + x if isinstance(y, Pointer) else Value(of(plain(x), plain(y)))
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod", "rshift", "and_", "xor"):
+    _of = of_values(getattr(operator, _name))
+    setattr(Value, f"__{_name.strip('_')}__", _of)
+    setattr(Value, f"__r{_name.strip('_')}__", mirrored(_of))
+for _name in ("lt", "le", "gt", "ge", "eq"):
+    setattr(Value, f"__{_name}__", of_values(getattr(operator, _name)))
+Value.__neg__ = lambda x: Value(-x.data)
+
+
+class Pointer:
+    """Addresses in a tensor, counted in its elements."""
+
+    def __init__(self, memory: Tensor, offset: Any = 0) -> None:
+        self.memory, self.offset = memory, offset
+
+    def __add__(self, more: Any) -> "Pointer":
+        return Pointer(self.memory, plain(self.offset) + plain(more))
+
+    def at(self, mask: Any) -> tuple[Tensor, Tensor]:
+        """Places and whether they are touched; these lie inside."""
+        offset = torch.as_tensor(self.offset)
+        mask = torch.as_tensor(True if mask is None else plain(mask))
+        offset, mask = torch.broadcast_tensors(offset, mask)
+        touched = offset[mask]
+        assert ((touched >= 0) & (touched < self.memory.numel())).all(), "an address outside"
+        return offset, mask
+
+    def load(self, mask: Any = None, other: Any = 0.0) -> Tensor:
+        offset, mask = self.at(mask)
+        found = self.memory.flatten()[offset.clamp(0, self.memory.numel() - 1)]
+        return torch.where(mask, found, torch.as_tensor(other, dtype=found.dtype))
+
+    def store(self, x: Tensor, mask: Any = None) -> None:
+        offset, mask = self.at(mask)
+        x = x.expand(offset.shape).to(self.memory.dtype)
+        self.memory.view(-1)[offset[mask]] = x[mask]
+
+
+class Descriptor:
+    """A matrix of which the copy engine moves tiles: whole ones, in this kernel."""
+
+    def __init__(self, matrix: Tensor, tile: list[int]) -> None:
+        self.matrix, self.tile, self.dtype = matrix, tile, matrix.dtype
+
+    def window(self, at: list[Any]) -> Tensor:
+        row, column = (int(x) for x in at)
+        height, width = self.tile
+        assert row + height <= self.matrix.shape[0], "rows outside"
+        assert column + width <= self.matrix.shape[1], "columns outside"
+        return self.matrix[row : row + height, column : column + width]
+
+
+class Memory:
+    """A tile in shared memory; `unseen` marks what products and copies cannot see yet."""
+
+    def __init__(self, machine: "Machine", data: Tensor, unseen: Tensor) -> None:
+        self.machine, self.data, self.unseen, self.layout = machine, data, unseen, None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+    def viewed(self, change: Callable[[Tensor], Tensor]) -> "Memory":
+        return Memory(self.machine, change(self.data), change(self.unseen))
+
+    def index(self, i: Any) -> "Memory":
+        return self.viewed(lambda x: x[int(i)])
+
+    def slice(self, start: int, length: int, dim: int = 0) -> "Memory":
+        return self.viewed(lambda x: x.narrow(dim, int(start), int(length)))
+
+    def permute(self, order: tuple[int, ...]) -> "Memory":
+        return self.viewed(lambda x: x.permute(order))
+
+    def reshape(self, shape: list[int]) -> "Memory":
+        return self.viewed(lambda x: x.view(shape))
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> "Memory":
+        count = torch.Size(shape).numel()
+        data = self.data.view(-1).view(dtype)[:count].view(shape)
+        # Two numbers of two bytes to one of four, which no product reads.
+        unseen = self.unseen.view(-1)[:count].view(shape)
+        return Memory(self.machine, data, unseen)
+
+    def load(self, layout: Any = None) -> Value:
+        self.machine.step()
+        return Value(self.data.clone())
+
+    def store(self, x: Value) -> None:
+        self.machine.step()
+        self.data.copy_(x.data)
+        self.unseen.fill_(self.machine.role())
+
+    def read(self) -> Tensor:
+        """As products and copies read."""
+        assert not self.unseen.any(), "read before a fence"
+        return self.data.float() if self.data.is_floating_point() else self.data
+
+
+class Barrier:
+    """Arrivals and bytes that are still to come in this phase, and the phases that are over."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.arrivals, self.bytes, self.over = count, count, 0, 0
+        self.seen: dict[int, int] = {}
+
+    def arrive(self, bytes_expected: int = 0) -> None:
+        assert self.arrivals > 0, "more arrivals than the barrier counts"
+        self.arrivals -= 1
+        self.bytes += bytes_expected
+        self.turn()
+
+    def arrived(self, size: int) -> None:
+        self.bytes -= size
+        self.turn()
+
+    def turn(self) -> None:
+        if self.arrivals == 0 and self.bytes == 0:
+            self.over, self.arrivals = self.over + 1, self.count
+
+    def is_over(self, phase: int) -> bool:
+        return (self.over & 1) != phase
+
+    def passed(self, role: int, phase: int) -> None:
+        """A role's waits see one phase after the other: the first if it begins with phase 0."""
+        expected = self.seen.get(role, 1 - phase)
+        assert self.over == expected, f"phase {self.over} taken for {expected}"
+        self.seen[role] = expected + 1
+
+
+class Product:
+    """A product in flight: at its wait its operands must be what they were."""
+
+    def __init__(self, compute: Callable[[], Tensor]) -> None:
+        self.compute, self.result = compute, compute()
+
+    def finish(self) -> None:
+        again = self.compute()
+        assert torch.equal(again.nan_to_num(), self.result.nan_to_num()), "overwritten in flight"
+
+
+class Machine:
+    """One program: its roles, and whose turn it is."""
+
+    def __init__(self, program: int, seed: int) -> None:
+        self.program, self.random = program, random.Random(seed)
+        self.turn = threading.Condition()
+        self.local = threading.local()
+        self.current, self.failure = 0, None
+        self.waiting: dict[int, Callable[[], bool]] = {}
+        self.copies: list[tuple[int, Callable[[], None]]] = []
+        self.tiles: list[Tensor] = []
+        self.favour: list[float] = []
+        self.haste = 0.3
+
+    # -- turns
+
+    def role(self) -> int:
+        """Of this thread, from 1 on: what tiles are marked with."""
+        return getattr(self.local, "role", 0) + 1
+
+    def step(self, ready: Callable[[], bool] | None = None) -> None:
+        """Let another role, or a copy, go first, or many; then go on once `ready`."""
+        if not hasattr(self.local, "role"):
+            return
+        me = self.local.role
+        with self.turn:
+            self.waiting[me] = ready or (lambda: True)
+            self.choose()
+            self.turn.wait_for(lambda: self.current == me or self.failure, PATIENCE)
+            if self.failure or self.current != me:
+                raise RuntimeError(self.failure or "nobody's turn")
+
+    def choose(self) -> None:
+        """The next role, after some copies: mostly the one that is favoured for a while.
+
+        So each role is now and then as far ahead of the others, and as far behind, as it can be.
+        """
+        if self.random.random() < 0.03:
+            self.favour = [self.random.random() for _ in self.favour]
+            self.haste = self.random.choice((0.02, 0.3, 0.9))
+        while True:
+            ready = [role for role, is_ready in self.waiting.items() if is_ready()]
+            if self.copies and (not ready or self.random.random() < self.haste):
+                self.run_copy(self.random.randrange(len(self.copies)))
+                continue
+            if ready or not self.waiting:
+                break
+            self.failure = self.failure or f"deadlock: roles {sorted(self.waiting)} wait"
+            self.turn.notify_all()
+            return
+        if ready:
+            favoured = max(ready, key=self.favour.__getitem__)
+            self.current = favoured if self.random.random() < 0.9 else self.random.choice(ready)
+            del self.waiting[self.current]
+        self.turn.notify_all()
+
+    def run_copy(self, i: int) -> None:
+        """Copies of one role finish in any order."""
+        self.copies.pop(i)[1]()
+
+    def specialize(self, roles: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
+        """Run the roles to their ends."""
+
+        def run(number: int, role: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+            self.local.role = number
+            # A role's own queues of products.
+            self.local.products = []
+            try:
+                with self.turn:
+                    self.turn.wait_for(lambda: self.current == number or self.failure, PATIENCE)
+                if not self.failure:
+                    role(*arguments)
+                    self.store_wait(0)
+            except BaseException as error:
+                self.failure = self.failure or error
+            with self.turn:
+                self.choose()
+
+        self.waiting = {i: lambda: True for i in range(len(roles))}
+        self.favour = [self.random.random() for _ in roles]
+        threads = [
+            threading.Thread(target=run, args=(i, *role), daemon=True)
+            for i, role in enumerate(roles)
+        ]
+        self.current = -1
+        for thread in threads:
+            thread.start()
+        with self.turn:
+            self.choose()
+        for thread in threads:
+            thread.join(PATIENCE)
+        if self.failure:
+            raise AssertionError(str(self.failure)) from (
+                self.failure if isinstance(self.failure, BaseException) else None
+            )
+
+    # -- shared memory and barriers
+
+    def allocate(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
+        if dtype == torch.int64:
+            return Barriers(shape[0])
+        shape = [int(x) for x in shape]
+        data = torch.full(shape, torch.nan, dtype=dtype)
+        unseen = torch.zeros(shape, dtype=torch.int8)
+        self.tiles.append(unseen)
+        return Memory(self, data, unseen)
+
+    def fence(self) -> None:
+        """Products and copies see what this role has written."""
+        for unseen in self.tiles:
+            unseen[unseen == self.role()] = 0
+
+    def wait(self, barrier: Barrier, phase: Any) -> None:
+        phase = int(phase)
+        self.step(lambda: barrier.is_over(phase))
+        barrier.passed(self.role(), phase)
+
+    def arrive(self, barrier: Barrier) -> None:
+        self.step()
+        barrier.arrive()
+
+    def expect(self, barrier: Barrier, size: int) -> None:
+        self.step()
+        barrier.arrive(size)
+
+    # -- the copy engine
+
+    def copy_in(self, of: Descriptor, at: list[Any], barrier: Barrier, tile: Memory) -> None:
+        window = of.window(at)
+
+        def copy() -> None:
+            tile.data.copy_(window)
+            barrier.arrived(window.numel() * 2)
+
+        self.copies.append((0, copy))
+
+    def copy_out(self, of: Descriptor, at: list[Any], tile: Memory) -> None:
+        window = of.window(at)
+        self.copies.append((self.role(), lambda: window.copy_(tile.read())))
+
+    def store_wait(self, left: int) -> None:
+        """Until so many of this role's last copies are in flight."""
+        mine = [copy for copy in self.copies if copy[0] == self.role()]
+        for copy in mine[: len(mine) - left]:
+            self.copies.remove(copy)
+            copy[1]()
+
+    def rows_in(self, tile: Memory, pointer: Pointer, mask: Value) -> None:
+        """Rows that a role copies itself."""
+        tile.data.copy_(pointer.load(mask))
+        tile.unseen.fill_(self.role())
+
+    # -- products
+
+    def product(
+        self, a: Any, b: Memory, total: Any, use_acc: bool = True, is_async: bool = False
+    ) -> Product:
+        left = (lambda: a.read()) if isinstance(a, Memory) else (lambda: a.data.float())
+        before = total.data if use_acc else torch.zeros_like(total.data)
+        started = Product(lambda: before + left() @ b.read())
+        self.local.products.append(started)
+        self.step()
+        return started
+
+    def product_wait(self, left: int, deps: tuple[Product, ...]) -> Any:
+        self.step()
+        products = self.local.products
+        while len(products) > left:
+            products.pop(0).finish()
+        assert not any(x in products for x in deps), "used before a wait"
+        done = tuple(Value(x.result) for x in deps)
+        return done if len(done) > 1 else done[0]
+
+
+class Barriers:
+    """An array of them."""
+
+    def __init__(self, number: int) -> None:
+        self.each: list[Any] = [None] * number
+
+    def index(self, i: Any) -> Any:
+        return Slot(self, int(i)) if self.each[int(i)] is None else self.each[int(i)]
+
+
+class Slot:
+    """Of a barrier to be."""
+
+    def __init__(self, array: Barriers, i: int) -> None:
+        self.array, self.i = array, i
+
+
+def init(slot: Slot, count: int) -> None:
+    """Make a barrier."""
+    slot.array.each[slot.i] = Barrier(int(count))
+
+
+def elementwise(function: Callable[..., Tensor]) -> Callable[..., Value]:
+    """A function of tensors and numbers."""
+    return lambda *x: Value(function(*(torch.as_tensor(plain(y)) for y in x)))
+
+
+def power(x: Tensor) -> Tensor:
+    """2^x with denormal results flushed, as the GPU's approximation does."""
+    y = torch.exp2(x)
+    return torch.where(y < 2.0**-126, 0.0, y)
+
+
+def language(machine: Machine) -> SimpleNamespace:
+    """What kernels call `gl`."""
+    nothing = lambda *_, **__: None  # noqa: E731
+
+    def where(condition: Value, x: Any, y: Any) -> Value:
+        return Value(torch.where(plain(condition), plain(x), plain(y)))
+
+    return SimpleNamespace(
+        **TYPES, constexpr=None, BlockedLayout=nothing, SliceLayout=nothing,
+        DotOperandLayout=nothing, SwizzledSharedLayout=nothing, num_warps=lambda: 1,
+        static_range=range, where=where, exp2=elementwise(power), log2=elementwise(torch.log2),
+        rsqrt=elementwise(torch.rsqrt), maximum=elementwise(torch.maximum),
+        minimum=elementwise(torch.minimum),
+        arange=lambda start, end, layout: Value(torch.arange(start, end, dtype=torch.int32)),
+        zeros=lambda shape, dtype, layout: Value(torch.zeros([int(x) for x in shape], dtype=dtype)),
+        sum=lambda x, axis: Value(x.data.sum(axis)),
+        associative_scan=lambda x, axis, add: Value(x.data.cumsum(axis)),
+        permute=lambda x, order: Value(x.data.permute(order)),
+        reshape=lambda x, shape: Value(x.data.reshape(shape)),
+        expand_dims=lambda x, axis: Value(x.data.unsqueeze(axis)),
+        convert_layout=lambda x, layout: x,
+        split=lambda x: (Value(x.data[..., 0]), Value(x.data[..., 1])),
+        join=lambda x, y: Value(torch.stack([x.data, y.data], -1)),
+        program_id=lambda axis: Value(torch.tensor(machine.program)),
+        load=lambda x, mask=None, other=0.0: Value(x.load(mask, other)),
+        store=lambda x, y, mask=None: x.store(plain(y), mask),
+        allocate_shared_memory=machine.allocate, warp_specialize=machine.specialize,
+        barrier=nothing, thread_barrier=nothing,
+    )  # fmt: skip
+
+
+def replaced(machine: Machine) -> dict[str, Any]:
+    """What kernels import from Gluon, by the names in their modules."""
+    return {
+        "gl": language(machine), "barrier": lambda: None, "fence_async_shared": machine.fence,
+        "warpgroup_mma": machine.product, "warpgroup_mma_wait": machine.product_wait,
+        "mma_v2": lambda a, b, total: Value(total.data + a.data.float() @ b.data.float()),
+        "mbarrier": SimpleNamespace(
+            init=init, wait=machine.wait, arrive=machine.arrive, expect=machine.expect,
+            MBarrierLayout=lambda: None,
+        ),
+        "tma": SimpleNamespace(
+            async_copy_global_to_shared=machine.copy_in,
+            async_copy_shared_to_global=machine.copy_out, store_wait=machine.store_wait,
+        ),
+        "async_copy": SimpleNamespace(
+            async_copy_global_to_shared=machine.rows_in, commit_group=lambda: None,
+            wait_group=lambda left: None,
+        ),
+    }  # fmt: skip
+
+
+def interpreted(kernel: Any, machine: Machine, known: dict[Any, Any] | None = None) -> Any:
+    """The kernel's function, with all that it calls, in the interpreter's language."""
+    known = {} if known is None else known
+    if kernel in known:
+        return known[kernel]
+    ours = replaced(machine)
+    names: dict[str, Any] = {"__builtins__": __builtins__}
+    function = FunctionType(
+        kernel.fn.__code__, names, kernel.fn.__name__, kernel.fn.__defaults__
+    )  # fmt: skip
+    known[kernel] = function
+    for name, x in kernel.fn.__globals__.items():
+        if name in ours:
+            names[name] = ours[name]
+        elif isinstance(x, JITFunction):
+            names[name] = interpreted(x, machine, known)
+        elif isinstance(x, gl.constexpr):
+            names[name] = x.value
+        elif type(x).__name__ == "ConstexprFunction":
+            names[name] = lambda *_: None
+        elif isinstance(x, type):
+            names[name] = x
+    return function
+
+
+def run(
+    kernel: gluon._runtime.GluonJITFunction, programs: int, arguments: dict[str, Any], seed: int
+) -> None:
+    """Launch a kernel: one program after the other, tensors and descriptors as they are given."""
+    for program in range(programs):
+        machine = Machine(program, seed + program)
+        given = {name: Pointer(x) if isinstance(x, Tensor) else x for name, x in arguments.items()}
+        interpreted(kernel, machine)(**given)
