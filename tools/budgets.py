@@ -38,7 +38,7 @@ FOLDERS = {
     "src/deltarule/ops/mesa": 800,
     "src/deltarule/ops/memory": 1_600,
     "src/deltarule/ops/fused": 1_750,
-    "src/deltarule/nn": 6_550,
+    "src/deltarule/nn": 6_650,
     "src/deltarule/models": 2_300,
     "src/deltarule/hf": 1_500,
     "src/deltarule/parallel": 1_650,

@@ -12,7 +12,7 @@ from deltarule.nn.call import Call
 from deltarule.nn.layout import make_layout
 from deltarule.ops.delta_rule import definition
 from nn.layers import HIDDEN, LINEAR, NAMES, config, inputs, make
-from oracles import mlstm
+from oracles import lightning, mlstm
 from oracles.lifted import each_head
 from tolerance import relative_rms
 
@@ -117,11 +117,12 @@ def test_lightning_forgets_more_slowly_in_deeper_layers():
     x, options = inputs(1, 9), {"num_heads": 2, "num_layers": 4}
     shallow, deep = (nn.Lightning(HIDDEN, layer_index=index, **options) for index in (0, 3))
     deep.load_state_dict(shallow.state_dict())
-    for layer, slope in ((shallow, 8 / 2), (deep, 8 / 2 * (1 - 3 / 4))):
+    for layer, index in ((shallow, 0), (deep, 3)):
         _, state = layer(x)
         _, after_nothing = layer(torch.zeros(1, 1, HIDDEN), state)
         kept = after_nothing["recurrent"] / state["recurrent"]
-        expected = torch.tensor([0.0, -slope]).exp().view(1, 2, 1, 1).expand_as(kept)
+        slopes = lightning.released_slopes(2, index, 4).to(kept)
+        expected = (-slopes).exp().view(1, 2, 1, 1).expand_as(kept)
         torch.testing.assert_close(kept, expected)
 
 

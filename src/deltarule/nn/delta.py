@@ -179,7 +179,7 @@ class DeltaMixer(Mixer):
             D=self.D,
             beta_max=self.beta_max,
             n_steps=steps,
-            depth=self.layer_index / self.num_layers if self.reads_depth else 0.0,
+            depth=self.layer_index / max(self.num_layers - 1, 1) if self.reads_depth else 0.0,
             qk_norm=self.qk_norm,
             normalizer=self.normalizer,
             cu_seqlens=call.layout.cu_seqlens,

@@ -1,20 +1,34 @@
 """Lightning Attention: constant decays that grow weaker with depth.
 
-S_t = g_h S_{t-1} + v_t k_t^T        log g_h = -(8 / HV) (1 - layer / layers) h, h = 0..HV-1
+S_t = g_h S_{t-1} + v_t k_t^T        log g_h = -slope_h (1 - layer / (layers - 1) + 1e-5)
+
+The slopes are ALiBi's: 2^(-8 (h + 1) / HV) for h = 0..HV-1 where HV is a power of two; otherwise
+those of the power below, then every other one of the power above.
 """
 
 import torch
+from torch import Tensor
 
 from deltarule.nn.delta import DeltaMixer
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 
+# What the last layer forgets, as a share of the first layer's slope.
+LEAST_SHARE = 1e-5
+
+
+def slopes(head: Tensor) -> Tensor:
+    """Of heads 0..HV-1, given as a tensor of these numbers."""
+    below = 1 << (len(head).bit_length() - 1)
+    # Every other exponent of twice as many heads lies half a step before those of `below` heads.
+    step = torch.where(head < below, head + 1, head - below + 0.5)
+    return torch.exp2(-8 / below * step)
+
 
 def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
-    """Head 0 never forgets."""
-    heads = projections.v.shape[2]
+    """Head 0 forgets fastest, and the last layer hardly at all."""
     dtype = torch.promote_types(projections.v.dtype, torch.float32)
-    head = torch.arange(heads, dtype=dtype, device=projections.v.device)
-    log_decay = -(8 / heads) * (1 - projections.depth) * head
+    head = torch.arange(projections.v.shape[2], dtype=dtype, device=projections.v.device)
+    log_decay = -slopes(head) * (1 - projections.depth + LEAST_SHARE)
     return projections.qkv | {"beta": None, "log_decay": log_decay}, carry
 
 
@@ -27,7 +41,7 @@ RULE = Rule(
     decay="constant",
     erase="none",
     objective="|S - g S'|^2 - 2 <S k, v>",
-    source="arXiv 2401.04658, section 3; slopes of TransNormerLLM, arXiv 2307.14995",
+    source="arXiv 2401.04658, section 3; slopes as released with it and with MiniMax-01",
     arguments=arguments,
 )
 
@@ -35,8 +49,9 @@ RULE = Rule(
 class Lightning(DeltaMixer):
     """Lightning Attention: S = g_h S + v k^T, the deeper the layer the slower the decay.
 
-    log g_h = -(8 / HV) (1 - layer_index / num_layers) h, so give both; a layer on its own is the
-    first of one.
+    log g_h = -2^(-8 (h + 1) / HV) (1 - layer_index / (num_layers - 1) + 1e-5), so give both; a
+    layer on its own is the first of one. Where HV is no power of two the slopes are those of the
+    power below, then every other one of the power above.
 
     Defaults: head_k_dim = head_v_dim = hidden_size / num_heads, SiLU on q, k and v, no
     convolution, output gate sigmoid, norm of each head (MiniMax-01 norms all heads together).
@@ -47,7 +62,7 @@ class Lightning(DeltaMixer):
         >>> layer(torch.zeros(1, 5, 32))[0].shape
         torch.Size([1, 5, 32])
 
-    Source: arXiv 2401.04658; slopes of arXiv 2307.14995; activation and gate of arXiv 2501.08313.
+    Source: arXiv 2401.04658; slopes, activation and gate of MiniMax-01, arXiv 2501.08313.
     """
 
     rule = RULE

@@ -46,7 +46,7 @@ class Projections:
         bonus: Weight of the current token's own value, [H, K] (r_k of RWKV-7, u of RWKV-6).
         beta_max: Largest write strength; 2.0 gives transitions with eigenvalues in [-1, 1].
         n_steps: Writes for each token.
-        depth: Share of the model's layers that come before this one, in [0, 1).
+        depth: Where the layer is in its model: 0 the first, 1 the last of several.
         qk_norm: What q and k are divided by: "none", "l1", "l2". None: the rule's own choice.
         normalizer: Whether the read-out is divided by that of the keys' own sum, z^T q.
         cu_seqlens: Offsets [N + 1] of sequences packed into one row. None: a row is a sequence.
