@@ -58,14 +58,14 @@ def test_a_crashed_cell_goes_on_to_the_same_figures(tmp_path, monkeypatch, chang
     straight = cell.run(tmp_path / "straight", CPU)
     crash_at = 3 if "stop_at" in changes else 7
     with monkeypatch.context() as patch:
-        update = Trainer._update
+        step = Trainer._step
 
-        def crashing(trainer, rate):
+        def crashing(trainer, *arguments):
             if trainer.step == crash_at:
                 raise Crash
-            return update(trainer, rate)
+            return step(trainer, *arguments)
 
-        patch.setattr(Trainer, "_update", crashing)
+        patch.setattr(Trainer, "_step", crashing)
         with pytest.raises(Crash):
             cell.run(tmp_path / "crashed", CPU)
     resumed = cell.run(tmp_path / "crashed", CPU)

@@ -10,7 +10,7 @@ from tolerance import assert_close, relative_rms
 
 pytest.importorskip("triton")
 
-from deltarule.ops.selective_scan.registered import scan_backward_op, scan_op
+from deltarule.ops.selective_scan.registered import scan_operator
 from deltarule.ops.selective_scan.triton import passes as kernels
 
 pytestmark = pytest.mark.skipif(
@@ -30,7 +30,7 @@ def call(tensors, lengths=None):
     """As `selective_scan` calls it, but on the CPU."""
     offsets = None if lengths is None else pack(lengths)
     named = [tensors.get(name) for name in scan.NAMES]
-    o, final, _ = scan_op(*named, offsets, scan.K**-0.5, True, "triton")
+    o, final, _ = scan_operator.operator(*named, offsets, scan.K**-0.5, True, "triton")
     return o, final
 
 
@@ -145,12 +145,14 @@ def test_the_registered_operator_keeps_its_promises(lengths):
     offsets = None if lengths is None else pack(lengths)
     arguments = *(tensors.get(name) for name in scan.NAMES), offsets, 0.5
     tests = ("test_schema", "test_faketensor")
-    assert set(
-        opcheck(scan_op, (*arguments, True, "triton"), test_utils=tests).values()
-    ) == {"SUCCESS"}  # fmt: skip
-    o, state, saved = scan_op(*arguments, True, "triton")
-    backward = (torch.randn_like(o), torch.randn_like(state), saved, *arguments, "triton")
-    assert set(opcheck(scan_backward_op, backward, test_utils=tests).values()) == {"SUCCESS"}
+    given = *arguments, True, "triton"
+    checked = opcheck(scan_operator.operator, given, test_utils=tests)
+    assert set(checked.values()) == {"SUCCESS"}
+    o, state, saved = scan_operator.operator(*given)
+    wanted = [x is not None for x in arguments[:9]]
+    backward = (torch.randn_like(o), torch.randn_like(state), saved, *given, wanted)
+    checked = opcheck(scan_operator.backward_operator, backward, test_utils=tests)
+    assert set(checked.values()) == {"SUCCESS"}
 
 
 def test_without_saved_states_the_forward_runs_again():
