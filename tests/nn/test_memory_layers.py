@@ -1,6 +1,7 @@
 """Mesa, TTT and Titans by hand: every step of the layer once more, one head and token at a time."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 
 from deltarule.nn import MIXERS, Mesa, TitansLinear, TTTLinear
 from nn.layers import HIDDEN, config, inputs, make
+from oracles import titans
 from tolerance import relative_rms
 
 DOUBLE = torch.float64
@@ -117,27 +119,27 @@ def test_ttt(name, base_rate):
         assert relative_rms(layer(x)[0][0], layer.o_proj(gate * o)) <= 1e-12
 
 
+@pytest.mark.parametrize("size", [1, 40])
 @pytest.mark.parametrize(("name", "largest"), [("titans_linear", 1 / 32), ("titans_mlp", 1 / 320)])
-def test_titans(name, largest):
-    layer, x = make(name, DOUBLE), inputs(1, TOKENS, DOUBLE)
+def test_titans(name, largest, size):
+    layer, x = make(name, DOUBLE), size * inputs(1, TOKENS, DOUBLE)
     q, k, v = (stream(layer, part, x).detach() for part in "qkv")
     q, k = unit(q), unit(k)
+    if name == "titans_mlp":
+        assert (v.norm(dim=-1) > 4).any() == (size > 1)
+        v = v * (4 / v.norm(dim=-1, keepdim=True)).clamp(max=1)
     projections = layer.a_proj, layer.b_proj, layer.m_proj
     a, b, m = (proj(x)[0].detach() for proj in projections)
     eta, keep = torch.sigmoid(m), torch.sigmoid(a + layer.decay_bias.detach())
     theta = largest * (1 - eta) * torch.sigmoid(b)
     o = torch.zeros_like(v)
+    network = partial(titans.mlp, activation=partial(F.gelu, approximate="tanh"))
     for h in range(HEADS):
-        M = [start[h].detach() for start in layer.starts]
-        S = [torch.zeros_like(w) for w in M]
-        for t in range(TOKENS):
-            before = M if t % 16 == 0 else before
-            leaves = [w.clone().requires_grad_() for w in before]
-            loss = (network(leaves, k[t, h]) - v[t, h]).square().sum()
-            gradients = torch.autograd.grad(loss, leaves)
-            S = [eta[t, h] * s - theta[t, h] * g for s, g in zip(S, gradients, strict=True)]
-            M = [keep[t, h] * w + s for w, s in zip(M, S, strict=True)]
-            o[t, h] = network(M, q[t, h])
+        weights = {f"W{i}": start[h].detach() for i, start in enumerate(layer.starts)}
+        gates = theta[:, h], eta[:, h], 1 - keep[:, h]
+        o[:, h], _, _ = titans.recurrence(
+            network, weights, q[:, h], k[:, h], v[:, h], *gates, mini_batch=16
+        )
     with torch.no_grad():
         gate = F.silu(layer.g_proj(x)[0])
         expected = layer.o_proj(rms(o, layer.o_norm.weight).flatten(-2) * gate)
@@ -167,6 +169,19 @@ def test_a_memory_of_a_long_random_sequence_stays_alive(name):
     with torch.no_grad():
         _, state = layer(torch.randn(1, 4096, HIDDEN))
     assert 1e-2 < state["recurrent"].norm() / layer.starts[0].norm() < 1e2
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("size", [300, 1e6])
+def test_large_inputs_do_not_make_the_memory_infinite(name, size):
+    torch.manual_seed(0)
+    layer, x = MIXERS[name](HIDDEN, num_heads=2), size * torch.randn(2, 512, HIDDEN)
+    x[1] = x[1, :1] + 0.1 * x[1]
+    y, state = layer(x)
+    assert y.isfinite().all()
+    assert all(maps.isfinite().all() for maps in state.values())
+    y.square().mean().backward()
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
 
 
 @pytest.mark.parametrize("name", NETWORKS)
