@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 import deltarule
+from deltarule.convert import ConvertRun, convert_folder
 from deltarule.doctor import DoctorRun, diagnose
 from deltarule.nn import MIXERS, SYSTEMS
 from deltarule.nn.feature_maps import FEATURE_MAPS, NORMS
@@ -128,6 +129,7 @@ COMMANDS = {
     "train mqar": Command("train on associative recall, in minutes", MqarRun, train_mqar),
     "generate": Command("write text with a trained model", GenerateRun, generate_text),
     "eval": Command("bits per byte by position", EvalRun, evaluate_run),
+    "convert": Command("write a checkpoint in another family's layout", ConvertRun, convert_folder),
     "plot attention": Command(
         "draw what the layers read and write", AttentionPlotRun, plot_attention
     ),

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from deltarule.cli import COMMANDS, FAILED, INTERRUPTED, MISUSED, main
+from deltarule.models import CausalLM, ModelConfig
 from deltarule.nn import SYSTEMS
 from deltarule.train.checkpoint import Checkpoints
 
@@ -171,3 +172,16 @@ def test_a_reader_that_leaves_early_is_no_error(data, tmp_path, monkeypatch):
     _, error = process.communicate(timeout=60)
     assert "Traceback" not in error
     assert "Exception ignored" not in error
+
+
+def test_convert_writes_another_layout_and_says_so(tmp_path, capsys):
+    config = ModelConfig(
+        vocab_size=9, hidden_size=16, num_layers=1, num_heads=1, layer_types="kda", mlp_size=16
+    )
+    CausalLM(config).save(tmp_path / "own")
+    words = ["convert", str(tmp_path / "own"), str(tmp_path / "kda"), "--to", "kda"]
+    assert main(words) == 0
+    assert "written as kda" in capsys.readouterr().out
+    assert CausalLM.load(tmp_path / "kda").config.layer_types == ("kda",)
+    assert main(words) == FAILED
+    assert "exists already" in capsys.readouterr().err

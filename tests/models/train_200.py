@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from deltarule.models.files import read_shapes
+from deltarule.models.files import read_places
 from deltarule.nn import MIXERS
 from deltarule.train.loop import LoopOptions
 from deltarule.train.metrics import read_metrics
@@ -60,7 +60,7 @@ def train(name: str, *, steps: int = STEPS, data: str | None = None) -> dict[str
         except Exception as error:
             return {"name": name, "error": f"{type(error).__name__}: {error}"}
         rows = read_metrics(folder / "metrics.jsonl")
-        shapes = read_shapes(folder).values()
+        shapes = [place.shape for place in read_places(folder).values()]
     losses = [row["loss"] for row in rows if "loss" in row]
     return {
         "name": name, "parameters": sum(map(math.prod, shapes)), "steps": len(losses),

@@ -3,6 +3,7 @@
 from deltarule.models.causal_lm import CausalLM, count_parameters
 from deltarule.models.compiled import compile_blocks
 from deltarule.models.config import ModelConfig
+from deltarule.models.convert.families import FAMILIES
 from deltarule.models.decoder import release_graphs
 from deltarule.models.files import CheckpointError
 from deltarule.models.loss import linear_next_token_loss, next_token_loss
@@ -10,6 +11,7 @@ from deltarule.models.patterns import PATTERNS, Pattern
 from deltarule.models.warmup import warmup_model
 
 __all__ = [
+    "FAMILIES",
     "PATTERNS",
     "CausalLM",
     "CheckpointError",

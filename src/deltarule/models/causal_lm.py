@@ -13,6 +13,7 @@ from deltarule.models import files
 from deltarule.models.arguments import check_inputs
 from deltarule.models.block import Block, norm_of_sum
 from deltarule.models.config import ModelConfig
+from deltarule.models.convert.layout import shapes_of, stored, written
 from deltarule.models.generate import Prompt, Stop, generate, stream
 from deltarule.models.loss import next_token_loss
 from deltarule.nn import DeltaMixer, ModelState, RMSNorm
@@ -199,16 +200,39 @@ class CausalLM(nn.Module):
             top_p=top_p, stop=stop, seed=seed, state=state, cuda_graphs=cuda_graphs,
         )  # fmt: skip
 
-    def save(self, folder: str | Path) -> None:
-        """Write model.safetensors and config.json; see `deltarule.models.files.write_model`."""
-        files.write_model(folder, self.config, self.state_dict())
+    def save(self, folder: str | Path, family: str | None = None) -> None:
+        """Write model.safetensors and config.json, each whole or not at all.
+
+        Args:
+            folder: Made if absent.
+            family: The layout, by a key of `deltarule.models.FAMILIES`, such as "gated_deltanet"
+                for flash-linear-attention. None: this library's own, which transformers opens too.
+
+        Raises:
+            ValueError: The family is unknown, or has no word for an option of this model; nothing
+                is written then.
+
+        Example:
+            >>> import tempfile
+            >>> config = ModelConfig(vocab_size=9, hidden_size=32, num_layers=2, num_heads=2,
+            ...                      layer_types="gated_deltanet", mlp_size=64)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     CausalLM(config).save(folder, family="gated_deltanet")
+            ...     sorted(path.name for path in Path(folder).iterdir())
+            ['config.json', 'model.safetensors']
+        """
+        layout, tensors = written(self, family, without_memory), self.state_dict()
+        whole = {x.name: x.write([tensors[part] for part in x.parts]) for x in layout.pieces}
+        files.write_model(folder, layout.fields, whole)
 
     @staticmethod
     def load(folder: str | Path, *, device: str | torch.device = "cpu") -> "CausalLM":
-        """Read what `save` wrote; nothing is ever unpickled.
+        """Read what `save` wrote, or a checkpoint of a known family; nothing is ever unpickled.
+
+        The family is what config.json calls its `model_type`; every stored tensor is taken once.
 
         Args:
-            folder: Holds config.json and model.safetensors.
+            folder: Holds config.json, and model.safetensors or its shards with their index.
             device: Where the parameters go; they keep the dtypes of the file.
 
         Returns:
@@ -218,18 +242,13 @@ class CausalLM(nn.Module):
             CheckpointError: A file is missing, malformed or does not fit; it is named. It is a
                 ValueError.
         """
-        config = files.read_config(folder)
-        stored = files.read_shapes(folder)
-        # A damaged config.json could ask for any number of layers: count before building.
-        if config.num_layers > len(stored):
-            raise files.CheckpointError(
-                f"{folder}: {files.CONFIG} asks for num_layers={config.num_layers}, "
-                f"but only {len(stored)} tensors are stored"
-            )
-        with files.naming(Path(folder) / files.CONFIG):
-            model = _without_memory(config)
-        expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        tensors = files.read_tensors(folder, expected, device)
+        layout, model = stored(folder, without_memory)
+        shapes = shapes_of(model)
+        tensors: dict[str, Tensor] = {}
+        for piece in layout.pieces:
+            # A copy: the file may be mapped, and it may change later.
+            whole = layout.places[files.plain_name(piece.name)].read().to(device, copy=True)
+            tensors |= piece.read(whole, shapes)
         model.load_state_dict(tensors, assign=True)
         return model
 
@@ -278,10 +297,10 @@ def count_parameters(config: ModelConfig) -> int:
         ...                              num_heads=2, layer_types="attention", mlp_size=0))
         12384
     """
-    return sum(parameter.numel() for parameter in _without_memory(config).parameters())
+    return sum(parameter.numel() for parameter in without_memory(config).parameters())
 
 
-def _without_memory(config: ModelConfig) -> CausalLM:
+def without_memory(config: ModelConfig) -> CausalLM:
     """Build a model of shapes only; even that would draw from the global random state."""
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         return CausalLM(config)

@@ -97,7 +97,11 @@ class ModelConfig:
 
     def to_json(self) -> str:
         """Return every field as a JSON object, in names that transformers reads, too."""
-        return json.dumps(for_file(dataclasses.asdict(self)), indent=2) + "\n"
+        return json.dumps(self.to_fields(), indent=2) + "\n"
+
+    def to_fields(self) -> dict[str, Any]:
+        """Return what `to_json` writes, as an object."""
+        return for_file(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "ModelConfig":
@@ -114,7 +118,12 @@ class ModelConfig:
             ValueError: The text is not a JSON object, a key is unknown, repeated or missing, or a
                 value is refused; the message names the key.
         """
-        fields = from_file(_parse_object(text))
+        return cls.from_fields(parse_object(text))
+
+    @classmethod
+    def from_fields(cls, stored: dict[str, Any]) -> "ModelConfig":
+        """Do what `from_json` does, from a JSON object that is parsed already."""
+        fields = from_file(stored)
         known = {field.name: field for field in dataclasses.fields(cls)}
         for key in fields:
             if key not in known:
@@ -253,7 +262,8 @@ def _nearest(given: object, known: Iterable[str]) -> str:
     return f": did you mean {matches[0]!r}?" if matches else ""
 
 
-def _parse_object(text: str) -> dict[str, Any]:
+def parse_object(text: str) -> dict[str, Any]:
+    """A JSON object, no key of which appears twice; else a ValueError."""
     try:
         fields = json.loads(text, object_pairs_hook=_without_repeats)
     except RecursionError:

@@ -5,14 +5,14 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from deltarule.models.config import ModelConfig
+from deltarule.models.config import parse_object
 from deltarule.nn.atomic_file import write_atomically
 
 CONFIG = "config.json"
@@ -22,9 +22,11 @@ INDEX = "model.safetensors.index.json"
 # The format allows no longer header; without the check a damaged length could ask for any memory.
 _LONGEST_HEADER = 100_000_000
 _LONGEST_JSON = 100_000_000
-_DTYPES = ("F64", "F32", "BF16", "F16")
-# What transformers puts before every name.
-_PREFIX = "model."
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
+}  # fmt: skip
+# What transformers puts before the names of a model with a head, and of one beside others.
+_PREFIXES = ("model.", "language_model.")
 _PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 
@@ -32,20 +34,35 @@ class CheckpointError(ValueError):
     """A file of a checkpoint is missing, malformed or does not fit; the message names it."""
 
 
-def write_model(folder: str | Path, config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
+class Place(NamedTuple):
+    """Where a tensor is stored: its file, its name there, its shape and its dtype."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self) -> Tensor:
+        """Read the tensor; it lies in the file's memory, which may change."""
+        with naming(self.path), safe_open(self.path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(self.name)
+        return tensor
+
+
+def write_model(
+    folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> None:
     """Write config.json and model.safetensors; each is complete or as it was, even after a kill.
 
     Args:
         folder: Made if absent.
-        config: The model's configuration.
+        config: What config.json holds.
         tensors: The model's parameters by name.
 
     Example:
         >>> import tempfile
-        >>> config = ModelConfig(vocab_size=2, hidden_size=4, num_layers=1, num_heads=1,
-        ...                      layer_types="attention")
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     write_model(folder, config, {"x": torch.zeros(2)})
+        ...     write_model(folder, {"model_type": "gla"}, {"x": torch.zeros(2)})
         ...     print(sorted(path.name for path in Path(folder).iterdir()))
         ['config.json', 'model.safetensors']
     """
@@ -54,10 +71,16 @@ def write_model(folder: str | Path, config: ModelConfig, tensors: Mapping[str, T
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     # Other readers of safetensors expect to be told which framework's layout it is.
     write_atomically(folder / WEIGHTS, lambda path: save_file(on_cpu, path, {"format": "pt"}))
-    write_atomically(folder / CONFIG, lambda path: _write_text(path, config.to_json()))
+    write_atomically(folder / CONFIG, lambda path: write_text(path, json_text(config)))
 
 
-def _write_text(path: Path, text: str) -> None:
+def json_text(fields: Mapping[str, Any]) -> str:
+    """The text of a config.json."""
+    return json.dumps(fields, indent=2) + "\n"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write UTF-8."""
     path.write_text(text, encoding="utf-8")
 
 
@@ -74,21 +97,21 @@ def naming(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def read_config(folder: str | Path) -> ModelConfig:
+def read_config(folder: str | Path) -> dict[str, Any]:
     """Read config.json.
 
     Args:
         folder: Holds config.json.
 
     Returns:
-        The configuration.
+        The object that it holds.
 
     Raises:
-        CheckpointError: The file is missing or malformed, or a field is refused.
+        CheckpointError: The file is missing or malformed.
     """
     path = _inside(Path(folder), CONFIG)
     with naming(path):
-        return ModelConfig.from_json(_read_text(path))
+        return parse_object(_read_text(path))
 
 
 def _read_text(path: Path) -> str:
@@ -100,7 +123,14 @@ def _read_text(path: Path) -> str:
         raise ValueError(f"not UTF-8 text: {error}") from None
 
 
-def read_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
+def plain_name(name: str) -> str:
+    """The name of a tensor without what transformers may put before it."""
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
+
+
+def read_places(folder: str | Path) -> dict[str, Place]:
     """Read the names and shapes of all stored tensors, and none of their values.
 
     The `model.` that transformers puts before every name is left out.
@@ -109,12 +139,13 @@ def read_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
         folder: Holds model.safetensors, or model.safetensors.index.json and its shards.
 
     Returns:
-        Shapes by name.
+        Places by name.
 
     Raises:
-        CheckpointError: As for `read_tensors`.
+        CheckpointError: A file is missing, malformed, truncated, a pickle or outside the folder;
+            or a tensor is stored twice, elsewhere than the index says, or not floating-point.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
+    places: dict[str, Place] = {}
     for path, names in _shards(Path(folder)).items():
         with naming(path):
             stored = _read_header(path)
@@ -122,51 +153,36 @@ def read_shapes(folder: str | Path) -> dict[str, tuple[int, ...]]:
                 raise ValueError(
                     f"does not hold the tensors that {INDEX} says: {_difference(names, stored)}"
                 )
-            if twice := sorted(set(shapes) & set(stored)):
+            if twice := sorted(set(places) & set(stored)):
                 raise ValueError(f"tensor {twice[0]!r} is stored in another file, too")
-            shapes |= stored
-    return shapes
+            places |= stored
+    return places
 
 
-def read_tensors(
-    folder: str | Path,
-    expected: Mapping[str, tuple[int, ...]],
-    device: str | torch.device = "cpu",
-) -> dict[str, Tensor]:
-    """Read all tensors, or none: every name and shape is compared before a value is read.
+def check_places(
+    folder: str | Path, places: Mapping[str, Place], expected: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Compare what is stored with what a model has.
 
     Args:
-        folder: Holds model.safetensors, or model.safetensors.index.json and its shards.
+        folder: For the message.
+        places: From `read_places`.
         expected: The shape of every tensor, by name.
-        device: Where the tensors go.
-
-    Returns:
-        Tensors by name, in the dtypes of the file.
 
     Raises:
-        CheckpointError: A file is missing, malformed, truncated, a pickle or outside the folder;
-            or a tensor is missing, unexpected, of another shape or not floating-point.
+        CheckpointError: A tensor is missing, unexpected or of another shape; the message names it
+            and its file.
     """
-    shards = _shards(Path(folder))
-    stored = read_shapes(folder)
     with naming(Path(folder)):
-        if set(expected) != set(stored):
-            raise ValueError(f"does not fit {CONFIG}: {_difference(expected, stored)}")
-        for name, shape in expected.items():
-            if stored[name] != tuple(shape):
-                raise ValueError(
-                    f"tensor {name!r} has shape {list(stored[name])}, but {CONFIG} asks for "
-                    f"{list(shape)}"
-                )
-    tensors: dict[str, Tensor] = {}
-    for path in shards:
-        with naming(path):
-            # Copies: the file may be mapped, and it may change later.
-            tensors |= {
-                name.removeprefix(_PREFIX): tensor.to(device, copy=True)
-                for name, tensor in load_file(path).items()
-            }
-    return tensors
+        if set(expected) != set(places):
+            raise ValueError(f"does not fit {CONFIG}: {_difference(expected, places)}")
+    for name, shape in expected.items():
+        path, stored, found, _ = places[name]
+        if found != tuple(shape):
+            raise CheckpointError(
+                f"{path}: tensor {stored!r} has shape {list(found)}, but {CONFIG} asks for "
+                f"{list(shape)}"
+            )
 
 
 def _shards(folder: Path) -> dict[Path, set[str] | None]:
@@ -192,9 +208,7 @@ def _read_index(folder: Path) -> dict[Path, set[str] | None]:
         weight_map = _weight_map(_read_text(path))
         shards: dict[Path, set[str] | None] = {}
         for shard in sorted(set(weight_map.values())):
-            names = {
-                name.removeprefix(_PREFIX) for name, place in weight_map.items() if place == shard
-            }
+            names = {plain_name(name) for name, place in weight_map.items() if place == shard}
             shards[_inside(folder, shard)] = names
     return shards
 
@@ -231,28 +245,28 @@ def _inside(folder: Path, name: str) -> Path:
     return path
 
 
-def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes by name, from a file that is a safetensors file from end to end."""
+def _read_header(path: Path) -> dict[str, Place]:
+    """Places by name, from a file that is a safetensors file from end to end."""
     _check_start(path)
-    shapes = {}
+    places: dict[str, Place] = {}
     try:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118, a file is no mapping
                 tensor = file.get_slice(name)
-                if tensor.get_dtype() not in _DTYPES:
+                if tensor.get_dtype() not in DTYPES:
                     raise ValueError(
                         f"tensor {name!r} is {tensor.get_dtype()}, expected one of "
-                        f"{', '.join(_DTYPES)}"
+                        f"{', '.join(DTYPES)}"
                     )
-                plain = name.removeprefix(_PREFIX)
-                if plain in shapes:
-                    raise ValueError(
-                        f"tensor {plain!r} is stored twice, once as {_PREFIX + plain!r}"
-                    )
-                shapes[plain] = tuple(tensor.get_shape())
+                plain = plain_name(name)
+                if plain in places:
+                    other = max(name, places[plain].name, key=len)
+                    raise ValueError(f"tensor {plain!r} is stored twice, once as {other!r}")
+                shape, dtype = tuple(tensor.get_shape()), DTYPES[tensor.get_dtype()]
+                places[plain] = Place(path, name, shape, dtype)
     except SafetensorError as error:
         raise ValueError(f"truncated or malformed safetensors file: {error}") from error
-    return shapes
+    return places
 
 
 def _check_start(path: Path) -> None:
@@ -273,8 +287,8 @@ def _check_start(path: Path) -> None:
         )
 
 
-def _difference(expected: Collection[str], stored: Collection[str]) -> str:
-    """Name the first few tensors that only one side has."""
+def _difference(expected: Collection[str], stored: Mapping[str, Place]) -> str:
+    """Name the first few tensors that only one side has, and the file of those stored."""
     parts = []
     for word, names in (
         ("missing", sorted(set(expected) - set(stored))),
@@ -282,5 +296,6 @@ def _difference(expected: Collection[str], stored: Collection[str]) -> str:
     ):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            parts.append(f"{word} {', '.join(map(repr, names[:3]))}{more}")
+            place = f" in {stored[names[0]].path.name}" if word == "unexpected" else ""
+            parts.append(f"{word} {', '.join(map(repr, names[:3]))}{more}{place}")
     return "; ".join(parts)

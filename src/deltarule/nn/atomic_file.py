@@ -1,9 +1,10 @@
-"""A file on disk that is whole at any moment: written aside, fsynced, moved into place."""
+"""Files and folders that are whole at any moment: written aside, fsynced, moved into place."""
 
 import contextlib
 import os
 import secrets
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
@@ -32,6 +33,41 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
+    if os.name == "posix":
+        sync(path.parent)
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Fill a folder aside, then move it into place: it is whole or absent.
+
+    Args:
+        path: The folder to make; its parents are made too.
+
+    Raises:
+        ValueError: Something is there already.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp(), "model")
+        >>> with new_folder(path) as aside:
+        ...     count = (aside / "notes").write_text("new")
+        >>> (path / "notes").read_text()
+        'new'
+    """
+    if os.path.lexists(path):
+        raise ValueError(f"{path} exists already: choose another folder, or remove it")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        aside.mkdir()
+        yield aside
+        for file in aside.iterdir():
+            sync(file)
+        # An empty folder made meanwhile would be replaced; one with files would not.
+        aside.rename(path)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
     if os.name == "posix":
         sync(path.parent)
 

@@ -1,0 +1,43 @@
+"""`deltarule convert`: a checkpoint in the layout of another family, from a shell."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from deltarule.models.config_names import MODEL_TYPE
+from deltarule.models.convert.copy import convert
+from deltarule.train.progress import make_progress
+
+# Steps of the bar.
+STEPS = 1000
+
+
+@dataclass(frozen=True)
+class ConvertRun:
+    """Write a checkpoint in the layout of another family, one tensor in memory at a time."""
+
+    source: Path
+    """Folder with config.json and model.safetensors, or its shards and their index."""
+    destination: Path
+    """Folder to make; it appears when it is complete."""
+    to: str = MODEL_TYPE
+    """The family to write, such as gated_deltanet or mamba2; deltarule is this library's own."""
+    shard_gb: float = 5.0
+    """Largest size of one file of weights, in 10^9 bytes."""
+
+
+def convert_folder(run: ConvertRun) -> None:
+    """Convert, with a bar that counts bytes.
+
+    Raises:
+        ValueError: The source does not fit, the family cannot say the model, or the destination
+            exists; nothing is left behind.
+    """
+    with make_progress(STEPS) as bar:
+
+        def show(done: int, total: int) -> None:
+            step = STEPS * done // max(total, 1)
+            bar.update(step, {"GB": f"{done / 1e9:.2f} of {total / 1e9:.2f}"})
+
+        size = int(run.shard_gb * 1e9)
+        convert(run.source, run.destination, run.to, shard_size=size, progress=show)
+    print(f"{run.destination}: written as {run.to}")

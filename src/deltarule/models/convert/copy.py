@@ -1,0 +1,180 @@
+"""From one layout of a checkpoint to another, tensor by tensor: the model is never in memory."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from functools import reduce
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltarule.models import files
+from deltarule.models.causal_lm import without_memory
+from deltarule.models.convert.layout import Layout, shapes_of, stored, written
+from deltarule.models.convert.piece import Piece, Shapes
+from deltarule.nn.atomic_file import new_folder
+
+# What stands beside a model for its tokens, and is the same in every layout.
+_BESIDE = (
+    "added_tokens.json", "chat_template.jinja", "generation_config.json", "merges.txt",
+    "special_tokens_map.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+    "vocab.json",
+)  # fmt: skip
+_NAMES = {dtype: name for name, dtype in files.DTYPES.items()}
+
+
+class Entry(NamedTuple):
+    """A tensor to write: the piece, its shape and its dtype."""
+
+    piece: Piece
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def convert(
+    source: str | Path,
+    destination: str | Path,
+    family: str | None = None,
+    *,
+    shard_size: int = 5_000_000_000,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Write a checkpoint of any known family in the layout of another.
+
+    One tensor is in memory at a time. Values keep their dtypes. Files of a tokenizer are copied.
+
+    Args:
+        source: A folder that `CausalLM.load` reads.
+        destination: A folder that does not exist yet; it appears when it is complete.
+        family: A key of `deltarule.models.FAMILIES`. None: this library's own layout.
+        shard_size: Bytes of tensors in one file, 1 or more; beyond them there are several files
+            and an index.
+        progress: Takes the bytes that are written and those of all tensors, after each tensor.
+
+    Raises:
+        CheckpointError: As for `CausalLM.load`.
+        ValueError: As for `CausalLM.save`, or the destination exists.
+
+    Example:
+        >>> import tempfile
+        >>> from deltarule.models import CausalLM, ModelConfig
+        >>> config = ModelConfig(vocab_size=9, hidden_size=32, num_layers=1, num_heads=2,
+        ...                      layer_types="kda", mlp_size=64)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     CausalLM(config).save(f"{folder}/a")
+        ...     convert(f"{folder}/a", f"{folder}/b", "kda")
+        ...     CausalLM.load(f"{folder}/b").config.layer_types
+        ('kda',)
+    """
+    if shard_size < 1:
+        raise ValueError(f"shard_size must be 1 or more, got {shard_size}")
+    found, model = stored(source, without_memory)
+    target = written(model, family, without_memory)
+    shapes, parts = shapes_of(model), Parts(found, shapes_of(model))
+    entries = [Entry(piece, piece.shape(shapes), parts.dtype(piece)) for piece in target.pieces]
+    total, done = sum(entry.size for entry in entries), 0
+    with new_folder(Path(destination)) as folder:
+        shards = list(shared_out(entries, shard_size))
+        weight_map: dict[str, str] = {}
+        for index, shard in enumerate(shards, 1):
+            name = shard_name(index, len(shards))
+            weight_map |= dict.fromkeys((entry.piece.name for entry in shard), name)
+            for size in write_shard(folder / name, shard, parts):
+                done += size
+                if progress is not None:
+                    progress(done, total)
+        if len(shards) > 1:
+            index_of = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            files.write_text(folder / files.INDEX, files.json_text(index_of))
+        files.write_text(folder / files.CONFIG, files.json_text(target.fields))
+        for name in _BESIDE:
+            if (Path(source) / name).is_file():
+                shutil.copyfile(Path(source) / name, folder / name)
+
+
+class Parts:
+    """The parameters of a stored model by name, read where they lie.
+
+    Args:
+        layout: Of a folder, with the places of its tensors.
+        shapes: Of all parameters.
+    """
+
+    def __init__(self, layout: Layout, shapes: Shapes) -> None:
+        """Note in which piece each parameter lies."""
+        self._places, self._shapes = layout.places, shapes
+        self._piece = {part: piece for piece in layout.pieces for part in piece.parts}
+        # Parameters of one piece are usually asked for one after another.
+        self._last: tuple[Piece, dict[str, Tensor]] | None = None
+
+    def dtype(self, piece: Piece) -> torch.dtype:
+        """The dtype that holds every part of a piece to write."""
+        return reduce(torch.promote_types, (self._place(part).dtype for part in piece.parts))
+
+    def read(self, part: str) -> Tensor:
+        """Read a parameter."""
+        piece = self._piece[part]
+        if self._last is None or self._last[0] is not piece:
+            self._last = None
+            self._last = piece, piece.read(self._place(part).read(), self._shapes)
+        return self._last[1][part]
+
+    def _place(self, part: str) -> files.Place:
+        return self._places[files.plain_name(self._piece[part].name)]
+
+
+def shared_out(entries: list[Entry], shard_size: int) -> Iterator[list[Entry]]:
+    """Cut the tensors, in their order, into files of at most so many bytes or of one tensor."""
+    shard: list[Entry] = []
+    size = 0
+    for entry in entries:
+        if shard and size + entry.size > shard_size:
+            yield shard
+            shard, size = [], 0
+        shard.append(entry)
+        size += entry.size
+    yield shard
+
+
+def shard_name(index: int, count: int) -> str:
+    """The name of a file of weights, counted from 1."""
+    return files.WEIGHTS if count == 1 else f"model-{index:05}-of-{count:05}.safetensors"
+
+
+def write_shard(path: Path, entries: list[Entry], parts: Parts) -> Iterator[int]:
+    """Write a safetensors file; yield the bytes of each tensor once it is written."""
+    with path.open("wb") as file:
+        file.write(header(entries))
+        for entry in entries:
+            tensor = entry.piece.write([parts.read(part) for part in entry.piece.parts])
+            write_tensor(file, tensor.to(entry.dtype))
+            yield entry.size
+
+
+def header(entries: list[Entry]) -> bytes:
+    """Eight bytes of length, then JSON, filled with spaces up to a multiple of eight."""
+    described: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for piece, shape, dtype in entries:
+        end = start + math.prod(shape) * dtype.itemsize
+        described[piece.name] = {
+            "dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]
+        }  # fmt: skip
+        start = end
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_tensor(file: BinaryIO, tensor: Tensor) -> None:
+    """Write the values as they lie in memory."""
+    values: Any = tensor.contiguous().flatten().view(torch.uint8).numpy()
+    file.write(values)

@@ -1,0 +1,36 @@
+"""Every family of checkpoints that is read and written, by the `model_type` of its config.json."""
+
+import difflib
+from typing import Any
+
+from deltarule.models.config_names import MODEL_TYPE
+from deltarule.models.convert import fla
+from deltarule.models.convert.family import Family
+from deltarule.models.convert.piece import Piece, Shapes
+
+FAMILIES: dict[str, Family] = dict(fla.FAMILIES)
+
+
+def family_of(stored: dict[str, Any]) -> Family | None:
+    """The family of a config.json; None for this library's own.
+
+    Raises:
+        ValueError: Nothing here reads its model_type.
+    """
+    model_type = stored.get("model_type", MODEL_TYPE)
+    return None if model_type == MODEL_TYPE else named(model_type, "model_type")
+
+
+def named(name: object, option: str) -> Family:
+    """The family of that name; `option` is what the name was given for."""
+    if isinstance(name, str) and name in FAMILIES:
+        return FAMILIES[name]
+    near = difflib.get_close_matches(str(name), FAMILIES, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    known = ", ".join((MODEL_TYPE, *FAMILIES))
+    raise ValueError(f"{option} {name!r} is of no family that is known here; {hint}known: {known}")
+
+
+def own_pieces(shapes: Shapes) -> list[Piece]:
+    """This library's own files: each parameter under its name."""
+    return [Piece(name, (name,)) for name in shapes]

@@ -1,0 +1,85 @@
+"""The options in a config.json of another project: each is taken once, and none is passed over."""
+
+from collections.abc import Mapping
+from typing import Any
+
+# What transformers and training code write for themselves; none changes what a model computes.
+_SILENT = frozenset({
+    "_attn_implementation", "_name_or_path", "architectures", "attn_mode", "auto_map",
+    "bos_token_id", "chunk_size", "chunk_size_feed_forward", "dtype", "elementwise_affine",
+    "eos_token_id", "fuse_cross_entropy", "fuse_linear_cross_entropy", "fuse_norm", "fuse_swiglu",
+    "id2label", "initializer_range", "is_encoder_decoder", "label2id", "max_position_embeddings",
+    "model_type", "output_attentions", "output_hidden_states", "pad_token_id", "problem_type",
+    "return_dict", "torch_dtype", "transformers_version", "use_cache", "use_l2warp",
+})  # fmt: skip
+
+
+class Fields:
+    """Options by name, taken one after another.
+
+    Args:
+        stored: What config.json holds.
+
+    Example:
+        >>> fields = Fields({"model_type": "gla", "num_heads": 4, "hidden_act": "swish"})
+        >>> fields.integer("num_heads")
+        4
+        >>> fields.only("hidden_act", "swish", "silu")
+        >>> fields.done()
+    """
+
+    def __init__(self, stored: Mapping[str, Any]) -> None:
+        """Begin with all but what changes nothing."""
+        self._left = {name: value for name, value in stored.items() if name not in _SILENT}
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """Return an option of any type; None and an absent one are the default."""
+        value = self._left.pop(name, None)
+        return default if value is None else value
+
+    def integer(self, name: str, default: int | None = None, smallest: int = 0) -> int:
+        """Return an integer; without a default it is required."""
+        value = self._required(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+            raise ValueError(f"{name} must be an integer of {smallest} or more, got {value!r}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Return a number; without a default it is required."""
+        value = self._required(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{name} must be a number, got {value!r}")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return True or False."""
+        value = self.take(name, default)
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be true or false, got {value!r}")
+        return value
+
+    def only(self, name: str, *known: object) -> None:
+        """Take an option of which only some values can be said here; absent, it is the first."""
+        value = self._left.pop(name, known[0])
+        if value not in known:
+            raise ValueError(
+                f"{name} must be {' or '.join(map(repr, known))}, got {value!r}: "
+                "no option of CausalLM says that"
+            )
+
+    def drop(self, *names: str) -> None:
+        """Pass over options that change nothing of what the model computes."""
+        for name in names:
+            self._left.pop(name, None)
+
+    def done(self) -> None:
+        """Refuse what nobody has taken."""
+        if self._left:
+            names = ", ".join(map(repr, sorted(self._left)))
+            raise ValueError(f"unknown option {names}: what it asks for may change the model")
+
+    def _required(self, name: str, default: object) -> Any:
+        value = self.take(name, default)
+        if value is None:
+            raise ValueError(f"missing key {name!r}")
+        return value

@@ -1,0 +1,72 @@
+"""Checkpoints made on the spot: random weights, and the checks that every family goes through."""
+
+import json
+
+import torch
+from safetensors.torch import load_file
+
+from deltarule.models import CausalLM
+from deltarule.models.files import CONFIG, WEIGHTS
+from tolerance import relative_rms
+
+# Of logits, in float32.
+CLOSE = 5e-6
+
+
+def drawn(name, shape):
+    """Of a size that keeps the stream and the gates in their usual range."""
+    if name.endswith("A_log"):
+        return torch.rand(shape) * 2 - 1
+    if name.endswith("dt_bias"):
+        return torch.rand(shape) * 2 - 3
+    if len(shape) == 1:
+        return 1 + 0.1 * torch.randn(shape)
+    return torch.randn(shape) * (0.5 if "conv" in name else shape[-1] ** -0.5)
+
+
+def redraw(model):
+    """Draw every parameter, so that no zero and no one hides an error."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(drawn(name, parameter.shape))
+    return model
+
+
+def close(found, expected):
+    assert relative_rms(found.double(), expected.double()) < CLOSE
+
+
+def check_ways_of_reading(model, tokens):
+    """Steps, padding on both sides and packed rows give what whole rows give."""
+    whole, _ = model(tokens)
+    first, state = model(tokens[:, :20])
+    rest = []
+    for t in range(20, tokens.shape[1]):
+        y, state = model(tokens[:, t : t + 1], state)
+        rest.append(y)
+    close(torch.cat([first, *rest], 1), whole)
+
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    mask[0, :5], mask[1, 30:] = False, False
+    padded, _ = model(tokens, mask=mask)
+    close(padded[0, 5:], model(tokens[:1, 5:])[0][0])
+    close(padded[1, :30], whole[1, :30])
+
+    lengths = [9, 1, tokens.shape[1] - 10]
+    packed, _ = model(tokens[:1], cu_seqlens=torch.tensor([0, *lengths]).cumsum(0))
+    alone = [model(document)[0] for document in tokens[:1].split(lengths, 1)]
+    close(packed, torch.cat(alone, 1))
+
+
+def check_round_trip(folder, family, again):
+    """What was read is written as it was, bit for bit, and its config.json says the same."""
+    model = CausalLM.load(folder)
+    model.save(again, family)
+    before, after = (load_file(path / WEIGHTS) for path in (folder, again))
+    assert {*before} == {*after}
+    for name, tensor in before.items():
+        # Gates of 16 bits are widened, which loses nothing.
+        assert after[name].dtype in (tensor.dtype, torch.float32), name
+        assert torch.equal(after[name].to(tensor.dtype), tensor), name
+    assert json.loads((again / CONFIG).read_text())["model_type"] == family
+    assert CausalLM.load(again).config == model.config

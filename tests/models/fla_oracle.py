@@ -1,0 +1,233 @@
+"""The models of flash-linear-attention, transcribed from its naive recurrences: a loop over tokens.
+
+`logits(config, tensors, tokens)` takes a checkpoint as it is stored, computed in float64.
+"""
+
+import torch
+import torch.nn.functional as F
+
+
+def logits(config, tensors, tokens):
+    """[B, T, vocab_size] from tokens [B, T]."""
+    w = {name: x.double() for name, x in tensors.items()}
+    eps = config["norm_eps"]
+    x = w["model.embeddings.weight"][tokens]
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}."
+        part = {n.removeprefix(layer): y for n, y in w.items() if n.startswith(layer)}
+        own = {n.removeprefix("attn."): y for n, y in part.items() if n.startswith("attn.")}
+        x = x + MIXERS[config["model_type"]](rms(x, part["attn_norm.weight"], eps), own, config)
+        h = rms(x, part["mlp_norm.weight"], eps)
+        inner = F.silu(h @ part["mlp.gate_proj.weight"].T) * (h @ part["mlp.up_proj.weight"].T)
+        x = x + inner @ part["mlp.down_proj.weight"].T
+    head = "model.embeddings.weight" if config["tie_word_embeddings"] else "lm_head.weight"
+    return rms(x, w["model.norm.weight"], eps) @ w[head].T
+
+
+def rms(x, weight, eps):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def unit(x):
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def stream(x, w, name, size, silu=True, silu_without_conv=True):
+    """A projection, its convolution if there is one, and heads of `size` channels."""
+    y = x @ w[f"{name}_proj.weight"].T
+    taps = w.get(f"{name}_conv1d.weight")
+    if taps is not None:
+        padded = F.pad(y.transpose(1, 2), (taps.shape[-1] - 1, 0))
+        y = F.conv1d(padded, taps, groups=len(taps)).transpose(1, 2)
+    if silu and (taps is not None or silu_without_conv):
+        y = F.silu(y)
+    return y.unflatten(-1, (-1, size))
+
+
+def finish(o, x, w, config, *, norm="o_norm", gate=F.silu):
+    """The norm of each head, the gate if there is one, the output projection."""
+    o = rms(o, w[f"{norm}.weight"], config["norm_eps"]).flatten(-2)
+    if "g_proj.weight" in w:
+        o = o * gate(x @ w["g_proj.weight"].T)
+    elif "g_proj.0.weight" in w:
+        low = x @ w["g_proj.0.weight"].T
+        o = o * gate(low @ w["g_proj.1.weight"].T + w["g_proj.1.bias"])
+    return o @ w["o_proj.weight"].T
+
+
+def recurrence(q, k, v, *, beta=None, log_decay=None, steps=1):
+    """S = S Diag(a), then a write for each step, then S q / sqrt(K); shapes [B, T, H, size]."""
+    B, T, H, K = q.shape
+    S = q.new_zeros(B, H, v.shape[-1], K)
+    out = []
+    for t in range(T):
+        if log_decay is not None:
+            decay = log_decay[:, t].exp()
+            S = S * (decay[..., None, None] if decay.ndim == 2 else decay[:, :, None])
+        for j in range(t * steps, (t + 1) * steps):
+            write = v[:, j]
+            if beta is not None:
+                write = beta[:, j, :, None] * (write - torch.einsum("bhvk,bhk->bhv", S, k[:, j]))
+            S = S + write[..., None] * k[:, j, :, None]
+        out.append(torch.einsum("bhvk,bhk->bhv", S, q[:, t]) * K**-0.5)
+    return torch.stack(out, 1)
+
+
+def strength(x, w, config):
+    return (x @ w["b_proj.weight"].T).sigmoid() * (2 if config["allow_neg_eigval"] else 1)
+
+
+def head_decay(x, w):
+    return -w["A_log"].exp() * F.softplus(x @ w["a_proj.weight"].T + w["dt_bias"])
+
+
+def per_head(x, heads):
+    return x.repeat_interleave(heads // x.shape[2], 2)
+
+
+def sizes(config):
+    if "head_dim" in config:
+        return config["head_dim"], int(config["head_dim"] * config["expand_v"])
+    width = config["hidden_size"]
+    return (round(width * config[n]) // config["num_heads"] for n in ("expand_k", "expand_v"))
+
+
+def delta_net(x, w, config):
+    K, V = sizes(config)
+    silu = config["qk_activation"] == "silu"
+    q, k = (stream(x, w, name, K, silu=silu) for name in "qk")
+    if config["qk_activation"] == "elu":
+        q, k = F.elu(q) + 1, F.elu(k) + 1
+    elif config["qk_activation"] == "relu":
+        q, k = F.relu(q), F.relu(k)
+    if config["qk_norm"] == "l2":
+        q, k = unit(q), unit(k)
+    else:
+        q, k = (y / y.sum(-1, keepdim=True) for y in (q, k))
+    o = recurrence(q, k, stream(x, w, "v", V), beta=strength(x, w, config))
+    return finish(o, x, w, config)
+
+
+def gated_deltanet(x, w, config):
+    K, V = sizes(config)
+    v = stream(x, w, "v", V)
+    q, k = (per_head(unit(stream(x, w, name, K)), v.shape[2]) for name in "qk")
+    o = recurrence(q, k, v, beta=strength(x, w, config), log_decay=head_decay(x, w))
+    return finish(o, x, w, config)
+
+
+def kda(x, w, config):
+    K, V = sizes(config)
+    v = stream(x, w, "v", V)
+    q, k = (per_head(unit(stream(x, w, name, K)), v.shape[2]) for name in "qk")
+    logits = x @ w["f_proj.0.weight"].T @ w["f_proj.1.weight"].T + w["dt_bias"]
+    decay = -w["A_log"].exp()[:, None] * F.softplus(logits.unflatten(-1, (-1, K)))
+    o = recurrence(q, k, v, beta=strength(x, w, config), log_decay=decay)
+    return finish(o, x, w, config, gate=torch.sigmoid)
+
+
+def gated_deltaproduct(x, w, config):
+    K, V = sizes(config)
+    n, H = config["num_householder"], config["num_heads"]
+
+    def steps(y):
+        return y.unflatten(2, (n, H)).flatten(1, 2)
+
+    q, k = unit(stream(x, w, "q", K)), unit(steps(stream(x, w, "k", K)))
+    beta = steps(strength(x, w, config))
+    decay = head_decay(x, w) if config["use_forget_gate"] else None
+    o = recurrence(q, k, steps(stream(x, w, "v", V)), beta=beta, log_decay=decay, steps=n)
+    return finish(o, x, w, config)
+
+
+def swish_norm(config):
+    return "g_norm_swish_gate" if config["use_output_gate"] else "g_norm"
+
+
+def gla(x, w, config):
+    K, V = sizes(config)
+    q, k = (stream(x, w, name, K, silu_without_conv=False) for name in "qk")
+    v = stream(x, w, "v", V, silu_without_conv=False)
+    low = x @ w["gk_proj.0.weight"].T
+    decay = F.logsigmoid(low @ w["gk_proj.1.weight"].T + w["gk_proj.1.bias"]) / 16
+    o = recurrence(q, k, v, log_decay=decay.unflatten(-1, (-1, K)))
+    return finish(o, x, w, config, norm=swish_norm(config))
+
+
+def retnet(x, w, config):
+    K, V = sizes(config)
+    q, k, v = (stream(x, w, n, size, silu=False) for n, size in (("q", K), ("k", K), ("v", V)))
+    turns = 10000.0 ** (-torch.arange(0, K, 2, dtype=torch.float64) / K)
+    angles = (torch.arange(x.shape[1], dtype=torch.float64)[:, None] * turns)[:, None]
+
+    def turn(y):
+        a, b = y.chunk(2, -1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+    decay = (1 - 2.0 ** (-5 - torch.arange(q.shape[2], dtype=torch.float64))).log()
+    o = recurrence(turn(q), turn(k), v, log_decay=decay.expand(*x.shape[:2], -1))
+    return finish(o, x, w, config, norm=swish_norm(config))
+
+
+def linear_attn(x, w, config):
+    K, V = sizes(config)
+    q, k, v = (stream(x, w, n, size, silu=False) for n, size in (("q", K), ("k", K), ("v", V)))
+    maps = {"elu": lambda y: F.elu(y) + 1, "relu": F.relu, "identity": lambda y: y}
+    phi = maps[config["feature_map"]]
+    return finish(recurrence(phi(q), phi(k), v), x, w, config, norm="norm")
+
+
+MIXERS = {
+    "delta_net": delta_net,
+    "gated_deltanet": gated_deltanet,
+    "kda": kda,
+    "gated_deltaproduct": gated_deltaproduct,
+    "gla": gla,
+    "retnet": retnet,
+    "linear_attn": linear_attn,
+}
+
+
+def shapes(config):
+    """Every stored tensor with its shape."""
+    d, width, vocab = (config[n] for n in ("hidden_size", "intermediate_size", "vocab_size"))
+    found = {"model.embeddings.weight": (vocab, d), "model.norm.weight": (d,)}
+    if not config["tie_word_embeddings"]:
+        found["lm_head.weight"] = (vocab, d)
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}."
+        found |= {layer + f"{n}_norm.weight": (d,) for n in ("attn", "mlp")}
+        found |= {layer + f"mlp.{n}_proj.weight": (width, d) for n in ("gate", "up")}
+        found[layer + "mlp.down_proj.weight"] = (d, width)
+        found |= {layer + f"attn.{n}": shape for n, shape in mixer_shapes(config).items()}
+    return found
+
+
+def mixer_shapes(config):
+    kind, d, H = (config[n] for n in ("model_type", "hidden_size", "num_heads"))
+    K, V = sizes(config)
+    HV = config.get("num_v_heads") or H
+    n = config.get("num_householder", 1)
+    streams = {"q": H * K, "k": n * H * K, "v": n * HV * V}
+    found = {f"{name}_proj.weight": (size, d) for name, size in streams.items()}
+    found["o_proj.weight"] = (d, HV * V)
+    if config.get("use_short_conv"):
+        taps = config["conv_size"]
+        found |= {f"{name}_conv1d.weight": (size, 1, taps) for name, size in streams.items()}
+    norm = {"linear_attn": "norm", "gla": "g", "retnet": "g"}.get(kind, "o_norm")
+    found[f"{swish_norm(config) if norm == 'g' else norm}.weight"] = (V,)
+    if kind not in ("gla", "retnet", "linear_attn"):
+        found["b_proj.weight"] = (n * HV, d)
+    if kind == "gated_deltanet" or config.get("use_forget_gate"):
+        found |= {"a_proj.weight": (HV, d), "A_log": (HV,), "dt_bias": (HV,)}
+    if kind == "kda":
+        found |= {"A_log": (HV,), "dt_bias": (HV * K,), "g_proj.1.bias": (HV * V,)}
+        for name, size in {"f": HV * K, "g": HV * V}.items():
+            found |= {f"{name}_proj.0.weight": (V, d), f"{name}_proj.1.weight": (size, V)}
+    elif kind == "gla":
+        found |= {"gk_proj.0.weight": (16, d), "gk_proj.1.weight": (H * K, 16)}
+        found["gk_proj.1.bias"] = (H * K,)
+    if config.get("use_gate") or (config.get("use_output_gate")):
+        found["g_proj.weight"] = (HV * V, d)
+    return found

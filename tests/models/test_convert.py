@@ -1,0 +1,113 @@
+"""From one layout to another, tensor by tensor: the same bits, whole or absent."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from deltarule.models import CausalLM, ModelConfig
+from deltarule.models.convert.copy import convert
+from deltarule.models.convert.piece import Piece, filters
+from deltarule.models.files import CONFIG, INDEX, WEIGHTS
+from models.checkpoints import redraw
+
+SMALL = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "mlp_size": 48}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A folder with a model in this library's own layout."""
+    torch.manual_seed(0)
+    redraw(CausalLM(ModelConfig(layer_types="kda", **SMALL))).save(tmp_path / "own")
+    return tmp_path / "own"
+
+
+def same_files(one, other):
+    before, after = load_file(one / WEIGHTS), load_file(other / WEIGHTS)
+    assert {*before} == {*after}
+    for name in before:
+        assert before[name].dtype == after[name].dtype, name
+        assert torch.equal(before[name], after[name]), name
+
+
+def test_there_and_back_is_bit_equal(saved, tmp_path):
+    convert(saved, tmp_path / "kda", "kda")
+    CausalLM.load(saved).save(tmp_path / "saved", "kda")
+    same_files(tmp_path / "saved", tmp_path / "kda")
+    convert(tmp_path / "kda", tmp_path / "back")
+    same_files(saved, tmp_path / "back")
+    # Written out, the options give the same model.
+    model, again = CausalLM.load(saved), CausalLM.load(tmp_path / "back")
+    tokens = torch.arange(61)[None]
+    assert torch.equal(model(tokens)[0], again(tokens)[0])
+
+
+def test_dtypes_stay(saved, tmp_path):
+    model = CausalLM.load(saved).to(torch.bfloat16)
+    model.save(tmp_path / "half")
+    convert(tmp_path / "half", tmp_path / "kda", "kda")
+    convert(tmp_path / "kda", tmp_path / "back")
+    same_files(tmp_path / "half", tmp_path / "back")
+
+
+@pytest.mark.parametrize("size", [1, 3000, 20_000])
+def test_shards_have_their_index(size, saved, tmp_path):
+    convert(saved, tmp_path / "kda", "kda", shard_size=size)
+    convert(saved, tmp_path / "whole", "kda")
+    weight_map = json.loads((tmp_path / "kda" / INDEX).read_text())["weight_map"]
+    for name in set(weight_map.values()):
+        tensors = load_file(tmp_path / "kda" / name)
+        assert {*tensors} == {tensor for tensor, file in weight_map.items() if file == name}
+        assert len(tensors) == 1 or sum(x.numel() * 4 for x in tensors.values()) <= size
+    convert(tmp_path / "kda", tmp_path / "again", "kda")
+    same_files(tmp_path / "whole", tmp_path / "again")
+
+
+def test_progress_ends_at_the_total(saved, tmp_path):
+    seen = []
+    convert(saved, tmp_path / "kda", "kda", progress=lambda *counts: seen.append(counts))
+    assert seen == sorted(seen)
+    assert seen[-1][0] == seen[-1][1] == sum(p.nbytes for p in CausalLM.load(saved).parameters())
+
+
+def test_files_of_the_tokenizer_go_along(saved, tmp_path):
+    (saved / "tokenizer.json").write_text("{}")
+    (saved / "notes.txt").write_text("mine")
+    convert(saved, tmp_path / "kda", "kda")
+    names = sorted(path.name for path in (tmp_path / "kda").iterdir())
+    assert names == [CONFIG, WEIGHTS, "tokenizer.json"]
+
+
+def test_nothing_is_left_of_what_fails(saved, tmp_path):
+    before = sorted(path.name for path in tmp_path.iterdir())
+
+    def stop(done, total):
+        if done > total // 2:
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        convert(saved, tmp_path / "kda", "kda", progress=stop)
+    for arguments, message in {
+        (saved, saved, "kda"): "exists already",
+        (saved, tmp_path / "kda", "gla"): "layer_types=",
+        (saved, tmp_path / "kda", "gal"): "did you mean 'gla'",
+        (tmp_path, tmp_path / "kda", "kda"): CONFIG,
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            convert(*arguments)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_rows_of_several_parts_are_taken_apart_and_put_together():
+    shapes = {"a": (4, 3), "b": (2, 3)}
+    piece = Piece("ab", ("a", "b"), groups=2)
+    tensors = [torch.randn(shape) for shape in shapes.values()]
+    whole = piece.write(tensors)
+    assert whole.shape == piece.shape(shapes) == (6, 3)
+    expected = torch.cat([tensors[0][:2], tensors[1][:1], tensors[0][2:], tensors[1][1:]])
+    assert torch.equal(whole, expected)
+    for part, x in zip(piece.read(whole, shapes).values(), tensors, strict=True):
+        assert torch.equal(part, x)
+        assert part.untyped_storage().nbytes() == x.nbytes
+    assert Piece("w", ("a",), form=filters).write(tensors[:1]).shape == (4, 1, 3)

@@ -1,0 +1,161 @@
+"""Checkpoints of flash-linear-attention: read, written, and equal to its own formulas."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from deltarule.models import CausalLM, ModelConfig
+from deltarule.models.files import CONFIG, WEIGHTS
+from models import fla_oracle
+from models.checkpoints import check_round_trip, check_ways_of_reading, close, drawn
+
+COMMON = {
+    "vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48,
+    "norm_eps": 1e-6, "tie_word_embeddings": False, "num_heads": 2, "hidden_act": "swish",
+}  # fmt: skip
+TAPS = {"use_short_conv": True, "conv_size": 4}
+CONVOLVED = TAPS | {"allow_neg_eigval": False}
+SHARES = {"expand_k": 1.0, "expand_v": 1.0}
+SIZED = {"head_dim": 8, "expand_v": 2.0}
+CONFIGS = {
+    "delta_net": CONVOLVED | SHARES
+    | {"qk_activation": "silu", "qk_norm": "l2", "use_gate": False},
+    "delta_net, ablation": CONVOLVED | SHARES
+    | {"qk_activation": "elu", "qk_norm": "sum", "use_gate": True, "allow_neg_eigval": True},
+    "gated_deltanet": CONVOLVED | SIZED | {"use_gate": True, "num_v_heads": 4},
+    "gated_deltanet, plain": SIZED
+    | {"use_gate": False, "use_short_conv": False, "allow_neg_eigval": True},
+    "kda": CONVOLVED | {"head_dim": 16, "expand_v": 1.0},
+    "gated_deltaproduct": CONVOLVED | SIZED
+    | {"num_householder": 3, "use_forget_gate": True, "use_output_gate": True,
+       "allow_neg_eigval": True},
+    "gated_deltaproduct, ungated": CONVOLVED | SIZED
+    | {"num_householder": 2, "use_forget_gate": False, "use_output_gate": False},
+    "gla": SHARES | {"expand_k": 0.5, "use_output_gate": True, "use_short_conv": False},
+    "gla, convolved": TAPS | SHARES
+    | {"expand_k": 0.5, "use_output_gate": False, "tie_word_embeddings": True},
+    "retnet": SHARES | {"expand_v": 2.0, "use_output_gate": True, "use_short_conv": False},
+    "retnet, ungated": SHARES | {"expand_v": 2.0, "use_output_gate": False},
+    "linear_attn": SHARES | {"feature_map": "elu"},
+    "linear_attn, identity": SHARES | {"feature_map": "identity"},
+}  # fmt: skip
+
+
+def make(folder, title, dtype=torch.float32, **changes):
+    """A checkpoint of random weights; returns its config.json and its tensors."""
+    torch.manual_seed(0)
+    config = {"model_type": title.split(",")[0]} | COMMON | CONFIGS[title] | changes
+    tensors = {n: drawn(n, shape).to(dtype) for n, shape in fla_oracle.shapes(config).items()}
+    folder.mkdir()
+    (folder / CONFIG).write_text(json.dumps(config))
+    save_file(tensors, folder / WEIGHTS)
+    return config, tensors
+
+
+@pytest.mark.parametrize("title", CONFIGS)
+def test_logits_are_those_of_the_familys_formulas(title, tmp_path, random_tokens):
+    config, tensors = make(tmp_path / "a", title)
+    tokens = random_tokens(2, 40, vocab_size=128)
+    model = CausalLM.load(tmp_path / "a")
+    with torch.no_grad():
+        close(model(tokens)[0], fla_oracle.logits(config, tensors, tokens))
+
+
+@pytest.mark.parametrize("title", CONFIGS)
+def test_the_round_trip_is_bit_equal(title, tmp_path):
+    config, _ = make(tmp_path / "a", title)
+    check_round_trip(tmp_path / "a", config["model_type"], tmp_path / "b")
+
+
+def test_bfloat16_keeps_its_bits(tmp_path):
+    make(tmp_path / "a", "kda", torch.bfloat16)
+    check_round_trip(tmp_path / "a", "kda", tmp_path / "b")
+
+
+@pytest.mark.parametrize("title", ["delta_net", "gated_deltanet", "kda", "gla", "retnet"])
+def test_ways_of_reading(title, tmp_path, random_tokens):
+    make(tmp_path / "a", title)
+    with torch.no_grad():
+        check_ways_of_reading(CausalLM.load(tmp_path / "a"), random_tokens(2, 40, vocab_size=128))
+
+
+def test_the_width_of_the_mlp_follows_its_ratio(tmp_path):
+    config, _ = make(tmp_path / "a", "gla", intermediate_size=256)
+    del config["intermediate_size"]
+    (tmp_path / "a" / CONFIG).write_text(json.dumps(config | {"hidden_ratio": 4}))
+    assert CausalLM.load(tmp_path / "a").config.mlp_size == 256
+
+
+@pytest.mark.parametrize(
+    ("title", "changes", "message"),
+    [
+        ("kda", {"lower_bound": -5.0}, "lower_bound must be None, got -5.0"),
+        ("kda", {"hiden_size": 3}, "unknown option 'hiden_size'"),
+        ("kda", {"num_heads": "two"}, "num_heads must be an integer"),
+        ("kda", {"hidden_size": None}, "missing key 'hidden_size'"),
+        ("kda", {"attn": {"layers": [0]}}, "attn must be None"),
+        ("kda", {"model_type": "kda_"}, "did you mean 'kda'?"),
+        ("kda", {"model_type": "llama"}, "is of no family that is known here"),
+        ("kda", {"model_type": 3}, "is of no family that is known here"),
+        ("kda", {"num_hidden_layers": 500}, "asks for num_layers=500, but only"),
+        ("kda", {"num_hidden_layers": 3}, "missing 'layers.2.attn.A_log'"),
+        ("kda", {"num_hidden_layers": 1}, "unexpected 'layers.1.attn.A_log'"),
+        ("kda", {"model_type": "gated_deltanet"}, "does not fit config.json"),
+        ("kda", {"vocab_size": 127}, f"{WEIGHTS}: tensor 'model.embeddings.weight' has"),
+        ("kda", {"tie_word_embeddings": True}, f"unexpected 'lm_head.weight' in {WEIGHTS}"),
+        ("delta_net", {"expand_k": 0.4}, "expand_k must give 2 heads equal channels"),
+        ("delta_net", {"qk_norm": "l3"}, "qk_norm one of l2, sum"),
+        ("linear_attn", {"feature_map": None}, "feature_map must be one of identity, elu, relu"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_named_in_one_line(title, changes, message, tmp_path):
+    config, _ = make(tmp_path / "a", title)
+    (tmp_path / "a" / CONFIG).write_text(json.dumps(config | changes))
+    with pytest.raises(ValueError) as caught:
+        CausalLM.load(tmp_path / "a")
+    assert message in str(caught.value)
+    assert str(tmp_path / "a") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+SMALL = {"vocab_size": 9, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "mlp_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("kdaa", {"layer_types": "kda"}, "did you mean 'kda'?"),
+        ("kda", {"layer_types": ("kda", "attention")}, "layer_types="),
+        ("kda", {"layer_types": "gated_deltanet"}, "layer_types="),
+        ("kda", {"layer_types": "kda", "beta_max": 1.5}, "beta_max=1.5 (1.0)"),
+        ("kda", {"layer_types": "kda", "mlp_size": 0}, "intermediate_size must be an integer of 1"),
+        ("kda", {"layer_types": "kda", "output_gate": False}, "output_gate=False (True)"),
+        ("retnet", {"layer_types": "retnet", "conv_size": 4}, "conv_size=4 (0)"),
+        ("linear_attn", {"layer_types": "linear_attention", "feature_map": "dpfp"}, "feature_map"),
+    ],
+)
+def test_a_family_that_cannot_say_the_model_writes_nothing(family, options, message, tmp_path):
+    model = CausalLM(ModelConfig(**(SMALL | options)))
+    with pytest.raises(ValueError) as caught:
+        model.save(tmp_path / "a", family)
+    assert message in str(caught.value)
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "layer_types"),
+    [
+        ("delta_net", "deltanet"), ("gated_deltanet", "gated_deltanet"), ("kda", "kda"),
+        ("gated_deltaproduct", "gated_delta_product"), ("gated_deltaproduct", "delta_product"),
+        ("gla", "gla"), ("retnet", "retnet"), ("linear_attn", "linear_attention"),
+    ],
+)  # fmt: skip
+def test_a_model_of_defaults_goes_out_and_comes_back(family, layer_types, tmp_path, random_tokens):
+    torch.manual_seed(0)
+    model = CausalLM(ModelConfig(layer_types=layer_types, **SMALL))
+    model.save(tmp_path / "a", family)
+    again = CausalLM.load(tmp_path / "a")
+    tokens = random_tokens(1, 20, vocab_size=9)
+    assert torch.equal(again(tokens)[0], model(tokens)[0])
