@@ -31,8 +31,8 @@ LONG = re.compile(r"/(torch|triton|gluon)(/|\.py$)|_triton\.py$")
 FOLDERS = {
     "src/deltarule": 37_700,
     "src/deltarule/ops": 18_300,
-    "src/deltarule/ops/runtime": 750,
-    "src/deltarule/ops/delta_rule": 9_950,
+    "src/deltarule/ops/runtime": 950,
+    "src/deltarule/ops/delta_rule": 9_450,
     "src/deltarule/ops/context": 650,
     "src/deltarule/ops/selective_scan": 1_600,
     "src/deltarule/ops/mesa": 800,

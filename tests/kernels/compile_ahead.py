@@ -101,7 +101,7 @@ def launches(call: Call, capability: int) -> list[Launch]:
     inputs, parts = inputs_of(call), call.slabs
     passes.slabs_of = low_memory.slabs_of
     if parts is not None:
-        passes.slabs_of = lambda inputs, plan, again: low_memory.cut_into(inputs, plan, parts)
+        passes.slabs_of = lambda call, again: low_memory.cut_into(call, parts)
     with recording() as found:
         if call.step:
             recurrent_step.recurrent_step(inputs, inputs.initial_state, None, -1)

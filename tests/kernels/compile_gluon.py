@@ -11,7 +11,7 @@ from ahead import compiled, recording
 
 from deltarule.ops.delta_rule.gluon import stage
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton.plan import new_plan
+from deltarule.ops.delta_rule.triton.plan import Call, new_plan
 
 TARGET = 90
 # erase, decay, unit norm, tokens, K = V, packed
@@ -48,7 +48,7 @@ def main(names: list[str]) -> None:
         inputs = inputs_of(*CALLS[name])
         assert stage.why_not_form(inputs) is None
         with recording() as launches:
-            stage.forward(inputs, new_plan(inputs))
+            stage.forward(Call(inputs, new_plan(inputs)))
         report = compiled(launches[-1], TARGET)
         print(json.dumps({"call": name, **report._asdict()}), flush=True)
 

@@ -10,8 +10,14 @@ pytest.importorskip("triton")
 
 import deltarule
 from deltarule.ops.delta_rule.triton import tile_sizes
-from deltarule.ops.delta_rule.triton.tables import REGISTERS, TABLES
-from deltarule.ops.delta_rule.triton.tile_sizes import Call, chunk_rows, configuration, overridden
+from deltarule.ops.delta_rule.triton.tile_sizes import (
+    REGISTERS,
+    TABLES,
+    TileKey,
+    chunk_rows,
+    configuration,
+    overridden,
+)
 from deltarule.ops.runtime import machine
 
 KERNELS = ("pair_scores", "next_state", "next_state_backward", "gradients")
@@ -24,7 +30,7 @@ def test_every_call_has_a_configuration(architecture) -> None:
     sizes = itertools.product((2, 4), (1, 5, 64, 100, 128, 256), (1, 64, 100, 512))
     for element, key, value in sizes:
         for erase, copies in (("tied", False), ("tied", True), ("free", True), ("none", False)):
-            call = Call(architecture, element, key, value, erase, copies)
+            call = TileKey(architecture, element, key, value, erase, copies)
             for kernel in COPIES if copies else KERNELS:
                 config = configuration(kernel, call)
                 # Sixteen go without tensor memory.
@@ -42,7 +48,7 @@ def test_the_nearest_architecture_below() -> None:
 
 
 def test_an_override_ends() -> None:
-    call = Call(90, 2, 128, 128, "tied", False)
+    call = TileKey(90, 2, 128, 128, "tied", False)
     before = configuration("gradients", call)
     with overridden("gradients", {"BV": 16, "num_warps": 1, "num_stages": 1}):
         assert configuration("gradients", call)["num_warps"] == 1

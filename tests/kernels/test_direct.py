@@ -18,7 +18,7 @@ from triton.runtime import jit
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton import passes, segments, stages_scan
+from deltarule.ops.delta_rule.triton import passes
 from deltarule.ops.delta_rule.triton import plan as launch
 from deltarule.ops.delta_rule.triton.tile_sizes import forget
 from deltarule.ops.runtime import launch as direct
@@ -311,24 +311,18 @@ def call(**changes) -> Inputs:
     return inputs._replace(**changes)
 
 
-def constants(inputs: Inputs) -> list[tuple[object, ...]]:
+def constants(inputs: Inputs, monkeypatch) -> list[tuple[object, ...]]:
     """All that is made of a plan once."""
+    monkeypatch.setattr(Launch, "__call__", lambda *given: None)
     plan = launch.new_plan(inputs)
-    layouts = [passes.kept_layout(inputs, plan, save) for save in (False, True)]
-    scans = [
-        stages_scan.scan_launch(inputs, plan, name, split)
-        for name in ("next_state", "next_state_backward")
-        for split in ("none", "ends", "starts")
-    ]
-    module = passes.stages_channel if inputs.by_channel else passes.stages_head
-    choices = (False,) if inputs.by_channel else ()
-    others = [
-        module.scores_launch(inputs, plan, *choices),
-        segments.starts_launch(inputs, plan, 17, True, False),
-    ]
+    made, x = launch.Call(inputs, plan), inputs.v
+    layouts = [passes.kept_layout(made, save) for save in (False, True)]
+    passes.forward_stages(inputs, plan, True)
+    passes.backward_stages(x, torch.zeros(inputs.state_shape), inputs, plan, x.new_empty(0))
+    launches = [x for x in plan.made.values() if isinstance(x, Launch)]
     return [
-        (plan.call, plan.chunks, plan.sizes, plan.per_segment), *layouts,
-        *((x.constants, x.tiles, x.kernel) for x in (*scans, *others)),
+        (plan.tile_key, plan.chunks, plan.sizes, plan.per_segment), *layouts,
+        *((x.constants, x.tiles, x.kernel) for x in launches),
     ]  # fmt: skip
 
 
@@ -354,7 +348,7 @@ def test_what_changes_a_plan_changes_its_key(other: Inputs) -> None:
     assert launch.plan_key(other) != launch.plan_key(call())
 
 
-def test_equal_keys_are_equal_plans() -> None:
+def test_equal_keys_are_equal_plans(monkeypatch) -> None:
     torch.manual_seed(0)
     q = torch.randn(2, 128, 2, 16).transpose(0, 1)[:, :1].transpose(0, 1)
     same = [
@@ -364,18 +358,36 @@ def test_equal_keys_are_equal_plans() -> None:
     ]  # fmt: skip
     for other in same:
         assert launch.plan_key(other) == launch.plan_key(call())
-        assert constants(other) == constants(call())
+        assert constants(other, monkeypatch) == constants(call(), monkeypatch)
 
 
 def test_a_plan_makes_a_thing_once_for_each_choice() -> None:
-    plan, seen = launch.new_plan(call()), []
+    inputs, seen = call(), []
+    made = launch.Call(inputs, launch.new_plan(inputs))
 
-    def make(inputs: Inputs, plan: launch.Plan, *choices: object) -> int:
+    def make(call: launch.Call, *choices: object) -> int:
         seen.append(choices)
         return len(seen)
 
-    assert [plan.once(make, call(), x) for x in (1, 2, 1, 2)] == [1, 2, 1, 2]
+    assert [made.once(make, x) for x in (1, 2, 1, 2)] == [1, 2, 1, 2]
     assert seen == [(1,), (2,)]
+
+
+def test_a_launch_asks_for_what_its_kernel_names(fake) -> None:
+    def kernel(q, number, K: tl.constexpr, FLAG: tl.constexpr):
+        """The parameters of a kernel."""
+
+    fake.fn, fake.arg_names = kernel, ("q", "number", "K", "FLAG")
+    inputs = call()
+    made = launch.Call(inputs, launch.new_plan(inputs))
+    for flag in (True, False, True):
+        made.launch(fake, GRID, {"number": 7, "FLAG": flag, "num_warps": 2})
+    assert [given for _, given, _ in fake.searched] == [(inputs.q, 7)] * 2
+    assert [x["FLAG"] for *_, x in fake.searched] == [True, False]
+    assert {(x["K"], x["num_warps"]) for *_, x in fake.searched} == {(16, 2)}
+    assert len(fake.launched) == 1
+    with pytest.raises(TypeError, match=r"a kernel asks for \['FLAG', 'number'\]"):
+        made.launch(fake, GRID, {})
 
 
 @pytest.mark.gpu

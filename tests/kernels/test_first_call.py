@@ -14,12 +14,12 @@ from triton.runtime._async_compile import active_mode
 
 from deltarule import delta_rule
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton import first_call, passes, recording
-from deltarule.ops.delta_rule.triton.first_call import compiled_together
+from deltarule.ops.delta_rule.triton import passes
 from deltarule.ops.delta_rule.triton.plan import new_plan
 from deltarule.ops.delta_rule.triton.tile_sizes import forget
-from deltarule.ops.runtime.compile import compilations
-from deltarule.ops.runtime.kinds import kind_of
+from deltarule.ops.runtime import compile as compilation
+from deltarule.ops.runtime.calls import call_key
+from deltarule.ops.runtime.compile import compilations, compiled_together
 from deltarule.ops.runtime.launch import ONLY_COMPILED, Launch, compiling
 
 
@@ -51,29 +51,27 @@ def test_launches_inside_only_compile() -> None:
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Calls taken for calls on a GPU, each with a plan of its own."""
-    monkeypatch.setattr(first_call, "seen", set())
-    monkeypatch.setattr(first_call, "kind_of_kernels", lambda inputs, plan, *choices: choices)
+    """Nothing was compiled before, and no graph is captured."""
+    monkeypatch.setattr(compilation, "compiled", set())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    inputs = SimpleNamespace(q=SimpleNamespace(is_cuda=True))
-
-    def call(run, kind, plan=None) -> None:
-        compiled_together(run, inputs, plan or SimpleNamespace(made={}), kind)
-
-    return call
+    return compiled_together
 
 
 def test_every_kind_is_compiled_once(calls) -> None:
-    runs, plan = [], SimpleNamespace(made={})
+    runs = []
     for kind in (1, 2, 1):
         calls(lambda kind=kind: runs.append(kind), kind)
     assert runs == [1, 2]
-    for _ in range(2):
-        calls(lambda: runs.append(3), 3, plan)
-    assert runs == [1, 2, 3]
-    inputs = SimpleNamespace(q=SimpleNamespace(is_cuda=False))
-    compiled_together(runs.clear, inputs, plan, 4)
-    assert runs == [1, 2, 3]
+
+
+def test_a_plan_is_compiled_once_and_only_on_a_gpu(monkeypatch) -> None:
+    monkeypatch.setattr(passes, "compiled_together", lambda run, kind: run())
+    monkeypatch.setattr(passes, "kernel_key", lambda inputs, plan: None)
+    runs, plan = [], SimpleNamespace(made={})
+    for is_cuda in (False, True, True):
+        inputs = SimpleNamespace(q=SimpleNamespace(is_cuda=is_cuda))
+        passes.compile_first(inputs, plan, ("forward",), lambda: runs.append(1))
+        assert runs == [1] * is_cuda
 
 
 def test_a_kernel_that_does_not_compile_leaves_the_others_alone(calls) -> None:
@@ -110,8 +108,8 @@ def test_launchers_are_made_side_by_side_too(calls, monkeypatch) -> None:
         raise RuntimeError("no compiler for C: the launch will tell")
 
     active = SimpleNamespace(launcher_cls=launcher)
-    monkeypatch.setattr(first_call, "driver", SimpleNamespace(active=active))
-    monkeypatch.setattr(first_call.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(compilation, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(compilation.os, "cpu_count", lambda: 2)
 
     def compiles() -> None:
         for name in "ab":
@@ -130,10 +128,13 @@ def test_triton_makes_a_launcher_of_these_two() -> None:
 def test_a_forward_that_saves_compiles_the_backward_too(decay, monkeypatch) -> None:
     launched = []
     monkeypatch.setattr(Launch, "__call__", lambda launch, *given: launched.append(launch.kernel))
+
     # A call on the CPU taken for one on a GPU.
-    kind = lambda run, x, save, more: kind_of((*x[:9], *more), run, save, *x[9:])  # noqa: E731
-    monkeypatch.setattr(recording, "kind_of_launches", kind)
-    monkeypatch.setattr(recording, "compiled_together", lambda run, *key: run())
+    def key(run, x, choice, more=()):
+        return call_key((*x[:9], *more), run, choice, *x[9:])
+
+    monkeypatch.setattr(passes, "key_of", key)
+    monkeypatch.setattr(passes, "compile_first", lambda inputs, plan, which, run: run())
     q, k, v = torch.randn(3, 1, 70, 2, 16).unbind()
     size = {"none": None, "head": (1, 70, 2), "channel": (1, 70, 2, 16)}[decay]
     gate = None if size is None else -torch.rand(size)
@@ -149,8 +150,8 @@ def test_a_forward_that_saves_compiles_the_backward_too(decay, monkeypatch) -> N
     _, last = kernels(lambda: passes.forward(inputs, False))
     forget()
     plan = new_plan(inputs)
-    _, forward = kernels(lambda: passes.forward_launches(inputs, plan, True))
-    _, backward = kernels(lambda: passes.gradient_launches(inputs, plan, False, o, final, saved))
+    _, forward = kernels(lambda: passes.forward_stages(inputs, plan, True))
+    _, backward = kernels(lambda: passes.gradient_stages(inputs, plan, False, o, final, saved))
     assert len(backward) >= 2
     assert first == [*forward, *backward, *forward]
     assert last == [*forward, *forward]
@@ -159,7 +160,7 @@ def test_a_forward_that_saves_compiles_the_backward_too(decay, monkeypatch) -> N
 @pytest.mark.gpu
 @pytest.mark.parametrize("decay", ["none", "head", "channel"])
 def test_a_first_call_compiles_all_there_is_and_is_right(decay, monkeypatch) -> None:
-    monkeypatch.setattr(first_call, "seen", set())
+    monkeypatch.setattr(compilation, "compiled", set())
     # As many heads as no other test has.
     q, k, v = (torch.randn(3, 1, 200, 7, 48, device="cuda") / 7).bfloat16().unbind()
     size = {"none": (), "head": (1, 200, 7), "channel": (1, 200, 7, 48)}[decay]

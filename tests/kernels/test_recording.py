@@ -2,23 +2,25 @@
 
 import ctypes
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+import triton.language as tl
 from triton.compiler import CompiledKernel
 
 from deltarule import delta_rule
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton import passes, recording, tile_sizes
+from deltarule.ops.delta_rule.triton import passes
 from deltarule.ops.delta_rule.triton import plan as launch
-from deltarule.ops.delta_rule.triton.plan import Plan
-from deltarule.ops.delta_rule.triton.tile_sizes import forget, overridden, recordings
+from deltarule.ops.delta_rule.triton.plan import Call, Plan
+from deltarule.ops.delta_rule.triton.tile_sizes import forget, overridden
+from deltarule.ops.runtime import calls, replay
 from deltarule.ops.runtime import launch as direct
-from deltarule.ops.runtime import replay
-from deltarule.ops.runtime.kinds import kind_of
+from deltarule.ops.runtime.calls import call_key, recordings
 from deltarule.ops.runtime.launch import Launch
 
 # Above any number that a launch is given besides addresses.
@@ -99,9 +101,11 @@ def runs(monkeypatch):
     def plan_of(inputs: Inputs) -> Plan:
         return plans.setdefault(launch.plan_key(inputs), launch.new_plan(inputs))
 
-    kind = lambda run, x, save, more: kind_of((*x[:9], *more), run, save, *x[9:])  # noqa: E731
-    monkeypatch.setattr(recording, "kind_of_launches", kind)
-    monkeypatch.setattr(recording, "make_plan", plan_of)
+    def key(run, x, choice, more=()):
+        return call_key((*x[:9], *more), run, choice, *x[9:])
+
+    monkeypatch.setattr(passes, "key_of", key)
+    monkeypatch.setattr(passes, "make_plan", plan_of)
     forget()
     direct.launches.clear()
     yield runs
@@ -138,7 +142,7 @@ def test_a_replay_launches_what_the_forward_does(make, save: bool, runs, monkeyp
     assert len(known()) == 1
     runs.seen.clear()
     inputs = make()
-    expected = passes.forward_launches(inputs, recording.make_plan(inputs), save)
+    expected = passes.forward_stages(inputs, passes.make_plan(inputs), save)
     launches, given = list(runs.seen), [x for x in inputs[:9] if x is not None]
     runs.seen.clear()
     outputs = passes.forward(inputs, save)
@@ -177,9 +181,9 @@ def test_a_replay_launches_what_the_backward_does(make, again: bool, runs, monke
     runs.seen.clear()
     inputs = make()
     d_o, d_final, saved = given = gradients_of(inputs)
-    plan = recording.make_plan(inputs)
+    plan = passes.make_plan(inputs)
     after = saved[:0] if again else saved
-    expected = passes.backward_launches(d_o, d_final, inputs, plan, after)
+    expected = passes.backward_stages(d_o, d_final, inputs, plan, after)
     launches = list(runs.seen)
     tensors = [x for x in (*inputs[:9], *given) if x is not None]
     runs.seen.clear()
@@ -192,14 +196,18 @@ def test_a_replay_launches_what_the_backward_does(make, again: bool, runs, monke
 
 def test_split_sequences_are_replayed_too(runs, monkeypatch) -> None:
     plan = launch.new_plan(call())
-    split = Plan(plan.call, plan.chunks, plan.sizes, 1)
-    monkeypatch.setattr(recording, "make_plan", lambda inputs: split)
+    split = Plan(plan.tile_key, plan.chunks, plan.sizes, 1)
+    monkeypatch.setattr(passes, "make_plan", lambda inputs: split)
     for _ in range(2):
         passes.forward(call(), False)
     assert [len(x.steps) for x in known()] == [5]
 
 
-ADD = SimpleNamespace(arg_names=("x", "y", "out", "n", "extra"))
+def addition(x, y, out, n, extra: tl.constexpr):
+    """The parameters of a kernel."""
+
+
+ADD = SimpleNamespace(arg_names=("x", "y", "out", "n", "extra"), fn=addition)
 
 
 def add(kernel, x: int, y: int, out: int, n: int, extra: float, *_) -> None:
@@ -209,17 +217,16 @@ def add(kernel, x: int, y: int, out: int, n: int, extra: float, *_) -> None:
         c[i] = a[i] + b[i] + extra
 
 
-def toy(inputs: Inputs, plan: Plan, save: bool) -> tuple[torch.Tensor, ...]:
+def toy(
+    inputs: Inputs, plan: Plan, save: bool, tape: replay.Tape | None = None
+) -> tuple[torch.Tensor, ...]:
     """o = q + k + 1 and twice that with v, by way of two buffers of odd sizes."""
-    n, device = inputs.q.numel(), inputs.q.device
-    kernel = plan.once(lambda *_: Launch(ADD, {"extra": 1.0}), inputs)
-    first = plan.empty((n + 3,), torch.float32, device)
-    second = plan.empty((n + 5,), torch.float32, device)
-    out, o = (plan.empty(inputs.q.shape, torch.float32, device) for _ in range(2))
-    kernel(GRID, inputs.q, inputs.k, first, n)
-    kernel(GRID, inputs.v, inputs.v, second[4:], n)
-    kernel(GRID, first, second[4:], o, n)
-    kernel(GRID, first, o, out, n)
+    call, n = Call(inputs, plan, tape), inputs.q.numel()
+    q, k, v = inputs[:3]
+    first, second = call.empty((n + 3,)), call.empty((n + 5,))
+    out, o = (call.empty(q.shape) for _ in range(2))
+    for x, y, to in ((q, k, first), (v, v, second[4:]), (first, second[4:], o), (first, o, out)):
+        call.launch(ADD, GRID, {"x": x, "y": y, "out": to, "n": n, "extra": 1.0})
     return o, out
 
 
@@ -234,7 +241,7 @@ def test_new_tensors_give_new_numbers(runs) -> None:
     before = []
     for _ in range(5):
         inputs = call(8)
-        outputs = recording.recorded(toy, inputs, False, toy)
+        outputs = passes.replayed(toy, inputs, False)
         for x, y in zip(outputs, toy_expected(inputs), strict=True):
             torch.testing.assert_close(x, y)
         before.append([(x, x.clone()) for x in outputs])
@@ -244,13 +251,13 @@ def test_new_tensors_give_new_numbers(runs) -> None:
     assert len({x.data_ptr() for outputs in before for x, _ in outputs}) == 10
 
 
-def with_a_copy(inputs: Inputs, plan: Plan, save: bool) -> tuple[torch.Tensor, ...]:
-    return toy(inputs._replace(k=inputs.k.clone()), plan, save)
+def with_a_copy(inputs: Inputs, *given: Any, **tape: Any) -> tuple[torch.Tensor, ...]:
+    return toy(inputs._replace(k=inputs.k.clone()), *given, **tape)
 
 
-def with_a_view(inputs: Inputs, plan: Plan, save: bool) -> tuple[torch.Tensor, ...]:
+def with_a_view(inputs: Inputs, *given: Any, **tape: Any) -> tuple[torch.Tensor, ...]:
     k = inputs.k.view(-1)[:].view(inputs.k.shape)
-    return toy(inputs._replace(k=k), plan, save)
+    return toy(inputs._replace(k=k), *given, **tape)
 
 
 @pytest.mark.parametrize("one", [False, True])
@@ -259,34 +266,38 @@ def test_what_lies_in_two_tensors_is_not_recorded(one: bool, runs) -> None:
     for _ in range(4):
         inputs = call(8)
         inputs = inputs._replace(q=inputs.k) if one else inputs
-        outputs = recording.recorded(with_a_view, inputs, False, with_a_view)
+        outputs = passes.replayed(with_a_view, inputs, False)
         torch.testing.assert_close(outputs[0], toy_expected(inputs)[0])
     assert len(known()) == 1 - one
 
 
-def with_a_constant(inputs: Inputs, plan: Plan, save: bool) -> tuple[torch.Tensor, ...]:
-    ones = plan.constant(lambda *_: torch.ones(inputs.v.shape), inputs)
-    return toy(inputs._replace(v=ones), plan, save)
+def ones_like_v(call: Call) -> torch.Tensor:
+    return torch.ones(call.inputs.v.shape)
+
+
+def with_a_constant(inputs: Inputs, *given: Any, **tape: Any) -> tuple[torch.Tensor, ...]:
+    ones = Call(inputs, given[0], **tape).constant(ones_like_v)
+    return toy(inputs._replace(v=ones), *given, **tape)
 
 
 def test_a_constant_is_kept_with_the_launches_that_read_it(runs) -> None:
     runs.work = add
     for _ in range(4):
         inputs = call(8)
-        outputs = recording.recorded(with_a_constant, inputs, False, with_a_constant)
-        recording.make_plan(inputs).made.clear()
+        outputs = passes.replayed(with_a_constant, inputs, False)
+        passes.make_plan(inputs).made.clear()
         expected = toy_expected(inputs._replace(v=torch.ones_like(inputs.v)))
         for x, y in zip(outputs, expected, strict=True):
             torch.testing.assert_close(x, y)
     assert [len(x.constants) for x in known()] == [1]
 
 
-def with_zeros(inputs: Inputs, plan: Plan, save: bool) -> tuple[torch.Tensor, ...]:
-    return toy(inputs._replace(v=torch.zeros(inputs.v.shape) + inputs.v), plan, save)
+def with_zeros(inputs: Inputs, *given: Any, **tape: Any) -> tuple[torch.Tensor, ...]:
+    return toy(inputs._replace(v=torch.zeros(inputs.v.shape) + inputs.v), *given, **tape)
 
 
-def with_a_result(inputs: Inputs, plan: Plan, save: bool) -> tuple[torch.Tensor, ...]:
-    return (toy(inputs, plan, save)[0] * 2,)
+def with_a_result(inputs: Inputs, *given: Any, **tape: Any) -> tuple[torch.Tensor, ...]:
+    return (toy(inputs, *given, **tape)[0] * 2,)
 
 
 @pytest.mark.parametrize("run", [with_a_copy, with_zeros, with_a_result])
@@ -294,7 +305,7 @@ def test_other_tensors_are_not_recorded(run, runs) -> None:
     runs.work = add
     for _ in range(4):
         inputs = call(8)
-        outputs = recording.recorded(run, inputs, False, run)
+        outputs = passes.replayed(run, inputs, False)
         torch.testing.assert_close(
             outputs[0], toy_expected(inputs)[0] * (1 + (run is with_a_result))
         )
@@ -304,9 +315,9 @@ def test_other_tensors_are_not_recorded(run, runs) -> None:
 
 def test_nor_is_what_takes_much_room(runs, monkeypatch) -> None:
     runs.work = add
-    monkeypatch.setattr(recording, "MOST_ROOM", 512)
+    monkeypatch.setattr(replay, "MOST_ROOM", 512)
     for _ in range(3):
-        recording.recorded(toy, call(8), False, toy)
+        passes.replayed(toy, call(8), False)
     assert known() == []
 
 
@@ -364,7 +375,7 @@ def test_a_new_stream_is_looked_up(runs, monkeypatch) -> None:
 
 
 def test_what_is_kept_has_a_bound(runs, monkeypatch) -> None:
-    monkeypatch.setattr(tile_sizes, "MOST_RECORDINGS", 4)
+    monkeypatch.setattr(calls, "MOST", 4)
     for i in range(20):
         passes.forward(call(scale=float(i)), False)
         assert len(recordings) <= 4

@@ -13,8 +13,7 @@ from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import passes
 from deltarule.ops.delta_rule.triton import plan as launch
 from deltarule.ops.delta_rule.triton import plan as segment_length
-from deltarule.ops.delta_rule.triton.tables import scan
-from deltarule.ops.delta_rule.triton.tile_sizes import overridden
+from deltarule.ops.delta_rule.triton.tile_sizes import overridden, scan
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
 NAMES = ("q", "k", "v", "beta", "a", "b", "log_decay", "initial_state")
@@ -132,7 +131,7 @@ def narrow(monkeypatch):
         x = torch.empty(batch, tokens, heads, 128, dtype=torch.bfloat16, device="meta")
         call = Inputs(x, x, x, x[..., 0], None, None, None, None, None, 1, 1.0, False, False)
         plan = launch.new_plan(call._replace(**options))
-        return plan.call.narrow, plan.per_segment
+        return plan.tile_key.narrow, plan.per_segment
 
     return planned
 
@@ -158,7 +157,7 @@ def test_narrow_tiles_give_the_same_numbers(shape, monkeypatch) -> None:
     case, found = case.to(torch.float16), {}
     for narrow in (False, True):
         inputs = inputs_of(case)._replace(batch_invariant=not narrow)
-        assert launch.new_plan(inputs).call.narrow is narrow
+        assert launch.new_plan(inputs).tile_key.narrow is narrow
         torch.manual_seed(1)
         found[narrow] = results(inputs, case, True)
     for name, (x, exact) in found[True].items():

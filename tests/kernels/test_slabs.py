@@ -55,7 +55,7 @@ def gradients(inputs: Inputs, weighted: tuple, save: bool) -> list[torch.Tensor]
 def cut_into(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut into so many slabs, whatever the size."""
     cut = low_memory.cut_into
-    monkeypatch.setattr(passes, "slabs_of", lambda inputs, plan, _: cut(inputs, plan, parts))
+    monkeypatch.setattr(passes, "slabs_of", lambda call, _: cut(call, parts))
 
 
 @interpreted
@@ -105,7 +105,7 @@ def call(batch: int, tokens: int, *, gated: bool = True, heads: int = 16, **chan
 
 def planned(inputs: Inputs, again: bool = True) -> tuple[str, int, int]:
     """Kind, number and chunks of the slabs of a call."""
-    cut = low_memory.slabs_of(inputs, launch.new_plan(inputs), again)
+    cut = low_memory.slabs_of(launch.Call(inputs, launch.new_plan(inputs)), again)
     return cut.kind, cut.parts, cut.chunks
 
 

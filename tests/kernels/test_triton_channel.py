@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton import channel_decay, passes, stages_channel
+from deltarule.ops.delta_rule.triton import channel_decay, passes, stages
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are compiled here: see test_on_gpu"
@@ -120,7 +120,7 @@ def check_roughly(case: Case, size: float = 1.0, save: bool = True) -> None:
 class Unlaunched:
     """A kernel that does nothing."""
 
-    arg_names = ()
+    arg_names, fn = ("q",), staticmethod(lambda q: None)
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
         return lambda *args, **kwargs: None
@@ -129,13 +129,11 @@ class Unlaunched:
 @pytest.fixture
 def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels for bfloat16 take float32, which has room for less."""
-    monkeypatch.setattr(stages_channel, "has_even_chunks", lambda inputs: inputs.erase != "free")
+    monkeypatch.setattr(stages, "has_even_chunks", lambda inputs: inputs.erase != "free")
     # At any size.
-    monkeypatch.setattr(
-        stages_channel, "has_anchored_chunks", lambda inputs, plan: inputs.erase != "free"
-    )
-    monkeypatch.setattr(stages_channel, "SHIFT", 0.0)
-    monkeypatch.setattr(stages_channel, "RANGE", 100.0)
+    monkeypatch.setattr(stages, "has_anchored_chunks", lambda inputs, plan: inputs.erase != "free")
+    monkeypatch.setattr(stages, "SHIFT", 0.0)
+    monkeypatch.setattr(stages, "RANGE", 100.0)
 
 
 # Rows that are not even overflow, and are not used.
@@ -156,9 +154,9 @@ EVEN = [
 def test_even_chunks(
     monkeypatch: pytest.MonkeyPatch, in_float32: None, erase: str, sizes: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(stages_channel, "steep_scores_kernel", Unlaunched())
-    monkeypatch.setattr(stages_channel, "even_chunks_kernel", Unlaunched())
-    monkeypatch.setattr(stages_channel, "channel_gradients_kernel", Unlaunched())
+    monkeypatch.setattr(stages, "steep_scores_kernel", Unlaunched())
+    monkeypatch.setattr(stages, "even_chunks_kernel", Unlaunched())
+    monkeypatch.setattr(stages, "channel_gradients_kernel", Unlaunched())
     case = small("channel", erase, **sizes)
     # -95 as a power of 2 over a part of the first chunk, of at most -100.
     case.tensors["log_decay"] *= 0.01
@@ -170,9 +168,9 @@ def test_even_chunks(
 def test_even_chunks_without_the_anchored_kernel(
     monkeypatch: pytest.MonkeyPatch, in_float32: None, of: int
 ) -> None:
-    monkeypatch.setattr(stages_channel, "has_anchored_chunks", lambda inputs, plan: False)
-    monkeypatch.setattr(stages_channel, "anchored_gradients_kernel", Unlaunched())
-    monkeypatch.setattr(stages_channel, "channel_gradients_kernel", Unlaunched())
+    monkeypatch.setattr(stages, "has_anchored_chunks", lambda inputs, plan: False)
+    monkeypatch.setattr(stages, "anchored_gradients_kernel", Unlaunched())
+    monkeypatch.setattr(stages, "channel_gradients_kernel", Unlaunched())
     erase, sizes = EVEN[of]
     case = small("channel", erase, **sizes)
     case.tensors["log_decay"] *= 0.01
@@ -184,7 +182,7 @@ def test_even_chunks_without_the_anchored_kernel(
 def test_chunks_that_decay_far_in_blocks_that_do_not(
     monkeypatch: pytest.MonkeyPatch, in_float32: None, of: int, save: bool
 ) -> None:
-    monkeypatch.setattr(stages_channel, "channel_gradients_kernel", Unlaunched())
+    monkeypatch.setattr(stages, "channel_gradients_kernel", Unlaunched())
     erase, sizes = EVEN[of]
     case = small("channel", erase, **sizes)
     # -40 as a power of 2 in each of a chunk's four blocks of 16 rows.
@@ -214,7 +212,7 @@ def test_resets_of_steep_chunks(in_float32: None, spacing: int, strength: float)
 
 @overflows
 def test_more_steep_chunks_than_programs(monkeypatch: pytest.MonkeyPatch, in_float32: None) -> None:
-    monkeypatch.setattr(stages_channel, "PROGRAMS", 2)
+    monkeypatch.setattr(stages, "PROGRAMS", 2)
     case = small("channel", "tied", tokens=64 * 4, heads=2, value_heads=4, key_size=3)
     case.tensors["log_decay"][:, 3::50, ::2] = -1e4
     case.tensors["log_decay"][:, 64:128] = -0.1
@@ -250,7 +248,7 @@ def test_more_far_chunks_than_programs(
     monkeypatch: pytest.MonkeyPatch, in_float32: None, erase: str, look: int, programs: int
 ) -> None:
     monkeypatch.setattr(channel_decay, "LOOK", look)
-    monkeypatch.setattr(stages_channel, "PROGRAMS", programs)
+    monkeypatch.setattr(stages, "PROGRAMS", programs)
     case = small("channel", erase, tokens=64 * 7, value_heads=2, key_size=3, value_size=3)
     decay = case.tensors["log_decay"]
     decay *= 0.01
@@ -263,8 +261,8 @@ def test_more_far_chunks_than_programs(
 
 @overflows
 def test_even_chunks_with_the_shift_that_is_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages_channel, "has_even_chunks", lambda inputs: True)
-    monkeypatch.setattr(stages_channel, "has_anchored_chunks", lambda inputs, plan: True)
+    monkeypatch.setattr(stages, "has_even_chunks", lambda inputs: True)
+    monkeypatch.setattr(stages, "has_anchored_chunks", lambda inputs, plan: True)
     case = small("channel", "tied", tokens=100, normalize_qk=True)
     case.tensors["log_decay"][:, 1:8, ::2] = -155 * math.log(2) / 7
     case.tensors["log_decay"][:, 8:64] *= 0.01

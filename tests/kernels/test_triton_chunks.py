@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from deltarule import pack
 from deltarule.ops.delta_rule import chunked
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton import passes, stages_head, stages_scan, tile_sizes
+from deltarule.ops.delta_rule.triton import passes, stages, tile_sizes
 from deltarule.ops.delta_rule.triton.plan import new_plan
 
 pytestmark = pytest.mark.skipif(
@@ -87,8 +87,7 @@ def test_the_copy_engine_changes_nothing(n_steps: int, monkeypatch: pytest.Monke
         return [o, final, *(x for x in gradients if x is not None)]
 
     whole = both()
-    for module in (stages_scan, stages_head):
-        monkeypatch.setattr(module, "full_tiles", lambda *_: False)
+    monkeypatch.setattr(stages, "full_tiles", lambda *_: False)
     assert all(torch.equal(x, y) for x, y in zip(whole, both(), strict=True))
 
 
@@ -99,7 +98,7 @@ def test_the_copy_engine_changes_nothing(n_steps: int, monkeypatch: pytest.Monke
 def test_scores_that_the_scans_take(
     monkeypatch: pytest.MonkeyPatch, erase: str, normalize_qk: bool, sizes: dict
 ) -> None:
-    monkeypatch.setattr(stages_head, "SCORED_TYPES", (torch.float32,))
+    monkeypatch.setattr(stages, "SCORED_TYPES", (torch.float32,))
     sizes = {"key_size": 16, "value_size": 16, "dtype": torch.float32, **sizes}
     case = make_case("none", erase, normalize_qk=normalize_qk, **sizes)
     for name in ("q", "k"):
@@ -120,7 +119,7 @@ def test_scores_that_the_scans_take(
 )  # fmt: skip
 def test_which_scores_the_scans_take(changed: dict, taken: bool) -> None:
     case = make_case(**{"decay": "none", "dtype": torch.bfloat16, "tokens": 3, **changed})
-    assert stages_head.scans_score(inputs_of(case), new_plan(inputs_of(case))) == taken
+    assert stages.scans_score(inputs_of(case), new_plan(inputs_of(case))) == taken
 
 
 @pytest.mark.parametrize(
@@ -131,7 +130,7 @@ def test_where_the_scans_take_scores(
 ) -> None:
     monkeypatch.setattr(tile_sizes, "INTERPRETED", architecture)
     inputs = inputs_of(make_case("none", dtype=torch.bfloat16, tokens=3))
-    assert stages_head.scans_score(inputs, new_plan(inputs)) == taken
+    assert stages.scans_score(inputs, new_plan(inputs)) == taken
 
 
 @pytest.mark.parametrize("decay", ["none", "head"])

@@ -13,7 +13,7 @@ from deltarule import pack
 from deltarule.ops.delta_rule import chunked, definition
 from deltarule.ops.delta_rule.gluon import stage
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton.plan import new_plan
+from deltarule.ops.delta_rule.triton.plan import Call, new_plan
 from gluon_interpreter import Descriptor, Machine, Memory
 from oracle import Case, make_case, run_module
 from tolerance import assert_close_to_yardstick
@@ -67,7 +67,7 @@ def run(case: Case, seed: int = 0) -> tuple[Tensor, Tensor]:
     ORDER = Seeded(seed)
     inputs = inputs_of(case)
     assert stage.why_not_form(inputs) is None
-    return stage.forward(inputs, new_plan(inputs))
+    return stage.forward(Call(inputs, new_plan(inputs)))
 
 
 def check(case: Case, stress: bool = False) -> None:

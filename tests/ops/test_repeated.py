@@ -128,7 +128,6 @@ def test_a_recording_takes_the_place_of_the_rest(operator, monkeypatch) -> None:
     inputs = []
     monkeypatch.setattr(module, "recording_of", lambda x, save: inputs.append(x) or found)
     monkeypatch.setattr(module, "recordings", dict.fromkeys(["another"]))
-    monkeypatch.setattr(module, "remember", module.recordings.__setitem__)
     monkeypatch.setitem(operator.__globals__, "eager_kind", eager_kind_on_cpu)
     assert torch.equal(operator(q, k, v, **gates).o, expected.o)
     assert len(inputs) == 1
@@ -153,7 +152,6 @@ def test_where_a_backward_may_follow_it_finds_what_the_recording_saved(operator,
     found, asked = Recorded(), []
     monkeypatch.setattr(module, "recording_of", lambda x, save: asked.append(save) or found)
     monkeypatch.setattr(module, "recordings", dict.fromkeys(["another"]))
-    monkeypatch.setattr(module, "remember", module.recordings.__setitem__)
     monkeypatch.setitem(operator.__globals__, "eager_kind", eager_kind_on_cpu)
     passes = BACKENDS["torch"]
     monkeypatch.setitem(BACKENDS, "triton", passes)
@@ -184,7 +182,6 @@ def test_a_constant_decay_has_its_own_gradient(monkeypatch) -> None:
     decay.requires_grad_()
     monkeypatch.setattr(module, "recording_of", lambda x, save: Recorded())
     monkeypatch.setattr(module, "recordings", dict.fromkeys(["another"]))
-    monkeypatch.setattr(module, "remember", module.recordings.__setitem__)
     monkeypatch.setitem(delta_rule.__globals__, "eager_kind", eager_kind_on_cpu)
     for _ in range(3):
         delta_rule(q, k, v, beta=None, log_decay=decay).o.sum().backward()

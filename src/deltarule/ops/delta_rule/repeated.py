@@ -14,11 +14,10 @@ from torch import Tensor
 
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.registered import recording_of, recurrence_operator
-from deltarule.ops.delta_rule.triton.tile_sizes import recordings, remember
 from deltarule.ops.delta_rule.verdicts import anything_failed
 from deltarule.ops.eager import nothing_watches
 from deltarule.ops.registration import differentiated
-from deltarule.ops.runtime.kinds import Kind, kind_of
+from deltarule.ops.runtime.calls import CallKey, call_key, recordings, remember
 from deltarule.shapes import RecurrentOutput
 
 # What runs the Triton kernels.
@@ -37,7 +36,7 @@ class Training(NamedTuple):
 def eager_kind(
     tensors: Sequence[Any], *, n_steps: object, scale: object, normalize_qk: object,
     batch_invariant: object, impl: object,
-) -> Kind | None:  # fmt: skip
+) -> CallKey | None:  # fmt: skip
     """The kind of a call, before any check of it; None if it may be more than its launches.
 
     `tensors` are those of `Inputs`, in order.
@@ -51,11 +50,11 @@ def eager_kind(
     numbers = type(n_steps) is int and (scale is None or type(scale) is float)
     if not numbers or type(normalize_qk) is not bool or type(batch_invariant) is not bool:
         return None
-    return kind_of(tensors, n_steps, scale, normalize_qk, batch_invariant)
+    return call_key(tensors, n_steps, scale, normalize_qk, batch_invariant)
 
 
 def repeated(
-    kind: Kind | None, tensors: Sequence[Any], save_states: bool
+    kind: CallKey | None, tensors: Sequence[Any], save_states: bool
 ) -> RecurrentOutput | None:
     """The outputs of one more call of the kind, where its launches are known."""
     if kind is None:
@@ -73,7 +72,7 @@ def repeated(
 
 
 def remembered(
-    kind: Kind | None, tensors: Sequence[Any], inputs: Inputs, output: RecurrentOutput,
+    kind: CallKey | None, tensors: Sequence[Any], inputs: Inputs, output: RecurrentOutput,
     save_states: bool,
 ) -> RecurrentOutput:  # fmt: skip
     """The output, after the launches of its call, if they were recorded, are known by its kind."""
@@ -84,8 +83,8 @@ def remembered(
     if (found := recording_of(inputs, training and save_states)) is None:
         return output
     if not training:
-        remember(kind.key, found)
+        remember(recordings, kind.key, found)
     # A constant decay has its gradient from that of the decay of every token.
     elif save_states and inputs.log_decay is tensors[6]:
-        remember((TRAINING, kind.key), Training(found, (*inputs[9:], True, "triton")))
+        remember(recordings, (TRAINING, kind.key), Training(found, (*inputs[9:], True, "triton")))
     return output

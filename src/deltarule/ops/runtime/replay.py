@@ -1,19 +1,31 @@
-"""The launches of a call once more: nothing in them is new but addresses and the stream.
+"""The launches of a forward or a backward, written down once and repeated for calls like it.
 
-What the kernels write is taken in one piece, the room, but for the tensors that are returned.
+The second call of a key (calls.py) is recorded: which compiled kernels it launches, and where their
+arguments lie, in the tensors that it is given, in memory that it takes or in what its plan keeps.
+Finding this out is what a launch costs the host. In a further call nothing is new but addresses and
+the stream. What its kernels write is taken in one piece, the room, except for the tensors that are
+returned. A call that computes anything else from what it is given is not recorded.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltarule.ops.runtime import launch
-from deltarule.ops.runtime.kinds import Kind
-from deltarule.ops.runtime.launch import Binary, Fetched
+from deltarule.ops.runtime.calls import CallKey, recordings
+from deltarule.ops.runtime.launch import Binary, Fetched, Grid, Launch
 
+# Bytes: more keep the GPU busy for longer than the host, and one piece would be held to the end.
+MOST_ROOM = 2**28
+# Bytes between the starts of what shares one piece of memory: what PyTorch takes, too.
+GRAIN = 512
 # Where the stream is among the arguments of a launcher: after the grid.
 STREAM = 3
+# Operators that take memory and write nothing there.
+ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 Outputs = tuple[Tensor, ...]
 
@@ -58,12 +70,12 @@ class Recording(NamedTuple):
     kernels: list[Any]
     constants: tuple[Tensor, ...] = ()
 
-    def repeated(self, kind: Kind) -> Outputs | None:
-        """The outputs of one more call of the kind; None where it is for Triton to launch it."""
-        if not kind.aligned or launch.watched(*self.kernels):
+    def repeated(self, call: CallKey) -> Outputs | None:
+        """The outputs of one more call of the key; None where Triton has to launch it."""
+        if not call.aligned or launch.watched(*self.kernels):
             return None
-        with launch.there(kind.given[0].device):
-            return self.launched(kind.given, kind.addresses)
+        with launch.there(call.given[0].device):
+            return self.launched(call.given, call.addresses)
 
     def launched(self, given: list[Tensor], addresses: list[int]) -> Outputs:
         """Launch everything again on the current device."""
@@ -96,3 +108,158 @@ def new_map(of: Map, piece: Tensor, address: int) -> list[Any]:
         of.made.clear()
     of.made[address] = made = launch.map_of(x, of.fetched)
     return made
+
+
+def recording_of(call: CallKey | None) -> Recording | None:
+    """The recorded launches of a call."""
+    known = None if call is None else recordings.get(call.key)
+    return known if isinstance(known, Recording) else None
+
+
+class Note(NamedTuple):
+    """One launch as it is recorded."""
+
+    launch: Launch
+    binary: Binary
+    grid: Grid
+    arguments: tuple[Any, ...]
+
+
+class Tape:
+    """What a call is given, makes and launches."""
+
+    def __init__(self, given: list[Tensor]) -> None:
+        """`notes` becomes None at the first launch that nobody can repeat."""
+        self.given = given
+        self.made: list[Tensor] = []
+        self.constants: list[Tensor] = []
+        self.notes: list[Note] | None = []
+
+    def note(self, kernel: Launch, grid: Grid, arguments: tuple[Any, ...]) -> None:
+        """Write down a launch that went past Triton's search, or that there was another."""
+        binary = kernel.binary(arguments)
+        known = all(self.known(x) for x in arguments if isinstance(x, Tensor))
+        if self.notes is None or binary is None or not known:
+            self.notes = None
+        else:
+            self.notes.append(Note(kernel, binary, grid, arguments))
+
+    def see(self, operator: Any, args: tuple[Any, ...], found: Any) -> None:
+        """Take note of an operator of PyTorch: it takes memory, looks at some, or does more."""
+        name = operator.overloadpacket.__name__
+        if name in ALLOCATIONS or (name == "new_full" and marks(found, args[2])):
+            self.made.append(found)
+        elif not operator.is_view and not (name == "fill_" and marks(*args)):
+            self.notes = None
+
+    def known(self, x: Tensor) -> bool:
+        """Whether x lies in what is given or made, or is the same in every call."""
+        return (
+            self.place_given(x) is not None
+            or any(shares(x, y) for y in self.made)
+            or self.constant(x)
+        )
+
+    def place_given(self, x: Tensor) -> int | None:
+        """Which of the tensors that are given it is, or the only one that it lies in."""
+        for i, y in enumerate(self.given):
+            if x is y:
+                return i
+        around = [i for i, y in enumerate(self.given) if shares(x, y)]
+        return around[0] if len(around) == 1 else None
+
+    def constant(self, x: Tensor) -> bool:
+        """Whether x is the same in every call."""
+        return any(shares(x, y) for y in self.constants)
+
+    def recording(self, outputs: Outputs) -> Recording | None:
+        """The launches in the form in which they are repeated."""
+        returned = [next((i for i, y in enumerate(self.made) if is_all(x, y)), -1) for x in outputs]
+        if self.notes is None or -1 in returned:
+            return None
+        first, places, room = len(self.given), {}, 0
+        for i, x in enumerate(self.made):
+            if i in returned:
+                places[i] = Place(first + returned.index(i), 0)
+            else:
+                places[i] = Place(first + len(returned), room)
+                room += -(-x.nbytes // GRAIN) * GRAIN
+        if room > MOST_ROOM:
+            return None
+        steps = [self.step(note, places) for note in self.notes]
+        shapes = [(x.shape, x.dtype) for x in outputs]
+        kernels = [note.launch.kernel for note in self.notes]
+        return Recording(shapes, room // 4, steps, kernels, tuple(self.constants))
+
+    def step(self, note: Note, places: dict[int, Place]) -> Step:
+        """A launch whose arguments are found by their places."""
+        fetched = {of.place: of for of in note.binary.fetched}
+        values: list[Any] = [*note.grid, None, *note.binary.function]
+        addresses, maps = [], []
+        for i, x in enumerate(note.arguments):
+            if not isinstance(x, Tensor):
+                values.append(x)
+                continue
+            start = len(values)
+            if self.constant(x):
+                values += launch.map_of(x, fetched[i]) if i in fetched else [x.data_ptr()]
+                continue
+            place = self.place_of(x, places)
+            if i in fetched:
+                values += (made := launch.map_of(x, fetched[i]))
+                arguments, known = slice(start, len(values)), {x.data_ptr(): made}
+                maps.append(Map(arguments, place, known, x.shape, x.dtype, fetched[i]))
+            else:
+                values.append(None)
+                addresses.append((start, place))
+        return Step(note.binary, values + note.launch.rest, addresses, maps)
+
+    def place_of(self, x: Tensor, places: dict[int, Place]) -> Place:
+        """Where a known tensor lies."""
+        if (i := self.place_given(x)) is not None:
+            return Place(i, x.data_ptr() - self.given[i].data_ptr())
+        made = next(i for i, y in enumerate(self.made) if shares(x, y))
+        piece, offset = places[made]
+        return Place(piece, offset + x.data_ptr() - self.made[made].data_ptr())
+
+
+class Watch(TorchDispatchMode):
+    """Shows every operator of PyTorch to a tape."""
+
+    def __init__(self, tape: Tape) -> None:
+        """Nothing is changed."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tape = tape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator."""
+        found = func(*args, **(kwargs or {}))
+        self.tape.see(func, args, found)
+        return found
+
+
+def marks(x: Tensor, value: float) -> bool:
+    """Whether memory filled with this is marked as memory where nothing is written.
+
+    PyTorch can be asked to do that, and does it to what a replay takes, too.
+    """
+    if x.is_floating_point():
+        return math.isnan(value)
+    return value in (torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max)
+
+
+def is_all(x: Tensor, made: Tensor) -> bool:
+    """Whether x is a tensor that was made, and not a part of it."""
+    whole = x.is_contiguous() and x.nbytes == made.nbytes > 0
+    return whole and x.data_ptr() == made.data_ptr()
+
+
+def shares(x: Tensor, made: Tensor) -> bool:
+    """Whether x lies in memory that was made."""
+    start = made.data_ptr()
+    return start <= x.data_ptr() < start + made.nbytes
+
+
+def capturing() -> bool:
+    """Whether a graph takes what is launched."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

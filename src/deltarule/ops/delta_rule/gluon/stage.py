@@ -16,7 +16,7 @@ from deltarule.ops.delta_rule.gluon.forward import forward_kernel
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES, square
 from deltarule.ops.delta_rule.gluon.norms import inverse_norms_kernel
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton.plan import Plan, make_plan, multiprocessors, strides
+from deltarule.ops.delta_rule.triton.plan import Call, Plan, make_plan, multiprocessors
 from deltarule.ops.delta_rule.triton.tile_sizes import architecture
 from deltarule.ops.eager import constant_when_compiled
 from deltarule.ops.runtime.launch import Launch
@@ -126,8 +126,9 @@ class FusedLaunch(Launch):
         return given
 
 
-def forward_launch(inputs: Inputs, plan: Plan) -> Launch:
+def forward_launch(call: Call) -> Launch:
     """`forward_kernel` with its constants."""
+    inputs = call.inputs
     _, tokens, heads, key_size = inputs.q.shape
     value_heads, value_size = inputs.v.shape[2:]
     config = CONFIGURATIONS[key_size, value_size]
@@ -149,30 +150,38 @@ def forward_launch(inputs: Inputs, plan: Plan) -> Launch:
     return FusedLaunch(forward_kernel, constants, tiles)
 
 
-def inverse_norms(inputs: Inputs, plan: Plan) -> Tensor:
+def inverse_norms(call: Call) -> Tensor:
     """Launch `inverse_norms_kernel`: [B, T, H, 2]."""
+    inputs = call.inputs
     rows = inputs.q.numel() // inputs.q.shape[3]
-    norms = plan.empty((rows, 2), torch.float32, inputs.q.device)
-    plan.once(norms_launch, inputs)((-(-rows // NORM_ROWS), 1, 1), inputs.q, inputs.k, norms, rows)
+    norms = call.empty((rows, 2))
+    given = inputs.q, inputs.k, norms, rows
+    call.run(call.once(norms_launch), (-(-rows // NORM_ROWS), 1, 1), given)
     return norms
 
 
-def norms_launch(inputs: Inputs, plan: Plan) -> Launch:
+def norms_launch(call: Call) -> Launch:
     """`inverse_norms_kernel` with its constants."""
-    sizes = {"K": inputs.q.shape[3], "ROWS": NORM_ROWS}
+    sizes = {"K": call.inputs.q.shape[3], "ROWS": NORM_ROWS}
     return Launch(inverse_norms_kernel, {**sizes, "num_warps": 4, "num_stages": 1})
 
 
-def forward(inputs: Inputs, plan: Plan) -> tuple[Tensor, Tensor]:
+def forward(call: Call) -> tuple[Tensor, Tensor]:
     """Outputs and the final state; every tensor but the gates lies in one piece."""
-    q, k, v, offsets = inputs.q, inputs.k, inputs.v, inputs.cu_seqlens
-    value_heads, scale = v.shape[2], inputs.scale
-    norms = inverse_norms(inputs, plan) if inputs.normalize_qk else None
-    o = plan.empty(inputs.output_shape, v.dtype, v.device)
-    final = plan.empty(inputs.state_shape, torch.float32, v.device)
-    plan.once(forward_launch, inputs)(
-        (inputs.sequences * value_heads, 1, 1), q, k, v, o, q, k, v, o, inputs.log_decay,
-        inputs.beta, norms, offsets, inputs.initial_state, final, scale, math.log2(scale),
-        *q.shape[1:3], value_heads, *strides(inputs.log_decay), *strides(inputs.beta),
+    inputs, scale = call.inputs, call.inputs.scale
+    q, k, v, value_heads = inputs.q, inputs.k, inputs.v, inputs.v.shape[2]
+    norms = inverse_norms(call) if inputs.normalize_qk else None
+    o = call.empty(inputs.output_shape, v.dtype)
+    final = call.empty(inputs.state_shape)
+    given = (
+        q, k, v, o, q, k, v, o, inputs.log_decay, inputs.beta, norms, inputs.cu_seqlens,
+        inputs.initial_state, final, scale, math.log2(scale), *q.shape[1:3], value_heads,
+        *strides(inputs.log_decay), *strides(inputs.beta),
     )  # fmt: skip
+    call.run(call.once(forward_launch), (inputs.sequences * value_heads, 1, 1), given)
     return o, final
+
+
+def strides(x: Tensor | None) -> tuple[int, ...]:
+    """Of batch, time and head; zeros for None."""
+    return (0, 0, 0) if x is None else x.stride()[:3]

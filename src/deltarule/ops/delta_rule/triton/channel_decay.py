@@ -223,8 +223,7 @@ def next_below(x, bar, i_x, count, PER: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def each_chunk(
-    of, given, known, cu_seqlens, chunks, T, N, HEADS: tl.constexpr,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, N_STEPS: tl.constexpr, CT: tl.constexpr,
+    of, given, known, cu_seqlens, chunks, T, N, HEADS: tl.constexpr, S: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
     """Call of(i_m, i_h, first, rows, *given) for every chunk of each of HEADS heads, H or HV.
@@ -234,19 +233,19 @@ def each_chunk(
     """
     if known is None:
         i_m, i_h = tl.program_id(0), tl.program_id(1)
-        first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
+        first, tokens = chunk_place(i_m, cu_seqlens, T, N, S.CT, PACKED)
         if tokens > 0:
-            of(i_m, i_h, first, tl.minimum(tokens, CT) * N_STEPS, *given)
+            of(i_m, i_h, first, tl.minimum(tokens, S.CT) * S.N_STEPS, *given)
     else:
-        PER: tl.constexpr = HEADS // H
-        C: tl.constexpr = HV // H * K
+        PER: tl.constexpr = HEADS // S.H
+        C: tl.constexpr = S.HV // S.H * S.K
         count = chunks * HEADS
         i_x = next_below(known, FAR, tl.program_id(0), count, PER, C)
         while i_x < count:
             i_m, i_h = i_x // HEADS, i_x % HEADS
-            first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
+            first, tokens = chunk_place(i_m, cu_seqlens, T, N, S.CT, PACKED)
             if tokens > 0:
-                of(i_m, i_h, first, tl.minimum(tokens, CT) * N_STEPS, *given)
+                of(i_m, i_h, first, tl.minimum(tokens, S.CT) * S.N_STEPS, *given)
             i_x = next_below(known, FAR, i_x + tl.num_programs(0), count, PER, C)
 
 

@@ -23,12 +23,15 @@ A program takes BC channels of one chunk and one key head, and adds up the value
 In a loop with products, a tile is an operand of products and nothing else: see gradients.py.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from deltarule.ops.delta_rule.triton.gradients import over_values
+from deltarule.ops.delta_rule.triton.gradients import Around, Chunk, over_values
 from deltarule.ops.delta_rule.triton.tiles import (
     LOG2_E,
+    Sizes,
     diagonal,
     load_chunk,
     load_errors,
@@ -38,6 +41,21 @@ from deltarule.ops.delta_rule.triton.tiles import (
 )
 from deltarule.ops.runtime.places import chunk_place, place_of
 from deltarule.ops.runtime.unit_norm import inverse_norm
+
+
+class Rows(NamedTuple):
+    """Queries, keys and gates of all rows, a triangle of ones, and where gradients go."""
+
+    ones: tl.tensor
+    q: tl.tensor
+    k: tl.tensor
+    log_decay: tl.tensor
+    chunk_decay: tl.tensor
+    d_q: tl.tensor
+    d_v: tl.tensor
+    d_beta: tl.tensor
+    d_log_decay: tl.tensor
+    scale: tl.tensor
 
 
 @triton.jit
@@ -76,99 +94,88 @@ def store_tile(
 
 
 @triton.jit
-def store_value_gradients(
-    d_v, d_errors, b_beta, row, i_c, i_h, i_slot, o_r, m_r,
-    HV: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, SLICES: tl.constexpr,
-    TMA: tl.constexpr,
-):  # fmt: skip
+def store_value_gradients(d_v, d_errors, b_beta, i_c, at, o_r, m_r, S: tl.constexpr):
     """dv = beta X of every SLICES-th tile of values."""
-    for i_v in tl.range(i_c * BV, V, SLICES * BV, num_stages=1):
-        o_v = i_v + tl.arange(0, BV)
-        b_x = load_chunk(d_errors, i_slot, i_v, V, BT, BV, TMA).to(tl.float32) * b_beta[:, None]
-        store_tile(d_v, row, i_h, i_v, o_r, m_r, o_v, b_x, HV, V, TMA)
+    SLICES: tl.constexpr = (S.K + S.BC - 1) // S.BC
+    row = at.first * S.N_STEPS
+    for i_v in tl.range(i_c * S.BV, S.V, SLICES * S.BV, num_stages=1):
+        o_v = i_v + tl.arange(0, S.BV)
+        b_x = load_chunk(d_errors, at.slot, i_v, S.V, S.BT, S.BV, S.TMA)
+        b_x = b_x.to(tl.float32) * b_beta[:, None]
+        store_tile(d_v, row, at.head, i_v, o_r, m_r, o_v, b_x, S.HV, S.V, S.TMA)
 
 
 @triton.jit
 def add_value_head(
-    b_dq, b_dk, norm_q, norm_k, ones, q, k, v, beta, log_decay, chunk_decay, states, errors, d_o,
-    d_states, d_errors, d_q, d_v, d_beta, d_log_decay,
-    scale, first, rows, i_c, i_key, i_h, i_slot, s_beta_t,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
-    BT: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr, TIED: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
+    b_dq, b_dk, norm_q, norm_k, x, y, at, p_beta, s_beta_t, i_c, i_key, S: tl.constexpr
+):
     """dq and dk with one value head's part; its dv, dbeta and dlog_decay are stored."""
-    low: tl.constexpr = q.dtype if TMA else q.dtype.element_ty
-    i_k, o_r = i_c * BC, tl.arange(0, BT)
-    o_k, m_r = i_k + tl.arange(0, BC), o_r < rows
-    o_t, m_q = o_r // N_STEPS, m_r & (o_r % N_STEPS == N_STEPS - 1)
-    m_g = m_r & (o_r % N_STEPS == 0)
-    b_all = tl.load(chunk_decay + i_slot * K + o_k, mask=o_k < K, other=0.0)
-    b_beta = tl.full([BT], 1.0, tl.float32)
-    if TIED:
-        b_beta = tl.load(beta + o_r * s_beta_t, mask=m_r, other=0.0).to(tl.float32)
-    b_gp, b_gm, b_read, b_row, _, _ = over_values(
-        v, states, errors, d_o, d_states, d_errors, first, rows, i_h, i_slot, i_slot, o_t, m_q, i_k,
-        HV, K, V, N_STEPS, BT, BT, BC, BV, True, TIED, TMA, PRECISION, False,
-    )  # fmt: skip
+    WHOLE: tl.constexpr = S.K % S.BC == 0
+    low: tl.constexpr = y.q.dtype if S.TMA else y.q.dtype.element_ty
+    i_k, o_r = i_c * S.BC, tl.arange(0, S.BT)
+    o_k, m_r = i_k + tl.arange(0, S.BC), o_r < at.rows
+    o_t, m_q = o_r // S.N_STEPS, m_r & (o_r % S.N_STEPS == S.N_STEPS - 1)
+    m_g = m_r & (o_r % S.N_STEPS == 0)
+    b_all = tl.load(y.chunk_decay + at.slot * S.K + o_k, mask=o_k < S.K, other=0.0)
+    b_beta = tl.full([S.BT], 1.0, tl.float32)
+    if S.TIED:
+        b_beta = tl.load(p_beta + o_r * s_beta_t, mask=m_r, other=0.0).to(tl.float32)
+    b_gp, b_gm, b_read, b_row, _, _ = over_values(x, at, o_t, m_q, i_k, S, False)
     b_gp = tl.where(o_r[:, None] >= o_r[None, :], b_gp, 0.0).to(low)
     # Here, so that it need not stay in registers until it is used.
     b_turned = tl.trans(b_gp)
-    if TIED:
-        p_dbeta = d_beta + (first * N_STEPS + o_r) * HV + i_h
+    if S.TIED:
+        p_dbeta = y.d_beta + (at.first * S.N_STEPS + o_r) * S.HV + at.head
         tl.store(p_dbeta, diagonal(b_gm), mask=m_r & (i_c == 0))
         b_gm = tl.where(o_r[:, None] > o_r[None, :], b_gm, 0.0).to(low)
         b_turned2 = tl.trans(b_gm)
-    b_g = load_tile(log_decay, first, i_h, i_k, o_t, m_g, o_k, HV, K, K % BC == 0, TMA)
-    b_ones = load_chunk(ones, i_c * 0, 0, BT, BT, BT, TMA)
-    b_c = sum_rows(b_ones, b_g.to(tl.float32) * LOG2_E, low, PRECISION)
+    b_g = load_tile(y.log_decay, at.first, at.head, i_k, o_t, m_g, o_k, S.HV, S.K, WHOLE, S.TMA)
+    b_ones = load_chunk(y.ones, i_c * 0, 0, S.BT, S.BT, S.BT, S.TMA)
+    b_c = sum_rows(b_ones, b_g.to(tl.float32) * LOG2_E, low, S.PRECISION)
     b_lead, b_near = tl.exp2(b_c), tl.exp2(-b_c)
-    b_k = load_tile(k, first * N_STEPS, i_key, i_k, o_r, m_r, o_k, H, K, K % BC == 0, TMA)
+    b_k = load_tile(y.k, at.first * S.N_STEPS, i_key, i_k, o_r, m_r, o_k, S.H, S.K, WHOLE, S.TMA)
     b_k = b_k.to(tl.float32) * (norm_k * b_beta)[:, None]
     b_y = rounded(b_k * b_near, low)
     b_low = b_y.to(low)
-    b_read = tl.dot(b_gp, b_low, acc=b_read, input_precision=PRECISION)
-    if TIED:
-        b_row = tl.dot(b_gm, b_low, acc=b_row, input_precision=PRECISION)
-    b_q = load_tile(q, first, i_key, i_k, o_t, m_q, o_k, H, K, K % BC == 0, TMA)
-    b_x = rounded(b_q.to(tl.float32) * (norm_q * scale)[:, None] * b_lead, low)
+    b_read = tl.dot(b_gp, b_low, acc=b_read, input_precision=S.PRECISION)
+    if S.TIED:
+        b_row = tl.dot(b_gm, b_low, acc=b_row, input_precision=S.PRECISION)
+    b_q = load_tile(y.q, at.first, i_key, i_k, o_t, m_q, o_k, S.H, S.K, WHOLE, S.TMA)
+    b_x = rounded(b_q.to(tl.float32) * (norm_q * y.scale)[:, None] * b_lead, low)
     b_z = b_x * b_read
-    b_read *= b_lead * (norm_q * scale)[:, None]
-    if HV > H:
+    b_read *= b_lead * (norm_q * y.scale)[:, None]
+    if S.HV > S.H:
         b_read += b_dq
     else:
-        store_tile(d_q, first, i_key, i_k, o_t, m_q, o_k, b_read, H, K, TMA)
+        store_tile(y.d_q, at.first, i_key, i_k, o_t, m_q, o_k, b_read, S.H, S.K, S.TMA)
     b_turn = b_x.to(low)
-    if TIED:
+    if S.TIED:
         # Of the rows -beta k.
         b_u = rounded(b_k * -b_lead, low)
         b_z += b_u * b_row
         b_row *= b_lead
         b_turn2 = b_u.to(low)
-    b_col, b_sd = tl.zeros([BT, BC], tl.float32), tl.zeros([BC, BC], tl.float32)
-    for i_v in range(0, V, BV):
+    b_col, b_sd = tl.zeros([S.BT, S.BC], tl.float32), tl.zeros([S.BC, S.BC], tl.float32)
+    for i_v in range(0, S.V, S.BV):
         b_e = load_errors(
-            v, errors, first * N_STEPS, rows, i_h, i_slot, i_v, HV, V, BT, BV, TIED, TMA
+            x.v, x.errors, at.first * S.N_STEPS, at.rows, at.head, at.slot, i_v, S, S.TMA
         )
-        b_s = load_state(states, i_slot, i_v, i_k, K, V, BV, BC, TMA)
-        b_d = load_state(d_states, i_slot, i_v, i_k, K, V, BV, BC, TMA)
-        b_col = tl.dot(b_e, b_d, acc=b_col, input_precision=PRECISION)
-        b_sd = tl.dot(tl.trans(b_s), b_d, acc=b_sd, input_precision=PRECISION)
+        b_s = load_state(x.states, at.slot, i_v, i_k, S.K, S.V, S.BV, S.BC, S.TMA)
+        b_d = load_state(x.d_states, at.slot, i_v, i_k, S.K, S.V, S.BV, S.BC, S.TMA)
+        b_col = tl.dot(b_e, b_d, acc=b_col, input_precision=S.PRECISION)
+        b_sd = tl.dot(tl.trans(b_s), b_d, acc=b_sd, input_precision=S.PRECISION)
     b_col *= b_all[None, :]
     b_end = b_all * diagonal(b_sd) + tl.sum(b_y * b_col, axis=0)
-    b_col = tl.dot(b_turned, b_turn, acc=b_col, input_precision=PRECISION)
-    if TIED:
-        b_col = tl.dot(b_turned2, b_turn2, acc=b_col, input_precision=PRECISION)
+    b_col = tl.dot(b_turned, b_turn, acc=b_col, input_precision=S.PRECISION)
+    if S.TIED:
+        b_col = tl.dot(b_turned2, b_turn2, acc=b_col, input_precision=S.PRECISION)
     b_z -= b_y * b_col
     b_col = (b_col * b_near - b_row) * (norm_k * b_beta)[:, None]
-    b_ones = load_chunk(ones, i_c * 0, 0, BT, BT, BT, TMA)
-    b_z = sum_rows(tl.trans(b_ones), b_z, low, PRECISION) + b_end[None, :]
-    store_tile(d_log_decay, first, i_h, i_k, o_t, m_g, o_k, b_z, HV, K, TMA)
-    store_value_gradients(
-        d_v, d_errors, b_beta, first * N_STEPS, i_c, i_h, i_slot, o_r, m_r,
-        HV, V, BT, BV, (K + BC - 1) // BC, TMA,
-    )  # fmt: skip
-    if HV > H:
+    b_ones = load_chunk(y.ones, i_c * 0, 0, S.BT, S.BT, S.BT, S.TMA)
+    b_z = sum_rows(tl.trans(b_ones), b_z, low, S.PRECISION) + b_end[None, :]
+    store_tile(y.d_log_decay, at.first, at.head, i_k, o_t, m_g, o_k, b_z, S.HV, S.K, S.TMA)
+    store_value_gradients(y.d_v, x.d_errors, b_beta, i_c, at, o_r, m_r, S)
+    if S.HV > S.H:
         b_col += b_dk
     return b_read, b_col
 
@@ -189,6 +196,12 @@ def anchored_gradients_kernel(
     descriptor; p_q and p_k are q and k as pointers.
     Of unit norms `unit_norm_gradients_kernel` does the rest afterwards.
     """
+    S: tl.constexpr = Sizes(
+        H=H, HV=HV, K=K, V=V, N_STEPS=N_STEPS, BT=BT, BQ=BT, BC=BC, BV=BV, HAS_DECAY=True,
+        TIED=TIED, TMA=TMA, PRECISION=PRECISION,
+    )  # fmt: skip
+    x = Around(v, states, errors, d_o, d_states, d_errors)
+    y = Rows(ones, q, k, log_decay, chunk_decay, d_q, d_v, d_beta, d_log_decay, scale)
     # The programs of a chunk run side by side, and share what they read in the cache.
     i_c, i_key, i_m = place_of((K + BC - 1) // BC, H)
     first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
@@ -214,12 +227,10 @@ def anchored_gradients_kernel(
         p_beta = beta
         if TIED:
             p_beta += i_b * s_beta_b + i_t * N_STEPS * s_beta_t + i_h * s_beta_h
+        at = Chunk(first, tokens, rows, i_h, i_slot, i_slot, i_slot)
         b_dq, b_dk = add_value_head(
-            b_dq, b_dk, norm_q, norm_k, ones, q, k, v, p_beta, log_decay, chunk_decay,
-            states, errors, d_o, d_states, d_errors, d_q, d_v, d_beta, d_log_decay,
-            scale, first, rows, i_c, i_key, i_h, i_slot, s_beta_t,
-            H, HV, K, V, N_STEPS, BT, BC, BV, TIED, TMA, PRECISION,
-        )  # fmt: skip
+            b_dq, b_dk, norm_q, norm_k, x, y, at, p_beta, s_beta_t, i_c, i_key, S
+        )
     if HV > H:
         store_tile(d_q, first, i_key, i_c * BC, o_t, m_q, o_k, b_dq, H, K, TMA)
     store_tile(d_k, first * N_STEPS, i_key, i_c * BC, o_r, m_r, o_k, b_dk, H, K, TMA)

@@ -7,6 +7,8 @@ With G_ij the gradient by a score and e_ij its decay, for every channel
 level by level, with the factors of channel_decay.py; what lies far down a block pair by pair.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -14,7 +16,6 @@ from deltarule.ops.delta_rule.triton.channel_decay import (
     BLOCK,
     EARLY,
     LATE,
-    channel_log_decay,
     lead_decay,
     load_sums,
     near_decay,
@@ -24,53 +25,60 @@ from deltarule.ops.delta_rule.triton.channel_decay import (
 )
 
 
+class Sides(NamedTuple):
+    """The rows x and x2 and the columns y and y2 of a chunk, for some channels."""
+
+    b_x: tl.tensor
+    b_x2: tl.tensor
+    b_y: tl.tensor
+    b_y2: tl.tensor
+
+
 @triton.jit
 def level_gradients(
-    p_g, p_s, b_x, b_x2, b_y, b_y2, b_dx, b_dx2, b_dy, b_dy2, o_r, o_k, K: tl.constexpr,
-    BT: tl.constexpr, LEVEL: tl.constexpr, ERASE: tl.constexpr, BAR: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    p_g, p_s, e, b_dx, b_dx2, b_dy, b_dy2, o_r, o_k, LEVEL: tl.constexpr, S: tl.constexpr
+):
     """Add the pairs of one level, 0 in a block, 1 in a pair of blocks, 2 beyond:
 
     dx_i + late_i sum_j G_ij early_j y_j        dy_j + early_j sum_i G_ij late_i x_i
     """
-    m_g = level_mask(BT, LEVEL)
-    p_g += tl.arange(0, BT)[:, None] * BT + tl.arange(0, BT)[None, :]
-    b_lead = load_sums(p_s, o_r, o_k, K)
+    m_g = level_mask(S.BT, LEVEL)
+    p_g += tl.arange(0, S.BT)[:, None] * S.BT + tl.arange(0, S.BT)[None, :]
+    b_lead = load_sums(p_s, o_r, o_k, S.K)
     b_late = tl.exp2(b_lead)
     if LEVEL == 0:
-        b_early = near_decay(b_lead, BAR)
+        b_early = near_decay(b_lead, S.BAR)
     else:
-        b_early = tail_decay(p_s, b_lead, o_r, o_k, K, EXACT)
+        b_early = tail_decay(p_s, b_lead, o_r, o_k, S.K, S.EXACT)
     if LEVEL == 2:
         # Both are 0 wherever they do not belong, so that all of G may meet them.
-        b_early *= of_block(p_s, EARLY, o_r, o_k, K)
-        b_late *= of_block(p_s, LATE, o_r, o_k, K)
+        b_early *= of_block(p_s, EARLY, o_r, o_k, S.K)
+        b_late *= of_block(p_s, LATE, o_r, o_k, S.K)
     b_zero = tl.zeros(b_dx.shape, tl.float32)
-    b_read, b_write = b_x * b_late, b_y * b_early
+    b_read, b_write = e.b_x * b_late, e.b_y * b_early
     b_g = tl.load(p_g, mask=m_g, other=0.0)
-    b_rows = product(b_g, b_write, b_zero, PRECISION)
-    b_columns = product(tl.trans(b_g), b_read, b_zero, PRECISION)
-    if ERASE == "free":
-        b_write2 = b_y2 * b_early
-        b_g = tl.load(p_g + 2 * BT * BT, mask=m_g, other=0.0)
-        b_rows = product(b_g, b_write2, b_rows, PRECISION)
-        b_columns2 = product(tl.trans(b_g), b_read, b_zero, PRECISION)
+    b_rows = product(b_g, b_write, b_zero, S.PRECISION)
+    b_columns = product(tl.trans(b_g), b_read, b_zero, S.PRECISION)
+    if S.ERASE == "free":
+        b_write2 = e.b_y2 * b_early
+        b_g = tl.load(p_g + 2 * S.BT * S.BT, mask=m_g, other=0.0)
+        b_rows = product(b_g, b_write2, b_rows, S.PRECISION)
+        b_columns2 = product(tl.trans(b_g), b_read, b_zero, S.PRECISION)
     b_dx += b_late * b_rows
-    if ERASE != "none":
+    if S.ERASE != "none":
         b_late2 = b_late
-        if ERASE == "free":
-            b_late2 = lead_decay(p_s, o_r, o_k, K, False)
+        if S.ERASE == "free":
+            b_late2 = lead_decay(p_s, o_r, o_k, S.K, False)
             if LEVEL == 2:
-                b_late2 *= of_block(p_s, LATE, o_r, o_k, K)
-        b_read = b_x2 * b_late2
-        b_g = tl.load(p_g + BT * BT, mask=m_g, other=0.0)
-        b_rows = product(b_g, b_write, b_zero, PRECISION)
-        b_columns = product(tl.trans(b_g), b_read, b_columns, PRECISION)
-        if ERASE == "free":
-            b_g = tl.load(p_g + 3 * BT * BT, mask=m_g, other=0.0)
-            b_rows = product(b_g, b_write2, b_rows, PRECISION)
-            b_columns2 = product(tl.trans(b_g), b_read, b_columns2, PRECISION)
+                b_late2 *= of_block(p_s, LATE, o_r, o_k, S.K)
+        b_read = e.b_x2 * b_late2
+        b_g = tl.load(p_g + S.BT * S.BT, mask=m_g, other=0.0)
+        b_rows = product(b_g, b_write, b_zero, S.PRECISION)
+        b_columns = product(tl.trans(b_g), b_read, b_columns, S.PRECISION)
+        if S.ERASE == "free":
+            b_g = tl.load(p_g + 3 * S.BT * S.BT, mask=m_g, other=0.0)
+            b_rows = product(b_g, b_write2, b_rows, S.PRECISION)
+            b_columns2 = product(tl.trans(b_g), b_read, b_columns2, S.PRECISION)
             b_dy2 += b_early * b_columns2
         b_dx2 += b_late2 * b_rows
     b_dy += b_early * b_columns
@@ -142,43 +150,36 @@ def near_gradients(
 
 
 @triton.jit
-def whole_gradients(
-    p_g, b_x, b_x2, b_y, b_y2, b_dx, b_dx2, b_dy, b_dy2, BT: tl.constexpr, PRECISION: tl.constexpr
-):
+def whole_gradients(p_g, e, b_dx, b_dx2, b_dy, b_dy2, S: tl.constexpr):
     """Add all pairs of a free erase at once: there is no decay."""
-    p_g += tl.arange(0, BT)[:, None] * BT + tl.arange(0, BT)[None, :]
+    p_g += tl.arange(0, S.BT)[:, None] * S.BT + tl.arange(0, S.BT)[None, :]
     b_g = tl.load(p_g)
-    b_dx = product(b_g, b_y, b_dx, PRECISION)
-    b_dy = product(tl.trans(b_g), b_x, b_dy, PRECISION)
-    b_g = tl.load(p_g + BT * BT)
-    b_dx2 = product(b_g, b_y, b_dx2, PRECISION)
-    b_dy = product(tl.trans(b_g), b_x2, b_dy, PRECISION)
-    b_g = tl.load(p_g + 2 * BT * BT)
-    b_dx = product(b_g, b_y2, b_dx, PRECISION)
-    b_dy2 = product(tl.trans(b_g), b_x, b_dy2, PRECISION)
-    b_g = tl.load(p_g + 3 * BT * BT)
-    b_dx2 = product(b_g, b_y2, b_dx2, PRECISION)
-    b_dy2 = product(tl.trans(b_g), b_x2, b_dy2, PRECISION)
+    b_dx = product(b_g, e.b_y, b_dx, S.PRECISION)
+    b_dy = product(tl.trans(b_g), e.b_x, b_dy, S.PRECISION)
+    b_g = tl.load(p_g + S.BT * S.BT)
+    b_dx2 = product(b_g, e.b_y, b_dx2, S.PRECISION)
+    b_dy = product(tl.trans(b_g), e.b_x2, b_dy, S.PRECISION)
+    b_g = tl.load(p_g + 2 * S.BT * S.BT)
+    b_dx = product(b_g, e.b_y2, b_dx, S.PRECISION)
+    b_dy2 = product(tl.trans(b_g), e.b_x, b_dy2, S.PRECISION)
+    b_g = tl.load(p_g + 3 * S.BT * S.BT)
+    b_dx2 = product(b_g, e.b_y2, b_dx2, S.PRECISION)
+    b_dy2 = product(tl.trans(b_g), e.b_x2, b_dy2, S.PRECISION)
     return b_dx, b_dx2, b_dy, b_dy2
 
 
 @triton.jit
-def steep_gradients(
-    p_g, p_s, p_d, b_x, b_x2, b_y, b_y2, b_dx, b_dx2, b_dy, b_dy2, o_r, rows, o_k, s_decay_t,
-    s_decay_k, K: tl.constexpr, N_STEPS: tl.constexpr, BT: tl.constexpr, ERASE: tl.constexpr,
-    BAR: tl.constexpr,
-):  # fmt: skip
+def steep_gradients(p_g, p_s, e, b_g, b_dx, b_dx2, b_dy, b_dy2, o_r, o_k, S: tl.constexpr):
     """Add the pairs that no level has: the columns below the bar, against their own block."""
-    OWN: tl.constexpr = ERASE != "free"
-    b_g = channel_log_decay(p_d, o_r, rows, o_k, s_decay_t, s_decay_k, K, N_STEPS)
-    m_y = load_sums(p_s, o_r, o_k, K) < -BAR
-    SIZE: tl.constexpr = BT * BT
-    b_dx, b_dy = near_gradients(p_g, b_x, b_y, b_dx, b_dy, b_g, m_y, BT, True)
-    if ERASE != "none":
+    OWN: tl.constexpr = S.ERASE != "free"
+    m_y = load_sums(p_s, o_r, o_k, S.K) < -S.BAR
+    SIZE: tl.constexpr = S.BT * S.BT
+    b_dx, b_dy = near_gradients(p_g, e.b_x, e.b_y, b_dx, b_dy, b_g, m_y, S.BT, True)
+    if S.ERASE != "none":
         p_g += SIZE
-        b_dx2, b_dy = near_gradients(p_g, b_x2, b_y, b_dx2, b_dy, b_g, m_y, BT, OWN)
-    if ERASE == "free":
-        b_dx, b_dy2 = near_gradients(p_g + SIZE, b_x, b_y2, b_dx, b_dy2, b_g, m_y, BT, True)
+        b_dx2, b_dy = near_gradients(p_g, e.b_x2, e.b_y, b_dx2, b_dy, b_g, m_y, S.BT, OWN)
+    if S.ERASE == "free":
+        b_dx, b_dy2 = near_gradients(p_g + SIZE, e.b_x, e.b_y2, b_dx, b_dy2, b_g, m_y, S.BT, True)
         p_g += 2 * SIZE
-        b_dx2, b_dy2 = near_gradients(p_g, b_x2, b_y2, b_dx2, b_dy2, b_g, m_y, BT, OWN)
+        b_dx2, b_dy2 = near_gradients(p_g, e.b_x2, e.b_y2, b_dx2, b_dy2, b_g, m_y, S.BT, OWN)
     return b_dx, b_dx2, b_dy, b_dy2

@@ -15,6 +15,8 @@ it. The copies that the kernels which follow the chunks read instead of q, k, a 
 A free erase takes two launches, one for the rows q and one for the rows a.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -41,13 +43,55 @@ from deltarule.ops.delta_rule.triton.inverse import correction
 from deltarule.ops.delta_rule.triton.tiles import (
     BETA,
     SCALINGS,
+    Gates,
+    Sizes,
+    decays_of,
     inverse_norms,
+    load_beta,
     load_channels,
     store_copy,
     store_scores,
     store_square,
 )
 from deltarule.ops.runtime.places import chunk_place
+
+
+class Keys(NamedTuple):
+    """Queries, keys and the rows of a free erase."""
+
+    q: tl.tensor
+    k: tl.tensor
+    a: tl.tensor
+    b: tl.tensor
+
+
+class Left(NamedTuple):
+    """What is left of all chunks for the kernels that follow."""
+
+    q_copy: tl.tensor
+    k_copy: tl.tensor
+    erase: tl.tensor
+    write: tl.tensor
+    scores: tl.tensor
+    value_scores: tl.tensor
+    corrections: tl.tensor
+    from_values: tl.tensor
+    scalings: tl.tensor
+    chunk_decay: tl.tensor
+    sums: tl.tensor
+
+
+class Sides(NamedTuple):
+    """Where the rows x, the columns y and k of a chunk begin, their norms, and which rows x has."""
+
+    p_x: tl.tensor
+    p_y: tl.tensor
+    p_k: tl.tensor
+    norm_x: tl.tensor
+    norm_k: tl.tensor
+    o_x: tl.tensor
+    m_x: tl.tensor
+    s_x: tl.tensor
 
 
 @triton.jit
@@ -76,16 +120,13 @@ def near_scores(b_x, b_y, b_g, BT: tl.constexpr, OWN: tl.constexpr):
 
 
 @triton.jit
-def rows_and_columns(
-    p_x, p_y, p_k, norm_x, norm_k, o_x, m_x, o_r, m_r, o_k, s_x,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, ERASE: tl.constexpr,
-):  # fmt: skip
+def rows_and_columns(e, o_r, m_r, o_k, S: tl.constexpr):
     """Rows x and x2, columns y and y2 of the channels o_k: see the head of this page."""
-    b_x = load_channels(p_x, o_x, m_x, o_k, s_x, K) * norm_x
-    b_y2 = load_channels(p_k, o_r, m_r, o_k, H * K, K) * norm_k
-    if ERASE == "free":
+    b_x = load_channels(e.p_x, e.o_x, e.m_x, o_k, e.s_x, S.K) * e.norm_x
+    b_y2 = load_channels(e.p_k, o_r, m_r, o_k, S.H * S.K, S.K) * e.norm_k
+    if S.ERASE == "free":
         b_x2 = b_x
-        b_y = load_channels(p_y, o_r, m_r, o_k, HV * K, K)
+        b_y = load_channels(e.p_y, o_r, m_r, o_k, S.HV * S.K, S.K)
     else:
         b_x2 = b_y2
         b_y = b_y2
@@ -94,26 +135,25 @@ def rows_and_columns(
 
 @triton.jit
 def store_copies(
-    q_copy, k_copy, erase, write, i_slot, b_to, b_from, b_x, b_y, b_y2, o_r, o_k, start,
-    K: tl.constexpr, N_STEPS: tl.constexpr, CT: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr,
-    ERASE: tl.constexpr, ERASING_ROWS: tl.constexpr,
+    y, i_slot, b_to, b_from, b_x, b_y, b_y2, o_r, o_k, start, S: tl.constexpr,
+    ERASING_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write the scaled copies that this launch is for."""
-    m_all, m_new = o_r < BT, o_r >= start
+    m_all, m_new = o_r < S.BT, o_r >= start
     if ERASING_ROWS:
-        store_copy(erase, i_slot, o_r, o_k, b_x * b_to, BT, K, m_new)
-        store_copy(k_copy, i_slot, o_r, o_k, b_y2 * b_from, BT, K, m_all)
+        store_copy(y.erase, i_slot, o_r, o_k, b_x * b_to, S.BT, S.K, m_new)
+        store_copy(y.k_copy, i_slot, o_r, o_k, b_y2 * b_from, S.BT, S.K, m_all)
     else:
-        m_last = m_new & (o_r % N_STEPS == N_STEPS - 1)
-        store_copy(q_copy, i_slot, o_r // N_STEPS, o_k, b_x * b_to, BQ, K, m_last)
-        store_copy(write, i_slot, o_r, o_k, b_y * b_from, BT, K, m_all)
-        if ERASE == "tied":
-            store_copy(erase, i_slot, o_r, o_k, b_y * b_to, BT, K, m_new)
-        if N_STEPS * BQ > BT:
+        m_last = m_new & (o_r % S.N_STEPS == S.N_STEPS - 1)
+        store_copy(y.q_copy, i_slot, o_r // S.N_STEPS, o_k, b_x * b_to, S.BQ, S.K, m_last)
+        store_copy(y.write, i_slot, o_r, o_k, b_y * b_from, S.BT, S.K, m_all)
+        if S.ERASE == "tied":
+            store_copy(y.erase, i_slot, o_r, o_k, b_y * b_to, S.BT, S.K, m_new)
+        if S.N_STEPS * S.BQ > S.BT:
             # Rows that no row of the chunk stands for.
-            o_q = tl.arange(0, BQ)
-            b_zero = tl.zeros([BQ, o_k.shape[0]], tl.float32)
-            store_copy(q_copy, i_slot, o_q, o_k, b_zero, BQ, K, o_q >= CT)
+            o_q = tl.arange(0, S.BQ)
+            b_zero = tl.zeros([S.BQ, o_k.shape[0]], tl.float32)
+            store_copy(y.q_copy, i_slot, o_q, o_k, b_zero, S.BQ, S.K, o_q >= S.CT)
 
 
 @triton.jit
@@ -130,118 +170,97 @@ def far_decays(p_s, o_r, o_k, K: tl.constexpr, OWN: tl.constexpr, EXACT: tl.cons
 
 @triton.jit
 def add_steep_scores(
-    b_s, b_s2, p_g, p_s, p_x, p_y, p_k, norm_x, norm_k, o_x, m_x, o_r, rows, s_x,
-    s_decay_t, s_decay_k, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-    N_STEPS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, ERASE: tl.constexpr,
-    OWN: tl.constexpr, BAR: tl.constexpr,
-):  # fmt: skip
+    b_s, b_s2, p_g, p_s, e, o_r, rows, g, S: tl.constexpr, BN: tl.constexpr, OWN: tl.constexpr
+):
     """Add the pairs that no product has: the columns below the bar, against their own block."""
-    if tl.load(p_s + LEAST * K) < -BAR:
+    if tl.load(p_s + LEAST * S.K) < -S.BAR:
         # Few channels at a time: this path must not cost the others registers.
-        for i_k in range(0, K, BN):
+        for i_k in range(0, S.K, BN):
             o_n = i_k + tl.arange(0, BN)
-            b_x, b_x2, b_y, b_y2 = rows_and_columns(
-                p_x, p_y, p_k, norm_x, norm_k, o_x, m_x, o_r, o_r < rows, o_n, s_x, H, HV, K, ERASE
-            )
-            b_g = channel_log_decay(p_g, o_r, rows, o_n, s_decay_t, s_decay_k, K, N_STEPS)
-            m_steep = load_sums(p_s, o_r, o_n, K) < -BAR
-            b_s += near_scores(b_x, tl.where(m_steep, b_y, 0.0), b_g, BT, OWN)
-            if ERASE != "none":
-                b_s2 += near_scores(b_x2, tl.where(m_steep, b_y2, 0.0), b_g, BT, OWN)
+            b_x, b_x2, b_y, b_y2 = rows_and_columns(e, o_r, o_r < rows, o_n, S)
+            b_g = channel_log_decay(p_g, o_r, rows, o_n, g.s_decay_t, g.s_decay_k, S.K, S.N_STEPS)
+            m_steep = load_sums(p_s, o_r, o_n, S.K) < -S.BAR
+            b_s += near_scores(b_x, tl.where(m_steep, b_y, 0.0), b_g, S.BT, OWN)
+            if S.ERASE != "none":
+                b_s2 += near_scores(b_x2, tl.where(m_steep, b_y2, 0.0), b_g, S.BT, OWN)
     return b_s, b_s2
 
 
 @triton.jit
 def chunk_scores(
-    q, k, a, b, beta, log_decay, q_copy, k_copy, erase, write,
-    scores, value_scores, corrections, from_values, scalings, chunk_decay, sums,
-    i_m, i_h, first, tokens, start,
-    scale, T, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, N_STEPS: tl.constexpr,
-    CT: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr,
-    BN: tl.constexpr, ERASE: tl.constexpr, ERASING_ROWS: tl.constexpr, HAS_DECAY: tl.constexpr,
-    UNIT_NORM: tl.constexpr, BAR: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
-    MERGE: tl.constexpr,
+    x, y, g, i_m, i_h, first, tokens, start, scale, S: tl.constexpr, BN: tl.constexpr,
+    ERASING_ROWS: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one value head; of what each row reads, only the rows from `start` on."""
-    tl.static_assert(BT == 4 * BLOCK)
+    tl.static_assert(S.BT == 4 * BLOCK)
     OWN: tl.constexpr = not ERASING_ROWS
-    rows = tl.minimum(tokens, CT) * N_STEPS
-    i_b, i_t, i_key = first // T, first % T, i_h // (HV // H)
-    i_slot = i_m.to(tl.int64) * HV + i_h
-    o_r = tl.arange(0, BT)
+    rows = tl.minimum(tokens, S.CT) * S.N_STEPS
+    i_key = i_h // (S.HV // S.H)
+    i_slot = i_m.to(tl.int64) * S.HV + i_h
+    o_r = tl.arange(0, S.BT)
     o_i, o_j, m_r = o_r[:, None], o_r[None, :], o_r < rows
-    p_k = k + (first * N_STEPS * H + i_key) * K
+    p_k = x.k + (first * S.N_STEPS * S.H + i_key) * S.K
     p_y = p_k
-    if ERASE == "free":
-        p_y = b + (first * HV + i_h) * K
-    norm_k = inverse_norms(p_k, o_r, m_r, H * K, K, BC, UNIT_NORM)[:, None]
+    if S.ERASE == "free":
+        p_y = x.b + (first * S.HV + i_h) * S.K
+    norm_k = inverse_norms(p_k, o_r, m_r, S.H * S.K, S.K, S.BC, S.UNIT_NORM)[:, None]
     if ERASING_ROWS:
-        p_x, o_x, m_x, s_x, norm_x = a + (first * HV + i_h) * K, o_r, m_r, HV * K, 1.0
+        p_x, o_x, m_x, s_x, norm_x = x.a + (first * S.HV + i_h) * S.K, o_r, m_r, S.HV * S.K, 1.0
     else:
         # A query takes part as the last row of its token.
-        m_x = m_r & (o_r % N_STEPS == N_STEPS - 1)
-        p_x, o_x, s_x = q + (first * H + i_key) * K, o_r // N_STEPS, H * K
-        norm_x = inverse_norms(p_x, o_x, m_x, H * K, K, BC, UNIT_NORM)[:, None] * scale
-    b_s, b_s2 = tl.zeros([BT, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
-    if HAS_DECAY:
-        p_g = log_decay + i_b * s_decay_b + i_t * s_decay_t + i_h * s_decay_h
-        p_s = sums + i_slot * ROWS * K
+        m_x = m_r & (o_r % S.N_STEPS == S.N_STEPS - 1)
+        p_x, o_x, s_x = x.q + (first * S.H + i_key) * S.K, o_r // S.N_STEPS, S.H * S.K
+        norm_x = inverse_norms(p_x, o_x, m_x, S.H * S.K, S.K, S.BC, S.UNIT_NORM)[:, None] * scale
+    e = Sides(p_x, p_y, p_k, norm_x, norm_k, o_x, m_x, s_x)
+    b_s, b_s2 = tl.zeros([S.BT, S.BT], tl.float32), tl.zeros([S.BT, S.BT], tl.float32)
+    if S.HAS_DECAY:
+        p_g = decays_of(g, first, i_h)
+        p_s = y.sums + i_slot * ROWS * S.K
         if OWN:
-            store_sums(p_g, p_s, rows, s_decay_t, s_decay_k, K, BK, N_STEPS, EXACT)
-            store_block_decays(p_s, chunk_decay + i_slot * K, K, BK)
-        b_pair, b_pair2 = tl.zeros([BT, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
-        for i_k in range(0, K, BC):
-            o_k = i_k + tl.arange(0, BC)
-            b_x, b_x2, b_y, b_y2 = rows_and_columns(
-                p_x, p_y, p_k, norm_x, norm_k, o_x, m_x, o_r, m_r, o_k, s_x, H, HV, K, ERASE
-            )
-            b_lead = load_sums(p_s, o_r, o_k, K)
-            b_row, b_near = lead_decay(p_s, o_r, o_k, K, OWN), near_decay(b_lead, BAR)
-            b_tail = tail_decay(p_s, b_lead, o_r, o_k, K, EXACT)
-            b_s = product(b_x * b_row, b_y * b_near, b_s, PRECISION)
-            b_pair = product(b_x * b_row, b_y * b_tail, b_pair, PRECISION)
-            if ERASE != "none":
-                b_s2 = product(b_x2 * b_row, b_y2 * b_near, b_s2, PRECISION)
-                b_pair2 = product(b_x2 * b_row, b_y2 * b_tail, b_pair2, PRECISION)
+            store_sums(p_g, p_s, rows, g.s_decay_t, g.s_decay_k, S.K, S.BK, S.N_STEPS, S.EXACT)
+            store_block_decays(p_s, y.chunk_decay + i_slot * S.K, S.K, S.BK)
+        b_pair, b_pair2 = tl.zeros([S.BT, S.BT], tl.float32), tl.zeros([S.BT, S.BT], tl.float32)
+        for i_k in range(0, S.K, S.BC):
+            o_k = i_k + tl.arange(0, S.BC)
+            b_x, b_x2, b_y, b_y2 = rows_and_columns(e, o_r, m_r, o_k, S)
+            b_lead = load_sums(p_s, o_r, o_k, S.K)
+            b_row, b_near = lead_decay(p_s, o_r, o_k, S.K, OWN), near_decay(b_lead, S.BAR)
+            b_tail = tail_decay(p_s, b_lead, o_r, o_k, S.K, S.EXACT)
+            b_s = product(b_x * b_row, b_y * b_near, b_s, S.PRECISION)
+            b_pair = product(b_x * b_row, b_y * b_tail, b_pair, S.PRECISION)
+            if S.ERASE != "none":
+                b_s2 = product(b_x2 * b_row, b_y2 * b_near, b_s2, S.PRECISION)
+                b_pair2 = product(b_x2 * b_row, b_y2 * b_tail, b_pair2, S.PRECISION)
         m_own, m_pair = o_i // BLOCK == o_j // BLOCK, o_i // 32 == o_j // 32
         b_s = tl.where(m_own, b_s, tl.where(m_pair, b_pair, 0.0))
         b_s2 = tl.where(m_own, b_s2, tl.where(m_pair, b_pair2, 0.0))
-    for i_k in range(0, K, BC):
-        o_k = i_k + tl.arange(0, BC)
-        b_x, b_x2, b_y, b_y2 = rows_and_columns(
-            p_x, p_y, p_k, norm_x, norm_k, o_x, m_x, o_r, m_r, o_k, s_x, H, HV, K, ERASE
-        )
+    for i_k in range(0, S.K, S.BC):
+        o_k = i_k + tl.arange(0, S.BC)
+        b_x, b_x2, b_y, b_y2 = rows_and_columns(e, o_r, m_r, o_k, S)
         b_to, b_from, b_late, b_early = 1.0, 1.0, 1.0, 1.0
-        if HAS_DECAY:
-            b_to, b_from, b_late, b_early = far_decays(p_s, o_r, o_k, K, OWN, EXACT)
-        store_copies(
-            q_copy, k_copy, erase, write, i_slot, b_to, b_from, b_x, b_y, b_y2, o_r, o_k, start,
-            K, N_STEPS, CT, BT, BQ, ERASE, ERASING_ROWS,
-        )  # fmt: skip
-        b_s = product(b_x * b_late, b_y * b_early, b_s, PRECISION)
-        if ERASE != "none":
-            b_s2 = product(b_x2 * b_late, b_y2 * b_early, b_s2, PRECISION)
-    if HAS_DECAY:
-        b_s, b_s2 = add_steep_scores(
-            b_s, b_s2, p_g, p_s, p_x, p_y, p_k, norm_x, norm_k, o_x, m_x, o_r, rows, s_x,
-            s_decay_t, s_decay_k, H, HV, K, N_STEPS, BT, BN, ERASE, OWN, BAR,
-        )  # fmt: skip
+        if S.HAS_DECAY:
+            b_to, b_from, b_late, b_early = far_decays(p_s, o_r, o_k, S.K, OWN, S.EXACT)
+        store_copies(y, i_slot, b_to, b_from, b_x, b_y, b_y2, o_r, o_k, start, S, ERASING_ROWS)
+        b_s = product(b_x * b_late, b_y * b_early, b_s, S.PRECISION)
+        if S.ERASE != "none":
+            b_s2 = product(b_x2 * b_late, b_y2 * b_early, b_s2, S.PRECISION)
+    if S.HAS_DECAY:
+        b_s, b_s2 = add_steep_scores(b_s, b_s2, p_g, p_s, e, o_r, rows, g, S, BN, OWN)
     if ERASING_ROWS:
         # First, for the registers that the inverse needs.
-        store_square(from_values, i_slot, tl.where(o_j < o_i, b_s2, 0.0), start, BT)
-        b_n = correction(tl.where(o_j < o_i, b_s, 0.0), tl.full([BT], 1.0, tl.float32), BT, MERGE)
-        store_square(corrections, i_slot, b_n, start, BT)
+        store_square(y.from_values, i_slot, tl.where(o_j < o_i, b_s2, 0.0), start, S.BT)
+        b_one = tl.full([S.BT], 1.0, tl.float32)
+        b_n = correction(tl.where(o_j < o_i, b_s, 0.0), b_one, S.BT, S.MERGE)
+        store_square(y.corrections, i_slot, b_n, start, S.BT)
     else:
-        store_scores(scores, i_slot, o_r, b_s, start, N_STEPS, CT, BT, BQ)
-        if ERASE == "free":
-            store_scores(value_scores, i_slot, o_r, b_s2, start, N_STEPS, CT, BT, BQ)
-        if ERASE == "tied":
-            p_beta = beta + i_b * s_beta_b + i_t * N_STEPS * s_beta_t + i_h * s_beta_h
-            b_beta = tl.load(p_beta + o_r * s_beta_t, mask=m_r, other=0.0).to(tl.float32)
-            b_n = correction(tl.where(o_j < o_i, -b_s2, 0.0), b_beta, BT, MERGE)
-            store_square(corrections, i_slot, b_n, start, BT)
-            tl.store(scalings + (i_slot * SCALINGS + BETA) * BT + o_r, b_beta)
+        store_scores(y.scores, i_slot, o_r, b_s, start, S)
+        if S.ERASE == "free":
+            store_scores(y.value_scores, i_slot, o_r, b_s2, start, S)
+        if S.ERASE == "tied":
+            b_beta = load_beta(g, first, i_h, o_r, m_r, S)
+            b_n = correction(tl.where(o_j < o_i, -b_s2, 0.0), b_beta, S.BT, S.MERGE)
+            store_square(y.corrections, i_slot, b_n, start, S.BT)
+            tl.store(y.scalings + (i_slot * SCALINGS + BETA) * S.BT + o_r, b_beta)
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -263,14 +282,20 @@ def channel_scores_kernel(
     first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
     if tokens <= 0:
         return
-    chunk_scores(
-        q, k, a, b, beta, log_decay, q_copy, k_copy, erase, write,
-        scores, value_scores, corrections, from_values, scalings, chunk_decay, sums,
-        i_m, i_h, first, tokens, 0,
-        scale, T, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
-        H, HV, K, N_STEPS, CT, BT, BQ, BK, BC, BN, ERASE, ERASING_ROWS, HAS_DECAY, UNIT_NORM,
-        BAR, EXACT, PRECISION, MERGE,
+    S: tl.constexpr = Sizes(
+        H=H, HV=HV, K=K, N_STEPS=N_STEPS, CT=CT, BT=BT, BQ=BQ, BK=BK, BC=BC, ERASE=ERASE,
+        HAS_DECAY=HAS_DECAY, UNIT_NORM=UNIT_NORM, PRECISION=PRECISION, EXACT=EXACT, BAR=BAR,
+        MERGE=MERGE,
     )  # fmt: skip
+    g = Gates(
+        beta, log_decay, T, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k
+    )
+    y = Left(
+        q_copy, k_copy, erase, write, scores, value_scores, corrections, from_values, scalings,
+        chunk_decay, sums,
+    )  # fmt: skip
+    x = Keys(q, k, a, b)
+    chunk_scores(x, y, g, i_m, i_h, first, tokens, 0, scale, S, BN, ERASING_ROWS)
 
 
 @triton.jit
@@ -298,6 +323,14 @@ def steep_scores_kernel(
     BAR: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
     """The rows that are not even, and `write` and the decay of their chunk; sums [programs, ..]."""
+    S: tl.constexpr = Sizes(
+        H=H, HV=HV, K=K, N_STEPS=N_STEPS, CT=CT, BT=BT, BQ=BQ, BK=BK, BC=BC, ERASE=ERASE,
+        HAS_DECAY=True, UNIT_NORM=UNIT_NORM, PRECISION=PRECISION, EXACT=EXACT, BAR=BAR,
+        MERGE=MERGE,
+    )  # fmt: skip
+    g = Gates(
+        beta, log_decay, T, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k
+    )
     i_p, count = tl.program_id(0), chunks * HV
     i_x = next_below(even_rows, BT, i_p, count, 1, 1)
     while i_x < count:
@@ -306,11 +339,9 @@ def steep_scores_kernel(
         # The kernel of any chunk has a room for each, and counts from the first.
         p_s = sums + (i_p.to(tl.int64) - i_x) * ROWS * K
         tl.debug_barrier()
-        chunk_scores(
-            q, k, None, None, beta, log_decay, q_copy, None, erase, write, scores,
-            None, corrections, None, scalings, chunk_decay, p_s,
-            i_m, i_h, first, tokens, even, scale, T, s_beta_b, s_beta_t, s_beta_h,
-            s_decay_b, s_decay_t, s_decay_h, s_decay_k, H, HV, K, N_STEPS, CT, BT,
-            BQ, BK, BC, BN, ERASE, False, True, UNIT_NORM, BAR, EXACT, PRECISION, MERGE,
-        )  # fmt: skip
+        y = Left(
+            q_copy, None, erase, write, scores, None, corrections, None, scalings, chunk_decay, p_s
+        )
+        x = Keys(q, k, None, None)
+        chunk_scores(x, y, g, i_m, i_h, first, tokens, even, scale, S, BN, False)
         i_x = next_below(even_rows, BT, i_x + tl.num_programs(0), count, 1, 1)

@@ -14,6 +14,7 @@ from deltarule.ops.delta_rule.triton.tiles import (
     LOG2_E,
     RESET,
     SCALINGS,
+    Sizes,
     inverse_norms,
     store_scores,
     store_square,
@@ -134,6 +135,7 @@ def even_scores_kernel(
 
     Of the others, and of `write` where there are any, all is to be written anew.
     """
+    S: tl.constexpr = Sizes(N_STEPS=N_STEPS, CT=CT, BT=BT, BQ=BQ)
     _, i_h, i_m = place_of(1, HV)
     first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
     i_slot = i_m.to(tl.int64) * HV + i_h
@@ -187,7 +189,7 @@ def even_scores_kernel(
         # Fetched here, so that it is there when the scores are stored.
         p_beta = beta + i_b * s_beta_b + i_t * N_STEPS * s_beta_t + i_h * s_beta_h
         b_beta = tl.load(p_beta + o_f * s_beta_t, mask=m_f, other=0.0).to(tl.float32)
-    store_scores(scores, i_slot, o_f, b_s, 0, N_STEPS, CT, BT, BQ)
+    store_scores(scores, i_slot, o_f, b_s, 0, S)
     if ERASE == "tied":
         # What overflowed must not meet the zeros of other rows.
         m_m = (o_f[None, :] < o_f[:, None]) & (tl.abs(b_m) <= LARGEST)

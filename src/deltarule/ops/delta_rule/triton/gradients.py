@@ -33,6 +33,8 @@ is the trace of D S^T (decay_gradients.py), of tiles of at least 64 rows: a prod
 them into registers.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -44,6 +46,7 @@ from deltarule.ops.delta_rule.triton.tiles import (
     RESET,
     SCALINGS,
     WRITE,
+    Sizes,
     decay_ratio,
     diagonal,
     load_chunk,
@@ -56,6 +59,44 @@ from deltarule.ops.delta_rule.triton.tiles import (
 )
 from deltarule.ops.runtime.places import place_of, slab_chunk
 from deltarule.ops.runtime.unit_norm import inverse_norm, unit_norm_backward
+
+
+class Around(NamedTuple):
+    """What the gradients of chunks are made of: values, S, E, dO, D and X."""
+
+    v: tl.tensor
+    states: tl.tensor
+    errors: tl.tensor
+    d_o: tl.tensor
+    d_states: tl.tensor
+    d_errors: tl.tensor
+
+
+class Chunk(NamedTuple):
+    """One chunk of one value head: first token, tokens, rows, and its numbers.
+
+    `slot` counts all chunks, `kept` those of S and E, and `own` those of D and X.
+    """
+
+    first: tl.tensor
+    tokens: tl.tensor
+    rows: tl.tensor
+    head: tl.tensor
+    slot: tl.tensor
+    kept: tl.tensor
+    own: tl.tensor
+
+
+class Factors(NamedTuple):
+    """Row factors and decays of chunks, where else gradients go, and X as a pointer."""
+
+    scalings: tl.tensor
+    chunk_decay: tl.tensor
+    p_x: tl.tensor
+    d_v: tl.tensor
+    d_beta: tl.tensor
+    p_part: tl.tensor
+
 
 # The gradient by the decays of a head, from the sums over rows and pairs that it is made of.
 #
@@ -145,47 +186,42 @@ def pairs_across(b_z, o_t, o_i, o_j, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def pair_decay_gradients(
-    p_q, p_k, v, scalings, errors, d_o, d_errors, p_dg, scale, first, tokens, i_h, i_slot, i_kept,
-    i_own,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
-    BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, TIED: tl.constexpr,
-    UNIT_NORM: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def pair_decay_gradients(p_q, p_k, x, scalings, p_dg, scale, at, S: tl.constexpr):
     """Store the part of dlog_decay that pairs of rows have."""
-    o_i, o_r, o_k = tl.arange(0, BQ), tl.arange(0, BT), tl.arange(0, BK)
-    rows, m_i = tokens * N_STEPS, o_i < tokens
-    p_do = d_o + (first * HV + i_h) * V
-    b_gp, b_gm = tl.zeros([BQ, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
-    for i_v in range(0, V, BV):
-        o_v = i_v + tl.arange(0, BV)
-        b_do = load_rows(p_do, o_i, m_i, o_v, V, HV * V, V % BV == 0)
+    o_i, o_r, o_k = tl.arange(0, S.BQ), tl.arange(0, S.BT), tl.arange(0, S.BK)
+    m_i = o_i < at.tokens
+    p_do = x.d_o + (at.first * S.HV + at.head) * S.V
+    b_gp, b_gm = tl.zeros([S.BQ, S.BT], tl.float32), tl.zeros([S.BT, S.BT], tl.float32)
+    for i_v in range(0, S.V, S.BV):
+        o_v = i_v + tl.arange(0, S.BV)
+        b_do = load_rows(p_do, o_i, m_i, o_v, S.V, S.HV * S.V, S.V % S.BV == 0)
         b_e = load_errors(
-            v, errors, first * N_STEPS, rows, i_h, i_kept, i_v, HV, V, BT, BV, TIED, False
+            x.v, x.errors, at.first * S.N_STEPS, at.rows, at.head, at.kept, i_v, S, False
         )
-        b_gp = tl.dot(b_do, tl.trans(b_e), acc=b_gp, input_precision=PRECISION)
-        if TIED:
-            b_x = load_chunk(d_errors, i_own, i_v, V, BT, BV, False)
-            b_gm = tl.dot(b_x, tl.trans(b_e), acc=b_gm, input_precision=PRECISION)
-    b_q = load_rows(p_q, o_i, m_i, o_k, K, H * K, K == BK)
-    b_k = load_rows(p_k, o_r, o_r < rows, o_k, K, H * K, K == BK)
-    b_beta = row_scaling(scalings, i_slot, BETA, tl.full([BT], 1.0, tl.float32), o_r, BT, TIED)
-    b_read, b_key = tl.full([BQ], scale, tl.float32), b_beta
-    if UNIT_NORM:
+        b_gp = tl.dot(b_do, tl.trans(b_e), acc=b_gp, input_precision=S.PRECISION)
+        if S.TIED:
+            b_x = load_chunk(x.d_errors, at.own, i_v, S.V, S.BT, S.BV, False)
+            b_gm = tl.dot(b_x, tl.trans(b_e), acc=b_gm, input_precision=S.PRECISION)
+    b_q = load_rows(p_q, o_i, m_i, o_k, S.K, S.H * S.K, S.K == S.BK)
+    b_k = load_rows(p_k, o_r, o_r < at.rows, o_k, S.K, S.H * S.K, S.K == S.BK)
+    b_one = tl.full([S.BT], 1.0, tl.float32)
+    b_beta = row_scaling(scalings, at.slot, BETA, b_one, o_r, S.BT, S.TIED)
+    b_read, b_key = tl.full([S.BQ], scale, tl.float32), b_beta
+    if S.UNIT_NORM:
         b_read, b_key = b_read * inverse_norm(b_q), b_key * inverse_norm(b_k)
-    p_s = scalings + i_slot * SCALINGS * BT
-    whole, rest, whole_q, rest_q = load_chunk_sums(p_s, o_r, o_i, N_STEPS, BT)
-    b_gp *= tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+    p_s = scalings + at.slot * SCALINGS * S.BT
+    whole, rest, whole_q, rest_q = load_chunk_sums(p_s, o_r, o_i, S.N_STEPS, S.BT)
+    b_gp *= tl.dot(b_q, tl.trans(b_k), input_precision=S.PRECISION)
     b_gp *= decay_ratio(whole_q[:, None], rest_q[:, None], whole[None, :], rest[None, :])
-    m_pair = o_r[None, :] // N_STEPS <= o_i[:, None]
+    m_pair = o_r[None, :] // S.N_STEPS <= o_i[:, None]
     b_gp = tl.where(m_pair, b_gp * b_read[:, None] * b_key[None, :], 0.0)
-    b_dg = pairs_across(b_gp, o_i, o_i, o_r // N_STEPS, PRECISION)
-    if TIED:
-        b_gm *= tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
+    b_dg = pairs_across(b_gp, o_i, o_i, o_r // S.N_STEPS, S.PRECISION)
+    if S.TIED:
+        b_gm *= tl.dot(b_k, tl.trans(b_k), input_precision=S.PRECISION)
         b_gm *= decay_ratio(whole[:, None], rest[:, None], whole[None, :], rest[None, :])
         m_before = o_r[:, None] > o_r[None, :]
         b_gm = tl.where(m_before, b_gm * -b_key[:, None] * b_key[None, :], 0.0)
-        b_dg += pairs_across(b_gm, o_i * N_STEPS, o_r, o_r, PRECISION)
+        b_dg += pairs_across(b_gm, o_i * S.N_STEPS, o_r, o_r, S.PRECISION)
     tl.store(p_dg + o_i, b_dg)
 
 
@@ -195,75 +231,63 @@ def pair_decay_gradients(
 
 
 @triton.jit
-def over_values(
-    v, states, errors, d_o, d_states, d_errors, first, rows, i_h, i_kept, i_own, o_i, m_i, i_k,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
-    BT: tl.constexpr, BQ: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr,
-    HAS_DECAY: tl.constexpr, TIED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    WRITTEN: tl.constexpr,
-):  # fmt: skip
+def over_values(x, at, o_i, m_i, i_k, S: tl.constexpr, WRITTEN: tl.constexpr):
     """dO w^T, X w^T, dO S, X S; and if they are WRITTEN here w D and what `add_held` adds up."""
-    b_gp, b_gm = tl.zeros([BQ, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
-    b_read, b_row = tl.zeros([BQ, BC], tl.float32), tl.zeros([BT, BC], tl.float32)
-    b_col, b_held = tl.zeros([BT, BC], tl.float32), no_held(BV, PRECISION)
-    for i_v in range(0, V, BV):
-        o_v = i_v + tl.arange(0, BV)
-        b_do = load_tile(d_o, first, i_h, i_v, o_i, m_i, o_v, HV, V, V % BV == 0, TMA)
+    b_gp, b_gm = tl.zeros([S.BQ, S.BT], tl.float32), tl.zeros([S.BT, S.BT], tl.float32)
+    b_read, b_row = tl.zeros([S.BQ, S.BC], tl.float32), tl.zeros([S.BT, S.BC], tl.float32)
+    b_col, b_held = tl.zeros([S.BT, S.BC], tl.float32), no_held(S.BV, S.PRECISION)
+    WHOLE: tl.constexpr = S.V % S.BV == 0
+    for i_v in range(0, S.V, S.BV):
+        o_v = i_v + tl.arange(0, S.BV)
+        b_do = load_tile(x.d_o, at.first, at.head, i_v, o_i, m_i, o_v, S.HV, S.V, WHOLE, S.TMA)
         b_e = load_errors(
-            v, errors, first * N_STEPS, rows, i_h, i_kept, i_v, HV, V, BT, BV, TIED, TMA
+            x.v, x.errors, at.first * S.N_STEPS, at.rows, at.head, at.kept, i_v, S, S.TMA
         )
-        b_s = load_state(states, i_kept, i_v, i_k, K, V, BV, BC, TMA)
+        b_s = load_state(x.states, at.kept, i_v, i_k, S.K, S.V, S.BV, S.BC, S.TMA)
         if WRITTEN:
-            b_d = load_state(d_states, i_own, i_v, i_k, K, V, BV, BC, TMA)
-        b_gp = tl.dot(b_do, tl.trans(b_e), acc=b_gp, input_precision=PRECISION)
-        b_read = tl.dot(b_do, b_s, acc=b_read, input_precision=PRECISION)
+            b_d = load_state(x.d_states, at.own, i_v, i_k, S.K, S.V, S.BV, S.BC, S.TMA)
+        b_gp = tl.dot(b_do, tl.trans(b_e), acc=b_gp, input_precision=S.PRECISION)
+        b_read = tl.dot(b_do, b_s, acc=b_read, input_precision=S.PRECISION)
         if WRITTEN:
-            b_col = tl.dot(b_e, b_d, acc=b_col, input_precision=PRECISION)
-            if HAS_DECAY:
-                b_held = add_held(b_held, b_d, b_s, PRECISION)
-        if TIED:
-            b_x = load_chunk(d_errors, i_own, i_v, V, BT, BV, TMA)
-            b_gm = tl.dot(b_x, tl.trans(b_e), acc=b_gm, input_precision=PRECISION)
-            b_row = tl.dot(b_x, b_s, acc=b_row, input_precision=PRECISION)
+            b_col = tl.dot(b_e, b_d, acc=b_col, input_precision=S.PRECISION)
+            if S.HAS_DECAY:
+                b_held = add_held(b_held, b_d, b_s, S.PRECISION)
+        if S.TIED:
+            b_x = load_chunk(x.d_errors, at.own, i_v, S.V, S.BT, S.BV, S.TMA)
+            b_gm = tl.dot(b_x, tl.trans(b_e), acc=b_gm, input_precision=S.PRECISION)
+            b_row = tl.dot(b_x, b_s, acc=b_row, input_precision=S.PRECISION)
     return b_gp, b_gm, b_read, b_row, b_col, b_held
 
 
 @triton.jit
-def written_over_values(
-    b_col, b_held, v, states, errors, d_states, first, rows, i_h, i_kept, i_own, i_k,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr, BT: tl.constexpr,
-    BC: tl.constexpr, BV: tl.constexpr, HAS_DECAY: tl.constexpr, TIED: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def written_over_values(b_col, b_held, x, at, i_k, S: tl.constexpr):
     """w D and <D, S> in a loop of their own: beside dq and dk of other heads the first has no
     registers left for them.
     """
-    for i_v in range(0, V, BV):
+    for i_v in range(0, S.V, S.BV):
         b_e = load_errors(
-            v, errors, first * N_STEPS, rows, i_h, i_kept, i_v, HV, V, BT, BV, TIED, TMA
+            x.v, x.errors, at.first * S.N_STEPS, at.rows, at.head, at.kept, i_v, S, S.TMA
         )
-        b_d = load_state(d_states, i_own, i_v, i_k, K, V, BV, BC, TMA)
-        b_col = tl.dot(b_e, b_d, acc=b_col, input_precision=PRECISION)
-        if HAS_DECAY:
-            b_s = load_state(states, i_kept, i_v, i_k, K, V, BV, BC, TMA)
-            b_held = add_held(b_held, b_d, b_s, PRECISION)
+        b_d = load_state(x.d_states, at.own, i_v, i_k, S.K, S.V, S.BV, S.BC, S.TMA)
+        b_col = tl.dot(b_e, b_d, acc=b_col, input_precision=S.PRECISION)
+        if S.HAS_DECAY:
+            b_s = load_state(x.states, at.kept, i_v, i_k, S.K, S.V, S.BV, S.BC, S.TMA)
+            b_held = add_held(b_held, b_d, b_s, S.PRECISION)
     return b_col, b_held
 
 
 @triton.jit
-def store_value_gradients(
-    p_x, b_beta, p_dv, rows, i_c, HV: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-    BV: tl.constexpr, SLICES: tl.constexpr,
-):  # fmt: skip
+def store_value_gradients(p_x, b_beta, p_dv, rows, i_c, S: tl.constexpr):
     """dv = beta X of every SLICES-th tile of values from the i_c-th on."""
-    o_r = tl.arange(0, BT)
+    STEP: tl.constexpr = (S.K + S.BC - 1) // S.BC * S.BV
+    o_r = tl.arange(0, S.BT)
     m_r = o_r < rows
-    for i_v in tl.static_range(0, V, SLICES * BV):
-        o_v = i_v + i_c * BV + tl.arange(0, BV)
-        b_x = load_rows(p_x, o_r, m_r, o_v, V, V, V % (SLICES * BV) == 0)
+    for i_v in tl.static_range(0, S.V, STEP):
+        o_v = i_v + i_c * S.BV + tl.arange(0, S.BV)
+        b_x = load_rows(p_x, o_r, m_r, o_v, S.V, S.V, S.V % STEP == 0)
         b_dv = (b_x.to(tl.float32) * b_beta[:, None]).to(p_dv.dtype.element_ty)
-        p_tile = p_dv + o_r[:, None] * (HV * V) + o_v[None, :]
-        tl.store(p_tile, b_dv, mask=m_r[:, None] & (o_v < V)[None, :])
+        p_tile = p_dv + o_r[:, None] * (S.HV * S.V) + o_v[None, :]
+        tl.store(p_tile, b_dv, mask=m_r[:, None] & (o_v < S.V)[None, :])
 
 
 @triton.jit(do_not_specialize=["T", "N", "s_slice", "per_segment", "slab", "per_slab"])
@@ -283,6 +307,11 @@ def gradients_kernel(
     p_x are the same d_errors as a pointer, for d_v. With a SLAB d_states, d_errors and the parts
     have the numbers of its chunks; states and errors, too, unless they are KEPT of all chunks.
     """
+    S: tl.constexpr = Sizes(
+        H=H, HV=HV, K=K, V=V, N_STEPS=N_STEPS, BT=BT, BQ=BQ, BK=BK, BC=BC, BV=BV, TIED=TIED,
+        HAS_DECAY=HAS_DECAY, UNIT_NORM=UNIT_NORM, TMA=TMA, PRECISION=PRECISION,
+    )  # fmt: skip
+    x = Around(v, states, errors, d_o, d_states, d_errors)
     SLICES: tl.constexpr = (K + BC - 1) // BC
     # The programs of a chunk run side by side, and share what they read in the cache.
     PAIRS: tl.constexpr = HAS_DECAY and PRECISION == "tf32x3"
@@ -310,15 +339,14 @@ def gradients_kernel(
             i_h = i_key * (HV // H) + i_g
             i_slot, i_own = i_m.to(tl.int64) * HV + i_h, number.to(tl.int64) * HV + i_h
             i_kept = i_slot if KEPT else i_own
+            at = Chunk(first, tokens, tokens * N_STEPS, i_h, i_slot, i_kept, i_own)
             p_part = parts
             if HAS_DECAY:
                 p_part += i_c * s_slice + i_own * 4 * BT
+            y = Factors(scalings, chunk_decay, p_x, d_v, d_beta, p_part)
             b_dq, b_dk = add_value_head(
-                b_dq, b_dk, b_q, b_k, norm_q * scale, norm_k, v, scalings, chunk_decay, states,
-                errors, d_o, d_states, d_errors, p_x, d_v, d_beta, p_part, first, tokens, i_c, i_h,
-                i_slot, i_kept, i_own,
-                HV, K, V, N_STEPS, BT, BQ, BC, BV, HAS_DECAY, TIED, TMA, PRECISION, HV > H,
-            )  # fmt: skip
+                b_dq, b_dk, b_q, b_k, norm_q * scale, norm_k, x, y, at, i_c, S, HV > H
+            )
         if UNIT_NORM and SLICES == 1:
             b_dq = unit_norm_backward(b_q, norm_q, b_dq)
             b_dk = unit_norm_backward(b_k, norm_k, b_dk)
@@ -331,102 +359,89 @@ def gradients_kernel(
             i_h = i_key * (HV // H) + i_g
             i_slot, i_own = i_m.to(tl.int64) * HV + i_h, number.to(tl.int64) * HV + i_h
             i_kept = i_slot if KEPT else i_own
+            at = Chunk(first, tokens, tokens * N_STEPS, i_h, i_slot, i_kept, i_own)
             pair_decay_gradients(
-                q + (first * H + i_key) * K, k + (first * N_STEPS * H + i_key) * K, v,
-                scalings, errors, d_o, d_errors, parts + SLICES * s_slice + i_own * 4 * BT, scale,
-                first, tokens, i_h, i_slot, i_kept, i_own,
-                H, HV, K, V, N_STEPS, BT, BQ, BK, BV, TIED, UNIT_NORM, PRECISION,
+                q + (first * H + i_key) * K, k + (first * N_STEPS * H + i_key) * K, x, scalings,
+                parts + SLICES * s_slice + i_own * 4 * BT, scale, at, S,
             )  # fmt: skip
 
 
 @triton.jit
 def add_value_head(
-    b_dq, b_dk, b_q, b_k, norm_q, norm_k, v, scalings, chunk_decay, states, errors, d_o, d_states,
-    d_errors, p_x, d_v, d_beta, p_part, first, tokens, i_c, i_h, i_slot, i_kept, i_own,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
-    BT: tl.constexpr, BQ: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr,
-    HAS_DECAY: tl.constexpr, TIED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    ADDED: tl.constexpr,
-):  # fmt: skip
+    b_dq, b_dk, b_q, b_k, norm_q, norm_k, x, y, at, i_c, S: tl.constexpr, ADDED: tl.constexpr
+):
     """dq and dk, ADDED to those of other value heads; its dbeta, dlog_decay and where
     there is room dv are stored.
 
     ADDED leaves fewer registers, and takes the values in two loops.
     """
-    EXACT: tl.constexpr = PRECISION == "tf32x3"
-    o_i, o_r, i_k = tl.arange(0, BQ), tl.arange(0, BT), i_c * BC
-    rows, m_i, m_r = tokens * N_STEPS, o_i < tokens, o_r < tokens * N_STEPS
+    EXACT: tl.constexpr = S.PRECISION == "tf32x3"
+    o_i, o_r, i_k = tl.arange(0, S.BQ), tl.arange(0, S.BT), i_c * S.BC
+    m_i, m_r = o_i < at.tokens, o_r < at.rows
     dtype = b_k.dtype
     # Fetched before the loop, and looked at after it.
-    b_beta = row_scaling(scalings, i_slot, BETA, tl.full([BT], 1.0, tl.float32), o_r, BT, TIED)
-    b_reads = row_scaling(scalings, i_slot, READ, norm_q, o_i, BT, HAS_DECAY)
-    b_erases = row_scaling(scalings, i_slot, ERASE_ROW, norm_k, o_r, BT, HAS_DECAY)
-    b_writes = row_scaling(scalings, i_slot, WRITE, norm_k, o_r, BT, HAS_DECAY)
-    if HAS_DECAY:
-        b_chunk = tl.load(chunk_decay + i_slot)
-    if d_v is not None:
+    b_one = tl.full([S.BT], 1.0, tl.float32)
+    b_beta = row_scaling(y.scalings, at.slot, BETA, b_one, o_r, S.BT, S.TIED)
+    b_reads = row_scaling(y.scalings, at.slot, READ, norm_q, o_i, S.BT, S.HAS_DECAY)
+    b_erases = row_scaling(y.scalings, at.slot, ERASE_ROW, norm_k, o_r, S.BT, S.HAS_DECAY)
+    b_writes = row_scaling(y.scalings, at.slot, WRITE, norm_k, o_r, S.BT, S.HAS_DECAY)
+    if S.HAS_DECAY:
+        b_chunk = tl.load(y.chunk_decay + at.slot)
+    if y.d_v is not None:
         # While the registers are still free that the loop fills.
-        store_value_gradients(
-            p_x + i_own * BT * V, b_beta, d_v + (first * N_STEPS * HV + i_h) * V, rows, i_c,
-            HV, V, BT, BV, (K + BC - 1) // BC,
-        )  # fmt: skip
-    b_gp, b_gm, b_read, b_row, b_col, b_held = over_values(
-        v, states, errors, d_o, d_states, d_errors, first, rows, i_h, i_kept, i_own, o_i, m_i, i_k,
-        HV, K, V, N_STEPS, BT, BQ, BC, BV, HAS_DECAY, TIED, TMA, PRECISION, not ADDED,
-    )  # fmt: skip
+        p_dv = y.d_v + (at.first * S.N_STEPS * S.HV + at.head) * S.V
+        store_value_gradients(y.p_x + at.own * S.BT * S.V, b_beta, p_dv, at.rows, i_c, S)
+    b_gp, b_gm, b_read, b_row, b_col, b_held = over_values(x, at, o_i, m_i, i_k, S, not ADDED)
     # What is done with is stored first: registers are what holds this kernel back.
-    if HAS_DECAY:
-        p_s = scalings + i_slot * SCALINGS * BT
-        whole, rest, whole_q, rest_q = load_chunk_sums(p_s, o_r, o_i, N_STEPS, BT)
+    if S.HAS_DECAY:
+        p_s = y.scalings + at.slot * SCALINGS * S.BT
+        whole, rest, whole_q, rest_q = load_chunk_sums(p_s, o_r, o_i, S.N_STEPS, S.BT)
         if not ADDED:
-            store_held(p_part, b_held, b_chunk, BT, PRECISION)
-    if TIED:
-        p_dbeta = d_beta + (first * N_STEPS + o_r) * HV + i_h
+            store_held(y.p_part, b_held, b_chunk, S.BT, S.PRECISION)
+    if S.TIED:
+        p_dbeta = y.d_beta + (at.first * S.N_STEPS + o_r) * S.HV + at.head
         tl.store(p_dbeta, diagonal(b_gm), mask=m_r & (i_c == 0))
     b_read *= b_reads[:, None]
     if not ADDED:
         b_col *= (b_writes * b_beta)[:, None]
     b_key = norm_k * b_beta
     b_factor = b_key[None, :]
-    if HAS_DECAY:
+    if S.HAS_DECAY:
         b_ratio = decay_ratio(whole_q[:, None], rest_q[:, None], whole[None, :], rest[None, :])
         b_factor *= b_ratio
-    m_pair = o_r[None, :] // N_STEPS <= o_i[:, None]
+    m_pair = o_r[None, :] // S.N_STEPS <= o_i[:, None]
     b_gp = tl.where(m_pair, b_gp * norm_q[:, None] * b_factor, 0.0)
-    b_later_q, b_later_k = tl.zeros([BQ], tl.float32), tl.zeros([BT], tl.float32)
-    if HAS_DECAY and EXACT:
-        b_later_q = operand_products(b_q, b_read, PRECISION)
+    b_later_q, b_later_k = tl.zeros([S.BQ], tl.float32), tl.zeros([S.BT], tl.float32)
+    if S.HAS_DECAY and EXACT:
+        b_later_q = operand_products(b_q, b_read, S.PRECISION)
     b_gp = b_gp.to(dtype)
-    b_read = tl.dot(b_gp, b_k, acc=b_read, input_precision=PRECISION)
-    b_inner = tl.dot(tl.trans(b_gp), b_q, input_precision=PRECISION)
-    if TIED:
+    b_read = tl.dot(b_gp, b_k, acc=b_read, input_precision=S.PRECISION)
+    b_inner = tl.dot(tl.trans(b_gp), b_q, input_precision=S.PRECISION)
+    if S.TIED:
         m_before = o_r[:, None] > o_r[None, :]
-        if HAS_DECAY and N_STEPS > 1:
+        if S.HAS_DECAY and S.N_STEPS > 1:
             b_ratio = decay_ratio(whole[:, None], rest[:, None], whole[None, :], rest[None, :])
             b_factor = b_key[None, :] * b_ratio
         b_gm = tl.where(m_before, b_gm * (-b_key)[:, None] * b_factor, 0.0)
         b_row *= -(b_erases * b_beta)[:, None]
-        if HAS_DECAY and EXACT:
-            b_later_k = operand_products(b_k, b_row, PRECISION)
+        if S.HAS_DECAY and EXACT:
+            b_later_k = operand_products(b_k, b_row, S.PRECISION)
         b_gm = b_gm.to(dtype)
-        b_row = tl.dot(b_gm, b_k, acc=b_row, input_precision=PRECISION)
-        b_inner = tl.dot(tl.trans(b_gm), b_k, acc=b_inner, input_precision=PRECISION)
-    if HAS_DECAY:
+        b_row = tl.dot(b_gm, b_k, acc=b_row, input_precision=S.PRECISION)
+        b_inner = tl.dot(tl.trans(b_gm), b_k, acc=b_inner, input_precision=S.PRECISION)
+    if S.HAS_DECAY:
         if not EXACT:
-            b_later_q = operand_products(b_q, b_read, PRECISION)
-            b_later_k = operand_products(b_k, b_row - b_inner, PRECISION)
-        tl.store(p_part + QUERIES * BT + o_i, b_later_q)
-        tl.store(p_part + KEYS * BT + o_r, b_later_k)
+            b_later_q = operand_products(b_q, b_read, S.PRECISION)
+            b_later_k = operand_products(b_k, b_row - b_inner, S.PRECISION)
+        tl.store(y.p_part + QUERIES * S.BT + o_i, b_later_q)
+        tl.store(y.p_part + KEYS * S.BT + o_r, b_later_k)
     b_row += b_inner
     if ADDED:
         b_read, b_row = b_dq + b_read, b_dk + b_row
-        b_col, b_held = written_over_values(
-            b_col, b_held, v, states, errors, d_states, first, rows, i_h, i_kept, i_own, i_k,
-            HV, K, V, N_STEPS, BT, BC, BV, HAS_DECAY, TIED, TMA, PRECISION,
-        )  # fmt: skip
+        b_col, b_held = written_over_values(b_col, b_held, x, at, i_k, S)
         b_col *= (b_writes * b_beta)[:, None]
-        if HAS_DECAY:
-            store_held(p_part, b_held, b_chunk, BT, PRECISION)
-    if HAS_DECAY:
-        tl.store(p_part + WRITES * BT + o_r, operand_products(b_k, b_col, PRECISION))
+        if S.HAS_DECAY:
+            store_held(y.p_part, b_held, b_chunk, S.BT, S.PRECISION)
+    if S.HAS_DECAY:
+        tl.store(y.p_part + WRITES * S.BT + o_r, operand_products(b_k, b_col, S.PRECISION))
     return b_read, b_col + b_row

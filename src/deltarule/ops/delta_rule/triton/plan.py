@@ -1,25 +1,28 @@
-"""What every launch over chunks needs: plan, and buffers between kernels."""
+"""What the kernels of one call are launched with: sizes, buffers, and values by their names."""
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.tile_sizes import (
-    Call,
+    TileKey,
     architecture,
-    call_of,
     chunk_rows,
     configuration,
     has_own,
-    plans,
     power_of_two,
+    tile_key,
 )
+from deltarule.ops.runtime.calls import plans, remember
+from deltarule.ops.runtime.launch import Grid, Launch, Tiles
+from deltarule.ops.runtime.replay import Tape, capturing
 
 # With an erase three passes go over a segment instead of one: fewer segments save no time.
 LEAST_SEGMENTS = {"none": 2, "tied": 4, "free": 4}
@@ -28,6 +31,89 @@ LEAST_CHUNKS = 4
 MOST_WAVES = 4
 # Channels of the largest transition matrix that fits beside the state that it acts on.
 WIDEST = 128
+# The first architecture with a copy engine; before, its tiles are gathered at great cost.
+COPY_ENGINE = 90
+# The first whose products leave their sums in a memory of 512 columns, which is soon full.
+TENSOR_MEMORY = 100
+# Tokens of a chunk whose row factors, of 4 bytes each, fill the 128 that a fetched tile begins on.
+LEAST_READS = 32
+# What a kernel is compiled with besides its own constants.
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+# What the kernels over pairs of rows leave for those after them, each where it is needed. Without
+# scores the scans take them themselves; copies are scaled by the decays of their channels.
+NO_BUFFERS: dict[str, Tensor | None] = dict.fromkeys(
+    ("scores", "value_scores", "corrections", "from_values", "scalings", "chunk_decay", "q_copy",
+     "k_copy", "erase", "write", "sums")
+)  # fmt: skip
+# From a kernel's constants: which arguments the copy engine fetches, and in which tiles.
+Fetches = Callable[[Mapping[str, Any]], Tiles]
+# How far in one block a column may lie below the block's start, as a power of 2.
+BARS = {torch.float32: 12.0, torch.float16: 115.0, torch.bfloat16: 115.0}
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Sizes of one call: chunks of CT tokens and BT rows, keys in tiles of BK channels."""
+
+    # What its configurations depend on.
+    tile_key: TileKey
+    chunks: int
+    sizes: dict[str, int]
+    # Chunks in a segment of a sequence, or 0: sequences are whole.
+    per_segment: int = 0
+    # What follows from the plan and the kind of inputs alone: configurations, launches, layouts.
+    made: dict[Hashable, Any] = field(default_factory=dict)
+
+
+def make_plan(inputs: Inputs) -> Plan:
+    """A function of shapes, types and the GPU alone; on a GPU it is kept for the next call."""
+    # The interpreter has no time to lose, and code that is compiled has sizes that are not numbers.
+    if not inputs.q.is_cuda or type(inputs.q) is not Tensor:
+        return new_plan(inputs)
+    key = plan_key(inputs)
+    if (plan := plans.get(key)) is None:
+        remember(plans, key, plan := new_plan(inputs))
+    return plan
+
+
+def plan_key(inputs: Inputs) -> Hashable:
+    """All that a plan, and what is made of it once, depends on."""
+    q, packed = inputs.q, inputs.cu_seqlens
+    return (
+        q.shape, inputs.v.shape, q.dtype, q.device, inputs.erase, inputs.decay,
+        None if packed is None else packed.shape, inputs.n_steps, inputs.normalize_qk,
+        inputs.batch_invariant,
+    )  # fmt: skip
+
+
+def new_plan(inputs: Inputs) -> Plan:
+    """The plan of a call, worked out."""
+    batch, tokens, heads, key_size = inputs.q.shape
+    value_heads, value_size = inputs.v.shape[2:]
+    key = tile_key(inputs)
+    rows = chunk_rows(key)
+    size = rows // inputs.n_steps
+    if inputs.cu_seqlens is None:
+        chunks = batch * ((tokens + size - 1) // size)
+    else:
+        chunks = tokens // size + inputs.sequences
+    sizes = {
+        "H": heads, "HV": value_heads, "K": key_size, "V": value_size, "N_STEPS": inputs.n_steps,
+        "CT": size, "BT": rows, "BQ": power_of_two(size), "BK": power_of_two(key_size),
+    }  # fmt: skip
+    key, per_segment = tiled(inputs, key, size)
+    return Plan(key, chunks, sizes, per_segment)
+
+
+def kernel_key(inputs: Inputs, plan: Plan) -> Hashable:
+    """What kernels are compiled for, but for what few calls differ in: those lose only time."""
+    _, tokens, heads, key_size = inputs.q.shape
+    return (
+        inputs.q.device, inputs.q.dtype, heads, key_size, *inputs.v.shape[2:], inputs.erase,
+        inputs.decay, inputs.n_steps, inputs.normalize_qk, inputs.cu_seqlens is None,
+        inputs.initial_state is None, plan.tile_key, plan.per_segment > 0,
+        tokens % plan.sizes["CT"] == 0,
+    )  # fmt: skip
 
 
 @cache
@@ -64,140 +150,22 @@ def chunks_per_segment(inputs: Inputs, erase: str, size: int, tile: int) -> int:
     return length if (chunks + length - 1) // length >= LEAST_SEGMENTS[erase] else 0
 
 
-# The first architecture with a copy engine; before, its tiles are gathered at great cost.
-COPY_ENGINE = 90
-# The first whose products leave their sums in a memory of 512 columns, which is soon full.
-TENSOR_MEMORY = 100
-# Tokens of a chunk whose scalings, of 4 bytes each, fill the 128 that a fetched tile begins on.
-LEAST_READS = 32
-# Lengths of which plans are kept.
-MOST_PLANS = 256
-
-Made = TypeVar("Made")
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """Sizes of one call: chunks of CT tokens and BT rows, keys in tiles of BK channels."""
-
-    # What its configurations depend on.
-    call: Call
-    chunks: int
-    sizes: dict[str, int]
-    # Chunks in a segment of a sequence, or 0: sequences are whole.
-    per_segment: int = 0
-    made: dict[Hashable, Any] = field(default_factory=dict)
-
-    def once(self, make: Callable[..., Made], inputs: Inputs, *choices: Hashable) -> Made:
-        """make(inputs, self, *choices) of the first call: it may follow from these alone.
-
-        Of `inputs` it may read what `make_plan` tells calls apart by, and no values.
-        """
-        key = make, *choices
-        if key not in self.made:
-            self.made[key] = make(inputs, self, *choices)
-        made: Made = self.made[key]
-        return made
-
-    def constant(self, make: Callable[..., Tensor], inputs: Inputs) -> Tensor:
-        """make(inputs, self), the same in every call."""
-        # What a graph captures is there when it is replayed: nobody else may read that.
-        return make(inputs, self) if capturing() else self.once(make, inputs)
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory that a forward's kernels write, and nothing else."""
-        return torch.empty(shape, dtype=dtype, device=device)
-
-
-def capturing() -> bool:
-    """Whether a graph takes what is launched."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def make_plan(inputs: Inputs) -> Plan:
-    """A function of shapes, types and the GPU alone; on a GPU it is kept for the next call."""
-    # The interpreter has no time to lose, and code that is compiled has sizes that are not numbers.
-    if not inputs.q.is_cuda or type(inputs.q) is not Tensor:
-        return new_plan(inputs)
-    key = plan_key(inputs)
-    if (plan := plans.get(key)) is None:
-        if len(plans) >= MOST_PLANS:
-            plans.clear()
-        plan = plans[key] = new_plan(inputs)
-    return plan
-
-
-def plan_key(inputs: Inputs) -> Hashable:
-    """All that a plan, and what is made of it once, depends on."""
-    q, packed = inputs.q, inputs.cu_seqlens
-    return (
-        q.shape, inputs.v.shape, q.dtype, q.device, inputs.erase, inputs.decay,
-        None if packed is None else packed.shape, inputs.n_steps, inputs.normalize_qk,
-        inputs.batch_invariant,
-    )  # fmt: skip
-
-
-def new_plan(inputs: Inputs) -> Plan:
-    """The plan of a call, worked out."""
-    batch, tokens, heads, key_size = inputs.q.shape
-    value_heads, value_size = inputs.v.shape[2:]
-    call = call_of(inputs)
-    rows = chunk_rows(call)
-    size = rows // inputs.n_steps
-    if inputs.cu_seqlens is None:
-        chunks = batch * ((tokens + size - 1) // size)
-    else:
-        chunks = tokens // size + inputs.sequences
-    sizes = {
-        "H": heads, "HV": value_heads, "K": key_size, "V": value_size, "N_STEPS": inputs.n_steps,
-        "CT": size, "BT": rows, "BQ": power_of_two(size),
-        "BK": power_of_two(key_size),
-    }  # fmt: skip
-    call, per_segment = tiled(inputs, call, size)
-    return Plan(call, chunks, sizes, per_segment)
-
-
-def tiled(inputs: Inputs, call: Call, size: int) -> tuple[Call, int]:
-    """The call, narrow where that keeps more multiprocessors busy, and the chunks in a segment.
+def tiled(inputs: Inputs, key: TileKey, size: int) -> tuple[TileKey, int]:
+    """The key, narrow where that keeps more multiprocessors busy, and the chunks in a segment.
 
     A function of shapes and the GPU alone. Segments are worth more than narrow tiles; tiles that
     somebody else has chosen stay as they are.
     """
-    if inputs.batch_invariant or has_own(call, "next_state", "next_state_backward"):
-        tile = configuration("next_state", call)["BV"]
-        return call, chunks_per_segment(inputs, inputs.erase, size, tile)
-    narrow = call._replace(narrow=True)
-    tile, half = (configuration("next_state", x)["BV"] for x in (call, narrow))
+    if inputs.batch_invariant or has_own(key, "next_state", "next_state_backward"):
+        tile = configuration("next_state", key)["BV"]
+        return key, chunks_per_segment(inputs, inputs.erase, size, tile)
+    narrow = key._replace(narrow=True)
+    tile, half = (configuration("next_state", x)["BV"] for x in (key, narrow))
     segment, shorter = (
         chunks_per_segment(inputs, inputs.erase, size, block) for block in (tile, half)
     )
     worth = half < tile and fit_at_once(inputs, half) and (shorter or not segment)
-    return (narrow, shorter) if worth else (call, segment)
-
-
-class Scores(NamedTuple):
-    """What the kernels over pairs of rows leave for those after them."""
-
-    q: Tensor
-    k: Tensor | None
-    erase: Tensor | None
-    write: Tensor | None
-    # None: the scans take them themselves.
-    scores: Tensor | None
-    value_scores: Tensor | None
-    corrections: Tensor | None
-    from_values: Tensor | None
-    scalings: Tensor | None
-    chunk_decay: Tensor | None
-
-
-def scores_among(buffers: dict[str, Tensor]) -> Scores:
-    """Those of the buffers that have their names."""
-    x = buffers
-    return Scores(
-        x["q"], x.get("k"), x.get("erase"), x.get("write"), x.get("scores"), x.get("value_scores"),
-        x.get("corrections"), x.get("from_values"), x.get("scalings"), x.get("chunk_decay"),
-    )  # fmt: skip
+    return (narrow, shorter) if worth else (key, segment)
 
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -238,6 +206,11 @@ def _room(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return -(-needed // ALIGNED) * ALIGNED
 
 
+def blocks(length: int, size: int) -> int:
+    """How many blocks of a size cover a length; `triton.cdiv` takes microseconds."""
+    return -(-length // size)
+
+
 def precision(dtype: torch.dtype) -> str:
     """How a product of two tiles is taken: float32 as the sum of three tf32 products."""
     return "tf32x3" if dtype == torch.float32 else "tf32"
@@ -251,9 +224,145 @@ def inverse_precision(dtype: torch.dtype) -> str:
     return precision(torch.float32 if dtype == torch.float16 else dtype)
 
 
-def strides(x: Tensor | None) -> tuple[int, ...]:
-    """Of batch, time and head; zeros for None."""
-    return (0, 0, 0) if x is None else x.stride()[:3]
+def arguments(inputs: Inputs, plan: Plan) -> dict[str, Any]:
+    """What kernels are given of a call, by the names of their parameters."""
+    log_decay, key_size = inputs.log_decay, plan.sizes["K"]
+    if inputs.by_channel and log_decay is not None and log_decay.ndim == 3:
+        # One number of a head is repeated in place.
+        log_decay = log_decay.unsqueeze(-1).expand(*log_decay.shape, key_size)
+    given = inputs._replace(log_decay=log_decay)._asdict()
+    given |= {"T": inputs.q.shape[1], "N": inputs.sequences, "chunks": plan.chunks}
+    given["per_segment"] = plan.per_segment
+    names = "s_beta_b", "s_beta_t", "s_beta_h", "s_decay_b", "s_decay_t", "s_decay_h", "s_decay_k"
+    beta = (0, 0, 0) if inputs.beta is None else inputs.beta.stride()
+    decay = (0, 0, 0, 0) if log_decay is None else (*log_decay.stride(), 0)
+    return given | dict(zip(names, (*beta, *decay), strict=False))
+
+
+class Slab(NamedTuple):
+    """The chunks [number, number + 1) * chunks of every stretch, or (kind "row") of the row."""
+
+    kind: str
+    number: int | None
+    chunks: int | None
+
+    def constants(self) -> dict[str, Any]:
+        """What kernels over the chunks of a slab are compiled for."""
+        return {"SLAB": self.kind, "slab": self.number, "per_slab": self.chunks}
+
+
+# All chunks.
+WHOLE = Slab("none", None, None)
+
+
+class Call:
+    """One pass through a call's kernels: its plan, its inputs, and one namespace of all values.
+
+    Tensors, numbers and constants have the names of the kernels' parameters, and a launch looks up
+    what its kernel asks for. What a stage leaves for those after it joins the namespace.
+    """
+
+    def __init__(self, inputs: Inputs, plan: Plan, tape: Tape | None = None) -> None:
+        """A `tape` writes down what is launched."""
+        self.inputs, self.plan, self.tape = inputs, plan, tape
+        self.values: dict[str, Any] = {**NO_BUFFERS, **arguments(inputs, plan)}
+
+    def __getitem__(self, name: str) -> Any:
+        """A value, or None where no stage has left one."""
+        return self.values.get(name)
+
+    def once(self, make: Callable[..., Any], *choices: Hashable) -> Any:
+        """make(self, *choices) of the first call of this plan.
+
+        It may read what `plan_key` tells calls apart by, and no values.
+        """
+        key = make, *choices
+        if key not in self.plan.made:
+            self.plan.made[key] = make(self, *choices)
+        return self.plan.made[key]
+
+    def constant(self, make: Callable[["Call"], Tensor]) -> Tensor:
+        """make(self), the same in every call."""
+        # What a graph captures is there when it is replayed: nobody else may read that.
+        if self.tape is None:
+            return make(self) if capturing() else self.once(make)
+        # PyTorch's operators that make it are not part of the call.
+        with _disable_current_modes():
+            found: Tensor = self.once(make)
+        self.tape.constants.append(found)
+        return found
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Memory that kernels write, and nothing else."""
+        return torch.empty(shape, dtype=dtype, device=self.inputs.q.device)
+
+    def launch(
+        self, kernel: Any, grid: Grid, own: Mapping[str, Any], fetched: Fetches | None = None
+    ) -> None:
+        """Run a kernel on the values that its parameters name; those in `own` go first.
+
+        Where the constant TMA is set, `fetched` tells from the constants which arguments the copy
+        engine fetches, and in which tiles.
+        """
+        asked, known = parameters(kernel)
+        key = (id(kernel), *[(name, x) for name, x in own.items() if name in known])
+        if (found := self.plan.made.get(key)) is None:
+            found = self.plan.made[key] = self.new_launch(kernel, fetched, own)
+        values = self.values
+        given = tuple([own[name] if name in own else values[name] for name in asked])
+        self.run(found, grid, given)
+
+    def run(self, found: Launch, grid: Grid, given: tuple[Any, ...]) -> None:
+        """Launch on these arguments, and write it down where there is a tape."""
+        found(grid, *given)
+        if self.tape is not None:
+            self.tape.note(found, grid, given)
+
+    def new_launch(self, kernel: Any, fetched: Fetches | None, own: Mapping[str, Any]) -> Launch:
+        """A kernel with its constants and options."""
+        asked, known = parameters(kernel)
+        values = {**self.once(constants), **self.values, **own}
+        if missing := {*asked, *known} - {*values, *OPTIONS}:
+            raise TypeError(f"a kernel asks for {sorted(missing)}, which this call does not have")
+        found = {name: values[name] for name in known if name in values}
+        return Launch(kernel, found, fetched(found) if fetched and found["TMA"] else None)
+
+
+def constants(call: Call) -> dict[str, Any]:
+    """What kernels are compiled for: sizes and choices; a launch may have others of its own."""
+    inputs, plan = call.inputs, call.plan
+    decays, copies, dtype = inputs.log_decay is not None, inputs.by_channel, inputs.q.dtype
+    return {
+        **plan.sizes, "ERASE": inputs.erase, "TIED": inputs.beta is not None, "HAS_DECAY": decays,
+        # Copies hold a head's decay channel by channel, too.
+        "DECAY": "channel" if decays and copies else inputs.decay,
+        "COPIES": copies, "SCALED": not copies and (decays or inputs.normalize_qk),
+        "UNIT_NORM": inputs.normalize_qk, "PACKED": inputs.cu_seqlens is not None,
+        "PRECISION": precision(dtype), "MERGE": inverse_precision(dtype), "BAR": BARS[dtype],
+        "EXACT": dtype == torch.float32,
+        "SPLIT": "starts" if plan.per_segment else "none",
+        "SLAB": "none", "slab": None, "per_slab": None,
+    }  # fmt: skip
+
+
+def score_precision(call: Call) -> str:
+    """How the products of scores per channel are taken."""
+    # A tf32 number has no more digits than a float16 one: rounding to it would show.
+    return "tf32" if call.inputs.q.dtype == torch.bfloat16 else "tf32x3"
+
+
+# By the kernel's id, and with the kernel so that the id stays its own.
+_parameters: dict[int, tuple[tuple[str, ...], frozenset[str], Any]] = {}
+
+
+def parameters(kernel: Any) -> tuple[tuple[str, ...], frozenset[str]]:
+    """What a kernel is given in every launch, in order; and its constants and options."""
+    if (found := _parameters.get(id(kernel))) is None:
+        names, types = list(kernel.arg_names), kernel.fn.__annotations__
+        first = next((i for i, name in enumerate(names) if name in types), len(names))
+        found = tuple(names[:first]), frozenset([*names[first:], *OPTIONS]), kernel
+        _parameters[id(kernel)] = found
+    return found[:2]
 
 
 def full_tiles(inputs: Inputs, plan: Plan, block: int) -> bool:

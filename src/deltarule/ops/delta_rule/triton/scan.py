@@ -27,6 +27,8 @@ A SLAB of the chunks starts with the state (backwards: the gradient) that the sl
 with; what it leaves of its chunks, it leaves in memory of its own.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -35,6 +37,7 @@ from deltarule.ops.delta_rule.triton.tiles import (
     ERASE_ROW,
     READ,
     WRITE,
+    Sizes,
     boundary_state,
     load_copy,
     load_decay,
@@ -58,82 +61,83 @@ from deltarule.ops.runtime.places import place_of, slab_bounds, stretch
 # costs less than to fetch it.
 
 
+class Streams(NamedTuple):
+    """What the kernels over pairs of rows left of all chunks, and the scale of the scores.
+
+    `readings` are the scalings again: of both the copy engine fetches other tiles.
+    """
+
+    scores: tl.tensor
+    value_scores: tl.tensor
+    corrections: tl.tensor
+    from_values: tl.tensor
+    scalings: tl.tensor
+    readings: tl.tensor
+    scale: tl.tensor
+
+
 @triton.jit
-def chunk_output(
-    b_s, b_w, b_v, b_q, b_y, scores, value_scores, readings, scale, i_slot, o_i, o_r,
-    BQ: tl.constexpr, BT: tl.constexpr, ERASE: tl.constexpr, COPIES: tl.constexpr,
-    SCALED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def chunk_output(b_s, b_w, b_v, b_q, b_y, x, i_slot, o_i, o_r, S: tl.constexpr):
     """Rows of O from S and w, both rounded, and the tiles of q and v: [BV, BQ].
 
     Where the scores are taken here, w is scaled by what scales its writing, and b_y holds k.
     """
-    if scores is None:
-        b_p = raw_scores(b_y, b_q, o_r[:, None] <= o_i[None, :], PRECISION)
+    if x.scores is None:
+        b_p = raw_scores(b_y, b_q, o_r[:, None] <= o_i[None, :], S.PRECISION)
     else:
-        b_p = tl.trans(load_square(scores, i_slot, o_i, o_r, BQ, BT, TMA))
-    b_o = tl.dot(b_s, tl.trans(b_q), input_precision=PRECISION)
-    if scores is None:
-        b_o = tl.dot(b_w, b_p, acc=b_o, input_precision=PRECISION)
-    if SCALED:
-        b_o *= load_scaling(readings, i_slot, READ, o_i, BT, TMA)
-    elif not COPIES:
-        b_o *= scale
-    if scores is not None:
-        b_o = tl.dot(b_w, b_p, acc=b_o, input_precision=PRECISION)
-    if ERASE == "free":
-        b_p = load_square(value_scores, i_slot, o_i, o_r, BQ, BT, TMA)
-        b_o = tl.dot(tl.trans(b_v), tl.trans(b_p), acc=b_o, input_precision=PRECISION)
+        b_p = tl.trans(load_square(x.scores, i_slot, o_i, o_r, S.BQ, S.BT, S.TMA))
+    b_o = tl.dot(b_s, tl.trans(b_q), input_precision=S.PRECISION)
+    if x.scores is None:
+        b_o = tl.dot(b_w, b_p, acc=b_o, input_precision=S.PRECISION)
+    if S.SCALED:
+        b_o *= load_scaling(x.readings, i_slot, READ, o_i, S.BT, S.TMA)
+    elif not S.COPIES:
+        b_o *= x.scale
+    if x.scores is not None:
+        b_o = tl.dot(b_w, b_p, acc=b_o, input_precision=S.PRECISION)
+    if S.ERASE == "free":
+        b_p = load_square(x.value_scores, i_slot, o_i, o_r, S.BQ, S.BT, S.TMA)
+        b_o = tl.dot(tl.trans(b_v), tl.trans(b_p), acc=b_o, input_precision=S.PRECISION)
     return b_o
 
 
 @triton.jit
-def store_output(
-    o, b_o, i_t, i_h, i_v, o_i, o_v, m_i, m_v,
-    HV: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+def store_output(o, b_o, i_t, i_h, i_v, o_i, o_v, m_i, m_v, S: tl.constexpr, TMA: tl.constexpr):
     """Write rows of O, held transposed, to o [tokens, HV, V]; TMA: by the copy engine."""
     if TMA:
-        o.store([i_t.to(tl.int32), i_h * V + i_v * BV], tl.trans(b_o))
+        o.store([i_t.to(tl.int32), i_h * S.V + i_v * S.BV], tl.trans(b_o))
     else:
-        p_o = o + (i_t * HV + i_h) * V + o_i[None, :] * (HV * V) + o_v[:, None]
+        p_o = o + (i_t * S.HV + i_h) * S.V + o_i[None, :] * (S.HV * S.V) + o_v[:, None]
         tl.store(p_o, b_o, mask=m_i[None, :] & m_v)
 
 
 @triton.jit
-def written_gradients(
-    b_d, b_do, b_y, b_p, scores, readings, scalings, scale, i_slot, o_i, o_r,
-    BT: tl.constexpr, COPIES: tl.constexpr, SCALED: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
+def written_gradients(b_d, b_do, b_y, b_p, x, i_slot, o_i, o_r, S: tl.constexpr):
     """dO as it meets q, scaled and rounded, [BV, BQ]; and Y [BV, BT], from D rounded."""
     b_z = tl.trans(b_do)
-    if not COPIES:
-        b_read = scale
-        if SCALED:
-            b_read = load_scaling(readings, i_slot, READ, o_i, BT, TMA)
+    if not S.COPIES:
+        b_read = x.scale
+        if S.SCALED:
+            b_read = load_scaling(x.readings, i_slot, READ, o_i, S.BT, S.TMA)
         b_z = (b_z.to(tl.float32) * b_read).to(b_do.dtype)
-    b_x = tl.dot(b_d, tl.trans(b_y), input_precision=PRECISION)
-    if scores is None:
-        b_x = tl.dot(b_z, b_p, acc=b_x, input_precision=PRECISION)
-    if SCALED:
-        b_x *= load_scaling(scalings, i_slot, WRITE, o_r, BT, TMA)
-    if scores is not None:
-        b_x = tl.dot(tl.trans(b_do), b_p, acc=b_x, input_precision=PRECISION)
+    b_x = tl.dot(b_d, tl.trans(b_y), input_precision=S.PRECISION)
+    if x.scores is None:
+        b_x = tl.dot(b_z, b_p, acc=b_x, input_precision=S.PRECISION)
+    if S.SCALED:
+        b_x *= load_scaling(x.scalings, i_slot, WRITE, o_r, S.BT, S.TMA)
+    if x.scores is not None:
+        b_x = tl.dot(tl.trans(b_do), b_p, acc=b_x, input_precision=S.PRECISION)
     return b_z, b_x
 
 
 @triton.jit
-def value_gradients(
-    b_d, b_do, b_x, b_k, value_scores, from_values, i_slot, o_i, o_r, BQ: tl.constexpr,
-    BT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def value_gradients(b_d, b_do, b_x, b_k, x, i_slot, o_i, o_r, S: tl.constexpr):
     """A free erase's dv [BV, BT], from D and X, both rounded, and rows b_k along which v goes."""
-    b_dv = tl.dot(b_d, tl.trans(b_k), input_precision=PRECISION)
-    b_p = load_square(value_scores, i_slot, o_i, o_r, BQ, BT, TMA)
-    b_dv = tl.dot(tl.trans(b_do), b_p, acc=b_dv, input_precision=PRECISION)
-    b_l = load_square(from_values, i_slot, o_r, o_r, BT, BT, TMA)
-    return tl.dot(b_x, b_l, acc=b_dv, input_precision=PRECISION)
+    b_dv = tl.dot(b_d, tl.trans(b_k), input_precision=S.PRECISION)
+    b_p = load_square(x.value_scores, i_slot, o_i, o_r, S.BQ, S.BT, S.TMA)
+    b_dv = tl.dot(tl.trans(b_do), b_p, acc=b_dv, input_precision=S.PRECISION)
+    b_l = load_square(x.from_values, i_slot, o_r, o_r, S.BT, S.BT, S.TMA)
+    return tl.dot(b_x, b_l, acc=b_dv, input_precision=S.PRECISION)
 
 
 @triton.jit
@@ -144,27 +148,23 @@ def raw_scores(b_x, b_y, mask, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def prediction_errors(
-    b_u, b_v, b_s, b_e, corrections, from_values, scalings, i_slot, o_r,
-    BT: tl.constexpr, ERASE: tl.constexpr, SCALED: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
+def prediction_errors(b_u, b_v, b_s, b_e, x, i_slot, o_r, S: tl.constexpr):
     """E (free: w) of a chunk from its values, transposed in b_u, and the rows b_e; and beta."""
     dtype = b_s.dtype
-    b_n = load_square(corrections, i_slot, o_r, o_r, BT, BT, TMA)
-    b_f = tl.dot(b_s, tl.trans(b_e), input_precision=PRECISION)
+    b_n = load_square(x.corrections, i_slot, o_r, o_r, S.BT, S.BT, S.TMA)
+    b_f = tl.dot(b_s, tl.trans(b_e), input_precision=S.PRECISION)
     b_beta = 1.0
-    if ERASE == "free":
-        b_l = load_square(from_values, i_slot, o_r, o_r, BT, BT, TMA)
-        b_f = tl.dot(tl.trans(b_v), tl.trans(b_l), acc=b_f, input_precision=PRECISION)
+    if S.ERASE == "free":
+        b_l = load_square(x.from_values, i_slot, o_r, o_r, S.BT, S.BT, S.TMA)
+        b_f = tl.dot(tl.trans(b_v), tl.trans(b_l), acc=b_f, input_precision=S.PRECISION)
         b_low = b_f.to(dtype)
     else:
-        if SCALED:
-            b_f *= load_scaling(scalings, i_slot, ERASE_ROW, o_r, BT, TMA)
+        if S.SCALED:
+            b_f *= load_scaling(x.scalings, i_slot, ERASE_ROW, o_r, S.BT, S.TMA)
         b_f = b_u - b_f
-        b_beta = load_scaling(scalings, i_slot, BETA, o_r, BT, TMA)
+        b_beta = load_scaling(x.scalings, i_slot, BETA, o_r, S.BT, S.TMA)
         b_low = (b_f * b_beta).to(dtype)
-    return tl.dot(b_low, tl.trans(b_n), acc=b_f, input_precision=PRECISION), b_beta
+    return tl.dot(b_low, tl.trans(b_n), acc=b_f, input_precision=S.PRECISION), b_beta
 
 
 @triton.jit(do_not_specialize=["T", "N", "per_segment", "slab", "per_slab"])
@@ -184,6 +184,11 @@ def next_state_kernel(
 
     With COPIES q, k (free erase), erase and write are [M, HV, rows, K], and chunk_decay [M, HV, K].
     """
+    S: tl.constexpr = Sizes(
+        H=H, HV=HV, K=K, V=V, N_STEPS=N_STEPS, CT=CT, BT=BT, BQ=BQ, BK=BK, BV=BV, ERASE=ERASE,
+        COPIES=COPIES, SCALED=SCALED, TMA=TMA, PRECISION=PRECISION,
+    )  # fmt: skip
+    x = Streams(scores, value_scores, corrections, from_values, scalings, readings, scale)
     OF_A: tl.constexpr = K if SPLIT == "ends" and ERASE != "none" else 0
     i_v, i_h, i_s = place_of((V + BV - 1) // BV + (OF_A + BV - 1) // BV, HV)
     i_n, start, length, i_m, place, last = stretch(
@@ -200,7 +205,7 @@ def next_state_kernel(
     m_s = m_v & (o_k < K)[None, :]
     WHOLE_K: tl.constexpr = K == BK
     WHOLE_V: tl.constexpr = V % BV == 0
-    b_s = boundary_state(initial_state, i_s, i_n, i_h, o_v, o_k, place == 0, HV, K, V, SPLIT)
+    b_s = boundary_state(initial_state, i_s, i_n, i_h, o_v, o_k, place == 0, S, SPLIT)
     b_through = tl.full([1, BK], 1.0, tl.float32)
     if SPLIT == "ends" and ERASE != "none":
         b_s = tl.where(i_a * BV + tl.arange(0, BV)[:, None] == o_k[None, :], 1.0, b_s)
@@ -211,9 +216,7 @@ def next_state_kernel(
         tokens = tl.minimum(length - i_c * CT, CT)
         m_i, m_r = o_i < tokens, o_r < tokens * N_STEPS
         i_slot, i_own = (i_m + i_c) * HV + i_h, (number + i_c) * HV + i_h
-        b_y = load_keys(
-            k, write, i_t * N_STEPS, i_slot, i_key, o_r, m_r, o_k, BT, H, K, COPIES, TMA
-        )  # fmt: skip
+        b_y = load_keys(k, write, i_t * N_STEPS, i_slot, i_key, o_r, m_r, o_k, BT, S)
         b_v = load_tile(v, i_t * N_STEPS, i_h, i_v * BV, o_r, m_r, o_v, HV, V, WHOLE_V, TMA)
         dtype = b_v.dtype
         b_low = b_s.to(dtype)
@@ -228,10 +231,7 @@ def next_state_kernel(
             b_e = b_y
             if COPIES:
                 b_e = load_copy(erase, i_slot, o_r, o_k, BT, K, WHOLE_K, TMA)
-            b_f, b_beta = prediction_errors(
-                b_f, b_v, b_low, b_e, corrections, from_values, scalings, i_slot, o_r,
-                BT, ERASE, SCALED, TMA, PRECISION,
-            )  # fmt: skip
+            b_f, b_beta = prediction_errors(b_f, b_v, b_low, b_e, x, i_slot, o_r, S)
             if SAVE:
                 p_e = errors + (i_own * BT + o_r[None, :]) * V + o_v[:, None]
                 tl.store(p_e, b_f.to(dtype), mask=m_v)
@@ -242,14 +242,11 @@ def next_state_kernel(
         if SCALED:
             b_write = (b_f * load_scaling(scalings, i_slot, WRITE, o_r, BT, TMA)).to(dtype)
         if OUTPUT:
-            b_q = load_keys(q, q, i_t, i_slot, i_key, o_i, m_i, o_k, BQ, H, K, COPIES, TMA)
+            b_q = load_keys(q, q, i_t, i_slot, i_key, o_i, m_i, o_k, BQ, S)
             if scores is None:
                 b_w = b_write
-            b_o = chunk_output(
-                b_low, b_w, b_v, b_q, b_y, scores, value_scores, readings, scale, i_slot, o_i, o_r,
-                BQ, BT, ERASE, COPIES, SCALED, TMA, PRECISION,
-            )  # fmt: skip
-            store_output(o, b_o.to(dtype), i_t, i_h, i_v, o_i, o_v, m_i, m_v, HV, V, BV, TMA_STORE)
+            b_o = chunk_output(b_low, b_w, b_v, b_q, b_y, x, i_slot, o_i, o_r, S)
+            store_output(o, b_o.to(dtype), i_t, i_h, i_v, o_i, o_v, m_i, m_v, S, TMA_STORE)
         if DECAY != "none":
             b_decay = load_decay(chunk_decay, i_slot, o_k, K, DECAY)
             b_s *= b_decay
@@ -260,9 +257,9 @@ def next_state_kernel(
             b_y = load_copy(k, i_slot, o_r, o_k, BT, K, WHOLE_K, TMA)
             b_s = tl.dot(tl.trans(b_v), b_y, acc=b_s, input_precision=PRECISION)
     if SPLIT == "ends":
-        store_ends(final_state, i_s, i_h, i_v, i_a, o_k, b_s, b_through, K, V, HV, BV, ERASE)
+        store_ends(final_state, i_s, i_h, i_v, i_a, o_k, b_s, b_through, S)
     else:
-        store_final(final_state, i_s, i_n, i_h, o_v, o_k, last, b_s, K, V, HV, SLAB)
+        store_final(final_state, i_s, i_n, i_h, o_v, o_k, last, b_s, S, SLAB)
 
 
 @triton.jit(do_not_specialize=["T", "N", "per_segment", "slab", "per_slab"])
@@ -282,6 +279,11 @@ def next_state_backward_kernel(
     d_v takes the gradient by v; with a free erase d_values [M, HV, BT, V] does. Nothing is stored
     where there is no room for it.
     """
+    S: tl.constexpr = Sizes(
+        H=H, HV=HV, K=K, V=V, N_STEPS=N_STEPS, CT=CT, BT=BT, BQ=BQ, BK=BK, BV=BV, ERASE=ERASE,
+        COPIES=COPIES, SCALED=SCALED, TMA=TMA, PRECISION=PRECISION,
+    )  # fmt: skip
+    x = Streams(scores, value_scores, corrections, from_values, scalings, readings, scale)
     i_v, i_h, i_s = place_of((V + BV - 1) // BV, HV)
     i_n, start, length, i_m, place, last = stretch(
         i_s, cu_seqlens, T, N, per_segment, CT, SPLIT, PACKED
@@ -294,7 +296,7 @@ def next_state_backward_kernel(
     m_s = m_v & (o_k < K)[None, :]
     WHOLE_K: tl.constexpr = K == BK
     WHOLE_V: tl.constexpr = V % BV == 0
-    b_d = boundary_state(d_final, i_s, i_n, i_h, o_v, o_k, last, HV, K, V, SPLIT)
+    b_d = boundary_state(d_final, i_s, i_n, i_h, o_v, o_k, last, S, SPLIT)
     i_key = i_h // (HV // H)
     low, high, number = slab_bounds(i_s, i_m, tl.cdiv(length, CT), slab, per_slab, SLAB)
     for i_back in tl.range(0, high - low, num_stages=STAGES):
@@ -304,10 +306,8 @@ def next_state_backward_kernel(
         m_i, m_r = o_i < tokens, o_r < tokens * N_STEPS
         i_slot, i_own = (i_m + i_c) * HV + i_h, (number + i_c) * HV + i_h
         p_x = (i_own * BT + o_r[None, :]) * V + o_v[:, None]
-        b_q = load_keys(q, q, i_t, i_slot, i_key, o_i, m_i, o_k, BQ, H, K, COPIES, TMA)
-        b_y = load_keys(
-            k, write, i_t * N_STEPS, i_slot, i_key, o_r, m_r, o_k, BT, H, K, COPIES, TMA
-        )  # fmt: skip
+        b_q = load_keys(q, q, i_t, i_slot, i_key, o_i, m_i, o_k, BQ, S)
+        b_y = load_keys(k, write, i_t * N_STEPS, i_slot, i_key, o_r, m_r, o_k, BT, S)
         b_do = load_tile(d_o, i_t, i_h, i_v * BV, o_i, m_i, o_v, HV, V, WHOLE_V, TMA)
         if scores is None:
             b_p = raw_scores(b_q, b_y, o_i[:, None] >= o_r[None, :], PRECISION)
@@ -317,10 +317,7 @@ def next_state_backward_kernel(
         b_low = b_d.to(dtype)
         if d_states is not None:
             tl.store(state_tile(d_states, i_own, 0, o_v, o_k, 1, K, V), b_low, mask=m_s)
-        b_z, b_x = written_gradients(
-            b_low, b_do, b_y, b_p, scores, readings, scalings, scale, i_slot, o_i, o_r,
-            BT, COPIES, SCALED, TMA, PRECISION,
-        )  # fmt: skip
+        b_z, b_x = written_gradients(b_low, b_do, b_y, b_p, x, i_slot, o_i, o_r, S)
         if ERASE != "none":
             b_n = load_square(corrections, i_slot, o_r, o_r, BT, BT, TMA)
             b_e = b_y
@@ -337,13 +334,10 @@ def next_state_backward_kernel(
             b_x *= b_beta
         if d_v is not None:
             row, b_dv = i_t * N_STEPS, b_x.to(dtype)
-            store_output(d_v, b_dv, row, i_h, i_v, o_r, o_v, m_r, m_v, HV, V, BV, TMA_STORE)
+            store_output(d_v, b_dv, row, i_h, i_v, o_r, o_v, m_r, m_v, S, TMA_STORE)
         if d_values is not None:
             b_k = load_copy(k, i_slot, o_r, o_k, BT, K, WHOLE_K, TMA)
-            b_dv = value_gradients(
-                b_low, b_do, b_x.to(dtype), b_k, value_scores, from_values, i_slot, o_i, o_r,
-                BQ, BT, TMA, PRECISION,
-            )  # fmt: skip
+            b_dv = value_gradients(b_low, b_do, b_x.to(dtype), b_k, x, i_slot, o_i, o_r, S)
             tl.store(d_values + p_x, b_dv.to(dtype), mask=m_v)
         if DECAY != "none":
             b_d *= load_decay(chunk_decay, i_slot, o_k, K, DECAY)

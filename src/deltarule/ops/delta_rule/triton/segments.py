@@ -9,15 +9,13 @@ Backwards D_end of the segment before = D_end A^T + (D_start from zero), from th
 A program keeps BV rows of one head's state and goes through the segments of a sequence.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton.plan import Plan
+from deltarule.ops.delta_rule.triton.plan import Call, Plan, blocks
 from deltarule.ops.delta_rule.triton.tiles import state_tile
-from deltarule.ops.runtime.launch import Launch
 from deltarule.ops.runtime.places import first_chunk, place_of, sequence_bounds
 
 # The transitions of two segments, in float32, fit beside each other on every architecture.
@@ -94,36 +92,27 @@ def segment_count(inputs: Inputs, plan: Plan) -> int:
     return tokens // size + inputs.sequences
 
 
-def transitions_shape(inputs: Inputs, plan: Plan, erase: str) -> tuple[int, ...]:
+def transitions_shape(inputs: Inputs, plan: Plan) -> tuple[int, ...]:
     """Of the segments' ends: V rows of S, then the rows of A (without an erase: its diagonal)."""
     _, heads, value_size, key_size = inputs.state_shape
-    rows = value_size + (1 if erase == "none" else key_size)
+    rows = value_size + (1 if inputs.erase == "none" else key_size)
     return segment_count(inputs, plan), heads, rows, key_size
 
 
-def segment_starts(
-    inputs: Inputs, plan: Plan, boundary: Tensor | None, ends: Tensor, transitions: Tensor,
-    backwards: bool,
-) -> Tensor:  # fmt: skip
+def segment_starts(call: Call, boundary: Tensor | None, ends: Tensor, backwards: bool) -> Tensor:
     """The states at the segments' starts (backwards: the gradients at their ends).
 
-    `boundary` is the initial state, or the gradient by the final one; `ends` and `transitions` are
-    what the kernel of scan.py leaves with SPLIT "ends".
+    `boundary` is the initial state, or the gradient by the final one; `ends` and the transitions
+    are what the kernels of scan.py leave with SPLIT "ends".
     """
-    sequences, heads, value_size, key_size = inputs.state_shape
-    diagonal = inputs.beta is None and inputs.a is None
-    shape = ends.shape[0], heads, value_size, key_size
-    starts = plan.empty(shape, torch.float32, ends.device)
-    kernel = plan.once(starts_launch, inputs, transitions.shape[2], diagonal, backwards)
-    kernel(
-        (-(-value_size // CONFIG["BV"]) * heads * sequences, 1, 1),
-        boundary, ends, transitions, starts, inputs.cu_seqlens, inputs.q.shape[1], plan.per_segment,
-    )  # fmt: skip
+    sequences, heads, value_size, key_size = call.inputs.state_shape
+    transitions = call["ends"]
+    starts = call.empty((ends.shape[0], heads, value_size, key_size))
+    grid = blocks(value_size, CONFIG["BV"]) * heads * sequences, 1, 1
+    given = {
+        **CONFIG, "boundary": boundary, "ends": ends, "transitions": transitions, "starts": starts,
+        "ROWS": transitions.shape[2], "DIAGONAL": call.inputs.erase == "none",
+        "REVERSED": backwards,
+    }  # fmt: skip
+    call.launch(segment_starts_kernel, grid, given)
     return starts
-
-
-def starts_launch(inputs: Inputs, plan: Plan, rows: int, diagonal: bool, backwards: bool) -> Launch:
-    """The kernel with its constants."""
-    sizes = {name: plan.sizes[name] for name in ("HV", "K", "V", "CT", "BK")}
-    flags = {"DIAGONAL": diagonal, "REVERSED": backwards, "PACKED": inputs.cu_seqlens is not None}
-    return Launch(segment_starts_kernel, {**sizes, **flags, **CONFIG, "ROWS": rows})

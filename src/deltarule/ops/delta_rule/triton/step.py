@@ -125,8 +125,8 @@ def recurrent_step(
     beta_max = 1.0 if maps.beta_max is None else maps.beta_max
     kernel = step_launch(
         inputs.q.device, *inputs.q.shape[2:], value_heads, value_size, inputs.n_steps, inputs.decay,
-        inputs.erase, inputs.normalize_qk, state_indices is not None, A_log is not None,
-        maps.beta_max is not None, num_warps(state.dtype),
+        inputs.erase, inputs.normalize_qk, state_indices is not None,
+        (A_log is not None, maps.beta_max is not None), num_warps(state.dtype),
     )  # fmt: skip
     kernel(
         (-(-value_size // ROWS) * value_heads * batch, 1, 1), *streams, A_log, dt_bias,
@@ -141,13 +141,16 @@ def recurrent_step(
 def step_launch(
     device: torch.device, heads: int, key_size: int, value_heads: int, value_size: int,
     n_steps: int, decay: str, erase: str, unit_norm: bool, indexed: bool,
-    decay_logits: bool, beta_logits: bool, num_warps: int,
+    logits: tuple[bool, bool], num_warps: int,
 ) -> Launch:  # fmt: skip
-    """The kernel with its constants: one for all calls on a device that share them."""
+    """The kernel with its constants: one for all calls on a device that share them.
+
+    `logits` says of the decay and of beta whether they come as such.
+    """
     constants = {
         "H": heads, "HV": value_heads, "K": key_size, "V": value_size, "N_STEPS": n_steps,
         "DECAY": decay, "ERASE": erase, "UNIT_NORM": unit_norm, "INDEXED": indexed,
-        "DECAY_LOGITS": decay_logits, "BETA_LOGITS": beta_logits,
+        "DECAY_LOGITS": logits[0], "BETA_LOGITS": logits[1],
         "BK": triton.next_power_of_2(key_size), "BV": ROWS, "num_warps": num_warps, "num_stages": 1,
     }  # fmt: skip
     return Launch(recurrent_step_kernel, constants)

@@ -5,15 +5,15 @@ sizes, the erase, whether the scans read scaled copies of q and k, and whether h
 are so few that tiles of the state are narrow.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton.tables import TABLES, Row
+from deltarule.ops.runtime import calls
 
 # What the interpreter is given on a machine without a GPU.
 INTERPRETED = 90
@@ -21,7 +21,7 @@ INTERPRETED = 90
 ROWS = 64
 
 
-class Call(NamedTuple):
+class TileKey(NamedTuple):
     """What a configuration depends on."""
 
     architecture: int
@@ -34,9 +34,9 @@ class Call(NamedTuple):
     narrow: bool = False
 
 
-def call_of(inputs: Inputs) -> Call:
+def tile_key(inputs: Inputs) -> TileKey:
     """The part of a call that its configurations depend on."""
-    return Call(
+    return TileKey(
         architecture(inputs.q.device), inputs.q.element_size(), inputs.q.shape[-1],
         inputs.v.shape[-1], inputs.erase, inputs.by_channel,
     )  # fmt: skip
@@ -53,6 +53,202 @@ def _architecture(index: int) -> int:
     return 10 * major + minor
 
 
+# Of a multiprocessor.
+REGISTERS = 65536
+# Of a thread, at most.
+MOST_REGISTERS = 255
+
+
+class Row(NamedTuple):
+    """A configuration for elements of at most so many bytes and at most so many key channels."""
+
+    element_bytes: int
+    key_size: int
+    config: dict[str, int]
+
+    def fits(self, call: TileKey) -> bool:
+        """Whether the row is made for calls at least as large."""
+        return call.element_bytes <= self.element_bytes and call.key_size <= self.key_size
+
+
+Table = dict[str, tuple[Row, ...]]
+
+
+def no_loop(warps: int) -> dict[str, int]:
+    """Of a kernel without a loop."""
+    return {"num_warps": warps, "num_stages": 1}
+
+
+def scan(rows: int, block: int, warps: int, stages: int) -> dict[str, int]:
+    """Of the kernels from chunk to chunk: rows of a chunk, rows of the state, warps, stages."""
+    return {"BT": rows, "BV": block, "num_warps": warps, "STAGES": stages}
+
+
+def loop(block: int, warps: int, stages: int) -> dict[str, int]:
+    """Of a kernel that goes through the values of one chunk."""
+    return {"BV": block, "num_warps": warps, "num_stages": stages}
+
+
+def slices(block: int, at_once: int, warps: int, stages: int) -> dict[str, int]:
+    """Of the gradients that take so many channels in a program, and go through the values."""
+    return {**loop(block, warps, stages), "BC": at_once}
+
+
+def channels(warps: int, at_once: int, block: int) -> dict[str, int]:
+    """Of the gradients that go through so many key channels, and so many values, at once."""
+    return {**no_loop(warps), "BC": at_once, "BV": block}
+
+
+def pairs(warps: int, at_once: int) -> dict[str, int]:
+    """Of scores that go through so many key channels at once, and 16 where the bar is passed."""
+    return {**no_loop(warps), "BC": at_once, "BN": 16}
+
+
+def even(warps: int, at_once: int) -> dict[str, int]:
+    """Of even chunks: so many key channels at once, of 4 rows of a thread."""
+    return {**no_loop(warps), "BC": at_once, "DEEP": 4}
+
+
+def bounded(table: Table) -> Table:
+    """The table, every kernel with the registers that a thread may have at most.
+
+    Where it is not told, the assembler may fall to 32 or 40, and spill 10 KB.
+    """
+    return {
+        kernel: tuple(row._replace(config=most(row.config) | row.config) for row in rows)
+        for kernel, rows in table.items()
+    }
+
+
+def most(config: dict[str, int]) -> dict[str, int]:
+    """The registers that a thread may have where one block has a multiprocessor to itself."""
+    return {"maxnreg": min(REGISTERS // (32 * config["num_warps"]), MOST_REGISTERS)}
+
+
+# Two products in a row keep a whole operand in registers before sm_90, so tiles are small there.
+# The first is for the 163 KiB of shared memory of a block of sm_80, the other for 99 KiB.
+AMPERE: Table = {
+    "pair_scores": (Row(2, 128, no_loop(4)), Row(4, 256, no_loop(8))),
+    "next_state": (
+        Row(2, 128, scan(64, 64, 8, 2)), Row(2, 256, scan(64, 32, 8, 2)),
+        Row(4, 128, scan(32, 16, 8, 1)), Row(4, 256, scan(16, 16, 8, 1)),
+    ),
+    "next_state_backward": (
+        Row(2, 64, scan(64, 64, 8, 1)), Row(2, 128, scan(64, 64, 8, 2)),
+        Row(2, 256, scan(64, 32, 8, 2)), Row(4, 256, scan(64, 16, 8, 1)),
+    ),
+    "next_state_copies": (
+        Row(2, 128, scan(64, 32, 8, 2)), Row(2, 256, scan(64, 32, 8, 1)),
+        Row(4, 256, scan(64, 16, 8, 1)),
+    ),
+    "next_state_backward_copies": (
+        Row(2, 128, scan(64, 32, 8, 2)), Row(2, 256, scan(64, 32, 8, 1)),
+        Row(4, 256, scan(64, 16, 8, 1)),
+    ),
+    "gradients": (
+        Row(2, 256, slices(32, 64, 8, 1)), Row(4, 256, slices(16, 64, 8, 1)),
+    ),
+    "channel_scores": (Row(4, 256, pairs(4, 16)),),
+    "even_scores": (Row(4, 256, even(4, 32)),),
+    "pair_gradients": (Row(2, 256, loop(64, 4, 1)), Row(4, 256, loop(16, 8, 1))),
+    # Two programs of it share a multiprocessor without spills.
+    "even_chunks": (Row(4, 256, slices(64, 64, 4, 1)),),
+    "channel_gradients": (Row(4, 256, channels(4, 16, 64)),),
+    "anchored_gradients": (Row(2, 256, slices(32, 32, 8, 1)), Row(4, 256, slices(16, 32, 8, 1))),
+}  # fmt: skip
+SMALL: Table = AMPERE | {
+    "next_state": (
+        Row(2, 128, scan(64, 64, 8, 2)), Row(2, 256, scan(64, 32, 8, 1)),
+        Row(4, 128, scan(32, 16, 8, 1)), Row(4, 256, scan(16, 16, 8, 1)),
+    ),
+    "next_state_backward": (
+        Row(2, 64, scan(64, 64, 8, 1)), Row(2, 128, scan(64, 64, 8, 2)),
+        Row(2, 256, scan(64, 32, 4, 1)), Row(4, 256, scan(64, 16, 8, 1)),
+    ),
+    "next_state_copies": (
+        Row(2, 128, scan(64, 32, 4, 1)), Row(2, 256, scan(64, 32, 8, 1)),
+        Row(4, 256, scan(64, 16, 8, 1)),
+    ),
+    "next_state_backward_copies": (
+        Row(2, 128, scan(64, 32, 4, 1)), Row(2, 256, scan(64, 16, 8, 1)),
+        Row(4, 256, scan(64, 16, 8, 1)),
+    ),
+}  # fmt: skip
+# 227 KiB.
+HOPPER: Table = AMPERE | {
+    "pair_scores": (
+        Row(2, 128, {**no_loop(4), "maxnreg": 128}), Row(2, 256, no_loop(4)),
+        Row(4, 256, no_loop(8)),
+    ),
+    "next_state": (
+        Row(2, 128, scan(64, 128, 8, 3)), Row(2, 256, scan(64, 64, 8, 2)),
+        Row(4, 128, scan(32, 16, 8, 1)), Row(4, 256, scan(16, 16, 8, 1)),
+    ),
+    "next_state_backward": (
+        Row(2, 128, scan(64, 128, 8, 3)), Row(2, 256, scan(64, 32, 8, 2)),
+        Row(4, 256, scan(64, 16, 8, 1)),
+    ),
+    # Of larger keys, and of float32, tiles have 64 rows or fewer anyway.
+    "next_state_narrow": (Row(2, 128, scan(64, 64, 4, 3)),),
+    "next_state_backward_narrow": (Row(2, 128, scan(64, 64, 4, 3)),),
+    "next_state_copies": (
+        Row(2, 64, scan(64, 128, 8, 3)), Row(2, 128, scan(64, 128, 8, 2)),
+        Row(2, 256, scan(64, 32, 8, 1)), Row(4, 256, scan(64, 16, 8, 1)),
+    ),
+    "next_state_free": (
+        Row(2, 64, scan(64, 128, 8, 2)), Row(2, 128, scan(64, 64, 4, 2)),
+        Row(2, 256, scan(64, 32, 8, 1)), Row(4, 256, scan(64, 16, 8, 1)),
+    ),
+    "next_state_backward_copies": (
+        Row(2, 128, scan(64, 128, 8, 2)),
+        Row(2, 256, scan(64, 32, 8, 1)), Row(4, 256, scan(64, 16, 8, 1)),
+    ),
+    "next_state_backward_free": (
+        Row(2, 64, scan(64, 128, 8, 2)), Row(2, 128, scan(64, 64, 4, 2)),
+        Row(2, 256, scan(64, 32, 8, 1)), Row(4, 256, scan(64, 16, 8, 1)),
+    ),
+    "gradients": (
+        Row(2, 256, slices(64, 64, 4, 2)),
+        Row(4, 128, slices(32, 64, 8, 1)), Row(4, 256, slices(16, 64, 8, 1)),
+    ),
+    "channel_scores": (Row(2, 256, pairs(4, 32)), Row(4, 256, pairs(4, 16))),
+    "even_scores": (Row(4, 256, even(4, 64)),),
+    "anchored_gradients": (
+        Row(2, 256, slices(64, 64, 4, 3)), Row(4, 256, slices(16, 32, 8, 1)),
+    ),
+    # With 4 warps the assembler puts products of float32 inputs in series.
+    "channel_gradients": (Row(2, 256, channels(4, 16, 64)), Row(4, 256, channels(8, 16, 64))),
+}  # fmt: skip
+
+# Products leave their sums in tensor memory, of 512 columns, unless warps are fewer than 4 or more
+# than 8: tiles that fit there, or warps that go without. Compiled ahead, and never timed.
+BLACKWELL: Table = HOPPER | {
+    "next_state_backward_narrow": (Row(2, 128, scan(64, 64, 8, 3)),),
+    "pair_scores": (Row(2, 256, no_loop(4)), Row(4, 256, no_loop(8))),
+    "next_state_backward": (
+        Row(2, 128, scan(64, 64, 8, 3)), Row(2, 256, scan(64, 32, 8, 2)),
+        Row(4, 256, scan(64, 16, 8, 1)),
+    ),
+    "next_state_backward_copies": (
+        Row(2, 128, scan(64, 64, 4, 2)),
+        Row(2, 256, scan(64, 32, 8, 1)), Row(4, 256, scan(64, 16, 8, 1)),
+    ),
+    "channel_scores": (Row(2, 256, pairs(4, 32)), Row(4, 256, pairs(2, 16))),
+    "pair_gradients": (Row(2, 256, loop(64, 4, 1)), Row(4, 256, loop(16, 2, 1))),
+    "even_chunks": (Row(4, 256, slices(64, 64, 2, 1)),),
+    "channel_gradients": (
+        Row(2, 256, channels(4, 16, 64)), Row(4, 128, channels(8, 16, 64)),
+        Row(4, 256, {**channels(16, 16, 16), "maxnreg": 128}),
+    ),
+}  # fmt: skip
+
+# An architecture between two takes the nearest below it.
+TABLES: dict[int, Table] = {
+    80: bounded(AMPERE), 86: SMALL, 89: SMALL, 90: HOPPER,
+    100: bounded(BLACKWELL), 120: bounded(SMALL),
+}  # fmt: skip
+
+
 def table_of(architecture: int) -> dict[str, tuple[Row, ...]]:
     """The package's table of an architecture, or of the nearest below it that has one."""
     below = [known for known in TABLES if known <= architecture]
@@ -60,7 +256,7 @@ def table_of(architecture: int) -> dict[str, tuple[Row, ...]]:
 
 
 @cache
-def configuration(kernel: str, call: Call) -> dict[str, int]:
+def configuration(kernel: str, call: TileKey) -> dict[str, int]:
     """The configuration of a kernel for a call, its tile no larger than the values need.
 
     Returns:
@@ -77,7 +273,7 @@ def configuration(kernel: str, call: Call) -> dict[str, int]:
     return config
 
 
-def variant(kernel: str, call: Call) -> str:
+def variant(kernel: str, call: TileKey) -> str:
     """The name in the table: scans over copies, or in narrow tiles, may have rows of their own."""
     kinds = {"free": call.erase == "free", "copies": call.copies, "narrow": call.narrow}
     table = table_of(call.architecture)
@@ -86,30 +282,25 @@ def variant(kernel: str, call: Call) -> str:
     return next(found, kernel)
 
 
-def shipped(kernel: str, call: Call) -> dict[str, int]:
+def shipped(kernel: str, call: TileKey) -> dict[str, int]:
     """The package's configuration, as its table has it."""
     return next(row.config for row in table_of(call.architecture)[kernel] if row.fits(call))
 
 
-def has_own(call: Call, *kernels: str) -> bool:
+def has_own(call: TileKey, *kernels: str) -> bool:
     """Whether one of the kernels has a configuration for the call that is not the package's."""
     names = [variant(kernel, call) for kernel in kernels]
     return any(name in _overrides for name in names)
 
 
 @cache
-def chunk_rows(call: Call) -> int:
+def chunk_rows(call: TileKey) -> int:
     """Rows of a chunk: fewer where tiles of full width would not fit."""
     if call.copies:
         return ROWS
     return shipped("next_state", call).get("BT", ROWS)
 
 
-# What is kept of calls, and holds configurations: the plans that plan.py makes, and the launches
-# that recording.py wrote down.
-plans: dict[Hashable, Any] = {}
-recordings: dict[Hashable, Any] = {}
-MOST_RECORDINGS = 512
 _overrides: dict[str, dict[str, int]] = {}
 
 
@@ -125,18 +316,10 @@ def overridden(kernel: str, config: dict[str, int]) -> Iterator[None]:
         forget()
 
 
-def remember(key: Hashable, recording: Any) -> None:
-    """Keep what is known of the launches of a kind of calls."""
-    if len(recordings) >= MOST_RECORDINGS:
-        recordings.clear()
-    recordings[key] = recording
-
-
 def forget() -> None:
     """Look configurations up again, and plan anew."""
     configuration.cache_clear()
-    plans.clear()
-    recordings.clear()
+    calls.forget()
 
 
 def power_of_two(size: int) -> int:

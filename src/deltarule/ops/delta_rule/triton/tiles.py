@@ -1,5 +1,7 @@
 """Tiles of what the kernels from chunk to chunk read and write: device functions."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -8,6 +10,48 @@ from deltarule.ops.runtime.unit_norm import EPSILON
 # Rows of the scalings [M, HV, SCALINGS, BT] of a chunk; the last two are the sums of its decays.
 READ, ERASE_ROW, WRITE, BETA = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 WHOLE, REST, SCALINGS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
+
+
+class Sizes(NamedTuple):
+    """What a kernel is compiled for, handed on as one constant: sizes, tiles and choices."""
+
+    H: int = 0
+    HV: int = 0
+    K: int = 0
+    V: int = 0
+    N_STEPS: int = 1
+    CT: int = 0
+    BT: int = 0
+    BQ: int = 0
+    BK: int = 0
+    BC: int = 0
+    BV: int = 0
+    ERASE: str = ""
+    TIED: bool = False
+    HAS_DECAY: bool = False
+    UNIT_NORM: bool = False
+    COPIES: bool = False
+    SCALED: bool = False
+    TMA: bool = False
+    PRECISION: str = ""
+    EXACT: bool = False
+    BAR: float = 0.0
+    MERGE: str = ""
+
+
+class Gates(NamedTuple):
+    """beta and log_decay of all rows with their strides, and T."""
+
+    beta: tl.tensor
+    log_decay: tl.tensor
+    T: tl.tensor
+    s_beta_b: tl.tensor
+    s_beta_t: tl.tensor
+    s_beta_h: tl.tensor
+    s_decay_b: tl.tensor
+    s_decay_t: tl.tensor
+    s_decay_h: tl.tensor
+    s_decay_k: tl.tensor
 
 
 @triton.jit
@@ -107,16 +151,13 @@ def load_copy(
 
 
 @triton.jit
-def load_keys(
-    x, copy, row, i_slot, i_key, o_r, m_r, o_k, ROWS: tl.constexpr, H: tl.constexpr,
-    K: tl.constexpr, COPIES: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+def load_keys(x, copy, row, i_slot, i_key, o_r, m_r, o_k, ROWS: tl.constexpr, S: tl.constexpr):
     """A chunk's rows of q or k, or of their scaled copy."""
-    WHOLE: tl.constexpr = o_k.shape[0] == K
-    if COPIES:
-        b_x = load_copy(copy, i_slot, o_r, o_k, ROWS, K, WHOLE, TMA)
+    WHOLE: tl.constexpr = S.K == S.BK
+    if S.COPIES:
+        b_x = load_copy(copy, i_slot, o_r, o_k, ROWS, S.K, WHOLE, S.TMA)
     else:
-        b_x = load_tile(x, row, i_key, 0, o_r, m_r, o_k, H, K, WHOLE, TMA)
+        b_x = load_tile(x, row, i_key, 0, o_r, m_r, o_k, S.H, S.K, WHOLE, S.TMA)
     return b_x
 
 
@@ -141,62 +182,53 @@ def load_decay(chunk_decay, i_slot, o_k, K: tl.constexpr, DECAY: tl.constexpr):
 
 
 @triton.jit
-def boundary_state(
-    x, i_s, i_n, i_h, o_v, o_k, at_boundary, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    SPLIT: tl.constexpr,
-):  # fmt: skip
+def boundary_state(x, i_s, i_n, i_h, o_v, o_k, at_boundary, S: tl.constexpr, SPLIT: tl.constexpr):
     """Where a program starts: with a segment's state, or a sequence's; zeros elsewhere."""
-    b_s = tl.zeros([o_v.shape[0], o_k.shape[0]], tl.float32)
+    b_s = tl.zeros([S.BV, S.BK], tl.float32)
     if x is not None:
-        rows, i_x = V, i_n
+        rows, i_x = S.V, i_n
         if SPLIT == "starts":
             i_x = i_s
         if SPLIT == "ends":
-            rows = tl.where(at_boundary, V, 0)
-        mask = (o_v < rows)[:, None] & (o_k < K)[None, :]
-        b_s = tl.load(state_tile(x, i_x, i_h, o_v, o_k, HV, K, V), mask=mask, other=0.0)
+            rows = tl.where(at_boundary, S.V, 0)
+        mask = (o_v < rows)[:, None] & (o_k < S.K)[None, :]
+        b_s = tl.load(state_tile(x, i_x, i_h, o_v, o_k, S.HV, S.K, S.V), mask=mask, other=0.0)
     return b_s
 
 
 @triton.jit
-def store_ends(
-    ends, i_s, i_h, i_v, i_a, o_k, b_s, b_through, K: tl.constexpr, V: tl.constexpr,
-    HV: tl.constexpr, BV: tl.constexpr, ERASE: tl.constexpr,
-):  # fmt: skip
+def store_ends(ends, i_s, i_h, i_v, i_a, o_k, b_s, b_through, S: tl.constexpr):
     """Rows of S, a tile of A (i_a >= 0), or its diagonal, of ends [slots, HV, V + K or 1, K]."""
-    ROWS: tl.constexpr = V + 1 if ERASE == "none" else V + K
-    o_end = tl.where(i_a < 0, i_v * BV, V + i_a * BV) + tl.arange(0, BV)
-    m_end, m_k = o_end < tl.where(i_a < 0, V, ROWS), (o_k < K)[None, :]
-    p_end = state_tile(ends, i_s, i_h, o_end, o_k, HV, K, ROWS)
+    ROWS: tl.constexpr = S.V + 1 if S.ERASE == "none" else S.V + S.K
+    o_end = tl.where(i_a < 0, i_v * S.BV, S.V + i_a * S.BV) + tl.arange(0, S.BV)
+    m_end, m_k = o_end < tl.where(i_a < 0, S.V, ROWS), (o_k < S.K)[None, :]
+    p_end = state_tile(ends, i_s, i_h, o_end, o_k, S.HV, S.K, ROWS)
     tl.store(p_end, b_s, mask=m_end[:, None] & m_k)
-    if ERASE == "none":
-        p_end = state_tile(ends, i_s, i_h, V + tl.arange(0, 1), o_k, HV, K, ROWS)
-        tl.store(p_end, b_through, mask=(o_k < tl.where(i_v == 0, K, 0))[None, :])
+    if S.ERASE == "none":
+        p_end = state_tile(ends, i_s, i_h, S.V + tl.arange(0, 1), o_k, S.HV, S.K, ROWS)
+        tl.store(p_end, b_through, mask=(o_k < tl.where(i_v == 0, S.K, 0))[None, :])
 
 
 @triton.jit
 def store_final(
-    final_state, i_s, i_n, i_h, o_v, o_k, last, b_s, K: tl.constexpr, V: tl.constexpr,
-    HV: tl.constexpr, SLAB: tl.constexpr,
-):  # fmt: skip
+    final_state, i_s, i_n, i_h, o_v, o_k, last, b_s, S: tl.constexpr, SLAB: tl.constexpr
+):
     """The state that a sequence ends with (last), or in any case that of a stretch's slab."""
     if SLAB != "none":
         i_n, last = i_s, True
-    m_s = (o_v < tl.where(last, V, 0))[:, None] & (o_k < K)[None, :]
-    tl.store(state_tile(final_state, i_n, i_h, o_v, o_k, HV, K, V), b_s, mask=m_s)
+    m_s = (o_v < tl.where(last, S.V, 0))[:, None] & (o_k < S.K)[None, :]
+    tl.store(state_tile(final_state, i_n, i_h, o_v, o_k, S.HV, S.K, S.V), b_s, mask=m_s)
 
 
 @triton.jit
-def load_errors(
-    v, errors, row, rows, i_h, i_slot, i_v, HV: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-    BV: tl.constexpr, TIED: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+def load_errors(v, errors, row, rows, i_h, i_slot, i_v, S: tl.constexpr, TMA: tl.constexpr):
     """E of the values from i_v on: kept by the forward, or v where nothing is erased."""
-    if TIED:
-        b_e = load_chunk(errors, i_slot, i_v, V, BT, BV, TMA)
+    if S.TIED:
+        b_e = load_chunk(errors, i_slot, i_v, S.V, S.BT, S.BV, TMA)
     else:
-        o_r, o_v = tl.arange(0, BT), i_v + tl.arange(0, BV)
-        b_e = load_tile(v, row, i_h, i_v, o_r, o_r < rows, o_v, HV, V, V % BV == 0, TMA)
+        o_r, o_v = tl.arange(0, S.BT), i_v + tl.arange(0, S.BV)
+        WHOLE: tl.constexpr = S.V % S.BV == 0
+        b_e = load_tile(v, row, i_h, i_v, o_r, o_r < rows, o_v, S.HV, S.V, WHOLE, TMA)
     return b_e
 
 
@@ -209,6 +241,20 @@ def row_scaling(
     if HAS:
         b_scaling = tl.load(scalings + (i_slot * SCALINGS + which) * BT + o_r)
     return b_scaling
+
+
+@triton.jit
+def load_beta(g, first, i_h, o_r, m_r, S: tl.constexpr):
+    """beta of the rows o_r of a chunk."""
+    p_beta = g.beta + first // g.T * g.s_beta_b + first % g.T * S.N_STEPS * g.s_beta_t
+    p_beta += i_h * g.s_beta_h
+    return tl.load(p_beta + o_r * g.s_beta_t, mask=m_r, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def decays_of(g, first, i_h):
+    """Where the log decays of a chunk and head begin."""
+    return g.log_decay + first // g.T * g.s_decay_b + first % g.T * g.s_decay_t + i_h * g.s_decay_h
 
 
 @triton.jit
@@ -249,20 +295,17 @@ def store_square(x, i_slot, b_x, start, BT: tl.constexpr):
 
 
 @triton.jit
-def store_scores(
-    scores, i_slot, o_r, b_s, start,
-    N_STEPS: tl.constexpr, CT: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr,
-):  # fmt: skip
+def store_scores(scores, i_slot, o_r, b_s, start, S: tl.constexpr):
     """Write the rows from `start` on that are queries, [BQ, BT] of a chunk, up to the diagonal."""
     o_i, o_j = o_r[:, None], o_r[None, :]
-    p_s = scores + i_slot * BQ * BT
+    p_s = scores + i_slot * S.BQ * S.BT
     b_s = tl.where(o_j <= o_i, b_s, 0.0).to(scores.dtype.element_ty)
-    m_s = (o_i % N_STEPS == N_STEPS - 1) & (o_i >= start)
-    tl.store(p_s + o_i // N_STEPS * BT + o_j, b_s, mask=m_s)
-    if N_STEPS * BQ > BT:
-        o_q = tl.arange(0, BQ)[:, None]
-        b_zero = tl.zeros([BQ, BT], scores.dtype.element_ty)
-        tl.store(p_s + o_q * BT + o_j, b_zero, mask=o_q >= CT)
+    m_s = (o_i % S.N_STEPS == S.N_STEPS - 1) & (o_i >= start)
+    tl.store(p_s + o_i // S.N_STEPS * S.BT + o_j, b_s, mask=m_s)
+    if S.N_STEPS * S.BQ > S.BT:
+        o_q = tl.arange(0, S.BQ)[:, None]
+        b_zero = tl.zeros([S.BQ, S.BT], scores.dtype.element_ty)
+        tl.store(p_s + o_q * S.BT + o_j, b_zero, mask=o_q >= S.CT)
 
 
 @triton.jit

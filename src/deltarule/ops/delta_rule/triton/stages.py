@@ -1,0 +1,498 @@
+"""The stages of a call: which kernels each launches, and what these leave for the stages after it.
+
+Decay none or per head: `head_scores`, the scans, `add_gradients` and `through_norm`. Decay per
+channel and the free erase: `fast_scores` or `exact_scores`, the scans, `channel_gradients`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.triton.channel_gradients_16bit import even_chunks_kernel
+from deltarule.ops.delta_rule.triton.channel_gradients_exact import (
+    channel_gradients_kernel,
+    decay_sums_kernel,
+    pair_gradients_kernel,
+)
+from deltarule.ops.delta_rule.triton.channel_gradients_fast import anchored_gradients_kernel
+from deltarule.ops.delta_rule.triton.channel_scores_exact import (
+    channel_scores_kernel,
+    steep_scores_kernel,
+)
+from deltarule.ops.delta_rule.triton.channel_scores_fast import even_scores_kernel
+from deltarule.ops.delta_rule.triton.gradients import decay_gradients_kernel, gradients_kernel
+from deltarule.ops.delta_rule.triton.plan import (
+    COPY_ENGINE,
+    TENSOR_MEMORY,
+    WHOLE,
+    Call,
+    Plan,
+    Shapes,
+    Slab,
+    blocks,
+    full_tiles,
+    inverse_precision,
+    score_precision,
+)
+from deltarule.ops.delta_rule.triton.scan import next_state_backward_kernel, next_state_kernel
+from deltarule.ops.delta_rule.triton.scores import head_sums_kernel, pair_scores_kernel
+from deltarule.ops.delta_rule.triton.segments import ends_configuration, segment_starts
+from deltarule.ops.delta_rule.triton.tile_sizes import architecture, configuration
+from deltarule.ops.delta_rule.triton.tiles import SCALINGS
+from deltarule.ops.runtime.launch import Grid, Tiles
+from deltarule.ops.runtime.unit_norm import unit_norm_gradients_kernel
+
+# Rows of q or k that a program takes through the norm.
+NORM_ROWS = 32
+# What scans may take scores of: they round q . k before it is scaled, for which float16 has no
+# range. With more key channels a tile of S has fewer values, and each would take them again.
+SCORED_TYPES, SCORED_KEYS = (torch.bfloat16,), 128
+# Heads whose decays a program adds up.
+SUM_HEADS = 16
+# Rows that the decays of a chunk take, as channel_decay.py lays them out.
+SUMS = 212
+# Of `anchored_gradients_kernel`: where it runs.
+TESTED = {"K": 128, "V": 128, "N_STEPS": 1}
+# Programs for what is rare: two for each of the multiprocessors of a large GPU.
+PROGRAMS = 256
+# Powers of 2: see channel_scores_fast.py.
+SHIFT, RANGE = 64.0, 160.0
+
+
+def score_shapes(inputs: Inputs, plan: Plan) -> Shapes:
+    """What the pairs of rows of every chunk leave; decay none or per head."""
+    sizes, dtype = plan.sizes, inputs.q.dtype
+    chunks, rows = (plan.chunks, sizes["HV"]), sizes["BT"]
+    tied, scaled = inputs.beta is not None, inputs.log_decay is not None or inputs.normalize_qk
+    shapes: Shapes = {}
+    if not scans_score(inputs, plan):
+        shapes["scores"] = (*chunks, sizes["BQ"], rows), dtype
+    if tied:
+        shapes["corrections"] = (*chunks, rows, rows), dtype
+    if tied or scaled:
+        shapes["scalings"] = (*chunks, SCALINGS.value, rows), torch.float32
+    if inputs.log_decay is not None:
+        shapes["chunk_decay"] = chunks, torch.float32
+    return shapes
+
+
+def scans_score(inputs: Inputs, plan: Plan) -> bool:
+    """Whether the scans take q . k themselves: without decays, where one tile of S has all values.
+
+    Elsewhere than on Hopper there are too few registers, or too little tensor memory, for it.
+    """
+    x, tile = inputs.v, configuration("next_state", plan.tile_key)["BV"]
+    small = inputs.q.shape[-1] <= SCORED_KEYS and x.shape[-1] <= tile and inputs.n_steps == 1
+    able = x.dtype in SCORED_TYPES and architecture(x.device) in range(COPY_ENGINE, TENSOR_MEMORY)
+    return inputs.log_decay is None and small and able
+
+
+def head_scores(call: Call) -> None:
+    """Scores, corrections, scalings and the decays of chunks, into the buffers there are."""
+    chunks, heads = call.plan.chunks, call.plan.sizes["HV"]
+    if call.inputs.log_decay is not None:
+        grid = chunks, blocks(heads, SUM_HEADS), 1
+        call.launch(head_sums_kernel, grid, {"BH": SUM_HEADS, "num_warps": 2, "num_stages": 1})
+    if call["scores"] is not None or call["scalings"] is not None:
+        config = call.once(pair_scores_config)
+        call.launch(pair_scores_kernel, (chunks, heads, 1), config, score_tiles)
+
+
+def pair_scores_config(call: Call) -> dict[str, Any]:
+    """Of `pair_scores_kernel`."""
+    config = configuration("pair_scores", call.plan.tile_key)
+    return {
+        **config,
+        "PRECISION": inverse_precision(call.inputs.q.dtype),
+        "TMA": full_tiles(call.inputs, call.plan, 1),
+    }
+
+
+def score_tiles(c: Mapping[str, Any]) -> Tiles:
+    """What `pair_scores_kernel` fetches."""
+    width = c["H"] * c["K"]
+    return {"q": (width, [c["BQ"], c["K"]]), "k": (width, [c["BT"], c["K"]])}
+
+
+def scan_config(call: Call, name: str, split: str) -> dict[str, Any]:
+    """Of one of the kernels that follow the chunks, over whole sequences or segments."""
+    config = configuration(name, call.plan.tile_key)
+    config = ends_configuration(config) if split == "ends" else config
+    full = full_tiles(call.inputs, call.plan, config["BV"])
+    # Where products end in tensor memory, Triton cannot hold a store of the copy engine back.
+    stores = full and architecture(call.inputs.q.device) < TENSOR_MEMORY
+    own = {"SPLIT": split, "TMA": full, "TMA_STORE": stores, "num_stages": config["STAGES"]}
+    return config | own
+
+
+def scan_tiles(c: Mapping[str, Any]) -> dict[str, tuple[int, list[int]]]:
+    """What both kernels that follow the chunks fetch."""
+    rows, reads, keys = c["BT"], c["BQ"], c["K"]
+    square, reading, copy = (rows, [rows, rows]), (rows, [reads, rows]), (keys, [rows, keys])
+    width = keys if c["COPIES"] else c["H"] * keys
+    return {
+        "q": (width, [reads, keys]), "k": (width, [rows, keys]), "erase": copy, "write": copy,
+        "scores": reading, "value_scores": reading, "corrections": square, "from_values": square,
+        "scalings": (rows, [1, rows]), "readings": (rows, [1, reads]),
+    }  # fmt: skip
+
+
+def forward_tiles(c: Mapping[str, Any]) -> Tiles:
+    """What `next_state_kernel` fetches and stores."""
+    width = c["HV"] * c["V"]
+    o = {"o": (width, [c["BQ"], c["BV"]])} if c["TMA_STORE"] else {}
+    return scan_tiles(c) | {"v": (width, [c["BT"], c["BV"]])} | o
+
+
+def backward_tiles(c: Mapping[str, Any]) -> Tiles:
+    """What `next_state_backward_kernel` fetches and stores."""
+    width = c["HV"] * c["V"]
+    d_v = {"d_v": (width, [c["BT"], c["BV"]])} if c["TMA_STORE"] else {}
+    return scan_tiles(c) | {"d_o": (width, [c["BQ"], c["BV"]])} | d_v
+
+
+def streams(call: Call) -> dict[str, Any]:
+    """The arguments of both scans that have other names before: copies of q and k, scalings."""
+    copies = {"q": call["q_copy"], "k": call["k_copy"]} if call.inputs.by_channel else {}
+    return {"readings": call["scalings"], **copies}
+
+
+def scan_through(
+    call: Call, split: str, places: int, start: Tensor | None, end: Tensor,
+    o: Tensor | None = None, own: Mapping[str, Tensor] | None = None, slab: Slab = WHOLE,
+) -> None:  # fmt: skip
+    """Launch `next_state_kernel`: from the states at `start` to those at `end`.
+
+    `places` is the number of sequences or segments; S and E of the chunks go where `own` has room.
+    """
+    config, own = call.once(scan_config, "next_state", split), own or {}
+    _, heads, value_size, key_size = call.inputs.state_shape
+    tiles = blocks(value_size, config["BV"])
+    if split == "ends" and call.inputs.erase != "none":
+        tiles += blocks(key_size, config["BV"])
+    given = {
+        **config, **slab.constants(), **streams(call), "OUTPUT": o is not None,
+        "SAVE": "states" in own, "initial_state": start, "final_state": end, "o": o,
+        "states": own.get("states"), "errors": own.get("errors"),
+    }  # fmt: skip
+    call.launch(next_state_kernel, (tiles * heads * places, 1, 1), given, forward_tiles)
+
+
+def scan_back(
+    call: Call, split: str, places: int, d_end: Tensor, d_start: Tensor,
+    own: Mapping[str, Tensor] | None = None, d_v: Tensor | None = None, slab: Slab = WHOLE,
+) -> None:  # fmt: skip
+    """Launch `next_state_backward_kernel`: from the gradients at `d_end` to those at `d_start`.
+
+    D at the chunks' ends, X and a free erase's dv go where `own` has room, and dv of the others to
+    `d_v`, if there is any.
+    """
+    config, own = call.once(scan_config, "next_state_backward", split), own or {}
+    _, heads, value_size, _ = call.inputs.state_shape
+    grid = blocks(value_size, config["BV"]) * heads * places, 1, 1
+    given = {
+        **config, **slab.constants(), **streams(call), "d_final": d_end, "d_initial": d_start,
+        "d_states": own.get("d_states"), "d_errors": own.get("d_errors"),
+        "d_values": own.get("d_values"), "d_v": d_v,
+    }  # fmt: skip
+    call.launch(next_state_backward_kernel, grid, given, backward_tiles)
+
+
+def first_states(call: Call) -> Tensor:
+    """The states at the segments' starts; `ends` takes the segments' transitions besides."""
+    initial, ends = call.inputs.initial_state, call["ends"]
+    scan_through(call, "ends", len(ends), initial, ends)
+    return segment_starts(call, initial, ends, False)
+
+
+def last_gradients(call: Call) -> Tensor:
+    """The gradients by the states at the segments' ends."""
+    count, d_final = len(call["ends"]), call["d_final"]
+    d_ends = call.empty((count, *call.inputs.state_shape[1:]))
+    scan_back(call, "ends", count, d_final, d_ends)
+    return segment_starts(call, d_final, d_ends, True)
+
+
+def new_gradients(call: Call) -> None:
+    """Room for the gradients, those by beta and log_decay in float32."""
+    for name in ("q", "k", "v", "a", "b", "beta", "log_decay"):
+        x, low = call[name], name not in ("beta", "log_decay")
+        made = None if x is None else call.empty(x.shape, x.dtype if low else torch.float32)
+        call.values[f"d_{name}"] = made
+
+
+def scan_back_has_values(call: Call) -> bool:
+    """Whether the scan back writes dv: where nobody else asks for X, or value heads share keys.
+
+    For each value head alone it takes the scan longer than the gradients, which have X anyway.
+    """
+    return call.inputs.beta is None or call.plan.sizes["HV"] > call.plan.sizes["H"]
+
+
+def add_gradients(call: Call, slots: int, own: Mapping[str, Tensor], slab: Slab) -> None:
+    """Launch `gradients_kernel` and what adds up the decays, for the chunks of a slab.
+
+    `own` has D, X and the parts of these `slots` alone, and S and E unless all chunks have them.
+    """
+    sums, heads, x = own.get("parts"), call.plan.sizes["H"], own.get("d_errors")
+    each = 0 if sums is None else sums.stride(0)
+    chunks = slab.constants() | {"s_slice": each, "parts": sums}
+    config = call.once(gradients_config)
+    given = {
+        **config, **chunks, "KEPT": "states" not in own, "d_states": own["d_states"],
+        "states": own.get("states", call["states"]), "errors": own.get("errors", call["errors"]),
+        "d_errors": x, "p_x": x, "d_v": None if scan_back_has_values(call) else call["d_v"],
+    }  # fmt: skip
+    grid = (slices(call) + sums_pairs(call.inputs)) * heads * slots, 1, 1
+    call.launch(gradients_kernel, grid, given, gradient_tiles)
+    if sums is not None:
+        given = {
+            **chunks, "BD": config["BV"], "SLICES": slices(call), "PAIRS": sums_pairs(call.inputs),
+            "num_warps": 1, "num_stages": 1,
+        }  # fmt: skip
+        call.launch(decay_gradients_kernel, (slots, call.plan.sizes["HV"], 1), given)
+
+
+def gradients_config(call: Call) -> dict[str, Any]:
+    """Of `gradients_kernel`."""
+    inputs, sizes = call.inputs, call.plan.sizes
+    config, low = configuration("gradients", call.plan.tile_key), inputs.q.dtype != torch.float32
+    # Products of fewer rows are made of other instructions, whose operands are registers.
+    reads = max(sizes["BQ"], sizes["BT"]) if low else sizes["BQ"]
+    # Rows of the state that are taken at once: BT at most, to leave a sum of each. Of fewer, D S^T,
+    # too, would be made of the other instructions.
+    all_rows = low and inputs.log_decay is not None
+    fetched = architecture(inputs.q.device) >= COPY_ENGINE
+    values = sizes["BT"] if fetched and all_rows else min(config["BV"], sizes["BT"])
+    # In float32 a gradient is not rounded before it goes through the norm, which takes all of it.
+    whole = inputs.normalize_qk and not low
+    channels = sizes["BK"] if whole else min(config["BC"], sizes["BK"])
+    # A tile that is fetched has no rows of the next chunk.
+    full = full_tiles(inputs, call.plan, values) and sizes["BQ"] == sizes["BT"]
+    full = full and not sums_pairs(inputs)
+    return config | {"BQ": reads, "BV": values, "BC": channels, "TMA": full}
+
+
+def gradient_tiles(c: Mapping[str, Any]) -> Tiles:
+    """What `gradients_kernel` fetches."""
+    rows, width = [c["BT"], c["BV"]], c["HV"] * c["V"]
+    state = c["K"], [c["BV"], c["BC"]]
+    return {
+        "v": (width, rows), "d_o": (width, rows), "errors": (c["V"], rows),
+        "d_errors": (c["V"], rows), "states": state, "d_states": state,
+    }  # fmt: skip
+
+
+def slices(call: Call) -> int:
+    """Programs of a chunk and key head, each of which takes BC channels."""
+    return blocks(call.plan.sizes["K"], call.once(gradients_config)["BC"])
+
+
+def sums_pairs(inputs: Inputs) -> bool:
+    """Whether one more program sums the pairs of rows around a decay: in float32 alone."""
+    return inputs.log_decay is not None and inputs.q.dtype == torch.float32
+
+
+def through_norm(call: Call) -> None:
+    """Launch `unit_norm_gradients_kernel`: gradients by unit q and k to those by q and k."""
+    options = {"ROWS": NORM_ROWS, "num_warps": 4, "num_stages": 1}
+    for name in ("q", "k"):
+        rows = call[name].numel() // call.plan.sizes["K"]
+        given = {"x": call[name], "d_x": call[f"d_{name}"], "rows": rows}
+        call.launch(
+            unit_norm_gradients_kernel, (blocks(rows, NORM_ROWS), 1, 1), {**given, **options}
+        )
+
+
+# Decay per key channel and the free erase.
+
+
+def has_even_chunks(inputs: Inputs) -> bool:
+    """Whether kernels of their own take the chunks they can: bfloat16 has the range for it."""
+    return inputs.q.dtype == torch.bfloat16 and inputs.decay == "channel" and inputs.erase != "free"
+
+
+def has_anchored_chunks(inputs: Inputs, plan: Plan) -> bool:
+    """Whether one kernel takes all that decays little: at the size at which it was right on a GPU.
+
+    On an H200 it asked for too much shared memory at 64 channels, and was wrong at 3.
+    """
+    return has_even_chunks(inputs) and TESTED.items() <= plan.sizes.items()
+
+
+def chunk_grid(call: Call, heads: int, parts: int = 1) -> Grid:
+    """What `each_chunk` is for: a program for every chunk and head, or a few for the far ones."""
+    if has_anchored_chunks(call.inputs, call.plan):
+        return min(PROGRAMS, call.plan.chunks * heads), 1, parts
+    return call.plan.chunks, heads, parts
+
+
+def channel_config(call: Call, name: str, most: int | None = None) -> dict[str, Any]:
+    """Of a kernel over channels, `most` of them at once."""
+    config = configuration(name, call.plan.tile_key)
+    return config | {"BC": min(call.plan.sizes["BK"], config["BC"], most or config["BC"])}
+
+
+def channel_score_shapes(inputs: Inputs, plan: Plan) -> Shapes:
+    """What the pairs of rows of every chunk leave for the kernels that follow the chunks."""
+    sizes, dtype, erase = plan.sizes, inputs.q.dtype, inputs.erase
+    rows, reads, channels = sizes["BT"], sizes["BQ"], sizes["K"]
+    copy, square = ((rows, channels), dtype), ((rows, rows), dtype)
+    reading = (reads, rows), dtype
+    shapes: Shapes = {"q_copy": ((reads, channels), dtype), "write": copy, "scores": reading}
+    if erase != "none":
+        shapes |= {"erase": copy, "corrections": square}
+    if erase == "free":
+        shapes |= {"k_copy": copy, "value_scores": reading, "from_values": square}
+    if erase == "tied":
+        shapes["scalings"] = (SCALINGS.value, rows), torch.float32
+    if inputs.log_decay is not None:
+        shapes["chunk_decay"] = (channels,), torch.float32
+    each = plan.chunks, sizes["HV"]
+    return {name: ((*each, *shape), dtype) for name, (shape, dtype) in shapes.items()}
+
+
+def add_buffers(call: Call) -> None:
+    """What the pairs of rows leave joins the namespace, unless it is there."""
+    for name, of in channel_score_shapes(call.inputs, call.plan).items():
+        if call[name] is None:
+            call.values[name] = call.empty(*of)
+
+
+def new_sums(call: Call, *of: int) -> Tensor:
+    """Room for the sums of decays of so many chunks and heads."""
+    return call.empty((*of, SUMS, call.plan.sizes["K"]))
+
+
+def exact_scores(call: Call) -> None:
+    """Launch `channel_scores_kernel`, twice where the erase is free; it leaves the decays' sums."""
+    add_buffers(call)
+    chunks, heads = call.plan.chunks, call.plan.sizes["HV"]
+    if call.inputs.log_decay is not None:
+        call.values["sums"] = new_sums(call, chunks, heads)
+    config = call.once(channel_config, "channel_scores") | {"PRECISION": score_precision(call)}
+    for erasing_rows in (False, True) if call.inputs.erase == "free" else (False,):
+        grid = chunks, heads, 1
+        call.launch(channel_scores_kernel, grid, {**config, "ERASING_ROWS": erasing_rows})
+
+
+def fast_scores(call: Call) -> None:
+    """Launch `even_scores_kernel`, and after it the one for what it leaves over.
+
+    Only the GPU knows which rows these are: the second is always launched, and skips the others.
+    """
+    add_buffers(call)
+    heads, precision = (
+        call.plan.chunks * call.plan.sizes["HV"],
+        score_precision(call),
+    )
+    rows = {"even_rows": call.empty((call.plan.chunks, call.plan.sizes["HV"]), torch.int32)}
+    config = call.once(channel_config, "even_scores")
+    own = {"PRECISION": precision, "SHIFT": SHIFT, "RANGE": RANGE}
+    call.launch(even_scores_kernel, (heads, 1, 1), {**config, **own, **rows})
+    programs = min(PROGRAMS, heads)
+    # Around this kernel's loops more channels at once are too many registers.
+    config = call.once(channel_config, "channel_scores", 16)
+    sums = new_sums(call, programs)
+    own = {"PRECISION": precision, "sums": sums}
+    call.launch(steep_scores_kernel, (programs, 1, 1), {**config, **own, **rows})
+
+
+def decay_sums(call: Call) -> None:
+    """Launch `decay_sums_kernel`: what gradients need besides scores, but for anchored chunks."""
+    chunks, heads = call.plan.chunks, call.plan.sizes["HV"]
+    known = call["chunk_decay"] if has_anchored_chunks(call.inputs, call.plan) else None
+    call.values |= {"sums": new_sums(call, chunks, heads)}
+    # The scores have theirs already, the same but for rounding: forward and backward take that.
+    own = {"known": known, "chunk_decay": call.empty((chunks, heads, call.plan.sizes["K"]))}
+    call.launch(
+        decay_sums_kernel, chunk_grid(call, heads), {**own, "num_warps": 2, "num_stages": 1}
+    )
+
+
+def channel_gradients(call: Call) -> None:
+    """Launch the kernels of all chunks, then those of what is left.
+
+    Takes what the kernels that follow the chunks saved: S, E, D, X and, of a free erase, dv. The
+    decays' sums are overwritten.
+    """
+    inputs, sizes, rows = call.inputs, call.plan.sizes, call.plan.sizes["BT"]
+    count = {"none": 1, "tied": 2, "free": 4}[inputs.erase]
+    dtype = torch.bfloat16 if inputs.q.dtype == torch.bfloat16 else torch.float32
+    call.values |= {"pairs": call.empty((call.plan.chunks, sizes["HV"], count, rows, rows), dtype)}
+    new_gradients(call)
+    even, anchored = has_even_chunks(inputs), has_anchored_chunks(inputs, call.plan)
+    if anchored:
+        anchored_gradients(call)
+    config = configuration("pair_gradients", call.plan.tile_key)
+    known = call["chunk_decay"] if anchored else None
+    call.launch(pair_gradients_kernel, chunk_grid(call, sizes["HV"]), {**config, "known": known})
+    if even:
+        config = call.once(even_config)
+        parts = 1 if inputs.normalize_qk else blocks(sizes["K"], config["BC"])
+        grid = chunk_grid(call, sizes["H"], parts)
+        call.launch(even_chunks_kernel, grid, {**config, "FAR_ALONE": anchored})
+    # What is steep reads and overwrites the sums, so it comes last.
+    config = call.once(channel_config, "channel_gradients")
+    alone = {"STEEP_ALONE": even, "FAR_ALONE": anchored}
+    call.launch(channel_gradients_kernel, chunk_grid(call, sizes["H"]), {**config, **alone})
+    d_decay = call["d_log_decay"]
+    if d_decay is not None and inputs.decay == "head":
+        call.values |= {"d_log_decay": d_decay.sum(-1)}
+
+
+def anchored_gradients(call: Call) -> None:
+    """Launch `anchored_gradients_kernel`: of all chunks; flagged ones are then written anew."""
+    inputs, ones = call.inputs, call.constant(triangle)
+    config = call.once(anchored_config)
+    grid = (
+        blocks(call.plan.sizes["K"], config["BC"]) * call.plan.sizes["H"] * call.plan.chunks,
+        1,
+        1,
+    )
+    pointers = {"ones": ones, "p_q": inputs.q, "p_k": inputs.k}
+    call.launch(anchored_gradients_kernel, grid, {**config, **pointers}, anchored_tiles)
+    if inputs.normalize_qk:
+        through_norm(call)
+
+
+def triangle(call: Call) -> Tensor:
+    """Ones up to the diagonal, [BT, BT]: a product with them adds up rows."""
+    size, x = call.plan.sizes["BT"], call.inputs.q
+    return torch.ones(size, size, dtype=x.dtype, device=x.device).tril()
+
+
+def anchored_config(call: Call) -> dict[str, Any]:
+    """Of `anchored_gradients_kernel`."""
+    config, sizes = call.once(channel_config, "anchored_gradients"), call.plan.sizes
+    # A tile that is fetched has no rows of the next chunk, and a row of each token.
+    full = full_tiles(call.inputs, call.plan, config["BV"]) and sizes["BQ"] == sizes["BT"]
+    return config | {"TMA": full}
+
+
+def anchored_tiles(c: Mapping[str, Any]) -> Tiles:
+    """What `anchored_gradients_kernel` fetches and stores."""
+    rows, some = [c["BT"], c["BV"]], [c["BT"], c["BC"]]
+    values, inner = (c["HV"] * c["V"], rows), (c["V"], rows)
+    keys, decays, state = (
+        (c["H"] * c["K"], some),
+        (c["HV"] * c["K"], some),
+        (c["K"], [c["BV"], c["BC"]]),
+    )
+    return {
+        "v": values, "d_o": values, "d_v": values, "errors": inner, "d_errors": inner,
+        "states": state, "d_states": state, "q": keys, "k": keys, "d_q": keys, "d_k": keys,
+        "log_decay": decays, "d_log_decay": decays, "ones": (c["BT"], [c["BT"], c["BT"]]),
+    }  # fmt: skip
+
+
+def even_config(call: Call) -> dict[str, Any]:
+    """Of `even_chunks_kernel`."""
+    config = configuration("even_chunks", call.plan.tile_key)
+    # Sums over value heads take registers, too, and so does a loop over channels.
+    loops = call.inputs.normalize_qk or call.plan.sizes["HV"] != call.plan.sizes["H"]
+    channels = config["BC"] // 2 if loops else config["BC"]
+    return config | {"BC": min(call.plan.sizes["BK"], channels)}
