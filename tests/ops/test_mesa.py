@@ -8,6 +8,7 @@ from deltarule import MesaState, mesa, pack
 from deltarule.ops import mini_batches
 from deltarule.ops.mesa.api import IMPLEMENTATIONS
 from deltarule.ops.mesa.torch import solution_operator
+from oracles import mesa as oracle
 from tolerance import assert_close, relative_rms
 
 H, HV, K, V = 2, 4, 6, 5
@@ -68,6 +69,22 @@ def test_recursive_least_squares(impl, iterations):
             P = P - beta * torch.outer(P @ k, k @ P) / (1 + beta * k @ P @ k)
             S = S - beta * torch.outer(S @ k - v, k @ P)
             assert (out.o[row, t, head] - S @ q).abs().max() <= 1e-12 * (1 + (S @ q).abs().max())
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize(("dtype", "bar"), [(DOUBLE, 1e-12), (torch.float32, 5e-6)])
+def test_converges_where_keys_prefer_some_directions(impl, dtype, bar):
+    """Of 128 directions the last is used a hundredth as much as the first."""
+    tokens, size = 256, 128
+    turned, _ = torch.linalg.qr(draw(size, size))
+    k = F.normalize(draw(tokens, size) * torch.logspace(0, -2, size) @ turned, dim=-1).to(dtype)
+    q, v = F.normalize(draw(tokens, size), dim=-1).to(dtype), draw(tokens, 8).to(dtype)
+    beta, ridge = torch.rand(tokens, dtype=dtype), torch.full((1, size), 0.25, dtype=dtype)
+    x = (y[None, :, None] for y in (q, k, v))
+    found = mesa(*x, beta=beta[None, :, None], regularizer=ridge, scale=1.0, impl=impl).o
+    q, k, v, beta, ridge = (y.double() for y in (q, k, v, beta, ridge[0]))
+    expected, _ = oracle.recurrence(q, k, v, torch.ones_like(beta), beta, ridge)
+    assert relative_rms(found[0, :, 0], expected) <= bar
 
 
 @every_impl
@@ -318,7 +335,7 @@ BAD = {
     "beta must be a tensor": {"beta": None},
     r"regularizer must be \[HV, K\] = \[4, 6\]": {"regularizer": torch.ones(4)},
     "decay of each key channel would": {"log_decay": torch.zeros(2, 9, HV, K)},
-    "iterations must be an integer of 1 or more, or None": {"iterations": 0},
+    "iterations must be an integer of 1 or more, .auto., or None": {"iterations": 0},
     "scale must be a number": {"scale": torch.ones(())},
     "initial_state must be a MesaState": {"initial_state": torch.ones(2)},
     r"initial_state.covariance must be \[N, HV, K, K\]": {

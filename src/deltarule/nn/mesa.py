@@ -5,7 +5,7 @@ o_t = G_t (H_t + Diag(lambda))^{-1} q_t
 """
 
 import math
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +45,7 @@ class Mesa(Mixer):
     each key channel, learned from 1. The state holds G as `recurrent` and H as `covariance`.
 
     Defaults: head_k_dim = head_v_dim = hidden_size / num_heads, convolution of 4 over q and k, no
-    output gate, 30 iterations of the conjugate gradients.
+    output gate, max(30, head_k_dim) iterations of the conjugate gradients.
 
     Example:
         >>> import torch
@@ -62,8 +62,8 @@ class Mesa(Mixer):
     float32_parameters: ClassVar[tuple[str, ...]] = ("regularizer_logits",)
     regularizer_logits: nn.Parameter
 
-    # None solves exactly.
-    iterations: int | None = 30
+    # As in the operator: a number of steps, or None to solve exactly.
+    iterations: int | Literal["auto"] | None = "auto"
 
     def build_gates(self) -> None:
         self.a_proj = nn.Linear(self.hidden_size, self.num_heads)

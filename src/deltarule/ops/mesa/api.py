@@ -1,5 +1,7 @@
 """The operator of the mesa layer: a ridge regression over all tokens so far, at every token."""
 
+from typing import Literal
+
 from jaxtyping import Float
 from torch import Tensor
 
@@ -24,6 +26,10 @@ from deltarule.shapes import Beta, Keys, MesaOutput, MesaState, Offsets, Queries
 
 # Key channels of which a program of the Triton kernel holds the rows of its tokens.
 MAX_KEY_CHANNELS = 128
+# Steps of "auto" for few key channels: some more than K, for what rounding takes.
+LEAST_ITERATIONS = 30
+# A number of steps; "auto": as many as there are directions; None: no steps, an exact solution.
+Iterations = int | Literal["auto"] | None
 
 
 def why_not_triton(arguments: Arguments) -> str | None:
@@ -69,7 +75,7 @@ def mesa(
     beta: Beta,
     regularizer: Float[Tensor, "HV K"],
     log_decay: Float[Tensor, "HV"] | Float[Tensor, "B T HV"] | None = None,
-    iterations: int | None = 30,
+    iterations: Iterations = "auto",
     scale: float | None = None,
     initial_state: MesaState | None = None,
     cu_seqlens: Offsets | None = None,
@@ -96,8 +102,9 @@ def mesa(
         regularizer: Weight of each squared channel of the map [HV, K], > 0; it does not decay.
         log_decay: Natural log of the decay, <= 0, float32: [HV] constant or [B, T, HV]; -inf
             forgets everything. None means no decay.
-        iterations: Steps of the conjugate gradients, the same for every token; K of them suffice
-            but for rounding. None solves exactly, with K^3 operations a token.
+        iterations: Steps of the conjugate gradients, the same for every token. "auto": 30 or K,
+            whichever is more; K suffice but for rounding, fewer only where all channels of the keys
+            are about equally used. None solves exactly, with K^3 operations a token.
         scale: Factor of the read-out. None means K ** -0.5.
         initial_state: covariance [N, HV, K, K] and values [N, HV, V, K], float32 (float64 with
             float64 q). None means zeros.
@@ -138,6 +145,8 @@ def mesa(
             "symmetric sum of k k^T"
         )
     check_iterations(iterations)
+    if iterations == "auto":
+        iterations = max(LEAST_ITERATIONS, key_size)
     if context is not None:
         initial_state = starting_sums(
             context, k, v, beta=beta, log_decay=log_decay, given=initial_state,
@@ -157,13 +166,13 @@ def mesa(
     return output if return_state else MesaOutput(output.o, None)
 
 
-def check_iterations(iterations: int | None) -> None:
-    """A number of steps, or None."""
-    if iterations is None:
+def check_iterations(iterations: Iterations) -> None:
+    """A number of steps, "auto" or None."""
+    if iterations is None or iterations == "auto":
         return
     if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 1:
         raise ValueError(
-            f"iterations must be an integer of 1 or more, or None to solve exactly, "
+            f'iterations must be an integer of 1 or more, "auto", or None to solve exactly, '
             f"got {iterations!r}"
         )
 
