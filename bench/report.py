@@ -82,10 +82,10 @@ def of_kind(report: Row, kind: str, peer: str | None = None) -> Iterator[Row]:
 
 def operator_table(found: Iterable[Timing]) -> list[str]:
     """Milliseconds of every pass; a peer's with how many times ours they are."""
-    heads = ["operator", "batch x tokens, heads, size", "pass", "floor", "deltarule"]
+    heads = ["operator, batch x tokens, heads, size", "pass", "floor", "deltarule"]
     lines = [
         [
-            OPERATIONS[one.operation].title, one.shape.label, PASSES[one.passed],
+            f"{OPERATIONS[one.operation].title}, {one.shape.label}", PASSES[one.passed],
             number(one.floor_ms), f"**{number(one.ours_ms)}**",
             *(told(one.peers.get(peer)) for peer in PEERS),
         ]

@@ -102,7 +102,7 @@ def test_the_page_is_written_between_its_marks(tmp_path):
     page.write_text(f"# Performance\n\n{report.BEGIN}\n{report.END}\n\nWhat bounds it.\n")
     report.write_page([example_report()], page, picture)
     first = page.read_text()
-    line = next(line for line in first.splitlines() if "forward |" in line and "8x4096" in line)
+    line = next(line for line in first.splitlines() if "| forward |" in line and "8x4096" in line)
     assert line.endswith("| forward | 0.129 | **0.25** | 0.84 (3.4 x) | 0.34 (1.4 x) | - |")
     assert "`deltarule bench --quick`" in first
     assert "| gated delta rule | deltarule | 55 |" in first
