@@ -35,6 +35,8 @@ class ModelConfig:
         num_kv_heads: Key and value heads of attention, a divisor of its query heads. None: as many.
         conv_size: Taps of the short convolution of recurrent layers; 0 removes it. None: the
             layer's default.
+        conv_bias: Whether that convolution adds a bias before its SiLU. None: it does not.
+        n_groups: Key heads of Mamba-2 layers, a divisor of their heads.
         output_gate: Whether recurrent layers gate their output. None: the layer's default.
         beta_max: Largest write strength of delta layers; 2.0 allows negative eigenvalues. None:
             the layer's default.
@@ -72,6 +74,8 @@ class ModelConfig:
     num_attention_heads: int | None = None
     num_kv_heads: int | None = None
     conv_size: int | None = None
+    conv_bias: bool | None = None
+    n_groups: int = 1
     output_gate: bool | None = None
     beta_max: float | None = None
     n_steps: int | None = None
@@ -141,7 +145,7 @@ _MOST_LAYERS = 10_000
 _SMALLEST = {
     "vocab_size": 1, "hidden_size": 1, "num_layers": 1, "num_heads": 1, "num_v_heads": 1,
     "head_k_dim": 1, "head_v_dim": 1, "num_attention_heads": 1, "num_kv_heads": 1,
-    "conv_size": 0, "n_steps": 1, "window": 1, "mlp_size": 0,
+    "conv_size": 0, "n_groups": 1, "n_steps": 1, "window": 1, "mlp_size": 0,
 }  # fmt: skip
 _OPTIONAL = {
     "num_v_heads", "head_k_dim", "head_v_dim", "num_attention_heads", "num_kv_heads",
@@ -181,7 +185,7 @@ def _check_numbers(config: ModelConfig) -> None:
 def _check_flags(config: ModelConfig) -> None:
     if not isinstance(config.tie_embeddings, bool):
         raise ValueError(f"tie_embeddings must be True or False, got {config.tie_embeddings!r}")
-    for name in ("output_gate", "normalizer"):
+    for name in ("conv_bias", "output_gate", "normalizer"):
         if (value := getattr(config, name)) is not None and not isinstance(value, bool):
             raise ValueError(f"{name} must be True, False or None, got {value!r}")
 
@@ -201,6 +205,11 @@ def _check_heads(config: ModelConfig) -> None:
     if config.num_v_heads is not None and config.num_v_heads % heads:
         raise ValueError(
             f"num_v_heads must be a multiple of num_heads={heads}, got {config.num_v_heads}"
+        )
+    values = config.num_v_heads or heads
+    if values % config.n_groups:
+        raise ValueError(
+            f"n_groups must divide the {values} heads of Mamba-2 layers, got {config.n_groups}"
         )
     name = "num_heads" if config.num_attention_heads is None else "num_attention_heads"
     queries = config.num_attention_heads or heads
@@ -254,6 +263,8 @@ def _check_used(config: ModelConfig) -> None:
                 f"{name}={value!r} means nothing for any of layer_types "
                 f"{', '.join(dict.fromkeys(config.layer_types))}: these have it: {known}"
             )
+    if config.n_groups > 1 and "mamba2" not in config.layer_types:
+        raise ValueError(f"n_groups={config.n_groups} means nothing without mamba2 in layer_types")
 
 
 def _nearest(given: object, known: Iterable[str]) -> str:

@@ -54,9 +54,9 @@ class Mamba2(DeltaMixer):
     """Mamba-2: S = a S + dt v k^T, o = S q + D v, then norm(o * SiLU(z)).
 
     In the paper's letters q = C, k = B, v = x, z is the output gate; key heads are its groups and
-    value heads its heads. `from_config` takes one key head, and the configured heads as value
-    heads; on its own a layer takes num_heads key heads and num_v_heads value heads. The norm spans
-    all value heads of a key head.
+    value heads its heads. `from_config` takes the n_groups of the configuration as key heads (1 if
+    it has none), and its heads as value heads; on its own a layer takes num_heads key heads and
+    num_v_heads value heads. The norm spans all value heads of a key head.
 
     Defaults: head_k_dim = 128, head_v_dim = 2 hidden_size / num_v_heads, convolution of 4 over x,
     B and C with SiLU, output gate; exp(A_log) from U(1, 16), softplus(dt_bias) log-uniform in
@@ -79,8 +79,9 @@ class Mamba2(DeltaMixer):
 
     @classmethod
     def heads(cls, config: Any) -> dict[str, int | None]:
-        """One key head for all value heads of a model."""
-        return {"num_heads": 1, "num_v_heads": config.num_v_heads or config.num_heads}
+        """A model's groups as key heads, and its heads as value heads."""
+        heads = config.num_v_heads or config.num_heads
+        return {"num_heads": getattr(config, "n_groups", 1), "num_v_heads": heads}
 
     def default_head_k_dim(self) -> int:
         """Channels of a key where none are given: 128."""

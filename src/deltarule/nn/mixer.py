@@ -31,8 +31,8 @@ from deltarule.nn.short_conv import ShortConv
 
 # Options that mean something for every recurrent layer.
 COMMON = frozenset({
-    "head_k_dim", "head_v_dim", "conv_size", "output_gate", "norm_eps", "layer_index",
-    "num_layers",
+    "head_k_dim", "head_v_dim", "conv_size", "conv_bias", "output_gate", "norm_eps",
+    "layer_index", "num_layers",
 })  # fmt: skip
 
 
@@ -48,6 +48,7 @@ class Mixer(Frame):
         head_k_dim: Channels K of a query or key. None: expand_k * hidden_size / num_heads.
         head_v_dim: Channels V of a value. None: expand_v * head_k_dim.
         conv_size: Taps of the short convolution; 0 removes it. None: the layer's default.
+        conv_bias: Whether the short convolution adds a bias before its SiLU. None: it does not.
         output_gate: Whether to gate the output. None: the layer's default.
         beta_max: Largest write strength, in (0, 2]; 2.0 allows negative eigenvalues. None: the
             layer's default.
@@ -103,6 +104,7 @@ class Mixer(Frame):
         head_k_dim: int | None = None,
         head_v_dim: int | None = None,
         conv_size: int | None = None,
+        conv_bias: bool | None = None,
         output_gate: bool | None = None,
         beta_max: float | None = None,
         n_steps: int | None = None,
@@ -133,6 +135,7 @@ class Mixer(Frame):
         self.layer_index, self.num_layers = check_depth(layer_index, num_layers)
         conv_size = default(conv_size, self.default_conv_size)
         self.conv_size = positive("conv_size", conv_size) if conv_size != 0 else 0
+        self.conv_bias = default(conv_bias, False)
         self.feature_map = default(feature_map, self.default_feature_map)
         divides = isinstance(self.rule, Rule) and self.rule.normalizer
         self.qk_norm, self.normalizer = qk_norm, default(normalizer, divides)
@@ -220,7 +223,9 @@ class Mixer(Frame):
     def build_convolution(self, name: str, size: int) -> None:
         """Make the short convolution of a stream, if the layer has them."""
         if self.conv_size:
-            setattr(self, f"{name}_conv", ShortConv(size, self.conv_size, self.activates(name)))
+            activated = self.activates(name)
+            conv = ShortConv(size, self.conv_size, activated, self.conv_bias)
+            setattr(self, f"{name}_conv", conv)
 
     def build_gates(self) -> None:
         """Make what the decays, the write strengths and the like come from; here nothing."""

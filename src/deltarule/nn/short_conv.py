@@ -1,6 +1,6 @@
 """A short causal convolution over time, one filter for each channel, then SiLU.
 
-y_t = SiLU(sum_{j=0..W-1} weight_j * x_{t-W+1+j})
+y_t = SiLU(sum_{j=0..W-1} weight_j * x_{t-W+1+j} + bias)
 """
 
 from typing import NamedTuple
@@ -16,17 +16,23 @@ from deltarule.ops.fused import short_conv as fused
 
 
 class ShortConv(nn.Module):
-    """Depthwise causal convolution without bias, followed by SiLU.
+    """Depthwise causal convolution, followed by SiLU.
 
     Args:
         channels: Channels D, each with its own filter.
         size: Taps W, at least 1; the last weighs the token itself.
         activated: Whether SiLU follows.
+        bias: Whether each channel has a bias, which begins at zero.
     """
 
-    def __init__(self, channels: int, size: int = 4, activated: bool = True) -> None:
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, channels: int, size: int = 4, activated: bool = True, bias: bool = False
+    ) -> None:
         """Draw the taps from U(-W^-1/2, W^-1/2)."""
         super().__init__()
+        self.register_parameter("bias", nn.Parameter(torch.zeros(channels)) if bias else None)
         self.activated = activated
         self.weight = nn.Parameter(torch.empty(channels, size).uniform_(-(size**-0.5), size**-0.5))
 
@@ -41,8 +47,14 @@ class ShortConv(nn.Module):
 
     def forward(self, x: Tensor, history: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """Convolve x [B, T, D] after history [N, R, D]; return y and the next history."""
-        call = Call(x, self.weight, history, layout, self.activated)
-        return choose(CONVOLUTIONS, call, "auto", x.device).run(call)
+        # A bias comes between the taps and SiLU, which the kernel would have as one.
+        within = self.activated and self.bias is None
+        call = Call(x, self.weight, history, layout, within)
+        y, after = choose(CONVOLUTIONS, call, "auto", x.device).run(call)
+        if self.bias is not None:
+            y = y + self.bias.to(y.dtype)
+            y = F.silu(y) if self.activated else y
+        return y, after
 
 
 class Call(NamedTuple):

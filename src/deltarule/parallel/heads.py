@@ -66,6 +66,11 @@ def local_block(config: ModelConfig, index: int, mixer: Mixer, ways: int) -> Blo
     """Build the block of one process, without memory: fewer heads of the same sizes."""
     changed: dict[str, Any] = {name: share(name, getattr(config, name), ways) for name in HEADS}
     changed |= {name: getattr(mixer, name, None) for name in ("head_k_dim", "head_v_dim")}
+    if config.n_groups > 1:
+        raise ValueError(
+            f"n_groups={config.n_groups} cannot be split over {ways} processes: shard the weights "
+            "instead, or use one group"
+        )
     channels = mlp_size(config)
     inner = share("mlp_size", channels, ways) if channels else 0
     small = dataclasses.replace(config, **changed, mlp_size=inner)

@@ -4,11 +4,11 @@ import difflib
 from typing import Any
 
 from deltarule.models.config_names import MODEL_TYPE
-from deltarule.models.convert import fla
+from deltarule.models.convert import fla, mamba2
 from deltarule.models.convert.family import Family
 from deltarule.models.convert.piece import Piece, Shapes
 
-FAMILIES: dict[str, Family] = dict(fla.FAMILIES)
+FAMILIES: dict[str, Family] = fla.FAMILIES | {"mamba2": mamba2.FAMILY}
 
 
 def family_of(stored: dict[str, Any]) -> Family | None:
