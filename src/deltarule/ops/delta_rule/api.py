@@ -75,7 +75,8 @@ def delta_rule(
     Returns:
         o [B, T, HV, V] in v's dtype, and final_state [N, HV, V, K], always a new tensor; with
         return_transition a `TransitionOutput` of these two, which has `transition`. With a context
-        the states are those after each sequence's last token here.
+        the states are those after each sequence's last token here. A NaN or an infinity in a token
+        reaches no earlier one on a CPU; in chunks on another device it may, within its chunk.
 
     Raises:
         ValueError: An argument has the wrong shape, dtype or device; the message names it.
@@ -168,7 +169,8 @@ def dplr(
     Returns:
         o [B, T, HV, V] in v's dtype, and final_state [N, HV, V, K], always a new tensor; with
         return_transition a `TransitionOutput` of these two, which has `transition`. With a context
-        the states are those after each sequence's last token here.
+        the states are those after each sequence's last token here. A NaN or an infinity in a token
+        reaches no earlier one on a CPU; in chunks on another device it may, within its chunk.
 
     Raises:
         ValueError: An argument has the wrong shape, dtype or device; the message names it.

@@ -85,7 +85,8 @@ def ttt(
         impl: "auto", or a named implementation; "reference" is the primal form.
 
     Returns:
-        o [B, T, HV, V] in v's dtype, and final_state, always new tensors.
+        o [B, T, HV, V] in v's dtype, and final_state, always new tensors. A NaN in a token reaches
+        the earlier ones of its mini-batch, except in the reference.
 
     Raises:
         ValueError: An argument has the wrong shape, dtype or device; the message names it.

@@ -116,7 +116,8 @@ def mesa(
         impl: "auto", or a named implementation.
 
     Returns:
-        o [B, T, HV, V] in v's dtype, and final_state, always new tensors.
+        o [B, T, HV, V] in v's dtype, and final_state, always new tensors. A NaN in a token reaches
+        the earlier ones of its chunk of 64 tokens, except in the reference.
 
     Raises:
         ValueError: An argument has the wrong shape, dtype or device; the message names it.

@@ -44,10 +44,25 @@ def slab_elements(device: torch.device) -> int:
     return 2**25
 
 
-def plan(inputs: Inputs) -> tuple[int, list[Group]]:
-    """Tokens in a chunk, and how the chunks of this call are computed."""
+def leaks(inputs: Inputs) -> bool:
+    """Whether a NaN or an infinity would reach earlier tokens of its chunk, by products with zeros.
+
+    Only asked on a CPU, where the answer needs no waiting; a sum over each tensor shows it.
+    """
+    if inputs.q.device.type != "cpu":
+        return False
+    finite = (inputs.k, inputs.v, inputs.beta, inputs.a, inputs.b)
+    sums = [x.sum(dtype=inputs.dtype).isfinite() for x in finite if x is not None]
+    if inputs.log_decay is not None:
+        # A reset is -inf.
+        sums.append(~inputs.log_decay.sum(dtype=inputs.dtype).isnan())
+    return not all(sums)
+
+
+def plan(inputs: Inputs, size: int | None = None) -> tuple[int, list[Group]]:
+    """Tokens in a chunk, `size` or the usual number, and how these chunks are computed."""
     batch, tokens = inputs.q.shape[:2]
-    size = _chunk_size(inputs)
+    size = size or _chunk_size(inputs)
     rows = size * inputs.n_steps
     elements = inputs.v.shape[2] * rows * max(rows, *inputs.state_shape[2:])
     slab = max(slab_elements(inputs.q.device) // elements, 1)

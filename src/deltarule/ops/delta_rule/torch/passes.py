@@ -16,6 +16,7 @@ from deltarule.ops.delta_rule.torch.layout import (
     cut_output,
     empty_gradients,
     join_gradients,
+    leaks,
     plan,
 )
 from deltarule.ops.delta_rule.torch.scores import (
@@ -251,13 +252,22 @@ class Work(NamedTuple):
 
 def forward(inputs: Inputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, final state, and the states at the starts of the chunks (none without `save`)."""
+    o, final_state, saved = _run(inputs, save)
+    if leaks(inputs):
+        # A chunk of one token has no earlier ones.
+        o, final_state, _ = _run(inputs, False, 1)
+    return o, final_state, saved
+
+
+def _run(inputs: Inputs, save: bool, size: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """The forward in chunks of the usual size, or of one that saves nothing."""
     heads = inputs.q.shape[2]
     o = inputs.v.new_empty(inputs.output_shape)
     final_state = _initial_state(inputs).clone(memory_format=torch.contiguous_format)
     shape = chunk_states_shape(inputs) if save else (0, *inputs.state_shape[1:])
     saved = final_state.new_zeros(shape)
     with without_autocast(o.device):
-        size, groups = plan(inputs)
+        size, groups = plan(inputs, size)
         for sequences, slabs in groups:
             state = final_state[sequences].unflatten(1, (heads, -1))
             for slab in slabs:
