@@ -9,7 +9,7 @@ from tolerance import assert_close, relative_rms
 
 pytest.importorskip("triton")
 
-from deltarule.ops.delta_rule.gate_maps import GateMaps
+from deltarule.ops.delta_rule.gate_maps import NO_MAPS, GateMaps
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import step as triton_step
 
@@ -127,3 +127,22 @@ def test_extreme_logits_make_finite_gates() -> None:
     exact, state = drawn.exact(), drawn.state()
     assert_close(step_of_logits(drawn, state), exact.o, dtype=torch.float32)
     assert_close(state, exact.final_state, dtype=torch.float32)
+
+
+@interpreted
+@pytest.mark.parametrize("erase", ["tied", "free"])
+def test_the_state_after_each_token_is_kept(erase: str) -> None:
+    case = make_case("channel", erase, tokens=4, batch=2, dtype=torch.float32)
+    before = case.tensors["initial_state"]
+    inputs, state = step_inputs(case), before.clone()
+    states = torch.zeros(2, 4, *before.shape[1:])
+    triton_step.recurrent_step(inputs, state, None, -1, NO_MAPS, states)
+    assert torch.equal(states[:, -1], state)
+    for accepted in range(1, 4):
+        again, first = before.clone(), slice(accepted)
+        fewer = inputs._replace(**{
+            name: x[:, first] for name in ("q", "k", "v", "beta", "a", "b", "log_decay")
+            if (x := getattr(inputs, name)) is not None
+        })  # fmt: skip
+        triton_step.recurrent_step(fewer, again, None, -1)
+        assert torch.equal(states[:, accepted - 1], again)

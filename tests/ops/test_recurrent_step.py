@@ -95,3 +95,34 @@ def test_the_triton_kernel_wants_a_gpu() -> None:
     case = make_case("head", "tied", tokens=1)
     with pytest.raises(ValueError, match="Triton needs a CUDA device, and state is on cpu"):
         step(case, 0, 1, "triton", state=case.tensors["initial_state"])
+
+
+@every_impl
+@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafted_tokens_are_taken_back(impl, kind, indexed) -> None:
+    decay, erase, n_steps = kind
+    case = make_case(decay, erase, batch=3, tokens=6, n_steps=n_steps, normalize_qk=erase != "free")
+    before = case.tensors["initial_state"]
+    options = {"state_indices": torch.tensor([2, -1, 0])} if indexed else {}
+    state, states = before.clone(), torch.zeros(3, 6, *before.shape[1:], dtype=before.dtype)
+    o = step(case, 0, 6, impl, state=state, states=states, **options)
+    plain = before.clone()
+    assert torch.equal(o, step(case, 0, 6, impl, state=plain, **options))
+    assert torch.equal(state, plain)
+    for accepted in range(1, 7):
+        again = before.clone()
+        step(case, 0, accepted, impl, state=again, **options)
+        rows = torch.tensor([2, 0]) if indexed else torch.arange(3)
+        kept = states[torch.tensor([0, 2])] if indexed else states
+        assert torch.equal(kept[:, accepted - 1], again[rows])
+    assert not indexed or (states[1] == 0).all()
+
+
+def test_room_for_states_is_checked() -> None:
+    case = make_case("head", "tied", batch=2, tokens=3)
+    state = case.tensors["initial_state"].clone()
+    with pytest.raises(ValueError, match=r"states must be \[B, T, HV, V, K\] = \[2, 3, "):
+        step(case, 0, 3, "torch", state=state, states=torch.zeros(2, 2, *state.shape[1:]))
+    with pytest.raises(ValueError, match=r"states must be contiguous, torch\.float64"):
+        step(case, 0, 3, "torch", state=state, states=torch.zeros(2, 3, *state.shape[1:]))

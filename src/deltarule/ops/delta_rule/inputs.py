@@ -44,6 +44,19 @@ class Inputs(NamedTuple):
             initial_state=picked(self.initial_state),
         )  # fmt: skip
 
+    def token(self, t: int) -> "Inputs":
+        """Only this token of a batch."""
+
+        def picked(x: Tensor | None, steps: int = 1) -> Tensor | None:
+            return None if x is None else x[:, t * steps : (t + 1) * steps]
+
+        n = self.n_steps
+        return self._replace(
+            q=self.q[:, t : t + 1], k=self.k[:, t * n : (t + 1) * n],
+            v=self.v[:, t * n : (t + 1) * n], beta=picked(self.beta, n), a=picked(self.a),
+            b=picked(self.b), log_decay=picked(self.log_decay),
+        )  # fmt: skip
+
     @property
     def erase(self) -> str:
         """none, tied or free."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from deltarule.ops.checks import shape
 from deltarule.ops.delta_rule.gate_logits import BetaLogits, DecayLogits, given_gates, with_logits
-from deltarule.ops.delta_rule.gate_maps import GateMaps
+from deltarule.ops.delta_rule.gate_maps import NO_MAPS, GateMaps
 from deltarule.ops.delta_rule.implementations import Call, run_reference
 from deltarule.ops.delta_rule.inputs import Inputs, check_arguments
 from deltarule.ops.delta_rule.torch.step import recurrent_step as torch_step
@@ -40,6 +40,7 @@ def recurrent_step(
     state: State,
     state_indices: Tensor | None = None,
     null_index: int = -1,
+    states: Tensor | None = None,
     impl: Impl = "auto",
 ) -> Outputs:
     r"""Carry a state over 1 to 16 new tokens, writing it back in place.
@@ -69,6 +70,9 @@ def recurrent_step(
         state_indices: Slot of each batch row [B], int32 or int64; no slot twice (checked on the
             CPU). None means that row i has slot i.
         null_index: Rows with this index read nothing, write nothing and give zeros.
+        states: Where the state after each token goes, [B, T, HV, V, K] in state's dtype,
+            contiguous: states[:, m - 1] is, bit for bit, what `state` would be after the first m
+            of these tokens, so that drafted tokens can be taken back. None keeps none.
         impl: "auto", or a named implementation, which runs or raises with the reason.
 
     Returns:
@@ -92,14 +96,14 @@ def recurrent_step(
         n_steps=n_steps, scale=scale, normalize_qk=normalize_qk, batch_invariant=False,
     )  # fmt: skip
     inputs, maps = with_logits(inputs, beta, log_decay)
-    step = Step(inputs, state, state_indices, null_index, maps)
+    step = Step(inputs, state, state_indices, null_index, maps, states)
     check_step(step)
     return run_step(step, impl)
 
 
 def check_step(step: "Step") -> None:
     """What a step asks beyond the checks of the operators."""
-    inputs, state, state_indices, null_index, _ = step
+    inputs, state, state_indices, null_index, *_ = step
     if not 1 <= inputs.q.shape[1] <= MAX_TOKENS:
         raise ValueError(
             f"q must hold 1 to {MAX_TOKENS} tokens, got T = {inputs.q.shape[1]}: "
@@ -117,10 +121,27 @@ def check_step(step: "Step") -> None:
             f"{inputs.q.dtype}, got {state.dtype} on {state.device}"
         )
     check_slots(state, state_indices, null_index, batch=inputs.q.shape[0])
+    check_states(step)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in step.tensors):
         raise ValueError(
             "recurrent_step has no gradient, got an argument that requires one: "
             "call it under torch.no_grad(), or use delta_rule or dplr"
+        )
+
+
+def check_states(step: "Step") -> None:
+    """Room for the state after each token, if it is asked for."""
+    states, state, (batch, tokens, *sizes) = step.states, step.state, step.inputs.output_shape
+    if states is None:
+        return
+    expected = [batch, tokens, *sizes, step.inputs.q.shape[3]]
+    if not isinstance(states, Tensor) or list(states.shape) != expected:
+        given = shape(states) if isinstance(states, Tensor) else type(states).__name__
+        raise ValueError(f"states must be [B, T, HV, V, K] = {expected}, got {given}")
+    if states.dtype != state.dtype or states.device != state.device or not states.is_contiguous():
+        raise ValueError(
+            f"states must be contiguous, {state.dtype} and on {state.device} like state, got "
+            f"{states.dtype} on {states.device}"
         )
 
 
@@ -164,11 +185,13 @@ class Step(NamedTuple):
     state_indices: Tensor | None
     null_index: int
     maps: GateMaps
+    states: Tensor | None = None
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Every tensor of the call."""
-        return *self.inputs[:7], *self.maps[:2], self.state, self.state_indices
+        others = self.state, self.state_indices, self.states
+        return *self.inputs[:7], *self.maps[:2], *others
 
 
 def run_step(step: Step, impl: str) -> Tensor:
@@ -178,7 +201,9 @@ def run_step(step: Step, impl: str) -> Tensor:
 
 def reference_step(step: Step) -> Tensor:
     """The definition, from the picked slots and back into them."""
-    inputs, state, indices, null_index, maps = step
+    inputs, state, indices, null_index, maps, states = step
+    if states is not None:
+        return one_by_one(step, states)
     inputs = maps.applied(inputs)
     rows = torch.arange(inputs.q.shape[0], device=state.device)
     slots = rows if indices is None else indices.long()
@@ -190,6 +215,19 @@ def reference_step(step: Step) -> Tensor:
     return o.new_zeros(inputs.output_shape).index_copy(0, rows, o)
 
 
+def one_by_one(step: Step, states: Tensor) -> Tensor:
+    """The definition with the state after each token kept."""
+    inputs, rows = step.maps.applied(step.inputs), torch.arange(step.inputs.q.shape[0])
+    slots = rows if step.state_indices is None else step.state_indices.long().cpu()
+    rows = rows if step.state_indices is None else rows[slots != step.null_index]
+    outputs = []
+    for t in range(inputs.q.shape[1]):
+        alone = step._replace(inputs=inputs.token(t), maps=NO_MAPS, states=None)
+        outputs.append(reference_step(alone))
+        states[rows, t] = step.state[slots[rows]]
+    return torch.cat(outputs, dim=1)
+
+
 def registered(backend: str) -> Callable[[Step], Tensor]:
     """A backend behind the registered operator."""
 
@@ -198,20 +236,28 @@ def registered(backend: str) -> Callable[[Step], Tensor]:
             o = BACKENDS[backend](*step)
             # A kernel's write goes past autograd, which must not use a state that it saved before.
             torch.autograd.graph.increment_version(step.state)
+            if step.states is not None:
+                torch.autograd.graph.increment_version(step.states)
             return o
-        inputs, state, indices, null_index, maps = step
-        return step_op(*inputs[:7], state, indices, *inputs[9:12], null_index, backend, *maps)
+        inputs, state, indices, null_index, maps, states = step
+        rest = *inputs[9:12], null_index, backend, *maps, states
+        return step_op(*inputs[:7], state, indices, *rest)
 
     return run
 
 
 def triton_step(
-    inputs: Inputs, state: Tensor, state_indices: Tensor | None, null_index: int, maps: GateMaps
+    inputs: Inputs,
+    state: Tensor,
+    state_indices: Tensor | None,
+    null_index: int,
+    maps: GateMaps,
+    states: Tensor | None,
 ) -> Tensor:
     """The Triton kernel, whose module only a GPU needs."""
     from deltarule.ops.delta_rule.triton.step import recurrent_step
 
-    return recurrent_step(inputs, state, state_indices, null_index, maps)
+    return recurrent_step(inputs, state, state_indices, null_index, maps, states)
 
 
 BACKENDS = {"triton": triton_step, "torch": torch_step}
@@ -242,7 +288,7 @@ STEPS: Table[Step, Tensor] = {
 }
 
 
-@torch.library.custom_op("deltarule::recurrent_step", mutates_args=("state",))
+@torch.library.custom_op("deltarule::recurrent_step", mutates_args=("state", "states"))
 def step_op(
     q: Tensor,
     k: Tensor,
@@ -261,11 +307,12 @@ def step_op(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     beta_max: float | None = None,
+    states: Tensor | None = None,
 ) -> Tensor:
     """The registered operator behind `recurrent_step`."""
     inputs = Inputs(q, k, v, beta, a, b, log_decay, None, None, n_steps, scale, normalize_qk, False)
     maps = GateMaps(A_log, dt_bias, beta_max)
-    return BACKENDS[backend](inputs, state, state_indices, null_index, maps)
+    return BACKENDS[backend](inputs, state, state_indices, null_index, maps, states)
 
 
 @step_op.register_fake

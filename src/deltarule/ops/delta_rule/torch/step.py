@@ -20,25 +20,33 @@ def recurrent_step(
     state_indices: Tensor | None,
     null_index: int,
     maps: GateMaps = NO_MAPS,
+    states: Tensor | None = None,
 ) -> Tensor:
-    """Row i reads and writes state[state_indices[i]]; rows with null_index give zeros."""
+    """Row i reads and writes state[state_indices[i]]; rows with null_index give zeros.
+
+    `states` [B, T, HV, V, K], if given, takes the state after each token.
+    """
     with without_autocast(state.device):
         inputs = maps.applied(inputs)
         if state_indices is None:
             o, after = _tokens(inputs, state.to(inputs.dtype))
-            state.copy_(after)
+            state.copy_(after[-1])
+            if states is not None:
+                states.copy_(torch.stack(after, dim=1))
             return o
         rows = (state_indices != null_index).nonzero().squeeze(-1)
         slots = state_indices[rows].long()
         picked = inputs.rows(rows)
         o = inputs.v.new_zeros(inputs.output_shape)
         o[rows], after = _tokens(picked, state[slots].to(inputs.dtype))
-        state[slots] = after.to(state.dtype)
+        state[slots] = after[-1].to(state.dtype)
+        if states is not None:
+            states[rows] = torch.stack(after, dim=1).to(state.dtype)
         return o
 
 
-def _tokens(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs [B, T, HV, V] and the state [B, HV, V, K] after the last token."""
+def _tokens(inputs: Inputs, state: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Outputs [B, T, HV, V] and the state [B, HV, V, K] after each token."""
     heads, n_steps = inputs.v.shape[2], inputs.n_steps
     q, k = inputs.q.to(inputs.dtype), inputs.k.to(inputs.dtype)
     if inputs.normalize_qk:
@@ -46,7 +54,7 @@ def _tokens(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
     # [B, T, HV, 1, K]: a row vector for each head, to multiply a state from the right.
     q, k = (x.repeat_interleave(heads // x.shape[2], 2).unsqueeze(-2) for x in (q, k))
     v = inputs.v.to(inputs.dtype).unsqueeze(-1)
-    outputs = []
+    outputs, after = [], []
     for t in range(q.shape[1]):
         erase = None
         if inputs.a is not None and inputs.b is not None:
@@ -64,4 +72,5 @@ def _tokens(inputs: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
                 write = inputs.beta[:, row, :, None, None].to(inputs.dtype) * (write - held)
             state = state + write * k[:, row]
         outputs.append((state * q[:, t]).sum(-1) * inputs.scale)
-    return torch.stack(outputs, 1).to(inputs.v.dtype), state
+        after.append(state)
+    return torch.stack(outputs, 1).to(inputs.v.dtype), after

@@ -42,14 +42,14 @@ def decay_of(log_decay, o_g, mask, A_log, i_h, dt_bias, o_bias, LOGITS: tl.const
 # A single token is worth a kernel of its own; an index is not.
 @triton.jit(do_not_specialize=["null_index"])
 def recurrent_step_kernel(
-    q, k, v, beta, a, b, log_decay, A_log, dt_bias, state, state_indices, o,
+    q, k, v, beta, a, b, log_decay, A_log, dt_bias, state, state_indices, states, o,
     scale, beta_max, null_index, T,
     s_q_b, s_q_t, s_q_h, s_k_b, s_k_t, s_k_h, s_v_b, s_v_t, s_v_h,
     s_beta_b, s_beta_t, s_beta_h, s_a_b, s_a_t, s_a_h, s_b_b, s_b_t, s_b_h,
     s_decay_b, s_decay_t, s_decay_h, s_state_n, s_state_h, s_state_v,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
     DECAY: tl.constexpr, ERASE: tl.constexpr, UNIT_NORM: tl.constexpr, INDEXED: tl.constexpr,
-    DECAY_LOGITS: tl.constexpr, BETA_LOGITS: tl.constexpr,
+    DECAY_LOGITS: tl.constexpr, BETA_LOGITS: tl.constexpr, KEPT: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of one head of one batch row; s_x_b, s_x_t, s_x_h are strides of x."""
@@ -105,6 +105,9 @@ def recurrent_step_kernel(
             b_s += b_w[:, None] * b_k[None, :]
         b_o = tl.sum(b_s * b_q[None, :], axis=1) * scale
         tl.store(p_o + t * HV * V, b_o.to(o.dtype.element_ty), mask=m_v)
+        if KEPT:
+            p_t = states + (((i_b * T + t) * HV + i_h) * V + o_v[:, None]) * K + o_k[None, :]
+            tl.store(p_t, b_s.to(states.dtype.element_ty), mask=m_s)
     tl.store(p_s, b_s.to(state.dtype.element_ty), mask=m_s)
 
 
@@ -114,8 +117,12 @@ def recurrent_step(
     state_indices: Tensor | None,
     null_index: int,
     maps: GateMaps = NO_MAPS,
+    states: Tensor | None = None,
 ) -> Tensor:
-    """Row i reads and writes state[state_indices[i]]; rows with null_index give zeros."""
+    """Row i reads and writes state[state_indices[i]]; rows with null_index give zeros.
+
+    `states` [B, T, HV, V, K], if given, takes the state after each token.
+    """
     batch, tokens, value_heads, value_size = inputs.output_shape
     q, k, v, a, b = (_adjacent(x) for x in (inputs.q, inputs.k, inputs.v, inputs.a, inputs.b))
     log_decay = _adjacent(inputs.log_decay) if inputs.decay == "channel" else inputs.log_decay
@@ -125,12 +132,12 @@ def recurrent_step(
     beta_max = 1.0 if maps.beta_max is None else maps.beta_max
     kernel = step_launch(
         inputs.q.device, *inputs.q.shape[2:], value_heads, value_size, inputs.n_steps, inputs.decay,
-        inputs.erase, inputs.normalize_qk, state_indices is not None,
+        inputs.erase, inputs.normalize_qk, (state_indices is not None, states is not None),
         (A_log is not None, maps.beta_max is not None), num_warps(state.dtype),
     )  # fmt: skip
     kernel(
         (-(-value_size // ROWS) * value_heads * batch, 1, 1), *streams, A_log, dt_bias,
-        state, state_indices, o, inputs.scale, beta_max, null_index, tokens,
+        state, state_indices, states, o, inputs.scale, beta_max, null_index, tokens,
         *chain.from_iterable((0, 0, 0) if x is None else x.stride()[:3] for x in streams),
         *state.stride()[:3],
     )  # fmt: skip
@@ -140,17 +147,18 @@ def recurrent_step(
 @lru_cache(maxsize=256)
 def step_launch(
     device: torch.device, heads: int, key_size: int, value_heads: int, value_size: int,
-    n_steps: int, decay: str, erase: str, unit_norm: bool, indexed: bool,
+    n_steps: int, decay: str, erase: str, unit_norm: bool, states: tuple[bool, bool],
     logits: tuple[bool, bool], num_warps: int,
 ) -> Launch:  # fmt: skip
     """The kernel with its constants: one for all calls on a device that share them.
 
-    `logits` says of the decay and of beta whether they come as such.
+    `states` says whether they have slots, and whether that after each token is kept; `logits`, of
+    the decay and of beta, whether they come as such.
     """
     constants = {
         "H": heads, "HV": value_heads, "K": key_size, "V": value_size, "N_STEPS": n_steps,
-        "DECAY": decay, "ERASE": erase, "UNIT_NORM": unit_norm, "INDEXED": indexed,
-        "DECAY_LOGITS": logits[0], "BETA_LOGITS": logits[1],
+        "DECAY": decay, "ERASE": erase, "UNIT_NORM": unit_norm, "INDEXED": states[0],
+        "DECAY_LOGITS": logits[0], "BETA_LOGITS": logits[1], "KEPT": states[1],
         "BK": triton.next_power_of_2(key_size), "BV": ROWS, "num_warps": num_warps, "num_stages": 1,
     }  # fmt: skip
     return Launch(recurrent_step_kernel, constants)
