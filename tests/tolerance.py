@@ -15,11 +15,19 @@ from deltarule.ops.delta_rule.bars import (
     YARDSTICK_GRADIENT,
     YARDSTICK_LARGEST,
     YARDSTICK_STRESS,
+    full_precision,
+    growth,
     relative_largest,
     relative_rms,
 )
 
-__all__ = ["assert_close", "assert_close_to_yardstick", "relative_largest", "relative_rms"]
+__all__ = [
+    "assert_close",
+    "assert_close_to_yardstick",
+    "growth",
+    "relative_largest",
+    "relative_rms",
+]
 
 
 def assert_close(
@@ -30,12 +38,14 @@ def assert_close(
     gradient: bool = False,
     name: str = "result",
     floor: float = 0.0,
+    growth: float = 1.0,
 ) -> None:
     """Check a float32 or float64 computation: 1e-6 and 5e-6 (gradients), or 1e-12 and 5e-12.
 
-    `dtype` is that of the inputs; None means that of x.
+    `dtype` is that of the inputs; None means that of x. `growth` is how far the call lets its
+    roundings grow, `tolerance.growth(writes, K)` where nothing decays and beta is 2.
     """
-    bar = (GRADIENT if gradient else FORWARD)[dtype or x.dtype]
+    bar = full_precision(dtype or x.dtype, gradient, growth)
     _check(name, "error", relative_rms(x, reference, floor=floor), bar)
 
 
@@ -73,11 +83,11 @@ def assert_close_to_yardstick(
     factor = YARDSTICK_STRESS if stress else factor
     # A state is summed in float32 whatever the inputs are, where the yardstick may round nothing.
     bars = GRADIENT if gradient else FORWARD
-    full_precision = bars.get(dtype, bars[torch.float32])
-    _check(name, "error", error, max(factor * own, full_precision))
+    least = bars.get(dtype, bars[torch.float32])
+    _check(name, "error", error, max(factor * own, least))
     largest = max(YARDSTICK_LARGEST, factor) * relative_largest(yardstick, reference, floor=floor)
     error = relative_largest(x, reference, floor=floor)
-    _check(name, "largest error", error, max(largest, YARDSTICK_LARGEST * full_precision))
+    _check(name, "largest error", error, max(largest, YARDSTICK_LARGEST * least))
 
 
 def _check(name: str, measure: str, error: float, bar: float) -> None:

@@ -13,6 +13,22 @@ from torch import Tensor
 FORWARD = {torch.float64: 1e-12, torch.float32: 1e-6}
 GRADIENT = {torch.float64: 5e-12, torch.float32: 5e-6}
 
+
+def full_precision(dtype: torch.dtype, gradient: bool = False, growth: float = 1.0) -> float:
+    """The bar of float64 and float32 for a recurrence whose roundings grow so far; see `growth`."""
+    return max(GRADIENT[dtype] if gradient else 0.0, growth * FORWARD[dtype])
+
+
+def growth(writes: int, key_size: int) -> float:
+    """How far roundings grow where nothing decays and every beta is 2: sqrt(max(1, writes / K)).
+
+    Each write is a reflection, which keeps what it does not overwrite at its size. The roundings of
+    n writes add up as a random walk, beside a state that K writes fill; where something decays, or
+    beta stays below 2, all but the last ones are forgotten.
+    """
+    return math.sqrt(max(1.0, writes / key_size))
+
+
 # For bfloat16 and float16: multiples of the error of `chunked.py` in the same dtype.
 YARDSTICK_FORWARD = 1.1
 YARDSTICK_GRADIENT = 1.5
