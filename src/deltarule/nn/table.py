@@ -9,7 +9,12 @@ from deltarule.ops.delta_rule.implementations import IMPLEMENTATIONS
 from deltarule.ops.delta_rule.step import STEPS
 
 # What a reader calls the entries of the operators' table of implementations.
-FORMS = {"reference": "recurrent", "torch": "chunked", "triton": "GPU kernel", "gluon": "Gluon"}
+FORMS = {
+    "reference": "recurrent",
+    "torch": "chunked",
+    "triton": "GPU kernel",
+    "gluon": "fused forward",
+}
 
 COLUMNS = ("system", "one token", "decay", "erase", "source")
 
@@ -25,7 +30,9 @@ def forms(system: System) -> str:
     """The ways a system runs: its own, or those of `delta_rule` and `dplr`."""
     if system.forms:
         return system.forms
-    words = [word for name, word in FORMS.items() if name in IMPLEMENTATIONS]
+    fused = system.decay != "channel" and system.erase != "free"
+    known = [name for name in IMPLEMENTATIONS if name != "gluon" or fused]
+    words = [word for name, word in FORMS.items() if name in known]
     return ", ".join([*words, *(["GPU kernel for steps"] if "triton" in STEPS else [])])
 
 
