@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from deltarule import delta_rule, dplr, pack
+from deltarule import delta_rule, dplr, pack, selective_scan
 
 T, BAD, H, HV, K, V = 75, 37, 2, 4, 8, 6
 
@@ -63,3 +63,15 @@ def test_what_is_not_finite_is_where_the_definition_has_it():
     torch.testing.assert_close(
         found.final_state, expected.final_state, equal_nan=True, rtol=1e-4, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("name", ["k", "v", "log_decay", "value_log_decay"])
+def test_the_products_of_selective_scan(name):
+    q, k, a = torch.randn(3, 1, T, HV, K).unbind()
+    v, b = torch.randn(2, 1, T, HV, V).unbind()
+    x = {"q": q, "k": k, "v": v, "log_decay": -a.exp(), "value_log_decay": -b.exp()}
+    expected = selective_scan(**x, impl="torch").o[:, :BAD]
+    x[name][0, BAD, 0] = torch.nan
+    o = selective_scan(**x, impl="torch").o
+    torch.testing.assert_close(o[:, :BAD], expected)
+    assert not o[:, BAD:].isfinite().all()

@@ -8,6 +8,7 @@ from torch.library import opcheck
 from deltarule import RecurrentOutput, pack, selective_scan
 from deltarule.ops.selective_scan import torch as scan_layout
 from deltarule.ops.selective_scan.registered import scan_operator
+from oracles import decaying_fast_weights as dfw
 from tolerance import assert_close, relative_rms
 
 H, HV, K, V = 2, 4, 3, 5
@@ -89,6 +90,32 @@ def test_slabs_of_any_size_agree(elements, lengths, monkeypatch):
     found, wanted = (gradients(tensors, impl, lengths) for impl in ("torch", "reference"))
     for name in tensors:
         assert_close(found[name], wanted[name], gradient=True, name=name)
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_decaying_fast_weights_are_two_masked_products(impl, scale):
+    """Strong decays too: no quotient of their products is taken."""
+    tokens = 150
+    q, k = torch.randn(2, tokens, 6, dtype=torch.float64)
+    v, state = torch.randn(tokens, 5).double(), torch.randn(5, 6).double()
+    a, b = (scale * torch.nn.functional.logsigmoid(torch.randn_like(x)) for x in (k, v))
+    given = {"log_decay": a[None, :, None], "value_log_decay": b[None, :, None]}
+    x = (y[None, :, None] for y in (q, k, v))
+    out = selective_scan(*x, **given, scale=1.0, initial_state=state[None, None], impl=impl)
+    expected, final = dfw.recurrence(q, k, v, a.exp(), b.exp(), state)
+    assert_close(out.o[0, :, 0], expected)
+    assert_close(out.final_state[0, 0], final)
+    x = (y[None, :, None] for y in (q, k, v))
+    out = selective_scan(*x, **given, scale=1.0, impl=impl)
+    assert_close(out.o[0, :, 0], dfw.masked_products(q, k, v, a.exp(), b.exp()))
+
+
+def test_decays_on_two_sides_go_no_token_by_token(monkeypatch):
+    monkeypatch.delattr(scan_layout, "decay")
+    q, k, a = torch.randn(3, 1, 70, 2, 4)[:, :, :, :1].unbind()
+    v = torch.randn(1, 70, 1, 3)
+    selective_scan(q, k, v, log_decay=-a.exp(), value_log_decay=-v.exp(), impl="torch")
 
 
 def test_the_definition_by_hand():

@@ -5,6 +5,8 @@ token of each chunk are in memory; the backward pass keeps those of the tokens o
 
     decay_t = exp(delta_t A + value_log_decay_t 1^T + 1 log_decay_t^T) * (1 - beta_t k_t^2^T)
     S_t = decay_t * S_{t-1} + w_t k_t^T        w_t = v_t or beta_t * v_t        o_t = S_t q_t
+
+Where the decay is one of key channels and one of value channels, the forward is by `products`.
 """
 
 from itertools import pairwise
@@ -24,6 +26,7 @@ from deltarule.ops.chunks import (
     join,
     packed_groups,
 )
+from deltarule.ops.selective_scan import products
 from deltarule.ops.selective_scan.inputs import ScanInputs
 
 
@@ -38,6 +41,27 @@ class Chunks(NamedTuple):
     value_log_decay: Tensor | None
     log_decay: Tensor | None
     beta: Tensor | None
+
+
+class Products(NamedTuple):
+    """Chunks of a decay of key channels and one of value channels, for `products`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_a: Tensor
+    log_b: Tensor
+
+
+def factors(chunks: Chunks) -> Products | None:
+    """These chunks as what is multiplied; None where each entry decays on its own."""
+    q, k, v, delta, _, log_b, log_a, beta = chunks
+    if delta is not None or beta is not None or q.ndim == 3 or k.ndim == 3:
+        return None
+    if not products.apply((q, k, v), (log_a, log_b)):
+        return None
+    log_a, log_b = (v.new_zeros(1) if x is None else x for x in (log_a, log_b))
+    return Products(q, k, v, log_a.expand(k.shape), log_b.expand(v.shape))
 
 
 def slab_elements(device: torch.device) -> int:
@@ -197,13 +221,7 @@ def chunk_starts(chunks: Chunks, state: Tensor, bounds: list[int]) -> Tensor:
     """[M, HV, V, K] the state at the start of every chunk; state [n, HV, V, K] is before them."""
     if len(bounds) == 2:
         return state[: bounds[1]].clone()
-    write, shape = written(chunks), (chunks.v.shape[0], *state.shape[1:])
-    # What a chunk makes of a state of zeros, and what is left of any other.
-    local, left = state.new_zeros(shape), state.new_ones(shape)
-    for t in range(write.shape[2]):
-        factor = decay(chunks, t)
-        local.mul_(factor).addcmul_(write[:, :, t, :, None], at(chunks.k, t))
-        left.mul_(factor)
+    local, left = chunk_writes(chunks, state)
     starts = torch.empty_like(local)
     before = state
     for first, stop in pairwise(bounds):
@@ -212,8 +230,23 @@ def chunk_starts(chunks: Chunks, state: Tensor, bounds: list[int]) -> Tensor:
     return starts
 
 
+def chunk_writes(chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
+    """What each chunk makes of a state of zeros, and what is left of any other: [M, HV, V, K]."""
+    if (given := factors(chunks)) is not None:
+        return products.write(*given[1:])
+    write, shape = written(chunks), (chunks.v.shape[0], *state.shape[1:])
+    local, left = state.new_zeros(shape), state.new_ones(shape)
+    for t in range(write.shape[2]):
+        factor = decay(chunks, t)
+        local.mul_(factor).addcmul_(write[:, :, t, :, None], at(chunks.k, t))
+        left.mul_(factor)
+    return local, left
+
+
 def read(chunks: Chunks, starts: Tensor) -> tuple[Tensor, Tensor]:
     """o [M, HV, C, V], and the state at the end of every chunk."""
+    if (given := factors(chunks)) is not None:
+        return products.read(*given, starts)
     write, state = written(chunks), starts.clone()
     o = torch.empty_like(write)
     for t in range(write.shape[2]):
