@@ -1,11 +1,15 @@
 """Checkpoints of transformers' own classes: read, written, and equal to the classes' logits."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from deltarule.models import CausalLM
-from hf.families import tiny, tokens
+from deltarule.models import CausalLM, CheckpointError
+from deltarule.models.files import CONFIG, WEIGHTS
+from hf.families import MULTIMODAL, make, tiny, tokens
 from models.checkpoints import check_round_trip, check_ways_of_reading, close
 
 # By a title, the family and its options.
@@ -15,7 +19,27 @@ CONFIGS = {
         "mamba2",
         {"tie_word_embeddings": True, "use_conv_bias": False, "n_groups": 1},
     ),
-}
+    "qwen3_5": ("qwen3_5", {}),
+    "qwen3_next, dense": ("qwen3_next", {"mlp_only_layers": [0, 1, 2, 3]}),
+    "olmo_hybrid": ("olmo_hybrid", {}),
+    "olmo_hybrid, turned": (
+        "olmo_hybrid",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+         "linear_allow_neg_eigval": False, "tie_word_embeddings": True},
+    ),
+}  # fmt: skip
+
+
+def with_whole_filters(folder, config):
+    """Store each stream's filters whole: transformers cuts all of them in three equal parts."""
+    tensors = load_file(folder / WEIGHTS)
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    for i in range(3):
+        names = [f"model.layers.{i}.linear_attn.{letter}_conv1d.weight" for letter in "qkv"]
+        parts = torch.cat([tensors[name] for name in names]).split([keys, keys, values])
+        tensors |= {name: part.clone() for name, part in zip(names, parts, strict=True)}
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
 
 
 @pytest.fixture(params=CONFIGS)
@@ -24,6 +48,8 @@ def case(request, tmp_path):
     name, options = CONFIGS[request.param]
     model = tiny(name, **options)
     model.save_pretrained(tmp_path / "theirs")
+    if name == "olmo_hybrid":
+        with_whole_filters(tmp_path / "theirs", model.config)
     return model, tmp_path / "theirs", model.config.model_type
 
 
@@ -41,7 +67,11 @@ def test_ways_of_reading(case):
 
 def test_the_round_trip_is_bit_equal_and_transformers_reads_it(case, tmp_path):
     theirs, folder, model_type = case
-    check_round_trip(folder, model_type, tmp_path / "ours")
+    aliases = {}
+    if model_type == "olmo_hybrid":
+        layer = "model.layers.3."
+        aliases[f"{layer}feedforward_layer_norm.weight"] = f"{layer}post_attention_layernorm.weight"
+    check_round_trip(folder, model_type, tmp_path / "ours", aliases)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
     x = tokens(2, 40)
     with torch.no_grad():
@@ -54,3 +84,54 @@ def test_gradients_reach_every_parameter(case):
     model = CausalLM.load(case[1])
     model(tokens(1, 20))[0].square().mean().backward()
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
+
+
+def test_generated_tokens_are_the_likeliest(case):
+    model, prompt = CausalLM.load(case[1]), tokens(1, 12)
+    made = model.generate(prompt.tolist(), max_new_tokens=10, temperature=0)[0]
+    whole = torch.cat([prompt, torch.tensor([made])], 1)
+    with torch.no_grad():
+        assert model(whole)[0][0, 11:-1].argmax(-1).tolist() == made
+
+
+def test_a_multimodal_folder_gives_its_language_model(tmp_path):
+    text = tiny("qwen3_5")
+    x = tokens(2, 30)
+    whole = make(MULTIMODAL).eval()
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.lm_head.load_state_dict(text.lm_head.state_dict())
+    whole.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="tensors of no language model are left out"):
+        model = CausalLM.load(tmp_path)
+    with torch.no_grad():
+        close(model(x)[0], text(x, use_cache=False).logits)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("qwen3_5", {"attention_bias": True}, "attention_bias must be False, got True"),
+        ("qwen3_5", {"layer_types": ["sliding"] * 4}, "layer_types must be a list of"),
+        ("qwen3_5", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type must be 'default'"),
+        ("qwen3_5", {"model_type": "qwen3_next", "num_experts": 0}, "does not fit config.json"),
+        ("qwen3_next", {}, "num_experts must be 0 or mlp_only_layers name every layer, got 4"),
+        ("mamba2", {"time_step_limit": [0.0, 1.0]}, "time_step_limit must be [0.0, inf]"),
+        ("mamba2", {"n_groups": 3}, "n_groups must divide the 8 heads"),
+    ],
+)
+def test_what_cannot_be_said_is_named(name, changes, message, tmp_path):
+    tiny(name).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps(config | changes))
+    with pytest.raises(CheckpointError) as caught:
+        CausalLM.load(tmp_path)
+    assert message in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_half_a_shard_is_named(tmp_path):
+    tiny("qwen3_5").save_pretrained(tmp_path, max_shard_size="200KB")
+    shard = min(tmp_path.glob("model-*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+    with pytest.raises(CheckpointError, match=f"{shard.name}: truncated"):
+        CausalLM.load(tmp_path)

@@ -37,3 +37,18 @@ def test_group_norm_has_a_weight_for_each_channel():
     norm.weight.data.copy_(torch.arange(6))
     expected = torch.cat([rms_norm(part, 1e-5) for part in x.chunk(2, dim=-1)], dim=-1)
     assert relative_rms(norm(x), torch.arange(6) * expected) <= 1e-12
+
+
+def test_a_norm_less_one_is_the_plain_one_and_loses_nothing_in_16_bits():
+    x = torch.randn(3, 64)
+    norm, plain = RMSNorm(64, zero_centered=True), RMSNorm(64)
+    assert torch.equal(norm(x), plain(x))
+    torch.nn.init.normal_(norm.weight, std=1e-3)
+    plain.weight.data = 1 + norm.weight.data
+    assert torch.equal(norm(x), plain(x))
+    norm, half = norm.to(torch.bfloat16), x.to(torch.bfloat16)
+    assert norm.scale().dtype == torch.float32
+    # Rounded once: the weights, which 1 + w in 16 bits would lose, still tell.
+    wide = RMSNorm(64, zero_centered=True)
+    wide.weight.data = norm.weight.data.float()
+    assert torch.equal(norm(half), wide(half.float()).to(torch.bfloat16))

@@ -11,12 +11,12 @@ from torch.utils.checkpoint import checkpoint
 
 from deltarule.models import files
 from deltarule.models.arguments import check_inputs
-from deltarule.models.block import Block, norm_of_sum
+from deltarule.models.block import Block, norm_of_sum, stream_norm
 from deltarule.models.config import ModelConfig
 from deltarule.models.convert.layout import shapes_of, stored, written
 from deltarule.models.generate import Prompt, Stop, generate, stream
 from deltarule.models.loss import next_token_loss
-from deltarule.nn import DeltaMixer, ModelState, RMSNorm
+from deltarule.nn import DeltaMixer, ModelState
 from deltarule.nn.linears import linear, product
 from deltarule.ops.context import Context
 from deltarule.shapes import Hidden, Mask, Offsets
@@ -64,7 +64,7 @@ class CausalLM(nn.Module):
         self.activation_checkpointing = False
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config, index) for index in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.norm = stream_norm(config)
         self.head: nn.Linear | None = None
         if not config.tie_embeddings:
             self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

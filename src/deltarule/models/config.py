@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from deltarule.models.config_names import for_file, from_file
 from deltarule.models.patterns import PATTERNS
@@ -33,6 +33,12 @@ class ModelConfig:
         num_attention_heads: Query heads of attention, where it has others than recurrent layers.
             None: num_heads.
         num_kv_heads: Key and value heads of attention, a divisor of its query heads. None: as many.
+        attention_head_dim: Channels of a head of attention. None: hidden_size over its query heads.
+        attention_qk_norm: A norm of attention's q and k: "head", of each head; "all", of all heads
+            together. None: no norm.
+        attention_gate: Whether attention multiplies its output by sigmoid of a projection of x.
+        partial_rotary_factor: Share of a head's channels that attention turns, the first ones, in
+            [0, 1]; 0: no positions.
         conv_size: Taps of the short convolution of recurrent layers; 0 removes it. None: the
             layer's default.
         conv_bias: Whether that convolution adds a bias before its SiLU. None: it does not.
@@ -51,6 +57,11 @@ class ModelConfig:
         mlp_size: Channels inside the SwiGLU. None: 8/3 of hidden_size, up to a multiple of 16;
             0: no MLP.
         norm_eps: Added to the mean square in every RMSNorm.
+        output_norm_eps: Added in its place in the output norms of recurrent layers. None: norm_eps.
+        zero_centered_norm: Keep the weights of the stream's norms, and of attention's q and k, less
+            one.
+        post_norm: A mixer whose blocks compute x + norm(f(x)) in place of x + f(norm(x)), in both
+            halves. None: no block does.
         tie_embeddings: Use the embedding as the output head.
 
     Raises:
@@ -73,6 +84,10 @@ class ModelConfig:
     head_v_dim: int | None = None
     num_attention_heads: int | None = None
     num_kv_heads: int | None = None
+    attention_head_dim: int | None = None
+    attention_qk_norm: Literal["head", "all"] | None = None
+    attention_gate: bool = False
+    partial_rotary_factor: float = 1.0
     conv_size: int | None = None
     conv_bias: bool | None = None
     n_groups: int = 1
@@ -86,6 +101,9 @@ class ModelConfig:
     rope_theta: float = 10000.0
     mlp_size: int | None = None
     norm_eps: float = 1e-5
+    output_norm_eps: float | None = None
+    zero_centered_norm: bool = False
+    post_norm: str | None = None
     tie_embeddings: bool = True
 
     def __post_init__(self) -> None:
@@ -145,10 +163,12 @@ _MOST_LAYERS = 10_000
 _SMALLEST = {
     "vocab_size": 1, "hidden_size": 1, "num_layers": 1, "num_heads": 1, "num_v_heads": 1,
     "head_k_dim": 1, "head_v_dim": 1, "num_attention_heads": 1, "num_kv_heads": 1,
+    "attention_head_dim": 1,
     "conv_size": 0, "n_groups": 1, "n_steps": 1, "window": 1, "mlp_size": 0,
 }  # fmt: skip
 _OPTIONAL = {
     "num_v_heads", "head_k_dim", "head_v_dim", "num_attention_heads", "num_kv_heads",
+    "attention_head_dim", "output_norm_eps",
     "conv_size", "n_steps", "window", "mlp_size", "beta_max",
 }  # fmt: skip
 
@@ -168,13 +188,16 @@ def _check_integers(config: ModelConfig) -> None:
 
 
 def _check_numbers(config: ModelConfig) -> None:
-    for name in ("beta_max", "rope_theta", "norm_eps"):
+    for name in ("beta_max", "rope_theta", "norm_eps", "output_norm_eps"):
         value = getattr(config, name)
         if value is None and name in _OPTIONAL:
             continue
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not math.isfinite(value) or value <= 0:
             raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
+    share = config.partial_rotary_factor
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        raise ValueError(f"partial_rotary_factor must be a number in [0, 1], got {share!r}")
     if config.beta_max is not None and config.beta_max > 2:
         raise ValueError(
             f"beta_max must be at most 2, got {config.beta_max}: above 2 a write makes the state "
@@ -183,15 +206,20 @@ def _check_numbers(config: ModelConfig) -> None:
 
 
 def _check_flags(config: ModelConfig) -> None:
-    if not isinstance(config.tie_embeddings, bool):
-        raise ValueError(f"tie_embeddings must be True or False, got {config.tie_embeddings!r}")
+    for name in ("tie_embeddings", "attention_gate", "zero_centered_norm"):
+        if not isinstance(value := getattr(config, name), bool):
+            raise ValueError(f"{name} must be True or False, got {value!r}")
     for name in ("conv_bias", "output_gate", "normalizer"):
         if (value := getattr(config, name)) is not None and not isinstance(value, bool):
             raise ValueError(f"{name} must be True, False or None, got {value!r}")
 
 
 def _check_words(config: ModelConfig) -> None:
-    for name, known in (("feature_map", FEATURE_MAPS), ("qk_norm", NORMS)):
+    choices = {
+        "feature_map": FEATURE_MAPS, "qk_norm": NORMS, "attention_qk_norm": ("head", "all"),
+        "post_norm": MIXERS,
+    }  # fmt: skip
+    for name, known in choices.items():
         value = getattr(config, name)
         if value is not None and value not in known:
             raise ValueError(

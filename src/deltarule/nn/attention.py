@@ -6,8 +6,7 @@ A window is read in blocks of its own size: a block sees itself and the block be
 T tokens take 2 T window scores and no T x T mask.
 """
 
-from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,39 +22,18 @@ from deltarule.nn.arguments import (
     positive,
 )
 from deltarule.nn.attention_cache import attend_to_cache, with_free_rows
+from deltarule.nn.attention_rows import FULL, OPTIONS, WINDOW
 from deltarule.nn.call import Call
 from deltarule.nn.layout import Layout, make_layout, split
 from deltarule.nn.linears import linear, linears
 from deltarule.nn.mixer import Mixer
-from deltarule.nn.rope import rotate
-from deltarule.nn.rule import System
+from deltarule.nn.norm import RMSNorm
+from deltarule.nn.rope import rotate_first
 from deltarule.nn.state import LentState, State
 from deltarule.nn.window_blocks import block_masks, blocks, visible_up_to, with_block_before
 from deltarule.ops.context import Context
 from deltarule.ops.context.rows import all_rows
 from deltarule.shapes import Hidden
-
-FULL = System(
-    name="attention",
-    title="Softmax attention",
-    operator="softmax",
-    recurrence="(K, V) = ((K, k), (V, v))",
-    read_out="o = V softmax(K^T q / sqrt(K))",
-    decay="none",
-    erase="none",
-    objective="sum_j exp(q . k_j / sqrt(K)) |o - v_j|^2, exactly",
-    source="arXiv 1706.03762, section 3.2 (the slides multiply by the mask; it must be added)",
-    state_size="T H (K + V)",
-    forms="cache, parallel, GPU kernel of PyTorch",
-)
-WINDOW = replace(
-    FULL,
-    name="sliding_window",
-    title="Sliding-window attention",
-    recurrence="(K, V) = the last W of ((K, k), (V, v))",
-    source="arXiv 2004.05150, section 3.1; window and token counted together",
-    state_size="W H (K + V)",
-)
 
 
 class Attention(Mixer):
@@ -71,6 +49,13 @@ class Attention(Mixer):
         head_dim: Channels D of a head, even. None: hidden_size / num_heads.
         window: Tokens that a token sees, itself included. None: the layer's default (here all).
         rope_theta: Base of the rotary wavelengths. None: no positions.
+        partial_rotary_factor: Share of a head's channels that turn, the first ones, in [0, 1]; an
+            even number of them. 0: no positions.
+        qk_norm: A norm of q and k before they turn: "head", of each head's channels; "all", of
+            all heads together. None: no norm.
+        output_gate: Whether to multiply the output by sigmoid of a projection of x.
+        norm_eps: Added to the mean square in those norms.
+        zero_centered_norm: Keep the weights of those norms less one.
 
     Raises:
         ValueError: A size is out of range.
@@ -97,6 +82,11 @@ class Attention(Mixer):
         head_dim: int | None = None,
         window: int | None = None,
         rope_theta: float | None = 10000.0,
+        partial_rotary_factor: float = 1.0,
+        qk_norm: Literal["head", "all"] | None = None,
+        output_gate: bool = False,
+        norm_eps: float = 1e-5,
+        zero_centered_norm: bool = False,
     ) -> None:
         # The options of recurrent layers mean nothing here.
         nn.Module.__init__(self)
@@ -107,22 +97,41 @@ class Attention(Mixer):
         if head_dim is None:
             check_multiple("hidden_size", hidden_size, "num_heads", num_heads)
         self.head_dim = positive("head_dim", default(head_dim, hidden_size // num_heads))
-        self.rope_theta = rope_theta
-        if rope_theta is not None:
-            above_zero("rope_theta", rope_theta)
-            check_even("head_dim", self.head_dim)
+        turned = int(self.head_dim * partial_rotary_factor)
+        self.rope_theta = rope_theta if turned else None
+        self.turned, self.partial_rotary_factor = turned, partial_rotary_factor
+        if self.rope_theta is not None:
+            above_zero("rope_theta", self.rope_theta)
+            whole = turned == self.head_dim
+            check_even("head_dim" if whole else "partial_rotary_factor * head_dim", turned)
         window = default(window, self.default_window)
         self.window = window if window is None else positive("window", window)
         self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(hidden_size, self.num_kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(hidden_size, self.num_kv_heads * self.head_dim, bias=False)
+        self.g_proj = None
+        if output_gate:
+            self.g_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=False)
+        self.attention_qk_norm, self.zero_centered_norm = qk_norm, zero_centered_norm
+        self.norm_eps = above_zero("norm_eps", norm_eps)
+        self.q_norm, self.k_norm = self._norm(num_heads), self._norm(self.num_kv_heads)
+
+    def _norm(self, heads: int) -> RMSNorm | None:
+        if self.attention_qk_norm is None:
+            return None
+        size = self.head_dim * (heads if self.attention_qk_norm == "all" else 1)
+        return RMSNorm(size, self.norm_eps, self.zero_centered_norm)
 
     @classmethod
-    def heads(cls, config: Any) -> dict[str, int | None]:
-        """Read the numbers of query and of key heads from a model's config."""
+    def heads(cls, config: Any) -> dict[str, Any]:
+        """Read the numbers of query and of key heads from a model's config, and all of a head."""
         queries = default(config.num_attention_heads, config.num_heads)
-        return {"num_heads": queries, "num_kv_heads": config.num_kv_heads}
+        numbers = {"num_heads": queries, "num_kv_heads": config.num_kv_heads}
+        found = {
+            own: getattr(config, name) for name, own in OPTIONS.items() if hasattr(config, name)
+        }
+        return numbers | found
 
     def init_state(self, batch_size: int) -> State:
         like = self.reference()
@@ -160,7 +169,7 @@ class Attention(Mixer):
             o = self._attend(q, keys, values, self._visible(before, layout))
         if layout.cu_seqlens is None:
             call.after.update(self._state_after(before, keys, values, layout))
-        return self.o_proj(o.flatten(-2))
+        return self._put_out(o, call.x)
 
     def _over_context(self, call: Call, context: Context) -> Tensor:
         layout, before = call.layout, call.before
@@ -173,7 +182,7 @@ class Attention(Mixer):
         o = self._attend(q, keys[:, lowest:], values[:, lowest:], visible)
         if context.offsets is None:
             call.after.update(self._state_after(before, keys, values, layout))
-        return self.o_proj(o.flatten(-2))
+        return self._put_out(o, call.x)
 
     def weights(self, x: Hidden) -> Tensor:
         """Write out the softmax [B, num_heads, T, T] of tokens x with nothing before them.
@@ -191,11 +200,22 @@ class Attention(Mixer):
         return scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
 
     def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        streams = linears(x, tuple(self.of_input().values()))
-        q, k, v = (split(y, y.shape[-1] // self.head_dim, self.head_dim) for y in streams)
+        q, k, v = linears(x, tuple(self.of_input().values()))
+        if self.attention_qk_norm == "all" and self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (split(y, y.shape[-1] // self.head_dim, self.head_dim) for y in (q, k, v))
+        if self.attention_qk_norm == "head" and self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         if self.rope_theta is not None:
-            q, k = (rotate(y, positions, self.rope_theta) for y in (q, k))
+            q, k = (rotate_first(y, self.turned, positions, self.rope_theta) for y in (q, k))
         return q, k, v
+
+    def _put_out(self, o: Tensor, x: Tensor) -> Tensor:
+        """Gate [B, T, heads, D] if asked to, and project it back to the stream."""
+        y = o.flatten(-2)
+        if self.g_proj is not None:
+            y = y * torch.sigmoid(linear(x, self.g_proj))
+        return linear(y, self.o_proj)
 
     def _decode(self, x: Tensor, state: LentState) -> Tensor:
         """One token of each row, whose key and value take the next place of the cache."""
@@ -203,7 +223,7 @@ class Attention(Mixer):
             raise ValueError(f"x must hold one token with a lent cache, got T = {x.shape[1]}")
         q, k, v = self._project(x, state["length"].unsqueeze(1))
         o = attend_to_cache(q[:, 0], k[:, 0], v[:, 0], state)
-        return linear(o.flatten(1).unsqueeze(1), self.o_proj)
+        return self._put_out(o.flatten(1, -2).unsqueeze(1), x)
 
     def of_input(self) -> dict[str, nn.Module]:
         """What is applied to x itself, by the name of its result."""

@@ -169,6 +169,8 @@ class Mixer(Frame):
         given = {name: getattr(config, name) for name in taken} | cls.heads(config)
         if cls.takes("layer_index"):
             given["layer_index"] = layer_index
+        if cls.takes("norm_eps") and (eps := getattr(config, "output_norm_eps", None)) is not None:
+            given["norm_eps"] = eps
         layer = cls(config.hidden_size, **given)
         layer.find_place(config.layer_types, layer_index)
         return layer

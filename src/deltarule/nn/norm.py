@@ -31,27 +31,34 @@ class RMSNorm(nn.Module):
     Args:
         size: Channels.
         eps: Added to the mean square.
+        zero_centered: Keep weight - 1, which begins at zero, as Qwen3-Next does.
 
     Example:
         >>> RMSNorm(4)(torch.tensor([[2.0, 2.0, 2.0, 2.0]])).detach().round(decimals=4)
         tensor([[1., 1., 1., 1.]])
     """
 
-    def __init__(self, size: int, eps: float = 1e-5) -> None:
+    def __init__(self, size: int, eps: float = 1e-5, zero_centered: bool = False) -> None:
         """Start with weights of one."""
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.weight = nn.Parameter(torch.zeros(size) if zero_centered else torch.ones(size))
+        self.eps, self.zero_centered = eps, zero_centered
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x [..., size]."""
-        call = Call(x, None, self.weight, self.eps, "silu")
+        call = Call(x, None, self.scale(), self.eps, "silu")
         return choose(GATED_NORMS, call, "auto", x.device).run(call)
 
     def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return x + y [..., size] and its norm."""
-        call = Sum(x, y, self.weight, self.eps)
+        call = Sum(x, y, self.scale(), self.eps)
         return choose(RESIDUAL_NORMS, call, "auto", x.device).run(call)
+
+    def scale(self) -> Tensor:
+        """What the normalised channels are multiplied by; beside 1, 16 bits would lose it."""
+        if not self.zero_centered:
+            return self.weight
+        return 1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
 
 
 class GatedRMSNorm(RMSNorm):
@@ -86,10 +93,16 @@ class Call(NamedTuple):
     activation: Activation
 
 
+def normalised(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return weight * x / sqrt(mean(x^2) + eps), rounded once where the weight is the wider one."""
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    return F.rms_norm(x.to(dtype), weight.shape, weight.to(dtype), eps).to(x.dtype)
+
+
 def run_torch(call: Call) -> Tensor:
     """Plain PyTorch."""
     x, gate, weight, eps, activation = call
-    y = F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+    y = normalised(x, weight, eps)
     return y if gate is None else y * ACTIVATIONS[activation](gate)
 
 
@@ -128,7 +141,7 @@ def run_torch_sum(call: Sum) -> tuple[Tensor, Tensor]:
     """Plain PyTorch."""
     x, y, weight, eps = call
     total = x + y
-    return total, F.rms_norm(total, weight.shape, weight.to(total.dtype), eps)
+    return total, normalised(total, weight, eps)
 
 
 def run_triton_sum(call: Sum) -> tuple[Tensor, Tensor]:

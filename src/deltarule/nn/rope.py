@@ -33,6 +33,14 @@ def rotate(x: Tensor, positions: Tensor, theta: float = 10000.0) -> Tensor:
     return rotated.to(x.dtype)
 
 
+def rotate_first(x: Tensor, channels: int, positions: Tensor, theta: float) -> Tensor:
+    """Rotate the first channels of [B, T, heads, D], an even number of them, as `rotate` does."""
+    if channels == x.shape[-1]:
+        return rotate(x, positions, theta)
+    turned = rotate(x[..., :channels], positions, theta)
+    return torch.cat([turned, x[..., channels:]], dim=-1)
+
+
 def angles(positions: Tensor, half: int, theta: float) -> Tensor:
     """Less whole turns, in float64: in float32 a product of 1e6 has no digit below 0.06."""
     exponent = torch.arange(half, dtype=torch.float64, device=positions.device) / half

@@ -71,6 +71,11 @@ def local_block(config: ModelConfig, index: int, mixer: Mixer, ways: int) -> Blo
             f"n_groups={config.n_groups} cannot be split over {ways} processes: shard the weights "
             "instead, or use one group"
         )
+    if isinstance(mixer, Attention) and mixer.attention_qk_norm == "all":
+        raise ValueError(
+            f"attention_qk_norm='all' cannot be split over {ways} processes, each of which has "
+            "some of the heads: shard the weights instead"
+        )
     channels = mlp_size(config)
     inner = share("mlp_size", channels, ways) if channels else 0
     small = dataclasses.replace(config, **changed, mlp_size=inner)
@@ -84,6 +89,9 @@ def local_block(config: ModelConfig, index: int, mixer: Mixer, ways: int) -> Blo
             config.hidden_size, num_heads=share("num_attention_heads", mixer.num_heads, ways),
             num_kv_heads=share("num_kv_heads", mixer.num_kv_heads, ways),
             head_dim=mixer.head_dim, window=mixer.window, rope_theta=mixer.rope_theta,
+            partial_rotary_factor=mixer.partial_rotary_factor, qk_norm=mixer.attention_qk_norm,
+            output_gate=mixer.g_proj is not None, norm_eps=mixer.norm_eps,
+            zero_centered_norm=mixer.zero_centered_norm,
         )  # fmt: skip
         return block
 

@@ -4,11 +4,18 @@ import difflib
 from typing import Any
 
 from deltarule.models.config_names import MODEL_TYPE
-from deltarule.models.convert import fla, mamba2
+from deltarule.models.convert import fla, mamba2, olmo_hybrid, qwen
 from deltarule.models.convert.family import Family
 from deltarule.models.convert.piece import Piece, Shapes
 
-FAMILIES: dict[str, Family] = fla.FAMILIES | {"mamba2": mamba2.FAMILY}
+FAMILIES: dict[str, Family] = {
+    **fla.FAMILIES,
+    "mamba2": mamba2.FAMILY,
+    "qwen3_next": qwen.QWEN3_NEXT,
+    "qwen3_5": qwen.QWEN3_5,
+    "qwen3_5_text": qwen.QWEN3_5,
+    "olmo_hybrid": olmo_hybrid.FAMILY,
+}
 
 
 def family_of(stored: dict[str, Any]) -> Family | None:

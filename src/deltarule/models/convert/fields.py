@@ -37,9 +37,17 @@ class Fields:
         value = self._left.pop(name, None)
         return default if value is None else value
 
-    def integer(self, name: str, default: int | None = None, smallest: int = 0) -> int:
-        """Return an integer; without a default it is required."""
+    def has(self, name: str) -> bool:
+        """Whether an option is there and is not None; it is not taken."""
+        return self._left.get(name) is not None
+
+    def integer(
+        self, name: str, default: int | None = None, smallest: int = 0, keep: bool = False
+    ) -> int:
+        """Return an integer; without a default it is required. `keep`: it can be taken again."""
         value = self._required(name, default)
+        if keep:
+            self._left[name] = value
         if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
             raise ValueError(f"{name} must be an integer of {smallest} or more, got {value!r}")
         return value

@@ -1,6 +1,8 @@
 """What a checkpoint of any family holds: found in a folder, or laid out before it is written."""
 
+import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -57,6 +59,12 @@ def stored(folder: str | Path, build: Build) -> tuple[Layout, Any]:
         family = family_of(fields)
         config = ModelConfig.from_fields(fields) if family is None else family.config(fields)
     places = files.read_places(folder)
+    if left := [name for name in places if family and name.startswith(family.ignored)]:
+        places = {name: place for name, place in places.items() if name not in left}
+        warnings.warn(
+            f"{folder}: {len(left)} tensors of no language model are left out, such as {left[0]!r}",
+            stacklevel=3,
+        )
     # A damaged config.json could ask for any number of layers: count before building.
     if config.num_layers > len(places):
         raise files.CheckpointError(
@@ -67,6 +75,15 @@ def stored(folder: str | Path, build: Build) -> tuple[Layout, Any]:
         model = build(config)
     shapes = shapes_of(model)
     pieces = own_pieces(shapes) if family is None else family.pieces(config, shapes)
+    pieces = [as_stored(piece, places) for piece in pieces]
     expected = {files.plain_name(piece.name): piece.shape(shapes) for piece in pieces}
     files.check_places(folder, places, expected)
     return Layout(fields, pieces, places), model
+
+
+def as_stored(piece: Piece, places: Mapping[str, files.Place]) -> Piece:
+    """The piece under its other name, where that one is stored alone."""
+    if piece.alias is None or files.plain_name(piece.name) in places:
+        return piece
+    there = files.plain_name(piece.alias) in places
+    return replace(piece, name=piece.alias, alias=None) if there else piece

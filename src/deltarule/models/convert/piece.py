@@ -44,6 +44,7 @@ class Piece:
         groups: Into how many equal groups the rows of each part are cut; the stored rows are
             group by group.
         form: From the shape that the rows have here to the shape that is stored.
+        alias: Another name under which the tensor may be stored. None: it has one name.
 
     Example:
         >>> piece = Piece("qk", ("q", "k"), groups=2)
@@ -56,6 +57,7 @@ class Piece:
     parts: tuple[str, ...]
     groups: int = 1
     form: Callable[[Shape], Shape] = plain
+    alias: str | None = None
 
     def shape(self, shapes: Shapes) -> Shape:
         """Return the shape of the stored tensor, from those of the parameters."""

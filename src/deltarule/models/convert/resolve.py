@@ -17,6 +17,17 @@ _RECURRENT = (
 )  # fmt: skip
 
 
+# What attention has become, by the option that says it.
+_ATTENTION = {
+    "num_attention_heads": "num_heads", "num_kv_heads": "num_kv_heads",
+    "attention_head_dim": "head_dim", "attention_qk_norm": "attention_qk_norm",
+    "partial_rotary_factor": "partial_rotary_factor",
+}  # fmt: skip
+_OTHER = ("attention_gate", "output_gate", "output_norm_eps", "rope_theta")
+# Options that are never None, where no layer has taken them.
+_UNUSED = {"attention_gate": False, "partial_rotary_factor": 1.0, "rope_theta": 10000.0}
+
+
 def resolved(config: ModelConfig, blocks: nn.ModuleList) -> ModelConfig:
     """Write out what the layers took for the options that are None.
 
@@ -26,19 +37,29 @@ def resolved(config: ModelConfig, blocks: nn.ModuleList) -> ModelConfig:
         config: The configuration of the model.
         blocks: Its blocks, of shapes only or not.
     """
-    seen: dict[str, set[Any]] = {name: set() for name in (*_RECURRENT, "output_gate")}
+    seen: dict[str, set[Any]] = {name: set() for name in (*_RECURRENT, *_ATTENTION, *_OTHER)}
     for block in blocks:
         mixer = block.mixer
         assert isinstance(mixer, Mixer)
+        if mixer.takes("rope_theta"):
+            seen["rope_theta"].add(mixer.rope_theta or config.rope_theta)
         if isinstance(mixer, Attention):
+            seen["attention_gate"].add(mixer.g_proj is not None)
+            for option, name in _ATTENTION.items():
+                seen[option].add(getattr(mixer, name))
             continue
         seen["output_gate"].add(mixer.g_proj is not None)
+        if mixer.takes("norm_eps"):
+            seen["output_norm_eps"].add(mixer.norm_eps)
         for name in _RECURRENT:
             if mixer.takes(name):
                 seen[name].add(getattr(mixer, name))
     taken: dict[str, Any] = {
         name: values.pop() if len(values) == 1 else None for name, values in seen.items()
     }
+    taken |= {name: value for name, value in _UNUSED.items() if taken[name] is None}
+    if config.post_norm not in config.layer_types:
+        taken["post_norm"] = None
     return dataclasses.replace(config, mlp_size=mlp_size(config), **taken)
 
 

@@ -1,0 +1,119 @@
+"""What hybrids of Gated DeltaNet and attention share in the layout of transformers."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from deltarule.models.config import ModelConfig
+from deltarule.models.convert.fields import Fields
+from deltarule.models.convert.piece import Piece
+
+Options = dict[str, Any]
+MIXERS = {"linear_attention": "gated_deltanet", "full_attention": "attention"}
+# How a model was trained or drawn.
+DRAWN = (
+    "attention_dropout", "linear_a_log_max", "linear_a_log_min", "linear_dt_init_floor",
+    "linear_dt_max", "linear_dt_min", "mamba_ssm_dtype", "output_router_logits",
+    "router_aux_loss_coef",
+)  # fmt: skip
+
+
+def read_common(fields: Fields) -> Options:
+    """Sizes of the stream, of the MLP and of attention, and which layer is which."""
+    fields.only("hidden_act", "silu", "swish")
+    fields.only("attention_bias", False)
+    fields.drop(*DRAWN)
+    num_layers = fields.integer("num_hidden_layers")
+    heads = fields.integer("num_attention_heads", smallest=1)
+    return {
+        "vocab_size": fields.integer("vocab_size"),
+        "hidden_size": fields.integer("hidden_size"),
+        "num_layers": num_layers,
+        "layer_types": read_layers(fields, num_layers),
+        "mlp_size": fields.integer("intermediate_size", smallest=1),
+        "num_attention_heads": heads,
+        "num_kv_heads": fields.integer("num_key_value_heads", heads),
+        "norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "tie_embeddings": fields.flag("tie_word_embeddings", False),
+        "conv_size": fields.integer("linear_conv_kernel_dim", 4, smallest=1),
+        "output_gate": True,
+    }
+
+
+def read_layers(fields: Fields, num_layers: int) -> tuple[str, ...]:
+    """The mixer of each layer, from their list or from the distance of two of attention."""
+    every = fields.integer("full_attention_interval", 4, smallest=1)
+    # A damaged number could ask for any amount of memory.
+    regular = [
+        "linear_attention" if (i + 1) % every else "full_attention"
+        for i in range(min(num_layers, 10_000))
+    ]
+    given = fields.take("layer_types", regular)
+    if not isinstance(given, list) or not all(kind in MIXERS for kind in given):
+        raise ValueError(f"layer_types must be a list of {' and '.join(MIXERS)}, got {given!r}")
+    return tuple(MIXERS[kind] for kind in given)
+
+
+def read_rope(fields: Fields, share: float) -> Options:
+    """Wavelengths and the share of channels that turn; without `rope_parameters` in either form."""
+    fields.only("rope_scaling", None)
+    given = fields.take("rope_parameters", {})
+    if not isinstance(given, dict):
+        raise ValueError(f"rope_parameters must be an object, got {given!r}")
+    rope = Fields(given)
+    rope.only("rope_type", "default")
+    # Of images and videos; the positions of text are the same on all axes.
+    rope.drop("mrope_section", "mrope_interleaved", "type")
+    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
+    factor = fields.number("partial_rotary_factor", share)
+    factor = rope.number("partial_rotary_factor", factor)
+    rope.done()
+    return {"rope_theta": float(theta), "partial_rotary_factor": factor}
+
+
+def write_common(config: ModelConfig) -> Options:
+    """Back from `read_common`."""
+    words = {ours: theirs for theirs, ours in MIXERS.items()}
+    if unknown := set(config.layer_types) - set(words):
+        raise ValueError(f"layer_types must be of {' and '.join(words)}, got {sorted(unknown)}")
+    kinds = [words[name] for name in config.layer_types]
+    # Where a model has no attention, its sizes say nothing.
+    heads = config.num_attention_heads or config.num_heads
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "layer_types": kinds,
+        "intermediate_size": config.mlp_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.num_kv_heads or heads,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "linear_conv_kernel_dim": config.conv_size,
+        "linear_num_key_heads": config.num_heads,
+        "linear_num_value_heads": config.num_v_heads,
+        "linear_key_head_dim": config.head_k_dim,
+        "linear_value_head_dim": config.head_v_dim,
+        "hidden_act": "silu",
+        # Unless they are known, no token is special.
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def outer_pieces(config: ModelConfig) -> Iterator[Piece]:
+    """Embedding, last norm, head and the MLPs."""
+    yield Piece("model.embed_tokens.weight", ("embedding.weight",))
+    yield Piece("model.norm.weight", ("norm.weight",))
+    if not config.tie_embeddings:
+        yield Piece("lm_head.weight", ("head.weight",))
+    for index in range(config.num_layers):
+        for name in ("gate", "up", "down"):
+            own = f"mlp.{name}_proj.weight"
+            yield Piece(f"model.layers.{index}.{own}", (f"blocks.{index}.{own}",))
+
+
+def renamed(theirs: str, ours: str, names: dict[str, str]) -> Iterator[Piece]:
+    """One stored tensor for each parameter, under other names."""
+    for stored, own in names.items():
+        yield Piece(theirs + stored, (ours + own,))
