@@ -90,8 +90,8 @@ def test_it_learns_and_decays_what_it_should(model):
 
 def test_help_shows_the_options_that_a_layer_takes():
     assert set(inspect.signature(Mamba1).parameters) == {
-        "hidden_size", "num_heads", "head_k_dim", "head_v_dim", "conv_size", "output_gate",
-        "layer_index", "num_layers",
+        "hidden_size", "num_heads", "head_k_dim", "head_v_dim", "conv_size", "conv_bias",
+        "output_gate", "layer_index", "num_layers",
     }  # fmt: skip
     assert "beta_max: Largest write strength" in KDA.__doc__
     assert "feature_map:" not in KDA.__doc__

@@ -254,8 +254,10 @@ def forward(inputs: Inputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, final state, and the states at the starts of the chunks (none without `save`)."""
     o, final_state, saved = _run(inputs, save)
     if leaks(inputs):
-        # A chunk of one token has no earlier ones.
-        o, final_state, _ = _run(inputs, False, 1)
+        # A chunk of one token has no earlier ones. What was finite keeps its bits.
+        alone, last, _ = _run(inputs, False, 1)
+        o = torch.where(o.isfinite(), o, alone)
+        final_state = torch.where(final_state.isfinite(), final_state, last)
     return o, final_state, saved
 
 
