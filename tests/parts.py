@@ -15,7 +15,8 @@ PARTS = {
     "compiler": r".*::.*(compile|opcheck|fullgraph|export)",
     "interpreter": r"kernels/test_(triton|segments|slabs|recording|first_call|ttt|mesa"
     r"|selective_scan|neighbours).*\.py",
-    "grid": r"nn/test_(mixers|training|kept_on_gpu)\.py|ops/test_(properties|on_gpu)\.py",
+    "grid": r"nn/test_(mixers|training|kept_on_gpu)\.py|ops/test_(properties|on_gpu)\.py"
+    r"|ops/test_(selective_scan|registered)\.py::test_gradcheck",
 }
 # Parts of which the first case of every test stays in the default run.
 SAMPLED = ("interpreter", "grid")
