@@ -131,7 +131,7 @@ def test_opcheck_with_logits(decay: str) -> None:
     x, (logits, *parameters) = drawn.case.tensors, drawn.decay
     sequence = x["q"], x["k"], x["v"], drawn.beta.logits, None, None, logits
     indices = torch.tensor([1, -1])
-    rest = drawn.state(), indices, 2, 0.5, True, -1, "torch", *parameters, 1.5
+    rest = drawn.state(), None, indices, 2, 0.5, True, -1, "torch", *parameters, 1.5
     assert set(opcheck(step_op, (*sequence, *rest)).values()) == {"SUCCESS"}
 
 

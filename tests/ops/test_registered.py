@@ -67,7 +67,7 @@ def test_opcheck_of_the_step() -> None:
     case = make_case("head", "tied", tokens=2)
     q, k, v, beta, a, b, log_decay, state = flat(case, requires_grad=False)[:8]
     indices = torch.tensor([1, -1])
-    arguments = (q, k, v, beta, a, b, log_decay, state, indices, 1, 0.5, True, -1, "torch")
+    arguments = (q, k, v, beta, a, b, log_decay, state, None, indices, 1, 0.5, True, -1, "torch")
     assert set(opcheck(step_op, arguments).values()) == {"SUCCESS"}
 
 

@@ -150,7 +150,7 @@ def test_opcheck_of_the_step(kind: Kind) -> None:
     if given[6] is not None and given[6].ndim == 1:
         given[6] = given[6].expand(*x["v"].shape[:3]).contiguous()
     indices = torch.tensor([1, -1], device=truth.DEVICE)
-    rest = state_of(drawn, torch.float32), indices, kind.n_steps, 0.5, False, -1, truth.IMPL
+    rest = state_of(drawn, torch.float32), None, indices, kind.n_steps, 0.5, False, -1, truth.IMPL
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     found = opcheck(step_op, (*given, *rest), test_utils=tests)
     assert set(found.values()) == {"SUCCESS"}
@@ -230,7 +230,7 @@ def test_a_step_with_logits_compiles_and_passes_opcheck(decay, dtype, n_steps) -
     assert torch.equal(state, expected)
     x, (logits, *parameters) = drawn.case.tensors, drawn.decay
     sequence = x["q"], x["k"], x["v"], drawn.beta.logits, None, None, logits
-    rest = state, None, n_steps, 0.5, True, -1, truth.IMPL, *parameters, drawn.beta.beta_max
+    rest = state, None, None, n_steps, 0.5, True, -1, truth.IMPL, *parameters, drawn.beta.beta_max
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     found = opcheck(step_op, (*sequence, *rest), test_utils=tests)
     assert set(found.values()) == {"SUCCESS"}

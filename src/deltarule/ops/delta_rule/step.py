@@ -240,8 +240,8 @@ def registered(backend: str) -> Callable[[Step], Tensor]:
                 torch.autograd.graph.increment_version(step.states)
             return o
         inputs, state, indices, null_index, maps, states = step
-        rest = *inputs[9:12], null_index, backend, *maps, states
-        return step_op(*inputs[:7], state, indices, *rest)
+        rest = *inputs[9:12], null_index, backend, *maps
+        return step_op(*inputs[:7], state, states, indices, *rest)
 
     return run
 
@@ -298,6 +298,7 @@ def step_op(
     b: Tensor | None,
     log_decay: Tensor | None,
     state: Tensor,
+    states: Tensor | None,
     state_indices: Tensor | None,
     n_steps: int,
     scale: float,
@@ -307,9 +308,12 @@ def step_op(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     beta_max: float | None = None,
-    states: Tensor | None = None,
 ) -> Tensor:
-    """The registered operator behind `recurrent_step`."""
+    """The registered operator behind `recurrent_step`.
+
+    What is written has no default: PyTorch 2.11 leaves out trailing arguments that equal theirs,
+    and then looks for the tensors that it must mark as written.
+    """
     inputs = Inputs(q, k, v, beta, a, b, log_decay, None, None, n_steps, scale, normalize_qk, False)
     maps = GateMaps(A_log, dt_bias, beta_max)
     return BACKENDS[backend](inputs, state, state_indices, null_index, maps, states)
