@@ -88,7 +88,7 @@ def count(operation: Operation, shape: Shape, *, backward: bool) -> Count:
         shape: Its sizes.
         backward: Whether a backward pass follows, from the gradient of o to those of all inputs.
 
-    Example:
+    Examples:
         >>> from bench.cases import OPERATIONS, SHAPES
         >>> shape = SHAPES["8x4096-h16"]
         >>> round(count(OPERATIONS["gdn"], shape, backward=False).floor_ms, 3)

@@ -97,7 +97,7 @@ def operator_table(found: Iterable[Timing]) -> list[str]:
 def told(time: tuple[float, float] | None) -> str:
     """A peer's milliseconds and the ratio.
 
-    Example:
+    Examples:
         >>> told((0.84, 2.5766)), told(None)
         ('0.84 (2.6 x)', '-')
     """

@@ -98,7 +98,7 @@ def label(row: Row) -> str:
 def number(value: float | None) -> str:
     """Three significant figures, and no exponent for what is read as a count.
 
-    Example:
+    Examples:
         >>> number(0.27812), number(1234.5), number(None)
         ('0.278', '1234', '-')
     """

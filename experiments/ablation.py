@@ -106,7 +106,7 @@ def draw(scale: Scale, results: list[Result], path: Path) -> None:
 def short(title: str) -> str:
     """A title in two lines that fit below a point.
 
-    Example:
+    Examples:
         >>> short("no convolution")
         'no\\nconv.'
     """

@@ -32,7 +32,7 @@ class Autoencoder(CausalLM):
     Raises:
         ValueError: A layer cannot be built from the configuration.
 
-    Example:
+    Examples:
         >>> config = ModelConfig(vocab_size=16, hidden_size=32, num_layers=1, num_heads=2,
         ...                      layer_types="deltanet")
         >>> logits, _ = Autoencoder(config)(torch.zeros(1, 5, dtype=torch.int64))
@@ -73,7 +73,7 @@ class Autoencoder(CausalLM):
 def positions(length: int, size: int, device: torch.device) -> Tensor:
     """Sines, then cosines of each position, [length, size], from wavelength 2 pi up.
 
-    Example:
+    Examples:
         >>> positions(2, 4, torch.device("cpu"))[0].tolist()
         [0.0, 0.0, 1.0, 1.0]
     """

@@ -89,7 +89,7 @@ def reflections(matrix: Matrix) -> list[Matrix]:
     The reflection along M v - v takes M v back to v and leaves alone what M left alone, so that
     each vector of a basis needs one at most.
 
-    Example:
+    Examples:
         >>> [k.round(2).tolist() for k in reflections(np.array([[0.0, 1.0], [1.0, 0.0]]))]
         [[-0.71, 0.71]]
     """
@@ -116,7 +116,7 @@ class Run(NamedTuple):
 class Construction:
     """Keys and write strengths for each element of a group.
 
-    Example:
+    Examples:
         >>> construction = Construction("S_3", "permutations")
         >>> construction.n_steps, construction.run(np.array([1, 2, 1])).products.tolist()
         (2, [1, 4, 5])

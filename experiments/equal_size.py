@@ -18,7 +18,7 @@ def equal_size(model: ModelConfig, parameters: int) -> ModelConfig:
     Raises:
         ValueError: Without any MLP the model has more already.
 
-    Example:
+    Examples:
         >>> model = ModelConfig(vocab_size=257, hidden_size=64, num_layers=2, num_heads=1,
         ...                     layer_types="gated_deltanet")
         >>> count_parameters(equal_size(model, 200_000))

@@ -84,7 +84,7 @@ class Experiment:
 def finished(results: list[Result]) -> list[Result]:
     """Those that did not fail.
 
-    Example:
+    Examples:
         >>> finished([Result("a", {}, {}, "DivergedError: at step 9", 1.0)])
         []
     """

@@ -123,7 +123,7 @@ def draw_curves(panels: Sequence[Panel], path: Path, *, title: str, columns: int
     Raises:
         MissingExtraError: matplotlib is not installed.
 
-    Example:
+    Examples:
         >>> curve = Curve("deltanet", [64, 128], [0.99, 1.0])
         >>> draw_curves([Panel([curve], "width", "accuracy")], Path("recall.png"), title="Recall")
     """
@@ -151,7 +151,7 @@ def draw_curves(panels: Sequence[Panel], path: Path, *, title: str, columns: int
 def looks_of(curves: Sequence[Curve]) -> dict[str, Look]:
     """The look of each label: a system's own, else the next one.
 
-    Example:
+    Examples:
         >>> looks_of([Curve("n = 1", [], []), Curve("deltanet", [], [])])["n = 1"].mark
         's'
     """
@@ -164,7 +164,7 @@ def looks_of(curves: Sequence[Curve]) -> dict[str, Look]:
 def title_of(label: str) -> str:
     """What a figure and a table call a system; any other text as it is.
 
-    Example:
+    Examples:
         >>> title_of("gated_deltanet"), title_of("gla"), title_of("n = 2")
         ('Gated DeltaNet', 'GLA', 'n = 2')
     """
@@ -200,7 +200,7 @@ def draw_panel(axes: "Axes", panel: Panel, looks: dict[str, Look]) -> None:
 def shifts_of(panel: Panel) -> dict[str, float]:
     """How far beside a named place each label's points stand, where labels share places.
 
-    Example:
+    Examples:
         >>> shifts_of(Panel([Curve("a", [0], [1]), Curve("b", [0], [1])], "", "", ticks=("t",)))
         {'a': -0.15, 'b': 0.15}
     """

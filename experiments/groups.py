@@ -136,7 +136,7 @@ def make_cell(form: Form, group: Group, n_steps: int, beta_max: float, seed: int
 def label_of(n_steps: int, beta_max: float) -> str:
     """What a curve or a row is called.
 
-    Example:
+    Examples:
         >>> label_of(2, 1.0)
         'n = 2, [0, 1]'
     """

@@ -10,7 +10,7 @@ def markdown_table(
 ) -> str:
     """Lines of a table, and below it a line for each run that failed.
 
-    Example:
+    Examples:
         >>> print(markdown_table(["system", "loss"], [["GLA", "1.5"]]))
         | system | loss |
         |---|---|

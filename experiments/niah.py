@@ -120,7 +120,7 @@ def tested(form: Form, needle: str, length: int) -> Config:
 def label_of(needle: str, length: int) -> str:
     """The key of an evaluation.
 
-    Example:
+    Examples:
         >>> label_of("S-NIAH-1", 1024)
         'S-NIAH-1, 1024'
     """

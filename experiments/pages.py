@@ -138,7 +138,7 @@ def conditions(report: Record, raw: str) -> list[str]:
 def seconds_of(cell: Record) -> float:
     """What a cell took: a cell that went on after a stop counts its whole training.
 
-    Example:
+    Examples:
         >>> seconds_of({"seconds": 9.0, "figures": {"training_seconds": 60.0}})
         60.0
     """
@@ -149,7 +149,7 @@ def seconds_of(cell: Record) -> float:
 def listed(numbers: list[int]) -> str:
     """Numbers in ascending order, a run of them by its ends.
 
-    Example:
+    Examples:
         >>> listed([0, 1, 2, 3]), listed([1, 5]), listed([])
         ('0 to 3', '1, 5', 'none')
     """
@@ -161,7 +161,7 @@ def listed(numbers: list[int]) -> str:
 def seeds_of(value: Any) -> Iterator[int]:
     """Every number that stands under `seed` or `seeds` in a cell.
 
-    Example:
+    Examples:
         >>> list(seeds_of({"loop": {"seed": 3}, "seeds": [4, 5]}))
         [3, 4, 5]
     """

@@ -88,7 +88,7 @@ def devices_of(device: torch.device, count: int) -> list[torch.device]:
         device: As it was asked for.
         count: How many GPUs there are.
 
-    Example:
+    Examples:
         >>> devices_of(torch.device("cuda"), 2)
         [device(type='cuda', index=0), device(type='cuda', index=1)]
         >>> devices_of(torch.device("cuda:1"), 2)

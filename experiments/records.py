@@ -28,7 +28,7 @@ class RecordError(ValueError):
 def plain(value: Any) -> Any:
     """A dataclass as JSON gives it back: tuples are lists.
 
-    Example:
+    Examples:
         >>> from experiments.task_cell import Curriculum
         >>> plain((Curriculum(4, 8, 0.25),))
         [{'start': 4, 'end': 8, 'threshold': 0.25}]
@@ -106,7 +106,7 @@ def checked(path: Path, cell: Cell) -> Record:
 def difference(theirs: Any, ours: Any, name: str = "") -> tuple[str, Any, Any]:
     """The first place where two configurations differ, and what stands there.
 
-    Example:
+    Examples:
         >>> difference({"loop": {"steps": 1}}, {"loop": {"steps": 2}})
         ('loop.steps', 1, 2)
     """
@@ -133,7 +133,7 @@ def to_results(records: Sequence[Record]) -> list[Result]:
 def machine(device: torch.device) -> str:
     """What computes, in words.
 
-    Example:
+    Examples:
         >>> "core" in machine(torch.device("cpu"))
         True
     """

@@ -269,7 +269,7 @@ def finished_records(folder: Path, cells: list[Cell], *, retry: bool) -> dict[st
 def command_line(run: ReproduceRun) -> str:
     """The command that gives these results.
 
-    Example:
+    Examples:
         >>> command_line(ReproduceRun("mqar", scale="gpu"))
         'deltarule reproduce mqar --scale gpu'
     """
@@ -283,7 +283,7 @@ def command_line(run: ReproduceRun) -> str:
 def brief(figures: Record) -> str:
     """The first three numbers of nested figures, with their names.
 
-    Example:
+    Examples:
         >>> brief({"evaluations": {"length 64": {"accuracy": 0.99853}}, "steps": 2000})
         'length 64 accuracy 0.9985, steps 2000'
     """

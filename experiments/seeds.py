@@ -36,7 +36,7 @@ class Runs(NamedTuple):
 def by_setting(results: list[Result], figure: Callable[[Result], float]) -> dict[str, Runs]:
     """The figure of finished runs, by their names without the seed.
 
-    Example:
+    Examples:
         >>> results = [Result(f"gla-seed{i}", {}, {"loss": i}, None, 1.0) for i in (1, 2)]
         >>> by_setting(results, lambda result: result.figures["loss"])
         {'gla': Runs(values=[1, 2])}
@@ -60,7 +60,7 @@ def noise(runs: Mapping[str, Runs]) -> float | None:
 
     with the mean variance between seeds over all settings, and the fewest seeds n of one.
 
-    Example:
+    Examples:
         >>> round(noise({"a": Runs([1.0, 1.2]), "b": Runs([3.0, 3.2])}), 3)
         0.424
     """
@@ -75,7 +75,7 @@ def noise(runs: Mapping[str, Runs]) -> float | None:
 def places(runs: Mapping[str, Runs]) -> dict[str, str]:
     """The places that each setting may hold, the lowest mean first, given the noise.
 
-    Example:
+    Examples:
         >>> places({"a": Runs([1.0, 1.1]), "b": Runs([1.1, 1.2]), "c": Runs([3.0, 3.1])})
         {'a': '1 to 2', 'b': '1 to 2', 'c': '3'}
         >>> places({"a": Runs([1.0]), "b": Runs([2.0])})
@@ -96,7 +96,7 @@ def places(runs: Mapping[str, Runs]) -> dict[str, str]:
 def on_noise(runs: Mapping[str, Runs]) -> str:
     """What may be read from an order, for a reader.
 
-    Example:
+    Examples:
         >>> on_noise({"a": Runs([1.0])})
         'One seed each: the order of neighbours means nothing.'
     """

@@ -27,7 +27,7 @@ def load_experiment(name: str) -> Experiment:
     Raises:
         ValueError: There is none of that name.
 
-    Example:
+    Examples:
         >>> load_experiment("mqar").name
         'mqar'
     """

@@ -135,7 +135,7 @@ class TaskCell:
 def curve(rows: list[Row]) -> list[list[float]]:
     """[step, mean training loss since the point before, watched accuracy] of each evaluation.
 
-    Example:
+    Examples:
         >>> curve([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0},
         ...        {"step": 2, "validation_accuracy": 0.5}])
         [[2, 1.5, 0.5]]

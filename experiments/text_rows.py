@@ -42,7 +42,7 @@ class Drawing(Protocol):
 def rows_at(corpus: Corpus, starts: Array, length: int) -> Rows:
     """The rows that start at these tokens.
 
-    Example:
+    Examples:
         >>> from deltarule.train.data import encode_documents
         >>> rows_at(encode_documents([b"abcd"]), np.array([0, 2]), 2).targets
         tensor([[ 97,  98],
@@ -63,7 +63,7 @@ def held_out_rows(corpus: Corpus, length: int, most_bytes: int) -> Rows:
     Raises:
         DataError: No document is long enough for a row.
 
-    Example:
+    Examples:
         >>> from deltarule.train.data import encode_documents
         >>> held_out_rows(encode_documents([b"abcdefgh", b"ij"]), 3, 6).tokens.tolist()
         [[256, 97, 98], [99, 100, 101]]

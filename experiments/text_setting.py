@@ -40,7 +40,7 @@ HEAD = 64
 def text_model(layer_types: str, size: Size) -> ModelConfig:
     """A model of one mixer or pattern, with all that is not named here at the mixer's default.
 
-    Example:
+    Examples:
         >>> text_model("gated_deltanet_h1", "laptop").layer_types
         ('gated_deltanet', 'sliding_window')
     """
@@ -77,7 +77,7 @@ def bits(result: Result) -> float:
 def text_of(results: list[Result]) -> str:
     """What was read, for a reader.
 
-    Example:
+    Examples:
         >>> data = {"source": "Python 3.12.1 standard library", "bytes": 31_000_000}
         >>> text_of([Result("gla-seed0", {}, {"data": data}, None, 1.0)])
         'Text: Python 3.12.1 standard library, 31,000,000 bytes, a tenth of them held out.'

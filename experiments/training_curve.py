@@ -12,7 +12,7 @@ def training_curve(label: str, result: Result, *, look: str | None = None) -> Cu
         result: Of a `TaskCell` that did not fail.
         look: The system whose look it borrows; None goes by the label.
 
-    Example:
+    Examples:
         >>> result = Result("a", {}, {"curve": [[100, 2.5, 0.25], [200, 1.5, 0.75]]}, None, 9.0)
         >>> training_curve("deltanet", result).y
         [0.25, 0.75]

@@ -73,3 +73,15 @@ def test_every_page_is_in_the_navigation():
     pages = [page for page in PAGES if page.is_relative_to(ROOT / "docs")]
     missing = [page.name for page in pages if str(page.relative_to(ROOT / "docs")) not in config]
     assert not missing
+
+
+@pytest.mark.parametrize("module", ["", ".nn", ".models", ".parallel", ".hf"])
+def test_every_public_name_has_its_reference(module):
+    """`::: path` on a page stands for the docstring there, which the site draws."""
+    if not needs_no_missing_extra(f"deltarule{module}"):
+        pytest.skip("needs the extra hf")
+    text = "\n".join(page.read_text() for page in PAGES)
+    drawn = set(re.findall(r"^::: deltarule\S*\.(\w+)$", text, re.MULTILINE))
+    package = importlib.import_module(f"deltarule{module}")
+    values = {"MIXERS", "RULES", "SYSTEMS", "FAMILIES", "PATTERNS"}
+    assert set(package.__all__) - drawn - values == set()

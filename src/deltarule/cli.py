@@ -276,7 +276,7 @@ def unknown(name: str, words: list[str]) -> int:
 def nearest(given: str, known: list[str]) -> str:
     """The known name most like the one given, else all of them.
 
-    Example:
+    Examples:
         >>> nearest("delta_net", ["deltanet", "gla"])
         'did you mean deltanet?'
     """
@@ -287,7 +287,7 @@ def nearest(given: str, known: list[str]) -> str:
 def resume_line(words: list[str], folder: Path) -> str:
     """The command line that continues a run.
 
-    Example:
+    Examples:
         >>> resume_line(["train", "text", "--steps", "9"], Path("runs/text-2"))
         'deltarule train text --steps 9 --resume --name text-2'
     """

@@ -19,7 +19,7 @@ Numbers = list[float]
 def numbers(cell: str) -> Numbers:
     """Every number of a cell, without thousands' commas.
 
-    Example:
+    Examples:
         >>> numbers("84.7% (74.0%) in 2,158 steps")
         [84.7, 74.0, 2158.0]
     """

@@ -30,7 +30,7 @@ class DeltaruleConfig(PreTrainedConfig):  # type: ignore[misc]
         mixers: One name of `deltarule.nn.MIXERS`, a list of them, or a published pattern; required.
         tie_word_embeddings: Use the embedding as the output head.
 
-    Example:
+    Examples:
         >>> config = DeltaruleConfig(vocab_size=257, hidden_size=32, num_hidden_layers=2,
         ...                          num_heads=2, mixers="gated_deltanet", conv_size=4)
         >>> config.to_model_config().layer_types

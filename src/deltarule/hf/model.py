@@ -29,7 +29,7 @@ class DeltaruleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mi
     Raises:
         ValueError: The configuration describes no model.
 
-    Example:
+    Examples:
         >>> config = DeltaruleConfig(vocab_size=257, hidden_size=32, num_hidden_layers=2,
         ...                          num_heads=2, mixers="gated_deltanet")
         >>> model = DeltaruleForCausalLM(config)
@@ -232,7 +232,7 @@ def wrap(
     Returns:
         The model for transformers, in the same mode (training or not).
 
-    Example:
+    Examples:
         >>> from deltarule.models import ModelConfig
         >>> own = CausalLM(ModelConfig(vocab_size=257, hidden_size=32, num_layers=1, num_heads=2,
         ...                            layer_types="kda"))

@@ -86,7 +86,7 @@ def patch(model: nn.Module, *, conv: bool = True, packing: bool = True) -> "Patc
     Raises:
         ValueError: The model has no recurrent layer of transformers that an operator runs.
 
-    Example:
+    Examples:
         >>> from transformers import Mamba2Config, Mamba2ForCausalLM
         >>> config = Mamba2Config(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_heads=4,
         ...                       head_dim=8, state_size=8, n_groups=1)

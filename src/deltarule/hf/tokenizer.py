@@ -17,7 +17,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     Returns:
         A fast tokenizer that pads on the left; BEGIN begins, ends and pads.
 
-    Example:
+    Examples:
         >>> tokens = byte_tokenizer()
         >>> tokens("né").input_ids, tokens.decode([110, 195, 169])
         ([110, 195, 169], 'né')

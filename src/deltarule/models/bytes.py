@@ -23,7 +23,7 @@ def encode(text: str | bytes, *, begin: bool = False) -> list[int]:
     Raises:
         UnicodeEncodeError: The string holds half of a surrogate pair. It is a ValueError.
 
-    Example:
+    Examples:
         >>> encode("né", begin=True)
         [256, 110, 195, 169]
     """
@@ -43,7 +43,7 @@ def decode(tokens: Iterable[int]) -> str:
     Raises:
         ValueError: A token lies outside [0, 257).
 
-    Example:
+    Examples:
         >>> decode([256, 110, 195, 169])
         'né'
     """
@@ -54,7 +54,7 @@ def decode(tokens: Iterable[int]) -> str:
 class ByteDecoder:
     """Decodes a stream of tokens: a character appears with its last byte, never half of it.
 
-    Example:
+    Examples:
         >>> decoder = ByteDecoder()
         >>> [decoder.push(token) for token in encode("né")]
         ['n', '', 'é']

@@ -46,7 +46,7 @@ class CausalLM(nn.Module):
     Raises:
         ValueError: A layer cannot be built from the configuration.
 
-    Example:
+    Examples:
         >>> config = ModelConfig(vocab_size=257, hidden_size=32, num_layers=2, num_heads=2,
         ...                      layer_types="gated_deltanet")
         >>> model = CausalLM(config)
@@ -212,7 +212,7 @@ class CausalLM(nn.Module):
             ValueError: The family is unknown, or has no word for an option of this model; nothing
                 is written then.
 
-        Example:
+        Examples:
             >>> import tempfile
             >>> config = ModelConfig(vocab_size=9, hidden_size=32, num_layers=2, num_heads=2,
             ...                      layer_types="gated_deltanet", mlp_size=64)
@@ -292,7 +292,7 @@ def initialise(model: CausalLM) -> None:
 def count_parameters(config: ModelConfig) -> int:
     """Count the parameters of a `CausalLM`, without allocating them.
 
-    Example:
+    Examples:
         >>> count_parameters(ModelConfig(vocab_size=257, hidden_size=32, num_layers=1,
         ...                              num_heads=2, layer_types="attention", mlp_size=0))
         12384

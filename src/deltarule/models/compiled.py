@@ -28,7 +28,7 @@ def compile_blocks(
         dynamic: Whether lengths may change without compiling anew. None: after the first change.
         backend: What compiles, as in `torch.compile`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from deltarule.models import ModelConfig
         >>> model = CausalLM(ModelConfig(vocab_size=257, hidden_size=32, num_layers=2,

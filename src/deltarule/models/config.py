@@ -67,7 +67,7 @@ class ModelConfig:
     Raises:
         ValueError: A field has the wrong type, range or length, or names an unknown layer.
 
-    Example:
+    Examples:
         >>> config = ModelConfig(vocab_size=257, hidden_size=64, num_layers=4, num_heads=2,
         ...                      layer_types=("gated_deltanet", "attention"))
         >>> config.layer_types

@@ -181,7 +181,7 @@ def release_graphs(model: "CausalLM") -> None:
     Args:
         model: The model; its next `generate` on a GPU captures anew.
 
-    Example:
+    Examples:
         >>> from deltarule.models import CausalLM, ModelConfig
         >>> model = CausalLM(ModelConfig(vocab_size=257, hidden_size=32, num_layers=1,
         ...                              num_heads=2, layer_types="gated_deltanet"))

@@ -59,7 +59,7 @@ def write_model(
         config: What config.json holds.
         tensors: The model's parameters by name.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     write_model(folder, {"model_type": "gla"}, {"x": torch.zeros(2)})

@@ -84,7 +84,7 @@ def generate(
         ValueError: An argument is out of range or does not fit the model; it is named. Or the
             model's logits are not numbers.
 
-    Example:
+    Examples:
         >>> from deltarule.models import CausalLM, ModelConfig
         >>> model = CausalLM(ModelConfig(vocab_size=257, hidden_size=32, num_layers=1,
         ...                              num_heads=2, layer_types="gated_deltanet"))
@@ -122,7 +122,7 @@ def stream(
     Returns:
         An iterator over the added tokens.
 
-    Example:
+    Examples:
         >>> from deltarule.models import CausalLM, ModelConfig
         >>> model = CausalLM(ModelConfig(vocab_size=257, hidden_size=32, num_layers=1,
         ...                              num_heads=2, layer_types="gated_deltanet"))

@@ -12,7 +12,7 @@ class Late:
     Args:
         x: The tensor; it may change once this is made.
 
-    Example:
+    Examples:
         >>> Late(torch.tensor([1, 2])).tolist()
         [1, 2]
     """

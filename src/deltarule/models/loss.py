@@ -42,7 +42,7 @@ def next_token_loss(
     Raises:
         ValueError: The shapes do not match, or targets are not integers in range.
 
-    Example:
+    Examples:
         >>> next_token_loss(torch.zeros(2, 4), torch.tensor([1, -100]))
         tensor(1.3863)
     """
@@ -81,7 +81,7 @@ def linear_next_token_loss(
     Raises:
         ValueError: The shapes or dtypes do not match, or targets are not integers in range.
 
-    Example:
+    Examples:
         >>> linear_next_token_loss(torch.zeros(2, 3), torch.ones(4, 3), torch.tensor([1, -100]))
         tensor(1.3863)
     """

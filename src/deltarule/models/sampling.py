@@ -18,7 +18,7 @@ class Draws:
         rows: How many rows there are.
         device: Where the numbers go.
 
-    Example:
+    Examples:
         >>> both, second = Draws(3, 2, torch.device("cpu")), Draws(4, 1, torch.device("cpu"))
         >>> bool(both.next([0, 1])[1] == second.next([0])[0])
         True
@@ -65,7 +65,7 @@ def choose(
     Raises:
         ValueError: A row's largest logit is NaN or infinite.
 
-    Example:
+    Examples:
         >>> choose(torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([0.9]), temperature=1.0)
         tensor([2])
     """
@@ -140,7 +140,7 @@ def kept(
         The order of the tokens, their cumulated probabilities in that order, and how many are
         kept.
 
-    Example:
+    Examples:
         >>> kept(torch.tensor([[0.0, 2.0, 1.0]]), temperature=1.0, top_p=0.8).size
         tensor([[2]])
     """

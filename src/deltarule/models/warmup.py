@@ -25,7 +25,7 @@ def warmup_model(
     Raises:
         RuntimeError: There is no CUDA device, or no Triton.
 
-    Example:
+    Examples:
         >>> config = ModelConfig(vocab_size=257, hidden_size=64, num_layers=2, num_heads=2,
         ...                      layer_types="gated_deltanet")
         >>> if torch.cuda.is_available():

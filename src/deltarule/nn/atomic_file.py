@@ -15,7 +15,7 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
         path: The file to replace or make; its folder exists.
         write: Takes the path of the file aside, which exists and is empty.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp(), "notes")
         >>> write_atomically(path, lambda aside: aside.write_text("new"))
@@ -47,7 +47,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     Raises:
         ValueError: Something is there already.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp(), "model")
         >>> with new_folder(path) as aside:

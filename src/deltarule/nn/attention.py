@@ -60,7 +60,7 @@ class Attention(Mixer):
     Raises:
         ValueError: A size is out of range.
 
-    Example:
+    Examples:
         >>> import torch
         >>> y, state = Attention(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["keys"].shape
@@ -331,7 +331,7 @@ class SlidingWindowAttention(Attention):
 
     Defaults: a window of 2048 tokens, as in the hybrids of arXiv 2412.06464.
 
-    Example:
+    Examples:
         >>> import torch
         >>> layer = SlidingWindowAttention(32, num_heads=2, window=4)
         >>> y, state = layer(torch.zeros(1, 50, 32))

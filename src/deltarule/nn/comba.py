@@ -90,7 +90,7 @@ class Comba(DeltaMixer):
     Defaults: Gated DeltaNet's, but the output gate is a sigmoid; erase_scale and D of ones for
     each key head (the authors use D = 0.02 in small models).
 
-    Example:
+    Examples:
         >>> import torch
         >>> layer = Comba(32, num_heads=2)
         >>> y, state = layer(torch.zeros(1, 5, 32))
@@ -130,7 +130,7 @@ class CombaReleased(Comba):
     p = sigmoid(erase_scale) k corrects the query before q and k are normed, and erases at the full
     length of a unit key. Parameters and defaults are those of `Comba`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> y, state = CombaReleased(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape

@@ -53,11 +53,11 @@ GATED_RULE = Rule(
 class DeltaProduct(DeltaMixer):
     """DeltaProduct: n_steps delta-rule writes for each token, one read-out after the last.
 
-    k, v and beta come from projections n_steps times as wide; step j of token t is row t*n + j.
+    k, v and beta come from projections n_steps times as wide; step j of token t is row `t*n + j`.
 
     Defaults: as DeltaNet, with n_steps = 2 and beta in [0, 2].
 
-    Example:
+    Examples:
         >>> import torch
         >>> layer = DeltaProduct(32, num_heads=2, n_steps=3)
         >>> layer.k_proj.weight.shape, layer(torch.zeros(1, 5, 32))[0].shape
@@ -79,7 +79,7 @@ class GatedDeltaProduct(DeltaMixer):
 
     Defaults: as GatedDeltaNet, with n_steps = 2 and beta in [0, 2].
 
-    Example:
+    Examples:
         >>> import torch
         >>> GatedDeltaProduct(32, num_heads=2)(torch.zeros(1, 5, 32))[0].shape
         torch.Size([1, 5, 32])

@@ -38,7 +38,7 @@ class DeltaNet(DeltaMixer):
     ablation is a choice of two words: feature_map replaces the SiLU of q and k, qk_norm their norm.
     With qk_norm="none" long keys make beta |k|^2 exceed 2, and the state grow.
 
-    Example:
+    Examples:
         >>> import torch
         >>> layer = DeltaNet(32, num_heads=2, beta_max=2.0)
         >>> y, state = layer(torch.zeros(1, 5, 32))

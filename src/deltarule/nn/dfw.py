@@ -54,7 +54,7 @@ class DecayingFastWeights(Mixer):
     The biases of both gates start at 4 and the norm is this library's; the paper fine-tunes
     pre-trained attention and adds neither.
 
-    Example:
+    Examples:
         >>> import torch
         >>> y, state = DecayingFastWeights(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape

@@ -147,7 +147,7 @@ class QueryKeyMap(nn.Module):
         heads: Heads of q and k, each with weights of its own.
         channels: Channels K of a head.
 
-    Example:
+    Examples:
         >>> phi = QueryKeyMap("dpfp", heads=2, channels=4)
         >>> q, k = phi(torch.ones(1, 3, 2, 4), torch.ones(1, 3, 2, 4))
         >>> q.shape, phi.features
@@ -180,7 +180,7 @@ class QueryKeyMap(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, position: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Map q [B, T, H, K] and k [B, T*n, H, K] to M channels, each in its dtype.
+        """Map q [B, T, H, K] and k `[B, T*n, H, K]` to M channels, each in its dtype.
 
         The position [B, T] is only for maps that depend on it.
         """

@@ -38,7 +38,7 @@ class GatedDeltaNet(DeltaMixer):
     4, SiLU on q, k and v, beta in [0, 1], output gate SiLU; exp(A_log) from U(0, 16) and
     softplus(dt_bias) log-uniform in [1e-3, 1e-1].
 
-    Example:
+    Examples:
         >>> import torch
         >>> layer = GatedDeltaNet(32, num_heads=2)
         >>> y, state = layer(torch.zeros(1, 5, 32))

@@ -50,7 +50,7 @@ class GatedDeltaNet2(DeltaMixer):
     Defaults: KDA's; in place of one write strength a head, an erase gate b for each key channel,
     in [0, beta_max], and a write gate w for each value channel, in [0, 1].
 
-    Example:
+    Examples:
         >>> import torch
         >>> y, state = GatedDeltaNet2(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape

@@ -55,7 +55,7 @@ class GatedRFA(DeltaMixer):
     queries and keys (2 head_k_dim of them, the width of the kernel learned), no convolution, no
     output gate, and no norm: the read-out is a weighted sum of values already.
 
-    Example:
+    Examples:
         >>> import torch
         >>> y, state = GatedRFA(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape

@@ -42,7 +42,7 @@ class GatedLinearAttention(DeltaMixer):
     Defaults: head_k_dim = hidden_size / (2 num_heads), head_v_dim = 2 head_k_dim, decay through
     16 channels, no convolution, output gate SiLU.
 
-    Example:
+    Examples:
         >>> import torch
         >>> y, state = GatedLinearAttention(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape

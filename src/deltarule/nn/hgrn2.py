@@ -64,7 +64,7 @@ class HGRN2(DeltaMixer):
     convolution, a norm over all heads together, no output gate. There are as many value heads as
     key heads.
 
-    Example:
+    Examples:
         >>> import torch
         >>> y, state = HGRN2(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> y.shape

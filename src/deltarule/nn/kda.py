@@ -32,7 +32,7 @@ class KDA(DeltaMixer):
     v, beta in [0, 1], decay and output gate (sigmoid) each through head_v_dim channels;
     exp(A_log) from U(1, 16) and softplus(dt_bias) log-uniform in [1e-3, 1e-1].
 
-    Example:
+    Examples:
         >>> import torch
         >>> layer = KDA(32, num_heads=2)
         >>> layer.dt_bias.shape, layer(torch.zeros(1, 5, 32))[0].shape

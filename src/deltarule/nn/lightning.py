@@ -56,7 +56,7 @@ class Lightning(DeltaMixer):
     Defaults: head_k_dim = head_v_dim = hidden_size / num_heads, SiLU on q, k and v, no
     convolution, output gate sigmoid, norm of each head (MiniMax-01 norms all heads together).
 
-    Example:
+    Examples:
         >>> import torch
         >>> layer = Lightning(32, num_heads=2, layer_index=3, num_layers=12)
         >>> layer(torch.zeros(1, 5, 32))[0].shape

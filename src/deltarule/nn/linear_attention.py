@@ -51,7 +51,7 @@ class LinearAttention(DeltaMixer):
     Defaults: head_k_dim = head_v_dim = hidden_size / num_heads, no convolution, no output gate,
     no feature map, no norm of q and k, no normaliser.
 
-    Example:
+    Examples:
         >>> import torch
         >>> y, state = LinearAttention(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> y.shape, state["recurrent"].shape

@@ -43,7 +43,7 @@ class Longhorn(DeltaMixer):
     Defaults: head_k_dim = head_v_dim = hidden_size / num_heads, convolution of 4, SiLU on q, k and
     v, b in [0, 1], output gate SiLU.
 
-    Example:
+    Examples:
         >>> import torch
         >>> Longhorn(32, num_heads=2)(torch.zeros(1, 5, 32))[0].shape
         torch.Size([1, 5, 32])

@@ -47,7 +47,7 @@ class LonghornReleased(ScanMixer):
 
     Defaults: as `Mamba1`, but for A_log, which there is none of, and a dt_bias of zeros.
 
-    Example:
+    Examples:
         >>> import torch
         >>> y, state = LonghornReleased(32, num_heads=1)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape

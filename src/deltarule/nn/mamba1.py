@@ -45,7 +45,7 @@ class Mamba1(ScanMixer):
     release's bias), step sizes through hidden_size / 16 channels; exp(A_log) from 1 to 16,
     softplus(dt_bias) log-uniform in [1e-3, 1e-1], D of ones.
 
-    Example:
+    Examples:
         >>> import torch
         >>> y, state = Mamba1(32, num_heads=1)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape

@@ -62,7 +62,7 @@ class Mamba2(DeltaMixer):
     B and C with SiLU, output gate; exp(A_log) from U(1, 16), softplus(dt_bias) log-uniform in
     [1e-3, 1e-1], D of ones.
 
-    Example:
+    Examples:
         >>> import torch
         >>> layer = Mamba2(32, num_heads=1, num_v_heads=4)
         >>> y, state = layer(torch.zeros(1, 5, 32))

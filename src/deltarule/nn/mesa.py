@@ -47,7 +47,7 @@ class Mesa(Mixer):
     Defaults: head_k_dim = head_v_dim = hidden_size / num_heads, convolution of 4 over q and k, no
     output gate, max(30, head_k_dim) iterations of the conjugate gradients.
 
-    Example:
+    Examples:
         >>> import torch
         >>> y, state = Mesa(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape, state["covariance"].shape

@@ -173,7 +173,7 @@ class MLSTM(DeltaMixer):
     head's mean and variance, output gate sigmoid; forget biases from 3 to 6 over the heads, input
     biases from N(0, 0.1^2).
 
-    Example:
+    Examples:
         >>> import torch
         >>> y, state = MLSTM(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape, state["stabilizer"].shape
@@ -222,7 +222,7 @@ class XLSTM7B(MLSTM):
     Defaults: as `MLSTM`, but for queries and keys of half the width, head_k_dim = hidden_size / (2
     num_heads), and input biases of -10.
 
-    Example:
+    Examples:
         >>> import torch
         >>> y, state = XLSTM7B(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape

@@ -68,7 +68,7 @@ class MultiHeadDeltaNet(DeltaMixer):
 
     Defaults: DeltaNet's. num_v_heads is num_heads.
 
-    Example:
+    Examples:
         >>> import torch
         >>> y, state = MultiHeadDeltaNet(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape
@@ -95,7 +95,7 @@ class MultiHeadDeltaNet(DeltaMixer):
 class MultiKVDeltaNet(MultiHeadDeltaNet):
     """One query reads a state for each key and value: DeltaProduct with states of their own.
 
-    Example:
+    Examples:
         >>> MultiKVDeltaNet(32, num_heads=2).q_proj.weight.shape
         torch.Size([16, 32])
     """
@@ -107,7 +107,7 @@ class MultiKVDeltaNet(MultiHeadDeltaNet):
 class MultiValueDeltaNet(MultiHeadDeltaNet):
     """One query and one key for all values, each with a state and a write strength (GVA).
 
-    Example:
+    Examples:
         >>> layer = MultiValueDeltaNet(32, num_heads=2)
         >>> layer.k_proj.weight.shape, layer.v_proj.weight.shape
         (torch.Size([16, 32]), torch.Size([32, 32]))
@@ -120,7 +120,7 @@ class MultiValueDeltaNet(MultiHeadDeltaNet):
 class MultiKeyDeltaNet(MultiHeadDeltaNet):
     """One value under a key for each state, read by one query.
 
-    Example:
+    Examples:
         >>> MultiKeyDeltaNet(32, num_heads=2).v_proj.weight.shape
         torch.Size([16, 32])
     """
@@ -134,7 +134,7 @@ class MultiQueryDeltaNet(MultiHeadDeltaNet):
 
     The operator keeps the state once for each query: the heads of `recurrent` are equal.
 
-    Example:
+    Examples:
         >>> MultiQueryDeltaNet(32, num_heads=2).k_proj.weight.shape
         torch.Size([16, 32])
     """

@@ -9,7 +9,7 @@ Row = TypeVar("Row")
 class Named(dict[str, Row]):
     """A dict whose missing keys suggest the nearest that there is.
 
-    Example:
+    Examples:
         >>> Named(deltanet=1, gla=2)["delta_net"]
         Traceback (most recent call last):
         ...

@@ -33,7 +33,7 @@ class RMSNorm(nn.Module):
         eps: Added to the mean square.
         zero_centered: Keep weight - 1, which begins at zero, as Qwen3-Next does.
 
-    Example:
+    Examples:
         >>> RMSNorm(4)(torch.tensor([[2.0, 2.0, 2.0, 2.0]])).detach().round(decimals=4)
         tensor([[1., 1., 1., 1.]])
     """

@@ -45,7 +45,7 @@ class RetNet(DeltaMixer):
     Defaults: head_k_dim = hidden_size / num_heads (even), head_v_dim = 2 head_k_dim, no
     convolution, output gate SiLU.
 
-    Example:
+    Examples:
         >>> import torch
         >>> y, state = RetNet(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["length"]

@@ -27,7 +27,7 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
         By parameter name: "matrix"; "embedding"; "gate", what a decay, a write strength or a share
         is made of; "scale", of a norm or a kernel; "start", a learned first state; "vector".
 
-    Example:
+    Examples:
         >>> parameter_roles(nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2)))
         {'0.weight': 'embedding', '1.weight': 'matrix', '1.bias': 'vector'}
     """

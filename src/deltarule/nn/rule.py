@@ -28,10 +28,10 @@ class Projections:
 
     Args:
         q: Queries [B, T, H, K].
-        k: Keys [B, T*n, H, K]; step j of token t is row t*n + j.
-        v: Values [B, T*n, HV, V].
+        k: Keys `[B, T*n, H, K]`; step j of token t is row `t*n + j`.
+        v: Values `[B, T*n, HV, V]`.
         decay_logits: What the decay is made of, [B, T, HV] or [B, T, HV, K].
-        beta_logits: What the write strength is made of, [B, T*n, HV].
+        beta_logits: What the write strength is made of, `[B, T*n, HV]`.
         erase_logits: What a free erase is made of, [B, T, HV, K].
         write_logits: What the write strength of each value channel is made of, [B, T, HV, V].
         output_gate: What the layer's output gate is made of, [B, T, HV, V].

@@ -82,7 +82,7 @@ class RWKV7(DeltaMixer):
     group norm with eps 64e-5 whatever norm_eps. There is no convolution, and as many value heads
     as key heads.
 
-    Example:
+    Examples:
         >>> import torch
         >>> y, state = RWKV7(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> sorted(state), state["shift"].shape

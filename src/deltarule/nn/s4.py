@@ -44,7 +44,7 @@ class S4(ScanMixer):
     Defaults: 2 hidden_size value channels with a state of 16 each, convolution of 4, output gate;
     exp(A_log) from 1 to 16, dt log-uniform in [1e-3, 1e-1], B = dt, C normal, D of ones.
 
-    Example:
+    Examples:
         >>> import torch
         >>> y, state = S4(32, num_heads=1)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape

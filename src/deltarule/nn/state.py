@@ -109,7 +109,7 @@ def save_state(state: State | ModelState, path: str | Path) -> None:
         path: Where to write; a file that is there is replaced once the new one is on disk,
             so that a kill or a second writer never leaves a mixture.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "prompt.safetensors"
         >>> save_state(State(recurrent=torch.zeros(1, 2, 4, 4)), path)

@@ -74,7 +74,7 @@ class TitansLinear(MemoryMixer):
     Defaults: head_k_dim = head_v_dim = hidden_size / num_heads, convolution of 4 over q, k and v
     with SiLU, output gate.
 
-    Example:
+    Examples:
         >>> y, state = TitansLinear(32, num_heads=2)(torch.zeros(1, 21, 32))
         >>> state["recurrent"].shape, state["position"]
         (torch.Size([1, 2, 16, 16]), tensor([5]))
@@ -145,7 +145,7 @@ class TitansMLP(TitansLinear):
     tenth of the linear memory's, and values of a norm above 4 are shortened to it. The state has
     `recurrent_2`, `momentum_2` and `anchor_2` for the second map.
 
-    Example:
+    Examples:
         >>> y, state = TitansMLP(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape, state["recurrent_2"].shape
         (torch.Size([1, 2, 32, 16]), torch.Size([1, 2, 16, 32]))

@@ -71,7 +71,7 @@ class TTTLinear(MemoryMixer):
     Defaults: head_k_dim = hidden_size / num_heads, even, and values of the same size; no
     convolution; no output gate (with one: GELU(gate) * LN(o)); a layer norm over all heads.
 
-    Example:
+    Examples:
         >>> y, state = TTTLinear(32, num_heads=2)(torch.zeros(1, 21, 32))
         >>> state["recurrent"].shape, state["position"]
         (torch.Size([1, 2, 16, 17]), tensor([5]))
@@ -149,7 +149,7 @@ class TTTMLP(TTTLinear):
     The learning rate is a tenth of TTT-Linear's. The state has `recurrent_2` and `gradient_2` for
     the second map.
 
-    Example:
+    Examples:
         >>> y, state = TTTMLP(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape, state["recurrent_2"].shape
         (torch.Size([1, 2, 64, 17]), torch.Size([1, 2, 16, 65]))

@@ -113,7 +113,7 @@ class GatedSlotAttention(SlotMixer):
     Defaults: head_k_dim = head_v_dim = hidden_size / num_heads and as many slots, SiLU on q, k, v
     and the output, one norm of all heads, no convolution, no output gate.
 
-    Example:
+    Examples:
         >>> import torch
         >>> y, state = GatedSlotAttention(32, num_heads=2, num_slots=8)(torch.zeros(1, 5, 32))
         >>> state["keys"].shape, state["recurrent"].shape
@@ -148,7 +148,7 @@ class ABC(SlotMixer):
     norm of each head and output gate SiLU, no convolution. The release rotates q and k (RoPE) and
     clamps s to [-32, 32]; neither is in the paper, nor here.
 
-    Example:
+    Examples:
         >>> import torch
         >>> y, state = ABC(32, num_heads=2, num_slots=4)(torch.zeros(1, 5, 32))
         >>> state["log_sum"][0, 0].exp().round()

@@ -12,7 +12,7 @@ from deltarule.ops.context import Context
 def blocks(x: Tensor, size: int) -> Tensor:
     """Cut rows [B, T, ...] into blocks [B, N, size, ...]; zeros behind the last token fill up.
 
-    Example:
+    Examples:
         >>> blocks(torch.tensor([[1, 2, 3]]), 2).tolist()
         [[[1, 2], [3, 0]]]
     """
@@ -23,7 +23,7 @@ def blocks(x: Tensor, size: int) -> Tensor:
 def with_block_before(x: Tensor) -> Tensor:
     """Put each block but the first behind the one before: [B, N - 1, 2 size, ...].
 
-    Example:
+    Examples:
         >>> with_block_before(torch.tensor([[[1, 2], [3, 0]]])).tolist()
         [[[1, 2, 3, 0]]]
     """

@@ -22,7 +22,7 @@ def pack(lengths: Iterable[int]) -> Offsets:
     Raises:
         ValueError: A length is negative or not an integer.
 
-    Example:
+    Examples:
         >>> pack([3, 0, 5])
         tensor([0, 3, 3, 8])
     """

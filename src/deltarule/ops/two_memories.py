@@ -71,7 +71,7 @@ def two_memories(
     Raises:
         ValueError: An argument has the wrong shape, dtype or device; the message names it.
 
-    Example:
+    Examples:
         >>> import torch
         >>> q, k, v = torch.randn(3, 1, 10, 2, 4).unbind()
         >>> out = two_memories(q, k, v, slots=torch.rand(1, 10, 2, 3))

@@ -76,7 +76,7 @@ def warmup(
         RuntimeError: There is no CUDA device, or no Triton.
         ValueError: An argument is refused by the operator; the message names it.
 
-    Example:
+    Examples:
         >>> import deltarule
         >>> if torch.cuda.is_available():
         ...     deltarule.warmup(heads=16, head_k_dim=128, head_v_dim=128)

@@ -103,7 +103,7 @@ def estimate(
 ) -> Estimate | None:
     """Estimate a step of so many tokens in rows of a length; None where it does not fit.
 
-    Example:
+    Examples:
         >>> from deltarule.parallel.machine import MACHINES, size_of
         >>> step = estimate(size_of(1.3e9), MACHINES["h200"], Division(rows=4), 4096, 16384)
         >>> 0.25 < step.seconds < 0.4

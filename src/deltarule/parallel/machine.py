@@ -140,7 +140,7 @@ class Size:
 def size_of(parameters: float, vocabulary: int = 32_000, every: int = 0) -> Size:
     """The size of so many parameters that is about a hundred channels wide for each layer.
 
-    Example:
+    Examples:
         >>> size = size_of(7e9)
         >>> size.layers, size.hidden
         (35, 3840)

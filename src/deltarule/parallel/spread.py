@@ -50,7 +50,7 @@ def parallelize(
     Raises:
         ValueError: The heads or channels of a layer cannot be divided; the message names them.
 
-    Example:
+    Examples:
         >>> import torch.distributed as dist
         >>> from deltarule.models import ModelConfig
         >>> from deltarule.parallel import make_mesh

@@ -88,7 +88,7 @@ class World:
     Raises:
         ValueError: The sizes do not divide the number of processes.
 
-    Example:
+    Examples:
         >>> World(torch.device("cpu")).first
         True
     """

@@ -27,7 +27,7 @@ def load_task(name: str) -> ModuleType:
     Raises:
         ValueError: There is no such task.
 
-    Example:
+    Examples:
         >>> load_task("mqar").Config().pairs
         8
     """

@@ -31,7 +31,7 @@ class Config(Lengths):
     Raises:
         ValueError: The lengths are below 3 or out of order, or longest is below 5.
 
-    Example:
+    Examples:
         >>> Config().vocab_size
         12
     """
@@ -67,7 +67,7 @@ def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
     Returns:
         tokens and labels, int64 [rows, longest - 1], with one label in each row.
 
-    Example:
+    Examples:
         >>> batch = generate(Config(), np.random.default_rng(0), rows=3)
         >>> batch.tokens.shape, int((batch.labels >= 0).sum())
         ((3, 39), 3)

@@ -28,7 +28,7 @@ class Config:
     Raises:
         ValueError: There is no such group, or the length is below 1.
 
-    Example:
+    Examples:
         >>> Config("A_5").vocab_size
         61
     """
@@ -66,7 +66,7 @@ class Config:
 def elements(group: Group) -> Array:
     """The permutations of a group in the order of the alphabet, [order, n]; the first is 1.
 
-    Example:
+    Examples:
         >>> elements("S_2").tolist()
         [[0, 1], [1, 0]]
     """
@@ -79,7 +79,7 @@ def elements(group: Group) -> Array:
 def is_even(permutation: Array) -> bool:
     """Whether an even number of pairs is out of order.
 
-    Example:
+    Examples:
         >>> is_even(np.array([1, 2, 0])), is_even(np.array([1, 0, 2]))
         (True, False)
     """
@@ -90,7 +90,7 @@ def is_even(permutation: Array) -> bool:
 def products(group: Group) -> Array:
     """The table [order, order] of a times b: first b, then a, so that (a b)[i] = a[b[i]].
 
-    Example:
+    Examples:
         >>> products("S_2").tolist()
         [[0, 1], [1, 0]]
     """
@@ -105,7 +105,7 @@ def products(group: Group) -> Array:
 def running_products(group: Group, words: Array) -> Array:
     """The product of each row's elements so far, [rows, length] like the words.
 
-    Example:
+    Examples:
         >>> running_products("S_2", np.array([[1, 0, 1]])).tolist()
         [[1, 1, 0]]
     """
@@ -126,7 +126,7 @@ def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
     Returns:
         tokens and labels, int64 [rows, length + 1]; nothing is asked at the first place.
 
-    Example:
+    Examples:
         >>> generate(Config("S_2", 4), np.random.default_rng(0), rows=1).labels.tolist()
         [[-100, 1, 0, 1, 1]]
     """

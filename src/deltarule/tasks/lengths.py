@@ -14,7 +14,7 @@ class Lengths:
     Raises:
         ValueError: The lengths are below 3 or out of order.
 
-    Example:
+    Examples:
         >>> Lengths(3, 40).length
         39
     """
@@ -42,7 +42,7 @@ class Lengths:
 def one_answer(tokens: Array, places: Array, answers: Array) -> Batch:
     """Rows with one label each: the answer, at its place; both are [rows, 1].
 
-    Example:
+    Examples:
         >>> one_answer(np.zeros((1, 3), np.int64), np.array([[1]]), np.array([[7]])).labels.tolist()
         [[-100, 7, -100]]
     """

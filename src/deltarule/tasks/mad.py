@@ -36,7 +36,7 @@ def measure(config: Sized, batch: Batch, guesses: Array) -> dict[str, float]:
     Returns:
         "accuracy", the mean over classes, and "share_right", the share of labels guessed.
 
-    Example:
+    Examples:
         >>> class Four:
         ...     vocab_size = 4
         >>> answers = np.array([[0, 0, 1, 1]])

@@ -24,7 +24,7 @@ class Config:
     Raises:
         ValueError: A size is too small; the message names it.
 
-    Example:
+    Examples:
         >>> Config().length
         32
     """
@@ -57,7 +57,7 @@ def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
     Returns:
         tokens, and the same again as labels, int64 [rows, length].
 
-    Example:
+    Examples:
         >>> batch = generate(Config(), np.random.default_rng(0), rows=3)
         >>> batch.tokens.shape, bool((batch.tokens == batch.labels).all())
         ((3, 32), True)

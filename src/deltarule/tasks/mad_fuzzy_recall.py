@@ -28,7 +28,7 @@ class Config:
     Raises:
         ValueError: The sizes do not fit each other; the message names the one to change.
 
-    Example:
+    Examples:
         >>> Config().letters_of_keys, Config().letters_of_values
         (7, 8)
     """
@@ -89,7 +89,7 @@ def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
     Returns:
         tokens and labels, int64 [rows, length].
 
-    Example:
+    Examples:
         >>> batch = generate(Config(), np.random.default_rng(0), rows=3)
         >>> batch.tokens.shape, bool((batch.labels[:, -1] != NO_LABEL).all())
         ((3, 128), True)

@@ -24,7 +24,7 @@ class Config:
     Raises:
         ValueError: The sizes do not fit each other; the message names the one to change.
 
-    Example:
+    Examples:
         >>> Config().keys
         127
     """
@@ -57,7 +57,7 @@ class Config:
 def values(config: Config) -> Array:
     """The value of each key, [keys].
 
-    Example:
+    Examples:
         >>> values(Config(vocab_size=7))
         array([3, 5, 4])
     """
@@ -78,7 +78,7 @@ def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
     Returns:
         tokens and labels, int64 [rows, length].
 
-    Example:
+    Examples:
         >>> batch = generate(Config(), np.random.default_rng(0), rows=3)
         >>> batch.tokens.shape, int((batch.labels != NO_LABEL).sum())
         ((3, 32), 48)

@@ -27,7 +27,7 @@ class Config:
     Raises:
         ValueError: The sizes do not fit each other; the message names the one to change.
 
-    Example:
+    Examples:
         >>> Config().chance
         0.125
     """
@@ -88,7 +88,7 @@ def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
     Returns:
         tokens and labels, int64 [rows, length - 1].
 
-    Example:
+    Examples:
         >>> batch = generate(Config(), np.random.default_rng(0), rows=3)
         >>> batch.tokens.shape, bool((batch.labels[:, -1] >= Config().keys).all())
         ((3, 127), True)

@@ -25,7 +25,7 @@ class Config(Lengths):
     Raises:
         ValueError: The lengths are below 3 or out of order.
 
-    Example:
+    Examples:
         >>> Config().vocab_size
         10
     """
@@ -52,7 +52,7 @@ def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
     Returns:
         tokens and labels, int64 [rows, longest - 1], with one label in each row.
 
-    Example:
+    Examples:
         >>> batch = generate(Config(), np.random.default_rng(0), rows=3)
         >>> batch.tokens.shape, int((batch.labels != NO_LABEL).sum())
         ((3, 39), 3)

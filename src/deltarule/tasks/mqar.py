@@ -29,7 +29,7 @@ class Config:
     Raises:
         ValueError: The sizes do not fit each other; the message names the one to change.
 
-    Example:
+    Examples:
         >>> Config().chance
         0.125
     """
@@ -77,7 +77,7 @@ def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
     Returns:
         tokens and labels, int64 [rows, length]; each row has `pairs` labels.
 
-    Example:
+    Examples:
         >>> batch = generate(Config(), np.random.default_rng(0), rows=3)
         >>> batch.tokens.shape, int((batch.labels != NO_LABEL).sum())
         ((3, 64), 24)
@@ -105,7 +105,7 @@ def distinct(
     The smallest of exponential times e_i / w_i come in the order in which draws with weights w,
     without replacement, would come.
 
-    Example:
+    Examples:
         >>> distinct(np.random.default_rng(0), 1, 3, 3).sum()
         np.int64(3)
     """

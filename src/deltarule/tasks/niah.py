@@ -65,7 +65,7 @@ class Config:
     Raises:
         ValueError: A word is unknown, or the length leaves no room for a haystack.
 
-    Example:
+    Examples:
         >>> Config("prose", "uuid", length=1024).vocab_size
         257
     """
@@ -194,7 +194,7 @@ def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
     Returns:
         tokens and labels, int64 [rows, length]; what the text leaves over is BEGIN, unlabelled.
 
-    Example:
+    Examples:
         >>> batch = generate(Config(), np.random.default_rng(0), rows=2)
         >>> batch.tokens.shape, (batch.labels >= 0).sum(axis=1).tolist()
         ((2, 512), [7, 7])

@@ -24,7 +24,7 @@ class Config(Lengths):
     Raises:
         ValueError: The lengths are below 3 or out of order.
 
-    Example:
+    Examples:
         >>> Config(shortest=40, longest=256).length
         255
     """
@@ -54,7 +54,7 @@ def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
     Returns:
         tokens and labels, int64 [rows, longest - 1].
 
-    Example:
+    Examples:
         >>> tokens, labels = generate(Config(3, 6), np.random.default_rng(0), rows=1)
         >>> tokens.tolist(), labels.tolist()
         ([[2, 2, 0, 0, 0]], [[-100, 1, -100, -100, -100]])

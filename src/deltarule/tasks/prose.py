@@ -29,7 +29,7 @@ class Prose(NamedTuple):
 def read_prose(split: Split) -> Prose:
     """All sentences of one part of the documents; none of these is in both parts.
 
-    Example:
+    Examples:
         >>> all(sentence[0].isupper() for sentence in read_prose("validation").sentences)
         True
     """
@@ -42,7 +42,7 @@ def read_prose(split: Split) -> Prose:
 def sentences_of(document: Document) -> list[str]:
     """The sentences of a module's docstrings.
 
-    Example:
+    Examples:
         >>> quotes = b'"' * 3
         >>> text = quotes + b"Return the value of f at x. Example: f(2) == 3" + quotes
         >>> sentences_of(Document("f.py", text))

@@ -32,7 +32,7 @@ class Config:
     Raises:
         ValueError: The sizes do not fit each other; the message names the one to change.
 
-    Example:
+    Examples:
         >>> Config().vocab_size
         20
     """
@@ -106,7 +106,7 @@ def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
     Returns:
         tokens, labels and legal, int64 [rows, length].
 
-    Example:
+    Examples:
         >>> batch = generate(Config(longest_word=5), np.random.default_rng(0), rows=3)
         >>> asked = batch.labels != NO_LABEL
         >>> bool((batch.legal[asked] >> batch.labels[asked] & 1).all())
@@ -126,7 +126,7 @@ def speak(config: Config, rng: np.random.Generator, table: Array) -> Batch:
     Returns:
         As `generate`.
 
-    Example:
+    Examples:
         >>> config = Config(letters=2, states=2, edges=1, longest_word=3)
         >>> batch = speak(config, np.random.default_rng(0), np.array([[[1, -1], [0, -1]]]))
         >>> sorted(set(batch.tokens[0].tolist()))
@@ -176,7 +176,7 @@ def automata(config: Config, rng: np.random.Generator, rows: int) -> Array:
     Returns:
         int64 [rows, states, letters]; states beyond an automaton's own number are never reached.
 
-    Example:
+    Examples:
         >>> table = automata(Config(letters=2, states=2, edges=1), np.random.default_rng(0), 5)
         >>> table.shape, (table >= 0).sum(axis=2).tolist()[0]
         ((5, 2, 2), [1, 1])
@@ -210,7 +210,7 @@ def minimal(table: Array) -> Array:
     Returns:
         A table of the same kind, with as many states as differ and are reached.
 
-    Example:
+    Examples:
         >>> minimal(np.array([[1, 2], [0, -1], [0, -1], [3, 3]])).tolist()
         [[1, 1], [0, -1]]
     """
@@ -246,7 +246,7 @@ def measure(config: Config, batch: Batch, guesses: Array) -> dict[str, float]:
         "accuracy", the share of guesses that are legal; "next_letter", the share that came;
         "uniform", the accuracy of guessing any letter, each as likely.
 
-    Example:
+    Examples:
         >>> batch = generate(Config(), np.random.default_rng(0), rows=10)
         >>> measure(Config(), batch, batch.labels)["accuracy"]
         1.0

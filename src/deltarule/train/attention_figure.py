@@ -153,7 +153,7 @@ def name_tokens(axes: "Axes", tokens: Sequence[int], n_steps: int) -> None:
 def byte_name(token: int) -> str:
     r"""What is printed for a byte: itself, or a mark for what cannot be seen.
 
-    Example:
+    Examples:
         >>> [byte_name(token) for token in (256, 104, 32, 10, 233)]
         ['^', 'h', '_', '|', '?']
     """

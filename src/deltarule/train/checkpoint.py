@@ -39,7 +39,7 @@ class Checkpoints:
     Raises:
         ValueError: `keep` is below 1.
 
-    Example:
+    Examples:
         >>> import tempfile, torch
         >>> checkpoints = Checkpoints(Path(tempfile.mkdtemp()), keep=2)
         >>> checkpoints.save(7, {"model": {"w": torch.ones(2)}}, {"seen": 14}).name

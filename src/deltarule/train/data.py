@@ -50,7 +50,7 @@ class Pieces(NamedTuple):
 def encode_documents(texts: Sequence[bytes]) -> Corpus:
     """Turn documents into one array of tokens; empty ones vanish.
 
-    Example:
+    Examples:
         >>> encode_documents([b"ab", b"c"]).tokens.tolist()
         [256, 97, 98, 256, 99]
     """
@@ -79,7 +79,7 @@ def cut(corpus: Corpus, length: int, rng: np.random.Generator | None = None) -> 
     Raises:
         ValueError: The length is below 1.
 
-    Example:
+    Examples:
         >>> cut(encode_documents([b"abcde"]), 2).lengths.tolist()
         [2, 2, 1]
     """
@@ -104,7 +104,7 @@ def cut(corpus: Corpus, length: int, rng: np.random.Generator | None = None) -> 
 def row(corpus: Corpus, starts: Sequence[int], lengths: Sequence[int]) -> Batch:
     """Lay pieces end to end in one row.
 
-    Example:
+    Examples:
         >>> row(encode_documents([b"abcd"]), [0, 2], [2, 2]).targets
         tensor([[ 97,  98,  99, 100]])
     """
@@ -136,7 +136,7 @@ def rows_in_order(
 def with_empty_pieces(cu_seqlens: Tensor) -> Tensor:
     """Add empty pieces at the end, to a power of two of 16 or more: few different numbers occur.
 
-    Example:
+    Examples:
         >>> [len(with_empty_pieces(torch.arange(n))) for n in (3, 17, 18, 40)]
         [17, 17, 33, 65]
     """
@@ -159,7 +159,7 @@ class ShuffledRows:
     Raises:
         ValueError: A size is below 1, or the corpus is empty.
 
-    Example:
+    Examples:
         >>> rows = ShuffledRows(encode_documents([b"abcdefgh"]), length=3, row_tokens=5, seed=0)
         >>> rows.next().tokens.shape
         torch.Size([1, 5])

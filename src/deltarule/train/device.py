@@ -7,7 +7,7 @@ from torch import Tensor
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Send a tensor from the CPU; a GPU takes it in turn, without a wait for what is before it.
 
-    Example:
+    Examples:
         >>> to_device(torch.arange(4).view(2, 2)[:, :1], torch.device("cpu"))
         tensor([[0],
                 [2]])

@@ -65,7 +65,7 @@ def read_documents(path: str | Path | None = None, *, max_bytes: int = 500_000_0
     Raises:
         DataError: The path is missing, is empty, holds only binary files, or is too short.
 
-    Example:
+    Examples:
         >>> read_documents().source.startswith("Python")
         True
     """
@@ -101,7 +101,7 @@ def find_files(root: Path) -> Iterator[Path]:
 def is_text(content: bytes) -> bool:
     """Text holds no zero byte and hardly any control bytes; any encoding of ASCII's kind passes.
 
-    Example:
+    Examples:
         >>> is_text("naïve".encode("latin-1")), is_text(bytes(range(256)))
         (True, False)
     """
@@ -178,7 +178,7 @@ def split_documents(
     Raises:
         ValueError: The fraction is not between 0 and 1.
 
-    Example:
+    Examples:
         >>> train, validation = split_documents([Document("a", b"0123456789")])
         >>> train[0].text, validation[0].text
         (b'012345678', b'9')
@@ -216,7 +216,7 @@ def limit_bytes(documents: list[Document], largest: int) -> list[Document]:
 
     None gives more than a sixteenth, where there are as many: one long file would speak for all.
 
-    Example:
+    Examples:
         >>> limit_bytes([Document("a", b"0123456789")], 4)
         [Document(name='a', text=b'0123')]
     """

@@ -20,7 +20,7 @@ def compressed_bits_per_byte(corpus: Corpus) -> dict[str, float]:
 
     That favours the compressors, which may look back from one document into those before it.
 
-    Example:
+    Examples:
         >>> from deltarule.train.data import encode_documents
         >>> compressed_bits_per_byte(encode_documents([b"ab" * 10_000]))["gzip"] < 0.1
         True
@@ -68,7 +68,7 @@ def bits_per_byte(model: CausalLM, corpus: Corpus, length: int, *, every: int = 
     Raises:
         ValueError: The corpus is empty, or `every` is below 1.
 
-    Example:
+    Examples:
         >>> from deltarule.models import ModelConfig
         >>> from deltarule.train.data import encode_documents
         >>> model = CausalLM(ModelConfig(vocab_size=257, hidden_size=16, num_layers=1,
@@ -134,7 +134,7 @@ def token_losses(
 def positions(batch: Batch) -> Tensor:
     """The position of each token of a row in its piece, from 1.
 
-    Example:
+    Examples:
         >>> from deltarule.ops import pack
         >>> tokens = torch.zeros(1, 5, dtype=torch.int64)
         >>> positions(Batch(tokens, tokens, pack([3, 2])))
@@ -147,7 +147,7 @@ def positions(batch: Batch) -> Tensor:
 def bin_edges(length: int) -> list[tuple[int, int]]:
     """First and last position of each bin: powers of two, the last bin cut off at the length.
 
-    Example:
+    Examples:
         >>> bin_edges(6)
         [(1, 1), (2, 2), (3, 4), (5, 6)]
     """

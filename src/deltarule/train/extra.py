@@ -14,7 +14,7 @@ def require(module: str) -> ModuleType:
     Raises:
         MissingExtraError: The package is not installed; the message names the extra.
 
-    Example:
+    Examples:
         >>> require("json").dumps([1])
         '[1]'
     """

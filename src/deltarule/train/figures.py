@@ -138,7 +138,7 @@ def loss_curve(
 def limits(values: list[float], others: list[float]) -> tuple[float, float]:
     """The vertical range: without the first steps, which are far off and would flatten all else.
 
-    Example:
+    Examples:
         >>> low, high = limits([9.0] + [2.0] * 99, [3.0])
         >>> 1.9 < low < 2.0, 3.0 < high < 3.2
         (True, True)
@@ -156,7 +156,7 @@ def column(rows: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]
 def running_mean(values: list[float], window: int) -> list[float]:
     """Mean of the values within `window` steps before and after each place.
 
-    Example:
+    Examples:
         >>> running_mean([1.0, 2.0, 6.0, 7.0], 1)
         [1.5, 3.0, 5.0, 6.5]
     """

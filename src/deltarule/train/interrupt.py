@@ -10,7 +10,7 @@ class Interrupt:
     """While open, the first SIGINT or SIGTERM sets `requested`, and SIGTERM also `terminated`; the
     second acts at once.
 
-    Example:
+    Examples:
         >>> with Interrupt() as interrupt:
         ...     interrupt.requested
         False

@@ -166,7 +166,7 @@ def read_of(batch: Batch, device: torch.device) -> tuple[Tensor, ...]:
 def read_length(labels: Array) -> int:
     """Columns up to the last label, in whole blocks so that few different lengths occur.
 
-    Example:
+    Examples:
         >>> labels = np.full((1, 200), NO_LABEL)
         >>> labels[0, 70] = 1
         >>> read_length(labels)

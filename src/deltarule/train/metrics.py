@@ -19,7 +19,7 @@ class Metrics:
         after: Rows of later steps are dropped first: a resumed run writes them again.
         quiet: Write nothing: another process does.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp(), "metrics.jsonl")
         >>> with Metrics(path, after=0) as metrics:

@@ -57,7 +57,7 @@ def learning_rate(step: int, steps: int, options: OptimizerOptions) -> float:
         steps: All steps of the run, S.
         options: Peak, warm-up W and final ratio m.
 
-    Example:
+    Examples:
         >>> options = OptimizerOptions(lr=1.0, warmup_steps=10, min_lr_ratio=0.1)
         >>> [round(learning_rate(s, 110, options), 3) for s in (0, 9, 59, 109)]
         [0.1, 1.0, 0.55, 0.1]
@@ -77,7 +77,7 @@ def decays(model: nn.Module, *, decay_embeddings: bool = False) -> dict[str, boo
     It applies to matrices by `deltarule.nn.parameter_roles`: not to gates, scales of norms, biases
     and learned starts, nor, unless asked for, to embeddings and heads tied to them.
 
-    Example:
+    Examples:
         >>> decays(nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2)))
         {'0.weight': False, '1.weight': True, '1.bias': False}
     """
@@ -161,7 +161,7 @@ def load_optimizer_tensors(
 def clip_gradients(parameters: Iterable[Tensor], largest: float) -> Tensor:
     """Scale gradients so that their common norm is at most `largest`; return the norm before.
 
-    Example:
+    Examples:
         >>> weight = nn.Parameter(torch.zeros(2))
         >>> weight.grad = torch.tensor([3.0, 4.0])
         >>> clip_gradients([weight], 1.0).item(), weight.grad

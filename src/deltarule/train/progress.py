@@ -126,7 +126,7 @@ class LiveProgress:
 class Smooth:
     """A running mean whose memory is about twenty values long, for figures that flicker.
 
-    Example:
+    Examples:
         >>> smooth = Smooth()
         >>> smooth.add(1.0), smooth.add(2.0)
         (1.0, 1.5)
@@ -146,7 +146,7 @@ class Smooth:
 def clock(seconds: float) -> str:
     """Seconds as a clock shows them.
 
-    Example:
+    Examples:
         >>> clock(125), clock(3725)
         ('2:05', '1:02:05')
     """

@@ -20,7 +20,7 @@ def seed_everything(seed: int) -> None:
 def random_state() -> Json:
     """The state of Python's, numpy's and torch's generators.
 
-    Example:
+    Examples:
         >>> before = random_state()
         >>> drawn = torch.rand(3)
         >>> restore_random_state(before)

@@ -239,7 +239,7 @@ def flat(options: dict[str, Any]) -> dict[str, Any]:
 def from_plain(kind: Any, value: Any) -> Any:
     """Build a (nested) dataclass from what JSON keeps of it.
 
-    Example:
+    Examples:
         >>> from deltarule.train.loop import LoopOptions
         >>> from_plain(LoopOptions, {"steps": 7}).steps
         7

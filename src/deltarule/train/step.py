@@ -49,7 +49,7 @@ class TrainingStep:
     Raises:
         ValueError: The optimizer is not fused, or cannot be captured.
 
-    Example:
+    Examples:
         >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
         >>> step = TrainingStep(lambda x: (weight * x).square().sum(), optimizer)
@@ -173,7 +173,7 @@ class TrainingStep:
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Give every group of an optimizer a learning rate, in place where it is a tensor.
 
-    Example:
+    Examples:
         >>> rate = torch.tensor(0.1)
         >>> optimizer = torch.optim.AdamW([torch.ones(2)], lr=rate, fused=True, capturable=True)
         >>> set_rate(optimizer, 0.5)

@@ -81,7 +81,7 @@ def draw_rows(task: ModuleType, config: Any, *, seed: int, stream: int, rows: in
     Returns:
         What the task's `generate` returns.
 
-    Example:
+    Examples:
         >>> from deltarule.tasks import mqar
         >>> draw_rows(mqar, mqar.Config(), seed=0, stream=EVALUATION, rows=300).tokens.shape
         (300, 64)
@@ -97,7 +97,7 @@ def draw_rows(task: ModuleType, config: Any, *, seed: int, stream: int, rows: in
 class Revisited:
     """A fixed set of rows, all of them once an epoch, but for what does not fill a batch.
 
-    Example:
+    Examples:
         >>> rows = np.arange(5)[:, None]
         >>> draw = Revisited(Batch(rows, rows), count=2, seed=0)
         >>> len({x for i in (1, 2) for x in draw(i).tokens.ravel().tolist()})
@@ -123,7 +123,7 @@ class Revisited:
 class DrawnAhead:
     """Draws the next batches in a thread while a GPU is at work on one.
 
-    Example:
+    Examples:
         >>> DrawnAhead(lambda index: index * 10)(3)
         30
     """

@@ -63,7 +63,7 @@ def convert(
         CheckpointError: As for `CausalLM.load`.
         ValueError: As for `CausalLM.save`, or the destination exists.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from deltarule.models import CausalLM, ModelConfig
         >>> config = ModelConfig(vocab_size=9, hidden_size=32, num_layers=1, num_heads=2,

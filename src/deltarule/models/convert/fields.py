@@ -20,7 +20,7 @@ class Fields:
     Args:
         stored: What config.json holds.
 
-    Example:
+    Examples:
         >>> fields = Fields({"model_type": "gla", "num_heads": 4, "hidden_act": "swish"})
         >>> fields.integer("num_heads")
         4

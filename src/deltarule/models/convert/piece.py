@@ -46,7 +46,7 @@ class Piece:
         form: From the shape that the rows have here to the shape that is stored.
         alias: Another name under which the tensor may be stored. None: it has one name.
 
-    Example:
+    Examples:
         >>> piece = Piece("qk", ("q", "k"), groups=2)
         >>> q, k = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]])
         >>> piece.write([q, k]).flatten()

@@ -133,7 +133,7 @@ def make_context(
     Raises:
         ValueError: The bounds or offsets do not rise from 0 to T, or a process has no token.
 
-    Example:
+    Examples:
         >>> store = dist.HashStore()
         >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         >>> make_context(10, cu_seqlens=[0, 4, 10]).cu_seqlens()

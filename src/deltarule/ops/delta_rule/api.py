@@ -49,9 +49,9 @@ def delta_rule(
 
     Args:
         q: Queries [B, T, H, K] in float64, float32, bfloat16 or float16.
-        k: Keys [B, T*n, H, K] in q's dtype; step j of token t is row t*n + j.
-        v: Values [B, T*n, HV, V] in q's dtype; HV is a multiple of H.
-        beta: Write strength [B, T*n, HV], in [0, 1], or in [0, 2] for transitions with negative
+        k: Keys `[B, T*n, H, K]` in q's dtype; step j of token t is row `t*n + j`.
+        v: Values `[B, T*n, HV, V]` in q's dtype; HV is a multiple of H.
+        beta: Write strength `[B, T*n, HV]`, in [0, 1], or in [0, 2] for transitions with negative
             eigenvalues. None means no erase: S gains v k^T (linear attention, Mamba-2, GLA).
         log_decay: Natural log of the decay, <= 0, float32: [HV] constant, [B, T, HV] for each
             head or [B, T, HV, K] for each key channel; -inf is a reset. None means no decay.
@@ -81,7 +81,7 @@ def delta_rule(
     Raises:
         ValueError: An argument has the wrong shape, dtype or device; the message names it.
 
-    Example:
+    Examples:
         >>> import torch
         >>> q, k, v = torch.randn(3, 1, 10, 2, 4).unbind()
         >>> out = delta_rule(q, k, v, beta=torch.rand(1, 10, 2), normalize_qk=True)
@@ -175,7 +175,7 @@ def dplr(
     Raises:
         ValueError: An argument has the wrong shape, dtype or device; the message names it.
 
-    Example:
+    Examples:
         >>> import torch
         >>> q, k, v = torch.randn(3, 1, 10, 2, 4).unbind()
         >>> erase = torch.nn.functional.normalize(torch.randn(1, 10, 2, 4), dim=-1)

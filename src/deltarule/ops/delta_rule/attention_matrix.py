@@ -32,8 +32,8 @@ def attention_matrix(
 
     Args:
         q: Queries [B, T, H, K].
-        k: Keys [B, T*n, H, K].
-        beta: Write strength [B, T*n, HV]. None means no erase and a strength of 1.
+        k: Keys `[B, T*n, H, K]`.
+        beta: Write strength `[B, T*n, HV]`. None means no erase and a strength of 1.
         log_decay: [HV], [B, T, HV] or [B, T, HV, K], natural log, float32. None means no decay.
         n_steps: Writes for each token.
         scale: Factor of the read-out. None means K ** -0.5.
@@ -41,12 +41,12 @@ def attention_matrix(
         impl: "auto", or a named implementation of `delta_rule`.
 
     Returns:
-        A [B, HV, T, T*n] in q's dtype, zero where j is later than i.
+        A `[B, HV, T, T*n]` in q's dtype, zero where j is later than i.
 
     Raises:
         ValueError: An argument has the wrong shape, dtype or device; the message names it.
 
-    Example:
+    Examples:
         >>> import torch
         >>> q, k = torch.randn(2, 1, 6, 1, 4).unbind()
         >>> A = attention_matrix(q, k, beta=torch.rand(1, 6, 1))

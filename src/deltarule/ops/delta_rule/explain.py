@@ -38,8 +38,8 @@ def explain(
 
     Args:
         q: Queries [B, T, H, K]; `torch.empty(..., device="meta")` will do, only shapes are read.
-        k: Keys [B, T*n, H, K].
-        v: Values [B, T*n, HV, V].
+        k: Keys `[B, T*n, H, K]`.
+        v: Values `[B, T*n, HV, V]`.
         beta: As for `delta_rule`.
         log_decay: As for `delta_rule`.
         a: As for `dplr`.
@@ -54,7 +54,7 @@ def explain(
     Raises:
         ValueError: An argument has the wrong shape, dtype or device; the message names it.
 
-    Example:
+    Examples:
         >>> import torch
         >>> q = k = v = torch.zeros(1, 64, 2, 16)
         >>> [row.impl for row in explain(q, k, v, beta=None) if row.runs]

@@ -28,7 +28,7 @@ class DecayLogits(NamedTuple):
 class BetaLogits(NamedTuple):
     """Logits for `beta`: beta = beta_max * sigmoid(logits).
 
-    logits: [B, T*n, HV].
+    logits: `[B, T*n, HV]`.
     beta_max: Largest write strength.
     """
 

@@ -53,9 +53,9 @@ def recurrent_step(
 
     Args:
         q: Queries [B, T, H, K], T from 1 to 16.
-        k: Keys [B, T*n, H, K].
-        v: Values [B, T*n, HV, V].
-        beta: Write strength [B, T*n, HV], or `BetaLogits(logits, beta_max)` of the same shape:
+        k: Keys `[B, T*n, H, K]`.
+        v: Values `[B, T*n, HV, V]`.
+        beta: Write strength `[B, T*n, HV]`, or `BetaLogits(logits, beta_max)` of the same shape:
             beta_max * sigmoid(logits). None, written out, means no tied erase.
         log_decay: [HV], [B, T, HV] or [B, T, HV, K], natural log, float32, or
             `DecayLogits(logits, A_log, dt_bias)`: -exp(A_log) * softplus(logits + dt_bias).
@@ -81,7 +81,7 @@ def recurrent_step(
     Raises:
         ValueError: An argument has the wrong shape, dtype or device, or needs a gradient.
 
-    Example:
+    Examples:
         >>> import torch
         >>> q, k, v = torch.randn(3, 1, 1, 2, 4).unbind()
         >>> state = torch.zeros(1, 2, 4, 4)

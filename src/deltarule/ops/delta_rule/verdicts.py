@@ -13,7 +13,7 @@ KIND = "doctor"
 def configuration_name(inputs: Inputs) -> str:
     """A name for all calls that run the same compiled kernels, up to packing and unit norm.
 
-    Example:
+    Examples:
         >>> import torch
         >>> q = torch.zeros(1, 4, 2, 100)
         >>> call = Inputs(q, q, q, None, None, None, None, None, None, 1, 1.0, False, False)

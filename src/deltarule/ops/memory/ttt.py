@@ -91,7 +91,7 @@ def ttt(
     Raises:
         ValueError: An argument has the wrong shape, dtype or device; the message names it.
 
-    Example:
+    Examples:
         >>> import torch
         >>> q, k, v = torch.randn(3, 1, 40, 2, 4).unbind()
         >>> start = TTTState.start((0.02 * torch.randn(2, 4, 5),), 1)

@@ -131,7 +131,7 @@ def selective_scan(
     Raises:
         ValueError: An argument has the wrong shape, dtype or device; the message names it.
 
-    Example:
+    Examples:
         >>> import torch
         >>> q, k = torch.randn(2, 1, 10, 1, 4).unbind()
         >>> v, delta = torch.randn(1, 10, 1, 6), torch.rand(1, 10, 1, 6)
