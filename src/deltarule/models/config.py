@@ -46,6 +46,8 @@ class ModelConfig:
         output_gate: Whether recurrent layers gate their output. None: the layer's default.
         beta_max: Largest write strength of delta layers; 2.0 allows negative eigenvalues. None:
             the layer's default.
+        longest_horizon: Tokens that the slowest head of layers with rates of decay starts by
+            remembering, their heads spread from 8 tokens to it. None: each paper's draw.
         n_steps: Writes for each token in DeltaProduct layers. None: the layer's default.
         feature_map: What q and k of linear attention, Gated RFA, DeltaNet and DeltaProduct go
             through, by its name in `deltarule.nn.feature_maps`. None: the layer's default.
@@ -93,6 +95,7 @@ class ModelConfig:
     n_groups: int = 1
     output_gate: bool | None = None
     beta_max: float | None = None
+    longest_horizon: float | None = None
     n_steps: int | None = None
     feature_map: str | None = None
     qk_norm: QueryKeyNorm | None = None
@@ -169,7 +172,7 @@ _SMALLEST = {
 _OPTIONAL = {
     "num_v_heads", "head_k_dim", "head_v_dim", "num_attention_heads", "num_kv_heads",
     "attention_head_dim", "output_norm_eps",
-    "conv_size", "n_steps", "window", "mlp_size", "beta_max",
+    "conv_size", "n_steps", "window", "mlp_size", "beta_max", "longest_horizon",
 }  # fmt: skip
 
 
@@ -188,7 +191,7 @@ def _check_integers(config: ModelConfig) -> None:
 
 
 def _check_numbers(config: ModelConfig) -> None:
-    for name in ("beta_max", "rope_theta", "norm_eps", "output_norm_eps"):
+    for name in ("beta_max", "longest_horizon", "rope_theta", "norm_eps", "output_norm_eps"):
         value = getattr(config, name)
         if value is None and name in _OPTIONAL:
             continue
@@ -281,7 +284,7 @@ _NEUTRAL = {"beta_max": 1, "n_steps": 1, "normalizer": False}
 
 def _check_used(config: ModelConfig) -> None:
     """Refuse an option that no layer of the model has: it would silently do nothing."""
-    for name in ("beta_max", "n_steps", "feature_map", "qk_norm", "normalizer"):
+    for name in ("beta_max", "longest_horizon", "n_steps", "feature_map", "qk_norm", "normalizer"):
         value = getattr(config, name)
         if value is None or (name in _NEUTRAL and value <= _NEUTRAL[name]):
             continue

@@ -30,6 +30,13 @@ def above_zero(name: str, value: float) -> float:
     return value
 
 
+def check_horizon(longest: float | None) -> float | None:
+    """Return the longest horizon if heads can be spread up to it."""
+    if longest is not None and (not _is_number(longest) or not 8 < longest < math.inf):
+        raise ValueError(f"longest_horizon must be None or a number above 8, got {longest!r}")
+    return longest
+
+
 def default(value: T | None, otherwise: T) -> T:
     """Return the value, or the other where it is None."""
     return otherwise if value is None else value
@@ -82,6 +89,7 @@ REASONS = {
     "qk_norm": "linear_attention, gated_rfa, deltanet and delta_product have it",
     "normalizer": "linear_attention has it; with an erase, the sum of the keys is not what the "
     "state holds: use qk_norm",
+    "longest_horizon": "its decay is not exp(-exp(A_log) dt), whose rates it would spread",
     "num_slots": "abc and gsa have slots",
     "rope_theta": "it does not rotate its queries and keys",
 }

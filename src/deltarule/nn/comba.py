@@ -101,6 +101,7 @@ class Comba(DeltaMixer):
     """
 
     rule = RULE
+    has_rates = True
     expand_k = 0.75
     expand_v = 2
     default_conv_size = 4

@@ -18,7 +18,7 @@ from deltarule import ops
 from deltarule.nn.arguments import check_divides
 from deltarule.nn.call import Call
 from deltarule.nn.feature_maps import QueryKeyMap
-from deltarule.nn.gates import initial_A_log, initial_dt_bias, low_rank
+from deltarule.nn.gates import initial_A_log, initial_dt_bias, low_rank, spread_A_log
 from deltarule.nn.layout import per_step, silence_padding, split
 from deltarule.nn.linears import linear, linears
 from deltarule.nn.mixer import COMMON, Mixer
@@ -44,6 +44,8 @@ class DeltaMixer(Mixer):
     maps_features: ClassVar[bool] = False
     # Whether a free erase has a strength that beta_max bounds.
     frees_strength: ClassVar[bool] = False
+    # Whether the decay is exp(-exp(A_log) dt), so that longest_horizon means something.
+    has_rates: ClassVar[bool] = False
     # SiLU on q, k and v where no convolution brings its own.
     activates_projections: ClassVar[bool] = False
     # Whether the rule reads its layer's depth; compiled code is then of one layer alone.
@@ -67,6 +69,7 @@ class DeltaMixer(Mixer):
         divides = cls.maps_features and cls.rule.erase == "none" and not cls.rule.normalizer
         by_rule = {
             "beta_max": cls.rule.erase == "tied" or cls.frees_strength,
+            "longest_horizon": cls.has_rates,
             "n_steps": cls.default_n_steps > 1,
             "feature_map": cls.maps_features,
             "qk_norm": cls.maps_features,
@@ -116,15 +119,21 @@ class DeltaMixer(Mixer):
     def build_head_decay(self, slowest: float, fastest: float) -> None:
         """Make a decay for each head, its rate drawn from U(slowest, fastest)."""
         self.a_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
-        self.gate_parameter("A_log", initial_A_log(self.num_v_heads, slowest, fastest))
-        self.gate_parameter("dt_bias", initial_dt_bias(self.num_v_heads))
+        self.build_rates(initial_A_log(self.num_v_heads, slowest, fastest), self.num_v_heads)
 
     def build_channel_decay(self) -> None:
         """Make a decay for each key channel, through head_v_dim channels, as in KDA."""
         heads, key_size = self.num_v_heads, self.head_k_dim
         self.a_proj = low_rank(self.hidden_size, self.head_v_dim, heads * key_size)
-        self.gate_parameter("A_log", initial_A_log(heads, 1, 16))
-        self.gate_parameter("dt_bias", initial_dt_bias(heads, key_size))
+        self.build_rates(initial_A_log(heads, 1, 16), heads, key_size)
+
+    def build_rates(self, A_log: Tensor, *sizes: int) -> None:
+        """Keep the paper's draw, or spread the heads' horizons up to the longest one."""
+        dt_bias = initial_dt_bias(*sizes)
+        if self.longest_horizon is not None:
+            A_log = spread_A_log(dt_bias, self.longest_horizon)
+        self.gate_parameter("A_log", A_log)
+        self.gate_parameter("dt_bias", dt_bias)
 
     def build_norm(self) -> nn.Module:
         """Make the norm of each head, which would undo the division by a normaliser."""

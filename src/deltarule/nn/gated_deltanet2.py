@@ -60,6 +60,7 @@ class GatedDeltaNet2(DeltaMixer):
     """
 
     rule = RULE
+    has_rates = True
     default_conv_size = 4
     default_output_gate = True
     gate_activation = "sigmoid"

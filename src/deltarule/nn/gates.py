@@ -1,9 +1,10 @@
 """The gates that several rules share, computed in float32 at least."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn.rule import Projections
@@ -113,6 +114,39 @@ def initial_dt_bias(*sizes: int) -> Tensor:
     dt = torch.empty(sizes, dtype=torch.float32).uniform_(smallest, largest).exp()
     # The inverse of softplus, log(e^dt - 1), without the cancellation for small dt.
     return dt + torch.log(-torch.expm1(-dt))
+
+
+# Tokens; heads are spread from above this.
+SHORTEST_HORIZON = 8.0
+
+
+def spread_A_log(dt_bias: Tensor, longest: float) -> Tensor:
+    """Natural log of the rate that gives each head a horizon of its own, [HV] in float32.
+
+    horizon_h = 1 / (exp(A_log_h) dt_h) = 8 (longest / 8)^((h + 1) / HV) tokens: the last head
+    starts with the longest. dt_h is the geometric mean of a head's channels.
+    """
+    parts = torch.arange(1, len(dt_bias) + 1) / len(dt_bias)
+    horizons = SHORTEST_HORIZON * (longest / SHORTEST_HORIZON) ** parts
+    return -horizons.log() - _log_dt(dt_bias)
+
+
+def _log_dt(dt_bias: Tensor) -> Tensor:
+    """The mean over each head's channels."""
+    return F.softplus(dt_bias).log().view(len(dt_bias), -1).mean(-1)
+
+
+def starting_horizons(model: nn.Module) -> list[list[float]]:
+    """Tokens after which each head of each gated layer keeps 1/e, at gate logits of zero.
+
+    Examples:
+        >>> from deltarule.nn import GatedDeltaNet
+        >>> starting_horizons(GatedDeltaNet(32, num_heads=2, longest_horizon=512))
+        [[64.0, 512.0]]
+    """
+    gated: list[Any] = [m for m in model.modules() if getattr(m, "has_rates", False)]
+    rates = [(m.A_log + _log_dt(m.dt_bias)).exp() for m in gated]
+    return [[round(1 / rate, 1) for rate in layer.tolist()] for layer in rates]
 
 
 def low_rank(

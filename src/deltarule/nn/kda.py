@@ -42,6 +42,7 @@ class KDA(DeltaMixer):
     """
 
     rule = RULE
+    has_rates = True
     default_conv_size = 4
     default_output_gate = True
     gate_activation = "sigmoid"

@@ -73,6 +73,7 @@ class Mamba2(DeltaMixer):
     """
 
     rule = RULE
+    has_rates = True
     default_conv_size = 4
     default_output_gate = True
     activates_projections = True

@@ -15,6 +15,7 @@ from deltarule.nn.arguments import (
     above_zero,
     check_beta_max,
     check_depth,
+    check_horizon,
     check_maps,
     check_meant,
     check_multiple,
@@ -58,6 +59,9 @@ class Mixer(Frame):
         qk_norm: What q and k are divided by: "none", "l1", "l2". None: the rule's own choice.
         normalizer: Whether to divide the read-out by z^T q, in place of the norm of the output.
             None: the layer's default.
+        longest_horizon: Tokens that the slowest head starts by remembering: the horizons
+            1 / (exp(A_log) dt) of a layer's heads start spread from 8 tokens to this. None: the
+            paper's draw.
         num_slots: Slots of each head. None: head_k_dim.
         rope_theta: Base of the rotary wavelengths. None: 10000.
         norm_eps: Added to the mean square in the norm of the output.
@@ -111,6 +115,7 @@ class Mixer(Frame):
         feature_map: str | None = None,
         qk_norm: QueryKeyNorm | None = None,
         normalizer: bool | None = None,
+        longest_horizon: float | None = None,
         num_slots: int | None = None,
         rope_theta: float | None = None,
         norm_eps: float = 1e-5,
@@ -129,6 +134,7 @@ class Mixer(Frame):
         self.head_v_dim = positive("head_v_dim", head_v_dim)
         self.beta_max = default(check_beta_max(beta_max), self.default_beta_max)
         self.n_steps = positive("n_steps", default(n_steps, self.default_n_steps))
+        self.longest_horizon = check_horizon(longest_horizon)
         self.num_slots = positive("num_slots", default(num_slots, self.head_k_dim))
         self.rope_theta = above_zero("rope_theta", default(rope_theta, 10000.0))
         self.norm_eps = above_zero("norm_eps", norm_eps)
@@ -143,7 +149,7 @@ class Mixer(Frame):
             "num_v_heads": num_v_heads, "head_v_dim": head_v_dim, "conv_size": conv_size,
             "beta_max": beta_max, "n_steps": n_steps, "feature_map": feature_map,
             "qk_norm": qk_norm, "normalizer": normalizer, "num_slots": num_slots,
-            "rope_theta": rope_theta,
+            "rope_theta": rope_theta, "longest_horizon": longest_horizon,
         }  # fmt: skip
         neutral = {
             "num_v_heads": num_heads, "head_v_dim": self.head_k_dim, "conv_size": 0, "n_steps": 1,

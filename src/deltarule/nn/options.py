@@ -28,5 +28,5 @@ def with_arguments(text: str, source: str, names: list[str]) -> str:
     entries = re.split(r"\n(?= {8}\w)", section[1])
     chosen = [entry for entry in entries if entry.strip().partition(":")[0] in names]
     arguments = "\n".join(["    Args:", *chosen])
-    head, found, tail = text.partition("    Example:\n")
+    head, found, tail = text.partition("    Examples:\n")
     return f"{head}{arguments}\n\n{found}{tail}" if found else f"{text.rstrip()}\n\n{arguments}\n"
