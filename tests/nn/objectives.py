@@ -117,6 +117,7 @@ def _move(state: Tensor, start: Tensor) -> Tensor:
 
 _writes = (
     "mamba2", "gla", "rwkv6", "hgrn2", "mlstm", "xlstm_7b", "retnet", "lightning", "gated_rfa",
+    "gated_retnet", "gate_loop",
 )  # fmt: skip
 _corrects = ("gated_deltanet", "kda")
 _replaces = ("gated_deltanet2", "comba", "comba_released", "rwkv7")

@@ -157,9 +157,9 @@ def test_beta_max_doubles_the_write_strength(name, monkeypatch):
 def test_default_widths(name):
     layer = MIXERS[name](64, num_heads=2)
     widths = {
-        "retnet": (32, 64), "mamba2": (128, 64), "gla": (16, 32), "gated_deltanet": (24, 48),
-        "gated_delta_product": (24, 48), "comba": (24, 48), "comba_released": (24, 48),
-        "xlstm_7b": (16, 32),
+        "retnet": (32, 64), "gated_retnet": (32, 64), "mamba2": (128, 64), "gla": (16, 32),
+        "gated_deltanet": (24, 48), "gated_delta_product": (24, 48), "comba": (24, 48),
+        "comba_released": (24, 48), "xlstm_7b": (16, 32),
     }  # fmt: skip
     assert (layer.head_k_dim, layer.head_v_dim) == widths.get(name, (32, 32))
     assert layer.conv_size == (0 if name in NO_CONVOLUTION else 4)
@@ -213,8 +213,8 @@ def test_retnet_refuses_odd_keys():
 UNGATED = ("linear_attention", "gated_rfa", "hgrn2", "deltanet", "delta_product")
 SHIFTED = ("rwkv6", "rwkv7")
 NO_CONVOLUTION = (
-    "linear_attention", "gated_rfa", "retnet", "lightning", "gla", "hgrn2", "mlstm", "xlstm_7b",
-    *SHIFTED,
+    "linear_attention", "gated_rfa", "retnet", "gated_retnet", "lightning", "gla", "gate_loop",
+    "hgrn2", "mlstm", "xlstm_7b", *SHIFTED,
 )  # fmt: skip
 
 

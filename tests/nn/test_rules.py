@@ -10,7 +10,7 @@ from deltarule.nn.rule import Projections, Rule
 from nn.drawn import HV, OPERATORS, B, H, K, T, V, draw, draw_projections, run
 
 # Each value head has a key head of its own.
-OWN_HEADS = ("rwkv6", "rwkv7", "hgrn2")
+OWN_HEADS = ("rwkv6", "rwkv7", "hgrn2", "gate_loop")
 # What a row may leave empty, and then says nothing about.
 OPTIONAL = {"carries", "normalizer", "forms", "page"}
 
@@ -26,6 +26,7 @@ def gates(rule: Rule, n_steps: int = 1) -> dict[str, torch.Tensor]:
     return {
         "decay_logits": draw(B, T, HV, *channels), "beta_logits": draw(B, T * n_steps, HV),
         "erase_logits": draw(B, T, HV, K), "write_logits": draw(B, T, HV, V),
+        "phase": draw(B, T, HV, K),
         "A_log": draw(HV), "dt_bias": draw(HV, *channels),
         "D": draw(heads if rule.name.startswith("comba") else HV),
         "erase_scale": draw(heads) if rule.name.startswith("comba") else draw(heads, K),

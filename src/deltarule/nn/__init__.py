@@ -6,8 +6,10 @@ from deltarule.nn.delta import DeltaMixer
 from deltarule.nn.delta_product import DeltaProduct, GatedDeltaProduct
 from deltarule.nn.deltanet import DeltaNet
 from deltarule.nn.dfw import DecayingFastWeights
+from deltarule.nn.gate_loop import GateLoop
 from deltarule.nn.gated_deltanet import GatedDeltaNet
 from deltarule.nn.gated_deltanet2 import GatedDeltaNet2
+from deltarule.nn.gated_retnet import GatedRetNet
 from deltarule.nn.gated_rfa import GatedRFA
 from deltarule.nn.gla import GatedLinearAttention
 from deltarule.nn.hgrn2 import HGRN2
@@ -49,9 +51,11 @@ _LAYERS: dict[str, type[Mixer]] = {
     "linear_attention": LinearAttention,
     "gated_rfa": GatedRFA,
     "retnet": RetNet,
+    "gated_retnet": GatedRetNet,
     "lightning": Lightning,
     "mamba2": Mamba2,
     "gla": GatedLinearAttention,
+    "gate_loop": GateLoop,
     "rwkv6": RWKV6,
     "hgrn2": HGRN2,
     "mlstm": MLSTM,
@@ -112,11 +116,13 @@ __all__ = [
     "DeltaMixer",
     "DeltaNet",
     "DeltaProduct",
+    "GateLoop",
     "GatedDeltaNet",
     "GatedDeltaNet2",
     "GatedDeltaProduct",
     "GatedLinearAttention",
     "GatedRFA",
+    "GatedRetNet",
     "GatedSlotAttention",
     "Lightning",
     "LinearAttention",

@@ -8,6 +8,8 @@ import math
 import torch
 from torch import Tensor
 
+from deltarule.nn.turning import turned
+
 
 def rotate(x: Tensor, positions: Tensor, theta: float = 10000.0) -> Tensor:
     """Rotate the channels of x by their positions; channel i is paired with i + D/2.
@@ -25,20 +27,17 @@ def rotate(x: Tensor, positions: Tensor, theta: float = 10000.0) -> Tensor:
     Source: arXiv 2104.09864, eq. 34, with the two halves of the channels as the pairs.
     """
     dtype, half = torch.promote_types(x.dtype, torch.float32), x.shape[-1] // 2
-    turned = angles_by_integers if x.device.type == "mps" else angles
-    angle = turned(positions.unsqueeze(-1), half, theta).to(dtype)
-    cos, sin = angle.cos().unsqueeze(2), angle.sin().unsqueeze(2)
-    first, second = x.to(dtype).chunk(2, dim=-1)
-    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    return rotated.to(x.dtype)
+    of_device = angles_by_integers if x.device.type == "mps" else angles
+    angle = of_device(positions.unsqueeze(-1), half, theta).to(dtype)
+    return turned(x.to(dtype), angle.unsqueeze(2)).to(x.dtype)
 
 
 def rotate_first(x: Tensor, channels: int, positions: Tensor, theta: float) -> Tensor:
     """Rotate the first channels of [B, T, heads, D], an even number of them, as `rotate` does."""
     if channels == x.shape[-1]:
         return rotate(x, positions, theta)
-    turned = rotate(x[..., :channels], positions, theta)
-    return torch.cat([turned, x[..., channels:]], dim=-1)
+    first = rotate(x[..., :channels], positions, theta)
+    return torch.cat([first, x[..., channels:]], dim=-1)
 
 
 def angles(positions: Tensor, half: int, theta: float) -> Tensor:

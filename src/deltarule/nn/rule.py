@@ -34,6 +34,7 @@ class Projections:
         beta_logits: What the write strength is made of, `[B, T*n, HV]`.
         erase_logits: What a free erase is made of, [B, T, HV, K].
         write_logits: What the write strength of each value channel is made of, [B, T, HV, V].
+        phase: Angles that each key channel turns by, [B, T, HV, K] (GateLoop).
         output_gate: What the layer's output gate is made of, [B, T, HV, V].
         A_log: Natural log of a rate of decay, [HV], float32.
         dt_bias: Bias of decay_logits, [HV] or [HV, K], float32.
@@ -61,6 +62,7 @@ class Projections:
     beta_logits: Tensor | None = None
     erase_logits: Tensor | None = None
     write_logits: Tensor | None = None
+    phase: Tensor | None = None
     output_gate: Tensor | None = None
     A_log: Tensor | None = None
     dt_bias: Tensor | None = None

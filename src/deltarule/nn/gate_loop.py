@@ -1,0 +1,143 @@
+"""GateLoop: linear attention whose key channels decay and turn, both as the token says.
+
+H_t = H_{t-1} * (a_t e^{i w_t})^T + v_t k_t^T        o_t = Re(H_t q_t)
+a_t = sigmoid(decay_logits_t), w_t = phase_t
+
+With Phi_t = w_1 + .. + w_t, k~ = e^{-i Phi} k = (k cos Phi, -k sin Phi) and q~ likewise,
+
+S_t = S_{t-1} Diag(a_t, a_t) + v_t k~_t^T        o_t = S_t q~_t
+
+rotates by positions that the tokens choose, and its decay is real.
+"""
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deltarule.nn.arguments import check_own_heads
+from deltarule.nn.call import Call
+from deltarule.nn.delta import DeltaMixer
+from deltarule.nn.documents import document_count, last_token, per_token
+from deltarule.nn.gates import computed, initial_dt_bias
+from deltarule.nn.layout import split
+from deltarule.nn.roles import Role
+from deltarule.nn.rule import Carry, Mapped, Projections, Rule
+from deltarule.nn.state import State
+from deltarule.nn.turning import exact, within_a_turn
+from deltarule.ops.context import Context
+from deltarule.ops.context.exchange import starting_state
+
+
+def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
+    """q~, k~ and the decay of both parts; Phi at the last token is carried."""
+    start = starting(projections, carry)
+    phase = phases(projections, start)
+    q, k = (in_both_parts(x, phase) for x in (projections.q, projections.k))
+    log_decay = F.logsigmoid(computed(projections.need("decay_logits")))
+    given = {"q": q, "k": k, "v": projections.v, "beta": None}
+    given |= {"log_decay": torch.cat([log_decay] * 2, dim=-1), "scale": log_decay.shape[-1] ** -0.5}
+    return given, {"phase": last_token(phase, projections, otherwise=start)}
+
+
+def in_both_parts(x: Tensor, phase: Tensor) -> Tensor:
+    """e^{-i Phi} x: (x cos Phi, -x sin Phi) [B, T, H, 2 K], in the dtype of x."""
+    return torch.cat([x * phase.cos(), -x * phase.sin()], dim=-1).to(x.dtype)
+
+
+def phases(projections: Projections, start: Tensor) -> Tensor:
+    """[B, T, HV, K] Phi_t within each document, which had turned by start [N, HV, K] before."""
+    turns = computed(projections.need("phase"))
+    if projections.real is not None:
+        turns = turns.masked_fill(~projections.real[..., None, None], 0)
+    total, start = exact(turns).cumsum(1), exact(start)
+    if projections.cu_seqlens is not None:
+        before = F.pad(total, (0, 0, 0, 0, 1, 0))
+        start = start - before[0, projections.cu_seqlens[:-1]]
+    return within_a_turn(total + per_token(start, projections), turns.dtype)
+
+
+def starting(projections: Projections, carry: Carry | None) -> Tensor:
+    """[N, HV, K] what each document had turned before; zeros where it starts."""
+    if carry is not None:
+        return carry["phase"]
+    turns = computed(projections.need("phase"))
+    return turns.new_zeros(document_count(projections), *turns.shape[2:])
+
+
+def turned_before(context: Context, turns: Tensor, given: Tensor) -> Tensor:
+    """[N, HV, K] the same with other processes, given where a document begins here."""
+    tail = turns[:, context.tail :].sum(1).unsqueeze(-2)
+    kept = torch.full_like(tail, float(context.goes_on and context.tail == 0))
+    before = starting_state(context, tail, kept, diagonal=True).squeeze(-2)
+    return torch.cat([given[: len(before)] + before, given[len(before) :]])
+
+
+RULE = Rule(
+    name="gate_loop",
+    title="GateLoop",
+    operator="delta_rule",
+    recurrence="H = H * (a e^{i w})^T + v k^T",
+    read_out="o = Re(H q)",
+    decay="channel",
+    erase="none",
+    objective="|H - H' * (a e^{i w})^T|^2 - 2 Re <H k, v>",
+    source="arXiv 2311.01927, section 3",
+    state_size="2 HV V K + HV K",
+    arguments=arguments,
+    carries={"phase": ("HV", "K")},
+)
+
+
+class GateLoop(DeltaMixer):
+    """GateLoop: H = H * (a e^{i w})^T + v k^T, o = Re(H q): a and w both depend on the token.
+
+    a = sigmoid(a_proj x + decay_bias) and w = w_proj x, for each key channel. The state's
+    `recurrent` [N, H, V, 2 K] is e^{-i Phi} H, its real parts before its imaginary ones, and
+    `phase` [N, H, K] is Phi, the sum of all w.
+
+    Defaults: head_k_dim = head_v_dim = hidden_size / num_heads (the paper: one channel a head), no
+    convolution, output gate SiLU; decays from 1 - 0.1 to 1 - 0.001. There are as many value heads
+    as key heads.
+
+    Example:
+        >>> import torch
+        >>> y, state = GateLoop(32, num_heads=2)(torch.zeros(1, 5, 32))
+        >>> state["recurrent"].shape, state["phase"].shape
+        (torch.Size([1, 2, 16, 32]), torch.Size([1, 2, 16]))
+
+    Source: arXiv 2311.01927, section 3.
+    """
+
+    rule = RULE
+    default_output_gate = True
+    float32_parameters: ClassVar[tuple[str, ...]] = ("decay_bias",)
+    roles: ClassVar[dict[str, Role]] = {"w_proj": "gate"}
+    decay_bias: nn.Parameter
+
+    def check_options(self) -> None:
+        check_own_heads(self.rule.name, self.num_heads, self.num_v_heads)
+
+    def build_gates(self) -> None:
+        super().build_gates()
+        channels = self.num_heads * self.head_k_dim
+        self.a_proj = nn.Linear(self.hidden_size, channels, bias=False)
+        self.w_proj = nn.Linear(self.hidden_size, channels, bias=False)
+        bias = -initial_dt_bias(self.num_heads, self.head_k_dim)
+        self.gate_parameter("decay_bias", bias)
+
+    def memories(self) -> dict[str, tuple[int, ...]]:
+        """A complex matrix, its two parts side by side, and how far it has turned."""
+        sizes = super().memories()
+        return sizes | {"recurrent": (*sizes["recurrent"][:2], 2 * self.head_k_dim)}
+
+    def project(self, call: Call) -> Projections:
+        p = super().project(call)
+        phase = computed(split(self.w_proj(call.x), self.num_heads, self.head_k_dim))
+        if (context := call.layout.context) is not None:
+            before = turned_before(context, phase, call.before["phase"])
+            call.before = State(call.before, phase=before)
+        decay_logits = p.need("decay_logits") + self.decay_bias
+        return replace(p, decay_logits=decay_logits, phase=phase)

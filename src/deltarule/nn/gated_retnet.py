@@ -1,0 +1,56 @@
+"""Gated RetNet, the retention of YOCO: RetNet whose heads choose what they forget.
+
+S_t = g_t S_{t-1} + v_t k_t^T        g_t = sigmoid(decay_logits_t)^(1/16)
+"""
+
+from dataclasses import replace
+
+import torch.nn.functional as F
+from torch import nn
+
+from deltarule.nn import retnet
+from deltarule.nn.gates import computed
+from deltarule.nn.rule import Carry, Mapped, Projections
+
+# What the logit of a decay is divided by, so that most decays are near one.
+TEMPERATURE = 16
+
+
+def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
+    """log g = log sigmoid(decay_logits) / 16."""
+    logits = computed(projections.need("decay_logits"))
+    log_decay = F.logsigmoid(logits) / TEMPERATURE
+    return projections.qkv | {"beta": None, "log_decay": log_decay}, carry
+
+
+RULE = replace(
+    retnet.RULE,
+    name="gated_retnet",
+    title="Gated RetNet",
+    recurrence="S = g S + v k^T",
+    decay="head",
+    source="arXiv 2405.05254, section 3.1",
+    page="retnet",
+    arguments=arguments,
+)
+
+
+class GatedRetNet(retnet.RetNet):
+    """Gated RetNet: S = g S + v k^T with g = sigmoid(a_proj x)^(1/16), and RoPE on q and k.
+
+    Defaults: as `RetNet`.
+
+    Example:
+        >>> import torch
+        >>> y, state = GatedRetNet(32, num_heads=2)(torch.zeros(1, 5, 32))
+        >>> state["length"]
+        tensor([5])
+
+    Source: arXiv 2405.05254, section 3.1.
+    """
+
+    rule = RULE
+
+    def build_gates(self) -> None:
+        super().build_gates()
+        self.a_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
