@@ -30,7 +30,7 @@ def call(tensors, lengths=None):
     """As `selective_scan` calls it, but on the CPU."""
     offsets = None if lengths is None else pack(lengths)
     named = [tensors.get(name) for name in scan.NAMES]
-    o, final, _ = scan_operator.operator(*named, offsets, scan.K**-0.5, True, "triton")
+    o, final, _ = scan_operator.operator(*named, offsets, scan.K**-0.5, scan.SIGNED, True, "triton")
     return o, final
 
 
@@ -67,6 +67,13 @@ def test_float32(form, lengths):
         assert_close(x, y, dtype=torch.float32)
     for name, gradient in gradients.items():
         assert_close(gradient, exact[name], dtype=torch.float32, gradient=True, name=name)
+
+
+@pytest.mark.parametrize("lengths", [None, LENGTHS])
+@pytest.mark.parametrize("form", ["mamba", "all"])
+def test_signed_decays(form, lengths, monkeypatch):
+    monkeypatch.setattr(scan, "SIGNED", True)
+    test_float32(form, lengths)
 
 
 @pytest.mark.parametrize("form", ["all", "all constant"])
@@ -143,7 +150,7 @@ def test_views_of_any_strides():
 def test_the_registered_operator_keeps_its_promises(lengths):
     tensors = make("mamba", tokens=5, lengths=lengths)
     offsets = None if lengths is None else pack(lengths)
-    arguments = *(tensors.get(name) for name in scan.NAMES), offsets, 0.5
+    arguments = *(tensors.get(name) for name in scan.NAMES), offsets, 0.5, False
     tests = ("test_schema", "test_faketensor")
     given = *arguments, True, "triton"
     checked = opcheck(scan_operator.operator, given, test_utils=tests)
@@ -158,7 +165,7 @@ def test_the_registered_operator_keeps_its_promises(lengths):
 def test_without_saved_states_the_forward_runs_again():
     tensors = make("all")
     named = [tensors.get(name) for name in scan.NAMES]
-    given = kernels.ScanInputs(*named, None, 0.5)
+    given = kernels.ScanInputs(*named, None, 0.5, False)
     o, final, saved = kernels.forward(given, True)
     assert saved.shape == kernels.saved_shape(given)
     d_o, d_final = torch.randn_like(o), torch.randn_like(final)

@@ -398,7 +398,7 @@ BAD_OPTIONS = {
 
 
 # Their widths are 2 hidden_size in all, which two heads can always share.
-WIDTH_OF_ITS_OWN = ("mamba2", "mamba1", "s4", "longhorn_released")
+WIDTH_OF_ITS_OWN = ("mamba2", "mamba1", "signed_mamba1", "s4", "longhorn_released")
 
 
 @pytest.mark.parametrize("message", BAD_OPTIONS)
@@ -411,9 +411,15 @@ def test_wrong_sizes_name_the_argument(name, message):
         MIXERS[name](given.pop("hidden_size"), **given)
 
 
+# Their state has one number for each channel.
+VECTORS = ("hgrn", "rg_lru", "rwkv4")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_given_head_size_needs_no_division(name):
     size = {"head_dim": 8} if name in ATTENTION else {"head_k_dim": 8}
+    if name in (*VECTORS, "lru"):
+        size = {"head_v_dim": 8} | ({"head_k_dim": 8} if name == "lru" else {})
     layer = MIXERS[name](HIDDEN + 1, num_heads=2, **size)
     assert layer(torch.randn(1, 3, HIDDEN + 1))[0].shape == (1, 3, HIDDEN + 1)
 

@@ -8,6 +8,7 @@ from deltarule import nn, selective_scan
 from deltarule.nn import longhorn_released
 from nn.layers import HIDDEN, inputs, make
 from nn.test_layers import conv
+from oracles import mamba
 from tolerance import relative_rms
 
 DOUBLE = torch.float64
@@ -39,6 +40,29 @@ def test_mamba1_by_hand():
         for t in range(T):
             h = torch.exp(dt[t, channel] * A[channel]) * h + dt[t, channel] * B[t] * v[t, channel]
             y[t, channel] = C[t] @ h
+    assert relative_rms(layer(x)[0][0], end_of_block(layer, x, v, y)) <= 1e-12
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["mamba1", "mamba2"])
+def test_the_bias_of_the_convolution_comes_before_its_activation(name):
+    layer, x = make(name, DOUBLE, conv_bias=True), inputs(1, T, DOUBLE)
+    rows = F.pad(layer.v_proj(x).mT, (3, 0))
+    expected = F.conv1d(rows, layer.v_conv.weight[:, None], layer.v_conv.bias, groups=rows.shape[1])
+    seen = []
+    layer.v_conv.register_forward_hook(lambda module, given, out: seen.append(out[0]))
+    layer(x)
+    assert layer.v_conv.bias.abs().max() > 0
+    assert relative_rms(seen[0], F.silu(expected).mT) <= 1e-12
+    assert make(name).v_conv.bias is None
+
+
+@torch.no_grad()
+def test_signed_mamba1_by_its_oracle():
+    layer, x, v = block("signed_mamba1")
+    dt = F.softplus(layer.a_proj(v) + layer.dt_bias.flatten())
+    rates, D = layer.A_log.flatten(0, 1), torch.zeros(v.shape[1], dtype=DOUBLE)
+    y, _ = mamba.recurrence(layer.q_proj(v), layer.k_proj(v), v, dt, rates, D)
     assert relative_rms(layer(x)[0][0], end_of_block(layer, x, v, y)) <= 1e-12
 
 
@@ -138,7 +162,7 @@ def test_dfw_update_minimises_its_objective():
     assert gradient.abs().max() <= 1e-10
 
 
-@pytest.mark.parametrize("name", ["mamba1", "s4", "longhorn_released"])
+@pytest.mark.parametrize("name", ["mamba1", "signed_mamba1", "s4", "longhorn_released"])
 def test_grouping_of_the_channels_changes_nothing(name):
     x = inputs(2, 7, DOUBLE)
     layer, grouped = make(name, DOUBLE, num_heads=1), make(name, DOUBLE, num_heads=4)

@@ -1,5 +1,7 @@
 """`selective_scan` in PyTorch against its definition, and the contracts of its registered forms."""
 
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from deltarule import RecurrentOutput, pack, selective_scan
 from deltarule.ops.selective_scan import torch as scan_layout
 from deltarule.ops.selective_scan.registered import scan_operator
 from oracles import decaying_fast_weights as dfw
+from oracles import mamba
 from tolerance import assert_close, relative_rms
 
 H, HV, K, V = 2, 4, 3, 5
@@ -25,6 +28,14 @@ FORMS = {
     "all constant": {"delta", "A", "value_log_decay", "log_decay", "beta", "constant"},
     "none": set(),
 }
+
+# Whether the decays of `run` and `flat` are signed.
+SIGNED = False
+
+
+@pytest.fixture
+def signed(monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "SIGNED", True)
 
 
 def draw(*sizes: int) -> Tensor:
@@ -53,8 +64,9 @@ def run(tensors: dict[str, Tensor], impl: str, lengths=None) -> RecurrentOutput:
     others = {name: x for name, x in tensors.items() if name not in ("q", "k", "v")}
     offsets = None if lengths is None else pack(lengths)
     return selective_scan(
-        tensors["q"], tensors["k"], tensors["v"], **others, cu_seqlens=offsets, impl=impl
-    )
+        tensors["q"], tensors["k"], tensors["v"], **others, cu_seqlens=offsets, impl=impl,
+        signed=SIGNED,
+    )  # fmt: skip
 
 
 def gradients(tensors: dict[str, Tensor], impl: str, lengths=None) -> dict[str, Tensor]:
@@ -79,6 +91,33 @@ def test_equals_the_definition(form, lengths):
     found, wanted = (gradients(tensors, impl, lengths) for impl in ("torch", "reference"))
     for name in tensors:
         assert_close(found[name], wanted[name], gradient=True, name=name)
+
+
+@pytest.mark.usefixtures("signed")
+@pytest.mark.parametrize("lengths", [None, LENGTHS])
+@pytest.mark.parametrize("form", ["mamba", "s4", "dfw", "all"])
+def test_signed_decays_equal_the_definition(form, lengths):
+    test_equals_the_definition(form, lengths)
+
+
+@pytest.mark.usefixtures("signed")
+@pytest.mark.parametrize("form", ["mamba", "all"])
+def test_gradcheck_of_signed_decays(form):
+    test_gradcheck(form, None)
+
+
+def test_a_signed_state_by_its_oracle():
+    """arXiv 2411.12537, section 5: the factor is 2 exp(..) - 1, and the input stays as it is."""
+    given = make("mamba", tokens=20, state=False)
+    expected, _ = mamba.recurrence(
+        given["q"][0, :, 0], given["k"][0, :, 0], given["v"][0, :, 0], given["delta"][0, :, 0],
+        (-given["A"][0]).log(), torch.zeros(V, dtype=torch.float64), signed=True,
+    )  # fmt: skip
+    decays = {"delta": given["delta"], "A": given["A"], "signed": True}
+    for impl in ("torch", "reference", "auto"):
+        v = given["v"] * given["delta"]
+        out = selective_scan(given["q"], given["k"], v, **decays, scale=1.0, impl=impl)
+        assert_close(out.o[0, :, 0], expected)
 
 
 @pytest.mark.parametrize("elements", [1, 2**14, 2**30])
@@ -195,7 +234,7 @@ def test_memory_stays_below_that_of_all_states():
 def flat(form: str, lengths=None) -> list:
     tensors = make(form, tokens=5, lengths=lengths)
     offsets = None if lengths is None else pack(lengths)
-    return [*(tensors.get(name) for name in NAMES), offsets, 0.5]
+    return [*(tensors.get(name) for name in NAMES), offsets, 0.5, SIGNED]
 
 
 CASES = [("mamba", None), ("s4", (3, 0, 2)), ("dfw", None), ("all", (4, 1)), ("none", None)]
@@ -294,3 +333,11 @@ def test_wrong_arguments_are_named(message):
     } | BAD[message]  # fmt: skip
     with pytest.raises(ValueError, match=message):
         selective_scan(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+
+
+def test_gradients_are_laid_out_as_a_compiler_is_told():
+    """Whatever the strides of v: compiled code views its gradient."""
+    tensors = make("mamba", tokens=6)
+    v = tensors["v"].transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    (found,) = torch.autograd.grad(run(tensors | {"v": v}, "torch").o.sum(), v)
+    assert found.is_contiguous()

@@ -12,13 +12,15 @@ from deltarule.nn.gated_deltanet2 import GatedDeltaNet2
 from deltarule.nn.gated_retnet import GatedRetNet
 from deltarule.nn.gated_rfa import GatedRFA
 from deltarule.nn.gla import GatedLinearAttention
+from deltarule.nn.hgrn import HGRN
 from deltarule.nn.hgrn2 import HGRN2
 from deltarule.nn.kda import KDA
 from deltarule.nn.lightning import Lightning
 from deltarule.nn.linear_attention import LinearAttention
 from deltarule.nn.longhorn import Longhorn
 from deltarule.nn.longhorn_released import LonghornReleased
-from deltarule.nn.mamba1 import Mamba1
+from deltarule.nn.lru import LRU
+from deltarule.nn.mamba1 import Mamba1, SignedMamba1
 from deltarule.nn.mamba2 import Mamba2
 from deltarule.nn.memory import MemoryMixer
 from deltarule.nn.mesa import Mesa
@@ -35,8 +37,10 @@ from deltarule.nn.multi_head import (
 from deltarule.nn.names import Named
 from deltarule.nn.norm import RMSNorm
 from deltarule.nn.retnet import RetNet
+from deltarule.nn.rg_lru import RGLRU
 from deltarule.nn.roles import parameter_roles
 from deltarule.nn.rule import Projections, Rule, System
+from deltarule.nn.rwkv4 import RWKV4
 from deltarule.nn.rwkv6 import RWKV6
 from deltarule.nn.rwkv7 import RWKV7
 from deltarule.nn.s4 import S4
@@ -76,7 +80,12 @@ _LAYERS: dict[str, type[Mixer]] = {
     "multi_key_deltanet": MultiKeyDeltaNet,
     "multi_query_deltanet": MultiQueryDeltaNet,
     "mamba1": Mamba1,
+    "signed_mamba1": SignedMamba1,
     "s4": S4,
+    "lru": LRU,
+    "hgrn": HGRN,
+    "rg_lru": RGLRU,
+    "rwkv4": RWKV4,
     "dfw": DecayingFastWeights,
     "longhorn_released": LonghornReleased,
     "abc": ABC,
@@ -98,11 +107,15 @@ RULES: dict[str, Rule] = Named(
 
 __all__ = [
     "ABC",
+    "HGRN",
     "HGRN2",
     "KDA",
+    "LRU",
     "MIXERS",
     "MLSTM",
+    "RGLRU",
     "RULES",
+    "RWKV4",
     "RWKV6",
     "RWKV7",
     "S4",
@@ -145,6 +158,7 @@ __all__ = [
     "Rule",
     "ScanMixer",
     "ShortConv",
+    "SignedMamba1",
     "SlidingWindowAttention",
     "State",
     "SwiGLU",

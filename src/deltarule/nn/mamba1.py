@@ -4,6 +4,8 @@ S_t = S_{t-1} * exp(-(dt_t 1^T) * exp(A_log)) + (dt_t * v_t) k_t^T        o_t = 
 dt_t = softplus(step_logits_t + dt_bias)
 """
 
+from dataclasses import replace
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -35,15 +37,24 @@ SYSTEM = System(
     forms="recurrent, chunked, GPU kernel",
 )
 
+SIGNED = replace(
+    SYSTEM,
+    name="signed_mamba1",
+    title="Mamba with signed decays",
+    recurrence="S = S * (2 exp(-(dt 1^T) * exp(A_log)) - 1) + (dt * v) k^T",
+    source="arXiv 2411.12537, section 5",
+    page="mamba1",
+)
+
 
 class Mamba1(ScanMixer):
     """Mamba: S = S * exp(-(dt 1^T) * exp(A_log)) + (dt * v) k^T, o = S q + D * v, gated.
 
     In the paper's letters q = C, k = B, v = x, dt = Delta; all are computed from the convolved x.
 
-    Defaults: 2 hidden_size value channels with a state of 16 each, convolution of 4 (without the
-    release's bias), step sizes through hidden_size / 16 channels; exp(A_log) from 1 to 16,
-    softplus(dt_bias) log-uniform in [1e-3, 1e-1], D of ones.
+    Defaults: 2 hidden_size value channels with a state of 16 each, convolution of 4 (the
+    release's has a bias: conv_bias=True), step sizes through hidden_size / 16 channels; exp(A_log)
+    from 1 to 16, softplus(dt_bias) log-uniform in [1e-3, 1e-1], D of ones.
 
     Examples:
         >>> import torch
@@ -70,3 +81,26 @@ class Mamba1(ScanMixer):
             self.q_proj(stream).unsqueeze(2), self.k_proj(stream).unsqueeze(2), v,
             step_logits=self.per_head(self.a_proj(stream)), A_log=self.A_log, dt_bias=self.dt_bias,
         )  # fmt: skip
+
+
+class SignedMamba1(Mamba1):
+    """Mamba whose decays a = exp(-(dt 1^T) * exp(A_log)) become 2 a - 1, in (-1, 1].
+
+    An entry that changes its sign with a token can count tokens modulo two, which no positive decay
+    can. Nothing else differs.
+
+    Defaults: as `Mamba1`.
+
+    Example:
+        >>> import torch
+        >>> y, state = SignedMamba1(32, num_heads=1)(torch.zeros(1, 5, 32))
+        >>> state["recurrent"].shape
+        torch.Size([1, 1, 64, 16])
+
+    Source: arXiv 2411.12537, section 5.
+    """
+
+    rule = SIGNED
+
+    def scan_arguments(self, stream: Tensor, v: Tensor) -> Arguments:
+        return super().scan_arguments(stream, v) | {"signed": True}

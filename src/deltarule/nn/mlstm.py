@@ -18,15 +18,19 @@ from torch import Tensor, nn
 
 from deltarule.nn.call import Call
 from deltarule.nn.delta import DeltaMixer
-from deltarule.nn.documents import document_count, first_tokens, last_token, per_token, token_before
+from deltarule.nn.documents import last_token
 from deltarule.nn.gates import computed
 from deltarule.nn.linears import ExactLinear
 from deltarule.nn.norm import GatedGroupNorm
 from deltarule.nn.normalizer import divided, with_one
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
+from deltarule.nn.running_maximum import (
+    change_of_scale,
+    maximum_before,
+    running_maximum,
+    starting,
+)
 from deltarule.nn.state import State
-from deltarule.ops.context import Context
-from deltarule.ops.context.rows import one_of_each
 
 # Added to the divisor of the kept state.
 EPS = 1e-6
@@ -76,63 +80,6 @@ def gates(projections: Projections) -> tuple[Tensor, Tensor]:
     """log f and log i, both [B, T, HV]."""
     log_forget = F.logsigmoid(computed(projections.need("decay_logits")))
     return log_forget, computed(projections.need("beta_logits"))
-
-
-def change_of_scale(log_forget: Tensor, log_input: Tensor, before: Tensor, m: Tensor) -> Tensor:
-    """log f_t + m_{t-1} - m_t, differentiated by f_t alone."""
-    with torch.no_grad():
-        # Exactly zero while the maximum only decays: rounding must not pile up over many tokens.
-        renewed = log_input >= log_forget + before
-        change = torch.where(renewed, (log_forget + before - m).clamp(max=0), 0)
-    return change + (log_forget - log_forget.detach())
-
-
-@torch.no_grad()
-def running_maximum(
-    log_forget: Tensor, log_input: Tensor, projections: Projections, carry: Carry | None
-) -> tuple[Tensor, Tensor]:
-    """m_{t-1} and m_t, [B, T, HV], reaching twice as far back in every round.
-
-    Without gradients: whatever m is, it cancels in the output.
-    """
-    first = first_tokens(projections).view(1, -1, 1)
-    start = per_token(starting(log_input, projections, carry), projections)
-    m = torch.where(first, torch.maximum(log_forget + start, log_input), log_input)
-    decay = log_forget.masked_fill(first, -torch.inf)
-    reach, tokens = 1, m.shape[1]
-    while reach < tokens:
-        further = torch.maximum(m[:, reach:], m[:, :-reach] + decay[:, reach:])
-        m = torch.cat([m[:, :reach], further], dim=1)
-        decay = torch.cat([decay[:, :reach], decay[:, reach:] + decay[:, :-reach]], dim=1)
-        reach *= 2
-    return torch.where(first, start, token_before(m, projections)), m
-
-
-@torch.no_grad()
-def maximum_before(
-    context: Context, log_forget: Tensor, log_input: Tensor, given: Tensor
-) -> Tensor:
-    """[N, HV] the maximum that each sequence here continues from, given where it begins here.
-
-    m_end = max(F + m_start, G) over the tokens of a process, with F = sum log f.
-    """
-    forget, tail = log_forget[:, context.tail :], log_input[:, context.tail :]
-    after = forget.flip(1).cumsum(1).flip(1) - forget
-    ends = one_of_each(context, torch.cat([forget.sum(1), (after + tail).amax(1)], 1))
-    total, largest = ends.chunk(2, 2)
-    first = given[: len(ends)]
-    if context.goes_on:
-        first = torch.zeros_like(first)
-        for rank in context.before:
-            first = torch.maximum(total[:, rank] + first, largest[:, rank])
-    return torch.cat([first, given[len(ends) :]])
-
-
-def starting(like: Tensor, projections: Projections, carry: Carry | None) -> Tensor:
-    """[N, HV] the maximum that each document continues from; zeros where it starts."""
-    if carry is not None:
-        return carry["stabilizer"]
-    return like.new_zeros(document_count(projections), like.shape[2])
 
 
 RULE = Rule(

@@ -18,11 +18,13 @@ FORMS = {
 
 COLUMNS = ("system", "one token", "decay", "erase", "source")
 
-# Where a row's recurrence is written out once more, for those that are no rules.
+# Where a row's recurrence is written out once more, for those that are no rules: by the name of
+# its operator or, where rows of one operator have files of their own, by its own.
 TESTS = {
     "selective_scan": "nn/test_scan.py", "two_memories": "nn/test_two_memories.py",
     "mesa": "ops/test_mesa.py", "ttt": "ops/test_ttt.py", "titans": "ops/test_titans.py",
     "softmax": "nn/test_attention.py",
+    **dict.fromkeys(("lru", "hgrn", "rg_lru", "rwkv4"), "nn/test_vectors.py"),
 }  # fmt: skip
 
 
@@ -43,7 +45,7 @@ def backed_by(system: System) -> str:
     state) and test_training.py, and every rule through tests/nn/test_objectives.py.
     """
     if not isinstance(system, Rule):
-        return TESTS[system.operator]
+        return TESTS.get(system.name) or TESTS[system.operator]
     page = system.page or system.name
     return f"nn/test_{page.replace('gated_delta_product', 'delta_product')}.py"
 

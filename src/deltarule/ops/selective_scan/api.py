@@ -26,12 +26,13 @@ from deltarule.shapes import Offsets, Outputs, RecurrentOutput, State, Values
 
 def run_reference(inputs: ScanInputs) -> RecurrentOutput:
     """The definition, one token at a time, differentiable to any order."""
-    q, k, v, *decays, initial_state, cu_seqlens, scale = inputs
+    q, k, v, *decays, initial_state, cu_seqlens, scale, signed = inputs
     delta, A, value_log_decay, log_decay, beta = decays
     with without_autocast(v.device):
         return reference.selective_scan(
             q, k, v, delta=delta, A=A, value_log_decay=value_log_decay, log_decay=log_decay,
             beta=beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
+            signed=signed,
         )  # fmt: skip
 
 
@@ -83,6 +84,7 @@ def selective_scan(
     value_log_decay: Outputs | None = None,
     log_decay: Tensor | None = None,
     beta: Outputs | None = None,
+    signed: bool = False,
     scale: float | None = None,
     initial_state: State | None = None,
     cu_seqlens: Offsets | None = None,
@@ -116,6 +118,8 @@ def selective_scan(
         beta: Write strength [B, T, HV, V], beta |k|^2 in [0, 2] in each entry. Each entry then
             erases what it alone holds under the key: the diagonal of the delta rule's transition.
             None means no erase.
+        signed: Whether the factor of an entry is 2 exp(..) - 1 in (-1, 1] in place of exp(..): a
+            state that changes its sign with every token counts them.
         scale: Factor of the read-out. None means K ** -0.5.
         initial_state: [N, HV, V, K], float32 (float64 with float64 v). None means zeros.
         cu_seqlens: Offsets [N + 1] of sequences packed into one row (B = 1). None means that each
@@ -146,8 +150,9 @@ def selective_scan(
     if context is not None:
         given = {
             "q": q, "k": k, "v": v, "delta": delta, "A": A, "value_log_decay": value_log_decay,
-            "log_decay": log_decay, "beta": beta, "scale": scale, "initial_state": initial_state,
-            "cu_seqlens": cu_seqlens, "return_state": return_state, "impl": impl,
+            "log_decay": log_decay, "beta": beta, "signed": signed, "scale": scale,
+            "initial_state": initial_state, "cu_seqlens": cu_seqlens,
+            "return_state": return_state, "impl": impl,
         }  # fmt: skip
         return over_context(selective_scan, context, given)
     heads, value_size = v.shape[2:]
@@ -170,8 +175,9 @@ def selective_scan(
     check_state("initial_state", initial_state, v, (sequences, heads, value_size, q.shape[-1]))
     scale = q.shape[-1] ** -0.5 if scale is None else check_scale(scale)
     inputs = ScanInputs(
-        q, k, v, delta, A, value_log_decay, log_decay, beta, initial_state, cu_seqlens, scale
-    )
+        q, k, v, delta, A, value_log_decay, log_decay, beta, initial_state, cu_seqlens, scale,
+        signed,
+    )  # fmt: skip
     return result(dispatch_scan(inputs, impl), return_state)
 
 

@@ -1,6 +1,6 @@
 """The definition of `selective_scan`: every entry of the state decays, and is written, on its own.
 
-S <- S * exp(delta_t A + value_log_decay_t 1^T + 1 log_decay_t^T)
+S <- S * exp(delta_t A + value_log_decay_t 1^T + 1 log_decay_t^T), `signed`: S * (2 exp(..) - 1)
 S <- S + v_t k_t^T, or with `beta`  S <- S + Diag(beta_t) (v_t k_t^T - S * (1 k_t^2^T))
 o_t = scale * S_t q_t
 
@@ -29,6 +29,7 @@ def selective_scan(
     scale: float | None = None,
     initial_state: State | None = None,
     cu_seqlens: Offsets | None = None,
+    signed: bool = False,
 ) -> RecurrentOutput:
     """Carry the state along each sequence: a batch row, or a slice of the one packed row."""
     batch, tokens, heads, value_size = v.shape
@@ -42,6 +43,8 @@ def selective_scan(
         decay = decay * computed(value_log_decay).unsqueeze(-1).exp()
     if log_decay is not None:
         decay = decay * entries(log_decay, heads).exp()
+    if signed:
+        decay = 2 * decay - 1
     write = values * keys
     if beta is not None:
         strength = computed(beta).unsqueeze(-1)

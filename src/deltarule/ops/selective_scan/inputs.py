@@ -20,6 +20,7 @@ class ScanInputs(NamedTuple):
     initial_state: Tensor | None
     cu_seqlens: Tensor | None
     scale: float
+    signed: bool = False
 
     @property
     def sequences(self) -> int:

@@ -46,7 +46,10 @@ def decay_of(inputs: ScanInputs, t: int) -> Tensor | None:
         logs.append(inputs.value_log_decay[:, t].to(inputs.dtype).unsqueeze(-1))
     if inputs.log_decay is not None:
         logs.append(inputs.log_decay[:, t].to(inputs.dtype).unsqueeze(-2))
-    return sum(logs[1:], logs[0]).exp() if logs else None
+    if not logs:
+        return None
+    decay = sum(logs[1:], logs[0]).exp()
+    return 2 * decay - 1 if inputs.signed else decay
 
 
 def of_tokens(x: Tensor, v: Tensor, dtype: torch.dtype) -> list[Tensor]:

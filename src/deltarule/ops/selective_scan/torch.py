@@ -4,6 +4,7 @@ Chunks run side by side, their tokens one after another, so that no more than th
 token of each chunk are in memory; the backward pass keeps those of the tokens of one slab.
 
     decay_t = exp(delta_t A + value_log_decay_t 1^T + 1 log_decay_t^T) * (1 - beta_t k_t^2^T)
+              or signed, 2 exp(..) - 1 in place of exp(..)
     S_t = decay_t * S_{t-1} + w_t k_t^T        w_t = v_t or beta_t * v_t        o_t = S_t q_t
 
 Where the decay is one of key channels and one of value channels, the forward is by `products`.
@@ -41,6 +42,7 @@ class Chunks(NamedTuple):
     value_log_decay: Tensor | None
     log_decay: Tensor | None
     beta: Tensor | None
+    signed: bool
 
 
 class Products(NamedTuple):
@@ -55,8 +57,8 @@ class Products(NamedTuple):
 
 def factors(chunks: Chunks) -> Products | None:
     """These chunks as what is multiplied; None where each entry decays on its own."""
-    q, k, v, delta, _, log_b, log_a, beta = chunks
-    if delta is not None or beta is not None or q.ndim == 3 or k.ndim == 3:
+    q, k, v, delta, _, log_b, log_a, beta, signed = chunks
+    if signed or delta is not None or beta is not None or q.ndim == 3 or k.ndim == 3:
         return None
     if not products.apply((q, k, v), (log_a, log_b)):
         return None
@@ -109,14 +111,14 @@ def cut_inputs(inputs: ScanInputs, slab: Slab, size: int) -> Chunks:
     assert q is not None
     assert k is not None
     assert v is not None
-    return Chunks(q * inputs.scale, k, v, *others)
+    return Chunks(q * inputs.scale, k, v, *others, inputs.signed)
 
 
 def join_gradients(
     d: Chunks, inputs: ScanInputs, out: list[Tensor | None], slab: Slab, size: int
 ) -> None:
     """Write the gradients by the chunks into those by the inputs, or add them to a constant's."""
-    for dx, to in zip(d._replace(q=d.q * inputs.scale), out, strict=True):
+    for dx, to in zip(d._replace(q=d.q * inputs.scale)[:8], out, strict=True):
         if dx is None or to is None:
             continue
         if to.ndim == 3:
@@ -158,7 +160,7 @@ def backward(
         saved = forward(inputs, save=True)[2]
     # The gradient of a constant is a sum over all tokens, and in 16 bits it would stop growing.
     gradients = [
-        None if x is None else torch.zeros_like(x, dtype=inputs.dtype if x.ndim == 3 else None)
+        None if x is None else x.new_zeros(x.shape, dtype=inputs.dtype if x.ndim == 3 else None)
         for x in inputs[:8]
     ]
     d_initial = d_final.clone(memory_format=torch.contiguous_format)
@@ -189,10 +191,11 @@ def initial_state(inputs: ScanInputs) -> Tensor:
     return torch.zeros(inputs.state_shape, dtype=inputs.dtype, device=inputs.v.device)
 
 
-def decay(chunks: Chunks, t: int, erased: bool = True) -> Tensor:
+def decay(chunks: Chunks, t: int, with_erase: bool = True) -> Tensor:
     """[M, HV, V or 1, K or 1] the factor of the state at the t-th token of every chunk.
 
-    exp(delta A + value_log_decay 1^T + 1 log_decay^T), and if `erased` times (1 - beta k^2^T)
+    e = exp(delta A + value_log_decay 1^T + 1 log_decay^T) or, signed, 2 e - 1; and if
+    `with_erase` times (1 - beta k^2^T)
     """
     exponent = chunks.v.new_zeros(1, 1, 1, 1)
     if chunks.delta is not None and chunks.A is not None:
@@ -202,9 +205,16 @@ def decay(chunks: Chunks, t: int, erased: bool = True) -> Tensor:
     if chunks.log_decay is not None:
         exponent = exponent + chunks.log_decay[:, :, t, None]
     factor = exponent.exp()
-    if chunks.beta is not None and erased:
-        factor = factor * (1 - chunks.beta[:, :, t, :, None] * at(chunks.k, t).square())
-    return factor
+    if chunks.signed:
+        factor = 2 * factor - 1
+    return factor * erase(chunks, t) if with_erase and chunks.beta is not None else factor
+
+
+def erase(chunks: Chunks, t: int) -> Tensor | float:
+    """1 - beta k^2^T of the t-th token of every chunk."""
+    if chunks.beta is None:
+        return 1.0
+    return 1 - chunks.beta[:, :, t, :, None] * at(chunks.k, t).square()
 
 
 def at(x: Tensor, t: int) -> Tensor:
@@ -290,7 +300,8 @@ def read_backward(
 ) -> tuple[Chunks, Tensor]:
     """Gradients by the chunks, and by the states at their starts."""
     write, states = written(chunks), states_before(chunks, starts)
-    d = Chunks(*(None if x is None else torch.zeros_like(x) for x in chunks))  # type: ignore[arg-type]
+    zeros = (None if x is None else torch.zeros_like(x) for x in chunks[:8])
+    d = Chunks(*zeros, chunks.signed)  # type: ignore[arg-type]
     d_write, d_state = torch.zeros_like(write), d_ends.clone()
     state = states.pop()
     for t in reversed(range(write.shape[2])):
@@ -321,8 +332,11 @@ def decay_backward(d_factor: Tensor, chunks: Chunks, d: Chunks, t: int) -> None:
 
     With e = exp(exponent) and b = beta k^2^T:
         d exponent = d factor * e (1 - b)        d b = -d factor * e
+    and signed, with f = 2 e - 1 in place of e: d exponent = d factor * (f + 1) (1 - b).
     """
-    d_erase, d_exponent = d_factor * decay(chunks, t, erased=False), d_factor * decay(chunks, t)
+    d_erase, d_exponent = d_factor * decay(chunks, t, with_erase=False), d_factor * decay(chunks, t)
+    if chunks.signed:
+        d_exponent = d_exponent + d_factor * erase(chunks, t)
     if d.delta is not None and d.A is not None:
         assert chunks.delta is not None
         assert chunks.A is not None

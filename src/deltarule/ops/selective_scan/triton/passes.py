@@ -68,6 +68,7 @@ def make_plan(inputs: ScanInputs, tile: Tile = FORWARD) -> Plan:
         "HK": 0 if inputs.k.ndim == 3 else inputs.k.shape[2],
         "HV": heads, "V": value_size, "K": key_size, "CT": size, "BK": block_k, "BV": block_v,
         "G": min(HELD_BESIDE_CONSTANTS if constants else HELD, size), "PACKED": packed,
+        "SIGNED": inputs.signed,
     }  # fmt: skip
     grid = (chunks, heads, triton.cdiv(value_size, block_v))
     warps = min(max(block_k * block_v // tile.of_warp, 1), MOST_WARPS)

@@ -2,11 +2,13 @@
 
     S_t = f_t * S_{t-1} + w_t k_t^T        o_t = scale S_t q_t        w = v or beta v
     f_t = e_t (1 - beta_t k_t^2^T)         e_t = exp(delta_t A + value_log_decay_t + log_decay_t)
+                                           or signed, 2 exp(..) - 1
 
 and with D_t the gradient by S_t, which holds that by o_t and f_{t+1} * D_{t+1}, and X = D * S_{t-1}
 
     dq_t = scale dO_t S_t        dw_t = D_t k_t        dk_t = D_t w_t - 2 beta (X e)_t k_t
     d exponent_t = X_t f_t       dbeta_t = v_t dw_t - X_t e_t k_t^2        dv_t = dw_t, or beta dw_t
+    signed: d exponent_t = X_t (e_t + 1) (1 - beta_t k_t^2^T)
 
 The backward runs the chunk forward once more: it notes the state at every G-th token, and holds in
 registers those of the G tokens that it goes back through. A gradient of q, k or log_decay is a
@@ -34,6 +36,7 @@ def read_kernel(
     T, N,
     HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     CT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, G: tl.constexpr, PACKED: tl.constexpr,
+    SIGNED: tl.constexpr,
 ):  # fmt: skip
     """o, and with `final_state` the state at the end; states None: they are zeros."""
     i_m, first, tokens = chunk_of_program(cu_seqlens, T, N, CT, PACKED)
@@ -56,7 +59,7 @@ def read_kernel(
             here = t < tokens
             b_f, b_new = transition(
                 k, b_k, v, delta, b_A, value_log_decay, log_decay, beta, first + t, here, i_h,
-                o_k, o_v, HK, HV, V, K, BK, BV,
+                o_k, o_v, HK, HV, V, K, BK, BV, SIGNED,
             )  # fmt: skip
             b_s = b_s * b_f + b_new
             b_query = load_key(q, b_q, first + t, here, i_h, o_k, HQ, HV, K)
@@ -78,6 +81,7 @@ def read_backward_kernel(
     s_part,
     HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     CT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, G: tl.constexpr, PACKED: tl.constexpr,
+    SIGNED: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one chunk; parts of d_q, d_k and d_log_decay are s_part tokens apart."""
     i_m, first, tokens = chunk_of_program(cu_seqlens, T, N, CT, PACKED)
@@ -101,7 +105,7 @@ def read_backward_kernel(
             t = i_g * G + j
             b_f, b_new = transition(
                 k, b_k, v, delta, b_A, value_log_decay, log_decay, beta, first + t, t < tokens,
-                i_h, o_k, o_v, HK, HV, V, K, BK, BV,
+                i_h, o_k, o_v, HK, HV, V, K, BK, BV, SIGNED,
             )  # fmt: skip
             b_s = b_s * b_f + b_new
     tl.debug_barrier()
@@ -113,7 +117,7 @@ def read_backward_kernel(
             t = i_g * G + j
             b_f, b_new = transition(
                 k, b_k, v, delta, b_A, value_log_decay, log_decay, beta, first + t, t < tokens,
-                i_h, o_k, o_v, HK, HV, V, K, BK, BV,
+                i_h, o_k, o_v, HK, HV, V, K, BK, BV, SIGNED,
             )  # fmt: skip
             held = held + (held[j] * b_f + b_new,)  # type: ignore[assignment]  # noqa: RUF005
         for j in tl.static_range(G):
@@ -121,7 +125,7 @@ def read_backward_kernel(
                 b_d, held[G - j], held[G - 1 - j], q, b_q, k, b_k, v, delta, b_A, value_log_decay,
                 log_decay, beta, d_o, d_q, d_k, d_v, d_delta, b_dA, d_value_log_decay,
                 d_log_decay, d_beta, scale, first, i_g * G + G - 1 - j, tokens, i_h, i_v, s_part,
-                HQ, HK, HV, V, K, BK, BV,
+                HQ, HK, HV, V, K, BK, BV, SIGNED,
             )  # fmt: skip
             if HQ == 0:
                 b_dq_all += b_dq
@@ -143,7 +147,7 @@ def token_backward(
     d_o, d_q, d_k, d_v, d_delta, b_dA, d_value_log_decay, d_log_decay, d_beta, scale, first, t,
     tokens, i_h, i_v, s_part,
     HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
     """Store what token t gives; return the gradient by the state before it, and d_q, d_k, d_A."""
     o_k, o_v = tile_offsets(BV, BK)
@@ -153,12 +157,13 @@ def token_backward(
     b_key = load_key(k, b_k, row, here, i_h, o_k, HK, HV, K)
     b_w = load_row(v, row, here, i_h, o_v, HV, HV, V)
     b_f = exponential(
-        delta, b_A, value_log_decay, log_decay, row, here, i_h, o_k, o_v, HV, V, K, BK, BV
+        delta, b_A, value_log_decay, log_decay, row, here, i_h, o_k, o_v, HV, V, K, BK, BV, SIGNED
     )
     b_do = load_row(d_o, row, here, i_h, o_v, HV, HV, V) * scale
     b_d += b_do * load_key(q, b_q, row, here, i_h, o_k, HQ, HV, K)
     b_dq, b_dw = b_do * b_after, tl.sum(b_d * b_key, axis=0)
-    b_x = b_d * b_before * b_f
+    b_moved = b_d * b_before
+    b_x = b_moved * b_f
     if beta is not None:
         b_beta = load_row(beta, row, here, i_h, o_v, HV, HV, V)
         b_dbeta = b_dw * tl.reshape(b_w, (BV,)) - tl.sum(b_x * (b_key * b_key), axis=0)
@@ -167,9 +172,12 @@ def token_backward(
         b_dw *= tl.reshape(b_beta, (BV,))
         b_erase = 1 - b_beta * (b_key * b_key)
         b_x *= b_erase
+        b_moved *= b_erase
         b_f *= b_erase
     else:
         b_dk = b_d * b_w
+    if SIGNED:
+        b_x += b_moved
     tl.store(d_v + p_v, b_dw.to(d_v.dtype.element_ty), mask=m_v)
     if delta is not None:
         b_dA += b_x * load_row(delta, row, here, i_h, o_v, HV, HV, V)

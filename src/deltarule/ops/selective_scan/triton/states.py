@@ -29,7 +29,7 @@ def chunk_summary_kernel(
     q, k, v, delta, A, value_log_decay, log_decay, beta, d_o, cu_seqlens, local, left, scale, T, N,
     HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     CT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, G: tl.constexpr, PACKED: tl.constexpr,
-    REVERSE: tl.constexpr,
+    SIGNED: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """local and left [M, HV, V, K] of one chunk; REVERSE: of the gradients, from its end."""
     i_m, first, tokens = chunk_of_program(cu_seqlens, T, N, CT, PACKED)
@@ -47,7 +47,7 @@ def chunk_summary_kernel(
                 t = tokens - 1 - t
             b_f, b_new = transition(
                 k, b_k, v, delta, b_A, value_log_decay, log_decay, beta, first + t, here, i_h,
-                o_k, o_v, HK, HV, V, K, BK, BV,
+                o_k, o_v, HK, HV, V, K, BK, BV, SIGNED,
             )  # fmt: skip
             if REVERSE:
                 b_do = load_row(d_o, first + t, here, i_h, o_v, HV, HV, V) * scale

@@ -68,8 +68,9 @@ def load_key(x, b_x, row, here, i_h, o_k, HEADS: tl.constexpr, HV: tl.constexpr,
 def exponential(
     delta, b_A, value_log_decay, log_decay, row, here, i_h, o_k, o_v,
     HV: tl.constexpr, V: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    SIGNED: tl.constexpr,
 ):  # fmt: skip
-    """exp(delta A + value_log_decay + log_decay) of a token: [BK, BV]."""
+    """exp(delta A + value_log_decay + log_decay) of a token: [BK, BV]. SIGNED: 2 exp(..) - 1."""
     b_x = tl.zeros([BK, BV], tl.float32)
     if delta is not None:
         b_x += load_row(delta, row, here, i_h, o_v, HV, HV, V) * b_A
@@ -77,21 +78,24 @@ def exponential(
         b_x += load_row(value_log_decay, row, here, i_h, o_v, HV, HV, V)
     if log_decay is not None:
         b_x += load_row(log_decay, row, here, i_h, o_k, HV, HV, K)
-    return tl.exp(b_x)
+    if SIGNED:
+        return 2 * tl.exp(b_x) - 1
+    else:  # noqa: RET505 (the compiler asks for one of the two)
+        return tl.exp(b_x)
 
 
 @triton.jit
 def transition(
     k, b_k, v, delta, b_A, value_log_decay, log_decay, beta, row, here, i_h, o_k, o_v,
     HK: tl.constexpr, HV: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
     """The factor of the state at a token and what is added to it, both [BK, BV].
 
     exp(..) (1 - beta k^2^T)        w k^T, w = v or beta v
     """
     b_f = exponential(
-        delta, b_A, value_log_decay, log_decay, row, here, i_h, o_k, o_v, HV, V, K, BK, BV
+        delta, b_A, value_log_decay, log_decay, row, here, i_h, o_k, o_v, HV, V, K, BK, BV, SIGNED
     )
     b_key = load_key(k, b_k, row, here, i_h, o_k, HK, HV, K)
     b_w = load_row(v, row, here, i_h, o_v, HV, HV, V)

@@ -1,0 +1,101 @@
+"""LRU: complex channels that turn and decay at learned rates, between two constant matrices.
+
+h_t = lambda h_{t-1} + gamma * (B u_t)        o_t = Re(C h_t) + D * u_t
+lambda = exp(-exp(nu) + i exp(theta))
+
+With g_t = e^{-i exp(theta) (t - 1)} h_t, which only decays, the scan is over real numbers.
+"""
+
+import math
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deltarule.nn.call import Call
+from deltarule.nn.gates import computed
+from deltarule.nn.layout import split
+from deltarule.nn.roles import Role
+from deltarule.nn.rule import System
+from deltarule.nn.turning import at_positions, turned
+from deltarule.nn.vector import VectorMixer
+
+SYSTEM = System(
+    name="lru",
+    title="LRU",
+    operator="selective_scan",
+    recurrence="h = lambda * h + gamma * (B u)",
+    read_out="o = Re(C h) + D * u",
+    decay="element",
+    erase="none",
+    objective="",
+    source="arXiv 2303.06349, section 3",
+    state_size="2 HV K",
+    forms="recurrent, chunked, GPU kernel",
+)
+# An eigenvalue of zero, or of one, has no logarithm of its logarithm.
+SMALLEST = 1e-4
+
+
+class LRU(VectorMixer):
+    """LRU: h = lambda h + gamma * (B u), o = Re(C h) + D * u, where u = v_proj x; then GELU.
+
+    Each head has matrices of its own: with one head they are the paper's. B [H, 2, K, V] and C
+    [H, 2, V, K] have the real part first. The state's `recurrent` [N, H, 2 K, 1] is
+    e^{-i exp(theta) (t - 1)} h after `length` [N] = t tokens. The paper's GLU after the layer is
+    left to the MLP of the model.
+
+    Defaults: head_v_dim = head_k_dim = hidden_size / num_heads (head_k_dim complex numbers are
+    kept); no convolution, no output gate (with one: sigmoid); eigenvalues uniform on the unit disc,
+    gamma = sqrt(1 - |lambda|^2).
+
+    Example:
+        >>> import torch
+        >>> y, state = LRU(32, num_heads=2)(torch.zeros(1, 5, 32))
+        >>> state["recurrent"].shape
+        torch.Size([1, 2, 32, 1])
+
+    Source: arXiv 2303.06349, section 3.
+    """
+
+    rule = SYSTEM
+    options = VectorMixer.options | {"head_k_dim"}
+    counts = True
+    float32_parameters: ClassVar[tuple[str, ...]] = ("nu", "theta", "gamma_log", "D")
+    roles: ClassVar[dict[str, Role]] = {"B": "gate", "C": "gate"}
+    nu: nn.Parameter
+    theta: nn.Parameter
+    gamma_log: nn.Parameter
+    D: nn.Parameter
+
+    def default_head_k_dim(self) -> int:
+        return self.default_head_v_dim()
+
+    def state_channels(self) -> int:
+        return 2 * self.head_k_dim
+
+    def build_gates(self) -> None:
+        heads, states, values = self.num_heads, self.head_k_dim, self.head_v_dim
+        radius, turn = torch.rand(2, heads, states, dtype=torch.float32)
+        nu = (-radius.clamp(SMALLEST, 1 - SMALLEST).log() / 2).log()
+        self.gate_parameter("nu", nu)
+        self.gate_parameter("theta", (2 * math.pi * turn.clamp(min=SMALLEST)).log())
+        self.gate_parameter("gamma_log", torch.log(-torch.expm1(-2 * nu.exp())) / 2)
+        self.B = nn.Parameter(torch.randn(heads, 2, states, values) * (2 * values) ** -0.5)
+        self.C = nn.Parameter(torch.randn(heads, 2, values, states) * states**-0.5)
+        self.gate_parameter("D", torch.randn(heads, values))
+
+    def mix(self, call: Call) -> Tensor:
+        u = split(self.stream("v", call), self.num_heads, self.head_v_dim)
+        angle = at_positions(call.positions(), self.theta.exp())
+        inputs = torch.einsum("bthv,hckv->bthck", u, self.B.to(u.dtype)).flatten(-2)
+        gamma, log_decay = (torch.cat([x] * 2, dim=-1) for x in (self.gamma_log, -self.nu.exp()))
+        h = turned(self.run(turned(inputs * gamma.exp(), -angle), log_decay, call), angle)
+        real, imaginary = h.to(u.dtype).chunk(2, dim=-1)
+        parts = torch.stack([real, -imaginary], dim=-2)
+        o = torch.einsum("bthck,hcvk->bthv", parts, self.C.to(u.dtype))
+        y = F.gelu(computed(o) + self.D * u).to(u.dtype).flatten(-2)
+        if self.g_proj is not None:
+            y = y * torch.sigmoid(self.g_proj(call.x))
+        return self.o_proj(y)

@@ -1,0 +1,107 @@
+"""RG-LRU, the recurrence of Griffin and Hawk: each channel decays by a gated power of its own rate.
+
+h_t = a_t h_{t-1} + sqrt(1 - a_t^2) (i_t x_t)        o_t = h_t
+a_t = sigmoid(Lambda)^(8 r_t), r_t = sigmoid(W_a x_t + b_a), i_t = sigmoid(W_x x_t + b_x)
+"""
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deltarule.nn.call import Call
+from deltarule.nn.gates import computed
+from deltarule.nn.layout import split
+from deltarule.nn.roles import Role
+from deltarule.nn.rule import System
+from deltarule.nn.vector import VectorMixer
+
+SYSTEM = System(
+    name="rg_lru",
+    title="RG-LRU (Griffin, Hawk)",
+    operator="selective_scan",
+    recurrence="h = a * h + sqrt(1 - a^2) * (i * x)",
+    read_out="o = h",
+    decay="element",
+    erase="none",
+    objective="",
+    source="arXiv 2402.19427, eq. 1 to 4",
+    state_size="HV V",
+    forms="recurrent, chunked, GPU kernel",
+)
+# What a gate of one raises the rate to.
+POWER = 8.0
+# a where the gate is one, at first.
+FIRST_DECAYS = (0.9, 0.999)
+# Of 1 - a^2: its root has no slope at zero.
+SMALLEST = 1e-20
+
+
+def decay_and_amplitude(gate_logits: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
+    """log a = -8 r softplus(rate), where sigmoid(-rate) is the print's a; and sqrt(1 - a^2)."""
+    log_decay = -POWER * torch.sigmoid(computed(gate_logits)) * F.softplus(rate)
+    return log_decay, (-torch.expm1(2 * log_decay)).clamp(min=SMALLEST).sqrt()
+
+
+def within_heads(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """[B, T, H, V] of x [B, T, H, V], each head by a matrix [H, V, V] of its own."""
+    return (x.transpose(1, 2) @ weight.to(x.dtype)).transpose(1, 2) + bias
+
+
+class RGLRU(VectorMixer):
+    """The recurrent block of Griffin and Hawk: RG-LRU of a convolved branch, times GELU of another.
+
+    h = a h + sqrt(1 - a^2) (i x), where x is the convolved `v_proj` of the input. Both gates read
+    the channels of their own head. The first token of a document is written with amplitude 1, as
+    in the authors' release; so the state counts tokens (`length` [N]).
+
+    Defaults: head_v_dim = hidden_size / num_heads, convolution of 4 without activation, output
+    gate GELU; a from 0.9 to 0.999 where its gate is one.
+
+    Example:
+        >>> import torch
+        >>> y, state = RGLRU(32, num_heads=2)(torch.zeros(1, 5, 32))
+        >>> state["recurrent"].shape
+        torch.Size([1, 2, 16, 1])
+
+    Source: arXiv 2402.19427, section 2.4.
+    """
+
+    rule = SYSTEM
+    default_conv_size = 4
+    default_output_gate = True
+    counts = True
+    float32_parameters: ClassVar[tuple[str, ...]] = ("rate", "a_bias", "i_bias")
+    roles: ClassVar[dict[str, Role]] = {"a_weight": "gate", "i_weight": "gate"}
+    rate: nn.Parameter
+    a_weight: nn.Parameter
+    i_weight: nn.Parameter
+    a_bias: nn.Parameter
+    i_bias: nn.Parameter
+
+    def activates(self, name: str) -> bool:
+        return False
+
+    def build_gates(self) -> None:
+        sizes = self.num_heads, self.head_v_dim
+        for name in ("a", "i"):
+            weight = torch.randn(*sizes, self.head_v_dim) * self.head_v_dim**-0.5
+            self.register_parameter(f"{name}_weight", nn.Parameter(weight))
+            self.gate_parameter(f"{name}_bias", torch.zeros(sizes))
+        decay = torch.empty(sizes, dtype=torch.float32).uniform_(*FIRST_DECAYS)
+        # The inverse of softplus at -log(a) / 8.
+        self.gate_parameter("rate", torch.expm1(-decay.log() / POWER).log())
+
+    def mix(self, call: Call) -> Tensor:
+        x = split(self.stream("v", call), self.num_heads, self.head_v_dim)
+        log_decay, amplitude = decay_and_amplitude(
+            within_heads(x, self.a_weight, self.a_bias), self.rate
+        )
+        first = (call.positions() == 0)[..., None, None]
+        writes = torch.sigmoid(computed(within_heads(x, self.i_weight, self.i_bias))) * x
+        h = self.run(torch.where(first, writes, amplitude * writes), log_decay, call)
+        y = h.to(x.dtype).flatten(-2)
+        if self.g_proj is not None:
+            y = y * F.gelu(self.g_proj(call.x), approximate="tanh")
+        return self.o_proj(y)

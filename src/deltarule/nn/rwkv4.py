@@ -1,0 +1,135 @@
+"""RWKV-4: a decayed mean of values, weighted by e^k, in which the current token has a bonus.
+
+a_t = e^{-w} a_{t-1} + e^{k_t} v_t        b_t = e^{-w} b_{t-1} + e^{k_t}
+o_t = (a_{t-1} + e^{u + k_t} v_t) / (b_{t-1} + e^{u + k_t})
+
+Both sums are kept times e^{-m_t}, with m_t = max(m_{t-1} - w, k_t), which cancels in o_t. The scan
+is given each write one token late, and so reads the sums before it.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from deltarule.nn.call import Call
+from deltarule.nn.documents import last_token, token_before
+from deltarule.nn.gates import computed
+from deltarule.nn.layout import split
+from deltarule.nn.rule import Projections, System
+from deltarule.nn.running_maximum import change_of_scale, maximum_before, running_maximum
+from deltarule.nn.state import State
+from deltarule.nn.vector import VectorMixer
+
+SYSTEM = System(
+    name="rwkv4",
+    title="RWKV-4",
+    operator="selective_scan",
+    recurrence="a = e^{-w} a' + e^k v, b = e^{-w} b' + e^k",
+    read_out="o = (a' + e^{u + k} v) / (b' + e^{u + k})",
+    decay="constant",
+    erase="none",
+    objective="",
+    source="arXiv 2305.13048, eq. 16 and appendix D",
+    state_size="3 HV V",
+    forms="recurrent, chunked, GPU kernel",
+)
+# The maximum of no token: e^-m of it is nothing to any other, and sums of it are finite.
+NOTHING = -1e30
+# What each projection reads, and how fast its share of the token before falls with the channel.
+SHIFT_POWERS = {"k": 1.0, "v": 1.0, "g": 0.5}
+
+
+class RWKV4(VectorMixer):
+    """RWKV-4: o = (a' + e^{u + k} v) / (b' + e^{u + k}) of a = e^{-w} a' + e^k v and of b, v = 1.
+
+    Every projection reads x mixed with the token before (token shift: `shift` [N, 1, hidden_size]
+    in the state), by a share that is learned. w = exp(A_log) and the bonus u are learned for each
+    channel. The state's `recurrent` [N, H, 2 V, 1] is (a, b) times e^{-stabilizer} [N, H, V].
+
+    Defaults: head_v_dim = hidden_size / num_heads, output gate sigmoid (the paper's receptance).
+
+    Example:
+        >>> import torch
+        >>> y, state = RWKV4(32, num_heads=2)(torch.zeros(1, 5, 32))
+        >>> state["recurrent"].shape, state["stabilizer"].shape
+        (torch.Size([1, 2, 32, 1]), torch.Size([1, 2, 16]))
+
+    Source: arXiv 2305.13048, section 3, and the authors' starting values.
+    """
+
+    rule = SYSTEM
+    options = VectorMixer.options - {"conv_size", "conv_bias"}
+    convolved: ClassVar[tuple[str, ...]] = ()
+    default_output_gate = True
+    float32_parameters: ClassVar[tuple[str, ...]] = ("shift_mix", "A_log", "bonus")
+    shift_mix: nn.Parameter
+    A_log: nn.Parameter
+    bonus: nn.Parameter
+
+    def stream_sizes(self) -> dict[str, int]:
+        return dict.fromkeys("kv", self.num_heads * self.head_v_dim)
+
+    def build_gates(self) -> None:
+        sizes = self.num_heads, self.head_v_dim
+        channels = self.num_heads * self.head_v_dim
+        depth = self.layer_index / max(1, self.num_layers - 1)
+        share = torch.arange(self.hidden_size, dtype=torch.float32) / self.hidden_size
+        above = 1 - self.layer_index / self.num_layers
+        mixes = torch.stack([1 - share.pow(power * above) for power in SHIFT_POWERS.values()])
+        mixes[list(SHIFT_POWERS).index("v")] -= 0.3 * depth
+        self.gate_parameter("shift_mix", mixes)
+        share = torch.arange(channels, dtype=torch.float32) / max(1, channels - 1)
+        self.gate_parameter("A_log", (-5 + 8 * share.pow(0.7 + 1.3 * depth)).view(sizes))
+        zigzag = (torch.arange(channels, dtype=torch.float32) + 1) % 3 - 1
+        self.gate_parameter("bonus", (zigzag / 2 + torch.tensor(0.3).log()).view(sizes))
+
+    def memories(self) -> dict[str, tuple[int, ...]]:
+        """Both sums, and the maximum that they are kept by."""
+        sizes = self.num_heads, self.head_v_dim
+        return {"recurrent": (sizes[0], 2 * sizes[1], 1), "stabilizer": sizes}
+
+    def init_state(self, batch_size: int) -> State:
+        """Return empty sums, of no maximum, and the last token's x."""
+        state = super().init_state(batch_size)
+        like, size = self.reference(), (batch_size, 1, self.hidden_size)
+        shift = torch.zeros(size, dtype=like.dtype, device=like.device)
+        stabilizer = torch.full_like(state["stabilizer"], NOTHING)
+        return State(state, shift=shift, stabilizer=stabilizer)
+
+    def mix(self, call: Call) -> Tensor:
+        change, shares = call.token_shift(), self.shift_mix.to(call.x.dtype)
+        inputs = [torch.addcmul(call.x, change, share) for share in shares]
+        mixed = dict(zip(SHIFT_POWERS, inputs, strict=True))
+        k, v = (
+            computed(split(project(mixed[name]), self.num_heads, self.head_v_dim))
+            for name, project in (("k", self.k_proj), ("v", self.v_proj))
+        )
+        y = self.weighted_mean(k, v, call).to(call.x.dtype).flatten(-2)
+        if self.g_proj is not None:
+            y = y * torch.sigmoid(self.g_proj(mixed["g"]))
+        return self.o_proj(y)
+
+    def weighted_mean(self, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """o [B, T, H, V] of k and v."""
+        layout = call.layout
+        of_call = Projections(
+            q=k, k=k, v=v, cu_seqlens=layout.cu_seqlens, real=layout.real, context=layout.context
+        )
+        log_decay, logits = (-self.A_log.exp()).expand(k.shape).flatten(-2), k.flatten(-2)
+        start = call.before["stabilizer"].flatten(-2)
+        if layout.context is not None:
+            start = maximum_before(layout.context, log_decay, logits, start)
+        before, m = running_maximum(log_decay, logits, of_call, {"stabilizer": start})
+        rescaled = change_of_scale(log_decay, logits, before, m).view_as(k)
+        before, m = (x.expand(logits.shape).reshape(k.shape) for x in (before, m))
+        weight = torch.exp(k - m)
+        writes, decays = torch.cat([weight * v, weight], dim=-1), torch.cat([rescaled] * 2, dim=-1)
+        read = self.run(token_before(writes, of_call), token_before(decays, of_call), call)
+        kept = last_token(decays, of_call).exp() * call.after["recurrent"].squeeze(-1)
+        call.after["recurrent"] = (kept + last_token(writes, of_call)).unsqueeze(-1)
+        call.after["stabilizer"] = last_token(m, of_call, otherwise=start.view(-1, *m.shape[2:]))
+        top = torch.maximum(before, self.bonus + k).detach()
+        old, new = torch.exp(before - top), torch.exp(self.bonus + k - top)
+        values, weights = read.chunk(2, dim=-1)
+        return (old * values + new * v) / (old * weights + new)

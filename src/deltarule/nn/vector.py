@@ -1,0 +1,70 @@
+"""What the layers share whose state is a vector: each channel keeps a number, and decays it.
+
+h_t = a_t * h_{t-1} + w_t        `selective_scan` with one key channel, q = k = 1
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from deltarule.nn.arguments import default_head_dim
+from deltarule.nn.call import Call
+from deltarule.nn.gates import computed
+from deltarule.nn.mixer import COMMON, Mixer
+from deltarule.nn.scan import scan
+from deltarule.nn.state import State
+
+
+class VectorMixer(Mixer):
+    """A layer of independent channels; num_heads only groups them, and there is no norm."""
+
+    options = COMMON - {"head_k_dim", "norm_eps"}
+    convolved: ClassVar[tuple[str, ...]] = ("v",)
+    # Whether the state counts tokens, as `length` [N].
+    counts: ClassVar[bool] = False
+
+    def default_head_k_dim(self) -> int:
+        """One number for each channel of the state."""
+        return 1
+
+    def default_head_v_dim(self) -> int:
+        """Channels of a head where none are given: expand_v * hidden_size / num_heads."""
+        sizes = self.hidden_size, "num_heads", self.num_heads
+        return self.expand_v * default_head_dim("head_v_dim", 1, *sizes)
+
+    def check_options(self) -> None:
+        if "head_k_dim" not in self.options and self.head_k_dim != 1:
+            raise ValueError(
+                f"head_k_dim must be None for {self.rule.name}, got {self.head_k_dim}: its state "
+                "is a vector; give head_v_dim"
+            )
+
+    def stream_sizes(self) -> dict[str, int]:
+        """The values alone."""
+        return {"v": self.num_heads * self.head_v_dim}
+
+    def build_norm(self) -> nn.Module:
+        return nn.Identity()
+
+    def state_channels(self) -> int:
+        """Numbers that a head keeps."""
+        return self.head_v_dim
+
+    def memories(self) -> dict[str, tuple[int, ...]]:
+        return {"recurrent": (self.num_heads, self.state_channels(), 1)}
+
+    def init_state(self, batch_size: int) -> State:
+        """Return zeros, the number of tokens among them if it is counted."""
+        state = super().init_state(batch_size)
+        if self.counts:
+            state["length"] = state["recurrent"].new_zeros(batch_size, dtype=torch.int64)
+        return state
+
+    def run(self, writes: Tensor, log_decay: Tensor, call: Call) -> Tensor:
+        """h [B, T, H, channels], in float32 at least, of writes and logs of the same shape."""
+        writes = computed(writes)
+        one = torch.ones(*writes.shape[2:], 1, dtype=writes.dtype, device=writes.device)
+        decay = log_decay.expand(writes.shape)
+        given = {"q": one, "k": one, "v": writes, "value_log_decay": decay, "scale": 1.0}
+        return scan(given, call)
