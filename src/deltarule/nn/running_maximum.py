@@ -44,9 +44,11 @@ def running_maximum(
 
 @torch.no_grad()
 def maximum_before(
-    context: Context, log_forget: Tensor, log_input: Tensor, given: Tensor
+    context: Context, log_forget: Tensor, log_input: Tensor, given: Tensor, first: float = 0.0
 ) -> Tensor:
     """[N, HV] the maximum that each sequence here continues from, given where it begins here.
+
+    On other processes it begins with `first`.
 
     m_end = max(F + m_start, G) over the tokens of a process, with F = sum log f.
     """
@@ -54,12 +56,12 @@ def maximum_before(
     after = forget.flip(1).cumsum(1).flip(1) - forget
     ends = one_of_each(context, torch.cat([forget.sum(1), (after + tail).amax(1)], 1))
     total, largest = ends.chunk(2, 2)
-    first = given[: len(ends)]
+    start = given[: len(ends)]
     if context.goes_on:
-        first = torch.zeros_like(first)
+        start = torch.full_like(start, first)
         for rank in context.before:
-            first = torch.maximum(total[:, rank] + first, largest[:, rank])
-    return torch.cat([first, given[len(ends) :]])
+            start = torch.maximum(total[:, rank] + start, largest[:, rank])
+    return torch.cat([start, given[len(ends) :]])
 
 
 def starting(like: Tensor, projections: Projections, carry: Carry | None) -> Tensor:

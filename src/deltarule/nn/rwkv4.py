@@ -63,6 +63,8 @@ class RWKV4(VectorMixer):
     convolved: ClassVar[tuple[str, ...]] = ()
     default_output_gate = True
     float32_parameters: ClassVar[tuple[str, ...]] = ("shift_mix", "A_log", "bonus")
+    k_proj: nn.Module
+    v_proj: nn.Module
     shift_mix: nn.Parameter
     A_log: nn.Parameter
     bonus: nn.Parameter
@@ -101,10 +103,8 @@ class RWKV4(VectorMixer):
         change, shares = call.token_shift(), self.shift_mix.to(call.x.dtype)
         inputs = [torch.addcmul(call.x, change, share) for share in shares]
         mixed = dict(zip(SHIFT_POWERS, inputs, strict=True))
-        k, v = (
-            computed(split(project(mixed[name]), self.num_heads, self.head_v_dim))
-            for name, project in (("k", self.k_proj), ("v", self.v_proj))
-        )
+        k, v = self.k_proj(mixed["k"]), self.v_proj(mixed["v"])
+        k, v = (computed(split(x, self.num_heads, self.head_v_dim)) for x in (k, v))
         y = self.weighted_mean(k, v, call).to(call.x.dtype).flatten(-2)
         if self.g_proj is not None:
             y = y * torch.sigmoid(self.g_proj(mixed["g"]))
@@ -119,15 +119,18 @@ class RWKV4(VectorMixer):
         log_decay, logits = (-self.A_log.exp()).expand(k.shape).flatten(-2), k.flatten(-2)
         start = call.before["stabilizer"].flatten(-2)
         if layout.context is not None:
-            start = maximum_before(layout.context, log_decay, logits, start)
+            start = maximum_before(layout.context, log_decay, logits, start, NOTHING)
         before, m = running_maximum(log_decay, logits, of_call, {"stabilizer": start})
         rescaled = change_of_scale(log_decay, logits, before, m).view_as(k)
         before, m = (x.expand(logits.shape).reshape(k.shape) for x in (before, m))
         weight = torch.exp(k - m)
-        writes, decays = torch.cat([weight * v, weight], dim=-1), torch.cat([rescaled] * 2, dim=-1)
-        read = self.run(token_before(writes, of_call), token_before(decays, of_call), call)
-        kept = last_token(decays, of_call).exp() * call.after["recurrent"].squeeze(-1)
-        call.after["recurrent"] = (kept + last_token(writes, of_call)).unsqueeze(-1)
+        # Together: other processes are asked once, in whatever order a backward comes by.
+        both = torch.cat([weight * v, weight, rescaled, rescaled], dim=-1)
+        earlier, decays = token_before(both, of_call).chunk(2, dim=-1)
+        read = self.run(earlier, decays, call)
+        written, decay = last_token(both, of_call).chunk(2, dim=-1)
+        kept = decay.exp() * call.after["recurrent"].squeeze(-1)
+        call.after["recurrent"] = (kept + written).unsqueeze(-1)
         call.after["stabilizer"] = last_token(m, of_call, otherwise=start.view(-1, *m.shape[2:]))
         top = torch.maximum(before, self.bonus + k).detach()
         old, new = torch.exp(before - top), torch.exp(self.bonus + k - top)

@@ -42,7 +42,7 @@ class Chunks(NamedTuple):
     value_log_decay: Tensor | None
     log_decay: Tensor | None
     beta: Tensor | None
-    signed: bool
+    signed: bool = False
 
 
 class Products(NamedTuple):
@@ -111,7 +111,10 @@ def cut_inputs(inputs: ScanInputs, slab: Slab, size: int) -> Chunks:
     assert q is not None
     assert k is not None
     assert v is not None
-    return Chunks(q * inputs.scale, k, v, *others, inputs.signed)
+    delta, A, value_log_decay, log_decay, beta = others
+    return Chunks(
+        q * inputs.scale, k, v, delta, A, value_log_decay, log_decay, beta, inputs.signed
+    )  # fmt: skip
 
 
 def join_gradients(
@@ -301,7 +304,7 @@ def read_backward(
     """Gradients by the chunks, and by the states at their starts."""
     write, states = written(chunks), states_before(chunks, starts)
     zeros = (None if x is None else torch.zeros_like(x) for x in chunks[:8])
-    d = Chunks(*zeros, chunks.signed)  # type: ignore[arg-type]
+    d = Chunks(*zeros)  # type: ignore[arg-type]
     d_write, d_state = torch.zeros_like(write), d_ends.clone()
     state = states.pop()
     for t in reversed(range(write.shape[2])):
