@@ -21,7 +21,8 @@ def training(size: str) -> Training:
     small = size == "340m"
     return Training(
         tokens=15e9 if small else 100e9, batch_tokens=0.5e6 if small else 2e6, context=2048,
-        learning_rate=3e-4, final_learning_rate=3e-5, warmup_tokens=0.5e9 if small else 1e9,
+        first_learning_rate=3e-5, learning_rate=3e-4, final_learning_rate=3e-5,
+        warmup_tokens=0.5e9 if small else 1e9,
         weight_decay=0.01, clip=1.0, data="a subset of SlimPajama, Mistral's tokenizer",
     )  # fmt: skip
 

@@ -15,6 +15,7 @@ class Training:
         context: Tokens in a sequence.
         learning_rate: The highest.
         final_learning_rate: Where the cosine ends.
+        first_learning_rate: Where the warm-up starts.
         warmup_tokens: Tokens until the highest learning rate.
         weight_decay: Of AdamW.
         clip: Largest norm of the gradient.
@@ -30,6 +31,7 @@ class Training:
     weight_decay: float
     clip: float
     data: str
+    first_learning_rate: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

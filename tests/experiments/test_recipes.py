@@ -103,6 +103,7 @@ def test_head_sizes_of_the_papers():
 
 def test_training_of_the_papers():
     first, second = RECIPES["deltanet_340m"].training, RECIPES["gated_deltanet_1b3"].training
+    assert (first.first_learning_rate, first.final_learning_rate) == (3e-5, 3e-5)
     assert (first.tokens, first.batch_tokens, first.learning_rate) == (15e9, 0.5e6, 3e-4)
     assert (second.tokens, second.learning_rate, second.weight_decay) == (100e9, 4e-4, 0.1)
 

@@ -40,6 +40,19 @@ def test_learning_rate_warms_up_and_ends_at_the_ratio():
     assert rates[11] == pytest.approx(2.0 * (0.25 + 0.75 / 2))
 
 
+def test_a_warm_up_may_start_above_zero():
+    """Paper 001: from 3e-5 to 3e-4."""
+    options = OptimizerOptions(lr=3e-4, warmup_steps=1000, start_lr_ratio=0.1, min_lr_ratio=0.1)
+    rates = [learning_rate(step, 10_000, options) for step in range(10_000)]
+    assert rates[0] == pytest.approx(3e-5, rel=0.01)
+    assert rates[999] == max(rates) == pytest.approx(3e-4)
+    steps = [b - a for a, b in pairwise(rates[:1000])]
+    assert max(steps) == pytest.approx(min(steps))
+    assert rates[-1] == pytest.approx(3e-5)
+    with pytest.raises(ValueError, match="start_lr_ratio must be at most 1, got 2"):
+        OptimizerOptions(start_lr_ratio=2)
+
+
 def test_a_run_shorter_than_its_warmup_still_reaches_the_peak():
     options = OptimizerOptions(lr=1.0, warmup_steps=100)
     assert max(learning_rate(step, 20, options) for step in range(20)) > 0.95

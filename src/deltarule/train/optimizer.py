@@ -20,7 +20,9 @@ class OptimizerOptions:
     min_lr_ratio: float = 0.1
     """The cosine ends at this fraction of the peak."""
     warmup_steps: int = 100
-    """Steps of linear growth from zero to the peak."""
+    """Steps of linear growth to the peak."""
+    start_lr_ratio: float = 0.0
+    """The warm-up starts at this fraction of the peak."""
     weight_decay: float = 0.1
     """Decay of matrices; gates, norms and biases have none."""
     decay_embeddings: bool = False
@@ -36,10 +38,21 @@ class OptimizerOptions:
 
     def __post_init__(self) -> None:
         """Refuse what no optimizer can mean."""
-        for name in ("lr", "min_lr_ratio", "warmup_steps", "weight_decay", "eps", "clip"):
+        sizes = (
+            "lr",
+            "min_lr_ratio",
+            "warmup_steps",
+            "start_lr_ratio",
+            "weight_decay",
+            "eps",
+            "clip",
+        )
+        for name in sizes:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} must be 0 or more, got {value}")
+        if self.start_lr_ratio > 1:
+            raise ValueError(f"start_lr_ratio must be at most 1, got {self.start_lr_ratio}")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)}")
@@ -49,13 +62,13 @@ def learning_rate(step: int, steps: int, options: OptimizerOptions) -> float:
     r"""The rate of a step: a linear warm-up, then half a cosine; a function of the step alone.
 
     .. math::
-        \mathrm{lr}(s) = \mathrm{lr} \min\!\left(\tfrac{s + 1}{W},\;
+        \mathrm{lr}(s) = \mathrm{lr} \min\!\left(f + (1 - f) \tfrac{s + 1}{W},\;
             m + (1 - m) \tfrac{1 + \cos \pi x}{2}\right), \qquad x = \tfrac{s + 1 - W}{S - W}
 
     Args:
         step: The step about to be taken, from 0.
         steps: All steps of the run, S.
-        options: Peak, warm-up W and final ratio m.
+        options: Peak, warm-up W, first ratio f and final ratio m.
 
     Examples:
         >>> options = OptimizerOptions(lr=1.0, warmup_steps=10, min_lr_ratio=0.1)
@@ -65,7 +78,8 @@ def learning_rate(step: int, steps: int, options: OptimizerOptions) -> float:
     # A run shorter than its warm-up still has to reach its peak: it warms up for a tenth.
     warmup = options.warmup_steps if options.warmup_steps < steps else steps // 10
     if step < warmup:
-        return options.lr * (step + 1) / warmup
+        grown = (step + 1) / warmup
+        return options.lr * (grown + options.start_lr_ratio * (1 - grown))
     progress = min(1.0, (step + 1 - warmup) / max(1, steps - warmup))
     cosine = (1 + math.cos(math.pi * progress)) / 2
     return options.lr * (options.min_lr_ratio + (1 - options.min_lr_ratio) * cosine)
