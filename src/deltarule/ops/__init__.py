@@ -5,6 +5,7 @@ from deltarule.ops.delta_rule.attention_matrix import attention_matrix
 from deltarule.ops.delta_rule.explain import explain
 from deltarule.ops.delta_rule.gate_logits import BetaLogits, DecayLogits
 from deltarule.ops.delta_rule.step import recurrent_step
+from deltarule.ops.long_convolution.api import long_convolution
 from deltarule.ops.memory.titans import titans
 from deltarule.ops.memory.ttt import ttt
 from deltarule.ops.mesa.api import mesa
@@ -20,6 +21,7 @@ __all__ = [
     "delta_rule",
     "dplr",
     "explain",
+    "long_convolution",
     "mesa",
     "pack",
     "recurrent_step",

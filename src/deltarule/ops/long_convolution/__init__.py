@@ -1,0 +1,1 @@
+"""Causal convolution with a filter as long as what it remembers."""

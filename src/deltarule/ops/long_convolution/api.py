@@ -1,0 +1,162 @@
+"""The operator for every system whose memory is one filter over all that came before."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from deltarule.ops.autocast import without_autocast
+from deltarule.ops.dispatch import Implementation, Table, always, choose
+from deltarule.ops.few_tokens import decodes
+from deltarule.ops.long_convolution import definition as reference
+from deltarule.ops.long_convolution.history import (
+    extended_offsets,
+    last_rows,
+    with_history,
+    without_history,
+)
+from deltarule.ops.long_convolution.inputs import check_convolution, check_history
+from deltarule.ops.long_convolution.torch.operator import operator
+from deltarule.ops.plain import Arguments, PlainImpl, check_counts
+from deltarule.shapes import Keys, Offsets, Queries, RecurrentOutput, Values
+
+
+def run_reference(arguments: Arguments) -> RecurrentOutput:
+    """The definition, one token at a time, differentiable to any order."""
+    return reference.long_convolution(**arguments)
+
+
+def run_torch(arguments: Arguments) -> RecurrentOutput:
+    """Halves by FFT, or products where keys are wide: any device."""
+    return Convolution(**arguments).run()
+
+
+IMPLEMENTATIONS: Table[Arguments, RecurrentOutput] = {
+    "torch": Implementation(always, run_torch),
+    "reference": Implementation(always, run_reference),
+}
+
+
+def long_convolution(
+    v: Values,
+    taps: Float[Tensor, "H L"],
+    *,
+    q: Queries | None = None,
+    k: Keys | None = None,
+    initial_state: Float[Tensor, "N R H C"] | None = None,
+    lengths: Int[Tensor, "B"] | None = None,
+    cu_seqlens: Offsets | None = None,
+    return_state: bool = True,
+    impl: PlainImpl = "auto",
+) -> RecurrentOutput:
+    r"""Weigh each earlier token by how long ago it was, with one filter for each head.
+
+    .. math::
+        o_t = \sum_{j=0}^{L-1} \mathrm{taps}_j \, (q_t^\top k_{t-j}) \, v_{t-j}
+
+    Without q and k their product is 1: a plain causal convolution of the values. A skip d v_t is
+    d added to the first tap.
+
+    Args:
+        v: Values [B, T, H, V] in float64, float32, bfloat16 or float16.
+        taps: The filter of each head [H, L], from the token itself to L - 1 tokens back; computed
+            with in float32 at least.
+        q: Queries [B, T, H, K] in v's dtype. None, with k, means 1.
+        k: Keys [B, T, H, K] in v's dtype.
+        initial_state: The last L - 1 tokens before these, newest last: [N, L - 1, H, K + V], keys
+            beside values, float32 (float64 with float64 v). None means zeros.
+        lengths: [B] int64, tokens at the front of each row that count; what is put out at the
+            others means nothing. None means all.
+        cu_seqlens: Offsets [N + 1] of sequences packed into one row (B = 1), from 0 to T; see
+            `deltarule.pack`. None means that each batch row is a sequence.
+        return_state: False gives None in place of the final state.
+        impl: "auto", "torch" or "reference".
+
+    Returns:
+        o [B, T, H, V] in v's dtype, and final_state like initial_state, always a new tensor. With
+        keys of two or more channels a NaN in a token reaches the earlier ones of its 128, except
+        in the reference.
+
+    Raises:
+        ValueError: An argument has the wrong shape, dtype or device; the message names it.
+
+    Example:
+        >>> v, taps = torch.zeros(1, 5, 1, 1), torch.tensor([[1.0, 0.5, 0.25]])
+        >>> v[0, 1] = 1.0
+        >>> long_convolution(v, taps).o.flatten().tolist()
+        [0.0, 1.0, 0.5, 0.25, 0.0]
+
+    Source: Hyena, arXiv 2302.10866, section 3; of outer products, arXiv 2310.18780, section 4.
+    """
+    check_convolution(v, taps, q, k, cu_seqlens)
+    sequences = v.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    check_history(initial_state, v, taps, k, sequences)
+    if lengths is not None:
+        check_counts("lengths", lengths, v.shape[0], v.shape[1], v)
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.to(v.device)
+    arguments = {
+        "v": v, "taps": taps, "q": q, "k": k, "initial_state": initial_state,
+        "lengths": lengths, "cu_seqlens": cu_seqlens,
+    }  # fmt: skip
+    # On a GPU, too, the fast form is that of PyTorch: its FFT and its products are kernels.
+    with without_autocast(v.device):
+        table = IMPLEMENTATIONS
+        form = choose(table, arguments, "torch" if impl == "auto" else impl, v.device)
+        output = form.run(arguments)
+    return output if return_state else RecurrentOutput(output.o, None)
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """One call: the arguments of `long_convolution`, checked."""
+
+    v: Tensor
+    taps: Tensor
+    q: Tensor | None
+    k: Tensor | None
+    initial_state: Tensor | None
+    lengths: Tensor | None
+    cu_seqlens: Tensor | None
+
+    def run(self) -> RecurrentOutput:
+        """Outputs and the last rows."""
+        v, history = self.v, self.initial_state
+        written = v if self.k is None else torch.cat([self.k, v], dim=-1)
+        wide = written.to(torch.promote_types(v.dtype, torch.float32))
+        state = last_rows(wide, history, self.taps.shape[1] - 1, self.lengths, self.cu_seqlens)
+        others = self.taps, self.q, self.k, history
+        if history is None:
+            o = operator(v, self.taps, self.q, self.k, self.cu_seqlens)
+        elif decodes(v, self.cu_seqlens, others):
+            o = self.step(torch.cat([history, wide], dim=1))
+        else:
+            o = self.after(history, written)
+        return RecurrentOutput(o, state)
+
+    def after(self, history: Tensor, written: Tensor) -> Tensor:
+        """Convolve rows that begin with their history."""
+        rows = with_history(written, history, self.cu_seqlens)
+        split, q, k, offsets = written.shape[-1] - self.v.shape[-1], None, None, None
+        if self.q is not None:
+            nothing = history[..., : self.q.shape[-1]].new_zeros(())
+            q = with_history(self.q, nothing.expand(*history.shape[:3], split), self.cu_seqlens)
+            k = rows[..., :split]
+        if self.cu_seqlens is not None:
+            offsets = extended_offsets(self.cu_seqlens, history.shape[1])
+        o = operator(rows[..., split:], self.taps, q, k, offsets)
+        return without_history(o, self.v, history, self.cu_seqlens)
+
+    def step(self, rows: Tensor) -> Tensor:
+        """A few tokens, each the sum over the L rows that it sees, of [B, R + T, H, K + V]."""
+        size, split = self.taps.shape[1], rows.shape[-1] - self.v.shape[-1]
+        seen = rows.unfold(1, size, 1)
+        weight = self.taps.to(rows.dtype).flip(-1)
+        if self.q is not None:
+            scores = torch.einsum(
+                "bthk, bthkl -> bthl", self.q.to(rows.dtype), seen[..., :split, :]
+            )
+            weight = weight * scores
+        o = (seen[..., split:, :] * weight.unsqueeze(-2)).sum(-1)
+        return o.to(self.v.dtype)
