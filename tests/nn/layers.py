@@ -30,6 +30,8 @@ OPTIONS: dict[str, dict[str, object]] = {
     **{name: {"num_heads": 2, "head_v_dim": 8} for name in ("hgrn", "rg_lru", "rwkv4")},
     "longhorn_released": {"num_heads": 2, "head_k_dim": 4},
     "dfw": {"num_heads": 2, "head_k_dim": 6, "head_v_dim": 8, "conv_size": 4},
+    "hyena": {"num_heads": 2, "head_k_dim": 8, "filter_size": 23},
+    "multi_head_hyena": {"num_heads": 2, "head_k_dim": 8, "head_v_dim": 4, "filter_size": 23},
     "abc": {"num_heads": 2, "num_slots": 5},
     "gsa": {"num_heads": 2, "num_slots": 5, "conv_size": 3},
 }

@@ -14,7 +14,11 @@ STEPS, BATCH, TOKENS, VOCABULARY = 20, 8, 32, 16
 # Who forgets the last token cannot know the stride, and loses ln 2 = 0.69 a token.
 WITHOUT_MEMORY = 0.69
 # What these layers need beside the sizes that all share.
-OPTIONS: dict[str, dict[str, object]] = {"sliding_window": {"window": 16}}
+OPTIONS: dict[str, dict[str, object]] = {
+    "sliding_window": {"window": 16},
+    "hyena": {"filter_size": 64},
+    "multi_head_hyena": {"filter_size": 64},
+}
 
 
 def model(name: str) -> CausalLM:

@@ -54,6 +54,7 @@ class ModelConfig:
         qk_norm: What those layers divide q and k by: "none", "l1" or "l2". None: the layer's
             default.
         normalizer: Divide linear attention's read-out by z^T q. None: the layer's default.
+        filter_size: Tokens that Hyena's filters reach. None: the layer's default.
         window: Tokens that sliding-window attention sees. None: the layer's default.
         rope_theta: Base of the rotary position wavelengths of attention and RetNet.
         mlp_size: Channels inside the SwiGLU. None: 8/3 of hidden_size, up to a multiple of 16;
@@ -100,6 +101,7 @@ class ModelConfig:
     feature_map: str | None = None
     qk_norm: QueryKeyNorm | None = None
     normalizer: bool | None = None
+    filter_size: int | None = None
     window: int | None = None
     rope_theta: float = 10000.0
     mlp_size: int | None = None
@@ -167,12 +169,12 @@ _SMALLEST = {
     "vocab_size": 1, "hidden_size": 1, "num_layers": 1, "num_heads": 1, "num_v_heads": 1,
     "head_k_dim": 1, "head_v_dim": 1, "num_attention_heads": 1, "num_kv_heads": 1,
     "attention_head_dim": 1,
-    "conv_size": 0, "n_groups": 1, "n_steps": 1, "window": 1, "mlp_size": 0,
+    "conv_size": 0, "n_groups": 1, "n_steps": 1, "filter_size": 1, "window": 1, "mlp_size": 0,
 }  # fmt: skip
 _OPTIONAL = {
     "num_v_heads", "head_k_dim", "head_v_dim", "num_attention_heads", "num_kv_heads",
     "attention_head_dim", "output_norm_eps",
-    "conv_size", "n_steps", "window", "mlp_size", "beta_max", "longest_horizon",
+    "conv_size", "n_steps", "filter_size", "window", "mlp_size", "beta_max", "longest_horizon",
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from deltarule.nn.gated_rfa import GatedRFA
 from deltarule.nn.gla import GatedLinearAttention
 from deltarule.nn.hgrn import HGRN
 from deltarule.nn.hgrn2 import HGRN2
+from deltarule.nn.hyena import Hyena, MultiHeadHyena
 from deltarule.nn.kda import KDA
 from deltarule.nn.lightning import Lightning
 from deltarule.nn.linear_attention import LinearAttention
@@ -88,6 +89,8 @@ _LAYERS: dict[str, type[Mixer]] = {
     "rwkv4": RWKV4,
     "dfw": DecayingFastWeights,
     "longhorn_released": LonghornReleased,
+    "hyena": Hyena,
+    "multi_head_hyena": MultiHeadHyena,
     "abc": ABC,
     "gsa": GatedSlotAttention,
     "mesa": Mesa,
@@ -137,6 +140,7 @@ __all__ = [
     "GatedRFA",
     "GatedRetNet",
     "GatedSlotAttention",
+    "Hyena",
     "Lightning",
     "LinearAttention",
     "Longhorn",
@@ -148,6 +152,7 @@ __all__ = [
     "Mixer",
     "ModelState",
     "MultiHeadDeltaNet",
+    "MultiHeadHyena",
     "MultiKVDeltaNet",
     "MultiKeyDeltaNet",
     "MultiQueryDeltaNet",

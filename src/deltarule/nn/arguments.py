@@ -81,7 +81,7 @@ def check_beta_max(beta_max: float | None) -> float | None:
 # Why an option means nothing for a layer.
 REASONS = {
     "num_v_heads": "its value heads are its key heads",
-    "head_v_dim": "its memory adds what it is given to what it puts out",
+    "head_v_dim": "its keys and values have one size",
     "conv_size": "it looks back one token instead",
     "beta_max": "it has no write strength",
     "n_steps": "it writes once a token",
@@ -91,6 +91,7 @@ REASONS = {
     "state holds: use qk_norm",
     "longest_horizon": "its decay is not exp(-exp(A_log) dt), whose rates it would spread",
     "num_slots": "abc and gsa have slots",
+    "filter_size": "hyena and multi_head_hyena have filters",
     "rope_theta": "it does not rotate its queries and keys",
 }
 

@@ -88,8 +88,8 @@ class Frame(nn.Module, ABC):
         """Refuse to share sequences out where the last state is not linear in the first."""
         if context is not None and not self.linear_state:
             raise ValueError(
-                f"context must be None for {self.rule.name}: its state is a network, which no "
-                "process can know before those before it are done"
+                f"context must be None for {self.rule.name}: no process can know its state before "
+                "those before it are done"
             )
         return context
 

@@ -63,6 +63,7 @@ class Mixer(Frame):
             1 / (exp(A_log) dt) of a layer's heads start spread from 8 tokens to this. None: the
             paper's draw.
         num_slots: Slots of each head. None: head_k_dim.
+        filter_size: Tokens that a filter reaches, that of the token itself included. None: 2048.
         rope_theta: Base of the rotary wavelengths. None: 10000.
         norm_eps: Added to the mean square in the norm of the output.
         layer_index: Which layer of the model this is, from 0.
@@ -93,6 +94,7 @@ class Mixer(Frame):
     save_states: bool = True
 
     rope_theta: float | None
+    filter_size: Any
 
     def __init_subclass__(cls) -> None:
         """Show in a layer's signature and docstring the options that it takes."""
@@ -117,6 +119,7 @@ class Mixer(Frame):
         normalizer: bool | None = None,
         longest_horizon: float | None = None,
         num_slots: int | None = None,
+        filter_size: int | None = None,
         rope_theta: float | None = None,
         norm_eps: float = 1e-5,
         layer_index: int = 0,
@@ -136,6 +139,7 @@ class Mixer(Frame):
         self.n_steps = positive("n_steps", default(n_steps, self.default_n_steps))
         self.longest_horizon = check_horizon(longest_horizon)
         self.num_slots = positive("num_slots", default(num_slots, self.head_k_dim))
+        self.filter_size = filter_size
         self.rope_theta = above_zero("rope_theta", default(rope_theta, 10000.0))
         self.norm_eps = above_zero("norm_eps", norm_eps)
         self.layer_index, self.num_layers = check_depth(layer_index, num_layers)
@@ -149,7 +153,8 @@ class Mixer(Frame):
             "num_v_heads": num_v_heads, "head_v_dim": head_v_dim, "conv_size": conv_size,
             "beta_max": beta_max, "n_steps": n_steps, "feature_map": feature_map,
             "qk_norm": qk_norm, "normalizer": normalizer, "num_slots": num_slots,
-            "rope_theta": rope_theta, "longest_horizon": longest_horizon,
+            "filter_size": filter_size, "rope_theta": rope_theta,
+            "longest_horizon": longest_horizon,
         }  # fmt: skip
         neutral = {
             "num_v_heads": num_heads, "head_v_dim": self.head_k_dim, "conv_size": 0, "n_steps": 1,

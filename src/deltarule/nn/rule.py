@@ -15,7 +15,16 @@ Carry = dict[str, Tensor]
 Mapped = tuple[Arguments, Carry | None]
 
 Operator = Literal[
-    "delta_rule", "dplr", "selective_scan", "two_memories", "mesa", "ttt", "titans", "softmax"
+    "delta_rule",
+    "dplr",
+    "selective_scan",
+    "long_convolution",
+    "slstm",
+    "two_memories",
+    "mesa",
+    "ttt",
+    "titans",
+    "softmax",
 ]
 Decay = Literal["none", "constant", "head", "channel", "element"]
 Erase = Literal["none", "tied", "free", "solve", "gradient"]

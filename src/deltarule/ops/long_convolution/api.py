@@ -132,19 +132,24 @@ class Convolution:
         elif decodes(v, self.cu_seqlens, others):
             o = self.step(torch.cat([history, wide], dim=1))
         else:
-            o = self.after(history, written)
+            o = operator(wide[..., -v.shape[-1] :], *self.given(wide.dtype), self.cu_seqlens)
+            o = (o + self.of_history(history, wide)).to(v.dtype)
         return RecurrentOutput(o, state)
 
-    def after(self, history: Tensor, written: Tensor) -> Tensor:
-        """Convolve rows that begin with their history."""
-        rows = with_history(written, history, self.cu_seqlens)
-        split, q, k, offsets = written.shape[-1] - self.v.shape[-1], None, None, None
+    def given(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Taps, q and k in the dtype of sums."""
+        return self.taps, *(None if x is None else x.to(dtype) for x in (self.q, self.k))
+
+    def of_history(self, history: Tensor, wide: Tensor) -> Tensor:
+        """What the tokens read of the rows before them: a sum beside theirs, exactly 0 of zeros."""
+        rows = with_history(torch.zeros_like(wide), history, self.cu_seqlens)
+        split, offsets = wide.shape[-1] - self.v.shape[-1], self.cu_seqlens
+        q = k = None
         if self.q is not None:
-            nothing = history[..., : self.q.shape[-1]].new_zeros(())
-            q = with_history(self.q, nothing.expand(*history.shape[:3], split), self.cu_seqlens)
-            k = rows[..., :split]
-        if self.cu_seqlens is not None:
-            offsets = extended_offsets(self.cu_seqlens, history.shape[1])
+            nothing = torch.zeros_like(history[..., :split])
+            q, k = with_history(self.q.to(wide.dtype), nothing, offsets), rows[..., :split]
+        if offsets is not None:
+            offsets = extended_offsets(offsets, history.shape[1])
         o = operator(rows[..., split:], self.taps, q, k, offsets)
         return without_history(o, self.v, history, self.cu_seqlens)
 

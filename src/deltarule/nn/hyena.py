@@ -1,0 +1,173 @@
+"""Hyena: a filter as long as the memory, between two gates that are projected from the input.
+
+o_t = q_t * sum_{j=0..L-1} h_j (k_{t-j} * v_{t-j}) + d * q_t * k_t * v_t        h of each channel
+o_t = sum_{j=0..L-1} h_j (q_t . k_{t-j}) v_{t-j} + d (q_t . k_t) v_t            h of each head
+
+h is what a small network makes of the lag, h_j = W_4 sin(w W_3 sin(..W_1 e(j / L))) exp(-j / L
+rate), rates log-uniform over the filters; nothing in it depends on the input.
+"""
+
+import math
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deltarule import ops
+from deltarule.nn.arguments import default, positive
+from deltarule.nn.call import Call
+from deltarule.nn.layout import Layout, split
+from deltarule.nn.mixer import COMMON, Mixer
+from deltarule.nn.rule import System
+from deltarule.nn.state import State
+from deltarule.ops.autocast import without_autocast
+
+# Tokens that a filter reaches where no number is given.
+REACH = 2048
+# Pairs of cosine and sine in e(t), channels inside the network, and the frequency w at the start.
+BANDS, WIDTH, FREQUENCY = 16, 64, 14.0
+# What is left of a filter after this share of its length is 1 %.
+FASTEST, SLOWEST = 0.3, 1.5
+LEFT = 0.01
+
+
+def implicit_filter(layers: list[Tensor], frequency: Tensor, rate: Tensor, size: int) -> Tensor:
+    """Taps [F, size] of maps [outputs, inputs + 1], the last column the bias, and [F, inputs]."""
+    time = torch.arange(size, device=rate.device).to(rate.dtype).unsqueeze(1) / size
+    angle = 2 * math.pi * time * torch.arange(BANDS, device=rate.device)
+    with without_autocast(rate.device):
+        x = torch.cat([time, angle.cos(), angle.sin()], dim=1)
+        for layer in layers[:-1]:
+            x = torch.sin(frequency * F.linear(x, layer[:, :-1], layer[:, -1]))
+        return F.linear(x, layers[-1]).mT * torch.exp(-rate.abs().unsqueeze(1) * time.mT)
+
+
+def _row(name: str, title: str, recurrence: str, read_out: str, source: str, size: str) -> System:
+    return System(
+        name=name, title=title, operator="long_convolution", recurrence=recurrence,
+        read_out=read_out, decay="none", erase="none", objective="", source=source,
+        state_size=size, forms="recurrent, halves by FFT", page="hyena",
+    )  # fmt: skip
+
+
+MULTI_HEAD = _row(
+    "multi_head_hyena", "Multi-head Hyena", "S = h_0 v k^T + h_1 v' k'^T + h_2 v'' k''^T + ..",
+    "o = S q + d (q . k) v", "arXiv 2310.18780, section 4", "HV (L - 1) (K + V)",
+)  # fmt: skip
+SYSTEM = _row(
+    "hyena", "Hyena", "s = h_0 * k * v + h_1 * k' * v' + h_2 * k'' * v'' + ..",
+    "o = q * (s + d * k * v)", "arXiv 2302.10866, section 3, order 2", "2 HV (L - 1) V",
+)  # fmt: skip
+
+
+class MultiHeadHyena(Mixer):
+    """Multi-head Hyena: S = sum_j h_j v_{t-j} k_{t-j}^T, o = S q, with one filter for each head.
+
+    The state holds the last filter_size - 1 keys and values as `recurrent`.
+
+    Defaults: head_k_dim = head_v_dim = hidden_size / num_heads, filters of 2048 tokens, convolution
+    of 3 without an activation over q, k and v, no norm, no output gate.
+
+    Example:
+        >>> layer = MultiHeadHyena(32, num_heads=2, filter_size=100)
+        >>> y, state = layer(torch.zeros(1, 5, 32))
+        >>> state["recurrent"].shape
+        torch.Size([1, 99, 2, 32])
+
+    Source: arXiv 2310.18780, section 4; filters of arXiv 2302.10866, section 3.3.
+    """
+
+    rule = MULTI_HEAD
+    options = COMMON - {"norm_eps"} | {"filter_size"}
+    default_conv_size = 3
+    linear_state = False
+    float32_parameters: ClassVar[tuple[str, ...]] = (
+        "filter_1", "filter_2", "filter_3", "filter_4", "frequency", "rate", "D",
+    )  # fmt: skip
+    frequency: nn.Parameter
+    rate: nn.Parameter
+    D: nn.Parameter
+
+    def activates(self, name: str) -> bool:
+        """Nothing follows the short convolution."""
+        return False
+
+    def filters(self) -> tuple[int, int, int]:
+        """Filters, and the channels of a key and of a value that each has."""
+        return self.num_heads, self.head_k_dim, self.head_v_dim
+
+    def build_gates(self) -> None:
+        self.filter_size = positive("filter_size", default(self.filter_size, REACH))
+        filters, inner = self.filters()[0], WIDTH + 1
+        sizes = (WIDTH, 2 + 2 * BANDS), (WIDTH, inner), (WIDTH, inner), (filters, WIDTH)
+        for index, (outputs, inputs) in enumerate(sizes, start=1):
+            # As linear layers draw theirs.
+            drawn = torch.empty(outputs, inputs, dtype=torch.float32)
+            self.gate_parameter(f"filter_{index}", drawn.uniform_(-(inputs**-0.5), inputs**-0.5))
+        self.gate_parameter("frequency", torch.full((WIDTH,), FREQUENCY, dtype=torch.float32))
+        fastest, slowest = (-math.log(LEFT) / share for share in (FASTEST, SLOWEST))
+        rate = torch.linspace(slowest, fastest, filters, dtype=torch.float32)
+        self.gate_parameter("rate", rate)
+        self.gate_parameter("D", torch.randn(filters, dtype=torch.float32))
+
+    def build_norm(self) -> nn.Module:
+        return nn.Identity()
+
+    def memories(self) -> dict[str, tuple[int, ...]]:
+        filters, key_size, value_size = self.filters()
+        return {"recurrent": (self.filter_size - 1, filters, key_size + value_size)}
+
+    def state_before(self, state: State | None, layout: Layout) -> State:
+        """Keep no rows of zeros where nothing came before: a filter would go over them, too."""
+        if state is not None:
+            return super().state_before(state, layout)
+        empty = self.init_state(0)
+        rows = {name: x.new_zeros(layout.sequences, *x.shape[1:]) for name, x in empty.items()
+                if name != "recurrent"}  # fmt: skip
+        return State(rows, recurrent=empty["recurrent"])
+
+    def taps(self) -> Tensor:
+        """[F, L] all filters, the skip with the token itself."""
+        layers = [getattr(self, f"filter_{index}") for index in range(1, 5)]
+        taps = implicit_filter(layers, self.frequency, self.rate, self.filter_size)
+        return taps + F.pad(self.D.unsqueeze(1), (0, self.filter_size - 1))
+
+    def mix(self, call: Call) -> Tensor:
+        filters, key_size, value_size = self.filters()
+        sizes = {"q": key_size, "k": key_size, "v": value_size}
+        q, k, v = (split(self.stream(name, call), filters, size) for name, size in sizes.items())
+        before, layout = call.before["recurrent"], call.layout
+        o, state = ops.long_convolution(
+            v, self.taps(), q=q, k=k, initial_state=before if len(before) else None,
+            lengths=None if layout.real is None else layout.counts, cu_seqlens=layout.cu_seqlens,
+        )  # fmt: skip
+        assert state is not None
+        call.after["recurrent"], o = state, o.flatten(-2)
+        if self.g_proj is not None:
+            o = o * F.silu(self.g_proj(call.x))
+        return self.o_proj(o)
+
+
+class Hyena(MultiHeadHyena):
+    """Hyena of order 2: o = q * (h conv (k * v) + d * k * v), with one filter for each channel.
+
+    The heads are groups of channels, and change nothing.
+
+    Defaults: num_heads * head_k_dim = hidden_size channels, filters of 2048 tokens, convolution of
+    3 without an activation over q, k and v, no norm, no output gate.
+
+    Example:
+        >>> y, state = Hyena(32, num_heads=1, filter_size=100)(torch.zeros(1, 5, 32))
+        >>> state["recurrent"].shape
+        torch.Size([1, 99, 32, 2])
+
+    Source: arXiv 2302.10866, section 3.
+    """
+
+    rule = SYSTEM
+    options = MultiHeadHyena.options - {"head_v_dim"}
+
+    def filters(self) -> tuple[int, int, int]:
+        """A filter for each channel."""
+        return self.num_heads * self.head_k_dim, 1, 1
