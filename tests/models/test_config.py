@@ -180,3 +180,19 @@ def test_options_of_one_layer_pass_in_a_mixture():
     assert delta.qk_norm == linear.qk_norm == "l1"
     # At its neutral value an option asks for nothing.
     ModelConfig(layer_types="gla", n_steps=1, beta_max=1.0, normalizer=False, **sizes)
+
+
+@pytest.mark.parametrize("value", [[], {}, [[]], "x", -(10**18), float("nan")])
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(ModelConfig)])
+def test_a_field_of_any_type_is_taken_or_refused_by_name(name, value):
+    fields = {"vocab_size": 9, "hidden_size": 8, "num_layers": 1, "num_heads": 1}
+    fields |= {"layer_types": "attention", name: value}
+    with pytest.raises(ValueError, match=name) as caught:
+        ModelConfig.from_fields(fields)
+    assert len(str(caught.value)) < 2000
+
+
+def test_an_integer_that_no_counter_reaches_is_refused():
+    text = json.dumps(FIELDS).replace("257", "2" + "0" * 5000)
+    with pytest.raises(ValueError, match="5001 digits"):
+        ModelConfig.from_json(text)

@@ -370,10 +370,12 @@ def test_what_is_no_regular_file(sharded):
 def test_an_index_that_does_not_describe_its_shards(sharded):
     index = json.loads((sharded / INDEX).read_text())
     for content, message in {
-        "{}": "expected an object with a 'weight_map'",
-        '{"weight_map": []}': "expected an object with a 'weight_map'",
+        "{}": "weight_map: expected a JSON object, got NoneType",
+        '{"weight_map": []}': "weight_map: expected a JSON object, got list",
+        '{"weight_map": {}}': "weight_map names no tensor",
+        '{"weight_map": {"norm.weight": 1}}': "weight_map.norm.weight: expected a string",
         "[" * 100_000: "nested too deeply",
-        "nonsense": "Expecting value",
+        "nonsense": "not JSON: Expecting value",
     }.items():
         (sharded / INDEX).write_text(content)
         refuses(sharded, INDEX, message)

@@ -44,6 +44,27 @@ def test_views_of_one_tensor_are_saved_apart(tmp_path):
     assert loaded["b"].tolist() == whole.tolist()
 
 
+@pytest.mark.parametrize(
+    ("described", "says"),
+    [
+        ('{"kind": "ModelState", "layers": 1000000000}', "1000000000 layers"),
+        ('{"kind": "ModelState", "layers": -1}', "-1 layers"),
+        ('{"kind": "ModelState", "layers": 1e9}', "layers: expected an integer, got float"),
+        ('{"kind": "ModelState", "layers": true}', "layers: expected an integer, got bool"),
+        ('{"kind": "os.system", "layers": 1}', "kind: expected"),
+        ('{"kind": "State", "layers": 1, "flux": 0}', "unknown field 'flux'"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"kind": "State", "layers": 1' + "0" * 5000 + "}", "5001 digits"),
+        ("[]", "expected a JSON object, got list"),
+    ],
+)
+def test_a_file_cannot_choose_its_allocation(described, says, tmp_path):
+    save_file({"0.a": torch.zeros(1)}, tmp_path / "x", {"deltarule_state": described})
+    with pytest.raises(ValueError, match="written by save_state") as caught:
+        load_state(tmp_path / "x")
+    assert says in str(caught.value)
+
+
 def saves(monkeypatch, then):
     """Let `then` happen once the tensors are written, before their file is moved into place."""
 

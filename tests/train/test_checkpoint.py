@@ -1,5 +1,6 @@
 """Checkpoints are whole or absent, whatever happens to the writer, and damage is noticed."""
 
+import errno
 import hashlib
 import json
 import pickle
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import deltarule.train.checkpoint
 from deltarule.models import CheckpointError
-from deltarule.train.checkpoint import MARKER, Checkpoints, read_checkpoint
+from deltarule.train.checkpoint import MARKER, Checkpoints, Marker, read_checkpoint
 
 TENSORS = {"model": {"w": torch.arange(6.0).reshape(2, 3)}, "optimizer": {}}
 
@@ -78,13 +80,48 @@ def damage_marker(folder):
     (folder / MARKER).write_text("[]")
 
 
+def rewrite_marker(folder, **fields):
+    """As one would who knows how."""
+    written = json.loads((folder / MARKER).read_text()) | fields
+    marker = Marker(written["step"], written["sha256"])
+    (folder / MARKER).write_text(json.dumps(written | {"own_sha256": marker.hash()}))
+
+
 def damage_outside(folder):
-    marker = json.loads((folder / MARKER).read_text())
-    marker["sha256"]["../../secret.safetensors"] = "0"
-    (folder / MARKER).write_text(json.dumps(marker))
+    hashes = json.loads((folder / MARKER).read_text())["sha256"]
+    rewrite_marker(folder, sha256=hashes | {"../../secret.safetensors": "0"})
 
 
-DAMAGES = [damage_truncate, damage_flip, damage_remove, damage_marker, damage_outside]
+def damage_step(folder):
+    marker = (folder / MARKER).read_text()
+    (folder / MARKER).write_text(marker.replace('"step": ', '"step": 9'))
+
+
+def damage_other_step(folder):
+    rewrite_marker(folder, step=77)
+
+
+def damage_nothing_named(folder):
+    rewrite_marker(folder, sha256={})
+
+
+def damage_added(folder):
+    (folder / "more.safetensors").touch()
+
+
+def damage_types(folder):
+    (folder / MARKER).write_text('{"step": "1", "sha256": [], "own_sha256": 7}')
+
+
+def damage_not_text(folder):
+    (folder / MARKER).write_bytes(b"\xff\xfe")
+
+
+def damage_deep(folder):
+    (folder / MARKER).write_text("[" * 100_000)
+
+
+DAMAGES = [damage for name, damage in globals().items() if name.startswith("damage_")]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda f: f.__name__)
@@ -100,6 +137,32 @@ def test_a_damaged_checkpoint_is_passed_over_and_alone_is_an_error(tmp_path, dam
         checkpoints.newest()
 
 
+def test_no_bit_of_the_marker_can_be_changed_unseen(tmp_path):
+    folder = Checkpoints(tmp_path, keep=1).save(1, TENSORS, {})
+    marker = (folder / MARKER).read_bytes()
+    read_checkpoint(folder)
+    for bit in range(8 * len(marker)):
+        damaged = bytearray(marker)
+        damaged[bit // 8] ^= 1 << bit % 8
+        (folder / MARKER).write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=MARKER) as caught:
+            read_checkpoint(folder)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_write_that_fails_leaves_no_half_checkpoint(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    checkpoints.save(1, TENSORS, {})
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(deltarule.train.checkpoint, "save_file", full)
+    with pytest.raises(OSError, match="No space"):
+        checkpoints.save(2, TENSORS, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+
+
 def test_a_pickle_with_the_right_hash_is_refused_and_never_run(tmp_path):
     class Trap:
         def __reduce__(self):
@@ -109,9 +172,9 @@ def test_a_pickle_with_the_right_hash_is_refused_and_never_run(tmp_path):
     folder = checkpoints.save(1, TENSORS, {})
     content = pickle.dumps(Trap())
     (folder / "model.safetensors").write_bytes(content)
-    marker = json.loads((folder / MARKER).read_text())
-    marker["sha256"]["model.safetensors"] = hashlib.sha256(content).hexdigest()
-    (folder / MARKER).write_text(json.dumps(marker))
+    hashes = json.loads((folder / MARKER).read_text())["sha256"]
+    hashes["model.safetensors"] = hashlib.sha256(content).hexdigest()
+    rewrite_marker(folder, sha256=hashes)
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         read_checkpoint(folder)
     assert not (tmp_path / "sprung").exists()

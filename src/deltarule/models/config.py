@@ -12,6 +12,7 @@ from deltarule.models.config_names import for_file, from_file
 from deltarule.models.patterns import PATTERNS
 from deltarule.nn import MIXERS
 from deltarule.nn.feature_maps import FEATURE_MAPS, NORMS
+from deltarule.nn.json_file import parse_object
 from deltarule.nn.rule import QueryKeyNorm
 
 
@@ -226,7 +227,7 @@ def _check_words(config: ModelConfig) -> None:
     }  # fmt: skip
     for name, known in choices.items():
         value = getattr(config, name)
-        if value is not None and value not in known:
+        if value is not None and (not isinstance(value, str) or value not in known):
             raise ValueError(
                 f"{name} must be None or one of {', '.join(known)}, got {value!r}"
                 f"{_nearest(value, known)}"
@@ -304,24 +305,3 @@ def _nearest(given: object, known: Iterable[str]) -> str:
     """Phrase the known name that looks most like the given one, or nothing."""
     matches = difflib.get_close_matches(str(given), list(known), n=1)
     return f": did you mean {matches[0]!r}?" if matches else ""
-
-
-def parse_object(text: str) -> dict[str, Any]:
-    """A JSON object, no key of which appears twice; else a ValueError."""
-    try:
-        fields = json.loads(text, object_pairs_hook=_without_repeats)
-    except RecursionError:
-        raise ValueError("not JSON that can be read: nested too deeply") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise ValueError(f"expected a JSON object, got {type(fields).__name__}")
-    return fields
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"key {max(keys, key=keys.count)!r} appears more than once")
-    return fields

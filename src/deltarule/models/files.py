@@ -12,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from deltarule.models.config import parse_object
 from deltarule.nn.atomic_file import write_atomically
+from deltarule.nn.json_file import fitted, parse_object, read_text
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -21,7 +21,6 @@ INDEX = "model.safetensors.index.json"
 
 # The format allows no longer header; without the check a damaged length could ask for any memory.
 _LONGEST_HEADER = 100_000_000
-_LONGEST_JSON = 100_000_000
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
 }  # fmt: skip
@@ -85,16 +84,19 @@ def write_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Turn the errors of reading one file into a CheckpointError that names it."""
+def naming(path: Path, kind: type[ValueError] = CheckpointError) -> Iterator[None]:
+    """Turn the errors of reading one file into one of a kind that names it."""
     try:
         yield
     except CheckpointError:
         raise
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, RuntimeError, OverflowError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        raise kind(f"{path}: cannot be read: {error.strerror or error}") from error
+    except KeyError as error:
+        raise kind(f"{path}: missing field {error}") from error
+    except (ValueError, TypeError, RuntimeError, OverflowError, SafetensorError) as error:
+        lines = [line.strip() for line in str(error).splitlines()[:3]]
+        raise kind(f"{path}: {' '.join(lines)}") from error
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -111,16 +113,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """
     path = _inside(Path(folder), CONFIG)
     with naming(path):
-        return parse_object(_read_text(path))
-
-
-def _read_text(path: Path) -> str:
-    if path.stat().st_size > _LONGEST_JSON:
-        raise ValueError(f"longer than {_LONGEST_JSON} bytes, which no such file is")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 text: {error}") from None
+        return parse_object(read_text(path))
 
 
 def plain_name(name: str) -> str:
@@ -205,7 +198,7 @@ def _shards(folder: Path) -> dict[Path, set[str] | None]:
 def _read_index(folder: Path) -> dict[Path, set[str] | None]:
     path = _inside(folder, INDEX)
     with naming(path):
-        weight_map = _weight_map(_read_text(path))
+        weight_map = _weight_map(read_text(path))
         shards: dict[Path, set[str] | None] = {}
         for shard in sorted(set(weight_map.values())):
             names = {plain_name(name) for name, place in weight_map.items() if place == shard}
@@ -215,15 +208,13 @@ def _read_index(folder: Path) -> dict[Path, set[str] | None]:
 
 def _weight_map(text: str) -> dict[str, str]:
     """The index's map from tensor names to file names."""
-    try:
-        index: Any = json.loads(text)
-    except RecursionError:
-        raise ValueError("not JSON that can be read: nested too deeply") from None
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError("expected an object with a 'weight_map' from tensor names to file names")
+    weight_map: dict[str, str] = fitted(
+        dict[str, str], parse_object(text).get("weight_map"), "weight_map"
+    )
+    if not weight_map:
+        raise ValueError("weight_map names no tensor")
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or not shard.endswith(".safetensors"):
+        if not shard.endswith(".safetensors"):
             raise ValueError(f"weight_map[{name!r}] must name a .safetensors file, got {shard!r}")
     return weight_map
 

@@ -3,8 +3,9 @@
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 import torch
 import torch.utils._pytree as pytree
@@ -13,8 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from deltarule.nn.atomic_file import write_atomically
+from deltarule.nn.json_file import fitted, parse
 
 Rows = Tensor | slice | Sequence[int]
+# More than any model has: a file must not choose how much is allocated.
+MOST_LAYERS = 10_000
 
 
 class _Tensors(ABC):
@@ -101,6 +105,12 @@ pytree.register_pytree_node(
 )
 
 
+@dataclass(frozen=True)
+class _Described:
+    kind: Literal["State", "ModelState"]
+    layers: int
+
+
 def save_state(state: State | ModelState, path: str | Path) -> None:
     """Write a state as one safetensors file, such as the cache of a long prompt.
 
@@ -141,8 +151,10 @@ def load_state(path: str | Path) -> State | ModelState:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            described = json.loads((file.metadata() or {})["deltarule_state"])
-            kind, layers = described["kind"], [State() for _ in range(described["layers"])]
+            described = fitted(_Described, parse((file.metadata() or {})["deltarule_state"]))
+            if not 0 <= described.layers <= MOST_LAYERS:
+                raise ValueError(f"it says that it has {described.layers} layers")
+            layers = [State() for _ in range(described.layers)]
             for key in file.keys():  # noqa: SIM118  (safe_open is not a mapping)
                 index, _, name = key.partition(".")
                 layers[int(index)][name] = file.get_tensor(key)
@@ -150,7 +162,7 @@ def load_state(path: str | Path) -> State | ModelState:
         raise ValueError(
             f"path must be a state written by save_state, got {path}: {error}"
         ) from None
-    return layers[0] if kind == "State" else ModelState(layers)
+    return layers[0] if described.kind == "State" else ModelState(layers)
 
 
 def _select(tensor: Tensor, rows: Rows) -> Tensor:

@@ -1,9 +1,11 @@
 """Checkpoints that survive a kill at any moment: written aside, fsynced, marked, renamed."""
 
+import dataclasses
 import hashlib
 import json
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from deltarule.models.files import CheckpointError, naming
 from deltarule.nn.atomic_file import sync
+from deltarule.nn.json_file import fitted, parse_object, read_text
 
 MARKER = "COMPLETE"
 STATE = "state.json"
@@ -62,13 +65,17 @@ class Checkpoints:
         aside = self.folder / f".step-{step}.{os.getpid()}.tmp"
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
-        for name, group in tensors.items():
-            whole = {key: tensor.detach().cpu().contiguous() for key, tensor in group.items()}
-            save_file(whole, aside / f"{name}.safetensors")
-        for file in aside.iterdir():
-            sync(file)
-        hashes = {file.name: file_hash(file) for file in sorted(aside.iterdir())}
-        return self.publish(aside, step, json.dumps(state), hashes)
+        try:
+            for name, group in tensors.items():
+                whole = {key: tensor.detach().cpu().contiguous() for key, tensor in group.items()}
+                save_file(whole, aside / f"{name}.safetensors")
+            for file in aside.iterdir():
+                sync(file)
+            hashes = {file.name: file_hash(file) for file in sorted(aside.iterdir())}
+            return self.publish(aside, step, json.dumps(state), hashes)
+        finally:
+            # Where the disk is full, half a checkpoint must not keep it so.
+            shutil.rmtree(aside, ignore_errors=True)
 
     def publish(self, aside: Path, step: int, state: str, hashes: dict[str, str]) -> Path:
         """Make what was written, synced and hashed aside the checkpoint of a step."""
@@ -76,7 +83,8 @@ class Checkpoints:
         (aside / STATE).write_text(state)
         sync(aside / STATE)
         hashes = hashes | {STATE: file_hash(aside / STATE)}
-        (aside / MARKER).write_text(json.dumps({"step": step, "sha256": hashes}))
+        marker = Marker(step, hashes, Marker(step, hashes).hash())
+        (aside / MARKER).write_text(json.dumps(dataclasses.asdict(marker)))
         sync(aside / MARKER)
         sync(aside)
         self.remove(target)
@@ -87,8 +95,8 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps that carry the marker, in ascending order."""
-        names = [path.parent.name for path in self.folder.glob(f"step-*/{MARKER}")]
-        return sorted(int(n[5:]) for n in names if n[5:].isdecimal())
+        steps = {step_of(path.parent) for path in self.folder.glob(f"step-*/{MARKER}")}
+        return sorted(steps - {-1})
 
     def newest(self) -> Checkpoint | None:
         """The newest checkpoint whose files still have the hashes they were written with.
@@ -134,29 +142,56 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """
     step, hashes = read_marker(folder)
     for name, expected in hashes.items():
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{folder}: the file {name!r} is missing")
-        if file_hash(folder / name) != expected:
-            raise CheckpointError(f"{folder / name}: damaged, its hash is not the one it had")
+        with naming(folder / name):
+            if file_hash(folder / name) != expected:
+                raise ValueError("damaged, its hash is not the one it had")
     files = [folder / name for name in hashes if name.endswith(".safetensors")]
     tensors = {file.stem: _tensors(file) for file in files}
     return Checkpoint(step, tensors, read_json(folder / STATE))
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What COMPLETE says: the step, the hash of each file, and one over both of these."""
+
+    step: int
+    sha256: dict[str, str]
+    own_sha256: str = ""
+
+    def hash(self) -> str:
+        """Of what it says of others."""
+        said = json.dumps([self.step, self.sha256], sort_keys=True)
+        return hashlib.sha256(said.encode()).hexdigest()
+
+
+def step_of(folder: Path) -> int:
+    """The step in the name of a checkpoint's folder; -1 where there is none.
+
+    Example:
+        >>> step_of(Path("checkpoints/step-12")), step_of(Path("step-012"))
+        (12, -1)
+    """
+    digits = folder.name.removeprefix("step-")
+    return int(digits) if digits.isdecimal() and f"step-{int(digits)}" == folder.name else -1
 
 
 def read_marker(folder: Path) -> tuple[int, dict[str, str]]:
     """The step of a checkpoint, and the hashes of its files.
 
     Raises:
-        CheckpointError: There is no marker, or it names files elsewhere.
+        CheckpointError: There is no marker, it was changed, or it is that of another folder.
     """
-    marker = read_json(folder / MARKER)
-    step, hashes = marker.get("step"), marker.get("sha256")
-    if not isinstance(hashes, dict) or not isinstance(step, int):
-        raise CheckpointError(f"{folder / MARKER}: not a marker that a checkpoint ends with")
-    for name in hashes:
-        if Path(name).name != name:
-            raise CheckpointError(f"{folder}: the file {name!r} is missing")
-    return step, hashes
+    with naming(folder / MARKER):
+        marker: Marker = fitted(Marker, read_json(folder / MARKER))
+        if marker.own_sha256 != marker.hash():
+            raise ValueError("damaged, its hash is not the one it had")
+        if marker.step != step_of(folder):
+            raise ValueError(f"of step {marker.step}, not of the folder it lies in")
+        there = {path.name for path in folder.iterdir()} - {MARKER}
+        if other := sorted(there ^ set(marker.sha256)):
+            what = "which it does not name" if other[0] in there else "is missing"
+            raise ValueError(f"the file {other[0]!r} {what}")
+    return marker.step, marker.sha256
 
 
 def file_hash(file: Path) -> str:
@@ -172,10 +207,7 @@ def read_json(file: Path) -> dict[str, Any]:
         CheckpointError: The file is missing or holds something else.
     """
     with naming(file):
-        content = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError(f"expected a JSON object, got {type(content).__name__}")
-        return content
+        return parse_object(read_text(file))
 
 
 def _tensors(file: Path) -> dict[str, Tensor]:

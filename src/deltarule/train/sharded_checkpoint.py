@@ -155,12 +155,12 @@ class ShardedCheckpoints:
         return None
 
     def _is_whole(self, folder: Path) -> bool:
-        hashes = read_marker(folder)[1]
-        names = sorted(hashes)[self.world.rank :: self.world.size]
-        bad = [
-            name for name in names
-            if not (folder / name).is_file() or file_hash(folder / name) != hashes[name]
-        ]  # fmt: skip
+        try:
+            hashes = read_marker(folder)[1]
+            names = sorted(hashes)[self.world.rank :: self.world.size]
+            bad = [name for name in names if file_hash(folder / name) != hashes[name]]
+        except (CheckpointError, OSError) as error:
+            bad = [str(error)]
         return int(self.world.sum(torch.tensor(len(bad)))) == 0
 
     def read(self, folder: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
