@@ -24,16 +24,21 @@ from deltarule.parallel.world import StalledError, leave
 from deltarule.train.attention_figure import AttentionPlotRun, plot_attention
 from deltarule.train.device import choose_device
 from deltarule.train.extra import MissingExtraError, require
-from deltarule.train.loop import DivergedError, InterruptedRunError
+from deltarule.train.loop import DivergedError
 from deltarule.train.mqar import MqarRun, train_mqar
 from deltarule.train.report import EvalRun, evaluate_run
-from deltarule.train.run_folder import folder_to_resume, stored_configuration
+from deltarule.train.run_folder import (
+    INTERRUPTED,
+    StoppedRunError,
+    folder_to_resume,
+    stored_configuration,
+)
 from deltarule.train.sample import GenerateRun, generate_text
 from deltarule.train.text import TextRun, train_text
 from deltarule.warm_up import WarmupRun, warm_up
 
 # Exit codes as shells and other tools use them; 0 is success.
-FAILED, MISUSED, INTERRUPTED = 1, 2, 130
+FAILED, MISUSED = 1, 2
 
 
 class Command(NamedTuple):
@@ -174,10 +179,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = run(words)
         leave()
         return code
-    except InterruptedRunError as error:
+    except StoppedRunError as error:
+        if traceback:
+            raise
         say(f"{error}; continue with:\n  {resume_line(words, error.folder)}")
-        leave()
-        return 0 if error.terminated else INTERRUPTED
+        if error.code != FAILED:
+            leave()
+        return error.code
     except KeyboardInterrupt:
         say("stopped")
         return INTERRUPTED
@@ -237,7 +245,7 @@ def parse(name: str, command: Command, words: list[str], default: Any) -> Any:
     options = {} if default is None else {"default": default}
     return tyro.cli(
         command.flags, args=words, prog=f"deltarule {name}",
-        config=(conf.OmitArgPrefixes, conf.FlagCreatePairsOff, conf.PositionalRequiredArgs),
+        config=(conf.OmitArgPrefixes, conf.PositionalRequiredArgs),
         **options,
     )  # fmt: skip
 

@@ -159,6 +159,49 @@ def test_ctrl_c_saves_says_how_to_resume_and_resuming_works(data, tmp_path):
     assert checkpoints.newest().step == checkpoints.steps()[-1] > 0
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "metrics.jsonl"])
+def test_a_full_disk_is_one_line_and_the_line_that_resumes_the_process(name, data, tmp_path):
+    """A limit on the length of files stands for it, below or above what a checkpoint takes."""
+    pytest.importorskip("resource")
+    most = 10_000 if name == "model.safetensors" else 60_000
+    limited = (
+        "import resource, sys; from deltarule.cli import main; "
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({most}, {most})); sys.exit(main())"
+    )
+    words = ["train", "text", "--data", str(data), *TINY, "--steps", "100000"]
+    words += ["--save-every", "5" if name == "model.safetensors" else "100000"]
+    done = subprocess.run(
+        [sys.executable, "-c", limited, *words], cwd=tmp_path, capture_output=True, text=True,
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == FAILED
+    first, second = done.stderr.splitlines()
+    assert first.startswith("deltarule: error: runs/text has stopped: ")
+    assert "File too large" in first
+    assert first.endswith("; continue with:")
+    assert second.strip().endswith("--resume --name text")
+    assert not list((tmp_path / "runs" / "text" / "checkpoints").iterdir())
+
+
+def test_a_lost_terminal_saves_like_ctrl_c_in_a_process(data, tmp_path):
+    """The run writes to a pseudo-terminal, whose other end is closed: a hangup."""
+    pty = pytest.importorskip("pty")
+    command = [sys.executable, "-m", "deltarule", "train", "text", "--data", str(data), *TINY]
+    command += ["--steps", "100000", "--save-every", "100000"]
+    pid, screen = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        os.execv(sys.executable, command)
+    metrics = tmp_path / "runs" / "text" / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        os.read(screen, 65536)
+    os.close(screen)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == INTERRUPTED
+    assert Checkpoints(tmp_path / "runs" / "text" / "checkpoints").newest().step > 0
+
+
 def test_a_reader_that_leaves_early_is_no_error(data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     main(["train", "text", "--data", str(data), *TINY, "--steps", "1", "--name", "a"])

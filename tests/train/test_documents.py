@@ -1,11 +1,15 @@
 """Which files become documents, and what is said about those that cannot."""
 
+import json
 import os
 import random
 import sysconfig
 
 import pytest
+import torch
 
+import deltarule.train.documents
+from deltarule.train.data import ShuffledRows, encode_documents
 from deltarule.train.documents import (
     DataError,
     Document,
@@ -46,8 +50,100 @@ def test_reading_stops_at_max_bytes_with_a_note(tmp_path):
     for name in "abc":
         (tmp_path / name).write_bytes(TEXT)
     read = read_documents(tmp_path, max_bytes=len(TEXT) + 1)
-    assert [document.name for document in read.documents] == ["a", "b"]
+    assert [(d.name, len(d.text)) for d in read.documents] == [("a", len(TEXT)), ("b", 1)]
     assert "--max-bytes" in read.notes[0]
+    alone = read_documents(tmp_path / "a", max_bytes=1234)
+    assert alone.documents == [Document("a", TEXT[:1234])]
+    assert "--max-bytes" in alone.notes[0]
+
+
+@pytest.mark.parametrize("marks", [("run.json", ".lock"), ("run.json", "metrics.jsonl")])
+def test_the_folders_of_runs_are_never_data(tmp_path, marks):
+    (tmp_path / "book.txt").write_bytes(TEXT)
+    before = read_documents(tmp_path).sha256
+    run = tmp_path / "runs" / "text"
+    (run / "checkpoints" / "step-1").mkdir(parents=True)
+    for name in (*marks, "diverged.txt", "checkpoints/step-1/state.json"):
+        (run / name).write_bytes(TEXT)
+    read = read_documents(tmp_path)
+    assert read.sha256 == before
+    assert read.notes == [f"1 folder of runs left out: {run.relative_to(tmp_path)}"]
+    with pytest.raises(DataError, match="1 folder of runs left out"):
+        read_documents(run)
+
+
+def test_a_name_that_is_no_text_can_be_shown(tmp_path):
+    (tmp_path / "a.txt").write_bytes(TEXT)
+    name = os.fsencode(tmp_path) + b"/\xff.bin"
+    with open(name, "wb") as file:
+        file.write(b"\0" * 100)
+    note = read_documents(tmp_path).notes[0]
+    assert note == r"1 binary file left out: \xff.bin"
+    note.encode("ascii")
+
+
+def test_what_would_fill_the_memory_stays_in_its_file(tmp_path, monkeypatch):
+    for name in "abc":
+        (tmp_path / name).write_bytes(TEXT + name.encode() * 99)
+    held = read_documents(tmp_path)
+    monkeypatch.setattr(deltarule.train.documents, "IN_MEMORY", len(TEXT) + 100)
+    monkeypatch.setattr(deltarule.train.documents, "MAPPED", 100)
+    mapped = read_documents(tmp_path)
+    assert [type(d.text) for d in mapped.documents] == [bytes, memoryview, memoryview]
+    assert mapped.sha256 == held.sha256
+    for fraction in (0.1, 0.4):
+        parts = [split_documents(read.documents, fraction=fraction) for read in (held, mapped)]
+        corpora = [[encode_documents([d.text for d in part]) for part in both] for both in parts]
+        for one, two in zip(*corpora, strict=True):
+            assert one.bounds.tolist() == two.bounds.tolist()
+            assert one.tokens[:].tolist() == two.tokens[:].tolist()
+            rows = [ShuffledRows(c, length=50, row_tokens=333, seed=1) for c in (one, two)]
+            for _ in range(40):
+                first, second = (r.next() for r in rows)
+                assert all(map(torch.equal, first, second))
+
+
+def test_rows_of_jsonl_are_documents(tmp_path):
+    rows = [{"text": TEXT.decode() + str(i), "id": i} for i in range(5)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n\n".join(map(json.dumps, rows)) + "\n")
+    read = read_documents(file)
+    assert [d.name for d in read.documents] == [f"rows.jsonl:{i}" for i in range(1, 6)]
+    assert [d.text for d in read.documents] == [row["text"].encode() for row in rows]
+    assert read_documents(file, max_bytes=len(TEXT) + 11).documents[1].text == TEXT[:10]
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 1: body: expected .*--text-field"):
+        read_documents(file, text_field="body")
+    with file.open("ab") as more:
+        more.write(b'{"text": 7}\n')
+    with pytest.raises(DataError, match=r"line 10: text: expected a string, got int 7"):
+        read_documents(file)
+    # Beside other files, it is left out from there on, with a note.
+    assert "line 10" in read_documents(tmp_path).notes[0]
+
+
+@pytest.mark.parametrize("line", [b"\xff", b"[" * 100_000, b"{", b"[]", b'{"text": null}'])
+def test_a_damaged_row_is_named_in_one_line(tmp_path, line):
+    (tmp_path / "x.jsonl").write_bytes(line)
+    with pytest.raises(DataError, match=r"x\.jsonl, line 1: ") as caught:
+        read_documents(tmp_path / "x.jsonl")
+    assert "\n" not in str(caught.value)
+
+
+def test_rows_of_parquet_are_documents(tmp_path):
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    texts = [TEXT.decode() + str(i) for i in range(5)] + [None]
+    parquet.write_table(arrow.table({"body": texts, "n": range(6)}), tmp_path / "x.parquet")
+    read = read_documents(tmp_path, text_field="body")
+    assert [d.text.decode() for d in read.documents] == texts[:5]
+    with pytest.raises(DataError, match="no column 'text' among body, n; --text-field"):
+        read_documents(tmp_path / "x.parquet")
+    with pytest.raises(DataError, match=r"x\.parquet"):
+        read_documents(tmp_path / "x.parquet", text_field="n")
+    (tmp_path / "x.parquet").write_bytes(b"PAR1 no more")
+    with pytest.raises(DataError, match=r"x\.parquet"):
+        read_documents(tmp_path / "x.parquet")
 
 
 @pytest.mark.parametrize(
@@ -128,3 +224,5 @@ def test_limit_bytes_takes_many_documents_and_no_more_than_asked():
     assert max(len(d.text) for d in limit_bytes(long, 8000)) == 500
     assert [len(d.text) for d in limit_bytes(long[:1], 1600)] == [1600]
     assert limit_bytes([], 5) == []
+    # A byte at least is left of what is there.
+    assert [len(d.text) for d in limit_bytes(documents, 3)] == [1, 1, 1]

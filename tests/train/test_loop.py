@@ -12,6 +12,7 @@ from deltarule.models import CausalLM, CheckpointError, ModelConfig
 from deltarule.train.checkpoint import Checkpoints
 from deltarule.train.data import encode_documents
 from deltarule.train.device import choose_device
+from deltarule.train.interrupt import Interrupt
 from deltarule.train.loop import DivergedError, InterruptedRunError, LoopOptions, Trainer
 from deltarule.train.metrics import read_metrics
 from deltarule.train.optimizer import OptimizerOptions
@@ -118,7 +119,7 @@ def test_a_gradient_that_is_not_finite_stops_too(tmp_path):
         trainer.run()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_step_saves_it_and_restores_the_handler(tmp_path, number):
     before = signal.getsignal(number)
     trainer = make_trainer(tmp_path, save_every=100)
@@ -209,6 +210,44 @@ def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps({"step": 1, "loss": 2.0}) + '\n{"step": 2, "lo')
     assert read_metrics(path) == [{"step": 1, "loss": 2.0}]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"[]", b"{", b"\xff", b"[" * 100_000, b'{"step": "1"}', b'{"step": 1' + b"0" * 9999 + b"}"],
+)
+def test_a_line_that_is_no_row_is_left_out_with_a_note(tmp_path, line, capsys):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
+    assert [row["step"] for row in read_metrics(path)] == [1, 3]
+    said = capsys.readouterr().out
+    assert said.startswith(f"note: {path}: left out 1 of 3 lines; line 2: ")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("value", [None, [], {}, "x", -1, 1.5, 2**62, {"epoch": []}, ["a"]])
+@pytest.mark.parametrize("name", ["position", "random", "seconds", "stopped", "flux"])
+def test_a_state_of_other_types_is_refused_by_name(tmp_path, name, value):
+    trainer = make_trainer(tmp_path, steps=1)
+    trainer.run()
+    step, state = trainer.checkpoints.restore(trainer.model, trainer.optimizer, trainer.names)
+    trainer.checkpoints.restore = lambda *_: (step, state | {name: value})
+    if name == "seconds" and isinstance(value, int | float):
+        trainer.restore()
+        return
+    with pytest.raises(CheckpointError, match=r"step-1/state\.json: ") as caught:
+        trainer.restore()
+    assert "\n" not in str(caught.value)
+
+
+def test_what_nohup_ignores_stays_ignored(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupt() as interrupt:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not interrupt.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_checkpoint_of_another_model_is_refused(tmp_path):

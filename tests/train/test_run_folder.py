@@ -5,25 +5,28 @@ import json
 
 import pytest
 
+from deltarule.nn.json_file import fitted
+from deltarule.train.checkpoint import Checkpoints
 from deltarule.train.loop import LoopOptions
 from deltarule.train.run_folder import (
+    DataFacts,
     RunFolderError,
+    StoppedRunError,
     folder_to_resume,
-    from_plain,
-    load_model,
     locked,
     new_folder,
     open_run,
     read_run,
     stored_configuration,
 )
+from deltarule.train.run_model import load_model
 from deltarule.train.text import TextModel, TextRun
 
-FACTS = {"data": {"sha256": "0"}}
+DATA = DataFacts("x", 10, "0")
 
 
-def start(run):
-    with open_run(run, "train text", "text", FACTS) as folder:
+def start(run, data=DATA):
+    with open_run(run, "train text", "text", data) as folder:
         return folder
 
 
@@ -55,7 +58,7 @@ def test_a_name_cannot_leave_the_folder_of_runs(tmp_path, name):
 
 def test_a_configuration_survives_its_json(tmp_path):
     run = TextRun(
-        data="x.txt",
+        data="/x.txt",
         runs=tmp_path,
         model=TextModel(layer_types=("kda", "attention"), head_k_dim=8),
         loop=LoopOptions(max_seconds=1.5, dtype="bfloat16"),
@@ -63,8 +66,8 @@ def test_a_configuration_survives_its_json(tmp_path):
     folder = start(run)
     assert stored_configuration(folder, TextRun, "train text") == run
     content = read_run(folder)
-    assert content["data"] == FACTS["data"]
-    assert {"deltarule", "torch", "python"} == content["versions"].keys()
+    assert content.data == DATA
+    assert {"deltarule", "torch", "python", "threads", "device"} <= content.machine.keys()
 
 
 def test_resume_needs_the_same_options_but_for_where_it_stops(tmp_path):
@@ -75,11 +78,8 @@ def test_resume_needs_the_same_options_but_for_where_it_stops(tmp_path):
     other = dataclasses.replace(run.loop, seed=1)
     with pytest.raises(RunFolderError, match=r"--seed is 1, but .* was started with 0"):
         start(dataclasses.replace(run, resume=True, loop=other))
-    with (
-        pytest.raises(RunFolderError, match="other data"),
-        open_run(dataclasses.replace(run, resume=True), "train text", "text", {"data": {}}),
-    ):
-        pass
+    with pytest.raises(RunFolderError, match="other data"):
+        start(dataclasses.replace(run, resume=True), DataFacts("x", 10, "1"))
 
 
 def test_two_processes_cannot_write_one_run(tmp_path):
@@ -99,20 +99,116 @@ def test_a_run_json_of_something_else_is_named(tmp_path, content):
 
 def test_unknown_fields_of_a_newer_version_are_refused(tmp_path):
     folder = start(TextRun(runs=tmp_path))
-    content = read_run(folder)
+    content = json.loads((folder / "run.json").read_text())
     content["configuration"]["flux"] = 1
     (folder / "run.json").write_text(json.dumps(content))
     with pytest.raises(RunFolderError, match="flux"):
         stored_configuration(folder, TextRun, "train text")
 
 
-def test_from_plain_keeps_none_and_makes_tuples():
-    model = from_plain(TextModel, {"layer_types": ["gla"], "mlp_size": None})
+def test_a_stored_value_keeps_none_and_makes_tuples():
+    model = fitted(TextModel, {"layer_types": ["gla"], "mlp_size": None})
     assert model == TextModel(layer_types=("gla",), mlp_size=None)
 
 
+@pytest.mark.parametrize("value", [None, [], {}, "x", -1, 1.5, True, [[]], float("nan"), 2**62])
+def test_every_field_of_run_json_is_taken_or_refused_by_name(tmp_path, value):
+    folder = start(TextRun(runs=tmp_path))
+    whole = json.loads((folder / "run.json").read_text())
+    inner = whole["configuration"]
+    places = [(whole, name) for name in whole] + [(inner, name) for name in inner]
+    places += [(inner[part], name) for part in ("loop", "model") for name in inner[part]]
+    refused = 0
+    for fields, name in places:
+        before, fields[name] = fields[name], value
+        (folder / "run.json").write_text(json.dumps(whole))
+        fields[name] = before
+        said = ""
+        try:
+            stored_configuration(folder, TextRun, "train text")
+        except RunFolderError as error:
+            refused, said = refused + 1, str(error)
+        assert not said or name in said or "not of 'train text'" in said
+        assert not said or str(folder) in said
+        assert "\n" not in said
+    assert refused > 15
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe", b"[" * 100_000, b'{"command": 1' + b"0" * 9999 + b"}", b"", b"null"]
+)
+def test_a_damaged_run_json_is_one_line(tmp_path, content):
+    (tmp_path / "run.json").write_bytes(content)
+    with pytest.raises(RunFolderError, match=r"run\.json") as caught:
+        read_run(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_paths_in_run_json_mean_the_same_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = start(TextRun(data="some/text.txt"))
+    stored = stored_configuration(folder, TextRun, "train text")
+    assert stored.data == str(tmp_path / "some" / "text.txt")
+    assert stored.runs == tmp_path / "runs"
+
+
+def test_steps_may_grow_and_harmless_options_change(tmp_path, capsys):
+    run = TextRun(runs=tmp_path, name="a", loop=LoopOptions(steps=10))
+    folder = start(run)
+    Checkpoints(folder / "checkpoints").save(8, {}, {})
+    longer = dataclasses.replace(run.loop, steps=20, device="cpu")
+    more = dataclasses.replace(run, resume=True, sample_bytes=7, loop=longer)
+    assert start(more) == folder
+    assert "steps 10 -> 20" in capsys.readouterr().out
+    stored = stored_configuration(folder, TextRun, "train text")
+    assert stored.loop.steps == 20
+    assert stored.sample_bytes == 7
+    assert read_run(folder).resumed[0].step == 8
+    with pytest.raises(RunFolderError, match=r"--steps 7: .* has taken 8 steps already"):
+        start(dataclasses.replace(more, loop=dataclasses.replace(run.loop, steps=7)))
+
+
+def test_another_machine_is_said_in_one_line_and_recorded(tmp_path, capsys):
+    run = TextRun(runs=tmp_path, name="a")
+    folder = start(run)
+    content = json.loads((folder / "run.json").read_text())
+    content["machine"] |= {"threads": "64", "torch": "2.4.0"}
+    (folder / "run.json").write_text(json.dumps(content))
+    again = dataclasses.replace(run, resume=True)
+    start(again)
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1
+    assert "torch 2.4.0 -> " in said
+    assert "threads 64 -> " in said
+    assert read_run(folder).resumed[-1].changed["threads"].startswith("64 -> ")
+    start(again)
+    assert capsys.readouterr().out == ""
+
+
+def test_checkpoints_without_their_run_json_are_not_taken_for_a_new_run(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "mine" / "checkpoints", keep=1)
+    checkpoints.save(7, {}, {})
+    with pytest.raises(RunFolderError, match=r"holds checkpoints.* step 7, and no run\.json"):
+        start(TextRun(runs=tmp_path, name="mine"))
+    assert checkpoints.steps() == [7]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_what_stops_a_run_from_outside_names_its_folder(tmp_path, error):
+    with (
+        pytest.raises(StoppedRunError, match=str(tmp_path / "text")) as caught,
+        open_run(TextRun(runs=tmp_path), "train text", "text"),
+    ):
+        raise error
+    assert caught.value.folder == tmp_path / "text"
+    assert caught.value.code == (130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
 def test_load_model_says_what_a_folder_without_a_model_is(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no finished model.*--resume"):
-        load_model(tmp_path, "cpu")
     with pytest.raises(ValueError, match="there is no such run"):
         load_model(tmp_path / "nothing", "cpu")
+    with pytest.raises(ValueError, match=r"config\.json"):
+        load_model(tmp_path, "cpu")
+    folder = start(TextRun(runs=tmp_path))
+    with pytest.raises(ValueError, match="no checkpoint yet"):
+        load_model(folder, "cpu")

@@ -111,6 +111,84 @@ def test_eval_prints_and_draws_bits_by_position(folder, run, tmp_path, capsys):
     assert "300 bytes" in printed
 
 
+def test_eval_never_measures_on_training_data_unsaid(folder, run, tmp_path, capsys):
+    """Cut by --max-bytes, the data are those of the run; changed, they are refused."""
+    data = tmp_path / "data.txt"
+    data.write_text("".join(LINES) * 2)
+    short = dataclasses.replace(
+        run, data=str(data), runs=tmp_path / "runs", max_bytes=5000, sample_bytes=0,
+        loop=LoopOptions(steps=2), name="short",
+    )  # fmt: skip
+    made = train_text(short)
+    for given in (None, str(data)):
+        capsys.readouterr()
+        evaluate_run(EvalRun(made, data=given))
+        assert "held out of training: 500 bytes" in capsys.readouterr().out.splitlines()[0]
+    data.write_text(data.read_text().replace("99", "98", 1))
+    for given in (None, str(data)):
+        with pytest.raises(DataError, match=r"is not what .*short was trained on .*deltarule eval"):
+            evaluate_run(EvalRun(made, data=given))
+    copy = tmp_path / "copy.txt"
+    copy.write_text(data.read_text())
+    evaluate_run(EvalRun(made, data=str(copy)))
+    assert "trained on or not" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_a_stopped_run_generates_and_is_evaluated(folder, run, capsys, monkeypatch):
+    class Stop(Exception):
+        pass
+
+    def stop(trainer, metrics, progress, step=Trainer._step):
+        if trainer.step == 41:
+            raise Stop
+        step(trainer, metrics, progress)
+
+    cut = dataclasses.replace(run, name="cut")
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_step", stop)
+        with pytest.raises(Stop):
+            train_text(cut)
+    made = run.runs / "cut"
+    assert not (made / "model.safetensors").exists()
+    options = {"prompt": "99 b", "max_new_tokens": 12, "temperature": 0.0}
+    capsys.readouterr()
+    generate_text(GenerateRun(made, **options))
+    note, text = capsys.readouterr().out.split("\n", 1)
+    assert note == f"note: {made} is not at its end: this is its checkpoint of step 30"
+    generate_text(GenerateRun(made / "checkpoints" / "step-30", **options))
+    assert capsys.readouterr().out == text
+    evaluate_run(EvalRun(made, length=128))
+    assert "held out of training" in capsys.readouterr().out
+    assert (made / "positions.png").exists()
+
+
+def test_more_steps_go_on_from_the_end(folder, run, capsys):
+    first = dataclasses.replace(
+        run, name="longer", loop=dataclasses.replace(run.loop, steps=20), sample_bytes=0
+    )
+    made = train_text(first)
+    loop = dataclasses.replace(run.loop, steps=40, max_seconds=0)
+    train_text(dataclasses.replace(first, resume=True, loop=loop))
+    rows = [row["step"] for row in read_metrics(made / "metrics.jsonl") if "loss" in row]
+    assert rows == list(range(1, 22))
+    assert "steps 20 -> 40" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "options", [{"validation_fraction": 1e-6}, {"validation_fraction": 0.9999999}]
+)
+def test_nothing_to_validate_on_is_said_before_training(run, tmp_path, options):
+    (tmp_path / "x.txt").write_text("".join(LINES))
+    small = dataclasses.replace(run, data=str(tmp_path / "x.txt"), runs=tmp_path, **options)
+    with pytest.raises(DataError, match=r"--validation-fraction .* leaves nothing to"):
+        train_text(small)
+
+
+def test_a_validation_set_of_three_bytes_is_enough(run, tmp_path):
+    loop = LoopOptions(steps=1, evaluate_every=1)
+    train_text(dataclasses.replace(run, runs=tmp_path, validation_bytes=3, loop=loop))
+
+
 def test_other_data_under_the_same_name_is_noticed(folder, run):
     extra = folder.parent.parent / "data" / "new.txt"
     extra.write_text("something else\n" * 100)

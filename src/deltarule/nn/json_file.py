@@ -21,7 +21,7 @@ def parse(text: str) -> Any:
     Raises:
         ValueError: It is not JSON, nests too deeply, repeats a key or holds a huge integer.
 
-    Example:
+    Examples:
         >>> parse('{"steps": 7}')
         {'steps': 7}
     """
@@ -68,7 +68,7 @@ def fitted(kind: Any, value: Any, where: str = "") -> Any:
     Raises:
         ValueError: The value is of another type; the message names the field.
 
-    Example:
+    Examples:
         >>> fitted(dict[str, tuple[int, ...]], {"sizes": [1, 2]})
         {'sizes': (1, 2)}
     """

@@ -95,8 +95,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Steps that carry the marker, in ascending order."""
-        steps = {step_of(path.parent) for path in self.folder.glob(f"step-*/{MARKER}")}
-        return sorted(steps - {-1})
+        return checkpoint_steps(self.folder)
 
     def newest(self) -> Checkpoint | None:
         """The newest checkpoint whose files still have the hashes they were written with.
@@ -134,13 +133,21 @@ class Checkpoints:
             shutil.rmtree(hidden, ignore_errors=True)
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read one checkpoint and check every file against its hash.
+def checkpoint_steps(folder: Path) -> list[int]:
+    """Steps of the checkpoints in a folder, in ascending order."""
+    steps = {step_of(path.parent) for path in folder.glob(f"step-*/{MARKER}")}
+    return sorted(steps - {-1})
+
+
+def read_checkpoint(folder: Path, *, optimizer: bool = True) -> Checkpoint:
+    """Read one checkpoint, or all of it but the optimizer, and check its files' hashes.
 
     Raises:
         CheckpointError: The marker or a file is missing, changed or malformed.
     """
     step, hashes = read_marker(folder)
+    if not optimizer:
+        hashes = {name: value for name, value in hashes.items() if name != "optimizer.safetensors"}
     for name, expected in hashes.items():
         with naming(folder / name):
             if file_hash(folder / name) != expected:
@@ -167,7 +174,7 @@ class Marker:
 def step_of(folder: Path) -> int:
     """The step in the name of a checkpoint's folder; -1 where there is none.
 
-    Example:
+    Examples:
         >>> step_of(Path("checkpoints/step-12")), step_of(Path("step-012"))
         (12, -1)
     """

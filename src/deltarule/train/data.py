@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,42 @@ class Batch(NamedTuple):
         return Batch(*(x.to(device, non_blocking=True) for x in self))
 
 
+class FileTokens:
+    """Tokens of documents that stay in their files: made from the bytes as slices are asked for.
+
+    Args:
+        texts: The documents' bytes, none of them empty.
+        bounds: Where in the tokens each begins, and where the last ends.
+
+    Examples:
+        >>> FileTokens([b"ab", b"c"], np.array([0, 3, 5]))[1:4].tolist()
+        [97, 98, 256]
+    """
+
+    def __init__(self, texts: Sequence[bytes | memoryview], bounds: Array) -> None:
+        """Read nothing yet."""
+        self.texts, self.bounds = texts, bounds
+
+    def __len__(self) -> int:
+        """How many tokens there are."""
+        return int(self.bounds[-1])
+
+    def __getitem__(self, span: slice) -> NDArray[np.uint16]:
+        """Tokens that follow each other."""
+        start, stop, _ = span.indices(len(self))
+        tokens = np.full(max(0, stop - start), BEGIN, dtype=np.uint16)
+        first = int(np.searchsorted(self.bounds, start, side="right")) - 1
+        for text, begin in zip(self.texts[first:], self.bounds[first:], strict=False):
+            if begin >= stop:
+                break
+            # The bytes come after BEGIN.
+            bytes_at = int(begin) + 1
+            part = np.frombuffer(text, np.uint8)[max(0, start - bytes_at) : stop - bytes_at]
+            place = max(bytes_at, start) - start
+            tokens[place : place + len(part)] = part
+        return tokens
+
+
 @dataclass(frozen=True)
 class Corpus:
     """Documents end to end, each BEGIN and its bytes; i is tokens[bounds[i]:bounds[i+1]]."""
@@ -47,18 +83,21 @@ class Pieces(NamedTuple):
     lengths: Array
 
 
-def encode_documents(texts: Sequence[bytes]) -> Corpus:
+def encode_documents(texts: Sequence[bytes | memoryview]) -> Corpus:
     """Turn documents into one array of tokens; empty ones vanish.
+
+    Where one of them is mapped from a file, all stay where they are, and slices of the tokens are
+    made as they are read.
 
     Examples:
         >>> encode_documents([b"ab", b"c"]).tokens.tolist()
         [256, 97, 98, 256, 99]
     """
     texts = [text for text in texts if text]
-    begin = np.array([BEGIN], dtype=np.uint16)
-    parts = [part for text in texts for part in (begin, np.frombuffer(text, dtype=np.uint8))]
     bounds = np.cumsum([0, *(len(text) + 1 for text in texts)], dtype=np.int64)
-    tokens = np.concatenate(parts).astype(np.uint16) if parts else begin[:0]
+    tokens: Any = FileTokens(texts, bounds)
+    if not any(isinstance(text, memoryview) for text in texts):
+        tokens = tokens[:]
     return Corpus(tokens, bounds)
 
 

@@ -1,13 +1,25 @@
 """Find the documents to train on: a file, a folder, or Python's own standard library."""
 
 import hashlib
+import mmap
 import os
 import platform
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
+from deltarule.train.row_files import READERS, RowFileError
+
+# Held in memory, or mapped from a file.
+Text = bytes | memoryview
+# Beyond so many bytes, files of at least so many are mapped in place of read.
+IN_MEMORY, MAPPED = 512_000_000, 1_000_000
+# What is looked at or hashed at a time.
+BLOCK = 2**24
+# Files by which the folder of a run is known.
+RUN_FILES = ({"run.json", "metrics.jsonl"}, {"run.json", ".lock"})
 # Below this a split, a batch and a validation figure mean nothing.
 MINIMUM_BYTES = 1_000
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "node_modules"}
@@ -25,7 +37,7 @@ class Document:
     """One text: a name relative to its corpus, and its bytes."""
 
     name: str
-    text: bytes
+    text: Text
 
 
 @dataclass(frozen=True)
@@ -41,7 +53,7 @@ class Documents:
         """Bytes of all documents together."""
         return sum(len(document.text) for document in self.documents)
 
-    @property
+    @cached_property
     def sha256(self) -> str:
         """A fingerprint of names and texts: a resumed run must see the same data."""
         digest = hashlib.sha256()
@@ -51,13 +63,17 @@ class Documents:
         return digest.hexdigest()
 
 
-def read_documents(path: str | Path | None = None, *, max_bytes: int = 500_000_000) -> Documents:
-    """Read every text under a path.
+def read_documents(
+    path: str | Path | None = None, *, max_bytes: int = 500_000_000, text_field: str = "text"
+) -> Documents:
+    """Read every text under a path; what would fill the memory stays in its file.
 
     Args:
-        path: A file, or a folder that is searched recursively; hidden files, installed packages
-            and binary files are left out. None means the running Python's standard library.
-        max_bytes: Stop reading once this many bytes are held, with a note.
+        path: A file, or a folder that is searched recursively; hidden files, installed packages,
+            folders of runs and binary files are left out. Each row of a .jsonl or .parquet file is
+            a document. None means the running Python's standard library.
+        max_bytes: Stop reading after this many bytes, with a note.
+        text_field: The field of such a row, or the column, that holds the text.
 
     Returns:
         The documents, sorted by name.
@@ -69,28 +85,34 @@ def read_documents(path: str | Path | None = None, *, max_bytes: int = 500_000_0
         >>> read_documents().source.startswith("Python")
         True
     """
-    files: Iterator[Path]
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
         source = f"Python {platform.python_version()} standard library"
-        files = (file for file in find_files(root) if file.suffix == ".py")
     else:
         root, source = Path(path).expanduser(), str(path)
         if not root.exists():
             raise DataError(f"--data {source}: there is no such file or folder")
         if not (root.is_file() or root.is_dir()):
             raise DataError(f"--data {source}: neither a file nor a folder; give one of them")
-        files = find_files(root)
-    return _checked(_read(files, root, source, max_bytes))
+    reader = _Reader(root, max_bytes, text_field)
+    for file in find_files(root, reader.runs):
+        if (path is not None or file.suffix == ".py") and not reader.add(file):
+            break
+    return _checked(Documents(source, reader.documents, reader.notes()))
 
 
-def find_files(root: Path) -> Iterator[Path]:
-    """Regular files under a folder in a fixed order, or the file itself."""
+def find_files(root: Path, runs: list[str]) -> Iterator[Path]:
+    """Regular files under a folder in a fixed order, or the file itself; runs are left out."""
     if root.is_file():
         yield root
         return
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(f for f in folders if f not in SKIPPED_FOLDERS and f[0] != ".")
+        # A run that read itself would be on other data each time.
+        if any(marks <= set(names) for marks in RUN_FILES):
+            runs.append(os.path.relpath(folder, root))
+            folders.clear()
+            continue
         for name in sorted(names):
             file = Path(folder, name)
             # A pipe or a device would block or never end; a dead link would fail.
@@ -98,41 +120,80 @@ def find_files(root: Path) -> Iterator[Path]:
                 yield file
 
 
-def is_text(content: bytes) -> bool:
+def is_text(content: Text) -> bool:
     """Text holds no zero byte and hardly any control bytes; any encoding of ASCII's kind passes.
 
     Examples:
         >>> is_text("naïve".encode("latin-1")), is_text(bytes(range(256)))
         (True, False)
     """
-    if b"\0" in content:
-        return False
-    control = len(content) - len(content.translate(None, CONTROL))
+    control = 0
+    for start in range(0, len(content), BLOCK):
+        block = bytes(content[start : start + BLOCK])
+        if b"\0" in block:
+            return False
+        control += len(block) - len(block.translate(None, CONTROL))
     return control <= MOST_CONTROL * len(content)
 
 
-def _read(files: Iterator[Path], root: Path, source: str, max_bytes: int) -> Documents:
-    documents: list[Document] = []
-    binary, unreadable, held = [], [], 0
-    notes = []
-    for file in files:
-        if held >= max_bytes:
-            notes.append(f"stopped reading at {held:,} bytes; --max-bytes sets the limit")
-            break
-        name = file.name if file == root else file.relative_to(root).as_posix()
+def read_bytes(file: Path, most: int, held: int) -> Text:
+    """At most so many bytes of a file: mapped if they are many, and many are held already."""
+    with file.open("rb") as opened:
+        size = min(most, os.fstat(opened.fileno()).st_size)
+        if size < MAPPED or held + size <= IN_MEMORY:
+            return opened.read(most)
+        return memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))[:most]
+
+
+class _Reader:
+    """Reads files until it holds enough, and keeps account of what it left out."""
+
+    def __init__(self, root: Path, max_bytes: int, text_field: str) -> None:
+        self.root, self.max_bytes, self.text_field = root, max_bytes, text_field
+        self.documents: list[Document] = []
+        self.runs: list[str] = []
+        self.binary: list[str] = []
+        self.unreadable: list[str] = []
+        self.held, self.full = 0, False
+
+    def add(self, file: Path) -> bool:
+        """Read a file; False once no more is wanted."""
+        name = file.name if file == self.root else file.relative_to(self.root).as_posix()
         try:
-            content = file.read_bytes()
+            if (rows := READERS.get(file.suffix)) is not None:
+                for number, row in enumerate(rows(file, self.text_field), 1):
+                    if not self.take(f"{name}:{number}", row[: self.max_bytes - self.held]):
+                        break
+            else:
+                self.take(name, read_bytes(file, self.max_bytes - self.held, self.held))
         except OSError as error:
-            unreadable.append(f"{name} ({error.strerror})")
-            continue
+            self.unreadable.append(f"{name} ({error.strerror})")
+        except RowFileError as error:
+            if file == self.root:
+                raise DataError(f"--data {error}") from None
+            self.unreadable.append(f"{name} ({error})")
+        return not self.full
+
+    def take(self, name: str, content: Text) -> bool:
+        """Add a document, unless it is binary; False once no more is wanted."""
         if not is_text(content):
-            binary.append(name)
+            self.binary.append(name)
         elif content:
-            documents.append(Document(name, content))
-            held += len(content)
-    notes += [f"{_count(binary, 'binary file')} left out: {_some(binary)}"] if binary else []
-    notes += [f"{_count(unreadable, 'unreadable file')}: {_some(unreadable)}"] if unreadable else []
-    return Documents(source, documents, notes)
+            self.documents.append(Document(name, content))
+            self.held += len(content)
+            self.full = self.held >= self.max_bytes
+        return not self.full
+
+    def notes(self) -> list[str]:
+        """What is to be said of what was left out."""
+        what = {
+            "binary file{} left out": self.binary, "unreadable file{}": self.unreadable,
+            "folder{} of runs left out": self.runs,
+        }  # fmt: skip
+        notes = [f"{_count(names, kind)}: {_some(names)}" for kind, names in what.items() if names]
+        if self.full:
+            notes.insert(0, f"stopped reading at {self.held:,} bytes; --max-bytes sets the limit")
+        return notes
 
 
 def _checked(read: Documents) -> Documents:
@@ -151,11 +212,12 @@ def _checked(read: Documents) -> Documents:
 
 
 def _count(names: list[str], what: str) -> str:
-    return f"{len(names):,} {what}{'s' if len(names) > 1 else ''}"
+    return f"{len(names):,} {what.format('s' if len(names) > 1 else '')}"
 
 
 def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
+    # A name that is no text is shown all the same.
+    shown = ", ".join(os.fsencode(name).decode(errors="backslashreplace") for name in names[:3])
     return shown if len(names) <= 3 else f"{shown}, ..."
 
 
@@ -220,7 +282,7 @@ def limit_bytes(documents: list[Document], largest: int) -> list[Document]:
         >>> limit_bytes([Document("a", b"0123456789")], 4)
         [Document(name='a', text=b'0123')]
     """
-    share = largest // min(16, len(documents)) if documents else 0
+    share = max(1, largest // min(16, len(documents))) if documents else 0
     limited: list[Document] = []
     for document in sorted(documents, key=_name_hash):
         room = largest - sum(len(chosen.text) for chosen in limited)

@@ -25,8 +25,8 @@ def compressed_bits_per_byte(corpus: Corpus) -> dict[str, float]:
         >>> compressed_bits_per_byte(encode_documents([b"ab" * 10_000]))["gzip"] < 0.1
         True
     """
-    tokens = corpus.tokens[corpus.tokens != BEGIN]
-    text = tokens.astype("uint8").tobytes()
+    tokens = corpus.tokens[:]
+    text = tokens[tokens != BEGIN].astype("uint8").tobytes()
     sizes = {
         "gzip": len(gzip.compress(text, compresslevel=9)),
         "xz": len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)),

@@ -1,4 +1,4 @@
-"""The packages of the extra `train`, imported only where they are used."""
+"""The packages of optional extras, imported only where they are used."""
 
 import importlib
 from types import ModuleType
@@ -8,8 +8,8 @@ class MissingExtraError(ImportError):
     """A package of an optional extra is not installed."""
 
 
-def require(module: str) -> ModuleType:
-    """Import a module of the extra `train`, or say how to get it.
+def require(module: str, extra: str = "train") -> ModuleType:
+    """Import a module of an extra, or say how to get it.
 
     Raises:
         MissingExtraError: The package is not installed; the message names the extra.
@@ -25,6 +25,6 @@ def require(module: str) -> ModuleType:
         if error.name != package:
             raise
         raise MissingExtraError(
-            f"this needs {package}, which is in the extra 'train': "
-            'pip install "deltarule[train]" (from a checkout: pip install -e ".[train]")'
+            f"this needs {package}, which is in the extra '{extra}': "
+            f'pip install "deltarule[{extra}]" (from a checkout: pip install -e ".[{extra}]")'
         ) from error

@@ -4,7 +4,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from deltarule.models import CausalLM
+from deltarule.models.files import naming
 from deltarule.models.late import Late
+from deltarule.nn.json_file import fitted
 from deltarule.parallel import World
+from deltarule.train.checkpoint import STATE
 from deltarule.train.device import choose_device
 from deltarule.train.interrupt import Interrupt
 from deltarule.train.metrics import Metrics
@@ -26,7 +29,7 @@ from deltarule.train.optimizer import (
 from deltarule.train.progress import Progress, Smooth, make_progress
 from deltarule.train.random_state import random_state, restore_random_state
 from deltarule.train.run_checkpoints import make_checkpoints
-from deltarule.train.run_folder import DIVERGED
+from deltarule.train.run_folder import DIVERGED, INTERRUPTED, StoppedRunError
 from deltarule.train.spread import Spread, SpreadStep
 from deltarule.train.step import TrainingStep, set_rate
 
@@ -41,13 +44,14 @@ class DivergedError(RuntimeError):
     """The loss or the gradient is nan or infinite; the message names the step."""
 
 
-class InterruptedRunError(RuntimeError):
-    """Ctrl-C or SIGTERM stopped the run in `folder`; what it had done is saved."""
+class InterruptedRunError(StoppedRunError):
+    """Ctrl-C, SIGTERM or SIGHUP stopped the run in `folder`; what it had done is saved."""
 
     def __init__(self, step: int, folder: Path, *, terminated: bool = False) -> None:
         """Name the step and the folder; terminated: a scheduler asked, and all is in order."""
-        super().__init__(f"stopped after step {step:,}, which is saved in {folder}")
-        self.folder, self.terminated = folder, terminated
+        code = 0 if terminated else INTERRUPTED
+        super().__init__(f"stopped after step {step:,}, which is saved in {folder}", folder, code)
+        self.terminated = terminated
 
 
 @dataclass(frozen=True)
@@ -87,8 +91,8 @@ class LoopOptions:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
         for name in ("evaluate_every", "max_seconds", "seed"):
             value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ValueError(f"{name} must be 0 or more, got {value}")
+            if value is not None and not 0 <= value < 2**63:
+                raise ValueError(f"{name} must be 0 or more, and below 2^63, got {value}")
 
 
 class Told(NamedTuple):
@@ -99,6 +103,16 @@ class Told(NamedTuple):
     rate: float
     tokens: int
     figures: Late
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint's state.json holds."""
+
+    position: dict[str, int]
+    random: dict[str, Any]
+    seconds: float
+    stopped: bool = False
 
 
 class Job(Protocol[B]):
@@ -203,22 +217,18 @@ class Trainer:
         if found is None:
             return
         step, state = found
-        self.job.seek(state["position"])
-        restore_random_state(state["random"])
+        with naming(self.folder / "checkpoints" / f"step-{step}" / STATE):
+            saved: Saved = fitted(Saved, state)
+            self.job.seek(saved.position)
+            restore_random_state(saved.random)
         self.step = self.saved = step
-        self.seconds = state["seconds"]
-        self.stopped = state.get("stopped", False)
+        self.seconds, self.stopped = saved.seconds, saved.stopped
 
     def save(self) -> None:
         """Write a checkpoint of this step, unless it is there already."""
         if self.saved == self.step:
             return
-        state = {
-            "position": self.job.position(),
-            "random": random_state(),
-            "seconds": self.seconds,
-            "stopped": self.stopped,
-        }
+        state = asdict(Saved(self.job.position(), random_state(), self.seconds, self.stopped))
         self.checkpoints.write(self.step, self.model, self.optimizer, self.names, state)
         self.saved, self.saved_at = self.step, time.monotonic()
 

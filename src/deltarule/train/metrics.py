@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from deltarule.nn.atomic_file import write_atomically
+from deltarule.nn.json_file import fitted, parse_object
 
 Row = dict[str, Any]
 
@@ -53,15 +54,22 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """Rows of a file, or none without one; a line that a kill cut short is left out."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    """Rows of a file, or none without one.
+
+    A line that a kill cut short is left out, and so, with a note, is any other that is no row.
+    """
+    rows, bad = [], []
+    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    for number, line in enumerate(lines[:-1], 1):
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            row = parse_object(line.decode())
+            fitted(int, row.get("step"), "step")
+        except ValueError as error:
+            bad.append(f"line {number}: {str(error).splitlines()[0]}")
+        else:
             rows.append(row)
+    if bad:
+        print(f"note: {path}: left out {len(bad)} of {len(lines) - 1} lines; {bad[0]}")
     return rows
 
 

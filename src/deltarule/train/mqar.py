@@ -6,13 +6,14 @@ from pathlib import Path
 
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.tasks import mqar
+from deltarule.train.device import choose_device
 from deltarule.train.figures import loss_curve
 from deltarule.train.labelled import LabelledJob, measure
 from deltarule.train.loop import LoopOptions, Trainer, evaluating
 from deltarule.train.metrics import Metrics, read_metrics
 from deltarule.train.optimizer import OptimizerOptions
 from deltarule.train.random_state import seed_everything
-from deltarule.train.run_folder import open_run
+from deltarule.train.run_folder import mark_done, open_run
 from deltarule.train.task_rows import EVALUATION, Rows, draw_rows
 
 COMMAND = "train mqar"
@@ -122,7 +123,8 @@ def train_mqar(run: MqarRun) -> float:
     """
     began = time.monotonic()
     config = run.config()
-    with open_run(run, COMMAND, f"mqar-{run.layer}", facts={}) as folder:
+    device = str(choose_device(run.loop.device))
+    with open_run(run, COMMAND, f"mqar-{run.layer}", device=device) as folder:
         seed_everything(run.loop.seed)
         model = CausalLM(config)
         job = MqarJob(run)
@@ -137,6 +139,7 @@ def train_mqar(run: MqarRun) -> float:
         )  # fmt: skip
         trainer.run()
         model.save(folder)
+        mark_done(folder, trainer.step)
         accuracy = finish(run, trainer, job)
         print(f"done in {time.monotonic() - began:.0f} s: {folder}")
     return accuracy

@@ -6,6 +6,7 @@ from pathlib import Path
 from deltarule.train.data import encode_documents
 from deltarule.train.device import choose_device
 from deltarule.train.documents import (
+    DataError,
     Document,
     Documents,
     limit_bytes,
@@ -19,7 +20,9 @@ from deltarule.train.evaluate import (
     compressed_bits_per_byte,
 )
 from deltarule.train.figures import position_curve
-from deltarule.train.run_folder import load_model, read_run
+from deltarule.train.run_folder import read_run, stored_configuration
+from deltarule.train.run_model import load_model, run_of
+from deltarule.train.text import TextRun
 
 
 @dataclass(frozen=True)
@@ -53,21 +56,19 @@ def evaluate_run(run: EvalRun) -> list[PositionBin]:
 
     Raises:
         CheckpointError: The folder holds no model that can be read.
-        DataError: The data cannot be read.
+        DataError: The data cannot be read, or are the run's own and have changed.
     """
-    about = read_run(run.folder)
-    options = about.get("configuration", {})
     model = load_model(run.folder, choose_device(run.device))
-    read = read_documents(run.data if run.data is not None else options.get("data"))
-    documents, part = measured_part(read, about)
+    folder = run_of(run.folder)
+    trained = stored_configuration(folder, TextRun, "train text")
+    read, documents, part = measured_part(run, folder, trained)
     corpus = encode_documents([d.text for d in limit_bytes(documents, run.max_bytes)])
-    trained = int(options.get("length", run.length))
     print(f"{run.folder} on {read.source}{part}: {corpus.num_bytes:,} bytes")
     if corpus.num_bytes < sum(len(d.text) for d in documents):
         print("(--max-bytes measures on more of it)")
     print()
     levels = compressed_bits_per_byte(corpus)
-    lengths = sorted({trained, run.length})
+    lengths = sorted({trained.length, run.length})
     by_length = {f"length {n}": bits_per_byte(model, corpus, n) for n in lengths}
     for name, bits in {**by_length, **levels}.items():
         print(f"{name:<12} {bits:.3f} bits per byte")
@@ -75,18 +76,42 @@ def evaluate_run(run: EvalRun) -> list[PositionBin]:
     print("\n    position   bits per byte        bytes")
     for b in bins:
         print(f"{f'{b.first}-{b.last}':>12} {b.bits_per_byte:>15.3f} {b.num_bytes:>12,}")
-    path = run.folder / "positions.png"
-    position_curve(bins, path, trained_length=trained, levels=levels)
+    path = folder / "positions.png"
+    position_curve(bins, path, trained_length=trained.length, levels=levels)
     print(f"\ndrawn in {path}")
     return bins
 
 
-def measured_part(read: Documents, about: dict[str, object]) -> tuple[list[Document], str]:
-    """All documents, or of the data the run was trained on, only those held out."""
-    data, options = about.get("data"), about.get("configuration")
-    if not (isinstance(data, dict) and isinstance(options, dict)):
-        return read.documents, ""
-    if data.get("sha256") != read.sha256:
-        return read.documents, ""
-    _, held_out = split_documents(read.documents, fraction=options["validation_fraction"])
-    return held_out, ", the part held out of training"
+def measured_part(
+    run: EvalRun, folder: Path, trained: TextRun
+) -> tuple[Documents, list[Document], str]:
+    """What was read, what of it is measured on, and what the first line says of that.
+
+    Data are read as the run has read them. Of the run's own, only what it held out is taken.
+
+    Raises:
+        DataError: The run's own data have changed: what it held out can no longer be told.
+    """
+    own = run.data is None or is_same(run.data, trained.data)
+    read = read_documents(
+        trained.data if own else run.data,
+        max_bytes=trained.max_bytes,
+        text_field=trained.text_field,
+    )
+    before = read_run(folder).data
+    if before is not None and before.sha256 == read.sha256:
+        _, held_out = split_documents(read.documents, fraction=trained.validation_fraction)
+        return read, held_out, ", the part held out of training"
+    if own:
+        was = f"{before.bytes:,} bytes" if before is not None else "unknown"
+        raise DataError(
+            f"{read.source} is not what {folder} was trained on ({was} then, {read.num_bytes:,} "
+            "bytes now), so what was held out of training is not known; measure on other text "
+            f"with: deltarule eval {run.folder} --data PATH"
+        )
+    return read, read.documents, ", other data than the run's: all of it, trained on or not"
+
+
+def is_same(path: str, other: str | None) -> bool:
+    """Whether two paths lead to one file or folder."""
+    return other is not None and Path(path).expanduser().resolve() == Path(other).resolve()

@@ -4,19 +4,20 @@ import contextlib
 import dataclasses
 import json
 import platform
-import types
-import typing
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
 
 import deltarule
-from deltarule.models import CausalLM
-from deltarule.models.bytes import VOCAB_SIZE
+from deltarule.models.files import naming, write_text
 from deltarule.nn.atomic_file import write_atomically
+from deltarule.nn.json_file import fitted, parse_object, read_text
 from deltarule.parallel import World
+from deltarule.train.checkpoint import checkpoint_steps
 
 try:
     import fcntl
@@ -24,18 +25,61 @@ except ModuleNotFoundError:  # Windows has no flock; there, two runs in one fold
     fcntl = None  # type: ignore[assignment]
 
 RUN = "run.json"
+# What a shell reports after Ctrl-C.
+INTERRUPTED = 130
 # Why a run will not go on; a launcher that starts it again is told at once.
 DIVERGED = "diverged.txt"
-# What may differ between a run and its continuation without changing a single bit of it.
+# What may differ between a run and its continuation: it changes no weight, or a note says so.
 FREE = {
     "max_seconds", "save_every", "keep", "resume", "runs", "name", "evaluate_every",
     "replicate", "context", "tensor", "keep_gathered", "timeout_s",
+    "data", "device", "steps", "cuda_graphs", "activation_checkpointing", "sample_bytes",
+    "sample_prompt", "temperature", "curve_bytes", "long_length", "validation_bytes",
 }  # fmt: skip
 R = TypeVar("R")
 
 
+@dataclass(frozen=True)
+class DataFacts:
+    """Which data a run is on."""
+
+    source: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A start after the first: from which step, and what had changed since the one before."""
+
+    step: int
+    changed: dict[str, str]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What run.json says: the command, the options and the machine of its last start."""
+
+    command: str
+    configuration: dict[str, Any]
+    machine: dict[str, str] = dataclasses.field(default_factory=dict)
+    data: DataFacts | None = None
+    resumed: tuple[Resumed, ...] = ()
+    done: int | None = None
+    """After which step model.safetensors was written."""
+
+
 class RunFolderError(ValueError):
     """The folder of a run is missing, taken, in use, or belongs to another configuration."""
+
+
+class StoppedRunError(RuntimeError):
+    """The run in `folder` has ended early, and can go on; `code` is what the process exits with."""
+
+    def __init__(self, reason: str, folder: Path, code: int = 1) -> None:
+        """Say why."""
+        super().__init__(reason)
+        self.folder, self.code = folder, code
 
 
 def new_folder(runs: Path, name: str | None, default: str) -> Path:
@@ -48,12 +92,17 @@ def new_folder(runs: Path, name: str | None, default: str) -> Path:
         names = (default if n == 1 else f"{default}-{n}" for n in range(1, 1_000_000))
         return next(runs / name for name in names if not (runs / name).exists())
     check_name(name)
-    if (runs / name / RUN).exists():
+    folder = runs / name
+    if (folder / RUN).exists():
         raise RunFolderError(
-            f"{runs / name} holds a run already: continue it with --resume, "
-            "or choose another --name"
+            f"{folder} holds a run already: continue it with --resume, or choose another --name"
         )
-    return runs / name
+    if steps := checkpoint_steps(folder / "checkpoints"):
+        raise RunFolderError(
+            f"{folder} holds checkpoints, the newest of step {steps[-1]:,}, and no {RUN}: "
+            "put that file back to continue them, or choose another --name"
+        )
+    return folder
 
 
 def folder_to_resume(runs: Path, name: str | None, command: str) -> Path:
@@ -69,7 +118,7 @@ def folder_to_resume(runs: Path, name: str | None, command: str) -> Path:
                 f"--resume: there is no run in {runs / name}; start it without --resume"
             )
         return runs / name
-    found = [path for path in runs.glob(f"*/{RUN}") if read_run(path.parent)["command"] == command]
+    found = [path for path in runs.glob(f"*/{RUN}") if read_run(path.parent).command == command]
     if not found:
         raise RunFolderError(
             f"--resume: there is no run of '{command}' in {runs}; start one without --resume"
@@ -106,39 +155,95 @@ def locked(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def open_run(
-    run: Any, command: str, default: str, facts: dict[str, Any], world: World | None = None
+    run: Any,
+    command: str,
+    default: str,
+    data: DataFacts | None = None,
+    world: World | None = None,
+    device: str = "cpu",
 ) -> Iterator[Path]:
     """Choose, lock and describe the folder of a run; with `resume`, check that it is the same run.
 
     Args:
-        run: A dataclass with `runs`, `name` and `resume`.
+        run: A dataclass with `runs`, `name`, `resume` and `loop`.
         command: What the run is of, such as "train text".
         default: The name of runs of this kind.
-        facts: What the run is on, such as its data; a run continues only on the same.
+        data: What the run is on; it continues only on the same. None: nothing that could change.
         world: The processes of the run, of which the first holds the folder. None: one process.
+        device: Where it computes.
 
     Raises:
         RunFolderError: The folder is taken, in use, missing, or another run's.
+        StoppedRunError: Within, the disk was full, memory was short, or Ctrl-C came.
     """
+    record = RunRecord(command, plain(run), machine(device, world), data)
     with contextlib.ExitStack() as held:
 
         def begin() -> str:
             resume = run.resume or was_begun(run, command, world)
-            if resume:
-                folder = folder_to_resume(run.runs, run.name, command)
-            else:
-                folder = new_folder(run.runs, run.name, default)
+            choose = folder_to_resume if resume else new_folder
+            folder = choose(run.runs, run.name, command if resume else default)
             held.enter_context(locked(folder))
-            if not resume:
-                write_run(folder, command, run, facts)
-                return str(folder)
-            check_same(run, stored_configuration(folder, type(run), command), folder)
-            for name, fact in facts.items():
-                if read_run(folder).get(name) != fact:
-                    raise RunFolderError(f"{folder} was started on other {name} than is there now")
+            write_run(folder, continued(folder, run, record) if resume else record)
             return str(folder)
 
-        yield Path(begin() if world is None else world.from_first(begin))
+        folder = Path(begin() if world is None else world.from_first(begin))
+        try:
+            yield folder
+        except (OSError, SafetensorError, torch.OutOfMemoryError) as error:
+            reason = str(error).partition("\n")[0]
+            raise StoppedRunError(f"error: {folder} has stopped: {reason}", folder) from error
+        except KeyboardInterrupt as error:
+            raise StoppedRunError(f"stopped {folder}", folder, INTERRUPTED) from error
+
+
+def continued(folder: Path, run: Any, record: RunRecord) -> RunRecord:
+    """The record of a run that goes on; a note says what has changed since its last start.
+
+    Raises:
+        RunFolderError: It would be another run.
+    """
+    before = read_run(folder)
+    stored = stored_configuration(folder, type(run), record.command)
+    check_same(run, stored, folder)
+    old, new = before.data, record.data
+    if new is not None and (old is None or old.sha256 != new.sha256):
+        then = "unknown" if old is None else f"{old.source}, {old.bytes:,} bytes"
+        raise RunFolderError(
+            f"{folder} was started on other data than is there now: {then}; now {new.source}, "
+            f"{new.bytes:,} bytes"
+        )
+    step = max(checkpoint_steps(folder / "checkpoints"), default=0)
+    steps = run.loop.steps
+    if steps < step:
+        raise RunFolderError(f"--steps {steps:,}: {folder} has taken {step:,} steps already")
+    changed = {
+        name: f"{before.machine.get(name)} -> {value}"
+        for name, value in record.machine.items() if value != before.machine.get(name)
+    }  # fmt: skip
+    if changed:
+        print(
+            f"note: {', '.join(f'{name} {how}' for name, how in changed.items())} since {folder} "
+            "was last started: its bits will differ from those of a run that was never stopped"
+        )
+    if steps != stored.loop.steps:
+        changed["steps"] = f"{stored.loop.steps} -> {steps}"
+        print(
+            f"note: steps {changed['steps']}: the learning rate follows the new number from now on"
+        )
+    resumed = (*before.resumed, Resumed(step, changed))
+    return dataclasses.replace(record, resumed=resumed, done=before.done)
+
+
+def machine(device: str, world: World | None) -> dict[str, str]:
+    """What the bits of a run depend on beside its options and data."""
+    gpu = torch.cuda.get_device_name() if device.startswith("cuda") else device
+    return {
+        "deltarule": deltarule.__version__, "torch": torch.__version__,
+        "python": platform.python_version(), "device": gpu,
+        "cpu": torch.backends.cpu.get_cpu_capability(), "threads": str(torch.get_num_threads()),
+        "processes": str(1 if world is None else world.size),
+    }  # fmt: skip
 
 
 def was_begun(run: Any, command: str, world: World | None) -> bool:
@@ -158,26 +263,28 @@ def was_begun(run: Any, command: str, world: World | None) -> bool:
     return True
 
 
-def write_run(folder: Path, command: str, run: Any, facts: dict[str, Any]) -> None:
-    """Write run.json: the command, its whole configuration, and what it was run on."""
-    versions = {"deltarule": deltarule.__version__, "torch": torch.__version__}
-    versions["python"] = platform.python_version()
-    content = {
-        "command": command,
-        "configuration": json.loads(json.dumps(dataclasses.asdict(run), default=str)),
-        **facts,
-        "threads": torch.get_num_threads(),
-        "versions": versions,
-    }
-    text = json.dumps(content, indent=2) + "\n"
-
-    def write(path: Path) -> None:
-        path.write_text(text, encoding="utf-8")
-
-    write_atomically(folder / RUN, write)
+def plain(run: Any) -> dict[str, Any]:
+    """A dataclass as JSON keeps it; paths are whole, so that they mean the same elsewhere."""
+    options = dataclasses.asdict(run) | {"resume": False}
+    if options.get("data") is not None:
+        options["data"] = str(Path(options["data"]).expanduser().absolute())
+    options["runs"] = options["runs"].absolute()
+    kept: dict[str, Any] = json.loads(json.dumps(options, default=str))
+    return kept
 
 
-def read_run(folder: Path) -> dict[str, Any]:
+def write_run(folder: Path, record: RunRecord) -> None:
+    """Write run.json."""
+    text = json.dumps(dataclasses.asdict(record), indent=2) + "\n"
+    write_atomically(folder / RUN, lambda path: write_text(path, text))
+
+
+def mark_done(folder: Path, step: int) -> None:
+    """Note down after which step model.safetensors was written."""
+    write_run(folder, dataclasses.replace(read_run(folder), done=step))
+
+
+def read_run(folder: Path) -> RunRecord:
     """Read run.json.
 
     Raises:
@@ -186,13 +293,9 @@ def read_run(folder: Path) -> dict[str, Any]:
     path = folder / RUN
     if not path.is_file():
         raise RunFolderError(f"{folder}: not the folder of a run, it holds no {RUN}")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RunFolderError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(content, dict) or not isinstance(content.get("command"), str):
-        raise RunFolderError(f"{path}: it does not describe a run")
-    return content
+    with naming(path, RunFolderError):
+        record: RunRecord = fitted(RunRecord, parse_object(read_text(path)))
+    return record
 
 
 def stored_configuration(folder: Path, kind: type[R], command: str) -> R:
@@ -201,14 +304,11 @@ def stored_configuration(folder: Path, kind: type[R], command: str) -> R:
     Raises:
         RunFolderError: The run is of another command, or its configuration does not fit.
     """
-    content = read_run(folder)
-    if content["command"] != command:
-        raise RunFolderError(f"{folder} is a run of '{content['command']}', not of '{command}'")
-    try:
-        configuration: R = from_plain(kind, content["configuration"])
-    except (KeyError, TypeError, ValueError) as error:
-        path = folder / RUN
-        raise RunFolderError(f"{path}: not a configuration of this version: {error}") from error
+    record = read_run(folder)
+    if record.command != command:
+        raise RunFolderError(f"{folder} is a run of '{record.command}', not of '{command}'")
+    with naming(folder / RUN, RunFolderError):
+        configuration: R = fitted(kind, record.configuration, "configuration")
     return configuration
 
 
@@ -234,43 +334,3 @@ def flat(options: dict[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         plain.update(flat(value) if isinstance(value, dict) else {name: value})
     return plain
-
-
-def from_plain(kind: Any, value: Any) -> Any:
-    """Build a (nested) dataclass from what JSON keeps of it.
-
-    Examples:
-        >>> from deltarule.train.loop import LoopOptions
-        >>> from_plain(LoopOptions, {"steps": 7}).steps
-        7
-    """
-    if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        return kind(**{name: from_plain(hints[name], v) for name, v in value.items()})  # type: ignore[operator]
-    options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    if value is not None and Path in options:
-        return Path(value)
-    return tuple(value) if isinstance(value, list) else value
-
-
-def load_model(folder: Path, device: torch.device) -> CausalLM:
-    """The byte-level model of a finished run.
-
-    Raises:
-        CheckpointError: The folder holds no model that can be read.
-        RunFolderError: There is no run, it is not finished, or its model is not one of bytes.
-    """
-    if not (folder / "config.json").exists():
-        if not folder.is_dir():
-            raise RunFolderError(f"{folder}: there is no such run")
-        raise RunFolderError(
-            f"{folder} holds no finished model: a run writes it at its end; "
-            f"let it get there with --name {folder.name} --resume, if need be with --max-seconds 1"
-        )
-    model = CausalLM.load(folder, device=device)
-    if model.config.vocab_size != VOCAB_SIZE:
-        raise RunFolderError(
-            f"{folder} holds a model of {model.config.vocab_size} tokens, not of bytes: "
-            "only runs of 'deltarule train text' read and write text"
-        )
-    return model.eval()

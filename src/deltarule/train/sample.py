@@ -7,7 +7,7 @@ from pathlib import Path
 from deltarule.models import CausalLM
 from deltarule.models.bytes import BEGIN, ByteDecoder, encode
 from deltarule.train.device import choose_device
-from deltarule.train.run_folder import load_model
+from deltarule.train.run_model import load_model
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ class ShardedCheckpoints:
         """Begin to write one checkpoint; `wait` says when it is there.
 
         Raises:
-            CheckpointError: The one before could not be written.
+            OSError: The one before could not be written.
         """
         self.wait()
         aside = self.folder / f".step-{step}.tmp"
@@ -88,14 +88,14 @@ class ShardedCheckpoints:
         """Wait until the last checkpoint is on disk.
 
         Raises:
-            CheckpointError: Some process could not write its part; older checkpoints stay.
+            OSError: Some process could not write its part; older checkpoints stay.
         """
         if self.writing is not None:
             self.writing.join()
             self.writing = None
         if self.failure is not None:
             failure, self.failure = self.failure, None
-            raise CheckpointError(f"{self.folder}: the checkpoint was not written: {failure}")
+            raise OSError(f"{self.folder}: the checkpoint was not written: {failure}")
 
     def _finish(self, written: Future[Any], aside: Path, step: int, state: str) -> None:
         try:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.bytes import VOCAB_SIZE
+from deltarule.models.files import CONFIG, write_text
+from deltarule.nn.atomic_file import write_atomically
 from deltarule.nn.rule import QueryKeyNorm
 from deltarule.ops.context import make_context
 from deltarule.parallel import MeshOptions, World
@@ -24,14 +26,20 @@ from deltarule.train.data import (
     with_empty_pieces,
 )
 from deltarule.train.device import choose_device, to_device
-from deltarule.train.documents import Documents, limit_bytes, read_documents, split_documents
+from deltarule.train.documents import (
+    DataError,
+    Documents,
+    limit_bytes,
+    read_documents,
+    split_documents,
+)
 from deltarule.train.evaluate import bits_per_byte, compressed_bits_per_byte
 from deltarule.train.figures import loss_curve
 from deltarule.train.loop import Hidden, LoopOptions, Trainer, evaluating
 from deltarule.train.metrics import Metrics, read_metrics
 from deltarule.train.optimizer import OptimizerOptions
 from deltarule.train.random_state import seed_everything
-from deltarule.train.run_folder import open_run
+from deltarule.train.run_folder import DataFacts, mark_done, open_run
 from deltarule.train.sample import sample_text
 
 COMMAND = "train text"
@@ -86,7 +94,10 @@ class TextRun:
     """Train a byte-level language model on text, and keep everything in runs/NAME."""
 
     data: str | None = None
-    """A text file, or a folder that is searched; None is this Python's standard library."""
+    """A text file, or a folder that is searched; None is this Python's standard library. Each row
+    of a .jsonl or .parquet file is a document."""
+    text_field: str = "text"
+    """The field of such a row, or the column, that holds the text."""
     name: str | None = None
     """Name of the run; None is text, text-2 and so on."""
     runs: Path = Path("runs")
@@ -222,13 +233,14 @@ def train_text(run: TextRun) -> Path:
     world = World(choose_device(run.loop.device), run.mesh)
     config = run.model.config()
     read, training, validation = world.everywhere(lambda: read_corpora(run))
-    facts = {"data": {"source": read.source, "bytes": read.num_bytes, "sha256": read.sha256}}
-    with open_run(run, COMMAND, "text", facts, world) as folder:
+    data = DataFacts(read.source, read.num_bytes, read.sha256)
+    with open_run(run, COMMAND, "text", data, world, str(world.device)) as folder:
         seed_everything(run.loop.seed)
         model = CausalLM(config)
         job = TextJob(run, training, validation, world)
         if world.first:
             describe(read, job, model, folder)
+            write_atomically(folder / CONFIG, lambda path: write_text(path, config.to_json()))
         trainer = Trainer(
             model, job, options=run.loop, optimizer_options=run.optimizer, folder=folder,
             resume=run.resume or world.attempt > 0, world=world,
@@ -236,18 +248,29 @@ def train_text(run: TextRun) -> Path:
         trainer.run()
         save_model(trainer, world)
         if world.first:
+            mark_done(folder, trainer.step)
             finish(run, trainer, validation)
             print(f"done in {time.monotonic() - began:.0f} s: {folder}")
     return folder
 
 
 def read_corpora(run: TextRun) -> tuple[Documents, Corpus, Corpus]:
-    """The data, what is trained on, and what is held out."""
-    read = read_documents(run.data, max_bytes=run.max_bytes)
+    """The data, what is trained on, and what is held out.
+
+    Raises:
+        DataError: The data cannot be read, or one of the parts would be empty.
+    """
+    read = read_documents(run.data, max_bytes=run.max_bytes, text_field=run.text_field)
     training, held_out = split_documents(read.documents, fraction=run.validation_fraction)
     held_out = limit_bytes(held_out, run.validation_bytes)
-    validation = encode_documents([d.text for d in held_out])
-    return read, encode_documents([d.text for d in training]), validation
+    first, second = (encode_documents([d.text for d in part]) for part in (training, held_out))
+    for part, what in ((first, "train"), (second, "validate")):
+        if not part.num_bytes:
+            raise DataError(
+                f"--validation-fraction {run.validation_fraction:g} of {read.num_bytes:,} bytes "
+                f"leaves nothing to {what} on"
+            )
+    return read, first, second
 
 
 def save_model(trainer: Trainer, world: World) -> None:

@@ -1,0 +1,65 @@
+"""Texts in rows of a file: a line of .jsonl or a row of .parquet is a document."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from deltarule.nn.json_file import fitted, parse_object
+from deltarule.train.extra import require
+
+# Rows of a .parquet file that are in memory together.
+BATCH = 1024
+HINT = "; --text-field names the field with the text"
+
+
+class RowFileError(ValueError):
+    """A row cannot be read, or has no text; the message names file, row and field."""
+
+
+def jsonl_texts(file: Path, field: str) -> Iterator[bytes]:
+    """The texts of a file with a JSON object a line.
+
+    Raises:
+        RowFileError: A line is no object, or has no text in that field.
+
+    Examples:
+        >>> import tempfile
+        >>> file = Path(tempfile.mkdtemp(), "x.jsonl")
+        >>> _ = file.write_text('{"text": "one"}\\n{"text": "two"}\\n')
+        >>> list(jsonl_texts(file, "text"))
+        [b'one', b'two']
+    """
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                text = fitted(str, parse_object(line.decode()).get(field), field)
+                yield text.encode(errors="replace")
+            except ValueError as error:
+                reason = str(error).splitlines()[0]
+                raise RowFileError(f"{file}, line {number}: {reason}{HINT}") from None
+
+
+def parquet_texts(file: Path, column: str) -> Iterator[bytes]:
+    """The texts of a column of a .parquet file; rows without one are passed over.
+
+    Raises:
+        MissingExtraError: pyarrow is not installed.
+        RowFileError: The file is damaged, or has no such column of text.
+    """
+    parquet, arrow = require("pyarrow.parquet", "data"), require("pyarrow", "data")
+    try:
+        opened = parquet.ParquetFile(file)
+        names = opened.schema_arrow.names
+        if column not in names:
+            raise RowFileError(f"{file}: no column {column!r} among {', '.join(names)}{HINT}")
+        for batch in opened.iter_batches(BATCH, columns=[column]):
+            texts = batch.column(0).cast(arrow.binary()).to_pylist()
+            yield from (text for text in texts if text is not None)
+    except arrow.ArrowException as error:
+        raise RowFileError(f"{file}: {str(error).splitlines()[0]}") from None
+
+
+READERS: dict[str, Callable[[Path, str], Iterator[bytes]]] = {
+    ".jsonl": jsonl_texts, ".parquet": parquet_texts,
+}  # fmt: skip

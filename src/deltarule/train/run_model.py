@@ -1,0 +1,67 @@
+"""The byte-level model of a run: what it wrote at its end, else its newest checkpoint."""
+
+from pathlib import Path
+
+import torch
+
+from deltarule.models import CausalLM, ModelConfig
+from deltarule.models.bytes import VOCAB_SIZE
+from deltarule.models.files import CONFIG, WEIGHTS, naming, read_config
+from deltarule.parallel.shard_files import read_shards
+from deltarule.train.checkpoint import MARKER, checkpoint_steps, read_checkpoint
+from deltarule.train.run_folder import RUN, RunFolderError, read_run
+
+
+def load_model(folder: Path, device: torch.device) -> CausalLM:
+    """The model of a run, or of one of its checkpoints, `runs/NAME/checkpoints/step-N`.
+
+    A run that is not at its end gives its newest checkpoint, with a note.
+
+    Raises:
+        CheckpointError: The folder holds no model that can be read.
+        RunFolderError: There is no run, or its model is not one of bytes.
+    """
+    if not folder.is_dir():
+        raise RunFolderError(f"{folder}: there is no such run")
+    if (folder / MARKER).exists():
+        model = checkpoint_model(folder)
+    else:
+        steps = checkpoint_steps(folder / "checkpoints")
+        done = read_run(folder).done if (folder / RUN).exists() else None
+        if steps and (done is None or done < steps[-1]):
+            print(f"note: {folder} is not at its end: this is its checkpoint of step {steps[-1]:,}")
+            model = checkpoint_model(folder / "checkpoints" / f"step-{steps[-1]}")
+        elif not (folder / WEIGHTS).exists() and (folder / RUN).exists():
+            raise RunFolderError(f"{folder} has no checkpoint yet, and so no model")
+        else:
+            model = CausalLM.load(folder)
+    if model.config.vocab_size != VOCAB_SIZE:
+        raise RunFolderError(
+            f"{folder} holds a model of {model.config.vocab_size} tokens, not of bytes: "
+            "only runs of 'deltarule train text' read and write text"
+        )
+    return model.to(device).eval()
+
+
+def run_of(folder: Path) -> Path:
+    """The folder of the run that a checkpoint's folder belongs to; a run's folder is its own."""
+    return folder.resolve().parents[1] if (folder / MARKER).exists() else folder
+
+
+def checkpoint_model(folder: Path) -> CausalLM:
+    """The model of a checkpoint, whether one process wrote it or many.
+
+    Raises:
+        CheckpointError: It is damaged, or of another model than the run's config.json says.
+    """
+    found = read_checkpoint(folder, optimizer=False)
+    run = run_of(folder)
+    fields = read_config(run)
+    with naming(run / CONFIG):
+        model = CausalLM(ModelConfig.from_fields(fields))
+    with naming(folder):
+        if "model" in found.tensors:
+            model.load_state_dict(found.tensors["model"])
+        else:
+            read_shards(folder, dict(model.state_dict()))
+    return model
