@@ -16,6 +16,7 @@ PARTS = {
     "interpreter": r"kernels/test_(triton|segments|slabs|recording|first_call|ttt|mesa"
     r"|selective_scan|neighbours).*\.py",
     "grid": r"nn/test_(mixers|training|kept_on_gpu)\.py|ops/test_(properties|on_gpu)\.py"
+    r"|models/test_train_options\.py"
     r"|ops/test_(selective_scan|registered)\.py::test_gradcheck",
 }
 # Parts of which the first case of every test stays in the default run.

@@ -1,6 +1,7 @@
 """Checkpoints of transformers' own classes: read, written, and equal to the classes' logits."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from deltarule.models import CausalLM, CheckpointError
-from deltarule.models.files import CONFIG, WEIGHTS
+from deltarule.models.files import CONFIG, WEIGHTS, plain_name
 from hf.families import MULTIMODAL, make, tiny, tokens
 from models.checkpoints import check_round_trip, check_ways_of_reading, close
 
@@ -20,6 +21,8 @@ CONFIGS = {
         {"tie_word_embeddings": True, "use_conv_bias": False, "n_groups": 1},
     ),
     "qwen3_5": ("qwen3_5", {}),
+    "qwen3_5_moe": ("qwen3_5_moe", {}),
+    "qwen3_next": ("qwen3_next", {"mlp_only_layers": [1], "norm_topk_prob": False}),
     "qwen3_next, dense": ("qwen3_next", {"mlp_only_layers": [0, 1, 2, 3]}),
     "olmo_hybrid": ("olmo_hybrid", {}),
     "olmo_hybrid, turned": (
@@ -107,6 +110,27 @@ def test_a_multimodal_folder_gives_its_language_model(tmp_path):
         close(model(x)[0], text(x, use_cache=False).logits)
 
 
+def test_experts_may_be_stored_in_one_tensor(tmp_path):
+    theirs = tiny("qwen3_5_moe")
+    theirs.save_pretrained(tmp_path)
+    state, apart = theirs.state_dict(), load_file(tmp_path / WEIGHTS)
+    tensors = {name: x for name, x in apart.items() if "experts." not in name}
+    tensors |= {name: x.clone() for name, x in state.items() if ".experts." in name}
+    save_file(tensors, tmp_path / WEIGHTS, {"format": "pt"})
+    x = tokens(2, 30)
+    with torch.no_grad():
+        close(CausalLM.load(tmp_path)(x)[0], theirs(x, use_cache=False).logits)
+
+
+def test_an_expert_that_is_missing_is_named(tmp_path):
+    tiny("qwen3_5_moe").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    del tensors[name := "model.layers.2.mlp.experts.3.up_proj.weight"]
+    save_file(tensors, tmp_path / WEIGHTS, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=re.escape(f"missing {plain_name(name)!r}")):
+        CausalLM.load(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
@@ -114,7 +138,8 @@ def test_a_multimodal_folder_gives_its_language_model(tmp_path):
         ("qwen3_5", {"layer_types": ["sliding"] * 4}, "layer_types must be a list of"),
         ("qwen3_5", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type must be 'default'"),
         ("qwen3_5", {"model_type": "qwen3_next", "num_experts": 0}, "does not fit config.json"),
-        ("qwen3_next", {}, "num_experts must be 0 or mlp_only_layers name every layer, got 4"),
+        ("qwen3_next", {"mlp_only_layers": 3}, "mlp_only_layers must be a list of layers, got 3"),
+        ("qwen3_next", {"num_experts_per_tok": 9}, "num_experts_per_tok must be at most 4"),
         ("mamba2", {"time_step_limit": [0.0, 1.0]}, "time_step_limit must be [0.0, inf]"),
         ("mamba2", {"n_groups": 3}, "n_groups must divide the 8 heads"),
     ],

@@ -77,9 +77,9 @@ class DeltaruleConfig(PreTrainedConfig):  # type: ignore[misc]
         """
         names = {field.name: RENAMED.get(field.name, field.name) for field in _FIELDS}
         fields = {name: getattr(self, theirs) for name, theirs in names.items()}
-        if isinstance(self.mixers, list):
-            fields["layer_types"] = tuple(self.mixers)
-        return ModelConfig(**fields)
+        # JSON has lists alone.
+        lists = {name: tuple(x) for name, x in fields.items() if isinstance(x, list)}
+        return ModelConfig(**fields | lists)
 
 
 _FIELDS = dataclasses.fields(ModelConfig)

@@ -1,13 +1,17 @@
-"""A block of the language model: a mixer and an MLP, each with its norm and its residual."""
+"""A block of the language model: mixers and an MLP, each half with its norm and its residual."""
 
 import math
+from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
 from deltarule.models.config import ModelConfig
-from deltarule.nn import MIXERS, RMSNorm, State, SwiGLU
+from deltarule.nn import MIXERS, Experts, Mixer, RMSNorm, State
+from deltarule.nn.mlp import make_mlp
 from deltarule.nn.recomputed import recomputed
+from deltarule.nn.state import LentState
 from deltarule.ops.context import Context
 from deltarule.shapes import Hidden, Mask, Offsets
 
@@ -15,8 +19,12 @@ from deltarule.shapes import Hidden, Mask, Offsets
 class Block(nn.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x)), if any; the next norm makes the last sum.
 
-    With the mixer of `post_norm` x + norm(mixer(x)), then x + norm(mlp(x)).
+    With the mixer of `post_norm` x + norm(mixer(x)), then x + norm(mlp(x)). Several parts side by
+    side in place of the mixer read the same norm, and what they put out is summed.
     """
+
+    mixer: nn.Module
+    mlp: nn.Module | None
 
     def __init__(self, config: ModelConfig, layer_index: int) -> None:
         """Build the block at layer_index, counted from 0."""
@@ -24,12 +32,14 @@ class Block(nn.Module):
         name = config.layer_types[layer_index]
         self.post_norm = name == config.post_norm
         self.mixer_norm = stream_norm(config)
-        self.mixer = MIXERS[name].from_config(config, layer_index)
+        parts = {part: make_part(config, part, layer_index) for part in name.split("+")}
+        self.multipliers = {part: out_multiplier(config, part) for part in parts}
+        self.mixer = parts[name] if len(parts) == 1 else nn.ModuleDict(parts)
         self.mlp_norm: RMSNorm | None = None
-        self.mlp: SwiGLU | None = None
-        if size := mlp_size(config):
+        self.mlp, self.mlp_multiplier = None, out_multiplier(config, "mlp")
+        if (kind := mlp_kinds(config)[layer_index]) != "none":
             self.mlp_norm = stream_norm(config)
-            self.mlp = SwiGLU(config.hidden_size, size)
+            self.mlp = make_part(config, "moe" if kind == "sparse" else "mlp", layer_index)
 
     def forward(
         self,
@@ -41,8 +51,8 @@ class Block(nn.Module):
         shared: dict[str, Tensor],
         context: Context | None = None,
     ) -> tuple[Hidden, Hidden, State]:
-        """Add the branch and apply both halves; return stream, branch and the mixer's state."""
-        mix = partial(self.mixer, cu_seqlens=cu_seqlens, mask=mask, shared=shared, context=context)
+        """Add the branch and apply both halves; return stream, branch and the mixers' state."""
+        mix = partial(self.mix, cu_seqlens=cu_seqlens, mask=mask, shared=shared, context=context)
         if self.post_norm:
             x = x if branch is None else x + branch
             y, state = mix(x, state)
@@ -54,7 +64,44 @@ class Block(nn.Module):
             return x, y, state
         x, normed = self.mlp_norm.of_sum(x, y)
         with recomputed(normed, partial(self.mlp_norm.forward, x)):
-            return x, self.mlp(normed), state
+            return x, scaled(self.mlp(normed), self.mlp_multiplier), state
+
+    def mix(self, x: Hidden, state: State | None, **given: Any) -> tuple[Hidden, State]:
+        """Apply the parts of the first half to x; sum them and put their states together."""
+        outputs, after = [], State()
+        for prefix, part, multiplier in self.parts():
+            if isinstance(part, Mixer):
+                y, own = part(x, taken(state, prefix), **given)
+                after.update({prefix + name: tensor for name, tensor in own.items()})
+            else:
+                y = part(x)
+            outputs.append(scaled(y, multiplier))
+        total = outputs[0]
+        for y in outputs[1:]:
+            total = total + y
+        return total, after
+
+    def parts(self) -> Iterator[tuple[str, nn.Module, float]]:
+        """The parts of the first half, what their states' names begin with, and their factors."""
+        if not isinstance(self.mixer, nn.ModuleDict):
+            yield "", self.mixer, next(iter(self.multipliers.values()))
+            return
+        for name, part in self.mixer.items():
+            yield f"{name}.", part, self.multipliers[name]
+
+    def init_state(self, batch_size: int) -> State:
+        """Return the state before the first token, for batch_size sequences."""
+        return State({
+            prefix + name: tensor for prefix, part, _ in self.parts() if isinstance(part, Mixer)
+            for name, tensor in part.init_state(batch_size).items()
+        })  # fmt: skip
+
+    def lend(self, state: State, tokens: int) -> LentState:
+        """Return a copy of a state that calls of one token may overwrite, for so many tokens."""
+        return LentState({
+            prefix + name: tensor for prefix, part, _ in self.parts() if isinstance(part, Mixer)
+            for name, tensor in part.lend(taken(state, prefix) or state, tokens).items()
+        })  # fmt: skip
 
     def _normed_after(self, x: Hidden, y: Hidden) -> tuple[Hidden, Hidden]:
         """Add what the mixer put out to the stream, and apply the MLP; both are normed after."""
@@ -62,7 +109,53 @@ class Block(nn.Module):
         if self.mlp is None or self.mlp_norm is None:
             return x, y
         x = x + y
-        return x, self.mlp_norm(self.mlp(x))
+        return x, self.mlp_norm(scaled(self.mlp(x), self.mlp_multiplier))
+
+
+def make_part(config: ModelConfig, name: str, layer_index: int) -> nn.Module:
+    """Build what layer_types calls by that name."""
+    if name == "mlp":
+        gate = config.mlp_multipliers[0]
+        return make_mlp(config.hidden_size, mlp_size(config), config.hidden_act, gate)
+    if name != "moe":
+        return MIXERS[name].from_config(config, layer_index)
+    assert config.moe_intermediate_size is not None
+    return Experts(
+        config.hidden_size,
+        config.moe_intermediate_size,
+        num_experts=config.num_experts,
+        num_experts_per_tok=config.num_experts_per_tok,
+        scoring_func=config.scoring_func,
+        norm_topk_prob=config.norm_topk_prob,
+        n_group=config.n_group,
+        topk_group=config.topk_group,
+        routed_scaling_factor=config.routed_scaling_factor,
+        shared_size=config.shared_expert_intermediate_size,
+        shared_gate=config.shared_expert_gate,
+        activation=config.hidden_act,
+    )
+
+
+def out_multiplier(config: ModelConfig, part: str) -> float:
+    """What a part's output is multiplied by on its way to the stream."""
+    own = {
+        "attention": config.attention_out_multiplier, "mamba2": config.ssm_out_multiplier,
+        "sliding_window": config.attention_out_multiplier, "mlp": config.mlp_multipliers[1],
+    }  # fmt: skip
+    return config.residual_multiplier * own.get(part, 1.0)
+
+
+def scaled(x: Tensor, multiplier: float) -> Tensor:
+    """The product, which for one is x itself."""
+    return x if multiplier == 1 else x * multiplier
+
+
+def taken(state: State | None, prefix: str) -> State | None:
+    """The tensors of one part."""
+    if state is None or not prefix:
+        return state
+    kept = {name: tensor for name, tensor in state.items() if name.startswith(prefix)}
+    return type(state)({name.removeprefix(prefix): tensor for name, tensor in kept.items()})
 
 
 def stream_norm(config: ModelConfig) -> RMSNorm:
@@ -81,3 +174,10 @@ def mlp_size(config: ModelConfig) -> int:
     if config.mlp_size is not None:
         return config.mlp_size
     return 16 * math.ceil(config.hidden_size * 8 / 3 / 16)
+
+
+def mlp_kinds(config: ModelConfig) -> tuple[str, ...]:
+    """The second half of every block: "dense", "sparse" or "none"."""
+    if config.mlp_layer_types is not None:
+        return tuple(config.mlp_layer_types)
+    return ("none" if config.mlp_size == 0 else "dense",) * config.num_layers

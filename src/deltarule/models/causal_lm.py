@@ -11,12 +11,12 @@ from torch.utils.checkpoint import checkpoint
 
 from deltarule.models import files
 from deltarule.models.arguments import check_inputs
-from deltarule.models.block import Block, norm_of_sum, stream_norm
+from deltarule.models.block import Block, norm_of_sum, scaled, stream_norm
 from deltarule.models.config import ModelConfig
 from deltarule.models.convert.layout import shapes_of, stored, written
 from deltarule.models.generate import Prompt, Stop, generate, stream
 from deltarule.models.loss import next_token_loss
-from deltarule.nn import DeltaMixer, ModelState
+from deltarule.nn import DeltaMixer, Experts, ModelState, SquaredReLU, SwiGLU
 from deltarule.nn.linears import linear, product
 from deltarule.ops.context import Context
 from deltarule.shapes import Hidden, Mask, Offsets
@@ -119,7 +119,7 @@ class CausalLM(nn.Module):
         # What layers share within one pass, such as the first layer's values in RWKV-7.
         shared: dict[str, Tensor] = {}
         recompute = self.activation_checkpointing and torch.is_grad_enabled()
-        x, branch = self.embedding(tokens), None
+        x, branch = scaled(self.embedding(tokens), self.config.embedding_multiplier), None
         states = []
         for index, block in enumerate(self.blocks):
             arguments = (None if state is None else state[index], cu_seqlens, mask, shared, context)
@@ -137,8 +137,14 @@ class CausalLM(nn.Module):
     def logits(self, x: Float[Tensor, "*rows hidden"]) -> Float[Tensor, "*rows vocab"]:
         """Apply the head to what `hidden` returned."""
         if self.head is None:
-            return product(x, self.embedding.weight)
-        return linear(x, self.head)
+            return self.scaled(product(x, self.embedding.weight))
+        return self.scaled(linear(x, self.head))
+
+    def scaled(self, logits: Float[Tensor, "*rows vocab"]) -> Float[Tensor, "*rows vocab"]:
+        """Multiply and bound what the head put out, where the configuration says so."""
+        logits = scaled(logits, self.config.lm_head_multiplier)
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def loss(self, x: Hidden, targets: Tokens) -> Float[Tensor, ""]:
         """Return the mean cross entropy of the targets [B, T], from what `hidden` returned.
@@ -160,7 +166,7 @@ class CausalLM(nn.Module):
 
     def init_state(self, batch_size: int) -> ModelState:
         """Return the state before the first token, for batch_size rows."""
-        return ModelState(block.mixer.init_state(batch_size) for block in self._blocks())
+        return ModelState(block.init_state(batch_size) for block in self._blocks())
 
     def generate(
         self,
@@ -248,13 +254,13 @@ class CausalLM(nn.Module):
         for piece in layout.pieces:
             # A copy: the file may be mapped, and it may change later.
             whole = layout.places[files.plain_name(piece.name)].read().to(device, copy=True)
-            tensors |= piece.read(whole, shapes)
+            with files.naming(Path(folder)):
+                piece.read(whole, shapes, tensors)
         model.load_state_dict(tensors, assign=True)
         return model
 
     def _recurrent_mixers(self) -> Iterator[DeltaMixer]:
-        mixers = (block.mixer for block in self._blocks())
-        return (mixer for mixer in mixers if isinstance(mixer, DeltaMixer))
+        return (module for module in self.modules() if isinstance(module, DeltaMixer))
 
     def _blocks(self) -> Iterator[Block]:
         for block in self.blocks:
@@ -280,12 +286,13 @@ def initialise(model: CausalLM) -> None:
     nn.init.normal_(model.embedding.weight, std=config.hidden_size**-0.5)
     if model.head is not None:
         nn.init.normal_(model.head.weight, std=config.hidden_size**-0.5)
+    networks = [m for m in model.blocks.modules() if isinstance(m, SwiGLU | SquaredReLU | Experts)]
+    inside = {id(weight) for network in networks for weight in network.parameters()}
     for name, weight in model.blocks.named_parameters():
-        if name.endswith("mlp.down_proj.weight"):
-            nn.init.normal_(weight, std=weight.shape[1] ** -0.5 / branches)
-        elif ".mlp." in name:
-            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
-        elif name.endswith("mixer.o_proj.weight"):
+        if id(weight) in inside:
+            out = name.removesuffix(".weight").endswith("down_proj")
+            nn.init.normal_(weight, std=weight.shape[-1] ** -0.5 / (branches if out else 1))
+        elif name.endswith("o_proj.weight"):
             weight.div_(branches)
 
 

@@ -1,18 +1,16 @@
 """The one configuration of the one language model."""
 
 import dataclasses
-import difflib
 import json
-import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from deltarule.models.config_checks import check_fields, check_used, nearest
 from deltarule.models.config_names import for_file, from_file
-from deltarule.models.patterns import PATTERNS
-from deltarule.nn import MIXERS
-from deltarule.nn.feature_maps import FEATURE_MAPS, NORMS
+from deltarule.models.patterns import expand_layer_types, expand_mlp_layer_types
+from deltarule.nn.experts import Scores
 from deltarule.nn.json_file import parse_object
+from deltarule.nn.mlp import Activation
 from deltarule.nn.rule import QueryKeyNorm
 
 
@@ -26,7 +24,9 @@ class ModelConfig:
         num_layers: Blocks, each a mixer and an MLP.
         layer_types: The mixer of each block, by its name in `deltarule.nn.MIXERS`: one name, or
             a pattern whose length divides num_layers and that repeats; or a published pattern by
-            its name in `deltarule.models.PATTERNS`. Kept as a tuple of num_layers names.
+            its name in `deltarule.models.PATTERNS`. In a mixer's place "mlp" or "moe", experts, may
+            stand, and several joined by + are side by side, such as "mamba2+attention". Kept as a
+            tuple of num_layers names.
         num_heads: Query and key heads.
         num_v_heads: Value heads of recurrent layers, a multiple of num_heads. None: num_heads.
         head_k_dim: Channels of a query or key. None: the layer's default.
@@ -58,8 +58,35 @@ class ModelConfig:
         filter_size: Tokens that Hyena's filters reach. None: the layer's default.
         window: Tokens that sliding-window attention sees. None: the layer's default.
         rope_theta: Base of the rotary position wavelengths of attention and RetNet.
-        mlp_size: Channels inside the SwiGLU. None: 8/3 of hidden_size, up to a multiple of 16;
+        mlp_size: Channels inside the MLP. None: 8/3 of hidden_size, up to a multiple of 16;
             0: no MLP.
+        mlp_layer_types: The second half of each block: "dense", an MLP; "sparse", a mixture of
+            experts; "none". One of them, or a pattern that repeats, as for layer_types. None:
+            "dense", or "none" where mlp_size is 0.
+        hidden_act: "silu", with a gate, or "relu2", max(x, 0)^2 without one: of MLPs and experts.
+        num_experts: Experts of a sparse layer.
+        num_experts_per_tok: Experts that a token goes through.
+        moe_intermediate_size: Channels inside an expert.
+        shared_expert_intermediate_size: Channels inside an expert that every token goes through,
+            too; 0: none.
+        shared_expert_gate: Whether that one is multiplied by sigmoid of a projection of x.
+        scoring_func: What the router's logits go through: "softmax", or "sigmoid" with a bias that
+            takes part in the choice alone.
+        norm_topk_prob: Whether the scores of the chosen experts are divided by their sum.
+        n_group: Into how many equal groups the experts are cut.
+        topk_group: Of how many of these groups a token may choose.
+        routed_scaling_factor: What the chosen scores are multiplied by in the end.
+        embedding_multiplier: What the embedding of a token is multiplied by.
+        residual_multiplier: What each branch is multiplied by before it is added to the stream.
+        attention_multiplier: What scores of attention are multiplied by. None: head size^-1/2.
+        attention_out_multiplier: What attention puts out is multiplied by.
+        ssm_multipliers: What Mamba-2 multiplies its projections by: output gate, value, key, query
+            and decay (z, x, B, C and dt in its paper).
+        ssm_out_multiplier: What Mamba-2 puts out is multiplied by.
+        mamba_rms_norm: Whether Mamba-2 norms its gated output.
+        mlp_multipliers: What an MLP multiplies its gate, before the activation, and its output by.
+        lm_head_multiplier: What the logits are multiplied by.
+        final_logit_softcapping: A bound c of the logits: c tanh(logits / c). None: none.
         norm_eps: Added to the mean square in every RMSNorm.
         output_norm_eps: Added in its place in the output norms of recurrent layers. None: norm_eps.
         zero_centered_norm: Keep the weights of the stream's norms, and of attention's q and k, less
@@ -106,6 +133,28 @@ class ModelConfig:
     window: int | None = None
     rope_theta: float = 10000.0
     mlp_size: int | None = None
+    mlp_layer_types: str | tuple[str, ...] | None = None
+    hidden_act: Activation = "silu"
+    num_experts: int = 0
+    num_experts_per_tok: int = 1
+    moe_intermediate_size: int | None = None
+    shared_expert_intermediate_size: int = 0
+    shared_expert_gate: bool = False
+    scoring_func: Scores = "softmax"
+    norm_topk_prob: bool = True
+    n_group: int = 1
+    topk_group: int = 1
+    routed_scaling_factor: float = 1.0
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float | None = None
+    attention_out_multiplier: float = 1.0
+    ssm_multipliers: tuple[float, ...] = (1.0,) * 5
+    ssm_out_multiplier: float = 1.0
+    mamba_rms_norm: bool = True
+    mlp_multipliers: tuple[float, ...] = (1.0, 1.0)
+    lm_head_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
     norm_eps: float = 1e-5
     output_norm_eps: float | None = None
     zero_centered_norm: bool = False
@@ -114,14 +163,13 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Refuse what no model can have, naming the field; then write out the layer pattern."""
-        _check_integers(self)
-        _check_numbers(self)
-        _check_flags(self)
-        _check_words(self)
-        _check_heads(self)
-        layer_types = _expand_layer_types(self.layer_types, self.num_layers)
+        check_fields(self)
+        layer_types = expand_layer_types(self.layer_types, self.num_layers)
         object.__setattr__(self, "layer_types", layer_types)
-        _check_used(self)
+        if self.mlp_layer_types is not None:
+            kinds = expand_mlp_layer_types(self.mlp_layer_types, self.num_layers)
+            object.__setattr__(self, "mlp_layer_types", kinds)
+        check_used(self)
 
     def to_json(self) -> str:
         """Return every field as a JSON object, in names that transformers reads, too."""
@@ -155,153 +203,13 @@ class ModelConfig:
         known = {field.name: field for field in dataclasses.fields(cls)}
         for key in fields:
             if key not in known:
-                raise ValueError(f"unknown key {key!r}{_nearest(key, known)}")
+                raise ValueError(f"unknown key {key!r}{nearest(key, known)}")
         required = [name for name, field in known.items() if field.default is dataclasses.MISSING]
         if missing := [name for name in required if name not in fields]:
             raise ValueError(f"missing key {', '.join(map(repr, missing))}")
-        if isinstance(fields["layer_types"], list):
-            fields["layer_types"] = tuple(fields["layer_types"])
-        return cls(**fields)
+        return cls(**{name: _frozen(value) for name, value in fields.items()})
 
 
-# More than any model has; a damaged file could ask for a billion.
-_MOST_LAYERS = 10_000
-_SMALLEST = {
-    "vocab_size": 1, "hidden_size": 1, "num_layers": 1, "num_heads": 1, "num_v_heads": 1,
-    "head_k_dim": 1, "head_v_dim": 1, "num_attention_heads": 1, "num_kv_heads": 1,
-    "attention_head_dim": 1,
-    "conv_size": 0, "n_groups": 1, "n_steps": 1, "filter_size": 1, "window": 1, "mlp_size": 0,
-}  # fmt: skip
-_OPTIONAL = {
-    "num_v_heads", "head_k_dim", "head_v_dim", "num_attention_heads", "num_kv_heads",
-    "attention_head_dim", "output_norm_eps",
-    "conv_size", "n_steps", "filter_size", "window", "mlp_size", "beta_max", "longest_horizon",
-}  # fmt: skip
-
-
-def _check_integers(config: ModelConfig) -> None:
-    for name, smallest in _SMALLEST.items():
-        value = getattr(config, name)
-        if value is None and name in _OPTIONAL:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
-            or_none = " or None" if name in _OPTIONAL else ""
-            raise ValueError(
-                f"{name} must be an integer of {smallest} or more{or_none}, got {value!r}"
-            )
-    if config.num_layers > _MOST_LAYERS:
-        raise ValueError(f"num_layers must be at most {_MOST_LAYERS}, got {config.num_layers}")
-
-
-def _check_numbers(config: ModelConfig) -> None:
-    for name in ("beta_max", "longest_horizon", "rope_theta", "norm_eps", "output_norm_eps"):
-        value = getattr(config, name)
-        if value is None and name in _OPTIONAL:
-            continue
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or value <= 0:
-            raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
-    share = config.partial_rotary_factor
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-        raise ValueError(f"partial_rotary_factor must be a number in [0, 1], got {share!r}")
-    if config.beta_max is not None and config.beta_max > 2:
-        raise ValueError(
-            f"beta_max must be at most 2, got {config.beta_max}: above 2 a write makes the state "
-            "grow without bound"
-        )
-
-
-def _check_flags(config: ModelConfig) -> None:
-    for name in ("tie_embeddings", "attention_gate", "zero_centered_norm"):
-        if not isinstance(value := getattr(config, name), bool):
-            raise ValueError(f"{name} must be True or False, got {value!r}")
-    for name in ("conv_bias", "output_gate", "normalizer"):
-        if (value := getattr(config, name)) is not None and not isinstance(value, bool):
-            raise ValueError(f"{name} must be True, False or None, got {value!r}")
-
-
-def _check_words(config: ModelConfig) -> None:
-    choices = {
-        "feature_map": FEATURE_MAPS, "qk_norm": NORMS, "attention_qk_norm": ("head", "all"),
-        "post_norm": MIXERS,
-    }  # fmt: skip
-    for name, known in choices.items():
-        value = getattr(config, name)
-        if value is not None and (not isinstance(value, str) or value not in known):
-            raise ValueError(
-                f"{name} must be None or one of {', '.join(known)}, got {value!r}"
-                f"{_nearest(value, known)}"
-            )
-
-
-def _check_heads(config: ModelConfig) -> None:
-    heads = config.num_heads
-    if config.num_v_heads is not None and config.num_v_heads % heads:
-        raise ValueError(
-            f"num_v_heads must be a multiple of num_heads={heads}, got {config.num_v_heads}"
-        )
-    values = config.num_v_heads or heads
-    if values % config.n_groups:
-        raise ValueError(
-            f"n_groups must divide the {values} heads of Mamba-2 layers, got {config.n_groups}"
-        )
-    name = "num_heads" if config.num_attention_heads is None else "num_attention_heads"
-    queries = config.num_attention_heads or heads
-    if config.num_kv_heads is not None and queries % config.num_kv_heads:
-        raise ValueError(f"num_kv_heads must divide {name}={queries}, got {config.num_kv_heads}")
-
-
-def _expand_layer_types(given: str | tuple[str, ...], num_layers: int) -> tuple[str, ...]:
-    """Look up a published pattern, or repeat the names over all layers, each known."""
-    pattern = (given,) if isinstance(given, str) else given
-    if not isinstance(pattern, tuple) or not pattern:
-        raise ValueError(f"layer_types must be a name or a tuple of names, got {given!r}")
-    if len(pattern) == 1 and isinstance(pattern[0], str) and pattern[0] in PATTERNS:
-        return PATTERNS[pattern[0]].layers(num_layers)
-    for name in pattern:
-        _check_layer(name)
-    if num_layers % len(pattern):
-        raise ValueError(
-            f"layer_types is a pattern of {len(pattern)} names, which does not divide "
-            f"num_layers={num_layers}"
-        )
-    return pattern * (num_layers // len(pattern))
-
-
-def _check_layer(name: object) -> None:
-    if isinstance(name, str) and name in MIXERS:
-        return
-    if isinstance(name, str) and name in PATTERNS:
-        raise ValueError(
-            f"layer_types must be {name!r} alone: it is a pattern of layers, not the name of one"
-        )
-    raise ValueError(
-        f"layer_types names an unknown layer {name!r}{_nearest(name, [*MIXERS, *PATTERNS])}; "
-        f"known: {', '.join(MIXERS)}; patterns: {', '.join(PATTERNS)}"
-    )
-
-
-# Options of some layers, and up to where they change nothing.
-_NEUTRAL = {"beta_max": 1, "n_steps": 1, "normalizer": False}
-
-
-def _check_used(config: ModelConfig) -> None:
-    """Refuse an option that no layer of the model has: it would silently do nothing."""
-    for name in ("beta_max", "longest_horizon", "n_steps", "feature_map", "qk_norm", "normalizer"):
-        value = getattr(config, name)
-        if value is None or (name in _NEUTRAL and value <= _NEUTRAL[name]):
-            continue
-        if not any(MIXERS[layer].takes(name) for layer in config.layer_types):
-            known = ", ".join(layer for layer, mixer in MIXERS.items() if mixer.takes(name))
-            raise ValueError(
-                f"{name}={value!r} means nothing for any of layer_types "
-                f"{', '.join(dict.fromkeys(config.layer_types))}: these have it: {known}"
-            )
-    if config.n_groups > 1 and "mamba2" not in config.layer_types:
-        raise ValueError(f"n_groups={config.n_groups} means nothing without mamba2 in layer_types")
-
-
-def _nearest(given: object, known: Iterable[str]) -> str:
-    """Phrase the known name that looks most like the given one, or nothing."""
-    matches = difflib.get_close_matches(str(given), list(known), n=1)
-    return f": did you mean {matches[0]!r}?" if matches else ""
+def _frozen(value: Any) -> Any:
+    """A list of JSON as a tuple."""
+    return tuple(value) if isinstance(value, list) else value

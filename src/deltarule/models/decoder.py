@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from deltarule.models.block import Block
 from deltarule.models.sampling import chosen
-from deltarule.nn import Attention, DeltaMixer, Mixer, ModelState, SwiGLU
+from deltarule.nn import Attention, DeltaMixer, ModelState, SwiGLU
 from deltarule.nn.linears import adjoin
 from deltarule.nn.state import LentState
 from deltarule.ops.eager import nothing_watches
@@ -96,11 +97,9 @@ class Decoder:
 def lend(model: "CausalLM", state: ModelState, tokens: int) -> ModelState:
     """A copy of the state that can be overwritten in place for so many more tokens."""
     room = -(-tokens // ROOM) * ROOM
-    mixers = (block.mixer for block in model.blocks)
+    blocks = zip(model.blocks, state, strict=True)
     return ModelState(
-        mixer.lend(layer, room)
-        for mixer, layer in zip(mixers, state, strict=True)
-        if isinstance(mixer, Mixer)
+        block.lend(layer, room) for block, layer in blocks if isinstance(block, Block)
     )
 
 

@@ -3,6 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from deltarule.models.config_checks import MLP_PARTS, nearest
+from deltarule.nn import MIXERS
+
+# The second half of a block.
+MLP_KINDS = ("dense", "sparse", "none")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
@@ -112,3 +118,54 @@ _PATTERNS = (
 )
 
 PATTERNS: dict[str, Pattern] = {pattern.name: pattern for pattern in _PATTERNS}
+
+
+def expand_layer_types(given: str | tuple[str, ...], num_layers: int) -> tuple[str, ...]:
+    """Look up a published pattern, or repeat the names over all layers, each known."""
+    alone = given[0] if isinstance(given, tuple) and len(given) == 1 else given
+    if isinstance(alone, str) and alone in PATTERNS:
+        return PATTERNS[alone].layers(num_layers)
+    for name in (layers := repeat("layer_types", given, num_layers)):
+        _check_layer(name)
+    return layers
+
+
+def expand_mlp_layer_types(given: str | tuple[str, ...], num_layers: int) -> tuple[str, ...]:
+    """Repeat the kinds over all layers, each known."""
+    for kind in (kinds := repeat("mlp_layer_types", given, num_layers)):
+        if kind not in MLP_KINDS:
+            known = ", ".join(MLP_KINDS)
+            raise ValueError(
+                f"mlp_layer_types must be of {known}, got {kind!r}{nearest(kind, MLP_KINDS)}"
+            )
+    return kinds
+
+
+def repeat(name: str, given: str | tuple[str, ...], num_layers: int) -> tuple[str, ...]:
+    """One word, or a pattern of words that divides the layers, over all of them."""
+    pattern = (given,) if isinstance(given, str) else given
+    if not isinstance(pattern, tuple) or not pattern:
+        raise ValueError(f"{name} must be a name or a tuple of names, got {given!r}")
+    if num_layers % len(pattern):
+        raise ValueError(
+            f"{name} is a pattern of {len(pattern)} names, which does not divide "
+            f"num_layers={num_layers}"
+        )
+    return pattern * (num_layers // len(pattern))
+
+
+def _check_layer(name: object) -> None:
+    parts = name.split("+") if isinstance(name, str) else [name]
+    if all(part in (*MIXERS, *MLP_PARTS) for part in parts):
+        if len({*parts}) < len(parts):
+            raise ValueError(f"layer_types names a part twice in one block: {name!r}")
+        return
+    if isinstance(name, str) and name in PATTERNS:
+        raise ValueError(
+            f"layer_types must be {name!r} alone: it is a pattern of layers, not the name of one"
+        )
+    raise ValueError(
+        f"layer_types names an unknown layer {name!r}{nearest(name, [*MIXERS, *PATTERNS])}; "
+        f"known: {', '.join([*MIXERS, *MLP_PARTS])}, or several joined by +; "
+        f"patterns: {', '.join(PATTERNS)}"
+    )

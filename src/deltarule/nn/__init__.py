@@ -6,6 +6,7 @@ from deltarule.nn.delta import DeltaMixer
 from deltarule.nn.delta_product import DeltaProduct, GatedDeltaProduct
 from deltarule.nn.deltanet import DeltaNet
 from deltarule.nn.dfw import DecayingFastWeights
+from deltarule.nn.experts import Experts
 from deltarule.nn.gate_loop import GateLoop
 from deltarule.nn.gated_deltanet import GatedDeltaNet
 from deltarule.nn.gated_deltanet2 import GatedDeltaNet2
@@ -26,7 +27,7 @@ from deltarule.nn.mamba2 import Mamba2
 from deltarule.nn.memory import MemoryMixer
 from deltarule.nn.mesa import Mesa
 from deltarule.nn.mixer import Mixer
-from deltarule.nn.mlp import SwiGLU
+from deltarule.nn.mlp import SquaredReLU, SwiGLU
 from deltarule.nn.mlstm import MLSTM, XLSTM7B
 from deltarule.nn.multi_head import (
     MultiHeadDeltaNet,
@@ -132,6 +133,7 @@ __all__ = [
     "DeltaMixer",
     "DeltaNet",
     "DeltaProduct",
+    "Experts",
     "GateLoop",
     "GatedDeltaNet",
     "GatedDeltaNet2",
@@ -165,6 +167,7 @@ __all__ = [
     "ShortConv",
     "SignedMamba1",
     "SlidingWindowAttention",
+    "SquaredReLU",
     "State",
     "SwiGLU",
     "System",

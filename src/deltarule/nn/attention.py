@@ -54,6 +54,7 @@ class Attention(Mixer):
         qk_norm: A norm of q and k before they turn: "head", of each head's channels; "all", of
             all heads together. None: no norm.
         output_gate: Whether to multiply the output by sigmoid of a projection of x.
+        scale: What scores are multiplied by. None: head_dim^-1/2.
         norm_eps: Added to the mean square in those norms.
         zero_centered_norm: Keep the weights of those norms less one.
 
@@ -85,6 +86,7 @@ class Attention(Mixer):
         partial_rotary_factor: float = 1.0,
         qk_norm: Literal["head", "all"] | None = None,
         output_gate: bool = False,
+        scale: float | None = None,
         norm_eps: float = 1e-5,
         zero_centered_norm: bool = False,
     ) -> None:
@@ -114,7 +116,7 @@ class Attention(Mixer):
             self.g_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=False)
         self.attention_qk_norm, self.zero_centered_norm = qk_norm, zero_centered_norm
-        self.norm_eps = above_zero("norm_eps", norm_eps)
+        self.norm_eps, self.scale = above_zero("norm_eps", norm_eps), scale
         self.q_norm, self.k_norm = self._norm(num_heads), self._norm(self.num_kv_heads)
 
     def _norm(self, heads: int) -> RMSNorm | None:
@@ -193,7 +195,7 @@ class Attention(Mixer):
         before = self.state_before(None, layout)
         q, k, _ = self._project(x, layout.positions(before["length"]))
         k = k.repeat_interleave(self.num_heads // self.num_kv_heads, dim=2)
-        scores = torch.einsum("bihd, bjhd -> bhij", q, k) * self.head_dim**-0.5
+        scores = torch.einsum("bihd, bjhd -> bhij", q, k) * default(self.scale, self.head_dim**-0.5)
         visible = self._visible(before, layout)
         if visible is None:
             visible = torch.ones_like(scores[:1, :1], dtype=torch.bool).tril()
@@ -222,7 +224,7 @@ class Attention(Mixer):
         if x.shape[1] != 1:
             raise ValueError(f"x must hold one token with a lent cache, got T = {x.shape[1]}")
         q, k, v = self._project(x, state["length"].unsqueeze(1))
-        o = attend_to_cache(q[:, 0], k[:, 0], v[:, 0], state)
+        o = attend_to_cache(q[:, 0], k[:, 0], v[:, 0], state, self.scale)
         return self._put_out(o.flatten(1, -2).unsqueeze(1), x)
 
     def of_input(self) -> dict[str, nn.Module]:
@@ -237,6 +239,7 @@ class Attention(Mixer):
             v.transpose(1, 2),
             attn_mask=visible,
             is_causal=visible is None,
+            scale=self.scale,
             enable_gqa=k.shape[2] != q.shape[2],
         )
         return o.transpose(1, 2)

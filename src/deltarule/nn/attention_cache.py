@@ -22,7 +22,9 @@ def with_free_rows(state: State, free: int) -> LentState:
     return LentState(keys=keys, values=values, valid=valid, length=length, place=place)
 
 
-def attend_to_cache(q: Tensor, k: Tensor, v: Tensor, state: LentState) -> Tensor:
+def attend_to_cache(
+    q: Tensor, k: Tensor, v: Tensor, state: LentState, scale: float | None = None
+) -> Tensor:
     """Write one token of each row into the cache, and attend to all that it holds.
 
     Args:
@@ -30,6 +32,7 @@ def attend_to_cache(q: Tensor, k: Tensor, v: Tensor, state: LentState) -> Tensor
         k: Keys [B, KV heads, D], rotated.
         v: Values like k.
         state: From `with_free_rows`; overwritten.
+        scale: What scores are multiplied by. None: D^-1/2.
 
     Returns:
         [B, KV heads, heads / KV heads, D].
@@ -42,7 +45,8 @@ def attend_to_cache(q: Tensor, k: Tensor, v: Tensor, state: LentState) -> Tensor
     keys, values = (state[name].to(q.dtype).transpose(1, 2) for name in names)
     # The query heads that share a key head are rows of one query: no key is repeated.
     queries = q.unflatten(1, (k.shape[1], -1))
-    o = F.scaled_dot_product_attention(queries, keys, values, attn_mask=valid[:, None, None])
+    seen = valid[:, None, None]
+    o = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, scale=scale)
     state["length"].add_(1)
     place.add_(1).remainder_(valid.shape[1])
     return o

@@ -30,6 +30,7 @@ OPTIONS = {
     "attention_head_dim": "head_dim",
     "attention_qk_norm": "qk_norm",
     "attention_gate": "output_gate",
+    "attention_multiplier": "scale",
     "partial_rotary_factor": "partial_rotary_factor",
     "norm_eps": "norm_eps",
     "zero_centered_norm": "zero_centered_norm",

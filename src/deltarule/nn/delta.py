@@ -5,9 +5,10 @@
 A layer on top of it says which rule it follows, which gates feed the rule, and its defaults.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -51,6 +52,9 @@ class DeltaMixer(Mixer):
     # Whether the rule reads its layer's depth; compiled code is then of one layer alone.
     reads_depth: ClassVar[bool] = False
     float32_parameters: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
+
+    # What projections of x are multiplied by, by their letters.
+    multipliers: Mapping[str, float] = MappingProxyType({})
 
     A_log: nn.Parameter | None
     dt_bias: nn.Parameter | None
@@ -166,6 +170,8 @@ class DeltaMixer(Mixer):
         modules = self.of_input()
         outputs = linears(call.x, tuple(modules.values()))
         projected.update(zip(modules, outputs, strict=True))
+        for name, factor in self.multipliers.items():
+            projected[name] = projected[name] * factor
         if self.conv_size:
             call.ask_before({f"{name}_conv": projected[name] for name in "qkv"})
         q = split(self.stream("q", call), self.heads_of("q"), self.head_k_dim)

@@ -4,7 +4,7 @@ S_t = exp(-exp(A_log) dt_t) S_{t-1} + dt_t v_t k_t^T        o_t = S_t q_t + D v_
 dt_t = softplus(decay_logits_t + dt_bias)
 """
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -92,6 +92,16 @@ class Mamba2(DeltaMixer):
         """Channels of a value where none are given: 2 hidden_size / num_v_heads."""
         sizes = self.hidden_size, "num_v_heads", self.num_v_heads
         return default_head_dim("head_v_dim", EXPANSION, *sizes)
+
+    @classmethod
+    def from_config(cls, config: Any, layer_index: int) -> Self:
+        """Build the layer of a model, with what its configuration says of multipliers and norm."""
+        layer = super().from_config(config, layer_index)
+        factors = getattr(config, "ssm_multipliers", (1.0,) * 5)
+        layer.multipliers = {name: x for name, x in zip("gvkqa", factors, strict=True) if x != 1}
+        if not getattr(config, "mamba_rms_norm", True):
+            layer.o_norm = nn.Identity()
+        return layer
 
     def build_gates(self) -> None:
         super().build_gates()

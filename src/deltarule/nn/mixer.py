@@ -183,7 +183,10 @@ class Mixer(Frame):
         if cls.takes("norm_eps") and (eps := getattr(config, "output_norm_eps", None)) is not None:
             given["norm_eps"] = eps
         layer = cls(config.hidden_size, **given)
-        layer.find_place(config.layer_types, layer_index)
+        # A block may have parts side by side, named by their names joined by +.
+        names = [parts.split("+") for parts in config.layer_types]
+        own = cls.rule.name
+        layer.find_place([own if own in parts else parts[0] for parts in names], layer_index)
         return layer
 
     @classmethod

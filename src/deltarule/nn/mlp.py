@@ -1,9 +1,9 @@
 """The feed-forward half of a block.
 
-y = down(SiLU(gate x) * up x)
+y = down(SiLU(gate x) * up x)        or, without a gate, y = down(max(up x, 0)^2)
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,8 @@ from deltarule.ops.eager import run_fused, unwatched, why_not_fused
 from deltarule.ops.fused import swiglu as fused
 from deltarule.shapes import Hidden
 
+Activation = Literal["silu", "relu2"]
+
 
 class SwiGLU(nn.Module):
     """A gated feed-forward network without biases.
@@ -22,6 +24,7 @@ class SwiGLU(nn.Module):
     Args:
         hidden_size: Channels of the stream.
         mlp_size: Channels inside.
+        gate_multiplier: What the gate is multiplied by before its SiLU.
 
     Examples:
         >>> import torch
@@ -31,9 +34,10 @@ class SwiGLU(nn.Module):
     Source: arXiv 2002.05202, eq. 6.
     """
 
-    def __init__(self, hidden_size: int, mlp_size: int) -> None:
+    def __init__(self, hidden_size: int, mlp_size: int, gate_multiplier: float = 1.0) -> None:
         """Build the three projections."""
         super().__init__()
+        self.gate_multiplier = gate_multiplier
         self.gate_proj = nn.Linear(hidden_size, mlp_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, mlp_size, bias=False)
         self.down_proj = nn.Linear(mlp_size, hidden_size, bias=False)
@@ -41,12 +45,49 @@ class SwiGLU(nn.Module):
     def forward(self, x: Hidden) -> Hidden:
         """Map x [B, T, hidden_size] token by token."""
         gate, up = linears(x, tuple(self.of_input().values()))
+        if self.gate_multiplier != 1:
+            gate = gate * self.gate_multiplier
         call = Call(gate, up, self.down_proj)
         return choose(GATED_PRODUCTS, call, "auto", x.device).run(call)
 
     def of_input(self) -> dict[str, nn.Module]:
         """What is applied to x itself, by the name of its result."""
         return {"gate": self.gate_proj, "up": self.up_proj}
+
+
+class SquaredReLU(nn.Module):
+    """A feed-forward network without gate and biases: y = down(max(up x, 0)^2).
+
+    Args:
+        hidden_size: Channels of the stream.
+        mlp_size: Channels inside.
+
+    Example:
+        >>> import torch
+        >>> SquaredReLU(8, 16)(torch.zeros(1, 3, 8)).shape
+        torch.Size([1, 3, 8])
+
+    Source: arXiv 2109.08668, section 3.1.
+    """
+
+    def __init__(self, hidden_size: int, mlp_size: int) -> None:
+        """Build the two projections."""
+        super().__init__()
+        self.up_proj = nn.Linear(hidden_size, mlp_size, bias=False)
+        self.down_proj = nn.Linear(mlp_size, hidden_size, bias=False)
+
+    def forward(self, x: Hidden) -> Hidden:
+        """Map x [B, T, hidden_size] token by token."""
+        return linear(F.relu(linear(x, self.up_proj)).square(), self.down_proj)
+
+
+def make_mlp(
+    hidden_size: int, mlp_size: int, activation: Activation, gate_multiplier: float = 1.0
+) -> nn.Module:
+    """The network of an activation."""
+    if activation == "relu2":
+        return SquaredReLU(hidden_size, mlp_size)
+    return SwiGLU(hidden_size, mlp_size, gate_multiplier)
 
 
 class Call(NamedTuple):

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from deltarule.models import CausalLM, ModelConfig
-from deltarule.models.block import Block, mlp_size
+from deltarule.models.block import Block, mlp_kinds, mlp_size
 from deltarule.nn import Attention, Mixer
 from deltarule.parallel.local import Enclosure
 from deltarule.parallel.spanning import span_heads
@@ -59,6 +59,12 @@ def mixers_of(model: CausalLM) -> Iterator[tuple[int, Mixer]]:
     """Each block's mixer, with its number."""
     for index, block in enumerate(model.blocks):
         assert isinstance(block, Block)
+        kinds = model.config.layer_types[index], mlp_kinds(model.config)[index]
+        if not isinstance(block.mixer, Mixer) or "sparse" in kinds:
+            raise ValueError(
+                f"block {index} of {kinds[0]!r} and {kinds[1]!r} cannot be split by heads: its "
+                "first half must be one mixer and the second no experts; shard the weights instead"
+            )
         yield index, block.mixer
 
 
@@ -91,7 +97,7 @@ def local_block(config: ModelConfig, index: int, mixer: Mixer, ways: int) -> Blo
             head_dim=mixer.head_dim, window=mixer.window, rope_theta=mixer.rope_theta,
             partial_rotary_factor=mixer.partial_rotary_factor, qk_norm=mixer.attention_qk_norm,
             output_gate=mixer.g_proj is not None, norm_eps=mixer.norm_eps,
-            zero_centered_norm=mixer.zero_centered_norm,
+            zero_centered_norm=mixer.zero_centered_norm, scale=mixer.scale,
         )  # fmt: skip
         return block
 

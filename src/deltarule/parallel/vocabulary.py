@@ -69,7 +69,7 @@ def logits(model: CausalLM, vocabulary: Vocabulary, x: Tensor) -> Tensor:
 def own_logits(model: CausalLM, vocabulary: Vocabulary, x: Tensor) -> Tensor:
     """[..., hidden_size] -> [..., tokens of this process]."""
     owner = model.embedding if model.head is None else model.head
-    return F.linear(enter(x, vocabulary.group), local(owner.weight))
+    return model.scaled(F.linear(enter(x, vocabulary.group), local(owner.weight)))
 
 
 def loss(model: CausalLM, vocabulary: Vocabulary, x: Tensor, targets: Tensor) -> Tensor:

@@ -59,10 +59,13 @@ def layer_views(model: CausalLM, tokens: list[int], head: int = 0) -> list[Layer
         their values, have none.
     """
     inputs: dict[int, Tensor] = {}
-    mixers = [module for module in model.modules() if isinstance(module, Mixer)]
+    places = [
+        (index, module) for index, block in enumerate(model.blocks)
+        for module in block.modules() if isinstance(module, Mixer)
+    ]  # fmt: skip
     hooks = [
         mixer.register_forward_pre_hook(lambda _, given, i=i: inputs.update({i: given[0]}))
-        for i, mixer in enumerate(mixers)
+        for i, (_, mixer) in enumerate(places)
     ]
     try:
         model(torch.tensor([tokens], device=model.embedding.weight.device))
@@ -71,10 +74,9 @@ def layer_views(model: CausalLM, tokens: list[int], head: int = 0) -> list[Layer
             hook.remove()
     shared: dict[str, Tensor] = {}
     views = []
-    for index, mixer in enumerate(mixers):
-        name = model.config.layer_types[index]
-        if (reading := reading_of(mixer, inputs[index], shared, head)) is not None:
-            views.append(LayerView(index, name, reading))
+    for i, (index, mixer) in enumerate(places):
+        if (reading := reading_of(mixer, inputs[i], shared, head)) is not None:
+            views.append(LayerView(index, mixer.rule.name, reading))
     return views
 
 

@@ -111,24 +111,28 @@ class Parts:
     def __init__(self, layout: Layout, shapes: Shapes) -> None:
         """Note in which piece each parameter lies."""
         self._places, self._shapes = layout.places, shapes
-        self._piece = {part: piece for piece in layout.pieces for part in piece.parts}
-        # Parameters of one piece are usually asked for one after another.
-        self._last: tuple[Piece, dict[str, Tensor]] | None = None
+        self._pieces: dict[str, list[Piece]] = {}
+        for piece in layout.pieces:
+            for part in piece.parts:
+                self._pieces.setdefault(part, []).append(piece)
+        # Parameters of one piece, and pieces of one parameter, usually follow one another.
+        self._last: dict[str, Tensor] = {}
 
     def dtype(self, piece: Piece) -> torch.dtype:
         """The dtype that holds every part of a piece to write."""
-        return reduce(torch.promote_types, (self._place(part).dtype for part in piece.parts))
+        places = (self._place(self._pieces[part][0]) for part in piece.parts)
+        return reduce(torch.promote_types, (place.dtype for place in places))
 
     def read(self, part: str) -> Tensor:
         """Read a parameter."""
-        piece = self._piece[part]
-        if self._last is None or self._last[0] is not piece:
-            self._last = None
-            self._last = piece, piece.read(self._place(part).read(), self._shapes)
-        return self._last[1][part]
+        if part not in self._last:
+            self._last = {}
+            for piece in self._pieces[part]:
+                piece.read(self._place(piece).read(), self._shapes, self._last)
+        return self._last[part]
 
-    def _place(self, part: str) -> files.Place:
-        return self._places[files.plain_name(self._piece[part].name)]
+    def _place(self, piece: Piece) -> files.Place:
+        return self._places[files.plain_name(piece.name)]
 
 
 def shared_out(entries: list[Entry], shard_size: int) -> Iterator[list[Entry]]:

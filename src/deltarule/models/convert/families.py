@@ -14,6 +14,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": qwen.QWEN3_NEXT,
     "qwen3_5": qwen.QWEN3_5,
     "qwen3_5_text": qwen.QWEN3_5,
+    "qwen3_5_moe": qwen.QWEN3_5_MOE,
+    "qwen3_5_moe_text": qwen.QWEN3_5_MOE,
     "olmo_hybrid": olmo_hybrid.FAMILY,
 }
 

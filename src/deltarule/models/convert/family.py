@@ -6,7 +6,7 @@ from typing import Any
 
 from deltarule.models.config import ModelConfig
 from deltarule.models.convert.fields import Fields
-from deltarule.models.convert.piece import Piece, Shapes
+from deltarule.models.convert.piece import Has, Piece, Shapes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,8 @@ class Family:
         read: From the options of config.json to a configuration; options left over are refused
             afterwards.
         write: From a configuration with every option written out to config.json.
-        pieces: The stored tensors, from a configuration and the shapes of a model's parameters.
+        pieces: The stored tensors, from a configuration, the shapes of a model's parameters and,
+            where a family has names to choose from, what is there.
         ignored: How names of tensors begin that belong to no language model.
     """
 
@@ -27,7 +28,7 @@ class Family:
     architecture: str
     read: Callable[[Fields], ModelConfig]
     write: Callable[[ModelConfig], dict[str, Any]]
-    pieces: Callable[[ModelConfig, Shapes], list[Piece]]
+    pieces: Callable[[ModelConfig, Shapes, Has], list[Piece]]
     ignored: tuple[str, ...] = ()
 
     def config(self, stored: Mapping[str, Any]) -> ModelConfig:

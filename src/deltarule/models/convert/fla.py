@@ -46,7 +46,7 @@ def family(model_type: str, dialect: Dialect) -> Family:
         architecture=dialect.architecture,
         read=lambda fields: read(fields, dialect),
         write=lambda config: write(config, dialect),
-        pieces=lambda config, shapes: pieces(config, shapes, dialect),
+        pieces=lambda config, shapes, has: pieces(config, shapes, dialect),
     )
 
 

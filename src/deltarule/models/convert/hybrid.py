@@ -3,11 +3,14 @@
 from collections.abc import Iterator
 from typing import Any
 
+from deltarule.models.block import mlp_kinds
 from deltarule.models.config import ModelConfig
+from deltarule.models.convert.experts import expert_pieces
 from deltarule.models.convert.fields import Fields
-from deltarule.models.convert.piece import Piece
+from deltarule.models.convert.piece import Has, Piece, renamed
 
 Options = dict[str, Any]
+MATRICES = tuple(f"{name}_proj.weight" for name in ("gate", "up", "down"))
 MIXERS = {"linear_attention": "gated_deltanet", "full_attention": "attention"}
 # How a model was trained or drawn.
 DRAWN = (
@@ -17,8 +20,11 @@ DRAWN = (
 )  # fmt: skip
 
 
-def read_common(fields: Fields) -> Options:
-    """Sizes of the stream, of the MLP and of attention, and which layer is which."""
+def read_common(fields: Fields, dense: int | None = None) -> Options:
+    """Sizes of the stream, of the MLP and of attention, and which layer is which.
+
+    `dense` is the size of an MLP where none is given; None: it is needed.
+    """
     fields.only("hidden_act", "silu", "swish")
     fields.only("attention_bias", False)
     fields.drop(*DRAWN)
@@ -29,7 +35,7 @@ def read_common(fields: Fields) -> Options:
         "hidden_size": fields.integer("hidden_size"),
         "num_layers": num_layers,
         "layer_types": read_layers(fields, num_layers),
-        "mlp_size": fields.integer("intermediate_size", smallest=1),
+        "mlp_size": fields.integer("intermediate_size", dense),
         "num_attention_heads": heads,
         "num_kv_heads": fields.integer("num_key_value_heads", heads),
         "norm_eps": fields.number("rms_norm_eps", 1e-6),
@@ -101,19 +107,18 @@ def write_common(config: ModelConfig) -> Options:
     }
 
 
-def outer_pieces(config: ModelConfig) -> Iterator[Piece]:
-    """Embedding, last norm, head and the MLPs."""
+def outer_pieces(config: ModelConfig, has: Has) -> Iterator[Piece]:
+    """Embedding, last norm, head and the MLPs or experts."""
     yield Piece("model.embed_tokens.weight", ("embedding.weight",))
     yield Piece("model.norm.weight", ("norm.weight",))
     if not config.tie_embeddings:
         yield Piece("lm_head.weight", ("head.weight",))
-    for index in range(config.num_layers):
-        for name in ("gate", "up", "down"):
-            own = f"mlp.{name}_proj.weight"
-            yield Piece(f"model.layers.{index}.{own}", (f"blocks.{index}.{own}",))
-
-
-def renamed(theirs: str, ours: str, names: dict[str, str]) -> Iterator[Piece]:
-    """One stored tensor for each parameter, under other names."""
-    for stored, own in names.items():
-        yield Piece(theirs + stored, (ours + own,))
+    for index, kind in enumerate(mlp_kinds(config)):
+        theirs, ours = f"model.layers.{index}.mlp.", f"blocks.{index}.mlp."
+        if kind == "dense":
+            yield from renamed(theirs, ours, {name: name for name in MATRICES})
+            continue
+        names = {"gate.weight": "router.weight", "shared_expert_gate.weight": "shared_gate.weight"}
+        names |= {f"shared_expert.{name}": f"shared.{name}" for name in MATRICES}
+        yield from renamed(theirs, ours, names)
+        yield from expert_pieces(f"{theirs}experts.", ours, config, has)

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -49,7 +48,9 @@ def written(model: Any, family: str | None, build: Build) -> Layout:
     again = resolved(back, build(back).blocks)
     if lost := differences(config, again):
         raise ValueError(f"{refusal}; what it would read in brackets: {', '.join(lost)}")
-    return Layout(fields, layout.pieces(config, shapes))
+    pieces = layout.pieces(config, shapes, lambda name: False)
+    check_parts(pieces, shapes)
+    return Layout(fields, pieces)
 
 
 def stored(folder: str | Path, build: Build) -> tuple[Layout, Any]:
@@ -74,16 +75,17 @@ def stored(folder: str | Path, build: Build) -> tuple[Layout, Any]:
     with files.naming(Path(folder) / files.CONFIG):
         model = build(config)
     shapes = shapes_of(model)
-    pieces = own_pieces(shapes) if family is None else family.pieces(config, shapes)
-    pieces = [as_stored(piece, places) for piece in pieces]
+    pieces = own_pieces(shapes)
+    if family is not None:
+        pieces = family.pieces(config, shapes, lambda name: files.plain_name(name) in places)
+    check_parts(pieces, shapes)
     expected = {files.plain_name(piece.name): piece.shape(shapes) for piece in pieces}
     files.check_places(folder, places, expected)
     return Layout(fields, pieces, places), model
 
 
-def as_stored(piece: Piece, places: Mapping[str, files.Place]) -> Piece:
-    """The piece under its other name, where that one is stored alone."""
-    if piece.alias is None or files.plain_name(piece.name) in places:
-        return piece
-    there = files.plain_name(piece.alias) in places
-    return replace(piece, name=piece.alias, alias=None) if there else piece
+def check_parts(pieces: list[Piece], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse a model of which a parameter has no name there."""
+    named = {part for piece in pieces for part in piece.parts}
+    if lost := [name for name in shapes if name not in named]:
+        raise ValueError(f"the family has no name for the parameter {lost[0]!r}")

@@ -10,7 +10,7 @@ from typing import Any
 from deltarule.models.config import ModelConfig
 from deltarule.models.convert.family import Family
 from deltarule.models.convert.fields import Fields
-from deltarule.models.convert.piece import Piece, Shapes, filters
+from deltarule.models.convert.piece import Has, Piece, Shapes, filters
 
 # transformers writes an infinite number in two ways.
 NO_LIMIT = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
@@ -79,7 +79,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def pieces(config: ModelConfig, shapes: Shapes) -> list[Piece]:
+def pieces(config: ModelConfig, shapes: Shapes, has: Has) -> list[Piece]:
     """Eight tensors of a block, or nine with a bias, and those of the model."""
     found = [Piece("backbone.embeddings.weight", ("embedding.weight",))]
     for index in range(config.num_layers):

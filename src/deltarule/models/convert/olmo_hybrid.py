@@ -10,10 +10,9 @@ from deltarule.models.convert.hybrid import (
     outer_pieces,
     read_common,
     read_rope,
-    renamed,
     write_common,
 )
-from deltarule.models.convert.piece import Piece, Shapes, filters
+from deltarule.models.convert.piece import Has, Piece, Shapes, filters, renamed
 
 # Of the output norm of a linear layer, whatever rms_norm_eps is.
 OUTPUT_NORM_EPS = 1e-5
@@ -56,23 +55,21 @@ def write(config: ModelConfig) -> dict[str, Any]:
     return write_common(config) | own
 
 
-def pieces(config: ModelConfig, shapes: Shapes) -> list[Piece]:
+def pieces(config: ModelConfig, shapes: Shapes, has: Has) -> list[Piece]:
     """All stored tensors."""
-    found = list(outer_pieces(config))
+    found = list(outer_pieces(config, has))
     for index, kind in enumerate(config.layer_types):
         layer, block = f"model.layers.{index}.", f"blocks.{index}."
-        found += (attention if kind == "attention" else recurrent)(layer, block)
+        found += attention(layer, block, has) if kind == "attention" else recurrent(layer, block)
     return found
 
 
-def attention(layer: str, block: str) -> Iterator[Piece]:
+def attention(layer: str, block: str, has: Has) -> Iterator[Piece]:
     """A block of attention."""
     # transformers writes the first of these norms under the name of another.
-    yield Piece(
-        f"{layer}post_attention_layernorm.weight",
-        (f"{block}mixer_norm.weight",),
-        alias=f"{layer}feedforward_layer_norm.weight",
-    )
+    first = f"{layer}post_attention_layernorm.weight"
+    other = f"{layer}feedforward_layer_norm.weight"
+    yield Piece(other if has(other) else first, (f"{block}mixer_norm.weight",))
     yield Piece(f"{layer}post_feedforward_layernorm.weight", (f"{block}mlp_norm.weight",))
     same = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
     own = {f"{name}.weight": f"{name}.weight" for name in same}

@@ -4,7 +4,7 @@ stored = [rows of part 1, rows of part 2, ...] for group 1, the same for group 2
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
+# Whether a folder that is read has a tensor of that name; no when one is written.
+Has = Callable[[str], bool]
 
 
 def plain(shape: Shape) -> Shape:
@@ -44,7 +46,8 @@ class Piece:
         groups: Into how many equal groups the rows of each part are cut; the stored rows are
             group by group.
         form: From the shape that the rows have here to the shape that is stored.
-        alias: Another name under which the tensor may be stored. None: it has one name.
+        rows: The first and the last but one of the rows of the one part, its first two axes taken
+            as one, that are stored here. None: all.
 
     Examples:
         >>> piece = Piece("qk", ("q", "k"), groups=2)
@@ -57,27 +60,46 @@ class Piece:
     parts: tuple[str, ...]
     groups: int = 1
     form: Callable[[Shape], Shape] = plain
-    alias: str | None = None
+    rows: tuple[int, int] | None = None
 
     def shape(self, shapes: Shapes) -> Shape:
         """Return the shape of the stored tensor, from those of the parameters."""
+        if self.rows is not None:
+            return self.rows[1] - self.rows[0], *shapes[self.parts[0]][2:]
         rows = sum(shapes[part][0] for part in self.parts)
         return self.form((rows, *shapes[self.parts[0]][1:]))
 
-    def read(self, stored: Tensor, shapes: Shapes) -> dict[str, Tensor]:
-        """Take the parameters out of the stored tensor; each has memory of its own."""
+    def read(self, stored: Tensor, shapes: Shapes, found: dict[str, Tensor]) -> None:
+        """Put the parameters of the stored tensor among those found, each in its own memory."""
+        first = self.parts[0]
+        if self.rows is not None:
+            whole = found.setdefault(first, stored.new_empty(shapes[first]))
+            if whole.dtype != stored.dtype:
+                raise ValueError(
+                    f"tensor {self.name!r} is {stored.dtype}, but others of {first!r} are "
+                    f"{whole.dtype}: give them one dtype"
+                )
+            whole.flatten(0, 1)[slice(*self.rows)] = stored
+            return
         if len(self.parts) == 1:
-            return {self.parts[0]: stored.reshape(shapes[self.parts[0]])}
+            found[first] = stored.reshape(shapes[first])
+            return
         rows = [shapes[part][0] // self.groups for part in self.parts]
         grouped = stored.reshape(self.groups, sum(rows), -1).split(rows, dim=1)
-        return {
-            part: x.reshape(shapes[part]).clone()
-            for part, x in zip(self.parts, grouped, strict=True)
-        }
+        for part, x in zip(self.parts, grouped, strict=True):
+            found[part] = x.reshape(shapes[part]).clone()
 
     def write(self, tensors: Sequence[Tensor]) -> Tensor:
         """Put the parameters, in the order of `parts`, into one tensor."""
+        if self.rows is not None:
+            return tensors[0].flatten(0, 1)[slice(*self.rows)]
         shapes = {part: tuple(x.shape) for part, x in zip(self.parts, tensors, strict=True)}
         grouped = [x.reshape(self.groups, len(x) // self.groups, -1) for x in tensors]
         joined = grouped[0] if len(grouped) == 1 else torch.cat(grouped, dim=1)
         return joined.reshape(self.shape(shapes))
+
+
+def renamed(theirs: str, ours: str, names: Mapping[str, str]) -> Iterator[Piece]:
+    """One stored tensor for each parameter, under other names."""
+    for stored, own in names.items():
+        yield Piece(theirs + stored, (ours + own,))

@@ -1,12 +1,13 @@
-"""Qwen3-Next and Qwen3.5 without experts: Gated DeltaNet and gated attention, norms less one.
+"""Qwen3-Next and Qwen3.5, with and without experts: Gated DeltaNet and gated attention.
 
 Qwen3-Next stores q, k, v and gate of a linear layer in one matrix, key head by key head, and its
 b and a likewise; Qwen3.5 keeps them apart. Both store each head of attention's query with its gate.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from deltarule.models.block import mlp_kinds
 from deltarule.models.config import ModelConfig
 from deltarule.models.convert.family import Family
 from deltarule.models.convert.fields import Fields
@@ -14,10 +15,9 @@ from deltarule.models.convert.hybrid import (
     outer_pieces,
     read_common,
     read_rope,
-    renamed,
     write_common,
 )
-from deltarule.models.convert.piece import Piece, Shapes, filters
+from deltarule.models.convert.piece import Has, Piece, Shapes, filters, renamed
 
 # Of what stands beside the language model, and of the heads that predict further tokens.
 BESIDE = (
@@ -26,18 +26,19 @@ BESIDE = (
 )  # fmt: skip
 FURTHER = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "language_model_only")
 EXPERTS = (
-    "decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob",
-    "num_experts", "num_experts_per_tok", "shared_expert_intermediate_size",
+    "num_experts", "num_experts_per_tok", "moe_intermediate_size",
+    "shared_expert_intermediate_size",
 )  # fmt: skip
 
 
-def read(fields: Fields) -> ModelConfig:
-    """From config.json to a configuration."""
+def read(fields: Fields, experts: dict[str, Any] | None = None) -> ModelConfig:
+    """From config.json to a configuration, with options of experts if there are any."""
     fields.only("attn_output_gate", True)
     fields.drop(*FURTHER)
     key_heads = fields.integer("linear_num_key_heads", 16)
     return ModelConfig(
-        **read_common(fields),
+        **read_common(fields, 0 if experts else None),
+        **(experts or {}),
         **read_rope(fields, 0.25),
         num_heads=key_heads,
         num_v_heads=fields.integer("linear_num_value_heads", 32),
@@ -51,22 +52,36 @@ def read(fields: Fields) -> ModelConfig:
     )
 
 
-def read_next(fields: Fields) -> ModelConfig:
-    """Qwen3-Next, if every layer's MLP is dense."""
+def read_experts(fields: Fields) -> ModelConfig:
+    """A model of which each layer but those named has experts, one shared expert among them."""
     dense = fields.take("mlp_only_layers", [])
+    if not isinstance(dense, list):
+        raise ValueError(f"mlp_only_layers must be a list of layers, got {dense!r}")
+    step = fields.integer("decoder_sparse_step", 1, smallest=1)
+    # A damaged number could ask for any amount of memory.
     layers = range(min(fields.integer("num_hidden_layers", keep=True), 10_000))
-    experts = fields.integer("num_experts", 512)
-    if experts and not (isinstance(dense, list) and {*layers} <= {*dense}):
-        raise ValueError(
-            f"num_experts must be 0 or mlp_only_layers name every layer, got {experts}: "
-            "no option of CausalLM says experts"
-        )
-    fields.drop(*EXPERTS)
-    return read(fields)
+    sizes = {name: fields.integer(name, 0) for name in EXPERTS}
+    sparse = [i not in dense and (i + 1) % step == 0 and sizes["num_experts"] > 0 for i in layers]
+    normed = fields.flag("norm_topk_prob", True)
+    if not any(sparse):
+        return read(fields)
+    kinds = tuple("sparse" if there else "dense" for there in sparse)
+    own = {"mlp_layer_types": kinds, "norm_topk_prob": normed, "shared_expert_gate": True}
+    return read(fields, sizes | own)
 
 
 def read_3_5(fields: Fields) -> ModelConfig:
     """Qwen3.5, alone or beside a vision tower."""
+    return read_text(fields, read)
+
+
+def read_3_5_moe(fields: Fields) -> ModelConfig:
+    """Qwen3.5 with experts, alone or beside a vision tower."""
+    return read_text(fields, read_experts)
+
+
+def read_text(fields: Fields, read: Callable[[Fields], ModelConfig]) -> ModelConfig:
+    """The language model of a folder."""
     text = fields.take("text_config")
     if text is None:
         return read(fields)
@@ -91,24 +106,38 @@ def write(config: ModelConfig) -> dict[str, Any]:
     return write_common(config) | {"head_dim": size, "rope_parameters": rope}
 
 
-def write_next(config: ModelConfig) -> dict[str, Any]:
-    """The same, and no experts."""
-    return write(config) | {"num_experts": 0, "mlp_only_layers": list(range(config.num_layers))}
+def write_experts(config: ModelConfig) -> dict[str, Any]:
+    """The same with experts."""
+    dense = [i for i, kind in enumerate(mlp_kinds(config)) if kind == "dense"]
+    sizes = {name: getattr(config, name) or 0 for name in EXPERTS}
+    sizes |= {"norm_topk_prob": config.norm_topk_prob, "mlp_only_layers": dense}
+    return write(config) | sizes | {"decoder_sparse_step": 1}
 
 
-def pieces_next(config: ModelConfig, shapes: Shapes) -> list[Piece]:
+def write_3_5_moe(config: ModelConfig) -> dict[str, Any]:
+    """The same where no layer is without experts."""
+    fields = write_experts(config)
+    if fields.pop("mlp_only_layers"):
+        raise ValueError("mlp_layer_types must be sparse in every layer")
+    # Its class divides by the sum of the chosen scores, whatever config.json says.
+    for name in ("decoder_sparse_step", "norm_topk_prob", "intermediate_size"):
+        del fields[name]
+    return fields
+
+
+def pieces_next(config: ModelConfig, shapes: Shapes, has: Has) -> list[Piece]:
     """The stored tensors of Qwen3-Next."""
-    return list(pieces(config, together=True))
+    return list(pieces(config, has, together=True))
 
 
-def pieces_3_5(config: ModelConfig, shapes: Shapes) -> list[Piece]:
+def pieces_3_5(config: ModelConfig, shapes: Shapes, has: Has) -> list[Piece]:
     """The stored tensors of Qwen3.5."""
-    return list(pieces(config, together=False))
+    return list(pieces(config, has, together=False))
 
 
-def pieces(config: ModelConfig, *, together: bool) -> Iterator[Piece]:
+def pieces(config: ModelConfig, has: Has, *, together: bool) -> Iterator[Piece]:
     """All stored tensors; `together` is Qwen3-Next's way of keeping a linear layer's matrices."""
-    yield from outer_pieces(config)
+    yield from outer_pieces(config, has)
     norms = {"input_layernorm": "mixer_norm", "post_attention_layernorm": "mlp_norm"}
     for index, kind in enumerate(config.layer_types):
         layer, block = f"model.layers.{index}.", f"blocks.{index}."
@@ -162,8 +191,8 @@ def attention(theirs: str, ours: str, heads: int) -> Iterator[Piece]:
 QWEN3_NEXT = Family(
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
-    read=read_next,
-    write=write_next,
+    read=read_experts,
+    write=write_experts,
     pieces=pieces_next,
     ignored=("mtp.",),
 )
@@ -172,6 +201,14 @@ QWEN3_5 = Family(
     architecture="Qwen3_5ForCausalLM",
     read=read_3_5,
     write=write,
+    pieces=pieces_3_5,
+    ignored=("mtp.", "visual."),
+)
+QWEN3_5_MOE = Family(
+    model_type="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    read=read_3_5_moe,
+    write=write_3_5_moe,
     pieces=pieces_3_5,
     ignored=("mtp.", "visual."),
 )

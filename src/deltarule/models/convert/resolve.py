@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from deltarule.models.block import mlp_size
+from deltarule.models.block import mlp_kinds, mlp_size
 from deltarule.models.config import ModelConfig
 from deltarule.nn import Attention
 from deltarule.nn.mixer import Mixer
@@ -60,7 +60,8 @@ def resolved(config: ModelConfig, blocks: nn.ModuleList) -> ModelConfig:
     taken |= {name: value for name, value in _UNUSED.items() if taken[name] is None}
     if config.post_norm not in config.layer_types:
         taken["post_norm"] = None
-    return dataclasses.replace(config, mlp_size=mlp_size(config), **taken)
+    taken |= {"mlp_size": mlp_size(config), "mlp_layer_types": mlp_kinds(config)}
+    return dataclasses.replace(config, **taken)
 
 
 def differences(one: ModelConfig, other: ModelConfig) -> list[str]:

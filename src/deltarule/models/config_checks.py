@@ -1,0 +1,177 @@
+"""What no model can have, refused with the name of the field."""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from deltarule.nn import MIXERS
+from deltarule.nn.feature_maps import FEATURE_MAPS, NORMS
+
+# More than any model has; a damaged file could ask for a billion.
+_MOST_LAYERS = 10_000
+# Integers that may be zero; those of `_POSITIVE` may not.
+_COUNTS = ("conv_size", "mlp_size", "num_experts", "shared_expert_intermediate_size")
+_POSITIVE = (
+    "vocab_size", "hidden_size", "num_layers", "num_heads", "num_v_heads", "head_k_dim",
+    "head_v_dim", "num_attention_heads", "num_kv_heads", "attention_head_dim", "n_groups",
+    "n_steps", "filter_size", "window", "num_experts_per_tok", "moe_intermediate_size", "n_group",
+    "topk_group",
+)  # fmt: skip
+_NUMBERS = (
+    "beta_max", "longest_horizon", "rope_theta", "norm_eps", "output_norm_eps",
+    "routed_scaling_factor",
+    "embedding_multiplier", "lm_head_multiplier", "residual_multiplier", "attention_multiplier",
+    "attention_out_multiplier", "ssm_out_multiplier", "final_logit_softcapping",
+)  # fmt: skip
+_CHOICES: dict[str, Iterable[str]] = {
+    "feature_map": FEATURE_MAPS, "qk_norm": NORMS, "attention_qk_norm": ("head", "all"),
+    "post_norm": MIXERS, "hidden_act": ("silu", "relu2"), "scoring_func": ("softmax", "sigmoid"),
+}  # fmt: skip
+# What a block has beside mixers in its first half.
+MLP_PARTS = ("mlp", "moe")
+_ATTENTION = ("attention", "sliding_window")
+# Options that mean nothing, but for their defaults, without one of these parts.
+_OF_PARTS: dict[str, tuple[str, ...]] = {
+    "n_groups": ("mamba2",), "mamba_rms_norm": ("mamba2",), "ssm_multipliers": ("mamba2",),
+    "ssm_out_multiplier": ("mamba2",), "attention_multiplier": _ATTENTION,
+    "attention_out_multiplier": _ATTENTION, "num_experts": ("moe",),
+    "num_experts_per_tok": ("moe",), "moe_intermediate_size": ("moe",),
+    "shared_expert_intermediate_size": ("moe",), "shared_expert_gate": ("moe",),
+    "scoring_func": ("moe",), "norm_topk_prob": ("moe",), "n_group": ("moe",),
+    "topk_group": ("moe",), "routed_scaling_factor": ("moe",),
+}  # fmt: skip
+
+
+def check_fields(config: Any) -> None:
+    """Refuse a value of the wrong type or range; None passes where it is the default."""
+    optional = {field.name for field in dataclasses.fields(config) if field.default is None}
+    flags = [field.name for field in dataclasses.fields(config) if isinstance(field.default, bool)]
+    given = {
+        field.name: getattr(config, field.name) for field in dataclasses.fields(config)
+        if not (field.name in optional and getattr(config, field.name) is None)
+    }  # fmt: skip
+    for names, smallest in ((_POSITIVE, 1), (_COUNTS, 0)):
+        for name in filter(given.__contains__, names):
+            _check_integer(name, given[name], smallest, name in optional)
+    if config.num_layers > _MOST_LAYERS:
+        raise ValueError(f"num_layers must be at most {_MOST_LAYERS}, got {config.num_layers}")
+    for name in filter(given.__contains__, _NUMBERS):
+        if not _is_number(given[name]) or given[name] <= 0:
+            raise ValueError(f"{name} must be a finite number above 0, got {given[name]!r}")
+    share = config.partial_rotary_factor
+    if not _is_number(share) or not 0 <= share <= 1:
+        raise ValueError(f"partial_rotary_factor must be a number in [0, 1], got {share!r}")
+    if config.beta_max is not None and config.beta_max > 2:
+        raise ValueError(
+            f"beta_max must be at most 2, got {config.beta_max}: above 2 a write makes the state "
+            "grow without bound"
+        )
+    for name in filter(given.__contains__, (*flags, "conv_bias", "output_gate", "normalizer")):
+        if not isinstance(given[name], bool):
+            words = "True, False or None" if name in optional else "True or False"
+            raise ValueError(f"{name} must be {words}, got {given[name]!r}")
+    for name in filter(given.__contains__, _CHOICES):
+        value, known = given[name], _CHOICES[name]
+        if value not in known:
+            raise ValueError(
+                f"{name} must be {'None or ' if name in optional else ''}one of "
+                f"{', '.join(known)}, got {value!r}{nearest(value, known)}"
+            )
+    for name, count in (("ssm_multipliers", 5), ("mlp_multipliers", 2)):
+        value = getattr(config, name)
+        fits = isinstance(value, tuple) and len(value) == count
+        if not fits or not all(_is_number(x) for x in value):
+            raise ValueError(f"{name} must be a tuple of {count} numbers, got {value!r}")
+    _check_heads(config)
+
+
+def _check_integer(name: str, value: object, smallest: int, optional: bool) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+        or_none = " or None" if optional else ""
+        raise ValueError(f"{name} must be an integer of {smallest} or more{or_none}, got {value!r}")
+
+
+def _is_number(value: object) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def _check_heads(config: Any) -> None:
+    heads = config.num_heads
+    if config.num_v_heads is not None and config.num_v_heads % heads:
+        raise ValueError(
+            f"num_v_heads must be a multiple of num_heads={heads}, got {config.num_v_heads}"
+        )
+    values = config.num_v_heads or heads
+    if values % config.n_groups:
+        raise ValueError(
+            f"n_groups must divide the {values} heads of Mamba-2 layers, got {config.n_groups}"
+        )
+    name = "num_heads" if config.num_attention_heads is None else "num_attention_heads"
+    queries = config.num_attention_heads or heads
+    if config.num_kv_heads is not None and queries % config.num_kv_heads:
+        raise ValueError(f"num_kv_heads must divide {name}={queries}, got {config.num_kv_heads}")
+
+
+# Options of some layers, and up to where they change nothing.
+_NEUTRAL = {"beta_max": 1, "n_steps": 1, "normalizer": False}
+
+
+def check_used(config: Any) -> None:
+    """Refuse an option that no layer of the model has: it would silently do nothing."""
+    kinds = config.mlp_layer_types or ()
+    parts = {part for name in config.layer_types for part in name.split("+")}
+    mixers = [name for name in dict.fromkeys(config.layer_types) if name not in MLP_PARTS]
+    parts |= {"moe"} if "sparse" in kinds else set()
+    if "moe" in parts:
+        _check_experts(config)
+    if config.mlp_size == 0 and ("mlp" in parts or "dense" in kinds):
+        raise ValueError("mlp_size must be above 0 for the MLPs of layer_types or mlp_layer_types")
+    fields = {field.name: field.default for field in dataclasses.fields(config)}
+    for name, needed in _OF_PARTS.items():
+        if getattr(config, name) != fields[name] and not parts & {*needed}:
+            where = "layer_types or sparse in mlp_layer_types" if "moe" in needed else "layer_types"
+            raise ValueError(
+                f"{name}={getattr(config, name)!r} means nothing without {' or '.join(needed)} in "
+                f"{where}"
+            )
+    for name in ("beta_max", "longest_horizon", "n_steps", "feature_map", "qk_norm", "normalizer"):
+        value = getattr(config, name)
+        if value is None or (name in _NEUTRAL and value <= _NEUTRAL[name]):
+            continue
+        if not any(MIXERS[part].takes(name) for part in parts if part in MIXERS):
+            known = ", ".join(layer for layer, mixer in MIXERS.items() if mixer.takes(name))
+            raise ValueError(
+                f"{name}={value!r} means nothing for any of layer_types "
+                f"{', '.join(mixers)}: these have it: {known}"
+            )
+
+
+def _check_experts(config: Any) -> None:
+    if config.moe_intermediate_size is None:
+        raise ValueError("moe_intermediate_size must be given where there are experts, got None")
+    experts, chosen = config.num_experts, config.num_experts_per_tok
+    if experts % config.n_group:
+        raise ValueError(f"n_group must divide num_experts={experts}, got {config.n_group}")
+    if config.topk_group > config.n_group:
+        raise ValueError(
+            f"topk_group must be at most n_group={config.n_group}, got {config.topk_group}"
+        )
+    most = experts // config.n_group * config.topk_group
+    if chosen > most:
+        raise ValueError(
+            f"num_experts_per_tok must be at most {most}, the experts a token can choose, "
+            f"got {chosen}"
+        )
+    if config.n_group > 1 and experts < 2 * config.n_group:
+        raise ValueError(f"n_group={config.n_group} leaves groups of fewer than two experts")
+    if config.shared_expert_gate and not config.shared_expert_intermediate_size:
+        raise ValueError("shared_expert_gate means nothing without shared_expert_intermediate_size")
+
+
+def nearest(given: object, known: Iterable[str]) -> str:
+    """Phrase the known name that looks most like the given one, or nothing."""
+    matches = difflib.get_close_matches(str(given), list(known), n=1)
+    return f": did you mean {matches[0]!r}?" if matches else ""

@@ -1,0 +1,143 @@
+"""A mixture of experts: each token goes through the few networks that a router chooses for it.
+
+p = scores(W x)        chosen = the k largest of p + bias
+y = sum_e w_e expert_e(x) + shared(x)        expert_e(x) = down_e(SiLU(gate_e x) * up_e x)
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deltarule.nn.linears import wide_product
+from deltarule.nn.mlp import Activation, make_mlp
+from deltarule.shapes import Hidden
+
+Scores = Literal["softmax", "sigmoid"]
+# Added to the sum of the chosen scores; all of them may be zero.
+TINY = 1e-20
+
+
+class Experts(nn.Module):
+    """Feed-forward networks of which each token goes through a few.
+
+    Nothing balances the experts while they are trained; `e_score_correction_bias`, which only
+    chooses and has no gradient, is what a training loop of that kind adjusts.
+
+    Args:
+        hidden_size: Channels of the stream.
+        mlp_size: Channels inside an expert.
+        num_experts: How many there are.
+        num_experts_per_tok: How many a token goes through, at most all.
+        scoring_func: What the router's logits go through: "softmax" over all experts, or "sigmoid",
+            with a bias that takes part in the choice alone.
+        norm_topk_prob: Whether the chosen scores are divided by their sum.
+        n_group: Into how many equal groups the experts are cut.
+        topk_group: Of how many of these groups a token may choose: those whose best two are best.
+        routed_scaling_factor: What the chosen scores are multiplied by in the end.
+        shared_size: Channels inside a network that every token goes through, too; 0: none.
+        shared_gate: Whether that one is multiplied by sigmoid of a projection of x.
+        activation: "silu" with a gate, or "relu2" without, in every one of them.
+
+    Example:
+        >>> import torch
+        >>> Experts(8, 16, num_experts=4, num_experts_per_tok=2)(torch.zeros(1, 3, 8)).shape
+        torch.Size([1, 3, 8])
+
+    Source: arXiv 1701.06538, section 2; sigmoid scores, arXiv 2412.19437, section 2.1.2.
+    """
+
+    e_score_correction_bias: Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        mlp_size: int,
+        *,
+        num_experts: int,
+        num_experts_per_tok: int,
+        scoring_func: Scores = "softmax",
+        norm_topk_prob: bool = True,
+        n_group: int = 1,
+        topk_group: int = 1,
+        routed_scaling_factor: float = 1.0,
+        shared_size: int = 0,
+        shared_gate: bool = False,
+        activation: Activation = "silu",
+    ) -> None:
+        """Build the router, the experts, each kind of matrix in one tensor, and what is shared."""
+        super().__init__()
+        self.num_experts, self.num_experts_per_tok = num_experts, num_experts_per_tok
+        self.norm_topk_prob, self.routed_scaling_factor = norm_topk_prob, routed_scaling_factor
+        self.n_group, self.topk_group, self.activation = n_group, topk_group, activation
+        self.scoring_func = scoring_func
+        self.router = nn.Linear(hidden_size, num_experts, bias=False)
+        bias = torch.zeros(num_experts) if scoring_func == "sigmoid" else None
+        self.register_buffer("e_score_correction_bias", bias)
+        inner = 2 * mlp_size if activation == "silu" else mlp_size
+        self.up_proj = nn.Parameter(torch.randn(num_experts, inner, hidden_size))
+        self.down_proj = nn.Parameter(torch.randn(num_experts, hidden_size, mlp_size))
+        with torch.no_grad():
+            self.up_proj.mul_(hidden_size**-0.5)
+            self.down_proj.mul_(mlp_size**-0.5)
+        self.shared = make_mlp(hidden_size, shared_size, activation) if shared_size else None
+        self.shared_gate = nn.Linear(hidden_size, 1, bias=False) if shared_gate else None
+
+    def forward(self, x: Hidden) -> Hidden:
+        """Map x [B, T, hidden_size] token by token."""
+        rows = x.flatten(0, -2)
+        weights, chosen = self.route(rows)
+        order = chosen.flatten().argsort(stable=True)
+        of_expert = torch.arange(self.num_experts, device=x.device)
+        sorted_experts = chosen.flatten()[order]
+        ends = torch.searchsorted(sorted_experts, of_expert, right=True, out_int32=True)
+        dtype = x.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+        given = rows.to(dtype)[order // self.num_experts_per_tok]
+        inner = product(given, self.up_proj.to(dtype), ends)
+        if self.activation == "silu":
+            gate, up = inner.chunk(2, -1)
+            inner = F.silu(gate) * up
+        else:
+            inner = F.relu(inner).square()
+        # Each token's experts side by side again: summed in one order, whatever else is there.
+        y = product(inner, self.down_proj.to(dtype), ends)[order.argsort()]
+        y = y.unflatten(0, (-1, self.num_experts_per_tok))
+        y = (y * weights.unsqueeze(-1).to(y.dtype)).sum(1).to(x.dtype).view_as(x)
+        if self.shared is None:
+            return y
+        shared: Tensor = self.shared(x)
+        if self.shared_gate is not None:
+            shared = torch.sigmoid(self.shared_gate(x)) * shared
+        return y + shared
+
+    def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The chosen experts of rows [N, hidden_size] and their weights, [N, k] each."""
+        logits = wide_product(rows, self.router.weight)
+        scores = logits.softmax(-1) if self.scoring_func == "softmax" else logits.sigmoid()
+        choice = scores.detach()
+        if self.e_score_correction_bias is not None:
+            choice = choice + self.e_score_correction_bias
+        if self.n_group > 1:
+            grouped = choice.unflatten(-1, (self.n_group, -1))
+            best = grouped.topk(2, -1)[0].sum(-1).topk(self.topk_group, -1)[1]
+            hidden = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
+            choice = grouped.masked_fill(hidden.unsqueeze(-1), -torch.inf).flatten(-2)
+        chosen = choice.topk(self.num_experts_per_tok, -1)[1]
+        weights = scores.gather(-1, chosen)
+        if self.norm_topk_prob:
+            weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+        return weights * self.routed_scaling_factor, chosen
+
+
+def product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """x_r W_e^T for the rows r of expert e: [R, O] of x [R, I], W [E, O, I] and ends [E]."""
+    # PyTorch's grouped product has no float64, and takes rows of a multiple of 16 bytes.
+    whole = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
+    if x.dtype != torch.float64 and whole:
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    last = ends.tolist()
+    parts = zip(weight.unbind(), [0, *last[:-1]], last, strict=True)
+    return torch.cat([F.linear(x[start:end], matrix) for matrix, start, end in parts])

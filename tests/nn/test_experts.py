@@ -1,0 +1,100 @@
+"""Experts beside a loop over tokens in float64: every way to choose, and every dtype."""
+
+import pytest
+import torch
+
+from deltarule.nn import Experts
+from tolerance import relative_rms
+
+SIZES = {"num_experts": 8, "num_experts_per_tok": 3}
+WAYS = {
+    "softmax": {},
+    "softmax, not divided": {"norm_topk_prob": False, "routed_scaling_factor": 1.5},
+    "sigmoid in groups": {"scoring_func": "sigmoid", "n_group": 4, "topk_group": 2},
+    "shared": {"shared_size": 24, "shared_gate": True},
+    "relu2": {"activation": "relu2", "shared_size": 24},
+}
+
+
+def make(**options):
+    torch.manual_seed(0)
+    layer = Experts(16, 8, **SIZES | options).double()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    if layer.e_score_correction_bias is not None:
+        layer.e_score_correction_bias.normal_(std=0.3)
+    return layer
+
+
+def network(x, up, down, activation):
+    inner = up @ x
+    if activation == "silu":
+        gate, inner = inner.chunk(2)
+        return down @ (torch.sigmoid(gate) * gate * inner)
+    return down @ inner.clamp(min=0).square()
+
+
+def definition(layer, x):
+    """Token by token, choice by choice."""
+    rows = []
+    for token in x.flatten(0, -2):
+        logits = layer.router.weight @ token
+        exp = logits.exp()
+        scores = exp / exp.sum() if layer.scoring_func == "softmax" else 1 / (1 + (-logits).exp())
+        bias = layer.e_score_correction_bias
+        choice = (scores if bias is None else scores + bias).tolist()
+        size = len(choice) // layer.n_group
+        groups = [sorted(choice[i : i + size])[-2:] for i in range(0, len(choice), size)]
+        best = sorted(range(layer.n_group), key=lambda i: -sum(groups[i]))[: layer.topk_group]
+        allowed = [i for i in range(len(choice)) if i // size in best]
+        chosen = sorted(allowed, key=lambda i: -choice[i])[: layer.num_experts_per_tok]
+        total = sum(scores[i] for i in chosen) if layer.norm_topk_prob else 1
+        y = sum(
+            scores[i] / total * layer.routed_scaling_factor
+            * network(token, layer.up_proj[i], layer.down_proj[i], layer.activation)
+            for i in chosen
+        )  # fmt: skip
+        if layer.shared is not None:
+            shared = layer.shared(token)
+            if layer.shared_gate is not None:
+                shared = shared * torch.sigmoid(layer.shared_gate(token))
+            y = y + shared
+        rows.append(y)
+    return torch.stack(rows).view_as(x)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_choose_is_its_definition(way):
+    layer, x = make(**WAYS[way]), torch.randn(2, 7, 16, dtype=torch.float64)
+    expected = definition(layer, x)
+    assert relative_rms(layer(x), expected) < 1e-12
+    assert relative_rms(layer.float()(x.float()).double(), expected) < 1e-6
+    gradients = torch.autograd.grad(layer(x.float()).square().sum(), layer.up_proj)[0]
+    again = make(**WAYS[way])
+    exact = torch.autograd.grad(definition(again, x).square().sum(), again.up_proj)[0]
+    assert relative_rms(gradients.double(), exact) < 5e-6
+
+
+def test_half_precision_and_autocast():
+    layer, x = make(shared_size=24), torch.randn(2, 7, 16, dtype=torch.float64)
+    expected = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        autocast = layer.float()(x.float())
+    assert autocast.dtype == torch.float32
+    half = layer.bfloat16()(x.bfloat16())
+    assert half.dtype == torch.bfloat16
+    for found in (autocast, half):
+        # A rounded router may choose another expert; here it does not.
+        assert relative_rms(found.double(), expected) < 0.02
+
+
+def test_rows_of_odd_sizes_and_no_rows():
+    layer = Experts(5, 3, num_experts=4, num_experts_per_tok=4)
+    assert layer(torch.randn(1, 3, 5)).shape == (1, 3, 5)
+    assert layer(torch.zeros(1, 0, 5)).shape == (1, 0, 5)
+
+
+def test_gradcheck():
+    layer = make(scoring_func="sigmoid")
+    x = torch.randn(1, 3, 16, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(layer, (x,))
