@@ -96,6 +96,7 @@ ALIGNED += tuple(f"s_{x}_{axis}" for x in ("dy", "x", "gate") for axis in "mh")
 def compile_kernel(name: str, capability: int) -> dict[str, int]:
     """Registers, spills and shared memory."""
     kernel, constants = KERNELS[name]
+    constants = constants | {"CHAINED": False}
     constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
     signature = {
         x: "constexpr" if x in constants else TYPES.get(x, "i32") for x in kernel.arg_names

@@ -20,6 +20,7 @@ from deltarule.models.sampling import chosen
 from deltarule.nn import Attention, DeltaMixer, ModelState, SwiGLU
 from deltarule.nn.linears import adjoin
 from deltarule.nn.state import LentState
+from deltarule.ops.dispatch import triton_missing
 from deltarule.ops.eager import nothing_watches
 
 if TYPE_CHECKING:
@@ -75,13 +76,13 @@ class Decoder:
         device = self.tokens.device
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
+        with torch.cuda.stream(side), chain(device):
             for _ in range(WARM_UP):
                 self.advance(model)
         torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # Another thread of the process may use the GPU meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"), chain(device):
             self.advance(model)
         self.graph = graph
 
@@ -92,6 +93,15 @@ class Decoder:
         else:
             self.graph.replay()
         return self.tokens
+
+
+def chain(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Kernels inside start before the one before them ends, where there are any that can."""
+    if triton_missing(device) is not None:
+        return contextlib.nullcontext()
+    from deltarule.ops.runtime import chained
+
+    return chained.chain(device)
 
 
 def lend(model: "CausalLM", state: ModelState, tokens: int) -> ModelState:

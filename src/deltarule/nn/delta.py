@@ -26,6 +26,7 @@ from deltarule.nn.mixer import COMMON, Mixer
 from deltarule.nn.norm import GateOnly
 from deltarule.nn.recomputed import recomputed
 from deltarule.nn.rule import Arguments, Carry, Projections, Rule
+from deltarule.nn.short_conv import can_step, step
 from deltarule.nn.state import LentState, State
 from deltarule.ops.few_tokens import decodes
 from deltarule.shapes import RecurrentOutput
@@ -174,6 +175,9 @@ class DeltaMixer(Mixer):
             projected[name] = projected[name] * factor
         if self.conv_size:
             call.ask_before({f"{name}_conv": projected[name] for name in "qkv"})
+        decoding = self.decodes(call)
+        if decoding and self.conv_size:
+            self.convolve_in_place(call)
         q = split(self.stream("q", call), self.heads_of("q"), self.head_k_dim)
         k = per_step(self.stream("k", call), steps, self.heads_of("k"), self.head_k_dim)
         if self.qk_map is not None:
@@ -199,7 +203,26 @@ class DeltaMixer(Mixer):
             normalizer=self.normalizer,
             cu_seqlens=call.layout.cu_seqlens,
             real=call.layout.real,
+            decoding=decoding,
         )
+
+    def decodes(self, call: Call) -> bool:
+        """Whether a step is certain to follow, which nobody differentiates or pads."""
+        layout, states = call.layout, call.before.values()
+        if torch.is_grad_enabled() or layout.real is not None or layout.context is not None:
+            return False
+        return decodes(call.x, layout.cu_seqlens, states)
+
+    def convolve_in_place(self, call: Call) -> None:
+        """Convolve q, k and v and overwrite their histories, where one kernel does all of it."""
+        keys = {name: f"{name}_conv" for name in "qkv"}
+        modules = [getattr(self, key) for key in keys.values()]
+        histories = [call.before[key] for key in keys.values()]
+        lent = isinstance(call.before, LentState)
+        if lent and can_step(modules, [call.projected[name] for name in keys], histories):
+            streams = [call.projected[name] for name in keys]
+            call.projected.update(zip(keys, step(modules, streams, histories), strict=True))
+            call.after.update(zip(keys.values(), histories, strict=True))
 
     def of_input(self) -> dict[str, nn.Module]:
         """What is applied to x itself, by the name of its result."""
@@ -209,9 +232,11 @@ class DeltaMixer(Mixer):
     def stream(self, name: str, call: Call) -> Tensor:
         """Convolve what x was projected to: q, k or v."""
         # Taken out: without a gradient nobody needs it after its convolution.
-        y = call.projected.pop(name)
+        y: Tensor = call.projected.pop(name)
+        key = f"{name}_conv"
+        if key in call.after:
+            return y
         if self.conv_size:
-            key = f"{name}_conv"
             convolve = partial(getattr(self, key), y, call.before[key], call.layout)
             y, call.after[key] = convolve()
             if name == "v" and y.requires_grad:

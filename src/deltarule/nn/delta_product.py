@@ -6,7 +6,7 @@ S_{t,0} = S_{t-1,n}        o_t = S_{t,n} q_t        j = 1..n
 
 from deltarule.nn import deltanet
 from deltarule.nn.delta import DeltaMixer
-from deltarule.nn.gates import discretised_log_decay
+from deltarule.nn.gates import log_decay_of
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 
 
@@ -33,7 +33,7 @@ RULE = Rule(
 def gated_arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
     """DeltaProduct's arguments and Gated DeltaNet's decay."""
     given, carry = arguments(projections, carry)
-    return given | {"log_decay": discretised_log_decay(projections)}, carry
+    return given | {"log_decay": log_decay_of(projections)}, carry
 
 
 GATED_RULE = Rule(

@@ -6,13 +6,13 @@ beta_t = beta_max sigmoid(beta_logits_t)
 
 from deltarule.nn.delta import DeltaMixer
 from deltarule.nn.feature_maps import normalised
-from deltarule.nn.gates import write_strength
+from deltarule.nn.gates import strength_of
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 
 
 def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
     """With unit keys every eigenvalue of the transition is in [1 - beta_max, 1]."""
-    beta = write_strength(projections)
+    beta = strength_of(projections)
     return normalised(projections, otherwise="l2") | {"beta": beta}, carry
 
 

@@ -7,14 +7,14 @@ beta_t = beta_max sigmoid(beta_logits_t)
 
 from deltarule.nn import deltanet
 from deltarule.nn.delta import DeltaMixer
-from deltarule.nn.gates import discretised_log_decay
+from deltarule.nn.gates import log_decay_of
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 
 
 def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
     """DeltaNet's arguments and a decay: for each head here, for each key channel in KDA."""
     given, carry = deltanet.arguments(projections, carry)
-    return given | {"log_decay": discretised_log_decay(projections)}, carry
+    return given | {"log_decay": log_decay_of(projections)}, carry
 
 
 RULE = Rule(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from deltarule.nn.rule import Projections
 from deltarule.ops.delta_rule import gate_maps as plain
+from deltarule.ops.delta_rule.gate_logits import BetaLogits, DecayLogits
 from deltarule.ops.delta_rule.gate_maps import computed as computed
 from deltarule.ops.dispatch import Implementation, Table, always, choose
 from deltarule.ops.eager import run_fused, why_not_fused
@@ -30,6 +31,20 @@ def write_strength(projections: Projections) -> Tensor:
     """beta = beta_max * sigmoid(beta_logits)."""
     call = Strength(projections.need("beta_logits"), projections.beta_max)
     return choose(STRENGTHS, call, "auto", call.logits.device).run(call)
+
+
+def strength_of(projections: Projections) -> Tensor | BetaLogits:
+    """`write_strength`, or what a step makes it of."""
+    if not projections.decoding:
+        return write_strength(projections)
+    return BetaLogits(projections.need("beta_logits"), projections.beta_max)
+
+
+def log_decay_of(projections: Projections) -> Tensor | DecayLogits:
+    """`discretised_log_decay`, or what a step makes it of."""
+    if not projections.decoding:
+        return discretised_log_decay(projections)
+    return DecayLogits(*(projections.need(name) for name in Decay._fields[:3]))
 
 
 def discretised_log_decay(projections: Projections) -> Tensor:

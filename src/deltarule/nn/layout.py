@@ -27,7 +27,7 @@ class Layout:
         batch: Rows.
         tokens: Tokens in a row, padding included.
         device: Where the tokens are.
-        counts: [N] real tokens of each sequence.
+        real_counts: [N] real tokens of each sequence. None: all of its tokens.
         cu_seqlens: Offsets [N + 1] of packed sequences, on that device. None: a row is a sequence.
         sequence: [T] the packed sequence that each token belongs to. None: a row is a sequence.
         order: [B, T] the tokens of each row, real ones first. None: all are real.
@@ -38,7 +38,7 @@ class Layout:
     batch: int
     tokens: int
     device: torch.device
-    counts: Tensor
+    real_counts: Tensor | None = None
     cu_seqlens: Tensor | None = None
     sequence: Tensor | None = None
     order: Tensor | None = None
@@ -49,6 +49,13 @@ class Layout:
     def sequences(self) -> int:
         """N: rows, or packed sequences."""
         return self.batch if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+
+    @property
+    def counts(self) -> Tensor:
+        """[N] real tokens of each sequence; made where it is asked for, which few layers do."""
+        if self.real_counts is not None:
+            return self.real_counts
+        return torch.full((self.batch,), self.tokens, device=self.device)
 
     @property
     def spans(self) -> dict[str, Any]:
@@ -149,8 +156,7 @@ def make_layout(
     if mask is not None:
         return _padded(x, mask)
     batch, tokens, _ = x.shape
-    counts = torch.full((batch,), tokens, device=x.device)
-    return Layout(batch, tokens, x.device, counts)
+    return Layout(batch, tokens, x.device)
 
 
 def _shared(x: Hidden, cu_seqlens: Offsets | None, mask: Mask | None, context: Context) -> Layout:

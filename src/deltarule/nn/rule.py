@@ -62,6 +62,7 @@ class Projections:
         cu_seqlens: Offsets [N + 1] of sequences packed into one row. None: a row is a sequence.
         real: [B, T] True at real tokens, which come first in a row. None: all are real.
         context: The processes that hold other tokens of the rows, for rules that look back a token.
+        decoding: Whether `recurrent_step` follows, which makes gates of their logits itself.
     """
 
     q: Tensor
@@ -88,6 +89,7 @@ class Projections:
     cu_seqlens: Tensor | None = None
     real: Tensor | None = None
     context: Context | None = None
+    decoding: bool = False
 
     @property
     def qkv(self) -> Arguments:

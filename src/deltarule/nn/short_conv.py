@@ -3,6 +3,7 @@
 y_t = SiLU(sum_{j=0..W-1} weight_j * x_{t-W+1+j} + bias)
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from deltarule.nn.layout import Layout
 from deltarule.ops.dispatch import Implementation, Table, always, choose
-from deltarule.ops.eager import run_fused, why_not_fused
+from deltarule.ops.eager import run_fused, unwatched, why_not_fused
 from deltarule.ops.fused import short_conv as fused
 
 
@@ -98,6 +99,36 @@ CONVOLUTIONS: Table[Call, tuple[Tensor, Tensor]] = {
     "triton": Implementation(why_not=why_not_triton, run=run_triton),
     "torch": Implementation(why_not=always, run=run_torch),
 }
+
+
+def can_step(
+    modules: Sequence[ShortConv], streams: Sequence[Tensor], histories: Sequence[Tensor]
+) -> bool:
+    """Whether one kernel convolves the few tokens of three streams and their histories in place."""
+    taps = {module.weight.shape[1] for module in modules}
+    plain = len(taps) == 1 and 1 < min(taps) <= fused.MAX_TAPS and len(modules) == 3
+    if not plain or any(module.bias is not None for module in modules):
+        return False
+    if not unwatched((*streams, *histories, *(module.weight for module in modules))):
+        return False
+    weights = all(module.weight.is_contiguous() for module in modules)
+    pairs = zip(streams, histories, strict=True)
+    alike = all(x.dtype == h.dtype and x.stride(-1) == 1 and h.is_contiguous() for x, h in pairs)
+    return weights and alike and why_not_fused(streams[0]) is None
+
+
+def step(
+    modules: Sequence[ShortConv], streams: Sequence[Tensor], histories: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Convolve three streams [B, T, D] after their histories [B, R, D], which are overwritten."""
+    # Triton is an extra, imported where it runs.
+    from deltarule.ops.fused.convolution_step_triton import Stream, convolution_step
+
+    q, k, v = (
+        Stream(x, module.weight, history, module.activated)
+        for module, x, history in zip(modules, streams, histories, strict=True)
+    )
+    return convolution_step((q, k, v))
 
 
 def convolve(x: Tensor, weight: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltarule.ops.runtime.chained import begin, chained
 from deltarule.ops.runtime.launch import launch
 from deltarule.ops.runtime.places import adjacent
 
@@ -34,9 +35,10 @@ def activate(b_gate, ACTIVATION: tl.constexpr):
 def gated_norm_kernel(
     x, gate, weight, y, rows, eps, s_x_m, s_x_h, s_gate_m, s_gate_h,
     H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BR: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    ACTIVATION: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """BR rows; row m * H + h is head h of token m."""
+    begin(CHAINED)
     r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     o_v = tl.arange(0, BV)
     m = (r < rows)[:, None] & (o_v < V)[None, :]
@@ -103,7 +105,7 @@ def gated_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, act: 
         )  # fmt: skip
         constants = {
             "H": x.shape[1], "V": size, "BV": width, "BR": tile,
-            "ACTIVATION": "none" if gate is None else act, **options(width),
+            "ACTIVATION": "none" if gate is None else act, **chained(), **options(width),
         }  # fmt: skip
         launch(gated_norm_kernel, (triton.cdiv(rows, tile), 1, 1), given, constants)
     return y
@@ -158,9 +160,10 @@ ROWS = 8
 
 @triton.jit
 def residual_norm_kernel(
-    x, y, weight, s, z, eps, s_x, s_y, V: tl.constexpr, BV: tl.constexpr
+    x, y, weight, s, z, eps, s_x, s_y, V: tl.constexpr, BV: tl.constexpr, CHAINED: tl.constexpr
 ):  # fmt: skip
     """One row."""
+    begin(CHAINED)
     r = tl.program_id(0).to(tl.int64)
     o_v = tl.arange(0, BV)
     m = o_v < V
@@ -210,7 +213,7 @@ def residual_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Ten
     width = triton.next_power_of_2(size)
     if s.numel():
         given = x, y, weight.contiguous(), s, z, eps, x.stride(0), y.stride(0)
-        constants = {"V": size, "BV": width, **options(width)}
+        constants = {"V": size, "BV": width, **chained(), **options(width)}
         launch(residual_norm_kernel, (rows, 1, 1), given, constants)
     return s, z
 

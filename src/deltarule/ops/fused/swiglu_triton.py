@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltarule.ops.runtime.chained import begin, chained
 from deltarule.ops.runtime.launch import launch
 
 # Elements of a program: 16 for each thread, two wide loads in 16 bits.
@@ -22,8 +23,9 @@ OPTIONS = {"num_stages": 1, "enable_fp_fusion": True, "num_warps": 4}
 
 # The number of elements is left to be specialised: a multiple of 16 is what wide loads need.
 @triton.jit
-def swiglu_kernel(gate, up, h, elements, BLOCK: tl.constexpr):
+def swiglu_kernel(gate, up, h, elements, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
     """BLOCK elements of h."""
+    begin(CHAINED)
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m = o < elements
     b_gate = tl.load(gate + o, mask=m, other=0.0).to(tl.float32)
@@ -57,7 +59,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     h = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if h.numel():
         grid = triton.cdiv(h.numel(), BLOCK), 1, 1
-        launch(swiglu_kernel, grid, (gate, up, h, h.numel()), {"BLOCK": BLOCK, **OPTIONS})
+        constants = {"BLOCK": BLOCK, **chained(), **OPTIONS}
+        launch(swiglu_kernel, grid, (gate, up, h, h.numel()), constants)
     return h
 
 

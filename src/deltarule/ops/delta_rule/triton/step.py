@@ -20,6 +20,7 @@ from torch import Tensor
 from deltarule.ops.delta_rule.gate_maps import NO_MAPS, GateMaps
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.fused.gates_triton import softplus
+from deltarule.ops.runtime.chained import begin, chained
 from deltarule.ops.runtime.launch import Launch
 from deltarule.ops.runtime.places import place_of
 from deltarule.ops.runtime.unit_norm import EPSILON
@@ -50,9 +51,10 @@ def recurrent_step_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
     DECAY: tl.constexpr, ERASE: tl.constexpr, UNIT_NORM: tl.constexpr, INDEXED: tl.constexpr,
     DECAY_LOGITS: tl.constexpr, BETA_LOGITS: tl.constexpr, KEPT: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of one head of one batch row; s_x_b, s_x_t, s_x_h are strides of x."""
+    begin(CHAINED)
     i_v, i_h, i_b = place_of((V + BV - 1) // BV, HV)
     i_b = i_b.to(tl.int64)
     i_key = i_h // (HV // H)
@@ -134,6 +136,7 @@ def recurrent_step(
         inputs.q.device, *inputs.q.shape[2:], value_heads, value_size, inputs.n_steps, inputs.decay,
         inputs.erase, inputs.normalize_qk, (state_indices is not None, states is not None),
         (A_log is not None, maps.beta_max is not None), num_warps(state.dtype),
+        tuple(chained().items()),
     )  # fmt: skip
     kernel(
         (-(-value_size // ROWS) * value_heads * batch, 1, 1), *streams, A_log, dt_bias,
@@ -148,7 +151,7 @@ def recurrent_step(
 def step_launch(
     device: torch.device, heads: int, key_size: int, value_heads: int, value_size: int,
     n_steps: int, decay: str, erase: str, unit_norm: bool, states: tuple[bool, bool],
-    logits: tuple[bool, bool], num_warps: int,
+    logits: tuple[bool, bool], num_warps: int, chained: tuple[tuple[str, bool], ...],
 ) -> Launch:  # fmt: skip
     """The kernel with its constants: one for all calls on a device that share them.
 
@@ -160,6 +163,7 @@ def step_launch(
         "DECAY": decay, "ERASE": erase, "UNIT_NORM": unit_norm, "INDEXED": states[0],
         "DECAY_LOGITS": logits[0], "BETA_LOGITS": logits[1], "KEPT": states[1],
         "BK": triton.next_power_of_2(key_size), "BV": ROWS, "num_warps": num_warps, "num_stages": 1,
+        **dict(chained),
     }  # fmt: skip
     return Launch(recurrent_step_kernel, constants)
 

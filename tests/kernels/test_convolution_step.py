@@ -1,0 +1,34 @@
+"""The convolutions of a few tokens in one kernel: the bits of the convolution of a whole call."""
+
+import pytest
+import torch
+
+from deltarule.nn import ShortConv
+from deltarule.nn.short_conv import step
+from deltarule.ops.fused import short_conv
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture
+def device():
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_three_streams_are_convolved_as_each_alone(tokens, dtype, device):
+    sizes, batch = (130, 24, 256), 2
+    modules = [ShortConv(size, 4, activated=size > 24).to(device) for size in sizes]
+    packed = torch.randn(batch, tokens, sum(sizes), device=device).to(dtype)
+    streams = packed.split(sizes, dim=-1)
+    histories = [torch.randn(batch, 3, size, device=device).to(dtype) for size in sizes]
+    expected = [
+        short_conv.short_conv(x, m.weight, history.clone(), None, None, None, m.activated, 0)
+        for m, x, history in zip(modules, streams, histories, strict=True)
+    ]
+    with torch.no_grad():
+        found = step(modules, streams, histories)
+    for y, history, (y_alone, history_alone) in zip(found, histories, expected, strict=True):
+        assert torch.equal(y, y_alone)
+        assert torch.equal(history, history_alone)
