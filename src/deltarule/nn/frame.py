@@ -119,7 +119,10 @@ class Frame(nn.Module, ABC):
     def state_before(self, state: State | None, layout: Layout) -> State:
         """Check the given state, or make the one that starts afresh."""
         if state is None:
-            state = self.init_state(layout.sequences)
+            return self.init_state(layout.sequences)
+        if isinstance(state, LentState):
+            # The layer's own, from the call before.
+            return state
         return check_state(state, self.init_state(0), layout.sequences, self.exact())
 
     @abstractmethod

@@ -95,6 +95,8 @@ class Call(NamedTuple):
 
 def normalised(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return weight * x / sqrt(mean(x^2) + eps), rounded once where the weight is the wider one."""
+    if x.dtype == weight.dtype:
+        return F.rms_norm(x, weight.shape, weight, eps)
     dtype = torch.promote_types(x.dtype, weight.dtype)
     return F.rms_norm(x.to(dtype), weight.shape, weight.to(dtype), eps).to(x.dtype)
 

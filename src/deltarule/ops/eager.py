@@ -30,11 +30,15 @@ def nothing_watches() -> bool:
     )
 
 
+# Ready, because a decoding step on a CPU is told so some 50 times.
+ON_CPU = "Triton needs a CUDA device, and x is on cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def why_not_fused(x: Tensor) -> str | None:
     """Why no Triton kernel takes x, or None; kernels compute in float32."""
+    if x.is_cpu:
+        return ON_CPU
     if x.device.type != "cuda":
         return f"Triton needs a CUDA device, and x is on {x.device}"
     # Code compiled for a GPU has Triton, and the compiler cannot follow a look for it.

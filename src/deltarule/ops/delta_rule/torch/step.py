@@ -29,48 +29,58 @@ def recurrent_step(
     with without_autocast(state.device):
         inputs = maps.applied(inputs)
         if state_indices is None:
-            o, after = _tokens(inputs, state.to(inputs.dtype))
-            state.copy_(after[-1])
-            if states is not None:
-                states.copy_(torch.stack(after, dim=1))
-            return o
+            return _within(inputs, state, states)
         rows = (state_indices != null_index).nonzero().squeeze(-1)
         slots = state_indices[rows].long()
-        picked = inputs.rows(rows)
+        picked, own = inputs.rows(rows), state[slots]
+        kept = None if states is None else states[rows]
         o = inputs.v.new_zeros(inputs.output_shape)
-        o[rows], after = _tokens(picked, state[slots].to(inputs.dtype))
-        state[slots] = after[-1].to(state.dtype)
-        if states is not None:
-            states[rows] = torch.stack(after, dim=1).to(state.dtype)
+        o[rows] = _within(picked, own, kept)
+        state[slots] = own
+        if states is not None and kept is not None:
+            states[rows] = kept
         return o
 
 
-def _tokens(inputs: Inputs, state: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Outputs [B, T, HV, V] and the state [B, HV, V, K] after each token."""
+def _within(inputs: Inputs, state: Tensor, states: Tensor | None) -> Tensor:
+    """Outputs [B, T, HV, V]; the state [B, HV, V, K] is overwritten, whatever its dtype."""
+    carried = state.to(inputs.dtype)
+    o = _tokens(inputs, carried, states)
+    if carried is not state:
+        state.copy_(carried)
+    return o
+
+
+def _tokens(inputs: Inputs, state: Tensor, states: Tensor | None) -> Tensor:
+    """Outputs [B, T, HV, V], the state carried in place and kept after each token."""
     heads, n_steps = inputs.v.shape[2], inputs.n_steps
     q, k = inputs.q.to(inputs.dtype), inputs.k.to(inputs.dtype)
     if inputs.normalize_qk:
         q, k = unit_norm(q), unit_norm(k)
+    if (group := heads // q.shape[2]) > 1:
+        q, k = (x.repeat_interleave(group, 2) for x in (q, k))
     # [B, T, HV, 1, K]: a row vector for each head, to multiply a state from the right.
-    q, k = (x.repeat_interleave(heads // x.shape[2], 2).unsqueeze(-2) for x in (q, k))
+    q, k = q.unsqueeze(-2), k.unsqueeze(-2)
     v = inputs.v.to(inputs.dtype).unsqueeze(-1)
-    outputs, after = [], []
+    outputs = []
     for t in range(q.shape[1]):
         erase = None
         if inputs.a is not None and inputs.b is not None:
             a, b = (x[:, t].to(inputs.dtype).unsqueeze(-2) for x in (inputs.a, inputs.b))
-            erase = (state * a).sum(-1, keepdim=True) * b
+            erase = (state * a).sum(-1, keepdim=True), b
         if inputs.log_decay is not None:
             log_decay = inputs.log_decay[:, t].to(inputs.dtype)
-            state = state * log_decay.reshape(*log_decay.shape[:2], 1, -1).exp()
+            state *= log_decay.exp().reshape(*log_decay.shape[:2], 1, -1)
         if erase is not None:
-            state = state + erase
+            state.addcmul_(*erase)
         for row in range(t * n_steps, (t + 1) * n_steps):
             write = v[:, row]
             if inputs.beta is not None:
                 held = (state * k[:, row]).sum(-1, keepdim=True)
                 write = inputs.beta[:, row, :, None, None].to(inputs.dtype) * (write - held)
-            state = state + write * k[:, row]
+            state.addcmul_(write, k[:, row])
         outputs.append((state * q[:, t]).sum(-1) * inputs.scale)
-        after.append(state)
-    return torch.stack(outputs, 1).to(inputs.v.dtype), after
+        if states is not None:
+            states[:, t] = state
+    o = outputs[0].unsqueeze(1) if len(outputs) == 1 else torch.stack(outputs, 1)
+    return o.to(inputs.v.dtype)
