@@ -14,8 +14,9 @@ from deltarule.models.arguments import check_inputs
 from deltarule.models.block import Block, norm_of_sum, scaled, stream_norm
 from deltarule.models.config import ModelConfig
 from deltarule.models.convert.layout import shapes_of, stored, written
-from deltarule.models.generate import Prompt, Stop, generate, stream
+from deltarule.models.generate import generate, stream
 from deltarule.models.loss import next_token_loss
+from deltarule.models.request import Prompt, Stop
 from deltarule.nn import DeltaMixer, Experts, ModelState, SquaredReLU, SwiGLU
 from deltarule.nn.linears import linear, product
 from deltarule.ops.context import Context
@@ -180,11 +181,12 @@ class CausalLM(nn.Module):
         seed: int | None = None,
         state: ModelState | None = None,
         cuda_graphs: bool = True,
+        draft: int = 0,
     ) -> list[list[int]]:
         """Continue every prompt; see `deltarule.models.generate.generate`."""
         return generate(
             self, prompts, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
-            top_p=top_p, stop=stop, seed=seed, state=state, cuda_graphs=cuda_graphs,
+            top_p=top_p, stop=stop, seed=seed, state=state, cuda_graphs=cuda_graphs, draft=draft,
         )  # fmt: skip
 
     def stream(
@@ -199,11 +201,12 @@ class CausalLM(nn.Module):
         seed: int | None = None,
         state: ModelState | None = None,
         cuda_graphs: bool = True,
+        draft: int = 0,
     ) -> Iterator[int]:
         """Continue one prompt, token by token; see `deltarule.models.generate.stream`."""
         return stream(
             self, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
-            top_p=top_p, stop=stop, seed=seed, state=state, cuda_graphs=cuda_graphs,
+            top_p=top_p, stop=stop, seed=seed, state=state, cuda_graphs=cuda_graphs, draft=draft,
         )  # fmt: skip
 
     def save(self, folder: str | Path, family: str | None = None) -> None:

@@ -19,7 +19,7 @@ from deltarule.models.block import Block
 from deltarule.models.sampling import chosen
 from deltarule.nn import Attention, DeltaMixer, ModelState, SwiGLU
 from deltarule.nn.linears import adjoin
-from deltarule.nn.state import LentState
+from deltarule.nn.state import DraftedState, LentState
 from deltarule.ops.dispatch import triton_missing
 from deltarule.ops.eager import nothing_watches
 
@@ -95,6 +95,42 @@ class Decoder:
         return self.tokens
 
 
+class DraftDecoder(Decoder):
+    """Buffers for rows of several tokens, all but the first of them guessed, and their step.
+
+    Args:
+        state: As for `Decoder`.
+        sampling: How a token is drawn.
+        draft: Guessed tokens of each row.
+    """
+
+    def __init__(self, state: ModelState, sampling: Sampling, draft: int) -> None:
+        """Take the state; `guess` finds tokens and draws in their buffers."""
+        super().__init__(state, sampling)
+        sizes, device = (len(self.tokens), draft + 1), self.tokens.device
+        self.tokens = torch.zeros(sizes, dtype=torch.int64, device=device)
+        self.picks = torch.zeros_like(self.tokens)
+        self.accepted = torch.ones_like(self.tokens[:, 0])
+        self.draws = torch.zeros(sizes, device=device)
+
+    def advance(self, model: "CausalLM") -> None:
+        """Read all tokens, draw one after each, and keep the state after those that fit."""
+        before = [DraftedState(layer) for layer in self.state]
+        x, after = model.hidden(self.tokens, ModelState(before))
+        logits = model.logits(x).flatten(0, 1)
+        picks = chosen(logits, self.draws.flatten(), *self.sampling).view_as(self.tokens)
+        fits = picks[:, :-1] == self.tokens[:, 1:]
+        self.accepted.copy_(1 + fits.long().cumprod(1).sum(1))
+        pairs = zip(before, after, strict=True)
+        overwrite(self.state, ModelState(x.up_to(y, self.accepted) for x, y in pairs))
+        self.picks.copy_(picks)
+
+    def guess(self, model: "CausalLM") -> tuple[Tensor, Tensor]:
+        """What was drawn after each token [B, 1 + draft], and how many of that to take [B]."""
+        self.step(model)
+        return self.picks, self.accepted
+
+
 def chain(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Kernels inside start before the one before them ends, where there are any that can."""
     if triton_missing(device) is not None:
@@ -140,15 +176,18 @@ _captured: "WeakKeyDictionary[CausalLM, list[tuple[object, Decoder]]]" = WeakKey
 
 
 @contextlib.contextmanager
-def captured(model: "CausalLM", state: ModelState, sampling: Sampling) -> Iterator[Decoder]:
+def captured(
+    model: "CausalLM", state: ModelState, sampling: Sampling, draft: int = 0
+) -> Iterator[Decoder]:
     """A decoder with its graph, for this caller alone until it is given back."""
-    key = kind_of(model, state, sampling)
+    key = draft, kind_of(model, state, sampling)
     kept = _captured.setdefault(model, [])
     places = [place for place, (other, _) in enumerate(kept) if other == key]
     if places:
         decoder = kept.pop(places[0])[1]
     else:
-        decoder = Decoder(ModelState(LentState(layer.clone()) for layer in state), sampling)
+        own = ModelState(LentState(layer.clone()) for layer in state)
+        decoder = DraftDecoder(own, sampling, draft) if draft else Decoder(own, sampling)
         decoder.capture(model)
     try:
         yield decoder

@@ -1,17 +1,12 @@
 """Generation: prompts in, tokens out, one pass over the prompts and one step a token."""
 
-import math
-import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from deltarule.models.arguments import check_state
-from deltarule.models.bytes import BEGIN, VOCAB_SIZE
 from deltarule.models.decoder import (
     Decoder,
     Sampling,
@@ -21,16 +16,16 @@ from deltarule.models.decoder import (
     lend,
     row_count,
 )
+from deltarule.models.drafted import drafted
 from deltarule.models.late import Late
-from deltarule.models.sampling import DAMAGED, Draws, chosen
+from deltarule.models.request import Options, Prompt, Rows, Stop, check_prompts
+from deltarule.models.sampling import Draws, chosen
 from deltarule.nn import ModelState
 from deltarule.nn.state import LentState
 
 if TYPE_CHECKING:
     from deltarule.models.causal_lm import CausalLM
 
-Prompt = Sequence[int] | Tensor
-Stop = int | Sequence[int]
 # Steps whose random numbers are sent to a GPU together.
 DRAWN = 64
 
@@ -47,6 +42,7 @@ def generate(
     seed: int | None = None,
     state: ModelState | None = None,
     cuda_graphs: bool = True,
+    draft: int = 0,
 ) -> list[list[int]]:
     r"""Continue every prompt, one token at a time.
 
@@ -76,6 +72,10 @@ def generate(
         cuda_graphs: On a GPU, decode by replaying a CUDA graph of one step, which the first call
             with as many rows captures and the model keeps (`release_graphs` frees it). False, or a
             CPU, runs the model anew for each token.
+        draft: Tokens, up to 15, that are guessed for each row: those that followed where its last
+            tokens stood before. The model reads them in one step with the token that they follow,
+            and those that it would not have drawn are taken back: text that repeats itself, or its
+            prompt, comes in fewer steps. 0 guesses none.
 
     Returns:
         The added tokens of each prompt, without the prompt.
@@ -92,9 +92,9 @@ def generate(
         >>> [len(row) for row in rows]
         [5, 5]
     """
-    options = _Options(max_new_tokens, temperature, top_k, top_p, stop, seed, cuda_graphs)
+    options = Options(max_new_tokens, temperature, top_k, top_p, stop, seed, cuda_graphs, draft)
     options.check(model.config.vocab_size)
-    tokens = _check_prompts(model, prompts, state)
+    tokens = check_prompts(model, prompts, state)
     added: list[list[int]] = [[] for _ in tokens]
     for row, token in _sample(model, tokens, options, state):
         added[row].append(token)
@@ -113,6 +113,7 @@ def stream(
     seed: int | None = None,
     state: ModelState | None = None,
     cuda_graphs: bool = True,
+    draft: int = 0,
 ) -> Iterator[int]:
     """Continue one prompt, giving each token as soon as it is drawn.
 
@@ -129,142 +130,15 @@ def stream(
         >>> len(list(model.stream([1, 2, 3], max_new_tokens=5)))
         5
     """
-    options = _Options(max_new_tokens, temperature, top_k, top_p, stop, seed, cuda_graphs)
+    options = Options(max_new_tokens, temperature, top_k, top_p, stop, seed, cuda_graphs, draft)
     options.check(model.config.vocab_size)
-    tokens = _check_prompts(model, [prompt], state)
+    tokens = check_prompts(model, [prompt], state)
     return (token for _, token in _sample(model, tokens, options, state))
-
-
-@dataclass(frozen=True)
-class _Options:
-    max_new_tokens: int
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    stop: Sequence[Stop]
-    seed: int | None
-    cuda_graphs: bool
-
-    @property
-    def sampling(self) -> Sampling:
-        """How a token is drawn."""
-        return Sampling(self.temperature, self.top_k, self.top_p)
-
-    def check(self, vocab_size: int) -> None:
-        """Refuse what cannot be meant, naming the argument."""
-        _check_integer("max_new_tokens", self.max_new_tokens, smallest=0)
-        if not math.isfinite(self.temperature) or self.temperature < 0:
-            raise ValueError(
-                f"temperature must be a finite number of 0 or more, got {self.temperature}"
-            )
-        if self.top_k is not None:
-            _check_integer("top_k", self.top_k, smallest=1)
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
-        if self.seed is not None:
-            _check_integer("seed", self.seed, smallest=0)
-            if self.seed >= 2**63:
-                raise ValueError(f"seed must be below 2**63, got {self.seed}")
-        if isinstance(self.stop, int | str | bytes):
-            raise ValueError(
-                f"stop must be a list of tokens or of token sequences, got {self.stop!r}"
-            )
-        for sequence in self.stop_sequences():
-            if not sequence:
-                raise ValueError("stop holds an empty sequence, which would end every row at once")
-            _check_range("stop", sequence, vocab_size)
-
-    def stop_sequences(self) -> list[list[int]]:
-        """Every stop as a sequence."""
-        return [_as_sequence(stop) for stop in self.stop]
-
-
-def _as_sequence(stop: Stop) -> list[int]:
-    try:
-        return [stop] if isinstance(stop, int) else [operator.index(token) for token in stop]
-    except TypeError:
-        raise ValueError(f"stop must hold tokens or sequences of tokens, got {stop!r}") from None
-
-
-def _check_integer(name: str, value: Any, smallest: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
-        raise ValueError(f"{name} must be an integer of {smallest} or more, got {value!r}")
-
-
-def _check_range(name: str, tokens: list[int], vocab_size: int) -> None:
-    for token in tokens:
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"{name} must hold tokens in [0, {vocab_size}), got {token}")
-
-
-def _check_prompts(
-    model: "CausalLM", prompts: Sequence[Prompt], state: ModelState | None
-) -> list[list[int]]:
-    """Return every prompt as a list of at least one token."""
-    if isinstance(prompts, str | bytes):
-        raise ValueError(
-            "prompts must be a list of token lists, got text: deltarule.models.bytes.encode(text) "
-            "makes tokens"
-        )
-    rows = [_as_list(index, prompt) for index, prompt in enumerate(prompts)]
-    vocab_size = model.config.vocab_size
-    for index, row in enumerate(rows):
-        if not row and state is not None:
-            raise ValueError(
-                f"prompts[{index}] is empty: after a given state each prompt needs at least one "
-                "token, since the state does not hold the prediction that follows it"
-            )
-        if not row and vocab_size != VOCAB_SIZE:
-            raise ValueError(
-                f"prompts[{index}] is empty: only a model of byte tokens (vocab_size={VOCAB_SIZE}) "
-                f"has BEGIN to start from, and this one has vocab_size={vocab_size}"
-            )
-        _check_range(f"prompts[{index}]", row, vocab_size)
-    if state is not None:
-        one_for_all = all(len(tensor) == 1 for layer in state for tensor in layer.values())
-        check_state(state, 1 if one_for_all else len(rows), model.config.num_layers)
-    return [row or [BEGIN] for row in rows]
-
-
-def _as_list(index: int, prompt: Prompt) -> list[int]:
-    if isinstance(prompt, Tensor):
-        if prompt.ndim != 1 or prompt.is_floating_point():
-            raise ValueError(
-                f"prompts[{index}] must be integers [T], got {prompt.dtype} {list(prompt.shape)}"
-            )
-        prompt = prompt.tolist()
-    try:
-        return [operator.index(token) for token in prompt]
-    except TypeError:
-        raise ValueError(f"prompts[{index}] must hold integer tokens, got {prompt!r:.80}") from None
-
-
-class _Rows:
-    """What each row has added, and which rows go on."""
-
-    def __init__(self, count: int, options: _Options) -> None:
-        self.stops, self.left = options.stop_sequences(), options.max_new_tokens
-        self.added: list[list[int]] = [[] for _ in range(count)]
-        self.going = list(range(count))
-
-    def take(self, tokens: dict[int, int]) -> Iterator[tuple[int, int]]:
-        """Give a step's tokens of the rows that go on; those that are done with them leave."""
-        self.left -= 1
-        going = []
-        for row in self.going:
-            if (token := tokens[row]) < 0:
-                raise ValueError(DAMAGED)
-            added = self.added[row]
-            added.append(token)
-            if not any(added[-len(sequence) :] == sequence for sequence in self.stops):
-                going.append(row)
-            yield row, token
-        self.going = going if self.left else []
 
 
 @torch.no_grad()
 def _sample(
-    model: "CausalLM", prompts: list[list[int]], options: _Options, state: ModelState | None
+    model: "CausalLM", prompts: list[list[int]], options: Options, state: ModelState | None
 ) -> Iterator[tuple[int, int]]:
     """Yield (row, token) in order of time."""
     if not prompts or options.max_new_tokens == 0:
@@ -272,10 +146,12 @@ def _sample(
     draws = Draws(options.seed, len(prompts), model.embedding.weight.device)
     if captures(model):
         adjoin_projections(model)
-    rows = _Rows(len(prompts), options)
+    rows = Rows(len(prompts), options)
     logits, state = _read_prompts(model, prompts, state)
     tokens = chosen(logits, draws.next(rows.going), *options.sampling)
-    if options.cuda_graphs and captures(model):
+    if options.draft:
+        yield from drafted(model, prompts, state, tokens, draws, rows, options)
+    elif options.cuda_graphs and captures(model):
         lent = lend(model, state, options.max_new_tokens)
         with captured(model, lent, options.sampling) as decoder:
             yield from _replay(model, decoder, lent, tokens, draws, rows)
@@ -288,13 +164,15 @@ def _step(
     state: ModelState,
     tokens: Tensor,
     draws: Draws,
-    rows: _Rows,
+    rows: Rows,
     sampling: Sampling,
 ) -> Iterator[tuple[int, int]]:
     """One call of the model a token; rows leave the batch when they are done."""
     while True:
         before = rows.going
-        yield from rows.take(dict(zip(before, tokens.tolist(), strict=True)))
+        yield from rows.take(
+            {row: [token] for row, token in zip(before, tokens.tolist(), strict=True)}
+        )
         if not rows.going:
             return
         if len(rows.going) < len(before):
@@ -313,10 +191,10 @@ def _replay(
     state: ModelState,
     tokens: Tensor,
     draws: Draws,
-    rows: _Rows,
+    rows: Rows,
 ) -> Iterator[tuple[int, int]]:
     """One replay a token, read a step late; rows that are done run along and are not looked at."""
-    everyone, steps = list(rows.going), rows.left
+    everyone, steps = list(rows.going), rows.most
     decoder.start(state, tokens)
     unread = Late(tokens)
     for step in range(steps):
@@ -326,7 +204,7 @@ def _replay(
                 numbers = draws.several(everyone, DRAWN)
             decoder.draws.copy_(numbers[step % DRAWN])
             unread = Late(decoder.step(model))
-        yield from rows.take(dict(enumerate(read.tolist())))
+        yield from rows.take({row: [token] for row, token in enumerate(read.tolist())})
         if not rows.going:
             return
 

@@ -39,6 +39,11 @@ class Draws:
         numbers = [torch.rand(steps, generator=self._generators[row]) for row in rows]
         return torch.stack(numbers, dim=1).to(self._device)
 
+    def ahead(self, row: int, count: int) -> list[float]:
+        """Return the next numbers of one row, on the host."""
+        numbers: list[float] = torch.rand(count, generator=self._generators[row]).tolist()
+        return numbers
+
 
 def choose(
     logits: Float[Tensor, "B vocab"],

@@ -151,6 +151,11 @@ class Attention(Mixer):
         free = tokens if self.window is None else self.window - state["valid"].shape[1]
         return with_free_rows(state, free)
 
+    @property
+    def appended(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Keys and values, which no others take the place of without a window."""
+        return ("keys", "values") if self.window is None else ()
+
     def memories(self) -> dict[str, tuple[int, ...]]:
         """None that starts at zero: `init_state` says what there is."""
         return {}

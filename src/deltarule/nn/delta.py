@@ -25,9 +25,9 @@ from deltarule.nn.linears import linear, linears
 from deltarule.nn.mixer import COMMON, Mixer
 from deltarule.nn.norm import GateOnly
 from deltarule.nn.recomputed import recomputed
-from deltarule.nn.rule import Arguments, Carry, Projections, Rule
+from deltarule.nn.rule import Arguments, Carry, Projections, Rule, as_it_is
 from deltarule.nn.short_conv import can_step, step
-from deltarule.nn.state import LentState, State
+from deltarule.nn.state import DraftedState, LentState, State
 from deltarule.ops.few_tokens import decodes
 from deltarule.shapes import RecurrentOutput
 
@@ -176,6 +176,8 @@ class DeltaMixer(Mixer):
         if self.conv_size:
             call.ask_before({f"{name}_conv": projected[name] for name in "qkv"})
         decoding = self.decodes(call)
+        if isinstance(call.before, DraftedState):
+            self.keep_short(call, call.before)
         if decoding and self.conv_size:
             self.convolve_in_place(call)
         q = split(self.stream("q", call), self.heads_of("q"), self.head_k_dim)
@@ -212,6 +214,22 @@ class DeltaMixer(Mixer):
         if torch.is_grad_enabled() or layout.real is not None or layout.context is not None:
             return False
         return decodes(call.x, layout.cu_seqlens, states)
+
+    def keeps_tokens(self) -> bool:
+        """Whether the state is the operator's, histories of convolutions and a number of tokens."""
+        own = type(self).project is DeltaMixer.project and self.rule.final_state is as_it_is
+        return own and not self.rule.carries
+
+    def keep_short(self, call: Call, drafted: DraftedState) -> None:
+        """Keep what the histories and the number of tokens are after each token."""
+        tokens = call.x.shape[1]
+        for name in "qkv" if self.conv_size else ():
+            history, x = drafted[f"{name}_conv"], call.projected[name]
+            rows = torch.cat([history.to(x.dtype), x], 1).unfold(1, history.shape[1], 1)
+            drafted.kept[f"{name}_conv"] = rows[:, 1:].mT
+        if "length" in drafted:
+            ordinal = torch.arange(1, tokens + 1, device=call.x.device)
+            drafted.kept["length"] = drafted["length"][:, None] + ordinal
 
     def convolve_in_place(self, call: Call) -> None:
         """Convolve q, k and v and overwrite their histories, where one kernel does all of it."""
@@ -271,7 +289,12 @@ class DeltaMixer(Mixer):
         """Carry the state token by token: a copy of the one before, unless that is lent."""
         before = call.before["recurrent"]
         state = before if isinstance(call.before, LentState) else before.clone()
-        return ops.recurrent_step(**{"beta": None, **arguments}, state=state), state
+        kept = None
+        if isinstance(call.before, DraftedState):
+            kept = state.new_empty(len(state), call.x.shape[1], *state.shape[1:])
+            call.before.kept["recurrent"] = kept
+        given = {"beta": None, **arguments, "state": state, "states": kept}
+        return ops.recurrent_step(**given), state
 
     def carry(self, call: Call) -> Carry | None:
         """What the rule handed on from the call before."""

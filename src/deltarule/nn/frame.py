@@ -16,7 +16,7 @@ from deltarule.nn.call import Call
 from deltarule.nn.gates import computed
 from deltarule.nn.layout import Layout, make_layout, split
 from deltarule.nn.rule import System
-from deltarule.nn.state import LentState, State
+from deltarule.nn.state import DraftedState, LentState, State
 from deltarule.ops.context import Context
 from deltarule.shapes import Hidden, Mask, Offsets
 
@@ -32,6 +32,10 @@ class Frame(nn.Module, ABC):
     convolved: ClassVar[tuple[str, ...]] = ("q", "k", "v")
     # Whether the last state depends linearly on the first, so that a context can be exact.
     linear_state: ClassVar[bool] = True
+    # What its layers share of every token, [B, T, ...].
+    of_tokens: ClassVar[tuple[str, ...]] = ()
+    # Of a lent state: rows that later tokens are added to, and that nobody reads before.
+    appended: tuple[str, ...] = ()
 
     hidden_size: int
     num_heads: int
@@ -72,6 +76,8 @@ class Frame(nn.Module, ABC):
         Raises:
             ValueError: An argument has the wrong shape, dtype or device; the message names it.
         """
+        if isinstance(state, DraftedState) and not self.keeps_tokens():
+            return self.one_by_one(x, state, {} if shared is None else shared)
         layout = make_layout(x, cu_seqlens, mask, self.check_context(context))
         # A wrapped projection (LoRA, quantised) has no one dtype to compare with.
         plain = type(self.o_proj) is nn.Linear
@@ -83,6 +89,29 @@ class Frame(nn.Module, ABC):
     if TYPE_CHECKING:
         # PyTorch's own annotation says Any.
         __call__ = forward
+
+    def keeps_tokens(self) -> bool:
+        """Whether the layer fills the `kept` of a drafted state itself."""
+        return False
+
+    def one_by_one(
+        self, x: Hidden, state: DraftedState, shared: dict[str, Tensor]
+    ) -> tuple[Hidden, State]:
+        """Mix one token after the other, and keep what changes with each."""
+        outputs, kept, parts = [], [], []
+        current = LentState(state)
+        for t in range(x.shape[1]):
+            part = shared | {n: shared[n][:, t : t + 1] for n in self.of_tokens if n in shared}
+            y, after = self.forward(x[:, t : t + 1], current, shared=part)
+            current = LentState(after)
+            outputs.append(y)
+            parts.append(part)
+            kept.append({n: x.clone() for n, x in after.items() if n not in self.appended})
+        shared.update(parts[-1])
+        names = [name for name in self.of_tokens if name in shared]
+        shared.update({name: torch.cat([part[name] for part in parts], 1) for name in names})
+        state.kept = {name: torch.stack([x[name] for x in kept], 1) for name in kept[0]}
+        return torch.cat(outputs, 1), current
 
     def check_context(self, context: Context | None) -> Context | None:
         """Refuse to share sequences out where the last state is not linear in the first."""

@@ -92,6 +92,7 @@ class RWKV7(DeltaMixer):
     """
 
     rule = RULE
+    of_tokens = (FIRST_VALUES,)
     default_output_gate = True
     options = DeltaMixer.options - {"conv_size", "norm_eps"}
     float32_parameters: ClassVar[tuple[str, ...]] = (

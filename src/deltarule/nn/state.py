@@ -86,6 +86,26 @@ class LentState(State):
     """
 
 
+class DraftedState(LentState):
+    """A lent state of which every token of the next call may be the last.
+
+    Attributes:
+        kept: What the layer leaves, by name: [B, T, ...] after each of the call's T tokens. What
+            has another name holds after any of them, as rows of a cache that nobody looks at do.
+    """
+
+    def __init__(self, *given: dict[str, Tensor], **tensors: Tensor) -> None:
+        """Keep nothing yet."""
+        super().__init__(*given, **tensors)
+        self.kept: dict[str, Tensor] = {}
+
+    def up_to(self, after: State, tokens: Tensor) -> State:
+        """Return the state after the first tokens [B] (1 or more) of each row."""
+        rows = torch.arange(len(tokens), device=tokens.device)
+        kept = {name: x[rows, tokens - 1] for name, x in self.kept.items()}
+        return State({name: kept.get(name, x) for name, x in after.items()})
+
+
 class ModelState(tuple[State, ...], _Tensors):
     """A model's state: the states of its layers, from the first to the last; used like `State`."""
 

@@ -1,0 +1,98 @@
+"""Guessed tokens: whatever is guessed, the tokens are those of steps of one token."""
+
+import pytest
+import torch
+
+from deltarule.models import drafted
+from deltarule.models.decoder import Decoder, lend, release_graphs
+from deltarule.models.drafted import Lookup
+from deltarule.nn import MIXERS, ModelState
+from deltarule.nn.state import DraftedState, LentState
+from tolerance import relative_rms
+
+GPU = pytest.mark.gpu
+DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
+MIXED = ("gated_deltanet", "sliding_window", "attention", "rwkv7")
+TOKENS = 4
+
+
+def sizes(name):
+    options = {"layer_types": name, "num_layers": 4 if name == MIXED else 2}
+    return options | {"window": 5} if name in ("sliding_window", MIXED) else options
+
+
+@pytest.mark.parametrize("name", [*MIXERS, MIXED])
+def test_tokens_are_taken_back_to_the_state_before_them(name, make_model, random_tokens):
+    model = make_model(**sizes(name)).double()
+    tokens = torch.stack([random_tokens(9 + TOKENS, seed=seed) for seed in (1, 2)])
+    with torch.no_grad():
+        lent = lend(model, model(tokens[:, :9])[1], 40)
+        before = [DraftedState(layer.clone()) for layer in lent]
+        x, after = model.hidden(tokens[:, 9:], ModelState(before))
+        single = ModelState(map(LentState, lent))
+        for count in range(1, TOKENS + 1):
+            y, single = model.hidden(tokens[:, 8 + count, None], single)
+            single = ModelState(map(LentState, single))
+            assert relative_rms(x[:, count - 1 : count], y) < 1e-12
+            taken = torch.tensor([count, TOKENS + 1 - count])
+            rolled = [d.up_to(s, taken) for d, s in zip(before, after, strict=True)]
+            for state, expected in zip(rolled, single, strict=True):
+                for key, tensor in expected.items():
+                    # Of a cache, the rows that are looked at.
+                    cache = "valid" in expected and key in ("keys", "values")
+                    seen = expected["valid"][0] if cache else ...
+                    assert torch.allclose(state[key][0][seen], tensor[0][seen], 1e-9, 1e-9), key
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["gated_deltanet", MIXED])
+@pytest.mark.parametrize("draft", [1, 5])
+def test_guesses_change_no_token(name, draft, device, make_model, random_tokens, monkeypatch):
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(drafted, "captures", lambda model: True)
+        monkeypatch.setattr(Decoder, "capture", lambda self, model: self.advance(model))
+    model = make_model(**sizes(name)).to(device)
+    prompts = [[1, 2, 3, 4] * 4, random_tokens(5, seed=3).tolist(), [9] * 9]
+    for options in ({"temperature": 0}, {"seed": 3, "top_k": 40}, {"seed": 1, "temperature": 0.1}):
+        expected = model.generate(prompts, max_new_tokens=30, **options)
+        for graphs in (False, True, True):
+            found = model.generate(
+                prompts, max_new_tokens=30, draft=draft, cuda_graphs=graphs, **options
+            )
+            assert found == expected
+    stop = expected[2][7]
+    shorter = model.generate(prompts, max_new_tokens=30, draft=draft, stop=[stop], **options)
+    for row, whole in zip(shorter, expected, strict=True):
+        assert row == whole[: whole.index(stop) + 1 if stop in whole else 30]
+    release_graphs(model)
+
+
+def test_repetition_takes_fewer_steps(make_model, monkeypatch):
+    model, steps = make_model(), []
+    with torch.no_grad():
+        # Always the same token.
+        for parameter in model.blocks.parameters():
+            parameter.zero_()
+        model.embedding.weight.copy_(model.embedding.weight[:1] * torch.ones(257, 1))
+        model.embedding.weight[7] *= 2
+    advance = Decoder.step
+    monkeypatch.setattr(Decoder, "step", lambda self, m: steps.append(1) or advance(self, m))
+    added = model.generate([[7, 7, 7]], max_new_tokens=21, temperature=0, draft=4)
+    assert len(added[0]) == 21
+    if len(set(added[0])) == 1:
+        assert len(steps) == 4
+
+
+def test_what_followed_before_is_guessed():
+    assert Lookup([1, 2, 3]).guesses(4) == []
+    assert Lookup([1, 2, 3, 9, 2, 3]).guesses(2) == [9, 2]
+    # The longest match counts, of several the latest, and what repeats itself goes on.
+    assert Lookup([1, 2, 5, 4, 2, 6, 1, 2]).guesses(1) == [5]
+    assert Lookup([2, 5, 2, 6, 2]).guesses(1) == [6]
+    assert Lookup([8, 8]).guesses(3) == [8, 8, 8]
+
+
+@pytest.mark.parametrize("draft", [-1, 16, True])
+def test_a_draft_is_a_number_of_tokens_that_a_step_takes(draft, make_model):
+    with pytest.raises(ValueError, match="draft"):
+        make_model().generate([[1]], max_new_tokens=3, draft=draft)
