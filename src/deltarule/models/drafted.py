@@ -29,7 +29,7 @@ class Lookup:
     Args:
         tokens: The first of them.
 
-    Example:
+    Examples:
         >>> Lookup([5, 6, 7, 8, 5, 6]).guesses(3)
         [7, 8, 5]
     """

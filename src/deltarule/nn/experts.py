@@ -40,7 +40,7 @@ class Experts(nn.Module):
         shared_gate: Whether that one is multiplied by sigmoid of a projection of x.
         activation: "silu" with a gate, or "relu2" without, in every one of them.
 
-    Example:
+    Examples:
         >>> import torch
         >>> Experts(8, 16, num_experts=4, num_experts_per_tok=2)(torch.zeros(1, 3, 8)).shape
         torch.Size([1, 3, 8])

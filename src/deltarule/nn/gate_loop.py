@@ -102,7 +102,7 @@ class GateLoop(DeltaMixer):
     convolution, output gate SiLU; decays from 1 - 0.1 to 1 - 0.001. There are as many value heads
     as key heads.
 
-    Example:
+    Examples:
         >>> import torch
         >>> y, state = GateLoop(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape, state["phase"].shape

@@ -40,7 +40,7 @@ class GatedRetNet(retnet.RetNet):
 
     Defaults: as `RetNet`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> y, state = GatedRetNet(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["length"]

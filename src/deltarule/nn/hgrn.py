@@ -49,7 +49,7 @@ class HGRN(LowerBounds, VectorMixer):
     Defaults: head_v_dim = 2 hidden_size / num_heads, half of them real parts; no convolution; a
     norm over all heads together; output gate SiLU.
 
-    Example:
+    Examples:
         >>> import torch
         >>> y, state = HGRN(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape, state["length"]

@@ -69,7 +69,7 @@ class MultiHeadHyena(Mixer):
     Defaults: head_k_dim = head_v_dim = hidden_size / num_heads, filters of 2048 tokens, convolution
     of 3 without an activation over q, k and v, no norm, no output gate.
 
-    Example:
+    Examples:
         >>> layer = MultiHeadHyena(32, num_heads=2, filter_size=100)
         >>> y, state = layer(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape
@@ -157,7 +157,7 @@ class Hyena(MultiHeadHyena):
     Defaults: num_heads * head_k_dim = hidden_size channels, filters of 2048 tokens, convolution of
     3 without an activation over q, k and v, no norm, no output gate.
 
-    Example:
+    Examples:
         >>> y, state = Hyena(32, num_heads=1, filter_size=100)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape
         torch.Size([1, 99, 32, 2])

@@ -50,7 +50,7 @@ class LRU(VectorMixer):
     kept); no convolution, no output gate (with one: sigmoid); eigenvalues uniform on the unit disc,
     gamma = sqrt(1 - |lambda|^2).
 
-    Example:
+    Examples:
         >>> import torch
         >>> y, state = LRU(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape

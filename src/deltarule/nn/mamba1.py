@@ -91,7 +91,7 @@ class SignedMamba1(Mamba1):
 
     Defaults: as `Mamba1`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> y, state = SignedMamba1(32, num_heads=1)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape

@@ -62,7 +62,7 @@ class SquaredReLU(nn.Module):
         hidden_size: Channels of the stream.
         mlp_size: Channels inside.
 
-    Example:
+    Examples:
         >>> import torch
         >>> SquaredReLU(8, 16)(torch.zeros(1, 3, 8)).shape
         torch.Size([1, 3, 8])

@@ -59,7 +59,7 @@ class RGLRU(VectorMixer):
     Defaults: head_v_dim = hidden_size / num_heads, convolution of 4 without activation, output
     gate GELU; a from 0.9 to 0.999 where its gate is one.
 
-    Example:
+    Examples:
         >>> import torch
         >>> y, state = RGLRU(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape

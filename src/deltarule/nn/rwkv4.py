@@ -49,7 +49,7 @@ class RWKV4(VectorMixer):
 
     Defaults: head_v_dim = hidden_size / num_heads, output gate sigmoid (the paper's receptance).
 
-    Example:
+    Examples:
         >>> import torch
         >>> y, state = RWKV4(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape, state["stabilizer"].shape

@@ -81,7 +81,7 @@ def long_convolution(
     Raises:
         ValueError: An argument has the wrong shape, dtype or device; the message names it.
 
-    Example:
+    Examples:
         >>> v, taps = torch.zeros(1, 5, 1, 1), torch.tensor([[1.0, 0.5, 0.25]])
         >>> v[0, 1] = 1.0
         >>> long_convolution(v, taps).o.flatten().tolist()
@@ -138,7 +138,8 @@ class Convolution:
 
     def given(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Taps, q and k in the dtype of sums."""
-        return self.taps, *(None if x is None else x.to(dtype) for x in (self.q, self.k))
+        q, k = (None if x is None else x.to(dtype) for x in (self.q, self.k))
+        return self.taps, q, k
 
     def of_history(self, history: Tensor, wide: Tensor) -> Tensor:
         """What the tokens read of the rows before them: a sum beside theirs, exactly 0 of zeros."""
