@@ -22,6 +22,8 @@ class Call:
     projected: dict[str, Tensor] = field(default_factory=dict)
     # The convolved values, and how to convolve them again.
     values: tuple[Tensor, Callable[[], Tensor]] | None = None
+    # Whether `recurrent_step` follows, which makes gates of their logits itself.
+    decoding: bool = False
 
     def ask_before(self, streams: dict[str, Tensor]) -> None:
         """Take what comes before these streams from other processes, in one message.

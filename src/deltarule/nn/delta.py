@@ -160,6 +160,7 @@ class DeltaMixer(Mixer):
 
     def mix(self, call: Call) -> Tensor:
         """Project, run the operator, read out."""
+        call.decoding = self.decodes(call)
         projections = self.project(call)
         with nullcontext() if call.values is None else recomputed(*call.values):
             o = self.run_operator(projections, call)
@@ -175,10 +176,9 @@ class DeltaMixer(Mixer):
             projected[name] = projected[name] * factor
         if self.conv_size:
             call.ask_before({f"{name}_conv": projected[name] for name in "qkv"})
-        decoding = self.decodes(call)
         if isinstance(call.before, DraftedState):
             self.keep_short(call, call.before)
-        if decoding and self.conv_size:
+        if call.decoding and self.conv_size:
             self.convolve_in_place(call)
         q = split(self.stream("q", call), self.heads_of("q"), self.head_k_dim)
         k = per_step(self.stream("k", call), steps, self.heads_of("k"), self.head_k_dim)
@@ -205,7 +205,7 @@ class DeltaMixer(Mixer):
             normalizer=self.normalizer,
             cu_seqlens=call.layout.cu_seqlens,
             real=call.layout.real,
-            decoding=decoding,
+            decoding=call.decoding,
         )
 
     def decodes(self, call: Call) -> bool:
