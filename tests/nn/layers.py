@@ -61,7 +61,7 @@ def config(**changes) -> SimpleNamespace:
         "num_v_heads": None, "head_k_dim": None, "head_v_dim": None, "num_kv_heads": None,
         "num_attention_heads": None,
         "conv_size": 4, "output_gate": None, "beta_max": 1.0, "n_steps": None, "window": None,
-        "feature_map": None, "qk_norm": None, "normalizer": None,
+        "mini_batch": None, "feature_map": None, "qk_norm": None, "normalizer": None,
         "rope_theta": 10000.0, "norm_eps": 1e-5,
     }  # fmt: skip
     return SimpleNamespace(**(given | changes))

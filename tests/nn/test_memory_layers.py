@@ -87,9 +87,11 @@ def norm(x, weight, bias, eps):
     return (x - x.mean()) / (x.var(unbiased=False) + eps).sqrt() * weight + bias
 
 
+@pytest.mark.parametrize("size", [None, 1, 5])
 @pytest.mark.parametrize(("name", "base_rate"), [("ttt_linear", 1.0), ("ttt_mlp", 0.1)])
-def test_ttt(name, base_rate):
-    layer, x = make(name, DOUBLE, output_gate=True), inputs(1, TOKENS, DOUBLE)
+def test_ttt(name, base_rate, size):
+    layer = make(name, DOUBLE, output_gate=True, mini_batch=size)
+    x, size = inputs(1, TOKENS, DOUBLE), size or 16
     q, k, v = (stream(layer, part, x).detach() for part in "qkv")
     rate = base_rate * torch.sigmoid(layer.b_proj(x))[0].detach() / SIZE
     o = torch.zeros_like(v)
@@ -97,7 +99,7 @@ def test_ttt(name, base_rate):
         inner = layer.inner_norm_weight[h].detach(), layer.inner_norm_bias[h].detach(), 1e-6
         W = [start[h].detach() for start in layer.starts]
         for t in range(TOKENS):
-            place = t % 16
+            place = t % size
             if place == 0:
                 summed = [torch.zeros_like(w) for w in W]
             leaves = [w.clone().requires_grad_() for w in W]
@@ -110,7 +112,7 @@ def test_ttt(name, base_rate):
             now = [w - scale * s for w, s in zip(W, summed, strict=True)]
             query = rotated(q[t, h], place)
             o[t, h] = query + norm(network(now, query), *inner)
-            W = now if place == 15 else W
+            W = now if place == size - 1 else W
     with torch.no_grad():
         o = F.layer_norm(
             o.flatten(-2), (HEADS * SIZE,), layer.o_norm.weight, layer.o_norm.bias, 1e-5
@@ -120,9 +122,12 @@ def test_ttt(name, base_rate):
 
 
 @pytest.mark.parametrize("size", [1, 40])
-@pytest.mark.parametrize(("name", "largest"), [("titans_linear", 1 / 32), ("titans_mlp", 1 / 320)])
-def test_titans(name, largest, size):
-    layer, x = make(name, DOUBLE), size * inputs(1, TOKENS, DOUBLE)
+@pytest.mark.parametrize("mini_batch", [None, 1, 5])
+@pytest.mark.parametrize(("name", "share"), [("titans_linear", 1), ("titans_mlp", 0.1)])
+def test_titans(name, share, mini_batch, size):
+    layer, x = make(name, DOUBLE, mini_batch=mini_batch), size * inputs(1, TOKENS, DOUBLE)
+    mini_batch = mini_batch or 16
+    largest = share / (2 * mini_batch)
     q, k, v = (stream(layer, part, x).detach() for part in "qkv")
     q, k = unit(q), unit(k)
     if name == "titans_mlp":
@@ -138,7 +143,7 @@ def test_titans(name, largest, size):
         weights = {f"W{i}": start[h].detach() for i, start in enumerate(layer.starts)}
         gates = theta[:, h], eta[:, h], 1 - keep[:, h]
         o[:, h], _, _ = titans.recurrence(
-            network, weights, q[:, h], k[:, h], v[:, h], *gates, mini_batch=16
+            network, weights, q[:, h], k[:, h], v[:, h], *gates, mini_batch=mini_batch
         )
     with torch.no_grad():
         gate = F.silu(layer.g_proj(x)[0])
@@ -201,6 +206,17 @@ def test_values_of_ttt_are_of_the_size_of_its_keys():
         TTTLinear(HIDDEN, num_heads=2, head_k_dim=8, head_v_dim=4)
     with pytest.raises(ValueError, match="head_k_dim must be even"):
         TTTLinear(HIDDEN, num_heads=2, head_k_dim=7)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_model_says_how_long_mini_batches_are(name):
+    layer = MIXERS[name].from_config(config(mini_batch=4), 0)
+    assert layer(inputs(1, 7))[1]["position"].tolist() == [3]
+    assert MIXERS[name].from_config(config(mini_batch=None), 0).mini_batch == 16
+    with pytest.raises(ValueError, match="mini_batch must be an integer of 1 or more, got 0"):
+        make(name, mini_batch=0)
+    with pytest.raises(ValueError, match="mini_batch must be None for mesa, got 4: ttt and titans"):
+        make("mesa", mini_batch=4)
 
 
 def test_titans_may_have_values_of_another_size():

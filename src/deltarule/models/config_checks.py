@@ -16,8 +16,8 @@ _COUNTS = ("conv_size", "mlp_size", "num_experts", "shared_expert_intermediate_s
 _POSITIVE = (
     "vocab_size", "hidden_size", "num_layers", "num_heads", "num_v_heads", "head_k_dim",
     "head_v_dim", "num_attention_heads", "num_kv_heads", "attention_head_dim", "n_groups",
-    "n_steps", "filter_size", "window", "num_experts_per_tok", "moe_intermediate_size", "n_group",
-    "topk_group",
+    "n_steps", "filter_size", "mini_batch", "window", "num_experts_per_tok",
+    "moe_intermediate_size", "n_group", "topk_group",
 )  # fmt: skip
 _NUMBERS = (
     "beta_max", "longest_horizon", "rope_theta", "norm_eps", "output_norm_eps",
@@ -29,6 +29,10 @@ _CHOICES: dict[str, Iterable[str]] = {
     "feature_map": FEATURE_MAPS, "qk_norm": NORMS, "attention_qk_norm": ("head", "all"),
     "post_norm": MIXERS, "hidden_act": ("silu", "relu2"), "scoring_func": ("softmax", "sigmoid"),
 }  # fmt: skip
+# Options that mean nothing without a layer that takes them.
+_ASKED_FOR = (
+    "beta_max", "longest_horizon", "n_steps", "mini_batch", "feature_map", "qk_norm", "normalizer",
+)  # fmt: skip
 # What a block has beside mixers in its first half.
 MLP_PARTS = ("mlp", "moe")
 _ATTENTION = ("attention", "sliding_window")
@@ -137,7 +141,7 @@ def check_used(config: Any) -> None:
                 f"{name}={getattr(config, name)!r} means nothing without {' or '.join(needed)} in "
                 f"{where}"
             )
-    for name in ("beta_max", "longest_horizon", "n_steps", "feature_map", "qk_norm", "normalizer"):
+    for name in _ASKED_FOR:
         value = getattr(config, name)
         if value is None or (name in _NEUTRAL and value <= _NEUTRAL[name]):
             continue

@@ -90,6 +90,7 @@ REASONS = {
     "normalizer": "linear_attention has it; with an erase, the sum of the keys is not what the "
     "state holds: use qk_norm",
     "longest_horizon": "its decay is not exp(-exp(A_log) dt), whose rates it would spread",
+    "mini_batch": "ttt and titans have mini-batches",
     "num_slots": "abc and gsa have slots",
     "filter_size": "hyena and multi_head_hyena have filters",
     "rope_theta": "it does not rotate its queries and keys",

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from deltarule.nn.call import Call
 from deltarule.nn.gates import computed
-from deltarule.nn.mixer import Mixer
+from deltarule.nn.mixer import COMMON, Mixer
 from deltarule.nn.roles import Role
 from deltarule.nn.state import State
 
@@ -20,6 +20,7 @@ class MemoryMixer(Mixer):
     the parameters `starts` are the maps before the first token.
     """
 
+    options = COMMON | {"mini_batch"}
     default_conv_size = 4
     linear_state = False
     roles: ClassVar[dict[str, Role]] = {"starts": "start"}

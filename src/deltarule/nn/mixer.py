@@ -37,6 +37,10 @@ COMMON = frozenset({
 })  # fmt: skip
 
 
+# As the authors of TTT have it.
+MINI_BATCH = 16
+
+
 class Mixer(Frame):
     """What mixes the tokens of a block: `mixer(x, state) -> (y, state)`, a drop-in module.
 
@@ -64,6 +68,7 @@ class Mixer(Frame):
             paper's draw.
         num_slots: Slots of each head. None: head_k_dim.
         filter_size: Tokens that a filter reaches, that of the token itself included. None: 2048.
+        mini_batch: Tokens whose inner gradients are taken at one memory. None: 16.
         rope_theta: Base of the rotary wavelengths. None: 10000.
         norm_eps: Added to the mean square in the norm of the output.
         layer_index: Which layer of the model this is, from 0.
@@ -120,6 +125,7 @@ class Mixer(Frame):
         longest_horizon: float | None = None,
         num_slots: int | None = None,
         filter_size: int | None = None,
+        mini_batch: int | None = None,
         rope_theta: float | None = None,
         norm_eps: float = 1e-5,
         layer_index: int = 0,
@@ -140,6 +146,7 @@ class Mixer(Frame):
         self.longest_horizon = check_horizon(longest_horizon)
         self.num_slots = positive("num_slots", default(num_slots, self.head_k_dim))
         self.filter_size = filter_size
+        self.mini_batch = positive("mini_batch", default(mini_batch, MINI_BATCH))
         self.rope_theta = above_zero("rope_theta", default(rope_theta, 10000.0))
         self.norm_eps = above_zero("norm_eps", norm_eps)
         self.layer_index, self.num_layers = check_depth(layer_index, num_layers)
@@ -154,7 +161,7 @@ class Mixer(Frame):
             "beta_max": beta_max, "n_steps": n_steps, "feature_map": feature_map,
             "qk_norm": qk_norm, "normalizer": normalizer, "num_slots": num_slots,
             "filter_size": filter_size, "rope_theta": rope_theta,
-            "longest_horizon": longest_horizon,
+            "longest_horizon": longest_horizon, "mini_batch": mini_batch,
         }  # fmt: skip
         neutral = {
             "num_v_heads": num_heads, "head_v_dim": self.head_k_dim, "conv_size": 0, "n_steps": 1,

@@ -50,7 +50,6 @@ MLP = System(
 )
 
 
-MINI_BATCH = 16
 # So large that at first a memory keeps about 1 - 1 / 1100 of itself with each token: the gradients
 # of an MLP vanish with its weights, and a memory that has decayed to zero stays there.
 FIRST_DECAY_BIAS = 7.0
@@ -64,15 +63,15 @@ LARGEST_VALUE = 4.0
 class TitansLinear(MemoryMixer):
     """Titans with a linear memory: S = eta S - theta grad |M k - v|^2, M = a M + S, o = M q.
 
-    Unit q and k. The gradients of 16 tokens are taken at the memory before them, and the memory
-    before a sequence's first token is learned. eta = sigmoid(m_proj x); theta = (1 - eta)
-    sigmoid(b_proj x) / 32, with which 16 equal keys do not overshoot, however long the momentum
-    lasts; a = sigmoid(a_proj x + decay_bias), from sigmoid(7). These ranges are ours: the authors
-    published no code. The state holds M as `recurrent`, S as `momentum`, the memory before the open
-    mini-batch as `anchor`, and its tokens as `position`.
+    Unit q and k. The gradients of a mini-batch of tokens are taken at the memory before them, and
+    the memory before a sequence's first token is learned. eta = sigmoid(m_proj x); theta =
+    (1 - eta) sigmoid(b_proj x) / (2 mini_batch), with which equal keys do not overshoot, however
+    long the momentum lasts; a = sigmoid(a_proj x + decay_bias), from sigmoid(7). These ranges are
+    ours: the authors published no code. The state holds M as `recurrent`, S as `momentum`, the
+    memory before the open mini-batch as `anchor`, and its tokens as `position`.
 
     Defaults: head_k_dim = head_v_dim = hidden_size / num_heads, convolution of 4 over q, k and v
-    with SiLU, output gate.
+    with SiLU, output gate; mini-batches of 16.
 
     Examples:
         >>> y, state = TitansLinear(32, num_heads=2)(torch.zeros(1, 21, 32))
@@ -84,7 +83,8 @@ class TitansLinear(MemoryMixer):
 
     rule = LINEAR
     default_output_gate = True
-    largest_rate: ClassVar[float] = 1 / (2 * MINI_BATCH)
+    # Of the largest rate with which mini-batches of equal keys do not overshoot.
+    share_of_rate: ClassVar[float] = 1.0
     parts: ClassVar[tuple[str, ...]] = ("recurrent", "momentum", "anchor")
     float32_parameters: ClassVar[tuple[str, ...]] = ("decay_bias",)
     roles: ClassVar[dict[str, Role]] = {"m_proj": "gate"}
@@ -112,6 +112,10 @@ class TitansLinear(MemoryMixer):
             state[anchor] = state[name].clone()
         return state
 
+    def largest_rate(self) -> float:
+        """Of the gradient: 1 / (2 mini_batch), or a share of it."""
+        return self.share_of_rate / (2 * self.mini_batch)
+
     def bounded(self, v: Tensor) -> Tensor:
         """Values as the memory is trained on them: any size does for a linear one."""
         return v
@@ -122,10 +126,10 @@ class TitansLinear(MemoryMixer):
         a, b, m = (computed(proj(call.x)) for proj in (self.a_proj, self.b_proj, self.m_proj))
         output = ops.titans(
             unit(q).to(v.dtype), unit(k).to(v.dtype), v,
-            beta=self.largest_rate * torch.sigmoid(-m) * torch.sigmoid(b),
+            beta=self.largest_rate() * torch.sigmoid(-m) * torch.sigmoid(b),
             momentum=torch.sigmoid(m),
             log_decay=F.logsigmoid(a + self.decay_bias),
-            mini_batch=MINI_BATCH,
+            mini_batch=self.mini_batch,
             initial_state=TitansState(
                 self.held("recurrent", call), self.held("momentum", call),
                 self.held("anchor", call), call.before["position"],
@@ -154,7 +158,7 @@ class TitansMLP(TitansLinear):
     """
 
     rule = MLP
-    largest_rate: ClassVar[float] = TitansLinear.largest_rate / 10
+    share_of_rate: ClassVar[float] = 0.1
 
     def bounded(self, v: Tensor) -> Tensor:
         """v, at most of norm 4 for each token and head."""

@@ -15,7 +15,6 @@ from deltarule.nn.arguments import check_even
 from deltarule.nn.call import Call
 from deltarule.nn.gates import computed
 from deltarule.nn.memory import MemoryMixer
-from deltarule.nn.mixer import COMMON
 from deltarule.nn.roles import Role
 from deltarule.nn.rope import rotate
 from deltarule.nn.rule import System
@@ -52,7 +51,6 @@ MLP = System(
 )
 
 
-MINI_BATCH = 16
 INNER_NORM_EPS = 1e-6
 FIRST_WEIGHT = 0.02
 # Channels inside the MLP, in multiples of a head's.
@@ -62,7 +60,7 @@ EXPANSION = 4
 class TTTLinear(MemoryMixer):
     """TTT-Linear: W = W_0 - s sum_i eta_i grad |k_i + LN(W k_i) - v_i|^2 / 2, o = q + LN(W q).
 
-    W_0 is the map (with a bias) before the mini-batch of 16 tokens; that of a sequence's first is
+    W_0 is the map (with a bias) before the mini-batch (of 16 tokens); that of a sequence's first is
     learned. eta = base_rate sigmoid(b_proj x) / head_k_dim, and s is 1 / place in the mini-batch
     plus a learned number, at least 0. Rotary positions count inside the mini-batch. The state
     holds W_0 as `recurrent`, the sum of the open mini-batch as `gradient`, and its tokens as
@@ -80,7 +78,7 @@ class TTTLinear(MemoryMixer):
     """
 
     rule = LINEAR
-    options = COMMON - {"head_v_dim"}
+    options = MemoryMixer.options - {"head_v_dim"}
     default_conv_size = 0
     base_rate: ClassVar[float] = 1.0
     parts: ClassVar[tuple[str, ...]] = ("recurrent", "gradient")
@@ -98,7 +96,7 @@ class TTTLinear(MemoryMixer):
         self.b_proj = nn.Linear(self.hidden_size, self.num_heads)
         nn.init.normal_(self.b_proj.weight, std=0.02)
         nn.init.zeros_(self.b_proj.bias)
-        self.gate_parameter("step_offset", torch.zeros(MINI_BATCH))
+        self.gate_parameter("step_offset", torch.zeros(self.mini_batch))
         self.inner_norm_weight = nn.Parameter(torch.ones(self.num_heads, self.head_v_dim))
         self.inner_norm_bias = nn.Parameter(torch.zeros(self.num_heads, self.head_v_dim))
 
@@ -115,14 +113,14 @@ class TTTLinear(MemoryMixer):
         return first
 
     def step_scale(self) -> Tensor:
-        """max(0, 1 / t + step_offset_t) for t = 1..16: the sum becomes a mean, to start with."""
-        place = torch.arange(1, MINI_BATCH + 1, device=self.step_offset.device)
+        """max(0, 1 / t + step_offset_t) for t = 1 .. mini_batch: a mean, to start with."""
+        place = torch.arange(1, self.mini_batch + 1, device=self.step_offset.device)
         return (1 / place.to(self.step_offset.dtype) + self.step_offset).clamp(min=0)
 
     def read(self, call: Call) -> Tensor:
         q, k, v = self.streams(call)
         position = call.before["position"]
-        place = call.layout.positions(position) % MINI_BATCH
+        place = call.layout.positions(position) % self.mini_batch
         rate = self.base_rate / self.head_k_dim * torch.sigmoid(computed(self.b_proj(call.x)))
         output = ops.ttt(
             rotate(q, place), rotate(k, place), v, beta=rate, step_scale=self.step_scale(),
