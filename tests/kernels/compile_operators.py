@@ -15,6 +15,8 @@ from deltarule.ops.memory.triton import passes as memory_passes
 from deltarule.ops.mesa import triton as mesa
 from deltarule.ops.selective_scan.inputs import ScanInputs
 from deltarule.ops.selective_scan.triton import passes
+from deltarule.ops.slstm import triton as slstm
+from deltarule.ops.slstm.inputs import SLSTMInputs
 
 TARGETS = (80, 86, 89, 90, 100, 120)
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -86,6 +88,20 @@ def run_memory(operator: str, slots: int, channels: int, packed: bool) -> Callab
     return run
 
 
+def run_slstm(size: int, dtype: torch.dtype) -> Callable[[], None]:
+    """Forward and backward, the states saved or not."""
+
+    def run() -> None:
+        gates, before = torch.empty(20, 8, 2, 4, size, dtype=dtype), torch.empty(20, 2, 4, size)
+        recurrent = torch.empty(2, 4, size, size, dtype=dtype)
+        inputs = SLSTMInputs(gates, recurrent, before, None, None)
+        for save in (False, True):
+            o, final, states = slstm.forward(inputs, save)
+        slstm.backward(o.float(), final, inputs, gates.float().flatten(0, 1), states)
+
+    return run
+
+
 CALLS = {
     f"scan, {form}, V {value_size}, K {key_size}, {dtype}": run_scan(
         scan_inputs(form, value_size, key_size, dtype)
@@ -100,6 +116,10 @@ CALLS = {
 CALLS |= {
     f"mesa, C {size}, K {key_size}": run_solver(size, key_size)
     for size, key_size in ((64, 128), (64, 64), (64, 32), (1, 128), (16, 100))
+}
+CALLS |= {
+    f"sLSTM, D {size}, {dtype}": run_slstm(size, dtype)
+    for size, dtype in ((16, FP32), (64, FP32), (64, BF16), (128, FP32), (256, BF16), (256, FP32))
 }
 CALLS |= {
     f"{operator}, C {slots}, K {channels}{', packed' * packed}": run_memory(

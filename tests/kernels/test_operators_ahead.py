@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels of `selective_scan`, `mesa`, `ttt` and `titans`."""
+"""What the compiler makes of the kernels of the operators beside the delta rule."""
 
 import json
 import os
@@ -11,8 +11,12 @@ import pytest
 pytest.importorskip("triton")
 
 # Bytes of a thread that go to memory: the gradients of a memory go from product to product, and
-# each has operands that fill half of the registers; a scan with every gate at once has no source.
-SPILLS = {"memory_backward_kernel": 512, "memory_scan_kernel": 256, "read_kernel": 16}
+# each has operands that fill half of the registers; a scan with every gate at once has no source;
+# sLSTM with heads of 256 channels holds four gates and four numbers of 16 x 256 each.
+SPILLS = {
+    "memory_backward_kernel": 512, "memory_scan_kernel": 256, "read_kernel": 16,
+    "slstm_forward_kernel": 160, "slstm_backward_kernel": 512,
+}  # fmt: skip
 SPILLS_OF_ALL_GATES = 256
 # Where `ttt` and `titans` run them.
 MEMORIES = (90, 100)
@@ -41,7 +45,14 @@ def assert_sound(found: list[dict], least: int) -> None:
         assert report["overwritten"] == [], report
 
 
-@pytest.mark.parametrize("call", ["scan, Mamba, V 1536, K 16, torch.bfloat16", "mesa, C 64, K 128"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        "scan, Mamba, V 1536, K 16, torch.bfloat16",
+        "mesa, C 64, K 128",
+        "sLSTM, D 64, torch.float32",
+    ],
+)
 def test_compiled_for_hopper(call) -> None:
     assert_sound(compiled("--targets", "90", "--calls", call), 1)
 

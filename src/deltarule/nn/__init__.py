@@ -48,6 +48,7 @@ from deltarule.nn.rwkv7 import RWKV7
 from deltarule.nn.s4 import S4
 from deltarule.nn.scan import ScanMixer
 from deltarule.nn.short_conv import ShortConv
+from deltarule.nn.slstm import SLSTM
 from deltarule.nn.state import ModelState, State, load_state, save_state
 from deltarule.nn.titans import TitansLinear, TitansMLP
 from deltarule.nn.ttt import TTTMLP, TTTLinear
@@ -90,6 +91,7 @@ _LAYERS: dict[str, type[Mixer]] = {
     "rwkv4": RWKV4,
     "dfw": DecayingFastWeights,
     "longhorn_released": LonghornReleased,
+    "slstm": SLSTM,
     "hyena": Hyena,
     "multi_head_hyena": MultiHeadHyena,
     "abc": ABC,
@@ -123,6 +125,7 @@ __all__ = [
     "RWKV6",
     "RWKV7",
     "S4",
+    "SLSTM",
     "SYSTEMS",
     "TTTMLP",
     "XLSTM7B",

@@ -22,7 +22,7 @@ COLUMNS = ("system", "one token", "decay", "erase", "source")
 # its operator or, where rows of one operator have files of their own, by its own.
 TESTS = {
     "selective_scan": "nn/test_scan.py", "two_memories": "nn/test_two_memories.py",
-    "long_convolution": "nn/test_hyena.py", "mesa": "ops/test_mesa.py",
+    "long_convolution": "nn/test_hyena.py", "slstm": "nn/test_slstm.py", "mesa": "ops/test_mesa.py",
     "ttt": "ops/test_ttt.py", "titans": "ops/test_titans.py",
     "softmax": "nn/test_attention.py",
     **dict.fromkeys(("lru", "hgrn", "rg_lru", "rwkv4"), "nn/test_vectors.py"),

@@ -11,6 +11,7 @@ from deltarule.ops.memory.ttt import ttt
 from deltarule.ops.mesa.api import mesa
 from deltarule.ops.pack import pack
 from deltarule.ops.selective_scan.api import selective_scan
+from deltarule.ops.slstm.api import slstm
 from deltarule.ops.two_memories import two_memories
 from deltarule.ops.warmup import warmup
 
@@ -26,6 +27,7 @@ __all__ = [
     "pack",
     "recurrent_step",
     "selective_scan",
+    "slstm",
     "titans",
     "ttt",
     "two_memories",

@@ -1,0 +1,97 @@
+"""sLSTM: a decayed mean for each channel, with gates that see what the head put out last.
+
+i, f, z, o = W x + R h_{t-1}        c_t = sigmoid(f) c_{t-1} + e^i tanh(z)
+h_t = sigmoid(o) c_t / n_t          n_t = sigmoid(f) n_{t-1} + e^i
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from deltarule import ops
+from deltarule.nn.call import Call
+from deltarule.nn.layout import split
+from deltarule.nn.mixer import COMMON, Mixer
+from deltarule.nn.norm import GatedGroupNorm
+from deltarule.nn.rule import System
+
+SYSTEM = System(
+    name="slstm",
+    title="sLSTM",
+    operator="slstm",
+    recurrence="c = f * c + e^i * tanh(z), n = f * n + e^i, each gate of x and h'",
+    read_out="h = sigmoid(o) * c / n",
+    decay="channel",
+    erase="none",
+    objective="",
+    source="arXiv 2405.04517, eq. 8 to 17, with sigmoid forget gates",
+    state_size="4 HV V",
+    forms="recurrent, side by side, GPU kernel",
+)
+
+# Biases of the forget gates at the start, from the first channel of a head to its last.
+FORGET_BIASES = 3.0, 6.0
+GATES = "i", "f", "v", "r"
+
+
+class SLSTM(Mixer):
+    """sLSTM: h = sigmoid(o) * c / n, a mean of tanh(z) that fades, with gates of x and the last h.
+
+    The gates i and f come from the convolved x, z and o from x itself (`v_proj`, `r_proj`). Each
+    head has recurrent weights [4, V, V] of its own. The state `recurrent` is h, c, n and m, c and n
+    times exp(-m).
+
+    Defaults: head_k_dim = hidden_size / num_heads, values of the same size, convolution of 4 with
+    SiLU before i and f, the norm of each head's mean and variance, no output gate beside o; forget
+    biases from 3 to 6 over the channels, recurrent weights of zero.
+
+    Example:
+        >>> y, state = SLSTM(32, num_heads=2)(torch.zeros(1, 5, 32))
+        >>> state["recurrent"].shape
+        torch.Size([1, 2, 4, 16])
+
+    Source: arXiv 2405.04517, section 2.2 and appendix A, and its code.
+    """
+
+    rule = SYSTEM
+    options = COMMON - {"head_v_dim"}
+    default_conv_size = 4
+    convolved: ClassVar[tuple[str, ...]] = ("x",)
+    linear_state = False
+    float32_parameters: ClassVar[tuple[str, ...]] = ("gate_bias",)
+    gate_bias: nn.Parameter
+    x_conv: nn.Module
+
+    def build_projections(self) -> None:
+        for name in GATES:
+            self.build_projection(name, self.num_heads * self.head_v_dim)
+        self.build_convolution("x", self.hidden_size)
+
+    def build_gates(self) -> None:
+        heads, size = self.num_heads, self.head_v_dim
+        bias = torch.zeros(heads, 4, size, dtype=torch.float32)
+        bias[:, 1] = torch.linspace(*FORGET_BIASES, size)
+        self.gate_parameter("gate_bias", bias)
+        self.recurrent = nn.Parameter(torch.zeros(heads, 4, size, size))
+
+    def build_norm(self) -> nn.Module:
+        return GatedGroupNorm(self.num_heads, self.head_v_dim, self.norm_eps)
+
+    def memories(self) -> dict[str, tuple[int, ...]]:
+        return {"recurrent": (self.num_heads, 4, self.head_v_dim)}
+
+    def read(self, call: Call) -> Tensor:
+        layout, x = call.layout, call.x
+        if self.conv_size:
+            x, call.after["x_conv"] = self.x_conv(x, call.before["x_conv"], layout)
+        given = [getattr(self, f"{name}_proj")(x if name in "if" else call.x) for name in GATES]
+        gates = torch.stack([split(y, self.num_heads, self.head_v_dim) for y in given], dim=3)
+        o, state = ops.slstm(
+            gates + self.gate_bias.to(gates.dtype), self.recurrent,
+            initial_state=call.before["recurrent"], cu_seqlens=layout.cu_seqlens,
+            lengths=None if layout.real is None else layout.counts,
+        )  # fmt: skip
+        assert state is not None
+        call.after["recurrent"] = state
+        return o

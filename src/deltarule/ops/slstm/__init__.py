@@ -1,0 +1,1 @@
+"""The recurrence of sLSTM, whose gates see the last output."""

@@ -1,0 +1,130 @@
+"""The operator of sLSTM: a memory of numbers whose gates see what was put out last."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from deltarule.ops.autocast import without_autocast
+from deltarule.ops.checks import FLOATS, check_cu_seqlens, check_gate, shape
+from deltarule.ops.dispatch import Implementation, Table, always, choose
+from deltarule.ops.eager import why_not_fused
+from deltarule.ops.plain import PlainImpl, check_counts, check_state_tensor
+from deltarule.ops.slstm import definition as reference
+from deltarule.ops.slstm import registered
+from deltarule.ops.slstm.inputs import SLSTMInputs
+from deltarule.shapes import Offsets, RecurrentOutput
+
+# Channels of a head in the Triton kernels.
+MAX_CHANNELS = 256
+
+
+def run_reference(inputs: SLSTMInputs) -> RecurrentOutput:
+    """The definition, differentiable to any order."""
+    gates, recurrent, before, lengths, cu_seqlens = inputs
+    return reference.slstm(gates, recurrent, before=before, lengths=lengths, cu_seqlens=cu_seqlens)
+
+
+def run_torch(inputs: SLSTMInputs) -> RecurrentOutput:
+    """All sequences side by side, on any device."""
+    return registered.run(inputs, "torch")
+
+
+def run_triton(inputs: SLSTMInputs) -> RecurrentOutput:
+    """One kernel for all tokens."""
+    return registered.run(inputs, "triton")
+
+
+def why_not_triton(inputs: SLSTMInputs) -> str | None:
+    """What the kernels cannot do."""
+    if (size := inputs.gates.shape[-1]) > MAX_CHANNELS:
+        return f"the Triton kernels take heads of up to {MAX_CHANNELS} channels, got {size}"
+    return why_not_fused(inputs.gates)
+
+
+# In the order in which impl="auto" prefers them.
+IMPLEMENTATIONS: Table[SLSTMInputs, RecurrentOutput] = {
+    "triton": Implementation(why_not_triton, run_triton),
+    "torch": Implementation(always, run_torch),
+    "reference": Implementation(always, run_reference),
+}
+
+
+def slstm(
+    gates: Float[Tensor, "B T H 4 D"],
+    recurrent: Float[Tensor, "H 4 D D"],
+    *,
+    initial_state: Float[Tensor, "N H 4 D"] | None = None,
+    lengths: Int[Tensor, "B"] | None = None,
+    cu_seqlens: Offsets | None = None,
+    return_state: bool = True,
+    impl: PlainImpl = "auto",
+) -> RecurrentOutput:
+    r"""Keep a decayed mean of what is written, with gates that see the last output.
+
+    .. math::
+        (i, f, z, o)_t &= \mathrm{gates}_t + R h_{t-1} \\
+        c_t &= \sigma(f_t) c_{t-1} + e^{i_t} \tanh z_t \qquad
+        n_t = \sigma(f_t) n_{t-1} + e^{i_t} \\
+        h_t &= \sigma(o_t) \, c_t / n_t
+
+    c and n are kept times exp(-m), m a running maximum that cancels. Each head has weights R of its
+    own, and sees its own last output alone. No two tokens can be computed at once.
+
+    Args:
+        gates: What the input gives to the gates i, f, z and o of every channel, biases included,
+            [B, T, H, 4, D] in float64, float32, bfloat16 or float16.
+        recurrent: What the last output gives to them, R [H, 4, D, D]: gate x of channel d has
+            sum_e R[h, x, d, e] h_e.
+        initial_state: h, c, n and m [N, H, 4, D], float32 (float64 with float64 gates); n = 0 says
+            that no token came before. None means zeros.
+        lengths: [B] int64, tokens at the front of each row that count; what is put out at the
+            others means nothing. None means all.
+        cu_seqlens: Offsets [N + 1] of sequences packed into one row (B = 1), from 0 to T; see
+            `deltarule.pack`. None means that each batch row is a sequence.
+        return_state: False gives None in place of the final state.
+        impl: "auto", "triton" (D up to 256), "torch" or "reference".
+
+    Returns:
+        o [B, T, H, D] = h in the gates' dtype, and final_state like initial_state, a new tensor.
+
+    Raises:
+        ValueError: An argument has the wrong shape, dtype or device; the message names it.
+
+    Example, gates that never forget: the mean of what was written:
+        >>> gates = torch.zeros(1, 3, 1, 4, 1)
+        >>> gates[..., 1, :], gates[..., 3, :] = 50.0, 50.0
+        >>> gates[0, :, 0, 2, 0] = torch.tensor([0.2, 0.4, 0.9]).atanh()
+        >>> slstm(gates, torch.zeros(1, 4, 1, 1)).o.flatten()
+        tensor([0.2000, 0.3000, 0.5000])
+
+    Source: xLSTM, arXiv 2405.04517, eq. 8 to 17, with sigmoid forget gates.
+    """
+    check_gates(gates, recurrent)
+    sequences = gates.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, gates)
+        if lengths is not None:
+            raise ValueError("lengths must be None with cu_seqlens: pack no padding")
+    elif lengths is not None:
+        check_counts("lengths", lengths, gates.shape[0], gates.shape[1], gates)
+    size = sequences, *gates.shape[2:]
+    if initial_state is None:
+        wide = torch.promote_types(gates.dtype, torch.float32)
+        initial_state = gates.new_zeros(size, dtype=wide)
+    check_state_tensor("initial_state", initial_state, "[N, H, 4, D]", size, gates)
+    inputs = SLSTMInputs(gates, recurrent, initial_state, lengths, cu_seqlens)
+    with without_autocast(gates.device):
+        output = choose(IMPLEMENTATIONS, inputs, impl, gates.device).run(inputs)
+    return output if return_state else RecurrentOutput(output.o, None)
+
+
+def check_gates(gates: Tensor, recurrent: Tensor) -> None:
+    """Shapes, dtypes and devices of both."""
+    five = isinstance(gates, Tensor) and gates.ndim == 5 and gates.shape[3] == 4
+    if not five or gates.dtype not in FLOATS:
+        given = f"{gates.dtype} {shape(gates)}" if isinstance(gates, Tensor) else type(gates)
+        raise ValueError(f"gates must be a floating-point tensor [B, T, H, 4, D], got {given}")
+    if recurrent is None:
+        raise ValueError("recurrent must be a tensor [H, 4, D, D], got None")
+    heads, _, size = gates.shape[2:]
+    check_gate("recurrent", recurrent, gates, {"[H, 4, D, D]": (heads, 4, size, size)})

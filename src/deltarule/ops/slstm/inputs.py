@@ -1,0 +1,60 @@
+"""The arguments of `slstm` as the registered operator takes them, and where its sequences lie."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class SLSTMInputs(NamedTuple):
+    """Gates [B, T, H, 4, D], recurrent weights [H, 4, D, D], a state [N, H, 4, D], and ends."""
+
+    gates: Tensor
+    recurrent: Tensor
+    before: Tensor
+    lengths: Tensor | None
+    cu_seqlens: Tensor | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What states are computed in."""
+        return torch.promote_types(self.gates.dtype, torch.float32)
+
+    @property
+    def spans(self) -> tuple[Tensor, Tensor]:
+        """[N] the first row of each sequence among all B T, and its tokens."""
+        batch, tokens = self.gates.shape[:2]
+        device = self.gates.device
+        if self.cu_seqlens is not None:
+            offsets = self.cu_seqlens.to(device, torch.int64)
+            return offsets[:-1], offsets.diff()
+        first = torch.arange(batch, device=device) * tokens
+        return first, torch.full_like(first, tokens) if self.lengths is None else self.lengths
+
+    @property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """[B T] the sequence of each row, and how many tokens of it come before."""
+        batch, tokens = self.gates.shape[:2]
+        row = torch.arange(batch * tokens, device=self.gates.device)
+        if self.cu_seqlens is None:
+            return row // max(tokens, 1), row % max(tokens, 1)
+        first, _ = self.spans
+        sequence = torch.searchsorted(first, row, right=True) - 1
+        return sequence, row - first[sequence]
+
+    def rows_before(self, h: Tensor) -> Tensor:
+        """[B T, H, D] the output before each token, of outputs h [B T, H, D]."""
+        sequence, token = self.places
+        shifted = torch.cat([torch.zeros_like(h[:1]), h[:-1]])
+        return torch.where((token == 0)[:, None, None], self.before[sequence, :, 0], shifted)
+
+    def all_gates(self, h_before: Tensor) -> Tensor:
+        """[B T, H, 4, D] what the input and the output before give; zero at padding."""
+        heads, _, size = self.gates.shape[2:]
+        weights = self.recurrent.to(self.dtype).flatten(1, 2)
+        seen = (h_before.transpose(0, 1) @ weights.mT).transpose(0, 1)
+        raw = self.gates.to(self.dtype).flatten(0, 1) + seen.view(-1, heads, 4, size)
+        if self.lengths is None:
+            return raw.contiguous()
+        sequence, token = self.places
+        return torch.where((token < self.lengths[sequence])[:, None, None, None], raw, 0)

@@ -1,0 +1,71 @@
+"""The registered operator behind `slstm`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltarule.ops.registration import Gradients, Operator, Rules, differentiated
+from deltarule.ops.slstm import torch as plain
+from deltarule.ops.slstm.inputs import SLSTMInputs
+from deltarule.shapes import RecurrentOutput
+
+
+def backend_of(name: str) -> Any:
+    """Triton is an extra, imported where it runs."""
+    if name == "torch":
+        return plain
+    from deltarule.ops.slstm import triton
+
+    return triton
+
+
+def forward(inputs: SLSTMInputs, save: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs, the last state, and the states of all tokens with `save`."""
+    found: tuple[Tensor, Tensor, Tensor] = backend_of(backend).forward(inputs, save)
+    return found
+
+
+def backward(
+    gradients: Gradients, saved: Sequence[Tensor], wanted: Sequence[bool], inputs: SLSTMInputs,
+    save: bool, backend: str,
+) -> Gradients:  # fmt: skip
+    """Gradients by the gates, the recurrent weights, and the state before."""
+    d_o, d_final = gradients
+    (states,) = saved
+    shape = inputs.gates.shape
+    d_o = states.new_zeros(shape[:3] + shape[4:]) if d_o is None else d_o.to(inputs.dtype)
+    if d_final is None:
+        d_final = torch.zeros_like(inputs.before)
+    h_before = inputs.rows_before(states[:, :, 0])
+    raw = inputs.all_gates(h_before)
+    d_gates, d_before = backend_of(backend).backward(d_o, d_final, inputs, raw, states)
+    # [H, 4 D, B T] [H, B T, D]: every token's gate and the output that it saw.
+    d_recurrent = d_gates.flatten(-2).permute(1, 2, 0) @ h_before.transpose(0, 1)
+    return (
+        d_gates.view(shape).to(inputs.gates.dtype),
+        d_recurrent.view(inputs.recurrent.shape).to(inputs.recurrent.dtype), d_before,
+    )  # fmt: skip
+
+
+def fake(inputs: SLSTMInputs, save: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Shapes and types of what the forward returns."""
+    batch, tokens, heads, _, size = inputs.gates.shape
+    rows = batch * tokens if save else 0
+    return (
+        inputs.gates.new_empty(batch, tokens, heads, size), torch.empty_like(inputs.before),
+        inputs.before.new_empty(rows, heads, 4, size),
+    )  # fmt: skip
+
+
+operator: Operator[SLSTMInputs] = Operator(
+    "slstm", SLSTMInputs, forward, backward, fake, options={"save": bool, "backend": str},
+    returned=3, rules=Rules(2, (2,), SLSTMInputs._fields[:3], otherwise='use impl="reference"'),
+)  # fmt: skip
+
+
+def run(inputs: SLSTMInputs, backend: str) -> RecurrentOutput:
+    """Call the operator, keeping states only where a backward may follow."""
+    save = torch._C._are_functorch_transforms_active() or differentiated(inputs[:3])
+    return RecurrentOutput(*operator(*inputs, save, backend))

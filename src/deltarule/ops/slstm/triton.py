@@ -1,0 +1,208 @@
+"""sLSTM on a GPU: a program takes 16 sequences of one head through all their tokens.
+
+    i, f, z, o = gates_t + R h_{t-1}
+    c = f' c + i' tanh(z)        n = f' n + i'        h = sigmoid(o) c / n
+
+c, n and m stay in registers. h goes through memory, from which the products with R read it in
+slices, because R of one head (4 D D numbers) fits neither registers nor shared memory. The backward
+is given all gates, and puts their gradients in their place.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltarule.ops.runtime.launch import launch
+from deltarule.ops.slstm.inputs import SLSTMInputs
+
+# Rows of a program, the fewest that a product takes, and how many channels a product takes at once.
+ROWS, SLICE = 16, 32
+MAX_CHANNELS = 256
+PRECISION = tl.constexpr("tf32x3")
+
+
+@triton.jit
+def product(b_sum, p_x, m_x, p_y, o_d, C: tl.constexpr, D: tl.constexpr, BS: tl.constexpr):
+    """b_sum + x y of x [rows at p_x, C] and y [C, D]."""
+    for i in range(0, C, BS):
+        o_s = i + tl.arange(0, BS)
+        b_x = tl.load(
+            p_x[:, None] + o_s[None, :], mask=m_x[:, None] & (o_s < C)[None, :], other=0.0
+        )
+        mask = (o_s < C)[:, None] & (o_d < D)[None, :]
+        b_y = tl.load(p_y + o_s[:, None] * D + o_d[None, :], mask=mask, other=0.0)
+        b_sum += tl.dot(b_x, b_y.to(tl.float32), input_precision=PRECISION)
+    return b_sum
+
+
+@triton.jit
+def load_four(x, place, mask, D: tl.constexpr):
+    """Four tiles that lie D numbers apart, in float32."""
+    b_0 = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+    b_1 = tl.load(x + place + D, mask=mask, other=0.0).to(tl.float32)
+    b_2 = tl.load(x + place + 2 * D, mask=mask, other=0.0).to(tl.float32)
+    b_3 = tl.load(x + place + 3 * D, mask=mask, other=0.0).to(tl.float32)
+    return b_0, b_1, b_2, b_3
+
+
+@triton.jit
+def store_four(x, place, mask, b_0, b_1, b_2, b_3, D: tl.constexpr):
+    """The inverse of load_four."""
+    tl.store(x + place, b_0, mask=mask)
+    tl.store(x + place + D, b_1, mask=mask)
+    tl.store(x + place + 2 * D, b_2, mask=mask)
+    tl.store(x + place + 3 * D, b_3, mask=mask)
+
+
+@triton.jit
+def log_sigmoid(b_x):
+    """-log(1 + e^-x), as exact where e^-x is small: a memory sums it over thousands of tokens."""
+    b_e = tl.exp(-tl.abs(b_x))
+    b_u = 1.0 + b_e
+    b_log = tl.where(b_u == 1.0, b_e, tl.log(b_u) * (b_e / tl.where(b_u == 1.0, 1.0, b_u - 1.0)))
+    return tl.minimum(b_x, 0.0) - b_log
+
+
+@triton.jit
+def tanh(b_x):
+    """(1 - e^-2|x|) / (1 + e^-2|x|), with the sign of x."""
+    b_e = tl.exp(-2.0 * tl.abs(b_x))
+    b_y = (1.0 - b_e) / (1.0 + b_e)
+    return tl.where(b_x < 0, -b_y, b_y)
+
+
+@triton.jit
+def rows_of_program(start, length, N, BB: tl.constexpr):
+    """Sequences of this program, their first rows, and their tokens."""
+    o_n = tl.program_id(0) * BB + tl.arange(0, BB)
+    m_n = o_n < N
+    first = tl.load(start + o_n, mask=m_n, other=0)
+    tokens = tl.load(length + o_n, mask=m_n, other=0)
+    return tl.minimum(o_n, N - 1).to(tl.int64), m_n, first, tokens
+
+
+@triton.jit(do_not_specialize=["N"])
+def slstm_forward_kernel(
+    gates, weights, start, length, before, o, final, states, scratch, N,
+    H: tl.constexpr, D: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """o, the last state, with `states` all of them; weights [H, 4, D, D] are R^T of each gate."""
+    i_h, o_d = tl.program_id(1), tl.arange(0, BD)
+    o_n, m_n, first, tokens = rows_of_program(start, length, N, BB)
+    mask = m_n[:, None] & (o_d < D)[None, :]
+    p_state = ((o_n * H + i_h) * 4 * D)[:, None] + o_d[None, :]
+    b_h, b_c, b_n, b_m = load_four(before, p_state, mask, D)
+    p_h = scratch + (tl.program_id(0) * BB + tl.arange(0, BB)).to(tl.int64) * H * D + i_h * D
+    p_w = weights + i_h * 4 * D * D
+    for t in range(tl.max(tokens)):
+        # All have read what is overwritten; then all see what was written.
+        tl.debug_barrier()
+        tl.store(p_h[:, None] + o_d[None, :], b_h, mask=(o_d < D)[None, :])
+        tl.debug_barrier()
+        here = (t < tokens)[:, None] & mask
+        row = (first + t) * H + i_h
+        place = (row * 4 * D)[:, None] + o_d[None, :]
+        b_i, b_f, b_z, b_o = load_four(gates, place, here, D)
+        b_i = product(b_i, p_h, m_n, p_w, o_d, D, D, BS)
+        b_f = product(b_f, p_h, m_n, p_w + D * D, o_d, D, D, BS)
+        b_z = product(b_z, p_h, m_n, p_w + 2 * D * D, o_d, D, D, BS)
+        b_o = product(b_o, p_h, m_n, p_w + 3 * D * D, o_d, D, D, BS)
+        b_kept = log_sigmoid(b_f) + b_m
+        b_top = tl.where(b_n == 0.0, b_i, tl.maximum(b_kept, b_i))
+        b_forget = tl.where(b_n == 0.0, 0.0, tl.exp(b_kept - b_top))
+        b_write = tl.exp(b_i - b_top)
+        b_c = tl.where(here, b_forget * b_c + b_write * tanh(b_z), b_c)
+        b_n = tl.where(here, b_forget * b_n + b_write, b_n)
+        b_m = tl.where(here, b_top, b_m)
+        b_h = tl.where(here, tl.sigmoid(b_o) * b_c / tl.where(b_n == 0.0, 1.0, b_n), b_h)
+        tl.store(o + (row * D)[:, None] + o_d[None, :], b_h, mask=here)
+        if states is not None:
+            store_four(states, place, here, b_h, b_c, b_n, b_m, D)
+    store_four(final, p_state, mask, b_h, b_c, b_n, b_m, D)
+
+
+@triton.jit(do_not_specialize=["N"])
+def slstm_backward_kernel(
+    raw, weights, start, length, before, states, d_o, d_final, d_before, N,
+    H: tl.constexpr, D: tl.constexpr, BB: tl.constexpr, BD: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """Gradients in the place of the gates, and by the state before; weights [H, 4 D, D] are R."""
+    i_h, o_d = tl.program_id(1), tl.arange(0, BD)
+    o_n, m_n, first, tokens = rows_of_program(start, length, N, BB)
+    mask = m_n[:, None] & (o_d < D)[None, :]
+    p_state = ((o_n * H + i_h) * 4 * D)[:, None] + o_d[None, :]
+    b_dh, b_dc, b_dn, _ = load_four(d_final, p_state, mask, D)
+    p_w = weights + i_h * 4 * D * D
+    for s in range(tl.max(tokens)):
+        t = tokens - 1 - s
+        here, begins = (t >= 0)[:, None] & mask, (t == 0)[:, None]
+        row = (first + tl.maximum(t, 0)) * H + i_h
+        place = (row * 4 * D)[:, None] + o_d[None, :]
+        b_i, b_f, b_z, b_o = load_four(raw, place, here, D)
+        _, b_c, b_n, b_m = load_four(states, place, here, D)
+        _, b_c0, b_n0, b_m0 = load_four(before, p_state, here & begins, D)
+        _, b_c1, b_n1, b_m1 = load_four(states, place - 4 * H * D, here & (t > 0)[:, None], D)
+        b_c1, b_n1, b_m1 = b_c1 + b_c0, b_n1 + b_n0, b_m1 + b_m0
+        b_kept = tl.where(b_n1 == 0.0, 0.0, tl.exp(log_sigmoid(b_f) + b_m1 - b_m))
+        b_write, b_v, b_r = tl.exp(b_i - b_m), tanh(b_z), tl.sigmoid(b_o)
+        b_n = tl.where(here, b_n, 1.0)
+        b_d = b_dh + tl.load(d_o + (row * D)[:, None] + o_d[None, :], mask=here, other=0.0)
+        b_dc_, b_dn_ = b_dc + b_d * b_r / b_n, b_dn - b_d * b_r * b_c / (b_n * b_n)
+        b_di = (b_dc_ * b_v + b_dn_) * b_write
+        b_df = (b_dc_ * b_c1 + b_dn_ * b_n1) * b_kept * tl.sigmoid(-b_f)
+        b_dz = b_dc_ * b_write * (1.0 - b_v * b_v)
+        b_do = b_d * b_c / b_n * b_r * (1.0 - b_r)
+        store_four(raw, place, here, b_di, b_df, b_dz, b_do, D)
+        tl.debug_barrier()
+        b_back = tl.zeros([BB, BD], tl.float32)
+        b_back = product(b_back, raw + row * 4 * D, m_n & (t >= 0), p_w, o_d, 4 * D, D, BS)
+        b_dh = tl.where(here, b_back, b_dh)
+        b_dc, b_dn = tl.where(here, b_dc_ * b_kept, b_dc), tl.where(here, b_dn_ * b_kept, b_dn)
+    store_four(d_before, p_state, mask, b_dh, b_dc, b_dn, tl.zeros([BB, BD], tl.float32), D)
+
+
+def forward(inputs: SLSTMInputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """What the form in PyTorch returns, too."""
+    batch, tokens, heads, _, size = inputs.gates.shape
+    final = torch.empty_like(inputs.before)
+    o = torch.zeros_like(inputs.gates[:, :, :, 0], memory_format=torch.contiguous_format)
+    # Zeros, where padding is: the backward multiplies with them.
+    states = inputs.before.new_zeros(batch * tokens if save else 0, heads, 4, size)
+    if batch * tokens == 0:
+        return o, inputs.before.clone(), states
+    scratch = final.new_empty(-(-len(final) // ROWS) * ROWS, heads, size)
+    given = (
+        inputs.gates.contiguous(), inputs.recurrent.mT.contiguous(), *inputs.spans,
+        inputs.before.contiguous(), o, final, states if save else None, scratch, len(final),
+    )  # fmt: skip
+    run(slstm_forward_kernel, given, heads, size)
+    return o, final, states
+
+
+def backward(
+    d_o: Tensor, d_final: Tensor, inputs: SLSTMInputs, raw: Tensor, states: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What the form in PyTorch returns, too; raw is written to."""
+    heads, _, size = inputs.gates.shape[2:]
+    if not raw.numel():
+        return raw, d_final.clone()
+    d_before = torch.empty_like(inputs.before)
+    given = (
+        raw, inputs.recurrent.contiguous(), *inputs.spans, inputs.before.contiguous(), states,
+        d_o.contiguous(), d_final.contiguous(), d_before, len(d_before),
+    )  # fmt: skip
+    run(slstm_backward_kernel, given, heads, size)
+    return raw, d_before
+
+
+def run(kernel: object, given: tuple[object, ...], heads: int, size: int) -> None:
+    """Launch a program for each 16 sequences and head."""
+    block = max(triton.next_power_of_2(size), 16)
+    constants = {
+        "H": heads, "D": size, "BB": ROWS, "BD": block, "BS": min(SLICE, block),
+        "num_warps": 8 if block > 64 else 4, "num_stages": 1, "enable_fp_fusion": True,
+    }  # fmt: skip
+    sequences = given[-1]
+    assert isinstance(sequences, int)
+    launch(kernel, (-(-sequences // ROWS), heads, 1), given, constants)
