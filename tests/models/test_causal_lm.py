@@ -232,8 +232,8 @@ def test_a_model_in_bfloat16(make_model, random_tokens):
     ("arguments", "message"),
     [
         ({"tokens": torch.zeros(2, 3)}, "tokens must be an int64 or int32 tensor, got torch.float"),
-        ({"tokens": [[1]]}, "tokens must be an int64 or int32 tensor, got list"),
-        ({"tokens": torch.zeros(3, dtype=torch.long)}, "tokens must be [B, T], got [3]"),
+        ({"tokens": [[1]]}, "tokens must be a tensor [B, T], got list"),
+        ({"tokens": torch.zeros(3, dtype=torch.long)}, "tokens must have 2 axes [B, T], got [3]"),
         ({"tokens": torch.full((1, 3), 257)}, "tokens must lie in [0, vocab_size=257), got 257"),
         ({"tokens": torch.tensor([[3, -1]])}, "got -1 to 3"),
         ({"mask": torch.ones(2, 4, dtype=torch.bool)}, "mask must be bool [2, 3] like tokens"),

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from deltarule import attention_matrix, delta_rule, dplr, explain, pack, recurrent_step
+from deltarule.models import CausalLM, ModelConfig
+from deltarule.nn import DeltaNet
 from oracle import make_case
 
 GOOD = make_case("head", "tied", tokens=10, dtype=torch.float32).tensors
@@ -21,7 +23,7 @@ def call(**changes):
     [
         ({"q": GOOD["q"][0]}, r"q must have 4 axes .* got \[10, 2, 8\]"),
         ({"q": GOOD["q"].long()}, "q must be float64.*got torch.int64"),
-        ({"q": [1.0]}, "q must be a tensor, got list"),
+        ({"q": [1.0]}, "q must be a tensor \\[B, T, heads, channels\\], got list"),
         ({"k": GOOD["k"].double()}, "k is torch.float64 on cpu, but q is torch.float32"),
         ({"k": GOOD["k"][:, :9]}, r"k must be \[B, T\*n, H, K\] = \[2, 10, 2, 8\]"),
         ({"n_steps": 2}, r"k must be .* = \[2, 20, 2, 8\] .*n_steps=2"),
@@ -50,6 +52,56 @@ def call(**changes):
 def test_delta_rule_names_the_argument(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(**changes)
+
+
+OTHERS = {
+    "sparse": (lambda x: x.to_sparse(), "to_dense"),
+    "sparse_csr": (lambda _: torch.eye(3).to_sparse_csr(), "to_dense"),
+    "nested": (lambda x: torch.nested.nested_tensor([x[0], x[0]]), "cu_seqlens"),
+    "jagged": (
+        lambda x: torch.nested.nested_tensor([x.view(-1), x.view(-1)[:1]], layout=torch.jagged),
+        "cu_seqlens",
+    ),
+    "quantized": (
+        lambda x: torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8), "dequantize"
+    ),
+    "meta": (lambda x: x.to("meta"), "meta"),
+    "complex": (lambda x: x.to(torch.complex64), "complex64"),
+    "array": (lambda x: x.numpy(), "got ndarray"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("name", ["q", "k", "v", "beta", "log_decay", "initial_state"])
+def test_tensors_that_are_not_dense_are_named_in_one_line(name: str, kind: str) -> None:
+    make, says = OTHERS[kind]
+    with pytest.raises(ValueError, match=says) as caught:
+        call(**{name: make(GOOD[name])})
+    assert str(caught.value).count("\n") == 0
+    # Of q on another device, the first that is not there is named.
+    assert str(caught.value).startswith("k is" if (name, kind) == ("q", "meta") else name)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", [kind for kind in OTHERS if kind != "meta"])
+def test_layers_and_models_name_them_too(kind: str) -> None:
+    make, says = OTHERS[kind]
+    with pytest.raises(ValueError, match=rf"x must .*{says}|x must have 3 axes"):
+        DeltaNet(32, num_heads=2)(make(torch.randn(2, 3, 32)))
+    config = ModelConfig(
+        vocab_size=9, hidden_size=32, num_layers=1, num_heads=2, layer_types="deltanet"
+    )
+    with pytest.raises(ValueError, match=r"^tokens must "):
+        CausalLM(config)(make(torch.ones(2, 3, dtype=torch.long)))
+    with pytest.raises(ValueError, match=r"^(v|q) (must|is) "):
+        attention_matrix(make(GOOD["q"]), make(GOOD["k"]), beta=None)
+    pool = torch.zeros(3, *GOOD["initial_state"].shape[1:])
+    short = {name: GOOD[name][:, :1] for name in ("q", "k", "v", "beta")}
+    for name, x in {"state": pool, "state_indices": torch.tensor([0, 1])}.items():
+        options = {"state": pool, "state_indices": torch.tensor([0, 1]), name: make(x)}
+        with pytest.raises(ValueError, match=f"^{name} must "):
+            recurrent_step(**short, **options)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +201,7 @@ def step(**changes):
             "state must be torch.float32 or torch.bfloat16",
         ),
         ({"state": torch.zeros(2, 4, 6, 8).double()}, "for q in torch.float32, got torch.float64"),
-        ({"state_indices": [0, 1]}, "state_indices must be an int32 or int64 tensor, got list"),
+        ({"state_indices": [0, 1]}, "state_indices must be a tensor or None, got list"),
         ({"state_indices": torch.tensor([-2, 0])}, "state_indices must lie in .* got -2"),
         ({"state_indices": torch.tensor([2, 0])}, r"state_indices must lie in \[0, 2\).* got 2"),
         ({"state_indices": torch.tensor([1, 1])}, "state_indices must name no slot twice"),

@@ -71,6 +71,26 @@ def test_another_null_index(impl: str) -> None:
 
 
 @every_impl
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("slots", "nulls"), [(0, 0), (0, 2), (3, 2)])
+def test_no_row_or_null_rows_alone_give_zeros(impl: str, kind, slots: int, nulls: int) -> None:
+    decay, erase, n_steps = kind
+    case = make_case(decay, erase, batch=2, tokens=3, n_steps=n_steps, normalize_qk=erase != "free")
+    case = case.changed(**{
+        name: x[:nulls] if x.ndim > 1 else x
+        for name, x in case.tensors.items() if name in case.present()
+    })  # fmt: skip
+    pool = torch.randn(slots, *case.tensors["initial_state"].shape[1:], dtype=torch.float64)
+    before, states = pool.clone(), pool.new_zeros(nulls, 3, *pool.shape[1:])
+    indices = torch.full((nulls,), -1)
+    for options in ({}, {"states": states}):
+        o = step(case, 0, 3, impl, state=pool, state_indices=indices, **options)
+        assert o.shape[:2] == (nulls, 3)
+        assert (o == 0).all()
+    assert torch.equal(pool, before)
+
+
+@every_impl
 def test_a_bfloat16_state_rounds_once_a_call(impl: str) -> None:
     case = make_case("head", "tied", tokens=1, dtype=torch.float32)
     state = case.tensors["initial_state"].bfloat16()

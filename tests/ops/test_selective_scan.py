@@ -299,12 +299,12 @@ def test_second_derivatives_are_refused():
 
 
 BAD = {
-    r"v must be a tensor \[B, T, HV, V\], got \[4\]": {"v": torch.zeros(4)},
+    r"v must have 4 axes \[B, T, HV, V\], got \[4\]": {"v": torch.zeros(4)},
     "v must be float64, float32, bfloat16 or float16, got torch.int64": {
         "v": torch.zeros(1, 2, HV, V).long()
     },
     "v needs at least one head": {"v": torch.zeros(1, 2, 0, V)},
-    r"q must be \[B, T, H, K\] or a constant \[HV, V, K\], got \[3\]": {"q": torch.zeros(3)},
+    r"q must have 4 axes \[B, T, H, K\] or constant \[HV, V, K\], got \[3\]": {"q": torch.zeros(3)},
     r"k must be \[HV, V, K\] = \[4, 5, 3\], got \[4, 5, 2\]": {"k": torch.zeros(HV, V, 2)},
     r"k must be \[B, T, H, K\] = \[1, 2, 2, 3\], got": {"k": torch.zeros(1, 3, 2, K)},
     "v must have a multiple of the 3 heads of k, got 4": {"k": torch.zeros(1, 2, 3, K)},

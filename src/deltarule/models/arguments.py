@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from deltarule.nn import ModelState
-from deltarule.ops.checks import check_cu_seqlens
+from deltarule.ops.checks import check_axes, check_cu_seqlens, check_dense
 
 
 def check_inputs(
@@ -19,6 +19,8 @@ def check_inputs(
 ) -> None:
     """Shapes, dtypes, devices and ranges of one call of the model."""
     _check_tokens(tokens, vocab_size, device)
+    if mask is not None:
+        check_dense("mask", mask, " or None")
     if mask is not None and (mask.dtype != torch.bool or mask.shape != tokens.shape):
         raise ValueError(
             f"mask must be bool {list(tokens.shape)} like tokens, "
@@ -47,11 +49,9 @@ def check_state(state: ModelState, sequences: int, num_layers: int) -> None:
 
 
 def _check_tokens(tokens: Tensor, vocab_size: int, device: torch.device) -> None:
-    if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int64, torch.int32):
-        given = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise ValueError(f"tokens must be an int64 or int32 tensor, got {given}")
-    if tokens.ndim != 2:
-        raise ValueError(f"tokens must be [B, T], got {list(tokens.shape)}")
+    check_axes("tokens", tokens, "[B, T]", 2)
+    if tokens.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"tokens must be an int64 or int32 tensor, got {tokens.dtype}")
     if tokens.device != device:
         raise ValueError(f"tokens are on {tokens.device}, but the model is on {device}")
     # Elsewhere than on the CPU, reading the values would wait for the device.

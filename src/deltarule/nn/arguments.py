@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deltarule.nn.feature_maps import FEATURE_MAPS, NORMS
 from deltarule.nn.state import State
+from deltarule.ops.checks import check_dense
 
 T = TypeVar("T")
 # What autocast casts to its own dtype; it leaves float64 and integers as they are.
@@ -195,8 +196,7 @@ def check_state(
 
 def _check_state_tensor(name: str, given: Tensor, expected: Tensor, sequences: int) -> None:
     sizes = [sequences, *expected.shape[1:]]
-    if not isinstance(given, Tensor):
-        raise ValueError(f"{name} must be a tensor {sizes}, got {type(given).__name__}")
+    check_dense(name, given, f" {sizes}")
     if list(given.shape) != sizes:
         raise ValueError(f"{name} must be {sizes}, sequences first, got {list(given.shape)}")
     if given.device != expected.device:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deltarule.nn.rule import Arguments
-from deltarule.ops.checks import check_cu_seqlens
+from deltarule.ops.checks import check_axes, check_cu_seqlens, check_dense
 from deltarule.ops.context import Context
 from deltarule.ops.context.rows import rows_before
 from deltarule.shapes import Hidden, Mask, Offsets
@@ -144,9 +144,7 @@ def make_layout(
     x: Hidden, cu_seqlens: Offsets | None, mask: Mask | None, context: Context | None = None
 ) -> Layout:
     """Check the arguments that every layer shares, and work out where its tokens lie."""
-    if not isinstance(x, Tensor) or x.ndim != 3:
-        given = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"x must be a tensor [B, T, hidden_size], got {given}")
+    check_axes("x", x, "[B, T, hidden_size]", 3)
     if context is not None:
         return _shared(x, cu_seqlens, mask, context)
     if cu_seqlens is not None:
@@ -232,11 +230,11 @@ def per_step(x: Tensor, n_steps: int, *sizes: int) -> Tensor:
 
 
 def _check_mask(mask: Mask, x: Tensor) -> None:
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != x.shape[:2]:
-        given = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask)
+    check_dense("mask", mask, " or None")
+    if mask.dtype != torch.bool or mask.shape != x.shape[:2]:
         raise ValueError(
             f"mask must be a bool tensor [B, T] = {list(x.shape[:2])}, True at real tokens, "
-            f"got {given}"
+            f"got {mask.dtype} {list(mask.shape)}"
         )
     if mask.device != x.device:
         raise ValueError(f"mask is on {mask.device}, but x is on {x.device}")

@@ -11,13 +11,31 @@ from deltarule.shapes import RecurrentOutput
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+def check_dense(name: str, x: object, or_else: str = "") -> None:
+    """A tensor whose values lie side by side: most questions to another one end in PyTorch."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor{or_else}, got {type(x).__name__}")
+    if x.is_nested:
+        raise ValueError(
+            f"{name} must be one dense tensor, got a nested one: lay its sequences end to end in "
+            "one row, with cu_seqlens=deltarule.pack(lengths)"
+        )
+    if x.layout != torch.strided or x.is_quantized:
+        given, call = (x.dtype, "dequantize") if x.is_quantized else (x.layout, "to_dense")
+        raise ValueError(f"{name} must be a dense tensor, got {given}: call .{call}()")
+
+
+def check_axes(name: str, x: Tensor, axes: str, *counts: int) -> None:
+    """A dense tensor with so many axes."""
+    check_dense(name, x, f" {axes}")
+    if x.ndim not in counts:
+        raise ValueError(f"{name} must have {counts[0]} axes {axes}, got {shape(x)}")
+
+
 def check_sequence(q: Tensor, k: Tensor, v: Tensor, n_steps: int) -> None:
     """Shapes, dtypes and devices of q, k and v against each other."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
-        if x.ndim != 4:
-            raise ValueError(f"{name} must have 4 axes [B, T, heads, channels], got {shape(x)}")
+        check_axes(name, x, "[B, T, heads, channels]", 4)
         if x.dtype not in FLOATS:
             raise ValueError(f"{name} must be float64, float32, bfloat16 or float16, got {x.dtype}")
         if x.dtype != q.dtype or x.device != q.device:
@@ -49,8 +67,7 @@ def check_gate(
     """Shape, dtype and device of a tensor that goes with q; None passes."""
     if gate is None:
         return
-    if not isinstance(gate, Tensor):
-        raise ValueError(f"{name} must be a tensor or None, got {type(gate).__name__}")
+    check_dense(name, gate, " or None")
     if tuple(gate.shape) not in expected.values():
         choices = " or ".join(f"{letters} = {list(size)}" for letters, size in expected.items())
         raise ValueError(f"{name} must be {choices}, got {shape(gate)}")
@@ -94,6 +111,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         given = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise ValueError(f"cu_seqlens must be an int32 or int64 tensor, got {given}")
+    check_dense("cu_seqlens", cu_seqlens)
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 1:
         raise ValueError(f"cu_seqlens must be [N + 1], got {shape(cu_seqlens)}")
     if q.shape[0] != 1:

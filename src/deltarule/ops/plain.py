@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from deltarule.ops.autocast import without_autocast
-from deltarule.ops.checks import check_gate, shape
+from deltarule.ops.checks import check_dense, check_gate, shape
 from deltarule.ops.dispatch import Implementation, Table, always, choose
 
 PlainImpl = Literal["auto", "reference", "torch", "triton"]
@@ -35,8 +35,7 @@ def check_state_tensor(
     name: str, x: Tensor, letters: str, size: tuple[int, ...], q: Tensor
 ) -> None:
     """Shape, device and dtype of a part of a state: float32, or float64 when q is."""
-    if not isinstance(x, Tensor):
-        raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
+    check_dense(name, x)
     check_gate(name, x, q, {letters: size})
     wanted = torch.float64 if q.dtype == torch.float64 else torch.float32
     if x.dtype != wanted:
@@ -45,16 +44,15 @@ def check_state_tensor(
 
 def check_per_head(name: str, x: Tensor, letters: str, size: tuple[int, ...], q: Tensor) -> None:
     """Shape, dtype and device of a tensor that must be given."""
-    if not isinstance(x, Tensor):
-        raise ValueError(f"{name} must be a tensor {letters} = {list(size)}, got {x!r}")
+    check_dense(name, x, f" {letters} = {list(size)}")
     check_gate(name, x, q, {letters: size})
 
 
 def check_counts(name: str, x: Tensor, size: int, most: int, q: Tensor) -> None:
     """Integers [N] from 0 to `most`; their values are read only where that costs no waiting."""
-    if not isinstance(x, Tensor) or x.dtype != torch.int64 or x.shape != (size,):
-        given = f"{x.dtype} {shape(x)}" if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"{name} must be an int64 tensor [{size}], got {given}")
+    check_dense(name, x, f" of int64 [{size}]")
+    if x.dtype != torch.int64 or x.shape != (size,):
+        raise ValueError(f"{name} must be an int64 tensor [{size}], got {x.dtype} {shape(x)}")
     if x.device != q.device:
         raise ValueError(f"{name} is on {x.device}, but q is on {q.device}")
     if x.device.type != "cpu" or torch.compiler.is_compiling():

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.checks import check_gate, check_state, shape
+from deltarule.ops.checks import check_axes, check_gate, check_state, shape
 from deltarule.ops.context import Context
 from deltarule.ops.delta_rule.api import delta_rule
 from deltarule.ops.delta_rule.step import recurrent_step
@@ -82,14 +82,12 @@ def two_memories(
     leaves out the transpose of S^k in the read-out, and ABC's normalisation of the slots.
     """
     for name, x in (("q", q), ("slots", slots)):
-        if not isinstance(x, Tensor) or x.ndim != 4:
-            given = shape(x) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name} must have 4 axes, got {given}")
+        check_axes(name, x, "[B, T, H, K or M]", 4)
     batch, tokens, heads, key_size = q.shape
     size = slots.shape[-1]
-    if not isinstance(v, Tensor) or v.ndim != 4 or v.shape[2] != heads:
-        given = shape(v) if isinstance(v, Tensor) else type(v).__name__
-        raise ValueError(f"v must be [B, T, H, V] with the {heads} heads of q, got {given}")
+    check_axes("v", v, "[B, T, H, V]", 4)
+    if v.shape[2] != heads:
+        raise ValueError(f"v must be [B, T, H, V] with the {heads} heads of q, got {shape(v)}")
     each_slot = {"[B, T, H, M]": (batch, tokens, heads, size)}
     check_gate("slots", slots, q, each_slot)
     check_gate("log_decay", log_decay, q, each_slot)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from deltarule.ops.checks import shape
+from deltarule.ops.checks import check_axes, check_dense
 from deltarule.ops.delta_rule.api import delta_rule
 from deltarule.ops.dispatch import Impl
 from deltarule.shapes import Beta, Decay, Keys, Queries
@@ -56,9 +56,7 @@ def attention_matrix(
     Source: DeltaNet, arXiv 2406.06484, section 3.2, whose print leaves out the beta_j.
     """
     for name, x in (("q", q), ("k", k)):
-        if not isinstance(x, Tensor) or x.ndim != 4:
-            given = shape(x) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name} must have 4 axes [B, T or T*n, H, K], got {given}")
+        check_axes(name, x, "[B, T or T*n, H, K]", 4)
     batch, rows = k.shape[:2]
     heads = _value_heads(k, beta, log_decay)
     if rows == 0:
@@ -77,7 +75,9 @@ def _value_heads(k: Tensor, beta: Tensor | None, log_decay: Tensor | None) -> in
     heads = k.shape[2]
     constant = isinstance(log_decay, Tensor) and log_decay.ndim == 1
     for name, gate, axis in (("beta", beta, 2), ("log_decay", log_decay, 0 if constant else 2)):
-        if not isinstance(gate, Tensor) or gate.ndim <= axis:
+        if gate is not None:
+            check_dense(name, gate, " or None")
+        if gate is None or gate.ndim <= axis:
             continue
         found = gate.shape[axis]
         if found == 0 or found % heads:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.checks import check_gate
+from deltarule.ops.checks import check_dense, check_gate
 from deltarule.ops.delta_rule.gate_maps import GateMaps
 from deltarule.ops.delta_rule.inputs import Inputs, check_erase
 from deltarule.shapes import Beta, Decay
@@ -84,8 +84,7 @@ def check_decay_logits(decay: DecayLogits, inputs: Inputs) -> None:
     check_part("log_decay.dt_bias", decay.dt_bias, inputs.q, bias)
 
 
-def check_part(name: str, x: object, q: Tensor, expected: Mapping[str, tuple[int, ...]]) -> None:
+def check_part(name: str, x: Tensor, q: Tensor, expected: Mapping[str, tuple[int, ...]]) -> None:
     """As a gate that is there."""
-    if not isinstance(x, Tensor):
-        raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
+    check_dense(name, x)
     check_gate(name, x, q, expected)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.checks import shape
+from deltarule.ops.checks import check_dense, shape
 from deltarule.ops.delta_rule.gate_logits import BetaLogits, DecayLogits, given_gates, with_logits
 from deltarule.ops.delta_rule.gate_maps import NO_MAPS, GateMaps
 from deltarule.ops.delta_rule.implementations import Call, run_reference
@@ -110,10 +110,10 @@ def check_step(step: "Step") -> None:
             "for more, call delta_rule or dplr with initial_state"
         )
     size = inputs.state_shape[1:]
-    if not isinstance(state, Tensor) or state.ndim != 4 or tuple(state.shape[1:]) != size:
-        given = shape(state) if isinstance(state, Tensor) else type(state).__name__
-        expected = f"[slots, HV, V, K] = [*, {str(list(size))[1:]}"
-        raise ValueError(f"state must be {expected}, got {given}")
+    expected = f"[slots, HV, V, K] = [*, {str(list(size))[1:]}"
+    check_dense("state", state, f" {expected}")
+    if state.ndim != 4 or tuple(state.shape[1:]) != size:
+        raise ValueError(f"state must be {expected}, got {shape(state)}")
     dtypes = STATE_DTYPES[inputs.dtype]
     if state.dtype not in dtypes or state.device != inputs.q.device:
         raise ValueError(
@@ -135,9 +135,9 @@ def check_states(step: "Step") -> None:
     if states is None:
         return
     expected = [batch, tokens, *sizes, step.inputs.q.shape[3]]
-    if not isinstance(states, Tensor) or list(states.shape) != expected:
-        given = shape(states) if isinstance(states, Tensor) else type(states).__name__
-        raise ValueError(f"states must be [B, T, HV, V, K] = {expected}, got {given}")
+    check_dense("states", states, " or None")
+    if list(states.shape) != expected:
+        raise ValueError(f"states must be [B, T, HV, V, K] = {expected}, got {shape(states)}")
     if states.dtype != state.dtype or states.device != state.device or not states.is_contiguous():
         raise ValueError(
             f"states must be contiguous, {state.dtype} and on {state.device} like state, got "
@@ -153,10 +153,11 @@ def check_slots(state: Tensor, state_indices: Tensor | None, null_index: int, ba
                 f"state must have B = {batch} rows without state_indices, got {state.shape[0]}"
             )
         return
-    if not isinstance(state_indices, Tensor) or state_indices.dtype not in INDEX_DTYPES:
-        is_tensor = isinstance(state_indices, Tensor)
-        given = state_indices.dtype if is_tensor else type(state_indices).__name__
-        raise ValueError(f"state_indices must be an int32 or int64 tensor, got {given}")
+    check_dense("state_indices", state_indices, " or None")
+    if state_indices.dtype not in INDEX_DTYPES:
+        raise ValueError(
+            f"state_indices must be an int32 or int64 tensor, got {state_indices.dtype}"
+        )
     if state_indices.shape != (batch,):
         raise ValueError(f"state_indices must be [B] = [{batch}], got {shape(state_indices)}")
     if state_indices.device != state.device:

@@ -6,6 +6,7 @@ from torch import Tensor
 from deltarule.ops.autocast import without_autocast
 from deltarule.ops.checks import (
     FLOATS,
+    check_axes,
     check_cu_seqlens,
     check_gate,
     check_scale,
@@ -192,9 +193,7 @@ def dispatch_scan(inputs: ScanInputs, impl: str) -> RecurrentOutput:
 
 def check_values(v: Tensor) -> None:
     """Four axes with at least one head and one channel, in a dtype that there are kernels for."""
-    if not isinstance(v, Tensor) or v.ndim != 4:
-        given = shape(v) if isinstance(v, Tensor) else type(v).__name__
-        raise ValueError(f"v must be a tensor [B, T, HV, V], got {given}")
+    check_axes("v", v, "[B, T, HV, V]", 4)
     if v.dtype not in FLOATS:
         raise ValueError(f"v must be float64, float32, bfloat16 or float16, got {v.dtype}")
     if v.shape[2] == 0 or v.shape[3] == 0:
@@ -204,9 +203,9 @@ def check_values(v: Tensor) -> None:
 def check_channels(name: str, x: Tensor, v: Tensor, q: Tensor) -> None:
     """Queries or keys: [B, T, H, K] in v's dtype, or [HV, V, K]."""
     batch, tokens, heads, value_size = v.shape
-    if not isinstance(x, Tensor) or x.ndim not in (3, 4) or x.shape[-1] == 0:
-        given = shape(x) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"{name} must be [B, T, H, K] or a constant [HV, V, K], got {given}")
+    check_axes(name, x, "[B, T, H, K] or constant [HV, V, K]", 4, 3)
+    if x.shape[-1] == 0:
+        raise ValueError(f"{name} must have at least one channel, got {shape(x)}")
     key_size = q.shape[-1]
     if x.ndim == 3:
         check_gate(name, x, v, {"[HV, V, K]": (heads, value_size, key_size)})

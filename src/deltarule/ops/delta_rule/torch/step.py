@@ -70,7 +70,9 @@ def _tokens(inputs: Inputs, state: Tensor, states: Tensor | None) -> Tensor:
             erase = (state * a).sum(-1, keepdim=True), b
         if inputs.log_decay is not None:
             log_decay = inputs.log_decay[:, t].to(inputs.dtype)
-            state *= log_decay.exp().reshape(*log_decay.shape[:2], 1, -1)
+            # [B, HV] of heads or [B, HV, K] of channels, to [B, HV, 1, 1 or K].
+            log_decay = log_decay.unsqueeze(-1) if log_decay.ndim == 2 else log_decay
+            state *= log_decay.unsqueeze(-2).exp()
         if erase is not None:
             state.addcmul_(*erase)
         for row in range(t * n_steps, (t + 1) * n_steps):
