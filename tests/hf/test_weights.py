@@ -1,6 +1,8 @@
 """Checkpoints of transformers' own classes: read, written, and equal to the classes' logits."""
 
+import contextlib
 import json
+import math
 import re
 
 import pytest
@@ -9,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from deltarule.models import CausalLM, CheckpointError
+from deltarule.models.convert.families import family_of
 from deltarule.models.files import CONFIG, WEIGHTS, plain_name
 from hf.families import MULTIMODAL, make, tiny, tokens
 from models.checkpoints import check_round_trip, check_ways_of_reading, close
@@ -24,6 +27,28 @@ CONFIGS = {
     "qwen3_5_moe": ("qwen3_5_moe", {}),
     "qwen3_next": ("qwen3_next", {"mlp_only_layers": [1], "norm_topk_prob": False}),
     "qwen3_next, dense": ("qwen3_next", {"mlp_only_layers": [0, 1, 2, 3]}),
+    "bamba": ("bamba", {}),
+    "falcon_h1": ("falcon_h1", {"attention_in_multiplier": 1.25, "ssm_in_multiplier": 0.8,
+                                "mlp_multipliers": [0.7, 1.3]}),
+    "falcon_h1, normed": (
+        "falcon_h1",
+        {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "head_dim": 24},
+    ),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {"residual_multiplier": 0.4, "attention_multiplier": 0.3, "logits_scaling": 3.0,
+         "embedding_multiplier": 5.0},
+    ),
+    "granitemoehybrid, dense and turned": (
+        "granitemoehybrid", {"num_local_experts": 0, "position_embedding_type": "rope"}
+    ),
+    "nemotron_h": ("nemotron_h", {}),
+    "nemotron_h, experts": (
+        "nemotron_h",
+        {"layer_types": ["linear_attention", "moe", "full_attention", "mlp"],
+         "n_routed_experts": 4, "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1,
+         "moe_shared_expert_intermediate_size": 48, "routed_scaling_factor": 1.5},
+    ),
     "olmo_hybrid": ("olmo_hybrid", {}),
     "olmo_hybrid, turned": (
         "olmo_hybrid",
@@ -138,8 +163,15 @@ def test_an_expert_that_is_missing_is_named(tmp_path):
         ("qwen3_5", {"layer_types": ["sliding"] * 4}, "layer_types must be a list of"),
         ("qwen3_5", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type must be 'default'"),
         ("qwen3_5", {"model_type": "qwen3_next", "num_experts": 0}, "does not fit config.json"),
-        ("qwen3_next", {"mlp_only_layers": 3}, "mlp_only_layers must be a list of layers, got 3"),
+        ("qwen3_next", {"mlp_only_layers": 3}, "mlp_only_layers must be a list, got 3"),
         ("qwen3_next", {"num_experts_per_tok": 9}, "num_experts_per_tok must be at most 4"),
+        ("bamba", {"attn_layer_indices": 3}, "attn_layer_indices must be a list, got 3"),
+        ("falcon_h1", {"ssm_multipliers": [1.0]}, "ssm_multipliers must be a list of 5"),
+        ("falcon_h1", {"mamba_rms_norm": True}, "mamba_norm_before_gate must be False"),
+        ("granitemoehybrid", {"layer_types": ["mamba"]}, "layer_types must name 4 layers, got 1"),
+        ("granitemoehybrid", {"logits_scaling": 0}, "logits_scaling must be above 0, got 0"),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act must be 'relu2', got 'silu'"),
+        ("nemotron_h", {"moe_latent_size": 16}, "moe_latent_size must be None, got 16"),
         ("mamba2", {"time_step_limit": [0.0, 1.0]}, "time_step_limit must be [0.0, inf]"),
         ("mamba2", {"n_groups": 3}, "n_groups must divide the 8 heads"),
     ],
@@ -152,6 +184,19 @@ def test_what_cannot_be_said_is_named(name, changes, message, tmp_path):
         CausalLM.load(tmp_path)
     assert message in str(caught.value)
     assert str(tmp_path) in str(caught.value)
+
+
+DAMAGE = (None, 3, -1, 0, "x", [1], {}, math.inf, True)
+
+
+@pytest.mark.parametrize("name", dict.fromkeys(name for name, _ in CONFIGS.values()))
+def test_a_damaged_option_is_a_value_error_or_harmless(name):
+    stored = json.loads(tiny(name).config.to_json_string(use_diff=False))
+    family = family_of(stored)
+    for option in stored:
+        for value in DAMAGE:
+            with contextlib.suppress(ValueError):
+                family.config(stored | {option: value})
 
 
 def test_half_a_shard_is_named(tmp_path):

@@ -12,6 +12,10 @@ FIELDS = {
     "vocab_size": 257, "hidden_size": 32, "num_layers": 4, "num_heads": 2,
     "layer_types": "gated_deltanet",
 }  # fmt: skip
+EXPERTS = {
+    "mlp_layer_types": "sparse", "num_experts": 4, "num_experts_per_tok": 1,
+    "moe_intermediate_size": 8,
+}  # fmt: skip
 
 
 def test_one_name_stands_for_every_layer():
@@ -61,6 +65,23 @@ def test_fields_cannot_change():
         ({"conv_bias": 1}, "conv_bias must be True, False or None, got 1"),
         ({"n_groups": 0}, "n_groups must be an integer of 1 or more, got 0"),
         ({"n_groups": 2}, "n_groups=2 means nothing without mamba2 in layer_types"),
+        ({"layer_types": "kda+atention"}, "unknown layer 'kda+atention': did you mean"),
+        ({"layer_types": "kda+kda"}, "layer_types names a part twice in one block: 'kda+kda'"),
+        ({"mlp_layer_types": "spars"}, "mlp_layer_types must be of dense, sparse, none, got"),
+        ({"mlp_layer_types": ("dense",) * 3}, "mlp_layer_types is a pattern of 3 names"),
+        ({"mlp_layer_types": "dense", "mlp_size": 0}, "mlp_size must be above 0"),
+        ({"mlp_layer_types": "sparse"}, "moe_intermediate_size must be given"),
+        ({"num_experts": 4}, "num_experts=4 means nothing without moe in layer_types or sparse"),
+        (EXPERTS | {"n_group": 3}, "n_group must divide num_experts=4, got 3"),
+        (EXPERTS | {"topk_group": 2}, "topk_group must be at most n_group=1, got 2"),
+        (EXPERTS | {"num_experts_per_tok": 5}, "num_experts_per_tok must be at most 4"),
+        (EXPERTS | {"n_group": 4}, "n_group=4 leaves groups of fewer than two experts"),
+        (EXPERTS | {"shared_expert_gate": True}, "shared_expert_gate means nothing without"),
+        ({"hidden_act": "gelu"}, "hidden_act must be one of silu, relu2, got 'gelu'"),
+        ({"mlp_multipliers": (1.0,)}, "mlp_multipliers must be a tuple of 2 numbers, got (1.0,)"),
+        ({"ssm_out_multiplier": 2.0}, "ssm_out_multiplier=2.0 means nothing without mamba2"),
+        ({"attention_multiplier": 0.1}, "means nothing without attention or sliding_window in"),
+        ({"residual_multiplier": 0}, "residual_multiplier must be a finite number above 0, got 0"),
         ({"n_groups": 3, "layer_types": "mamba2"}, "n_groups must divide the 2 heads of Mamba-2"),
         ({"window": 0}, "window must be an integer of 1 or more or None"),
         ({"n_steps": 0}, "n_steps must be an integer of 1 or more or None"),
@@ -96,6 +117,10 @@ def test_head_sizes_free_the_hidden_size():
 
 def test_json_round_trip():
     config = ModelConfig(**FIELDS | {"layer_types": ("kda", "attention"), "window": 7})
+    assert ModelConfig.from_json(config.to_json()) == config
+    config = ModelConfig(
+        **FIELDS | EXPERTS | {"layer_types": "mamba2", "ssm_multipliers": (1.0, 2.0, 1.0, 1.0, 0.5)}
+    )
     assert ModelConfig.from_json(config.to_json()) == config
 
 

@@ -9,6 +9,7 @@ from deltarule.nn import MIXERS
 
 GPU = pytest.mark.gpu
 DEVICES = ["cpu", pytest.param("cuda", marks=GPU)]
+SIDE_BY_SIDE = ("mamba2+attention", "mlp")
 MIXED = ("gated_deltanet", "sliding_window", "attention", "rwkv7")
 
 
@@ -23,6 +24,16 @@ def on_buffers(monkeypatch):
 def sizes(name: str) -> dict[str, object]:
     options: dict[str, object] = {"layer_types": name, "num_layers": 2}
     return options if name not in MIXED else options | {"window": 5}
+
+
+def test_parts_side_by_side_and_blocks_without_a_state(make_model, random_tokens, on_buffers):
+    model = make_model(layer_types=SIDE_BY_SIDE, num_layers=4)
+    prompts = [random_tokens(n, seed=n).tolist() for n in (9, 3)]
+    again = [
+        model.generate(prompts, max_new_tokens=12, temperature=0, cuda_graphs=graphs)
+        for graphs in (False, True, True)
+    ]
+    assert again[0] == again[1] == again[2]
 
 
 @pytest.mark.parametrize("device", DEVICES)

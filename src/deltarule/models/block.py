@@ -71,7 +71,8 @@ class Block(nn.Module):
         outputs, after = [], State()
         for prefix, part, multiplier in self.parts():
             if isinstance(part, Mixer):
-                y, own = part(x, taken(state, prefix), **given)
+                before = None if state is None else taken(state, prefix)
+                y, own = part(x, before, **given)
                 after.update({prefix + name: tensor for name, tensor in own.items()})
             else:
                 y = part(x)
@@ -100,7 +101,7 @@ class Block(nn.Module):
         """Return a copy of a state that calls of one token may overwrite, for so many tokens."""
         return LentState({
             prefix + name: tensor for prefix, part, _ in self.parts() if isinstance(part, Mixer)
-            for name, tensor in part.lend(taken(state, prefix) or state, tokens).items()
+            for name, tensor in part.lend(taken(state, prefix), tokens).items()
         })  # fmt: skip
 
     def _normed_after(self, x: Hidden, y: Hidden) -> tuple[Hidden, Hidden]:
@@ -150,9 +151,9 @@ def scaled(x: Tensor, multiplier: float) -> Tensor:
     return x if multiplier == 1 else x * multiplier
 
 
-def taken(state: State | None, prefix: str) -> State | None:
+def taken(state: State, prefix: str) -> State:
     """The tensors of one part."""
-    if state is None or not prefix:
+    if not prefix:
         return state
     kept = {name: tensor for name, tensor in state.items() if name.startswith(prefix)}
     return type(state)({name.removeprefix(prefix): tensor for name, tensor in kept.items()})

@@ -11,7 +11,6 @@ def expert_pieces(
     ours: str,
     config: ModelConfig,
     has: Has,
-    *,
     apart: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
     together: tuple[str, str] = ("gate_up_proj", "down_proj"),
 ) -> Iterator[Piece]:

@@ -4,7 +4,7 @@ import difflib
 from typing import Any
 
 from deltarule.models.config_names import MODEL_TYPE
-from deltarule.models.convert import fla, mamba2, olmo_hybrid, qwen
+from deltarule.models.convert import fla, mamba2, mamba_hybrids, nemotron_h, olmo_hybrid, qwen
 from deltarule.models.convert.family import Family
 from deltarule.models.convert.piece import Piece, Shapes
 
@@ -17,6 +17,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe": qwen.QWEN3_5_MOE,
     "qwen3_5_moe_text": qwen.QWEN3_5_MOE,
     "olmo_hybrid": olmo_hybrid.FAMILY,
+    **mamba_hybrids.FAMILIES,
+    "nemotron_h": nemotron_h.FAMILY,
 }
 
 

@@ -52,6 +52,12 @@ class Fields:
             raise ValueError(f"{name} must be an integer of {smallest} or more, got {value!r}")
         return value
 
+    def factor(self, name: str) -> float:
+        """Return a number above 0; absent, it is 1."""
+        if (value := self.number(name, 1.0)) <= 0:
+            raise ValueError(f"{name} must be above 0, got {value!r}")
+        return value
+
     def number(self, name: str, default: float | None = None) -> float:
         """Return a number; without a default it is required."""
         value = self._required(name, default)
@@ -66,6 +72,14 @@ class Fields:
             raise ValueError(f"{name} must be true or false, got {value!r}")
         return value
 
+    def listed(self, name: str, default: list[Any]) -> list[Any]:
+        """Return a list of integers, numbers or words; one of the length of the default, if any."""
+        value = self.take(name, default)
+        if not isinstance(value, list) or (default and len(value) != len(default)):
+            size = f" of {len(default)}" if default else ""
+            raise ValueError(f"{name} must be a list{size}, got {value!r}")
+        return value
+
     def only(self, name: str, *known: object) -> None:
         """Take an option of which only some values can be said here; absent, it is the first."""
         value = self._left.pop(name, known[0])
@@ -74,6 +88,17 @@ class Fields:
                 f"{name} must be {' or '.join(map(repr, known))}, got {value!r}: "
                 "no option of CausalLM says that"
             )
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Take options by their older names, of which `names` gives the newer, where they stand."""
+        for old, new in names.items():
+            if old in self._left:
+                self._left.setdefault(new, self._left.pop(old))
+
+    def setdefault(self, name: str, value: object) -> None:
+        """Let an option that is absent or None have a value."""
+        if not self.has(name):
+            self._left[name] = value
 
     def drop(self, *names: str) -> None:
         """Pass over options that change nothing of what the model computes."""

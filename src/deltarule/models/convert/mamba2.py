@@ -10,7 +10,7 @@ from typing import Any
 from deltarule.models.config import ModelConfig
 from deltarule.models.convert.family import Family
 from deltarule.models.convert.fields import Fields
-from deltarule.models.convert.piece import Has, Piece, Shapes, filters
+from deltarule.models.convert.piece import Has, Piece, Shapes, filters, present, renamed
 
 # transformers writes an infinite number in two ways.
 NO_LIMIT = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
@@ -85,25 +85,25 @@ def pieces(config: ModelConfig, shapes: Shapes, has: Has) -> list[Piece]:
     for index in range(config.num_layers):
         layer, block = f"backbone.layers.{index}.", f"blocks.{index}."
         found.append(Piece(f"{layer}norm.weight", (f"{block}mixer_norm.weight",)))
-        found += mixer_pieces(f"{layer}mixer.", f"{block}mixer.", bool(config.conv_bias))
+        found += mixer_pieces(f"{layer}mixer.", f"{block}mixer.")
     found.append(Piece("backbone.norm_f.weight", ("norm.weight",)))
-    if not config.tie_embeddings:
-        found.append(Piece("lm_head.weight", ("head.weight",)))
-    return found
+    found.append(Piece("lm_head.weight", ("head.weight",)))
+    return present(found, shapes)
 
 
-def mixer_pieces(theirs: str, ours: str, conv_bias: bool) -> list[Piece]:
-    """The tensors of one layer."""
+OUT = {"norm.weight": "o_norm.weight", "out_proj.weight": "o_proj.weight"}
+
+
+def mixer_pieces(theirs: str, ours: str) -> list[Piece]:
+    """The tensors of one layer, some of which a model may lack."""
     convs = [f"{ours}{name}_conv." for name in "vkq"]
     found = [
         Piece(f"{theirs}in_proj.weight", tuple(f"{ours}{name}_proj.weight" for name in "gvkqa")),
         Piece(f"{theirs}conv1d.weight", tuple(f"{conv}weight" for conv in convs), form=filters),
-        Piece(f"{theirs}norm.weight", (f"{ours}o_norm.weight",)),
-        Piece(f"{theirs}out_proj.weight", (f"{ours}o_proj.weight",)),
+        Piece(f"{theirs}conv1d.bias", tuple(f"{conv}bias" for conv in convs)),
     ]
-    if conv_bias:
-        found.append(Piece(f"{theirs}conv1d.bias", tuple(f"{conv}bias" for conv in convs)))
-    return found + [Piece(theirs + name, (ours + name,)) for name in ("A_log", "dt_bias", "D")]
+    same = {name: name for name in ("A_log", "dt_bias", "D")}
+    return [*found, *renamed(theirs, ours, OUT | same)]
 
 
 FAMILY = Family(

@@ -11,6 +11,7 @@ from deltarule.models.convert.hybrid import (
     read_common,
     read_rope,
     write_common,
+    write_rope,
 )
 from deltarule.models.convert.piece import Has, Piece, Shapes, filters, renamed
 
@@ -44,15 +45,8 @@ def read(fields: Fields) -> ModelConfig:
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """From a configuration to config.json."""
-    rope = None
-    if config.partial_rotary_factor:
-        rope = {
-            "rope_type": "default",
-            "rope_theta": config.rope_theta,
-            "partial_rotary_factor": config.partial_rotary_factor,
-        }
-    own = {"linear_allow_neg_eigval": config.beta_max == 2, "rope_parameters": rope}
-    return write_common(config) | own
+    rope = write_rope(config) if config.partial_rotary_factor else {"rope_parameters": None}
+    return write_common(config) | rope | {"linear_allow_neg_eigval": config.beta_max == 2}
 
 
 def pieces(config: ModelConfig, shapes: Shapes, has: Has) -> list[Piece]:

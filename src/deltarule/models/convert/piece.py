@@ -4,7 +4,7 @@ stored = [rows of part 1, rows of part 2, ...] for group 1, the same for group 2
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -103,3 +103,8 @@ def renamed(theirs: str, ours: str, names: Mapping[str, str]) -> Iterator[Piece]
     """One stored tensor for each parameter, under other names."""
     for stored, own in names.items():
         yield Piece(theirs + stored, (ours + own,))
+
+
+def present(pieces: Iterable[Piece], shapes: Shapes) -> list[Piece]:
+    """Those whose parameters the model has: options take some away."""
+    return [piece for piece in pieces if piece.parts[0] in shapes]

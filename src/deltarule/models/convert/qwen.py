@@ -16,6 +16,7 @@ from deltarule.models.convert.hybrid import (
     read_common,
     read_rope,
     write_common,
+    write_rope,
 )
 from deltarule.models.convert.piece import Has, Piece, Shapes, filters, renamed
 
@@ -54,9 +55,7 @@ def read(fields: Fields, experts: dict[str, Any] | None = None) -> ModelConfig:
 
 def read_experts(fields: Fields) -> ModelConfig:
     """A model of which each layer but those named has experts, one shared expert among them."""
-    dense = fields.take("mlp_only_layers", [])
-    if not isinstance(dense, list):
-        raise ValueError(f"mlp_only_layers must be a list of layers, got {dense!r}")
+    dense = fields.listed("mlp_only_layers", [])
     step = fields.integer("decoder_sparse_step", 1, smallest=1)
     # A damaged number could ask for any amount of memory.
     layers = range(min(fields.integer("num_hidden_layers", keep=True), 10_000))
@@ -97,13 +96,8 @@ def read_text(fields: Fields, read: Callable[[Fields], ModelConfig]) -> ModelCon
 
 def write(config: ModelConfig) -> dict[str, Any]:
     """From a configuration to config.json."""
-    rope = {
-        "rope_type": "default",
-        "rope_theta": config.rope_theta,
-        "partial_rotary_factor": config.partial_rotary_factor,
-    }
     size = config.attention_head_dim or config.head_v_dim
-    return write_common(config) | {"head_dim": size, "rope_parameters": rope}
+    return write_common(config) | write_rope(config) | {"head_dim": size}
 
 
 def write_experts(config: ModelConfig) -> dict[str, Any]:

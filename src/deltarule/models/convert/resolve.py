@@ -21,7 +21,7 @@ _RECURRENT = (
 _ATTENTION = {
     "num_attention_heads": "num_heads", "num_kv_heads": "num_kv_heads",
     "attention_head_dim": "head_dim", "attention_qk_norm": "attention_qk_norm",
-    "partial_rotary_factor": "partial_rotary_factor",
+    "partial_rotary_factor": "partial_rotary_factor", "attention_multiplier": "scale",
 }  # fmt: skip
 _OTHER = ("attention_gate", "output_gate", "output_norm_eps", "rope_theta")
 # Options that are never None, where no layer has taken them.
@@ -38,9 +38,7 @@ def resolved(config: ModelConfig, blocks: nn.ModuleList) -> ModelConfig:
         blocks: Its blocks, of shapes only or not.
     """
     seen: dict[str, set[Any]] = {name: set() for name in (*_RECURRENT, *_ATTENTION, *_OTHER)}
-    for block in blocks:
-        mixer = block.mixer
-        assert isinstance(mixer, Mixer)
+    for mixer in (module for module in blocks.modules() if isinstance(module, Mixer)):
         if mixer.takes("rope_theta"):
             seen["rope_theta"].add(mixer.rope_theta or config.rope_theta)
         if isinstance(mixer, Attention):
