@@ -78,7 +78,7 @@ def check_fields(config: Any) -> None:
             raise ValueError(f"{name} must be {words}, got {given[name]!r}")
     for name in filter(given.__contains__, _CHOICES):
         value, known = given[name], _CHOICES[name]
-        if value not in known:
+        if not isinstance(value, str) or value not in known:
             raise ValueError(
                 f"{name} must be {'None or ' if name in optional else ''}one of "
                 f"{', '.join(known)}, got {value!r}{nearest(value, known)}"
