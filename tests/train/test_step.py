@@ -48,13 +48,32 @@ def test_a_step_is_the_loop_written_out():
         for value in values:
             (value / 3).backward()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        norm = nn.utils.clip_grad_norm_(parameters, CLIP)
+        norm = nn.utils.clip_grad_norm_(parameters, torch.inf)
+        optimizer.grad_scale = ((norm + 1e-6) / CLIP).clamp(min=1)
+        optimizer.found_inf = torch.zeros(())
         optimizer.step()
         optimizer.zero_grad()
         mean = sum(value.item() for value in values) / 3
         assert report.tolist() == pytest.approx([mean, float(norm), 2 * mean], rel=1e-6)
         pairs = zip(model.parameters(), other.parameters(), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-3, 1e3])
+def test_gradients_are_clipped_to_their_common_norm(largest):
+    model = built().double()
+    other = copy.deepcopy(model)
+    step = TrainingStep(
+        lambda x: loss_of(model)(x), torch.optim.SGD(model.parameters(), lr=1.0, fused=True),
+        clip=largest,
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(other.parameters(), lr=1.0)
+    step([rows(0)])
+    loss_of(other)(rows(0))[0].backward()
+    nn.utils.clip_grad_norm_(other.parameters(), largest or torch.inf)
+    optimizer.step()
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-6, atol=1e-9)
 
 
 def test_a_step_that_is_not_finite_changes_nothing():

@@ -1,5 +1,6 @@
 """AdamW on the tensors that decay, AdamW without decay on the rest, and a schedule for the rate."""
 
+import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -170,6 +171,30 @@ def load_optimizer_tensors(
         missing = next(name for i, name in enumerate(names) if i not in state)
         raise ValueError(f"the optimizer state lacks {missing!r}, which the model has")
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+
+
+# Added to the norm that clips, as `torch.nn.utils.clip_grad_norm_` does.
+EPSILON = 1e-6
+
+
+def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """The norm of all gradients together, in float32 at least.
+
+    Examples:
+        >>> weight = nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([3.0, 4.0])
+        >>> gradient_norm([weight])
+        tensor(5.)
+    """
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            kinds.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+    # In 16 bits the norm itself would have three digits.
+    wide = functools.reduce(torch.promote_types, kinds, torch.float32)
+    # One pass over all of a dtype.
+    norms = [x for kind in kinds.values() for x in torch._foreach_norm(kind, 2, wide)]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 
 def clip_gradients(parameters: Iterable[Tensor], largest: float) -> Tensor:

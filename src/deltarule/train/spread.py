@@ -147,5 +147,8 @@ class SpreadStep(TrainingStep):
         self.spread.before_backward(last)
 
     def summed(self, total: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums over all processes."""
+        """Sums over all processes; the gradient is clipped."""
         return self.spread.total(total), self.spread.clip(self.clip).reshape(1)
+
+    def divisor(self, norm: Tensor) -> None:
+        """None: a fused optimizer divides no gradients that are spread over a mesh."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deltarule.ops.eager import nothing_watches
-from deltarule.train.optimizer import clip_gradients
+from deltarule.train.optimizer import EPSILON, gradient_norm
 
 Part = Sequence[Tensor]
 # Steps of one kind before its capture: kernels are compiled and libraries take their memory.
@@ -123,7 +123,7 @@ class TrainingStep:
         assert total is not None
         total, norm = self.summed(total)
         finite = torch.cat([total[:1], norm]).isfinite().all()
-        self.update((~finite).float())
+        self.update((~finite).float(), self.divisor(norm))
         return torch.cat([total[:1], norm, total[1:]])
 
     def count(self, parts: Sequence[Part]) -> int:
@@ -134,13 +134,17 @@ class TrainingStep:
         """What precedes the forward of each part, and what of the last one; here nothing."""
 
     def summed(self, total: Tensor) -> tuple[Tensor, Tensor]:
-        """The figures of the whole step, and the norm [1] of its gradient, which is clipped."""
-        return total, clip_gradients(self.parameters, self.clip).reshape(1)
+        """The figures of the whole step, and the norm [1] of its gradient."""
+        return total, gradient_norm(self.parameters).reshape(1)
 
-    def update(self, skipped: Tensor) -> None:
+    def divisor(self, norm: Tensor) -> Tensor | None:
+        """What the optimizer is to divide the gradient by, in the pass that reads it anyway."""
+        return ((norm + EPSILON) / self.clip).clamp(min=1).float() if self.clip > 0 else None
+
+    def update(self, skipped: Tensor, divisor: Tensor | None) -> None:
         """Move the weights unless `skipped` is 1, as a scaler of 16-bit gradients asks for it."""
         optimizer: torch.optim.Optimizer = self.optimizer
-        optimizer.grad_scale, optimizer.found_inf = None, skipped  # type: ignore[attr-defined]
+        optimizer.grad_scale, optimizer.found_inf = divisor, skipped  # type: ignore[attr-defined]
         try:
             optimizer.step()
         finally:
