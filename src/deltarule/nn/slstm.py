@@ -46,7 +46,7 @@ class SLSTM(Mixer):
     SiLU before i and f, the norm of each head's mean and variance, no output gate beside o; forget
     biases from 3 to 6 over the channels, recurrent weights of zero.
 
-    Example:
+    Examples:
         >>> y, state = SLSTM(32, num_heads=2)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape
         torch.Size([1, 2, 4, 16])
