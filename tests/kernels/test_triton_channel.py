@@ -130,8 +130,6 @@ class Unlaunched:
 def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels for bfloat16 take float32, which has room for less."""
     monkeypatch.setattr(stages, "has_even_chunks", lambda inputs: inputs.erase != "free")
-    # At any size.
-    monkeypatch.setattr(stages, "has_anchored_chunks", lambda inputs, plan: inputs.erase != "free")
     monkeypatch.setattr(stages, "SHIFT", 0.0)
     monkeypatch.setattr(stages, "RANGE", 100.0)
 
@@ -155,7 +153,6 @@ def test_even_chunks(
     monkeypatch: pytest.MonkeyPatch, in_float32: None, erase: str, sizes: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(stages, "steep_scores_kernel", Unlaunched())
-    monkeypatch.setattr(stages, "even_chunks_kernel", Unlaunched())
     monkeypatch.setattr(stages, "channel_gradients_kernel", Unlaunched())
     case = small("channel", erase, **sizes)
     # -95 as a power of 2 over a part of the first chunk, of at most -100.
@@ -164,25 +161,9 @@ def test_even_chunks(
     check_roughly(case)
 
 
-@pytest.mark.parametrize("of", [0, 1, 4])
-def test_even_chunks_without_the_anchored_kernel(
-    monkeypatch: pytest.MonkeyPatch, in_float32: None, of: int
-) -> None:
-    monkeypatch.setattr(stages, "has_anchored_chunks", lambda inputs, plan: False)
-    monkeypatch.setattr(stages, "anchored_gradients_kernel", Unlaunched())
-    monkeypatch.setattr(stages, "channel_gradients_kernel", Unlaunched())
-    erase, sizes = EVEN[of]
-    case = small("channel", erase, **sizes)
-    case.tensors["log_decay"] *= 0.01
-    check_roughly(case)
-
-
 @overflows
 @pytest.mark.parametrize(("of", "save"), [(0, True), (1, False), (4, False)])
-def test_chunks_that_decay_far_in_blocks_that_do_not(
-    monkeypatch: pytest.MonkeyPatch, in_float32: None, of: int, save: bool
-) -> None:
-    monkeypatch.setattr(stages, "channel_gradients_kernel", Unlaunched())
+def test_chunks_that_decay_far_in_blocks_that_do_not(in_float32: None, of: int, save: bool) -> None:
     erase, sizes = EVEN[of]
     case = small("channel", erase, **sizes)
     # -40 as a power of 2 in each of a chunk's four blocks of 16 rows.
@@ -262,7 +243,6 @@ def test_more_far_chunks_than_programs(
 @overflows
 def test_even_chunks_with_the_shift_that_is_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "has_even_chunks", lambda inputs: True)
-    monkeypatch.setattr(stages, "has_anchored_chunks", lambda inputs, plan: True)
     case = small("channel", "tied", tokens=100, normalize_qk=True)
     case.tensors["log_decay"][:, 1:8, ::2] = -155 * math.log(2) / 7
     case.tensors["log_decay"][:, 8:64] *= 0.01

@@ -16,20 +16,20 @@ The sums of a chunk are kept, [M, HV, ROWS, K] in float32:
     rows 0..63    lead
     rows 64..67   for each block the decay of the blocks before it, 68..71 of those after it
     rows 72..75   of the late half's blocks before it (early blocks: 0), 76..79 the other way round
-    row 80        the least lead of all, in its first channel; 81 for the backward
-    rows 84..147  tail, of float32 inputs; 148..211 for the backward
+    row 80        the least lead of all, in its first channel
+    rows 84..147  tail, of float32 inputs
 """
 
 import triton
 import triton.language as tl
 
-from deltarule.ops.delta_rule.triton.tiles import LOG2_E, RESET
+from deltarule.ops.delta_rule.triton.tiles import LOG2_E, RESET, Gates, Sizes, decays_of
 from deltarule.ops.runtime.places import chunk_place
 
 BLOCK = tl.constexpr(16)
 # 2 to it is 0.
 GONE = tl.constexpr(-384.0)
-ROWS = tl.constexpr(212)
+ROWS = tl.constexpr(148)
 BEFORE, AFTER = tl.constexpr(64), tl.constexpr(68)
 LATE, EARLY = tl.constexpr(72), tl.constexpr(76)
 LEAST, TAILS = tl.constexpr(80), tl.constexpr(84)
@@ -168,12 +168,6 @@ def near_decay(b_lead, BAR: tl.constexpr):
 
 
 @triton.jit
-def pair_level(o_i, o_j):
-    """0 where two rows share a block, 1 where they share a pair of blocks, else 2."""
-    return (o_i // BLOCK != o_j // BLOCK).to(tl.int32) + (o_i // 32 != o_j // 32).to(tl.int32)
-
-
-@triton.jit
 def rounded(b_x, PRECISION: tl.constexpr):
     """x with the digits that a tf32 product keeps: tensor cores would cut the others off."""
     if PRECISION == "tf32":
@@ -197,8 +191,6 @@ def rounded(b_x, PRECISION: tl.constexpr):
 # A smaller decay of a chunk in some channel is far: gradients times 2^-100 still have all their
 # digits, and keys times 2^100 are far from the largest number.
 FAR = tl.constexpr(2.0**-100)
-# The same of a block of rows, as a power of 2: one that decays further is steep.
-NEAR = tl.constexpr(100.0)
 # Numbers that a program looks at together, in at most so many rows.
 TILE, LOOK = tl.constexpr(4096), tl.constexpr(32)
 
@@ -250,10 +242,25 @@ def each_chunk(
 
 
 @triton.jit
-def is_steep(sums, i_m, i_key, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr):
-    """Whether in a chunk of any value head of a key head a block of rows decays far."""
-    least = 0.0
-    for i_g in range(HV // H):
-        i_slot = i_m.to(tl.int64) * HV + i_key * (HV // H) + i_g
-        least = tl.minimum(least, tl.load(sums + (i_slot * ROWS + LEAST) * K))
-    return least < -NEAR
+def sums_of_chunk(i_m, i_h, first, rows, g, chunk_decay, sums, S: tl.constexpr):
+    """What `decay_sums_kernel` does with one chunk of one value head."""
+    p_g = decays_of(g, first, i_h)
+    i_slot = i_m.to(tl.int64) * S.HV + i_h
+    p_s = sums + i_slot * ROWS * S.K
+    store_sums(p_g, p_s, rows, g.s_decay_t, g.s_decay_k, S.K, S.BK, S.N_STEPS, S.EXACT)
+    store_block_decays(p_s, chunk_decay + i_slot * S.K, S.K, S.BK)
+
+
+@triton.jit(do_not_specialize=["T", "N", "chunks"])
+def decay_sums_kernel(
+    log_decay, cu_seqlens, known, chunk_decay, sums, chunks, T, N, s_decay_b, s_decay_t,
+    s_decay_h, s_decay_k,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, N_STEPS: tl.constexpr, CT: tl.constexpr,
+    BK: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """sums [M, HV, ROWS, K] as above, and chunk_decay [M, HV, K]."""
+    S: tl.constexpr = Sizes(H=H, HV=HV, K=K, N_STEPS=N_STEPS, CT=CT, BK=BK, EXACT=EXACT)
+    g = Gates(None, log_decay, T, None, None, None, s_decay_b, s_decay_t, s_decay_h, s_decay_k)
+    each_chunk(
+        sums_of_chunk, (g, chunk_decay, sums, S), known, cu_seqlens, chunks, T, N, HV, S, PACKED
+    )

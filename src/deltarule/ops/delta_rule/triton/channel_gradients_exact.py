@@ -13,9 +13,12 @@ gradients by the scores of every pair, a second one takes them through the decay
     dx_i = decay[0, i] S^T (scale dO_i, -beta_i X_i or X_i) + sum_j G_ij e_ij y_j
     dy_j = decay(j, end] D^T (..) + sum_i G_ij e_ij x_i
 
-`pair_gradients_kernel` has the pairs G, channel_levels.py the sums over them,
-`decay_gradients` what the decays get. A program takes one chunk of one key head and adds up its
-value heads in order.
+    dlog_decay_t = sum of z over the rows from token t to the chunk's end, and what reaches it,
+                   sum_j y_j decay(j, end] D^T (..)_j + decay[0, end] sum_v D S
+
+`pair_gradients_kernel` has the pairs G, `channel_gradients_kernel` the sums over them; of unit
+norms `unit_norm_gradients_kernel` does the rest. A program takes one chunk of one key head and adds
+up its value heads in order.
 """
 
 from typing import NamedTuple
@@ -27,25 +30,19 @@ from deltarule.ops.delta_rule.triton.channel_decay import (
     AFTER,
     BEFORE,
     BLOCK,
+    EARLY,
     GONE,
+    LATE,
     LEAST,
     ROWS,
     channel_log_decay,
     each_chunk,
-    is_steep,
     lead_decay,
     load_sums,
+    near_decay,
     of_block,
     rounded,
-    store_block_decays,
-    store_sums,
     tail_decay,
-)
-from deltarule.ops.delta_rule.triton.channel_levels import (
-    Sides,
-    level_gradients,
-    steep_gradients,
-    whole_gradients,
 )
 from deltarule.ops.delta_rule.triton.channel_scores_exact import Keys
 from deltarule.ops.delta_rule.triton.gradients import Around
@@ -56,6 +53,7 @@ from deltarule.ops.delta_rule.triton.tiles import (
     inverse_norms,
     load_beta,
     load_channels,
+    load_chunk,
     load_rows,
 )
 
@@ -74,66 +72,194 @@ class Left(NamedTuple):
     scale: tl.tensor
 
 
-# The gradient by decays per channel, once everything else of a chunk is known: device functions.
+# Sums over the pairs of rows of a chunk, level by level, with the factors of channel_decay.py; what
+# lies far down a block pair by pair. With G_ij the gradient by a score and e_ij its decay,
 #
-# A decay reaches every pair around it. With z_i = sum x_i dx_i - sum y_i dy_i, and what reaches the
-# end of the chunk, sum_j y_j decay(j, end] D^T (..)_j + decay[0, end] sum_v D S, all per channel,
+#     dx_i + sum_j G_ij e_ij y_j        dy_j + sum_i G_ij e_ij x_i
 #
-#     dlog_decay_t = sum of z over the rows from token t to the chunk's end, and what reaches it
+# A decay reaches every pair around it, so its gradient is made of
 #
-# A free erase leaves its own row's decay out: its x_i dx_i is in z, and taken from row i again.
+#     z_i = sum x_i dx_i - sum y_i dy_i
+#
+# in which the pairs between later rows cancel: both sides of z take the same rounded x and y.
 
 
-# Rows of a chunk's sums that the backward uses anew: z, and below them
-BOTH, LAST_ROWS, OWN_ROWS = tl.constexpr(81), tl.constexpr(84), tl.constexpr(148)
+class Sides(NamedTuple):
+    """The rows x and x2 and the columns y and y2 of a chunk, for some channels."""
+
+    b_x: tl.tensor
+    b_x2: tl.tensor
+    b_y: tl.tensor
+    b_y2: tl.tensor
+
+
+class Sums(NamedTuple):
+    """z without the rows of a free erase, z of these, and gradients by what `Sides` has."""
+
+    b_z: tl.tensor
+    b_own: tl.tensor
+    b_dx: tl.tensor
+    b_dx2: tl.tensor
+    b_dy: tl.tensor
+    b_dy2: tl.tensor
 
 
 @triton.jit
-def store_rows(p_s, b_x, o_r, o_k, K: tl.constexpr):
-    """Write rows into a chunk's sums."""
-    tl.store(p_s + o_r[:, None] * K + o_k[None, :], b_x, mask=(o_k < K)[None, :])
+def operand(b_x, low: tl.constexpr, PRECISION: tl.constexpr):
+    """x as a product with gradients by scores takes it: in bfloat16, or the digits of tf32."""
+    return rounded(b_x, PRECISION).to(low) if low == tl.float32 else b_x.to(low)
 
 
 @triton.jit
-def decay_gradients(p_s, p_g, p_c, p_dg, rows, s_decay_t, s_decay_k, S: tl.constexpr):
-    """dlog_decay of a chunk, row after row of four blocks at once, from what replaced the sums."""
-    o_k, o_b = tl.arange(0, S.BK), tl.arange(0, 4) * BLOCK
-    m_k = o_k < S.K
-    b_last = tl.zeros([4, S.BK], tl.float32)
-    b_z = tl.zeros([4, S.BK], tl.float32)
-    for row in tl.static_range(BLOCK):
-        b_z += load_sums(p_s, o_b + row, o_k, S.K)
-        b_last += load_sums(p_s + LAST_ROWS * S.K, o_b + row, o_k, S.K)
-    # Every decay of the chunk takes part in what reaches its end.
-    b_end = tl.load(p_s + BOTH * S.K + o_k, mask=m_k, other=0.0)
-    b_end = tl.sum(b_last, axis=0) + b_end * tl.load(p_c + o_k, mask=m_k, other=0.0)
-    b_sum = tl.cumsum(b_z, axis=0, reverse=True) - b_z + b_end[None, :]
-    for up in tl.static_range(0, BLOCK, 4):
-        # Loads first: they wait for memory together.
-        b_0 = load_sums(p_s, o_b + BLOCK - 1 - up, o_k, S.K)
-        b_1 = load_sums(p_s, o_b + BLOCK - 2 - up, o_k, S.K)
-        b_2 = load_sums(p_s, o_b + BLOCK - 3 - up, o_k, S.K)
-        b_3 = load_sums(p_s, o_b + BLOCK - 4 - up, o_k, S.K)
-        b_1 += b_0
-        b_2 += b_1
-        b_3 += b_2
-        for step in tl.static_range(4):
-            o_r = o_b + BLOCK - 1 - up - step
-            b_row = b_sum + (b_0 if step == 0 else b_1 if step == 1 else b_2 if step == 2 else b_3)
-            if S.ERASE == "free":
-                b_row -= load_sums(p_s + OWN_ROWS * S.K, o_r, o_k, S.K)
-            b_g = channel_log_decay(p_g, o_r, rows, o_k, s_decay_t, s_decay_k, S.K, S.N_STEPS)
-            m_r = (o_r < rows) & (o_r % S.N_STEPS == 0)
-            p_r = p_dg + (o_r // S.N_STEPS)[:, None] * (S.HV * S.K) + o_k[None, :]
-            tl.store(p_r, tl.where(b_g == GONE, 0.0, b_row), mask=m_r[:, None] & m_k[None, :])
-        b_sum += b_3
+def level_mask(BT: tl.constexpr, LEVEL: tl.constexpr):
+    """The pairs of a level; of the last level all pairs."""
+    o_i, o_j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
+    m_block, m_both = o_i // BLOCK == o_j // BLOCK, o_i // 32 == o_j // 32
+    return m_block if LEVEL == 0 else m_both & ~m_block if LEVEL == 1 else m_block | ~m_block
+
+
+@triton.jit
+def level_gradients(p_g, p_s, e, d, o_r, o_k, LEVEL: tl.constexpr, S: tl.constexpr):
+    """Add the pairs of one level, 0 in a block, 1 in a pair of blocks, 2 beyond:
+
+    dx_i + late_i sum_j G_ij early_j y_j        dy_j + early_j sum_i G_ij late_i x_i
+    """
+    FREE: tl.constexpr = S.ERASE == "free"
+    SIZE: tl.constexpr = S.BT * S.BT
+    low: tl.constexpr = p_g.dtype.element_ty
+    b_z, b_own, b_dx, b_dx2, b_dy, b_dy2 = d
+    m_g = level_mask(S.BT, LEVEL)
+    p_g += tl.arange(0, S.BT)[:, None] * S.BT + tl.arange(0, S.BT)[None, :]
+    b_lead = load_sums(p_s, o_r, o_k, S.K)
+    b_late = tl.exp2(b_lead)
+    if LEVEL == 0:
+        b_early = near_decay(b_lead, S.BAR)
+    else:
+        b_early = tail_decay(p_s, b_lead, o_r, o_k, S.K, S.EXACT)
+    if LEVEL == 2:
+        # Both are 0 wherever they do not belong, so that all of G may meet them.
+        b_early *= of_block(p_s, EARLY, o_r, o_k, S.K)
+        b_late *= of_block(p_s, LATE, o_r, o_k, S.K)
+    b_read = operand(e.b_x * b_late, low, S.PRECISION)
+    b_write = operand(e.b_y * b_early, low, S.PRECISION)
+    b_g = tl.load(p_g, mask=m_g, other=0.0)
+    b_rows = tl.dot(b_g, b_write, input_precision=S.PRECISION)
+    b_columns = tl.dot(tl.trans(b_g), b_read, input_precision=S.PRECISION)
+    if FREE:
+        b_write2 = operand(e.b_y2 * b_early, low, S.PRECISION)
+        b_g = tl.load(p_g + 2 * SIZE, mask=m_g, other=0.0)
+        b_rows = tl.dot(b_g, b_write2, acc=b_rows, input_precision=S.PRECISION)
+        b_columns2 = tl.dot(tl.trans(b_g), b_read, input_precision=S.PRECISION)
+    b_dx += b_late * b_rows
+    b_z += b_read.to(tl.float32) * b_rows
+    if S.ERASE != "none":
+        if FREE:
+            b_late = lead_decay(p_s, o_r, o_k, S.K, False)
+            if LEVEL == 2:
+                b_late *= of_block(p_s, LATE, o_r, o_k, S.K)
+        b_read = operand(e.b_x2 * b_late, low, S.PRECISION)
+        b_g = tl.load(p_g + SIZE, mask=m_g, other=0.0)
+        b_rows = tl.dot(b_g, b_write, input_precision=S.PRECISION)
+        b_columns = tl.dot(tl.trans(b_g), b_read, acc=b_columns, input_precision=S.PRECISION)
+        if FREE:
+            b_g = tl.load(p_g + 3 * SIZE, mask=m_g, other=0.0)
+            b_rows = tl.dot(b_g, b_write2, acc=b_rows, input_precision=S.PRECISION)
+            b_columns2 = tl.dot(tl.trans(b_g), b_read, acc=b_columns2, input_precision=S.PRECISION)
+            b_dy2 += b_early * b_columns2
+            b_z -= b_write2.to(tl.float32) * b_columns2
+        b_dx2 += b_late * b_rows
+        b_own += b_read.to(tl.float32) * b_rows
+    b_dy += b_early * b_columns
+    b_z -= b_write.to(tl.float32) * b_columns
+    return Sums(b_z, b_own, b_dx, b_dx2, b_dy, b_dy2)
+
+
+@triton.jit
+def near_gradients(p_g, b_x, b_y, b_decay, BT: tl.constexpr, OWN: tl.constexpr):
+    """sum_j G_ij e_ij y_j and sum_i G_ij e_ij x_i, pair by pair, in the blocks on the diagonal."""
+    BLOCKS: tl.constexpr = BT // BLOCK
+    C: tl.constexpr = b_x.shape[1]
+    o_i = tl.arange(0, BLOCK)[None, :, None]
+    o_row = tl.reshape(tl.arange(0, BT), (BLOCKS, BLOCK))
+    b_x = tl.reshape(b_x, (BLOCKS, BLOCK, C))
+    b_y = tl.reshape(b_y, (BLOCKS, BLOCK, C))
+    b_decay = tl.reshape(b_decay, (BLOCKS, BLOCK, C))
+    b_rows = tl.zeros([BLOCKS, BLOCK, C], tl.float32)
+    b_columns = tl.zeros([BLOCKS, BLOCK, C], tl.float32)
+    b_sum = tl.zeros([BLOCKS, BLOCK, C], tl.float32)
+    for i_up in range(BLOCK):
+        # The sums after row j gain row j + 1 as j goes up the block.
+        j = BLOCK - 1 - i_up
+        last = o_i if OWN else o_i - 1
+        b_next = tl.sum(tl.where(o_i == j + 1, b_decay, 0.0), axis=1)[:, None, :]
+        b_sum += tl.where(last > j, b_next, 0.0)
+        b_g = tl.load(p_g + o_row * BT + o_row // BLOCK * BLOCK + j).to(tl.float32)
+        b_pair = b_g[:, :, None] * tl.exp2(b_sum)
+        b_rows += b_pair * tl.sum(tl.where(o_i == j, b_y, 0.0), axis=1)[:, None, :]
+        b_column = tl.sum(b_pair * b_x, axis=1)[:, None, :]
+        b_columns = tl.where(o_i == j, b_column, b_columns)
+    return tl.reshape(b_rows, (BT, C)), tl.reshape(b_columns, (BT, C))
+
+
+@triton.jit
+def gradients_below_bar(p_g, p_s, e, d, b_g, o_r, o_k, S: tl.constexpr):
+    """Add the pairs that no level has: the columns below the bar, against their own block."""
+    FREE: tl.constexpr = S.ERASE == "free"
+    SIZE: tl.constexpr = S.BT * S.BT
+    b_z, b_own, b_dx, b_dx2, b_dy, b_dy2 = d
+    m_y = load_sums(p_s, o_r, o_k, S.K) < -S.BAR
+    b_y = tl.where(m_y, e.b_y, 0.0)
+    b_rows, b_columns = near_gradients(p_g, e.b_x, b_y, b_g, S.BT, True)
+    if S.ERASE != "none":
+        b_rows2, b_more = near_gradients(p_g + SIZE, e.b_x2, b_y, b_g, S.BT, not FREE)
+        b_columns += b_more
+    b_columns = tl.where(m_y, b_columns, 0.0)
+    b_dy += b_columns
+    b_z -= b_y * b_columns
+    if FREE:
+        b_y = tl.where(m_y, e.b_y2, 0.0)
+        b_more, b_columns = near_gradients(p_g + 2 * SIZE, e.b_x, b_y, b_g, S.BT, True)
+        b_rows += b_more
+        b_more, b_columns2 = near_gradients(p_g + 3 * SIZE, e.b_x2, b_y, b_g, S.BT, False)
+        b_rows2 += b_more
+        b_columns = tl.where(m_y, b_columns + b_columns2, 0.0)
+        b_dy2 += b_columns
+        b_z -= b_y * b_columns
+    b_dx += b_rows
+    b_z += e.b_x * b_rows
+    if S.ERASE != "none":
+        b_dx2 += b_rows2
+        b_own += e.b_x2 * b_rows2
+    return Sums(b_z, b_own, b_dx, b_dx2, b_dy, b_dy2)
+
+
+@triton.jit
+def gradients_without_decay(p_g, e, d, S: tl.constexpr):
+    """Add all pairs of a free erase at once."""
+    SIZE: tl.constexpr = S.BT * S.BT
+    low: tl.constexpr = p_g.dtype.element_ty
+    b_x, b_x2 = operand(e.b_x, low, S.PRECISION), operand(e.b_x2, low, S.PRECISION)
+    b_y, b_y2 = operand(e.b_y, low, S.PRECISION), operand(e.b_y2, low, S.PRECISION)
+    p_g += tl.arange(0, S.BT)[:, None] * S.BT + tl.arange(0, S.BT)[None, :]
+    b_g = tl.load(p_g)
+    b_dx = tl.dot(b_g, b_y, acc=d.b_dx, input_precision=S.PRECISION)
+    b_dy = tl.dot(tl.trans(b_g), b_x, acc=d.b_dy, input_precision=S.PRECISION)
+    b_g = tl.load(p_g + SIZE)
+    b_dx2 = tl.dot(b_g, b_y, acc=d.b_dx2, input_precision=S.PRECISION)
+    b_dy = tl.dot(tl.trans(b_g), b_x2, acc=b_dy, input_precision=S.PRECISION)
+    b_g = tl.load(p_g + 2 * SIZE)
+    b_dx = tl.dot(b_g, b_y2, acc=b_dx, input_precision=S.PRECISION)
+    b_dy2 = tl.dot(tl.trans(b_g), b_x, acc=d.b_dy2, input_precision=S.PRECISION)
+    b_g = tl.load(p_g + 3 * SIZE)
+    b_dx2 = tl.dot(b_g, b_y2, acc=b_dx2, input_precision=S.PRECISION)
+    b_dy2 = tl.dot(tl.trans(b_g), b_x2, acc=b_dy2, input_precision=S.PRECISION)
+    return Sums(d.b_z, d.b_own, b_dx, b_dx2, b_dy, b_dy2)
 
 
 # The gradients by the scores of every pair of rows in a chunk, before any decay.
 #
 #     none    scale dO_i . v_j                            for the rows j up to row i
-#     tied    scale dO_i . w_j and, of rows before i, -beta_i X_i . w_j              w_j = beta_j
-# E_j
+#     tied    scale dO_i . w_j and, of rows before i, -beta_i X_i . w_j        w_j = beta_j E_j
 #     free    scale dO_i . E_j, scale dO_i . v_j and, of rows before i, X_i . E_j, X_i . v_j
 #
 # They are kept in the order q against k; k against k; or q against b, a against b, q against k, a
@@ -162,11 +288,11 @@ def pairs_of_chunk(
     for i_v in range(0, S.V, S.BV):
         o_v = i_v + tl.arange(0, S.BV)
         b_do = load_rows(p_do, o_r // S.N_STEPS, m_q, o_v, S.V, S.HV * S.V, WHOLE)
-        b_x = load_rows(x.d_errors + i_slot * S.BT * S.V, o_r, o_r < S.BT, o_v, S.V, S.V, WHOLE)
+        b_x = load_chunk(x.d_errors, i_slot, i_v, S.V, S.BT, S.BV, False)
         if S.ERASE == "none":
             b_e = load_rows(x.v + row_v, o_r, m_r, o_v, S.V, S.HV * S.V, WHOLE)
         else:
-            b_e = load_rows(x.errors + i_slot * S.BT * S.V, o_r, o_r < S.BT, o_v, S.V, S.V, WHOLE)
+            b_e = load_chunk(x.errors, i_slot, i_v, S.V, S.BT, S.BV, False)
             b_g2 = tl.dot(b_x, tl.trans(b_e), acc=b_g2, input_precision=S.PRECISION)
         b_g = tl.dot(b_do, tl.trans(b_e), acc=b_g, input_precision=S.PRECISION)
         b_dv = b_x
@@ -177,27 +303,25 @@ def pairs_of_chunk(
             b_v = load_rows(x.v + row_v, o_r, m_r, o_v, S.V, S.HV * S.V, WHOLE)
             b_g3 = tl.dot(b_do, tl.trans(b_v), acc=b_g3, input_precision=S.PRECISION)
             b_g4 = tl.dot(b_x, tl.trans(b_v), acc=b_g4, input_precision=S.PRECISION)
-            b_dv = load_rows(d_values + i_slot * S.BT * S.V, o_r, o_r < S.BT, o_v, S.V, S.V, WHOLE)
+            b_dv = load_chunk(d_values, i_slot, i_v, S.V, S.BT, S.BV, False)
         p_dv = d_v + row_v + o_r[:, None] * (S.HV * S.V) + o_v[None, :]
         tl.store(p_dv, b_dv.to(d_v.dtype.element_ty), mask=m_r[:, None] & (o_v < S.V)[None, :])
     COUNT: tl.constexpr = 1 if S.ERASE == "none" else 2 if S.ERASE == "tied" else 4
+    low: tl.constexpr = pairs.dtype.element_ty
     p_g = pairs + i_slot * COUNT * S.BT * S.BT + o_i * S.BT + o_j
-    store_pairs(p_g, tl.where(o_j <= o_i, b_g * scale * b_beta[None, :], 0.0), S.PRECISION)
+    b_g = tl.where(o_j <= o_i, b_g * scale * b_beta[None, :], 0.0)
+    tl.store(p_g, operand(b_g, low, S.PRECISION))
     if S.ERASE == "tied":
         b_g2 *= -b_beta[:, None] * b_beta[None, :]
         p_dbeta = d_beta + (first * S.N_STEPS + o_r) * S.HV + i_h
         tl.store(p_dbeta, b_dbeta, mask=m_r)
     if S.ERASE != "none":
-        store_pairs(p_g + S.BT * S.BT, tl.where(o_j < o_i, b_g2, 0.0), S.PRECISION)
+        b_g2 = tl.where(o_j < o_i, b_g2, 0.0)
+        tl.store(p_g + S.BT * S.BT, operand(b_g2, low, S.PRECISION))
     if S.ERASE == "free":
-        store_pairs(p_g + 2 * S.BT * S.BT, tl.where(o_j <= o_i, b_g3 * scale, 0.0), S.PRECISION)
-        store_pairs(p_g + 3 * S.BT * S.BT, tl.where(o_j < o_i, b_g4, 0.0), S.PRECISION)
-
-
-@triton.jit
-def store_pairs(p_g, b_g, PRECISION: tl.constexpr):
-    """Write gradients by scores, with the digits that the products after them keep."""
-    tl.store(p_g, rounded(b_g, PRECISION).to(p_g.dtype.element_ty))
+        b_g3, b_g4 = tl.where(o_j <= o_i, b_g3 * scale, 0.0), tl.where(o_j < o_i, b_g4, 0.0)
+        tl.store(p_g + 2 * S.BT * S.BT, operand(b_g3, low, S.PRECISION))
+        tl.store(p_g + 3 * S.BT * S.BT, operand(b_g4, low, S.PRECISION))
 
 
 @triton.jit(do_not_specialize=["T", "N", "chunks"])
@@ -222,31 +346,6 @@ def pair_gradients_kernel(
 
 
 @triton.jit
-def sums_of_chunk(i_m, i_h, first, rows, g, chunk_decay, sums, S: tl.constexpr):
-    """What `decay_sums_kernel` does with one chunk of one value head."""
-    p_g = decays_of(g, first, i_h)
-    i_slot = i_m.to(tl.int64) * S.HV + i_h
-    p_s = sums + i_slot * ROWS * S.K
-    store_sums(p_g, p_s, rows, g.s_decay_t, g.s_decay_k, S.K, S.BK, S.N_STEPS, S.EXACT)
-    store_block_decays(p_s, chunk_decay + i_slot * S.K, S.K, S.BK)
-
-
-@triton.jit(do_not_specialize=["T", "N", "chunks"])
-def decay_sums_kernel(
-    log_decay, cu_seqlens, known, chunk_decay, sums, chunks, T, N, s_decay_b, s_decay_t,
-    s_decay_h, s_decay_k,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, N_STEPS: tl.constexpr, CT: tl.constexpr,
-    BK: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """sums [M, HV, ROWS, K] as channel_decay.py has them, and chunk_decay [M, HV, K]."""
-    S: tl.constexpr = Sizes(H=H, HV=HV, K=K, N_STEPS=N_STEPS, CT=CT, BK=BK, EXACT=EXACT)
-    g = Gates(None, log_decay, T, None, None, None, s_decay_b, s_decay_t, s_decay_h, s_decay_k)
-    each_chunk(
-        sums_of_chunk, (g, chunk_decay, sums, S), known, cu_seqlens, chunks, T, N, HV, S, PACKED
-    )
-
-
-@triton.jit
 def state_gradients(x, i_slot, first, i_h, o_r, m_r, o_k, S: tl.constexpr):
     """S^T dO, S^T X, D^T E and D^T v of the channels o_k, and D S not yet summed over v."""
     m_q = m_r & (o_r % S.N_STEPS == S.N_STEPS - 1)
@@ -265,11 +364,9 @@ def state_gradients(x, i_slot, first, i_h, o_r, m_r, o_k, S: tl.constexpr):
         b_do = load_rows(p_do, o_r // S.N_STEPS, m_q, o_v, S.V, S.HV * S.V, WHOLE)
         b_q = tl.dot(b_do, b_s, acc=b_q, input_precision=S.PRECISION)
         if S.ERASE != "none":
-            b_row = load_rows(
-                x.d_errors + i_slot * S.BT * S.V, o_r, o_r < S.BT, o_v, S.V, S.V, WHOLE
-            )
+            b_row = load_chunk(x.d_errors, i_slot, i_v, S.V, S.BT, S.BV, False)
             b_x = tl.dot(b_row, b_s, acc=b_x, input_precision=S.PRECISION)
-            b_row = load_rows(x.errors + i_slot * S.BT * S.V, o_r, o_r < S.BT, o_v, S.V, S.V, WHOLE)
+            b_row = load_chunk(x.errors, i_slot, i_v, S.V, S.BT, S.BV, False)
             b_e = tl.dot(b_row, b_d, acc=b_e, input_precision=S.PRECISION)
         if S.ERASE != "tied":
             b_row = load_rows(x.v + row_v, o_r, m_r, o_v, S.V, S.HV * S.V, WHOLE)
@@ -278,8 +375,8 @@ def state_gradients(x, i_slot, first, i_h, o_r, m_r, o_k, S: tl.constexpr):
 
 
 @triton.jit
-def channel_tile(i, x, y, g, norms, i_m, i_key, i_k, first, rows, steep, S: tl.constexpr):
-    """Gradients by the channels from i_k on; returns x . dx of every row of q and k."""
+def channel_tile(i, x, y, g, norms, i_m, i_key, i_k, first, rows, below_bar, S: tl.constexpr):
+    """Gradients by the channels from i_k on."""
     FREE: tl.constexpr = S.ERASE == "free"
     COUNT: tl.constexpr = 4 if FREE else 2 if S.ERASE == "tied" else 1
     o_r, o_k = tl.arange(0, S.BT), i_k + tl.arange(0, S.BC)
@@ -316,31 +413,32 @@ def channel_tile(i, x, y, g, norms, i_m, i_key, i_k, first, rows, steep, S: tl.c
             b_end = tail_decay(p_s, load_sums(p_s, o_r, o_k, S.K), o_r, o_k, S.K, S.EXACT)
             b_end *= of_block(p_s, AFTER, o_r, o_k, S.K)
             b_col *= b_end
+            b_all = tl.load(y.chunk_decay + i_slot * S.K + o_k, mask=o_k < S.K, other=0.0)
             b_last = b_y * b_col
             if FREE:
                 b_colk *= b_end
                 b_last += b_k * b_colk
+            # Every decay of the chunk takes part in what reaches its end.
+            b_through = tl.sum(b_last, axis=0) + tl.sum(b_both, axis=0) * b_all
+            d = Sums(b_q * b_dqh - b_last, b_x * b_row, b_dqh, b_row, b_col, b_colk)
             for level in tl.static_range(3):
-                b_dqh, b_row, b_col, b_colk = level_gradients(
-                    p_p, p_s, e, b_dqh, b_row, b_col, b_colk, o_r, o_k, level, S
-                )
-            if steep:
-                p_g, s_t, s_k = decays_of(g, first, i_h), g.s_decay_t, g.s_decay_k
-                b_g = channel_log_decay(p_g, o_r, rows, o_k, s_t, s_k, S.K, S.N_STEPS)
-                b_dqh, b_row, b_col, b_colk = steep_gradients(
-                    p_p, p_s, e, b_g, b_dqh, b_row, b_col, b_colk, o_r, o_k, S
-                )
-            b_z = b_q * b_dqh + b_x * b_row - b_y * b_col
-            # All have read the sums of these channels, and z takes their place.
-            tl.debug_barrier()
+                d = level_gradients(p_p, p_s, e, d, o_r, o_k, level, S)
+            b_g = channel_log_decay(
+                decays_of(g, first, i_h), o_r, rows, o_k, g.s_decay_t, g.s_decay_k, S.K, S.N_STEPS
+            )
+            if below_bar:
+                d = gradients_below_bar(p_p, p_s, e, d, b_g, o_r, o_k, S)
+            b_z, b_own, b_dqh, b_row, b_col, b_colk = d
+            b_z = tl.cumsum(b_z + b_own, axis=0, reverse=True) + b_through[None, :]
             if FREE:
-                b_z -= b_k * b_colk
-                store_rows(p_s + OWN_ROWS * S.K, b_x * b_row, o_r, o_k, S.K)
-            store_rows(p_s, b_z, o_r, o_k, S.K)
-            store_rows(p_s + LAST_ROWS * S.K, b_last, o_r, o_k, S.K)
-            tl.store(p_s + BOTH * S.K + o_k, tl.sum(b_both, axis=0), mask=o_k < S.K)
+                # The row's own decay is in none of its pairs.
+                b_z -= b_own
+            p_d = (first * S.HV + i_h) * S.K + o_t[:, None] * (S.HV * S.K) + o_k[None, :]
+            m_d = (m_r & (o_r % S.N_STEPS == 0))[:, None] & m_k
+            tl.store(y.d_log_decay + p_d, tl.where(b_g == GONE, 0.0, b_z), mask=m_d)
         else:
-            b_dqh, b_row, b_col, b_colk = whole_gradients(p_p, e, b_dqh, b_row, b_col, b_colk, S)
+            d = gradients_without_decay(p_p, e, Sums(0, 0, b_dqh, b_row, b_col, b_colk), S)
+            _, _, b_dqh, b_row, b_col, b_colk = d
         b_dq += b_dqh
         if FREE:
             p_d = row_a + o_r[:, None] * (S.HV * S.K) + o_k[None, :]
@@ -349,21 +447,11 @@ def channel_tile(i, x, y, g, norms, i_m, i_key, i_k, first, rows, steep, S: tl.c
             b_dk += b_colk
         else:
             b_dk += b_row + b_col if S.ERASE == "tied" else b_col
+    b_dq, b_dk = b_dq * norms[0], b_dk * norms[1]
     p_d = row_q + o_t[:, None] * (S.H * S.K) + o_k[None, :]
     tl.store(y.d_q + p_d, b_dq.to(y.d_q.dtype.element_ty), mask=m_q[:, None] & m_k)
     p_d = row_k + o_r[:, None] * (S.H * S.K) + o_k[None, :]
     tl.store(y.d_k + p_d, b_dk.to(y.d_k.dtype.element_ty), mask=m_r[:, None] & m_k)
-    return row_products(b_q, b_dq, S.UNIT_NORM), row_products(b_k, b_dk, S.UNIT_NORM)
-
-
-@triton.jit
-def row_products(b_x, b_y, WANTED: tl.constexpr):
-    """x . y of every row, or zeros unasked."""
-    if WANTED:
-        b_sum = tl.sum(b_x * b_y, axis=1)
-    else:
-        b_sum = tl.zeros([b_x.shape[0]], tl.float32)
-    return b_sum
 
 
 @triton.jit
@@ -375,70 +463,28 @@ def gradients_of_chunk(i_m, i_key, first, rows, i, x, y, g, S: tl.constexpr):
     row_q, row_k = (first * S.H + i_key) * S.K, (first * S.N_STEPS * S.H + i_key) * S.K
     norm_q = inverse_norms(i.q + row_q, o_t, m_q, S.H * S.K, S.K, S.BC, S.UNIT_NORM)[:, None]
     norm_k = inverse_norms(i.k + row_k, o_r, m_r, S.H * S.K, S.K, S.BC, S.UNIT_NORM)[:, None]
-    dot_q, dot_k = tl.zeros([S.BT], tl.float32), tl.zeros([S.BT], tl.float32)
-    least = 0.0
+    norms, least = (norm_q, norm_k), 0.0
     if S.HAS_DECAY:
         for i_g in range(S.HV // S.H):
             i_slot = i_m.to(tl.int64) * S.HV + i_key * (S.HV // S.H) + i_g
             least = tl.minimum(least, tl.load(y.sums + (i_slot * ROWS + LEAST) * S.K))
     for i_k in range(0, S.K, S.BC):
-        dot_qk = channel_tile(
-            i, x, y, g, (norm_q, norm_k), i_m, i_key, i_k, first, rows, least < -S.BAR, S
-        )
-        dot_q += dot_qk[0]
-        dot_k += dot_qk[1]
-    tl.debug_barrier()
-    if S.HAS_DECAY:
-        for i_g in range(S.HV // S.H):
-            i_h = i_key * (S.HV // S.H) + i_g
-            i_slot = i_m.to(tl.int64) * S.HV + i_h
-            p_g = decays_of(g, first, i_h)
-            decay_gradients(
-                y.sums + i_slot * ROWS * S.K, p_g, y.chunk_decay + i_slot * S.K,
-                y.d_log_decay + (first * S.HV + i_h) * S.K, rows, g.s_decay_t, g.s_decay_k, S,
-            )  # fmt: skip
-    if S.UNIT_NORM:
-        for i_k in range(0, S.K, S.BC):
-            o_k = i_k + tl.arange(0, S.BC)
-            unit_norm_backward(
-                i.q + row_q, y.d_q + row_q, norm_q, dot_q, o_t, m_q, o_k, S.H * S.K, S.K
-            )
-            unit_norm_backward(
-                i.k + row_k, y.d_k + row_k, norm_k, dot_k, o_r, m_r, o_k, S.H * S.K, S.K
-            )
-
-
-@triton.jit
-def unit_norm_backward(p_x, p_d, b_norm, b_dot, o_r, m_r, o_k, stride, K: tl.constexpr):
-    """With y = x / |x| and dy in the place of dx: dx = (dy - y (y . dy)) / |x|."""
-    b_y = load_channels(p_x, o_r, m_r, o_k, stride, K) * b_norm
-    b_dy = load_channels(p_d, o_r, m_r, o_k, stride, K)
-    b_dx = (b_dy - b_y * b_dot[:, None]) * b_norm
-    p_d += o_r[:, None] * stride + o_k[None, :]
-    tl.store(p_d, b_dx.to(p_d.dtype.element_ty), mask=m_r[:, None] & (o_k < K)[None, :])
-
-
-@triton.jit
-def steep_chunk(i_m, i_key, first, rows, i, x, y, g, S: tl.constexpr):
-    """`gradients_of_chunk`, if the chunk is steep."""
-    if is_steep(y.sums, i_m, i_key, S.H, S.HV, S.K):
-        gradients_of_chunk(i_m, i_key, first, rows, i, x, y, g, S)
+        channel_tile(i, x, y, g, norms, i_m, i_key, i_k, first, rows, least < -S.BAR, S)
 
 
 @triton.jit(do_not_specialize=["T", "N", "chunks"])
 def channel_gradients_kernel(
-    q, k, v, a, b, beta, log_decay, cu_seqlens, states, errors, d_o, d_states, d_errors,
+    q, k, v, a, b, beta, log_decay, cu_seqlens, known, states, errors, d_o, d_states, d_errors,
     pairs, sums, chunk_decay, d_q, d_k, d_a, d_b, d_log_decay, chunks,
     scale, T, N, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
     CT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
     ERASE: tl.constexpr, HAS_DECAY: tl.constexpr, UNIT_NORM: tl.constexpr, PACKED: tl.constexpr,
     BAR: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
-    STEEP_ALONE: tl.constexpr, FAR_ALONE: tl.constexpr,
 ):  # fmt: skip
     """Gradients in the layouts of their tensors; that by log_decay [B, T, HV, K] in float32.
 
-    Of all chunks, or of those that `even_chunks_kernel` leaves over.
+    Of all chunks, or of those that decay far where their decays are `known`.
     """
     S: tl.constexpr = Sizes(
         H=H, HV=HV, K=K, V=V, N_STEPS=N_STEPS, CT=CT, BT=BT, BK=BK, BV=BV, BC=BC, ERASE=ERASE,
@@ -450,6 +496,6 @@ def channel_gradients_kernel(
     x = Around(v, states, errors, d_o, d_states, d_errors)
     y = Left(pairs, sums, chunk_decay, d_q, d_k, d_a, d_b, d_log_decay, scale)
     each_chunk(
-        steep_chunk if STEEP_ALONE else gradients_of_chunk, (Keys(q, k, a, b), x, y, g, S),
-        chunk_decay if FAR_ALONE else None, cu_seqlens, chunks, T, N, H, S, PACKED,
+        gradients_of_chunk, (Keys(q, k, a, b), x, y, g, S), known, cu_seqlens, chunks, T, N, H, S,
+        PACKED,
     )  # fmt: skip

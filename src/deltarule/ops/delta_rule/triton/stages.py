@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton.channel_gradients_16bit import even_chunks_kernel
+from deltarule.ops.delta_rule.triton.channel_decay import ROWS, decay_sums_kernel
 from deltarule.ops.delta_rule.triton.channel_gradients_exact import (
     channel_gradients_kernel,
-    decay_sums_kernel,
     pair_gradients_kernel,
 )
 from deltarule.ops.delta_rule.triton.channel_gradients_fast import anchored_gradients_kernel
@@ -40,7 +39,11 @@ from deltarule.ops.delta_rule.triton.plan import (
 from deltarule.ops.delta_rule.triton.scan import next_state_backward_kernel, next_state_kernel
 from deltarule.ops.delta_rule.triton.scores import head_sums_kernel, pair_scores_kernel
 from deltarule.ops.delta_rule.triton.segments import ends_configuration, segment_starts
-from deltarule.ops.delta_rule.triton.tile_sizes import architecture, configuration
+from deltarule.ops.delta_rule.triton.tile_sizes import (
+    architecture,
+    configuration,
+    power_of_two,
+)
 from deltarule.ops.delta_rule.triton.tiles import SCALINGS
 from deltarule.ops.runtime.launch import Grid, Tiles
 from deltarule.ops.runtime.unit_norm import unit_norm_gradients_kernel
@@ -52,10 +55,6 @@ NORM_ROWS = 32
 SCORED_TYPES, SCORED_KEYS = (torch.bfloat16,), 128
 # Heads whose decays a program adds up.
 SUM_HEADS = 16
-# Rows that the decays of a chunk take, as channel_decay.py lays them out.
-SUMS = 212
-# Of `anchored_gradients_kernel`: where it runs.
-TESTED = {"K": 128, "V": 128, "N_STEPS": 1}
 # Programs for what is rare: two for each of the multiprocessors of a large GPU.
 PROGRAMS = 256
 # Powers of 2: see channel_scores_fast.py.
@@ -315,19 +314,16 @@ def has_even_chunks(inputs: Inputs) -> bool:
     return inputs.q.dtype == torch.bfloat16 and inputs.decay == "channel" and inputs.erase != "free"
 
 
-def has_anchored_chunks(inputs: Inputs, plan: Plan) -> bool:
-    """Whether one kernel takes all that decays little: at the size at which it was right on a GPU.
-
-    On an H200 it asked for too much shared memory at 64 channels, and was wrong at 3.
-    """
-    return has_even_chunks(inputs) and TESTED.items() <= plan.sizes.items()
-
-
-def chunk_grid(call: Call, heads: int, parts: int = 1) -> Grid:
+def chunk_grid(call: Call, heads: int) -> Grid:
     """What `each_chunk` is for: a program for every chunk and head, or a few for the far ones."""
-    if has_anchored_chunks(call.inputs, call.plan):
-        return min(PROGRAMS, call.plan.chunks * heads), 1, parts
-    return call.plan.chunks, heads, parts
+    if has_even_chunks(call.inputs):
+        return min(PROGRAMS, call.plan.chunks * heads), 1, 1
+    return call.plan.chunks, heads, 1
+
+
+def far_alone(call: Call) -> dict[str, Any]:
+    """For `each_chunk`: the decays of chunks, where all that decay little are done."""
+    return {"known": call["chunk_decay"] if has_even_chunks(call.inputs) else None}
 
 
 def channel_config(call: Call, name: str, most: int | None = None) -> dict[str, Any]:
@@ -364,7 +360,7 @@ def add_buffers(call: Call) -> None:
 
 def new_sums(call: Call, *of: int) -> Tensor:
     """Room for the sums of decays of so many chunks and heads."""
-    return call.empty((*of, SUMS, call.plan.sizes["K"]))
+    return call.empty((*of, ROWS.value, call.plan.sizes["K"]))
 
 
 def exact_scores(call: Call) -> None:
@@ -402,43 +398,34 @@ def fast_scores(call: Call) -> None:
 
 
 def decay_sums(call: Call) -> None:
-    """Launch `decay_sums_kernel`: what gradients need besides scores, but for anchored chunks."""
+    """Launch `decay_sums_kernel`: what the gradients of chunks that decay far need besides."""
     chunks, heads = call.plan.chunks, call.plan.sizes["HV"]
-    known = call["chunk_decay"] if has_anchored_chunks(call.inputs, call.plan) else None
     call.values |= {"sums": new_sums(call, chunks, heads)}
     # The scores have theirs already, the same but for rounding: forward and backward take that.
-    own = {"known": known, "chunk_decay": call.empty((chunks, heads, call.plan.sizes["K"]))}
+    own = {**far_alone(call), "chunk_decay": call.empty((chunks, heads, call.plan.sizes["K"]))}
     call.launch(
         decay_sums_kernel, chunk_grid(call, heads), {**own, "num_warps": 2, "num_stages": 1}
     )
 
 
 def channel_gradients(call: Call) -> None:
-    """Launch the kernels of all chunks, then those of what is left.
+    """Launch the kernel of chunks that decay little, then those of the others; or these alone.
 
-    Takes what the kernels that follow the chunks saved: S, E, D, X and, of a free erase, dv. The
-    decays' sums are overwritten.
+    Takes what the kernels that follow the chunks saved: S, E, D, X and, of a free erase, dv.
     """
     inputs, sizes, rows = call.inputs, call.plan.sizes, call.plan.sizes["BT"]
     count = {"none": 1, "tied": 2, "free": 4}[inputs.erase]
     dtype = torch.bfloat16 if inputs.q.dtype == torch.bfloat16 else torch.float32
     call.values |= {"pairs": call.empty((call.plan.chunks, sizes["HV"], count, rows, rows), dtype)}
     new_gradients(call)
-    even, anchored = has_even_chunks(inputs), has_anchored_chunks(inputs, call.plan)
-    if anchored:
+    if has_even_chunks(inputs):
         anchored_gradients(call)
-    config = configuration("pair_gradients", call.plan.tile_key)
-    known = call["chunk_decay"] if anchored else None
-    call.launch(pair_gradients_kernel, chunk_grid(call, sizes["HV"]), {**config, "known": known})
-    if even:
-        config = call.once(even_config)
-        parts = 1 if inputs.normalize_qk else blocks(sizes["K"], config["BC"])
-        grid = chunk_grid(call, sizes["H"], parts)
-        call.launch(even_chunks_kernel, grid, {**config, "FAR_ALONE": anchored})
-    # What is steep reads and overwrites the sums, so it comes last.
-    config = call.once(channel_config, "channel_gradients")
-    alone = {"STEEP_ALONE": even, "FAR_ALONE": anchored}
-    call.launch(channel_gradients_kernel, chunk_grid(call, sizes["H"]), {**config, **alone})
+    config = configuration("pair_gradients", call.plan.tile_key) | far_alone(call)
+    call.launch(pair_gradients_kernel, chunk_grid(call, sizes["HV"]), config)
+    config = call.once(channel_config, "channel_gradients") | far_alone(call)
+    call.launch(channel_gradients_kernel, chunk_grid(call, sizes["H"]), config)
+    if inputs.normalize_qk:
+        through_norm(call)
     d_decay = call["d_log_decay"]
     if d_decay is not None and inputs.decay == "head":
         call.values |= {"d_log_decay": d_decay.sum(-1)}
@@ -455,8 +442,6 @@ def anchored_gradients(call: Call) -> None:
     )
     pointers = {"ones": ones, "p_q": inputs.q, "p_k": inputs.k}
     call.launch(anchored_gradients_kernel, grid, {**config, **pointers}, anchored_tiles)
-    if inputs.normalize_qk:
-        through_norm(call)
 
 
 def triangle(call: Call) -> Tensor:
@@ -466,11 +451,18 @@ def triangle(call: Call) -> Tensor:
 
 
 def anchored_config(call: Call) -> dict[str, Any]:
-    """Of `anchored_gradients_kernel`."""
-    config, sizes = call.once(channel_config, "anchored_gradients"), call.plan.sizes
-    # A tile that is fetched has no rows of the next chunk, and a row of each token.
-    full = full_tiles(call.inputs, call.plan, config["BV"]) and sizes["BQ"] == sizes["BT"]
-    return config | {"TMA": full}
+    """Of `anchored_gradients_kernel`: as many channels as its table says, if fewer are there, too.
+
+    On Hopper a product of fewer than 64 channels reads its operands into registers, in a loop in
+    which a tile must be an operand and nothing else.
+    """
+    config, sizes = configuration("anchored_gradients", call.plan.tile_key), call.plan.sizes
+    # Without a second round there is no loop, and all of its tiles lie in shared memory together.
+    values = min(config["BV"], max(power_of_two(sizes["V"]) // 2, 16))
+    # A tile that is fetched has no rows of the next chunk, no channels of the next head, and a row
+    # of each token.
+    full = full_tiles(call.inputs, call.plan, values) and sizes["BQ"] == sizes["BT"]
+    return config | {"BV": values, "TMA": full and sizes["K"] % config["BC"] == 0}
 
 
 def anchored_tiles(c: Mapping[str, Any]) -> Tiles:
@@ -487,12 +479,3 @@ def anchored_tiles(c: Mapping[str, Any]) -> Tiles:
         "states": state, "d_states": state, "q": keys, "k": keys, "d_q": keys, "d_k": keys,
         "log_decay": decays, "d_log_decay": decays, "ones": (c["BT"], [c["BT"], c["BT"]]),
     }  # fmt: skip
-
-
-def even_config(call: Call) -> dict[str, Any]:
-    """Of `even_chunks_kernel`."""
-    config = configuration("even_chunks", call.plan.tile_key)
-    # Sums over value heads take registers, too, and so does a loop over channels.
-    loops = call.inputs.normalize_qk or call.plan.sizes["HV"] != call.plan.sizes["H"]
-    channels = config["BC"] // 2 if loops else config["BC"]
-    return config | {"BC": min(call.plan.sizes["BK"], channels)}

@@ -151,8 +151,6 @@ AMPERE: Table = {
     "channel_scores": (Row(4, 256, pairs(4, 16)),),
     "even_scores": (Row(4, 256, even(4, 32)),),
     "pair_gradients": (Row(2, 256, loop(64, 4, 1)), Row(4, 256, loop(16, 8, 1))),
-    # Two programs of it share a multiprocessor without spills.
-    "even_chunks": (Row(4, 256, slices(64, 64, 4, 1)),),
     "channel_gradients": (Row(4, 256, channels(4, 16, 64)),),
     "anchored_gradients": (Row(2, 256, slices(32, 32, 8, 1)), Row(4, 256, slices(16, 32, 8, 1))),
 }  # fmt: skip
@@ -235,7 +233,6 @@ BLACKWELL: Table = HOPPER | {
     ),
     "channel_scores": (Row(2, 256, pairs(4, 32)), Row(4, 256, pairs(2, 16))),
     "pair_gradients": (Row(2, 256, loop(64, 4, 1)), Row(4, 256, loop(16, 2, 1))),
-    "even_chunks": (Row(4, 256, slices(64, 64, 2, 1)),),
     "channel_gradients": (
         Row(2, 256, channels(4, 16, 64)), Row(4, 128, channels(8, 16, 64)),
         Row(4, 256, {**channels(16, 16, 16), "maxnreg": 128}),
