@@ -37,8 +37,8 @@ class Call:
     step: bool = False
     # Of q and k; a free erase has no keys to norm.
     normalize_qk: bool = True
-    # In how many slabs the backward goes through the sequence; None leaves it to the size.
-    slabs: int | None = None
+    # In how many windows the backward goes through the sequence; None leaves it to the size.
+    windows: int | None = None
     # Of the GPU: few heads and rows are cut into narrow tiles for so many.
     processors: int = 1
 
@@ -61,7 +61,7 @@ LONG = [
     Call("free", "channel", dtype="float32", key_size=256, value_size=256),
     Call(n_steps=2), Call(n_steps=3), Call(key_size=64, value_size=64, dtype="float16"),
     Call(step=True), Call("free", "channel", step=True),
-    Call("none", "channel", n_steps=2), Call("tied", "channel", value_size=256), Call(slabs=2),
+    Call("none", "channel", n_steps=2), Call("tied", "channel", value_size=256), Call(windows=2),
     Call("free", "channel", key_size=1, value_size=1),
     Call("tied", "channel", key_size=1, value_size=1), Call("free", "channel", key_size=3),
     Call(processors=132), Call("none", "head", processors=132), Call(value_size=32),
@@ -98,10 +98,10 @@ def launches(call: Call, capability: int) -> list[Launch]:
     tile_sizes.INTERPRETED = capability
     tile_sizes.configuration.cache_clear()
     segment_length.multiprocessors = lambda device: call.processors
-    inputs, parts = inputs_of(call), call.slabs
-    passes.slabs_of = low_memory.slabs_of
+    inputs, parts = inputs_of(call), call.windows
+    passes.windows_of = low_memory.windows_of
     if parts is not None:
-        passes.slabs_of = lambda call, again: low_memory.cut_into(call, parts)
+        passes.windows_of = lambda call, again: low_memory.cut_into(call, parts)
     with recording() as found:
         if call.step:
             recurrent_step.recurrent_step(inputs, inputs.initial_state, None, -1)

@@ -21,20 +21,20 @@ from deltarule.ops.delta_rule.triton.tile_sizes import (
 from deltarule.ops.runtime import machine
 
 KERNELS = ("pair_scores", "next_state", "next_state_backward", "gradients")
-COPIES = ("channel_scores", "even_scores", "next_state", "next_state_backward",
-          "pair_gradients", "channel_gradients")  # fmt: skip
+DECAYED = ("exact_scores", "fast_scores", "next_state", "next_state_backward",
+          "pair_gradients", "exact_gradients")  # fmt: skip
 
 
 @pytest.mark.parametrize("architecture", [*TABLES, 87, 103, 110, 121])
 def test_every_call_has_a_configuration(architecture) -> None:
     sizes = itertools.product((2, 4), (1, 5, 64, 100, 128, 256), (1, 64, 100, 512))
     for element, key, value in sizes:
-        for erase, copies in (("tied", False), ("tied", True), ("free", True), ("none", False)):
-            call = TileKey(architecture, element, key, value, erase, copies)
-            for kernel in COPIES if copies else KERNELS:
+        for erase, decayed in (("tied", False), ("tied", True), ("free", True), ("none", False)):
+            call = TileKey(architecture, element, key, value, erase, decayed)
+            for kernel in DECAYED if decayed else KERNELS:
                 config = configuration(kernel, call)
                 # Sixteen go without tensor memory.
-                most = 16 if kernel == "channel_gradients" and 100 <= architecture < 120 else 8
+                most = 16 if kernel == "exact_gradients" and 100 <= architecture < 120 else 8
                 assert config["num_warps"] in (1, 2, 4, 8, most)
                 assert 32 * config["num_warps"] * config.get("maxnreg", 0) <= REGISTERS
                 assert config.get("BV", 16) <= max(16, 2 * value)

@@ -141,18 +141,18 @@ def test_zero_keys_have_finite_gradients() -> None:
 def test_any_number_of_chunks_at_once(
     elements: int, lengths: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layout, "slab_elements", lambda device: elements)
+    monkeypatch.setattr(layout, "window_elements", lambda device: elements)
     case = make_case("channel", "tied", batch=3, tokens=150, lengths=lengths)
     check_against_oracle(case, torch.float64)
 
 
 @given(st.lists(st.integers(0, 90), max_size=8), st.integers(1, 9))
-def test_plans_place_every_token_once(lengths: list[int], slab: int) -> None:
+def test_plans_place_every_token_once(lengths: list[int], window: int) -> None:
     tokens = sum(lengths)
-    groups = packed_groups(pack(lengths), tokens, 16, slab, torch.device("cpu"))
+    groups = packed_groups(pack(lengths), tokens, 16, window, torch.device("cpu"))
     placed, chunks = [], []
-    for _, slabs in groups:
-        for part in slabs:
+    for _, windows in groups:
+        for part in windows:
             chunks += part.chunks.tolist()
             at, _, full = part.packed
             placed += at.tolist() if full is None else at[full].tolist()
@@ -179,14 +179,14 @@ def test_states_may_be_recomputed() -> None:
 
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("decay", ["none", "head", "channel"])
-def test_slabs_change_no_bit(decay: str, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_change_no_bit(decay: str, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(decay, "tied", lengths=(90, 3, 70, 200), heads=heads, value_heads=heads)
     case = case.to(torch.float32)
     d_o, d_state = weights(case)
     out, expected = with_gradients(case, "torch", d_o, d_state)
     # Forward and backward may even differ, as they do when threads are added in between.
     sizes = iter([1, 2**30])
-    monkeypatch.setattr(layout, "slab_elements", lambda device: next(sizes))
+    monkeypatch.setattr(layout, "window_elements", lambda device: next(sizes))
     other, gradients = with_gradients(case, "torch", d_o, d_state)
     assert torch.equal(out.o, other.o)
     assert all(torch.equal(gradients[name], expected[name]) for name in expected)

@@ -129,16 +129,16 @@ class Unlaunched:
 @pytest.fixture
 def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels for bfloat16 take float32, which has room for less."""
-    monkeypatch.setattr(stages, "has_even_chunks", lambda inputs: inputs.erase != "free")
+    monkeypatch.setattr(stages, "has_fast_form", lambda inputs: inputs.erase != "free")
     monkeypatch.setattr(stages, "SHIFT", 0.0)
     monkeypatch.setattr(stages, "RANGE", 100.0)
 
 
-# Rows that are not even overflow, and are not used.
+# Flagged rows overflow, and are not used.
 overflows = pytest.mark.filterwarnings(
     "ignore:overflow:RuntimeWarning", "ignore:invalid value:RuntimeWarning"
 )
-EVEN = [
+FAST = [
     ("tied", {"n_steps": 2, "tokens": 33, "normalize_qk": True}),
     ("tied", {"lengths": (3, 0, 70), "value_heads": 2, "key_size": 40, "value_size": 70}),
     ("tied", {"n_steps": 3, "tokens": 23, "value_size": 150}),
@@ -148,12 +148,12 @@ EVEN = [
 ]
 
 
-@pytest.mark.parametrize(("erase", "sizes"), EVEN)
-def test_even_chunks(
+@pytest.mark.parametrize(("erase", "sizes"), FAST)
+def test_fast_chunks(
     monkeypatch: pytest.MonkeyPatch, in_float32: None, erase: str, sizes: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(stages, "steep_scores_kernel", Unlaunched())
-    monkeypatch.setattr(stages, "channel_gradients_kernel", Unlaunched())
+    monkeypatch.setattr(stages, "flagged_scores_kernel", Unlaunched())
+    monkeypatch.setattr(stages, "exact_gradients_kernel", Unlaunched())
     case = small("channel", erase, **sizes)
     # -95 as a power of 2 over a part of the first chunk, of at most -100.
     case.tensors["log_decay"] *= 0.01
@@ -163,8 +163,8 @@ def test_even_chunks(
 
 @overflows
 @pytest.mark.parametrize(("of", "save"), [(0, True), (1, False), (4, False)])
-def test_chunks_that_decay_far_in_blocks_that_do_not(in_float32: None, of: int, save: bool) -> None:
-    erase, sizes = EVEN[of]
+def test_flagged_chunks_of_blocks_above_the_bar(in_float32: None, of: int, save: bool) -> None:
+    erase, sizes = FAST[of]
     case = small("channel", erase, **sizes)
     # -40 as a power of 2 in each of a chunk's four blocks of 16 rows.
     case.tensors["log_decay"][..., ::2] = -2.5 * math.log(2) * case.n_steps
@@ -172,8 +172,8 @@ def test_chunks_that_decay_far_in_blocks_that_do_not(in_float32: None, of: int, 
 
 
 @overflows
-@pytest.mark.parametrize(("erase", "sizes"), EVEN)
-def test_even_and_steep_chunks(in_float32: None, erase: str, sizes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("erase", "sizes"), FAST)
+def test_fast_and_flagged_chunks(in_float32: None, erase: str, sizes: dict[str, Any]) -> None:
     case = small("channel", erase, **sizes)
     case.tensors["log_decay"][:, 5, 1::2] = -59.0
     case.tensors["log_decay"][:, 6:11, ::2] = -21.0
@@ -184,7 +184,7 @@ def test_even_and_steep_chunks(in_float32: None, erase: str, sizes: dict[str, An
 @pytest.mark.parametrize(
     ("spacing", "strength"), [(1, -1e4), (2, -torch.inf), (7, -1e6), (40, -1e4), (16, -torch.inf)]
 )
-def test_resets_of_steep_chunks(in_float32: None, spacing: int, strength: float) -> None:
+def test_resets_of_flagged_chunks(in_float32: None, spacing: int, strength: float) -> None:
     # The second chunk has no reset.
     case = small("channel", "tied", n_steps=2, tokens=70, value_heads=2)
     case.tensors["log_decay"][:, :32:spacing, ::2] = strength
@@ -192,7 +192,9 @@ def test_resets_of_steep_chunks(in_float32: None, spacing: int, strength: float)
 
 
 @overflows
-def test_more_steep_chunks_than_programs(monkeypatch: pytest.MonkeyPatch, in_float32: None) -> None:
+def test_more_chunks_with_flagged_rows_than_programs(
+    monkeypatch: pytest.MonkeyPatch, in_float32: None
+) -> None:
     monkeypatch.setattr(stages, "PROGRAMS", 2)
     case = small("channel", "tied", tokens=64 * 4, heads=2, value_heads=4, key_size=3)
     case.tensors["log_decay"][:, 3::50, ::2] = -1e4
@@ -225,7 +227,7 @@ def test_each_row_below_the_bar_is_found_once(per: int, channels: int) -> None:
 
 @overflows
 @pytest.mark.parametrize(("erase", "look", "programs"), [("tied", 2, 2), ("none", 4, 1)])
-def test_more_far_chunks_than_programs(
+def test_more_flagged_chunks_than_programs(
     monkeypatch: pytest.MonkeyPatch, in_float32: None, erase: str, look: int, programs: int
 ) -> None:
     monkeypatch.setattr(channel_decay, "LOOK", look)
@@ -233,7 +235,7 @@ def test_more_far_chunks_than_programs(
     case = small("channel", erase, tokens=64 * 7, value_heads=2, key_size=3, value_size=3)
     decay = case.tensors["log_decay"]
     decay *= 0.01
-    # Far in blocks that do not, in one value head alone, and in one block.
+    # Flagged by four blocks together, in one value head alone, and by one block.
     decay[:, :128, :, ::2] = -2.5 * math.log(2)
     decay[:, 256:320, 1, 1] = -2.5 * math.log(2)
     decay[:, 330::64, 0] = -1e4
@@ -241,8 +243,8 @@ def test_more_far_chunks_than_programs(
 
 
 @overflows
-def test_even_chunks_with_the_shift_that_is_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "has_even_chunks", lambda inputs: True)
+def test_fast_chunks_with_the_shift_that_is_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "has_fast_form", lambda inputs: True)
     case = small("channel", "tied", tokens=100, normalize_qk=True)
     case.tensors["log_decay"][:, 1:8, ::2] = -155 * math.log(2) / 7
     case.tensors["log_decay"][:, 8:64] *= 0.01
@@ -253,15 +255,15 @@ def test_even_chunks_with_the_shift_that_is_shipped(monkeypatch: pytest.MonkeyPa
 def test_decays_between_weak_and_reset() -> None:
     for erase in ("tied", "free"):
         case = small("channel", erase)
-        steep = torch.rand_like(case.tensors["log_decay"]) < 0.2
-        case.tensors["log_decay"][steep] *= 50.0
+        strong = torch.rand_like(case.tensors["log_decay"]) < 0.2
+        case.tensors["log_decay"][strong] *= 50.0
         check(case)
 
 
 @overflows
 @pytest.mark.parametrize("change", [-0.3, -3.0, -30.0, -1e6])
 @pytest.mark.parametrize("erase", ["none", "tied"])
-def test_nothing_of_even_rows_comes_from_the_future(
+def test_nothing_of_fast_rows_comes_from_the_future(
     in_float32: None, erase: str, change: float
 ) -> None:
     test_nothing_comes_from_the_future(erase, 2, change)

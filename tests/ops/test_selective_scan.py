@@ -122,8 +122,8 @@ def test_a_signed_state_by_its_oracle():
 
 @pytest.mark.parametrize("elements", [1, 2**14, 2**30])
 @pytest.mark.parametrize("lengths", [None, LENGTHS])
-def test_slabs_of_any_size_agree(elements, lengths, monkeypatch):
-    monkeypatch.setattr(scan_layout, "slab_elements", lambda device: elements)
+def test_windows_of_any_size_agree(elements, lengths, monkeypatch):
+    monkeypatch.setattr(scan_layout, "window_elements", lambda device: elements)
     tensors = make("all", lengths=lengths)
     assert_close(run(tensors, "torch", lengths).o, run(tensors, "reference", lengths).o)
     found, wanted = (gradients(tensors, impl, lengths) for impl in ("torch", "reference"))

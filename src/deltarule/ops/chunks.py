@@ -1,4 +1,4 @@
-"""Cut sequences into chunks, and the chunks into slabs that fit a cache.
+"""Cut sequences into chunks, and the chunks into windows that fit a cache.
 
 Sequences with the most chunks come first. In a group of them, the r-th chunks of all lie together,
 so that a scan over r reads slices, and sequences that have ended are at the end of each slice.
@@ -16,14 +16,14 @@ CHUNK_ROWS = 64
 
 
 class Packed(NamedTuple):
-    """Places of a slab's tokens in the one packed row: chunk by chunk, `size` places each."""
+    """Places of a window's tokens in the one packed row: chunk by chunk, `size` places each."""
 
     tokens: Tensor  # token of each place; some token where the place is empty
     empty: Tensor | None  # places without a token; None where there are none
     full: Tensor | None  # the other places
 
 
-class Slab(NamedTuple):
+class Window(NamedTuple):
     """Chunks that are computed at once; bounds[r] to bounds[r + 1] are those of rank r."""
 
     bounds: list[int]
@@ -34,10 +34,10 @@ class Slab(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Sequences that go through the scan together, and their slabs in order."""
+    """Sequences that go through the scan together, and their windows in order."""
 
     sequences: slice | Tensor
-    slabs: list[Slab]
+    windows: list[Window]
 
 
 def chunk_size(mean_tokens: int, n_steps: int) -> int:
@@ -56,30 +56,30 @@ def chunk_count(batch: int, tokens: int, sequences: int | None, size: int) -> in
 
 
 def batch_groups(
-    batch: int, tokens: int, size: int, slab: int, device: torch.device
+    batch: int, tokens: int, size: int, window: int, device: torch.device
 ) -> list[Group]:
-    """Lay out the rows of a batch, with `slab` chunks at once."""
+    """Lay out the rows of a batch, with `window` chunks at once."""
     groups = []
-    ranks, together = -(-tokens // size), max(min(batch, slab), 1)
+    ranks, together = -(-tokens // size), max(min(batch, window), 1)
     for row in range(0, batch, together):
         rows = slice(row, min(row + together, batch))
         first_chunks = torch.arange(rows.start, rows.stop, device=device) * ranks
-        count, slabs, step = rows.stop - row, [], max(slab // together, 1)
+        count, windows, step = rows.stop - row, [], max(window // together, 1)
         for start in range(0, ranks, step):
             stop = min(start + step, ranks)
             bounds = [count * rank for rank in range(stop - start + 1)]
             rank = torch.arange(start, stop, device=device)
             chunks = (rank[:, None] + first_chunks).flatten()
             part = slice(start * size, min(stop * size, tokens))
-            slabs.append(Slab(bounds, chunks, rows, part, None))
-        groups.append(Group(rows, slabs))
+            windows.append(Window(bounds, chunks, rows, part, None))
+        groups.append(Group(rows, windows))
     return groups
 
 
 def packed_groups(
-    cu_seqlens: Tensor, tokens: int, size: int, slab: int, device: torch.device
+    cu_seqlens: Tensor, tokens: int, size: int, window: int, device: torch.device
 ) -> list[Group]:
-    """Lay out the sequences of one packed row, with about `slab` chunks at once."""
+    """Lay out the sequences of one packed row, with about `window` chunks at once."""
     offsets = cu_seqlens.cpu().numpy().astype(np.int64)
     lengths = np.diff(offsets)
     # Compiled code and GPUs get here unchecked; a token that no sequence owns is never written.
@@ -92,29 +92,29 @@ def packed_groups(
     first_chunk = np.cumsum(counts) - counts
     order = np.argsort(-counts, kind="stable")
     groups = []
-    for start in range(0, len(order), slab):
-        sequences = order[start : start + slab]
-        slabs = []
-        for bounds, chunk_sequence, rank in _rank_slabs(counts[sequences], slab):
+    for start in range(0, len(order), window):
+        sequences = order[start : start + window]
+        windows = []
+        for bounds, chunk_sequence, rank in _rank_windows(counts[sequences], window):
             source = sequences[chunk_sequence]
             left = lengths[source] - rank * size
             packed = _places(offsets[source] + rank * size, left, size, device)
             chunks = torch.from_numpy(first_chunk[source] + rank).to(device)
-            slabs.append(Slab(bounds, chunks, slice(0, 1), slice(0, 0), packed))
-        groups.append(Group(torch.from_numpy(sequences).to(device), slabs))
+            windows.append(Window(bounds, chunks, slice(0, 1), slice(0, 0), packed))
+        groups.append(Group(torch.from_numpy(sequences).to(device), windows))
     return groups
 
 
-def _rank_slabs(
-    counts: np.ndarray, slab: int
+def _rank_windows(
+    counts: np.ndarray, window: int
 ) -> Iterator[tuple[list[int], np.ndarray, np.ndarray]]:
-    """Bounds, and each chunk's sequence and rank, for as many ranks at a time as make a slab."""
+    """Bounds, and each chunk's sequence and rank, for as many ranks at a time as make a window."""
     ranks = int(counts.max(initial=0))
     active = (counts[None, :] > np.arange(ranks)[:, None]).sum(1)
     start = 0
     while start < ranks:
         stop = start + 1
-        while stop < ranks and active[start : stop + 1].sum() <= slab:
+        while stop < ranks and active[start : stop + 1].sum() <= window:
             stop += 1
         here = active[start:stop]
         bounds = np.concatenate([[0], np.cumsum(here)])
@@ -134,32 +134,32 @@ def _places(token: np.ndarray, left: np.ndarray, size: int, device: torch.device
     return Packed(tokens.to(device), empty, full)
 
 
-def cut(x: Tensor, slab: Slab, size: int, n_steps: int, dtype: torch.dtype) -> Tensor:
+def cut(x: Tensor, window: Window, size: int, n_steps: int, dtype: torch.dtype) -> Tensor:
     """[B, T*n, heads, C] -> [M, heads, size*n, C] in `dtype`; places without a token hold zeros."""
-    if slab.packed is None:
-        start, stop = slab.tokens.start * n_steps, slab.tokens.stop * n_steps
-        part = x[slab.rows, start:stop]
+    if window.packed is None:
+        start, stop = window.tokens.start * n_steps, window.tokens.stop * n_steps
+        part = x[window.rows, start:stop]
         missing = (start - stop) % (size * n_steps)
         part = F.pad(part, (0, 0, 0, 0, 0, missing)) if missing else part
         chunked = part.unflatten(1, (-1, size * n_steps)).permute(1, 0, 3, 2, 4)
     else:
-        rows = x[0].unflatten(0, (-1, n_steps)).index_select(0, slab.packed.tokens)
-        if slab.packed.empty is not None:
-            rows.index_fill_(0, slab.packed.empty, 0)
+        rows = x[0].unflatten(0, (-1, n_steps)).index_select(0, window.packed.tokens)
+        if window.packed.empty is not None:
+            rows.index_fill_(0, window.packed.empty, 0)
         chunked = rows.flatten(0, 1).unflatten(0, (-1, 1, size * n_steps)).transpose(2, 3)
     out = torch.empty(chunked.shape, dtype=dtype, device=x.device)
     return out.copy_(chunked).flatten(0, 1)
 
 
-def join(x: Tensor, out: Tensor, slab: Slab, size: int, n_steps: int) -> None:
+def join(x: Tensor, out: Tensor, window: Window, size: int, n_steps: int) -> None:
     """The inverse of `cut`: write [M, heads, size*n, C] into out [B, T*n, heads, C]."""
-    if slab.packed is None:
-        rows = slab.rows.stop - slab.rows.start
+    if window.packed is None:
+        rows = window.rows.stop - window.rows.start
         part = x.unflatten(0, (-1, rows)).permute(1, 0, 3, 2, 4).flatten(1, 2)
-        start, stop = slab.tokens.start * n_steps, slab.tokens.stop * n_steps
-        out[slab.rows, start:stop] = part[:, : stop - start].to(out.dtype)
+        start, stop = window.tokens.start * n_steps, window.tokens.stop * n_steps
+        out[window.rows, start:stop] = part[:, : stop - start].to(out.dtype)
         return
-    tokens, _, full = slab.packed
+    tokens, _, full = window.packed
     places = x.transpose(1, 2).unflatten(1, (size, n_steps)).flatten(0, 1)
     if full is not None:
         places, tokens = places.index_select(0, full), tokens.index_select(0, full)

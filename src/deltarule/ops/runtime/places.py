@@ -93,41 +93,41 @@ def stretch(
 
 
 @triton.jit
-def slab_bounds(i_s, i_m, chunks, slab, per_slab, SLAB: tl.constexpr):
-    """First and end of the chunks of stretch i_s that lie in a slab, and its own first number.
+def window_bounds(i_s, i_m, chunks, window, per_window, WINDOW: tl.constexpr):
+    """First and end of the chunks of stretch i_s that lie in a window, and its own first number.
 
-    A slab has memory of its own for the chunks [slab, slab + 1) * per_slab, with numbers of their
-    own: SLAB "stretch" counts them from the start of each stretch, "row" from that of the one row
-    that all sequences share. Chunk c of the stretch is i_m + c among all and number + c of those.
+    A window has memory of its own for the chunks [window, window + 1) * per_window, with their own
+    numbers: WINDOW "stretch" counts them from the start of each stretch, "row" from that of the one
+    row that all sequences share. Chunk c of the stretch is i_m + c of all and number + c of those.
     """
     low, high, number = 0, chunks, i_m
-    if SLAB != "none":
-        before = slab * per_slab
-        number = (i_s * per_slab - before).to(tl.int64)
-        if SLAB == "row":
+    if WINDOW != "none":
+        before = window * per_window
+        number = (i_s * per_window - before).to(tl.int64)
+        if WINDOW == "row":
             number = i_m - before
             before = (before - i_m).to(tl.int32)
-        low, high = tl.maximum(before, 0), tl.minimum(chunks, before + per_slab)
+        low, high = tl.maximum(before, 0), tl.minimum(chunks, before + per_window)
     return low, high, number
 
 
 @triton.jit
-def slab_chunk(
-    number, cu_seqlens, T, N, per_segment, slab, per_slab, CT: tl.constexpr, SPLIT: tl.constexpr,
-    SLAB: tl.constexpr, PACKED: tl.constexpr,
+def window_chunk(
+    number, cu_seqlens, T, N, per_segment, window, per_window, CT: tl.constexpr,
+    SPLIT: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Of a chunk given by its own number in a slab: first token, tokens that follow, number."""
+    """Of a chunk given by its own number in a window: first token, tokens that follow, number."""
     i_m = number
-    if SLAB == "stretch":
-        i_c = slab * per_slab + number % per_slab
+    if WINDOW == "stretch":
+        i_c = window * per_window + number % per_window
         _, start, length, i_m, _, _ = stretch(
-            number // per_slab, cu_seqlens, T, N, per_segment, CT, SPLIT, PACKED
+            number // per_window, cu_seqlens, T, N, per_segment, CT, SPLIT, PACKED
         )
         i_m += i_c
         first, tokens = start + i_c * CT, length - i_c * CT
     else:
-        if SLAB == "row":
-            i_m += slab * per_slab
+        if WINDOW == "row":
+            i_m += window * per_window
         first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
     return first, tokens, i_m
 

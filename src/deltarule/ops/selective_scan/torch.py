@@ -1,7 +1,7 @@
 """The state that decays entry by entry, chunk by chunk: forward and backward, any device.
 
 Chunks run side by side, their tokens one after another, so that no more than the states of one
-token of each chunk are in memory; the backward pass keeps those of the tokens of one slab.
+token of each chunk are in memory; the backward pass keeps those of the tokens of one window.
 
     decay_t = exp(delta_t A + value_log_decay_t 1^T + 1 log_decay_t^T) * (1 - beta_t k_t^2^T)
               or signed, 2 exp(..) - 1 in place of exp(..)
@@ -19,7 +19,7 @@ from torch import Tensor
 from deltarule.ops.autocast import without_autocast
 from deltarule.ops.chunks import (
     Group,
-    Slab,
+    Window,
     batch_groups,
     chunk_count,
     chunk_size,
@@ -66,8 +66,8 @@ def factors(chunks: Chunks) -> Products | None:
     return Products(q, k, v, log_a.expand(k.shape), log_b.expand(v.shape))
 
 
-def slab_elements(device: torch.device) -> int:
-    """Most numbers in the states of a slab's tokens, all of which the backward pass keeps."""
+def window_elements(device: torch.device) -> int:
+    """Most numbers in the states of a window's tokens, all of which the backward pass keeps."""
     return 2**22 if device.type == "cpu" else 2**26
 
 
@@ -76,10 +76,10 @@ def plan(inputs: ScanInputs) -> tuple[int, list[Group]]:
     batch, tokens, heads, value_size = inputs.v.shape
     size = tokens_in_chunk(inputs)
     elements = heads * value_size * inputs.q.shape[-1] * size
-    slab = max(slab_elements(inputs.v.device) // elements, 1)
+    window = max(window_elements(inputs.v.device) // elements, 1)
     if inputs.cu_seqlens is None:
-        return size, batch_groups(batch, tokens, size, slab, inputs.v.device)
-    return size, packed_groups(inputs.cu_seqlens, tokens, size, slab, inputs.v.device)
+        return size, batch_groups(batch, tokens, size, window, inputs.v.device)
+    return size, packed_groups(inputs.cu_seqlens, tokens, size, window, inputs.v.device)
 
 
 def tokens_in_chunk(inputs: ScanInputs) -> int:
@@ -98,14 +98,14 @@ def chunk_states_shape(inputs: ScanInputs) -> tuple[int, int, int, int]:
     return chunks, *inputs.state_shape[1:]
 
 
-def cut_inputs(inputs: ScanInputs, slab: Slab, size: int) -> Chunks:
+def cut_inputs(inputs: ScanInputs, window: Window, size: int) -> Chunks:
     """Cut every tensor; the empty places of a chunk neither decay nor write."""
     heads = inputs.v.shape[2]
 
     def chunked(x: Tensor | None) -> Tensor | None:
         if x is None or x.ndim == 3:
             return None if x is None else x.to(inputs.dtype)
-        return cut(x, slab, size, 1, inputs.dtype).repeat_interleave(heads // x.shape[2], dim=1)
+        return cut(x, window, size, 1, inputs.dtype).repeat_interleave(heads // x.shape[2], dim=1)
 
     q, k, v, *others = (chunked(x) for x in inputs[:8])
     assert q is not None
@@ -118,7 +118,7 @@ def cut_inputs(inputs: ScanInputs, slab: Slab, size: int) -> Chunks:
 
 
 def join_gradients(
-    d: Chunks, inputs: ScanInputs, out: list[Tensor | None], slab: Slab, size: int
+    d: Chunks, inputs: ScanInputs, out: list[Tensor | None], window: Window, size: int
 ) -> None:
     """Write the gradients by the chunks into those by the inputs, or add them to a constant's."""
     for dx, to in zip(d._replace(q=d.q * inputs.scale)[:8], out, strict=True):
@@ -127,7 +127,7 @@ def join_gradients(
         if to.ndim == 3:
             to += dx
         else:
-            join(dx.unflatten(1, (to.shape[2], -1)).sum(2), to, slab, size, 1)
+            join(dx.unflatten(1, (to.shape[2], -1)).sum(2), to, window, size, 1)
 
 
 def forward(inputs: ScanInputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,16 +138,16 @@ def forward(inputs: ScanInputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     saved = final_state.new_zeros(shape)
     with without_autocast(o.device):
         size, groups = plan(inputs)
-        for sequences, slabs in groups:
+        for sequences, windows in groups:
             state = final_state[sequences]
-            for slab in slabs:
-                chunks = cut_inputs(inputs, slab, size)
-                starts = chunk_starts(chunks, state, slab.bounds)
+            for window in windows:
+                chunks = cut_inputs(inputs, window, size)
+                starts = chunk_starts(chunks, state, window.bounds)
                 if save:
-                    saved.index_copy_(0, slab.chunks, starts)
+                    saved.index_copy_(0, window.chunks, starts)
                 part, ends = read(chunks, starts)
-                join(part, o, slab, size, 1)
-                keep_last(state, ends, slab.bounds)
+                join(part, o, window, size, 1)
+                keep_last(state, ends, window.bounds)
             final_state[sequences] = state
     return o, final_state, saved
 
@@ -169,16 +169,16 @@ def backward(
     d_initial = d_final.clone(memory_format=torch.contiguous_format)
     with without_autocast(d_o.device):
         size, groups = plan(inputs)
-        for sequences, slabs in groups:
+        for sequences, windows in groups:
             d_state = d_initial[sequences]
-            for slab in reversed(slabs):
-                chunks = cut_inputs(inputs, slab, size)
-                d_part = cut(d_o, slab, size, 1, inputs.dtype)
-                starts = saved.index_select(0, slab.chunks)
-                d_ends = chunk_ends(d_part, chunks, d_state, slab.bounds)
+            for window in reversed(windows):
+                chunks = cut_inputs(inputs, window, size)
+                d_part = cut(d_o, window, size, 1, inputs.dtype)
+                starts = saved.index_select(0, window.chunks)
+                d_ends = chunk_ends(d_part, chunks, d_state, window.bounds)
                 d_chunks, d_starts = read_backward(d_part, d_ends, chunks, starts)
-                keep_first(d_state, d_starts, slab.bounds)
-                join_gradients(d_chunks, inputs, gradients, slab, size)
+                keep_first(d_state, d_starts, window.bounds)
+                join_gradients(d_chunks, inputs, gradients, window, size)
             d_initial[sequences] = d_state
     given = [
         None if dx is None or x is None else dx.to(x.dtype)
@@ -281,7 +281,7 @@ def keep_first(d_state: Tensor, d_starts: Tensor, bounds: list[int]) -> None:
 
 
 def chunk_ends(d_o: Tensor, chunks: Chunks, d_state: Tensor, bounds: list[int]) -> Tensor:
-    """Gradient by the state at the end of every chunk; d_state is that after the slab."""
+    """Gradient by the state at the end of every chunk; d_state is that after the window."""
     if len(bounds) == 2:
         return d_state[: bounds[1]].clone()
     shape = (chunks.v.shape[0], *d_state.shape[1:])

@@ -1,4 +1,4 @@
-"""The way of one call's tensors into the chunks of a slab, and of their gradients back."""
+"""The way of one call's tensors into the chunks of a window, and of their gradients back."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from deltarule.ops.chunks import (
     Group,
-    Slab,
+    Window,
     batch_groups,
     chunk_count,
     chunk_size,
@@ -34,8 +34,8 @@ class Chunks(NamedTuple):
     log_decay: Tensor | None
 
 
-def slab_elements(device: torch.device) -> int:
-    """Most elements of a slab's tensors: what a core's cache holds, or fills another device.
+def window_elements(device: torch.device) -> int:
+    """Most elements of a window's tensors: what a core's cache holds, or fills another device.
 
     It changes no result, bit by bit: chunks are independent but for the scan.
     """
@@ -65,10 +65,10 @@ def plan(inputs: Inputs, size: int | None = None) -> tuple[int, list[Group]]:
     size = size or _chunk_size(inputs)
     rows = size * inputs.n_steps
     elements = inputs.v.shape[2] * rows * max(rows, *inputs.state_shape[2:])
-    slab = max(slab_elements(inputs.q.device) // elements, 1)
+    window = max(window_elements(inputs.q.device) // elements, 1)
     if inputs.cu_seqlens is None:
-        return size, batch_groups(batch, tokens, size, slab, inputs.q.device)
-    return size, packed_groups(inputs.cu_seqlens, tokens, size, slab, inputs.q.device)
+        return size, batch_groups(batch, tokens, size, window, inputs.q.device)
+    return size, packed_groups(inputs.cu_seqlens, tokens, size, window, inputs.q.device)
 
 
 def chunk_states_shape(inputs: Inputs) -> tuple[int, int, int, int]:
@@ -78,40 +78,40 @@ def chunk_states_shape(inputs: Inputs) -> tuple[int, int, int, int]:
     return chunks, *inputs.state_shape[1:]
 
 
-def cut_inputs(inputs: Inputs, slab: Slab, size: int) -> Chunks:
+def cut_inputs(inputs: Inputs, window: Window, size: int) -> Chunks:
     """Cut every tensor; the empty places of a chunk decay, erase and write nothing."""
-    q = _chunked(inputs.q, inputs, slab, size, 1)
-    k, v = (_chunked(x, inputs, slab, size, inputs.n_steps) for x in (inputs.k, inputs.v))
+    q = _chunked(inputs.q, inputs, window, size, 1)
+    k, v = (_chunked(x, inputs, window, size, inputs.n_steps) for x in (inputs.k, inputs.v))
     if inputs.normalize_qk:
         q, k = unit_norm(q), unit_norm(k)
     beta, log_decay, a, b = inputs.beta, inputs.log_decay, inputs.a, inputs.b
     if beta is not None:
-        beta = _chunked(beta.unsqueeze(-1), inputs, slab, size, inputs.n_steps)
+        beta = _chunked(beta.unsqueeze(-1), inputs, window, size, inputs.n_steps)
     if log_decay is not None:
         log_decay = log_decay if log_decay.ndim == 4 else log_decay.unsqueeze(-1)
-        log_decay = _chunked(log_decay, inputs, slab, size, 1).clamp_(min=LOWEST)
+        log_decay = _chunked(log_decay, inputs, window, size, 1).clamp_(min=LOWEST)
     if a is not None and b is not None:
-        a, b = (_chunked(x, inputs, slab, size, 1) for x in (a, b))
+        a, b = (_chunked(x, inputs, window, size, 1) for x in (a, b))
     return Chunks(q * inputs.scale, k, v, beta, a, b, log_decay)
 
 
 def join_gradients(
-    d: Chunks, inputs: Inputs, out: list[Tensor | None], slab: Slab, size: int
+    d: Chunks, inputs: Inputs, out: list[Tensor | None], window: Window, size: int
 ) -> None:
     """Write the gradients by the chunks into those by q, k, v, beta, a, b and log_decay."""
     dq, dk, n_steps = d.q * inputs.scale, d.k, inputs.n_steps
     if inputs.normalize_qk:
-        dq = unit_norm_backward(dq, _chunked(inputs.q, inputs, slab, size, 1))
-        dk = unit_norm_backward(dk, _chunked(inputs.k, inputs, slab, size, n_steps))
+        dq = unit_norm_backward(dq, _chunked(inputs.q, inputs, window, size, 1))
+        dk = unit_norm_backward(dk, _chunked(inputs.k, inputs, window, size, n_steps))
     steps = (1, n_steps, n_steps, n_steps, 1, 1, 1)
     for dx, x, n in zip((dq, dk, *d[2:]), out, steps, strict=True):
         if dx is not None and x is not None:
-            join(dx.flatten(1, 2), x if x.ndim == 4 else x.unsqueeze(-1), slab, size, n)
+            join(dx.flatten(1, 2), x if x.ndim == 4 else x.unsqueeze(-1), window, size, n)
 
 
-def cut_output(d_o: Tensor, inputs: Inputs, slab: Slab, size: int) -> Tensor:
+def cut_output(d_o: Tensor, inputs: Inputs, window: Window, size: int) -> Tensor:
     """Gradient by the outputs [B, T, HV, V] -> [M, H, G, C, V]."""
-    return _chunked(d_o, inputs, slab, size, 1)
+    return _chunked(d_o, inputs, window, size, 1)
 
 
 def empty_gradients(inputs: Inputs) -> list[Tensor | None]:
@@ -122,8 +122,8 @@ def empty_gradients(inputs: Inputs) -> list[Tensor | None]:
     ]
 
 
-def _chunked(x: Tensor, inputs: Inputs, slab: Slab, size: int, n_steps: int) -> Tensor:
-    return cut(x, slab, size, n_steps, inputs.dtype).unflatten(1, (inputs.q.shape[2], -1))
+def _chunked(x: Tensor, inputs: Inputs, window: Window, size: int, n_steps: int) -> Tensor:
+    return cut(x, window, size, n_steps, inputs.dtype).unflatten(1, (inputs.q.shape[2], -1))
 
 
 def _chunk_size(inputs: Inputs) -> int:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deltarule.ops.autocast import without_autocast
-from deltarule.ops.chunks import Slab, join
+from deltarule.ops.chunks import Window, join
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.torch.layout import (
     Chunks,
@@ -43,7 +43,7 @@ from deltarule.ops.delta_rule.torch.scores import (
 
 
 class Corrected(NamedTuple):
-    """X = x0 + from_state S^T for the chunks of a slab, and what the backward needs of them."""
+    """X = x0 + from_state S^T for the chunks of a window, and what the backward needs of them."""
 
     x0: Tensor  # [M, H, G, R, V]
     from_state: Tensor  # [M, H, G, R, K]
@@ -193,7 +193,7 @@ class Write(NamedTuple):
 def next_state(
     writes: list[Write], whole: Tensor | None, state: Tensor, bounds: list[int]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Carry state [N, H, G, V, K], in place, through a slab of chunks.
+    """Carry state [N, H, G, V, K], in place, through a window of chunks.
 
     Returns the state at each chunk's start [M, H, G, V, K], and the values X of each write. The
     longer sequences come first, and those that have ended keep their state.
@@ -220,7 +220,7 @@ def next_state_backward(
     d_state: Tensor,
     bounds: list[int],
 ) -> Tensor:
-    """Carry the gradient of the state, in place, back through a slab of chunks.
+    """Carry the gradient of the state, in place, back through a window of chunks.
 
     d_values are the gradients of the values X by the outputs and become those by everything;
     d_read [M, H, G, V, K] are those of the states by the outputs. Returns the gradient of the
@@ -241,7 +241,7 @@ def next_state_backward(
 
 
 class Work(NamedTuple):
-    """What forward and backward share of a slab; no part of it depends on the state."""
+    """What forward and backward share of a window; no part of it depends on the state."""
 
     decay: Decay
     corrected: Corrected | None
@@ -270,15 +270,15 @@ def _run(inputs: Inputs, save: bool, size: int | None = None) -> tuple[Tensor, T
     saved = final_state.new_zeros(shape)
     with without_autocast(o.device):
         size, groups = plan(inputs, size)
-        for sequences, slabs in groups:
+        for sequences, windows in groups:
             state = final_state[sequences].unflatten(1, (heads, -1))
-            for slab in slabs:
-                work = _work(cut_inputs(inputs, slab, size))
-                states, values = next_state(work.writes, work.decay.whole, state, slab.bounds)
+            for window in windows:
+                work = _work(cut_inputs(inputs, window, size))
+                states, values = next_state(work.writes, work.decay.whole, state, window.bounds)
                 part = chunk_output(work.queries, states, values)
-                join(part.flatten(1, 2), o, slab, size, 1)
+                join(part.flatten(1, 2), o, window, size, 1)
                 if save:
-                    saved.index_copy_(0, slab.chunks, states.flatten(1, 2))
+                    saved.index_copy_(0, window.chunks, states.flatten(1, 2))
             final_state[sequences] = state.flatten(1, 2)
     return o, final_state, saved
 
@@ -297,14 +297,14 @@ def backward(
     d_initial = d_final.clone(memory_format=torch.contiguous_format)
     with without_autocast(d_o.device):
         size, groups = plan(inputs)
-        for sequences, slabs in groups:
+        for sequences, windows in groups:
             d_state = d_initial[sequences].unflatten(1, (heads, -1))
-            for slab in reversed(slabs):
-                states = saved.index_select(0, slab.chunks).unflatten(1, (heads, -1))
-                chunks = cut_inputs(inputs, slab, size)
-                d_part = cut_output(d_o, inputs, slab, size)
-                d_chunks = _slab_backward(d_part, d_state, chunks, states, slab)
-                join_gradients(d_chunks, inputs, gradients, slab, size)
+            for window in reversed(windows):
+                states = saved.index_select(0, window.chunks).unflatten(1, (heads, -1))
+                chunks = cut_inputs(inputs, window, size)
+                d_part = cut_output(d_o, inputs, window, size)
+                d_chunks = _window_backward(d_part, d_state, chunks, states, window)
+                join_gradients(d_chunks, inputs, gradients, window, size)
             d_initial[sequences] = d_state.flatten(1, 2)
     return *gradients, None if inputs.initial_state is None else d_initial
 
@@ -326,10 +326,10 @@ def _work(chunks: Chunks) -> Work:
     return Work(decay, corrected, keys, writes, queries(chunks.q, keys, decay))
 
 
-def _slab_backward(
-    d_o: Tensor, d_state: Tensor, chunks: Chunks, states: Tensor, slab: Slab
+def _window_backward(
+    d_o: Tensor, d_state: Tensor, chunks: Chunks, states: Tensor, window: Window
 ) -> Chunks:
-    """Gradients by the chunks; d_state goes from the end of the slab to its start."""
+    """Gradients by the chunks; d_state goes from the end of the window to its start."""
     work = _work(chunks)
     values = [
         x0 if from_state is None else x0.add_(from_state @ states.mT)
@@ -337,7 +337,7 @@ def _slab_backward(
     ]
     d_values, d_read = chunk_output_backward(work.queries, d_o)
     d_ends = next_state_backward(
-        d_values, d_read, work.writes, work.decay.whole, d_state, slab.bounds
+        d_values, d_read, work.writes, work.decay.whole, d_state, window.bounds
     )
     dq, d_keys, d_decay = queries_backward(
         d_o, states, values, work.queries, chunks.q, work.keys, work.decay

@@ -52,7 +52,7 @@ class Between(NamedTuple):
 
 
 class Decay(NamedTuple):
-    """All factors of one slab, or the gradients by their exponents; None where not used."""
+    """All factors of one window, or the gradients by their exponents; None where not used."""
 
     start: Tensor | None = None  # [.., C, D]
     end: Tensor | None = None  # [.., C, D]
@@ -63,7 +63,7 @@ class Decay(NamedTuple):
 
 
 def make_decay(log_decay: Tensor | None, free_erase: bool) -> Decay:
-    """The factors that a slab needs; the last two only with a free erase."""
+    """The factors that a window needs; the last two only with a free erase."""
     if log_decay is None:
         return Decay()
     before = (_start(log_decay, False), _between(log_decay, False)) if free_erase else (None, None)

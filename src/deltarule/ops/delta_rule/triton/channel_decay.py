@@ -1,13 +1,13 @@
 """Products of decays inside a chunk whose channels decay apart, by blocks of 16 rows.
 
 A product over pairs of rows needs decay(j, i] inside its sum over channels, so each side brings a
-factor, and the two meet at an anchor in the past of row i. With base-2 logarithms and sums that
+factor, and the two meet at a point in the past of row i. With base-2 logarithms and sums that
 stay inside one block, lead_i from the block's start to row i, tail_j after row j to its end:
 
     decay(j, i] = 2^tail_j between 2^lead_i       i in a later block: factors of 1 at most
     decay(j, i] = 2^-lead_j 2^lead_i              in one block, while -lead_j <= BAR
 
-and what is left, columns j far down their block, goes pair by pair. Blocks meet in two levels:
+and what is left, columns j with a lead below the bar, goes pair by pair. Blocks meet in two levels:
 late rows of a pair of blocks against its early columns, 1 | 0 and 3 | 2, then 2, 3 | 0, 1. A
 reset, a log decay below -60, counts as one whose power of 2 is 0. Sums of equal sign lose nothing.
 
@@ -176,21 +176,19 @@ def rounded(b_x, PRECISION: tl.constexpr):
     return b_x
 
 
-# The chunks that decay far, which are few: a few programs look through all of them.
+# The chunks that the fast gradients flag, mostly few: few programs look through all of them.
 #
-# `each_chunk` calls what a kernel does with a chunk, by a program for every chunk and head; or,
-# where
-# `anchored_gradients_kernel` leaves over what decays far, by a fixed number of programs for the
-# heads
+# `each_chunk` calls what a kernel does with a chunk: by a program for every chunk and head, or for
+# flagged chunks alone by a fixed number of programs. Program i_p looks at
 #
 #     i_x = chunk * HEADS + head      i_p, i_p + programs, i_p + 2 programs, ..
 #
-# of which every program looks at many together, and stops at those with a decay below FAR.
+# many at once, and stops at those with a decay below FLAGGED.
 
 
-# A smaller decay of a chunk in some channel is far: gradients times 2^-100 still have all their
-# digits, and keys times 2^100 are far from the largest number.
-FAR = tl.constexpr(2.0**-100)
+# A chunk is flagged if a channel decays below this: gradients times 2^-100 still have all their
+# digits, and keys times 2^100 are well below the largest number.
+FLAGGED = tl.constexpr(2.0**-100)
 # Numbers that a program looks at together, in at most so many rows.
 TILE, LOOK = tl.constexpr(4096), tl.constexpr(32)
 
@@ -220,7 +218,7 @@ def each_chunk(
 ):  # fmt: skip
     """Call of(i_m, i_h, first, rows, *given) for every chunk of each of HEADS heads, H or HV.
 
-    With the decays of chunks `known` [M, HV, K], for those that decay far in any value head of
+    With the decays of chunks `known` [M, HV, K], for those that are flagged in any value head of
     their key head; else the program's own one.
     """
     if known is None:
@@ -232,13 +230,13 @@ def each_chunk(
         PER: tl.constexpr = HEADS // S.H
         C: tl.constexpr = S.HV // S.H * S.K
         count = chunks * HEADS
-        i_x = next_below(known, FAR, tl.program_id(0), count, PER, C)
+        i_x = next_below(known, FLAGGED, tl.program_id(0), count, PER, C)
         while i_x < count:
             i_m, i_h = i_x // HEADS, i_x % HEADS
             first, tokens = chunk_place(i_m, cu_seqlens, T, N, S.CT, PACKED)
             if tokens > 0:
                 of(i_m, i_h, first, tl.minimum(tokens, S.CT) * S.N_STEPS, *given)
-            i_x = next_below(known, FAR, i_x + tl.num_programs(0), count, PER, C)
+            i_x = next_below(known, FLAGGED, i_x + tl.num_programs(0), count, PER, C)
 
 
 @triton.jit

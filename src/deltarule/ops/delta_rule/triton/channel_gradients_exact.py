@@ -16,7 +16,7 @@ gradients by the scores of every pair, a second one takes them through the decay
     dlog_decay_t = sum of z over the rows from token t to the chunk's end, and what reaches it,
                    sum_j y_j decay(j, end] D^T (..)_j + decay[0, end] sum_v D S
 
-`pair_gradients_kernel` has the pairs G, `channel_gradients_kernel` the sums over them; of unit
+`pair_gradients_kernel` has the pairs G, `exact_gradients_kernel` the sums over them; of unit
 norms `unit_norm_gradients_kernel` does the rest. A program takes one chunk of one key head and adds
 up its value heads in order.
 """
@@ -73,7 +73,7 @@ class Left(NamedTuple):
 
 
 # Sums over the pairs of rows of a chunk, level by level, with the factors of channel_decay.py; what
-# lies far down a block pair by pair. With G_ij the gradient by a score and e_ij its decay,
+# lies below the bar pair by pair. With G_ij the gradient by a score and e_ij its decay,
 #
 #     dx_i + sum_j G_ij e_ij y_j        dy_j + sum_i G_ij e_ij x_i
 #
@@ -273,8 +273,7 @@ def pairs_of_chunk(
     """What `pair_gradients_kernel` does with one chunk of one value head."""
     i_slot = i_m.to(tl.int64) * S.HV + i_h
     o_r = tl.arange(0, S.BT)
-    o_i, o_j = o_r[:, None], o_r[None, :]
-    m_r = o_r < rows
+    o_i, o_j, m_r = o_r[:, None], o_r[None, :], o_r < rows
     m_q = m_r & (o_r % S.N_STEPS == S.N_STEPS - 1)
     WHOLE: tl.constexpr = S.V % S.BV == 0
     p_do = x.d_o + (first * S.HV + i_h) * S.V
@@ -456,7 +455,7 @@ def channel_tile(i, x, y, g, norms, i_m, i_key, i_k, first, rows, below_bar, S: 
 
 @triton.jit
 def gradients_of_chunk(i_m, i_key, first, rows, i, x, y, g, S: tl.constexpr):
-    """What `channel_gradients_kernel` does with one chunk of one key head."""
+    """What `exact_gradients_kernel` does with one chunk of one key head."""
     o_r = tl.arange(0, S.BT)
     m_r = o_r < rows
     o_t, m_q = o_r // S.N_STEPS, m_r & (o_r % S.N_STEPS == S.N_STEPS - 1)
@@ -473,7 +472,7 @@ def gradients_of_chunk(i_m, i_key, first, rows, i, x, y, g, S: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "N", "chunks"])
-def channel_gradients_kernel(
+def exact_gradients_kernel(
     q, k, v, a, b, beta, log_decay, cu_seqlens, known, states, errors, d_o, d_states, d_errors,
     pairs, sums, chunk_decay, d_q, d_k, d_a, d_b, d_log_decay, chunks,
     scale, T, N, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
@@ -484,7 +483,7 @@ def channel_gradients_kernel(
 ):  # fmt: skip
     """Gradients in the layouts of their tensors; that by log_decay [B, T, HV, K] in float32.
 
-    Of all chunks, or of those that decay far where their decays are `known`.
+    Of all chunks, or of the flagged ones where the decays of chunks are `known`.
     """
     S: tl.constexpr = Sizes(
         H=H, HV=HV, K=K, V=V, N_STEPS=N_STEPS, CT=CT, BT=BT, BK=BK, BV=BV, BC=BC, ERASE=ERASE,

@@ -1,4 +1,4 @@
-"""The gradients of a chunk whose channels decay apart, but none of them far: all from one anchor.
+"""The gradients of a chunk with a decay per channel, fast: all decays from the chunk's start.
 
 With c_i the sum of base-2 log decays from the chunk's start to row i, decay(j, i] = 2^c_i 2^-c_j as
 in channel_scores_fast.py, and every sum over pairs is one product of rounded rows:
@@ -181,7 +181,7 @@ def add_value_head(
 
 
 @triton.jit(do_not_specialize=["T", "N"])
-def anchored_gradients_kernel(
+def fast_gradients_kernel(
     ones, q, k, v, beta, log_decay, cu_seqlens, chunk_decay, states, errors, d_o, d_states,
     d_errors, p_q, p_k, d_q, d_k, d_v, d_beta, d_log_decay, scale, T, N, s_beta_b, s_beta_t,
     s_beta_h,

@@ -7,7 +7,7 @@
     free         a         b, k         L and its correction N, L2, with decay(j, i)
 
 P is scaled and takes columns up to row i (of q: the last row of its token), the others those before
-it. The copies that the kernels which follow the chunks read instead of q, k, a and b:
+it. What the scans read in place of q, k, a and b:
 
     q' = scale decay[0, i] q    e' = decay[0, i] k (tied)    a' = decay[0, i) a (free)
     y' = decay(j, end] y        and the decay of the chunk, decay[0, end]
@@ -49,7 +49,7 @@ from deltarule.ops.delta_rule.triton.tiles import (
     inverse_norms,
     load_beta,
     load_channels,
-    store_copy,
+    store_channels,
     store_scores,
     store_square,
 )
@@ -68,8 +68,8 @@ class Keys(NamedTuple):
 class Left(NamedTuple):
     """What is left of all chunks for the kernels that follow."""
 
-    q_copy: tl.tensor
-    k_copy: tl.tensor
+    decayed_q: tl.tensor
+    decayed_k: tl.tensor
     erase: tl.tensor
     write: tl.tensor
     scores: tl.tensor
@@ -134,31 +134,31 @@ def rows_and_columns(e, o_r, m_r, o_k, S: tl.constexpr):
 
 
 @triton.jit
-def store_copies(
+def store_decayed(
     y, i_slot, b_to, b_from, b_x, b_y, b_y2, o_r, o_k, start, S: tl.constexpr,
     ERASING_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write the scaled copies that this launch is for."""
+    """Write the decayed rows that this launch is for."""
     m_all, m_new = o_r < S.BT, o_r >= start
     if ERASING_ROWS:
-        store_copy(y.erase, i_slot, o_r, o_k, b_x * b_to, S.BT, S.K, m_new)
-        store_copy(y.k_copy, i_slot, o_r, o_k, b_y2 * b_from, S.BT, S.K, m_all)
+        store_channels(y.erase, i_slot, o_r, o_k, b_x * b_to, S.BT, S.K, m_new)
+        store_channels(y.decayed_k, i_slot, o_r, o_k, b_y2 * b_from, S.BT, S.K, m_all)
     else:
         m_last = m_new & (o_r % S.N_STEPS == S.N_STEPS - 1)
-        store_copy(y.q_copy, i_slot, o_r // S.N_STEPS, o_k, b_x * b_to, S.BQ, S.K, m_last)
-        store_copy(y.write, i_slot, o_r, o_k, b_y * b_from, S.BT, S.K, m_all)
+        store_channels(y.decayed_q, i_slot, o_r // S.N_STEPS, o_k, b_x * b_to, S.BQ, S.K, m_last)
+        store_channels(y.write, i_slot, o_r, o_k, b_y * b_from, S.BT, S.K, m_all)
         if S.ERASE == "tied":
-            store_copy(y.erase, i_slot, o_r, o_k, b_y * b_to, S.BT, S.K, m_new)
+            store_channels(y.erase, i_slot, o_r, o_k, b_y * b_to, S.BT, S.K, m_new)
         if S.N_STEPS * S.BQ > S.BT:
             # Rows that no row of the chunk stands for.
             o_q = tl.arange(0, S.BQ)
             b_zero = tl.zeros([S.BQ, o_k.shape[0]], tl.float32)
-            store_copy(y.q_copy, i_slot, o_q, o_k, b_zero, S.BQ, S.K, o_q >= S.CT)
+            store_channels(y.decayed_q, i_slot, o_q, o_k, b_zero, S.BQ, S.K, o_q >= S.CT)
 
 
 @triton.jit
-def far_decays(p_s, o_r, o_k, K: tl.constexpr, OWN: tl.constexpr, EXACT: tl.constexpr):
-    """From the chunk's start to each row, from it to the end, and the factors of far pairs."""
+def chunk_factors(p_s, o_r, o_k, K: tl.constexpr, OWN: tl.constexpr, EXACT: tl.constexpr):
+    """Decays from the chunk's start to each row and on to its end, and the factors of level 2."""
     b_to = lead_decay(p_s, o_r, o_k, K, OWN)
     b_from = tail_decay(p_s, load_sums(p_s, o_r, o_k, K), o_r, o_k, K, EXACT)
     b_late = b_to * of_block(p_s, LATE, o_r, o_k, K)
@@ -169,7 +169,7 @@ def far_decays(p_s, o_r, o_k, K: tl.constexpr, OWN: tl.constexpr, EXACT: tl.cons
 
 
 @triton.jit
-def add_steep_scores(
+def add_scores_below_bar(
     b_s, b_s2, p_g, p_s, e, o_r, rows, g, S: tl.constexpr, BN: tl.constexpr, OWN: tl.constexpr
 ):
     """Add the pairs that no product has: the columns below the bar, against their own block."""
@@ -179,10 +179,10 @@ def add_steep_scores(
             o_n = i_k + tl.arange(0, BN)
             b_x, b_x2, b_y, b_y2 = rows_and_columns(e, o_r, o_r < rows, o_n, S)
             b_g = channel_log_decay(p_g, o_r, rows, o_n, g.s_decay_t, g.s_decay_k, S.K, S.N_STEPS)
-            m_steep = load_sums(p_s, o_r, o_n, S.K) < -S.BAR
-            b_s += near_scores(b_x, tl.where(m_steep, b_y, 0.0), b_g, S.BT, OWN)
+            m_below = load_sums(p_s, o_r, o_n, S.K) < -S.BAR
+            b_s += near_scores(b_x, tl.where(m_below, b_y, 0.0), b_g, S.BT, OWN)
             if S.ERASE != "none":
-                b_s2 += near_scores(b_x2, tl.where(m_steep, b_y2, 0.0), b_g, S.BT, OWN)
+                b_s2 += near_scores(b_x2, tl.where(m_below, b_y2, 0.0), b_g, S.BT, OWN)
     return b_s, b_s2
 
 
@@ -239,13 +239,13 @@ def chunk_scores(
         b_x, b_x2, b_y, b_y2 = rows_and_columns(e, o_r, m_r, o_k, S)
         b_to, b_from, b_late, b_early = 1.0, 1.0, 1.0, 1.0
         if S.HAS_DECAY:
-            b_to, b_from, b_late, b_early = far_decays(p_s, o_r, o_k, S.K, OWN, S.EXACT)
-        store_copies(y, i_slot, b_to, b_from, b_x, b_y, b_y2, o_r, o_k, start, S, ERASING_ROWS)
+            b_to, b_from, b_late, b_early = chunk_factors(p_s, o_r, o_k, S.K, OWN, S.EXACT)
+        store_decayed(y, i_slot, b_to, b_from, b_x, b_y, b_y2, o_r, o_k, start, S, ERASING_ROWS)
         b_s = product(b_x * b_late, b_y * b_early, b_s, S.PRECISION)
         if S.ERASE != "none":
             b_s2 = product(b_x2 * b_late, b_y2 * b_early, b_s2, S.PRECISION)
     if S.HAS_DECAY:
-        b_s, b_s2 = add_steep_scores(b_s, b_s2, p_g, p_s, e, o_r, rows, g, S, BN, OWN)
+        b_s, b_s2 = add_scores_below_bar(b_s, b_s2, p_g, p_s, e, o_r, rows, g, S, BN, OWN)
     if ERASING_ROWS:
         # First, for the registers that the inverse needs.
         store_square(y.from_values, i_slot, tl.where(o_j < o_i, b_s2, 0.0), start, S.BT)
@@ -264,8 +264,8 @@ def chunk_scores(
 
 
 @triton.jit(do_not_specialize=["T", "N"])
-def channel_scores_kernel(
-    q, k, a, b, beta, log_decay, cu_seqlens, q_copy, k_copy, erase, write,
+def exact_scores_kernel(
+    q, k, a, b, beta, log_decay, cu_seqlens, decayed_q, decayed_k, erase, write,
     scores, value_scores, corrections, from_values, scalings, chunk_decay, sums,
     scale, T, N, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, N_STEPS: tl.constexpr,
@@ -274,7 +274,7 @@ def channel_scores_kernel(
     UNIT_NORM: tl.constexpr, PACKED: tl.constexpr, BAR: tl.constexpr, EXACT: tl.constexpr,
     PRECISION: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
-    """q_copy [M, HV, BQ, K], other copies [M, HV, BT, K], scores [M, HV, BQ or BT, BT].
+    """decayed_q [M, HV, BQ, K], other decayed rows [M, HV, BT, K], scores [M, HV, BQ or BT, BT].
 
     ERASING_ROWS is the launch for the rows a. Of the scalings [M, HV, SCALINGS, BT], beta alone.
     """
@@ -291,8 +291,8 @@ def channel_scores_kernel(
         beta, log_decay, T, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k
     )
     y = Left(
-        q_copy, k_copy, erase, write, scores, value_scores, corrections, from_values, scalings,
-        chunk_decay, sums,
+        decayed_q, decayed_k, erase, write, scores, value_scores, corrections, from_values,
+        scalings, chunk_decay, sums,
     )  # fmt: skip
     x = Keys(q, k, a, b)
     chunk_scores(x, y, g, i_m, i_h, first, tokens, 0, scale, S, BN, ERASING_ROWS)
@@ -305,24 +305,22 @@ def product(b_x, b_y, b_acc, PRECISION: tl.constexpr):
     return tl.dot(b_x, tl.trans(b_y), acc=b_acc, input_precision=PRECISION)
 
 
-# What `even_scores_kernel` leaves over: the rows of chunks before which a channel decays far.
-#
-# A fixed number of programs go through the numbers of all chunks, and do with the steep ones what
-# `channel_scores_kernel` does with any. The sums of a chunk's decays are in a room of the
-# program's own, which the next chunk takes over.
+# The rows that `fast_scores_kernel` flags. Only the GPU knows which they are: a fixed number of
+# programs look through the flags of all chunks, and do with flagged ones what `exact_scores_kernel`
+# does with any. A program has one room for the sums of a chunk's decays.
 
 
 @triton.jit(do_not_specialize=["T", "N", "chunks"])
-def steep_scores_kernel(
-    q, k, beta, log_decay, cu_seqlens, q_copy, erase, write, scores, corrections, scalings,
-    chunk_decay, even_rows, sums, chunks,
+def flagged_scores_kernel(
+    q, k, beta, log_decay, cu_seqlens, decayed_q, erase, write, scores, corrections, scalings,
+    chunk_decay, fast_rows, sums, chunks,
     scale, T, N, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, N_STEPS: tl.constexpr,
     CT: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr,
     BN: tl.constexpr, ERASE: tl.constexpr, UNIT_NORM: tl.constexpr, PACKED: tl.constexpr,
     BAR: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
-    """The rows that are not even, and `write` and the decay of their chunk; sums [programs, ..]."""
+    """The rows after the fast ones, `write` and the decay of their chunk; sums [programs, ..]."""
     S: tl.constexpr = Sizes(
         H=H, HV=HV, K=K, N_STEPS=N_STEPS, CT=CT, BT=BT, BQ=BQ, BK=BK, BC=BC, ERASE=ERASE,
         HAS_DECAY=True, UNIT_NORM=UNIT_NORM, PRECISION=PRECISION, EXACT=EXACT, BAR=BAR,
@@ -332,16 +330,26 @@ def steep_scores_kernel(
         beta, log_decay, T, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k
     )
     i_p, count = tl.program_id(0), chunks * HV
-    i_x = next_below(even_rows, BT, i_p, count, 1, 1)
+    i_x = next_below(fast_rows, BT, i_p, count, 1, 1)
     while i_x < count:
-        i_m, i_h, even = i_x // HV, i_x % HV, tl.load(even_rows + i_x)
+        i_m, i_h, fast = i_x // HV, i_x % HV, tl.load(fast_rows + i_x)
         first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
-        # The kernel of any chunk has a room for each, and counts from the first.
+        # `chunk_scores` counts the rooms from that of the first chunk.
         p_s = sums + (i_p.to(tl.int64) - i_x) * ROWS * K
         tl.debug_barrier()
         y = Left(
-            q_copy, None, erase, write, scores, None, corrections, None, scalings, chunk_decay, p_s
+            decayed_q,
+            None,
+            erase,
+            write,
+            scores,
+            None,
+            corrections,
+            None,
+            scalings,
+            chunk_decay,
+            p_s,
         )
         x = Keys(q, k, None, None)
-        chunk_scores(x, y, g, i_m, i_h, first, tokens, even, scale, S, BN, False)
-        i_x = next_below(even_rows, BT, i_x + tl.num_programs(0), count, 1, 1)
+        chunk_scores(x, y, g, i_m, i_h, first, tokens, fast, scale, S, BN, False)
+        i_x = next_below(fast_rows, BT, i_x + tl.num_programs(0), count, 1, 1)

@@ -1,7 +1,7 @@
-"""What the rows of a chunk are to each other, where no channel decays far.
+"""The scores of a chunk's rows with a decay per channel, fast: one product for all of them.
 
-Scores, copies and the rest are those of channel_scores_exact.py without a free erase, but every
-score is one product where it has three, and nothing is kept of the sums.
+Scores, decayed keys and the rest are those of channel_scores_exact.py without a free erase. There a
+score takes three products and the sums of decays are kept; here one, and nothing is kept.
 """
 
 import triton
@@ -21,7 +21,7 @@ from deltarule.ops.delta_rule.triton.tiles import (
 )
 from deltarule.ops.runtime.places import chunk_place, place_of
 
-# Decays inside a chunk in which no channel decays far, from one anchor: device functions.
+# Decays inside a chunk, all from its start: device functions.
 #
 # With c_i the sum of base-2 log decays from the chunk's start, which is in the past of every pair,
 # to row i, all pairs of rows take one product:
@@ -30,8 +30,8 @@ from deltarule.ops.runtime.places import chunk_place, place_of
 #
 # SHIFT makes a part of the exponents positive, so that float32 has room for c down to -RANGE; both
 # leave 2^60 or so to what is multiplied, tiny gradients and large keys. Rows whose c is lower are
-# left to `steep_scores_kernel`: as c never grows, these are the last of a chunk, and that
-# a later decay is strong changes no digit of an earlier row.
+# flagged, and `flagged_scores_kernel` computes them: as c never grows, these are the last of a
+# chunk, and a strong decay changes no digit of the rows before it.
 #
 # Tiles of rows are [BT // DEEP, DEEP, channels]: a thread has DEEP rows that follow each other, and
 # adds up their decays on its own.
@@ -93,7 +93,7 @@ def sums_from_start(b_g):
 
 
 @triton.jit
-def count_even_rows(
+def count_fast_rows(
     p_g, rows, s_t, s_k, K: tl.constexpr, N_STEPS: tl.constexpr, BT: tl.constexpr,
     BC: tl.constexpr, DEEP: tl.constexpr, RANGE: tl.constexpr,
 ):  # fmt: skip
@@ -122,25 +122,25 @@ def product(b_x, b_y, b_acc, PRECISION: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T", "N"])
-def even_scores_kernel(
-    q, k, beta, log_decay, cu_seqlens, q_copy, erase, write, scores, corrections, scalings,
-    chunk_decay, even_rows,
+def fast_scores_kernel(
+    q, k, beta, log_decay, cu_seqlens, decayed_q, erase, write, scores, corrections, scalings,
+    chunk_decay, fast_rows,
     scale, T, N, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, N_STEPS: tl.constexpr,
     CT: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr, BC: tl.constexpr, DEEP: tl.constexpr,
     ERASE: tl.constexpr, UNIT_NORM: tl.constexpr, PACKED: tl.constexpr, SHIFT: tl.constexpr,
     RANGE: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
-    """As `channel_scores_kernel`; even_rows [M, HV] says how many rows of a chunk came out right.
+    """As `exact_scores_kernel`; fast_rows [M, HV] says how many rows of a chunk came out right.
 
-    Of the others, and of `write` where there are any, all is to be written anew.
+    The rows after them are flagged: these, and `write` of their chunk, are to be written again.
     """
     S: tl.constexpr = Sizes(N_STEPS=N_STEPS, CT=CT, BT=BT, BQ=BQ)
     _, i_h, i_m = place_of(1, HV)
     first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
     i_slot = i_m.to(tl.int64) * HV + i_h
     if tokens <= 0:
-        tl.store(even_rows + i_slot, BT)
+        tl.store(fast_rows + i_slot, BT)
         return
     rows = tl.minimum(tokens, CT) * N_STEPS
     i_b, i_t, i_key = first // T, first % T, i_h // (HV // H)
@@ -179,12 +179,12 @@ def even_scores_kernel(
         b_x = b_q.to(tl.float32) * (b_c * read)
         b_s = product(b_x, b_near, b_s, PRECISION)
         b_x *= 2.0**-SHIFT
-        store_deep(q_copy + i_slot * BQ * K, o_r // N_STEPS, o_k, b_x, K, m_last)
+        store_deep(decayed_q + i_slot * BQ * K, o_r // N_STEPS, o_k, b_x, K, m_last)
         if N_STEPS * BQ > BT:
             # Rows that no row of the chunk stands for.
             o_q = rows_of(BQ, DEEP)
             b_zero = tl.zeros([BQ // DEEP, DEEP, BC], tl.float32)
-            store_deep(q_copy + i_slot * BQ * K, o_q, o_k, b_zero, K, o_q >= CT)
+            store_deep(decayed_q + i_slot * BQ * K, o_q, o_k, b_zero, K, o_q >= CT)
     if ERASE == "tied":
         # Fetched here, so that it is there when the scores are stored.
         p_beta = beta + i_b * s_beta_b + i_t * N_STEPS * s_beta_t + i_h * s_beta_h
@@ -196,8 +196,8 @@ def even_scores_kernel(
         b_n = correction(tl.where(m_m, -b_m, 0.0), b_beta, BT, MERGE)
         store_square(corrections, i_slot, b_n, 0, BT)
         tl.store(scalings + (i_slot * SCALINGS + BETA) * BT + o_f, b_beta)
-    even = BT
+    fast = BT
     # This sum and those of the rows may differ in their last digits, and the rows' own decide.
     if low < 1.0 - RANGE:
-        even = count_even_rows(p_g, rows, s_decay_t, s_decay_k, K, N_STEPS, BT, BC, DEEP, RANGE)
-    tl.store(even_rows + i_slot, even)
+        fast = count_fast_rows(p_g, rows, s_decay_t, s_decay_k, K, N_STEPS, BT, BC, DEEP, RANGE)
+    tl.store(fast_rows + i_slot, fast)

@@ -57,7 +57,7 @@ from deltarule.ops.delta_rule.triton.tiles import (
     operand_products,
     row_scaling,
 )
-from deltarule.ops.runtime.places import place_of, slab_chunk
+from deltarule.ops.runtime.places import place_of, window_chunk
 from deltarule.ops.runtime.unit_norm import inverse_norm, unit_norm_backward
 
 
@@ -111,17 +111,17 @@ class Factors(NamedTuple):
 QUERIES, KEYS, WRITES, HELD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
-@triton.jit(do_not_specialize=["T", "N", "s_slice", "per_segment", "slab", "per_slab"])
+@triton.jit(do_not_specialize=["T", "N", "s_slice", "per_segment", "window", "per_window"])
 def decay_gradients_kernel(
     parts, log_decay, cu_seqlens, d_log_decay, T, N, s_decay_b, s_decay_t, s_decay_h, s_slice,
     HV: tl.constexpr, N_STEPS: tl.constexpr, CT: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
     SLICES: tl.constexpr, PAIRS: tl.constexpr, PACKED: tl.constexpr, per_segment=None,
-    SPLIT: tl.constexpr = "none", slab=None, per_slab=None, SLAB: tl.constexpr = "none",
+    SPLIT: tl.constexpr = "none", window=None, per_window=None, WINDOW: tl.constexpr = "none",
 ):  # fmt: skip
     """One chunk of one value head, BD numbers of whose HELD count; a reset gets no gradient."""
     number, i_h = tl.program_id(0), tl.program_id(1)
-    first, tokens, _ = slab_chunk(
-        number, cu_seqlens, T, N, per_segment, slab, per_slab, CT, SPLIT, SLAB, PACKED
+    first, tokens, _ = window_chunk(
+        number, cu_seqlens, T, N, per_segment, window, per_window, CT, SPLIT, WINDOW, PACKED
     )  # fmt: skip
     if tokens <= 0:
         return
@@ -290,7 +290,7 @@ def store_value_gradients(p_x, b_beta, p_dv, rows, i_c, S: tl.constexpr):
         tl.store(p_tile, b_dv, mask=m_r[:, None] & (o_v < S.V)[None, :])
 
 
-@triton.jit(do_not_specialize=["T", "N", "s_slice", "per_segment", "slab", "per_slab"])
+@triton.jit(do_not_specialize=["T", "N", "s_slice", "per_segment", "window", "per_window"])
 def gradients_kernel(
     q, k, v, cu_seqlens, scalings, chunk_decay, states, errors, d_o, d_states, d_errors, p_x,
     d_q, d_k, d_v, d_beta, parts, scale, T, N, s_slice,
@@ -298,13 +298,13 @@ def gradients_kernel(
     CT: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr,
     BV: tl.constexpr, HAS_DECAY: tl.constexpr, TIED: tl.constexpr, UNIT_NORM: tl.constexpr,
     PACKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    per_segment=None, SPLIT: tl.constexpr = "none", slab=None, per_slab=None,
-    SLAB: tl.constexpr = "none", KEPT: tl.constexpr = True,
+    per_segment=None, SPLIT: tl.constexpr = "none", window=None, per_window=None,
+    WINDOW: tl.constexpr = "none", KEPT: tl.constexpr = True,
 ):  # fmt: skip
     """Gradients in the layouts of their tensors, d_beta in float32, and `parts` of dlog_decay.
 
     With TMA v, states, errors, d_o, d_states and d_errors are descriptors and every tile is full;
-    p_x are the same d_errors as a pointer, for d_v. With a SLAB d_states, d_errors and the parts
+    p_x are the same d_errors as a pointer, for d_v. With a WINDOW d_states, d_errors and the parts
     have the numbers of its chunks; states and errors, too, unless they are KEPT of all chunks.
     """
     S: tl.constexpr = Sizes(
@@ -316,8 +316,8 @@ def gradients_kernel(
     # The programs of a chunk run side by side, and share what they read in the cache.
     PAIRS: tl.constexpr = HAS_DECAY and PRECISION == "tf32x3"
     i_c, i_key, number = place_of(SLICES + PAIRS, H)
-    first, tokens, i_m = slab_chunk(
-        number, cu_seqlens, T, N, per_segment, slab, per_slab, CT, SPLIT, SLAB, PACKED
+    first, tokens, i_m = window_chunk(
+        number, cu_seqlens, T, N, per_segment, window, per_window, CT, SPLIT, WINDOW, PACKED
     )  # fmt: skip
     if tokens <= 0:
         return

@@ -16,7 +16,7 @@ from torch import Tensor
 from deltarule.ops.delta_rule.gluon import stage
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import stages
-from deltarule.ops.delta_rule.triton.low_memory import gradients_in_slabs, slabs_of
+from deltarule.ops.delta_rule.triton.low_memory import gradients_in_windows, windows_of
 from deltarule.ops.delta_rule.triton.plan import (
     Call,
     Layout,
@@ -165,31 +165,31 @@ def backward_stages(
     tape: Tape | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The kernels of the backward; every tensor lies in one piece."""
-    if stages.has_even_chunks(inputs) and inputs.log_decay is not None:
+    if stages.has_fast_form(inputs) and inputs.log_decay is not None:
         inputs = inputs._replace(log_decay=piece(inputs.log_decay))
     call, again = Call(inputs, plan, tape), saved.numel() == 0
     call.values |= {"d_o": d_o, "d_final": d_final, "states": None, "errors": None, "ends": None}
-    cut = call.once(slabs_of, again)
+    cut = call.once(windows_of, again)
     whole = not again or cut.parts == 1
     places = call.once(kept_layout, whole)
     call.values |= views(call.empty((places.elements,)) if again else saved, places)
     # Scores per channel are kept where they are fast; the others are as fast to compute again.
-    if again or (inputs.by_channel and not stages.has_even_chunks(inputs)):
+    if again or (inputs.by_channel and not stages.has_fast_form(inputs)):
         scores(call)
     if again and whole:
         scan(call, output=False)
-    if stages.has_even_chunks(inputs):
+    if stages.has_fast_form(inputs):
         stages.decay_sums(call)
     if inputs.by_channel:
         channel_backward(call)
     else:
-        gradients_in_slabs(call, cut)
+        gradients_in_windows(call, cut)
     return *(call[f"d_{name}"] for name in inputs._fields[:7]), call["d_initial"]
 
 
 def scores(call: Call) -> None:
     """What the rows of a chunk are to each other."""
-    if stages.has_even_chunks(call.inputs):
+    if stages.has_fast_form(call.inputs):
         stages.fast_scores(call)
     elif call.inputs.by_channel:
         stages.exact_scores(call)
@@ -231,9 +231,9 @@ def channel_backward(call: Call) -> None:
 
 
 def kept_shapes(inputs: Inputs, plan: Plan, save: bool) -> Shapes:
-    """What a forward keeps: scores, with copies of q and k where these are kept, S, and E or w."""
+    """What a forward keeps: scores, with q and k decayed where these are kept, S, and E or w."""
     shapes = {} if inputs.by_channel else stages.score_shapes(inputs, plan)
-    if save and stages.has_even_chunks(inputs):
+    if save and stages.has_fast_form(inputs):
         shapes = stages.channel_score_shapes(inputs, plan)
     if plan.per_segment:
         shapes["ends"] = transitions_shape(inputs, plan), torch.float32

@@ -40,14 +40,14 @@ LEAST_READS = 32
 # What a kernel is compiled with besides its own constants.
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 # What the kernels over pairs of rows leave for those after them, each where it is needed. Without
-# scores the scans take them themselves; copies are scaled by the decays of their channels.
+# scores the scans take them themselves; decayed q and k have the decays of their channels.
 NO_BUFFERS: dict[str, Tensor | None] = dict.fromkeys(
-    ("scores", "value_scores", "corrections", "from_values", "scalings", "chunk_decay", "q_copy",
-     "k_copy", "erase", "write", "sums")
+    ("scores", "value_scores", "corrections", "from_values", "scalings", "chunk_decay", "decayed_q",
+     "decayed_k", "erase", "write", "sums")
 )  # fmt: skip
 # From a kernel's constants: which arguments the copy engine fetches, and in which tiles.
 Fetches = Callable[[Mapping[str, Any]], Tiles]
-# How far in one block a column may lie below the block's start, as a power of 2.
+# The bar of channel_decay.py: what a block may decay to, as a power of 2.
 BARS = {torch.float32: 12.0, torch.float16: 115.0, torch.bfloat16: 115.0}
 
 
@@ -239,7 +239,7 @@ def arguments(inputs: Inputs, plan: Plan) -> dict[str, Any]:
     return given | dict(zip(names, (*beta, *decay), strict=False))
 
 
-class Slab(NamedTuple):
+class Window(NamedTuple):
     """The chunks [number, number + 1) * chunks of every stretch, or (kind "row") of the row."""
 
     kind: str
@@ -247,12 +247,12 @@ class Slab(NamedTuple):
     chunks: int | None
 
     def constants(self) -> dict[str, Any]:
-        """What kernels over the chunks of a slab are compiled for."""
-        return {"SLAB": self.kind, "slab": self.number, "per_slab": self.chunks}
+        """What kernels over the chunks of a window are compiled for."""
+        return {"WINDOW": self.kind, "window": self.number, "per_window": self.chunks}
 
 
 # All chunks.
-WHOLE = Slab("none", None, None)
+WHOLE = Window("none", None, None)
 
 
 class Call:
@@ -331,17 +331,17 @@ class Call:
 def constants(call: Call) -> dict[str, Any]:
     """What kernels are compiled for: sizes and choices; a launch may have others of its own."""
     inputs, plan = call.inputs, call.plan
-    decays, copies, dtype = inputs.log_decay is not None, inputs.by_channel, inputs.q.dtype
+    decays, decayed, dtype = inputs.log_decay is not None, inputs.by_channel, inputs.q.dtype
     return {
         **plan.sizes, "ERASE": inputs.erase, "TIED": inputs.beta is not None, "HAS_DECAY": decays,
-        # Copies hold a head's decay channel by channel, too.
-        "DECAY": "channel" if decays and copies else inputs.decay,
-        "COPIES": copies, "SCALED": not copies and (decays or inputs.normalize_qk),
+        # Decayed rows hold a head's decay channel by channel, too.
+        "DECAY": "channel" if decays and decayed else inputs.decay,
+        "DECAYED": decayed, "SCALED": not decayed and (decays or inputs.normalize_qk),
         "UNIT_NORM": inputs.normalize_qk, "PACKED": inputs.cu_seqlens is not None,
         "PRECISION": precision(dtype), "MERGE": inverse_precision(dtype), "BAR": BARS[dtype],
         "EXACT": dtype == torch.float32,
         "SPLIT": "starts" if plan.per_segment else "none",
-        "SLAB": "none", "slab": None, "per_slab": None,
+        "WINDOW": "none", "window": None, "per_window": None,
     }  # fmt: skip
 
 

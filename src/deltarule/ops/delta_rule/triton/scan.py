@@ -2,7 +2,7 @@
 
 A program keeps BV rows of one head's state S [V, K] in registers and goes through the chunks of a
 sequence. What the rows of a chunk read, erase and write is scaled by decays: as four scalings of
-rows, or (COPIES: decay per channel, free erase) as scaled copies q', e', y' of q, k or a, k or b.
+rows, or (DECAYED: decay per channel, free erase) as decayed rows q', e', y' of q, k or a, k or b.
 
     none   w = v
     tied   F = v - S e'               E = F + N Diag(beta) F        w = beta E
@@ -23,7 +23,7 @@ outputs, and segments start at zero, the first (backwards: the last) at the true
 programs beyond those of V take the rows of the identity through a segment and write nothing to
 them, which gives the rows of A in S_end = S_start A + (S_end from zero).
 
-A SLAB of the chunks starts with the state (backwards: the gradient) that the slab beside it ended
+A WINDOW of the chunks starts with the state (backwards: the gradient) that the one beside it ended
 with; what it leaves of its chunks, it leaves in memory of its own.
 """
 
@@ -39,8 +39,8 @@ from deltarule.ops.delta_rule.triton.tiles import (
     WRITE,
     Sizes,
     boundary_state,
-    load_copy,
     load_decay,
+    load_decayed,
     load_keys,
     load_scaling,
     load_square,
@@ -49,7 +49,7 @@ from deltarule.ops.delta_rule.triton.tiles import (
     store_ends,
     store_final,
 )
-from deltarule.ops.runtime.places import place_of, slab_bounds, stretch
+from deltarule.ops.runtime.places import place_of, stretch, window_bounds
 
 # What the tokens of a chunk read, from the state before it and from each other, and its gradients.
 #
@@ -91,7 +91,7 @@ def chunk_output(b_s, b_w, b_v, b_q, b_y, x, i_slot, o_i, o_r, S: tl.constexpr):
         b_o = tl.dot(b_w, b_p, acc=b_o, input_precision=S.PRECISION)
     if S.SCALED:
         b_o *= load_scaling(x.readings, i_slot, READ, o_i, S.BT, S.TMA)
-    elif not S.COPIES:
+    elif not S.DECAYED:
         b_o *= x.scale
     if x.scores is not None:
         b_o = tl.dot(b_w, b_p, acc=b_o, input_precision=S.PRECISION)
@@ -115,7 +115,7 @@ def store_output(o, b_o, i_t, i_h, i_v, o_i, o_v, m_i, m_v, S: tl.constexpr, TMA
 def written_gradients(b_d, b_do, b_y, b_p, x, i_slot, o_i, o_r, S: tl.constexpr):
     """dO as it meets q, scaled and rounded, [BV, BQ]; and Y [BV, BT], from D rounded."""
     b_z = tl.trans(b_do)
-    if not S.COPIES:
+    if not S.DECAYED:
         b_read = x.scale
         if S.SCALED:
             b_read = load_scaling(x.readings, i_slot, READ, o_i, S.BT, S.TMA)
@@ -167,26 +167,26 @@ def prediction_errors(b_u, b_v, b_s, b_e, x, i_slot, o_r, S: tl.constexpr):
     return tl.dot(b_low, tl.trans(b_n), acc=b_f, input_precision=S.PRECISION), b_beta
 
 
-@triton.jit(do_not_specialize=["T", "N", "per_segment", "slab", "per_slab"])
+@triton.jit(do_not_specialize=["T", "N", "per_segment", "window", "per_window"])
 def next_state_kernel(
     q, k, v, erase, write, cu_seqlens, scores, value_scores, corrections, from_values,
     scalings, readings, chunk_decay, initial_state, o, final_state, states, errors,
     scale, T, N,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
     CT: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    ERASE: tl.constexpr, DECAY: tl.constexpr, COPIES: tl.constexpr, SCALED: tl.constexpr,
+    ERASE: tl.constexpr, DECAY: tl.constexpr, DECAYED: tl.constexpr, SCALED: tl.constexpr,
     PACKED: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr, TMA: tl.constexpr,
     TMA_STORE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     per_segment=1, SPLIT: tl.constexpr = "none",
-    slab=None, per_slab=None, SLAB: tl.constexpr = "none",
+    window=None, per_window=None, WINDOW: tl.constexpr = "none",
 ):  # fmt: skip
     """states [M, HV, V, K] and errors [M, HV, BT, V] hold S at the chunks' starts, and E (w).
 
-    With COPIES q, k (free erase), erase and write are [M, HV, rows, K], and chunk_decay [M, HV, K].
+    With DECAYED q, k (free erase), erase and write are [M, HV, rows, K], chunk_decay [M, HV, K].
     """
     S: tl.constexpr = Sizes(
         H=H, HV=HV, K=K, V=V, N_STEPS=N_STEPS, CT=CT, BT=BT, BQ=BQ, BK=BK, BV=BV, ERASE=ERASE,
-        COPIES=COPIES, SCALED=SCALED, TMA=TMA, PRECISION=PRECISION,
+        DECAYED=DECAYED, SCALED=SCALED, TMA=TMA, PRECISION=PRECISION,
     )  # fmt: skip
     x = Streams(scores, value_scores, corrections, from_values, scalings, readings, scale)
     OF_A: tl.constexpr = K if SPLIT == "ends" and ERASE != "none" else 0
@@ -210,7 +210,7 @@ def next_state_kernel(
     if SPLIT == "ends" and ERASE != "none":
         b_s = tl.where(i_a * BV + tl.arange(0, BV)[:, None] == o_k[None, :], 1.0, b_s)
     i_key = i_h // (HV // H)
-    low, high, number = slab_bounds(i_s, i_m, tl.cdiv(length, CT), slab, per_slab, SLAB)
+    low, high, number = window_bounds(i_s, i_m, tl.cdiv(length, CT), window, per_window, WINDOW)
     for i_c in tl.range(low, high, num_stages=STAGES):
         i_t = start + i_c * CT
         tokens = tl.minimum(length - i_c * CT, CT)
@@ -229,8 +229,8 @@ def next_state_kernel(
             b_f = tl.where(i_a < 0, b_f, 0.0)
         if ERASE != "none":
             b_e = b_y
-            if COPIES:
-                b_e = load_copy(erase, i_slot, o_r, o_k, BT, K, WHOLE_K, TMA)
+            if DECAYED:
+                b_e = load_decayed(erase, i_slot, o_r, o_k, BT, K, WHOLE_K, TMA)
             b_f, b_beta = prediction_errors(b_f, b_v, b_low, b_e, x, i_slot, o_r, S)
             if SAVE:
                 p_e = errors + (i_own * BT + o_r[None, :]) * V + o_v[:, None]
@@ -254,25 +254,25 @@ def next_state_kernel(
                 b_through *= b_decay
         b_s = tl.dot(b_write, b_y, acc=b_s, input_precision=PRECISION)
         if ERASE == "free":
-            b_y = load_copy(k, i_slot, o_r, o_k, BT, K, WHOLE_K, TMA)
+            b_y = load_decayed(k, i_slot, o_r, o_k, BT, K, WHOLE_K, TMA)
             b_s = tl.dot(tl.trans(b_v), b_y, acc=b_s, input_precision=PRECISION)
     if SPLIT == "ends":
         store_ends(final_state, i_s, i_h, i_v, i_a, o_k, b_s, b_through, S)
     else:
-        store_final(final_state, i_s, i_n, i_h, o_v, o_k, last, b_s, S, SLAB)
+        store_final(final_state, i_s, i_n, i_h, o_v, o_k, last, b_s, S, WINDOW)
 
 
-@triton.jit(do_not_specialize=["T", "N", "per_segment", "slab", "per_slab"])
+@triton.jit(do_not_specialize=["T", "N", "per_segment", "window", "per_window"])
 def next_state_backward_kernel(
     q, k, erase, write, cu_seqlens, scores, value_scores, corrections, from_values,
     scalings, readings, chunk_decay, d_o, d_final, d_initial, d_states, d_errors, d_values, d_v,
     scale, T, N,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
     CT: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    ERASE: tl.constexpr, DECAY: tl.constexpr, COPIES: tl.constexpr, SCALED: tl.constexpr,
+    ERASE: tl.constexpr, DECAY: tl.constexpr, DECAYED: tl.constexpr, SCALED: tl.constexpr,
     PACKED: tl.constexpr, TMA: tl.constexpr, TMA_STORE: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr, per_segment=1, SPLIT: tl.constexpr = "none",
-    slab=None, per_slab=None, SLAB: tl.constexpr = "none",
+    window=None, per_window=None, WINDOW: tl.constexpr = "none",
 ):  # fmt: skip
     """d_states [M, HV, V, K] and d_errors [M, HV, BT, V] hold D at the chunks' ends, and X.
 
@@ -281,7 +281,7 @@ def next_state_backward_kernel(
     """
     S: tl.constexpr = Sizes(
         H=H, HV=HV, K=K, V=V, N_STEPS=N_STEPS, CT=CT, BT=BT, BQ=BQ, BK=BK, BV=BV, ERASE=ERASE,
-        COPIES=COPIES, SCALED=SCALED, TMA=TMA, PRECISION=PRECISION,
+        DECAYED=DECAYED, SCALED=SCALED, TMA=TMA, PRECISION=PRECISION,
     )  # fmt: skip
     x = Streams(scores, value_scores, corrections, from_values, scalings, readings, scale)
     i_v, i_h, i_s = place_of((V + BV - 1) // BV, HV)
@@ -298,7 +298,7 @@ def next_state_backward_kernel(
     WHOLE_V: tl.constexpr = V % BV == 0
     b_d = boundary_state(d_final, i_s, i_n, i_h, o_v, o_k, last, S, SPLIT)
     i_key = i_h // (HV // H)
-    low, high, number = slab_bounds(i_s, i_m, tl.cdiv(length, CT), slab, per_slab, SLAB)
+    low, high, number = window_bounds(i_s, i_m, tl.cdiv(length, CT), window, per_window, WINDOW)
     for i_back in tl.range(0, high - low, num_stages=STAGES):
         i_c = high - 1 - i_back
         i_t = start + i_c * CT
@@ -321,8 +321,8 @@ def next_state_backward_kernel(
         if ERASE != "none":
             b_n = load_square(corrections, i_slot, o_r, o_r, BT, BT, TMA)
             b_e = b_y
-            if COPIES:
-                b_e = load_copy(erase, i_slot, o_r, o_k, BT, K, WHOLE_K, TMA)
+            if DECAYED:
+                b_e = load_decayed(erase, i_slot, o_r, o_k, BT, K, WHOLE_K, TMA)
             b_low_x = b_x.to(dtype)
             if ERASE == "tied":
                 b_beta = load_scaling(scalings, i_slot, BETA, o_r, BT, TMA)
@@ -336,7 +336,7 @@ def next_state_backward_kernel(
             row, b_dv = i_t * N_STEPS, b_x.to(dtype)
             store_output(d_v, b_dv, row, i_h, i_v, o_r, o_v, m_r, m_v, S, TMA_STORE)
         if d_values is not None:
-            b_k = load_copy(k, i_slot, o_r, o_k, BT, K, WHOLE_K, TMA)
+            b_k = load_decayed(k, i_slot, o_r, o_k, BT, K, WHOLE_K, TMA)
             b_dv = value_gradients(b_low, b_do, b_x.to(dtype), b_k, x, i_slot, o_i, o_r, S)
             tl.store(d_values + p_x, b_dv.to(dtype), mask=m_v)
         if DECAY != "none":
@@ -350,8 +350,8 @@ def next_state_backward_kernel(
             b_d = tl.dot(b_x.to(dtype), b_e, acc=b_d, input_precision=PRECISION)
     if SPLIT == "ends":
         i_n, place = i_s, 0
-    if SLAB != "none":
+    if WINDOW != "none":
         # Before the first of its chunks a stretch is not at its start.
-        i_n, place = tl.where(slab > 0, i_s, i_n), tl.where(slab > 0, 0, place)
+        i_n, place = tl.where(window > 0, i_s, i_n), tl.where(window > 0, 0, place)
     m_s = (o_v < tl.where(place == 0, V, 0))[:, None] & (o_k < K)[None, :]
     tl.store(state_tile(d_initial, i_n, i_h, o_v, o_k, HV, K, V), b_d, mask=m_s)

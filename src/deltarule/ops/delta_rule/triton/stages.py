@@ -13,15 +13,15 @@ from torch import Tensor
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.channel_decay import ROWS, decay_sums_kernel
 from deltarule.ops.delta_rule.triton.channel_gradients_exact import (
-    channel_gradients_kernel,
+    exact_gradients_kernel,
     pair_gradients_kernel,
 )
-from deltarule.ops.delta_rule.triton.channel_gradients_fast import anchored_gradients_kernel
+from deltarule.ops.delta_rule.triton.channel_gradients_fast import fast_gradients_kernel
 from deltarule.ops.delta_rule.triton.channel_scores_exact import (
-    channel_scores_kernel,
-    steep_scores_kernel,
+    exact_scores_kernel,
+    flagged_scores_kernel,
 )
-from deltarule.ops.delta_rule.triton.channel_scores_fast import even_scores_kernel
+from deltarule.ops.delta_rule.triton.channel_scores_fast import fast_scores_kernel
 from deltarule.ops.delta_rule.triton.gradients import decay_gradients_kernel, gradients_kernel
 from deltarule.ops.delta_rule.triton.plan import (
     COPY_ENGINE,
@@ -30,7 +30,7 @@ from deltarule.ops.delta_rule.triton.plan import (
     Call,
     Plan,
     Shapes,
-    Slab,
+    Window,
     blocks,
     full_tiles,
     inverse_precision,
@@ -130,10 +130,10 @@ def scan_config(call: Call, name: str, split: str) -> dict[str, Any]:
 def scan_tiles(c: Mapping[str, Any]) -> dict[str, tuple[int, list[int]]]:
     """What both kernels that follow the chunks fetch."""
     rows, reads, keys = c["BT"], c["BQ"], c["K"]
-    square, reading, copy = (rows, [rows, rows]), (rows, [reads, rows]), (keys, [rows, keys])
-    width = keys if c["COPIES"] else c["H"] * keys
+    square, reading, row = (rows, [rows, rows]), (rows, [reads, rows]), (keys, [rows, keys])
+    width = keys if c["DECAYED"] else c["H"] * keys
     return {
-        "q": (width, [reads, keys]), "k": (width, [rows, keys]), "erase": copy, "write": copy,
+        "q": (width, [reads, keys]), "k": (width, [rows, keys]), "erase": row, "write": row,
         "scores": reading, "value_scores": reading, "corrections": square, "from_values": square,
         "scalings": (rows, [1, rows]), "readings": (rows, [1, reads]),
     }  # fmt: skip
@@ -154,14 +154,14 @@ def backward_tiles(c: Mapping[str, Any]) -> Tiles:
 
 
 def streams(call: Call) -> dict[str, Any]:
-    """The arguments of both scans that have other names before: copies of q and k, scalings."""
-    copies = {"q": call["q_copy"], "k": call["k_copy"]} if call.inputs.by_channel else {}
-    return {"readings": call["scalings"], **copies}
+    """The arguments of both scans that have other names before: q and k decayed, scalings."""
+    decayed = {"q": call["decayed_q"], "k": call["decayed_k"]} if call.inputs.by_channel else {}
+    return {"readings": call["scalings"], **decayed}
 
 
 def scan_through(
     call: Call, split: str, places: int, start: Tensor | None, end: Tensor,
-    o: Tensor | None = None, own: Mapping[str, Tensor] | None = None, slab: Slab = WHOLE,
+    o: Tensor | None = None, own: Mapping[str, Tensor] | None = None, window: Window = WHOLE,
 ) -> None:  # fmt: skip
     """Launch `next_state_kernel`: from the states at `start` to those at `end`.
 
@@ -173,7 +173,7 @@ def scan_through(
     if split == "ends" and call.inputs.erase != "none":
         tiles += blocks(key_size, config["BV"])
     given = {
-        **config, **slab.constants(), **streams(call), "OUTPUT": o is not None,
+        **config, **window.constants(), **streams(call), "OUTPUT": o is not None,
         "SAVE": "states" in own, "initial_state": start, "final_state": end, "o": o,
         "states": own.get("states"), "errors": own.get("errors"),
     }  # fmt: skip
@@ -182,7 +182,7 @@ def scan_through(
 
 def scan_back(
     call: Call, split: str, places: int, d_end: Tensor, d_start: Tensor,
-    own: Mapping[str, Tensor] | None = None, d_v: Tensor | None = None, slab: Slab = WHOLE,
+    own: Mapping[str, Tensor] | None = None, d_v: Tensor | None = None, window: Window = WHOLE,
 ) -> None:  # fmt: skip
     """Launch `next_state_backward_kernel`: from the gradients at `d_end` to those at `d_start`.
 
@@ -193,7 +193,7 @@ def scan_back(
     _, heads, value_size, _ = call.inputs.state_shape
     grid = blocks(value_size, config["BV"]) * heads * places, 1, 1
     given = {
-        **config, **slab.constants(), **streams(call), "d_final": d_end, "d_initial": d_start,
+        **config, **window.constants(), **streams(call), "d_final": d_end, "d_initial": d_start,
         "d_states": own.get("d_states"), "d_errors": own.get("d_errors"),
         "d_values": own.get("d_values"), "d_v": d_v,
     }  # fmt: skip
@@ -231,14 +231,14 @@ def scan_back_has_values(call: Call) -> bool:
     return call.inputs.beta is None or call.plan.sizes["HV"] > call.plan.sizes["H"]
 
 
-def add_gradients(call: Call, slots: int, own: Mapping[str, Tensor], slab: Slab) -> None:
-    """Launch `gradients_kernel` and what adds up the decays, for the chunks of a slab.
+def add_gradients(call: Call, slots: int, own: Mapping[str, Tensor], window: Window) -> None:
+    """Launch `gradients_kernel` and what adds up the decays, for the chunks of a window.
 
     `own` has D, X and the parts of these `slots` alone, and S and E unless all chunks have them.
     """
     sums, heads, x = own.get("parts"), call.plan.sizes["H"], own.get("d_errors")
     each = 0 if sums is None else sums.stride(0)
-    chunks = slab.constants() | {"s_slice": each, "parts": sums}
+    chunks = window.constants() | {"s_slice": each, "parts": sums}
     config = call.once(gradients_config)
     given = {
         **config, **chunks, "KEPT": "states" not in own, "d_states": own["d_states"],
@@ -309,21 +309,21 @@ def through_norm(call: Call) -> None:
 # Decay per key channel and the free erase.
 
 
-def has_even_chunks(inputs: Inputs) -> bool:
-    """Whether kernels of their own take the chunks they can: bfloat16 has the range for it."""
+def has_fast_form(inputs: Inputs) -> bool:
+    """Whether the fast kernels run first: their decays need the range of bfloat16."""
     return inputs.q.dtype == torch.bfloat16 and inputs.decay == "channel" and inputs.erase != "free"
 
 
 def chunk_grid(call: Call, heads: int) -> Grid:
-    """What `each_chunk` is for: a program for every chunk and head, or a few for the far ones."""
-    if has_even_chunks(call.inputs):
+    """A program for every chunk and head; a few for the flagged chunks, after the fast form."""
+    if has_fast_form(call.inputs):
         return min(PROGRAMS, call.plan.chunks * heads), 1, 1
     return call.plan.chunks, heads, 1
 
 
-def far_alone(call: Call) -> dict[str, Any]:
-    """For `each_chunk`: the decays of chunks, where all that decay little are done."""
-    return {"known": call["chunk_decay"] if has_even_chunks(call.inputs) else None}
+def flagged_alone(call: Call) -> dict[str, Any]:
+    """For `each_chunk`: the decays of chunks, by which it finds those that the fast form flags."""
+    return {"known": call["chunk_decay"] if has_fast_form(call.inputs) else None}
 
 
 def channel_config(call: Call, name: str, most: int | None = None) -> dict[str, Any]:
@@ -336,13 +336,13 @@ def channel_score_shapes(inputs: Inputs, plan: Plan) -> Shapes:
     """What the pairs of rows of every chunk leave for the kernels that follow the chunks."""
     sizes, dtype, erase = plan.sizes, inputs.q.dtype, inputs.erase
     rows, reads, channels = sizes["BT"], sizes["BQ"], sizes["K"]
-    copy, square = ((rows, channels), dtype), ((rows, rows), dtype)
+    decayed, square = ((rows, channels), dtype), ((rows, rows), dtype)
     reading = (reads, rows), dtype
-    shapes: Shapes = {"q_copy": ((reads, channels), dtype), "write": copy, "scores": reading}
+    shapes: Shapes = {"decayed_q": ((reads, channels), dtype), "write": decayed, "scores": reading}
     if erase != "none":
-        shapes |= {"erase": copy, "corrections": square}
+        shapes |= {"erase": decayed, "corrections": square}
     if erase == "free":
-        shapes |= {"k_copy": copy, "value_scores": reading, "from_values": square}
+        shapes |= {"decayed_k": decayed, "value_scores": reading, "from_values": square}
     if erase == "tied":
         shapes["scalings"] = (SCALINGS.value, rows), torch.float32
     if inputs.log_decay is not None:
@@ -364,19 +364,19 @@ def new_sums(call: Call, *of: int) -> Tensor:
 
 
 def exact_scores(call: Call) -> None:
-    """Launch `channel_scores_kernel`, twice where the erase is free; it leaves the decays' sums."""
+    """Launch `exact_scores_kernel`, twice where the erase is free; it leaves the decays' sums."""
     add_buffers(call)
     chunks, heads = call.plan.chunks, call.plan.sizes["HV"]
     if call.inputs.log_decay is not None:
         call.values["sums"] = new_sums(call, chunks, heads)
-    config = call.once(channel_config, "channel_scores") | {"PRECISION": score_precision(call)}
+    config = call.once(channel_config, "exact_scores") | {"PRECISION": score_precision(call)}
     for erasing_rows in (False, True) if call.inputs.erase == "free" else (False,):
         grid = chunks, heads, 1
-        call.launch(channel_scores_kernel, grid, {**config, "ERASING_ROWS": erasing_rows})
+        call.launch(exact_scores_kernel, grid, {**config, "ERASING_ROWS": erasing_rows})
 
 
 def fast_scores(call: Call) -> None:
-    """Launch `even_scores_kernel`, and after it the one for what it leaves over.
+    """Launch `fast_scores_kernel`, and after it the one for what it leaves over.
 
     Only the GPU knows which rows these are: the second is always launched, and skips the others.
     """
@@ -385,31 +385,31 @@ def fast_scores(call: Call) -> None:
         call.plan.chunks * call.plan.sizes["HV"],
         score_precision(call),
     )
-    rows = {"even_rows": call.empty((call.plan.chunks, call.plan.sizes["HV"]), torch.int32)}
-    config = call.once(channel_config, "even_scores")
+    rows = {"fast_rows": call.empty((call.plan.chunks, call.plan.sizes["HV"]), torch.int32)}
+    config = call.once(channel_config, "fast_scores")
     own = {"PRECISION": precision, "SHIFT": SHIFT, "RANGE": RANGE}
-    call.launch(even_scores_kernel, (heads, 1, 1), {**config, **own, **rows})
+    call.launch(fast_scores_kernel, (heads, 1, 1), {**config, **own, **rows})
     programs = min(PROGRAMS, heads)
     # Around this kernel's loops more channels at once are too many registers.
-    config = call.once(channel_config, "channel_scores", 16)
+    config = call.once(channel_config, "exact_scores", 16)
     sums = new_sums(call, programs)
     own = {"PRECISION": precision, "sums": sums}
-    call.launch(steep_scores_kernel, (programs, 1, 1), {**config, **own, **rows})
+    call.launch(flagged_scores_kernel, (programs, 1, 1), {**config, **own, **rows})
 
 
 def decay_sums(call: Call) -> None:
-    """Launch `decay_sums_kernel`: what the gradients of chunks that decay far need besides."""
+    """Launch `decay_sums_kernel`: what the gradients of flagged chunks need besides scores."""
     chunks, heads = call.plan.chunks, call.plan.sizes["HV"]
     call.values |= {"sums": new_sums(call, chunks, heads)}
     # The scores have theirs already, the same but for rounding: forward and backward take that.
-    own = {**far_alone(call), "chunk_decay": call.empty((chunks, heads, call.plan.sizes["K"]))}
+    own = {**flagged_alone(call), "chunk_decay": call.empty((chunks, heads, call.plan.sizes["K"]))}
     call.launch(
         decay_sums_kernel, chunk_grid(call, heads), {**own, "num_warps": 2, "num_stages": 1}
     )
 
 
 def channel_gradients(call: Call) -> None:
-    """Launch the kernel of chunks that decay little, then those of the others; or these alone.
+    """Launch the fast kernel, then the exact ones for the chunks that it flags; or these for all.
 
     Takes what the kernels that follow the chunks saved: S, E, D, X and, of a free erase, dv.
     """
@@ -418,12 +418,12 @@ def channel_gradients(call: Call) -> None:
     dtype = torch.bfloat16 if inputs.q.dtype == torch.bfloat16 else torch.float32
     call.values |= {"pairs": call.empty((call.plan.chunks, sizes["HV"], count, rows, rows), dtype)}
     new_gradients(call)
-    if has_even_chunks(inputs):
-        anchored_gradients(call)
-    config = configuration("pair_gradients", call.plan.tile_key) | far_alone(call)
+    if has_fast_form(inputs):
+        fast_gradients(call)
+    config = configuration("pair_gradients", call.plan.tile_key) | flagged_alone(call)
     call.launch(pair_gradients_kernel, chunk_grid(call, sizes["HV"]), config)
-    config = call.once(channel_config, "channel_gradients") | far_alone(call)
-    call.launch(channel_gradients_kernel, chunk_grid(call, sizes["H"]), config)
+    config = call.once(channel_config, "exact_gradients") | flagged_alone(call)
+    call.launch(exact_gradients_kernel, chunk_grid(call, sizes["H"]), config)
     if inputs.normalize_qk:
         through_norm(call)
     d_decay = call["d_log_decay"]
@@ -431,17 +431,17 @@ def channel_gradients(call: Call) -> None:
         call.values |= {"d_log_decay": d_decay.sum(-1)}
 
 
-def anchored_gradients(call: Call) -> None:
-    """Launch `anchored_gradients_kernel`: of all chunks; flagged ones are then written anew."""
+def fast_gradients(call: Call) -> None:
+    """Launch `fast_gradients_kernel` on all chunks; the exact kernels overwrite flagged ones."""
     inputs, ones = call.inputs, call.constant(triangle)
-    config = call.once(anchored_config)
+    config = call.once(fast_config)
     grid = (
         blocks(call.plan.sizes["K"], config["BC"]) * call.plan.sizes["H"] * call.plan.chunks,
         1,
         1,
     )
     pointers = {"ones": ones, "p_q": inputs.q, "p_k": inputs.k}
-    call.launch(anchored_gradients_kernel, grid, {**config, **pointers}, anchored_tiles)
+    call.launch(fast_gradients_kernel, grid, {**config, **pointers}, fast_tiles)
 
 
 def triangle(call: Call) -> Tensor:
@@ -450,13 +450,13 @@ def triangle(call: Call) -> Tensor:
     return torch.ones(size, size, dtype=x.dtype, device=x.device).tril()
 
 
-def anchored_config(call: Call) -> dict[str, Any]:
-    """Of `anchored_gradients_kernel`: as many channels as its table says, if fewer are there, too.
+def fast_config(call: Call) -> dict[str, Any]:
+    """Of `fast_gradients_kernel`: as many channels as its table says, if fewer are there, too.
 
     On Hopper a product of fewer than 64 channels reads its operands into registers, in a loop in
     which a tile must be an operand and nothing else.
     """
-    config, sizes = configuration("anchored_gradients", call.plan.tile_key), call.plan.sizes
+    config, sizes = configuration("fast_gradients", call.plan.tile_key), call.plan.sizes
     # Without a second round there is no loop, and all of its tiles lie in shared memory together.
     values = min(config["BV"], max(power_of_two(sizes["V"]) // 2, 16))
     # A tile that is fetched has no rows of the next chunk, no channels of the next head, and a row
@@ -465,8 +465,8 @@ def anchored_config(call: Call) -> dict[str, Any]:
     return config | {"BV": values, "TMA": full and sizes["K"] % config["BC"] == 0}
 
 
-def anchored_tiles(c: Mapping[str, Any]) -> Tiles:
-    """What `anchored_gradients_kernel` fetches and stores."""
+def fast_tiles(c: Mapping[str, Any]) -> Tiles:
+    """What `fast_gradients_kernel` fetches and stores."""
     rows, some = [c["BT"], c["BV"]], [c["BT"], c["BC"]]
     values, inner = (c["HV"] * c["V"], rows), (c["V"], rows)
     keys, decays, state = (

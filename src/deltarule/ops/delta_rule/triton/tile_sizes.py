@@ -1,7 +1,7 @@
 """Tile sizes, warps and pipeline stages of every kernel over chunks: fixed tables, no search.
 
 A configuration is a function of the GPU's architecture, the size of an element, the key and value
-sizes, the erase, whether the scans read scaled copies of q and k, and whether heads and sequences
+sizes, the erase, whether the scans read q and k with their decays, and whether heads and sequences
 are so few that tiles of the state are narrow.
 """
 
@@ -29,7 +29,8 @@ class TileKey(NamedTuple):
     key_size: int
     value_size: int
     erase: str
-    copies: bool
+    # The scans read q and k already multiplied by the decays of their channels.
+    decayed: bool
     # Tiles of half the rows of a state, so that twice as many programs go through the chunks.
     narrow: bool = False
 
@@ -104,8 +105,8 @@ def pairs(warps: int, at_once: int) -> dict[str, int]:
     return {**no_loop(warps), "BC": at_once, "BN": 16}
 
 
-def even(warps: int, at_once: int) -> dict[str, int]:
-    """Of even chunks: so many key channels at once, of 4 rows of a thread."""
+def deep(warps: int, at_once: int) -> dict[str, int]:
+    """Of the fast scores: so many key channels at once, of 4 rows of a thread."""
     return {**no_loop(warps), "BC": at_once, "DEEP": 4}
 
 
@@ -137,22 +138,22 @@ AMPERE: Table = {
         Row(2, 64, scan(64, 64, 8, 1)), Row(2, 128, scan(64, 64, 8, 2)),
         Row(2, 256, scan(64, 32, 8, 2)), Row(4, 256, scan(64, 16, 8, 1)),
     ),
-    "next_state_copies": (
+    "next_state_decayed": (
         Row(2, 128, scan(64, 32, 8, 2)), Row(2, 256, scan(64, 32, 8, 1)),
         Row(4, 256, scan(64, 16, 8, 1)),
     ),
-    "next_state_backward_copies": (
+    "next_state_backward_decayed": (
         Row(2, 128, scan(64, 32, 8, 2)), Row(2, 256, scan(64, 32, 8, 1)),
         Row(4, 256, scan(64, 16, 8, 1)),
     ),
     "gradients": (
         Row(2, 256, slices(32, 64, 8, 1)), Row(4, 256, slices(16, 64, 8, 1)),
     ),
-    "channel_scores": (Row(4, 256, pairs(4, 16)),),
-    "even_scores": (Row(4, 256, even(4, 32)),),
+    "exact_scores": (Row(4, 256, pairs(4, 16)),),
+    "fast_scores": (Row(4, 256, deep(4, 32)),),
     "pair_gradients": (Row(2, 256, loop(64, 4, 1)), Row(4, 256, loop(16, 8, 1))),
-    "channel_gradients": (Row(4, 256, channels(4, 16, 64)),),
-    "anchored_gradients": (Row(2, 256, slices(32, 32, 8, 1)), Row(4, 256, slices(16, 32, 8, 1))),
+    "exact_gradients": (Row(4, 256, channels(4, 16, 64)),),
+    "fast_gradients": (Row(2, 256, slices(32, 32, 8, 1)), Row(4, 256, slices(16, 32, 8, 1))),
 }  # fmt: skip
 SMALL: Table = AMPERE | {
     "next_state": (
@@ -163,11 +164,11 @@ SMALL: Table = AMPERE | {
         Row(2, 64, scan(64, 64, 8, 1)), Row(2, 128, scan(64, 64, 8, 2)),
         Row(2, 256, scan(64, 32, 4, 1)), Row(4, 256, scan(64, 16, 8, 1)),
     ),
-    "next_state_copies": (
+    "next_state_decayed": (
         Row(2, 128, scan(64, 32, 4, 1)), Row(2, 256, scan(64, 32, 8, 1)),
         Row(4, 256, scan(64, 16, 8, 1)),
     ),
-    "next_state_backward_copies": (
+    "next_state_backward_decayed": (
         Row(2, 128, scan(64, 32, 4, 1)), Row(2, 256, scan(64, 16, 8, 1)),
         Row(4, 256, scan(64, 16, 8, 1)),
     ),
@@ -189,7 +190,7 @@ HOPPER: Table = AMPERE | {
     # Of larger keys, and of float32, tiles have 64 rows or fewer anyway.
     "next_state_narrow": (Row(2, 128, scan(64, 64, 4, 3)),),
     "next_state_backward_narrow": (Row(2, 128, scan(64, 64, 4, 3)),),
-    "next_state_copies": (
+    "next_state_decayed": (
         Row(2, 64, scan(64, 128, 8, 3)), Row(2, 128, scan(64, 128, 8, 2)),
         Row(2, 256, scan(64, 32, 8, 1)), Row(4, 256, scan(64, 16, 8, 1)),
     ),
@@ -197,7 +198,7 @@ HOPPER: Table = AMPERE | {
         Row(2, 64, scan(64, 128, 8, 2)), Row(2, 128, scan(64, 64, 4, 2)),
         Row(2, 256, scan(64, 32, 8, 1)), Row(4, 256, scan(64, 16, 8, 1)),
     ),
-    "next_state_backward_copies": (
+    "next_state_backward_decayed": (
         Row(2, 128, scan(64, 128, 8, 2)),
         Row(2, 256, scan(64, 32, 8, 1)), Row(4, 256, scan(64, 16, 8, 1)),
     ),
@@ -209,13 +210,13 @@ HOPPER: Table = AMPERE | {
         Row(2, 256, slices(64, 64, 4, 2)),
         Row(4, 128, slices(32, 64, 8, 1)), Row(4, 256, slices(16, 64, 8, 1)),
     ),
-    "channel_scores": (Row(2, 256, pairs(4, 32)), Row(4, 256, pairs(4, 16))),
-    "even_scores": (Row(4, 256, even(4, 64)),),
-    "anchored_gradients": (
+    "exact_scores": (Row(2, 256, pairs(4, 32)), Row(4, 256, pairs(4, 16))),
+    "fast_scores": (Row(4, 256, deep(4, 64)),),
+    "fast_gradients": (
         Row(2, 256, slices(64, 64, 4, 3)), Row(4, 256, slices(16, 32, 8, 1)),
     ),
     # With 4 warps the assembler puts products of float32 inputs in series.
-    "channel_gradients": (Row(2, 256, channels(4, 16, 64)), Row(4, 256, channels(8, 16, 64))),
+    "exact_gradients": (Row(2, 256, channels(4, 16, 64)), Row(4, 256, channels(8, 16, 64))),
 }  # fmt: skip
 
 # Products leave their sums in tensor memory, of 512 columns, unless warps are fewer than 4 or more
@@ -227,13 +228,13 @@ BLACKWELL: Table = HOPPER | {
         Row(2, 128, scan(64, 64, 8, 3)), Row(2, 256, scan(64, 32, 8, 2)),
         Row(4, 256, scan(64, 16, 8, 1)),
     ),
-    "next_state_backward_copies": (
+    "next_state_backward_decayed": (
         Row(2, 128, scan(64, 64, 4, 2)),
         Row(2, 256, scan(64, 32, 8, 1)), Row(4, 256, scan(64, 16, 8, 1)),
     ),
-    "channel_scores": (Row(2, 256, pairs(4, 32)), Row(4, 256, pairs(2, 16))),
+    "exact_scores": (Row(2, 256, pairs(4, 32)), Row(4, 256, pairs(2, 16))),
     "pair_gradients": (Row(2, 256, loop(64, 4, 1)), Row(4, 256, loop(16, 2, 1))),
-    "channel_gradients": (
+    "exact_gradients": (
         Row(2, 256, channels(4, 16, 64)), Row(4, 128, channels(8, 16, 64)),
         Row(4, 256, {**channels(16, 16, 16), "maxnreg": 128}),
     ),
@@ -271,8 +272,8 @@ def configuration(kernel: str, call: TileKey) -> dict[str, int]:
 
 
 def variant(kernel: str, call: TileKey) -> str:
-    """The name in the table: scans over copies, or in narrow tiles, may have rows of their own."""
-    kinds = {"free": call.erase == "free", "copies": call.copies, "narrow": call.narrow}
+    """The name in the table: scans of decayed q and k, or in narrow tiles, may have their own."""
+    kinds = {"free": call.erase == "free", "decayed": call.decayed, "narrow": call.narrow}
     table = table_of(call.architecture)
     names = [f"{kernel}_{kind}" for kind, of in kinds.items() if of]
     found = (name for name in names if any(row.fits(call) for row in table.get(name, ())))
@@ -293,7 +294,7 @@ def has_own(call: TileKey, *kernels: str) -> bool:
 @cache
 def chunk_rows(call: TileKey) -> int:
     """Rows of a chunk: fewer where tiles of full width would not fit."""
-    if call.copies:
+    if call.decayed:
         return ROWS
     return shipped("next_state", call).get("BT", ROWS)
 

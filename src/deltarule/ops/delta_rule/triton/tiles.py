@@ -30,7 +30,7 @@ class Sizes(NamedTuple):
     TIED: bool = False
     HAS_DECAY: bool = False
     UNIT_NORM: bool = False
-    COPIES: bool = False
+    DECAYED: bool = False
     SCALED: bool = False
     TMA: bool = False
     PRECISION: str = ""
@@ -132,7 +132,7 @@ def load_rows(x, o_r, m_r, o_c, C: tl.constexpr, stride, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def load_copy(
+def load_decayed(
     x, i_slot, o_r, o_c, ROWS: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
@@ -151,11 +151,11 @@ def load_copy(
 
 
 @triton.jit
-def load_keys(x, copy, row, i_slot, i_key, o_r, m_r, o_k, ROWS: tl.constexpr, S: tl.constexpr):
-    """A chunk's rows of q or k, or of their scaled copy."""
+def load_keys(x, decayed, row, i_slot, i_key, o_r, m_r, o_k, ROWS: tl.constexpr, S: tl.constexpr):
+    """A chunk's rows of q or k, or of what they are once decayed."""
     WHOLE: tl.constexpr = S.K == S.BK
-    if S.COPIES:
-        b_x = load_copy(copy, i_slot, o_r, o_k, ROWS, S.K, WHOLE, S.TMA)
+    if S.DECAYED:
+        b_x = load_decayed(decayed, i_slot, o_r, o_k, ROWS, S.K, WHOLE, S.TMA)
     else:
         b_x = load_tile(x, row, i_key, 0, o_r, m_r, o_k, S.H, S.K, WHOLE, S.TMA)
     return b_x
@@ -211,10 +211,10 @@ def store_ends(ends, i_s, i_h, i_v, i_a, o_k, b_s, b_through, S: tl.constexpr):
 
 @triton.jit
 def store_final(
-    final_state, i_s, i_n, i_h, o_v, o_k, last, b_s, S: tl.constexpr, SLAB: tl.constexpr
+    final_state, i_s, i_n, i_h, o_v, o_k, last, b_s, S: tl.constexpr, WINDOW: tl.constexpr
 ):
-    """The state that a sequence ends with (last), or in any case that of a stretch's slab."""
-    if SLAB != "none":
+    """The state that a sequence ends with (last), or in any case that of a stretch's window."""
+    if WINDOW != "none":
         i_n, last = i_s, True
     m_s = (o_v < tl.where(last, S.V, 0))[:, None] & (o_k < S.K)[None, :]
     tl.store(state_tile(final_state, i_n, i_h, o_v, o_k, S.HV, S.K, S.V), b_s, mask=m_s)
@@ -280,7 +280,7 @@ def inverse_norms(
 
 
 @triton.jit
-def store_copy(x, i_slot, o_r, o_k, b_x, ROWS: tl.constexpr, K: tl.constexpr, m_r):
+def store_channels(x, i_slot, o_r, o_k, b_x, ROWS: tl.constexpr, K: tl.constexpr, m_r):
     """Write rows o_r of a chunk's tile of a tensor [M, HV, ROWS, K]."""
     p_x = x + i_slot * ROWS * K + o_r[:, None] * K + o_k[None, :]
     tl.store(p_x, b_x.to(x.dtype.element_ty), mask=m_r[:, None] & (o_k < K)[None, :])

@@ -1,4 +1,4 @@
-"""The backward in slabs: the same numbers bit for bit, as many as are worth it, and less memory."""
+"""The backward in windows: the same numbers bit for bit, as many as pay, and less memory."""
 
 import weakref
 
@@ -53,15 +53,15 @@ def gradients(inputs: Inputs, weighted: tuple, save: bool) -> list[torch.Tensor]
 
 
 def cut_into(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut into so many slabs, whatever the size."""
+    """Cut into so many windows, whatever the size."""
     cut = low_memory.cut_into
-    monkeypatch.setattr(passes, "slabs_of", lambda call, _: cut(call, parts))
+    monkeypatch.setattr(passes, "windows_of", lambda call, _: cut(call, parts))
 
 
 @interpreted
 @pytest.mark.parametrize("save", [True, False], ids=["kept", "again"])
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
-def test_slabs_change_nothing(options, save, monkeypatch) -> None:
+def test_windows_change_nothing(options, save, monkeypatch) -> None:
     dtype = torch.float32 if options.get("lengths") else torch.float16
     inputs, weighted = inputs_of(options, dtype)
     whole = gradients(inputs, weighted, save)
@@ -72,7 +72,7 @@ def test_slabs_change_nothing(options, save, monkeypatch) -> None:
 @interpreted
 @pytest.mark.parametrize("save", [True, False], ids=["kept", "again"])
 @pytest.mark.parametrize("lengths", [None, (3, 0, 200)], ids=["dense", "packed"])
-def test_slabs_of_segments_change_nothing(lengths, save, monkeypatch) -> None:
+def test_windows_of_segments_change_nothing(lengths, save, monkeypatch) -> None:
     monkeypatch.setattr(launch, "chunks_per_segment", lambda *shapes: 2)
     inputs, weighted = inputs_of({"tokens": 230, "lengths": lengths}, torch.float32)
     whole = gradients(inputs, weighted, save)
@@ -84,7 +84,7 @@ def test_slabs_of_segments_change_nothing(lengths, save, monkeypatch) -> None:
 @pytest.mark.parametrize("parts", [2, 5])
 @pytest.mark.parametrize("save", [True, False], ids=["kept", "again"])
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
-def test_slabs_change_nothing_on_a_gpu(options, save, parts, monkeypatch) -> None:
+def test_windows_change_nothing_on_a_gpu(options, save, parts, monkeypatch) -> None:
     sizes = {"key_size": 128, "value_size": 128, "value_heads": 2}
     # Long enough for segments, too: packed sequences, and rows of few heads.
     longer = {"tokens": 1100} if "lengths" not in options else {"lengths": (3, 0, 900, 200)}
@@ -104,17 +104,17 @@ def call(batch: int, tokens: int, *, gated: bool = True, heads: int = 16, **chan
 
 
 def planned(inputs: Inputs, again: bool = True) -> tuple[str, int, int]:
-    """Kind, number and chunks of the slabs of a call."""
-    cut = low_memory.slabs_of(launch.Call(inputs, launch.new_plan(inputs)), again)
+    """Kind, number and chunks of the windows of a call."""
+    cut = low_memory.windows_of(launch.Call(inputs, launch.new_plan(inputs)), again)
     return cut.kind, cut.parts, cut.chunks
 
 
-def test_slabs_are_as_many_as_are_worth_it(monkeypatch) -> None:
+def test_windows_are_as_many_as_are_worth_it(monkeypatch) -> None:
     assert planned(call(8, 4096), again=False)[1] == 1
     assert planned(call(8, 4096)) == ("stretch", 8, 8)
     assert planned(call(1, 4096))[1] == planned(call(8, 512))[1] == 1
     assert planned(call(1, 0, heads=1))[1] == 1
-    # One slab after the other leaves of long packed sequences too few to scan at a time.
+    # One window after the other leaves of long packed sequences too few to scan at a time.
     offsets = torch.empty(9, dtype=torch.int32, device="meta")
     assert planned(call(1, 32768, cu_seqlens=offsets))[1] == 1
     offsets = torch.empty(65, dtype=torch.int32, device="meta")
