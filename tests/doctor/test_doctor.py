@@ -11,7 +11,7 @@ from deltarule.doctor import definition
 from deltarule.doctor import examine as module
 from deltarule.doctor.command import DoctorRun, diagnose, keep_verdicts
 from deltarule.doctor.examine import Configuration, commonest, draw, every, examine, known_bad
-from deltarule.ops.delta_rule import chunked, implementations, verdicts
+from deltarule.ops.delta_rule import chunked, implementations
 from deltarule.ops.delta_rule.triton import passes
 from deltarule.ops.delta_rule.triton.plan import LEAST_READS, full_tiles, new_plan
 from deltarule.ops.runtime import machine
@@ -29,9 +29,9 @@ def own_cache(tmp_path, monkeypatch):
     """No test reads or writes the user's folder."""
     monkeypatch.setattr(machine, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(module, "LENGTHS", (17, 0, 3))
-    verdicts.failures.cache_clear()
+    implementations.failures.cache_clear()
     yield tmp_path
-    verdicts.failures.cache_clear()
+    implementations.failures.cache_clear()
 
 
 def test_commonest_are_24_and_lead_the_grid() -> None:
@@ -95,7 +95,7 @@ def test_a_broken_kernel_is_caught_and_then_refused(own_cache, monkeypatch) -> N
     assert str(path) in reason
     # Another machine, or another version, has other findings.
     monkeypatch.setattr(machine, "identity", lambda: {"gpu": "another"})
-    verdicts.failures.cache_clear()
+    implementations.failures.cache_clear()
     assert implementations.why_not_triton(call_on_a_gpu()) is None
 
 
@@ -108,7 +108,7 @@ def test_a_kernel_that_raises_is_a_finding(monkeypatch) -> None:
     verdict = examine(TINY, CPU)
     assert verdict.error == "dense: RuntimeError: an illegal memory access"
     keep_verdicts([verdict])
-    assert verdicts.refusal(draw(TINY, (), CPU, False))
+    assert implementations.refusal(draw(TINY, (), CPU, False))
 
 
 def test_a_damaged_file_is_no_finding(own_cache) -> None:
@@ -135,10 +135,12 @@ def test_without_a_gpu_it_says_so() -> None:
 
 def test_compiled_code_is_refused_too(monkeypatch) -> None:
     inputs = draw(TINY, (), CPU, False)
-    keep_verdicts([module.Verdict(verdicts.configuration_name(inputs), False, "wrong", 2.0, 0.0)])
+    keep_verdicts(
+        [module.Verdict(implementations.configuration_name(inputs), False, "wrong", 2.0, 0.0)]
+    )
 
     def reason(x):
-        return x + 1, verdicts.refusal(inputs._replace(q=x))
+        return x + 1, implementations.refusal(inputs._replace(q=x))
 
     _, found = torch.compile(reason, fullgraph=True, backend="eager")(inputs.q)
     assert "wrong" in found

@@ -9,8 +9,8 @@ from torch.library import opcheck
 
 import truth
 from deltarule import RecurrentOutput, pack
+from deltarule.ops.delta_rule.implementations import recurrence_operator
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.registered import recurrence_operator
 from oracle import Case
 from truth import (
     FORMS,

@@ -93,7 +93,7 @@ def fitting_processes() -> int:
 
 def keep_verdicts(found: Iterable[Verdict]) -> Path:
     """Add to what is kept of this machine; a new verdict replaces an old one."""
-    from deltarule.ops.delta_rule.verdicts import KIND, failures
+    from deltarule.ops.delta_rule.implementations import KIND, failures
 
     verdicts = kept(KIND) | {
         verdict.name: {

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from deltarule.doctor.definition import exact_run, in_float64, in_parts, results, yardstick_run
 from deltarule.ops.delta_rule import bars
+from deltarule.ops.delta_rule.implementations import recurrence
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.registered import recurrence
 from deltarule.ops.pack import pack
 from deltarule.ops.runtime.machine import triton_version
 from deltarule.shapes import RecurrentOutput
@@ -186,7 +186,7 @@ def times_yardstick(name: str, x: Tensor, exact: Tensor, own: Tensor) -> float:
 
 def examine(of: Configuration, device: torch.device) -> Verdict:
     """Run one configuration dense, and packed with unit norm; the worst result decides."""
-    from deltarule.ops.delta_rule.verdicts import configuration_name
+    from deltarule.ops.delta_rule.implementations import configuration_name
 
     start = time.perf_counter()
     # Triton's interpreter, which takes its time over every head, has no compiler to be wrong.

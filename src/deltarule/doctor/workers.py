@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from deltarule.doctor.examine import Configuration, Verdict, draw, examine, usable
-from deltarule.ops.delta_rule.verdicts import configuration_name
+from deltarule.ops.delta_rule.implementations import configuration_name
 
 PROGRAM = [sys.executable, "-m", "deltarule.doctor.workers"]
 # A kernel that never ends is wrong, too. The slowest to compile take a minute.

@@ -12,9 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from deltarule.ops.delta_rule.implementations import (
+    anything_failed,
+    recording_of,
+    recurrence_operator,
+)
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.registered import recording_of, recurrence_operator
-from deltarule.ops.delta_rule.verdicts import anything_failed
 from deltarule.ops.eager import nothing_watches
 from deltarule.ops.registration import differentiated
 from deltarule.ops.runtime.calls import CallKey, call_key, recordings, remember
