@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton import channel_decay, passes, stages
+from deltarule.ops.delta_rule.triton import channel_decay, channel_stages, passes
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are compiled here: see test_on_gpu"
@@ -129,9 +129,9 @@ class Unlaunched:
 @pytest.fixture
 def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels for bfloat16 take float32, which has room for less."""
-    monkeypatch.setattr(stages, "has_fast_form", lambda inputs: inputs.erase != "free")
-    monkeypatch.setattr(stages, "SHIFT", 0.0)
-    monkeypatch.setattr(stages, "RANGE", 100.0)
+    monkeypatch.setattr(channel_stages, "has_fast_form", lambda inputs: inputs.erase != "free")
+    monkeypatch.setattr(channel_stages, "SHIFT", 0.0)
+    monkeypatch.setattr(channel_stages, "RANGE", 100.0)
 
 
 # Flagged rows overflow, and are not used.
@@ -152,8 +152,8 @@ FAST = [
 def test_fast_chunks(
     monkeypatch: pytest.MonkeyPatch, in_float32: None, erase: str, sizes: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(stages, "flagged_scores_kernel", Unlaunched())
-    monkeypatch.setattr(stages, "exact_gradients_kernel", Unlaunched())
+    monkeypatch.setattr(channel_stages, "flagged_scores_kernel", Unlaunched())
+    monkeypatch.setattr(channel_stages, "exact_gradients_kernel", Unlaunched())
     case = small("channel", erase, **sizes)
     # -95 as a power of 2 over a part of the first chunk, of at most -100.
     case.tensors["log_decay"] *= 0.01
@@ -195,7 +195,7 @@ def test_resets_of_flagged_chunks(in_float32: None, spacing: int, strength: floa
 def test_more_chunks_with_flagged_rows_than_programs(
     monkeypatch: pytest.MonkeyPatch, in_float32: None
 ) -> None:
-    monkeypatch.setattr(stages, "PROGRAMS", 2)
+    monkeypatch.setattr(channel_stages, "PROGRAMS", 2)
     case = small("channel", "tied", tokens=64 * 4, heads=2, value_heads=4, key_size=3)
     case.tensors["log_decay"][:, 3::50, ::2] = -1e4
     case.tensors["log_decay"][:, 64:128] = -0.1
@@ -231,7 +231,7 @@ def test_more_flagged_chunks_than_programs(
     monkeypatch: pytest.MonkeyPatch, in_float32: None, erase: str, look: int, programs: int
 ) -> None:
     monkeypatch.setattr(channel_decay, "LOOK", look)
-    monkeypatch.setattr(stages, "PROGRAMS", programs)
+    monkeypatch.setattr(channel_stages, "PROGRAMS", programs)
     case = small("channel", erase, tokens=64 * 7, value_heads=2, key_size=3, value_size=3)
     decay = case.tensors["log_decay"]
     decay *= 0.01
@@ -244,7 +244,7 @@ def test_more_flagged_chunks_than_programs(
 
 @overflows
 def test_fast_chunks_with_the_shift_that_is_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "has_fast_form", lambda inputs: True)
+    monkeypatch.setattr(channel_stages, "has_fast_form", lambda inputs: True)
     case = small("channel", "tied", tokens=100, normalize_qk=True)
     case.tensors["log_decay"][:, 1:8, ::2] = -155 * math.log(2) / 7
     case.tensors["log_decay"][:, 8:64] *= 0.01

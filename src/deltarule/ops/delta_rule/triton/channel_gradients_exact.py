@@ -35,9 +35,14 @@ from deltarule.ops.delta_rule.triton.channel_decay import (
     LATE,
     LEAST,
     ROWS,
+    Gates,
     channel_log_decay,
+    decays_of,
     each_chunk,
+    inverse_norms,
     lead_decay,
+    load_beta,
+    load_channels,
     load_sums,
     near_decay,
     of_block,
@@ -46,16 +51,7 @@ from deltarule.ops.delta_rule.triton.channel_decay import (
 )
 from deltarule.ops.delta_rule.triton.channel_scores_exact import Keys
 from deltarule.ops.delta_rule.triton.gradients import Around
-from deltarule.ops.delta_rule.triton.tiles import (
-    Gates,
-    Sizes,
-    decays_of,
-    inverse_norms,
-    load_beta,
-    load_channels,
-    load_chunk,
-    load_rows,
-)
+from deltarule.ops.delta_rule.triton.tiles import Sizes, load_chunk, load_rows
 
 
 class Left(NamedTuple):

@@ -28,31 +28,26 @@ from deltarule.ops.delta_rule.triton.channel_decay import (
     LATE,
     LEAST,
     ROWS,
+    Gates,
     channel_log_decay,
+    decays_of,
+    inverse_norms,
     lead_decay,
+    load_beta,
+    load_channels,
     load_sums,
     near_decay,
     next_below,
     of_block,
     rounded,
     store_block_decays,
-    store_sums,
-    tail_decay,
-)
-from deltarule.ops.delta_rule.triton.inverse import correction
-from deltarule.ops.delta_rule.triton.tiles import (
-    BETA,
-    SCALINGS,
-    Gates,
-    Sizes,
-    decays_of,
-    inverse_norms,
-    load_beta,
-    load_channels,
     store_channels,
     store_scores,
     store_square,
+    store_sums,
+    tail_decay,
 )
+from deltarule.ops.delta_rule.triton.tiles import BETA, SCALINGS, Sizes, correction
 from deltarule.ops.runtime.places import chunk_place
 
 

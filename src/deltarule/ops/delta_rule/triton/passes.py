@@ -4,7 +4,7 @@
     (scores -> scan ->) scan back -> gradients         backward
 
 A forward that saves keeps S at the chunks' starts, E, and what the pairs of rows left; without
-them the backward computes them again. stages.py has the kernels of every stage.
+them the backward computes them again. stages.py and channel_stages.py have every stage's kernels.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deltarule.ops.delta_rule.gluon import stage
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton import stages
+from deltarule.ops.delta_rule.triton import channel_stages, stages
 from deltarule.ops.delta_rule.triton.low_memory import gradients_in_windows, windows_of
 from deltarule.ops.delta_rule.triton.plan import (
     Call,
@@ -165,7 +165,7 @@ def backward_stages(
     tape: Tape | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The kernels of the backward; every tensor lies in one piece."""
-    if stages.has_fast_form(inputs) and inputs.log_decay is not None:
+    if channel_stages.has_fast_form(inputs) and inputs.log_decay is not None:
         inputs = inputs._replace(log_decay=piece(inputs.log_decay))
     call, again = Call(inputs, plan, tape), saved.numel() == 0
     call.values |= {"d_o": d_o, "d_final": d_final, "states": None, "errors": None, "ends": None}
@@ -174,12 +174,12 @@ def backward_stages(
     places = call.once(kept_layout, whole)
     call.values |= views(call.empty((places.elements,)) if again else saved, places)
     # Scores per channel are kept where they are fast; the others are as fast to compute again.
-    if again or (inputs.by_channel and not stages.has_fast_form(inputs)):
+    if again or (inputs.by_channel and not channel_stages.has_fast_form(inputs)):
         scores(call)
     if again and whole:
         scan(call, output=False)
-    if stages.has_fast_form(inputs):
-        stages.decay_sums(call)
+    if channel_stages.has_fast_form(inputs):
+        channel_stages.decay_sums(call)
     if inputs.by_channel:
         channel_backward(call)
     else:
@@ -189,10 +189,10 @@ def backward_stages(
 
 def scores(call: Call) -> None:
     """What the rows of a chunk are to each other."""
-    if stages.has_fast_form(call.inputs):
-        stages.fast_scores(call)
+    if channel_stages.has_fast_form(call.inputs):
+        channel_stages.fast_scores(call)
     elif call.inputs.by_channel:
-        stages.exact_scores(call)
+        channel_stages.exact_scores(call)
     else:
         stages.head_scores(call)
 
@@ -227,14 +227,14 @@ def channel_backward(call: Call) -> None:
         split, places = "starts", len(d_end)
     stages.scan_back(call, split, places, d_end, d_initial, own)
     call.values |= {"d_values": None, **own, "d_initial": d_initial}
-    stages.channel_gradients(call)
+    channel_stages.channel_gradients(call)
 
 
 def kept_shapes(inputs: Inputs, plan: Plan, save: bool) -> Shapes:
     """What a forward keeps: scores, with q and k decayed where these are kept, S, and E or w."""
     shapes = {} if inputs.by_channel else stages.score_shapes(inputs, plan)
-    if save and stages.has_fast_form(inputs):
-        shapes = stages.channel_score_shapes(inputs, plan)
+    if save and channel_stages.has_fast_form(inputs):
+        shapes = channel_stages.channel_score_shapes(inputs, plan)
     if plan.per_segment:
         shapes["ends"] = transitions_shape(inputs, plan), torch.float32
     if save:

@@ -17,7 +17,6 @@ takes the products of its key head again costs less than keeping them for the ne
 import triton
 import triton.language as tl
 
-from deltarule.ops.delta_rule.triton.inverse import correction
 from deltarule.ops.delta_rule.triton.tiles import (
     BETA,
     ERASE_ROW,
@@ -26,6 +25,7 @@ from deltarule.ops.delta_rule.triton.tiles import (
     SCALINGS,
     WHOLE,
     WRITE,
+    correction,
     decay_ratio,
     decay_sums,
     load_tile,

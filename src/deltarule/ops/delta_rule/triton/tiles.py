@@ -5,8 +5,6 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from deltarule.ops.runtime.unit_norm import EPSILON
-
 # Rows of the scalings [M, HV, SCALINGS, BT] of a chunk; the last two are the sums of its decays.
 READ, ERASE_ROW, WRITE, BETA = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 WHOLE, REST, SCALINGS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
@@ -37,21 +35,6 @@ class Sizes(NamedTuple):
     EXACT: bool = False
     BAR: float = 0.0
     MERGE: str = ""
-
-
-class Gates(NamedTuple):
-    """beta and log_decay of all rows with their strides, and T."""
-
-    beta: tl.tensor
-    log_decay: tl.tensor
-    T: tl.tensor
-    s_beta_b: tl.tensor
-    s_beta_t: tl.tensor
-    s_beta_h: tl.tensor
-    s_decay_b: tl.tensor
-    s_decay_t: tl.tensor
-    s_decay_h: tl.tensor
-    s_decay_k: tl.tensor
 
 
 @triton.jit
@@ -244,71 +227,6 @@ def row_scaling(
 
 
 @triton.jit
-def load_beta(g, first, i_h, o_r, m_r, S: tl.constexpr):
-    """beta of the rows o_r of a chunk."""
-    p_beta = g.beta + first // g.T * g.s_beta_b + first % g.T * S.N_STEPS * g.s_beta_t
-    p_beta += i_h * g.s_beta_h
-    return tl.load(p_beta + o_r * g.s_beta_t, mask=m_r, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def decays_of(g, first, i_h):
-    """Where the log decays of a chunk and head begin."""
-    return g.log_decay + first // g.T * g.s_decay_b + first % g.T * g.s_decay_t + i_h * g.s_decay_h
-
-
-@triton.jit
-def load_channels(p_x, o_r, m_r, o_k, stride, K: tl.constexpr):
-    """Rows o_r (addresses p_x apart by stride) and channels o_k, in float32."""
-    mask = m_r[:, None] & (o_k < K)[None, :]
-    return tl.load(p_x + o_r[:, None] * stride + o_k[None, :], mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def inverse_norms(
-    p_x, o_r, m_r, stride, K: tl.constexpr, BC: tl.constexpr, UNIT_NORM: tl.constexpr
-):
-    """1 / |x| of every row, or ones."""
-    b_norm = tl.full(o_r.shape, 1.0, tl.float32)
-    if UNIT_NORM:
-        b_square = tl.zeros(o_r.shape, tl.float32)
-        for i_k in range(0, K, BC):
-            b_x = load_channels(p_x, o_r, m_r, i_k + tl.arange(0, BC), stride, K)
-            b_square += tl.sum(b_x * b_x, axis=1)
-        b_norm = tl.rsqrt(b_square + EPSILON)
-    return b_norm
-
-
-@triton.jit
-def store_channels(x, i_slot, o_r, o_k, b_x, ROWS: tl.constexpr, K: tl.constexpr, m_r):
-    """Write rows o_r of a chunk's tile of a tensor [M, HV, ROWS, K]."""
-    p_x = x + i_slot * ROWS * K + o_r[:, None] * K + o_k[None, :]
-    tl.store(p_x, b_x.to(x.dtype.element_ty), mask=m_r[:, None] & (o_k < K)[None, :])
-
-
-@triton.jit
-def store_square(x, i_slot, b_x, start, BT: tl.constexpr):
-    """Write the rows from `start` on of a chunk's tile of a tensor [M, HV, BT, BT]."""
-    o_i, o_j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
-    p_x = x + i_slot * BT * BT + o_i * BT + o_j
-    tl.store(p_x, b_x.to(x.dtype.element_ty), mask=(o_i >= start) & (o_j >= 0))
-
-
-@triton.jit
-def store_scores(scores, i_slot, o_r, b_s, start, S: tl.constexpr):
-    """Write the rows from `start` on that are queries, [BQ, BT] of a chunk, up to the diagonal."""
-    o_i, o_j = o_r[:, None], o_r[None, :]
-    p_s = scores + i_slot * S.BQ * S.BT
-    b_s = tl.where(o_j <= o_i, b_s, 0.0).to(scores.dtype.element_ty)
-    m_s = (o_i % S.N_STEPS == S.N_STEPS - 1) & (o_i >= start)
-    tl.store(p_s + o_i // S.N_STEPS * S.BT + o_j, b_s, mask=m_s)
-    if S.N_STEPS * S.BQ > S.BT:
-        o_q = tl.arange(0, S.BQ)[:, None]
-        b_zero = tl.zeros([S.BQ, S.BT], scores.dtype.element_ty)
-        tl.store(p_s + o_q * S.BT + o_j, b_zero, mask=o_q >= S.CT)
-
-
-@triton.jit
 def identity(SIZE: tl.constexpr):
     """The identity matrix of so many rows, as a mask."""
     return tl.arange(0, SIZE)[:, None] == tl.arange(0, SIZE)[None, :]
@@ -361,3 +279,77 @@ def decay_sums(b_g):
 def decay_ratio(whole_i, rest_i, whole_j, rest_j):
     """The decay after row j up to row i, for j <= i; 1 at most for any j."""
     return tl.exp2(tl.minimum((whole_i - whole_j) + (rest_i - rest_j), 0.0))
+
+
+# The inverse that corrects what a chunk's rows write: device functions.
+#
+# With M_ij = decay(j, i] k_i . k_j for j < i, the prediction errors e of a chunk whose rows read F
+# from the state before it are
+#
+#     E = (I + M Diag(beta))^-1 F = F + N Diag(beta) F          N = -(I + M Diag(beta))^-1 M
+#
+# N is exact where beta is zero, serves the backward as it stands (X = Y + N^T Diag(beta) Y), and
+# its diagonal, which would be all ones in the inverse, is never rounded.
+
+
+@triton.jit
+def correction(b_m, b_beta, BT: tl.constexpr, PRECISION: tl.constexpr):
+    """N [BT, BT] of a strictly lower triangular matrix b_m that holds -M, in float32.
+
+    From the inverses of blocks of s rows to those of 2 s, which is substitution in another order.
+    With R_s the inverse of the blocks on the diagonal of A = I + M Diag(beta), and N_s = -R_s M,
+
+        [[A1, 0], [A21, A2]]^-1 = [[R1, 0], [-R2 A21 R1, R2]]
+        N_2s = N_s + (N_s Diag(beta))_21 N_s          N_1 = -M
+
+    Blocks of 16 rows are found first, each in one warp, which waits for no other: N_16 on the
+    diagonal, where N_16 Diag(beta) = R_16 - I. float16 serves where inputs have fewer digits.
+    """
+    b_x = block_corrections(blocks_on_diagonal(b_m, BT), b_beta, PRECISION)
+    b_x = repeated_blocks(b_x, BT)
+    difference = tl.arange(0, BT)[:, None] ^ tl.arange(0, BT)[None, :]
+    # Zeros, in the registers in which b_m lies: so the blocks need no way through memory.
+    b_zeros = tl.where(difference < BT, 0.0, b_m)
+    b_n = tl.where(difference < 16, b_x, b_m)
+    b_x = tl.where(difference < 16, b_x * b_beta[None, :], b_zeros)
+    b_n = times(b_x, tl.where(difference < 16, 0.0, b_m), b_n, PRECISION)
+    for level in tl.static_range(4, 7):
+        if 1 << level < BT:
+            b_factor = tl.where(difference >> level == 1, b_beta[None, :], 0.0)
+            b_n = times(b_n * b_factor, b_n, b_n, PRECISION)
+    return b_n
+
+
+@triton.jit
+def block_corrections(b_n, b_beta, PRECISION: tl.constexpr):
+    """N of each block of b_n [blocks, 16, 16], which holds -M."""
+    difference = (tl.arange(0, 16)[:, None] ^ tl.arange(0, 16)[None, :])[None]
+    b_beta = tl.reshape(b_beta, [b_beta.shape[0] // 16, 1, 16])
+    for level in tl.static_range(4):
+        b_factor = tl.where(difference >> level == 1, b_beta, 0.0)
+        b_n = times(b_n * b_factor, b_n, b_n, PRECISION)
+    return b_n
+
+
+@triton.jit
+def blocks_on_diagonal(b_x, BT: tl.constexpr):
+    """The blocks [BT / 16, 16, 16] on the diagonal of b_x [BT, BT]."""
+    o_b = tl.arange(0, BT // 16)
+    same = (o_b[:, None] == o_b[None, :])[:, None, :, None]
+    b_x = tl.reshape(b_x, [BT // 16, 16, BT // 16, 16])
+    return tl.sum(tl.where(same, b_x, 0.0), axis=2)
+
+
+@triton.jit
+def repeated_blocks(b_x, BT: tl.constexpr):
+    """The matrix [BT, BT] whose rows of 16 repeat a block of b_x [BT / 16, 16, 16]."""
+    b_x = tl.broadcast_to(b_x[:, :, None, :], [BT // 16, 16, BT // 16, 16])
+    return tl.reshape(b_x, [BT, BT])
+
+
+@triton.jit
+def times(b_x, b_y, b_sum, PRECISION: tl.constexpr):
+    """b_x b_y + b_sum, the factors in float16 unless full precision is asked for."""
+    if PRECISION != "tf32x3":
+        b_x, b_y = b_x.to(tl.float16), b_y.to(tl.float16)
+    return tl.dot(b_x, b_y, acc=b_sum, input_precision=PRECISION)

@@ -1,0 +1,214 @@
+"""The stages of a call with a decay per channel or a free erase.
+
+`fast_scores` or `exact_scores`, the scans of stages.py, `channel_gradients`. The fast kernels go
+first; they flag what decays too far for them, which only the GPU knows, so the exact ones are
+always launched after them, and skip the rest.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.triton.channel_decay import ROWS, decay_sums_kernel
+from deltarule.ops.delta_rule.triton.channel_gradients_exact import (
+    exact_gradients_kernel,
+    pair_gradients_kernel,
+)
+from deltarule.ops.delta_rule.triton.channel_gradients_fast import fast_gradients_kernel
+from deltarule.ops.delta_rule.triton.channel_scores_exact import (
+    exact_scores_kernel,
+    flagged_scores_kernel,
+)
+from deltarule.ops.delta_rule.triton.channel_scores_fast import fast_scores_kernel
+from deltarule.ops.delta_rule.triton.plan import (
+    Call,
+    Plan,
+    Shapes,
+    blocks,
+    full_tiles,
+    score_precision,
+)
+from deltarule.ops.delta_rule.triton.stages import new_gradients, through_norm
+from deltarule.ops.delta_rule.triton.tile_sizes import configuration, power_of_two
+from deltarule.ops.delta_rule.triton.tiles import SCALINGS
+from deltarule.ops.runtime.launch import Grid, Tiles
+
+# Programs for flagged chunks: two for each of the multiprocessors of a large GPU.
+PROGRAMS = 256
+# Powers of 2: see channel_scores_fast.py.
+SHIFT, RANGE = 64.0, 160.0
+
+
+def has_fast_form(inputs: Inputs) -> bool:
+    """Whether the fast kernels run first: their decays need the range of bfloat16."""
+    return inputs.q.dtype == torch.bfloat16 and inputs.decay == "channel" and inputs.erase != "free"
+
+
+def chunk_grid(call: Call, heads: int) -> Grid:
+    """A program for every chunk and head; a few for the flagged chunks, after the fast form."""
+    if has_fast_form(call.inputs):
+        return min(PROGRAMS, call.plan.chunks * heads), 1, 1
+    return call.plan.chunks, heads, 1
+
+
+def flagged_alone(call: Call) -> dict[str, Any]:
+    """For `each_chunk`: the decays of chunks, by which it finds those that the fast form flags."""
+    return {"known": call["chunk_decay"] if has_fast_form(call.inputs) else None}
+
+
+def channel_config(call: Call, name: str, most: int | None = None) -> dict[str, Any]:
+    """Of a kernel over channels, `most` of them at once."""
+    config = configuration(name, call.plan.tile_key)
+    return config | {"BC": min(call.plan.sizes["BK"], config["BC"], most or config["BC"])}
+
+
+def channel_score_shapes(inputs: Inputs, plan: Plan) -> Shapes:
+    """What the pairs of rows of every chunk leave for the kernels that follow the chunks."""
+    sizes, dtype, erase = plan.sizes, inputs.q.dtype, inputs.erase
+    rows, reads, channels = sizes["BT"], sizes["BQ"], sizes["K"]
+    decayed, square = ((rows, channels), dtype), ((rows, rows), dtype)
+    reading = (reads, rows), dtype
+    shapes: Shapes = {"decayed_q": ((reads, channels), dtype), "write": decayed, "scores": reading}
+    if erase != "none":
+        shapes |= {"erase": decayed, "corrections": square}
+    if erase == "free":
+        shapes |= {"decayed_k": decayed, "value_scores": reading, "from_values": square}
+    if erase == "tied":
+        shapes["scalings"] = (SCALINGS.value, rows), torch.float32
+    if inputs.log_decay is not None:
+        shapes["chunk_decay"] = (channels,), torch.float32
+    each = plan.chunks, sizes["HV"]
+    return {name: ((*each, *shape), dtype) for name, (shape, dtype) in shapes.items()}
+
+
+def add_buffers(call: Call) -> None:
+    """What the pairs of rows leave joins the namespace, unless it is there."""
+    for name, of in channel_score_shapes(call.inputs, call.plan).items():
+        if call[name] is None:
+            call.values[name] = call.empty(*of)
+
+
+def new_sums(call: Call, *of: int) -> Tensor:
+    """Room for the sums of decays of so many chunks and heads."""
+    return call.empty((*of, ROWS.value, call.plan.sizes["K"]))
+
+
+def exact_scores(call: Call) -> None:
+    """Launch `exact_scores_kernel`, twice where the erase is free; it leaves the decays' sums."""
+    add_buffers(call)
+    chunks, heads = call.plan.chunks, call.plan.sizes["HV"]
+    if call.inputs.log_decay is not None:
+        call.values["sums"] = new_sums(call, chunks, heads)
+    config = call.once(channel_config, "exact_scores") | {"PRECISION": score_precision(call)}
+    for erasing_rows in (False, True) if call.inputs.erase == "free" else (False,):
+        grid = chunks, heads, 1
+        call.launch(exact_scores_kernel, grid, {**config, "ERASING_ROWS": erasing_rows})
+
+
+def fast_scores(call: Call) -> None:
+    """Launch `fast_scores_kernel`, and after it the one for what it leaves over.
+
+    Only the GPU knows which rows these are: the second is always launched, and skips the others.
+    """
+    add_buffers(call)
+    heads, precision = (
+        call.plan.chunks * call.plan.sizes["HV"],
+        score_precision(call),
+    )
+    rows = {"fast_rows": call.empty((call.plan.chunks, call.plan.sizes["HV"]), torch.int32)}
+    config = call.once(channel_config, "fast_scores")
+    own = {"PRECISION": precision, "SHIFT": SHIFT, "RANGE": RANGE}
+    call.launch(fast_scores_kernel, (heads, 1, 1), {**config, **own, **rows})
+    programs = min(PROGRAMS, heads)
+    # Around this kernel's loops more channels at once are too many registers.
+    config = call.once(channel_config, "exact_scores", 16)
+    sums = new_sums(call, programs)
+    own = {"PRECISION": precision, "sums": sums}
+    call.launch(flagged_scores_kernel, (programs, 1, 1), {**config, **own, **rows})
+
+
+def decay_sums(call: Call) -> None:
+    """Launch `decay_sums_kernel`: what the gradients of flagged chunks need besides scores."""
+    chunks, heads = call.plan.chunks, call.plan.sizes["HV"]
+    call.values |= {"sums": new_sums(call, chunks, heads)}
+    # The scores have theirs already, the same but for rounding: forward and backward take that.
+    own = {**flagged_alone(call), "chunk_decay": call.empty((chunks, heads, call.plan.sizes["K"]))}
+    call.launch(
+        decay_sums_kernel, chunk_grid(call, heads), {**own, "num_warps": 2, "num_stages": 1}
+    )
+
+
+def channel_gradients(call: Call) -> None:
+    """Launch the fast kernel, then the exact ones for the chunks that it flags; or these for all.
+
+    Takes what the kernels that follow the chunks saved: S, E, D, X and, of a free erase, dv.
+    """
+    inputs, sizes, rows = call.inputs, call.plan.sizes, call.plan.sizes["BT"]
+    count = {"none": 1, "tied": 2, "free": 4}[inputs.erase]
+    dtype = torch.bfloat16 if inputs.q.dtype == torch.bfloat16 else torch.float32
+    call.values |= {"pairs": call.empty((call.plan.chunks, sizes["HV"], count, rows, rows), dtype)}
+    new_gradients(call)
+    if has_fast_form(inputs):
+        fast_gradients(call)
+    config = configuration("pair_gradients", call.plan.tile_key) | flagged_alone(call)
+    call.launch(pair_gradients_kernel, chunk_grid(call, sizes["HV"]), config)
+    config = call.once(channel_config, "exact_gradients") | flagged_alone(call)
+    call.launch(exact_gradients_kernel, chunk_grid(call, sizes["H"]), config)
+    if inputs.normalize_qk:
+        through_norm(call)
+    d_decay = call["d_log_decay"]
+    if d_decay is not None and inputs.decay == "head":
+        call.values |= {"d_log_decay": d_decay.sum(-1)}
+
+
+def fast_gradients(call: Call) -> None:
+    """Launch `fast_gradients_kernel` on all chunks; the exact kernels overwrite flagged ones."""
+    inputs, ones = call.inputs, call.constant(triangle)
+    config = call.once(fast_config)
+    grid = (
+        blocks(call.plan.sizes["K"], config["BC"]) * call.plan.sizes["H"] * call.plan.chunks,
+        1,
+        1,
+    )
+    pointers = {"ones": ones, "p_q": inputs.q, "p_k": inputs.k}
+    call.launch(fast_gradients_kernel, grid, {**config, **pointers}, fast_tiles)
+
+
+def triangle(call: Call) -> Tensor:
+    """Ones up to the diagonal, [BT, BT]: a product with them adds up rows."""
+    size, x = call.plan.sizes["BT"], call.inputs.q
+    return torch.ones(size, size, dtype=x.dtype, device=x.device).tril()
+
+
+def fast_config(call: Call) -> dict[str, Any]:
+    """Of `fast_gradients_kernel`: as many channels as its table says, if fewer are there, too.
+
+    On Hopper a product of fewer than 64 channels reads its operands into registers, in a loop in
+    which a tile must be an operand and nothing else.
+    """
+    config, sizes = configuration("fast_gradients", call.plan.tile_key), call.plan.sizes
+    # Without a second round there is no loop, and all of its tiles lie in shared memory together.
+    values = min(config["BV"], max(power_of_two(sizes["V"]) // 2, 16))
+    # A tile that is fetched has no rows of the next chunk, no channels of the next head, and a row
+    # of each token.
+    full = full_tiles(call.inputs, call.plan, values) and sizes["BQ"] == sizes["BT"]
+    return config | {"BV": values, "TMA": full and sizes["K"] % config["BC"] == 0}
+
+
+def fast_tiles(c: Mapping[str, Any]) -> Tiles:
+    """What `fast_gradients_kernel` fetches and stores."""
+    rows, some = [c["BT"], c["BV"]], [c["BT"], c["BC"]]
+    values, inner = (c["HV"] * c["V"], rows), (c["V"], rows)
+    keys, decays, state = (
+        (c["H"] * c["K"], some),
+        (c["HV"] * c["K"], some),
+        (c["K"], [c["BV"], c["BC"]]),
+    )
+    return {
+        "v": values, "d_o": values, "d_v": values, "errors": inner, "d_errors": inner,
+        "states": state, "d_states": state, "q": keys, "k": keys, "d_q": keys, "d_k": keys,
+        "log_decay": decays, "d_log_decay": decays, "ones": (c["BT"], [c["BT"], c["BT"]]),
+    }  # fmt: skip
