@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from deltarule import pack
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton import low_memory, passes
+from deltarule.ops.delta_rule.triton import passes
 from deltarule.ops.delta_rule.triton import plan as launch
 from deltarule.ops.delta_rule.triton import plan as segment_length
 from deltarule.ops.runtime import launch as direct
@@ -54,7 +54,7 @@ def gradients(inputs: Inputs, weighted: tuple, save: bool) -> list[torch.Tensor]
 
 def cut_into(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut into so many windows, whatever the size."""
-    cut = low_memory.cut_into
+    cut = passes.cut_into
     monkeypatch.setattr(passes, "windows_of", lambda call, _: cut(call, parts))
 
 
@@ -105,7 +105,7 @@ def call(batch: int, tokens: int, *, gated: bool = True, heads: int = 16, **chan
 
 def planned(inputs: Inputs, again: bool = True) -> tuple[str, int, int]:
     """Kind, number and chunks of the windows of a call."""
-    cut = low_memory.windows_of(launch.Call(inputs, launch.new_plan(inputs)), again)
+    cut = passes.windows_of(launch.Call(inputs, launch.new_plan(inputs)), again)
     return cut.kind, cut.parts, cut.chunks
 
 
@@ -167,5 +167,5 @@ def test_the_peak_is_counted(monkeypatch) -> None:
     # Without an erase X goes to dv alone.
     assert peak_mib(call(8, 4096, beta=None), save=True) == 1134
     assert peak_mib(call(8, 4096), save=False) <= 854
-    monkeypatch.setattr(low_memory, "LEAST_BYTES", 2**60)
+    monkeypatch.setattr(passes, "LEAST_BYTES", 2**60)
     assert peak_mib(call(8, 4096), save=False) == 1456

@@ -1,6 +1,6 @@
 """The stages of a call with a decay per channel or a free erase.
 
-`fast_scores` or `exact_scores`, the scans of stages.py, `channel_gradients`. The fast kernels go
+`scores`, the scans of stages.py, `backward`. The fast kernels go
 first; they flag what decays too far for them, which only the GPU knows, so the exact ones are
 always launched after them, and skip the rest.
 """
@@ -31,7 +31,12 @@ from deltarule.ops.delta_rule.triton.plan import (
     full_tiles,
     score_precision,
 )
-from deltarule.ops.delta_rule.triton.stages import new_gradients, through_norm
+from deltarule.ops.delta_rule.triton.stages import (
+    last_gradients,
+    new_gradients,
+    scan_back,
+    through_norm,
+)
 from deltarule.ops.delta_rule.triton.tile_sizes import configuration, power_of_two
 from deltarule.ops.delta_rule.triton.tiles import SCALINGS
 from deltarule.ops.runtime.launch import Grid, Tiles
@@ -65,7 +70,7 @@ def channel_config(call: Call, name: str, most: int | None = None) -> dict[str, 
     return config | {"BC": min(call.plan.sizes["BK"], config["BC"], most or config["BC"])}
 
 
-def channel_score_shapes(inputs: Inputs, plan: Plan) -> Shapes:
+def score_shapes(inputs: Inputs, plan: Plan) -> Shapes:
     """What the pairs of rows of every chunk leave for the kernels that follow the chunks."""
     sizes, dtype, erase = plan.sizes, inputs.q.dtype, inputs.erase
     rows, reads, channels = sizes["BT"], sizes["BQ"], sizes["K"]
@@ -86,7 +91,7 @@ def channel_score_shapes(inputs: Inputs, plan: Plan) -> Shapes:
 
 def add_buffers(call: Call) -> None:
     """What the pairs of rows leave joins the namespace, unless it is there."""
-    for name, of in channel_score_shapes(call.inputs, call.plan).items():
+    for name, of in score_shapes(call.inputs, call.plan).items():
         if call[name] is None:
             call.values[name] = call.empty(*of)
 
@@ -130,6 +135,34 @@ def fast_scores(call: Call) -> None:
     call.launch(flagged_scores_kernel, (programs, 1, 1), {**config, **own, **rows})
 
 
+def scores(call: Call) -> None:
+    """What the rows of a chunk are to each other."""
+    if has_fast_form(call.inputs):
+        fast_scores(call)
+    else:
+        exact_scores(call)
+
+
+def backward(call: Call) -> None:
+    """The scan back over all chunks, and the gradients."""
+    if has_fast_form(call.inputs):
+        decay_sums(call)
+    inputs, dtype = call.inputs, call.inputs.v.dtype
+    states = call.plan.chunks, *inputs.state_shape[1:]
+    errors = *states[:2], call.plan.sizes["BT"], states[2]
+    d_initial = call.empty(inputs.state_shape)
+    own = {"d_states": call.empty(states, dtype), "d_errors": call.empty(errors, dtype)}
+    if inputs.a is not None:
+        own["d_values"] = call.empty(errors, dtype)
+    split, places, d_end = "none", inputs.sequences, call["d_final"]
+    if call.plan.per_segment:
+        d_end = last_gradients(call)
+        split, places = "starts", len(d_end)
+    scan_back(call, split, places, d_end, d_initial, own)
+    call.values |= {"d_values": None, **own, "d_initial": d_initial}
+    gradients(call)
+
+
 def decay_sums(call: Call) -> None:
     """Launch `decay_sums_kernel`: what the gradients of flagged chunks need besides scores."""
     chunks, heads = call.plan.chunks, call.plan.sizes["HV"]
@@ -141,7 +174,7 @@ def decay_sums(call: Call) -> None:
     )
 
 
-def channel_gradients(call: Call) -> None:
+def gradients(call: Call) -> None:
     """Launch the fast kernel, then the exact ones for the chunks that it flags; or these for all.
 
     Takes what the kernels that follow the chunks saved: S, E, D, X and, of a free erase, dv.
