@@ -52,7 +52,8 @@ class Block(nn.Module):
         context: Context | None = None,
     ) -> tuple[Hidden, Hidden, State]:
         """Add the branch and apply both halves; return stream, branch and the mixers' state."""
-        mix = partial(self.mix, cu_seqlens=cu_seqlens, mask=mask, shared=shared, context=context)
+        given = {"cu_seqlens": cu_seqlens, "mask": mask, "shared": shared, "context": context}
+        mix = partial(self.mix, given)
         if self.post_norm:
             x = x if branch is None else x + branch
             y, state = mix(x, state)
@@ -66,7 +67,7 @@ class Block(nn.Module):
         with recomputed(normed, partial(self.mlp_norm.forward, x)):
             return x, scaled(self.mlp(normed), self.mlp_multiplier), state
 
-    def mix(self, x: Hidden, state: State | None, **given: Any) -> tuple[Hidden, State]:
+    def mix(self, given: dict[str, Any], x: Hidden, state: State | None) -> tuple[Hidden, State]:
         """Apply the parts of the first half to x; sum them and put their states together."""
         outputs, after = [], State()
         for prefix, part, multiplier in self.parts():

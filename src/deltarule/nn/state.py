@@ -94,9 +94,9 @@ class DraftedState(LentState):
             has another name holds after any of them, as rows of a cache that nobody looks at do.
     """
 
-    def __init__(self, *given: dict[str, Tensor], **tensors: Tensor) -> None:
+    def __init__(self, given: dict[str, Tensor]) -> None:
         """Keep nothing yet."""
-        super().__init__(*given, **tensors)
+        super().__init__(given)
         self.kept: dict[str, Tensor] = {}
 
     def up_to(self, after: State, tokens: Tensor) -> State:
