@@ -48,7 +48,8 @@ def rows_at(corpus: Corpus, starts: Array, length: int) -> Rows:
         tensor([[ 97,  98],
                 [ 99, 100]])
     """
-    tokens = torch.from_numpy(corpus.tokens[starts[:, None] + np.arange(length + 1)].astype(int))
+    rows = [corpus.tokens[start : start + length + 1] for start in starts.tolist()]
+    tokens = torch.from_numpy(np.stack(rows).astype(int))
     return Rows(tokens[:, :-1], tokens[:, 1:])
 
 

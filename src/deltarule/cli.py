@@ -35,6 +35,7 @@ from deltarule.train.run_folder import (
 )
 from deltarule.train.sample import GenerateRun, generate_text
 from deltarule.train.text import TextRun, train_text
+from deltarule.train.tokenize import DataRun, write_data
 from deltarule.warm_up import WarmupRun, warm_up
 
 # Exit codes as shells and other tools use them; 0 is success.
@@ -132,6 +133,7 @@ def rules(run: RulesRun) -> None:
 COMMANDS = {
     "train text": Command("train a byte-level language model on text", TextRun, train_text),
     "train mqar": Command("train on associative recall, in minutes", MqarRun, train_mqar),
+    "data": Command("write documents as token shards for training", DataRun, write_data),
     "generate": Command("write text with a trained model", GenerateRun, generate_text),
     "eval": Command("bits per byte by position", EvalRun, evaluate_run),
     "convert": Command("write a checkpoint in another family's layout", ConvertRun, convert_folder),

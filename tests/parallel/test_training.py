@@ -12,6 +12,7 @@ from processes import Processes
 
 from deltarule.models import CausalLM
 from deltarule.train.metrics import read_metrics
+from deltarule.train.tokenize import DataRun, write_data
 
 # Of float32, over 50 steps.
 CURVE = 1e-5
@@ -78,6 +79,20 @@ def test_two_processes_train_as_one(
     assert_same(run, alone, after=40)
     files = [p for p in (run / "checkpoints").rglob("*") if p.is_file()]
     assert {p.suffix for p in files if p.name != "COMPLETE"} == {".safetensors", ".json"}
+
+
+def test_two_train_on_token_shards_as_one(two: Processes, tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    (tmp_path / "one").mkdir()
+    for folder in (tmp_path, tmp_path / "one"):
+        write_data(DataRun(tmp_path / "corpus.txt", folder / "tokens", shard_tokens=2000))
+    steps = {"data": "tokens", "steps": 10, "save_every": 5, "evaluate_every": 5}
+    text_runs.train(str(tmp_path / "one"), **steps)
+    two("text_runs.train", folder=str(tmp_path), **steps)
+    assert_same(tmp_path / "run", tmp_path / "one/run")
+    go_back_to(tmp_path / "run", 5)
+    text_runs.train(str(tmp_path), resume=True, **steps)
+    assert_same(tmp_path / "run", tmp_path / "one/run", after=5)
 
 
 def test_two_go_on_from_one(two: Processes, tmp_path: Path, alone: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.bytes import VOCAB_SIZE
 from deltarule.parallel import MeshOptions, World
-from deltarule.train.data import Batch, encode_documents
+from deltarule.train.data import Spans, encode_documents
 from deltarule.train.loop import DivergedError, InterruptedRunError, LoopOptions, Trainer
 from deltarule.train.optimizer import OptimizerOptions
 from deltarule.train.text import TextJob, TextModel, TextRun, train_text
@@ -24,10 +24,11 @@ def text_run(folder: str, **options: Any) -> TextRun:
     mesh = {
         name: options.pop(name) for name in ("replicate", "context", "tensor") if name in options
     }
+    data = Path(folder) / options.pop("data", "corpus.txt")
     resume, heads = options.pop("resume", False), options.pop("num_heads", 2)
     loop = {"steps": 50, "accumulate": 4, "save_every": 20, "evaluate_every": 25, **options}
     return TextRun(
-        data=str(Path(folder) / "corpus.txt"), runs=Path(folder), name="run", resume=resume,
+        data=str(data), runs=Path(folder), name="run", resume=resume,
         length=24, batch_tokens=256, validation_bytes=600, long_length=48, sample_bytes=8,
         mesh=MeshOptions(**mesh), loop=LoopOptions(device="cpu", **loop),
         optimizer=OptimizerOptions(warmup_steps=5),
@@ -49,7 +50,7 @@ class FaultyJob(TextJob):
         self.fault, self.left = fault, row
         self.strikes = rank == int(os.environ["RANK"])
 
-    def next(self) -> Batch:
+    def next(self) -> Spans:
         self.left -= 1
         if self.left == 0 and self.strikes and self.fault == "SIGTERM":
             os.kill(os.getpid(), signal.SIGTERM)

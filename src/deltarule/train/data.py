@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -63,17 +63,43 @@ class FileTokens:
         return tokens
 
 
+class Tokens(Protocol):
+    """An array of tokens in memory, or mapped from files."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+    def __getitem__(self, span: slice, /) -> NDArray[Any]:
+        """Some of one document."""
+
+
 @dataclass(frozen=True)
 class Corpus:
-    """Documents end to end, each BEGIN and its bytes; i is tokens[bounds[i]:bounds[i+1]]."""
+    """Documents end to end, each BEGIN and its bytes; i is tokens[bounds[i]:bounds[i+1]].
 
-    tokens: NDArray[np.uint16]
+    Of a tokenizer, each its first token and those of its text, which was `text_bytes` long.
+    """
+
+    tokens: Tokens
     bounds: Array
+    text_bytes: int | None = None
+
+    @property
+    def predicted(self) -> int:
+        """Tokens to predict: all but the first of each document."""
+        return len(self.tokens) - (len(self.bounds) - 1)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes to predict: every token but each document's BEGIN."""
-        return len(self.tokens) - (len(self.bounds) - 1)
+        """Bytes of the text; without a tokenizer, a token to predict is one."""
+        return self.predicted if self.text_bytes is None else self.text_bytes
+
+
+class Spans(NamedTuple):
+    """Where the pieces of a row are in a corpus: what of it is read when its process needs it."""
+
+    starts: list[int]
+    lengths: list[int]
 
 
 class Pieces(NamedTuple):
@@ -124,20 +150,20 @@ def cut(corpus: Corpus, length: int, rng: np.random.Generator | None = None) -> 
     """
     if length < 1:
         raise ValueError(f"length must be 1 or more, got {length}")
-    edges = []
-    for start, end in zip(corpus.bounds[:-1], corpus.bounds[1:], strict=True):
-        predicted = int(end - start) - 1
-        first = length
-        if rng is not None and predicted > length:
-            first = int(rng.integers(1, length + 1))
-        edges.append(np.concatenate([[0], np.arange(first, predicted, length)]) + start)
-    if not edges:
-        return Pieces(np.zeros(0, np.int64), np.zeros(0, np.int64))
-    starts = np.concatenate(edges)
+    bounds = np.asarray(corpus.bounds)
+    predicted = np.diff(bounds) - 1
+    first = np.full(len(predicted), length)
+    if rng is not None:
+        long = predicted > length
+        first[long] = rng.integers(1, length + 1, size=int(long.sum()))
+    counts = np.maximum(1, 1 - (first - predicted) // length)
+    document = np.repeat(np.arange(len(counts)), counts)
+    place = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
+    # All but a document's first piece start where that and whole ones have ended.
+    starts = np.where(place == 0, 0, first[document] + (place - 1) * length)
     # A document's last token is only ever a target, so its last piece ends one token early.
-    lasts = corpus.bounds[1:] - 1
-    ends = np.concatenate([np.append(e[1:], b) for e, b in zip(edges, lasts, strict=True)])
-    return Pieces(starts, ends - starts)
+    ends = np.minimum(first[document] + place * length, predicted[document])
+    return Pieces(bounds[document] + starts, ends - starts)
 
 
 def row(corpus: Corpus, starts: Sequence[int], lengths: Sequence[int]) -> Batch:
@@ -148,11 +174,12 @@ def row(corpus: Corpus, starts: Sequence[int], lengths: Sequence[int]) -> Batch:
         tensor([[ 97,  98,  99, 100]])
     """
     spans = list(zip(starts, lengths, strict=True))
-    tokens = np.concatenate([corpus.tokens[s : s + n] for s, n in spans])
-    targets = np.concatenate([corpus.tokens[s + 1 : s + n + 1] for s, n in spans])
+    read = [corpus.tokens[s : s + n + 1] for s, n in spans]
+    tokens = np.concatenate([tokens[:-1] for tokens in read], dtype=np.int64)
+    targets = np.concatenate([tokens[1:] for tokens in read], dtype=np.int64)
     return Batch(
-        torch.from_numpy(tokens.astype(np.int64))[None],
-        torch.from_numpy(targets.astype(np.int64))[None],
+        torch.from_numpy(tokens)[None],
+        torch.from_numpy(targets)[None],
         pack([int(n) for n in lengths]),
     )
 
@@ -208,7 +235,7 @@ class ShuffledRows:
         """Start at the first epoch."""
         if row_tokens < 1:
             raise ValueError(f"row_tokens must be 1 or more, got {row_tokens}")
-        if corpus.num_bytes < 1:
+        if corpus.predicted < 1:
             raise ValueError("corpus must hold at least one byte, got none")
         self.corpus, self.length, self.row_tokens, self.seed = corpus, length, row_tokens, seed
         self._start_epoch(0)
@@ -222,6 +249,10 @@ class ShuffledRows:
 
     def next(self) -> Batch:
         """The next row; the position moves past it."""
+        return row(self.corpus, *self.spans())
+
+    def spans(self) -> Spans:
+        """Where the next row's pieces are; the position moves past it, and nothing is read."""
         starts, lengths, room = [], [], self.row_tokens
         while room:
             if self.piece == len(self._pieces.starts):
@@ -235,7 +266,7 @@ class ShuffledRows:
             self.piece, self.taken = (
                 (self.piece + 1, 0) if n == left else (self.piece, self.taken + n)
             )
-        return row(self.corpus, starts, lengths)
+        return Spans(starts, lengths)
 
     def position(self) -> dict[str, int]:
         """Where the next row starts."""

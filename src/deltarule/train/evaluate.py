@@ -19,13 +19,16 @@ def compressed_bits_per_byte(corpus: Corpus) -> dict[str, float]:
     """Bits per byte of gzip and xz at their strongest, on all documents as one stream.
 
     That favours the compressors, which may look back from one document into those before it.
+    Nothing of tokens that are not bytes.
 
     Examples:
         >>> from deltarule.train.data import encode_documents
         >>> compressed_bits_per_byte(encode_documents([b"ab" * 10_000]))["gzip"] < 0.1
         True
     """
-    tokens = corpus.tokens[:]
+    if corpus.text_bytes is not None:
+        return {}
+    tokens = corpus.tokens[0 : len(corpus.tokens)]
     text = tokens[tokens != BEGIN].astype("uint8").tobytes()
     sizes = {
         "gzip": len(gzip.compress(text, compresslevel=9)),
@@ -83,7 +86,7 @@ def bits_per_byte(model: CausalLM, corpus: Corpus, length: int, *, every: int = 
     for _, losses in token_losses(model, corpus, length, every=every):
         nats += losses.sum().item()
         count += len(losses)
-    return nats / math.log(2) / count
+    return nats / math.log(2) / count * (corpus.predicted / corpus.num_bytes)
 
 
 def bits_by_position(model: CausalLM, corpus: Corpus, length: int) -> list[PositionBin]:
@@ -107,12 +110,13 @@ def bits_by_position(model: CausalLM, corpus: Corpus, length: int) -> list[Posit
     sums = torch.zeros(len(edges), dtype=torch.float64)
     counts = torch.zeros(len(edges), dtype=torch.int64)
     bounds = torch.tensor([last for _, last in edges])
+    of_bytes = corpus.predicted / corpus.num_bytes / math.log(2)
     for batch, losses in token_losses(model, corpus, length):
         where = torch.bucketize(positions(batch), bounds)
         sums += torch.zeros_like(sums).index_add_(0, where, losses)
         counts += torch.bincount(where, minlength=len(edges))
     return [
-        PositionBin(first, last, float(total) / math.log(2) / int(count), int(count))
+        PositionBin(first, last, float(total) * of_bytes / int(count), int(count))
         for (first, last), total, count in zip(edges, sums, counts, strict=True)
         if count
     ]
@@ -157,5 +161,5 @@ def bin_edges(length: int) -> list[tuple[int, int]]:
 
 
 def _check(corpus: Corpus) -> None:
-    if corpus.num_bytes == 0:
+    if corpus.predicted == 0:
         raise ValueError("corpus must hold at least one byte to predict, got none")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from deltarule.train.data import encode_documents
+from deltarule.train.data import Corpus, encode_documents
 from deltarule.train.device import choose_device
 from deltarule.train.documents import (
     DataError,
@@ -23,6 +23,9 @@ from deltarule.train.figures import position_curve
 from deltarule.train.run_folder import read_run, stored_configuration
 from deltarule.train.run_model import load_model, run_of
 from deltarule.train.text import TextRun
+from deltarule.train.token_shards import is_token_folder, open_token_folder, sample_documents
+
+HELD_OUT = ", the part held out of training"
 
 
 @dataclass(frozen=True)
@@ -61,10 +64,9 @@ def evaluate_run(run: EvalRun) -> list[PositionBin]:
     model = load_model(run.folder, choose_device(run.device))
     folder = run_of(run.folder)
     trained = stored_configuration(folder, TextRun, "train text")
-    read, documents, part = measured_part(run, folder, trained)
-    corpus = encode_documents([d.text for d in limit_bytes(documents, run.max_bytes)])
-    print(f"{run.folder} on {read.source}{part}: {corpus.num_bytes:,} bytes")
-    if corpus.num_bytes < sum(len(d.text) for d in documents):
+    source, corpus, available = measured(run, folder, trained)
+    print(f"{run.folder} on {source}: {corpus.num_bytes:,} bytes")
+    if corpus.num_bytes < available:
         print("(--max-bytes measures on more of it)")
     print()
     levels = compressed_bits_per_byte(corpus)
@@ -80,6 +82,17 @@ def evaluate_run(run: EvalRun) -> list[PositionBin]:
     position_curve(bins, path, trained_length=trained.length, levels=levels)
     print(f"\ndrawn in {path}")
     return bins
+
+
+def measured(run: EvalRun, folder: Path, trained: TextRun) -> tuple[str, Corpus, int]:
+    """What is measured on: its name, a corpus of about so many bytes, and how many there are."""
+    shards = trained.data if run.data is None else run.data
+    if shards is not None and is_token_folder(shards):
+        held_out = open_token_folder(shards).validation
+        return f"{shards}{HELD_OUT}", sample_documents(held_out, run.max_bytes), held_out.num_bytes
+    read, documents, part = measured_part(run, folder, trained)
+    corpus = encode_documents([d.text for d in limit_bytes(documents, run.max_bytes)])
+    return f"{read.source}{part}", corpus, sum(len(d.text) for d in documents)
 
 
 def measured_part(
@@ -101,7 +114,7 @@ def measured_part(
     before = read_run(folder).data
     if before is not None and before.sha256 == read.sha256:
         _, held_out = split_documents(read.documents, fraction=trained.validation_fraction)
-        return read, held_out, ", the part held out of training"
+        return read, held_out, HELD_OUT
     if own:
         was = f"{before.bytes:,} bytes" if before is not None else "unknown"
         raise DataError(

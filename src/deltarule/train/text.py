@@ -18,21 +18,8 @@ from deltarule.nn.rule import QueryKeyNorm
 from deltarule.ops.context import make_context
 from deltarule.parallel import MeshOptions, World
 from deltarule.parallel.shard_files import write_model
-from deltarule.train.data import (
-    Batch,
-    Corpus,
-    ShuffledRows,
-    encode_documents,
-    with_empty_pieces,
-)
+from deltarule.train.data import Corpus, ShuffledRows, Spans, row, with_empty_pieces
 from deltarule.train.device import choose_device, to_device
-from deltarule.train.documents import (
-    DataError,
-    Documents,
-    limit_bytes,
-    read_documents,
-    split_documents,
-)
 from deltarule.train.evaluate import bits_per_byte, compressed_bits_per_byte
 from deltarule.train.figures import loss_curve
 from deltarule.train.loop import Hidden, LoopOptions, Trainer, evaluating
@@ -41,6 +28,7 @@ from deltarule.train.optimizer import OptimizerOptions
 from deltarule.train.random_state import seed_everything
 from deltarule.train.run_folder import DataFacts, mark_done, open_run
 from deltarule.train.sample import sample_text
+from deltarule.train.text_data import TextData, read_text
 
 COMMAND = "train text"
 
@@ -84,9 +72,9 @@ class TextModel:
     tie_embeddings: bool = True
     """Use the embedding as the output head too."""
 
-    def config(self) -> ModelConfig:
-        """The model's configuration, with a vocabulary of bytes."""
-        return ModelConfig(vocab_size=VOCAB_SIZE, **dataclasses.asdict(self))
+    def config(self, vocab_size: int = VOCAB_SIZE) -> ModelConfig:
+        """The model's configuration, with a vocabulary of bytes if no other is named."""
+        return ModelConfig(vocab_size=vocab_size, **dataclasses.asdict(self))
 
 
 @dataclass(frozen=True)
@@ -94,8 +82,8 @@ class TextRun:
     """Train a byte-level language model on text, and keep everything in runs/NAME."""
 
     data: str | None = None
-    """A text file, or a folder that is searched; None is this Python's standard library. Each row
-    of a .jsonl or .parquet file is a document."""
+    """A text file, a folder that is searched, or one that `deltarule data` wrote; None is this
+    Python's standard library. Each row of a .jsonl or .parquet file is a document."""
     text_field: str = "text"
     """The field of such a row, or the column, that holds the text."""
     name: str | None = None
@@ -111,7 +99,7 @@ class TextRun:
     max_bytes: int = 500_000_000
     """Stop reading data after this many bytes."""
     validation_fraction: float = 0.1
-    """Share of the data that is never trained on."""
+    """Share of the data that is never trained on; of token shards it is settled already."""
     validation_bytes: int = 200_000
     """Use at most this much of it."""
     curve_bytes: int = 30_000
@@ -163,12 +151,13 @@ class TextJob:
         self.validation = validation
         self.every = max(1, validation.num_bytes // run.curve_bytes)
 
-    def next(self) -> Batch:
-        """The next row of shuffled pieces."""
-        return self.rows.next()
+    def next(self) -> Spans:
+        """Where the next row of shuffled pieces is; processes that leave it out read nothing."""
+        return self.rows.spans()
 
-    def tensors(self, batch: Batch, device: torch.device) -> tuple[Tensor, ...]:
+    def tensors(self, spans: Spans, device: torch.device) -> tuple[Tensor, ...]:
         """Tokens, targets and offsets, as many offsets in all but unusual rows."""
+        batch = row(self.rows.corpus, *spans)
         if self.sharing is not None:
             return batch.tokens, batch.targets, batch.cu_seqlens
         if device.type == "cuda":
@@ -197,7 +186,8 @@ class TextJob:
 
     def shown(self, figures: list[float]) -> dict[str, float]:
         """The loss in bits."""
-        return {"bits/byte": figures[0] / math.log(2)}
+        corpus = self.rows.corpus
+        return {"bits/byte": figures[0] / math.log(2) * (corpus.predicted / corpus.num_bytes)}
 
     def evaluate(self, model: CausalLM) -> dict[str, float]:
         """Bits a byte on a small part of the validation data."""
@@ -231,13 +221,18 @@ def train_text(run: TextRun) -> Path:
     """
     began = time.monotonic()
     world = World(choose_device(run.loop.device), run.mesh)
-    config = run.model.config()
-    read, training, validation = world.everywhere(lambda: read_corpora(run))
-    data = DataFacts(read.source, read.num_bytes, read.sha256)
-    with open_run(run, COMMAND, "text", data, world, str(world.device)) as folder:
+    read = world.everywhere(
+        lambda: read_text(
+            run.data, max_bytes=run.max_bytes, validation_bytes=run.validation_bytes,
+            validation_fraction=run.validation_fraction, text_field=run.text_field,
+        )
+    )  # fmt: skip
+    config = run.model.config(read.vocab_size)
+    facts = DataFacts(read.source, read.num_bytes, read.sha256)
+    with open_run(run, COMMAND, "text", facts, world, str(world.device)) as folder:
         seed_everything(run.loop.seed)
         model = CausalLM(config)
-        job = TextJob(run, training, validation, world)
+        job = TextJob(run, read.training, read.validation, world)
         if world.first:
             describe(read, job, model, folder)
             write_atomically(folder / CONFIG, lambda path: write_text(path, config.to_json()))
@@ -249,28 +244,9 @@ def train_text(run: TextRun) -> Path:
         save_model(trainer, world)
         if world.first:
             mark_done(folder, trainer.step)
-            finish(run, trainer, validation)
+            finish(run, trainer, read.validation)
             print(f"done in {time.monotonic() - began:.0f} s: {folder}")
     return folder
-
-
-def read_corpora(run: TextRun) -> tuple[Documents, Corpus, Corpus]:
-    """The data, what is trained on, and what is held out.
-
-    Raises:
-        DataError: The data cannot be read, or one of the parts would be empty.
-    """
-    read = read_documents(run.data, max_bytes=run.max_bytes, text_field=run.text_field)
-    training, held_out = split_documents(read.documents, fraction=run.validation_fraction)
-    held_out = limit_bytes(held_out, run.validation_bytes)
-    first, second = (encode_documents([d.text for d in part]) for part in (training, held_out))
-    for part, what in ((first, "train"), (second, "validate")):
-        if not part.num_bytes:
-            raise DataError(
-                f"--validation-fraction {run.validation_fraction:g} of {read.num_bytes:,} bytes "
-                f"leaves nothing to {what} on"
-            )
-    return read, first, second
 
 
 def save_model(trainer: Trainer, world: World) -> None:
@@ -284,14 +260,13 @@ def save_model(trainer: Trainer, world: World) -> None:
         trainer.model = CausalLM.load(trainer.folder, device=trainer.device)
 
 
-def describe(read: Documents, job: TextJob, model: CausalLM, folder: Path) -> None:
+def describe(read: TextData, job: TextJob, model: CausalLM, folder: Path) -> None:
     """Say what will be trained on what, before the first step."""
     for note in read.notes:
         print(f"note: {note}")
     parameters = sum(p.numel() for p in model.parameters())
     print(f"run     {folder}")
-    count = len(read.documents)
-    documents = "1 document" if count == 1 else f"{count:,} documents"
+    documents = "1 document" if read.documents == 1 else f"{read.documents:,} documents"
     print(f"data    {read.source}: {documents}, {read.num_bytes:,} bytes")
     print(
         f"        {job.rows.corpus.num_bytes:,} bytes to train on; of the rest, "
@@ -322,7 +297,7 @@ def finish(run: TextRun, trainer: Trainer, validation: Corpus) -> None:
         levels=compressors,
         title=f"Training of {folder.name}: {', '.join(dict.fromkeys(model.config.layer_types))}",
     )  # fmt: skip
-    if run.sample_bytes:
+    if run.sample_bytes and model.config.vocab_size == VOCAB_SIZE:
         print_sample(run, model)
 
 

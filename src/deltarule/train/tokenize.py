@@ -1,0 +1,249 @@
+"""`deltarule data`: text, jsonl or parquet of any size as token shards, in constant memory."""
+
+import contextlib
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltarule.models.bytes import BEGIN, VOCAB_SIZE
+from deltarule.train.documents import MINIMUM_BYTES, DataError, find_files, is_text
+from deltarule.train.extra import require
+from deltarule.train.progress import make_progress
+from deltarule.train.row_files import READERS
+from deltarule.train.token_shards import FORMAT, INDEX, TRAINING, VALIDATION, ShardWriter
+
+# A longer text file becomes several documents, each up to the end of a line.
+LONGEST_BYTES = 8 * 2**20
+# From here on the end of a document is held out, not one document in so many.
+LONG_BYTES = 2**20
+# Bytes that a tokenizer is given at once, and of one text of them: it keeps far more than these.
+BATCH_BYTES, BLOCK_BYTES = 2**20, 2**18
+# Steps of the bar.
+STEPS = 1000
+
+
+@dataclass(frozen=True)
+class DataRun:
+    """Write documents as token shards, which `deltarule train text --data FOLDER` maps."""
+
+    source: Path
+    """A file, or a folder that is searched: text (a document a file), .jsonl and .parquet."""
+    out: Path = Path("tokens")
+    """Folder to make; it appears when it is complete."""
+    tokenizer: str | None = None
+    """Name or folder of a Hugging Face tokenizer; None takes bytes as tokens."""
+    text_field: str = "text"
+    """Field of a line of .jsonl, or column of .parquet, that holds the text."""
+    validation_fraction: float = 0.01
+    """Share of the text that is never trained on."""
+    shard_tokens: int = 2**28
+    """Tokens after which another file is begun."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be written."""
+        if not 0 < self.validation_fraction < 1:
+            raise ValueError(
+                f"validation_fraction must lie between 0 and 1, got {self.validation_fraction}"
+            )
+        if self.shard_tokens < 1:
+            raise ValueError(f"shard_tokens must be 1 or more, got {self.shard_tokens}")
+
+
+class Encoder(NamedTuple):
+    """How text becomes tokens, the token that begins every document, and how many there are."""
+
+    encode: Callable[[list[bytes]], list[NDArray[Any]]]
+    begin: int
+    vocab_size: int
+
+
+class Read(NamedTuple):
+    """A document, and how many bytes of its file are read with it."""
+
+    text: bytes
+    done: int
+
+
+def write_data(run: DataRun) -> None:
+    """Tokenise all documents, with a bar that counts bytes.
+
+    Raises:
+        DataError: The source cannot be read, or is too short; nothing is left behind.
+        ValueError: The folder exists, or the tokenizer does not fit.
+    """
+    if run.out.exists():
+        raise ValueError(f"--out {run.out}: it exists; remove it or give another folder")
+    if not run.source.exists():
+        raise DataError(f"{run.source}: there is no such file or folder")
+    encoder = make_encoder(run.tokenizer)
+    # What a run that was killed has left is written afresh.
+    aside = run.out.with_name(f".{run.out.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        index = _write(run, encoder, aside)
+        (aside / INDEX).write_text(json.dumps(index, indent=1))
+        aside.replace(run.out)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    for name in (TRAINING, VALIDATION):
+        tokens, facts = sum(index[name]["shards"]), index[name]
+        print(f"{name:<11}{facts['documents']:,} documents, {facts['bytes']:,} bytes, "
+              f"{tokens:,} tokens")  # fmt: skip
+    print(f"{run.out}: train with deltarule train text --data {run.out}")
+
+
+def _write(run: DataRun, encoder: Encoder, folder: Path) -> dict[str, Any]:
+    dtype = np.uint16 if encoder.vocab_size <= 2**16 else np.uint32
+    runs: list[str] = []
+    files = list(find_files(run.source, runs))
+    with contextlib.ExitStack() as opened:
+        sets = {
+            name: opened.enter_context(
+                contextlib.closing(ShardWriter(folder, name, dtype, run.shard_tokens))
+            )
+            for name in (TRAINING, VALIDATION)
+        }
+        _fill(run, encoder, files, sets)
+    if sum(writer.bytes for writer in sets.values()) < MINIMUM_BYTES:
+        raise DataError(f"{run.source}: below {MINIMUM_BYTES:,} bytes of text; give more")
+    return {
+        "format": FORMAT, "source": str(run.source), "tokenizer": run.tokenizer,
+        "vocab_size": encoder.vocab_size, "begin": encoder.begin, "dtype": dtype.__name__,
+        **{name: writer.facts() for name, writer in sets.items()},
+    }  # fmt: skip
+
+
+def _fill(run: DataRun, encoder: Encoder, files: list[Path], sets: dict[str, ShardWriter]) -> None:
+    total = sum(file.stat().st_size for file in files)
+    began = time.monotonic()
+    left_out: list[str] = []
+    with make_progress(STEPS) as bar:
+        for batch, done in batches(files, run, left_out):
+            texts = [text for text, _ in batch]
+            for (text, name), tokens in zip(batch, encoder.encode(texts), strict=True):
+                sets[name].add(np.concatenate([[encoder.begin], tokens]), len(text))
+            rate = done / 1e6 / (time.monotonic() - began)
+            shown = {"GB": f"{done / 1e9:.2f} of {total / 1e9:.2f}", "MB/s": f"{rate:.1f}"}
+            bar.update(STEPS * done // max(total, 1), shown)
+        for name in left_out:
+            bar.note(f"note: {name} is left out: neither text, .jsonl nor .parquet")
+
+
+def batches(
+    files: list[Path], run: DataRun, left_out: list[str]
+) -> Iterator[tuple[list[tuple[bytes, str]], int]]:
+    """Documents and the sets they go to, about a megabyte at a time, and the bytes read so far."""
+    batch: list[tuple[bytes, str]] = []
+    number, held, before, done = 0, 0, 0, 0
+    for file in files:
+        for text, within in documents_of(file, run.text_field, left_out):
+            done = before + within
+            if text:
+                batch += divided(text, number, run.validation_fraction)
+                number, held = number + 1, held + len(text)
+            if held >= BATCH_BYTES:
+                yield batch, done
+                batch, held = [], 0
+        before += file.stat().st_size
+    if batch:
+        yield batch, done
+
+
+def divided(text: bytes, number: int, fraction: float) -> list[tuple[bytes, str]]:
+    """What of a document is trained on, and what is held out: a function of its number alone.
+
+    One document in 1 / fraction is held out, and of the first and of long ones the end: then one
+    document, or a few of very unequal length, are divided too.
+
+    Examples:
+        >>> divided(b"0123456789", 0, 0.2)
+        [(b'01234567', 'training'), (b'89', 'validation')]
+    """
+    if number and len(text) < LONG_BYTES:
+        drawn = hashlib.blake2b(str(number).encode(), digest_size=8).digest()
+        held_out = int.from_bytes(drawn) < fraction * 2**64
+        return [(text, VALIDATION if held_out else TRAINING)]
+    cut = len(text) - max(1, round(fraction * len(text)))
+    # Not within a character of UTF-8.
+    while cut and text[cut] & 0xC0 == 0x80:
+        cut -= 1
+    parts = (text[:cut], TRAINING), (text[cut:], VALIDATION)
+    return [part for part in parts if part[0]]
+
+
+def documents_of(file: Path, field: str, left_out: list[str]) -> Iterator[Read]:
+    """The documents of a file, by the ending of its name."""
+    if (rows := READERS.get(file.suffix)) is None:
+        yield from text_file(file, left_out)
+        return
+    # How far a reader is in its file, it does not say: about as far as its texts are long.
+    done, size = 0, file.stat().st_size
+    for text in rows(file, field):
+        done = min(done + len(text), size)
+        yield Read(text, done)
+
+
+def text_file(file: Path, left_out: list[str]) -> Iterator[Read]:
+    """The file, or stretches of it that end with a line."""
+    with file.open("rb") as opened:
+        while text := opened.read(LONGEST_BYTES):
+            if not is_text(text):
+                left_out.append(file.name)
+                return
+            if len(text) == LONGEST_BYTES:
+                text += opened.readline(LONGEST_BYTES)
+            yield Read(text, opened.tell())
+
+
+def make_encoder(tokenizer: str | None) -> Encoder:
+    """Bytes, or a tokenizer of Hugging Face.
+
+    Raises:
+        ValueError: There is no such tokenizer, or none of its tokens begins a document.
+        MissingExtraError: transformers is not installed.
+    """
+    if tokenizer is None:
+        return Encoder(lambda texts: [np.frombuffer(t, np.uint8) for t in texts], BEGIN, VOCAB_SIZE)
+    transformers = require("transformers", "hf")
+    try:
+        tool = transformers.AutoTokenizer.from_pretrained(tokenizer)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--tokenizer {tokenizer}: {reason}") from error
+    begin = tool.bos_token_id if tool.bos_token_id is not None else tool.eos_token_id
+    if begin is None:
+        raise ValueError(
+            f"--tokenizer {tokenizer}: it has neither bos_token nor eos_token to begin documents"
+        )
+
+    def encode(texts: list[bytes]) -> list[NDArray[Any]]:
+        cut = [blocks(text) for text in texts]
+        flat = [block.decode(errors="replace") for of_one in cut for block in of_one]
+        found = iter(tool(flat, add_special_tokens=False, verbose=False)["input_ids"])
+        return [np.concatenate([np.array(next(found), np.int64) for _ in of_one]) for of_one in cut]
+
+    return Encoder(encode, int(begin), max(len(tool), int(begin) + 1))
+
+
+def blocks(text: bytes) -> list[bytes]:
+    """A text in stretches that end with a line, so that a long one takes little memory.
+
+    Examples:
+        >>> blocks(b"short")
+        [b'short']
+    """
+    found = []
+    while len(text) > BLOCK_BYTES:
+        cut = text.rfind(b"\n", 0, BLOCK_BYTES) + 1 or BLOCK_BYTES
+        found.append(text[:cut])
+        text = text[cut:]
+    return [*found, text]

@@ -1,0 +1,234 @@
+"""Token shards: what is written is the text, and rows are those of memory, from any position."""
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from deltarule.models import CausalLM
+from deltarule.models.bytes import BEGIN
+from deltarule.train import tokenize
+from deltarule.train.data import ShuffledRows, encode_documents
+from deltarule.train.documents import DataError
+from deltarule.train.loop import LoopOptions
+from deltarule.train.report import EvalRun, evaluate_run
+from deltarule.train.text import TextModel, TextRun, train_text
+from deltarule.train.token_shards import open_token_folder
+from deltarule.train.tokenize import DataRun, blocks, divided, write_data
+
+TEXTS = [f"{i} bottles of beer, naïve ones\n" * (1 + i % 7) for i in range(60)]
+
+
+@pytest.fixture
+def source(tmp_path):
+    """The same documents as files, lines and a folder of both."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for i, text in enumerate(TEXTS[:30]):
+        (folder / f"{i:02}.txt").write_text(text)
+    lines = [json.dumps({"text": text, "id": i}) for i, text in enumerate(TEXTS[30:])]
+    (folder / "lines.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "picture.bin").write_bytes(bytes(range(256)))
+    return folder
+
+
+def texts(corpus):
+    """The documents of a corpus of bytes."""
+    pairs = zip(corpus.bounds[:-1], corpus.bounds[1:], strict=True)
+    documents = [corpus.tokens[a:b] for a, b in pairs]
+    assert all(tokens[0] == BEGIN for tokens in documents)
+    return [bytes(tokens[1:].astype("uint8")) for tokens in documents]
+
+
+def test_every_document_is_there_once_in_order(source, tmp_path, capsys):
+    out = tmp_path / "tokens"
+    write_data(DataRun(source, out, validation_fraction=0.2, shard_tokens=500))
+    opened = open_token_folder(out)
+    wanted = [text.encode() for text in TEXTS]
+    parts = [divided(text, number, 0.2) for number, text in enumerate(wanted)]
+    for name in ("training", "validation"):
+        expected = [text for part in parts for text, where in part if where == name]
+        assert texts(getattr(opened, name)) == expected
+        assert opened.index[name]["bytes"] == sum(map(len, expected))
+    assert len(opened.index["training"]["shards"]) > 3
+    assert 0.1 < opened.validation.num_bytes / sum(map(len, wanted)) < 0.35
+    said = capsys.readouterr().out
+    assert "picture.bin is left out" in said
+    assert "GB" in said
+
+
+def test_rows_are_those_of_memory_from_any_position(source, tmp_path):
+    out = tmp_path / "tokens"
+    write_data(DataRun(source, out, shard_tokens=700))
+    mapped = open_token_folder(out).training
+    memory = encode_documents(texts(mapped))
+    sizes = {"length": 24, "row_tokens": 100, "seed": 3}
+    ours, theirs = ShuffledRows(mapped, **sizes), ShuffledRows(memory, **sizes)
+    for _ in range(200):
+        position = ours.position()
+        a, b = ours.next(), theirs.next()
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert position["epoch"] > 1
+    # As a checkpoint keeps it; in the middle of a piece as well.
+    again = ShuffledRows(mapped, **sizes)
+    again.seek(json.loads(json.dumps(position)))
+    assert all(torch.equal(x, y) for x, y in zip(again.next(), a, strict=True))
+
+
+def test_a_row_that_another_process_takes_is_not_read(source, tmp_path):
+    write_data(DataRun(source, tmp_path / "tokens"))
+    mapped = open_token_folder(tmp_path / "tokens").training
+
+    class Unread:
+        def __len__(self):
+            return len(mapped.tokens)
+
+        def __getitem__(self, span):
+            raise AssertionError("it was read")
+
+    rows = ShuffledRows(
+        dataclasses.replace(mapped, tokens=Unread()), length=9, row_tokens=50, seed=0
+    )
+    for _ in range(3):
+        rows.spans()
+    with pytest.raises(AssertionError, match="it was read"):
+        rows.next()
+
+
+def small(data, runs, **options):
+    return TextRun(
+        data=str(data), runs=runs, length=32, batch_tokens=128, long_length=64, sample_bytes=4,
+        model=TextModel(num_layers=1, hidden_size=16, num_heads=1, mlp_size=16),
+        loop=LoopOptions(steps=6, save_every=3, evaluate_every=3, device="cpu"), **options,
+    )  # fmt: skip
+
+
+def test_train_text_reads_them_resumes_and_eval_too(source, tmp_path, capsys):
+    out = tmp_path / "tokens"
+    write_data(DataRun(source, out, validation_fraction=0.2))
+    folder = train_text(small(out, tmp_path / "runs", name="a"))
+    whole = CausalLM.load(folder).state_dict()
+    shutil.rmtree(folder / "checkpoints/step-6")
+    train_text(small(out, tmp_path / "runs", name="a", resume=True))
+    again = CausalLM.load(folder).state_dict()
+    assert all(torch.equal(x, again[name]) for name, x in whole.items())
+    evaluate_run(EvalRun(folder, length=64))
+    assert "the part held out of training" in capsys.readouterr().out
+    # Other shards under the old name are other data.
+    shutil.rmtree(out)
+    write_data(DataRun(source, out, validation_fraction=0.3))
+    with pytest.raises(ValueError, match="on other data"):
+        train_text(small(out, tmp_path / "runs", name="a", resume=True))
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer of words, with a token that ends texts."""
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    words = ["<end>", "<other>", "bottles", "of", "beer", ",", *map(str, range(60))]
+    model = tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<other>")
+    tool = tokenizers.Tokenizer(model)
+    tool.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tool, eos_token="<end>", unk_token="<other>"
+    )
+    fast.save_pretrained(folder)
+
+
+def test_a_tokenizer_and_bits_per_byte_of_its_tokens(source, tmp_path, monkeypatch):
+    write_tokenizer(tmp_path / "tool")
+    monkeypatch.setattr(tokenize, "BLOCK_BYTES", 64)
+    out = tmp_path / "tokens"
+    write_data(DataRun(source, out, tokenizer=str(tmp_path / "tool"), validation_fraction=0.2))
+    opened = open_token_folder(out)
+    corpus = opened.training
+    assert opened.index["vocab_size"] == 66
+    first = corpus.tokens[0 : int(corpus.bounds[1])].tolist()
+    # "0 bottles of beer, na|ïve ones", cut where validation begins.
+    assert first[:6] == [0, 6, 2, 3, 4, 5]
+    assert corpus.num_bytes > 3 * corpus.predicted
+    run = small(out, tmp_path / "runs")
+    folder = train_text(run)
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["final_length_32_bits_per_byte"] < np.log2(66) / 3
+    assert CausalLM.load(folder).config.vocab_size == 66
+
+
+def test_blocks_end_with_lines_and_are_the_text(monkeypatch):
+    monkeypatch.setattr(tokenize, "BLOCK_BYTES", 10)
+    text = b"one two\nthree\n" + 25 * b"x" + b"\nlast"
+    cut = blocks(text)
+    assert b"".join(cut) == text
+    assert cut[0] == b"one two\n"
+    assert max(map(len, cut)) == 10
+
+
+def test_a_long_file_is_several_documents(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenize, "LONGEST_BYTES", 1000)
+    (tmp_path / "long.txt").write_text("a line of thirty characters...\n" * 200)
+    write_data(DataRun(tmp_path / "long.txt", tmp_path / "tokens"))
+    documents = texts(open_token_folder(tmp_path / "tokens").training)
+    assert len(documents) > 4
+    assert all(text.endswith(b"\n") for text in documents[1:])
+
+
+def test_bad_input_is_named_and_nothing_is_left(source, tmp_path):
+    out = tmp_path / "tokens"
+    for given, words in (
+        ({"source": tmp_path / "none"}, "no such file"),
+        ({"text_field": "body"}, r"lines.jsonl, line 1: .*body"),
+        ({"tokenizer": str(tmp_path / "no-tool")}, "--tokenizer .*no-tool: "),
+    ):
+        bad = DataRun(**{"source": source, "out": out} | given)
+        with pytest.raises(ValueError, match=words):
+            write_data(bad)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+    write_data(DataRun(source, out))
+    with pytest.raises(ValueError, match="it exists"):
+        write_data(DataRun(source, out))
+    with (out / "training-00000.tokens").open("ab") as file:
+        file.write(b"xx")
+    with pytest.raises(DataError, match=r"training-00000.tokens has .* bytes, expected"):
+        open_token_folder(out)
+    (out / "tokens.json").write_text("{}")
+    with pytest.raises(DataError, match="not of `deltarule data`"):
+        open_token_folder(out)
+
+
+def test_parquet(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.table({"body": TEXTS}), tmp_path / "rows.parquet")
+    with pytest.raises(ValueError, match="no column 'text' among body"):
+        write_data(DataRun(tmp_path / "rows.parquet", tmp_path / "tokens"))
+    write_data(DataRun(tmp_path / "rows.parquet", tmp_path / "tokens", text_field="body"))
+    opened = open_token_folder(tmp_path / "tokens")
+    assert opened.training.num_bytes + opened.validation.num_bytes == sum(
+        len(text.encode()) for text in TEXTS
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA")
+def test_memory_does_not_grow_with_the_source(tmp_path):
+    with (tmp_path / "large.jsonl").open("w") as file:
+        for i in range(3000):
+            file.write(json.dumps({"text": f"{i} words " * 2000}) + "\n")
+    size = (tmp_path / "large.jsonl").stat().st_size
+    script = (
+        "import resource, sys; from pathlib import Path;"
+        "from deltarule.train.tokenize import DataRun, write_data;"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
+        "write_data(DataRun(Path(sys.argv[1]), Path(sys.argv[2])));"
+        "print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "large.jsonl", tmp_path / "tokens"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert int(done.stdout.split()[-1]) < size / 2
