@@ -30,6 +30,54 @@ def test_the_kept_set_is_that_of_the_definition(temperature, top_k, top_p):
         assert got.order[row, : int(got.size[row])].tolist() == expected
 
 
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("min_p", [1e-9, 0.05, 0.4, 1.0])
+@pytest.mark.parametrize("top_p", [None, 0.9])
+def test_min_p_is_a_share_of_the_likeliest(temperature, min_p, top_p):
+    got = kept(LOGITS, temperature=temperature, top_p=top_p, min_p=min_p)
+    for row in range(2):
+        tokens, p = allowed(temperature, None, top_p, row)
+        expected = [t for t, share in zip(tokens, p, strict=True) if share >= min_p * p[0]]
+        assert got.order[row, : int(got.size[row])].tolist() == expected
+
+
+@pytest.mark.parametrize("small", [1e-30, 1e-45, 1e-46, 5e-324])
+def test_what_float32_cannot_hold_keeps_the_likeliest(small):
+    assert draw(LOGITS[0], 5, temperature=small) == [1] * 5
+    for temperature in (0.5, small):
+        assert draw(LOGITS[0], 5, top_p=small, temperature=temperature) == [1] * 5
+    assert len(draw(LOGITS[0], 5, temperature=1e300)) == 5
+
+
+def test_a_repetition_is_punished_once_it_was_seen():
+    """By the definition of CTRL, of what was added and of the prompt, token 0."""
+    logits, seen, expected = LOGITS[0].clone(), {0}, []
+    for _ in range(8):
+        punished = [
+            (x / 3 if x > 0 else x * 3) if t in seen else x for t, x in enumerate(logits.tolist())
+        ]
+        expected.append(max(range(6), key=punished.__getitem__))
+        seen.add(expected[-1])
+    assert draw(LOGITS[0], 8, temperature=0, repetition_penalty=3.0) == expected
+    assert expected[:3] == [1, 3, 1]
+    assert draw(LOGITS[0], 8, temperature=0) == [1] * 8
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"min_p": 0.0}, "min_p must lie in"),
+        ({"min_p": 1.5}, "min_p must lie in"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be a number above 0"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty must be a number above 0"),
+        ({"repetition_penalty": 2.0, "draft": 3}, "draft must be 0 with a repetition_penalty"),
+    ],
+)
+def test_senseless_options_are_named(options, says):
+    with pytest.raises(ValueError, match=says):
+        draw(LOGITS[0], 1, **options)
+
+
 class Fixed(torch.nn.Module):
     """A stand-in for a model: the same logits always."""
 

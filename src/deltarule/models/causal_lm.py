@@ -177,6 +177,8 @@ class CausalLM(nn.Module):
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
         stop: Sequence[Stop] = (),
         seed: int | None = None,
         state: ModelState | None = None,
@@ -186,7 +188,8 @@ class CausalLM(nn.Module):
         """Continue every prompt; see `deltarule.models.generate.generate`."""
         return generate(
             self, prompts, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
-            top_p=top_p, stop=stop, seed=seed, state=state, cuda_graphs=cuda_graphs, draft=draft,
+            top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, stop=stop, seed=seed,
+            state=state, cuda_graphs=cuda_graphs, draft=draft,
         )  # fmt: skip
 
     def stream(
@@ -197,6 +200,8 @@ class CausalLM(nn.Module):
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
         stop: Sequence[Stop] = (),
         seed: int | None = None,
         state: ModelState | None = None,
@@ -206,7 +211,8 @@ class CausalLM(nn.Module):
         """Continue one prompt, token by token; see `deltarule.models.generate.stream`."""
         return stream(
             self, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
-            top_p=top_p, stop=stop, seed=seed, state=state, cuda_graphs=cuda_graphs, draft=draft,
+            top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, stop=stop, seed=seed,
+            state=state, cuda_graphs=cuda_graphs, draft=draft,
         )  # fmt: skip
 
     def save(self, folder: str | Path, family: str | None = None) -> None:

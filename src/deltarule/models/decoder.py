@@ -40,6 +40,8 @@ class Sampling(NamedTuple):
     temperature: float
     top_k: int | None
     top_p: float | None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
 
 
 class Decoder:
@@ -48,26 +50,35 @@ class Decoder:
     Args:
         state: Of the rows, with room for the tokens to come; the decoder's own from now on.
         sampling: How a token is drawn.
+        vocab_size: Tokens that there are, of which each row may have seen some.
     """
 
-    def __init__(self, state: ModelState, sampling: Sampling) -> None:
+    def __init__(self, state: ModelState, sampling: Sampling, vocab_size: int) -> None:
         """Take the state; tokens and draws are given by `start` and `draw`."""
         rows, device = row_count(state), state_device(state)
         self.state, self.sampling = state, sampling
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self.draws = torch.zeros(rows, device=device)
+        self.seen: Tensor | None = None
+        if sampling.repetition_penalty != 1:
+            self.seen = torch.zeros(rows, vocab_size, dtype=torch.bool, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def start(self, state: ModelState, tokens: Tensor) -> None:
-        """Begin with the state before the tokens [B], both copied."""
+    def start(self, state: ModelState, tokens: Tensor, seen: Tensor | None = None) -> None:
+        """Begin with the state before the tokens [B], and what was seen [B, vocab]: all copied."""
         overwrite(self.state, state)
         self.tokens.copy_(tokens)
+        if self.seen is not None and seen is not None:
+            self.seen.copy_(seen)
 
     def advance(self, model: "CausalLM") -> None:
         """Read the tokens, overwrite the state, and put the next tokens in their place."""
         # Where the logits were no numbers the token is -1, and the row goes on from any other.
-        x, after = model.hidden(self.tokens.clamp(min=0).unsqueeze(1), self.state)
-        tokens = chosen(model.logits(x[:, -1]), self.draws, *self.sampling)
+        read = self.tokens.clamp(min=0).unsqueeze(1)
+        x, after = model.hidden(read, self.state)
+        if self.seen is not None:
+            self.seen.scatter_(1, read, True)
+        tokens = chosen(model.logits(x[:, -1]), self.draws, *self.sampling, self.seen)
         overwrite(self.state, after)
         self.tokens.copy_(tokens)
 
@@ -106,7 +117,7 @@ class DraftDecoder(Decoder):
 
     def __init__(self, state: ModelState, sampling: Sampling, draft: int) -> None:
         """Take the state; `guess` finds tokens and draws in their buffers."""
-        super().__init__(state, sampling)
+        super().__init__(state, sampling, 0)
         sizes, device = (len(self.tokens), draft + 1), self.tokens.device
         self.tokens = torch.zeros(sizes, dtype=torch.int64, device=device)
         self.picks = torch.zeros_like(self.tokens)
@@ -187,7 +198,10 @@ def captured(
         decoder = kept.pop(places[0])[1]
     else:
         own = ModelState(LentState(layer.clone()) for layer in state)
-        decoder = DraftDecoder(own, sampling, draft) if draft else Decoder(own, sampling)
+        if draft:
+            decoder = DraftDecoder(own, sampling, draft)
+        else:
+            decoder = Decoder(own, sampling, model.config.vocab_size)
         decoder.capture(model)
     try:
         yield decoder

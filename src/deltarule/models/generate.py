@@ -38,6 +38,8 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
     stop: Sequence[Stop] = (),
     seed: int | None = None,
     state: ModelState | None = None,
@@ -63,6 +65,10 @@ def generate(
         top_k: Keep the k likeliest tokens. None keeps all.
         top_p: Then keep the fewest of the likeliest tokens whose probabilities sum to top_p, in
             (0, 1]. None keeps all.
+        min_p: Of those keep what is at least min_p times as likely as the likeliest, in (0, 1].
+            None keeps all.
+        repetition_penalty: First divide the logits above 0 of tokens that the row holds already,
+            its prompt included, by this number, and multiply those below. 1 changes none.
         stop: Tokens, or sequences of tokens, that end a row once they appear in what it added
             (in the prompt they do not count). They are part of the result.
         seed: Prompt i draws from seed + i. None takes a fresh seed. The global random state is
@@ -92,7 +98,10 @@ def generate(
         >>> [len(row) for row in rows]
         [5, 5]
     """
-    options = Options(max_new_tokens, temperature, top_k, top_p, stop, seed, cuda_graphs, draft)
+    options = Options(
+        max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop, seed,
+        cuda_graphs, draft,
+    )  # fmt: skip
     options.check(model.config.vocab_size)
     tokens = check_prompts(model, prompts, state)
     added: list[list[int]] = [[] for _ in tokens]
@@ -109,6 +118,8 @@ def stream(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
     stop: Sequence[Stop] = (),
     seed: int | None = None,
     state: ModelState | None = None,
@@ -130,7 +141,10 @@ def stream(
         >>> len(list(model.stream([1, 2, 3], max_new_tokens=5)))
         5
     """
-    options = Options(max_new_tokens, temperature, top_k, top_p, stop, seed, cuda_graphs, draft)
+    options = Options(
+        max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop, seed,
+        cuda_graphs, draft,
+    )  # fmt: skip
     options.check(model.config.vocab_size)
     tokens = check_prompts(model, [prompt], state)
     return (token for _, token in _sample(model, tokens, options, state))
@@ -148,21 +162,36 @@ def _sample(
         adjoin_projections(model)
     rows = Rows(len(prompts), options)
     logits, state = _read_prompts(model, prompts, state)
-    tokens = chosen(logits, draws.next(rows.going), *options.sampling)
+    seen = tokens_of(prompts, logits) if options.repetition_penalty != 1 else None
+    tokens = chosen(logits, draws.next(rows.going), *options.sampling, seen)
     if options.draft:
         yield from drafted(model, prompts, state, tokens, draws, rows, options)
     elif options.cuda_graphs and captures(model):
         lent = lend(model, state, options.max_new_tokens)
         with captured(model, lent, options.sampling) as decoder:
-            yield from _replay(model, decoder, lent, tokens, draws, rows)
+            yield from _replay(model, decoder, lent, tokens, seen, draws, rows)
     else:
-        yield from _step(model, state, tokens, draws, rows, options.sampling)
+        yield from _step(model, state, tokens, seen, draws, rows, options.sampling)
+
+
+def tokens_of(rows: list[list[int]], logits: Tensor) -> Tensor:
+    """Which tokens each row holds, bool [B, vocab].
+
+    Examples:
+        >>> tokens_of([[2, 2], [0]], torch.zeros(2, 3)).tolist()
+        [[False, False, True], [True, False, False]]
+    """
+    seen = torch.zeros(logits.shape, dtype=torch.bool)
+    for row, tokens in zip(seen, rows, strict=True):
+        row[tokens] = True
+    return seen.to(logits.device)
 
 
 def _step(
     model: "CausalLM",
     state: ModelState,
     tokens: Tensor,
+    seen: Tensor | None,
     draws: Draws,
     rows: Rows,
     sampling: Sampling,
@@ -179,10 +208,13 @@ def _step(
             kept = [place for place, row in enumerate(before) if row in set(rows.going)]
             index = torch.tensor(kept, device=tokens.device)
             tokens, state = tokens[index], state.select(index)
+            seen = None if seen is None else seen[index]
         # Every state is the model's own answer, and of no more use after the next.
         lent = ModelState(map(LentState, state))
         x, state = model.hidden(tokens.unsqueeze(1), lent)
-        tokens = chosen(model.logits(x[:, -1]), draws.next(rows.going), *sampling)
+        if seen is not None:
+            seen.scatter_(1, tokens.unsqueeze(1), True)
+        tokens = chosen(model.logits(x[:, -1]), draws.next(rows.going), *sampling, seen)
 
 
 def _replay(
@@ -190,12 +222,13 @@ def _replay(
     decoder: Decoder,
     state: ModelState,
     tokens: Tensor,
+    seen: Tensor | None,
     draws: Draws,
     rows: Rows,
 ) -> Iterator[tuple[int, int]]:
     """One replay a token, read a step late; rows that are done run along and are not looked at."""
     everyone, steps = list(rows.going), rows.most
-    decoder.start(state, tokens)
+    decoder.start(state, tokens, seen)
     unread = Late(tokens)
     for step in range(steps):
         read = unread

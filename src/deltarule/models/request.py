@@ -30,6 +30,8 @@ class Options:
     temperature: float
     top_k: int | None
     top_p: float | None
+    min_p: float | None
+    repetition_penalty: float
     stop: Sequence[Stop]
     seed: int | None
     cuda_graphs: bool
@@ -38,7 +40,9 @@ class Options:
     @property
     def sampling(self) -> Sampling:
         """How a token is drawn."""
-        return Sampling(self.temperature, self.top_k, self.top_p)
+        return Sampling(
+            self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty
+        )
 
     def check(self, vocab_size: int) -> None:
         """Refuse what cannot be meant, naming the argument."""
@@ -49,8 +53,17 @@ class Options:
             )
         if self.top_k is not None:
             _check_integer("top_k", self.top_k, smallest=1)
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        for name in ("top_p", "min_p"):
+            if (value := getattr(self, name)) is not None and not 0 < value <= 1:
+                raise ValueError(f"{name} must lie in (0, 1], got {value}")
+        penalty = self.repetition_penalty
+        if not 1e-30 <= penalty <= 1e30:
+            raise ValueError(f"repetition_penalty must be a number above 0, got {penalty}")
+        if penalty != 1 and self.draft:
+            raise ValueError(
+                f"draft must be 0 with a repetition_penalty, got {self.draft}: a guess would count "
+                "as seen"
+            )
         if self.seed is not None:
             _check_integer("seed", self.seed, smallest=0)
             if self.seed >= 2**63:

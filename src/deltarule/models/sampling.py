@@ -1,12 +1,15 @@
 """The choice of a token: which tokens may be drawn, and a draw from each row's own numbers."""
 
+import math
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+# Temperatures between which float32 can divide.
+SMALLEST, LARGEST = 1.2e-38, 3.4e38
 DAMAGED = "the model's logits are NaN or infinite: its parameters are damaged"
 
 
@@ -90,12 +93,21 @@ def chosen(
     temperature: float,
     top_k: int | None,
     top_p: float | None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    seen: Bool[Tensor, "B vocab"] | None = None,
 ) -> Int[Tensor, "B"]:
-    """`choose` without waiting for the device: -1 where the largest logit is NaN or infinite."""
+    """`choose` without waiting for the device: -1 where the largest logit is NaN or infinite.
+
+    Logits of tokens that a row has `seen` are divided by the penalty, negative ones multiplied.
+    """
+    if seen is not None:
+        moved = torch.where(logits > 0, logits / repetition_penalty, logits * repetition_penalty)
+        logits = torch.where(seen, moved, logits)
     largest, likeliest = logits.max(-1)
     token = likeliest
     if temperature != 0:
-        token = drawn(logits, draws, temperature, top_k, top_p)
+        token = drawn(logits, draws, temperature, top_k, top_p, min_p)
     return torch.where(largest.isfinite(), token, -1)
 
 
@@ -105,9 +117,12 @@ def drawn(
     temperature: float,
     top_k: int | None,
     top_p: float | None,
+    min_p: float | None,
 ) -> Int[Tensor, "B"]:
     """The token of each row whose cumulated probability first reaches its share u of the sum."""
-    order, cumulated, size = kept(logits, temperature=temperature, top_k=top_k, top_p=top_p)
+    order, cumulated, size = kept(
+        logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
+    )
     targets = draws[:, None] * cumulated.gather(1, size - 1)
     # The first place whose sum reaches the target: never past the kept set, never of probability 0.
     # A row of NaN has no such place, and its token is not looked at.
@@ -129,17 +144,19 @@ def kept(
     temperature: float,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
 ) -> Kept:
     """Sort the tokens by probability and count how many of them may be drawn.
 
     p = softmax(logits / temperature);  the k likeliest, p renormalised;  then the shortest prefix
-    with a sum of at least top_p.
+    with a sum of at least top_p, and of that what has at least min_p times the largest p.
 
     Args:
         logits: [B, vocab_size].
         temperature: Above 0.
         top_k: 1 or more. None keeps all.
         top_p: In (0, 1]. None keeps all.
+        min_p: In (0, 1]. None keeps all.
 
     Returns:
         The order of the tokens, their cumulated probabilities in that order, and how many are
@@ -149,7 +166,9 @@ def kept(
         >>> kept(torch.tensor([[0.0, 2.0, 1.0]]), temperature=1.0, top_p=0.8).size
         tensor([[2]])
     """
-    # The largest becomes 0 before the division, which a small temperature could overflow.
+    # The largest becomes 0 before the division, which a small temperature could overflow; one that
+    # float32 does not hold would make 0 / 0 of it.
+    temperature = min(max(temperature, SMALLEST), LARGEST)
     scaled = (logits.float() - logits.float().amax(-1, keepdim=True)) / temperature
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     limit = logits.shape[-1] if top_k is None else min(top_k, logits.shape[-1])
@@ -159,5 +178,8 @@ def kept(
         size = torch.full_like(order[:, :1], limit)
     else:
         before = F.pad(cumulated[:, :-1], (1, 0))
-        size = (before < top_p).sum(-1, keepdim=True)
+        # The likeliest stays, however small top_p: it may be 0 in float32.
+        size = (before < top_p).sum(-1, keepdim=True).clamp(min=1)
+    if min_p is not None:
+        size = torch.minimum(size, (ordered >= math.log(min_p)).sum(-1, keepdim=True))
     return Kept(order, cumulated, size)
