@@ -26,6 +26,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "mamba1": {"num_heads": 2, "head_k_dim": 4},
     "signed_mamba1": {"num_heads": 2, "head_k_dim": 4},
     "s4": {"num_heads": 2, "head_k_dim": 4},
+    "s4d": {"num_heads": 2, "head_k_dim": 4},
     "lru": {"num_heads": 2, "head_k_dim": 8, "head_v_dim": 6},
     **{name: {"num_heads": 2, "head_v_dim": 8} for name in ("hgrn", "rg_lru", "rwkv4")},
     "longhorn_released": {"num_heads": 2, "head_k_dim": 4},
@@ -61,7 +62,8 @@ def config(**changes) -> SimpleNamespace:
         "num_v_heads": None, "head_k_dim": None, "head_v_dim": None, "num_kv_heads": None,
         "num_attention_heads": None,
         "conv_size": 4, "output_gate": None, "beta_max": 1.0, "n_steps": None, "window": None,
-        "mini_batch": None, "feature_map": None, "qk_norm": None, "normalizer": None,
+        "mini_batch": None, "spectrum": None,
+        "feature_map": None, "qk_norm": None, "normalizer": None,
         "rope_theta": 10000.0, "norm_eps": 1e-5,
     }  # fmt: skip
     return SimpleNamespace(**(given | changes))

@@ -398,7 +398,7 @@ BAD_OPTIONS = {
 
 
 # Their widths are 2 hidden_size in all, which two heads can always share.
-WIDTH_OF_ITS_OWN = ("mamba2", "mamba1", "signed_mamba1", "s4", "longhorn_released")
+WIDTH_OF_ITS_OWN = ("mamba2", "mamba1", "signed_mamba1", "s4", "s4d", "longhorn_released")
 
 
 @pytest.mark.parametrize("message", BAD_OPTIONS)

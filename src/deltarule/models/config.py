@@ -57,6 +57,7 @@ class ModelConfig:
         normalizer: Divide linear attention's read-out by z^T q. None: the layer's default.
         filter_size: Tokens that Hyena's filters reach. None: the layer's default.
         mini_batch: Tokens whose inner gradients TTT and Titans take at one memory. None: 16.
+        spectrum: Where the complex eigenvalues of S4D start: "legs", "inv" or "lin". None: "legs".
         window: Tokens that sliding-window attention sees. None: the layer's default.
         rope_theta: Base of the rotary position wavelengths of attention and RetNet.
         mlp_size: Channels inside the MLP. None: 8/3 of hidden_size, up to a multiple of 16;
@@ -132,6 +133,7 @@ class ModelConfig:
     normalizer: bool | None = None
     filter_size: int | None = None
     mini_batch: int | None = None
+    spectrum: str | None = None
     window: int | None = None
     rope_theta: float = 10000.0
     mlp_size: int | None = None

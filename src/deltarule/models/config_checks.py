@@ -8,6 +8,7 @@ from typing import Any
 
 from deltarule.nn import MIXERS
 from deltarule.nn.feature_maps import FEATURE_MAPS, NORMS
+from deltarule.nn.mixer import SPECTRA
 
 # More than any model has; a damaged file could ask for a billion.
 _MOST_LAYERS = 10_000
@@ -28,10 +29,12 @@ _NUMBERS = (
 _CHOICES: dict[str, Iterable[str]] = {
     "feature_map": FEATURE_MAPS, "qk_norm": NORMS, "attention_qk_norm": ("head", "all"),
     "post_norm": MIXERS, "hidden_act": ("silu", "relu2"), "scoring_func": ("softmax", "sigmoid"),
+    "spectrum": SPECTRA,
 }  # fmt: skip
 # Options that mean nothing without a layer that takes them.
 _ASKED_FOR = (
     "beta_max", "longest_horizon", "n_steps", "mini_batch", "feature_map", "qk_norm", "normalizer",
+    "spectrum",
 )  # fmt: skip
 # What a block has beside mixers in its first half.
 MLP_PARTS = ("mlp", "moe")

@@ -46,6 +46,7 @@ from deltarule.nn.rwkv4 import RWKV4
 from deltarule.nn.rwkv6 import RWKV6
 from deltarule.nn.rwkv7 import RWKV7
 from deltarule.nn.s4 import S4
+from deltarule.nn.s4d import S4D
 from deltarule.nn.scan import ScanMixer
 from deltarule.nn.short_conv import ShortConv
 from deltarule.nn.slstm import SLSTM
@@ -85,6 +86,7 @@ _LAYERS: dict[str, type[Mixer]] = {
     "mamba1": Mamba1,
     "signed_mamba1": SignedMamba1,
     "s4": S4,
+    "s4d": S4D,
     "lru": LRU,
     "hgrn": HGRN,
     "rg_lru": RGLRU,
@@ -125,6 +127,7 @@ __all__ = [
     "RWKV6",
     "RWKV7",
     "S4",
+    "S4D",
     "SLSTM",
     "SYSTEMS",
     "TTTMLP",

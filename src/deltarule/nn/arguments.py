@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -92,6 +92,7 @@ REASONS = {
     "state holds: use qk_norm",
     "longest_horizon": "its decay is not exp(-exp(A_log) dt), whose rates it would spread",
     "mini_batch": "ttt and titans have mini-batches",
+    "spectrum": "s4d has complex eigenvalues",
     "num_slots": "abc and gsa have slots",
     "filter_size": "hyena and multi_head_hyena have filters",
     "rope_theta": "it does not rotate its queries and keys",
@@ -114,15 +115,20 @@ def check_meant(
         )
 
 
+def check_word(name: str, value: object, known: Sequence[str]) -> None:
+    """Refuse what is not None and no known word."""
+    if value is not None and value not in known:
+        near = difflib.get_close_matches(str(value), known, n=1)
+        hint = f": did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}{hint}")
+
+
 def check_maps(feature_map: object, qk_norm: object, normalizer: object) -> None:
     """Refuse words that are no feature map and no norm, and a normaliser that is no flag."""
     for name, value, known in (
         ("feature_map", feature_map, list(FEATURE_MAPS)), ("qk_norm", qk_norm, list(NORMS))
     ):  # fmt: skip
-        if value is not None and value not in known:
-            near = difflib.get_close_matches(str(value), known, n=1)
-            hint = f": did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}{hint}")
+        check_word(name, value, known)
     if not isinstance(normalizer, bool):
         raise ValueError(f"normalizer must be True, False or None, got {normalizer!r}")
 

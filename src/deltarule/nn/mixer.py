@@ -19,6 +19,7 @@ from deltarule.nn.arguments import (
     check_maps,
     check_meant,
     check_multiple,
+    check_word,
     default,
     default_head_dim,
     positive,
@@ -37,6 +38,8 @@ COMMON = frozenset({
 })  # fmt: skip
 
 
+# Spectra that S4D knows.
+SPECTRA = ("legs", "inv", "lin")
 # As the authors of TTT have it.
 MINI_BATCH = 16
 
@@ -69,6 +72,8 @@ class Mixer(Frame):
         num_slots: Slots of each head. None: head_k_dim.
         filter_size: Tokens that a filter reaches, that of the token itself included. None: 2048.
         mini_batch: Tokens whose inner gradients are taken at one memory. None: 16.
+        spectrum: Where the complex eigenvalues of S4D start: "legs", those of HiPPO-LegS; "inv" or
+            "lin", the paper's two that are like it. None: "legs".
         rope_theta: Base of the rotary wavelengths. None: 10000.
         norm_eps: Added to the mean square in the norm of the output.
         layer_index: Which layer of the model this is, from 0.
@@ -126,6 +131,7 @@ class Mixer(Frame):
         num_slots: int | None = None,
         filter_size: int | None = None,
         mini_batch: int | None = None,
+        spectrum: str | None = None,
         rope_theta: float | None = None,
         norm_eps: float = 1e-5,
         layer_index: int = 0,
@@ -147,6 +153,7 @@ class Mixer(Frame):
         self.num_slots = positive("num_slots", default(num_slots, self.head_k_dim))
         self.filter_size = filter_size
         self.mini_batch = positive("mini_batch", default(mini_batch, MINI_BATCH))
+        self.spectrum = default(spectrum, SPECTRA[0])
         self.rope_theta = above_zero("rope_theta", default(rope_theta, 10000.0))
         self.norm_eps = above_zero("norm_eps", norm_eps)
         self.layer_index, self.num_layers = check_depth(layer_index, num_layers)
@@ -162,12 +169,14 @@ class Mixer(Frame):
             "qk_norm": qk_norm, "normalizer": normalizer, "num_slots": num_slots,
             "filter_size": filter_size, "rope_theta": rope_theta,
             "longest_horizon": longest_horizon, "mini_batch": mini_batch,
+            "spectrum": spectrum,
         }  # fmt: skip
         neutral = {
             "num_v_heads": num_heads, "head_v_dim": self.head_k_dim, "conv_size": 0, "n_steps": 1,
             "normalizer": divides,
         }  # fmt: skip
         check_meant(self.rule.name, self.takes, given, neutral)
+        check_word("spectrum", self.spectrum, SPECTRA)
         check_maps(self.feature_map, qk_norm, self.normalizer)
         self.check_options()
         self.build_projections()

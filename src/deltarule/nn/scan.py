@@ -67,11 +67,15 @@ class ScanMixer(Mixer):
     def mix(self, call: Call) -> Tensor:
         stream = self.values(call)
         v = self.per_head(stream)
-        o = scan(self.scan_arguments(stream, v), call)
+        o = self.scanned(stream, v, call)
         o = (o + self.D * v).to(o.dtype).flatten(-2)
         if self.g_proj is not None:
             o = o * F.silu(self.g_proj(call.x))
         return self.o_proj(o)
+
+    def scanned(self, stream: Tensor, v: Tensor, call: Call) -> Tensor:
+        """Carry the state along the values [B, T, inner], v the same by heads, and read it."""
+        return scan(self.scan_arguments(stream, v), call)
 
     def arguments(self, call: Call) -> Arguments:
         """Project to all that `selective_scan` takes but the state."""
