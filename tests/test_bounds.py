@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+from promised import promised
+
+triton = promised("triton")
 tl = triton.language
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="of the interpreter alone")

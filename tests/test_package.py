@@ -1,5 +1,6 @@
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -7,8 +8,10 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import deltarule
+from promised import PROMISED
 
 ROOT = Path(__file__).parents[1]
 EXTRAS = ("triton", "transformers", "matplotlib", "tyro", "rich", "hypothesis", "pytest")
@@ -99,8 +102,8 @@ def requirements() -> list[Requirement]:
     return [Requirement(line) for group in groups for line in group]
 
 
-def constraints() -> dict[str, str]:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
+def constraints(file: str = "constraints.txt") -> dict[str, str]:
+    lines = (ROOT / file).read_text().splitlines()
     pairs = [line.split("==") for line in lines if not line.startswith("#")]
     return {canonicalize_name(name): version for name, version in pairs}
 
@@ -111,3 +114,26 @@ def installed(name: str) -> bool:
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
+
+
+def test_no_test_is_skipped_for_want_of_what_the_extra_promises():
+    files = [*(ROOT / "tests").rglob("*.py")]
+    skips = {
+        name: file
+        for file in files
+        for name in re.findall(r"""importorskip\(["'](\w+)""", file.read_text())
+    }
+    assert {"triton", "pyarrow", "tyro", "hypothesis"} <= PROMISED
+    assert not {name: file for name, file in skips.items() if name in PROMISED}
+
+
+def test_the_lowest_versions_are_those_that_the_project_asks_for():
+    """A version that is never installed could be promised and not work."""
+    lowest = constraints("constraints-lowest.txt")
+    skipped = {"deltarule", "ruff", "mypy", "import-linter", "pytest-xdist", "zensical"}
+    for group in ("train", "data", "gpu", "test", None):
+        lines = project()["optional-dependencies"][group] if group else project()["dependencies"]
+        for requirement in map(Requirement, lines):
+            if requirement.name not in skipped:
+                least = next(s.version for s in requirement.specifier if s.operator == ">=")
+                assert Version(lowest[requirement.name]) == Version(least), requirement.name

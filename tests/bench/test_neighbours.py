@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from bench import neighbours
+from promised import promised
 
-pytest.importorskip("triton")
+promised("triton")
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are compiled here: run the benchmark"

@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("triton")
+from promised import promised
+
+promised("triton")
 
 from deltarule.doctor import definition
 from deltarule.doctor import examine as module

@@ -6,7 +6,9 @@ import time
 import pytest
 import torch
 
-pytest.importorskip("triton")
+from promised import promised
+
+promised("triton")
 
 from deltarule.doctor import workers
 from deltarule.doctor.command import fitting_processes

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
+from promised import promised
+
+promised("triton")
 
 from kernels.machine_code import lost_addresses, overwritten_operands, single_buffers
 

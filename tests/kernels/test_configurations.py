@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
+from promised import promised
+
+promised("triton")
 
 import deltarule
 from deltarule.ops.delta_rule.triton import tile_sizes

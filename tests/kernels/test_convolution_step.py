@@ -6,8 +6,9 @@ import torch
 from deltarule.nn import ShortConv
 from deltarule.nn.short_conv import step
 from deltarule.ops.fused import short_conv
+from promised import promised
 
-pytest.importorskip("triton")
+promised("triton")
 
 
 @pytest.fixture

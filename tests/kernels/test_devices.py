@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("triton")
+from promised import promised
+
+promised("triton")
 
 from triton import knobs
 

@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("triton")
+from promised import promised
+
+promised("triton")
 
 import triton.language as tl
 from triton.backends.compiler import GPUTarget

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("triton")
+from promised import promised
+
+promised("triton")
 
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime._async_compile import active_mode

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
+from promised import promised
+
+promised("triton")
 
 PROGRAM = Path(__file__).with_name("compile_gluon.py")
 # Bytes of shared memory that one block may have.

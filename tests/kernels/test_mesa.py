@@ -9,9 +9,10 @@ from deltarule.ops.mesa import definition as reference
 from deltarule.ops.mesa import torch as chunked
 from deltarule.ops.mesa.torch import Covariance, conjugate_gradients, iterations_operator
 from ops import test_mesa as operator
+from promised import promised
 from tolerance import assert_close, relative_rms
 
-pytest.importorskip("triton")
+promised("triton")
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are compiled here: see tests/ops/test_mesa.py"

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
+from promised import promised
+
+promised("triton")
 
 # Bytes of a thread that go to memory: the gradients of a memory go from product to product, and
 # each has operands that fill half of the registers; a scan with every gate at once has no source;

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("triton")
+from promised import promised
+
+promised("triton")
 
 import triton.language as tl
 from triton.compiler import CompiledKernel

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from oracle import Case, make_case, weights, with_gradients
+from promised import promised
 from tolerance import assert_close, relative_rms
 
-pytest.importorskip("triton")
+promised("triton")
 
 from deltarule import pack
 from deltarule.ops.delta_rule.inputs import Inputs

@@ -6,9 +6,10 @@ from torch.library import opcheck
 
 from deltarule import pack
 from ops import test_selective_scan as scan
+from promised import promised
 from tolerance import assert_close, relative_rms
 
-pytest.importorskip("triton")
+promised("triton")
 
 from deltarule.ops.selective_scan.registered import scan_operator
 from deltarule.ops.selective_scan.triton import passes as kernels

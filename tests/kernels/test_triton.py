@@ -5,9 +5,10 @@ import torch
 
 from logits import Logits, make_logits
 from oracle import DECAYS, make_case
+from promised import promised
 from tolerance import assert_close, relative_rms
 
-pytest.importorskip("triton")
+promised("triton")
 
 from deltarule.ops.delta_rule.gate_maps import NO_MAPS, GateMaps
 from deltarule.ops.delta_rule.inputs import Inputs

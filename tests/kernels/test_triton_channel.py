@@ -10,9 +10,10 @@ import torch
 from deltarule import pack
 from deltarule.ops.delta_rule import chunked
 from oracle import Case, make_case, run_module, weights, with_gradients
+from promised import promised
 from tolerance import assert_close, assert_close_to_yardstick, relative_rms
 
-pytest.importorskip("triton")
+promised("triton")
 
 import triton
 import triton.language as tl

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from oracle import Case, make_case, run_module, weights, with_gradients
+from promised import promised
 from tolerance import assert_close, assert_close_to_yardstick
 
-pytest.importorskip("triton")
+promised("triton")
 
 from deltarule import pack
 from deltarule.ops.delta_rule import chunked

@@ -8,9 +8,10 @@ import torch
 from deltarule.ops.dispatch import Implementation, always
 from deltarule.ops.memory.torch.linear_memory import memory_operator
 from ops import memories
+from promised import promised
 from tolerance import relative_rms
 
-pytest.importorskip("triton")
+promised("triton")
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are compiled here: see test_memories_on_gpu"

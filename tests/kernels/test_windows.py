@@ -8,8 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from oracle import make_case, weights
+from promised import promised
 
-pytest.importorskip("triton")
+promised("triton")
 
 from deltarule import pack
 from deltarule.ops.delta_rule.inputs import Inputs

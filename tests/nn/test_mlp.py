@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from deltarule.nn import mlp
+from promised import promised
 from tolerance import assert_close, relative_rms
 
-pytest.importorskip("triton")
+promised("triton")
 
 from deltarule.ops.fused.swiglu import SwiGLULinear, swiglu
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton")
+from promised import promised
+
+promised("triton")
 
 import gluon_interpreter
 from deltarule import pack

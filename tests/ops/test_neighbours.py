@@ -8,9 +8,10 @@ from torch import Tensor
 from torch.library import opcheck
 
 from neighbours import MAKERS, PACKED, Neighbour, conv, with_gradients
+from promised import promised
 from tolerance import assert_close, relative_rms
 
-pytest.importorskip("triton")
+promised("triton")
 
 from deltarule.models import loss
 from deltarule.nn import gates, mlp, norm, short_conv

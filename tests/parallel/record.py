@@ -15,12 +15,12 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-import torch  # noqa: E402
-from processes import Processes  # noqa: E402
-from test_contexts import NOT_LINEAR  # noqa: E402
-from test_kills import kill_and_read  # noqa: E402
+import torch
+from processes import Processes
+from test_contexts import NOT_LINEAR
+from test_kills import kill_and_read
 
-from deltarule.nn import MIXERS  # noqa: E402
+from deltarule.nn import MIXERS
 
 
 def worst(answers: list[dict[str, float]]) -> float:
