@@ -27,6 +27,7 @@ CONFIGS = {
     "qwen3_5_moe": ("qwen3_5_moe", {}),
     "qwen3_next": ("qwen3_next", {"mlp_only_layers": [1], "norm_topk_prob": False}),
     "qwen3_next, dense": ("qwen3_next", {"mlp_only_layers": [0, 1, 2, 3]}),
+    "kimi_linear": ("kimi_linear", {"num_local_experts": 8, "n_group": 2, "n_shared_experts": 2}),
     "bamba": ("bamba", {}),
     "falcon_h1": ("falcon_h1", {"attention_in_multiplier": 1.25, "ssm_in_multiplier": 0.8,
                                 "mlp_multipliers": [0.7, 1.3]}),
@@ -99,6 +100,10 @@ def test_the_round_trip_is_bit_equal_and_transformers_reads_it(case, tmp_path):
     if model_type == "olmo_hybrid":
         layer = "model.layers.3."
         aliases[f"{layer}feedforward_layer_norm.weight"] = f"{layer}post_attention_layernorm.weight"
+    if model_type == "kimi_linear":
+        names = [f"{name}_proj.weight" for name in ("gate", "up", "down")]
+        layer = "model.layers.0."
+        aliases |= {f"{layer}block_sparse_moe.{name}": f"{layer}mlp.{name}" for name in names}
     check_round_trip(folder, model_type, tmp_path / "ours", aliases)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
     x = tokens(2, 40)
@@ -166,6 +171,8 @@ def test_an_expert_that_is_missing_is_named(tmp_path):
         ("qwen3_next", {"mlp_only_layers": 3}, "mlp_only_layers must be a list, got 3"),
         ("qwen3_next", {"num_experts_per_tok": 9}, "num_experts_per_tok must be at most 4"),
         ("bamba", {"attn_layer_indices": 3}, "attn_layer_indices must be a list, got 3"),
+        ("kimi_linear", {"mlp_layer_types": ["dens"] * 4}, "must be of dense, sparse, none"),
+        ("kimi_linear", {"q_lora_rank": 8}, "q_lora_rank must be None, got 8"),
         ("falcon_h1", {"ssm_multipliers": [1.0]}, "ssm_multipliers must be a list of 5"),
         ("falcon_h1", {"mamba_rms_norm": True}, "mamba_norm_before_gate must be False"),
         ("granitemoehybrid", {"layer_types": ["mamba"]}, "layer_types must name 4 layers, got 1"),

@@ -77,6 +77,8 @@ def test_fields_cannot_change():
         (EXPERTS | {"num_experts_per_tok": 5}, "num_experts_per_tok must be at most 4"),
         (EXPERTS | {"n_group": 4}, "n_group=4 leaves groups of fewer than two experts"),
         (EXPERTS | {"shared_expert_gate": True}, "shared_expert_gate means nothing without"),
+        ({"kv_lora_rank": 8}, "kv_lora_rank=8 means nothing without attention in layer_types"),
+        ({"output_gate_bias": False}, "output_gate_bias=False means nothing without kda"),
         ({"hidden_act": "gelu"}, "hidden_act must be one of silu, relu2, got 'gelu'"),
         ({"mlp_multipliers": (1.0,)}, "mlp_multipliers must be a tuple of 2 numbers, got (1.0,)"),
         ({"ssm_out_multiplier": 2.0}, "ssm_out_multiplier=2.0 means nothing without mamba2"),

@@ -26,8 +26,11 @@ def sizes(name: str) -> dict[str, object]:
     return options if name not in MIXED else options | {"window": 5}
 
 
-def test_parts_side_by_side_and_blocks_without_a_state(make_model, random_tokens, on_buffers):
-    model = make_model(layer_types=SIDE_BY_SIDE, num_layers=4)
+@pytest.mark.parametrize("options", [{}, {"kv_lora_rank": 8}])
+def test_parts_side_by_side_and_blocks_without_a_state(
+    options, make_model, random_tokens, on_buffers
+):
+    model = make_model(layer_types=SIDE_BY_SIDE, num_layers=4, **options)
     prompts = [random_tokens(n, seed=n).tolist() for n in (9, 3)]
     again = [
         model.generate(prompts, max_new_tokens=12, temperature=0, cuda_graphs=graphs)

@@ -29,6 +29,10 @@ OPTIONS = {
         "attention_out_multiplier": 0.9, "mlp_multipliers": (0.8, 1.2),
         "embedding_multiplier": 1.5, "lm_head_multiplier": 0.8,
     },
+    "latent attention, gate without bias": {
+        "layer_types": ("kda", "attention"), "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8, "v_head_dim": 16, "output_gate_bias": False,
+    },
     "mixer and MLP side by side": {"layer_types": "kda+mlp", "mlp_layer_types": "none"},
     "no positions, scaled scores, capped logits": {
         "layer_types": ("mamba2", "attention"), **MAMBA2, "partial_rotary_factor": 0.0,

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from deltarule.models.config import ModelConfig
-from deltarule.nn import MIXERS, Experts, Mixer, RMSNorm, State
+from deltarule.nn import MIXERS, Experts, LatentAttention, Mixer, RMSNorm, State
 from deltarule.nn.mlp import make_mlp
 from deltarule.nn.recomputed import recomputed
 from deltarule.nn.state import LentState
@@ -119,6 +119,8 @@ def make_part(config: ModelConfig, name: str, layer_index: int) -> nn.Module:
     if name == "mlp":
         gate = config.mlp_multipliers[0]
         return make_mlp(config.hidden_size, mlp_size(config), config.hidden_act, gate)
+    if name == "attention" and config.kv_lora_rank is not None:
+        return LatentAttention.from_config(config, layer_index)
     if name != "moe":
         return MIXERS[name].from_config(config, layer_index)
     assert config.moe_intermediate_size is not None

@@ -37,6 +37,11 @@ class ModelConfig:
         attention_head_dim: Channels of a head of attention. None: hidden_size over its query heads.
         attention_qk_norm: A norm of attention's q and k: "head", of each head; "all", of all heads
             together. None: no norm.
+        kv_lora_rank: Channels of the vector that keys and values of full attention come from, and
+            that its state keeps (latent attention). None: they come from x.
+        qk_nope_head_dim: Channels of a query or key of latent attention that are a head's own.
+        qk_rope_head_dim: Channels of a key of latent attention that all heads share.
+        v_head_dim: Channels of a value of latent attention.
         attention_gate: Whether attention multiplies its output by sigmoid of a projection of x.
         partial_rotary_factor: Share of a head's channels that attention turns, the first ones, in
             [0, 1]; 0: no positions.
@@ -45,6 +50,7 @@ class ModelConfig:
         conv_bias: Whether that convolution adds a bias before its SiLU. None: it does not.
         n_groups: Key heads of Mamba-2 layers, a divisor of their heads.
         output_gate: Whether recurrent layers gate their output. None: the layer's default.
+        output_gate_bias: Whether that gate of KDA layers has a bias.
         beta_max: Largest write strength of delta layers; 2.0 allows negative eigenvalues. None:
             the layer's default.
         longest_horizon: Tokens that the slowest head of layers with rates of decay starts by
@@ -119,12 +125,17 @@ class ModelConfig:
     num_kv_heads: int | None = None
     attention_head_dim: int | None = None
     attention_qk_norm: Literal["head", "all"] | None = None
+    kv_lora_rank: int | None = None
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
     attention_gate: bool = False
     partial_rotary_factor: float = 1.0
     conv_size: int | None = None
     conv_bias: bool | None = None
     n_groups: int = 1
     output_gate: bool | None = None
+    output_gate_bias: bool = True
     beta_max: float | None = None
     longest_horizon: float | None = None
     n_steps: int | None = None

@@ -13,10 +13,17 @@ from deltarule.nn.mixer import SPECTRA
 # More than any model has; a damaged file could ask for a billion.
 _MOST_LAYERS = 10_000
 # Integers that may be zero; those of `_POSITIVE` may not.
-_COUNTS = ("conv_size", "mlp_size", "num_experts", "shared_expert_intermediate_size")
+_COUNTS = (
+    "qk_rope_head_dim",
+    "conv_size",
+    "mlp_size",
+    "num_experts",
+    "shared_expert_intermediate_size",
+)
 _POSITIVE = (
     "vocab_size", "hidden_size", "num_layers", "num_heads", "num_v_heads", "head_k_dim",
     "head_v_dim", "num_attention_heads", "num_kv_heads", "attention_head_dim", "n_groups",
+    "kv_lora_rank", "qk_nope_head_dim", "v_head_dim",
     "n_steps", "filter_size", "mini_batch", "window", "num_experts_per_tok",
     "moe_intermediate_size", "n_group", "topk_group",
 )  # fmt: skip
@@ -41,7 +48,8 @@ MLP_PARTS = ("mlp", "moe")
 _ATTENTION = ("attention", "sliding_window")
 # Options that mean nothing, but for their defaults, without one of these parts.
 _OF_PARTS: dict[str, tuple[str, ...]] = {
-    "n_groups": ("mamba2",), "mamba_rms_norm": ("mamba2",), "ssm_multipliers": ("mamba2",),
+    "kv_lora_rank": ("attention",), "output_gate_bias": ("kda",), "n_groups": ("mamba2",),
+    "mamba_rms_norm": ("mamba2",), "ssm_multipliers": ("mamba2",),
     "ssm_out_multiplier": ("mamba2",), "attention_multiplier": _ATTENTION,
     "attention_out_multiplier": _ATTENTION, "num_experts": ("moe",),
     "num_experts_per_tok": ("moe",), "moe_intermediate_size": ("moe",),

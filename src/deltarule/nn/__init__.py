@@ -17,6 +17,7 @@ from deltarule.nn.hgrn import HGRN
 from deltarule.nn.hgrn2 import HGRN2
 from deltarule.nn.hyena import Hyena, MultiHeadHyena
 from deltarule.nn.kda import KDA
+from deltarule.nn.latent_attention import LatentAttention
 from deltarule.nn.lightning import Lightning
 from deltarule.nn.linear_attention import LinearAttention
 from deltarule.nn.longhorn import Longhorn
@@ -149,6 +150,7 @@ __all__ = [
     "GatedRetNet",
     "GatedSlotAttention",
     "Hyena",
+    "LatentAttention",
     "Lightning",
     "LinearAttention",
     "Longhorn",

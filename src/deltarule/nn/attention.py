@@ -199,12 +199,17 @@ class Attention(Mixer):
         layout = make_layout(x, None, None)
         before = self.state_before(None, layout)
         q, k, _ = self._project(x, layout.positions(before["length"]))
-        k = k.repeat_interleave(self.num_heads // self.num_kv_heads, dim=2)
-        scores = torch.einsum("bihd, bjhd -> bhij", q, k) * default(self.scale, self.head_dim**-0.5)
+        scores = torch.einsum("bihd, bjhd -> bhij", q, self._keys(k)) * default(
+            self.scale, self.head_dim**-0.5
+        )
         visible = self._visible(before, layout)
         if visible is None:
             visible = torch.ones_like(scores[:1, :1], dtype=torch.bool).tril()
         return scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+
+    def _keys(self, k: Tensor) -> Tensor:
+        """A key for every query head."""
+        return k.repeat_interleave(self.num_heads // self.num_kv_heads, dim=2)
 
     def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = linears(x, tuple(self.of_input().values()))

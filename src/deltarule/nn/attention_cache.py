@@ -37,16 +37,20 @@ def attend_to_cache(
     Returns:
         [B, KV heads, heads / KV heads, D].
     """
-    place, valid, names = state["place"], state["valid"], ("keys", "values")
-    at = torch.arange(len(place), device=place.device), place
-    for name, new in zip(names, (k, v), strict=True):
-        state[name].index_put_(at, new.to(state[name].dtype))
-    valid.index_put_(at, torch.ones_like(place, dtype=torch.bool))
-    keys, values = (state[name].to(q.dtype).transpose(1, 2) for name in names)
+    seen = add_row(k, v, state)[:, None, None]
+    keys, values = (state[name].to(q.dtype).transpose(1, 2) for name in ("keys", "values"))
     # The query heads that share a key head are rows of one query: no key is repeated.
     queries = q.unflatten(1, (k.shape[1], -1))
-    seen = valid[:, None, None]
-    o = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, scale=scale)
+    return F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, scale=scale)
+
+
+def add_row(k: Tensor, v: Tensor, state: LentState) -> Tensor:
+    """Write one token of each row into the cache; return [B, L], which of its rows have one."""
+    place, valid = state["place"], state["valid"]
+    at = torch.arange(len(place), device=place.device), place
+    for name, new in (("keys", k), ("values", v)):
+        state[name].index_put_(at, new.to(state[name].dtype))
+    valid.index_put_(at, torch.ones_like(place, dtype=torch.bool))
     state["length"].add_(1)
     place.add_(1).remainder_(valid.shape[1])
-    return o
+    return valid

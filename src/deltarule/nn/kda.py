@@ -4,6 +4,8 @@ S_t = S_{t-1} Diag(a_t) (I - beta_t k_t k_t^T) + beta_t v_t k_t^T        |k_t| =
 a_t = exp(-exp(A_log) softplus(decay_logits_t + dt_bias))
 """
 
+from typing import Any, Self
+
 from torch import nn
 
 from deltarule.nn.delta import DeltaMixer
@@ -51,6 +53,16 @@ class KDA(DeltaMixer):
     def build_gates(self) -> None:
         super().build_gates()
         self.build_channel_decay()
+
+    @classmethod
+    def from_config(cls, config: Any, layer_index: int) -> Self:
+        """Build the layer of a model, whose output gate may have no bias."""
+        layer = super().from_config(config, layer_index)
+        if not getattr(config, "output_gate_bias", True) and isinstance(
+            layer.g_proj, nn.Sequential
+        ):
+            layer.g_proj[1].register_parameter("bias", None)
+        return layer
 
     def output_gate_projection(self) -> nn.Module:
         """From x through few channels to the gate of every output channel."""

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.block import Block, mlp_kinds, mlp_size
-from deltarule.nn import Attention, Mixer
+from deltarule.nn import Attention, LatentAttention, Mixer
 from deltarule.parallel.local import Enclosure
 from deltarule.parallel.spanning import span_heads
 from deltarule.parallel.vocabulary import split_vocabulary
@@ -72,6 +72,11 @@ def local_block(config: ModelConfig, index: int, mixer: Mixer, ways: int) -> Blo
     """Build the block of one process, without memory: fewer heads of the same sizes."""
     changed: dict[str, Any] = {name: share(name, getattr(config, name), ways) for name in HEADS}
     changed |= {name: getattr(mixer, name, None) for name in ("head_k_dim", "head_v_dim")}
+    if isinstance(mixer, LatentAttention):
+        raise ValueError(
+            f"kv_lora_rank={config.kv_lora_rank} cannot be split over {ways} processes, which "
+            "share one head of keys: shard the weights instead"
+        )
     if config.n_groups > 1:
         raise ValueError(
             f"n_groups={config.n_groups} cannot be split over {ways} processes: shard the weights "

@@ -4,7 +4,15 @@ import difflib
 from typing import Any
 
 from deltarule.models.config_names import MODEL_TYPE
-from deltarule.models.convert import fla, mamba2, mamba_hybrids, nemotron_h, olmo_hybrid, qwen
+from deltarule.models.convert import (
+    fla,
+    kimi_linear,
+    mamba2,
+    mamba_hybrids,
+    nemotron_h,
+    olmo_hybrid,
+    qwen,
+)
 from deltarule.models.convert.family import Family
 from deltarule.models.convert.piece import Piece, Shapes
 
@@ -19,6 +27,7 @@ FAMILIES: dict[str, Family] = {
     "olmo_hybrid": olmo_hybrid.FAMILY,
     **mamba_hybrids.FAMILIES,
     "nemotron_h": nemotron_h.FAMILY,
+    "kimi_linear": kimi_linear.FAMILY,
 }
 
 

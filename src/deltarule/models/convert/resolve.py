@@ -7,7 +7,7 @@ from torch import nn
 
 from deltarule.models.block import mlp_kinds, mlp_size
 from deltarule.models.config import ModelConfig
-from deltarule.nn import Attention
+from deltarule.nn import Attention, LatentAttention
 from deltarule.nn.mixer import Mixer
 
 # What a recurrent layer has become, by the option that says it.
@@ -23,6 +23,7 @@ _ATTENTION = {
     "attention_head_dim": "head_dim", "attention_qk_norm": "attention_qk_norm",
     "partial_rotary_factor": "partial_rotary_factor", "attention_multiplier": "scale",
 }  # fmt: skip
+_LATENT = {"num_attention_heads": "num_heads"}
 _OTHER = ("attention_gate", "output_gate", "output_norm_eps", "rope_theta")
 # Options that are never None, where no layer has taken them.
 _UNUSED = {"attention_gate": False, "partial_rotary_factor": 1.0, "rope_theta": 10000.0}
@@ -43,7 +44,8 @@ def resolved(config: ModelConfig, blocks: nn.ModuleList) -> ModelConfig:
             seen["rope_theta"].add(mixer.rope_theta or config.rope_theta)
         if isinstance(mixer, Attention):
             seen["attention_gate"].add(mixer.g_proj is not None)
-            for option, name in _ATTENTION.items():
+            latent = isinstance(mixer, LatentAttention)
+            for option, name in (_LATENT if latent else _ATTENTION).items():
                 seen[option].add(getattr(mixer, name))
             continue
         seen["output_gate"].add(mixer.g_proj is not None)
