@@ -111,11 +111,11 @@ def test_resets(erase: str, n_steps: int, spacing: int, strength: float) -> None
 
 
 def check_roughly(case: Case, size: float = 1.0, save: bool = True) -> None:
-    """As `check`; a sum of logarithms near 2^7 is good to 2^-18, and meets another one."""
+    """As `check`; a sum of logarithms over 2^7 is good to 2^-17, and meets another one."""
     d_o, d_state = (x.float() * size for x in weights(case))
     exact = expected(case, d_o, d_state)
     for name, x in run(case, d_o, d_state, save).items():
-        assert relative_rms(x, exact[name]) < 2e-5, name
+        assert relative_rms(x, exact[name]) < 3e-5, name
 
 
 class Unlaunched:

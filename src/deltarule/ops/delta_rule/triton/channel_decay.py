@@ -259,19 +259,16 @@ def rounded(b_x, PRECISION: tl.constexpr):
     return b_x
 
 
-# The chunks that the fast gradients flag, mostly few: few programs look through all of them.
+# The chunks with rows that the fast scores flag, mostly few: few programs look through all of them.
 #
 # `each_chunk` calls what a kernel does with a chunk: by a program for every chunk and head, or for
 # flagged chunks alone by a fixed number of programs. Program i_p looks at
 #
 #     i_x = chunk * HEADS + head      i_p, i_p + programs, i_p + 2 programs, ..
 #
-# many at once, and stops at those with a decay below FLAGGED.
+# many at once, and stops at those with fewer than BT fast rows.
 
 
-# A chunk is flagged if a channel decays below this: gradients times 2^-100 still have all their
-# digits, and keys times 2^100 are well below the largest number.
-FLAGGED = tl.constexpr(2.0**-100)
 # Numbers that a program looks at together, in at most so many rows.
 TILE, LOOK = tl.constexpr(4096), tl.constexpr(32)
 
@@ -296,30 +293,29 @@ def next_below(x, bar, i_x, count, PER: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def each_chunk(
-    of, given, known, cu_seqlens, chunks, T, N, HEADS: tl.constexpr, S: tl.constexpr,
+    of, given, fast_rows, cu_seqlens, chunks, T, N, HEADS: tl.constexpr, S: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
     """Call of(i_m, i_h, first, rows, *given) for every chunk of each of HEADS heads, H or HV.
 
-    With the decays of chunks `known` [M, HV, K], for those that are flagged in any value head of
-    their key head; else the program's own one.
+    With the `fast_rows` [M, HV] of chunks, for those that are flagged in any value head of their
+    key head; else the program's own one.
     """
-    if known is None:
+    if fast_rows is None:
         i_m, i_h = tl.program_id(0), tl.program_id(1)
         first, tokens = chunk_place(i_m, cu_seqlens, T, N, S.CT, PACKED)
         if tokens > 0:
             of(i_m, i_h, first, tl.minimum(tokens, S.CT) * S.N_STEPS, *given)
     else:
         PER: tl.constexpr = HEADS // S.H
-        C: tl.constexpr = S.HV // S.H * S.K
         count = chunks * HEADS
-        i_x = next_below(known, FLAGGED, tl.program_id(0), count, PER, C)
+        i_x = next_below(fast_rows, S.BT, tl.program_id(0), count, PER, S.HV // S.H)
         while i_x < count:
             i_m, i_h = i_x // HEADS, i_x % HEADS
             first, tokens = chunk_place(i_m, cu_seqlens, T, N, S.CT, PACKED)
             if tokens > 0:
                 of(i_m, i_h, first, tl.minimum(tokens, S.CT) * S.N_STEPS, *given)
-            i_x = next_below(known, FLAGGED, i_x + tl.num_programs(0), count, PER, C)
+            i_x = next_below(fast_rows, S.BT, i_x + tl.num_programs(0), count, PER, S.HV // S.H)
 
 
 @triton.jit
@@ -334,14 +330,16 @@ def sums_of_chunk(i_m, i_h, first, rows, g, chunk_decay, sums, S: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "N", "chunks"])
 def decay_sums_kernel(
-    log_decay, cu_seqlens, known, chunk_decay, sums, chunks, T, N, s_decay_b, s_decay_t,
+    log_decay, cu_seqlens, fast_rows, chunk_decay, sums, chunks, T, N, s_decay_b, s_decay_t,
     s_decay_h, s_decay_k,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, N_STEPS: tl.constexpr, CT: tl.constexpr,
-    BK: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr,
+    BT: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """sums [M, HV, ROWS, K] as above, and chunk_decay [M, HV, K]."""
-    S: tl.constexpr = Sizes(H=H, HV=HV, K=K, N_STEPS=N_STEPS, CT=CT, BK=BK, EXACT=EXACT)
+    S: tl.constexpr = Sizes(
+        H=H, HV=HV, K=K, N_STEPS=N_STEPS, CT=CT, BT=BT, BK=BK, EXACT=EXACT
+    )  # fmt: skip
     g = Gates(None, log_decay, T, None, None, None, s_decay_b, s_decay_t, s_decay_h, s_decay_k)
     each_chunk(
-        sums_of_chunk, (g, chunk_decay, sums, S), known, cu_seqlens, chunks, T, N, HV, S, PACKED
+        sums_of_chunk, (g, chunk_decay, sums, S), fast_rows, cu_seqlens, chunks, T, N, HV, S, PACKED
     )

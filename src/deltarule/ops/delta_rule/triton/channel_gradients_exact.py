@@ -321,7 +321,7 @@ def pairs_of_chunk(
 
 @triton.jit(do_not_specialize=["T", "N", "chunks"])
 def pair_gradients_kernel(
-    v, beta, cu_seqlens, known, errors, d_o, d_errors, d_values, pairs, d_v, d_beta, chunks,
+    v, beta, cu_seqlens, fast_rows, errors, d_o, d_errors, d_values, pairs, d_v, d_beta, chunks,
     scale, T, N, s_beta_b, s_beta_t, s_beta_h,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
     CT: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, ERASE: tl.constexpr,
@@ -336,7 +336,7 @@ def pair_gradients_kernel(
     g = Gates(beta, None, T, s_beta_b, s_beta_t, s_beta_h, None, None, None, None)
     each_chunk(
         pairs_of_chunk, (x, g, d_values, pairs, d_v, d_beta, scale, S),
-        known, cu_seqlens, chunks, T, N, HV, S, PACKED,
+        fast_rows, cu_seqlens, chunks, T, N, HV, S, PACKED,
     )  # fmt: skip
 
 
@@ -469,7 +469,7 @@ def gradients_of_chunk(i_m, i_key, first, rows, i, x, y, g, S: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "N", "chunks"])
 def exact_gradients_kernel(
-    q, k, v, a, b, beta, log_decay, cu_seqlens, known, states, errors, d_o, d_states, d_errors,
+    q, k, v, a, b, beta, log_decay, cu_seqlens, fast_rows, states, errors, d_o, d_states, d_errors,
     pairs, sums, chunk_decay, d_q, d_k, d_a, d_b, d_log_decay, chunks,
     scale, T, N, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
@@ -479,7 +479,7 @@ def exact_gradients_kernel(
 ):  # fmt: skip
     """Gradients in the layouts of their tensors; that by log_decay [B, T, HV, K] in float32.
 
-    Of all chunks, or of the flagged ones where the decays of chunks are `known`.
+    Of all chunks, or of the flagged ones where there are `fast_rows`.
     """
     S: tl.constexpr = Sizes(
         H=H, HV=HV, K=K, V=V, N_STEPS=N_STEPS, CT=CT, BT=BT, BK=BK, BV=BV, BC=BC, ERASE=ERASE,
@@ -491,6 +491,6 @@ def exact_gradients_kernel(
     x = Around(v, states, errors, d_o, d_states, d_errors)
     y = Left(pairs, sums, chunk_decay, d_q, d_k, d_a, d_b, d_log_decay, scale)
     each_chunk(
-        gradients_of_chunk, (Keys(q, k, a, b), x, y, g, S), known, cu_seqlens, chunks, T, N, H, S,
-        PACKED,
+        gradients_of_chunk, (Keys(q, k, a, b), x, y, g, S), fast_rows, cu_seqlens, chunks, T, N, H,
+        S, PACKED,
     )  # fmt: skip

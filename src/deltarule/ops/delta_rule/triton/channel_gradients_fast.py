@@ -1,14 +1,14 @@
 """The gradients of a chunk with a decay per channel, fast: all decays from the chunk's start.
 
-With c_i the sum of base-2 log decays from the chunk's start to row i, decay(j, i] = 2^c_i 2^-c_j as
-in channel_scores_fast.py, and every sum over pairs is one product of rounded rows:
+With c_i the sum of base-2 log decays from the chunk's start to row i, plus SHIFT, decay(j, i] is
+2^c_i 2^-c_j as in channel_scores_fast.py, and every sum over pairs is one product of rounded rows:
 
     x_i = q_i 2^c_i      u_i = k_i 2^c_i      y_j = k_j 2^-c_j
     GP_ij = scale dO_i . w_j      GM_ij = -beta_i X_i . w_j      w = beta E    (names: gradients.py)
 
-    read = scale S^T dO + GP y          dq = 2^c read
-    row  = -beta S^T X + GM y           dk = 2^c row + 2^-c col
-    end  = decay[0, end] D^T w          col = end + GP^T x + GM^T u
+    read = 2^-SHIFT scale S^T dO + GP y          dq = 2^c read
+    row  = -2^-SHIFT beta S^T X + GM y           dk = 2^c row + 2^-c col
+    end  = 2^c_end D^T w                         col = end + GP^T x + GM^T u
 
 The decay of a row reaches all pairs around it, and the states around the chunk:
 
@@ -18,7 +18,7 @@ The decay of a row reaches all pairs around it, and the states around the chunk:
 Pairs within the rows from t on are in z twice, and cancel: they are products of the same rounded
 numbers on both sides. Sums over rows are products with a triangle of ones, of numbers in two parts.
 
-The gradients of a chunk that decays further are to be written anew: see channel_decay.py.
+The gradients of a flagged chunk are to be written again: see channel_decay.py.
 A program takes BC channels of one chunk and one key head, and adds up the value heads in order.
 In a loop with products, a tile is an operand of products and nothing else: see gradients.py.
 """
@@ -50,7 +50,6 @@ class Rows(NamedTuple):
     q: tl.tensor
     k: tl.tensor
     log_decay: tl.tensor
-    chunk_decay: tl.tensor
     d_q: tl.tensor
     d_v: tl.tensor
     d_beta: tl.tensor
@@ -116,11 +115,12 @@ def add_value_head(
     o_k, m_r = i_k + tl.arange(0, S.BC), o_r < at.rows
     o_t, m_q = o_r // S.N_STEPS, m_r & (o_r % S.N_STEPS == S.N_STEPS - 1)
     m_g = m_r & (o_r % S.N_STEPS == 0)
-    b_all = tl.load(y.chunk_decay + at.slot * S.K + o_k, mask=o_k < S.K, other=0.0)
     b_beta = tl.full([S.BT], 1.0, tl.float32)
     if S.TIED:
         b_beta = tl.load(p_beta + o_r * s_beta_t, mask=m_r, other=0.0).to(tl.float32)
     b_gp, b_gm, b_read, b_row, _, _ = over_values(x, at, o_t, m_q, i_k, S, False)
+    b_read *= 2.0**-S.SHIFT
+    b_row *= 2.0**-S.SHIFT
     b_gp = tl.where(o_r[:, None] >= o_r[None, :], b_gp, 0.0).to(low)
     # Here, so that it need not stay in registers until it is used.
     b_turned = tl.trans(b_gp)
@@ -131,7 +131,9 @@ def add_value_head(
         b_turned2 = tl.trans(b_gm)
     b_g = load_tile(y.log_decay, at.first, at.head, i_k, o_t, m_g, o_k, S.HV, S.K, WHOLE, S.TMA)
     b_ones = load_chunk(y.ones, i_c * 0, 0, S.BT, S.BT, S.BT, S.TMA)
-    b_c = sum_rows(b_ones, b_g.to(tl.float32) * LOG2_E, low, S.PRECISION)
+    b_c = sum_rows(b_ones, b_g.to(tl.float32) * LOG2_E, low, S.PRECISION) + S.SHIFT
+    # Sums never grow: that of all rows is the least.
+    b_all = tl.exp2(tl.min(b_c, axis=0))
     b_lead, b_near = tl.exp2(b_c), tl.exp2(-b_c)
     b_k = load_tile(y.k, at.first * S.N_STEPS, i_key, i_k, o_r, m_r, o_k, S.H, S.K, WHOLE, S.TMA)
     b_k = b_k.to(tl.float32) * (norm_k * b_beta)[:, None]
@@ -165,7 +167,7 @@ def add_value_head(
         b_col = tl.dot(b_e, b_d, acc=b_col, input_precision=S.PRECISION)
         b_sd = tl.dot(tl.trans(b_s), b_d, acc=b_sd, input_precision=S.PRECISION)
     b_col *= b_all[None, :]
-    b_end = b_all * diagonal(b_sd) + tl.sum(b_y * b_col, axis=0)
+    b_end = 2.0**-S.SHIFT * b_all * diagonal(b_sd) + tl.sum(b_y * b_col, axis=0)
     b_col = tl.dot(b_turned, b_turn, acc=b_col, input_precision=S.PRECISION)
     if S.TIED:
         b_col = tl.dot(b_turned2, b_turn2, acc=b_col, input_precision=S.PRECISION)
@@ -182,13 +184,12 @@ def add_value_head(
 
 @triton.jit(do_not_specialize=["T", "N"])
 def fast_gradients_kernel(
-    ones, q, k, v, beta, log_decay, cu_seqlens, chunk_decay, states, errors, d_o, d_states,
-    d_errors, p_q, p_k, d_q, d_k, d_v, d_beta, d_log_decay, scale, T, N, s_beta_b, s_beta_t,
-    s_beta_h,
+    ones, q, k, v, beta, log_decay, cu_seqlens, states, errors, d_o, d_states, d_errors, p_q, p_k,
+    d_q, d_k, d_v, d_beta, d_log_decay, scale, T, N, s_beta_b, s_beta_t, s_beta_h,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
     CT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr,
     TIED: tl.constexpr, UNIT_NORM: tl.constexpr, PACKED: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SHIFT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients in the layouts of their tensors, those by beta and log_decay in float32.
 
@@ -198,10 +199,10 @@ def fast_gradients_kernel(
     """
     S: tl.constexpr = Sizes(
         H=H, HV=HV, K=K, V=V, N_STEPS=N_STEPS, BT=BT, BQ=BT, BC=BC, BV=BV, HAS_DECAY=True,
-        TIED=TIED, TMA=TMA, PRECISION=PRECISION,
+        TIED=TIED, TMA=TMA, SHIFT=SHIFT, PRECISION=PRECISION,
     )  # fmt: skip
     x = Around(v, states, errors, d_o, d_states, d_errors)
-    y = Rows(ones, q, k, log_decay, chunk_decay, d_q, d_v, d_beta, d_log_decay, scale)
+    y = Rows(ones, q, k, log_decay, d_q, d_v, d_beta, d_log_decay, scale)
     # The programs of a chunk run side by side, and share what they read in the cache.
     i_c, i_key, i_m = place_of((K + BC - 1) // BC, H)
     first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)

@@ -23,8 +23,8 @@ from deltarule.ops.runtime.places import chunk_place, place_of
 #
 #     decay(j, i] = 2^(c_i + SHIFT) 2^-(c_j + SHIFT)
 #
-# SHIFT makes a part of the exponents positive, so that float32 has room for c down to -RANGE; both
-# leave 2^60 or so to what is multiplied, tiny gradients and large keys. Rows whose c is lower are
+# SHIFT makes half of the exponents positive, so that float32 has room for c down to -RANGE; both
+# leave 2^46 to what is multiplied, tiny gradients and large keys. Rows whose c is lower are
 # flagged, and `flagged_scores_kernel` computes them: as c never grows, these are the last of a
 # chunk, and a strong decay changes no digit of the rows before it.
 #

@@ -44,7 +44,7 @@ from deltarule.ops.runtime.launch import Grid, Tiles
 # Programs for flagged chunks: two for each of the multiprocessors of a large GPU.
 PROGRAMS = 256
 # Powers of 2: see channel_scores_fast.py.
-SHIFT, RANGE = 64.0, 160.0
+SHIFT, RANGE = 80.0, 160.0
 
 
 def has_fast_form(inputs: Inputs) -> bool:
@@ -57,11 +57,6 @@ def chunk_grid(call: Call, heads: int) -> Grid:
     if has_fast_form(call.inputs):
         return min(PROGRAMS, call.plan.chunks * heads), 1, 1
     return call.plan.chunks, heads, 1
-
-
-def flagged_alone(call: Call) -> dict[str, Any]:
-    """For `each_chunk`: the decays of chunks, by which it finds those that the fast form flags."""
-    return {"known": call["chunk_decay"] if has_fast_form(call.inputs) else None}
 
 
 def channel_config(call: Call, name: str, most: int | None = None) -> dict[str, Any]:
@@ -85,6 +80,8 @@ def score_shapes(inputs: Inputs, plan: Plan) -> Shapes:
         shapes["scalings"] = (SCALINGS.value, rows), torch.float32
     if inputs.log_decay is not None:
         shapes["chunk_decay"] = (channels,), torch.float32
+    if has_fast_form(inputs):
+        shapes["fast_rows"] = (), torch.int32
     each = plan.chunks, sizes["HV"]
     return {name: ((*each, *shape), dtype) for name, (shape, dtype) in shapes.items()}
 
@@ -114,25 +111,17 @@ def exact_scores(call: Call) -> None:
 
 
 def fast_scores(call: Call) -> None:
-    """Launch `fast_scores_kernel`, and after it the one for what it leaves over.
-
-    Only the GPU knows which rows these are: the second is always launched, and skips the others.
-    """
+    """Launch `fast_scores_kernel`, and after it the one for the rows that it flags."""
     add_buffers(call)
-    heads, precision = (
-        call.plan.chunks * call.plan.sizes["HV"],
-        score_precision(call),
-    )
-    rows = {"fast_rows": call.empty((call.plan.chunks, call.plan.sizes["HV"]), torch.int32)}
-    config = call.once(channel_config, "fast_scores")
-    own = {"PRECISION": precision, "SHIFT": SHIFT, "RANGE": RANGE}
-    call.launch(fast_scores_kernel, (heads, 1, 1), {**config, **own, **rows})
+    heads = call.plan.chunks * call.plan.sizes["HV"]
+    config = call.once(channel_config, "fast_scores") | {"PRECISION": score_precision(call)}
+    own = {"SHIFT": SHIFT, "RANGE": RANGE}
+    call.launch(fast_scores_kernel, (heads, 1, 1), {**config, **own})
     programs = min(PROGRAMS, heads)
     # Around this kernel's loops more channels at once are too many registers.
-    config = call.once(channel_config, "exact_scores", 16)
-    sums = new_sums(call, programs)
-    own = {"PRECISION": precision, "sums": sums}
-    call.launch(flagged_scores_kernel, (programs, 1, 1), {**config, **own, **rows})
+    config = call.once(channel_config, "exact_scores", 16) | {"PRECISION": score_precision(call)}
+    own = {"sums": new_sums(call, programs)}
+    call.launch(flagged_scores_kernel, (programs, 1, 1), {**config, **own})
 
 
 def scores(call: Call) -> None:
@@ -168,10 +157,9 @@ def decay_sums(call: Call) -> None:
     chunks, heads = call.plan.chunks, call.plan.sizes["HV"]
     call.values |= {"sums": new_sums(call, chunks, heads)}
     # The scores have theirs already, the same but for rounding: forward and backward take that.
-    own = {**flagged_alone(call), "chunk_decay": call.empty((chunks, heads, call.plan.sizes["K"]))}
-    call.launch(
-        decay_sums_kernel, chunk_grid(call, heads), {**own, "num_warps": 2, "num_stages": 1}
-    )
+    own = {"chunk_decay": call.empty((chunks, heads, call.plan.sizes["K"]))}
+    options = {"num_warps": 2, "num_stages": 1}
+    call.launch(decay_sums_kernel, chunk_grid(call, heads), {**own, **options})
 
 
 def gradients(call: Call) -> None:
@@ -186,9 +174,9 @@ def gradients(call: Call) -> None:
     new_gradients(call)
     if has_fast_form(inputs):
         fast_gradients(call)
-    config = configuration("pair_gradients", call.plan.tile_key) | flagged_alone(call)
+    config = configuration("pair_gradients", call.plan.tile_key)
     call.launch(pair_gradients_kernel, chunk_grid(call, sizes["HV"]), config)
-    config = call.once(channel_config, "exact_gradients") | flagged_alone(call)
+    config = call.once(channel_config, "exact_gradients")
     call.launch(exact_gradients_kernel, chunk_grid(call, sizes["H"]), config)
     if inputs.normalize_qk:
         through_norm(call)
@@ -228,7 +216,8 @@ def fast_config(call: Call) -> dict[str, Any]:
     # A tile that is fetched has no rows of the next chunk, no channels of the next head, and a row
     # of each token.
     full = full_tiles(call.inputs, call.plan, values) and sizes["BQ"] == sizes["BT"]
-    return config | {"BV": values, "TMA": full and sizes["K"] % config["BC"] == 0}
+    own = {"BV": values, "TMA": full and sizes["K"] % config["BC"] == 0, "SHIFT": SHIFT}
+    return config | own
 
 
 def fast_tiles(c: Mapping[str, Any]) -> Tiles:

@@ -43,7 +43,8 @@ OPTIONS = ("num_warps", "num_stages", "maxnreg")
 # scores the scans take them themselves; decayed q and k have the decays of their channels.
 NO_BUFFERS: dict[str, Tensor | None] = dict.fromkeys(
     ("scores", "value_scores", "corrections", "from_values", "scalings", "chunk_decay", "decayed_q",
-     "decayed_k", "erase", "write", "sums")
+     "decayed_k", "erase", "write", "sums",
+     "fast_rows")
 )  # fmt: skip
 # From a kernel's constants: which arguments the copy engine fetches, and in which tiles.
 Fetches = Callable[[Mapping[str, Any]], Tiles]

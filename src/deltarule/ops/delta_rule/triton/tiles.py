@@ -34,6 +34,7 @@ class Sizes(NamedTuple):
     PRECISION: str = ""
     EXACT: bool = False
     BAR: float = 0.0
+    SHIFT: float = 0.0
     MERGE: str = ""
 
 
