@@ -15,7 +15,7 @@ promised("triton")
 
 from deltarule.models import loss
 from deltarule.nn import gates, mlp, norm, short_conv
-from deltarule.ops.eager import why_not_fused
+from deltarule.ops.dispatch import why_not_fused
 from deltarule.ops.fused import cross_entropy as cross_entropy_ops
 from deltarule.ops.fused import gated_norm as norm_ops
 from deltarule.ops.fused import gates as gate_ops

@@ -8,7 +8,7 @@ from deltarule import delta_rule, recurrent_step
 from deltarule.ops.delta_rule.implementations import recurrence, recurrence_operator
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.step import step_op
-from deltarule.ops.eager import unwatched
+from deltarule.ops.dispatch import unwatched
 from oracle import Case, make_case, weights, with_gradients
 
 CASES = [

@@ -20,8 +20,7 @@ from deltarule.models.sampling import chosen
 from deltarule.nn import Attention, DeltaMixer, ModelState, SwiGLU
 from deltarule.nn.linears import adjoin
 from deltarule.nn.state import DraftedState, LentState
-from deltarule.ops.dispatch import triton_missing
-from deltarule.ops.eager import nothing_watches
+from deltarule.ops.dispatch import nothing_watches, triton_missing
 
 if TYPE_CHECKING:
     from deltarule.models.causal_lm import CausalLM

@@ -7,8 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deltarule.ops.dispatch import Implementation, Table, always, choose
-from deltarule.ops.eager import why_not_fused
+from deltarule.ops.dispatch import Implementation, Table, always, choose, why_not_fused
 from deltarule.ops.fused import cross_entropy as fused
 from deltarule.shapes import Hidden
 

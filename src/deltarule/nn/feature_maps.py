@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from deltarule.nn.gates import computed
 from deltarule.nn.roles import Role
 from deltarule.nn.rule import Arguments, Projections, QueryKeyNorm
-from deltarule.ops.autocast import without_autocast
+from deltarule.ops.dispatch import without_autocast
 
 # Where all features of a key are zero, its L1 norm is.
 SMALLEST_NORM = 1e-6

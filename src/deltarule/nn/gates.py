@@ -11,8 +11,7 @@ from deltarule.nn.rule import Projections
 from deltarule.ops.delta_rule import gate_maps as plain
 from deltarule.ops.delta_rule.gate_logits import BetaLogits, DecayLogits
 from deltarule.ops.delta_rule.gate_maps import computed as computed
-from deltarule.ops.dispatch import Implementation, Table, always, choose
-from deltarule.ops.eager import run_fused, why_not_fused
+from deltarule.ops.dispatch import Implementation, Table, always, choose, why_not_fused
 from deltarule.ops.fused import gates as fused
 
 
@@ -82,7 +81,7 @@ def torch_write_strength(call: Strength) -> Tensor:
 
 def triton_write_strength(call: Strength) -> Tensor:
     """One kernel."""
-    return run_fused(fused.write_strength, *call)
+    return fused.write_strength(*call)
 
 
 def torch_decay(call: Decay) -> tuple[Tensor, Tensor]:
@@ -92,7 +91,7 @@ def torch_decay(call: Decay) -> tuple[Tensor, Tensor]:
 
 def triton_decay(call: Decay) -> tuple[Tensor, Tensor]:
     """One kernel for both."""
-    log_decay, dt = run_fused(fused.log_decay, *call)
+    log_decay, dt = fused.log_decay(*call)
     return dt, log_decay
 
 

@@ -21,7 +21,7 @@ from deltarule.nn.layout import Layout, split
 from deltarule.nn.mixer import COMMON, Mixer
 from deltarule.nn.rule import System
 from deltarule.nn.state import State
-from deltarule.ops.autocast import without_autocast
+from deltarule.ops.dispatch import without_autocast
 
 # Tokens that a filter reaches where no number is given.
 REACH = 2048

@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from deltarule.ops.autocast import without_autocast
 from deltarule.ops.delta_rule.gate_maps import computed
-from deltarule.ops.eager import unwatched, why_not_fused
+from deltarule.ops.dispatch import unwatched, why_not_fused, without_autocast
 
 WIDE = torch.float64
 # Up to so many rows, and outputs of a narrow matrix, which cuBLAS splits over its inputs: on an

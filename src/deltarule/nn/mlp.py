@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn.linears import is_plain, linear, linears
-from deltarule.ops.dispatch import Implementation, Table, always, choose
-from deltarule.ops.eager import run_fused, unwatched, why_not_fused
+from deltarule.ops.dispatch import Implementation, Table, always, choose, unwatched, why_not_fused
 from deltarule.ops.fused import swiglu as fused
 from deltarule.shapes import Hidden
 
@@ -108,9 +107,9 @@ def run_triton(call: Call) -> Hidden:
     gate, up, down = call
     y: Hidden
     if not torch.is_grad_enabled():
-        y = linear(run_fused(fused.swiglu, gate, up), down)
+        y = linear(fused.swiglu(gate, up), down)
     elif not unwatched((gate, up)) or not is_plain(down) or not unwatched((down.weight,)):
-        y = down(run_fused(fused.swiglu, gate, up))
+        y = down(fused.swiglu(gate, up))
     else:
         autocast = torch.is_autocast_enabled(gate.device.type)
         weight = down.weight.to(gate.dtype) if autocast else down.weight

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn.layout import split
-from deltarule.ops.dispatch import Implementation, Table, always, choose
-from deltarule.ops.eager import run_fused, why_not_fused
+from deltarule.ops.dispatch import Implementation, Table, always, choose, why_not_fused
 from deltarule.ops.fused import gated_norm as fused
 from deltarule.ops.fused import residual_norm as fused_residual
 
@@ -110,7 +109,7 @@ def run_torch(call: Call) -> Tensor:
 
 def run_triton(call: Call) -> Tensor:
     """One kernel, which keeps the weight in float32 and rounds once."""
-    return run_fused(fused.gated_norm, *call)
+    return fused.gated_norm(*call)
 
 
 def why_not_triton(call: Call) -> str | None:
@@ -148,7 +147,7 @@ def run_torch_sum(call: Sum) -> tuple[Tensor, Tensor]:
 
 def run_triton_sum(call: Sum) -> tuple[Tensor, Tensor]:
     """One kernel; its backward adds the gradient by the sum to that through the norm."""
-    total, y = run_fused(fused_residual.residual_norm, *call)
+    total, y = fused_residual.residual_norm(*call)
     return total, y
 
 

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn.layout import Layout
-from deltarule.ops.dispatch import Implementation, Table, always, choose
-from deltarule.ops.eager import run_fused, unwatched, why_not_fused
+from deltarule.ops.dispatch import Implementation, Table, always, choose, unwatched, why_not_fused
 from deltarule.ops.fused import short_conv as fused
 
 
@@ -87,7 +86,7 @@ def run_triton(call: Call) -> tuple[Tensor, Tensor]:
     counts = None if layout.real is None else layout.counts
     packing = layout.cu_seqlens, layout.sequence, counts
     history = history.to(x.dtype)
-    y, after = run_fused(fused.short_conv, x, weight, history, *packing, activated, 0)
+    y, after = fused.short_conv(x, weight, history, *packing, activated, 0)
     return y, after
 
 

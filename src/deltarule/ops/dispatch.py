@@ -1,12 +1,16 @@
-"""Tables of implementations, and the choice among them."""
+"""Tables of implementations, the choice among them, and how plain an eager call is."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
+from types import NoneType
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 Impl = Literal["auto", "reference", "torch", "triton", "gluon"]
 
@@ -78,3 +82,61 @@ def warn_slow(name: str, reason: str | None) -> None:
             f"deltarule runs impl={name!r} on a CUDA device: {reason}",
             stacklevel=5,
         )
+
+
+# Where nothing watches a call, a registered operator costs the host time, and nothing else.
+
+
+Function = TypeVar("Function", bound=Callable[..., object])
+PLAIN = {Tensor, Parameter, NoneType}
+
+
+def unwatched(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether no compiler, transform, mode or kind of tensor asks for the operator."""
+    return nothing_watches() and PLAIN.issuperset(map(type, tensors))
+
+
+def nothing_watches() -> bool:
+    """Whether no compiler, transform or mode asks for operators."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._get_tracing_state() is None
+    )
+
+
+# Ready, because a decoding step on a CPU is told so some 50 times.
+ON_CPU = "Triton needs a CUDA device, and x is on cpu"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def why_not_fused(x: Tensor) -> str | None:
+    """Why no Triton kernel takes x, or None; kernels compute in float32."""
+    if x.is_cpu:
+        return ON_CPU
+    if x.device.type != "cuda":
+        return f"Triton needs a CUDA device, and x is on {x.device}"
+    # torch.compile cannot trace find_spec; compiled GPU code always has Triton.
+    if not torch.compiler.is_compiling() and (reason := triton_missing(x.device)):
+        return reason
+    if x.dtype not in DTYPES:
+        return f"the Triton kernels compute in float32, and x is {x.dtype}"
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        return "torch.func's transforms need plain PyTorch"
+    return None
+
+
+def constant_when_compiled(function: Function) -> Function:
+    """Let the compiler call it once instead of following it to a file.
+
+    What torch.compiler.assume_constant_result does, without loading the compiler with the package.
+    """
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Leave dtypes alone within; meta tensors, which carry no numbers, have no autocast at all."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)

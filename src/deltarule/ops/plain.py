@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from deltarule.ops.autocast import without_autocast
 from deltarule.ops.checks import check_dense, check_gate, shape
-from deltarule.ops.dispatch import Implementation, Table, always, choose
+from deltarule.ops.dispatch import Implementation, Table, always, choose, without_autocast
 
 PlainImpl = Literal["auto", "reference", "torch", "triton"]
 Arguments = dict[str, Any]

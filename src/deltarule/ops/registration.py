@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
-from deltarule.ops.eager import unwatched
+from deltarule.ops.dispatch import unwatched
 from deltarule.ops.folding import Fold, Folding
 
 Inputs = TypeVar("Inputs", bound=tuple[Any, ...])

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.eager import nothing_watches
+from deltarule.ops.dispatch import nothing_watches
 from deltarule.train.optimizer import EPSILON, gradient_norm
 
 Part = Sequence[Tensor]

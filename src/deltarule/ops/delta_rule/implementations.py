@@ -11,14 +11,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.autocast import without_autocast
 from deltarule.ops.delta_rule import definition
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.torch import layout
 from deltarule.ops.delta_rule.torch import passes as torch_kernels
 from deltarule.ops.delta_rule.triton.tile_sizes import power_of_two
-from deltarule.ops.dispatch import Implementation, Table, always, choose, triton_missing
-from deltarule.ops.eager import constant_when_compiled
+from deltarule.ops.dispatch import (
+    Implementation,
+    Table,
+    always,
+    choose,
+    constant_when_compiled,
+    triton_missing,
+    without_autocast,
+)
 from deltarule.ops.folding import Fold
 from deltarule.ops.registration import Gradients, Operator, Rules, differentiated
 from deltarule.ops.runtime.machine import kept, kept_file
@@ -135,7 +141,7 @@ def why_not_triton(call: Call) -> str | None:
     q, v = call.inputs.q, call.inputs.v
     if q.device.type != "cuda":
         return f"Triton needs CUDA tensors, and q is on {q.device}"
-    # Code compiled for a GPU has Triton, and the compiler cannot follow a look for it.
+    # torch.compile cannot trace find_spec; compiled GPU code always has Triton.
     if not torch.compiler.is_compiling() and (reason := triton_missing(q.device)):
         return reason
     if q.dtype == torch.float64:

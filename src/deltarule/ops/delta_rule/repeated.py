@@ -18,7 +18,7 @@ from deltarule.ops.delta_rule.implementations import (
     recurrence_operator,
 )
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.eager import nothing_watches
+from deltarule.ops.dispatch import nothing_watches
 from deltarule.ops.registration import differentiated
 from deltarule.ops.runtime.calls import CallKey, call_key, recordings, remember
 from deltarule.shapes import RecurrentOutput

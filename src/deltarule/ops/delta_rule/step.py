@@ -12,8 +12,15 @@ from deltarule.ops.delta_rule.gate_maps import NO_MAPS, GateMaps
 from deltarule.ops.delta_rule.implementations import Call, run_reference
 from deltarule.ops.delta_rule.inputs import Inputs, check_arguments
 from deltarule.ops.delta_rule.torch.step import recurrent_step as torch_step
-from deltarule.ops.dispatch import Impl, Implementation, Table, always, choose, triton_missing
-from deltarule.ops.eager import unwatched
+from deltarule.ops.dispatch import (
+    Impl,
+    Implementation,
+    Table,
+    always,
+    choose,
+    triton_missing,
+    unwatched,
+)
 from deltarule.ops.few_tokens import MAX_TOKENS
 from deltarule.shapes import Beta, Decay, Erase, Keys, Outputs, Queries, State, Values
 
@@ -269,7 +276,7 @@ def why_not_triton(step: Step) -> str | None:
     inputs, state, *_ = step
     if state.device.type != "cuda":
         return f"Triton needs a CUDA device, and state is on {state.device}"
-    # Code compiled for a GPU has Triton, and the compiler cannot follow a look for it.
+    # torch.compile cannot trace find_spec; compiled GPU code always has Triton.
     if not torch.compiler.is_compiling() and (reason := triton_missing(state.device)):
         return reason
     if inputs.q.dtype == torch.float64:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.autocast import without_autocast
+from deltarule.ops.dispatch import without_autocast
 from deltarule.ops.registration import Gradients, Operator, Rules
 
 # Logits held at a time by the linear form: 256 MiB in bfloat16.

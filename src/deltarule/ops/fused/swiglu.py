@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deltarule.ops.autocast import without_autocast
+from deltarule.ops.dispatch import without_autocast
 from deltarule.ops.registration import Gradients, Operator, Rules
 
 

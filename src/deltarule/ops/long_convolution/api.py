@@ -6,8 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from deltarule.ops.autocast import without_autocast
-from deltarule.ops.dispatch import Implementation, Table, always, choose
+from deltarule.ops.dispatch import Implementation, Table, always, choose, without_autocast
 from deltarule.ops.few_tokens import decodes
 from deltarule.ops.long_convolution import definition as reference
 from deltarule.ops.long_convolution.history import (

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from deltarule.ops.checks import check_cu_seqlens, check_log_decay, check_scale, check_sequence
 from deltarule.ops.context import Context
-from deltarule.ops.dispatch import Implementation, Table, always
-from deltarule.ops.eager import why_not_fused
+from deltarule.ops.dispatch import Implementation, Table, always, why_not_fused
 from deltarule.ops.few_tokens import decodes
 from deltarule.ops.mesa import definition as reference
 from deltarule.ops.mesa import torch as chunked

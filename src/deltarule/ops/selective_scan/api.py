@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from deltarule.ops.autocast import without_autocast
 from deltarule.ops.checks import (
     FLOATS,
     check_axes,
@@ -15,7 +14,15 @@ from deltarule.ops.checks import (
     shape,
 )
 from deltarule.ops.context import Context
-from deltarule.ops.dispatch import Impl, Implementation, Table, always, choose, triton_missing
+from deltarule.ops.dispatch import (
+    Impl,
+    Implementation,
+    Table,
+    always,
+    choose,
+    triton_missing,
+    without_autocast,
+)
 from deltarule.ops.few_tokens import decodes
 from deltarule.ops.selective_scan import definition as reference
 from deltarule.ops.selective_scan.context import over_context
@@ -46,7 +53,7 @@ def why_not_triton(inputs: ScanInputs) -> str | None:
     v = inputs.v
     if v.device.type != "cuda":
         return f"Triton needs CUDA tensors, and v is on {v.device}"
-    # Code compiled for a GPU has Triton, and the compiler cannot follow a look for it.
+    # torch.compile cannot trace find_spec; compiled GPU code always has Triton.
     if not torch.compiler.is_compiling() and (reason := triton_missing(v.device)):
         return reason
     for name, x in zip(inputs._fields[:9], inputs[:9], strict=True):

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.autocast import without_autocast
 from deltarule.ops.chunks import (
     Group,
     Window,
@@ -27,6 +26,7 @@ from deltarule.ops.chunks import (
     join,
     packed_groups,
 )
+from deltarule.ops.dispatch import without_autocast
 from deltarule.ops.selective_scan import products
 from deltarule.ops.selective_scan.inputs import ScanInputs
 

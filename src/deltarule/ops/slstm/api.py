@@ -4,10 +4,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from deltarule.ops.autocast import without_autocast
 from deltarule.ops.checks import FLOATS, check_cu_seqlens, check_gate, shape
-from deltarule.ops.dispatch import Implementation, Table, always, choose
-from deltarule.ops.eager import why_not_fused
+from deltarule.ops.dispatch import (
+    Implementation,
+    Table,
+    always,
+    choose,
+    why_not_fused,
+    without_autocast,
+)
 from deltarule.ops.plain import PlainImpl, check_counts, check_state_tensor
 from deltarule.ops.slstm import definition as reference
 from deltarule.ops.slstm import registered

@@ -18,7 +18,7 @@ from deltarule.ops.delta_rule.gluon.norms import inverse_norms_kernel
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.plan import Call, Plan, make_plan, multiprocessors
 from deltarule.ops.delta_rule.triton.tile_sizes import architecture
-from deltarule.ops.eager import constant_when_compiled
+from deltarule.ops.dispatch import constant_when_compiled
 from deltarule.ops.runtime.launch import Launch
 
 HOPPER = 90

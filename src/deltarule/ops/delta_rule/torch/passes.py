@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.autocast import without_autocast
 from deltarule.ops.chunks import Window, join
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.torch.layout import (
@@ -32,6 +31,7 @@ from deltarule.ops.delta_rule.torch.scores import (
     scale,
     scale_backward,
 )
+from deltarule.ops.dispatch import without_autocast
 
 # What each row writes once the rows before it have written: a unit lower triangular system.
 #

@@ -8,10 +8,10 @@ or, with a free erase, S <- S Diag(decay_t) + (S a_t) b_t^T + v_t k_t^T.
 import torch
 from torch import Tensor
 
-from deltarule.ops.autocast import without_autocast
 from deltarule.ops.delta_rule.gate_maps import NO_MAPS, GateMaps
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.torch.layout import unit_norm
+from deltarule.ops.dispatch import without_autocast
 
 
 def recurrent_step(

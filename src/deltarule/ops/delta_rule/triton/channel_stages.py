@@ -115,13 +115,12 @@ def fast_scores(call: Call) -> None:
     add_buffers(call)
     heads = call.plan.chunks * call.plan.sizes["HV"]
     config = call.once(channel_config, "fast_scores") | {"PRECISION": score_precision(call)}
-    own = {"SHIFT": SHIFT, "RANGE": RANGE}
-    call.launch(fast_scores_kernel, (heads, 1, 1), {**config, **own})
+    call.launch(fast_scores_kernel, (heads, 1, 1), {**config, "SHIFT": SHIFT, "RANGE": RANGE})
     programs = min(PROGRAMS, heads)
     # Around this kernel's loops more channels at once are too many registers.
     config = call.once(channel_config, "exact_scores", 16) | {"PRECISION": score_precision(call)}
-    own = {"sums": new_sums(call, programs)}
-    call.launch(flagged_scores_kernel, (programs, 1, 1), {**config, **own})
+    config |= {"sums": new_sums(call, programs)}
+    call.launch(flagged_scores_kernel, (programs, 1, 1), config)
 
 
 def scores(call: Call) -> None:
