@@ -1,4 +1,6 @@
+import importlib
 import importlib.metadata
+import inspect
 import json
 import re
 import subprocess
@@ -27,6 +29,14 @@ def python(code: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_public_names_have_docstrings():
+    for module in (deltarule, importlib.import_module("deltarule.ops")):
+        for name in module.__all__:
+            found = getattr(module, name)
+            if inspect.isclass(found) or inspect.isfunction(found):
+                assert found.__doc__, name
 
 
 def test_import_brings_in_no_extra():

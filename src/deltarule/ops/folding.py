@@ -24,7 +24,6 @@ class Folding:
     """The rules of an operator and its backward operator."""
 
     def __init__(self, operator: Any, fold: Fold) -> None:
-        """Nothing is registered yet."""
         self.of, self.fold = operator, fold
 
     def vmap(self, info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
@@ -64,7 +63,6 @@ class Folding:
         return unfolded, [0 if known else None for known in there]
 
     def packed(self, given: Sequence[Any]) -> bool:
-        """Whether the inputs have offsets."""
         return given[self.of.names.index("cu_seqlens")] is not None
 
     def folded(self, size: int, in_dims: Sequence[Any], given: Sequence[Any]) -> list[Any]:

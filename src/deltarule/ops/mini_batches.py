@@ -90,7 +90,6 @@ class MiniBatches(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """M."""
         return self.real.shape[0]
 
     def cut(self, x: Tensor) -> Tensor:

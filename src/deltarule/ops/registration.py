@@ -155,17 +155,14 @@ class Operator(Generic[Inputs]):
         return outputs[0] if self.rules.outputs == 1 else tuple(outputs[: self.rules.outputs])
 
     def body(self, *args: Any) -> Any:
-        """What the operator runs."""
         outputs = self.run_forward(args)
         return outputs[0] if self.returned == 1 else outputs
 
     def fake_body(self, *args: Any) -> Any:
-        """What it is to a compiler."""
         outputs = self.fake(self.inputs(*args[: self.fields]), *args[self.fields :])
         return outputs[0] if self.returned == 1 else outputs
 
     def run_forward(self, args: Sequence[Any]) -> tuple[Tensor, ...]:
-        """The forward itself."""
         return self.forward(self.inputs(*args[: self.fields]), *args[self.fields :])
 
     def gradients(
@@ -175,7 +172,6 @@ class Operator(Generic[Inputs]):
         given: Sequence[Any],
         wanted: list[bool],
     ) -> Gradients:
-        """The backward itself."""
         assert self.backward is not None
         inputs, options = self.inputs(*given[: self.fields]), given[self.fields :]
         return self.backward(gradients, saved, wanted, inputs, *options)

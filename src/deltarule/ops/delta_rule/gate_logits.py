@@ -85,6 +85,5 @@ def check_decay_logits(decay: DecayLogits, inputs: Inputs) -> None:
 
 
 def check_part(name: str, x: Tensor, q: Tensor, expected: Mapping[str, tuple[int, ...]]) -> None:
-    """As a gate that is there."""
     check_dense(name, x)
     check_gate(name, x, q, expected)

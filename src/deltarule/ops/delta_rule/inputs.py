@@ -33,8 +33,6 @@ class Inputs(NamedTuple):
     batch_invariant: bool
 
     def rows(self, rows: Tensor) -> "Inputs":
-        """Only these rows of a batch."""
-
         def picked(x: Tensor | None) -> Tensor | None:
             return None if x is None else x[rows]
 
@@ -45,8 +43,6 @@ class Inputs(NamedTuple):
         )  # fmt: skip
 
     def token(self, t: int) -> "Inputs":
-        """Only this token of a batch."""
-
         def picked(x: Tensor | None, steps: int = 1) -> Tensor | None:
             return None if x is None else x[:, t * steps : (t + 1) * steps]
 

@@ -197,13 +197,11 @@ class Step(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Every tensor of the call."""
         others = self.state, self.state_indices, self.states
         return *self.inputs[:7], *self.maps[:2], *others
 
 
 def run_step(step: Step, impl: str) -> Tensor:
-    """Run the chosen implementation."""
     return choose(STEPS, step, impl, step.state.device).run(step)
 
 

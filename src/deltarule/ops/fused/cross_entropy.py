@@ -39,7 +39,6 @@ def forward(inputs: CrossEntropy) -> tuple[Tensor, Tensor]:
 def backward(
     gradients: Gradients, saved: Sequence[Tensor], wanted: Sequence[bool], inputs: CrossEntropy
 ) -> Gradients:
-    """The gradient by logits."""
     from deltarule.ops.fused import cross_entropy_triton as kernels
 
     (d_losses,), (logits, targets, ignore_index) = gradients, inputs
@@ -51,7 +50,6 @@ def backward(
 
 
 def fake(inputs: CrossEntropy) -> tuple[Tensor, Tensor]:
-    """Their shapes."""
     logits, targets, _ = inputs
     losses, lse = (logits.new_empty(targets.shape, dtype=torch.float32) for _ in range(2))
     return losses, lse
@@ -119,7 +117,6 @@ def _evaluate_triton(
 def _evaluate_torch(
     logits: Tensor, targets: Tensor, ignore_index: int, with_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """The same in PyTorch."""
     counts = (targets != ignore_index).unsqueeze(1)
     column = targets.long().unsqueeze(1).where(counts, 0)
     log_p = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
@@ -144,7 +141,6 @@ def linear_backward(
 
 
 def linear_fake(inputs: LinearCrossEntropy) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Their shapes."""
     x, weight, wide = inputs.x, inputs.weight, torch.promote_types(inputs.dtype, torch.float32)
     loss, share = (x.new_empty((), dtype=wide) for _ in range(2))
     d_x, d_weight = (t.new_empty(t.shape if inputs.with_gradient else 0) for t in (x, weight))

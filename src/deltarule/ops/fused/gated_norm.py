@@ -32,7 +32,6 @@ class GatedNorm(NamedTuple):
 
 
 def forward(inputs: GatedNorm) -> tuple[Tensor]:
-    """One kernel."""
     from deltarule.ops.fused import norms_triton as kernels
 
     x, gate, weight, eps, activation = inputs
@@ -43,7 +42,6 @@ def forward(inputs: GatedNorm) -> tuple[Tensor]:
 def backward(
     gradients: Gradients, saved: Sequence[Tensor], wanted: Sequence[bool], inputs: GatedNorm
 ) -> Gradients:
-    """Gradients by x, gate and weight."""
     from deltarule.ops.fused import norms_triton as kernels
 
     (d_y,), (x, gate, weight, eps, activation) = gradients, inputs
@@ -56,7 +54,6 @@ def backward(
 
 
 def fake(inputs: GatedNorm) -> tuple[Tensor]:
-    """Its shape."""
     return (inputs.x.new_empty(inputs.x.shape),)
 
 

@@ -39,7 +39,6 @@ def decay_forward(inputs: LogDecay) -> tuple[Tensor, Tensor]:
 def decay_backward(
     gradients: Gradients, saved: Sequence[Tensor], wanted: Sequence[bool], inputs: LogDecay
 ) -> Gradients:
-    """Gradients by logits, A_log and dt_bias."""
     from deltarule.ops.fused import gates_triton as kernels
 
     (d_log_decay, d_dt), (logits, A_log, dt_bias, step) = gradients, inputs
@@ -53,7 +52,6 @@ def decay_backward(
 
 
 def decay_fake(inputs: LogDecay) -> tuple[Tensor, Tensor]:
-    """Their shapes."""
     logits, shape = inputs.logits, inputs.logits.shape
     out = logits.new_empty(shape, dtype=torch.float32)
     return out, logits.new_empty(shape if inputs.step else (0,), dtype=torch.float32)
@@ -71,7 +69,6 @@ class WriteStrength(NamedTuple):
 
 
 def strength_forward(inputs: WriteStrength) -> tuple[Tensor]:
-    """One kernel."""
     from deltarule.ops.fused import gates_triton as kernels
 
     logits, beta_max = inputs
@@ -81,7 +78,6 @@ def strength_forward(inputs: WriteStrength) -> tuple[Tensor]:
 def strength_backward(
     gradients: Gradients, saved: Sequence[Tensor], wanted: Sequence[bool], inputs: WriteStrength
 ) -> Gradients:
-    """The gradient by logits."""
     from deltarule.ops.fused import gates_triton as kernels
 
     (d_beta,), (logits, beta_max) = gradients, inputs
@@ -91,7 +87,6 @@ def strength_backward(
 
 
 def strength_fake(inputs: WriteStrength) -> tuple[Tensor]:
-    """Its shape."""
     return (inputs.logits.new_empty(inputs.logits.shape, dtype=torch.float32),)
 
 

@@ -136,7 +136,6 @@ def log_decay_backward(
     A_log: Tensor,
     dt_bias: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients by logits, A_log and dt_bias."""
     logits, (rows, channels) = adjacent(logits), logits.shape
     d_log_decay = None if d_log_decay is None else d_log_decay.contiguous()
     d_dt = None if d_dt is None else d_dt.contiguous()

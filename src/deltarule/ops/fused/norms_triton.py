@@ -114,7 +114,6 @@ def gated_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, act: 
 def gated_norm_backward(
     d_y: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, act: str
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Gradients by x, gate and weight."""
     d_y, x, gate = adjacent(d_y), adjacent(x), None if gate is None else adjacent(gate)
     d_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     d_gate = None if gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=x.device)
@@ -137,7 +136,6 @@ def gated_norm_backward(
 
 
 def row_strides(x: Tensor | None) -> tuple[int, int]:
-    """From token to token and from head to head."""
     return (0, 0) if x is None else (x.stride(0), x.stride(1))
 
 
@@ -162,7 +160,6 @@ ROWS = 8
 def residual_norm_kernel(
     x, y, weight, s, z, eps, s_x, s_y, V: tl.constexpr, BV: tl.constexpr, CHAINED: tl.constexpr
 ):  # fmt: skip
-    """One row."""
     begin(CHAINED)
     r = tl.program_id(0).to(tl.int64)
     o_v = tl.arange(0, BV)

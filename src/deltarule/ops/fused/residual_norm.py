@@ -28,7 +28,6 @@ class ResidualNorm(NamedTuple):
 
 
 def forward(inputs: ResidualNorm) -> tuple[Tensor, Tensor]:
-    """One kernel for s and z."""
     from deltarule.ops.fused import norms_triton as kernels
 
     x, y, weight, eps = inputs
@@ -54,7 +53,6 @@ def backward(
 
 
 def fake(inputs: ResidualNorm) -> tuple[Tensor, Tensor]:
-    """Their shapes and dtype."""
     x, dtype = inputs.x, torch.promote_types(inputs.x.dtype, inputs.y.dtype)
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape, dtype=dtype)
 

@@ -59,7 +59,6 @@ def backward(
 
 
 def fake(inputs: ShortConv) -> tuple[Tensor, Tensor]:
-    """Their shapes."""
     x, history = inputs.x, inputs.history
     return x.new_empty(x.shape), history.new_empty(history.shape)
 

@@ -27,7 +27,6 @@ class GatedProduct(NamedTuple):
 
 
 def forward(inputs: GatedProduct) -> tuple[Tensor]:
-    """One kernel."""
     from deltarule.ops.fused import swiglu_triton as kernels
 
     return (kernels.swiglu(*inputs),)
@@ -36,7 +35,6 @@ def forward(inputs: GatedProduct) -> tuple[Tensor]:
 def backward(
     gradients: Gradients, saved: Sequence[Tensor], wanted: Sequence[bool], inputs: GatedProduct
 ) -> Gradients:
-    """Gradients by gate and up."""
     from deltarule.ops.fused import swiglu_triton as kernels
 
     assert gradients[0] is not None
@@ -44,7 +42,6 @@ def backward(
 
 
 def fake(inputs: GatedProduct) -> tuple[Tensor]:
-    """Its shape."""
     return (inputs.gate.new_empty(inputs.gate.shape),)
 
 
@@ -68,7 +65,6 @@ class SwiGLULinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Gradients by gate, up and weight."""
         from deltarule.ops.fused import swiglu_triton as kernels
 
         gate, up, weight = ctx.saved_tensors

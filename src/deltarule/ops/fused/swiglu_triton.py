@@ -54,7 +54,6 @@ def swiglu_backward_kernel(
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """h like gate."""
     gate, up = gate.contiguous(), up.contiguous()
     h = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if h.numel():

@@ -112,7 +112,6 @@ class Solution(NamedTuple):
 
 
 def solution_forward(inputs: Solution) -> tuple[Tensor]:
-    """x itself."""
     return (inputs.x.clone(),)
 
 
@@ -125,7 +124,6 @@ def solution_backward(
 
 
 def solution_fake(inputs: Solution) -> tuple[Tensor]:
-    """Its shape."""
     return (torch.empty_like(inputs.x),)
 
 
@@ -158,7 +156,6 @@ def gpu_iterations(inputs: Systems) -> tuple[Tensor]:
 
 
 def gpu_iterations_fake(inputs: Systems) -> tuple[Tensor]:
-    """Its shape."""
     return (torch.empty_like(inputs.b, memory_format=torch.contiguous_format),)
 
 

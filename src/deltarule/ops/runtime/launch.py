@@ -71,7 +71,6 @@ class Launch:
     def __init__(
         self, kernel: Any, constants: Mapping[str, Any], tiles: Tiles | None = None
     ) -> None:
-        """Nothing is compiled before a call."""
         self.kernel, self.constants = kernel, {**OPTIONS, **constants}
         names, tiles = list(kernel.arg_names), tiles or {}
         self.tiles = sorted((names.index(name), *of) for name, of in tiles.items())
@@ -116,7 +115,6 @@ class Launch:
         return self.kernel[grid](*self.given(arguments), **self.constants)
 
     def given(self, arguments: tuple[Any, ...]) -> list[Any]:
-        """The arguments as Triton takes them."""
         given = list(arguments)
         for place, width, tile in self.tiles:
             if (x := given[place]) is not None:
@@ -176,7 +174,6 @@ def there(place: torch.device) -> AbstractContextManager[Any]:
 
 
 def stream_of(place: torch.device) -> object:
-    """The current stream there."""
     return driver.active.get_current_stream(place.index)
 
 

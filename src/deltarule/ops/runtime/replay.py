@@ -227,12 +227,10 @@ class Watch(TorchDispatchMode):
     """Shows every operator of PyTorch to a tape."""
 
     def __init__(self, tape: Tape) -> None:
-        """Nothing is changed."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.tape = tape
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator."""
         found = func(*args, **(kwargs or {}))
         self.tape.see(func, args, found)
         return found

@@ -188,7 +188,6 @@ def backward(
 
 
 def initial_state(inputs: ScanInputs) -> Tensor:
-    """As given, or zeros."""
     if inputs.initial_state is not None:
         return inputs.initial_state
     return torch.zeros(inputs.state_shape, dtype=inputs.dtype, device=inputs.v.device)

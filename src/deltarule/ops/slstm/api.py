@@ -35,7 +35,6 @@ def run_torch(inputs: SLSTMInputs) -> RecurrentOutput:
 
 
 def run_triton(inputs: SLSTMInputs) -> RecurrentOutput:
-    """One kernel for all tokens."""
     return registered.run(inputs, "triton")
 
 

@@ -48,7 +48,6 @@ def load_four(x, place, mask, D: tl.constexpr):
 
 @triton.jit
 def store_four(x, place, mask, b_0, b_1, b_2, b_3, D: tl.constexpr):
-    """The inverse of load_four."""
     tl.store(x + place, b_0, mask=mask)
     tl.store(x + place + D, b_1, mask=mask)
     tl.store(x + place + 2 * D, b_2, mask=mask)

@@ -147,7 +147,6 @@ def unit_norm(x: Tensor) -> Tensor:
 
 
 def unit_norm_backward(dy: Tensor, x: Tensor) -> Tensor:
-    """Gradient by x."""
     factor = _factor(x)
     y = x * factor
     return factor * (dy - y * (y * dy).sum(-1, keepdim=True))

@@ -210,7 +210,6 @@ def store_block_decays(p_s, p_c, K: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def store_four(p_s, m_k, b_0, b_1, b_2, b_3, K: tl.constexpr):
-    """One vector for each block."""
     tl.store(p_s, b_0, mask=m_k)
     tl.store(p_s + K, b_1, mask=m_k)
     tl.store(p_s + 2 * K, b_2, mask=m_k)

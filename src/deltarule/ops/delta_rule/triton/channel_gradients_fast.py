@@ -84,7 +84,6 @@ def store_tile(
     x, row, i_h, column, o_r, m_r, o_c, b_x, HEADS: tl.constexpr, C: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """The counterpart of `load_tile`."""
     if TMA:
         x.store([row.to(tl.int32), i_h * C + column], b_x.to(x.dtype))
     else:

@@ -295,7 +295,6 @@ def exact_scores_kernel(
 
 @triton.jit
 def product(b_x, b_y, b_acc, PRECISION: tl.constexpr):
-    """x y^T on top of a sum."""
     b_x, b_y = rounded(b_x, PRECISION), rounded(b_y, PRECISION)
     return tl.dot(b_x, tl.trans(b_y), acc=b_acc, input_precision=PRECISION)
 

@@ -108,7 +108,6 @@ LARGEST = tl.constexpr(3e38)
 
 @triton.jit
 def product(b_x, b_y, b_acc, PRECISION: tl.constexpr):
-    """x y^T on top of a sum."""
     if PRECISION == "tf32":
         # Half of the last digit that counts: tensor cores cut off what is below.
         b_x = (b_x.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)

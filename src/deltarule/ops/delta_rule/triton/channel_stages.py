@@ -220,7 +220,6 @@ def fast_config(call: Call) -> dict[str, Any]:
 
 
 def fast_tiles(c: Mapping[str, Any]) -> Tiles:
-    """What `fast_gradients_kernel` fetches and stores."""
     rows, some = [c["BT"], c["BV"]], [c["BT"], c["BC"]]
     values, inner = (c["HV"] * c["V"], rows), (c["V"], rows)
     keys, decays, state = (

@@ -149,7 +149,6 @@ def decay_gradients_kernel(
 
 @triton.jit
 def no_held(BV: tl.constexpr, PRECISION: tl.constexpr):
-    """What `add_held` starts with."""
     if PRECISION == "tf32x3":
         b_held = tl.zeros([BV], tl.float32)
     else:

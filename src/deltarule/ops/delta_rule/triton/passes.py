@@ -235,7 +235,6 @@ def kept_shapes(inputs: Inputs, plan: Plan, save: bool) -> Shapes:
 
 
 def kept_layout(call: Call, save: bool) -> Layout:
-    """Where it lies."""
     return layout(kept_shapes(call.inputs, call.plan, save))
 
 
@@ -264,7 +263,6 @@ def is_piece(x: Tensor) -> bool:
 
 
 def piece(x: Tensor) -> Tensor:
-    """The tensor in one piece."""
     return x if is_piece(x) else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -354,12 +352,10 @@ def own_shapes(call: Call, slots: int, again: bool) -> Shapes:
 
 
 def nbytes(shapes: Shapes) -> int:
-    """Of buffers of these shapes."""
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
 
 
 def own_layout(call: Call, slots: int, again: bool) -> Layout:
-    """Where it lies."""
     return layout(own_shapes(call, slots, again))
 
 

@@ -88,7 +88,6 @@ def plan_key(inputs: Inputs) -> Hashable:
 
 
 def new_plan(inputs: Inputs) -> Plan:
-    """The plan of a call, worked out."""
     batch, tokens, heads, key_size = inputs.q.shape
     value_heads, value_size = inputs.v.shape[2:]
     key = tile_key(inputs)
@@ -320,7 +319,6 @@ class Call:
             self.tape.note(found, grid, given)
 
     def new_launch(self, kernel: Any, fetched: Fetches | None, own: Mapping[str, Any]) -> Launch:
-        """A kernel with its constants and options."""
         asked, known = parameters(kernel)
         values = {**self.once(constants), **self.values, **own}
         if missing := {*asked, *known} - {*values, *OPTIONS}:

@@ -81,7 +81,6 @@ def head_scores(call: Call) -> None:
 
 
 def pair_scores_config(call: Call) -> dict[str, Any]:
-    """Of `pair_scores_kernel`."""
     config = configuration("pair_scores", call.plan.tile_key)
     return {
         **config,
@@ -91,7 +90,6 @@ def pair_scores_config(call: Call) -> dict[str, Any]:
 
 
 def score_tiles(c: Mapping[str, Any]) -> Tiles:
-    """What `pair_scores_kernel` fetches."""
     width = c["H"] * c["K"]
     return {"q": (width, [c["BQ"], c["K"]]), "k": (width, [c["BT"], c["K"]])}
 
@@ -108,7 +106,6 @@ def scan_config(call: Call, name: str, split: str) -> dict[str, Any]:
 
 
 def scan_tiles(c: Mapping[str, Any]) -> dict[str, tuple[int, list[int]]]:
-    """What both kernels that follow the chunks fetch."""
     rows, reads, keys = c["BT"], c["BQ"], c["K"]
     square, reading, row = (rows, [rows, rows]), (rows, [reads, rows]), (keys, [rows, keys])
     width = keys if c["DECAYED"] else c["H"] * keys
@@ -120,14 +117,12 @@ def scan_tiles(c: Mapping[str, Any]) -> dict[str, tuple[int, list[int]]]:
 
 
 def forward_tiles(c: Mapping[str, Any]) -> Tiles:
-    """What `next_state_kernel` fetches and stores."""
     width = c["HV"] * c["V"]
     o = {"o": (width, [c["BQ"], c["BV"]])} if c["TMA_STORE"] else {}
     return scan_tiles(c) | {"v": (width, [c["BT"], c["BV"]])} | o
 
 
 def backward_tiles(c: Mapping[str, Any]) -> Tiles:
-    """What `next_state_backward_kernel` fetches and stores."""
     width = c["HV"] * c["V"]
     d_v = {"d_v": (width, [c["BT"], c["BV"]])} if c["TMA_STORE"] else {}
     return scan_tiles(c) | {"d_o": (width, [c["BQ"], c["BV"]])} | d_v
@@ -236,7 +231,6 @@ def add_gradients(call: Call, slots: int, own: Mapping[str, Tensor], window: Win
 
 
 def gradients_config(call: Call) -> dict[str, Any]:
-    """Of `gradients_kernel`."""
     inputs, sizes = call.inputs, call.plan.sizes
     config, low = configuration("gradients", call.plan.tile_key), inputs.q.dtype != torch.float32
     # Products of fewer rows are made of other instructions, whose operands are registers.
@@ -256,7 +250,6 @@ def gradients_config(call: Call) -> dict[str, Any]:
 
 
 def gradient_tiles(c: Mapping[str, Any]) -> Tiles:
-    """What `gradients_kernel` fetches."""
     rows, width = [c["BT"], c["BV"]], c["HV"] * c["V"]
     state = c["K"], [c["BV"], c["BC"]]
     return {

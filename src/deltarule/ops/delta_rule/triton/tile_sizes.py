@@ -76,7 +76,6 @@ Table = dict[str, tuple[Row, ...]]
 
 
 def no_loop(warps: int) -> dict[str, int]:
-    """Of a kernel without a loop."""
     return {"num_warps": warps, "num_stages": 1}
 
 

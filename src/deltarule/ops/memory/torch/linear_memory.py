@@ -73,7 +73,6 @@ def backward(
 
 
 def fake(inputs: LinearMemory) -> tuple[Tensor, Tensor]:
-    """Their shapes."""
     return torch.empty_like(inputs.v), torch.empty_like(inputs.memory)
 
 

@@ -38,11 +38,9 @@ class Memory(NamedTuple):
     anchor: Maps  # where the gradients of the mini-batch are taken
 
     def map(self, f: Callable[[Tensor], Tensor]) -> "Memory":
-        """Apply f to every tensor."""
         return Memory(*(tuple(f(x) for x in maps) for maps in self))
 
     def merge(self, other: "Memory", f: Callable[[Tensor, Tensor], Tensor]) -> "Memory":
-        """Apply f to every pair of tensors."""
         parts = zip(self, other, strict=True)
         return Memory(*(tuple(map(f, mine, theirs)) for mine, theirs in parts))
 
@@ -55,7 +53,6 @@ class Mix(NamedTuple):
     writes: Tensor  # [.., rows, S]
 
     def at(self, step: int) -> "Mix":
-        """Of one mini-batch."""
         return Mix(self.kept[step], self.momentum[step], self.writes[step])
 
 
@@ -147,7 +144,6 @@ def scan(
 
 
 def cloned(maps: Maps) -> Maps:
-    """Return copies."""
     return tuple(x.clone() for x in maps)
 
 

@@ -12,7 +12,6 @@ PRECISION = tl.constexpr("tf32x3")
 
 @triton.jit
 def product(b_x, b_y):
-    """x y."""
     return tl.dot(b_x, b_y, input_precision=PRECISION)
 
 
@@ -25,7 +24,6 @@ def load_tile(x, i, o_s, o_c, S: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def store_tile(x, b_x, i, o_s, o_c, S: tl.constexpr, C: tl.constexpr):
-    """The inverse of load_tile."""
     mask = (o_s < S)[:, None] & (o_c < C)[None, :]
     tl.store(x + (i * S + o_s[:, None]) * C + o_c[None, :], b_x, mask=mask)
 
@@ -55,7 +53,6 @@ def store_map(
     memory, b_map, b_bias, i, which: tl.constexpr, o_v, o_k,
     V: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """The inverse of load_map."""
     p_x = memory + (i * 3 + which) * (V * (K + BIAS)) + o_v * (K + BIAS)
     mask = (o_v < V)[:, None] & (o_k < K)[None, :]
     tl.store(p_x[:, None] + o_k[None, :], b_map, mask=mask)
