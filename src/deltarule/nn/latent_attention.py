@@ -39,7 +39,7 @@ class LatentAttention(Attention):
     Raises:
         ValueError: A size is out of range.
 
-    Example:
+    Examples:
         >>> layer = LatentAttention(32, num_heads=2, kv_lora_rank=8, qk_nope_head_dim=16,
         ...                         qk_rope_head_dim=4, v_head_dim=16)
         >>> y, state = layer(torch.zeros(1, 5, 32))
