@@ -36,7 +36,8 @@ def test_parts_side_by_side_and_blocks_without_a_state(
         model.generate(prompts, max_new_tokens=12, temperature=0, cuda_graphs=graphs)
         for graphs in (False, True, True)
     ]
-    assert again[0] == again[1] == again[2]
+    drafted = model.generate(prompts, max_new_tokens=12, temperature=0, draft=2)
+    assert again[0] == again[1] == again[2] == drafted
 
 
 @pytest.mark.parametrize("device", DEVICES)

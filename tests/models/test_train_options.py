@@ -33,6 +33,9 @@ OPTIONS = {
         "layer_types": ("kda", "attention"), "kv_lora_rank": 16, "qk_nope_head_dim": 16,
         "qk_rope_head_dim": 8, "v_head_dim": 16, "output_gate_bias": False,
     },
+    "norms inside Mamba": {
+        "layer_types": "mamba1", "mamba_inner_norm": "weighted", "time_step_rank": 5,
+    },
     "mixer and MLP side by side": {"layer_types": "kda+mlp", "mlp_layer_types": "none"},
     "no positions, scaled scores, capped logits": {
         "layer_types": ("mamba2", "attention"), **MAMBA2, "partial_rotary_factor": 0.0,

@@ -11,7 +11,7 @@ from deltarule.models.config import ModelConfig
 from deltarule.nn import MIXERS, Experts, LatentAttention, Mixer, RMSNorm, State
 from deltarule.nn.mlp import make_mlp
 from deltarule.nn.recomputed import recomputed
-from deltarule.nn.state import LentState
+from deltarule.nn.state import DraftedState, LentState
 from deltarule.ops.context import Context
 from deltarule.shapes import Hidden, Mask, Offsets
 
@@ -75,6 +75,8 @@ class Block(nn.Module):
                 before = None if state is None else taken(state, prefix)
                 y, own = part(x, before, **given)
                 after.update({prefix + name: tensor for name, tensor in own.items()})
+                if prefix and isinstance(state, DraftedState) and isinstance(before, DraftedState):
+                    state.kept |= {prefix + name: tensor for name, tensor in before.kept.items()}
             else:
                 y = part(x)
             outputs.append(scaled(y, multiplier))

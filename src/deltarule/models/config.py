@@ -91,12 +91,15 @@ class ModelConfig:
         ssm_multipliers: What Mamba-2 multiplies its projections by: output gate, value, key, query
             and decay (z, x, B, C and dt in its paper).
         ssm_out_multiplier: What Mamba-2 puts out is multiplied by.
+        mamba_inner_norm: A norm of Mamba's query, key and step size: "plain", without weights, or
+            "weighted". None: none.
+        time_step_rank: Channels that Mamba's step size comes through. None: hidden_size / 16.
         mamba_rms_norm: Whether Mamba-2 norms its gated output.
         mlp_multipliers: What an MLP multiplies its gate, before the activation, and its output by.
         lm_head_multiplier: What the logits are multiplied by.
         final_logit_softcapping: A bound c of the logits: c tanh(logits / c). None: none.
         norm_eps: Added to the mean square in every RMSNorm.
-        output_norm_eps: Added in its place in the output norms of recurrent layers. None: norm_eps.
+        output_norm_eps: Added in its place in the norms of recurrent layers. None: norm_eps.
         zero_centered_norm: Keep the weights of the stream's norms, and of attention's q and k, less
             one.
         post_norm: A mixer whose blocks compute x + norm(f(x)) in place of x + f(norm(x)), in both
@@ -167,6 +170,8 @@ class ModelConfig:
     ssm_multipliers: tuple[float, ...] = (1.0,) * 5
     ssm_out_multiplier: float = 1.0
     mamba_rms_norm: bool = True
+    mamba_inner_norm: Literal["plain", "weighted"] | None = None
+    time_step_rank: int | None = None
     mlp_multipliers: tuple[float, ...] = (1.0, 1.0)
     lm_head_multiplier: float = 1.0
     final_logit_softcapping: float | None = None

@@ -23,7 +23,7 @@ _COUNTS = (
 _POSITIVE = (
     "vocab_size", "hidden_size", "num_layers", "num_heads", "num_v_heads", "head_k_dim",
     "head_v_dim", "num_attention_heads", "num_kv_heads", "attention_head_dim", "n_groups",
-    "kv_lora_rank", "qk_nope_head_dim", "v_head_dim",
+    "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "time_step_rank",
     "n_steps", "filter_size", "mini_batch", "window", "num_experts_per_tok",
     "moe_intermediate_size", "n_group", "topk_group",
 )  # fmt: skip
@@ -36,6 +36,7 @@ _NUMBERS = (
 _CHOICES: dict[str, Iterable[str]] = {
     "feature_map": FEATURE_MAPS, "qk_norm": NORMS, "attention_qk_norm": ("head", "all"),
     "post_norm": MIXERS, "hidden_act": ("silu", "relu2"), "scoring_func": ("softmax", "sigmoid"),
+    "mamba_inner_norm": ("plain", "weighted"),
     "spectrum": SPECTRA,
 }  # fmt: skip
 # Options that mean nothing without a layer that takes them.
@@ -45,9 +46,11 @@ _ASKED_FOR = (
 )  # fmt: skip
 # What a block has beside mixers in its first half.
 MLP_PARTS = ("mlp", "moe")
+_MAMBA1 = ("mamba1", "signed_mamba1")
 _ATTENTION = ("attention", "sliding_window")
 # Options that mean nothing, but for their defaults, without one of these parts.
 _OF_PARTS: dict[str, tuple[str, ...]] = {
+    "mamba_inner_norm": _MAMBA1, "time_step_rank": _MAMBA1,
     "kv_lora_rank": ("attention",), "output_gate_bias": ("kda",), "n_groups": ("mamba2",),
     "mamba_rms_norm": ("mamba2",), "ssm_multipliers": ("mamba2",),
     "ssm_out_multiplier": ("mamba2",), "attention_multiplier": _ATTENTION,

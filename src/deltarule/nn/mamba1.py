@@ -5,11 +5,14 @@ dt_t = softplus(step_logits_t + dt_bias)
 """
 
 from dataclasses import replace
+from typing import Any, Self
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deltarule.nn.arguments import default
 from deltarule.nn.gates import computed, initial_dt_bias, low_rank
+from deltarule.nn.norm import RMSNorm
 from deltarule.nn.rule import Arguments, System
 from deltarule.nn.scan import ScanMixer
 
@@ -66,10 +69,40 @@ class Mamba1(ScanMixer):
     """
 
     rule = SYSTEM
+    inner_norm_eps: float = 1e-5
     A_log: nn.Parameter
     dt_bias: nn.Parameter
 
+    @classmethod
+    def from_config(cls, config: Any, layer_index: int) -> Self:
+        """Build the layer of a model, with another step_rank and with norms inside, if it says so.
+
+        Norms of dt's few channels, k and q, before they are used: without weights ("plain") or
+        with them.
+        """
+        layer = super().from_config(config, layer_index)
+        rank = getattr(config, "time_step_rank", None) or layer.step_rank()
+        norms = getattr(config, "mamba_inner_norm", None)
+        if rank == layer.step_rank() and norms is None:
+            return layer
+        inner, size = layer.num_heads * layer.head_v_dim, layer.head_k_dim
+        layer.inner_norm_eps = default(config.output_norm_eps, config.norm_eps)
+        layer.a_proj = low_rank(inner, rank, inner, activation=layer.inner_norm(norms, rank))
+        if norms is not None:
+            layer.q_norm, layer.k_norm = (layer.inner_norm(norms, size) for _ in "qk")
+        return layer
+
+    def inner_norm(self, kind: str | None, size: int) -> nn.Module | None:
+        """A norm of what is computed from the values."""
+        if kind == "weighted":
+            return RMSNorm(size, self.inner_norm_eps)
+        if kind is None:
+            return None
+        return nn.RMSNorm(size, self.inner_norm_eps, elementwise_affine=False)
+
     def build_scan(self, inner: int) -> None:
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
         self.q_proj = nn.Linear(inner, self.head_k_dim, bias=False)
         self.k_proj = nn.Linear(inner, self.head_k_dim, bias=False)
         self.a_proj = low_rank(inner, self.step_rank(), inner)
@@ -77,8 +110,11 @@ class Mamba1(ScanMixer):
         self.gate_parameter("dt_bias", initial_dt_bias(self.num_heads, self.head_v_dim))
 
     def scan_arguments(self, stream: Tensor, v: Tensor) -> Arguments:
+        q, k = self.q_proj(stream), self.k_proj(stream)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         return arguments(
-            self.q_proj(stream).unsqueeze(2), self.k_proj(stream).unsqueeze(2), v,
+            q.unsqueeze(2), k.unsqueeze(2), v,
             step_logits=self.per_head(self.a_proj(stream)), A_log=self.A_log, dt_bias=self.dt_bias,
         )  # fmt: skip
 

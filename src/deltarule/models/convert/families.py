@@ -7,6 +7,7 @@ from deltarule.models.config_names import MODEL_TYPE
 from deltarule.models.convert import (
     fla,
     kimi_linear,
+    mamba1,
     mamba2,
     mamba_hybrids,
     nemotron_h,
@@ -28,6 +29,7 @@ FAMILIES: dict[str, Family] = {
     **mamba_hybrids.FAMILIES,
     "nemotron_h": nemotron_h.FAMILY,
     "kimi_linear": kimi_linear.FAMILY,
+    **mamba1.FAMILIES,
 }
 
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from deltarule.models.block import mlp_kinds, mlp_size
 from deltarule.models.config import ModelConfig
-from deltarule.nn import Attention, LatentAttention
+from deltarule.nn import Attention, LatentAttention, Mamba1
 from deltarule.nn.mixer import Mixer
 
 # What a recurrent layer has become, by the option that says it.
@@ -51,6 +51,8 @@ def resolved(config: ModelConfig, blocks: nn.ModuleList) -> ModelConfig:
         seen["output_gate"].add(mixer.g_proj is not None)
         if mixer.takes("norm_eps"):
             seen["output_norm_eps"].add(mixer.norm_eps)
+        if isinstance(mixer, Mamba1) and config.mamba_inner_norm is not None:
+            seen["output_norm_eps"].add(mixer.inner_norm_eps)
         for name in _RECURRENT:
             if mixer.takes(name):
                 seen[name].add(getattr(mixer, name))
