@@ -139,12 +139,21 @@ FAMILIES = {
 }  # fmt: skip
 
 
+# Those that patch leaves as they are.
+OTHERS = {
+    "xlstm": Family(
+        "xLSTMConfig",
+        {"num_heads": 4, "mode": "inference", "autocast_kernel_dtype": "float32",
+         "hidden_size": 128},
+        without=ATTENTION_FREE,
+    ),
+}  # fmt: skip
 MULTIMODAL = Family("Qwen3_5Config", GATED_DELTANET, vision=VISION)
 
 
 def tiny(name: str, **options: object) -> nn.Module:
     """A model of a family."""
-    return make(FAMILIES[name], **options)
+    return make((FAMILIES | OTHERS)[name], **options)
 
 
 def make(family: Family, **options: object) -> nn.Module:

@@ -32,6 +32,7 @@ CONFIGS = {
     "mamba, without bias": ("mamba", {"use_conv_bias": False, "time_step_rank": 7, "expand": 3}),
     "falcon_mamba": ("falcon_mamba", {"mixer_rms_eps": 1e-4}),
     "jamba": ("jamba", {"num_experts": 4, "num_experts_per_tok": 2, "mamba_dt_rank": 7}),
+    "xlstm": ("xlstm", {}),
     "bamba": ("bamba", {}),
     "falcon_h1": ("falcon_h1", {"attention_in_multiplier": 1.25, "ssm_in_multiplier": 0.8,
                                 "mlp_multipliers": [0.7, 1.3]}),

@@ -36,6 +36,7 @@ OPTIONS = {
     "norms inside Mamba": {
         "layer_types": "mamba1", "mamba_inner_norm": "weighted", "time_step_rank": 5,
     },
+    "norm without bias": {"layer_types": "xlstm_7b", "output_norm_bias": False},
     "mixer and MLP side by side": {"layer_types": "kda+mlp", "mlp_layer_types": "none"},
     "no positions, scaled scores, capped logits": {
         "layer_types": ("mamba2", "attention"), **MAMBA2, "partial_rotary_factor": 0.0,

@@ -100,6 +100,7 @@ class ModelConfig:
         final_logit_softcapping: A bound c of the logits: c tanh(logits / c). None: none.
         norm_eps: Added to the mean square in every RMSNorm.
         output_norm_eps: Added in its place in the norms of recurrent layers. None: norm_eps.
+        output_norm_bias: Whether that norm of mLSTM layers has a bias.
         zero_centered_norm: Keep the weights of the stream's norms, and of attention's q and k, less
             one.
         post_norm: A mixer whose blocks compute x + norm(f(x)) in place of x + f(norm(x)), in both
@@ -177,6 +178,7 @@ class ModelConfig:
     final_logit_softcapping: float | None = None
     norm_eps: float = 1e-5
     output_norm_eps: float | None = None
+    output_norm_bias: bool = True
     zero_centered_norm: bool = False
     post_norm: str | None = None
     tie_embeddings: bool = True

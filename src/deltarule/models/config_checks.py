@@ -50,6 +50,7 @@ _MAMBA1 = ("mamba1", "signed_mamba1")
 _ATTENTION = ("attention", "sliding_window")
 # Options that mean nothing, but for their defaults, without one of these parts.
 _OF_PARTS: dict[str, tuple[str, ...]] = {
+    "output_norm_bias": ("mlstm", "xlstm_7b"),
     "mamba_inner_norm": _MAMBA1, "time_step_rank": _MAMBA1,
     "kv_lora_rank": ("attention",), "output_gate_bias": ("kda",), "n_groups": ("mamba2",),
     "mamba_rms_norm": ("mamba2",), "ssm_multipliers": ("mamba2",),

@@ -10,7 +10,7 @@ xLSTM-7B bounds both logits: 15 tanh(logit / 15).
 """
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -136,6 +136,14 @@ class MLSTM(DeltaMixer):
 
     decay_bias: nn.Parameter
     beta_bias: nn.Parameter
+
+    @classmethod
+    def from_config(cls, config: Any, layer_index: int) -> Self:
+        """Build the layer of a model, whose output norm may have no bias."""
+        layer = super().from_config(config, layer_index)
+        if not getattr(config, "output_norm_bias", True):
+            layer.o_norm.register_parameter("bias", None)
+        return layer
 
     def build_gates(self) -> None:
         super().build_gates()

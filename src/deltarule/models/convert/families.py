@@ -13,6 +13,7 @@ from deltarule.models.convert import (
     nemotron_h,
     olmo_hybrid,
     qwen,
+    xlstm,
 )
 from deltarule.models.convert.family import Family
 from deltarule.models.convert.piece import Piece, Shapes
@@ -29,6 +30,7 @@ FAMILIES: dict[str, Family] = {
     **mamba_hybrids.FAMILIES,
     "nemotron_h": nemotron_h.FAMILY,
     "kimi_linear": kimi_linear.FAMILY,
+    "xlstm": xlstm.FAMILY,
     **mamba1.FAMILIES,
 }
 

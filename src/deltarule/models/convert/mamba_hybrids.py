@@ -200,7 +200,9 @@ def write_falcon(config: ModelConfig) -> Options:
 Layer = Callable[[ModelConfig, str, str, str, Has], Iterator[Piece]]
 
 
-def pieces(root: str, last: str, layer: Layer) -> Callable[[ModelConfig, Shapes, Has], list[Piece]]:
+def pieces(
+    root: str, last: str, layer: Layer, layers: str = "layers"
+) -> Callable[[ModelConfig, Shapes, Has], list[Piece]]:
     """All stored tensors, of which a layer's are given by a function."""
 
     def found(config: ModelConfig, shapes: Shapes, has: Has) -> list[Piece]:
@@ -213,7 +215,7 @@ def pieces(root: str, last: str, layer: Layer) -> Callable[[ModelConfig, Shapes,
             Piece("lm_head.weight", ("head.weight",)),
         ]
         for index, parts in enumerate(config.layer_types):
-            every += layer(config, f"{there}layers.{index}.", f"blocks.{index}.", parts, has)
+            every += layer(config, f"{there}{layers}.{index}.", f"blocks.{index}.", parts, has)
         return present(every, shapes)
 
     return found
