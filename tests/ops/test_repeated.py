@@ -188,7 +188,7 @@ def test_a_constant_decay_has_its_own_gradient(monkeypatch) -> None:
     assert list(module.recordings) == ["another"]
 
 
-def eager_kind_on_cpu(tensors, **numbers):
+def eager_kind_on_cpu(tensors, *numbers):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-        return eager_kind(tensors, **numbers)
+        return eager_kind(tensors, *numbers)

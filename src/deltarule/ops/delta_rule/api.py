@@ -1,12 +1,15 @@
 """The operator for every rule whose erase is absent or tied to the key."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from deltarule.ops.checks import result
 from deltarule.ops.context import Context
 from deltarule.ops.context.linear import beyond
-from deltarule.ops.delta_rule.implementations import dispatch
+from deltarule.ops.delta_rule.implementations import IMPLEMENTATIONS, Call
 from deltarule.ops.delta_rule.inputs import check_arguments
 from deltarule.ops.delta_rule.repeated import eager_kind, remembered, repeated
-from deltarule.ops.dispatch import Impl
+from deltarule.ops.dispatch import Impl, choose
 from deltarule.shapes import (
     Beta,
     Decay,
@@ -101,19 +104,8 @@ def delta_rule(
         }  # fmt: skip
         return beyond(delta_rule, given, context, return_transition)
     tensors = q, k, v, beta, None, None, log_decay, initial_state, cu_seqlens
-    kind = eager_kind(
-        tensors, n_steps=n_steps, scale=scale, normalize_qk=normalize_qk,
-        batch_invariant=batch_invariant, impl=impl,
-    )  # fmt: skip
-    if (again := repeated(kind, tensors, save_states)) is not None:
-        return result(again, return_state)
-    args = check_arguments(
-        q, k, v, beta=beta, a=None, b=None, log_decay=log_decay, initial_state=initial_state,
-        cu_seqlens=cu_seqlens, n_steps=n_steps, scale=scale, normalize_qk=normalize_qk,
-        batch_invariant=batch_invariant,
-    )  # fmt: skip
-    output = dispatch(args, impl, save_states)
-    return result(remembered(kind, tensors, args, output, save_states), return_state)
+    options = n_steps, scale, normalize_qk, batch_invariant
+    return result(recurrence_of(tensors, options, impl, save_states), return_state)
 
 
 def dplr(
@@ -182,8 +174,7 @@ def dplr(
         >>> dplr(q, k, v, a=-erase, b=0.5 * erase).o.shape
         torch.Size([1, 10, 2, 4])
 
-    Source: RWKV-7, arXiv 2503.14456; the general form S (Diag + a b^T) + v k^T as in the slides
-    of seeds 000 and 004.
+    Source: RWKV-7, arXiv 2503.14456.
     """
     for name, x in (("a", a), ("b", b)):
         if x is None:
@@ -200,16 +191,21 @@ def dplr(
         }  # fmt: skip
         return beyond(dplr, given, context, return_transition)
     tensors = q, k, v, None, a, b, log_decay, initial_state, cu_seqlens
-    kind = eager_kind(
-        tensors, n_steps=1, scale=scale, normalize_qk=False, batch_invariant=batch_invariant,
-        impl=impl,
-    )  # fmt: skip
+    options = 1, scale, False, batch_invariant
+    return result(recurrence_of(tensors, options, impl, save_states), return_state)
+
+
+def recurrence_of(
+    tensors: Sequence[Any], options: tuple[Any, ...], impl: str, save_states: bool
+) -> RecurrentOutput:
+    """Check a call, choose what runs it, and run it: on a GPU, as the last call like it ran.
+
+    `tensors` and `options` are the fields of `Inputs`, in order.
+    """
+    kind = eager_kind(tensors, *options, impl)
     if (again := repeated(kind, tensors, save_states)) is not None:
-        return result(again, return_state)
-    args = check_arguments(
-        q, k, v, beta=None, a=a, b=b, log_decay=log_decay, initial_state=initial_state,
-        cu_seqlens=cu_seqlens, n_steps=1, scale=scale, normalize_qk=False,
-        batch_invariant=batch_invariant,
-    )  # fmt: skip
-    output = dispatch(args, impl, save_states)
-    return result(remembered(kind, tensors, args, output, save_states), return_state)
+        return again
+    inputs = check_arguments(*tensors, *options)
+    call = Call(inputs, save_states)
+    output = choose(IMPLEMENTATIONS, call, impl, inputs.q.device).run(call)
+    return remembered(kind, tensors, inputs, output, save_states)

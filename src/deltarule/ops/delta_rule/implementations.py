@@ -20,7 +20,6 @@ from deltarule.ops.dispatch import (
     Implementation,
     Table,
     always,
-    choose,
     constant_when_compiled,
     triton_missing,
     without_autocast,
@@ -205,12 +204,6 @@ IMPLEMENTATIONS: Table[Call, RecurrentOutput] = {
     "torch": Implementation(why_not=always, run=run_torch),
     "reference": Implementation(why_not=always, run=run_reference),
 }
-
-
-def dispatch(inputs: Inputs, impl: str, save_states: bool) -> RecurrentOutput:
-    """Run the chosen implementation of `delta_rule` or `dplr`."""
-    call = Call(inputs, save_states)
-    return choose(IMPLEMENTATIONS, call, impl, inputs.q.device).run(call)
 
 
 # What the doctor found wrong, by the name of a configuration.

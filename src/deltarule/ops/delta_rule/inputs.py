@@ -95,7 +95,6 @@ def check_arguments(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
     beta: Tensor | None,
     a: Tensor | None,
     b: Tensor | None,

@@ -37,7 +37,7 @@ class Training(NamedTuple):
 
 
 def eager_kind(
-    tensors: Sequence[Any], *, n_steps: object, scale: object, normalize_qk: object,
+    tensors: Sequence[Any], n_steps: object, scale: object, normalize_qk: object,
     batch_invariant: object, impl: object,
 ) -> CallKey | None:  # fmt: skip
     """The kind of a call, before any check of it; None if it may be more than its launches.
