@@ -1,0 +1,89 @@
+"""A decay per channel on a CUDA device: every size, fast and flagged chunks, against float64."""
+
+import math
+
+import pytest
+import torch
+
+from deltarule.ops.delta_rule import chunked
+from oracle import Case, make_case, run_module, weights, with_gradients
+from tolerance import assert_close_to_yardstick
+
+pytestmark = pytest.mark.gpu
+
+SIZES = [(key, value, 1) for key in (3, 16, 32, 64, 128, 256) for value in (32, 64, 128, 256)]
+SIZES += [(key, value, 2) for key in (3, 64, 128, 256) for value in (32, 256)]
+
+
+def by_chunk(case: Case, *powers: float) -> Case:
+    """Channels that decay by 2^-power over a chunk, in turn."""
+    decay = case.tensors["log_decay"].mul_(0.05)
+    for i, power in enumerate(powers):
+        decay[..., i :: len(powers)] -= power * math.log(2) * case.n_steps / 64
+    return case
+
+
+def near_the_flag(case: Case) -> Case:
+    """No chunk is flagged, but some channels decay nearly so far."""
+    return by_chunk(case, 0, 70, 145)
+
+
+def beyond_the_flag(case: Case) -> Case:
+    """Chunks of which all, some or no rows are fast; a strong decay and a reset inside a block."""
+    decay = by_chunk(case, 0, 10).tensors["log_decay"]
+    decay[:, 20:60] *= 60
+    decay[:, 66:70, :, ::2], decay[:, 100, :, 1::3] = -12.0, -1e4
+    return case
+
+
+def check(case: Case, dtype: torch.dtype) -> None:
+    """Outputs and gradients of a repeated call against the yardstick."""
+    case = case.to(dtype)
+    case = case.changed(
+        **{name: None if x is None else x.cuda() for name, x in case.tensors.items()}
+    )
+    d_o, d_state = (x.cuda() for x in weights(case))
+    d_o, d_state = d_o.to(dtype), d_state.float()
+    out, found = with_gradients(case, "triton", d_o, d_state)
+    _, again = with_gradients(case, "triton", d_o, d_state)
+    exact = with_gradients(case.to(torch.float64), "reference", d_o.double(), d_state.double())
+    leaves = {name: case.tensors[name].detach().requires_grad_() for name in found}
+    rounded = None if dtype == torch.float32 else dtype
+    own = run_module(chunked, case.changed(**leaves), chunk_size=64, matmul_dtype=rounded)
+    loss = (own.o * d_o).sum() + (own.final_state * d_state).sum()
+    gradients = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+    for name, x in found.items():
+        assert torch.equal(x, again[name]), name
+        assert_close_to_yardstick(
+            x, exact[1][name], gradients[name], dtype=dtype, gradient=True, name=f"d {name}"
+        )
+    assert_close_to_yardstick(out.o, exact[0].o, own.o, dtype=dtype, name="o")
+
+
+@pytest.mark.parametrize("decays", [near_the_flag, beyond_the_flag])
+@pytest.mark.parametrize(("key_size", "value_size", "n_steps"), SIZES)
+def test_bfloat16(key_size: int, value_size: int, n_steps: int, decays) -> None:
+    torch.manual_seed(key_size + value_size)
+    case = make_case(
+        "channel", value_heads=2 * n_steps, tokens=128, key_size=key_size, value_size=value_size,
+        n_steps=n_steps, normalize_qk=value_size > 32, beta_max=1.0,
+    )  # fmt: skip
+    check(decays(case), torch.bfloat16)
+
+
+@pytest.mark.parametrize("decays", [near_the_flag, beyond_the_flag])
+@pytest.mark.parametrize("key_size", [16, 128])
+def test_packed_sequences_without_an_erase(key_size: int, decays) -> None:
+    torch.manual_seed(key_size)
+    case = make_case("channel", "none", lengths=(3, 0, 100, 64), key_size=key_size, value_size=48)
+    check(decays(case), torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("key_size", [3, 16, 64, 256])
+def test_other_types(key_size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(key_size)
+    case = make_case(
+        "channel", tokens=128, key_size=key_size, value_size=64, normalize_qk=True, beta_max=1.0
+    )
+    check(beyond_the_flag(case), dtype)
