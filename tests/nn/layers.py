@@ -34,6 +34,10 @@ OPTIONS: dict[str, dict[str, object]] = {
     "hyena": {"num_heads": 2, "head_k_dim": 8, "filter_size": 23},
     "multi_head_hyena": {"num_heads": 2, "head_k_dim": 8, "head_v_dim": 4, "filter_size": 23},
     "abc": {"num_heads": 2, "num_slots": 5},
+    **{
+        name: {"num_heads": 2, "head_k_dim": 8, "window": 5, "num_persistent": 3, "mini_batch": 4}
+        for name in ("titans_mac", "titans_mag", "titans_mal")
+    },
     "gsa": {"num_heads": 2, "num_slots": 5, "conv_size": 3},
 }
 
@@ -62,7 +66,7 @@ def config(**changes) -> SimpleNamespace:
         "num_v_heads": None, "head_k_dim": None, "head_v_dim": None, "num_kv_heads": None,
         "num_attention_heads": None,
         "conv_size": 4, "output_gate": None, "beta_max": 1.0, "n_steps": None, "window": None,
-        "mini_batch": None, "spectrum": None,
+        "mini_batch": None, "spectrum": None, "num_persistent": None,
         "feature_map": None, "qk_norm": None, "normalizer": None,
         "rope_theta": 10000.0, "norm_eps": 1e-5,
     }  # fmt: skip

@@ -33,7 +33,7 @@ KINDS = [
     "gated_deltanet", "rwkv6", "rwkv7", "mlstm", "abc", "retnet", "longhorn_released", "mesa",
     "attention", "sliding_window",
 ]  # fmt: skip
-NOT_LINEAR = ["ttt_linear", "ttt_mlp", "titans_linear", "titans_mlp"]
+NOT_LINEAR = [name for name, mixer in MIXERS.items() if not mixer.linear_state]
 
 
 def check_model(processes: Processes, mixer: str, exchange: str, packed: bool, heads: int) -> None:

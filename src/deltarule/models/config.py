@@ -64,7 +64,9 @@ class ModelConfig:
         filter_size: Tokens that Hyena's filters reach. None: the layer's default.
         mini_batch: Tokens whose inner gradients TTT and Titans take at one memory. None: 16.
         spectrum: Where the complex eigenvalues of S4D start: "legs", "inv" or "lin". None: "legs".
-        window: Tokens that sliding-window attention sees. None: the layer's default.
+        window: Tokens that sliding-window attention sees, or attention in Titans' blocks. None: the
+            layer's default.
+        num_persistent: Learned tokens before every document in Titans' blocks. None: 4.
         rope_theta: Base of the rotary position wavelengths of attention and RetNet.
         mlp_size: Channels inside the MLP. None: 8/3 of hidden_size, up to a multiple of 16;
             0: no MLP.
@@ -150,6 +152,7 @@ class ModelConfig:
     mini_batch: int | None = None
     spectrum: str | None = None
     window: int | None = None
+    num_persistent: int | None = None
     rope_theta: float = 10000.0
     mlp_size: int | None = None
     mlp_layer_types: str | tuple[str, ...] | None = None

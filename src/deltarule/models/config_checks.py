@@ -14,12 +14,9 @@ from deltarule.nn.mixer import SPECTRA
 _MOST_LAYERS = 10_000
 # Integers that may be zero; those of `_POSITIVE` may not.
 _COUNTS = (
-    "qk_rope_head_dim",
-    "conv_size",
-    "mlp_size",
-    "num_experts",
-    "shared_expert_intermediate_size",
-)
+    "qk_rope_head_dim", "conv_size", "mlp_size", "num_experts", "shared_expert_intermediate_size",
+    "num_persistent",
+)  # fmt: skip
 _POSITIVE = (
     "vocab_size", "hidden_size", "num_layers", "num_heads", "num_v_heads", "head_k_dim",
     "head_v_dim", "num_attention_heads", "num_kv_heads", "attention_head_dim", "n_groups",
@@ -42,7 +39,7 @@ _CHOICES: dict[str, Iterable[str]] = {
 # Options that mean nothing without a layer that takes them.
 _ASKED_FOR = (
     "beta_max", "longest_horizon", "n_steps", "mini_batch", "feature_map", "qk_norm", "normalizer",
-    "spectrum",
+    "spectrum", "num_persistent",
 )  # fmt: skip
 # What a block has beside mixers in its first half.
 MLP_PARTS = ("mlp", "moe")

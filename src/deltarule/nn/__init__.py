@@ -53,6 +53,8 @@ from deltarule.nn.short_conv import ShortConv
 from deltarule.nn.slstm import SLSTM
 from deltarule.nn.state import ModelState, State, load_state, save_state
 from deltarule.nn.titans import TitansLinear, TitansMLP
+from deltarule.nn.titans_blocks import TitansMAG, TitansMAL
+from deltarule.nn.titans_mac import TitansMAC
 from deltarule.nn.ttt import TTTMLP, TTTLinear
 from deltarule.nn.two_memories import ABC, GatedSlotAttention
 
@@ -104,6 +106,9 @@ _LAYERS: dict[str, type[Mixer]] = {
     "ttt_mlp": TTTMLP,
     "titans_linear": TitansLinear,
     "titans_mlp": TitansMLP,
+    "titans_mac": TitansMAC,
+    "titans_mag": TitansMAG,
+    "titans_mal": TitansMAL,
     "attention": Attention,
     "sliding_window": SlidingWindowAttention,
 }
@@ -181,6 +186,9 @@ __all__ = [
     "System",
     "TTTLinear",
     "TitansLinear",
+    "TitansMAC",
+    "TitansMAG",
+    "TitansMAL",
     "TitansMLP",
     "load_state",
     "parameter_roles",

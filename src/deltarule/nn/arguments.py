@@ -93,6 +93,8 @@ REASONS = {
     "longest_horizon": "its decay is not exp(-exp(A_log) dt), whose rates it would spread",
     "mini_batch": "ttt and titans have mini-batches",
     "spectrum": "s4d has complex eigenvalues",
+    "window": "it has no attention",
+    "num_persistent": "titans_mac, titans_mag and titans_mal have learned tokens",
     "num_slots": "abc and gsa have slots",
     "filter_size": "hyena and multi_head_hyena have filters",
     "rope_theta": "it does not rotate its queries and keys",

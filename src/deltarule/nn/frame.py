@@ -32,6 +32,8 @@ class Frame(nn.Module, ABC):
     convolved: ClassVar[tuple[str, ...]] = ("q", "k", "v")
     # Whether the last state depends linearly on the first, so that a context can be exact.
     linear_state: ClassVar[bool] = True
+    # Whether a head needs nothing of the others, so that processes can have some of them each.
+    heads_alone: ClassVar[bool] = True
     # What its layers share of every token, [B, T, ...].
     of_tokens: ClassVar[tuple[str, ...]] = ()
     # Of a lent state: rows that later tokens are added to, and that nobody reads before.

@@ -74,6 +74,8 @@ class Mixer(Frame):
         mini_batch: Tokens whose inner gradients are taken at one memory. None: 16.
         spectrum: Where the complex eigenvalues of S4D start: "legs", those of HiPPO-LegS; "inv" or
             "lin", the paper's two that are like it. None: "legs".
+        window: Tokens that attention sees, or of a segment. None: the layer's default.
+        num_persistent: Learned tokens before every document. None: 4.
         rope_theta: Base of the rotary wavelengths. None: 10000.
         norm_eps: Added to the mean square in the norm of the output.
         layer_index: Which layer of the model this is, from 0.
@@ -105,6 +107,8 @@ class Mixer(Frame):
 
     rope_theta: float | None
     filter_size: Any
+    window: Any
+    num_persistent: Any
 
     def __init_subclass__(cls) -> None:
         """Show in a layer's signature and docstring the options that it takes."""
@@ -132,6 +136,8 @@ class Mixer(Frame):
         filter_size: int | None = None,
         mini_batch: int | None = None,
         spectrum: str | None = None,
+        window: int | None = None,
+        num_persistent: int | None = None,
         rope_theta: float | None = None,
         norm_eps: float = 1e-5,
         layer_index: int = 0,
@@ -153,6 +159,7 @@ class Mixer(Frame):
         self.num_slots = positive("num_slots", default(num_slots, self.head_k_dim))
         self.filter_size = filter_size
         self.mini_batch = positive("mini_batch", default(mini_batch, MINI_BATCH))
+        self.window, self.num_persistent = window, num_persistent
         self.spectrum = default(spectrum, SPECTRA[0])
         self.rope_theta = above_zero("rope_theta", default(rope_theta, 10000.0))
         self.norm_eps = above_zero("norm_eps", norm_eps)
@@ -169,7 +176,7 @@ class Mixer(Frame):
             "qk_norm": qk_norm, "normalizer": normalizer, "num_slots": num_slots,
             "filter_size": filter_size, "rope_theta": rope_theta,
             "longest_horizon": longest_horizon, "mini_batch": mini_batch,
-            "spectrum": spectrum,
+            "spectrum": spectrum, "window": window, "num_persistent": num_persistent,
         }  # fmt: skip
         neutral = {
             "num_v_heads": num_heads, "head_v_dim": self.head_k_dim, "conv_size": 0, "n_steps": 1,

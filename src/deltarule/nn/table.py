@@ -25,7 +25,9 @@ TESTS = {
     "long_convolution": "nn/test_hyena.py", "slstm": "nn/test_slstm.py", "mesa": "ops/test_mesa.py",
     "ttt": "ops/test_ttt.py", "titans": "ops/test_titans.py",
     "softmax": "nn/test_attention.py",
+    "s4d": "nn/test_s4d.py",
     **dict.fromkeys(("lru", "hgrn", "rg_lru", "rwkv4"), "nn/test_vectors.py"),
+    **dict.fromkeys(("titans_mac", "titans_mag", "titans_mal"), "nn/test_titans_blocks.py"),
 }  # fmt: skip
 
 

@@ -89,6 +89,7 @@ class TitansLinear(MemoryMixer):
     float32_parameters: ClassVar[tuple[str, ...]] = ("decay_bias",)
     roles: ClassVar[dict[str, Role]] = {"m_proj": "gate"}
     decay_bias: nn.Parameter
+    q_proj: nn.Module
 
     def build_gates(self) -> None:
         super().build_gates()

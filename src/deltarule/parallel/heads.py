@@ -77,6 +77,11 @@ def local_block(config: ModelConfig, index: int, mixer: Mixer, ways: int) -> Blo
             f"kv_lora_rank={config.kv_lora_rank} cannot be split over {ways} processes, which "
             "share one head of keys: shard the weights instead"
         )
+    if ways > 1 and not mixer.heads_alone:
+        raise ValueError(
+            f"{mixer.rule.name} cannot be split over {ways} processes, each of which has some of "
+            "the heads: shard the weights instead"
+        )
     if config.n_groups > 1:
         raise ValueError(
             f"n_groups={config.n_groups} cannot be split over {ways} processes: shard the weights "

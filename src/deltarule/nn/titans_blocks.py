@@ -1,0 +1,250 @@
+"""Titans' blocks of a memory beside attention, and before it.
+
+MAG:  y = Attention(p | x) over a window and p, o = y^ * sigmoid(m^), m = M(p | x)
+MAL:  o = Attention(M(p | x)) over a window
+
+p are learned tokens before every document, M writes each token and reads it, and ^ is a norm.
+Packed documents are laid out as rows.
+"""
+
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deltarule.nn.arguments import check_even, check_state, default, positive
+from deltarule.nn.call import Call
+from deltarule.nn.layout import Layout, make_layout, split
+from deltarule.nn.mixer import Mixer
+from deltarule.nn.norm import RMSNorm
+from deltarule.nn.roles import Role
+from deltarule.nn.rope import rotate
+from deltarule.nn.rows import by_token, in_rows
+from deltarule.nn.rule import System
+from deltarule.nn.state import State
+from deltarule.nn.titans import MLP, TitansMLP
+
+
+def block_row(
+    name: str, title: str, recurrence: str, read_out: str, equations: str, size: str
+) -> System:
+    """A row of the table that the three share but for these."""
+    return replace(
+        MLP, name=name, title=title, recurrence=recurrence, read_out=read_out,
+        source=f"arXiv 2501.00663, section 4, eq. {equations}", state_size=size,
+        page="titans_blocks",
+    )  # fmt: skip
+
+
+MAG = block_row(
+    "titans_mag", "Titans, memory as gate", "y = Attention(p | x), M = M + x",
+    "o = norm(y) * sigmoid(norm(M(x)))", "26 to 28", "3 HV 2K (K + V) + W HV (K + V)",
+)  # fmt: skip
+MAL = block_row(
+    "titans_mal", "Titans, memory as layer", "M = M + x", "o = Attention(M(x))", "29 to 31",
+    "3 HV 2K (K + V) + W HV (K + V)",
+)  # fmt: skip
+WINDOW, PERSISTENT = 128, 4
+
+
+class TitansMAG(Mixer):
+    """Titans, memory as gate: o = norm(y) * sigmoid(norm(m)), y of attention, m of the memory.
+
+    Attention sees the last `window` tokens and the `num_persistent` learned ones, with rotary
+    positions, the first of which the learned ones have; the memory is a `TitansMLP` layer, and
+    reads the learned tokens before a document. The state holds that of the memory, and the `keys`
+    and `values` of the last window - 1 tokens, `length` tokens having been seen.
+
+    Defaults: head_k_dim = head_v_dim = hidden_size / num_heads, a window of 128, 4 learned tokens;
+    for the memory those of `TitansMLP`.
+
+    Examples:
+        >>> import torch
+        >>> y, state = TitansMAG(32, num_heads=2, window=8)(torch.zeros(1, 5, 32))
+        >>> state["keys"].shape, state["length"]
+        (torch.Size([1, 7, 32]), tensor([9]))
+
+    Source: arXiv 2501.00663, section 4.2.
+    """
+
+    rule = MAG
+    options = TitansMLP.options | {"window", "num_persistent", "rope_theta"}
+    default_conv_size = TitansMLP.default_conv_size
+    default_output_gate = TitansMLP.default_output_gate
+    convolved: ClassVar[tuple[str, ...]] = ()
+    linear_state = False
+    heads_alone = False
+    float32_parameters: ClassVar[tuple[str, ...]] = ("memory.decay_bias",)
+    roles: ClassVar[dict[str, Role]] = {"persistent": "start"}
+    # Whether the memory reads the learned tokens, and whether attention always sees them.
+    remembers_start: ClassVar[bool] = True
+    sees_start: ClassVar[bool] = True
+    memory: TitansMLP
+
+    def check_options(self) -> None:
+        check_even("head_k_dim", self.head_k_dim)
+        self.window = positive("window", default(self.window, WINDOW))
+        self.num_persistent = default(self.num_persistent, PERSISTENT)
+        if self.num_persistent != 0:
+            positive("num_persistent", self.num_persistent)
+
+    def build_output(self, gated: bool) -> None:
+        """Make the memory, the learned tokens, and the output of attention with both norms."""
+        self.memory = TitansMLP(
+            self.hidden_size, num_heads=self.num_heads, head_k_dim=self.head_k_dim,
+            head_v_dim=self.head_v_dim, conv_size=self.conv_size, conv_bias=self.conv_bias,
+            output_gate=gated, mini_batch=self.mini_batch, norm_eps=self.norm_eps,
+        )  # fmt: skip
+        self.persistent = nn.Parameter(torch.randn(self.num_persistent, self.hidden_size))
+        super().build_output(False)
+        self.m_norm = self.norm_of_stream()
+
+    def build_norm(self) -> nn.Module:
+        return self.norm_of_stream()
+
+    def norm_of_stream(self) -> nn.Module:
+        """Of what attention, or the memory, puts out."""
+        return RMSNorm(self.hidden_size, self.norm_eps)
+
+    def kept_rows(self) -> int:
+        """Keys and values that are kept."""
+        return self.window - 1
+
+    def memories(self) -> dict[str, tuple[int, ...]]:
+        """Keys and values, all heads in a row, beside what the memory keeps."""
+        keys, values = (self.num_heads * n for n in (self.head_k_dim, self.head_v_dim))
+        return {"keys": (self.kept_rows(), keys), "values": (self.kept_rows(), values)}
+
+    def exact(self) -> tuple[str, ...]:
+        return self.memory.exact()
+
+    def empty_state(self, batch_size: int) -> State:
+        """Nothing seen, not even the learned tokens."""
+        own, like = super().init_state(batch_size), self.reference()
+        rows = {name: x.to(like.dtype) for name, x in own.items()}
+        length = torch.zeros(batch_size, dtype=torch.int64, device=like.device)
+        return State(rows, **self.memory.init_state(batch_size), length=length)
+
+    def init_state(self, batch_size: int) -> State:
+        """Return the state after the learned tokens."""
+        state = self.empty_state(batch_size)
+        if batch_size == 0 or self.num_persistent == 0 or not self.remembers_start:
+            return state
+        alone = self.empty_state(1)
+        x = self.persistent.to(alone["keys"].dtype).unsqueeze(0)
+        call = Call(x, make_layout(x, None, None), alone, State(), {})
+        self.mix_rows(call)
+        return State({name: x.expand(batch_size, *x.shape[1:]) for name, x in call.after.items()})
+
+    def state_before(self, state: State | None, layout: Layout) -> State:
+        if state is None:
+            return self.init_state(layout.sequences)
+        return check_state(state, self.empty_state(0), layout.sequences, self.exact())
+
+    def mix(self, call: Call) -> Tensor:
+        rows = Call(*in_rows(call.x, call.layout), call.before, call.after, call.shared)
+        return by_token(self.mix_rows(rows), call.layout)
+
+    def mix_rows(self, call: Call) -> Tensor:
+        """Mix call.x [N, L, D], a document a row; fill call.after."""
+        y = self.attend(call.x, call)
+        return self.gated(y, self.remember(call.x, call))
+
+    def gated(self, y: Tensor, m: Tensor) -> Tensor:
+        """y^ * sigmoid(m^)."""
+        return self.o_norm(y) * torch.sigmoid(self.m_norm(m))
+
+    def remember(self, x: Tensor, call: Call) -> Tensor:
+        """M(x): write each token, and read it."""
+        before = State({name: call.before[name] for name in self.memory.init_state(0)})
+        inner = Call(x, call.layout, before, State(), {})
+        y = self.memory.mix(inner)
+        call.after.update(inner.after)
+        return y
+
+    def project(self, name: str, x: Tensor, positions: Tensor) -> Tensor:
+        """Queries, keys or values [N, L, H, K or V], the first two turned by their positions."""
+        y = self.heads_of(getattr(self, f"{name}_proj")(x))
+        return y if name == "v" else rotate(y, positions, self.rope_theta or 1.0)
+
+    def heads_of(self, x: Tensor) -> Tensor:
+        """[.., H C] -> [.., H, C]."""
+        return split(x, self.num_heads, x.shape[-1] // self.num_heads)
+
+    def start(self, like: Tensor) -> list[Tensor]:
+        """Keys and values [1, P, H, K or V] of learned tokens, if attention always sees them."""
+        x = self.persistent[: self.num_persistent * self.sees_start].to(like.dtype).unsqueeze(0)
+        positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+        return [self.project(name, x, positions) for name in "kv"]
+
+    def attend(self, x: Tensor, call: Call) -> Tensor:
+        """Attention of [N, L, D] over the window, and over what is always seen."""
+        layout, seen = call.layout, call.before["length"]
+        positions = call.positions()
+        if x.shape[1] == 0:
+            call.after.update({name: call.before[name].clone() for name in ("keys", "values")})
+            return self.o_proj(self.project("v", x, positions).flatten(-2))
+        q, k, v = (self.project(name, x, positions) for name in "qkv")
+        reach, size = self.kept_rows(), min(self.window, x.shape[1])
+        extended = []
+        for name, rows in (("keys", k), ("values", v)):
+            extended.append(layout.with_history(rows.flatten(-2), call.before[name]))
+            call.after[name] = layout.next_history(extended[-1], reach)
+        fill = -x.shape[1] % size
+        q = F.pad(q, (0, 0, 0, 0, 0, fill)).unflatten(1, (-1, size))
+        # [N, blocks, size + reach, H, K or V]
+        k, v = (
+            self.heads_of(F.pad(y, (0, 0, 0, fill)).unfold(1, size + reach, size).mT)
+            for y in extended
+        )
+        row = torch.arange(size + reach, device=x.device)
+        behind = torch.arange(reach, size + reach, device=x.device).unsqueeze(1) - row
+        near = (behind >= 0) & (behind <= reach)
+        first = torch.arange(q.shape[1], device=x.device) * size
+        # Documents and learned tokens are not looked at beyond their beginning.
+        known = row + first[:, None] >= reach - self.rows_before(seen)[:, None, None]
+        visible = near & known.unsqueeze(2)
+        o = self.softmax(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), visible.flatten(0, 1))
+        o = o.unflatten(0, (-1, q.shape[1])).flatten(1, 2)[:, : x.shape[1]]
+        return self.o_proj(o.flatten(-2))
+
+    def rows_before(self, seen: Tensor) -> Tensor:
+        """Of the tokens before these, those whose keys are kept; the learned ones are not."""
+        return seen - self.num_persistent * self.sees_start
+
+    def softmax(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        """[M, L, H, V] of q [M, L, H, K] over what is always seen and the visible [M, L, rows]."""
+        start = [y.expand(len(q), -1, -1, -1) for y in self.start(q)]
+        k, v = (torch.cat(pair, dim=1).transpose(1, 2) for pair in zip(start, (k, v), strict=True))
+        visible = F.pad(visible, (k.shape[2] - visible.shape[-1], 0), value=True)
+        o = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, visible.unsqueeze(1))
+        return o.transpose(1, 2)
+
+
+class TitansMAL(TitansMAG):
+    """Titans, memory as layer: o = Attention(M(p | x)), the memory before attention.
+
+    The learned tokens come before every document, for both; attention sees the last `window`
+    tokens of what the memory puts out, the learned ones among them.
+
+    Defaults: as `TitansMAG`.
+
+    Examples:
+        >>> import torch
+        >>> y, state = TitansMAL(32, num_heads=2, window=8)(torch.zeros(1, 5, 32))
+        >>> state["keys"].shape, state["length"]
+        (torch.Size([1, 7, 32]), tensor([9]))
+
+    Source: arXiv 2501.00663, section 4.3.
+    """
+
+    rule = MAL
+    sees_start = False
+
+    def norm_of_stream(self) -> nn.Module:
+        return nn.Identity()
+
+    def mix_rows(self, call: Call) -> Tensor:
+        return self.attend(self.remember(call.x, call), call)
