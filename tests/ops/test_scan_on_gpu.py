@@ -32,6 +32,14 @@ def test_scan(form, lengths, impl):
         assert_close(leaf.grad, exact[name].grad, gradient=True, dtype=torch.float32, name=name)
 
 
+@every_impl
+@pytest.mark.parametrize("lengths", [None, scan.LENGTHS])
+@pytest.mark.parametrize("form", ["mamba", "all"])
+def test_signed_scan(form, lengths, impl, monkeypatch):
+    monkeypatch.setattr(scan, "SIGNED", True)
+    test_scan(form, lengths, impl)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("form", ["mamba", "s4", "longhorn", "all"])
 def test_scan_in_16_bits_is_rounded_once(form, dtype):
