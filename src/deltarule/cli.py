@@ -1,7 +1,9 @@
 """The command line: train, use, compare and reproduce, each a command with flags."""
 
+import dataclasses
 import difflib
 import importlib
+import io
 import os
 import shlex
 import sys
@@ -30,6 +32,7 @@ from deltarule.train.report import EvalRun, evaluate_run
 from deltarule.train.run_folder import (
     INTERRUPTED,
     StoppedRunError,
+    flat,
     folder_to_resume,
     stored_configuration,
 )
@@ -78,6 +81,13 @@ class ExplainRun:
     """Precision of queries, keys and values."""
     device: str = "auto"
     """"cpu", "cuda", "cuda:1", "mps"; "auto" takes a GPU if PyTorch sees one."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that nothing has."""
+        for name in ("n_steps", "batch", "tokens", "heads", "v_heads", "head_k_dim", "head_v_dim"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be 1 or more, got {value}")
 
 
 @dataclass(frozen=True)
@@ -174,6 +184,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0, 1 for what cannot be done, 2 for a command line that makes no sense, 130
         after Ctrl-C. A run that SIGTERM stops has saved all it did: 0.
     """
+    for stream in (sys.stdout, sys.stderr):
+        # What a terminal has no letter for is shown all the same.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if arguments is None else arguments)
     traceback = "--traceback" in words
     words = [word for word in words if word != "--traceback"]
@@ -203,6 +217,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if traceback:
             raise
         say(f"error: {error}")
+        return FAILED
+    except Exception as error:
+        if traceback:
+            raise
+        # Memory that is not there, or a mistake of ours.
+        line = str(error).partition("\n")[0]
+        say(f"error: {type(error).__name__}: {line}; with --traceback, it shows where it arose")
         return FAILED
 
 
@@ -242,14 +263,22 @@ def read_flags(name: str, command: Command, words: list[str]) -> Any:
 
 
 def parse(name: str, command: Command, words: list[str], default: Any) -> Any:
-    """Let tyro read the words; it prints help and complaints itself and leaves with code 0 or 2."""
+    """Let tyro read the words; it prints help and complaints itself and leaves with code 0 or 2.
+
+    Raises:
+        ValueError: A number is larger than any that is meant.
+    """
     tyro, conf = require("tyro"), require("tyro.conf")
     options = {} if default is None else {"default": default}
-    return tyro.cli(
+    given = tyro.cli(
         command.flags, args=words, prog=f"deltarule {name}",
         config=(conf.OmitArgPrefixes, conf.PositionalRequiredArgs),
         **options,
     )  # fmt: skip
+    for flag, value in flat(dataclasses.asdict(given)).items():
+        if isinstance(value, int | float) and not abs(value) < 2**63:
+            raise ValueError(f"--{flag.replace('_', '-')} must be a number below 2^63, got {value}")
+    return given
 
 
 def overview() -> str:

@@ -62,7 +62,7 @@ def choose(
         if name != "triton" and device.type == "cuda":
             warn_slow(name, table["triton"].why_not(call) if "triton" in table else NO_KERNEL)
         return table[name]
-    if impl not in table:
+    if not isinstance(impl, str) or impl not in table:
         names = ", ".join(repr(name) for name in ("auto", *table))
         raise ValueError(f"impl must be one of {names}, got {impl!r}")
     if (reason := table[impl].why_not(call)) is not None:

@@ -43,7 +43,7 @@ def new_drawing(*, title: str, x: str, y: str) -> Drawing:
 
 def dress(axes: "Axes", *, title: str, x: str, y: str) -> None:
     """Give a pair of axes its names and the style."""
-    axes.set_title(title, loc="left", color=INK, fontsize=11)
+    axes.set_title(drawable(title), loc="left", color=INK, fontsize=11)
     axes.set_xlabel(x, color=INK)
     axes.set_ylabel(y, color=INK)
     axes.spines[["top", "right"]].set_visible(False)
@@ -51,6 +51,11 @@ def dress(axes: "Axes", *, title: str, x: str, y: str) -> None:
     axes.tick_params(colors=INK)
     axes.grid(axis="y", color="#dddddd", linewidth=0.8)
     axes.set_axisbelow(True)
+
+
+def drawable(title: str) -> str:
+    """A title without what no font has, such as the bytes of a file's name that are no text."""
+    return title.encode(errors="replace").decode()
 
 
 def new_grid(rows: int, columns: int, *, title: str) -> "tuple[Figure, list[list[Axes]]]":
@@ -62,7 +67,7 @@ def new_grid(rows: int, columns: int, *, title: str) -> "tuple[Figure, list[list
     figure = require("matplotlib.figure").Figure(
         figsize=(1.5 * WIDTH, 0.5 * HEIGHT * rows + 0.8), dpi=DOTS_PER_INCH, layout="constrained"
     )
-    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=11)
+    figure.suptitle(drawable(title), x=0.01, ha="left", color=INK, fontsize=11)
     axes = figure.subplots(rows, columns, squeeze=False)
     for one in axes.flat:
         one.spines[["top", "right"]].set_visible(False)

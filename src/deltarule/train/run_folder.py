@@ -132,7 +132,7 @@ def check_name(name: str) -> None:
     Raises:
         RunFolderError: It is no plain name.
     """
-    if name in ("", ".", "..") or Path(name).name != name:
+    if name in ("", ".", "..") or Path(name).name != name or not name.isprintable():
         raise RunFolderError(f"--name {name!r}: give a plain name; --runs sets the folder above it")
 
 

@@ -75,9 +75,10 @@ def _value_heads(k: Tensor, beta: Tensor | None, log_decay: Tensor | None) -> in
     heads = k.shape[2]
     constant = isinstance(log_decay, Tensor) and log_decay.ndim == 1
     for name, gate, axis in (("beta", beta, 2), ("log_decay", log_decay, 0 if constant else 2)):
-        if gate is not None:
-            check_dense(name, gate, " or None")
-        if gate is None or gate.ndim <= axis:
+        if not isinstance(gate, Tensor):
+            continue
+        check_dense(name, gate)
+        if gate.ndim <= axis:
             continue
         found = gate.shape[axis]
         if found == 0 or found % heads:
