@@ -7,8 +7,9 @@ from deltarule import pack
 from deltarule.ops.dispatch import Implementation, always
 from deltarule.ops.slstm import api
 from ops.test_slstm import LENGTHS, assert_equal_parts, gradients, make
+from promised import promised
 
-pytest.importorskip("triton")
+promised("triton")
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are compiled here: see test_slstm_on_gpu"
