@@ -13,14 +13,15 @@ import torch
 
 from deltarule.models import CausalLM
 from deltarule.models.bytes import BEGIN
-from deltarule.train import tokenize
+from deltarule.train import tokenize, vocabulary
 from deltarule.train.data import ShuffledRows, encode_documents
 from deltarule.train.documents import DataError
 from deltarule.train.loop import LoopOptions
 from deltarule.train.report import EvalRun, evaluate_run
 from deltarule.train.text import TextModel, TextRun, train_text
 from deltarule.train.token_shards import open_token_folder
-from deltarule.train.tokenize import DataRun, blocks, divided, write_data
+from deltarule.train.tokenize import DataRun, divided, write_data
+from deltarule.train.vocabulary import blocks
 
 TEXTS = [f"{i} bottles of beer, naïve ones\n" * (1 + i % 7) for i in range(60)]
 
@@ -143,7 +144,7 @@ def write_tokenizer(folder: Path) -> None:
 
 def test_a_tokenizer_and_bits_per_byte_of_its_tokens(source, tmp_path, monkeypatch):
     write_tokenizer(tmp_path / "tool")
-    monkeypatch.setattr(tokenize, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(vocabulary, "BLOCK_BYTES", 64)
     out = tmp_path / "tokens"
     write_data(DataRun(source, out, tokenizer=str(tmp_path / "tool"), validation_fraction=0.2))
     opened = open_token_folder(out)
@@ -161,7 +162,7 @@ def test_a_tokenizer_and_bits_per_byte_of_its_tokens(source, tmp_path, monkeypat
 
 
 def test_blocks_end_with_lines_and_are_the_text(monkeypatch):
-    monkeypatch.setattr(tokenize, "BLOCK_BYTES", 10)
+    monkeypatch.setattr(vocabulary, "BLOCK_BYTES", 10)
     text = b"one two\nthree\n" + 25 * b"x" + b"\nlast"
     cut = blocks(text)
     assert b"".join(cut) == text

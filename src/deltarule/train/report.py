@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from deltarule.train.data import Corpus, encode_documents
+from deltarule.train.data import Corpus
 from deltarule.train.device import choose_device
 from deltarule.train.documents import (
     DataError,
@@ -24,6 +24,7 @@ from deltarule.train.run_folder import read_run, stored_configuration
 from deltarule.train.run_model import load_model, run_of
 from deltarule.train.text import TextRun
 from deltarule.train.token_shards import is_token_folder, open_token_folder, sample_documents
+from deltarule.train.vocabulary import Encoder, tokens_of
 
 HELD_OUT = ", the part held out of training"
 
@@ -61,10 +62,11 @@ def evaluate_run(run: EvalRun) -> list[PositionBin]:
         CheckpointError: The folder holds no model that can be read.
         DataError: The data cannot be read, or are the run's own and have changed.
     """
-    model = load_model(run.folder, choose_device(run.device))
+    model = load_model(run.folder, choose_device(run.device), of_bytes=False)
     folder = run_of(run.folder)
+    encoder = tokens_of(folder, model.config.vocab_size)
     trained = stored_configuration(folder, TextRun, "train text")
-    source, corpus, available = measured(run, folder, trained)
+    source, corpus, available = measured(run, folder, trained, encoder)
     print(f"{run.folder} on {source}: {corpus.num_bytes:,} bytes")
     if corpus.num_bytes < available:
         print("(--max-bytes measures on more of it)")
@@ -84,14 +86,16 @@ def evaluate_run(run: EvalRun) -> list[PositionBin]:
     return bins
 
 
-def measured(run: EvalRun, folder: Path, trained: TextRun) -> tuple[str, Corpus, int]:
+def measured(
+    run: EvalRun, folder: Path, trained: TextRun, encoder: Encoder
+) -> tuple[str, Corpus, int]:
     """What is measured on: its name, a corpus of about so many bytes, and how many there are."""
     shards = trained.data if run.data is None else run.data
     if shards is not None and is_token_folder(shards):
         held_out = open_token_folder(shards).validation
         return f"{shards}{HELD_OUT}", sample_documents(held_out, run.max_bytes), held_out.num_bytes
     read, documents, part = measured_part(run, folder, trained)
-    corpus = encode_documents([d.text for d in limit_bytes(documents, run.max_bytes)])
+    corpus = encoder.corpus([d.text for d in limit_bytes(documents, run.max_bytes)])
     return f"{read.source}{part}", corpus, sum(len(d.text) for d in documents)
 
 

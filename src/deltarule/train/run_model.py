@@ -1,4 +1,4 @@
-"""The byte-level model of a run: what it wrote at its end, else its newest checkpoint."""
+"""The model of a run: what it wrote at its end, else its newest checkpoint."""
 
 from pathlib import Path
 
@@ -12,14 +12,14 @@ from deltarule.train.checkpoint import MARKER, checkpoint_steps, read_checkpoint
 from deltarule.train.run_folder import RUN, RunFolderError, read_run
 
 
-def load_model(folder: Path, device: torch.device) -> CausalLM:
+def load_model(folder: Path, device: torch.device, *, of_bytes: bool = True) -> CausalLM:
     """The model of a run, or of one of its checkpoints, `runs/NAME/checkpoints/step-N`.
 
     A run that is not at its end gives its newest checkpoint, with a note.
 
     Raises:
         CheckpointError: The folder holds no model that can be read.
-        RunFolderError: There is no run, or its model is not one of bytes.
+        RunFolderError: There is no run, or its model is not one of bytes where it should be.
     """
     if not folder.is_dir():
         raise RunFolderError(f"{folder}: there is no such run")
@@ -35,10 +35,9 @@ def load_model(folder: Path, device: torch.device) -> CausalLM:
             raise RunFolderError(f"{folder} has no checkpoint yet, and so no model")
         else:
             model = CausalLM.load(folder)
-    if model.config.vocab_size != VOCAB_SIZE:
+    if of_bytes and model.config.vocab_size != VOCAB_SIZE:
         raise RunFolderError(
-            f"{folder} holds a model of {model.config.vocab_size} tokens, not of bytes: "
-            "only runs of 'deltarule train text' read and write text"
+            f"{folder} holds a model of {model.config.vocab_size} tokens, not of bytes"
         )
     return model.to(device).eval()
 

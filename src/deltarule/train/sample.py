@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deltarule.models import CausalLM
-from deltarule.models.bytes import BEGIN, ByteDecoder, encode
 from deltarule.train.device import choose_device
-from deltarule.train.run_model import load_model
+from deltarule.train.run_model import load_model, run_of
+from deltarule.train.vocabulary import Encoder, make_encoder, tokens_of
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class GenerateRun:
     prompt: str = ""
     """Beginning of the text; nothing means the start of a document."""
     max_new_tokens: int = 1000
-    """The most bytes to add."""
+    """The most bytes, or tokens of the run's tokenizer, to add."""
     temperature: float = 0.8
     """0 always takes the likeliest byte, 1 follows the model."""
     top_k: int | None = None
@@ -39,11 +39,12 @@ def generate_text(run: GenerateRun) -> None:
         CheckpointError: The folder holds no model that can be read.
         ValueError: An option is out of range.
     """
-    model = load_model(run.folder, choose_device(run.device))
+    model = load_model(run.folder, choose_device(run.device), of_bytes=False)
+    encoder = tokens_of(run_of(run.folder), model.config.vocab_size)
     print(run.prompt, end="", flush=True)
     for characters in sample_text(
-        model, run.prompt, max_new_tokens=run.max_new_tokens, temperature=run.temperature,
-        top_k=run.top_k, top_p=run.top_p, seed=run.seed,
+        model, run.prompt, encoder=encoder, max_new_tokens=run.max_new_tokens,
+        temperature=run.temperature, top_k=run.top_k, top_p=run.top_p, seed=run.seed,
     ):  # fmt: skip
         print(characters, end="", flush=True)
     print()
@@ -53,6 +54,7 @@ def sample_text(
     model: CausalLM,
     prompt: str,
     *,
+    encoder: Encoder | None = None,
     max_new_tokens: int,
     temperature: float = 1.0,
     top_k: int | None = None,
@@ -62,9 +64,10 @@ def sample_text(
     """Continue a prompt that starts a document, until the document ends or enough is written.
 
     Args:
-        model: A model of byte tokens.
+        model: A model of byte tokens, or of those of the encoder.
         prompt: The beginning of the document; it may be empty.
-        max_new_tokens: The most bytes to add.
+        encoder: Of `deltarule.train.vocabulary`. None: tokens are bytes.
+        max_new_tokens: The most tokens to add.
         temperature: 0 always takes the likeliest byte, 1 follows the model.
         top_k: Draw among the k likeliest bytes only. None means all.
         top_p: Draw among the likeliest bytes that together have this probability. None means all.
@@ -76,10 +79,11 @@ def sample_text(
     Raises:
         ValueError: An option is out of range.
     """
-    decoder = ByteDecoder()
+    encoder = make_encoder(None) if encoder is None else encoder
+    decoder = encoder.decoder()
     tokens = model.stream(
-        encode(prompt, begin=True), max_new_tokens=max_new_tokens, temperature=temperature,
-        top_k=top_k, top_p=top_p, stop=[BEGIN], seed=seed,
+        encoder.prompt(prompt), max_new_tokens=max_new_tokens, temperature=temperature,
+        top_k=top_k, top_p=top_p, stop=[encoder.begin], seed=seed,
     )  # fmt: skip
     for token in tokens:
         yield decoder.push(token)

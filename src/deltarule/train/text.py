@@ -29,6 +29,7 @@ from deltarule.train.random_state import seed_everything
 from deltarule.train.run_folder import DataFacts, mark_done, open_run
 from deltarule.train.sample import sample_text
 from deltarule.train.text_data import TextData, read_text
+from deltarule.train.vocabulary import Encoder
 
 COMMAND = "train text"
 
@@ -92,6 +93,9 @@ class TextRun:
     """Folder of all runs."""
     resume: bool = False
     """Continue a run where its newest checkpoint is, to the same bits as without the stop."""
+    tokenizer: str | None = None
+    """Name or folder of a Hugging Face tokenizer, which is saved beside the model; None takes bytes
+    as tokens, or what the shards are of."""
     length: int = 128
     """Tokens of a document that a piece holds; the model's memory starts afresh with each."""
     batch_tokens: int = 1024
@@ -107,7 +111,7 @@ class TextRun:
     long_length: int = 2048
     """Validate a second time with pieces of this many tokens."""
     sample_bytes: int = 400
-    """Bytes of the sample at the end; 0 for none."""
+    """Bytes, or tokens of a tokenizer, of the sample at the end; 0 for none."""
     sample_prompt: str = ""
     """What the sample continues; nothing means the start of a document."""
     temperature: float = 0.7
@@ -225,6 +229,7 @@ def train_text(run: TextRun) -> Path:
         lambda: read_text(
             run.data, max_bytes=run.max_bytes, validation_bytes=run.validation_bytes,
             validation_fraction=run.validation_fraction, text_field=run.text_field,
+            tokenizer=run.tokenizer,
         )
     )  # fmt: skip
     config = run.model.config(read.vocab_size)
@@ -236,6 +241,8 @@ def train_text(run: TextRun) -> Path:
         if world.first:
             describe(read, job, model, folder)
             write_atomically(folder / CONFIG, lambda path: write_text(path, config.to_json()))
+            if read.encoder is not None:
+                read.encoder.save(folder)
         trainer = Trainer(
             model, job, options=run.loop, optimizer_options=run.optimizer, folder=folder,
             resume=run.resume or world.attempt > 0, world=world,
@@ -244,7 +251,7 @@ def train_text(run: TextRun) -> Path:
         save_model(trainer, world)
         if world.first:
             mark_done(folder, trainer.step)
-            finish(run, trainer, read.validation)
+            finish(run, trainer, read)
             print(f"done in {time.monotonic() - began:.0f} s: {folder}")
     return folder
 
@@ -276,9 +283,9 @@ def describe(read: TextData, job: TextJob, model: CausalLM, folder: Path) -> Non
     print(f"model   {len(model.config.layer_types)} layers of {kinds}, {parameters:,} parameters")
 
 
-def finish(run: TextRun, trainer: Trainer, validation: Corpus) -> None:
+def finish(run: TextRun, trainer: Trainer, read: TextData) -> None:
     """Validate beside the compressors, draw the curve, print a sample."""
-    model, folder = trainer.model, trainer.folder
+    model, folder, validation = trainer.model, trainer.folder, read.validation
     compressors = compressed_bits_per_byte(validation)
     with evaluating(model):
         lengths = dict.fromkeys((run.length, run.long_length))
@@ -297,17 +304,18 @@ def finish(run: TextRun, trainer: Trainer, validation: Corpus) -> None:
         levels=compressors,
         title=f"Training of {folder.name}: {', '.join(dict.fromkeys(model.config.layer_types))}",
     )  # fmt: skip
-    if run.sample_bytes and model.config.vocab_size == VOCAB_SIZE:
-        print_sample(run, model)
+    if run.sample_bytes and read.encoder is not None:
+        print_sample(run, model, read.encoder)
 
 
-def print_sample(run: TextRun, model: CausalLM) -> None:
+def print_sample(run: TextRun, model: CausalLM, encoder: Encoder) -> None:
     """Print what the model writes, character by character."""
-    print(f"\nsample, {run.sample_bytes:,} bytes at temperature {run.temperature:g}\n")
+    unit = "bytes" if encoder.tool is None else "tokens"
+    print(f"\nsample, {run.sample_bytes:,} {unit} at temperature {run.temperature:g}\n")
     print(run.sample_prompt, end="")
     for text in sample_text(
-        model, run.sample_prompt, max_new_tokens=run.sample_bytes, temperature=run.temperature,
-        seed=run.loop.seed,
+        model, run.sample_prompt, encoder=encoder, max_new_tokens=run.sample_bytes,
+        temperature=run.temperature, seed=run.loop.seed,
     ):  # fmt: skip
         print(text, end="", flush=True)
     print("\n")

@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
-from deltarule.models.bytes import VOCAB_SIZE
-from deltarule.train.data import Corpus, encode_documents
+from deltarule.train.data import Corpus
 from deltarule.train.documents import DataError, limit_bytes, read_documents, split_documents
+from deltarule.train.extra import MissingExtraError
 from deltarule.train.token_shards import (
     TRAINING,
     VALIDATION,
@@ -12,6 +12,7 @@ from deltarule.train.token_shards import (
     open_token_folder,
     sample_documents,
 )
+from deltarule.train.vocabulary import Encoder, make_encoder
 
 
 class TextData(NamedTuple):
@@ -24,7 +25,9 @@ class TextData(NamedTuple):
     notes: list[str]
     training: Corpus
     validation: Corpus
-    vocab_size: int = VOCAB_SIZE
+    vocab_size: int
+    # None: the tokenizer of shards is not there any more.
+    encoder: Encoder | None
 
 
 def read_text(
@@ -34,8 +37,9 @@ def read_text(
     validation_fraction: float,
     validation_bytes: int,
     text_field: str,
+    tokenizer: str | None = None,
 ) -> TextData:
-    """Read documents as bytes, or map token shards.
+    """Read documents as tokens, or map token shards.
 
     Args:
         data: A file or folder of text, or what `deltarule data` wrote; None: the standard library.
@@ -43,6 +47,7 @@ def read_text(
         validation_fraction: Of text, the share that is held out; of shards it is settled.
         validation_bytes: Use at most so much of what is held out.
         text_field: The field with the text of rows in .jsonl and .parquet files.
+        tokenizer: Name or folder of a tokenizer. None: tokens are bytes, or those of the shards.
 
     Returns:
         Both parts, and what the data are.
@@ -51,11 +56,12 @@ def read_text(
         DataError: They cannot be trained on, or one of the parts would be empty.
     """
     if data is not None and is_token_folder(data):
-        return _mapped(data, validation_bytes)
+        return _mapped(data, validation_bytes, tokenizer)
+    encoder = make_encoder(tokenizer)
     read = read_documents(data, max_bytes=max_bytes, text_field=text_field)
     training, held_out = split_documents(read.documents, fraction=validation_fraction)
     held_out = limit_bytes(held_out, validation_bytes)
-    first, second = (encode_documents([d.text for d in part]) for part in (training, held_out))
+    first, second = (encoder.corpus([d.text for d in part]) for part in (training, held_out))
     for part, what in ((first, "train"), (second, "validate")):
         if not part.num_bytes:
             raise DataError(
@@ -63,16 +69,24 @@ def read_text(
                 f"leaves nothing to {what} on"
             )
     return TextData(
-        read.source, len(read.documents), read.num_bytes, read.sha256, read.notes, first, second
-    )
+        read.source, len(read.documents), read.num_bytes, read.sha256, read.notes, first, second,
+        encoder.vocab_size, encoder,
+    )  # fmt: skip
 
 
-def _mapped(folder: str, validation_bytes: int) -> TextData:
+def _mapped(folder: str, validation_bytes: int, tokenizer: str | None) -> TextData:
     opened = open_token_folder(folder)
+    if tokenizer not in (None, made := opened.index["tokenizer"]):
+        raise DataError(f"--tokenizer {tokenizer}: the shards in {folder} are of {made or 'bytes'}")
+    encoder, notes = None, []
+    try:
+        encoder = make_encoder(folder if made else None)
+    except (ValueError, MissingExtraError) as error:
+        notes = [f"no sample, and no tokenizer beside the model: {error}"]
     held_out = sample_documents(opened.validation, validation_bytes)
     sets = [opened.index[name] for name in (TRAINING, VALIDATION)]
     documents, num_bytes = (sum(facts[name] for facts in sets) for name in ("documents", "bytes"))
     return TextData(
-        folder, documents, num_bytes, " ".join(facts["sha256"] for facts in sets), [],
-        opened.training, held_out, opened.index["vocab_size"],
+        folder, documents, num_bytes, " ".join(facts["sha256"] for facts in sets), notes,
+        opened.training, held_out, opened.index["vocab_size"], encoder,
     )  # fmt: skip

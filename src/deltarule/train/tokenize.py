@@ -5,27 +5,25 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from deltarule.models.bytes import BEGIN, VOCAB_SIZE
 from deltarule.train.documents import MINIMUM_BYTES, DataError, find_files, is_text
-from deltarule.train.extra import require
 from deltarule.train.progress import make_progress
 from deltarule.train.row_files import READERS
 from deltarule.train.token_shards import FORMAT, INDEX, TRAINING, VALIDATION, ShardWriter
+from deltarule.train.vocabulary import Encoder, make_encoder
 
 # A longer text file becomes several documents, each up to the end of a line.
 LONGEST_BYTES = 8 * 2**20
 # From here on the end of a document is held out, not one document in so many.
 LONG_BYTES = 2**20
-# Bytes that a tokenizer is given at once, and of one text of them: it keeps far more than these.
-BATCH_BYTES, BLOCK_BYTES = 2**20, 2**18
+# Bytes that a tokenizer is given at once.
+BATCH_BYTES = 2**20
 # Steps of the bar.
 STEPS = 1000
 
@@ -57,14 +55,6 @@ class DataRun:
             raise ValueError(f"shard_tokens must be 1 or more, got {self.shard_tokens}")
 
 
-class Encoder(NamedTuple):
-    """How text becomes tokens, the token that begins every document, and how many there are."""
-
-    encode: Callable[[list[bytes]], list[NDArray[Any]]]
-    begin: int
-    vocab_size: int
-
-
 class Read(NamedTuple):
     """A document, and how many bytes of its file are read with it."""
 
@@ -90,6 +80,7 @@ def write_data(run: DataRun) -> None:
     aside.mkdir(parents=True)
     try:
         index = _write(run, encoder, aside)
+        encoder.save(aside)
         (aside / INDEX).write_text(json.dumps(index, indent=1))
         aside.replace(run.out)
     finally:
@@ -202,48 +193,3 @@ def text_file(file: Path, left_out: list[str]) -> Iterator[Read]:
             if len(text) == LONGEST_BYTES:
                 text += opened.readline(LONGEST_BYTES)
             yield Read(text, opened.tell())
-
-
-def make_encoder(tokenizer: str | None) -> Encoder:
-    """Bytes, or a tokenizer of Hugging Face.
-
-    Raises:
-        ValueError: There is no such tokenizer, or none of its tokens begins a document.
-        MissingExtraError: transformers is not installed.
-    """
-    if tokenizer is None:
-        return Encoder(lambda texts: [np.frombuffer(t, np.uint8) for t in texts], BEGIN, VOCAB_SIZE)
-    transformers = require("transformers", "hf")
-    try:
-        tool = transformers.AutoTokenizer.from_pretrained(tokenizer)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"--tokenizer {tokenizer}: {reason}") from error
-    begin = tool.bos_token_id if tool.bos_token_id is not None else tool.eos_token_id
-    if begin is None:
-        raise ValueError(
-            f"--tokenizer {tokenizer}: it has neither bos_token nor eos_token to begin documents"
-        )
-
-    def encode(texts: list[bytes]) -> list[NDArray[Any]]:
-        cut = [blocks(text) for text in texts]
-        flat = [block.decode(errors="replace") for of_one in cut for block in of_one]
-        found = iter(tool(flat, add_special_tokens=False, verbose=False)["input_ids"])
-        return [np.concatenate([np.array(next(found), np.int64) for _ in of_one]) for of_one in cut]
-
-    return Encoder(encode, int(begin), max(len(tool), int(begin) + 1))
-
-
-def blocks(text: bytes) -> list[bytes]:
-    """A text in stretches that end with a line, so that a long one takes little memory.
-
-    Examples:
-        >>> blocks(b"short")
-        [b'short']
-    """
-    found = []
-    while len(text) > BLOCK_BYTES:
-        cut = text.rfind(b"\n", 0, BLOCK_BYTES) + 1 or BLOCK_BYTES
-        found.append(text[:cut])
-        text = text[cut:]
-    return [*found, text]

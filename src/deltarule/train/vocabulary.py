@@ -1,0 +1,162 @@
+"""Text as tokens and back: bytes, or the tokens of any fast tokenizer of Hugging Face."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltarule.models.bytes import BEGIN, VOCAB_SIZE, ByteDecoder
+from deltarule.models.bytes import encode as encode_bytes
+from deltarule.train.data import Corpus, encode_documents
+from deltarule.train.extra import require
+
+# Bytes of one text that a tokenizer is given: it keeps far more than these.
+BLOCK_BYTES = 2**18
+# What a fast tokenizer is saved as, beside the model that reads its tokens.
+FILE = "tokenizer.json"
+
+
+class Encoder(NamedTuple):
+    """How text becomes tokens, the token that begins every document, and how many there are."""
+
+    encode: Callable[[list[bytes]], list[NDArray[Any]]]
+    begin: int
+    vocab_size: int
+    # Of Hugging Face; None: tokens are bytes.
+    tool: Any = None
+
+    def prompt(self, text: str) -> list[int]:
+        """The tokens of the beginning of a document."""
+        if self.tool is None:
+            return encode_bytes(text, begin=True)
+        return [self.begin, *self.encode([text.encode("utf-8", "replace")])[0].tolist()]
+
+    def decoder(self) -> "ByteDecoder | TokenDecoder":
+        """Make what turns a stream of tokens into text."""
+        return ByteDecoder() if self.tool is None else TokenDecoder(self.tool)
+
+    def corpus(self, texts: Sequence[bytes | memoryview]) -> Corpus:
+        """Documents as tokens, end to end."""
+        if self.tool is None:
+            return encode_documents(texts)
+        read = [bytes(text) for text in texts if text]
+        parts = [np.concatenate([[self.begin], tokens]) for tokens in self.encode(read)]
+        bounds = np.cumsum([0, *map(len, parts)], dtype=np.int64)
+        tokens = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+        return Corpus(tokens, bounds, sum(map(len, read)))
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer beside a model; bytes need none."""
+        if self.tool is not None:
+            self.tool.save_pretrained(folder)
+
+
+class TokenDecoder:
+    """Decodes a stream of a tokenizer's tokens: text appears once no later token can change it.
+
+    Args:
+        tool: The tokenizer.
+    """
+
+    def __init__(self, tool: Any) -> None:
+        """Start with nothing held back."""
+        self.tool, self.tokens = tool, list[int]()
+        # Tokens that stand before those to be read, for what joins them; and those shown already.
+        self.before, self.shown = 0, 0
+
+    def push(self, token: int) -> str:
+        """Take one token; return the text that it completes, often none."""
+        self.tokens.append(token)
+        text = self.new()
+        if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        self.before, self.shown = self.shown, len(self.tokens)
+        return text
+
+    def finish(self) -> str:
+        """Return what is held back; then start afresh."""
+        text = self.new()
+        self.tokens, self.before, self.shown = [], 0, 0
+        return text
+
+    def new(self) -> str:
+        """The text of the tokens that are not shown yet."""
+        known, every = (
+            self.tool.decode(self.tokens[self.before : end], skip_special_tokens=True)
+            for end in (self.shown, len(self.tokens))
+        )
+        return str(every)[len(known) :]
+
+
+def tokens_of(folder: Path, vocab_size: int) -> Encoder:
+    """The tokens of a model, from what lies beside it.
+
+    Args:
+        folder: Of the run.
+        vocab_size: Of its model.
+
+    Raises:
+        ValueError: The tokenizer does not fit the model, or there is none and its tokens are not
+            bytes.
+    """
+    if not (folder / FILE).is_file():
+        if vocab_size == VOCAB_SIZE:
+            return make_encoder(None)
+        raise ValueError(
+            f"{folder}: holds a model of {vocab_size} tokens and no {FILE}: only runs of "
+            "'deltarule train text' read and write text"
+        )
+    encoder = make_encoder(str(folder))
+    if encoder.vocab_size > vocab_size:
+        raise ValueError(
+            f"{folder / FILE}: has {encoder.vocab_size} tokens, but vocab_size of the model is "
+            f"{vocab_size}: it is another model's"
+        )
+    return encoder
+
+
+def make_encoder(tokenizer: str | None) -> Encoder:
+    """Bytes, or a tokenizer of Hugging Face.
+
+    Raises:
+        ValueError: There is no such tokenizer, or none of its tokens begins a document.
+        MissingExtraError: transformers is not installed.
+    """
+    if tokenizer is None:
+        return Encoder(lambda texts: [np.frombuffer(t, np.uint8) for t in texts], BEGIN, VOCAB_SIZE)
+    transformers = require("transformers", "hf")
+    try:
+        tool = transformers.AutoTokenizer.from_pretrained(tokenizer)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--tokenizer {tokenizer}: {reason}") from error
+    begin = tool.bos_token_id if tool.bos_token_id is not None else tool.eos_token_id
+    if begin is None:
+        raise ValueError(
+            f"--tokenizer {tokenizer}: it has neither bos_token nor eos_token to begin documents"
+        )
+
+    def encode(texts: list[bytes]) -> list[NDArray[Any]]:
+        cut = [blocks(text) for text in texts]
+        flat = [block.decode(errors="replace") for of_one in cut for block in of_one]
+        found = iter(tool(flat, add_special_tokens=False, verbose=False)["input_ids"])
+        return [np.concatenate([np.array(next(found), np.int64) for _ in of_one]) for of_one in cut]
+
+    return Encoder(encode, int(begin), max(len(tool), int(begin) + 1), tool)
+
+
+def blocks(text: bytes) -> list[bytes]:
+    """A text in stretches that end with a line, so that a long one takes little memory.
+
+    Examples:
+        >>> blocks(b"short")
+        [b'short']
+    """
+    found = []
+    while len(text) > BLOCK_BYTES:
+        cut = text.rfind(b"\n", 0, BLOCK_BYTES) + 1 or BLOCK_BYTES
+        found.append(text[:cut])
+        text = text[cut:]
+    return [*found, text]

@@ -1,0 +1,100 @@
+"""`deltarule train text --tokenizer`: trained, saved beside the model, read by generate and eval."""
+
+import json
+
+import pytest
+
+from deltarule.models.files import CONFIG
+from deltarule.train.documents import DataError
+from deltarule.train.loop import LoopOptions
+from deltarule.train.report import EvalRun, evaluate_run
+from deltarule.train.sample import GenerateRun, generate_text
+from deltarule.train.text import TextModel, TextRun, train_text
+from deltarule.train.tokenize import DataRun, write_data
+from deltarule.train.vocabulary import FILE, TokenDecoder, make_encoder, tokens_of
+
+TEXT = "".join(f"Zeile {i}: näher an der Küste, {i * i} Möwen\n" for i in range(400))
+
+
+@pytest.fixture
+def tool(tmp_path):
+    """A folder with a tokenizer of bytes and 40 merges."""
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator([TEXT], trainer)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
+    fast.save_pretrained(tmp_path / "tool")
+    return tmp_path / "tool"
+
+
+def run_of(tmp_path, data, tokenizer, **options):
+    return TextRun(
+        data=str(data), tokenizer=tokenizer, runs=tmp_path / "runs", name="text", length=32,
+        batch_tokens=128, validation_bytes=2000, curve_bytes=500, long_length=64, sample_bytes=20,
+        model=TextModel(hidden_size=32, num_layers=1, head_k_dim=8, head_v_dim=16),
+        loop=LoopOptions(steps=3, device="cpu"), **options,
+    )  # fmt: skip
+
+
+def test_a_tokenizer_goes_along_with_the_model(tool, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text(TEXT)
+    folder = train_text(run_of(tmp_path, tmp_path / "text.txt", str(tool)))
+    assert "sample, 20 tokens" in capsys.readouterr().out
+    assert (folder / FILE).is_file()
+    assert json.loads((folder / CONFIG).read_text())["vocab_size"] == 300
+    # The run keeps what it needs.
+    for path in tool.iterdir():
+        path.unlink()
+    generate_text(GenerateRun(folder, prompt="Zeile ü", max_new_tokens=8, seed=0, device="cpu"))
+    assert capsys.readouterr().out.startswith("Zeile ü")
+    bins = evaluate_run(EvalRun(folder, length=32, max_bytes=500, device="cpu"))
+    # A bit and a half of a token's eight: its tokens are longer than a byte.
+    assert 2 < bins[0].bits_per_byte < 8
+    fields = json.loads((folder / CONFIG).read_text())
+    with pytest.raises(ValueError, match=f"{FILE}: has 300 tokens, but vocab_size of the model"):
+        tokens_of(folder, fields["vocab_size"] - 1)
+
+
+def test_shards_bring_their_tokenizer(tool, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text(TEXT)
+    data = tmp_path / "shards"
+    write_data(DataRun(tmp_path / "text.txt", data, tokenizer=str(tool), validation_fraction=0.2))
+    for path in tool.iterdir():
+        path.unlink()
+    folder = train_text(run_of(tmp_path, data, None))
+    assert (folder / FILE).is_file()
+    with pytest.raises(DataError, match="the shards in .* are of"):
+        train_text(run_of(tmp_path, data, "another"))
+    (data / FILE).unlink()
+    (data / "tokenizer_config.json").unlink()
+    train_text(run_of(tmp_path / "more", data, None))
+    assert "note: no sample, and no tokenizer beside the model" in capsys.readouterr().out
+
+
+def test_streamed_text_is_whole_characters(tool):
+    encoder = make_encoder(str(tool))
+    text = "näher 😀 an der Küste 日本\n"
+    tokens = encoder.prompt(text)[1:]
+    decoder = TokenDecoder(encoder.tool)
+    parts = [decoder.push(token) for token in tokens]
+    assert "".join([*parts, decoder.finish()]) == text
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(parts)
+    # Half a character is shown as such in the end.
+    assert decoder.push(encoder.prompt("ß")[1]) == ""
+    assert decoder.finish() == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_what_does_not_fit_is_named(tool, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    with pytest.raises(ValueError, match=r"--tokenizer .*nowhere: "):
+        train_text(run_of(tmp_path, tmp_path / "text.txt", str(tmp_path / "nowhere")))
+    assert not (tmp_path / "runs").exists()
+    with pytest.raises(ValueError, match=f"holds a model of 300 tokens and no {FILE}"):
+        tokens_of(tmp_path, 300)
