@@ -50,8 +50,7 @@ from deltarule.ops.delta_rule.triton.channel_decay import (
     tail_decay,
 )
 from deltarule.ops.delta_rule.triton.channel_scores_exact import Keys
-from deltarule.ops.delta_rule.triton.gradients import Around
-from deltarule.ops.delta_rule.triton.tiles import Sizes, load_chunk, load_rows
+from deltarule.ops.delta_rule.triton.tiles import Around, Sizes, load_chunk, load_rows
 
 
 class Left(NamedTuple):

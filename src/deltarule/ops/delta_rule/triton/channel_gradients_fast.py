@@ -28,9 +28,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from deltarule.ops.delta_rule.triton.gradients import Around, Chunk, over_values
 from deltarule.ops.delta_rule.triton.tiles import (
     LOG2_E,
+    Around,
+    Chunk,
     Sizes,
     diagonal,
     load_chunk,
@@ -38,6 +39,7 @@ from deltarule.ops.delta_rule.triton.tiles import (
     load_rows,
     load_state,
     load_tile,
+    over_values,
 )
 from deltarule.ops.runtime.places import chunk_place, place_of
 from deltarule.ops.runtime.unit_norm import inverse_norm

@@ -33,7 +33,7 @@ from deltarule.ops.delta_rule.triton.plan import (
 from deltarule.ops.delta_rule.triton.segments import segment_count, transitions_shape
 from deltarule.ops.runtime import launch
 from deltarule.ops.runtime.calls import ONCE, CallKey, call_key, recordings, remember
-from deltarule.ops.runtime.compile import compiled_together
+from deltarule.ops.runtime.launch import compiled_together
 from deltarule.ops.runtime.replay import Outputs, Recording, Tape, Watch, capturing
 
 # A window keeps at least so much, and its launches have so many programs: fewer cost time, and gain

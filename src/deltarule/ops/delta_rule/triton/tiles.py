@@ -353,3 +353,84 @@ def times(b_x, b_y, b_sum, PRECISION: tl.constexpr):
     if PRECISION != "tf32x3":
         b_x, b_y = b_x.to(tl.float16), b_y.to(tl.float16)
     return tl.dot(b_x, b_y, acc=b_sum, input_precision=PRECISION)
+
+
+# What the gradients of a chunk sum over its values: device functions.
+#
+# gradients.py has the equations, and says why a tile in this loop is an operand and nothing else.
+
+
+class Around(NamedTuple):
+    """What the gradients of chunks are made of: values, S, E, dO, D and X."""
+
+    v: tl.tensor
+    states: tl.tensor
+    errors: tl.tensor
+    d_o: tl.tensor
+    d_states: tl.tensor
+    d_errors: tl.tensor
+
+
+class Chunk(NamedTuple):
+    """One chunk of one value head: first token, tokens, rows, and its numbers.
+
+    `slot` counts all chunks, `kept` those of S and E, and `own` those of D and X.
+    """
+
+    first: tl.tensor
+    tokens: tl.tensor
+    rows: tl.tensor
+    head: tl.tensor
+    slot: tl.tensor
+    kept: tl.tensor
+    own: tl.tensor
+
+
+@triton.jit
+def no_held(BV: tl.constexpr, PRECISION: tl.constexpr):
+    if PRECISION == "tf32x3":
+        b_held = tl.zeros([BV], tl.float32)
+    else:
+        b_held = tl.zeros([BV, BV], tl.float32)
+    return b_held
+
+
+@triton.jit
+def add_held(b_held, b_d, b_s, PRECISION: tl.constexpr):
+    """With <D, S> of further rows: in 16 bits in the diagonal of D S^T, so that a loop with
+    products has one product more and reads no tile; in float32, where that takes many, row by row.
+    """
+    if PRECISION == "tf32x3":
+        b_held += tl.sum(b_d * b_s, axis=1)
+    else:
+        b_held = tl.dot(b_d, tl.trans(b_s), acc=b_held)
+    return b_held
+
+
+@triton.jit
+def over_values(x, at, o_i, m_i, i_k, S: tl.constexpr, WRITTEN: tl.constexpr):
+    """dO w^T, X w^T, dO S, X S; and if they are WRITTEN here w D and what `add_held` adds up."""
+    b_gp, b_gm = tl.zeros([S.BQ, S.BT], tl.float32), tl.zeros([S.BT, S.BT], tl.float32)
+    b_read, b_row = tl.zeros([S.BQ, S.BC], tl.float32), tl.zeros([S.BT, S.BC], tl.float32)
+    b_col, b_held = tl.zeros([S.BT, S.BC], tl.float32), no_held(S.BV, S.PRECISION)
+    WHOLE: tl.constexpr = S.V % S.BV == 0
+    for i_v in range(0, S.V, S.BV):
+        o_v = i_v + tl.arange(0, S.BV)
+        b_do = load_tile(x.d_o, at.first, at.head, i_v, o_i, m_i, o_v, S.HV, S.V, WHOLE, S.TMA)
+        b_e = load_errors(
+            x.v, x.errors, at.first * S.N_STEPS, at.rows, at.head, at.kept, i_v, S, S.TMA
+        )
+        b_s = load_state(x.states, at.kept, i_v, i_k, S.K, S.V, S.BV, S.BC, S.TMA)
+        if WRITTEN:
+            b_d = load_state(x.d_states, at.own, i_v, i_k, S.K, S.V, S.BV, S.BC, S.TMA)
+        b_gp = tl.dot(b_do, tl.trans(b_e), acc=b_gp, input_precision=S.PRECISION)
+        b_read = tl.dot(b_do, b_s, acc=b_read, input_precision=S.PRECISION)
+        if WRITTEN:
+            b_col = tl.dot(b_e, b_d, acc=b_col, input_precision=S.PRECISION)
+            if S.HAS_DECAY:
+                b_held = add_held(b_held, b_d, b_s, S.PRECISION)
+        if S.TIED:
+            b_x = load_chunk(x.d_errors, at.own, i_v, S.V, S.BT, S.BV, S.TMA)
+            b_gm = tl.dot(b_x, tl.trans(b_e), acc=b_gm, input_precision=S.PRECISION)
+            b_row = tl.dot(b_x, b_s, acc=b_row, input_precision=S.PRECISION)
+    return b_gp, b_gm, b_read, b_row, b_col, b_held
