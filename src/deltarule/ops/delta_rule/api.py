@@ -196,7 +196,7 @@ def dplr(
 
 
 def recurrence_of(
-    tensors: Sequence[Any], options: tuple[Any, Any, Any, Any], impl: str, save_states: bool
+    tensors: Any, options: tuple[Any, Any, Any, Any], impl: str, save_states: bool
 ) -> RecurrentOutput:
     """Check a call, choose what runs it, and run it: on a GPU, as the last call like it ran.
 
