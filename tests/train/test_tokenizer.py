@@ -1,4 +1,4 @@
-"""`deltarule train text --tokenizer`: trained, saved beside the model, read by generate and eval."""
+"""`train text --tokenizer`: trained, saved beside the model, read by generate and eval."""
 
 import json
 
@@ -70,7 +70,7 @@ def test_shards_bring_their_tokenizer(tool, tmp_path, capsys):
         path.unlink()
     folder = train_text(run_of(tmp_path, data, None))
     assert (folder / FILE).is_file()
-    with pytest.raises(DataError, match="the shards in .* are of"):
+    with pytest.raises(DataError, match=r"the shards in .* are of"):
         train_text(run_of(tmp_path, data, "another"))
     (data / FILE).unlink()
     (data / "tokenizer_config.json").unlink()

@@ -1,6 +1,5 @@
 """The operator for every rule whose erase is absent or tied to the key."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from deltarule.ops.checks import result
@@ -196,13 +195,13 @@ def dplr(
 
 
 def recurrence_of(
-    tensors: Any, options: tuple[Any, Any, Any, Any], impl: str, save_states: bool
+    tensors: tuple[Any, ...], options: tuple[Any, ...], impl: str, save_states: bool
 ) -> RecurrentOutput:
     """Check a call, choose what runs it, and run it: on a GPU, as the last call like it ran.
 
     `tensors` and `options` are the fields of `Inputs`, in order.
     """
-    kind = eager_kind(tensors, *options, impl)
+    kind = eager_kind(tensors, *options, impl=impl)
     if (again := repeated(kind, tensors, save_states)) is not None:
         return again
     inputs = check_arguments(*tensors, *options)
