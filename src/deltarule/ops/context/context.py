@@ -81,10 +81,12 @@ class Context(NamedTuple):
 
     def cu_seqlens(self, device: torch.device | str = "cpu") -> Tensor | None:
         """Offsets of the sequences here; the first may have begun before. None: not packed."""
-        if self.offsets is None:
-            return None
-        edges = sorted({self.first, *self.starts, self.last})
-        return torch.tensor(edges, device=device) - self.first
+        return None if self.offsets is None else torch.tensor(self.edges, device=device)
+
+    @property
+    def edges(self) -> list[int]:
+        """The same offsets, as numbers."""
+        return [edge - self.first for edge in sorted({self.first, *self.starts, self.last})]
 
     @property
     def sequences(self) -> int | None:

@@ -11,7 +11,7 @@ U has to travel back as dS: what is sent does not depend on the number of tokens
 M is a matrix [..., K, K], or one row [..., 1, K] where the state decays channel by channel.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,35 +44,50 @@ def applied(state: Tensor, transition: Tensor, diagonal: bool) -> Tensor:
     return state * transition if diagonal else state @ transition
 
 
+class Met(NamedTuple):
+    """The state before the first token here, and what `meet_back` needs: M of those after."""
+
+    start: Tensor
+    later: Tensor
+
+
+def meet(context: Context, end: Tensor, transition: Tensor, diagonal: bool) -> Met:
+    """`starting_state`, for those who take its gradient themselves."""
+    if context.gathers:
+        start, later = _folded(context, end, transition, diagonal)
+    else:
+        start, later = _scanned(context, end, transition, diagonal, 1), transition
+    return Met(start if context.goes_on else torch.zeros_like(start), later)
+
+
+def meet_back(context: Context, d_start: Tensor, met: Met, diagonal: bool) -> Tensor:
+    """D [B, HV, V, K] by the state at the end here, from the gradients by all processes' starts."""
+    d_start = d_start if context.goes_on else torch.zeros_like(d_start)
+    if context.gathers:
+        return _folded_back(context, d_start, met.later, diagonal)
+    back = met.later if diagonal else met.later.mT
+    return _scanned(context, d_start, back, diagonal, -1)
+
+
 class _StartingState(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, context: Context, end: Tensor, transition: Tensor, diagonal: bool
     ) -> Tensor:
         ctx.context, ctx.diagonal = context, diagonal
-        if context.gathers:
-            start, later = _folded(context, end, transition, diagonal)
-        else:
-            start, later = _scanned(context, end, transition, diagonal, 1), transition
-        start = start if context.goes_on else torch.zeros_like(start)
-        ctx.save_for_backward(start, later)
-        return start
+        met = meet(context, end, transition, diagonal)
+        ctx.save_for_backward(*met)
+        return met.start
 
     @staticmethod
     def backward(ctx: Any, d_start: Tensor) -> tuple[Any, ...]:
-        context: Context = ctx.context
-        start, later = ctx.saved_tensors
-        d_start = d_start if context.goes_on else torch.zeros_like(d_start)
-        if context.gathers:
-            d_end = _folded_back(context, d_start, later, ctx.diagonal)
-        else:
-            back = later if ctx.diagonal else later.mT
-            d_end = _scanned(context, d_start, back, ctx.diagonal, -1)
+        met = Met(*ctx.saved_tensors)
+        d_end = meet_back(ctx.context, d_start, met, ctx.diagonal)
         if not ctx.diagonal:
-            return None, d_end, start.mT @ d_end, None
-        d_transition = start * d_end
+            return None, d_end, met.start.mT @ d_end, None
+        d_transition = met.start * d_end
         # One row for all rows of the state.
-        if later.shape[-2] == 1:
+        if met.later.shape[-2] == 1:
             d_transition = d_transition.sum(-2, keepdim=True)
         return None, d_end, d_transition, None
 

@@ -4,10 +4,10 @@ from typing import Any
 
 from deltarule.ops.checks import result
 from deltarule.ops.context import Context
-from deltarule.ops.context.linear import beyond
 from deltarule.ops.delta_rule.implementations import IMPLEMENTATIONS, Call
 from deltarule.ops.delta_rule.inputs import check_arguments
 from deltarule.ops.delta_rule.repeated import eager_kind, remembered, repeated
+from deltarule.ops.delta_rule.spanning import beyond
 from deltarule.ops.dispatch import Impl, choose
 from deltarule.shapes import (
     Beta,

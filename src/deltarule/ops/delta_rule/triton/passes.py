@@ -169,7 +169,7 @@ def gradient_stages(
 
 def backward_stages(
     d_o: Tensor, d_final: Tensor, inputs: Inputs, plan: Plan, saved: Tensor,
-    tape: Tape | None = None,
+    tape: Tape | None = None, join: Any = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The kernels of the backward; every tensor lies in one piece."""
     fast = inputs.by_channel and channel_stages.has_fast_form(inputs)
@@ -177,6 +177,7 @@ def backward_stages(
         inputs = inputs._replace(log_decay=piece(inputs.log_decay))
     call, again = Call(inputs, plan, tape), saved.numel() == 0
     call.values |= {"d_o": d_o, "d_final": d_final, "states": None, "errors": None, "ends": None}
+    call.values["join"] = join
     cut = call.once(windows_of, again)
     whole = not again or cut.parts == 1
     places = call.once(kept_layout, whole)

@@ -340,7 +340,7 @@ def constants(call: Call) -> dict[str, Any]:
         "PRECISION": precision(dtype), "MERGE": inverse_precision(dtype), "BAR": BARS[dtype],
         "EXACT": dtype == torch.float32,
         "SPLIT": "starts" if plan.per_segment else "none",
-        "WINDOW": "none", "window": None, "per_window": None,
+        "WINDOW": "none", "window": None, "per_window": None, "OPEN": False,
     }  # fmt: skip
 
 

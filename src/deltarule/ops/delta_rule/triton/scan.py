@@ -21,7 +21,8 @@ SPLIT "starts" goes through one segment of a sequence, from the states that segm
 the segments' starts (backwards: from the gradients at their ends). "ends" is the pass before: no
 outputs, and segments start at zero, the first (backwards: the last) at the true state. Forwards,
 programs beyond those of V take the rows of the identity through a segment and write nothing to
-them, which gives the rows of A in S_end = S_start A + (S_end from zero).
+them, which gives the rows of A in S_end = S_start A + (S_end from zero). With OPEN all segments
+start at zero: what is before the first (backwards: after the last) another process has.
 
 A WINDOW of the chunks starts with the state (backwards: the gradient) that the one beside it ended
 with; what it leaves of its chunks, it leaves in memory of its own.
@@ -178,7 +179,7 @@ def next_state_kernel(
     PACKED: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr, TMA: tl.constexpr,
     TMA_STORE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     per_segment=1, SPLIT: tl.constexpr = "none",
-    window=None, per_window=None, WINDOW: tl.constexpr = "none",
+    window=None, per_window=None, WINDOW: tl.constexpr = "none", OPEN: tl.constexpr = False,
 ):  # fmt: skip
     """states [M, HV, V, K] and errors [M, HV, BT, V] hold S at the chunks' starts, and E (w).
 
@@ -198,7 +199,8 @@ def next_state_kernel(
         # Tiles of A follow those of S; their values, which count as zero, are any that there are.
         i_a = i_v - tl.cdiv(V, BV)
         i_v = tl.where(i_a < 0, i_v, 0)
-        length = tl.where(last | ((i_a >= 0) & (place == 0)), 0, length)
+        if not OPEN:
+            length = tl.where(last | ((i_a >= 0) & (place == 0)), 0, length)
     o_i, o_r, o_k = tl.arange(0, BQ), tl.arange(0, BT), tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)
     m_v = (o_v < V)[:, None]
@@ -272,7 +274,7 @@ def next_state_backward_kernel(
     ERASE: tl.constexpr, DECAY: tl.constexpr, DECAYED: tl.constexpr, SCALED: tl.constexpr,
     PACKED: tl.constexpr, TMA: tl.constexpr, TMA_STORE: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr, per_segment=1, SPLIT: tl.constexpr = "none",
-    window=None, per_window=None, WINDOW: tl.constexpr = "none",
+    window=None, per_window=None, WINDOW: tl.constexpr = "none", OPEN: tl.constexpr = False,
 ):  # fmt: skip
     """d_states [M, HV, V, K] and d_errors [M, HV, BT, V] hold D at the chunks' ends, and X.
 
@@ -288,7 +290,7 @@ def next_state_backward_kernel(
     i_n, start, length, i_m, place, last = stretch(
         i_s, cu_seqlens, T, N, per_segment, CT, SPLIT, PACKED
     )
-    if SPLIT == "ends":
+    if SPLIT == "ends" and not OPEN:
         length = tl.where(place == 0, 0, length)
     o_i, o_r, o_k = tl.arange(0, BQ), tl.arange(0, BT), tl.arange(0, BK)
     o_v = i_v * BV + tl.arange(0, BV)

@@ -27,7 +27,7 @@ def segment_starts_kernel(
     boundary, ends, transitions, starts, cu_seqlens, T, per_segment,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, CT: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, DIAGONAL: tl.constexpr, REVERSED: tl.constexpr,
-    PACKED: tl.constexpr,
+    PACKED: tl.constexpr, OPEN: tl.constexpr = False,
 ):  # fmt: skip
     """starts [slots, HV, V, K] from boundary [N, HV, V, K] and ends [slots, HV, ROWS, K].
 
@@ -49,13 +49,14 @@ def segment_starts_kernel(
     if boundary is not None:
         b_s = tl.load(state_tile(boundary, i_n, i_h, o_v, o_k, HV, K, V), mask=m_s, other=0.0)
     tl.store(state_tile(starts, i_s, i_h, o_v, o_k, HV, K, V), b_s, mask=m_s)
-    m_more = m_s & (o_v < tl.where(count > 1, V, 0))[:, None]
-    # The first one's end comes from the true state.
-    p_end = state_tile(ends, i_s, i_h, o_v, o_k, HV, K, END_ROWS)
-    b_s = tl.load(p_end, mask=m_more, other=0.0)
-    p_s = state_tile(starts, i_s + step, i_h, o_v, o_k, HV, K, V)
-    tl.store(p_s, b_s, mask=m_more)
-    for i in range(1, count - 1):
+    if not OPEN:
+        m_more = m_s & (o_v < tl.where(count > 1, V, 0))[:, None]
+        # The first one's end comes from the true state.
+        p_end = state_tile(ends, i_s, i_h, o_v, o_k, HV, K, END_ROWS)
+        b_s = tl.load(p_end, mask=m_more, other=0.0)
+        p_s = state_tile(starts, i_s + step, i_h, o_v, o_k, HV, K, V)
+        tl.store(p_s, b_s, mask=m_more)
+    for i in range(0 if OPEN else 1, count - 1):
         i_from = i_s + i * step
         p_end = state_tile(ends, i_from, i_h, o_v, o_k, HV, K, END_ROWS)
         b_end = tl.load(p_end, mask=m_s, other=0.0)
@@ -112,7 +113,7 @@ def segment_starts(call: Call, boundary: Tensor | None, ends: Tensor, backwards:
     given = {
         **CONFIG, "boundary": boundary, "ends": ends, "transitions": transitions, "starts": starts,
         "ROWS": transitions.shape[2], "DIAGONAL": call.inputs.erase == "none",
-        "REVERSED": backwards,
+        "REVERSED": backwards, "OPEN": call["join"] is not None,
     }  # fmt: skip
     call.launch(segment_starts_kernel, grid, given)
     return starts

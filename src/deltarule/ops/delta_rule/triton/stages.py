@@ -134,6 +134,11 @@ def streams(call: Call) -> dict[str, Any]:
     return {"readings": call["scalings"], **decayed}
 
 
+def opens(call: Call, split: str) -> bool:
+    """Whether all segments start at zero: other processes have what is before and after."""
+    return split == "ends" and call["join"] is not None
+
+
 def scan_through(
     call: Call, split: str, places: int, start: Tensor | None, end: Tensor,
     o: Tensor | None = None, own: Mapping[str, Tensor] | None = None, window: Window = WHOLE,
@@ -150,13 +155,13 @@ def scan_through(
     given = {
         **config, **window.constants(), **streams(call), "OUTPUT": o is not None,
         "SAVE": "states" in own, "initial_state": start, "final_state": end, "o": o,
-        "states": own.get("states"), "errors": own.get("errors"),
+        "states": own.get("states"), "errors": own.get("errors"), "OPEN": opens(call, split),
     }  # fmt: skip
     call.launch(next_state_kernel, (tiles * heads * places, 1, 1), given, forward_tiles)
 
 
 def scan_back(
-    call: Call, split: str, places: int, d_end: Tensor, d_start: Tensor,
+    call: Call, split: str, places: int, d_end: Tensor | None, d_start: Tensor,
     own: Mapping[str, Tensor] | None = None, d_v: Tensor | None = None, window: Window = WHOLE,
 ) -> None:  # fmt: skip
     """Launch `next_state_backward_kernel`: from the gradients at `d_end` to those at `d_start`.
@@ -170,23 +175,27 @@ def scan_back(
     given = {
         **config, **window.constants(), **streams(call), "d_final": d_end, "d_initial": d_start,
         "d_states": own.get("d_states"), "d_errors": own.get("d_errors"),
-        "d_values": own.get("d_values"), "d_v": d_v,
+        "d_values": own.get("d_values"), "d_v": d_v, "OPEN": opens(call, split),
     }  # fmt: skip
     call.launch(next_state_backward_kernel, grid, given, backward_tiles)
 
 
 def first_states(call: Call) -> Tensor:
     """The states at the segments' starts; `ends` takes the segments' transitions besides."""
-    initial, ends = call.inputs.initial_state, call["ends"]
-    scan_through(call, "ends", len(ends), initial, ends)
+    initial, ends, join = call.inputs.initial_state, call["ends"], call["join"]
+    scan_through(call, "ends", len(ends), None if join else initial, ends)
+    if join:
+        initial = join.states(call, ends)
     return segment_starts(call, initial, ends, False)
 
 
 def last_gradients(call: Call) -> Tensor:
     """The gradients by the states at the segments' ends."""
-    count, d_final = len(call["ends"]), call["d_final"]
+    count, d_final, join = len(call["ends"]), call["d_final"], call["join"]
     d_ends = call.empty((count, *call.inputs.state_shape[1:]))
-    scan_back(call, "ends", count, d_final, d_ends)
+    scan_back(call, "ends", count, None if join else d_final, d_ends)
+    if join:
+        d_final = join.gradients(call, d_ends)
     return segment_starts(call, d_final, d_ends, True)
 
 
