@@ -11,6 +11,7 @@ import torch
 from processes import Processes
 
 from deltarule.models import CausalLM
+from deltarule.train.checkpoint import Checkpoints
 from deltarule.train.metrics import read_metrics
 from deltarule.train.tokenize import DataRun, write_data
 
@@ -131,6 +132,22 @@ def test_sigterm_to_one_process_saves_and_stops_all(two: Processes, tmp_path: Pa
     for ended in two("text_runs.with_fault", folder=str(tmp_path), fault="SIGTERM", rank=1, row=10):
         assert ended["ended"].startswith("InterruptedRunError: stopped after step 3")
     assert (tmp_path / "checkpoints/step-3/COMPLETE").is_file()
+
+
+def test_a_full_disk_under_one_process_stops_all_and_older_checkpoints_stay(
+    two: Processes, tmp_path: Path
+) -> None:
+    for ended in two(
+        "text_runs.with_fault", folder=str(tmp_path), fault="full disk", rank=1, row=14
+    ):
+        assert ended["ended"].startswith("OSError: ")
+        assert "the checkpoint was not written" in ended["ended"]
+    # Rows 13 to 16 are of step 4, whose checkpoint is the first that finds the disk full.
+    folders = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
+    assert folders == ["step-2"]
+    newest = Checkpoints(tmp_path / "checkpoints").newest()
+    assert newest is not None
+    assert newest.step == 2
 
 
 def test_what_one_process_misses_all_are_told(two: Processes, tmp_path: Path) -> None:

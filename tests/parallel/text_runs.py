@@ -1,6 +1,7 @@
 """Runs of `train text` on the processes of a group, small enough for seconds."""
 
 import os
+import resource
 import signal
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,10 @@ class FaultyJob(TextJob):
         self.left -= 1
         if self.left == 0 and self.strikes and self.fault == "SIGTERM":
             os.kill(os.getpid(), signal.SIGTERM)
+        if self.left == 0 and self.strikes and self.fault == "full disk":
+            # From now on this process writes no file of more than a kilobyte.
+            hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
         return super().next()
 
     def loss(self, model: CausalLM, hidden: Any, *tensors: Tensor) -> Any:
@@ -77,9 +82,12 @@ def with_fault(folder: str, fault: str, rank: int, row: int) -> dict[str, Any]:
     ended = ""
     try:
         trainer.run()
-    except (DivergedError, InterruptedRunError) as error:
+        trainer.checkpoints.wait()
+    except (DivergedError, InterruptedRunError, OSError) as error:
         ended = f"{type(error).__name__}: {error}"
-    trainer.checkpoints.wait()
+    finally:
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     finite = all(bool(torch.isfinite(p.to_local()).all()) for p in model.parameters())
     return {"ended": ended, "finite": finite}
 
