@@ -3,7 +3,9 @@
 import json
 from pathlib import Path
 
+import plan_figure
 import pytest
+from matplotlib.image import imread
 
 from deltarule.parallel.estimate import Division, best, estimate
 from deltarule.parallel.machine import MACHINES, Size, size_of
@@ -49,6 +51,16 @@ def test_more_gpus_are_faster() -> None:
     size, machine = size_of(7e9), MACHINES["h200"]
     seconds = [best(size, machine, gpus, 8192, 4e6)[0].seconds for gpus in (8, 64, 512)]
     assert seconds == sorted(seconds, reverse=True)
+
+
+def test_the_figure_is_what_the_plan_says_now(tmp_path: Path) -> None:
+    kept = json.loads((FIGURES.parent / "plan.json").read_text())
+    assert kept == plan_figure.points(), "python tools/plan_figure.py draws it again"
+    plan_figure.draw(kept, tmp_path / "plan.png")
+    ours, theirs = (imread(folder / "plan.png") for folder in (tmp_path, FIGURES.parent))
+    assert ours.shape == theirs.shape
+    # Fonts differ by a shade from machine to machine; a line that has moved does not.
+    assert abs(ours - theirs).mean() < 2e-3
 
 
 def test_the_command_says_what_binds(capsys: pytest.CaptureFixture[str]) -> None:
