@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,8 @@ TOKENS, ROWS = (4096, 8) if CUDA else (16, 2)
 @functools.cache
 def world_of(context: int, tensor: int, keep: bool) -> World:
     """The processes as they share tokens and heads."""
-    options = MeshOptions(context=context, tensor=tensor, keep_gathered=keep)
+    asked: Literal["yes", "no"] = "yes" if keep else "no"
+    options = MeshOptions(context=context, tensor=tensor, keep_gathered=asked)
     return World(torch.device(DEVICE), options)
 
 

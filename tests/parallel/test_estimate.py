@@ -7,7 +7,7 @@ import plan_figure
 import pytest
 from matplotlib.image import imread
 
-from deltarule.parallel.estimate import Division, best, estimate
+from deltarule.parallel.estimate import Division, best, estimate, room_to_keep
 from deltarule.parallel.machine import MACHINES, Size, size_of
 from deltarule.parallel.plan import PlanRun, plan
 
@@ -32,6 +32,19 @@ def test_seconds_and_memory_are_those_measured(case: str) -> None:
     assert step is not None
     assert abs(1e3 * step.seconds / found["step_ms"] - 1) < BAR
     assert abs(step.memory / 2**30 / found["peak_gib"] - 1) < BAR
+
+
+@pytest.mark.parametrize(("memory", "keeps"), [(141e9, True), (80e9, False)])
+def test_weights_stay_gathered_where_there_is_room(memory: float, keeps: bool) -> None:
+    # Kept, 8 rows took 89.4 GiB on two H200s, of 131 there are.
+    config, found = MEASURED["config"], MEASURED["cases"]["sharded, weights kept"]
+    size = Size(config["num_layers"], config["hidden_size"], config["vocab_size"])
+    tokens = found["rows"] * found["tokens"]
+    for each in (2, 4):
+        assert (
+            room_to_keep(size, found["parameters"], Division(shard=2), tokens, memory, each)
+            == keeps
+        )
 
 
 def test_the_fastest_comes_first_and_fits() -> None:

@@ -174,6 +174,27 @@ def memory(size: Size, d: Division, tokens: float) -> float:
     return held + gathered + tokens * size.hidden * (inside + between) + logits + OVERHEAD
 
 
+def room_to_keep(
+    size: Size, parameters: float, d: Division, tokens: float, total: float, each: int
+) -> bool:
+    """Whether gathered weights may stay from a block's forward to its backward.
+
+    Args:
+        size: About what the model is.
+        parameters: How many it has.
+        d: How the GPUs are divided.
+        tokens: Of a pass on one GPU.
+        total: Bytes of its memory.
+        each: Bytes of a gathered weight.
+
+    Returns:
+        Whether all of them fit beside what a step needs.
+    """
+    more = 16 * (parameters - size.parameters) / (d.shard * d.context)
+    needed = memory(size, d, tokens) + (more + each * parameters) / d.tensor
+    return needed <= USABLE * total
+
+
 def states(size: Size, machine: Machine, d: Division) -> float:
     """Seconds that a recurrent layer waits for states: U and M forward, dS back, and halos."""
     if d.context == 1:

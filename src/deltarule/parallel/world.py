@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -35,8 +35,9 @@ class MeshOptions:
     """Processes that share each sequence, every one a stretch of its tokens."""
     tensor: int = 1
     """Processes that share each layer, every one some of its heads."""
-    keep_gathered: bool = False
-    """Keep a block's weights from its forward to its backward: more memory, one gather less."""
+    keep_gathered: Literal["auto", "yes", "no"] = "auto"
+    """Keep a block's weights from its forward to its backward: one gather less, for their memory;
+    "auto" does where `deltarule plan` finds room for them on this GPU."""
     timeout_s: float = 600
     """Seconds after which a process that waits for another gives up."""
 

@@ -186,11 +186,12 @@ class Trainer:
         self.device = choose_device(options.device) if world is None else world.device
         self.model, self.job, self.options = model.to(self.device), job, options
         self.optimizer_options = optimizer_options
-        self.spread = Spread(model, world, bfloat16=options.dtype == "bfloat16")
+        model.activation_checkpointing = options.activation_checkpointing
+        low, tokens = options.dtype == "bfloat16", job.batch_tokens // options.accumulate
+        self.spread = Spread(model, world, bfloat16=low, tokens=tokens)
         self.rows = self.spread.rows(options.accumulate)
         self.optimizer = make_optimizer(model, optimizer_options)
         self.names = parameter_names(model, optimizer_options)
-        model.activation_checkpointing = options.activation_checkpointing
         self.hidden: Hidden = torch.compile(model.hidden) if options.compile else model.hidden
         self.checkpoints = make_checkpoints(folder / "checkpoints", options.keep, self.spread)
         self.folder, self.stop_when, self.stopped = folder, stop_when, False

@@ -9,11 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from deltarule.models import CausalLM
 from deltarule.parallel import World, parallelize
+from deltarule.parallel.estimate import Division, room_to_keep
+from deltarule.parallel.machine import Size
 from deltarule.parallel.sharding import clip_sharded, sum_replicated
 from deltarule.parallel.spread import Plan
+from deltarule.parallel.world import AXES
 from deltarule.train.optimizer import clip_gradients
 from deltarule.train.step import Part, TrainingStep
 
@@ -25,19 +29,21 @@ class Spread:
         model: Spread in place.
         world: The processes. None: this one alone.
         bfloat16: Whether the model computes under autocast.
+        tokens: Of the rows that a pass takes at once.
 
     Raises:
         ValueError: The model cannot be split so.
     """
 
-    def __init__(self, model: CausalLM, world: World | None, *, bfloat16: bool) -> None:
+    def __init__(
+        self, model: CausalLM, world: World | None, *, bfloat16: bool, tokens: int = 0
+    ) -> None:
         """Spread the model."""
         self.model, self.world, self.bfloat16 = model, world, bfloat16
         self.plan: Plan | None = None
         if world is not None and world.mesh is not None and world.size > 1:
-            self.plan = parallelize(
-                model, world.mesh, bfloat16=bfloat16, keep_gathered=world.keep_gathered
-            )
+            keep = keeps_gathered(model, world, world.mesh, tokens, 2 if bfloat16 else 4)
+            self.plan = parallelize(model, world.mesh, bfloat16=bfloat16, keep_gathered=keep)
 
     @property
     def first(self) -> bool:
@@ -112,6 +118,21 @@ class Spread:
         if self.plan is None or self.world is None:
             return list(wishes)
         return [count > 0 for count in self.world.sum(torch.tensor(wishes, dtype=torch.int32))]
+
+
+def keeps_gathered(model: CausalLM, world: World, mesh: DeviceMesh, tokens: int, each: int) -> bool:
+    """Whether gathered weights, so many bytes each, stay until the backward: alike everywhere."""
+    if world.keep_gathered != "auto":
+        return world.keep_gathered == "yes"
+    if world.device.type != "cuda":
+        return False
+    config, sizes = model.config, {name: mesh[name].size() for name in AXES}
+    division = Division(**sizes, checkpointing=model.activation_checkpointing)
+    size = Size(len(config.layer_types), config.hidden_size, config.vocab_size)
+    parameters = sum(p.numel() for p in model.parameters())
+    total = torch.cuda.get_device_properties(world.device).total_memory
+    here = room_to_keep(size, parameters, division, tokens / division.context, total, each)
+    return int(world.sum(torch.tensor(int(here)))) == world.size
 
 
 class SpreadStep(TrainingStep):
