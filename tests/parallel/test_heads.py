@@ -17,6 +17,7 @@ KINDS = [
     "retnet",
     "gated_delta_product",
     "attention",
+    "experts",
 ]
 BAR = 1e-10
 
@@ -34,6 +35,12 @@ def test_heads_over_two(two: Processes, mixer: str) -> None:
 @pytest.mark.parametrize("mixer", ["gated_deltanet", "rwkv7"])
 def test_shards_over_two(two: Processes, mixer: str) -> None:
     check(two, mixer, 1)
+
+
+def test_experts_are_sharded_and_what_chooses_them_is_exact(two: Processes) -> None:
+    for names in two("whole_models.replicated", mixer="experts"):
+        assert "mlp.router.weight" in names
+        assert not {"mlp.up_proj", "mlp.down_proj", "mlp.shared.up_proj.weight"} & set(names)
 
 
 def test_what_the_backward_computes_again_is_split_too(two: Processes) -> None:
@@ -59,7 +66,7 @@ def test_layers_whose_heads_read_each_other_name_themselves(mixer: str) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("tensor", [1, 2, 4])
-@pytest.mark.parametrize("mixer", list(MIXERS))
+@pytest.mark.parametrize("mixer", [*MIXERS, "experts"])
 def test_four(four: Processes, mixer: str, tensor: int) -> None:
     if tensor == 1 or MIXERS[mixer].heads_alone:
         check(four, mixer, tensor)

@@ -30,6 +30,13 @@ def config_of(mixer: str) -> ModelConfig:
         fields["feature_map"] = "hedgehog"
     if mixer in ("attention", "sliding_window"):
         fields["num_kv_heads"] = 4
+    if mixer == "experts":
+        mixer = "gated_deltanet"
+        fields = {
+            "mlp_layer_types": ("sparse", "dense"), "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24, "shared_expert_intermediate_size": 32,
+            "shared_expert_gate": True, "scoring_func": "sigmoid",
+        }  # fmt: skip
     return ModelConfig(
         vocab_size=VOCAB, hidden_size=64, num_layers=2, num_heads=4, layer_types=mixer,
         mlp_size=64, tie_embeddings=mixer != "kda",
@@ -88,6 +95,14 @@ def heads_refused(**fields: int) -> str:
         assert [name for name, _ in model.named_parameters()] == before
         return str(error)
     return ""
+
+
+def replicated(mixer: str) -> list[str]:
+    """What every process has all of, where products are in bfloat16."""
+    model = drawn(config_of(mixer)).float()
+    names = {id(p): name for name, p in model.named_parameters()}
+    plan = parallelize(model, mesh_of(MeshOptions()), bfloat16=True)
+    return sorted({names[id(p)].split(".", 2)[2] for p in plan.replicated})
 
 
 def heads_and_shards(mixer: str, tensor: int) -> dict[str, float]:

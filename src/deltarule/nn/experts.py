@@ -49,6 +49,8 @@ class Experts(nn.Module):
     """
 
     e_score_correction_bias: Tensor | None
+    # The first of the experts whose matrices are here; the others are on other processes.
+    first_expert = 0
 
     def __init__(
         self,
@@ -88,14 +90,21 @@ class Experts(nn.Module):
         """Map x [B, T, hidden_size] token by token."""
         rows = x.flatten(0, -2)
         weights, chosen = self.route(rows)
-        order = chosen.flatten().argsort(stable=True)
-        of_expert = torch.arange(self.num_experts, device=x.device)
-        sorted_experts = chosen.flatten()[order]
-        ends = torch.searchsorted(sorted_experts, of_expert, right=True, out_int32=True)
+        count = len(self.up_proj)
+        place = chosen.flatten() - self.first_expert
+        if count < self.num_experts:
+            # Rows of an expert that is not here come last, and nothing is computed of them.
+            elsewhere = (place < 0) | (place >= count)
+            place = place.masked_fill(elsewhere, count)
+        order = place.argsort(stable=True)
+        of_expert = torch.arange(count, device=x.device)
+        ends = torch.searchsorted(place[order], of_expert, right=True, out_int32=True)
         dtype = x.dtype
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
         given = rows.to(dtype)[order // self.num_experts_per_tok]
+        if count < self.num_experts:
+            given = given.masked_fill(elsewhere[order].unsqueeze(-1), 0)
         inner = product(given, self.up_proj.to(dtype), ends)
         if self.activation == "silu":
             gate, up = inner.chunk(2, -1)
@@ -104,6 +113,8 @@ class Experts(nn.Module):
             inner = F.relu(inner).square()
         # Each token's experts side by side again: summed in one order, whatever else is there.
         y = product(inner, self.down_proj.to(dtype), ends)[order.argsort()]
+        if count < self.num_experts:
+            y = y.masked_fill(elsewhere.unsqueeze(-1), 0)
         y = y.unflatten(0, (-1, self.num_experts_per_tok))
         y = (y * weights.unsqueeze(-1).to(y.dtype)).sum(1).to(x.dtype).view_as(x)
         if self.shared is None:
@@ -133,11 +144,15 @@ class Experts(nn.Module):
 
 
 def product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """x_r W_e^T for the rows r of expert e: [R, O] of x [R, I], W [E, O, I] and ends [E]."""
+    """x_r W_e^T for the rows r of expert e: [R, O] of x [R, I], W [E, O, I] and ends [E].
+
+    What stands in rows after the last expert's is anything.
+    """
     # PyTorch's grouped product has no float64, and takes rows of a multiple of 16 bytes.
     whole = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
     if x.dtype != torch.float64 and whole:
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     last = ends.tolist()
     parts = zip(weight.unbind(), [0, *last[:-1]], last, strict=True)
-    return torch.cat([F.linear(x[start:end], matrix) for matrix, start, end in parts])
+    found = [F.linear(x[start:end], matrix) for matrix, start, end in parts]
+    return torch.cat([*found, x.new_zeros(len(x) - last[-1], weight.shape[1])])

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from deltarule.models import CausalLM, ModelConfig
-from deltarule.models.block import Block, mlp_kinds, mlp_size
+from deltarule.models.block import Block, mlp_size
 from deltarule.nn import Attention, LatentAttention, Mixer
+from deltarule.nn.experts import Experts
 from deltarule.parallel.local import Enclosure
 from deltarule.parallel.spanning import span_heads
 from deltarule.parallel.vocabulary import split_vocabulary
@@ -59,11 +60,10 @@ def mixers_of(model: CausalLM) -> Iterator[tuple[int, Mixer]]:
     """Each block's mixer, with its number."""
     for index, block in enumerate(model.blocks):
         assert isinstance(block, Block)
-        kinds = model.config.layer_types[index], mlp_kinds(model.config)[index]
-        if not isinstance(block.mixer, Mixer) or "sparse" in kinds:
+        if not isinstance(block.mixer, Mixer):
             raise ValueError(
-                f"block {index} of {kinds[0]!r} and {kinds[1]!r} cannot be split by heads: its "
-                "first half must be one mixer and the second no experts; shard the weights instead"
+                f"block {index} of {model.config.layer_types[index]!r} cannot be split by heads: "
+                "its first half must be one mixer; shard the weights instead"
             )
         yield index, block.mixer
 
@@ -94,10 +94,13 @@ def local_block(config: ModelConfig, index: int, mixer: Mixer, ways: int) -> Blo
         )
     channels = mlp_size(config)
     inner = share("mlp_size", channels, ways) if channels else 0
-    small = dataclasses.replace(config, **changed, mlp_size=inner)
+    shared = share("shared_expert_intermediate_size", config.shared_expert_intermediate_size, ways)
+    small = dataclasses.replace(
+        config, **changed, mlp_size=inner, shared_expert_intermediate_size=shared
+    )
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         if not isinstance(mixer, Attention):
-            return Block(small, index)
+            return own_experts(Block(small, index), ways)
         # Attention takes the size of a head from the stream's and the number of heads.
         other = dataclasses.replace(small, layer_types="linear_attention")
         block = Block(other, index)
@@ -109,7 +112,17 @@ def local_block(config: ModelConfig, index: int, mixer: Mixer, ways: int) -> Blo
             output_gate=mixer.g_proj is not None, norm_eps=mixer.norm_eps,
             zero_centered_norm=mixer.zero_centered_norm, scale=mixer.scale,
         )  # fmt: skip
-        return block
+        return own_experts(block, ways)
+
+
+def own_experts(block: Block, ways: int) -> Block:
+    """Leave one process its share of a block's experts; the router chooses among all."""
+    if isinstance(block.mlp, Experts):
+        count = share("num_experts", block.mlp.num_experts, ways)
+        for name in ("up_proj", "down_proj"):
+            whole = block.mlp.get_parameter(name)
+            block.mlp.register_parameter(name, nn.Parameter(whole[:count].detach()))
+    return block
 
 
 @overload

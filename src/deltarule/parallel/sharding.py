@@ -5,6 +5,7 @@ keeps one part of the weights, of their gradients and of the optimizer's moments
 """
 
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from deltarule.models import CausalLM
+from deltarule.nn.experts import Experts
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -55,7 +57,7 @@ def shard(
     for block in model.blocks:
         options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": not keep_gathered}
         if bfloat16:
-            products = {id(m.weight) for m in block.modules() if isinstance(m, nn.Linear)}
+            products = {id(weight) for weight in rounded_weights(block)}
             exact = [p for p in block.parameters() if id(p) not in products]
             replicated += exact
             # The stream between blocks is float32, as under autocast: inputs are not cast.
@@ -71,6 +73,16 @@ def shard(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return replicated
+
+
+def rounded_weights(block: nn.Module) -> Iterator[Tensor]:
+    """The weights that autocast rounds: of all products but those that choose experts."""
+    routers = {id(m.router) for m in block.modules() if isinstance(m, Experts)}
+    for module in block.modules():
+        if isinstance(module, nn.Linear) and id(module) not in routers:
+            yield module.weight
+        elif isinstance(module, Experts):
+            yield from (module.up_proj, module.down_proj)
 
 
 def sum_replicated(replicated: list[nn.Parameter], mesh: DeviceMesh) -> None:

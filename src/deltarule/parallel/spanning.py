@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from deltarule.nn import RMSNorm
+from deltarule.nn.experts import Experts
 from deltarule.nn.norm import GroupRMSNorm
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 from deltarule.nn.scan import ScanMixer
@@ -33,6 +34,8 @@ def span_heads(local: nn.Module, whole: nn.Module, mesh: DeviceMesh) -> None:
         )
     elif type(norm) is RMSNorm or (isinstance(norm, GroupRMSNorm) and norm.groups == 1):
         local.o_norm = SpanningRMSNorm(local.get_submodule("o_norm"), norm.eps, mesh.size(), group)
+    if isinstance(whole, Experts) and isinstance(local, Experts):
+        local.first_expert = mesh.get_local_rank() * (whole.num_experts // mesh.size())
     if isinstance(whole, ScanMixer):
         # q, k and the step sizes are products with the values of all heads.
         for name in ("q_proj", "k_proj", "a_proj.0", "b_proj.0"):
