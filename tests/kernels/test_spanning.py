@@ -6,12 +6,6 @@ The meetings are here: the first half goes first forwards, the second backwards.
 import pytest
 import torch
 
-from kernels.test_segments import CASES, NAMES, inputs_of, interpreted, weakly_decaying
-from oracle import weights, with_gradients
-from tolerance import assert_close
-
-pytest.importorskip("triton")
-
 from deltarule.ops.context import Context
 from deltarule.ops.context.exchange import Met
 from deltarule.ops.delta_rule import spanning as between
@@ -19,6 +13,9 @@ from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.spanning import Join
 from deltarule.ops.delta_rule.triton import plan as launch
 from deltarule.ops.delta_rule.triton import spanning
+from kernels.test_segments import CASES, NAMES, inputs_of, interpreted, weakly_decaying
+from oracle import weights, with_gradients
+from tolerance import assert_close
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet as parquet
 import pytest
 import torch
 
@@ -203,9 +205,7 @@ def test_bad_input_is_named_and_nothing_is_left(source, tmp_path):
 
 
 def test_parquet(tmp_path):
-    arrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(arrow.table({"body": TEXTS}), tmp_path / "rows.parquet")
+    parquet.write_table(pyarrow.table({"body": TEXTS}), tmp_path / "rows.parquet")
     with pytest.raises(ValueError, match="no column 'text' among body"):
         write_data(DataRun(tmp_path / "rows.parquet", tmp_path / "tokens"))
     write_data(DataRun(tmp_path / "rows.parquet", tmp_path / "tokens", text_field="body"))
