@@ -13,7 +13,7 @@ from ahead import Launch, Report, compiled, recording
 from torch import Tensor
 
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton import passes, tile_sizes
+from deltarule.ops.delta_rule.triton import passes, spanning, tile_sizes
 from deltarule.ops.delta_rule.triton import plan as segment_length
 from deltarule.ops.delta_rule.triton import step as recurrent_step
 
@@ -41,6 +41,8 @@ class Call:
     normalize_qk: bool = True
     # In how many windows the backward goes through the sequence; None leaves it to the size.
     windows: int | None = None
+    # Whether other processes have the rest of the row.
+    context: bool = False
     # Of the GPU: few heads and rows are cut into narrow tiles for so many.
     processors: int = 1
 
@@ -70,6 +72,7 @@ LONG = [
     Call(heads=4), Call(heads=4, value_size=32), Call("none", "head", heads=4),
     Call(decay="none"), Call(decay="none", normalize_qk=False), Call(decay="none", n_steps=2),
     Call("none", "none"), Call(decay="none", value_size=256),
+    *(Call(erase, decay, heads=4, context=True) for erase, decay in RULES[1:]),
 ]  # fmt: skip
 
 
@@ -107,6 +110,8 @@ def launches(call: Call, capability: int) -> list[Launch]:
     with recording() as found:
         if call.step:
             recurrent_step.recurrent_step(inputs, inputs.initial_state, None, -1)
+        elif call.context:
+            spanning.compiled(inputs, spanning.split(inputs), True)
         else:
             for save in (False, True):
                 o, final, saved = passes.forward(inputs, save)
