@@ -201,7 +201,8 @@ def recurrence_of(
 
     `tensors` and `options` are the fields of `Inputs`, in order.
     """
-    kind = eager_kind(tensors, *options, impl=impl)
+    n_steps, scale, normalize_qk, batch_invariant = options
+    kind = eager_kind(tensors, n_steps, scale, normalize_qk, batch_invariant, impl)
     if (again := repeated(kind, tensors, save_states)) is not None:
         return again
     inputs = check_arguments(*tensors, *options)
