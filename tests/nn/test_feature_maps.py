@@ -16,15 +16,31 @@ from tolerance import relative_rms
 
 DOUBLE = torch.float64
 LAYERS = [name for name, layer in MIXERS.items() if getattr(layer, "maps_features", False)]
+WHOLE = ["linear_attention", "gated_rfa", "deltanet", "delta_product"]
+# The other delta layers share their code: the pairs of Gated DeltaNet's ablation, and one map each
+# with a weight and with more features than channels.
+ABLATION = [("relu", "l1"), ("elu", "l1"), ("silu", "l1"), ("relu", "l2"), ("elu", "l2")]
+OTHERS = [*ABLATION, ("hedgehog", "l2"), ("dpfp", "none")]
+# Each channel of their keys has a gate of its own.
+KEEPS_CHANNELS = ["kda", "gated_deltanet2"]
 GRID = [
-    words
-    for words in itertools.product(LAYERS, FEATURE_MAPS, NORMS)
-    if words[0] != "gated_rfa" or FEATURE_MAPS[words[1]].divides
+    *(
+        words
+        for words in itertools.product(WHOLE, FEATURE_MAPS, NORMS)
+        if words[0] != "gated_rfa" or FEATURE_MAPS[words[1]].divides
+    ),
+    *(
+        (name, *words)
+        for name in LAYERS
+        if name not in WHOLE
+        for words in (ABLATION if name in KEEPS_CHANNELS else OTHERS)
+    ),
 ]
 
 
 def test_layers_of_the_grid():
-    assert LAYERS == ["linear_attention", "gated_rfa", "deltanet", "delta_product"]
+    delta = {name for name, rule in RULES.items() if rule.erase != "none"} - {"rwkv7"}
+    assert set(LAYERS) == {n for n in delta if "multi_" not in n} | set(WHOLE)
 
 
 @pytest.mark.parametrize(("name", "feature_map", "norm"), GRID)
@@ -108,7 +124,10 @@ def test_maps_compute_in_float32(feature_map):
         ("linear_attention", {"feature_map": "elu1"}, "got 'elu1': did you mean 'elu'?"),
         ("deltanet", {"qk_norm": "L2"}, "qk_norm must be one of none, l1, l2, got 'L2'"),
         ("gla", {"feature_map": "elu"}, "feature_map must be None for gla, got 'elu'"),
-        ("kda", {"qk_norm": "l1"}, "qk_norm must be None for kda, got 'l1'"),
+        ("rwkv7", {"qk_norm": "l1"}, "qk_norm must be None for rwkv7, got 'l1'"),
+        ("gla", {"output_norm": "all"}, "output_norm must be None or head for gla, got 'all'"),
+        ("kda", {"output_norm": "each"}, "output_norm must be one of head, all, none, got 'each'"),
+        ("kda", {"feature_map": "dpfp"}, "feature_map must keep the 16 channels of a key"),
         ("deltanet", {"normalizer": True}, "normalizer must be None or False for deltanet"),
         ("mlstm", {"normalizer": False}, "normalizer must be None or True for mlstm"),
         ("gla", {"normalizer": True}, "normalizer must be None or False for gla"),
@@ -266,3 +285,34 @@ def test_normaliser_of_nothing_is_nothing():
     p = draw_projections(normalizer=True)
     p.k.zero_()
     assert (run(RULES["linear_attention"], p) == 0).all()
+
+
+@pytest.mark.parametrize("norm", ["head", "all", "none"])
+@pytest.mark.parametrize("name", ["gated_deltanet", "kda", "delta_product"])
+def test_norms_of_the_output(name, norm):
+    """Of each head, of all heads together, and none; the gate comes after."""
+    layer = make(name, DOUBLE, output_norm=norm)
+    o = torch.randn(2, 3, layer.num_v_heads, layer.head_v_dim, dtype=DOUBLE)
+    gate = torch.randn_like(o)
+    wide = o if norm == "head" else o.flatten(-2)
+    expected = wide
+    if norm != "none":
+        expected = wide / torch.sqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
+        expected = expected * layer.o_norm.weight
+    activated = torch.sigmoid(gate) if layer.gate_activation == "sigmoid" else F.silu(gate)
+    expected = expected.reshape(2, 3, -1) * activated.flatten(-2)
+    assert relative_rms(layer.normed(o, gate), expected) <= 1e-12
+    assert layer(inputs(1, 4, DOUBLE))[0].isfinite().all()
+
+
+def test_a_gated_deltanet_block_with_the_naive_delta_rule():
+    """That row of the ablation is DeltaNet in Gated DeltaNet's block: the same without a decay."""
+    options = {"num_heads": 2, "head_k_dim": 12, "head_v_dim": 24, "output_gate": True}
+    naive = MIXERS["deltanet"](HIDDEN, **options).double()
+    gated = MIXERS["gated_deltanet"](HIDDEN, num_heads=2).double()
+    missing = gated.load_state_dict(naive.state_dict(), strict=False)
+    assert {key.partition(".")[0] for key in missing.missing_keys} == {"a_proj", "A_log", "dt_bias"}
+    with torch.no_grad():
+        gated.A_log.fill_(-100)
+    x = inputs(1, 6, DOUBLE)
+    assert relative_rms(naive(x)[0], gated(x)[0]) <= 1e-12

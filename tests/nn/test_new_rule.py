@@ -94,7 +94,8 @@ def test_help_shows_the_options_that_a_layer_takes():
         "output_gate", "layer_index", "num_layers",
     }  # fmt: skip
     assert "beta_max: Largest write strength" in KDA.__doc__
-    assert "feature_map:" not in KDA.__doc__
+    assert "feature_map:" in KDA.__doc__
+    assert "normalizer:" not in KDA.__doc__
     assert "num_v_heads" not in Mesa.__doc__
     assert inspect.signature(KDA).parameters["beta_max"].annotation == (float | None)
     assert "beta_max" in inspect.signature(Coupled).parameters

@@ -11,7 +11,7 @@ from deltarule.models.patterns import expand_layer_types, expand_mlp_layer_types
 from deltarule.nn.experts import Scores
 from deltarule.nn.json_file import parse_object
 from deltarule.nn.mlp import Activation
-from deltarule.nn.rule import QueryKeyNorm
+from deltarule.nn.rule import OutputNorm, QueryKeyNorm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +56,12 @@ class ModelConfig:
         longest_horizon: Tokens that the slowest head of layers with rates of decay starts by
             remembering, their heads spread from 8 tokens to it. None: each paper's draw.
         n_steps: Writes for each token in DeltaProduct layers. None: the layer's default.
-        feature_map: What q and k of linear attention, Gated RFA, DeltaNet and DeltaProduct go
-            through, by its name in `deltarule.nn.feature_maps`. None: the layer's default.
+        feature_map: What q and k of linear attention, Gated RFA and the delta layers go through,
+            by its name in `deltarule.nn.feature_maps`. None: the layer's default.
         qk_norm: What those layers divide q and k by: "none", "l1" or "l2". None: the layer's
             default.
+        output_norm: What the delta layers' norm of the output goes over: "head", each head; "all",
+            all heads; "none", no norm. None: each head.
         normalizer: Divide linear attention's read-out by z^T q. None: the layer's default.
         filter_size: Tokens that Hyena's filters reach. None: the layer's default.
         mini_batch: Tokens whose inner gradients TTT and Titans take at one memory. None: 16.
@@ -147,6 +149,7 @@ class ModelConfig:
     n_steps: int | None = None
     feature_map: str | None = None
     qk_norm: QueryKeyNorm | None = None
+    output_norm: OutputNorm | None = None
     normalizer: bool | None = None
     filter_size: int | None = None
     mini_batch: int | None = None

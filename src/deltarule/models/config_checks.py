@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from deltarule.nn import MIXERS
-from deltarule.nn.feature_maps import FEATURE_MAPS, NORMS
+from deltarule.nn.feature_maps import FEATURE_MAPS, NORMS, OUTPUT_NORMS
 from deltarule.nn.mixer import SPECTRA
 
 # More than any model has; a damaged file could ask for a billion.
@@ -31,15 +31,16 @@ _NUMBERS = (
     "attention_out_multiplier", "ssm_out_multiplier", "final_logit_softcapping",
 )  # fmt: skip
 _CHOICES: dict[str, Iterable[str]] = {
-    "feature_map": FEATURE_MAPS, "qk_norm": NORMS, "attention_qk_norm": ("head", "all"),
+    "feature_map": FEATURE_MAPS, "qk_norm": NORMS, "output_norm": OUTPUT_NORMS,
+    "attention_qk_norm": ("head", "all"),
     "post_norm": MIXERS, "hidden_act": ("silu", "relu2"), "scoring_func": ("softmax", "sigmoid"),
     "mamba_inner_norm": ("plain", "weighted"),
     "spectrum": SPECTRA,
 }  # fmt: skip
 # Options that mean nothing without a layer that takes them.
 _ASKED_FOR = (
-    "beta_max", "longest_horizon", "n_steps", "mini_batch", "feature_map", "qk_norm", "normalizer",
-    "spectrum", "num_persistent",
+    "beta_max", "longest_horizon", "n_steps", "mini_batch", "feature_map", "qk_norm",
+    "output_norm", "normalizer", "filter_size", "spectrum", "num_persistent",
 )  # fmt: skip
 # What a block has beside mixers in its first half.
 MLP_PARTS = ("mlp", "moe")

@@ -58,6 +58,11 @@ def with_two_global(name: str) -> Callable[[int], tuple[str, ...]]:
     return layers
 
 
+# What the table of orders calls the layers of Gated DeltaNet-H2, and those that are not its own.
+_NAMES = {"gdn": "gated_deltanet", "swa": "sliding_window", "mamba2": "mamba2"}
+_TITLES = {"gdn": "Gated DeltaNet", "swa": "sliding-window attention", "mamba2": "Mamba-2"}
+_OTHER_ORDERS = ("gdn", "swa", "mamba2"), ("gdn", "mamba2", "swa"), ("mamba2", "swa", "gdn")
+
 _PATTERNS = (
     Pattern(
         name="deltanet_sliding_window",
@@ -86,6 +91,16 @@ _PATTERNS = (
         rule="Mamba-2, Gated DeltaNet and sliding-window attention in turns",
         layers=repeated("mamba2", "gated_deltanet", "sliding_window"),
         source="arXiv 2412.06464, section 3.4",
+    ),
+    *(
+        Pattern(
+            name="_".join(order),
+            title=" + ".join(map(_TITLES.__getitem__, order)),
+            rule=f"{', '.join(map(_TITLES.__getitem__, order))} in turns",
+            layers=repeated(*map(_NAMES.__getitem__, order)),
+            source="arXiv 2412.06464, table S.2",
+        )
+        for order in _OTHER_ORDERS
     ),
     Pattern(
         name="samba",

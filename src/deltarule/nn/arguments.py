@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from deltarule.nn.feature_maps import FEATURE_MAPS, NORMS
+from deltarule.nn.feature_maps import FEATURE_MAPS, NORMS, OUTPUT_NORMS
 from deltarule.nn.state import State
 from deltarule.ops.checks import check_dense
 
@@ -86,8 +86,9 @@ REASONS = {
     "conv_size": "it looks back one token instead",
     "beta_max": "it has no write strength",
     "n_steps": "it writes once a token",
-    "feature_map": "linear_attention, gated_rfa, deltanet and delta_product have it",
-    "qk_norm": "linear_attention, gated_rfa, deltanet and delta_product have it",
+    "feature_map": "linear_attention, gated_rfa and the delta layers have it",
+    "qk_norm": "linear_attention, gated_rfa and the delta layers have it",
+    "output_norm": "the delta layers have it",
     "normalizer": "linear_attention has it; with an erase, the sum of the keys is not what the "
     "state holds: use qk_norm",
     "longest_horizon": "its decay is not exp(-exp(A_log) dt), whose rates it would spread",
@@ -125,10 +126,13 @@ def check_word(name: str, value: object, known: Sequence[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}{hint}")
 
 
-def check_maps(feature_map: object, qk_norm: object, normalizer: object) -> None:
+def check_maps(
+    feature_map: object, qk_norm: object, output_norm: object, normalizer: object
+) -> None:
     """Refuse words that are no feature map and no norm, and a normaliser that is no flag."""
     for name, value, known in (
-        ("feature_map", feature_map, list(FEATURE_MAPS)), ("qk_norm", qk_norm, list(NORMS))
+        ("feature_map", feature_map, list(FEATURE_MAPS)), ("qk_norm", qk_norm, list(NORMS)),
+        ("output_norm", output_norm, list(OUTPUT_NORMS)),
     ):  # fmt: skip
         check_word(name, value, known)
     if not isinstance(normalizer, bool):
@@ -143,6 +147,15 @@ def check_divides(normalizer: bool, feature_map: str | None) -> None:
         raise ValueError(
             f"normalizer=True divides by a sum of phi(q) . phi(k), which feature_map={name!r} may "
             f"make zero or negative: choose one of {known}"
+        )
+
+
+def check_size_kept(feature_map: str, features: int, channels: int) -> None:
+    """Refuse more features than there are decays."""
+    if features != channels:
+        raise ValueError(
+            f"feature_map must keep the {channels} channels of a key, each of which has a gate of "
+            f"its own, but {feature_map!r} makes {features}: choose an elementwise one"
         )
 
 

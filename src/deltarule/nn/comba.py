@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from deltarule.nn.call import Call
 from deltarule.nn.delta import DeltaMixer
+from deltarule.nn.feature_maps import normed
 from deltarule.nn.gates import (
     computed,
     discretised_log_decay,
     per_value_head,
-    unit,
     write_strength,
 )
 from deltarule.nn.rule import Arguments, Carry, Mapped, Projections, Rule
@@ -27,7 +27,7 @@ from deltarule.nn.rule import Arguments, Carry, Mapped, Projections, Rule
 
 def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
     """The key that erases is the written one, shorter; the query loses some of the written one."""
-    q, k = unit(projections.q), unit(projections.k)
+    q, k = normed(projections, projections.q), normed(projections, projections.k)
     q = q - projections.need("D").unsqueeze(-1) * k
     return fed_back(projections, q, k, share(projections) * k), carry
 
@@ -36,7 +36,8 @@ def released_arguments(projections: Projections, carry: Carry | None = None) -> 
     """Norms come last, of the key that erases as well: it is the written key."""
     p = share(projections) * computed(projections.k)
     q = computed(projections.q) - projections.need("D").unsqueeze(-1) * p
-    return fed_back(projections, unit(q), unit(projections.k), unit(p)), carry
+    q, k, p = (normed(projections, x) for x in (q, projections.k, p))
+    return fed_back(projections, q, k, p), carry
 
 
 def share(projections: Projections) -> Tensor:
@@ -102,6 +103,7 @@ class Comba(DeltaMixer):
 
     rule = RULE
     has_rates = True
+    maps_features = True
     expand_k = 0.75
     expand_v = 2
     default_conv_size = 4

@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule import ops
-from deltarule.nn.arguments import check_divides
+from deltarule.nn.arguments import check_divides, check_size_kept
 from deltarule.nn.call import Call
 from deltarule.nn.feature_maps import QueryKeyMap
 from deltarule.nn.gates import initial_A_log, initial_dt_bias, low_rank, spread_A_log
 from deltarule.nn.layout import per_step, silence_padding, split
 from deltarule.nn.linears import linear, linears
 from deltarule.nn.mixer import COMMON, Mixer
-from deltarule.nn.norm import GateOnly
+from deltarule.nn.norm import GatedRMSNorm, GateOnly
 from deltarule.nn.recomputed import recomputed
 from deltarule.nn.rule import Arguments, Carry, Projections, Rule, as_it_is
 from deltarule.nn.short_conv import can_step, step
@@ -78,6 +78,7 @@ class DeltaMixer(Mixer):
             "n_steps": cls.default_n_steps > 1,
             "feature_map": cls.maps_features,
             "qk_norm": cls.maps_features,
+            "output_norm": cls.maps_features and cls.rule.erase != "none",
             "normalizer": divides,
         }
         return by_rule.get(option, option in cls.options)
@@ -105,7 +106,9 @@ class DeltaMixer(Mixer):
         """Make the feature map of q and k, then q, k and v with their convolutions."""
         self.qk_map = None
         if self.feature_map is not None:
-            self.qk_map = QueryKeyMap(self.feature_map, self.heads_of("k"), self.head_k_dim)
+            self.qk_map = QueryKeyMap(self.feature_map, self.num_heads, self.head_k_dim)
+            if self.rule.decay == "channel":
+                check_size_kept(self.feature_map, self.qk_map.features, self.head_k_dim)
         if self.maps_features:
             check_divides(self.normalizer, self.feature_map)
         for name, size in self.stream_sizes().items():
@@ -142,7 +145,19 @@ class DeltaMixer(Mixer):
 
     def build_norm(self) -> nn.Module:
         """Make the norm of each head, which would undo the division by a normaliser."""
-        return GateOnly(self.gate_activation) if self.normalizer else super().build_norm()
+        if self.normalizer or self.output_norm == "none":
+            return GateOnly(self.gate_activation)
+        if self.output_norm == "all":
+            size = self.num_v_heads * self.head_v_dim
+            return GatedRMSNorm(size, self.norm_eps, self.gate_activation)
+        return super().build_norm()
+
+    def normed(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        """Normalise and gate, each head or all together."""
+        if self.output_norm != "all":
+            return super().normed(o, gate)
+        normed: Tensor = self.o_norm(o.flatten(-2), None if gate is None else gate.flatten(-2))
+        return normed
 
     def memories(self) -> dict[str, tuple[int, ...]]:
         """The matrix state, and what the rule carries."""

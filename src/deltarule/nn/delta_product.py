@@ -89,6 +89,7 @@ class GatedDeltaProduct(DeltaMixer):
 
     rule = GATED_RULE
     has_rates = True
+    maps_features = True
     expand_k = 0.75
     expand_v = 2
     default_conv_size = 4

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.gates import computed
+from deltarule.nn.gates import computed, unit
 from deltarule.nn.roles import Role
-from deltarule.nn.rule import Arguments, Projections, QueryKeyNorm
+from deltarule.nn.rule import Arguments, OutputNorm, Projections, QueryKeyNorm
 from deltarule.ops.dispatch import without_autocast
 
 # Where all features of a key are zero, its L1 norm is.
@@ -22,6 +22,7 @@ SMALLEST_NORM = 1e-6
 # A quarter of a turn over so many tokens, in cosFormer.
 LONGEST = 4096
 NORMS: tuple[QueryKeyNorm, ...] = ("none", "l1", "l2")
+OUTPUT_NORMS: tuple[OutputNorm, ...] = ("head", "all", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +98,10 @@ def cosformer(x: Tensor, weight: Tensor | None, position: Tensor | None) -> Tens
 
 
 def _project(x: Tensor, weight: Tensor | None) -> Tensor:
-    """W x for each head: [B, T, H, K], [H, K, M] -> [B, T, H, M]."""
+    """W x for each head: [B, T, H, K], [H, K, M] -> [B, T, H, M]; slots of a head share its W."""
     assert weight is not None
+    if x.shape[2] != weight.shape[0]:
+        weight = weight.repeat_interleave(x.shape[2] // weight.shape[0], dim=0)
     return torch.einsum("bthk,hkm->bthm", x, computed(weight))
 
 
@@ -203,11 +206,17 @@ def normalised(projections: Projections, otherwise: QueryKeyNorm) -> Arguments:
     """q, k and v for the operator, q and k divided by the norm that the layer names."""
     norm = otherwise if projections.qk_norm is None else projections.qk_norm
     if norm == "l1":
-        q, k = (_l1(x) for x in (projections.q, projections.k))
+        q, k = (_l1(x).to(x.dtype) for x in (projections.q, projections.k))
         return {"q": q, "k": k, "v": projections.v, "normalize_qk": False}
     return projections.qkv | {"normalize_qk": norm == "l2"}
 
 
+def normed(projections: Projections, x: Tensor, otherwise: QueryKeyNorm = "l2") -> Tensor:
+    """x divided by the norm that the layer names, in float32 at least, before the operator."""
+    norm = otherwise if projections.qk_norm is None else projections.qk_norm
+    return {"none": computed, "l1": _l1, "l2": unit}[norm](x)
+
+
 def _l1(x: Tensor) -> Tensor:
     wide = computed(x)
-    return (wide / (wide.abs().sum(-1, keepdim=True) + SMALLEST_NORM)).to(x.dtype)
+    return wide / (wide.abs().sum(-1, keepdim=True) + SMALLEST_NORM)

@@ -50,6 +50,7 @@ class GatedDeltaNet(DeltaMixer):
 
     rule = RULE
     has_rates = True
+    maps_features = True
     expand_k = 0.75
     expand_v = 2
     default_conv_size = 4

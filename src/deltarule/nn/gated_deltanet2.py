@@ -12,7 +12,8 @@ from torch import nn
 
 from deltarule.nn.call import Call
 from deltarule.nn.delta import DeltaMixer
-from deltarule.nn.gates import computed, discretised_log_decay, low_rank, per_value_head, unit
+from deltarule.nn.feature_maps import normed
+from deltarule.nn.gates import computed, discretised_log_decay, low_rank, per_value_head
 from deltarule.nn.layout import split
 from deltarule.nn.roles import Role
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
@@ -22,7 +23,7 @@ def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
     """a b^T = -(a_t * b_t * k_t) k_t^T: the operator's rank-one part sees the undecayed state."""
     heads, dtype = projections.v.shape[2], projections.v.dtype
     log_decay = discretised_log_decay(projections)
-    q, k = unit(projections.q), unit(projections.k)
+    q, k = normed(projections, projections.q), normed(projections, projections.k)
     key = per_value_head(k, heads)
     strength = projections.beta_max * torch.sigmoid(computed(projections.need("erase_logits")))
     v = torch.sigmoid(computed(projections.need("write_logits"))) * projections.v
@@ -61,6 +62,7 @@ class GatedDeltaNet2(DeltaMixer):
 
     rule = RULE
     has_rates = True
+    maps_features = True
     default_conv_size = 4
     default_output_gate = True
     gate_activation = "sigmoid"

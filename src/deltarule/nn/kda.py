@@ -45,6 +45,7 @@ class KDA(DeltaMixer):
 
     rule = RULE
     has_rates = True
+    maps_features = True
     default_conv_size = 4
     default_output_gate = True
     gate_activation = "sigmoid"

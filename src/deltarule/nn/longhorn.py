@@ -5,7 +5,8 @@ b_t = beta_max sigmoid(beta_logits_t)
 """
 
 from deltarule.nn.delta import DeltaMixer
-from deltarule.nn.gates import computed, write_strength
+from deltarule.nn.feature_maps import normed
+from deltarule.nn.gates import write_strength
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 
 
@@ -13,10 +14,12 @@ def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
     """Keys keep their length: the step size makes up for it, and 1 - e |k|^2 is in (0, 1]."""
     strength = write_strength(projections)
     value_heads_per_key_head = projections.v.shape[2] // projections.k.shape[2]
-    key_square = computed(projections.k).square().sum(-1)
+    q, k = (normed(projections, x, otherwise="none") for x in (projections.q, projections.k))
+    key_square = k.square().sum(-1)
     key_square = key_square.repeat_interleave(value_heads_per_key_head, dim=2)
     beta = strength / (1 + strength * key_square)
-    return projections.qkv | {"beta": beta}, carry
+    dtype = projections.v.dtype
+    return projections.qkv | {"q": q.to(dtype), "k": k.to(dtype), "beta": beta}, carry
 
 
 RULE = Rule(
@@ -52,6 +55,7 @@ class Longhorn(DeltaMixer):
     """
 
     rule = RULE
+    maps_features = True
     default_conv_size = 4
     default_output_gate = True
     activates_projections = True

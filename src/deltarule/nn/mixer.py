@@ -28,7 +28,7 @@ from deltarule.nn.frame import Frame
 from deltarule.nn.norm import Activation, GatedRMSNorm
 from deltarule.nn.options import document
 from deltarule.nn.roles import Role
-from deltarule.nn.rule import QueryKeyNorm, Rule
+from deltarule.nn.rule import OutputNorm, QueryKeyNorm, Rule
 from deltarule.nn.short_conv import ShortConv
 
 # Options that mean something for every recurrent layer.
@@ -64,6 +64,8 @@ class Mixer(Frame):
         feature_map: What q and k go through, by its name in `deltarule.nn.feature_maps`. None: the
             layer's default.
         qk_norm: What q and k are divided by: "none", "l1", "l2". None: the rule's own choice.
+        output_norm: What the norm of the output goes over: "head", each head; "all", all heads
+            together; "none", no norm. None: each head.
         normalizer: Whether to divide the read-out by z^T q, in place of the norm of the output.
             None: the layer's default.
         longest_horizon: Tokens that the slowest head starts by remembering: the horizons
@@ -130,6 +132,7 @@ class Mixer(Frame):
         n_steps: int | None = None,
         feature_map: str | None = None,
         qk_norm: QueryKeyNorm | None = None,
+        output_norm: OutputNorm | None = None,
         normalizer: bool | None = None,
         longest_horizon: float | None = None,
         num_slots: int | None = None,
@@ -170,21 +173,22 @@ class Mixer(Frame):
         self.feature_map = default(feature_map, self.default_feature_map)
         divides = isinstance(self.rule, Rule) and self.rule.normalizer
         self.qk_norm, self.normalizer = qk_norm, default(normalizer, divides)
+        self.output_norm: OutputNorm = default(output_norm, "head")
         given = {
             "num_v_heads": num_v_heads, "head_v_dim": head_v_dim, "conv_size": conv_size,
             "beta_max": beta_max, "n_steps": n_steps, "feature_map": feature_map,
-            "qk_norm": qk_norm, "normalizer": normalizer, "num_slots": num_slots,
-            "filter_size": filter_size, "rope_theta": rope_theta,
+            "qk_norm": qk_norm, "output_norm": output_norm, "normalizer": normalizer,
+            "num_slots": num_slots, "filter_size": filter_size, "rope_theta": rope_theta,
             "longest_horizon": longest_horizon, "mini_batch": mini_batch,
             "spectrum": spectrum, "window": window, "num_persistent": num_persistent,
         }  # fmt: skip
         neutral = {
             "num_v_heads": num_heads, "head_v_dim": self.head_k_dim, "conv_size": 0, "n_steps": 1,
-            "normalizer": divides,
+            "normalizer": divides, "output_norm": "head",
         }  # fmt: skip
         check_meant(self.rule.name, self.takes, given, neutral)
         check_word("spectrum", self.spectrum, SPECTRA)
-        check_maps(self.feature_map, qk_norm, self.normalizer)
+        check_maps(self.feature_map, qk_norm, self.output_norm, self.normalizer)
         self.check_options()
         self.build_projections()
         self.build_gates()

@@ -29,6 +29,7 @@ Operator = Literal[
 Decay = Literal["none", "constant", "head", "channel", "element"]
 Erase = Literal["none", "tied", "free", "solve", "gradient"]
 QueryKeyNorm = Literal["none", "l1", "l2"]
+OutputNorm = Literal["head", "all", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,6 +93,11 @@ def local_block(config: ModelConfig, index: int, mixer: Mixer, ways: int) -> Blo
             "some of the heads: shard the weights instead"
         )
     channels = mlp_size(config)
+    if getattr(mixer, "output_norm", None) == "all":
+        raise ValueError(
+            f"output_norm='all' cannot be split over {ways} processes, each of which has some of "
+            "the heads: shard the weights instead"
+        )
     inner = share("mlp_size", channels, ways) if channels else 0
     shared = share("shared_expert_intermediate_size", config.shared_expert_intermediate_size, ways)
     small = dataclasses.replace(
