@@ -134,7 +134,7 @@ def table(scale: Scale, results: list[Result]) -> str:
 
 LEFT_OUT = (
     "Left out: Gated DeltaNet's own grid of norm and feature map, its naive delta rule and its "
-    "missing output norm, which our layer has no options for. The grid is run on DeltaNet."
+    "missing output norm. The grid is run on DeltaNet."
 )
 EXPERIMENT = Experiment(
     name="ablation",

@@ -33,6 +33,10 @@ OPTIONS: dict[str, dict[str, object]] = {
     "dfw": {"num_heads": 2, "head_k_dim": 6, "head_v_dim": 8, "conv_size": 4},
     "hyena": {"num_heads": 2, "head_k_dim": 8, "filter_size": 23},
     "multi_head_hyena": {"num_heads": 2, "head_k_dim": 8, "head_v_dim": 4, "filter_size": 23},
+    **{
+        f"multi_{kind}_deltanet": {"num_heads": 2, "head_k_dim": 4, "num_slots": 3}
+        for kind in ("head", "kv", "value", "key", "query")
+    },
     "abc": {"num_heads": 2, "num_slots": 5},
     **{
         name: {"num_heads": 2, "head_k_dim": 8, "window": 5, "num_persistent": 3, "mini_batch": 4}

@@ -40,7 +40,7 @@ GRID = [
 
 def test_layers_of_the_grid():
     delta = {name for name, rule in RULES.items() if rule.erase != "none"} - {"rwkv7"}
-    assert set(LAYERS) == {n for n in delta if "multi_" not in n} | set(WHOLE)
+    assert set(LAYERS) == delta | set(WHOLE)
 
 
 @pytest.mark.parametrize(("name", "feature_map", "norm"), GRID)

@@ -1,28 +1,31 @@
-"""The five multi-head DeltaNets against the blog's update, and which are DeltaNet in sum."""
+"""The five multi-head DeltaNets, H heads of n slots, against the blog's update and its table."""
 
 import pytest
 import torch
 
-from deltarule.nn import RULES
+from deltarule.nn import MIXERS, RULES
 from deltarule.nn.rule import Projections
 from nn.drawn import B, K, T, V, draw, largest_error, run
+from nn.layers import inputs, make
+from oracles import multi_head_delta as oracle
 
-N = 3
-# Heads of q, k, v and beta in the blog's table; a write strength belongs to a state.
-HEADS = {
-    "multi_head_deltanet": (N, N, N, N),
-    "multi_kv_deltanet": (1, N, N, N),
-    "multi_value_deltanet": (1, 1, N, N),
-    "multi_key_deltanet": (1, N, 1, N),
-    "multi_query_deltanet": (N, 1, 1, 1),
+H, N = 2, 3
+# Queries, keys, values, write strengths and states of one head, in the blog's table.
+TABLE = {
+    "multi_head_deltanet": (N, N, N, N, N),
+    "multi_kv_deltanet": (1, N, N, N, N),
+    "multi_value_deltanet": (1, 1, N, 1, N),
+    "multi_key_deltanet": (1, N, 1, N, N),
+    "multi_query_deltanet": (N, 1, 1, 1, 1),
 }
 
 
-def drawn(name):
-    q, k, v, beta = HEADS[name]
+def drawn(name, heads=H):
+    q, k, v, beta, _ = (heads * n for n in TABLE[name])
     return Projections(
-        q=draw(B, T, q, K), k=draw(B, T, k, K), v=draw(B, T, v, V), beta_logits=draw(B, T, beta)
-    )
+        q=draw(B, T, q, K), k=draw(B, T, k, K), v=draw(B, T, v, V), beta_logits=draw(B, T, beta),
+        slots=N,
+    )  # fmt: skip
 
 
 def unit(x):
@@ -30,47 +33,58 @@ def unit(x):
 
 
 def by_hand(p):
-    """y_i = q_i W_i, W_i = (I - eta_i k_i^T k_i) W_i + eta_i k_i^T v_i with row vectors."""
-    q, k, v = (x.expand(B, T, N, -1) for x in (unit(p.q), unit(p.k), p.v))
-    eta = torch.sigmoid(p.beta_logits).expand(B, T, N)
-    W, y = torch.zeros(B, N, K, V, dtype=torch.float64), []
-    for t in range(T):
-        key = k[:, t].unsqueeze(-1)
-        W = W + eta[:, t, :, None, None] * key * (v[:, t].unsqueeze(-2) - key.mT @ W)
-        y.append((q[:, t].unsqueeze(-2) @ W).squeeze(-2))
-    return torch.stack(y, dim=1) / K**0.5
+    """Each head of each row by the blog's loop, its slots summed."""
+    parts = [unit(p.q), unit(p.k), p.v, torch.sigmoid(p.beta_logits)]
+    o = torch.zeros(B, T, H, V, dtype=torch.float64)
+    for row in range(B):
+        for head in range(H):
+            given = (x[row].unflatten(1, (H, -1))[:, head] for x in parts)
+            o[row, :, head] = oracle.recurrence(*given)[0].sum(1)
+    return o / K**0.5
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_per_head_outputs(name):
+@pytest.mark.parametrize("name", TABLE)
+def test_heads_of_slots(name):
     p = drawn(name)
     o = run(RULES[name], p)
-    assert o.shape == (B, T, N, V)
+    assert o.shape == (B, T, H, V)
     assert largest_error(o, by_hand(p)) <= 1e-12
 
 
-def test_multi_head_is_deltanet():
-    p = drawn("multi_head_deltanet")
-    assert torch.equal(run(RULES["multi_head_deltanet"], p), run(RULES["deltanet"], p))
+@pytest.mark.parametrize("name", TABLE)
+def test_layers_have_what_the_table_counts(name):
+    layer = make(name)
+    _, state = layer(inputs(1, 3))
+    q, k, v, beta, states = TABLE[name]
+    weights = (layer.q_proj, layer.k_proj, layer.v_proj, layer.b_proj)
+    sizes = [w.weight.shape[0] for w in weights]
+    assert sizes == [2 * q * 4, 2 * k * 4, 2 * v * 4, 2 * beta]
+    assert state["recurrent"].shape == (1, 2 * states, 4, 4)
+    assert layer.o_proj.weight.shape[1] == 2 * 4
 
 
-def summed(name, p):
-    return run(RULES[name], p).sum(2, keepdim=True)
+def test_one_slot_is_deltanet():
+    for name in TABLE:
+        options = {"num_heads": 2, "head_k_dim": 8, "num_slots": 1}
+        layer, other = make(name, **options), MIXERS["deltanet"](32, num_heads=2, head_k_dim=8)
+        other.load_state_dict(layer.state_dict())
+        x = inputs(2, 9)
+        assert torch.allclose(layer(x)[0], other(x)[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_which_collapse_under_the_blogs_summed_read_out(name):
-    """With one eta for all heads, many values or queries are one DeltaNet of their sum.
+@pytest.mark.parametrize("name", TABLE)
+def test_which_collapse_under_the_summed_read_out(name):
+    """Many values or queries are one DeltaNet of their sum.
 
     Many keys are not: each changes its own state, and no single key does what they do together.
     """
-    p = drawn(name)
+    p = drawn(name, 1)
     shared = p.beta_logits[..., :1]
-    p = Projections(q=p.q, k=p.k, v=p.v, beta_logits=shared.expand(B, T, HEADS[name][3]))
+    p = Projections(q=p.q, k=p.k, v=p.v, slots=N, beta_logits=shared.expand(B, T, TABLE[name][3]))
     # Unit queries first: their sum is not a unit, and the rule must leave it as it is.
     q, k, v = (x.sum(2, keepdim=True) for x in (unit(p.q), p.k, p.v))
     one = Projections(q=q, k=unit(k), v=v, beta_logits=shared, qk_norm="none")
-    error = largest_error(summed(name, p), run(RULES["deltanet"], one))
+    error = largest_error(run(RULES[name], p), run(RULES["deltanet"], one))
     if name in ("multi_value_deltanet", "multi_query_deltanet"):
         assert error <= 1e-12
     else:
@@ -79,20 +93,16 @@ def test_which_collapse_under_the_blogs_summed_read_out(name):
 
 def test_multi_kv_is_delta_product_where_keys_are_orthogonal():
     """With slots of orthogonal keys, states of their own hold what one state holds in sum."""
-    p = drawn("multi_kv_deltanet")
+    p = drawn("multi_kv_deltanet", 1)
     # Slot i lives on channel i for ever.
-    keys = torch.eye(K, dtype=torch.float64)[:N].expand(B, T, N, K) * (1 + draw(B, T, N, 1).abs())
-    p = Projections(q=p.q, k=keys, v=p.v, beta_logits=p.beta_logits)
-    steps = {"k": keys.reshape(B, T * N, 1, K), "v": p.v.reshape(B, T * N, 1, V)}
-    product = Projections(q=p.q, beta_logits=p.beta_logits.reshape(B, T * N, 1), n_steps=N, **steps)
-    one_state = run(RULES["delta_product"], product)
-    assert largest_error(summed("multi_kv_deltanet", p), one_state) <= 1e-12
-    mixed = {"k": draw(B, T, N, K)}
-    apart = summed("multi_kv_deltanet", Projections(
-        q=p.q, v=p.v, beta_logits=p.beta_logits, **mixed
-    ))  # fmt: skip
-    together = run(RULES["delta_product"], Projections(
-        q=p.q, k=mixed["k"].reshape(B, T * N, 1, K), v=steps["v"],
-        beta_logits=product.beta_logits, n_steps=N,
-    ))  # fmt: skip
-    assert largest_error(apart, together) > 0.1
+    apart = torch.eye(K, dtype=torch.float64)[:N].expand(B, T, N, K)
+    for keys, same in ((apart * (1 + draw(B, T, N, 1).abs()), True), (draw(B, T, N, K), False)):
+        p = Projections(q=p.q, k=keys, v=p.v, beta_logits=p.beta_logits, slots=N)
+        product = Projections(
+            q=p.q, k=keys.reshape(B, T * N, 1, K), v=p.v.reshape(B, T * N, 1, V),
+            beta_logits=p.beta_logits.reshape(B, T * N, 1), n_steps=N,
+        )  # fmt: skip
+        error = largest_error(
+            run(RULES["multi_kv_deltanet"], p), run(RULES["delta_product"], product)
+        )
+        assert error <= 1e-12 if same else error > 0.1

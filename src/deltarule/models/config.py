@@ -56,6 +56,7 @@ class ModelConfig:
         longest_horizon: Tokens that the slowest head of layers with rates of decay starts by
             remembering, their heads spread from 8 tokens to it. None: each paper's draw.
         n_steps: Writes for each token in DeltaProduct layers. None: the layer's default.
+        num_slots: Slots of a head in ABC, GSA and multi-head DeltaNets. None: the layer's default.
         feature_map: What q and k of linear attention, Gated RFA and the delta layers go through,
             by its name in `deltarule.nn.feature_maps`. None: the layer's default.
         qk_norm: What those layers divide q and k by: "none", "l1" or "l2". None: the layer's
@@ -147,6 +148,7 @@ class ModelConfig:
     beta_max: float | None = None
     longest_horizon: float | None = None
     n_steps: int | None = None
+    num_slots: int | None = None
     feature_map: str | None = None
     qk_norm: QueryKeyNorm | None = None
     output_norm: OutputNorm | None = None

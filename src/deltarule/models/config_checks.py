@@ -21,7 +21,7 @@ _POSITIVE = (
     "vocab_size", "hidden_size", "num_layers", "num_heads", "num_v_heads", "head_k_dim",
     "head_v_dim", "num_attention_heads", "num_kv_heads", "attention_head_dim", "n_groups",
     "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "time_step_rank",
-    "n_steps", "filter_size", "mini_batch", "window", "num_experts_per_tok",
+    "n_steps", "num_slots", "filter_size", "mini_batch", "window", "num_experts_per_tok",
     "moe_intermediate_size", "n_group", "topk_group",
 )  # fmt: skip
 _NUMBERS = (
@@ -39,7 +39,7 @@ _CHOICES: dict[str, Iterable[str]] = {
 }  # fmt: skip
 # Options that mean nothing without a layer that takes them.
 _ASKED_FOR = (
-    "beta_max", "longest_horizon", "n_steps", "mini_batch", "feature_map", "qk_norm",
+    "beta_max", "longest_horizon", "n_steps", "num_slots", "mini_batch", "feature_map", "qk_norm",
     "output_norm", "normalizer", "filter_size", "spectrum", "num_persistent",
 )  # fmt: skip
 # What a block has beside mixers in its first half.

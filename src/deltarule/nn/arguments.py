@@ -96,7 +96,7 @@ REASONS = {
     "spectrum": "s4d has complex eigenvalues",
     "window": "it has no attention",
     "num_persistent": "titans_mac, titans_mag and titans_mal have learned tokens",
-    "num_slots": "abc and gsa have slots",
+    "num_slots": "abc, gsa and the multi-head DeltaNets have slots",
     "filter_size": "hyena and multi_head_hyena have filters",
     "rope_theta": "it does not rotate its queries and keys",
 }

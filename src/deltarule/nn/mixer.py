@@ -71,7 +71,7 @@ class Mixer(Frame):
         longest_horizon: Tokens that the slowest head starts by remembering: the horizons
             1 / (exp(A_log) dt) of a layer's heads start spread from 8 tokens to this. None: the
             paper's draw.
-        num_slots: Slots of each head. None: head_k_dim.
+        num_slots: Slots of each head. None: the layer's default.
         filter_size: Tokens that a filter reaches, that of the token itself included. None: 2048.
         mini_batch: Tokens whose inner gradients are taken at one memory. None: 16.
         spectrum: Where the complex eigenvalues of S4D start: "legs", those of HiPPO-LegS; "inv" or
@@ -99,6 +99,8 @@ class Mixer(Frame):
     default_output_gate: ClassVar[bool] = False
     default_beta_max: ClassVar[float] = 1.0
     default_n_steps: ClassVar[int] = 1
+    # None: as many as a key has channels.
+    default_num_slots: ClassVar[int | None] = None
     default_feature_map: ClassVar[str | None] = None
     gate_activation: ClassVar[Activation] = "silu"
     # Which projections have a bias.
@@ -159,7 +161,8 @@ class Mixer(Frame):
         self.beta_max = default(check_beta_max(beta_max), self.default_beta_max)
         self.n_steps = positive("n_steps", default(n_steps, self.default_n_steps))
         self.longest_horizon = check_horizon(longest_horizon)
-        self.num_slots = positive("num_slots", default(num_slots, self.head_k_dim))
+        slots = default(self.default_num_slots, self.head_k_dim)
+        self.num_slots = positive("num_slots", default(num_slots, slots))
         self.filter_size = filter_size
         self.mini_batch = positive("mini_batch", default(mini_batch, MINI_BATCH))
         self.window, self.num_persistent = window, num_persistent

@@ -1,7 +1,7 @@
-"""The five multi-head DeltaNets: which of query, key and value each head has for itself.
+"""The five multi-head DeltaNets: which of query, key and value each slot of a head has for itself.
 
 S_{t,i} = S_{t-1,i} (I - beta_{t,i} k_{t,i} k_{t,i}^T) + beta_{t,i} v_{t,i} k_{t,i}^T
-o_{t,i} = S_{t,i} q_{t,i}        i = 1..HV, put side by side, not summed
+o_t = sum_i S_{t,i} q_{t,i}        i = 1..n, the slots of one head
 """
 
 from dataclasses import replace
@@ -11,85 +11,112 @@ from torch import Tensor
 
 from deltarule.nn import deltanet
 from deltarule.nn.arguments import check_own_heads
+from deltarule.nn.call import Call
 from deltarule.nn.delta import DeltaMixer
+from deltarule.nn.feature_maps import normed
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 
 
 def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
-    """Repeat for every head what the heads share; q and k together may stay one for all values."""
+    """A head of the operator for each state; what the slots of a head share is repeated.
+
+    One state is read by all queries at once, through the sum of the unit queries.
+    """
     p = projections
+    if p.q.shape[2] > max(p.k.shape[2], p.v.shape[2]):
+        dtype = p.q.dtype
+        q = normed(p, p.q).unflatten(2, (-1, p.slots)).sum(3).to(dtype)
+        p = replace(p, q=q, k=normed(p, p.k).to(dtype), qk_norm="none")
     keys = max(p.q.shape[2], p.k.shape[2])
-    heads = max(keys, p.v.shape[2])
+    states = max(keys, p.v.shape[2])
     q, k = (_repeated(x, keys) for x in (p.q, p.k))
-    beta_logits = _repeated(p.need("beta_logits"), heads)
-    expanded = replace(p, q=q, k=k, v=_repeated(p.v, heads), beta_logits=beta_logits)
+    beta_logits = _repeated(p.need("beta_logits"), states)
+    expanded = replace(p, q=q, k=k, v=_repeated(p.v, states), beta_logits=beta_logits)
     return deltanet.arguments(expanded, carry)
 
 
 def _repeated(x: Tensor, heads: int) -> Tensor:
-    """[B, T, 1 or heads, ...] -> [B, T, heads, ...]."""
-    return x.expand(*x.shape[:2], heads, *x.shape[3:])
+    """[B, T, H or heads, ...] -> [B, T, heads, ...], the slots of a head side by side."""
+    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
 
 
-def _row(name: str, title: str, recurrence: str, read_out: str) -> Rule:
+def read_out(o: Tensor, projections: Projections, carry: Carry | None = None) -> Tensor:
+    """The sum over the slots of each head."""
+    p = projections
+    heads = max(x.shape[2] for x in (p.q, p.k, p.v)) // p.slots
+    return o.unflatten(2, (heads, -1)).sum(3)
+
+
+def _row(name: str, title: str, recurrence: str, read_out_: str, states: str = "HV n V K") -> Rule:
     return replace(
-        deltanet.RULE, name=name, title=title, recurrence=recurrence, read_out=read_out,
+        deltanet.RULE, name=name, title=title, recurrence=recurrence, read_out=read_out_,
         source="blog post 'Multi-Head DeltaNet', its table", page="multi_head",
-        arguments=arguments,
+        arguments=arguments, read_out_function=read_out, state_size=states,
     )  # fmt: skip
 
 
 HEAD = _row(
     "multi_head_deltanet", "Multi-head DeltaNet",
-    "S_i = S_i (I - beta_i k_i k_i^T) + beta_i v_i k_i^T", "o_i = S_i q_i",
+    "S_i = S_i (I - beta_i k_i k_i^T) + beta_i v_i k_i^T", "o = sum_i S_i q_i",
 )  # fmt: skip
 KEY_VALUE = _row(
     "multi_kv_deltanet", "Multi-KV DeltaNet",
-    "S_i = S_i (I - beta_i k_i k_i^T) + beta_i v_i k_i^T", "o_i = S_i q",
+    "S_i = S_i (I - beta_i k_i k_i^T) + beta_i v_i k_i^T", "o = sum_i S_i q",
 )  # fmt: skip
 VALUE = _row(
     "multi_value_deltanet", "Multi-value DeltaNet",
-    "S_i = S_i (I - beta_i k k^T) + beta_i v_i k^T", "o_i = S_i q",
+    "S_i = S_i (I - beta k k^T) + beta v_i k^T", "o = sum_i S_i q",
 )  # fmt: skip
 KEY = _row(
     "multi_key_deltanet", "Multi-key DeltaNet",
-    "S_i = S_i (I - beta_i k_i k_i^T) + beta_i v k_i^T", "o_i = S_i q",
+    "S_i = S_i (I - beta_i k_i k_i^T) + beta_i v k_i^T", "o = sum_i S_i q",
 )  # fmt: skip
 QUERY = _row(
     "multi_query_deltanet", "Multi-query DeltaNet",
-    "S = S (I - beta k k^T) + beta v k^T", "o_i = S q_i",
+    "S = S (I - beta k k^T) + beta v k^T", "o = S sum_i q_i", "HV V K",
 )  # fmt: skip
 
 
 class MultiHeadDeltaNet(DeltaMixer):
-    """DeltaNet by another name: every head has its own query, key, value and write strength.
+    """num_heads heads of num_slots DeltaNets, each with its own q, k, v, beta and state, summed.
 
-    The base of the other four, which project what is shared once and keep an output for each head.
+    The base of the other four, in which the slots of a head share some of these.
 
-    Defaults: DeltaNet's. num_v_heads is num_heads.
+    Defaults: DeltaNet's, with two slots. num_v_heads is num_heads.
 
     Examples:
         >>> import torch
-        >>> y, state = MultiHeadDeltaNet(32, num_heads=2)(torch.zeros(1, 5, 32))
+        >>> y, state = MultiHeadDeltaNet(32, num_heads=2, num_slots=3)(torch.zeros(1, 5, 32))
         >>> state["recurrent"].shape
-        torch.Size([1, 2, 16, 16])
+        torch.Size([1, 6, 16, 16])
 
-    Source: the blog post "Multi-Head DeltaNet", with outputs side by side instead of summed.
+    Source: the blog post "Multi-Head DeltaNet".
     """
 
     rule = HEAD
+    maps_features = True
+    options = DeltaMixer.options | {"num_slots"}
+    default_num_slots = 2
     default_conv_size = 4
     activates_projections = True
-    # Which of q, k, v and beta all heads share.
-    shared: ClassVar[tuple[str, ...]] = ()
+    # Which of q, k, v and beta each slot has for itself.
+    own: ClassVar[tuple[str, ...]] = ("q", "k", "v", "beta")
 
     def check_options(self) -> None:
         """Refuse value heads that share a key head: sharing is what the layer's name says."""
         check_own_heads(self.rule.name, self.num_heads, self.num_v_heads)
 
     def heads_of(self, name: str) -> int:
-        """One head of what is shared."""
-        return 1 if name in self.shared else super().heads_of(name)
+        """A head of the operator for each slot, where slots do not share."""
+        return self.num_heads * (self.num_slots if name in self.own else 1)
+
+    def memories(self) -> dict[str, tuple[int, ...]]:
+        """A state for each slot with a key or value of its own."""
+        ((_, *sizes),) = super().memories().values()
+        return {"recurrent": (max(self.heads_of("k"), self.heads_of("v")), *sizes)}
+
+    def project(self, call: Call) -> Projections:
+        return replace(super().project(call), slots=self.num_slots)
 
 
 class MultiKVDeltaNet(MultiHeadDeltaNet):
@@ -97,24 +124,24 @@ class MultiKVDeltaNet(MultiHeadDeltaNet):
 
     Examples:
         >>> MultiKVDeltaNet(32, num_heads=2).q_proj.weight.shape
-        torch.Size([16, 32])
+        torch.Size([32, 32])
     """
 
     rule = KEY_VALUE
-    shared = ("q",)
+    own = ("k", "v", "beta")
 
 
 class MultiValueDeltaNet(MultiHeadDeltaNet):
-    """One query and one key for all values, each with a state and a write strength (GVA).
+    """One query, key and write strength for all values of a head, each with its own state.
 
     Examples:
         >>> layer = MultiValueDeltaNet(32, num_heads=2)
         >>> layer.k_proj.weight.shape, layer.v_proj.weight.shape
-        (torch.Size([16, 32]), torch.Size([32, 32]))
+        (torch.Size([32, 32]), torch.Size([64, 32]))
     """
 
     rule = VALUE
-    shared = ("q", "k")
+    own = ("v",)
 
 
 class MultiKeyDeltaNet(MultiHeadDeltaNet):
@@ -122,22 +149,22 @@ class MultiKeyDeltaNet(MultiHeadDeltaNet):
 
     Examples:
         >>> MultiKeyDeltaNet(32, num_heads=2).v_proj.weight.shape
-        torch.Size([16, 32])
+        torch.Size([32, 32])
     """
 
     rule = KEY
-    shared = ("q", "v")
+    own = ("k", "beta")
 
 
 class MultiQueryDeltaNet(MultiHeadDeltaNet):
-    """One key, value and write strength, so one state, read by a query for each head.
-
-    The operator keeps the state once for each query: the heads of `recurrent` are equal.
+    """One key, value, write strength and state a head, read by several queries.
 
     Examples:
-        >>> MultiQueryDeltaNet(32, num_heads=2).k_proj.weight.shape
-        torch.Size([16, 32])
+        >>> import torch
+        >>> y, state = MultiQueryDeltaNet(32, num_heads=2, num_slots=3)(torch.zeros(1, 5, 32))
+        >>> state["recurrent"].shape
+        torch.Size([1, 2, 16, 16])
     """
 
     rule = QUERY
-    shared = ("k", "v", "beta")
+    own = ("q",)

@@ -57,6 +57,7 @@ class Projections:
         bonus: Weight of the current token's own value, [H, K] (r_k of RWKV-7, u of RWKV-6).
         beta_max: Largest write strength; 2.0 gives transitions with eigenvalues in [-1, 1].
         n_steps: Writes for each token.
+        slots: Queries, keys or values of a head that lie side by side (multi-head DeltaNets).
         depth: Where the layer is in its model: 0 the first, 1 the last of several.
         qk_norm: What q and k are divided by: "none", "l1", "l2". None: the rule's own choice.
         normalizer: Whether the read-out is divided by that of the keys' own sum, z^T q.
@@ -84,6 +85,7 @@ class Projections:
     bonus: Tensor | None = None
     beta_max: float = 1.0
     n_steps: int = 1
+    slots: int = 1
     depth: float = 0.0
     qk_norm: QueryKeyNorm | None = None
     normalizer: bool = False
