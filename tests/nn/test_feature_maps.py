@@ -10,8 +10,10 @@ import torch.nn.functional as F
 import deltarule
 from deltarule.nn import MIXERS, RULES
 from deltarule.nn.feature_maps import FEATURE_MAPS, LONGEST, NORMS
+from deltarule.nn.rule import Projections
 from nn.drawn import HV, B, H, K, T, V, draw, draw_projections, each_head, largest_error, run
 from nn.layers import HIDDEN, config, inputs, make
+from oracles import dijiang, rebased
 from tolerance import relative_rms
 
 DOUBLE = torch.float64
@@ -158,7 +160,8 @@ def mapped(name, x, weight=None, position=None):
 def arguments_of(name, channels=K):
     """A weight and a position, where the map needs them."""
     entry = FEATURE_MAPS[name]
-    weight = None if entry.weight == "none" else draw(H, channels, channels)
+    pairs = name in ("rebased", "dijiang")
+    weight = None if entry.weight == "none" else draw(H, 2 if pairs else channels, channels)
     return weight, torch.arange(T).expand(B, T) if entry.positional else None
 
 
@@ -210,6 +213,30 @@ def test_hedgehog_is_a_softmax_over_both_signs():
     y = torch.stack([x[:, :, h] @ W[h] for h in range(H)], dim=2)
     both = torch.cat([y.exp(), (-y).exp()], dim=-1)
     torch.testing.assert_close(features, both / both.sum(-1, keepdim=True))
+
+
+def divided_linear_attention(q, k, v):
+    """One head of the layer's rule with the normaliser, by the definition."""
+    p = Projections(q=q[None, :, None], k=k[None, :, None], v=v[None, :, None], normalizer=True)
+    return run(RULES["linear_attention"], p)[0, :, 0]
+
+
+def test_rebased_as_its_authors_sum_it():
+    q, k, weight = draw(T, K), draw(T, K), draw(1, 2, K)
+    expected, _ = rebased.recurrence(
+        rebased.transform(q, *weight[0]), rebased.transform(k, *weight[0]), v := draw(T, V), eps=0
+    )
+    q, k = (mapped("rebased", x[None, :, None], weight)[0, :, 0] for x in (q, k))
+    assert largest_error(divided_linear_attention(q, k, v), expected) <= 1e-10
+
+
+def test_dijiang_as_printed():
+    q, k, t, scale = draw(T, K), draw(T, K), draw(K), draw(K).abs()
+    weight = torch.stack([t, scale])[None]
+    phi_q, phi_k = (mapped("dijiang", x[None, :, None], weight)[0, :, 0] for x in (q, k))
+    assert largest_error(phi_q, dijiang.features(q, t, scale)) <= 1e-12
+    expected, _ = dijiang.recurrence(phi_q, phi_k, v := draw(T, V))
+    assert largest_error(divided_linear_attention(phi_q, phi_k, v), expected) <= 1e-10
 
 
 @pytest.mark.parametrize("name", ["random_fourier", "performer"])

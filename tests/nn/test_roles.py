@@ -18,6 +18,8 @@ DECAYED = {
     "linear_attention": QKVO | {"qk_map.q_weight", "qk_map.k_weight"},
     # RWKV's authors decay large projections only; in RWKV-7 the gate is one of the small maps.
     "rwkv7": QKVO - {"g_proj"},
+    # z and the output gate; i and f are gates of the memory, and so is what they see of it.
+    "slstm": QKVO | {"r_proj", "x_conv"},
 }
 OPTIONS = {"linear_attention": {"feature_map": "hedgehog"}}
 

@@ -30,10 +30,14 @@ class FeatureMap:
     """One word for phi.
 
     Args:
-        function: x [B, T, H, K], and a weight [H, K, K] or a position [B, T] where the map has
+        function: x [B, T, H, K], and a weight [H, ...] or a position [B, T] where the map has
             one, to phi(x) [B, T, H, M].
         size: K to M.
-        weight: A learned one for q and another for k; a random one that they share; or none.
+        weight: A learned matrix for q and another for k; a learned scale and shift of each; a
+            random one that they share; or none.
+        start: K to where the learned weights of a head start, or to the shape of the random ones.
+        width: K to where the learned numbers of a head start that go with the random ones.
+        widened: Random weights and those numbers [H, ...] to the weight of the function.
         positional: Whether it depends on the token's position in its sequence.
         divides: Whether phi(q) . phi(k) is positive, or an estimate of what is, so that the
             normaliser z^T q can divide.
@@ -42,7 +46,10 @@ class FeatureMap:
 
     function: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
     size: Callable[[int], int] = lambda channels: channels
-    weight: Literal["none", "learned", "random"] = "none"
+    weight: Literal["none", "learned", "affine", "random"] = "none"
+    start: Callable[[int], Tensor] = torch.eye
+    width: Callable[[int], Tensor] | None = None
+    widened: Callable[[Tensor, Tensor], Tensor] = torch.mul
     positional: bool = False
     divides: bool = True
     source: str
@@ -97,12 +104,38 @@ def cosformer(x: Tensor, weight: Tensor | None, position: Tensor | None) -> Tens
     return torch.cat([x.relu() * angle.cos(), x.relu() * angle.sin()], dim=-1)
 
 
-def _project(x: Tensor, weight: Tensor | None) -> Tensor:
-    """W x for each head: [B, T, H, K], [H, K, M] -> [B, T, H, M]; slots of a head share its W."""
+def rebased(x: Tensor, weight: Tensor | None, position: Tensor | None) -> Tensor:
+    """Features whose dot product is (q' . k')^2 / K, x' = gamma norm(x) + beta of each head."""
+    gamma, beta = _of_heads(weight, x).unbind(1)
+    x = F.layer_norm(x, x.shape[-1:]) * gamma + beta
+    first, second = torch.triu_indices(x.shape[-1], x.shape[-1], 1, device=x.device)
+    pairs = math.sqrt(2) * x[..., first] * x[..., second]
+    return torch.cat([x.square(), pairs], dim=-1) * x.shape[-1] ** -0.5
+
+
+def dijiang(x: Tensor, weight: Tensor | None, position: Tensor | None) -> Tensor:
+    """D exp(T C x), C the orthonormal cosine transform, T = Diag(t) random, D learned."""
+    t, scale = _of_heads(weight, x).unbind(1)
+    return scale * torch.exp(t * (x @ cosines(x.shape[-1]).to(x).mT))
+
+
+def cosines(size: int) -> Tensor:
+    """The orthonormal DCT-II: row j is s_j cos(pi (2 n + 1) j / 2 K)."""
+    row = torch.arange(size, dtype=torch.float64)
+    matrix = torch.cos(math.pi / (2 * size) * row.unsqueeze(1) * (2 * row + 1))
+    return matrix * ((1 + (row > 0).to(row)) / size).sqrt().unsqueeze(1)
+
+
+def _of_heads(weight: Tensor | None, x: Tensor) -> Tensor:
+    """Weights [H, ...] of the heads of x [B, T, H, K]; slots of a head share its own."""
     assert weight is not None
-    if x.shape[2] != weight.shape[0]:
-        weight = weight.repeat_interleave(x.shape[2] // weight.shape[0], dim=0)
-    return torch.einsum("bthk,hkm->bthm", x, computed(weight))
+    slots = x.shape[2] // weight.shape[0]
+    return computed(weight) if slots == 1 else computed(weight).repeat_interleave(slots, dim=0)
+
+
+def _project(x: Tensor, weight: Tensor | None) -> Tensor:
+    """W x for each head: [B, T, H, K], [H, K, M] -> [B, T, H, M]."""
+    return torch.einsum("bthk,hkm->bthm", x, _of_heads(weight, x))
 
 
 FEATURE_MAPS: dict[str, FeatureMap] = {
@@ -130,6 +163,7 @@ FEATURE_MAPS: dict[str, FeatureMap] = {
     ),
     "random_fourier": FeatureMap(
         function=random_fourier, size=lambda k: 2 * k, weight="random",
+        width=lambda k: torch.ones(k, 1),
         source="RFA, arXiv 2103.02143, section 3",
     ),
     "performer": FeatureMap(
@@ -138,6 +172,16 @@ FEATURE_MAPS: dict[str, FeatureMap] = {
     "cosformer": FeatureMap(
         function=cosformer, size=lambda k: 2 * k, positional=True,
         source="arXiv 2202.08791, section 3",
+    ),
+    "rebased": FeatureMap(
+        function=rebased, size=lambda k: k * (k + 1) // 2, weight="affine",
+        start=lambda k: torch.stack([torch.ones(k), torch.zeros(k)]),
+        source="arXiv 2402.10644, section 4, normed over each head",
+    ),
+    "dijiang": FeatureMap(
+        function=dijiang, weight="random", start=lambda k: torch.ones(1, k),
+        width=lambda k: torch.ones(1, k), widened=lambda t, scale: torch.cat([t, scale], dim=1),
+        source="arXiv 2403.19928, section 3",
     ),
 }  # fmt: skip
 
@@ -157,7 +201,9 @@ class QueryKeyMap(nn.Module):
         (torch.Size([1, 3, 2, 8]), 8)
     """
 
-    roles: ClassVar[dict[str, Role]] = {"bandwidth": "scale"}
+    roles: ClassVar[dict[str, Role]] = {
+        "bandwidth": "scale", "q_scale": "scale", "k_scale": "scale",
+    }  # fmt: skip
     random: Tensor | None
     bandwidth: nn.Parameter | None
 
@@ -166,14 +212,15 @@ class QueryKeyMap(nn.Module):
         super().__init__()
         self.name = name
         self.features = self.map.size(channels)
-        weights = torch.eye(channels).repeat(heads, 1, 1)
-        learned, random = self.map.weight == "learned", self.map.weight == "random"
-        self.q_weight = nn.Parameter(weights) if learned else None
-        self.k_weight = nn.Parameter(weights.clone()) if learned else None
-        self.register_buffer("random", torch.randn(heads, channels, channels) if random else None)
+        kind, start = self.map.weight, self.map.start(channels).repeat(heads, 1, 1)
+        for stream in "qk":
+            for suffix, needed in (("weight", "learned"), ("scale", "affine")):
+                value = nn.Parameter(start.clone()) if kind == needed else None
+                self.register_parameter(f"{stream}_{suffix}", value)
+        self.register_buffer("random", torch.randn(start.shape) if kind == "random" else None)
         # RFA learns how wide its Gaussian kernel is; the softmax kernel of Performer has one width.
-        wide = random and name == "random_fourier"
-        self.bandwidth = nn.Parameter(torch.ones(heads, channels, 1)) if wide else None
+        width = None if self.map.width is None else self.map.width(channels).repeat(heads, 1, 1)
+        self.bandwidth = None if width is None else nn.Parameter(width)
 
     @property
     def map(self) -> FeatureMap:
@@ -189,14 +236,19 @@ class QueryKeyMap(nn.Module):
         """
         shared = self.random
         if shared is not None and self.bandwidth is not None:
-            shared = computed(shared) * self.bandwidth
+            shared = self.map.widened(computed(shared), self.bandwidth)
         steps = k.shape[1] // max(q.shape[1], 1)
         k_position = None if position is None else position.repeat_interleave(steps, dim=1)
         # Autocast would take the products of the maps to 16 bits.
         with without_autocast(q.device):
-            q = self._one(q, shared if self.q_weight is None else self.q_weight, position)
-            k = self._one(k, shared if self.k_weight is None else self.k_weight, k_position)
+            q = self._one(q, shared if shared is not None else self._own("q"), position)
+            k = self._one(k, shared if shared is not None else self._own("k"), k_position)
         return q, k
+
+    def _own(self, stream: str) -> Tensor | None:
+        """Weights of q or of k alone."""
+        found = getattr(self, f"{stream}_weight"), getattr(self, f"{stream}_scale")
+        return next((x for x in found if x is not None), None)
 
     def _one(self, x: Tensor, weight: Tensor | None, position: Tensor | None) -> Tensor:
         return self.map.function(computed(x), weight, position).to(x.dtype)

@@ -44,9 +44,9 @@ class LinearAttention(DeltaMixer):
     """Linear attention: S += v phi(k)^T, o = S phi(q), then a norm of each head.
 
     The papers' ablations are a choice of two words: feature_map (identity, elu, relu, silu, dpfp,
-    taylor, hedgehog, random_fourier, performer, cosformer) and qk_norm (none, l1, l2). With
-    normalizer=True the read-out is divided by z^T phi(q), z the sum of phi(k), in place of the
-    norm. cosFormer counts tokens (`length` [N] in the state).
+    taylor, hedgehog, random_fourier, performer, cosformer, rebased, dijiang) and qk_norm (none, l1,
+    l2). With normalizer=True the read-out is divided by z^T phi(q), z the sum of phi(k), in place
+    of the norm. cosFormer counts tokens (`length` [N] in the state).
 
     Defaults: head_k_dim = head_v_dim = hidden_size / num_heads, no convolution, no output gate,
     no feature map, no norm of q and k, no normaliser.

@@ -14,6 +14,7 @@ from deltarule.nn.call import Call
 from deltarule.nn.layout import split
 from deltarule.nn.mixer import COMMON, Mixer
 from deltarule.nn.norm import GatedGroupNorm
+from deltarule.nn.roles import Role
 from deltarule.nn.rule import System
 
 SYSTEM = System(
@@ -60,6 +61,7 @@ class SLSTM(Mixer):
     convolved: ClassVar[tuple[str, ...]] = ("x",)
     linear_state = False
     float32_parameters: ClassVar[tuple[str, ...]] = ("gate_bias",)
+    roles: ClassVar[dict[str, Role]] = {"i_proj": "gate", "f_proj": "gate", "recurrent": "gate"}
     gate_bias: nn.Parameter
     x_conv: nn.Module
 

@@ -62,8 +62,9 @@ class TextModel:
     n_steps: int | None = None
     """Writes for each token in DeltaProduct layers; None is the layer's own default."""
     feature_map: str | None = None
-    """What q and k of linear attention and DeltaNet go through: identity, elu, relu, silu, dpfp,
-    taylor, hedgehog, random_fourier, performer or cosformer; None is the layer's own default."""
+    """What q and k of linear attention and delta layers go through: identity, elu, relu, silu,
+    dpfp, taylor, hedgehog, random_fourier, performer, cosformer, rebased or dijiang; None is the
+    layer's own default."""
     qk_norm: QueryKeyNorm | None = None
     """What those divide q and k by: none, l1 or l2; None is the layer's own default."""
     normalizer: bool | None = None
