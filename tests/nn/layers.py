@@ -34,8 +34,8 @@ OPTIONS: dict[str, dict[str, object]] = {
     "hyena": {"num_heads": 2, "head_k_dim": 8, "filter_size": 23},
     "multi_head_hyena": {"num_heads": 2, "head_k_dim": 8, "head_v_dim": 4, "filter_size": 23},
     **{
-        f"multi_{kind}_deltanet": {"num_heads": 2, "head_k_dim": 4, "num_slots": 3}
-        for kind in ("head", "kv", "value", "key", "query")
+        f"{kind}_deltanet": {"num_heads": 2, "head_k_dim": 4, "num_slots": 3}
+        for kind in ("multi_head", "multi_kv", "multi_value", "multi_key", "multi_query", "block")
     },
     "abc": {"num_heads": 2, "num_slots": 5},
     **{

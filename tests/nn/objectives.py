@@ -123,7 +123,7 @@ _corrects = ("gated_deltanet", "kda")
 _replaces = ("gated_deltanet2", "comba", "comba_released", "rwkv7")
 _squares = (
     "deltanet", "delta_product", "gated_delta_product", "multi_head_deltanet", "multi_kv_deltanet",
-    "multi_value_deltanet", "multi_key_deltanet", "multi_query_deltanet",
+    "multi_value_deltanet", "multi_key_deltanet", "multi_query_deltanet", "block_deltanet",
 )  # fmt: skip
 # By the rule's name, what its row says in words.
 UPDATES: dict[str, Update] = {

@@ -7,6 +7,7 @@ from deltarule.nn import MIXERS, RULES
 from deltarule.nn.rule import Projections
 from nn.drawn import B, K, T, V, draw, largest_error, run
 from nn.layers import inputs, make
+from oracles import block_householder
 from oracles import multi_head_delta as oracle
 
 H, N = 2, 3
@@ -17,6 +18,8 @@ TABLE = {
     "multi_value_deltanet": (1, 1, N, 1, N),
     "multi_key_deltanet": (1, N, 1, N, N),
     "multi_query_deltanet": (N, 1, 1, 1, 1),
+    # Not in the blog: blocks of one key, paper 001, section 5.3.
+    "block_deltanet": (N, N, 1, N, N),
 }
 
 
@@ -106,3 +109,13 @@ def test_multi_kv_is_delta_product_where_keys_are_orthogonal():
             run(RULES["multi_kv_deltanet"], p), run(RULES["delta_product"], product)
         )
         assert error <= 1e-12 if same else error > 0.1
+
+
+def test_blocks_are_one_state_with_a_block_diagonal_transition():
+    p = drawn("block_deltanet", 1)
+    o = run(RULES["block_deltanet"], p)
+    for row in range(B):
+        q, k = (unit(x[row]).flatten(1) for x in (p.q, p.k))
+        beta = torch.sigmoid(p.beta_logits[row])
+        expected, _ = block_householder.recurrence(q, k, p.v[row, :, 0], beta)
+        assert largest_error(o[row, :, 0] * K**0.5, expected) <= 1e-12

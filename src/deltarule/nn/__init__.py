@@ -31,6 +31,7 @@ from deltarule.nn.mixer import Mixer
 from deltarule.nn.mlp import SquaredReLU, SwiGLU
 from deltarule.nn.mlstm import MLSTM, XLSTM7B
 from deltarule.nn.multi_head import (
+    BlockDeltaNet,
     MultiHeadDeltaNet,
     MultiKeyDeltaNet,
     MultiKVDeltaNet,
@@ -86,6 +87,7 @@ _LAYERS: dict[str, type[Mixer]] = {
     "multi_value_deltanet": MultiValueDeltaNet,
     "multi_key_deltanet": MultiKeyDeltaNet,
     "multi_query_deltanet": MultiQueryDeltaNet,
+    "block_deltanet": BlockDeltaNet,
     "mamba1": Mamba1,
     "signed_mamba1": SignedMamba1,
     "s4": S4,
@@ -139,6 +141,7 @@ __all__ = [
     "TTTMLP",
     "XLSTM7B",
     "Attention",
+    "BlockDeltaNet",
     "Comba",
     "CombaReleased",
     "DecayingFastWeights",

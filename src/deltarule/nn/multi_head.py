@@ -1,4 +1,4 @@
-"""The five multi-head DeltaNets: which of query, key and value each slot of a head has for itself.
+"""Multi-head DeltaNets: which of query, key and value each slot of a head has for itself.
 
 S_{t,i} = S_{t-1,i} (I - beta_{t,i} k_{t,i} k_{t,i}^T) + beta_{t,i} v_{t,i} k_{t,i}^T
 o_t = sum_i S_{t,i} q_{t,i}        i = 1..n, the slots of one head
@@ -74,6 +74,11 @@ KEY = _row(
 QUERY = _row(
     "multi_query_deltanet", "Multi-query DeltaNet",
     "S = S (I - beta k k^T) + beta v k^T", "o = S sum_i q_i", "HV V K",
+)  # fmt: skip
+
+BLOCK = replace(
+    KEY, name="block_deltanet", title="Block DeltaNet", read_out="o = sum_i S_i q_i",
+    source="arXiv 2406.06484, section 5.3 (future work: block-diagonal Householder matrices)",
 )  # fmt: skip
 
 
@@ -168,3 +173,23 @@ class MultiQueryDeltaNet(MultiHeadDeltaNet):
 
     rule = QUERY
     own = ("q",)
+
+
+class BlockDeltaNet(MultiHeadDeltaNet):
+    """Keys of num_slots blocks, each of which erases on its own, under one value.
+
+    A head's state [V, n K] moves by a block-diagonal matrix with a generalised Householder matrix
+    in each block of K channels: state grows with the key, the work of a kernel does not. Slot i of
+    the state is block i.
+
+    Examples:
+        >>> import torch
+        >>> layer = BlockDeltaNet(32, num_heads=2, num_slots=4, head_k_dim=8)
+        >>> layer.k_proj.weight.shape, layer(torch.zeros(1, 5, 32))[1]["recurrent"].shape
+        (torch.Size([64, 32]), torch.Size([1, 8, 8, 8]))
+
+    Source: arXiv 2406.06484, section 5.3.
+    """
+
+    rule = BLOCK
+    own = ("q", "k", "beta")
