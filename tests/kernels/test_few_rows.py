@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from deltarule.nn import linears
 from tolerance import relative_rms
@@ -30,6 +31,31 @@ def test_products_are_those_of_float64(rows, outputs, inputs, device):
     exact = x.bfloat16().double() @ weight.bfloat16().double().mT
     # The interpreter rounds towards zero.
     assert relative_rms(rounded, exact) < 2**-7
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_what_stands_before_a_product_is_made_within_it(rows, device):
+    from deltarule.ops.fused.few_rows_triton import few_rows, normed_rows
+
+    def drawn(*sizes):
+        return torch.randn(*sizes, device=device)
+
+    def norm(x, scale, eps=1e-3):
+        x = x.double()
+        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * scale.double()
+
+    gate, up = drawn(rows, 2, 1100).unbind(1)
+    weight, residual = drawn(21, 1100), drawn(rows, 21)
+    expected = F.silu(gate.double()) * up.double() @ weight.double().mT + residual.double()
+    assert relative_rms(few_rows(gate, weight, up, residual), expected) < 1e-6
+    x, opened = drawn(rows, 3, 60)[..., :20], drawn(rows, 3, 40)[..., 20:]
+    weight, scale = drawn(21, 60), drawn(20)
+    for act, gated in (("silu", F.silu), ("sigmoid", torch.sigmoid), ("none", None)):
+        factor = 1 if gated is None else gated(opened.double())
+        expected = (norm(x, scale) * factor).flatten(1) @ weight.double().mT + residual.double()
+        given = None if gated is None else opened
+        found = normed_rows(x, scale, 1e-3, weight, given, act, residual)
+        assert relative_rms(found, expected) < 1e-6
 
 
 @pytest.mark.gpu

@@ -8,7 +8,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from deltarule.models.config import ModelConfig
-from deltarule.nn import MIXERS, Experts, LatentAttention, Mixer, RMSNorm, State
+from deltarule.nn import (
+    MIXERS,
+    DeltaMixer,
+    Experts,
+    LatentAttention,
+    Mixer,
+    RMSNorm,
+    State,
+    SwiGLU,
+    few_rows,
+)
 from deltarule.nn.mlp import make_mlp
 from deltarule.nn.recomputed import recomputed
 from deltarule.nn.state import DraftedState, LentState
@@ -50,8 +60,11 @@ class Block(nn.Module):
         mask: Mask | None,
         shared: dict[str, Tensor],
         context: Context | None = None,
-    ) -> tuple[Hidden, Hidden, State]:
+    ) -> tuple[Hidden, Hidden | None, State]:
         """Add the branch and apply both halves; return stream, branch and the mixers' state."""
+        alone = cu_seqlens is None and mask is None and context is None
+        if alone and (done := self._few_tokens(x, branch, state)) is not None:
+            return done
         given = {"cu_seqlens": cu_seqlens, "mask": mask, "shared": shared, "context": context}
         mix = partial(self.mix, given)
         if self.post_norm:
@@ -74,6 +87,8 @@ class Block(nn.Module):
             if isinstance(part, Mixer):
                 before = None if state is None else taken(state, prefix)
                 y, own = part(x, before, **given)
+                if isinstance(before, DraftedState) and isinstance(state, DraftedState):
+                    state.kept.update({prefix + n: tensor for n, tensor in before.kept.items()})
                 after.update({prefix + name: tensor for name, tensor in own.items()})
                 if prefix and isinstance(state, DraftedState) and isinstance(before, DraftedState):
                     state.kept |= {prefix + name: tensor for name, tensor in before.kept.items()}
@@ -106,6 +121,27 @@ class Block(nn.Module):
             prefix + name: tensor for prefix, part, _ in self.parts() if isinstance(part, Mixer)
             for name, tensor in part.lend(taken(state, prefix), tokens).items()
         })  # fmt: skip
+
+    def _few_tokens(
+        self, x: Hidden, branch: Hidden | None, state: State | None
+    ) -> tuple[Hidden, None, State] | None:
+        """One or two tokens by few kernels, without a branch that is left to add."""
+        mixer, mlp = self.mixer, self.mlp
+        if self.post_norm or not isinstance(mixer, DeltaMixer) or type(mlp) is not SwiGLU:
+            return None
+        norm = self.mlp_norm
+        assert norm is not None
+        factors = {*self.multipliers.values(), self.mlp_multiplier, mlp.gate_multiplier}
+        if factors != {1.0}:
+            return None
+        modules = *mlp.of_input().values(), mlp.down_proj
+        if not few_rows.fits(x, mlp, (norm,), modules):
+            return None
+        total = x if branch is None else x + branch
+        if (mixed := mixer.add_few(total, self.mixer_norm, state)) is None:
+            return None
+        x, after = mixed
+        return few_rows.add_mlp(x, norm, mlp), None, after
 
     def _normed_after(self, x: Hidden, y: Hidden) -> tuple[Hidden, Hidden]:
         """Add what the mixer put out to the stream, and apply the MLP; both are normed after."""

@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule import ops
+from deltarule.nn import few_rows
 from deltarule.nn.arguments import check_divides, check_size_kept
 from deltarule.nn.call import Call
 from deltarule.nn.feature_maps import QueryKeyMap
 from deltarule.nn.gates import initial_A_log, initial_dt_bias, low_rank, spread_A_log
-from deltarule.nn.layout import per_step, silence_padding, split
+from deltarule.nn.layout import make_layout, per_step, silence_padding, split
 from deltarule.nn.linears import linear, linears
 from deltarule.nn.mixer import COMMON, Mixer
 from deltarule.nn.norm import GatedRMSNorm, GateOnly
@@ -29,7 +30,7 @@ from deltarule.nn.rule import Arguments, Carry, Projections, Rule, as_it_is
 from deltarule.nn.short_conv import can_step, step
 from deltarule.nn.state import DraftedState, LentState, State
 from deltarule.ops.few_tokens import decodes
-from deltarule.shapes import RecurrentOutput
+from deltarule.shapes import Hidden, RecurrentOutput
 
 OPERATORS: dict[str, Callable[..., RecurrentOutput]] = {
     "delta_rule": ops.delta_rule,
@@ -181,12 +182,37 @@ class DeltaMixer(Mixer):
             o = self.run_operator(projections, call)
         return self.finish(o, projections, call)
 
+    def add_few(
+        self, x: Hidden, norm: nn.Module, state: State | None
+    ) -> tuple[Hidden, State] | None:
+        """Return x + mixer(norm(x)) of one or two tokens by few kernels, or None."""
+        own = all(
+            getattr(type(self), name) is getattr(DeltaMixer, name)
+            for name in ("forward", "mix", "project", "finish", "normed")
+        )
+        if not own or not few_rows.fits_heads(self.num_v_heads, self.head_v_dim):
+            return None
+        modules = self.of_input()
+        if not few_rows.fits(x, self, (norm, self.o_norm), (*modules.values(), self.o_proj)):
+            return None
+        layout = make_layout(x, None, None)
+        call = Call(x, layout, self.state_before(state, layout), State(), {})
+        products = few_rows.normed_products(x, norm, tuple(modules.values()))
+        call.projected.update(zip(modules, products, strict=True))
+        call.decoding = self.decodes(call)
+        projections = self.project(call)
+        o = self.run_operator(projections, call)
+        o = self.rule.read_out_function(o, projections, self.carry(call))
+        gate = projections.output_gate
+        return few_rows.add_normed_product(x, o, gate, self.o_norm, self.o_proj), call.after
+
     def project(self, call: Call) -> Projections:
         """Compute everything the rule may read."""
         steps, projected = self.n_steps, call.projected
-        modules = self.of_input()
-        outputs = linears(call.x, tuple(modules.values()))
-        projected.update(zip(modules, outputs, strict=True))
+        if not projected:
+            modules = self.of_input()
+            outputs = linears(call.x, tuple(modules.values()))
+            projected.update(zip(modules, outputs, strict=True))
         for name, factor in self.multipliers.items():
             projected[name] = projected[name] * factor
         if self.conv_size:

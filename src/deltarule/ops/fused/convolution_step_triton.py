@@ -22,6 +22,7 @@ from deltarule.ops.fused.short_conv_triton import (
 )
 from deltarule.ops.runtime.chained import begin, chained
 from deltarule.ops.runtime.launch import launch
+from deltarule.ops.runtime.sizes import cdiv
 
 # Triton's compiler knows rows + (row,), not (*rows, row), and tuples that grow have no one type.
 # ruff: noqa: RUF005
@@ -109,6 +110,6 @@ def convolution_step(streams: tuple[Stream, Stream, Stream]) -> tuple[Tensor, ..
         "T": tokens, "W": streams[0].weight.shape[1], "C": CHANNELS, **activated, **chained(),
         **OPTIONS,
     }  # fmt: skip
-    grid = sum(triton.cdiv(size, CHANNELS) for size in sizes), batch, 1
+    grid = sum(cdiv(size, CHANNELS) for size in sizes), batch, 1
     launch(convolution_step_kernel, grid, (*pieces, *sizes, *strides), constants)
     return tuple(outputs)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from deltarule.ops.runtime.launch import launch
 from deltarule.ops.runtime.places import adjacent
+from deltarule.ops.runtime.sizes import cdiv, power_of_2
 
 # Elements of a row that a program holds at a time.
 BLOCK = 4096
@@ -70,7 +71,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int) -> tuple[T
     lse = torch.empty_like(losses)
     if rows:
         given = logits, targets.contiguous(), losses, lse, size, logits.stride(0), ignore_index
-        constants = {"BV": min(BLOCK, triton.next_power_of_2(size)), **OPTIONS}
+        constants = {"BV": min(BLOCK, power_of_2(size)), **OPTIONS}
         launch(cross_entropy_kernel, (rows, 1, 1), given, constants)
     return losses, lse
 
@@ -80,13 +81,13 @@ def cross_entropy_backward(
 ) -> Tensor:
     """Write d logits [R, V] into a tensor, which may be the logits; d_losses [R] or [] (shared)."""
     logits, (rows, size) = adjacent(logits), logits.shape
-    width = min(BLOCK, triton.next_power_of_2(size))
+    width = min(BLOCK, power_of_2(size))
     stride = d_losses.stride(0) if d_losses.ndim else 0
     if rows:
         given = (
             d_losses, logits, targets.contiguous(), lse, into, size, logits.stride(0),
             into.stride(0), stride, ignore_index,
         )  # fmt: skip
-        grid = rows, triton.cdiv(size, width), 1
+        grid = rows, cdiv(size, width), 1
         launch(cross_entropy_backward_kernel, grid, given, {"BV": width, **OPTIONS})
     return into

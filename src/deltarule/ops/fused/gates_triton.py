@@ -13,6 +13,7 @@ from torch import Tensor
 
 from deltarule.ops.runtime.launch import launch
 from deltarule.ops.runtime.places import adjacent
+from deltarule.ops.runtime.sizes import cdiv, power_of_2
 
 # Elements of a tile: a thread that holds several rows computes a channel's rate once for them. Most
 # channels in one, and in the backward tiles of one program.
@@ -124,7 +125,7 @@ def log_decay(logits: Tensor, A_log: Tensor, dt_bias: Tensor, step: bool) -> tup
             "C": channels, "K": channels // A_log.numel(), "BC": width, "BR": tile, "STEP": step,
             **OPTIONS,
         }  # fmt: skip
-        grid = triton.cdiv(rows, tile), triton.cdiv(channels, width), 1
+        grid = cdiv(rows, tile), cdiv(channels, width), 1
         launch(log_decay_kernel, grid, given, constants)
     return out, dt
 
@@ -140,7 +141,7 @@ def log_decay_backward(
     d_log_decay = None if d_log_decay is None else d_log_decay.contiguous()
     d_dt = None if d_dt is None else d_dt.contiguous()
     width, tile = tile_of(channels, TILE)
-    programs = triton.cdiv(rows, tile * TILES)
+    programs = cdiv(rows, tile * TILES)
     d_logits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     parts = torch.empty(2, programs, channels, device=logits.device)
     if parts.numel():
@@ -152,7 +153,7 @@ def log_decay_backward(
             "C": channels, "K": channels // A_log.numel(), "BC": width, "BR": tile, "TILES": TILES,
             "DECAY": d_log_decay is not None, "STEP": d_dt is not None, **OPTIONS,
         }  # fmt: skip
-        grid = programs, triton.cdiv(channels, width), 1
+        grid = programs, cdiv(channels, width), 1
         launch(log_decay_backward_kernel, grid, given, constants)
     d_A_log = parts[0].view(programs, A_log.numel(), -1).sum((0, 2)).view(A_log.shape)
     d_dt_bias = parts[1].sum(0).view(dt_bias.shape)
@@ -171,12 +172,12 @@ def write_strength(logits: Tensor, d_beta: Tensor | None, beta_max: float) -> Te
         constants = {
             "C": channels, "BC": width, "BR": tile, "BACKWARD": d_beta is not None, **OPTIONS,
         }  # fmt: skip
-        grid = triton.cdiv(rows, tile), triton.cdiv(channels, width), 1
+        grid = cdiv(rows, tile), cdiv(channels, width), 1
         launch(write_strength_kernel, grid, given, constants)
     return out
 
 
 def tile_of(channels: int, elements: int) -> tuple[int, int]:
     """Channels and tokens of a tile."""
-    width = min(triton.next_power_of_2(channels), CHANNELS)
+    width = min(power_of_2(channels), CHANNELS)
     return width, elements // width

@@ -14,6 +14,7 @@ from torch import Tensor
 from deltarule.ops.runtime.chained import begin, chained
 from deltarule.ops.runtime.launch import launch
 from deltarule.ops.runtime.places import adjacent
+from deltarule.ops.runtime.sizes import cdiv, power_of_2
 
 # Elements of a tile, and in the backward tiles whose share of d weight one program adds up.
 FORWARD_TILE, BACKWARD_TILE, TILES = 2048, 1024, 8
@@ -97,7 +98,7 @@ def gated_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, act: 
     x, gate = adjacent(x), None if gate is None else adjacent(gate)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, size = x.shape[0] * x.shape[1], x.shape[2]
-    width = triton.next_power_of_2(size)
+    width = power_of_2(size)
     tile = max(FORWARD_TILE // width, 1)
     if y.numel():
         given = (
@@ -107,7 +108,7 @@ def gated_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, act: 
             "H": x.shape[1], "V": size, "BV": width, "BR": tile,
             "ACTIVATION": "none" if gate is None else act, **chained(), **options(width),
         }  # fmt: skip
-        launch(gated_norm_kernel, (triton.cdiv(rows, tile), 1, 1), given, constants)
+        launch(gated_norm_kernel, (cdiv(rows, tile), 1, 1), given, constants)
     return y
 
 
@@ -118,9 +119,9 @@ def gated_norm_backward(
     d_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     d_gate = None if gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=x.device)
     rows, size = x.shape[0] * x.shape[1], x.shape[2]
-    width = triton.next_power_of_2(size)
+    width = power_of_2(size)
     tile = max(BACKWARD_TILE // width, 1)
-    programs = triton.cdiv(rows, tile * TILES)
+    programs = cdiv(rows, tile * TILES)
     d_weight = torch.empty(programs, size, device=x.device)
     if programs:
         given = (
@@ -207,7 +208,7 @@ def residual_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Ten
     x, y, (rows, size) = adjacent(x), adjacent(y), x.shape
     dtype = torch.promote_types(x.dtype, y.dtype)
     s, z = (torch.empty(x.shape, dtype=dtype, device=x.device) for _ in range(2))
-    width = triton.next_power_of_2(size)
+    width = power_of_2(size)
     if s.numel():
         given = x, y, weight.contiguous(), s, z, eps, x.stride(0), y.stride(0)
         constants = {"V": size, "BV": width, **chained(), **options(width)}
@@ -221,7 +222,7 @@ def residual_norm_backward(
     """The gradient by x, which is that by y, and by weight; s [M, V] in one piece."""
     d_s, d_z, (rows, size) = None if d_s is None else adjacent(d_s), adjacent(d_z), s.shape
     d_x = torch.empty(s.shape, dtype=s.dtype, device=s.device)
-    width, programs = triton.next_power_of_2(size), triton.cdiv(rows, ROWS)
+    width, programs = power_of_2(size), cdiv(rows, ROWS)
     d_weight = torch.empty(programs, size, device=s.device)
     if programs:
         given = (

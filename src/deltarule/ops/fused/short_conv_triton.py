@@ -17,6 +17,7 @@ from torch import Tensor
 
 from deltarule.ops.runtime.launch import launch
 from deltarule.ops.runtime.places import adjacent
+from deltarule.ops.runtime.sizes import cdiv, power_of_2
 from deltarule.ops.runtime.unit_norm import EPSILON
 
 # Triton's compiler knows rows + (row,), not (*rows, row), and tuples that grow have no one type.
@@ -197,10 +198,10 @@ class Tiling(NamedTuple):
     @classmethod
     def of(cls, tokens: int, channels: int, head_size: int, tile: tuple[int, int]) -> "Tiling":
         """Whole heads where they are normalised; short runs for the few tokens of a step."""
-        size = head_size or min(CHANNELS, triton.next_power_of_2(channels))
-        run = min(tile[1], triton.next_power_of_2(tokens))
-        runs = min(tile[0], triton.next_power_of_2(triton.cdiv(tokens, run)))
-        return cls(size, triton.next_power_of_2(size), runs, run)
+        size = head_size or min(CHANNELS, power_of_2(channels))
+        run = min(tile[1], power_of_2(tokens))
+        runs = min(tile[0], power_of_2(cdiv(tokens, run)))
+        return cls(size, power_of_2(size), runs, run)
 
 
 def short_conv(
@@ -218,10 +219,10 @@ def short_conv(
     (batch, tokens, channels), sequences = x.shape, history.shape[0]
     y, final = torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(history)
     tile = Tiling.of(max(tokens, 1), channels, head_size, TILE)
-    blocks = triton.cdiv(tokens, tile.BG * tile.RUN)
+    blocks = cdiv(tokens, tile.BG * tile.RUN)
     extra = 0
     if final.numel():
-        extra = 1 if cu_seqlens is None else triton.cdiv(sequences, tile.BG)
+        extra = 1 if cu_seqlens is None else cdiv(sequences, tile.BG)
     if batch * (blocks + extra):
         given = (
             x, weight, history, cu_seqlens, sequence, counts, y, final,
@@ -232,7 +233,7 @@ def short_conv(
             "PADDED": counts is not None, "ACTIVATED": activated, "UNIT_NORM": head_size > 0,
             **OPTIONS,
         }  # fmt: skip
-        grid = blocks + extra, triton.cdiv(channels, tile.C), batch
+        grid = blocks + extra, cdiv(channels, tile.C), batch
         launch(short_conv_kernel, grid, given, constants)
     return y, final
 
@@ -426,7 +427,7 @@ def short_conv_backward(
         "ACTIVATED": activated, "UNIT_NORM": head_size > 0, "FINAL": d_final is not None, **OPTIONS,
     }  # fmt: skip
     tile = Tiling.of(max(tokens, 1), channels, head_size, BACKWARD_TILE)
-    blocks, columns = triton.cdiv(tokens, tile.BG * tile.RUN), triton.cdiv(channels, tile.C)
+    blocks, columns = cdiv(tokens, tile.BG * tile.RUN), cdiv(channels, tile.C)
     d_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     d_taps = torch.empty(batch * blocks, reach + 1, channels, device=x.device)
     if batch * blocks:
@@ -443,6 +444,6 @@ def short_conv_backward(
             tokens, channels, sequences, *strides,
         )  # fmt: skip
         constants = {"C": tile.C, "BD": tile.BD, "BG": tile.BG, **options}
-        grid = triton.cdiv(sequences, tile.BG), columns, 1
+        grid = cdiv(sequences, tile.BG), columns, 1
         launch(history_gradient_kernel, grid, of_history, constants)
     return d_x, d_taps.sum(0).mT.to(weight.dtype).contiguous(), d_history

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deltarule.ops.runtime.chained import begin, chained
 from deltarule.ops.runtime.launch import launch
+from deltarule.ops.runtime.sizes import cdiv
 
 # Elements of a program: 16 for each thread, two wide loads in 16 bits.
 BLOCK = 2048
@@ -57,7 +58,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     gate, up = gate.contiguous(), up.contiguous()
     h = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if h.numel():
-        grid = triton.cdiv(h.numel(), BLOCK), 1, 1
+        grid = cdiv(h.numel(), BLOCK), 1, 1
         constants = {"BLOCK": BLOCK, **chained(), **OPTIONS}
         launch(swiglu_kernel, grid, (gate, up, h, h.numel()), constants)
     return h
@@ -70,7 +71,7 @@ def swiglu_backward(
     d_h, gate, up = d_h.contiguous(), gate.contiguous(), up.contiguous()
     d_gate, d_up = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (gate, up))
     if gate.numel():
-        grid = triton.cdiv(gate.numel(), BLOCK), 1, 1
+        grid = cdiv(gate.numel(), BLOCK), 1, 1
         given = d_h, gate, up, d_gate, d_up, product, gate.numel()
         constants = {"BLOCK": BLOCK, "PRODUCT": product is not None, **OPTIONS}
         launch(swiglu_backward_kernel, grid, given, constants)

@@ -23,6 +23,7 @@ from deltarule.ops.fused.gates_triton import softplus
 from deltarule.ops.runtime.chained import begin, chained
 from deltarule.ops.runtime.launch import Launch
 from deltarule.ops.runtime.places import place_of
+from deltarule.ops.runtime.sizes import power_of_2
 from deltarule.ops.runtime.unit_norm import EPSILON
 
 # Rows of the state in a program: the fastest of 8, 16 and 32 from 1 to 32 batch rows on an H200.
@@ -162,7 +163,7 @@ def step_launch(
         "H": heads, "HV": value_heads, "K": key_size, "V": value_size, "N_STEPS": n_steps,
         "DECAY": decay, "ERASE": erase, "UNIT_NORM": unit_norm, "INDEXED": states[0],
         "DECAY_LOGITS": logits[0], "BETA_LOGITS": logits[1], "KEPT": states[1],
-        "BK": triton.next_power_of_2(key_size), "BV": ROWS, "num_warps": num_warps, "num_stages": 1,
+        "BK": power_of_2(key_size), "BV": ROWS, "num_warps": num_warps, "num_stages": 1,
         **dict(chained),
     }  # fmt: skip
     return Launch(recurrent_step_kernel, constants)
