@@ -30,6 +30,7 @@ TRAINING = {"d_final": None, "FINAL": False}
 NORM = {"H": 16, "V": 128, "BV": 128, "ACTIVATION": "silu"}
 SUM = {"V": 2048, "BV": 2048}
 GATE = {"C": 2048, "K": 128, "BC": 256, "BR": 4}
+SWIGLU = {"D": 5472, "BLOCK": swiglu_triton.BLOCK}
 KERNELS = {
     "conv": (short_conv_triton.short_conv_kernel, CONV | FORWARD | ROWS | {"UNIT_NORM": False}),
     "conv, packed": (
@@ -58,9 +59,9 @@ KERNELS = {
         norms_triton.residual_norm_backward_kernel,
         SUM | {"ROWS": norms_triton.ROWS, "SUM": True},
     ),
-    "swiglu": (swiglu_triton.swiglu_kernel, {"BLOCK": swiglu_triton.BLOCK}),
+    "swiglu": (swiglu_triton.swiglu_kernel, SWIGLU),
     "swiglu backward": (
-        swiglu_triton.swiglu_backward_kernel, {"BLOCK": swiglu_triton.BLOCK, "PRODUCT": True},
+        swiglu_triton.swiglu_backward_kernel, SWIGLU | {"PRODUCT": True},
     ),
     "decay": (gates_triton.log_decay_kernel, GATE | {"STEP": True, "BR": 16}),
     "decay backward": (
@@ -89,7 +90,7 @@ TYPES = (
 )  # fmt: skip
 # Multiples of 16, as whole channels make them: what wide loads need.
 ALIGNED = ("D", "V", "s_b", "s_t", "s_dy_b", "s_dy_t", "s_row", "s_out", "elements")
-ALIGNED += ("s_x", "s_y", "s_ds", "s_dz")
+ALIGNED += ("s_x", "s_y", "s_ds", "s_dz", "s_gate", "s_up", "s_out")
 ALIGNED += tuple(f"s_{x}_{axis}" for x in ("dy", "x", "gate") for axis in "mh")
 
 

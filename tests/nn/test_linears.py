@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from deltarule.nn.linears import adjoin, as_one, in_one_product, is_plain, linears, together
+from deltarule.nn.linears import (
+    adjacent_columns,
+    adjoin,
+    as_one,
+    in_one_product,
+    is_plain,
+    linears,
+    together,
+)
 
 SIZES = (5, 1, 7)
 
@@ -21,11 +29,14 @@ def gradients(outputs, weights, x, modules):
     return torch.autograd.grad(outputs, leaves, weights, allow_unused=True)
 
 
+@pytest.mark.parametrize("small", [0, 30, 2**21])
 @pytest.mark.parametrize("read", [(0, 1, 2), (2,)])
-def test_outputs_and_gradients(read):
+def test_outputs_and_gradients(read, small, monkeypatch):
+    monkeypatch.setattr("deltarule.nn.linears.SMALL", small)
     x, modules = built()
     ours, plain = together(x, modules), [module(x) for module in modules]
-    assert all(map(torch.equal, ours, plain))
+    for y, expected in zip(ours, plain, strict=True):
+        torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     weights = [torch.randn_like(plain[i]) for i in read]
     found = gradients([ours[i] for i in read], weights, x, modules)
     exact = gradients([plain[i] for i in read], weights, x, modules)
@@ -35,13 +46,33 @@ def test_outputs_and_gradients(read):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_one_product_for_the_input_s_gradient_and_no_sum():
+def test_one_product_for_the_input_s_gradient_and_no_sum(monkeypatch):
+    monkeypatch.setattr("deltarule.nn.linears.SMALL", 0)
     x, modules = built()
     names = []
     with torch.profiler.profile() as profile:
         sum(y.sum() for y in together(x, modules)).backward()
     names = [event.name for event in profile.events()]
     assert names.count("aten::addmm_") == len(SIZES) - 1
+
+
+def test_small_weights_are_one_product(monkeypatch):
+    x, modules = built()
+    with torch.profiler.profile() as profile:
+        sum(y.sum() for y in together(x, modules)).backward()
+    names = [event.name for event in profile.events()]
+    # One forward, one by the input, one by the weights, whose outputs are filled up to 16.
+    assert names.count("aten::mm") == 3
+    assert names.count("aten::addmm_") == 0
+
+
+def test_gradients_that_lie_side_by_side_are_not_copied():
+    both = torch.randn(2, 4, 12)
+    parts = list(both.split(6, dim=-1))
+    assert adjacent_columns(parts).data_ptr() == both.data_ptr()
+    assert torch.equal(adjacent_columns(parts), both.flatten(0, 1))
+    for given in ([parts[1], parts[0]], [parts[0]], [*parts, None], [x.clone() for x in parts]):
+        assert adjacent_columns(given) is None
 
 
 def test_a_module_that_is_more_than_a_product_is_called():
@@ -69,7 +100,9 @@ def test_autocast_gives_its_dtype_and_float32_gradients():
     x, modules = built(torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ours, plain = together(x, modules), [module(x) for module in modules]
-    assert all(map(torch.equal, ours, plain))
+    for y, expected in zip(ours, plain, strict=True):
+        assert y.dtype == torch.bfloat16
+        torch.testing.assert_close(y, expected)
     sum(y.float().sum() for y in ours).backward()
     assert x.grad.dtype == modules[0].weight.grad.dtype == torch.float32
 

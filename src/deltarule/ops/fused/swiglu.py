@@ -71,6 +71,6 @@ class SwiGLULinear(torch.autograd.Function):
         learns = ctx.needs_input_grad[2]
         d_h = d_y @ weight
         # Nobody reads dh later: h takes its place.
-        d_gate, d_up = kernels.swiglu_backward(d_h, gate, up, d_h if learns else None)
+        d_gate, d_up = kernels.swiglu_backward(d_h, gate, up, d_h if learns else None, True)
         d_weight = d_y.flatten(0, -2).mT @ d_h.flatten(0, -2) if learns else None
         return d_gate, d_up, d_weight

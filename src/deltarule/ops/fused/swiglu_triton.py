@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deltarule.ops.runtime.chained import begin, chained
 from deltarule.ops.runtime.launch import launch
+from deltarule.ops.runtime.places import adjacent
 from deltarule.ops.runtime.sizes import cdiv
 
 # Elements of a program: 16 for each thread, two wide loads in 16 bits.
@@ -22,57 +23,83 @@ BLOCK = 2048
 OPTIONS = {"num_stages": 1, "enable_fp_fusion": True, "num_warps": 4}
 
 
+@triton.jit
+def places(elements, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows and columns of BLOCK elements of a matrix of D columns, and which there are."""
+    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    return o, o // D, o % D, o < elements
+
+
 # The number of elements is left to be specialised: a multiple of 16 is what wide loads need.
 @triton.jit
-def swiglu_kernel(gate, up, h, elements, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+def swiglu_kernel(
+    gate, up, h, elements, s_gate, s_up, D: tl.constexpr, BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
     """BLOCK elements of h."""
     begin(CHAINED)
-    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    m = o < elements
-    b_gate = tl.load(gate + o, mask=m, other=0.0).to(tl.float32)
-    b_up = tl.load(up + o, mask=m, other=0.0).to(tl.float32)
+    o, row, column, m = places(elements, D, BLOCK)
+    b_gate = tl.load(gate + row * s_gate + column, mask=m, other=0.0).to(tl.float32)
+    b_up = tl.load(up + row * s_up + column, mask=m, other=0.0).to(tl.float32)
     b_h = b_gate * tl.sigmoid(b_gate) * b_up
     tl.store(h + o, b_h.to(h.dtype.element_ty), mask=m)
 
 
 @triton.jit
 def swiglu_backward_kernel(
-    d_h, gate, up, d_gate, d_up, h, elements, BLOCK: tl.constexpr, PRODUCT: tl.constexpr
+    d_h, gate, up, d_gate, d_up, h, elements, s_gate, s_up, s_out,
+    D: tl.constexpr, BLOCK: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
     """BLOCK elements of both gradients, and with PRODUCT of h, which may lie where dh does."""
-    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    m = o < elements
-    b_gate = tl.load(gate + o, mask=m, other=0.0).to(tl.float32)
-    b_up = tl.load(up + o, mask=m, other=0.0).to(tl.float32)
+    o, row, column, m = places(elements, D, BLOCK)
+    b_gate = tl.load(gate + row * s_gate + column, mask=m, other=0.0).to(tl.float32)
+    b_up = tl.load(up + row * s_up + column, mask=m, other=0.0).to(tl.float32)
     b_dh = tl.load(d_h + o, mask=m, other=0.0).to(tl.float32)
     b_s = tl.sigmoid(b_gate)
     b_value = b_gate * b_s
     b_dgate = b_s * (1 + b_gate * (1 - b_s)) * b_up * b_dh
-    tl.store(d_gate + o, b_dgate.to(d_gate.dtype.element_ty), mask=m)
-    tl.store(d_up + o, (b_value * b_dh).to(d_up.dtype.element_ty), mask=m)
+    o_out = row * s_out + column
+    tl.store(d_gate + o_out, b_dgate.to(d_gate.dtype.element_ty), mask=m)
+    tl.store(d_up + o_out, (b_value * b_dh).to(d_up.dtype.element_ty), mask=m)
     if PRODUCT:
         tl.store(h + o, (b_value * b_up).to(h.dtype.element_ty), mask=m)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    gate, up = gate.contiguous(), up.contiguous()
+    """h [..., D] of gate and up, whose rows may lie apart."""
     h = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if h.numel():
+        (gate, up), size = (rows(x) for x in (gate, up)), gate.shape[-1]
         grid = cdiv(h.numel(), BLOCK), 1, 1
-        constants = {"BLOCK": BLOCK, **chained(), **OPTIONS}
-        launch(swiglu_kernel, grid, (gate, up, h, h.numel()), constants)
+        constants = {"D": size, "BLOCK": BLOCK, **chained(), **OPTIONS}
+        given = gate, up, h, h.numel(), gate.stride(0), up.stride(0)
+        launch(swiglu_kernel, grid, given, constants)
     return h
 
 
 def swiglu_backward(
-    d_h: Tensor, gate: Tensor, up: Tensor, product: Tensor | None
+    d_h: Tensor, gate: Tensor, up: Tensor, product: Tensor | None, side_by_side: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Gradients by gate and up; h goes into `product`, contiguous, if there is one."""
-    d_h, gate, up = d_h.contiguous(), gate.contiguous(), up.contiguous()
-    d_gate, d_up = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (gate, up))
+    """Gradients by gate and up; h goes into `product`, contiguous, if there is one.
+
+    side_by_side: Both are columns of one matrix.
+    """
+    size, leading = gate.shape[-1], gate.shape[:-1]
+    if side_by_side:
+        both = torch.empty(*leading, 2 * size, dtype=gate.dtype, device=gate.device)
+        d_gate, d_up = both.split(size, dim=-1)
+    else:
+        d_gate, d_up = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in "12")
     if gate.numel():
+        d_h, gate, up = d_h.contiguous(), rows(gate), rows(up)
         grid = cdiv(gate.numel(), BLOCK), 1, 1
-        given = d_h, gate, up, d_gate, d_up, product, gate.numel()
-        constants = {"BLOCK": BLOCK, "PRODUCT": product is not None, **OPTIONS}
+        strides = gate.stride(0), up.stride(0), size * (1 + side_by_side)
+        given = d_h, gate, up, d_gate, d_up, product, gate.numel(), *strides
+        constants = {"D": size, "BLOCK": BLOCK, "PRODUCT": product is not None, **OPTIONS}
         launch(swiglu_backward_kernel, grid, given, constants)
     return d_gate, d_up
+
+
+def rows(x: Tensor) -> Tensor:
+    """[..., D] -> [M, D], channels side by side: a view wherever the leading axes allow."""
+    return adjacent(x).reshape(-1, x.shape[-1])
