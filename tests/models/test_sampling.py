@@ -124,3 +124,18 @@ def test_impossible_tokens_are_never_drawn():
 def test_damaged_logits_are_refused(bad, temperature):
     with pytest.raises(ValueError, match="logits are NaN or infinite"):
         draw(torch.tensor([0.0, bad]), 1, temperature=temperature)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_kernel_takes_the_likeliest(dtype):
+    from deltarule.ops.fused.likeliest_triton import likeliest
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    logits = torch.randn(6, 2, 9000, device=device).to(dtype)[:, 1]
+    logits[1, 8999] = logits[1, 17] = 50
+    logits[2, 5], logits[3, 3] = float("nan"), float("inf")
+    logits[4] = float("-inf")
+    found = likeliest(logits).tolist()
+    assert found[0] == logits[0].argmax()
+    assert found[1:5] == [17, -1, -1, -1]
+    assert found[5] == (logits[5] == logits[5].max()).nonzero()[0]

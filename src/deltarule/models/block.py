@@ -17,7 +17,7 @@ from deltarule.nn import (
     RMSNorm,
     State,
     SwiGLU,
-    few_rows,
+    one_token,
 )
 from deltarule.nn.mlp import make_mlp
 from deltarule.nn.recomputed import recomputed
@@ -63,7 +63,7 @@ class Block(nn.Module):
     ) -> tuple[Hidden, Hidden | None, State]:
         """Add the branch and apply both halves; return stream, branch and the mixers' state."""
         alone = cu_seqlens is None and mask is None and context is None
-        if alone and (done := self._few_tokens(x, branch, state)) is not None:
+        if alone and (done := self._one_token(x, branch, state)) is not None:
             return done
         given = {"cu_seqlens": cu_seqlens, "mask": mask, "shared": shared, "context": context}
         mix = partial(self.mix, given)
@@ -122,10 +122,10 @@ class Block(nn.Module):
             for name, tensor in part.lend(taken(state, prefix), tokens).items()
         })  # fmt: skip
 
-    def _few_tokens(
+    def _one_token(
         self, x: Hidden, branch: Hidden | None, state: State | None
     ) -> tuple[Hidden, None, State] | None:
-        """One or two tokens by few kernels, without a branch that is left to add."""
+        """One token by few kernels, without a branch that is left to add."""
         mixer, mlp = self.mixer, self.mlp
         if self.post_norm or not isinstance(mixer, DeltaMixer) or type(mlp) is not SwiGLU:
             return None
@@ -135,13 +135,13 @@ class Block(nn.Module):
         if factors != {1.0}:
             return None
         modules = *mlp.of_input().values(), mlp.down_proj
-        if not few_rows.fits(x, mlp, (norm,), modules):
+        if not one_token.fits(x, mlp, (norm,), modules):
             return None
         total = x if branch is None else x + branch
-        if (mixed := mixer.add_few(total, self.mixer_norm, state)) is None:
+        if (mixed := mixer.add_one_token(total, self.mixer_norm, state)) is None:
             return None
         x, after = mixed
-        return few_rows.add_mlp(x, norm, mlp), None, after
+        return one_token.add_mlp(x, norm, mlp), None, after
 
     def _normed_after(self, x: Hidden, y: Hidden) -> tuple[Hidden, Hidden]:
         """Add what the mixer put out to the stream, and apply the MLP; both are normed after."""

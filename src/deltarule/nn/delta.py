@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule import ops
-from deltarule.nn import few_rows
+from deltarule.nn import one_token
 from deltarule.nn.arguments import check_divides, check_size_kept
 from deltarule.nn.call import Call
 from deltarule.nn.feature_maps import QueryKeyMap
@@ -182,29 +182,29 @@ class DeltaMixer(Mixer):
             o = self.run_operator(projections, call)
         return self.finish(o, projections, call)
 
-    def add_few(
+    def add_one_token(
         self, x: Hidden, norm: nn.Module, state: State | None
     ) -> tuple[Hidden, State] | None:
-        """Return x + mixer(norm(x)) of one or two tokens by few kernels, or None."""
+        """Return x + mixer(norm(x)) of one token by few kernels, or None."""
         own = all(
             getattr(type(self), name) is getattr(DeltaMixer, name)
             for name in ("forward", "mix", "project", "finish", "normed")
         )
-        if not own or not few_rows.fits_heads(self.num_v_heads, self.head_v_dim):
+        if not own or not one_token.fits_heads(self.num_v_heads, self.head_v_dim):
             return None
         modules = self.of_input()
-        if not few_rows.fits(x, self, (norm, self.o_norm), (*modules.values(), self.o_proj)):
+        if not one_token.fits(x, self, (norm, self.o_norm), (*modules.values(), self.o_proj)):
             return None
         layout = make_layout(x, None, None)
         call = Call(x, layout, self.state_before(state, layout), State(), {})
-        products = few_rows.normed_products(x, norm, tuple(modules.values()))
+        products = one_token.normed_products(x, norm, tuple(modules.values()))
         call.projected.update(zip(modules, products, strict=True))
         call.decoding = self.decodes(call)
         projections = self.project(call)
         o = self.run_operator(projections, call)
         o = self.rule.read_out_function(o, projections, self.carry(call))
         gate = projections.output_gate
-        return few_rows.add_normed_product(x, o, gate, self.o_norm, self.o_proj), call.after
+        return one_token.add_normed_product(x, o, gate, self.o_norm, self.o_proj), call.after
 
     def project(self, call: Call) -> Projections:
         """Compute everything the rule may read."""

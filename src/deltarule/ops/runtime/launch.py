@@ -151,7 +151,7 @@ def launch(
 ) -> None:
     """Run a kernel, through one `Launch` for all calls with these constants."""
     # A kernel's own hash is that of its source. A constant has one type in all calls.
-    key = id(kernel), *constants.items()
+    key = id(kernel), *constants, *constants.values()
     if (found := launches.get(key)) is None:
         if len(launches) >= MOST:
             launches.clear()

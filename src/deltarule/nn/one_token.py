@@ -1,4 +1,4 @@
-"""One or two tokens of a block without gradients: what stands before a product is made within it.
+"""One token of a block without gradients: what stands before a product is made within it.
 
     x <- x + mixer(norm(x))         norm and q, k, v, gates | convolutions | step | norm, gate, o
     x <- x + mlp(norm(x))           norm and gate, up | SiLU, product, down
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltarule.nn.linears import FEW_ROWS, as_one, is_hooked, is_plain, reads_few
+from deltarule.nn.linears import as_one, is_hooked, is_one_row, is_plain
 from deltarule.nn.mlp import SwiGLU
 from deltarule.nn.norm import GatedRMSNorm, RMSNorm
 from deltarule.ops.dispatch import nothing_watches
@@ -24,14 +24,14 @@ MOST_NORMED = 4096
 def fits(
     x: Tensor, whole: nn.Module, norms: Sequence[nn.Module], products: Sequence[nn.Module]
 ) -> bool:
-    """Whether a module can be done within products: few rows, plain norms and plain products."""
+    """Whether a module can be done within products: one row, plain norms and plain products."""
     # First what rules out nearly every call.
-    if not x.is_cuda or x.shape[0] * x.shape[1] > FEW_ROWS or torch.is_grad_enabled():
+    if not x.is_cuda or x.numel() != x.shape[-1] or torch.is_grad_enabled():
         return False
     if not nothing_watches() or is_hooked(whole) or not all(map(is_plain_norm, norms)):
         return False
     weights = [module.weight for module in products if is_plain(module)]
-    return len(weights) == len(products) and reads_few(x, *weights)
+    return len(weights) == len(products) and is_one_row(x, *weights)
 
 
 def is_plain_norm(module: nn.Module) -> bool:
@@ -50,36 +50,30 @@ def fits_heads(heads: int, size: int) -> bool:
 
 def normed_products(x: Tensor, norm: Any, modules: Sequence[Any]) -> tuple[Tensor, ...]:
     """norm(x) times each weight."""
-    from deltarule.ops.fused.few_rows_triton import normed_rows
+    from deltarule.ops.fused.one_row_triton import normed_row
 
-    rows = x.reshape(-1, 1, x.shape[-1])
     weights = [module.weight for module in modules]
     whole = as_one(weights)
     # Side by side in memory, they are one.
-    if whole is None:
-        found = [normed_rows(rows, norm.weight, norm.eps, weight) for weight in weights]
-    else:
-        y = normed_rows(rows, norm.weight, norm.eps, whole)
-        found = list(y.split([len(weight) for weight in weights], dim=-1))
-    return tuple(y.view(*x.shape[:-1], -1) for y in found)
+    matrices = weights if whole is None else [whole]
+    found = [normed_row(x.view(1, -1), norm.weight, norm.eps, matrix) for matrix in matrices]
+    parts = found if whole is None else found[0].split([len(weight) for weight in weights])
+    return tuple(y.view(1, 1, -1) for y in parts)
 
 
 def add_normed_product(x: Tensor, o: Tensor, gate: Tensor | None, norm: Any, module: Any) -> Tensor:
-    """x + W (norm(o) activation(gate)), of heads o [B, T, HV, V]."""
-    from deltarule.ops.fused.few_rows_triton import normed_rows
+    """x + W (norm(o) activation(gate)), of heads o [1, 1, HV, V]."""
+    from deltarule.ops.fused.one_row_triton import normed_row
 
-    rows = x.reshape(-1, x.shape[-1])
-    act = "none" if gate is None else norm.activation
-    gates = None if gate is None else gate.flatten(0, 1)
-    y = normed_rows(o.flatten(0, 1), norm.weight, norm.eps, module.weight, gates, act, rows)
+    act, gates = ("none", None) if gate is None else (norm.activation, gate[0, 0])
+    y = normed_row(o[0, 0], norm.weight, norm.eps, module.weight, gates, act, x.view(-1))
     return y.view(x.shape)
 
 
 def add_mlp(x: Tensor, norm: Any, mlp: SwiGLU) -> Tensor:
     """x + mlp(norm(x))."""
-    from deltarule.ops.fused.few_rows_triton import few_rows
+    from deltarule.ops.fused.one_row_triton import one_row
 
     gate, up = normed_products(x, norm, (mlp.gate_proj, mlp.up_proj))
-    rows, size = x.reshape(-1, x.shape[-1]), gate.shape[-1]
-    y = few_rows(gate.reshape(-1, size), mlp.down_proj.weight, up.reshape(-1, size), rows)
+    y = one_row(gate.view(-1), mlp.down_proj.weight, up.view(-1), x.view(-1))
     return y.view(x.shape)

@@ -1,6 +1,4 @@
-"""A block of one or two tokens by few kernels: the numbers of the block."""
-
-import importlib.util
+"""A block of one token by few kernels: the numbers of the block."""
 
 import pytest
 import torch
@@ -8,43 +6,39 @@ import torch
 from deltarule import nn
 from tolerance import relative_rms
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-
 
 @pytest.fixture
 def device():
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.mark.parametrize("tokens", [1, 2])
 @pytest.mark.parametrize("name", ["gated_deltanet", "deltanet", "gated_delta_product"])
-def test_a_block_of_few_tokens_is_the_block(name, tokens, device, make_model, monkeypatch):
+def test_a_block_of_one_token_is_the_block(name, device, make_model, monkeypatch):
     model = make_model(layer_types=name).to(device)
     with torch.no_grad():
         _, state = model(torch.randint(257, (1, 9), device=device))
-        x = torch.randn(1, tokens, model.config.hidden_size, device=device)
+        x = torch.randn(1, 1, model.config.hidden_size, device=device)
         for block, layer in zip(model.blocks, state, strict=True):
             given = x, 0.1 * x, layer, None, None, {}
             with monkeypatch.context() as patch:
-                patch.setattr(nn.few_rows, "fits", lambda *_: False)
+                patch.setattr(nn.one_token, "fits", lambda *_: False)
                 stream, branch, after = block(*given)
                 wanted = stream + branch
             if device == "cpu":
-                monkeypatch.setattr(nn.few_rows, "fits", lambda *_: True)
-            found, none, after_few = block(*given)
+                monkeypatch.setattr(nn.one_token, "fits", lambda *_: True)
+            found, none, after_one = block(*given)
             assert none is None
             assert relative_rms(found, wanted) < 2e-6
             for key, tensor in after.items():
-                assert relative_rms(after_few[key], tensor) < 2e-6
+                assert relative_rms(after_one[key], tensor) < 2e-6
 
 
 def test_hooked_and_strange_parts_take_the_usual_way(make_model, monkeypatch):
     block = make_model(layer_types="gated_deltanet").blocks[0]
     for x in (block.mixer_norm, block.mixer.o_norm):
-        assert nn.few_rows.is_plain_norm(x)
+        assert nn.one_token.is_plain_norm(x)
         handle = x.register_forward_hook(lambda *_: None)
-        assert not nn.few_rows.is_plain_norm(x)
+        assert not nn.one_token.is_plain_norm(x)
         handle.remove()
-    assert not nn.few_rows.is_plain_norm(torch.nn.LayerNorm(3))
-    assert not nn.few_rows.is_plain_norm(nn.RMSNorm(3, zero_centered=True))
+    assert not nn.one_token.is_plain_norm(torch.nn.LayerNorm(3))
+    assert not nn.one_token.is_plain_norm(nn.RMSNorm(3, zero_centered=True))

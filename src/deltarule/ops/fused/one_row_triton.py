@@ -1,0 +1,144 @@
+"""Products of one row with a matrix, which take as long as it takes to read the matrix.
+
+    y = x W^T (+ r)                     x [I], W [O, I], r what y is added to
+    y = (SiLU(gate) * up) W^T + r       what stands before a product is made by each program itself
+    y = norm(x) W^T (+ r)               over heads, with an output gate or without
+
+A program reads BO rows of W, which are on their way before it looks at x: in a chain of kernels x
+is not there yet.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltarule.ops.fused.norms_triton import activate
+from deltarule.ops.runtime.chained import chained, let_next_start, wait_for_last
+from deltarule.ops.runtime.launch import launch
+from deltarule.ops.runtime.sizes import cdiv, power_of_2
+
+# Triton's compiler knows tiles + (tile,), not (*tiles, tile).
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment"
+
+# Rows of W in a program, and channels that it reads at a time.
+OF_PROGRAM, CHANNELS = 8, 1024
+# Tiles of W that are on their way at once: with more, a processor holds one program, not two.
+AHEAD = 4
+# Written out, because Triton's default follows an environment variable.
+OPTIONS = {"num_stages": 1, "enable_fp_fusion": True, "num_warps": 8}
+
+
+@triton.jit
+def weights_at(p_w, i, m_o, I: tl.constexpr, BI: tl.constexpr):
+    """BI channels of the rows of W."""
+    o_i = i + tl.arange(0, BI)
+    return tl.load(p_w + o_i[None, :], mask=m_o[:, None] & (o_i < I)[None, :], other=0.0)
+
+
+@triton.jit
+def inputs_at(x, up, i, I: tl.constexpr, BI: tl.constexpr, GATED: tl.constexpr):
+    """BI channels of a row: of x, or of SiLU(x) up, rounded as it is elsewhere."""
+    o_i = i + tl.arange(0, BI)
+    b_x = tl.load(x + o_i, mask=o_i < I, other=0.0).to(tl.float32)
+    if GATED:
+        b_up = tl.load(up + o_i, mask=o_i < I, other=0.0).to(tl.float32)
+        b_x = (b_x * tl.sigmoid(b_x) * b_up).to(x.dtype.element_ty).to(tl.float32)
+    return b_x
+
+
+@triton.jit
+def put_out(b_y, residual, y, o_o, m_o, ADDED: tl.constexpr):
+    """BO channels of y."""
+    if ADDED:
+        b_y += tl.load(residual + o_o, mask=m_o, other=0.0).to(tl.float32)
+    tl.store(y + o_o, b_y.to(y.dtype.element_ty), mask=m_o)
+
+
+@triton.jit
+def one_row_kernel(
+    x, up, weight, residual, y, O, I: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr,
+    AHEAD: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """BO channels of y."""
+    let_next_start(CHAINED)
+    o_o = tl.program_id(0) * BO + tl.arange(0, BO)
+    m_o = o_o < O
+    p_w = weight + o_o.to(tl.int64)[:, None] * I
+    TILES: tl.constexpr = (I + BI - 1) // BI
+    tiles = ()
+    for j in tl.static_range(min(TILES, AHEAD)):
+        tiles = tiles + (weights_at(p_w, j * BI, m_o, I, BI),)
+    wait_for_last(CHAINED)
+    b_sum = tl.zeros([BO, BI], tl.float32)
+    for j in tl.static_range(TILES):
+        b_x = inputs_at(x, up, j * BI, I, BI, GATED)
+        b_sum += tiles[j].to(tl.float32) * b_x[None, :]
+        if j + AHEAD < TILES:
+            tiles = tiles + (weights_at(p_w, (j + AHEAD) * BI, m_o, I, BI),)
+    put_out(tl.sum(b_sum, axis=1), residual, y, o_o, m_o, ADDED)
+
+
+@triton.jit
+def normed_row_kernel(
+    x, gate, scale, weight, residual, y, O, eps, s_x, s_gate, H: tl.constexpr, V: tl.constexpr,
+    BO: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr, ACTIVATION: tl.constexpr,
+    ADDED: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """BO channels of y, of a row whose heads are normalised, scaled and gated."""
+    let_next_start(CHAINED)
+    o_o, o_h, o_v = tl.program_id(0) * BO + tl.arange(0, BO), tl.arange(0, BH), tl.arange(0, BV)
+    m_o, m_x = o_o < O, (o_h < H)[:, None] & (o_v < V)[None, :]
+    p_w = weight + o_o.to(tl.int64)[:, None, None] * (H * V)
+    o_i = o_h[:, None] * V + o_v[None, :]
+    b_w = tl.load(p_w + o_i[None, :, :], mask=m_o[:, None, None] & m_x[None, :, :], other=0.0)
+    b_scale = tl.load(scale + o_v, mask=o_v < V, other=0.0).to(tl.float32)[None, :]
+    wait_for_last(CHAINED)
+    p_x = x + o_h[:, None] * s_x + o_v[None, :]
+    b_x = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
+    b_x *= tl.rsqrt(tl.sum(b_x * b_x, axis=1, keep_dims=True) / V + eps) * b_scale
+    if ACTIVATION != "none":
+        p_gate = gate + o_h[:, None] * s_gate + o_v[None, :]
+        b_value, _ = activate(tl.load(p_gate, mask=m_x, other=0.0).to(tl.float32), ACTIVATION)
+        b_x *= b_value
+    b_x = b_x.to(x.dtype.element_ty).to(tl.float32)
+    b_y = tl.sum(tl.sum(b_w.to(tl.float32) * b_x[None, :, :], axis=2), axis=1)
+    put_out(b_y, residual, y, o_o, m_o, ADDED)
+
+
+def one_row(
+    x: Tensor, weight: Tensor, up: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
+    """y [O] of x [I], or of SiLU(x) up, all with channels side by side, and weight [O, I]."""
+    outputs, inputs = weight.shape
+    y = torch.empty(outputs, dtype=x.dtype, device=x.device)
+    constants = {
+        "I": inputs, "BO": OF_PROGRAM, "BI": min(CHANNELS, power_of_2(inputs)), "AHEAD": AHEAD,
+        "GATED": up is not None, "ADDED": residual is not None, **chained(), **OPTIONS,
+    }  # fmt: skip
+    given = x, x if up is None else up, weight, residual, y, outputs
+    launch(one_row_kernel, (cdiv(outputs, OF_PROGRAM), 1, 1), given, constants)
+    return y
+
+
+def normed_row(
+    x: Tensor,
+    scale: Tensor,
+    eps: float,
+    weight: Tensor,
+    gate: Tensor | None = None,
+    act: str = "none",
+    residual: Tensor | None = None,
+) -> Tensor:
+    """y [O] of x and gate [H, V], whose heads are normalised, scale [V] and weight [O, H V]."""
+    (heads, size), outputs = x.shape, weight.shape[0]
+    y = torch.empty(outputs, dtype=x.dtype, device=x.device)
+    constants = {
+        "H": heads, "V": size, "BO": OF_PROGRAM, "BH": power_of_2(heads), "BV": power_of_2(size),
+        "ACTIVATION": act, "ADDED": residual is not None, **chained(), **OPTIONS,
+    }  # fmt: skip
+    strides = x.stride(0), 0 if gate is None else gate.stride(0)
+    given = x, gate, scale, weight, residual, y, outputs, eps, *strides
+    launch(normed_row_kernel, (cdiv(outputs, OF_PROGRAM), 1, 1), given, constants)
+    return y
