@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deltarule.ops.dispatch import Implementation, always
+from deltarule.ops.memory.torch import linear_memory
 from deltarule.ops.memory.torch.linear_memory import memory_operator
 from ops import memories
 from promised import promised
@@ -149,3 +150,20 @@ def test_the_registered_operators_keep_their_promises(norm, packed):
         memory_operator.backward_operator, (*backward, there), test_utils=tests
     )
     assert set(found.values()) == {"SUCCESS"}
+
+
+@every_length
+@pytest.mark.parametrize("share", [2, 3])
+def test_programs_share_the_values_of_a_wide_map(lengths, share, monkeypatch):
+    """As maps of more than 64 x 64 numbers are; three channels do not divide four."""
+    monkeypatch.setattr(linear_memory, "values_of_program", lambda values, keys: share)
+    case, exact = make("titans", lengths)
+    out, expected = case.run("triton"), exact.run("torch")
+    assert_near(parts(out), parts(case.run("torch")), parts(expected), bar=1e-6)
+    found, own = case.gradients("triton"), case.gradients("torch")
+    assert_near(found, own, exact.gradients("torch"))
+
+
+def test_how_many_values_a_program_has():
+    sizes = (64, 64), (128, 128), (4, 256), (96, 96), (33, 128), (500, 16)
+    assert [linear_memory.values_of_program(*size) for size in sizes] == [64, 32, 4, 32, 32, 256]

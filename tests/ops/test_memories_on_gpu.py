@@ -80,6 +80,11 @@ def test_memories(operator, channels, size, lengths, monkeypatch):
     assert_near(*gradients, 1e-5)
 
 
+@pytest.mark.parametrize("channels", [72, 128, 200])
+def test_a_wide_memory_of_titans(channels, monkeypatch):
+    test_memories("titans", channels, 16, LENGTHS, monkeypatch)
+
+
 @pytest.mark.parametrize("operator", ["ttt", "titans"])
 def test_memories_are_chosen_in_16_bits_and_repeatable(operator):
     case, exact = on_gpu(operator, None, torch.bfloat16)

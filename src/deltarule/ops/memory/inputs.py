@@ -13,6 +13,8 @@ Size = tuple[int, ...]
 
 # What a program of the Triton kernels holds in registers: three maps, and rows of tokens.
 MAX_CHANNELS, MAX_MINI_BATCH = 64, 16
+# Without a norm the value channels of a map know nothing of each other, and are shared out.
+MAX_KEYS_OF_SHARED = 256
 # Where a product can read its operands from shared memory: elsewhere they fill the registers, and
 # the compiler moves kilobytes of each thread to memory and back.
 CAPABILITIES = (9, 10)
@@ -24,8 +26,11 @@ def capability(device: int | None) -> int:
     return torch.cuda.get_device_capability(device)[0]
 
 
-def why_not_triton(arguments: Arguments, mini_batch: int) -> str | None:
-    """Why the scan over mini-batches does not run in Triton, or None."""
+def why_not_triton(arguments: Arguments, mini_batch: int, shared: bool = False) -> str | None:
+    """Why the scan over mini-batches does not run in Triton, or None.
+
+    With `shared`, programs share the value channels of a map.
+    """
     q, v = arguments["q"], arguments["v"]
     if (reason := why_not_fused(q)) is not None:
         return reason
@@ -39,10 +44,12 @@ def why_not_triton(arguments: Arguments, mini_batch: int) -> str | None:
             "the Triton kernels hold a memory of one map in registers; those of several maps are "
             "larger, and go through the products of PyTorch"
         )
-    if q.shape[3] > MAX_CHANNELS or v.shape[3] > MAX_CHANNELS or mini_batch > MAX_MINI_BATCH:
+    keys, values = q.shape[3], v.shape[3]
+    most = MAX_KEYS_OF_SHARED if shared else MAX_CHANNELS
+    if keys > most or (values > most and not shared) or mini_batch > MAX_MINI_BATCH:
         return (
-            f"the Triton kernels take K and V up to {MAX_CHANNELS} and mini-batches up to "
-            f"{MAX_MINI_BATCH}, got K = {q.shape[3]}, V = {v.shape[3]} and {mini_batch}"
+            f"the Triton kernels take {'K' if shared else 'K and V'} up to {most} and mini-batches "
+            f"up to {MAX_MINI_BATCH}, got K = {keys}, V = {values} and {mini_batch}"
         )
     return None
 

@@ -21,7 +21,7 @@ from deltarule.shapes import Beta, Keys, Offsets, Queries, TitansOutput, TitansS
 
 def why_not_gpu(arguments: Arguments) -> str | None:
     """Why the scan over mini-batches does not run in Triton, or None."""
-    return why_not_triton(arguments, arguments["mini_batch"])
+    return why_not_triton(arguments, arguments["mini_batch"], shared=True)
 
 
 def run_triton(arguments: Arguments) -> TitansOutput:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from deltarule.ops.memory.torch.memory import Memory, Steps
@@ -89,8 +90,12 @@ def scan_linear(
 ) -> tuple[Tensor, Memory]:
     """What `memory.scan` computes for a memory of one map."""
     maps = torch.stack([memory.weights[0], memory.momentum[0], memory.anchor[0]], dim=2)
+    heads, values = maps.shape[1], maps.shape[3]
+    streams, share = mixed_streams(steps), values
+    if norm is None:
+        share = values_of_program(values, maps.shape[4])
+        streams, maps = shared_out(streams, maps, share)
     table = layout.table(maps)
-    streams = mixed_streams(steps)
     full = steps.full.flatten(1).float()
     options = (None, None, 0.0) if norm is None else (*norm[:2], norm.eps)
     count = len(full)
@@ -101,10 +106,39 @@ def scan_linear(
         owner = None if layout.owner is None else layout.owner[run].contiguous()
         z, table = memory_operator(*(x[run] for x in streams), full[run], owner, table, *options)
         outputs.append(z)
-    weights, momentum, anchor = layout.states(table).unbind(2)
+    z, table = torch.cat(outputs), layout.states(table)
+    if share < values:
+        z = z.unflatten(2, (heads, -1)).movedim(3, -2).flatten(-2)[..., :values]
+        table = table.unflatten(1, (heads, -1)).movedim(2, 3).flatten(3, 4)[:, :, :, :values]
     # Each a tensor of its own, as every state is.
-    parts = ((x.clone(),) for x in (weights, momentum, anchor))
-    return torch.cat(outputs), Memory(*parts)
+    parts = ((x.clone(),) for x in table.unbind(2))
+    return z, Memory(*parts)
+
+
+# Numbers of a map that a program holds.
+ENTRIES, FEWEST = 4096, 16
+
+
+def values_of_program(values: int, keys: int) -> int:
+    """Value channels of a program: all, or as many as fit beside so many key channels."""
+    most = max(ENTRIES // (1 << (keys - 1).bit_length()), FEWEST)
+    return values if values <= most else most
+
+
+def shared_out(
+    streams: tuple[Tensor, ...], maps: Tensor, share: int
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Heads of `share` value channels each: more heads, which read the same keys."""
+    values = maps.shape[3]
+    if share == values:
+        return streams, maps
+    q, k, v, *others = streams
+    fill = -values % share
+    v = F.pad(v, (0, fill)).unflatten(-1, (-1, share)).movedim(-2, 3).flatten(2, 3)
+    maps = F.pad(maps, (0, 0, 0, fill)).unflatten(3, (-1, share)).movedim(3, 2).flatten(1, 2)
+    parts = (values + fill) // share
+    q, k, *others = (x.repeat_interleave(parts, dim=2) for x in (q, k, *others))
+    return (q, k, v.contiguous(), *others), maps.contiguous()
 
 
 def mixed_streams(steps: Steps) -> tuple[Tensor, ...]:
