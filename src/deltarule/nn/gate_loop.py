@@ -50,8 +50,6 @@ def in_both_parts(x: Tensor, phase: Tensor) -> Tensor:
 def phases(projections: Projections, start: Tensor) -> Tensor:
     """[B, T, HV, K] Phi_t within each document, which had turned by start [N, HV, K] before."""
     turns = computed(projections.need("phase"))
-    if projections.real is not None:
-        turns = turns.masked_fill(~projections.real[..., None, None], 0)
     total, start = exact(turns).cumsum(1), exact(start)
     if projections.cu_seqlens is not None:
         before = F.pad(total, (0, 0, 0, 0, 1, 0))

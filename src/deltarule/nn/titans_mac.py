@@ -77,19 +77,15 @@ class TitansMAC(TitansMAG):
         x = torch.take_along_dim(call.x, token, dim=1).masked_fill(~real.unsqueeze(-1), 0)
         outputs = []
         for part, here in zip(x.split(self.window, 1), real.split(self.window, 1), strict=True):
-            y, state = self.mix_segment(part, here, place, state)
+            y, state = self.mix_segment(part, here, state)
             outputs.append(y)
-            place = torch.zeros_like(place)
         call.after.update(state)
-        index = (call.before["length"] % self.window).unsqueeze(1) + slot[: layout.tokens]
+        index = place.unsqueeze(1) + slot[: layout.tokens]
         return torch.take_along_dim(torch.cat(outputs, dim=1), index.unsqueeze(-1), dim=1)
 
-    def mix_segment(
-        self, x: Tensor, real: Tensor, place: Tensor, state: State
-    ) -> tuple[Tensor, State]:
-        """[N, window, D] of one segment whose real tokens begin at place [N]."""
-        slots = torch.arange(self.window, device=x.device)
-        y = self.attend_segment(x, real, slots < place.unsqueeze(1), state)
+    def mix_segment(self, x: Tensor, real: Tensor, state: State) -> tuple[Tensor, State]:
+        """[N, window, D] of one segment, some of whose tokens may be known already, or come."""
+        y = self.attend_segment(x, real, state)
         before = State({name: state[name] for name in self.memory.init_state(0)})
         m, after = self.memory(y, before, mask=real)
         # Whoever filled a segment begins the next with the memory as it is now.
@@ -100,20 +96,19 @@ class TitansMAC(TitansMAG):
         }
         return self.gated(y, m), State(state, **after, **begun)
 
-    def attend_segment(self, x: Tensor, real: Tensor, old: Tensor, state: State) -> Tensor:
+    def attend_segment(self, x: Tensor, real: Tensor, state: State) -> Tensor:
         """Attention of a segment over p, h and itself; state's keys and values are replaced."""
         slots = torch.arange(self.window, device=x.device).unsqueeze(0)
         at_h, at_x = (slots + self.num_persistent + shift for shift in (0, self.window))
         h = self.recall(x, state)
         q = self.project("q", x, at_x)
-        some, rows = real.any(1).view(-1, 1, 1), {}
+        rows = {}
         for key, name in (("keys", "k"), ("values", "v")):
             pair = self.project(name, h, at_h), self.project(name, x, at_x)
             new = torch.cat(pair, dim=-1).flatten(-2)
-            kept = torch.where(old.unsqueeze(-1), state[key].to(new.dtype), 0)
-            new = torch.where(real.unsqueeze(-1), new, kept)
-            state[key] = torch.where(some, new, state[key].to(new.dtype))
-            rows[name] = torch.cat(self.heads_of(new).chunk(2, dim=-1), dim=1)
+            # Of tokens that are not here: the earlier ones of the segment, and none that is seen.
+            state[key] = torch.where(real.unsqueeze(-1), new, state[key].to(new.dtype))
+            rows[name] = torch.cat(self.heads_of(state[key]).chunk(2, dim=-1), dim=1)
         seen = (slots.mT >= slots).repeat(1, 2).unsqueeze(0)
         return self.o_proj(self.softmax(q, rows["k"], rows["v"], seen).flatten(-2))
 
