@@ -7,6 +7,7 @@ import torch
 
 import deltarule
 from deltarule.nn import MIXERS, Attention, SlidingWindowAttention
+from deltarule.nn.attention_tiles import Sight
 from deltarule.nn.layout import make_layout
 from deltarule.nn.rope import rotate
 from nn.layers import HIDDEN, inputs, make
@@ -112,7 +113,8 @@ def test_blocks_equal_the_mask_of_all_pairs(lengths, window, kv_heads):
     layout = make_layout(x, cu_seqlens, None)
     before = layer.state_before(None, layout)
     q, k, v = layer._project(x, layout.positions(before["length"]))
-    o = layer._attend(q, k, v, layer._visible(before, layout))
+    _, visible = Sight(40, 40, x.device, window, layout.sequence).mask(0, 40)
+    o = layer._attend(q, k, v, visible)
     expected = layer.o_proj(o.flatten(-2))
     assert relative_rms(y, expected) <= 1e-12
     grad = torch.randn_like(y)

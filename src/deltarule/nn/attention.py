@@ -3,7 +3,7 @@
 o_t = sum_s softmax_s(q_t . k_s / sqrt(D)) v_s        s <= t, and s > t - window
 
 A window is read in blocks of its own size: a block sees itself and the block before it, so that
-T tokens take 2 T window scores and no T x T mask.
+T tokens take 2 T window scores. There is no T x T mask, nor where tokens are packed or continue.
 """
 
 from typing import Any, ClassVar, Literal
@@ -23,6 +23,7 @@ from deltarule.nn.arguments import (
 )
 from deltarule.nn.attention_cache import attend_to_cache, with_free_rows
 from deltarule.nn.attention_rows import FULL, OPTIONS, WINDOW
+from deltarule.nn.attention_tiles import Sight, attend_by_sight, sight_of
 from deltarule.nn.call import Call
 from deltarule.nn.layout import Layout, make_layout, split
 from deltarule.nn.linears import linear, linears
@@ -173,7 +174,11 @@ class Attention(Mixer):
         if before["keys"].shape[1] == 0 and self._windowed(layout.tokens):
             o = self._attend_in_blocks(q, keys, values, layout.sequence)
         else:
-            o = self._attend(q, keys, values, self._visible(before, layout))
+            sight = sight_of(before, layout, self.window)
+            if sight is None:
+                o = self._attend(q, keys, values, None)
+            else:
+                o = attend_by_sight(self._attend, q, keys, values, sight, self.scale)
         if layout.cu_seqlens is None:
             call.after.update(self._state_after(before, keys, values, layout))
         return self._put_out(o, call.x)
@@ -202,9 +207,8 @@ class Attention(Mixer):
         scores = torch.einsum("bihd, bjhd -> bhij", q, self._keys(k)) * default(
             self.scale, self.head_dim**-0.5
         )
-        visible = self._visible(before, layout)
-        if visible is None:
-            visible = torch.ones_like(scores[:1, :1], dtype=torch.bool).tril()
+        tokens = x.shape[1]
+        _, visible = Sight(tokens, tokens, x.device, self.window).mask(0, tokens)
         return scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
 
     def _keys(self, k: Tensor) -> Tensor:
@@ -278,24 +282,6 @@ class Attention(Mixer):
     def _windowed(self, rows: int) -> bool:
         """Whether some of so many rows are out of the sight of others."""
         return self.window is not None and rows > self.window
-
-    def _visible(self, before: State, layout: Layout) -> Tensor | None:
-        """[B or 1, 1, T, L + T] which rows each token sees; None where plain causal is enough."""
-        rows = before["keys"].shape[1]
-        plain = rows == 0 and layout.cu_seqlens is None
-        if plain and not self._windowed(layout.tokens):
-            # Padding needs no mask: `to_front` has put it behind every real token.
-            return None
-        column = torch.arange(-rows, layout.tokens, device=layout.device)
-        behind = column[rows:].unsqueeze(1) - column
-        visible = behind >= 0
-        if self.window is not None:
-            visible = visible & (behind < self.window)
-        if layout.sequence is not None:
-            same = layout.sequence.unsqueeze(1) == layout.sequence
-            return (visible & same)[None, None]
-        valid = F.pad(before["valid"], (0, layout.tokens), value=True)
-        return (visible & valid.unsqueeze(1)).unsqueeze(1)
 
     def state_before(self, state: State | None, layout: Layout) -> State:
         if isinstance(state, LentState) and "place" in state:
