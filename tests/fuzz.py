@@ -7,7 +7,6 @@ prints the number that brings it back: `python tests/fuzz.py --only files --firs
 
 import argparse
 import contextlib
-import dataclasses
 import io
 import json
 import os
@@ -28,6 +27,7 @@ import torch
 
 import deltarule
 from deltarule.cli import COMMANDS, main
+from deltarule.config_file import flag_names
 from deltarule.nn import load_state
 from oracle import make_case
 
@@ -123,20 +123,10 @@ def flags(dice: random.Random, scratch: Scratch) -> str:
     else:
         words += ["--tokens", "8"] if name == "explain" else []
     for _ in range(dice.randint(1, 3)):
-        flag = dice.choice(flat_names(COMMANDS[name].flags))
+        flag = dice.choice(flag_names(COMMANDS[name].flags))
         words += [f"--{flag.replace('_', '-')}", dice.choice(WORDS)]
     command(words)
     return " ".join(words)[:300]
-
-
-def flat_names(kind: Any) -> list[str]:
-    """The flags of a command."""
-    hints = typing.get_type_hints(kind)
-    found: list[str] = []
-    for field in dataclasses.fields(kind):
-        inner = hints[field.name]
-        found += flat_names(inner) if dataclasses.is_dataclass(inner) else [field.name]
-    return found
 
 
 def command(words: list[str]) -> None:

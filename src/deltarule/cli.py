@@ -1,30 +1,26 @@
 """The command line: train, use, compare and reproduce, each a command with flags."""
 
 import dataclasses
-import difflib
 import importlib
 import io
+import itertools
 import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 import deltarule
+from deltarule.config_file import words_of_file
 from deltarule.convert import ConvertRun, convert_folder
 from deltarule.doctor import DoctorRun, diagnose
-from deltarule.nn import MIXERS, SYSTEMS
-from deltarule.nn.feature_maps import FEATURE_MAPS, NORMS
-from deltarule.nn.table import described, markdown
-from deltarule.ops import explain
+from deltarule.lookup import ExplainRun, RulesRun, explain_call, nearest, rules
 from deltarule.parallel.plan import PlanRun, plan
 from deltarule.parallel.world import StalledError, leave
 from deltarule.train.attention_figure import AttentionPlotRun, plot_attention
-from deltarule.train.device import choose_device
 from deltarule.train.extra import MissingExtraError, require
 from deltarule.train.loop import DivergedError
 from deltarule.train.mqar import MqarRun, train_mqar
@@ -51,100 +47,15 @@ class Command(NamedTuple):
     about: str
     flags: type[Any]
     run: Callable[[Any], object]
-
-
-@dataclass(frozen=True)
-class ExplainRun:
-    """Say which implementation of an operator would run for these arguments, and why not others."""
-
-    operator: Literal["delta_rule", "dplr"] = "delta_rule"
-    """delta_rule erases along the key or not at all, dplr along free vectors."""
-    erase: bool = True
-    """Of delta_rule: with a write strength beta, or without, as linear attention."""
-    decay: Literal["none", "head", "channel"] = "head"
-    """No decay, one for each head, or one for each key channel."""
-    n_steps: int = 1
-    """Of delta_rule: writes for each token."""
-    batch: int = 1
-    """Batch rows."""
-    tokens: int = 2048
-    """Tokens in each row."""
-    heads: int = 4
-    """Query and key heads."""
-    v_heads: int | None = None
-    """Value heads; None is as many as heads."""
-    head_k_dim: int = 64
-    """Channels of a query or key."""
-    head_v_dim: int = 64
-    """Channels of a value."""
-    dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
-    """Precision of queries, keys and values."""
-    device: str = "auto"
-    """"cpu", "cuda", "cuda:1", "mps"; "auto" takes a GPU if PyTorch sees one."""
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that nothing has."""
-        for name in ("n_steps", "batch", "tokens", "heads", "v_heads", "head_k_dim", "head_v_dim"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be 1 or more, got {value}")
-
-
-@dataclass(frozen=True)
-class RulesRun:
-    """Print the table of systems: what each paper decays, erases, writes, reads and minimises."""
-
-    name: str | None = None
-    """Only this system; None prints every one."""
-    markdown: bool = False
-    """Print the table of docs/rules/README.md instead."""
-
-
-def explain_call(run: ExplainRun) -> None:
-    """Make empty arguments of these shapes and print the table of `deltarule.explain`."""
-    device = choose_device(run.device)
-    value_heads = run.heads if run.v_heads is None else run.v_heads
-    rows = run.tokens * run.n_steps
-
-    def zeros(*shape: int, dtype: str = run.dtype) -> torch.Tensor:
-        return torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
-
-    erase = zeros(run.batch, run.tokens, value_heads, run.head_k_dim)
-    shape = (run.batch, run.tokens, value_heads, run.head_k_dim)
-    free, tied = run.operator == "dplr", run.operator == "delta_rule" and run.erase
-    explanations = explain(
-        zeros(run.batch, run.tokens, run.heads, run.head_k_dim),
-        zeros(run.batch, rows, run.heads, run.head_k_dim),
-        zeros(run.batch, rows, value_heads, run.head_v_dim),
-        beta=zeros(run.batch, rows, value_heads) if tied else None,
-        log_decay=None if run.decay == "none"
-        else zeros(*shape[: 3 if run.decay == "head" else 4], dtype="float32"),
-        a=erase if free else None, b=erase if free else None, n_steps=run.n_steps,
-    )  # fmt: skip
-    print(f"{run.operator} on {device}, {run.dtype}, decay {run.decay}:")
-    for explanation in explanations:
-        print(f"{'runs' if explanation.runs else '':<6}{explanation.impl:<11}{explanation.reason}")
-
-
-def rules(run: RulesRun) -> None:
-    """Print the table, or one row of it."""
-    if run.name is not None and run.name not in SYSTEMS:
-        raise ValueError(f"--name {run.name}: {nearest(run.name, list(SYSTEMS))}")
-    if run.markdown:
-        print(markdown())
-        return
-    for name in SYSTEMS if run.name is None else [run.name]:
-        print(described(SYSTEMS[name], MIXERS[name]))
-    if run.name is None:
-        print(f"\nfeature_map of {', '.join(n for n in MIXERS if MIXERS[n].takes('feature_map'))}:")
-        print(f"    {', '.join(FEATURE_MAPS)}; qk_norm: {', '.join(NORMS)}")
+    bare: str | None = None
+    """The flag that words before the first flag stand for, beyond those that must be given."""
 
 
 COMMANDS = {
     "train text": Command("train a byte-level language model on text", TextRun, train_text),
     "train mqar": Command("train on associative recall, in minutes", MqarRun, train_mqar),
     "data": Command("write documents as token shards for training", DataRun, write_data),
-    "generate": Command("write text with a trained model", GenerateRun, generate_text),
+    "generate": Command("write text with a trained model", GenerateRun, generate_text, "prompt"),
     "eval": Command("bits per byte by position", EvalRun, evaluate_run),
     "convert": Command("write a checkpoint in another family's layout", ConvertRun, convert_folder),
     "plot attention": Command(
@@ -154,7 +65,7 @@ COMMANDS = {
     "warmup": Command("compile kernels ahead of the first step", WarmupRun, warm_up),
     "explain": Command("which implementation would run, and why", ExplainRun, explain_call),
     "plan": Command("how fast a step would be on so many GPUs", PlanRun, plan),
-    "rules": Command("print the table of rules", RulesRun, rules),
+    "rules": Command("print the table of rules", RulesRun, rules, "name"),
 }
 
 # What torchrun may start on several processes.
@@ -254,12 +165,37 @@ def run(words: list[str]) -> int:
 
 def read_flags(name: str, command: Command, words: list[str]) -> Any:
     """Flags as the command's dataclass; to resume, a run's own configuration is the default."""
+    words = completed(command, words)
     given = parse(name, command, words, default=None)
     if not getattr(given, "resume", False):
         return given
     folder = folder_to_resume(given.runs, given.name, name)
     stored = stored_configuration(folder, command.flags, name)
     return parse(name, command, [*words, "--name", folder.name], default=stored)
+
+
+def completed(command: Command, words: list[str]) -> list[str]:
+    """Words with those of a configuration file in front, and a flag before bare ones.
+
+    Raises:
+        ValueError: The file cannot be read, or names a flag that the command has not.
+    """
+    for place, word in enumerate(words):
+        if word.partition("=")[0] == "--config-file":
+            one = "=" in word
+            path = word.partition("=")[2] if one else "".join(words[place + 1 : place + 2])
+            mine = [*words[:place], *words[place + (1 if one else 2) :]]
+            bare = list(itertools.takewhile(lambda x: not x.startswith("-"), mine))
+            words = [*bare, *words_of_file(Path(path), command.flags), *mine[len(bare) :]]
+            break
+    required = sum(
+        field.default is field.default_factory is dataclasses.MISSING
+        for field in dataclasses.fields(command.flags)
+    )
+    bare = list(itertools.takewhile(lambda x: not x.startswith("-"), words))
+    if command.bare is None or len(bare) <= required:
+        return words
+    return [*words[:required], f"--{command.bare}", *words[required:]]
 
 
 def parse(name: str, command: Command, words: list[str], default: Any) -> Any:
@@ -291,6 +227,7 @@ def overview() -> str:
             "Delta-rule linear recurrent networks: train, use and compare them.", "",
             *lines, "",
             "deltarule COMMAND --help lists a command's flags;",
+            "with --config-file FILE, a TOML file gives them;",
             "with --traceback, an error shows where it arose.",
         ]
     )  # fmt: skip
@@ -310,17 +247,6 @@ def unknown(name: str, words: list[str]) -> int:
     known = ["train", *commands] if len(name.split()) == 1 else commands
     say(f"error: there is no command {name!r}; {nearest(name, known)}")
     return MISUSED
-
-
-def nearest(given: str, known: list[str]) -> str:
-    """The known name most like the one given, else all of them.
-
-    Examples:
-        >>> nearest("delta_net", ["deltanet", "gla"])
-        'did you mean deltanet?'
-    """
-    matches = difflib.get_close_matches(given, known, n=1)
-    return f"did you mean {matches[0]}?" if matches else f"known: {', '.join(known)}"
 
 
 def resume_line(words: list[str], folder: Path) -> str:

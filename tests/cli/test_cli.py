@@ -1,5 +1,6 @@
 """The command line as a user meets it: help, suggestions, one-line errors, exit codes, signals."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -9,9 +10,12 @@ import time
 import pytest
 
 from deltarule.cli import COMMANDS, FAILED, INTERRUPTED, MISUSED, main
+from deltarule.config_file import to_toml
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.nn import SYSTEMS
 from deltarule.train.checkpoint import Checkpoints
+from deltarule.train.run_folder import flat, stored_configuration
+from deltarule.train.text import TextModel, TextRun
 
 TINY = [
     *("--length", "16", "--batch-tokens", "64", "--long-length", "32", "--sample-bytes", "5"),
@@ -78,6 +82,10 @@ def test_an_unknown_flag_gets_a_suggestion(capsys):
         (["eval", "/no/such/run"], "/no/such/run"),
         (["rules", "--name", "kdaa"], "did you mean kda"),
         (["explain", "--v-heads", "3"], "v must have a multiple"),
+        (["rules", "kdaa"], "did you mean kda"),
+        (["train", "text", "--steps", "9" * 30], "--steps must be a number below 2^63"),
+        (["plan", "--parameters", "inf"], "--parameters must be a number below 2^63"),
+        (["train", "text", "--device", "meta"], "--device meta"),
         (["train", "text", "--name", "../up"], "plain name"),
     ],
 )
@@ -108,12 +116,58 @@ def test_rules_prints_the_table_and_one_rule(capsys):
     for system in SYSTEMS.values():
         for column in (system.name, system.recurrence, system.read_out, system.objective):
             assert column in shown, system.name
-    assert main(["rules", "--name", "kda"]) == 0
+    assert main(["rules", "--name", "mamba2"]) == 0
+    capsys.readouterr()
+    assert main(["rules", "kda"]) == 0
     shown = capsys.readouterr().out
     assert SYSTEMS["kda"].recurrence in shown
     assert SYSTEMS["mamba2"].recurrence not in shown
     assert main(["rules", "--name", "kdaa"]) == FAILED
     assert "did you mean kda?" in capsys.readouterr().err
+
+
+def test_a_toml_file_holds_flags_and_those_given_beside_it_count(data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = flat(dataclasses.asdict(TextRun(data=str(data), model=TextModel(num_heads=1))))
+    options |= {"steps": 9, "hidden_size": 16, "layer_types": ["kda"], "mlp_size": 16}
+    options |= {"sample_bytes": 0, "runs": "runs", "cuda_graphs": False}
+    (tmp_path / "all.toml").write_text(to_toml(options).replace("\nsteps", "\n[loop]\nsteps"))
+    words = ["train", "text", "--config-file", "all.toml", "--steps", "1", "--name", "a"]
+    assert main(words) == 0
+    stored = stored_configuration(tmp_path / "runs" / "a", TextRun, "train text")
+    assert (stored.loop.steps, stored.model.layer_types) == (1, ("kda",))
+    assert not stored.loop.cuda_graphs
+    (tmp_path / "few.toml").write_text("max-new-tokens = 3\nseed = 1\ntop_k = 2\n")
+    assert main(["generate", "runs/a", "ab", "--config-file=few.toml"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "No such file"), ("stepz = 1", "no flag 'stepz'; did you mean steps?"),
+        ("steps = ", "Invalid value"), (b"\xff", "not UTF-8"),
+    ],
+)  # fmt: skip
+def test_a_config_file_that_is_none_is_one_line(text, says, tmp_path, capsys):
+    path = tmp_path / "x.toml"
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert main(["train", "text", "--config-file", str(path)]) == FAILED
+    error = capsys.readouterr().err
+    assert says in error
+    assert str(path) in error
+    assert error.count("\n") == 1
+
+
+def test_an_error_that_nobody_foresaw_is_one_line_too(monkeypatch, capsys):
+    def fail(run):
+        raise KeyError("a\nb")
+
+    monkeypatch.setitem(COMMANDS, "rules", COMMANDS["rules"]._replace(run=fail))
+    assert main(["rules"]) == FAILED
+    assert capsys.readouterr().err.startswith("deltarule: error: KeyError: ")
+    with pytest.raises(KeyError):
+        main(["rules", "--traceback"])
 
 
 @pytest.mark.parametrize(

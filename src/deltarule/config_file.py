@@ -1,0 +1,85 @@
+"""Flags in a TOML file, `--config-file FILE`: one line for each, in tables or not.
+
+steps = 4000
+layer-types = ["kda", "attention"]
+"""
+
+import dataclasses
+import json
+import tomllib
+import typing
+from pathlib import Path
+from typing import Any
+
+from deltarule.lookup import nearest
+from deltarule.nn.json_file import read_text
+
+
+def flag_names(kind: type[Any]) -> list[str]:
+    """The flags of a command, in the order of its dataclass.
+
+    Examples:
+        >>> from deltarule.train.sample import GenerateRun
+        >>> flag_names(GenerateRun)[:2]
+        ['folder', 'prompt']
+    """
+    hints = typing.get_type_hints(kind)
+    names: list[str] = []
+    for field in dataclasses.fields(kind):
+        inner = hints[field.name]
+        names += flag_names(inner) if dataclasses.is_dataclass(inner) else [field.name]
+    return names
+
+
+def words_of_file(path: Path, kind: type[Any]) -> list[str]:
+    """The words that a file stands for on a command line.
+
+    Args:
+        path: A TOML file; its tables only order it.
+        kind: The dataclass of the command's flags.
+
+    Returns:
+        Flags and their values. A flag that the user gives after them counts.
+
+    Raises:
+        ValueError: The file cannot be read, or a key is no flag of this command.
+    """
+    try:
+        table = tomllib.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or str(error) or "nested too deeply"
+        raise ValueError(f"--config-file {path}: {reason}") from None
+    known = [name.replace("_", "-") for name in flag_names(kind)]
+    words: list[str] = []
+    for key, value in _leaves(table):
+        name = key.replace("_", "-")
+        if name not in known:
+            raise ValueError(
+                f"--config-file {path}: there is no flag {key!r}; {nearest(name, known)}"
+            )
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            many = value if isinstance(value, list) else [value]
+            words += [f"--{name}", *(str(one) for one in many)]
+    return words
+
+
+def to_toml(options: dict[str, Any]) -> str:
+    """Options as `words_of_file` reads them; what is None is left out, as no word says it.
+
+    Examples:
+        >>> print(to_toml({"steps": 7, "layer_types": ["kda"], "name": None}), end="")
+        steps = 7
+        layer-types = ["kda"]
+    """
+    # JSON's words for strings, numbers, lists and flags are TOML's.
+    given = {name.replace("_", "-"): x for name, x in options.items() if x is not None}
+    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in given.items())
+
+
+def _leaves(table: dict[str, Any]) -> list[tuple[str, Any]]:
+    found = []
+    for key, value in table.items():
+        found += _leaves(value) if isinstance(value, dict) else [(key, value)]
+    return found
