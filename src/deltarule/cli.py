@@ -32,6 +32,7 @@ from deltarule.train.run_folder import (
     folder_to_resume,
     stored_configuration,
 )
+from deltarule.train.runs import RunsRun, show_runs
 from deltarule.train.sample import GenerateRun, generate_text
 from deltarule.train.text import TextRun, train_text
 from deltarule.train.tokenize import DataRun, write_data
@@ -56,6 +57,7 @@ COMMANDS = {
     "train mqar": Command("train on associative recall, in minutes", MqarRun, train_mqar),
     "data": Command("write documents as token shards for training", DataRun, write_data),
     "generate": Command("write text with a trained model", GenerateRun, generate_text, "prompt"),
+    "runs": Command("list and compare runs", RunsRun, show_runs, "names"),
     "eval": Command("bits per byte by position", EvalRun, evaluate_run),
     "convert": Command("write a checkpoint in another family's layout", ConvertRun, convert_folder),
     "plot attention": Command(

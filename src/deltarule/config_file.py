@@ -27,7 +27,8 @@ def flag_names(kind: type[Any]) -> list[str]:
     names: list[str] = []
     for field in dataclasses.fields(kind):
         inner = hints[field.name]
-        names += flag_names(inner) if dataclasses.is_dataclass(inner) else [field.name]
+        nested = isinstance(inner, type) and dataclasses.is_dataclass(inner)
+        names += flag_names(inner) if nested else [field.name]
     return names
 
 
@@ -66,15 +67,16 @@ def words_of_file(path: Path, kind: type[Any]) -> list[str]:
 
 
 def to_toml(options: dict[str, Any]) -> str:
-    """Options as `words_of_file` reads them; what is None is left out, as no word says it.
+    """Options as `words_of_file` reads them.
 
     Examples:
-        >>> print(to_toml({"steps": 7, "layer_types": ["kda"], "name": None}), end="")
+        >>> print(to_toml({"steps": 7, "layer_types": ["kda"], "window": None}), end="")
         steps = 7
         layer-types = ["kda"]
+        window = "None"
     """
     # JSON's words for strings, numbers, lists and flags are TOML's.
-    given = {name.replace("_", "-"): x for name, x in options.items() if x is not None}
+    given = {n.replace("_", "-"): "None" if x is None else x for n, x in options.items()}
     return "".join(f"{name} = {json.dumps(value)}\n" for name, value in given.items())
 
 

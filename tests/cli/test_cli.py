@@ -14,7 +14,7 @@ from deltarule.config_file import to_toml
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.nn import SYSTEMS
 from deltarule.train.checkpoint import Checkpoints
-from deltarule.train.run_folder import flat, stored_configuration
+from deltarule.train.run_folder import flat, locked, read_run, stored_configuration
 from deltarule.train.text import TextModel, TextRun
 
 TINY = [
@@ -192,6 +192,38 @@ def test_train_resume_generate_and_eval(data, tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out.startswith("the")
     assert main(["eval", "runs/a", "--length", "32"]) == 0
     assert "position" in capsys.readouterr().out
+
+
+def test_runs_are_listed_compared_and_written_as_flags(data, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["runs"]) == FAILED
+    assert "there are no runs" in capsys.readouterr().err
+    train = ["train", "text", "--data", str(data), *TINY, "--steps", "4"]
+    assert main([*train, "--name", "a", "--evaluate-every", "2"]) == 0
+    assert main([*train, "--name", "b", "--lr", "0.5", "--max-seconds", "0"]) == 0
+    (tmp_path / "runs" / "b" / "model.safetensors").unlink()
+    capsys.readouterr()
+    assert main(["runs"]) == 0
+    head, a, b = capsys.readouterr().out.splitlines()
+    assert head.split() == ["run", "of", "step", "state", "last", "validation"]
+    assert a.split()[:5] == ["a", "train", "text", "4/4", "done"]
+    assert "bits_per_byte" in a
+    assert b.split()[:4] == ["b", "train", "text", "1/4"]
+    with locked(tmp_path / "runs" / "a"):
+        assert main(["runs", "a"]) == 0
+    assert "running" in capsys.readouterr().out
+    assert main(["runs", "a", "b"]) == 0
+    shown = capsys.readouterr().out
+    assert "lr" in shown
+    assert "0.003  0.5" in shown
+    assert "hidden-size" not in shown
+    assert main(["runs", "b", "--toml"]) == 0
+    (tmp_path / "b.toml").write_text(capsys.readouterr().out)
+    words = ["train", "text", "--config-file", "b.toml", "--name", "c"]
+    assert main(words) == 0
+    first, again = (read_run(tmp_path / "runs" / name).configuration for name in "bc")
+    assert first | {"name": "c"} == again
+    assert main(["runs", "a", "nothing"]) == FAILED
 
 
 def test_ctrl_c_saves_says_how_to_resume_and_resuming_works(data, tmp_path):

@@ -1,6 +1,7 @@
 """The whole of `deltarule train text` on a small text, resumed, generated from and evaluated."""
 
 import dataclasses
+import io
 import json
 
 import pytest
@@ -94,6 +95,40 @@ def test_generate_prints_the_prompt_and_more(folder, capsys):
     assert len(printed) > 10
     generate_text(GenerateRun(folder, prompt="99 b", max_new_tokens=12, temperature=0.0))
     assert capsys.readouterr().out == printed
+
+
+def test_generate_takes_prompts_from_anywhere(folder, tmp_path, capsys, monkeypatch):
+    options = {"max_new_tokens": 6, "temperature": 0.0}
+
+    def written(**more):
+        capsys.readouterr()
+        generate_text(GenerateRun(folder, **options | more))
+        return capsys.readouterr().out
+
+    one, two = written(prompt="99 b"), written(prompt="on")
+    file = tmp_path / "prompts.txt"
+    file.write_text("99 b\non\n")
+    assert written(prompt_file=str(file), lines=True) == f"--- 1\n{one}--- 2\n{two}"
+    file.write_text("99 b")
+    assert written(prompt_file=str(file)) == one
+    assert written(prompt="on", samples=2) == f"--- 1\n{two}--- 2\n{two}"
+    monkeypatch.setattr("sys.stdin", io.StringIO("99 b\non\n"))
+    assert written(interactive=True) == one[4:] + two[2:]
+    with pytest.raises(ValueError, match=r"--prompt-file .*No such file"):
+        written(prompt_file=str(tmp_path / "missing"))
+    for wrong in ({"prompt": "a", "interactive": True}, {"lines": True}, {"samples": 0}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            GenerateRun(folder, **wrong)
+
+
+def test_a_text_ends_after_a_stop_word_however_its_tokens_fall(folder, capsys):
+    options = {"prompt": "9", "max_new_tokens": 60, "seed": 3}
+    generate_text(GenerateRun(folder, **options))
+    whole = capsys.readouterr().out
+    for start, end in ((9, 10), (7, 12), (3, 20)):
+        word = whole[start:end]
+        generate_text(GenerateRun(folder, **options, stop=("never this", word)))
+        assert capsys.readouterr().out == whole[: whole.index(word, 1) + len(word)] + "\n"
 
 
 def test_eval_prints_and_draws_bits_by_position(folder, run, tmp_path, capsys):

@@ -1,6 +1,7 @@
-"""Text that a byte-level model writes, character by character."""
+"""Text that a model writes, character by character, after prompts from anywhere."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,42 +13,111 @@ from deltarule.train.vocabulary import Encoder, make_encoder, tokens_of
 
 @dataclass(frozen=True)
 class GenerateRun:
-    """Write text with a trained model, as it comes."""
+    """Write text with a trained model, as it comes: deltarule generate RUN "prompt"."""
 
     folder: Path
-    """Folder of a run, such as runs/text."""
+    """Folder of a run, such as runs/text, or of one of its checkpoints."""
     prompt: str = ""
-    """Beginning of the text; nothing means the start of a document."""
+    """Beginning of the text; nothing means the start of a document. It may stand behind the folder
+    without its flag."""
+    prompt_file: str | None = None
+    """A file that holds the prompt; - is standard input."""
+    lines: bool = False
+    """Each line of that file is a prompt of its own."""
+    interactive: bool = False
+    """Ask for prompts, one a line, until the input ends (Ctrl-D)."""
+    samples: int = 1
+    """Texts for each prompt."""
     max_new_tokens: int = 1000
     """The most bytes, or tokens of the run's tokenizer, to add."""
+    stop: tuple[str, ...] = ()
+    """Words after any of which a text ends."""
     temperature: float = 0.8
     """0 always takes the likeliest byte, 1 follows the model."""
     top_k: int | None = None
     """Draw among this many of the likeliest bytes; None means all."""
     top_p: float | None = None
     """Draw among the likeliest bytes that have this probability together; None means all."""
+    min_p: float | None = None
+    """Draw among bytes at least this many times as likely as the likeliest; None means all."""
+    repetition_penalty: float = 1.0
+    """Above 1, what was written already is less likely."""
     seed: int | None = None
-    """The same seed gives the same text; None draws a fresh one."""
+    """The same seed gives the same text; None draws a fresh one. Each further text takes the next
+    one."""
     device: str = "auto"
     """"cpu", "cuda", "cuda:1", "mps"; "auto" takes a GPU if PyTorch sees one."""
 
+    def __post_init__(self) -> None:
+        """Refuse what contradicts itself."""
+        if (self.prompt != "") + (self.prompt_file is not None) + self.interactive > 1:
+            raise ValueError("prompt, prompt_file and interactive exclude each other: give one")
+        if self.lines and self.prompt_file is None:
+            raise ValueError(
+                "lines needs prompt_file, whose lines are prompts; - is standard input"
+            )
+        if self.samples < 1:
+            raise ValueError(f"samples must be 1 or more, got {self.samples}")
+        if "" in self.stop:
+            raise ValueError("stop holds an empty word, after which every text would end at once")
+
 
 def generate_text(run: GenerateRun) -> None:
-    """Print the prompt and what the model adds to it, character by character.
+    """Print each prompt and what the model adds to it, character by character.
 
     Raises:
         CheckpointError: The folder holds no model that can be read.
-        ValueError: An option is out of range.
+        ValueError: An option is out of range, or a file of prompts cannot be read.
     """
     model = load_model(run.folder, choose_device(run.device), of_bytes=False)
     encoder = tokens_of(run_of(run.folder), model.config.vocab_size)
-    print(run.prompt, end="", flush=True)
-    for characters in sample_text(
-        model, run.prompt, encoder=encoder, max_new_tokens=run.max_new_tokens,
-        temperature=run.temperature, top_k=run.top_k, top_p=run.top_p, seed=run.seed,
-    ):  # fmt: skip
-        print(characters, end="", flush=True)
-    print()
+    several = run.samples > 1 or run.lines
+    count = 0
+    for prompt in prompts(run):
+        for _ in range(run.samples):
+            if several:
+                print(f"--- {count + 1}")
+            # What was typed stands on the screen already.
+            print("" if run.interactive else prompt, end="", flush=True)
+            for characters in sample_text(
+                model, prompt, encoder=encoder, max_new_tokens=run.max_new_tokens, stop=run.stop,
+                temperature=run.temperature, top_k=run.top_k, top_p=run.top_p, min_p=run.min_p,
+                repetition_penalty=run.repetition_penalty,
+                seed=None if run.seed is None else run.seed + count,
+            ):  # fmt: skip
+                print(characters, end="", flush=True)
+            print()
+            count += 1
+
+
+def prompts(run: GenerateRun) -> Iterator[str]:
+    """The prompts of a call, read as they are asked for.
+
+    Raises:
+        ValueError: Their file cannot be read.
+    """
+    if run.interactive:
+        yield from typed()
+    elif run.prompt_file is None:
+        yield run.prompt
+    else:
+        try:
+            with open(0 if run.prompt_file == "-" else run.prompt_file, "rb") as file:
+                text = file.read().decode(errors="surrogateescape")
+        except OSError as error:
+            raise ValueError(f"--prompt-file {run.prompt_file}: {error.strerror}") from None
+        yield from text.splitlines() if run.lines else [text]
+
+
+def typed() -> Iterator[str]:
+    """Lines that a user types, with the line editor where there is one."""
+    if sys.stdin.isatty():
+        import readline  # noqa: F401  input() takes it from here on
+    while True:
+        try:
+            yield input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
 
 
 def sample_text(
@@ -56,9 +126,12 @@ def sample_text(
     *,
     encoder: Encoder | None = None,
     max_new_tokens: int,
+    stop: Sequence[str] = (),
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
     seed: int | None = None,
 ) -> Iterator[str]:
     """Continue a prompt that starts a document, until the document ends or enough is written.
@@ -68,9 +141,12 @@ def sample_text(
         prompt: The beginning of the document; it may be empty.
         encoder: Of `deltarule.train.vocabulary`. None: tokens are bytes.
         max_new_tokens: The most tokens to add.
+        stop: Words after any of which the text ends; the word is still given.
         temperature: 0 always takes the likeliest byte, 1 follows the model.
         top_k: Draw among the k likeliest bytes only. None means all.
         top_p: Draw among the likeliest bytes that together have this probability. None means all.
+        min_p: Draw among bytes at least this many times as likely as the likeliest. None means all.
+        repetition_penalty: As for `deltarule.models.generate.generate`.
         seed: The same seed gives the same text. None draws a fresh one.
 
     Returns:
@@ -83,8 +159,17 @@ def sample_text(
     decoder = encoder.decoder()
     tokens = model.stream(
         encoder.prompt(prompt), max_new_tokens=max_new_tokens, temperature=temperature,
-        top_k=top_k, top_p=top_p, stop=[encoder.begin], seed=seed,
+        top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
+        stop=[encoder.begin], seed=seed,
     )  # fmt: skip
+    longest = max(map(len, stop), default=0)
+    before = ""
     for token in tokens:
-        yield decoder.push(token)
+        text = before + (new := decoder.push(token))
+        ends = [at + len(word) for word in stop if (at := text.find(word)) >= 0]
+        if ends:
+            yield text[len(before) : min(ends)]
+            return
+        yield new
+        before = text[max(0, len(text) - longest + 1) :]
     yield decoder.finish()

@@ -1,0 +1,125 @@
+"""`deltarule runs`: which runs there are, how far they have come, and in what they differ."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deltarule.config_file import to_toml
+from deltarule.train.checkpoint import checkpoint_steps
+from deltarule.train.metrics import Row, read_metrics
+from deltarule.train.run_folder import (
+    DIVERGED,
+    RUN,
+    RunFolderError,
+    RunRecord,
+    check_name,
+    flat,
+    locked,
+    read_run,
+)
+
+
+@dataclass(frozen=True)
+class RunsRun:
+    """List the runs of a folder; of several that are named, show what differs."""
+
+    names: tuple[str, ...] = ()
+    """Only these runs; their options and figures stand side by side. They may stand behind the
+    command without this flag."""
+    runs: Path = Path("runs")
+    """Folder of all runs."""
+    toml: bool = False
+    """Print the flags of each as a file for --config-file instead."""
+
+
+def show_runs(run: RunsRun) -> None:
+    """Print the list, or the comparison.
+
+    Raises:
+        RunFolderError: A run that is named is not there, or there is none.
+    """
+    for name in run.names:
+        check_name(name)
+    folders = [run.runs / name for name in run.names]
+    if not folders:
+        folders = sorted((path.parent for path in run.runs.glob(f"*/{RUN}")), key=began)
+    if not folders:
+        raise RunFolderError(f"{run.runs}: there are no runs; start one with: deltarule train text")
+    records = [read_run(folder) for folder in folders]
+    if run.toml:
+        for record in records:
+            options = flat(record.configuration)
+            kept = {n: x for n, x in options.items() if n not in ("name", "runs", "resume")}
+            print(f"# deltarule {record.command} --config-file FILE\n{to_toml(kept)}", end="")
+        return
+    if len(run.names) > 1:
+        print(table([["", *run.names], *differences(records)]))
+    rows = [summary(*found) for found in zip(folders, records, strict=True)]
+    print(table([["run", "of", "step", "state", "last validation"], *rows]))
+
+
+def began(folder: Path) -> float:
+    """When a run's description was written last."""
+    return (folder / RUN).stat().st_mtime
+
+
+def differences(records: Sequence[RunRecord]) -> list[list[str]]:
+    """Options that are not the same in all runs, one a row."""
+    options = [flat(record.configuration) for record in records]
+    names = dict.fromkeys(name for one in options for name in one)
+    rows = [[name.replace("_", "-"), *(shown(one.get(name)) for one in options)] for name in names]
+    return [row for row in rows if row[0] != "name" and len(set(row[1:])) > 1]
+
+
+def summary(folder: Path, record: RunRecord) -> list[str]:
+    """One run as a row: how far it has come, and what it measured last."""
+    rows = read_metrics(folder / "metrics.jsonl")
+    step = max([row["step"] for row in rows] + checkpoint_steps(folder / "checkpoints"), default=0)
+    steps = flat(record.configuration).get("steps", 0)
+    return [
+        folder.name, record.command, f"{step:,}/{steps:,}", state(folder, record, step),
+        figures(rows),
+    ]  # fmt: skip
+
+
+def state(folder: Path, record: RunRecord, step: int) -> str:
+    """Whether a run is going on, is done, has diverged, or stopped before its end."""
+    try:
+        with locked(folder):
+            pass
+    except RunFolderError:
+        return "running"
+    if (folder / DIVERGED).exists():
+        return "diverged"
+    return "done" if record.done is not None and record.done >= step else "stopped"
+
+
+def figures(rows: Sequence[Row]) -> str:
+    """The last short evaluation, or what was measured at the end."""
+    measured: list[Row] = [
+        {name: x for name, x in row.items() if name.startswith(("validation_", "final_"))}
+        for row in rows
+    ]
+    last = next((found for found in reversed(measured) if found), {})
+    return ", ".join(
+        f"{name.split('_', 1)[1]} {value:.4g}" for name, value in last.items() if value
+    )
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as they must be.
+
+    Examples:
+        >>> print(table([["a", "bb"], ["ccc", "d"]]))
+        a    bb
+        ccc  d
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def shown(value: Any) -> str:
+    """An option in a column."""
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
