@@ -31,7 +31,7 @@ from deltarule.nn.mixer import Mixer
 from deltarule.nn.norm import RMSNorm
 from deltarule.nn.rope import rotate_first
 from deltarule.nn.state import LentState, State
-from deltarule.nn.window_blocks import block_masks, blocks, visible_up_to, with_block_before
+from deltarule.nn.window_blocks import attend_in_blocks, visible_up_to
 from deltarule.ops.context import Context
 from deltarule.ops.context.rows import all_rows
 from deltarule.shapes import Hidden
@@ -172,7 +172,8 @@ class Attention(Mixer):
         keys = torch.cat([before["keys"].to(k.dtype), k], dim=1)
         values = torch.cat([before["values"].to(v.dtype), v], dim=1)
         if before["keys"].shape[1] == 0 and self._windowed(layout.tokens):
-            o = self._attend_in_blocks(q, keys, values, layout.sequence)
+            window = default(self.window, 1)
+            o = attend_in_blocks(self._attend, q, keys, values, window, layout.sequence)
         else:
             sight = sight_of(before, layout, self.window)
             if sight is None:
@@ -257,27 +258,6 @@ class Attention(Mixer):
             enable_gqa=k.shape[2] != q.shape[2],
         )
         return o.transpose(1, 2)
-
-    def _attend_in_blocks(self, q: Tensor, k: Tensor, v: Tensor, sequence: Tensor | None) -> Tensor:
-        """Softmax attention of tokens [B, T, heads, D] with nothing before them, over the window.
-
-        Args:
-            q: Queries.
-            k: Keys.
-            v: Values.
-            sequence: [T] of packed tokens, whose batch is 1. None: a row is a sequence.
-        """
-        size, batch, tokens = default(self.window, 1), *q.shape[:2]
-        if self.num_kv_heads != self.num_heads:
-            # PyTorch's kernels for grouped heads take no mask.
-            groups = self.num_heads // self.num_kv_heads
-            k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
-        q, k, v = (blocks(x, size) for x in (q, k, v))
-        first, others = block_masks(size, sequence, q.device)
-        o = self._attend(q[:, 0], k[:, 0], v[:, 0], first)
-        q, k, v = (x.flatten(0, 1) for x in (q[:, 1:], with_block_before(k), with_block_before(v)))
-        after = self._attend(q, k, v, others).unflatten(0, (batch, -1)).flatten(1, 2)
-        return torch.cat([o, after], dim=1)[:, :tokens]
 
     def _windowed(self, rows: int) -> bool:
         """Whether some of so many rows are out of the sight of others."""

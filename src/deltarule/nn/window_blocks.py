@@ -3,10 +3,42 @@
 T tokens then take 2 T window scores, and no mask of T x T.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from deltarule.ops.context import Context
+
+
+def attend_in_blocks(
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    size: int,
+    sequence: Tensor | None,
+) -> Tensor:
+    """Softmax attention of tokens [B, T, heads, D] with nothing before them, over the window.
+
+    Args:
+        attend: Softmax attention of q, k and v with a mask.
+        q: Queries.
+        k: Keys, of as many heads or of a divisor.
+        v: Values like k.
+        size: The window.
+        sequence: [T] of packed tokens, whose batch is 1. None: a row is a sequence.
+    """
+    batch, tokens, heads = q.shape[:3]
+    if k.shape[2] != heads:
+        # PyTorch's kernels for grouped heads take no mask.
+        k, v = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (k, v))
+    q, k, v = (blocks(x, size) for x in (q, k, v))
+    first, others = block_masks(size, sequence, q.device)
+    o = attend(q[:, 0], k[:, 0], v[:, 0], first)
+    q, k, v = (x.flatten(0, 1) for x in (q[:, 1:], with_block_before(k), with_block_before(v)))
+    after = attend(q, k, v, others).unflatten(0, (batch, -1)).flatten(1, 2)
+    return torch.cat([o, after], dim=1)[:, :tokens]
 
 
 def blocks(x: Tensor, size: int) -> Tensor:
