@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 from deltarule.models import CausalLM, CheckpointError
 from deltarule.models.convert.families import family_of
 from deltarule.models.files import CONFIG, WEIGHTS, plain_name
+from deltarule.nn import MIXERS
+from deltarule.nn.table import CHECKPOINTS
 from hf.families import MULTIMODAL, make, tiny, tokens
 from models.checkpoints import check_round_trip, check_ways_of_reading, close
 
@@ -130,6 +132,12 @@ def test_generated_tokens_are_the_likeliest(case):
     whole = torch.cat([prompt, torch.tensor([made])], 1)
     with torch.no_grad():
         assert model(whole)[0][0, 11:-1].argmax(-1).tolist() == made
+
+
+def test_rows_name_the_families_that_they_load(case):
+    parts = {part for name in CausalLM.load(case[1]).config.layer_types for part in name.split("+")}
+    rows = {row for row, names in CHECKPOINTS.items() if case[2] in names}
+    assert parts & {*MIXERS} == rows
 
 
 def test_a_multimodal_folder_gives_its_language_model(tmp_path):

@@ -1,15 +1,17 @@
 """From one layout to another, tensor by tensor: the same bits, whole or absent."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from deltarule.models import CausalLM, ModelConfig
+from deltarule.models import FAMILIES, CausalLM, ModelConfig
 from deltarule.models.convert.copy import convert
 from deltarule.models.convert.piece import Piece, filters
 from deltarule.models.files import CONFIG, INDEX, WEIGHTS
+from deltarule.nn.table import CHECKPOINTS
 from models.checkpoints import redraw
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "mlp_size": 48}
@@ -62,6 +64,12 @@ def test_shards_have_their_index(size, saved, tmp_path):
         assert len(tensors) == 1 or sum(x.numel() * 4 for x in tensors.values()) <= size
     convert(tmp_path / "kda", tmp_path / "again", "kda")
     same_files(tmp_path / "whole", tmp_path / "again")
+
+
+def test_rows_and_the_page_name_every_family():
+    assert {name for names in CHECKPOINTS.values() for name in names} == {*FAMILIES}
+    page = (Path(__file__).parents[2] / "docs" / "weights.md").read_text()
+    assert [name for name in FAMILIES if f"`{name}`" not in page] == []
 
 
 def test_progress_ends_at_the_total(saved, tmp_path):

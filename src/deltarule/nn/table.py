@@ -31,6 +31,29 @@ TESTS = {
 }  # fmt: skip
 
 
+# The `model_type` of checkpoints whose layers are a row's; docs/weights.md says more of each.
+CHECKPOINTS = {
+    "linear_attention": ("linear_attn",),
+    "retnet": ("retnet",),
+    "mamba2": ("mamba2", "nemotron_h", "granitemoehybrid", "falcon_h1", "bamba"),
+    "gla": ("gla",),
+    "xlstm_7b": ("xlstm",),
+    "deltanet": ("delta_net",),
+    "gated_deltanet": (
+        "gated_deltanet", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text",
+        "qwen3_next", "olmo_hybrid",
+    ),
+    "kda": ("kda", "kimi_linear"),
+    "delta_product": ("gated_deltaproduct",),
+    "gated_delta_product": ("gated_deltaproduct",),
+    "mamba1": ("mamba", "falcon_mamba", "jamba"),
+    "attention": (
+        "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid",
+        "kimi_linear", "nemotron_h", "granitemoehybrid", "falcon_h1", "bamba", "jamba",
+    ),
+}  # fmt: skip
+
+
 def forms(system: System) -> str:
     """The ways a system runs: its own, or those of `delta_rule` and `dplr`."""
     if system.forms:
@@ -63,6 +86,8 @@ def described(system: System, layer: type[Mixer]) -> str:
         f"objective: {system.objective or 'none published'}",
         f"runs: {forms(system)}; source: {system.source}; test: tests/{backed_by(system)}",
     ]
+    if names := CHECKPOINTS.get(system.name):
+        lines.append(f"loads checkpoints of {', '.join(names)}")
     return "\n    ".join(lines)
 
 
@@ -87,9 +112,10 @@ def facts(system: System, layer: type[Mixer]) -> str:
         "operator": f"`{system.operator}`: {forms(system)}",
         "state": f"{system.state_size} numbers a sequence",
         "objective": f"`{system.objective}`" if system.objective else "none published",
+        "checkpoints": ", ".join(map(_code, CHECKPOINTS.get(system.name, ()))),
         "test": f"`tests/{backed_by(system)}`",
     }
-    return "\n".join(f"- {name}: {value}" for name, value in rows.items())
+    return "\n".join(f"- {name}: {value}" for name, value in rows.items() if value)
 
 
 def _code(text: str) -> str:
