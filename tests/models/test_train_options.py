@@ -37,6 +37,10 @@ OPTIONS = {
         "layer_types": "mamba1", "mamba_inner_norm": "weighted", "time_step_rank": 5,
     },
     "norm without bias": {"layer_types": "xlstm_7b", "output_norm_bias": False},
+    "blocks of RWKV-7": {
+        "layer_types": ("rwkv7", "channel_mix"), "mlp_layer_types": "none", "norm_type": "layer",
+        "embedding_norm": True, "low_rank_dims": (8, 6, 4, 12),
+    },
     "mixer and MLP side by side": {"layer_types": "kda+mlp", "mlp_layer_types": "none"},
     "no positions, scaled scores, capped logits": {
         "layer_types": ("mamba2", "attention"), **MAMBA2, "partial_rotary_factor": 0.0,

@@ -13,13 +13,15 @@ from deltarule.nn import (
     DeltaMixer,
     Experts,
     LatentAttention,
-    Mixer,
     RMSNorm,
     State,
     SwiGLU,
     one_token,
 )
+from deltarule.nn.channel_mix import ChannelMix
+from deltarule.nn.frame import Frame
 from deltarule.nn.mlp import make_mlp
+from deltarule.nn.norm import LayerNorm
 from deltarule.nn.recomputed import recomputed
 from deltarule.nn.state import DraftedState, LentState
 from deltarule.ops.context import Context
@@ -45,7 +47,7 @@ class Block(nn.Module):
         parts = {part: make_part(config, part, layer_index) for part in name.split("+")}
         self.multipliers = {part: out_multiplier(config, part) for part in parts}
         self.mixer = parts[name] if len(parts) == 1 else nn.ModuleDict(parts)
-        self.mlp_norm: RMSNorm | None = None
+        self.mlp_norm: RMSNorm | LayerNorm | None = None
         self.mlp, self.mlp_multiplier = None, out_multiplier(config, "mlp")
         if (kind := mlp_kinds(config)[layer_index]) != "none":
             self.mlp_norm = stream_norm(config)
@@ -84,7 +86,7 @@ class Block(nn.Module):
         """Apply the parts of the first half to x; sum them and put their states together."""
         outputs, after = [], State()
         for prefix, part, multiplier in self.parts():
-            if isinstance(part, Mixer):
+            if isinstance(part, Frame):
                 before = None if state is None else taken(state, prefix)
                 y, own = part(x, before, **given)
                 if isinstance(before, DraftedState) and isinstance(state, DraftedState):
@@ -111,14 +113,14 @@ class Block(nn.Module):
     def init_state(self, batch_size: int) -> State:
         """Return the state before the first token, for batch_size sequences."""
         return State({
-            prefix + name: tensor for prefix, part, _ in self.parts() if isinstance(part, Mixer)
+            prefix + name: tensor for prefix, part, _ in self.parts() if isinstance(part, Frame)
             for name, tensor in part.init_state(batch_size).items()
         })  # fmt: skip
 
     def lend(self, state: State, tokens: int) -> LentState:
         """Return a copy of a state that calls of one token may overwrite, for so many tokens."""
         return LentState({
-            prefix + name: tensor for prefix, part, _ in self.parts() if isinstance(part, Mixer)
+            prefix + name: tensor for prefix, part, _ in self.parts() if isinstance(part, Frame)
             for name, tensor in part.lend(taken(state, prefix), tokens).items()
         })  # fmt: skip
 
@@ -157,6 +159,9 @@ def make_part(config: ModelConfig, name: str, layer_index: int) -> nn.Module:
     if name == "mlp":
         gate = config.mlp_multipliers[0]
         return make_mlp(config.hidden_size, mlp_size(config), config.hidden_act, gate)
+    if name == "channel_mix":
+        place = {"layer_index": layer_index, "num_layers": config.num_layers}
+        return ChannelMix(config.hidden_size, mlp_size(config), **place)
     if name == "attention" and config.kv_lora_rank is not None:
         return LatentAttention.from_config(config, layer_index)
     if name != "moe":
@@ -200,13 +205,17 @@ def taken(state: State, prefix: str) -> State:
     return type(state)({name.removeprefix(prefix): tensor for name, tensor in kept.items()})
 
 
-def stream_norm(config: ModelConfig) -> RMSNorm:
+def stream_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
     """Make a norm of the residual stream."""
+    if config.norm_type == "layer":
+        return LayerNorm(config.hidden_size, eps=config.norm_eps)
     zero_centered = config.zero_centered_norm
     return RMSNorm(config.hidden_size, eps=config.norm_eps, zero_centered=zero_centered)
 
 
-def norm_of_sum(norm: RMSNorm, x: Hidden, branch: Hidden | None) -> tuple[Hidden, Hidden]:
+def norm_of_sum(
+    norm: RMSNorm | LayerNorm, x: Hidden, branch: Hidden | None
+) -> tuple[Hidden, Hidden]:
     """The stream with the branch, if any, and its norm."""
     return (x, norm(x)) if branch is None else norm.of_sum(x, branch)
 

@@ -64,6 +64,7 @@ class CausalLM(nn.Module):
         self.config = config
         self.activation_checkpointing = False
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embedding_norm = stream_norm(config) if config.embedding_norm else None
         self.blocks = nn.ModuleList(Block(config, index) for index in range(config.num_layers))
         self.norm = stream_norm(config)
         self.head: nn.Linear | None = None
@@ -121,6 +122,7 @@ class CausalLM(nn.Module):
         shared: dict[str, Tensor] = {}
         recompute = self.activation_checkpointing and torch.is_grad_enabled()
         x, branch = scaled(self.embedding(tokens), self.config.embedding_multiplier), None
+        x = x if self.embedding_norm is None else self.embedding_norm(x)
         states = []
         for index, block in enumerate(self.blocks):
             arguments = (None if state is None else state[index], cu_seqlens, mask, shared, context)

@@ -24,9 +24,10 @@ class ModelConfig:
         num_layers: Blocks, each a mixer and an MLP.
         layer_types: The mixer of each block, by its name in `deltarule.nn.MIXERS`: one name, or
             a pattern whose length divides num_layers and that repeats; or a published pattern by
-            its name in `deltarule.models.PATTERNS`. In a mixer's place "mlp" or "moe", experts, may
-            stand, and several joined by + are side by side, such as "mamba2+attention". Kept as a
-            tuple of num_layers names.
+            its name in `deltarule.models.PATTERNS`. In a mixer's place "mlp", "moe" (experts) or
+            "channel_mix" (an MLP that mixes each token with the one before) may stand, and several
+            joined by + are side by side, such as "mamba2+attention". Kept as a tuple of num_layers
+            names.
         num_heads: Query and key heads.
         num_v_heads: Value heads of recurrent layers, a multiple of num_heads. None: num_heads.
         head_k_dim: Channels of a query or key. None: the layer's default.
@@ -99,6 +100,8 @@ class ModelConfig:
         mamba_inner_norm: A norm of Mamba's query, key and step size: "plain", without weights, or
             "weighted". None: none.
         time_step_rank: Channels that Mamba's step size comes through. None: hidden_size / 16.
+        low_rank_dims: Channels that RWKV-7's decay, erase, value and gate come through. None: as
+            many as its authors take.
         mamba_rms_norm: Whether Mamba-2 norms its gated output.
         mlp_multipliers: What an MLP multiplies its gate, before the activation, and its output by.
         lm_head_multiplier: What the logits are multiplied by.
@@ -106,6 +109,8 @@ class ModelConfig:
         norm_eps: Added to the mean square in every RMSNorm.
         output_norm_eps: Added in its place in the norms of recurrent layers. None: norm_eps.
         output_norm_bias: Whether that norm of mLSTM layers has a bias.
+        norm_type: "rms", or "layer", which takes the mean out and has biases: norms of the stream.
+        embedding_norm: Whether the embedding goes through such a norm before the first block.
         zero_centered_norm: Keep the weights of the stream's norms, and of attention's q and k, less
             one.
         post_norm: A mixer whose blocks compute x + norm(f(x)) in place of x + f(norm(x)), in both
@@ -181,12 +186,15 @@ class ModelConfig:
     mamba_rms_norm: bool = True
     mamba_inner_norm: Literal["plain", "weighted"] | None = None
     time_step_rank: int | None = None
+    low_rank_dims: tuple[int, ...] | None = None
     mlp_multipliers: tuple[float, ...] = (1.0, 1.0)
     lm_head_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
     norm_eps: float = 1e-5
     output_norm_eps: float | None = None
     output_norm_bias: bool = True
+    norm_type: Literal["rms", "layer"] = "rms"
+    embedding_norm: bool = False
     zero_centered_norm: bool = False
     post_norm: str | None = None
     tie_embeddings: bool = True

@@ -34,7 +34,7 @@ _CHOICES: dict[str, Iterable[str]] = {
     "feature_map": FEATURE_MAPS, "qk_norm": NORMS, "output_norm": OUTPUT_NORMS,
     "attention_qk_norm": ("head", "all"),
     "post_norm": MIXERS, "hidden_act": ("silu", "relu2"), "scoring_func": ("softmax", "sigmoid"),
-    "mamba_inner_norm": ("plain", "weighted"),
+    "mamba_inner_norm": ("plain", "weighted"), "norm_type": ("rms", "layer"),
     "spectrum": SPECTRA,
 }  # fmt: skip
 # Options that mean nothing without a layer that takes them.
@@ -43,12 +43,12 @@ _ASKED_FOR = (
     "output_norm", "normalizer", "filter_size", "spectrum", "num_persistent",
 )  # fmt: skip
 # What a block has beside mixers in its first half.
-MLP_PARTS = ("mlp", "moe")
+MLP_PARTS = ("mlp", "moe", "channel_mix")
 _MAMBA1 = ("mamba1", "signed_mamba1")
 _ATTENTION = ("attention", "sliding_window")
 # Options that mean nothing, but for their defaults, without one of these parts.
 _OF_PARTS: dict[str, tuple[str, ...]] = {
-    "output_norm_bias": ("mlstm", "xlstm_7b"),
+    "low_rank_dims": ("rwkv7",), "output_norm_bias": ("mlstm", "xlstm_7b"),
     "mamba_inner_norm": _MAMBA1, "time_step_rank": _MAMBA1,
     "kv_lora_rank": ("attention",), "output_gate_bias": ("kda",), "n_groups": ("mamba2",),
     "mamba_rms_norm": ("mamba2",), "ssm_multipliers": ("mamba2",),
@@ -96,6 +96,11 @@ def check_fields(config: Any) -> None:
                 f"{name} must be {'None or ' if name in optional else ''}one of "
                 f"{', '.join(known)}, got {value!r}{nearest(value, known)}"
             )
+    if config.low_rank_dims is not None:
+        if not isinstance(config.low_rank_dims, tuple) or len(config.low_rank_dims) != 4:
+            raise ValueError(f"low_rank_dims must be 4 integers, got {config.low_rank_dims!r}")
+        for rank in config.low_rank_dims:
+            _check_integer("low_rank_dims", rank, 1, False)
     for name, count in (("ssm_multipliers", 5), ("mlp_multipliers", 2)):
         value = getattr(config, name)
         fits = isinstance(value, tuple) and len(value) == count
@@ -144,7 +149,7 @@ def check_used(config: Any) -> None:
     parts |= {"moe"} if "sparse" in kinds else set()
     if "moe" in parts:
         _check_experts(config)
-    if config.mlp_size == 0 and ("mlp" in parts or "dense" in kinds):
+    if config.mlp_size == 0 and (parts & {"mlp", "channel_mix"} or "dense" in kinds):
         raise ValueError("mlp_size must be above 0 for the MLPs of layer_types or mlp_layer_types")
     fields = {field.name: field.default for field in dataclasses.fields(config)}
     for name, needed in _OF_PARTS.items():

@@ -60,6 +60,15 @@ class RMSNorm(nn.Module):
         return 1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
 
 
+class LayerNorm(nn.LayerNorm):
+    """Mean and variance of the last axis taken out, with a weight and a bias for each channel."""
+
+    def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x + y [..., size] and its norm."""
+        total = x + y
+        return total, self(total)
+
+
 class GatedRMSNorm(RMSNorm):
     """A norm over each head's channels, multiplied by an activated gate.
 

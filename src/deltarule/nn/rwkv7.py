@@ -8,7 +8,7 @@ o_t = S_t q_t, normalised, + (q_t * k'_t * bonus summed over channels) v_t
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -69,6 +69,10 @@ FIRST_VALUES = "rwkv7_first_values"
 GROUP_NORM_EPS = 64e-5
 # What each projection reads, and how fast its share of the token before falls with the channel.
 SHIFT_POWERS = {"q": 0.2, "decay": 0.9, "k": 0.7, "v": 0.7, "erase": 0.9, "gate": 0.2}
+
+
+# What comes through few channels, in the order of the option low_rank_dims.
+SMALL_MAPS = ("a_proj", "erase_proj", "value_proj", "g_proj")
 
 
 class RWKV7(DeltaMixer):
@@ -159,11 +163,35 @@ class RWKV7(DeltaMixer):
         """From the shifted x through few channels to the gate, which has no activation after."""
         return self.small_map(0.6, 0.8, self.num_v_heads * self.head_v_dim, nn.Sigmoid())
 
+    @classmethod
+    def from_config(cls, config: Any, layer_index: int) -> Self:
+        """Build the layer of a model, its small maps through as many channels as that says."""
+        layer = super().from_config(config, layer_index)
+        ranks = getattr(config, "low_rank_dims", None)
+        if ranks is None:
+            return layer
+        for name, rank in zip(SMALL_MAPS, ranks, strict=True):
+            if isinstance(small := getattr(layer, name), nn.Sequential):
+                inner = small[1] if len(small) == 3 else None
+                size = layer.head_k_dim if name in SMALL_MAPS[:2] else layer.head_v_dim
+                small = layer.map_through(rank, layer.num_heads * size, inner)
+                setattr(layer, name, small)
+        return layer
+
+    def low_rank_dims(self) -> tuple[int, ...]:
+        """Channels that the decay, the erase, the value and the gate come through."""
+        maps = (getattr(self, name) for name in SMALL_MAPS)
+        return tuple(small[0].out_features for small in maps if small is not None)
+
     def small_map(
         self, factor: float, power: float, outputs: int, activation: nn.Module | None = None
     ) -> nn.Sequential:
         """A map through factor * hidden_size^power channels, that starts at zero."""
         rank = max(32, 32 * round(factor * self.hidden_size**power / 32))
+        return self.map_through(rank, outputs, activation)
+
+    def map_through(self, rank: int, outputs: int, activation: nn.Module | None) -> nn.Sequential:
+        """A map through so many channels, that starts at zero."""
         small = low_rank(self.hidden_size, rank, outputs, activation=activation)
         down, up = small.parameters()
         nn.init.zeros_(down)

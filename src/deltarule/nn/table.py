@@ -46,6 +46,7 @@ CHECKPOINTS = {
     "kda": ("kda", "kimi_linear"),
     "delta_product": ("gated_deltaproduct",),
     "gated_delta_product": ("gated_deltaproduct",),
+    "rwkv7": ("rwkv7",),
     "mamba1": ("mamba", "falcon_mamba", "jamba"),
     "attention": (
         "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid",

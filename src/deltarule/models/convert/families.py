@@ -13,6 +13,7 @@ from deltarule.models.convert import (
     nemotron_h,
     olmo_hybrid,
     qwen,
+    rwkv7,
     xlstm,
 )
 from deltarule.models.convert.family import Family
@@ -31,6 +32,7 @@ FAMILIES: dict[str, Family] = {
     "nemotron_h": nemotron_h.FAMILY,
     "kimi_linear": kimi_linear.FAMILY,
     "xlstm": xlstm.FAMILY,
+    "rwkv7": rwkv7.FAMILY,
     **mamba1.FAMILIES,
 }
 

@@ -65,7 +65,7 @@ class Piece:
     def shape(self, shapes: Shapes) -> Shape:
         """Return the shape of the stored tensor, from those of the parameters."""
         if self.rows is not None:
-            return self.rows[1] - self.rows[0], *shapes[self.parts[0]][2:]
+            return self.form((self.rows[1] - self.rows[0], *shapes[self.parts[0]][2:]))
         rows = sum(shapes[part][0] for part in self.parts)
         return self.form((rows, *shapes[self.parts[0]][1:]))
 
@@ -79,7 +79,8 @@ class Piece:
                     f"tensor {self.name!r} is {stored.dtype}, but others of {first!r} are "
                     f"{whole.dtype}: give them one dtype"
                 )
-            whole.flatten(0, 1)[slice(*self.rows)] = stored
+            own = whole.flatten(0, 1)[slice(*self.rows)]
+            own.copy_(stored.reshape(own.shape))
             return
         if len(self.parts) == 1:
             found[first] = stored.reshape(shapes[first])
@@ -92,7 +93,8 @@ class Piece:
     def write(self, tensors: Sequence[Tensor]) -> Tensor:
         """Put the parameters, in the order of `parts`, into one tensor."""
         if self.rows is not None:
-            return tensors[0].flatten(0, 1)[slice(*self.rows)]
+            own = tensors[0].flatten(0, 1)[slice(*self.rows)]
+            return own.reshape(self.form(tuple(own.shape)))
         shapes = {part: tuple(x.shape) for part, x in zip(self.parts, tensors, strict=True)}
         grouped = [x.reshape(self.groups, len(x) // self.groups, -1) for x in tensors]
         joined = grouped[0] if len(grouped) == 1 else torch.cat(grouped, dim=1)

@@ -7,7 +7,7 @@ from torch import nn
 
 from deltarule.models.block import mlp_kinds, mlp_size
 from deltarule.models.config import ModelConfig
-from deltarule.nn import Attention, LatentAttention, Mamba1
+from deltarule.nn import RWKV7, Attention, LatentAttention, Mamba1
 from deltarule.nn.mixer import Mixer
 
 # What a recurrent layer has become, by the option that says it.
@@ -24,7 +24,7 @@ _ATTENTION = {
     "partial_rotary_factor": "partial_rotary_factor", "attention_multiplier": "scale",
 }  # fmt: skip
 _LATENT = {"num_attention_heads": "num_heads"}
-_OTHER = ("attention_gate", "output_gate", "output_norm_eps", "rope_theta")
+_OTHER = ("low_rank_dims", "attention_gate", "output_gate", "output_norm_eps", "rope_theta")
 # Options that are never None, where no layer has taken them.
 _UNUSED = {"attention_gate": False, "partial_rotary_factor": 1.0, "rope_theta": 10000.0}
 
@@ -53,6 +53,8 @@ def resolved(config: ModelConfig, blocks: nn.ModuleList) -> ModelConfig:
             seen["output_norm_eps"].add(mixer.norm_eps)
         if isinstance(mixer, Mamba1) and config.mamba_inner_norm is not None:
             seen["output_norm_eps"].add(mixer.inner_norm_eps)
+        if isinstance(mixer, RWKV7) and mixer.value_proj is not None:
+            seen["low_rank_dims"].add(mixer.low_rank_dims())
         for name in _RECURRENT:
             if mixer.takes(name):
                 seen[name].add(getattr(mixer, name))

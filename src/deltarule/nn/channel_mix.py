@@ -1,0 +1,63 @@
+"""RWKV's feed-forward half, which looks back one token.
+
+y_t = W_o max(W_u (x_t + mix * (x_{t-1} - x_t)), 0)^2
+"""
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deltarule.nn.call import Call
+from deltarule.nn.frame import Frame
+from deltarule.nn.state import State
+
+
+class ChannelMix(Frame):
+    """A network of squared ReLU that reads each token mixed with the one before.
+
+    Args:
+        hidden_size: Channels of the stream.
+        mlp_size: Channels inside.
+        layer_index: Which layer of the model this is, from 0.
+        num_layers: Layers of the model.
+
+    Examples:
+        >>> y, state = ChannelMix(8, 16)(torch.zeros(1, 3, 8))
+        >>> state["shift"].shape
+        torch.Size([1, 1, 8])
+
+    Source: arXiv 2503.14456, section 4.2.
+    """
+
+    float32_parameters: ClassVar[tuple[str, ...]] = ("shift_mix",)
+    convolved: ClassVar[tuple[str, ...]] = ()
+    shift_mix: nn.Parameter
+
+    def __init__(
+        self, hidden_size: int, mlp_size: int, *, layer_index: int = 0, num_layers: int = 1
+    ) -> None:
+        """Build both projections; the mix begins as the authors' does."""
+        super().__init__()
+        self.hidden_size, self.conv_size = hidden_size, 0
+        share = torch.arange(hidden_size, dtype=torch.float32) / hidden_size
+        above = 1 - layer_index / num_layers
+        self.gate_parameter("shift_mix", 1 - share.pow(above**4))
+        self.up_proj = nn.Linear(hidden_size, mlp_size, bias=False)
+        self.o_proj = nn.Linear(mlp_size, hidden_size, bias=False)
+
+    def memories(self) -> dict[str, tuple[int, ...]]:
+        """None that sums over tokens."""
+        return {}
+
+    def init_state(self, batch_size: int) -> State:
+        """Return zeros: the last token's x."""
+        like, size = self.reference(), (batch_size, 1, self.hidden_size)
+        return State(shift=torch.zeros(size, dtype=like.dtype, device=like.device))
+
+    def mix(self, call: Call) -> Tensor:
+        """Mix each token with the last, and map it."""
+        x = torch.addcmul(call.x, call.token_shift(), self.shift_mix.to(call.x.dtype))
+        y: Tensor = self.o_proj(F.relu(self.up_proj(x)).square())
+        return y
