@@ -53,6 +53,17 @@ def gradients(inputs: Inputs, weighted: tuple, save: bool) -> list[torch.Tensor]
     return [o, final, *(x for x in found if x is not None)]
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("options", [{"tokens": 130}, {"tokens": 70, "decay": "channel"}])
+def test_no_gradient_by_the_final_state_is_one_of_zeros(options, parts, monkeypatch) -> None:
+    cut_into(parts, monkeypatch)
+    inputs, (d_o, d_final) = inputs_of(options, torch.float32)
+    for save in (True, False):
+        expected = gradients(inputs, (d_o, torch.zeros_like(d_final)), save)
+        found = gradients(inputs, (d_o, None), save)
+        assert all(map(torch.equal, found, expected))
+
+
 def cut_into(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut into so many windows, whatever the size."""
     cut = passes.cut_into

@@ -34,7 +34,7 @@ class Backend(NamedTuple):
     """Forward, backward, and the shape of the states that the forward saves for the backward."""
 
     forward: Callable[[Inputs, bool], tuple[Tensor, Tensor, Tensor]]
-    backward: Callable[[Tensor, Tensor, Inputs, Tensor], tuple[Tensor | None, ...]]
+    backward: Callable[[Tensor, Tensor | None, Inputs, Tensor], tuple[Tensor | None, ...]]
     saved_shape: Callable[[Inputs], tuple[int, ...]]
 
 
@@ -79,9 +79,8 @@ def backward(
     """Gradients by the eight tensors from q to initial_state."""
     d_o, d_final = gradients
     d_o = inputs.v.new_zeros(inputs.output_shape) if d_o is None else d_o.contiguous()
-    if d_final is None:
-        d_final = inputs.q.new_zeros(inputs.state_shape, dtype=inputs.dtype)
-    return BACKENDS[backend].backward(d_o, d_final.contiguous(), inputs, saved[0])
+    d_final = None if d_final is None else d_final.contiguous()
+    return BACKENDS[backend].backward(d_o, d_final, inputs, saved[0])
 
 
 def fake(inputs: Inputs, save: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:

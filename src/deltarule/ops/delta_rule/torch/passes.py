@@ -284,17 +284,20 @@ def _run(inputs: Inputs, save: bool, size: int | None = None) -> tuple[Tensor, T
 
 
 def backward(
-    d_o: Tensor, d_final: Tensor, inputs: Inputs, saved: Tensor
+    d_o: Tensor, d_final: Tensor | None, inputs: Inputs, saved: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Gradients by q, k, v, beta, a, b, log_decay and initial_state; None for what is None.
 
+    None in place of d_final stands for zeros.
     Without saved states the forward runs once more, to have them.
     """
     if saved.numel() == 0:
         saved = forward(inputs, save=True)[2]
     heads = inputs.q.shape[2]
     gradients = empty_gradients(inputs)
-    d_initial = d_final.clone(memory_format=torch.contiguous_format)
+    d_initial = inputs.q.new_zeros(inputs.state_shape, dtype=inputs.dtype)
+    if d_final is not None:
+        d_initial.copy_(d_final)
     with without_autocast(d_o.device):
         size, groups = plan(inputs)
         for sequences, windows in groups:

@@ -63,10 +63,11 @@ def fused_stage(inputs: Inputs, plan: Plan, save: bool, tape: Tape | None = None
 
 
 def backward(
-    d_o: Tensor, d_final: Tensor, inputs: Inputs, saved: Tensor
+    d_o: Tensor, d_final: Tensor | None, inputs: Inputs, saved: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Gradients by the eight tensors from q to initial_state."""
-    inputs, given = contiguous(inputs), (piece(d_o), piece(d_final), saved)
+    """Gradients by the eight tensors from q to initial_state; None in place of a zero d_final."""
+    inputs = contiguous(inputs)
+    given = piece(d_o), None if d_final is None else piece(d_final), saved
     found = iter(replayed(gradient_stages, inputs, saved.numel() == 0, given))
     gradients = [None if x is None else next(found) for x in inputs[:7]]
     if inputs.beta is not None and (d_beta := gradients[3]) is not None:
@@ -83,7 +84,7 @@ def recording_of(inputs: Inputs, save: bool = False) -> Recording | None:
 
 
 def key_of(
-    stages: Stages, inputs: Inputs, choice: bool, more: tuple[Tensor, ...] = ()
+    stages: Stages, inputs: Inputs, choice: bool, more: tuple[Tensor | None, ...] = ()
 ) -> CallKey | None:
     """All that the launches of these stages on a GPU depend on; None elsewhere."""
     if not inputs.q.is_cuda:
@@ -92,7 +93,7 @@ def key_of(
 
 
 def replayed(
-    stages: Stages, inputs: Inputs, choice: bool, more: tuple[Tensor, ...] = ()
+    stages: Stages, inputs: Inputs, choice: bool, more: tuple[Tensor | None, ...] = ()
 ) -> Outputs:
     """stages(inputs, plan, choice, *more); from their recording where a call like it has one."""
     if (key := key_of(stages, inputs, choice, more)) is None:
@@ -105,21 +106,23 @@ def replayed(
         remember(recordings, key.key, ONCE)
         # A backward may follow a forward that saves: its kernels are compiled with it.
         first = all_stages if stages is forward_stages else stages
-        compile_first(inputs, plan, (stages, choice), lambda: first(inputs, plan, choice, *more))
+        which = stages, choice, *[x is None for x in more]
+        compile_first(inputs, plan, which, lambda: first(inputs, plan, choice, *more))
     if known is ONCE and key.aligned and not launch.watched() and not capturing():
         return record(stages, inputs, plan, choice, more, key)
     return stages(inputs, plan, choice, *more)
 
 
 def record(
-    stages: Stages, inputs: Inputs, plan: Plan, choice: bool, more: tuple[Tensor, ...], key: CallKey
-) -> Outputs:
+    stages: Stages, inputs: Inputs, plan: Plan, choice: bool, more: tuple[Tensor | None, ...],
+    key: CallKey,
+) -> Outputs:  # fmt: skip
     """Run the stages of a call and write down what they launch."""
     # Each argument is a tensor of its own, whatever the caller gave twice.
     named = inputs._asdict().items()
     own: dict[str, Any] = {name: x.detach() for name, x in named if isinstance(x, Tensor)}
-    more = tuple(x.detach() for x in more)
-    tape = Tape([*own.values(), *more])
+    more = tuple(None if x is None else x.detach() for x in more)
+    tape = Tape([*own.values(), *(x for x in more if x is not None)])
     with launch.there(inputs.q.device), Watch(tape):
         outputs = stages(inputs._replace(**own), plan, choice, *more, tape=tape)
     remember(recordings, key.key, tape.recording(outputs))
@@ -138,10 +141,10 @@ def compile_first(
 
 def all_stages(inputs: Inputs, plan: Plan, save: bool) -> None:
     """The kernels of the forward and, where it saves for one, of the backward."""
-    o, final, *kept = forward_stages(inputs, plan, save)
+    o, _, *kept = forward_stages(inputs, plan, save)
     if kept:
-        like = torch.empty_like(o), torch.empty_like(final)
-        backward_stages(*like, contiguous(inputs), plan, kept[0])
+        # Mostly nobody asks for the final state's gradient.
+        backward_stages(torch.empty_like(o), None, contiguous(inputs), plan, kept[0])
 
 
 def forward_stages(inputs: Inputs, plan: Plan, save: bool, tape: Tape | None = None) -> Outputs:
@@ -159,7 +162,7 @@ def forward_stages(inputs: Inputs, plan: Plan, save: bool, tape: Tape | None = N
 
 
 def gradient_stages(
-    inputs: Inputs, plan: Plan, again: bool, d_o: Tensor, d_final: Tensor, saved: Tensor,
+    inputs: Inputs, plan: Plan, again: bool, d_o: Tensor, d_final: Tensor | None, saved: Tensor,
     tape: Tape | None = None,
 ) -> Outputs:  # fmt: skip
     """The gradients that there are; the kernels compute `again` what was not saved."""
@@ -168,7 +171,7 @@ def gradient_stages(
 
 
 def backward_stages(
-    d_o: Tensor, d_final: Tensor, inputs: Inputs, plan: Plan, saved: Tensor,
+    d_o: Tensor, d_final: Tensor | None, inputs: Inputs, plan: Plan, saved: Tensor,
     tape: Tape | None = None, join: Any = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The kernels of the backward; every tensor lies in one piece."""
