@@ -88,7 +88,7 @@ def linear_forward(inputs: LinearCrossEntropy) -> tuple[Tensor, Tensor, Tensor, 
     cast = weight.to(dtype)
     loss = torch.zeros_like(share)
     d_x = torch.empty(x.shape if with_gradient else 0, dtype=x.dtype, device=x.device)
-    d_weight = torch.zeros(weight.shape if with_gradient else 0, dtype=wide, device=x.device)
+    d_weight = torch.empty(0, dtype=wide, device=x.device)
     evaluate = _evaluate_triton if triton else _evaluate_torch
     with without_autocast(x.device):
         for part in (slice(start, start + rows) for start in range(0, len(x), rows)):
@@ -97,8 +97,20 @@ def linear_forward(inputs: LinearCrossEntropy) -> tuple[Tensor, Tensor, Tensor, 
             loss += losses.sum()
             if with_gradient:
                 d_x[part] = d_logits @ cast
-                d_weight += d_logits.mT @ given
+                d_weight = plus_product(d_weight, d_logits.mT, given)
+    if with_gradient and not d_weight.numel():
+        d_weight = d_weight.new_zeros(weight.shape)
     return loss * share, d_x, d_weight.to(weight.dtype), share
+
+
+def plus_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """total + a b in total's dtype, in its place; an empty total is none."""
+    if not a.is_cuda or a.dtype == total.dtype or torch._C._are_functorch_transforms_active():
+        return total.add_(a @ b) if total.numel() else (a @ b).to(total.dtype)
+    # The product itself is not rounded to 16 bits, nor written twice.
+    if not total.numel():
+        return torch.mm(a, b, out_dtype=total.dtype)
+    return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
 def _evaluate_triton(

@@ -18,6 +18,8 @@ from deltarule.ops.runtime.sizes import cdiv, power_of_2
 # Elements of a tile: a thread that holds several rows computes a channel's rate once for them. Most
 # channels in one, and in the backward tiles of one program.
 DECAY_TILE, TILE, CHANNELS, TILES = 4096, 1024, 256, 8
+# Programs that the backward has at least, if there are as many tiles.
+PROGRAMS = 256
 # Written out, because Triton's default follows an environment variable.
 OPTIONS = {"num_stages": 1, "enable_fp_fusion": True, "num_warps": 4}
 
@@ -141,7 +143,9 @@ def log_decay_backward(
     d_log_decay = None if d_log_decay is None else d_log_decay.contiguous()
     d_dt = None if d_dt is None else d_dt.contiguous()
     width, tile = tile_of(channels, TILE)
-    programs = cdiv(rows, tile * TILES)
+    # Few channels make few tiles: rather a program for each than one that goes through all.
+    tiles = min(TILES, max(1, power_of_2(cdiv(rows, tile * PROGRAMS))))
+    programs = cdiv(rows, tile * tiles)
     d_logits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     parts = torch.empty(2, programs, channels, device=logits.device)
     if parts.numel():
@@ -150,7 +154,7 @@ def log_decay_backward(
             *parts, rows, logits.stride(0),
         )  # fmt: skip
         constants = {
-            "C": channels, "K": channels // A_log.numel(), "BC": width, "BR": tile, "TILES": TILES,
+            "C": channels, "K": channels // A_log.numel(), "BC": width, "BR": tile, "TILES": tiles,
             "DECAY": d_log_decay is not None, "STEP": d_dt is not None, **OPTIONS,
         }  # fmt: skip
         grid = programs, cdiv(channels, width), 1
