@@ -25,7 +25,7 @@ def test_compiled_they_spill_nothing(targets) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     compiled = json.loads(done.stdout)
-    assert len(compiled) == 17 * len(targets)
+    assert len(compiled) == 21 * len(targets)
     for name, target, used in compiled:
         assert used["LOCAL"] == used["STACK"] == 0, (name, target, used)
         # Of a multiprocessor of 64 K registers: 12 warps, or three programs of 8.

@@ -24,10 +24,11 @@ from deltarule.ops.runtime.sizes import cdiv, power_of_2
 
 # Rows of W in a program, and channels that it reads at a time.
 OF_PROGRAM, CHANNELS = 8, 1024
-# Tiles of W that are on their way at once: with more, a processor holds one program, not two.
+# Tiles of W that are on their way at once.
 AHEAD = 4
-# Written out, because Triton's default follows an environment variable.
-OPTIONS = {"num_stages": 1, "enable_fp_fusion": True, "num_warps": 8}
+# So few registers that a processor holds two programs: those of 2048 outputs then run all at once.
+# The rest is written out, because Triton's default follows an environment variable.
+OPTIONS = {"maxnreg": 128, "num_stages": 1, "enable_fp_fusion": True, "num_warps": 8}
 
 
 @triton.jit
@@ -72,11 +73,12 @@ def one_row_kernel(
         tiles = tiles + (weights_at(p_w, j * BI, m_o, I, BI),)
     wait_for_last(CHAINED)
     b_sum = tl.zeros([BO, BI], tl.float32)
-    for j in tl.static_range(TILES):
+    for j in tl.static_range(min(TILES, AHEAD)):
         b_x = inputs_at(x, up, j * BI, I, BI, GATED)
         b_sum += tiles[j].to(tl.float32) * b_x[None, :]
-        if j + AHEAD < TILES:
-            tiles = tiles + (weights_at(p_w, (j + AHEAD) * BI, m_o, I, BI),)
+    for i in range(AHEAD * BI, I, BI):
+        b_x = inputs_at(x, up, i, I, BI, GATED)
+        b_sum += weights_at(p_w, i, m_o, I, BI).to(tl.float32) * b_x[None, :]
     put_out(tl.sum(b_sum, axis=1), residual, y, o_o, m_o, ADDED)
 
 
