@@ -38,7 +38,7 @@ TILE = (1, 16)
 def place(
     t, i_b, T, N, cu_seqlens, sequence, counts, PACKED: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
-    """Of each token: its sequence, its position in that, and the real tokens of that."""
+    """For each token: its sequence, its position there, and the sequence's number of tokens."""
     n, position, count = i_b + 0 * t, t, T + 0 * t
     if PACKED:
         n = tl.load(sequence + t, mask=(t >= 0) & (t < T), other=0).to(tl.int32)

@@ -49,12 +49,12 @@ def identity() -> dict[str, str]:
 
 
 def package_version() -> str:
-    """Of this package, which is loaded before any of its parts."""
+    """This package's version; it is loaded before any of its parts."""
     return str(vars(sys.modules[__name__.partition(".")[0]])["__version__"])
 
 
 def driver_version() -> str:
-    """Of the NVIDIA driver, or "none"."""
+    """The NVIDIA driver's version, or "none"."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
@@ -69,7 +69,7 @@ def driver_version() -> str:
 
 
 def triton_version() -> str:
-    """Of the installed Triton, or "none"."""
+    """The installed Triton's version, or "none"."""
     try:
         return metadata.version("triton")
     except metadata.PackageNotFoundError:

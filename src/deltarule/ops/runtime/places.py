@@ -116,7 +116,7 @@ def window_chunk(
     number, cu_seqlens, T, N, per_segment, window, per_window, CT: tl.constexpr,
     SPLIT: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Of a chunk given by its own number in a window: first token, tokens that follow, number."""
+    """First token, tokens that follow and number of a chunk, given its number in a window."""
     i_m = number
     if WINDOW == "stretch":
         i_c = window * per_window + number % per_window

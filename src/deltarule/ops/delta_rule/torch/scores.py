@@ -47,7 +47,7 @@ class Between(NamedTuple):
 
     @property
     def matrix(self) -> Tensor | None:
-        """Of a head, all pairs [.., C, C], of which j <= i mean something; None of channels."""
+        """Per head: all pairs [.., C, C], of which j <= i mean something. Per channel: None."""
         return self.leaf[..., 0, :, :, 0] if self.leaf.shape[-1] == 1 else None
 
 
@@ -152,7 +152,7 @@ def diagonal(scores: Tensor, size: int, block: int) -> Tensor:
 
 
 def below(scores: Tensor, size: int, half: int) -> Tensor:
-    """Of each diagonal block of 2 half tokens: later rows against earlier columns, as a view."""
+    """A view of each diagonal block of 2 half tokens: its later rows, its earlier columns."""
     block = diagonal(scores, size, 2 * half)
     return block[..., block.shape[-2] // 2 :, : block.shape[-1] // 2]
 

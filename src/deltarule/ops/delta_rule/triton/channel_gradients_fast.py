@@ -153,7 +153,7 @@ def add_value_head(
         store_tile(y.d_q, at.first, i_key, i_k, o_t, m_q, o_k, b_read, S.H, S.K, S.TMA)
     b_turn = b_x.to(low)
     if S.TIED:
-        # Of the rows -beta k.
+        # These are rows -beta k.
         b_u = rounded(b_k * -b_lead, low)
         b_z += b_u * b_row
         b_row *= b_lead
@@ -215,7 +215,7 @@ def fast_gradients_kernel(
     o_t, m_q = o_r // N_STEPS, m_r & (o_r % N_STEPS == N_STEPS - 1)
     norm_q, norm_k = tl.full([BT], 1.0, tl.float32), tl.full([BT], 1.0, tl.float32)
     if UNIT_NORM:
-        # Of all channels, though the program takes BC of them.
+        # A norm has all channels, though the program takes BC of them.
         o_all = tl.arange(0, BK)
         p_q += (first * H + i_key) * K
         p_k += (first * N_STEPS * H + i_key) * K

@@ -271,7 +271,7 @@ def exact_scores_kernel(
 ):  # fmt: skip
     """decayed_q [M, HV, BQ, K], other decayed rows [M, HV, BT, K], scores [M, HV, BQ or BT, BT].
 
-    ERASING_ROWS is the launch for the rows a. Of the scalings [M, HV, SCALINGS, BT], beta alone.
+    ERASING_ROWS is the launch for the rows a. The scalings [M, HV, SCALINGS, BT] get beta alone.
     """
     i_m, i_h = tl.program_id(0), tl.program_id(1)
     first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)

@@ -60,7 +60,7 @@ def chunk_grid(call: Call, heads: int) -> Grid:
 
 
 def channel_config(call: Call, name: str, most: int | None = None) -> dict[str, Any]:
-    """Of a kernel over channels, `most` of them at once."""
+    """The configuration of a kernel that takes at most `most` channels at once."""
     config = configuration(name, call.plan.tile_key)
     return config | {"BC": min(call.plan.sizes["BK"], config["BC"], most or config["BC"])}
 
@@ -204,7 +204,7 @@ def triangle(call: Call) -> Tensor:
 
 
 def fast_config(call: Call) -> dict[str, Any]:
-    """Of `fast_gradients_kernel`: as many channels as its table says, if fewer are there, too.
+    """The fast gradients take as many channels as their table says, even if there are fewer.
 
     On Hopper a product of fewer than 64 channels reads its operands into registers, in a loop in
     which a tile must be an operand and nothing else.

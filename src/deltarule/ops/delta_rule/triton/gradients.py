@@ -134,7 +134,7 @@ def store_held(p_part, b_held, b_chunk, BT: tl.constexpr, PRECISION: tl.constexp
 
 @triton.jit
 def pairs_across(b_z, o_t, o_i, o_j, PRECISION: tl.constexpr):
-    """Of pairs of rows i and columns j the sum of those with i >= t > j, for every t of o_t."""
+    """For every t of o_t the sum over the pairs of rows i and columns j with i >= t > j."""
     later = (o_i[None, :] >= o_t[:, None]).to(tl.float32)
     b_later = tl.dot(later, b_z, input_precision=PRECISION)
     return tl.sum(tl.where(o_j[None, :] < o_t[:, None], b_later, 0.0), axis=1)
@@ -251,7 +251,7 @@ def gradients_kernel(
         b_k = load_rows(p_k, o_r, m_r, o_k, K, H * K, K % BC == 0)
         norm_q, norm_k = tl.full([BQ], 1.0, tl.float32), tl.full([BT], 1.0, tl.float32)
         if UNIT_NORM:
-            # Of all channels, though the program takes BC of them.
+            # A norm has all channels, though the program takes BC of them.
             o_all = tl.arange(0, BK)
             norm_q = inverse_norm(load_rows(p_q, o_i, m_i, o_all, K, H * K, K == BK))
             norm_k = inverse_norm(load_rows(p_k, o_r, m_r, o_all, K, H * K, K == BK))

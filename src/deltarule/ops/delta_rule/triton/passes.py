@@ -243,7 +243,7 @@ def kept_layout(call: Call, save: bool) -> Layout:
 
 
 def saved_shape(inputs: Inputs) -> tuple[int, ...]:
-    """Of what a forward saves: one flat float32 tensor."""
+    """The shape of what a forward saves: one flat float32 tensor."""
     return (layout(kept_shapes(inputs, new_plan(inputs), True)).elements,)
 
 

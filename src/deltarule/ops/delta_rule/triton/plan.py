@@ -118,7 +118,7 @@ def kernel_key(inputs: Inputs, plan: Plan) -> Hashable:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; elsewhere 1, so that nothing is split."""
+    """How many a GPU has; 1 for other devices, so that nothing is split."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -134,7 +134,7 @@ def chunks_per_segment(inputs: Inputs, erase: str, size: int, tile: int) -> int:
     """Chunks of `size` tokens in a segment, or 0 where sequences stay whole.
 
     A function of shapes and the GPU alone: as many segments as give every multiprocessor a program,
-    where `tile` rows of one head's state make one. Of packed sequences all but one may be short.
+    where `tile` rows of one head's state make one. All packed sequences but one may be short.
     """
     processors = multiprocessors(inputs.q.device)
     too_wide = erase != "none" and inputs.q.shape[3] > WIDEST

@@ -74,7 +74,7 @@ def segment_starts_kernel(
 
 
 def ends_configuration(config: dict[str, int]) -> dict[str, int]:
-    """Of the pass that finds the segments' ends, from that of the next: tiles half as large.
+    """The pass that finds the segments' ends takes tiles half as large as the one after it.
 
     Without outputs they need so little that several programs share a multiprocessor, and one
     computes while another waits; that takes the place of a pipeline stage.
@@ -94,7 +94,7 @@ def segment_count(inputs: Inputs, plan: Plan) -> int:
 
 
 def transitions_shape(inputs: Inputs, plan: Plan) -> tuple[int, ...]:
-    """Of the segments' ends: V rows of S, then the rows of A (without an erase: its diagonal)."""
+    """The shape of the segments' ends: V rows of S, then A (without an erase: its diagonal)."""
     _, heads, value_size, key_size = inputs.state_shape
     rows = value_size + (1 if inputs.erase == "none" else key_size)
     return segment_count(inputs, plan), heads, rows, key_size

@@ -95,7 +95,7 @@ def score_tiles(c: Mapping[str, Any]) -> Tiles:
 
 
 def scan_config(call: Call, name: str, split: str) -> dict[str, Any]:
-    """Of one of the kernels that follow the chunks, over whole sequences or segments."""
+    """The configuration of a scan, over whole sequences or segments."""
     config = configuration(name, call.plan.tile_key)
     config = ends_configuration(config) if split == "ends" else config
     full = full_tiles(call.inputs, call.plan, config["BV"])
@@ -242,10 +242,10 @@ def add_gradients(call: Call, slots: int, own: Mapping[str, Tensor], window: Win
 def gradients_config(call: Call) -> dict[str, Any]:
     inputs, sizes = call.inputs, call.plan.sizes
     config, low = configuration("gradients", call.plan.tile_key), inputs.q.dtype != torch.float32
-    # Products of fewer rows are made of other instructions, whose operands are registers.
+    # For fewer rows Triton takes other instructions, whose operands are registers.
     reads = max(sizes["BQ"], sizes["BT"]) if low else sizes["BQ"]
-    # Rows of the state that are taken at once: BT at most, to leave a sum of each. Of fewer, D S^T,
-    # too, would be made of the other instructions.
+    # Rows of the state that are taken at once: BT at most, to leave a sum of each. With fewer, those
+    # other instructions would make D S^T, too.
     all_rows = low and inputs.log_decay is not None
     fetched = architecture(inputs.q.device) >= COPY_ENGINE
     values = sizes["BT"] if fetched and all_rows else min(config["BV"], sizes["BT"])

@@ -54,9 +54,9 @@ def _architecture(index: int) -> int:
     return 10 * major + minor
 
 
-# Of a multiprocessor.
+# Registers of a multiprocessor.
 REGISTERS = 65536
-# Of a thread, at most.
+# The most that a thread can have.
 MOST_REGISTERS = 255
 
 
@@ -80,32 +80,32 @@ def no_loop(warps: int) -> dict[str, int]:
 
 
 def scan(rows: int, block: int, warps: int, stages: int) -> dict[str, int]:
-    """Of the kernels from chunk to chunk: rows of a chunk, rows of the state, warps, stages."""
+    """A scan over chunks: rows of a chunk, rows of the state, warps, stages."""
     return {"BT": rows, "BV": block, "num_warps": warps, "STAGES": stages}
 
 
 def loop(block: int, warps: int, stages: int) -> dict[str, int]:
-    """Of a kernel that goes through the values of one chunk."""
+    """A kernel that goes through the values of one chunk."""
     return {"BV": block, "num_warps": warps, "num_stages": stages}
 
 
 def slices(block: int, at_once: int, warps: int, stages: int) -> dict[str, int]:
-    """Of the gradients that take so many channels in a program, and go through the values."""
+    """Gradients that take so many channels in a program, and go through the values."""
     return {**loop(block, warps, stages), "BC": at_once}
 
 
 def channels(warps: int, at_once: int, block: int) -> dict[str, int]:
-    """Of the gradients that go through so many key channels, and so many values, at once."""
+    """Gradients that go through so many key channels, and so many values, at once."""
     return {**no_loop(warps), "BC": at_once, "BV": block}
 
 
 def pairs(warps: int, at_once: int) -> dict[str, int]:
-    """Of scores that go through so many key channels at once, and 16 where the bar is passed."""
+    """Scores that go through so many key channels at once, and 16 below the bar."""
     return {**no_loop(warps), "BC": at_once, "BN": 16}
 
 
 def deep(warps: int, at_once: int) -> dict[str, int]:
-    """Of the fast scores: so many key channels at once, of 4 rows of a thread."""
+    """Fast scores: so many key channels at once, 4 rows in a thread."""
     return {**no_loop(warps), "BC": at_once, "DEEP": 4}
 
 
@@ -186,7 +186,7 @@ HOPPER: Table = AMPERE | {
         Row(2, 128, scan(64, 128, 8, 3)), Row(2, 256, scan(64, 32, 8, 2)),
         Row(4, 256, scan(64, 16, 8, 1)),
     ),
-    # Of larger keys, and of float32, tiles have 64 rows or fewer anyway.
+    # Tiles of larger keys, and of float32, have 64 rows or fewer anyway.
     "next_state_narrow": (Row(2, 128, scan(64, 64, 4, 3)),),
     "next_state_backward_narrow": (Row(2, 128, scan(64, 64, 4, 3)),),
     "next_state_decayed": (

@@ -73,7 +73,7 @@ def read_backward_kernel(
     BS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     BIAS: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Of one mini-batch: A x, g, and the parts of all gradients that come through z."""
+    """One mini-batch: A x, g, and the parts of all gradients that come through z."""
     i = tl.program_id(0).to(tl.int64)
     o_s, o_k, o_v = tl.arange(0, BS), tl.arange(0, BK), tl.arange(0, BV)
     b_weight, b_bias = load_norm(weight, bias, i % HV, o_v, V, NORM)

@@ -31,7 +31,7 @@ def constants(k: Tensor, v: Tensor, memory: Tensor, norm: bool, packed: bool) ->
 
 
 def warps(k: Tensor) -> int:
-    """Of a program: as many as a map can be shared among."""
+    """As many warps in a program as a map can be shared among."""
     return WARPS if k.shape[-1] > 32 else WARPS_OF_SMALL_MAPS
 
 
