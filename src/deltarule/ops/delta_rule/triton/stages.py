@@ -244,7 +244,7 @@ def gradients_config(call: Call) -> dict[str, Any]:
     config, low = configuration("gradients", call.plan.tile_key), inputs.q.dtype != torch.float32
     # For fewer rows Triton takes other instructions, whose operands are registers.
     reads = max(sizes["BQ"], sizes["BT"]) if low else sizes["BQ"]
-    # Rows of the state that are taken at once: BT at most, to leave a sum of each. With fewer, those
+    # Rows of the state that are taken at once: BT at most, to leave a sum of each. With fewer those
     # other instructions would make D S^T, too.
     all_rows = low and inputs.log_decay is not None
     fetched = architecture(inputs.q.device) >= COPY_ENGINE
