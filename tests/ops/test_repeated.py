@@ -5,10 +5,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltarule import delta_rule, dplr
-from deltarule.ops.delta_rule import repeated as module
+from deltarule.ops.delta_rule import api as module
+from deltarule.ops.delta_rule.api import eager_kind, repeated
 from deltarule.ops.delta_rule.implementations import BACKENDS
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.repeated import eager_kind, repeated
 from deltarule.ops.delta_rule.triton.tile_sizes import forget
 
 
