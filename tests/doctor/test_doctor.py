@@ -70,7 +70,7 @@ def call_on_a_gpu():
         dtype=inputs.q.dtype,
         numel=inputs.q.numel,
     )
-    return implementations.Call(inputs._replace(q=q))
+    return implementations.Request(inputs._replace(q=q))
 
 
 @interpreted
@@ -116,7 +116,7 @@ def test_a_kernel_that_raises_is_a_finding(monkeypatch) -> None:
 def test_a_damaged_file_is_no_finding(own_cache) -> None:
     path = keep_verdicts([])
     path.write_text("{")
-    assert machine.kept("doctor") == {}
+    assert machine.load_findings("doctor") == {}
 
 
 @pytest.mark.parametrize(

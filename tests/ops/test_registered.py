@@ -8,7 +8,7 @@ from deltarule import delta_rule, recurrent_step
 from deltarule.ops.delta_rule.implementations import recurrence, recurrence_operator
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.step import step_op
-from deltarule.ops.dispatch import unwatched
+from deltarule.ops.dispatch import are_plain_eager
 from oracle import Case, make_case, weights, with_gradients
 
 CASES = [
@@ -268,13 +268,13 @@ def test_subclasses_modes_and_tracing_get_the_operator() -> None:
         pass
 
     x = torch.zeros(2)
-    assert unwatched((x, None, torch.nn.Parameter(x)))
-    assert not unwatched((x, x.as_subclass(Kind)))
+    assert are_plain_eager((x, None, torch.nn.Parameter(x)))
+    assert not are_plain_eager((x, x.as_subclass(Kind)))
     with torch.device("cpu"):
-        assert not unwatched((x,))
+        assert not are_plain_eager((x,))
     with Seen():
-        assert not unwatched((x,))
-    assert not torch.vmap(lambda y: y + float(unwatched((x,))))(x).any()
+        assert not are_plain_eager((x,))
+    assert not torch.vmap(lambda y: y + float(are_plain_eager((x,))))(x).any()
     seen = []
-    torch.jit.trace(lambda y: seen.append(unwatched((x,))) or y + 1, x, check_trace=False)
+    torch.jit.trace(lambda y: seen.append(are_plain_eager((x,))) or y + 1, x, check_trace=False)
     assert seen == [False]

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from deltarule.doctor.examine import Configuration, Verdict, commonest, every, examined, known_bad
-from deltarule.ops.runtime.machine import identity, keep, kept, kept_file
+from deltarule.ops.runtime.machine import findings_file, identity, load_findings, save_findings
 from deltarule.train.extra import require
 
 NO_GPU = (
@@ -45,8 +45,8 @@ def diagnose(run: DoctorRun) -> None:
         ValueError: There is no GPU or no Triton, or a configuration failed.
     """
     if run.show:
-        print(f"{kept_file('doctor')}:")
-        for name, verdict in kept("doctor").items():
+        print(f"{findings_file('doctor')}:")
+        for name, verdict in load_findings("doctor").items():
             print(
                 f"  {'passed' if verdict['passed'] else 'FAILED'}  {name}  {verdict['error'] or ''}"
             )
@@ -59,7 +59,7 @@ def diagnose(run: DoctorRun) -> None:
     if (warning := known_bad(torch.cuda.get_device_capability())) is not None:
         print(warning)
     start, configurations = time.perf_counter(), every() if run.all else commonest()
-    found, path = [], kept_file("doctor")
+    found, path = [], findings_file("doctor")
     for verdict in shown(examine_all(configurations, run.processes), len(configurations)):
         # At once: the whole grid takes long, and may be stopped.
         path = keep_verdicts([verdict])
@@ -95,13 +95,13 @@ def keep_verdicts(found: Iterable[Verdict]) -> Path:
     """Add to what is kept of this machine; a new verdict replaces an old one."""
     from deltarule.ops.delta_rule.implementations import KIND, failures
 
-    verdicts = kept(KIND) | {
+    verdicts = load_findings(KIND) | {
         verdict.name: {
             "passed": verdict.passed, "error": verdict.error, "times_bar": verdict.times_bar,
         }
         for verdict in found
     }  # fmt: skip
-    path = keep(KIND, verdicts)
+    path = save_findings(KIND, verdicts)
     failures.cache_clear()
     return path
 

@@ -20,7 +20,7 @@ from deltarule.models.sampling import chosen
 from deltarule.nn import Attention, DeltaMixer, ModelState, SwiGLU
 from deltarule.nn.linears import adjoin
 from deltarule.nn.state import DraftedState, LentState
-from deltarule.ops.dispatch import nothing_watches, triton_missing
+from deltarule.ops.dispatch import is_plain_eager, triton_missing
 
 if TYPE_CHECKING:
     from deltarule.models.causal_lm import CausalLM
@@ -221,7 +221,7 @@ def kind_of(model: "CausalLM", state: ModelState, sampling: Sampling) -> object:
 
 def captures(model: "CausalLM") -> bool:
     """Whether the model's step can be a CUDA graph: on a GPU, with nothing watching."""
-    if model.embedding.weight.device.type != "cuda" or not nothing_watches():
+    if model.embedding.weight.device.type != "cuda" or not is_plain_eager():
         return False
     return all(type(parameter) is Parameter for parameter in model.parameters())
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from deltarule.ops.delta_rule.gate_maps import computed
-from deltarule.ops.dispatch import unwatched, why_not_fused, without_autocast
+from deltarule.ops.dispatch import are_plain_eager, why_not_fused, without_autocast
 
 WIDE = torch.float64
 # In training: numbers of a weight that shares a product, and what the outputs of one are filled up
@@ -65,7 +65,7 @@ def as_one(weights: Sequence[Tensor]) -> Tensor | None:
 def in_one_product(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     """`linears` without gradients: one product with weights that `adjoin` has laid together."""
     plain = [module for module in modules if is_plain(module)]
-    if not unwatched((x, *(module.weight for module in plain))):
+    if not are_plain_eager((x, *(module.weight for module in plain))):
         return tuple(module(x) for module in modules)
     whole = as_one([module.weight for module in plain]) if len(plain) > 1 else None
     if whole is None:
@@ -105,7 +105,7 @@ def is_one_row(x: Tensor, *weights: Tensor) -> bool:
     alike = all(x.dtype == weight.dtype and weight.is_contiguous() for weight in weights)
     if not alike or not x.is_contiguous() or torch.is_autocast_enabled("cuda"):
         return False
-    return why_not_fused(x) is None and unwatched((x, *weights))
+    return why_not_fused(x) is None and are_plain_eager((x, *weights))
 
 
 def together(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
@@ -113,7 +113,7 @@ def together(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     weights: dict[int, Tensor] = {
         i: module.weight for i, module in enumerate(modules) if is_plain(module)
     }  # fmt: skip
-    if not unwatched((x, *weights.values())):
+    if not are_plain_eager((x, *weights.values())):
         weights = {}
     given = x
     if weights and torch.is_autocast_enabled(x.device.type):

@@ -10,7 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn.linears import is_plain, linear, linears
-from deltarule.ops.dispatch import Implementation, Table, always, choose, unwatched, why_not_fused
+from deltarule.ops.dispatch import (
+    Implementation,
+    Table,
+    always,
+    are_plain_eager,
+    choose,
+    why_not_fused,
+)
 from deltarule.ops.fused import swiglu as fused
 from deltarule.shapes import Hidden
 
@@ -108,7 +115,7 @@ def run_triton(call: Call) -> Hidden:
     y: Hidden
     if not torch.is_grad_enabled():
         y = linear(fused.swiglu(gate, up), down)
-    elif not unwatched((gate, up)) or not is_plain(down) or not unwatched((down.weight,)):
+    elif not is_plain(down) or not are_plain_eager((gate, up, down.weight)):
         y = down(fused.swiglu(gate, up))
     else:
         autocast = torch.is_autocast_enabled(gate.device.type)

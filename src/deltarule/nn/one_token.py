@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from deltarule.nn.linears import as_one, is_hooked, is_one_row, is_plain
 from deltarule.nn.mlp import SwiGLU
 from deltarule.nn.norm import GatedRMSNorm, RMSNorm
-from deltarule.ops.dispatch import nothing_watches
+from deltarule.ops.dispatch import is_plain_eager
 
 # Channels whose norm a program computes at once.
 MOST_NORMED = 4096
@@ -28,7 +28,7 @@ def fits(
     # First what rules out nearly every call.
     if not x.is_cuda or x.numel() != x.shape[-1] or torch.is_grad_enabled():
         return False
-    if not nothing_watches() or is_hooked(whole) or not all(map(is_plain_norm, norms)):
+    if not is_plain_eager() or is_hooked(whole) or not all(map(is_plain_norm, norms)):
         return False
     weights = [module.weight for module in products if is_plain(module)]
     return len(weights) == len(products) and is_one_row(x, *weights)

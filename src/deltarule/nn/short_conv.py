@@ -11,7 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn.layout import Layout
-from deltarule.ops.dispatch import Implementation, Table, always, choose, unwatched, why_not_fused
+from deltarule.ops.dispatch import (
+    Implementation,
+    Table,
+    always,
+    are_plain_eager,
+    choose,
+    why_not_fused,
+)
 from deltarule.ops.fused import short_conv as fused
 
 
@@ -114,7 +121,7 @@ def can_step(
     plain = len(taps) == 1 and 1 < min(taps) <= fused.MAX_TAPS and len(modules) == 3
     if not plain or any(module.bias is not None for module in modules):
         return False
-    if not unwatched((*streams, *histories, *(module.weight for module in modules))):
+    if not are_plain_eager((*streams, *histories, *(module.weight for module in modules))):
         return False
     weights = all(module.weight.is_contiguous() for module in modules)
     pairs = zip(streams, histories, strict=True)

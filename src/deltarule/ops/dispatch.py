@@ -91,12 +91,12 @@ Function = TypeVar("Function", bound=Callable[..., object])
 PLAIN = {Tensor, Parameter, NoneType}
 
 
-def unwatched(tensors: Iterable[Tensor | None]) -> bool:
+def are_plain_eager(tensors: Iterable[Tensor | None]) -> bool:
     """Whether no compiler, transform, mode or kind of tensor asks for the operator."""
-    return nothing_watches() and PLAIN.issuperset(map(type, tensors))
+    return is_plain_eager() and PLAIN.issuperset(map(type, tensors))
 
 
-def nothing_watches() -> bool:
+def is_plain_eager() -> bool:
     """Whether no compiler, transform or mode asks for operators."""
     return (
         not torch.compiler.is_compiling()

@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
-from deltarule.ops.dispatch import unwatched
+from deltarule.ops.dispatch import are_plain_eager
 from deltarule.ops.folding import Fold, Folding
 
 Inputs = TypeVar("Inputs", bound=tuple[Any, ...])
@@ -140,7 +140,7 @@ class Operator(Generic[Inputs]):
         if torch.autograd.forward_ad._current_level >= 0:
             if any(map(is_dual, tensors)):
                 raise NotImplementedError(self.message)
-        elif unwatched(tensors):
+        elif are_plain_eager(tensors):
             if self.backward is not None and differentiated(tensors):
                 return self.apply(*args, None)
             return self.result(self.run_forward(args))
@@ -241,7 +241,7 @@ class Operator(Generic[Inputs]):
         if torch._C._are_functorch_transforms_active():
             return self.transformed_backward.apply(*gradients, *saved, *given, wanted)
         tensors = (*gradients, *saved, *given[: self.tensors])
-        if torch.is_grad_enabled() or not unwatched(tensors):
+        if torch.is_grad_enabled() or not are_plain_eager(tensors):
             return self.backward_operator(*gradients, *saved, *given, wanted)
         return self.gradients(gradients, saved, given, wanted)
 

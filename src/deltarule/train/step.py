@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.dispatch import nothing_watches
+from deltarule.ops.dispatch import is_plain_eager
 from deltarule.train.optimizer import EPSILON, gradient_norm
 
 Part = Sequence[Tensor]
@@ -96,7 +96,7 @@ class TrainingStep:
             The means over the parts on the device: loss, norm of the gradient before clipping, and
             the figures.
         """
-        if not self.graphs or not nothing_watches():
+        if not self.graphs or not is_plain_eager():
             return self.eager(parts)
         # A graph knows addresses: parameters that were moved since need another.
         places = tuple(parameter.data_ptr() for parameter in self.parameters)

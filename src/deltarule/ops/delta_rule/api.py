@@ -11,14 +11,14 @@ from deltarule.ops.checks import result
 from deltarule.ops.context import Context
 from deltarule.ops.delta_rule.implementations import (
     IMPLEMENTATIONS,
-    Call,
+    Request,
     anything_failed,
     recording_of,
     recurrence_operator,
 )
 from deltarule.ops.delta_rule.inputs import Inputs, check_arguments
 from deltarule.ops.delta_rule.spanning import beyond
-from deltarule.ops.dispatch import Impl, choose, nothing_watches
+from deltarule.ops.dispatch import Impl, choose, is_plain_eager
 from deltarule.ops.registration import differentiated
 from deltarule.ops.runtime.calls import CallKey, call_key, recordings, remember
 from deltarule.shapes import (
@@ -223,7 +223,7 @@ def recurrence_of(
     if (again := repeated(kind, tensors, save_states)) is not None:
         return again
     inputs = check_arguments(*tensors, *options)
-    call = Call(inputs, save_states)
+    call = Request(inputs, save_states)
     output = choose(IMPLEMENTATIONS, call, impl, inputs.q.device).run(call)
     return remembered(kind, tensors, inputs, output, save_states)
 
@@ -251,7 +251,7 @@ def eager_kind(
     `tensors` are those of `Inputs`, in order.
     """
     q = tensors[0]
-    if not isinstance(q, Tensor) or not q.is_cuda or impl not in IMPLS or not nothing_watches():
+    if not isinstance(q, Tensor) or not q.is_cuda or impl not in IMPLS or not is_plain_eager():
         return None
     if torch.autograd.forward_ad._current_level >= 0 or anything_failed():
         return None

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from deltarule.ops.delta_rule.implementations import IMPLEMENTATIONS, Call
+from deltarule.ops.delta_rule.implementations import IMPLEMENTATIONS, Request
 from deltarule.ops.delta_rule.inputs import Inputs, check_arguments
 from deltarule.ops.dispatch import first_that_runs
 from deltarule.shapes import Beta, Decay, Erase, Keys, Queries, Values
@@ -65,7 +65,7 @@ def explain(
         cu_seqlens=cu_seqlens, n_steps=n_steps, scale=None, normalize_qk=normalize_qk,
         batch_invariant=False,
     )  # fmt: skip
-    call = Call(inputs)
+    call = Request(inputs)
     chosen = first_that_runs(IMPLEMENTATIONS, call)
     rows = []
     for name, implementation in IMPLEMENTATIONS.items():

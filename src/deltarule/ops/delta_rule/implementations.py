@@ -26,7 +26,7 @@ from deltarule.ops.dispatch import (
 )
 from deltarule.ops.folding import Fold
 from deltarule.ops.registration import Gradients, Operator, Rules, differentiated
-from deltarule.ops.runtime.machine import kept, kept_file
+from deltarule.ops.runtime.machine import findings_file, load_findings
 from deltarule.shapes import RecurrentOutput
 
 
@@ -113,7 +113,7 @@ recurrence_operator: Operator[Inputs] = Operator(
 
 
 def recurrence(inputs: Inputs, backend: str, save_states: bool) -> RecurrentOutput:
-    """Call the registered operator, saving states only where asked and a backward may follow."""
+    """Request the registered operator, saving states only where asked and a backward may follow."""
     save = (
         save_states
         and differentiated(inputs[:8])
@@ -127,14 +127,14 @@ def recurrence(inputs: Inputs, backend: str, save_states: bool) -> RecurrentOutp
 MAX_KEY_CHANNELS, MAX_VALUE_CHANNELS = 256, 512
 
 
-class Call(NamedTuple):
+class Request(NamedTuple):
     """A call of `delta_rule` or `dplr`, and whether its backward finds the chunks' states saved."""
 
     inputs: Inputs
     save_states: bool = True
 
 
-def why_not_triton(call: Call) -> str | None:
+def why_not_triton(call: Request) -> str | None:
     """What the Triton kernels over chunks cannot do."""
     q, v = call.inputs.q, call.inputs.v
     if q.device.type != "cuda":
@@ -152,12 +152,12 @@ def why_not_triton(call: Call) -> str | None:
     return refusal(call.inputs)
 
 
-def run_triton(call: Call) -> RecurrentOutput:
+def run_triton(call: Request) -> RecurrentOutput:
     """Chunks in Triton, with a backward of its own."""
     return recurrence(call.inputs, "triton" if call.inputs.q.numel() else "torch", call.save_states)
 
 
-def why_not_gluon(call: Call) -> str | None:
+def why_not_gluon(call: Request) -> str | None:
     """What the fused forward in Gluon, or its backward in Triton, cannot do."""
     if (reason := why_not_triton(call)) is not None:
         return reason
@@ -166,17 +166,17 @@ def why_not_gluon(call: Call) -> str | None:
     return why_not(call.inputs)
 
 
-def run_gluon(call: Call) -> RecurrentOutput:
+def run_gluon(call: Request) -> RecurrentOutput:
     """The forward as one warp-specialised kernel, and the backward of the chunks in Triton."""
     return recurrence(call.inputs, "gluon" if call.inputs.q.numel() else "torch", False)
 
 
-def run_torch(call: Call) -> RecurrentOutput:
+def run_torch(call: Request) -> RecurrentOutput:
     """Chunks in PyTorch, with a backward of its own: any device."""
     return recurrence(call.inputs, "torch", call.save_states)
 
 
-def run_reference(call: Call) -> RecurrentOutput:
+def run_reference(call: Request) -> RecurrentOutput:
     """The definition, one token at a time, differentiable to any order."""
     inputs = call.inputs
     with without_autocast(inputs.q.device):
@@ -197,7 +197,7 @@ def _reference(inputs: Inputs) -> RecurrentOutput:
 
 
 # In the order in which impl="auto" prefers them.
-IMPLEMENTATIONS: Table[Call, RecurrentOutput] = {
+IMPLEMENTATIONS: Table[Request, RecurrentOutput] = {
     "triton": Implementation(why_not=why_not_triton, run=run_triton),
     "gluon": Implementation(why_not=why_not_gluon, run=run_gluon),
     "torch": Implementation(why_not=always, run=run_torch),
@@ -244,7 +244,7 @@ def refusal_of(name: str) -> str | None:
         return None
     return (
         f"`deltarule doctor` found the kernels of ({name}) wrong on this GPU: {error}; it is kept "
-        f'in {kept_file(KIND)}: use impl="torch", or another version of Triton'
+        f'in {findings_file(KIND)}: use impl="torch", or another version of Triton'
     )
 
 
@@ -253,6 +253,6 @@ def failures() -> dict[str, str]:
     """Names of the configurations that failed on this machine, with their errors."""
     return {
         name: str(verdict.get("error"))
-        for name, verdict in kept(KIND).items()
+        for name, verdict in load_findings(KIND).items()
         if isinstance(verdict, dict) and not verdict.get("passed")
     }

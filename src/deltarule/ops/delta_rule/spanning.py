@@ -21,7 +21,7 @@ from torch import Tensor
 from deltarule.ops.context import Context
 from deltarule.ops.context.exchange import Met, meet, meet_back
 from deltarule.ops.context.linear import Operator, with_transition
-from deltarule.ops.delta_rule.implementations import BACKENDS, IMPLEMENTATIONS, Call
+from deltarule.ops.delta_rule.implementations import BACKENDS, IMPLEMENTATIONS, Request
 from deltarule.ops.delta_rule.inputs import Inputs, check_arguments
 from deltarule.ops.dispatch import choose, without_autocast
 from deltarule.ops.registration import differentiated
@@ -161,7 +161,7 @@ def over_context(operator: Operator, context: Context, given: dict[str, Any]) ->
     defaults = {"beta": None, "a": None, "b": None, "n_steps": 1, "normalize_qk": False}
     named: dict[str, Any] = {name: given.get(name, defaults.get(name)) for name in Inputs._fields}
     inputs = check_arguments(**named)
-    implementation = choose(IMPLEMENTATIONS, Call(inputs), given["impl"], inputs.q.device)
+    implementation = choose(IMPLEMENTATIONS, Request(inputs), given["impl"], inputs.q.device)
     kernels = implementation in (IMPLEMENTATIONS["triton"], IMPLEMENTATIONS["gluon"])
     passes = passes_of("triton" if kernels else "torch", inputs.q.shape[3] > WIDEST)
     rows = len(inputs.q)

@@ -9,7 +9,7 @@ from torch import Tensor
 from deltarule.ops.checks import check_dense, shape
 from deltarule.ops.delta_rule.gate_logits import BetaLogits, DecayLogits, given_gates, with_logits
 from deltarule.ops.delta_rule.gate_maps import NO_MAPS, GateMaps
-from deltarule.ops.delta_rule.implementations import Call, run_reference
+from deltarule.ops.delta_rule.implementations import Request, run_reference
 from deltarule.ops.delta_rule.inputs import Inputs, check_arguments
 from deltarule.ops.delta_rule.torch.step import recurrent_step as torch_step
 from deltarule.ops.dispatch import (
@@ -17,9 +17,9 @@ from deltarule.ops.dispatch import (
     Implementation,
     Table,
     always,
+    are_plain_eager,
     choose,
     triton_missing,
-    unwatched,
 )
 from deltarule.ops.few_tokens import MAX_TOKENS
 from deltarule.shapes import Beta, Decay, Erase, Keys, Outputs, Queries, State, Values
@@ -215,7 +215,7 @@ def reference_step(step: Step) -> Tensor:
     slots = rows if indices is None else indices.long()
     rows = rows if indices is None else rows[slots != null_index]
     current = state[slots[rows]].to(inputs.dtype)
-    o, after = run_reference(Call(inputs.rows(rows)._replace(initial_state=current)))
+    o, after = run_reference(Request(inputs.rows(rows)._replace(initial_state=current)))
     assert after is not None
     state[slots[rows]] = after.to(state.dtype)
     return o.new_zeros(inputs.output_shape).index_copy(0, rows, o)
@@ -238,7 +238,7 @@ def registered(backend: str) -> Callable[[Step], Tensor]:
     """A backend behind the registered operator."""
 
     def run(step: Step) -> Tensor:
-        if unwatched(step.tensors):
+        if are_plain_eager(step.tensors):
             o = BACKENDS[backend](*step)
             # A kernel's write goes past autograd, which must not use a state that it saved before.
             torch.autograd.graph.increment_version(step.state)

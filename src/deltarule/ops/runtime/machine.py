@@ -76,16 +76,16 @@ def triton_version() -> str:
         return "none"
 
 
-def kept_file(kind: str) -> Path:
+def findings_file(kind: str) -> Path:
     """The file of one kind of findings on this machine."""
     name = "_".join(re.sub(r"[^\w.]+", "-", value).strip("-") for value in identity().values())
     return cache_folder() / kind / f"{name}.json"
 
 
-def kept(kind: str) -> dict[str, Any]:
+def load_findings(kind: str) -> dict[str, Any]:
     """Findings of one kind on this machine; empty if there are none, or none that can be read."""
     try:
-        found = json.loads(kept_file(kind).read_text())
+        found = json.loads(findings_file(kind).read_text())
     except (OSError, ValueError):
         return {}
     if not isinstance(found, dict) or found.get("machine") != identity():
@@ -94,9 +94,9 @@ def kept(kind: str) -> dict[str, Any]:
     return findings if isinstance(findings, dict) else {}
 
 
-def keep(kind: str, findings: dict[str, Any]) -> Path:
+def save_findings(kind: str, findings: dict[str, Any]) -> Path:
     """Write the findings of one kind, whole or not at all."""
-    path = kept_file(kind)
+    path = findings_file(kind)
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     aside.write_text(json.dumps({"machine": identity(), kind: findings}, indent=1) + "\n")

@@ -53,7 +53,7 @@ from deltarule.ops.delta_rule.triton.channel_scores_exact import Keys
 from deltarule.ops.delta_rule.triton.tiles import Around, Sizes, load_chunk, load_rows
 
 
-class Left(NamedTuple):
+class Given(NamedTuple):
     """What the gradients of pairs and the decays left, where gradients go, and the scale."""
 
     pairs: tl.tensor
@@ -488,7 +488,7 @@ def exact_gradients_kernel(
         beta, log_decay, T, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k
     )
     x = Around(v, states, errors, d_o, d_states, d_errors)
-    y = Left(pairs, sums, chunk_decay, d_q, d_k, d_a, d_b, d_log_decay, scale)
+    y = Given(pairs, sums, chunk_decay, d_q, d_k, d_a, d_b, d_log_decay, scale)
     each_chunk(
         gradients_of_chunk, (Keys(q, k, a, b), x, y, g, S), fast_rows, cu_seqlens, chunks, T, N, H,
         S, PACKED,

@@ -60,7 +60,7 @@ class Keys(NamedTuple):
     b: tl.tensor
 
 
-class Left(NamedTuple):
+class Stored(NamedTuple):
     """What is left of all chunks for the kernels that follow."""
 
     decayed_q: tl.tensor
@@ -76,7 +76,7 @@ class Left(NamedTuple):
     sums: tl.tensor
 
 
-class Sides(NamedTuple):
+class Sources(NamedTuple):
     """Where the rows x, the columns y and k of a chunk begin, their norms, and which rows x has."""
 
     p_x: tl.tensor
@@ -206,7 +206,7 @@ def chunk_scores(
         m_x = m_r & (o_r % S.N_STEPS == S.N_STEPS - 1)
         p_x, o_x, s_x = x.q + (first * S.H + i_key) * S.K, o_r // S.N_STEPS, S.H * S.K
         norm_x = inverse_norms(p_x, o_x, m_x, S.H * S.K, S.K, S.BC, S.UNIT_NORM)[:, None] * scale
-    e = Sides(p_x, p_y, p_k, norm_x, norm_k, o_x, m_x, s_x)
+    e = Sources(p_x, p_y, p_k, norm_x, norm_k, o_x, m_x, s_x)
     b_s, b_s2 = tl.zeros([S.BT, S.BT], tl.float32), tl.zeros([S.BT, S.BT], tl.float32)
     if S.HAS_DECAY:
         p_g = decays_of(g, first, i_h)
@@ -285,7 +285,7 @@ def exact_scores_kernel(
     g = Gates(
         beta, log_decay, T, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k
     )
-    y = Left(
+    y = Stored(
         decayed_q, decayed_k, erase, write, scores, value_scores, corrections, from_values,
         scalings, chunk_decay, sums,
     )  # fmt: skip
@@ -331,7 +331,7 @@ def flagged_scores_kernel(
         # `chunk_scores` counts the rooms from that of the first chunk.
         p_s = sums + (i_p.to(tl.int64) - i_x) * ROWS * K
         tl.debug_barrier()
-        y = Left(
+        y = Stored(
             decayed_q,
             None,
             erase,
