@@ -19,8 +19,8 @@ from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import passes
 from deltarule.ops.delta_rule.triton.plan import new_plan
 from deltarule.ops.delta_rule.triton.tile_sizes import forget
+from deltarule.ops.dispatch import call_key
 from deltarule.ops.runtime import launch as compilation
-from deltarule.ops.runtime.calls import call_key
 from deltarule.ops.runtime.launch import (
     ONLY_COMPILED,
     Launch,

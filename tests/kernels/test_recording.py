@@ -15,14 +15,15 @@ import triton.language as tl
 from triton.compiler import CompiledKernel
 
 from deltarule import delta_rule
+from deltarule.ops import dispatch
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import passes
 from deltarule.ops.delta_rule.triton import plan as launch
 from deltarule.ops.delta_rule.triton.plan import Call, Plan
 from deltarule.ops.delta_rule.triton.tile_sizes import forget, overridden
-from deltarule.ops.runtime import calls, replay
+from deltarule.ops.dispatch import call_key, recordings
 from deltarule.ops.runtime import launch as direct
-from deltarule.ops.runtime.calls import call_key, recordings
+from deltarule.ops.runtime import replay
 from deltarule.ops.runtime.launch import Launch
 
 # Above any number that a launch is given besides addresses.
@@ -377,7 +378,7 @@ def test_a_new_stream_is_looked_up(runs, monkeypatch) -> None:
 
 
 def test_what_is_kept_has_a_bound(runs, monkeypatch) -> None:
-    monkeypatch.setattr(calls, "MOST", 4)
+    monkeypatch.setattr(dispatch, "MOST", 4)
     for i in range(20):
         passes.forward(call(scale=float(i)), False)
         assert len(recordings) <= 4

@@ -18,9 +18,16 @@ from deltarule.ops.delta_rule.implementations import (
 )
 from deltarule.ops.delta_rule.inputs import Inputs, check_arguments
 from deltarule.ops.delta_rule.spanning import beyond
-from deltarule.ops.dispatch import Impl, choose, is_plain_eager
+from deltarule.ops.dispatch import (
+    CallKey,
+    Impl,
+    call_key,
+    choose,
+    is_plain_eager,
+    recordings,
+    remember,
+)
 from deltarule.ops.registration import differentiated
-from deltarule.ops.runtime.calls import CallKey, call_key, recordings, remember
 from deltarule.shapes import (
     Beta,
     Decay,

@@ -24,7 +24,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from deltarule.ops.runtime.calls import compiled
+from deltarule.ops.dispatch import compiled
 
 # Written out, because Triton's default follows an environment variable.
 OPTIONS = {"enable_fp_fusion": True}

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from deltarule.ops.dispatch import CallKey, recordings
 from deltarule.ops.runtime import launch
-from deltarule.ops.runtime.calls import CallKey, recordings
 from deltarule.ops.runtime.launch import Binary, Fetched, Grid, Launch
 
 # Bytes: more keep the GPU busy for longer than the host, and one piece would be held to the end.

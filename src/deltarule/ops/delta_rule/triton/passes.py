@@ -31,8 +31,8 @@ from deltarule.ops.delta_rule.triton.plan import (
     views,
 )
 from deltarule.ops.delta_rule.triton.segments import segment_count, transitions_shape
+from deltarule.ops.dispatch import ONCE, CallKey, call_key, recordings, remember
 from deltarule.ops.runtime import launch
-from deltarule.ops.runtime.calls import ONCE, CallKey, call_key, recordings, remember
 from deltarule.ops.runtime.launch import compiled_together
 from deltarule.ops.runtime.replay import Outputs, Recording, Tape, Watch, capturing
 

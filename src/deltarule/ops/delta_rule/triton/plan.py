@@ -20,7 +20,7 @@ from deltarule.ops.delta_rule.triton.tile_sizes import (
     power_of_two,
     tile_key,
 )
-from deltarule.ops.runtime.calls import plans, remember
+from deltarule.ops.dispatch import plans, remember
 from deltarule.ops.runtime.launch import Grid, Launch, Tiles
 from deltarule.ops.runtime.replay import Tape, capturing
 

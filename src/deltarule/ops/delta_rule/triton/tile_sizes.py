@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.runtime import calls
+from deltarule.ops.dispatch import forget_calls
 
 # What the interpreter is given on a machine without a GPU.
 INTERPRETED = 90
@@ -316,7 +316,7 @@ def overridden(kernel: str, config: dict[str, int]) -> Iterator[None]:
 def forget() -> None:
     """Look configurations up again, and plan anew."""
     configuration.cache_clear()
-    calls.forget()
+    forget_calls()
 
 
 def power_of_two(size: int) -> int:
