@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from deltarule import pack
 from deltarule.ops.chunks import packed_groups
 from deltarule.ops.delta_rule import chunked
-from deltarule.ops.delta_rule.torch import layout
+from deltarule.ops.delta_rule.torch import passes as torch_passes
 from oracle import DECAYS, ERASES, Case, cases, make_case, run_module, weights, with_gradients
 from tolerance import assert_close, assert_close_to_yardstick
 
@@ -141,7 +141,7 @@ def test_zero_keys_have_finite_gradients() -> None:
 def test_any_number_of_chunks_at_once(
     elements: int, lengths: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layout, "window_elements", lambda device: elements)
+    monkeypatch.setattr(torch_passes, "window_elements", lambda device: elements)
     case = make_case("channel", "tied", batch=3, tokens=150, lengths=lengths)
     check_against_oracle(case, torch.float64)
 
@@ -186,7 +186,7 @@ def test_windows_change_no_bit(decay: str, heads: int, monkeypatch: pytest.Monke
     out, expected = with_gradients(case, "torch", d_o, d_state)
     # Forward and backward may even differ, as they do when threads are added in between.
     sizes = iter([1, 2**30])
-    monkeypatch.setattr(layout, "window_elements", lambda device: next(sizes))
+    monkeypatch.setattr(torch_passes, "window_elements", lambda device: next(sizes))
     other, gradients = with_gradients(case, "torch", d_o, d_state)
     assert torch.equal(out.o, other.o)
     assert all(torch.equal(gradients[name], expected[name]) for name in expected)

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from deltarule.ops.delta_rule import definition
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.torch import layout
-from deltarule.ops.delta_rule.torch import passes as torch_kernels
+from deltarule.ops.delta_rule.torch import passes as torch_passes
 from deltarule.ops.delta_rule.triton.tile_sizes import power_of_two
 from deltarule.ops.dispatch import (
     Implementation,
@@ -47,7 +46,7 @@ def _triton() -> Any:
 
 
 BACKENDS = {
-    "torch": Backend(torch_kernels.forward, torch_kernels.backward, layout.chunk_states_shape),
+    "torch": Backend(torch_passes.forward, torch_passes.backward, torch_passes.chunk_states_shape),
     "triton": Backend(
         lambda *given: _triton().forward(*given),
         lambda *given: _triton().backward(*given),

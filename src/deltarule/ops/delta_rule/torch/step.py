@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deltarule.ops.delta_rule.gate_maps import NO_MAPS, GateMaps
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.torch.layout import unit_norm
+from deltarule.ops.delta_rule.torch.passes import unit_norm
 from deltarule.ops.dispatch import without_autocast
 
 
