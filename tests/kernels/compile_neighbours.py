@@ -68,7 +68,10 @@ KERNELS = {
     "swiglu backward": (
         swiglu_triton.swiglu_backward_kernel, SWIGLU | {"PRODUCT": True},
     ),
-    "one row": (one_row_triton.one_row_kernel, ROW | {"I": 5472, "BI": one_row_triton.CHANNELS, "GATED": True}),
+    "one row": (
+        one_row_triton.one_row_kernel,
+        ROW | {"I": 5472, "BI": one_row_triton.CHANNELS, "GATED": True},
+    ),
     "normed row": (
         one_row_triton.normed_row_kernel,
         ROW | {"H": 16, "V": 192, "BH": 16, "BV": 256, "ACTIVATION": "silu"},
