@@ -1,10 +1,10 @@
 """The launches of a forward or a backward, written down once and repeated for calls like it.
 
 The second call of a key (dispatch.py) is recorded: which compiled kernels it launches, and where
-their arguments lie, in the tensors that it is given, in memory that it takes or in what its plan keeps.
-Finding this out is what a launch costs the host. In a further call nothing is new but addresses and
-the stream. What its kernels write is taken in one piece, the room, except for the tensors that are
-returned. A call that computes anything else from what it is given is not recorded.
+their arguments lie, in the tensors that it is given, in memory that it takes or in what its plan
+keeps. Finding this out is what a launch costs the host. In a further call nothing is new but
+addresses and the stream. What its kernels write is taken in one piece, the room, except for the
+tensors that are returned. A call that computes anything else from what it is given is not recorded.
 """
 
 import math
