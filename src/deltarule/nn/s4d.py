@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from deltarule.nn.call import Call
-from deltarule.nn.complex_filters import Filters, filtered
+from deltarule.nn.complex_filters import Filters, filtered, product
 from deltarule.nn.gates import DT_RANGE, computed
 from deltarule.nn.rule import Arguments, System
 from deltarule.nn.scan import ScanMixer
@@ -151,6 +151,13 @@ class S4D(ScanMixer):
     def filters(self) -> Filters:
         """Factors of a token, inputs and read-outs of all channels."""
         return filters(self.log_step, self.A_log, self.frequency, self.B, self.C)
+
+    def taps(self, size: int) -> Tensor:
+        """[H V, size] the filter of each channel, for `long_convolution`: 2 Re(sum of C b a^l)."""
+        given = self.filters()
+        power = given.power(torch.arange(size, device=given.angle.device))
+        real = product(product(power, given.b), given.c)[..., : self.head_k_dim]
+        return 2 * real.sum(-1).flatten(1).mT
 
     def scan_arguments(self, stream: Tensor, v: Tensor) -> Arguments:
         return arguments(computed(v), self.filters())

@@ -69,47 +69,53 @@ class TitansMAC(TitansMAG):
         if layout.tokens == 0:
             call.after.update(state.clone())
             return call.x
+        slot = torch.arange(self.window, device=call.x.device).unsqueeze(0)
+        if layout.tokens == 1:
+            slot = place.unsqueeze(1)
+            y, state = self.mix_segment(call.x, slot, layout.counts.unsqueeze(1) > 0, state)
+            call.after.update(state)
+            return y
         segments = (layout.tokens + 2 * self.window - 2) // self.window
-        slot = torch.arange(segments * self.window, device=call.x.device)
-        token = slot - place.unsqueeze(1)
+        token = torch.arange(segments * self.window, device=call.x.device) - place.unsqueeze(1)
         real = (token >= 0) & (token < layout.counts.unsqueeze(1))
         token = token.clamp(0, layout.tokens - 1).unsqueeze(-1)
         x = torch.take_along_dim(call.x, token, dim=1).masked_fill(~real.unsqueeze(-1), 0)
         outputs = []
         for part, here in zip(x.split(self.window, 1), real.split(self.window, 1), strict=True):
-            y, state = self.mix_segment(part, here, state)
+            y, state = self.mix_segment(part, slot, here, state)
             outputs.append(y)
         call.after.update(state)
-        index = place.unsqueeze(1) + slot[: layout.tokens]
+        index = place.unsqueeze(1) + torch.arange(layout.tokens, device=call.x.device)
         return torch.take_along_dim(torch.cat(outputs, dim=1), index.unsqueeze(-1), dim=1)
 
-    def mix_segment(self, x: Tensor, real: Tensor, state: State) -> tuple[Tensor, State]:
-        """[N, window, D] of one segment, some of whose tokens may be known already, or come."""
-        y = self.attend_segment(x, real, state)
+    def mix_segment(
+        self, x: Tensor, slot: Tensor, real: Tensor, state: State
+    ) -> tuple[Tensor, State]:
+        """[N, L, D] of tokens at the slots [N or 1, L] of a segment: all of it, or one of each."""
+        y = self.attend_segment(x, slot, real, state)
         before = State({name: state[name] for name in self.memory.init_state(0)})
         m, after = self.memory(y, before, mask=real)
         # Whoever filled a segment begins the next with the memory as it is now.
-        full = real[:, -1]
+        full = real[:, -1] & (slot[:, -1] == self.window - 1)
         names = zip(self.memory.names("segment"), self.memory.names("recurrent"), strict=True)
         begun = {
             own: torch.where(full.view(-1, 1, 1, 1), after[of], state[own]) for own, of in names
         }
         return self.gated(y, m), State(state, **after, **begun)
 
-    def attend_segment(self, x: Tensor, real: Tensor, state: State) -> Tensor:
-        """Attention of a segment over p, h and itself; state's keys and values are replaced."""
-        slots = torch.arange(self.window, device=x.device).unsqueeze(0)
-        at_h, at_x = (slots + self.num_persistent + shift for shift in (0, self.window))
-        h = self.recall(x, state)
-        q = self.project("q", x, at_x)
-        rows = {}
+    def attend_segment(self, x: Tensor, slot: Tensor, real: Tensor, state: State) -> Tensor:
+        """Attention over p, h and the segment so far; state's keys and values are replaced."""
+        slots = torch.arange(self.window, device=x.device)
+        here = (real & (slots == slot)).unsqueeze(-1)
+        at_h, at_x = (slot + self.num_persistent + shift for shift in (0, self.window))
+        h, q, rows = self.recall(x, state), self.project("q", x, at_x), {}
         for key, name in (("keys", "k"), ("values", "v")):
             pair = self.project(name, h, at_h), self.project(name, x, at_x)
             new = torch.cat(pair, dim=-1).flatten(-2)
-            # Of tokens that are not here: the earlier ones of the segment, and none that is seen.
-            state[key] = torch.where(real.unsqueeze(-1), new, state[key].to(new.dtype))
+            # Of other slots: earlier tokens of the segment, or what no token here sees.
+            state[key] = torch.where(here, new, state[key].to(new.dtype))
             rows[name] = torch.cat(self.heads_of(state[key]).chunk(2, dim=-1), dim=1)
-        seen = (slots.mT >= slots).repeat(1, 2).unsqueeze(0)
+        seen = (slots <= slot.unsqueeze(-1)).repeat(1, 1, 2)
         return self.o_proj(self.softmax(q, rows["k"], rows["v"], seen).flatten(-2))
 
     def recall(self, x: Tensor, state: State) -> Tensor:
