@@ -203,3 +203,21 @@ def test_options_of_the_frame(name):
             make(name, **bad)
     with pytest.raises(ValueError, match="norm_eps must be a finite number above 0"):
         make(name, norm_eps=0)
+
+
+@pytest.mark.parametrize("tokens", [17, 300, 600])
+def test_s4_by_convolution(tokens):
+    """Outputs, the state and all gradients of the scan, from a state that is not zero."""
+    layer, x = make("s4", DOUBLE), inputs(2, tokens, DOUBLE)
+    before = layer(inputs(2, 9, DOUBLE) + 1)[1].detach()
+    found = []
+    for layer.convolves in (False, True):
+        y, state = layer(x, before)
+        loss = y.sin().sum() + state["recurrent"].cos().sum()
+        found.append([y, state["recurrent"], *torch.autograd.grad(loss, list(layer.parameters()))])
+    for one, other in zip(*found, strict=True):
+        assert relative_rms(one, other) <= 1e-11
+    layer, x = make("s4"), inputs(2, tokens)
+    y = layer(x)[0]
+    layer.convolves = True
+    assert relative_rms(layer(x)[0], y) <= 1e-5

@@ -9,9 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from deltarule.nn.call import Call
+from deltarule.nn.exponentials import Exponentials, convolved
 from deltarule.nn.gates import DT_RANGE
 from deltarule.nn.rule import Arguments, System
 from deltarule.nn.scan import ScanMixer
+from deltarule.ops.dispatch import without_autocast
+from deltarule.ops.few_tokens import MAX_TOKENS
 
 
 def arguments(v: Tensor, *, log_step: Tensor, A_log: Tensor, B: Tensor, C: Tensor) -> Arguments:
@@ -39,7 +43,11 @@ class S4(ScanMixer):
     """S4: S = S * exp(-(dt 1^T) * exp(A_log)) + B * (v 1^T), o = (S * C) 1 + D * v.
 
     Nothing but v depends on the input. The layer around it is Mamba's block, as in the ablations of
-    arXiv 2312.00752; a complex diagonal, which S4's own release has, is not there.
+    arXiv 2312.00752; `S4D` has the complex diagonal of S4's own release.
+
+    Attributes:
+        convolves: Whether calls of many tokens are one long convolution in place of a scan: the
+            convolution mode. Packed and padded calls are scans either way.
 
     Defaults: 2 hidden_size value channels with a state of 16 each, convolution of 4, output gate;
     exp(A_log) from 1 to 16, dt log-uniform in [1e-3, 1e-1], B = dt, C normal, D of ones.
@@ -54,6 +62,7 @@ class S4(ScanMixer):
     """
 
     rule = SYSTEM
+    convolves: bool = False
     float32_parameters: ClassVar[tuple[str, ...]] = ("A_log", "log_step", "B", "C", "D")
     A_log: nn.Parameter
     log_step: nn.Parameter
@@ -71,3 +80,16 @@ class S4(ScanMixer):
 
     def scan_arguments(self, stream: Tensor, v: Tensor) -> Arguments:
         return arguments(v, log_step=self.log_step, A_log=self.A_log, B=self.B, C=self.C)
+
+    def scanned(self, stream: Tensor, v: Tensor, call: Call) -> Tensor:
+        layout, before = call.layout, call.before["recurrent"]
+        marked = layout.real, layout.cu_seqlens, layout.context
+        plain = all(x is None for x in marked) and layout.tokens > MAX_TOKENS
+        if not self.convolves or not plain:
+            return super().scanned(stream, v, call)
+        rate = -(self.log_step.exp().unsqueeze(-1) * self.A_log.exp())
+        given = Exponentials(*(x.to(before.dtype).flatten(0, 1) for x in (rate, self.B, self.C)))
+        with without_autocast(v.device):
+            o, state = convolved(v.flatten(2), given, before.flatten(1, 2))
+        call.after["recurrent"] = state.view(before.shape)
+        return o.view(v.shape).to(v.dtype)
