@@ -55,8 +55,8 @@ def layer_views(model: CausalLM, tokens: list[int], head: int = 0) -> list[Layer
         head: Which value head, from 0; a layer with fewer shows its last.
 
     Returns:
-        A view of each layer that has a matrix; TTT and Titans, whose read-out is not linear in
-        their values, have none.
+        A view of each layer that has a matrix; TTT, Titans and sLSTM, whose read-out is not linear
+        in their values, have none, and Hyena shows none.
     """
     inputs: dict[int, Tensor] = {}
     places = [
