@@ -16,6 +16,9 @@ def logits(config, tensors, tokens):
         layer = f"model.layers.{i}."
         part = {n.removeprefix(layer): y for n, y in w.items() if n.startswith(layer)}
         own = {n.removeprefix("attn."): y for n, y in part.items() if n.startswith("attn.")}
+        if (bounds := w.get("model.lower_bounds")) is not None:
+            share = bounds.softmax(0)
+            own["lower_bound"] = share.cumsum(0)[i] - share[0]
         x = x + MIXERS[config["model_type"]](rms(x, part["attn_norm.weight"], eps), own, config)
         h = rms(x, part["mlp_norm.weight"], eps)
         inner = F.silu(h @ part["mlp.gate_proj.weight"].T) * (h @ part["mlp.up_proj.weight"].T)
@@ -178,6 +181,15 @@ def linear_attn(x, w, config):
     return finish(recurrence(phi(q), phi(k), v), x, w, config, norm="norm")
 
 
+def hgrn2(x, w, config):
+    K = config["expand_ratio"]
+    q = F.silu(stream(x, w, "q", K, silu=False))
+    bound = w["lower_bound"].unflatten(-1, (-1, K))
+    decay = bound + (1 - bound) * stream(x, w, "f", K, silu=False).sigmoid()
+    o = recurrence(q, 1 - decay, stream(x, w, "i", K, silu=False), log_decay=decay.log())
+    return rms(o.flatten(-2), w["g_norm.weight"], 1e-5) @ w["o_proj.weight"].T
+
+
 MIXERS = {
     "delta_net": delta_net,
     "gated_deltanet": gated_deltanet,
@@ -186,6 +198,7 @@ MIXERS = {
     "gla": gla,
     "retnet": retnet,
     "linear_attn": linear_attn,
+    "hgrn2": hgrn2,
 }
 
 
@@ -195,6 +208,8 @@ def shapes(config):
     found = {"model.embeddings.weight": (vocab, d), "model.norm.weight": (d,)}
     if not config["tie_word_embeddings"]:
         found["lm_head.weight"] = (vocab, d)
+    if config["model_type"] == "hgrn2":
+        found["model.lower_bounds"] = (config["num_hidden_layers"], d)
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}."
         found |= {layer + f"{n}_norm.weight": (d,) for n in ("attn", "mlp")}
@@ -206,6 +221,10 @@ def shapes(config):
 
 def mixer_shapes(config):
     kind, d, H = (config[n] for n in ("model_type", "hidden_size", "num_heads"))
+    if kind == "hgrn2":
+        found = {f"{name}_proj.weight": (d, d) for name in "qfio"} | {"g_norm.weight": (d,)}
+        taps = {f"{name}_conv1d.weight": (d, 1, config["conv_size"]) for name in "qfi"}
+        return found | (taps if config["use_short_conv"] else {})
     K, V = sizes(config)
     HV = config.get("num_v_heads") or H
     n = config.get("num_householder", 1)

@@ -38,6 +38,8 @@ CONFIGS = {
     | {"expand_k": 0.5, "use_output_gate": False, "tie_word_embeddings": True},
     "retnet": SHARES | {"expand_v": 2.0, "use_output_gate": True, "use_short_conv": False},
     "retnet, ungated": SHARES | {"expand_v": 2.0, "use_output_gate": False},
+    "hgrn2": TAPS | {"expand_ratio": 16, "use_short_conv": False, "use_lower_bound": True},
+    "hgrn2, convolved": TAPS | {"expand_ratio": 16, "use_lower_bound": True},
     "linear_attn": SHARES | {"feature_map": "elu"},
     "linear_attn, identity": SHARES | {"feature_map": "identity"},
 }  # fmt: skip
@@ -74,7 +76,7 @@ def test_bfloat16_keeps_its_bits(tmp_path):
     check_round_trip(tmp_path / "a", "kda", tmp_path / "b")
 
 
-@pytest.mark.parametrize("title", ["delta_net", "gated_deltanet", "kda", "gla", "retnet"])
+@pytest.mark.parametrize("title", ["delta_net", "gated_deltanet", "kda", "gla", "retnet", "hgrn2"])
 def test_ways_of_reading(title, tmp_path, random_tokens):
     make(tmp_path / "a", title)
     with torch.no_grad():
@@ -92,6 +94,8 @@ def test_the_width_of_the_mlp_follows_its_ratio(tmp_path):
     ("title", "changes", "message"),
     [
         ("kda", {"lower_bound": -5.0}, "lower_bound must be None, got -5.0"),
+        ("hgrn2", {"expand_ratio": 24}, "expand_ratio must divide hidden_size=32, got 24"),
+        ("hgrn2", {"expand_ratio": 8}, "num_heads must be 4 with expand_ratio, got 2"),
         ("kda", {"hiden_size": 3}, "unknown option 'hiden_size'"),
         ("kda", {"num_heads": "two"}, "num_heads must be an integer"),
         ("kda", {"hidden_size": None}, "missing key 'hidden_size'"),

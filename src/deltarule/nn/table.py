@@ -37,6 +37,7 @@ CHECKPOINTS = {
     "retnet": ("retnet",),
     "mamba2": ("mamba2", "nemotron_h", "granitemoehybrid", "falcon_h1", "bamba"),
     "gla": ("gla",),
+    "hgrn2": ("hgrn2",),
     "xlstm_7b": ("xlstm",),
     "deltanet": ("delta_net",),
     "gated_deltanet": (

@@ -6,6 +6,7 @@ from typing import Any
 from deltarule.models.config_names import MODEL_TYPE
 from deltarule.models.convert import (
     fla,
+    hgrn2,
     kimi_linear,
     mamba1,
     mamba2,
@@ -21,6 +22,7 @@ from deltarule.models.convert.piece import Piece, Shapes
 
 FAMILIES: dict[str, Family] = {
     **fla.FAMILIES,
+    "hgrn2": hgrn2.FAMILY,
     "mamba2": mamba2.FAMILY,
     "qwen3_next": qwen.QWEN3_NEXT,
     "qwen3_5": qwen.QWEN3_5,
