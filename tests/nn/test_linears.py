@@ -50,7 +50,7 @@ def test_one_product_for_the_input_s_gradient_and_no_sum(monkeypatch):
     monkeypatch.setattr("deltarule.nn.linears.SMALL", 0)
     x, modules = built()
     names = []
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         sum(y.sum() for y in together(x, modules)).backward()
     names = [event.name for event in profile.events()]
     assert names.count("aten::addmm_") == len(SIZES) - 1
@@ -58,7 +58,7 @@ def test_one_product_for_the_input_s_gradient_and_no_sum(monkeypatch):
 
 def test_small_weights_are_one_product(monkeypatch):
     x, modules = built()
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         sum(y.sum() for y in together(x, modules)).backward()
     names = [event.name for event in profile.events()]
     # One forward, one by the input, one by the weights, whose outputs are filled up to 16.

@@ -130,9 +130,10 @@ class DraftDecoder(Decoder):
         logits = model.logits(x).flatten(0, 1)
         picks = chosen(logits, self.draws.flatten(), *self.sampling).view_as(self.tokens)
         fits = picks[:, :-1] == self.tokens[:, 1:]
-        self.accepted.copy_(1 + fits.long().cumprod(1).sum(1))
-        pairs = zip(before, after, strict=True)
-        overwrite(self.state, ModelState(x.up_to(y, self.accepted) for x, y in pairs))
+        last = fits.long().cumprod(1).sum(1)
+        self.accepted.copy_(last + 1)
+        rows, pairs = torch.arange(len(last), device=last.device), zip(before, after, strict=True)
+        overwrite(self.state, ModelState(x.up_to(y, rows, last) for x, y in pairs))
         self.picks.copy_(picks)
 
     def guess(self, model: "CausalLM") -> tuple[Tensor, Tensor]:

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from deltarule.ops.dispatch import unwatched, why_not_fused
+
 # Temperatures between which float32 can divide.
 SMALLEST, LARGEST = 1.2e-38, 3.4e38
 DAMAGED = "the model's logits are NaN or infinite: its parameters are damaged"
@@ -104,10 +106,20 @@ def chosen(
     if seen is not None:
         moved = torch.where(logits > 0, logits / repetition_penalty, logits * repetition_penalty)
         logits = torch.where(seen, moved, logits)
-    largest, likeliest = logits.max(-1)
-    token = likeliest
-    if temperature != 0:
-        token = drawn(logits, draws, temperature, top_k, top_p, min_p)
+    if temperature == 0:
+        return likeliest(logits)
+    token = drawn(logits, draws, temperature, top_k, top_p, min_p)
+    return torch.where(logits.amax(-1).isfinite(), token, -1)
+
+
+def likeliest(logits: Float[Tensor, "B vocab"]) -> Int[Tensor, "B"]:
+    """The likeliest token of each row, or -1; on a GPU by one kernel."""
+    if why_not_fused(logits) is None and unwatched((logits,)):
+        # Triton is an extra, imported where it runs.
+        from deltarule.ops.fused import likeliest_triton as kernels
+
+        return kernels.likeliest(logits)
+    largest, token = logits.max(-1)
     return torch.where(largest.isfinite(), token, -1)
 
 

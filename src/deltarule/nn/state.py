@@ -99,10 +99,9 @@ class DraftedState(LentState):
         super().__init__(given)
         self.kept: dict[str, Tensor] = {}
 
-    def up_to(self, after: State, tokens: Tensor) -> State:
-        """Return the state after the first tokens [B] (1 or more) of each row."""
-        rows = torch.arange(len(tokens), device=tokens.device)
-        kept = {name: x[rows, tokens - 1] for name, x in self.kept.items()}
+    def up_to(self, after: State, rows: Tensor, last: Tensor) -> State:
+        """Return the state of rows 0, 1 .. [B] after token last [B], counted from 0, of each."""
+        kept = {name: x[rows, last] for name, x in self.kept.items()}
         return State({name: kept.get(name, x) for name, x in after.items()})
 
 
