@@ -1,8 +1,8 @@
 """The stages of a call with a decay per channel or a free erase.
 
-`scores`, the scans of stages.py, `backward`. The fast kernels go
-first; they flag what decays too far for them, which only the GPU knows, so the exact ones are
-always launched after them, and skip the rest.
+`scores`, the scans of stages.py, `backward`. The fast kernels go first and flag what decays too far
+for them. Only the GPU knows what that is, so the exact kernels are always launched after them, and
+skip the rest.
 """
 
 from collections.abc import Mapping
@@ -186,15 +186,10 @@ def gradients(call: Call) -> None:
 
 def fast_gradients(call: Call) -> None:
     """Launch `fast_gradients_kernel` on all chunks; the exact kernels overwrite flagged ones."""
-    inputs, ones = call.inputs, call.constant(triangle)
-    config = call.once(fast_config)
-    grid = (
-        blocks(call.plan.sizes["K"], config["BC"]) * call.plan.sizes["H"] * call.plan.chunks,
-        1,
-        1,
-    )
-    pointers = {"ones": ones, "p_q": inputs.q, "p_k": inputs.k}
-    call.launch(fast_gradients_kernel, grid, {**config, **pointers}, fast_tiles)
+    config, sizes = call.once(fast_config), call.plan.sizes
+    programs = blocks(sizes["K"], config["BC"]) * sizes["H"] * call.plan.chunks
+    pointers = {"ones": call.constant(triangle), "p_q": call.inputs.q, "p_k": call.inputs.k}
+    call.launch(fast_gradients_kernel, (programs, 1, 1), {**config, **pointers}, fast_tiles)
 
 
 def triangle(call: Call) -> Tensor:
@@ -222,11 +217,8 @@ def fast_config(call: Call) -> dict[str, Any]:
 def fast_tiles(c: Mapping[str, Any]) -> Tiles:
     rows, some = [c["BT"], c["BV"]], [c["BT"], c["BC"]]
     values, inner = (c["HV"] * c["V"], rows), (c["V"], rows)
-    keys, decays, state = (
-        (c["H"] * c["K"], some),
-        (c["HV"] * c["K"], some),
-        (c["K"], [c["BV"], c["BC"]]),
-    )
+    keys, decays = (c["H"] * c["K"], some), (c["HV"] * c["K"], some)
+    state = c["K"], [c["BV"], c["BC"]]
     return {
         "v": values, "d_o": values, "d_v": values, "errors": inner, "d_errors": inner,
         "states": state, "d_states": state, "q": keys, "k": keys, "d_q": keys, "d_k": keys,
