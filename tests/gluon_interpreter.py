@@ -215,13 +215,15 @@ class Product:
 class Machine:
     """One program: its roles, and whose turn it is."""
 
-    def __init__(self, program: int, seed: int) -> None:
-        self.program, self.random = program, random.Random(seed)
+    def __init__(self, program: int, seed: int, programs: int = 1) -> None:
+        self.program, self.programs, self.random = program, programs, random.Random(seed)
         self.turn = threading.Condition()
         self.local = threading.local()
         self.current, self.failure = 0, None
         self.waiting: dict[int, Callable[[], bool]] = {}
-        self.copies: list[tuple[int, Callable[[], None]]] = []
+        # Role (0: into shared memory), number among the role's, and what is done.
+        self.copies: list[tuple[int, int, Callable[[], None]]] = []
+        self.sent: dict[int, int] = {}
         self.tiles: list[Tensor] = []
         self.favour: list[float] = []
         self.haste = 0.3
@@ -270,7 +272,7 @@ class Machine:
 
     def run_copy(self, i: int) -> None:
         """Copies of one role finish in any order."""
-        self.copies.pop(i)[1]()
+        self.copies.pop(i)[2]()
 
     def specialize(self, roles: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
         """Run the roles to their ends."""
@@ -346,18 +348,19 @@ class Machine:
             tile.data.copy_(window)
             barrier.arrived(window.numel() * 2)
 
-        self.copies.append((0, copy))
+        self.copies.append((0, 0, copy))
 
     def copy_out(self, of: Descriptor, at: list[Any], tile: Memory) -> None:
         window = of.window(at)
-        self.copies.append((self.role(), lambda: window.copy_(tile.read())))
+        number = self.sent[self.role()] = self.sent.get(self.role(), 0) + 1
+        self.copies.append((self.role(), number, lambda: window.copy_(tile.read())))
 
     def store_wait(self, left: int) -> None:
-        """Until so many of this role's last copies are in flight."""
-        mine = [copy for copy in self.copies if copy[0] == self.role()]
-        for copy in mine[: len(mine) - left]:
+        """Until none but so many of this role's last copies are in flight."""
+        last = self.sent.get(self.role(), 0) - left
+        for copy in [x for x in self.copies if x[0] == self.role() and x[1] <= last]:
             self.copies.remove(copy)
-            copy[1]()
+            copy[2]()
 
     def rows_in(self, tile: Memory, pointer: Pointer, mask: Value) -> None:
         """Rows that a role copies itself."""
@@ -370,7 +373,9 @@ class Machine:
         self, a: Any, b: Memory, total: Any, use_acc: bool = True, is_async: bool = False
     ) -> Product:
         left = (lambda: a.read()) if isinstance(a, Memory) else (lambda: a.data.float())
-        before = total.data if use_acc else torch.zeros_like(total.data)
+        # Of a product in flight the sums go on.
+        before = total.result if isinstance(total, Product) else total.data
+        before = before if use_acc else torch.zeros_like(before)
         started = Product(lambda: before + left() @ b.read())
         self.local.products.append(started)
         self.step()
@@ -419,6 +424,13 @@ def power(x: Tensor) -> Tensor:
     return torch.where(y < 2.0**-126, 0.0, y)
 
 
+def running_sum(x: Value, axis: int, add: Any, reverse: bool = False) -> Value:
+    """The one scan that there is."""
+    if reverse:
+        return Value(x.data.flip(axis).cumsum(axis).flip(axis))
+    return Value(x.data.cumsum(axis))
+
+
 def language(machine: Machine) -> SimpleNamespace:
     """What kernels call `gl`."""
     nothing = lambda *_, **__: None  # noqa: E731
@@ -435,7 +447,7 @@ def language(machine: Machine) -> SimpleNamespace:
         arange=lambda start, end, layout: Value(torch.arange(start, end, dtype=torch.int32)),
         zeros=lambda shape, dtype, layout: Value(torch.zeros([int(x) for x in shape], dtype=dtype)),
         sum=lambda x, axis: Value(x.data.sum(axis)),
-        associative_scan=lambda x, axis, add: Value(x.data.cumsum(axis)),
+        associative_scan=running_sum,
         permute=lambda x, order: Value(x.data.permute(order)),
         reshape=lambda x, shape: Value(x.data.reshape(shape)),
         expand_dims=lambda x, axis: Value(x.data.unsqueeze(axis)),
@@ -443,6 +455,7 @@ def language(machine: Machine) -> SimpleNamespace:
         split=lambda x: (Value(x.data[..., 0]), Value(x.data[..., 1])),
         join=lambda x, y: Value(torch.stack([x.data, y.data], -1)),
         program_id=lambda axis: Value(torch.tensor(machine.program)),
+        num_programs=lambda axis: Value(torch.tensor(machine.programs)),
         load=lambda x, mask=None, other=0.0: Value(x.load(mask, other)),
         store=lambda x, y, mask=None: x.store(plain(y), mask),
         allocate_shared_memory=machine.allocate, warp_specialize=machine.specialize,
@@ -501,6 +514,6 @@ def run(
 ) -> None:
     """Launch a kernel: one program after the other, tensors and descriptors as they are given."""
     for program in range(programs):
-        machine = Machine(program, seed + program)
+        machine = Machine(program, seed + program, programs)
         given = {name: Pointer(x) if isinstance(x, Tensor) else x for name, x in arguments.items()}
         interpreted(kernel, machine)(**given)

@@ -1,4 +1,4 @@
-"""What the compiler makes of the fused forward for sm_90: its products overlap, its tiles fit."""
+"""What the compiler makes of the fused kernels for sm_90: their products overlap, tiles fit."""
 
 import json
 import os
@@ -38,13 +38,13 @@ def check(report: dict) -> None:
 
 
 def test_the_gated_forward_keeps_its_products_in_flight() -> None:
-    (report,) = compiled("gated")
+    (report,) = compiled("gated forward")
     check(report)
 
 
 @pytest.mark.slow
 def test_every_form_keeps_its_products_in_flight() -> None:
     reports = compiled()
-    assert len(reports) > 10
+    assert len(reports) > 30
     for report in reports:
         check(report)

@@ -15,10 +15,9 @@ the final state.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from deltarule.ops.delta_rule.gluon.gates import gate_role
-from deltarule.ops.delta_rule.gluon.inverse import PLAIN_1D, PLAIN_3D, barrier
+from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D, PLAIN_3D, barrier
 from deltarule.ops.delta_rule.gluon.memory import (
     BLOCKS,
     CHUNK,
@@ -26,8 +25,11 @@ from deltarule.ops.delta_rule.gluon.memory import (
     PAIR_SLOTS,
     VALUES,
     Barriers,
+    Form,
     Place,
+    Saved,
     Tiles,
+    new_barrier,
     square,
 )
 from deltarule.ops.delta_rule.gluon.movers import load_role, store_role
@@ -46,13 +48,17 @@ def place_of(cu_seqlens, T, heads, value_heads, PACKED: gl.constexpr):
         end = gl.minimum(gl.load(cu_seqlens + sequence + 1).to(gl.int64), T)
         tokens = gl.maximum(end - start, 0).to(gl.int32)
     chunks = (tokens + CHUNK - 1) // CHUNK
-    return Place(start, tokens, chunks, value_head, value_head // (value_heads // heads)), sequence
+    key_head, number = value_head // (value_heads // heads), sequence * chunks
+    if PACKED:
+        number = (start // CHUNK).to(gl.int32) + sequence
+    slot = number * value_heads + value_head
+    return Place(start, tokens, chunks, value_head, key_head, value_heads, slot), sequence
 
 
 @gluon.jit
 def new_tiles(
     dtype: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
-    TIED: gl.constexpr,
+    TIED: gl.constexpr, SAVE: gl.constexpr,
 ):  # fmt: skip
     """Shared memory for all tiles."""
     SQUARE: gl.constexpr = square()
@@ -63,32 +69,27 @@ def new_tiles(
     p = gl.allocate_shared_memory(dtype, [PAIR_SLOTS if TIED else SLOTS, CHUNK, CHUNK], SQUARE)
     gates = gl.allocate_shared_memory(gl.float32, [SLOTS * GATES, CHUNK], PLAIN_1D)
     # Before Triton 3.7 a tuple has no None: what is not there is another thing that nobody reads.
-    t, before, rows, blocks, scaled, identity = p, p, p, p, p, p
+    t, before, rows, own, blocks, scaled, identity = p, p, p, p, p, p, p
+    saved, errors = o, o
+    if SAVE:
+        saved = gl.allocate_shared_memory(dtype, [PARTS, VALUES, K], SQUARE)
+        if TIED:
+            errors = gl.allocate_shared_memory(dtype, [PARTS, CHUNK, VALUES], SQUARE)
     if TIED:
         t = gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, CHUNK], SQUARE)
         rows = gl.allocate_shared_memory(gl.float16, [CHUNK, CHUNK], SQUARE)
+        own = gl.allocate_shared_memory(gl.float16, [4, 16, 16], PLAIN_3D) if SAVE else rows
         blocks = gl.allocate_shared_memory(gl.float16, [4, 16, 16], PLAIN_3D)
         scaled = gl.allocate_shared_memory(gl.float16, [4, 16, 16], PLAIN_3D)
         before = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCKS * CHUNK], PLAIN_1D)
-        identity = gl.allocate_shared_memory(gl.float32, [4, 16, 16], PLAIN_3D)
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 4, 8], [4, 1, 1], [2, 1, 0])
-        ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))
-        COLUMN: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT))
-        row = gl.arange(0, 16, ROW)[None, :, None]
-        column = gl.arange(0, 16, COLUMN)[None, None, :]
-        one = gl.where(row == column, 1.0, 0.0)
-        zero = gl.zeros([4, 16, 16], gl.float32, LAYOUT)
-        identity.store(one + zero)
-    return Tiles(q, k, v, t, p, o, gates, before, rows, blocks, scaled, identity)
-
-
-@gluon.jit
-def new_barrier(number: gl.constexpr, count: gl.constexpr):
-    """Barriers that wait for so many arrivals each."""
-    barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(number):
-        mbarrier.init(barriers.index(i), count=count)
-    return barriers
+        identity = gl.allocate_shared_memory(gl.float32, [16, 16], PLAIN)
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])
+        row = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))[:, None]
+        column = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]
+        identity.store(gl.where(row == column, 1.0, 0.0))
+    return Tiles(
+        q, k, v, t, p, o, saved, errors, gates, before, rows, own, blocks, scaled, identity
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -106,21 +107,24 @@ GENERAL = ["T", "s_decay_b", "s_decay_t", "s_decay_h", "s_beta_b", "s_beta_t", "
 
 @gluon.jit(do_not_specialize=GENERAL)
 def forward_kernel(
-    q, k, v, o, q_rows, k_rows, v_rows, o_rows, log_decay, beta, norms, cu_seqlens, initial_state,
-    final_state, scale, log_scale, T, heads, value_heads, s_decay_b, s_decay_t, s_decay_h,
-    s_beta_b, s_beta_t, s_beta_h, K: gl.constexpr, V: gl.constexpr, SLOTS: gl.constexpr,
-    DECAY: gl.constexpr, TIED: gl.constexpr, UNIT: gl.constexpr, PACKED: gl.constexpr,
-    RAGGED: gl.constexpr, STATE_REGISTERS: gl.constexpr, SCORE_REGISTERS: gl.constexpr,
+    q, k, v, o, q_rows, k_rows, v_rows, o_rows, states, errors, scores, corrections, scalings,
+    chunk_decay, log_decay, beta, norms, cu_seqlens, initial_state, final_state, scale, log_scale,
+    T, heads, value_heads, s_decay_b, s_decay_t, s_decay_h, s_beta_b, s_beta_t, s_beta_h,
+    K: gl.constexpr, V: gl.constexpr, SLOTS: gl.constexpr, DECAY: gl.constexpr,
+    TIED: gl.constexpr, UNIT: gl.constexpr, PACKED: gl.constexpr, RAGGED: gl.constexpr,
+    SAVE: gl.constexpr, STATE_REGISTERS: gl.constexpr, SCORE_REGISTERS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q, k, v and o twice: as descriptors of tiles, and as addresses of rows.
 
-    States are [N, HV, V, K]. The first state role has the registers that the others leave.
+    SAVE: states, errors, scores, corrections (descriptors), scalings and chunk_decay are left, too,
+    those of them that this form of the call has; the scan back may take the scores itself. States
+    are [N, HV, V, K]. The first state role has the registers that the others leave.
     """
-    PARTS: gl.constexpr = V // VALUES
     dtype: gl.constexpr = q.dtype
+    PARTS: gl.constexpr = V // VALUES
     place, sequence = place_of(cu_seqlens, T, heads, value_heads, PACKED)
-    tiles = new_tiles(dtype, K, PARTS, SLOTS, TIED)
+    tiles = new_tiles(dtype, K, PARTS, SLOTS, TIED, SAVE)
     barriers = new_barriers(PARTS, SLOTS, TIED)
     state = (sequence * value_heads + place.value_head).to(gl.int64) * (V * K)
     final_state += state
@@ -146,7 +150,22 @@ def forward_kernel(
         q_norm = norms + ((row.to(gl.int64) * T + token) * heads + place.key_head) * 2
         k_norm = q_norm + 1
     barrier()
-    own = tiles, barriers, place
+    # What is not there is another thing that nobody touches.
+    SCORES: gl.constexpr = SAVE and scores is not None
+    if SAVE:
+        if not SCORES:
+            scores = states
+        if not TIED:
+            errors, corrections = states, states
+        if scalings is None:
+            scalings = final_state
+        if not DECAY:
+            chunk_decay = final_state
+        saved = Saved(states, errors, scores, corrections, scalings, chunk_decay)
+    else:
+        saved = final_state
+    FORM: gl.constexpr = Form(DECAY, TIED, UNIT, INITIAL, SAVE, SCORES)
+    own = tiles, barriers, place, saved
     loads = q, k, v, q_rows, k_rows, v_rows
     gates = (
         log_decay, beta, q_norm, k_norm, s_decay_t, s_beta_t, heads * 2, scale, log_scale,
@@ -155,12 +174,12 @@ def forward_kernel(
     if PARTS == 2:
         gl.warp_specialize(
             [
-                (state_role, (own, states, INITIAL, 0, PARTS, K, SLOTS, DECAY, TIED, UNIT)),
-                (state_role, (own, states, INITIAL, 1, PARTS, K, SLOTS, DECAY, TIED, UNIT)),
-                (score_role, (own, scale, SLOTS, DECAY, TIED, UNIT)),
+                (state_role, (own, states, 0, PARTS, K, SLOTS, FORM)),
+                (state_role, (own, states, 1, PARTS, K, SLOTS, FORM)),
+                (score_role, (own, scale, SLOTS, FORM)),
                 (load_role, (own, loads, heads, value_heads, K, PARTS, SLOTS, RAGGED)),
-                (store_role, (own, o, o_rows, value_heads, PARTS, RAGGED)),
-                (gate_role, (own, gates, SLOTS, DECAY, TIED, UNIT)),
+                (store_role, (own, o, o_rows, value_heads, PARTS, RAGGED, SAVE)),
+                (gate_role, (own, gates, SLOTS, FORM)),
             ],
             [4, 4, 1, 1, 1],
             [STATE_REGISTERS, SCORE_REGISTERS, REGISTERS, REGISTERS, REGISTERS],
@@ -168,11 +187,11 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (state_role, (own, states, INITIAL, 0, PARTS, K, SLOTS, DECAY, TIED, UNIT)),
-                (score_role, (own, scale, SLOTS, DECAY, TIED, UNIT)),
+                (state_role, (own, states, 0, PARTS, K, SLOTS, FORM)),
+                (score_role, (own, scale, SLOTS, FORM)),
                 (load_role, (own, loads, heads, value_heads, K, PARTS, SLOTS, RAGGED)),
-                (store_role, (own, o, o_rows, value_heads, PARTS, RAGGED)),
-                (gate_role, (own, gates, SLOTS, DECAY, TIED, UNIT)),
+                (store_role, (own, o, o_rows, value_heads, PARTS, RAGGED, SAVE)),
+                (gate_role, (own, gates, SLOTS, FORM)),
             ],
             [4, 1, 1, 1],
             [SCORE_REGISTERS, REGISTERS, REGISTERS, REGISTERS],

@@ -12,6 +12,9 @@ and for the score role, of the blocks of 16 tokens, with a the sum b before a bl
     FACTOR_i = - beta 2^(b_i - a) rk_i          of the token's own block
     before_j = 2^(a - b_j) rk_j                 for tokens j before the block, and 0 for the others
 
+(ERASE and FACTOR without beta where N is made: inverse.py). With SAVE some of it is left in global
+memory, too.
+
 A decay of less than 2^-127 is a reset, and counts as 2^-127: of anything across it the power of two
 is zero, and what the large sums cost the weaker decays after it in digits, 2^-11 at most, shows
 beside the rounding of no 16-bit type. Tokens after the sequence's end decay and erase nothing.
@@ -34,6 +37,13 @@ from deltarule.ops.delta_rule.gluon.memory import (
     KEY_SUM,
     QUERY_SUM,
     READ,
+    SCALING_BETA,
+    SCALING_ERASE,
+    SCALING_READ,
+    SCALING_REST,
+    SCALING_WHOLE,
+    SCALING_WRITE,
+    SCALINGS,
     WRITE,
 )
 
@@ -55,11 +65,14 @@ def load_gate(gate, token, tokens):
 
 @gluon.jit
 def gate_role(
-    shared, gates, SLOTS: gl.constexpr, DECAY: gl.constexpr, TIED: gl.constexpr,
-    UNIT: gl.constexpr,
+    shared, gates, SLOTS: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     """One warp; log_decay, beta and the norms of q and k point at the sequence's first token."""
-    tiles, barriers, place = shared
+    tiles, barriers, place, saved = shared
+    DECAY: gl.constexpr = FORM.DECAY
+    TIED: gl.constexpr = FORM.TIED
+    UNIT: gl.constexpr = FORM.UNIT
+    SAVE: gl.constexpr = FORM.SAVE
     log_decay, beta, q_norm, k_norm, s_decay, s_beta, s_norm, scale, log_scale = gates
     LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     o_t = gl.arange(0, CHUNK, LAYOUT)
@@ -109,7 +122,7 @@ def gate_role(
                 )
             else:
                 factor = leave_before(tiles.before.index(slot), key, key, key, key, LAYOUT, False)
-            tiles.gates.index(gate + FACTOR).store(-b_beta * factor)
+            tiles.gates.index(gate + FACTOR).store(-factor if SAVE else -b_beta * factor)
         if DECAY:
             tiles.gates.index(gate + QUERY_SUM).store(b + log_read)
             tiles.gates.index(gate + KEY_SUM).store(b + log_key)
@@ -123,7 +136,21 @@ def gate_role(
             tiles.gates.index(gate + WRITE).store(write)
         if TIED:
             tiles.gates.index(gate + BETA).store(b_beta)
-            tiles.gates.index(gate + ERASE).store(b_beta * key)
+            tiles.gates.index(gate + ERASE).store(key if SAVE else b_beta * key)
+        if SAVE:
+            own = (place.slot + i * place.value_heads).to(gl.int64)
+            if DECAY or TIED or UNIT:
+                scaling = saved.scalings + own * (SCALINGS * CHUNK) + o_t
+            if DECAY or UNIT:
+                gl.store(scaling + SCALING_READ * CHUNK, read)
+                gl.store(scaling + SCALING_ERASE * CHUNK, key)
+                gl.store(scaling + SCALING_WRITE * CHUNK, write)
+            if TIED:
+                gl.store(scaling + SCALING_BETA * CHUNK, b_beta)
+            if DECAY:
+                gl.store(scaling + SCALING_WHOLE * CHUNK, b)
+                gl.store(scaling + SCALING_REST * CHUNK, zero)
+                gl.store(saved.chunk_decay + own, gl.exp2(b_end))
         mbarrier.arrive(barriers.full.index(slot))
 
 

@@ -1,4 +1,4 @@
-"""T = (I + L)^-1 of a chunk, L strictly lower, in three steps.
+"""T = (I + L)^-1 of a chunk, L = B M strictly lower, B = Diag(beta); in three steps.
 
 The blocks of 16 rows on the diagonal by substitution, a block a warp and a column a lane, float32:
 
@@ -9,6 +9,11 @@ columns it is T_s - I), rows of 16 and then two doublings, in which the operands
 rounded to float16:
 
     U_16 = - T_16 L                         U_2s = U_s + (U_s)_21 U_s
+
+For a backward N is made, T = I + B N, which no beta of 0 hides: with L = M B, whose inverse is
+I + N B,
+
+    N_16 = - X_16 M                         N_2s = N_s + (N_s)_21 B N_s
 """
 
 from triton.experimental import gluon
@@ -21,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from deltarule.ops.delta_rule.gluon.memory import (
+    BETA,
     BLOCK,
     BLOCKS,
     CHUNK,
@@ -120,7 +126,8 @@ def invert_blocks(minus_l, identity, factor, out, scaled):
     minus_l [i, block, r] holds - L_ri, and zero where r <= i; X is left as [block, column, row].
     """
     # From shared memory: as constants the identity would be kept in registers that are not there.
-    rows = gl.reshape(identity.load(STACK), [4, 16, 2, 2, 2, 2])
+    rows = gl.expand_dims(identity.load(gl.SliceLayout(0, STACK)), 0)
+    rows = gl.reshape(rows + gl.zeros([4, 16, 16], gl.float32, STACK), [4, 16, 2, 2, 2, 2])
     a, b, c, d = four(rows)
     a, b, c, d = four(a), four(b), four(c), four(d)
     x = (
@@ -157,10 +164,10 @@ def below(blocks: gl.constexpr):
 
 
 @gluon.jit
-def double(u, on, memory):
-    """U of the blocks of twice as many rows; `on` is 1 in their lower left halves."""
+def double(u, beta_u, on, memory):
+    """U or N of the blocks of twice as many rows; `on` is 1 in their lower left halves."""
     LEFT: gl.constexpr = gl.DotOperandLayout(0, product(CHUNK), 2)
-    memory.store(u.to(gl.float16))
+    memory.store(beta_u.to(gl.float16))
     fence_async_shared()
     left = gl.convert_layout((u * on).to(gl.float16), LEFT)
     barrier()
@@ -169,8 +176,8 @@ def double(u, on, memory):
 
 
 @gluon.jit
-def invert(tiles, slot, on_16, on_32):
-    """U = T - I [64, 64] of what leave_l left."""
+def invert(tiles, slot, on_16, on_32, SAVE: gl.constexpr):
+    """U, or with SAVE N [64, 64], of what leave_m left."""
     at_t = tiles.t.index(slot)
     minus_l = at_t._reinterpret(gl.float32, [BLOCK, BLOCKS, BLOCK], PLAIN)
     factor = tiles.gates.index(slot * GATES + FACTOR).reshape([BLOCKS, BLOCK])
@@ -180,27 +187,35 @@ def invert(tiles, slot, on_16, on_32):
     left = tiles.scaled.permute((0, 2, 1)).load(LEFT)
     right = tiles.rows.reshape([BLOCKS, BLOCK, CHUNK]).load(gl.DotOperandLayout(1, BATCH, 2))
     u = mma_v2(left, right, gl.zeros([BLOCKS, BLOCK, CHUNK], gl.float32, BATCH))
-    inverse = gl.convert_layout(tiles.blocks.permute((0, 2, 1)).load(LEFT), BATCH).to(gl.float32)
-    u = with_blocks(u, inverse)
+    left = tiles.blocks.permute((0, 2, 1)).load(LEFT)
+    if SAVE:
+        right = tiles.own.permute((0, 2, 1)).load(gl.DotOperandLayout(1, BATCH, 2))
+        own = mma_v2(left, right, gl.zeros([BLOCKS, BLOCK, BLOCK], gl.float32, BATCH))
+        beta = tiles.gates.index(slot * GATES + BETA).load(gl.SliceLayout(1, product(CHUNK)))
+        beta = beta[:, None]
+    else:
+        own = gl.convert_layout(left, BATCH).to(gl.float32)
+        o_i = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, BATCH)))[None, :, None]
+        o_j = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, BATCH)))[None, None, :]
+        own, beta = gl.where(o_i == o_j, 0.0, own), 1.0
+    u = with_blocks(u, own)
     # T is not known yet, and its slot free again.
-    u = double(u, on_16, at_t._reinterpret(gl.float16, [CHUNK, CHUNK], at_t.layout))
-    return double(u, on_32, tiles.rows)
+    memory = at_t._reinterpret(gl.float16, [CHUNK, CHUNK], at_t.layout)
+    u = double(u, u * beta if SAVE else u, on_16, memory)
+    return double(u, u * beta if SAVE else u, on_32, tiles.rows)
 
 
 @gluon.jit
-def with_blocks(u, inverse):
-    """u [block, row, 64 columns] with the inverses of the blocks, less I, where they belong."""
+def with_blocks(u, own):
+    """u [block, row, 64 columns] with the blocks' own columns where they belong."""
     LAYOUT: gl.constexpr = product(CHUNK)
-    o_i = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, BATCH)))[None, :, None]
-    o_j = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, BATCH)))[None, None, :]
-    inverse = gl.where(o_i == o_j, 0.0, inverse)
     u = gl.reshape(u, [BLOCKS, BLOCK, BLOCKS, BLOCK])
     OF: gl.constexpr = u.type.layout
-    inverse = gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(2, OF)), 2)
+    own = gl.expand_dims(gl.convert_layout(own, gl.SliceLayout(2, OF)), 2)
     ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, OF)))
     COLUMN: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, OF)))
     row = gl.arange(0, BLOCKS, ROW)[:, None, None, None]
     column = gl.arange(0, BLOCKS, COLUMN)[None, None, :, None]
     # Added, because there u is zero: a factor for each of the four needs no predicates.
-    u += inverse * gl.where(row == column, 1.0, 0.0)
+    u += own * gl.where(row == column, 1.0, 0.0)
     return gl.convert_layout(gl.reshape(u, [CHUNK, CHUNK]), LAYOUT)

@@ -3,7 +3,9 @@
 from typing import Any, NamedTuple
 
 import triton
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 # Tokens of a chunk: the rows of one warpgroup's product.
 CHUNK = gl.constexpr(64)
@@ -16,6 +18,11 @@ END, QUERY_SUM, KEY_SUM, COLUMN_SUM = (
     gl.constexpr(4), gl.constexpr(5), gl.constexpr(6), gl.constexpr(7),
 )  # fmt: skip
 FACTOR, GATES = gl.constexpr(8), gl.constexpr(9)
+# Rows of the scalings in global memory, as triton/tiles.py has them.
+SCALING_READ, SCALING_ERASE, SCALING_WRITE, SCALING_BETA = (
+    gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3),
+)  # fmt: skip
+SCALING_WHOLE, SCALING_REST, SCALINGS = gl.constexpr(4), gl.constexpr(5), gl.constexpr(6)
 # Blocks of 16 tokens on the diagonal of a chunk's square tiles, one a warp.
 BLOCK, BLOCKS = gl.constexpr(16), gl.constexpr(4)
 # Tiles of P that the state roles make: one is written while another is read.
@@ -29,17 +36,21 @@ class Tiles(NamedTuple):
     q: Any
     k: Any
     v: Any
-    # [SLOTS, 64, 64]: T with an erase; [2 or SLOTS, 64, 64]: P.
+    # [SLOTS, 64, 64]: T with an erase, or with SAVE N; [2 or SLOTS, 64, 64]: P.
     t: Any
     p: Any
     # [V / 64, 64, 64]: o, of the chunk before the one that is being worked out.
     o: Any
+    # With SAVE [V / 64, 64, K] and, with an erase, [V / 64, 64, 64]: S and E on their way out.
+    saved: Any
+    errors: Any
     # [SLOTS * GATES, 64] float32.
     gates: Any
     # [SLOTS, 4 * 64] float32, with an erase: what is left of a token where a later block begins.
     before: Any
-    # For the inverse: [64, 64] and twice [4, 16, 16] in float16, and I [4, 16, 16] in float32.
+    # For the inverse: [64, 64] and thrice [4, 16, 16] in float16, and I [16, 16] in float32.
     rows: Any
+    own: Any
     blocks: Any
     scaled: Any
     identity: Any
@@ -51,7 +62,7 @@ class Barriers(NamedTuple):
     # q, k, v and the gates are there; the state roles have done with all of it.
     full: Any
     empty: Any
-    # T, or without an erase P, is there.
+    # T or N, or without an erase P, is there.
     scored: Any
     # All state roles have left their rows of P.
     paired: Any
@@ -60,14 +71,43 @@ class Barriers(NamedTuple):
     stored: Any
 
 
+class Form(NamedTuple):
+    """What a call has: decays, a tied erase, unit norm, an initial state; what it saves."""
+
+    DECAY: bool
+    TIED: bool
+    UNIT: bool
+    INITIAL: bool
+    SAVE: bool
+    SCORES: bool
+
+
 class Place(NamedTuple):
-    """First token and number of tokens of the program's sequence, its chunks, and its heads."""
+    """First token and number of tokens of the program's sequence, its chunks, and its heads.
+
+    What is saved of its chunk i has the number `slot` + i `value_heads`.
+    """
 
     start: Any
     tokens: Any
     chunks: Any
     value_head: Any
     key_head: Any
+    value_heads: Any
+    slot: Any
+
+
+class Saved(NamedTuple):
+    """What a backward is saved from computing again, as triton/passes.py keeps it."""
+
+    # Descriptors of [slots * V, K] and of [slots * 64, V or 64].
+    states: Any
+    errors: Any
+    scores: Any
+    corrections: Any
+    # Pointers to [slots, SCALINGS, 64] and to [slots].
+    scalings: Any
+    chunk_decay: Any
 
 
 @triton.constexpr_function
@@ -80,3 +120,12 @@ def square(rank: int = 2) -> Any:
 def product(columns: int) -> Any:
     """The sums of a warpgroup's product of 64 rows."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.jit
+def new_barrier(number: gl.constexpr, count: gl.constexpr):
+    """Barriers that wait for so many arrivals each."""
+    barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(number):
+        mbarrier.init(barriers.index(i), count=count)
+    return barriers

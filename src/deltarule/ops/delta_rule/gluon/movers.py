@@ -23,7 +23,7 @@ def load_role(
     RAGGED: gl.constexpr,
 ):  # fmt: skip
     """q, k and v to their slots: q, k, v are descriptors, and *_rows point at the same tensors."""
-    tiles, barriers, place = shared
+    tiles, barriers, place, _ = shared
     q, k, v, q_rows, k_rows, v_rows = of
     BYTES: gl.constexpr = CHUNK * (2 * K + PARTS * VALUES) * 2
     whole = place.chunks
@@ -77,16 +77,26 @@ def load_rows(x, stride, rows, tile, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def store_role(shared, o, o_rows, value_heads, PARTS: gl.constexpr, RAGGED: gl.constexpr):
-    """o from shared memory: a descriptor, and a pointer to the same tensor."""
-    tiles, barriers, place = shared
+def store_role(
+    shared, o, o_rows, value_heads, PARTS: gl.constexpr, RAGGED: gl.constexpr, SAVE: gl.constexpr
+):
+    """o from shared memory: a descriptor, and a pointer to the same tensor.
+
+    SAVE: that o of a chunk is there is said in the next; before the first there is nothing.
+    """
+    tiles, barriers, place, _ = shared
+    LATER: gl.constexpr = 1 if SAVE else 0
+    if SAVE:
+        for part in gl.static_range(PARTS):
+            mbarrier.wait(barriers.written.index(part), 0)
+            mbarrier.arrive(barriers.stored.index(part))
     whole = place.chunks
     if RAGGED:
         whole = place.tokens // CHUNK
     for i in range(whole):
         row = place.start.to(gl.int32) + i * CHUNK
         for part in gl.static_range(PARTS):
-            mbarrier.wait(barriers.written.index(part), i & 1)
+            mbarrier.wait(barriers.written.index(part), (i & 1) ^ LATER)
             column = (place.value_head * PARTS + part) * VALUES
             tma.async_copy_shared_to_global(o, [row, column], tiles.o.index(part))
         for part in gl.static_range(PARTS):
@@ -98,7 +108,7 @@ def store_role(shared, o, o_rows, value_heads, PARTS: gl.constexpr, RAGGED: gl.c
             left = place.tokens - whole * CHUNK
             o_rows += (row * value_heads + place.value_head) * (PARTS * VALUES)
             for part in gl.static_range(PARTS):
-                mbarrier.wait(barriers.written.index(part), whole & 1)
+                mbarrier.wait(barriers.written.index(part), (whole & 1) ^ LATER)
                 store_rows(
                     o_rows + part * VALUES, value_heads * (PARTS * VALUES), left,
                     tiles.o.index(part),

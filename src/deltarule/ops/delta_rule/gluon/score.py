@@ -1,6 +1,6 @@
-"""The role that goes before the state: T = (I + L)^-1 of every chunk, or P where nothing is erased.
+"""The role that goes before the state: T or N (inverse.py), or P where nothing is erased.
 
-    L_ij = beta_i decay(j, i] k_i . k_j / (|k_i| |k_j|)      for j < i, and 0 for the others
+    M_ij = decay(j, i] k_i . k_j / (|k_i| |k_j|)      for j < i, and 0 for the others
 
 In a block of 16 tokens the decay is a power of two of a difference of sums. Before it, it is that
 up to the block's start times that from there on, 1 at most both: exact whatever the decays, and two
@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -40,12 +41,11 @@ from deltarule.ops.delta_rule.gluon.pairs import finish_pairs, start_pairs
 
 
 @gluon.jit
-def score_role(
-    shared, scale, SLOTS: gl.constexpr, DECAY: gl.constexpr, TIED: gl.constexpr,
-    UNIT: gl.constexpr,
-):  # fmt: skip
-    """What the state roles wait for, chunk by chunk."""
-    tiles, barriers, place = shared
+def score_role(shared, scale, SLOTS: gl.constexpr, FORM: gl.constexpr):
+    """What the state roles wait for, chunk by chunk; it is saved, too."""
+    tiles, barriers, place, saved = shared
+    TIED: gl.constexpr = FORM.TIED
+    SAVE: gl.constexpr = FORM.SAVE and (TIED or FORM.SCORES)
     if TIED:
         LAYOUT: gl.constexpr = product(CHUNK)
         o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))[:, None]
@@ -54,22 +54,34 @@ def score_role(
     for i in range(place.chunks):
         slot, phase = i % SLOTS, (i // SLOTS) & 1
         mbarrier.wait(barriers.full.index(slot), phase)
-        if TIED:
-            leave_l(tiles, slot, DECAY, UNIT)
+        if SAVE:
+            # What was left here has gone.
+            tma.store_wait(SLOTS - 1)
             barrier()
-            u = invert(tiles, slot, on_16, on_32)
-            t = gl.where(o_i == o_j, 1.0, u)
+        if TIED:
+            leave_m(tiles, slot, FORM)
+            barrier()
+            t = invert(tiles, slot, on_16, on_32, SAVE)
+            if not SAVE:
+                t = gl.where(o_i == o_j, 1.0, t)
             tiles.t.index(slot).store(t.to(tiles.t.dtype))
         else:
             kq = start_pairs(tiles, slot, 0, CHUNK)
-            finish_pairs(tiles, slot, slot, scale, kq, 0, CHUNK, DECAY, UNIT)
+            finish_pairs(tiles, slot, slot, scale, kq, 0, CHUNK, FORM.DECAY, FORM.UNIT)
         fence_async_shared()
         mbarrier.arrive(barriers.scored.index(slot))
+        row = (place.slot + i * place.value_heads) * CHUNK
+        if SAVE and TIED:
+            tma.async_copy_shared_to_global(saved.corrections, [row, 0], tiles.t.index(slot))
+        elif SAVE:
+            tma.async_copy_shared_to_global(saved.scores, [row, 0], tiles.p.index(slot))
+    if SAVE:
+        tma.store_wait(0)
 
 
 @gluon.jit
-def leave_l(tiles, slot, DECAY: gl.constexpr, UNIT: gl.constexpr):
-    """- L of the blocks on the diagonal, in float32, at the slot of T; the rest of L in `rows`.
+def leave_m(tiles, slot, FORM: gl.constexpr):
+    """- L of the blocks on the diagonal, in float32, at the slot of T; the rest of M in `rows`.
 
     That is in float16 and without the FACTOR of its rows (gates.py).
     """
@@ -77,7 +89,7 @@ def leave_l(tiles, slot, DECAY: gl.constexpr, UNIT: gl.constexpr):
     k = tiles.k.index(slot)
     kk = warpgroup_mma(k, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     kk = warpgroup_mma_wait(0, deps=(kk,))
-    leave_blocks(tiles, slot, blocks_of(kk), DECAY, UNIT)
+    leave_blocks(tiles, slot, blocks_of(kk), FORM)
     before = tiles.before.index(slot).reshape([BLOCKS, CHUNK]).load(gl.SliceLayout(1, BATCH))
     kk = gl.convert_layout(gl.reshape(kk, [BLOCKS, BLOCK, CHUNK]), BATCH)
     kk = gl.reshape(kk * gl.expand_dims(before, 1), [CHUNK, CHUNK])
@@ -97,8 +109,8 @@ def blocks_of(x):
 
 
 @gluon.jit
-def leave_blocks(tiles, slot, kk, DECAY: gl.constexpr, UNIT: gl.constexpr):
-    """- L of the blocks on the diagonal, in float32, of their k_j . k_i [block, j, i].
+def leave_blocks(tiles, slot, kk, FORM: gl.constexpr):
+    """- L of the blocks on the diagonal, in float32, of their k_j . k_i [block, j, i]; SAVE: - M.
 
     The substitution wants the columns of those blocks. K K^T is symmetric: they are computed as
     rows of the transposed block, and need not be moved between lanes.
@@ -108,18 +120,22 @@ def leave_blocks(tiles, slot, kk, DECAY: gl.constexpr, UNIT: gl.constexpr):
     o_i = gl.arange(0, BLOCK, gl.SliceLayout(0, I))[None, None, :]
     o_j = gl.arange(0, BLOCK, gl.SliceLayout(0, J))[None, :, None]
     gate = slot * GATES
-    if DECAY:
+    if FORM.DECAY:
         sums = gl.expand_dims(of_blocks(tiles, gate + KEY_SUM, I), 1)
         sums = sums - gl.expand_dims(of_blocks(tiles, gate + COLUMN_SUM, J), 2)
         kk *= gl.exp2(sums)
-        kk *= -gl.expand_dims(of_blocks(tiles, gate + BETA, I), 1)
+        kk *= -1.0 if FORM.SAVE else -gl.expand_dims(of_blocks(tiles, gate + BETA, I), 1)
     else:
         kk *= gl.expand_dims(of_blocks(tiles, gate + FACTOR, I), 1)
-        if UNIT:
+        if FORM.UNIT:
             kk *= gl.expand_dims(of_blocks(tiles, gate + WRITE, J), 2)
     # A choice, because a power for i < j may be infinite.
+    kk = gl.where(o_i > o_j, kk, 0.0)
+    if FORM.SAVE:
+        tiles.own.store(kk.to(gl.float16))
+        kk *= gl.expand_dims(of_blocks(tiles, gate + BETA, J), 2)
     memory = tiles.t.index(slot)._reinterpret(gl.float32, [BLOCK, BLOCKS, BLOCK], PLAIN_3D)
-    memory.permute((1, 0, 2)).store(gl.where(o_i > o_j, kk, 0.0))
+    memory.permute((1, 0, 2)).store(kk)
 
 
 @gluon.jit

@@ -43,10 +43,14 @@ class Configuration(NamedTuple):
 
 # By K and V. Fewer registers for the state roles put every product of the kernel in series.
 CONFIGURATIONS = {
-    (128, 128): Configuration(3, average=128, state=192, score=96, others=32, filled=0.6),
+    (128, 128): Configuration(3, average=128, state=200, score=88, others=24, filled=0.6),
     (64, 64): Configuration(2, average=128, state=0, score=96, others=32, filled=0.75),
 }
 SLOTS_WITHOUT_ERASE = 3
+# Beside the tiles of S and E that are on their way out.
+SLOTS_THAT_SAVE = 2
+# What a backward is saved from computing again.
+KEPT = ("states", "errors", "scores", "corrections", "scalings", "chunk_decay")
 # Rows of q and of k that a program sums the squares of.
 NORM_ROWS = 32
 
@@ -89,10 +93,14 @@ def why_not_form(inputs: Inputs) -> str | None:
     return None
 
 
-def pays(inputs: Inputs, plan: Plan) -> bool:
-    """Whether it is faster than the stages that it replaces: a function of shapes and the GPU."""
+def pays(inputs: Inputs, plan: Plan, save: bool = False) -> bool:
+    """Whether it is faster than the stages that it replaces: a function of shapes and the GPU.
+
+    With neither decays nor an erase, these are one kernel that saves as fast.
+    """
     return (
         not plan.per_segment
+        and not (save and inputs.beta is None and inputs.log_decay is None)
         and why_not(inputs) is None
         and fills(inputs, multiprocessors(inputs.q.device))
     )
@@ -126,23 +134,26 @@ class FusedLaunch(Launch):
         return given
 
 
-def forward_launch(call: Call) -> Launch:
+def forward_launch(call: Call, save: bool) -> Launch:
     """`forward_kernel` with its constants."""
     inputs = call.inputs
     _, tokens, heads, key_size = inputs.q.shape
     value_heads, value_size = inputs.v.shape[2:]
     config = CONFIGURATIONS[key_size, value_size]
     slots = SLOTS_WITHOUT_ERASE if inputs.erase == "none" else config.slots
+    slots = min(slots, SLOTS_THAT_SAVE) if save else slots
     packed = inputs.cu_seqlens is not None
     rows, keys, values = CHUNK.value, heads * key_size, value_heads * value_size
     tiles = {
         "q": (keys, [rows, key_size]), "k": (keys, [rows, key_size]),
         "v": (values, [rows, VALUES.value]), "o": (values, [rows, VALUES.value]),
     }  # fmt: skip
+    if save:
+        tiles |= saved_tiles(call)
     constants = {
         "K": key_size, "V": value_size, "SLOTS": slots,
         "DECAY": inputs.log_decay is not None, "TIED": inputs.beta is not None,
-        "UNIT": inputs.normalize_qk, "PACKED": packed,
+        "UNIT": inputs.normalize_qk, "PACKED": packed, "SAVE": save,
         "RAGGED": packed or tokens % rows != 0, "STATE_REGISTERS": config.state,
         "SCORE_REGISTERS": config.score, "REGISTERS": config.others,
         "num_warps": 4, "maxnreg": config.average,
@@ -150,9 +161,24 @@ def forward_launch(call: Call) -> Launch:
     return FusedLaunch(forward_kernel, constants, tiles)
 
 
-def inverse_norms(call: Call) -> Tensor:
-    """Launch `inverse_norms_kernel`: [B, T, H, 2]."""
+def saved_tiles(call: Call) -> dict[str, tuple[int, list[int]]]:
+    """What `forward_kernel` leaves for a backward through the copy engine."""
+    key_size, value_size = call.inputs.q.shape[3], call.inputs.v.shape[3]
+    rows, part = CHUNK.value, VALUES.value
+    # With an erase two state roles leave their shares of the rows of P.
+    share = rows // (value_size // part) if call.inputs.beta is not None else rows
+    tiles = {
+        "states": (key_size, [part, key_size]), "errors": (value_size, [rows, part]),
+        "scores": (rows, [share, rows]), "corrections": (rows, [rows, rows]),
+    }  # fmt: skip
+    return {name: tile for name, tile in tiles.items() if call[name] is not None}
+
+
+def norms_of(call: Call) -> Tensor | None:
+    """1 / |q| and 1 / |k| [B, T, H, 2] with `normalize_qk`, by `inverse_norms_kernel`."""
     inputs = call.inputs
+    if not inputs.normalize_qk:
+        return None
     rows = inputs.q.numel() // inputs.q.shape[3]
     norms = call.empty((rows, 2))
     given = inputs.q, inputs.k, norms, rows
@@ -166,19 +192,23 @@ def norms_launch(call: Call) -> Launch:
     return Launch(inverse_norms_kernel, {**sizes, "num_warps": 4, "num_stages": 1})
 
 
-def forward(call: Call) -> tuple[Tensor, Tensor]:
-    """Outputs and the final state; every tensor but the gates lies in one piece."""
+def forward(call: Call, save: bool = False) -> tuple[Tensor, Tensor]:
+    """Outputs and the final state; every tensor but the gates lies in one piece.
+
+    `save`: what the call has buffers for is left there for a backward.
+    """
     inputs, scale = call.inputs, call.inputs.scale
     q, k, v, value_heads = inputs.q, inputs.k, inputs.v, inputs.v.shape[2]
-    norms = inverse_norms(call) if inputs.normalize_qk else None
+    norms = norms_of(call)
     o = call.empty(inputs.output_shape, v.dtype)
     final = call.empty(inputs.state_shape)
+    kept = [call[name] if save else None for name in KEPT]
     given = (
-        q, k, v, o, q, k, v, o, inputs.log_decay, inputs.beta, norms, inputs.cu_seqlens,
+        q, k, v, o, q, k, v, o, *kept, inputs.log_decay, inputs.beta, norms, inputs.cu_seqlens,
         inputs.initial_state, final, scale, math.log2(scale), *q.shape[1:3], value_heads,
         *strides(inputs.log_decay), *strides(inputs.beta),
     )  # fmt: skip
-    call.run(call.once(forward_launch), (inputs.sequences * value_heads, 1, 1), given)
+    call.run(call.once(forward_launch, save), (inputs.sequences * value_heads, 1, 1), given)
     return o, final
 
 

@@ -3,7 +3,13 @@
     W = beta V - erase (S K^T)^T      X = T W      O = read (S Q^T)^T + P X
     S <- end S + (write X)^T K
 
-with T of the score role and the scalings of the gate role (gates.py); without an erase X = V. S is
+with T of the score role and the scalings of the gate role (gates.py); without an erase X = V. With
+SAVE
+
+    F = V - erase (S K^T)^T      E = F + N beta F      X = beta E
+
+and S at the chunks' starts, E and P are left for a backward.
+ S is
 a float32 sum of products, and their left operand once it is rounded: so everything here is
 transposed, with values as rows and tokens as columns. With an erase, when the score role has T to
 make, each of the V / 64 state roles makes its share of the rows of P.
@@ -14,10 +20,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from deltarule.ops.delta_rule.gluon.inverse import barrier
 from deltarule.ops.delta_rule.gluon.memory import (
     BETA,
     CHUNK,
@@ -35,12 +43,18 @@ from deltarule.ops.delta_rule.gluon.pairs import finish_pairs, start_pairs
 
 @gluon.jit
 def state_role(
-    shared, states, INITIAL: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr,
-    K: gl.constexpr, SLOTS: gl.constexpr, DECAY: gl.constexpr, TIED: gl.constexpr,
-    UNIT: gl.constexpr,
+    shared, states, PART: gl.constexpr, PARTS: gl.constexpr, K: gl.constexpr, SLOTS: gl.constexpr,
+    FORM: gl.constexpr,
 ):  # fmt: skip
     """Rows 64 PART .. of the state; o of every chunk to shared memory; the final state."""
-    tiles, barriers, place = shared
+    tiles, barriers, place, saved = shared
+    DECAY: gl.constexpr = FORM.DECAY
+    TIED: gl.constexpr = FORM.TIED
+    UNIT: gl.constexpr = FORM.UNIT
+    SAVE: gl.constexpr = FORM.SAVE
+    SCORES: gl.constexpr = FORM.SCORES and TIED
+    # Copies on their way when the same of the next chunk is left: P and E, or S and P.
+    OTHERS: gl.constexpr = (2 if SCORES else 1) if TIED else 0
     initial_state, final_state, scale = states
     STATE: gl.constexpr = product(K)
     TOKENS: gl.constexpr = product(CHUNK)
@@ -51,7 +65,7 @@ def state_role(
     dtype: gl.constexpr = tiles.q.dtype
     o_v = PART * VALUES + gl.arange(0, VALUES, gl.SliceLayout(1, STATE))
     o_s = o_v[:, None] * K + gl.arange(0, K, gl.SliceLayout(0, STATE))[None, :]
-    if INITIAL:
+    if FORM.INITIAL:
         s = gl.load(initial_state + o_s)
     else:
         s = gl.zeros([VALUES, K], gl.float32, STATE)
@@ -69,6 +83,17 @@ def state_role(
             erased = warpgroup_mma(
                 left, tiles.k.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True
             )
+        if SAVE:
+            tma.store_wait(OTHERS)
+            barrier()
+            tiles.saved.index(PART).store(gl.convert_layout(left, STATE))
+            # Under the first products o of the chunk before goes, too; first of all, nothing.
+            fence_async_shared()
+            mbarrier.arrive(barriers.written.index(PART))
+            number = place.slot + i * place.value_heads
+            tma.async_copy_shared_to_global(
+                saved.states, [(number * PARTS + PART) * VALUES, 0], tiles.saved.index(PART)
+            )
         v = tiles.v.index(slot * PARTS + PART).permute((1, 0)).load(TOKENS)
         if TIED:
             o = warpgroup_mma_wait(1, deps=(o,))
@@ -82,19 +107,35 @@ def state_role(
         if TIED:
             erased = warpgroup_mma_wait(0, deps=(erased,))
             kq = start_pairs(tiles, slot, PART * ROWS, ROWS)
-            w = v.to(gl.float32) * tiles.gates.index(gate + BETA).load(TOKEN)[None, :]
-            w -= erased * tiles.gates.index(gate + ERASE).load(TOKEN)[None, :]
+            erased *= tiles.gates.index(gate + ERASE).load(TOKEN)[None, :]
+            beta = tiles.gates.index(gate + BETA).load(TOKEN)[None, :]
+            if SAVE:
+                f = v.to(gl.float32) - erased
+                w = f * beta
+            else:
+                w = v.to(gl.float32) * beta - erased
+                f = zero
             right = gl.convert_layout(w.to(dtype), OF_TOKENS)
             finish_pairs(tiles, slot, pair_slot, scale, kq, PART * ROWS, ROWS, DECAY, UNIT)
             fence_async_shared()
             mbarrier.arrive(barriers.paired.index(pair_slot))
+            if SCORES:
+                pairs = tiles.p.index(pair_slot)
+                if PARTS > 1:
+                    pairs = pairs.slice(PART * ROWS, ROWS)
+                tma.async_copy_shared_to_global(
+                    saved.scores, [number * CHUNK + PART * ROWS, 0], pairs
+                )
             mbarrier.wait(barriers.scored.index(slot), phase)
             x = warpgroup_mma(
-                right, tiles.t.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True
+                right, tiles.t.index(slot).permute((1, 0)), f, use_acc=SAVE, is_async=True
             )
             if DECAY:
                 s = s * tiles.gates.index(gate + END).load(gl.SliceLayout(1, STATE))[:, None]
             x = warpgroup_mma_wait(0, deps=(x,))
+            if SAVE:
+                e = x.to(dtype)
+                x *= tiles.gates.index(gate + BETA).load(TOKEN)[None, :]
             mbarrier.wait(barriers.paired.index(pair_slot), (i // PAIR_SLOTS) & 1)
         else:
             x = v.to(gl.float32)
@@ -110,10 +151,25 @@ def state_role(
             gl.convert_layout(x.to(dtype), OF_TOKENS), tiles.p.index(pair_slot).permute((1, 0)), o,
             is_async=True,
         )  # fmt: skip
+        if SAVE and TIED:
+            tma.store_wait(OTHERS)
+            barrier()
+            tiles.errors.index(PART).permute((1, 0)).store(e)
+            fence_async_shared()
         s, o = warpgroup_mma_wait(0, deps=(s, o))
         mbarrier.arrive(barriers.empty.index(slot))
-        mbarrier.wait(barriers.stored.index(PART), (i & 1) ^ 1)
+        # With SAVE there has been an arrival for nothing before.
+        mbarrier.wait(barriers.stored.index(PART), (i & 1) if SAVE else (i & 1) ^ 1)
         tiles.o.index(PART).permute((1, 0)).store(o.to(dtype))
+        if not SAVE:
+            fence_async_shared()
+            mbarrier.arrive(barriers.written.index(PART))
+        elif TIED:
+            tma.async_copy_shared_to_global(
+                saved.errors, [number * CHUNK, PART * VALUES], tiles.errors.index(PART)
+            )
+    if SAVE:
         fence_async_shared()
         mbarrier.arrive(barriers.written.index(PART))
+        tma.store_wait(0)
     gl.store(final_state + o_s, s)

@@ -150,11 +150,14 @@ def all_stages(inputs: Inputs, plan: Plan, save: bool) -> None:
 def forward_stages(inputs: Inputs, plan: Plan, save: bool, tape: Tape | None = None) -> Outputs:
     """The kernels of the forward, which write nothing but memory of the call."""
     call = Call(contiguous(inputs), plan, tape)
-    if not save and stage.pays(call.inputs, plan):
+    fused = stage.pays(call.inputs, plan, save)
+    if fused and not save:
         return stage.forward(call)
     places = call.once(kept_layout, save)
     kept = call.empty((places.elements,))
     call.values |= views(kept, places)
+    if fused:
+        return *stage.forward(call, save), kept
     scores(call)
     o, final = scan(call, output=True)
     assert o is not None
@@ -345,7 +348,7 @@ def own_shapes(call: Call, slots: int, again: bool) -> Shapes:
     shapes: Shapes = {"d_states": (states, dtype)}
     if inputs.beta is not None:
         shapes["d_errors"] = errors, dtype
-    if inputs.log_decay is not None:
+    if inputs.log_decay is not None and not stages.sums_decays(call):
         parts = stages.slices(call) + stages.sums_pairs(inputs), slots, heads, 4, rows
         shapes["parts"] = parts, torch.float32
     if again:
@@ -403,6 +406,6 @@ def gradients_in_windows(call: Call, cut: Windows) -> None:
         stages.scan_back(call, split, places, d_end, d_start, own, d_v, window)
         stages.add_gradients(call, cut.slots, own, window)
         d_end = d_start
-    if call.inputs.normalize_qk and stages.slices(call) > 1:
+    if stages.norm_follows(call, cut.window(0)):
         stages.through_norm(call)
     call.values |= {"d_initial": d_initial}

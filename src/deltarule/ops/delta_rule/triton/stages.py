@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltarule.ops.delta_rule.gluon import gradient_stage
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.gradients import decay_gradients_kernel, gradients_kernel
 from deltarule.ops.delta_rule.triton.plan import (
@@ -224,17 +225,28 @@ def add_gradients(call: Call, slots: int, own: Mapping[str, Tensor], window: Win
     each = 0 if sums is None else sums.stride(0)
     chunks = window.constants() | {"s_slice": each, "parts": sums}
     config = call.once(gradients_config)
+    d_v = None if scan_back_has_values(call) else call["d_v"]
+    if gradient_stage.takes(call, window):
+        gradient_stage.add_gradients(call, own, d_v, window)
+        return
     given = {
         **config, **chunks, "KEPT": "states" not in own, "d_states": own["d_states"],
         "states": own.get("states", call["states"]), "errors": own.get("errors", call["errors"]),
-        "d_errors": x, "p_x": x, "d_v": None if scan_back_has_values(call) else call["d_v"],
+        "d_errors": x, "p_x": x, "d_v": d_v,
     }  # fmt: skip
     grid = (slices(call) + sums_pairs(call.inputs)) * heads * slots, 1, 1
     call.launch(gradients_kernel, grid, given, gradient_tiles)
+    add_decay_gradients(call, slots, sums, chunks)
+
+
+def add_decay_gradients(
+    call: Call, slots: int, sums: Tensor | None, chunks: Mapping[str, Any]
+) -> None:
+    """Launch `decay_gradients_kernel`, if there are decays."""
     if sums is not None:
         given = {
-            **chunks, "BD": config["BV"], "SLICES": slices(call), "PAIRS": sums_pairs(call.inputs),
-            "num_warps": 1, "num_stages": 1,
+            **chunks, "BD": call.once(gradients_config)["BV"], "SLICES": slices(call),
+            "PAIRS": sums_pairs(call.inputs), "num_warps": 1, "num_stages": 1,
         }  # fmt: skip
         call.launch(decay_gradients_kernel, (slots, call.plan.sizes["HV"], 1), given)
 
@@ -265,6 +277,19 @@ def gradient_tiles(c: Mapping[str, Any]) -> Tiles:
         "v": (width, rows), "d_o": (width, rows), "errors": (c["V"], rows),
         "d_errors": (c["V"], rows), "states": state, "d_states": state,
     }  # fmt: skip
+
+
+def norm_follows(call: Call, window: Window) -> bool:
+    """Whether gradients by unit q and k still have to go through the norm: in slices no row is
+    whole.
+    """
+    fused = gradient_stage.takes(call, window)
+    return call.inputs.normalize_qk and slices(call) > 1 and not fused
+
+
+def sums_decays(call: Call) -> bool:
+    """Whether the kernel that takes all gradients of a call adds up those by the decays, too."""
+    return not call.plan.per_segment and bool(call.once(gradient_stage.runs))
 
 
 def slices(call: Call) -> int:

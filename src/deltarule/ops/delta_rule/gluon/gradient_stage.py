@@ -1,0 +1,95 @@
+"""When the gradients of chunks are one warp-specialised kernel, and its launch."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from deltarule.ops.delta_rule.gluon.gradients import fused_gradients_kernel
+from deltarule.ops.delta_rule.gluon.memory import CHUNK
+from deltarule.ops.delta_rule.gluon.stage import (
+    HOPPER,
+    FusedLaunch,
+    architecture_at,
+    norms_of,
+    strides,
+)
+from deltarule.ops.delta_rule.triton.plan import Call, Window, multiprocessors
+from deltarule.ops.runtime.launch import Launch
+
+# Registers of a thread: on average, and of the roles that move tiles; the others have the rest.
+AVERAGE, OTHERS = 168, 24
+# Channels of keys, and as many of values.
+SIZES = (64, 128)
+# Pairs of a chunk and a key head for each multiprocessor.
+LEAST_PAIRS = 1
+
+
+def runs(call: Call) -> bool:
+    """Whether it takes the gradients of this call: a function of shapes, types and the GPU."""
+    q = call.inputs.q
+    if not q.is_cuda or architecture_at(q.device.index or 0) != HOPPER or not can(call):
+        return False
+    return call.plan.chunks * q.shape[2] >= LEAST_PAIRS * multiprocessors(q.device)
+
+
+def can(call: Call) -> bool:
+    """Whether it can on any GPU: chunks that are whole, and their numbers the tokens' order."""
+    inputs = call.inputs
+    key_size, value_size = inputs.q.shape[3], inputs.v.shape[3]
+    return (
+        inputs.q.dtype == torch.bfloat16 and key_size == value_size and key_size in SIZES
+        and not inputs.by_channel and inputs.n_steps == 1 and inputs.cu_seqlens is None
+        and inputs.q.shape[1] % CHUNK.value == 0 and not inputs.batch_invariant
+    )  # fmt: skip
+
+
+def takes(call: Call, window: Window) -> bool:
+    """Whether it takes this window: not of segments, whose chunks have an order of their own."""
+    return bool(call.once(runs)) and (window.kind == "none" or not call.plan.per_segment)
+
+
+def add_gradients(
+    call: Call, own: Mapping[str, Tensor], d_v: Tensor | None, window: Window
+) -> None:
+    """Launch `fused_gradients_kernel` on the chunks of a window; dv, too, where there is room."""
+    inputs, tied = call.inputs, call.inputs.beta is not None
+    batch, tokens, heads, _ = inputs.q.shape
+    all_chunks = tokens // CHUNK.value
+    own_chunks = window.chunks or all_chunks
+    before = (window.number or 0) * own_chunks
+    chunks = min(own_chunks, all_chunks - before)
+    kept, decay = "states" not in own, inputs.log_decay
+    errors = own.get("errors", call["errors"]) if tied else inputs.v
+    given = (
+        inputs.q, inputs.k, call["d_o"], errors, own["d_errors"] if tied else inputs.v,
+        own.get("states", call["states"]), own["d_states"], call["d_q"], call["d_k"],
+        inputs.v if d_v is None else d_v, call["scalings"],
+        norms_of(call), call["chunk_decay"], call["d_beta"],
+        decay, call["d_log_decay"], inputs.scale, batch * chunks * heads, heads, chunks, before,
+        own_chunks, all_chunks, tokens, *strides(decay),
+    )  # fmt: skip
+    programs = min(multiprocessors(inputs.q.device), batch * chunks * heads)
+    call.run(call.once(gradients_launch, d_v is not None, kept), (programs, 1, 1), given)
+
+
+def gradients_launch(call: Call, values: bool, kept: bool) -> Launch:
+    """`fused_gradients_kernel` with its constants."""
+    inputs, tied = call.inputs, call.inputs.beta is not None
+    heads, key_size = inputs.q.shape[2:]
+    value_heads, value_size = inputs.v.shape[2:]
+    rows = CHUNK.value
+    of_keys = heads * key_size, [rows, key_size]
+    of_values = value_heads * value_size, [rows, value_size]
+    of_chunk, of_state = (value_size, [rows, value_size]), (key_size, [value_size, key_size])
+    tiles = {
+        "q": of_keys, "k": of_keys, "d_q": of_keys, "d_k": of_keys, "d_o": of_values,
+        "d_v": of_values, "states": of_state, "d_states": of_state,
+        "errors": of_chunk if tied else of_values, "d_errors": of_chunk if tied else of_values,
+    }  # fmt: skip
+    constants = {
+        "K": key_size, "V": value_size, "GROUP": value_heads // heads, "TIED": tied,
+        "DECAY": inputs.log_decay is not None, "UNIT": inputs.normalize_qk, "VALUES": values,
+        "KEPT": kept, "REGISTERS": OTHERS, "num_warps": 8, "maxnreg": AVERAGE,
+    }  # fmt: skip
+    return FusedLaunch(fused_gradients_kernel, constants, tiles)

@@ -1,0 +1,544 @@
+"""The gradients of chunks as one kernel of several roles, for Hopper: decay none or per head.
+
+Its equations are those of triton/gradients.py. A program takes every n-th pair of a chunk and a key
+head, and of each the value heads in turn:
+
+    load ---- dO E X --+                         +-- dv (over X) ----> store
+              D S q k -+--> slots --> compute ---+-- dq, dk (over q, k)
+    factors -----------+                         +-- dbeta, to global memory
+                                                 +-- sums of rows --------> decays, dlog_decay
+
+dO, E, X and the factors of rows have two slots each, and everything is fetched again as soon as it
+has been used: at any time something is on its way. The compute role has 8 warps, those of the upper
+half for the upper half of all columns; sums over the channels of a row come as two. Every product
+has both operands in shared memory.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from deltarule.ops.delta_rule.gluon.gates import add
+from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D, barrier
+from deltarule.ops.delta_rule.gluon.memory import (
+    CHUNK,
+    SCALING_BETA,
+    SCALING_ERASE,
+    SCALING_READ,
+    SCALING_REST,
+    SCALING_WHOLE,
+    SCALING_WRITE,
+    SCALINGS,
+    new_barrier,
+    square,
+)
+from deltarule.ops.delta_rule.gluon.pairs import NOTHING
+from deltarule.ops.delta_rule.triton.tiles import RESET
+
+# Rows of the factors in shared memory: of what is read, erased and written; of q and of k in pairs;
+# beta; the sums of decays; 1 / |q|^2 and 1 / |k|^2.
+READS, ERASES, WRITES, QUERY, KEY = (
+    gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3), gl.constexpr(4),
+)  # fmt: skip
+BETAS, WHOLES, RESTS, QUERY_NORM, KEY_NORM, FACTORS = (
+    gl.constexpr(5), gl.constexpr(6), gl.constexpr(7), gl.constexpr(8), gl.constexpr(9),
+    gl.constexpr(10),
+)  # fmt: skip
+# Sums of rows for dlog_decay, as triton/gradients.py names them.
+OF_QUERIES, OF_KEYS, OF_WRITES, OF_HELD = (
+    gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3),
+)  # fmt: skip
+
+
+class Tiles(NamedTuple):
+    """Tiles in shared memory; dO, E, X and the factors of value head n lie in slot n % 2."""
+
+    d_o: Any
+    errors: Any
+    d_errors: Any
+    # [2 * FACTORS, 64] float32.
+    factors: Any
+    # [V, K].
+    states: Any
+    d_states: Any
+    # [64, K].
+    q: Any
+    k: Any
+    # [64, 64]: GP and GM.
+    read_pairs: Any
+    erase_pairs: Any
+    # [4, 64, 2] float32, with decays: of each half of the channels.
+    sums: Any
+
+
+class Barriers(NamedTuple):
+    """What is there, and what may be overwritten: of the slots, of S, D, and of q and k."""
+
+    full: Any
+    empty: Any
+    full_s: Any
+    empty_s: Any
+    full_d: Any
+    empty_d: Any
+    full_k: Any
+    empty_k: Any
+    # dv is in the slot of X; dq and dk are where q and k were; sums of rows are there, and taken.
+    has_values: Any
+    has_keys: Any
+    has_sums: Any
+    took_sums: Any
+
+
+class Work(NamedTuple):
+    """Pairs of a chunk and a key head: this program's first, the step, how many; heads.
+
+    Of every sequence's `all_chunks` these are `chunks` from number `before` on, and what the scan
+    back left has room for `own_chunks` of each.
+    """
+
+    first: Any
+    step: Any
+    count: Any
+    heads: Any
+    chunks: Any
+    before: Any
+    own_chunks: Any
+    all_chunks: Any
+
+
+@triton.constexpr_function
+def halves(columns: int) -> Any:
+    """The sums of a product of 64 rows by 8 warps, half of the columns each four."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 2], [16, columns // 2, 16])
+
+
+class Pair(NamedTuple):
+    """First token, key head and value head; the number of it among D and X, and among all."""
+
+    token: Any
+    head: Any
+    value_head: Any
+    own: Any
+    slot: Any
+
+
+@gluon.jit
+def pair_of(n, work, GROUP: gl.constexpr):
+    """The n-th value head of a program."""
+    pair = work.first + (n // GROUP) * work.step
+    number, head = pair // work.heads, pair % work.heads
+    sequence, chunk = number // work.chunks, number % work.chunks
+    own = sequence * work.own_chunks + chunk
+    chunk += sequence * work.all_chunks + work.before
+    value_heads, value_head = work.heads * GROUP, head * GROUP + n % GROUP
+    return Pair(
+        chunk * CHUNK, head, value_head, own * value_heads + value_head,
+        chunk * value_heads + value_head,
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_role(
+    shared, of, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, TIED: gl.constexpr,
+    KEPT: gl.constexpr,
+):  # fmt: skip
+    """One warp: every tile to where it is used, in the order in which places become free."""
+    tiles, barriers, work = shared
+    q, k, d_o, errors, d_errors, states, d_states = of
+    for n in range(work.count * GROUP):
+        slot, phase = n % 2, (n // 2) & 1
+        at = pair_of(n, work, GROUP)
+        kept = at.slot if KEPT else at.own
+        mbarrier.wait(barriers.empty.index(slot), phase ^ 1)
+        full, row, column = barriers.full.index(slot), at.token, at.value_head * V
+        mbarrier.expect(full, CHUNK * V * (6 if TIED else 4))
+        tma.async_copy_global_to_shared(d_o, [row, column], full, tiles.d_o.index(slot))
+        if TIED:
+            x = tiles.d_errors.index(slot)
+            tma.async_copy_global_to_shared(d_errors, [at.own * CHUNK, 0], full, x)
+            row, column = kept * CHUNK, 0
+        tma.async_copy_global_to_shared(errors, [row, column], full, tiles.errors.index(slot))
+        full_d, full_s = barriers.full_d.index(0), barriers.full_s.index(0)
+        mbarrier.wait(barriers.empty_d.index(0), (n & 1) ^ 1)
+        mbarrier.expect(full_d, V * K * 2)
+        tma.async_copy_global_to_shared(d_states, [at.own * V, 0], full_d, tiles.d_states)
+        mbarrier.wait(barriers.empty_s.index(0), (n & 1) ^ 1)
+        mbarrier.expect(full_s, V * K * 2)
+        tma.async_copy_global_to_shared(states, [kept * V, 0], full_s, tiles.states)
+        if n % GROUP == 0:
+            full_k = barriers.full_k.index(0)
+            mbarrier.wait(barriers.empty_k.index(0), ((n // GROUP) & 1) ^ 1)
+            mbarrier.expect(full_k, CHUNK * K * 4)
+            tma.async_copy_global_to_shared(k, [at.token, at.head * K], full_k, tiles.k)
+            tma.async_copy_global_to_shared(q, [at.token, at.head * K], full_k, tiles.q)
+
+
+@gluon.jit
+def store_role(
+    shared, of, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, VALUES: gl.constexpr,
+):  # fmt: skip
+    """One warp: dv (VALUES) of every value head, dq and dk of every pair; their places are free."""
+    tiles, barriers, work = shared
+    d_q, d_k, d_v = of
+    for n in range(work.count * GROUP):
+        slot, at = n % 2, pair_of(n, work, GROUP)
+        if VALUES:
+            mbarrier.wait(barriers.has_values.index(slot), (n // 2) & 1)
+            tma.async_copy_shared_to_global(
+                d_v, [at.token, at.value_head * V], tiles.d_errors.index(slot)
+            )
+            tma.store_wait(0)
+            mbarrier.arrive(barriers.empty.index(slot))
+        if n % GROUP == GROUP - 1:
+            mbarrier.wait(barriers.has_keys.index(0), (n // GROUP) & 1)
+            tma.async_copy_shared_to_global(d_q, [at.token, at.head * K], tiles.q)
+            tma.async_copy_shared_to_global(d_k, [at.token, at.head * K], tiles.k)
+            tma.store_wait(0)
+            mbarrier.arrive(barriers.empty_k.index(0))
+
+
+@gluon.jit
+def factor_role(
+    shared, scalings, norms, scale, GROUP: gl.constexpr, TIED: gl.constexpr, DECAY: gl.constexpr,
+    UNIT: gl.constexpr,
+):  # fmt: skip
+    """One warp: the factors of the rows of every value head."""
+    tiles, barriers, work = shared
+    LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    o_t = gl.arange(0, CHUNK, LAYOUT)
+    one = gl.zeros([CHUNK], gl.float32, LAYOUT) + 1.0
+    for n in range(work.count * GROUP):
+        slot, phase = n % 2, (n // 2) & 1
+        at = pair_of(n, work, GROUP)
+        if TIED or DECAY:
+            scaling = scalings + at.slot.to(gl.int64) * (SCALINGS * CHUNK) + o_t
+        beta, query, key = one, one * scale, one
+        if TIED:
+            beta = gl.load(scaling + SCALING_BETA * CHUNK)
+        if UNIT:
+            norm = norms + ((at.token + o_t) * work.heads + at.head) * 2
+            query_norm, key = gl.load(norm), gl.load(norm + 1)
+            query *= query_norm
+        reads, erases, writes = query, key, key
+        if DECAY:
+            reads = gl.load(scaling + SCALING_READ * CHUNK)
+            erases = gl.load(scaling + SCALING_ERASE * CHUNK)
+            writes = gl.load(scaling + SCALING_WRITE * CHUNK)
+            whole = gl.load(scaling + SCALING_WHOLE * CHUNK)
+            rest = gl.load(scaling + SCALING_REST * CHUNK)
+        mbarrier.wait(barriers.empty.index(slot), phase ^ 1)
+        row = slot * FACTORS
+        tiles.factors.index(row + READS).store(reads)
+        tiles.factors.index(row + ERASES).store(-erases * beta)
+        tiles.factors.index(row + WRITES).store(writes * beta)
+        tiles.factors.index(row + QUERY).store(query)
+        tiles.factors.index(row + KEY).store(key * beta)
+        tiles.factors.index(row + BETAS).store(beta)
+        if UNIT:
+            tiles.factors.index(row + QUERY_NORM).store(query_norm * query_norm)
+            tiles.factors.index(row + KEY_NORM).store(key * key)
+        if DECAY:
+            tiles.factors.index(row + WHOLES).store(whole)
+            tiles.factors.index(row + RESTS).store(rest)
+        mbarrier.arrive(barriers.full.index(slot))
+
+
+@gluon.jit
+def decay_role(shared, of, GROUP: gl.constexpr, DECAY: gl.constexpr):
+    """One warp: dlog_decay, of rows from a token on, of rows before it, and of what S held."""
+    tiles, barriers, work = shared
+    LINE: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    o_t = gl.arange(0, CHUNK, LINE)
+    if DECAY:
+        log_decay, d_log_decay, T, s_batch, s_token, s_head = of
+        for n in range(work.count * GROUP):
+            at = pair_of(n, work, GROUP)
+            row = (at.token // T).to(gl.int64) * s_batch + at.value_head * s_head
+            g = gl.load(log_decay + row + (at.token % T + o_t) * s_token)
+            mbarrier.wait(barriers.has_sums.index(0), n & 1)
+            later = sum_of_row(tiles, OF_QUERIES, LINE) + sum_of_row(tiles, OF_KEYS, LINE)
+            before = sum_of_row(tiles, OF_WRITES, LINE)
+            held = gl.sum(sum_of_row(tiles, OF_HELD, LINE), 0)
+            mbarrier.arrive(barriers.took_sums.index(0))
+            x = gl.associative_scan(later, 0, add, reverse=True) + held
+            x += gl.associative_scan(before, 0, add) - before
+            address = d_log_decay + (at.token + o_t) * (work.heads * GROUP) + at.value_head
+            gl.store(address, gl.where(g < RESET, 0.0, x))
+
+
+@gluon.jit
+def sum_of_row(tiles, of, LINE: gl.constexpr):
+    """A sum of every row, over both halves."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([2, 2], [32, 1], [1, 1], [1, 0])
+    return gl.convert_layout(gl.sum(tiles.sums.index(of).load(LAYOUT), 1), LINE)
+
+
+@gluon.jit
+def sums_of_halves(x, COLUMNS: gl.constexpr):
+    """Sums over each half of the columns of x [64, COLUMNS]: [64, 2]."""
+    return gl.sum(gl.reshape(x, [CHUNK, 2, COLUMNS // 2]), 2)
+
+
+@gluon.jit
+def diagonal_halves(x):
+    """The diagonal of x [64, 64], each number in the half of the columns where it is, else 0."""
+    LAYOUT: gl.constexpr = x.type.layout
+    o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))[:, None]
+    o_j = gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))[None, :]
+    return sums_of_halves(gl.where(o_i == o_j, x, 0.0), CHUNK)
+
+
+@gluon.jit
+def leave_pairs(tiles, row, gp, gm, TIED: gl.constexpr, DECAY: gl.constexpr):
+    """GP and GM of what dO . E and X . E are, rounded, to shared memory."""
+    LAYOUT: gl.constexpr = halves(CHUNK)
+    I: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    J: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    o_i, o_j = gl.arange(0, CHUNK, I)[:, None], gl.arange(0, CHUNK, J)[None, :]
+    factor = gl.expand_dims(tiles.factors.index(row + KEY).load(J), 0)
+    if DECAY:
+        ratio = tiles.factors.index(row + WHOLES).load(I)[:, None]
+        ratio = ratio - tiles.factors.index(row + WHOLES).load(J)[None, :]
+        rest = tiles.factors.index(row + RESTS).load(I)[:, None]
+        ratio += rest - tiles.factors.index(row + RESTS).load(J)[None, :]
+        factor = gl.exp2(gl.where(o_i >= o_j, ratio, NOTHING)) * factor
+        gp = gp * factor
+    else:
+        gp = gl.where(o_i >= o_j, gp * factor, 0.0)
+    gp *= tiles.factors.index(row + QUERY).load(I)[:, None]
+    tiles.read_pairs.store(gp.to(tiles.read_pairs.dtype))
+    if TIED:
+        gm = gl.where(o_i > o_j, gm * factor, 0.0)
+        gm *= -tiles.factors.index(row + KEY).load(I)[:, None]
+        tiles.erase_pairs.store(gm.to(tiles.erase_pairs.dtype))
+
+
+@gluon.jit
+def row_factor(tiles, row, LAYOUT: gl.constexpr):
+    """A row of the factors, for the rows of a tile."""
+    return tiles.factors.index(row).load(gl.SliceLayout(1, LAYOUT))[:, None]
+
+
+@gluon.jit
+def start_state_products(
+    tiles, barriers, slot, n, zero, V: gl.constexpr, TIED: gl.constexpr, DECAY: gl.constexpr
+):
+    """Those with S and D, in flight: D^T w / beta, S^T dO, S^T X, and D S^T of 64 rows each."""
+    d_o, errors = tiles.d_o.index(slot), tiles.errors.index(slot)
+    mbarrier.wait(barriers.full_d.index(0), n & 1)
+    written = warpgroup_mma(errors, tiles.d_states, zero, use_acc=False, is_async=True)
+    mbarrier.wait(barriers.full_s.index(0), n & 1)
+    read = warpgroup_mma(d_o, tiles.states, zero, use_acc=False, is_async=True)
+    erased, held = read, read
+    if TIED:
+        erased = warpgroup_mma(
+            tiles.d_errors.index(slot), tiles.states, zero, use_acc=False, is_async=True
+        )
+    if DECAY:
+        held = gl.zeros([CHUNK, CHUNK], gl.float32, halves(CHUNK))
+        for first in gl.static_range(0, V, CHUNK):
+            held = warpgroup_mma(
+                tiles.d_states.slice(first, CHUNK),
+                tiles.states.slice(first, CHUNK).permute((1, 0)), held, is_async=True,
+            )  # fmt: skip
+    return written, read, erased, held
+
+
+@gluon.jit
+def store_beta_gradient(d_beta, at, value_heads, x):
+    """dbeta: x [64, 2] has each token's in the half where its column is."""
+    ROW: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    HALF: gl.constexpr = gl.SliceLayout(0, x.type.layout)
+    o_r, o_h = gl.arange(0, CHUNK, ROW)[:, None], gl.arange(0, 2, HALF)[None, :]
+    address = d_beta + (at.token + o_r) * value_heads + at.value_head
+    gl.store(address + o_h * 0, x, mask=o_r // (CHUNK // 2) == o_h)
+
+
+@gluon.jit
+def leave_values(tiles, barriers, slot, V: gl.constexpr):
+    """dv = beta X to where X was."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // V, V // 8], [8, 1], [1, 0])
+    x = tiles.d_errors.index(slot)
+    d_v = x.load(LAYOUT).to(gl.float32) * row_factor(tiles, slot * FACTORS + BETAS, LAYOUT)
+    x.store(d_v.to(x.dtype))
+    fence_async_shared()
+    mbarrier.arrive(barriers.has_values.index(slot))
+
+
+@gluon.jit
+def compute_role(
+    shared, of, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr,
+    TIED: gl.constexpr, DECAY: gl.constexpr, UNIT: gl.constexpr, VALUES: gl.constexpr,
+):  # fmt: skip
+    """8 warps: everything but what moves tiles."""
+    tiles, barriers, work = shared
+    d_beta, chunk_decay = of
+    ACROSS: gl.constexpr = halves(K)
+    # Products that start after those of pairs.
+    LATER: gl.constexpr = 2 + (1 if TIED else 0) + (V // CHUNK if DECAY else 0)
+    keys = gl.zeros([CHUNK, K], gl.float32, ACROSS)
+    pairs = gl.zeros([CHUNK, CHUNK], gl.float32, halves(CHUNK))
+    all_q, all_k = keys, keys
+    for n in range(work.count * GROUP):
+        slot, at = n % 2, pair_of(n, work, GROUP)
+        row = slot * FACTORS
+        mbarrier.wait(barriers.full.index(slot), (n // 2) & 1)
+        errors = tiles.errors.index(slot).permute((1, 0))
+        gp = warpgroup_mma(tiles.d_o.index(slot), errors, pairs, use_acc=False, is_async=True)
+        gm = gp
+        if TIED:
+            gm = warpgroup_mma(
+                tiles.d_errors.index(slot), errors, pairs, use_acc=False, is_async=True
+            )
+        written, read, erased, held = start_state_products(
+            tiles, barriers, slot, n, keys, V, TIED, DECAY
+        )
+        gp, gm = warpgroup_mma_wait(LATER, deps=(gp, gm))
+        if TIED:
+            store_beta_gradient(d_beta, at, work.heads * GROUP, diagonal_halves(gm))
+        leave_pairs(tiles, row, gp, gm, TIED, DECAY)
+        fence_async_shared()
+        written, read, erased, held = warpgroup_mma_wait(0, deps=(written, read, erased, held))
+        # Barriers of the role, too: GP and GM are there for all warps.
+        mbarrier.arrive(barriers.empty_d.index(0))
+        mbarrier.arrive(barriers.empty_s.index(0))
+        if DECAY:
+            mbarrier.wait(barriers.took_sums.index(0), (n & 1) ^ 1)
+            tiles.sums.index(OF_HELD).store(diagonal_halves(held) * gl.load(chunk_decay + at.slot))
+        written *= row_factor(tiles, row + WRITES, ACROSS)
+        read *= row_factor(tiles, row + READS, ACROSS)
+        if n % GROUP == 0:
+            mbarrier.wait(barriers.full_k.index(0), (n // GROUP) & 1)
+        inner = warpgroup_mma(
+            tiles.read_pairs.permute((1, 0)), tiles.q, keys, use_acc=False, is_async=True
+        )
+        read = warpgroup_mma(tiles.read_pairs, tiles.k, read, is_async=True)
+        if TIED:
+            erased *= row_factor(tiles, row + ERASES, ACROSS)
+            inner = warpgroup_mma(tiles.erase_pairs.permute((1, 0)), tiles.k, inner, is_async=True)
+            erased = warpgroup_mma(tiles.erase_pairs, tiles.k, erased, is_async=True)
+        if DECAY:
+            k = tiles.k.load(ACROSS).to(gl.float32)
+            tiles.sums.index(OF_WRITES).store(sums_of_halves(k * written, K))
+        if VALUES:
+            leave_values(tiles, barriers, slot, V)
+        if TIED:
+            inner, read, erased = warpgroup_mma_wait(0, deps=(inner, read, erased))
+        else:
+            inner, read = warpgroup_mma_wait(0, deps=(inner, read))
+            erased = keys
+        q_norm, k_norm = n, n
+        if UNIT:
+            q_norm = row_factor(tiles, row + QUERY_NORM, ACROSS)
+            k_norm = row_factor(tiles, row + KEY_NORM, ACROSS)
+        mbarrier.arrive(barriers.empty.index(slot))
+        if DECAY:
+            k, q = tiles.k.load(ACROSS).to(gl.float32), tiles.q.load(ACROSS).to(gl.float32)
+            tiles.sums.index(OF_QUERIES).store(sums_of_halves(q * read, K))
+            tiles.sums.index(OF_KEYS).store(sums_of_halves(k * (erased - inner), K))
+            mbarrier.arrive(barriers.has_sums.index(0))
+        written += erased + inner
+        if GROUP > 1:
+            all_q, all_k = all_q + read, all_k + written
+            if n % GROUP == GROUP - 1:
+                leave_keys(tiles, barriers, all_q, all_k, q_norm, k_norm, UNIT)
+                all_q, all_k = keys, keys
+        else:
+            leave_keys(tiles, barriers, read, written, q_norm, k_norm, UNIT)
+
+
+@gluon.jit
+def through_norm(x, d_x, norm):
+    """dx <- dx - (x . dx) x / |x|^2, of dx already divided by |x|."""
+    x = x.load(d_x.type.layout).to(gl.float32)
+    return d_x - x * (gl.expand_dims(gl.sum(x * d_x, 1), 1) * norm)
+
+
+@gluon.jit
+def leave_keys(tiles, barriers, d_q, d_k, q_norm, k_norm, UNIT: gl.constexpr):
+    """dq and dk to where q and k were, once all products have done with those."""
+    if UNIT:
+        d_q = through_norm(tiles.q, d_q, q_norm)
+        d_k = through_norm(tiles.k, d_k, k_norm)
+    barrier()
+    tiles.q.store(d_q.to(tiles.q.dtype))
+    tiles.k.store(d_k.to(tiles.k.dtype))
+    fence_async_shared()
+    mbarrier.arrive(barriers.has_keys.index(0))
+
+
+@gluon.jit
+def new_tiles(
+    dtype: gl.constexpr, K: gl.constexpr, V: gl.constexpr, TIED: gl.constexpr, DECAY: gl.constexpr
+):
+    """Shared memory for all tiles."""
+    SQUARE: gl.constexpr = square()
+    d_o = gl.allocate_shared_memory(dtype, [2, CHUNK, V], SQUARE)
+    errors = gl.allocate_shared_memory(dtype, [2, CHUNK, V], SQUARE)
+    factors = gl.allocate_shared_memory(gl.float32, [2 * FACTORS, CHUNK], PLAIN_1D)
+    states = gl.allocate_shared_memory(dtype, [V, K], SQUARE)
+    d_states = gl.allocate_shared_memory(dtype, [V, K], SQUARE)
+    q = gl.allocate_shared_memory(dtype, [CHUNK, K], SQUARE)
+    k = gl.allocate_shared_memory(dtype, [CHUNK, K], SQUARE)
+    read_pairs = gl.allocate_shared_memory(dtype, [CHUNK, CHUNK], SQUARE)
+    d_errors, erase_pairs, sums = errors, read_pairs, factors
+    if DECAY:
+        sums = gl.allocate_shared_memory(gl.float32, [4, CHUNK, 2], PLAIN)
+    if TIED:
+        d_errors = gl.allocate_shared_memory(dtype, [2, CHUNK, V], SQUARE)
+        erase_pairs = gl.allocate_shared_memory(dtype, [CHUNK, CHUNK], SQUARE)
+    return Tiles(
+        d_o, errors, d_errors, factors, states, d_states, q, k, read_pairs, erase_pairs, sums
+    )  # fmt: skip
+
+
+GENERAL = ["pairs", "heads", "chunks", "before", "own_chunks", "all_chunks"]
+GENERAL += ["T", "s_decay_b", "s_decay_t", "s_decay_h"]
+
+
+@gluon.jit(do_not_specialize=GENERAL)
+def fused_gradients_kernel(
+    q, k, d_o, errors, d_errors, states, d_states, d_q, d_k, d_v, scalings, norms, chunk_decay,
+    d_beta, log_decay, d_log_decay, scale, pairs, heads, chunks, before, own_chunks, all_chunks, T,
+    s_decay_b, s_decay_t, s_decay_h, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr,
+    TIED: gl.constexpr, DECAY: gl.constexpr, UNIT: gl.constexpr, VALUES: gl.constexpr,
+    KEPT: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Descriptors of tiles up to d_v; without an erase `errors` is v, and X is not there.
+
+    S and E are those of all chunks where they are KEPT, else like D and X those of these `chunks`.
+    """
+    dtype: gl.constexpr = q.dtype
+    first, step = gl.program_id(0), gl.num_programs(0)
+    count = (pairs - first + step - 1) // step
+    work = Work(first, step, count, heads, chunks, before, own_chunks, all_chunks)
+    tiles = new_tiles(dtype, K, V, TIED, DECAY)
+    barriers = Barriers(
+        new_barrier(2, 2), new_barrier(2, 2 if VALUES else 1), new_barrier(1, 1), new_barrier(1, 1),
+        new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1),
+        new_barrier(2, 1), new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1),
+    )  # fmt: skip
+    barrier()
+    shared = tiles, barriers, work
+    loads = q, k, d_o, errors, d_errors, states, d_states
+    decays = log_decay, d_log_decay, T, s_decay_b, s_decay_t, s_decay_h
+    gl.warp_specialize(
+        [
+            (compute_role, (shared, (d_beta, chunk_decay), K, V, GROUP, TIED, DECAY, UNIT, VALUES)),
+            (load_role, (shared, loads, K, V, GROUP, TIED, KEPT)),
+            (store_role, (shared, (d_q, d_k, d_v), K, V, GROUP, VALUES)),
+            (factor_role, (shared, scalings, norms, scale, GROUP, TIED, DECAY, UNIT)),
+            (decay_role, (shared, decays, GROUP, DECAY)),
+        ],
+        [1, 1, 1, 1],
+        [REGISTERS, REGISTERS, REGISTERS, REGISTERS],
+    )

@@ -1,0 +1,286 @@
+"""The gradients of chunks in Gluon, run on the CPU role by role, from states of float64."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import gluon_interpreter
+from deltarule.ops.delta_rule import chunked, definition
+from deltarule.ops.delta_rule.gluon import gradient_stage, stage
+from deltarule.ops.delta_rule.gluon.stage import FusedLaunch
+from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.triton.passes import kept_shapes
+from deltarule.ops.delta_rule.triton.plan import WHOLE, Call, Window, new_plan
+from gluon_interpreter import Descriptor
+from oracle import Case, make_case, run_module, weights
+from tolerance import assert_close_to_yardstick, relative_rms
+
+CHUNK = 64
+PROGRAMS, SEED = 3, 0
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch) -> None:
+    """Launches go through the interpreter, on a GPU of a few multiprocessors."""
+
+    def call(self: Any, grid: tuple[int, ...], *arguments: Any) -> None:
+        named = dict(zip(self.kernel.arg_names, arguments, strict=False))
+        for place, width, tile in self.tiles:
+            name = self.kernel.arg_names[place]
+            named[name] = Descriptor(named[name].view(-1, width), tile)
+        known = {name: x for name, x in self.constants.items() if name in self.kernel.arg_names}
+        gluon_interpreter.run(self.kernel, grid[0], named | known, SEED)
+
+    monkeypatch.setattr(FusedLaunch, "__call__", call)
+    monkeypatch.setattr(gradient_stage, "multiprocessors", lambda device: PROGRAMS)
+
+
+def case_of(decay: str, erase: str, **options: Any) -> Case:
+    sizes = {"batch": 1, "heads": 2, "value_heads": 2, "beta_max": 1.0, "tokens": 192}
+    sizes |= {"key_size": 64, "value_size": 64, "dtype": torch.bfloat16}
+    return make_case(decay, erase, **(sizes | options))
+
+
+def gradients(module: Any, case: Case, given: tuple[Tensor, Tensor], **options: Any) -> dict:
+    """By automatic differentiation."""
+    names = [name for name in case.present() if name != "initial_state"]
+    leaves = {name: case.tensors[name].detach().requires_grad_() for name in names}
+    out = run_module(module, case.changed(**leaves), **options)
+    loss = sum((x * y.to(x.dtype)).sum() for x, y in zip(out, given, strict=True))
+    return dict(zip(names, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+
+
+def by_chunk(x: Tensor) -> Tensor:
+    """[B, T, H, ...] as [chunks, H, 64, ...]."""
+    return x.unflatten(1, (-1, CHUNK)).transpose(2, 3).flatten(0, 1)
+
+
+def around(case: Case, given: tuple[Tensor, Tensor]) -> dict[str, Tensor | None]:
+    """S, E, D and X of all chunks, and the scalings of rows, in float64."""
+    case, scale = case.to(torch.float64), case.tensors["q"].shape[-1] ** -0.5
+    x = case.tensors
+    state, starts, out = x["initial_state"].requires_grad_(), [], []
+    norms = [torch.ones(x[name].shape[:3], dtype=torch.float64) for name in ("q", "k")]
+    if case.normalize_qk:
+        norms = [1.0 / x[name].norm(dim=-1) for name in ("q", "k")]
+    v = x["v"].detach().requires_grad_()
+    for first in range(0, v.shape[1], CHUNK):
+        part = {n: y[:, first : first + CHUNK] for n, y in (x | {"v": v}).items() if y is not None}
+        starts.append(state)
+        part = {**dict.fromkeys(x), **part, "initial_state": state}
+        o, state = run_module(definition, case.changed(**part))
+        out.append(o)
+    loss = (torch.cat(out, 1) * given[0].double()).sum() + (state * given[1].double()).sum()
+    *ends, d_v = torch.autograd.grad(loss, [*starts[1:], state, v])
+    found = {
+        "states": torch.stack(starts, 1).flatten(0, 1),
+        "d_states": torch.stack(ends, 1).flatten(0, 1),
+        "scalings": None, "chunk_decay": None,
+    }  # fmt: skip
+    group = x["v"].shape[2] // x["q"].shape[2]
+    key = x["k"] * norms[1][..., None]
+    sums = torch.zeros(v.shape[:3], dtype=torch.float64)
+    beta = torch.ones_like(sums) if x["beta"] is None else x["beta"]
+    if x["log_decay"] is not None:
+        sums = x["log_decay"].unflatten(1, (-1, CHUNK)).cumsum(2).flatten(1, 2)
+    if x["beta"] is not None:
+        found["d_errors"] = by_chunk(d_v / beta[..., None])
+        found["errors"] = by_chunk(errors_of(case, key.repeat_interleave(group, 2)))
+    b = by_chunk(sums)
+    norm_q, norm_k = (by_chunk(y.repeat_interleave(group, 2)) for y in norms)
+    rows = [
+        scale * b.exp() * norm_q, b.exp() * norm_k, (b[..., -1:] - b).exp() * norm_k,
+        by_chunk(beta), b / torch.tensor(2.0).log(), torch.zeros_like(b),
+    ]  # fmt: skip
+    found["scalings"] = torch.stack(rows, 2)
+    ratio = (b[..., :, None] - b[..., None, :]).exp().tril()
+    q, k = by_chunk(x["q"].repeat_interleave(group, 2)), by_chunk(key.repeat_interleave(group, 2))
+    found["scores"] = scale * norm_q[..., None] * ratio * (q @ k.mT)
+    m = ratio.tril(-1) * (k @ k.mT)
+    eye = torch.eye(CHUNK, dtype=torch.float64)
+    found["corrections"] = -torch.linalg.inv(eye + m * by_chunk(beta)[..., None, :]) @ m
+    found["chunk_decay"] = b[..., -1].exp()
+    return found
+
+
+def errors_of(case: Case, key: Tensor) -> Tensor:
+    """E [B, T, HV, V], token by token."""
+    x, out = case.tensors, []
+    state = x["initial_state"].detach()
+    for t in range(key.shape[1]):
+        if x["log_decay"] is not None:
+            state = state * x["log_decay"][:, t].exp()[..., None, None]
+        error = x["v"][:, t] - (state @ key[:, t, :, :, None]).squeeze(-1)
+        out.append(error)
+        write = x["beta"][:, t, :, None] * error
+        state = state + write[..., None] * key[:, t, :, None, :]
+    return torch.stack(out, 1)
+
+
+def inputs_of(case: Case) -> Inputs:
+    """The operator's arguments."""
+    x = case.tensors
+    return Inputs(
+        x["q"], x["k"], x["v"], x["beta"], None, None, x["log_decay"], x["initial_state"], None, 1,
+        x["q"].shape[-1] ** -0.5, case.normalize_qk, False,
+    )  # fmt: skip
+
+
+def windows(case: Case, chunks: int) -> list[Window]:
+    """So many chunks of every sequence at once, from the last."""
+    count = -(-case.tensors["q"].shape[1] // (CHUNK * chunks))
+    return [Window("stretch", number, chunks) for number in reversed(range(count))]
+
+
+def of_window(case: Case, own: dict[str, Tensor], window: Window) -> dict[str, Tensor]:
+    """S, E, D and X of its chunks, and NaN in the room that the last leaves."""
+    part = {}
+    for name in ("states", "errors", "d_states", "d_errors"):
+        if name in own:
+            x = own[name].unflatten(0, (case.tensors["q"].shape[0], -1))
+            x = x[:, window.number * window.chunks :][:, : window.chunks]
+            room = x.new_full((x.shape[0], window.chunks, *x.shape[2:]), torch.nan)
+            room[:, : x.shape[1]] = x
+            part[name] = room.flatten(0, 1)
+    return part
+
+
+def run(
+    case: Case, given: tuple[Tensor, Tensor], per_window: int | None = None
+) -> dict[str, Tensor]:
+    """The gradients that the kernel leaves, in the types of their tensors."""
+    x, low = case.tensors, {"states", "errors", "d_states", "d_errors"}
+    inputs = inputs_of(case)
+    call = Call(inputs, new_plan(inputs))
+    assert gradient_stage.can(call)
+    own = {
+        name: y.detach().to(torch.bfloat16 if name in low else torch.float32).contiguous()
+        for name, y in around(case, given).items()
+    }
+    call.values |= {name: own.get(name) for name in ("states", "errors", "scalings", "chunk_decay")}
+    call.values |= {"d_o": given[0].to(torch.bfloat16), "d_beta": None}
+    values = x["beta"] is not None and x["v"].shape[2] == x["q"].shape[2]
+    for name in ("q", "k", "v"):
+        call.values["d_" + name] = torch.full_like(x[name], torch.nan)
+    if x["beta"] is not None:
+        call.values["d_beta"] = torch.full(x["beta"].shape, torch.nan)
+    call.values["d_log_decay"] = None
+    if x["log_decay"] is not None:
+        call.values["d_log_decay"] = torch.full(x["log_decay"].shape, torch.nan)
+    d_v = call["d_v"] if values else None
+    if per_window is None:
+        gradient_stage.add_gradients(call, own, d_v, WHOLE)
+    else:
+        for window in windows(case, per_window):
+            call.values |= {"states": None, "errors": None}
+            gradient_stage.add_gradients(call, of_window(case, own, window), d_v, window)
+    found = {name: call["d_" + name] for name in ("q", "k", "v", "beta", "log_decay")}
+    if not values:
+        del found["v"]
+    return {name: y for name, y in found.items() if y is not None}
+
+
+def saved(case: Case) -> dict[str, Tensor]:
+    """What a forward leaves for a backward."""
+    inputs = inputs_of(case)
+    call = Call(inputs, new_plan(inputs))
+    shapes = {
+        name: torch.full(shape, torch.nan, dtype=dtype)
+        for name, (shape, dtype) in kept_shapes(inputs, call.plan, True).items()
+    }
+    call.values |= shapes
+    stage.forward(call, True)
+    return shapes
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize(
+    ("decay", "erase"), [(d, e) for d in ("none", "head") for e in ("none", "tied")]
+)
+def test_the_forward_saves_what_the_backward_asks_for(decay, erase, size) -> None:
+    case = case_of(decay, erase, heads=1, value_heads=2, key_size=size, value_size=size)
+    given = weights(case)
+    shapes = saved(case)
+    expected = around(case, given)
+    for name, x in shapes.items():
+        y = expected[name]
+        if name == "scalings":
+            rows = (
+                [3] if decay == "none" else list(range(6)) if erase == "tied" else [0, 1, 2, 4, 5]
+            )
+            x, y = x[:, :, rows], y[:, :, rows]
+        bar = 1e-5 if x.dtype == torch.float32 else 8e-3
+        assert relative_rms(x, y) < bar, name
+
+
+def check(case: Case) -> None:
+    """Against float64, by the error of whole chunks of 64 in bfloat16."""
+    given = weights(case)
+    given = given[0].to(torch.bfloat16), given[1]
+    truth = gradients(definition, case.to(torch.float64), given)
+    options = {"chunk_size": CHUNK, "matmul_dtype": torch.bfloat16}
+    yardstick = gradients(chunked, case.to(torch.float32), given, **options)
+    for name, x in run(case, given).items():
+        y = yardstick[name].to(x.dtype)
+        assert_close_to_yardstick(
+            x, truth[name], y, dtype=torch.bfloat16, gradient=True, name=name
+        )  # fmt: skip
+
+
+FORMS = [(decay, erase) for decay in ("none", "head") for erase in ("none", "tied")]
+
+
+@pytest.mark.parametrize(("decay", "erase"), FORMS)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_gradients_are_those_of_the_definition(decay, erase, normalize) -> None:
+    check(case_of(decay, erase, normalize_qk=normalize))
+
+
+@pytest.mark.parametrize(("decay", "erase"), FORMS)
+def test_value_heads_of_a_key_head_add_up(decay, erase) -> None:
+    check(case_of(decay, erase, value_heads=6))
+
+
+def test_so_it_is_for_states_of_128_by_128() -> None:
+    check(case_of("head", "tied", heads=1, value_heads=1, key_size=128, value_size=128))
+
+
+@pytest.mark.parametrize("erase", ["none", "tied"])
+def test_windows_have_the_bits_of_the_whole(erase) -> None:
+    case = case_of("head", erase, batch=2)
+    given = weights(case)
+    expected = run(case, given)
+    for name, x in run(case, given, 2).items():
+        assert torch.equal(x, expected[name]), name
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_of_a_ragged_chunk_the_forward_saves_what_is_there(normalize) -> None:
+    sizes = {"tokens": 150, "heads": 1, "value_heads": 1, "normalize_qk": normalize}
+    case = case_of("head", "tied", **sizes)
+    # The same with empty tokens up to the end of the chunk: of them it saves nothing.
+    rest = {"q": 1.0, "k": 0.0, "v": 0.0, "beta": 0.0, "log_decay": 0.0}
+    longer = {}
+    for name, x in rest.items():
+        end = torch.full_like(case.tensors[name][:, :42], x)
+        longer[name] = torch.cat([case.tensors[name], end], 1)
+    found, expected = saved(case), saved(case.changed(**longer))
+    for name in ("states", "errors", "corrections", "chunk_decay"):
+        assert torch.equal(found[name], expected[name]), name
+    assert torch.equal(found["scores"][2, 0, :22, :22], expected["scores"][2, 0, :22, :22])
+    assert not found["scores"][2, 0, 22:].any()
+    assert torch.equal(found["scalings"][..., :22], expected["scalings"][..., :22])
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_whatever_the_order_of_events_the_bits_are_the_same(seed, monkeypatch) -> None:
+    case = case_of("head", "tied", heads=1, value_heads=2, tokens=128)
+    given = weights(case)
+    expected = run(case, given)
+    monkeypatch.setitem(globals(), "SEED", seed)
+    for name, x in run(case, given).items():
+        assert torch.equal(x, expected[name]), name

@@ -1,0 +1,129 @@
+"""The gradients through the fused forward and the kernel in Gluon, on an H100 or H200."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from deltarule.ops.delta_rule import chunked, definition
+from deltarule.ops.delta_rule.gluon import gradient_stage, stage
+from deltarule.ops.delta_rule.triton.tile_sizes import forget
+from oracle import Case, run_module
+from tolerance import assert_close_to_yardstick
+from truth import DEVICE, Drawn, Kind, assert_same, draw, held, placed, results, surrounded
+
+pytestmark = pytest.mark.gpu
+
+KINDS = [
+    Kind(decay, erase, 1, torch.bfloat16)
+    for decay in ("none", "head") for erase in ("none", "tied")
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the fused kernels are written for sm_90")
+
+
+@pytest.fixture(autouse=True)
+def always(monkeypatch) -> Iterator[None]:
+    """Small calls take them, too."""
+    monkeypatch.setattr(stage, "fills", lambda inputs, processors: True)
+    monkeypatch.setattr(gradient_stage, "LEAST_PAIRS", 0)
+    forget()
+    yield
+    forget()
+
+
+@pytest.fixture(params=KINDS, ids=str)
+def kind(request) -> Kind:
+    return request.param
+
+
+def drawn_of(kind: Kind, **options: object) -> Drawn:
+    sizes = {"key_size": 128, "value_size": 128, "tokens": 256, "heads": 8, "value_heads": 16}
+    return draw(kind.case(**(sizes | options)))
+
+
+def gradients(module: object, case: Case, given: tuple, **options: object) -> dict:
+    names = case.present()
+    leaves = {name: case.tensors[name].detach().requires_grad_() for name in names}
+    out = run_module(module, case.changed(**leaves), **options)
+    loss = sum((x * y.to(x.dtype)).sum() for x, y in zip(out, given, strict=True))
+    return dict(zip(names, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_gradients_are_as_near_to_float64_as_their_types_allow(kind, size, normalize) -> None:
+    drawn = drawn_of(kind, key_size=size, value_size=size, normalize_qk=normalize)
+    check(drawn)
+
+
+def check(drawn: Drawn) -> None:
+    found = results(drawn)
+    case, given = placed(drawn.case, torch.device("cpu")), [x.cpu() for x in drawn.weights]
+    truth = gradients(definition, case.to(torch.float64), given)
+    options = {"chunk_size": 64, "matmul_dtype": torch.bfloat16}
+    yardstick = gradients(chunked, case.to(torch.float32), given, **options)
+    for name, expected in truth.items():
+        x = found["d " + name].cpu()
+        # Of few heads the largest of a gradient by beta or decay decide: a ratio that spreads.
+        assert_close_to_yardstick(
+            x, expected, yardstick[name].to(x.dtype), dtype=torch.bfloat16, gradient=True,
+            stress=True, name=name,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("reset", [-torch.inf, -1e4])
+def test_hard_resets(reset: float) -> None:
+    drawn = drawn_of(Kind("head", "tied", 1, torch.bfloat16))
+    decay = drawn.case.tensors["log_decay"] * 0.05
+    decay = decay.masked_fill(torch.rand_like(decay) < 0.05, reset)
+    check(drawn._replace(case=drawn.case.changed(log_decay=decay)))
+
+
+def test_ragged_and_packed_calls_have_gradients(kind: Kind) -> None:
+    check(drawn_of(kind, tokens=150))
+    check(drawn_of(kind, lengths=(3, 0, 70, 64)))
+
+
+def test_repeats_and_a_row_alone_have_the_same_bits(kind: Kind) -> None:
+    drawn = drawn_of(kind, batch=3)
+    together = results(drawn)
+    for _ in range(20):
+        assert_same(results(drawn), together)
+    for row in range(3):
+        rows = slice(row, row + 1)
+        assert_same(results(drawn.rows(rows)), {name: x[rows] for name, x in together.items()})
+
+
+def test_windows_have_the_bits_of_the_whole(kind: Kind, monkeypatch) -> None:
+    from deltarule.ops.delta_rule.triton import passes
+
+    drawn = drawn_of(kind, tokens=512, batch=2)
+    expected = results(drawn, save_states=False)
+    monkeypatch.setattr(passes, "LEAST_BYTES", 1)
+    monkeypatch.setattr(passes, "LEAST_PROGRAMS", 1)
+    forget()
+    assert_same(results(drawn, save_states=False), expected)
+
+
+def test_nan_around_a_tensor_is_never_read(kind: Kind) -> None:
+    drawn = drawn_of(kind)
+    expected = results(drawn)
+    inside = {name: surrounded(drawn.case.tensors[name]) for name in drawn.case.present()}
+    given = tuple(surrounded(x) for x in drawn.weights)
+    assert_same(results(Drawn(drawn.case.changed(**inside), given)), expected)
+
+
+def test_many_runs_under_load_have_the_same_bits() -> None:
+    drawn = drawn_of(Kind("head", "tied", 1, torch.bfloat16), batch=9, tokens=1024)
+    first, other = results(drawn), torch.randn(4096, 4096, device=DEVICE)
+    stream = torch.cuda.Stream()
+    for _ in range(100):
+        with torch.cuda.stream(stream):
+            other @ other
+        assert_same(results(drawn), first)
+    assert all(x.isfinite().all() for x in held(drawn))
