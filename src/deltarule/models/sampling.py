@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from deltarule.ops.dispatch import unwatched, why_not_fused
+from deltarule.ops.dispatch import are_plain_eager, why_not_fused
 
 # Temperatures between which float32 can divide.
 SMALLEST, LARGEST = 1.2e-38, 3.4e38
@@ -114,7 +114,7 @@ def chosen(
 
 def likeliest(logits: Float[Tensor, "B vocab"]) -> Int[Tensor, "B"]:
     """The likeliest token of each row, or -1; on a GPU by one kernel."""
-    if why_not_fused(logits) is None and unwatched((logits,)):
+    if why_not_fused(logits) is None and are_plain_eager((logits,)):
         # Triton is an extra, imported where it runs.
         from deltarule.ops.fused import likeliest_triton as kernels
 
