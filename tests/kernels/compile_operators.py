@@ -71,19 +71,21 @@ def run_solver(size: int, key_size: int) -> Callable[[], None]:
     return run
 
 
-def run_memory(operator: str, slots: int, channels: int, packed: bool) -> Callable[[], None]:
-    """Forward and backward of a memory of one map."""
+def run_memory(
+    operator: str, slots: int, channels: int, packed: bool, values: int = 0
+) -> Callable[[], None]:
+    """Forward and backward of a memory of one map; of `values` value channels, if not as many."""
 
     def run() -> None:
         of, bias = (8, 2, 4), int(operator == "TTT")
-        tile = (*of, slots, channels)
-        shapes = (tile, tile, tile, (*of, 4, slots), (*of, 4), (*of, slots, slots), of[:2])
+        tile, written = ((*of, slots, size) for size in (channels, values or channels))
+        shapes = (tile, tile, written, (*of, 4, slots), (*of, 4), (*of, slots, slots), of[:2])
         owner = torch.empty(of[:2], dtype=torch.int64) if packed else None
         streams = *map(torch.empty, shapes), owner
-        memory = torch.empty(5, 4, 3, channels, channels + bias)
+        memory = torch.empty(5, 4, 3, values or channels, channels + bias)
         norm = (torch.empty(4, channels),) * 2 if bias else (None, None)
         memory_passes.forward(streams, memory, *norm, 1e-6, note=False)
-        memory_passes.backward(torch.empty(tile), memory, streams, memory, *norm, 1e-6)
+        memory_passes.backward(torch.empty(written), memory, streams, memory, *norm, 1e-6)
 
     return run
 
@@ -131,6 +133,11 @@ CALLS |= {
         ("Titans", 16, 64, False), ("Titans", 16, 32, True),
     )
 }  # fmt: skip
+# As the value channels of a wide map are shared out.
+CALLS["Titans, C 16, K 128, V 32"] = run_memory("Titans", 16, 128, False, 32)
+CALLS["scan, signed Mamba, V 1536, K 16"] = run_scan(
+    scan_inputs("Mamba", 1536, 16, BF16)._replace(signed=True)
+)
 
 
 def launches(call: Callable[[], None]) -> Iterator[Launch]:

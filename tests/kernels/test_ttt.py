@@ -165,5 +165,5 @@ def test_programs_share_the_values_of_a_wide_map(lengths, share, monkeypatch):
 
 
 def test_how_many_values_a_program_has():
-    sizes = (64, 64), (128, 128), (4, 256), (96, 96), (33, 128), (500, 16)
-    assert [linear_memory.values_of_program(*size) for size in sizes] == [64, 32, 4, 32, 32, 256]
+    sizes = (64, 64), (128, 128), (4, 128), (96, 96), (33, 128), (500, 16)
+    assert [linear_memory.values_of_program(*size) for size in sizes] == [64, 32, 4, 32, 32, 64]

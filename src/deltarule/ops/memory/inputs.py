@@ -13,8 +13,9 @@ Size = tuple[int, ...]
 
 # What a program of the Triton kernels holds in registers: three maps, and rows of tokens.
 MAX_CHANNELS, MAX_MINI_BATCH = 64, 16
-# Without a norm the value channels of a map know nothing of each other, and are shared out.
-MAX_KEYS_OF_SHARED = 256
+# Without a norm the value channels of a map know nothing of each other, and are shared out; with
+# 256 keys the compiler moves kilobytes of each thread to memory and back.
+MAX_KEYS_OF_SHARED = 128
 # Where a product can read its operands from shared memory: elsewhere they fill the registers, and
 # the compiler moves kilobytes of each thread to memory and back.
 CAPABILITIES = (9, 10)

@@ -115,14 +115,13 @@ def scan_linear(
     return z, Memory(*parts)
 
 
-# Numbers of a map that a program holds.
-ENTRIES, FEWEST = 4096, 16
+# Numbers of a map that a program holds, and value channels of them.
+ENTRIES, MOST = 4096, 64
 
 
 def values_of_program(values: int, keys: int) -> int:
     """Value channels of a program: all, or as many as fit beside so many key channels."""
-    most = max(ENTRIES // (1 << (keys - 1).bit_length()), FEWEST)
-    return values if values <= most else most
+    return min(values, ENTRIES // (1 << (keys - 1).bit_length()), MOST)
 
 
 def shared_out(
