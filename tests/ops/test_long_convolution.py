@@ -12,7 +12,7 @@ DOUBLE = torch.float64
 # Channels of q and k; None has neither.
 KEYS = [None, 1, 3]
 # Fewer taps than tokens, more, and one alone; halves by product and by FFT.
-SIZES = {"long": (70, 80), "short": (70, 7), "one": (9, 1)}
+SIZES = {"long": (70, 80), "short": (70, 10), "one": (9, 1)}
 LENGTHS = [1, 0, 48, 2, 19, 0]
 
 
