@@ -5,7 +5,6 @@ import importlib
 import io
 import itertools
 import os
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from deltarule.train.run_folder import (
     StoppedRunError,
     flat,
     folder_to_resume,
+    line_that_resumes,
     stored_configuration,
 )
 from deltarule.train.runs import RunsRun, show_runs
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except StoppedRunError as error:
         if traceback:
             raise
-        say(f"{error}; continue with:\n  {resume_line(words, error.folder)}")
+        say(f"{error}; continue with:\n  {line_that_resumes(error.folder)}")
         if error.code != FAILED:
             leave()
         return error.code
@@ -249,19 +249,6 @@ def unknown(name: str, words: list[str]) -> int:
     known = ["train", *commands] if len(name.split()) == 1 else commands
     say(f"error: there is no command {name!r}; {nearest(name, known)}")
     return MISUSED
-
-
-def resume_line(words: list[str], folder: Path) -> str:
-    """The command line that continues a run.
-
-    Examples:
-        >>> resume_line(["train", "text", "--steps", "9"], Path("runs/text-2"))
-        'deltarule train text --steps 9 --resume --name text-2'
-    """
-    if "--resume" not in words:
-        words = [*words, "--resume"]
-    named = any(word == "--name" or word.startswith("--name=") for word in words)
-    return shlex.join(["deltarule", *words, *([] if named else ["--name", folder.name])])
 
 
 def say(text: str) -> None:

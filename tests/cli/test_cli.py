@@ -1,7 +1,9 @@
 """The command line as a user meets it: help, suggestions, one-line errors, exit codes, signals."""
 
+import contextlib
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -224,6 +226,44 @@ def test_runs_are_listed_compared_and_written_as_flags(data, tmp_path, capsys, m
     first, again = (read_run(tmp_path / "runs" / name).configuration for name in "bc")
     assert first | {"name": "c"} == again
     assert main(["runs", "a", "nothing"]) == FAILED
+
+
+def test_the_hint_of_a_run_whose_time_is_over_is_a_whole_command(
+    data, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "text", "--data", str(data), *TINY, "--steps", "3", "--runs", "here"]
+    assert main([*words, "--max-seconds", "0"]) == 0
+    *_, says, hint = capsys.readouterr().out.splitlines()
+    assert says == "it goes on with:"
+    assert hint.split()[0] == "deltarule"
+    assert main(hint.split()[1:]) == 0
+    assert "step 3/3" in capsys.readouterr().out
+    assert main([*words, "--name", "text"]) == FAILED
+    error = capsys.readouterr().err
+    assert "deltarule train text --resume --name text --runs here" in error
+
+
+@pytest.mark.parametrize("term", ["dumb", "xterm"])
+def test_a_terminal_of_60_columns_is_readable_from_a_process(term, data, tmp_path):
+    """No line of a run is longer, and a dumb terminal is sent no control characters."""
+    pty = pytest.importorskip("pty")
+    command = [sys.executable, "-m", "deltarule", "train", "text", "--data", str(data), *TINY]
+    pid, screen = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        os.environ |= {"TERM": term, "COLUMNS": "60", "NO_COLOR": "1"}
+        os.execv(sys.executable, [*command, "--steps", "40"])
+    seen = b""
+    with contextlib.suppress(OSError):
+        while part := os.read(screen, 65536):
+            seen += part
+    os.waitpid(pid, 0)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode()).replace("\r", "\n")
+    run = [line for line in text.splitlines() if re.match(r"step|run |model ", line.strip())]
+    assert run
+    assert max(map(len, run)) <= 60
+    assert term != "dumb" or b"\x1b" not in seen
 
 
 def test_ctrl_c_saves_says_how_to_resume_and_resuming_works(data, tmp_path):

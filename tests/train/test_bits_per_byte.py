@@ -1,10 +1,13 @@
 """Bits per byte are the model's own log probabilities, whatever the packing, without leaks."""
 
+import gzip
+import lzma
 import math
 
 import pytest
 import torch
 
+import deltarule.train.evaluate
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.bytes import BEGIN
 from deltarule.train.data import encode_documents
@@ -106,3 +109,11 @@ def test_sample_gives_whole_characters_from_a_document_start_to_its_end():
     pieces = list(sample_text(Scripted(), "a", max_new_tokens=9))
     assert "".join(pieces) == "h\xe9\ufffd"
     assert pieces[:3] == ["h", "", "\xe9"]
+
+
+def test_compressors_in_blocks_are_those_of_the_whole(monkeypatch):
+    monkeypatch.setattr(deltarule.train.evaluate, "BLOCK", 100)
+    text = b"".join(b"%d bottles of beer\n" % i for i in range(2000))
+    found = compressed_bits_per_byte(encode_documents([text]))
+    assert found["gzip"] == 8 * len(gzip.compress(text, compresslevel=9)) / len(text)
+    assert found["xz"] == 8 * len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)) / len(text)

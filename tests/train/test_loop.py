@@ -4,24 +4,30 @@ import json
 import math
 import os
 import signal
+import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import deltarule.train.watch
 from deltarule.models import CausalLM, CheckpointError, ModelConfig
 from deltarule.train.checkpoint import Checkpoints
 from deltarule.train.data import encode_documents
 from deltarule.train.device import choose_device
+from deltarule.train.extra import MissingExtraError
 from deltarule.train.interrupt import Interrupt
 from deltarule.train.loop import DivergedError, InterruptedRunError, LoopOptions, Trainer
 from deltarule.train.metrics import read_metrics
 from deltarule.train.optimizer import OptimizerOptions
 from deltarule.train.text import TextJob, TextRun
+from deltarule.train.watch import Best, sinks
 
 TEXTS = [bytes(range(97, 123)) * 8, b"the quick brown fox jumps over the lazy dog. " * 6]
 
 
-def make_trainer(folder, *, resume=False, optimizer=None, **loop):
+def make_trainer(folder, *, resume=False, optimizer=None, patience=0, **loop):
     options = LoopOptions(**{"steps": 8, "save_every": 4, "evaluate_every": 4, **loop})
     run = TextRun(length=16, batch_tokens=48, loop=options)
     torch.manual_seed(options.seed)
@@ -44,6 +50,7 @@ def make_trainer(folder, *, resume=False, optimizer=None, **loop):
         optimizer_options=optimizer or OptimizerOptions(lr=1e-2, warmup_steps=2),
         folder=folder,
         resume=resume,
+        patience=patience,
     )
 
 
@@ -268,3 +275,98 @@ def test_a_device_that_is_not_there_is_named(name):
 def test_senseless_options_are_refused(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         LoopOptions(**options)
+
+
+def scripted(trainer, values):
+    """Short evaluations that measure these values, one after the other."""
+    left = iter(values)
+    trainer.job.evaluate = lambda model: {"validation_bits_per_byte": next(left)}
+
+
+def test_patience_ends_training_and_keeps_the_best(tmp_path):
+    trainer = make_trainer(tmp_path, steps=40, evaluate_every=2, save_every=3, keep=1, patience=3)
+    weights = {}
+    step = trainer._step
+
+    def stepped(metrics, progress):
+        step(metrics, progress)
+        weights[trainer.step] = trainer.model.embedding.weight.detach().clone()
+
+    trainer._step = stepped
+    scripted(trainer, [5.0, 3.0, math.nan, 4.0, 3.0])
+    assert trainer.run()
+    assert trainer.step == 10
+    assert trainer.best.step == 4
+    assert Checkpoints(tmp_path / "checkpoints").steps() == [4, 10]
+    assert trainer.take_best() == 4
+    assert torch.equal(trainer.model.embedding.weight, weights[4])
+    # It stays ended, until more patience is given.
+    assert make_trainer(tmp_path, steps=40, patience=3, resume=True).complete
+    more = make_trainer(tmp_path, steps=40, evaluate_every=2, keep=1, patience=4, resume=True)
+    scripted(more, [1.0, 2.0, 2.0, 2.0, 2.0])
+    assert more.run()
+    assert more.best.step == 12
+    assert more.step == 20
+    assert Checkpoints(tmp_path / "checkpoints").steps() == [12, 20]
+
+
+def test_without_patience_nothing_is_kept_beside_the_newest(tmp_path):
+    trainer = make_trainer(tmp_path, steps=8, evaluate_every=2, keep=1)
+    scripted(trainer, [1.0, 2.0, 3.0, 4.0])
+    assert trainer.run()
+    assert Checkpoints(tmp_path / "checkpoints").steps() == [8]
+    assert trainer.take_best() == 8
+
+
+def test_an_accuracy_is_better_the_higher():
+    best = Best().after(1, {"validation_accuracy": 0.5}).after(2, {"validation_accuracy": 0.6})
+    assert best.step == 2
+    assert best.after(3, {"validation_accuracy": 0.6}) == Best(2, -0.6, 1)
+
+
+def test_max_seconds_counts_what_precedes_and_leaves_time_for_what_follows(tmp_path):
+    trainer = make_trainer(tmp_path, steps=10_000, max_seconds=100)
+    trainer.began = time.monotonic() - 60
+    asked = []
+    trainer.reserve = lambda seconds: asked.append(seconds) or 41
+    assert not trainer.run()
+    assert trainer.step == 1
+    assert asked[0] > 0
+
+
+def test_metrics_go_to_other_programs_too(tmp_path, monkeypatch):
+    rows, closed = {}, []
+    writer = SimpleNamespace(
+        add_scalar=lambda name, value, step: rows.setdefault(step, {}).update({name: value}),
+        close=lambda: closed.append("tensorboard"),
+    )
+    run = SimpleNamespace(
+        log=lambda row, step: rows.setdefault(-step, {}).update(row),
+        finish=lambda: closed.append("wandb"),
+    )
+    parts = {
+        "tensorboard": SimpleNamespace(),
+        "torch.utils.tensorboard": SimpleNamespace(SummaryWriter=lambda folder: writer),
+        "wandb": SimpleNamespace(init=lambda **_: run),
+    }
+    monkeypatch.setattr(deltarule.train.watch, "require", lambda name, extra="": parts[name])
+    with sinks(("tensorboard", "wandb"), tmp_path, first=True) as also:
+        trainer = make_trainer(tmp_path, steps=2, evaluate_every=2)
+        trainer.also = also
+        trainer.run()
+    assert closed == ["wandb", "tensorboard"]
+    expected = read_metrics(tmp_path / "metrics.jsonl")
+    assert rows[1] == rows[-1] == {n: x for n, x in expected[0].items() if n != "step"}
+    assert "validation_bits_per_byte" in rows[2]
+    with sinks(("wandb",), tmp_path, first=False) as also:
+        assert also == []
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_program_that_is_not_installed_is_named(name, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    with (
+        pytest.raises(MissingExtraError, match=rf"deltarule\[{name}\]"),
+        sinks((name,), tmp_path, first=True),
+    ):
+        pass

@@ -56,6 +56,8 @@ class Checkpoints:
         if keep < 1:
             raise ValueError(f"keep must be 1 or more, got {keep}")
         self.folder, self.keep = folder, keep
+        # A step that stays whatever comes after it.
+        self.spared = 0
         folder.mkdir(parents=True, exist_ok=True)
         for stale in folder.glob(".*.tmp"):
             shutil.rmtree(stale, ignore_errors=True)
@@ -122,7 +124,8 @@ class Checkpoints:
 
     def _prune(self) -> None:
         for step in self.steps()[: -self.keep]:
-            self.remove(self.folder / f"step-{step}")
+            if step != self.spared:
+                self.remove(self.folder / f"step-{step}")
 
     def remove(self, target: Path) -> None:
         """Hide a folder by renaming it first: a kill midway must not leave half of a `step-N`."""

@@ -1,10 +1,10 @@
 """Bits per byte of a byte-level model, over whole documents that never see each other."""
 
-import gzip
 import lzma
 import math
+import zlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import Tensor
 from deltarule.models import CausalLM
 from deltarule.models.bytes import BEGIN
 from deltarule.train.data import Batch, Corpus, rows_in_order
+from deltarule.train.progress import followed
 
 
 def compressed_bits_per_byte(corpus: Corpus) -> dict[str, float]:
@@ -30,15 +31,23 @@ def compressed_bits_per_byte(corpus: Corpus) -> dict[str, float]:
         return {}
     tokens = corpus.tokens[0 : len(corpus.tokens)]
     text = tokens[tokens != BEGIN].astype("uint8").tobytes()
-    sizes = {
-        "gzip": len(gzip.compress(text, compresslevel=9)),
-        "xz": len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)),
+    # With the header of a gzip file.
+    tools: dict[str, Any] = {
+        "gzip": zlib.compressobj(level=9, wbits=31),
+        "xz": lzma.LZMACompressor(preset=9 | lzma.PRESET_EXTREME),
     }
-    return {name: 8 * size / len(text) for name, size in sizes.items()}
+    bits = {}
+    for name, tool in tools.items():
+        blocks = (text[at : at + BLOCK] for at in range(0, len(text), BLOCK))
+        size = 0
+        for block in followed(blocks, len(text), len, name):
+            size += len(tool.compress(block))
+        bits[name] = 8 * (size + len(tool.flush())) / len(text)
+    return bits
 
 
-# Tokens in a forward pass, unless one piece is longer.
-ROW_TOKENS = 8192
+# Tokens in a forward pass, unless one piece is longer, and bytes that are compressed at a time.
+ROW_TOKENS, BLOCK = 8192, 2**17
 
 
 class PositionBin(NamedTuple):
@@ -50,7 +59,9 @@ class PositionBin(NamedTuple):
     num_bytes: int
 
 
-def bits_per_byte(model: CausalLM, corpus: Corpus, length: int, *, every: int = 1) -> float:
+def bits_per_byte(
+    model: CausalLM, corpus: Corpus, length: int, *, every: int = 1, what: str | None = None
+) -> float:
     r"""Mean bits that the model needs for a byte.
 
     .. math::
@@ -64,6 +75,7 @@ def bits_per_byte(model: CausalLM, corpus: Corpus, length: int, *, every: int = 
         corpus: The documents, of at least one byte.
         length: The most tokens in a piece.
         every: Read only every n-th piece: a fair sample of the whole.
+        what: The name of a bar that shows how far it has come. None: no bar.
 
     Returns:
         Bits per byte.
@@ -83,7 +95,7 @@ def bits_per_byte(model: CausalLM, corpus: Corpus, length: int, *, every: int = 
     if every < 1:
         raise ValueError(f"every must be 1 or more, got {every}")
     nats, count = 0.0, 0
-    for _, losses in token_losses(model, corpus, length, every=every):
+    for _, losses in token_losses(model, corpus, length, every=every, what=what):
         nats += losses.sum().item()
         count += len(losses)
     return nats / math.log(2) / count * (corpus.predicted / corpus.num_bytes)
@@ -124,11 +136,12 @@ def bits_by_position(model: CausalLM, corpus: Corpus, length: int) -> list[Posit
 
 @torch.no_grad()
 def token_losses(
-    model: CausalLM, corpus: Corpus, length: int, *, every: int = 1
+    model: CausalLM, corpus: Corpus, length: int, *, every: int = 1, what: str | None = None
 ) -> Iterator[tuple[Batch, Tensor]]:
     """Rows of pieces, each with its losses [T] in nats, in float64 on the CPU."""
     device = model.embedding.weight.device
-    for batch in rows_in_order(corpus, length, max(length, ROW_TOKENS), every=every):
+    rows = rows_in_order(corpus, length, max(length, ROW_TOKENS), every=every)
+    for batch in followed(rows, corpus.predicted // every, lambda x: x.tokens.numel(), what):
         tokens, targets, cu_seqlens = batch.to(device)
         logits, _ = model(tokens, cu_seqlens=cu_seqlens)
         losses = F.cross_entropy(logits[0].float(), targets[0], reduction="none")

@@ -3,10 +3,10 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,10 @@ from deltarule.parallel import World
 from deltarule.train.checkpoint import STATE
 from deltarule.train.device import choose_device
 from deltarule.train.interrupt import Interrupt
-from deltarule.train.metrics import Metrics
+from deltarule.train.job import Hidden as Hidden
+from deltarule.train.job import Job, StopWhen
+from deltarule.train.job import LoopOptions as LoopOptions
+from deltarule.train.metrics import Metrics, Sink
 from deltarule.train.optimizer import (
     OptimizerOptions,
     learning_rate,
@@ -32,12 +35,7 @@ from deltarule.train.run_checkpoints import make_checkpoints
 from deltarule.train.run_folder import DIVERGED, INTERRUPTED, StoppedRunError
 from deltarule.train.spread import Spread, SpreadStep
 from deltarule.train.step import TrainingStep, set_rate
-
-# `CausalLM.hidden`, compiled or not.
-Hidden = Callable[..., Any]
-# Whether the figures of a short evaluation are good enough to end training.
-StopWhen = Callable[[dict[str, float]], bool]
-B = TypeVar("B")
+from deltarule.train.watch import Best
 
 
 class DivergedError(RuntimeError):
@@ -52,47 +50,6 @@ class InterruptedRunError(StoppedRunError):
         code = 0 if terminated else INTERRUPTED
         super().__init__(f"stopped after step {step:,}, which is saved in {folder}", folder, code)
         self.terminated = terminated
-
-
-@dataclass(frozen=True)
-class LoopOptions:
-    """How long, how and where to train."""
-
-    steps: int = 1000
-    """Optimizer steps; the learning rate follows this number."""
-    max_seconds: float | None = None
-    """Stop early after this many seconds of training; the schedule still follows --steps."""
-    accumulate: int = 1
-    """Split each step's batch into this many rows, one backward pass each: less memory."""
-    activation_checkpointing: bool = False
-    """Compute each block twice instead of keeping its inner results: less memory, more time."""
-    seed: int = 0
-    """Decides the first weights, the data order and the sample."""
-    device: str = "auto"
-    """"cpu", "cuda", "cuda:1", "mps"; "auto" takes a GPU if PyTorch sees one."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """"bfloat16" computes in bfloat16 (autocast) with float32 weights."""
-    cuda_graphs: bool = True
-    """On a GPU, replay each step as a CUDA graph where batches are of few shapes; the bits are
-    those of eager steps. A CPU has none."""
-    compile: bool = False
-    """Compile the model with torch.compile first."""
-    save_every: int = 500
-    """Steps between two checkpoints; one more is written at the end."""
-    keep: int = 2
-    """Keep this many of the newest checkpoints."""
-    evaluate_every: int = 250
-    """Steps between two short evaluations for the loss curve; 0 for none."""
-
-    def __post_init__(self) -> None:
-        """Refuse what no loop can do."""
-        for name in ("steps", "accumulate", "save_every", "keep"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
-        for name in ("evaluate_every", "max_seconds", "seed"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < 2**63:
-                raise ValueError(f"{name} must be 0 or more, and below 2^63, got {value}")
 
 
 class Told(NamedTuple):
@@ -113,40 +70,7 @@ class Saved:
     random: dict[str, Any]
     seconds: float
     stopped: bool = False
-
-
-class Job(Protocol[B]):
-    """What a run trains on: batches, a loss, and the position to resume from."""
-
-    batch_tokens: int
-    """Tokens in the batch of one optimizer step."""
-    static: bool
-    """Whether the tensors of all batches are of few shapes, and `loss` reads nothing else."""
-
-    def next(self) -> B:
-        """One of the `accumulate` parts of the next step's batch."""
-
-    def tensors(self, batch: B, device: torch.device) -> tuple[Tensor, ...]:
-        """What `loss` reads of a batch, on the device."""
-
-    def loss(self, model: CausalLM, hidden: Hidden, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss to minimise, and what to report: a tensor of the figures in `shown`'s order.
-
-        `hidden` stands for `model.hidden`; the head is left to the job, which may need it only
-        here and there.
-        """
-
-    def shown(self, figures: list[float]) -> dict[str, float]:
-        """Names for the figures that `loss` returned, averaged over the parts."""
-
-    def evaluate(self, model: CausalLM) -> dict[str, float]:
-        """A short evaluation for the loss curve."""
-
-    def position(self) -> dict[str, int]:
-        """Where the next batch starts."""
-
-    def seek(self, position: dict[str, int]) -> None:
-        """Go to a position."""
+    best: Best = field(default_factory=Best)
 
 
 class Trainer:
@@ -161,7 +85,12 @@ class Trainer:
         resume: Go on from the newest complete checkpoint, if there is one.
         stop_when: Ends training early when it says so of what the job's `evaluate` returned; None
             never does.
+        patience: Ends training after so many short evaluations in a row that were no better than
+            the best, whose checkpoint is kept; 0 does neither.
         save_seconds: Write a checkpoint too when this long has passed since the last.
+        began: When what `max_seconds` counts began, by `time.monotonic`. None: when training does.
+        reserve: Seconds to leave for what follows training, given those of a step. None: none.
+        also: Where metrics go beside their file.
         world: The processes that share the run, each with the same arguments. None: this one alone.
 
     Raises:
@@ -179,7 +108,11 @@ class Trainer:
         folder: Path,
         resume: bool = False,
         stop_when: StopWhen | None = None,
+        patience: int = 0,
         save_seconds: float = math.inf,
+        began: float | None = None,
+        reserve: Callable[[float], float] | None = None,
+        also: Sequence[Sink] = (),
         world: World | None = None,
     ) -> None:
         """Move the model to its device, and take up the newest checkpoint to resume."""
@@ -197,10 +130,14 @@ class Trainer:
         self.folder, self.stop_when, self.stopped = folder, stop_when, False
         self.step, self.saved, self.seconds, self.speed = 0, -1, 0.0, Smooth()
         self.save_seconds, self.saved_at = save_seconds, time.monotonic()
+        self.patience, self.best = patience, Best()
+        self.began, self.reserve, self.also = began, reserve, also
         if resume:
             self.restore()
         self.update = self._make_step()
         self.unread: Told | None = None
+        # Seconds of the fastest step: the first ones wait for much else.
+        self.fastest = math.inf
         self.read_at = 0.0
 
     def _make_step(self) -> TrainingStep:
@@ -223,14 +160,16 @@ class Trainer:
             self.job.seek(saved.position)
             restore_random_state(saved.random)
         self.step = self.saved = step
-        self.seconds, self.stopped = saved.seconds, saved.stopped
+        self.seconds, self.stopped, self.best = saved.seconds, saved.stopped, saved.best
+        self.checkpoints.spare(self.best.step if self.patience else 0)
 
     def save(self) -> None:
         """Write a checkpoint of this step, unless it is there already."""
         if self.saved == self.step:
             return
-        state = asdict(Saved(self.job.position(), random_state(), self.seconds, self.stopped))
-        self.checkpoints.write(self.step, self.model, self.optimizer, self.names, state)
+        position = self.job.position()
+        saved = Saved(position, random_state(), self.seconds, self.stopped, self.best)
+        self.checkpoints.write(self.step, self.model, self.optimizer, self.names, asdict(saved))
         self.saved, self.saved_at = self.step, time.monotonic()
 
     def run(self) -> bool:
@@ -243,21 +182,20 @@ class Trainer:
             DivergedError: A loss or gradient is not finite; earlier checkpoints stay.
             InterruptedRunError: Ctrl-C or SIGTERM; a checkpoint of the last step was written.
         """
-        limit = self.options.max_seconds
         began, before = time.monotonic(), self.seconds
         path = self.folder / "metrics.jsonl"
         quiet = not self.spread.first
         progress = make_progress(self.options.steps, first=self.step, quiet=quiet)
         if self.options.compile:
             progress.note("compiling the model: the first step takes a minute or more")
-        metrics_file = Metrics(path, after=self.step, quiet=quiet)
+        metrics_file = Metrics(path, after=self.step, quiet=quiet, also=self.also)
         with metrics_file as metrics, Interrupt() as interrupt, progress:
             while not self.complete:
                 with self.spread.attended(self.step):
                     self._step(metrics, progress)
                     self.seconds = before + time.monotonic() - began
                     late = time.monotonic() - self.saved_at >= self.save_seconds
-                    over = limit is not None and time.monotonic() - began >= limit
+                    over = self._is_over(began)
                     stop, terminated, over, late = self.spread.agree(
                         interrupt.requested, interrupt.terminated, over, late
                     )
@@ -267,10 +205,8 @@ class Trainer:
                     self.checkpoints.wait()
                     raise InterruptedRunError(self.step, self.folder, terminated=terminated)
                 if over:
-                    progress.note(
-                        f"--max-seconds {limit:g} is over at step {self.step:,}; "
-                        f"--name {self.folder.name} --resume goes on"
-                    )
+                    seconds = self.options.max_seconds
+                    progress.note(f"--max-seconds {seconds:g}: training ends at step {self.step:,}")
                     break
                 if late or self.step % self.options.save_every == 0:
                     self._read(metrics, progress)
@@ -280,10 +216,27 @@ class Trainer:
             self.checkpoints.wait()
         return self.complete
 
+    def _is_over(self, began: float) -> bool:
+        """Whether what follows training needs the time that is left, at most half of all."""
+        limit = self.options.max_seconds
+        if limit is None:
+            return False
+        needed = 0.0 if self.reserve is None else min(self.reserve(self.fastest), limit / 2)
+        passed = time.monotonic() - (began if self.began is None else self.began)
+        return passed + needed >= limit
+
     @property
     def complete(self) -> bool:
         """Whether there is no step left to take."""
-        return self.stopped or self.step >= self.options.steps
+        impatient = 0 < self.patience <= self.best.waited
+        return self.stopped or impatient or self.step >= self.options.steps
+
+    def take_best(self) -> int:
+        """Take the weights of the best evaluation, where they were kept; return their step."""
+        if self.patience and self.best.step not in (0, self.step):
+            self.checkpoints.load_weights(self.best.step, self.model)
+            return self.best.step
+        return self.step
 
     def _step(self, metrics: Metrics, progress: Progress) -> None:
         began = time.monotonic()
@@ -307,6 +260,10 @@ class Trainer:
                 measured = self.job.evaluate(self.model)
             metrics.write({"step": self.step, **measured})
             self.stopped = self.stop_when is not None and self.stop_when(measured)
+            self.best = self.best.after(self.step, measured)
+            if self.patience and self.best.step == self.step:
+                self.checkpoints.spare(self.step)
+                self.save()
 
     def _read(self, metrics: Metrics, progress: Progress) -> None:
         """Wait for the figures of a step that was not read yet, and write them down."""
@@ -319,8 +276,9 @@ class Trainer:
             if self.spread.plan is not None and self.spread.first:
                 (self.folder / DIVERGED).write_text(reason)
             raise DivergedError(reason)
-        speed = told.tokens / (time.monotonic() - max(told.began, self.read_at))
-        self.read_at = time.monotonic()
+        seconds = time.monotonic() - max(told.began, self.read_at)
+        self.read_at, speed = time.monotonic(), told.tokens / seconds
+        self.fastest = min(self.fastest, seconds)
         shown = {"loss": loss, **self.job.shown(figures), "tokens/s": self.speed.add(speed)}
         row = {"step": told.step, **shown, "lr": told.rate, "gradient_norm": norm}
         row["seconds"] = round(self.seconds, 3)

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -10,6 +11,8 @@ from deltarule.nn.atomic_file import write_atomically
 from deltarule.nn.json_file import fitted, parse_object
 
 Row = dict[str, Any]
+# What else takes a row.
+Sink = Callable[[Row], None]
 
 
 class Metrics:
@@ -19,6 +22,7 @@ class Metrics:
         path: The file; made if it does not exist.
         after: Rows of later steps are dropped first: a resumed run writes them again.
         quiet: Write nothing: another process does.
+        also: What else takes each row.
 
     Examples:
         >>> import tempfile
@@ -29,8 +33,11 @@ class Metrics:
         [{'step': 1, 'loss': 5.5}]
     """
 
-    def __init__(self, path: Path, *, after: int, quiet: bool = False) -> None:
+    def __init__(
+        self, path: Path, *, after: int, quiet: bool = False, also: Sequence[Sink] = ()
+    ) -> None:
         """Drop later rows, then open the file."""
+        self._also = also
         if quiet:
             self._file: IO[str] = io.StringIO()
             return
@@ -43,6 +50,8 @@ class Metrics:
         """Append one row; a reader sees it at once."""
         self._file.write(_line(row))
         self._file.flush()
+        for sink in self._also:
+            sink(row)
 
     def __enter__(self) -> "Metrics":
         """Use as a context that closes the file."""

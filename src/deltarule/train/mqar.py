@@ -13,8 +13,9 @@ from deltarule.train.loop import LoopOptions, Trainer, evaluating
 from deltarule.train.metrics import Metrics, read_metrics
 from deltarule.train.optimizer import OptimizerOptions
 from deltarule.train.random_state import seed_everything
-from deltarule.train.run_folder import mark_done, open_run
+from deltarule.train.run_folder import line_that_resumes, mark_done, open_run
 from deltarule.train.task_rows import EVALUATION, Rows, draw_rows
+from deltarule.train.watch import WatchOptions, sinks
 
 COMMAND = "train mqar"
 # Of the short evaluations of the curve.
@@ -66,6 +67,7 @@ class MqarRun:
         )
     )
     loop: LoopOptions = field(default_factory=lambda: LoopOptions(steps=2158))
+    watch: WatchOptions = field(default_factory=WatchOptions)
 
     def __post_init__(self) -> None:
         """Refuse what no run can do."""
@@ -124,7 +126,10 @@ def train_mqar(run: MqarRun) -> float:
     began = time.monotonic()
     config = run.config()
     device = str(choose_device(run.loop.device))
-    with open_run(run, COMMAND, f"mqar-{run.layer}", device=device) as folder:
+    with (
+        open_run(run, COMMAND, f"mqar-{run.layer}", device=device) as folder,
+        sinks(run.watch.log, folder, first=True) as also,
+    ):
         seed_everything(run.loop.seed)
         model = CausalLM(config)
         job = MqarJob(run)
@@ -135,13 +140,18 @@ def train_mqar(run: MqarRun) -> float:
         print(f"model   {run.num_layers} layers of {run.layer}, {parameters:,} parameters")
         trainer = Trainer(
             model, job, options=run.loop, optimizer_options=run.optimizer, folder=folder,
-            resume=run.resume,
+            resume=run.resume, patience=run.watch.patience, began=began, also=also,
         )  # fmt: skip
-        trainer.run()
+        complete = trainer.run()
+        if (taken := trainer.take_best()) != trainer.step:
+            print(f"the model is that of step {taken:,}, the best of the short evaluations")
         model.save(folder)
-        mark_done(folder, trainer.step)
+        if complete:
+            mark_done(folder, trainer.step)
         accuracy = finish(run, trainer, job)
         print(f"done in {time.monotonic() - began:.0f} s: {folder}")
+        if not complete:
+            print(f"it goes on with:\n  {line_that_resumes(folder)} --max-seconds None")
     return accuracy
 
 
@@ -152,7 +162,7 @@ def finish(run: MqarRun, trainer: Trainer, job: MqarJob) -> float:
     print(f"\naccuracy {accuracy:.2%} on {run.evaluation_rows:,} new rows "
           f"(chance {run.task.chance:.1%})")  # fmt: skip
     path = trainer.folder / "metrics.jsonl"
-    with Metrics(path, after=trainer.step) as metrics:
+    with Metrics(path, after=trainer.step, also=trainer.also) as metrics:
         metrics.write({"step": trainer.step, "final_accuracy": accuracy})
     loss_curve(
         read_metrics(path), trainer.folder / "accuracy.png", trained="accuracy",

@@ -1,13 +1,20 @@
 """How a run shows itself: a live bar on a terminal, plain lines everywhere else."""
 
+import os
+import shutil
 import sys
 import time
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol, TypeVar
 
 from deltarule.train.extra import require
 
+T = TypeVar("T")
 # Seconds between the lines of a run whose output goes to a file.
 LINE_EVERY = 10.0
+STEP = "step"
+# Columns of a terminal that has room for a bar beside the figures.
+WIDE = 80
 
 
 class Progress(Protocol):
@@ -26,13 +33,32 @@ class Progress(Protocol):
         """Stop; the last figures stay."""
 
 
-def make_progress(steps: int, *, first: int = 0, quiet: bool = False) -> Progress:
-    """A live bar when standard output is a terminal, else plain lines; quiet: nothing."""
+def make_progress(steps: int, *, first: int = 0, quiet: bool = False, what: str = STEP) -> Progress:
+    """A live bar when standard output is a terminal that can draw one, else plain lines.
+
+    Args:
+        steps: Where it ends.
+        first: Where it starts.
+        quiet: Show nothing.
+        what: What is counted; of anything but steps of training nothing stays in the end.
+    """
     if quiet:
         return NoProgress()
-    if sys.stdout.isatty():
-        return LiveProgress(steps, first)
-    return PlainProgress(steps, first)
+    if sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
+        return LiveProgress(steps, first, what)
+    return PlainProgress(steps, first, what)
+
+
+def followed(
+    items: Iterable[T], total: int, size: Callable[[T], int], what: str | None
+) -> Iterator[T]:
+    """Pass items on, with a bar that their sizes fill; None shows nothing."""
+    done = 0
+    with make_progress(total, quiet=what is None, what=what or STEP) as bar:
+        for item in items:
+            yield item
+            done += size(item)
+            bar.update(done, {})
 
 
 class NoProgress:
@@ -53,11 +79,11 @@ class NoProgress:
 
 
 class PlainProgress:
-    """A line at the first step, every ten seconds, and at the last step."""
+    """A line at the first step, every ten seconds, and at the last step; of others, the second."""
 
-    def __init__(self, steps: int, first: int = 0) -> None:
+    def __init__(self, steps: int, first: int = 0, what: str = STEP) -> None:
         """Count from the step that is done already."""
-        self.steps, self.first = steps, first
+        self.steps, self.first, self.what = steps, first, what
         self._began = self._last = time.monotonic()
         self._line = ""
 
@@ -66,8 +92,10 @@ class PlainProgress:
         now = time.monotonic()
         left = (now - self._began) / max(1, step - self.first) * (self.steps - step)
         figures = "  ".join(f"{name} {value}" for name, value in shown.items())
-        self._line = f"step {step:,}/{self.steps:,}  {figures}  left {clock(left)}"
-        if step == self.first + 1 or step == self.steps or now - self._last >= LINE_EVERY:
+        parts = [f"{self.what} {step:,}/{self.steps:,}", figures, f"left {clock(left)}"]
+        self._line = "  ".join(filter(None, parts))
+        ends = self.what == STEP and step in (self.first + 1, self.steps)
+        if ends or now - self._last >= LINE_EVERY:
             self._print(now)
 
     def note(self, text: str) -> None:
@@ -84,24 +112,26 @@ class PlainProgress:
 
     def __exit__(self, *_: object) -> None:
         """Print the last figures of a run that stopped early."""
-        if self._line:
+        if self._line and self.what == STEP:
             self._print(time.monotonic())
 
 
 class LiveProgress:
     """A bar with the figures, redrawn in place by rich."""
 
-    def __init__(self, steps: int, first: int = 0) -> None:
+    def __init__(self, steps: int, first: int = 0, what: str = STEP) -> None:
         """Prepare the bar; entering the context draws it."""
         progress = require("rich.progress")
+        # Where there is no room for both, figures are worth more than a bar.
+        wide = shutil.get_terminal_size().columns >= WIDE or what != STEP
         self._bar = progress.Progress(
-            progress.BarColumn(bar_width=None),
-            progress.TextColumn("step {task.completed:,.0f}/{task.total:,.0f}"),
+            *([progress.BarColumn(bar_width=None)] if wide else []),
+            progress.TextColumn(what + " {task.completed:,.0f}/{task.total:,.0f}"),
             progress.TextColumn("{task.fields[figures]}"),
             progress.TextColumn("left"),
             progress.TimeRemainingColumn(),
-            expand=True,
-        )
+            expand=wide, transient=what != STEP,
+        )  # fmt: skip
         self._task = self._bar.add_task("", total=steps, completed=first, figures="")
 
     def update(self, step: int, shown: dict[str, str]) -> None:

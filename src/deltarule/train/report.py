@@ -73,7 +73,9 @@ def evaluate_run(run: EvalRun) -> list[PositionBin]:
     print()
     levels = compressed_bits_per_byte(corpus)
     lengths = sorted({trained.length, run.length})
-    by_length = {f"length {n}": bits_per_byte(model, corpus, n) for n in lengths}
+    by_length = {
+        f"length {n}": bits_per_byte(model, corpus, n, what=f"length {n}") for n in lengths
+    }
     for name, bits in {**by_length, **levels}.items():
         print(f"{name:<12} {bits:.3f} bits per byte")
     bins = bits_by_position(model, corpus, run.length)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from deltarule.models.files import naming
 from deltarule.parallel.shard_files import read_shards
-from deltarule.train.checkpoint import Checkpoints
+from deltarule.train.checkpoint import Checkpoints, read_checkpoint
 from deltarule.train.optimizer import load_optimizer_tensors, optimizer_tensors
 from deltarule.train.sharded_checkpoint import ShardedCheckpoints
 from deltarule.train.spread import Spread
@@ -35,6 +35,12 @@ class RunCheckpoints(Protocol):
 
     def steps(self) -> list[int]:
         """Steps that are there."""
+
+    def spare(self, step: int) -> None:
+        """Keep a step whatever comes after it."""
+
+    def load_weights(self, step: int, model: nn.Module) -> None:
+        """Give a model the weights of a step."""
 
     def restore(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, names: list[str]
@@ -79,6 +85,20 @@ class Whole:
         """Steps that are there."""
         return self.checkpoints.steps()
 
+    def spare(self, step: int) -> None:
+        """Keep it."""
+        self.checkpoints.spared = step
+
+    def load_weights(self, step: int, model: nn.Module) -> None:
+        """From whole files."""
+        folder = self.checkpoints.folder / f"step-{step}"
+        with naming(folder):
+            tensors = read_checkpoint(folder, optimizer=False).tensors
+            if "model" in tensors:
+                model.load_state_dict(tensors["model"])
+            else:
+                read_shards(folder, dict(model.state_dict()))
+
     def restore(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, names: list[str]
     ) -> tuple[int, State] | None:
@@ -122,6 +142,16 @@ class Parts:
     def steps(self) -> list[int]:
         """Steps that are there, on the first process."""
         return self.checkpoints.steps()
+
+    def spare(self, step: int) -> None:
+        """Keep it; the first process removes."""
+        if self.checkpoints.plain is not None:
+            self.checkpoints.plain.spared = step
+
+    def load_weights(self, step: int, model: nn.Module) -> None:
+        """What each process holds of them."""
+        folder = self.checkpoints.folder / f"step-{step}"
+        self.checkpoints.read(folder, dict(model.state_dict()))
 
     def restore(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, names: list[str]

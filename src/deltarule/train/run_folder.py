@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import platform
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ FREE = {
     "replicate", "context", "tensor", "keep_gathered", "timeout_s",
     "data", "device", "steps", "cuda_graphs", "activation_checkpointing", "sample_bytes",
     "sample_prompt", "temperature", "curve_bytes", "long_length", "validation_bytes",
+    "patience", "log",
 }  # fmt: skip
 R = TypeVar("R")
 
@@ -95,7 +97,8 @@ def new_folder(runs: Path, name: str | None, default: str) -> Path:
     folder = runs / name
     if (folder / RUN).exists():
         raise RunFolderError(
-            f"{folder} holds a run already: continue it with --resume, or choose another --name"
+            f"{folder} holds a run already: continue it with: {line_that_resumes(folder)}; "
+            "or choose another --name"
         )
     if steps := checkpoint_steps(folder / "checkpoints"):
         raise RunFolderError(
@@ -115,13 +118,15 @@ def folder_to_resume(runs: Path, name: str | None, command: str) -> Path:
         check_name(name)
         if not (runs / name / RUN).exists():
             raise RunFolderError(
-                f"--resume: there is no run in {runs / name}; start it without --resume"
+                f"--resume: there is no run in {runs / name}; start it with: "
+                f"deltarule {command} --name {name}"
             )
         return runs / name
     found = [path for path in runs.glob(f"*/{RUN}") if read_run(path.parent).command == command]
     if not found:
         raise RunFolderError(
-            f"--resume: there is no run of '{command}' in {runs}; start one without --resume"
+            f"--resume: there is no run of '{command}' in {runs}; start one with: "
+            f"deltarule {command}"
         )
     return max(found, key=lambda path: path.stat().st_mtime_ns).parent
 
@@ -233,6 +238,14 @@ def continued(folder: Path, run: Any, record: RunRecord) -> RunRecord:
         )
     resumed = (*before.resumed, Resumed(step, changed))
     return dataclasses.replace(record, resumed=resumed, done=before.done)
+
+
+def line_that_resumes(folder: Path) -> str:
+    """The command line that continues a run; run.json holds its options."""
+    words = ["deltarule", *read_run(folder).command.split(), "--resume", "--name", folder.name]
+    if folder.parent != Path("runs"):
+        words += ["--runs", str(folder.parent)]
+    return shlex.join(words)
 
 
 def machine(device: str, world: World | None) -> dict[str, str]:

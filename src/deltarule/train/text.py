@@ -26,10 +26,11 @@ from deltarule.train.loop import Hidden, LoopOptions, Trainer, evaluating
 from deltarule.train.metrics import Metrics, read_metrics
 from deltarule.train.optimizer import OptimizerOptions
 from deltarule.train.random_state import seed_everything
-from deltarule.train.run_folder import DataFacts, mark_done, open_run
+from deltarule.train.run_folder import DataFacts, line_that_resumes, mark_done, open_run
 from deltarule.train.sample import sample_text
 from deltarule.train.text_data import TextData, read_text
 from deltarule.train.vocabulary import Encoder
+from deltarule.train.watch import WatchOptions, sinks
 
 COMMAND = "train text"
 
@@ -121,6 +122,7 @@ class TextRun:
     model: TextModel = field(default_factory=TextModel)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     loop: LoopOptions = field(default_factory=lambda: LoopOptions(steps=2000))
+    watch: WatchOptions = field(default_factory=WatchOptions)
 
     def __post_init__(self) -> None:
         """Refuse what no run can do."""
@@ -199,6 +201,16 @@ class TextJob:
         bits = bits_per_byte(model, self.validation, self.length, every=self.every)
         return {"validation_bits_per_byte": bits}
 
+    def reading(self, run: TextRun, step_seconds: float) -> float:
+        """Seconds that validation will take, by those of a step: a forward is a third of it."""
+        lengths = len({run.length, run.long_length})
+        return lengths * self.validation.predicted / self.batch_tokens * step_seconds / 2.5
+
+    def reserve(self, run: TextRun, step_seconds: float) -> float:
+        """The same with compressors, of which xz does a megabyte a second, figure and sample."""
+        other = self.validation.num_bytes / 1e6 + 0.005 * run.sample_bytes + 1
+        return self.reading(run, step_seconds) + other
+
     def position(self) -> dict[str, int]:
         """Where the next row starts."""
         return self.rows.position()
@@ -235,7 +247,10 @@ def train_text(run: TextRun) -> Path:
     )  # fmt: skip
     config = run.model.config(read.vocab_size)
     facts = DataFacts(read.source, read.num_bytes, read.sha256)
-    with open_run(run, COMMAND, "text", facts, world, str(world.device)) as folder:
+    with (
+        open_run(run, COMMAND, "text", facts, world, str(world.device)) as folder,
+        sinks(run.watch.log, folder, first=world.first) as also,
+    ):
         seed_everything(run.loop.seed)
         model = CausalLM(config)
         job = TextJob(run, read.training, read.validation, world)
@@ -246,14 +261,21 @@ def train_text(run: TextRun) -> Path:
                 read.encoder.save(folder)
         trainer = Trainer(
             model, job, options=run.loop, optimizer_options=run.optimizer, folder=folder,
-            resume=run.resume or world.attempt > 0, world=world,
+            resume=run.resume or world.attempt > 0, patience=run.watch.patience, began=began,
+            reserve=lambda step_seconds: job.reserve(run, step_seconds), also=also, world=world,
         )  # fmt: skip
-        trainer.run()
+        complete = trainer.run()
+        taken = trainer.take_best()
         save_model(trainer, world)
         if world.first:
-            mark_done(folder, trainer.step)
-            finish(run, trainer, read)
+            if taken != trainer.step:
+                print(f"the model is that of step {taken:,}, the best of the short evaluations")
+            if complete:
+                mark_done(folder, trainer.step)
+            finish(run, trainer, read, began)
             print(f"done in {time.monotonic() - began:.0f} s: {folder}")
+            if not complete:
+                print(f"it goes on with:\n  {line_that_resumes(folder)} --max-seconds None")
     return folder
 
 
@@ -284,18 +306,30 @@ def describe(read: TextData, job: TextJob, model: CausalLM, folder: Path) -> Non
     print(f"model   {len(model.config.layer_types)} layers of {kinds}, {parameters:,} parameters")
 
 
-def finish(run: TextRun, trainer: Trainer, read: TextData) -> None:
+def finish(run: TextRun, trainer: Trainer, read: TextData, began: float) -> None:
     """Validate beside the compressors, draw the curve, print a sample."""
     model, folder, validation = trainer.model, trainer.folder, read.validation
     compressors = compressed_bits_per_byte(validation)
+    limit, every = run.loop.max_seconds, 1
+    end = math.inf if limit is None else began + limit
+    assert isinstance(trainer.job, TextJob)
+    if limit is not None and trainer.fastest < math.inf:
+        left = max(end - time.monotonic() - 0.005 * run.sample_bytes, 0.1 * limit, 0.1)
+        every = math.ceil(trainer.job.reading(run, trainer.fastest) / left)
     with evaluating(model):
         lengths = dict.fromkeys((run.length, run.long_length))
-        ours = {f"length {n}": bits_per_byte(model, validation, n) for n in lengths}
+        ours = {
+            f"length {n}": bits_per_byte(
+                model, validation, n, every=every, what=f"validation, length {n}"
+            )
+            for n in lengths
+        }
     table = {f"model, {name}": bits for name, bits in ours.items()} | compressors
-    print(f"\nbits per byte on {validation.num_bytes:,} validation bytes")
+    of = "" if every == 1 else f", the model's on one piece in {every}: --max-seconds"
+    print(f"\nbits per byte on {validation.num_bytes:,} validation bytes{of}")
     for name, bits in table.items():
         print(f"  {name:<20} {bits:.3f}")
-    with Metrics(folder / "metrics.jsonl", after=trainer.step) as metrics:
+    with Metrics(folder / "metrics.jsonl", after=trainer.step, also=trainer.also) as metrics:
         row = {name.replace(" ", "_"): bits for name, bits in (ours | compressors).items()}
         final = {f"final_{name}_bits_per_byte": bits for name, bits in row.items()}
         metrics.write({"step": trainer.step, **final})
@@ -306,11 +340,11 @@ def finish(run: TextRun, trainer: Trainer, read: TextData) -> None:
         title=f"Training of {folder.name}: {', '.join(dict.fromkeys(model.config.layer_types))}",
     )  # fmt: skip
     if run.sample_bytes and read.encoder is not None:
-        print_sample(run, model, read.encoder)
+        print_sample(run, model, read.encoder, end)
 
 
-def print_sample(run: TextRun, model: CausalLM, encoder: Encoder) -> None:
-    """Print what the model writes, character by character."""
+def print_sample(run: TextRun, model: CausalLM, encoder: Encoder, end: float) -> None:
+    """Print what the model writes, character by character, until the end of the run's time."""
     unit = "bytes" if encoder.tool is None else "tokens"
     print(f"\nsample, {run.sample_bytes:,} {unit} at temperature {run.temperature:g}\n")
     print(run.sample_prompt, end="")
@@ -319,4 +353,7 @@ def print_sample(run: TextRun, model: CausalLM, encoder: Encoder) -> None:
         temperature=run.temperature, seed=run.loop.seed,
     ):  # fmt: skip
         print(text, end="", flush=True)
+        if time.monotonic() >= end:
+            print("\n\n(--max-seconds ends the sample)", end="")
+            break
     print("\n")
