@@ -23,6 +23,7 @@ from deltarule.train.attention_figure import AttentionPlotRun, plot_attention
 from deltarule.train.extra import MissingExtraError, require
 from deltarule.train.loop import DivergedError
 from deltarule.train.mqar import MqarRun, train_mqar
+from deltarule.train.progress import for_screen
 from deltarule.train.report import EvalRun, evaluate_run
 from deltarule.train.run_folder import (
     INTERRUPTED,
@@ -143,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(words: list[str]) -> int:
     """Find the command, read its flags, do it."""
     if not words or words[0] in ("-h", "--help", "help"):
-        print(overview())
+        print(for_screen(overview()))
         return 0 if words else MISUSED
     if words[0] == "--version":
         print(version())

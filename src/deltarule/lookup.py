@@ -11,6 +11,7 @@ from deltarule.nn.feature_maps import FEATURE_MAPS, NORMS
 from deltarule.nn.table import described, markdown
 from deltarule.ops import explain
 from deltarule.train.device import choose_device
+from deltarule.train.progress import for_screen
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ def explain_call(run: ExplainRun) -> None:
     )  # fmt: skip
     print(f"{run.operator} on {device}, {run.dtype}, decay {run.decay}:")
     for explanation in explanations:
-        print(f"{'runs' if explanation.runs else '':<6}{explanation.impl:<11}{explanation.reason}")
+        runs = "runs" if explanation.runs else ""
+        print(for_screen(f"{runs:<6}{explanation.impl:<11}{explanation.reason}"))
 
 
 def rules(run: RulesRun) -> None:
@@ -94,10 +96,11 @@ def rules(run: RulesRun) -> None:
         print(markdown())
         return
     for name in SYSTEMS if run.name is None else [run.name]:
-        print(described(SYSTEMS[name], MIXERS[name]))
+        print(for_screen(described(SYSTEMS[name], MIXERS[name])))
     if run.name is None:
-        print(f"\nfeature_map of {', '.join(n for n in MIXERS if MIXERS[n].takes('feature_map'))}:")
-        print(f"    {', '.join(FEATURE_MAPS)}; qk_norm: {', '.join(NORMS)}")
+        taken = ", ".join(name for name in MIXERS if MIXERS[name].takes("feature_map"))
+        print(for_screen(f"\nfeature_map of {taken}:"))
+        print(for_screen(f"    {', '.join(FEATURE_MAPS)}; qk_norm: {', '.join(NORMS)}"))
 
 
 def nearest(given: str, known: list[str]) -> str:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol, TypeVar
@@ -61,6 +62,25 @@ def followed(
             bar.update(done, {})
 
 
+def for_screen(text: str) -> str:
+    """Lines broken at the width of the terminal; as they are where output goes elsewhere.
+
+    Examples:
+        >>> for_screen("one line")
+        'one line'
+    """
+    if not sys.stdout.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    lines = []
+    for line in text.splitlines():
+        further = " " * (len(line) - len(line.lstrip()) + 4)
+        lines += textwrap.wrap(
+            line, width, subsequent_indent=further, break_long_words=False, break_on_hyphens=False
+        ) or [""]
+    return "\n".join(lines)
+
+
 class NoProgress:
     """Of a process beside the one that tells."""
 
@@ -100,10 +120,10 @@ class PlainProgress:
 
     def note(self, text: str) -> None:
         """Print a line."""
-        print(text, flush=True)
+        print(for_screen(text), flush=True)
 
     def _print(self, now: float) -> None:
-        print(self._line, flush=True)
+        print(for_screen(self._line), flush=True)
         self._last, self._line = now, ""
 
     def __enter__(self) -> "PlainProgress":

@@ -20,6 +20,7 @@ from deltarule.train.evaluate import (
     compressed_bits_per_byte,
 )
 from deltarule.train.figures import position_curve
+from deltarule.train.progress import for_screen
 from deltarule.train.run_folder import read_run, stored_configuration
 from deltarule.train.run_model import load_model, run_of
 from deltarule.train.text import TextRun
@@ -117,6 +118,8 @@ def measured_part(
         max_bytes=trained.max_bytes,
         text_field=trained.text_field,
     )
+    for note in read.notes:
+        print(for_screen(f"note: {note}"))
     before = read_run(folder).data
     if before is not None and before.sha256 == read.sha256:
         _, held_out = split_documents(read.documents, fraction=trained.validation_fraction)

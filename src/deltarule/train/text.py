@@ -25,6 +25,7 @@ from deltarule.train.figures import loss_curve
 from deltarule.train.loop import Hidden, LoopOptions, Trainer, evaluating
 from deltarule.train.metrics import Metrics, read_metrics
 from deltarule.train.optimizer import OptimizerOptions
+from deltarule.train.progress import for_screen
 from deltarule.train.random_state import seed_everything
 from deltarule.train.run_folder import DataFacts, line_that_resumes, mark_done, open_run
 from deltarule.train.sample import sample_text
@@ -293,17 +294,17 @@ def save_model(trainer: Trainer, world: World) -> None:
 def describe(read: TextData, job: TextJob, model: CausalLM, folder: Path) -> None:
     """Say what will be trained on what, before the first step."""
     for note in read.notes:
-        print(f"note: {note}")
+        print(for_screen(f"note: {note}"))
     parameters = sum(p.numel() for p in model.parameters())
     print(f"run     {folder}")
     documents = "1 document" if read.documents == 1 else f"{read.documents:,} documents"
-    print(f"data    {read.source}: {documents}, {read.num_bytes:,} bytes")
-    print(
-        f"        {job.rows.corpus.num_bytes:,} bytes to train on; of the rest, "
-        f"{job.validation.num_bytes:,} to validate on"
-    )
+    print(for_screen(f"data    {read.source}: {documents}, {read.num_bytes:,} bytes"))
+    to_train, to_validate = job.rows.corpus.num_bytes, job.validation.num_bytes
+    rest = f"of the rest, {to_validate:,} to validate on"
+    print(for_screen(f"        {to_train:,} bytes to train on; {rest}"))
     kinds = ", ".join(dict.fromkeys(model.config.layer_types))
-    print(f"model   {len(model.config.layer_types)} layers of {kinds}, {parameters:,} parameters")
+    count = len(model.config.layer_types)
+    print(for_screen(f"model   {count} layers of {kinds}, {parameters:,} parameters"))
 
 
 def finish(run: TextRun, trainer: Trainer, read: TextData, began: float) -> None:
