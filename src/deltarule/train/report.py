@@ -67,8 +67,10 @@ def evaluate_run(run: EvalRun) -> list[PositionBin]:
     folder = run_of(run.folder)
     encoder = tokens_of(folder, model.config.vocab_size)
     trained = stored_configuration(folder, TextRun, "train text")
-    source, corpus, available = measured(run, folder, trained, encoder)
+    source, corpus, available, notes = measured(run, folder, trained, encoder)
     print(f"{run.folder} on {source}: {corpus.num_bytes:,} bytes")
+    for note in notes:
+        print(for_screen(f"note: {note}"))
     if corpus.num_bytes < available:
         print("(--max-bytes measures on more of it)")
     print()
@@ -91,15 +93,16 @@ def evaluate_run(run: EvalRun) -> list[PositionBin]:
 
 def measured(
     run: EvalRun, folder: Path, trained: TextRun, encoder: Encoder
-) -> tuple[str, Corpus, int]:
-    """What is measured on: its name, a corpus of about so many bytes, and how many there are."""
+) -> tuple[str, Corpus, int, list[str]]:
+    """What is measured on: its name, a corpus of about so many bytes, how many there are, notes."""
     shards = trained.data if run.data is None else run.data
     if shards is not None and is_token_folder(shards):
         held_out = open_token_folder(shards).validation
-        return f"{shards}{HELD_OUT}", sample_documents(held_out, run.max_bytes), held_out.num_bytes
+        some = sample_documents(held_out, run.max_bytes)
+        return f"{shards}{HELD_OUT}", some, held_out.num_bytes, []
     read, documents, part = measured_part(run, folder, trained)
     corpus = encoder.corpus([d.text for d in limit_bytes(documents, run.max_bytes)])
-    return f"{read.source}{part}", corpus, sum(len(d.text) for d in documents)
+    return f"{read.source}{part}", corpus, sum(len(d.text) for d in documents), read.notes
 
 
 def measured_part(
@@ -118,8 +121,6 @@ def measured_part(
         max_bytes=trained.max_bytes,
         text_field=trained.text_field,
     )
-    for note in read.notes:
-        print(for_screen(f"note: {note}"))
     before = read_run(folder).data
     if before is not None and before.sha256 == read.sha256:
         _, held_out = split_documents(read.documents, fraction=trained.validation_fraction)
