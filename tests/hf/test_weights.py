@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from deltarule.models import CausalLM, CheckpointError
+from deltarule.models.convert.copy import convert
 from deltarule.models.convert.families import family_of
 from deltarule.models.files import CONFIG, WEIGHTS, plain_name
 from deltarule.nn import MIXERS
@@ -172,6 +173,19 @@ def test_an_expert_that_is_missing_is_named(tmp_path):
     save_file(tensors, tmp_path / WEIGHTS, {"format": "pt"})
     with pytest.raises(CheckpointError, match=re.escape(f"missing {plain_name(name)!r}")):
         CausalLM.load(tmp_path)
+
+
+def test_experts_of_two_dtypes_are_named(tmp_path):
+    tiny("qwen3_5_moe").save_pretrained(tmp_path / "a")
+    tensors = load_file(tmp_path / "a" / WEIGHTS)
+    name = "model.layers.2.mlp.experts.3.up_proj.weight"
+    tensors[name] = tensors[name].half()
+    save_file(tensors, tmp_path / "a" / WEIGHTS, {"format": "pt"})
+    for read in (CausalLM.load, lambda folder: convert(folder, tmp_path / "b")):
+        with pytest.raises(CheckpointError) as caught:
+            read(tmp_path / "a")
+        assert f"{WEIGHTS}: tensor '{name}' is torch.float16, but others of" in str(caught.value)
+    assert not (tmp_path / "b").exists()
 
 
 @pytest.mark.parametrize(

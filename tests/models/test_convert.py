@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from deltarule.models import FAMILIES, CausalLM, ModelConfig
 from deltarule.models.convert.copy import convert
+from deltarule.models.convert.layout import check_parts
 from deltarule.models.convert.piece import Piece, filters
 from deltarule.models.files import CONFIG, INDEX, WEIGHTS
 from deltarule.nn.table import CHECKPOINTS
@@ -70,6 +71,11 @@ def test_rows_and_the_page_name_every_family():
     assert {name for names in CHECKPOINTS.values() for name in names} == {*FAMILIES}
     page = (Path(__file__).parents[2] / "docs" / "weights.md").read_text()
     assert [name for name in FAMILIES if f"`{name}`" not in page] == []
+
+
+def test_a_parameter_without_a_name_is_refused():
+    with pytest.raises(ValueError, match="has no name for the parameter 'b'"):
+        check_parts([Piece("theirs", ("a",))], {"a": (1,), "b": (1,)})
 
 
 def test_progress_ends_at_the_total(saved, tmp_path):

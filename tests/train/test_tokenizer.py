@@ -86,6 +86,7 @@ def test_streamed_text_is_whole_characters(tool):
     parts = [decoder.push(token) for token in tokens]
     assert "".join([*parts, decoder.finish()]) == text
     assert "\N{REPLACEMENT CHARACTER}" not in "".join(parts)
+    assert decoder.push(encoder.begin) + decoder.finish() == ""
     # Half a character is shown as such in the end.
     assert decoder.push(encoder.prompt("ß")[1]) == ""
     assert decoder.finish() == "\N{REPLACEMENT CHARACTER}"

@@ -264,8 +264,9 @@ class CausalLM(nn.Module):
         tensors: dict[str, Tensor] = {}
         for piece in layout.pieces:
             # A copy: the file may be mapped, and it may change later.
-            whole = layout.places[files.plain_name(piece.name)].read().to(device, copy=True)
-            with files.naming(Path(folder)):
+            place = layout.places[files.plain_name(piece.name)]
+            whole = place.read().to(device, copy=True)
+            with files.naming(place.path):
                 piece.read(whole, shapes, tensors)
         model.load_state_dict(tensors, assign=True)
         return model

@@ -128,7 +128,9 @@ class Parts:
         if part not in self._last:
             self._last = {}
             for piece in self._pieces[part]:
-                piece.read(self._place(piece).read(), self._shapes, self._last)
+                place = self._place(piece)
+                with files.naming(place.path):
+                    piece.read(place.read(), self._shapes, self._last)
         return self._last[part]
 
     def _place(self, piece: Piece) -> files.Place:
