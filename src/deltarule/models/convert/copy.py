@@ -162,6 +162,8 @@ def write_shard(path: Path, entries: list[Entry], parts: Parts) -> Iterator[int]
         for entry in entries:
             tensor = entry.piece.write([parts.read(part) for part in entry.piece.parts])
             write_tensor(file, tensor.to(entry.dtype))
+            # The next is read without it.
+            del tensor
             yield entry.size
 
 
