@@ -72,3 +72,19 @@ def test_the_note_tells_what_the_figures_say():
         for name in names:
             cell = [f" {row[name]:.{digits}f} |" for digits in (1, 2)]
             assert any(text in page for text in cell), (row["what"], row.get("model"), name, cell)
+
+
+def test_the_note_on_steps_tells_what_the_figures_say():
+    root = Path(__file__).parents[2] / "docs"
+    figures = json.loads((root / "figures/steps_h200.json").read_text())
+    page = (root / "notes/2026-11-23-steps.md").read_text()
+    told = [
+        row[name] for part in ("decode", "train") for row in figures[part]
+        for name in ("ms_per_token", "graph_ms", "gpu_ms")
+        if row["when"] in ("before", "after") and name in row
+    ]  # fmt: skip
+    kinds = [row["kinds_ms"] for row in figures["train"] if "kinds_ms" in row]
+    told += [value for kind in kinds for value in kind.values()]
+    products = [row["ms"] for row in figures["products_of_a_token"]["rows"][:3]]
+    for value in told + products:
+        assert f"{value:.2f}" in page, value
