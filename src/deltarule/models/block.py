@@ -65,7 +65,8 @@ class Block(nn.Module):
     ) -> tuple[Hidden, Hidden | None, State]:
         """Add the branch and apply both halves; return stream, branch and the mixers' state."""
         alone = cu_seqlens is None and mask is None and context is None
-        if alone and (done := self._one_token(x, branch, state)) is not None:
+        one = alone and x.shape[0] * x.shape[1] == 1
+        if one and (done := self._one_token(x, branch, state)) is not None:
             return done
         given = {"cu_seqlens": cu_seqlens, "mask": mask, "shared": shared, "context": context}
         mix = partial(self.mix, given)
