@@ -503,7 +503,7 @@ def interpreted(kernel: Any, machine: Machine, known: dict[Any, Any] | None = No
         elif isinstance(x, gl.constexpr):
             names[name] = x.value
         elif type(x).__name__ == "ConstexprFunction":
-            names[name] = lambda *_: None
+            names[name] = x.fn
         elif isinstance(x, type):
             names[name] = x
     return function

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton")
+from promised import promised
+
+promised("triton")
 
 import gluon_interpreter
 from deltarule.ops.delta_rule import chunked, definition
@@ -240,7 +242,7 @@ def test_gradients_are_those_of_the_definition(decay, erase, normalize) -> None:
     check(case_of(decay, erase, normalize_qk=normalize))
 
 
-@pytest.mark.parametrize(("decay", "erase"), FORMS)
+@pytest.mark.parametrize(("decay", "erase"), FORMS[1:])
 def test_value_heads_of_a_key_head_add_up(decay, erase) -> None:
     check(case_of(decay, erase, value_heads=6))
 

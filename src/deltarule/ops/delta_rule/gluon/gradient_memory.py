@@ -1,0 +1,136 @@
+"""What the roles of the gradients share: tiles in shared memory, barriers, and their work."""
+
+from typing import Any, NamedTuple
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, square
+
+# Rows of the factors in shared memory: of what is read, erased and written; of q and of k in pairs;
+# beta; the sums of decays; 1 / |q|^2 and 1 / |k|^2.
+READS, ERASES, WRITES, QUERY, KEY = (
+    gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3), gl.constexpr(4),
+)  # fmt: skip
+BETAS, WHOLES, RESTS, QUERY_NORM, KEY_NORM, FACTORS = (
+    gl.constexpr(5), gl.constexpr(6), gl.constexpr(7), gl.constexpr(8), gl.constexpr(9),
+    gl.constexpr(10),
+)  # fmt: skip
+# Sums of rows for dlog_decay, as triton/gradients.py names them.
+OF_QUERIES, OF_KEYS, OF_WRITES, OF_HELD = (
+    gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3),
+)  # fmt: skip
+
+
+class Tiles(NamedTuple):
+    """Tiles in shared memory; dO, E, X and the factors of value head n lie in slot n % 2."""
+
+    d_o: Any
+    errors: Any
+    d_errors: Any
+    # [2 * FACTORS, 64] float32.
+    factors: Any
+    # [V, K].
+    states: Any
+    d_states: Any
+    # [64, K].
+    q: Any
+    k: Any
+    # [64, 64]: GP and GM.
+    read_pairs: Any
+    erase_pairs: Any
+    # [4, 64, 2] float32, with decays: of each half of the channels.
+    sums: Any
+
+
+class Barriers(NamedTuple):
+    """What is there, and what may be overwritten: of the slots, of S, D, and of q and k."""
+
+    full: Any
+    empty: Any
+    full_s: Any
+    empty_s: Any
+    full_d: Any
+    empty_d: Any
+    full_k: Any
+    empty_k: Any
+    # dv is in the slot of X; dq and dk are where q and k were; sums of rows are there, and taken.
+    has_values: Any
+    has_keys: Any
+    has_sums: Any
+    took_sums: Any
+
+
+class Work(NamedTuple):
+    """Pairs of a chunk and a key head: this program's first, the step, how many; heads.
+
+    Of every sequence's `all_chunks` these are `chunks` from number `before` on, and what the scan
+    back left has room for `own_chunks` of each.
+    """
+
+    first: Any
+    step: Any
+    count: Any
+    heads: Any
+    chunks: Any
+    before: Any
+    own_chunks: Any
+    all_chunks: Any
+
+
+@triton.constexpr_function
+def halves(columns: int) -> Any:
+    """The sums of a product of 64 rows by 8 warps, half of the columns each four."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 2], [16, columns // 2, 16])
+
+
+class Pair(NamedTuple):
+    """First token, key head and value head; the number of it among D and X, and among all."""
+
+    token: Any
+    head: Any
+    value_head: Any
+    own: Any
+    slot: Any
+
+
+@gluon.jit
+def pair_of(n, work, GROUP: gl.constexpr):
+    """The n-th value head of a program."""
+    pair = work.first + (n // GROUP) * work.step
+    number, head = pair // work.heads, pair % work.heads
+    sequence, chunk = number // work.chunks, number % work.chunks
+    own = sequence * work.own_chunks + chunk
+    chunk += sequence * work.all_chunks + work.before
+    value_heads, value_head = work.heads * GROUP, head * GROUP + n % GROUP
+    return Pair(
+        chunk * CHUNK, head, value_head, own * value_heads + value_head,
+        chunk * value_heads + value_head,
+    )  # fmt: skip
+
+
+@gluon.jit
+def new_tiles(
+    dtype: gl.constexpr, K: gl.constexpr, V: gl.constexpr, TIED: gl.constexpr, DECAY: gl.constexpr
+):
+    """Shared memory for all tiles."""
+    SQUARE: gl.constexpr = square()
+    d_o = gl.allocate_shared_memory(dtype, [2, CHUNK, V], SQUARE)
+    errors = gl.allocate_shared_memory(dtype, [2, CHUNK, V], SQUARE)
+    factors = gl.allocate_shared_memory(gl.float32, [2 * FACTORS, CHUNK], PLAIN_1D)
+    states = gl.allocate_shared_memory(dtype, [V, K], SQUARE)
+    d_states = gl.allocate_shared_memory(dtype, [V, K], SQUARE)
+    q = gl.allocate_shared_memory(dtype, [CHUNK, K], SQUARE)
+    k = gl.allocate_shared_memory(dtype, [CHUNK, K], SQUARE)
+    read_pairs = gl.allocate_shared_memory(dtype, [CHUNK, CHUNK], SQUARE)
+    d_errors, erase_pairs, sums = errors, read_pairs, factors
+    if DECAY:
+        sums = gl.allocate_shared_memory(gl.float32, [4, CHUNK, 2], PLAIN)
+    if TIED:
+        d_errors = gl.allocate_shared_memory(dtype, [2, CHUNK, V], SQUARE)
+        erase_pairs = gl.allocate_shared_memory(dtype, [CHUNK, CHUNK], SQUARE)
+    return Tiles(
+        d_o, errors, d_errors, factors, states, d_states, q, k, read_pairs, erase_pairs, sums
+    )  # fmt: skip
