@@ -36,11 +36,12 @@ class Logits(NamedTuple):
 
     def gates(self) -> tuple[Tensor, Tensor]:
         """Both gates in float64, written out."""
-        logits, A_log, dt_bias = (x.double() for x in self.decay)
-        x = logits + dt_bias
-        dt = torch.logaddexp(x, torch.zeros_like(x))
-        rate = A_log.exp().reshape(-1, *[1] * (dt.ndim - 3))
-        return self.beta.beta_max / (1 + (-self.beta.logits.double()).exp()), -rate * dt
+        logits, A_log, dt_bias = (x.double() for x in self.decay[:3])
+        x, bound = logits + dt_bias, self.decay.lower_bound
+        rate = A_log.exp().reshape(-1, *[1] * (x.ndim - 3))
+        log_decay = -rate * torch.logaddexp(x, torch.zeros_like(x))
+        log_decay = log_decay if bound is None else bound / (1 + (-rate * x).exp())
+        return self.beta.beta_max / (1 + (-self.beta.logits.double()).exp()), log_decay
 
     def state(self) -> Tensor:
         """The state before, to be overwritten."""
@@ -51,8 +52,9 @@ class Logits(NamedTuple):
         moved = {name: self.case.tensors[name].to(device) for name in self.case.present()}
         beta = self.beta._replace(logits=self.beta.logits.to(device))
         return Logits(
-            self.case.changed(**moved), beta, DecayLogits(*(x.to(device) for x in self.decay))
-        )
+            self.case.changed(**moved), beta,
+            DecayLogits(*(x.to(device) for x in self.decay[:3]), self.decay.lower_bound),
+        )  # fmt: skip
 
 
 def make_logits(

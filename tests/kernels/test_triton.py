@@ -86,9 +86,9 @@ def test_any_strides() -> None:
 
 
 def step_of_logits(drawn: Logits, state: torch.Tensor, indices: torch.Tensor | None = None):
-    logits, *parameters = drawn.decay
+    logits, *parameters, lower_bound = drawn.decay
     case = drawn.case.changed(beta=drawn.beta.logits, log_decay=logits)
-    maps = GateMaps(*parameters, drawn.beta.beta_max)
+    maps = GateMaps(*parameters, drawn.beta.beta_max, lower_bound)
     return triton_step.recurrent_step(step_inputs(case), state, indices, -1, maps)
 
 
@@ -102,6 +102,16 @@ def test_logits_equal_the_gates_made_first(decay, dtype, tokens, n_steps, stride
     exact, state = drawn.exact(), drawn.state()
     o = step_of_logits(drawn, state)
     assert relative_rms(o, exact.o) <= (1e-6 if dtype == torch.float32 else 2**-10)
+    assert_close(state, exact.final_state, dtype=torch.float32)
+
+
+@interpreted
+@pytest.mark.parametrize("decay", ["head", "channel"])
+def test_logits_of_a_decay_with_a_lower_bound(decay) -> None:
+    drawn = make_logits(decay, tokens=2)
+    drawn = drawn._replace(decay=drawn.decay._replace(lower_bound=-5.0))
+    exact, state = drawn.exact(), drawn.state()
+    assert_close(step_of_logits(drawn, state), exact.o, dtype=torch.float32)
     assert_close(state, exact.final_state, dtype=torch.float32)
 
 

@@ -197,8 +197,8 @@ def step(**changes):
         ),
         ({"state": torch.zeros(3, 4, 6, 8)}, "state must have B = 2 rows without state_indices"),
         (
-            {"state": torch.zeros(2, 4, 6, 8).half()},
-            "state must be torch.float32 or torch.bfloat16",
+            {"state": torch.zeros(2, 4, 6, 8).double()},
+            "state must be torch.float32 or torch.bfloat16 or torch.float16",
         ),
         ({"state": torch.zeros(2, 4, 6, 8).double()}, "for q in torch.float32, got torch.float64"),
         ({"state_indices": [0, 1]}, "state_indices must be a tensor or None, got list"),

@@ -39,6 +39,18 @@ def test_16_bit_logits_are_mapped_in_float32(impl, dtype) -> None:
 
 
 @every_impl
+@pytest.mark.parametrize("decay", ["head", "channel"])
+def test_a_decay_with_a_lower_bound(impl, decay) -> None:
+    drawn = make_logits(decay, dtype=torch.float64)
+    drawn = drawn._replace(decay=drawn.decay._replace(lower_bound=-5.0))
+    state, exact = drawn.state(), drawn.exact()
+    assert_close(drawn.step(state, impl=impl), exact.o)
+    assert_close(state, exact.final_state)
+    with pytest.raises(ValueError, match=r"log_decay.lower_bound must be a number < 0 or None"):
+        drawn._replace(decay=drawn.decay._replace(lower_bound=1.0)).step(state, impl=impl)
+
+
+@every_impl
 def test_one_gate_alone_and_beside_a_free_erase(impl) -> None:
     drawn = make_logits("head", dtype=torch.float64)
     beta, log_decay = drawn.gates()

@@ -91,13 +91,14 @@ def test_no_row_or_null_rows_alone_give_zeros(impl: str, kind, slots: int, nulls
 
 
 @every_impl
-def test_a_bfloat16_state_rounds_once_a_call(impl: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_16_bit_state_rounds_once_a_call(impl: str, dtype) -> None:
     case = make_case("head", "tied", tokens=1, dtype=torch.float32)
-    state = case.tensors["initial_state"].bfloat16()
+    state = case.tensors["initial_state"].to(dtype)
     exact = case.changed(initial_state=state.float()).run("reference")
     o = step(case, 0, 1, impl, state=state)
     assert relative_rms(o, exact.o.double()) <= 1e-6
-    assert torch.equal(state, exact.final_state.bfloat16())
+    assert torch.equal(state, exact.final_state.to(dtype))
 
 
 @every_impl

@@ -15,14 +15,18 @@ from deltarule.shapes import Beta, Decay
 class DecayLogits(NamedTuple):
     """Logits for `log_decay`: log_decay = -exp(A_log) * softplus(logits + dt_bias).
 
+    With a lower bound: log_decay = lower_bound * sigmoid(exp(A_log) * (logits + dt_bias)).
+
     logits: [B, T, HV], or [B, T, HV, K] for a decay of each key channel.
     A_log: Natural log of a rate of decay [HV].
     dt_bias: [HV], or [HV, K] for a decay of each key channel.
+    lower_bound: Least log_decay, a number < 0 (KDA: -5). None: the first of the two maps.
     """
 
     logits: Tensor
     A_log: Tensor
     dt_bias: Tensor
+    lower_bound: float | None = None
 
 
 class BetaLogits(NamedTuple):
@@ -50,15 +54,15 @@ def with_logits(
     inputs: Inputs, beta: Beta | BetaLogits | None, log_decay: Decay | DecayLogits | None
 ) -> tuple[Inputs, GateMaps]:
     """Checked logits in their gates' places, and the maps that are still to be done."""
-    A_log = dt_bias = beta_max = None
+    A_log = dt_bias = beta_max = lower_bound = None
     if isinstance(beta, BetaLogits):
         beta_max = check_beta_logits(beta, inputs)
         inputs = inputs._replace(beta=beta.logits)
     if isinstance(log_decay, DecayLogits):
         check_decay_logits(log_decay, inputs)
-        logits, A_log, dt_bias = log_decay
+        logits, A_log, dt_bias, lower_bound = log_decay
         inputs = inputs._replace(log_decay=logits)
-    return inputs, GateMaps(A_log, dt_bias, beta_max)
+    return inputs, GateMaps(A_log, dt_bias, beta_max, lower_bound)
 
 
 def check_beta_logits(beta: BetaLogits, inputs: Inputs) -> float:
@@ -82,6 +86,9 @@ def check_decay_logits(decay: DecayLogits, inputs: Inputs) -> None:
     check_part("log_decay.A_log", decay.A_log, inputs.q, {"[HV]": (heads,)})
     bias = {"[HV]": (heads,)} if decay.logits.ndim == 3 else {"[HV, K]": (heads, channels)}
     check_part("log_decay.dt_bias", decay.dt_bias, inputs.q, bias)
+    bound = decay.lower_bound
+    if bound is not None and (isinstance(bound, bool) or not bound < 0):
+        raise ValueError(f"log_decay.lower_bound must be a number < 0 or None, got {bound!r}")
 
 
 def check_part(name: str, x: Tensor, q: Tensor, expected: Mapping[str, tuple[int, ...]]) -> None:

@@ -12,12 +12,13 @@ from deltarule.ops.delta_rule.inputs import Inputs
 class GateMaps(NamedTuple):
     """What makes gates of the logits that stand in their place; None where the gate itself does.
 
-    A_log and dt_bias go together.
+    A_log and dt_bias go together; lower_bound makes the other of the two maps of a decay.
     """
 
     A_log: Tensor | None = None
     dt_bias: Tensor | None = None
     beta_max: float | None = None
+    lower_bound: float | None = None
 
     def applied(self, inputs: Inputs) -> Inputs:
         """The inputs with every gate in its place."""
@@ -25,7 +26,11 @@ class GateMaps(NamedTuple):
         if beta is not None and self.beta_max is not None:
             beta = write_strength(beta, self.beta_max)
         if decay is not None and self.A_log is not None and self.dt_bias is not None:
-            decay = step_and_log_decay(decay, self.A_log, self.dt_bias)[1]
+            parameters = self.A_log, self.dt_bias
+            if self.lower_bound is None:
+                decay = step_and_log_decay(decay, *parameters)[1]
+            else:
+                decay = bounded_log_decay(decay, *parameters, self.lower_bound)
         return inputs._replace(beta=beta, log_decay=decay)
 
 
@@ -43,6 +48,14 @@ def step_and_log_decay(logits: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[
     dt = F.softplus(computed(logits) + dt_bias)
     rate = computed(A_log).exp()
     return dt, -(rate.unsqueeze(-1) if dt.ndim == 4 else rate) * dt
+
+
+def bounded_log_decay(logits: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float) -> Tensor:
+    """log_decay = lower_bound * sigmoid(exp(A_log) * (logits + dt_bias)), never below the bound."""
+    shifted = computed(logits) + dt_bias
+    rate = computed(A_log).exp()
+    rate = rate.unsqueeze(-1) if shifted.ndim == 4 else rate
+    return lower_bound * torch.sigmoid(rate * shifted)
 
 
 def computed(x: Tensor) -> Tensor:

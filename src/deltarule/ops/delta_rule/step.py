@@ -27,7 +27,7 @@ from deltarule.shapes import Beta, Decay, Erase, Keys, Outputs, Queries, State, 
 MAX_KEY_CHANNELS = 256
 INDEX_DTYPES = (torch.int32, torch.int64)
 STATE_DTYPES = {
-    torch.float32: (torch.float32, torch.bfloat16),
+    torch.float32: (torch.float32, torch.bfloat16, torch.float16),
     torch.float64: (torch.float64,),
 }
 
@@ -66,14 +66,15 @@ def recurrent_step(
             beta_max * sigmoid(logits). None, written out, means no tied erase.
         log_decay: [HV], [B, T, HV] or [B, T, HV, K], natural log, float32, or
             `DecayLogits(logits, A_log, dt_bias)`: -exp(A_log) * softplus(logits + dt_bias).
+            With its `lower_bound`: lower_bound * sigmoid(exp(A_log) * (logits + dt_bias)).
             None means no decay.
         a: Erase query [B, T, HV, K], together with `b` and without `beta`. None means none.
         b: Erase key [B, T, HV, K].
         n_steps: Writes for each token; 1 with `a` and `b`.
         scale: Factor of the read-out. None means K ** -0.5.
         normalize_qk: Divide q and k by their norm first; False with `a` and `b`.
-        state: [B, HV, V, K], or a pool [slots, HV, V, K] with `state_indices`; float32 or
-            bfloat16 (float64 with float64 q). It is overwritten.
+        state: [B, HV, V, K], or a pool [slots, HV, V, K] with `state_indices`; float32,
+            bfloat16 or float16 (float64 with float64 q). It is overwritten.
         state_indices: Slot of each batch row [B], int32 or int64; no slot twice (checked on the
             CPU). None means that row i has slot i.
         null_index: Rows with this index read nothing, write nothing and give zeros.
@@ -314,6 +315,7 @@ def step_op(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     beta_max: float | None = None,
+    lower_bound: float | None = None,
 ) -> Tensor:
     """The registered operator behind `recurrent_step`.
 
@@ -321,7 +323,7 @@ def step_op(
     and then looks for the tensors that it must mark as written.
     """
     inputs = Inputs(q, k, v, beta, a, b, log_decay, None, None, n_steps, scale, normalize_qk, False)
-    maps = GateMaps(A_log, dt_bias, beta_max)
+    maps = GateMaps(A_log, dt_bias, beta_max, lower_bound)
     return BACKENDS[backend](inputs, state, state_indices, null_index, maps, states)
 
 

@@ -7,10 +7,14 @@ one head's state in registers while it goes through the tokens, so that the time
 the state: 2 * HV * V * K * 4 bytes for each batch row. Gates may come as logits:
 
     log_decay = -exp(A_log) * softplus(logits + dt_bias)        beta = beta_max * sigmoid(logits)
+    log_decay = lower_bound * sigmoid(exp(A_log) * (logits + dt_bias))
+
+A server's rows have different lengths, and a slot for the state after each drafted token: `Rows`.
 """
 
 from functools import lru_cache
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 import triton
@@ -30,78 +34,114 @@ from deltarule.ops.runtime.unit_norm import EPSILON
 ROWS = 8
 
 
+class Rows(NamedTuple):
+    """What the rows of a server's step have beside those of `recurrent_step`.
+
+    cu_seqlens: Offsets [N + 1] of rows of any lengths, packed into one. None: rows of a batch.
+    accepted: [N] the slot of which of a row's tokens it starts from, from 1. None: the first.
+    out: Where the outputs go, contiguous.
+    """
+
+    cu_seqlens: Tensor | None
+    accepted: Tensor | None
+    out: Tensor
+
+
 @triton.jit
-def decay_of(log_decay, o_g, mask, A_log, i_h, dt_bias, o_bias, LOGITS: tl.constexpr):
+def decay_of(log_decay, o_g, mask, A_log, i_h, dt_bias, o_bias, lower_bound, LOGITS: tl.constexpr):
     """exp(log_decay) of one token: a number, or one for each channel."""
     b_g = tl.load(log_decay + o_g, mask=mask, other=0.0).to(tl.float32)
-    if LOGITS:
+    if LOGITS != "none":
         b_bias = tl.load(dt_bias + o_bias, mask=mask, other=0.0).to(tl.float32)
-        b_dt, _ = softplus(b_g + b_bias)
-        b_g = -tl.exp(tl.load(A_log + i_h).to(tl.float32)) * b_dt
+        b_rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
+        if LOGITS == "bounded":
+            b_g = lower_bound * tl.sigmoid(b_rate * (b_g + b_bias))
+        else:
+            b_dt, _ = softplus(b_g + b_bias)
+            b_g = -b_rate * b_dt
     return tl.exp(b_g)
 
 
 # A single token is worth a kernel of its own; an index is not.
 @triton.jit(do_not_specialize=["null_index"])
 def recurrent_step_kernel(
-    q, k, v, beta, a, b, log_decay, A_log, dt_bias, state, state_indices, states, o,
-    scale, beta_max, null_index, T,
+    q, k, v, beta, a, b, log_decay, A_log, dt_bias, state, state_indices, states, o, cu_seqlens,
+    accepted, scale, beta_max, lower_bound, null_index, T,
     s_q_b, s_q_t, s_q_h, s_k_b, s_k_t, s_k_h, s_v_b, s_v_t, s_v_h,
     s_beta_b, s_beta_t, s_beta_h, s_a_b, s_a_t, s_a_h, s_b_b, s_b_t, s_b_h,
     s_decay_b, s_decay_t, s_decay_h, s_state_n, s_state_h, s_state_v,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
     DECAY: tl.constexpr, ERASE: tl.constexpr, UNIT_NORM: tl.constexpr, INDEXED: tl.constexpr,
     DECAY_LOGITS: tl.constexpr, BETA_LOGITS: tl.constexpr, KEPT: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, CHAINED: tl.constexpr,
+    SLOTS: tl.constexpr, BELOW: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One block of rows of one head of one batch row; s_x_b, s_x_t, s_x_h are strides of x."""
+    """One block of rows of one head of one batch row; s_x_b, s_x_t, s_x_h are strides of x.
+
+    SLOTS: slots of a row, one for each token; 0: one for the row. BELOW: any index below
+    null_index is null too.
+    """
     begin(CHAINED)
     i_v, i_h, i_b = place_of((V + BV - 1) // BV, HV)
     i_b = i_b.to(tl.int64)
     i_key = i_h // (HV // H)
     o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     m_k, m_v = o_k < K, o_v < V
-    p_o = o + (i_b * T * HV + i_h) * V + o_v
+    row, first = i_b, 0
+    if cu_seqlens is not None:
+        row, first = 0, tl.load(cu_seqlens + i_b).to(tl.int64)
+        T = (tl.load(cu_seqlens + i_b + 1) - first).to(tl.int32)
+    p_o = o + ((row * T + first) * HV + i_h) * V + o_v
     slot = i_b
     if INDEXED:
-        slot = tl.load(state_indices + i_b).to(tl.int64)
-        if slot == null_index:
+        p_i = state_indices + i_b * max(SLOTS, 1)
+        i_t = 0 if accepted is None else tl.load(accepted + i_b) - 1
+        slot = tl.load(p_i + i_t).to(tl.int64)
+        null = slot <= null_index if BELOW else slot == null_index
+        if null:
             for t in range(T):
                 tl.store(p_o + t * HV * V, tl.zeros([BV], o.dtype.element_ty), mask=m_v)
             return
-    p_s = state + slot * s_state_n + i_h * s_state_h + o_v[:, None] * s_state_v + o_k[None, :]
+    p_h = state + i_h * s_state_h + o_v[:, None] * s_state_v + o_k[None, :]
+    p_s = p_h + slot * s_state_n
     m_s = m_v[:, None] & m_k[None, :]
     b_s = tl.load(p_s, mask=m_s, other=0.0).to(tl.float32)
-    q += i_b * s_q_b + i_key * s_q_h
-    k += i_b * s_k_b + i_key * s_k_h
-    v += i_b * s_v_b + i_h * s_v_h
+    q += row * s_q_b + first * s_q_t + i_key * s_q_h
+    k += row * s_k_b + first * N_STEPS * s_k_t + i_key * s_k_h
+    v += row * s_v_b + first * N_STEPS * s_v_t + i_h * s_v_h
     for t in range(T):
         b_q = tl.load(q + t * s_q_t + o_k, mask=m_k, other=0.0).to(tl.float32)
         if UNIT_NORM:
             b_q *= tl.rsqrt(tl.sum(b_q * b_q) + EPSILON)
         # The free erase reads the state before its decay.
         if ERASE == "free":
-            b_a = tl.load(a + i_b * s_a_b + t * s_a_t + i_h * s_a_h + o_k, mask=m_k, other=0.0)
-            b_b = tl.load(b + i_b * s_b_b + t * s_b_t + i_h * s_b_h + o_k, mask=m_k, other=0.0)
+            o_a = row * s_a_b + (first + t) * s_a_t + i_h * s_a_h + o_k
+            o_b = row * s_b_b + (first + t) * s_b_t + i_h * s_b_h + o_k
+            b_a = tl.load(a + o_a, mask=m_k, other=0.0)
+            b_b = tl.load(b + o_b, mask=m_k, other=0.0)
             b_read = tl.sum(b_s * b_a.to(tl.float32)[None, :], axis=1)
-        o_g = i_b * s_decay_b + t * s_decay_t + i_h * s_decay_h
+        o_g = row * s_decay_b + (first + t) * s_decay_t + i_h * s_decay_h
         if DECAY == "head":
-            b_s *= decay_of(log_decay, o_g, True, A_log, i_h, dt_bias, i_h, DECAY_LOGITS)
+            b_s *= decay_of(
+                log_decay, o_g, True, A_log, i_h, dt_bias, i_h, lower_bound, DECAY_LOGITS
+            )
         if DECAY == "channel":
             o_c = i_h * K + o_k
-            b_decay = decay_of(log_decay, o_g + o_k, m_k, A_log, i_h, dt_bias, o_c, DECAY_LOGITS)
+            b_decay = decay_of(
+                log_decay, o_g + o_k, m_k, A_log, i_h, dt_bias, o_c, lower_bound, DECAY_LOGITS
+            )
             b_s *= b_decay[None, :]
         if ERASE == "free":
             b_s += b_read[:, None] * b_b.to(tl.float32)[None, :]
         for j in tl.static_range(N_STEPS):
-            row = t * N_STEPS + j
-            b_k = tl.load(k + row * s_k_t + o_k, mask=m_k, other=0.0).to(tl.float32)
+            step = t * N_STEPS + j
+            b_k = tl.load(k + step * s_k_t + o_k, mask=m_k, other=0.0).to(tl.float32)
             if UNIT_NORM:
                 b_k *= tl.rsqrt(tl.sum(b_k * b_k) + EPSILON)
-            b_w = tl.load(v + row * s_v_t + o_v, mask=m_v, other=0.0).to(tl.float32)
+            b_w = tl.load(v + step * s_v_t + o_v, mask=m_v, other=0.0).to(tl.float32)
             if ERASE == "tied":
-                b_beta = tl.load(beta + i_b * s_beta_b + row * s_beta_t + i_h * s_beta_h)
-                b_beta = b_beta.to(tl.float32)
+                o_beta = row * s_beta_b + (first * N_STEPS + step) * s_beta_t + i_h * s_beta_h
+                b_beta = tl.load(beta + o_beta).to(tl.float32)
                 if BETA_LOGITS:
                     b_beta = beta_max * tl.sigmoid(b_beta)
                 b_w = b_beta * (b_w - tl.sum(b_s * b_k[None, :], axis=1))
@@ -111,7 +151,12 @@ def recurrent_step_kernel(
         if KEPT:
             p_t = states + (((i_b * T + t) * HV + i_h) * V + o_v[:, None]) * K + o_k[None, :]
             tl.store(p_t, b_s.to(states.dtype.element_ty), mask=m_s)
-    tl.store(p_s, b_s.to(state.dtype.element_ty), mask=m_s)
+        if SLOTS > 0:
+            i_w = tl.load(p_i + t, mask=t < SLOTS, other=null_index).to(tl.int64)
+            p_w = p_h + i_w * s_state_n
+            tl.store(p_w, b_s.to(state.dtype.element_ty), mask=m_s & (i_w > null_index))
+    if SLOTS == 0:
+        tl.store(p_s, b_s.to(state.dtype.element_ty), mask=m_s)
 
 
 def recurrent_step(
@@ -121,27 +166,37 @@ def recurrent_step(
     null_index: int,
     maps: GateMaps = NO_MAPS,
     states: Tensor | None = None,
+    rows: Rows | None = None,
 ) -> Tensor:
     """Row i reads and writes state[state_indices[i]]; rows with null_index give zeros.
 
-    `states` [B, T, HV, V, K], if given, takes the state after each token.
+    `states` [B, T, HV, V, K], if given, takes the state after each token. With `rows` state_indices
+    may be [N, S], a slot for the state after each token, and what is below null_index is null.
     """
     batch, tokens, value_heads, value_size = inputs.output_shape
     q, k, v, a, b = (_adjacent(x) for x in (inputs.q, inputs.k, inputs.v, inputs.a, inputs.b))
     log_decay = _adjacent(inputs.log_decay) if inputs.decay == "channel" else inputs.log_decay
-    o = torch.empty(inputs.output_shape, dtype=inputs.v.dtype, device=inputs.v.device)
+    cu_seqlens, accepted, o = rows or (None, None, None)
+    if o is None:
+        o = torch.empty(inputs.output_shape, dtype=inputs.v.dtype, device=inputs.v.device)
+    batch = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    slots = 0 if state_indices is None or state_indices.ndim == 1 else state_indices.shape[1]
     streams = (q, k, v, inputs.beta, a, b, log_decay)
     A_log, dt_bias = (None if x is None else x.contiguous() for x in maps[:2])
     beta_max = 1.0 if maps.beta_max is None else maps.beta_max
+    lower_bound = 0.0 if maps.lower_bound is None else maps.lower_bound
+    form = "none" if A_log is None else "bounded" if lower_bound else "softplus"
     kernel = step_launch(
         inputs.q.device, *inputs.q.shape[2:], value_heads, value_size, inputs.n_steps, inputs.decay,
-        inputs.erase, inputs.normalize_qk, (state_indices is not None, states is not None),
-        (A_log is not None, maps.beta_max is not None), num_warps(state.dtype),
+        inputs.erase, inputs.normalize_qk,
+        (state_indices is not None, states is not None, slots, rows is not None),
+        (form, maps.beta_max is not None), num_warps(state.dtype),
         tuple(chained().items()),
     )  # fmt: skip
     kernel(
         (-(-value_size // ROWS) * value_heads * batch, 1, 1), *streams, A_log, dt_bias,
-        state, state_indices, states, o, inputs.scale, beta_max, null_index, tokens,
+        state, state_indices, states, o, cu_seqlens, accepted, inputs.scale, beta_max,
+        lower_bound, null_index, tokens,
         *chain.from_iterable((0, 0, 0) if x is None else x.stride()[:3] for x in streams),
         *state.stride()[:3],
     )  # fmt: skip
@@ -151,20 +206,21 @@ def recurrent_step(
 @lru_cache(maxsize=256)
 def step_launch(
     device: torch.device, heads: int, key_size: int, value_heads: int, value_size: int,
-    n_steps: int, decay: str, erase: str, unit_norm: bool, states: tuple[bool, bool],
-    logits: tuple[bool, bool], num_warps: int, chained: tuple[tuple[str, bool], ...],
+    n_steps: int, decay: str, erase: str, unit_norm: bool, states: tuple[bool, bool, int, bool],
+    logits: tuple[str, bool], num_warps: int, chained: tuple[tuple[str, bool], ...],
 ) -> Launch:  # fmt: skip
     """The kernel with its constants: one for all calls on a device that share them.
 
-    `states` says whether they have slots, and whether that after each token is kept; `logits`, of
-    the decay and of beta, whether they come as such.
+    `states` says whether they have slots, whether that after each token is kept, how many slots a
+    row has if its tokens have them, and whether null_index is the last of many; `logits`, which
+    map makes the decay of logits, and whether beta is made of them.
     """
     constants = {
         "H": heads, "HV": value_heads, "K": key_size, "V": value_size, "N_STEPS": n_steps,
         "DECAY": decay, "ERASE": erase, "UNIT_NORM": unit_norm, "INDEXED": states[0],
         "DECAY_LOGITS": logits[0], "BETA_LOGITS": logits[1], "KEPT": states[1],
-        "BK": power_of_2(key_size), "BV": ROWS, "num_warps": num_warps, "num_stages": 1,
-        **dict(chained),
+        "SLOTS": states[2], "BELOW": states[3], "BK": power_of_2(key_size), "BV": ROWS,
+        "num_warps": num_warps, "num_stages": 1, **dict(chained),
     }  # fmt: skip
     return Launch(recurrent_step_kernel, constants)
 
