@@ -14,7 +14,7 @@ PARTS = {
     r"|parallel/|train/test_checkpoint\.py::.*(kill|process)|cli/test_cli\.py::.*(process|signal)",
     "compiler": r".*::.*(compile|opcheck|fullgraph|export)",
     "interpreter": r"kernels/test_(triton|segments|spanning|windows|recording|first_call|ttt|mesa"
-    r"|selective_scan|neighbours).*\.py",
+    r"|selective_scan|neighbours|pools).*\.py",
     "grid": r"nn/test_(mixers|training|kept_on_gpu)\.py|ops/test_(properties|on_gpu)\.py"
     r"|models/test_train_options\.py"
     r"|ops/test_(selective_scan|registered)\.py::test_gradcheck",

@@ -1,4 +1,4 @@
-"""Compile the step with logits in its gates' places for GPUs that need not be here.
+"""Compile the step with logits in its gates' places, and on pools, for GPUs that need not be here.
 
 A program of its own, that prints JSON lines: Triton's interpreter cannot be left again.
 """
@@ -12,7 +12,8 @@ from ahead import Launch, compiled, recording
 from compile_ahead import TARGETS, Call, inputs_of
 
 from deltarule.ops.delta_rule.gate_maps import GateMaps
-from deltarule.ops.delta_rule.triton.step import recurrent_step
+from deltarule.ops.delta_rule.triton.step import Rows, recurrent_step
+from deltarule.ops.serving.pool_triton import move
 
 CALLS = [
     *(Call("tied", decay, step=True) for decay in ("head", "channel")),
@@ -23,6 +24,7 @@ CALLS = [
 def launches(call: Call) -> Iterator[Launch]:
     """The launches with logits and states in two dtypes each."""
     inputs = inputs_of(call)
+    pool, slots = inputs.initial_state.half(), torch.empty(1, 4, dtype=torch.int32)
     sizes = inputs.log_decay.shape[2:]
     beta_max = None if inputs.beta is None else 1.0
     maps = GateMaps(torch.empty(sizes[0]), torch.empty(sizes), beta_max)
@@ -32,6 +34,12 @@ def launches(call: Call) -> Iterator[Launch]:
         with recording() as found:
             recurrent_step(given, inputs.initial_state.to(state), None, -1, maps)
         yield from found
+    rows = Rows(torch.empty(2, dtype=torch.int32), slots[:, 0], torch.empty_like(inputs.v))
+    with recording() as found:
+        recurrent_step(inputs, pool, slots, 0, maps._replace(lower_bound=-5.0), None, rows)
+        for write in (False, True):
+            move(pool, inputs.initial_state, slots[:, 0], 0, write)
+    yield from found
 
 
 def main() -> None:

@@ -43,7 +43,8 @@ def log_decay_of(projections: Projections) -> Tensor | DecayLogits:
     """`discretised_log_decay`, or what a step makes it of."""
     if not projections.decoding:
         return discretised_log_decay(projections)
-    return DecayLogits(*(projections.need(name) for name in Decay._fields[:3]))
+    logits, A_log, dt_bias = (projections.need(name) for name in Decay._fields[:3])
+    return DecayLogits(logits, A_log, dt_bias)
 
 
 def discretised_log_decay(projections: Projections) -> Tensor:

@@ -1,0 +1,101 @@
+"""The loops that say what the functions on a pool mean: a row, a stretch of tokens at a time."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltarule.shapes import RecurrentOutput
+
+# Those of `deltarule.ops.delta_rule.inputs`, which come with checks that are not this file's.
+Inputs = Any
+# The definition of `delta_rule` or of `dplr`, whichever a call's erase asks for.
+Run = Callable[[Inputs], RecurrentOutput]
+
+
+def stretch(inputs: Inputs, first: int, last: int, state: Tensor) -> Inputs:
+    """Tokens first to last of rows that lie end to end, begun from state [HV, V, K]."""
+
+    def cut(x: Tensor | None, steps: int = 1) -> Tensor | None:
+        return None if x is None else x.flatten(0, 1)[first * steps : last * steps].unsqueeze(0)
+
+    per_step = {name: cut(getattr(inputs, name), inputs.n_steps) for name in ("k", "v", "beta")}
+    per_token = {name: cut(getattr(inputs, name)) for name in ("q", "a", "b", "log_decay")}
+    return inputs._replace(
+        **per_step, **per_token, cu_seqlens=None, initial_state=state.to(inputs.dtype).unsqueeze(0)
+    )
+
+
+def taken(state: Tensor, slot: int, null_index: int) -> Tensor:
+    """The state of a slot; zeros of none."""
+    return state[slot].clone() if slot > null_index else torch.zeros_like(state[0])
+
+
+def prefill(
+    run: Run, inputs: Inputs, state: Tensor, offsets: list[int], reads: list[int],
+    writes: list[int], null_index: int, borders: list[int],
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    """Outputs, and the state before each border; the pool is written."""
+    o = inputs.v.new_zeros(inputs.output_shape)
+    before: dict[int, Tensor] = {}
+    starts = [taken(state, slot, null_index) for slot in reads]
+    for row, (first, last) in enumerate(pairwise(offsets)):
+        current = starts[row].to(inputs.dtype)
+        inside = sorted({x for x in borders if first <= x < last} | {first, last})
+        for start, end in pairwise(inside):
+            before[start] = current
+            part = run(stretch(inputs, start, end, current))
+            assert part.final_state is not None
+            o.view(-1, *o.shape[2:])[start:end] = part.o[0]
+            current = part.final_state[0]
+        if writes[row] > null_index:
+            state[writes[row]] = current.to(state.dtype)
+    return o, [before[x] for x in borders]
+
+
+def step(
+    run: Run, inputs: Inputs, state: Tensor, offsets: list[int], slots: list[list[int]] | list[int],
+    accepted: list[int], null_index: int,
+) -> Tensor:  # fmt: skip
+    """Outputs, zeros in rows that start from no slot; the pool is written."""
+    o = inputs.v.new_zeros(inputs.output_shape)
+    for row, (first, last) in enumerate(pairwise(offsets)):
+        own = slots[row]
+        start = own[accepted[row] - 1] if isinstance(own, list) else own
+        if start <= null_index or first == last:
+            continue
+        current = taken(state, start, null_index).to(inputs.dtype)
+        for t in range(first, last):
+            part = run(stretch(inputs, t, t + 1, current))
+            assert part.final_state is not None
+            o.view(-1, *o.shape[2:])[t] = part.o[0, 0]
+            current = part.final_state[0]
+            if isinstance(own, list) and own[t - first] > null_index:
+                state[own[t - first]] = current.to(state.dtype)
+        if not isinstance(own, list):
+            state[own] = current.to(state.dtype)
+    return o
+
+
+def convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, offsets: list[int],
+    slots: list[int], reads: list[int], accepted: list[int] | None, null_index: int,
+) -> Tensor:  # fmt: skip
+    """x [T, D] before its activation; the pool [slots, R, D] of earlier inputs is written."""
+    taps = weight.shape[1]
+    outputs = []
+    for row, (first, last) in enumerate(pairwise(offsets)):
+        begin = 0 if accepted is None else accepted[row] - 1
+        held = taken(state, reads[row], null_index)
+        seen = torch.cat([held[begin : begin + taps - 1].to(x.dtype), x[first:last]])
+        for t in range(last - first):
+            y = (seen[t : t + taps] * weight.T.to(x.dtype)).sum(0)
+            outputs.append(y if bias is None else y + bias.to(x.dtype))
+        if slots[row] > null_index:
+            # What stays: all that a later call may begin from.
+            left = seen[last - first :] if accepted is None else seen[1:]
+            if last > first:
+                state[slots[row], : len(left)] = left.to(state.dtype)
+    return torch.stack(outputs) if outputs else x.clone()

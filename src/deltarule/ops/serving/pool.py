@@ -1,0 +1,39 @@
+"""Rows of a pool: out of the slots that are named, and back into them.
+
+An index at or below `null_index` names no slot: it reads zeros and writes nothing.
+"""
+
+import torch
+from torch import Tensor
+
+from deltarule.ops.dispatch import why_not_fused
+
+
+def read(pool: Tensor, slots: Tensor, null_index: int, dtype: torch.dtype) -> Tensor:
+    """pool[slots] in `dtype`, contiguous; zeros where a slot is null."""
+    rows = pool.new_zeros(len(slots), *pool.shape[1:], dtype=dtype)
+    if why_not_fused(pool) is None:
+        from deltarule.ops.serving.pool_triton import move
+
+        move(pool, rows, slots, null_index, write=False)
+        return rows
+    real = named(slots, null_index)
+    return rows.index_copy_(0, real, pool[slots[real].long()].to(dtype))
+
+
+def write(pool: Tensor, slots: Tensor, null_index: int, rows: Tensor) -> None:
+    """pool[slots] = rows, where a slot is not null."""
+    if why_not_fused(pool) is None:
+        from deltarule.ops.serving.pool_triton import move
+
+        move(pool, rows.contiguous(), slots, null_index, write=True)
+        # A kernel's write goes past autograd, which must not use a pool that it saved before.
+        torch.autograd.graph.increment_version(pool)
+        return
+    real = named(slots, null_index)
+    pool[slots[real].long()] = rows[real].to(pool.dtype)
+
+
+def named(slots: Tensor, null_index: int) -> Tensor:
+    """Places of the slots that are not null."""
+    return (slots > null_index).nonzero().squeeze(-1)

@@ -1,0 +1,242 @@
+"""A few tokens for each of many requests: rows of any lengths, drafted tokens with their slots."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltarule.ops.checks import shape
+from deltarule.ops.delta_rule.gate_logits import BetaLogits, DecayLogits, given_gates, with_logits
+from deltarule.ops.delta_rule.gate_maps import GateMaps
+from deltarule.ops.delta_rule.implementations import Call, run_reference
+from deltarule.ops.delta_rule.inputs import Inputs, check_arguments
+from deltarule.ops.delta_rule.step import STATE_DTYPES, Step
+from deltarule.ops.delta_rule.step import why_not_triton as why_not_step
+from deltarule.ops.delta_rule.torch.step import recurrent_step as torch_step
+from deltarule.ops.dispatch import Impl, Implementation, Table, always, choose
+from deltarule.ops.serving import definition
+from deltarule.ops.serving.inputs import (
+    check_indices,
+    check_no_gradient,
+    check_out,
+    check_pool,
+    offsets_of,
+)
+from deltarule.ops.serving.pool import read, write
+from deltarule.shapes import Beta, Decay, Erase, Keys, Offsets, Outputs, Queries, State, Values
+
+
+class PoolStep(NamedTuple):
+    """One call; `out` is written."""
+
+    inputs: Inputs
+    maps: GateMaps
+    state: Tensor
+    slots: Tensor
+    accepted: Tensor | None
+    null_index: int
+    out: Tensor
+
+    @property
+    def offsets(self) -> Tensor:
+        """[N + 1], of the rows of a batch too."""
+        return offsets_of(self.inputs.cu_seqlens, self.inputs.q)
+
+    @property
+    def starts(self) -> Tensor:
+        """[N] the slot that each row starts from."""
+        if self.slots.ndim == 1:
+            return self.slots
+        if self.accepted is None:
+            return self.slots[:, 0]
+        return self.slots.gather(1, self.accepted.long().unsqueeze(1) - 1).squeeze(1)
+
+
+def pool_step(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    *,
+    beta: Beta | BetaLogits | None,
+    log_decay: Decay | DecayLogits | None = None,
+    a: Erase | None = None,
+    b: Erase | None = None,
+    n_steps: int = 1,
+    scale: float | None = None,
+    normalize_qk: bool = False,
+    state: State,
+    state_indices: Tensor,
+    accepted: Tensor | None = None,
+    null_index: int = -1,
+    cu_seqlens: Offsets | None = None,
+    out: Tensor | None = None,
+    impl: Impl = "auto",
+) -> Outputs:
+    r"""Carry the states of a pool over a few tokens of each row, drafted ones perhaps.
+
+    .. math::
+        S \leftarrow S A_t + w_t k_t^\top \qquad o_t = \mathrm{scale} \cdot S q_t
+
+    With a slot for each row, the state after its last token goes back there. With a slot for each
+    token, the state after token t goes to slot t, and the next call starts from the slot of the
+    last token that was accepted: no state is copied and none is computed again. There is no
+    gradient.
+
+    Args:
+        q: Queries [B, T, H, K].
+        k: Keys `[B, T*n, H, K]`.
+        v: Values `[B, T*n, HV, V]`.
+        beta: Write strength `[B, T*n, HV]`, or `BetaLogits`. None, written out, means no tied
+            erase.
+        log_decay: [HV], [B, T, HV] or [B, T, HV, K], natural log, float32, or `DecayLogits`. None
+            means no decay.
+        a: Erase query [B, T, HV, K], together with `b` and without `beta`. None means none.
+        b: Erase key [B, T, HV, K].
+        n_steps: Writes for each token; 1 with `a` and `b`.
+        scale: Factor of the read-out. None means K ** -0.5.
+        normalize_qk: Divide q and k by their norm first; False with `a` and `b`.
+        state: Pool [slots, HV, V, K]; float32, bfloat16 or float16 (float64 with float64 q). The
+            slots written are overwritten, no other.
+        state_indices: Slot of each row [N], or of each of its tokens [N, S] with S at least the
+            tokens of the longest row; int32 or int64, none twice (checked on the CPU). A row that
+            starts from a null slot writes nothing and gives zeros; the state after a token with
+            one goes nowhere.
+        accepted: [N] from 1 to S: the row starts from slot accepted - 1 of its S. None means 1.
+        null_index: The last index that names no slot: -1, or 0 where slot 0 is kept free.
+        cu_seqlens: Offsets [N + 1] of rows of any lengths, packed into one. None: rows of a batch.
+        out: Where the outputs go, contiguous [B, T, HV, V] in v's dtype. None: a new tensor.
+        impl: "auto", or a named implementation, which runs or raises with the reason.
+
+    Returns:
+        o [B, T, HV, V] in v's dtype.
+
+    Raises:
+        ValueError: An argument has the wrong shape, dtype or device, or needs a gradient.
+
+    Examples:
+        >>> import torch
+        >>> q, k, v = torch.randn(3, 1, 4, 2, 4).unbind()
+        >>> pool, beta = torch.zeros(9, 2, 4, 4), torch.rand(1, 4, 2)
+        >>> slots = torch.tensor([[1, 2, 3], [4, 5, 6]])
+        >>> rows = {"cu_seqlens": torch.tensor([0, 3, 4]), "state_indices": slots}
+        >>> pool_step(q, k, v, beta=beta, state=pool, **rows).shape
+        torch.Size([1, 4, 2, 4])
+        >>> o = pool_step(q, k, v, beta=beta, state=pool, accepted=torch.tensor([2, 1]), **rows)
+
+    Source: the recurrences of `delta_rule` and `dplr`, one token at a time.
+    """
+    own_beta, own_decay = given_gates(beta, log_decay)
+    inputs = check_arguments(
+        q, k, v, beta=own_beta, a=a, b=b, log_decay=own_decay, initial_state=None,
+        cu_seqlens=cu_seqlens, n_steps=n_steps, scale=scale, normalize_qk=normalize_qk,
+        batch_invariant=False,
+    )  # fmt: skip
+    inputs, maps = with_logits(inputs, beta, log_decay)
+    check_out(out, inputs.v, inputs.output_shape)
+    check_no_gradient("pool_step", (*inputs[:7], *maps[:2], state, out))
+    room = torch.empty(inputs.output_shape, dtype=v.dtype, device=v.device) if out is None else out
+    step = PoolStep(inputs, maps, state, state_indices, accepted, null_index, room)
+    check(step)
+    choose(STEPS, step, impl, state.device).run(step)
+    return room
+
+
+def check(step: PoolStep) -> None:
+    """What a pool asks beyond the checks of the operators."""
+    inputs, _, state, slots, accepted, null_index, _ = step
+    rows = inputs.sequences
+    check_pool("state", state, inputs.state_shape[1:], "[slots, HV, V, K]",
+               STATE_DTYPES[inputs.dtype])  # fmt: skip
+    check_indices("state_indices", slots, rows, state, null_index, by_token=True)
+    most = slots.shape[1] if slots.ndim == 2 else None
+    if accepted is not None and (most is None or accepted.shape != (rows,)):
+        raise ValueError(
+            f"accepted must be [N] = [{rows}] beside state_indices [N, S], got {shape(accepted)} "
+            f"beside {shape(slots)}"
+        )
+    if most is None or not state.is_cpu or torch.compiler.is_compiling():
+        return
+    longest = max(step.offsets.diff().tolist(), default=0)
+    if longest > most:
+        raise ValueError(f"state_indices [N, S] must have S >= {longest} tokens, got S = {most}")
+    if accepted is not None and not ((accepted >= 1) & (accepted <= most)).all():
+        raise ValueError(f"accepted must lie in 1 to S = {most}, got {accepted.tolist()}")
+
+
+def run_torch(step: PoolStep) -> None:
+    """Rows filled up to the longest, and the states after the tokens that there are."""
+    inputs, maps, state, slots, _, null_index, out = step
+    offsets, starts = step.offsets, step.starts
+    lengths = offsets.diff()
+    longest = int(lengths.max()) if len(lengths) else 0
+    out.zero_()
+    if longest == 0:
+        return
+    with torch.no_grad():
+        place = torch.arange(longest, device=offsets.device)
+        token = (offsets[:-1, None] + place).clamp(max=int(offsets[-1]) - 1)
+        real = (place < lengths[:, None]) & (starts > null_index)[:, None]
+        own = read(state, starts, null_index, inputs.dtype)
+        after = own.new_zeros(len(lengths), longest, *own.shape[1:])
+        o = torch_step(filled(maps.applied(inputs), token), own, None, -1, states=after)
+        out.view(-1, *out.shape[2:])[token[real]] = o[real]
+        if slots.ndim == 1:
+            ends = torch.where(real[:, 0], slots, null_index)
+            last = (lengths - 1).clamp(min=0)
+            write(state, ends, null_index, after[torch.arange(len(last), device=last.device), last])
+        else:
+            every = torch.where(real, slots[:, :longest], null_index)
+            write(state, every.flatten(), null_index, after.flatten(0, 1))
+
+
+def filled(inputs: Inputs, token: Tensor) -> Inputs:
+    """The tokens [N, S] of rows that lie end to end, as rows of a batch."""
+
+    def picked(x: Tensor | None, steps: int = 1) -> Tensor | None:
+        if x is None:
+            return None
+        return x.flatten(0, 1).unflatten(0, (-1, steps))[token].flatten(1, 2)
+
+    per_step: dict[str, Any] = {
+        name: picked(getattr(inputs, name), inputs.n_steps) for name in ("k", "v", "beta")
+    }
+    per_token: dict[str, Any] = {
+        name: picked(getattr(inputs, name)) for name in ("q", "a", "b", "log_decay")
+    }
+    return inputs._replace(**per_step, **per_token, cu_seqlens=None)
+
+
+def run_triton(step: PoolStep) -> None:
+    """One kernel, which reads each state once and writes what is asked for."""
+    from deltarule.ops.delta_rule.triton.step import Rows, recurrent_step
+
+    inputs, maps, state, slots, accepted, null_index, out = step
+    offsets = inputs.cu_seqlens
+    rows = Rows(None if offsets is None else offsets.to(state.device), accepted, out)
+    recurrent_step(inputs, state, slots.contiguous(), null_index, maps, None, rows)
+    # A kernel's write goes past autograd, which must not use a pool that it saved before.
+    torch.autograd.graph.increment_version(state)
+
+
+def run_reference_step(step: PoolStep) -> None:
+    """The definition's loop."""
+    inputs, maps, state, slots, accepted, null_index, out = step
+    started = [1] * len(slots) if accepted is None else accepted.tolist()
+    o = definition.step(
+        lambda inputs: run_reference(Call(inputs)), maps.applied(inputs), state,
+        step.offsets.tolist(), slots.tolist(), started, null_index,
+    )  # fmt: skip
+    out.copy_(o)
+
+
+def why_not_triton(step: PoolStep) -> str | None:
+    """What the kernel cannot do."""
+    return why_not_step(Step(step.inputs, step.state, step.slots, step.null_index, step.maps))
+
+
+# In the order in which impl="auto" prefers them.
+STEPS: Table[PoolStep, None] = {
+    "triton": Implementation(why_not=why_not_triton, run=run_triton),
+    "torch": Implementation(why_not=always, run=run_torch),
+    "reference": Implementation(why_not=always, run=run_reference_step),
+}

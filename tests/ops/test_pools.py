@@ -1,0 +1,244 @@
+"""States in a pool: what the functions of a server do, beside loops over one request at a time."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from deltarule import BetaLogits, DecayLogits, pack
+from deltarule.serve import pool_prefill, pool_step
+from oracle import Case, make_case
+from tolerance import assert_close
+
+every_impl = pytest.mark.parametrize("impl", ["torch", "reference"])
+KINDS = [("head", "tied", 1), ("channel", "tied", 2), ("channel", "free", 1), ("none", "none", 1)]
+PARTS = ("q", "k", "v", "beta", "a", "b", "log_decay")
+
+
+def kind_case(kind, lengths, **options) -> Case:
+    decay, erase, n_steps = kind
+    return make_case(
+        decay, erase, n_steps=n_steps, lengths=lengths, normalize_qk=erase != "free", **options
+    )
+
+
+def arguments(case: Case) -> dict:
+    own = {name: case.tensors[name] for name in PARTS}
+    return own | {"n_steps": case.n_steps, "normalize_qk": case.normalize_qk}
+
+
+def alone(case: Case, first: int, last: int, state: torch.Tensor):
+    """The definition on some tokens of the packed row from a state [HV, V, K]."""
+    steps = {name: case.n_steps if name in ("k", "v", "beta") else 1 for name in PARTS}
+    cut = {
+        name: x if x is None else x[:, first * steps[name] : last * steps[name]]
+        for name, x in case.tensors.items() if name in PARTS
+    }  # fmt: skip
+    one = Case(cut | {"initial_state": state[None].double()}, case.n_steps, case.normalize_qk)
+    out = one.run("reference")
+    return out.o[0], out.final_state[0]
+
+
+def pool_of(case: Case, slots: int, dtype=torch.float64) -> torch.Tensor:
+    """A pool with gaps between its slots."""
+    size = case.tensors["initial_state"].shape[1:]
+    return torch.randn(slots, 2, *size, dtype=torch.float64).to(dtype)[:, 1]
+
+
+@every_impl
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_begin_and_end_in_their_slots(impl, kind) -> None:
+    lengths = (70, 0, 1, 130, 64)
+    case, cu = kind_case(kind, lengths), [0, 70, 70, 71, 201, 265]
+    pool = pool_of(case, 9)
+    before = pool.clone()
+    reads, writes = torch.tensor([5, 0, -1, -7, 2]), torch.tensor([5, 0, 3, 8, -1])
+    borders, out = torch.tensor([135, 0, 64, 71, 199]), torch.zeros(1, 265, 4, 6).double()
+    found = pool_prefill(
+        **arguments(case), state=pool, state_indices=reads.int(), write_indices=writes,
+        cu_seqlens=pack(lengths), borders=borders, out=out, impl=impl,
+    )  # fmt: skip
+    assert found.o is out
+    zeros = torch.zeros_like(before[0])
+    for (first, last), slot, kept in zip(
+        pairwise(cu), reads.tolist(), writes.tolist(), strict=True
+    ):
+        start = before[slot] if slot >= 0 else zeros
+        o, final = alone(case, first, last, start)
+        assert first == last or assert_close(out[0, first:last], o) is None
+        assert kept < 0 or assert_close(pool[kept], final) is None
+    assert torch.equal(pool[[1, 2, 4, 6, 7]], before[[1, 2, 4, 6, 7]])
+    wanted = [alone(case, 71, 135, zeros)[1], before[5], alone(case, 0, 64, before[5])[1], zeros,
+              alone(case, 71, 199, zeros)[1]]  # fmt: skip
+    assert_close(found.border_states, torch.stack(wanted))
+
+
+@every_impl
+def test_rows_of_a_batch_and_a_reserved_first_slot(impl) -> None:
+    case = make_case("head", "tied", batch=3, tokens=66)
+    pool = pool_of(case, 4)
+    before = pool.clone()
+    found = pool_prefill(
+        **arguments(case), state=pool, state_indices=torch.tensor([2, 0, 1]), null_index=0,
+        borders=torch.tensor([64, 66]), impl=impl,
+    )  # fmt: skip
+    starts = torch.stack([before[2], torch.zeros_like(before[0]), before[1]])
+    exact = case.changed(initial_state=starts).run("reference")
+    assert_close(found.o, exact.o)
+    assert_close(pool[[2, 1]], exact.final_state[[0, 2]])
+    assert torch.equal(pool[[0, 3]], before[[0, 3]])
+    assert torch.equal(found.border_states[1], starts[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_16_bit_pool_rounds_what_it_keeps(dtype) -> None:
+    case = make_case("head", "tied", lengths=(5, 3), dtype=torch.float32)
+    pool, slots = pool_of(case, 3, dtype), torch.tensor([2, 0])
+    exact = case.changed(initial_state=pool[slots].float()).run("torch")
+    pool_prefill(**arguments(case), state=pool, state_indices=slots, cu_seqlens=pack((5, 3)))
+    assert torch.equal(pool[slots], exact.final_state.to(dtype))
+
+
+ROWS = (3, 0, 1, 2, 3)
+OFFSETS = [0, 3, 3, 4, 6, 9]
+
+
+@every_impl
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_any_lengths_step_in_their_slots(impl, kind) -> None:
+    case = kind_case(kind, ROWS)
+    pool, slots = pool_of(case, 6), [4, 5, -3, 0, 2]
+    before, out = pool.clone(), torch.empty(1, 9, 4, 6).double()
+    o = pool_step(
+        **arguments(case), state=pool, state_indices=torch.tensor(slots, dtype=torch.int32),
+        cu_seqlens=pack(ROWS), out=out, impl=impl,
+    )  # fmt: skip
+    assert o is out
+    for (first, last), slot in zip(pairwise(OFFSETS), slots, strict=True):
+        if slot < 0:
+            assert (o[0, first:last] == 0).all()
+        elif first < last:
+            expected, final = alone(case, first, last, before[slot])
+            assert_close(o[0, first:last], expected)
+            assert_close(pool[slot], final)
+    assert torch.equal(pool[[1, 3, 5]], before[[1, 3, 5]])
+
+
+DRAFTED = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 0, 11], [12, 13, 14]]
+ACCEPTED = [3, 1, 2, 1, 2]
+
+
+def check_drafts(case: Case, before, pool, o) -> None:
+    written = set()
+    for (first, last), slots, m in zip(pairwise(OFFSETS), DRAFTED, ACCEPTED, strict=True):
+        for t in range(first, last):
+            outputs, after = alone(case, first, t + 1, before[slots[m - 1]])
+            assert_close(o[0, t], outputs[-1], dtype=case.tensors["q"].dtype)
+            if slots[t - first] > 0:
+                written.add(slots[t - first])
+                assert_close(pool[slots[t - first]], after, dtype=case.tensors["q"].dtype)
+    others = [slot for slot in range(len(pool)) if slot not in written]
+    assert 0 in others
+    assert torch.equal(pool[others], before[others])
+
+
+@every_impl
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_drafted_token_has_its_slot(impl, kind) -> None:
+    case = kind_case(kind, ROWS)
+    pool = pool_of(case, 15)
+    before = pool.clone()
+    o = pool_step(
+        **arguments(case), state=pool, state_indices=torch.tensor(DRAFTED), null_index=0,
+        accepted=torch.tensor(ACCEPTED), cu_seqlens=pack(ROWS), impl=impl,
+    )  # fmt: skip
+    check_drafts(case, before, pool, o)
+
+
+@every_impl
+def test_a_draft_that_is_taken_back_leaves_no_trace(impl) -> None:
+    """Three tokens, one accepted, then the true ones: the state of the true ones alone."""
+    case = make_case("head", "tied", lengths=(6,))
+    pool, slots = pool_of(case, 4), torch.tensor([[0, 1, 2]])
+    start = pool[0].clone()
+    parts = {name: case.tensors[name] for name in PARTS}
+
+    def step(tokens: list[int], accepted: int) -> torch.Tensor:
+        own = {name: x if x is None else x[:, tokens] for name, x in parts.items()}
+        return pool_step(
+            **own, state=pool, state_indices=slots, accepted=torch.tensor([accepted]), impl=impl
+        )
+
+    step([0, 4, 5], 1)
+    o = step([1, 2, 3], 1)
+    expected, final = alone(case, 0, 4, start)
+    assert_close(o[0], expected[1:])
+    assert_close(pool[2], final)
+
+
+@every_impl
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_gates_of_ragged_rows_come_as_logits(impl, lower_bound) -> None:
+    case = make_case("channel", "tied", lengths=ROWS)
+    logits, A_log, dt_bias = torch.randn(1, 9, 4, 8), torch.rand(4), torch.randn(4, 8)
+    logits, A_log, dt_bias = (x.double() for x in (logits, A_log, dt_bias))
+    decay = DecayLogits(logits, A_log, dt_bias, lower_bound)
+    rate, x = A_log.exp()[:, None], logits + dt_bias
+    log_decay = -rate * x.exp().log1p() if lower_bound is None else -5 / (1 + (-rate * x).exp())
+    strength = torch.randn(1, 9, 4).double()
+    made = case.changed(beta=strength.sigmoid(), log_decay=log_decay)
+    pool = pool_of(case, 15)
+    before = pool.clone()
+    given = arguments(case) | {"beta": BetaLogits(strength), "log_decay": decay}
+    rows = {"accepted": torch.tensor(ACCEPTED), "cu_seqlens": pack(ROWS), "null_index": 0}
+    o = pool_step(**given, state=pool, state_indices=torch.tensor(DRAFTED), impl=impl, **rows)
+    check_drafts(made, before, pool, o)
+
+
+Q = torch.zeros(1, 4, 2, 4)
+GOOD = {
+    "q": Q, "k": Q, "v": Q, "beta": Q[..., 0], "state": torch.zeros(3, 2, 4, 4),
+    "state_indices": torch.tensor([2, 1]), "cu_seqlens": pack((3, 1)),
+}  # fmt: skip
+TWICE = torch.tensor([1, 1])
+BAD = [
+    ({"state": torch.zeros(3, 2, 4, 5)}, r"state must be \[slots, HV, V, K\] = \[\*, 2, 4, 4\]"),
+    ({"state": torch.zeros(3, 2, 4, 4).double()}, "state must be torch.float32 or"),
+    ({"state_indices": torch.tensor([0])}, r"state_indices must be \[N\].* with N = 2"),
+    ({"state_indices": torch.tensor([0, 3])}, "state_indices must lie below 3 slots, got 3"),
+    ({"state_indices": TWICE}, "must name no slot twice"),
+    ({"state_indices": TWICE.float()}, "state_indices must be an int32 or int64 tensor"),
+    ({"out": torch.zeros(1, 4, 4, 2).mT}, "out must be contiguous"),
+    ({"q": Q.clone().requires_grad_()}, "has no gradient"),
+]
+PREFILL = [
+    ({"borders": torch.tensor([1])}, "borders must be tokens at multiples of 64"),
+    ({"borders": torch.tensor([4])}, "borders must be tokens at multiples of 64"),
+    ({"write_indices": TWICE}, "write_indices must name no slot twice"),
+]
+STEP = [
+    ({"state_indices": torch.tensor([[0, 1], [2, -1]])}, "must have S >= 3 tokens, got S = 2"),
+    ({"accepted": TWICE}, r"accepted must be \[N\] = \[2\] beside state_indices \[N, S\]"),
+    ({"state_indices": torch.tensor([[0, 1, 2], [-1, -1, -1]]), "accepted": torch.tensor([1, 4])},
+     "accepted must lie in 1 to S = 3"),
+]  # fmt: skip
+CALLS = [(pool_prefill, *bad) for bad in (*BAD, *PREFILL)] + [
+    (pool_step, *bad) for bad in BAD + STEP
+]
+
+
+@pytest.mark.parametrize(("function", "changes", "message"), CALLS)
+def test_bad_arguments_are_named(function, changes, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        function(**GOOD | changes)
+
+
+@every_impl
+def test_nothing_to_do(impl) -> None:
+    empty = GOOD | {"cu_seqlens": torch.zeros(3, dtype=torch.int64), "beta": Q[:, :0, :, 0]}
+    empty |= dict.fromkeys("qkv", Q[:, :0])
+    pool = torch.randn(3, 2, 4, 4)
+    before = pool.clone()
+    for function in (pool_prefill, pool_step):
+        function(**empty | {"state": pool}, impl=impl)
+        assert torch.equal(pool, before)
