@@ -10,12 +10,12 @@ from deltarule.ops.chunks import CHUNK_ROWS
 from deltarule.ops.delta_rule.implementations import (
     BACKENDS,
     IMPLEMENTATIONS,
-    Call,
+    Request,
     run_reference,
 )
 from deltarule.ops.delta_rule.inputs import Inputs, check_arguments
 from deltarule.ops.delta_rule.step import STATE_DTYPES
-from deltarule.ops.delta_rule.torch import layout
+from deltarule.ops.delta_rule.torch import passes
 from deltarule.ops.dispatch import Impl, choose, first_that_runs
 from deltarule.ops.serving import definition
 from deltarule.ops.serving.inputs import (
@@ -184,12 +184,12 @@ def run(call: Prefill, impl: str) -> tuple[Tensor, Tensor | None]:
     with torch.no_grad():
         start = read(call.state, call.reads, call.null_index, call.inputs.dtype)
         inputs = call.inputs._replace(initial_state=start)
-        chosen = choose(IMPLEMENTATIONS, Call(inputs, False), impl, inputs.q.device)
+        chosen = choose(IMPLEMENTATIONS, Request(inputs, False), impl, inputs.q.device)
         found = None
         if call.borders is None:
-            o, final = chosen.run(Call(inputs, False))
+            o, final = chosen.run(Request(inputs, False))
         else:
-            name = first_that_runs(IMPLEMENTATIONS, Call(inputs)) if impl == "auto" else impl
+            name = first_that_runs(IMPLEMENTATIONS, Request(inputs)) if impl == "auto" else impl
             # The fused kernel keeps no states of chunks; the kernels of stages do.
             backend = "torch" if name == "torch" or not inputs.q.numel() else "triton"
             o, final, saved = BACKENDS[backend].forward(inputs, True)
@@ -205,7 +205,7 @@ def border_states(call: Prefill, saved: Tensor, backend: str) -> Tensor:
     assert call.borders is not None
     sequence, place = within(offsets, call.borders)
     if backend == "torch":
-        size = layout.plan(inputs)[0]
+        size = passes.plan(inputs)[0]
         counts = -(-offsets.diff() // size)
         return saved[(counts.cumsum(0) - counts)[sequence] + place // size]
     size, states = triton_states(inputs, saved)
@@ -230,7 +230,7 @@ def run_with_definition(call: Prefill) -> tuple[Tensor, Tensor | None]:
     inputs, state, reads, writes, null_index, borders = call
     wanted = [] if borders is None else borders.tolist()
     o, before = definition.prefill(
-        lambda inputs: run_reference(Call(inputs)), inputs, state, call.offsets.tolist(),
+        lambda inputs: run_reference(Request(inputs)), inputs, state, call.offsets.tolist(),
         reads.tolist(), writes.tolist(), null_index, wanted,
     )  # fmt: skip
     found = state.new_zeros(0, *state.shape[1:], dtype=inputs.dtype)

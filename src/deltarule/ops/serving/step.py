@@ -8,7 +8,7 @@ from torch import Tensor
 from deltarule.ops.checks import shape
 from deltarule.ops.delta_rule.gate_logits import BetaLogits, DecayLogits, given_gates, with_logits
 from deltarule.ops.delta_rule.gate_maps import GateMaps
-from deltarule.ops.delta_rule.implementations import Call, run_reference
+from deltarule.ops.delta_rule.implementations import Request, run_reference
 from deltarule.ops.delta_rule.inputs import Inputs, check_arguments
 from deltarule.ops.delta_rule.step import STATE_DTYPES, Step
 from deltarule.ops.delta_rule.step import why_not_triton as why_not_step
@@ -223,7 +223,7 @@ def run_reference_step(step: PoolStep) -> None:
     inputs, maps, state, slots, accepted, null_index, out = step
     started = [1] * len(slots) if accepted is None else accepted.tolist()
     o = definition.step(
-        lambda inputs: run_reference(Call(inputs)), maps.applied(inputs), state,
+        lambda inputs: run_reference(Request(inputs)), maps.applied(inputs), state,
         step.offsets.tolist(), slots.tolist(), started, null_index,
     )  # fmt: skip
     out.copy_(o)
