@@ -11,7 +11,8 @@ import pytest
 PARTS = {
     "ahead": r"kernels/test_(compile|operators|steps)_ahead\.py",
     "processes": r"doctor/|experiments/test_reproduce\.py|bench/test_processes\.py"
-    r"|parallel/|train/test_checkpoint\.py::.*(kill|process)|cli/test_cli\.py::.*(process|signal)",
+    r"|parallel/|train/test_checkpoint\.py::.*(kill|process)|cli/test_cli\.py::.*(process|signal)"
+    r"|test_package\.py::.*process",
     "compiler": r".*::.*(compile|opcheck|fullgraph|export)",
     "interpreter": r"kernels/test_(triton|segments|spanning|windows|recording|first_call|ttt|mesa"
     r"|selective_scan|neighbours|pools).*\.py",

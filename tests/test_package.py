@@ -2,17 +2,20 @@ import importlib
 import importlib.metadata
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import deltarule
+from deltarule.nn import MIXERS
 from promised import PROMISED
 
 ROOT = Path(__file__).parents[1]
@@ -147,3 +150,36 @@ def test_the_lowest_versions_are_those_that_the_project_asks_for():
             if requirement.name not in skipped:
                 least = next(s.version for s in requirement.specifier if s.operator == ">=")
                 assert Version(lowest[requirement.name]) == Version(least), requirement.name
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_constructors_of_layers_document_their_arguments(name):
+    layer = MIXERS[name]
+    documented = f"{inspect.getdoc(layer)}\n{inspect.getdoc(layer.__init__)}".partition("Args:")[2]
+    named = set(re.findall(r"\w+", " ".join(re.findall(r"^ *([\w, ]+):", documented, re.M))))
+    assert set(inspect.signature(layer).parameters) <= named
+
+
+CALLS = """
+import torch
+from deltarule.models import CausalLM, ModelConfig
+from deltarule.nn import GatedDeltaNet
+layer, x = GatedDeltaNet(32, num_heads=2), torch.randn(1, 2, 32)
+model = CausalLM(ModelConfig(vocab_size=9, hidden_size=32, num_layers=1, num_heads=2,
+                             layer_types="kda"))
+reveal_type(layer(x))
+reveal_type(model(torch.zeros(1, 2, dtype=torch.long)))
+"""
+
+
+def test_calls_of_layers_and_models_have_types_in_a_process(tmp_path):
+    (tmp_path / "calls.py").write_text(CALLS)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--cache-dir", str(ROOT / ".mypy_cache"), "calls.py"],
+        cwd=tmp_path, env=os.environ | {"MYPYPATH": str(ROOT / "src")}, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    first, second, *_ = done.stdout.splitlines()
+    assert "tuple[torch._tensor.Tensor, deltarule.nn.state.State]" in first
+    assert "tuple[torch._tensor.Tensor, deltarule.nn.state.ModelState]" in second

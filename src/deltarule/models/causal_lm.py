@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
@@ -102,6 +103,10 @@ class CausalLM(nn.Module):
         """
         x, state = self.hidden(tokens, state, cu_seqlens=cu_seqlens, mask=mask, context=context)
         return self.logits(x), state
+
+    if TYPE_CHECKING:
+        # PyTorch's own annotation says Any.
+        __call__ = forward
 
     def hidden(
         self,

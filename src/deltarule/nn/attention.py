@@ -310,6 +310,14 @@ class SlidingWindowAttention(Attention):
 
     Defaults: a window of 2048 tokens, as in the hybrids of arXiv 2412.06464.
 
+    Args:
+        hidden_size: Channels of x.
+        num_heads: Query heads.
+        num_kv_heads, head_dim, rope_theta, partial_rotary_factor, qk_norm, output_gate, scale:
+            As for `Attention`.
+        window: Tokens that a token sees, itself included. None: 2048.
+        norm_eps, zero_centered_norm: As for `Attention`.
+
     Examples:
         >>> import torch
         >>> layer = SlidingWindowAttention(32, num_heads=2, window=4)
