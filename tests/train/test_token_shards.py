@@ -181,12 +181,18 @@ def test_a_long_file_is_several_documents(tmp_path, monkeypatch):
     assert all(text.endswith(b"\n") for text in documents[1:])
 
 
+def test_a_tokenizer_that_is_not_there_is_named(source, tmp_path):
+    pytest.importorskip("transformers")
+    with pytest.raises(ValueError, match=r"--tokenizer .*no-tool: "):
+        write_data(DataRun(source, tmp_path / "tokens", tokenizer=str(tmp_path / "no-tool")))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
 def test_bad_input_is_named_and_nothing_is_left(source, tmp_path):
     out = tmp_path / "tokens"
     for given, words in (
         ({"source": tmp_path / "none"}, "no such file"),
         ({"text_field": "body"}, r"lines.jsonl, line 1: .*body"),
-        ({"tokenizer": str(tmp_path / "no-tool")}, "--tokenizer .*no-tool: "),
     ):
         bad = DataRun(**{"source": source, "out": out} | given)
         with pytest.raises(ValueError, match=words):
