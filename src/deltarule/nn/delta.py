@@ -54,7 +54,6 @@ class DeltaMixer(Mixer):
     # Whether the rule reads its layer's depth; compiled code is then of one layer alone.
     reads_depth: ClassVar[bool] = False
     float32_parameters: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
-
     # What projections of x are multiplied by, by their letters.
     multipliers: Mapping[str, float] = MappingProxyType({})
 
