@@ -76,6 +76,18 @@ def test_activation_checkpointing_and_options_of_all_recurrent_layers():
         close(other, one)
 
 
+@pytest.mark.parametrize("options", [{"residual_multiplier": 0.5}, {"mlp_multipliers": (0.5, 1.0)}])
+def test_multiplied_blocks_leave_the_few_kernels_of_one_token(options, monkeypatch):
+    def asked(*arguments):
+        raise AssertionError("asked")
+
+    monkeypatch.setattr("deltarule.models.block.one_token.fits", asked)
+    token = torch.zeros(1, 1, dtype=torch.int64)
+    make(layer_types="kda", **options)(token)
+    with pytest.raises(AssertionError, match="asked"):
+        make(layer_types="kda")(token)
+
+
 def test_logits_are_multiplied_and_bounded():
     plain, bound = (
         make(layer_types="kda"),

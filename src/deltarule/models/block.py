@@ -93,8 +93,6 @@ class Block(nn.Module):
                 if isinstance(before, DraftedState) and isinstance(state, DraftedState):
                     state.kept.update({prefix + n: tensor for n, tensor in before.kept.items()})
                 after.update({prefix + name: tensor for name, tensor in own.items()})
-                if prefix and isinstance(state, DraftedState) and isinstance(before, DraftedState):
-                    state.kept |= {prefix + name: tensor for name, tensor in before.kept.items()}
             else:
                 y = part(x)
             outputs.append(scaled(y, multiplier))
