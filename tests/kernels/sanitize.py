@@ -20,8 +20,10 @@ from torch import Tensor
 
 from deltarule.doctor.definition import results
 from deltarule.doctor.examine import LENGTHS, Configuration, draw, triton_run
+from deltarule.ops.delta_rule.gluon import gradient_stage, stage
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.step import recurrent_step
+from deltarule.ops.delta_rule.triton.tile_sizes import forget
 from deltarule.ops.pack import pack
 from neighbours import MAKERS, with_gradients
 from ops import memories, test_memories_on_gpu, test_mesa, test_selective_scan
@@ -58,6 +60,11 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"packed: {odd}", lambda of=odd: both(draw(of, LENGTHS, DEVICE, True))
         yield f"dense: {exact}", lambda of=exact: both(dense(of, 150))
         yield f"split: {wide}", lambda of=wide: both(dense(of, *SPLIT))
+    for erase in ("none", "tied"):
+        for size in (64, 128):
+            of = Configuration(erase, "head", 1, "bfloat16", size, size)
+            for tokens in (128, 150):
+                yield f"fused: {of}, {tokens}", lambda x=(of, tokens): fused(dense(*x))
         yield f"step: {odd}", lambda of=odd: step(of)
     for name, make in MAKERS.items():
         yield f"neighbour: {name}", lambda make=make: neighbour(make().to(torch.float16))
@@ -71,6 +78,16 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
 def dense(of: Configuration, tokens: int) -> Inputs:
     """One row."""
     return draw(of, (tokens,), DEVICE, False)._replace(cu_seqlens=None)
+
+
+def fused(inputs: Inputs) -> None:
+    """Both through the kernels in Gluon, where they run, however small the call."""
+    before = stage.fills, gradient_stage.LEAST_PAIRS
+    stage.fills, gradient_stage.LEAST_PAIRS = (lambda inputs, processors: True), 0
+    forget()
+    both(inputs)
+    stage.fills, gradient_stage.LEAST_PAIRS = before
+    forget()
 
 
 def both(inputs: Inputs) -> None:
