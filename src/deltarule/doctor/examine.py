@@ -14,7 +14,7 @@ of all but the first tokens unseen. The ratio then spreads by some 5 %.
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -153,13 +153,29 @@ def triton_run(inputs: Inputs) -> RecurrentOutput:
     return recurrence(inputs, "triton", True)
 
 
-def times_bars(inputs: Inputs) -> dict[str, float]:
+def fused_run(inputs: Inputs) -> RecurrentOutput:
+    """The warp-specialised forward, however small the call."""
+    return recurrence(inputs, "gluon", False)
+
+
+def can_fuse(inputs: Inputs) -> bool:
+    """Whether there is such a forward for the call and this GPU."""
+    if inputs.q.device.type != "cuda":
+        return False
+    from deltarule.ops.delta_rule.gluon.stage import why_not
+
+    return why_not(inputs) is None
+
+
+def times_bars(
+    inputs: Inputs, run: Callable[[Inputs], RecurrentOutput] = triton_run
+) -> dict[str, float]:
     """The error of every result of the kernels as a multiple of what it may be."""
     generator, dtype = torch.Generator().manual_seed(1), inputs.q.dtype
     shapes = inputs.output_shape, inputs.state_shape
     d_o, d_state = (torch.randn(shape, generator=generator).to(inputs.q.device) for shape in shapes)
     weights = d_o.to(dtype), state_of(d_state)
-    found = results(triton_run, inputs, weights)
+    found = results(run, inputs, weights)
     exact = in_parts(exact_run, in_float64(inputs), weights)
     if dtype == torch.float32:
         return {
@@ -193,9 +209,13 @@ def examine(of: Configuration, device: torch.device) -> Verdict:
     heads = KEY_HEADS if device.type == "cuda" else 1
     inputs = draw(of, (), device, False, heads)
     name, worst, error = configuration_name(inputs), 0.0, None
-    for kind, call in (("dense", inputs), ("packed", draw(of, LENGTHS, device, True, heads))):
+    calls = {"dense": inputs, "packed": draw(of, LENGTHS, device, True, heads)}
+    runs = [(kind, call, triton_run) for kind, call in calls.items()]
+    if can_fuse(inputs):
+        runs += [(f"{kind}, fused", call, fused_run) for kind, call in calls.items()]
+    for kind, call, run in runs:
         try:
-            found = times_bars(call)
+            found = times_bars(call, run)
         except torch.OutOfMemoryError:
             # Says nothing about the kernels.
             raise
