@@ -1,0 +1,242 @@
+"""The short convolution of many requests' tokens, their earlier inputs in slots of a pool."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deltarule.ops.checks import check_axes, check_cu_seqlens, shape
+from deltarule.ops.dispatch import Impl, Implementation, Table, always, choose, why_not_fused
+from deltarule.ops.fused import short_conv as fused
+from deltarule.ops.serving import definition
+from deltarule.ops.serving.inputs import (
+    check_indices,
+    check_no_gradient,
+    check_out,
+    check_pool,
+    offsets_of,
+)
+from deltarule.ops.serving.pool import read, write
+from deltarule.shapes import Hidden, Offsets
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Convolution(NamedTuple):
+    """One call."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    activated: bool
+    state: Tensor
+    reads: Tensor
+    writes: Tensor
+    accepted: Tensor | None
+    null_index: int
+    cu_seqlens: Tensor | None
+
+    @property
+    def offsets(self) -> Tensor:
+        """[N + 1], of the rows of a batch too."""
+        return offsets_of(self.cu_seqlens, self.x)
+
+    @property
+    def reach(self) -> int:
+        """W - 1: the earlier inputs that a token sees."""
+        return self.weight.shape[1] - 1
+
+
+def pool_convolution(
+    x: Hidden,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activated: bool = True,
+    state: Tensor,
+    state_indices: Tensor,
+    write_indices: Tensor | None = None,
+    accepted: Tensor | None = None,
+    null_index: int = -1,
+    cu_seqlens: Offsets | None = None,
+    out: Tensor | None = None,
+    impl: Impl = "auto",
+) -> Hidden:
+    r"""Convolve each channel over time, after the earlier inputs that a pool holds.
+
+    .. math::
+        y_t = \mathrm{SiLU}\Big(\sum_{j=0}^{W-1} w_j \, x_{t-W+1+j} + \mathrm{bias}\Big)
+
+    A slot begins with the last W - 1 inputs of its request. With `accepted` it holds those of
+    drafted tokens too: the next call begins at the last that was accepted. An index at or below
+    `null_index` reads zeros and writes nothing. There is no gradient.
+
+    Args:
+        x: Inputs [B, T, D], prompts or a few tokens.
+        weight: Taps [D, W]; the last weighs the token itself.
+        bias: [D]. None means zero.
+        activated: Whether SiLU follows.
+        state: Pool [slots, R, D], any strides (`.mT` of [slots, D, R]), R at least W - 1, with
+            `accepted` at least W - 2 + the tokens of the longest row. Overwritten where named.
+        state_indices: Slot that each row starts from [N], int32 or int64.
+        write_indices: Slot that each row's inputs go to [N], none twice (checked on the CPU). None
+            means state_indices.
+        accepted: [N] tokens of the row's last call that were accepted, from 1; 1 after a prompt.
+            None: all were, and all of these will be.
+        null_index: The last index that names no slot.
+        cu_seqlens: Offsets [N + 1] of rows of any lengths, packed into one. None: rows of a batch.
+        out: Where the outputs go, contiguous [B, T, D] in x's dtype. None: a new tensor.
+        impl: "auto", or a named implementation, which runs or raises with the reason.
+
+    Returns:
+        y [B, T, D] in x's dtype.
+
+    Raises:
+        ValueError: An argument has the wrong shape, dtype or device, or needs a gradient.
+
+    Examples:
+        >>> import torch
+        >>> x, pool, slots = torch.randn(2, 1, 6), torch.zeros(5, 3, 6), torch.tensor([3, 1])
+        >>> y = pool_convolution(x, torch.randn(6, 4), state=pool, state_indices=slots)
+        >>> y.shape, torch.equal(pool[3, -1], x[0, 0])
+        (torch.Size([2, 1, 6]), True)
+    """
+    writes = state_indices if write_indices is None else write_indices
+    call = Convolution(
+        x, weight, bias, activated, state, state_indices, writes, accepted, null_index, cu_seqlens
+    )
+    check(call, out)
+    with torch.no_grad():
+        y = choose(CONVOLUTIONS, call, impl, x.device).run(call)
+    return y if out is None else out.copy_(y)
+
+
+def check(call: Convolution, out: Tensor | None) -> None:
+    """Shapes, dtypes and devices, and room for what stays."""
+    x, weight, bias, _, state, reads, writes, accepted, null_index, cu_seqlens = call
+    check_axes("x", x, "[B, T, D]", 3)
+    check_axes("weight", weight, "[D, W]", 2)
+    channels = x.shape[2]
+    if weight.shape[0] != channels or weight.shape[1] < 1:
+        raise ValueError(f"weight must be [D, W] = [{channels}, >= 1], got {shape(weight)}")
+    if bias is not None and bias.shape != (channels,):
+        raise ValueError(f"bias must be [D] = [{channels}] or None, got {shape(bias)}")
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, x)
+    rows = len(call.offsets) - 1
+    check_axes("state", state, "[slots, R, D]", 3)
+    check_pool("state", state, (state.shape[1], channels), "[slots, R, D]", DTYPES)
+    check_indices("state_indices", reads, rows, state, null_index, written=reads is writes)
+    check_indices("write_indices", writes, rows, state, null_index)
+    check_out(out, x, x.shape)
+    check_no_gradient("pool_convolution", (x, weight, bias, state, out))
+    least = call.reach
+    if accepted is not None:
+        if accepted.shape != (rows,):
+            raise ValueError(f"accepted must be [N] = [{rows}] or None, got {shape(accepted)}")
+        if x.is_cpu and not torch.compiler.is_compiling():
+            longest = max(call.offsets.diff().tolist(), default=0)
+            least = max(least, least - 1 + longest, least - 1 + max(accepted.tolist(), default=1))
+    if state.shape[1] < least:
+        raise ValueError(f"state [slots, R, D] must have R >= {least}, got R = {state.shape[1]}")
+
+
+class Rows(NamedTuple):
+    """Rows with what came before them, end to end [T + N * reach, D], and where things lie."""
+
+    extended: Tensor
+    window: Tensor
+    tokens: Tensor
+    sequence: Tensor
+    begins: Tensor
+
+
+def rows_of(call: Convolution) -> Rows:
+    """Earlier inputs out of their slots, and in front of their rows."""
+    x, reach, offsets = call.x.flatten(0, 1), call.reach, call.offsets
+    held = read(call.state, call.reads, call.null_index, x.dtype)
+    place = torch.arange(reach, device=x.device)
+    window = held[:, :reach]
+    if call.accepted is not None:
+        index = (call.accepted.long()[:, None] - 1 + place).unsqueeze(-1)
+        window = held.gather(1, index.expand(-1, -1, x.shape[1]))
+    token = torch.arange(len(x), device=x.device)
+    sequence = torch.searchsorted(offsets, token.to(offsets), right=True) - 1
+    begins = offsets[:-1] + reach * torch.arange(len(offsets) - 1, device=x.device)
+    tokens = token + reach * (sequence + 1)
+    extended = x.new_empty(len(x) + window.shape[0] * reach, x.shape[1])
+    extended[tokens] = x
+    extended[begins[:, None] + place] = window
+    return Rows(extended, window, tokens, sequence, begins)
+
+
+def keep(call: Convolution, rows: Rows) -> None:
+    """What a later call may begin from, back into the slots."""
+    count = call.offsets.diff()[:, None]
+    drafted = call.accepted is not None
+    span = call.state.shape[1] if drafted else call.reach
+    place = torch.arange(span, device=count.device)
+    kept = (count > 0) & (place < (call.reach - 1 + count if drafted else call.reach))
+    index = rows.begins[:, None] + place + (1 if drafted else count)
+    left = rows.extended[index.clamp(max=len(rows.extended) - 1)]
+    after = read(call.state, call.writes, call.null_index, call.state.dtype)
+    after[:, :span] = torch.where(kept.unsqueeze(-1), left.to(after.dtype), after[:, :span])
+    write(call.state, call.writes, call.null_index, after)
+
+
+def run_torch(call: Convolution) -> Tensor:
+    """Shifted multiply-adds, in float32 at least."""
+    rows = rows_of(call)
+    if call.state.numel() and len(rows.extended):
+        keep(call, rows)
+    dtype = torch.promote_types(call.x.dtype, torch.float32)
+    taps = call.weight.to(dtype).unbind(1)
+    y = rows.extended.new_zeros(len(rows.tokens), call.x.shape[2], dtype=dtype)
+    for back, tap in enumerate(reversed(taps)):
+        y = torch.addcmul(y, rows.extended[rows.tokens - back].to(dtype), tap)
+    return finished(y, call, call.activated).view(call.x.shape)
+
+
+def run_triton(call: Convolution) -> Tensor:
+    """The kernel of the layers for the outputs; their inputs moved by index."""
+    rows = rows_of(call)
+    keep(call, rows)
+    offsets, within = call.cu_seqlens, call.activated and call.bias is None
+    sequence = None if offsets is None else rows.sequence
+    offsets = None if offsets is None else call.offsets
+    y, _ = fused.short_conv(
+        call.x, call.weight, rows.window.contiguous(), offsets, sequence, None, within, 0
+    )
+    return y if within else finished(y, call, call.activated)
+
+
+def run_reference(call: Convolution) -> Tensor:
+    """The definition's loop."""
+    x, weight, bias, activated, state, reads, writes, accepted, null_index, _ = call
+    y = definition.convolution(
+        x.flatten(0, 1), weight, bias, state, call.offsets.tolist(), writes.tolist(),
+        reads.tolist(), None if accepted is None else accepted.tolist(), null_index,
+    )  # fmt: skip
+    return (F.silu(y) if activated else y).view(x.shape)
+
+
+def finished(y: Tensor, call: Convolution, activated: bool) -> Tensor:
+    """Bias and SiLU, rounded to x's dtype."""
+    y = y if call.bias is None else y + call.bias.to(y.dtype)
+    return (F.silu(y) if activated else y).to(call.x.dtype)
+
+
+def why_not_triton(call: Convolution) -> str | None:
+    """What the kernel cannot do."""
+    if (taps := call.weight.shape[1]) > fused.MAX_TAPS:
+        return f"the Triton kernel takes up to {fused.MAX_TAPS} taps, got {taps}"
+    return "x has no numbers" if call.x.numel() == 0 else why_not_fused(call.x)
+
+
+# In the order in which impl="auto" prefers them.
+CONVOLUTIONS: Table[Convolution, Tensor] = {
+    "triton": Implementation(why_not=why_not_triton, run=run_triton),
+    "torch": Implementation(why_not=always, run=run_torch),
+    "reference": Implementation(why_not=always, run=run_reference),
+}
