@@ -31,6 +31,7 @@ def always(monkeypatch) -> Iterator[None]:
     """Small calls take them, too."""
     monkeypatch.setattr(stage, "fills", lambda inputs, processors: True)
     monkeypatch.setattr(gradient_stage, "LEAST_PAIRS", 0)
+    monkeypatch.setattr(stage, "TRAINING", True)
     forget()
     yield
     forget()

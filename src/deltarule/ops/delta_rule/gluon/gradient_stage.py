@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from deltarule.ops.delta_rule.gluon import stage
 from deltarule.ops.delta_rule.gluon.gradients import fused_gradients_kernel
 from deltarule.ops.delta_rule.gluon.memory import CHUNK
 from deltarule.ops.delta_rule.gluon.stage import (
@@ -28,7 +29,12 @@ LEAST_PAIRS = 1
 def runs(call: Call) -> bool:
     """Whether it takes the gradients of this call: a function of shapes, types and the GPU."""
     q = call.inputs.q
-    if not q.is_cuda or architecture_at(q.device.index or 0) != HOPPER or not can(call):
+    if (
+        not stage.TRAINING
+        or not q.is_cuda
+        or architecture_at(q.device.index or 0) != HOPPER
+        or not can(call)
+    ):
         return False
     return call.plan.chunks * q.shape[2] >= LEAST_PAIRS * multiprocessors(q.device)
 

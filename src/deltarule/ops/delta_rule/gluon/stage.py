@@ -93,6 +93,12 @@ def why_not_form(inputs: Inputs) -> str | None:
     return None
 
 
+# Whether training takes these kernels: the forward that saves, and the gradients. They are 1.3
+# times as fast and within the yardstick where they were measured, but 7 of their 35 tests on a GPU
+# failed and none of the failures is explained: until all of them pass, Triton's stages train.
+TRAINING = False
+
+
 def pays(inputs: Inputs, plan: Plan, save: bool = False) -> bool:
     """Whether it is faster than the stages that it replaces: a function of shapes and the GPU.
 
@@ -100,7 +106,8 @@ def pays(inputs: Inputs, plan: Plan, save: bool = False) -> bool:
     timed it.
     """
     return (
-        not plan.per_segment
+        (TRAINING or not save)
+        and not plan.per_segment
         and not (save and inputs.beta is None and inputs.log_decay is None)
         and not (save and inputs.q.dtype != torch.bfloat16)
         and why_not(inputs) is None
