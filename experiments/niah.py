@@ -1,6 +1,6 @@
 """Needles in haystacks of repeated sentences and of prose, past the length that was trained."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +17,9 @@ from experiments.task_cell import Evaluation, TaskCell
 
 # Neither decay nor erase, one of them, both.
 SYSTEMS = ("linear_attention", "mamba2", "deltanet", "gated_deltanet")
+GATED = ("mamba2", "gated_deltanet")
+# Those that run with the papers' draw, too.
+DRAWN = ("mamba2",)
 NEEDLES: dict[str, tuple[Haystack, Value]] = {
     "S-NIAH-1": ("noise", "number"),
     "S-NIAH-2": ("prose", "number"),
@@ -60,6 +63,11 @@ class Form:
     steps: int
     lr: float
     dtype: Literal["float32", "bfloat16"]
+    norm_eps: float
+    longest_horizon: float | None = None
+    """In tokens, of the heads of gated systems; None is the papers' draw."""
+    drawn_seeds: tuple[int, ...] = ()
+    """Of further runs of `DRAWN`, which start by the papers' draw."""
     curriculum: Curriculum | None = None
     """Rows as short as the instructions allow at first: a state that forgets learns on those."""
 
@@ -69,10 +77,12 @@ FORMS: dict[Scale, Form] = {
         needles=("S-NIAH-1", "S-NIAH-2"), lengths=(256, 512, 1024, 2048, 4096), tested=100,
         training=Config("any", "number", length=256, instructions=False), seeds=(0,),
         hidden_size=64, num_heads=2, rows=16, steps=1200, lr=6e-3, dtype="float32",
+        norm_eps=1e-2,
     ),
     "gpu": Form(
         needles=tuple(NEEDLES), lengths=(1024, 2048, 4096, 8192), tested=500,
-        training=Config("any", "any", length=1024), seeds=(0, 1, 2), hidden_size=256, num_heads=4,
+        training=Config("any", "any", length=1024), seeds=(0, 1, 2),
+        hidden_size=256, num_heads=4, norm_eps=1e-5, longest_horizon=1024, drawn_seeds=(0, 1, 2),
         rows=32, steps=3000, lr=3e-3, dtype="bfloat16", curriculum=Curriculum(512, 1024, 1.0),
     ),
 }  # fmt: skip
@@ -82,7 +92,14 @@ HEAD_SIZE = 64
 def cells(scale: Scale) -> list[TaskCell]:
     """Every system and seed."""
     form = FORMS[scale]
-    return [make_cell(form, system, seed) for seed in form.seeds for system in SYSTEMS]
+    drawn = replace(form, longest_horizon=None)
+    spread = [make_cell(form, system, seed) for seed in form.seeds for system in SYSTEMS]
+    return spread + [
+        replace(cell, name=f"{system}-drawn-seed{seed}")
+        for seed in form.drawn_seeds
+        for system in DRAWN
+        for cell in [make_cell(drawn, system, seed)]
+    ]
 
 
 def make_cell(form: Form, system: str, seed: int) -> TaskCell:
@@ -98,7 +115,8 @@ def make_cell(form: Form, system: str, seed: int) -> TaskCell:
         model=ModelConfig(
             vocab_size=form.training.vocab_size, hidden_size=form.hidden_size, num_layers=2,
             layer_types=system, num_heads=form.num_heads, head_k_dim=HEAD_SIZE,
-            head_v_dim=HEAD_SIZE, conv_size=4, mlp_size=0, norm_eps=1e-2,
+            head_v_dim=HEAD_SIZE, conv_size=4, mlp_size=0, norm_eps=form.norm_eps,
+            longest_horizon=form.longest_horizon if system in GATED else None,
         ),
         rows=form.rows, watched_rows=64,
         optimizer=OptimizerOptions(lr=form.lr, min_lr_ratio=0.05, warmup_steps=50),
@@ -189,7 +207,25 @@ def table(scale: Scale, results: list[Result]) -> str:
             rows.append([needle, title_of(system), *(x or "-" for x in ours), *theirs])
     head = ["needle", "system", *(f"{n:,} bytes" for n in form.lengths)]
     head += [f"published, {n}K" for n in (1, 2, 4, 8)]
-    return f"{markdown_table(head, rows, results)}\n\n{REMARK}"
+    parts = [markdown_table(head, rows, results), starts(form, results), REMARK]
+    return "\n\n".join(part for part in parts if part)
+
+
+def starts(form: Form, results: list[Result]) -> str:
+    """What each run of a gated system started with, and where it ended; empty without such runs."""
+    needle, length = form.needles[0], form.lengths[0]
+    rows = [
+        [title_of(setting(run).removesuffix("-drawn")),
+         "the papers' draw" if "-drawn" in run.name else f"spread to {form.longest_horizon:,}",
+         run.name.rpartition("seed")[2],
+         "; ".join(", ".join(f"{x:,.0f}" for x in layer) for layer in run.figures["horizons"]),
+         f"{shares([run], needle, length)[0]:.1f}"]
+        for system in GATED for kind in (system, f"{system}-drawn")
+        for run in runs_of(results, kind) if run.figures.get("horizons")
+    ]  # fmt: skip
+    head = ["system", "heads start", "seed", "horizons in tokens, layer by layer"]
+    head += [f"{needle}, {length:,} bytes"]
+    return markdown_table(head, rows) if rows else ""
 
 
 REMARK = (
@@ -220,7 +256,7 @@ EXPERIMENT = Experiment(
     source="Gated DeltaNet (arXiv 2412.06464), table of S-NIAH; the task is RULER's",
     needs={
         "laptop": "4 cells of 4 to 5 minutes, 10 minutes on 2 cores",
-        "gpu": "12 cells, 3 minutes on one H200 with --workers 12",
+        "gpu": "15 cells, 6 minutes on one H200 with --workers 13",
     },
     cells=cells,
     draw=draw,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from deltarule.models import CausalLM, ModelConfig
+from deltarule.nn.gates import starting_horizons
 from deltarule.tasks import load_task
 from deltarule.train.labelled import LabelledJob, measure
 from deltarule.train.loop import LoopOptions, Trainer, evaluating
@@ -89,8 +90,8 @@ class TaskCell:
             `evaluations`: for each label what `train.labelled.measure` returns: `accuracy`,
             `sequence_accuracy`, `prefixes` where asked for, and the task's own figures;
             `curve`: [step, training loss, watched accuracy] of every short evaluation, the loss a
-            mean over the steps since the one before; `steps`, `stopped_early`, `parameters` and
-            `training_seconds`.
+            mean over the steps since the one before; `horizons`: in tokens, that each head of each
+            gated layer started with; `steps`, `stopped_early`, `parameters`, `training_seconds`.
 
         Raises:
             DivergedError: The loss is not finite.
@@ -99,6 +100,7 @@ class TaskCell:
         task = load_task(self.task)
         seed_everything(self.loop.seed)
         model = self.build()
+        horizons = starting_horizons(model)
         job = LabelledJob(
             task, self.training_rows(), Rows(self.evaluations[0].config, self.watched_rows),
             seed=self.loop.seed, accumulate=self.loop.accumulate, ahead=device.type == "cuda",
@@ -112,6 +114,7 @@ class TaskCell:
         return {
             "evaluations": {one.label: self.evaluate(model, one) for one in self.evaluations},
             "curve": curve(read_metrics(folder / "metrics.jsonl")),
+            "horizons": horizons,
             "steps": trainer.step,
             "stopped_early": trainer.step < self.loop.steps,
             "parameters": sum(p.numel() for p in model.parameters()),

@@ -325,7 +325,15 @@ def niah(t: Tables) -> dict[str, bool]:
     def published(system: str) -> Numbers:
         return [t("gpu", f"published, {x}", "S-NIAH-2", system)[0] for x in ("2K", "4K", "8K")]
 
-    kept = gpu("S-NIAH-2", "DeltaNet"), gpu("S-NIAH-3", "DeltaNet")
+    def drawn(column: str) -> list[Numbers]:
+        draw = "Mamba-2", "the papers' draw"
+        return [t("gpu", column, *draw, seed) for seed in ("0", "1", "2")]
+
+    def spread(system: str) -> tuple[int, int]:
+        return round(min(kept[system])), round(max(kept[system]))
+
+    systems = "DeltaNet", "Gated DeltaNet", "Mamba-2"
+    kept = {system: gpu("S-NIAH-2", system) for system in systems}
     return {
         "keeps 98 % of the values": laptop("S-NIAH-1", "DeltaNet", "4,096") == 98
         and laptop("S-NIAH-1", "Mamba-2", "4,096") == 0,
@@ -338,14 +346,21 @@ def niah(t: Tables) -> dict[str, bool]:
             gated > plain
             for gated, plain in zip(published("Gated DeltaNet"), published("DeltaNet"), strict=True)
         ),
-        "Two of three seeds of Gated DeltaNet and all of Mamba-2 never left chance": gpu(
-            "S-NIAH-1", "Gated DeltaNet", "1,024"
-        )[1:] == [0, 0]
-        and gpu("S-NIAH-1", "Mamba-2", "1,024") == [0, 0, 0],
-        "keeps 96 % of the numbers": gpu("S-NIAH-2", "Gated DeltaNet")[0] == 96,
-        "DeltaNet's seeds keep 86 to 99 %": (min(kept[0]), max(kept[0])) == (86, 99),
-        "80 % of the long values": round(gpu("S-NIAH-3", "Gated DeltaNet")[0]) == 80,
-        "DeltaNet keeps 8 to 63 %": (round(min(kept[1])), round(max(kept[1]))) == (8, 63),
+        "at least 98 % of the numbers": min(
+            gpu("S-NIAH-1", "Mamba-2", "1,024") + gpu("S-NIAH-1", "Gated DeltaNet", "1,024")
+            + gpu("S-NIAH-2", "Mamba-2", "1,024") + gpu("S-NIAH-2", "Gated DeltaNet", "1,024")
+        ) >= 98,
+        "118, 60 and 31 tokens": [max(x) for x in drawn("horizons in tokens, layer by layer")]
+        == [118, 60, 31],
+        "all three of its runs stay at chance": drawn("S-NIAH-1, 1,024 bytes") == [[0], [0], [0]],
+        "keeps 83 % of the numbers": round(max(kept["Gated DeltaNet"])) == 83,
+        "its worst 3 %": round(min(kept["Gated DeltaNet"])) == 3,
+        "DeltaNet's seeds keep 8 to 32 %": spread("DeltaNet") == (8, 32),
+        "Mamba-2's 25 to 52 %": spread("Mamba-2") == (25, 52),
+        "No system keeps the long": max(
+            share for name in ("Linear attention", "Mamba-2", "DeltaNet", "Gated DeltaNet")
+            for share in gpu("S-NIAH-3", name)
+        ) < 0.5,
     }  # fmt: skip
 
 
