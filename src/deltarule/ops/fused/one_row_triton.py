@@ -22,7 +22,7 @@ from deltarule.ops.runtime.sizes import cdiv, power_of_2
 # ruff: noqa: RUF005
 # mypy: disable-error-code="assignment"
 
-# Rows of W in a program, and channels that it reads at a time.
+# Rows of a 16-bit W in a program, and channels that it reads at a time.
 OF_PROGRAM, CHANNELS = 8, 1024
 # Tiles of W that are on their way at once.
 AHEAD = 4
@@ -116,11 +116,11 @@ def one_row(
     outputs, inputs = weight.shape
     y = torch.empty(outputs, dtype=x.dtype, device=x.device)
     constants = {
-        "I": inputs, "BO": OF_PROGRAM, "BI": min(CHANNELS, power_of_2(inputs)), "AHEAD": AHEAD,
+        "I": inputs, "BO": program(weight), "BI": min(CHANNELS, power_of_2(inputs)), "AHEAD": AHEAD,
         "GATED": up is not None, "ADDED": residual is not None, **chained(), **OPTIONS,
     }  # fmt: skip
     given = x, x if up is None else up, weight, residual, y, outputs
-    launch(one_row_kernel, (cdiv(outputs, OF_PROGRAM), 1, 1), given, constants)
+    launch(one_row_kernel, (cdiv(outputs, program(weight)), 1, 1), given, constants)
     return y
 
 
@@ -137,10 +137,15 @@ def normed_row(
     (heads, size), outputs = x.shape, weight.shape[0]
     y = torch.empty(outputs, dtype=x.dtype, device=x.device)
     constants = {
-        "H": heads, "V": size, "BO": OF_PROGRAM, "BH": power_of_2(heads), "BV": power_of_2(size),
+        "H": heads, "V": size, "BO": program(weight), "BH": power_of_2(heads), "BV": power_of_2(size),
         "ACTIVATION": act, "ADDED": residual is not None, **chained(), **OPTIONS,
     }  # fmt: skip
     strides = x.stride(0), 0 if gate is None else gate.stride(0)
     given = x, gate, scale, weight, residual, y, outputs, eps, *strides
-    launch(normed_row_kernel, (cdiv(outputs, OF_PROGRAM), 1, 1), given, constants)
+    launch(normed_row_kernel, (cdiv(outputs, program(weight)), 1, 1), given, constants)
     return y
+
+
+def program(weight: Tensor) -> int:
+    """Rows of W in a program: as many bytes whatever the dtype."""
+    return OF_PROGRAM * 2 // weight.element_size()
