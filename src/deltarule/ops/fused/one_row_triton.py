@@ -138,7 +138,8 @@ def normed_row(
     y = torch.empty(outputs, dtype=x.dtype, device=x.device)
     constants = {
         "H": heads, "V": size, "BO": program(weight), "BH": power_of_2(heads),
-        "BV": power_of_2(size), "ACTIVATION": act, "ADDED": residual is not None, **chained(), **OPTIONS,
+        "BV": power_of_2(size), "ACTIVATION": act, "ADDED": residual is not None,
+        **chained(), **OPTIONS,
     }  # fmt: skip
     strides = x.stride(0), 0 if gate is None else gate.stride(0)
     given = x, gate, scale, weight, residual, y, outputs, eps, *strides
