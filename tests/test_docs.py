@@ -75,7 +75,7 @@ def test_every_page_is_in_the_navigation():
     assert not missing
 
 
-@pytest.mark.parametrize("module", ["", ".nn", ".models", ".parallel", ".hf"])
+@pytest.mark.parametrize("module", ["", ".nn", ".models", ".parallel", ".hf", ".serve"])
 def test_every_public_name_has_its_reference(module):
     """`::: path` on a page stands for the docstring there, which the site draws."""
     if not needs_no_missing_extra(f"deltarule{module}"):
