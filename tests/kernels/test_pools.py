@@ -48,7 +48,7 @@ def inputs_of(case: Case) -> Inputs:
 
 
 ROWS = (3, 0, 1, 2)
-SLOTS = torch.tensor([[1, 2, 3], [4, 5, 6], [0, 8, 9], [10, 0, 11]], dtype=torch.int32)
+SLOTS = torch.tensor([[1, 2, 3], [4, 5, 6], [-3, 8, 9], [10, 0, 11]], dtype=torch.int32)
 
 
 @pytest.mark.parametrize("logits", [False, True])
