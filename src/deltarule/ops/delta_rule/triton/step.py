@@ -115,10 +115,10 @@ def recurrent_step_kernel(
             b_q *= tl.rsqrt(tl.sum(b_q * b_q) + EPSILON)
         # The free erase reads the state before its decay.
         if ERASE == "free":
-            o_a = row * s_a_b + (first + t) * s_a_t + i_h * s_a_h + o_k
-            o_b = row * s_b_b + (first + t) * s_b_t + i_h * s_b_h + o_k
-            b_a = tl.load(a + o_a, mask=m_k, other=0.0)
-            b_b = tl.load(b + o_b, mask=m_k, other=0.0)
+            p_a = a + row * s_a_b + (first + t) * s_a_t + i_h * s_a_h
+            b_a = tl.load(p_a + o_k, mask=m_k, other=0.0)
+            p_b = b + row * s_b_b + (first + t) * s_b_t + i_h * s_b_h
+            b_b = tl.load(p_b + o_k, mask=m_k, other=0.0)
             b_read = tl.sum(b_s * b_a.to(tl.float32)[None, :], axis=1)
         o_g = row * s_decay_b + (first + t) * s_decay_t + i_h * s_decay_h
         if DECAY == "head":
