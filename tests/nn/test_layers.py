@@ -210,7 +210,7 @@ def test_retnet_refuses_odd_keys():
         nn.RetNet(HIDDEN, num_heads=2, head_k_dim=3)
 
 
-UNGATED = ("linear_attention", "gated_rfa", "hgrn2", "deltanet", "delta_product")
+UNGATED = ("linear_attention", "gated_rfa", "hgrn2", "deltanet", "delta_product", "block_deltanet")
 SHIFTED = ("rwkv6", "rwkv7")
 NO_CONVOLUTION = (
     "linear_attention", "gated_rfa", "retnet", "gated_retnet", "lightning", "gla", "gate_loop",
