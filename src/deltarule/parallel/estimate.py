@@ -13,7 +13,6 @@ from typing import NamedTuple
 from deltarule.parallel.machine import (
     ATTENTION_FLOPS,
     KEPT_BYTES,
-    KEPT_CONTEXT_BYTES,
     LONG_ROWS,
     MATRIX_FLOPS,
     OPERATOR_S,
@@ -167,8 +166,7 @@ def memory(size: Size, d: Division, tokens: float) -> float:
     if d.shard * d.context > 1:
         gathered = (6 * size.layer_parameters + 4 * size.vocabulary * size.hidden) / d.tensor
     # Heads split the inside of a block, not the stream between blocks.
-    kept = KEPT_BYTES + (KEPT_CONTEXT_BYTES if d.context > 1 else 0)
-    inside = (1 if d.checkpointing else size.layers) * kept * (0.3 + 0.7 / d.tensor)
+    inside = (1 if d.checkpointing else size.layers) * KEPT_BYTES * (0.3 + 0.7 / d.tensor)
     between = 2 * size.layers if d.checkpointing else 0
     logits = 6 * tokens * size.vocabulary / d.tensor
     return held + gathered + tokens * size.hidden * (inside + between) + logits + OVERHEAD

@@ -16,16 +16,16 @@ SPLIT_PRODUCTS = 1.3
 # Seconds a token and head of 128 x 128, gated delta rule, forward and backward; and how much longer
 # where rows are few and long, so that the kernels split them.
 OPERATOR_S, LONG_ROWS = 2.48e-9, 1.65
-# The same for what a context adds: passes with the transition's channels, and what they read.
-TRANSITION_S = 6.2e-9
+# The same for what a context adds: what the segments of a long row tell the other processes.
+TRANSITION_S = 1.8e-9
 # Seconds a token, layer and channel: norms, convolutions, SwiGLU, casts and the loss.
 REST_S = 4.7e-11
 # Seconds a parameter held: AdamW moves 26 bytes.
 OPTIMIZER_S = 26e-12
 # Seconds a parameter that gathering and reducing it copies, beside what travels.
 SHARDING_S = 35e-12
-# Bytes a token, layer and channel that are kept for the backward, and what a context adds to them.
-KEPT_BYTES, KEPT_CONTEXT_BYTES = 36.5, 14.0
+# Bytes a token, layer and channel that are kept for the backward.
+KEPT_BYTES = 36.5
 # FLOP/s of softmax attention, forward and backward (public figures of FlashAttention-3).
 ATTENTION_FLOPS = 480e12
 # Peak of the matrix units in bfloat16, for the share of it that is used.
