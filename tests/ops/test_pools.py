@@ -4,8 +4,10 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.library import opcheck
 
 from deltarule import BetaLogits, DecayLogits, pack
+from deltarule.ops.serving.step import step_op
 from deltarule.serve import pool_prefill, pool_step
 from oracle import Case, make_case
 from tolerance import assert_close
@@ -193,6 +195,31 @@ def test_gates_of_ragged_rows_come_as_logits(impl, lower_bound) -> None:
     rows = {"accepted": torch.tensor(ACCEPTED), "cu_seqlens": pack(ROWS), "null_index": 0}
     o = pool_step(**given, state=pool, state_indices=torch.tensor(DRAFTED), impl=impl, **rows)
     check_drafts(made, before, pool, o)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_opcheck_of_the_step(kind) -> None:
+    case = kind_case(kind, ROWS)
+    x, pool = case.tensors, pool_of(case, 15).contiguous()
+    log_decay = x["log_decay"]
+    given = (*(x[name] for name in ("q", "k", "v", "beta", "a", "b")), log_decay, pool)
+    out, rows = torch.zeros(1, 9, 4, 6).double(), (torch.tensor(DRAFTED), torch.tensor(ACCEPTED))
+    options = case.n_steps, 0.5, case.normalize_qk, 0, "torch"
+    opcheck(step_op, (*given, out, *rows, pack(ROWS), None, None, *options))
+
+
+def test_a_compiled_step_writes_the_pool() -> None:
+    case = make_case("head", "tied", lengths=ROWS)
+    pools = [pool_of(case, 15).contiguous() for _ in range(2)]
+    pools[1].copy_(pools[0])
+    rows = {"accepted": torch.tensor(ACCEPTED), "cu_seqlens": pack(ROWS), "null_index": 0}
+
+    def step(pool: torch.Tensor) -> torch.Tensor:
+        return pool_step(**arguments(case), state=pool, state_indices=torch.tensor(DRAFTED), **rows)
+
+    o = step(pools[0])
+    assert torch.equal(torch.compile(step, fullgraph=True, backend="aot_eager")(pools[1]), o)
+    assert torch.equal(*pools)
 
 
 Q = torch.zeros(1, 4, 2, 4)

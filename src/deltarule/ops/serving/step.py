@@ -1,5 +1,6 @@
 """A few tokens for each of many requests: rows of any lengths, drafted tokens with their slots."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from deltarule.ops.delta_rule.inputs import Inputs, check_arguments
 from deltarule.ops.delta_rule.step import STATE_DTYPES, Step
 from deltarule.ops.delta_rule.step import why_not_triton as why_not_step
 from deltarule.ops.delta_rule.torch.step import recurrent_step as torch_step
-from deltarule.ops.dispatch import Impl, Implementation, Table, always, choose
+from deltarule.ops.dispatch import Impl, Implementation, Table, always, are_plain_eager, choose
 from deltarule.ops.serving import definition
 from deltarule.ops.serving.inputs import (
     check_indices,
@@ -214,8 +215,6 @@ def run_triton(step: PoolStep) -> None:
     offsets = inputs.cu_seqlens
     rows = Rows(None if offsets is None else offsets.to(state.device), accepted, out)
     recurrent_step(inputs, state, slots.contiguous(), null_index, maps, None, rows)
-    # A kernel's write goes past autograd, which must not use a pool that it saved before.
-    torch.autograd.graph.increment_version(state)
 
 
 def run_reference_step(step: PoolStep) -> None:
@@ -234,9 +233,45 @@ def why_not_triton(step: PoolStep) -> str | None:
     return why_not_step(Step(step.inputs, step.state, step.slots, step.null_index, step.maps))
 
 
+BACKENDS = {"triton": run_triton, "torch": run_torch}
+
+
+def registered(backend: str) -> Callable[[PoolStep], None]:
+    """A backend behind the registered operator."""
+
+    def run(step: PoolStep) -> None:
+        inputs, maps, state, slots, accepted, null_index, out = step
+        tensors = *inputs[:7], state, out, slots, accepted, inputs.cu_seqlens, *maps[:2]
+        if not are_plain_eager(tensors):
+            step_op(*tensors, *inputs[9:12], null_index, backend, *maps[2:])
+            return
+        BACKENDS[backend](step)
+        # A kernel's write goes past autograd, which must not use what it saved before.
+        for written in (state, out):
+            torch.autograd.graph.increment_version(written)
+
+    return run
+
+
+@torch.library.custom_op("deltarule::pool_step", mutates_args=("state", "out"))
+def step_op(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, a: Tensor | None, b: Tensor | None,
+    log_decay: Tensor | None, state: Tensor, out: Tensor, slots: Tensor, accepted: Tensor | None,
+    cu_seqlens: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None, n_steps: int,
+    scale: float, normalize_qk: bool, null_index: int, backend: str,
+    beta_max: float | None = None, lower_bound: float | None = None,
+) -> None:  # fmt: skip
+    """The registered operator behind `pool_step`."""
+    inputs = Inputs(
+        q, k, v, beta, a, b, log_decay, None, cu_seqlens, n_steps, scale, normalize_qk, False
+    )
+    maps = GateMaps(A_log, dt_bias, beta_max, lower_bound)
+    BACKENDS[backend](PoolStep(inputs, maps, state, slots, accepted, null_index, out))
+
+
 # In the order in which impl="auto" prefers them.
 STEPS: Table[PoolStep, None] = {
-    "triton": Implementation(why_not=why_not_triton, run=run_triton),
-    "torch": Implementation(why_not=always, run=run_torch),
+    "triton": Implementation(why_not=why_not_triton, run=registered("triton")),
+    "torch": Implementation(why_not=always, run=registered("torch")),
     "reference": Implementation(why_not=always, run=run_reference_step),
 }
