@@ -7,8 +7,9 @@ import torch
 from torch.library import opcheck
 
 from deltarule import BetaLogits, DecayLogits, pack
+from deltarule.ops.serving.pool import read_op, write_op
 from deltarule.ops.serving.step import step_op
-from deltarule.serve import pool_prefill, pool_step
+from deltarule.serve import pool_convolution, pool_prefill, pool_step
 from oracle import Case, make_case
 from tolerance import assert_close
 
@@ -206,6 +207,29 @@ def test_opcheck_of_the_step(kind) -> None:
     out, rows = torch.zeros(1, 9, 4, 6).double(), (torch.tensor(DRAFTED), torch.tensor(ACCEPTED))
     options = case.n_steps, 0.5, case.normalize_qk, 0, "torch"
     opcheck(step_op, (*given, out, *rows, pack(ROWS), None, None, *options))
+
+
+def test_opcheck_of_reading_and_writing() -> None:
+    pool, slots = torch.randn(5, 2, 3), torch.tensor([3, -1])
+    opcheck(read_op, (pool, slots, -1, torch.float16))
+    opcheck(write_op, (pool, slots, -1, torch.randn(2, 2, 3)))
+
+
+def test_a_compiled_prefill_writes_the_pool() -> None:
+    case, taps = make_case("head", "tied", lengths=ROWS), torch.randn(6, 4)
+    pools, inputs = torch.randn(9, 4, 6, 8).double().repeat(2, 1, 1, 1, 1), torch.zeros(2, 9, 3, 6)
+    slots, x = torch.tensor([4, 5, -1, 0, 2]), torch.randn(1, 9, 6)
+
+    def run(place: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = {"state_indices": slots, "cu_seqlens": pack(ROWS)}
+        y = pool_convolution(x, taps, state=inputs[place], **rows)
+        return pool_prefill(**arguments(case), state=pools[place], **rows).o, y
+
+    expected = run(0)
+    found = torch.compile(run, fullgraph=True, backend="aot_eager")(1)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert torch.equal(*pools)
+    assert torch.equal(*inputs)
 
 
 def test_a_compiled_step_writes_the_pool() -> None:
