@@ -88,6 +88,15 @@ def test_sglang_extends_and_hands_out_the_states_of_chunks() -> None:
     close(states[0], torch.stack([x.double() for x in wanted]))
 
 
+def test_chunks_are_counted_anew_where_offsets_change_in_place() -> None:
+    offsets = torch.tensor([0, 70, 71])
+    starts = sglang.chunk_starts(offsets)
+    assert starts.tolist() == [0, 64, 70]
+    assert sglang.chunk_starts(offsets) is starts
+    offsets[1] = 64
+    assert sglang.chunk_starts(offsets).tolist() == [0, 64]
+
+
 def check_decoded(given, o, pool, before, slots, null: int) -> None:
     for row, slot in enumerate(slots):
         if slot <= null:

@@ -39,6 +39,8 @@ class _Chunks(NamedTuple):
     """The offsets that were last asked for, and where their chunks begin."""
 
     offsets: ref[Tensor]
+    # How often they had been written.
+    version: int
     borders: Tensor
 
 
@@ -47,11 +49,11 @@ _last: list[_Chunks] = []
 
 def chunk_starts(offsets: Tensor) -> Tensor:
     """The first token of every 64 of every sequence: read once for all layers of a pass."""
-    if _last and _last[0].offsets() is offsets:
+    if _last and _last[0].offsets() is offsets and _last[0].version == offsets._version:
         return _last[0].borders
     starts = [x for first, end in pairwise(offsets.tolist()) for x in range(first, end, CHUNK_ROWS)]
     borders = torch.tensor(starts, dtype=torch.int64).to(offsets.device)
-    _last[:] = [_Chunks(ref(offsets), borders)]
+    _last[:] = [_Chunks(ref(offsets), offsets._version, borders)]
     return borders
 
 
