@@ -1,9 +1,11 @@
 """The pages of the rules say what the table says."""
 
+import json
 from pathlib import Path
 
 import pytest
 
+from deltarule.models import FAMILIES
 from deltarule.nn import MIXERS, RULES, SYSTEMS
 from deltarule.nn.table import backed_by, facts, markdown
 
@@ -48,3 +50,13 @@ def test_every_row_names_the_test_that_backs_it(system):
 def test_every_page_belongs_to_a_row():
     pages = {row.page or row.name for row in SYSTEMS.values()}
     assert {page.stem for page in PAGES.glob("*.md")} == {*pages, "README"}
+
+
+def test_the_readme_counts_what_there_is():
+    root = PAGES.parents[1]
+    readme = " ".join((root / "README.md").read_text().split())
+    assert f"layers of {len(SYSTEMS)} published systems" in readme
+    assert f"checkpoints of {len(FAMILIES)} model types" in readme
+    steps = json.loads((root / "docs/figures/steps_h200.json").read_text())
+    found = [row["ms_per_token"] for row in steps["decode"] if "ms_per_token" in row]
+    assert any(f"generates a token in {ms:.2f} ms" in readme for ms in found)
