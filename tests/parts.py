@@ -12,12 +12,12 @@ PARTS = {
     "ahead": r"kernels/test_(compile|operators|steps)_ahead\.py",
     "processes": r"doctor/|experiments/test_reproduce\.py|bench/test_processes\.py"
     r"|parallel/|train/test_checkpoint\.py::.*(kill|process)|cli/test_cli\.py::.*(process|signal)"
-    r"|test_package\.py::.*process",
+    r"|test_package\.py::.*process|train/test_token_shards\.py::.*memory",
     "compiler": r".*::.*(compile|opcheck|fullgraph|export)",
     "interpreter": r"kernels/test_(triton|segments|spanning|windows|recording|first_call|ttt|mesa"
     r"|selective_scan|neighbours|pools).*\.py",
-    "grid": r"nn/test_(mixers|training|kept_on_gpu)\.py|ops/test_(properties|on_gpu)\.py"
-    r"|models/test_train_options\.py"
+    "grid": r"nn/test_(mixers|training|kept_on_gpu|transforms)\.py"
+    r"|nn/test_rules\.py::test_gradients|ops/test_(properties|on_gpu)\.py|models/test_(train_options|drafted)\.py"
     r"|ops/test_(selective_scan|registered)\.py::test_gradcheck",
 }
 # Parts of which the first case of every test stays in the default run.

@@ -125,7 +125,7 @@ def test_multi_head_hyena_as_its_authors_sum_it(impl):
     assert relative_rms(o, hyena.multi_head(q, k, v, h)) <= 1e-12
 
 
-def test_registered():
+def test_opcheck_of_the_operator():
     given = make(1, 5, 3)
     tensors = given["v"], given["taps"], given["q"], given["k"]
     leaves = [x.requires_grad_() for x in tensors]
