@@ -307,7 +307,7 @@ def test_no_tokens(name):
 X = torch.zeros(2, 4, HIDDEN)
 BAD_CALLS = {
     "x must be a tensor": {"x": [[0.0]]},
-    r"x must be a tensor \[B, T, hidden_size\], got \[4, 32\]": {"x": X[0]},
+    r"x must have 3 axes \[B, T, hidden_size\], got \[4, 32\]": {"x": X[0]},
     "x must have hidden_size=32": {"x": X[..., 1:]},
     r"x must be torch.float32 like the layer's weights, got torch.float64: cast one": {
         "x": X.double()
