@@ -18,7 +18,8 @@ PARTS = {
     r"|selective_scan|neighbours|pools).*\.py",
     "grid": r"nn/test_(mixers|training|kept_on_gpu|transforms)\.py"
     r"|nn/test_rules\.py::test_gradients|ops/test_(properties|on_gpu)\.py|models/test_(train_options|drafted)\.py"
-    r"|ops/test_(selective_scan|registered)\.py::test_gradcheck",
+    r"|ops/test_(selective_scan|registered)\.py::test_gradcheck|ops/test_mesa\.py::test_converges"
+    r"|ops/test_without_numbers\.py::test_mesa|ops/test_neighbours\.py",
 }
 # Parts of which the first case of every test stays in the default run.
 SAMPLED = ("interpreter", "grid")
