@@ -16,11 +16,14 @@ from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import JITFunction
+
+from deltarule.ops.delta_rule.gluon.stage import FusedLaunch
 
 TYPES = {
     "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
@@ -507,6 +510,20 @@ def interpreted(kernel: Any, machine: Machine, known: dict[Any, Any] | None = No
         elif isinstance(x, type):
             names[name] = x
     return function
+
+
+def interpret_launches(monkeypatch: pytest.MonkeyPatch, seed: Callable[[], int]) -> None:
+    """Launches of fused kernels go through the interpreter, in an order drawn from the seed."""
+
+    def call(self: Any, grid: tuple[int, ...], *arguments: Any) -> None:
+        named = dict(zip(self.kernel.arg_names, arguments, strict=False))
+        for place, width, tile in self.tiles:
+            name = self.kernel.arg_names[place]
+            named[name] = Descriptor(named[name].view(-1, width), tile)
+        known = {name: x for name, x in self.constants.items() if name in self.kernel.arg_names}
+        run(self.kernel, grid[0], named | known, seed())
+
+    monkeypatch.setattr(FusedLaunch, "__call__", call)
 
 
 def run(

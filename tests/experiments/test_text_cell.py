@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 import torch
 
+from crash import crash_at
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.train.data import encode_documents
 from deltarule.train.documents import DataError
 from deltarule.train.evaluate import bits_per_byte
-from deltarule.train.loop import LoopOptions, Trainer
+from deltarule.train.loop import LoopOptions
 from deltarule.train.optimizer import OptimizerOptions
 from experiments.text_cell import TextCell
 from experiments.text_rows import TextRows, held_out_rows, measure, rows_at
@@ -50,19 +51,8 @@ def test_it_trains_and_measures_by_position(cell, tmp_path):
 
 
 def test_a_stopped_run_goes_on_to_the_same_figures(cell, tmp_path, monkeypatch):
-    class Stop(Exception):
-        pass
-
-    def stop(trainer, metrics, progress, step=Trainer._step):
-        if trainer.step == 25:
-            raise Stop
-        step(trainer, metrics, progress)
-
     straight = cell.run(tmp_path / "straight", CPU)
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_step", stop)
-        with pytest.raises(Stop):
-            cell.run(tmp_path / "stopped", CPU)
+    crash_at(25, monkeypatch, lambda: cell.run(tmp_path / "stopped", CPU))
     again = cell.run(tmp_path / "stopped", CPU)
     for name in ("evaluations", "curve", "tokens", "parameters"):
         assert again[name] == straight[name]

@@ -10,13 +10,12 @@ from promised import promised
 
 promised("triton")
 
-import gluon_interpreter
 from deltarule import pack
 from deltarule.ops.delta_rule import chunked, definition
 from deltarule.ops.delta_rule.gluon import stage
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.plan import Call, new_plan
-from gluon_interpreter import Descriptor, Machine, Memory
+from gluon_interpreter import Machine, Memory, interpret_launches
 from oracle import Case, make_case, run_module
 from tolerance import assert_close_to_yardstick
 
@@ -33,16 +32,7 @@ ORDER = Seeded(0)
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch) -> None:
     """Launches of the fused kernel go through the interpreter."""
-
-    def call(self: Any, grid: tuple[int, ...], *arguments: Any) -> None:
-        named = dict(zip(self.kernel.arg_names, arguments, strict=False))
-        for place, width, tile in self.tiles:
-            name = self.kernel.arg_names[place]
-            named[name] = Descriptor(named[name].view(-1, width), tile)
-        known = {name: x for name, x in self.constants.items() if name in self.kernel.arg_names}
-        gluon_interpreter.run(self.kernel, grid[0], named | known, ORDER.seed)
-
-    monkeypatch.setattr(stage.FusedLaunch, "__call__", call)
+    interpret_launches(monkeypatch, lambda: ORDER.seed)
 
 
 def case_of(decay: str = "head", erase: str = "tied", **options: Any) -> Case:

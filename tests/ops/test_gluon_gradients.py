@@ -10,14 +10,12 @@ from promised import promised
 
 promised("triton")
 
-import gluon_interpreter
 from deltarule.ops.delta_rule import chunked, definition
 from deltarule.ops.delta_rule.gluon import gradient_stage, stage
-from deltarule.ops.delta_rule.gluon.stage import FusedLaunch
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.passes import kept_shapes
 from deltarule.ops.delta_rule.triton.plan import WHOLE, Call, Window, new_plan
-from gluon_interpreter import Descriptor
+from gluon_interpreter import interpret_launches
 from oracle import Case, make_case, run_module, weights
 from tolerance import assert_close_to_yardstick, relative_rms
 
@@ -28,16 +26,7 @@ PROGRAMS, SEED = 3, 0
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch) -> None:
     """Launches go through the interpreter, on a GPU of a few multiprocessors."""
-
-    def call(self: Any, grid: tuple[int, ...], *arguments: Any) -> None:
-        named = dict(zip(self.kernel.arg_names, arguments, strict=False))
-        for place, width, tile in self.tiles:
-            name = self.kernel.arg_names[place]
-            named[name] = Descriptor(named[name].view(-1, width), tile)
-        known = {name: x for name, x in self.constants.items() if name in self.kernel.arg_names}
-        gluon_interpreter.run(self.kernel, grid[0], named | known, SEED)
-
-    monkeypatch.setattr(FusedLaunch, "__call__", call)
+    interpret_launches(monkeypatch, lambda: SEED)
     monkeypatch.setattr(gradient_stage, "multiprocessors", lambda device: PROGRAMS)
 
 

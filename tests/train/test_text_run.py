@@ -7,9 +7,10 @@ import json
 import pytest
 import torch
 
+from crash import crash_at
 from deltarule.models import CausalLM
 from deltarule.train.documents import DataError
-from deltarule.train.loop import LoopOptions, Trainer
+from deltarule.train.loop import LoopOptions
 from deltarule.train.metrics import read_metrics
 from deltarule.train.optimizer import OptimizerOptions
 from deltarule.train.report import EvalRun, evaluate_run
@@ -70,19 +71,8 @@ def test_the_saved_model_is_the_trained_one(folder, run):
 
 
 def test_a_run_stopped_half_way_resumes_to_the_same_model(folder, run, monkeypatch):
-    class Stop(Exception):
-        pass
-
-    def stop(trainer, metrics, progress, step=Trainer._step):
-        if trainer.step == 41:
-            raise Stop
-        step(trainer, metrics, progress)
-
     half = dataclasses.replace(run, name="half")
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_step", stop)
-        with pytest.raises(Stop):
-            train_text(half)
+    crash_at(41, monkeypatch, lambda: train_text(half))
     train_text(dataclasses.replace(half, resume=True))
     straight = (folder / "model.safetensors").read_bytes()
     assert (run.runs / "half" / "model.safetensors").read_bytes() == straight
@@ -170,19 +160,8 @@ def test_eval_never_measures_on_training_data_unsaid(folder, run, tmp_path, caps
 
 
 def test_a_stopped_run_generates_and_is_evaluated(folder, run, capsys, monkeypatch):
-    class Stop(Exception):
-        pass
-
-    def stop(trainer, metrics, progress, step=Trainer._step):
-        if trainer.step == 41:
-            raise Stop
-        step(trainer, metrics, progress)
-
     cut = dataclasses.replace(run, name="cut")
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_step", stop)
-        with pytest.raises(Stop):
-            train_text(cut)
+    crash_at(41, monkeypatch, lambda: train_text(cut))
     made = run.runs / "cut"
     assert not (made / "model.safetensors").exists()
     options = {"prompt": "99 b", "max_new_tokens": 12, "temperature": 0.0}

@@ -308,14 +308,13 @@ class DeltaMixer(Mixer):
         arguments, carry = self.rule.arguments(projections, self.carry(call))
         arguments = silence_padding(arguments, call.layout.real, n_steps=self.n_steps)
         before = call.before["recurrent"]
-        if call.layout.context is None and decodes(
-            call.x, call.layout.cu_seqlens, (*arguments.values(), before)
-        ):
+        layout, others = call.layout, (*arguments.values(), before)
+        if call.decoding or (layout.context is None and decodes(call.x, layout.cu_seqlens, others)):
             o, state = self.step(arguments, call)
         else:
             o, final_state = OPERATORS[self.rule.operator](
                 **arguments,
-                **call.layout.spans,
+                **layout.spans,
                 initial_state=before,
                 save_states=self.save_states,
             )

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.checks import check_dense, shape
+from deltarule.ops.checks import check_dense, check_no_gradient, shape
 from deltarule.ops.delta_rule.gate_logits import BetaLogits, DecayLogits, given_gates, with_logits
 from deltarule.ops.delta_rule.gate_maps import NO_MAPS, GateMaps
 from deltarule.ops.delta_rule.implementations import Request, run_reference
@@ -130,11 +130,7 @@ def check_step(step: "Step") -> None:
         )
     check_slots(state, state_indices, null_index, batch=inputs.q.shape[0])
     check_states(step)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in step.tensors):
-        raise ValueError(
-            "recurrent_step has no gradient, got an argument that requires one: "
-            "call it under torch.no_grad(), or use delta_rule or dplr"
-        )
+    check_no_gradient("recurrent_step", step.tensors)
 
 
 def check_states(step: "Step") -> None:

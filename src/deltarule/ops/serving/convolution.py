@@ -6,13 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltarule.ops.checks import check_axes, check_cu_seqlens, shape
+from deltarule.ops.checks import check_axes, check_cu_seqlens, check_no_gradient, shape
 from deltarule.ops.dispatch import Impl, Implementation, Table, always, choose, why_not_fused
 from deltarule.ops.fused import short_conv as fused
 from deltarule.ops.serving import definition
 from deltarule.ops.serving.inputs import (
     check_indices,
-    check_no_gradient,
     check_out,
     check_pool,
     offsets_of,

@@ -1,4 +1,4 @@
-"""What every function on a pool checks: its slots, its offsets, and that there is no gradient."""
+"""What every function on a pool checks: its slots and its offsets."""
 
 from collections.abc import Iterable, Sequence
 
@@ -51,15 +51,6 @@ def check_out(out: Tensor | None, like: Tensor, expected: Sequence[int]) -> None
         raise ValueError(
             f"out must be contiguous, {list(expected)} and {like.dtype}, got {shape(out)} in "
             f"{out.dtype}"
-        )
-
-
-def check_no_gradient(function: str, tensors: Iterable[Tensor | None]) -> None:
-    """What is written in place has no gradient."""
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        raise ValueError(
-            f"{function} has no gradient, got an argument that requires one: call it under "
-            "torch.no_grad(), or use delta_rule or dplr"
         )
 
 

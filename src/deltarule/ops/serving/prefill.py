@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.checks import shape
+from deltarule.ops.checks import check_no_gradient, shape
 from deltarule.ops.chunks import CHUNK_ROWS
 from deltarule.ops.delta_rule.implementations import (
     BACKENDS,
@@ -20,7 +20,6 @@ from deltarule.ops.dispatch import Impl, choose, first_that_runs
 from deltarule.ops.serving import definition
 from deltarule.ops.serving.inputs import (
     check_indices,
-    check_no_gradient,
     check_out,
     check_pool,
     offsets_of,

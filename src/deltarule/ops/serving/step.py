@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.checks import shape
+from deltarule.ops.checks import check_no_gradient, shape
 from deltarule.ops.delta_rule.gate_logits import BetaLogits, DecayLogits, given_gates, with_logits
 from deltarule.ops.delta_rule.gate_maps import GateMaps
 from deltarule.ops.delta_rule.implementations import Request, run_reference
@@ -18,7 +18,6 @@ from deltarule.ops.dispatch import Impl, Implementation, Table, always, are_plai
 from deltarule.ops.serving import definition
 from deltarule.ops.serving.inputs import (
     check_indices,
-    check_no_gradient,
     check_out,
     check_pool,
     offsets_of,
