@@ -3,6 +3,7 @@
 import textwrap
 
 import budgets
+import call_length
 import clones
 import interfaces
 import pytest
@@ -61,6 +62,19 @@ def test_a_folder_has_a_budget_and_kernels_may_be_long(source, capsys):
     (source / "more.py").write_text("x = 1\n" * 200)
     assert budgets.main() == 1
     assert "src: 701 lines, at most 600" in capsys.readouterr().out
+
+
+def test_a_call_enters_the_files_whose_functions_run(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "entered_first.py").write_text("import entered_second\n\ndef f(x):\n    return x\n")
+    (tmp_path / "entered_second.py").write_text("def g():\n    return 1\n")
+
+    def call():
+        from entered_first import f
+
+        return max([1], key=f)
+
+    assert call_length.entered(call, tmp_path) == {"entered_first.py": 4}
 
 
 def test_median_budget(source):
