@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextForgetGate
+from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearForgetGate
 
 from deltarule.models import CausalLM, CheckpointError
 from deltarule.models.convert.copy import convert
@@ -119,6 +121,22 @@ def test_the_round_trip_is_bit_equal_and_transformers_reads_it(case, tmp_path):
         expected = theirs(x, use_cache=False).logits
         # Its chunks may have another size.
         close(again(x, use_cache=False).logits, expected)
+
+
+def test_kimi_linear_with_a_lower_bound_of_its_decay(monkeypatch, tmp_path):
+    theirs = tiny("kimi_linear")
+    theirs.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / CONFIG).read_text())
+    bounded = config | {"linear_attn_config": {"gate_lower_bound": -5.0}}
+    (tmp_path / CONFIG).write_text(json.dumps(bounded))
+    # transformers has that gate in another family, whose parameters are the same.
+    monkeypatch.setattr(KimiLinearForgetGate, "safe_gate_lower_bound", -5.0, raising=False)
+    monkeypatch.setattr(KimiLinearForgetGate, "forward", Glm5NextTextForgetGate.forward)
+    ours, x = CausalLM.load(tmp_path), tokens(2, 40)
+    with torch.no_grad():
+        close(ours(x)[0], theirs(x, use_cache=False).logits)
+    with pytest.raises(ValueError, match=r"no word for this model; .*gate_lower_bound=-5.0 \(None"):
+        ours.save(tmp_path / "again", "kimi_linear")
 
 
 def test_gradients_reach_every_parameter(case):

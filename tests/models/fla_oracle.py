@@ -124,7 +124,9 @@ def kda(x, w, config):
     v = stream(x, w, "v", V)
     q, k = (per_head(unit(stream(x, w, name, K)), v.shape[2]) for name in "qk")
     logits = x @ w["f_proj.0.weight"].T @ w["f_proj.1.weight"].T + w["dt_bias"]
-    decay = -w["A_log"].exp()[:, None] * F.softplus(logits.unflatten(-1, (-1, K)))
+    logits, rate = logits.unflatten(-1, (-1, K)), w["A_log"].exp()[:, None]
+    bound = config.get("lower_bound")
+    decay = -rate * F.softplus(logits) if bound is None else bound * torch.sigmoid(rate * logits)
     o = recurrence(q, k, v, beta=strength(x, w, config), log_decay=decay)
     return finish(o, x, w, config, gate=torch.sigmoid)
 

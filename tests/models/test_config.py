@@ -78,6 +78,10 @@ def test_fields_cannot_change():
         (EXPERTS | {"n_group": 4}, "n_group=4 leaves groups of fewer than two experts"),
         (EXPERTS | {"shared_expert_gate": True}, "shared_expert_gate means nothing without"),
         ({"kv_lora_rank": 8}, "kv_lora_rank=8 means nothing without attention in layer_types"),
+        (
+            {"gate_lower_bound": 1.0, "layer_types": "kda"},
+            "gate_lower_bound must be None or a finite number < 0, got 1.0",
+        ),
         ({"output_gate_bias": False}, "output_gate_bias=False means nothing without kda"),
         ({"low_rank_dims": (1, 2, 3, 4)}, "means nothing without rwkv7 in layer_types"),
         ({"layer_types": "rwkv7", "low_rank_dims": (1, 2)}, "low_rank_dims must be 4 integers"),

@@ -28,6 +28,9 @@ CONFIGS = {
     "gated_deltanet, plain": SIZED
     | {"use_gate": False, "use_short_conv": False, "allow_neg_eigval": True},
     "kda": CONVOLVED | {"head_dim": 16, "expand_v": 1.0},
+    "kda, bounded": CONVOLVED
+    | {"head_dim": 16, "expand_v": 1.0, "safe_gate": True, "lower_bound": -5.0},
+    "kda, bounded far": CONVOLVED | {"head_dim": 16, "expand_v": 1.0, "lower_bound": -20.0},
     "gated_deltaproduct": CONVOLVED | SIZED
     | {"num_householder": 3, "use_forget_gate": True, "use_output_gate": True,
        "allow_neg_eigval": True},
@@ -76,7 +79,9 @@ def test_bfloat16_keeps_its_bits(tmp_path):
     check_round_trip(tmp_path / "a", "kda", tmp_path / "b")
 
 
-@pytest.mark.parametrize("title", ["delta_net", "gated_deltanet", "kda", "gla", "retnet", "hgrn2"])
+@pytest.mark.parametrize(
+    "title", ["delta_net", "gated_deltanet", "kda", "kda, bounded", "gla", "retnet", "hgrn2"]
+)
 def test_ways_of_reading(title, tmp_path, random_tokens):
     make(tmp_path / "a", title)
     with torch.no_grad():
@@ -93,7 +98,8 @@ def test_the_width_of_the_mlp_follows_its_ratio(tmp_path):
 @pytest.mark.parametrize(
     ("title", "changes", "message"),
     [
-        ("kda", {"lower_bound": -5.0}, "lower_bound must be None, got -5.0"),
+        ("kda", {"lower_bound": 5.0}, "lower_bound must be None or a finite number < 0, got 5.0"),
+        ("kda", {"safe_gate": True}, "lower_bound must be given with safe_gate, got None"),
         ("hgrn2", {"expand_ratio": 24}, "expand_ratio must divide hidden_size=32, got 24"),
         ("hgrn2", {"expand_ratio": 8}, "num_heads must be 4 with expand_ratio, got 2"),
         ("kda", {"hiden_size": 3}, "unknown option 'hiden_size'"),

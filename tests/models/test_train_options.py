@@ -33,6 +33,7 @@ OPTIONS = {
         "layer_types": ("kda", "attention"), "kv_lora_rank": 16, "qk_nope_head_dim": 16,
         "qk_rope_head_dim": 8, "v_head_dim": 16, "output_gate_bias": False,
     },
+    "decay with a lower bound": {"layer_types": "kda", "gate_lower_bound": -5.0},
     "norms inside Mamba": {
         "layer_types": "mamba1", "mamba_inner_norm": "weighted", "time_step_rank": 5,
     },

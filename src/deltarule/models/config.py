@@ -56,6 +56,7 @@ class ModelConfig:
             the layer's default.
         longest_horizon: Tokens that the slowest head of layers with rates of decay starts by
             remembering, their heads spread from 8 tokens to it. None: each paper's draw.
+        gate_lower_bound: Least log_decay of KDA layers, a number < 0. None: no bound.
         n_steps: Writes for each token in DeltaProduct layers. None: the layer's default.
         num_slots: Slots of a head in ABC, GSA and multi-head DeltaNets. None: the layer's default.
         feature_map: What q and k of linear attention, Gated RFA and the delta layers go through,
@@ -152,6 +153,7 @@ class ModelConfig:
     output_gate_bias: bool = True
     beta_max: float | None = None
     longest_horizon: float | None = None
+    gate_lower_bound: float | None = None
     n_steps: int | None = None
     num_slots: int | None = None
     feature_map: str | None = None

@@ -39,8 +39,9 @@ _CHOICES: dict[str, Iterable[str]] = {
 }  # fmt: skip
 # Options that mean nothing without a layer that takes them.
 _ASKED_FOR = (
-    "beta_max", "longest_horizon", "n_steps", "num_slots", "mini_batch", "feature_map", "qk_norm",
-    "output_norm", "normalizer", "filter_size", "spectrum", "num_persistent",
+    "beta_max", "longest_horizon", "gate_lower_bound", "n_steps", "num_slots", "mini_batch",
+    "feature_map", "qk_norm", "output_norm", "normalizer", "filter_size", "spectrum",
+    "num_persistent",
 )  # fmt: skip
 # What a block has beside mixers in its first half.
 MLP_PARTS = ("mlp", "moe", "channel_mix")
@@ -77,6 +78,9 @@ def check_fields(config: Any) -> None:
     for name in filter(given.__contains__, _NUMBERS):
         if not _is_number(given[name]) or given[name] <= 0:
             raise ValueError(f"{name} must be a finite number above 0, got {given[name]!r}")
+    bound = config.gate_lower_bound
+    if bound is not None and (not _is_number(bound) or bound >= 0):
+        raise ValueError(f"gate_lower_bound must be None or a finite number < 0, got {bound!r}")
     share = config.partial_rotary_factor
     if not _is_number(share) or not 0 <= share <= 1:
         raise ValueError(f"partial_rotary_factor must be a number in [0, 1], got {share!r}")

@@ -38,6 +38,13 @@ def check_horizon(longest: float | None) -> float | None:
     return longest
 
 
+def check_lower_bound(bound: float | None) -> float | None:
+    """Return the least log_decay if it is one."""
+    if bound is not None and (not _is_number(bound) or not -math.inf < bound < 0):
+        raise ValueError(f"gate_lower_bound must be None or a finite number < 0, got {bound!r}")
+    return bound
+
+
 def default(value: T | None, otherwise: T) -> T:
     """Return the value, or the other where it is None."""
     return otherwise if value is None else value
@@ -92,6 +99,7 @@ REASONS = {
     "normalizer": "linear_attention has it; with an erase, the sum of the keys is not what the "
     "state holds: use qk_norm",
     "longest_horizon": "its decay is not exp(-exp(A_log) dt), whose rates it would spread",
+    "gate_lower_bound": "kda has it",
     "mini_batch": "ttt and titans have mini-batches",
     "spectrum": "s4d has complex eigenvalues",
     "window": "it has no attention",

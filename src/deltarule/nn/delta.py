@@ -237,6 +237,7 @@ class DeltaMixer(Mixer):
             output_gate=gate,
             A_log=self.A_log,
             dt_bias=self.dt_bias,
+            gate_lower_bound=self.gate_lower_bound,
             D=self.D,
             beta_max=self.beta_max,
             n_steps=steps,

@@ -40,11 +40,14 @@ def strength_of(projections: Projections) -> Tensor | BetaLogits:
 
 
 def log_decay_of(projections: Projections) -> Tensor | DecayLogits:
-    """`discretised_log_decay`, or what a step makes it of."""
-    if not projections.decoding:
-        return discretised_log_decay(projections)
+    """A decay for each head or for each key channel, bounded or not, or what a step makes it of."""
+    bound = projections.gate_lower_bound
     logits, A_log, dt_bias = (projections.need(name) for name in Decay._fields[:3])
-    return DecayLogits(logits, A_log, dt_bias)
+    if projections.decoding:
+        return DecayLogits(logits, A_log, dt_bias, bound)
+    if bound is not None:
+        return plain.bounded_log_decay(logits, A_log, dt_bias, bound)
+    return discretised_log_decay(projections)
 
 
 def discretised_log_decay(projections: Projections) -> Tensor:
@@ -154,12 +157,16 @@ def _log_dt(dt_bias: Tensor) -> Tensor:
 def starting_horizons(model: nn.Module) -> list[list[float]]:
     """Tokens after which each head of each gated layer keeps 1/e, at gate logits of zero.
 
+    Layers whose decay has a lower bound are left out: their heads have no one rate.
+
     Examples:
         >>> from deltarule.nn import GatedDeltaNet
         >>> starting_horizons(GatedDeltaNet(32, num_heads=2, longest_horizon=512))
         [[64.0, 512.0]]
     """
-    gated: list[Any] = [m for m in model.modules() if getattr(m, "has_rates", False)]
+    gated: list[Any] = [
+        m for m in model.modules() if getattr(m, "has_rates", False) and m.gate_lower_bound is None
+    ]
     rates = [(m.A_log + _log_dt(m.dt_bias)).exp() for m in gated]
     return [[round(1 / rate, 1) for rate in layer.tolist()] for layer in rates]
 

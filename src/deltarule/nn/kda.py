@@ -2,12 +2,17 @@
 
 S_t = S_{t-1} Diag(a_t) (I - beta_t k_t k_t^T) + beta_t v_t k_t^T        |k_t| = |q_t| = 1
 a_t = exp(-exp(A_log) softplus(decay_logits_t + dt_bias))
+
+or, with gate_lower_bound L < 0, a_t = exp(L sigmoid(exp(A_log) (decay_logits_t + dt_bias))), which
+is exp(L) or more.
 """
 
 from typing import Any, Self
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from deltarule.nn.arguments import REASONS
 from deltarule.nn.delta import DeltaMixer
 from deltarule.nn.gated_deltanet import arguments
 from deltarule.nn.gates import low_rank
@@ -32,7 +37,8 @@ class KDA(DeltaMixer):
 
     Defaults: head_k_dim = head_v_dim = hidden_size / num_heads, convolution of 4, SiLU on q, k and
     v, beta in [0, 1], decay and output gate (sigmoid) each through head_v_dim channels;
-    exp(A_log) from U(1, 16) and softplus(dt_bias) log-uniform in [1e-3, 1e-1].
+    exp(A_log) from U(1, 16), 1 with gate_lower_bound, and softplus(dt_bias) log-uniform in
+    [1e-3, 1e-1].
 
     Examples:
         >>> import torch
@@ -44,6 +50,7 @@ class KDA(DeltaMixer):
     """
 
     rule = RULE
+    options = DeltaMixer.options | {"gate_lower_bound"}
     has_rates = True
     maps_features = True
     default_conv_size = 4
@@ -54,6 +61,19 @@ class KDA(DeltaMixer):
     def build_gates(self) -> None:
         super().build_gates()
         self.build_channel_decay()
+
+    def build_rates(self, A_log: Tensor, *sizes: int) -> None:
+        """Let the rates of a bounded decay start at 1."""
+        bounded = self.gate_lower_bound is not None
+        super().build_rates(torch.zeros_like(A_log) if bounded else A_log, *sizes)
+
+    def check_options(self) -> None:
+        """Refuse to spread rates that a bounded decay does not have."""
+        if self.gate_lower_bound is not None and self.longest_horizon is not None:
+            raise ValueError(
+                "longest_horizon must be None with gate_lower_bound: "
+                f"{REASONS['longest_horizon']}, got {self.longest_horizon!r}"
+            )
 
     @classmethod
     def from_config(cls, config: Any, layer_index: int) -> Self:

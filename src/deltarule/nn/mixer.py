@@ -16,6 +16,7 @@ from deltarule.nn.arguments import (
     check_beta_max,
     check_depth,
     check_horizon,
+    check_lower_bound,
     check_maps,
     check_meant,
     check_multiple,
@@ -71,6 +72,8 @@ class Mixer(Frame):
         longest_horizon: Tokens that the slowest head starts by remembering: the horizons
             1 / (exp(A_log) dt) of a layer's heads start spread from 8 tokens to this. None: the
             paper's draw.
+        gate_lower_bound: Least log_decay L of a token, a number < 0:
+            log_decay = L sigmoid(exp(A_log) (decay_logits + dt_bias)). None: no bound.
         num_slots: Slots of each head. None: the layer's default.
         filter_size: Tokens that a filter reaches, that of the token itself included. None: 2048.
         mini_batch: Tokens whose inner gradients are taken at one memory. None: 16.
@@ -137,6 +140,7 @@ class Mixer(Frame):
         output_norm: OutputNorm | None = None,
         normalizer: bool | None = None,
         longest_horizon: float | None = None,
+        gate_lower_bound: float | None = None,
         num_slots: int | None = None,
         filter_size: int | None = None,
         mini_batch: int | None = None,
@@ -161,6 +165,7 @@ class Mixer(Frame):
         self.beta_max = default(check_beta_max(beta_max), self.default_beta_max)
         self.n_steps = positive("n_steps", default(n_steps, self.default_n_steps))
         self.longest_horizon = check_horizon(longest_horizon)
+        self.gate_lower_bound = check_lower_bound(gate_lower_bound)
         slots = default(self.default_num_slots, self.head_k_dim)
         self.num_slots = positive("num_slots", default(num_slots, slots))
         self.filter_size = filter_size
@@ -182,8 +187,9 @@ class Mixer(Frame):
             "beta_max": beta_max, "n_steps": n_steps, "feature_map": feature_map,
             "qk_norm": qk_norm, "output_norm": output_norm, "normalizer": normalizer,
             "num_slots": num_slots, "filter_size": filter_size, "rope_theta": rope_theta,
-            "longest_horizon": longest_horizon, "mini_batch": mini_batch,
-            "spectrum": spectrum, "window": window, "num_persistent": num_persistent,
+            "longest_horizon": longest_horizon, "gate_lower_bound": gate_lower_bound,
+            "mini_batch": mini_batch, "spectrum": spectrum, "window": window,
+            "num_persistent": num_persistent,
         }  # fmt: skip
         neutral = {
             "num_v_heads": num_heads, "head_v_dim": self.head_k_dim, "conv_size": 0, "n_steps": 1,

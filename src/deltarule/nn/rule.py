@@ -49,6 +49,7 @@ class Projections:
         A_log: Natural log of a rate of decay, [HV], float32.
         dt_bias: Bias of decay_logits, [HV] or [HV, K], float32.
         lower_bound: The least decay that decay_logits can give, in [0, 1), [HV, K] (HGRN-2).
+        gate_lower_bound: The least log_decay that they can give, < 0 (KDA). None: no bound.
         D: Weight of the value that skips the state, [HV] (Mamba-2), or of the erased key that the
             query leaves out, [H] (Comba); float32.
         erase_scale: Factor of the key that erases, [H, K] (k_k of RWKV-7), or its logit, [H]
@@ -79,6 +80,7 @@ class Projections:
     A_log: Tensor | None = None
     dt_bias: Tensor | None = None
     lower_bound: Tensor | None = None
+    gate_lower_bound: float | None = None
     D: Tensor | None = None
     erase_scale: Tensor | None = None
     replace_scale: Tensor | None = None

@@ -173,6 +173,8 @@ def negative(fields: Fields) -> Options:
     return {"beta_max": 2.0 if fields.flag("allow_neg_eigval", False) else 1.0}
 
 
+# Down to where its kernels for a bounded decay go.
+SAFE = -5.0
 # DeltaNet's words for what q and k go through, and ours.
 ACTIVATIONS = {"silu": None, "elu": "elu", "relu": "relu", "identity": "identity"}
 FEATURE_MAPS = {"identity": None, "elu": "elu", "relu": "relu"}
@@ -222,16 +224,21 @@ def gated_deltanet_options(config: ModelConfig) -> Options:
 
 def kda(fields: Fields, hidden_size: int) -> Options:
     """Kimi Delta Attention."""
-    fields.only("safe_gate", False)
-    fields.only("lower_bound", None)
+    bound = fields.take("lower_bound")
+    # What kernels may count on, and so only with a bound.
+    if fields.flag("safe_gate", False) and bound is None:
+        raise ValueError("lower_bound must be given with safe_gate, got None")
     sizes = sized(fields, 16, 128, 1) | {"conv_size": conv_size(fields, True)}
     sizes |= {"num_v_heads": fields.integer("num_v_heads", sizes["num_heads"])}
-    return {"layer_types": "kda", "output_gate": True} | sizes | negative(fields)
+    own = {"layer_types": "kda", "output_gate": True, "gate_lower_bound": bound}
+    return own | sizes | negative(fields)
 
 
 def kda_options(config: ModelConfig) -> Options:
     """Back from `kda`."""
-    flags = {"num_v_heads": config.num_v_heads, "allow_neg_eigval": config.beta_max == 2}
+    flags: Options = {"num_v_heads": config.num_v_heads, "allow_neg_eigval": config.beta_max == 2}
+    if (bound := config.gate_lower_bound) is not None:
+        flags |= {"safe_gate": bound >= SAFE, "lower_bound": bound}
     return size_options(config) | conv_options(config) | flags
 
 

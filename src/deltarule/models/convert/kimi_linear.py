@@ -96,12 +96,15 @@ def read_linear(fields: Fields, num_layers: int) -> tuple[Options, tuple[str, ..
     taps = fields.integer("linear_conv_kernel_dim", 4, smallest=1)
     taps = inside.integer("short_conv_kernel_size", taps, smallest=1)
     full = inside.listed("full_attn_layers", [])
+    bound = inside.take("gate_lower_bound")
+    inside.only("use_full_rank_gate", False)
     inside.drop("kda_layers")
     inside.done()
     regular = [(ATTENTION if i + 1 in full else RECURRENT)[0] for i in range(num_layers)]
     kinds = words(fields.take("layer_types", regular), mixers("kda"), num_layers)
     sizes = {"head_k_dim": size, "head_v_dim": size, "conv_size": taps, "output_gate": True}
-    return {"num_heads": heads, "num_kv_heads": None, **sizes}, kinds
+    own = {"num_heads": heads, "num_kv_heads": None, "gate_lower_bound": bound}
+    return own | sizes, kinds
 
 
 def write(config: ModelConfig) -> Options:

@@ -13,7 +13,7 @@ from deltarule.nn.mixer import Mixer
 # What a recurrent layer has become, by the option that says it.
 _RECURRENT = (
     "num_v_heads", "head_k_dim", "head_v_dim", "conv_size", "conv_bias", "beta_max", "n_steps",
-    "feature_map", "qk_norm", "output_norm", "normalizer",
+    "gate_lower_bound", "feature_map", "qk_norm", "output_norm", "normalizer",
 )  # fmt: skip
 
 
