@@ -8,9 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltarule.models import loss
-from deltarule.nn import gates, norm, short_conv
-from deltarule.nn.layout import make_layout
+from deltarule.nn import norm, short_conv
+from deltarule.nn.layout import Layout, make_layout
+from deltarule.ops.delta_rule import gate_maps
 from deltarule.ops.fused import cross_entropy
+from deltarule.ops.fused import gated_norm as norm_op
+from deltarule.ops.fused import gates as gates_op
+from deltarule.ops.fused import residual_norm as residual_op
 from deltarule.ops.fused import short_conv as short_conv_op
 from deltarule.ops.fused import swiglu as swiglu_op
 
@@ -49,26 +53,25 @@ def conv(
         # Fewer real tokens than the window holds.
         mask[0, 2:] = False
 
-    def call(x: Tensors) -> short_conv.Call:
+    def call(x: Tensors) -> tuple[Tensor, Tensor, Tensor, Layout, bool]:
         offsets = None
         if lengths is not None:
             offsets = torch.tensor([0, *lengths], device=x["x"].device).cumsum(0)
         given = x["x"][..., 1 : channels + 1] if sliced else x["x"]
         layout = make_layout(given, offsets, None if mask is None else mask.to(given.device))
-        return short_conv.Call(layout.to_front(given), x["weight"], x["history"], layout, activated)
+        return layout.to_front(given), x["weight"], x["history"], layout, activated
 
     def fused(x: Tensors) -> tuple[Tensor, ...]:
-        c = call(x)
+        *given, layout, _ = call(x)
         if not head_size:
-            return short_conv.run_triton(c)
-        counts = None if c.layout.real is None else c.layout.counts
+            return short_conv.fused_convolution(*call(x))
+        counts = None if layout.real is None else layout.counts
         return short_conv_op.short_conv(
-            c.x, c.weight, c.history, c.layout.cu_seqlens, c.layout.sequence, counts, activated,
-            head_size,
-        )  # fmt: skip
+            *given, layout.cu_seqlens, layout.sequence, counts, activated, head_size
+        )
 
     def plain(x: Tensors) -> tuple[Tensor, ...]:
-        y, history = short_conv.run_torch(call(x))
+        y, history = short_conv.plain_convolution(*call(x))
         if head_size:
             heads = y.unflatten(-1, (-1, head_size))
             square = heads.square().sum(-1, keepdim=True)
@@ -89,10 +92,9 @@ def gated_norm(
     """The gated norm of each head, of a slice of a wider projection too."""
     shape = (2, 5, 3, size)
 
-    def call(x: Tensors) -> norm.Call:
-        gate = x.get("gate")
+    def call(x: Tensors) -> tuple[Tensor, Tensor | None, Tensor, float, norm.Activation]:
         given = x["x"][..., 1:].unflatten(-1, shape[2:]) if sliced else x["x"]
-        return norm.Call(given, gate, x["weight"], 1e-5, activation or "silu")
+        return given, x.get("gate"), x["weight"], 1e-5, activation or "silu"
 
     tensors = {
         "x": torch.randn(2, 5, 3 * size + 1) if sliced else torch.randn(shape),
@@ -101,17 +103,17 @@ def gated_norm(
     if activation:
         tensors["gate"] = torch.randn(shape)
     return Neighbour(
-        tensors, lambda x: (norm.run_triton(call(x)),), lambda x: (norm.run_torch(call(x)),),
-        ("weight",),
+        tensors, lambda x: (norm_op.gated_norm(*call(x)),),
+        lambda x: (norm.plain_gated_norm(*call(x)),), ("weight",),
     )  # fmt: skip
 
 
 def residual_norm(size: int = 20, *, sliced: bool = False, alone: bool = False) -> Neighbour:
     """The stream with a branch added, and the norm of the sum; or the norm alone."""
 
-    def call(x: Tensors) -> norm.Sum:
+    def call(x: Tensors) -> tuple[Tensor, Tensor, Tensor, float]:
         branch = x["y"][..., 1:] if sliced else x["y"]
-        return norm.Sum(x["x"], branch, x["weight"], 1e-5)
+        return x["x"], branch, x["weight"], 1e-5
 
     def kept(sums: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         return sums[1:] if alone else sums
@@ -121,8 +123,8 @@ def residual_norm(size: int = 20, *, sliced: bool = False, alone: bool = False) 
         "weight": torch.randn(size),
     }  # fmt: skip
     return Neighbour(
-        tensors, lambda x: kept(norm.run_triton_sum(call(x))),
-        lambda x: kept(norm.run_torch_sum(call(x))), ("weight",),
+        tensors, lambda x: kept(residual_op.residual_norm(*call(x))),
+        lambda x: kept(norm.plain_residual_norm(*call(x))), ("weight",),
     )  # fmt: skip
 
 
@@ -144,29 +146,28 @@ def decay(channels: int | None, *, step: bool = False, spread: float = 3.0) -> N
     """The decay of each head, or of each key channel, and the step size of Mamba-2."""
     sizes = (3,) if channels is None else (3, channels)
 
-    def call(x: Tensors) -> gates.Decay:
-        return gates.Decay(x["logits"], x["A_log"], x["dt_bias"], step)
-
     tensors = {
         "logits": spread * torch.randn(2, 9, *sizes),
         "A_log": torch.randn(3),
         "dt_bias": torch.randn(sizes),
     }
-    kept = slice(None) if step else slice(1, 2)
-    return Neighbour(
-        tensors,
-        lambda x: gates.triton_decay(call(x))[kept],
-        lambda x: gates.torch_decay(call(x))[kept],
-        ("A_log", "dt_bias"),
-    )
+
+    def fused(x: Tensors) -> tuple[Tensor, ...]:
+        log_decay, dt = gates_op.log_decay(x["logits"], x["A_log"], x["dt_bias"], step)
+        return (dt, log_decay)[not step :]
+
+    def plain(x: Tensors) -> tuple[Tensor, ...]:
+        return gate_maps.step_and_log_decay(x["logits"], x["A_log"], x["dt_bias"])[not step :]
+
+    return Neighbour(tensors, fused, plain, ("A_log", "dt_bias"))
 
 
 def strength(beta_max: float = 2.0) -> Neighbour:
     """The write strength, of a slice of a wider projection."""
     return Neighbour(
         {"logits": 3 * torch.randn(2, 9, 5)},
-        lambda x: (gates.triton_write_strength(gates.Strength(x["logits"][..., 1:4], beta_max)),),
-        lambda x: (gates.torch_write_strength(gates.Strength(x["logits"][..., 1:4], beta_max)),),
+        lambda x: (gates_op.write_strength(x["logits"][..., 1:4], beta_max),),
+        lambda x: (gate_maps.write_strength(x["logits"][..., 1:4], beta_max),),
     )
 
 

@@ -31,7 +31,7 @@ def exact(gate, up, down, weight):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_product_after_it(dtype):
     gate, up, down = built(dtype)
-    y = mlp.run_triton(mlp.Call(gate, up, down))
+    y = mlp.gated_product(gate, up, down)
     assert "SwiGLULinear" in type(y.grad_fn).__name__
     weight = torch.randn_like(y)
     expected, gradients = exact(gate, up, down, weight)
@@ -49,13 +49,13 @@ def test_it_keeps_gate_up_and_the_weight_alone():
     gate, up, down = built(torch.float32)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        mlp.run_triton(mlp.Call(gate, up, down))
+        mlp.gated_product(gate, up, down)
     assert {x.data_ptr() for x in kept} == {x.data_ptr() for x in (gate, up, down.weight)}
 
 
 def test_a_backward_leaves_what_was_kept_and_the_given_gradient_as_they_were():
     gate, up, down = built(torch.float32)
-    y = mlp.run_triton(mlp.Call(gate, up, down))
+    y = mlp.gated_product(gate, up, down)
     weight = torch.randn_like(y)
     before = [x.detach().clone() for x in (gate, up, down.weight, weight)]
     first = torch.autograd.grad(y, (gate, up, down.weight), weight, retain_graph=True)
@@ -67,7 +67,7 @@ def test_a_backward_leaves_what_was_kept_and_the_given_gradient_as_they_were():
 def test_frozen_weights_need_no_product():
     gate, up, down = built(torch.float32)
     down.weight.requires_grad_(False)
-    y = mlp.run_triton(mlp.Call(gate, up, down))
+    y = mlp.gated_product(gate, up, down)
     weight = torch.randn_like(y)
     _, gradients = exact(gate, up, down, weight)
     for x, g in zip(torch.autograd.grad(y, (gate, up), weight), gradients[:2], strict=True):
@@ -78,7 +78,7 @@ def test_a_hook_on_the_product_is_called():
     gate, up, down = built(torch.float32)
     called = []
     down.register_forward_hook(lambda *_: called.append(1))
-    y = mlp.run_triton(mlp.Call(gate, up, down))
+    y = mlp.gated_product(gate, up, down)
     assert called == [1]
     assert_close(y, exact(gate, up, down, torch.randn_like(y))[0], dtype=torch.float32)
 

@@ -14,8 +14,9 @@ from tolerance import assert_close, relative_rms
 promised("triton")
 
 from deltarule.models import loss
-from deltarule.nn import gates, mlp, norm, short_conv
-from deltarule.ops.dispatch import why_not_fused
+from deltarule.nn import mlp, norm
+from deltarule.ops.delta_rule import gate_maps
+from deltarule.ops.dispatch import kernel_runs, why_not_fused
 from deltarule.ops.fused import cross_entropy as cross_entropy_ops
 from deltarule.ops.fused import gated_norm as norm_ops
 from deltarule.ops.fused import gates as gate_ops
@@ -222,9 +223,9 @@ def test_a_second_derivative_is_refused(name) -> None:
 @pytest.mark.parametrize("logit", [-1e4, -80.0, 80.0, 1e4, -float("inf")])
 def test_extreme_gate_logits(logit) -> None:
     logits = torch.full((1, 2, 3), logit, requires_grad=True)
-    dt, log_decay = gates.triton_decay(gates.Decay(logits, torch.ones(3), torch.zeros(3), True))
+    log_decay, dt = gate_ops.log_decay(logits, torch.ones(3), torch.zeros(3), True)
     wide = logits.detach().double()
-    exact = gates.torch_decay(gates.Decay(wide, torch.ones(3), torch.zeros(3), True))
+    exact = gate_maps.step_and_log_decay(wide, torch.ones(3), torch.zeros(3))
     for x, y in zip((dt, log_decay), exact, strict=True):
         torch.testing.assert_close(x.double(), y, rtol=2e-6, atol=1e-37)
     log_decay.sum().backward()
@@ -237,19 +238,22 @@ def test_a_wrong_target_gives_nan_instead_of_a_wrong_read() -> None:
 
 
 def test_a_cpu_keeps_the_plain_form() -> None:
-    tables = (
-        short_conv.CONVOLUTIONS, norm.GATED_NORMS, gates.STRENGTHS, gates.DECAYS,
-        loss.CROSS_ENTROPIES, norm.RESIDUAL_NORMS, mlp.GATED_PRODUCTS,
+    x = torch.zeros(1, 2, 3)
+    reasons = (
+        norm.why_no_gated_norm(x, x), norm.why_no_residual_norm(x, x), mlp.why_not_gated(x, x),
+        why_not_fused(x),
     )  # fmt: skip
-    assert all(list(table) == ["triton", "torch"] for table in tables)
-    assert "Triton needs a CUDA device" in why_not_fused(torch.zeros(1))
+    assert all("Triton needs a CUDA device" in reason for reason in reasons)
+    assert not any(kernel_runs(x, reason) for reason in reasons)
+    assert kernel_runs(x, None)
+    assert list(loss.CROSS_ENTROPIES) == ["triton", "torch"]
 
 
 def test_a_branch_in_16_bits_is_added_to_a_stream_in_32() -> None:
     x, y, weight = torch.randn(2, 5, 12), torch.randn(2, 5, 12).half(), torch.randn(12)
     leaves = [t.requires_grad_() for t in (x, y, weight)]
-    outputs = norm.run_triton_sum(norm.Sum(x, y, weight, 1e-5))
-    expected = norm.run_torch_sum(norm.Sum(x, y, weight, 1e-5))
+    outputs = sum_ops.residual_norm(x, y, weight, 1e-5)
+    expected = norm.plain_residual_norm(x, y, weight, 1e-5)
     for a, b in zip(outputs, expected, strict=True):
         assert a.dtype == torch.float32
         assert_close(a, b.double(), dtype=torch.float32)
@@ -263,6 +267,6 @@ def test_a_branch_in_16_bits_is_added_to_a_stream_in_32() -> None:
 
 def test_the_branch_alone_is_read_where_nobody_reads_the_norm() -> None:
     x, y = torch.randn(2, 1, 5, 12, requires_grad=True).unbind()
-    total, _ = norm.run_triton_sum(norm.Sum(x, y, torch.ones(12), 1e-5))
+    total, _ = sum_ops.residual_norm(x, y, torch.ones(12), 1e-5)
     weight = torch.randn_like(total)
     assert all(torch.equal(g, weight) for g in torch.autograd.grad(total, (x, y), weight))

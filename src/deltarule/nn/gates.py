@@ -1,7 +1,7 @@
 """The gates that several rules share, computed in float32 at least."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from deltarule.nn.rule import Projections
 from deltarule.ops.delta_rule import gate_maps as plain
 from deltarule.ops.delta_rule.gate_logits import BetaLogits, DecayLogits
 from deltarule.ops.delta_rule.gate_maps import computed as computed
-from deltarule.ops.dispatch import Implementation, Table, always, choose, why_not_fused
+from deltarule.ops.dispatch import kernel_runs, why_not_fused
 from deltarule.ops.fused import gates as fused
 
 
@@ -27,9 +27,10 @@ def per_value_head(x: Tensor, heads: int) -> Tensor:
 
 
 def write_strength(projections: Projections) -> Tensor:
-    """beta = beta_max * sigmoid(beta_logits)."""
-    call = Strength(projections.need("beta_logits"), projections.beta_max)
-    return choose(STRENGTHS, call, "auto", call.logits.device).run(call)
+    """beta = beta_max * sigmoid(beta_logits): one kernel, or plain PyTorch."""
+    logits = projections.need("beta_logits")
+    kernel = kernel_runs(logits, why_not_fused(logits))
+    return (fused if kernel else plain).write_strength(logits, projections.beta_max)
 
 
 def strength_of(projections: Projections) -> Tensor | BetaLogits:
@@ -41,12 +42,11 @@ def strength_of(projections: Projections) -> Tensor | BetaLogits:
 
 def log_decay_of(projections: Projections) -> Tensor | DecayLogits:
     """A decay for each head or for each key channel, bounded or not, or what a step makes it of."""
-    bound = projections.gate_lower_bound
-    logits, A_log, dt_bias = (projections.need(name) for name in Decay._fields[:3])
+    parts, bound = decay_parts(projections), projections.gate_lower_bound
     if projections.decoding:
-        return DecayLogits(logits, A_log, dt_bias, bound)
+        return DecayLogits(*parts, bound)
     if bound is not None:
-        return plain.bounded_log_decay(logits, A_log, dt_bias, bound)
+        return plain.bounded_log_decay(*parts, bound)
     return discretised_log_decay(projections)
 
 
@@ -57,62 +57,17 @@ def discretised_log_decay(projections: Projections) -> Tensor:
 
 def step_and_log_decay(projections: Projections, step: bool = True) -> tuple[Tensor, Tensor]:
     """dt = softplus(decay_logits + dt_bias), which nobody may read without `step`; log_decay."""
-    logits, A_log, dt_bias = (projections.need(name) for name in Decay._fields[:3])
-    call = Decay(logits, A_log, dt_bias, step)
-    return choose(DECAYS, call, "auto", logits.device).run(call)
-
-
-class Strength(NamedTuple):
-    """What one write strength is made of."""
-
-    logits: Tensor
-    beta_max: float
-
-
-class Decay(NamedTuple):
-    """What one decay is made of."""
-
-    decay_logits: Tensor
-    A_log: Tensor
-    dt_bias: Tensor
-    step: bool
-
-
-def torch_write_strength(call: Strength) -> Tensor:
-    """Plain PyTorch."""
-    return plain.write_strength(*call)
-
-
-def triton_write_strength(call: Strength) -> Tensor:
-    """One kernel."""
-    return fused.write_strength(*call)
-
-
-def torch_decay(call: Decay) -> tuple[Tensor, Tensor]:
-    """Plain PyTorch."""
-    return plain.step_and_log_decay(*call[:3])
-
-
-def triton_decay(call: Decay) -> tuple[Tensor, Tensor]:
-    """One kernel for both."""
-    log_decay, dt = fused.log_decay(*call)
+    logits, A_log, dt_bias = decay_parts(projections)
+    if not kernel_runs(logits, why_not_fused(logits)):
+        return plain.step_and_log_decay(logits, A_log, dt_bias)
+    log_decay, dt = fused.log_decay(logits, A_log, dt_bias, step)
     return dt, log_decay
 
 
-def why_not_triton(call: Strength | Decay) -> str | None:
-    """What the Triton kernels cannot do."""
-    return why_not_fused(call[0])
-
-
-# In the order in which they are preferred.
-STRENGTHS: Table[Strength, Tensor] = {
-    "triton": Implementation(why_not=why_not_triton, run=triton_write_strength),
-    "torch": Implementation(why_not=always, run=torch_write_strength),
-}
-DECAYS: Table[Decay, tuple[Tensor, Tensor]] = {
-    "triton": Implementation(why_not=why_not_triton, run=triton_decay),
-    "torch": Implementation(why_not=always, run=torch_decay),
-}
+def decay_parts(projections: Projections) -> tuple[Tensor, Tensor, Tensor]:
+    """What a decay is made of."""
+    need = projections.need
+    return need("decay_logits"), need("A_log"), need("dt_bias")
 
 
 DT_RANGE = (1e-3, 1e-1)

@@ -3,21 +3,14 @@
 y = down(SiLU(gate x) * up x)        or, without a gate, y = down(max(up x, 0)^2)
 """
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn.linears import is_plain, linear, linears
-from deltarule.ops.dispatch import (
-    Implementation,
-    Table,
-    always,
-    are_plain_eager,
-    choose,
-    why_not_fused,
-)
+from deltarule.ops.dispatch import are_plain_eager, kernel_runs, why_not_fused
 from deltarule.ops.fused import swiglu as fused
 from deltarule.shapes import Hidden
 
@@ -53,8 +46,10 @@ class SwiGLU(nn.Module):
         gate, up = linears(x, tuple(self.of_input().values()))
         if self.gate_multiplier != 1:
             gate = gate * self.gate_multiplier
-        call = Call(gate, up, self.down_proj)
-        return choose(GATED_PRODUCTS, call, "auto", x.device).run(call)
+        if kernel_runs(gate, why_not_gated(gate, up)):
+            return gated_product(gate, up, self.down_proj)
+        y: Hidden = self.down_proj(F.silu(gate) * up)
+        return y
 
     def of_input(self) -> dict[str, nn.Module]:
         """What is applied to x itself, by the name of its result."""
@@ -96,22 +91,11 @@ def make_mlp(
     return SwiGLU(hidden_size, mlp_size, gate_multiplier)
 
 
-class Call(NamedTuple):
-    """What the second half is given."""
+def gated_product(gate: Tensor, up: Tensor, down: nn.Linear) -> Hidden:
+    """down(SiLU(gate) * up): one kernel before the product, and one in the backward.
 
-    gate: Tensor
-    up: Tensor
-    down: nn.Linear
-
-
-def run_torch(call: Call) -> Hidden:
-    """Plain PyTorch."""
-    return call.down(F.silu(call.gate) * call.up)
-
-
-def run_triton(call: Call) -> Hidden:
-    """One kernel before the product, and one in the backward, which needs gate and up alone."""
-    gate, up, down = call
+    The backward needs gate and up alone.
+    """
     y: Hidden
     if not torch.is_grad_enabled():
         y = linear(fused.swiglu(gate, up), down)
@@ -124,15 +108,8 @@ def run_triton(call: Call) -> Hidden:
     return y
 
 
-def why_not_triton(call: Call) -> str | None:
-    """What the Triton kernel cannot do."""
-    if call.gate.dtype != call.up.dtype:
-        return f"the Triton kernel takes up in {call.gate.dtype}, as gate is"
-    return why_not_fused(call.gate)
-
-
-# In the order in which they are preferred.
-GATED_PRODUCTS: Table[Call, Hidden] = {
-    "triton": Implementation(why_not=why_not_triton, run=run_triton),
-    "torch": Implementation(why_not=always, run=run_torch),
-}
+def why_not_gated(gate: Tensor, up: Tensor) -> str | None:
+    """What the kernel cannot do."""
+    if gate.dtype != up.dtype:
+        return f"the Triton kernel takes up in {gate.dtype}, as gate is"
+    return why_not_fused(gate)

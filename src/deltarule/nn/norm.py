@@ -6,14 +6,14 @@ A norm of a sum gives the sum too, in the pass that makes it.
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn.layout import split
-from deltarule.ops.dispatch import Implementation, Table, always, choose, why_not_fused
+from deltarule.ops.dispatch import kernel_runs, why_not_fused
 from deltarule.ops.fused import gated_norm as fused
 from deltarule.ops.fused import residual_norm as fused_residual
 
@@ -45,13 +45,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x [..., size]."""
-        call = Call(x, None, self.scale(), self.eps, "silu")
-        return choose(GATED_NORMS, call, "auto", x.device).run(call)
+        return gated_norm(x, None, self.scale(), self.eps)
 
     def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return x + y [..., size] and its norm."""
-        call = Sum(x, y, self.scale(), self.eps)
-        return choose(RESIDUAL_NORMS, call, "auto", x.device).run(call)
+        return residual_norm(x, y, self.scale(), self.eps)
 
     def scale(self) -> Tensor:
         """What the normalised channels are multiplied by; beside 1, 16 bits would lose it."""
@@ -87,18 +85,60 @@ class GatedRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         """Normalise x [..., size]; with no gate, that is all."""
-        call = Call(x, gate, self.weight, self.eps, self.activation)
-        return choose(GATED_NORMS, call, "auto", x.device).run(call)
+        return gated_norm(x, gate, self.weight, self.eps, self.activation)
 
 
-class Call(NamedTuple):
-    """What one gated norm is given."""
+def gated_norm(
+    x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, activation: Activation = "silu"
+) -> Tensor:
+    """weight * x / sqrt(mean(x^2) + eps) * activation(gate): one kernel, or plain PyTorch."""
+    if kernel_runs(x, why_no_gated_norm(x, gate)):
+        # The weight is in float32 there, and y is rounded once.
+        return fused.gated_norm(x, gate, weight, eps, activation)
+    return plain_gated_norm(x, gate, weight, eps, activation)
 
-    x: Tensor
-    gate: Tensor | None
-    weight: Tensor
-    eps: float
-    activation: Activation
+
+def plain_gated_norm(
+    x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, activation: Activation
+) -> Tensor:
+    """The same in PyTorch's own operations."""
+    y = normalised(x, weight, eps)
+    return y if gate is None else y * ACTIVATIONS[activation](gate)
+
+
+def why_no_gated_norm(x: Tensor, gate: Tensor | None) -> str | None:
+    """What the kernel cannot do."""
+    if gate is not None and (gate.shape != x.shape or gate.dtype != x.dtype):
+        return f"the Triton kernel takes a gate {list(x.shape)} in {x.dtype}, as x is"
+    return why_no_row(x)
+
+
+def residual_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + y and its norm; the kernel's backward adds the gradients by both."""
+    if kernel_runs(x, why_no_residual_norm(x, y)):
+        total, normed = fused_residual.residual_norm(x, y, weight, eps)
+        return total, normed
+    return plain_residual_norm(x, y, weight, eps)
+
+
+def plain_residual_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The same in PyTorch's own operations."""
+    total = x + y
+    return total, normalised(total, weight, eps)
+
+
+def why_no_residual_norm(x: Tensor, y: Tensor) -> str | None:
+    """What the kernel cannot do."""
+    if y.shape != x.shape:
+        return f"the Triton kernel takes y {list(x.shape)}, as x is"
+    return why_no_row(x) or why_not_fused(y)
+
+
+def why_no_row(x: Tensor) -> str | None:
+    """What no kernel of a norm can do."""
+    if x.shape[-1] > fused.MAX_CHANNELS:
+        return f"the Triton kernel takes up to {fused.MAX_CHANNELS} channels, got {x.shape[-1]}"
+    return why_not_fused(x)
 
 
 def normalised(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -107,74 +147,6 @@ def normalised(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)
     dtype = torch.promote_types(x.dtype, weight.dtype)
     return F.rms_norm(x.to(dtype), weight.shape, weight.to(dtype), eps).to(x.dtype)
-
-
-def run_torch(call: Call) -> Tensor:
-    """Plain PyTorch."""
-    x, gate, weight, eps, activation = call
-    y = normalised(x, weight, eps)
-    return y if gate is None else y * ACTIVATIONS[activation](gate)
-
-
-def run_triton(call: Call) -> Tensor:
-    """One kernel, which keeps the weight in float32 and rounds once."""
-    return fused.gated_norm(*call)
-
-
-def why_not_triton(call: Call) -> str | None:
-    """What the Triton kernel cannot do."""
-    x, gate, *_ = call
-    if x.shape[-1] > fused.MAX_CHANNELS:
-        return f"the Triton kernel takes up to {fused.MAX_CHANNELS} channels, got {x.shape[-1]}"
-    if gate is not None and (gate.shape != x.shape or gate.dtype != x.dtype):
-        return f"the Triton kernel takes a gate {list(x.shape)} in {x.dtype}, as x is"
-    return why_not_fused(x)
-
-
-# In the order in which they are preferred.
-GATED_NORMS: Table[Call, Tensor] = {
-    "triton": Implementation(why_not=why_not_triton, run=run_triton),
-    "torch": Implementation(why_not=always, run=run_torch),
-}
-
-
-class Sum(NamedTuple):
-    """What one norm of a sum is given."""
-
-    x: Tensor
-    y: Tensor
-    weight: Tensor
-    eps: float
-
-
-def run_torch_sum(call: Sum) -> tuple[Tensor, Tensor]:
-    """Plain PyTorch."""
-    x, y, weight, eps = call
-    total = x + y
-    return total, normalised(total, weight, eps)
-
-
-def run_triton_sum(call: Sum) -> tuple[Tensor, Tensor]:
-    """One kernel; its backward adds the gradient by the sum to that through the norm."""
-    total, y = fused_residual.residual_norm(*call)
-    return total, y
-
-
-def why_not_triton_sum(call: Sum) -> str | None:
-    """What the Triton kernel cannot do."""
-    x, y, *_ = call
-    if x.shape[-1] > fused.MAX_CHANNELS:
-        return f"the Triton kernel takes up to {fused.MAX_CHANNELS} channels, got {x.shape[-1]}"
-    if y.shape != x.shape:
-        return f"the Triton kernel takes y {list(x.shape)}, as x is"
-    return why_not_fused(x) or why_not_fused(y)
-
-
-# In the order in which they are preferred.
-RESIDUAL_NORMS: Table[Sum, tuple[Tensor, Tensor]] = {
-    "triton": Implementation(why_not=why_not_triton_sum, run=run_triton_sum),
-    "torch": Implementation(why_not=always, run=run_torch_sum),
-}
 
 
 class GateOnly(nn.Module):

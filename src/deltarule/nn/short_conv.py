@@ -4,21 +4,13 @@ y_t = SiLU(sum_{j=0..W-1} weight_j * x_{t-W+1+j} + bias)
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn.layout import Layout
-from deltarule.ops.dispatch import (
-    Implementation,
-    Table,
-    always,
-    are_plain_eager,
-    choose,
-    why_not_fused,
-)
+from deltarule.ops.dispatch import are_plain_eager, kernel_runs, why_not_fused
 from deltarule.ops.fused import short_conv as fused
 
 
@@ -56,27 +48,36 @@ class ShortConv(nn.Module):
         """Convolve x [B, T, D] after history [N, R, D]; return y and the next history."""
         # A bias comes between the taps and SiLU, which the kernel would have as one.
         within = self.activated and self.bias is None
-        call = Call(x, self.weight, history, layout, within)
-        y, after = choose(CONVOLUTIONS, call, "auto", x.device).run(call)
+        y, after = convolved(x, self.weight, history, layout, within)
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
             y = F.silu(y) if self.activated else y
         return y, after
 
 
-class Call(NamedTuple):
-    """What one convolution is given."""
+def convolved(
+    x: Tensor, weight: Tensor, history: Tensor, layout: Layout, activated: bool
+) -> tuple[Tensor, Tensor]:
+    """y [B, T, D] of x with taps [D, W] after history [N, R, D], and the next history."""
+    if kernel_runs(x, why_not_fused(x) or too_many(weight)):
+        return fused_convolution(x, weight, history, layout, activated)
+    return plain_convolution(x, weight, history, layout, activated)
 
-    x: Tensor
-    weight: Tensor
-    history: Tensor
-    layout: Layout
-    activated: bool
+
+def fused_convolution(
+    x: Tensor, weight: Tensor, history: Tensor, layout: Layout, activated: bool
+) -> tuple[Tensor, Tensor]:
+    """One kernel, which keeps the taps in float32 and rounds once."""
+    counts = None if layout.real is None else layout.counts
+    packing = layout.cu_seqlens, layout.sequence, counts
+    y, after = fused.short_conv(x, weight, history.to(x.dtype), *packing, activated, 0)
+    return y, after
 
 
-def run_torch(call: Call) -> tuple[Tensor, Tensor]:
-    """Plain PyTorch, on rows that begin with their history."""
-    x, weight, history, layout, activated = call
+def plain_convolution(
+    x: Tensor, weight: Tensor, history: Tensor, layout: Layout, activated: bool
+) -> tuple[Tensor, Tensor]:
+    """PyTorch's own operations, on rows that begin with their history."""
     reach = weight.shape[1] - 1
     extended = layout.with_history(x, history)
     if extended.shape[1] == weight.shape[1] and layout.real is None:
@@ -87,28 +88,25 @@ def run_torch(call: Call) -> tuple[Tensor, Tensor]:
     return F.silu(y) if activated else y, layout.next_history(extended, reach)
 
 
-def run_triton(call: Call) -> tuple[Tensor, Tensor]:
-    """One kernel, which keeps the taps in float32 and rounds once."""
-    x, weight, history, layout, activated = call
-    counts = None if layout.real is None else layout.counts
-    packing = layout.cu_seqlens, layout.sequence, counts
-    history = history.to(x.dtype)
-    y, after = fused.short_conv(x, weight, history, *packing, activated, 0)
-    return y, after
+def convolve(x: Tensor, weight: Tensor) -> Tensor:
+    """[B, W - 1 + T, D], [D, W] -> [B, T, D].
+
+    Shifted multiply-adds: no transpose to the channels-first layout of conv1d, which costs more
+    than the arithmetic saves for a few taps.
+    """
+    taps = weight.unbind(1)
+    tokens = x.shape[1] - len(taps) + 1
+    y = x[:, :tokens] * taps[0]
+    for shift, tap in enumerate(taps[1:], start=1):
+        y = torch.addcmul(y, x[:, shift : shift + tokens], tap)
+    return y
 
 
-def why_not_triton(call: Call) -> str | None:
-    """What the Triton kernel cannot do."""
-    if (taps := call.weight.shape[1]) > fused.MAX_TAPS:
+def too_many(weight: Tensor) -> str | None:
+    """What the kernel cannot do."""
+    if (taps := weight.shape[1]) > fused.MAX_TAPS:
         return f"the Triton kernel takes up to {fused.MAX_TAPS} taps, got {taps}"
-    return why_not_fused(call.x)
-
-
-# In the order in which they are preferred.
-CONVOLUTIONS: Table[Call, tuple[Tensor, Tensor]] = {
-    "triton": Implementation(why_not=why_not_triton, run=run_triton),
-    "torch": Implementation(why_not=always, run=run_torch),
-}
+    return None
 
 
 def can_step(
@@ -141,17 +139,3 @@ def step(
         for module, x, history in zip(modules, streams, histories, strict=True)
     )
     return convolution_step((q, k, v))
-
-
-def convolve(x: Tensor, weight: Tensor) -> Tensor:
-    """[B, W - 1 + T, D], [D, W] -> [B, T, D].
-
-    Shifted multiply-adds: no transpose to the channels-first layout of conv1d, which costs more
-    than the arithmetic saves for a few taps.
-    """
-    taps = weight.unbind(1)
-    tokens = x.shape[1] - len(taps) + 1
-    y = x[:, :tokens] * taps[0]
-    for shift, tap in enumerate(taps[1:], start=1):
-        y = torch.addcmul(y, x[:, shift : shift + tokens], tap)
-    return y
