@@ -30,7 +30,7 @@ class Limit(NamedTuple):
 
 
 # What the calls enter today: each may only fall.
-LIMITS = {"cpu": Limit(9, 2472), "gated": Limit(21, 5326), "kda": Limit(24, 6550)}
+LIMITS = {"cpu": Limit(9, 2472), "gated": Limit(19, 5019), "kda": Limit(23, 6347)}
 
 
 class Entered:

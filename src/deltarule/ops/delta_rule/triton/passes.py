@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.delta_rule.gluon import stage
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import channel_stages, stages
 from deltarule.ops.delta_rule.triton.plan import (
@@ -59,6 +58,8 @@ def fused_forward(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 def fused_stage(inputs: Inputs, plan: Plan, save: bool, tape: Tape | None = None) -> Outputs:
     """The fused kernel, wherever it can run."""
+    from deltarule.ops.delta_rule.gluon import stage
+
     return stage.forward(Call(contiguous(inputs), plan, tape))
 
 
@@ -150,14 +151,15 @@ def all_stages(inputs: Inputs, plan: Plan, save: bool) -> None:
 def forward_stages(inputs: Inputs, plan: Plan, save: bool, tape: Tape | None = None) -> Outputs:
     """The kernels of the forward, which write nothing but memory of the call."""
     call = Call(contiguous(inputs), plan, tape)
-    fused = stage.pays(call.inputs, plan, save)
+    fused = stages.fused_forward(call, save)
     if fused and not save:
-        return stage.forward(call)
+        o, final = fused.forward(call)
+        return o, final
     places = call.once(kept_layout, save)
     kept = call.empty((places.elements,))
     call.values |= views(kept, places)
     if fused:
-        return *stage.forward(call, save), kept
+        return *fused.forward(call, save), kept
     scores(call)
     o, final = scan(call, output=True)
     assert o is not None

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltarule.ops.delta_rule.gluon import gradient_stage
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.gradients import decay_gradients_kernel, gradients_kernel
 from deltarule.ops.delta_rule.triton.plan import (
@@ -42,6 +41,11 @@ SCORED_TYPES, SCORED_KEYS = (torch.bfloat16,), 128
 SUM_HEADS = 16
 
 
+def on_hopper(x: Tensor) -> bool:
+    """Whether x lies on a GPU with a copy engine and without tensor memory."""
+    return architecture(x.device) in range(COPY_ENGINE, TENSOR_MEMORY)
+
+
 def score_shapes(inputs: Inputs, plan: Plan) -> Shapes:
     """What the pairs of rows of every chunk leave; decay none or per head."""
     sizes, dtype = plan.sizes, inputs.q.dtype
@@ -66,7 +70,7 @@ def scans_score(inputs: Inputs, plan: Plan) -> bool:
     """
     x, tile = inputs.v, configuration("next_state", plan.tile_key)["BV"]
     small = inputs.q.shape[-1] <= SCORED_KEYS and x.shape[-1] <= tile and inputs.n_steps == 1
-    able = x.dtype in SCORED_TYPES and architecture(x.device) in range(COPY_ENGINE, TENSOR_MEMORY)
+    able = x.dtype in SCORED_TYPES and on_hopper(x)
     return inputs.log_decay is None and small and able
 
 
@@ -216,6 +220,24 @@ def scan_back_has_values(call: Call) -> bool:
     return call.inputs.beta is None or call.plan.sizes["HV"] > call.plan.sizes["H"]
 
 
+def fused_forward(call: Call, save: bool) -> Any:
+    """What does a whole forward in one kernel, where that pays; None elsewhere."""
+    if not on_hopper(call.inputs.q):
+        return None
+    from deltarule.ops.delta_rule.gluon import stage
+
+    return stage if stage.pays(call.inputs, call.plan, save) else None
+
+
+def fused_gradients(call: Call, window: Window = WHOLE) -> Any:
+    """What takes all gradients of a window in one kernel, where that pays; None elsewhere."""
+    if not on_hopper(call.inputs.q):
+        return None
+    from deltarule.ops.delta_rule.gluon import gradient_stage
+
+    return gradient_stage if gradient_stage.takes(call, window) else None
+
+
 def add_gradients(call: Call, slots: int, own: Mapping[str, Tensor], window: Window) -> None:
     """Launch `gradients_kernel` and what adds up the decays, for the chunks of a window.
 
@@ -226,8 +248,8 @@ def add_gradients(call: Call, slots: int, own: Mapping[str, Tensor], window: Win
     chunks = window.constants() | {"s_slice": each, "parts": sums}
     config = call.once(gradients_config)
     d_v = None if scan_back_has_values(call) else call["d_v"]
-    if gradient_stage.takes(call, window):
-        gradient_stage.add_gradients(call, own, d_v, window)
+    if (fused := fused_gradients(call, window)) is not None:
+        fused.add_gradients(call, own, d_v, window)
         return
     given = {
         **config, **chunks, "KEPT": "states" not in own, "d_states": own["d_states"],
@@ -283,13 +305,12 @@ def norm_follows(call: Call, window: Window) -> bool:
     """Whether gradients by unit q and k still have to go through the norm: in slices no row is
     whole.
     """
-    fused = gradient_stage.takes(call, window)
-    return call.inputs.normalize_qk and slices(call) > 1 and not fused
+    return call.inputs.normalize_qk and slices(call) > 1 and fused_gradients(call, window) is None
 
 
 def sums_decays(call: Call) -> bool:
     """Whether the kernel that takes all gradients of a call adds up those by the decays, too."""
-    return not call.plan.per_segment and bool(call.once(gradient_stage.runs))
+    return not call.plan.per_segment and fused_gradients(call) is not None
 
 
 def slices(call: Call) -> int:
