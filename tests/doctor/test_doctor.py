@@ -31,9 +31,9 @@ def own_cache(tmp_path, monkeypatch):
     """No test reads or writes the user's folder."""
     monkeypatch.setattr(machine, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(module, "LENGTHS", (17, 0, 3))
-    implementations.failures.cache_clear()
+    machine.failures.cache_clear()
     yield tmp_path
-    implementations.failures.cache_clear()
+    machine.failures.cache_clear()
 
 
 def test_commonest_are_24_and_lead_the_grid() -> None:
@@ -84,8 +84,8 @@ def test_a_broken_kernel_is_caught_and_then_refused(own_cache, monkeypatch) -> N
         o[0, 4, 0, 3] *= 1 + 1e-3
         return o, final, saved
 
-    backend = module.recurrence.__globals__["BACKENDS"]
-    monkeypatch.setitem(backend, "triton", backend["triton"]._replace(forward=broken))
+    backend = implementations.backend_of("triton")._replace(forward=broken)
+    monkeypatch.setattr(implementations.recurrence, "backend_of", lambda name: backend)
     verdict = examine(TINY, CPU)
     assert not verdict.passed
     assert verdict.error.startswith("o (")
@@ -97,7 +97,7 @@ def test_a_broken_kernel_is_caught_and_then_refused(own_cache, monkeypatch) -> N
     assert str(path) in reason
     # Another machine, or another version, has other findings.
     monkeypatch.setattr(machine, "identity", lambda: {"gpu": "another"})
-    implementations.failures.cache_clear()
+    machine.failures.cache_clear()
     assert implementations.why_not_triton(call_on_a_gpu()) is None
 
 

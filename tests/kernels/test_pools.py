@@ -5,7 +5,7 @@ import torch
 
 from deltarule import BetaLogits, DecayLogits, pack
 from deltarule.ops.delta_rule.gate_logits import with_logits
-from deltarule.ops.delta_rule.implementations import BACKENDS
+from deltarule.ops.delta_rule.implementations import backend_of
 from deltarule.ops.delta_rule.inputs import Inputs, check_arguments
 from deltarule.ops.serving import prefill, step
 from deltarule.serve import pool_prefill, pool_step
@@ -112,7 +112,7 @@ def check_borders(case: Case, borders: torch.Tensor) -> None:
         **given, state=starts.clone(), state_indices=slots, borders=borders, impl="reference"
     )
     inputs = inputs_of(case)
-    o, _, saved = BACKENDS["triton"].forward(inputs._replace(initial_state=starts), True)
+    o, _, saved = backend_of("triton").forward(inputs._replace(initial_state=starts), True)
     call = prefill.Prefill(inputs._replace(initial_state=starts), starts, slots, slots, -1, borders)
     assert_close(o, expected.o)
     assert_close(prefill.border_states(call, saved, "triton"), expected.border_states)

@@ -5,7 +5,7 @@ import torch
 from torch.library import opcheck
 
 from deltarule import delta_rule, recurrent_step
-from deltarule.ops.delta_rule.implementations import recurrence, recurrence_operator
+from deltarule.ops.delta_rule.implementations import recurrence
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.step import step_op
 from deltarule.ops.dispatch import are_plain_eager
@@ -19,7 +19,7 @@ CASES = [
     ("head", "free", 1, None),
     ("channel", "free", 1, (4, 0, 5)),
 ]
-recurrence_op = recurrence_operator.operator
+recurrence_op = recurrence.operator
 SMALL = {"tokens": 9, "key_size": 3, "value_size": 2, "heads": 1, "value_heads": 2}
 
 
@@ -60,7 +60,7 @@ def test_opcheck(drawn, change) -> None:
     arguments = flat(case, requires_grad=False)
     o, state, saved = recurrence_op(*arguments)
     backward = (torch.randn_like(o), torch.randn_like(state), saved, *arguments, [True] * 8)
-    assert set(opcheck(recurrence_operator.backward_operator, backward).values()) == {"SUCCESS"}
+    assert set(opcheck(recurrence.backward_operator, backward).values()) == {"SUCCESS"}
 
 
 def test_opcheck_of_the_step() -> None:
@@ -252,14 +252,14 @@ def test_a_call_that_nothing_watches_equals_the_operator(drawn) -> None:
     leaves = [x for x in arguments[:8] if x is not None]
     o, state, _ = recurrence_op(*arguments)
     expected = torch.autograd.grad([o, state], leaves, [d_o, d_state])
-    eager = recurrence(Inputs(*arguments[:13]), "torch", True)
+    eager = recurrence.run(Inputs(*arguments[:13]), "torch", True)
     assert type(eager.o.grad_fn).__name__ == "EagerRecurrenceBackward"
     found = torch.autograd.grad(list(eager), leaves, [d_o, d_state])
     assert torch.equal(eager.o, o)
     assert torch.equal(eager.final_state, state)
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
     with torch.no_grad():
-        assert torch.equal(recurrence(Inputs(*arguments[:13]), "torch", True).o, o)
+        assert torch.equal(recurrence.run(Inputs(*arguments[:13]), "torch", True).o, o)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is:DeprecationWarning")

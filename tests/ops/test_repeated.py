@@ -5,10 +5,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltarule import delta_rule, dplr
-from deltarule.ops.delta_rule import api as module
-from deltarule.ops.delta_rule.api import eager_kind, repeated
-from deltarule.ops.delta_rule.implementations import BACKENDS
+from deltarule.ops.delta_rule import repeated as module
+from deltarule.ops.delta_rule.implementations import backend_of, recurrence
 from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.repeated import eager_kind, repeated
+from deltarule.ops.delta_rule.triton import passes
 from deltarule.ops.delta_rule.triton.tile_sizes import forget
 
 
@@ -31,16 +32,19 @@ def on_gpu(monkeypatch):
 
 def kind(*changed: torch.Tensor, **changes):
     q, k, v = (*changed, *torch.zeros(3, 1, 4, 2, 8).unbind())[:3]
-    numbers = {
+    given = {
         "n_steps": 1, "scale": None, "normalize_qk": False, "batch_invariant": False,
-        "impl": "auto",
+        "impl": "auto", **changes,
     }  # fmt: skip
     tensors = q, k, v, torch.zeros(1, 4, 2), *[None] * 5
-    return eager_kind(tensors, **{**numbers, **changes})
+    *options, impl = given.values()
+    return eager_kind(tensors, tuple(options), impl)
 
 
-def test_on_the_cpu_there_is_no_kind() -> None:
-    assert kind() is None
+def test_on_the_cpu_there_is_no_kind(monkeypatch) -> None:
+    monkeypatch.setitem(delta_rule.__globals__["recurrence_of"].__globals__, "eager_kind", None)
+    q, k, v = torch.zeros(3, 1, 4, 2, 8).unbind()
+    assert not delta_rule(q, k, v, beta=None).o.any()
 
 
 @pytest.mark.usefixtures("on_gpu")
@@ -101,7 +105,6 @@ def test_kinds_tell_types_shapes_strides_and_devices_apart(change) -> None:
 def test_without_a_kind_or_a_recording_there_is_nothing_to_repeat(on_gpu) -> None:
     forget()
     tensors = [*torch.zeros(3, 1, 4, 2, 8).unbind(), *[None] * 6]
-    assert repeated(None, tensors, True) is None
     assert repeated(kind(*tensors[:3]), tensors, True) is None
     tensors[0].requires_grad_()
     assert repeated(kind(*tensors[:3]), tensors, True) is None
@@ -119,16 +122,15 @@ class Recorded:
 
 
 @pytest.mark.parametrize("operator", [delta_rule, dplr])
-def test_a_recording_takes_the_place_of_the_rest(operator, monkeypatch) -> None:
+def test_a_recording_takes_the_place_of_the_rest(operator, on_gpu, monkeypatch) -> None:
     q, k, v = torch.randn(3, 1, 4, 2, 8).unbind()
     gates = {"beta": torch.rand(1, 4, 2)} if operator is delta_rule else {"a": q, "b": k}
     expected = operator(q, k, v, **gates)
     o, state = torch.zeros(2, 3)
     found = Recorded(o, state)
     inputs = []
-    monkeypatch.setattr(module, "recording_of", lambda x, save: inputs.append(x) or found)
+    monkeypatch.setattr(passes, "recording_of", lambda x, save: inputs.append(x) or found)
     monkeypatch.setattr(module, "recordings", dict.fromkeys(["another"]))
-    monkeypatch.setitem(operator.__globals__, "eager_kind", eager_kind_on_cpu)
     assert torch.equal(operator(q, k, v, **gates).o, expected.o)
     assert len(inputs) == 1
     again = operator(q, k, v, **gates)
@@ -143,25 +145,26 @@ def test_a_recording_takes_the_place_of_the_rest(operator, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("operator", [delta_rule, dplr])
-def test_where_a_backward_may_follow_it_finds_what_the_recording_saved(operator, monkeypatch):
+def test_where_a_backward_may_follow_it_finds_what_the_recording_saved(
+    operator, on_gpu, monkeypatch
+) -> None:
     q, k, v = torch.randn(3, 1, 4, 2, 8).unbind()
     gates = {"beta": torch.rand(1, 4, 2)} if operator is delta_rule else {"a": q, "b": k / 8}
     leaves = [x.requires_grad_() for x in (q, v)]
     expected = operator(q, k, v, **gates, impl="torch")
     exact = torch.autograd.grad(expected.o.square().sum(), leaves)
     found, asked = Recorded(), []
-    monkeypatch.setattr(module, "recording_of", lambda x, save: asked.append(save) or found)
+    monkeypatch.setattr(passes, "recording_of", lambda x, save: asked.append(save) or found)
     monkeypatch.setattr(module, "recordings", dict.fromkeys(["another"]))
-    monkeypatch.setitem(operator.__globals__, "eager_kind", eager_kind_on_cpu)
-    passes = BACKENDS["torch"]
-    monkeypatch.setitem(BACKENDS, "triton", passes)
+    backend = backend_of("torch")
+    monkeypatch.setattr(recurrence, "backend_of", lambda name: backend)
     operator(q, k, v, **gates)
     (kept,) = [x for x in module.recordings.values() if x is not None]
     assert asked == [True]
     inputs = Inputs(
         q, k, v, gates.get("beta"), *(gates.get(x) for x in "ab"), *[None] * 3, *kept.numbers[:4]
     )
-    for outputs in (passes.forward(inputs, True), None):
+    for outputs in (backend.forward(inputs, True), None):
         found.outputs = outputs
         output = operator(q, k, v, **gates)
         gradients = torch.autograd.grad(output.o.square().sum(), leaves)
@@ -176,19 +179,12 @@ def test_where_a_backward_may_follow_it_finds_what_the_recording_saved(operator,
     assert asked == [True, False, False]
 
 
-def test_a_constant_decay_has_its_own_gradient(monkeypatch) -> None:
+def test_a_constant_decay_has_its_own_gradient(on_gpu, monkeypatch) -> None:
     q, k, v = torch.randn(3, 1, 4, 2, 8).unbind()
     decay = -torch.rand(2)
     decay.requires_grad_()
-    monkeypatch.setattr(module, "recording_of", lambda x, save: Recorded())
+    monkeypatch.setattr(passes, "recording_of", lambda x, save: Recorded())
     monkeypatch.setattr(module, "recordings", dict.fromkeys(["another"]))
-    monkeypatch.setitem(delta_rule.__globals__, "eager_kind", eager_kind_on_cpu)
     for _ in range(3):
         delta_rule(q, k, v, beta=None, log_decay=decay).o.sum().backward()
     assert list(module.recordings) == ["another"]
-
-
-def eager_kind_on_cpu(tensors, *numbers):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-        return eager_kind(tensors, *numbers)

@@ -9,7 +9,7 @@ from torch.library import opcheck
 
 import truth
 from deltarule import RecurrentOutput, pack
-from deltarule.ops.delta_rule.implementations import recurrence_operator
+from deltarule.ops.delta_rule.implementations import recurrence
 from deltarule.ops.delta_rule.inputs import Inputs
 from oracle import Case
 from truth import (
@@ -189,13 +189,13 @@ def test_opcheck(kind: Kind, lengths: tuple[int, ...] | None) -> None:
     rest = offsets, kind.n_steps, 0.5, False, False
     tensors = (q, k, v, beta, a, b, log_decay, state)
     forward = (*tensors, *rest, True, truth.IMPL)
-    checked = opcheck(recurrence_operator.operator, forward, test_utils=CONTRACTS)
+    checked = opcheck(recurrence.operator, forward, test_utils=CONTRACTS)
     assert set(checked.values()) == {"SUCCESS"}
     with torch.no_grad():
-        o, final, saved = recurrence_operator.operator(*forward)
+        o, final, saved = recurrence.operator(*forward)
         plain = [None if x is None else x.detach() for x in tensors]
     wanted = [x is not None for x in plain]
     given = *plain, *rest, True, truth.IMPL
     backward = (torch.randn_like(o), torch.randn_like(final), saved, *given, wanted)
-    checked = opcheck(recurrence_operator.backward_operator, backward, test_utils=CONTRACTS)
+    checked = opcheck(recurrence.backward_operator, backward, test_utils=CONTRACTS)
     assert set(checked.values()) == {"SUCCESS"}

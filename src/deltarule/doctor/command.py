@@ -11,7 +11,14 @@ from pathlib import Path
 import torch
 
 from deltarule.doctor.examine import Configuration, Verdict, commonest, every, examined, known_bad
-from deltarule.ops.runtime.machine import findings_file, identity, load_findings, save_findings
+from deltarule.ops.runtime.machine import (
+    KIND,
+    failures,
+    findings_file,
+    identity,
+    load_findings,
+    save_findings,
+)
 from deltarule.train.extra import require
 
 NO_GPU = (
@@ -93,8 +100,6 @@ def fitting_processes() -> int:
 
 def keep_verdicts(found: Iterable[Verdict]) -> Path:
     """Add to what is kept of this machine; a new verdict replaces an old one."""
-    from deltarule.ops.delta_rule.implementations import KIND, failures
-
     verdicts = load_findings(KIND) | {
         verdict.name: {
             "passed": verdict.passed, "error": verdict.error, "times_bar": verdict.times_bar,

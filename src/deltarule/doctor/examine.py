@@ -150,12 +150,12 @@ def state_of(normal: Tensor) -> Tensor:
 
 def triton_run(inputs: Inputs) -> RecurrentOutput:
     """The kernels, whatever earlier findings say."""
-    return recurrence(inputs, "triton", True)
+    return recurrence.run(inputs, "triton", True)
 
 
 def fused_run(inputs: Inputs) -> RecurrentOutput:
     """The warp-specialised forward, however small the call."""
-    return recurrence(inputs, "gluon", False)
+    return recurrence.run(inputs, "gluon", False)
 
 
 def can_fuse(inputs: Inputs) -> bool:

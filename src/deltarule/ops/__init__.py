@@ -1,7 +1,8 @@
 """The public operators: check the arguments, choose an implementation, call it."""
 
-from deltarule.ops.delta_rule.api import delta_rule, dplr
+from deltarule.ops.delta_rule.api import delta_rule
 from deltarule.ops.delta_rule.attention_matrix import attention_matrix
+from deltarule.ops.delta_rule.dplr import dplr
 from deltarule.ops.delta_rule.explain import explain
 from deltarule.ops.delta_rule.gate_logits import BetaLogits, DecayLogits
 from deltarule.ops.delta_rule.step import recurrent_step

@@ -1,8 +1,12 @@
-"""Rules for vmap of a registered operator: its axis is folded into one that every call has."""
+"""What torch.func makes of a registered operator.
+
+Under vmap the mapped axis is folded into one that every call has.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -95,3 +99,21 @@ def fold_one(x: Tensor, dim: int | None, size: int, axis: int) -> Tensor:
 def unfold(x: Tensor, size: int, axis: int) -> Tensor:
     """The inverse of `fold_one`, the mapped axis first."""
     return x.unflatten(axis, (size, -1)).movedim(axis, 0)
+
+
+def transformed(operator: Any, setup_context: Any, backward: Any) -> Any:
+    """An operator in the form that torch.func.grad and its kin look for."""
+
+    def forward(*args: Any) -> Any:
+        outputs = operator(*args)
+        return outputs if isinstance(outputs, Tensor) else tuple(outputs)
+
+    rules = {
+        "generate_vmap_rule": True, "forward": staticmethod(forward),
+        "setup_context": staticmethod(setup_context), "backward": staticmethod(backward),
+    }  # fmt: skip
+    return type("Transformed", (torch.autograd.Function,), rules)
+
+
+def nothing_to_keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """A backward operator has no second derivative to save for."""

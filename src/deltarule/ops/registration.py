@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from deltarule.ops.dispatch import are_plain_eager
-from deltarule.ops.folding import Fold, Folding
+from deltarule.ops.folding import Fold, Folding, nothing_to_keep, transformed
+from deltarule.shapes import RecurrentOutput
 
 Inputs = TypeVar("Inputs", bound=tuple[Any, ...])
 # A gradient that nobody asks for, or that there is none of.
@@ -225,7 +226,9 @@ class Operator(Generic[Inputs]):
         if all(d is None for d in gradients):
             return tuple(out)
         saved, count = ctx.saved_tensors, len(self.rules.saved)
-        wanted = [needed[i] or any(needed[x] for x, y in self.alike if y == i) for i in self.places]
+        wanted = [needed[i] for i in self.places]
+        for x, y in self.alike:
+            wanted[self.places.index(y)] |= needed[x]
         found = self.run_backward(gradients, saved[:count], (*saved[count:], *ctx.numbers), wanted)
         for i, dx, want in zip(self.places, found, wanted, strict=True):
             out[i] = dx if want else None
@@ -258,6 +261,64 @@ class Operator(Generic[Inputs]):
         raise NotImplementedError(self.message)
 
 
+class Backend(NamedTuple):
+    """What runs a recurrence: forward, backward, and the shape of what the first saves."""
+
+    # Inputs, and whether to save: outputs, final state, and what the backward is then spared.
+    forward: Callable[[Any, bool], tuple[Tensor, Tensor, Tensor]]
+    # Gradients by the outputs and the final state (None: zeros), inputs, and what was saved.
+    backward: Callable[[Tensor, Tensor | None, Any, Tensor], Gradients]
+    saved_shape: Callable[[Any], tuple[int, ...]]
+
+
+class Recurrence(Operator[Inputs]):
+    """An operator over tokens that leaves a state: outputs, final state, and what it saves.
+
+    The inputs have an output_shape, a state_shape and the dtype of the state; the first
+    `differentiable` of their fields have gradients. The name of a backend is an argument.
+    """
+
+    def __init__(
+        self, name: str, inputs: type[Inputs], backend_of: Callable[[str], Backend],
+        differentiable: int, fold: Fold,
+    ) -> None:  # fmt: skip
+        """Register it."""
+        self.backend_of, self.differentiable = backend_of, differentiable
+        gradients = tuple(get_type_hints(inputs))[:differentiable]
+        rules = Rules(2, (2,), gradients, otherwise='use impl="reference"')
+        super().__init__(
+            name, inputs, lambda x, save, backend: self.backend_of(backend).forward(x, save),
+            self.run_back, self.like, returned=3, rules=rules,
+            options={"save": bool, "backend": str}, fold=fold,
+        )  # fmt: skip
+
+    def run_back(
+        self, gradients: Gradients, saved: Sequence[Tensor], wanted: Sequence[bool], inputs: Any,
+        save: bool, backend: str,
+    ) -> Gradients:  # fmt: skip
+        d_o, d_final = gradients
+        d_o = inputs.v.new_zeros(inputs.output_shape) if d_o is None else d_o.contiguous()
+        d_final = None if d_final is None else d_final.contiguous()
+        return self.backend_of(backend).backward(d_o, d_final, inputs, saved[0])
+
+    def like(self, inputs: Any, save: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Shapes and types of what it returns."""
+        saved_shape = self.backend_of(backend).saved_shape
+        shape = saved_shape(inputs) if save else (0, *inputs.state_shape[1:])
+        return (
+            inputs.v.new_empty(inputs.output_shape),
+            inputs.v.new_empty(inputs.state_shape, dtype=inputs.dtype),
+            inputs.v.new_empty(shape, dtype=inputs.dtype),
+        )
+
+    def run(self, inputs: Inputs, backend: str, save_states: bool = True) -> RecurrentOutput:
+        """Call it, saving only where that is asked for and a backward may follow."""
+        save = save_states and differentiated(inputs[: self.differentiable])
+        # The chunks of a folded batch lie in another order than those of its parts.
+        save = save and not torch._C._are_functorch_transforms_active()
+        return RecurrentOutput(*self(*inputs, save, backend))
+
+
 def eager_function(operator: Operator[Any], name: str) -> Any:
     """Forward and backward of an operator without the operator around them.
 
@@ -277,24 +338,6 @@ def eager_function(operator: Operator[Any], name: str) -> Any:
 
     rules = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(name, (torch.autograd.Function,), rules)
-
-
-def transformed(operator: Any, setup_context: Any, backward: Any) -> Any:
-    """An operator in the form that torch.func.grad and its kin look for."""
-
-    def forward(*args: Any) -> Any:
-        outputs = operator(*args)
-        return outputs if isinstance(outputs, Tensor) else tuple(outputs)
-
-    rules = {
-        "generate_vmap_rule": True, "forward": staticmethod(forward),
-        "setup_context": staticmethod(setup_context), "backward": staticmethod(backward),
-    }  # fmt: skip
-    return type("Transformed", (torch.autograd.Function,), rules)
-
-
-def nothing_to_keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """A backward operator has no second derivative to save for."""
 
 
 def differentiated(tensors: Sequence[Tensor | None]) -> bool:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.delta_rule.api import delta_rule, dplr
+from deltarule.ops.delta_rule.api import delta_rule
+from deltarule.ops.delta_rule.dplr import dplr
 from deltarule.ops.pack import pack
 from deltarule.shapes import RecurrentOutput
 

@@ -4,9 +4,8 @@ The operator's backend is an argument: its forward and backward are plain functi
 What `deltarule doctor` found wrong on this machine is refused.
 """
 
-from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,80 +14,26 @@ from deltarule.ops.delta_rule import definition
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.torch import passes as torch_passes
 from deltarule.ops.delta_rule.triton.tile_sizes import power_of_two
-from deltarule.ops.dispatch import (
-    Implementation,
-    Table,
-    always,
-    constant_when_compiled,
-    triton_missing,
-    without_autocast,
-)
+from deltarule.ops.dispatch import Implementation, Table, always, triton_missing, without_autocast
 from deltarule.ops.folding import Fold
-from deltarule.ops.registration import Gradients, Operator, Rules, differentiated
-from deltarule.ops.runtime.machine import findings_file, load_findings
+from deltarule.ops.registration import Backend, Recurrence
+from deltarule.ops.runtime.machine import anything_failed, refusal
 from deltarule.shapes import RecurrentOutput
 
 
-class Backend(NamedTuple):
-    """Forward, backward, and the shape of the states that the forward saves for the backward."""
-
-    forward: Callable[[Inputs, bool], tuple[Tensor, Tensor, Tensor]]
-    backward: Callable[[Tensor, Tensor | None, Inputs, Tensor], tuple[Tensor | None, ...]]
-    saved_shape: Callable[[Inputs], tuple[int, ...]]
-
-
 @cache
-def _triton() -> Any:
-    """The kernels in Triton, which is an extra: imported where it runs."""
+def backend_of(name: str) -> Backend:
+    """Triton is an extra, imported where it runs."""
+    if name == "torch":
+        forms = torch_passes.forward, torch_passes.backward, torch_passes.chunk_states_shape
+        return Backend(*forms)
     from deltarule.ops.delta_rule.triton import passes
 
-    return passes
-
-
-BACKENDS = {
-    "torch": Backend(torch_passes.forward, torch_passes.backward, torch_passes.chunk_states_shape),
-    "triton": Backend(
-        lambda *given: _triton().forward(*given),
-        lambda *given: _triton().backward(*given),
-        lambda *given: _triton().saved_shape(*given),
-    ),
+    if name == "triton":
+        return Backend(passes.forward, passes.backward, passes.saved_shape)
     # Its backward is that of a forward that saved nothing.
-    "gluon": Backend(
-        lambda inputs, save: _triton().fused_forward(inputs),
-        lambda *given: _triton().backward(*given),
-        lambda inputs: (0, *inputs.state_shape[1:]),
-    ),
-}
-
-
-def recording_of(inputs: Inputs, save: bool = False) -> Any:
-    """The recorded launches of a forward, if the Triton kernels ran it twice."""
-    return _triton().recording_of(inputs, save)
-
-
-def forward(inputs: Inputs, save: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs, final state, and the states saved for the backward: none without `save`."""
-    return BACKENDS[backend].forward(inputs, save)
-
-
-def backward(
-    gradients: Gradients, saved: Sequence[Tensor], wanted: Sequence[bool], inputs: Inputs,
-    save: bool, backend: str,
-) -> Gradients:  # fmt: skip
-    """Gradients by the eight tensors from q to initial_state."""
-    d_o, d_final = gradients
-    d_o = inputs.v.new_zeros(inputs.output_shape) if d_o is None else d_o.contiguous()
-    d_final = None if d_final is None else d_final.contiguous()
-    return BACKENDS[backend].backward(d_o, d_final, inputs, saved[0])
-
-
-def fake(inputs: Inputs, save: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Shapes and types of what the forward returns."""
-    shape = BACKENDS[backend].saved_shape(inputs) if save else (0, *inputs.state_shape[1:])
-    return (
-        inputs.v.new_empty(inputs.output_shape),
-        inputs.q.new_empty(inputs.state_shape, dtype=inputs.dtype),
-        inputs.q.new_empty(shape, dtype=inputs.dtype),
+    return Backend(
+        passes.fused_forward, passes.backward, lambda inputs: (0, *inputs.state_shape[1:])
     )
 
 
@@ -103,23 +48,8 @@ def repeated_offsets(cu_seqlens: Tensor, size: int) -> Tensor:
     return torch.cat([cu_seqlens[:1], lengths.cumsum(0, dtype=cu_seqlens.dtype)])
 
 
-OTHERWISE = 'use impl="reference"'
-recurrence_operator: Operator[Inputs] = Operator(
-    "recurrence", Inputs, forward, backward, fake, options={"save": bool, "backend": str},
-    returned=3, rules=Rules(2, (2,), Inputs._fields[:8], otherwise=OTHERWISE),
-    fold=Fold(fold_axis, repeated_offsets, ("o", "final")),
-)  # fmt: skip
-
-
-def recurrence(inputs: Inputs, backend: str, save_states: bool) -> RecurrentOutput:
-    """Request the registered operator, saving states only where asked and a backward may follow."""
-    save = (
-        save_states
-        and differentiated(inputs[:8])
-        # The chunks of a folded batch lie in another order than those of its parts.
-        and not torch._C._are_functorch_transforms_active()
-    )
-    return RecurrentOutput(*recurrence_operator(*inputs, save, backend))
+fold = Fold(fold_axis, repeated_offsets, ("o", "final"))
+recurrence = Recurrence("recurrence", Inputs, backend_of, 8, fold)
 
 
 # The sizes that the Triton kernels are made for.
@@ -148,12 +78,14 @@ def why_not_triton(call: Request) -> str | None:
             f"the Triton kernels take K up to {MAX_KEY_CHANNELS} and V up to "
             f"{MAX_VALUE_CHANNELS}, got K = {q.shape[3]} and V = {v.shape[3]}"
         )
-    return refusal(call.inputs)
+    return refusal(configuration_name(call.inputs)) if anything_failed() else None
 
 
 def run_triton(call: Request) -> RecurrentOutput:
     """Chunks in Triton, with a backward of its own."""
-    return recurrence(call.inputs, "triton" if call.inputs.q.numel() else "torch", call.save_states)
+    return recurrence.run(
+        call.inputs, "triton" if call.inputs.q.numel() else "torch", call.save_states
+    )
 
 
 def why_not_gluon(call: Request) -> str | None:
@@ -167,12 +99,12 @@ def why_not_gluon(call: Request) -> str | None:
 
 def run_gluon(call: Request) -> RecurrentOutput:
     """The forward as one warp-specialised kernel, and the backward of the chunks in Triton."""
-    return recurrence(call.inputs, "gluon" if call.inputs.q.numel() else "torch", False)
+    return recurrence.run(call.inputs, "gluon" if call.inputs.q.numel() else "torch", False)
 
 
 def run_torch(call: Request) -> RecurrentOutput:
     """Chunks in PyTorch, with a backward of its own: any device."""
-    return recurrence(call.inputs, "torch", call.save_states)
+    return recurrence.run(call.inputs, "torch", call.save_states)
 
 
 def run_reference(call: Request) -> RecurrentOutput:
@@ -204,10 +136,6 @@ IMPLEMENTATIONS: Table[Request, RecurrentOutput] = {
 }
 
 
-# What the doctor found wrong, by the name of a configuration.
-KIND = "doctor"
-
-
 def configuration_name(inputs: Inputs) -> str:
     """A name for all calls that run the same compiled kernels, up to packing and unit norm.
 
@@ -223,35 +151,3 @@ def configuration_name(inputs: Inputs) -> str:
         f"erase {inputs.erase}, decay {inputs.decay}, n_steps {inputs.n_steps}, {dtype}, "
         f"K to {power_of_two(inputs.q.shape[-1])}, V to {power_of_two(inputs.v.shape[-1])}"
     )
-
-
-def refusal(inputs: Inputs) -> str | None:
-    """Why the doctor's findings forbid this call; None if they do not."""
-    return refusal_of(configuration_name(inputs)) if anything_failed() else None
-
-
-@constant_when_compiled
-def anything_failed() -> bool:
-    """Whether there is any failure to look for: mostly there is none."""
-    return bool(failures())
-
-
-@constant_when_compiled
-def refusal_of(name: str) -> str | None:
-    """The reason against one configuration, from the file of this machine."""
-    if (error := failures().get(name)) is None:
-        return None
-    return (
-        f"`deltarule doctor` found the kernels of ({name}) wrong on this GPU: {error}; it is kept "
-        f'in {findings_file(KIND)}: use impl="torch", or another version of Triton'
-    )
-
-
-@cache
-def failures() -> dict[str, str]:
-    """Names of the configurations that failed on this machine, with their errors."""
-    return {
-        name: str(verdict.get("error"))
-        for name, verdict in load_findings(KIND).items()
-        if isinstance(verdict, dict) and not verdict.get("passed")
-    }

@@ -21,7 +21,7 @@ from torch import Tensor
 from deltarule.ops.context import Context
 from deltarule.ops.context.exchange import Met, meet, meet_back
 from deltarule.ops.context.linear import Operator, with_transition
-from deltarule.ops.delta_rule.implementations import BACKENDS, IMPLEMENTATIONS, Request
+from deltarule.ops.delta_rule.implementations import IMPLEMENTATIONS, Request, backend_of
 from deltarule.ops.delta_rule.inputs import Inputs, check_arguments
 from deltarule.ops.dispatch import choose, without_autocast
 from deltarule.ops.registration import differentiated
@@ -76,7 +76,7 @@ class Passes(NamedTuple):
 
 def twice(backend: str) -> Passes:
     """The exchange between two whole passes, with any backend."""
-    passes = BACKENDS[backend]
+    passes = backend_of(backend)
 
     def forward(
         inputs: Inputs, save: bool, join: Join, ends: Ends

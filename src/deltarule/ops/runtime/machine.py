@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from deltarule.ops.dispatch import constant_when_compiled
+
 NO_GPU = "no GPU (Triton's interpreter)"
 
 
@@ -102,3 +104,34 @@ def save_findings(kind: str, findings: dict[str, Any]) -> Path:
     aside.write_text(json.dumps({"machine": identity(), kind: findings}, indent=1) + "\n")
     aside.replace(path)
     return path
+
+
+# What `deltarule doctor` found wrong, by the name of a configuration.
+KIND = "doctor"
+
+
+@constant_when_compiled
+def anything_failed() -> bool:
+    """Whether there is any failure to look for: mostly there is none."""
+    return bool(failures())
+
+
+@constant_when_compiled
+def refusal(name: str) -> str | None:
+    """The reason against one configuration, from the file of this machine, or None."""
+    if (error := failures().get(name)) is None:
+        return None
+    return (
+        f"`deltarule doctor` found the kernels of ({name}) wrong on this GPU: {error}; it is kept "
+        f'in {findings_file(KIND)}: use impl="torch", or another version of Triton'
+    )
+
+
+@cache
+def failures() -> dict[str, str]:
+    """Names of the configurations that failed on this machine, with their errors."""
+    return {
+        name: str(verdict.get("error"))
+        for name, verdict in load_findings(KIND).items()
+        if isinstance(verdict, dict) and not verdict.get("passed")
+    }

@@ -27,7 +27,7 @@ from deltarule.ops.few_tokens import decodes
 from deltarule.ops.selective_scan import definition as reference
 from deltarule.ops.selective_scan.context import over_context
 from deltarule.ops.selective_scan.inputs import ScanInputs
-from deltarule.ops.selective_scan.registered import scan
+from deltarule.ops.selective_scan.registered import scan_operator
 from deltarule.ops.selective_scan.step import step
 from deltarule.shapes import Offsets, Outputs, RecurrentOutput, State, Values
 
@@ -66,12 +66,12 @@ def why_not_triton(inputs: ScanInputs) -> str | None:
 
 def run_triton(inputs: ScanInputs) -> RecurrentOutput:
     """Chunks in Triton, with a backward of its own."""
-    return scan(inputs, "triton" if inputs.v.numel() else "torch")
+    return scan_operator.run(inputs, "triton" if inputs.v.numel() else "torch")
 
 
 def run_torch(inputs: ScanInputs) -> RecurrentOutput:
     """Chunks in PyTorch, with a backward of its own: any device."""
-    return scan(inputs, "torch")
+    return scan_operator.run(inputs, "torch")
 
 
 # In the order in which impl="auto" prefers them.

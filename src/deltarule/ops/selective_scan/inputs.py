@@ -33,6 +33,11 @@ class ScanInputs(NamedTuple):
         return self.sequences, self.v.shape[2], self.v.shape[3], self.q.shape[-1]
 
     @property
+    def output_shape(self) -> torch.Size:
+        """[B, T, HV, V]."""
+        return self.v.shape
+
+    @property
     def dtype(self) -> torch.dtype:
         """In which the state is kept and everything is computed."""
         return torch.float64 if self.v.dtype == torch.float64 else torch.float32

@@ -153,11 +153,11 @@ def forward(inputs: ScanInputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def backward(
-    d_o: Tensor, d_final: Tensor, inputs: ScanInputs, saved: Tensor
+    d_o: Tensor, d_final: Tensor | None, inputs: ScanInputs, saved: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Gradients by q, k, v, delta, A, the decays, beta and initial_state; None for what is None.
 
-    Without saved states the forward runs once more, to have them.
+    None in place of d_final stands for zeros. Without saved states the forward runs once more.
     """
     if saved.numel() == 0:
         saved = forward(inputs, save=True)[2]
@@ -166,7 +166,9 @@ def backward(
         None if x is None else x.new_zeros(x.shape, dtype=inputs.dtype if x.ndim == 3 else None)
         for x in inputs[:8]
     ]
-    d_initial = d_final.clone(memory_format=torch.contiguous_format)
+    d_initial = inputs.v.new_zeros(inputs.state_shape, dtype=inputs.dtype)
+    if d_final is not None:
+        d_initial.copy_(d_final)
     with without_autocast(d_o.device):
         size, groups = plan(inputs)
         for sequences, windows in groups:

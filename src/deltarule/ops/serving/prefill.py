@@ -8,9 +8,9 @@ from torch import Tensor
 from deltarule.ops.checks import check_no_gradient, shape
 from deltarule.ops.chunks import CHUNK_ROWS
 from deltarule.ops.delta_rule.implementations import (
-    BACKENDS,
     IMPLEMENTATIONS,
     Request,
+    backend_of,
     run_reference,
 )
 from deltarule.ops.delta_rule.inputs import Inputs, check_arguments
@@ -191,7 +191,7 @@ def run(call: Prefill, impl: str) -> tuple[Tensor, Tensor | None]:
             name = first_that_runs(IMPLEMENTATIONS, Request(inputs)) if impl == "auto" else impl
             # The fused kernel keeps no states of chunks; the kernels of stages do.
             backend = "torch" if name == "torch" or not inputs.q.numel() else "triton"
-            o, final, saved = BACKENDS[backend].forward(inputs, True)
+            o, final, saved = backend_of(backend).forward(inputs, True)
             found = border_states(call, saved, backend)
         assert final is not None
         write(call.state, call.writes, call.null_index, final)

@@ -50,8 +50,8 @@ def forward(inputs: Inputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     return o, final, kept[0] if kept else final.new_empty(0, *final.shape[1:])
 
 
-def fused_forward(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs and final state of the fused kernel; nothing is saved for the backward."""
+def fused_forward(inputs: Inputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs and final state of the fused kernel; nothing is saved for the backward, ever."""
     o, final = replayed(fused_stage, inputs, False)
     return o, final, final.new_empty(0, *final.shape[1:])
 

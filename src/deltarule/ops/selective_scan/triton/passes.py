@@ -130,12 +130,15 @@ def carried(
 
 
 def backward(
-    d_o: Tensor, d_final: Tensor, inputs: ScanInputs, saved: Tensor
+    d_o: Tensor, d_final: Tensor | None, inputs: ScanInputs, saved: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Gradients by q, k, v, delta, A, the decays, beta and initial_state; None for what is None."""
+    """Gradients by q, k, v, delta, A, the decays, beta and initial_state; None for what is None.
+
+    None in place of d_final stands for zeros.
+    """
     given, inputs, plan = inputs, contiguous(inputs), make_plan(inputs)
-    d_o, d_final = d_o.contiguous(), d_final.contiguous()
     d_initial = torch.empty(inputs.state_shape, dtype=torch.float32, device=d_o.device)
+    d_final = torch.zeros_like(d_initial) if d_final is None else d_final
     starts, ends = inputs.initial_state, d_final
     if not plan.single:
         starts = saved
