@@ -4,7 +4,7 @@ The tensors of a call go into chunks, through the stages, and their gradients ba
 """
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,23 +20,27 @@ from deltarule.ops.chunks import (
     packed_groups,
 )
 from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.torch.channel_scores import ChannelPairs
 from deltarule.ops.delta_rule.torch.scores import (
     LOWEST,
+    Corrected,
     Decay,
+    HeadPairs,
     Queries,
     add,
-    add_between,
     chunk_output,
     chunk_output_backward,
     decay_backward,
-    make_decay,
-    own_scores_backward,
-    pair_scores,
-    pair_scores_backward,
+    end_decay,
+    free,
+    free_backward,
     queries,
     queries_backward,
     scale,
     scale_backward,
+    start_decay,
+    tied,
+    tied_backward,
 )
 from deltarule.ops.dispatch import without_autocast
 
@@ -179,92 +183,6 @@ def _factor(x: Tensor) -> Tensor:
     return (norm * norm + EPSILON).rsqrt_()
 
 
-# What each row writes once the rows before it have written: a unit lower triangular system.
-#
-#     X = (I - L)^-1 (F + E S^T) = x0 + from_state S^T
-#
-# With a tied erase  L_ij = -beta_i k_i.k_j,  F = beta v,            E = -beta k start.
-# With a free erase  L_ij = a_i.b_j,          F = (a_i.k_j) v,       E = a start_before.
-# The inverse is by substitution: exact to rounding for any keys, where a power series is not.
-
-
-class Corrected(NamedTuple):
-    """X = x0 + from_state S^T for the chunks of a window, and what the backward needs of them."""
-
-    x0: Tensor  # [M, H, G, R, V]
-    from_state: Tensor  # [M, H, G, R, K]
-    inverse: Tensor  # (I - L)^-1 [M, H, G, R, R]
-    scores: Tensor  # k against k where tied, a against b where free
-    values: Tensor  # the same where tied, a against k where free
-    scaled: Tensor  # k or a under the decay from the chunk's start
-
-
-def tied(k: Tensor, v: Tensor, beta: Tensor, decay: Decay) -> Corrected:
-    """k [M, H, 1, R, K], v [M, H, G, R, V], beta [M, H, G, R, 1]."""
-    scores = pair_scores(k, k, decay.between, strict=True)
-    inverse = _inverse(beta * scores)
-    scaled = scale(k, decay.start)
-    weighted = inverse * beta.mT
-    from_state = (weighted @ scaled).neg_()
-    return Corrected(weighted @ v, from_state, inverse, scores, scores, scaled)
-
-
-def tied_backward(
-    dx: Tensor, x: Tensor, state: Tensor, chunk: Corrected,
-    k: Tensor, v: Tensor, beta: Tensor, decay: Decay,
-) -> tuple[Tensor, Tensor, Tensor, Decay]:  # fmt: skip
-    """Gradients by k, v, beta and the decay's exponents, given dx by the corrected values x.
-
-    With dF = (I - L)^-T dX: dv = beta dF, and dbeta_i = dF_i . (v - S k start - sum_j L'_ij x_j)_i
-    for the scores L' of k against k, so that beta = 0 needs no division.
-    """
-    d_values = chunk.inverse.mT @ dx
-    by_state, by_scores = d_values @ state, d_values @ x.mT
-    d_beta = (d_values * v).sum(-1, keepdim=True)
-    d_beta -= (by_state * chunk.scaled).sum(-1, keepdim=True)
-    d_beta -= (by_scores * chunk.scores).sum(-1, keepdim=True)
-    dk_scores, d_between = own_scores_backward(
-        by_scores.mul_(-beta), chunk.scores, k, decay.between
-    )
-    dk, d_start = scale_backward(by_state.mul_(-beta), chunk.scaled, k, decay.start)
-    d_decay = Decay(start=d_start, between=d_between)
-    return dk.add_(dk_scores), beta * d_values, d_beta, d_decay
-
-
-def free(a: Tensor, b: Tensor, k: Tensor, v: Tensor, decay: Decay) -> Corrected:
-    """a and b [M, H, G, R, K], k [M, H, 1, R, K], v [M, H, G, R, V]."""
-    scores = pair_scores(a, b, decay.between_before, strict=True)
-    values = pair_scores(a, k, decay.between_before, strict=True)
-    inverse = _inverse(-scores)
-    scaled = scale(a, decay.start_before)
-    return Corrected(inverse @ (values @ v), inverse @ scaled, inverse, scores, values, scaled)
-
-
-def free_backward(
-    dx: Tensor, x: Tensor, state: Tensor, chunk: Corrected,
-    a: Tensor, b: Tensor, k: Tensor, v: Tensor, decay: Decay,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Decay]:  # fmt: skip
-    """Gradients by a, b, k, v and the decay's exponents, given dx by the corrected values x."""
-    d_values = chunk.inverse.mT @ dx
-    da, db, d_between = pair_scores_backward(
-        d_values @ x.mT, chunk.scores, a, b, decay.between_before, strict=True
-    )
-    da_values, dk, d_between_values = pair_scores_backward(
-        d_values @ v.mT, chunk.values, a, k, decay.between_before, strict=True
-    )
-    da_start, d_start = scale_backward(d_values @ state, chunk.scaled, a, decay.start_before)
-    d_decay = Decay(start_before=d_start, between_before=add_between(d_between, d_between_values))
-    return da.add_(da_values).add_(da_start), db, dk, chunk.values.mT @ d_values, d_decay
-
-
-def _inverse(lower: Tensor) -> Tensor:
-    """(I + lower)^-1 for a strictly lower triangular matrix."""
-    identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
-    return torch.linalg.solve_triangular(
-        lower, identity.expand_as(lower), upper=False, unitriangular=True
-    )
-
-
 # The scan over chunks, forward and backward: the one stage that is sequential.
 #
 #     X = x0 + from_state S^T        S <- S Diag(whole) + sum over writes of X^T y
@@ -404,6 +322,21 @@ def backward(
     return *gradients, None if inputs.initial_state is None else d_initial
 
 
+def make_decay(log_decay: Tensor | None, free_erase: bool) -> Decay:
+    """The factors that a window needs; the last two only with a free erase."""
+    if log_decay is None:
+        return Decay()
+    pairs: Any = HeadPairs if log_decay.shape[-1] == 1 else ChannelPairs
+    decay = Decay(
+        start_decay(log_decay, True), end_decay(log_decay),
+        log_decay.sum(-2, keepdim=True).exp_(), pairs.of(log_decay, True),
+    )  # fmt: skip
+    if not free_erase:
+        return decay
+    start_before, between_before = start_decay(log_decay, False), pairs.of(log_decay, False)
+    return decay._replace(start_before=start_before, between_before=between_before)
+
+
 def _work(chunks: Chunks) -> Work:
     _, k, v, beta, a, b, log_decay = chunks
     decay = make_decay(log_decay, free_erase=a is not None)
@@ -474,7 +407,7 @@ def _erase_backward(
             start=add(d_decay.start, d_erase.start),
             end=d_decay.end,
             whole=d_decay.whole,
-            between=add_between(d_decay.between, d_erase.between),
+            between=d_decay.between.plus(d_erase.between),
             start_before=d_erase.start_before,
             between_before=d_erase.between_before,
         )
