@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltarule import pack
-from deltarule.ops.chunks import packed_groups
 from deltarule.ops.delta_rule import chunked
 from deltarule.ops.delta_rule.torch import passes as torch_passes
+from deltarule.ops.packed_chunks import packed_groups
 from oracle import DECAYS, ERASES, Case, cases, make_case, run_module, weights, with_gradients
 from tolerance import assert_close, assert_close_to_yardstick
 

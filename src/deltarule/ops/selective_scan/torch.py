@@ -24,9 +24,9 @@ from deltarule.ops.chunks import (
     chunk_size,
     cut,
     join,
-    packed_groups,
 )
 from deltarule.ops.dispatch import without_autocast
+from deltarule.ops.packed_chunks import packed_groups
 from deltarule.ops.selective_scan import products
 from deltarule.ops.selective_scan.inputs import ScanInputs
 

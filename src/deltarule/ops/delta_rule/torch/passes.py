@@ -17,7 +17,6 @@ from deltarule.ops.chunks import (
     chunk_size,
     cut,
     join,
-    packed_groups,
 )
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.torch.channel_scores import ChannelPairs
@@ -43,6 +42,7 @@ from deltarule.ops.delta_rule.torch.scores import (
     tied_backward,
 )
 from deltarule.ops.dispatch import without_autocast
+from deltarule.ops.packed_chunks import packed_groups
 
 
 class Chunks(NamedTuple):
