@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from deltarule.ops.registration import Operator, Rules
+from deltarule.ops.operators import Operator
+from deltarule.ops.registration import Rules
 
 ran: list[str] = []
 

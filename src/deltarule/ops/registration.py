@@ -4,9 +4,7 @@
 
 The fields of the tuple give the schema. Registered are the operator and its backward operator, with
 their fakes and their derivatives, so that torch.compile, export, modes and distributed wrappers see
-one opaque node each; with a `Fold`, they have rules for vmap. Where nothing watches, a call is the
-forward alone, or a plain autograd function of the two: a registered operator costs the host time
-and would give nothing.
+one opaque node each; with a `Fold`, they have rules for vmap.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
-from deltarule.ops.dispatch import are_plain_eager
 from deltarule.ops.folding import Fold, Folding, nothing_to_keep, transformed
-from deltarule.shapes import RecurrentOutput
 
 Inputs = TypeVar("Inputs", bound=tuple[Any, ...])
 # A gradient that nobody asks for, or that there is none of.
@@ -53,8 +49,8 @@ NO_RULES = Rules()
 NO_OPTIONS: Mapping[str, Any] = {}
 
 
-class Operator(Generic[Inputs]):
-    """A registered operator, to be called with the fields of its inputs one by one.
+class Registered(Generic[Inputs]):
+    """An operator and its backward operator, as PyTorch's library knows them.
 
     Args:
         name: In the library "deltarule"; the backward operator is called `name`_backward.
@@ -68,6 +64,12 @@ class Operator(Generic[Inputs]):
         options: Names and types of further arguments.
         fold: How vmap runs it. None: as it runs the forward's own operations.
     """
+
+    # What a call does: see operators.py.
+    run_forward: Callable[[Sequence[Any]], tuple[Tensor, ...]]
+    gradients: Callable[..., Gradients]
+    keep: Callable[..., None]
+    differentiate: Callable[..., tuple[Any, ...]]
 
     def __init__(
         self,
@@ -83,7 +85,8 @@ class Operator(Generic[Inputs]):
         fold: Fold | None = None,
     ) -> None:
         """Register the operator and its backward operator."""
-        self.inputs, self.forward, self.backward, self.fake = inputs, forward, backward, fake
+        self.name, self.inputs = name, inputs
+        self.forward, self.backward, self.fake = forward, backward, fake
         self.rules, self.fold, self.returned = rules, fold, returned
         hints = {**get_type_hints(inputs), **options}
         self.names, self.fields = list(hints), len(hints) - len(options)
@@ -131,29 +134,6 @@ class Operator(Generic[Inputs]):
         )
         self.transformed = transformed(of[0], self.set_up, self.differentiate)
         self.transformed_backward = transformed(of[1], nothing_to_keep, self.no_derivative)
-        eager: Any = eager_function(self, f"Eager{name.title().replace('_', '')}")
-        # Past the search for transforms: where there are any, nobody calls it.
-        self.apply = super(torch.autograd.Function, eager).apply  # type: ignore[misc]
-
-    def __call__(self, *args: Any) -> Any:
-        """The outputs that have a gradient: one, or a tuple."""
-        tensors = args[: self.tensors]
-        if torch.autograd.forward_ad._current_level >= 0:
-            if any(map(is_dual, tensors)):
-                raise NotImplementedError(self.message)
-        elif are_plain_eager(tensors):
-            if self.backward is not None and differentiated(tensors):
-                return self.apply(*args, None)
-            return self.result(self.run_forward(args))
-        if self.backward is not None and torch._C._are_functorch_transforms_active():
-            return self.result(self.transformed.apply(*args))
-        return self.result(self.operator(*args))
-
-    def result(self, outputs: Any) -> Any:
-        """Those of the outputs that a caller is given."""
-        if isinstance(outputs, Tensor):
-            return outputs
-        return outputs[0] if self.rules.outputs == 1 else tuple(outputs[: self.rules.outputs])
 
     def body(self, *args: Any) -> Any:
         outputs = self.run_forward(args)
@@ -162,20 +142,6 @@ class Operator(Generic[Inputs]):
     def fake_body(self, *args: Any) -> Any:
         outputs = self.fake(self.inputs(*args[: self.fields]), *args[self.fields :])
         return outputs[0] if self.returned == 1 else outputs
-
-    def run_forward(self, args: Sequence[Any]) -> tuple[Tensor, ...]:
-        return self.forward(self.inputs(*args[: self.fields]), *args[self.fields :])
-
-    def gradients(
-        self,
-        gradients: Gradients,
-        saved: Sequence[Tensor],
-        given: Sequence[Any],
-        wanted: list[bool],
-    ) -> Gradients:
-        assert self.backward is not None
-        inputs, options = self.inputs(*given[: self.fields]), given[self.fields :]
-        return self.backward(gradients, saved, wanted, inputs, *options)
 
     def backward_body(self, *args: Any) -> list[Tensor]:
         """What the backward operator runs: an empty tensor stands for no gradient."""
@@ -204,49 +170,11 @@ class Operator(Generic[Inputs]):
         first = outputs + len(self.rules.saved)
         return args[:outputs], args[outputs:first], args[first:-1], args[-1]
 
-    def keep(self, ctx: Any, args: Sequence[Any], outputs: Sequence[Tensor]) -> None:
-        """Leave the backward what it is given."""
-        ctx.set_materialize_grads(False)
-        tensors = args[: self.tensors]
-        if not self.all_kept:
-            tensors = [x if kept else None for x, kept in zip(tensors, self.kept, strict=True)]
-        ctx.save_for_backward(*[outputs[i] for i in self.rules.saved], *tensors)
-        ctx.numbers = args[self.tensors : len(self.names)]
-
     def set_up(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         """What autograd is told after a forward of the operator."""
         outputs = (output,) if isinstance(output, Tensor) else output
         ctx.mark_non_differentiable(*outputs[self.rules.outputs :])
         self.keep(ctx, inputs, outputs)
-
-    def differentiate(self, ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        """Gradients by every argument from those by every output."""
-        out: list[Any] = [None] * len(self.names)
-        gradients, needed = gradients[: self.rules.outputs], ctx.needs_input_grad
-        if all(d is None for d in gradients):
-            return tuple(out)
-        saved, count = ctx.saved_tensors, len(self.rules.saved)
-        wanted = [needed[i] for i in self.places]
-        for x, y in self.alike:
-            wanted[self.places.index(y)] |= needed[x]
-        found = self.run_backward(gradients, saved[:count], (*saved[count:], *ctx.numbers), wanted)
-        for i, dx, want in zip(self.places, found, wanted, strict=True):
-            out[i] = dx if want else None
-        for x, y in self.alike:
-            out[x] = out[y] if needed[x] else None
-        return tuple(out)
-
-    def run_backward(
-        self, gradients: Gradients, saved: Sequence[Tensor], given: tuple[Any, ...],
-        wanted: list[bool],
-    ) -> Any:  # fmt: skip
-        """The backward operator, or what it runs where nothing would see the operator."""
-        if torch._C._are_functorch_transforms_active():
-            return self.transformed_backward.apply(*gradients, *saved, *given, wanted)
-        tensors = (*gradients, *saved, *given[: self.tensors])
-        if torch.is_grad_enabled() or not are_plain_eager(tensors):
-            return self.backward_operator(*gradients, *saved, *given, wanted)
-        return self.gradients(gradients, saved, given, wanted)
 
     @property
     def message(self) -> str:
@@ -259,92 +187,3 @@ class Operator(Generic[Inputs]):
     def no_derivative(self, ctx: Any, *_: Any) -> None:
         """The derivative of the backward operator."""
         raise NotImplementedError(self.message)
-
-
-class Backend(NamedTuple):
-    """What runs a recurrence: forward, backward, and the shape of what the first saves."""
-
-    # Inputs, and whether to save: outputs, final state, and what the backward is then spared.
-    forward: Callable[[Any, bool], tuple[Tensor, Tensor, Tensor]]
-    # Gradients by the outputs and the final state (None: zeros), inputs, and what was saved.
-    backward: Callable[[Tensor, Tensor | None, Any, Tensor], Gradients]
-    saved_shape: Callable[[Any], tuple[int, ...]]
-
-
-class Recurrence(Operator[Inputs]):
-    """An operator over tokens that leaves a state: outputs, final state, and what it saves.
-
-    The inputs have an output_shape, a state_shape and the dtype of the state; the first
-    `differentiable` of their fields have gradients. The name of a backend is an argument.
-    """
-
-    def __init__(
-        self, name: str, inputs: type[Inputs], backend_of: Callable[[str], Backend],
-        differentiable: int, fold: Fold,
-    ) -> None:  # fmt: skip
-        """Register it."""
-        self.backend_of, self.differentiable = backend_of, differentiable
-        gradients = tuple(get_type_hints(inputs))[:differentiable]
-        rules = Rules(2, (2,), gradients, otherwise='use impl="reference"')
-        super().__init__(
-            name, inputs, lambda x, save, backend: self.backend_of(backend).forward(x, save),
-            self.run_back, self.like, returned=3, rules=rules,
-            options={"save": bool, "backend": str}, fold=fold,
-        )  # fmt: skip
-
-    def run_back(
-        self, gradients: Gradients, saved: Sequence[Tensor], wanted: Sequence[bool], inputs: Any,
-        save: bool, backend: str,
-    ) -> Gradients:  # fmt: skip
-        d_o, d_final = gradients
-        d_o = inputs.v.new_zeros(inputs.output_shape) if d_o is None else d_o.contiguous()
-        d_final = None if d_final is None else d_final.contiguous()
-        return self.backend_of(backend).backward(d_o, d_final, inputs, saved[0])
-
-    def like(self, inputs: Any, save: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Shapes and types of what it returns."""
-        saved_shape = self.backend_of(backend).saved_shape
-        shape = saved_shape(inputs) if save else (0, *inputs.state_shape[1:])
-        return (
-            inputs.v.new_empty(inputs.output_shape),
-            inputs.v.new_empty(inputs.state_shape, dtype=inputs.dtype),
-            inputs.v.new_empty(shape, dtype=inputs.dtype),
-        )
-
-    def run(self, inputs: Inputs, backend: str, save_states: bool = True) -> RecurrentOutput:
-        """Call it, saving only where that is asked for and a backward may follow."""
-        save = save_states and differentiated(inputs[: self.differentiable])
-        # The chunks of a folded batch lie in another order than those of its parts.
-        save = save and not torch._C._are_functorch_transforms_active()
-        return RecurrentOutput(*self(*inputs, save, backend))
-
-
-def eager_function(operator: Operator[Any], name: str) -> Any:
-    """Forward and backward of an operator without the operator around them.
-
-    The last argument gives all outputs in another way than the forward, or None where it cannot.
-    """
-
-    def forward(ctx: Any, *args: Any) -> Any:
-        *args_, run = args
-        outputs = None if run is None else run()
-        if outputs is None:
-            outputs = operator.run_forward(args_)
-        operator.keep(ctx, args_, outputs)
-        return operator.result(outputs)
-
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        return *operator.differentiate(ctx, *gradients), None
-
-    rules = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type(name, (torch.autograd.Function,), rules)
-
-
-def differentiated(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether a backward may follow a call with these tensors."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
-def is_dual(x: Tensor | None) -> bool:
-    """Whether forward-mode differentiation follows x."""
-    return x is not None and torch.autograd.forward_ad.unpack_dual(x).tangent is not None

@@ -16,7 +16,7 @@ from deltarule.ops.delta_rule.torch import passes as torch_passes
 from deltarule.ops.delta_rule.triton.tile_sizes import power_of_two
 from deltarule.ops.dispatch import Implementation, Table, always, triton_missing, without_autocast
 from deltarule.ops.folding import Fold
-from deltarule.ops.registration import Backend, Recurrence
+from deltarule.ops.operators import Backend, Recurrence
 from deltarule.ops.runtime.machine import anything_failed, refusal
 from deltarule.shapes import RecurrentOutput
 

@@ -14,7 +14,7 @@ import torch
 from deltarule.ops.delta_rule.implementations import recurrence
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.dispatch import CallKey, call_key, is_plain_eager, recordings, remember
-from deltarule.ops.registration import differentiated
+from deltarule.ops.operators import differentiated
 from deltarule.ops.runtime.machine import anything_failed
 from deltarule.shapes import RecurrentOutput
 

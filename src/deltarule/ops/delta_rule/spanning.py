@@ -24,7 +24,7 @@ from deltarule.ops.context.linear import Operator, with_transition
 from deltarule.ops.delta_rule.implementations import IMPLEMENTATIONS, Request, backend_of
 from deltarule.ops.delta_rule.inputs import Inputs, check_arguments
 from deltarule.ops.dispatch import choose, without_autocast
-from deltarule.ops.registration import differentiated
+from deltarule.ops.operators import differentiated
 from deltarule.shapes import RecurrentOutput
 
 # A function of the tokens here: U and M of their last sequences.

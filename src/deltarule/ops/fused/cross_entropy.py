@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from deltarule.ops.dispatch import without_autocast
-from deltarule.ops.registration import Gradients, Operator, Rules
+from deltarule.ops.operators import Operator
+from deltarule.ops.registration import Gradients, Rules
 
 # Logits held at a time by the linear form: 256 MiB in bfloat16.
 MOST_LOGITS = 2**27

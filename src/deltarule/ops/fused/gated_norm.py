@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from deltarule.ops.registration import Gradients, Operator, Rules
+from deltarule.ops.operators import Operator
+from deltarule.ops.registration import Gradients, Rules
 
 # A row is held whole in registers.
 MAX_CHANNELS = 8192

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from deltarule.ops.registration import Gradients, Operator, Rules
+from deltarule.ops.operators import Operator
+from deltarule.ops.registration import Gradients, Rules
 
 # More taps would be unrolled into more registers than a program has.
 MAX_TAPS = 8

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from deltarule.ops.chunks import chunk_size
 from deltarule.ops.mini_batches import MiniBatches, lay_out
-from deltarule.ops.registration import Gradients, Operator, Rules, is_dual
+from deltarule.ops.operators import Operator, is_dual
+from deltarule.ops.registration import Gradients, Rules
 from deltarule.shapes import MesaOutput, MesaState
 
 # The solution of the linear systems of `mesa`, one for each token, and its gradient.

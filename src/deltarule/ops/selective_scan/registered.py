@@ -7,7 +7,7 @@ argument has.
 from torch import Tensor
 
 from deltarule.ops.folding import Fold
-from deltarule.ops.registration import Backend, Recurrence
+from deltarule.ops.operators import Backend, Recurrence
 from deltarule.ops.selective_scan import torch as torch_kernels
 from deltarule.ops.selective_scan.inputs import ScanInputs
 

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltarule.ops.registration import Gradients, Operator, Rules, differentiated
+from deltarule.ops.operators import Operator, differentiated
+from deltarule.ops.registration import Gradients, Rules
 from deltarule.ops.slstm import torch as plain
 from deltarule.ops.slstm.inputs import SLSTMInputs
 from deltarule.shapes import RecurrentOutput

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from deltarule.ops.long_convolution.inputs import ConvolutionInputs
 from deltarule.ops.long_convolution.torch import halves, products
-from deltarule.ops.registration import Gradients, Operator, Rules
+from deltarule.ops.operators import Operator
+from deltarule.ops.registration import Gradients, Rules
 
 
 def forward(inputs: ConvolutionInputs) -> tuple[Tensor, Tensor]:

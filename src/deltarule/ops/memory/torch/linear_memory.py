@@ -16,7 +16,8 @@ from torch import Tensor
 
 from deltarule.ops.memory.torch.memory import Memory, Steps
 from deltarule.ops.mini_batches import MiniBatches
-from deltarule.ops.registration import Gradients, Operator, Rules
+from deltarule.ops.operators import Operator
+from deltarule.ops.registration import Gradients, Rules
 
 
 class Norm(NamedTuple):
