@@ -162,7 +162,8 @@ def test_past_two_to_the_31_elements() -> None:
 def test_a_gpu_prefers_the_kernels() -> None:
     x = torch.zeros(1, 2, 3, device="cuda", dtype=torch.bfloat16)
     reasons = (
-        norm.why_no_gated_norm(x, x), norm.why_no_residual_norm(x, x), mlp.why_not_gated(x, x),
+        norm.why_no_gated_norm(x, x, "silu"), norm.why_no_residual_norm(x, x),
+        mlp.why_not_gated(x, x),
         why_not_fused(x), short_conv.too_many(torch.zeros(3, 4)),
     )  # fmt: skip
     assert reasons == (None,) * 5

@@ -240,7 +240,8 @@ def test_a_wrong_target_gives_nan_instead_of_a_wrong_read() -> None:
 def test_a_cpu_keeps_the_plain_form() -> None:
     x = torch.zeros(1, 2, 3)
     reasons = (
-        norm.why_no_gated_norm(x, x), norm.why_no_residual_norm(x, x), mlp.why_not_gated(x, x),
+        norm.why_no_gated_norm(x, x, "silu"), norm.why_no_residual_norm(x, x),
+        mlp.why_not_gated(x, x),
         why_not_fused(x),
     )  # fmt: skip
     assert all("Triton needs a CUDA device" in reason for reason in reasons)

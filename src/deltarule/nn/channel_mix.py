@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from deltarule.nn.call import Call
 from deltarule.nn.frame import Frame
-from deltarule.nn.state import State
 
 
 class ChannelMix(Frame):
@@ -33,6 +32,7 @@ class ChannelMix(Frame):
 
     float32_parameters: ClassVar[tuple[str, ...]] = ("shift_mix",)
     convolved: ClassVar[tuple[str, ...]] = ()
+    shifts = True
     shift_mix: nn.Parameter
 
     def __init__(
@@ -50,11 +50,6 @@ class ChannelMix(Frame):
     def memories(self) -> dict[str, tuple[int, ...]]:
         """None that sums over tokens."""
         return {}
-
-    def init_state(self, batch_size: int) -> State:
-        """Return zeros: the last token's x."""
-        like, size = self.reference(), (batch_size, 1, self.hidden_size)
-        return State(shift=torch.zeros(size, dtype=like.dtype, device=like.device))
 
     def mix(self, call: Call) -> Tensor:
         """Mix each token with the last, and map it."""

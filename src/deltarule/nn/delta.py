@@ -107,6 +107,7 @@ class DeltaMixer(Mixer):
         self.qk_map = None
         if self.feature_map is not None:
             self.qk_map = QueryKeyMap(self.feature_map, self.num_heads, self.head_k_dim)
+            self.counts = self.qk_map.map.positional
             if self.rule.decay == "channel":
                 check_size_kept(self.feature_map, self.qk_map.features, self.head_k_dim)
         if self.maps_features:
@@ -166,13 +167,6 @@ class DeltaMixer(Mixer):
         kept = {"recurrent": ("HV", "V", "K"), **self.rule.carries}
         return {name: tuple(sizes[letter] for letter in letters) for name, letters in kept.items()}
 
-    def init_state(self, batch_size: int) -> State:
-        """Return zeros, the number of tokens among them where a feature map asks for it."""
-        state = super().init_state(batch_size)
-        if self.qk_map is not None and self.qk_map.map.positional:
-            state["length"] = state["recurrent"].new_zeros(batch_size, dtype=torch.int64)
-        return state
-
     def mix(self, call: Call) -> Tensor:
         """Project, run the operator, read out."""
         call.decoding = self.decodes(call)
@@ -223,7 +217,7 @@ class DeltaMixer(Mixer):
         q = split(self.stream("q", call), self.heads_of("q"), self.head_k_dim)
         k = per_step(self.stream("k", call), steps, self.heads_of("k"), self.head_k_dim)
         if self.qk_map is not None:
-            q, k = self.qk_map(q, k, call.positions() if self.qk_map.map.positional else None)
+            q, k = self.qk_map(q, k, call.positions() if self.counts else None)
         heads, gate = self.num_v_heads, None
         if self.g_proj is not None:
             gate = split(projected["g"], heads, self.head_v_dim)
@@ -241,7 +235,7 @@ class DeltaMixer(Mixer):
             D=self.D,
             beta_max=self.beta_max,
             n_steps=steps,
-            depth=self.layer_index / max(self.num_layers - 1, 1) if self.reads_depth else 0.0,
+            depth=self.depth if self.reads_depth else 0.0,
             qk_norm=self.qk_norm,
             normalizer=self.normalizer,
             cu_seqlens=call.layout.cu_seqlens,

@@ -5,7 +5,7 @@ S_{t,0} = S_{t-1,n}        o_t = S_{t,n} q_t        j = 1..n
 """
 
 from deltarule.nn import deltanet
-from deltarule.nn.delta import DeltaMixer
+from deltarule.nn.gated_deltanet import GatedDeltaNet
 from deltarule.nn.gates import log_decay_of
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 
@@ -50,7 +50,7 @@ GATED_RULE = Rule(
 )
 
 
-class DeltaProduct(DeltaMixer):
+class DeltaProduct(deltanet.DeltaNet):
     """DeltaProduct: n_steps delta-rule writes for each token, one read-out after the last.
 
     k, v and beta come from projections n_steps times as wide; step j of token t is row `t*n + j`.
@@ -67,14 +67,11 @@ class DeltaProduct(DeltaMixer):
     """
 
     rule = RULE
-    maps_features = True
-    default_conv_size = 4
-    activates_projections = True
     default_beta_max = 2.0
     default_n_steps = 2
 
 
-class GatedDeltaProduct(DeltaMixer):
+class GatedDeltaProduct(GatedDeltaNet):
     """Gated DeltaProduct: decay once a token, then n_steps delta-rule writes, one read-out.
 
     Defaults: as GatedDeltaNet, with n_steps = 2 and beta in [0, 2].
@@ -88,16 +85,5 @@ class GatedDeltaProduct(DeltaMixer):
     """
 
     rule = GATED_RULE
-    has_rates = True
-    maps_features = True
-    expand_k = 0.75
-    expand_v = 2
-    default_conv_size = 4
-    default_output_gate = True
     default_beta_max = 2.0
     default_n_steps = 2
-    activates_projections = True
-
-    def build_gates(self) -> None:
-        super().build_gates()
-        self.build_head_decay(0, 16)

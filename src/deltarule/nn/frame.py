@@ -4,7 +4,7 @@ Gates stay in float32 in layers of 16 bits: a decay of 0.999 has no neighbour in
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -15,6 +15,7 @@ from deltarule.nn.arguments import check_input, check_state
 from deltarule.nn.call import Call
 from deltarule.nn.gates import computed
 from deltarule.nn.layout import Layout, make_layout, split
+from deltarule.nn.norm import ACTIVATIONS, Activation
 from deltarule.nn.rule import System
 from deltarule.nn.state import DraftedState, LentState, State
 from deltarule.ops.context import Context
@@ -28,12 +29,24 @@ class Frame(nn.Module, ABC):
     rule: ClassVar[System]
     # Parameters that stay in float32 in a 16-bit layer, and that weight decay skips.
     float32_parameters: ClassVar[tuple[str, ...]] = ()
+    # Whether the output has no norm.
+    normless: ClassVar[bool] = False
+    # Whether the norm goes over all heads together; the gate then comes after it.
+    norm_of_all: ClassVar[bool] = False
+    # What the gate of the output goes through.
+    gate_activation: ClassVar[Activation] = "silu"
     # Which streams are convolved.
     convolved: ClassVar[tuple[str, ...]] = ("q", "k", "v")
     # Whether the last state depends linearly on the first, so that a context can be exact.
     linear_state: ClassVar[bool] = True
     # Whether a head needs nothing of the others, so that processes can have some of them each.
     heads_alone: ClassVar[bool] = True
+    # Whether the state counts tokens, as `length` [N].
+    counts: bool = False
+    # Whether the state keeps the last token's x, as `shift` [N, 1, hidden_size].
+    shifts: ClassVar[bool] = False
+    # What a recurrent state starts at where that is not zero.
+    first_values: ClassVar[Mapping[str, float]] = {}
     # What its layers share of every token, [B, T, ...].
     of_tokens: ClassVar[tuple[str, ...]] = ()
     # Of a lent state: rows that later tokens are added to, and that nobody reads before.
@@ -138,9 +151,14 @@ class Frame(nn.Module, ABC):
         dtype = torch.promote_types(torch.float32, like.dtype)
         state = State()
         for name, sizes in self.memories().items():
-            state[name] = torch.zeros(batch_size, *sizes, dtype=dtype, device=like.device)
+            first = self.first_values.get(name, 0.0)
+            state[name] = torch.full((batch_size, *sizes), first, dtype=dtype, device=like.device)
         for name in self.convolved if self.conv_size else ():
             state[f"{name}_conv"] = getattr(self, f"{name}_conv").init_history(batch_size)
+        if self.shifts:
+            state["shift"] = like.new_zeros(batch_size, 1, self.hidden_size)
+        if self.counts:
+            state["length"] = like.new_zeros(batch_size, dtype=torch.int64)
         return state
 
     def lend(self, state: State, tokens: int) -> LentState:
@@ -158,7 +176,7 @@ class Frame(nn.Module, ABC):
 
     @abstractmethod
     def memories(self) -> dict[str, tuple[int, ...]]:
-        """Name the recurrent states, which start at zero, with the sizes of one sequence's."""
+        """Name the recurrent states, which start at `first_values`, with one sequence's sizes."""
 
     def exact(self) -> tuple[str, ...]:
         """Names of what sums over all tokens, and is never in 16 bits."""
@@ -168,16 +186,23 @@ class Frame(nn.Module, ABC):
         """Mix call.x, whose real tokens are in front; fill call.after."""
         o, gate = self.read(call), None
         if self.g_proj is not None:
-            gate = split(self.g_proj(call.x), self.num_v_heads, self.head_v_dim)
+            gate = self.by_head(self.g_proj(call.x))
         return self.o_proj(self.normed(o, gate))
 
     def read(self, call: Call) -> Tensor:
         """Project, run the operator and fill call.after; return [B, T, HV, head_v_dim]."""
         raise NotImplementedError
 
+    def by_head(self, x: Tensor) -> Tensor:
+        """[B, T, HV * head_v_dim] -> [B, T, HV, head_v_dim]."""
+        return split(x, self.num_v_heads, self.head_v_dim)
+
     def normed(self, o: Tensor, gate: Tensor | None) -> Tensor:
         """Normalise and gate [B, T, HV, head_v_dim]; return [B, T, HV * head_v_dim]."""
-        return self.o_norm(o, gate).flatten(-2)
+        if not self.norm_of_all:
+            return self.o_norm(o, gate).flatten(-2)
+        y: Tensor = self.o_norm(o.flatten(-2))
+        return y if gate is None else y * ACTIVATIONS[self.gate_activation](gate.flatten(-2))
 
     def streams(self, call: Call) -> list[Tensor]:
         """Project x to q, k and v, convolve them, and split them into heads."""

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from deltarule.nn.call import Call
-from deltarule.nn.delta import DeltaMixer
 from deltarule.nn.feature_maps import normed
-from deltarule.nn.gates import computed, discretised_log_decay, low_rank, per_value_head
+from deltarule.nn.gates import computed, discretised_log_decay, per_value_head
+from deltarule.nn.kda import KDA
 from deltarule.nn.layout import split
 from deltarule.nn.roles import Role
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
@@ -45,7 +45,7 @@ RULE = Rule(
 )
 
 
-class GatedDeltaNet2(DeltaMixer):
+class GatedDeltaNet2(KDA):
     """Gated DeltaNet-2: S = S Diag(a) (I - (b * k) k^T) + (w * v) k^T with unit keys.
 
     Defaults: KDA's; in place of one write strength a head, an erase gate b for each key channel,
@@ -61,26 +61,14 @@ class GatedDeltaNet2(DeltaMixer):
     """
 
     rule = RULE
-    has_rates = True
-    maps_features = True
-    default_conv_size = 4
-    default_output_gate = True
-    gate_activation = "sigmoid"
-    activates_projections = True
     frees_strength = True
     roles: ClassVar[dict[str, Role]] = {"erase_proj": "gate", "write_proj": "gate"}
 
     def build_gates(self) -> None:
         super().build_gates()
-        self.build_channel_decay()
         heads = self.num_v_heads
         self.erase_proj = nn.Linear(self.hidden_size, heads * self.head_k_dim, bias=False)
         self.write_proj = nn.Linear(self.hidden_size, heads * self.head_v_dim, bias=False)
-
-    def output_gate_projection(self) -> nn.Module:
-        """From x through few channels to the gate of every output channel, as in KDA."""
-        size = self.num_v_heads * self.head_v_dim
-        return low_rank(self.hidden_size, self.head_v_dim, size, bias=True)
 
     def project(self, call: Call) -> Projections:
         erase = split(self.erase_proj(call.x), self.num_v_heads, self.head_k_dim)

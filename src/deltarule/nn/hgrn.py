@@ -9,7 +9,6 @@ With g_t = e^{-i theta (t - 1)} h_t, which only decays, the scan is over real nu
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn.arguments import check_even
@@ -17,7 +16,6 @@ from deltarule.nn.call import Call
 from deltarule.nn.gates import computed
 from deltarule.nn.layout import split
 from deltarule.nn.lower_bounds import LowerBounds, bounded
-from deltarule.nn.norm import RMSNorm
 from deltarule.nn.rule import System
 from deltarule.nn.turning import at_positions, turned
 from deltarule.nn.vector import VectorMixer
@@ -62,6 +60,7 @@ class HGRN(LowerBounds, VectorMixer):
     options = VectorMixer.options | {"norm_eps"}
     expand_v = 2
     default_output_gate = True
+    normless, norm_of_all = False, True
     counts = True
     float32_parameters: ClassVar[tuple[str, ...]] = ("bound_logits", "frequency")
     frequency: nn.Parameter
@@ -80,10 +79,7 @@ class HGRN(LowerBounds, VectorMixer):
         share = torch.arange(heads * channels, dtype=torch.float32) / (heads * channels)
         self.gate_parameter("frequency", (BASE ** (-2 * share)).view(heads, channels))
 
-    def build_norm(self) -> nn.Module:
-        return RMSNorm(self.num_heads * self.head_v_dim, self.norm_eps)
-
-    def mix(self, call: Call) -> Tensor:
+    def read(self, call: Call) -> Tensor:
         heads, channels = self.bound_sizes()
         (c,) = self.activated(split(self.stream("v", call), heads, 2 * channels))
         logits = split(self.a_proj(call.x), heads, channels)
@@ -91,7 +87,4 @@ class HGRN(LowerBounds, VectorMixer):
         angle = at_positions(call.positions(), self.frequency)
         writes = turned(computed(c) * torch.cat([write] * 2, dim=-1), -angle)
         h = turned(self.run(writes, torch.cat([log_decay] * 2, dim=-1), call), angle)
-        y = self.o_norm(h.to(c.dtype).flatten(-2))
-        if self.g_proj is not None:
-            y = y * F.silu(self.g_proj(call.x))
-        return self.o_proj(y)
+        return h.to(c.dtype)

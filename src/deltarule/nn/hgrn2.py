@@ -7,13 +7,12 @@ a_t = lb + (1 - lb) sigmoid(decay_logits_t)
 from dataclasses import replace
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from deltarule.nn.arguments import check_own_heads
 from deltarule.nn.call import Call
 from deltarule.nn.delta import DeltaMixer
 from deltarule.nn.lower_bounds import LowerBounds, bounded
-from deltarule.nn.norm import RMSNorm
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 
 
@@ -59,6 +58,7 @@ class HGRN2(LowerBounds, DeltaMixer):
     """
 
     rule = RULE
+    norm_of_all = True
 
     def check_options(self) -> None:
         """Refuse value heads that share a key head: each decay is also a key."""
@@ -68,9 +68,6 @@ class HGRN2(LowerBounds, DeltaMixer):
         """SiLU is for q alone: k is a logit, and v comes as it is."""
         return name == "q"
 
-    def build_norm(self) -> nn.Module:
-        return RMSNorm(self.num_v_heads * self.head_v_dim, self.norm_eps)
-
     def project(self, call: Call) -> Projections:
         """Find this layer's least decays; f is where other layers have their keys."""
         p = super().project(call)
@@ -78,7 +75,4 @@ class HGRN2(LowerBounds, DeltaMixer):
         return replace(p, q=q, decay_logits=p.k, lower_bound=self.lower_bound(call.shared))
 
     def finish(self, o: Tensor, projections: Projections, call: Call) -> Tensor:
-        y = self.o_norm(o.flatten(-2))
-        if projections.output_gate is not None:
-            y = y * F.silu(projections.output_gate.flatten(-2))
-        return self.o_proj(y)
+        return self.o_proj(self.normed(o, projections.output_gate))

@@ -81,6 +81,7 @@ class MultiHeadHyena(Mixer):
     rule = MULTI_HEAD
     options = COMMON - {"norm_eps"} | {"filter_size"}
     default_conv_size = 3
+    normless = True
     linear_state = False
     float32_parameters: ClassVar[tuple[str, ...]] = (
         "filter_1", "filter_2", "filter_3", "filter_4", "frequency", "rate", "D",
@@ -111,9 +112,6 @@ class MultiHeadHyena(Mixer):
         self.gate_parameter("rate", rate)
         self.gate_parameter("D", torch.randn(filters, dtype=torch.float32))
 
-    def build_norm(self) -> nn.Module:
-        return nn.Identity()
-
     def memories(self) -> dict[str, tuple[int, ...]]:
         filters, key_size, value_size = self.filters()
         return {"recurrent": (self.filter_size - 1, filters, key_size + value_size)}
@@ -133,7 +131,7 @@ class MultiHeadHyena(Mixer):
         taps = implicit_filter(layers, self.frequency, self.rate, self.filter_size)
         return taps + F.pad(self.D.unsqueeze(1), (0, self.filter_size - 1))
 
-    def mix(self, call: Call) -> Tensor:
+    def read(self, call: Call) -> Tensor:
         filters, key_size, value_size = self.filters()
         sizes = {"q": key_size, "k": key_size, "v": value_size}
         q, k, v = (split(self.stream(name, call), filters, size) for name, size in sizes.items())
@@ -143,10 +141,8 @@ class MultiHeadHyena(Mixer):
             lengths=None if layout.real is None else layout.counts, cu_seqlens=layout.cu_seqlens,
         )  # fmt: skip
         assert state is not None
-        call.after["recurrent"], o = state, o.flatten(-2)
-        if self.g_proj is not None:
-            o = o * F.silu(self.g_proj(call.x))
-        return self.o_proj(o)
+        call.after["recurrent"] = state
+        return self.by_head(o.flatten(-2))
 
 
 class Hyena(MultiHeadHyena):

@@ -69,5 +69,5 @@ class LonghornReleased(ScanMixer):
     def scan_arguments(self, stream: Tensor, v: Tensor) -> Arguments:
         return arguments(
             self.q_proj(stream).unsqueeze(2), self.k_proj(stream).unsqueeze(2), v,
-            beta_logits=self.per_head(self.b_proj(stream)), dt_bias=self.dt_bias,
+            beta_logits=self.by_head(self.b_proj(stream)), dt_bias=self.dt_bias,
         )  # fmt: skip

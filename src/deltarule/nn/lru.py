@@ -61,6 +61,7 @@ class LRU(VectorMixer):
 
     rule = SYSTEM
     options = VectorMixer.options | {"head_k_dim"}
+    gate_activation = "sigmoid"
     counts = True
     float32_parameters: ClassVar[tuple[str, ...]] = ("nu", "theta", "gamma_log", "D")
     roles: ClassVar[dict[str, Role]] = {"B": "gate", "C": "gate"}
@@ -86,7 +87,7 @@ class LRU(VectorMixer):
         self.C = nn.Parameter(torch.randn(heads, 2, values, states) * states**-0.5)
         self.gate_parameter("D", torch.randn(heads, values))
 
-    def mix(self, call: Call) -> Tensor:
+    def read(self, call: Call) -> Tensor:
         u = split(self.stream("v", call), self.num_heads, self.head_v_dim)
         angle = at_positions(call.positions(), self.theta.exp())
         inputs = torch.einsum("bthv,hckv->bthck", u, self.B.to(u.dtype)).flatten(-2)
@@ -95,7 +96,4 @@ class LRU(VectorMixer):
         real, imaginary = h.to(u.dtype).chunk(2, dim=-1)
         parts = torch.stack([real, -imaginary], dim=-2)
         o = torch.einsum("bthck,hcvk->bthv", parts, self.C.to(u.dtype))
-        y = F.gelu(computed(o) + self.D * u).to(u.dtype).flatten(-2)
-        if self.g_proj is not None:
-            y = y * torch.sigmoid(self.g_proj(call.x))
-        return self.o_proj(y)
+        return F.gelu(computed(o) + self.D * u).to(u.dtype)

@@ -115,7 +115,7 @@ class Mamba1(ScanMixer):
             q, k = self.q_norm(q), self.k_norm(k)
         return arguments(
             q.unsqueeze(2), k.unsqueeze(2), v,
-            step_logits=self.per_head(self.a_proj(stream)), A_log=self.A_log, dt_bias=self.dt_bias,
+            step_logits=self.by_head(self.a_proj(stream)), A_log=self.A_log, dt_bias=self.dt_bias,
         )  # fmt: skip
 
 

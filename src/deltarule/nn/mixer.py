@@ -26,7 +26,7 @@ from deltarule.nn.arguments import (
     positive,
 )
 from deltarule.nn.frame import Frame
-from deltarule.nn.norm import Activation, GatedRMSNorm
+from deltarule.nn.norm import GatedRMSNorm, GateOnly, RMSNorm
 from deltarule.nn.options import document
 from deltarule.nn.roles import Role
 from deltarule.nn.rule import OutputNorm, QueryKeyNorm, Rule
@@ -105,7 +105,6 @@ class Mixer(Frame):
     # None: as many as a key has channels.
     default_num_slots: ClassVar[int | None] = None
     default_feature_map: ClassVar[str | None] = None
-    gate_activation: ClassVar[Activation] = "silu"
     # Which projections have a bias.
     biased: ClassVar[tuple[str, ...]] = ()
     # Roles of parameters, and of all those of a submodule, that are no matrices to decay.
@@ -238,6 +237,11 @@ class Mixer(Frame):
     def find_place(self, layer_types: Sequence[str], layer_index: int) -> None:
         """Learn which layers of a model are of the same kind; for most it does not matter."""
 
+    @property
+    def depth(self) -> float:
+        """Where the layer is in its model: 0 the first, 1 the last of several."""
+        return self.layer_index / max(self.num_layers - 1, 1)
+
     def default_head_k_dim(self) -> int:
         """Channels of a key where none are given: expand_k * hidden_size / num_heads."""
         sizes = self.hidden_size, "num_heads", self.num_heads
@@ -283,7 +287,11 @@ class Mixer(Frame):
         """Make what the decays, the write strengths and the like come from; here nothing."""
 
     def build_norm(self) -> nn.Module:
-        """Make the norm of the output; here one of each head, gated."""
+        """Make the norm of the output: none, one of all heads, or one of each head, gated."""
+        if self.normless:
+            return GateOnly(self.gate_activation)
+        if self.norm_of_all:
+            return RMSNorm(self.num_v_heads * self.head_v_dim, self.norm_eps)
         return GatedRMSNorm(self.head_v_dim, self.norm_eps, self.gate_activation)
 
     def build_output(self, gated: bool) -> None:

@@ -6,6 +6,7 @@ A norm of a sum gives the sum too, in the pass that makes it.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch
@@ -17,10 +18,11 @@ from deltarule.ops.dispatch import kernel_runs, why_not_fused
 from deltarule.ops.fused import gated_norm as fused
 from deltarule.ops.fused import residual_norm as fused_residual
 
-Activation = Literal["silu", "sigmoid"]
+Activation = Literal["silu", "sigmoid", "gelu"]
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "sigmoid": torch.sigmoid,
+    "gelu": partial(F.gelu, approximate="tanh"),
 }
 
 
@@ -92,7 +94,7 @@ def gated_norm(
     x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, activation: Activation = "silu"
 ) -> Tensor:
     """weight * x / sqrt(mean(x^2) + eps) * activation(gate): one kernel, or plain PyTorch."""
-    if kernel_runs(x, why_no_gated_norm(x, gate)):
+    if kernel_runs(x, why_no_gated_norm(x, gate, activation)):
         # The weight is in float32 there, and y is rounded once.
         return fused.gated_norm(x, gate, weight, eps, activation)
     return plain_gated_norm(x, gate, weight, eps, activation)
@@ -106,8 +108,10 @@ def plain_gated_norm(
     return y if gate is None else y * ACTIVATIONS[activation](gate)
 
 
-def why_no_gated_norm(x: Tensor, gate: Tensor | None) -> str | None:
+def why_no_gated_norm(x: Tensor, gate: Tensor | None, activation: Activation) -> str | None:
     """What the kernel cannot do."""
+    if activation == "gelu":
+        return "the Triton kernel has SiLU and sigmoid for the gate"
     if gate is not None and (gate.shape != x.shape or gate.dtype != x.dtype):
         return f"the Triton kernel takes a gate {list(x.shape)} in {x.dtype}, as x is"
     return why_no_row(x)

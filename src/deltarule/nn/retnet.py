@@ -12,7 +12,6 @@ from deltarule.nn.call import Call
 from deltarule.nn.delta import DeltaMixer
 from deltarule.nn.rope import rotate
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
-from deltarule.nn.state import State
 
 
 def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
@@ -55,6 +54,7 @@ class RetNet(DeltaMixer):
     """
 
     rule = RULE
+    counts = True
     expand_v = 2
     default_output_gate = True
     options = DeltaMixer.options | {"rope_theta"}
@@ -62,12 +62,6 @@ class RetNet(DeltaMixer):
 
     def check_options(self) -> None:
         check_even("head_k_dim", self.head_k_dim)
-
-    def init_state(self, batch_size: int) -> State:
-        """Return zeros, the number of tokens among them."""
-        state = super().init_state(batch_size)
-        length = state["recurrent"].new_zeros(batch_size, dtype=torch.int64)
-        return State(state, length=length)
 
     def project(self, call: Call) -> Projections:
         projections = super().project(call)

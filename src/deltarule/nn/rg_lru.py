@@ -71,6 +71,7 @@ class RGLRU(VectorMixer):
     rule = SYSTEM
     default_conv_size = 4
     default_output_gate = True
+    gate_activation = "gelu"
     counts = True
     float32_parameters: ClassVar[tuple[str, ...]] = ("rate", "a_bias", "i_bias")
     roles: ClassVar[dict[str, Role]] = {"a_weight": "gate", "i_weight": "gate"}
@@ -93,7 +94,7 @@ class RGLRU(VectorMixer):
         # The inverse of softplus at -log(a) / 8.
         self.gate_parameter("rate", torch.expm1(-decay.log() / POWER).log())
 
-    def mix(self, call: Call) -> Tensor:
+    def read(self, call: Call) -> Tensor:
         x = split(self.stream("v", call), self.num_heads, self.head_v_dim)
         log_decay, amplitude = decay_and_amplitude(
             within_heads(x, self.a_weight, self.a_bias), self.rate
@@ -101,7 +102,4 @@ class RGLRU(VectorMixer):
         first = (call.positions() == 0)[..., None, None]
         writes = torch.sigmoid(computed(within_heads(x, self.i_weight, self.i_bias))) * x
         h = self.run(torch.where(first, writes, amplitude * writes), log_decay, call)
-        y = h.to(x.dtype).flatten(-2)
-        if self.g_proj is not None:
-            y = y * F.gelu(self.g_proj(call.x), approximate="tanh")
-        return self.o_proj(y)
+        return h.to(x.dtype)

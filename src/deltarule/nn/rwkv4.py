@@ -7,6 +7,7 @@ Both sums are kept times e^{-m_t}, with m_t = max(m_{t-1} - w, k_t), which cance
 is given each write one token late, and so reads the sums before it.
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -15,10 +16,9 @@ from torch import Tensor, nn
 from deltarule.nn.call import Call
 from deltarule.nn.documents import last_token, token_before
 from deltarule.nn.gates import computed
-from deltarule.nn.layout import split
 from deltarule.nn.rule import Projections, System
 from deltarule.nn.running_maximum import change_of_scale, maximum_before, running_maximum
-from deltarule.nn.state import State
+from deltarule.nn.token_shift import first_shares, shifted
 from deltarule.nn.vector import VectorMixer
 
 SYSTEM = System(
@@ -62,6 +62,9 @@ class RWKV4(VectorMixer):
     options = VectorMixer.options - {"conv_size", "conv_bias"}
     convolved: ClassVar[tuple[str, ...]] = ()
     default_output_gate = True
+    gate_activation = "sigmoid"
+    shifts = True
+    first_values: ClassVar[Mapping[str, float]] = {"stabilizer": NOTHING}
     float32_parameters: ClassVar[tuple[str, ...]] = ("shift_mix", "A_log", "bonus")
     k_proj: nn.Module
     v_proj: nn.Module
@@ -75,14 +78,12 @@ class RWKV4(VectorMixer):
     def build_gates(self) -> None:
         sizes = self.num_heads, self.head_v_dim
         channels = self.num_heads * self.head_v_dim
-        depth = self.layer_index / max(1, self.num_layers - 1)
-        share = torch.arange(self.hidden_size, dtype=torch.float32) / self.hidden_size
-        above = 1 - self.layer_index / self.num_layers
-        mixes = torch.stack([1 - share.pow(power * above) for power in SHIFT_POWERS.values()])
-        mixes[list(SHIFT_POWERS).index("v")] -= 0.3 * depth
+        place = self.hidden_size, self.layer_index, self.num_layers
+        mixes = first_shares(SHIFT_POWERS.values(), *place)
+        mixes[list(SHIFT_POWERS).index("v")] -= 0.3 * self.depth
         self.gate_parameter("shift_mix", mixes)
         share = torch.arange(channels, dtype=torch.float32) / max(1, channels - 1)
-        self.gate_parameter("A_log", (-5 + 8 * share.pow(0.7 + 1.3 * depth)).view(sizes))
+        self.gate_parameter("A_log", (-5 + 8 * share.pow(0.7 + 1.3 * self.depth)).view(sizes))
         zigzag = (torch.arange(channels, dtype=torch.float32) + 1) % 3 - 1
         self.gate_parameter("bonus", (zigzag / 2 + torch.tensor(0.3).log()).view(sizes))
 
@@ -91,24 +92,12 @@ class RWKV4(VectorMixer):
         sizes = self.num_heads, self.head_v_dim
         return {"recurrent": (sizes[0], 2 * sizes[1], 1), "stabilizer": sizes}
 
-    def init_state(self, batch_size: int) -> State:
-        """Return empty sums, of no maximum, and the last token's x."""
-        state = super().init_state(batch_size)
-        like, size = self.reference(), (batch_size, 1, self.hidden_size)
-        shift = torch.zeros(size, dtype=like.dtype, device=like.device)
-        stabilizer = torch.full_like(state["stabilizer"], NOTHING)
-        return State(state, shift=shift, stabilizer=stabilizer)
-
     def mix(self, call: Call) -> Tensor:
-        change, shares = call.token_shift(), self.shift_mix.to(call.x.dtype)
-        inputs = [torch.addcmul(call.x, change, share) for share in shares]
-        mixed = dict(zip(SHIFT_POWERS, inputs, strict=True))
+        mixed = shifted(call, SHIFT_POWERS, self.shift_mix)
         k, v = self.k_proj(mixed["k"]), self.v_proj(mixed["v"])
-        k, v = (computed(split(x, self.num_heads, self.head_v_dim)) for x in (k, v))
-        y = self.weighted_mean(k, v, call).to(call.x.dtype).flatten(-2)
-        if self.g_proj is not None:
-            y = y * torch.sigmoid(self.g_proj(mixed["g"]))
-        return self.o_proj(y)
+        o = self.weighted_mean(computed(self.by_head(k)), computed(self.by_head(v)), call)
+        gate = None if self.g_proj is None else self.by_head(self.g_proj(mixed["g"]))
+        return self.o_proj(self.normed(o.to(call.x.dtype), gate))
 
     def weighted_mean(self, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """o [B, T, H, V] of k and v."""

@@ -18,7 +18,7 @@ from deltarule.nn.layout import split
 from deltarule.nn.norm import GatedGroupNorm
 from deltarule.nn.roles import Role
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
-from deltarule.nn.state import State
+from deltarule.nn.token_shift import first_shares
 
 # exp of it is far beyond a reset, and still finite.
 LARGEST = 10.0
@@ -91,6 +91,7 @@ class RWKV6(DeltaMixer):
     """
 
     rule = RULE
+    shifts = True
     default_output_gate = True
     options = DeltaMixer.options - {"conv_size", "norm_eps"}
     float32_parameters: ClassVar[tuple[str, ...]] = (
@@ -123,9 +124,11 @@ class RWKV6(DeltaMixer):
 
     def build_shift(self) -> None:
         """Make the shares of the token before; those that depend on x start at zero."""
-        first, mixes = self.initial_shift_mix()
+        powers = 1.0, *SHIFT_POWERS.values()
+        first, *mixes = first_shares(powers, self.hidden_size, self.layer_index, self.num_layers)
+        mixes[list(SHIFT_POWERS).index("v")] -= 0.3 * self.depth
         self.gate_parameter("first_mix", first)
-        self.gate_parameter("shift_mix", mixes)
+        self.gate_parameter("shift_mix", torch.stack(mixes))
         projections = len(SHIFT_POWERS)
         self.mix_down = nn.Linear(self.hidden_size, projections * MIX_RANK, bias=False)
         nn.init.zeros_(self.mix_down.weight)
@@ -135,28 +138,12 @@ class RWKV6(DeltaMixer):
     def initial_decay_and_bonus(self, channels: int) -> tuple[Tensor, Tensor]:
         """From slow decays in the first channels to fast ones in the last, and a zigzag."""
         share = torch.arange(channels, dtype=torch.float32) / max(1, channels - 1)
-        depth = self.layer_index / max(1, self.num_layers - 1)
         zigzag = (torch.arange(channels) + 1) % 3 - 1
-        decay_bias = -6 + 5 * share.pow(0.7 + 1.3 * depth)
-        return decay_bias, depth * (1 - share) + 0.1 * zigzag
+        decay_bias = -6 + 5 * share.pow(0.7 + 1.3 * self.depth)
+        return decay_bias, self.depth * (1 - share) + 0.1 * zigzag
 
     def build_norm(self) -> nn.Module:
         return GatedGroupNorm(self.num_v_heads, self.head_v_dim, GROUP_NORM_EPS)
-
-    def initial_shift_mix(self) -> tuple[Tensor, Tensor]:
-        """1 - (i / C)^(p (1 - layer / layers)) for channel i: [hidden_size], [5, hidden_size]."""
-        share = torch.arange(self.hidden_size, dtype=torch.float32) / self.hidden_size
-        above = 1 - self.layer_index / self.num_layers
-        mixes = torch.stack([1 - share.pow(power * above) for power in SHIFT_POWERS.values()])
-        depth = self.layer_index / max(1, self.num_layers - 1)
-        mixes[list(SHIFT_POWERS).index("v")] -= 0.3 * depth
-        return 1 - share.pow(above), mixes
-
-    def init_state(self, batch_size: int) -> State:
-        """Return zeros: the matrix state and the last token's x."""
-        like, size = self.reference(), (batch_size, 1, self.hidden_size)
-        shift = torch.zeros(size, dtype=like.dtype, device=like.device)
-        return State(super().init_state(batch_size), shift=shift)
 
     def project(self, call: Call) -> Projections:
         """Compute everything the rule reads, each from its own mix of a token with the last."""

@@ -21,7 +21,7 @@ from deltarule.nn.gates import computed, low_rank
 from deltarule.nn.layout import split
 from deltarule.nn.roles import Role
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
-from deltarule.nn.state import State
+from deltarule.nn.token_shift import first_shares, shifted
 
 # The fastest decay a token, exp(-e^(-1/2)) = 0.545: the authors' bound for stable training.
 RATE = math.exp(-0.5)
@@ -97,6 +97,7 @@ class RWKV7(DeltaMixer):
 
     rule = RULE
     of_tokens = (FIRST_VALUES,)
+    shifts = True
     default_output_gate = True
     options = DeltaMixer.options - {"conv_size", "norm_eps"}
     float32_parameters: ClassVar[tuple[str, ...]] = (
@@ -140,7 +141,8 @@ class RWKV7(DeltaMixer):
         super().build_gates()
         heads, key_size = self.num_heads, self.head_k_dim
         key_channels, value_channels = heads * key_size, heads * self.head_v_dim
-        self.gate_parameter("shift_mix", self.initial_shift_mix())
+        place = self.hidden_size, self.layer_index, self.num_layers
+        self.gate_parameter("shift_mix", first_shares(SHIFT_POWERS.values(), *place))
         self.a_proj = self.small_map(1.8, 0.5, key_channels, nn.Tanh())
         decay_bias = self.initial_decay_bias(key_channels)
         self.gate_parameter("decay_bias", decay_bias.view(heads, key_size))
@@ -199,27 +201,14 @@ class RWKV7(DeltaMixer):
         up.data.copy_(nn.init.orthogonal_(computed(up.detach()), gain=0.1))
         return small
 
-    def initial_shift_mix(self) -> Tensor:
-        """1 - (i / C)^(p (1 - layer / layers)) for channel i: [projections, hidden_size]."""
-        share = torch.arange(self.hidden_size, dtype=torch.float32) / self.hidden_size
-        above = 1 - self.layer_index / self.num_layers
-        return torch.stack([1 - share.pow(power * above) for power in SHIFT_POWERS.values()])
-
     def initial_decay_bias(self, channels: int) -> Tensor:
         """From slow decays in the first channels to fast ones in the last."""
         share = torch.arange(channels, dtype=torch.float32) / max(1, channels - 1)
-        depth = self.layer_index / max(1, self.num_layers - 1)
-        return -6.5 + 5 * share.pow(0.85 + depth**0.5)
-
-    def init_state(self, batch_size: int) -> State:
-        """Return zeros: the matrix state and the last token's x."""
-        like, size = self.reference(), (batch_size, 1, self.hidden_size)
-        shift = torch.zeros(size, dtype=like.dtype, device=like.device)
-        return State(super().init_state(batch_size), shift=shift)
+        return -6.5 + 5 * share.pow(0.85 + self.depth**0.5)
 
     def project(self, call: Call) -> Projections:
         """Compute everything the rule reads, each from its own mix of a token with the last."""
-        x = self.shift(call)
+        x = shifted(call, SHIFT_POWERS, self.shift_mix)
         heads, key_size, value_size = self.num_heads, self.head_k_dim, self.head_v_dim
         decay_logits = split(self.a_proj(x["decay"]), heads, key_size)
         erase_logits = split(self.erase_proj(x["erase"]), heads, key_size)
@@ -235,15 +224,6 @@ class RWKV7(DeltaMixer):
             replace_scale=self.replace_scale,
             bonus=self.bonus,
         )
-
-    def shift(self, call: Call) -> dict[str, Tensor]:
-        """x_t + mix (x_{t-1} - x_t) for each projection's own mix."""
-        change = call.token_shift()
-        mixes = self.shift_mix.to(call.x.dtype)
-        return {
-            name: torch.addcmul(call.x, change, mix)
-            for name, mix in zip(SHIFT_POWERS, mixes, strict=True)
-        }
 
     def mix_values(self, x: Tensor, shared: dict[str, Tensor]) -> Tensor:
         """v + sigmoid(value logits) (v of the first layer - v)."""

@@ -7,13 +7,12 @@ from abc import abstractmethod
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule import ops
 from deltarule.nn.arguments import default_head_dim
 from deltarule.nn.call import Call
-from deltarule.nn.layout import silence_padding, split
+from deltarule.nn.layout import silence_padding
 from deltarule.nn.mixer import COMMON, Mixer
 from deltarule.nn.rule import Arguments
 
@@ -31,6 +30,7 @@ class ScanMixer(Mixer):
 
     options = COMMON - {"norm_eps"}
     default_conv_size = 4
+    normless = True
     default_output_gate = True
     convolved: ClassVar[tuple[str, ...]] = ("v",)
     float32_parameters: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
@@ -64,14 +64,11 @@ class ScanMixer(Mixer):
     def memories(self) -> dict[str, tuple[int, ...]]:
         return {"recurrent": (self.num_heads, self.head_v_dim, self.head_k_dim)}
 
-    def mix(self, call: Call) -> Tensor:
+    def read(self, call: Call) -> Tensor:
         stream = self.values(call)
-        v = self.per_head(stream)
+        v = self.by_head(stream)
         o = self.scanned(stream, v, call)
-        o = (o + self.D * v).to(o.dtype).flatten(-2)
-        if self.g_proj is not None:
-            o = o * F.silu(self.g_proj(call.x))
-        return self.o_proj(o)
+        return (o + self.D * v).to(o.dtype)
 
     def scanned(self, stream: Tensor, v: Tensor, call: Call) -> Tensor:
         """Carry the state along the values [B, T, inner], v the same by heads, and read it."""
@@ -80,18 +77,11 @@ class ScanMixer(Mixer):
     def arguments(self, call: Call) -> Arguments:
         """Project to all that `selective_scan` takes but the state."""
         stream = self.values(call)
-        return self.scan_arguments(stream, self.per_head(stream))
+        return self.scan_arguments(stream, self.by_head(stream))
 
     def values(self, call: Call) -> Tensor:
         """SiLU(conv(W_v x)), [B, T, inner]."""
         return self.activated(self.stream("v", call))[0]
-
-    def per_head(self, x: Tensor) -> Tensor:
-        """[B, T, inner] -> [B, T, num_heads, head_v_dim]."""
-        return split(x, self.num_heads, self.head_v_dim)
-
-    def build_norm(self) -> nn.Module:
-        return nn.Identity()
 
     def step_rank(self) -> int:
         """Channels between the values and their step sizes."""

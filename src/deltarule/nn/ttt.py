@@ -7,7 +7,6 @@ o_t = q_t + LN(W_t q_t)
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule import ops
@@ -80,6 +79,8 @@ class TTTLinear(MemoryMixer):
     rule = LINEAR
     options = MemoryMixer.options - {"head_v_dim"}
     default_conv_size = 0
+    norm_of_all = True
+    gate_activation = "gelu"
     base_rate: ClassVar[float] = 1.0
     parts: ClassVar[tuple[str, ...]] = ("recurrent", "gradient")
     float32_parameters: ClassVar[tuple[str, ...]] = ("step_offset",)
@@ -135,10 +136,6 @@ class TTTLinear(MemoryMixer):
         weights, gradients, call.after["position"] = output.final_state
         self.keep((weights, gradients), call)
         return output.o.to(v.dtype)
-
-    def normed(self, o: Tensor, gate: Tensor | None) -> Tensor:
-        y: Tensor = self.o_norm(o.flatten(-2))
-        return y if gate is None else F.gelu(gate.flatten(-2), approximate="tanh") * y
 
 
 class TTTMLP(TTTLinear):

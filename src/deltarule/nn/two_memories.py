@@ -1,21 +1,20 @@
 """Layers that attend to a few slots: ABC and gated slot attention."""
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from deltarule import ops
 from deltarule.nn.call import Call
 from deltarule.nn.gates import computed
 from deltarule.nn.layout import Layout, silence_padding, split
 from deltarule.nn.mixer import COMMON, Mixer
-from deltarule.nn.norm import RMSNorm
 from deltarule.nn.roles import Role
 from deltarule.nn.rule import Arguments, System
-from deltarule.nn.state import State
 from deltarule.ops.context import Context
 from deltarule.ops.context.rows import one_of_each
 
@@ -123,9 +122,7 @@ class GatedSlotAttention(SlotMixer):
     """
 
     rule = GSA_SYSTEM
-
-    def build_norm(self) -> nn.Module:
-        return RMSNorm(self.num_heads * self.head_v_dim, self.norm_eps)
+    norm_of_all = True
 
     def streams(self, call: Call) -> list[Tensor]:
         """With SiLU, which a convolution brings along."""
@@ -134,9 +131,8 @@ class GatedSlotAttention(SlotMixer):
     def slots(self, logits: Tensor, call: Call) -> Arguments:
         return gsa_arguments(logits)
 
-    def normed(self, o: Tensor, gate: Tensor | None) -> Tensor:
-        y: Tensor = self.o_norm(F.silu(o).flatten(-2))
-        return y if gate is None else y * F.silu(gate.flatten(-2))
+    def read(self, call: Call) -> Tensor:
+        return F.silu(super().read(call))
 
 
 class ABC(SlotMixer):
@@ -158,19 +154,14 @@ class ABC(SlotMixer):
     """
 
     rule = ABC_SYSTEM
+    first_values: ClassVar[Mapping[str, float]] = {"log_sum": LOG_ZERO}
     expand_k = 0.5
     expand_v = 2
     default_output_gate = True
 
-    def init_state(self, batch_size: int) -> State:
-        """Return zeros, and log 0 for the sum of no weights."""
-        state = super().init_state(batch_size)
-        sizes = (batch_size, self.num_heads, self.num_slots)
-        return State(state, log_sum=state["recurrent"].new_full(sizes, LOG_ZERO))
-
-    def exact(self) -> tuple[str, ...]:
-        """Both memories, and the sum that divides them."""
-        return (*super().exact(), "log_sum")
+    def memories(self) -> dict[str, tuple[int, ...]]:
+        """Both memories, and the logarithm of the sum that divides them."""
+        return super().memories() | {"log_sum": (self.num_heads, self.num_slots)}
 
     def slots(self, logits: Tensor, call: Call) -> Arguments:
         layout, shape = call.layout, logits.shape[2:]

@@ -6,14 +6,13 @@ h_t = a_t * h_{t-1} + w_t        `selective_scan` with one key channel, q = k = 
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deltarule.nn.arguments import default_head_dim
 from deltarule.nn.call import Call
 from deltarule.nn.gates import computed
 from deltarule.nn.mixer import COMMON, Mixer
 from deltarule.nn.scan import scan
-from deltarule.nn.state import State
 
 
 class VectorMixer(Mixer):
@@ -21,8 +20,7 @@ class VectorMixer(Mixer):
 
     options = COMMON - {"head_k_dim", "norm_eps"}
     convolved: ClassVar[tuple[str, ...]] = ("v",)
-    # Whether the state counts tokens, as `length` [N].
-    counts: ClassVar[bool] = False
+    normless = True
 
     def default_head_k_dim(self) -> int:
         """One number for each channel of the state."""
@@ -44,22 +42,12 @@ class VectorMixer(Mixer):
         """The values alone."""
         return {"v": self.num_heads * self.head_v_dim}
 
-    def build_norm(self) -> nn.Module:
-        return nn.Identity()
-
     def state_channels(self) -> int:
         """Numbers that a head keeps."""
         return self.head_v_dim
 
     def memories(self) -> dict[str, tuple[int, ...]]:
         return {"recurrent": (self.num_heads, self.state_channels(), 1)}
-
-    def init_state(self, batch_size: int) -> State:
-        """Return zeros, the number of tokens among them if it is counted."""
-        state = super().init_state(batch_size)
-        if self.counts:
-            state["length"] = state["recurrent"].new_zeros(batch_size, dtype=torch.int64)
-        return state
 
     def run(self, writes: Tensor, log_decay: Tensor, call: Call) -> Tensor:
         """h [B, T, H, channels], in float32 at least, of writes and logs of the same shape."""
