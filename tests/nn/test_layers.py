@@ -274,8 +274,8 @@ UNDEFINED = {
     "num_v_heads must be None or 2 for mesa, got 4: its value heads": ("mesa", {"num_v_heads": 4}),
     "num_slots must be None for kda, got 4: abc, gsa": ("kda", {"num_slots": 4}),
     "rope_theta must be None for gsa, got 10.0: it does not rotate": ("gsa", {"rope_theta": 10.0}),
-    "num_v_heads must be num_heads=2 for hgrn2, got 4": ("hgrn2", {"num_v_heads": 4}),
-    "num_v_heads must be num_heads=2 for multi_kv_deltanet, got 4": (
+    "num_v_heads must be None or 2 for hgrn2, got 4": ("hgrn2", {"num_v_heads": 4}),
+    "num_v_heads must be None or 2 for multi_kv_deltanet, got 4": (
         "multi_kv_deltanet",
         {"num_v_heads": 4},
     ),

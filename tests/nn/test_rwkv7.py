@@ -91,7 +91,7 @@ def test_starts_with_slow_and_fast_decays():
     ("message", "options"),
     {
         "conv_size must be None or 0": {"conv_size": 4},
-        "num_v_heads must be": {"num_v_heads": 4},
+        "num_v_heads must be None or 2": {"num_v_heads": 4},
     }.items(),
 )
 def test_wrong_options_name_the_argument(message, options):

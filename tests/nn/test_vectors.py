@@ -158,6 +158,6 @@ def make_like(exact, x):
 
 @pytest.mark.parametrize("name", ["hgrn", "rg_lru", "rwkv4"])
 def test_a_vector_has_no_key_channels(name):
-    with pytest.raises(ValueError, match=f"head_k_dim must be None for {name}, got 8: its state"):
+    with pytest.raises(ValueError, match=f"head_k_dim must be None or 1 for {name}, got 8"):
         MIXERS[name](HIDDEN, num_heads=2, head_k_dim=8)
     assert SYSTEMS[name].operator == "selective_scan"

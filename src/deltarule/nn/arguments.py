@@ -89,6 +89,7 @@ def check_beta_max(beta_max: float | None) -> float | None:
 # Why an option means nothing for a layer.
 REASONS = {
     "num_v_heads": "its value heads are its key heads",
+    "head_k_dim": "its state is a vector; give head_v_dim",
     "head_v_dim": "its keys and values have one size",
     "conv_size": "it looks back one token instead",
     "beta_max": "it has no write strength",
@@ -165,12 +166,6 @@ def check_size_kept(feature_map: str, features: int, channels: int) -> None:
             f"feature_map must keep the {channels} channels of a key, each of which has a gate of "
             f"its own, but {feature_map!r} makes {features}: choose an elementwise one"
         )
-
-
-def check_own_heads(name: str, num_heads: int, num_v_heads: int) -> None:
-    """Refuse value heads that share a key head."""
-    if num_v_heads != num_heads:
-        raise ValueError(f"num_v_heads must be num_heads={num_heads} for {name}, got {num_v_heads}")
 
 
 def check_depth(layer_index: int, num_layers: int) -> tuple[int, int]:

@@ -3,8 +3,6 @@
 y_t = W_o max(W_u (x_t + mix * (x_{t-1} - x_t)), 0)^2
 """
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -30,8 +28,8 @@ class ChannelMix(Frame):
     Source: arXiv 2503.14456, section 4.2.
     """
 
-    float32_parameters: ClassVar[tuple[str, ...]] = ("shift_mix",)
-    convolved: ClassVar[tuple[str, ...]] = ()
+    float32_parameters = ("shift_mix",)
+    convolved = ()
     shifts = True
     shift_mix: nn.Parameter
 

@@ -8,7 +8,6 @@ p_t = k_t, and the query is q_t - D sigmoid(erase_scale) k_t before q and k are 
 """
 
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -111,7 +110,7 @@ class Comba(DeltaMixer):
     activates_projections = True
     frees_strength = True
     gate_activation = "sigmoid"
-    float32_parameters: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D", "erase_scale")
+    float32_parameters = ("A_log", "dt_bias", "D", "erase_scale")
 
     erase_scale: nn.Parameter
 

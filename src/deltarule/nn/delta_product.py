@@ -19,9 +19,7 @@ def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
 RULE = Rule(
     name="delta_product",
     title="DeltaProduct",
-    operator="delta_rule",
     recurrence="S = S (I - beta_j k_j k_j^T) + beta_j v_j k_j^T, j = 1..n",
-    read_out="o = S q",
     decay="none",
     erase="tied",
     objective="|S k_j - v_j|^2 / 2, one gradient step for each j",
@@ -39,9 +37,7 @@ def gated_arguments(projections: Projections, carry: Carry | None = None) -> Map
 GATED_RULE = Rule(
     name="gated_delta_product",
     title="Gated DeltaProduct",
-    operator="delta_rule",
     recurrence="S = a S, then S = S (I - beta_j k_j k_j^T) + beta_j v_j k_j^T, j = 1..n",
-    read_out="o = S q",
     decay="head",
     erase="tied",
     objective="|S k_j - v_j|^2 / 2 from a S', one gradient step for each j",

@@ -19,9 +19,7 @@ def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
 RULE = Rule(
     name="deltanet",
     title="DeltaNet",
-    operator="delta_rule",
     recurrence="S = S (I - beta k k^T) + beta v k^T",
-    read_out="o = S q",
     decay="none",
     erase="tied",
     objective="|S k - v|^2 / 2, one gradient step of size beta",

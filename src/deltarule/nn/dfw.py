@@ -4,8 +4,6 @@ S_t = Diag(b_t) S_{t-1} Diag(a_t) + v_t k_t^T        o_t = S_t q_t
 a_t = sigmoid(decay_logits_t)        b_t = sigmoid(value_decay_logits_t)
 """
 
-from typing import ClassVar
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -39,7 +37,6 @@ SYSTEM = System(
     objective="|S - Diag(b) S' Diag(a)|^2 - 2 <S k, v>",
     source="arXiv 2210.04243, section 4; table 4 of arXiv 2406.06484",
     state_size="HV V K",
-    forms="recurrent, chunked, GPU kernel",
 )
 
 
@@ -64,7 +61,7 @@ class DecayingFastWeights(Mixer):
     """
 
     rule = SYSTEM
-    biased: ClassVar[tuple[str, ...]] = ("a", "b")
+    biased = ("a", "b")
     a_proj: nn.Linear
     b_proj: nn.Linear
 

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.arguments import check_own_heads
 from deltarule.nn.call import Call
 from deltarule.nn.delta import DeltaMixer
 from deltarule.nn.documents import document_count, last_token, per_token
@@ -76,7 +75,6 @@ def turned_before(context: Context, turns: Tensor, given: Tensor) -> Tensor:
 RULE = Rule(
     name="gate_loop",
     title="GateLoop",
-    operator="delta_rule",
     recurrence="H = H * (a e^{i w})^T + v k^T",
     read_out="o = Re(H q)",
     decay="channel",
@@ -110,13 +108,11 @@ class GateLoop(DeltaMixer):
     """
 
     rule = RULE
+    options = DeltaMixer.options - {"num_v_heads"}
     default_output_gate = True
-    float32_parameters: ClassVar[tuple[str, ...]] = ("decay_bias",)
+    float32_parameters = ("decay_bias",)
     roles: ClassVar[dict[str, Role]] = {"w_proj": "gate"}
     decay_bias: nn.Parameter
-
-    def check_options(self) -> None:
-        check_own_heads(self.rule.name, self.num_heads, self.num_v_heads)
 
     def build_gates(self) -> None:
         super().build_gates()

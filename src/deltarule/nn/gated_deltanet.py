@@ -20,9 +20,7 @@ def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
 RULE = Rule(
     name="gated_deltanet",
     title="Gated DeltaNet",
-    operator="delta_rule",
     recurrence="S = a S (I - beta k k^T) + beta v k^T",
-    read_out="o = S q",
     decay="head",
     erase="tied",
     objective="|S - a S'|^2 - 2 <S k, beta (v - a S' k)>",

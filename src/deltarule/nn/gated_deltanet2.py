@@ -36,7 +36,6 @@ RULE = Rule(
     title="Gated DeltaNet-2",
     operator="dplr",
     recurrence="S = S Diag(a) (I - (b * k) k^T) + (w * v) k^T",
-    read_out="o = S q",
     decay="channel",
     erase="free",
     objective="|S - S' Diag(a)|^2 - 2 <S k, w * v - S' Diag(a) (b * k)>",

@@ -34,7 +34,6 @@ def read_out(o: Tensor, projections: Projections, carry: Carry | None = None) ->
 RULE = Rule(
     name="gated_rfa",
     title="Gated RFA",
-    operator="delta_rule",
     recurrence="S = g S + (1 - g) v k^T, z = g z + (1 - g) k",
     read_out="o = S q / (z^T q)",
     decay="head",

@@ -22,9 +22,7 @@ def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
 RULE = Rule(
     name="gla",
     title="Gated Linear Attention",
-    operator="delta_rule",
     recurrence="S = S Diag(a) + v k^T",
-    read_out="o = S q",
     decay="channel",
     erase="none",
     objective="|S - S' Diag(a)|^2 - 2 <S k, v>",

@@ -6,8 +6,6 @@ a_t = lb + (1 - lb) sigmoid(f_t)
 With g_t = e^{-i theta (t - 1)} h_t, which only decays, the scan is over real numbers.
 """
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 
@@ -28,10 +26,8 @@ SYSTEM = System(
     read_out="o = (Re h, Im h)",
     decay="element",
     erase="none",
-    objective="",
     source="arXiv 2311.04823, section 3",
     state_size="HV V",
-    forms="recurrent, chunked, GPU kernel",
 )
 BASE = 10000.0
 
@@ -62,11 +58,10 @@ class HGRN(LowerBounds, VectorMixer):
     default_output_gate = True
     normless, norm_of_all = False, True
     counts = True
-    float32_parameters: ClassVar[tuple[str, ...]] = ("bound_logits", "frequency")
+    float32_parameters = ("bound_logits", "frequency")
     frequency: nn.Parameter
 
     def check_options(self) -> None:
-        super().check_options()
         check_even("head_v_dim", self.head_v_dim)
 
     def bound_sizes(self) -> tuple[int, int]:

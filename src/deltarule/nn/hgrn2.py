@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltarule.nn.arguments import check_own_heads
 from deltarule.nn.call import Call
 from deltarule.nn.delta import DeltaMixer
 from deltarule.nn.lower_bounds import LowerBounds, bounded
@@ -26,9 +25,7 @@ def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
 RULE = Rule(
     name="hgrn2",
     title="HGRN-2",
-    operator="delta_rule",
     recurrence="S = S Diag(a) + v (1 - a)^T",
-    read_out="o = S q",
     decay="channel",
     erase="none",
     objective="|S - S' Diag(a)|^2 - 2 <S (1 - a), v>",
@@ -58,11 +55,9 @@ class HGRN2(LowerBounds, DeltaMixer):
     """
 
     rule = RULE
+    # Each decay is also a key.
+    options = DeltaMixer.options - {"num_v_heads"}
     norm_of_all = True
-
-    def check_options(self) -> None:
-        """Refuse value heads that share a key head: each decay is also a key."""
-        check_own_heads(self.rule.name, self.num_heads, self.num_v_heads)
 
     def activates(self, name: str) -> bool:
         """SiLU is for q alone: k is a logit, and v comes as it is."""

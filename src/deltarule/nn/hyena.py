@@ -8,7 +8,6 @@ rate), rates log-uniform over the filters; nothing in it depends on the input.
 """
 
 import math
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +45,7 @@ def implicit_filter(layers: list[Tensor], frequency: Tensor, rate: Tensor, size:
 def _row(name: str, title: str, recurrence: str, read_out: str, source: str, size: str) -> System:
     return System(
         name=name, title=title, operator="long_convolution", recurrence=recurrence,
-        read_out=read_out, decay="none", erase="none", objective="", source=source,
+        read_out=read_out, decay="none", erase="none", source=source,
         state_size=size, forms="recurrent, halves by FFT", page="hyena",
     )  # fmt: skip
 
@@ -83,7 +82,7 @@ class MultiHeadHyena(Mixer):
     default_conv_size = 3
     normless = True
     linear_state = False
-    float32_parameters: ClassVar[tuple[str, ...]] = (
+    float32_parameters = (
         "filter_1", "filter_2", "filter_3", "filter_4", "frequency", "rate", "D",
     )  # fmt: skip
     frequency: nn.Parameter

@@ -21,9 +21,7 @@ from deltarule.nn.rule import Rule
 RULE = Rule(
     name="kda",
     title="Kimi Delta Attention",
-    operator="delta_rule",
     recurrence="S = S Diag(a) (I - beta k k^T) + beta v k^T",
-    read_out="o = S q",
     decay="channel",
     erase="tied",
     objective="|S - S' Diag(a)|^2 - 2 <S k, beta (v - S' Diag(a) k)>",

@@ -35,9 +35,7 @@ def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
 RULE = Rule(
     name="lightning",
     title="Lightning Attention",
-    operator="delta_rule",
     recurrence="S = g_h S + v k^T",
-    read_out="o = S q",
     decay="constant",
     erase="none",
     objective="|S - g S'|^2 - 2 <S k, v>",

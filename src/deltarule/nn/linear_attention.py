@@ -28,9 +28,7 @@ def read_out(o: Tensor, projections: Projections, carry: Carry | None = None) ->
 RULE = Rule(
     name="linear_attention",
     title="Linear attention",
-    operator="delta_rule",
     recurrence="S = S + v k^T",
-    read_out="o = S q",
     decay="none",
     erase="none",
     objective="-<S k, v>, one gradient step of size 1",

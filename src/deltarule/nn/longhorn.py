@@ -25,9 +25,7 @@ def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
 RULE = Rule(
     name="longhorn",
     title="Longhorn (per head)",
-    operator="delta_rule",
     recurrence="S = S (I - e k k^T) + e v k^T",
-    read_out="o = S q",
     decay="none",
     erase="tied",
     objective="|S - S'|^2 + b |S k - v|^2, exactly",

@@ -4,8 +4,6 @@ S_t = S_{t-1} * (1 - e_t (k_t * k_t)^T) + (e_t * v_t) k_t^T        o_t = S_t q_t
 e_t = b_t / (1 + b_t |k_t|^2)        b_t = sigmoid(beta_logits_t + dt_bias)
 """
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 
@@ -35,7 +33,6 @@ SYSTEM = System(
     objective="|S - S'|^2 + |S k - v|^2_b, then the diagonal of the step",
     source="arXiv 2407.14207, section 3.2 and the authors' released layer",
     state_size="HV V K",
-    forms="recurrent, chunked, GPU kernel",
 )
 
 
@@ -57,7 +54,7 @@ class LonghornReleased(ScanMixer):
     """
 
     rule = SYSTEM
-    float32_parameters: ClassVar[tuple[str, ...]] = ("dt_bias", "D")
+    float32_parameters = ("dt_bias", "D")
     dt_bias: nn.Parameter
 
     def build_scan(self, inner: int) -> None:

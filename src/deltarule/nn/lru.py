@@ -29,10 +29,8 @@ SYSTEM = System(
     read_out="o = Re(C h) + D * u",
     decay="element",
     erase="none",
-    objective="",
     source="arXiv 2303.06349, section 3",
     state_size="2 HV K",
-    forms="recurrent, chunked, GPU kernel",
 )
 # An eigenvalue of zero, or of one, has no logarithm of its logarithm.
 SMALLEST = 1e-4
@@ -63,7 +61,7 @@ class LRU(VectorMixer):
     options = VectorMixer.options | {"head_k_dim"}
     gate_activation = "sigmoid"
     counts = True
-    float32_parameters: ClassVar[tuple[str, ...]] = ("nu", "theta", "gamma_log", "D")
+    float32_parameters = ("nu", "theta", "gamma_log", "D")
     roles: ClassVar[dict[str, Role]] = {"B": "gate", "C": "gate"}
     nu: nn.Parameter
     theta: nn.Parameter

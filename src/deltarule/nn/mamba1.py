@@ -34,10 +34,8 @@ SYSTEM = System(
     read_out="o = S q + D * v",
     decay="element",
     erase="none",
-    objective="",
     source="arXiv 2312.00752, algorithm 2 and section 3.6",
     state_size="HV V K",
-    forms="recurrent, chunked, GPU kernel",
 )
 
 SIGNED = replace(

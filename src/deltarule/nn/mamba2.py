@@ -34,7 +34,6 @@ def read_out(o: Tensor, projections: Projections, carry: Carry | None = None) ->
 RULE = Rule(
     name="mamba2",
     title="Mamba-2",
-    operator="delta_rule",
     recurrence="S = a S + dt v k^T",
     read_out="o = S q + D v",
     decay="head",

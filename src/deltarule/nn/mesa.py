@@ -5,7 +5,7 @@ o_t = G_t (H_t + Diag(lambda))^{-1} q_t
 """
 
 import math
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -58,8 +58,8 @@ class Mesa(Mixer):
 
     rule = SYSTEM
     default_conv_size = 4
-    convolved: ClassVar[tuple[str, ...]] = ("q", "k")
-    float32_parameters: ClassVar[tuple[str, ...]] = ("regularizer_logits",)
+    convolved = ("q", "k")
+    float32_parameters = ("regularizer_logits",)
     regularizer_logits: nn.Parameter
 
     # As in the operator: a number of steps, or None to solve exactly.

@@ -182,17 +182,18 @@ class Mixer(Frame):
         self.qk_norm, self.normalizer = qk_norm, default(normalizer, divides)
         self.output_norm: OutputNorm = default(output_norm, "head")
         given = {
-            "num_v_heads": num_v_heads, "head_v_dim": head_v_dim, "conv_size": conv_size,
-            "beta_max": beta_max, "n_steps": n_steps, "feature_map": feature_map,
-            "qk_norm": qk_norm, "output_norm": output_norm, "normalizer": normalizer,
+            "num_v_heads": num_v_heads, "head_k_dim": head_k_dim, "head_v_dim": head_v_dim,
+            "conv_size": conv_size, "beta_max": beta_max, "n_steps": n_steps,
+            "feature_map": feature_map, "qk_norm": qk_norm, "output_norm": output_norm,
+            "normalizer": normalizer,
             "num_slots": num_slots, "filter_size": filter_size, "rope_theta": rope_theta,
             "longest_horizon": longest_horizon, "gate_lower_bound": gate_lower_bound,
             "mini_batch": mini_batch, "spectrum": spectrum, "window": window,
             "num_persistent": num_persistent,
         }  # fmt: skip
         neutral = {
-            "num_v_heads": num_heads, "head_v_dim": self.head_k_dim, "conv_size": 0, "n_steps": 1,
-            "normalizer": divides, "output_norm": "head",
+            "num_v_heads": num_heads, "head_k_dim": 1, "head_v_dim": self.head_k_dim,
+            "conv_size": 0, "n_steps": 1, "normalizer": divides, "output_norm": "head",
         }  # fmt: skip
         check_meant(self.rule.name, self.takes, given, neutral)
         check_word("spectrum", self.spectrum, SPECTRA)

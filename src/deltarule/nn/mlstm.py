@@ -10,7 +10,7 @@ xLSTM-7B bounds both logits: 15 tanh(logit / 15).
 """
 
 from dataclasses import replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -85,7 +85,6 @@ def gates(projections: Projections) -> tuple[Tensor, Tensor]:
 RULE = Rule(
     name="mlstm",
     title="mLSTM",
-    operator="delta_rule",
     recurrence="S = f S + i v k^T, z = f z + i k",
     read_out="o = S q / max(1, |z^T q|)",
     decay="head",
@@ -132,7 +131,7 @@ class MLSTM(DeltaMixer):
     rule = RULE
     default_output_gate = True
     gate_activation = "sigmoid"
-    float32_parameters: ClassVar[tuple[str, ...]] = ("decay_bias", "beta_bias")
+    float32_parameters = ("decay_bias", "beta_bias")
 
     decay_bias: nn.Parameter
     beta_bias: nn.Parameter

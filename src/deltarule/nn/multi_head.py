@@ -10,7 +10,6 @@ from typing import ClassVar
 from torch import Tensor
 
 from deltarule.nn import deltanet
-from deltarule.nn.arguments import check_own_heads
 from deltarule.nn.call import Call
 from deltarule.nn.delta import DeltaMixer
 from deltarule.nn.feature_maps import normed
@@ -100,16 +99,13 @@ class MultiHeadDeltaNet(DeltaMixer):
 
     rule = HEAD
     maps_features = True
-    options = DeltaMixer.options | {"num_slots"}
+    # What heads share is what the layer's name says.
+    options = DeltaMixer.options - {"num_v_heads"} | {"num_slots"}
     default_num_slots = 2
     default_conv_size = 4
     activates_projections = True
     # Which of q, k, v and beta each slot has for itself.
     own: ClassVar[tuple[str, ...]] = ("q", "k", "v", "beta")
-
-    def check_options(self) -> None:
-        """Refuse value heads that share a key head: sharing is what the layer's name says."""
-        check_own_heads(self.rule.name, self.num_heads, self.num_v_heads)
 
     def heads_of(self, name: str) -> int:
         """A head of the operator for each slot, where slots do not share."""

@@ -25,9 +25,7 @@ def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
 RULE = Rule(
     name="retnet",
     title="RetNet",
-    operator="delta_rule",
     recurrence="S = g_h S + v k^T",
-    read_out="o = S q",
     decay="constant",
     erase="none",
     objective="|S - g S'|^2 - 2 <S k, v>",

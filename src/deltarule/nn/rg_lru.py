@@ -25,10 +25,8 @@ SYSTEM = System(
     read_out="o = h",
     decay="element",
     erase="none",
-    objective="",
     source="arXiv 2402.19427, eq. 1 to 4",
     state_size="HV V",
-    forms="recurrent, chunked, GPU kernel",
 )
 # What a gate of one raises the rate to.
 POWER = 8.0
@@ -73,7 +71,7 @@ class RGLRU(VectorMixer):
     default_output_gate = True
     gate_activation = "gelu"
     counts = True
-    float32_parameters: ClassVar[tuple[str, ...]] = ("rate", "a_bias", "i_bias")
+    float32_parameters = ("rate", "a_bias", "i_bias")
     roles: ClassVar[dict[str, Role]] = {"a_weight": "gate", "i_weight": "gate"}
     rate: nn.Parameter
     a_weight: nn.Parameter

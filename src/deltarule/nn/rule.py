@@ -157,7 +157,8 @@ class System:
         objective: The online loss whose step the recurrence takes; "" where none is published.
         source: Paper and equation.
         state_size: Numbers kept for each sequence.
-        forms: The ways it runs. "": those of its operator's table of implementations.
+        forms: The ways it runs. "", as of every `Rule`: those of its operator's table of
+            implementations.
         page: Its page in docs/rules, without the ending. "": its name.
     """
 
@@ -168,10 +169,10 @@ class System:
     read_out: str
     decay: Decay
     erase: Erase
-    objective: str
     source: str
+    objective: str = ""
     state_size: str = "HV V K"
-    forms: str = ""
+    forms: str = "recurrent, chunked, GPU kernel"
     page: str = ""
 
 
@@ -188,6 +189,9 @@ class Rule(System):
         normalizer: Whether the operator reads one value channel more, which divides the others.
     """
 
+    operator: Operator = "delta_rule"
+    read_out: str = "o = S q"
+    forms: str = ""
     arguments: ArgumentMap
     read_out_function: ReadOut = read_state
     final_state: StateMap = as_it_is

@@ -29,10 +29,8 @@ SYSTEM = System(
     read_out="o = (a' + e^{u + k} v) / (b' + e^{u + k})",
     decay="constant",
     erase="none",
-    objective="",
     source="arXiv 2305.13048, eq. 16 and appendix D",
     state_size="3 HV V",
-    forms="recurrent, chunked, GPU kernel",
 )
 # The maximum of no token: e^-m of it is nothing to any other, and sums of it are finite.
 NOTHING = -1e30
@@ -60,12 +58,12 @@ class RWKV4(VectorMixer):
 
     rule = SYSTEM
     options = VectorMixer.options - {"conv_size", "conv_bias"}
-    convolved: ClassVar[tuple[str, ...]] = ()
+    convolved = ()
     default_output_gate = True
     gate_activation = "sigmoid"
     shifts = True
     first_values: ClassVar[Mapping[str, float]] = {"stabilizer": NOTHING}
-    float32_parameters: ClassVar[tuple[str, ...]] = ("shift_mix", "A_log", "bonus")
+    float32_parameters = ("shift_mix", "A_log", "bonus")
     k_proj: nn.Module
     v_proj: nn.Module
     shift_mix: nn.Parameter

@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from deltarule.nn.arguments import check_own_heads
 from deltarule.nn.call import Call
 from deltarule.nn.delta import DeltaMixer
 from deltarule.nn.documents import last_token, token_before
@@ -52,7 +51,6 @@ def log_decay(projections: Projections) -> Tensor:
 RULE = Rule(
     name="rwkv6",
     title="RWKV-6",
-    operator="delta_rule",
     recurrence="S = S' Diag(a) + v k^T",
     read_out="o = (S' + v (u * k)^T) q",
     decay="channel",
@@ -93,8 +91,8 @@ class RWKV6(DeltaMixer):
     rule = RULE
     shifts = True
     default_output_gate = True
-    options = DeltaMixer.options - {"conv_size", "norm_eps"}
-    float32_parameters: ClassVar[tuple[str, ...]] = (
+    options = DeltaMixer.options - {"num_v_heads", "conv_size", "norm_eps"}
+    float32_parameters = (
         "first_mix", "shift_mix", "decay_bias", "bonus",
     )  # fmt: skip
 
@@ -105,9 +103,6 @@ class RWKV6(DeltaMixer):
     decay_bias: nn.Parameter
     bonus: nn.Parameter
     a_proj: nn.Module
-
-    def check_options(self) -> None:
-        check_own_heads(self.rule.name, self.num_heads, self.num_v_heads)
 
     def build_gates(self) -> None:
         super().build_gates()

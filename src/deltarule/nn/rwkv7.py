@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.arguments import check_own_heads
 from deltarule.nn.call import Call
 from deltarule.nn.delta import DeltaMixer
 from deltarule.nn.gates import computed, low_rank
@@ -99,8 +98,8 @@ class RWKV7(DeltaMixer):
     of_tokens = (FIRST_VALUES,)
     shifts = True
     default_output_gate = True
-    options = DeltaMixer.options - {"conv_size", "norm_eps"}
-    float32_parameters: ClassVar[tuple[str, ...]] = (
+    options = DeltaMixer.options - {"num_v_heads", "conv_size", "norm_eps"}
+    float32_parameters = (
         "shift_mix", "decay_bias", "erase_bias", "value_bias", "erase_scale", "replace_scale",
         "bonus",
     )  # fmt: skip
@@ -126,9 +125,6 @@ class RWKV7(DeltaMixer):
         if self.rule.name not in layer_types[:layer_index]:
             self.value_proj = None
             self.register_parameter("value_bias", None)
-
-    def check_options(self) -> None:
-        check_own_heads(self.rule.name, self.num_heads, self.num_v_heads)
 
     def build_projections(self) -> None:
         """Draw q, k and v in the authors' ranges: a small k starts with a small state."""

@@ -4,7 +4,6 @@ S_t = S_{t-1} * exp(-(dt 1^T) * exp(A_log)) + B * (v_t 1^T)        o_t = (S_t * 
 """
 
 import math
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +31,8 @@ SYSTEM = System(
     read_out="o = (S * C) 1 + D * v",
     decay="element",
     erase="none",
-    objective="",
     source="arXiv 2406.06484, table 4; real diagonal and starting values of arXiv 2206.11893",
     state_size="HV V K",
-    forms="recurrent, chunked, GPU kernel",
 )
 
 
@@ -63,7 +60,7 @@ class S4(ScanMixer):
 
     rule = SYSTEM
     convolves: bool = False
-    float32_parameters: ClassVar[tuple[str, ...]] = ("A_log", "log_step", "B", "C", "D")
+    float32_parameters = ("A_log", "log_step", "B", "C", "D")
     A_log: nn.Parameter
     log_step: nn.Parameter
     B: nn.Parameter

@@ -6,7 +6,6 @@ Half of the eigenvalues are kept, those with positive imaginary parts: hence the
 """
 
 import math
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +52,6 @@ SYSTEM = System(
     read_out="o = 2 Re(h * C) 1 + D * v",
     decay="element",
     erase="none",
-    objective="",
     source="arXiv 2206.11893, sections 3 and 4",
     state_size="2 HV V K",
     forms="recurrent, chunked by matrix products",
@@ -120,7 +118,7 @@ class S4D(ScanMixer):
 
     rule = SYSTEM
     options = ScanMixer.options | {"spectrum"}
-    float32_parameters: ClassVar[tuple[str, ...]] = (
+    float32_parameters = (
         "A_log", "frequency", "log_step", "B", "C", "D",
     )  # fmt: skip
     A_log: nn.Parameter

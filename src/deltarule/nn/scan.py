@@ -32,7 +32,7 @@ class ScanMixer(Mixer):
     default_conv_size = 4
     normless = True
     default_output_gate = True
-    convolved: ClassVar[tuple[str, ...]] = ("v",)
+    convolved = ("v",)
     float32_parameters: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
     D: nn.Parameter
 

@@ -25,7 +25,6 @@ SYSTEM = System(
     read_out="h = sigmoid(o) * c / n",
     decay="channel",
     erase="none",
-    objective="",
     source="arXiv 2405.04517, eq. 8 to 17, with sigmoid forget gates",
     state_size="4 HV V",
     forms="recurrent, side by side, GPU kernel",
@@ -58,9 +57,9 @@ class SLSTM(Mixer):
     rule = SYSTEM
     options = COMMON - {"head_v_dim"}
     default_conv_size = 4
-    convolved: ClassVar[tuple[str, ...]] = ("x",)
+    convolved = ("x",)
     linear_state = False
-    float32_parameters: ClassVar[tuple[str, ...]] = ("gate_bias",)
+    float32_parameters = ("gate_bias",)
     roles: ClassVar[dict[str, Role]] = {"i_proj": "gate", "f_proj": "gate", "recurrent": "gate"}
     gate_bias: nn.Parameter
     x_conv: nn.Module

@@ -85,8 +85,8 @@ class TitansLinear(MemoryMixer):
     default_output_gate = True
     # Of the largest rate with which mini-batches of equal keys do not overshoot.
     share_of_rate: ClassVar[float] = 1.0
-    parts: ClassVar[tuple[str, ...]] = ("recurrent", "momentum", "anchor")
-    float32_parameters: ClassVar[tuple[str, ...]] = ("decay_bias",)
+    parts = ("recurrent", "momentum", "anchor")
+    float32_parameters = ("decay_bias",)
     roles: ClassVar[dict[str, Role]] = {"m_proj": "gate"}
     decay_bias: nn.Parameter
     q_proj: nn.Module

@@ -73,10 +73,10 @@ class TitansMAG(Mixer):
     options = TitansMLP.options | {"window", "num_persistent", "rope_theta"}
     default_conv_size = TitansMLP.default_conv_size
     default_output_gate = TitansMLP.default_output_gate
-    convolved: ClassVar[tuple[str, ...]] = ()
+    convolved = ()
     linear_state = False
     heads_alone = False
-    float32_parameters: ClassVar[tuple[str, ...]] = ("memory.decay_bias",)
+    float32_parameters = ("memory.decay_bias",)
     roles: ClassVar[dict[str, Role]] = {"persistent": "start"}
     # Whether the memory reads the learned tokens, and whether attention always sees them.
     remembers_start: ClassVar[bool] = True

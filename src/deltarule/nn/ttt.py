@@ -82,8 +82,8 @@ class TTTLinear(MemoryMixer):
     norm_of_all = True
     gate_activation = "gelu"
     base_rate: ClassVar[float] = 1.0
-    parts: ClassVar[tuple[str, ...]] = ("recurrent", "gradient")
-    float32_parameters: ClassVar[tuple[str, ...]] = ("step_offset",)
+    parts = ("recurrent", "gradient")
+    float32_parameters = ("step_offset",)
     roles: ClassVar[dict[str, Role]] = {
         "inner_norm_weight": "scale", "inner_norm_bias": "scale",
     }  # fmt: skip

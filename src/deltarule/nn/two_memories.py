@@ -35,10 +35,8 @@ ABC_SYSTEM = System(
     read_out="o = S^v softmax((S^k)^T q)",
     decay="channel",
     erase="none",
-    objective="",
     source="arXiv 2110.02488, eq. 6 and section 3.2 (ABC-MLP with exponential phi)",
     state_size="H M (K + V + 1)",
-    forms="recurrent, chunked, GPU kernel",
 )
 
 
@@ -60,10 +58,8 @@ GSA_SYSTEM = System(
     read_out="o = S^v softmax((S^k)^T q)",
     decay="channel",
     erase="none",
-    objective="",
     source="arXiv 2409.07146, eq. 8 and section 4",
     state_size="H M (K + V)",
-    forms="recurrent, chunked, GPU kernel",
 )
 
 

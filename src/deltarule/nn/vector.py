@@ -31,13 +31,6 @@ class VectorMixer(Mixer):
         sizes = self.hidden_size, "num_heads", self.num_heads
         return self.expand_v * default_head_dim("head_v_dim", 1, *sizes)
 
-    def check_options(self) -> None:
-        if "head_k_dim" not in self.options and self.head_k_dim != 1:
-            raise ValueError(
-                f"head_k_dim must be None for {self.rule.name}, got {self.head_k_dim}: its state "
-                "is a vector; give head_v_dim"
-            )
-
     def stream_sizes(self) -> dict[str, int]:
         """The values alone."""
         return {"v": self.num_heads * self.head_v_dim}
