@@ -216,19 +216,17 @@ class DeltaMixer(Mixer):
             self.convolve_in_place(call)
         q = split(self.stream("q", call), self.heads_of("q"), self.head_k_dim)
         k = per_step(self.stream("k", call), steps, self.heads_of("k"), self.head_k_dim)
-        if self.qk_map is not None:
-            q, k = self.qk_map(q, k, call.positions() if self.counts else None)
-        heads, gate = self.num_v_heads, None
-        if self.g_proj is not None:
-            gate = split(projected["g"], heads, self.head_v_dim)
+        if (qk_map := self.qk_map) is not None:
+            q, k = qk_map(q, k, call.positions() if self.counts else None)
+        heads = self.num_v_heads
         decay_sizes = (heads, self.head_k_dim) if self.rule.decay == "channel" else (heads,)
         return Projections(
             q=q,
             k=k,
             v=per_step(self.stream("v", call), steps, self.heads_of("v"), self.head_v_dim),
-            decay_logits=split(projected["a"], *decay_sizes) if self.a_proj is not None else None,
-            beta_logits=per_step(projected["b"], steps) if self.b_proj is not None else None,
-            output_gate=gate,
+            decay_logits=split(projected["a"], *decay_sizes) if "a" in projected else None,
+            beta_logits=per_step(projected["b"], steps) if "b" in projected else None,
+            output_gate=self.by_head(projected["g"]) if "g" in projected else None,
             A_log=self.A_log,
             dt_bias=self.dt_bias,
             gate_lower_bound=self.gate_lower_bound,

@@ -139,8 +139,9 @@ class Frame(nn.Module, ABC):
 
     def reference(self) -> Tensor:
         """Return a tensor in the dtype and on the device in which the layer computes."""
-        if type(self.o_proj) is nn.Linear:
-            return self.o_proj.weight
+        o_proj = self.o_proj
+        if type(o_proj) is nn.Linear:
+            return o_proj.weight
         tensors = (*self.parameters(), *self.buffers())
         floating = (x for x in tensors if x.is_floating_point())
         return next(floating, torch.empty(0, device=tensors[0].device if tensors else None))

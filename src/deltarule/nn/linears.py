@@ -24,14 +24,18 @@ SMALL, EVEN = 2**21, 8
 
 def linears(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     """Apply each module to x [..., I]: [..., O] for each."""
-    # On a CPU one product more costs less than looking for a way round it.
-    if x.is_cuda and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return in_one_product(x, modules)
-    differentiated = torch.is_grad_enabled() and x.requires_grad
-    # A compiler sees the sum itself; float64 keeps what can be differentiated twice.
-    if torch.compiler.is_compiling() or not (differentiated and x.is_cuda and x.dtype != WIDE):
+    if torch.compiler.is_compiling():
+        # A compiler sees the sum of the gradients itself.
         return tuple(module(x) for module in modules)
-    return together(x, modules)
+    if x.is_cuda and not torch.is_grad_enabled():
+        return in_one_product(x, modules)
+    # On a CPU one product more costs less than looking for a way round it; float64 keeps what can
+    # be differentiated twice.
+    if x.is_cuda and x.requires_grad and x.dtype != WIDE:
+        return together(x, modules)
+    weights = map(weight_of, modules)
+    pairs = zip(modules, weights, strict=True)
+    return tuple(module(x) if weight is None else F.linear(x, weight) for module, weight in pairs)
 
 
 def adjoin(modules: Sequence[nn.Module]) -> None:
@@ -40,7 +44,7 @@ def adjoin(modules: Sequence[nn.Module]) -> None:
     They stay the parameters that they are, at new addresses; `linears` then reads them in one
     product where nothing is differentiated.
     """
-    weights = [module.weight for module in modules if is_plain(module)]
+    weights = plain_weights(modules)
     alike = len({(type(w), w.dtype, w.device, w.shape[1]) for w in weights}) == 1
     if len(weights) < 2 or not alike or as_one(weights) is not None:
         return
@@ -64,22 +68,27 @@ def as_one(weights: Sequence[Tensor]) -> Tensor | None:
 
 def in_one_product(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     """`linears` without gradients: one product with weights that `adjoin` has laid together."""
-    plain = [module for module in modules if is_plain(module)]
-    if not are_plain_eager((x, *(module.weight for module in plain))):
+    weights = [weight_of(module) for module in modules]
+    plain = [weight for weight in weights if weight is not None]
+    if not are_plain_eager((x, *plain)):
         return tuple(module(x) for module in modules)
-    whole = as_one([module.weight for module in plain]) if len(plain) > 1 else None
+    whole = as_one(plain) if len(plain) > 1 else None
     if whole is None:
-        return tuple(product(x, m.weight) if is_plain(m) else m(x) for m in modules)
-    parts = iter(product(x, whole).split([len(module.weight) for module in plain], dim=-1))
-    return tuple(next(parts) if is_plain(module) else module(x) for module in modules)
+        parts = (product(x, weight) for weight in plain)
+    else:
+        parts = iter(product(x, whole).split([len(weight) for weight in plain], dim=-1))
+    pairs = zip(modules, weights, strict=True)
+    return tuple(module(x) if weight is None else next(parts) for module, weight in pairs)
 
 
 def linear(x: Tensor, module: nn.Module) -> Tensor:
     """Apply one module to x [..., I]: [..., O]."""
-    if not x.is_cuda or torch.is_grad_enabled() or torch.compiler.is_compiling():
+    weight = None if torch.compiler.is_compiling() else weight_of(module)
+    if weight is None:
         y: Tensor = module(x)
         return y
-    return in_one_product(x, (module,))[0]
+    # A call of the module would take Python as long as the product takes a processor.
+    return F.linear(x, weight) if torch.is_grad_enabled() or not x.is_cuda else product(x, weight)
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
@@ -88,9 +97,7 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     Without gradients, one row on a GPU takes a kernel of its own: those of one token of 1.5 B
     parameters take 0.89 ms in a chain of kernels, with cuBLAS 1.06. For two rows cuBLAS is faster.
     """
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not x.is_cuda:
-        return F.linear(x, weight)
-    if not is_one_row(x, weight):
+    if torch.compiler.is_compiling() or not is_one_row(x, weight):
         return F.linear(x, weight)
     # Triton is an extra, imported where it runs.
     from deltarule.ops.fused.one_row_triton import one_row
@@ -110,9 +117,8 @@ def is_one_row(x: Tensor, *weights: Tensor) -> bool:
 
 def together(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     """`linears` on any device, of those modules that are a product and nothing more."""
-    weights: dict[int, Tensor] = {
-        i: module.weight for i, module in enumerate(modules) if is_plain(module)
-    }  # fmt: skip
+    found_weights = {i: weight_of(module) for i, module in enumerate(modules)}
+    weights = {i: weight for i, weight in found_weights.items() if weight is not None}
     if not are_plain_eager((x, *weights.values())):
         weights = {}
     given = x
@@ -124,9 +130,23 @@ def together(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     return tuple(found[i] if i in found else module(x) for i, module in enumerate(modules))
 
 
+def weight_of(module: nn.Module) -> Tensor | None:
+    """The weight of a module whose call is a product with it and nothing more; else None."""
+    if type(module) is not nn.Linear or is_hooked(module):
+        return None
+    # From its table: a Python function answers `module.weight`.
+    own = module._parameters
+    return own.get("weight") if own.get("bias") is None else None
+
+
+def plain_weights(modules: Sequence[nn.Module]) -> list[Tensor]:
+    """The weights of those modules that are such products."""
+    return [weight for module in modules if (weight := weight_of(module)) is not None]
+
+
 def is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether calling a module is a product with its weight and nothing more."""
-    return type(module) is nn.Linear and module.bias is None and not is_hooked(module)
+    return weight_of(module) is not None
 
 
 def is_hooked(module: nn.Module) -> bool:

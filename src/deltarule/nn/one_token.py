@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltarule.nn.linears import as_one, is_hooked, is_one_row, is_plain
+from deltarule.nn.linears import as_one, is_hooked, is_one_row, plain_weights
 from deltarule.nn.mlp import SwiGLU
 from deltarule.nn.norm import GatedRMSNorm, RMSNorm
 from deltarule.ops.dispatch import is_plain_eager
@@ -30,7 +30,7 @@ def fits(
         return False
     if not is_plain_eager() or is_hooked(whole) or not all(map(is_plain_norm, norms)):
         return False
-    weights = [module.weight for module in products if is_plain(module)]
+    weights = plain_weights(products)
     return len(weights) == len(products) and is_one_row(x, *weights)
 
 

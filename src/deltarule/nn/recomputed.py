@@ -85,8 +85,7 @@ def unpack(saved: Saved) -> Tensor:
     return recipe.read().view(shape)
 
 
-@contextmanager
-def recomputed(x: Tensor, compute: Callable[[], Tensor]) -> Iterator[None]:
+def recomputed(x: Tensor, compute: Callable[[], Tensor]) -> AbstractContextManager[None]:
     """Within, autograd saves of the contiguous x only how to compute it again.
 
     Where something else decides what autograd saves (activation checkpointing, a compiler, hooks
@@ -97,11 +96,9 @@ def recomputed(x: Tensor, compute: Callable[[], Tensor]) -> Iterator[None]:
         x: The tensor.
         compute: Gives the same numbers again, in the same layout, from tensors that are kept.
     """
-    if not (x.is_cuda and x.requires_grad and torch.is_grad_enabled() and hooks_are_free()):
-        yield
-        return
-    with remembered(x, compute):
-        yield
+    if x.is_cuda and x.requires_grad and torch.is_grad_enabled() and hooks_are_free():
+        return remembered(x, compute)
+    return nullcontext()
 
 
 @contextmanager

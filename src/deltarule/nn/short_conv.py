@@ -42,15 +42,17 @@ class ShortConv(nn.Module):
 
     def init_history(self, sequences: int) -> Tensor:
         """Zeros [N, R, D]: what comes before a sequence's first token."""
-        return self.weight.new_zeros(sequences, self.reach, self.weight.shape[0])
+        weight = self.weight
+        return weight.new_zeros(sequences, weight.shape[1] - 1, weight.shape[0])
 
     def forward(self, x: Tensor, history: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """Convolve x [B, T, D] after history [N, R, D]; return y and the next history."""
         # A bias comes between the taps and SiLU, which the kernel would have as one.
-        within = self.activated and self.bias is None
+        bias = self.bias
+        within = self.activated and bias is None
         y, after = convolved(x, self.weight, history, layout, within)
-        if self.bias is not None:
-            y = y + self.bias.to(y.dtype)
+        if bias is not None:
+            y = y + bias.to(y.dtype)
             y = F.silu(y) if self.activated else y
         return y, after
 
