@@ -60,6 +60,7 @@ class GatedDeltaNet2(KDA):
     """
 
     rule = RULE
+    options = KDA.options - {"gate_lower_bound"}
     frees_strength = True
     roles: ClassVar[dict[str, Role]] = {"erase_proj": "gate", "write_proj": "gate"}
 
