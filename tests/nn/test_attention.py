@@ -7,9 +7,9 @@ import torch
 
 import deltarule
 from deltarule.nn import MIXERS, Attention, SlidingWindowAttention
-from deltarule.nn.attention_tiles import Sight
 from deltarule.nn.layout import make_layout
-from deltarule.nn.rope import rotate
+from deltarule.nn.masked_attention import Sight
+from deltarule.nn.rotation import rotate
 from nn.layers import HIDDEN, inputs, make
 from tolerance import relative_rms
 

@@ -5,7 +5,7 @@ import torch
 
 import deltarule
 from deltarule.nn import RULES
-from deltarule.nn.turning import turned
+from deltarule.nn.rotation import turned
 from nn.drawn import HV, B, K, T, V, draw, draw_projections, each_head, largest_error, run
 from nn.layers import inputs, make
 from oracles import gate_loop

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deltarule.nn import State
-from deltarule.nn.rope import angles, angles_by_integers, rotate
+from deltarule.nn.rotation import angles, angles_by_integers, rotate
 from nn.layers import HIDDEN, make
 from oracles import rotary
 from tolerance import relative_rms

@@ -7,7 +7,7 @@ import deltarule
 from deltarule.nn import S4D, s4d
 from deltarule.nn.complex_filters import filtered
 from deltarule.nn.layout import make_layout
-from deltarule.nn.turning import turned
+from deltarule.nn.rotation import turned
 from nn.layers import HIDDEN, inputs, make
 from nn.test_scan import block, end_of_block
 from oracles import s4

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from deltarule import nn, selective_scan
-from deltarule.nn import longhorn_released
+from deltarule.nn import longhorn
 from nn.layers import HIDDEN, inputs, make
 from nn.test_layers import conv
 from oracles import mamba
@@ -111,7 +111,7 @@ def test_longhorn_released_keeps_the_diagonal_of_the_closed_form_minimiser():
     torch.manual_seed(0)
     k, q = torch.randn(2, 1, 1, 1, 4, dtype=DOUBLE).unbind()
     v, logits = torch.randn(2, 1, 1, 1, 3, dtype=DOUBLE).unbind()
-    given = longhorn_released.arguments(
+    given = longhorn.released_arguments(
         q, k, v, beta_logits=logits, dt_bias=torch.zeros(1, 3, dtype=DOUBLE)
     )
     before, e, key = torch.randn(3, 4, dtype=DOUBLE), given["beta"][0, 0, 0], k[0, 0, 0]

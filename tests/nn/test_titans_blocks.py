@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deltarule.nn import MIXERS, State
-from deltarule.nn.rope import rotate
+from deltarule.nn.rotation import rotate
 from nn.layers import HIDDEN, inputs, make
 from oracles import titans_blocks as blocks
 from tolerance import relative_rms

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from deltarule.nn import MIXERS, SYSTEMS
-from deltarule.nn.turning import turned
+from deltarule.nn.rotation import turned
 from nn.layers import HIDDEN, inputs, make
 from oracles import hgrn, lru, rg_lru, rwkv4
 from tolerance import relative_rms

@@ -20,8 +20,7 @@ from deltarule.nn.kda import KDA
 from deltarule.nn.latent_attention import LatentAttention
 from deltarule.nn.lightning import Lightning
 from deltarule.nn.linear_attention import LinearAttention
-from deltarule.nn.longhorn import Longhorn
-from deltarule.nn.longhorn_released import LonghornReleased
+from deltarule.nn.longhorn import Longhorn, LonghornReleased
 from deltarule.nn.lru import LRU
 from deltarule.nn.mamba1 import Mamba1, SignedMamba1
 from deltarule.nn.mamba2 import Mamba2

@@ -1,11 +1,9 @@
 """Softmax attention with rotary positions, full or over a sliding window.
 
 o_t = sum_s softmax_s(q_t . k_s / sqrt(D)) v_s        s <= t, and s > t - window
-
-A window is read in blocks of its own size: a block sees itself and the block before it, so that
-T tokens take 2 T window scores. There is no T x T mask, nor where tokens are packed or continue.
 """
 
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -21,20 +19,57 @@ from deltarule.nn.arguments import (
     default,
     positive,
 )
-from deltarule.nn.attention_cache import attend_to_cache, with_free_rows
-from deltarule.nn.attention_rows import FULL, OPTIONS, WINDOW
-from deltarule.nn.attention_tiles import Sight, attend_by_sight, sight_of
+from deltarule.nn.attention_cache import attend_to_cache, continued, with_free_rows
 from deltarule.nn.call import Call
 from deltarule.nn.layout import Layout, make_layout, split
 from deltarule.nn.linears import linear, linears
+from deltarule.nn.masked_attention import (
+    Sight,
+    attend_by_sight,
+    attend_in_blocks,
+    sight_of,
+    visible_up_to,
+)
 from deltarule.nn.mixer import Mixer
 from deltarule.nn.norm import RMSNorm
-from deltarule.nn.rope import rotate_first
+from deltarule.nn.rotation import rotate_first
+from deltarule.nn.rule import System
 from deltarule.nn.state import LentState, State
-from deltarule.nn.window_blocks import attend_in_blocks, visible_up_to
 from deltarule.ops.context import Context
 from deltarule.ops.context.rows import all_rows
 from deltarule.shapes import Hidden
+
+FULL = System(
+    name="attention",
+    title="Softmax attention",
+    operator="softmax",
+    recurrence="(K, V) = ((K, k), (V, v))",
+    read_out="o = V softmax(K^T q / sqrt(K))",
+    decay="none",
+    erase="none",
+    objective="sum_j exp(q . k_j / sqrt(K)) |o - v_j|^2, exactly",
+    source="arXiv 1706.03762, section 3.2 (the slides multiply by the mask; it must be added)",
+    state_size="T H (K + V)",
+    forms="cache, parallel, GPU kernel of PyTorch",
+)
+WINDOW = replace(
+    FULL,
+    name="sliding_window",
+    title="Sliding-window attention",
+    recurrence="(K, V) = the last W of ((K, k), (V, v))",
+    source="arXiv 2004.05150, section 3.1; window and token counted together",
+    state_size="W H (K + V)",
+)
+# Names in a model's config, where `attention_` tells them from those of recurrent layers.
+OPTIONS = {
+    "attention_head_dim": "head_dim",
+    "attention_qk_norm": "qk_norm",
+    "attention_gate": "output_gate",
+    "attention_multiplier": "scale",
+    "partial_rotary_factor": "partial_rotary_factor",
+    "norm_eps": "norm_eps",
+    "zero_centered_norm": "zero_centered_norm",
+}
 
 
 class Attention(Mixer):
@@ -171,17 +206,17 @@ class Attention(Mixer):
         q, k, v = self._project(call.x, layout.positions(before["length"]))
         keys = torch.cat([before["keys"].to(k.dtype), k], dim=1)
         values = torch.cat([before["values"].to(v.dtype), v], dim=1)
-        if before["keys"].shape[1] == 0 and self._windowed(layout.tokens):
-            window = default(self.window, 1)
+        window = self.window
+        if before["keys"].shape[1] == 0 and window is not None and layout.tokens > window:
             o = attend_in_blocks(self._attend, q, keys, values, window, layout.sequence)
         else:
-            sight = sight_of(before, layout, self.window)
+            sight = sight_of(before, layout, window)
             if sight is None:
                 o = self._attend(q, keys, values, None)
             else:
                 o = attend_by_sight(self._attend, q, keys, values, sight, self.scale)
         if layout.cu_seqlens is None:
-            call.after.update(self._state_after(before, keys, values, layout))
+            call.after.update(continued(before, keys, values, layout, self.window))
         return self._put_out(o, call.x)
 
     def _over_context(self, call: Call, context: Context) -> Tensor:
@@ -194,7 +229,7 @@ class Attention(Mixer):
             visible = causal_lower_right(q.shape[1], keys.shape[1])
         o = self._attend(q, keys[:, lowest:], values[:, lowest:], visible)
         if context.offsets is None:
-            call.after.update(self._state_after(before, keys, values, layout))
+            call.after.update(continued(before, keys, values, layout, self.window))
         return self._put_out(o, call.x)
 
     def weights(self, x: Hidden) -> Tensor:
@@ -259,10 +294,6 @@ class Attention(Mixer):
         )
         return o.transpose(1, 2)
 
-    def _windowed(self, rows: int) -> bool:
-        """Whether some of so many rows are out of the sight of others."""
-        return self.window is not None and rows > self.window
-
     def state_before(self, state: State | None, layout: Layout) -> State:
         if isinstance(state, LentState) and "place" in state:
             return state
@@ -286,23 +317,6 @@ class Attention(Mixer):
         for name in ("keys", "values", "valid"):
             empty[name] = empty[name].new_empty(0, rows, *empty[name].shape[2:])
         return check_state(state, empty, layout.sequences)
-
-    def _state_after(self, before: State, keys: Tensor, values: Tensor, layout: Layout) -> State:
-        """Append the new rows, real rows last, and forget what no window reaches."""
-        new = torch.ones_like(keys[:, before["keys"].shape[1] :, 0, 0], dtype=torch.bool)
-        valid = torch.cat([before["valid"], new if layout.real is None else layout.real], dim=1)
-        if layout.real is not None:
-            # Real rows last, so that distances in rows are distances in tokens.
-            order = valid.byte().argsort(dim=1, stable=True)
-            valid = valid.gather(1, order)
-            index = order[..., None, None]
-            keys, values = (torch.take_along_dim(rows, index, dim=1) for rows in (keys, values))
-        if self.window is not None:
-            kept = min(self.window - 1, keys.shape[1])
-            first = keys.shape[1] - kept
-            keys, values, valid = (rows[:, first:].clone() for rows in (keys, values, valid))
-        length = before["length"] + layout.counts
-        return State(keys=keys, values=values, valid=valid, length=length)
 
 
 class SlidingWindowAttention(Attention):

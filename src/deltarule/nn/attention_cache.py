@@ -1,13 +1,34 @@
-"""A cache of keys and values that stays where it is, for attention that decodes token by token.
+"""What attention keeps: keys and values that grow with each call, or a cache that stays in place.
 
-Its rows are overwritten in turn; where a window is as long as the cache, from the start again.
+A cache is for decoding token by token. Its rows are overwritten in turn; where a window is as long
+as the cache, from the start again.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deltarule.nn.layout import Layout
 from deltarule.nn.state import LentState, State
+
+
+def continued(
+    before: State, keys: Tensor, values: Tensor, layout: Layout, window: int | None
+) -> State:
+    """The state with a call's rows appended, real rows last, less what no window reaches."""
+    new = torch.ones_like(keys[:, before["keys"].shape[1] :, 0, 0], dtype=torch.bool)
+    valid = torch.cat([before["valid"], new if layout.real is None else layout.real], dim=1)
+    if layout.real is not None:
+        # Real rows last, so that distances in rows are distances in tokens.
+        order = valid.byte().argsort(dim=1, stable=True)
+        valid = valid.gather(1, order)
+        index = order[..., None, None]
+        keys, values = (torch.take_along_dim(rows, index, dim=1) for rows in (keys, values))
+    if window is not None:
+        first = max(0, keys.shape[1] - window + 1)
+        keys, values, valid = (rows[:, first:].clone() for rows in (keys, values, valid))
+    length = before["length"] + layout.counts
+    return State(keys=keys, values=values, valid=valid, length=length)
 
 
 def with_free_rows(state: State, free: int) -> LentState:

@@ -19,7 +19,7 @@ from torch import Tensor
 from deltarule import ops
 from deltarule.nn.gates import computed
 from deltarule.nn.layout import Layout
-from deltarule.nn.turning import exact, turned, within_a_turn
+from deltarule.nn.rotation import exact, turned, within_a_turn
 from deltarule.ops.chunks import chunk_size
 from deltarule.ops.context import Context
 from deltarule.ops.context.exchange import starting_state

@@ -23,9 +23,9 @@ from deltarule.nn.documents import document_count, last_token, per_token
 from deltarule.nn.gates import computed, initial_dt_bias
 from deltarule.nn.layout import split
 from deltarule.nn.roles import Role
+from deltarule.nn.rotation import exact, within_a_turn
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 from deltarule.nn.state import State
-from deltarule.nn.turning import exact, within_a_turn
 from deltarule.ops.context import Context
 from deltarule.ops.context.exchange import starting_state
 

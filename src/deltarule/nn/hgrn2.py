@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deltarule.nn.call import Call
 from deltarule.nn.delta import DeltaMixer
-from deltarule.nn.lower_bounds import LowerBounds, bounded
+from deltarule.nn.hgrn import LowerBounds, bounded
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 
 

@@ -16,7 +16,7 @@ from deltarule.nn.attention_cache import add_row
 from deltarule.nn.layout import split
 from deltarule.nn.linears import is_plain, linear
 from deltarule.nn.norm import RMSNorm
-from deltarule.nn.rope import rotate
+from deltarule.nn.rotation import rotate
 from deltarule.nn.state import LentState, State
 
 # Of the norm of c, whatever the other norms add.

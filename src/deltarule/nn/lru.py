@@ -17,8 +17,8 @@ from deltarule.nn.call import Call
 from deltarule.nn.gates import computed
 from deltarule.nn.layout import split
 from deltarule.nn.roles import Role
+from deltarule.nn.rotation import at_positions, turned
 from deltarule.nn.rule import System
-from deltarule.nn.turning import at_positions, turned
 from deltarule.nn.vector import VectorMixer
 
 SYSTEM = System(

@@ -10,7 +10,7 @@ import torch
 from deltarule.nn.arguments import check_even
 from deltarule.nn.call import Call
 from deltarule.nn.delta import DeltaMixer
-from deltarule.nn.rope import rotate
+from deltarule.nn.rotation import rotate
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 
 

@@ -1,15 +1,21 @@
 """S4 with a real diagonal: Mamba's recurrence with nothing in it that depends on the input.
 
 S_t = S_{t-1} * exp(-(dt 1^T) * exp(A_log)) + B * (v_t 1^T)        o_t = (S_t * C) 1 + D * v_t
+
+As one long filter, in its convolution mode, each number a of the state h gives
+
+o_t = sum_j (c . (b a^j)) v_{t-j} + c . (a^{t+1} h)
 """
 
 import math
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deltarule import ops
 from deltarule.nn.call import Call
-from deltarule.nn.exponentials import Exponentials, convolved
 from deltarule.nn.gates import DT_RANGE
 from deltarule.nn.rule import Arguments, System
 from deltarule.nn.scan import ScanMixer
@@ -34,6 +40,48 @@ SYSTEM = System(
     source="arXiv 2406.06484, table 4; real diagonal and starting values of arXiv 2206.11893",
     state_size="HV V K",
 )
+
+
+# Tokens of a block, whose powers of a are one matrix of each filter.
+BLOCK = 256
+
+
+class Exponentials(NamedTuple):
+    """log a, b and c of F channels with K numbers each, all [F, K] and constant."""
+
+    log_factor: Tensor
+    b: Tensor
+    c: Tensor
+
+    def blocks(self, tokens: int) -> Tensor:
+        """a to the first token of each block, [F, M, K]."""
+        place = torch.arange(0, tokens, BLOCK, device=self.b.device)
+        return torch.exp(self.log_factor.unsqueeze(-2) * place.unsqueeze(-1))
+
+    def inside(self) -> Tensor:
+        """a to each place in a block, [F, K, BLOCK]."""
+        return torch.exp(self.log_factor.unsqueeze(-1) * torch.arange(BLOCK, device=self.b.device))
+
+    def read(self, weights: Tensor, tokens: int) -> Tensor:
+        """The sum of the weights [.., F, K] times a^0, a^1, ..: [.., F, tokens]."""
+        found = (weights.unsqueeze(-2) * self.blocks(tokens)) @ self.inside()
+        return found.flatten(-2)[..., :tokens]
+
+    def last(self, v: Tensor, before: Tensor) -> Tensor:
+        """The state [B, F, K] after the values [B, F, T], from the one before."""
+        tokens = v.shape[-1]
+        back = F.pad(v.flip(-1), (0, -tokens % BLOCK)).unflatten(-1, (-1, BLOCK))
+        summed = (back @ self.inside().mT * self.blocks(tokens)).sum(-2)
+        return torch.exp(self.log_factor * tokens) * before + self.b * summed
+
+
+def convolved(v: Tensor, given: Exponentials, before: Tensor) -> tuple[Tensor, Tensor]:
+    """o [B, T, F] and the state [B, F, K] after values [B, T, F], in the dtype of the state."""
+    wide, tokens = v.to(before.dtype), v.shape[1]
+    taps = given.read(given.b * given.c, tokens)
+    o = ops.long_convolution(wide.unsqueeze(-1), taps, return_state=False).o.squeeze(-1)
+    carried = given.read(torch.exp(given.log_factor) * given.c * before, tokens)
+    return o + carried.mT, given.last(wide.mT, before)
 
 
 class S4(ScanMixer):

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from deltarule.nn.call import Call
 from deltarule.nn.complex_filters import Filters, filtered, product
 from deltarule.nn.gates import DT_RANGE, computed
+from deltarule.nn.rotation import exact, within_a_turn
 from deltarule.nn.rule import Arguments, System
 from deltarule.nn.scan import ScanMixer
-from deltarule.nn.turning import exact, within_a_turn
 
 
 def legs(states: int) -> Tensor:

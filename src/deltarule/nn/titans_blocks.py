@@ -16,12 +16,11 @@ from torch import Tensor, nn
 
 from deltarule.nn.arguments import check_even, check_state, default, positive
 from deltarule.nn.call import Call
-from deltarule.nn.layout import Layout, make_layout, split
+from deltarule.nn.layout import Layout, by_token, in_rows, make_layout, split
 from deltarule.nn.mixer import Mixer
 from deltarule.nn.norm import RMSNorm
 from deltarule.nn.roles import Role
-from deltarule.nn.rope import rotate
-from deltarule.nn.rows import by_token, in_rows
+from deltarule.nn.rotation import rotate
 from deltarule.nn.rule import System
 from deltarule.nn.state import State
 from deltarule.nn.titans import MLP, TitansMLP

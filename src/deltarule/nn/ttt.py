@@ -15,7 +15,7 @@ from deltarule.nn.call import Call
 from deltarule.nn.gates import computed
 from deltarule.nn.memory import MemoryMixer
 from deltarule.nn.roles import Role
-from deltarule.nn.rope import rotate
+from deltarule.nn.rotation import rotate
 from deltarule.nn.rule import System
 from deltarule.shapes import TTTState
 

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deltarule
-from deltarule.nn import Attention, SlidingWindowAttention, attention_tiles
+from deltarule.nn import Attention, SlidingWindowAttention, masked_attention
 from nn.layers import HIDDEN, inputs
 from tolerance import relative_rms
 
@@ -45,7 +45,7 @@ def test_tiles_equal_one_mask(name, window, options, batch, padded, monkeypatch)
         with torch.no_grad():
             given = (layer(inputs(batch, 25, DOUBLE) + 1, mask=mask)[1],)
     expected = outputs_and_gradients(layer, x, *given, **options)
-    monkeypatch.setattr(attention_tiles, "ROWS", 16)
+    monkeypatch.setattr(masked_attention, "ROWS", 16)
     found = outputs_and_gradients(layer, x, *given, **options)
     for one, other in zip(found, expected, strict=True):
         assert relative_rms(one, other) <= 1e-12
@@ -86,7 +86,7 @@ def memory(tokens, packed):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_memory_grows_with_the_tokens_not_with_their_square(packed, monkeypatch):
-    monkeypatch.setattr(attention_tiles, "ROWS", 64)
+    monkeypatch.setattr(masked_attention, "ROWS", 64)
     small, large = memory(512, packed), memory(2048, packed)
     for one, four in zip(small, large, strict=True):
         assert four <= 4.2 * one
