@@ -22,8 +22,12 @@ from torch import Tensor
 import deltarule
 from bench.timing import copy_bandwidth, graph_ms, matrix_rate
 from deltarule.models import linear_next_token_loss
-from deltarule.nn import gates, norm, short_conv
+from deltarule.nn import norm, short_conv
 from deltarule.nn.layout import make_layout
+from deltarule.ops.delta_rule import gate_maps
+from deltarule.ops.fused import gated_norm as norm_op
+from deltarule.ops.fused import gates as gates_op
+from deltarule.ops.fused import residual_norm as sum_op
 from deltarule.ops.fused import swiglu as swiglu_op
 
 BATCH, TOKENS, CHANNELS, HEADS, TAPS = 8, 4096, 2048, 16, 4
@@ -138,12 +142,12 @@ def convolution(packed: bool = False) -> Case:
     layout = make_layout(inputs["x"], offsets, None)
     history = inputs["x"].new_zeros(BATCH, TAPS - 1, CHANNELS)
 
-    def call(x: Tensors) -> short_conv.Call:
-        return short_conv.Call(x["x"], x["weight"], history, layout, True)
+    def call(x: Tensors) -> tuple[Any, ...]:
+        return x["x"], x["weight"], history, layout, True
 
     sides: dict[str, Run] = {
-        "deltarule": lambda x: short_conv.run_triton(call(x))[0],
-        "PyTorch": lambda x: short_conv.run_torch(call(x))[0],
+        "deltarule": lambda x: short_conv.fused_convolution(*call(x))[0],
+        "PyTorch": lambda x: short_conv.plain_convolution(*call(x))[0],
     }
     if fla := imported("fla.modules.convolution"):
         sides["FLA"] = lambda x: fla.causal_conv1d(
@@ -166,13 +170,13 @@ def convolution_step() -> Case:
     }
     layout = make_layout(inputs["x"], None, None)
 
-    def call(x: Tensors) -> short_conv.Call:
-        return short_conv.Call(x["x"], x["weight"], x["history"], layout, True)
+    def call(x: Tensors) -> tuple[Any, ...]:
+        return x["x"], x["weight"], x["history"], layout, True
 
     moved = 2 * (inputs["x"].nbytes + inputs["history"].nbytes)
     sides: dict[str, Run] = {
-        "deltarule": lambda x: short_conv.run_triton(call(x))[0],
-        "PyTorch": lambda x: short_conv.run_torch(call(x))[0],
+        "deltarule": lambda x: short_conv.fused_convolution(*call(x))[0],
+        "PyTorch": lambda x: short_conv.plain_convolution(*call(x))[0],
     }
     return Case(inputs, sides, moved, moved)
 
@@ -183,12 +187,12 @@ def gated_norm() -> Case:
     weight = random(shape[-1], dtype=torch.float32)
     inputs = {"x": random(*shape), "gate": random(*shape), "weight": weight}
 
-    def call(x: Tensors) -> norm.Call:
-        return norm.Call(x["x"], x["gate"], x["weight"], 1e-5, "silu")
+    def call(x: Tensors) -> tuple[Any, ...]:
+        return x["x"], x["gate"], x["weight"], 1e-5, "silu"
 
     sides: dict[str, Run] = {
-        "deltarule": lambda x: norm.run_triton(call(x)),
-        "PyTorch": lambda x: norm.run_torch(call(x)),
+        "deltarule": lambda x: norm_op.gated_norm(*call(x)),
+        "PyTorch": lambda x: norm.plain_gated_norm(*call(x)),
     }
     if fla := imported("fla.modules.fused_norm_gate"):
         sides["FLA"] = lambda x: fla.rms_norm_gated(
@@ -203,8 +207,8 @@ def residual_norm() -> Case:
     x, y = random(2, BATCH, TOKENS, CHANNELS).unbind()
     inputs = {"x": x, "y": y, "weight": random(CHANNELS)}
     sides: dict[str, Run] = {
-        "deltarule": lambda x: norm.run_triton_sum(norm.Sum(**x, eps=1e-5))[1],
-        "PyTorch": lambda x: norm.run_torch_sum(norm.Sum(**x, eps=1e-5))[1],
+        "deltarule": lambda x: sum_op.residual_norm(x["x"], x["y"], x["weight"], 1e-5)[1],
+        "PyTorch": lambda x: norm.plain_residual_norm(**x, eps=1e-5)[1],
     }
     return Case(inputs, sides, 4 * x.nbytes, 3 * x.nbytes)
 
@@ -232,12 +236,9 @@ def decay(per_channel: bool) -> Case:
         "dt_bias": random(*sizes, dtype=torch.float32),
     }
 
-    def call(x: Tensors) -> gates.Decay:
-        return gates.Decay(x["logits"], x["A_log"], x["dt_bias"], False)
-
     sides: dict[str, Run] = {
-        "deltarule": lambda x: gates.triton_decay(call(x))[1],
-        "PyTorch": lambda x: gates.torch_decay(call(x))[1],
+        "deltarule": lambda x: gates_op.log_decay(x["logits"], x["A_log"], x["dt_bias"], False)[0],
+        "PyTorch": lambda x: gate_maps.step_and_log_decay(**x)[1],
     }
     count = inputs["logits"].numel()
     return Case(inputs, sides, (2 + 4) * count, (2 + 4 + 2) * count)
@@ -247,8 +248,8 @@ def write_strength() -> Case:
     """beta of every head."""
     inputs = {"logits": random(BATCH, TOKENS, HEADS)}
     sides: dict[str, Run] = {
-        "deltarule": lambda x: gates.triton_write_strength(gates.Strength(x["logits"], 1.0)),
-        "PyTorch": lambda x: gates.torch_write_strength(gates.Strength(x["logits"], 1.0)),
+        "deltarule": lambda x: gates_op.write_strength(x["logits"], 1.0),
+        "PyTorch": lambda x: gate_maps.write_strength(x["logits"], 1.0),
     }
     count = inputs["logits"].numel()
     return Case(inputs, sides, (2 + 4) * count, (2 + 4 + 2) * count)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deltarule.nn import ShortConv
-from deltarule.nn.short_conv import step
+from deltarule.nn.short_conv import step_in_place
 from deltarule.ops.fused import short_conv
 from promised import promised
 
@@ -29,7 +29,7 @@ def test_three_streams_are_convolved_as_each_alone(tokens, dtype, device):
         for m, x, history in zip(modules, streams, histories, strict=True)
     ]
     with torch.no_grad():
-        found = step(modules, streams, histories)
+        found = step_in_place(modules, streams, histories)
     for y, history, (y_alone, history_alone) in zip(found, histories, expected, strict=True):
         assert torch.equal(y, y_alone)
         assert torch.equal(history, history_alone)

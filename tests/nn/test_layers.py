@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from deltarule import nn
 from deltarule.nn import MIXERS, RULES, State
-from deltarule.nn.call import Call
+from deltarule.nn.call import LayerCall
 from deltarule.nn.layout import make_layout
 from deltarule.ops.delta_rule import definition
 from nn.layers import HIDDEN, LINEAR, NAMES, config, inputs, make
@@ -256,7 +256,7 @@ def test_beta_max_bounds_a_free_erase(name):
 
 def make_call(layer, x):
     layout = make_layout(x, None, None)
-    return Call(x, layout, layer.init_state(len(x)), State(), {})
+    return LayerCall(x, layout, layer.init_state(len(x)), State(), {})
 
 
 UNDEFINED = {

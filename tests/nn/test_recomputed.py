@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from deltarule.models import CausalLM, ModelConfig, block
-from deltarule.nn import delta as mixers
+from deltarule.nn import delta_mixer as mixers
 from deltarule.nn.recomputed import hooks_are_free, recomputed, remembered
 
 

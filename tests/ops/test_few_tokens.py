@@ -7,7 +7,7 @@ import torch
 
 from deltarule import mesa, selective_scan, two_memories
 from deltarule.nn import RULES
-from deltarule.nn.delta import ops as layer_ops
+from deltarule.nn.delta_mixer import ops as layer_ops
 from deltarule.nn.state import LentState
 from deltarule.ops.mesa import torch as mesa_chunks
 from deltarule.ops.selective_scan import torch as scan_chunks

@@ -8,8 +8,8 @@ import torch
 from deltarule import ops
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.nn import State
-from deltarule.nn.call import Call
-from deltarule.nn.delta import OPERATORS
+from deltarule.nn.call import LayerCall
+from deltarule.nn.delta_mixer import OPERATORS
 from deltarule.nn.layout import make_layout
 from deltarule.train.layer_view import (
     LayerView,
@@ -28,7 +28,7 @@ T = 11
 
 def call_of(layer):
     x = inputs(1, T, DOUBLE)
-    return Call(x, make_layout(x, None, None), layer.init_state(1), State(), {})
+    return LayerCall(x, make_layout(x, None, None), layer.init_state(1), State(), {})
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from transformers.activations import ACT2FN
 from deltarule.hf.call import NOTE, one_row
 from deltarule.hf.recurrence import first_given
 from deltarule.nn.layout import make_layout
-from deltarule.nn.short_conv import convolved
+from deltarule.nn.short_conv import short_convolution
 
 SILU = ("silu", "swish")
 
@@ -30,7 +30,7 @@ def causal_conv1d(
     nothing = x.new_zeros(layout.sequences, reach, channels)
     # SiLU is part of the kernel, where no bias comes before it.
     fused = bias is None and activation in SILU
-    y, _ = convolved(x, weight, nothing, layout, fused)
+    y, _ = short_convolution(x, weight, nothing, layout, fused)
     y = y if bias is None else y + bias.to(y.dtype)
     y = y if fused else activated(y, activation)
     return y.reshape(batch, tokens, channels).transpose(1, 2)

@@ -10,7 +10,7 @@ from deltarule.models.config_names import for_file, from_file
 from deltarule.models.patterns import expand_layer_types, expand_mlp_layer_types
 from deltarule.nn.experts import Scores
 from deltarule.nn.json_file import parse_object
-from deltarule.nn.mlp import Activation
+from deltarule.nn.mlp import HiddenActivation
 from deltarule.nn.rule import OutputNorm, QueryKeyNorm
 
 
@@ -168,7 +168,7 @@ class ModelConfig:
     rope_theta: float = 10000.0
     mlp_size: int | None = None
     mlp_layer_types: str | tuple[str, ...] | None = None
-    hidden_act: Activation = "silu"
+    hidden_act: HiddenActivation = "silu"
     num_experts: int = 0
     num_experts_per_tok: int = 1
     moe_intermediate_size: int | None = None

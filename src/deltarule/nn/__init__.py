@@ -2,7 +2,7 @@
 
 from deltarule.nn.attention import Attention, SlidingWindowAttention
 from deltarule.nn.comba import Comba, CombaReleased
-from deltarule.nn.delta import DeltaMixer
+from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.delta_product import DeltaProduct, GatedDeltaProduct
 from deltarule.nn.deltanet import DeltaNet
 from deltarule.nn.dfw import DecayingFastWeights
@@ -24,7 +24,7 @@ from deltarule.nn.longhorn import Longhorn, LonghornReleased
 from deltarule.nn.lru import LRU
 from deltarule.nn.mamba1 import Mamba1, SignedMamba1
 from deltarule.nn.mamba2 import Mamba2
-from deltarule.nn.memory import MemoryMixer
+from deltarule.nn.memory_mixer import MemoryMixer
 from deltarule.nn.mesa import Mesa
 from deltarule.nn.mixer import Mixer
 from deltarule.nn.mlp import SquaredReLU, SwiGLU
@@ -37,7 +37,7 @@ from deltarule.nn.multi_head import (
     MultiQueryDeltaNet,
     MultiValueDeltaNet,
 )
-from deltarule.nn.names import Named
+from deltarule.nn.named import Named
 from deltarule.nn.norm import RMSNorm
 from deltarule.nn.retnet import RetNet
 from deltarule.nn.rg_lru import RGLRU
@@ -48,7 +48,7 @@ from deltarule.nn.rwkv6 import RWKV6
 from deltarule.nn.rwkv7 import RWKV7
 from deltarule.nn.s4 import S4
 from deltarule.nn.s4d import S4D
-from deltarule.nn.scan import ScanMixer
+from deltarule.nn.scan_mixer import ScanMixer
 from deltarule.nn.short_conv import ShortConv
 from deltarule.nn.slstm import SLSTM
 from deltarule.nn.state import ModelState, State, load_state, save_state

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
-from deltarule.nn.arguments import (
+from deltarule.nn.attention_cache import attend_to_cache, continued, with_free_rows
+from deltarule.nn.call import LayerCall
+from deltarule.nn.checks import (
     above_zero,
     check_even,
     check_multiple,
@@ -19,8 +21,6 @@ from deltarule.nn.arguments import (
     default,
     positive,
 )
-from deltarule.nn.attention_cache import attend_to_cache, continued, with_free_rows
-from deltarule.nn.call import Call
 from deltarule.nn.layout import Layout, make_layout, split
 from deltarule.nn.linears import linear, linears
 from deltarule.nn.masked_attention import (
@@ -196,7 +196,7 @@ class Attention(Mixer):
         """None that starts at zero: `init_state` says what there is."""
         return {}
 
-    def mix(self, call: Call) -> Tensor:
+    def mix(self, call: LayerCall) -> Tensor:
         layout, before = call.layout, call.before
         if layout.context is not None:
             return self._over_context(call, layout.context)
@@ -219,7 +219,7 @@ class Attention(Mixer):
             call.after.update(continued(before, keys, values, layout, self.window))
         return self._put_out(o, call.x)
 
-    def _over_context(self, call: Call, context: Context) -> Tensor:
+    def _over_context(self, call: LayerCall, context: Context) -> Tensor:
         layout, before = call.layout, call.before
         q, k, v = self._project(call.x, layout.positions(before["length"]))
         keys, values = (all_rows(context, rows)[:, : context.last] for rows in (k, v))

@@ -11,7 +11,7 @@ from deltarule.nn.state import State
 
 
 @dataclass
-class Call:
+class LayerCall:
     """What a layer was given, what it has projected, and the state that it leaves behind."""
 
     x: Tensor

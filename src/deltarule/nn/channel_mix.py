@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.call import Call
+from deltarule.nn.call import LayerCall
 from deltarule.nn.frame import Frame
 
 
@@ -49,7 +49,7 @@ class ChannelMix(Frame):
         """None that sums over tokens."""
         return {}
 
-    def mix(self, call: Call) -> Tensor:
+    def mix(self, call: LayerCall) -> Tensor:
         """Mix each token with the last, and map it."""
         x = torch.addcmul(call.x, call.token_shift(), self.shift_mix.to(call.x.dtype))
         y: Tensor = self.o_proj(F.relu(self.up_proj(x)).square())

@@ -12,9 +12,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from deltarule.nn.call import Call
-from deltarule.nn.delta import DeltaMixer
-from deltarule.nn.feature_maps import normed
+from deltarule.nn.call import LayerCall
+from deltarule.nn.delta_mixer import DeltaMixer
+from deltarule.nn.feature_maps import qk_normed
 from deltarule.nn.gates import (
     computed,
     discretised_log_decay,
@@ -26,7 +26,7 @@ from deltarule.nn.rule import Arguments, Carry, Mapped, Projections, Rule
 
 def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
     """The key that erases is the written one, shorter; the query loses some of the written one."""
-    q, k = normed(projections, projections.q), normed(projections, projections.k)
+    q, k = qk_normed(projections, projections.q), qk_normed(projections, projections.k)
     q = q - projections.need("D").unsqueeze(-1) * k
     return fed_back(projections, q, k, share(projections) * k), carry
 
@@ -35,7 +35,7 @@ def released_arguments(projections: Projections, carry: Carry | None = None) -> 
     """Norms come last, of the key that erases as well: it is the written key."""
     p = share(projections) * computed(projections.k)
     q = computed(projections.q) - projections.need("D").unsqueeze(-1) * p
-    q, k, p = (normed(projections, x) for x in (q, projections.k, p))
+    q, k, p = (qk_normed(projections, x) for x in (q, projections.k, p))
     return fed_back(projections, q, k, p), carry
 
 
@@ -122,7 +122,7 @@ class Comba(DeltaMixer):
         self.gate_parameter("erase_scale", ones)
         self.gate_parameter("D", ones.clone())
 
-    def project(self, call: Call) -> Projections:
+    def project(self, call: LayerCall) -> Projections:
         return replace(super().project(call), erase_scale=self.erase_scale)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from deltarule import ops
 from deltarule.nn.gates import computed
 from deltarule.nn.layout import Layout
-from deltarule.nn.rotation import exact, turned, within_a_turn
+from deltarule.nn.rotation import in_float64, turned, within_a_turn
 from deltarule.ops.chunks import chunk_size
 from deltarule.ops.context import Context
 from deltarule.ops.context.exchange import starting_state
@@ -37,11 +37,11 @@ class Filters(NamedTuple):
         """a^n [.., H, V, 2 K] of integers [..]."""
         n = exponents.view(*exponents.shape, 1, 1, 1)
         size = torch.exp(n * self.log_decay)
-        angle = within_a_turn(exact(n) * exact(self.angle), size.dtype)
+        angle = within_a_turn(in_float64(n) * in_float64(self.angle), size.dtype)
         return torch.cat([size * angle.cos(), size * angle.sin()], dim=-1)
 
 
-def product(x: Tensor, y: Tensor) -> Tensor:
+def complex_product(x: Tensor, y: Tensor) -> Tensor:
     """Of complex numbers in halves."""
     (a, b), (c, d) = x.chunk(2, dim=-1), y.chunk(2, dim=-1)
     return torch.cat([a * c - b * d, a * d + b * c], dim=-1)
@@ -100,10 +100,10 @@ def in_chunks(u: Tensor, filters: Filters, state: Tensor, cut: Chunks) -> tuple[
     rows = to_chunks(computed(u), cut)
     if cut.number == 0:
         return computed(u), state.clone()
-    written = weighed(rows, product(power[:-1].flip(0), filters.b))
+    written = weighed(rows, complex_product(power[:-1].flip(0), filters.b))
     starts = chunk_starts(written, filters, state, cut)
-    read = product(power, filters.c)
-    taps = 2 * product(read[:-1], filters.b)[..., : filters.angle.shape[-1]].sum(-1)
+    read = complex_product(power, filters.c)
+    taps = 2 * complex_product(read[:-1], filters.b)[..., : filters.angle.shape[-1]].sum(-1)
     i = torch.arange(cut.size, device=u.device)
     lag = i[:, None] - i
     toeplitz = taps[lag.clamp(min=0)].masked_fill((lag < 0)[..., None, None], 0)
@@ -138,7 +138,7 @@ def chunk_starts(written: Tensor, filters: Filters, state: Tensor, cut: Chunks) 
     chunk = torch.arange(cut.number, device=written.device)
     own = torch.searchsorted(cut.offsets[1:], chunk, right=True).clamp(max=len(state) - 1)
     place = chunk - cut.offsets[own]
-    turn = exact(place + 1).view(-1, 1, 1, 1) * exact(filters.angle) * cut.size
+    turn = in_float64(place + 1).view(-1, 1, 1, 1) * in_float64(filters.angle) * cut.size
     turn = within_a_turn(turn, written.dtype)
     writes = turned(written, -turn).flatten(-2)
     decay = (cut.size * filters.log_decay).repeat(1, 1, 2).flatten(-2)
@@ -168,8 +168,8 @@ def final_state(
     # The tokens at the end of a chunk of their own: what is before them are zeros.
     place = torch.arange(cut.size, device=rows.device) - (cut.size - tokens)[:, None]
     own = rows[last[:, None], place.clamp(min=0)].masked_fill((place < 0)[..., None, None], 0)
-    written = weighed(own, product(power[:-1].flip(0), filters.b))
-    after = product(power[tokens.clamp(0, cut.size)], starts[last]) + written
+    written = weighed(own, complex_product(power[:-1].flip(0), filters.b))
+    after = complex_product(power[tokens.clamp(0, cut.size)], starts[last]) + written
     return torch.where(empty, state, after)
 
 
@@ -183,7 +183,7 @@ def state_over_context(
     _, ends = in_chunks(u, filters, state, cut)
     first, tail = len(u), context.last - context.first - context.tail
     here, there = (
-        within_a_turn(exact(filters.angle) * place, ends.dtype)
+        within_a_turn(in_float64(filters.angle) * place, ends.dtype)
         for place in (context.first, context.last)
     )
     kept = torch.exp(tail * filters.log_decay) * float(context.goes_on and context.tail == 0)

@@ -4,8 +4,8 @@ S_t = S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T        |k_t| = |q_t| = 1
 beta_t = beta_max sigmoid(beta_logits_t)
 """
 
-from deltarule.nn.delta import DeltaMixer
-from deltarule.nn.feature_maps import normalised
+from deltarule.nn.delta_mixer import DeltaMixer
+from deltarule.nn.feature_maps import normed_qkv
 from deltarule.nn.gates import strength_of
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 
@@ -13,7 +13,7 @@ from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
     """With unit keys every eigenvalue of the transition is in [1 - beta_max, 1]."""
     beta = strength_of(projections)
-    return normalised(projections, otherwise="l2") | {"beta": beta}, carry
+    return normed_qkv(projections, otherwise="l2") | {"beta": beta}, carry
 
 
 RULE = Rule(

@@ -7,12 +7,12 @@ a_t = sigmoid(decay_logits_t)        b_t = sigmoid(value_decay_logits_t)
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.call import Call
+from deltarule.nn.call import LayerCall
 from deltarule.nn.gates import computed
 from deltarule.nn.layout import split
 from deltarule.nn.mixer import Mixer
 from deltarule.nn.rule import Arguments, System
-from deltarule.nn.scan import scan
+from deltarule.nn.scan_mixer import scan
 
 
 def arguments(
@@ -77,7 +77,7 @@ class DecayingFastWeights(Mixer):
     def memories(self) -> dict[str, tuple[int, ...]]:
         return {"recurrent": (self.num_heads, self.head_v_dim, self.head_k_dim)}
 
-    def arguments(self, call: Call) -> Arguments:
+    def arguments(self, call: LayerCall) -> Arguments:
         """Project to all that `selective_scan` takes but the state."""
         q, k, v = self.streams(call)
         return arguments(
@@ -86,5 +86,5 @@ class DecayingFastWeights(Mixer):
             value_decay_logits=split(self.stream("b", call), self.num_heads, self.head_v_dim),
         )  # fmt: skip
 
-    def read(self, call: Call) -> Tensor:
+    def read(self, call: LayerCall) -> Tensor:
         return scan(self.arguments(call), call)

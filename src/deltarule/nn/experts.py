@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn.linears import wide_product
-from deltarule.nn.mlp import Activation, make_mlp
+from deltarule.nn.mlp import HiddenActivation, make_mlp
 from deltarule.shapes import Hidden
 
 Scores = Literal["softmax", "sigmoid"]
@@ -66,7 +66,7 @@ class Experts(nn.Module):
         routed_scaling_factor: float = 1.0,
         shared_size: int = 0,
         shared_gate: bool = False,
-        activation: Activation = "silu",
+        activation: HiddenActivation = "silu",
     ) -> None:
         """Build the router, the experts, each kind of matrix in one tensor, and what is shared."""
         super().__init__()
@@ -105,14 +105,14 @@ class Experts(nn.Module):
         given = rows.to(dtype)[order // self.num_experts_per_tok]
         if count < self.num_experts:
             given = given.masked_fill(elsewhere[order].unsqueeze(-1), 0)
-        inner = product(given, self.up_proj.to(dtype), ends)
+        inner = grouped_product(given, self.up_proj.to(dtype), ends)
         if self.activation == "silu":
             gate, up = inner.chunk(2, -1)
             inner = F.silu(gate) * up
         else:
             inner = F.relu(inner).square()
         # Each token's experts side by side again: summed in one order, whatever else is there.
-        y = product(inner, self.down_proj.to(dtype), ends)[order.argsort()]
+        y = grouped_product(inner, self.down_proj.to(dtype), ends)[order.argsort()]
         if count < self.num_experts:
             y = y.masked_fill(elsewhere.unsqueeze(-1), 0)
         y = y.unflatten(0, (-1, self.num_experts_per_tok))
@@ -143,7 +143,7 @@ class Experts(nn.Module):
         return weights * self.routed_scaling_factor, chosen
 
 
-def product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """x_r W_e^T for the rows r of expert e: [R, O] of x [R, I], W [E, O, I] and ends [E].
 
     What stands in rows after the last expert's is anything.

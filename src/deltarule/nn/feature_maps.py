@@ -254,7 +254,7 @@ class QueryKeyMap(nn.Module):
         return self.map.function(computed(x), weight, position).to(x.dtype)
 
 
-def normalised(projections: Projections, otherwise: QueryKeyNorm) -> Arguments:
+def normed_qkv(projections: Projections, otherwise: QueryKeyNorm) -> Arguments:
     """q, k and v for the operator, q and k divided by the norm that the layer names."""
     norm = otherwise if projections.qk_norm is None else projections.qk_norm
     if norm == "l1":
@@ -263,7 +263,7 @@ def normalised(projections: Projections, otherwise: QueryKeyNorm) -> Arguments:
     return projections.qkv | {"normalize_qk": norm == "l2"}
 
 
-def normed(projections: Projections, x: Tensor, otherwise: QueryKeyNorm = "l2") -> Tensor:
+def qk_normed(projections: Projections, x: Tensor, otherwise: QueryKeyNorm = "l2") -> Tensor:
     """x divided by the norm that the layer names, in float32 at least, before the operator."""
     norm = otherwise if projections.qk_norm is None else projections.qk_norm
     return {"none": computed, "l1": _l1, "l2": unit}[norm](x)

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.arguments import check_input, check_state
-from deltarule.nn.call import Call
+from deltarule.nn.call import LayerCall
+from deltarule.nn.checks import check_input, check_state
 from deltarule.nn.gates import computed
 from deltarule.nn.layout import Layout, make_layout, split
 from deltarule.nn.norm import ACTIVATIONS, Activation
@@ -98,7 +98,9 @@ class Frame(nn.Module, ABC):
         plain = type(self.o_proj) is nn.Linear
         check_input(x, self.hidden_size, self.reference(), plain)
         before = self.state_before(state, layout)
-        call = Call(layout.to_front(x), layout, before, State(), {} if shared is None else shared)
+        call = LayerCall(
+            layout.to_front(x), layout, before, State(), {} if shared is None else shared
+        )
         return layout.to_place(self.mix(call)), call.after
 
     if TYPE_CHECKING:
@@ -183,14 +185,14 @@ class Frame(nn.Module, ABC):
         """Names of what sums over all tokens, and is never in 16 bits."""
         return tuple(self.memories())
 
-    def mix(self, call: Call) -> Tensor:
+    def mix(self, call: LayerCall) -> Tensor:
         """Mix call.x, whose real tokens are in front; fill call.after."""
         o, gate = self.read(call), None
         if self.g_proj is not None:
             gate = self.by_head(self.g_proj(call.x))
         return self.o_proj(self.normed(o, gate))
 
-    def read(self, call: Call) -> Tensor:
+    def read(self, call: LayerCall) -> Tensor:
         """Project, run the operator and fill call.after; return [B, T, HV, head_v_dim]."""
         raise NotImplementedError
 
@@ -205,12 +207,12 @@ class Frame(nn.Module, ABC):
         y: Tensor = self.o_norm(o.flatten(-2))
         return y if gate is None else y * ACTIVATIONS[self.gate_activation](gate.flatten(-2))
 
-    def streams(self, call: Call) -> list[Tensor]:
+    def streams(self, call: LayerCall) -> list[Tensor]:
         """Project x to q, k and v, convolve them, and split them into heads."""
         sizes = {"q": self.head_k_dim, "k": self.head_k_dim, "v": self.head_v_dim}
         return [split(self.stream(name, call), self.num_heads, n) for name, n in sizes.items()]
 
-    def stream(self, name: str, call: Call) -> Tensor:
+    def stream(self, name: str, call: LayerCall) -> Tensor:
         """Project x to a stream, and convolve it if it is one that is."""
         y: Tensor = getattr(self, f"{name}_proj")(call.x)
         if self.conv_size and name in self.convolved:

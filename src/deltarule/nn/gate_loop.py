@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.call import Call
-from deltarule.nn.delta import DeltaMixer
+from deltarule.nn.call import LayerCall
+from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.documents import document_count, last_token, per_token
 from deltarule.nn.gates import computed, initial_dt_bias
 from deltarule.nn.layout import split
 from deltarule.nn.roles import Role
-from deltarule.nn.rotation import exact, within_a_turn
+from deltarule.nn.rotation import in_float64, within_a_turn
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 from deltarule.nn.state import State
 from deltarule.ops.context import Context
@@ -32,7 +32,7 @@ from deltarule.ops.context.exchange import starting_state
 
 def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
     """q~, k~ and the decay of both parts; Phi at the last token is carried."""
-    start = starting(projections, carry)
+    start = phase_before(projections, carry)
     phase = phases(projections, start)
     q, k = (in_both_parts(x, phase) for x in (projections.q, projections.k))
     log_decay = F.logsigmoid(computed(projections.need("decay_logits")))
@@ -49,14 +49,14 @@ def in_both_parts(x: Tensor, phase: Tensor) -> Tensor:
 def phases(projections: Projections, start: Tensor) -> Tensor:
     """[B, T, HV, K] Phi_t within each document, which had turned by start [N, HV, K] before."""
     turns = computed(projections.need("phase"))
-    total, start = exact(turns).cumsum(1), exact(start)
+    total, start = in_float64(turns).cumsum(1), in_float64(start)
     if projections.cu_seqlens is not None:
         before = F.pad(total, (0, 0, 0, 0, 1, 0))
         start = start - before[0, projections.cu_seqlens[:-1]]
     return within_a_turn(total + per_token(start, projections), turns.dtype)
 
 
-def starting(projections: Projections, carry: Carry | None) -> Tensor:
+def phase_before(projections: Projections, carry: Carry | None) -> Tensor:
     """[N, HV, K] what each document had turned before; zeros where it starts."""
     if carry is not None:
         return carry["phase"]
@@ -127,7 +127,7 @@ class GateLoop(DeltaMixer):
         sizes = super().memories()
         return sizes | {"recurrent": (*sizes["recurrent"][:2], 2 * self.head_k_dim)}
 
-    def project(self, call: Call) -> Projections:
+    def project(self, call: LayerCall) -> Projections:
         p = super().project(call)
         phase = computed(split(self.w_proj(call.x), self.num_heads, self.head_k_dim))
         if (context := call.layout.context) is not None:

@@ -6,7 +6,7 @@ beta_t = beta_max sigmoid(beta_logits_t)
 """
 
 from deltarule.nn import deltanet
-from deltarule.nn.delta import DeltaMixer
+from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.gates import log_decay_of
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 

@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from deltarule.nn.call import Call
-from deltarule.nn.feature_maps import normed
+from deltarule.nn.call import LayerCall
+from deltarule.nn.feature_maps import qk_normed
 from deltarule.nn.gates import computed, discretised_log_decay, per_value_head
 from deltarule.nn.kda import KDA
 from deltarule.nn.layout import split
@@ -23,7 +23,7 @@ def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
     """a b^T = -(a_t * b_t * k_t) k_t^T: the operator's rank-one part sees the undecayed state."""
     heads, dtype = projections.v.shape[2], projections.v.dtype
     log_decay = discretised_log_decay(projections)
-    q, k = normed(projections, projections.q), normed(projections, projections.k)
+    q, k = qk_normed(projections, projections.q), qk_normed(projections, projections.k)
     key = per_value_head(k, heads)
     strength = projections.beta_max * torch.sigmoid(computed(projections.need("erase_logits")))
     v = torch.sigmoid(computed(projections.need("write_logits"))) * projections.v
@@ -70,7 +70,7 @@ class GatedDeltaNet2(KDA):
         self.erase_proj = nn.Linear(self.hidden_size, heads * self.head_k_dim, bias=False)
         self.write_proj = nn.Linear(self.hidden_size, heads * self.head_v_dim, bias=False)
 
-    def project(self, call: Call) -> Projections:
+    def project(self, call: LayerCall) -> Projections:
         erase = split(self.erase_proj(call.x), self.num_v_heads, self.head_k_dim)
         write = split(self.write_proj(call.x), self.num_v_heads, self.head_v_dim)
         return replace(super().project(call), erase_logits=erase, write_logits=write)

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.delta import DeltaMixer
-from deltarule.nn.feature_maps import normalised
+from deltarule.nn.delta_mixer import DeltaMixer
+from deltarule.nn.feature_maps import normed_qkv
 from deltarule.nn.gates import computed
 from deltarule.nn.normalizer import divided, with_one
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
@@ -22,7 +22,7 @@ def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
     """1 - g = sigmoid(-decay_logits), which never rounds to zero."""
     logits = computed(projections.need("decay_logits"))
     v = with_one(projections.v) * torch.sigmoid(-logits).unsqueeze(-1)
-    given = normalised(projections, otherwise="none") | {"v": v.to(projections.v.dtype)}
+    given = normed_qkv(projections, otherwise="none") | {"v": v.to(projections.v.dtype)}
     return given | {"beta": None, "log_decay": F.logsigmoid(logits), "scale": 1.0}, carry
 
 

@@ -5,7 +5,7 @@ S_t = S_{t-1} Diag(a_t) + v_t k_t^T        a_t = sigmoid(decay_logits_t)^(1/16)
 
 import torch.nn.functional as F
 
-from deltarule.nn.delta import DeltaMixer
+from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.gates import computed, low_rank
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 

@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.arguments import check_even
-from deltarule.nn.call import Call
+from deltarule.nn.call import LayerCall
+from deltarule.nn.checks import check_even
 from deltarule.nn.gates import computed
 from deltarule.nn.layout import split
 from deltarule.nn.mixer import Mixer
 from deltarule.nn.rotation import at_positions, turned
 from deltarule.nn.rule import System
-from deltarule.nn.vector import VectorMixer
+from deltarule.nn.vector_mixer import VectorMixer
 
 SYSTEM = System(
     name="hgrn",
@@ -43,7 +43,7 @@ BASE = 10000.0
 SMALLEST = -80.0
 
 
-def bounded(logits: Tensor, bound: Tensor | None) -> tuple[Tensor, Tensor]:
+def bounded_decay(logits: Tensor, bound: Tensor | None) -> tuple[Tensor, Tensor]:
     """log a = log sigmoid(f) + log(1 + lb e^-f), and 1 - a = (1 - lb) sigmoid(-f)."""
     logits = computed(logits).clamp(min=SMALLEST)
     log_decay, rest = F.logsigmoid(logits), torch.sigmoid(-logits)
@@ -131,11 +131,11 @@ class HGRN(LowerBounds, VectorMixer):
         share = torch.arange(heads * channels, dtype=torch.float32) / (heads * channels)
         self.gate_parameter("frequency", (BASE ** (-2 * share)).view(heads, channels))
 
-    def read(self, call: Call) -> Tensor:
+    def read(self, call: LayerCall) -> Tensor:
         heads, channels = self.bound_sizes()
         (c,) = self.activated(split(self.stream("v", call), heads, 2 * channels))
         logits = split(self.a_proj(call.x), heads, channels)
-        log_decay, write = bounded(logits, self.lower_bound(call.shared))
+        log_decay, write = bounded_decay(logits, self.lower_bound(call.shared))
         angle = at_positions(call.positions(), self.frequency)
         writes = turned(computed(c) * torch.cat([write] * 2, dim=-1), -angle)
         h = turned(self.run(writes, torch.cat([log_decay] * 2, dim=-1), call), angle)

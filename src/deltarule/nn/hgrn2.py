@@ -9,15 +9,15 @@ from dataclasses import replace
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltarule.nn.call import Call
-from deltarule.nn.delta import DeltaMixer
-from deltarule.nn.hgrn import LowerBounds, bounded
+from deltarule.nn.call import LayerCall
+from deltarule.nn.delta_mixer import DeltaMixer
+from deltarule.nn.hgrn import LowerBounds, bounded_decay
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 
 
 def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
     """What a channel forgets is its key."""
-    log_decay, k = bounded(projections.need("decay_logits"), projections.lower_bound)
+    log_decay, k = bounded_decay(projections.need("decay_logits"), projections.lower_bound)
     given = projections.qkv | {"k": k.to(projections.k.dtype), "beta": None}
     return given | {"log_decay": log_decay}, carry
 
@@ -63,11 +63,11 @@ class HGRN2(LowerBounds, DeltaMixer):
         """SiLU is for q alone: k is a logit, and v comes as it is."""
         return name == "q"
 
-    def project(self, call: Call) -> Projections:
+    def project(self, call: LayerCall) -> Projections:
         """Find this layer's least decays; f is where other layers have their keys."""
         p = super().project(call)
         q = p.q if self.conv_size else F.silu(p.q)
         return replace(p, q=q, decay_logits=p.k, lower_bound=self.lower_bound(call.shared))
 
-    def finish(self, o: Tensor, projections: Projections, call: Call) -> Tensor:
+    def finish(self, o: Tensor, projections: Projections, call: LayerCall) -> Tensor:
         return self.o_proj(self.normed(o, projections.output_gate))

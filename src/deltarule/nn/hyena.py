@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule import ops
-from deltarule.nn.arguments import default, positive
-from deltarule.nn.call import Call
+from deltarule.nn.call import LayerCall
+from deltarule.nn.checks import default, positive
 from deltarule.nn.layout import Layout, split
 from deltarule.nn.mixer import COMMON, Mixer
 from deltarule.nn.rule import System
@@ -130,7 +130,7 @@ class MultiHeadHyena(Mixer):
         taps = implicit_filter(layers, self.frequency, self.rate, self.filter_size)
         return taps + F.pad(self.D.unsqueeze(1), (0, self.filter_size - 1))
 
-    def read(self, call: Call) -> Tensor:
+    def read(self, call: LayerCall) -> Tensor:
         filters, key_size, value_size = self.filters()
         sizes = {"q": key_size, "k": key_size, "v": value_size}
         q, k, v = (split(self.stream(name, call), filters, size) for name, size in sizes.items())

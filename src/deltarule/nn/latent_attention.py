@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltarule.nn.arguments import above_zero, check_even, default, positive
 from deltarule.nn.attention import Attention
 from deltarule.nn.attention_cache import add_row
+from deltarule.nn.checks import above_zero, check_even, default, positive
 from deltarule.nn.layout import split
 from deltarule.nn.linears import is_plain, linear
 from deltarule.nn.norm import RMSNorm

@@ -9,7 +9,7 @@ those of the power below, then every other one of the power above.
 import torch
 from torch import Tensor
 
-from deltarule.nn.delta import DeltaMixer
+from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 
 # What the last layer forgets, as a share of the first layer's slope.

@@ -6,15 +6,15 @@ z_t = z_{t-1} + k_t              o_t = S_t q_t / (z_t^T q_t) with the normaliser
 
 from torch import Tensor
 
-from deltarule.nn.delta import DeltaMixer
-from deltarule.nn.feature_maps import normalised
+from deltarule.nn.delta_mixer import DeltaMixer
+from deltarule.nn.feature_maps import normed_qkv
 from deltarule.nn.normalizer import divided, with_one
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 
 
 def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
     """No decay, no erase; q and k have been through the layer's feature map."""
-    given = normalised(projections, otherwise="none") | {"beta": None}
+    given = normed_qkv(projections, otherwise="none") | {"beta": None}
     if projections.normalizer:
         given |= {"v": with_one(projections.v), "scale": 1.0}
     return given, carry

@@ -11,18 +11,18 @@ S_t = S_{t-1} * (1 - e_t (k_t * k_t)^T) + (e_t * v_t) k_t^T        o_t = S_t q_t
 import torch
 from torch import Tensor, nn
 
-from deltarule.nn.delta import DeltaMixer
-from deltarule.nn.feature_maps import normed
+from deltarule.nn.delta_mixer import DeltaMixer
+from deltarule.nn.feature_maps import qk_normed
 from deltarule.nn.gates import computed, low_rank, write_strength
 from deltarule.nn.rule import Arguments, Carry, Mapped, Projections, Rule, System
-from deltarule.nn.scan import ScanMixer
+from deltarule.nn.scan_mixer import ScanMixer
 
 
 def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
     """Keys keep their length: the step size makes up for it, and 1 - e |k|^2 is in (0, 1]."""
     strength = write_strength(projections)
     value_heads_per_key_head = projections.v.shape[2] // projections.k.shape[2]
-    q, k = (normed(projections, x, otherwise="none") for x in (projections.q, projections.k))
+    q, k = (qk_normed(projections, x, otherwise="none") for x in (projections.q, projections.k))
     key_square = k.square().sum(-1)
     key_square = key_square.repeat_interleave(value_heads_per_key_head, dim=2)
     beta = strength / (1 + strength * key_square)

@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.call import Call
+from deltarule.nn.call import LayerCall
 from deltarule.nn.gates import computed
 from deltarule.nn.layout import split
 from deltarule.nn.roles import Role
 from deltarule.nn.rotation import at_positions, turned
 from deltarule.nn.rule import System
-from deltarule.nn.vector import VectorMixer
+from deltarule.nn.vector_mixer import VectorMixer
 
 SYSTEM = System(
     name="lru",
@@ -85,7 +85,7 @@ class LRU(VectorMixer):
         self.C = nn.Parameter(torch.randn(heads, 2, values, states) * states**-0.5)
         self.gate_parameter("D", torch.randn(heads, values))
 
-    def read(self, call: Call) -> Tensor:
+    def read(self, call: LayerCall) -> Tensor:
         u = split(self.stream("v", call), self.num_heads, self.head_v_dim)
         angle = at_positions(call.positions(), self.theta.exp())
         inputs = torch.einsum("bthv,hckv->bthck", u, self.B.to(u.dtype)).flatten(-2)

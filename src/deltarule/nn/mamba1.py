@@ -10,11 +10,11 @@ from typing import Any, Self
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.arguments import default
+from deltarule.nn.checks import default
 from deltarule.nn.gates import computed, initial_dt_bias, low_rank
 from deltarule.nn.norm import RMSNorm
 from deltarule.nn.rule import Arguments, System
-from deltarule.nn.scan import ScanMixer
+from deltarule.nn.scan_mixer import ScanMixer
 
 
 def arguments(

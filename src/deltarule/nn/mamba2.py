@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.arguments import default_head_dim
-from deltarule.nn.call import Call
-from deltarule.nn.delta import DeltaMixer
+from deltarule.nn.call import LayerCall
+from deltarule.nn.checks import default_head_dim
+from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.gates import step_and_log_decay
 from deltarule.nn.norm import GroupRMSNorm
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
@@ -111,7 +111,7 @@ class Mamba2(DeltaMixer):
         size = self.num_v_heads * self.head_v_dim
         return GroupRMSNorm(self.num_heads, size, self.norm_eps)
 
-    def finish(self, o: Tensor, projections: Projections, call: Call) -> Tensor:
+    def finish(self, o: Tensor, projections: Projections, call: LayerCall) -> Tensor:
         """Read out, gate, and only then normalise."""
         o = self.rule.read_out_function(o, projections)
         if projections.output_gate is not None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule import ops
-from deltarule.nn.call import Call
+from deltarule.nn.call import LayerCall
 from deltarule.nn.gates import computed, unit
 from deltarule.nn.layout import silence_padding
 from deltarule.nn.mixer import Mixer
@@ -79,7 +79,7 @@ class Mesa(Mixer):
             "covariance": (heads, key_size, key_size),
         }
 
-    def read(self, call: Call) -> Tensor:
+    def read(self, call: LayerCall) -> Tensor:
         q, k, v = self.streams(call)
         q, k = (unit(x).to(v.dtype) for x in self.activated(q, k))
         arguments = {

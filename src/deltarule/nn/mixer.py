@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 
 from torch import nn
 
-from deltarule.nn.arguments import (
+from deltarule.nn.checks import (
     above_zero,
     check_beta_max,
     check_depth,

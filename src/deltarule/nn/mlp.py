@@ -14,7 +14,7 @@ from deltarule.ops.dispatch import are_plain_eager, kernel_runs, why_not_fused
 from deltarule.ops.fused import swiglu as fused
 from deltarule.shapes import Hidden
 
-Activation = Literal["silu", "relu2"]
+HiddenActivation = Literal["silu", "relu2"]
 
 
 class SwiGLU(nn.Module):
@@ -83,7 +83,7 @@ class SquaredReLU(nn.Module):
 
 
 def make_mlp(
-    hidden_size: int, mlp_size: int, activation: Activation, gate_multiplier: float = 1.0
+    hidden_size: int, mlp_size: int, activation: HiddenActivation, gate_multiplier: float = 1.0
 ) -> nn.Module:
     """The network of an activation."""
     if activation == "relu2":

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.call import Call
-from deltarule.nn.delta import DeltaMixer
+from deltarule.nn.call import LayerCall
+from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.documents import last_token
 from deltarule.nn.gates import computed
 from deltarule.nn.linears import ExactLinear
@@ -28,7 +28,7 @@ from deltarule.nn.running_maximum import (
     change_of_scale,
     maximum_before,
     running_maximum,
-    starting,
+    starting_maximum,
 )
 from deltarule.nn.state import State
 
@@ -44,7 +44,7 @@ def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
     log_forget, log_input = gates(projections)
     before, m = running_maximum(log_forget, log_input, projections, carry)
     log_decay = change_of_scale(log_forget, log_input, before, m)
-    carried = last_token(m, projections, otherwise=starting(m, projections, carry))
+    carried = last_token(m, projections, otherwise=starting_maximum(m, projections, carry))
     v = with_one(projections.v) * torch.exp(log_input - m).unsqueeze(-1)
     given = projections.qkv | {"v": v.to(projections.v.dtype), "beta": None}
     return given | {"log_decay": log_decay}, {"stabilizer": carried}
@@ -156,7 +156,7 @@ class MLSTM(DeltaMixer):
         sizes = self.num_v_heads, self.head_v_dim
         return GatedGroupNorm(*sizes, self.norm_eps, self.gate_activation)
 
-    def project(self, call: Call) -> Projections:
+    def project(self, call: LayerCall) -> Projections:
         p = super().project(call)
         decay, beta = p.need("decay_logits"), p.need("beta_logits")
         p = replace(p, decay_logits=decay + self.decay_bias, beta_logits=beta + self.beta_bias)

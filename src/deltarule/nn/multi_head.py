@@ -10,9 +10,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from deltarule.nn import deltanet
-from deltarule.nn.call import Call
-from deltarule.nn.delta import DeltaMixer
-from deltarule.nn.feature_maps import normed
+from deltarule.nn.call import LayerCall
+from deltarule.nn.delta_mixer import DeltaMixer
+from deltarule.nn.feature_maps import qk_normed
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 
 
@@ -24,8 +24,8 @@ def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
     p = projections
     if p.q.shape[2] > max(p.k.shape[2], p.v.shape[2]):
         dtype = p.q.dtype
-        q = normed(p, p.q).unflatten(2, (-1, p.slots)).sum(3).to(dtype)
-        p = replace(p, q=q, k=normed(p, p.k).to(dtype), qk_norm="none")
+        q = qk_normed(p, p.q).unflatten(2, (-1, p.slots)).sum(3).to(dtype)
+        p = replace(p, q=q, k=qk_normed(p, p.k).to(dtype), qk_norm="none")
     keys = max(p.q.shape[2], p.k.shape[2])
     states = max(keys, p.v.shape[2])
     q, k = (_repeated(x, keys) for x in (p.q, p.k))
@@ -116,7 +116,7 @@ class MultiHeadDeltaNet(DeltaMixer):
         ((_, *sizes),) = super().memories().values()
         return {"recurrent": (max(self.heads_of("k"), self.heads_of("v")), *sizes)}
 
-    def project(self, call: Call) -> Projections:
+    def project(self, call: LayerCall) -> Projections:
         return replace(super().project(call), slots=self.num_slots)
 
 

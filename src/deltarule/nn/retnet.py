@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from deltarule.nn.arguments import check_even
-from deltarule.nn.call import Call
-from deltarule.nn.delta import DeltaMixer
+from deltarule.nn.call import LayerCall
+from deltarule.nn.checks import check_even
+from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.rotation import rotate
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 
@@ -61,7 +61,7 @@ class RetNet(DeltaMixer):
     def check_options(self) -> None:
         check_even("head_k_dim", self.head_k_dim)
 
-    def project(self, call: Call) -> Projections:
+    def project(self, call: LayerCall) -> Projections:
         projections = super().project(call)
         positions = call.positions()
         q, k = (rotate(x, positions, self.rope_theta) for x in (projections.q, projections.k))

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.call import Call
+from deltarule.nn.call import LayerCall
 from deltarule.nn.gates import computed
 from deltarule.nn.layout import split
 from deltarule.nn.roles import Role
 from deltarule.nn.rule import System
-from deltarule.nn.vector import VectorMixer
+from deltarule.nn.vector_mixer import VectorMixer
 
 SYSTEM = System(
     name="rg_lru",
@@ -92,7 +92,7 @@ class RGLRU(VectorMixer):
         # The inverse of softplus at -log(a) / 8.
         self.gate_parameter("rate", torch.expm1(-decay.log() / POWER).log())
 
-    def read(self, call: Call) -> Tensor:
+    def read(self, call: LayerCall) -> Tensor:
         x = split(self.stream("v", call), self.num_heads, self.head_v_dim)
         log_decay, amplitude = decay_and_amplitude(
             within_heads(x, self.a_weight, self.a_bias), self.rate

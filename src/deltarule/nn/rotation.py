@@ -25,7 +25,7 @@ def turned(x: Tensor, angle: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def exact(x: Tensor) -> Tensor:
+def in_float64(x: Tensor) -> Tensor:
     """In float64 where the device has it: a sum of 1e6 angles keeps no digit below 0.06 without."""
     return x.float() if x.device.type == "mps" else x.double()
 
@@ -37,8 +37,8 @@ def within_a_turn(angle: Tensor, dtype: torch.dtype) -> Tensor:
 
 def at_positions(positions: Tensor, frequency: Tensor) -> Tensor:
     """positions [B, T] * frequency [...], less whole turns: [B, T, ...] in frequency's dtype."""
-    places = exact(positions).view(*positions.shape, *[1] * frequency.ndim)
-    return within_a_turn(places * exact(frequency), frequency.dtype)
+    places = in_float64(positions).view(*positions.shape, *[1] * frequency.ndim)
+    return within_a_turn(places * in_float64(frequency), frequency.dtype)
 
 
 def rotate(x: Tensor, positions: Tensor, theta: float = 10000.0) -> Tensor:

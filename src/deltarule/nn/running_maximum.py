@@ -30,7 +30,7 @@ def running_maximum(
     Without gradients: whatever m is, it cancels in the output.
     """
     first = first_tokens(projections).view(1, -1, 1)
-    start = per_token(starting(log_input, projections, carry), projections)
+    start = per_token(starting_maximum(log_input, projections, carry), projections)
     m = torch.where(first, torch.maximum(log_forget + start, log_input), log_input)
     decay = log_forget.masked_fill(first, -torch.inf)
     reach, tokens = 1, m.shape[1]
@@ -64,7 +64,7 @@ def maximum_before(
     return torch.cat([start, given[len(ends) :]])
 
 
-def starting(like: Tensor, projections: Projections, carry: Carry | None) -> Tensor:
+def starting_maximum(like: Tensor, projections: Projections, carry: Carry | None) -> Tensor:
     """[N, HV] the maximum that each document continues from; zeros where it starts."""
     if carry is not None:
         return carry["stabilizer"]

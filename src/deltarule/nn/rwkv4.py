@@ -13,13 +13,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from deltarule.nn.call import Call
+from deltarule.nn.call import LayerCall
 from deltarule.nn.documents import last_token, token_before
 from deltarule.nn.gates import computed
 from deltarule.nn.rule import Projections, System
 from deltarule.nn.running_maximum import change_of_scale, maximum_before, running_maximum
 from deltarule.nn.token_shift import first_shares, shifted
-from deltarule.nn.vector import VectorMixer
+from deltarule.nn.vector_mixer import VectorMixer
 
 SYSTEM = System(
     name="rwkv4",
@@ -90,14 +90,14 @@ class RWKV4(VectorMixer):
         sizes = self.num_heads, self.head_v_dim
         return {"recurrent": (sizes[0], 2 * sizes[1], 1), "stabilizer": sizes}
 
-    def mix(self, call: Call) -> Tensor:
+    def mix(self, call: LayerCall) -> Tensor:
         mixed = shifted(call, SHIFT_POWERS, self.shift_mix)
         k, v = self.k_proj(mixed["k"]), self.v_proj(mixed["v"])
         o = self.weighted_mean(computed(self.by_head(k)), computed(self.by_head(v)), call)
         gate = None if self.g_proj is None else self.by_head(self.g_proj(mixed["g"]))
         return self.o_proj(self.normed(o.to(call.x.dtype), gate))
 
-    def weighted_mean(self, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    def weighted_mean(self, k: Tensor, v: Tensor, call: LayerCall) -> Tensor:
         """o [B, T, H, V] of k and v."""
         layout = call.layout
         of_call = Projections(

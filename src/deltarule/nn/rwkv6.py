@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from deltarule.nn.call import Call
-from deltarule.nn.delta import DeltaMixer
+from deltarule.nn.call import LayerCall
+from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.documents import last_token, token_before
 from deltarule.nn.gates import computed, low_rank
 from deltarule.nn.layout import split
@@ -140,7 +140,7 @@ class RWKV6(DeltaMixer):
     def build_norm(self) -> nn.Module:
         return GatedGroupNorm(self.num_v_heads, self.head_v_dim, GROUP_NORM_EPS)
 
-    def project(self, call: Call) -> Projections:
+    def project(self, call: LayerCall) -> Projections:
         """Compute everything the rule reads, each from its own mix of a token with the last."""
         x = self.shift(call)
         heads, key_size, value_size = self.num_heads, self.head_k_dim, self.head_v_dim
@@ -157,7 +157,7 @@ class RWKV6(DeltaMixer):
             context=call.layout.context,
         )
 
-    def shift(self, call: Call) -> dict[str, Tensor]:
+    def shift(self, call: LayerCall) -> dict[str, Tensor]:
         """x_t + share (x_{t-1} - x_t), the share of each projection read from a first mix."""
         change = call.token_shift()
         first = torch.addcmul(call.x, change, self.first_mix.to(call.x.dtype))

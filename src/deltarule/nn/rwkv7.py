@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.call import Call
-from deltarule.nn.delta import DeltaMixer
+from deltarule.nn.call import LayerCall
+from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.gates import computed, low_rank
 from deltarule.nn.layout import split
 from deltarule.nn.roles import Role
@@ -202,7 +202,7 @@ class RWKV7(DeltaMixer):
         share = torch.arange(channels, dtype=torch.float32) / max(1, channels - 1)
         return -6.5 + 5 * share.pow(0.85 + self.depth**0.5)
 
-    def project(self, call: Call) -> Projections:
+    def project(self, call: LayerCall) -> Projections:
         """Compute everything the rule reads, each from its own mix of a token with the last."""
         x = shifted(call, SHIFT_POWERS, self.shift_mix)
         heads, key_size, value_size = self.num_heads, self.head_k_dim, self.head_v_dim
@@ -232,7 +232,7 @@ class RWKV7(DeltaMixer):
             v = torch.lerp(v, first, share)
         return v
 
-    def finish(self, o: Tensor, projections: Projections, call: Call) -> Tensor:
+    def finish(self, o: Tensor, projections: Projections, call: LayerCall) -> Tensor:
         normed = self.o_norm(o.flatten(0, 1).flatten(1)).view_as(o)
         y = self.rule.read_out_function(normed, projections)
         if projections.output_gate is not None:

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule import ops
-from deltarule.nn.call import Call
+from deltarule.nn.call import LayerCall
 from deltarule.nn.gates import DT_RANGE
 from deltarule.nn.rule import Arguments, System
-from deltarule.nn.scan import ScanMixer
+from deltarule.nn.scan_mixer import ScanMixer
 from deltarule.ops.dispatch import without_autocast
 from deltarule.ops.few_tokens import MAX_TOKENS
 
@@ -75,7 +75,7 @@ class Exponentials(NamedTuple):
         return torch.exp(self.log_factor * tokens) * before + self.b * summed
 
 
-def convolved(v: Tensor, given: Exponentials, before: Tensor) -> tuple[Tensor, Tensor]:
+def by_convolution(v: Tensor, given: Exponentials, before: Tensor) -> tuple[Tensor, Tensor]:
     """o [B, T, F] and the state [B, F, K] after values [B, T, F], in the dtype of the state."""
     wide, tokens = v.to(before.dtype), v.shape[1]
     taps = given.read(given.b * given.c, tokens)
@@ -126,7 +126,7 @@ class S4(ScanMixer):
     def scan_arguments(self, stream: Tensor, v: Tensor) -> Arguments:
         return arguments(v, log_step=self.log_step, A_log=self.A_log, B=self.B, C=self.C)
 
-    def scanned(self, stream: Tensor, v: Tensor, call: Call) -> Tensor:
+    def scanned(self, stream: Tensor, v: Tensor, call: LayerCall) -> Tensor:
         layout, before = call.layout, call.before["recurrent"]
         marked = layout.real, layout.cu_seqlens, layout.context
         plain = all(x is None for x in marked) and layout.tokens > MAX_TOKENS
@@ -135,6 +135,6 @@ class S4(ScanMixer):
         rate = -(self.log_step.exp().unsqueeze(-1) * self.A_log.exp())
         given = Exponentials(*(x.to(before.dtype).flatten(0, 1) for x in (rate, self.B, self.C)))
         with without_autocast(v.device):
-            o, state = convolved(v.flatten(2), given, before.flatten(1, 2))
+            o, state = by_convolution(v.flatten(2), given, before.flatten(1, 2))
         call.after["recurrent"] = state.view(before.shape)
         return o.view(v.shape).to(v.dtype)

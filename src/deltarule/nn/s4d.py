@@ -10,12 +10,12 @@ import math
 import torch
 from torch import Tensor, nn
 
-from deltarule.nn.call import Call
-from deltarule.nn.complex_filters import Filters, filtered, product
+from deltarule.nn.call import LayerCall
+from deltarule.nn.complex_filters import Filters, complex_product, filtered
 from deltarule.nn.gates import DT_RANGE, computed
-from deltarule.nn.rotation import exact, within_a_turn
+from deltarule.nn.rotation import in_float64, within_a_turn
 from deltarule.nn.rule import Arguments, System
-from deltarule.nn.scan import ScanMixer
+from deltarule.nn.scan_mixer import ScanMixer
 
 
 def legs(states: int) -> Tensor:
@@ -36,13 +36,13 @@ def inverse(states: int) -> Tensor:
     return size / math.pi * (size / (2 * n + 1) - 1)
 
 
-def linear(states: int) -> Tensor:
+def evenly_spaced(states: int) -> Tensor:
     """pi n."""
     return math.pi * torch.arange(states, dtype=torch.float64, device="cpu")
 
 
 # Imaginary parts of the first A, by the name that `spectrum` says; the real parts are -1/2.
-SPECTRA = {"legs": legs, "inv": inverse, "lin": linear}
+IMAGINARY_PARTS = {"legs": legs, "inv": inverse, "lin": evenly_spaced}
 
 SYSTEM = System(
     name="s4d",
@@ -86,7 +86,7 @@ def arguments(v: Tensor, given: Filters) -> Arguments:
     """
     tokens, (heads, values, states) = v.shape[1], given.angle.shape
     place = torch.arange(1, tokens + 1, device=v.device).view(-1, 1, 1, 1)
-    angle = within_a_turn(exact(place) * exact(given.angle), given.angle.dtype)
+    angle = within_a_turn(in_float64(place) * in_float64(given.angle), given.angle.dtype)
     cos, sin = angle.cos(), angle.sin()
     (b, b_), (c, c_) = given.b.chunk(2, dim=-1), given.c.chunk(2, dim=-1)
     k = torch.cat([b * cos + b_ * sin, b_ * cos - b * sin], dim=-1)
@@ -137,7 +137,7 @@ class S4D(ScanMixer):
         states = self.num_heads, self.head_v_dim, self.head_k_dim
         parts = *states[:2], 2, states[2]
         self.gate_parameter("A_log", torch.full(states, math.log(0.5)))
-        spectrum = SPECTRA[self.spectrum](self.head_k_dim).to(torch.get_default_device())
+        spectrum = IMAGINARY_PARTS[self.spectrum](self.head_k_dim).to(torch.get_default_device())
         self.gate_parameter("frequency", spectrum.expand(states).clone())
         step = torch.empty(states[:2], dtype=torch.float32)
         self.gate_parameter("log_step", step.uniform_(*(math.log(dt) for dt in DT_RANGE)))
@@ -154,13 +154,13 @@ class S4D(ScanMixer):
         """[H V, size] the filter of each channel, for `long_convolution`: 2 Re(sum of C b a^l)."""
         given = self.filters()
         power = given.power(torch.arange(size, device=given.angle.device))
-        real = product(product(power, given.b), given.c)[..., : self.head_k_dim]
+        real = complex_product(complex_product(power, given.b), given.c)[..., : self.head_k_dim]
         return 2 * real.sum(-1).flatten(1).mT
 
     def scan_arguments(self, stream: Tensor, v: Tensor) -> Arguments:
         return arguments(computed(v), self.filters())
 
-    def scanned(self, stream: Tensor, v: Tensor, call: Call) -> Tensor:
+    def scanned(self, stream: Tensor, v: Tensor, call: LayerCall) -> Tensor:
         y, state = filtered(v, self.filters(), call.before["recurrent"], call.layout)
         call.after["recurrent"] = state
         return y.to(v.dtype)

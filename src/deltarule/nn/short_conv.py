@@ -50,14 +50,14 @@ class ShortConv(nn.Module):
         # A bias comes between the taps and SiLU, which the kernel would have as one.
         bias = self.bias
         within = self.activated and bias is None
-        y, after = convolved(x, self.weight, history, layout, within)
+        y, after = short_convolution(x, self.weight, history, layout, within)
         if bias is not None:
             y = y + bias.to(y.dtype)
             y = F.silu(y) if self.activated else y
         return y, after
 
 
-def convolved(
+def short_convolution(
     x: Tensor, weight: Tensor, history: Tensor, layout: Layout, activated: bool
 ) -> tuple[Tensor, Tensor]:
     """y [B, T, D] of x with taps [D, W] after history [N, R, D], and the next history."""
@@ -129,7 +129,7 @@ def can_step(
     return weights and alike
 
 
-def step(
+def step_in_place(
     modules: Sequence[ShortConv], streams: Sequence[Tensor], histories: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     """Convolve three streams [B, T, D] after their histories [B, R, D], which are overwritten."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deltarule import ops
-from deltarule.nn.call import Call
+from deltarule.nn.call import LayerCall
 from deltarule.nn.layout import split
 from deltarule.nn.mixer import COMMON, Mixer
 from deltarule.nn.norm import GatedGroupNorm
@@ -82,7 +82,7 @@ class SLSTM(Mixer):
     def memories(self) -> dict[str, tuple[int, ...]]:
         return {"recurrent": (self.num_heads, 4, self.head_v_dim)}
 
-    def read(self, call: Call) -> Tensor:
+    def read(self, call: LayerCall) -> Tensor:
         layout, x = call.layout, call.x
         if self.conv_size:
             x, call.after["x_conv"] = self.x_conv(x, call.before["x_conv"], layout)

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule import ops
-from deltarule.nn.call import Call
+from deltarule.nn.call import LayerCall
 from deltarule.nn.gates import computed, unit
-from deltarule.nn.memory import MemoryMixer
+from deltarule.nn.memory_mixer import MemoryMixer
 from deltarule.nn.roles import Role
 from deltarule.nn.rule import System
 from deltarule.nn.state import State
@@ -121,7 +121,7 @@ class TitansLinear(MemoryMixer):
         """Values as the memory is trained on them: any size does for a linear one."""
         return v
 
-    def read(self, call: Call) -> Tensor:
+    def read(self, call: LayerCall) -> Tensor:
         q, k, v = self.activated(*self.streams(call))
         v = self.bounded(v)
         a, b, m = (computed(proj(call.x)) for proj in (self.a_proj, self.b_proj, self.m_proj))

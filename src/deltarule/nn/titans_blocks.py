@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.arguments import check_even, check_state, default, positive
-from deltarule.nn.call import Call
+from deltarule.nn.call import LayerCall
+from deltarule.nn.checks import check_even, check_state, default, positive
 from deltarule.nn.layout import Layout, by_token, in_rows, make_layout, split
 from deltarule.nn.mixer import Mixer
 from deltarule.nn.norm import RMSNorm
@@ -133,7 +133,7 @@ class TitansMAG(Mixer):
             return state
         alone = self.empty_state(1)
         x = self.persistent.to(alone["keys"].dtype).unsqueeze(0)
-        call = Call(x, make_layout(x, None, None), alone, State(), {})
+        call = LayerCall(x, make_layout(x, None, None), alone, State(), {})
         self.mix_rows(call)
         return State({name: x.expand(batch_size, *x.shape[1:]) for name, x in call.after.items()})
 
@@ -142,11 +142,11 @@ class TitansMAG(Mixer):
             return self.init_state(layout.sequences)
         return check_state(state, self.empty_state(0), layout.sequences, self.exact())
 
-    def mix(self, call: Call) -> Tensor:
-        rows = Call(*in_rows(call.x, call.layout), call.before, call.after, call.shared)
+    def mix(self, call: LayerCall) -> Tensor:
+        rows = LayerCall(*in_rows(call.x, call.layout), call.before, call.after, call.shared)
         return by_token(self.mix_rows(rows), call.layout)
 
-    def mix_rows(self, call: Call) -> Tensor:
+    def mix_rows(self, call: LayerCall) -> Tensor:
         """Mix call.x [N, L, D], a document a row; fill call.after."""
         y = self.attend(call.x, call)
         return self.gated(y, self.remember(call.x, call))
@@ -155,10 +155,10 @@ class TitansMAG(Mixer):
         """y^ * sigmoid(m^)."""
         return self.o_norm(y) * torch.sigmoid(self.m_norm(m))
 
-    def remember(self, x: Tensor, call: Call) -> Tensor:
+    def remember(self, x: Tensor, call: LayerCall) -> Tensor:
         """M(x): write each token, and read it."""
         before = State({name: call.before[name] for name in self.memory.init_state(0)})
-        inner = Call(x, call.layout, before, State(), {})
+        inner = LayerCall(x, call.layout, before, State(), {})
         y = self.memory.mix(inner)
         call.after.update(inner.after)
         return y
@@ -178,7 +178,7 @@ class TitansMAG(Mixer):
         positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
         return [self.project(name, x, positions) for name in "kv"]
 
-    def attend(self, x: Tensor, call: Call) -> Tensor:
+    def attend(self, x: Tensor, call: LayerCall) -> Tensor:
         """Attention of [N, L, D] over the window, and over what is always seen."""
         layout, seen = call.layout, call.before["length"]
         positions = call.positions()
@@ -245,5 +245,5 @@ class TitansMAL(TitansMAG):
     def norm_of_stream(self) -> nn.Module:
         return nn.Identity()
 
-    def mix_rows(self, call: Call) -> Tensor:
+    def mix_rows(self, call: LayerCall) -> Tensor:
         return self.attend(self.remember(call.x, call), call)

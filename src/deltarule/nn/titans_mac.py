@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltarule.nn.call import Call
+from deltarule.nn.call import LayerCall
 from deltarule.nn.gates import unit
 from deltarule.nn.layout import split
 from deltarule.nn.state import State
@@ -62,7 +62,7 @@ class TitansMAC(TitansMAG):
         names = zip(self.memory.names("segment"), self.memory.names("recurrent"), strict=True)
         return State(state, **{own: state[of].clone() for own, of in names})
 
-    def mix_rows(self, call: Call) -> Tensor:
+    def mix_rows(self, call: LayerCall) -> Tensor:
         """One segment after the other; rows may begin within one."""
         layout, place = call.layout, call.before["length"] % self.window
         state = State(call.before, length=call.before["length"] + layout.counts)

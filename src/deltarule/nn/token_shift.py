@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from deltarule.nn.call import Call
+from deltarule.nn.call import LayerCall
 
 
 def first_shares(
@@ -20,7 +20,7 @@ def first_shares(
     return torch.stack([1 - place.pow(power * above) for power in powers])
 
 
-def shifted(call: Call, powers: Mapping[str, float], shares: Tensor) -> dict[str, Tensor]:
+def shifted(call: LayerCall, powers: Mapping[str, float], shares: Tensor) -> dict[str, Tensor]:
     """What each named projection reads, by its own shares [powers, channels]."""
     change = call.token_shift()
     parts = zip(powers, shares.to(call.x.dtype), strict=True)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from deltarule import ops
-from deltarule.nn.arguments import check_even
-from deltarule.nn.call import Call
+from deltarule.nn.call import LayerCall
+from deltarule.nn.checks import check_even
 from deltarule.nn.gates import computed
-from deltarule.nn.memory import MemoryMixer
+from deltarule.nn.memory_mixer import MemoryMixer
 from deltarule.nn.roles import Role
 from deltarule.nn.rotation import rotate
 from deltarule.nn.rule import System
@@ -118,7 +118,7 @@ class TTTLinear(MemoryMixer):
         place = torch.arange(1, self.mini_batch + 1, device=self.step_offset.device)
         return (1 / place.to(self.step_offset.dtype) + self.step_offset).clamp(min=0)
 
-    def read(self, call: Call) -> Tensor:
+    def read(self, call: LayerCall) -> Tensor:
         q, k, v = self.streams(call)
         position = call.before["position"]
         place = call.layout.positions(position) % self.mini_batch

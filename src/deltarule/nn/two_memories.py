@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltarule import ops
-from deltarule.nn.call import Call
+from deltarule.nn.call import LayerCall
 from deltarule.nn.gates import computed
 from deltarule.nn.layout import Layout, silence_padding, split
 from deltarule.nn.mixer import COMMON, Mixer
@@ -83,16 +83,16 @@ class SlotMixer(Mixer):
         }
 
     @abstractmethod
-    def slots(self, logits: Tensor, call: Call) -> Arguments:
+    def slots(self, logits: Tensor, call: LayerCall) -> Arguments:
         """Compute the slots and their decays from [B, T, H, M], and keep what they carry."""
 
-    def arguments(self, call: Call) -> Arguments:
+    def arguments(self, call: LayerCall) -> Arguments:
         """Project to all that `two_memories` takes but the memories."""
         streams = dict(zip("qkv", self.streams(call), strict=True))
         logits = split(self.stream("s", call), self.num_heads, self.num_slots)
         return streams | self.slots(logits, call)
 
-    def read(self, call: Call) -> Tensor:
+    def read(self, call: LayerCall) -> Tensor:
         out = ops.two_memories(
             **silence_padding(self.arguments(call), call.layout.real, ("slots", "log_decay")),
             key_memory=call.before["keys"], value_memory=call.before["recurrent"],
@@ -120,14 +120,14 @@ class GatedSlotAttention(SlotMixer):
     rule = GSA_SYSTEM
     norm_of_all = True
 
-    def streams(self, call: Call) -> list[Tensor]:
+    def streams(self, call: LayerCall) -> list[Tensor]:
         """With SiLU, which a convolution brings along."""
         return list(self.activated(*super().streams(call)))
 
-    def slots(self, logits: Tensor, call: Call) -> Arguments:
+    def slots(self, logits: Tensor, call: LayerCall) -> Arguments:
         return gsa_arguments(logits)
 
-    def read(self, call: Call) -> Tensor:
+    def read(self, call: LayerCall) -> Tensor:
         return F.silu(super().read(call))
 
 
@@ -159,7 +159,7 @@ class ABC(SlotMixer):
         """Both memories, and the logarithm of the sum that divides them."""
         return super().memories() | {"log_sum": (self.num_heads, self.num_slots)}
 
-    def slots(self, logits: Tensor, call: Call) -> Arguments:
+    def slots(self, logits: Tensor, call: LayerCall) -> Arguments:
         layout, shape = call.layout, logits.shape[2:]
         weighed = computed(logits).flatten(2)
         before = computed(call.before["log_sum"]).flatten(1).unsqueeze(1)

@@ -14,7 +14,7 @@ from deltarule.nn import RMSNorm
 from deltarule.nn.experts import Experts
 from deltarule.nn.norm import GroupRMSNorm
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
-from deltarule.nn.scan import ScanMixer
+from deltarule.nn.scan_mixer import ScanMixer
 from deltarule.parallel.collectives import Group, sum_over_ranks
 
 

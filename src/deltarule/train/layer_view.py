@@ -9,8 +9,8 @@ from torch import Tensor
 from deltarule import ops
 from deltarule.models import CausalLM
 from deltarule.nn import Attention, DecayingFastWeights, DeltaMixer, Mixer, ScanMixer, State
-from deltarule.nn.call import Call
-from deltarule.nn.delta import OPERATORS
+from deltarule.nn.call import LayerCall
+from deltarule.nn.delta_mixer import OPERATORS
 from deltarule.nn.layout import make_layout
 from deltarule.nn.rule import Arguments
 from deltarule.nn.two_memories import SlotMixer
@@ -85,7 +85,7 @@ def reading_of(mixer: Mixer, x: Tensor, shared: dict[str, Tensor], head: int) ->
     if isinstance(mixer, Attention):
         weights = one_head(mixer.weights(x), head)
         return Reading(weights, weights)
-    call = Call(x, make_layout(x, None, None), mixer.init_state(1), State(), shared)
+    call = LayerCall(x, make_layout(x, None, None), mixer.init_state(1), State(), shared)
     if isinstance(mixer, DeltaMixer):
         return of_rule(mixer, call, head)
     if isinstance(mixer, SlotMixer):
@@ -97,7 +97,7 @@ def reading_of(mixer: Mixer, x: Tensor, shared: dict[str, Tensor], head: int) ->
     return None
 
 
-def of_rule(mixer: DeltaMixer, call: Call, head: int) -> Reading:
+def of_rule(mixer: DeltaMixer, call: LayerCall, head: int) -> Reading:
     """Matrix, softmax, write and erase of a linear rule."""
     projections = mixer.project(call)
     arguments, _ = mixer.rule.arguments(projections)

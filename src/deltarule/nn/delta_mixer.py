@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from deltarule import ops
 from deltarule.nn import one_token
-from deltarule.nn.arguments import check_divides, check_size_kept
-from deltarule.nn.call import Call
+from deltarule.nn.call import LayerCall
+from deltarule.nn.checks import check_divides, check_size_kept
 from deltarule.nn.feature_maps import QueryKeyMap
 from deltarule.nn.gates import initial_A_log, initial_dt_bias, low_rank, spread_A_log
 from deltarule.nn.layout import make_layout, per_step, silence_padding, split
@@ -27,7 +27,7 @@ from deltarule.nn.mixer import COMMON, Mixer
 from deltarule.nn.norm import GatedRMSNorm, GateOnly
 from deltarule.nn.recomputed import recomputed
 from deltarule.nn.rule import Arguments, Carry, Projections, Rule, as_it_is
-from deltarule.nn.short_conv import can_step, step
+from deltarule.nn.short_conv import can_step, step_in_place
 from deltarule.nn.state import DraftedState, LentState, State
 from deltarule.ops.few_tokens import decodes
 from deltarule.shapes import Hidden, RecurrentOutput
@@ -167,7 +167,7 @@ class DeltaMixer(Mixer):
         kept = {"recurrent": ("HV", "V", "K"), **self.rule.carries}
         return {name: tuple(sizes[letter] for letter in letters) for name, letters in kept.items()}
 
-    def mix(self, call: Call) -> Tensor:
+    def mix(self, call: LayerCall) -> Tensor:
         """Project, run the operator, read out."""
         call.decoding = self.decodes(call)
         projections = self.project(call)
@@ -189,7 +189,7 @@ class DeltaMixer(Mixer):
         if not one_token.fits(x, self, (norm, self.o_norm), (*modules.values(), self.o_proj)):
             return None
         layout = make_layout(x, None, None)
-        call = Call(x, layout, self.state_before(state, layout), State(), {})
+        call = LayerCall(x, layout, self.state_before(state, layout), State(), {})
         products = one_token.normed_products(x, norm, tuple(modules.values()))
         call.projected.update(zip(modules, products, strict=True))
         call.decoding = self.decodes(call)
@@ -199,7 +199,7 @@ class DeltaMixer(Mixer):
         gate = projections.output_gate
         return one_token.add_normed_product(x, o, gate, self.o_norm, self.o_proj), call.after
 
-    def project(self, call: Call) -> Projections:
+    def project(self, call: LayerCall) -> Projections:
         """Compute everything the rule may read."""
         steps, projected = self.n_steps, call.projected
         if not projected:
@@ -241,7 +241,7 @@ class DeltaMixer(Mixer):
             decoding=call.decoding,
         )
 
-    def decodes(self, call: Call) -> bool:
+    def decodes(self, call: LayerCall) -> bool:
         """Whether a step is certain to follow, which nobody differentiates or pads."""
         layout, states = call.layout, call.before.values()
         if torch.is_grad_enabled() or layout.real is not None or layout.context is not None:
@@ -253,7 +253,7 @@ class DeltaMixer(Mixer):
         own = type(self).project is DeltaMixer.project and self.rule.final_state is as_it_is
         return own and not self.rule.carries
 
-    def keep_short(self, call: Call, drafted: DraftedState) -> None:
+    def keep_short(self, call: LayerCall, drafted: DraftedState) -> None:
         """Keep what the histories and the number of tokens are after each token."""
         tokens = call.x.shape[1]
         for name in "qkv" if self.conv_size else ():
@@ -264,7 +264,7 @@ class DeltaMixer(Mixer):
             ordinal = torch.arange(1, tokens + 1, device=call.x.device)
             drafted.kept["length"] = drafted["length"][:, None] + ordinal
 
-    def convolve_in_place(self, call: Call) -> None:
+    def convolve_in_place(self, call: LayerCall) -> None:
         """Convolve q, k and v and overwrite their histories, where one kernel does all of it."""
         keys = {name: f"{name}_conv" for name in "qkv"}
         modules = [getattr(self, key) for key in keys.values()]
@@ -272,7 +272,9 @@ class DeltaMixer(Mixer):
         lent = isinstance(call.before, LentState)
         if lent and can_step(modules, [call.projected[name] for name in keys], histories):
             streams = [call.projected[name] for name in keys]
-            call.projected.update(zip(keys, step(modules, streams, histories), strict=True))
+            call.projected.update(
+                zip(keys, step_in_place(modules, streams, histories), strict=True)
+            )
             call.after.update(zip(keys.values(), histories, strict=True))
 
     def of_input(self) -> dict[str, nn.Module]:
@@ -280,7 +282,7 @@ class DeltaMixer(Mixer):
         modules = {name: getattr(self, f"{name}_proj") for name in "qkvabg"}
         return {name: module for name, module in modules.items() if module is not None}
 
-    def stream(self, name: str, call: Call) -> Tensor:
+    def stream(self, name: str, call: LayerCall) -> Tensor:
         """Convolve what x was projected to: q, k or v."""
         # Taken out: without a gradient nobody needs it after its convolution.
         y: Tensor = call.projected.pop(name)
@@ -296,7 +298,7 @@ class DeltaMixer(Mixer):
             y = F.silu(y)
         return y
 
-    def run_operator(self, projections: Projections, call: Call) -> Tensor:
+    def run_operator(self, projections: Projections, call: LayerCall) -> Tensor:
         """Map the projections by the rule, silence padding, run the operator, keep its state."""
         arguments, carry = self.rule.arguments(projections, self.carry(call))
         arguments = silence_padding(arguments, call.layout.real, n_steps=self.n_steps)
@@ -317,7 +319,7 @@ class DeltaMixer(Mixer):
         call.after.update(carry or {})
         return o
 
-    def step(self, arguments: Arguments, call: Call) -> tuple[Tensor, Tensor]:
+    def step(self, arguments: Arguments, call: LayerCall) -> tuple[Tensor, Tensor]:
         """Carry the state token by token: a copy of the one before, unless that is lent."""
         before = call.before["recurrent"]
         state = before if isinstance(call.before, LentState) else before.clone()
@@ -328,11 +330,11 @@ class DeltaMixer(Mixer):
         given = {"beta": None, **arguments, "state": state, "states": kept}
         return ops.recurrent_step(**given), state
 
-    def carry(self, call: Call) -> Carry | None:
+    def carry(self, call: LayerCall) -> Carry | None:
         """What the rule handed on from the call before."""
         return {name: call.before[name] for name in self.rule.carries} or None
 
-    def finish(self, o: Tensor, projections: Projections, call: Call) -> Tensor:
+    def finish(self, o: Tensor, projections: Projections, call: LayerCall) -> Tensor:
         """Read out, normalise each head, gate, and project back to the stream."""
         o = self.rule.read_out_function(o, projections, self.carry(call))
         # Of the projections the gate alone: what computes the norm again must not hold the rest.

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from deltarule import ops
-from deltarule.nn.arguments import default_head_dim
-from deltarule.nn.call import Call
+from deltarule.nn.call import LayerCall
+from deltarule.nn.checks import default_head_dim
 from deltarule.nn.layout import silence_padding
 from deltarule.nn.mixer import COMMON, Mixer
 from deltarule.nn.rule import Arguments
@@ -64,22 +64,22 @@ class ScanMixer(Mixer):
     def memories(self) -> dict[str, tuple[int, ...]]:
         return {"recurrent": (self.num_heads, self.head_v_dim, self.head_k_dim)}
 
-    def read(self, call: Call) -> Tensor:
+    def read(self, call: LayerCall) -> Tensor:
         stream = self.values(call)
         v = self.by_head(stream)
         o = self.scanned(stream, v, call)
         return (o + self.D * v).to(o.dtype)
 
-    def scanned(self, stream: Tensor, v: Tensor, call: Call) -> Tensor:
+    def scanned(self, stream: Tensor, v: Tensor, call: LayerCall) -> Tensor:
         """Carry the state along the values [B, T, inner], v the same by heads, and read it."""
         return scan(self.scan_arguments(stream, v), call)
 
-    def arguments(self, call: Call) -> Arguments:
+    def arguments(self, call: LayerCall) -> Arguments:
         """Project to all that `selective_scan` takes but the state."""
         stream = self.values(call)
         return self.scan_arguments(stream, self.by_head(stream))
 
-    def values(self, call: Call) -> Tensor:
+    def values(self, call: LayerCall) -> Tensor:
         """SiLU(conv(W_v x)), [B, T, inner]."""
         return self.activated(self.stream("v", call))[0]
 
@@ -93,7 +93,7 @@ class ScanMixer(Mixer):
         return rate.log().repeat(self.num_heads, self.head_v_dim, 1)
 
 
-def scan(arguments: Arguments, call: Call) -> Tensor:
+def scan(arguments: Arguments, call: LayerCall) -> Tensor:
     """Silence padding, run `selective_scan` on the state `recurrent`, and keep what it becomes."""
     names = ("v", "delta", "value_log_decay", "log_decay", "beta")
     output = ops.selective_scan(

@@ -8,11 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from deltarule.nn.arguments import default_head_dim
-from deltarule.nn.call import Call
+from deltarule.nn.call import LayerCall
+from deltarule.nn.checks import default_head_dim
 from deltarule.nn.gates import computed
 from deltarule.nn.mixer import COMMON, Mixer
-from deltarule.nn.scan import scan
+from deltarule.nn.scan_mixer import scan
 
 
 class VectorMixer(Mixer):
@@ -42,7 +42,7 @@ class VectorMixer(Mixer):
     def memories(self) -> dict[str, tuple[int, ...]]:
         return {"recurrent": (self.num_heads, self.state_channels(), 1)}
 
-    def run(self, writes: Tensor, log_decay: Tensor, call: Call) -> Tensor:
+    def run(self, writes: Tensor, log_decay: Tensor, call: LayerCall) -> Tensor:
         """h [B, T, H, channels], in float32 at least, of writes and logs of the same shape."""
         writes = computed(writes)
         one = torch.ones(*writes.shape[2:], 1, dtype=writes.dtype, device=writes.device)

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from deltarule.nn.call import Call
+from deltarule.nn.call import LayerCall
 from deltarule.nn.gates import computed
 from deltarule.nn.mixer import COMMON, Mixer
 from deltarule.nn.roles import Role
@@ -65,15 +65,15 @@ class MemoryMixer(Mixer):
         maps = range(len(self.map_sizes()))
         return [part if index == 0 else f"{part}_{index + 1}" for index in maps]
 
-    def held(self, part: str, call: Call) -> tuple[Tensor, ...]:
+    def held(self, part: str, call: LayerCall) -> tuple[Tensor, ...]:
         """Read a part of every map from the state before."""
         return tuple(call.before[name] for name in self.names(part))
 
-    def keep(self, parts: tuple[tuple[Tensor, ...], ...], call: Call) -> None:
+    def keep(self, parts: tuple[tuple[Tensor, ...], ...], call: LayerCall) -> None:
         """Write every part of every map into the state after."""
         for part, tensors in zip(self.parts, parts, strict=True):
             call.after.update(zip(self.names(part), tensors, strict=True))
 
-    def lengths(self, call: Call) -> Tensor | None:
+    def lengths(self, call: LayerCall) -> Tensor | None:
         """Real tokens of each row; None where all are."""
         return None if call.layout.real is None else call.layout.counts
