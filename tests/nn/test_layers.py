@@ -143,7 +143,7 @@ def test_beta_max_doubles_the_write_strength(name, monkeypatch):
         seen.append(beta)
         return definition.delta_rule(*args, beta=beta, **others)
 
-    monkeypatch.setitem(nn.delta.OPERATORS, "delta_rule", record)
+    monkeypatch.setitem(nn.delta_mixer.OPERATORS, "delta_rule", record)
     one, two = make(name, beta_max=1.0), make(name, beta_max=2.0)
     two.load_state_dict(one.state_dict())
     one(inputs(1, 5))
