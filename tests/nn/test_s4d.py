@@ -56,9 +56,9 @@ def test_it_is_a_convolution():
 
 def test_spectra_are_those_of_the_paper():
     assert relative_rms(s4d.legs(16), s4.legs(32).imag) <= 1e-10
-    assert relative_rms(s4d.linear(16), s4.lin(32).imag) <= 1e-12
+    assert relative_rms(s4d.evenly_spaced(16), s4.lin(32).imag) <= 1e-12
     assert relative_rms(s4d.inverse(16), s4.inv(32).imag.flip(0)) <= 1e-12
-    for name, spectrum in s4d.SPECTRA.items():
+    for name, spectrum in s4d.IMAGINARY_PARTS.items():
         layer = S4D(HIDDEN, num_heads=2, spectrum=name)
         assert layer.frequency.shape == (2, HIDDEN, 32)
         torch.testing.assert_close(layer.frequency[1, 5].double(), spectrum(32))

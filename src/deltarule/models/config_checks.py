@@ -8,7 +8,7 @@ from typing import Any
 
 from deltarule.nn import MIXERS
 from deltarule.nn.feature_maps import FEATURE_MAPS, NORMS, OUTPUT_NORMS
-from deltarule.nn.mixer import SPECTRA
+from deltarule.nn.options import SPECTRA
 
 # More than any model has; a damaged file could ask for a billion.
 _MOST_LAYERS = 10_000

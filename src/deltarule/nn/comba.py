@@ -69,14 +69,12 @@ RULE = Rule(
     arguments=arguments,
 )
 
-RELEASED = Rule(
+RELEASED = replace(
+    RULE,
     name="comba_released",
     title="Comba (released)",
-    operator="dplr",
     recurrence="S = S (a - beta k k^T) + beta v k^T",
     read_out="o = S unit(q - D p)",
-    decay="head",
-    erase="free",
     objective="|S - a S'|^2 - 2 <S k, beta (v - S' k)>",
     source="arXiv 2506.02475, the authors' released layer",
     page="comba",

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from deltarule import ops
 from deltarule.nn import one_token
 from deltarule.nn.call import LayerCall
-from deltarule.nn.checks import check_divides, check_size_kept
 from deltarule.nn.feature_maps import QueryKeyMap
 from deltarule.nn.gates import initial_A_log, initial_dt_bias, low_rank, spread_A_log
 from deltarule.nn.layout import make_layout, per_step, silence_padding, split
 from deltarule.nn.linears import linear, linears
-from deltarule.nn.mixer import COMMON, Mixer
+from deltarule.nn.mixer import Mixer
 from deltarule.nn.norm import GatedRMSNorm, GateOnly
+from deltarule.nn.options import COMMON, check_divides, check_size_kept
 from deltarule.nn.recomputed import recomputed
 from deltarule.nn.rule import Arguments, Carry, Projections, Rule, as_it_is
 from deltarule.nn.short_conv import can_step, step_in_place

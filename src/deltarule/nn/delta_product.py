@@ -4,6 +4,8 @@ S_{t,j} = S_{t,j-1} (I - beta_{t,j} k_{t,j} k_{t,j}^T) + beta_{t,j} v_{t,j} k_{t
 S_{t,0} = S_{t-1,n}        o_t = S_{t,n} q_t        j = 1..n
 """
 
+from dataclasses import replace
+
 from deltarule.nn import deltanet
 from deltarule.nn.gated_deltanet import GatedDeltaNet
 from deltarule.nn.gates import log_decay_of
@@ -34,12 +36,12 @@ def gated_arguments(projections: Projections, carry: Carry | None = None) -> Map
     return given | {"log_decay": log_decay_of(projections)}, carry
 
 
-GATED_RULE = Rule(
+GATED_RULE = replace(
+    RULE,
     name="gated_delta_product",
     title="Gated DeltaProduct",
     recurrence="S = a S, then S = S (I - beta_j k_j k_j^T) + beta_j v_j k_j^T, j = 1..n",
     decay="head",
-    erase="tied",
     objective="|S k_j - v_j|^2 / 2 from a S', one gradient step for each j",
     source="arXiv 2502.10297, section 3",
     arguments=gated_arguments,

@@ -17,7 +17,8 @@ from deltarule import ops
 from deltarule.nn.call import LayerCall
 from deltarule.nn.checks import default, positive
 from deltarule.nn.layout import Layout, split
-from deltarule.nn.mixer import COMMON, Mixer
+from deltarule.nn.mixer import Mixer
+from deltarule.nn.options import COMMON
 from deltarule.nn.rule import System
 from deltarule.nn.state import State
 from deltarule.ops.dispatch import without_autocast

@@ -12,10 +12,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from deltarule.nn.checks import REASONS
 from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.gated_deltanet import arguments
 from deltarule.nn.gates import low_rank
+from deltarule.nn.options import REASONS
 from deltarule.nn.rule import Rule
 
 RULE = Rule(

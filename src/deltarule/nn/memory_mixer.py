@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from deltarule.nn.call import LayerCall
 from deltarule.nn.gates import computed
-from deltarule.nn.mixer import COMMON, Mixer
+from deltarule.nn.mixer import Mixer
+from deltarule.nn.options import COMMON
 from deltarule.nn.roles import Role
 from deltarule.nn.state import State
 

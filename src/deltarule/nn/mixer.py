@@ -17,32 +17,26 @@ from deltarule.nn.checks import (
     check_depth,
     check_horizon,
     check_lower_bound,
-    check_maps,
-    check_meant,
     check_multiple,
-    check_word,
     default,
     default_head_dim,
     positive,
 )
 from deltarule.nn.frame import Frame
 from deltarule.nn.norm import GatedRMSNorm, GateOnly, RMSNorm
-from deltarule.nn.options import document
+from deltarule.nn.options import (
+    COMMON,
+    MINI_BATCH,
+    REASONS,
+    SPECTRA,
+    check_maps,
+    check_meant,
+    check_word,
+    document,
+)
 from deltarule.nn.roles import Role
 from deltarule.nn.rule import OutputNorm, QueryKeyNorm, Rule
 from deltarule.nn.short_conv import ShortConv
-
-# Options that mean something for every recurrent layer.
-COMMON = frozenset({
-    "head_k_dim", "head_v_dim", "conv_size", "conv_bias", "output_gate", "norm_eps",
-    "layer_index", "num_layers",
-})  # fmt: skip
-
-
-# Spectra that S4D knows.
-SPECTRA = ("legs", "inv", "lin")
-# As the authors of TTT have it.
-MINI_BATCH = 16
 
 
 class Mixer(Frame):
@@ -152,6 +146,7 @@ class Mixer(Frame):
         num_layers: int = 1,
     ) -> None:
         """Check the options, and build projections, convolutions, gates, norm and output."""
+        given = {name: value for name, value in locals().items() if name in REASONS}
         super().__init__()
         self.hidden_size = positive("hidden_size", hidden_size)
         self.num_heads = positive("num_heads", num_heads)
@@ -181,16 +176,6 @@ class Mixer(Frame):
         divides = isinstance(self.rule, Rule) and self.rule.normalizer
         self.qk_norm, self.normalizer = qk_norm, default(normalizer, divides)
         self.output_norm: OutputNorm = default(output_norm, "head")
-        given = {
-            "num_v_heads": num_v_heads, "head_k_dim": head_k_dim, "head_v_dim": head_v_dim,
-            "conv_size": conv_size, "beta_max": beta_max, "n_steps": n_steps,
-            "feature_map": feature_map, "qk_norm": qk_norm, "output_norm": output_norm,
-            "normalizer": normalizer,
-            "num_slots": num_slots, "filter_size": filter_size, "rope_theta": rope_theta,
-            "longest_horizon": longest_horizon, "gate_lower_bound": gate_lower_bound,
-            "mini_batch": mini_batch, "spectrum": spectrum, "window": window,
-            "num_persistent": num_persistent,
-        }  # fmt: skip
         neutral = {
             "num_v_heads": num_heads, "head_k_dim": 1, "head_v_dim": self.head_k_dim,
             "conv_size": 0, "n_steps": 1, "normalizer": divides, "output_norm": "head",

@@ -13,7 +13,8 @@ from deltarule import ops
 from deltarule.nn.call import LayerCall
 from deltarule.nn.checks import default_head_dim
 from deltarule.nn.layout import silence_padding
-from deltarule.nn.mixer import COMMON, Mixer
+from deltarule.nn.mixer import Mixer
+from deltarule.nn.options import COMMON
 from deltarule.nn.rule import Arguments
 
 EXPANSION = 2

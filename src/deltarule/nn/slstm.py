@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from deltarule import ops
 from deltarule.nn.call import LayerCall
 from deltarule.nn.layout import split
-from deltarule.nn.mixer import COMMON, Mixer
+from deltarule.nn.mixer import Mixer
 from deltarule.nn.norm import GatedGroupNorm
+from deltarule.nn.options import COMMON
 from deltarule.nn.roles import Role
 from deltarule.nn.rule import System
 

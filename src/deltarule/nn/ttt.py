@@ -4,6 +4,7 @@ W_t = W_0 - s_t sum_{i <= t} eta_i grad |k_i + LN(W k_i) - v_i|^2 / 2 at W_0
 o_t = q_t + LN(W_t q_t)
 """
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -34,19 +35,15 @@ LINEAR = System(
     page="ttt",
 )
 
-MLP = System(
+MLP = replace(
+    LINEAR,
     name="ttt_mlp",
     title="TTT-MLP",
-    operator="ttt",
     recurrence="W = W_0 - s sum_i eta_i grad loss_i(W_0) for both maps of the MLP",
     read_out="o = q + LN(W_2 gelu(W_1 q))",
-    decay="none",
-    erase="gradient",
     objective="|k + LN(W_2 gelu(W_1 k)) - v|^2 / 2",
-    source="arXiv 2407.04620, sections 2.1 to 2.7",
     state_size="2 HV (4K (K + 1) + K (4K + 1)) + 1",
     forms="recurrent, chunked",
-    page="ttt",
 )
 
 

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -12,7 +13,8 @@ from deltarule import ops
 from deltarule.nn.call import LayerCall
 from deltarule.nn.gates import computed
 from deltarule.nn.layout import Layout, silence_padding, split
-from deltarule.nn.mixer import COMMON, Mixer
+from deltarule.nn.mixer import Mixer
+from deltarule.nn.options import COMMON
 from deltarule.nn.roles import Role
 from deltarule.nn.rule import Arguments, System
 from deltarule.ops.context import Context
@@ -50,14 +52,11 @@ def gsa_arguments(slot_logits: Tensor) -> Arguments:
     return {"slots": -torch.expm1(log_decay), "log_decay": log_decay, "scale": 1.0}
 
 
-GSA_SYSTEM = System(
+GSA_SYSTEM = replace(
+    ABC_SYSTEM,
     name="gsa",
     title="Gated Slot Attention",
-    operator="two_memories",
     recurrence="S^k = S^k Diag(a) + k (1 - a)^T, S^v = S^v Diag(a) + v (1 - a)^T",
-    read_out="o = S^v softmax((S^k)^T q)",
-    decay="channel",
-    erase="none",
     source="arXiv 2409.07146, eq. 8 and section 4",
     state_size="H M (K + V)",
 )

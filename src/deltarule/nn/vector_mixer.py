@@ -11,7 +11,8 @@ from torch import Tensor
 from deltarule.nn.call import LayerCall
 from deltarule.nn.checks import default_head_dim
 from deltarule.nn.gates import computed
-from deltarule.nn.mixer import COMMON, Mixer
+from deltarule.nn.mixer import Mixer
+from deltarule.nn.options import COMMON
 from deltarule.nn.scan_mixer import scan
 
 
