@@ -1,9 +1,12 @@
 """Where tokens go, and what padding is turned into."""
 
+import pytest
 import torch
 
 import deltarule
-from deltarule.nn.layout import make_layout, per_step, silence_padding
+from deltarule.models import CausalLM, ModelConfig
+from deltarule.nn import layout
+from deltarule.nn.layout import make_layout, per_step, shared_layout, silence_padding
 
 
 def test_real_tokens_move_to_the_front_and_back():
@@ -57,3 +60,34 @@ def test_step_j_of_token_t_is_row_t_n_plus_j():
     assert rows.shape == (1, 6, 2, 2)
     assert rows[0, 1 * 3 + 2].flatten().tolist() == x[0, 1, 8:].tolist()
     assert per_step(x[..., :3], 3).tolist() == [[[0], [1], [2], [12], [13], [14]]]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("given", ["cu_seqlens", "mask"])
+def test_the_layers_of_a_model_work_out_once_where_tokens_lie(given, checkpointing, monkeypatch):
+    made = []
+    plain = layout.make_layout
+    monkeypatch.setattr(layout, "make_layout", lambda *args: made.append(1) or plain(*args))
+    config = ModelConfig(
+        vocab_size=17, hidden_size=16, num_layers=3, num_heads=2, layer_types="gated_deltanet"
+    )
+    model = CausalLM(config)
+    model.activation_checkpointing = checkpointing
+    tokens = torch.randint(17, (1, 9))
+    options = {"cu_seqlens": deltarule.pack([4, 5]), "mask": torch.arange(9)[None] > 3}
+    for passes in (1, 2):
+        # Other tensors with the same numbers are worked out anew.
+        model(tokens, **{given: options[given].clone()})[0].sum().backward()
+        assert len(made) == passes
+
+
+def test_a_layout_of_other_tokens_is_not_shared():
+    shared, offsets = {}, deltarule.pack([2, 1])
+    first = shared_layout(torch.zeros(1, 3, 1), offsets, None, None, shared)
+    assert shared_layout(torch.ones(1, 3, 4), offsets, None, None, shared) is first
+    assert shared_layout(torch.ones(1, 3, 4), offsets.clone(), None, None, shared) is not first
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    assert shared_layout(torch.ones(1, 3, 4), None, mask, None, shared).cu_seqlens is None
+    shared_layout(torch.ones(1, 3, 4), offsets, None, None, shared)
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        shared_layout(torch.ones(1, 4, 1), offsets, None, None, shared)

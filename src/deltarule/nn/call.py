@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ class LayerCall:
     layout: Layout
     before: State
     after: State
-    shared: dict[str, Tensor]
+    shared: dict[str, Any]
     projected: dict[str, Tensor] = field(default_factory=dict)
     # The convolved values, and how to convolve them again.
     values: tuple[Tensor, Callable[[], Tensor]] | None = None

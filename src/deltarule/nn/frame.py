@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from deltarule.nn.call import LayerCall
 from deltarule.nn.checks import check_input, check_state
 from deltarule.nn.gates import computed
-from deltarule.nn.layout import Layout, make_layout, split
+from deltarule.nn.layout import Layout, shared_layout, split
 from deltarule.nn.norm import ACTIVATIONS, Activation
 from deltarule.nn.rule import System
 from deltarule.nn.state import DraftedState, LentState, State
@@ -69,7 +69,7 @@ class Frame(nn.Module, ABC):
         *,
         cu_seqlens: Offsets | None = None,
         mask: Mask | None = None,
-        shared: dict[str, Tensor] | None = None,
+        shared: dict[str, Any] | None = None,
         context: Context | None = None,
     ) -> tuple[Hidden, State]:
         """Mix the tokens of x with what came before them.
@@ -91,16 +91,15 @@ class Frame(nn.Module, ABC):
         Raises:
             ValueError: An argument has the wrong shape, dtype or device; the message names it.
         """
+        shared = {} if shared is None else shared
         if isinstance(state, DraftedState) and not self.keeps_tokens():
-            return self.one_by_one(x, state, {} if shared is None else shared)
-        layout = make_layout(x, cu_seqlens, mask, self.check_context(context))
+            return self.one_by_one(x, state, shared)
+        layout = shared_layout(x, cu_seqlens, mask, self.check_context(context), shared)
         # A wrapped projection (LoRA, quantised) has no one dtype to compare with.
         plain = type(self.o_proj) is nn.Linear
         check_input(x, self.hidden_size, self.reference(), plain)
         before = self.state_before(state, layout)
-        call = LayerCall(
-            layout.to_front(x), layout, before, State(), {} if shared is None else shared
-        )
+        call = LayerCall(layout.to_front(x), layout, before, State(), shared)
         return layout.to_place(self.mix(call)), call.after
 
     if TYPE_CHECKING:
@@ -112,7 +111,7 @@ class Frame(nn.Module, ABC):
         return False
 
     def one_by_one(
-        self, x: Hidden, state: DraftedState, shared: dict[str, Tensor]
+        self, x: Hidden, state: DraftedState, shared: dict[str, Any]
     ) -> tuple[Hidden, State]:
         """Mix one token after the other, and keep what changes with each."""
         outputs, kept, parts = [], [], []

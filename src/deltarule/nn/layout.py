@@ -1,4 +1,4 @@
-"""How the tokens of one call lie in rows, computed once a call and used by everything with memory.
+"""How the tokens of one call lie in rows, computed once for all layers of a model.
 
 Padding:  each row's real tokens are moved to its front, so that whatever looks back (convolution,
           token shift, positions, attention) sees only real tokens, and are moved back at the end.
@@ -31,6 +31,7 @@ class Layout:
         cu_seqlens: Offsets [N + 1] of packed sequences, on that device. None: a row is a sequence.
         sequence: [T] the packed sequence that each token belongs to. None: a row is a sequence.
         order: [B, T] the tokens of each row, real ones first. None: all are real.
+        place: [B, T] where `order` has put each token. None: all are real.
         real: [B, T] True at the real tokens, once they are at the front. None: all are real.
         context: The processes that hold other tokens of these sequences. None: there are none.
     """
@@ -42,6 +43,7 @@ class Layout:
     cu_seqlens: Tensor | None = None
     sequence: Tensor | None = None
     order: Tensor | None = None
+    place: Tensor | None = None
     real: Tensor | None = None
     context: Context | None = None
 
@@ -86,9 +88,9 @@ class Layout:
 
     def to_place(self, y: Tensor) -> Tensor:
         """Move each token back to where `to_front` took it from."""
-        if self.order is None:
+        if self.place is None:
             return y
-        return torch.take_along_dim(y, self.order.argsort(dim=1).unsqueeze(-1), dim=1)
+        return torch.take_along_dim(y, self.place.unsqueeze(-1), dim=1)
 
     def positions(self, start: Tensor) -> Tensor:
         """[B, T] each token's position in its sequence, which had start [N] tokens before."""
@@ -184,7 +186,31 @@ def _padded(x: Hidden, mask: Mask) -> Layout:
     counts = mask.sum(dim=1)
     order = (~mask).byte().argsort(dim=1, stable=True)
     real = torch.arange(tokens, device=x.device) < counts.unsqueeze(1)
-    return Layout(batch, tokens, x.device, counts, order=order, real=real)
+    place = order.argsort(dim=1)
+    return Layout(batch, tokens, x.device, counts, order=order, place=place, real=real)
+
+
+# Where the first layer of a pass leaves its layout, with what it was made of.
+SHARED = "layout"
+
+
+def shared_layout(
+    x: Hidden,
+    cu_seqlens: Offsets | None,
+    mask: Mask | None,
+    context: Context | None,
+    shared: dict[str, Any],
+) -> Layout:
+    """`make_layout`, once for all layers of a pass that are given the same tensors."""
+    given = cu_seqlens, mask, context
+    if torch.compiler.is_compiling() or not any(part is not None for part in given):
+        return make_layout(x, *given)
+    before, layout = shared.get(SHARED, ((), None))
+    same = layout is not None and all(a is b for a, b in zip(given, before, strict=True))
+    if not same or (layout.batch, layout.tokens, layout.device) != (*x.shape[:2], x.device):
+        layout = make_layout(x, *given)
+        shared[SHARED] = given, layout
+    return layout
 
 
 # What a linear rule writes, erases and decays with; the first three have a row for each write.
