@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from deltarule.nn.call import LayerCall
 from deltarule.nn.frame import Frame
+from deltarule.nn.gates import float32_parameter
 
 
 class ChannelMix(Frame):
@@ -31,7 +32,6 @@ class ChannelMix(Frame):
     float32_parameters = ("shift_mix",)
     convolved = ()
     shifts = True
-    shift_mix: nn.Parameter
 
     def __init__(
         self, hidden_size: int, mlp_size: int, *, layer_index: int = 0, num_layers: int = 1
@@ -41,7 +41,7 @@ class ChannelMix(Frame):
         self.hidden_size, self.conv_size = hidden_size, 0
         share = torch.arange(hidden_size, dtype=torch.float32) / hidden_size
         above = 1 - layer_index / num_layers
-        self.gate_parameter("shift_mix", 1 - share.pow(above**4))
+        self.shift_mix = float32_parameter(1 - share.pow(above**4))
         self.up_proj = nn.Linear(hidden_size, mlp_size, bias=False)
         self.o_proj = nn.Linear(mlp_size, hidden_size, bias=False)
 

@@ -18,6 +18,7 @@ from deltarule.nn.feature_maps import qk_normed
 from deltarule.nn.gates import (
     computed,
     discretised_log_decay,
+    float32_parameter,
     per_value_head,
     write_strength,
 )
@@ -110,15 +111,13 @@ class Comba(DeltaMixer):
     gate_activation = "sigmoid"
     float32_parameters = ("A_log", "dt_bias", "D", "erase_scale")
 
-    erase_scale: nn.Parameter
-
     def build_gates(self) -> None:
         super().build_gates()
         self.build_head_decay(0, 16)
         ones = torch.ones(self.num_heads, dtype=torch.float32)
         self.b_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
-        self.gate_parameter("erase_scale", ones)
-        self.gate_parameter("D", ones.clone())
+        self.erase_scale = float32_parameter(ones)
+        self.D = float32_parameter(ones.clone())
 
     def project(self, call: LayerCall) -> Projections:
         return replace(super().project(call), erase_scale=self.erase_scale)

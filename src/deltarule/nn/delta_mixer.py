@@ -19,7 +19,13 @@ from deltarule import ops
 from deltarule.nn import one_token
 from deltarule.nn.call import LayerCall
 from deltarule.nn.feature_maps import QueryKeyMap
-from deltarule.nn.gates import initial_A_log, initial_dt_bias, low_rank, spread_A_log
+from deltarule.nn.gates import (
+    float32_parameter,
+    initial_A_log,
+    initial_dt_bias,
+    low_rank,
+    spread_A_log,
+)
 from deltarule.nn.layout import make_layout, per_step, silence_padding, split
 from deltarule.nn.linears import linear, linears
 from deltarule.nn.mixer import Mixer
@@ -141,8 +147,8 @@ class DeltaMixer(Mixer):
         dt_bias = initial_dt_bias(*sizes)
         if self.longest_horizon is not None:
             A_log = spread_A_log(dt_bias, self.longest_horizon)
-        self.gate_parameter("A_log", A_log)
-        self.gate_parameter("dt_bias", dt_bias)
+        self.A_log = float32_parameter(A_log)
+        self.dt_bias = float32_parameter(dt_bias)
 
     def build_norm(self) -> nn.Module:
         """Make the norm of each head, which would undo the division by a normaliser."""

@@ -157,10 +157,12 @@ class Frame(nn.Module, ABC):
             state[name] = torch.full((batch_size, *sizes), first, dtype=dtype, device=like.device)
         for name in self.convolved if self.conv_size else ():
             state[f"{name}_conv"] = getattr(self, f"{name}_conv").init_history(batch_size)
+        # Not by `new_zeros`, which the weights of others (quantised ones) may lack.
         if self.shifts:
-            state["shift"] = like.new_zeros(batch_size, 1, self.hidden_size)
+            sizes = batch_size, 1, self.hidden_size
+            state["shift"] = torch.zeros(sizes, dtype=like.dtype, device=like.device)
         if self.counts:
-            state["length"] = like.new_zeros(batch_size, dtype=torch.int64)
+            state["length"] = torch.zeros(batch_size, dtype=torch.int64, device=like.device)
         return state
 
     def lend(self, state: State, tokens: int) -> LentState:
@@ -223,11 +225,6 @@ class Frame(nn.Module, ABC):
     def activated(self, *streams: Tensor) -> tuple[Tensor, ...]:
         """SiLU, where no convolution has brought its own."""
         return streams if self.conv_size else tuple(F.silu(x) for x in streams)
-
-    def gate_parameter(self, name: str, value: Tensor) -> None:
-        """Add one of float32_parameters, whatever torch's default dtype."""
-        assert name in self.float32_parameters
-        self.register_parameter(name, nn.Parameter(value.float()))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         """Load the parameters; with assign=True, 16-bit ones of float32_parameters are widened."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from deltarule.nn.call import LayerCall
 from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.documents import document_count, last_token, per_token
-from deltarule.nn.gates import computed, initial_dt_bias
+from deltarule.nn.gates import computed, float32_parameter, initial_dt_bias
 from deltarule.nn.layout import split
 from deltarule.nn.roles import Role
 from deltarule.nn.rotation import in_float64, within_a_turn
@@ -112,7 +112,6 @@ class GateLoop(DeltaMixer):
     default_output_gate = True
     float32_parameters = ("decay_bias",)
     roles: ClassVar[dict[str, Role]] = {"w_proj": "gate"}
-    decay_bias: nn.Parameter
 
     def build_gates(self) -> None:
         super().build_gates()
@@ -120,7 +119,7 @@ class GateLoop(DeltaMixer):
         self.a_proj = nn.Linear(self.hidden_size, channels, bias=False)
         self.w_proj = nn.Linear(self.hidden_size, channels, bias=False)
         bias = -initial_dt_bias(self.num_heads, self.head_k_dim)
-        self.gate_parameter("decay_bias", bias)
+        self.decay_bias = float32_parameter(bias)
 
     def memories(self) -> dict[str, tuple[int, ...]]:
         """A complex matrix, its two parts side by side, and how far it has turned."""

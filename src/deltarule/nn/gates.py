@@ -126,6 +126,11 @@ def starting_horizons(model: nn.Module) -> list[list[float]]:
     return [[round(1 / rate, 1) for rate in layer.tolist()] for layer in rates]
 
 
+def float32_parameter(value: Tensor) -> nn.Parameter:
+    """One of a layer's float32_parameters, whatever torch's default dtype."""
+    return nn.Parameter(value.float())
+
+
 def low_rank(
     inputs: int, rank: int, outputs: int, *, bias: bool = False, activation: nn.Module | None = None
 ) -> nn.Sequential:

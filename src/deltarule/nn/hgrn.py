@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from deltarule.nn.call import LayerCall
 from deltarule.nn.checks import check_even
-from deltarule.nn.gates import computed
+from deltarule.nn.gates import computed, float32_parameter
 from deltarule.nn.layout import split
 from deltarule.nn.mixer import Mixer
 from deltarule.nn.rotation import at_positions, turned
@@ -71,7 +71,7 @@ class LowerBounds(Mixer):
         self.bound_index = kinds[:layer_index].count(self.rule.name)
         if self.bound_index == 0 and (layers := kinds.count(self.rule.name)) > 1:
             sizes = layers, *self.bound_sizes()
-            self.gate_parameter("bound_logits", torch.ones(sizes, dtype=torch.float32))
+            self.bound_logits = float32_parameter(torch.ones(sizes, dtype=torch.float32))
 
     def build_gates(self) -> None:
         """Leave the bounds to `find_place`: a layer alone has none."""
@@ -116,7 +116,6 @@ class HGRN(LowerBounds, VectorMixer):
     normless, norm_of_all = False, True
     counts = True
     float32_parameters = ("bound_logits", "frequency")
-    frequency: nn.Parameter
 
     def check_options(self) -> None:
         check_even("head_v_dim", self.head_v_dim)
@@ -129,7 +128,7 @@ class HGRN(LowerBounds, VectorMixer):
         heads, channels = self.bound_sizes()
         self.a_proj = nn.Linear(self.hidden_size, heads * channels, bias=False)
         share = torch.arange(heads * channels, dtype=torch.float32) / (heads * channels)
-        self.gate_parameter("frequency", (BASE ** (-2 * share)).view(heads, channels))
+        self.frequency = float32_parameter((BASE ** (-2 * share)).view(heads, channels))
 
     def read(self, call: LayerCall) -> Tensor:
         heads, channels = self.bound_sizes()

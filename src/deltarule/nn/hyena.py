@@ -11,11 +11,12 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from deltarule import ops
 from deltarule.nn.call import LayerCall
 from deltarule.nn.checks import default, positive
+from deltarule.nn.gates import float32_parameter
 from deltarule.nn.layout import Layout, split
 from deltarule.nn.mixer import Mixer
 from deltarule.nn.options import COMMON
@@ -86,9 +87,6 @@ class MultiHeadHyena(Mixer):
     float32_parameters = (
         "filter_1", "filter_2", "filter_3", "filter_4", "frequency", "rate", "D",
     )  # fmt: skip
-    frequency: nn.Parameter
-    rate: nn.Parameter
-    D: nn.Parameter
 
     def activates(self, name: str) -> bool:
         """Nothing follows the short convolution."""
@@ -104,13 +102,14 @@ class MultiHeadHyena(Mixer):
         sizes = (WIDTH, 2 + 2 * BANDS), (WIDTH, inner), (WIDTH, inner), (filters, WIDTH)
         for index, (outputs, inputs) in enumerate(sizes, start=1):
             # As linear layers draw theirs.
-            drawn = torch.empty(outputs, inputs, dtype=torch.float32)
-            self.gate_parameter(f"filter_{index}", drawn.uniform_(-(inputs**-0.5), inputs**-0.5))
-        self.gate_parameter("frequency", torch.full((WIDTH,), FREQUENCY, dtype=torch.float32))
+            drawn, bound = torch.empty(outputs, inputs, dtype=torch.float32), inputs**-0.5
+            drawn.uniform_(-bound, bound)
+            self.register_parameter(f"filter_{index}", float32_parameter(drawn))
+        self.frequency = float32_parameter(torch.full((WIDTH,), FREQUENCY, dtype=torch.float32))
         fastest, slowest = (-math.log(LEFT) / share for share in (FASTEST, SLOWEST))
         rate = torch.linspace(slowest, fastest, filters, dtype=torch.float32)
-        self.gate_parameter("rate", rate)
-        self.gate_parameter("D", torch.randn(filters, dtype=torch.float32))
+        self.rate = float32_parameter(rate)
+        self.D = float32_parameter(torch.randn(filters, dtype=torch.float32))
 
     def memories(self) -> dict[str, tuple[int, ...]]:
         filters, key_size, value_size = self.filters()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.feature_maps import qk_normed
-from deltarule.nn.gates import computed, low_rank, write_strength
+from deltarule.nn.gates import computed, float32_parameter, low_rank, write_strength
 from deltarule.nn.rule import Arguments, Carry, Mapped, Projections, Rule, System
 from deltarule.nn.scan_mixer import ScanMixer
 
@@ -110,13 +110,12 @@ class LonghornReleased(ScanMixer):
 
     rule = RELEASED
     float32_parameters = ("dt_bias", "D")
-    dt_bias: nn.Parameter
 
     def build_scan(self, inner: int) -> None:
         self.q_proj = nn.Linear(inner, self.head_k_dim, bias=False)
         self.k_proj = nn.Linear(inner, self.head_k_dim, bias=False)
         self.b_proj = low_rank(inner, self.step_rank(), inner)
-        self.gate_parameter("dt_bias", torch.zeros(self.num_heads, self.head_v_dim))
+        self.dt_bias = float32_parameter(torch.zeros(self.num_heads, self.head_v_dim))
 
     def scan_arguments(self, stream: Tensor, v: Tensor) -> Arguments:
         return released_arguments(

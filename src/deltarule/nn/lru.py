@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn.call import LayerCall
-from deltarule.nn.gates import computed
+from deltarule.nn.gates import computed, float32_parameter
 from deltarule.nn.layout import split
 from deltarule.nn.roles import Role
 from deltarule.nn.rotation import at_positions, turned
@@ -63,10 +63,6 @@ class LRU(VectorMixer):
     counts = True
     float32_parameters = ("nu", "theta", "gamma_log", "D")
     roles: ClassVar[dict[str, Role]] = {"B": "gate", "C": "gate"}
-    nu: nn.Parameter
-    theta: nn.Parameter
-    gamma_log: nn.Parameter
-    D: nn.Parameter
 
     def default_head_k_dim(self) -> int:
         return self.default_head_v_dim()
@@ -78,12 +74,12 @@ class LRU(VectorMixer):
         heads, states, values = self.num_heads, self.head_k_dim, self.head_v_dim
         radius, turn = torch.rand(2, heads, states, dtype=torch.float32)
         nu = (-radius.clamp(SMALLEST, 1 - SMALLEST).log() / 2).log()
-        self.gate_parameter("nu", nu)
-        self.gate_parameter("theta", (2 * math.pi * turn.clamp(min=SMALLEST)).log())
-        self.gate_parameter("gamma_log", torch.log(-torch.expm1(-2 * nu.exp())) / 2)
+        self.nu = float32_parameter(nu)
+        self.theta = float32_parameter((2 * math.pi * turn.clamp(min=SMALLEST)).log())
+        self.gamma_log = float32_parameter(torch.log(-torch.expm1(-2 * nu.exp())) / 2)
         self.B = nn.Parameter(torch.randn(heads, 2, states, values) * (2 * values) ** -0.5)
         self.C = nn.Parameter(torch.randn(heads, 2, values, states) * states**-0.5)
-        self.gate_parameter("D", torch.randn(heads, values))
+        self.D = float32_parameter(torch.randn(heads, values))
 
     def read(self, call: LayerCall) -> Tensor:
         u = split(self.stream("v", call), self.num_heads, self.head_v_dim)

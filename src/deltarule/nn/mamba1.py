@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn.checks import default
-from deltarule.nn.gates import computed, initial_dt_bias, low_rank
+from deltarule.nn.gates import computed, float32_parameter, initial_dt_bias, low_rank
 from deltarule.nn.norm import RMSNorm
 from deltarule.nn.rule import Arguments, System
 from deltarule.nn.scan_mixer import ScanMixer
@@ -68,8 +68,6 @@ class Mamba1(ScanMixer):
 
     rule = SYSTEM
     inner_norm_eps: float = 1e-5
-    A_log: nn.Parameter
-    dt_bias: nn.Parameter
 
     @classmethod
     def from_config(cls, config: Any, layer_index: int) -> Self:
@@ -104,8 +102,8 @@ class Mamba1(ScanMixer):
         self.q_proj = nn.Linear(inner, self.head_k_dim, bias=False)
         self.k_proj = nn.Linear(inner, self.head_k_dim, bias=False)
         self.a_proj = low_rank(inner, self.step_rank(), inner)
-        self.gate_parameter("A_log", self.rates())
-        self.gate_parameter("dt_bias", initial_dt_bias(self.num_heads, self.head_v_dim))
+        self.A_log = float32_parameter(self.rates())
+        self.dt_bias = float32_parameter(initial_dt_bias(self.num_heads, self.head_v_dim))
 
     def scan_arguments(self, stream: Tensor, v: Tensor) -> Arguments:
         q, k = self.q_proj(stream), self.k_proj(stream)

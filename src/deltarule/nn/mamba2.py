@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from deltarule.nn.call import LayerCall
 from deltarule.nn.checks import default_head_dim
 from deltarule.nn.delta_mixer import DeltaMixer
-from deltarule.nn.gates import step_and_log_decay
+from deltarule.nn.gates import float32_parameter, step_and_log_decay
 from deltarule.nn.norm import GroupRMSNorm
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
 
@@ -105,7 +105,7 @@ class Mamba2(DeltaMixer):
     def build_gates(self) -> None:
         super().build_gates()
         self.build_head_decay(1, 16)
-        self.gate_parameter("D", torch.ones(self.num_v_heads, dtype=torch.float32))
+        self.D = float32_parameter(torch.ones(self.num_v_heads, dtype=torch.float32))
 
     def build_norm(self) -> nn.Module:
         size = self.num_v_heads * self.head_v_dim

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from deltarule import ops
 from deltarule.nn.call import LayerCall
-from deltarule.nn.gates import computed, unit
+from deltarule.nn.gates import computed, float32_parameter, unit
 from deltarule.nn.layout import silence_padding
 from deltarule.nn.mixer import Mixer
 from deltarule.nn.rule import System
@@ -60,7 +60,6 @@ class Mesa(Mixer):
     default_conv_size = 4
     convolved = ("q", "k")
     float32_parameters = ("regularizer_logits",)
-    regularizer_logits: nn.Parameter
 
     # As in the operator: a number of steps, or None to solve exactly.
     iterations: int | Literal["auto"] | None = "auto"
@@ -70,7 +69,7 @@ class Mesa(Mixer):
         self.b_proj = nn.Linear(self.hidden_size, self.num_heads)
         logit = math.log(math.expm1(FIRST_REGULARIZER - LEAST_REGULARIZER))
         logits = torch.full((self.num_heads, self.head_k_dim), logit, dtype=torch.float32)
-        self.gate_parameter("regularizer_logits", logits)
+        self.regularizer_logits = float32_parameter(logits)
 
     def memories(self) -> dict[str, tuple[int, ...]]:
         heads, key_size = self.num_heads, self.head_k_dim

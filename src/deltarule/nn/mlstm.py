@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from deltarule.nn.call import LayerCall
 from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.documents import last_token
-from deltarule.nn.gates import computed
+from deltarule.nn.gates import computed, float32_parameter
 from deltarule.nn.linears import ExactLinear
 from deltarule.nn.norm import GatedGroupNorm
 from deltarule.nn.normalizer import divided, with_one
@@ -133,9 +133,6 @@ class MLSTM(DeltaMixer):
     gate_activation = "sigmoid"
     float32_parameters = ("decay_bias", "beta_bias")
 
-    decay_bias: nn.Parameter
-    beta_bias: nn.Parameter
-
     @classmethod
     def from_config(cls, config: Any, layer_index: int) -> Self:
         """Build the layer of a model, whose output norm may have no bias."""
@@ -149,8 +146,8 @@ class MLSTM(DeltaMixer):
         heads = self.num_v_heads
         self.a_proj = ExactLinear(self.hidden_size, heads, bias=False)
         self.b_proj = ExactLinear(self.hidden_size, heads, bias=False)
-        self.gate_parameter("decay_bias", torch.linspace(3, 6, heads, dtype=torch.float32))
-        self.gate_parameter("beta_bias", 0.1 * torch.randn(heads, dtype=torch.float32))
+        self.decay_bias = float32_parameter(torch.linspace(3, 6, heads, dtype=torch.float32))
+        self.beta_bias = float32_parameter(0.1 * torch.randn(heads, dtype=torch.float32))
 
     def build_norm(self) -> nn.Module:
         sizes = self.num_v_heads, self.head_v_dim

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn.call import LayerCall
-from deltarule.nn.gates import computed
+from deltarule.nn.gates import computed, float32_parameter
 from deltarule.nn.layout import split
 from deltarule.nn.roles import Role
 from deltarule.nn.rule import System
@@ -73,7 +73,6 @@ class RGLRU(VectorMixer):
     counts = True
     float32_parameters = ("rate", "a_bias", "i_bias")
     roles: ClassVar[dict[str, Role]] = {"a_weight": "gate", "i_weight": "gate"}
-    rate: nn.Parameter
     a_weight: nn.Parameter
     i_weight: nn.Parameter
     a_bias: nn.Parameter
@@ -87,10 +86,10 @@ class RGLRU(VectorMixer):
         for name in ("a", "i"):
             weight = torch.randn(*sizes, self.head_v_dim) * self.head_v_dim**-0.5
             self.register_parameter(f"{name}_weight", nn.Parameter(weight))
-            self.gate_parameter(f"{name}_bias", torch.zeros(sizes))
+            self.register_parameter(f"{name}_bias", float32_parameter(torch.zeros(sizes)))
         decay = torch.empty(sizes, dtype=torch.float32).uniform_(*FIRST_DECAYS)
         # The inverse of softplus at -log(a) / 8.
-        self.gate_parameter("rate", torch.expm1(-decay.log() / POWER).log())
+        self.rate = float32_parameter(torch.expm1(-decay.log() / POWER).log())
 
     def read(self, call: LayerCall) -> Tensor:
         x = split(self.stream("v", call), self.num_heads, self.head_v_dim)

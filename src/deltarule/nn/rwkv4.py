@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from deltarule.nn.call import LayerCall
 from deltarule.nn.documents import last_token, token_before
-from deltarule.nn.gates import computed
+from deltarule.nn.gates import computed, float32_parameter
 from deltarule.nn.rule import Projections, System
 from deltarule.nn.running_maximum import change_of_scale, maximum_before, running_maximum
 from deltarule.nn.token_shift import first_shares, shifted
@@ -66,9 +66,6 @@ class RWKV4(VectorMixer):
     float32_parameters = ("shift_mix", "A_log", "bonus")
     k_proj: nn.Module
     v_proj: nn.Module
-    shift_mix: nn.Parameter
-    A_log: nn.Parameter
-    bonus: nn.Parameter
 
     def stream_sizes(self) -> dict[str, int]:
         return dict.fromkeys("kv", self.num_heads * self.head_v_dim)
@@ -79,11 +76,11 @@ class RWKV4(VectorMixer):
         place = self.hidden_size, self.layer_index, self.num_layers
         mixes = first_shares(SHIFT_POWERS.values(), *place)
         mixes[list(SHIFT_POWERS).index("v")] -= 0.3 * self.depth
-        self.gate_parameter("shift_mix", mixes)
+        self.shift_mix = float32_parameter(mixes)
         share = torch.arange(channels, dtype=torch.float32) / max(1, channels - 1)
-        self.gate_parameter("A_log", (-5 + 8 * share.pow(0.7 + 1.3 * self.depth)).view(sizes))
+        self.A_log = float32_parameter((-5 + 8 * share.pow(0.7 + 1.3 * self.depth)).view(sizes))
         zigzag = (torch.arange(channels, dtype=torch.float32) + 1) % 3 - 1
-        self.gate_parameter("bonus", (zigzag / 2 + torch.tensor(0.3).log()).view(sizes))
+        self.bonus = float32_parameter((zigzag / 2 + torch.tensor(0.3).log()).view(sizes))
 
     def memories(self) -> dict[str, tuple[int, ...]]:
         """Both sums, and the maximum that they are kept by."""

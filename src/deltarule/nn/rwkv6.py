@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from deltarule.nn.call import LayerCall
 from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.documents import last_token, token_before
-from deltarule.nn.gates import computed, low_rank
+from deltarule.nn.gates import computed, float32_parameter, low_rank
 from deltarule.nn.layout import split
 from deltarule.nn.norm import GatedGroupNorm
 from deltarule.nn.roles import Role
@@ -98,10 +98,6 @@ class RWKV6(DeltaMixer):
 
     roles: ClassVar[dict[str, Role]] = {"mix_down": "gate", "mix_up": "gate"}
 
-    first_mix: nn.Parameter
-    shift_mix: nn.Parameter
-    decay_bias: nn.Parameter
-    bonus: nn.Parameter
     a_proj: nn.Module
 
     def build_gates(self) -> None:
@@ -114,16 +110,16 @@ class RWKV6(DeltaMixer):
         nn.init.zeros_(down)
         nn.init.uniform_(up, -0.01, 0.01)
         decay_bias, bonus = self.initial_decay_and_bonus(channels)
-        self.gate_parameter("decay_bias", decay_bias.view(sizes))
-        self.gate_parameter("bonus", bonus.view(sizes))
+        self.decay_bias = float32_parameter(decay_bias.view(sizes))
+        self.bonus = float32_parameter(bonus.view(sizes))
 
     def build_shift(self) -> None:
         """Make the shares of the token before; those that depend on x start at zero."""
         powers = 1.0, *SHIFT_POWERS.values()
         first, *mixes = first_shares(powers, self.hidden_size, self.layer_index, self.num_layers)
         mixes[list(SHIFT_POWERS).index("v")] -= 0.3 * self.depth
-        self.gate_parameter("first_mix", first)
-        self.gate_parameter("shift_mix", torch.stack(mixes))
+        self.first_mix = float32_parameter(first)
+        self.shift_mix = float32_parameter(torch.stack(mixes))
         projections = len(SHIFT_POWERS)
         self.mix_down = nn.Linear(self.hidden_size, projections * MIX_RANK, bias=False)
         nn.init.zeros_(self.mix_down.weight)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from deltarule.nn.call import LayerCall
 from deltarule.nn.delta_mixer import DeltaMixer
-from deltarule.nn.gates import computed, low_rank
+from deltarule.nn.gates import computed, float32_parameter, low_rank
 from deltarule.nn.layout import split
 from deltarule.nn.roles import Role
 from deltarule.nn.rule import Carry, Mapped, Projections, Rule
@@ -109,13 +109,7 @@ class RWKV7(DeltaMixer):
         "erase_proj": "gate", "value_proj": "gate", "g_proj": "gate",
     }  # fmt: skip
 
-    shift_mix: nn.Parameter
-    decay_bias: nn.Parameter
-    erase_bias: nn.Parameter
     value_bias: nn.Parameter | None
-    erase_scale: nn.Parameter
-    replace_scale: nn.Parameter
-    bonus: nn.Parameter
     a_proj: nn.Module
     erase_proj: nn.Module
     value_proj: nn.Module | None
@@ -138,20 +132,22 @@ class RWKV7(DeltaMixer):
         heads, key_size = self.num_heads, self.head_k_dim
         key_channels, value_channels = heads * key_size, heads * self.head_v_dim
         place = self.hidden_size, self.layer_index, self.num_layers
-        self.gate_parameter("shift_mix", first_shares(SHIFT_POWERS.values(), *place))
+        self.shift_mix = float32_parameter(first_shares(SHIFT_POWERS.values(), *place))
         self.a_proj = self.small_map(1.8, 0.5, key_channels, nn.Tanh())
         decay_bias = self.initial_decay_bias(key_channels)
-        self.gate_parameter("decay_bias", decay_bias.view(heads, key_size))
+        self.decay_bias = float32_parameter(decay_bias.view(heads, key_size))
         self.erase_proj = self.small_map(1.8, 0.5, key_channels)
-        self.gate_parameter("erase_bias", torch.zeros(heads, key_size))
+        self.erase_bias = float32_parameter(torch.zeros(heads, key_size))
         self.value_proj = None
         self.register_parameter("value_bias", None)
         if self.layer_index > 0:
             self.value_proj = self.small_map(1.3, 0.5, value_channels)
-            self.gate_parameter("value_bias", torch.ones(heads, self.head_v_dim))
-        self.gate_parameter("erase_scale", torch.full((heads, key_size), 0.85, dtype=torch.float32))
-        self.gate_parameter("replace_scale", torch.ones(heads, key_size))
-        self.gate_parameter("bonus", torch.zeros(heads, key_size))
+            self.value_bias = float32_parameter(torch.ones(heads, self.head_v_dim))
+        self.erase_scale = float32_parameter(
+            torch.full((heads, key_size), 0.85, dtype=torch.float32)
+        )
+        self.replace_scale = float32_parameter(torch.ones(heads, key_size))
+        self.bonus = float32_parameter(torch.zeros(heads, key_size))
 
     def build_norm(self) -> nn.Module:
         channels = self.num_v_heads * self.head_v_dim

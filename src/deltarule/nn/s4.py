@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from deltarule import ops
 from deltarule.nn.call import LayerCall
-from deltarule.nn.gates import DT_RANGE
+from deltarule.nn.gates import DT_RANGE, float32_parameter
 from deltarule.nn.rule import Arguments, System
 from deltarule.nn.scan_mixer import ScanMixer
 from deltarule.ops.dispatch import without_autocast
@@ -109,19 +109,15 @@ class S4(ScanMixer):
     rule = SYSTEM
     convolves: bool = False
     float32_parameters = ("A_log", "log_step", "B", "C", "D")
-    A_log: nn.Parameter
-    log_step: nn.Parameter
-    B: nn.Parameter
-    C: nn.Parameter
 
     def build_scan(self, inner: int) -> None:
-        self.gate_parameter("A_log", self.rates())
+        self.A_log = float32_parameter(self.rates())
         step = torch.empty(self.num_heads, self.head_v_dim, dtype=torch.float32)
         step.uniform_(*(math.log(dt) for dt in DT_RANGE))
-        self.gate_parameter("log_step", step)
+        self.log_step = float32_parameter(step)
         # What v is multiplied by in the time that a step takes: the input of Euler's method.
-        self.gate_parameter("B", step.exp().unsqueeze(-1).repeat(1, 1, self.head_k_dim))
-        self.gate_parameter("C", torch.randn(*step.shape, self.head_k_dim, dtype=torch.float32))
+        self.B = float32_parameter(step.exp().unsqueeze(-1).repeat(1, 1, self.head_k_dim))
+        self.C = float32_parameter(torch.randn(*step.shape, self.head_k_dim, dtype=torch.float32))
 
     def scan_arguments(self, stream: Tensor, v: Tensor) -> Arguments:
         return arguments(v, log_step=self.log_step, A_log=self.A_log, B=self.B, C=self.C)

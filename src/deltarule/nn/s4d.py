@@ -8,11 +8,11 @@ Half of the eigenvalues are kept, those with positive imaginary parts: hence the
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deltarule.nn.call import LayerCall
 from deltarule.nn.complex_filters import Filters, complex_product, filtered
-from deltarule.nn.gates import DT_RANGE, computed
+from deltarule.nn.gates import DT_RANGE, computed, float32_parameter
 from deltarule.nn.rotation import in_float64, within_a_turn
 from deltarule.nn.rule import Arguments, System
 from deltarule.nn.scan_mixer import ScanMixer
@@ -121,11 +121,6 @@ class S4D(ScanMixer):
     float32_parameters = (
         "A_log", "frequency", "log_step", "B", "C", "D",
     )  # fmt: skip
-    A_log: nn.Parameter
-    frequency: nn.Parameter
-    log_step: nn.Parameter
-    B: nn.Parameter
-    C: nn.Parameter
 
     def default_head_k_dim(self) -> int:
         return 32
@@ -136,15 +131,15 @@ class S4D(ScanMixer):
     def build_scan(self, inner: int) -> None:
         states = self.num_heads, self.head_v_dim, self.head_k_dim
         parts = *states[:2], 2, states[2]
-        self.gate_parameter("A_log", torch.full(states, math.log(0.5)))
+        self.A_log = float32_parameter(torch.full(states, math.log(0.5)))
         spectrum = IMAGINARY_PARTS[self.spectrum](self.head_k_dim).to(torch.get_default_device())
-        self.gate_parameter("frequency", spectrum.expand(states).clone())
+        self.frequency = float32_parameter(spectrum.expand(states).clone())
         step = torch.empty(states[:2], dtype=torch.float32)
-        self.gate_parameter("log_step", step.uniform_(*(math.log(dt) for dt in DT_RANGE)))
+        self.log_step = float32_parameter(step.uniform_(*(math.log(dt) for dt in DT_RANGE)))
         ones = torch.ones(parts)
         ones[..., 1, :] = 0
-        self.gate_parameter("B", ones)
-        self.gate_parameter("C", torch.randn(parts) * 0.5**0.5)
+        self.B = float32_parameter(ones)
+        self.C = float32_parameter(torch.randn(parts) * 0.5**0.5)
 
     def filters(self) -> Filters:
         """Factors of a token, inputs and read-outs of all channels."""

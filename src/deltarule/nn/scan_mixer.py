@@ -7,11 +7,12 @@ from abc import abstractmethod
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deltarule import ops
 from deltarule.nn.call import LayerCall
 from deltarule.nn.checks import default_head_dim
+from deltarule.nn.gates import float32_parameter
 from deltarule.nn.layout import silence_padding
 from deltarule.nn.mixer import Mixer
 from deltarule.nn.options import COMMON
@@ -35,7 +36,6 @@ class ScanMixer(Mixer):
     default_output_gate = True
     convolved = ("v",)
     float32_parameters: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
-    D: nn.Parameter
 
     def default_head_k_dim(self) -> int:
         """Numbers kept for each value channel where none are given: 16."""
@@ -60,7 +60,7 @@ class ScanMixer(Mixer):
 
     def build_gates(self) -> None:
         self.build_scan(self.num_heads * self.head_v_dim)
-        self.gate_parameter("D", torch.ones(self.num_heads, self.head_v_dim))
+        self.D = float32_parameter(torch.ones(self.num_heads, self.head_v_dim))
 
     def memories(self) -> dict[str, tuple[int, ...]]:
         return {"recurrent": (self.num_heads, self.head_v_dim, self.head_k_dim)}

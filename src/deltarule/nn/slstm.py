@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from deltarule import ops
 from deltarule.nn.call import LayerCall
+from deltarule.nn.gates import float32_parameter
 from deltarule.nn.layout import split
 from deltarule.nn.mixer import Mixer
 from deltarule.nn.norm import GatedGroupNorm
@@ -62,7 +63,6 @@ class SLSTM(Mixer):
     linear_state = False
     float32_parameters = ("gate_bias",)
     roles: ClassVar[dict[str, Role]] = {"i_proj": "gate", "f_proj": "gate", "recurrent": "gate"}
-    gate_bias: nn.Parameter
     x_conv: nn.Module
 
     def build_projections(self) -> None:
@@ -74,7 +74,7 @@ class SLSTM(Mixer):
         heads, size = self.num_heads, self.head_v_dim
         bias = torch.zeros(heads, 4, size, dtype=torch.float32)
         bias[:, 1] = torch.linspace(*FORGET_BIASES, size)
-        self.gate_parameter("gate_bias", bias)
+        self.gate_bias = float32_parameter(bias)
         self.recurrent = nn.Parameter(torch.zeros(heads, 4, size, size))
 
     def build_norm(self) -> nn.Module:

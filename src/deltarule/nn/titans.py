@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from deltarule import ops
 from deltarule.nn.call import LayerCall
-from deltarule.nn.gates import computed, unit
+from deltarule.nn.gates import computed, float32_parameter, unit
 from deltarule.nn.memory_mixer import MemoryMixer
 from deltarule.nn.roles import Role
 from deltarule.nn.rule import System
@@ -85,7 +85,6 @@ class TitansLinear(MemoryMixer):
     parts = ("recurrent", "momentum", "anchor")
     float32_parameters = ("decay_bias",)
     roles: ClassVar[dict[str, Role]] = {"m_proj": "gate"}
-    decay_bias: nn.Parameter
     q_proj: nn.Module
 
     def build_gates(self) -> None:
@@ -94,7 +93,7 @@ class TitansLinear(MemoryMixer):
             nn.Linear(self.hidden_size, self.num_heads, bias=False) for _ in range(3)
         )
         nn.init.zeros_(self.a_proj.weight)
-        self.gate_parameter("decay_bias", torch.full((self.num_heads,), FIRST_DECAY_BIAS))
+        self.decay_bias = float32_parameter(torch.full((self.num_heads,), FIRST_DECAY_BIAS))
 
     def map_sizes(self) -> list[tuple[int, int]]:
         return [(self.head_v_dim, self.head_k_dim)]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from deltarule import ops
 from deltarule.nn.call import LayerCall
 from deltarule.nn.checks import check_even
-from deltarule.nn.gates import computed
+from deltarule.nn.gates import computed, float32_parameter
 from deltarule.nn.memory_mixer import MemoryMixer
 from deltarule.nn.roles import Role
 from deltarule.nn.rotation import rotate
@@ -84,7 +84,6 @@ class TTTLinear(MemoryMixer):
     roles: ClassVar[dict[str, Role]] = {
         "inner_norm_weight": "scale", "inner_norm_bias": "scale",
     }  # fmt: skip
-    step_offset: nn.Parameter
 
     def check_options(self) -> None:
         check_even("head_k_dim", self.head_k_dim)
@@ -94,7 +93,7 @@ class TTTLinear(MemoryMixer):
         self.b_proj = nn.Linear(self.hidden_size, self.num_heads)
         nn.init.normal_(self.b_proj.weight, std=0.02)
         nn.init.zeros_(self.b_proj.bias)
-        self.gate_parameter("step_offset", torch.zeros(self.mini_batch))
+        self.step_offset = float32_parameter(torch.zeros(self.mini_batch))
         self.inner_norm_weight = nn.Parameter(torch.ones(self.num_heads, self.head_v_dim))
         self.inner_norm_bias = nn.Parameter(torch.zeros(self.num_heads, self.head_v_dim))
 
