@@ -15,7 +15,7 @@ import deltarule
 from bench.cases import OPERATIONS, Shape
 from bench.counts import count
 from bench.worker import BOTH, FORWARD
-from deltarule.nn.atomic_file import write_atomically
+from deltarule.atomic_file import write_atomically
 
 Row = dict[str, Any]
 

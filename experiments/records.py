@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import deltarule
-from deltarule.nn.atomic_file import write_atomically
+from deltarule.atomic_file import write_atomically
 from experiments.experiment import Cell, Result
 
 Record = dict[str, Any]

@@ -11,8 +11,8 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from deltarule.json_file import read_text
 from deltarule.lookup import nearest
-from deltarule.nn.json_file import read_text
 
 
 def flag_names(kind: type[Any]) -> list[str]:

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from deltarule.nn.json_file import fitted
+from deltarule.json_file import fitted
 from deltarule.train.checkpoint import Checkpoints
 from deltarule.train.loop import LoopOptions
 from deltarule.train.run_folder import (

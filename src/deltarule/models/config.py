@@ -5,11 +5,11 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from deltarule.json_file import parse_object
 from deltarule.models.config_checks import check_fields, check_used, nearest
 from deltarule.models.config_names import for_file, from_file
 from deltarule.models.patterns import expand_layer_types, expand_mlp_layer_types
 from deltarule.nn.experts import Scores
-from deltarule.nn.json_file import parse_object
 from deltarule.nn.mlp import HiddenActivation
 from deltarule.nn.rule import OutputNorm, QueryKeyNorm
 

@@ -12,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from deltarule.nn.atomic_file import write_atomically
-from deltarule.nn.json_file import fitted, parse_object, read_text
+from deltarule.atomic_file import write_atomically
+from deltarule.json_file import fitted, parse_object, read_text
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"

@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from deltarule.nn.atomic_file import write_atomically
-from deltarule.nn.json_file import fitted, parse
+from deltarule.atomic_file import write_atomically
+from deltarule.json_file import fitted, parse
 
 Rows = Tensor | slice | Sequence[int]
 # More than any model has: a file must not choose how much is allocated.

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from deltarule.atomic_file import sync
 from deltarule.models import CausalLM
 from deltarule.models.files import CONFIG, WEIGHTS, CheckpointError
-from deltarule.nn.atomic_file import sync
 from deltarule.parallel.world import World
 
 Tensors = dict[str, Tensor]

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from deltarule.atomic_file import sync
+from deltarule.json_file import fitted, parse_object, read_text
 from deltarule.models.files import CheckpointError, naming
-from deltarule.nn.atomic_file import sync
-from deltarule.nn.json_file import fitted, parse_object, read_text
 
 MARKER = "COMPLETE"
 STATE = "state.json"

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from deltarule.json_file import fitted
 from deltarule.models import CausalLM
 from deltarule.models.files import naming
 from deltarule.models.late import Late
-from deltarule.nn.json_file import fitted
 from deltarule.parallel import World
 from deltarule.train.checkpoint import STATE
 from deltarule.train.device import choose_device

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from deltarule.nn.atomic_file import write_atomically
-from deltarule.nn.json_file import fitted, parse_object
+from deltarule.atomic_file import write_atomically
+from deltarule.json_file import fitted, parse_object
 
 Row = dict[str, Any]
 # What else takes a row.

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from deltarule.nn.json_file import fitted, parse_object
+from deltarule.json_file import fitted, parse_object
 from deltarule.train.extra import require
 
 # Rows of a .parquet file that are in memory together.

@@ -14,9 +14,9 @@ import torch
 from safetensors import SafetensorError
 
 import deltarule
+from deltarule.atomic_file import write_atomically
+from deltarule.json_file import fitted, parse_object, read_text
 from deltarule.models.files import naming, write_text
-from deltarule.nn.atomic_file import write_atomically
-from deltarule.nn.json_file import fitted, parse_object, read_text
 from deltarule.parallel import World
 from deltarule.train.checkpoint import checkpoint_steps
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from deltarule.atomic_file import sync
 from deltarule.models.files import CheckpointError
-from deltarule.nn.atomic_file import sync
 from deltarule.parallel import World
 from deltarule.parallel.shard_files import (
     as_written,

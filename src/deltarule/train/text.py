@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deltarule.atomic_file import write_atomically
 from deltarule.models import CausalLM
 from deltarule.models.files import CONFIG, write_text
-from deltarule.nn.atomic_file import write_atomically
 from deltarule.ops.context import make_context
 from deltarule.parallel import MeshOptions, World
 from deltarule.parallel.shard_files import write_model

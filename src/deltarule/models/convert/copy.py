@@ -11,11 +11,11 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
+from deltarule.atomic_file import new_folder
 from deltarule.models import files
 from deltarule.models.causal_lm import without_memory
 from deltarule.models.convert.layout import Layout, shapes_of, stored, written
 from deltarule.models.convert.piece import Piece, Shapes
-from deltarule.nn.atomic_file import new_folder
 
 # What stands beside a model for its tokens, and is the same in every layout.
 _BESIDE = (

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from deltarule.nn.atomic_file import write_atomically
+from deltarule.atomic_file import write_atomically
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path):
