@@ -4,6 +4,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,11 +13,11 @@ import torch
 from bench import adapters, cpu, model, results
 from bench.cases import CHECKED, CHECKED_STEP, OPERATIONS, SHAPES, TINY, TRAIN, pick
 from bench.figure import draw_figure
-from bench.processes import empty_caches, run_cases
 from bench.report import timings
 from bench.table import progress_line, show
-from bench.worker import Setting
+from bench.worker import Setting, attempt
 from deltarule.ops.dispatch import Impl
+from deltarule.processes import each_apart
 
 Row = dict[str, Any]
 Measure = Literal["time", "error", "overhead", "cold"]
@@ -213,8 +214,22 @@ def measured(setting: Setting, cases: list[Row], limit: float) -> Iterator[tuple
     known = adapters.PEERS.get(setting.peer)
     environment = dict(known.environment) if known else {}
     warm = [case for case in cases if case["kind"] != "cold"]
-    yield from run_cases(setting, warm, limit_s=limit, environment=environment)
+    yield from measured_apart(setting, warm, limit, environment)
     for cold in (case for case in cases if case["kind"] == "cold"):
         with tempfile.TemporaryDirectory() as folder:
             fresh = environment | empty_caches(Path(folder))
-            yield from run_cases(setting, [cold], limit_s=limit, environment=fresh)
+            yield from measured_apart(setting, [cold], limit, fresh)
+
+
+def measured_apart(
+    setting: Setting, cases: list[Row], limit: float, environment: dict[str, str]
+) -> Iterator[tuple[Row, Row]]:
+    """Every case with its figures, or with the reason why it has none."""
+    work = partial(attempt, setting=setting)
+    for done in each_apart(work, cases, limit_s=limit, environment=environment):
+        yield done.task, {"error": done.error} if done.value is None else done.value
+
+
+def empty_caches(folder: Path) -> dict[str, str]:
+    """Variables under which nothing compiled earlier is found."""
+    return {"TRITON_CACHE_DIR": str(folder / "triton"), "TILELANG_CACHE_DIR": str(folder / "tl")}

@@ -1,16 +1,8 @@
-"""`python -m bench.worker PLAN OUTPUT`: one peer in a process of its own.
+"""One case of one peer: what a process of its own does."""
 
-PLAN is a JSON file with the peer and its cases. OUTPUT gets a line when a case starts and one when
-it is done, so that whoever started the process knows what it was at when it died.
-"""
-
-import json
-import os
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +11,8 @@ from bench import adapters, timing
 from bench.cases import OPERATIONS, Operation, Shape, Tensors, draw
 from bench.measure import relative_error
 from deltarule.ops.delta_rule import definition
+from deltarule.processes import gpu_is_lost
 
-# The exit code after an error that leaves a GPU unusable for the process.
-LOST = 3
 # Inputs of all runs together exceed the cache of any GPU so far, up to a number of copies.
 ROTATED_BYTES, MOST_COPIES = 256 * 2**20, 64
 # What a message of an error is cut to.
@@ -59,23 +50,6 @@ class Timed(NamedTuple):
         return torch.autograd.grad(o, leaves, grad)
 
 
-def main(plan: Path, output: Path) -> None:
-    """Do the cases of a plan in order."""
-    given = json.loads(plan.read_text())
-    setting = Setting(**given["setting"])
-    with output.open("a") as lines:
-        for index, case in enumerate(given["cases"]):
-            write(lines, {"start": index})
-            write(lines, {"done": index, "row": attempt(case, setting)})
-            leave_if_lost()
-
-
-def write(lines: TextIO, line: Row) -> None:
-    """One line, on its way to the disk at once."""
-    lines.write(json.dumps(line) + "\n")
-    lines.flush()
-
-
 def attempt(case: Row, setting: Setting) -> Row:
     """The figures of a case, or why there are none."""
     try:
@@ -83,7 +57,7 @@ def attempt(case: Row, setting: Setting) -> Row:
     except Exception as error:
         return {"error": reason(error)}
     finally:
-        if torch.cuda.is_available() and not lost():
+        if torch.cuda.is_available() and not gpu_is_lost():
             torch.cuda.empty_cache()
 
 
@@ -91,21 +65,6 @@ def reason(error: Exception) -> str:
     """The kind of an error and the first line of what it says."""
     text = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {text}"[:REASON]
-
-
-def lost() -> bool:
-    """Whether an illegal access has ended this process's use of the GPU."""
-    try:
-        timing.synchronize()
-    except RuntimeError:
-        return True
-    return False
-
-
-def leave_if_lost() -> None:
-    """End the process, past the destructors, which would wait for the GPU."""
-    if lost():
-        os._exit(LOST)
 
 
 def time_case(case: Row, setting: Setting) -> Row:
@@ -273,7 +232,3 @@ KINDS: dict[str, Callable[[Row, Setting], Row]] = {
     "ceilings": ceilings_case,
     "model": model_case,
 }
-
-
-if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))

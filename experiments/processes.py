@@ -1,31 +1,21 @@
 """Cells in processes of their own: one that dies loses itself alone, and a stop loses no step."""
 
-import contextlib
-import multiprocessing
-import os
-import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from deltarule.processes import Worker, each_apart
 from deltarule.train.interrupt import Interrupt
 from deltarule.train.loop import InterruptedRunError
 from experiments.experiment import Cell
 from experiments.records import Record, RecordError, checked, write_json
 from experiments.run_cell import ENVIRONMENT, make_record, own_folder, record_path, run_cell
 
-# Seconds between two looks at the processes, and between two reports of them.
-GLANCE, REPORT = 0.5, 30.0
-# Seconds that a stopped process has to end its step and write its checkpoint.
-GRACE = 60.0
-# Characters of what a process says in the end; more than a pipe holds would never be sent.
-LONGEST = 1000
+# Seconds between two reports of the processes.
+REPORT = 30.0
 
 # Takes a cell and its record, or None in the record's place when it starts.
 Tell = Callable[[Cell, Record | None], None]
@@ -39,46 +29,39 @@ class MachineError(ValueError):
     """Cells could not go on for a reason that is not their own, such as a full disk."""
 
 
-class Ending(NamedTuple):
-    """Of a process: the record of its cell, or why there is none; after a stop, neither."""
-
-    record: Record | None = None
-    trouble: str | None = None
-
-
-@dataclass
-class Worker:
-    """A process at work on a cell."""
+class Job(NamedTuple):
+    """What a process is given: a cell, where to compute it, and the folder of the experiment."""
 
     cell: Cell
-    process: BaseProcess
-    words: "Connection[Any, Any]"
-    log: Path
+    folder: Path
     device: torch.device
-    began: float = field(default_factory=time.monotonic)
+    began: float
 
-    def last_line(self) -> str:
-        """What it printed last."""
-        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
-        return next((line.strip() for line in reversed(lines) if line.strip()), "starting")
+    def log(self) -> Path:
+        """Where it prints."""
+        own = own_folder(self.folder, self.cell)
+        own.mkdir(parents=True, exist_ok=True)
+        return own / "log.txt"
 
-    def result(self, folder: Path) -> Ending:
-        """How it ended; a process that died without a word is a cell that failed."""
-        self.process.join()
-        path = record_path(folder, self.cell)
+    def died(self, error: str) -> "Ending":
+        """A process that died without a word is a cell that failed."""
+        path = record_path(self.folder, self.cell)
         if path.exists():
-            return Ending(record=checked(path, self.cell))
-        with contextlib.suppress(EOFError):
-            if self.words.poll():
-                return Ending(trouble=self.words.recv())
-        code, seconds = self.process.exitcode, time.monotonic() - self.began
-        error = f"the process ended with code {code}: {self.last_line()}"
+            return Ending(checked(path, self.cell))
+        seconds = time.monotonic() - self.began
         record = make_record(self.cell, {}, error, seconds, self.device)
         try:
             write_json(path, record)
         except OSError as failure:
             return Ending(trouble=f"{self.cell.name}: {failure}")
         return Ending(record)
+
+
+class Ending(NamedTuple):
+    """Of a process: the record of its cell, or why there is none; after a stop, neither."""
+
+    record: Record | None = None
+    trouble: str | None = None
 
 
 def devices_of(device: torch.device, count: int) -> list[torch.device]:
@@ -131,95 +114,52 @@ def run_cells(
         MachineError: A cell could not go on, for a reason such as a full disk; the others that
             were running are finished.
     """
-    waiting, running = list(reversed(cells)), list[Worker]()
     trouble: list[str] = []
-    try:
-        with Interrupt() as interrupt:
-            while running or (waiting and not trouble):
-                while waiting and len(running) < workers and not trouble:
-                    device = least_loaded(devices, [worker.device for worker in running])
-                    running.append(start(waiting.pop(), folder, device))
-                    tell(running[-1].cell, None)
-                for worker in watch(running, interrupt):
-                    running.remove(worker)
-                    ending = worker.result(folder)
-                    if ending.record is not None:
-                        tell(worker.cell, ending.record)
-                    trouble += [] if ending.trouble is None else [ending.trouble]
-                if interrupt.requested:
-                    raise StoppedError
-    finally:
-        stop(running)
+    running: dict[str, Job] = {}
+    reported = time.monotonic()
+
+    def jobs() -> Iterator[Job]:
+        for cell in cells:
+            if trouble:
+                return
+            device = least_loaded(devices, [job.device for job in running.values()])
+            running[cell.name] = Job(cell, folder, device, time.monotonic())
+            tell(cell, None)
+            yield running[cell.name]
+
+    def look(at_work: Sequence[Worker]) -> None:
+        nonlocal reported
+        if interrupt.requested:
+            raise StoppedError
+        if time.monotonic() - reported >= REPORT:
+            reported = time.monotonic()
+            for worker in at_work:
+                line = worker.last_line() or "starting"
+                print(f"  {worker.done.task.cell.name}: {line}", flush=True)
+
+    with Interrupt() as interrupt:
+        for done in each_apart(
+            run_job, jobs(), processes=workers, afresh=True, log_of=Job.log, look=look
+        ):
+            job = running.pop(done.task.cell.name)
+            ending = job.died(str(done.error)) if done.value is None else done.value
+            if ending.record is not None:
+                tell(job.cell, ending.record)
+            trouble += [] if ending.trouble is None else [ending.trouble]
     if trouble:
         raise MachineError("; ".join(trouble))
 
 
-def watch(running: Sequence[Worker], interrupt: Interrupt) -> list[Worker]:
-    """Wait until a process ends or a stop is asked for; report on all from time to time."""
-    reported = time.monotonic()
-    while not interrupt.requested:
-        gone = wait([worker.process.sentinel for worker in running], timeout=GLANCE)
-        if gone:
-            return [worker for worker in running if worker.process.sentinel in gone]
-        if time.monotonic() - reported >= REPORT:
-            reported = time.monotonic()
-            for worker in running:
-                print(f"  {worker.cell.name}: {worker.last_line()}", flush=True)
-    return []
-
-
-def stop(running: Sequence[Worker]) -> None:
-    """Ask processes to end, and end those that do not."""
-    for worker in running:
-        worker.process.terminate()
-    deadline = time.monotonic() + GRACE
-    for worker in running:
-        worker.process.join(max(0.0, deadline - time.monotonic()))
-        worker.process.kill()
-
-
-def start(cell: Cell, folder: Path, device: torch.device) -> Worker:
-    """Start a process for a cell."""
-    # A forked process cannot use a GPU that its parent has touched.
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    own = own_folder(folder, cell)
-    own.mkdir(parents=True, exist_ok=True)
-    process = context.Process(
-        target=work, args=(cell, folder, device, own / "log.txt", sender), daemon=True
-    )
-    process.start()
-    sender.close()
-    return Worker(cell, process, receiver, own / "log.txt", device)
-
-
-def work(
-    cell: Cell, folder: Path, device: torch.device, log: Path, words: "Connection[Any, Any]"
-) -> None:
+def run_job(job: Job) -> Ending:
     """What a process does: it leaves a record, or else says in a few words why there is none."""
-    # A terminal sends Ctrl-C to all of its group: only the parent is to hear it.
-    if hasattr(os, "setsid"):
-        os.setsid()
-    threading.Thread(target=die_with_parent, daemon=True).start()
     # More threads would only take each other's cores.
     torch.set_num_threads(1)
-    if device.type == "cuda" and device.index is not None:
+    if job.device.type == "cuda" and job.device.index is not None:
         # Kernels are launched, and memory is taken, on the GPU that is the process's current one.
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(job.device)
     try:
-        with log.open("a", encoding="utf-8") as file:
-            for stream in (1, 2):
-                os.dup2(file.fileno(), stream)
-        run_cell(cell, folder, device)
+        return Ending(run_cell(job.cell, job.folder, job.device))
     except InterruptedRunError:
-        words.send(None)
+        return Ending()
     except (*ENVIRONMENT, RecordError) as error:
-        words.send(f"{cell.name}: {error}"[:LONGEST])
-
-
-def die_with_parent() -> None:
-    """Leave when the parent is gone: a killed command must not go on in secret."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+        return Ending(trouble=f"{job.cell.name}: {error}")

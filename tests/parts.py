@@ -10,7 +10,8 @@ import pytest
 # By marker: a pattern of `file::test` under tests/. The first that fits counts.
 PARTS = {
     "ahead": r"kernels/test_(compile|operators|steps)_ahead\.py",
-    "processes": r"doctor/|experiments/test_reproduce\.py|bench/test_processes\.py"
+    "processes": r"test_processes\.py|doctor/|experiments/test_reproduce\.py"
+    r"|bench/test_measured\.py"
     r"|parallel/|train/test_checkpoint\.py::.*(kill|process)|cli/test_cli\.py::.*(process|signal)"
     r"|test_package\.py::.*process|train/test_token_shards\.py::.*memory",
     "compiler": r".*::.*(compile|opcheck|fullgraph|export)",

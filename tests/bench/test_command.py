@@ -90,8 +90,8 @@ def test_installed_peers_are_compared():
     assert command.chosen_peers(("fla", "deltarule"), ("torch",)) == ["fla", "deltarule"]
 
 
-def fake_run_cases(calls):
-    def run_cases(setting, cases, *, limit_s, environment):
+def fake_measured(calls):
+    def measured_apart(setting, cases, limit, environment):
         calls.append((setting.peer, [case["kind"] for case in cases], dict(environment)))
         for case in cases:
             if case["kind"] == "ceilings":
@@ -101,12 +101,12 @@ def fake_run_cases(calls):
             else:
                 yield case, {"error": "it crashed"}
 
-    return run_cases
+    return measured_apart
 
 
 def test_a_whole_run_leaves_figures_and_a_picture(monkeypatch, tmp_path, capsys):
     calls = []
-    monkeypatch.setattr(command, "run_cases", fake_run_cases(calls))
+    monkeypatch.setattr(command, "measured_apart", fake_measured(calls))
     monkeypatch.setattr(command, "need_gpu", lambda: None)
     output = tmp_path / "new folder" / "bench.json"
     command.bench(
@@ -138,7 +138,7 @@ def test_a_whole_run_leaves_figures_and_a_picture(monkeypatch, tmp_path, capsys)
 
 def test_a_run_of_the_model(monkeypatch, tmp_path):
     calls = []
-    monkeypatch.setattr(command, "run_cases", fake_run_cases(calls))
+    monkeypatch.setattr(command, "measured_apart", fake_measured(calls))
     monkeypatch.setattr(command, "need_gpu", lambda: None)
     output = tmp_path / "model.json"
     command.bench_model(ModelBenchRun(peer=("deltarule", "fla"), batch=(8,), output=output))

@@ -1,5 +1,6 @@
 """`deltarule doctor`: examine configurations, show progress, keep what was found."""
 
+import math
 import os
 import sys
 import time
@@ -10,7 +11,17 @@ from pathlib import Path
 
 import torch
 
-from deltarule.doctor.examine import Configuration, Verdict, commonest, every, examined, known_bad
+from deltarule.doctor.examine import (
+    Configuration,
+    Verdict,
+    commonest,
+    draw,
+    every,
+    examine,
+    examined,
+    known_bad,
+)
+from deltarule.ops.delta_rule.implementations import configuration_name
 from deltarule.ops.runtime.machine import (
     KIND,
     failures,
@@ -19,6 +30,7 @@ from deltarule.ops.runtime.machine import (
     load_findings,
     save_findings,
 )
+from deltarule.processes import each_apart
 from deltarule.train.extra import require
 
 NO_GPU = (
@@ -28,6 +40,12 @@ NO_GPU = (
 NO_TRITON = (
     "doctor examines Triton kernels, and Triton is not installed: pip install deltarule[gpu]"
 )
+NO_MEMORY = (
+    "the GPU has too little free memory to examine kernels in so many processes: end what else "
+    "runs on it, or give a smaller number as --processes"
+)
+# A kernel that never ends is wrong, too. The slowest to compile take a minute.
+LIMIT_SECONDS = 600.0
 # So many processes compile at a time, and so much of the GPU's memory is left to each.
 MOST_PROCESSES = 16
 PROCESS_BYTES = 3 * 2**30
@@ -82,12 +100,38 @@ def examine_all(
     configurations: Sequence[Configuration], processes: int | None
 ) -> Iterator[Verdict]:
     """In processes of their own, or in this one."""
-    from deltarule.doctor.workers import examined_apart
-
     if processes == 0:
         return examined(configurations, torch.device("cuda"))
     wanted = fitting_processes() if processes is None else processes
     return examined_apart(configurations, min(wanted, len(configurations)))
+
+
+def examined_apart(configurations: Sequence[Configuration], processes: int) -> Iterator[Verdict]:
+    """Verdicts in the order in which they come: a kernel that breaks its GPU context ends only its
+    own process.
+
+    Raises:
+        ValueError: The GPU's memory does not hold what so many processes need.
+    """
+    for done in each_apart(
+        examine_alone, configurations, processes=processes, limit_s=LIMIT_SECONDS
+    ):
+        if done.error is not None:
+            name = configuration_name(draw(done.task, (), torch.device("cpu"), False))
+            yield Verdict(name, False, done.error, math.inf, 0.0)
+        elif done.value is None:
+            raise ValueError(NO_MEMORY)
+        else:
+            yield done.value
+
+
+def examine_alone(configuration: Configuration) -> Verdict | None:
+    """What a process of its own finds; None: there was no memory to find it."""
+    torch.set_num_threads(1)
+    try:
+        return examine(configuration, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    except torch.OutOfMemoryError:
+        return None
 
 
 def fitting_processes() -> int:

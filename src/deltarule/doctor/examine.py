@@ -27,6 +27,7 @@ from deltarule.ops.delta_rule.implementations import recurrence
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.pack import pack
 from deltarule.ops.runtime.machine import triton_version
+from deltarule.processes import gpu_is_lost
 from deltarule.shapes import RecurrentOutput
 
 # Whole chunks, as most calls are made of: their tiles are fetched by a GPU's copy engine.
@@ -240,19 +241,8 @@ def examined(configurations: Iterable[Configuration], device: torch.device) -> I
     for configuration in configurations:
         verdict = examine(configuration, device)
         yield verdict
-        if not verdict.passed and not usable(device):
+        if not verdict.passed and gpu_is_lost():
             raise ValueError(BROKEN)
-
-
-def usable(device: torch.device) -> bool:
-    """Whether the GPU still answers this process: no longer after an access outside its memory."""
-    if device.type != "cuda":
-        return True
-    try:
-        torch.cuda.synchronize(device)
-    except RuntimeError:
-        return False
-    return True
 
 
 def known_bad(capability: tuple[int, int]) -> str | None:
