@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 
 from deltarule.nn.attention_cache import attend_to_cache, continued, with_free_rows
 from deltarule.nn.call import LayerCall
@@ -226,6 +225,9 @@ class Attention(Mixer):
         lowest, visible = visible_up_to(context, self.window, q.device)
         if visible is None:
             # Causal from the last row on: PyTorch's kernels need no mask for it.
+            # It imports the whole compiler, which nothing else of a model needs.
+            from torch.nn.attention.bias import causal_lower_right
+
             visible = causal_lower_right(q.shape[1], keys.shape[1])
         o = self._attend(q, keys[:, lowest:], values[:, lowest:], visible)
         if context.offsets is None:
