@@ -21,10 +21,10 @@ from deltarule.ops.delta_rule.triton.plan import new_plan
 from deltarule.ops.delta_rule.triton.tile_sizes import forget
 from deltarule.ops.dispatch import call_key
 from deltarule.ops.runtime import launch as compilation
+from deltarule.ops.runtime.compilations import compilations
 from deltarule.ops.runtime.launch import (
     ONLY_COMPILED,
     Launch,
-    compilations,
     compiled_together,
     compiling,
 )

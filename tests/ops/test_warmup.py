@@ -32,7 +32,7 @@ def test_commands_without_a_gpu_say_so(command, capsys) -> None:
 @pytest.mark.parametrize("erase", ["tied", "free"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_call_after_warmup_compiles_nothing(erase, packed) -> None:
-    from deltarule.ops.runtime.launch import compilations
+    from deltarule.ops.runtime.compilations import compilations
 
     shape = {"heads": 2, "head_k_dim": 64, "head_v_dim": 64, "tokens": 256, "packed": packed}
     first = deltarule.warmup(**shape, erase=erase)

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from deltarule.ops.delta_rule.gate_maps import computed
 from deltarule.ops.dispatch import are_plain_eager, why_not_fused, without_autocast
+from deltarule.ops.sequences import computed
 
 WIDE = torch.float64
 # In training: numbers of a weight that shares a product, and what the outputs of one are filled up

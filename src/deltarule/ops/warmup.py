@@ -14,7 +14,7 @@ from deltarule.ops.pack import pack
 from deltarule.shapes import RecurrentOutput
 
 if TYPE_CHECKING:
-    from deltarule.ops.runtime.launch import Compiled
+    from deltarule.ops.runtime.compilations import Compiled
 
 NO_GPU = (
     "warmup compiles kernels for the GPU that runs them, and PyTorch sees no CUDA device here: "
@@ -126,7 +126,7 @@ def require_gpu() -> None:
 
 def warmed(run: Callable[[], object]) -> Warmed:
     """Run a call to its end; what it launched and how long that took."""
-    from deltarule.ops.runtime.launch import compilations
+    from deltarule.ops.runtime.compilations import compilations
 
     start = time.perf_counter()
     with compilations() as found:

@@ -13,6 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from deltarule.ops.sequences import computed, per_value_head
 from deltarule.shapes import (
     Beta,
     Decay,
@@ -54,8 +55,8 @@ def delta_rule(
     """
     if normalize_qk:
         q, k = unit_norm(q), unit_norm(k)
-    keys, values = _per_value_head(k, v.shape[2]), _computed(v)
-    strength = None if beta is None else _computed(beta).unsqueeze(-1)
+    keys, values = per_value_head(k, v.shape[2]), computed(v)
+    strength = None if beta is None else computed(beta).unsqueeze(-1)
 
     def transition(state: Tensor, decay: Tensor, t: int) -> Tensor:
         state = state * decay
@@ -86,8 +87,8 @@ def dplr(
     S_t = S_{t-1} (Diag(exp(log_decay_t)) + a_t b_t^T) + v_t k_t^T
     o_t = scale * S_t q_t
     """
-    keys, values = _per_value_head(k, v.shape[2]), _computed(v)
-    erase_query, erase_key = _computed(a), _computed(b)
+    keys, values = per_value_head(k, v.shape[2]), computed(v)
+    erase_query, erase_key = computed(a), computed(b)
 
     def transition(state: Tensor, decay: Tensor, t: int) -> Tensor:
         erase = _outer(_read(state, erase_query[:, t]), erase_key[:, t])
@@ -98,7 +99,7 @@ def dplr(
 
 def unit_norm(x: Tensor) -> Tensor:
     """x * rsqrt(sum x^2 + 1e-6) over the last axis."""
-    x = _computed(x)
+    x = computed(x)
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_NORM_EPSILON)
 
 
@@ -114,7 +115,7 @@ def _run(
     """Carry the state along each sequence: a batch row, or a slice of the one packed row."""
     batch, tokens, _, key_size = q.shape
     heads, value_size = v.shape[2:]
-    queries = _per_value_head(q, heads) * (key_size**-0.5 if scale is None else scale)
+    queries = per_value_head(q, heads) * (key_size**-0.5 if scale is None else scale)
     decay = _decay(log_decay, queries)
     bounds = [0, tokens] if cu_seqlens is None else cu_seqlens.tolist()
     sequences = batch if cu_seqlens is None else len(bounds) - 1
@@ -145,15 +146,6 @@ def _decay(log_decay: Tensor | None, queries: Tensor) -> Tensor:
     if log_decay.ndim == 3:
         log_decay = log_decay.unsqueeze(-1)
     return log_decay.to(queries.dtype).exp().unsqueeze(-2)
-
-
-def _per_value_head(x: Tensor, heads: int) -> Tensor:
-    """[B, T, H, K] -> [B, T, HV, K]: value head h reads key head h * H // HV."""
-    return _computed(x).repeat_interleave(heads // x.shape[2], dim=2)
-
-
-def _computed(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _read(state: Tensor, query: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.sequences import computed
 
 
 class GateMaps(NamedTuple):
@@ -56,8 +57,3 @@ def bounded_log_decay(logits: Tensor, A_log: Tensor, dt_bias: Tensor, lower_boun
     rate = computed(A_log).exp()
     rate = rate.unsqueeze(-1) if shifted.ndim == 4 else rate
     return lower_bound * torch.sigmoid(rate * shifted)
-
-
-def computed(x: Tensor) -> Tensor:
-    """Widen 16-bit numbers to float32: a gate lives for thousands of tokens."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -273,7 +273,7 @@ def launcher_of_maps(launcher: Any) -> Any:
     return bare
 
 
-# Kernels compiled side by side before a first call, and a list of those that Triton compiles.
+# Kernels compiled side by side before a first call.
 #
 # A call whose kind did not come before in this process is gone through twice: once its launches
 # only hand their kernels to threads that compile them, then they run.
@@ -305,29 +305,3 @@ def side_by_side(run: Callable[[], object]) -> None:
 def make_launcher(kernel: CompiledKernel) -> None:
     """Have Triton's cache hold what launches a kernel: before 3.7 a C function of its own."""
     driver.active.launcher_cls(kernel.src, kernel.metadata)
-
-
-class Compiled(NamedTuple):
-    """A kernel, the seconds it took, and whether it lay in Triton's cache already."""
-
-    kernel: str
-    seconds: float
-    cached: bool
-
-
-@contextmanager
-def compilations() -> Iterator[list[Compiled]]:
-    """The kernels that are compiled or loaded inside, as they come to be ready."""
-    found: list[Compiled] = []
-    before = knobs.compilation.listener
-
-    def listen(*, src: Any, times: Any, cache_hit: bool, **others: Any) -> None:
-        found.append(Compiled(str(src.name), times.total / 1e6, cache_hit))
-        if before is not None:
-            before(src=src, times=times, cache_hit=cache_hit, **others)
-
-    knobs.compilation.listener = listen
-    try:
-        yield found
-    finally:
-        knobs.compilation.listener = before

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deltarule.ops.dispatch import CallKey, recordings
+from deltarule.ops.dispatch import CallKey
 from deltarule.ops.runtime import launch
 from deltarule.ops.runtime.launch import Binary, Fetched, Grid, Launch
 
@@ -108,12 +108,6 @@ def new_map(of: Map, piece: Tensor, address: int) -> list[Any]:
         of.made.clear()
     of.made[address] = made = launch.map_of(x, of.fetched)
     return made
-
-
-def recording_of(call: CallKey | None) -> Recording | None:
-    """The recorded launches of a call."""
-    known = None if call is None else recordings.get(call.key)
-    return known if isinstance(known, Recording) else None
 
 
 class Note(NamedTuple):

@@ -151,31 +151,15 @@ def store_sums(
     b_sum = tl.zeros([4, BK], tl.float32)
     for half in tl.static_range(0, BLOCK, 8):
         # Loads first: they wait for memory together.
-        b_0 = channel_log_decay(p_g, o_b + half, rows, o_k, s_decay_t, s_decay_k, K, N_STEPS)
-        b_1 = channel_log_decay(p_g, o_b + half + 1, rows, o_k, s_decay_t, s_decay_k, K, N_STEPS)
-        b_2 = channel_log_decay(p_g, o_b + half + 2, rows, o_k, s_decay_t, s_decay_k, K, N_STEPS)
-        b_3 = channel_log_decay(p_g, o_b + half + 3, rows, o_k, s_decay_t, s_decay_k, K, N_STEPS)
-        b_4 = channel_log_decay(p_g, o_b + half + 4, rows, o_k, s_decay_t, s_decay_k, K, N_STEPS)
-        b_5 = channel_log_decay(p_g, o_b + half + 5, rows, o_k, s_decay_t, s_decay_k, K, N_STEPS)
-        b_6 = channel_log_decay(p_g, o_b + half + 6, rows, o_k, s_decay_t, s_decay_k, K, N_STEPS)
-        b_7 = channel_log_decay(p_g, o_b + half + 7, rows, o_k, s_decay_t, s_decay_k, K, N_STEPS)
+        b_g = ()
+        for i in tl.static_range(8):
+            o_r = o_b + half + i
+            b_next = channel_log_decay(p_g, o_r, rows, o_k, s_decay_t, s_decay_k, K, N_STEPS)
+            b_g += (b_next,)  # type: ignore[assignment]
         p_r = p_s + (o_b + half)[:, None] * K + o_k[None, :]
-        b_sum += b_0
-        tl.store(p_r, b_sum, mask=m_k)
-        b_sum += b_1
-        tl.store(p_r + K, b_sum, mask=m_k)
-        b_sum += b_2
-        tl.store(p_r + 2 * K, b_sum, mask=m_k)
-        b_sum += b_3
-        tl.store(p_r + 3 * K, b_sum, mask=m_k)
-        b_sum += b_4
-        tl.store(p_r + 4 * K, b_sum, mask=m_k)
-        b_sum += b_5
-        tl.store(p_r + 5 * K, b_sum, mask=m_k)
-        b_sum += b_6
-        tl.store(p_r + 6 * K, b_sum, mask=m_k)
-        b_sum += b_7
-        tl.store(p_r + 7 * K, b_sum, mask=m_k)
+        for i in tl.static_range(8):
+            b_sum += b_g[i]
+            tl.store(p_r + i * K, b_sum, mask=m_k)
     if EXACT:
         b_sum = tl.zeros([4, BK], tl.float32)
         for i_up in range(BLOCK):

@@ -332,18 +332,9 @@ def flagged_scores_kernel(
         p_s = sums + (i_p.to(tl.int64) - i_x) * ROWS * K
         tl.debug_barrier()
         y = Stored(
-            decayed_q,
-            None,
-            erase,
-            write,
-            scores,
-            None,
-            corrections,
-            None,
-            scalings,
-            chunk_decay,
+            decayed_q, None, erase, write, scores, None, corrections, None, scalings, chunk_decay,
             p_s,
-        )
+        )  # fmt: skip
         x = Keys(q, k, None, None)
         chunk_scores(x, y, g, i_m, i_h, first, tokens, fast, scale, S, BN, False)
         i_x = next_below(fast_rows, BT, i_x + tl.num_programs(0), count, 1, 1)
