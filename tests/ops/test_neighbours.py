@@ -15,8 +15,9 @@ promised("triton")
 
 from deltarule.models import loss
 from deltarule.nn import mlp, norm
+from deltarule.nn.kernels import kernel_runs
 from deltarule.ops.delta_rule import gate_maps
-from deltarule.ops.dispatch import kernel_runs, why_not_fused
+from deltarule.ops.dispatch import why_not_fused
 from deltarule.ops.fused import cross_entropy as cross_entropy_ops
 from deltarule.ops.fused import gated_norm as norm_ops
 from deltarule.ops.fused import gates as gate_ops

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deltarule.nn.kernels import kernel_runs
 from deltarule.nn.layout import split
-from deltarule.ops.dispatch import kernel_runs, why_not_fused
+from deltarule.ops.dispatch import why_not_fused
 from deltarule.ops.fused import gated_norm as fused
 from deltarule.ops.fused import residual_norm as fused_residual
 

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deltarule.nn.kernels import kernel_runs
 from deltarule.nn.layout import Layout
-from deltarule.ops.dispatch import are_plain_eager, kernel_runs, why_not_fused
+from deltarule.ops.dispatch import are_plain_eager, why_not_fused
 from deltarule.ops.fused import short_conv as fused
 
 

@@ -70,13 +70,6 @@ def choose(
     return table[impl]
 
 
-def kernel_runs(x: Tensor, why_not: str | None) -> bool:
-    """Whether a fused map of x runs its kernel; a GPU is told once of each reason why not."""
-    if why_not is not None and x.is_cuda:
-        warn_slow("torch", why_not)
-    return why_not is None
-
-
 NO_KERNEL = "this operator has no GPU kernel yet"
 _warned: set[str | None] = set()
 
