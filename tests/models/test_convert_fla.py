@@ -1,6 +1,7 @@
 """Checkpoints of flash-linear-attention: read, written, and equal to its own formulas."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -116,7 +117,10 @@ def test_the_width_of_the_mlp_follows_its_ratio(tmp_path):
         ("kda", {"vocab_size": 127}, f"{WEIGHTS}: tensor 'model.embeddings.weight' has"),
         ("kda", {"tie_word_embeddings": True}, f"unexpected 'lm_head.weight' in {WEIGHTS}"),
         ("delta_net", {"expand_k": 0.4}, "expand_k must give 2 heads equal channels"),
-        ("delta_net", {"qk_norm": "l3"}, "qk_norm one of l2, sum"),
+        ("delta_net", {"expand_v": math.inf}, "expand_v must be a finite number, got inf"),
+        ("delta_net", {"qk_norm": "l3"}, "qk_norm must be one of l2, sum, got 'l3'"),
+        ("delta_net", {"qk_norm": ["l2"]}, "qk_norm must be one of l2, sum, got ['l2']"),
+        ("hgrn2", {"num_heads": 0}, "num_heads must be an integer of 1 or more, got 0"),
         ("linear_attn", {"feature_map": None}, "feature_map must be one of identity, elu, relu"),
     ],
 )  # fmt: skip

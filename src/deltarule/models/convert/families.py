@@ -6,7 +6,6 @@ from typing import Any
 from deltarule.models.config_names import MODEL_TYPE
 from deltarule.models.convert import (
     fla,
-    hgrn2,
     kimi_linear,
     mamba1,
     mamba2,
@@ -20,22 +19,20 @@ from deltarule.models.convert import (
 from deltarule.models.convert.family import Family
 from deltarule.models.convert.piece import Piece, Shapes
 
+_ALL = (
+    *fla.FAMILIES,
+    mamba2.FAMILY,
+    *qwen.FAMILIES,
+    olmo_hybrid.FAMILY,
+    *mamba_hybrids.FAMILIES,
+    nemotron_h.FAMILY,
+    kimi_linear.FAMILY,
+    xlstm.FAMILY,
+    rwkv7.FAMILY,
+    *mamba1.FAMILIES,
+)
 FAMILIES: dict[str, Family] = {
-    **fla.FAMILIES,
-    "hgrn2": hgrn2.FAMILY,
-    "mamba2": mamba2.FAMILY,
-    "qwen3_next": qwen.QWEN3_NEXT,
-    "qwen3_5": qwen.QWEN3_5,
-    "qwen3_5_text": qwen.QWEN3_5,
-    "qwen3_5_moe": qwen.QWEN3_5_MOE,
-    "qwen3_5_moe_text": qwen.QWEN3_5_MOE,
-    "olmo_hybrid": olmo_hybrid.FAMILY,
-    **mamba_hybrids.FAMILIES,
-    "nemotron_h": nemotron_h.FAMILY,
-    "kimi_linear": kimi_linear.FAMILY,
-    "xlstm": xlstm.FAMILY,
-    "rwkv7": rwkv7.FAMILY,
-    **mamba1.FAMILIES,
+    name: family for family in _ALL for name in (*family.aliases, family.model_type)
 }
 
 

@@ -6,7 +6,12 @@ from typing import Any
 
 from deltarule.models.config import ModelConfig
 from deltarule.models.convert.fields import Fields
-from deltarule.models.convert.piece import Has, Piece, Shapes
+from deltarule.models.convert.names import Tensors
+from deltarule.models.convert.options import Table, read, write
+
+
+def as_it_is(config: ModelConfig) -> None:
+    """Refuse no configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,20 +21,22 @@ class Family:
     Args:
         model_type: In config.json.
         architecture: The class that reads it elsewhere, for config.json.
-        read: From the options of config.json to a configuration; options left over are refused
-            afterwards.
-        write: From a configuration with every option written out to config.json.
-        pieces: The stored tensors, from a configuration, the shapes of a model's parameters and,
-            where a family has names to choose from, what is there.
+        options: What config.json says, entry by entry.
+        tensors: What the tensors are called.
+        aliases: Further values of model_type that are read.
         ignored: How names of tensors begin that belong to no language model.
+        unwritten: Options that are read, and that what reads them elsewhere does not want.
+        check: Refuses, with a ValueError, configurations that the options alone cannot say.
     """
 
     model_type: str
     architecture: str
-    read: Callable[[Fields], ModelConfig]
-    write: Callable[[ModelConfig], dict[str, Any]]
-    pieces: Callable[[ModelConfig, Shapes, Has], list[Piece]]
+    options: Table
+    tensors: Tensors
+    aliases: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    unwritten: tuple[str, ...] = ()
+    check: Callable[[ModelConfig], None] = as_it_is
 
     def config(self, stored: Mapping[str, Any]) -> ModelConfig:
         """Read config.json.
@@ -38,11 +45,17 @@ class Family:
             ValueError: An option is missing, unknown or has a value that nothing here says.
         """
         fields = Fields(stored)
-        config = self.read(fields)
+        config = ModelConfig(**read(self.options, fields))
         fields.done()
         return config
 
-    def options(self, config: ModelConfig) -> dict[str, Any]:
-        """Return what config.json holds for a configuration with every option written out."""
+    def fields(self, config: ModelConfig) -> dict[str, Any]:
+        """Return what config.json holds for a configuration with every option written out.
+
+        Raises:
+            ValueError: The family has no word for an option.
+        """
         head = {"model_type": self.model_type, "architectures": [self.architecture]}
-        return head | self.write(config)
+        said = head | write(self.options, config)
+        self.check(config)
+        return {name: value for name, value in said.items() if name not in self.unwritten}

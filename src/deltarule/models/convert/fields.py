@@ -1,6 +1,7 @@
 """The options in a config.json of another project: each is taken once, and none is passed over."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from typing import Any
 
 # What transformers and training code write for themselves; none changes what a model computes.
@@ -41,13 +42,9 @@ class Fields:
         """Whether an option is there and is not None; it is not taken."""
         return self._left.get(name) is not None
 
-    def integer(
-        self, name: str, default: int | None = None, smallest: int = 0, keep: bool = False
-    ) -> int:
-        """Return an integer; without a default it is required. `keep`: it can be taken again."""
+    def integer(self, name: str, default: int | None = None, smallest: int = 0) -> int:
+        """Return an integer; without a default it is required."""
         value = self._required(name, default)
-        if keep:
-            self._left[name] = value
         if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
             raise ValueError(f"{name} must be an integer of {smallest} or more, got {value!r}")
         return value
@@ -59,10 +56,11 @@ class Fields:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return a number; without a default it is required."""
+        """Return a finite number; without a default it is required."""
         value = self._required(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{name} must be a number, got {value!r}")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not math.isfinite(value):
+            raise ValueError(f"{name} must be a finite number, got {value!r}")
         return value
 
     def flag(self, name: str, default: bool) -> bool:
@@ -71,6 +69,24 @@ class Fields:
         if not isinstance(value, bool):
             raise ValueError(f"{name} must be true or false, got {value!r}")
         return value
+
+    def word(self, name: str, default: str, known: Collection[str]) -> str:
+        """Return one of the known words."""
+        value = self.take(name, default)
+        if not isinstance(value, str) or value not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        return value
+
+    def inside(self, name: str) -> "Fields":
+        """Return the options of an object; none if it is absent."""
+        value = self.take(name, {})
+        if not isinstance(value, dict):
+            raise ValueError(f"{name} must be an object, got {value!r}")
+        return Fields(value)
+
+    def go_on(self, inside: "Fields", over: Mapping[str, Any]) -> None:
+        """Take further options from an object inside, where `over` does not have them."""
+        self._left = {**inside._left, **over}
 
     def listed(self, name: str, default: list[Any]) -> list[Any]:
         """Return a list of integers, numbers or words; one of the length of the default, if any."""
@@ -94,11 +110,6 @@ class Fields:
         for old, new in names.items():
             if old in self._left:
                 self._left.setdefault(new, self._left.pop(old))
-
-    def setdefault(self, name: str, value: object) -> None:
-        """Let an option that is absent or None have a value."""
-        if not self.has(name):
-            self._left[name] = value
 
     def drop(self, *names: str) -> None:
         """Pass over options that change nothing of what the model computes."""

@@ -3,345 +3,276 @@
 Each family is one mixer in every block; the rest of the model is the same for all of them.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
 
 from deltarule.models.config import ModelConfig
 from deltarule.models.convert.family import Family
 from deltarule.models.convert.fields import Fields
-from deltarule.models.convert.piece import Piece, Shapes, filters, flat, last_joined, plain
+from deltarule.models.convert.names import MLP, Names, Rows, Tensors, under
+from deltarule.models.convert.options import (
+    Entry,
+    Options,
+    Table,
+    fixed,
+    flag,
+    integer,
+    negative,
+    number,
+    only,
+    silent,
+    sizes,
+    tied,
+    word,
+)
+from deltarule.models.convert.piece import flat, last_joined
 
-Options = dict[str, Any]
 
+def stream(hidden_ratio: float = 4) -> Table:
+    """What all families of this layout share.
 
-@dataclass(frozen=True, kw_only=True)
-class Dialect:
-    """What one family of that layout says of its mixer.
-
-    Args:
-        layers: From the options of its own to the options of `ModelConfig`.
-        options: From a configuration back to the options of its own.
-        names: Its names of submodules of the mixer, by ours, where they differ.
-        gated_norm: Its name of the norm of a gated output.
-        norm: Its name of the norm of an output without a gate.
-        hidden_ratio: The width of the MLP over 2/3 of the stream, where none is given.
-        norm_eps: Where none is given.
+    The MLP is `hidden_ratio` times 2/3 of the stream wide, up to a multiple of 256, where no width
+    is given.
     """
 
-    architecture: str
-    layers: Callable[[Fields, int], Options]
-    options: Callable[[ModelConfig], Options]
-    names: Mapping[str, str]
-    gated_norm: str = "o_norm"
-    norm: str = "o_norm"
-    hidden_ratio: int = 4
-    norm_eps: float = 1e-6
+    def read_inner(fields: Fields, found: Options) -> Options:
+        wide = int(found["hidden_size"] * fields.number("hidden_ratio", hidden_ratio) * 2 / 3)
+        return {"mlp_size": fields.integer("intermediate_size", 256 * -(-wide // 256), smallest=1)}
 
-
-def family(model_type: str, dialect: Dialect) -> Family:
-    """Add to a dialect what all families of this layout share."""
-    return Family(
-        model_type=model_type,
-        architecture=dialect.architecture,
-        read=lambda fields: read(fields, dialect),
-        write=lambda config: write(config, dialect),
-        pieces=lambda config, shapes, has: pieces(config, shapes, dialect),
+    return (
+        only({"hidden_act": ("swish", "silu"), "attn": None, "attnres_block_size": None}),
+        *sizes(vocab_size=32000),
+        Entry(read_inner, lambda config: {"intermediate_size": config.mlp_size}),
+        number("norm_eps", "norm_eps", 1e-6),
+        tied(False),
+        fixed(there={"hidden_act": "swish"}),
     )
 
 
-def read(fields: Fields, dialect: Dialect) -> ModelConfig:
-    """From config.json to a configuration."""
-    hidden_size = fields.integer("hidden_size")
-    fields.only("hidden_act", "swish", "silu")
-    fields.only("attn", None)
-    fields.only("attnres_block_size", None)
-    ratio = fields.number("hidden_ratio", dialect.hidden_ratio)
-    return ModelConfig(
-        vocab_size=fields.integer("vocab_size", 32000),
-        hidden_size=hidden_size,
-        num_layers=fields.integer("num_hidden_layers"),
-        mlp_size=fields.integer("intermediate_size", mlp_size(hidden_size, ratio), smallest=1),
-        norm_eps=fields.number("norm_eps", dialect.norm_eps),
-        tie_embeddings=fields.flag("tie_word_embeddings", False),
-        **dialect.layers(fields, hidden_size),
-    )
+STREAM = stream()
 
 
-def mlp_size(hidden_size: int, ratio: float) -> int:
-    """2/3 of ratio times the stream, up to a multiple of 256."""
-    return 256 * -(-int(hidden_size * ratio * 2 / 3) // 256)
-
-
-def write(config: ModelConfig, dialect: Dialect) -> Options:
-    """From a configuration to config.json."""
-    return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "intermediate_size": config.mlp_size,
-        "norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
-        # Unless they are known, no token is special.
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "hidden_act": "swish",
-        **dialect.options(config),
-    }
-
-
-def pieces(config: ModelConfig, shapes: Shapes, dialect: Dialect) -> list[Piece]:
-    """One stored tensor for each parameter."""
-    return [piece(name, config, dialect) for name in shapes]
-
-
-# Of the model, by the first word of ours.
-MODEL = {"embedding": "model.embeddings", "norm": "model.norm", "head": "lm_head"}
-
-
-def piece(name: str, config: ModelConfig, dialect: Dialect) -> Piece:
-    """The stored tensor of one parameter."""
-    first, _, rest = name.partition(".")
-    if first in MODEL:
-        return Piece(f"{MODEL[first]}.{rest}", (name,))
-    index, half, own = rest.split(".", 2)
-    layer = f"model.layers.{index}"
-    if half != "mixer":
-        half = half.replace("mixer", "attn")
-        return Piece(f"{layer}.{half}.{own}", (name,))
-    if own == "bound_logits":
-        return Piece("model.lower_bounds", (name,), form=last_joined)
-    module, dot, leaf = own.partition(".")
-    norm = dialect.gated_norm if config.output_gate else dialect.norm
-    names = {"o_norm": norm} | dict(dialect.names)
-    form = filters if module.endswith("_conv") else flat if own == "dt_bias" else plain
-    stored = names.get(module, module)
-    stored = stored.removesuffix("_conv") + "_conv1d" if stored.endswith("_conv") else stored
-    return Piece(f"{layer}.attn.{stored}{dot}{leaf}", (name,), form=form)
-
-
-def conv_size(fields: Fields, used: bool) -> int:
+def convolved(used: bool) -> Entry:
     """Taps, 0 without a convolution."""
-    taps = fields.integer("conv_size", 4)
-    fields.only("conv_bias", False)
-    return taps if fields.flag("use_short_conv", used) else 0
 
+    def read_taps(fields: Fields, found: Options) -> Options:
+        taps = fields.integer("conv_size", 4)
+        fields.only("conv_bias", False)
+        return {"conv_size": taps if fields.flag("use_short_conv", used) else 0}
 
-def conv_options(config: ModelConfig) -> Options:
-    """Back from `conv_size`."""
-    return {"use_short_conv": config.conv_size != 0, "conv_size": config.conv_size or 4}
-
-
-def expanded(fields: Fields, hidden_size: int, k: float, v: float) -> Options:
-    """Heads whose channels are given as shares of the stream."""
-    heads = fields.integer("num_heads")
-    keys, values = (
-        round(hidden_size * fields.number(name, share))
-        for name, share in (("expand_k", k), ("expand_v", v))
+    return Entry(
+        read_taps,
+        lambda config: {
+            "use_short_conv": config.conv_size != 0,
+            "conv_size": config.conv_size or 4,
+        },
     )
-    for name, size in (("expand_k", keys), ("expand_v", values)):
-        if heads < 1 or size % heads:
-            raise ValueError(f"{name} must give {heads} heads equal channels, got {size} in all")
-    return {"num_heads": heads, "head_k_dim": keys // heads, "head_v_dim": values // heads}
 
 
-def expansion(config: ModelConfig) -> Options:
-    """Back from `expanded`."""
-    heads, hidden = config.num_heads, config.hidden_size
-    keys, values = (heads * (size or 0) for size in (config.head_k_dim, config.head_v_dim))
-    return {"num_heads": heads, "expand_k": keys / hidden, "expand_v": values / hidden}
+def shares(k: float, v: float) -> Table:
+    """Heads whose channels are given as shares of the stream."""
+
+    def share(theirs: str, ours: str, otherwise: float) -> Entry:
+        def read_size(fields: Fields, found: Options) -> Options:
+            heads, size = found["num_heads"], found["hidden_size"]
+            size = round(size * fields.number(theirs, otherwise))
+            if heads < 1 or size % heads:
+                raise ValueError(
+                    f"{theirs} must give {heads} heads equal channels, got {size} in all"
+                )
+            return {ours: size // heads}
+
+        def write_share(config: ModelConfig) -> Options:
+            return {theirs: config.num_heads * (getattr(config, ours) or 0) / config.hidden_size}
+
+        return Entry(read_size, write_share)
+
+    return (
+        integer("num_heads"),
+        share("expand_k", "head_k_dim", k),
+        share("expand_v", "head_v_dim", v),
+    )
 
 
-def sized(fields: Fields, heads: int, size: int, expand_v: float) -> Options:
+def sized(heads: int, size: int, expand_v: float) -> Table:
     """Heads whose channels are given."""
-    size = fields.integer("head_dim", size)
-    return {
-        "num_heads": fields.integer("num_heads", heads),
-        "head_k_dim": size,
-        "head_v_dim": int(size * fields.number("expand_v", expand_v)),
-    }
+
+    def read_value(fields: Fields, found: Options) -> Options:
+        return {"head_v_dim": int(found["head_k_dim"] * fields.number("expand_v", expand_v))}
+
+    def write_value(config: ModelConfig) -> Options:
+        return {"expand_v": (config.head_v_dim or 1) / (config.head_k_dim or 1)}
+
+    return (
+        integer("num_heads", default=heads),
+        integer("head_dim", "head_k_dim", size),
+        Entry(read_value, write_value),
+    )
 
 
-def size_options(config: ModelConfig) -> Options:
-    """Back from `sized`."""
-    size, value_size = config.head_k_dim or 1, config.head_v_dim or 1
-    return {"num_heads": config.num_heads, "head_dim": size, "expand_v": value_size / size}
+VALUE_HEADS = integer("num_v_heads", default=lambda found: found["num_heads"])
+NEGATIVE = negative("allow_neg_eigval", False)
 
 
-def negative(fields: Fields) -> Options:
-    """Write strengths up to 1, or up to 2."""
-    return {"beta_max": 2.0 if fields.flag("allow_neg_eigval", False) else 1.0}
-
-
-# Down to where its kernels for a bounded decay go.
-SAFE = -5.0
-# DeltaNet's words for what q and k go through, and ours.
-ACTIVATIONS = {"silu": None, "elu": "elu", "relu": "relu", "identity": "identity"}
-FEATURE_MAPS = {"identity": None, "elu": "elu", "relu": "relu"}
-NORMS = {"l2": None, "sum": "l1"}
-
-
-def delta_net(fields: Fields, hidden_size: int) -> Options:
-    """DeltaNet."""
-    fields.only("use_beta", True)
-    fields.only("use_output_norm", True)
-    activation, norm = fields.take("qk_activation", "silu"), fields.take("qk_norm", "l2")
-    if activation not in ACTIVATIONS or norm not in NORMS:
-        raise ValueError(
-            f"qk_activation must be one of {', '.join(ACTIVATIONS)} and qk_norm one of "
-            f"{', '.join(NORMS)}, got {activation!r} and {norm!r}"
-        )
-    gate = {"output_gate": fields.flag("use_gate", False)}
-    maps = {"feature_map": ACTIVATIONS[activation], "qk_norm": NORMS[norm]}
-    sizes = expanded(fields, hidden_size, 1, 1) | {"conv_size": conv_size(fields, True)}
-    return {"layer_types": "deltanet"} | sizes | gate | maps | negative(fields)
-
-
-def delta_net_options(config: ModelConfig) -> Options:
-    """Back from `delta_net`."""
-    activation = {ours: theirs for theirs, ours in ACTIVATIONS.items()}.get(config.feature_map)
-    norm = {ours: theirs for theirs, ours in NORMS.items()}.get(config.qk_norm)
-    words = {"qk_activation": activation, "qk_norm": norm}
-    flags = {"use_gate": config.output_gate, "allow_neg_eigval": config.beta_max == 2}
-    return expansion(config) | conv_options(config) | words | flags
-
-
-def gated_deltanet(fields: Fields, hidden_size: int) -> Options:
-    """Gated DeltaNet."""
-    fields.only("output_gate_activation", "swish", "silu")
-    sizes = sized(fields, 6, 256, 2) | {"conv_size": conv_size(fields, True)}
-    sizes |= {"num_v_heads": fields.integer("num_v_heads", sizes["num_heads"])}
-    gate = {"output_gate": fields.flag("use_gate", True)}
-    return {"layer_types": "gated_deltanet"} | sizes | gate | negative(fields)
-
-
-def gated_deltanet_options(config: ModelConfig) -> Options:
-    """Back from `gated_deltanet`."""
-    flags = {"use_gate": config.output_gate, "allow_neg_eigval": config.beta_max == 2}
-    heads = {"num_v_heads": config.num_v_heads}
-    return size_options(config) | heads | conv_options(config) | flags
-
-
-def kda(fields: Fields, hidden_size: int) -> Options:
-    """Kimi Delta Attention."""
+def read_bound(fields: Fields, found: Options) -> Options:
+    """KDA's lower bound of a log decay; kernels may count on it, and so only if there is one."""
     bound = fields.take("lower_bound")
-    # What kernels may count on, and so only with a bound.
     if fields.flag("safe_gate", False) and bound is None:
         raise ValueError("lower_bound must be given with safe_gate, got None")
-    sizes = sized(fields, 16, 128, 1) | {"conv_size": conv_size(fields, True)}
-    sizes |= {"num_v_heads": fields.integer("num_v_heads", sizes["num_heads"])}
-    own = {"layer_types": "kda", "output_gate": True, "gate_lower_bound": bound}
-    return own | sizes | negative(fields)
+    return {"gate_lower_bound": bound}
 
 
-def kda_options(config: ModelConfig) -> Options:
-    """Back from `kda`."""
-    flags: Options = {"num_v_heads": config.num_v_heads, "allow_neg_eigval": config.beta_max == 2}
-    if (bound := config.gate_lower_bound) is not None:
-        flags |= {"safe_gate": bound >= SAFE, "lower_bound": bound}
-    return size_options(config) | conv_options(config) | flags
+def write_bound(config: ModelConfig) -> Options:
+    """Back from `read_bound`; -5 is as far as those kernels go."""
+    bound = config.gate_lower_bound
+    return {} if bound is None else {"safe_gate": bound >= -5, "lower_bound": bound}
 
 
-def deltaproduct(fields: Fields, hidden_size: int) -> Options:
-    """DeltaProduct, with a decay or without."""
+def read_forget(fields: Fields, found: Options) -> Options:
+    """DeltaProduct with a decay or without."""
     gated = fields.flag("use_forget_gate", False)
-    sizes = sized(fields, 6, 256, 2) | {"conv_size": conv_size(fields, True)}
-    steps = {"n_steps": fields.integer("num_householder", 1)}
-    gate = {"output_gate": fields.flag("use_output_gate", True)}
-    name = {"layer_types": "gated_delta_product" if gated else "delta_product"}
-    return name | sizes | steps | gate | negative(fields)
+    return {"layer_types": "gated_delta_product" if gated else "delta_product"}
 
 
-def deltaproduct_options(config: ModelConfig) -> Options:
-    """Back from `deltaproduct`."""
-    flags = {
-        "use_forget_gate": config.layer_types[0] == "gated_delta_product",
-        "use_output_gate": config.output_gate,
-        "allow_neg_eigval": config.beta_max == 2,
-        "num_householder": config.n_steps,
-    }
-    return size_options(config) | conv_options(config) | flags
+def read_ratio(fields: Fields, found: Options) -> Options:
+    """HGRN-2's heads, by their number or their channels."""
+    hidden, heads = found["hidden_size"], None
+    if fields.has("num_heads"):
+        heads = fields.integer("num_heads", smallest=1)
+    fields.drop("num_heads")
+    ratio = fields.integer("expand_ratio", hidden // heads if heads else 128, smallest=1)
+    if hidden % ratio:
+        raise ValueError(f"expand_ratio must divide hidden_size={hidden}, got {ratio}")
+    if heads not in (None, hidden // ratio):
+        raise ValueError(f"num_heads must be {hidden // ratio} with expand_ratio, got {heads}")
+    return {"num_heads": hidden // ratio, "head_k_dim": ratio, "head_v_dim": ratio}
 
 
-def gla(fields: Fields, hidden_size: int) -> Options:
-    """Gated Linear Attention."""
-    for name, only in {"use_gk": True, "use_gv": False, "clamp_min": None}.items():
-        fields.only(name, only)
-    taps = {"conv_size": conv_size(fields, False)}
-    return {"layer_types": "gla"} | decaying(fields, hidden_size, 0.5, 1) | taps
+def family(
+    model_type: str,
+    architecture: str,
+    *own: Entry,
+    mixers: tuple[str, ...] = (),
+    common: Table = STREAM,
+    names: Mapping[str, str] | None = None,
+    norms: tuple[str, str] = ("o_norm", "o_norm"),
+    model: Names | None = None,
+) -> Family:
+    """One family, from what differs.
 
-
-def gla_options(config: ModelConfig) -> Options:
-    """Back from `gla`."""
-    return decaying_options(config) | conv_options(config)
-
-
-def retnet(fields: Fields, hidden_size: int) -> Options:
-    """RetNet, whose layers have no convolution whatever its options say."""
-    fields.drop("use_short_conv", "conv_size")
-    return {"layer_types": "retnet", "conv_size": 0} | decaying(fields, hidden_size, 1, 2)
-
-
-def decaying(fields: Fields, hidden_size: int, k: float, v: float) -> Options:
-    """What GLA and RetNet share."""
-    fields.only("num_kv_heads", None)
-    fields.only("feature_map", None)
-    gate = {"output_gate": fields.flag("use_output_gate", True)}
-    return expanded(fields, hidden_size, k, v) | gate
-
-
-def decaying_options(config: ModelConfig) -> Options:
-    """Back from `decaying`."""
-    return expansion(config) | {"use_output_gate": config.output_gate}
-
-
-def linear_attn(fields: Fields, hidden_size: int) -> Options:
-    """Linear attention."""
-    fields.only("num_kv_heads", None)
-    for name in ("norm_q", "norm_k", "norm_feature_map", "tie_feature_map_qk"):
-        fields.only(name, False)
-    given = fields.take("feature_map", "elementwise_product")
-    if given not in FEATURE_MAPS:
-        raise ValueError(f"feature_map must be one of {', '.join(FEATURE_MAPS)}, got {given!r}")
-    sizes = expanded(fields, hidden_size, 1, 1)
-    return {"layer_types": "linear_attention", "feature_map": FEATURE_MAPS[given]} | sizes
-
-
-def linear_attn_options(config: ModelConfig) -> Options:
-    """Back from `linear_attn`."""
-    return expansion(config) | {"feature_map": config.feature_map or "identity"}
-
-
-FAMILIES = {
-    name: family(name, dialect)
-    for name, dialect in {
-        "delta_net": Dialect(
-            architecture="DeltaNetForCausalLM", layers=delta_net, options=delta_net_options,
-            names={},
+    Args:
+        model_type: In config.json.
+        architecture: The class that reads it elsewhere.
+        own: Options of the mixer.
+        mixers: The mixers here that are its own, of which the first is what config.json means
+            unless an entry says another.
+        common: Options of the rest of the model.
+        names: Names of submodules of the mixer, by ours, where they differ.
+        norms: What the norm of an output is called, with a gate and without.
+        model: Names of tensors of the model beside the usual ones.
+    """
+    mixers = mixers or (model_type,)
+    attention = mixer_names(names or {}, norms)
+    layer = {"attn_norm": "mixer_norm", "mlp_norm": "mlp_norm"}
+    return Family(
+        model_type=model_type,
+        architecture=architecture,
+        options=(fixed({"layer_types": mixers[0]}), *common, *own),
+        tensors=Tensors(
+            embedding="embeddings",
+            model=model or {},
+            layer={
+                "": {**layer, **under("attn.", attention, "mixer."), **under("mlp.", MLP, "mlp.")}
+            },
         ),
-        "gated_deltanet": Dialect(
-            architecture="GatedDeltaNetForCausalLM", layers=gated_deltanet,
-            options=gated_deltanet_options, names={},
+    )
+
+
+def mixer_names(renamed: Mapping[str, str], norms: tuple[str, str]) -> Names:
+    """Every parameter that some mixer of these families has."""
+    names: dict[str, str | Rows] = {}
+    for letter in "qkvabgo":
+        theirs = renamed.get(f"{letter}_proj", f"{letter}_proj")
+        names |= {f"{theirs}{part}": f"{letter}_proj{part}" for part in ("", ".0", ".1")}
+        conv = renamed.get(f"{letter}_conv", f"{letter}_conv")
+        names |= {f"{conv}1d": f"{letter}_conv"}
+    names |= {"A_log": "A_log", "dt_bias": Rows("dt_bias", form=flat)}
+    gated, plain = norms
+    if gated == plain:
+        return names | {gated: "o_norm"}
+    return names | {gated: Rows("o_norm", gated=True), plain: Rows("o_norm", gated=False)}
+
+
+ACTIVATIONS = {"silu": None, "elu": "elu", "relu": "relu", "identity": "identity"}
+FEATURE_MAPS = {"identity": None, "elu": "elu", "relu": "relu"}
+GATED = flag("use_output_gate", "output_gate", True)
+HEADS_ALIKE = only({"num_kv_heads": None})
+SWISH_NORM = ("g_norm_swish_gate", "g_norm")
+
+FAMILIES = (
+    family(
+        "delta_net", "DeltaNetForCausalLM",
+        only({"use_beta": True, "use_output_norm": True}),
+        word("qk_activation", ACTIVATIONS, "silu", "feature_map"),
+        word("qk_norm", {"l2": None, "sum": "l1"}, "l2"),
+        *shares(1, 1), convolved(True), flag("use_gate", "output_gate", False), NEGATIVE,
+        mixers=("deltanet",),
+    ),
+    family(
+        "gated_deltanet", "GatedDeltaNetForCausalLM",
+        only({"output_gate_activation": ("swish", "silu")}),
+        *sized(6, 256, 2), VALUE_HEADS, convolved(True), flag("use_gate", "output_gate", True),
+        NEGATIVE,
+    ),
+    family(
+        "kda", "KDAForCausalLM",
+        *sized(16, 128, 1), VALUE_HEADS, convolved(True), Entry(read_bound, write_bound), NEGATIVE,
+        fixed({"output_gate": True}),
+        names={"a_proj": "f_proj"},
+    ),
+    family(
+        "gated_deltaproduct", "GatedDeltaProductForCausalLM",
+        Entry(
+            read_forget,
+            lambda config: {"use_forget_gate": config.layer_types[0] == "gated_delta_product"},
         ),
-        "kda": Dialect(
-            architecture="KDAForCausalLM", layers=kda, options=kda_options,
-            names={"a_proj": "f_proj"},
-        ),
-        "gated_deltaproduct": Dialect(
-            architecture="GatedDeltaProductForCausalLM", layers=deltaproduct,
-            options=deltaproduct_options, names={},
-        ),
-        "gla": Dialect(
-            architecture="GLAForCausalLM", layers=gla, options=gla_options,
-            names={"a_proj": "gk_proj"}, gated_norm="g_norm_swish_gate", norm="g_norm",
-        ),
-        "retnet": Dialect(
-            architecture="RetNetForCausalLM", layers=retnet, options=decaying_options, names={},
-            gated_norm="g_norm_swish_gate", norm="g_norm", hidden_ratio=2,
-        ),
-        "linear_attn": Dialect(
-            architecture="LinearAttentionForCausalLM", layers=linear_attn,
-            options=linear_attn_options, names={"o_norm": "norm"},
-        ),
-    }.items()
-}  # fmt: skip
+        *sized(6, 256, 2), integer("num_householder", "n_steps", 1), convolved(True), GATED,
+        NEGATIVE,
+        mixers=("gated_delta_product", "delta_product"),
+    ),
+    family(
+        "gla", "GLAForCausalLM",
+        only({"use_gk": True, "use_gv": False, "clamp_min": None, "feature_map": None}),
+        HEADS_ALIKE, *shares(0.5, 1), GATED, convolved(False),
+        names={"a_proj": "gk_proj"}, norms=SWISH_NORM,
+    ),
+    family(
+        "retnet", "RetNetForCausalLM",
+        only({"feature_map": None}), HEADS_ALIKE, *shares(1, 2), GATED,
+        # Its layers have no convolution whatever its options say.
+        silent("use_short_conv", "conv_size"), fixed({"conv_size": 0}),
+        common=stream(hidden_ratio=2), norms=SWISH_NORM,
+    ),
+    family(
+        "linear_attn", "LinearAttentionForCausalLM",
+        only({"norm_q": False, "norm_k": False, "norm_feature_map": False,
+              "tie_feature_map_qk": False}),
+        HEADS_ALIKE, *shares(1, 1),
+        # What is not said is a map that is none of these.
+        word("feature_map", FEATURE_MAPS, "elementwise_product"),
+        mixers=("linear_attention",), norms=("norm", "norm"),
+    ),
+    family(
+        "hgrn2", "HGRN2ForCausalLM",
+        only({"use_lower_bound": True}),
+        Entry(read_ratio, lambda config: {
+            "num_heads": config.num_heads, "expand_ratio": config.head_k_dim,
+        }),
+        convolved(False),
+        # The norm of the output has its own eps, whatever norm_eps says.
+        fixed({"output_gate": False, "output_norm_eps": 1e-5}, {"use_lower_bound": True}),
+        names={"k_proj": "f_proj", "v_proj": "i_proj", "k_conv": "f_conv", "v_conv": "i_conv"},
+        norms=("g_norm", "g_norm"),
+        # The least decays of all layers lie together, as they do here.
+        model={"model.lower_bounds": Rows("blocks.0.mixer.bound_logits", form=last_joined)},
+    ),
+)  # fmt: skip

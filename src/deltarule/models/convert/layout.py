@@ -41,14 +41,14 @@ def written(model: Any, family: str | None, build: Build) -> Layout:
     config = resolved(model.config, model.blocks)
     refusal = f"family {family!r} has no word for this model"
     try:
-        fields = layout.options(config)
+        fields = layout.fields(config)
         back = layout.config(fields)
     except ValueError as error:
         raise ValueError(f"{refusal}: {error}") from None
     again = resolved(back, build(back).blocks)
     if lost := differences(config, again):
         raise ValueError(f"{refusal}; what it would read in brackets: {', '.join(lost)}")
-    pieces = layout.pieces(config, shapes, lambda name: False)
+    pieces = layout.tensors.pieces(config, shapes, lambda name: False)
     check_parts(pieces, shapes)
     return Layout(fields, pieces)
 
@@ -77,7 +77,9 @@ def stored(folder: str | Path, build: Build) -> tuple[Layout, Any]:
     shapes = shapes_of(model)
     pieces = own_pieces(shapes)
     if family is not None:
-        pieces = family.pieces(config, shapes, lambda name: files.plain_name(name) in places)
+        pieces = family.tensors.pieces(
+            config, shapes, lambda name: files.plain_name(name) in places
+        )
     check_parts(pieces, shapes)
     expected = {files.plain_name(piece.name): piece.shape(shapes) for piece in pieces}
     files.check_places(folder, places, expected)

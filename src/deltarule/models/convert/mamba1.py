@@ -3,115 +3,98 @@
 Jamba mixes in attention without positions and experts, in layers a fixed distance apart.
 """
 
-import dataclasses
-from collections.abc import Iterator
-from typing import Any
-
 from deltarule.models.block import mlp_kinds
 from deltarule.models.config import ModelConfig
-from deltarule.models.convert.experts import expert_pieces
 from deltarule.models.convert.family import Family
 from deltarule.models.convert.fields import Fields
-from deltarule.models.convert.hybrid import (
-    MATRICES,
-    NO_TOKENS,
-    in_words,
-    read_stream,
-    write_stream,
+from deltarule.models.convert.hybrid import MOST_LAYERS, in_words, stream
+from deltarule.models.convert.names import (
+    ATTENTION,
+    MLP,
+    Experts,
+    Names,
+    Rows,
+    Tensors,
+    same,
+    under,
 )
-from deltarule.models.convert.mamba_hybrids import NORMS, SELF_ATTENTION, pieces
-from deltarule.models.convert.piece import Has, Piece, Shape, filters, flat, renamed
+from deltarule.models.convert.options import (
+    Entry,
+    Options,
+    Table,
+    fixed,
+    flag,
+    integer,
+    number,
+    only,
+    silent,
+    sizes,
+    tied,
+)
+from deltarule.models.convert.piece import Shape, flat
 
-Options = dict[str, Any]
 # How parameters were drawn, and what changes no more than rounding.
-DRAWN = (
+DRAWN = silent(
     "d_inner", "d_model", "fused_add_norm", "n_layer", "pad_vocab_size_multiple", "ssm_cfg",
-    "intermediate_size", "rescale_prenorm_residual", "residual_in_fp32", "time_step_floor",
-    "time_step_init_scheme", "time_step_max", "time_step_min", "time_step_scale",
-    "use_associative_scan", "use_falcon_mambapy", "use_mamba_kernels", "use_mambapy",
+    "rescale_prenorm_residual", "residual_in_fp32", "time_step_floor", "time_step_init_scheme",
+    "time_step_max", "time_step_min", "time_step_scale", "use_associative_scan",
+    "use_falcon_mambapy", "use_mamba_kernels", "use_mambapy",
 )  # fmt: skip
 
 
-def read(fields: Fields) -> ModelConfig:
-    """Mamba, from config.json to a configuration."""
-    fields.only("use_bias", False)
-    fields.only("rms_norm", True)
-    fields.only("hidden_act", "silu", "swish")
-    fields.drop(*DRAWN)
-    sizes = read_sizes(fields, "state_size", "conv_kernel", "expand", "time_step_rank")
-    return ModelConfig(
-        vocab_size=fields.integer("vocab_size"),
-        hidden_size=fields.integer("hidden_size"),
-        num_layers=fields.integer("num_hidden_layers"),
-        layer_types="mamba1",
-        conv_bias=fields.flag("use_conv_bias", True),
-        mlp_size=0,
-        norm_eps=fields.number("layer_norm_epsilon", 1e-5),
-        tie_embeddings=fields.flag("tie_word_embeddings", True),
-        **sizes,
+def mamba(state: str, taps: str, expand: str, rank: str, bias: str) -> Table:
+    """Sizes of Mamba by the names of a family, after those of the stream."""
+
+    def read_inside(fields: Fields, found: Options) -> Options:
+        """Value channels, and those that the step size comes through."""
+        hidden, through = found["hidden_size"], fields.take(rank, "auto")
+        return {
+            "head_v_dim": fields.integer(expand, 2) * hidden,
+            "time_step_rank": -(-hidden // 16) if through == "auto" else through,
+        }
+
+    def write_inside(config: ModelConfig) -> Options:
+        hidden = config.hidden_size
+        return {
+            expand: (config.head_v_dim or 0) // hidden,
+            rank: config.time_step_rank or -(-hidden // 16),
+        }
+
+    return (
+        DRAWN,
+        integer(state, "head_k_dim", 16),
+        integer(taps, "conv_size", 4, smallest=1),
+        Entry(read_inside, write_inside),
+        flag(bias, "conv_bias", True),
+        fixed({"num_heads": 1, "output_gate": True}),
     )
 
 
-def read_sizes(fields: Fields, state: str, taps: str, expand: str, rank: str) -> Options:
-    """Sizes of Mamba by the names of a family."""
-    hidden = fields.integer("hidden_size", keep=True)
-    through = fields.take(rank, "auto")
-    return {
-        "num_heads": 1,
-        "head_k_dim": fields.integer(state, 16),
-        "head_v_dim": fields.integer(expand, 2) * hidden,
-        "conv_size": fields.integer(taps, 4, smallest=1),
-        "time_step_rank": -(-hidden // 16) if through == "auto" else through,
-        "output_gate": True,
-    }
-
-
-def write(config: ModelConfig) -> Options:
-    """Back from `read`."""
-    return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "state_size": config.head_k_dim,
-        "conv_kernel": config.conv_size,
-        "expand": expansion(config),
-        "time_step_rank": rank(config),
-        "use_conv_bias": config.conv_bias,
-        "layer_norm_epsilon": config.norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
-        **NO_TOKENS,
-    }
-
-
-def expansion(config: ModelConfig) -> int:
-    """Value channels over those of the stream."""
+def check_inner(config: ModelConfig) -> None:
+    """Refuse several heads, and an inside that is no multiple of the stream."""
     if config.num_heads != 1 or (config.head_v_dim or 0) % config.hidden_size:
         raise ValueError("num_heads must be 1 and head_v_dim a multiple of hidden_size")
-    return (config.head_v_dim or 0) // config.hidden_size
 
 
-def rank(config: ModelConfig) -> int:
-    """Channels that the step size comes through."""
-    return config.time_step_rank or -(-config.hidden_size // 16)
+MAMBA = (
+    only({"use_bias": False, "rms_norm": True, "hidden_act": ("silu", "swish")}),
+    silent("intermediate_size"),
+    *sizes(),
+    *mamba("state_size", "conv_kernel", "expand", "time_step_rank", "use_conv_bias"),
+    fixed({"layer_types": "mamba1", "mlp_size": 0}),
+    number("layer_norm_epsilon", "norm_eps", 1e-5),
+    tied(True),
+)
+FALCON_MAMBA = (
+    *MAMBA,
+    number("mixer_rms_eps", "output_norm_eps", 1e-6),
+    fixed({"mamba_inner_norm": "plain"}),
+)
 
 
-def read_falcon(fields: Fields) -> ModelConfig:
-    """Falcon-Mamba, from config.json to a configuration."""
-    eps = fields.number("mixer_rms_eps", 1e-6)
-    return dataclasses.replace(read(fields), mamba_inner_norm="plain", output_norm_eps=eps)
-
-
-def write_falcon(config: ModelConfig) -> Options:
-    """Back from `read_falcon`."""
-    return write(config) | {"mixer_rms_eps": config.output_norm_eps}
-
-
-def read_jamba(fields: Fields) -> ModelConfig:
-    """Jamba, from config.json to a configuration."""
-    fields.only("mamba_proj_bias", False)
-    inner = fields.integer("intermediate_size", smallest=1)
-    fields.drop(*DRAWN, "layer_types", "layers_block_type", "layers_num_experts")
-    layers = range(min(fields.integer("num_hidden_layers", keep=True), 10_000))
+def read_periods(fields: Fields, found: Options) -> Options:
+    """Which layers of Jamba have attention and which have experts."""
+    layers = range(min(found["num_layers"], MOST_LAYERS))
     attention, sparse = (
         (fields.integer(f"{x}_layer_period", n, smallest=1), fields.integer(f"{x}_layer_offset", m))
         for x, n, m in (("attn", 8, 4), ("expert", 2, 1))
@@ -120,43 +103,38 @@ def read_jamba(fields: Fields) -> ModelConfig:
     chosen = fields.integer("num_experts_per_tok", 2)
     kinds = ["attention" if i % attention[0] == attention[1] else "mamba1" for i in layers]
     halves = ["sparse" if i % sparse[0] == sparse[1] and experts > 1 else "dense" for i in layers]
-    mlp: Options = {"mlp_size": inner, "mlp_layer_types": tuple(halves)}
+    own: Options = {"layer_types": tuple(kinds), "mlp_layer_types": tuple(halves)}
     if "sparse" in halves:
-        mlp |= {"num_experts": experts, "num_experts_per_tok": chosen, "norm_topk_prob": False}
-        mlp |= {"moe_intermediate_size": inner}
-    names = "mamba_d_state", "mamba_d_conv", "mamba_expand", "mamba_dt_rank"
-    return ModelConfig(
-        **read_sizes(fields, *names),
-        **read_stream(fields),
-        **mlp,
-        layer_types=tuple(kinds),
-        conv_bias=fields.flag("mamba_conv_bias", True),
-        partial_rotary_factor=0.0,
-        mamba_inner_norm="weighted",
-    )
+        own |= {"num_experts": experts, "num_experts_per_tok": chosen, "norm_topk_prob": False}
+        own |= {"moe_intermediate_size": found["mlp_size"]}
+    return own
 
 
-def write_jamba(config: ModelConfig) -> Options:
-    """Back from `read_jamba`."""
+def write_periods(config: ModelConfig) -> Options:
+    """Back from `read_periods`."""
     attention = [i for i, x in enumerate(in_words(config, "mamba1")) if x == "full_attention"]
     sparse = [i for i, kind in enumerate(mlp_kinds(config)) if kind == "sparse"]
-    own = {
-        "intermediate_size": config.mlp_size,
+    own: Options = {
         "num_experts": max(config.num_experts, 1),
         "num_experts_per_tok": config.num_experts_per_tok,
-        "mamba_d_state": config.head_k_dim,
-        "mamba_d_conv": config.conv_size,
-        "mamba_expand": expansion(config),
-        "mamba_dt_rank": rank(config),
-        "mamba_conv_bias": config.conv_bias,
     }
     for name, layers in (("attn", attention), ("expert", sparse)):
         # A distance that no layer reaches names one at most.
-        beyond = config.num_layers + 1
-        period = layers[1] - layers[0] if len(layers) > 1 else beyond
+        period = layers[1] - layers[0] if len(layers) > 1 else config.num_layers + 1
         first = layers[0] if layers else config.num_layers
         own |= {f"{name}_layer_period": period, f"{name}_layer_offset": first}
-    return write_stream(config) | own
+    return own
+
+
+JAMBA = (
+    only({"mamba_proj_bias": False}),
+    silent("layer_types", "layers_block_type", "layers_num_experts"),
+    *stream(),
+    *mamba("mamba_d_state", "mamba_d_conv", "mamba_expand", "mamba_dt_rank", "mamba_conv_bias"),
+    integer("intermediate_size", "mlp_size", smallest=1),
+    Entry(read_periods, write_periods),
+    fixed({"partial_rotary_factor": 0.0, "mamba_inner_norm": "weighted"}),
+)
 
 
 def without_first(shape: Shape) -> Shape:
@@ -164,57 +142,45 @@ def without_first(shape: Shape) -> Shape:
     return shape[1:]
 
 
-def mixer(config: ModelConfig, theirs: str, ours: str) -> Iterator[Piece]:
-    """Mamba; what it norms inside has names of its own."""
-    yield Piece(f"{theirs}in_proj.weight", (f"{ours}v_proj.weight", f"{ours}g_proj.weight"))
-    yield Piece(f"{theirs}conv1d.weight", (f"{ours}v_conv.weight",), form=filters)
-    first = ("a_proj.0", "k_proj", "q_proj")
-    yield Piece(f"{theirs}x_proj.weight", tuple(f"{ours}{name}.weight" for name in first))
-    last = 1 if config.mamba_inner_norm is None else 2
-    names = {
-        "conv1d.bias": "v_conv.bias", "dt_proj.weight": f"a_proj.{last}.weight",
-        "out_proj.weight": "o_proj.weight", "b_layernorm.weight": "k_norm.weight",
-        "c_layernorm.weight": "q_norm.weight",
+def mixer(last: int) -> Names:
+    """Mamba; the last map of the step size comes third where a norm is before it."""
+    return {
+        "in_proj": "v_proj g_proj", "conv1d": "v_conv", "x_proj": "a_proj.0 k_proj q_proj",
+        "dt_proj": f"a_proj.{last}", "dt_proj.bias": Rows("dt_bias", form=flat),
+        "out_proj": "o_proj", "A_log": Rows("A_log", form=without_first),
+        "D": Rows("D", form=flat),
+        "b_layernorm": "k_norm", "c_layernorm": "q_norm",
+        **({} if last == 1 else {"dt_layernorm": "a_proj.1"}),
     }  # fmt: skip
-    if config.mamba_inner_norm == "weighted":
-        names["dt_layernorm.weight"] = "a_proj.1.weight"
-    yield from renamed(theirs, ours, names)
-    yield Piece(f"{theirs}dt_proj.bias", (f"{ours}dt_bias",), form=flat)
-    yield Piece(f"{theirs}A_log", (f"{ours}A_log",), form=without_first)
-    yield Piece(f"{theirs}D", (f"{ours}D",), form=flat)
 
 
-def layer(config: ModelConfig, theirs: str, ours: str, parts: str, has: Has) -> Iterator[Piece]:
-    """A layer of Mamba or Falcon-Mamba."""
-    yield Piece(f"{theirs}norm.weight", (f"{ours}mixer_norm.weight",))
-    yield from mixer(config, f"{theirs}mixer.", f"{ours}mixer.")
+def plain(last: int) -> Tensors:
+    """Mamba in every layer."""
+    return Tensors(
+        root="backbone.", embedding="embeddings", norm="norm_f",
+        layer={"": {"norm": "mixer_norm"}, "mamba1": under("mixer.", mixer(last), "mixer.")},
+    )  # fmt: skip
 
 
-def jamba(config: ModelConfig, theirs: str, ours: str, parts: str, has: Has) -> Iterator[Piece]:
-    """A layer of Jamba, by the names of an MLP and of experts."""
-    yield from renamed(theirs, ours, NORMS | {"pre_ff_layernorm.weight": "mlp_norm.weight"})
-    if parts == "attention":
-        yield from renamed(f"{theirs}self_attn.", f"{ours}mixer.", SELF_ATTENTION)
-    else:
-        yield from mixer(config, f"{theirs}mamba.", f"{ours}mixer.")
-    theirs, ours = f"{theirs}feed_forward.", f"{ours}mlp."
-    yield from renamed(theirs, ours, {name: name for name in (*MATRICES, "router.weight")})
-    yield from expert_pieces(f"{theirs}experts.", ours, config, has)
+MIXED = Tensors(norm="final_layernorm", layer={
+    "": {"input_layernorm": "mixer_norm", "pre_ff_layernorm": "mlp_norm"},
+    "attention": ATTENTION,
+    "mamba1": under("mamba.", mixer(2), "mixer."),
+    "dense": under("feed_forward.", MLP, "mlp."),
+    "sparse": under("feed_forward.", {**same("router"), "experts.": Experts()}, "mlp."),
+})  # fmt: skip
 
-
-FAMILIES = {
-    family.model_type: family for family in (
-        Family(
-            model_type="mamba", architecture="MambaForCausalLM", read=read, write=write,
-            pieces=pieces("backbone.", "norm_f", layer),
-        ),
-        Family(
-            model_type="falcon_mamba", architecture="FalconMambaForCausalLM", read=read_falcon,
-            write=write_falcon, pieces=pieces("backbone.", "norm_f", layer),
-        ),
-        Family(
-            model_type="jamba", architecture="JambaForCausalLM", read=read_jamba,
-            write=write_jamba, pieces=pieces("model.", "final_layernorm", jamba),
-        ),
-    )
-}  # fmt: skip
+FAMILIES = (
+    Family(
+        model_type="mamba", architecture="MambaForCausalLM", options=MAMBA, tensors=plain(1),
+        check=check_inner,
+    ),
+    Family(
+        model_type="falcon_mamba", architecture="FalconMambaForCausalLM", options=FALCON_MAMBA,
+        tensors=plain(2), check=check_inner,
+    ),
+    Family(
+        model_type="jamba", architecture="JambaForCausalLM", options=JAMBA, tensors=MIXED,
+        check=check_inner,
+    ),
+)  # fmt: skip

@@ -4,7 +4,7 @@ stored = [rows of part 1, rows of part 2, ...] for group 1, the same for group 2
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
 # Whether a folder that is read has a tensor of that name; no when one is written.
 Has = Callable[[str], bool]
+Form = Callable[[Shape], Shape]
 
 
 def plain(shape: Shape) -> Shape:
@@ -59,7 +60,7 @@ class Piece:
     name: str
     parts: tuple[str, ...]
     groups: int = 1
-    form: Callable[[Shape], Shape] = plain
+    form: Form = plain
     rows: tuple[int, int] | None = None
 
     def shape(self, shapes: Shapes) -> Shape:
@@ -99,14 +100,3 @@ class Piece:
         grouped = [x.reshape(self.groups, len(x) // self.groups, -1) for x in tensors]
         joined = grouped[0] if len(grouped) == 1 else torch.cat(grouped, dim=1)
         return joined.reshape(self.shape(shapes))
-
-
-def renamed(theirs: str, ours: str, names: Mapping[str, str]) -> Iterator[Piece]:
-    """One stored tensor for each parameter, under other names."""
-    for stored, own in names.items():
-        yield Piece(theirs + stored, (ours + own,))
-
-
-def present(pieces: Iterable[Piece], shapes: Shapes) -> list[Piece]:
-    """Those whose parameters the model has: options take some away."""
-    return [piece for piece in pieces if piece.parts[0] in shapes]

@@ -3,76 +3,91 @@
 RWKV-7 and its feed-forward half, which looks back a token, each behind a norm of mean and variance.
 """
 
-from typing import Any
-
 from deltarule.models.config import ModelConfig
 from deltarule.models.convert.family import Family
 from deltarule.models.convert.fields import Fields
-from deltarule.models.convert.hybrid import NO_TOKENS
-from deltarule.models.convert.piece import Has, Piece, Shape, Shapes, flat, present, renamed
+from deltarule.models.convert.names import Rows, Tensors, same, under
+from deltarule.models.convert.options import (
+    Entry,
+    Options,
+    fixed,
+    flag,
+    integer,
+    number,
+    only,
+    sizes,
+    tied,
+)
+from deltarule.models.convert.piece import Shape, flat
 from deltarule.nn.rwkv7 import GROUP_NORM_EPS
 
 RANKS = ("decay_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim", "gate_low_rank_dim")
-LAYERS = ("rwkv7", "channel_mix")
 
 
-def read(fields: Fields) -> ModelConfig:
-    """From config.json to a configuration."""
-    fields.only("hidden_act", "sqrelu")
-    fields.only("norm_bias", True)
-    fields.only("attn", None)
-    hidden = fields.integer("hidden_size", 2048, smallest=1)
-    heads, size = fields.take("num_heads"), fields.integer("head_dim", 64, smallest=1)
+def read_heads(fields: Fields, found: Options) -> Options:
+    """Heads that share the stream, and the norm of their outputs."""
+    hidden, size = found["hidden_size"], found["head_k_dim"]
+    heads = fields.take("num_heads")
     if heads not in (None, hidden // size):
         raise ValueError(f"num_heads must be hidden_size / head_dim={hidden // size}, got {heads}")
-    eps = fields.number("norm_eps", 1e-5)
-    if abs(size * eps - GROUP_NORM_EPS) > 1e-9:
-        raise ValueError(f"norm_eps must be {GROUP_NORM_EPS} / head_dim={size}, got {eps}")
-    layers = fields.integer("num_hidden_layers", 24)
+    if abs(size * found["norm_eps"] - GROUP_NORM_EPS) > 1e-9:
+        raise ValueError(
+            f"norm_eps must be {GROUP_NORM_EPS} / head_dim={size}, got {found['norm_eps']}"
+        )
     values = fields.listed("value_dim", []) or [hidden]
     if len({*map(str, values)}) > 1 or not isinstance(values[0], int):
         raise ValueError(f"value_dim must be one number for all layers, got {values!r}")
-    ratio = fields.number("hidden_ratio", 4)
-    inner = fields.integer("intermediate_size", 32 * -(-int(hidden * ratio) // 32), smallest=1)
-    return ModelConfig(
-        vocab_size=fields.integer("vocab_size", 32000),
-        hidden_size=hidden,
-        num_layers=2 * layers,
-        layer_types=LAYERS,
-        num_heads=hidden // size,
-        head_k_dim=size,
-        head_v_dim=values[0] // (hidden // size),
-        output_gate=True,
-        low_rank_dims=tuple(fields.integer(name) for name in RANKS),
-        mlp_size=inner,
-        mlp_layer_types="none",
-        norm_type="layer",
-        norm_eps=eps,
-        embedding_norm=fields.flag("norm_first", True),
-        tie_embeddings=fields.flag("tie_word_embeddings", False),
-    )
+    return {"num_heads": hidden // size, "head_v_dim": values[0] // (hidden // size)}
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
-    """From a configuration to config.json."""
+def write_heads(config: ModelConfig) -> Options:
+    """Back from `read_heads`."""
+    values = config.num_heads * (config.head_v_dim or 0)
+    return {"num_heads": config.num_heads, "value_dim": [values] * (config.num_layers // 2)}
+
+
+def read_blocks(fields: Fields, found: Options) -> Options:
+    """Two blocks for each layer, and the width of the feed-forward half."""
+    wide = found["hidden_size"] * fields.number("hidden_ratio", 4)
+    inner = fields.integer("intermediate_size", 32 * -(-int(wide) // 32), smallest=1)
+    return {"num_layers": 2 * found["num_layers"], "mlp_size": inner}
+
+
+def write_blocks(config: ModelConfig) -> Options:
+    """Back from `read_blocks`."""
+    return {"num_hidden_layers": config.num_layers // 2, "intermediate_size": config.mlp_size}
+
+
+def read_ranks(fields: Fields, found: Options) -> Options:
+    """Channels that decay, erase, value and gate come through."""
+    return {"low_rank_dims": tuple(fields.integer(name) for name in RANKS)}
+
+
+def write_ranks(config: ModelConfig) -> Options:
+    """Back from `read_ranks`."""
     if config.low_rank_dims is None:
         raise ValueError("low_rank_dims must be given where one layer has no value of another")
-    layers = config.num_layers // 2
-    return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": layers,
-        "num_heads": config.num_heads,
-        "head_dim": config.head_k_dim,
-        "value_dim": [config.num_heads * (config.head_v_dim or 0)] * layers,
-        **dict(zip(RANKS, config.low_rank_dims, strict=True)),
-        "intermediate_size": config.mlp_size,
-        "hidden_act": "sqrelu",
-        "norm_first": config.embedding_norm,
-        "norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
-        **NO_TOKENS,
-    }
+    return dict(zip(RANKS, config.low_rank_dims, strict=True))
+
+
+OPTIONS = (
+    only({"hidden_act": "sqrelu", "norm_bias": True, "attn": None}),
+    *sizes(vocab_size=32000, hidden_size=2048, num_layers=24),
+    integer("head_dim", "head_k_dim", 64, smallest=1),
+    number("norm_eps", "norm_eps", 1e-5),
+    Entry(read_heads, write_heads),
+    Entry(read_blocks, write_blocks),
+    Entry(read_ranks, write_ranks),
+    flag("norm_first", "embedding_norm", True),
+    tied(False),
+    fixed(
+        {
+            "layer_types": ("rwkv7", "channel_mix"), "mlp_layer_types": "none",
+            "norm_type": "layer", "output_gate": True,
+        },
+        {"hidden_act": "sqrelu"},
+    ),
+)  # fmt: skip
 
 
 def one_token(shape: Shape) -> Shape:
@@ -80,56 +95,27 @@ def one_token(shape: Shape) -> Shape:
     return 1, 1, *shape
 
 
-def both(theirs: str, ours: str) -> dict[str, str]:
-    """Weight and bias."""
-    return {f"{theirs}.{name}": f"{ours}.{name}" for name in ("weight", "bias")}
-
-
-def pieces(config: ModelConfig, shapes: Shapes, has: Has) -> list[Piece]:
-    """All stored tensors."""
-    names = {"model.embeddings.weight": "embedding.weight", "lm_head.weight": "head.weight"}
-    names |= both("model.norm", "norm") | both("model.layers.0.pre_norm", "embedding_norm")
-    found = list(renamed("", "", names))
-    for index in range(config.num_layers // 2):
-        layer, mixer = f"model.layers.{index}.", f"blocks.{2 * index}."
-        network = f"blocks.{2 * index + 1}."
-        found += renamed(layer, mixer, both("attn_norm", "mixer_norm"))
-        found += renamed(layer, network, both("ffn_norm", "mixer_norm"))
-        names = {
-            "x_k": "shift_mix",
-            "key.weight": "up_proj.weight",
-            "value.weight": "o_proj.weight",
-        }
-        found += renamed(f"{layer}ffn.", f"{network}mixer.", names)
-        found += attention(f"{layer}attn.", f"{mixer}mixer.", config.hidden_size)
-    return present(found, shapes)
-
-
-def attention(theirs: str, ours: str, hidden: int) -> list[Piece]:
-    """RWKV-7 itself; the first layer has no v_lora."""
-    found = [
-        Piece(
-            f"{theirs}x_{letter}",
-            (f"{ours}shift_mix",),
-            form=one_token,
-            rows=(i * hidden, (i + 1) * hidden),
-        )
-        for i, letter in enumerate("rwkvag")
-    ]
-    names = {"r_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "o_proj": "o_proj"}
-    # The last of a map with an activation in it comes third.
-    maps = {"w": "a_proj.2", "a": "erase_proj.1", "v": "value_proj.1", "g": "g_proj.2"}
-    for letter, last in maps.items():
-        names |= {f"{letter}_lora.lora.0": f"{last[:-1]}0", f"{letter}_lora.lora.2": last}
-    names = {f"{a}.weight": f"{b}.weight" for a, b in names.items()} | both("g_norm", "o_norm")
-    flats = {
-        "w_lora.lora.2.bias": "decay_bias", "a_lora.lora.2.bias": "erase_bias",
-        "v_lora.lora.2.bias": "value_bias", "k_k": "erase_scale", "k_a": "replace_scale",
-    }  # fmt: skip
-    found += renamed(theirs, ours, names | {"r_k": "bonus"})
-    return found + [Piece(theirs + a, (ours + b,), form=flat) for a, b in flats.items()]
-
+# Letters of low-rank maps, of which the last comes third where an activation is before it.
+MAPS = {"w": ("a_proj", 2), "a": ("erase_proj", 1), "v": ("value_proj", 1), "g": ("g_proj", 2)}
+ATTENTION = {
+    **{f"x_{x}": Rows("shift_mix", form=one_token, share=(i, 6)) for i, x in enumerate("rwkvag")},
+    **{f"{letter}_lora.lora.0": f"{name}.0" for letter, (name, _) in MAPS.items()},
+    **{f"{letter}_lora.lora.2": f"{name}.{last}" for letter, (name, last) in MAPS.items()},
+    "w_lora.lora.2.bias": Rows("decay_bias", form=flat),
+    "a_lora.lora.2.bias": Rows("erase_bias", form=flat),
+    "v_lora.lora.2.bias": Rows("value_bias", form=flat),
+    "k_k": Rows("erase_scale", form=flat), "k_a": Rows("replace_scale", form=flat),
+    "r_k": "bonus", "r_proj": "q_proj", "g_norm": "o_norm", **same("k_proj", "v_proj", "o_proj"),
+}  # fmt: skip
+NETWORK = {"x_k": "shift_mix", "key": "up_proj", "value": "o_proj"}
 
 FAMILY = Family(
-    model_type="rwkv7", architecture="RWKV7ForCausalLM", read=read, write=write, pieces=pieces
-)
+    model_type="rwkv7", architecture="RWKV7ForCausalLM", options=OPTIONS,
+    tensors=Tensors(
+        embedding="embeddings", blocks=2, model={"model.layers.0.pre_norm": "embedding_norm"},
+        layer={
+            "rwkv7": {"attn_norm": "mixer_norm", **under("attn.", ATTENTION, "mixer.")},
+            "channel_mix": {"ffn_norm": "mixer_norm", **under("ffn.", NETWORK, "mixer.")},
+        },
+    ),
+)  # fmt: skip

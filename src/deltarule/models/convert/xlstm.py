@@ -1,55 +1,36 @@
 """xLSTM-7B: mLSTM with bounded gates, and bounded logits."""
 
-from collections.abc import Iterator
-from typing import Any
-
 from deltarule.models.config import ModelConfig
 from deltarule.models.convert.family import Family
 from deltarule.models.convert.fields import Fields
-from deltarule.models.convert.hybrid import NO_TOKENS
-from deltarule.models.convert.mamba_hybrids import pieces
-from deltarule.models.convert.piece import Has, Piece, renamed
+from deltarule.models.convert.names import Tensors, under
+from deltarule.models.convert.options import (
+    Entry,
+    Options,
+    fixed,
+    integer,
+    number,
+    older,
+    only,
+    silent,
+    sizes,
+    tied,
+)
 from deltarule.nn.mlstm import EPS, SOFT_CAP
 
-ONLY = {
-    "add_out_norm": True, "eps": EPS, "gate_soft_cap": SOFT_CAP, "use_bias": False,
-    "weight_mode": "single",
-}  # fmt: skip
-# How its own kernels compute.
-KERNELS = (
-    "autocast_kernel_dtype", "chunkwise_kernel", "embedding_dim", "inference_state_dtype",
-    "max_inference_chunksize", "mode", "norm_reduction_force_float32", "num_blocks",
-    "return_last_states", "sequence_kernel", "step_kernel",
-)  # fmt: skip
 MULTIPLE = 64
 
 
-def read(fields: Fields) -> ModelConfig:
-    """From config.json to a configuration."""
-    for name, value in ONLY.items():
-        fields.only(name, value)
-    fields.rename({"num_blocks": "num_hidden_layers"})
-    fields.drop(*KERNELS)
-    hidden, heads = fields.integer("hidden_size"), fields.integer("num_heads", 8, smallest=1)
+def read_factors(fields: Fields, found: Options) -> Options:
+    """Sizes that are given as shares of the stream."""
+    hidden = found["hidden_size"]
     qk, v = (
-        rounded(hidden * fields.number(name, otherwise), MULTIPLE) // heads
+        rounded(hidden * fields.number(name, otherwise), MULTIPLE) // found["num_heads"]
         for name, otherwise in (("qk_dim_factor", 0.5), ("v_dim_factor", 1.0))
     )
     multiple = fields.integer("ffn_round_up_to_multiple_of", 64, smallest=1)
-    return ModelConfig(
-        vocab_size=fields.integer("vocab_size"),
-        hidden_size=hidden,
-        num_layers=fields.integer("num_hidden_layers"),
-        layer_types="xlstm_7b",
-        num_heads=heads,
-        head_k_dim=qk,
-        head_v_dim=v,
-        output_norm_bias=False,
-        mlp_size=rounded(hidden * fields.number("ffn_proj_factor", 2.667), multiple),
-        norm_eps=fields.number("norm_eps", 1e-6),
-        final_logit_softcapping=fields.number("output_logit_soft_cap", 30.0),
-        tie_embeddings=fields.flag("tie_word_embeddings", False),
-    )
+    inner = rounded(hidden * fields.number("ffn_proj_factor", 2.667), multiple)
+    return {"head_k_dim": qk, "head_v_dim": v, "mlp_size": inner}
 
 
 def rounded(size: float, multiple: int) -> int:
@@ -57,46 +38,55 @@ def rounded(size: float, multiple: int) -> int:
     return int((size + multiple - 1) // multiple * multiple)
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
-    """From a configuration to config.json."""
+def write_factors(config: ModelConfig) -> Options:
+    """Back from `read_factors`."""
     hidden, heads = config.hidden_size, config.num_heads
     return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": hidden,
-        "num_hidden_layers": config.num_layers,
-        "num_heads": heads,
         "qk_dim_factor": heads * (config.head_k_dim or 0) / hidden,
         "v_dim_factor": heads * (config.head_v_dim or 0) / hidden,
         # Multiples of 1 are rounded down: with half a channel more never one less.
         "ffn_proj_factor": ((config.mlp_size or 0) + 0.5) / hidden,
         "ffn_round_up_to_multiple_of": 1,
-        "norm_eps": config.norm_eps,
-        "output_logit_soft_cap": config.final_logit_softcapping,
-        "tie_word_embeddings": config.tie_embeddings,
-        **NO_TOKENS,
     }
 
 
-def layer(config: ModelConfig, theirs: str, ours: str, parts: str, has: Has) -> Iterator[Piece]:
-    """One block."""
-    names = {"norm_mlstm": "mixer_norm", "norm_ffn": "mlp_norm"}
-    names |= {f"mlstm_layer.{letter}": f"mixer.{letter}_proj" for letter in "qkv"}
-    names |= {
-        "mlstm_layer.ogate_preact": "mixer.g_proj", "mlstm_layer.fgate_preact": "mixer.a_proj",
-        "mlstm_layer.igate_preact": "mixer.b_proj", "mlstm_layer.multihead_norm": "mixer.o_norm",
-        "mlstm_layer.out_proj": "mixer.o_proj", "ffn.proj_up_gate": "mlp.gate_proj",
-        "ffn.proj_up": "mlp.up_proj", "ffn.proj_down": "mlp.down_proj",
-    }  # fmt: skip
-    yield from renamed(theirs, ours, {f"{a}.weight": f"{b}.weight" for a, b in names.items()})
-    biases = {"fgate_preact": "decay_bias", "igate_preact": "beta_bias"}
-    for stored, own in biases.items():
-        yield Piece(f"{theirs}mlstm_layer.{stored}.bias", (f"{ours}mixer.{own}",))
+OPTIONS = (
+    only({
+        "add_out_norm": True, "eps": EPS, "gate_soft_cap": SOFT_CAP, "use_bias": False,
+        "weight_mode": "single",
+    }),
+    older({"num_blocks": "num_hidden_layers"}),
+    # How its own kernels compute.
+    silent(
+        "autocast_kernel_dtype", "chunkwise_kernel", "embedding_dim", "inference_state_dtype",
+        "max_inference_chunksize", "mode", "norm_reduction_force_float32", "return_last_states",
+        "sequence_kernel", "step_kernel",
+    ),
+    *sizes(),
+    integer("num_heads", default=8, smallest=1),
+    Entry(read_factors, write_factors),
+    fixed({"layer_types": "xlstm_7b", "output_norm_bias": False}),
+    number("norm_eps", "norm_eps", 1e-6),
+    number("output_logit_soft_cap", "final_logit_softcapping", 30.0),
+    tied(False),
+)  # fmt: skip
 
+MIXER = {
+    "q": "q_proj", "k": "k_proj", "v": "v_proj", "ogate_preact": "g_proj",
+    "fgate_preact": "a_proj", "fgate_preact.bias": "decay_bias",
+    "igate_preact": "b_proj", "igate_preact.bias": "beta_bias",
+    "multihead_norm": "o_norm", "out_proj": "o_proj",
+}  # fmt: skip
+MLP = {"proj_up_gate": "gate_proj", "proj_up": "up_proj", "proj_down": "down_proj"}
 
 FAMILY = Family(
-    model_type="xlstm",
-    architecture="xLSTMForCausalLM",
-    read=read,
-    write=write,
-    pieces=pieces("backbone.", "out_norm", layer, "blocks"),
-)
+    model_type="xlstm", architecture="xLSTMForCausalLM", options=OPTIONS,
+    tensors=Tensors(
+        root="backbone.", embedding="embeddings", norm="out_norm", layers="blocks",
+        layer={
+            "": {"norm_mlstm": "mixer_norm", "norm_ffn": "mlp_norm"},
+            "xlstm_7b": under("mlstm_layer.", MIXER, "mixer."),
+            "dense": under("ffn.", MLP, "mlp."),
+        },
+    ),
+)  # fmt: skip
