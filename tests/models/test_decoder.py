@@ -17,7 +17,8 @@ MIXED = ("gated_deltanet", "sliding_window", "attention", "rwkv7")
 def on_buffers(monkeypatch):
     """Take the path of graphs on a CPU too, where the same code runs without a capture."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr("deltarule.models.generate.captures", lambda model: True)
+        name = "deltarule.models.generate.captured_parameters"
+        monkeypatch.setattr(name, lambda model: tuple(model.parameters()))
         monkeypatch.setattr(Decoder, "capture", lambda self, model: self.advance(model))
 
 
@@ -86,15 +87,35 @@ def test_a_kept_step_is_taken_again_only_where_it_holds(make_model, on_buffers):
     model = make_model()
     greedy, drawn = decoding.Sampling(0, None, None), decoding.Sampling(1.0, None, None)
     state = lend(model, model(torch.ones(2, 3, dtype=torch.int64))[1], 5)
-    with captured(model, state, greedy) as first:
+    with captured(model, tuple(model.parameters()), state, greedy) as first:
         pass
-    with captured(model, state, greedy) as second:
+    with captured(model, tuple(model.parameters()), state, greedy) as second:
         assert second is first
-    with captured(model, state, drawn) as third:
+    with captured(model, tuple(model.parameters()), state, drawn) as third:
         assert third is not first
     model.embedding.weight = torch.nn.Parameter(model.embedding.weight.clone())
-    with captured(model, state, greedy) as fourth:
+    with captured(model, tuple(model.parameters()), state, greedy) as fourth:
         assert fourth is not first
+
+
+def test_weights_are_laid_side_by_side_only_where_they_have_moved(make_model, monkeypatch):
+    model, laid = make_model(layer_types="kda", num_layers=2), []
+    adjoin = decoding.adjoin
+
+    def noted(modules):
+        laid.append(modules)
+        adjoin(modules)
+
+    monkeypatch.setattr(decoding, "adjoin", noted)
+    for _ in range(2):
+        decoding.adjoin_projections(model, tuple(model.parameters()))
+    # A mixer and an MLP in each of the blocks, once.
+    assert len(laid) == 4
+    model.blocks[1].mlp.gate_proj.weight.data = model.blocks[1].mlp.gate_proj.weight.clone()
+    decoding.adjoin_projections(model, tuple(model.parameters()))
+    assert len(laid) == 8
+    gate, up = (module.weight for module in model.blocks[1].mlp.of_input().values())
+    assert up.data_ptr() == gate.data_ptr() + gate.nbytes
 
 
 def test_damaged_logits_are_told_from_the_step_that_made_them(make_model, on_buffers):

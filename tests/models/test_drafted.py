@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from deltarule.models import drafted
 from deltarule.models.decoder import Decoder, lend, release_graphs
 from deltarule.models.drafted import Lookup
 from deltarule.nn import MIXERS, ModelState
@@ -50,7 +49,8 @@ def test_tokens_are_taken_back_to_the_state_before_them(name, make_model, random
 @pytest.mark.parametrize("draft", [1, 5])
 def test_guesses_change_no_token(name, draft, device, make_model, random_tokens, monkeypatch):
     if not torch.cuda.is_available():
-        monkeypatch.setattr(drafted, "captures", lambda model: True)
+        captured = "deltarule.models.generate.captured_parameters"
+        monkeypatch.setattr(captured, lambda model: tuple(model.parameters()))
         monkeypatch.setattr(Decoder, "capture", lambda self, model: self.advance(model))
     model = make_model(**sizes(name)).to(device)
     prompts = [[1, 2, 3, 4] * 4, random_tokens(5, seed=3).tolist(), [9] * 9]

@@ -7,7 +7,7 @@ every call with as many rows.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -160,11 +160,23 @@ def lend(model: "CausalLM", state: ModelState, tokens: int) -> ModelState:
     )
 
 
-def adjoin_projections(model: "CausalLM") -> None:
+# Where the parameters of each model have been since they were last laid side by side.
+_adjoined: "WeakKeyDictionary[CausalLM, object]" = WeakKeyDictionary()
+
+
+def adjoin_projections(model: "CausalLM", parameters: Sequence[Parameter]) -> None:
     """Lay the weights that read one input side by side in memory; see `deltarule.nn.linears`."""
+    if _adjoined.get(model) == places(parameters):
+        return
     for module in model.modules():
         if isinstance(module, DeltaMixer | Attention | SwiGLU):
             adjoin(tuple(module.of_input().values()))
+    _adjoined[model] = places(parameters)
+
+
+def places(parameters: Sequence[Parameter]) -> object:
+    """Where parameters lie, and their dtypes."""
+    return tuple((parameter.data_ptr(), parameter.dtype) for parameter in parameters)
 
 
 def overwrite(state: ModelState, other: ModelState) -> None:
@@ -188,10 +200,14 @@ _captured: "WeakKeyDictionary[CausalLM, list[tuple[object, Decoder]]]" = WeakKey
 
 @contextlib.contextmanager
 def captured(
-    model: "CausalLM", state: ModelState, sampling: Sampling, draft: int = 0
+    model: "CausalLM",
+    parameters: Sequence[Parameter],
+    state: ModelState,
+    sampling: Sampling,
+    draft: int = 0,
 ) -> Iterator[Decoder]:
     """A decoder with its graph, for this caller alone until it is given back."""
-    key = draft, kind_of(model, state, sampling)
+    key = draft, kind_of(parameters, state, sampling)
     kept = _captured.setdefault(model, [])
     places = [place for place, (other, _) in enumerate(kept) if other == key]
     if places:
@@ -210,21 +226,26 @@ def captured(
         del kept[:-KEPT]
 
 
-def kind_of(model: "CausalLM", state: ModelState, sampling: Sampling) -> object:
+def kind_of(parameters: Sequence[Parameter], state: ModelState, sampling: Sampling) -> object:
     """What a graph holds for: where the parameters lie, the buffers' sizes, how it was computed."""
     shapes = tuple(
         (name, tensor.shape, tensor.dtype) for layer in state for name, tensor in layer.items()
     )
-    parameters = tuple((p.data_ptr(), p.dtype) for p in model.parameters())
     autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-    return shapes, parameters, tuple(sampling), autocast, torch.is_inference_mode_enabled()
+    return shapes, places(parameters), tuple(sampling), autocast, torch.is_inference_mode_enabled()
 
 
-def captures(model: "CausalLM") -> bool:
-    """Whether the model's step can be a CUDA graph: on a GPU, with nothing watching."""
+def captured_parameters(model: "CausalLM") -> tuple[Parameter, ...] | None:
+    """What a CUDA graph of a step reads; None where there can be none.
+
+    It takes a GPU, and nothing that watches. The walk through the modules takes as long as the
+    host's part of two layers: a call makes it once.
+    """
     if model.embedding.weight.device.type != "cuda" or not is_plain_eager():
-        return False
-    return all(type(parameter) is Parameter for parameter in model.parameters())
+        return None
+    parameters = tuple(model.parameters())
+    plain = all(type(parameter) is Parameter for parameter in parameters)
+    return parameters if plain else None
 
 
 def row_count(state: ModelState) -> int:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from deltarule.models.decoder import DraftDecoder, captured, captures, lend
+from deltarule.models.decoder import DraftDecoder, captured, lend
 from deltarule.models.request import Options, Rows
 from deltarule.models.sampling import Draws
 from deltarule.nn import ModelState
@@ -79,17 +80,21 @@ class Shares:
 
 
 def drafted(
-    model: "CausalLM", prompts: list[list[int]], state: ModelState, tokens: Tensor, draws: Draws,
-    rows: Rows, options: Options,
+    model: "CausalLM", parameters: Sequence[Parameter] | None, prompts: list[list[int]],
+    state: ModelState, tokens: Tensor, draws: Draws, rows: Rows, options: Options,
 ) -> Iterator[tuple[int, int]]:  # fmt: skip
-    """Yield (row, token), of as many tokens a step as were guessed, plus one; or fewer."""
+    """Yield (row, token), of as many tokens a step as were guessed, plus one; or fewer.
+
+    Steps are replays of a CUDA graph where the parameters that it reads are given.
+    """
     count, device = options.draft + 1, tokens.device
     lookups, shares = [Lookup(prompt) for prompt in prompts], Shares(draws, len(prompts))
     lent = lend(model, state, options.max_new_tokens + count)
     taken = [[token] for token in tokens.tolist()]
-    graph = options.cuda_graphs and captures(model)
-    kept = captured(model, lent, options.sampling, options.draft) if graph else nullcontext()
-    with kept as decoder:
+    with (
+        nullcontext() if parameters is None
+        else captured(model, parameters, lent, options.sampling, options.draft)
+    ) as decoder:  # fmt: skip
         if decoder is None:
             decoder = DraftDecoder(lent, options.sampling, options.draft)
         assert isinstance(decoder, DraftDecoder)

@@ -12,7 +12,7 @@ from deltarule.models.decoder import (
     Sampling,
     adjoin_projections,
     captured,
-    captures,
+    captured_parameters,
     lend,
     row_count,
 )
@@ -158,17 +158,20 @@ def _sample(
     if not prompts or options.max_new_tokens == 0:
         return
     draws = Draws(options.seed, len(prompts), model.embedding.weight.device)
-    if captures(model):
-        adjoin_projections(model)
+    parameters = captured_parameters(model)
+    if parameters is not None:
+        adjoin_projections(model, parameters)
+    if not options.cuda_graphs:
+        parameters = None
     rows = Rows(len(prompts), options)
     logits, state = _read_prompts(model, prompts, state)
     seen = tokens_of(prompts, logits) if options.repetition_penalty != 1 else None
     tokens = chosen(logits, draws.next(rows.going), *options.sampling, seen)
     if options.draft:
-        yield from drafted(model, prompts, state, tokens, draws, rows, options)
-    elif options.cuda_graphs and captures(model):
+        yield from drafted(model, parameters, prompts, state, tokens, draws, rows, options)
+    elif parameters is not None:
         lent = lend(model, state, options.max_new_tokens)
-        with captured(model, lent, options.sampling) as decoder:
+        with captured(model, parameters, lent, options.sampling) as decoder:
             yield from _replay(model, decoder, lent, tokens, seen, draws, rows)
     else:
         yield from _step(model, state, tokens, seen, draws, rows, options.sampling)
@@ -249,12 +252,13 @@ def _read_prompts(
     device = model.embedding.weight.device
     longest = max(map(len, prompts))
     padded = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    mask = torch.arange(longest, device=device) >= longest - lengths[:, None]
+    lengths = [len(prompt) for prompt in prompts]
+    # The host knows what is padded: asking a GPU would wait for it.
+    mask = None
+    if min(lengths) < longest:
+        mask = (torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]).to(device)
     if state is not None and row_count(state) < len(prompts):
         state = state.select(torch.zeros(len(prompts), dtype=torch.int64, device=device))
-    x, state = model.hidden(
-        torch.tensor(padded, device=device), state, mask=None if bool(mask.all()) else mask
-    )
+    x, state = model.hidden(torch.tensor(padded, device=device), state, mask=mask)
     # The head sees the last position only: a long prompt never makes [T, vocab] logits.
     return model.logits(x[:, -1]), state
