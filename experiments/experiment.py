@@ -79,6 +79,8 @@ class Experiment:
     """Every way in which a form differs from the paper's setting, a sentence each."""
     timed: bool = False
     """Cells take times, so one runs at a time, whatever --workers says."""
+    grows: bool = False
+    """It is reported with the cells that there are, and new ones join those that are published."""
 
 
 def finished(results: list[Result]) -> list[Result]:

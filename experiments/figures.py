@@ -49,11 +49,12 @@ SYSTEM_LOOKS = {
     "gated_deltanet_h1": Look(INK, "h", "--"),
     "gated_deltanet_h2": Look(INK, "H", ":"),
 }
-# For everything else, in the order in which labels appear.
-LOOKS = (
-    Look(DARK, "o", "-"), Look(MIDDLE, "s", "--"), Look(LIGHT, "^", "-"), Look(INK, "D", ":"),
-    Look(DARK, "v", "-."), Look(MIDDLE, "P", "-"), Look(LIGHT, "X", "--"), Look(INK, "*", "-"),
-)  # fmt: skip
+# Of a second form of a system, which keeps its tone and mark.
+VARIANT_LINE = ":"
+# For settings that are no system, in the order in which labels appear: tones are for families.
+LOOKS = tuple(
+    Look(INK, mark, line) for mark, line in zip("os^DvPX*", ("-", "--", ":", "-.") * 2, strict=True)
+)
 # What is shorter on a figure than in the table of systems.
 SHORT = {"gla": "GLA", "kda": "KDA", "attention": "Softmax attention"}
 
@@ -83,7 +84,8 @@ class Curve:
     published: bool = False
     """Read from the paper: hollow marks and no line."""
     look: str | None = None
-    """Draw it as this system; None goes by the label."""
+    """Draw it as this system, dotted if another label of the figure is that already; None goes by
+    the label."""
 
 
 @dataclass(frozen=True)
@@ -149,16 +151,19 @@ def draw_curves(panels: Sequence[Panel], path: Path, *, title: str, columns: int
 
 
 def looks_of(curves: Sequence[Curve]) -> dict[str, Look]:
-    """The look of each label: a system's own, else the next one.
+    """The look of each label: a system's own, or the next of those for settings.
 
     Examples:
         >>> looks_of([Curve("n = 1", [], []), Curve("deltanet", [], [])])["n = 1"].mark
-        's'
+        'o'
     """
-    names = {curve.label: curve.look or curve.label for curve in curves}
-    looks = {label: SYSTEM_LOOKS[name] for label, name in names.items() if name in SYSTEM_LOOKS}
-    free = itertools.cycle([look for look in LOOKS if look not in looks.values()])
-    return {label: looks[label] if label in looks else next(free) for label in names}
+    looks, free = dict[str, Look](), itertools.cycle(LOOKS)
+    for curve in curves:
+        if curve.label in looks:
+            continue
+        look = SYSTEM_LOOKS.get(curve.look or curve.label) or next(free)
+        looks[curve.label] = look._replace(line=VARIANT_LINE) if look in looks.values() else look
+    return looks
 
 
 def title_of(label: str) -> str:

@@ -159,7 +159,11 @@ def draw(scale: Scale, results: list[Result], path: Path) -> None:
     form = FORMS[scale]
     panels = []
     for group in reversed(form.groups):
-        curves = [by_length(label, runs) for label, runs in trained_runs(results, group).items()]
+        curves = [
+            by_length(label, run)
+            for label, runs in trained_runs(results, group).items()
+            for run in runs
+        ]
         if group == "S_5":
             curves += [
                 Curve(label_of(n, 2.0), list(points), list(points.values()), published=True)
@@ -174,15 +178,10 @@ def draw(scale: Scale, results: list[Result], path: Path) -> None:
     draw_curves(panels, path, title="Word problems of groups", columns=2)
 
 
-def by_length(label: str, runs: list[Result]) -> Curve:
-    """The mean over seeds, and their range."""
-    points = [run.figures["evaluations"][LABEL]["prefixes"] for run in runs]
-    lengths = [n for n, _ in points[0]]
-    values = [[share for _, share in at_length] for at_length in zip(*points, strict=True)]
-    return Curve(
-        label, lengths, [sum(v) / len(v) for v in values], low=list(map(min, values)),
-        high=list(map(max, values)),
-    )  # fmt: skip
+def by_length(label: str, run: Result) -> Curve:
+    """One seed: seeds differ in kind, some solve a group that others do not."""
+    lengths, shares = zip(*run.figures["evaluations"][LABEL]["prefixes"], strict=True)
+    return Curve(label, lengths, shares)
 
 
 def reached(run: Result) -> int:

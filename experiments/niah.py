@@ -182,17 +182,11 @@ def draw(scale: Scale, results: list[Result], path: Path) -> None:
 
 
 def by_length(form: Form, results: list[Result], system: str, needle: str) -> list[Curve]:
-    """The mean of the seeds and their range, if there are any."""
-    runs = runs_of(results, system)
-    if not runs:
-        return []
-    values = [shares(runs, needle, length) for length in form.lengths]
+    """A curve for each seed, as they differ in kind."""
     return [
-        Curve(
-            system, form.lengths, [sum(v) / len(v) for v in values], low=list(map(min, values)),
-            high=list(map(max, values)),
-        )
-    ]  # fmt: skip
+        Curve(system, form.lengths, [shares([run], needle, n)[0] for n in form.lengths])
+        for run in runs_of(results, system)
+    ]
 
 
 def table(scale: Scale, results: list[Result]) -> str:

@@ -1,4 +1,4 @@
-"""`python -m experiments.pages`: the pages of docs/experiments, from their JSON files.
+"""`python -m experiments.pages`: pages and figures of docs/experiments, from their JSON.
 
 A page keeps what stands outside the two marks; what is between them is written anew.
 """
@@ -44,6 +44,16 @@ def write_pages(folder: Path) -> None:
     for name in EXPERIMENTS:
         write_page(load_experiment(name), folder)
     write_index(folder)
+
+
+def draw_figures(folder: Path) -> None:
+    """Draw the figure of every form that has results."""
+    for experiment in map(load_experiment, EXPERIMENTS):
+        for scale in experiment.needs:
+            report = read_report(experiment, scale, folder)
+            results = to_results(report["cells"]) if report else []
+            if finished(results):
+                experiment.draw(scale, results, folder / f"{experiment.name}-{scale}.png")
 
 
 def write_index(folder: Path) -> None:
@@ -225,6 +235,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("docs/experiments"))
     folder = parser.parse_args().folder
+    draw_figures(folder)
     write_pages(folder)
     print(f"{len(EXPERIMENTS)} pages in {folder}")
 

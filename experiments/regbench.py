@@ -54,12 +54,11 @@ class System:
         return f"{title_of(self.layer)}, no convolution" if self.bare else self.layer
 
     @property
-    def look(self) -> str | None:
-        """Without its convolution, a system borrows the look of one that is not in the figure."""
-        return BARE_LOOKS[self.layer] if self.bare else None
+    def look(self) -> str:
+        """Without its convolution, a system has the colour and mark of the one that has it."""
+        return self.layer
 
 
-BARE_LOOKS = {"deltanet": "delta_product", "gla": "retnet"}
 EXAMPLES = (2_500, 5_000, 10_000, 20_000)
 
 

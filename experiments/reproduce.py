@@ -22,7 +22,15 @@ from deltarule.train.run_folder import locked
 from experiments.experiment import Cell, Experiment, Scale, finished
 from experiments.pages import INDEX_PAGE, section, write_index, write_page
 from experiments.processes import MachineError, StoppedError, devices_of, run_cells
-from experiments.records import FORMAT, Record, checked, to_results, write_json
+from experiments.records import (
+    FORMAT,
+    Record,
+    checked,
+    plain,
+    read_json,
+    to_results,
+    write_json,
+)
 from experiments.run_cell import ENVIRONMENT, own_folder, record_path, run_cell
 from experiments.table import EXPERIMENTS, load_experiment
 
@@ -50,7 +58,7 @@ class ReproduceRun:
     runs: Path = Path("runs")
     """Folder of all runs."""
     data: str | None = None
-    """Of experiments on text: a file or a folder; None is this Python's standard library."""
+    """Of experiments on text: a file or a folder; None is the text of the checkout."""
     device: str = "auto"
     """"cpu", "cuda:1", or "cuda" for all GPUs; "auto" takes those if PyTorch sees any."""
     publish: Path | None = None
@@ -164,6 +172,8 @@ class Reproduction:
         if experiment.timed:
             self.workers = 1
         self.records = finished_records(folder, cells, retry=run.retry)
+        if experiment.grows and run.publish is not None:
+            self.records = published_records(run, cells) | self.records
         self.before = len(self.records)
 
     def run(self) -> None:
@@ -185,7 +195,7 @@ class Reproduction:
             raise KeyboardInterrupt from None
         except (MachineError, *ENVIRONMENT) as error:
             raise MachineError(f"{error}; {self.kept()}, and the same command goes on") from error
-        if len(self.records) == len(self.cells):
+        if len(self.records) == len(self.cells) or (self.experiment.grows and self.records):
             self.report(time.monotonic() - began)
         else:
             print(f"{self.kept()}; the report follows when all of them are")
@@ -215,7 +225,7 @@ class Reproduction:
     def report(self, seconds: float) -> None:
         """Figure, raw results and report, in the folder of the run and where it is published."""
         experiment, scale = self.experiment, self.options.scale
-        records = [self.records[cell.name] for cell in self.cells]
+        records = [self.records[cell.name] for cell in self.cells if cell.name in self.records]
         picture = "figure.png" if finished(to_results(records)) else None
         if picture is not None:
             experiment.draw(scale, to_results(records), self.folder / picture)
@@ -239,10 +249,10 @@ class Reproduction:
     def publish(self, target: Path, picture: str | None) -> None:
         """Copy figure and results, and write the page anew, and the index if there is one."""
         target.mkdir(parents=True, exist_ok=True)
-        stem = f"{self.experiment.name}-{self.options.scale}"
-        shutil.copyfile(self.folder / "results.json", target / f"{stem}.json")
+        raw = published_path(self.options, target)
+        shutil.copyfile(self.folder / "results.json", raw)
         if picture is not None:
-            shutil.copyfile(self.folder / picture, target / f"{stem}.png")
+            shutil.copyfile(self.folder / picture, raw.with_suffix(".png"))
         write_page(self.experiment, target)
         if (target / INDEX_PAGE).exists():
             write_index(target)
@@ -264,6 +274,40 @@ def finished_records(folder: Path, cells: list[Cell], *, retry: bool) -> dict[st
             shutil.rmtree(own_folder(folder, cell), ignore_errors=True)
             del found[name]
     return found
+
+
+def published_path(run: ReproduceRun, target: Path) -> Path:
+    """Where the raw results of a form are published."""
+    return target / f"{run.name}-{run.scale}.json"
+
+
+def published_records(run: ReproduceRun, cells: list[Cell]) -> dict[str, Record]:
+    """Of cells that are published already, at settings that still hold.
+
+    A field that the published configuration lacks is new, and had its default.
+    """
+    path = published_path(run, run.publish or Path())
+    if not path.exists():
+        return {}
+    ours = {cell.name: plain(cell) for cell in cells}
+    records = {record["cell"]["name"]: record for record in read_json(path)["cells"]}
+    return {
+        name: record
+        for name, record in records.items()
+        if name in ours and holds(record["cell"], ours[name])
+    }
+
+
+def holds(theirs: Any, ours: Any) -> bool:
+    """Whether all that one configuration names is the same in another.
+
+    Examples:
+        >>> holds({"steps": 9}, {"steps": 9, "new": None}), holds({"steps": 9}, {"steps": 8})
+        (True, False)
+    """
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        return all(name in ours and holds(value, ours[name]) for name, value in theirs.items())
+    return bool(theirs == ours)
 
 
 def command_line(run: ReproduceRun) -> str:

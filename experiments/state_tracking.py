@@ -38,10 +38,6 @@ SYSTEMS = {
     "mamba01": System("mamba2", "Mamba-2 [0, 1]", signed=False),
     "mamba11": System("mamba2", "Mamba-2 [-1, 1]", signed=True),
 }
-LOOKS = {
-    "deltanet01": "deltanet", "deltanet11": "gated_deltanet", "mamba01": "mamba2",
-    "mamba11": "attention",
-}  # fmt: skip
 
 
 class Task(NamedTuple):
@@ -179,7 +175,8 @@ def draw(scale: Scale, results: list[Result], path: Path) -> None:
         present = {name: runs for name in SYSTEMS if (runs := runs_of(results, task, name))}
         panels.append(
             Panel(
-                [by_length(name, runs) for name, runs in present.items()], "length of the row",
+                [by_length(name, run) for name, runs in present.items() for run in runs],
+                "length of the row",
                 "scaled accuracy", title=TASKS[task].title, log_x=True, limits=LIMITS,
                 marks={"longest in training": 33 if FORMS[scale].every_bit else TRAINED[1]},
             )
@@ -198,22 +195,21 @@ def draw(scale: Scale, results: list[Result], path: Path) -> None:
     draw_curves(panels, path, title="State tracking", columns=2)
 
 
-def by_length(name: str, runs: list[Result]) -> Curve:
-    """Mean over the seeds, and their range."""
-    values = [[scaled(run, f"length {n}") for run in runs] for n in LENGTHS]
-    return Curve(
-        SYSTEMS[name].title, LENGTHS, [sum(v) / len(v) for v in values], low=list(map(min, values)),
-        high=list(map(max, values)), look=LOOKS[name],
-    )  # fmt: skip
+def by_length(name: str, run: Result) -> Curve:
+    """One seed: seeds differ in kind, some solve a task that others do not."""
+    values = [scaled(run, f"length {n}") for n in LENGTHS]
+    system = SYSTEMS[name]
+    return Curve(system.title, LENGTHS, values, look=system.layer)
 
 
 def in_table(task: str, name: str, place: int, runs: list[Result]) -> list[Curve]:
     """The best of the seeds, the range of them, and the published value."""
-    title, look, values = SYSTEMS[name].title, LOOKS[name], [scaled(run) for run in runs]
-    published = Curve(title, [place], [TASKS[task].published[name]], published=True, look=look)
+    title, base = SYSTEMS[name].title, SYSTEMS[name].layer
+    values = [scaled(run) for run in runs]
+    published = Curve(title, [place], [TASKS[task].published[name]], published=True, look=base)
     ours = Curve(
         title, [place], [max(values, default=0)], low=[min(values, default=0)],
-        high=[max(values, default=0)], look=look,
+        high=[max(values, default=0)], look=base,
     )  # fmt: skip
     return [ours, published] if values else [published]
 

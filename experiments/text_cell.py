@@ -16,6 +16,7 @@ from deltarule.train.metrics import read_metrics
 from deltarule.train.optimizer import OptimizerOptions
 from deltarule.train.random_state import seed_everything
 from experiments.experiment import SAVE_SECONDS
+from experiments.pinned_text import read_pinned_text
 from experiments.text_rows import TextRows, held_out_rows, measure
 
 
@@ -42,7 +43,7 @@ class TextCell:
     loop: LoopOptions
     """Steps, seed and dtype; its device is the experiment's."""
     data: str | None = None
-    """A text file, or a folder of them; None is this Python's standard library."""
+    """A text file, or a folder of them; None is the pinned text."""
     held_out_bytes: int = 500_000
     """Bytes to predict for each of `lengths`, at most."""
     watched_bytes: int = 65_536
@@ -77,7 +78,7 @@ class TextCell:
             DataError: There is no such text, or no held-out document is long enough.
             DivergedError: The loss is not finite.
         """
-        read = read_documents(self.data)
+        read = read_pinned_text() if self.data is None else read_documents(self.data)
         training, held_out = (
             encode_documents([document.text for document in documents])
             for documents in split_documents(read.documents)

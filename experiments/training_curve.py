@@ -10,7 +10,7 @@ def training_curve(label: str, result: Result, *, look: str | None = None) -> Cu
     Args:
         label: Of the curve.
         result: Of a `TaskCell` that did not fail.
-        look: The system whose look it borrows; None goes by the label.
+        look: The system that it is drawn as; None goes by the label.
 
     Examples:
         >>> result = Result("a", {}, {"curve": [[100, 2.5, 0.25], [200, 1.5, 0.75]]}, None, 9.0)

@@ -3,7 +3,7 @@
 from deltarule.models import PATTERNS
 from deltarule.nn import SYSTEMS
 from experiments import figures
-from experiments.figures import LOOKS, SYSTEM_LOOKS, Curve, Panel, draw_curves, looks_of
+from experiments.figures import INK, LOOKS, SYSTEM_LOOKS, Curve, Panel, draw_curves, looks_of
 
 
 def test_panels_of_every_kind_are_drawn(tmp_path):
@@ -28,6 +28,10 @@ def test_labels_have_looks_of_their_own():
     looks = looks_of(given)
     assert looks["deltanet"] == SYSTEM_LOOKS["deltanet"]
     assert looks["lent"] == SYSTEM_LOOKS["kda"]
+    # Tones are for families of systems: a setting has none, and a second form is dotted.
+    assert {looks[x].ink for x in "abc"} == {INK}
+    both = looks_of([Curve("gla", [], []), Curve("GLA, no convolution", [], [], look="gla")])
+    assert both["GLA, no convolution"] == SYSTEM_LOOKS["gla"]._replace(line=":")
     assert len(set(looks.values())) == len(labels)
     assert set(SYSTEM_LOOKS) <= {*SYSTEMS, *PATTERNS}
     many = [Curve(str(i), [], []) for i in range(3 * len(LOOKS))]

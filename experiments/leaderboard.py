@@ -1,0 +1,375 @@
+"""The leaderboard: every system of the library on the same tasks, at the same settings.
+
+A cell is one system on one task: one seed at each learning rate, then further seeds at the best of
+them. Each is a row's entry of its own, so that the table grows system by system and task by task.
+"""
+
+import json
+import math
+import shutil
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from deltarule.models import ModelConfig
+from deltarule.nn import SYSTEMS
+from deltarule.tasks import groups, modular_arithmetic, mqar, parity
+from deltarule.train.extra import require
+from deltarule.train.figures import DARK, DOTS_PER_INCH, dress, save
+from deltarule.train.loop import LoopOptions
+from deltarule.train.optimizer import OptimizerOptions
+from experiments import mad
+from experiments.experiment import Experiment, Result, Scale, finished
+from experiments.figures import title_of
+from experiments.markdown import markdown_table
+from experiments.records import write_json
+from experiments.task_cell import Evaluation, TaskCell
+from experiments.text_cell import TextCell
+from experiments.text_setting import text_cell, text_model
+
+LABEL = "new rows"
+# Scores this near are one: of tasks, whose tests have 1,000 rows, and of text.
+TIE = {False: 0.1, True: 0.02}
+# Inches of a panel and of a system's line in it.
+WIDTH, LINE = 4.4, 0.17
+UNIT = {False: "scaled accuracy", True: "bits per byte"}
+
+
+class Column(NamedTuple):
+    """A task at one setting."""
+
+    title: str
+    setting: str
+    """What a model trains on and is tested on, for a reader."""
+    cell: Callable[[str], TaskCell | TextCell]
+    """From a system to its training run at the first rate and seed."""
+    rates: tuple[float, ...]
+    """Tried with the first seed."""
+    seeds: tuple[int, ...]
+    """The first one, and those that the best rate runs with as well."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One system on one task."""
+
+    name: str
+    first: TaskCell | TextCell
+    """At the first rate and seed."""
+    rates: tuple[float, ...]
+    """Tried with the first seed."""
+    seeds: tuple[int, ...]
+    """Run at the best rate."""
+
+    def run(self, folder: Path, device: torch.device) -> dict[str, Any]:
+        """Choose the rate, then run all seeds at it.
+
+        Returns:
+            `rate`; `scores` of all seeds at it; `tried`, the first seed's score at each rate;
+            `steps` and `parameters` of the runs at the best one, and `training_seconds` of all.
+        """
+        tried = {rate: self.trained(rate, self.seeds[0], folder, device) for rate in self.rates}
+        sign = -1 if isinstance(self.first, TextCell) else 1
+        rate = max(self.rates, key=lambda one: sign * score(self.first, tried[one]))
+        further = [self.trained(rate, seed, folder, device) for seed in self.seeds[1:]]
+        runs = [tried[rate], *further]
+        return {
+            "rate": rate,
+            "scores": [score(self.first, run) for run in runs],
+            "tried": {f"{one:g}": score(self.first, run) for one, run in tried.items()},
+            "steps": [run["steps"] for run in runs],
+            "parameters": runs[0]["parameters"],
+            "training_seconds": sum(run["training_seconds"] for run in [*tried.values(), *further]),
+        }
+
+    def trained(self, rate: float, seed: int, folder: Path, device: torch.device) -> dict[str, Any]:
+        """One training run, or what it found when it was run before."""
+        own = folder / f"lr{rate:g}-seed{seed}"
+        found = own / "figures.json"
+        if not found.exists():
+            cell = replace(at_rate(self.first, rate), loop=replace(self.first.loop, seed=seed))
+            write_json(found, cell.run(own, device))
+            shutil.rmtree(own / "checkpoints", ignore_errors=True)
+        figures: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))
+        return figures
+
+
+def at_rate(cell: TaskCell | TextCell, rate: float) -> TaskCell | TextCell:
+    """The training run at another rate."""
+    return replace(cell, optimizer=replace(cell.optimizer, lr=rate))
+
+
+def score(cell: TaskCell | TextCell, figures: dict[str, Any]) -> float:
+    """Bits per byte of text; of a task the accuracy, scaled so that guessing is 0 and all is 1."""
+    first = next(iter(figures["evaluations"].values()))
+    if isinstance(cell, TextCell):
+        return float(first["bits_per_byte"])
+    chance: float = cell.evaluations[0].config.chance
+    return (float(first["accuracy"]) - chance) / (1 - chance)
+
+
+def labelled(
+    task: str, training: Any, tested: Any, *, width: int, heads: int, layers: int, rows: int,
+    steps: int, **model: Any,
+) -> Callable[[str], TaskCell]:  # fmt: skip
+    """Training runs on a task, whose model has all that is not named at the system's default."""
+
+    def cell(system: str) -> TaskCell:
+        return TaskCell(
+            name=system, task=task, training=training,
+            evaluations=(Evaluation(LABEL, tested, 1000),),
+            model=ModelConfig(
+                vocab_size=training.vocab_size, hidden_size=width, num_layers=layers,
+                layer_types=system, num_heads=heads,
+                tie_embeddings=False, **model,
+            ),
+            rows=rows,
+            optimizer=OptimizerOptions(min_lr_ratio=0.05, warmup_steps=steps // 10, beta2=0.98),
+            loop=LoopOptions(steps=steps, evaluate_every=steps // 6, save_every=steps, keep=1),
+            stop_at=0.999,
+        )  # fmt: skip
+
+    return cell
+
+
+def mad_cell(setting: str) -> Callable[[str], TaskCell]:
+    """Half of the epochs of the experiment `mad`, and a system's own convolution."""
+
+    def cell(system: str) -> TaskCell:
+        base = mad.make_cell("gpu", setting, system)
+        model = replace(base.model, conv_size=None, head_k_dim=None, head_v_dim=None)
+        steps = base.loop.steps // 2
+        return replace(
+            base, model=model, loop=replace(base.loop, steps=steps, evaluate_every=steps // 10)
+        )
+
+    return cell
+
+
+RECALL = mqar.Config(length=32, pairs=6, vocab_size=32)
+LAPTOP = {
+    "mqar": Column(
+        "Associative recall",
+        "6 pairs of 31 words in rows of 32, new rows in training and test; 2 layers",
+        labelled(
+            "mqar", RECALL, RECALL, width=32, heads=2, layers=2, mlp_size=0, rows=64, steps=300,
+       
+        ), (1e-2,), (0,),
+    ),
+    "parity": Column(
+        "Parity",
+        "trained on rows of 16 bits, tested on 17 to 64; 1 layer",
+        labelled(
+            "parity", parity.Config(16, 16, every_position=True), parity.Config(17, 64), width=32,
+            heads=2, layers=1, mlp_size=0, rows=64, steps=300,
+        ), (1e-2,), (0, 1, 2),
+    ),
+}  # fmt: skip
+# Of the GPU form: the settings of the other experiments, but for the systems' own convolutions.
+RATES, SEEDS = (1e-3, 4e-3), (0, 1, 2)
+LONG_RECALL = mqar.Config(length=512, pairs=64, vocab_size=8192)
+PARITY, ARITHMETIC = parity.Config(3, 40), modular_arithmetic.Config(3, 40)
+GPU = {
+    **{
+        f"mad-{name}": Column(
+            one.title, f"MAD's baseline, {one.steps // 2:,} steps of 128 rows; 2 layers",
+            mad_cell(name), RATES, SEEDS,
+        )
+        for name, one in mad.SETTINGS["gpu"].items()
+    },
+    "mqar": Column(
+        "Associative recall", "64 pairs of 8,192 words in rows of 512, 4,000 steps; 2 layers",
+        labelled(
+            "mqar", LONG_RECALL, LONG_RECALL, width=128, heads=4, layers=2, mlp_size=0, rows=128,
+            steps=4000,
+        ), RATES, SEEDS,
+    ),
+    "parity": Column(
+        "Parity", "trained on rows of 3 to 40 bits, tested on 40 to 256; 2 layers",
+        labelled(
+            "parity", PARITY, parity.Config(40, 256), width=128, heads=4, layers=2, rows=256,
+            steps=4000,
+        ), RATES, SEEDS,
+    ),
+    "arithmetic": Column(
+        "Modular arithmetic", "trained on rows of 3 to 40 places, tested on 40 to 256; 3 layers",
+        labelled(
+            "modular_arithmetic", ARITHMETIC, modular_arithmetic.Config(40, 256), width=128,
+            heads=4, layers=3, rows=256, steps=4000,
+        ), RATES, SEEDS,
+    ),
+    "S_3": Column(
+        "Products in S_3", "trained on rows of 32 elements, tested on 128; 1 layer",
+        labelled(
+            "groups", groups.Config("S_3", 32), groups.Config("S_3", 128), width=128, heads=4,
+            layers=1, mlp_size=0, rows=256, steps=3000,
+        ), RATES, SEEDS,
+    ),
+    "language": Column(
+        "Text, bits per byte", "30 M parameters, 600 steps of 32 rows of 512 bytes; 8 layers",
+        lambda system: text_cell(system, text_model(system, "large"), "large", 0), RATES, (0,),
+    ),
+}  # fmt: skip
+COLUMNS: dict[Scale, dict[str, Column]] = {"laptop": LAPTOP, "gpu": GPU}
+
+
+def cells(scale: Scale) -> list[Entry]:
+    """Every system on every task, task by task."""
+    return [
+        Entry(
+            name=f"{system}-{key}", first=at_rate(column.cell(system), column.rates[0]),
+            rates=column.rates, seeds=column.seeds,
+        )
+        for key, column in COLUMNS[scale].items() for system in SYSTEMS
+    ]  # fmt: skip
+
+
+class Runs(NamedTuple):
+    """What is known of one system on one task."""
+
+    system: str
+    scores: list[float]
+    """Of each seed."""
+    lower: bool
+    """Whether less is better."""
+
+    @property
+    def mean(self) -> float:
+        """Over seeds."""
+        return statistics.fmean(self.scores)
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The best and the worst seed, as numbers of which the larger is better."""
+        signed = [-x if self.lower else x for x in self.scores]
+        return max(signed), min(signed)
+
+
+def runs_of(results: list[Result], key: str) -> list[Runs]:
+    """All finished systems on a task, the best mean first."""
+    found = []
+    for result in finished(results):
+        system, _, task = result.name.rpartition(f"-{key}")
+        if not task and system in SYSTEMS:
+            found.append(Runs(system, result.figures["scores"], lower=key == "language"))
+    return sorted(found, key=lambda one: one.mean if one.lower else -one.mean)
+
+
+def bands(ranked: list[Runs]) -> dict[str, int]:
+    """The band of each system: one begins where the best seed is clearly below the last leader's.
+
+    Examples:
+        >>> one, near, far = (Runs(n, s, False) for n, s in (("a", [0.9, 1]), ("b", [0.95, 0.8]),
+        ...                                                  ("c", [0.7, 0.1])))
+        >>> bands([one, near, far])
+        {'a': 1, 'b': 1, 'c': 2}
+    """
+    told: dict[str, int] = {}
+    band, worst = 0, math.inf
+    for one in ranked:
+        best, least = one.range
+        if not band or best < worst - TIE[one.lower]:
+            band, worst = band + 1, least
+        told[one.system] = band
+    return told
+
+
+def order(scale: Scale, results: list[Result]) -> list[str]:
+    """Systems by the sum of their bands; one without a result on a task comes last in it."""
+    placed = [bands(runs_of(results, key)) for key in COLUMNS[scale]]
+    return sorted(
+        SYSTEMS, key=lambda name: sum(one.get(name, len(SYSTEMS)) for one in placed if one)
+    )
+
+
+def table(scale: Scale, results: list[Result]) -> str:
+    """A row for each system and a column for each task that anything has run; then the settings."""
+    columns = {key: runs for key in COLUMNS[scale] if (runs := runs_of(results, key))}
+    placed = {key: bands(runs) for key, runs in columns.items()}
+    known = {key: {one.system: one for one in runs} for key, runs in columns.items()}
+    rows = [
+        [
+            f"`{name}`", SYSTEMS[name].title,
+            *(told(known[key].get(name), placed[key]) for key in columns),
+        ]
+        for name in order(scale, results)
+    ]  # fmt: skip
+    titles = [COLUMNS[scale][key].title for key in columns]
+    board = markdown_table(["name", "system", *titles], rows, results)
+    return "\n\n".join([board, REMARK, settings(scale, columns)])
+
+
+def told(runs: Runs | None, placed: dict[str, int]) -> str:
+    """The mean, the range over seeds and the band."""
+    if runs is None:
+        return "to run"
+    spread = f" ({min(runs.scores):.3f} to {max(runs.scores):.3f})" if len(runs.scores) > 1 else ""
+    return f"{runs.mean:.3f}{spread}, band {placed[runs.system]}"
+
+
+def settings(scale: Scale, columns: Mapping[str, list[Runs]]) -> str:
+    """What each task is, and how many systems are still to run on it."""
+    return "\n".join(
+        f"- **{column.title}**: {column.setting}; rates "
+        f"{', '.join(f'{x:g}' for x in column.rates)}, seeds {', '.join(map(str, column.seeds))}; "
+        f"to run: {len(SYSTEMS) - len(columns.get(key, ()))} of {len(SYSTEMS)}."
+        for key, column in COLUMNS[scale].items()
+    )
+
+
+def draw(scale: Scale, results: list[Result], path: Path) -> None:
+    """A panel for each task, systems by their places, a mark for each seed."""
+    columns = {key: runs for key in COLUMNS[scale] if (runs := runs_of(results, key))}
+    longest = max(map(len, columns.values()))
+    figure = require("matplotlib.figure").Figure(
+        figsize=(WIDTH * len(columns), LINE * longest + 1.2), dpi=DOTS_PER_INCH,
+        layout="constrained",
+    )  # fmt: skip
+    for index, (key, runs) in enumerate(columns.items()):
+        axes = figure.add_subplot(1, len(columns), index + 1)
+        dress(axes, title=COLUMNS[scale][key].title, x=UNIT[runs[0].lower], y="")
+        axes.grid(axis="x", color="#dddddd", linewidth=0.8)
+        for place, one in enumerate(runs):
+            axes.plot(one.scores, [-place] * len(one.scores), color=DARK, marker="o", linestyle="")
+        axes.set_yticks([-i for i in range(len(runs))], [title_of(one.system) for one in runs])
+        axes.set_ylim(-len(runs), 1)
+    save(figure, path)
+
+
+REMARK = (
+    "Accuracy is scaled so that guessing is 0 and all answers right is 1: the mean of the seeds, "
+    "and their range. A new band begins where even the best seed is below the worst one of the "
+    "system that leads the band before, by more than 0.1 (text: 0.02); systems of one band are not "
+    "told apart. Each system runs "
+    "with its own defaults (convolution, gates, range of eigenvalues): a row says what its name "
+    "gives, not what it could be made to do."
+)
+EXPERIMENT = Experiment(
+    name="leaderboard",
+    title="Leaderboard",
+    shows="Every system of the library on the same small tasks, at the same settings.",
+    source="the tasks of the papers on the other pages, made small enough for every system",
+    needs={
+        "laptop": "53 systems of 2 minutes on 2 cores",
+        "gpu": "583 cells, about 13 minutes of an H200 for each system",
+    },
+    cells=cells,
+    draw=draw,
+    table=table,
+    grows=True,
+    deviations={
+        "laptop": [
+            "Width 32, 300 steps of 64 rows at one rate, 0.01: what a system learns within "
+            "seconds, which is not what it can learn.",
+            "Associative recall has one seed.",
+        ],
+        "gpu": [
+            "Two rates and the sizes of the pages here in place of each paper's sweep; MAD has 25 "
+            "epochs in place of 200, text one seed.",
+        ],
+    },
+)
