@@ -198,7 +198,7 @@ def fenced(command: str) -> list[str]:
 
 def index(experiments: Iterable[Experiment], folder: Path) -> list[str]:
     """The table of experiments: what each shows, and which of its forms were run."""
-    lines = ["| experiment | from | laptop | gpu |", "|---|---|---|---|"]
+    lines = [f"| experiment | from | {' | '.join(SCALES)} |", "|---" * (2 + len(SCALES)) + "|"]
     for one in experiments:
         forms = [form(one, scale, folder) for scale in SCALES]
         title = f"[{one.title}]({one.name}.md)"

@@ -47,7 +47,8 @@ class ReproduceRun:
     name: str
     """Which; `deltarule reproduce --list` names them all."""
     scale: Scale = "laptop"
-    """laptop is a small form for two CPU cores; gpu is as near to the paper as minutes allow."""
+    """laptop is a small form for two CPU cores; gpu is as near to the paper as minutes allow;
+    published is the paper's own setting."""
     workers: int | None = None
     """Cells at a time, on all visible GPUs together; None is 2 on a CPU, with a thread each, and 8
     for each GPU."""
@@ -74,7 +75,7 @@ class ReproduceRun:
 class ListRun:
     """Say what each experiment shows and what it needs."""
 
-    scale: Literal["laptop", "gpu", "both"] = "both"
+    scale: Scale | Literal["all"] = "all"
     """Only what has this form."""
 
 
@@ -82,11 +83,11 @@ def list_experiments(run: ListRun) -> None:
     """Print what each shows, where it is from, and what each form takes."""
     for name in EXPERIMENTS:
         experiment = load_experiment(name)
-        if run.scale != "both" and run.scale not in experiment.needs:
+        if run.scale != "all" and run.scale not in experiment.needs:
             continue
         told = [f"{experiment.title}. {experiment.shows}", f"From {experiment.source}."]
-        told += [f"{scale:<7}{needs}" for scale, needs in experiment.needs.items()]
-        text = "\n".join(textwrap.fill(line, 96, subsequent_indent=" " * 7) for line in told)
+        told += [f"{scale:<10}{needs}" for scale, needs in experiment.needs.items()]
+        text = "\n".join(textwrap.fill(line, 96, subsequent_indent=" " * 10) for line in told)
         print(f"{name}\n{textwrap.indent(text, '    ')}\n")
 
 
@@ -128,10 +129,10 @@ def device_for(run: ReproduceRun, experiment: Experiment, *, left: bool) -> torc
         ValueError: It cannot; the message says what would.
     """
     device = choose_device(run.device)
-    if left and run.scale == "gpu" and device.type != "cuda":
+    if left and run.scale != "laptop" and device.type != "cuda":
         other = "; --scale laptop runs without" if "laptop" in experiment.needs else ""
         seen = "PyTorch sees none here" if run.device == "auto" else f"--device is {run.device}"
-        raise ValueError(f"{run.name} --scale gpu needs a CUDA GPU, and {seen}{other}")
+        raise ValueError(f"{run.name} --scale {run.scale} needs a CUDA GPU, and {seen}{other}")
     return device
 
 

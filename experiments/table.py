@@ -6,6 +6,7 @@ from experiments.experiment import Experiment
 
 # Each module has `EXPERIMENT`; they are imported on demand.
 EXPERIMENTS = {
+    "leaderboard": "experiments.leaderboard",
     "mqar": "experiments.mqar",
     "memory": "experiments.memory",
     "language": "experiments.language",

@@ -434,7 +434,35 @@ def memory(t: Tables) -> dict[str, bool]:
     }
 
 
+def leaderboard(t: Tables) -> dict[str, bool]:
+    def scores(name: str, task: str) -> Numbers:
+        return next(
+            cell["figures"]["scores"]
+            for cell in raw("leaderboard-laptop")
+            if cell["cell"]["name"] == f"{name}-{task}"
+        )
+
+    recall, parity = "Associative recall", "Parity"
+    return {
+        "DeltaProduct and sLSTM, which can do that, score above 0.9": min(
+            scores("delta_product", "parity") + scores("slstm", "parity")
+        ) > 0.9,
+        "stay within 0.1 of a guess": max(
+            map(abs, scores("deltanet", "parity") + scores("mamba2", "parity"))
+        ) < 0.1,
+        "DeltaNet and softmax attention score above 0.9": min(
+            scores("deltanet", "mqar") + scores("attention", "mqar")
+        ) > 0.9,
+        "linear attention without a\n  convolution stays within 0.1": abs(
+            t("laptop", recall, "`linear_attention`")[0]
+        ) < 0.1,
+        "nothing of it has run": not (DOCS / "leaderboard-gpu.json").exists()
+        and len(t("laptop", parity, "`slstm`")) == 4,
+    }  # fmt: skip
+
+
 CLAIMS = {
+    "leaderboard": leaderboard,
     "mqar": mqar, "mad": mad, "regbench": regbench, "state-tracking": state_tracking,
     "groups": groups, "extrapolation": extrapolation, "language": language, "niah": niah,
     "throughput": throughput, "speedup": speedup, "ablation": ablation, "memory": memory,

@@ -159,7 +159,12 @@ def test_what_cannot_be_run_is_said_before_it_starts(cells, words, says, capsys)
 def test_the_list_says_what_each_shows_and_needs(cells, capsys):
     assert main(["reproduce", "--list"]) == 0
     shown = capsys.readouterr().out
-    for text in ("A tiny experiment. Nothing.", "From no paper.", "laptop no time", "gpu    a GPU"):
+    for text in (
+        "A tiny experiment. Nothing.",
+        "From no paper.",
+        "laptop    no time",
+        "gpu       a GPU",
+    ):
         assert text in shown
     assert main(["reproduce", "--list", "--scale", "gpu"]) == 0
     assert "memory\n" not in capsys.readouterr().out

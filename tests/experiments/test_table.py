@@ -48,5 +48,5 @@ def test_cells_are_plain_data_with_names_of_their_own(name, scale):
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones():
-    with pytest.raises(ValueError, match="NAME must be one of mqar, memory"):
+    with pytest.raises(ValueError, match="NAME must be one of leaderboard, mqar"):
         load_experiment("nothing")
