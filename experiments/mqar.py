@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from deltarule.models import ModelConfig
 from deltarule.tasks.mqar import Config
@@ -92,7 +93,7 @@ def cells(scale: Scale) -> list[TaskCell]:
 def make_cell(form: Form, system: str, width: int, rate: float, seed: int) -> TaskCell:
     """One model; unless layers are their own, states are two square memories in every system."""
     layer, heads = system.removesuffix(BARE), 1 if system == "attention" else 2
-    sizes: dict[str, int | None] = {
+    sizes: dict[str, Any] = {
         "num_heads": heads, "head_k_dim": width // heads, "head_v_dim": width // heads,
         "conv_size": 0,
     }  # fmt: skip
