@@ -84,8 +84,37 @@ def run_memory(
         streams = *map(torch.empty, shapes), owner
         memory = torch.empty(5, 4, 3, values or channels, channels + bias)
         norm = (torch.empty(4, channels),) * 2 if bias else (None, None)
-        memory_passes.forward(streams, memory, *norm, 1e-6, note=False)
-        memory_passes.backward(torch.empty(written), memory, streams, memory, *norm, 1e-6)
+        run_both(streams, memory, norm, 0)
+
+    return run
+
+
+def run_both(
+    streams: memory_passes.Streams,
+    memory: Tensor,
+    norm: tuple[Tensor | None, Tensor | None],
+    inner: int,
+) -> None:
+    """Forward and backward of a memory."""
+    memory_passes.forward(streams, memory, *norm, 1e-6, inner, note=False)
+    d_z = torch.empty_like(streams[2])
+    memory_passes.backward(d_z, memory, streams, memory, *norm, 1e-6, inner)
+
+
+def run_streamed(operator: str, channels: int, inner: int, packed: bool) -> Callable[[], None]:
+    """Forward and backward of a memory that is streamed, of two maps or (inner = 0) of one."""
+
+    def run() -> None:
+        of, slots, bias = (8, 2, 4), 16, int(operator == "TTT")
+        tiles = [torch.empty(*of, slots, channels) for _ in range(3)]
+        shapes = ((*of, 4, slots), (*of, 4), (*of, slots, slots), of[:2])
+        owner = torch.empty(of[:2], dtype=torch.int64) if packed else None
+        numbers = channels * (channels + bias)
+        if inner:
+            numbers = inner * (channels + bias) + channels * (inner + bias)
+        memory = torch.empty(5, 4, 2 if bias else 3, numbers)
+        norm = (torch.empty(4, channels),) * 2 if bias else (None, None)
+        run_both((*tiles, *map(torch.empty, shapes), owner), memory, norm, inner)
 
     return run
 
@@ -131,6 +160,15 @@ CALLS |= {
         ("TTT", 16, 64, False), ("TTT", 16, 64, True), ("Titans", 16, 32, False),
         ("TTT", 1, 64, False),
         ("Titans", 16, 64, False), ("Titans", 16, 32, True),
+    )
+}  # fmt: skip
+CALLS |= {
+    f"{operator}, K {channels}, {f'{inner} inside' if inner else 'streamed'}{', packed' * packed}":
+    run_streamed(operator, channels, inner, packed)
+    for operator, channels, inner, packed in (
+        ("TTT", 64, 256, False), ("TTT", 64, 256, True), ("Titans", 64, 128, False),
+        ("TTT", 128, 512, False), ("Titans", 128, 256, True), ("TTT", 128, 0, False),
+        ("TTT", 32, 128, False),
     )
 }  # fmt: skip
 # As the value channels of a wide map are shared out.

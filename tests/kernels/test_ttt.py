@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from deltarule.ops.dispatch import Implementation, always
-from deltarule.ops.memory.torch import linear_memory
-from deltarule.ops.memory.torch.linear_memory import memory_operator
+from deltarule.ops.memory.torch import triton_scan
+from deltarule.ops.memory.torch.triton_scan import scan_operator
 from ops import memories
 from promised import promised
 from tolerance import relative_rms
@@ -32,9 +32,10 @@ def on_the_cpu(monkeypatch):
         monkeypatch.setitem(module.IMPLEMENTATIONS, "triton", runs)
 
 
-def make(operator, lengths=None, dtype=torch.float32, **options):
+def make(operator, lengths=None, dtype=torch.float32, maps=1, **options):
     """A call in float32, q, k and v in `dtype`, and the same in float64."""
-    case = memories.make(operator, 1, **({"batch": 2, "tokens": 13, "lengths": lengths} | options))
+    options = {"batch": 2, "tokens": 13, "lengths": lengths} | options
+    case = memories.make(operator, maps, **options)
     rounded = {
         name: x if name == "position" else x.to(dtype if name in "qkv" else torch.float32)
         for name, x in case.tensors.items()
@@ -133,7 +134,7 @@ def operator_arguments(norm, packed):
         *tensors, torch.rand(*of, 4, slots), torch.rand(*of, 4), torch.rand(*of, slots, slots),
         torch.ones(steps, rows), owner,
         torch.randn(4 if packed else 2, heads, 3, channels, channels + norm),
-        weight if norm else None, bias if norm else None, 1e-6,
+        weight if norm else None, bias if norm else None, 1e-6, 0,
     )  # fmt: skip
 
 
@@ -141,13 +142,13 @@ def operator_arguments(norm, packed):
 @pytest.mark.parametrize("norm", [False, True])
 def test_the_registered_operators_keep_their_promises(norm, packed):
     arguments, tests = operator_arguments(norm, packed), ("test_schema", "test_faketensor")
-    found = torch.library.opcheck(memory_operator.operator, arguments, test_utils=tests)
+    found = torch.library.opcheck(scan_operator.operator, arguments, test_utils=tests)
     assert set(found.values()) == {"SUCCESS"}
-    z, memory = memory_operator(*arguments)
+    z, memory = scan_operator(*arguments)
     backward = (torch.randn_like(z), torch.randn_like(memory), *arguments)
     there = [True] * 7 + [norm, norm]
     found = torch.library.opcheck(
-        memory_operator.backward_operator, (*backward, there), test_utils=tests
+        scan_operator.backward_operator, (*backward, there), test_utils=tests
     )
     assert set(found.values()) == {"SUCCESS"}
 
@@ -156,7 +157,7 @@ def test_the_registered_operators_keep_their_promises(norm, packed):
 @pytest.mark.parametrize("share", [2, 3])
 def test_programs_share_the_values_of_a_wide_map(lengths, share, monkeypatch):
     """As maps of more than 64 x 64 numbers are; three channels do not divide four."""
-    monkeypatch.setattr(linear_memory, "values_of_program", lambda values, keys: share)
+    monkeypatch.setattr(triton_scan, "values_of_program", lambda values, keys: share)
     case, exact = make("titans", lengths)
     out, expected = case.run("triton"), exact.run("torch")
     assert_near(parts(out), parts(case.run("torch")), parts(expected), bar=1e-6)
@@ -166,4 +167,4 @@ def test_programs_share_the_values_of_a_wide_map(lengths, share, monkeypatch):
 
 def test_how_many_values_a_program_has():
     sizes = (64, 64), (128, 128), (4, 128), (96, 96), (33, 128), (500, 16)
-    assert [linear_memory.values_of_program(*size) for size in sizes] == [64, 32, 4, 32, 32, 64]
+    assert [triton_scan.values_of_program(*size) for size in sizes] == [64, 32, 4, 32, 32, 64]

@@ -11,11 +11,18 @@ from deltarule.shapes import TitansState, TTTState
 Maps = tuple[Tensor, ...]
 Size = tuple[int, ...]
 
-# What a program of the Triton kernels holds in registers: three maps, and rows of tokens.
-MAX_CHANNELS, MAX_MINI_BATCH = 64, 16
-# Without a norm the value channels of a map know nothing of each other, and are shared out; with
-# 256 keys the compiler moves kilobytes of each thread to memory and back.
-MAX_KEYS_OF_SHARED = 128
+# Tokens of a mini-batch are rows of one tile.
+MAX_MINI_BATCH = 16
+# What a program holds in registers: three maps, and rows of tokens. Without a norm the value
+# channels of a map know nothing of each other, and are shared out; with 256 keys the compiler moves
+# kilobytes of each thread to memory and back.
+HELD_CHANNELS, HELD_KEYS_OF_SHARED = 64, 128
+# What a program streams from the cache: blocks of one map or two.
+STREAMED_CHANNELS = 128
+# Whether impl="auto" streams: not before a GPU has timed it at 3 times PyTorch's speed or more
+# (`python -m bench.neighbours` has the rows, `pytest -m gpu tests/ops/test_memories_on_gpu.py`
+# what must hold there).
+STREAMED_IS_CHOSEN = False
 # Where a product can read its operands from shared memory: elsewhere they fill the registers, and
 # the compiler moves kilobytes of each thread to memory and back.
 CAPABILITIES = (9, 10)
@@ -27,12 +34,9 @@ def capability(device: int | None) -> int:
     return torch.cuda.get_device_capability(device)[0]
 
 
-def why_not_triton(arguments: Arguments, mini_batch: int, shared: bool = False) -> str | None:
-    """Why the scan over mini-batches does not run in Triton, or None.
-
-    With `shared`, programs share the value channels of a map.
-    """
-    q, v = arguments["q"], arguments["v"]
+def why_not_triton(arguments: Arguments, mini_batch: int) -> str | None:
+    """Why the scan over mini-batches does not run in Triton, or None."""
+    q, v, maps = arguments["q"], arguments["v"], arguments["initial_state"].weights
     if (reason := why_not_fused(q)) is not None:
         return reason
     if (major := capability(q.device.index)) not in CAPABILITIES:
@@ -40,19 +44,38 @@ def why_not_triton(arguments: Arguments, mini_batch: int, shared: bool = False) 
             "the Triton kernels of a memory are made for compute capability 9 and 10, "
             f"this device has {major}"
         )
-    if len(arguments["initial_state"].weights) > 1:
-        return (
-            "the Triton kernels hold a memory of one map in registers; those of several maps are "
-            "larger, and go through the products of PyTorch"
-        )
+    if len(maps) > 2:
+        return f"the Triton kernels take memories of one map or two, got {len(maps)}"
     keys, values = q.shape[3], v.shape[3]
-    most = MAX_KEYS_OF_SHARED if shared else MAX_CHANNELS
-    if keys > most or (values > most and not shared) or mini_batch > MAX_MINI_BATCH:
+    held = is_held(maps, isinstance(arguments["initial_state"], TTTState))
+    wide = max(keys, values) > STREAMED_CHANNELS and not held
+    if wide or mini_batch > MAX_MINI_BATCH:
         return (
-            f"the Triton kernels take {'K' if shared else 'K and V'} up to {most} and mini-batches "
-            f"up to {MAX_MINI_BATCH}, got K = {keys}, V = {values} and {mini_batch}"
+            f"the Triton kernels take K and V up to {STREAMED_CHANNELS} (with one map and no norm "
+            f"any V) and mini-batches up to {MAX_MINI_BATCH}, got K = {keys}, V = {values} and "
+            f"{mini_batch}"
         )
     return None
+
+
+def is_held(maps: Maps, norm: bool) -> bool:
+    """Whether the kernels hold this memory in registers; they stream others from the cache."""
+    if len(maps) > 1:
+        return False
+    values, inputs = maps[0].shape[-2:]
+    return max(values, inputs - 1) <= HELD_CHANNELS if norm else inputs <= HELD_KEYS_OF_SHARED
+
+
+def why_not_chosen(arguments: Arguments) -> str | None:
+    """Why impl="auto" passes over kernels that run, or None."""
+    state = arguments["initial_state"]
+    if STREAMED_IS_CHOSEN or is_held(state.weights, isinstance(state, TTTState)):
+        return None
+    return (
+        "the Triton kernels that stream a memory of two maps, or of more than "
+        f'{HELD_CHANNELS} channels with a norm, have not been timed on a GPU; impl="triton" '
+        "takes them"
+    )
 
 
 def check_call(

@@ -10,8 +10,8 @@ and hold no matrix.
 import torch
 from torch import Tensor
 
-from deltarule.ops.memory.torch.linear_memory import scan_linear
 from deltarule.ops.memory.torch.memory import Memory, Mix, Steps, cloned, scan
+from deltarule.ops.memory.torch.triton_scan import scan_in_triton
 from deltarule.ops.mini_batches import MiniBatches, lay_out, next_position
 from deltarule.shapes import TitansOutput, TitansState
 
@@ -32,7 +32,7 @@ def titans(
 ) -> TitansOutput:
     """Outputs and final state, in float32 or float64; see the definition in the reference.
 
-    `backend` is that of the scan over mini-batches, "torch" or, for one map, "triton".
+    `backend` is that of the scan over mini-batches, "torch" or, for one map or two, "triton".
     """
     dtype, heads = torch.promote_types(q.dtype, torch.float32), v.shape[2]
     weights, surprise, anchor, position = initial_state
@@ -51,7 +51,7 @@ def titans(
     )  # fmt: skip
     memory = Memory(weights, surprise, anchor)
     if backend == "triton":
-        z, memory = scan_linear(steps, memory, layout, None)
+        z, memory = scan_in_triton(steps, memory, layout, None)
     else:
         z, memory = scan(steps, memory, layout, squared_error_gradient)
     position = next_position(position, v.shape[1], mini_batch, lengths, cu_seqlens)

@@ -9,8 +9,8 @@ W_0 is the memory at the start of the mini-batch, and the last W_t of a full one
 import torch
 from torch import Tensor
 
-from deltarule.ops.memory.torch.linear_memory import Norm, scan_linear
 from deltarule.ops.memory.torch.memory import LossGradient, Memory, Mix, Steps, cloned, scan
+from deltarule.ops.memory.torch.triton_scan import Norm, scan_in_triton
 from deltarule.ops.mini_batches import MiniBatches, lay_out, next_position
 from deltarule.shapes import TTTOutput, TTTState
 
@@ -32,7 +32,7 @@ def ttt(
 ) -> TTTOutput:
     """Outputs and final state, in float32 or float64; see the definition in the reference.
 
-    `backend` is that of the scan over mini-batches, "torch" or, for one map, "triton".
+    `backend` is that of the scan over mini-batches, "torch" or, for one map or two, "triton".
     """
     dtype, size, heads = torch.promote_types(q.dtype, torch.float32), len(step_scale), v.shape[2]
     weights, gradients, position = initial_state
@@ -48,7 +48,7 @@ def ttt(
     steps, memory = Steps(q, k, values, *mixes, full), Memory(weights, gradients, weights)
     if backend == "triton":
         norm = Norm(weight.squeeze(-2).contiguous(), bias.squeeze(-2).contiguous(), norm_eps)
-        z, memory = scan_linear(steps, memory, layout, norm)
+        z, memory = scan_in_triton(steps, memory, layout, norm)
     else:
         loss_gradient = layer_norm_loss_gradient(weight, bias, norm_eps)
         z, memory = scan(steps, memory, layout, loss_gradient)

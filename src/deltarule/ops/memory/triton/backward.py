@@ -21,6 +21,7 @@ from deltarule.ops.memory.triton.memory import (
     applied,
     load_column,
     load_map,
+    load_norm,
     load_tile,
     loss_gradient,
     loss_gradient_backward,
@@ -41,17 +42,6 @@ def store_column(rows, b_x, i, which: tl.constexpr, o_s, S: tl.constexpr):
 def inner(b_x, b_xb, b_y, b_yb):
     """The sum of the products of two maps and their biases."""
     return tl.sum(tl.sum(b_x * b_y, axis=1), axis=0) + tl.sum(tl.sum(b_xb * b_yb, axis=1), axis=0)
-
-
-@triton.jit
-def load_norm(weight, bias, i_h, o_v, V: tl.constexpr, NORM: tl.constexpr):
-    """The weight and bias of the norm of a head as rows; zeros without one."""
-    b_weight = tl.zeros(o_v.shape, tl.float32)
-    b_bias = b_weight
-    if NORM:
-        b_weight = tl.load(weight + i_h * V + o_v, mask=o_v < V, other=0.0)
-        b_bias = tl.load(bias + i_h * V + o_v, mask=o_v < V, other=0.0)
-    return b_weight[None, :], b_bias[None, :]
 
 
 @triton.jit

@@ -35,6 +35,17 @@ def load_column(rows, i, which: tl.constexpr, o_s, S: tl.constexpr):
 
 
 @triton.jit
+def load_norm(weight, bias, i_h, o_v, V: tl.constexpr, NORM: tl.constexpr):
+    """The weight and bias of the norm of a head as rows; zeros without one."""
+    b_weight = tl.zeros(o_v.shape, tl.float32)
+    b_bias = b_weight
+    if NORM:
+        b_weight = tl.load(weight + i_h * V + o_v, mask=o_v < V, other=0.0)
+        b_bias = tl.load(bias + i_h * V + o_v, mask=o_v < V, other=0.0)
+    return b_weight[None, :], b_bias[None, :]
+
+
+@triton.jit
 def load_map(
     memory, i, which: tl.constexpr, o_v, o_k, V: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr
 ):

@@ -17,6 +17,7 @@ from deltarule.ops.memory.triton.memory import (
     applied,
     load_column,
     load_maps,
+    load_norm,
     load_tile,
     loss_gradient,
     product,
@@ -40,10 +41,7 @@ def memory_scan_kernel(
     i_r, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_s, o_k, o_v = tl.arange(0, BS), tl.arange(0, BK), tl.arange(0, BV)
     m_v = (o_v < V)[None, :]
-    b_weight, b_bias = tl.zeros([1, BV], tl.float32), tl.zeros([1, BV], tl.float32)
-    if NORM:
-        b_weight = tl.load(weight + i_h * V + o_v, mask=o_v < V, other=0.0)[None, :]
-        b_bias = tl.load(bias + i_h * V + o_v, mask=o_v < V, other=0.0)[None, :]
+    b_weight, b_bias = load_norm(weight, bias, i_h, o_v, V, NORM)
     i_n = i_r
     if PACKED:
         i_n = tl.load(owner + i_r)

@@ -1,9 +1,12 @@
-"""A memory of one map on a GPU: the scan of memory.py in Triton, as a registered operator.
+"""A memory of one or two maps on a GPU: the scan of memory.py in Triton, as a registered operator.
 
 What a mini-batch keeps, adds and forgets is computed in PyTorch as for any memory, and is
 differentiated there; the operator has the matrices. A group of ceil(sqrt(M)) mini-batches is one
 call, and only the memories between groups are kept for the backward pass, which runs a group once
 more.
+
+The maps lie as their kernels take them. Held in registers: one map, W, M and A beside each other.
+Streamed from the cache: one map or two, each without its bias and then that, one after another.
 """
 
 import math
@@ -14,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltarule.ops.memory.torch.memory import Memory, Steps
+from deltarule.ops.memory.inputs import is_held
+from deltarule.ops.memory.torch.memory import Maps, Memory, Steps
 from deltarule.ops.mini_batches import MiniBatches
 from deltarule.ops.operators import Operator
 from deltarule.ops.registration import Gradients, Rules
@@ -28,7 +32,7 @@ class Norm(NamedTuple):
     eps: float
 
 
-class LinearMemory(NamedTuple):
+class Scan(NamedTuple):
     """Mini-batches of M steps and R rows, and the memories that they begin with.
 
     q, k [M, R, HV, S, K] and v [M, R, HV, S, V]; rows [M, R, HV, 4, S], scalars [M, R, HV, 4] and
@@ -44,76 +48,123 @@ class LinearMemory(NamedTuple):
     writes: Tensor
     full: Tensor
     owner: Tensor | None
-    memory: Tensor  # [N, HV, 3, V, K + bias]
+    memory: Tensor  # held [N, HV, 3, V, K + bias], or streamed [N, HV, parts, numbers]
     weight: Tensor | None
     bias: Tensor | None
     eps: float
+    inner: int  # channels between two maps; 0 with one map
 
 
-def forward(inputs: LinearMemory) -> tuple[Tensor, Tensor]:
+def forward(inputs: Scan) -> tuple[Tensor, Tensor]:
     """z [M, R, HV, S, V] and the memory after the mini-batches."""
     # Triton is an extra, imported where it runs.
     from deltarule.ops.memory.triton import passes as kernels
 
-    *_, memory, weight, bias, eps = inputs
-    z, after, _ = kernels.forward(inputs[:8], memory, weight, bias, eps, note=False)
+    z, after, _ = kernels.forward(inputs[:8], *inputs[8:], note=False)
     return z, after
 
 
 def backward(
-    gradients: Gradients, saved: Sequence[Tensor], wanted: Sequence[bool], inputs: LinearMemory
+    gradients: Gradients, saved: Sequence[Tensor], wanted: Sequence[bool], inputs: Scan
 ) -> Gradients:
     """Gradients by the tensors that have one."""
     from deltarule.ops.memory.triton import passes as kernels
 
-    *_, memory, weight, bias, eps = inputs
     d_z, d_memory = (
         like.new_zeros(like.shape) if d is None else d.contiguous()
-        for d, like in zip(gradients, (inputs.v, memory), strict=True)
+        for d, like in zip(gradients, (inputs.v, inputs.memory), strict=True)
     )
-    return kernels.backward(d_z, d_memory, inputs[:8], memory, weight, bias, eps)
+    return kernels.backward(d_z, d_memory, inputs[:8], *inputs[8:])
 
 
-def fake(inputs: LinearMemory) -> tuple[Tensor, Tensor]:
+def fake(inputs: Scan) -> tuple[Tensor, Tensor]:
     return torch.empty_like(inputs.v), torch.empty_like(inputs.memory)
 
 
 # Offsets, and which mini-batches end, have no gradient.
 DIFFERENTIABLE = ("q", "k", "v", "rows", "scalars", "writes", "memory", "weight", "bias")
-memory_operator = Operator(
-    "linear_memory", LinearMemory, forward, backward, fake, returned=2,
+scan_operator = Operator(
+    "memory_scan", Scan, forward, backward, fake, returned=2,
     rules=Rules(2, gradients=DIFFERENTIABLE, otherwise='use impl="torch"'),
 )  # fmt: skip
 
 
-def scan_linear(
+def scan_in_triton(
     steps: Steps, memory: Memory, layout: MiniBatches, norm: Norm | None
 ) -> tuple[Tensor, Memory]:
-    """What `memory.scan` computes for a memory of one map."""
+    """What `memory.scan` computes for a memory of one or two maps."""
+    streams = mixed_streams(steps)
+    if is_held(memory.weights, norm is not None):
+        return scan_held(streams, memory, layout, norm)
+    parts = memory if norm is None else memory[:2]
+    table = layout.table(torch.stack([flat(maps, steps.k.shape[-1]) for maps in parts], dim=2))
+    z, table = grouped(streams, layout, norm, table, inner_channels(memory.weights))
+    sizes = [x.shape[-2:] for x in memory.weights]
+    after = [unflat(x, sizes, steps.k.shape[-1]) for x in layout.states(table).unbind(2)]
+    # The anchor of `ttt` is W.
+    return z, Memory(*(after if norm is None else (*after, after[0])))
+
+
+def scan_held(
+    streams: tuple[Tensor, ...], memory: Memory, layout: MiniBatches, norm: Norm | None
+) -> tuple[Tensor, Memory]:
+    """Of one map, whose value channels programs share where there is no norm."""
     maps = torch.stack([memory.weights[0], memory.momentum[0], memory.anchor[0]], dim=2)
     heads, values = maps.shape[1], maps.shape[3]
-    streams, share = mixed_streams(steps), values
+    share = values
     if norm is None:
         share = values_of_program(values, maps.shape[4])
         streams, maps = shared_out(streams, maps, share)
-    table = layout.table(maps)
-    full = steps.full.flatten(1).float()
-    options = (None, None, 0.0) if norm is None else (*norm[:2], norm.eps)
-    count = len(full)
-    group = math.ceil(math.sqrt(count)) if torch.is_grad_enabled() else count
-    outputs = []
-    for start in range(0, count, group):
-        run = slice(start, start + group)
-        owner = None if layout.owner is None else layout.owner[run].contiguous()
-        z, table = memory_operator(*(x[run] for x in streams), full[run], owner, table, *options)
-        outputs.append(z)
-    z, table = torch.cat(outputs), layout.states(table)
+    z, table = grouped(streams, layout, norm, layout.table(maps), 0)
+    table = layout.states(table)
     if share < values:
         z = z.unflatten(2, (heads, -1)).movedim(3, -2).flatten(-2)[..., :values]
         table = table.unflatten(1, (heads, -1)).movedim(2, 3).flatten(3, 4)[:, :, :, :values]
     # Each a tensor of its own, as every state is.
     parts = ((x.clone(),) for x in table.unbind(2))
     return z, Memory(*parts)
+
+
+def grouped(
+    streams: tuple[Tensor, ...], layout: MiniBatches, norm: Norm | None, table: Tensor, inner: int
+) -> tuple[Tensor, Tensor]:
+    """z and the table of memories after all mini-batches, group by group."""
+    options = (None, None, 0.0) if norm is None else (*norm[:2], norm.eps)
+    count = layout.steps
+    group = math.ceil(math.sqrt(count)) if torch.is_grad_enabled() else count
+    outputs = []
+    for start in range(0, count, group):
+        run = slice(start, start + group)
+        owner = None if layout.owner is None else layout.owner[run].contiguous()
+        z, table = scan_operator(*(x[run] for x in streams), owner, table, *options, inner)
+        outputs.append(z)
+    return torch.cat(outputs), table
+
+
+def inner_channels(maps: Maps) -> int:
+    """Channels between two maps; 0 of one map."""
+    return maps[0].shape[-2] if len(maps) > 1 else 0
+
+
+def flat(maps: Maps, channels: int) -> Tensor:
+    """[N, HV, numbers]: of each map the columns for what enters it, and then that of the bias."""
+    found = []
+    for x in maps:
+        found += [x[..., :channels].flatten(-2), x[..., channels:].flatten(-2)]
+        channels = x.shape[-2]
+    return torch.cat(found, dim=-1)
+
+
+def unflat(x: Tensor, sizes: Sequence[torch.Size], channels: int) -> Maps:
+    """The inverse of `flat`, for maps of these outputs and inputs."""
+    maps, start = [], 0
+    for outputs, inputs in sizes:
+        between, end = start + outputs * channels, start + outputs * inputs
+        columns = x[..., start:between].unflatten(-1, (outputs, channels))
+        bias = x[..., between:end].unflatten(-1, (outputs, inputs - channels))
+        maps.append(torch.cat([columns, bias], dim=-1))
+        start, channels = end, outputs
+    return tuple(maps)
 
 
 # Numbers of a map that a program holds, and value channels of them.
@@ -132,17 +183,17 @@ def shared_out(
     values = maps.shape[3]
     if share == values:
         return streams, maps
-    q, k, v, *others = streams
+    q, k, v, *others, full = streams
     fill = -values % share
     v = F.pad(v, (0, fill)).unflatten(-1, (-1, share)).movedim(-2, 3).flatten(2, 3)
     maps = F.pad(maps, (0, 0, 0, fill)).unflatten(3, (-1, share)).movedim(3, 2).flatten(1, 2)
     parts = (values + fill) // share
     q, k, *others = (x.repeat_interleave(parts, dim=2) for x in (q, k, *others))
-    return (q, k, v.contiguous(), *others), maps.contiguous()
+    return (q, k, v.contiguous(), *others, full), maps.contiguous()
 
 
 def mixed_streams(steps: Steps) -> tuple[Tensor, ...]:
-    """q, k, v, rows, scalars and writes, as the operator takes them."""
+    """q, k, v, rows, scalars, writes and full, as the operator takes them."""
     reads, to_weights, to_momentum = steps.reads, steps.next_weights, steps.next_momentum
     of_token, of_step = steps.k.shape[:4], steps.k.shape[:3]
     rows = torch.stack(
@@ -155,5 +206,5 @@ def mixed_streams(steps: Steps) -> tuple[Tensor, ...]:
     )  # fmt: skip
     numbers = (to_weights.kept, to_weights.momentum, to_momentum.kept, to_momentum.momentum)
     scalars = torch.stack([x.flatten(-2).squeeze(-1).expand(of_step) for x in numbers], dim=-1)
-    given = (steps.q, steps.k, steps.v, rows, scalars, reads.writes)
+    given = (steps.q, steps.k, steps.v, rows, scalars, reads.writes, steps.full.flatten(1).float())
     return tuple(x.contiguous() for x in given)

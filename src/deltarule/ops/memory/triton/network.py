@@ -1,0 +1,204 @@
+"""A memory of one or two maps that does not fit into registers: what its kernels share.
+
+    x = k        g = d loss / d(A x)        y = q        z = read(W, y; x, g)
+    and with two maps x = gelu(A_1 k), g_1 = (A^T g) * gelu'(A_1 k), y = gelu(read(W_1, q; k, g_1))
+    read(W, y; x, g)_t = kept_t W y_t + momentum_t M y_t - sum_i R_ti (x_i . y_t + bias) g_i
+    W <- a W + b M - sum_i w_i g_i x_i^T        M <- c W + d M - sum_i u_i g_i x_i^T
+    A <- W at the end of a full mini-batch
+
+One program has one row and head, and goes through its mini-batches. The last map is cut into blocks
+of its C input channels. A block of x, y, g_1 and of both maps needs nothing of the other blocks but
+the sums A x, z and (y x^T) over them: so one loop over blocks gives A x, a second one reads and
+writes. Everything about the network is in how a block of x and y is made: with one map it is loaded
+(C = K), with two it goes through the rows of the first map that belong to it.
+
+The maps stay in memory, which is the cache: [2 or 3 parts, numbers], a part being the first map
+[C, K], its bias [C], the last map [V, C] and its bias [V]. Of the parts W, M and A only what can
+differ is moved: after a full mini-batch A is W (`settled`), and of `ttt` (two parts, where A is
+always W) M is zero. A mini-batch then reads W twice and writes it once: with 64 channels and 256
+inside, as in TTT-MLP, 3 x 132 KB, where its 16 tokens are 16 KB. Titans-MLP, with 128 inside, reads
+and writes M too: 5 x 66 KB. At 8 rows of 2,048 tokens and 16 heads that is 6.5 GB (5.4 GB) out of
+17 MB of state, beside 92 GFLOP (55 GFLOP), each of which is three in tf32.
+
+The backward pass runs the forward once more and notes the maps before each mini-batch. One kernel
+then has all that needs no gradient by a later memory, for all mini-batches at once; another the
+rest, from the last to the first, with the gradients by W, M and A in memory as those are.
+"""
+
+import triton
+import triton.language as tl
+
+from deltarule.ops.memory.triton.memory import applied, load_tile, product
+
+# sqrt(8 / pi) and the cube's part of GELU's form with tanh.
+SCALE, CUBE = tl.constexpr(1.5957691216057308), tl.constexpr(0.044715)
+
+
+@triton.jit
+def gate(b_x):
+    """s = sigmoid(p) with p = sqrt(8 / pi) (x + a x^3), which is (1 + tanh(p / 2)) / 2."""
+    b_p = (b_x + b_x * b_x * b_x * CUBE) * SCALE
+    # An exponential that cannot overflow.
+    b_e = tl.exp(-tl.abs(b_p))
+    return tl.where(b_p >= 0, 1.0, b_e) / (1 + b_e)
+
+
+@triton.jit
+def gelu(b_x):
+    """x s."""
+    return b_x * gate(b_x)
+
+
+@triton.jit
+def gelu_slopes(b_x):
+    """gelu' = s + x s' and gelu'' = 2 s' + x s'', with s' = s (1 - s) p'.
+
+    s'' = (1 - 2 s) s' p' + s (1 - s) p''. Where s is 0 or 1, s' is 0 before p' can overflow.
+    """
+    b_s = gate(b_x)
+    b_p = (1 + b_x * b_x * (3 * CUBE)) * SCALE
+    b_product = b_s * (1 - b_s)
+    b_first = b_product * b_p
+    b_second = (1 - 2 * b_s) * b_first * b_p + b_product * b_x * (6 * SCALE * CUBE)
+    return b_s + b_x * b_first, 2 * b_first + b_x * b_second
+
+
+@triton.jit
+def row_of(owner, i_m, i_r, R, PACKED: tl.constexpr):
+    """The sequence whose mini-batch this is."""
+    i_n = i_r
+    if PACKED:
+        i_n = tl.load(owner + i_m * R + i_r)
+    return i_n
+
+
+@triton.jit
+def is_full(full, i_m, i_r, R):
+    """Whether the mini-batch ends, and the anchor moves."""
+    return tl.load(full + i_m * R + i_r).to(tl.int32) != 0
+
+
+@triton.jit
+def is_settled(full, owner, i_m, i_r, R, PACKED: tl.constexpr):
+    """Whether a full mini-batch of the same sequence is right before this one, in this call."""
+    before = tl.maximum(i_m - 1, 0)
+    settled = (i_m > 0) & is_full(full, before, i_r, R)
+    if PACKED:
+        settled &= tl.load(owner + before * R + i_r) == tl.load(owner + i_m * R + i_r)
+    return settled
+
+
+@triton.jit
+def is_last(owner, i_m, i_r, M, R, PACKED: tl.constexpr):
+    """Whether no mini-batch of the same sequence follows in this call."""
+    after = tl.minimum(i_m + 1, M - 1)
+    last = i_m == M - 1
+    if PACKED:
+        last |= tl.load(owner + after * R + i_r) != tl.load(owner + i_m * R + i_r)
+    return last
+
+
+@triton.jit
+def first_tile(o_c, o_k, C: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr):
+    """Where rows o_c of the first map lie in a part, and their bias, and what of both exists."""
+    mask = (o_c < C)[:, None] & (o_k < K)[None, :]
+    m_bias = (o_c < C * BIAS)[None, :]
+    return o_c[:, None] * K + o_k[None, :], mask, C * K + o_c[None, :], m_bias
+
+
+@triton.jit
+def last_tile(
+    o_v, o_c, V: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
+    DEEP: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """The same of columns o_c of the last map, without the bias."""
+    mask = (o_v < V)[:, None] & (o_c < C)[None, :]
+    return DEEP * C * (K + BIAS) + o_v[:, None] * C + o_c[None, :], mask
+
+
+@triton.jit
+def last_bias(
+    o_v, V: tl.constexpr, C: tl.constexpr, K: tl.constexpr, DEEP: tl.constexpr, BIAS: tl.constexpr
+):
+    """Where the bias of the last map lies, and which of it exists."""
+    return (DEEP * C * (K + BIAS) + V * C + o_v)[None, :], (o_v < V * BIAS)[None, :]
+
+
+@triton.jit
+def load_parts(
+    memory, i, o, mask, settled, SIZE: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
+    """A tile of W, M and A; of the parts that are known nothing is read."""
+    p_x = memory + i * (PARTS * SIZE) + o
+    b_W = tl.load(p_x, mask=mask, other=0.0)
+    if PARTS == 2:
+        b_M = tl.load(p_x + SIZE, mask=mask & (settled == 0), other=0.0)
+        b_A = b_W
+    else:
+        b_M = tl.load(p_x + SIZE, mask=mask, other=0.0)
+        b_A = tl.load(p_x + 2 * SIZE, mask=mask & (settled == 0), other=0.0)
+        b_A = tl.where(settled, b_W, b_A)
+    return b_W, b_M, b_A
+
+
+@triton.jit
+def anchor_of(memory, i, settled, SIZE: tl.constexpr, PARTS: tl.constexpr):
+    """Where the part A lies, or W if that is the same."""
+    p_x = memory + i * (PARTS * SIZE)
+    if PARTS == 3:
+        p_x += tl.where(settled, 0, 2 * SIZE)
+    return p_x
+
+
+@triton.jit
+def trained(
+    memory, k, i_n, i, settled, o_s, o_k, o_v,
+    S: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BS: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
+    SIZE: tl.constexpr, PARTS: tl.constexpr, DEEP: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """A x: the network on the keys, where the gradient is taken."""
+    p_A = anchor_of(memory, i_n, settled, SIZE, PARTS)
+    o_b, m_b = last_bias(o_v, V, C, K, DEEP, BIAS)
+    b_at = tl.zeros([BS, BV], tl.float32) + tl.load(p_A + o_b, mask=m_b, other=0.0)
+    for c in range(0, C, BC):
+        o_c = c + tl.arange(0, BC)
+        if DEEP:
+            o_1, m_1, o_1b, m_1b = first_tile(o_c, o_k, C, K, BIAS)
+            b_map = tl.load(p_A + o_1, mask=m_1, other=0.0)
+            b_bias = tl.load(p_A + o_1b, mask=m_1b, other=0.0)
+            b_x = gelu(applied(load_tile(k, i, o_s, o_k, S, K), b_map, b_bias))
+        else:
+            b_x = load_tile(k, i, o_s, o_c, S, K)
+        o, mask = last_tile(o_v, o_c, V, C, K, DEEP, BIAS)
+        b_at += product(b_x, tl.trans(tl.load(p_A + o, mask=mask, other=0.0)))
+    return b_at
+
+
+@triton.jit
+def read_tile(b_y, b_W, b_M, b_kept, b_momentum, settled, PARTS: tl.constexpr):
+    """kept W y + momentum M y, of a block of y."""
+    b_z = b_kept * product(b_y, tl.trans(b_W))
+    # Of `ttt`, M is zero after a full mini-batch.
+    if (settled == 0) | (PARTS == 3):
+        b_z += b_momentum * product(b_y, tl.trans(b_M))
+    return b_z
+
+
+@triton.jit
+def first_map(
+    memory, k, q, b_t, b_N, b_kept, b_momentum, i_n, i, settled, o_s, o_c, o_k,
+    S: tl.constexpr, C: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
+    SIZE: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """A_1 k, g_1 and u, what is read, of channels o_c from t = A^T g; and W, M and A there."""
+    o, mask, o_b, m_b = first_tile(o_c, o_k, C, K, BIAS)
+    b_W, b_M, b_A = load_parts(memory, i_n, o, mask, settled, SIZE, PARTS)
+    b_Wb, b_Mb, b_Ab = load_parts(memory, i_n, o_b, m_b, settled, SIZE, PARTS)
+    b_at = applied(load_tile(k, i, o_s, o_k, S, K), b_A, b_Ab)
+    b_slope, _ = gelu_slopes(b_at)
+    b_g = b_t * b_slope
+    b_q = load_tile(q, i, o_s, o_k, S, K)
+    b_u = read_tile(b_q, b_W, b_M, b_kept, b_momentum, settled, PARTS)
+    b_u += b_kept * b_Wb + b_momentum * b_Mb - product(b_N, b_g)
+    return b_at, b_g, b_u, b_W, b_M, b_A, b_Wb, b_Mb, b_Ab

@@ -1,0 +1,414 @@
+"""A memory of one or two maps through its mini-batches, backward, its maps streamed.
+
+For each map, with what enters and leaves it (network.py), X and Y the gradients by W and M after
+the mini-batch, P = y x^T + bias, N = P * R and h the gradient by what is read of it,
+
+    dg = -N^T h - w X x - u Y x        dN = -h g^T        dR = dN * P        dP = dN * R
+    dy = kept W^T h + momentum M^T h + dP x        dx = dP^T y - X^T w g - Y^T u g
+    X <- a X + c Y + (kept h)^T y      Y <- b X + d Y + (momentum h)^T y
+
+Between two maps h_1 = dy * gelu'(u), where u is what the first one reads. The second derivatives
+come in where a gradient was taken: with t = A^T g, so that g_1 = t * gelu'(A_1 k),
+
+    dt = dg_1 * gelu'(A_1 k)        dg += A dt        dz by dg, through the loss's gradient
+    dx += A^T dz                    da = dx * gelu'(A_1 k) + dg_1 * t * gelu''(A_1 k)
+    dA = dz^T x + g^T dt            dk += A_1^T da        dA_1 = da^T k
+
+The first kernel has what needs no X or Y; of a network of two maps it leaves the tiles [S, C] that
+the second one needs, A_1 k, t, u, h_1 and the first part of dg_1, so that nothing of the network is
+computed twice. dA goes to X where A is W, and to a part of its own elsewhere.
+"""
+
+import triton
+import triton.language as tl
+
+from deltarule.ops.memory.triton.backward import store_column
+from deltarule.ops.memory.triton.memory import (
+    load_column,
+    load_norm,
+    load_tile,
+    loss_gradient,
+    loss_gradient_backward,
+    product,
+    store_tile,
+    written,
+)
+from deltarule.ops.memory.triton.network import (
+    anchor_of,
+    first_map,
+    first_tile,
+    gelu,
+    gelu_slopes,
+    is_full,
+    is_last,
+    is_settled,
+    last_bias,
+    last_tile,
+    load_parts,
+    row_of,
+    trained,
+)
+
+# Tiles [S, C] that the first kernel leaves of a network of two maps.
+TILES = tl.constexpr(5)
+AT, T, READ, H, DG = (tl.constexpr(which) for which in range(5))
+
+
+@triton.jit
+def read_tile_backward(b_h, b_y, b_W, b_M, b_kept, b_momentum, settled, PARTS: tl.constexpr):
+    """Of read_tile: the gradients by y, and those by kept and momentum of each row."""
+    b_hW = product(b_h, b_W)
+    b_dy, b_dkept = b_kept * b_hW, tl.sum(b_hW * b_y, axis=1)
+    b_dmomentum = tl.zeros_like(b_dkept)
+    if (settled == 0) | (PARTS == 3):
+        b_hM = product(b_h, b_M)
+        b_dy += b_momentum * b_hM
+        b_dmomentum += tl.sum(b_hM * b_y, axis=1)
+    return b_dy, b_dkept, b_dmomentum
+
+
+@triton.jit
+def first_map_backward(
+    noted, q, tiles, b_dy, b_u, b_g, b_N, b_kept, b_momentum, i, settled, o_s, o_c, o_k,
+    S: tl.constexpr, C: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
+    SIZE: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """From dy of channels o_c: the gradients by q, kept, momentum and N; h_1 and part of dg_1."""
+    o, mask, o_b, m_b = first_tile(o_c, o_k, C, K, BIAS)
+    b_slope, _ = gelu_slopes(b_u)
+    b_h = b_dy * b_slope
+    # Before the wide products: the layout of the last one in a loop is that of all.
+    b_dN = -product(b_h, tl.trans(b_g))
+    store_tile(tiles, b_h, i * TILES + H, o_s, o_c, S, C)
+    store_tile(tiles, -product(tl.trans(b_N), b_h), i * TILES + DG, o_s, o_c, S, C)
+    b_W, b_M, _ = load_parts(noted, i, o, mask, settled, SIZE, PARTS)
+    b_Wb, b_Mb, _ = load_parts(noted, i, o_b, m_b, settled, SIZE, PARTS)
+    b_q = load_tile(q, i, o_s, o_k, S, K)
+    b_dq, b_dkept, b_dmomentum = read_tile_backward(
+        b_h, b_q, b_W, b_M, b_kept, b_momentum, settled, PARTS
+    )
+    b_dkept += tl.sum(b_h * b_Wb, axis=1)
+    b_dmomentum += tl.sum(b_h * b_Mb, axis=1)
+    return b_dq, b_dkept, b_dmomentum, b_dN
+
+
+@triton.jit(do_not_specialize=["R"])
+def network_read_backward_kernel(
+    q, k, v, rows, writes, full, owner, noted, weight, bias, d_z, at, g, tiles, d_g, d_x,
+    d_q, d_k, d_rows, d_writes, eps, R,
+    HV: tl.constexpr, S: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
+    SIZE: tl.constexpr, PARTS: tl.constexpr, DEEP: tl.constexpr, BIAS: tl.constexpr,
+    NORM: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """One mini-batch: A x, g, the tiles, and the parts of all gradients that come through z."""
+    i_r, i_h, i_m = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    i = (i_m * R + i_r) * HV + i_h
+    o_s, o_k, o_v = tl.arange(0, BS), tl.arange(0, BK), tl.arange(0, BV)
+    b_weight, b_bias = load_norm(weight, bias, i_h, o_v, V, NORM)
+    settled = is_settled(full, owner, i_m, i_r, R, PACKED)
+    b_at = trained(
+        noted, k, i, i, settled, o_s, o_k, o_v, S, K, V, C, BS, BV, BC, SIZE, PARTS, DEEP, BIAS
+    )
+    store_tile(at, b_at, i, o_s, o_v, S, V)
+    b_v = load_tile(v, i, o_s, o_v, S, V)
+    b_key = load_tile(k, i, o_s, o_v, S, K) if NORM else b_v
+    m_v = (o_v < V)[None, :]
+    b_g = loss_gradient(b_at, b_key, b_v, b_weight, b_bias, m_v, eps, V, NORM)
+    store_tile(g, b_g, i, o_s, o_v, S, V)
+    b_h, b_R = load_tile(d_z, i, o_s, o_v, S, V), load_tile(writes, i, o_s, o_s, S, S)
+    b_kept, b_momentum = load_column(rows, i, 0, o_s, S), load_column(rows, i, 1, o_s, S)
+    o_b, m_b = last_bias(o_v, V, C, K, DEEP, BIAS)
+    b_Wb, b_Mb, _b_Ab = load_parts(noted, i, o_b, m_b, settled, SIZE, PARTS)
+    b_dkept, b_dmomentum = tl.sum(b_h * b_Wb, axis=1), tl.sum(b_h * b_Mb, axis=1)
+    b_dN = -product(b_h, tl.trans(b_g))
+    b_dP, b_pair = b_dN * b_R, tl.zeros([BS, BS], tl.float32) + BIAS
+    if DEEP:
+        b_k, b_q = load_tile(k, i, o_s, o_k, S, K), load_tile(q, i, o_s, o_k, S, K)
+        b_pair1, b_dN1 = product(b_q, tl.trans(b_k)) + BIAS, tl.zeros([BS, BS], tl.float32)
+        b_dq = tl.zeros([BS, BK], tl.float32)
+    # Tiles that are read again in each block fill no registers between products.
+    tl.debug_barrier()
+    for c in range(0, C, BC):
+        o_c = c + tl.arange(0, BC)
+        b_g, b_h = load_tile(g, i, o_s, o_v, S, V), load_tile(d_z, i, o_s, o_v, S, V)
+        o, mask = last_tile(o_v, o_c, V, C, K, DEEP, BIAS)
+        b_W, b_M, b_A = load_parts(noted, i, o, mask, settled, SIZE, PARTS)
+        if DEEP:
+            b_t = product(b_g, b_A)
+            b_a1, b_g1, b_u1, _, _, _, _, _, _ = first_map(
+                noted, k, q, b_t, b_pair1 * b_R, b_kept, b_momentum, i, i, settled, o_s, o_c, o_k,
+                S, C, K, BIAS, SIZE, PARTS,
+            )  # fmt: skip
+            store_tile(tiles, b_a1, i * TILES + AT, o_s, o_c, S, C)
+            store_tile(tiles, b_t, i * TILES + T, o_s, o_c, S, C)
+            store_tile(tiles, b_u1, i * TILES + READ, o_s, o_c, S, C)
+            b_x, b_y = gelu(b_a1), gelu(b_u1)
+        else:
+            b_x, b_y = load_tile(k, i, o_s, o_c, S, K), load_tile(q, i, o_s, o_c, S, K)
+        b_pair += product(b_y, tl.trans(b_x))
+        store_tile(d_x, product(tl.trans(b_dP), b_y), i, o_s, o_c, S, C)
+        b_dy, b_dkept_c, b_dmomentum_c = read_tile_backward(
+            b_h, b_y, b_W, b_M, b_kept, b_momentum, settled, PARTS
+        )
+        b_dy += product(b_dP, b_x)
+        b_dkept += b_dkept_c
+        b_dmomentum += b_dmomentum_c
+        if DEEP:
+            b_dq_c, b_dkept_c, b_dmomentum_c, b_dN_c = first_map_backward(
+                noted, q, tiles, b_dy, b_u1, b_g1, b_pair1 * b_R, b_kept, b_momentum, i, settled,
+                o_s, o_c, o_k, S, C, K, BIAS, SIZE, PARTS,
+            )  # fmt: skip
+            b_dq += b_dq_c
+            b_dkept += b_dkept_c
+            b_dmomentum += b_dmomentum_c
+            b_dN1 += b_dN_c
+        else:
+            store_tile(d_q, b_dy, i, o_s, o_c, S, K)
+    store_column(d_rows, b_dkept[:, None], i, 0, o_s, S)
+    store_column(d_rows, b_dmomentum[:, None], i, 1, o_s, S)
+    b_h = load_tile(d_z, i, o_s, o_v, S, V)
+    store_tile(d_g, -product(tl.trans(b_pair * b_R), b_h), i, o_s, o_v, S, V)
+    b_dR = b_dN * b_pair
+    if DEEP:
+        b_dR += b_dN1 * b_pair1
+        b_dP = b_dN1 * b_R
+        b_k, b_q = load_tile(k, i, o_s, o_k, S, K), load_tile(q, i, o_s, o_k, S, K)
+        store_tile(d_q, b_dq + product(b_dP, b_k), i, o_s, o_k, S, K)
+        store_tile(d_k, product(tl.trans(b_dP), b_q), i, o_s, o_k, S, K)
+    store_tile(d_writes, b_dR, i, o_s, o_s, S, S)
+
+
+@triton.jit
+def load_gradients(d_memory, i, o, mask, ends, last, SIZE: tl.constexpr, PARTS: tl.constexpr):
+    """A tile of X and Y; X has the gradient by A, too, where that is W after the mini-batch."""
+    p_x = d_memory + i * (PARTS * SIZE) + o
+    b_X = tl.load(p_x, mask=mask, other=0.0)
+    b_Y = tl.load(p_x + SIZE, mask=mask & ((ends == 0) | (PARTS == 3)), other=0.0)
+    if PARTS == 3:
+        b_X += tl.load(p_x + 2 * SIZE, mask=mask & (ends & last), other=0.0)
+    return b_X, b_Y
+
+
+@triton.jit
+def through_writes(b_x, b_g, b_w, b_u, b_X, b_Y, ends, PARTS: tl.constexpr):
+    """X x, Y x, and X^T w g + Y^T u g of each row."""
+    b_xX, b_dx = product(b_x, tl.trans(b_X)), product(b_w * b_g, b_X)
+    b_xY = tl.zeros_like(b_xX)
+    # Of `ttt`, M is zero after a full mini-batch, whatever was before.
+    if (ends == 0) | (PARTS == 3):
+        b_xY += product(b_x, tl.trans(b_Y))
+        b_dx += product(b_u * b_g, b_Y)
+    return b_xX, b_xY, b_dx
+
+
+@triton.jit
+def pass_on(
+    d_memory, noted, i_n, i, o, mask, b_X, b_Y, b_dA, b_of_W, b_of_M, scalars, settled, ends,
+    SIZE: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Replace a tile of X, Y and dA by that before the mini-batch; and the gradients by a to d.
+
+    Of `ttt`, a and c are constants.
+    """
+    p_x = d_memory + i_n * (PARTS * SIZE) + o
+    d_a, d_b, d_c, d_d = 0.0, 0.0, 0.0, 0.0
+    if (settled == 0) | (PARTS == 3):
+        b_W, b_M, _ = load_parts(noted, i, o, mask, settled, SIZE, PARTS)
+        d_a += tl.sum(tl.sum(b_W * b_X, axis=1), axis=0)
+        d_b += tl.sum(tl.sum(b_M * b_X, axis=1), axis=0)
+        d_c += tl.sum(tl.sum(b_W * b_Y, axis=1), axis=0)
+        d_d += tl.sum(tl.sum(b_M * b_Y, axis=1), axis=0)
+    b_new = tl.load(scalars + i * 4) * b_X + tl.load(scalars + i * 4 + 2) * b_Y + b_of_W
+    b_new_Y = tl.load(scalars + i * 4 + 1) * b_X + tl.load(scalars + i * 4 + 3) * b_Y + b_of_M
+    begins = settled == 0
+    if PARTS == 3:
+        b_dA += tl.load(p_x + 2 * SIZE, mask=mask & (ends == 0), other=0.0)
+        b_new += tl.where(settled, b_dA, 0.0)
+    else:
+        b_new += b_dA
+    # All have read what is overwritten.
+    tl.debug_barrier()
+    tl.store(p_x, b_new, mask=mask)
+    tl.store(p_x + SIZE, b_new_Y, mask=mask & (begins | (PARTS == 3)))
+    if PARTS == 3:
+        tl.store(p_x + 2 * SIZE, b_dA, mask=mask & begins)
+    return d_a, d_b, d_c, d_d
+
+
+@triton.jit
+def first_map_writes(
+    d_memory, k, tiles, b_w, b_u, i_n, i, ends, last, o_s, o_c, o_k,
+    S: tl.constexpr, C: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
+    SIZE: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Of what the rows o_c of the first map are given: dt, and the gradients by k, w and u.
+
+    The tile of dg_1 becomes complete.
+    """
+    o, mask, o_b, m_b = first_tile(o_c, o_k, C, K, BIAS)
+    b_X, b_Y = load_gradients(d_memory, i_n, o, mask, ends, last, SIZE, PARTS)
+    b_Xb, b_Yb = load_gradients(d_memory, i_n, o_b, m_b, ends, last, SIZE, PARTS)
+    b_slope, _ = gelu_slopes(load_tile(tiles, i * TILES + AT, o_s, o_c, S, C))
+    b_g = load_tile(tiles, i * TILES + T, o_s, o_c, S, C) * b_slope
+    b_k = load_tile(k, i, o_s, o_k, S, K)
+    b_xX, b_xY, b_dx = through_writes(b_k, b_g, b_w, b_u, b_X, b_Y, ends, PARTS)
+    b_xX += b_Xb
+    b_xY += b_Yb
+    b_dg = load_tile(tiles, i * TILES + DG, o_s, o_c, S, C) - b_w * b_xX - b_u * b_xY
+    store_tile(tiles, b_dg, i * TILES + DG, o_s, o_c, S, C)
+    return b_dg * b_slope, b_dx, tl.sum(b_g * b_xX, axis=1), tl.sum(b_g * b_xY, axis=1)
+
+
+@triton.jit
+def first_map_anchor(
+    d_memory, noted, k, q, tiles, rows, scalars, b_dx, i_n, i, settled, ends, last, o_s, o_c, o_k,
+    S: tl.constexpr, C: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
+    SIZE: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """From dx of channels o_c: the gradient by k, and all by the first map and by a to d."""
+    o, mask, o_b, m_b = first_tile(o_c, o_k, C, K, BIAS)
+    b_slope, b_second = gelu_slopes(load_tile(tiles, i * TILES + AT, o_s, o_c, S, C))
+    b_dg = load_tile(tiles, i * TILES + DG, o_s, o_c, S, C)
+    b_t = load_tile(tiles, i * TILES + T, o_s, o_c, S, C)
+    b_dat = b_dx * b_slope + b_dg * b_t * b_second
+    b_A = tl.load(anchor_of(noted, i, settled, SIZE, PARTS) + o, mask=mask, other=0.0)
+    b_dk = product(b_dat, b_A)
+    b_dA, b_dAb = written(b_dat, load_tile(k, i, o_s, o_k, S, K), BIAS)
+    b_h, b_q = load_tile(tiles, i * TILES + H, o_s, o_c, S, C), load_tile(q, i, o_s, o_k, S, K)
+    b_of_W, b_of_Wb = written(b_h * load_column(rows, i, 0, o_s, S), b_q, BIAS)
+    b_of_M, b_of_Mb = written(b_h * load_column(rows, i, 1, o_s, S), b_q, BIAS)
+    b_X, b_Y = load_gradients(d_memory, i_n, o, mask, ends, last, SIZE, PARTS)
+    b_Xb, b_Yb = load_gradients(d_memory, i_n, o_b, m_b, ends, last, SIZE, PARTS)
+    d_a, d_b, d_c, d_d = pass_on(
+        d_memory, noted, i_n, i, o, mask, b_X, b_Y, b_dA, b_of_W, b_of_M, scalars, settled, ends,
+        SIZE, PARTS,
+    )  # fmt: skip
+    e_a, e_b, e_c, e_d = pass_on(
+        d_memory, noted, i_n, i, o_b, m_b, b_Xb, b_Yb, b_dAb, b_of_Wb, b_of_Mb, scalars, settled,
+        ends, SIZE, PARTS,
+    )  # fmt: skip
+    return b_dk, d_a + e_a, d_b + e_b, d_c + e_c, d_d + e_d
+
+
+@triton.jit(do_not_specialize=["M", "R"])
+def network_backward_kernel(
+    q, k, v, rows, scalars, full, owner, noted, weight, bias, d_z, at, g, tiles, d_g, d_x,
+    d_memory, d_k, d_v, d_rows, d_scalars, d_weight, d_bias, eps, M, R,
+    HV: tl.constexpr, S: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
+    SIZE: tl.constexpr, PARTS: tl.constexpr, DEEP: tl.constexpr, BIAS: tl.constexpr,
+    NORM: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """The rest, d_memory in place; d_weight and d_bias [R, HV, V] are parts of a sum."""
+    i_r, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    o_s, o_k, o_v = tl.arange(0, BS), tl.arange(0, BK), tl.arange(0, BV)
+    b_weight, b_bias = load_norm(weight, bias, i_h, o_v, V, NORM)
+    b_dweight, b_dbias = tl.zeros([BV], tl.float32), tl.zeros([BV], tl.float32)
+    o_b, m_b = last_bias(o_v, V, C, K, DEEP, BIAS)
+    for i_back in range(M):
+        i_m = M - 1 - i_back
+        i = (i_m * R + i_r) * HV + i_h
+        i_n = row_of(owner, i_m, i_r, R, PACKED) * HV + i_h
+        settled = is_settled(full, owner, i_m, i_r, R, PACKED)
+        ends, last = is_full(full, i_m, i_r, R), is_last(owner, i_m, i_r, M, R, PACKED)
+        p_A = anchor_of(noted, i, settled, SIZE, PARTS)
+        # Through what the mini-batch writes.
+        b_dg = load_tile(d_g, i, o_s, o_v, S, V)
+        b_w, b_u = load_column(rows, i, 2, o_s, S), load_column(rows, i, 3, o_s, S)
+        b_Xb, b_Yb = load_gradients(d_memory, i_n, o_b, m_b, ends, last, SIZE, PARTS)
+        b_xX, b_xY = tl.zeros([BS, BV], tl.float32) + b_Xb, tl.zeros([BS, BV], tl.float32) + b_Yb
+        b_gX, b_gY = tl.zeros([BS], tl.float32), tl.zeros([BS], tl.float32)
+        b_dk = load_tile(d_k, i, o_s, o_k, S, K)
+        for c in range(0, C, BC):
+            o_c = c + tl.arange(0, BC)
+            o, mask = last_tile(o_v, o_c, V, C, K, DEEP, BIAS)
+            if DEEP:
+                b_dt, b_dk_c, b_gX_c, b_gY_c = first_map_writes(
+                    d_memory, k, tiles, b_w, b_u, i_n, i, ends, last, o_s, o_c, o_k,
+                    S, C, K, BIAS, SIZE, PARTS,
+                )  # fmt: skip
+                b_dg += product(b_dt, tl.trans(tl.load(p_A + o, mask=mask, other=0.0)))
+                b_dk -= b_dk_c
+                b_gX += b_gX_c
+                b_gY += b_gY_c
+                b_x = gelu(load_tile(tiles, i * TILES + AT, o_s, o_c, S, C))
+            else:
+                b_x = load_tile(k, i, o_s, o_c, S, K)
+            b_g = load_tile(g, i, o_s, o_v, S, V)
+            b_X, b_Y = load_gradients(d_memory, i_n, o, mask, ends, last, SIZE, PARTS)
+            b_xX_c, b_xY_c, b_dx = through_writes(b_x, b_g, b_w, b_u, b_X, b_Y, ends, PARTS)
+            b_xX += b_xX_c
+            b_xY += b_xY_c
+            store_tile(d_x, load_tile(d_x, i, o_s, o_c, S, C) - b_dx, i, o_s, o_c, S, C)
+        b_g = load_tile(g, i, o_s, o_v, S, V)
+        b_dg -= b_w * b_xX + b_u * b_xY
+        b_gX += tl.sum(b_g * b_xX, axis=1)
+        b_gY += tl.sum(b_g * b_xY, axis=1)
+        store_column(d_rows, -b_gX[:, None], i, 2, o_s, S)
+        store_column(d_rows, -b_gY[:, None], i, 3, o_s, S)
+        # Through the gradient that was taken at A.
+        b_v, m_v = load_tile(v, i, o_s, o_v, S, V), (o_v < V)[None, :]
+        b_key = load_tile(k, i, o_s, o_v, S, K) if NORM else b_v
+        b_dz, b_dv, b_dw_rows, b_db_rows = loss_gradient_backward(
+            b_dg, load_tile(at, i, o_s, o_v, S, V), b_key, b_v, b_weight, b_bias, m_v, eps,
+            V, NORM,
+        )  # fmt: skip
+        store_tile(d_v, b_dv, i, o_s, o_v, S, V)
+        if NORM:
+            b_dweight += tl.sum(b_dw_rows, axis=0)
+            b_dbias += tl.sum(b_db_rows, axis=0)
+        # By way of memory, as in backward.py; and the tiles are read by other threads.
+        tl.debug_barrier()
+        store_tile(at, b_dz, i, o_s, o_v, S, V)
+        tl.debug_barrier()
+        b_dAb = tl.sum(b_dz, axis=0)[None, :] * BIAS
+        b_h = load_tile(d_z, i, o_s, o_v, S, V)
+        b_of_Wb = tl.sum(b_h * load_column(rows, i, 0, o_s, S), axis=0)[None, :]
+        b_of_Mb = tl.sum(b_h * load_column(rows, i, 1, o_s, S), axis=0)[None, :]
+        d_a, d_b, d_c, d_d = pass_on(
+            d_memory, noted, i_n, i, o_b, m_b, b_Xb, b_Yb, b_dAb, b_of_Wb, b_of_Mb, scalars,
+            settled, ends, SIZE, PARTS,
+        )  # fmt: skip
+        for c in range(0, C, BC):
+            o_c = c + tl.arange(0, BC)
+            o, mask = last_tile(o_v, o_c, V, C, K, DEEP, BIAS)
+            b_dz = load_tile(at, i, o_s, o_v, S, V)
+            b_dx = product(b_dz, tl.load(p_A + o, mask=mask, other=0.0))
+            b_dx += load_tile(d_x, i, o_s, o_c, S, C)
+            if DEEP:
+                b_dk_c, e_a, e_b, e_c, e_d = first_map_anchor(
+                    d_memory, noted, k, q, tiles, rows, scalars, b_dx, i_n, i, settled, ends, last,
+                    o_s, o_c, o_k, S, C, K, BIAS, SIZE, PARTS,
+                )  # fmt: skip
+                b_dk += b_dk_c
+                d_a, d_b, d_c, d_d = d_a + e_a, d_b + e_b, d_c + e_c, d_d + e_d
+                b_a1 = load_tile(tiles, i * TILES + AT, o_s, o_c, S, C)
+                b_slope, _ = gelu_slopes(b_a1)
+                b_dt = load_tile(tiles, i * TILES + DG, o_s, o_c, S, C) * b_slope
+                b_dA, _ = written(load_tile(g, i, o_s, o_v, S, V), b_dt, BIAS)
+                b_x, b_y = gelu(b_a1), gelu(load_tile(tiles, i * TILES + READ, o_s, o_c, S, C))
+            else:
+                store_tile(d_k, b_dx, i, o_s, o_c, S, K)
+                b_dA = tl.zeros([BV, BC], tl.float32)
+                b_x, b_y = load_tile(k, i, o_s, o_c, S, K), load_tile(q, i, o_s, o_c, S, K)
+            b_of_x, _ = written(b_dz, b_x, BIAS)
+            b_h = load_tile(d_z, i, o_s, o_v, S, V)
+            b_of_W, _ = written(b_h * load_column(rows, i, 0, o_s, S), b_y, BIAS)
+            b_of_M, _ = written(b_h * load_column(rows, i, 1, o_s, S), b_y, BIAS)
+            b_X, b_Y = load_gradients(d_memory, i_n, o, mask, ends, last, SIZE, PARTS)
+            e_a, e_b, e_c, e_d = pass_on(
+                d_memory, noted, i_n, i, o, mask, b_X, b_Y, b_dA + b_of_x, b_of_W, b_of_M, scalars,
+                settled, ends, SIZE, PARTS,
+            )  # fmt: skip
+            d_a, d_b, d_c, d_d = d_a + e_a, d_b + e_b, d_c + e_c, d_d + e_d
+        if DEEP:
+            store_tile(d_k, b_dk, i, o_s, o_k, S, K)
+        tl.store(d_scalars + i * 4, d_a)
+        tl.store(d_scalars + i * 4 + 1, d_b)
+        tl.store(d_scalars + i * 4 + 2, d_c)
+        tl.store(d_scalars + i * 4 + 3, d_d)
+        tl.debug_barrier()
+    if NORM:
+        tl.store(d_weight + (i_r * HV + i_h) * V + o_v, b_dweight, mask=o_v < V)
+        tl.store(d_bias + (i_r * HV + i_h) * V + o_v, b_dbias, mask=o_v < V)
