@@ -1,9 +1,10 @@
 """`python -m bench.neighbours`: what lies beside the recurrence, on a GPU, and its floor.
 
 Convolution, norms, SwiGLU, gates and the loss of the head at 8x4096 tokens and 2048 channels in
-bfloat16: ours, plain PyTorch, and FLA's, causal-conv1d's and Liger-Kernel's where installed. The
-floor is the time of the bytes that must move at the bandwidth of a large copy measured in the same
-run; for the head it is that of three matrix products at the measured rate.
+bfloat16, and memories that are trained at 8x2048: ours, plain PyTorch, and FLA's, causal-conv1d's
+and Liger-Kernel's where installed. The floor is the time of the bytes that must move at the
+bandwidth of a large copy measured in the same run; for the head it is that of three matrix products
+at the measured rate, for a memory the sum of both.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from deltarule.ops.fused import gated_norm as norm_op
 from deltarule.ops.fused import gates as gates_op
 from deltarule.ops.fused import residual_norm as sum_op
 from deltarule.ops.fused import swiglu as swiglu_op
+from deltarule.shapes import TitansState, TTTState
 
 BATCH, TOKENS, CHANNELS, HEADS, TAPS = 8, 4096, 2048, 16, 4
 VOCABULARY = 32000
@@ -273,6 +275,39 @@ def head_loss() -> Case:
     return Case(inputs, sides, products=6 * rows * VOCABULARY * CHANNELS)
 
 
+def memory(operator: str, channels: int, inner: int) -> Case:
+    """The scan of `ttt` or `titans` over half the tokens; `inner` channels between two maps."""
+    # The functions of these names hide their modules.
+    table = importlib.import_module(f"deltarule.ops.memory.{operator}").IMPLEMENTATIONS
+    size, bias = (BATCH, TOKENS // 2, HEADS), int(operator == "ttt")
+    inputs = {name: F.normalize(random(*size, channels), dim=-1) for name in "qkv"}
+    inputs["beta"] = random(*size, dtype=torch.float32).sigmoid() / channels
+    sizes = [(inner, channels), (channels, inner)] if inner else [(channels, channels)]
+    maps = tuple(
+        0.1 * random(HEADS, outputs, inputs + bias, dtype=torch.float32)
+        for outputs, inputs in sizes
+    )
+    given: dict[str, Any] = {"lengths": None, "cu_seqlens": None}
+    if operator == "ttt":
+        norm_weight = torch.ones(HEADS, channels, device=DEVICE)
+        given |= {"norm_weight": norm_weight, "norm_bias": 0 * norm_weight, "norm_eps": 1e-6}
+        given |= {"step_scale": 1 / torch.arange(1, 17, device=DEVICE)}
+        given |= {"initial_state": TTTState.start(maps, BATCH)}
+    else:
+        momentum = torch.full(size, 0.5, device=DEVICE)
+        given |= {"momentum": momentum, "log_decay": -0.01 * momentum, "mini_batch": 16}
+        given |= {"initial_state": TitansState.start(maps, BATCH)}
+    sides: dict[str, Run] = {
+        side: lambda x, run=table[impl].run: run({**x, **given}).o
+        for side, impl in (("deltarule", "triton"), ("PyTorch", "torch"))
+    }
+    # A token goes through the maps twice, back through one of them, and writes to each; the
+    # backward takes twice that.
+    numbers = sum(x[0].numel() for x in maps)
+    moved = inputs["q"].nbytes
+    return Case(inputs, sides, 4 * moved, 7 * moved, 21 * numbers * BATCH * (TOKENS // 2) * HEADS)
+
+
 def imported(module: str) -> Any:
     """The module of a peer, or None where it is not installed."""
     if find_spec(module.partition(".")[0]) is None:
@@ -291,6 +326,10 @@ CASES: dict[str, Callable[[], Case]] = {
     "decay, heads": lambda: decay(per_channel=False),
     "write strength": write_strength,
     "loss of the head": head_loss,
+    # STREAMED_IS_CHOSEN in ops/memory/inputs.py waits for 3 times PyTorch's speed, both passes.
+    "TTT-MLP, heads of 64": lambda: memory("ttt", 64, 256),
+    "Titans-MLP, heads of 64": lambda: memory("titans", 64, 128),
+    "TTT-Linear, heads of 128": lambda: memory("ttt", 128, 0),
 }
 
 

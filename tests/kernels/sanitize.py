@@ -9,6 +9,7 @@ is one that the sanitizer sees. Run it once alone before: what is compiled then 
 import os
 import sys
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
 # Read when PyTorch takes its first memory.
@@ -71,8 +72,8 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     for lengths in (None, LENGTHS):
         yield f"scan: {lengths}", lambda lengths=lengths: scan(lengths)
         yield f"mesa: {lengths}", lambda lengths=lengths: recursive_least_squares(lengths)
-        for operator in ("ttt", "titans"):
-            yield f"{operator}: {lengths}", lambda of=(operator, lengths): memory(*of)
+        for of in product(("ttt", "titans"), (1, 2), (lengths,)):
+            yield f"{of[0]}, {of[1]} maps: {lengths}", lambda of=of: memory(*of)
 
 
 def dense(of: Configuration, tokens: int) -> Inputs:
@@ -130,14 +131,14 @@ def recursive_least_squares(lengths: tuple[int, ...] | None) -> None:
     test_memories_on_gpu.mesa_gradients(placed, "auto", cu_seqlens=offsets)
 
 
-def memory(operator: str, lengths: tuple[int, ...] | None) -> None:
+def memory(operator: str, maps: int, lengths: tuple[int, ...] | None) -> None:
     """Forward and backward of `ttt` or `titans`."""
-    case = memories.make(operator, 1, lengths=lengths, tokens=40, size=16)
+    case = memories.make(operator, maps, lengths=lengths, tokens=40, size=16)
     placed = {
         name: x.to(DEVICE, x.dtype if name == "position" else torch.float32)
         for name, x in case.tensors.items()
     }
-    case.changed(**placed).gradients("auto")
+    case.changed(**placed).gradients("triton" if DEVICE.type == "cuda" else "auto")
 
 
 if __name__ == "__main__":

@@ -135,8 +135,8 @@ def scan():
     return run
 
 
-def memory(operator: str):
-    case = memories.make(operator, 1)
+def memory(operator: str, maps: int = 1):
+    case = memories.make(operator, maps)
 
     def run(device: str) -> list[torch.Tensor]:
         moved = {
@@ -185,6 +185,7 @@ OPERATORS = {
     "selective scan": scan,
     "ttt": lambda: memory("ttt"),
     "titans": lambda: memory("titans"),
+    "titans, two maps": lambda: memory("titans", 2),
     "mesa": least_squares,
     "recurrence": recurrence,
 }

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +17,13 @@ promised("triton")
 # each has operands that fill half of the registers; a scan with every gate at once has no source;
 # sLSTM with heads of 256 channels holds four gates and four numbers of 16 x 256 each.
 SPILLS = {
+    "network_scan_kernel": 288, "network_read_backward_kernel": 384, "network_backward_kernel": 640,
     "memory_backward_kernel": 512, "memory_scan_kernel": 288, "read_kernel": 16,
     "slstm_forward_kernel": 160, "slstm_backward_kernel": 512,
 }  # fmt: skip
 SPILLS_OF_ALL_GATES = 256
+# A row of 128 channels, split for products in tf32, fills half of the registers by itself.
+SPILLS_OF_WIDE_NETWORKS = 2048
 # Where `ttt` and `titans` run them.
 MEMORIES = (90, 100)
 
@@ -40,6 +44,8 @@ def assert_sound(found: list[dict], least: int) -> None:
         if report["call"].startswith(("TTT", "Titans")) and report["target"] not in MEMORIES:
             continue
         spills = SPILLS_OF_ALL_GATES if "all" in report["call"] else SPILLS.get(report["kernel"], 0)
+        if re.search("K 128, .* inside", report["call"]):
+            spills = SPILLS_OF_WIDE_NETWORKS
         assert report["spills"] <= spills, report
         # Of the 99 KiB of a block of the small architectures.
         assert report["shared"] <= 64 * 1024, report
@@ -53,6 +59,7 @@ def assert_sound(found: list[dict], least: int) -> None:
         "scan, Mamba, V 1536, K 16, torch.bfloat16",
         "mesa, C 64, K 128",
         "sLSTM, D 64, torch.float32",
+        "TTT, K 64, 256 inside, packed",
     ],
 )
 def test_compiled_for_hopper(call) -> None:

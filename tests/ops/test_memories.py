@@ -1,12 +1,14 @@
 """What `ttt` and `titans` share: the dual form is the primal one, however the tokens come."""
 
 import weakref
+from importlib import import_module
 
 import pytest
 import torch
 
 from deltarule import TitansState, TTTState, pack, titans, ttt
 from deltarule.ops import mini_batches
+from deltarule.ops.memory import inputs
 from deltarule.ops.memory.torch import memory
 from ops.memories import DOUBLE, HV, KINDS, TIMED, H, K, assert_same, draw, make, tensors_of
 from tolerance import relative_rms
@@ -330,3 +332,20 @@ def test_what_only_one_of_them_has_is_checked():
             cu_seqlens=pack([37]),
         )  # fmt: skip
     assert q.shape[2] == H
+
+
+@every_kind
+def test_auto_passes_over_kernels_that_no_gpu_has_timed(operator, maps, monkeypatch):
+    monkeypatch.setattr(inputs, "why_not_fused", lambda _: None)
+    monkeypatch.setattr(inputs, "capability", lambda _: 9)
+    # The functions of these names hide their modules.
+    table = import_module(f"deltarule.ops.memory.{operator}").IMPLEMENTATIONS
+    kernels = table["triton"]._replace(run=lambda _: "kernels")
+    monkeypatch.setitem(table, "triton", kernels)
+    case = make(operator, maps)
+    assert case.run("triton") == "kernels"
+    assert (case.run() == "kernels") == (maps == 1)
+    monkeypatch.setattr(inputs, "STREAMED_IS_CHOSEN", True)
+    assert case.run() == "kernels"
+    with pytest.raises(ValueError, match="mini-batches up to 16, got K = 4, V = 4 and 17"):
+        make(operator, maps, size=17).run("triton")

@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from deltarule import MesaState, mesa, pack
+from deltarule.ops import dispatch
+from deltarule.ops.memory import inputs
 from ops import memories
 from ops import test_mesa as recursive
 from tolerance import assert_close, relative_rms
@@ -55,8 +57,9 @@ def test_mesa_is_chosen_in_16_bits_and_repeatable():
     assert relative_rms(out.o, exact.o) < 2**-7
 
 
-def on_gpu(operator, lengths, dtype=torch.float32, **options):
-    case = memories.make(operator, 1, lengths=lengths, **({"tokens": 150, "size": 16} | options))
+def on_gpu(operator, lengths, dtype=torch.float32, maps=1, **options):
+    options = {"tokens": 150, "size": 16, "lengths": lengths} | options
+    case = memories.make(operator, maps, **options)
     rounded = {
         name: x.cuda() if name == "position"
         else x.to("cuda", dtype if name in "qkv" else torch.float32)
@@ -71,7 +74,11 @@ def on_gpu(operator, lengths, dtype=torch.float32, **options):
 @pytest.mark.parametrize("operator", ["ttt", "titans"])
 def test_memories(operator, channels, size, lengths, monkeypatch):
     monkeypatch.setattr(memories, "K", channels)
-    case, exact = on_gpu(operator, lengths, size=size)
+    assert_as_near_as_pytorch(operator, lengths, size=size)
+
+
+def assert_as_near_as_pytorch(operator, lengths, **options):
+    case, exact = on_gpu(operator, lengths, **options)
     found, own, wanted = case.run("triton"), case.run("torch"), exact.run("torch")
     named = [dict(enumerate(memories.tensors_of(out))) for out in (found, own, wanted)]
     assert_near(*named, 2e-6)
@@ -81,8 +88,29 @@ def test_memories(operator, channels, size, lengths, monkeypatch):
 
 
 @pytest.mark.parametrize("channels", [72, 128])
-def test_a_wide_memory_of_titans(channels, monkeypatch):
-    test_memories("titans", channels, 16, LENGTHS, monkeypatch)
+@pytest.mark.parametrize("operator", ["ttt", "titans"])
+def test_a_wide_memory(operator, channels, monkeypatch):
+    monkeypatch.setattr(memories, "K", channels)
+    assert_as_near_as_pytorch(operator, LENGTHS)
+
+
+@pytest.mark.parametrize("lengths", [None, LENGTHS])
+@pytest.mark.parametrize(("channels", "inner", "size"), [(4, 7, 5), (64, 256, 16), (128, 130, 1)])
+@pytest.mark.parametrize("operator", ["ttt", "titans"])
+def test_memories_of_two_maps(operator, channels, inner, size, lengths, monkeypatch):
+    monkeypatch.setattr(memories, "K", channels)
+    monkeypatch.setattr(memories, "INNER", inner)
+    assert_as_near_as_pytorch(operator, lengths, size=size, maps=2)
+
+
+@pytest.mark.parametrize("operator", ["ttt", "titans"])
+def test_a_memory_of_two_maps_is_repeatable(operator):
+    case, exact = on_gpu(operator, None, torch.bfloat16, maps=2)
+    out = case.run("triton")
+    assert torch.equal(out.o, case.run("triton").o)
+    assert relative_rms(out.o, exact.run("torch").o) < 2**-7
+    first, second = case.gradients("triton"), case.gradients("triton")
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize("operator", ["ttt", "titans"])
@@ -95,17 +123,21 @@ def test_memories_are_chosen_in_16_bits_and_repeatable(operator):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.filterwarnings("ignore:deltarule runs impl='torch' on a CUDA device")
 @pytest.mark.parametrize("operator", ["ttt", "titans"])
 def test_what_the_kernels_do_not_take_is_named(operator):
-    case = memories.make(operator, 2)
-    rounded = {
-        name: x.cuda() if name == "position" else x.float().cuda()
-        for name, x in case.tensors.items()
-    }
-    with pytest.raises(ValueError, match="hold a memory of one map in registers"):
-        case.changed(**rounded).run("triton")
-    assert case.changed(**rounded).run().o.isfinite().all()
+    case, _ = on_gpu(operator, None, size=17)
+    with pytest.raises(ValueError, match="mini-batches up to 16, got K = 4, V = 4 and 17"):
+        case.run("triton")
+
+
+@pytest.mark.skipif(inputs.STREAMED_IS_CHOSEN, reason="a GPU has timed them")
+@pytest.mark.parametrize("operator", ["ttt", "titans"])
+def test_kernels_that_no_gpu_has_timed_are_not_chosen(operator, monkeypatch):
+    monkeypatch.setattr(dispatch, "_warned", set())
+    case, _ = on_gpu(operator, None, maps=2)
+    with pytest.warns(UserWarning, match='not been timed on a GPU; impl="triton" takes them'):
+        out = case.run()
+    assert torch.equal(out.o, case.run("torch").o)
 
 
 def test_a_kernel_inside_a_compiled_function():

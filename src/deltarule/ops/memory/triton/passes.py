@@ -42,6 +42,7 @@ def constants(
     return sizes | {
         "C": entering, "BC": max(min(triton.next_power_of_2(entering), columns), 16),
         "SIZE": memory.shape[-1], "PARTS": memory.shape[2], "DEEP": inner > 0, "BIAS": int(norm),
+        "num_warps": WARPS,
     }  # fmt: skip
 
 
