@@ -291,6 +291,53 @@ def first_map_anchor(
     return b_dk, d_a + e_a, d_b + e_b, d_c + e_c, d_d + e_d
 
 
+@triton.jit
+def writes_backward(
+    k, rows, noted, g, tiles, d_g, d_x, d_memory, d_k, d_rows, i_n, i, settled, ends, last,
+    o_s, o_k, o_v,
+    S: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BS: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
+    SIZE: tl.constexpr, PARTS: tl.constexpr, DEEP: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Through what the mini-batch writes: dg, dk of two maps, and in memory dx, dw and du."""
+    o_b, m_b = last_bias(o_v, V, C, K, DEEP, BIAS)
+    p_A = anchor_of(noted, i, settled, SIZE, PARTS)
+    b_dg = load_tile(d_g, i, o_s, o_v, S, V)
+    b_w, b_u = load_column(rows, i, 2, o_s, S), load_column(rows, i, 3, o_s, S)
+    b_Xb, b_Yb = load_gradients(d_memory, i_n, o_b, m_b, ends, last, SIZE, PARTS)
+    b_xX, b_xY = tl.zeros([BS, BV], tl.float32) + b_Xb, tl.zeros([BS, BV], tl.float32) + b_Yb
+    b_gX, b_gY = tl.zeros([BS], tl.float32), tl.zeros([BS], tl.float32)
+    b_dk = load_tile(d_k, i, o_s, o_k, S, K)
+    for c in range(0, C, BC):
+        o_c = c + tl.arange(0, BC)
+        o, mask = last_tile(o_v, o_c, V, C, K, DEEP, BIAS)
+        if DEEP:
+            b_dt, b_dk_c, b_gX_c, b_gY_c = first_map_writes(
+                d_memory, k, tiles, b_w, b_u, i_n, i, ends, last, o_s, o_c, o_k,
+                S, C, K, BIAS, SIZE, PARTS,
+            )  # fmt: skip
+            b_dg += product(b_dt, tl.trans(tl.load(p_A + o, mask=mask, other=0.0)))
+            b_dk -= b_dk_c
+            b_gX += b_gX_c
+            b_gY += b_gY_c
+            b_x = gelu(load_tile(tiles, i * TILES + AT, o_s, o_c, S, C))
+        else:
+            b_x = load_tile(k, i, o_s, o_c, S, K)
+        b_g = load_tile(g, i, o_s, o_v, S, V)
+        b_X, b_Y = load_gradients(d_memory, i_n, o, mask, ends, last, SIZE, PARTS)
+        b_xX_c, b_xY_c, b_dx = through_writes(b_x, b_g, b_w, b_u, b_X, b_Y, ends, PARTS)
+        b_xX += b_xX_c
+        b_xY += b_xY_c
+        store_tile(d_x, load_tile(d_x, i, o_s, o_c, S, C) - b_dx, i, o_s, o_c, S, C)
+    b_g = load_tile(g, i, o_s, o_v, S, V)
+    b_dg -= b_w * b_xX + b_u * b_xY
+    b_gX += tl.sum(b_g * b_xX, axis=1)
+    b_gY += tl.sum(b_g * b_xY, axis=1)
+    store_column(d_rows, -b_gX[:, None], i, 2, o_s, S)
+    store_column(d_rows, -b_gY[:, None], i, 3, o_s, S)
+    return b_dg, b_dk
+
+
 @triton.jit(do_not_specialize=["M", "R"])
 def network_backward_kernel(
     q, k, v, rows, scalars, full, owner, noted, weight, bias, d_z, at, g, tiles, d_g, d_x,
@@ -312,41 +359,10 @@ def network_backward_kernel(
         i_n = row_of(owner, i_m, i_r, R, PACKED) * HV + i_h
         settled = is_settled(full, owner, i_m, i_r, R, PACKED)
         ends, last = is_full(full, i_m, i_r, R), is_last(owner, i_m, i_r, M, R, PACKED)
-        p_A = anchor_of(noted, i, settled, SIZE, PARTS)
-        # Through what the mini-batch writes.
-        b_dg = load_tile(d_g, i, o_s, o_v, S, V)
-        b_w, b_u = load_column(rows, i, 2, o_s, S), load_column(rows, i, 3, o_s, S)
-        b_Xb, b_Yb = load_gradients(d_memory, i_n, o_b, m_b, ends, last, SIZE, PARTS)
-        b_xX, b_xY = tl.zeros([BS, BV], tl.float32) + b_Xb, tl.zeros([BS, BV], tl.float32) + b_Yb
-        b_gX, b_gY = tl.zeros([BS], tl.float32), tl.zeros([BS], tl.float32)
-        b_dk = load_tile(d_k, i, o_s, o_k, S, K)
-        for c in range(0, C, BC):
-            o_c = c + tl.arange(0, BC)
-            o, mask = last_tile(o_v, o_c, V, C, K, DEEP, BIAS)
-            if DEEP:
-                b_dt, b_dk_c, b_gX_c, b_gY_c = first_map_writes(
-                    d_memory, k, tiles, b_w, b_u, i_n, i, ends, last, o_s, o_c, o_k,
-                    S, C, K, BIAS, SIZE, PARTS,
-                )  # fmt: skip
-                b_dg += product(b_dt, tl.trans(tl.load(p_A + o, mask=mask, other=0.0)))
-                b_dk -= b_dk_c
-                b_gX += b_gX_c
-                b_gY += b_gY_c
-                b_x = gelu(load_tile(tiles, i * TILES + AT, o_s, o_c, S, C))
-            else:
-                b_x = load_tile(k, i, o_s, o_c, S, K)
-            b_g = load_tile(g, i, o_s, o_v, S, V)
-            b_X, b_Y = load_gradients(d_memory, i_n, o, mask, ends, last, SIZE, PARTS)
-            b_xX_c, b_xY_c, b_dx = through_writes(b_x, b_g, b_w, b_u, b_X, b_Y, ends, PARTS)
-            b_xX += b_xX_c
-            b_xY += b_xY_c
-            store_tile(d_x, load_tile(d_x, i, o_s, o_c, S, C) - b_dx, i, o_s, o_c, S, C)
-        b_g = load_tile(g, i, o_s, o_v, S, V)
-        b_dg -= b_w * b_xX + b_u * b_xY
-        b_gX += tl.sum(b_g * b_xX, axis=1)
-        b_gY += tl.sum(b_g * b_xY, axis=1)
-        store_column(d_rows, -b_gX[:, None], i, 2, o_s, S)
-        store_column(d_rows, -b_gY[:, None], i, 3, o_s, S)
+        b_dg, b_dk = writes_backward(
+            k, rows, noted, g, tiles, d_g, d_x, d_memory, d_k, d_rows, i_n, i, settled, ends, last,
+            o_s, o_k, o_v, S, K, V, C, BS, BV, BC, SIZE, PARTS, DEEP, BIAS,
+        )  # fmt: skip
         # Through the gradient that was taken at A.
         b_v, m_v = load_tile(v, i, o_s, o_v, S, V), (o_v < V)[None, :]
         b_key = load_tile(k, i, o_s, o_v, S, K) if NORM else b_v
@@ -362,6 +378,7 @@ def network_backward_kernel(
         tl.debug_barrier()
         store_tile(at, b_dz, i, o_s, o_v, S, V)
         tl.debug_barrier()
+        b_Xb, b_Yb = load_gradients(d_memory, i_n, o_b, m_b, ends, last, SIZE, PARTS)
         b_dAb = tl.sum(b_dz, axis=0)[None, :] * BIAS
         b_h = load_tile(d_z, i, o_s, o_v, S, V)
         b_of_Wb = tl.sum(b_h * load_column(rows, i, 0, o_s, S), axis=0)[None, :]
@@ -374,6 +391,7 @@ def network_backward_kernel(
             o_c = c + tl.arange(0, BC)
             o, mask = last_tile(o_v, o_c, V, C, K, DEEP, BIAS)
             b_dz = load_tile(at, i, o_s, o_v, S, V)
+            p_A = anchor_of(noted, i, settled, SIZE, PARTS)
             b_dx = product(b_dz, tl.load(p_A + o, mask=mask, other=0.0))
             b_dx += load_tile(d_x, i, o_s, o_c, S, C)
             if DEEP:
