@@ -298,8 +298,8 @@ def memory(operator: str, channels: int, inner: int) -> Case:
         given |= {"momentum": momentum, "log_decay": -0.01 * momentum, "mini_batch": 16}
         given |= {"initial_state": TitansState.start(maps, BATCH)}
     sides: dict[str, Run] = {
-        side: lambda x, run=table[impl].run: run({**x, **given}).o
-        for side, impl in (("deltarule", "triton"), ("PyTorch", "torch"))
+        "deltarule": lambda x: table["triton"].run({**x, **given}).o,
+        "PyTorch": lambda x: table["torch"].run({**x, **given}).o,
     }
     # A token goes through the maps twice, back through one of them, and writes to each; the
     # backward takes twice that.

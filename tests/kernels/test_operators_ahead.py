@@ -17,7 +17,7 @@ promised("triton")
 # each has operands that fill half of the registers; a scan with every gate at once has no source;
 # sLSTM with heads of 256 channels holds four gates and four numbers of 16 x 256 each.
 SPILLS = {
-    "network_scan_kernel": 288, "network_read_backward_kernel": 384, "network_backward_kernel": 640,
+    "network_scan_kernel": 512, "network_read_backward_kernel": 512, "network_backward_kernel": 640,
     "memory_backward_kernel": 512, "memory_scan_kernel": 288, "read_kernel": 16,
     "slstm_forward_kernel": 160, "slstm_backward_kernel": 512,
 }  # fmt: skip
