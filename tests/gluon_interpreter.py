@@ -280,6 +280,8 @@ class Machine:
     def specialize(self, roles: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
         """Run the roles to their ends."""
 
+        # Said to every thread anew.
+        @torch.no_grad()
         def run(number: int, role: Callable[..., None], arguments: tuple[Any, ...]) -> None:
             self.local.role = number
             # A role's own queues of products.

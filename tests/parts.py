@@ -9,7 +9,7 @@ import pytest
 
 # By marker: a pattern of `file::test` under tests/. The first that fits counts.
 PARTS = {
-    "ahead": r"kernels/test_(compile|operators|steps)_ahead\.py",
+    "ahead": r"kernels/test_((compile|operators|steps)_ahead\.py|gluon_ahead\.py::.*gradients)",
     "processes": r"test_processes\.py|doctor/|experiments/test_reproduce\.py"
     r"|bench/test_measured\.py"
     r"|parallel/|train/test_checkpoint\.py::.*(kill|process)|cli/test_cli\.py::.*(process|signal)"

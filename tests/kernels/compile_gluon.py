@@ -5,6 +5,8 @@ A program of its own: Triton's interpreter, in which the tests run, cannot be le
 
 import json
 import sys
+from itertools import product
+from typing import NamedTuple
 
 import torch
 from ahead import compiled, recording
@@ -16,31 +18,44 @@ from deltarule.ops.delta_rule.triton.passes import kept_shapes, own_shapes
 from deltarule.ops.delta_rule.triton.plan import WHOLE, Call, new_plan
 
 TARGET = 90
-# erase, decay, unit norm, tokens, K = V, packed
-CALLS = {
-    "gated": ("tied", "head", False, 128, 128, False),
-    "small gated": ("tied", "head", False, 128, 64, False),
-    "plain": ("none", "none", False, 128, 128, False),
-    "delta": ("tied", "none", False, 128, 128, False),
-    "decay": ("none", "head", False, 128, 128, False),
-    "gated unit ragged": ("tied", "head", True, 100, 128, False),
-    "gated unit packed": ("tied", "head", True, 128, 128, True),
-    "delta unit": ("tied", "none", True, 128, 128, False),
-    "decay unit packed": ("none", "head", True, 128, 128, True),
-    "small plain": ("none", "none", False, 128, 64, False),
-    "small gated unit packed": ("tied", "head", True, 128, 64, True),
-}
+RULES = {
+    "gated": ("tied", "head"), "plain": ("none", "none"),
+    "delta": ("tied", "none"), "decay": ("none", "head"),
+}  # fmt: skip
+# Key heads, of 4 value heads.
+HEADS = {"alone": 4, "grouped": 2}
+TOKENS = {"whole": 128, "ragged": 100, "packed": 128}
 
 
-def inputs_of(erase: str, decay: str, unit: bool, tokens: int, size: int, packed: bool) -> Inputs:
+class Form(NamedTuple):
+    """A call by its name: "gated 128 unit grouped whole"; "bare" is without unit norm."""
+
+    rule: str
+    size: int
+    norm: str
+    heads: str
+    tokens: str
+
+
+FORMS = [
+    Form(*of) for of in product(RULES, (128, 64), ("bare", "unit"), HEADS, TOKENS)
+]  # fmt: skip
+
+
+def inputs_of(form: Form) -> Inputs:
     """Tensors that nobody fills."""
-    q, v = (torch.empty(1, tokens, heads, size, dtype=torch.bfloat16) for heads in (2, 4))
+    erase, decay = RULES[form.rule]
+    tokens, size, packed = TOKENS[form.tokens], form.size, form.tokens == "packed"
+    q, v = (
+        torch.empty(1, tokens, heads, size, dtype=torch.bfloat16)
+        for heads in (HEADS[form.heads], 4)
+    )
     gate = torch.empty(1, tokens, 4)
     offsets = torch.zeros(3, dtype=torch.int32) if packed else None
     state = torch.empty(2 if packed else 1, 4, size, size)
     beta, decays = gate if erase == "tied" else None, gate if decay == "head" else None
     return Inputs(
-        q, q, v, beta, None, None, decays, state, offsets, 1, size**-0.5, unit, False
+        q, q, v, beta, None, None, decays, state, offsets, 1, size**-0.5, form.norm == "unit", False
     )  # fmt: skip
 
 
@@ -75,12 +90,16 @@ def gradients(inputs: Inputs) -> None:
 
 
 def main(names: list[str]) -> None:
-    """Print one JSON object a line for each form of each call, or for those that are named."""
-    for name, of in CALLS.items():
-        inputs = inputs_of(*of)
+    """Print one JSON object a line for each pass of each form, or for those that are named.
+
+    A name is that of a form and its pass, or of a pass alone.
+    """
+    for form in FORMS:
+        inputs, name = inputs_of(form), " ".join(map(str, form))
         assert stage.why_not_form(inputs) is None
-        for run in (forward, save, gradients):
-            if names and f"{name} {run.__name__}" not in names:
+        # How many value heads share a key head, the forward's code does not know.
+        for run in (forward, save, gradients)[0 if form.heads == "alone" else 2 :]:
+            if names and not {f"{name} {run.__name__}", run.__name__} & {*names}:
                 continue
             with recording() as launches:
                 run(inputs)

@@ -16,8 +16,8 @@ PROGRAM = Path(__file__).with_name("compile_gluon.py")
 # Bytes of shared memory that one block may have.
 SHARED = 227 * 1024
 # Bytes a thread that may spill: of whole chunks, and where the last chunk goes row by row, in code
-# that runs once a sequence. Triton 3.6.0 and 3.7.1 spill 152 and 464 at most.
-SPILLS = {"whole": 192, "ragged": 512}
+# that runs once a sequence. Triton 3.6.0 and 3.7.1 spill 224 and 600 at most.
+SPILLS = {"whole": 224, "ragged": 608}
 
 
 def compiled(*names: str) -> list[dict]:
@@ -38,13 +38,20 @@ def check(report: dict) -> None:
 
 
 def test_the_gated_forward_keeps_its_products_in_flight() -> None:
-    (report,) = compiled("gated forward")
+    (report,) = compiled("gated 128 bare alone whole forward")
     check(report)
+
+
+def test_the_assembler_takes_every_form_of_the_gradients() -> None:
+    reports = compiled("gradients")
+    assert len(reports) == 32
+    for report in reports:
+        check(report)
 
 
 @pytest.mark.slow
 def test_every_form_keeps_its_products_in_flight() -> None:
     reports = compiled()
-    assert len(reports) > 30
+    assert len(reports) == 128
     for report in reports:
         check(report)

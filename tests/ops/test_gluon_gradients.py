@@ -231,7 +231,7 @@ def test_gradients_are_those_of_the_definition(decay, erase, normalize) -> None:
     check(case_of(decay, erase, normalize_qk=normalize))
 
 
-@pytest.mark.parametrize(("decay", "erase"), FORMS[1:])
+@pytest.mark.parametrize(("decay", "erase"), FORMS)
 def test_value_heads_of_a_key_head_add_up(decay, erase) -> None:
     check(case_of(decay, erase, value_heads=6))
 

@@ -43,9 +43,6 @@ def can(call: Call) -> bool:
     """Whether it can on any GPU: chunks that are whole, and their numbers the tokens' order."""
     inputs = call.inputs
     key_size, value_size = inputs.q.shape[3], inputs.v.shape[3]
-    if inputs.beta is None and inputs.log_decay is None and inputs.v.shape[2] != inputs.q.shape[2]:
-        # The assembler of Triton 3.6 dies of it.
-        return False
     return (
         inputs.q.dtype == torch.bfloat16 and key_size == value_size and key_size in SIZES
         and not inputs.by_channel and inputs.n_steps == 1 and inputs.cu_seqlens is None

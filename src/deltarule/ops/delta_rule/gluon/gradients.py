@@ -298,79 +298,104 @@ def compute_role(
 ):  # fmt: skip
     """8 warps: everything but what moves tiles."""
     tiles, barriers, work = shared
+    ACROSS: gl.constexpr = halves(K)
+    keys = gl.zeros([CHUNK, K], gl.float32, ACROSS)
+    # Not one loop over all value heads: where it sets sums back to zero, ptxas 12.8 dies of it.
+    for pair in range(work.count):
+        d_q, d_k = keys, keys
+        q_norm = gl.zeros([CHUNK, 1], gl.float32, ACROSS)
+        k_norm = q_norm
+        for head in range(GROUP):
+            at = pair, head, pair * GROUP + head
+            read, written, erased, inner = of_value_head(
+                shared, of, at, keys, K, V, GROUP, TIED, DECAY, VALUES
+            )
+            slot = (pair * GROUP + head) % 2
+            if UNIT:
+                q_norm = row_factor(tiles, slot * FACTORS + QUERY_NORM, ACROSS)
+                k_norm = row_factor(tiles, slot * FACTORS + KEY_NORM, ACROSS)
+            mbarrier.arrive(barriers.empty.index(slot))
+            if DECAY:
+                k, q = tiles.k.load(ACROSS).to(gl.float32), tiles.q.load(ACROSS).to(gl.float32)
+                tiles.sums.index(OF_QUERIES).store(sums_of_halves(q * read, K))
+                tiles.sums.index(OF_KEYS).store(sums_of_halves(k * (erased - inner), K))
+                mbarrier.arrive(barriers.has_sums.index(0))
+            written += erased + inner
+            d_q, d_k = d_q + read, d_k + written
+        leave_keys(tiles, barriers, d_q, d_k, q_norm, k_norm, UNIT)
+
+
+@gluon.jit
+def of_value_head(
+    shared, of, at, keys, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr,
+    TIED: gl.constexpr, DECAY: gl.constexpr, VALUES: gl.constexpr,
+):  # fmt: skip
+    """dq, and dk in three parts: col from D, row, and col from GP and GM; dbeta and dv are stored.
+
+    `keys` are zeros.
+    """
+    tiles, barriers, work = shared
     d_beta, chunk_decay = of
+    pair, head, n = at
     ACROSS: gl.constexpr = halves(K)
     # Products that start after those of pairs.
     LATER: gl.constexpr = 2 + (1 if TIED else 0) + (V // CHUNK if DECAY else 0)
-    keys = gl.zeros([CHUNK, K], gl.float32, ACROSS)
     pairs = gl.zeros([CHUNK, CHUNK], gl.float32, halves(CHUNK))
-    all_q, all_k = keys, keys
-    for n in range(work.count * GROUP):
-        slot, at = n % 2, pair_of(n, work, GROUP)
-        row = slot * FACTORS
-        mbarrier.wait(barriers.full.index(slot), (n // 2) & 1)
-        errors = tiles.errors.index(slot).permute((1, 0))
-        gp = warpgroup_mma(tiles.d_o.index(slot), errors, pairs, use_acc=False, is_async=True)
-        gm = gp
+    slot, place = n % 2, pair_of(n, work, GROUP)
+    row = slot * FACTORS
+    mbarrier.wait(barriers.full.index(slot), (n // 2) & 1)
+    errors = tiles.errors.index(slot).permute((1, 0))
+    gp = warpgroup_mma(tiles.d_o.index(slot), errors, pairs, use_acc=False, is_async=True)
+    gm = gp
+    if TIED:
+        gm = warpgroup_mma(tiles.d_errors.index(slot), errors, pairs, use_acc=False, is_async=True)
+    written, read, erased, held = start_state_products(
+        tiles, barriers, slot, n, keys, V, TIED, DECAY
+    )
+    gp, gm = warpgroup_mma_wait(LATER, deps=(gp, gm))
+    if TIED:
+        store_beta_gradient(d_beta, place, work.heads * GROUP, diagonal_halves(gm))
+    leave_pairs(tiles, row, gp, gm, TIED, DECAY)
+    fence_async_shared()
+    written, read, erased, held = warpgroup_mma_wait(0, deps=(written, read, erased, held))
+    # Barriers of the role, too: GP and GM are there for all warps.
+    mbarrier.arrive(barriers.empty_d.index(0))
+    mbarrier.arrive(barriers.empty_s.index(0))
+    if DECAY:
+        mbarrier.wait(barriers.took_sums.index(0), (n & 1) ^ 1)
+        held = diagonal_halves(held) * gl.load(chunk_decay + place.slot)
+        tiles.sums.index(OF_HELD).store(held)
+    written *= row_factor(tiles, row + WRITES, ACROSS)
+    read *= row_factor(tiles, row + READS, ACROSS)
+    if head == 0:
+        mbarrier.wait(barriers.full_k.index(0), pair & 1)
+    inner = keys
+    if TIED:
+        erased *= row_factor(tiles, row + ERASES, ACROSS)
+    if not DECAY:
+        # Nobody asks for the parts: one sum, in fewer registers.
+        inner, written = written, keys
         if TIED:
-            gm = warpgroup_mma(
-                tiles.d_errors.index(slot), errors, pairs, use_acc=False, is_async=True
-            )
-        written, read, erased, held = start_state_products(
-            tiles, barriers, slot, n, keys, V, TIED, DECAY
-        )
-        gp, gm = warpgroup_mma_wait(LATER, deps=(gp, gm))
-        if TIED:
-            store_beta_gradient(d_beta, at, work.heads * GROUP, diagonal_halves(gm))
-        leave_pairs(tiles, row, gp, gm, TIED, DECAY)
-        fence_async_shared()
-        written, read, erased, held = warpgroup_mma_wait(0, deps=(written, read, erased, held))
-        # Barriers of the role, too: GP and GM are there for all warps.
-        mbarrier.arrive(barriers.empty_d.index(0))
-        mbarrier.arrive(barriers.empty_s.index(0))
+            inner, erased = inner + erased, keys
+    inner = warpgroup_mma(tiles.read_pairs.permute((1, 0)), tiles.q, inner, is_async=True)
+    read = warpgroup_mma(tiles.read_pairs, tiles.k, read, is_async=True)
+    if TIED:
+        inner = warpgroup_mma(tiles.erase_pairs.permute((1, 0)), tiles.k, inner, is_async=True)
         if DECAY:
-            mbarrier.wait(barriers.took_sums.index(0), (n & 1) ^ 1)
-            tiles.sums.index(OF_HELD).store(diagonal_halves(held) * gl.load(chunk_decay + at.slot))
-        written *= row_factor(tiles, row + WRITES, ACROSS)
-        read *= row_factor(tiles, row + READS, ACROSS)
-        if n % GROUP == 0:
-            mbarrier.wait(barriers.full_k.index(0), (n // GROUP) & 1)
-        inner = warpgroup_mma(
-            tiles.read_pairs.permute((1, 0)), tiles.q, keys, use_acc=False, is_async=True
-        )
-        read = warpgroup_mma(tiles.read_pairs, tiles.k, read, is_async=True)
-        if TIED:
-            erased *= row_factor(tiles, row + ERASES, ACROSS)
-            inner = warpgroup_mma(tiles.erase_pairs.permute((1, 0)), tiles.k, inner, is_async=True)
             erased = warpgroup_mma(tiles.erase_pairs, tiles.k, erased, is_async=True)
-        if DECAY:
-            k = tiles.k.load(ACROSS).to(gl.float32)
-            tiles.sums.index(OF_WRITES).store(sums_of_halves(k * written, K))
-        if VALUES:
-            leave_values(tiles, barriers, slot, V)
-        if TIED:
-            inner, read, erased = warpgroup_mma_wait(0, deps=(inner, read, erased))
         else:
-            inner, read = warpgroup_mma_wait(0, deps=(inner, read))
-            erased = keys
-        q_norm, k_norm = n, n
-        if UNIT:
-            q_norm = row_factor(tiles, row + QUERY_NORM, ACROSS)
-            k_norm = row_factor(tiles, row + KEY_NORM, ACROSS)
-        mbarrier.arrive(barriers.empty.index(slot))
-        if DECAY:
-            k, q = tiles.k.load(ACROSS).to(gl.float32), tiles.q.load(ACROSS).to(gl.float32)
-            tiles.sums.index(OF_QUERIES).store(sums_of_halves(q * read, K))
-            tiles.sums.index(OF_KEYS).store(sums_of_halves(k * (erased - inner), K))
-            mbarrier.arrive(barriers.has_sums.index(0))
-        written += erased + inner
-        if GROUP > 1:
-            all_q, all_k = all_q + read, all_k + written
-            if n % GROUP == GROUP - 1:
-                leave_keys(tiles, barriers, all_q, all_k, q_norm, k_norm, UNIT)
-                all_q, all_k = keys, keys
-        else:
-            leave_keys(tiles, barriers, read, written, q_norm, k_norm, UNIT)
+            inner = warpgroup_mma(tiles.erase_pairs, tiles.k, inner, is_async=True)
+    if DECAY:
+        k = tiles.k.load(ACROSS).to(gl.float32)
+        tiles.sums.index(OF_WRITES).store(sums_of_halves(k * written, K))
+    if VALUES:
+        leave_values(tiles, barriers, slot, V)
+    if TIED and DECAY:
+        inner, read, erased = warpgroup_mma_wait(0, deps=(inner, read, erased))
+    else:
+        inner, read = warpgroup_mma_wait(0, deps=(inner, read))
+        erased = keys
+    return read, written, erased, inner
 
 
 @gluon.jit

