@@ -1,9 +1,15 @@
 """The commands that `deltarule` has in a checkout for the papers' experiments."""
 
 from deltarule.cli import Command
-from experiments.reproduce import ListRun, ReproduceRun, list_experiments, reproduce
 
 COMMANDS = {
-    "reproduce": Command("run an experiment of the papers", ReproduceRun, reproduce),
-    "reproduce --list": Command("what each experiment shows and needs", ListRun, list_experiments),
+    "reproduce": Command(
+        "run an experiment of the papers", "experiments.reproduce", "ReproduceRun", "reproduce"
+    ),
+    "reproduce --list": Command(
+        "what each experiment shows and needs",
+        "experiments.reproduce",
+        "ListRun",
+        "list_experiments",
+    ),
 }

@@ -6,70 +6,88 @@ import io
 import itertools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 import deltarule
-from deltarule.config_file import words_of_file
-from deltarule.convert import ConvertRun, convert_folder
-from deltarule.doctor import DoctorRun, diagnose
-from deltarule.lookup import ExplainRun, RulesRun, explain_call, nearest, rules
-from deltarule.parallel.plan import PlanRun, plan
-from deltarule.parallel.world import StalledError, leave
-from deltarule.train.attention_figure import AttentionPlotRun, plot_attention
+from deltarule.errors import INTERRUPTED, DivergedError, StalledError, StoppedRunError
+from deltarule.nearest import nearest
 from deltarule.train.extra import MissingExtraError, require
-from deltarule.train.loop import DivergedError
-from deltarule.train.mqar import MqarRun, train_mqar
 from deltarule.train.progress import for_screen
-from deltarule.train.report import EvalRun, evaluate_run
-from deltarule.train.run_folder import (
-    INTERRUPTED,
-    StoppedRunError,
-    flat,
-    folder_to_resume,
-    line_that_resumes,
-    stored_configuration,
-)
-from deltarule.train.runs import RunsRun, show_runs
-from deltarule.train.sample import GenerateRun, generate_text
-from deltarule.train.text import TextRun, train_text
-from deltarule.train.tokenize import DataRun, write_data
-from deltarule.warm_up import WarmupRun, warm_up
 
 # Exit codes as shells and other tools use them; 0 is success.
 FAILED, MISUSED = 1, 2
 
 
 class Command(NamedTuple):
-    """A command: one line about it, the dataclass of its flags, and what it does with them."""
+    """A command: one line about it, and the module that is imported when it is called."""
 
     about: str
-    flags: type[Any]
-    run: Callable[[Any], object]
+    module: str
+    flags_name: str
+    """The dataclass of its flags in that module."""
+    run_name: str
+    """The function there that is given them."""
     bare: str | None = None
     """The flag that words before the first flag stand for, beyond those that must be given."""
 
+    @property
+    def flags(self) -> type[Any]:
+        """The dataclass of the flags."""
+        kind: type[Any] = getattr(importlib.import_module(self.module), self.flags_name)
+        return kind
+
+    def run(self, flags: Any) -> None:
+        """Do it."""
+        getattr(importlib.import_module(self.module), self.run_name)(flags)
+
 
 COMMANDS = {
-    "train text": Command("train a byte-level language model on text", TextRun, train_text),
-    "train mqar": Command("train on associative recall, in minutes", MqarRun, train_mqar),
-    "data": Command("write documents as token shards for training", DataRun, write_data),
-    "generate": Command("write text with a trained model", GenerateRun, generate_text, "prompt"),
-    "runs": Command("list and compare runs", RunsRun, show_runs, "names"),
-    "eval": Command("bits per byte by position", EvalRun, evaluate_run),
-    "convert": Command("write a checkpoint in another family's layout", ConvertRun, convert_folder),
-    "plot attention": Command(
-        "draw what the layers read and write", AttentionPlotRun, plot_attention
+    "train text": Command(
+        "train a byte-level language model on text", "deltarule.train.text", "TextRun", "train_text"
     ),
-    "doctor": Command("are the shipped kernels right on this GPU?", DoctorRun, diagnose),
-    "warmup": Command("compile kernels ahead of the first step", WarmupRun, warm_up),
-    "explain": Command("which implementation would run, and why", ExplainRun, explain_call),
-    "plan": Command("how fast a step would be on so many GPUs", PlanRun, plan),
-    "rules": Command("print the table of rules", RulesRun, rules, "name"),
-}
+    "train mqar": Command(
+        "train on associative recall, in minutes", "deltarule.train.mqar", "MqarRun", "train_mqar"
+    ),
+    "data": Command(
+        "write documents as token shards for training",
+        "deltarule.train.tokenize", "DataRun", "write_data",
+    ),
+    "generate": Command(
+        "write text with a trained model",
+        "deltarule.train.sample", "GenerateRun", "generate_text", "prompt",
+    ),
+    "runs": Command("list and compare runs", "deltarule.train.runs", "RunsRun", "show_runs", "names"),
+    "eval": Command(
+        "bits per byte by position", "deltarule.train.report", "EvalRun", "evaluate_run"
+    ),
+    "convert": Command(
+        "write a checkpoint in another family's layout",
+        "deltarule.convert", "ConvertRun", "convert_folder",
+    ),
+    "plot attention": Command(
+        "draw what the layers read and write",
+        "deltarule.train.attention_figure", "AttentionPlotRun", "plot_attention",
+    ),
+    "doctor": Command(
+        "are the shipped kernels right on this GPU?", "deltarule.doctor", "DoctorRun", "diagnose"
+    ),
+    "warmup": Command(
+        "compile kernels ahead of the first step", "deltarule.warm_up", "WarmupRun", "warm_up"
+    ),
+    "explain": Command(
+        "which implementation would run, and why",
+        "deltarule.lookup", "ExplainRun", "explain_call",
+    ),
+    "plan": Command(
+        "how fast a step would be on so many GPUs", "deltarule.parallel.plan", "PlanRun", "plan"
+    ),
+    "rules": Command("print the table of rules", "deltarule.lookup", "RulesRun", "rules", "name"),
+}  # fmt: skip
 
 # What torchrun may start on several processes.
 SPREAD = ("train text",)
@@ -110,6 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         leave()
         return code
     except StoppedRunError as error:
+        from deltarule.train.run_folder import line_that_resumes
+
         if traceback:
             raise
         say(f"{error}; continue with:\n  {line_that_resumes(error.folder)}")
@@ -172,6 +192,8 @@ def read_flags(name: str, command: Command, words: list[str]) -> Any:
     given = parse(name, command, words, default=None)
     if not getattr(given, "resume", False):
         return given
+    from deltarule.train.run_folder import folder_to_resume, stored_configuration
+
     folder = folder_to_resume(given.runs, given.name, name)
     stored = stored_configuration(folder, command.flags, name)
     return parse(name, command, [*words, "--name", folder.name], default=stored)
@@ -189,6 +211,8 @@ def completed(command: Command, words: list[str]) -> list[str]:
             path = word.partition("=")[2] if one else "".join(words[place + 1 : place + 2])
             mine = [*words[:place], *words[place + (1 if one else 2) :]]
             bare = list(itertools.takewhile(lambda x: not x.startswith("-"), mine))
+            from deltarule.config_file import words_of_file
+
             words = [*bare, *words_of_file(Path(path), command.flags), *mine[len(bare) :]]
             break
     required = sum(
@@ -207,6 +231,8 @@ def parse(name: str, command: Command, words: list[str], default: Any) -> Any:
     Raises:
         ValueError: A number is larger than any that is meant.
     """
+    from deltarule.config_file import flat
+
     tyro, conf = require("tyro"), require("tyro.conf")
     options = {} if default is None else {"default": default}
     given = tyro.cli(
@@ -248,8 +274,16 @@ def unknown(name: str, words: list[str]) -> int:
         return 0 if len(words) > 1 else MISUSED
     commands = [*COMMANDS, *BESIDE.values()]
     known = ["train", *commands] if len(name.split()) == 1 else commands
-    say(f"error: there is no command {name!r}; {nearest(name, known)}")
+    meant = nearest(name, known, otherwise=f"known: {', '.join(known)}")
+    say(f"error: there is no command {name!r}; {meant}")
     return MISUSED
+
+
+def leave() -> None:
+    """Wait for all others of torchrun and end the group; else some process may be aborted."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def say(text: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deltarule.json_file import read_text
-from deltarule.lookup import nearest
+from deltarule.nearest import nearest
 
 
 def flag_names(kind: type[Any]) -> list[str]:
@@ -55,9 +55,8 @@ def words_of_file(path: Path, kind: type[Any]) -> list[str]:
     for key, value in _leaves(table):
         name = key.replace("_", "-")
         if name not in known:
-            raise ValueError(
-                f"--config-file {path}: there is no flag {key!r}; {nearest(name, known)}"
-            )
+            meant = nearest(name, known, otherwise=f"known: {', '.join(known)}")
+            raise ValueError(f"--config-file {path}: there is no flag {key!r}; {meant}")
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no-{name}")
         else:
@@ -85,3 +84,11 @@ def _leaves(table: dict[str, Any]) -> list[tuple[str, Any]]:
     for key, value in table.items():
         found += _leaves(value) if isinstance(value, dict) else [(key, value)]
     return found
+
+
+def flat(options: dict[str, Any]) -> dict[str, Any]:
+    """Nested options under their last names, which are unique, as on the command line."""
+    plain: dict[str, Any] = {}
+    for name, value in options.items():
+        plain.update(flat(value) if isinstance(value, dict) else {name: value})
+    return plain

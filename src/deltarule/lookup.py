@@ -1,11 +1,11 @@
 """`deltarule rules` and `deltarule explain`: what there is, and which of it would run."""
 
-import difflib
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
+from deltarule.nearest import nearest
 from deltarule.nn import MIXERS, SYSTEMS
 from deltarule.nn.feature_maps import FEATURE_MAPS, NORMS
 from deltarule.nn.table import described, markdown
@@ -91,7 +91,8 @@ def explain_call(run: ExplainRun) -> None:
 def rules(run: RulesRun) -> None:
     """Print the table, or one row of it."""
     if run.name is not None and run.name not in SYSTEMS:
-        raise ValueError(f"--name {run.name}: {nearest(run.name, list(SYSTEMS))}")
+        known = f"known: {', '.join(SYSTEMS)}"
+        raise ValueError(f"--name {run.name}: {nearest(run.name, SYSTEMS, otherwise=known)}")
     if run.markdown:
         print(markdown())
         return
@@ -101,14 +102,3 @@ def rules(run: RulesRun) -> None:
         taken = ", ".join(name for name in MIXERS if MIXERS[name].takes("feature_map"))
         print(for_screen(f"\nfeature_map of {taken}:"))
         print(for_screen(f"    {', '.join(FEATURE_MAPS)}; qk_norm: {', '.join(NORMS)}"))
-
-
-def nearest(given: str, known: list[str]) -> str:
-    """The known name most like the one given, else all of them.
-
-    Examples:
-        >>> nearest("delta_net", ["deltanet", "gla"])
-        'did you mean deltanet?'
-    """
-    matches = difflib.get_close_matches(given, known, n=1)
-    return f"did you mean {matches[0]}?" if matches else f"known: {', '.join(known)}"

@@ -12,11 +12,11 @@ import time
 import pytest
 
 from deltarule.cli import COMMANDS, FAILED, INTERRUPTED, MISUSED, main
-from deltarule.config_file import to_toml
+from deltarule.config_file import flat, to_toml
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.nn import SYSTEMS
 from deltarule.train.checkpoint import Checkpoints
-from deltarule.train.run_folder import flat, locked, read_run, stored_configuration
+from deltarule.train.run_folder import locked, read_run, stored_configuration
 from deltarule.train.text import TextModel, TextRun
 
 TINY = [
@@ -82,9 +82,9 @@ def test_an_unknown_flag_gets_a_suggestion(capsys):
         (["train", "text", "--device", "cuda:77"], "--device cuda:77"),
         (["generate", "/no/such/run"], "/no/such/run"),
         (["eval", "/no/such/run"], "/no/such/run"),
-        (["rules", "--name", "kdaa"], "did you mean kda"),
+        (["rules", "--name", "kdaa"], "did you mean 'kda'"),
         (["explain", "--v-heads", "3"], "v must have a multiple"),
-        (["rules", "kdaa"], "did you mean kda"),
+        (["rules", "kdaa"], "did you mean 'kda'"),
         (["train", "text", "--steps", "9" * 30], "--steps must be a number below 2^63"),
         (["plan", "--parameters", "inf"], "--parameters must be a number below 2^63"),
         (["train", "text", "--device", "meta"], "--device meta"),
@@ -125,7 +125,7 @@ def test_rules_prints_the_table_and_one_rule(capsys):
     assert SYSTEMS["kda"].recurrence in shown
     assert SYSTEMS["mamba2"].recurrence not in shown
     assert main(["rules", "--name", "kdaa"]) == FAILED
-    assert "did you mean kda?" in capsys.readouterr().err
+    assert "did you mean 'kda'?" in capsys.readouterr().err
 
 
 def test_a_toml_file_holds_flags_and_those_given_beside_it_count(data, tmp_path, monkeypatch):
@@ -146,7 +146,7 @@ def test_a_toml_file_holds_flags_and_those_given_beside_it_count(data, tmp_path,
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (None, "No such file"), ("stepz = 1", "no flag 'stepz'; did you mean steps?"),
+        (None, "No such file"), ("stepz = 1", "no flag 'stepz'; did you mean 'steps'?"),
         ("steps = ", "Invalid value"), (b"\xff", "not UTF-8"),
     ],
 )  # fmt: skip
@@ -161,11 +161,21 @@ def test_a_config_file_that_is_none_is_one_line(text, says, tmp_path, capsys):
     assert error.count("\n") == 1
 
 
-def test_an_error_that_nobody_foresaw_is_one_line_too(monkeypatch, capsys):
-    def fail(run):
-        raise KeyError("a\nb")
+@dataclasses.dataclass
+class Nothing:
+    """The flags of a command that fails."""
 
-    monkeypatch.setitem(COMMANDS, "rules", COMMANDS["rules"]._replace(run=fail))
+
+def fail(run):
+    raise KeyError("a\nb")
+
+
+def test_an_error_that_nobody_foresaw_is_one_line_too(monkeypatch, capsys):
+    monkeypatch.setitem(
+        COMMANDS,
+        "rules",
+        COMMANDS["rules"]._replace(module=__name__, flags_name="Nothing", run_name="fail"),
+    )
     assert main(["rules"]) == FAILED
     assert capsys.readouterr().err.startswith("deltarule: error: KeyError: ")
     with pytest.raises(KeyError):

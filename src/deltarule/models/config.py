@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from deltarule.json_file import parse_object
-from deltarule.models.config_checks import check_fields, check_used, nearest
+from deltarule.models.config_checks import check_fields, check_used
 from deltarule.models.config_names import for_file, from_file
 from deltarule.models.patterns import expand_layer_types, expand_mlp_layer_types
+from deltarule.nearest import nearest
 from deltarule.nn.experts import Scores
 from deltarule.nn.mlp import HiddenActivation
 from deltarule.nn.rule import OutputNorm, QueryKeyNorm
@@ -243,7 +244,7 @@ class ModelConfig:
         known = {field.name: field for field in dataclasses.fields(cls)}
         for key in fields:
             if key not in known:
-                raise ValueError(f"unknown key {key!r}{nearest(key, known)}")
+                raise ValueError(f"unknown key {key!r}{nearest(key, known, before=': ')}")
         required = [name for name, field in known.items() if field.default is dataclasses.MISSING]
         if missing := [name for name in required if name not in fields]:
             raise ValueError(f"missing key {', '.join(map(repr, missing))}")

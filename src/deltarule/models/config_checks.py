@@ -1,11 +1,11 @@
 """What no model can have, refused with the name of the field."""
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Iterable
 from typing import Any
 
+from deltarule.nearest import nearest
 from deltarule.nn import MIXERS
 from deltarule.nn.feature_maps import FEATURE_MAPS, NORMS, OUTPUT_NORMS
 from deltarule.nn.options import SPECTRA
@@ -98,7 +98,7 @@ def check_fields(config: Any) -> None:
         if not isinstance(value, str) or value not in known:
             raise ValueError(
                 f"{name} must be {'None or ' if name in optional else ''}one of "
-                f"{', '.join(known)}, got {value!r}{nearest(value, known)}"
+                f"{', '.join(known)}, got {value!r}{nearest(value, known, before=': ')}"
             )
     if config.low_rank_dims is not None:
         if not isinstance(config.low_rank_dims, tuple) or len(config.low_rank_dims) != 4:
@@ -195,9 +195,3 @@ def _check_experts(config: Any) -> None:
         raise ValueError(f"n_group={config.n_group} leaves groups of fewer than two experts")
     if config.shared_expert_gate and not config.shared_expert_intermediate_size:
         raise ValueError("shared_expert_gate means nothing without shared_expert_intermediate_size")
-
-
-def nearest(given: object, known: Iterable[str]) -> str:
-    """Phrase the known name that looks most like the given one, or nothing."""
-    matches = difflib.get_close_matches(str(given), list(known), n=1)
-    return f": did you mean {matches[0]!r}?" if matches else ""

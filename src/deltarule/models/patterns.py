@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from deltarule.models.config_checks import MLP_PARTS, nearest
+from deltarule.models.config_checks import MLP_PARTS
+from deltarule.nearest import nearest
 from deltarule.nn import MIXERS
 
 # The second half of a block.
@@ -150,9 +151,8 @@ def expand_mlp_layer_types(given: str | tuple[str, ...], num_layers: int) -> tup
     for kind in (kinds := repeat("mlp_layer_types", given, num_layers)):
         if kind not in MLP_KINDS:
             known = ", ".join(MLP_KINDS)
-            raise ValueError(
-                f"mlp_layer_types must be of {known}, got {kind!r}{nearest(kind, MLP_KINDS)}"
-            )
+            meant = nearest(kind, MLP_KINDS, before=": ")
+            raise ValueError(f"mlp_layer_types must be of {known}, got {kind!r}{meant}")
     return kinds
 
 
@@ -179,8 +179,9 @@ def _check_layer(name: object) -> None:
         raise ValueError(
             f"layer_types must be {name!r} alone: it is a pattern of layers, not the name of one"
         )
+    meant = nearest(name, [*MIXERS, *PATTERNS], before=": ")
     raise ValueError(
-        f"layer_types names an unknown layer {name!r}{nearest(name, [*MIXERS, *PATTERNS])}; "
+        f"layer_types names an unknown layer {name!r}{meant}; "
         f"known: {', '.join([*MIXERS, *MLP_PARTS])}, or several joined by +; "
         f"patterns: {', '.join(PATTERNS)}"
     )

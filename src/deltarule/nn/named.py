@@ -1,7 +1,8 @@
 """A table by name that says which name was meant."""
 
-import difflib
 from typing import TypeVar
+
+from deltarule.nearest import nearest
 
 Row = TypeVar("Row")
 
@@ -18,6 +19,5 @@ class Named(dict[str, Row]):
 
     def __missing__(self, name: object) -> Row:
         """Raise a KeyError that names the nearest key, or all of them."""
-        near = difflib.get_close_matches(str(name), list(self), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(self)}"
+        hint = nearest(name, self, otherwise=f"known are {', '.join(self)}")
         raise KeyError(f"there is no {name!r}: {hint}")

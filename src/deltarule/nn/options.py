@@ -1,11 +1,11 @@
 """The options of layers: which mean something for which, and what `help` says of them."""
 
-import difflib
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from deltarule.nearest import nearest
 from deltarule.nn.checks import default
 from deltarule.nn.feature_maps import FEATURE_MAPS, NORMS, OUTPUT_NORMS
 
@@ -62,8 +62,7 @@ def check_meant(
 def check_word(name: str, value: object, known: Sequence[str]) -> None:
     """Refuse what is not None and no known word."""
     if value is not None and value not in known:
-        near = difflib.get_close_matches(str(value), known, n=1)
-        hint = f": did you mean {near[0]!r}?" if near else ""
+        hint = nearest(value, known, before=": ")
         raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}{hint}")
 
 

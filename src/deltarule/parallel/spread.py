@@ -6,8 +6,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from deltarule.models import CausalLM
-from deltarule.parallel.heads import split_heads
-from deltarule.parallel.sharding import data_mesh, shard
 
 
 class Plan(NamedTuple):
@@ -62,6 +60,10 @@ def parallelize(
         {}
         >>> dist.destroy_process_group()
     """
+    # FSDP and DTensor take half a second to import, and a run on one process needs neither.
+    from deltarule.parallel.heads import split_heads
+    from deltarule.parallel.sharding import data_mesh, shard
+
     axes = {name: parameter.ndim for name, parameter in model.named_parameters()}
     split: dict[str, int] = {}
     stepped: set[str] = set()

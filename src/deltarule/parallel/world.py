@@ -19,6 +19,8 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
+from deltarule.errors import StalledError
+
 T = TypeVar("T")
 # Seconds for which one that has waited in vain listens to the others.
 GIVING_UP_S = 2.0
@@ -176,31 +178,6 @@ class World:
             rank = int(failed.argmax())
             raise ValueError(f"process {rank}: {broadcast(failure, rank)}")
         return cast(T, value)
-
-
-class StalledError(RuntimeError):
-    """Some process has not come where the others wait for it; the message names it.
-
-    Attributes:
-        speaks: Whether this is the one of the waiting processes that should say so.
-    """
-
-    def __init__(self, rank: int, behind: list[int], steps: list[int], seconds: float) -> None:
-        """Name those that are behind."""
-        names = ", ".join(f"{r} (in step {steps[r] + 1})" for r in behind)
-        super().__init__(
-            f"no word from process {names} for {seconds:g} s, while others are in step "
-            f"{max(steps) + 1}; --timeout-s sets how long to wait"
-        )
-        waiting = [r for r in range(len(steps)) if r not in behind]
-        self.speaks = rank == min(waiting, default=rank)
-
-
-def leave() -> None:
-    """Wait for all others and end the group, if there is one; else some process may be aborted."""
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
 
 
 def join(device: str, timeout: datetime.timedelta, attempt: int) -> PrefixStore:

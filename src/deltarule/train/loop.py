@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from deltarule.errors import INTERRUPTED, StoppedRunError
+from deltarule.errors import DivergedError as DivergedError
 from deltarule.json_file import fitted
 from deltarule.models import CausalLM
 from deltarule.models.files import naming
@@ -32,14 +34,10 @@ from deltarule.train.optimizer import (
 from deltarule.train.progress import Progress, Smooth, make_progress
 from deltarule.train.random_state import random_state, restore_random_state
 from deltarule.train.run_checkpoints import make_checkpoints
-from deltarule.train.run_folder import DIVERGED, INTERRUPTED, StoppedRunError
+from deltarule.train.run_folder import DIVERGED
 from deltarule.train.spread import Spread, SpreadStep
 from deltarule.train.step import TrainingStep, set_rate
 from deltarule.train.watch import Best
-
-
-class DivergedError(RuntimeError):
-    """The loss or the gradient is nan or infinite; the message names the step."""
 
 
 class InterruptedRunError(StoppedRunError):

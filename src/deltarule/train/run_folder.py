@@ -15,6 +15,8 @@ from safetensors import SafetensorError
 
 import deltarule
 from deltarule.atomic_file import write_atomically
+from deltarule.config_file import flat
+from deltarule.errors import INTERRUPTED, StoppedRunError
 from deltarule.json_file import fitted, parse_object, read_text
 from deltarule.models.files import naming, write_text
 from deltarule.parallel import World
@@ -26,8 +28,6 @@ except ModuleNotFoundError:  # Windows has no flock; there, two runs in one fold
     fcntl = None  # type: ignore[assignment]
 
 RUN = "run.json"
-# What a shell reports after Ctrl-C.
-INTERRUPTED = 130
 # Why a run will not go on; a launcher that starts it again is told at once.
 DIVERGED = "diverged.txt"
 # What may differ between a run and its continuation: it changes no weight, or a note says so.
@@ -73,15 +73,6 @@ class RunRecord:
 
 class RunFolderError(ValueError):
     """The folder of a run is missing, taken, in use, or belongs to another configuration."""
-
-
-class StoppedRunError(RuntimeError):
-    """The run in `folder` has ended early, and can go on; `code` is what the process exits with."""
-
-    def __init__(self, reason: str, folder: Path, code: int = 1) -> None:
-        """Say why."""
-        super().__init__(reason)
-        self.folder, self.code = folder, code
 
 
 def new_folder(runs: Path, name: str | None, default: str) -> Path:
@@ -339,11 +330,3 @@ def check_same(run: Any, stored: Any, folder: Path) -> None:
                 f"{flag} is {value!r}, but {folder} was started with {theirs[name]!r}: "
                 "leave it out to continue that run, or start another with --name"
             )
-
-
-def flat(options: dict[str, Any]) -> dict[str, Any]:
-    """Nested options under their last names, which are unique, as on the command line."""
-    plain: dict[str, Any] = {}
-    for name, value in options.items():
-        plain.update(flat(value) if isinstance(value, dict) else {name: value})
-    return plain

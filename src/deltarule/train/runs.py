@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deltarule.config_file import to_toml
+from deltarule.config_file import flat, to_toml
 from deltarule.train.checkpoint import checkpoint_steps
 from deltarule.train.metrics import Row, read_metrics
 from deltarule.train.run_folder import (
@@ -14,7 +14,6 @@ from deltarule.train.run_folder import (
     RunFolderError,
     RunRecord,
     check_name,
-    flat,
     locked,
     read_run,
 )

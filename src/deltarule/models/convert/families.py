@@ -1,6 +1,5 @@
 """Every family of checkpoints that is read and written, by the `model_type` of its config.json."""
 
-import difflib
 from typing import Any
 
 from deltarule.models.config_names import MODEL_TYPE
@@ -18,6 +17,7 @@ from deltarule.models.convert import (
 )
 from deltarule.models.convert.family import Family
 from deltarule.models.convert.piece import Piece, Shapes
+from deltarule.nearest import nearest
 
 _ALL = (
     *fla.FAMILIES,
@@ -50,10 +50,9 @@ def named(name: object, option: str) -> Family:
     """The family of that name; `option` is what the name was given for."""
     if isinstance(name, str) and name in FAMILIES:
         return FAMILIES[name]
-    near = difflib.get_close_matches(str(name), FAMILIES, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    hint = nearest(name, FAMILIES, before=" ")
     known = ", ".join((MODEL_TYPE, *FAMILIES))
-    raise ValueError(f"{option} {name!r} is of no family that is known here; {hint}known: {known}")
+    raise ValueError(f"{option} {name!r} is of no family that is known here;{hint} known: {known}")
 
 
 def own_pieces(shapes: Shapes) -> list[Piece]:

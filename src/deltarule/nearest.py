@@ -1,0 +1,21 @@
+"""A name that is not known, answered with the one that was probably meant."""
+
+import difflib
+from collections.abc import Iterable
+
+
+def nearest(given: object, known: Iterable[str], *, before: str = "", otherwise: str = "") -> str:
+    """The known name most like the one given, as a question.
+
+    Args:
+        given: What is not known.
+        known: The names that are.
+        before: Comes before the question, if there is one.
+        otherwise: The answer where none is like it.
+
+    Examples:
+        >>> nearest("delta_net", ["deltanet", "gla"], before=": ")
+        ": did you mean 'deltanet'?"
+    """
+    matches = difflib.get_close_matches(str(given), list(known), n=1)
+    return f"{before}did you mean {matches[0]!r}?" if matches else otherwise
