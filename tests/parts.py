@@ -16,11 +16,12 @@ PARTS = {
     r"|test_package\.py::.*process|train/test_token_shards\.py::.*memory",
     "compiler": r".*::.*(compile|opcheck|fullgraph|export)",
     "interpreter": r"kernels/test_(triton|segments|spanning|windows|recording|first_call|ttt|mesa"
-    r"|selective_scan|neighbours|pools).*\.py",
+    r"|neighbours|pools).*\.py|ops/test_contract_kernels\.py",
     "grid": r"nn/test_(mixers|training|kept_on_gpu|transforms)\.py"
     r"|nn/test_rules\.py::test_gradients|ops/test_(properties|on_gpu)\.py|models/test_(train_options|drafted)\.py"
-    r"|ops/test_(selective_scan|registered)\.py::test_gradcheck|ops/test_mesa\.py::test_converges"
-    r"|ops/test_without_numbers\.py::test_mesa|ops/test_neighbours\.py",
+    r"|ops/test_registered\.py::test_gradcheck|ops/test_mesa\.py::test_converges"
+    r"|ops/test_contract\.py::test_(gradcheck|runs_without|function_transforms|packed|a_carried)"
+    r"|ops/test_neighbours\.py",
 }
 # Parts of which the first case of every test stays in the default run.
 SAMPLED = ("interpreter", "grid")

@@ -25,9 +25,9 @@ from deltarule.ops.delta_rule.gluon import gradient_stage, stage
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.step import recurrent_step
 from deltarule.ops.delta_rule.triton.tile_sizes import forget
-from deltarule.ops.pack import pack
 from neighbours import MAKERS, with_gradients
-from ops import memories, test_memories_on_gpu, test_mesa, test_selective_scan
+from ops import memories
+from ops.contract import OPERATORS, gradients
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ERASES = (("none", 1), ("tied", 2), ("free", 1))
@@ -70,10 +70,10 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     for name, make in MAKERS.items():
         yield f"neighbour: {name}", lambda make=make: neighbour(make().to(torch.float16))
     for lengths in (None, LENGTHS):
-        yield f"scan: {lengths}", lambda lengths=lengths: scan(lengths)
-        yield f"mesa: {lengths}", lambda lengths=lengths: recursive_least_squares(lengths)
-        for of in product(("ttt", "titans"), (1, 2), (lengths,)):
-            yield f"{of[0]}, {of[1]} maps: {lengths}", lambda of=of: memory(*of)
+        for name in ("all", "mesa"):
+            yield f"{name}: {lengths}", lambda x=(name, lengths): beside(*x)
+        for which in product(("ttt", "titans"), (1, 2), (lengths,)):
+            yield f"{which[0]}, {which[1]} maps: {lengths}", lambda x=which: memory(*x)
 
 
 def dense(of: Configuration, tokens: int) -> Inputs:
@@ -115,20 +115,15 @@ def neighbour(case: object) -> None:
     with_gradients(case.fused, tensors, weights)
 
 
-def scan(lengths: tuple[int, ...] | None) -> None:
-    """Forward and backward of `selective_scan`."""
-    tensors = test_selective_scan.make("all", lengths=lengths)
-    placed = {name: x.to(DEVICE, torch.float32) for name, x in tensors.items()}
-    test_selective_scan.gradients(placed, "auto", lengths)
+def beside(name: str, lengths: tuple[int, ...] | None) -> None:
+    """Forward and backward of an operator beside the delta rule."""
+    x = OPERATORS[name].draw(lengths=lengths)
+    gradients(OPERATORS[name], {n: y.to(DEVICE, of(y.dtype)) for n, y in x.items()})
 
 
-def recursive_least_squares(lengths: tuple[int, ...] | None) -> None:
-    """Forward and backward of `mesa`."""
-    batch, sequences = (2, None) if lengths is None else (1, len(lengths))
-    tensors = test_mesa.make(batch, 75 if lengths is None else sum(lengths), sequences)
-    placed = {name: x.to(DEVICE, torch.float32) for name, x in tensors.items()}
-    offsets = None if lengths is None else pack(lengths)
-    test_memories_on_gpu.mesa_gradients(placed, "auto", cu_seqlens=offsets)
+def of(dtype: torch.dtype) -> torch.dtype:
+    """Float32, or a whole number."""
+    return torch.float32 if dtype.is_floating_point else dtype
 
 
 def memory(operator: str, maps: int, lengths: tuple[int, ...] | None) -> None:

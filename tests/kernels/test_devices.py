@@ -14,11 +14,13 @@ promised("triton")
 from triton import knobs
 
 import deltarule
-from deltarule import MesaState, delta_rule, mesa
+from deltarule import delta_rule
 from deltarule.ops.runtime import launch as direct
 from deltarule.ops.runtime.launch import HERE, Launch, there
 from neighbours import MAKERS, with_gradients
-from ops import memories, test_mesa, test_selective_scan
+from ops import memories
+from ops.contract import OPERATORS as CONTRACT
+from ops.contract import gradients
 
 FOLDER = Path(deltarule.ops.__file__).parent
 
@@ -123,14 +125,14 @@ def neighbour(make):
     return run
 
 
-def scan():
-    tensors = test_selective_scan.make("all", tokens=300)
+def beside(name: str):
+    operator = CONTRACT[name]
+    tensors = operator.draw(tokens=300)
 
     def run(device: str) -> list[torch.Tensor]:
-        leaves = {n: x.float().to(device).requires_grad_() for n, x in tensors.items()}
-        out = test_selective_scan.run(leaves, "triton")
-        (out.o.square().sum() + out.final_state.square().sum()).backward()
-        return [out.o, *(x.grad for x in leaves.values())]
+        moved = {name: x.float().to(device) for name, x in tensors.items()}
+        outputs, found = gradients(operator, moved, impl="triton")
+        return [*outputs, *found.values()]
 
     return run
 
@@ -144,17 +146,6 @@ def memory(operator: str, maps: int = 1):
             for n, x in case.tensors.items()
         }
         return memories.tensors_of(case.changed(**moved).run("triton"))
-
-    return run
-
-
-def least_squares():
-    given = test_mesa.make()
-
-    def run(device: str) -> list[torch.Tensor]:
-        moved = {name: x.float().to(device) for name, x in given.items()}
-        state = MesaState(moved.pop("covariance"), moved.pop("values"))
-        return [mesa(**moved, initial_state=state, impl="triton").o]
 
     return run
 
@@ -182,11 +173,11 @@ OPERATORS = {
         for name, make in MAKERS.items()
         if name != "conv, all empty"
     },
-    "selective scan": scan,
+    "selective scan": lambda: beside("all"),
     "ttt": lambda: memory("ttt"),
     "titans": lambda: memory("titans"),
     "titans, two maps": lambda: memory("titans", 2),
-    "mesa": least_squares,
+    "mesa": lambda: beside("mesa"),
     "recurrence": recurrence,
 }
 

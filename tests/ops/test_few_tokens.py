@@ -1,86 +1,40 @@
 """Calls of a few tokens without gradients: they go token by token, and give the same numbers."""
 
+from importlib import import_module
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from deltarule import mesa, selective_scan, two_memories
 from deltarule.nn import RULES
 from deltarule.nn.delta_mixer import ops as layer_ops
 from deltarule.nn.state import LentState
 from deltarule.ops.mesa import torch as mesa_chunks
 from deltarule.ops.selective_scan import torch as scan_chunks
-from deltarule.shapes import MesaState
 from nn.layers import inputs, make
+from ops.contract import OPERATORS
 from tolerance import relative_rms
 
-B, T, H, HV, V, K = 2, 5, 2, 4, 3, 6
 DOUBLE = torch.float64
+# What the operators do with many tokens.
+CHUNKS = {
+    **dict.fromkeys(("mamba", "s4", "dfw", "longhorn"), (scan_chunks, "forward")),
+    **dict.fromkeys(("mesa", "mesa, 30 iterations"), (mesa_chunks, "chunk_states")),
+    "two memories": (import_module("deltarule.ops.two_memories"), "delta_rule"),
+}
 
 
-def drawn(*sizes: int) -> torch.Tensor:
-    return torch.randn(*sizes, dtype=DOUBLE)
-
-
-def scan_arguments(name: str) -> dict:
-    each, state = drawn(B, T, HV, V), drawn(B, HV, V, K)
-    common = {"q": drawn(B, T, H, K), "k": drawn(B, T, H, K), "v": each, "initial_state": state}
-    others = {
-        "mamba": {"delta": drawn(B, T, HV, V).abs(), "A": -drawn(HV, V, K).abs()},
-        "s4": {"q": drawn(HV, V, K), "k": drawn(HV, V, K)},
-        "dfw": {
-            "value_log_decay": -drawn(B, T, HV, V).abs(), "log_decay": -drawn(B, T, HV, K).abs()
-        },
-        "longhorn": {"beta": drawn(B, T, HV, V).sigmoid() / K},
-        "fresh": {"initial_state": None},
-    }  # fmt: skip
-    return common | others[name]
-
-
-@pytest.mark.parametrize("name", ["mamba", "s4", "dfw", "longhorn", "fresh"])
-def test_selective_scan_takes_few_tokens_one_by_one(name):
-    arguments = scan_arguments(name)
-    expected = selective_scan(**arguments, impl="reference")
-    before = arguments["initial_state"] if name == "fresh" else arguments["initial_state"].clone()
-    with torch.no_grad(), patch.object(scan_chunks, "forward", side_effect=AssertionError):
-        o, state = selective_scan(**arguments)
-    assert relative_rms(o, expected.o) < 1e-13
-    assert relative_rms(state, expected.final_state) < 1e-13
-    assert before is None or torch.equal(arguments["initial_state"], before)
-
-
-@pytest.mark.parametrize("iterations", [None, 30])
-def test_mesa_takes_few_tokens_one_by_one(iterations):
-    k = torch.nn.functional.normalize(drawn(B, T, H, K), dim=-1)
-    root = drawn(B, HV, K, K)
-    arguments = {
-        "q": drawn(B, T, H, K), "k": k, "v": drawn(B, T, HV, V), "beta": drawn(B, T, HV).sigmoid(),
-        "log_decay": -drawn(B, T, HV).abs(), "regularizer": torch.ones(HV, K, dtype=DOUBLE),
-        "iterations": iterations, "initial_state": MesaState(root @ root.mT, drawn(B, HV, V, K)),
-    }  # fmt: skip
-    expected = mesa(**arguments, impl="reference")
-    with torch.no_grad(), patch.object(mesa_chunks, "chunk_states", side_effect=AssertionError):
-        o, state = mesa(**arguments)
-    assert relative_rms(o, expected.o) < 1e-10
-    for part, other in zip(state, expected.final_state, strict=True):
+@pytest.mark.parametrize("name", CHUNKS)
+def test_operators_take_few_tokens_one_by_one(name):
+    x = OPERATORS[name].draw(tokens=5)
+    kept = {state: x[state].clone() for state in OPERATORS[name].states}
+    expected = OPERATORS[name].run(**x, impl="reference")
+    with torch.no_grad(), patch.object(*CHUNKS[name], side_effect=AssertionError):
+        found = OPERATORS[name].run(**x)
+    assert relative_rms(found[0], expected[0]) < (1e-10 if "mesa" in name else 1e-13)
+    for part, other in zip(found[1:], expected[1:], strict=True):
         assert relative_rms(part, other) < 1e-13
-
-
-@pytest.mark.parametrize("continued", [False, True])
-def test_two_memories_take_few_tokens_one_by_one(continued):
-    slots = drawn(B, T, H, 7).sigmoid()
-    memories = {"key_memory": drawn(B, H, 7, K), "value_memory": drawn(B, H, V, 7)}
-    arguments = {
-        "q": drawn(B, T, H, K), "k": drawn(B, T, H, K), "v": drawn(B, T, H, V), "slots": slots,
-        "log_decay": -drawn(B, T, H, 7).abs(), **(memories if continued else {}),
-    }  # fmt: skip
-    expected = two_memories(**arguments, impl="reference")
-    chunks = "deltarule.ops.two_memories.delta_rule"
-    with torch.no_grad(), patch(chunks, side_effect=AssertionError):
-        found = two_memories(**arguments)
-    for part, other in zip(found, expected, strict=True):
-        assert relative_rms(part, other) < 1e-13
+    assert all(torch.equal(x[state], kept[state]) for state in kept)
 
 
 @pytest.mark.parametrize("name", RULES)

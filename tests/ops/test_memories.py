@@ -10,7 +10,7 @@ from deltarule import TitansState, TTTState, pack, titans, ttt
 from deltarule.ops import mini_batches
 from deltarule.ops.memory import inputs
 from deltarule.ops.memory.torch import memory
-from ops.memories import DOUBLE, HV, KINDS, TIMED, H, K, assert_same, draw, make, tensors_of
+from ops.memories import DOUBLE, HV, KINDS, H, K, assert_same, draw, make, tensors_of
 from tolerance import relative_rms
 
 every_kind = pytest.mark.parametrize(("operator", "maps"), KINDS)
@@ -49,129 +49,12 @@ def test_packed_sequences_may_all_need_one_mini_batch_more(
     assert_same(case.run("torch"), case.run("reference"), REORDERED)
 
 
-@every_kind
-@pytest.mark.parametrize("lengths", [None, LENGTHS])
-def test_gradients_equal_those_of_the_primal_form(operator, maps, lengths):
-    case = make(operator, maps, lengths=lengths)
-    found, expected = case.gradients("torch"), case.gradients("reference")
-    for name, gradient in found.items():
-        assert relative_rms(gradient, expected[name]) <= REORDERED, name
-
-
-@every_kind
-def test_gradcheck(operator, maps):
-    case = make(operator, maps, batch=1, tokens=5, size=3)
-    names = [name for name in case.tensors if name != "position"]
-    start = case.tensors["position"] + 1
-
-    def call(*tensors):
-        changed = case.changed(position=start, **dict(zip(names, tensors, strict=True)))
-        return tuple(tensors_of(changed.run("torch")))
-
-    leaves = tuple(case.tensors[name].clone().requires_grad_() for name in names)
-    if operator == "titans":
-        # exp(-inf) has no slope to compare with.
-        assert all(leaf.isfinite().all() for leaf in leaves)
-    assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
-
-
-@every_kind
-@pytest.mark.parametrize("impl", ["torch", "reference"])
-def test_steps_equal_the_whole(operator, maps, impl):
-    case = make(operator, maps, tokens=17)
-    whole, rest, outputs = case.run(impl), case, []
-    for t in range(17):
-        out = rest.run(impl) if t < 0 else rest.part(slice(t, t + 1), state_of(rest)).run(impl)
-        rest = case.part(slice(None), out.final_state)
-        outputs.append(out.o)
-    assert_same(out._replace(o=torch.cat(outputs, 1)), whole, REORDERED)
-
-
 def state_of(case):
     """The state that a case begins with."""
     x = case.tensors
     parts = ("weights", "summed", "anchor")[: 2 if case.operator == "ttt" else 3]
     maps = [tuple(x[f"{p}_{i}"] for i in (1, 2) if f"{p}_{i}" in x) for p in parts]
     return (TTTState if case.operator == "ttt" else TitansState)(*maps, x["position"])
-
-
-@every_kind
-@pytest.mark.parametrize("split", [1, 4, 5, 13])
-def test_a_carried_state_equals_one_pass(operator, maps, split):
-    case = make(operator, maps, tokens=17)
-    whole = case.run()
-    first = case.part(slice(0, split), state_of(case)).run()
-    second = case.part(slice(split, 17), first.final_state).run()
-    assert_same(second._replace(o=torch.cat([first.o, second.o], 1)), whole, REORDERED)
-
-
-@every_kind
-def test_packed_equals_separate(operator, maps):
-    case, start = make(operator, maps, lengths=LENGTHS), 0
-    together = case.run()
-    for n, length in enumerate(LENGTHS):
-        held = {
-            name: x if x.shape[0] != len(LENGTHS) else x[n : n + 1]
-            for name, x in case.tensors.items()
-            if name not in (*TIMED, "step_scale", "norm_weight", "norm_bias")
-        }
-        timed = {n: case.tensors[n][:, start : start + length] for n in TIMED if n in case.tensors}
-        alone = case.changed(**timed, **held)._replace(lengths=None).run()
-        own = together.final_state[:-1]
-        rows = [tuple(x[n : n + 1] for x in maps_) for maps_ in own]
-        state = type(together.final_state)(*rows, together.final_state.position[n : n + 1])
-        part = together._replace(o=together.o[:, start : start + length], final_state=state)
-        assert_same(part, alone, REORDERED)
-        start += length
-
-
-@every_kind
-@pytest.mark.parametrize("impl", ["torch", "reference"])
-def test_what_lies_beyond_the_lengths_changes_nothing(operator, maps, impl):
-    case, lengths = make(operator, maps), torch.tensor([20, 3, 0])
-    mask = (torch.arange(37) < lengths[:, None])[..., None, None].to(DOUBLE)
-    spoilt = {
-        name: case.tensors[name].clone().masked_fill_(mask[..., :1].view(3, 37, *[1] * d) == 0, 9e9)
-        for name, d in (("q", 2), ("k", 2), ("v", 2), ("beta", 1))
-    }
-    out = case.changed(**spoilt).run(impl, lengths=lengths)
-    assert_same(out, case.run("reference", lengths=lengths), REORDERED, mask)
-    short = case.part(slice(0, 20), state_of(case)).run(impl)
-    for x, wanted in zip(tensors_of(out)[1:], tensors_of(short)[1:], strict=True):
-        assert relative_rms(x[:1], wanted[:1]) <= REORDERED
-    found, expected = (case.gradients(i, mask, lengths=lengths) for i in (impl, "reference"))
-    for name, gradient in found.items():
-        assert relative_rms(gradient, expected[name]) <= REORDERED, name
-
-
-@every_kind
-def test_strictly_causal_bit_by_bit(operator, maps):
-    case = make(operator, maps)
-    before = case.run().o
-    for name in TIMED:
-        if name not in case.tensors:
-            continue
-        changed = case.tensors[name].clone()
-        changed[:, 18:] = 0.5 * changed[:, 18:] - 0.1
-        after = case.changed(**{name: changed}).run().o
-        assert torch.equal(after[:, :18], before[:, :18]), name
-        assert not torch.equal(after, before)
-
-
-@every_kind
-def test_nan_stays_in_its_row_and_head_and_repeated_runs_are_equal(operator, maps):
-    # The whole mini-batch in which it stands may be lost, but nothing before.
-    case = make(operator, maps, begun=False)
-    expected, value = case.run(), case.tensors["v"].clone()
-    assert all(map(torch.equal, tensors_of(case.run()), tensors_of(expected)))
-    value[1, 22, 2] = torch.nan
-    out = case.changed(v=value).run()
-    clean = torch.ones(3, HV, dtype=torch.bool)
-    clean[1, 2] = False
-    got, wanted = (x.o.transpose(1, 2)[clean] for x in (out, expected))
-    assert torch.equal(got, wanted)
-    assert torch.equal(out.o[1, :20], expected.o[1, :20])
-    assert out.o[1, 22:, 2].isnan().all()
 
 
 @pytest.mark.gpu
@@ -223,36 +106,6 @@ def test_recomputed_gradients_equal_kept_ones(operator, maps, monkeypatch):
     monkeypatch.setattr(memory, "_can_recompute", lambda: False)
     for name, gradient in case.gradients("torch").items():
         assert torch.equal(gradient, found[name]), name
-
-
-@every_kind
-def test_sixteen_bits_are_computed_in_float32(operator, maps):
-    case = make(operator, maps)
-    narrow = {
-        n: x.bfloat16() if n in ("q", "k", "v") else x.float() if x.is_floating_point() else x
-        for n, x in case.tensors.items()
-    }
-    out = case.changed(**narrow).run()
-    wide = {n: x.double() if x.is_floating_point() else x for n, x in narrow.items()}
-    exact = case.changed(**wide).run()
-    assert out.o.dtype == torch.bfloat16
-    assert relative_rms(out.o, exact.o) < 4e-3
-    for x, wanted in zip(tensors_of(out)[1:], tensors_of(exact)[1:], strict=True):
-        assert x.dtype == torch.float32
-        assert relative_rms(x, wanted) < 3e-6
-
-
-@every_kind
-@pytest.mark.parametrize("shape", [(2, 0), (0, 3)])
-def test_nothing_to_read_leaves_a_copy_of_the_state(operator, maps, shape):
-    case = make(operator, maps, batch=shape[0], tokens=shape[1])
-    out = case.run()
-    assert out.o.shape == (*shape, HV, K)
-    for x, given in zip(
-        tensors_of(out)[1:], (y for m in state_of(case)[:-1] for y in m), strict=True
-    ):
-        assert torch.equal(x, given)
-        assert x.numel() == 0 or x.data_ptr() != given.data_ptr()
 
 
 def test_gelu_slope():

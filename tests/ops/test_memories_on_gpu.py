@@ -2,14 +2,11 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from deltarule import MesaState, mesa, pack
 from deltarule.ops import dispatch
 from deltarule.ops.memory import inputs
 from ops import memories
-from ops import test_mesa as recursive
-from tolerance import assert_close, relative_rms
+from tolerance import relative_rms
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (3, 0, 150, 1, 70)
@@ -20,41 +17,6 @@ def assert_near(found, own, exact, bar):
     for name, x in found.items():
         error = relative_rms(x, exact[name], floor=1e-9)
         assert error <= max(4 * relative_rms(own[name], exact[name], floor=1e-9), bar), name
-
-
-def mesa_gradients(x, impl, **options):
-    leaves = {name: y.clone().requires_grad_() for name, y in x.items()}
-    state = MesaState(leaves["covariance"], leaves["values"])
-    given = {name: leaves[name] for name in ("beta", "regularizer", "log_decay")}
-    out = mesa(
-        leaves["q"], leaves["k"], leaves["v"], **given, initial_state=state, impl=impl, **options
-    )
-    loss = out.o.square().sum() + sum(part.square().sum() for part in out.final_state)
-    gradients = torch.autograd.grad(loss, list(leaves.values()))
-    return {"o": out.o, "values": out.final_state.values}, dict(zip(x, gradients, strict=True))
-
-
-@pytest.mark.parametrize("lengths", [None, LENGTHS])
-@pytest.mark.parametrize("key_size", [6, 64, 128])
-def test_mesa(key_size, lengths):
-    x = recursive.make(1 if lengths else 2, 224, lengths and len(lengths), key_size)
-    x["covariance"] = x["covariance"] / key_size
-    x = {name: y.float().cuda() for name, y in x.items()}
-    options = {"iterations": 40, "cu_seqlens": None if lengths is None else pack(lengths)}
-    found = mesa_gradients(x, "triton", **options)
-    own = mesa_gradients(x, "torch", **options)
-    exact = mesa_gradients({name: y.double() for name, y in x.items()}, "torch", **options)
-    assert_near(found[0], own[0], exact[0], 2e-6)
-    assert_near(found[1], own[1], exact[1], 1e-5)
-
-
-def test_mesa_is_chosen_in_16_bits_and_repeatable():
-    x = {name: y.float().cuda() for name, y in recursive.make(key_size=64).items()}
-    narrow = x | {name: x[name].bfloat16() for name in "qkv"}
-    out, again = recursive.run(narrow), recursive.run(narrow, "triton")
-    assert torch.equal(out.o, again.o)
-    exact = recursive.run({name: y.double() for name, y in narrow.items()}, "torch")
-    assert relative_rms(out.o, exact.o) < 2**-7
 
 
 def on_gpu(operator, lengths, dtype=torch.float32, maps=1, **options):
@@ -138,17 +100,3 @@ def test_kernels_that_no_gpu_has_timed_are_not_chosen(operator, monkeypatch):
     with pytest.warns(UserWarning, match='not been timed on a GPU; impl="triton" takes them'):
         out = case.run()
     assert torch.equal(out.o, case.run("torch").o)
-
-
-def test_a_kernel_inside_a_compiled_function():
-    x = {name: y.float().cuda() for name, y in recursive.make(1, 70, key_size=16).items()}
-
-    def loss(k):
-        return recursive.run(x | {"k": k}, "triton").o.square().sum()
-
-    k = F.normalize(torch.randn_like(x["k"]), dim=-1).requires_grad_()
-    (expected,) = torch.autograd.grad(loss(k), k)
-    torch.compiler.reset()
-    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
-    (found,) = torch.autograd.grad(compiled(k), k)
-    assert_close(found, expected.double(), dtype=torch.float32, gradient=True)

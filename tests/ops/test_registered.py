@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from torch.library import opcheck
 
 from deltarule import delta_rule, recurrent_step
 from deltarule.ops.delta_rule.implementations import recurrence
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.step import step_op
 from deltarule.ops.dispatch import are_plain_eager
+from opchecked import opcheck_all
 from oracle import Case, make_case, weights, with_gradients
 
 CASES = [
@@ -48,36 +47,11 @@ def strided(case: Case) -> Case:
     )
 
 
-@pytest.mark.parametrize("change", [lambda case: case, strided], ids=["contiguous", "strided"])
-@pytest.mark.parametrize("drawn", CASES)
-def test_opcheck(drawn, change) -> None:
-    case = change(small_case(*drawn))
-    inference = tuple(flat(case, requires_grad=False, save=False))
-    assert set(opcheck(recurrence_op, inference).values()) == {"SUCCESS"}
-    results = opcheck(recurrence_op, tuple(flat(case, requires_grad=True)))
-    assert set(results.values()) == {"SUCCESS"}
-    assert len(results) == 4
-    arguments = flat(case, requires_grad=False)
-    o, state, saved = recurrence_op(*arguments)
-    backward = (torch.randn_like(o), torch.randn_like(state), saved, *arguments, [True] * 8)
-    assert set(opcheck(recurrence.backward_operator, backward).values()) == {"SUCCESS"}
-
-
 def test_opcheck_of_the_step() -> None:
-    case = make_case("head", "tied", tokens=2)
-    q, k, v, beta, a, b, log_decay, state = flat(case, requires_grad=False)[:8]
-    indices = torch.tensor([1, -1])
-    arguments = (q, k, v, beta, a, b, log_decay, state, None, indices, 1, 0.5, True, -1, "torch")
-    assert set(opcheck(step_op, arguments).values()) == {"SUCCESS"}
-
-
-@pytest.mark.parametrize("drawn", CASES)
-def test_gradcheck(drawn) -> None:
-    case = small_case(*drawn)
-    arguments = flat(case, requires_grad=True)
-    assert torch.autograd.gradcheck(
-        lambda *tensors: recurrence_op(*tensors, *arguments[8:])[:2], arguments[:8]
-    )
+    x = make_case("head", "tied", tokens=2).tensors
+    given = {name: x[name] for name in ("q", "k", "v", "beta", "log_decay")}
+    slots = torch.tensor([1, -1])
+    opcheck_all(lambda: recurrent_step(**given, state=x["initial_state"], state_indices=slots))
 
 
 @pytest.mark.parametrize("unit_norm", [False, True])
@@ -109,24 +83,6 @@ def test_compiles_without_a_break_for_any_length(lengths: tuple[int, ...] | None
     assert counter.frame_count <= 2
 
 
-def test_compiled_gradients_equal_eager_ones() -> None:
-    torch._dynamo.reset()
-    case = make_case("head", "tied", dtype=torch.float32)
-    d_o, d_state = weights(case)
-    _, eager = with_gradients(case, "torch", d_o, d_state)
-    names = case.present()
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def loss(*tensors: torch.Tensor) -> torch.Tensor:
-        out = case.run("torch", case.tensors | dict(zip(names, tensors, strict=True)))
-        return (out.o * d_o.float()).sum() + (out.final_state * d_state.float()).sum()
-
-    leaves = [case.tensors[name].clone().requires_grad_() for name in names]
-    gradients = torch.autograd.grad(loss(*leaves), leaves)
-    for name, gradient in zip(names, gradients, strict=True):
-        torch.testing.assert_close(gradient, eager[name])
-
-
 def test_the_step_compiles() -> None:
     torch._dynamo.reset()
     case = make_case("head", "tied", tokens=1, dtype=torch.float32)
@@ -146,32 +102,6 @@ def test_the_step_compiles() -> None:
     assert torch.equal(state, expected)
 
 
-@pytest.mark.parametrize("lengths", [None, (3, 0, 17)])
-@pytest.mark.parametrize(("decay", "erase"), [("constant", "tied"), ("channel", "free")])
-def test_vmap_folds_into_the_batch(decay: str, erase: str, lengths) -> None:
-    drawn = [make_case(decay, erase, tokens=20, lengths=lengths) for _ in range(3)]
-    names = drawn[0].present()
-    stacked = [torch.stack([case.tensors[name] for case in drawn]) for name in names]
-
-    def run(*tensors: torch.Tensor):
-        return tuple(
-            drawn[0].run("torch", drawn[0].tensors | dict(zip(names, tensors, strict=True)))
-        )
-
-    o, state = torch.vmap(run)(*stacked)
-    for i, case in enumerate(drawn):
-        expected = case.run("torch")
-        torch.testing.assert_close(o[i], expected.o)
-        torch.testing.assert_close(state[i], expected.final_state)
-    loss = lambda *tensors: sum(y.square().sum() for y in run(*tensors))  # noqa: E731
-    argnums = tuple(range(len(names)))
-    gradients = torch.vmap(torch.func.grad(loss, argnums))(*stacked)
-    for i, case in enumerate(drawn):
-        alone = torch.func.grad(loss, argnums)(*(case.tensors[name] for name in names))
-        for together, expected in zip(gradients, alone, strict=True):
-            torch.testing.assert_close(together[i], expected)
-
-
 def test_vmap_over_some_arguments_and_over_the_backward() -> None:
     case = make_case("head", "tied", tokens=8, heads=1, value_heads=1)
     x = case.tensors
@@ -185,24 +115,6 @@ def test_vmap_over_some_arguments_and_over_the_backward() -> None:
     # The operator is affine in its values: the Jacobian maps a difference exactly.
     difference = torch.einsum("bthvcsgw,csgw->bthv", jacobian, values[0] - x["v"])
     torch.testing.assert_close(difference, run(values[0]) - run(x["v"]))
-
-
-def test_other_derivatives_name_the_reference() -> None:
-    q, k, v = torch.randn(3, 1, 4, 1, 2).unbind()
-    q.requires_grad_()
-    out = delta_rule(q, k, v, beta=None, impl="torch").o.square().sum()
-    (gradient,) = torch.autograd.grad(out, q, create_graph=True)
-    with pytest.raises(NotImplementedError, match='impl="reference"'):
-        gradient.sum().backward()
-    with pytest.raises(NotImplementedError, match='impl="reference"'):
-        torch.func.jvp(lambda q: delta_rule(q, k, v, beta=None, impl="torch").o, (q,), (q,))
-
-
-def test_the_reference_has_them() -> None:
-    q, k, v = torch.randn(3, 1, 4, 1, 2).unbind()
-    run = lambda q: delta_rule(q, k, v, beta=None, impl="reference").o  # noqa: E731
-    _, tangent = torch.func.jvp(run, (q,), (q,))
-    torch.testing.assert_close(tangent, run(q))
 
 
 def test_only_dual_arguments_are_refused() -> None:

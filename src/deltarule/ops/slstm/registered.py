@@ -46,7 +46,7 @@ def backward(
     d_recurrent = d_gates.flatten(-2).permute(1, 2, 0) @ h_before.transpose(0, 1)
     return (
         d_gates.view(shape).to(inputs.gates.dtype),
-        d_recurrent.view(inputs.recurrent.shape).to(inputs.recurrent.dtype), d_before,
+        d_recurrent.view(inputs.recurrent.shape).to(inputs.recurrent.dtype), d_before.contiguous(),
     )  # fmt: skip
 
 

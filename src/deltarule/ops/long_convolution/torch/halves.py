@@ -74,7 +74,8 @@ def convolve(x: Tensor, taps: Tensor, sequence: Tensor | None) -> Tensor:
     """Convolve x [H, R, T] with taps [H, L]; sequence [T] numbers packed ones."""
     tokens = x.shape[-1]
     y = taps[:, :1, None] * x
-    for half in levels(tokens, taps.shape[1], sequence):
+    # Some libraries refuse to transform nothing.
+    for half in levels(tokens, taps.shape[1], sequence) if x.numel() else ():
         left = half.left(x)
         if half.m < PRODUCT:
             found = torch.matmul(left.flatten(1, 2), toeplitz(taps, half.m).mT).view(left.shape)
@@ -91,7 +92,7 @@ def gradients(
     """Gradients by x and by the taps, of what `convolve` returned."""
     tokens, size = x.shape[-1], taps.shape[1]
     d_x, d_taps = taps[:, :1, None] * d_y, F.pad((d_y * x).sum((1, 2)).unsqueeze(1), (0, size - 1))
-    for half in levels(tokens, size, sequence):
+    for half in levels(tokens, size, sequence) if x.numel() else ():
         m, left, d_right = half.m, half.left(x), half.right(d_y)
         if m < PRODUCT:
             d_flat = d_right.flatten(1, 2)

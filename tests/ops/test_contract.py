@@ -1,0 +1,259 @@
+"""What holds for every operator over sequences: the table is in contract.py."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from opchecked import opcheck_all
+from ops.contract import OPERATORS, gradients, weighted
+from tolerance import assert_close, relative_rms
+
+LENGTHS = (3, 0, 66, 1, 5)
+every = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
+REGISTERED = [name for name in OPERATORS if not name.startswith(("ttt", "titans"))]
+every_layout = pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["rows", "packed"])
+every_impl = pytest.mark.parametrize("impl", ["torch", "reference"])
+
+
+def assert_alike(found, expected):
+    for i, (x, y) in enumerate(zip(found, expected, strict=True)):
+        if x.is_floating_point():
+            assert_close(x, y, name=f"output {i}")
+        else:
+            assert torch.equal(x, y)
+
+
+@every
+@every_layout
+def test_outputs_and_gradients_equal_the_definition(operator, lengths):
+    x = operator.draw(lengths=lengths)
+    outputs, found = gradients(operator, x, impl="torch")
+    expected, exact = gradients(operator, x, impl="reference")
+    assert_alike(outputs, expected)
+    for name, gradient in found.items():
+        assert_close(gradient, exact[name], gradient=True, name=name)
+
+
+# No gradient goes through the stabilizer of `slstm`.
+@pytest.mark.parametrize("name", [name for name in OPERATORS if name != "slstm"])
+def test_gradcheck(name):
+    operator = OPERATORS[name]
+    x = operator.draw(1, 5)
+    names = operator.leaves(x)
+
+    def call(*tensors):
+        outputs = operator.run(**(x | dict(zip(names, tensors, strict=True))), impl="torch")
+        return outputs[0]
+
+    leaves = tuple(x[name].clone().requires_grad_() for name in names)
+    assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
+
+
+@every
+@every_impl
+@pytest.mark.parametrize("decoding", [False, True])
+def test_a_carried_state_equals_one_pass(operator, impl, decoding):
+    x = operator.draw()
+    whole, state, outputs = operator.run(**x, impl=impl), (), []
+    for first, last in ((0, 1), (1, 3), (3, 3), (3, 40), (40, 75)):
+        part = operator.part(x, first, last, state)
+        if not decoding:
+            part[operator.written] = part[operator.written].clone().requires_grad_()
+        o, *state = operator.run(**part, impl=impl)
+        outputs.append(o)
+    assert_alike((torch.cat(outputs, 1), *state), whole)
+
+
+@every
+@every_impl
+def test_packed_equals_separate(operator, impl):
+    x, start = operator.draw(lengths=LENGTHS), 0
+    o, *states = operator.run(**x, impl=impl)
+    for i, length in enumerate(LENGTHS):
+        alone = operator.run(**operator.sequence(x, LENGTHS, i), impl=impl)
+        own = o[:, start : start + length], *(y[i : i + 1] for y in states)
+        assert_alike(own, alone)
+        start += length
+
+
+@every
+def test_no_future_input_changes_the_past(operator):
+    x = operator.draw(1)
+    before = operator.run(**x, impl="torch")[0]
+    for name in operator.timed(x):
+        rows = operator.rows.get(name, 1)
+        for t in (1, 37, 64, 74):
+            changed = x[name].clone()
+            changed[:, t * rows :] *= 0.5
+            after = operator.run(**(x | {name: changed}), impl="torch")[0]
+            assert torch.equal(after[:, :t], before[:, :t]), f"{name} from {t} on"
+            assert not torch.equal(after, before), name
+        kept = 37 - 37 % operator.shared
+        for value in (torch.nan, torch.inf) if name in operator.narrow else (torch.nan,):
+            changed = x[name].clone()
+            changed[:, 37 * rows] = value
+            after = operator.run(**(x | {name: changed}), impl="torch")[0]
+            assert_close(after[:, :kept], before[:, :kept])
+            assert not after[:, 37:].isfinite().all(), f"{name} was not seen at all"
+
+
+@every
+def test_nan_stays_in_its_row_head_and_chunk(operator):
+    x = operator.draw(3)
+    expected, changed = operator.run(**x, impl="torch")[0], x[operator.written].clone()
+    changed[1, 70 * operator.rows.get(operator.written, 1), 1] = torch.nan
+    o = operator.run(**(x | {operator.written: changed}), impl="torch")[0]
+    clean = torch.ones(3, o.shape[2], dtype=torch.bool)
+    clean[1, 1] = False
+    assert_close(o.transpose(1, 2)[clean], expected.transpose(1, 2)[clean])
+    kept = 0 if operator.shared > 64 else 64
+    assert_close(o[1, :kept], expected[1, :kept])
+    assert o[1, 70, 1].isnan().all()
+
+
+@every
+def test_repeated_runs_are_equal_bit_by_bit(operator):
+    x = {n: y.float() if y.is_floating_point() else y for n, y in operator.draw().items()}
+    outputs, found = gradients(operator, x, impl="torch")
+    again, same = gradients(operator, x, impl="torch")
+    assert all(map(torch.equal, outputs, again))
+    assert all(torch.equal(found[name], same[name]) for name in found)
+
+
+PADDED = ("long convolution", "hyena", "multi-head hyena", "slstm", "ttt", "titans of two maps")
+
+
+@pytest.mark.parametrize("name", PADDED)
+@every_impl
+def test_what_lies_beyond_the_lengths_changes_nothing(name, impl):
+    operator, counts = OPERATORS[name], torch.tensor([20, 3, 0])
+    x = operator.draw(3, 37)
+    there = torch.arange(37) < counts[:, None]
+    for timed in operator.timed(x):
+        outside = ~there.view(3, 37, *[1] * (x[timed].ndim - 2))
+        large = 9e9 if timed in operator.narrow else 0.9
+        x[timed] = x[timed].masked_fill(outside, large).requires_grad_()
+    o, *states = operator.run(**x, impl=impl, lengths=counts)
+    weighted((o * there.view(3, 37, *[1] * (o.ndim - 2)), *states)).backward()
+    for row, length in enumerate(counts.tolist()):
+        start = tuple(x[state][row : row + 1] for state in operator.states)
+        cut = {timed: x[timed][row : row + 1] for timed in operator.timed(x)}
+        alone = operator.run(**operator.part(x | cut, 0, length, start), impl=impl)
+        assert_alike((o[row : row + 1, :length], *(y[row : row + 1] for y in states)), alone)
+    assert all((x[timed].grad[~there] == 0).all() for timed in operator.timed(x))
+
+
+def rounded(operator, x, dtype):
+    """Inputs in 16 bits where they may be, and in float32 elsewhere."""
+    kinds = {n: dtype if n in operator.narrow else torch.float32 for n in operator.leaves(x)}
+    return x | {name: x[name].to(kind) for name, kind in kinds.items()}
+
+
+@pytest.mark.parametrize("name", [n for n in REGISTERED if not n.startswith("mesa")])
+def test_float32_is_within_its_bar(name):
+    operator = OPERATORS[name]
+    x = {n: y.float() if y.is_floating_point() else y for n, y in operator.draw().items()}
+    wide = {n: y.double() if y.is_floating_point() else y for n, y in x.items()}
+    outputs, exact = operator.run(**x, impl="torch"), operator.run(**wide, impl="reference")
+    for y, expected in zip(outputs, exact, strict=True):
+        assert_close(y, expected, dtype=torch.float32)
+
+
+@every
+def test_16_bits_are_computed_in_float32(operator):
+    x = rounded(operator, operator.draw(), torch.bfloat16)
+    wide = {n: y.double() if y.is_floating_point() else y for n, y in x.items()}
+    (o, *states), exact = operator.run(**x, impl="torch"), operator.run(**wide, impl="torch")
+    assert o.dtype == (torch.bfloat16 if operator.narrow else torch.float32)
+    assert relative_rms(o, exact[0]) < 4e-3
+    for y, expected in zip(states, exact[1:], strict=True):
+        assert y.dtype in (torch.float32, torch.int64)
+        assert relative_rms(y.double(), expected.double()) < 3e-6
+
+
+@every
+@every_impl
+@pytest.mark.parametrize(("batch", "tokens"), [(2, 0), (0, 3)])
+def test_nothing_to_read_leaves_a_copy_of_the_state(operator, impl, batch, tokens):
+    x = operator.draw(batch, tokens)
+    o, *states = operator.run(**x, impl=impl)
+    assert o.shape[:2] == (batch, tokens)
+    for y, name in zip(states, operator.states, strict=True):
+        assert torch.equal(y, x[name])
+        assert y.numel() == 0 or y.data_ptr() != x[name].data_ptr()
+
+
+def by(operator, x, impl, **options):
+    """A number made of one of the tensors."""
+
+    def loss(given):
+        return operator.run(**(x | {operator.differentiated: given}), impl=impl)[0].sin().sum()
+
+    return loss
+
+
+@pytest.mark.parametrize("name", REGISTERED)
+def test_other_derivatives_name_the_reference(name):
+    operator = OPERATORS[name]
+    x = operator.draw(1, 4)
+    v = x[operator.differentiated]
+    found, reference = by(operator, x, "torch"), by(operator, x, "reference")
+    leaf = v.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(found(leaf), leaf, create_graph=True)
+    with pytest.raises(NotImplementedError, match='impl="reference"'):
+        gradient.sum().backward()
+    with pytest.raises(NotImplementedError, match='impl="reference"'):
+        torch.func.jvp(found, (v,), (v,))
+    _, tangent = torch.func.jvp(reference, (v,), (v,))
+    assert_close(tangent, (torch.func.grad(reference)(v) * v).sum())
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@every
+@every_layout
+def test_function_transforms_agree_with_autograd(operator, lengths):
+    if lengths is not None and operator.states != ("initial_state",):
+        pytest.skip("what it keeps of packed mini-batches is written in place")
+    x = operator.draw(1, 20, None if lengths is None else (3, 0, 17))
+    v, loss = x[operator.differentiated], by(operator, x, "torch")
+    stacked = torch.stack([v, v.flip(1) / 2])
+    gradients = torch.vmap(torch.func.grad(loss))(stacked)
+    for row, gradient in zip(stacked, gradients, strict=True):
+        leaf = row.clone().requires_grad_()
+        assert_close(gradient, torch.autograd.grad(loss(leaf), leaf)[0], gradient=True)
+
+
+@every
+def test_compiles_without_a_break(operator):
+    x = operator.draw(1, 12)
+    v, loss = x[operator.differentiated].clone().requires_grad_(), by(operator, x, "torch")
+    torch.compiler.reset()
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    found, expected = (torch.autograd.grad(run(v), v)[0] for run in (compiled, loss))
+    assert_close(found, expected, gradient=True)
+
+
+# The memories register nothing here, and 80 taps are a Fourier transform.
+@pytest.mark.parametrize("name", [name for name in REGISTERED if name != "long convolution"])
+@every_layout
+def test_opcheck_of_all_that_is_registered(name, lengths):
+    operator = OPERATORS[name]
+    x = operator.draw(1, 9, None if lengths is None else (4, 0, 5))
+    if lengths is None:
+        x = {n: y.transpose(0, -1).contiguous().transpose(0, -1) for n, y in x.items()}
+    opcheck_all(lambda: gradients(operator, x, impl="torch"))
+
+
+@every
+def test_runs_without_numbers(operator):
+    x = operator.draw()
+    whole, found = gradients(operator, x, impl="torch")
+    meta = {name: y.to("meta") for name, y in x.items()}
+    with FakeTensorMode() as mode:
+        fake = {name: mode.from_tensor(y) for name, y in x.items()}
+        of_fakes = gradients(operator, fake, impl="torch")
+    for device, pair in (("cpu", of_fakes), ("meta", gradients(operator, meta, impl="torch"))):
+        for y, expected in zip(
+            (*pair[0], *pair[1].values()), (*whole, *found.values()), strict=True
+        ):
+            assert (y.shape, y.dtype, y.device.type) == (expected.shape, expected.dtype, device)

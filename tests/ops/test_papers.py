@@ -1,0 +1,150 @@
+"""Operators beside the loops of their papers, transcribed on their own."""
+
+import pytest
+import torch
+
+from deltarule import delta_rule, long_convolution, selective_scan, slstm, two_memories
+from deltarule.ops.delta_rule.parallel_scan import parallel_scan
+from ops.contract import HV, OPERATORS, H, K, V, draw, slots
+from oracles import decaying_fast_weights as dfw
+from oracles import delta_scan, hyena, mamba
+from oracles import slstm as cell
+from tolerance import assert_close, relative_rms
+
+B, T = 2, 13
+DOUBLE = torch.float64
+
+
+DECAYS = {"none": None, "constant": (HV,), "head": (B, T, HV), "channel": (B, T, HV, K)}
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("carried", [False, True])
+def test_parallel_scan_by_the_definition(decay, carried):
+    q, k, v = draw(B, T, H, K), draw(B, T, H, K) / 3, draw(B, T, HV, V)
+    given = {"beta": 2 * torch.rand(B, T, HV, dtype=torch.float64)}
+    given["log_decay"] = None if DECAYS[decay] is None else -draw(*DECAYS[decay]).abs()
+    given["initial_state"] = draw(B, HV, V, K) if carried else None
+    found, exact = parallel_scan(q, k, v, **given), delta_rule(q, k, v, **given, impl="reference")
+    assert relative_rms(found.o, exact.o) <= 1e-12
+    assert relative_rms(found.final_state, exact.final_state) <= 1e-12
+
+
+def test_parallel_scan_as_the_paper_has_it():
+    q, k, v, beta = draw(T, K), draw(T, K) / 2, draw(T, V), torch.rand(T, dtype=torch.float64)
+    expected, last = delta_scan.recurrence(q, k, v, beta)
+    rows = (x[None, :, None] for x in (q, k, v))
+    o, state = parallel_scan(*rows, beta=beta[None, :, None], scale=1.0)
+    assert relative_rms(o[0, :, 0], expected) <= 1e-12
+    assert relative_rms(state[0, 0], last) <= 1e-12
+
+
+def test_a_signed_state_by_its_oracle():
+    """arXiv 2411.12537, section 5: the factor is 2 exp(..) - 1, and the input stays as it is."""
+    given = OPERATORS["mamba"].draw(tokens=20)
+    expected, _ = mamba.recurrence(
+        given["q"][0, :, 0], given["k"][0, :, 0], given["v"][0, :, 0], given["delta"][0, :, 0],
+        (-given["A"][0]).log(), torch.zeros_like(given["A"][0, :, 0]), signed=True,
+    )  # fmt: skip
+    decays = {"delta": given["delta"], "A": given["A"], "signed": True}
+    for impl in ("torch", "reference", "auto"):
+        v = given["v"] * given["delta"]
+        out = selective_scan(given["q"], given["k"], v, **decays, scale=1.0, impl=impl)
+        assert_close(out.o[0, :, 0], expected)
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_decaying_fast_weights_are_two_masked_products(impl, scale):
+    """Strong decays too: no quotient of their products is taken."""
+    tokens = 150
+    q, k = torch.randn(2, tokens, 6, dtype=torch.float64)
+    v, state = torch.randn(tokens, 5).double(), torch.randn(5, 6).double()
+    a, b = (scale * torch.nn.functional.logsigmoid(torch.randn_like(x)) for x in (k, v))
+    given = {"log_decay": a[None, :, None], "value_log_decay": b[None, :, None]}
+    x = (y[None, :, None] for y in (q, k, v))
+    out = selective_scan(*x, **given, scale=1.0, initial_state=state[None, None], impl=impl)
+    expected, final = dfw.recurrence(q, k, v, a.exp(), b.exp(), state)
+    assert_close(out.o[0, :, 0], expected)
+    assert_close(out.final_state[0, 0], final)
+    x = (y[None, :, None] for y in (q, k, v))
+    out = selective_scan(*x, **given, scale=1.0, impl=impl)
+    assert_close(out.o[0, :, 0], dfw.masked_products(q, k, v, a.exp(), b.exp()))
+
+
+def test_the_definition_by_hand():
+    """Eq. by eq. for one token of one head, with numbers small enough to check by eye."""
+    one = torch.ones(1, 1, 1, 1, dtype=torch.float64)
+    out = selective_scan(
+        3 * one, 2 * one, 5 * one, delta=one, A=-one[0], value_log_decay=-one, log_decay=-one,
+        beta=0.1 * one, initial_state=7 * one, scale=1.0, impl="reference",
+    )  # fmt: skip
+    state = 7 * torch.tensor(-3.0, dtype=torch.float64).exp() * (1 - 0.1 * 4) + 0.1 * 5 * 2
+    assert_close(out.final_state, state.view(1, 1, 1, 1))
+    assert_close(out.o, 3 * state.view(1, 1, 1, 1))
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_hyena_as_its_authors_sum_it(impl):
+    q, k, v, h = torch.randn(4, 12, 5, dtype=DOUBLE).unbind()
+    d = torch.randn(5, dtype=DOUBLE)
+    taps = h.T.clone()
+    taps[:, 0] += d
+    given = (x[None, :, :, None] for x in (q, k, v))
+    q_, k_, v_ = given
+    o = long_convolution(v_, taps, q=q_, k=k_, impl=impl).o[0, :, :, 0]
+    assert relative_rms(o, hyena.hyena(q, k, v, h, d)) <= 1e-12
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_multi_head_hyena_as_its_authors_sum_it(impl):
+    q, k = torch.randn(2, 12, 3, dtype=DOUBLE).unbind()
+    v, h = torch.randn(12, 4, dtype=DOUBLE), torch.randn(12, dtype=DOUBLE)
+    given = {"q": q[None, :, None], "k": k[None, :, None]}
+    o = long_convolution(v[None, :, None], h[None], **given, impl=impl).o[0, :, 0]
+    assert relative_rms(o, hyena.multi_head(q, k, v, h)) <= 1e-12
+
+
+def test_slstm_as_the_paper_has_it():
+    given = OPERATORS["slstm"].draw(1, 12)
+    gates, recurrent = given["gates"], given["recurrent"]
+    weights = dict(zip("ifzo", recurrent.unbind(1), strict=True))
+    h, last = cell.recurrence(*gates[0].unbind(2), weights)
+    for impl in ("torch", "reference"):
+        o, state = slstm(gates, recurrent, impl=impl)
+        assert relative_rms(o[0], h) <= 1e-12
+        assert relative_rms(state[0], torch.stack(last, 1)) <= 1e-12
+
+
+def slot_by_slot(x):
+    """Table 4 of 001 with the transpose that it leaves out, for every row and head."""
+    keys, values, o = x["key_memory"].mT, x["value_memory"], []
+    for t in range(x["q"].shape[1]):
+        a = x["log_decay"][:, t].exp().diag_embed()
+        slots = x["slots"][:, t].unsqueeze(-2)
+        keys = keys @ a + x["k"][:, t].unsqueeze(-1) * slots
+        values = values @ a + x["v"][:, t].unsqueeze(-1) * slots
+        scores = (keys.mT @ x["q"][:, t].unsqueeze(-1)).squeeze(-1) * K**-0.5
+        o.append((values @ scores.softmax(-1).unsqueeze(-1)).squeeze(-1))
+    return torch.stack(o, 1), keys.mT, values
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_two_memories_equal_the_recurrence(impl):
+    x = OPERATORS["two memories"].draw()
+    for found, expected in zip(two_memories(**x, impl=impl), slot_by_slot(x), strict=True):
+        assert_close(found, expected)
+
+
+def test_one_slot_is_plain_linear_recurrence_of_values():
+    """The softmax over one slot is 1: what is read is the memory of values."""
+    out = two_memories(**slots(1).draw())
+    assert_close(out.o[:, -1], out.value_memory.squeeze(-1))
+
+
+def test_bfloat16_keeps_its_memories_in_float32():
+    x = {name: y.float() for name, y in OPERATORS["two memories"].draw().items()}
+    x |= {name: x[name].bfloat16() for name in ("q", "k", "v", "slots")}
+    out = two_memories(**x)
+    assert (out.o.dtype, out.key_memory.dtype) == (torch.bfloat16, torch.float32)
+    assert relative_rms(out.o, two_memories(**{n: y.double() for n, y in x.items()}).o) < 0.02
