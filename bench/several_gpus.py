@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deltarule import make_context
+from deltarule.cli import leave
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.ops.context import Context
 from deltarule.parallel import MeshOptions, World
-from deltarule.parallel.world import leave
 from deltarule.train.optimizer import OptimizerOptions, make_optimizer
 from deltarule.train.spread import Spread
 
