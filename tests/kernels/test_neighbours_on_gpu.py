@@ -22,7 +22,6 @@ from tolerance import assert_close, relative_rms
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:deltarule runs impl='torch' on a CUDA device"),
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
 ]
 # Wide enough for the tiles of a real layer.

@@ -15,7 +15,6 @@ from tolerance import assert_close, assert_close_to_yardstick
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:deltarule runs impl='torch' on a CUDA device"),
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
 ]
 
