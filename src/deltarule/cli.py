@@ -61,7 +61,9 @@ COMMANDS = {
         "write text with a trained model",
         "deltarule.train.sample", "GenerateRun", "generate_text", "prompt",
     ),
-    "runs": Command("list and compare runs", "deltarule.train.runs", "RunsRun", "show_runs", "names"),
+    "runs": Command(
+        "list and compare runs", "deltarule.train.runs", "RunsRun", "show_runs", "names"
+    ),
     "eval": Command(
         "bits per byte by position", "deltarule.train.report", "EvalRun", "evaluate_run"
     ),

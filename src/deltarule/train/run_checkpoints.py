@@ -1,17 +1,18 @@
 """The checkpoints of a run, by one process as whole files, by several as parts; each reads both."""
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from deltarule.models.files import naming
-from deltarule.parallel.shard_files import read_shards
 from deltarule.train.checkpoint import Checkpoints, read_checkpoint
 from deltarule.train.optimizer import load_optimizer_tensors, optimizer_tensors
-from deltarule.train.sharded_checkpoint import ShardedCheckpoints
 from deltarule.train.spread import Spread
+
+if TYPE_CHECKING:
+    from deltarule.train.sharded_checkpoint import ShardedCheckpoints
 
 State = dict[str, Any]
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -52,6 +53,9 @@ def make_checkpoints(folder: Path, keep: int, spread: Spread) -> RunCheckpoints:
     """The checkpoints of this process's run."""
     if spread.plan is None or spread.world is None:
         return Whole(Checkpoints(folder, keep=keep))
+    # It imports a second's worth of DTensor and checkpoints, which a run on one process needs not.
+    from deltarule.train.sharded_checkpoint import ShardedCheckpoints
+
     stepped = spread.plan.stepped
     return Parts(ShardedCheckpoints(folder, keep=keep, world=spread.world, stepped=stepped))
 
@@ -97,7 +101,7 @@ class Whole:
             if "model" in tensors:
                 model.load_state_dict(tensors["model"])
             else:
-                read_shards(folder, dict(model.state_dict()))
+                read_parts(folder, dict(model.state_dict()))
 
     def restore(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, names: list[str]
@@ -112,7 +116,7 @@ class Whole:
                 model.load_state_dict(newest.tensors["model"])
             load_optimizer_tensors(optimizer, names, newest.tensors["optimizer"])
         else:
-            read_shards(folder, named_tensors(model, optimizer, names))
+            read_parts(folder, named_tensors(model, optimizer, names))
             count_steps(optimizer, newest.step)
         return newest.step, newest.state
 
@@ -120,7 +124,7 @@ class Whole:
 class Parts:
     """Of a run on several processes."""
 
-    def __init__(self, checkpoints: ShardedCheckpoints) -> None:
+    def __init__(self, checkpoints: "ShardedCheckpoints") -> None:
         """Write to these."""
         self.checkpoints = checkpoints
 
@@ -164,6 +168,13 @@ class Parts:
         step = int(folder.name.removeprefix("step-"))
         count_steps(optimizer, step)
         return step, state
+
+
+def read_parts(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Fill tensors from the files of several processes."""
+    from deltarule.parallel.shard_files import read_shards
+
+    read_shards(folder, tensors)
 
 
 def named_tensors(

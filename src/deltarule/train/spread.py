@@ -15,7 +15,6 @@ from deltarule.models import CausalLM
 from deltarule.parallel import World, parallelize
 from deltarule.parallel.estimate import Division, room_to_keep
 from deltarule.parallel.machine import Size
-from deltarule.parallel.sharding import clip_sharded, sum_replicated
 from deltarule.parallel.spread import Plan
 from deltarule.parallel.world import AXES
 from deltarule.train.optimizer import clip_gradients
@@ -91,6 +90,8 @@ class Spread:
         parameters = list(self.model.parameters())
         if self.plan is None:
             return clip_gradients(parameters, largest)
+        from deltarule.parallel.sharding import clip_sharded, sum_replicated
+
         if self.plan.data is not None:
             sum_replicated(self.plan.replicated, self.plan.data)
         return clip_sharded(parameters, largest)

@@ -14,7 +14,6 @@ from deltarule.models import CausalLM
 from deltarule.models.files import CONFIG, write_text
 from deltarule.ops.context import make_context
 from deltarule.parallel import MeshOptions, World
-from deltarule.parallel.shard_files import write_model
 from deltarule.train.data import Corpus, ShuffledRows, Spans, row, with_empty_pieces
 from deltarule.train.device import choose_device, to_device
 from deltarule.train.evaluate import bits_per_byte, compressed_bits_per_byte
@@ -239,6 +238,8 @@ def save_model(trainer: Trainer, world: World) -> None:
     if plan is None:
         trainer.model.save(trainer.folder)
         return
+    from deltarule.parallel.shard_files import write_model
+
     write_model(trainer.model, trainer.folder, world, plan.stepped)
     if world.first:
         trainer.model = CausalLM.load(trainer.folder, device=trainer.device)
