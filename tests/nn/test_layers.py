@@ -12,7 +12,7 @@ from deltarule.nn.call import LayerCall
 from deltarule.nn.layout import make_layout
 from deltarule.ops.delta_rule import definition
 from nn.layers import HIDDEN, LINEAR, NAMES, config, inputs, make
-from oracles import lightning, mlstm
+from oracles import mlstm
 from oracles.lifted import each_head
 from tolerance import relative_rms
 
@@ -111,19 +111,6 @@ def test_mamba2_from_config_has_one_key_head():
     layer = nn.Mamba2.from_config(config(num_heads=4), 0)
     assert (layer.num_heads, layer.num_v_heads) == (1, 4)
     assert (layer.head_k_dim, layer.head_v_dim) == (128, 16)
-
-
-def test_lightning_forgets_more_slowly_in_deeper_layers():
-    x, options = inputs(1, 9), {"num_heads": 2, "num_layers": 4}
-    shallow, deep = (nn.Lightning(HIDDEN, layer_index=index, **options) for index in (0, 3))
-    deep.load_state_dict(shallow.state_dict())
-    for layer, index in ((shallow, 0), (deep, 3)):
-        _, state = layer(x)
-        _, after_nothing = layer(torch.zeros(1, 1, HIDDEN), state)
-        kept = after_nothing["recurrent"] / state["recurrent"]
-        slopes = lightning.released_slopes(2, index, 4).to(kept)
-        expected = (-slopes).exp().view(1, 2, 1, 1).expand_as(kept)
-        torch.testing.assert_close(kept, expected)
 
 
 def test_delta_product_of_one_step_is_deltanet():

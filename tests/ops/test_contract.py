@@ -239,7 +239,7 @@ def test_compiles_without_a_break(operator):
 def test_opcheck_of_all_that_is_registered(name, lengths):
     operator = OPERATORS[name]
     x = operator.draw(1, 9, None if lengths is None else (4, 0, 5))
-    if lengths is None:
+    if lengths is None and name in ("gated delta", "channels", "free erase"):
         x = {n: y.transpose(0, -1).contiguous().transpose(0, -1) for n, y in x.items()}
     opcheck_all(lambda: gradients(operator, x, impl="torch"))
 

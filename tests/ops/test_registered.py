@@ -39,14 +39,6 @@ def flat(case: Case, requires_grad: bool, save: bool = True) -> list:
     return [*tensors, offsets, case.n_steps, 0.5, case.normalize_qk, False, save, "torch"]
 
 
-def strided(case: Case) -> Case:
-    """The same values at other strides."""
-    tensors = {name: case.tensors[name] for name in case.present()}
-    return case.changed(
-        **{name: x.transpose(-1, 0).contiguous().transpose(-1, 0) for name, x in tensors.items()}
-    )
-
-
 def test_opcheck_of_the_step() -> None:
     x = make_case("head", "tied", tokens=2).tensors
     given = {name: x[name] for name in ("q", "k", "v", "beta", "log_decay")}

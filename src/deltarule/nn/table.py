@@ -74,8 +74,7 @@ def backed_by(system: System) -> str:
     """
     if not isinstance(system, Rule):
         return TESTS.get(system.name) or TESTS[system.operator]
-    page = system.page or system.name
-    return f"nn/test_{page.replace('gated_delta_product', 'delta_product')}.py"
+    return "nn/test_multi_head.py" if system.page == "multi_head" else "nn/test_recurrences.py"
 
 
 def described(system: System, layer: type[Mixer]) -> str:

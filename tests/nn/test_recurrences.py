@@ -1,0 +1,370 @@
+"""Every linear rule beside the recurrence of its paper: one value head at a time.
+
+What each function takes is the slices of one head: q, k, v [T, channels], logits of gates [T, ..]
+and parameters, by the names that rules read them under; it returns o [T, V].
+"""
+
+from dataclasses import fields, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+import deltarule
+from deltarule.nn import MIXERS, RULES, Lightning
+from deltarule.nn.rotation import turned
+from deltarule.nn.rule import Projections
+from nn.drawn import HV, B, H, K, T, V, draw, draw_projections, largest_error, run
+from nn.layers import inputs, make
+from nn.test_rules import gates, key_heads
+from oracles import (
+    comba,
+    decaying_fast_weights,
+    delta_scan,
+    gate_loop,
+    gated_retention,
+    gdn2,
+    kda,
+    lightning,
+    mlstm,
+    rwkv7,
+)
+
+SCALE = K**-0.5
+
+
+def heads(p: Projections):
+    """Rows, value heads and what each of them reads, of shared heads and parameters too."""
+    given = {f.name: x for f in fields(p) if isinstance(x := getattr(p, f.name), Tensor)}
+    others = {f.name: getattr(p, f.name) for f in fields(p) if f.name not in given}
+    for row in range(B):
+        for head in range(HV):
+            own = {
+                name: x[row, :, head * x.shape[2] // HV]
+                if x.shape[:1] == (B,) and x.ndim > 2
+                else x[head * len(x) // HV]
+                for name, x in given.items()
+            }
+            yield row, head, SimpleNamespace(**(others | own), head=head)
+
+
+def by_hand(recurrence, p: Projections) -> Tensor:
+    rows = [[recurrence(h) for i, _, h in heads(p) if i == row] for row in range(B)]
+    return torch.stack([torch.stack(row, 1) for row in rows])
+
+
+def unit(x: Tensor) -> Tensor:
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def step_size(h) -> Tensor:
+    return softplus(h.decay_logits + h.dt_bias)
+
+
+def log_decay(h) -> Tensor:
+    return -h.A_log.exp() * step_size(h)
+
+
+def by_key(q, k, v, decay) -> Tensor:
+    return decaying_fast_weights.recurrence(q, k, v, decay, torch.ones_like(v))[0]
+
+
+def constant(decay: float) -> Tensor:
+    return torch.full((T,), decay, dtype=torch.float64)
+
+
+def linear_attention(h):
+    return gated_retention.parallel(h.q * SCALE, h.k, h.v, constant(1.0))
+
+
+def retnet(h):
+    return gated_retention.parallel(h.q * SCALE, h.k, h.v, constant(1 - 2.0 ** (-5 - h.head)))
+
+
+def gated_retnet(h):
+    return gated_retention.recurrence(h.q * SCALE, h.k, h.v, gated_retention.gate(h.decay_logits))[
+        0
+    ]
+
+
+def lightning_attention(h):
+    return lightning.recurrence(h.q * SCALE, h.k, h.v, lightning.released_slopes(HV, 0, 1)[h.head])[
+        0
+    ]
+
+
+def mamba2(h):
+    """The state-space model h = e^{dt A} h + dt B x, y = C h + D x."""
+    x = step_size(h)[:, None] * h.v
+    return gated_retention.recurrence(h.q, h.k, x, log_decay(h).exp())[0] + h.D * h.v
+
+
+def gla(h):
+    return by_key(h.q * SCALE, h.k, h.v, h.decay_logits.sigmoid() ** (1 / 16))
+
+
+def gated_rfa(h):
+    """arXiv 2103.02143, section 3.2: two gated sums, divided."""
+    g = h.decay_logits.sigmoid()[:, None]
+    decay = g.expand(T, K)
+    sums = (by_key(h.q, h.k, (1 - g) * x, decay) for x in (h.v, torch.ones_like(h.v)))
+    return next(sums) / next(sums)
+
+
+def hgrn2(h):
+    """arXiv 2404.07904: the keys are what is forgotten, and no gate is below its bound."""
+    f = h.lower_bound + (1 - h.lower_bound) * h.decay_logits.sigmoid()
+    return by_key(h.q * SCALE, 1 - f, h.v, f)
+
+
+def rwkv6_states(h):
+    """Outputs of arXiv 2404.05892, which reads before it writes, and the last state [V, K]."""
+    S, o = torch.zeros(K, V, dtype=torch.float64), []
+    for t in range(T):
+        kv = torch.outer(h.k[t], h.v[t])
+        o.append(h.q[t] @ (S + h.bonus[:, None] * kv))
+        S = torch.exp(-torch.exp(h.decay_logits[t]))[:, None] * S + kv
+    return torch.stack(o), S.T
+
+
+def rwkv6(h):
+    return rwkv6_states(h)[0]
+
+
+def rwkv7_attention(h):
+    a = h.erase_logits.sigmoid()
+    kappa, k = rwkv7.keys(h.k, h.erase_scale, h.replace_scale, a)
+    o, _ = rwkv7.recurrence(h.q, rwkv7.decay(h.decay_logits), k, h.v, kappa, a)
+    return o + rwkv7.bonus(h.q, k, h.v, h.bonus)
+
+
+def turning(h):
+    a = gate_loop.transition(h.decay_logits, h.phase)
+    return gate_loop.recurrence(h.q * SCALE, h.k, h.v, a)[0]
+
+
+def deltanet(h):
+    beta = h.beta_max * h.beta_logits.sigmoid()
+    return delta_scan.recurrence(unit(h.q) * SCALE, unit(h.k), h.v, beta)[0]
+
+
+def gated_deltanet(h):
+    log_a = log_decay(h)[:, None].expand(T, K)
+    return kda.recurrence(unit(h.q) * SCALE, unit(h.k), h.v, log_a, h.beta_logits.sigmoid())[0]
+
+
+def kimi(h):
+    log_a = log_decay(h)
+    if h.gate_lower_bound is not None:
+        log_a = kda.bounded_log_decay(h.decay_logits, h.A_log, h.dt_bias, h.gate_lower_bound)
+    return kda.recurrence(unit(h.q) * SCALE, unit(h.k), h.v, log_a, h.beta_logits.sigmoid())[0]
+
+
+def gated_deltanet2(h):
+    erase, write = h.erase_logits.sigmoid(), h.write_logits.sigmoid()
+    return gdn2.recurrence(unit(h.q) * SCALE, unit(h.k), h.v, log_decay(h), erase, write)[0]
+
+
+def longhorn(h):
+    """Its objective minimised by a solve: the gradient of |S - S'|^2 + b |S k - v|^2 is zero."""
+    S, o = torch.zeros(V, K, dtype=torch.float64), []
+    for t in range(T):
+        b, k = h.beta_logits[t].sigmoid(), h.k[t]
+        left = torch.eye(K, dtype=torch.float64) + b * torch.outer(k, k)
+        S = torch.linalg.solve(left, S + b * torch.outer(h.v[t], k), left=False)
+        o.append(S @ h.q[t] * SCALE)
+    return torch.stack(o)
+
+
+def delta_product(h):
+    """arXiv 2502.10297: the delta rule on n steps a token, of which the first decays."""
+    n, beta = h.n_steps, h.beta_max * h.beta_logits.sigmoid()
+    log_a = torch.zeros(T * n, K, dtype=torch.float64)
+    if h.gated:
+        log_a[::n] = log_decay(h)[:, None]
+    q = unit(h.q).repeat_interleave(n, 0) * SCALE
+    return kda.recurrence(q, unit(h.k), h.v, log_a, beta)[0][n - 1 :: n]
+
+
+def comba_printed(h):
+    alpha, beta = log_decay(h).exp(), h.beta_logits.sigmoid()
+    erased = h.erase_scale.sigmoid() * beta
+    return SCALE * comba.recurrence(unit(h.q), unit(h.k), h.v, alpha, beta, erased, d=h.D)[0]
+
+
+def comba_released(h):
+    """It corrects the query before the norms, and norms the key that erases as well."""
+    q, k, erasing = comba.released_inputs(h.q, h.k, h.erase_scale, h.D)
+    alpha, beta = log_decay(h).exp(), h.beta_logits.sigmoid()
+    return comba.with_feedback_key(q * SCALE, k, h.v, erasing, alpha, beta)[0]
+
+
+def mlstm_cell(h):
+    return mlstm.recurrence(h.q, h.k, h.v, h.beta_logits, h.decay_logits, eps=1e-6)[0]
+
+
+def xlstm_7b(h):
+    i, f = (mlstm.soft_cap(x, 15) for x in (h.beta_logits, h.decay_logits))
+    return mlstm.recurrence(h.q, h.k, h.v, i, f, eps=1e-6)[0]
+
+
+RECURRENCES = {
+    "linear_attention": linear_attention, "retnet": retnet, "gated_retnet": gated_retnet,
+    "lightning": lightning_attention, "mamba2": mamba2, "gla": gla, "gated_rfa": gated_rfa,
+    "hgrn2": hgrn2, "rwkv6": rwkv6, "rwkv7": rwkv7_attention, "gate_loop": turning,
+    "deltanet": deltanet, "gated_deltanet": gated_deltanet, "kda": kimi, "longhorn": longhorn,
+    "gated_deltanet2": gated_deltanet2, "comba": comba_printed, "comba_released": comba_released,
+    "mlstm": mlstm_cell, "xlstm_7b": xlstm_7b,
+}  # fmt: skip
+
+
+def drawn(name: str, **changes: object) -> Projections:
+    p = draw_projections(heads=key_heads(RULES[name]), **gates(RULES[name]))
+    if name == "gated_rfa":
+        # Positive features, so that no divisor is near zero.
+        p = replace(p, q=p.q.abs(), k=p.k.abs())
+    return replace(p, **changes)
+
+
+@pytest.mark.parametrize("name", RECURRENCES)
+def test_by_the_recurrence(name):
+    p = drawn(name)
+    assert largest_error(run(RULES[name], p), by_hand(RECURRENCES[name], p)) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("deltanet", {"beta_max": 2.0}), ("kda", {"gate_lower_bound": -5.0}),
+        ("hgrn2", {"lower_bound": torch.zeros(HV, K, dtype=torch.float64)}),
+        *(("mlstm", {"beta_logits": size * draw(B, T, HV)}) for size in (5.0, 50.0)),
+        ("xlstm_7b", {"decay_logits": 20 * draw(B, T, HV)}),
+    ],
+)  # fmt: skip
+def test_with_options_and_strong_gates(name, changes):
+    p = drawn(name, **changes)
+    assert largest_error(run(RULES[name], p), by_hand(RECURRENCES[name], p)) <= 1e-10
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_products_of_householders(n, gated):
+    rule = RULES["gated_delta_product" if gated else "delta_product"]
+    p = draw_projections(n, beta_max=2.0, **gates(rule, n))
+
+    def recurrence(h):
+        h.gated = gated
+        return delta_product(h)
+
+    assert largest_error(run(rule, p), by_hand(recurrence, p)) <= 1e-12
+
+
+def test_every_rule_is_here_or_has_a_file_of_its_own():
+    others = {name for name, rule in RULES.items() if rule.page == "multi_head"}
+    assert set(RULES) == {*RECURRENCES, *others, "delta_product", "gated_delta_product"}
+
+
+# ---- limits and ranges --------------------------------------------------------------------------
+
+OPEN = {"decay_logits": torch.full((B, T, HV), -1e3).double()}
+WHOLE = {"erase_scale": torch.full((H,), 1e3).double(), "D": torch.zeros(H).double()}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "other", "equal"),
+    [
+        ("comba", WHOLE | OPEN, "deltanet", True),
+        # Gated DeltaNet erases from the decayed state: the erased part differs by alpha.
+        ("comba", WHOLE, "gated_deltanet", False),
+        ("comba_released", {}, "comba", False),
+    ],
+)
+def test_limits(name, changes, other, equal):
+    p = drawn(name, **changes)
+    error = largest_error(run(RULES[name], p), run(RULES[other], p))
+    assert error <= 1e-12 if equal else error > 1e-2
+
+
+def test_one_strength_for_all_channels_is_kda():
+    logits = draw(B, T, HV)
+    erase, write = (logits.unsqueeze(-1).expand(B, T, HV, size) for size in (K, V))
+    p = drawn("gated_deltanet2", erase_logits=erase, write_logits=write, beta_logits=logits)
+    assert largest_error(run(RULES["gated_deltanet2"], p), run(RULES["kda"], p)) <= 1e-12
+
+
+def test_gated_rfa_is_a_weighted_mean_of_values():
+    o = run(RULES["gated_rfa"], drawn("gated_rfa", v=torch.full((B, T, HV, V), 3.0).double()))
+    torch.testing.assert_close(o, torch.full_like(o, 3.0))
+
+
+def test_longhorn_never_flips_a_sign():
+    p = drawn("longhorn", beta_logits=1e4 * draw(B, T, HV), beta_max=2.0)
+    beta = RULES["longhorn"].arguments(p)[0]["beta"]
+    erased = beta * p.k.square().sum(-1).repeat_interleave(HV // H, dim=2)
+    assert (erased >= 0).all()
+    assert (erased < 1).all()
+
+
+def test_hgrn2_never_decays_below_its_bound():
+    p = drawn("hgrn2", decay_logits=1e3 * draw(B, T, HV, K))
+    arguments, _ = RULES["hgrn2"].arguments(p)
+    assert (arguments["log_decay"].exp() >= p.lower_bound - 1e-12).all()
+    torch.testing.assert_close(arguments["k"], 1 - arguments["log_decay"].exp())
+
+
+def test_the_state_of_rwkv6_holds_the_last_write():
+    p, rule = drawn("rwkv6"), RULES["rwkv6"]
+    state = rule.final_state(deltarule.delta_rule(**rule.arguments(p)[0]).final_state, p)
+    for row, head, h in heads(p):
+        assert largest_error(state[row, head], rwkv6_states(h)[1]) <= 1e-12
+
+
+def test_the_bonus_of_rwkv6_weighs_keys_not_values():
+    """001 Table 4 prints (d * v) k^T, which no longer is a read-out by k where K = V differs."""
+    p = drawn("rwkv6")
+    first = (p.q[:, 0] * p.bonus * p.k[:, 0]).sum(-1, keepdim=True) * p.v[:, 0]
+    torch.testing.assert_close(run(RULES["rwkv6"], p)[:, 0], first)
+
+
+def test_the_state_of_gate_loop_is_the_papers_in_a_turning_frame():
+    p = drawn("gate_loop")
+    arguments, carry = RULES["gate_loop"].arguments(p)
+    found = turned(deltarule.delta_rule(**arguments).final_state, carry["phase"].unsqueeze(2))
+    for row, head, h in heads(p):
+        a = gate_loop.transition(h.decay_logits, h.phase)
+        _, state = gate_loop.recurrence(h.q, h.k, h.v, a)
+        assert largest_error(found[row, head], torch.cat([state.real, state.imag], -1)) <= 1e-12
+
+
+@pytest.mark.parametrize("turns", [1e3, 1e6])
+def test_far_from_the_start_a_frame_is_as_good_as_any(turns):
+    """A sequence that has turned this often reads what one at its start does."""
+    layer, x = make("gate_loop"), inputs(1, 30)
+    y, _ = layer(x)
+    state = layer.init_state(1)
+    state["phase"] += torch.tensor(turns * torch.pi)
+    torch.testing.assert_close(layer(x, state)[0], y, rtol=1e-4, atol=1e-6)
+
+
+def test_both_layers_of_comba_have_the_same_parameters():
+    made = [MIXERS[name](32, num_heads=2) for name in ("comba", "comba_released")]
+    shapes = [{name: p.shape for name, p in layer.named_parameters()} for layer in made]
+    assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize("heads", [1, 2, 6, 12, 64])
+@pytest.mark.parametrize(("layer", "layers"), [(0, 1), (0, 80), (40, 80), (79, 80)])
+def test_slopes_of_lightning_attention(heads, layer, layers):
+    """By what an empty token leaves of the state; MiniMax-01 has 64 heads and 80 layers."""
+    made = Lightning(heads * 4, num_heads=heads, layer_index=layer, num_layers=layers).double()
+    _, state = made(torch.randn(1, 3, heads * 4, dtype=torch.float64))
+    _, after = made(torch.zeros(1, 1, heads * 4, dtype=torch.float64), state)
+    slopes = -(after["recurrent"] / state["recurrent"])[0].flatten(1).mean(-1).log().detach()
+    expected = lightning.released_slopes(heads, layer, layers)
+    torch.testing.assert_close(slopes, expected, rtol=0, atol=1e-13)
+    if heads == 64 and layers == 80:
+        # The two formulas differ in 1e-5 / 79 of a slope.
+        expected = lightning.transformers_slopes(64, layer, 80)
+        torch.testing.assert_close(slopes, expected, rtol=0, atol=2e-7)
