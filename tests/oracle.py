@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deltarule import RecurrentOutput, delta_rule, dplr, pack
+from deltarule.ops.delta_rule import chunked
+from tolerance import assert_close, assert_close_to_yardstick
 
 DECAYS = ("none", "constant", "head", "channel")
 ERASES = ("none", "tied", "free")
@@ -23,12 +25,14 @@ class Case(NamedTuple):
     normalize_qk: bool = False
     lengths: tuple[int, ...] | None = None
 
-    def run(self, impl: str, tensors: dict[str, Tensor | None] | None = None) -> RecurrentOutput:
+    def run(
+        self, impl: str, tensors: dict[str, Tensor | None] | None = None, **options: object
+    ) -> RecurrentOutput:
         """Call the operator that has this erase."""
         x = self.tensors if tensors is None else tensors
         shared = {
             "log_decay": x["log_decay"], "initial_state": x["initial_state"], "impl": impl,
-            "cu_seqlens": None if self.lengths is None else pack(self.lengths),
+            "cu_seqlens": None if self.lengths is None else pack(self.lengths), **options,
         }  # fmt: skip
         if x["a"] is not None:
             return dplr(x["q"], x["k"], x["v"], a=x["a"], b=x["b"], **shared)
@@ -105,12 +109,12 @@ def make_case(
 
 
 def with_gradients(
-    case: Case, impl: str, d_o: Tensor, d_state: Tensor
+    case: Case, impl: str, d_o: Tensor, d_state: Tensor, **options: object
 ) -> tuple[RecurrentOutput, dict[str, Tensor]]:
     """Outputs, and the gradient of <d_o, o> + <d_state, final_state> by every tensor."""
     names = case.present()
     leaves = {name: case.tensors[name].detach().clone().requires_grad_() for name in names}
-    out = case.run(impl, case.tensors | leaves)
+    out = case.run(impl, case.tensors | leaves, **options)
     loss = (out.o * d_o.to(out.o.dtype)).sum() + (out.final_state * d_state).sum()
     # Without tokens the outputs depend on nothing.
     gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
@@ -137,6 +141,61 @@ def run_module(module: ModuleType, case: Case, **options: object) -> RecurrentOu
         x["q"], x["k"], x["v"], beta=x["beta"], n_steps=case.n_steps,
         normalize_qk=case.normalize_qk, **shared,
     )  # fmt: skip
+
+
+def yardstick(
+    case: Case, d_o: Tensor, d_state: Tensor
+) -> tuple[RecurrentOutput, dict[str, Tensor]]:
+    """The reference algorithm with its operands rounded, and gradients through it."""
+    names = case.present()
+    leaves = {name: case.tensors[name].detach().clone().requires_grad_() for name in names}
+    dtype = case.tensors["q"].dtype
+    out = run_module(chunked, case.changed(**leaves), chunk_size=64, matmul_dtype=dtype)
+    loss = (out.o.double() * d_o).sum() + (out.final_state * d_state).sum()
+    return out, dict(zip(names, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+
+
+class Compared(NamedTuple):
+    """One result of a call, the same from the definition, and from the yardstick."""
+
+    found: Tensor
+    exact: Tensor
+    own: Tensor
+
+
+def compared(case: Case, impl: str, *, size: float = 1.0, **options: object) -> dict[str, Compared]:
+    """Outputs, final state and every gradient of a call as it is rounded; `size` is of weights."""
+    dtype = case.tensors["q"].dtype
+    d_o, d_state = (size * x for x in weights(case))
+    d_o = d_o.to(dtype).double()
+    d_state = d_state if dtype == torch.float64 else d_state.float().double()
+    runs = [
+        with_gradients(case, impl, d_o, d_state, **options),
+        with_gradients(case.to(torch.float64), "reference", d_o, d_state),
+    ]
+    if dtype in (torch.bfloat16, torch.float16):
+        runs.append(yardstick(case, d_o, d_state))
+    found = [
+        {"o": out.o, "final_state": out.final_state} | {f"d {n}": x for n, x in gradients.items()}
+        for out, gradients in (*runs, runs[-1])[:3]
+    ]
+    return {name: Compared(*(x[name].detach() for x in found)) for name in found[0]}
+
+
+def check(case: Case, impl: str, *, cancels: float = 0.0, **options: object) -> None:
+    """Hold a call to the definition, in 16 bits as near as the yardstick is.
+
+    `cancels` is the floor for the gradient of a constant decay, a sum over all tokens.
+    """
+    dtype = case.tensors["q"].dtype
+    for name, (found, exact, own) in compared(case, impl, **options).items():
+        bars = {"dtype": dtype, "gradient": name.startswith("d "), "name": name}
+        if name.startswith("d "):
+            assert found.dtype == case.tensors[name[2:]].dtype
+        if dtype in (torch.float32, torch.float64):
+            assert_close(found, exact, **bars, floor=cancels if found.ndim == 1 else 0.0)
+        else:
+            assert_close_to_yardstick(found, exact, own, **bars)
 
 
 @st.composite

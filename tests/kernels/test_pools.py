@@ -6,9 +6,9 @@ import torch
 from deltarule import BetaLogits, DecayLogits, pack
 from deltarule.ops.delta_rule.gate_logits import with_logits
 from deltarule.ops.delta_rule.implementations import backend_of
-from deltarule.ops.delta_rule.inputs import Inputs, check_arguments
 from deltarule.ops.serving import prefill, step
 from deltarule.serve import pool_prefill, pool_step
+from kernels.interpreted import inputs_of, interpreted
 from oracle import Case, make_case
 from promised import promised
 from tolerance import assert_close
@@ -17,7 +17,7 @@ promised("triton")
 
 from deltarule.ops.serving import pool_triton
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+pytestmark = interpreted
 PARTS = ("q", "k", "v", "beta", "a", "b", "log_decay")
 KINDS = [("head", "tied", 1), ("channel", "tied", 2), ("channel", "free", 1), ("none", "none", 1)]
 
@@ -36,15 +36,6 @@ def test_rows_move_out_of_their_slots_and_back(dtype, channels_last) -> None:
     pool_triton.move(pool, 2 * rows, slots, -1, write=True)
     assert torch.equal(pool[[3, 0]], 2 * before[[3, 0]])
     assert torch.equal(pool[[1, 2, 4]], before[[1, 2, 4]])
-
-
-def inputs_of(case: Case) -> Inputs:
-    given = {name: case.tensors[name] for name in PARTS}
-    return check_arguments(
-        **given, initial_state=None, n_steps=case.n_steps, scale=None,
-        cu_seqlens=None if case.lengths is None else pack(case.lengths),
-        normalize_qk=case.normalize_qk, batch_invariant=False,
-    )  # fmt: skip
 
 
 ROWS = (3, 0, 1, 2)
@@ -66,7 +57,7 @@ def test_a_step_of_ragged_rows_equals_the_definition(kind, drafted, logits) -> N
         "accepted": torch.tensor([3, 1, 2, 1]) if drafted else None,
     }  # fmt: skip
     maps = step.GateMaps()
-    inputs = inputs_of(case)
+    inputs = inputs_of(case, state=False)
     if logits and decay != "none" and erase != "free":
         sizes = case.tensors["log_decay"].shape[2:]
         bound = -5.0 if decay == "channel" else None
@@ -111,7 +102,7 @@ def check_borders(case: Case, borders: torch.Tensor) -> None:
     expected = pool_prefill(
         **given, state=starts.clone(), state_indices=slots, borders=borders, impl="reference"
     )
-    inputs = inputs_of(case)
+    inputs = inputs_of(case, state=False)
     o, _, saved = backend_of("triton").forward(inputs._replace(initial_state=starts), True)
     call = prefill.Prefill(inputs._replace(initial_state=starts), starts, slots, slots, -1, borders)
     assert_close(o, expected.o)

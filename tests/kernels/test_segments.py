@@ -3,32 +3,18 @@
 import pytest
 import torch
 
-from oracle import Case, make_case, weights, with_gradients
+from kernels.interpreted import inputs_of, interpreted
+from oracle import NAMES, Case, make_case, weights, with_gradients
 from promised import promised
 from tolerance import assert_close, relative_rms
 
 promised("triton")
 
-from deltarule import pack
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import passes
 from deltarule.ops.delta_rule.triton import plan as launch
 from deltarule.ops.delta_rule.triton import plan as segment_length
 from deltarule.ops.delta_rule.triton.tile_sizes import overridden, scan
-
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
-NAMES = ("q", "k", "v", "beta", "a", "b", "log_decay", "initial_state")
-
-
-def inputs_of(case: Case, device: str = "cpu") -> Inputs:
-    x = {name: None if y is None else y.to(device) for name, y in case.tensors.items()}
-    if x["log_decay"] is not None and x["log_decay"].ndim == 1:
-        x["log_decay"] = x["log_decay"].expand(*x["q"].shape[:2], -1)
-    offsets = None if case.lengths is None else pack(case.lengths).to(device)
-    return Inputs(
-        *(x[name] for name in NAMES[:7]), x["initial_state"], offsets, case.n_steps,
-        x["q"].shape[-1] ** -0.5, case.normalize_qk, False,
-    )  # fmt: skip
 
 
 def weakly_decaying(**options) -> Case:

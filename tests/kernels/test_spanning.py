@@ -13,8 +13,9 @@ from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.spanning import Join
 from deltarule.ops.delta_rule.triton import plan as launch
 from deltarule.ops.delta_rule.triton import spanning
-from kernels.test_segments import CASES, NAMES, inputs_of, interpreted, weakly_decaying
-from oracle import weights, with_gradients
+from kernels.interpreted import inputs_of, interpreted
+from kernels.test_segments import CASES, weakly_decaying
+from oracle import NAMES, weights, with_gradients
 from tolerance import assert_close
 
 

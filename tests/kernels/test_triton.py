@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kernels.interpreted import inputs_of, interpreted
 from logits import Logits, make_logits
 from oracle import DECAYS, make_case
 from promised import promised
@@ -15,24 +16,13 @@ from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import step as triton_step
 
 KINDS = [(decay, *erase) for decay in DECAYS for erase in (("none", 1), ("tied", 3), ("free", 1))]
-interpreted = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="kernels are compiled here: see test_on_gpu"
-)
+pytestmark = interpreted
 
 
 def step_inputs(case) -> Inputs:
-    x, batch = case.tensors, case.tensors["q"].shape[0]
-    log_decay = x["log_decay"]
-    if log_decay is not None and log_decay.ndim == 1:
-        log_decay = log_decay.expand(batch, case.tensors["q"].shape[1], -1)
-    scale = case.tensors["q"].shape[-1] ** -0.5
-    return Inputs(
-        x["q"], x["k"], x["v"], x["beta"], x["a"], x["b"], log_decay, None, None,
-        case.n_steps, scale, case.normalize_qk, False,
-    )  # fmt: skip
+    return inputs_of(case, state=False)
 
 
-@interpreted
 @pytest.mark.parametrize(("key_size", "value_size"), [(8, 6), (5, 17), (1, 1)])
 @pytest.mark.parametrize(("decay", "erase", "n_steps"), KINDS)
 def test_steps_equal_the_definition(decay, erase, n_steps, key_size, value_size) -> None:
@@ -47,7 +37,6 @@ def test_steps_equal_the_definition(decay, erase, n_steps, key_size, value_size)
     assert_close(state, exact.final_state, dtype=torch.float32)
 
 
-@interpreted
 def test_float16_inputs_and_a_bfloat16_state() -> None:
     case = make_case("head", "tied", tokens=2, dtype=torch.float16)
     state = case.tensors["initial_state"].bfloat16()
@@ -57,7 +46,6 @@ def test_float16_inputs_and_a_bfloat16_state() -> None:
     assert relative_rms(state, exact.final_state) < 2**-8
 
 
-@interpreted
 def test_only_indexed_slots_are_touched() -> None:
     case = make_case("channel", "tied", batch=4, tokens=2, dtype=torch.float32)
     pool = torch.randn(2, 7, 4, 6, 8)[1]
@@ -73,7 +61,6 @@ def test_only_indexed_slots_are_touched() -> None:
     assert_close(pool[[5, 0]], exact.final_state, dtype=torch.float32)
 
 
-@interpreted
 def test_any_strides() -> None:
     case = make_case("channel", "free", tokens=3, dtype=torch.float32)
     turned = {
@@ -92,7 +79,6 @@ def step_of_logits(drawn: Logits, state: torch.Tensor, indices: torch.Tensor | N
     return triton_step.recurrent_step(step_inputs(case), state, indices, -1, maps)
 
 
-@interpreted
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize(("tokens", "n_steps"), [(1, 1), (2, 2), (3, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -105,7 +91,6 @@ def test_logits_equal_the_gates_made_first(decay, dtype, tokens, n_steps, stride
     assert_close(state, exact.final_state, dtype=torch.float32)
 
 
-@interpreted
 @pytest.mark.parametrize("decay", ["head", "channel"])
 def test_logits_of_a_decay_with_a_lower_bound(decay) -> None:
     drawn = make_logits(decay, tokens=2)
@@ -115,7 +100,6 @@ def test_logits_of_a_decay_with_a_lower_bound(decay) -> None:
     assert_close(state, exact.final_state, dtype=torch.float32)
 
 
-@interpreted
 @pytest.mark.parametrize("decay", ["head", "channel"])
 def test_logits_with_a_pool_and_a_null_slot(decay) -> None:
     drawn = make_logits(decay, batch=3)
@@ -129,7 +113,6 @@ def test_logits_with_a_pool_and_a_null_slot(decay) -> None:
     assert torch.equal(pool[[0, 2, 4]], before[[0, 2, 4]])
 
 
-@interpreted
 def test_extreme_logits_make_finite_gates() -> None:
     drawn = make_logits("channel")
     # What numpy's exponential, the interpreter's, takes without a warning.
@@ -140,7 +123,6 @@ def test_extreme_logits_make_finite_gates() -> None:
     assert_close(state, exact.final_state, dtype=torch.float32)
 
 
-@interpreted
 @pytest.mark.parametrize("erase", ["tied", "free"])
 def test_the_state_after_each_token_is_kept(erase: str) -> None:
     case = make_case("channel", erase, tokens=4, batch=2, dtype=torch.float32)

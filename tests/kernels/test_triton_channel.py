@@ -1,4 +1,4 @@
-"""Decay per channel and the free erase in Triton, under the interpreter, against the definition."""
+"""Fast and flagged chunks of a decay per channel, under the interpreter."""
 
 import math
 from collections.abc import Callable
@@ -7,73 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-from deltarule import pack
-from deltarule.ops.delta_rule import chunked
-from oracle import Case, make_case, run_module, weights, with_gradients
+from kernels.interpreted import interpreted, on_the_cpu
+from kernels.test_triton_kernels import test_nothing_comes_from_the_future as nothing_comes
+from oracle import Case, check, compared, make_case
 from promised import promised
-from tolerance import assert_close, assert_close_to_yardstick, relative_rms
+from tolerance import relative_rms
 
 promised("triton")
 
 import triton
 import triton.language as tl
 
-from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton import channel_decay, channel_stages, passes
+from deltarule.ops.delta_rule.triton import channel_decay, channel_stages
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="kernels are compiled here: see test_on_gpu"
-)
-KINDS = [
-    *(("channel", "none", n) for n in (1, 3)), *(("channel", "tied", n) for n in (1, 2, 3, 4)),
-    *((decay, "free", 1) for decay in ("none", "constant", "head", "channel")),
-]  # fmt: skip
-
-
-def call_inputs(case: Case) -> Inputs:
-    x, shape = case.tensors, case.tensors["q"].shape
-    log_decay = x["log_decay"]
-    if log_decay is not None and log_decay.ndim == 1:
-        log_decay = log_decay.expand(*shape[:2], -1)
-    return Inputs(
-        x["q"], x["k"], x["v"], x["beta"], x["a"], x["b"], log_decay, x["initial_state"],
-        None if case.lengths is None else pack(case.lengths), case.n_steps, shape[-1] ** -0.5,
-        case.normalize_qk, False,
-    )  # fmt: skip
-
-
-def run(
-    case: Case, d_o: torch.Tensor, d_state: torch.Tensor, save: bool = True
-) -> dict[str, torch.Tensor]:
-    """o, the final state and every gradient."""
-    inputs = call_inputs(case)
-    o, final, saved = passes.forward(inputs, save)
-    gradients = passes.backward(d_o.to(o.dtype), d_state.float(), inputs, saved)
-    out = {"o": o, "final_state": final}
-    names = ("q", "k", "v", "beta", "a", "b", "log_decay", "initial_state")
-    out |= {f"d{name}": x for name, x in zip(names, gradients, strict=True) if x is not None}
-    constant = case.tensors["log_decay"] is not None and case.tensors["log_decay"].ndim == 1
-    if constant:
-        out["dlog_decay"] = out["dlog_decay"].sum((0, 1))
-    return out
-
-
-def expected(case: Case, d_o: torch.Tensor, d_state: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The same from the definition in float64."""
-    exact = case.to(torch.float64)
-    out, gradients = with_gradients(exact, "reference", d_o.double(), d_state.double())
-    gradients = {f"d{name}": x for name, x in gradients.items()}
-    return {"o": out.o, "final_state": out.final_state} | gradients
-
-
-def check(case: Case) -> None:
-    d_o, d_state = (x.float() for x in weights(case))
-    exact = expected(case, d_o, d_state)
-    for name, x in run(case, d_o, d_state).items():
-        # A constant decay's gradient adds up those of all tokens, most of which cancel.
-        floor = 10.0 if x.ndim == 1 else 0.0
-        gradient = name.startswith("d")
-        assert_close(x, exact[name], dtype=torch.float32, gradient=gradient, name=name, floor=floor)
+__all__ = ["on_the_cpu"]
+pytestmark = [interpreted, pytest.mark.usefixtures("on_the_cpu")]
 
 
 def small(decay: str, erase: str, **sizes: object) -> Case:
@@ -82,40 +30,11 @@ def small(decay: str, erase: str, **sizes: object) -> Case:
     return make_case(decay, erase, **defaults | sizes, dtype=torch.float32)
 
 
-@pytest.mark.parametrize(("decay", "erase", "n_steps"), KINDS)
-def test_every_decay_and_erase(decay: str, erase: str, n_steps: int) -> None:
-    norm = erase != "free" and n_steps % 2 == 1
-    check(small(decay, erase, n_steps=n_steps, normalize_qk=norm))
-
-
-@pytest.mark.parametrize("erase", ["tied", "free"])
-def test_packed_sequences(erase: str) -> None:
-    check(small("channel", erase, lengths=(3, 0, 66, 1)))
-
-
-@pytest.mark.parametrize(("key_size", "value_size"), [(1, 1), (17, 70), (40, 3)])
-def test_any_sizes_and_more_value_heads(key_size: int, value_size: int) -> None:
-    sizes = {"key_size": key_size, "value_size": value_size, "tokens": 20}
-    check(small("channel", "free", **sizes, value_heads=2))
-    check(small("channel", "tied", **sizes, batch=2, heads=2, value_heads=4))
-
-
-@pytest.mark.parametrize(
-    ("spacing", "strength"), [(1, -1e4), (2, -torch.inf), (7, -1e6), (40, -1e4), (16, -torch.inf)]
-)
-@pytest.mark.parametrize(("erase", "n_steps"), [("tied", 2), ("free", 1)])
-def test_resets(erase: str, n_steps: int, spacing: int, strength: float) -> None:
-    case = small("channel", erase, n_steps=n_steps, tokens=66 // n_steps)
-    case.tensors["log_decay"][:, ::spacing, ::2] = strength
-    check(case)
-
-
 def check_roughly(case: Case, size: float = 1.0, save: bool = True) -> None:
     """As `check`; a sum of logarithms over 2^7 is good to 2^-17, and meets another one."""
-    d_o, d_state = (x.float() * size for x in weights(case))
-    exact = expected(case, d_o, d_state)
-    for name, x in run(case, d_o, d_state, save).items():
-        assert relative_rms(x, exact[name]) < 3e-5, name
+    found = compared(case, "triton", size=size, save_states=save)
+    for name, (x, exact, _) in found.items():
+        assert relative_rms(x, exact) < 3e-5, name
 
 
 class Unlaunched:
@@ -258,59 +177,11 @@ def test_decays_between_weak_and_reset() -> None:
         case = small("channel", erase)
         strong = torch.rand_like(case.tensors["log_decay"]) < 0.2
         case.tensors["log_decay"][strong] *= 50.0
-        check(case)
+        check(case, "triton")
 
 
 @overflows
 @pytest.mark.parametrize("change", [-0.3, -3.0, -30.0, -1e6])
-@pytest.mark.parametrize("erase", ["none", "tied"])
-def test_nothing_of_fast_rows_comes_from_the_future(
-    in_float32: None, erase: str, change: float
-) -> None:
-    test_nothing_comes_from_the_future(erase, 2, change)
-
-
-@pytest.mark.parametrize(("erase", "n_steps"), [("none", 1), ("tied", 2), ("free", 1)])
-@pytest.mark.parametrize("change", [-0.3, -30.0, -1e6])
-def test_nothing_comes_from_the_future(erase: str, n_steps: int, change: float) -> None:
-    case = small("channel", erase, n_steps=n_steps, tokens=60)
-    before, _, _ = passes.forward(call_inputs(case), False)
-    for t in (37, 40, 48):
-        later = {}
-        for name in set(case.present()) - {"initial_state"}:
-            x = case.tensors[name].clone()
-            start = t * n_steps if name in ("k", "v", "beta") else t
-            x[:, start:] = change if name == "log_decay" else x[:, start:] * 1.5
-            later[name] = x
-        after, _, _ = passes.forward(call_inputs(case.changed(**later)), False)
-        assert torch.equal(before[:, :t], after[:, :t])
-        assert not torch.equal(before[:, t:], after[:, t:])
-
-
-def test_any_strides_of_the_decay() -> None:
-    case = small("channel", "tied")
-    turned = case.tensors["log_decay"].transpose(1, 3).contiguous().transpose(1, 3)
-    check(case.changed(log_decay=turned))
-
-
-@pytest.mark.parametrize("erase", ["none", "tied", "free"])
-def test_float16_within_the_yardstick(erase: str) -> None:
-    case = make_case(
-        "channel", erase, batch=1, tokens=130, key_size=16, value_size=16, beta_max=1.0
-    )
-    case = case.to(torch.float16)
-    d_o, d_state = weights(case)
-    d_o, d_state = d_o.half(), d_state.float()
-    exact, got = expected(case, d_o, d_state), run(case, d_o, d_state)
-    names = case.present()
-    leaves = [case.tensors[name].detach().clone().requires_grad_() for name in names]
-    changed = case.changed(**dict(zip(names, leaves, strict=True)))
-    out = run_module(chunked, changed, chunk_size=64, matmul_dtype=torch.float16)
-    loss = (out.o * d_o).sum() + (out.final_state * d_state).sum()
-    own = {"o": out.o.detach(), "final_state": out.final_state.detach()}
-    for name, x in zip(names, torch.autograd.grad(loss, leaves), strict=True):
-        own[f"d{name}"] = x
-    for name, x in got.items():
-        assert_close_to_yardstick(
-            x, exact[name], own[name], dtype=torch.float16, gradient=name.startswith("d"), name=name
-        )
+@pytest.mark.parametrize(("erase", "n_steps"), [("none", 1), ("tied", 2)])
+def test_nothing_of_fast_rows_comes_from_the_future(in_float32, erase, n_steps, change) -> None:
+    nothing_comes("channel", erase, n_steps, change)

@@ -7,20 +7,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kernels.interpreted import inputs_of, interpreted
 from oracle import make_case, weights
 from promised import promised
 
 promised("triton")
 
-from deltarule import pack
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import passes
 from deltarule.ops.delta_rule.triton import plan as launch
 from deltarule.ops.delta_rule.triton import plan as segment_length
 from deltarule.ops.runtime import launch as direct
 
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
-NAMES = ("q", "k", "v", "beta", "a", "b", "log_decay", "initial_state")
 CASES = {
     "gated": {"tokens": 130, "batch": 2},
     "delta": {"decay": "none", "tokens": 130, "normalize_qk": True},
@@ -32,18 +30,14 @@ CASES = {
 }
 
 
-def inputs_of(
+def drawn(
     options: dict[str, object], dtype: torch.dtype, device: str = "cpu"
 ) -> tuple[Inputs, tuple]:
     """A call, and gradients by what it returns."""
     case = make_case(**{"batch": 1, "heads": 1, "value_heads": 1, "beta_max": 1.0} | options)
     d_o, d_state = weights(case)
-    x = {name: None if y is None else y.to(device) for name, y in case.to(dtype).tensors.items()}
-    offsets = None if case.lengths is None else pack(case.lengths).to(device)
-    inputs = Inputs(
-        *(x[name] for name in NAMES), offsets, case.n_steps, 0.3, case.normalize_qk, False
-    )
-    return inputs, (d_o.to(device, dtype), d_state.to(device, torch.float32))
+    given = d_o.to(device, dtype), d_state.to(device, torch.float32)
+    return inputs_of(case.to(dtype), device), given
 
 
 def gradients(inputs: Inputs, weighted: tuple, save: bool) -> list[torch.Tensor]:
@@ -60,7 +54,7 @@ def gradients(inputs: Inputs, weighted: tuple, save: bool) -> list[torch.Tensor]
 )
 def test_no_gradient_by_the_final_state_is_one_of_zeros(options, parts, monkeypatch) -> None:
     cut_into(parts, monkeypatch)
-    inputs, (d_o, d_final) = inputs_of(options, torch.float32)
+    inputs, (d_o, d_final) = drawn(options, torch.float32)
     for save in (True, False):
         expected = gradients(inputs, (d_o, torch.zeros_like(d_final)), save)
         found = gradients(inputs, (d_o, None), save)
@@ -78,7 +72,7 @@ def cut_into(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_windows_change_nothing(options, save, monkeypatch) -> None:
     dtype = torch.float32 if options.get("lengths") else torch.float16
-    inputs, weighted = inputs_of(options, dtype)
+    inputs, weighted = drawn(options, dtype)
     whole = gradients(inputs, weighted, save)
     cut_into(3, monkeypatch)
     assert all(map(torch.equal, whole, gradients(inputs, weighted, save)))
@@ -89,7 +83,7 @@ def test_windows_change_nothing(options, save, monkeypatch) -> None:
 @pytest.mark.parametrize("lengths", [None, (3, 0, 200)], ids=["dense", "packed"])
 def test_windows_of_segments_change_nothing(lengths, save, monkeypatch) -> None:
     monkeypatch.setattr(launch, "chunks_per_segment", lambda *shapes: 2)
-    inputs, weighted = inputs_of({"tokens": 230, "lengths": lengths}, torch.float32)
+    inputs, weighted = drawn({"tokens": 230, "lengths": lengths}, torch.float32)
     whole = gradients(inputs, weighted, save)
     cut_into(2, monkeypatch)
     assert all(map(torch.equal, whole, gradients(inputs, weighted, save)))
@@ -103,7 +97,7 @@ def test_windows_change_nothing_on_a_gpu(options, save, parts, monkeypatch) -> N
     sizes = {"key_size": 128, "value_size": 128, "value_heads": 2}
     # Long enough for segments, too: packed sequences, and rows of few heads.
     longer = {"tokens": 1100} if "lengths" not in options else {"lengths": (3, 0, 900, 200)}
-    inputs, weighted = inputs_of(options | sizes | longer, torch.bfloat16, "cuda")
+    inputs, weighted = drawn(options | sizes | longer, torch.bfloat16, "cuda")
     whole = gradients(inputs, weighted, save)
     cut_into(parts, monkeypatch)
     assert all(map(torch.equal, whole, gradients(inputs, weighted, save)))

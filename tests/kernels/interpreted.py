@@ -1,0 +1,33 @@
+"""`impl="triton"` on a CPU, where Triton's interpreter runs the kernels."""
+
+import pytest
+import torch
+
+from deltarule import pack
+from deltarule.ops.delta_rule import implementations
+from deltarule.ops.delta_rule.inputs import Inputs, check_arguments
+from deltarule.ops.dispatch import Implementation, always
+from oracle import NAMES, Case
+
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels are compiled here: see tests/ops/test_on_gpu.py"
+)
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operators take tensors of the CPU for Triton's kernels."""
+    runs = Implementation(always, implementations.run_triton)
+    monkeypatch.setitem(implementations.IMPLEMENTATIONS, "triton", runs)
+
+
+def inputs_of(case: Case, device: str = "cpu", *, state: bool = True) -> Inputs:
+    """What the kernels of a call are given."""
+    x = {name: None if y is None else y.to(device) for name, y in case.tensors.items()}
+    if not state:
+        x["initial_state"] = None
+    return check_arguments(
+        **{name: x[name] for name in NAMES}, n_steps=case.n_steps, scale=None,
+        cu_seqlens=None if case.lengths is None else pack(case.lengths).to(device),
+        normalize_qk=case.normalize_qk, batch_invariant=False,
+    )  # fmt: skip
