@@ -8,7 +8,7 @@ from torch import Tensor
 
 from deltarule import RecurrentOutput, delta_rule, dplr, pack
 from deltarule.ops.delta_rule.bars import FORWARD, GRADIENT, relative_rms
-from oracle import Case, make_case, weights
+from oracle import Case, make_case, on, weights
 
 # The one place that says where the tests run: their logic holds on a CPU, too.
 DEVICE = torch.device("cuda")
@@ -62,7 +62,7 @@ def offsets_of(case: Case, device: torch.device) -> Tensor | None:
 
 def placed(case: Case, device: torch.device | None = None) -> Case:
     """The same call on the device of the tests, or another one."""
-    return case.changed(**{x: case.tensors[x].to(device or DEVICE) for x in case.present()})
+    return on(device or DEVICE, case)
 
 
 class Drawn(NamedTuple):

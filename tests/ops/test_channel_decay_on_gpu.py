@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from deltarule.ops.delta_rule import chunked
-from oracle import Case, make_case, run_module, weights, with_gradients
+from oracle import Case, compared, make_case
 from tolerance import assert_close_to_yardstick
 
 pytestmark = pytest.mark.gpu
@@ -39,25 +38,15 @@ def beyond_the_flag(case: Case) -> Case:
 def check(case: Case, dtype: torch.dtype) -> None:
     """Outputs and gradients of a repeated call against the yardstick."""
     case = case.to(dtype)
-    case = case.changed(
-        **{name: None if x is None else x.cuda() for name, x in case.tensors.items()}
-    )
-    d_o, d_state = (x.cuda() for x in weights(case))
-    d_o, d_state = d_o.to(dtype), d_state.float()
-    out, found = with_gradients(case, "triton", d_o, d_state)
-    _, again = with_gradients(case, "triton", d_o, d_state)
-    exact = with_gradients(case.to(torch.float64), "reference", d_o.double(), d_state.double())
-    leaves = {name: case.tensors[name].detach().requires_grad_() for name in found}
-    rounded = None if dtype == torch.float32 else dtype
-    own = run_module(chunked, case.changed(**leaves), chunk_size=64, matmul_dtype=rounded)
-    loss = (own.o * d_o).sum() + (own.final_state * d_state).sum()
-    gradients = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
-    for name, x in found.items():
-        assert torch.equal(x, again[name]), name
-        assert_close_to_yardstick(
-            x, exact[1][name], gradients[name], dtype=dtype, gradient=True, name=f"d {name}"
-        )
-    assert_close_to_yardstick(out.o, exact[0].o, own.o, dtype=dtype, name="o")
+    found = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        found.append(compared(case, "triton", device="cuda"))
+    first, again = found
+    for name, (x, exact, own) in first.items():
+        assert torch.equal(x, again[name].found), name
+        bars = {"dtype": dtype, "gradient": name.startswith("d "), "name": name}
+        assert_close_to_yardstick(x, exact, own, **bars)
 
 
 @pytest.mark.parametrize("decays", [near_the_flag, beyond_the_flag])

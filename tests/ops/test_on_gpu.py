@@ -8,9 +8,8 @@ from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.loss import next_token_loss
 from deltarule.nn import MIXERS
 from deltarule.ops import dispatch
-from deltarule.ops.delta_rule import chunked
 from deltarule.ops.delta_rule.step import STEPS
-from oracle import DECAYS, ERASES, Case, make_case, run_module, weights, with_gradients
+from oracle import DECAYS, ERASES, Case, make_case, on, weights, with_gradients, yardstick
 from tolerance import assert_close, assert_close_to_yardstick
 
 pytestmark = [
@@ -26,7 +25,7 @@ def exact_products() -> None:
 
 
 def on_gpu(case: Case) -> Case:
-    return case.changed(**{name: case.tensors[name].cuda() for name in case.present()})
+    return on("cuda", case)
 
 
 @pytest.mark.parametrize("lengths", [None, (3, 0, 70, 1, 130)])
@@ -79,28 +78,18 @@ def test_half_precision(decay: str, erase: str, n_steps: int, dtype: torch.dtype
     d_o, d_state = weights(case)
     d_o = d_o.to(dtype).double()
     exact, expected = with_gradients(case.to(torch.float64), "reference", d_o, d_state)
-    yardstick = run_module(chunked, case, chunk_size=64, matmul_dtype=dtype)
+    rounded, own = yardstick(case, d_o, d_state)
     out, gradients = with_gradients(on_gpu(case), "auto", d_o.cuda(), d_state.float().cuda())
-    assert_close_to_yardstick(out.o, exact.o, yardstick.o, name="o")
+    assert_close_to_yardstick(out.o, exact.o, rounded.o, name="o")
     assert_close_to_yardstick(
-        out.final_state, exact.final_state, yardstick.final_state, dtype=dtype, name="final_state"
+        out.final_state, exact.final_state, rounded.final_state, dtype=dtype, name="final_state"
     )
-    own = yardstick_gradients(case, dtype, d_o, d_state)
     floor = {"log_decay": what_cancels(case, d_o, d_state)} if decay == "constant" else {}
     for name, gradient in gradients.items():
         assert_close_to_yardstick(
             gradient, expected[name], own[name], dtype=dtype, gradient=True, name=name,
             floor=floor.get(name, 0.0),
         )  # fmt: skip
-
-
-def yardstick_gradients(case: Case, dtype: torch.dtype, d_o, d_state) -> dict[str, torch.Tensor]:
-    """Gradients through the reference algorithm with its operands rounded."""
-    names = case.present()
-    leaves = {name: case.tensors[name].detach().clone().requires_grad_() for name in names}
-    rounded = run_module(chunked, case.changed(**leaves), chunk_size=64, matmul_dtype=dtype)
-    loss = (rounded.o.double() * d_o).sum() + (rounded.final_state * d_state.float()).sum()
-    return dict(zip(names, torch.autograd.grad(loss, list(leaves.values())), strict=True))
 
 
 STEP_KINDS = [(decay, *e) for decay in DECAYS for e in (("none", 1), ("tied", 3), ("free", 1))]

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deltarule.ops.delta_rule import chunked
-from oracle import Case, run_module, weights, with_gradients
-from tolerance import assert_close_to_yardstick
-from truth import Drawn, Kind, placed, results
+import truth
+from oracle import Case
+from oracle import check as held_to_the_definition
+from truth import Kind
 
 pytestmark = pytest.mark.gpu
 
@@ -21,32 +21,7 @@ every_rule = pytest.mark.parametrize(("decay", "erase", "n_steps"), RULES)
 
 def check(case: Case, *, stress: bool = False) -> None:
     """Outputs, final state and gradients beside the definition, and beside the yardstick."""
-    dtype = case.tensors["q"].dtype
-    d_o, d_state = (x.to(y) for x, y in zip(weights(case), (dtype, FULL), strict=True))
-    wide = d_o.double(), d_state.double()
-    exact, gradients = with_gradients(case.to(torch.float64), "reference", *wide)
-    expected = {"o": exact.o, "final_state": exact.final_state}
-    expected |= {f"d {name}": x for name, x in gradients.items()}
-    own = yardstick(case, wide)
-    on_device = placed(case)
-    device = on_device.tensors["q"].device
-    found = results(Drawn(on_device, (d_o.to(device), d_state.to(device))))
-    for name, x in found.items():
-        assert_close_to_yardstick(
-            x, expected[name], own[name], dtype=dtype, gradient=name.startswith("d "),
-            stress=stress, name=name,
-        )  # fmt: skip
-
-
-def yardstick(case: Case, wide: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The reference algorithm with its operands rounded, and gradients through it."""
-    names, dtype = case.present(), case.tensors["q"].dtype
-    leaves = {name: case.tensors[name].detach().clone().requires_grad_() for name in names}
-    out = run_module(chunked, case.changed(**leaves), chunk_size=64, matmul_dtype=dtype)
-    loss = (out.o.double() * wide[0]).sum() + (out.final_state.double() * wide[1]).sum()
-    gradients = torch.autograd.grad(loss, list(leaves.values()))
-    found = dict(zip((f"d {name}" for name in names), gradients, strict=True))
-    return {"o": out.o, "final_state": out.final_state, **found}
+    held_to_the_definition(case, truth.IMPL, stress=stress, device=truth.DEVICE)
 
 
 @every_dtype
