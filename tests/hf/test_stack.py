@@ -115,6 +115,21 @@ def test_an_untied_head_is_adapted_too():
     assert error(get_peft_model(model, LoraConfig(**options))(ids).logits, before) > 0.1
 
 
+def test_int8_weights_of_torchao():
+    quantization = pytest.importorskip("torchao.quantization")
+    model = make("hybrid").eval()
+    ids = bytes_like(2, 40)
+    with torch.no_grad():
+        before = model(ids).logits
+        quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+        whole = model(ids).logits
+        first = model(ids[:, :20], use_cache=True)
+        rest = model(ids[:, 20:], past_key_values=first.past_key_values)
+    assert error(whole, before) < 0.05
+    assert error(torch.cat([first.logits, rest.logits], 1), whole) < 1e-5
+    assert model.generate(ids[:1, :5], max_new_tokens=3).shape[1] == 8
+
+
 @pytest.mark.parametrize("layers", ["gated_deltanet", "rwkv7", "hybrid"])
 def test_weights_that_make_no_new_tensors(layers, monkeypatch):
     """As torchao's int8 weights: a state is not made by a weight."""
