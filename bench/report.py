@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 from bench.adapters import OURS
 from bench.cases import OPERATIONS, Shape
 from bench.figure import draw_figure
+from bench.markdown import Marks, markdown, write_between
 from bench.results import PASSES, load
 from bench.table import OTHERS, number
 
 Row = dict[str, Any]
 
-BEGIN, END = "<!-- figures: written by a script, do not edit -->", "<!-- end of figures -->"
+MARKS = Marks("<!-- figures: written by a script, do not edit -->", "<!-- end of figures -->")
 # Columns beside ours, with their heads.
 PEERS = {"fla": "FLA", "flash_qla": "FlashQLA", "flashinfer": "FlashInfer"}
 NOTHING = "-"
@@ -143,11 +144,6 @@ def write_page(reports: Sequence[Row], page: Path, picture: Path) -> None:
     Raises:
         ValueError: The page has lost one of its marks.
     """
-    text = page.read_text()
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"{page} lacks {BEGIN!r} or {END!r}: put both back, each on its own line")
-    before, rest = text.split(BEGIN, 1)
-    after = rest.split(END, 1)[1]
     found = timings(reports)
     draw_figure(found, picture)
     link = picture.resolve().relative_to(page.resolve().parent)
@@ -155,13 +151,7 @@ def write_page(reports: Sequence[Row], page: Path, picture: Path) -> None:
         f"![Milliseconds of the operators and of other packages]({link.as_posix()})", "",
         *operator_table(found), *other_tables(reports), "", "Runs:", "", *runs(reports),
     ]  # fmt: skip
-    page.write_text(before + "\n".join([BEGIN, "", *lines, "", END]) + after)
-
-
-def markdown(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    """A table."""
-    rows = [heads, ["---"] * len(heads), *lines]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    write_between(page, MARKS, lines)
 
 
 def main() -> None:

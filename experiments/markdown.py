@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
+from bench.markdown import markdown
 from experiments.experiment import Result
 
 
@@ -16,10 +17,6 @@ def markdown_table(
         |---|---|
         | GLA | 1.5 |
     """
-    lines = [_line(head), "|---" * len(head) + "|", *map(_line, rows)]
+    lines = markdown(head, rows)
     failed = [f"- failed: `{run.name}`: {run.error}" for run in results if run.error is not None]
     return "\n".join([*lines, *([""] if failed else []), *failed])
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

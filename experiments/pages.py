@@ -8,11 +8,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from bench.markdown import Marks, markdown, write_between
 from experiments.experiment import SCALES, Experiment, Scale, finished
 from experiments.records import Record, read_json, to_results
 from experiments.table import EXPERIMENTS, load_experiment
 
-BEGIN, END = "<!-- results: written by a script, do not edit -->", "<!-- end of results -->"
+MARKS = Marks("<!-- results: written by a script, do not edit -->", "<!-- end of results -->")
 INDEX_PAGE = "README.md"
 INDEX = """# Experiments
 
@@ -63,7 +64,8 @@ def write_index(folder: Path) -> None:
         RecordError: A JSON file is damaged, or of a format that this version cannot read.
         ValueError: The page has lost one of its marks.
     """
-    write_between(folder / INDEX_PAGE, INDEX, index(map(load_experiment, EXPERIMENTS), folder))
+    lines = index(map(load_experiment, EXPERIMENTS), folder)
+    write_between(folder / INDEX_PAGE, MARKS, lines, new=INDEX)
 
 
 def write_page(experiment: Experiment, folder: Path) -> None:
@@ -84,7 +86,7 @@ def write_page(experiment: Experiment, folder: Path) -> None:
         picture = f"{stem}.png" if (folder / f"{stem}.png").exists() else None
         lines += section(experiment, report, raw=f"{stem}.json", picture=picture)
     new = f"# {experiment.title}\n\n{experiment.shows}\n"
-    write_between(folder / f"{experiment.name}.md", new, lines)
+    write_between(folder / f"{experiment.name}.md", MARKS, lines, new=new)
 
 
 def read_report(experiment: Experiment, scale: Scale, folder: Path) -> Record | None:
@@ -198,12 +200,12 @@ def fenced(command: str) -> list[str]:
 
 def index(experiments: Iterable[Experiment], folder: Path) -> list[str]:
     """The table of experiments: what each shows, and which of its forms were run."""
-    lines = [f"| experiment | from | {' | '.join(SCALES)} |", "|---" * (2 + len(SCALES)) + "|"]
+    rows = []
     for one in experiments:
         forms = [form(one, scale, folder) for scale in SCALES]
         title = f"[{one.title}]({one.name}.md)"
-        lines.append(f"| {title}<br>{one.shows} | {one.source} | {' | '.join(forms)} |")
-    return lines
+        rows.append([f"{title}<br>{one.shows}", one.source, *forms])
+    return markdown(["experiment", "from", *SCALES], rows)
 
 
 def form(experiment: Experiment, scale: Scale, folder: Path) -> str:
@@ -213,21 +215,6 @@ def form(experiment: Experiment, scale: Scale, folder: Path) -> str:
     report = read_report(experiment, scale, folder)
     when = "not run yet" if report is None else f"run on {report['date'][:10]}"
     return f"{experiment.needs[scale]}; {when}"
-
-
-def write_between(page: Path, new: str, lines: list[str]) -> None:
-    """Replace what is between the marks of a page, which begins as `new` if there is none.
-
-    Raises:
-        ValueError: The page has lost one of its marks.
-    """
-    text = page.read_text(encoding="utf-8") if page.exists() else f"{new}\n{BEGIN}\n{END}\n"
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"{page} lacks {BEGIN!r} or {END!r}: put both back, each on its own line")
-    before, _, rest = text.partition(BEGIN)
-    after = rest.partition(END)[2]
-    whole = before + "\n".join([BEGIN, "", *lines, "", END]) + after
-    page.write_text(whole, encoding="utf-8")
 
 
 def main() -> None:

@@ -99,7 +99,9 @@ def test_peers_alone_do_not_replace_a_comparison():
 def test_the_page_is_written_between_its_marks(tmp_path):
     page, picture = tmp_path / "performance.md", tmp_path / "figures" / "bench.png"
     picture.parent.mkdir()
-    page.write_text(f"# Performance\n\n{report.BEGIN}\n{report.END}\n\nWhat bounds it.\n")
+    page.write_text(
+        f"# Performance\n\n{report.MARKS.begin}\n{report.MARKS.end}\n\nWhat bounds it.\n"
+    )
     report.write_page([example_report()], page, picture)
     first = page.read_text()
     line = next(line for line in first.splitlines() if "| forward |" in line and "8x4096" in line)

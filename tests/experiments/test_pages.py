@@ -471,7 +471,7 @@ CLAIMS = {
 
 @pytest.mark.parametrize("name", CLAIMS)
 def test_the_prose_says_what_the_tables_say(name: str) -> None:
-    prose = (DOCS / f"{name}.md").read_text().partition(pages.BEGIN)[0]
+    prose = (DOCS / f"{name}.md").read_text().partition(pages.MARKS.begin)[0]
     for words, holds in CLAIMS[name](Tables(name)).items():
         assert " ".join(words.split()) in " ".join(prose.split()), f"{name}.md lost: {words}"
         assert holds, f"{name}.md: {words}"
