@@ -9,14 +9,14 @@ import pytest
 
 # By marker: a pattern of `file::test` under tests/. The first that fits counts.
 PARTS = {
-    "ahead": r"kernels/test_((compile|operators|steps)_ahead\.py|gluon_ahead\.py::.*gradients)",
+    "ahead": r"kernels/test_((compile|operators)_ahead\.py|gluon_ahead\.py::.*gradients)",
     "processes": r"test_processes\.py|doctor/|experiments/test_reproduce\.py"
     r"|bench/test_measured\.py"
     r"|parallel/|train/test_checkpoint\.py::.*(kill|process)|cli/test_cli\.py::.*(process|signal)"
     r"|test_package\.py::.*process|train/test_token_shards\.py::.*memory",
     "compiler": r".*::.*(compile|opcheck|fullgraph|export)",
     "interpreter": r"kernels/test_(triton|segments|spanning|windows|recording|first_call|ttt|mesa"
-    r"|neighbours|pools).*\.py|ops/test_contract_kernels\.py",
+    r"|pools).*\.py|ops/test_contract_kernels\.py",
     "grid": r"nn/test_(mixers|training|kept_on_gpu|transforms)\.py"
     r"|nn/test_rules\.py::test_gradients|ops/test_(properties|on_gpu)\.py|models/test_(train_options|drafted)\.py"
     r"|ops/test_registered\.py::test_gradcheck|ops/test_mesa\.py::test_converges"

@@ -14,7 +14,6 @@ promised("triton")
 
 from kernels.machine_code import lost_addresses, overwritten_operands, single_buffers
 
-PROGRAM = Path(__file__).with_name("compile_ahead.py")
 # Shared memory that one block may have, in KiB.
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 # Columns of a multiprocessor of sm_100.
@@ -25,9 +24,9 @@ SPILLS = {"gradients_kernel": 1536, "recurrent_step_kernel": 16}
 OTHERS = {"bfloat16": 256, "float16": 256, "float32": 1024}
 
 
-def compiled(*options: str) -> list[dict]:
+def compiled(program: str, *options: object) -> list:
     done = subprocess.run(
-        [sys.executable, str(PROGRAM), *options],
+        [sys.executable, str(Path(__file__).with_name(program)), *map(str, options)],
         env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
@@ -43,7 +42,7 @@ def check(report: dict, spills: int) -> None:
 
 
 def test_a_few_calls_for_every_gpu() -> None:
-    reports = compiled()
+    reports = compiled("compile_ahead.py")
     assert {report["target"] for report in reports} == set(SHARED)
     names = {report["kernel"] for report in reports}
     assert {"next_state_kernel", "gradients_kernel", "recurrent_step_kernel"} <= names
@@ -58,11 +57,38 @@ def test_a_few_calls_for_every_gpu() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", SHARED)
 def test_every_call(target) -> None:
-    reports = compiled("--long", "--targets", str(target))
+    reports = compiled("compile_ahead.py", "--long", "--targets", target)
     assert len(reports) > 60
     for report in reports:
         wide = report["call"]["key_size"] > 128 or report["call"]["dtype"] == "float32"
         check(report, 8192 if wide else 4096)
+
+
+# Those that give a thread the most registers come in every run.
+@pytest.mark.parametrize(
+    "targets", [(80, 120), pytest.param((86, 89, 90, 100), marks=pytest.mark.slow)]
+)
+def test_steps_with_logits_and_on_pools(targets) -> None:
+    reports = compiled("compile_steps.py", "--targets", *targets)
+    assert len(reports) == 4 * 5 * len(targets)
+    for report in reports:
+        assert report["spills"] <= 16, report
+        # Eight programs on a multiprocessor of 64 K registers.
+        assert report["registers"] * report["threads"] * 8 <= 64 * 1024, report
+        assert report["shared"] <= 4096, report
+
+
+@pytest.mark.parametrize(
+    "targets", [(80, 100), pytest.param((86, 89, 90, 120), marks=pytest.mark.slow)]
+)
+def test_neighbours_spill_nothing(targets) -> None:
+    (found,) = compiled("compile_neighbours.py", "--targets", *targets)
+    assert len(found) == 21 * len(targets)
+    for name, target, used in found:
+        assert used["LOCAL"] == used["STACK"] == 0, (name, target, used)
+        # Of a multiprocessor of 64 K registers: 12 warps, or three programs of 8.
+        assert used["REG"] <= (80 if "entropy" in name else 168), (name, target, used)
+        assert used["SHARED"] <= 4096, (name, target, used)
 
 
 LOOP = """

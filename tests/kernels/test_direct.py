@@ -80,26 +80,6 @@ def test_a_key_tells_apart_all_that_triton_does() -> None:
     assert not confused(found)
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_no_part_of_a_key_can_be_left_out(place: int) -> None:
-    assert confused([((*key[:place], *key[place + 1 :]), search) for key, search in keys()])
-
-
-@pytest.mark.parametrize(
-    "coarser",
-    [
-        lambda x: torch.dtype if isinstance(x, torch.dtype) else x,
-        lambda x: int if type(x) is int else x,
-        lambda x: x == 1 if type(x) is int else x,
-        lambda x: x % 16 == 0 if type(x) is int else x,
-        lambda x: 1 if x is float else x,
-        lambda x: 7 if x is None else x,
-    ],
-)
-def test_nor_be_made_coarser(coarser) -> None:
-    assert confused([(tuple(map(coarser, key)), search) for key, search in keys()])
-
-
 @pytest.mark.parametrize(
     "x",
     [True, "a", MEMORY[1:], MEMORY.view(torch.bfloat16)[3:], tl.constexpr(1), [1], tl.float32,

@@ -1,14 +1,10 @@
 """What the compiler makes of the kernels of the operators beside the delta rule."""
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from kernels.test_compile_ahead import compiled
 from promised import promised
 
 promised("triton")
@@ -26,16 +22,6 @@ SPILLS_OF_ALL_GATES = 256
 SPILLS_OF_WIDE_NETWORKS = 2048
 # Where `ttt` and `titans` run them.
 MEMORIES = (90, 100)
-
-
-def compiled(*options: str) -> list[dict]:
-    program = Path(__file__).with_name("compile_operators.py")
-    done = subprocess.run(
-        [sys.executable, str(program), *options],
-        env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def assert_sound(found: list[dict], least: int) -> None:
@@ -63,10 +49,10 @@ def assert_sound(found: list[dict], least: int) -> None:
     ],
 )
 def test_compiled_for_hopper(call) -> None:
-    assert_sound(compiled("--targets", "90", "--calls", call), 1)
+    assert_sound(compiled("compile_operators.py", "--targets", "90", "--calls", call), 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["80", "86", "89", "90", "100", "120"])
 def test_compiled_for_every_gpu(target) -> None:
-    assert_sound(compiled("--targets", target), 40)
+    assert_sound(compiled("compile_operators.py", "--targets", target), 40)

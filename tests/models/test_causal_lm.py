@@ -7,9 +7,6 @@ import torch
 
 import deltarule
 from deltarule.models import CausalLM, ModelConfig, next_token_loss
-from deltarule.nn import MIXERS
-
-ALL = [*MIXERS]
 
 
 def error(a, b):
@@ -39,17 +36,6 @@ def test_a_tied_head_is_one_parameter(make_model, random_tokens):
     assert "head.weight" not in model.state_dict()
     next_token_loss(model(random_tokens(1, 3))[0], random_tokens(1, 3)).backward()
     assert model.embedding.weight.grad.abs().sum(1).count_nonzero() == 257
-
-
-@pytest.mark.parametrize("layer", ALL)
-def test_every_mixer_makes_a_model_that_learns(layer, make_model, random_tokens):
-    model = make_model(layer_types=layer, num_layers=2)
-    tokens = random_tokens(2, 12)
-    loss = next_token_loss(model(tokens)[0][:, :-1], tokens[:, 1:])
-    loss.backward()
-    used = [p for p in model.parameters() if p.grad is not None and p.grad.abs().sum() > 0]
-    assert len(used) >= 0.7 * len(list(model.parameters()))
-    assert all(p.grad.isfinite().all() for p in used)
 
 
 def test_later_tokens_change_nothing_before_them(make_model, random_tokens):

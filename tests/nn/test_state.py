@@ -1,8 +1,5 @@
 """States: saved, refused, selected, moved."""
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
 import torch.utils._pytree as pytree
@@ -88,30 +85,6 @@ def test_a_save_that_fails_leaves_the_old_state(tmp_path, monkeypatch):
         save_state(State(a=torch.ones(1)), path)
     assert load_state(path)["a"].tolist() == [0]
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_two_writers_of_one_state_do_not_collide(tmp_path, monkeypatch):
-    path = tmp_path / "state"
-
-    def save_another():
-        save_state(State(a=torch.zeros(1)), path)
-        assert load_state(path)["a"].tolist() == [0]
-
-    saves(monkeypatch, then=save_another)
-    save_state(State(a=torch.ones(1)), path)
-    assert load_state(path)["a"].tolist() == [1]
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_state_is_synced_before_it_is_moved(tmp_path, monkeypatch):
-    events = []
-    fsync, replace = os.fsync, Path.replace
-    monkeypatch.setattr(os, "fsync", lambda fd: events.append("sync") or fsync(fd))
-    monkeypatch.setattr(
-        Path, "replace", lambda self, to: events.append("move") or replace(self, to)
-    )
-    save_state(State(a=torch.zeros(1)), tmp_path / "state")
-    assert events[:2] == ["sync", "move"]
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\x80\x04]\x94.", b"\xff" * 100])
