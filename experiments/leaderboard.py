@@ -8,49 +8,29 @@ import json
 import math
 import shutil
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from deltarule.models import ModelConfig
 from deltarule.nn import SYSTEMS
-from deltarule.tasks import groups, modular_arithmetic, mqar, parity
 from deltarule.train.extra import require
 from deltarule.train.figures import DARK, DOTS_PER_INCH, dress, save
-from deltarule.train.loop import LoopOptions
-from deltarule.train.optimizer import OptimizerOptions
-from experiments import mad
 from experiments.experiment import Experiment, Result, Scale, finished
 from experiments.figures import title_of
+from experiments.leaderboard_tasks import COLUMNS
 from experiments.markdown import markdown_table
 from experiments.records import write_json
-from experiments.task_cell import Evaluation, TaskCell
+from experiments.task_cell import TaskCell
 from experiments.text_cell import TextCell
-from experiments.text_setting import text_cell, text_model
 
-LABEL = "new rows"
 # Scores this near are one: of tasks, whose tests have 1,000 rows, and of text.
 TIE = {False: 0.1, True: 0.02}
 # Inches of a panel and of a system's line in it.
 WIDTH, LINE = 4.4, 0.17
 UNIT = {False: "scaled accuracy", True: "bits per byte"}
-
-
-class Column(NamedTuple):
-    """A task at one setting."""
-
-    title: str
-    setting: str
-    """What a model trains on and is tested on, for a reader."""
-    cell: Callable[[str], TaskCell | TextCell]
-    """From a system to its training run at the first rate and seed."""
-    rates: tuple[float, ...]
-    """Tried with the first seed."""
-    seeds: tuple[int, ...]
-    """The first one, and those that the best rate runs with as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,111 +90,6 @@ def score(cell: TaskCell | TextCell, figures: dict[str, Any]) -> float:
         return float(first["bits_per_byte"])
     chance: float = cell.evaluations[0].config.chance
     return (float(first["accuracy"]) - chance) / (1 - chance)
-
-
-def labelled(
-    task: str, training: Any, tested: Any, *, width: int, heads: int, layers: int, rows: int,
-    steps: int, **model: Any,
-) -> Callable[[str], TaskCell]:  # fmt: skip
-    """Training runs on a task, whose model has all that is not named at the system's default."""
-
-    def cell(system: str) -> TaskCell:
-        return TaskCell(
-            name=system, task=task, training=training,
-            evaluations=(Evaluation(LABEL, tested, 1000),),
-            model=ModelConfig(
-                vocab_size=training.vocab_size, hidden_size=width, num_layers=layers,
-                layer_types=system, num_heads=heads,
-                tie_embeddings=False, **model,
-            ),
-            rows=rows,
-            optimizer=OptimizerOptions(min_lr_ratio=0.05, warmup_steps=steps // 10, beta2=0.98),
-            loop=LoopOptions(steps=steps, evaluate_every=steps // 6, save_every=steps, keep=1),
-            stop_at=0.999,
-        )  # fmt: skip
-
-    return cell
-
-
-def mad_cell(setting: str) -> Callable[[str], TaskCell]:
-    """Half of the epochs of the experiment `mad`, and a system's own convolution."""
-
-    def cell(system: str) -> TaskCell:
-        base = mad.make_cell("gpu", setting, system)
-        model = replace(base.model, conv_size=None, head_k_dim=None, head_v_dim=None)
-        steps = base.loop.steps // 2
-        return replace(
-            base, model=model, loop=replace(base.loop, steps=steps, evaluate_every=steps // 10)
-        )
-
-    return cell
-
-
-RECALL = mqar.Config(length=32, pairs=6, vocab_size=32)
-LAPTOP = {
-    "mqar": Column(
-        "Associative recall",
-        "6 pairs of 31 words in rows of 32, new rows in training and test; 2 layers",
-        labelled(
-            "mqar", RECALL, RECALL, width=32, heads=2, layers=2, mlp_size=0, rows=64, steps=300,
-       
-        ), (1e-2,), (0,),
-    ),
-    "parity": Column(
-        "Parity",
-        "trained on rows of 16 bits, tested on 17 to 64; 1 layer",
-        labelled(
-            "parity", parity.Config(16, 16, every_position=True), parity.Config(17, 64), width=32,
-            heads=2, layers=1, mlp_size=0, rows=64, steps=300,
-        ), (1e-2,), (0, 1, 2),
-    ),
-}  # fmt: skip
-# Of the GPU form: the settings of the other experiments, but for the systems' own convolutions.
-RATES, SEEDS = (1e-3, 4e-3), (0, 1, 2)
-LONG_RECALL = mqar.Config(length=512, pairs=64, vocab_size=8192)
-PARITY, ARITHMETIC = parity.Config(3, 40), modular_arithmetic.Config(3, 40)
-GPU = {
-    **{
-        f"mad-{name}": Column(
-            one.title, f"MAD's baseline, {one.steps // 2:,} steps of 128 rows; 2 layers",
-            mad_cell(name), RATES, SEEDS,
-        )
-        for name, one in mad.SETTINGS["gpu"].items()
-    },
-    "mqar": Column(
-        "Associative recall", "64 pairs of 8,192 words in rows of 512, 4,000 steps; 2 layers",
-        labelled(
-            "mqar", LONG_RECALL, LONG_RECALL, width=128, heads=4, layers=2, mlp_size=0, rows=128,
-            steps=4000,
-        ), RATES, SEEDS,
-    ),
-    "parity": Column(
-        "Parity", "trained on rows of 3 to 40 bits, tested on 40 to 256; 2 layers",
-        labelled(
-            "parity", PARITY, parity.Config(40, 256), width=128, heads=4, layers=2, rows=256,
-            steps=4000,
-        ), RATES, SEEDS,
-    ),
-    "arithmetic": Column(
-        "Modular arithmetic", "trained on rows of 3 to 40 places, tested on 40 to 256; 3 layers",
-        labelled(
-            "modular_arithmetic", ARITHMETIC, modular_arithmetic.Config(40, 256), width=128,
-            heads=4, layers=3, rows=256, steps=4000,
-        ), RATES, SEEDS,
-    ),
-    "S_3": Column(
-        "Products in S_3", "trained on rows of 32 elements, tested on 128; 1 layer",
-        labelled(
-            "groups", groups.Config("S_3", 32), groups.Config("S_3", 128), width=128, heads=4,
-            layers=1, mlp_size=0, rows=256, steps=3000,
-        ), RATES, SEEDS,
-    ),
-    "language": Column(
-        "Text, bits per byte", "30 M parameters, 600 steps of 32 rows of 512 bytes; 8 layers",
-        lambda system: text_cell(system, text_model(system, "large"), "large", 0), RATES, (0,),
-    ),
-}  # fmt: skip
-COLUMNS: dict[Scale, dict[str, Column]] = {"laptop": LAPTOP, "gpu": GPU}
 
 
 def cells(scale: Scale) -> list[Entry]:
