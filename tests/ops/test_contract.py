@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from opchecked import opcheck_all
+from opchecked import Registered, opcheck_all
 from ops.contract import OPERATORS, gradients, weighted
 from tolerance import assert_close, relative_rms
 
@@ -233,8 +233,7 @@ def test_compiles_without_a_break(operator):
     assert_close(found, expected, gradient=True)
 
 
-# The memories register nothing here, and 80 taps are a Fourier transform.
-@pytest.mark.parametrize("name", [name for name in REGISTERED if name != "long convolution"])
+@pytest.mark.parametrize("name", REGISTERED)
 @every_layout
 def test_opcheck_of_all_that_is_registered(name, lengths):
     operator = OPERATORS[name]
@@ -242,6 +241,19 @@ def test_opcheck_of_all_that_is_registered(name, lengths):
     if lengths is None and name in ("gated delta", "channels", "free erase"):
         x = {n: y.transpose(0, -1).contiguous().transpose(0, -1) for n, y in x.items()}
     opcheck_all(lambda: gradients(operator, x, impl="torch"))
+
+
+@pytest.mark.parametrize("name", REGISTERED)
+def test_a_mode_that_watches_changes_no_gradient(name):
+    operator = OPERATORS[name]
+    x = operator.draw(1, 70)
+    outputs, expected = gradients(operator, x, impl="torch")
+    with Registered() as seen:
+        watched, found = gradients(operator, x, impl="torch")
+    assert seen.calls
+    assert_alike(watched, outputs)
+    for n, gradient in found.items():
+        assert_close(gradient, expected[n], gradient=True, name=n)
 
 
 @every

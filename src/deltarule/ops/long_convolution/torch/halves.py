@@ -101,9 +101,11 @@ def gradients(
         else:
             # The right half lies behind the left one: the same places as in the forward.
             d_spectrum = torch.fft.rfft(F.pad(d_right, (m, 0)), 2 * m)
-            spectrum = filters(taps, m)
-            d_left = torch.fft.irfft(d_spectrum * spectrum.conj(), 2 * m)[..., :m]
-            of_left = torch.fft.rfft(left, 2 * m).conj()
+            # Under a dispatch mode, as a counter of operations is one, PyTorch forgets inside an
+            # operator that `conj` returned a view still to be conjugated: only values count.
+            spectrum = torch.conj_physical(filters(taps, m))
+            d_left = torch.fft.irfft(d_spectrum * spectrum, 2 * m)[..., :m]
+            of_left = torch.conj_physical(torch.fft.rfft(left, 2 * m))
             d_filter = torch.fft.irfft((d_spectrum * of_left).sum((1, 2)), 2 * m)[:, 1:]
         d_x = d_x + half.place_left(d_left, tokens)
         d_taps = d_taps + F.pad(d_filter[:, : size - 1], (1, max(size - 2 * m, 0)))
