@@ -1,12 +1,8 @@
 """The rows of associative recall are what tasks.md 3.1 describes."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
-from deltarule.tasks import TASKS, load_task
 from deltarule.tasks.mqar import BLANK, NO_LABEL, Config, distinct, generate
 
 SMALL = Config()
@@ -69,18 +65,3 @@ def test_the_same_generator_state_gives_the_same_rows():
 def test_sizes_that_leave_no_room_are_refused(sizes, name):
     with pytest.raises(ValueError, match=f"^{name} must"):
         Config(**sizes)
-
-
-def test_the_table_names_modules_and_refuses_others():
-    for name in TASKS:
-        assert load_task(name).Config()
-    with pytest.raises(ValueError, match="mqar"):
-        load_task("nothing")
-
-
-def test_the_module_prints_one_example():
-    command = [sys.executable, "-W", "error", "-m", "deltarule.tasks.mqar"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    pairs, queries = printed.splitlines()
-    assert len(pairs.split()) == 17
-    assert queries.count("->") == 8

@@ -3,22 +3,24 @@
 import importlib
 from types import ModuleType
 
-# Each module has a `Config`, `generate(config, rng, rows)` and `show(config, rng)`, and prints an
-# example when run. They are imported on demand, so that `python -m deltarule.tasks.NAME` works.
-TASKS = {
-    "mqar": "deltarule.tasks.mqar",
-    "mad_recall": "deltarule.tasks.mad_recall",
-    "mad_fuzzy_recall": "deltarule.tasks.mad_fuzzy_recall",
-    "mad_copying": "deltarule.tasks.mad_copying",
-    "mad_memorization": "deltarule.tasks.mad_memorization",
-    "mad_compression": "deltarule.tasks.mad_compression",
-    "regbench": "deltarule.tasks.regbench",
-    "parity": "deltarule.tasks.parity",
-    "modular_arithmetic": "deltarule.tasks.modular_arithmetic",
-    "bracket_arithmetic": "deltarule.tasks.bracket_arithmetic",
-    "groups": "deltarule.tasks.groups",
-    "niah": "deltarule.tasks.niah",
-}
+from deltarule.nearest import nearest
+
+# Modules of this package, each with a `Config`, `generate(config, rng, rows)` and
+# `show(config, rng)`. They are imported on demand, as the text of one needs the models.
+TASKS = (
+    "mqar",
+    "mad_recall",
+    "mad_fuzzy_recall",
+    "mad_copying",
+    "mad_memorization",
+    "mad_compression",
+    "regbench",
+    "parity",
+    "modular_arithmetic",
+    "bracket_arithmetic",
+    "groups",
+    "niah",
+)
 
 
 def load_task(name: str) -> ModuleType:
@@ -32,5 +34,6 @@ def load_task(name: str) -> ModuleType:
         8
     """
     if name not in TASKS:
-        raise ValueError(f"name must be one of {', '.join(TASKS)}, got {name!r}")
-    return importlib.import_module(TASKS[name])
+        meant = nearest(name, TASKS, before="; ")
+        raise ValueError(f"name must be one of {', '.join(TASKS)}, got {name!r}{meant}")
+    return importlib.import_module(f"{__name__}.{name}")

@@ -131,7 +131,3 @@ def show(config: Config, rng: np.random.Generator) -> str:
     end = tokens.index(EQUALS) + 1
     words = [str(t) if t < MODULUS else SIGNS[t - MODULUS] for t in tokens[:end]]
     return f"{' '.join(words)}  {max(labels)}  (mod {MODULUS})"
-
-
-if __name__ == "__main__":
-    print(show(Config(), np.random.default_rng(0)))

@@ -145,7 +145,3 @@ def show(config: Config, rng: np.random.Generator) -> str:
         return " ".join("".join("abcde"[i] for i in p) for p in elements(config.group)[chosen])
 
     return f"element  {words(tokens)}\nproduct  {words(labels)}"
-
-
-if __name__ == "__main__":
-    print(show(Config(), np.random.default_rng(0)))

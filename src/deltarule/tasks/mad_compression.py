@@ -71,7 +71,3 @@ def show(config: Config, rng: np.random.Generator) -> str:
     """One row: numbers, and # for the last token."""
     tokens = generate(config, rng, rows=1).tokens[0, :-1].tolist()
     return " ".join([*map(str, tokens), "# -> the same"])
-
-
-if __name__ == "__main__":
-    print(show(Config(), np.random.default_rng(0)))

@@ -91,7 +91,3 @@ def show(config: Config, rng: np.random.Generator) -> str:
     answers = [names[label] for label in labels if label != NO_LABEL]
     row = "".join(names[token] for token in tokens[: -config.copied])
     return f"{row} -> {''.join(answers)}"
-
-
-if __name__ == "__main__":
-    print(show(Config(length=64, copied=8), np.random.default_rng(0)))

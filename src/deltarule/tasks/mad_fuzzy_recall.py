@@ -159,7 +159,3 @@ def show(config: Config, rng: np.random.Generator) -> str:
         letter(token) if label == NO_LABEL else f"{letter(token)}->{letter(label)}"
         for token, label in zip(tokens, labels, strict=True)
     )
-
-
-if __name__ == "__main__":
-    print(show(Config(length=64), np.random.default_rng(0)))

@@ -95,7 +95,3 @@ def show(config: Config, rng: np.random.Generator) -> str:
     tokens, labels = (x[0].tolist() for x in generate(config, rng, rows=1))
     pairs = zip(tokens[0::2], labels[1::2], strict=True)
     return " ".join(f"k{key} ?->v{value - config.keys}" for key, value in pairs)
-
-
-if __name__ == "__main__":
-    print(show(Config(length=16), np.random.default_rng(0)))

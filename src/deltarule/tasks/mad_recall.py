@@ -136,8 +136,3 @@ def show(config: Config, rng: np.random.Generator) -> str:
         word(token) if label == NO_LABEL else f"{word(token)}->{word(label)}"
         for token, label in zip(tokens, labels, strict=True)
     )
-
-
-if __name__ == "__main__":
-    noisy = Config(length=48, vocab_size=16, noise_vocab_size=6, noise=0.2)
-    print(show(noisy, np.random.default_rng(0)))

@@ -89,7 +89,3 @@ def show(config: Config, rng: np.random.Generator) -> str:
     signs = dict(zip((PLUS, MINUS, TIMES, EQUALS), "+-*=", strict=True))
     words = [signs.get(token, str(token - ZERO)) for token in tokens[tokens != BLANK].tolist()]
     return f"{' '.join(words)}  {labels[labels != NO_LABEL][0] - ZERO}  (mod {MODULUS})"
-
-
-if __name__ == "__main__":
-    print(show(Config(), np.random.default_rng(0)))

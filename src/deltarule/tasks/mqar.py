@@ -136,7 +136,3 @@ def show(config: Config, rng: np.random.Generator) -> str:
         for token, label in zip(tokens[context:], labels[context:], strict=True)
     )
     return f"pairs    {pairs}\nqueries  {asked}"
-
-
-if __name__ == "__main__":
-    print(show(Config(), np.random.default_rng(0)))

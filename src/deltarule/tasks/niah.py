@@ -216,7 +216,3 @@ def show(config: Config, rng: np.random.Generator) -> str:
     tokens, labels = (x[0] for x in generate(config, rng, rows=1))
     answer = decode(labels[labels != NO_LABEL].tolist())
     return f"{decode(tokens.tolist()).removesuffix(answer[:-1])}\n-> {answer}"
-
-
-if __name__ == "__main__":
-    print(show(Config(), np.random.default_rng(0)))

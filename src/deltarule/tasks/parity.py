@@ -76,7 +76,3 @@ def show(config: Config, rng: np.random.Generator) -> str:
     bits = " ".join("01"[token - CLEAR] for token in tokens[tokens != BLANK])
     odd = labels[labels != NO_LABEL][-1] == SET
     return f"bits    {bits}\nanswer  {'odd' if odd else 'even'}"
-
-
-if __name__ == "__main__":
-    print(show(Config(), np.random.default_rng(0)))

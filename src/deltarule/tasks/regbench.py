@@ -271,7 +271,3 @@ def show(config: Config, rng: np.random.Generator) -> str:
         for state, row in enumerate(minimal(table[0]))
     ]
     return "\n".join([*states, "".join(names[token] for token in tokens)])
-
-
-if __name__ == "__main__":
-    print(show(Config(longest_word=12), np.random.default_rng(0)))
