@@ -2,6 +2,7 @@
 
 import importlib
 
+from deltarule.nearest import check_known
 from experiments.experiment import Experiment
 
 # Each module has `EXPERIMENT`; they are imported on demand.
@@ -32,7 +33,6 @@ def load_experiment(name: str) -> Experiment:
         >>> load_experiment("mqar").name
         'mqar'
     """
-    if name not in EXPERIMENTS:
-        raise ValueError(f"NAME must be one of {', '.join(EXPERIMENTS)}, got {name!r}")
+    check_known("NAME", name, EXPERIMENTS)
     experiment: Experiment = importlib.import_module(EXPERIMENTS[name]).EXPERIMENT
     return experiment

@@ -1,7 +1,7 @@
 """A name that is not known, answered with the one that was probably meant."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 
 def nearest(given: object, known: Iterable[str], *, before: str = "", otherwise: str = "") -> str:
@@ -19,3 +19,16 @@ def nearest(given: object, known: Iterable[str], *, before: str = "", otherwise:
     """
     matches = difflib.get_close_matches(str(given), list(known), n=1)
     return f"{before}did you mean {matches[0]!r}?" if matches else otherwise
+
+
+def check_known(name: str, given: object, known: Collection[str]) -> None:
+    """Refuse what is not among the known names, and ask for the nearest of them.
+
+    Examples:
+        >>> check_known("rule", "gia", ["deltanet", "gla"])
+        Traceback (most recent call last):
+        ValueError: rule must be one of deltanet, gla, got 'gia': did you mean 'gla'?
+    """
+    if given not in list(known):
+        hint = nearest(given, known, before=": ")
+        raise ValueError(f"{name} must be one of {', '.join(known)}, got {given!r}{hint}")

@@ -12,7 +12,7 @@ from deltarule.tasks.__main__ import SIZES, main
 def test_the_table_names_modules_and_refuses_others():
     for name in TASKS:
         assert load_task(name).Config()
-    with pytest.raises(ValueError, match=r"one of mqar, .*got 'mqra'; did you mean 'mqar'\?"):
+    with pytest.raises(ValueError, match=r"one of mqar, .*got 'mqra': did you mean 'mqar'\?"):
         load_task("mqra")
 
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from deltarule.nearest import nearest
+from deltarule.nearest import check_known
 from deltarule.nn.checks import default
 from deltarule.nn.feature_maps import FEATURE_MAPS, NORMS, OUTPUT_NORMS
 
@@ -61,9 +61,8 @@ def check_meant(
 
 def check_word(name: str, value: object, known: Sequence[str]) -> None:
     """Refuse what is not None and no known word."""
-    if value is not None and value not in known:
-        hint = nearest(value, known, before=": ")
-        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}{hint}")
+    if value is not None:
+        check_known(name, value, known)
 
 
 def check_maps(

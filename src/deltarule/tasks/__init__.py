@@ -3,7 +3,7 @@
 import importlib
 from types import ModuleType
 
-from deltarule.nearest import nearest
+from deltarule.nearest import check_known
 
 # Modules of this package, each with a `Config`, `generate(config, rng, rows)` and
 # `show(config, rng)`. They are imported on demand, as the text of one needs the models.
@@ -33,7 +33,5 @@ def load_task(name: str) -> ModuleType:
         >>> load_task("mqar").Config().pairs
         8
     """
-    if name not in TASKS:
-        meant = nearest(name, TASKS, before="; ")
-        raise ValueError(f"name must be one of {', '.join(TASKS)}, got {name!r}{meant}")
+    check_known("name", name, TASKS)
     return importlib.import_module(f"{__name__}.{name}")

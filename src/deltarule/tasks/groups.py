@@ -16,6 +16,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from deltarule.nearest import check_known
 from deltarule.tasks.batch import NO_LABEL, Array, Batch
 
 Group = Literal["S_2", "S_3", "S_4", "A_5", "S_5"]
@@ -40,9 +41,7 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuse unknown groups and empty rows."""
-        if self.group not in get_args(Group):
-            known = ", ".join(get_args(Group))
-            raise ValueError(f"group must be one of {known}, got {self.group!r}")
+        check_known("group", self.group, get_args(Group))
         if self.length < 1:
             raise ValueError(f"length must be 1 or more, got {self.length}")
 

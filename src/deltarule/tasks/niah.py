@@ -22,6 +22,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from deltarule.models.bytes import BEGIN, decode
+from deltarule.nearest import check_known
 from deltarule.tasks.batch import NO_LABEL, Batch
 from deltarule.tasks.prose import Split, read_prose
 
@@ -86,9 +87,7 @@ class Config:
     def __post_init__(self) -> None:
         """Refuse what no row can be."""
         for name, kind in (("haystack", Haystack), ("value", Value), ("split", Split)):
-            if getattr(self, name) not in get_args(kind):
-                known = ", ".join(get_args(kind))
-                raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
+            check_known(name, getattr(self, name), get_args(kind))
         row = Row(self, key=max(KEYS, key=len), answer=LONGEST_ANSWERS[self.value])
         if row.room <= len(NOISE):
             raise ValueError(
