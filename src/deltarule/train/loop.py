@@ -122,9 +122,11 @@ class Trainer:
         self.spread = Spread(model, world, bfloat16=low, tokens=tokens)
         self.rows = self.spread.rows(options.accumulate)
         self.optimizer = make_optimizer(model, optimizer_options)
-        self.names = parameter_names(model, optimizer_options)
         self.hidden: Hidden = torch.compile(model.hidden) if options.compile else model.hidden
-        self.checkpoints = make_checkpoints(folder / "checkpoints", options.keep, self.spread)
+        names = parameter_names(model, optimizer_options)
+        self.checkpoints = make_checkpoints(
+            folder / "checkpoints", options.keep, self.spread, self.optimizer, names
+        )
         self.folder, self.stop_when, self.stopped = folder, stop_when, False
         self.step, self.saved, self.seconds, self.speed = 0, -1, 0.0, Smooth()
         self.save_seconds, self.saved_at = save_seconds, time.monotonic()
@@ -149,7 +151,7 @@ class Trainer:
 
     def restore(self) -> None:
         """Take everything that the next step depends on from the newest complete checkpoint."""
-        found = self.checkpoints.restore(self.model, self.optimizer, self.names)
+        found = self.checkpoints.restore()
         if found is None:
             return
         step, state = found
@@ -167,7 +169,7 @@ class Trainer:
             return
         position = self.job.position()
         saved = Saved(position, random_state(), self.seconds, self.stopped, self.best)
-        self.checkpoints.write(self.step, self.model, self.optimizer, self.names, asdict(saved))
+        self.checkpoints.write(self.step, asdict(saved))
         self.saved, self.saved_at = self.step, time.monotonic()
 
     def run(self) -> bool:
@@ -232,7 +234,7 @@ class Trainer:
     def take_best(self) -> int:
         """Take the weights of the best evaluation, where they were kept; return their step."""
         if self.patience and self.best.step not in (0, self.step):
-            self.checkpoints.load_weights(self.best.step, self.model)
+            self.checkpoints.load_weights(self.best.step)
             return self.best.step
         return self.step
 

@@ -1,13 +1,15 @@
 """The checkpoints of a run, by one process as whole files, by several as parts; each reads both."""
 
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from deltarule.models.files import naming
-from deltarule.train.checkpoint import Checkpoints, read_checkpoint
+from deltarule.train.checkpoint import Checkpoints, read_checkpoint, step_of
 from deltarule.train.optimizer import load_optimizer_tensors, optimizer_tensors
 from deltarule.train.spread import Spread
 
@@ -18,156 +20,163 @@ State = dict[str, Any]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class RunCheckpoints(Protocol):
-    """What the training loop saves itself to."""
+@dataclass
+class RunCheckpoints(ABC):
+    """What the training loop saves itself to, and goes on from."""
 
-    def write(
-        self,
-        step: int,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        names: list[str],
-        state: State,
-    ) -> None:
-        """Write a checkpoint, or begin to."""  # fmt: skip
+    checkpoints: "Checkpoints | ShardedCheckpoints"
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    names: list[str]
+    """Of the optimizer's parameters, in its own order."""
 
+    def steps(self) -> list[int]:
+        """Steps that are there, on the first process."""
+        return self.checkpoints.steps()
+
+    def folder(self, step: int) -> Path:
+        """Where a step lies."""
+        return self.checkpoints.folder / f"step-{step}"
+
+    @abstractmethod
+    def write(self, step: int, state: State) -> None:
+        """Write a checkpoint, or begin to."""
+
+    @abstractmethod
     def wait(self) -> None:
         """Wait until what was begun is on disk."""
 
-    def steps(self) -> list[int]:
-        """Steps that are there."""
-
+    @abstractmethod
     def spare(self, step: int) -> None:
         """Keep a step whatever comes after it."""
 
-    def load_weights(self, step: int, model: nn.Module) -> None:
-        """Give a model the weights of a step."""
+    @abstractmethod
+    def load_weights(self, step: int) -> None:
+        """Give the model the weights of a step."""
 
-    def restore(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, names: list[str]
-    ) -> tuple[int, State] | None:
+    @abstractmethod
+    def restore(self) -> tuple[int, State] | None:
         """Fill model and optimizer from the newest; return its step and state, None without one."""
 
+    def weights(self) -> dict[str, Tensor]:
+        """Under their names in a checkpoint."""
+        return dict(self.model.state_dict())
 
-def make_checkpoints(folder: Path, keep: int, spread: Spread) -> RunCheckpoints:
-    """The checkpoints of this process's run."""
-    if spread.plan is None or spread.world is None:
-        return Whole(Checkpoints(folder, keep=keep))
-    # It imports a second's worth of DTensor and checkpoints, which a run on one process needs not.
-    from deltarule.train.sharded_checkpoint import ShardedCheckpoints
+    def weights_and_moments(self) -> dict[str, Tensor]:
+        """Under their names in a checkpoint, split as they are.
 
-    stepped = spread.plan.stepped
-    return Parts(ShardedCheckpoints(folder, keep=keep, world=spread.world, stepped=stepped))
+        An optimizer that has not stepped gets moments of zero: they are there to be filled.
+        """
+        found = self.weights()
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for name, parameter in zip(self.names, parameters, strict=True):
+            state = self.optimizer.state[parameter]
+            if not state:
+                state.update({kind: torch.zeros_like(parameter) for kind in MOMENTS})
+                state["step"] = torch.tensor(0.0, device=parameter.device)
+            found |= {f"{kind}/{name}": state[kind] for kind in MOMENTS}
+        return found
+
+    def count_steps(self, step: int) -> None:
+        """Tell the optimizer how many steps it has taken."""
+        for state in self.optimizer.state.values():
+            state["step"].fill_(step)
 
 
-class Whole:
-    """Of a run on one process."""
+@dataclass
+class Whole(RunCheckpoints):
+    """Of a run on one process: model and optimizer, a file each."""
 
-    def __init__(self, checkpoints: Checkpoints) -> None:
-        """Write to these."""
-        self.checkpoints = checkpoints
+    checkpoints: Checkpoints
 
-    def write(
-        self,
-        step: int,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        names: list[str],
-        state: State,
-    ) -> None:
-        """Model and optimizer, a file each."""
-        tensors = {
-            "model": dict(model.state_dict()),
-            "optimizer": optimizer_tensors(optimizer, names),
-        }
-        self.checkpoints.save(step, tensors, state)  # fmt: skip
+    def write(self, step: int, state: State) -> None:
+        """Both files; then it is on disk."""
+        moments = optimizer_tensors(self.optimizer, self.names)
+        self.checkpoints.save(step, {"model": self.weights(), "optimizer": moments}, state)
 
     def wait(self) -> None:
         """Nothing is left to do."""
-
-    def steps(self) -> list[int]:
-        """Steps that are there."""
-        return self.checkpoints.steps()
 
     def spare(self, step: int) -> None:
         """Keep it."""
         self.checkpoints.spared = step
 
-    def load_weights(self, step: int, model: nn.Module) -> None:
-        """From whole files."""
-        folder = self.checkpoints.folder / f"step-{step}"
+    def load_weights(self, step: int) -> None:
+        """From the model's file, or from the parts that several processes wrote."""
+        folder = self.folder(step)
         with naming(folder):
             tensors = read_checkpoint(folder, optimizer=False).tensors
             if "model" in tensors:
-                model.load_state_dict(tensors["model"])
+                self.model.load_state_dict(tensors["model"])
             else:
-                read_parts(folder, dict(model.state_dict()))
+                read_parts(folder, self.weights())
 
-    def restore(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, names: list[str]
-    ) -> tuple[int, State] | None:
-        """From whole files, or from the parts that several processes wrote."""
+    def restore(self) -> tuple[int, State] | None:
+        """From both files, or from the parts that several processes wrote."""
         newest = self.checkpoints.newest()
         if newest is None:
             return None
-        folder = self.checkpoints.folder / f"step-{newest.step}"
+        folder = self.folder(newest.step)
         if newest.tensors.keys() == {"model", "optimizer"}:
             with naming(folder):
-                model.load_state_dict(newest.tensors["model"])
-            load_optimizer_tensors(optimizer, names, newest.tensors["optimizer"])
+                self.model.load_state_dict(newest.tensors["model"])
+            load_optimizer_tensors(self.optimizer, self.names, newest.tensors["optimizer"])
         else:
-            read_parts(folder, named_tensors(model, optimizer, names))
-            count_steps(optimizer, newest.step)
+            read_parts(folder, self.weights_and_moments())
+            self.count_steps(newest.step)
         return newest.step, newest.state
 
 
-class Parts:
-    """Of a run on several processes."""
+@dataclass
+class Parts(RunCheckpoints):
+    """Of a run on several processes: what each holds, whoever wrote it."""
 
-    def __init__(self, checkpoints: "ShardedCheckpoints") -> None:
-        """Write to these."""
-        self.checkpoints = checkpoints
+    checkpoints: "ShardedCheckpoints"
 
-    def write(
-        self,
-        step: int,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        names: list[str],
-        state: State,
-    ) -> None:
-        """What each process holds, beside the next steps."""
-        self.checkpoints.save(step, named_tensors(model, optimizer, names), state)  # fmt: skip
+    def write(self, step: int, state: State) -> None:
+        """Begin to, beside the next steps."""
+        self.checkpoints.save(step, self.weights_and_moments(), state)
 
     def wait(self) -> None:
         """Until all is on disk."""
         self.checkpoints.wait()
-
-    def steps(self) -> list[int]:
-        """Steps that are there, on the first process."""
-        return self.checkpoints.steps()
 
     def spare(self, step: int) -> None:
         """Keep it; the first process removes."""
         if self.checkpoints.plain is not None:
             self.checkpoints.plain.spared = step
 
-    def load_weights(self, step: int, model: nn.Module) -> None:
-        """What each process holds of them."""
-        folder = self.checkpoints.folder / f"step-{step}"
-        self.checkpoints.read(folder, dict(model.state_dict()))
+    def load_weights(self, step: int) -> None:
+        """What this process holds of them."""
+        self.checkpoints.read(self.folder(step), self.weights())
 
-    def restore(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, names: list[str]
-    ) -> tuple[int, State] | None:
-        """What each process holds, whoever wrote it."""
+    def restore(self) -> tuple[int, State] | None:
+        """What this process holds."""
         folder = self.checkpoints.newest()
         if folder is None:
             return None
-        state = self.checkpoints.read(folder, named_tensors(model, optimizer, names))
-        step = int(folder.name.removeprefix("step-"))
-        count_steps(optimizer, step)
+        state, step = self.checkpoints.read(folder, self.weights_and_moments()), step_of(folder)
+        self.count_steps(step)
         return step, state
+
+
+def make_checkpoints(
+    folder: Path,
+    keep: int,
+    spread: Spread,
+    optimizer: torch.optim.Optimizer,
+    names: list[str],
+) -> RunCheckpoints:
+    """The checkpoints of this process's run, of the model that is spread and its optimizer."""
+    model = spread.model
+    if spread.plan is None or spread.world is None:
+        return Whole(Checkpoints(folder, keep=keep), model, optimizer, names)
+    # It imports a second's worth of DTensor and checkpoints, which a run on one process needs not.
+    from deltarule.train.sharded_checkpoint import ShardedCheckpoints
+
+    stepped = spread.plan.stepped
+    parts = ShardedCheckpoints(folder, keep=keep, world=spread.world, stepped=stepped)
+    return Parts(parts, model, optimizer, names)
 
 
 def read_parts(folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -175,27 +184,3 @@ def read_parts(folder: Path, tensors: dict[str, Tensor]) -> None:
     from deltarule.parallel.shard_files import read_shards
 
     read_shards(folder, tensors)
-
-
-def named_tensors(
-    model: nn.Module, optimizer: torch.optim.Optimizer, names: list[str]
-) -> dict[str, Tensor]:
-    """Weights and moments under their names in a checkpoint, split as they are.
-
-    An optimizer that has not stepped gets moments of zero: they are there to be filled.
-    """
-    found: dict[str, Tensor] = dict(model.state_dict())
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for name, parameter in zip(names, parameters, strict=True):
-        state = optimizer.state[parameter]
-        if not state:
-            state.update({kind: torch.zeros_like(parameter) for kind in MOMENTS})
-            state["step"] = torch.tensor(0.0, device=parameter.device)
-        found |= {f"{kind}/{name}": state[kind] for kind in MOMENTS}
-    return found
-
-
-def count_steps(optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Tell the optimizer how many steps it has taken."""
-    for state in optimizer.state.values():
-        state["step"].fill_(step)
