@@ -6,7 +6,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol, TypeVar
+from typing import Self, TypeVar
 
 from deltarule.train.extra import require
 
@@ -18,8 +18,8 @@ STEP = "step"
 WIDE = 80
 
 
-class Progress(Protocol):
-    """What the loop tells about itself."""
+class Progress:
+    """What the loop tells about itself; told to nobody, as beside the process that tells."""
 
     def update(self, step: int, shown: dict[str, str]) -> None:
         """One step is done; `shown` are the figures of the moment by their names."""
@@ -27,8 +27,9 @@ class Progress(Protocol):
     def note(self, text: str) -> None:
         """Say something that stays on the screen."""
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> Self:
         """Start."""
+        return self
 
     def __exit__(self, *error: object) -> None:
         """Stop; the last figures stay."""
@@ -44,7 +45,7 @@ def make_progress(steps: int, *, first: int = 0, quiet: bool = False, what: str 
         what: What is counted; of anything but steps of training nothing stays in the end.
     """
     if quiet:
-        return NoProgress()
+        return Progress()
     if sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown"):
         return LiveProgress(steps, first, what)
     return PlainProgress(steps, first, what)
@@ -81,24 +82,7 @@ def for_screen(text: str) -> str:
     return "\n".join(lines)
 
 
-class NoProgress:
-    """Of a process beside the one that tells."""
-
-    def update(self, step: int, shown: dict[str, str]) -> None:
-        """Nothing."""
-
-    def note(self, text: str) -> None:
-        """Nothing."""
-
-    def __enter__(self) -> "NoProgress":
-        """Nothing."""
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Nothing."""
-
-
-class PlainProgress:
+class PlainProgress(Progress):
     """A line at the first step, every ten seconds, and at the last step; of others, the second."""
 
     def __init__(self, steps: int, first: int = 0, what: str = STEP) -> None:
@@ -126,17 +110,13 @@ class PlainProgress:
         print(for_screen(self._line), flush=True)
         self._last, self._line = now, ""
 
-    def __enter__(self) -> "PlainProgress":
-        """Start."""
-        return self
-
     def __exit__(self, *_: object) -> None:
         """Print the last figures of a run that stopped early."""
         if self._line and self.what == STEP:
             self._print(time.monotonic())
 
 
-class LiveProgress:
+class LiveProgress(Progress):
     """A bar with the figures, redrawn in place by rich."""
 
     def __init__(self, steps: int, first: int = 0, what: str = STEP) -> None:
@@ -163,7 +143,7 @@ class LiveProgress:
         """Print a line above the bar."""
         self._bar.console.print(text, markup=False, highlight=False)
 
-    def __enter__(self) -> "LiveProgress":
+    def __enter__(self) -> Self:
         """Draw the bar."""
         self._bar.start()
         return self
