@@ -1,5 +1,6 @@
 """What every task's generator returns: tokens, and the answer expected from each position."""
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,3 +22,16 @@ class Batch(NamedTuple):
 
     tokens: Array
     labels: Array
+
+
+def with_answers(word: Callable[[int], str], tokens: Sequence[int], labels: Sequence[int]) -> str:
+    """Tokens in words, with an arrow to the answer where one is asked for.
+
+    Examples:
+        >>> with_answers("abcd".__getitem__, [0, 1, 2], [NO_LABEL, 3, NO_LABEL])
+        'a b->d c'
+    """
+    return " ".join(
+        word(token) if label == NO_LABEL else f"{word(token)}->{word(label)}"
+        for token, label in zip(tokens, labels, strict=True)
+    )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deltarule.tasks.batch import NO_LABEL, Batch
+from deltarule.tasks.batch import NO_LABEL, Batch, with_answers
 from deltarule.tasks.mad import measure as measure
 from deltarule.tasks.mqar import distinct
 
@@ -155,7 +155,4 @@ def show(config: Config, rng: np.random.Generator) -> str:
             return chr(ord("a") + token)
         return chr(ord("A") + token - config.letters_of_keys)
 
-    return " ".join(
-        letter(token) if label == NO_LABEL else f"{letter(token)}->{letter(label)}"
-        for token, label in zip(tokens, labels, strict=True)
-    )
+    return with_answers(letter, tokens, labels)

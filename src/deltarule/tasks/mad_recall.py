@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deltarule.tasks.batch import NO_LABEL, Array, Batch
+from deltarule.tasks.batch import NO_LABEL, Array, Batch, with_answers
 from deltarule.tasks.mad import measure as measure
 
 
@@ -132,7 +132,4 @@ def show(config: Config, rng: np.random.Generator) -> str:
         value = token - config.keys
         return f"v{value}" if value < config.values else f"n{value - config.values}"
 
-    return " ".join(
-        word(token) if label == NO_LABEL else f"{word(token)}->{word(label)}"
-        for token, label in zip(tokens, labels, strict=True)
-    )
+    return with_answers(word, tokens, labels)

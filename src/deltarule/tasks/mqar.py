@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from deltarule.tasks.batch import NO_LABEL, Array, Batch
+from deltarule.tasks.batch import NO_LABEL, Array, Batch, with_answers
 
 Weights = NDArray[np.float64]
 
@@ -131,8 +131,5 @@ def show(config: Config, rng: np.random.Generator) -> str:
 
     context = 2 * config.pairs
     pairs = " ".join(word(token) for token in tokens[:context])
-    asked = " ".join(
-        word(token) if label == NO_LABEL else f"{word(token)}->{word(label)}"
-        for token, label in zip(tokens[context:], labels[context:], strict=True)
-    )
-    return f"pairs    {pairs}\nqueries  {asked}"
+    queries = with_answers(word, tokens[context:], labels[context:])
+    return f"pairs    {pairs}\nqueries  {queries}"
