@@ -21,10 +21,16 @@ HERE = Path(__file__).parent
 
 def start_writer(rank: int, folder: Path, group: Path) -> subprocess.Popen[str]:
     environment = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, str(HERE / "kill_writers.py"), str(folder), str(group)],
-        env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    with errors_of(group).open("a") as errors:
+        return subprocess.Popen(
+            [sys.executable, str(HERE / "kill_writers.py"), str(folder), str(group)],
+            env=environment, text=True, stdout=subprocess.PIPE, stderr=errors,
+        )  # fmt: skip
+
+
+def errors_of(group: Path) -> Path:
+    """What both writers of a group said before they failed."""
+    return group.with_suffix(".errors")
 
 
 def kill_and_read(folder: Path, group: Path, chance: random.Random) -> int:
@@ -34,7 +40,7 @@ def kill_and_read(folder: Path, group: Path, chance: random.Random) -> int:
         for writer in writers:
             # The second save has begun, so that the first is there.
             while writer.stdout.readline().strip() != "2":
-                assert writer.poll() is None
+                assert writer.poll() is None, errors_of(group).read_text()
         time.sleep(chance.uniform(0, 0.5))
         for writer in chance.choice([writers, writers[:1], writers[1:]]):
             writer.kill()
