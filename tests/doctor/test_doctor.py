@@ -110,7 +110,8 @@ def test_a_kernel_that_raises_is_a_finding(monkeypatch) -> None:
     verdict = examine(TINY, CPU)
     assert verdict.error == "dense: RuntimeError: an illegal memory access"
     keep_verdicts([verdict])
-    assert implementations.refusal(draw(TINY, (), CPU, False))
+    name = implementations.configuration_name(draw(TINY, (), CPU, False))
+    assert implementations.refusal(name)
 
 
 def test_a_damaged_file_is_no_finding(own_cache) -> None:
@@ -142,7 +143,8 @@ def test_compiled_code_is_refused_too(monkeypatch) -> None:
     )
 
     def reason(x):
-        return x + 1, implementations.refusal(inputs._replace(q=x))
+        name = implementations.configuration_name(inputs._replace(q=x))
+        return x + 1, implementations.refusal(name)
 
     _, found = torch.compile(reason, fullgraph=True, backend="eager")(inputs.q)
     assert "wrong" in found

@@ -74,9 +74,9 @@ def test_any_strides() -> None:
 
 def step_of_logits(drawn: Logits, state: torch.Tensor, indices: torch.Tensor | None = None):
     logits, *parameters, lower_bound = drawn.decay
-    case = drawn.case.changed(beta=drawn.beta.logits, log_decay=logits)
+    inputs = step_inputs(drawn.case)._replace(beta=drawn.beta.logits, log_decay=logits)
     maps = GateMaps(*parameters, drawn.beta.beta_max, lower_bound)
-    return triton_step.recurrent_step(step_inputs(case), state, indices, -1, maps)
+    return triton_step.recurrent_step(inputs, state, indices, -1, maps)
 
 
 @pytest.mark.parametrize("strided", [False, True])
