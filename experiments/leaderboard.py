@@ -1,7 +1,7 @@
 """The leaderboard: every system of the library on the same tasks, at the same settings.
 
 A cell is one system on one task: one seed at each learning rate, then further seeds at the best of
-them. Each is a row's entry of its own, so that the table grows system by system and task by task.
+them. Each is stored on its own, so the table grows system by system and task by task.
 """
 
 import json
@@ -230,7 +230,7 @@ EXPERIMENT = Experiment(
     source="the tasks of the papers on the other pages, made small enough for every system",
     needs={
         "laptop": "53 systems of 2 minutes on 2 cores",
-        "gpu": "583 cells, about 13 minutes of an H200 for each system",
+        "gpu": "583 cells, an estimated 13 minutes of an H200 for each system",
     },
     cells=cells,
     draw=draw,
@@ -244,7 +244,7 @@ EXPERIMENT = Experiment(
         ],
         "gpu": [
             "Two rates and the sizes of the pages here in place of each paper's sweep; MAD has 25 "
-            "epochs in place of 200, text one seed.",
+            "epochs (memorization 100) in place of 200, text one seed.",
         ],
     },
 )

@@ -76,7 +76,6 @@ LAPTOP = {
         "6 pairs of 31 words in rows of 32, new rows in training and test; 2 layers",
         labelled(
             "mqar", RECALL, RECALL, width=32, heads=2, layers=2, mlp_size=0, rows=64, steps=300,
-       
         ), (1e-2,), (0,),
     ),
     "parity": Column(

@@ -261,7 +261,8 @@ EXPERIMENT = Experiment(
     needs={
         "laptop": "14 cells of 1 to 4 minutes, 20 minutes on 2 cores",
         "gpu": "28 cells, 9 minutes on three H200 with --workers 30",
-        "published": "96 cells, 2 to 5 hours on one H200 with --workers 8, in pieces of any length",
+        "published": "96 cells, an estimated 2 to 5 hours on one H200 with --workers 8, in pieces "
+        "of any length",
     },
     cells=cells,
     draw=draw,

@@ -59,7 +59,8 @@ class ReproduceRun:
     runs: Path = Path("runs")
     """Folder of all runs."""
     data: str | None = None
-    """Of experiments on text: a file or a folder; None is the text of the checkout."""
+    """Of experiments on text: a file or a folder; None is the pinned text of the
+    checkout, experiments/text.tar.xz."""
     device: str = "auto"
     """"cpu", "cuda:1", or "cuda" for all GPUs; "auto" takes those if PyTorch sees any."""
     publish: Path | None = None

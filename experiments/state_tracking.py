@@ -261,8 +261,8 @@ EXPERIMENT = Experiment(
     needs={
         "laptop": "12 cells of a minute, 7 minutes on 2 cores",
         "gpu": "36 cells, 6 minutes on two H200 with --workers 30",
-        "published": "36 cells, about 4 hours on one H200 with --workers 12, in pieces of any "
-        "length; --only modular_arithmetic- first",
+        "published": "36 cells, an estimated 4 hours on one H200 with --workers 12, in pieces "
+        "of any length; --only modular_arithmetic- first",
     },
     cells=cells,
     draw=draw,

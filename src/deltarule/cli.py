@@ -282,7 +282,7 @@ def unknown(name: str, words: list[str]) -> int:
 
 
 def leave() -> None:
-    """Wait for all others of torchrun and end the group; else some process may be aborted."""
+    """Wait for torchrun's other processes, then end the group; otherwise one may be aborted."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

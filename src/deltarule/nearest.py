@@ -10,8 +10,8 @@ def nearest(given: object, known: Iterable[str], *, before: str = "", otherwise:
     Args:
         given: What is not known.
         known: The names that are.
-        before: Comes before the question, if there is one.
-        otherwise: The answer where none is like it.
+        before: Put before the question; unused where no name is close.
+        otherwise: Returned where no name is close.
 
     Examples:
         >>> nearest("delta_net", ["deltanet", "gla"], before=": ")

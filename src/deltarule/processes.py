@@ -129,9 +129,10 @@ class Worker:
             line = self.last_line()
             code = f"the process ended with code {self.process.exitcode}"
             self.give_up(f"{code}: {line}" if line else code)
-        if self.at_work and time.monotonic() - self.since > (self.limit_s if self.ready else START):
+        limit = self.limit_s if self.ready else START
+        if self.at_work and time.monotonic() - self.since > limit:
             self.process.kill()
-            self.give_up(f"took more than {self.limit_s:g} s")
+            self.give_up(f"took more than {limit:g} s" + ("" if self.ready else " to start"))
         return not self.at_work
 
     def give_up(self, reason: str) -> None:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltarule.errors import DivergedError
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.bytes import VOCAB_SIZE
 from deltarule.parallel import MeshOptions, World
 from deltarule.train.data import Spans, encode_documents
-from deltarule.train.loop import DivergedError, InterruptedRunError, LoopOptions, Trainer
+from deltarule.train.loop import InterruptedRunError, LoopOptions, Trainer
 from deltarule.train.optimizer import OptimizerOptions
 from deltarule.train.text import TextJob, TextModel, TextRun, train_text
 

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 import deltarule.train.watch
+from deltarule.errors import DivergedError
 from deltarule.models import CausalLM, CheckpointError, ModelConfig
 from deltarule.train.checkpoint import Checkpoints
 from deltarule.train.data import encode_documents
 from deltarule.train.device import choose_device
 from deltarule.train.extra import MissingExtraError
 from deltarule.train.interrupt import Interrupt
-from deltarule.train.loop import DivergedError, InterruptedRunError, LoopOptions, Trainer
+from deltarule.train.loop import InterruptedRunError, LoopOptions, Trainer
 from deltarule.train.metrics import read_metrics
 from deltarule.train.optimizer import OptimizerOptions
 from deltarule.train.text import TextJob, TextRun

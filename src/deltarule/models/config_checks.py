@@ -7,6 +7,7 @@ from typing import Any
 
 from deltarule.nearest import nearest
 from deltarule.nn import MIXERS
+from deltarule.nn.checks import check_lower_bound
 from deltarule.nn.feature_maps import FEATURE_MAPS, NORMS, OUTPUT_NORMS
 from deltarule.nn.options import SPECTRA
 
@@ -78,9 +79,7 @@ def check_fields(config: Any) -> None:
     for name in filter(given.__contains__, _NUMBERS):
         if not _is_number(given[name]) or given[name] <= 0:
             raise ValueError(f"{name} must be a finite number above 0, got {given[name]!r}")
-    bound = config.gate_lower_bound
-    if bound is not None and (not _is_number(bound) or bound >= 0):
-        raise ValueError(f"gate_lower_bound must be None or a finite number < 0, got {bound!r}")
+    check_lower_bound(config.gate_lower_bound)
     share = config.partial_rotary_factor
     if not _is_number(share) or not 0 <= share <= 1:
         raise ValueError(f"partial_rotary_factor must be a number in [0, 1], got {share!r}")

@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 def always(_: object) -> str | None:
-    """For an implementation that runs whatever passed the checks."""
+    """Never a reason against: for implementations that run every checked call."""
     return None
 
 

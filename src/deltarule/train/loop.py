@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.errors import INTERRUPTED, StoppedRunError
-from deltarule.errors import DivergedError as DivergedError
+from deltarule.errors import INTERRUPTED, DivergedError, StoppedRunError
 from deltarule.json_file import fitted
 from deltarule.models import CausalLM
 from deltarule.models.files import naming

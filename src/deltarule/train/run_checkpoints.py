@@ -171,7 +171,7 @@ def make_checkpoints(
     model = spread.model
     if spread.plan is None or spread.world is None:
         return Whole(Checkpoints(folder, keep=keep), model, optimizer, names)
-    # It imports a second's worth of DTensor and checkpoints, which a run on one process needs not.
+    # A run on one process does not need DTensor and its checkpoints, which take a second to import.
     from deltarule.train.sharded_checkpoint import ShardedCheckpoints
 
     stepped = spread.plan.stepped
