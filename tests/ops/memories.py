@@ -48,10 +48,19 @@ class Case(NamedTuple):
         """The same call with some tensors replaced."""
         return self._replace(tensors=self.tensors | tensors)
 
-    def part(self, tokens, state):
-        """Some of the tokens, from another state."""
+    def part(self, tokens, state=None):
+        """Some of the tokens, from another state or from the case's own."""
         timed = {n: self.tensors[n][:, tokens] for n in TIMED if n in self.tensors}
-        return self.changed(**timed, **named(state))
+        return self.changed(**timed, **(named(state) if state else {}))
+
+    def token_by_token(self, impl):
+        """The outputs of one call for each token, from state to state."""
+        state, outputs = None, []
+        for t in range(self.tensors["q"].shape[1]):
+            out = self.part(slice(t, t + 1), state).run(impl)
+            state = out.final_state
+            outputs.append(out.o)
+        return torch.cat(outputs, 1)
 
     def gradients(self, impl, mask=None, **options):
         """Of a random sum of outputs and state, by every tensor."""

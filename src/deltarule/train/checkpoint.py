@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from deltarule.atomic_file import sync
 from deltarule.json_file import fitted, parse_object, read_text
@@ -172,6 +172,22 @@ class Marker:
         """Of what it says of others."""
         said = json.dumps([self.step, self.sha256], sort_keys=True)
         return hashlib.sha256(said.encode()).hexdigest()
+
+
+def fill(model: nn.Module, folder: Path, tensors: dict[str, dict[str, Tensor]]) -> None:
+    """Load the weights that `read_checkpoint` found, or those that several processes wrote."""
+    if "model" in tensors:
+        model.load_state_dict(tensors["model"])
+    else:
+        read_parts(folder, dict(model.state_dict()))
+
+
+def read_parts(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Fill tensors from the files of several processes."""
+    # A run on one process does not need DTensor and its checkpoints.
+    from deltarule.parallel.shard_files import read_shards
+
+    read_shards(folder, tensors)
 
 
 def step_of(folder: Path) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from deltarule.models.files import naming
-from deltarule.train.checkpoint import Checkpoints, read_checkpoint, step_of
+from deltarule.train.checkpoint import Checkpoints, fill, read_checkpoint, read_parts, step_of
 from deltarule.train.optimizer import load_optimizer_tensors, optimizer_tensors
 from deltarule.train.spread import Spread
 
@@ -105,11 +105,7 @@ class Whole(RunCheckpoints):
         """From the model's file, or from the parts that several processes wrote."""
         folder = self.folder(step)
         with naming(folder):
-            tensors = read_checkpoint(folder, optimizer=False).tensors
-            if "model" in tensors:
-                self.model.load_state_dict(tensors["model"])
-            else:
-                read_parts(folder, self.weights())
+            fill(self.model, folder, read_checkpoint(folder, optimizer=False).tensors)
 
     def restore(self) -> tuple[int, State] | None:
         """From both files, or from the parts that several processes wrote."""
@@ -177,10 +173,3 @@ def make_checkpoints(
     stepped = spread.plan.stepped
     parts = ShardedCheckpoints(folder, keep=keep, world=spread.world, stepped=stepped)
     return Parts(parts, model, optimizer, names)
-
-
-def read_parts(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill tensors from the files of several processes."""
-    from deltarule.parallel.shard_files import read_shards
-
-    read_shards(folder, tensors)

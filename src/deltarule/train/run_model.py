@@ -7,7 +7,7 @@ import torch
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.bytes import VOCAB_SIZE
 from deltarule.models.files import CONFIG, WEIGHTS, naming, read_config
-from deltarule.train.checkpoint import MARKER, checkpoint_steps, read_checkpoint
+from deltarule.train.checkpoint import MARKER, checkpoint_steps, fill, read_checkpoint
 from deltarule.train.run_folder import RUN, RunFolderError, read_run
 
 
@@ -58,10 +58,5 @@ def checkpoint_model(folder: Path) -> CausalLM:
     with naming(run / CONFIG):
         model = CausalLM(ModelConfig.from_fields(fields))
     with naming(folder):
-        if "model" in found.tensors:
-            model.load_state_dict(found.tensors["model"])
-        else:
-            from deltarule.parallel.shard_files import read_shards
-
-            read_shards(folder, dict(model.state_dict()))
+        fill(model, folder, found.tensors)
     return model

@@ -132,7 +132,7 @@ class Tensors:
             mixers = config.layer_types[index].split("+")
             for part in ("", *mixers, half):
                 names = self.layer.get(part, {})
-                if part in mixers[1:] or part in mixers[:-1]:
+                if len(mixers) > 1 and part in mixers:
                     names = side_by_side(names, part)
                 found += model.pieces(names, layer, block)
         return found
