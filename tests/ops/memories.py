@@ -118,7 +118,9 @@ def make(operator, maps, *, batch=3, tokens=37, size=5, lengths=None, begun=True
             tensors["momentum"][:, 7], tensors["log_decay"][:, 8] = 0, -torch.inf
     for index, map_size in enumerate(sizes):
         for part in ("weights", "summed", "anchor")[: 2 if operator == "ttt" else 3]:
-            tensors[f"{part}_{index + 1}"] = 0.5 * draw(sequences, HV, *map_size)
+            # Outputs of a map stay near one in size whatever its width.
+            maps_drawn = draw(sequences, HV, *map_size) / map_size[-1] ** 0.5
+            tensors[f"{part}_{index + 1}"] = maps_drawn
     position = torch.arange(sequences) % size
     tensors["position"] = position if begun else torch.zeros_like(position)
     if not begun:

@@ -123,7 +123,8 @@ def test_large_sizes(name, packed):
 
 
 def test_padded_rows(device):
-    check(OPERATORS["slstm"], drawn(OPERATORS["slstm"], device), lengths=torch.tensor([3, 11]))
+    lengths = torch.tensor([3, 11], device=device)
+    check(OPERATORS["slstm"], drawn(OPERATORS["slstm"], device), lengths=lengths)
 
 
 @pytest.mark.parametrize("name", ["all", "all constant", "mesa", "slstm"])

@@ -173,7 +173,7 @@ def test_logits_equal_the_gates_made_first(decay, dtype, n_steps, tokens) -> Non
     assert_close(state, exact.final_state, dtype=torch.float32)
     assert relative_rms(o, exact.o) <= (1e-6 if dtype == torch.float32 else 2**-7)
     beta = gates.write_strength(drawn.beta.logits, drawn.beta.beta_max)
-    log_decay, _ = gates.log_decay(*drawn.decay, False)
+    log_decay, _ = gates.log_decay(*drawn.decay[:3], False)
     expected = drawn.call(again, beta, log_decay, impl=truth.IMPL)
     # The compiler may fuse a product and a sum in the one and not in the other.
     assert relative_rms(state, again.double()) <= 1e-6
@@ -193,7 +193,7 @@ def test_a_step_with_logits_waits_for_nothing_and_replays(decay, dtype, n_steps)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         o = drawn.step(pool, state_indices=indices, impl=truth.IMPL)
-    for x in (drawn.beta.logits, *drawn.decay):
+    for x in (drawn.beta.logits, *drawn.decay[:3]):
         x.mul_(-0.5)
     pool.copy_(before)
     graph.replay()
@@ -213,7 +213,7 @@ def test_nan_around_logits_is_never_read() -> None:
     drawn = make_logits("channel", 2, torch.bfloat16, key_size=40, value_size=20).to("cuda")
     inside = drawn._replace(
         beta=BetaLogits(surrounded(drawn.beta.logits), drawn.beta.beta_max),
-        decay=type(drawn.decay)(*map(surrounded, drawn.decay)),
+        decay=type(drawn.decay)(*map(surrounded, drawn.decay[:3])),
     )
     state, expected = drawn.state(), drawn.state()
     assert torch.equal(inside.step(state, impl=truth.IMPL), drawn.step(expected, impl=truth.IMPL))

@@ -77,7 +77,7 @@ SIZES = [(1, 1), (3, 70), (100, 72), (130, 17), (256, 512)]
 def test_any_size(decay, erase, n_steps, key_size, value_size, dtype) -> None:
     kind = Kind(decay, erase, n_steps, dtype)
     # As many heads as make an error a mean over hundreds of numbers, not the luck of a few.
-    heads = max(1, 256 // (key_size * value_size))
+    heads = max(1, 256 // min(key_size, value_size))
     sizes = {"key_size": key_size, "value_size": value_size, "heads": heads}
     case = kind.case(lengths=(70, 0, 1, 64), value_heads=2 * heads, **sizes)
     # With one channel all keys are alike, up to their signs.
