@@ -326,7 +326,6 @@ CASES: dict[str, Callable[[], Case]] = {
     "decay, heads": lambda: decay(per_channel=False),
     "write strength": write_strength,
     "loss of the head": head_loss,
-    # STREAMED_IS_CHOSEN in ops/memory/inputs.py waits for 3 times PyTorch's speed, both passes.
     "TTT-MLP, heads of 64": lambda: memory("ttt", 64, 256),
     "Titans-MLP, heads of 64": lambda: memory("titans", 64, 128),
     "TTT-Linear, heads of 128": lambda: memory("ttt", 128, 0),

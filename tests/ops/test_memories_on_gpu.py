@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from deltarule.ops import dispatch
-from deltarule.ops.memory import inputs
 from ops import memories
 from tolerance import relative_rms
 
@@ -65,19 +63,10 @@ def test_memories_of_two_maps(operator, channels, inner, size, lengths, monkeypa
     assert_as_near_as_pytorch(operator, lengths, size=size, maps=2)
 
 
+@pytest.mark.parametrize("maps", [1, 2])
 @pytest.mark.parametrize("operator", ["ttt", "titans"])
-def test_a_memory_of_two_maps_is_repeatable(operator):
-    case, exact = on_gpu(operator, None, torch.bfloat16, maps=2)
-    out = case.run("triton")
-    assert torch.equal(out.o, case.run("triton").o)
-    assert relative_rms(out.o, exact.run("torch").o) < 2**-7
-    first, second = case.gradients("triton"), case.gradients("triton")
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-@pytest.mark.parametrize("operator", ["ttt", "titans"])
-def test_memories_are_chosen_in_16_bits_and_repeatable(operator):
-    case, exact = on_gpu(operator, None, torch.bfloat16)
+def test_memories_are_chosen_in_16_bits_and_repeatable(operator, maps):
+    case, exact = on_gpu(operator, None, torch.bfloat16, maps=maps)
     out = case.run()
     assert torch.equal(out.o, case.run("triton").o)
     assert relative_rms(out.o, exact.run("torch").o) < 2**-7
@@ -90,13 +79,3 @@ def test_what_the_kernels_do_not_take_is_named(operator):
     case, _ = on_gpu(operator, None, size=17)
     with pytest.raises(ValueError, match="mini-batches up to 16, got K = 4, V = 4 and 17"):
         case.run("triton")
-
-
-@pytest.mark.skipif(inputs.STREAMED_IS_CHOSEN, reason="a GPU has timed them")
-@pytest.mark.parametrize("operator", ["ttt", "titans"])
-def test_kernels_that_no_gpu_has_timed_are_not_chosen(operator, monkeypatch):
-    monkeypatch.setattr(dispatch, "_warned", set())
-    case, _ = on_gpu(operator, None, maps=2)
-    with pytest.warns(UserWarning, match='not been timed on a GPU; impl="triton" takes them'):
-        out = case.run()
-    assert torch.equal(out.o, case.run("torch").o)

@@ -43,7 +43,7 @@ MLP = replace(
     read_out="o = M_2 gelu(M_1 q)",
     objective="|M_2 gelu(M_1 k) - v|^2, with momentum and weight decay",
     state_size="3 HV 2K (K + V) + 1",
-    forms="recurrent, chunked",
+    forms="recurrent, chunked, GPU kernel of the scan",
 )
 
 

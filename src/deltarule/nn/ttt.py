@@ -43,7 +43,7 @@ MLP = replace(
     read_out="o = q + LN(W_2 gelu(W_1 q))",
     objective="|k + LN(W_2 gelu(W_1 k)) - v|^2 / 2",
     state_size="2 HV (4K (K + 1) + K (4K + 1)) + 1",
-    forms="recurrent, chunked",
+    forms="recurrent, chunked, GPU kernel of the scan",
 )
 
 

@@ -25,18 +25,10 @@ def always(_: object) -> str | None:
 
 
 class Implementation(NamedTuple, Generic[Arguments, Result]):
-    """A way to run a call: `why_not` gives the reason it cannot, or None; `run` does it.
-
-    `why_not_chosen` gives the reason that impl="auto" passes it over though it can, or None.
-    """
+    """A way to run a call: `why_not` gives the reason it cannot, or None; `run` does it."""
 
     why_not: Callable[[Arguments], str | None]
     run: Callable[[Arguments], Result]
-    why_not_chosen: Callable[[Arguments], str | None] = always
-
-    def passed_over(self, call: Arguments) -> str | None:
-        """Why impl="auto" does not take it, or None."""
-        return self.why_not(call) or self.why_not_chosen(call)
 
 
 Table = dict[str, Implementation[Arguments, Result]]
@@ -55,7 +47,7 @@ def triton_missing(device: torch.device) -> str | None:
 
 def first_that_runs(table: Table[Arguments, Result], call: Arguments) -> str:
     """What impl="auto" chooses."""
-    return next(name for name, i in table.items() if i.passed_over(call) is None)
+    return next(name for name, i in table.items() if i.why_not(call) is None)
 
 
 def choose(
@@ -68,7 +60,7 @@ def choose(
     if impl == "auto":
         name = first_that_runs(table, call)
         if name != "triton" and device.type == "cuda":
-            warn_slow(name, table["triton"].passed_over(call) if "triton" in table else NO_KERNEL)
+            warn_slow(name, table["triton"].why_not(call) if "triton" in table else NO_KERNEL)
         return table[name]
     if not isinstance(impl, str) or impl not in table:
         names = ", ".join(repr(name) for name in ("auto", *table))

@@ -19,10 +19,6 @@ MAX_MINI_BATCH = 16
 HELD_CHANNELS, HELD_KEYS_OF_SHARED = 64, 128
 # What a program streams from the cache: blocks of one map or two.
 STREAMED_CHANNELS = 128
-# Whether impl="auto" streams: not before a GPU has timed it at 3 times PyTorch's speed or more
-# (`python -m bench.neighbours` has the rows, `pytest -m gpu tests/ops/test_memories_on_gpu.py`
-# what must hold there).
-STREAMED_IS_CHOSEN = False
 # Where a product can read its operands from shared memory: elsewhere they fill the registers, and
 # the compiler moves kilobytes of each thread to memory and back.
 CAPABILITIES = (9, 10)
@@ -64,18 +60,6 @@ def is_held(maps: Maps, norm: bool) -> bool:
         return False
     values, inputs = maps[0].shape[-2:]
     return max(values, inputs - 1) <= HELD_CHANNELS if norm else inputs <= HELD_KEYS_OF_SHARED
-
-
-def why_not_chosen(arguments: Arguments) -> str | None:
-    """Why impl="auto" passes over kernels that run, or None."""
-    state = arguments["initial_state"]
-    if STREAMED_IS_CHOSEN or is_held(state.weights, isinstance(state, TTTState)):
-        return None
-    return (
-        "the Triton kernels that stream a memory of two maps, or of more than "
-        f'{HELD_CHANNELS} channels with a norm, have not been timed on a GPU; impl="triton" '
-        "takes them"
-    )
 
 
 def check_call(

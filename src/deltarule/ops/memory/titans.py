@@ -6,7 +6,7 @@ from torch import Tensor
 from deltarule.ops.checks import check_log_decay
 from deltarule.ops.dispatch import Implementation, Table
 from deltarule.ops.memory import definition as reference
-from deltarule.ops.memory.inputs import check_call, check_memory, why_not_chosen, why_not_triton
+from deltarule.ops.memory.inputs import check_call, check_memory, why_not_triton
 from deltarule.ops.memory.torch import titans as chunked
 from deltarule.ops.plain import (
     Arguments,
@@ -31,7 +31,7 @@ def run_triton(arguments: Arguments) -> TitansOutput:
 
 # In the order in which impl="auto" prefers them.
 IMPLEMENTATIONS: Table[Arguments, TitansOutput] = {
-    "triton": Implementation(why_not_gpu, run_triton, why_not_chosen),
+    "triton": Implementation(why_not_gpu, run_triton),
     **plain_table(chunked.titans, reference.titans),
 }
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from deltarule.ops.dispatch import Implementation, Table
 from deltarule.ops.memory import definition as reference
-from deltarule.ops.memory.inputs import check_call, check_memory, why_not_chosen, why_not_triton
+from deltarule.ops.memory.inputs import check_call, check_memory, why_not_triton
 from deltarule.ops.memory.torch import ttt as chunked
 from deltarule.ops.plain import (
     Arguments,
@@ -32,7 +32,7 @@ def run_triton(arguments: Arguments) -> TTTOutput:
 
 # In the order in which impl="auto" prefers them.
 IMPLEMENTATIONS: Table[Arguments, TTTOutput] = {
-    "triton": Implementation(why_not_gpu, run_triton, why_not_chosen),
+    "triton": Implementation(why_not_gpu, run_triton),
     **plain_table(chunked.ttt, reference.ttt),
 }
 
