@@ -45,7 +45,7 @@ FOLDERS = {
     "src/deltarule/train": 5_950,
     "src/deltarule/tasks": 1_950,
     "experiments": 6_350,
-    "bench": 3_150,
+    "bench": 3_400,
 }
 
 NOT_CODE = {

@@ -1,0 +1,253 @@
+"""transformers' models as they are and under `deltarule.hf.patch`, in turns in one process.
+
+    python -m bench.patched --output docs/figures/patched_cpu.json
+
+On a GPU it is a Qwen3.5 of a billion random parameters in bfloat16, beside the kernels that
+transformers finds (FLA's, if that is installed) and, with FLA, once more with FLA's convolution in
+place of PyTorch's; on a CPU small models of three families in float32 on one thread, beside
+transformers' own PyTorch functions.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from bench import peers, results, timing
+
+Row = dict[str, Any]
+Sides = Mapping[str, Callable[[], AbstractContextManager[object]]]
+OURS, THEIRS, THEIR_CONVOLUTION = "deltarule", "transformers", "transformers, FLA's convolution"
+REPEATS, PROMPT = 5, 128
+RECURRENCES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+
+
+class Sizes(NamedTuple):
+    """A configuration class of transformers with its arguments, and [B, T] of what is timed."""
+
+    config: str
+    options: Mapping[str, Any]
+    prefill: tuple[int, int]
+    training: tuple[int, int]
+    new_tokens: int
+
+
+GATED_DELTANET = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+COMMON = {
+    "vocab_size": 1024, "hidden_size": 512, "num_hidden_layers": 4, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
+ROW = (1, 1024)
+BILLION: dict[str, Sizes] = {
+    "qwen3_5 1B": Sizes(
+        "Qwen3_5TextConfig",
+        COMMON | GATED_DELTANET
+        | {"vocab_size": 32768, "hidden_size": 2048, "num_hidden_layers": 16, "head_dim": 256,
+           "intermediate_size": 6144, "num_attention_heads": 8, "num_key_value_heads": 2,
+           "linear_num_key_heads": 16, "linear_num_value_heads": 16},
+        (8, 4096), (4, 4096), 32,
+    )
+}  # fmt: skip
+SMALL: dict[str, Sizes] = {
+    "kimi_linear": Sizes(
+        "KimiLinearConfig",
+        COMMON
+        | {"intermediate_size": 1024, "moe_intermediate_size": 256, "num_local_experts": 4,
+           "num_experts_per_tok": 2, "linear_head_dim": 128, "linear_num_heads": 4,
+           "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 128,
+           "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64,
+           "layer_types": ["linear_attention"] * 3 + ["full_attention"]},
+        ROW, ROW, 0,
+    ),
+    "mamba2": Sizes(
+        "Mamba2Config",
+        COMMON | {"num_heads": 16, "head_dim": 64, "state_size": 128, "n_groups": 1},
+        ROW, ROW, 0,
+    ),
+    "qwen3_5": Sizes(
+        "Qwen3_5TextConfig",
+        COMMON | GATED_DELTANET
+        | {"intermediate_size": 1024, "head_dim": 64, "num_attention_heads": 8,
+           "num_key_value_heads": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 4},
+        ROW, ROW, 0,
+    ),
+}  # fmt: skip
+
+
+def main(output: Path, models: Mapping[str, Sizes], repeats: int = REPEATS) -> Row:
+    """Time every model; each figure is written at once.
+
+    Args:
+        output: File for the raw figures.
+        models: What is timed, by name.
+        repeats: Runs of each side, in turns, after one that compiles.
+
+    Returns:
+        What the file holds.
+    """
+    gpu = torch.cuda.is_available()
+    report = results.new_report(sys.argv[1:])
+    report["command"] = f"python -m bench.patched {report['command'].partition(' ')[2]}".strip()
+    report["device"] = torch.cuda.get_device_name() if gpu else "cpu"
+    report["versions"] |= peers.versions()
+    report["threads"] = torch.get_num_threads()
+    for name, sizes in models.items():
+        model = built(sizes, "cuda" if gpu else "cpu")
+        sides = sides_of(model)
+        facts = {"model": name, "parameters": sum(x.numel() for x in model.parameters())}
+        facts["theirs"] = {x: origin(getattr(file_of(model), x, None)) for x in RECURRENCES}
+        print(facts, flush=True)
+        for work, run in works(model, sizes).items():
+            for side, figures in in_turns(run, sides, repeats):
+                row = results.add(report, side, {"kind": "patched", **facts, "work": work}, figures)
+                results.save(report, output)
+                shown = ("model", "work", "peer", "first_s", "ms", "difference")
+                print({key: row[key] for key in shown if key in row}, flush=True)
+    return report
+
+
+def built(sizes: Sizes, device: str) -> nn.Module:
+    """A random model, in bfloat16 on a GPU."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    config = getattr(transformers, sizes.config)(**sizes.options)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    with torch.device(device):
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval()
+
+
+def works(model: Any, sizes: Sizes) -> dict[str, Callable[[], Tensor | None]]:
+    """What is timed, by name; each returns what the sides should agree on, if anything.
+
+    Greedy tokens of random weights part at the first near tie of 16 bits.
+    """
+    vocabulary = sizes.options["vocab_size"]
+    prompt, text = (
+        torch.randint(3, vocabulary, shape, device=model.device)
+        for shape in (sizes.prefill, sizes.training)
+    )
+
+    def prefill() -> Tensor:
+        with torch.no_grad():
+            logits: Tensor = model(prompt)["logits"][:, -1:].float()
+        return logits
+
+    def generate() -> None:
+        new = sizes.new_tokens
+        options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+        model.generate(prompt[:, :PROMPT], **options)
+
+    def train() -> Tensor:
+        model.train()
+        model.zero_grad()
+        loss = model(text, labels=text, use_cache=False).loss
+        loss.backward()
+        model.eval()
+        found: Tensor = loss.detach()
+        return found
+
+    found: dict[str, Callable[[], Tensor | None]] = {"prefill": prefill}
+    if sizes.new_tokens:
+        found["generate"] = generate
+    return found | {"training step": train}
+
+
+def in_turns(
+    run: Callable[[], Tensor | None], sides: Sides, repeats: int
+) -> Iterator[tuple[str, Row]]:
+    """A first run of each side, then the others in turns; milliseconds and their median.
+
+    `difference` is the relative RMS between what a side gives and what transformers gives.
+    """
+    clock = timing.host_seconds if torch.cuda.is_available() else cpu_seconds
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    outputs: dict[str, Tensor | None] = {}
+
+    def work() -> None:
+        outputs[side] = run()
+
+    for _ in range(repeats + 1):
+        for side, enter in sides.items():
+            with enter():
+                seconds[side].append(clock(work))
+    for name, (first, *rest) in seconds.items():
+        figures: Row = {"first_s": first, "ms": 1e3 * statistics.median(rest), "seconds": rest}
+        if (theirs := outputs[THEIRS]) is not None and (other := outputs[name]) is not None:
+            figures["difference"] = ((other - theirs).norm() / theirs.norm()).item()
+        yield name, figures
+
+
+def cpu_seconds(run: Callable[[], object]) -> float:
+    """Processor seconds of a call: other processes do not count."""
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+def sides_of(model: nn.Module) -> Sides:
+    """transformers' model, the same with FLA's convolution where FLA is installed, and patched."""
+    from deltarule.hf.patch import accepting, patch
+
+    sides: dict[str, Callable[[], AbstractContextManager[object]]] = {THEIRS: nullcontext}
+    file = file_of(model)
+    if origin(getattr(file, RECURRENCES[0], None)).startswith("fla."):
+        whole, step = accepting(fla_convolution), accepting(fla_convolution_step)
+        theirs = {"causal_conv1d_fn": whole, "causal_conv1d_update": step}
+        sides[THEIR_CONVOLUTION] = partial(mock.patch.multiple, file, **theirs)
+    return sides | {OURS: partial(patch, model)}
+
+
+def file_of(model: nn.Module) -> Any:
+    """The module of Python that the model's class is written in."""
+    return sys.modules[type(model).__module__]
+
+
+def origin(function: Any) -> str:
+    """The module of what one of transformers' functions calls: its own, or that of a package."""
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    cells = dict(zip(names, getattr(function, "__closure__", None) or (), strict=True))
+    found = cells["implementation"].cell_contents if "implementation" in cells else function
+    return getattr(found, "__module__", "none")
+
+
+def fla_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """[B, D, T] by FLA's kernel, called as transformers calls causal-conv1d's."""
+    from fla.modules.causal_conv1d import causal_conv1d
+
+    y, _ = causal_conv1d(x.transpose(1, 2), weight, bias, activation=activation)
+    return y.transpose(1, 2)
+
+
+def fla_convolution_step(
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str
+) -> Tensor:
+    """[B, D, 1] by FLA's kernel; the last inputs [B, D, W] move on in place."""
+    from fla.modules.causal_conv1d import causal_conv1d_update
+
+    y, _ = causal_conv1d_update(
+        x.transpose(1, 2), state, weight=weight, bias=bias, activation=activation
+    )
+    return y.transpose(1, 2)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--output", type=Path, required=True, help="file for the raw figures")
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="timed runs of each side")
+    options = parser.parse_args()
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        torch.set_num_threads(1)
+    main(options.output, BILLION if on_gpu else SMALL, options.repeats)
