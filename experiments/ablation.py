@@ -137,8 +137,7 @@ LEFT_OUT = (
     "missing output norm. The grid is run on DeltaNet."
 )
 EXPERIMENT = Experiment(
-    name="ablation",
-    title="Parts of a delta-rule layer",
+    name="ablation", title="Parts of a delta-rule layer",
     shows="What the norm and the feature map of queries and keys, the short convolution, the "
     "output gate and the size of a head are worth in a small language model.",
     source="DeltaNet (arXiv 2406.06484), table 2; Gated DeltaNet (arXiv 2412.06464), ablation of "
@@ -147,9 +146,7 @@ EXPERIMENT = Experiment(
         "laptop": "2 curves of 3 minutes on 2 cores",
         "gpu": "24 models of 3.3 M parameters, 4 minutes on one H200 with --workers 8",
     },
-    cells=cells,
-    draw=draw,
-    table=table,
+    cells=cells, draw=draw, table=table,
     deviations={
         "laptop": [
             "Two variants: L2 norm and SiLU, L1 norm and 1+ELU.",
@@ -166,4 +163,4 @@ EXPERIMENT = Experiment(
             LEFT_OUT,
         ],
     },
-)
+)  # fmt: skip

@@ -112,8 +112,7 @@ SHORTER = (
     "text, not six."
 )
 EXPERIMENT = Experiment(
-    name="extrapolation",
-    title="Loss past the length of training",
+    name="extrapolation", title="Loss past the length of training",
     shows="The loss at positions far past the length of training, of recurrent models and of "
     "attention with rotary positions.",
     source="Gated DeltaNet (arXiv 2412.06464), figure on length extrapolation; DeltaProduct "
@@ -122,9 +121,7 @@ EXPERIMENT = Experiment(
         "laptop": "4 curves of 3 minutes on 2 cores",
         "gpu": "12 models of 3.3 M parameters, 4 minutes on two H200 with --workers 12",
     },
-    cells=cells,
-    draw=draw,
-    table=table,
+    cells=cells, draw=draw, table=table,
     deviations={
         "laptop": [
             "Models of 0.45 M parameters, 2 layers, trained on 1.5 million bytes in rows of 128, "
@@ -141,4 +138,4 @@ EXPERIMENT = Experiment(
             "Mamba-1, Samba and the hybrids of the figure are left out; two seeds each.",
         ],
     },
-)
+)  # fmt: skip

@@ -250,8 +250,7 @@ BOTH = [
     "The token that begins a row has no label.",
 ]
 EXPERIMENT = Experiment(
-    name="groups",
-    title="Word problems of groups",
+    name="groups", title="Word problems of groups",
     shows=(
         "To follow a product of permutations a layer must reflect its state: each write for a "
         "token is one reflection, so harder groups need more of them."
@@ -261,9 +260,7 @@ EXPERIMENT = Experiment(
         "laptop": "21 cells of a minute and 6 of seconds, 10 minutes on 2 cores",
         "gpu": "30 cells, 4 minutes on two H200 with --workers 30",
     },
-    cells=cells,
-    draw=draw,
-    table=table,
+    cells=cells, draw=draw, table=table,
     deviations={
         "laptop": [
             "S_3 and S_4 alone, rows of 32 in training and 128 in the test instead of 128 and 512.",
@@ -275,4 +272,4 @@ EXPERIMENT = Experiment(
             *BOTH,
         ],
     },
-)
+)  # fmt: skip

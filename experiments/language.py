@@ -117,8 +117,7 @@ ALIKE = (
     "H1's window is half of a row: 2,048 tokens, as in the paper, would be all of it.",
 )
 EXPERIMENT = Experiment(
-    name="language",
-    title="Small language models",
+    name="language", title="Small language models",
     shows="The loss of small language models of bytes that differ in their mixer alone, at equal "
     "tokens and equal parameters, and how much of the differences is noise.",
     source="DeltaNet (arXiv 2406.06484), table 2; Gated DeltaNet (arXiv 2412.06464), table of "
@@ -127,9 +126,7 @@ EXPERIMENT = Experiment(
         "laptop": "3 curves of 3 minutes on 2 cores",
         "gpu": "30 models of 30 M parameters, 7 minutes on one H200 with --workers 10",
     },
-    cells=cells,
-    draw=draw,
-    table=table,
+    cells=cells, draw=draw, table=table,
     deviations={
         "laptop": [
             "Models of 0.45 M parameters, 2 layers, and 1.5 million bytes of text, in place of "
@@ -143,4 +140,4 @@ EXPERIMENT = Experiment(
             *ALIKE,
         ],
     },
-)
+)  # fmt: skip

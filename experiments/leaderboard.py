@@ -224,17 +224,14 @@ REMARK = (
     "gives, not what it could be made to do."
 )
 EXPERIMENT = Experiment(
-    name="leaderboard",
-    title="Leaderboard",
+    name="leaderboard", title="Leaderboard",
     shows="Every system of the library on the same small tasks, at the same settings.",
     source="the tasks of the papers on the other pages, made small enough for every system",
     needs={
         "laptop": "53 systems of 2 minutes on 2 cores",
         "gpu": "583 cells, an estimated 13 minutes of an H200 for each system",
     },
-    cells=cells,
-    draw=draw,
-    table=table,
+    cells=cells, draw=draw, table=table,
     grows=True,
     deviations={
         "laptop": [
@@ -247,4 +244,4 @@ EXPERIMENT = Experiment(
             "epochs (memorization 100) in place of 200, text one seed.",
         ],
     },
-)
+)  # fmt: skip

@@ -201,8 +201,7 @@ BOTH = [
     "RMSNorm instead of LayerNorm; the library's own initialisation; no bias in the head.",
 ]
 EXPERIMENT = Experiment(
-    name="mad",
-    title="MAD, small tasks that tell layers apart",
+    name="mad", title="MAD, small tasks that tell layers apart",
     shows=(
         "Which layers recall what they read, under noise and in words of several tokens, copy what "
         "matters, memorize and compress, and how soon they learn it."
@@ -212,9 +211,7 @@ EXPERIMENT = Experiment(
         "laptop": "6 curves of 4 minutes or less, 10 minutes on 2 cores",
         "gpu": "30 curves, 7 minutes on two H200 with --workers 30",
     },
-    cells=cells,
-    draw=draw,
-    table=table,
+    cells=cells, draw=draw, table=table,
     deviations={
         "laptop": [
             "Two of the six tasks; copying has 128 tokens instead of 256.",

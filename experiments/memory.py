@@ -220,8 +220,7 @@ def scored(result: Result, condition: str, pairs: int) -> str:
 
 
 EXPERIMENT = Experiment(
-    name="memory",
-    title="The state as an associative memory",
+    name="memory", title="The state as an associative memory",
     shows=(
         "Linear attention adds every pair to all others, a decay forgets all alike, and the delta "
         "rule corrects what is there: the error against the number of pairs, for keys that are "
@@ -229,7 +228,5 @@ EXPERIMENT = Experiment(
     ),
     source="the argument for the delta rule in arXiv 2102.11174 and arXiv 2406.06484, section 2.2",
     needs={"laptop": "5 cells, a minute on 2 cores"},
-    cells=cells,
-    draw=draw,
-    table=table,
-)
+    cells=cells, draw=draw, table=table,
+)  # fmt: skip

@@ -251,8 +251,7 @@ BOTH = [
     *ALL,
 ]
 EXPERIMENT = Experiment(
-    name="mqar",
-    title="Associative recall against width",
+    name="mqar", title="Associative recall against width",
     shows=(
         "A model reads pairs of key and value and then answers keys: which layers learn it, at "
         "which width and in how many steps."
@@ -264,9 +263,7 @@ EXPERIMENT = Experiment(
         "published": "96 cells, an estimated 2 to 5 hours on one H200 with --workers 8, in pieces "
         "of any length",
     },
-    cells=cells,
-    draw=draw,
-    table=table,
+    cells=cells, draw=draw, table=table,
     deviations={
         "laptop": [
             "64 tokens, 8 pairs and 512 words instead of 512, 64 and 8,192; widths 32 and 64 "
@@ -290,4 +287,4 @@ EXPERIMENT = Experiment(
             *ALL[:2],
         ],
     },
-)
+)  # fmt: skip

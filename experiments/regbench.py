@@ -233,8 +233,7 @@ BOTH = [
     "the end.",
 ]
 EXPERIMENT = Experiment(
-    name="regbench",
-    title="In-context languages of random automata",
+    name="regbench", title="In-context languages of random automata",
     shows=(
         "A model reads words of an automaton that it never saw, and says which letter may come "
         "next: the accuracy in training and against the number of training examples."
@@ -244,9 +243,7 @@ EXPERIMENT = Experiment(
         "laptop": "3 curves of 2 to 4 minutes on 2 cores",
         "gpu": "12 curves, 6 minutes on one H200 with --workers 12",
     },
-    cells=cells,
-    draw=draw,
-    table=table,
+    cells=cells, draw=draw, table=table,
     deviations={
         "laptop": [
             "A smoke test, with no claim on the figure: words of at most 12 letters instead of 49, "
@@ -262,4 +259,4 @@ EXPERIMENT = Experiment(
             *BOTH,
         ],
     },
-)
+)  # fmt: skip

@@ -201,8 +201,7 @@ def table(scale: Scale, results: list[Result]) -> str:
 
 
 EXPERIMENT = Experiment(
-    name="speedup",
-    title="Chunks beside a loop over tokens",
+    name="speedup", title="Chunks beside a loop over tokens",
     shows="How much faster the chunked form is than the recurrent one, by length and head "
     "dimension, both compiled and with a backward pass of their own.",
     source="DeltaNet (arXiv 2406.06484), figure 1",
@@ -210,9 +209,7 @@ EXPERIMENT = Experiment(
         "laptop": "2 minutes on 1 core, and a C compiler",
         "gpu": "2 minutes on one H200",
     },
-    cells=cells,
-    draw=draw,
-    table=table,
+    cells=cells, draw=draw, table=table,
     timed=True,
     deviations={
         "laptop": [
@@ -227,4 +224,4 @@ EXPERIMENT = Experiment(
             "state in each program. Times are of CUDA graphs: kernels alone.",
         ],
     },
-)
+)  # fmt: skip

@@ -251,8 +251,7 @@ BOTH = [
     "the paper's where both fit.",
 ]
 EXPERIMENT = Experiment(
-    name="state-tracking",
-    title="State tracking with negative eigenvalues",
+    name="state-tracking", title="State tracking with negative eigenvalues",
     shows=(
         "Whether an odd number of bits was set is a state that flips: with eigenvalues in [0, 1] "
         "rows longer than the trained ones are guessed, with [-1, 1] most are solved."
@@ -264,9 +263,7 @@ EXPERIMENT = Experiment(
         "published": "36 cells, an estimated 4 hours on one H200 with --workers 12, in pieces "
         "of any length; --only modular_arithmetic- first",
     },
-    cells=cells,
-    draw=draw,
-    table=table,
+    cells=cells, draw=draw, table=table,
     deviations={
         "laptop": [
             "Parity alone; modular arithmetic needs a GPU.",
@@ -289,4 +286,4 @@ EXPERIMENT = Experiment(
             *BOTH,
         ],
     },
-)
+)  # fmt: skip

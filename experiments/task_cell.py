@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -75,6 +76,10 @@ class TaskCell:
         """Where the rows of a step come from."""
         return Rows(self.training, self.rows, self.examples, self.curriculum)
 
+    def rows_of(self) -> ModuleType:
+        """The module that draws the task's rows."""
+        return load_task(self.task)
+
     def build(self) -> CausalLM:
         """The model, its weights drawn from the global random state; a subclass may add to it."""
         return CausalLM(self.model)
@@ -97,7 +102,7 @@ class TaskCell:
             DivergedError: The loss is not finite.
             InterruptedRunError: Ctrl-C; a checkpoint was written.
         """
-        task = load_task(self.task)
+        task = self.rows_of()
         seed_everything(self.loop.seed)
         model = self.build()
         horizons = starting_horizons(model)
@@ -127,7 +132,7 @@ class TaskCell:
 
     def evaluate(self, model: CausalLM, evaluation: Evaluation) -> dict[str, Any]:
         """Score the model on the rows of an evaluation."""
-        task = load_task(self.task)
+        task = self.rows_of()
         rows = draw_rows(
             task, evaluation.config, seed=self.loop.seed, stream=TEST, rows=evaluation.rows
         )

@@ -190,16 +190,13 @@ def table(scale: Scale, results: list[Result]) -> str:
 
 
 EXPERIMENT = Experiment(
-    name="throughput",
-    title="Training speed at 1.3 B parameters",
+    name="throughput", title="Training speed at 1.3 B parameters",
     shows="Tokens a second in training by the length of rows, of attention, recurrent models and "
     "hybrids.",
     source="Gated DeltaNet (arXiv 2412.06464), figure on throughput; DeltaNet (arXiv 2406.06484), "
     "figure 4",
     needs={"gpu": "one H200, about 40 seconds a model; with FLA installed 10 to 20 minutes more"},
-    cells=cells,
-    draw=draw,
-    table=table,
+    cells=cells, draw=draw, table=table,
     timed=True,
     deviations={
         "gpu": [
@@ -211,4 +208,4 @@ EXPERIMENT = Experiment(
             "The published GLA is from DeltaNet's figure, with half as many batch rows.",
         ]
     },
-)
+)  # fmt: skip

@@ -16,6 +16,7 @@ prose, essays under copyright, is here that of `deltarule.tasks.prose`.
 """
 
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -24,7 +25,7 @@ import numpy as np
 from deltarule.models.bytes import BEGIN, decode
 from deltarule.nearest import check_known
 from deltarule.tasks.batch import NO_LABEL, Batch
-from deltarule.tasks.prose import Split, read_prose
+from deltarule.tasks.prose import Prose, Split, read_prose
 
 Haystack = Literal["noise", "prose", "any"]
 Value = Literal["number", "uuid", "any"]
@@ -56,6 +57,7 @@ mirror needle orchard paddle parcel pebble pencil pepper pillow pocket river sad
 signal spiral table temple thread ticket tunnel valley violin wagon window
 """
 KEYS = [f"{adjective}-{noun}" for adjective in ADJECTIVES.split() for noun in NOUNS.split()]
+LONGEST_KEY = max(KEYS, key=len)
 LONGEST_ANSWERS = {"number": "0" * 7, "uuid": "0" * 36, "any": "0" * 36}
 
 
@@ -88,7 +90,7 @@ class Config:
         """Refuse what no row can be."""
         for name, kind in (("haystack", Haystack), ("value", Value), ("split", Split)):
             check_known(name, getattr(self, name), get_args(kind))
-        row = Row(self, key=max(KEYS, key=len), answer=LONGEST_ANSWERS[self.value])
+        row = Row(self, key=LONGEST_KEY, answer=LONGEST_ANSWERS[self.value])
         if row.room <= len(NOISE):
             raise ValueError(
                 f"length must be at least {self.length - row.room + len(NOISE) + 1} for this value "
@@ -145,10 +147,10 @@ class Row:
         own = (self.opening, self.needle, self.reply, self.answer)
         return self.config.length - sum(map(len, own))
 
-    def text(self, rng: np.random.Generator) -> str:
+    def text(self, rng: np.random.Generator, prose: "ReadProse") -> str:
         """The whole row, from the opening to the value."""
         noise = self.config.haystack == "noise"
-        sentences = noisy(self.room) if noise else prosaic(self.room, self.config.split, rng)
+        sentences = noisy(self.room) if noise else prosaic(self.room, prose(self.config.split), rng)
         depth = (
             rng.integers(len(sentences)) if noise else len(sentences) * rng.choice(DEPTHS) // 100
         )
@@ -162,13 +164,16 @@ def noisy(room: int) -> list[str]:
     return [NOISE] * (room // (len(NOISE) + 1))
 
 
-def prosaic(room: int, split: Split, rng: np.random.Generator) -> list[str]:
+ReadProse = Callable[[Split], Prose]
+
+
+def prosaic(room: int, prose: Prose, rng: np.random.Generator) -> list[str]:
     """Sentences of prose from a random one on, as many as fit with a byte after each."""
-    sentences, starts = read_prose(split)
+    sentences, starts = prose
     if starts[-1] <= room:
         raise ValueError(
-            f"length must leave less than {starts[-1]} bytes to the haystack, all that Python's "
-            f"docstrings hold for split={split!r}, got {room}"
+            f"length must leave less than {starts[-1]} bytes to the haystack, all that the prose "
+            f"of this split holds, got {room}"
         )
     first = int(rng.integers(np.searchsorted(starts, starts[-1] - room)))
     last = int(np.searchsorted(starts, starts[first] + room, side="right")) - 1
@@ -182,13 +187,16 @@ def draw_answer(value: Value, rng: np.random.Generator) -> str:
     return str(uuid.UUID(bytes=rng.bytes(16), version=4))
 
 
-def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
+def generate(
+    config: Config, rng: np.random.Generator, rows: int, prose: ReadProse = read_prose
+) -> Batch:
     """Draw rows of the task.
 
     Args:
         config: The haystack, the value and the length.
         rng: All randomness.
         rows: How many.
+        prose: Gives the sentences of a split.
 
     Returns:
         tokens and labels, int64 [rows, length]; what the text leaves over is BEGIN, unlabelled.
@@ -203,7 +211,7 @@ def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
     for index in range(rows):
         kind = config.settled(rng)
         row = Row(kind, KEYS[rng.integers(len(KEYS))], draw_answer(kind.value, rng))
-        text = np.frombuffer(row.text(rng).encode(), dtype=np.uint8)
+        text = np.frombuffer(row.text(rng, prose).encode(), dtype=np.uint8)
         first = 0 if config.every_byte else len(text) - len(row.answer)
         tokens[index, 1 : len(text)] = text[:-1]
         labels[index, first : len(text)] = text[first:]

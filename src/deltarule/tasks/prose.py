@@ -33,7 +33,12 @@ def read_prose(split: Split) -> Prose:
         >>> all(sentence[0].isupper() for sentence in read_prose("validation").sentences)
         True
     """
-    training, validation = split_documents(read_documents().documents)
+    return prose_of(read_documents().documents, split)
+
+
+def prose_of(documents: list[Document], split: Split) -> Prose:
+    """The sentences of those documents that are of one part."""
+    training, validation = split_documents(documents)
     chosen = training if split == "training" else validation
     sentences = [sentence for document in chosen for sentence in sentences_of(document)]
     return Prose(sentences, np.cumsum([0, *(len(sentence) + 1 for sentence in sentences)]))
