@@ -96,7 +96,7 @@ def check(operator: Operator, x: Tensors, impl: str = "triton", **options: objec
     parts = [list(enumerate(outputs)) + list(of.items()) for outputs, of in (found, own, exact)]
     for (name, y), (_, other), (_, expected) in zip(*parts, strict=True):
         if name == 0 and "lengths" in options:
-            there = torch.arange(y.shape[1]) < options["lengths"][:, None]
+            there = torch.arange(y.shape[1], device=y.device) < options["lengths"][:, None]
             y, other, expected = (part[there] for part in (y, other, expected))
         bar = (GRADIENT if isinstance(name, str) else FORWARD)[torch.float32]
         limit = max(bar, near * relative_rms(other, expected, floor=1e-9))
