@@ -1,5 +1,6 @@
 """Every page of docs/experiments says what its JSON holds, and its prose what its tables hold."""
 
+import itertools
 import json
 import math
 import re
@@ -243,9 +244,16 @@ def groups(t: Tables) -> dict[str, bool]:
         "every group is solved at that length": all(
             t("gpu", trained, *key) == [1.0, 1.0] for key in solved
         ),
-        "with one write, or with eigenvalues in [0, 1], none is": all(
+        "with one write none is, nor S_3 and S_5 with eigenvalues in [0, 1]": all(
             numbers(r[trained]) == [0.0, 0.0] for r in unsolved
-        ),
+        )
+        and {r["group"] for r in unsolved if "[0, 1]" in r["writes"]} == {"S_3", "S_5"},
+        "at least 88 % of the rows are still right on all seeds but two": sorted(
+            x < 0.88 for key in solved for x in t("gpu", far, *key)
+        ) == [False] * 12 + [True] * 2,
+        "eigenvalues in [0, 1] on S_4 and A_5; four writes on S_3 and S_4": not {
+            (group, writes) for group in ("S_4", "A_5") for writes in ("n = 2, [0, 1]", "n = 4")
+        } & {(r["group"], r["writes"]) for r in rows if r["group"] != "A_5" or "[" in r["writes"]},
         "A_5 falls to 0.63 on one seed with two writes and to 0.46 on one with four": round(
             min(t("gpu", far, "A_5", "n = 2")), 2
         ) == 0.63
@@ -373,6 +381,10 @@ def throughput(t: Tables) -> dict[str, bool]:
         "faster than Gated DeltaNet at no length": all(
             x < y[0] for x, y in zip(attention, speed["Gated DeltaNet"], strict=True)
         ),
+        "the recurrent layers keep theirs": all(
+            min(x[0] for x in speed[s]) > 0.97 * speed[s][0][0]
+            for s in ("DeltaNet", "Gated DeltaNet", "GLA")
+        ),
         "loses speed with every doubling": attention == sorted(attention, reverse=True),
         "H1 falls from 56.5 to 47.0 thousand tokens a second between 2,048 and 16,384 and H2 from "
         "55.3 to 48.3": (h1[0][0], h1[-1][0], h2[0][0], h2[-1][0]) == (56.5, 47.0, 55.3, 48.3),
@@ -388,6 +400,9 @@ def speedup(t: Tables) -> dict[str, bool]:
         )
         for r in t.rows["gpu"]
     }  # fmt: skip
+    slow = {
+        (r["head"], r["tokens in a row"]): numbers(r["times faster"])[0] for r in t.rows["laptop"]
+    }
     both, forward = [x[0] for x in rows.values()], [x[1] for x in rows.values()]
     rising = all(
         [v[0] for k, v in sorted(rows.items()) if k[0] == head]
@@ -397,6 +412,13 @@ def speedup(t: Tables) -> dict[str, bool]:
     below = {key for key, value in rows.items() if value[0] < value[2]}
     return {
         "at every shape": max(x[0] for x in t.column("laptop", "times faster")) < 1,
+        "most where heads are small": all(
+            slow["64", n] < ratio for (head, n), ratio in slow.items() if head != "64"
+        ),
+        "rows of 8,192 and more in the laptop form": max(
+            x[0] for x in t.column("laptop", "tokens in a row")
+        )
+        == 4096,
         "8.5 to 83 times": (round(min(both), 1), round(max(both))) == (8.5, 83),
         "8.9 to 86 times": (round(min(forward), 1), round(max(forward))) == (8.9, 86),
         "the longer the row the more": rising,
@@ -412,9 +434,25 @@ def ablation(t: Tables) -> dict[str, bool]:
     ours = [loss(x) for x in order]
     published = [t("gpu", "published, DeltaNet 340 M", "DeltaNet", x)[0] for x in order]
     gated = [x[0] for x in t.column("gpu", "bits per byte", "Gated DeltaNet")]
+    mapped = [x for x in order if x != "no convolution"]
+    apart = {
+        (one, other) for one, other in itertools.combinations(mapped, 2)
+        if loss(other) - loss(one) > 0.068
+    }  # fmt: skip
+    convolution = loss("no convolution") - loss("L2, SiLU")
+    bare = [
+        t("gpu", "published, Gated DeltaNet 400 M", "Gated DeltaNet", x)[0]
+        for x in ("no convolution", "heads of 128")
+    ]
+    page = (DOCS / "ablation.md").read_text()
     return {
+        "differences below 0.068 bits are noise": "Differences below 0.068 bits" in page,
         "have the published order": ours == sorted(ours) and published == sorted(published),
-        "worth 0.06 bits": round(loss("no convolution") - loss("L2, SiLU"), 2) == 0.06,
+        "told apart from L2 with SiLU and with 1+ELU, and L2 with ReLU from L2 with\n1+ELU": apart
+        == {("L2, 1+ELU", "L1, 1+ELU"), ("L2, SiLU", "L1, 1+ELU"), ("L2, 1+ELU", "L2, ReLU")},
+        "so is the convolution's 0.06 bits": round(convolution, 2) == 0.06 and convolution < 0.068,
+        "1.6 points of perplexity": round(bare[0] - bare[1], 2) == 1.6,
+        "all rows but two": len(t.rows["laptop"]) == 2,
         "within 0.04 bits of each other": round(max(gated) - min(gated), 3) <= 0.04,
         "L1 with 1+ELU is ahead of L2 with SiLU": loss("L1, 1+ELU", "laptop")
         < loss("L2, SiLU", "laptop"),
@@ -425,12 +463,31 @@ def memory(t: Tables) -> dict[str, bool]:
     def error(rule: str, column: str) -> float:
         return t("laptop", column, rule)[0]
 
+    def found(rule: str, column: str) -> float:
+        return t("laptop", column, rule)[3]
+
+    by_age = {cell["cell"]["name"]: cell["figures"]["by_age"] for cell in raw("memory-laptop")}
+    old = by_age["deltanet"]
     sums = [error("Linear attention", f"random, {n}") * 64 / (n - 1) for n in (32, 64, 128)]
     ratio = error("DeltaNet", "correlated, 32") / error("Linear attention", "correlated, 32")
     return {
         "(N - 1) / 64": max(abs(x - 1) for x in sums) < 0.05,
         "a tenth of\n  what they cost a sum": 0.09 < ratio < 0.11,
         "nearly exact up to 64 pairs": error("Mesa layer", "random, 64") < 0.02,
+        "still the nearest one when there are twice as many pairs as channels": found(
+            "Linear attention", "random, 128"
+        )
+        >= 98,
+        "cannot tell a new value from the old one": found("Linear attention", "overwritten, 32")
+        < 50,
+        "keys that resemble each other drown it": error("Linear attention", "correlated, 32") > 5,
+        "what is recent is read well": max(by_age["retnet"][:8]) < 0.3,
+        "The last pair is exact": old[0] < 1e-20,
+        "a new value replaces the old one": found("DeltaNet", "overwritten, 32") == 100,
+        "those\n  more than about 50 writes old are read no better": min(old[55:])
+        > 1
+        > max(old[:45]),
+        "so gives the mean\n  of a key's two values": error("Mesa layer", "overwritten, 32") == 0.5,
     }
 
 
@@ -475,6 +532,12 @@ def test_the_prose_says_what_the_tables_say(name: str) -> None:
     for words, holds in CLAIMS[name](Tables(name)).items():
         assert " ".join(words.split()) in " ".join(prose.split()), f"{name}.md lost: {words}"
         assert holds, f"{name}.md: {words}"
+
+
+@pytest.mark.parametrize("name", sorted(set(CLAIMS) - {"leaderboard"}))
+def test_every_page_says_what_did_not_run(name: str) -> None:
+    prose = (DOCS / f"{name}.md").read_text().partition(pages.MARKS.begin)[0]
+    assert len(re.findall(r"^Not run: \S", prose, re.MULTILINE)) == 1
 
 
 def test_every_page_with_results_has_its_claims_checked() -> None:
