@@ -18,7 +18,7 @@ from experiments.autoencoder import AutoencoderCell
 from experiments.experiment import Experiment, Result, Scale, finished
 from experiments.figures import Curve, Panel, draw_curves, title_of
 from experiments.markdown import markdown_table
-from experiments.task_cell import Evaluation, TaskCell
+from experiments.task_cell import Evaluation, TaskCell, accuracy
 from experiments.training_curve import training_curve
 
 
@@ -140,12 +140,6 @@ def by_setting(scale: Scale, results: list[Result]) -> dict[str, dict[str, Resul
         }
         for name in SETTINGS[scale]
     }
-
-
-def accuracy(result: Result) -> float:
-    """The score of the benchmark, in which every class weighs the same."""
-    value: float = result.figures["evaluations"][LABEL]["accuracy"]
-    return value
 
 
 def draw(scale: Scale, results: list[Result], path: Path) -> None:

@@ -177,13 +177,10 @@ def draw(scale: Scale, results: list[Result], path: Path) -> None:
     ]
     panels.append(
         Panel(
-            by_age,
-            "writes since",
-            "relative squared error",
-            levels={"empty": 1.0},
+            by_age, "writes since", "relative squared error", levels={"empty": 1.0},
             title=f"Random keys, {FULL * WIDTH} pairs, by age",
         )
-    )
+    )  # fmt: skip
     draw_curves(panels, path, title="What a 64 x 64 state remembers", columns=2)
 
 

@@ -12,7 +12,7 @@ from deltarule.train.optimizer import OptimizerOptions
 from experiments.experiment import Experiment, Result, Scale, finished
 from experiments.figures import Curve, Panel, draw_curves, title_of
 from experiments.markdown import markdown_table
-from experiments.task_cell import Evaluation, TaskCell
+from experiments.task_cell import Evaluation, TaskCell, accuracy
 from experiments.training_curve import training_curve
 
 SYSTEMS = (
@@ -116,12 +116,6 @@ def make_cell(form: Form, system: str, width: int, rate: float, seed: int) -> Ta
         ),
         stop_at=STOP_AT, examples=form.examples,
     )  # fmt: skip
-
-
-def accuracy(result: Result) -> float:
-    """The share of right answers on new rows."""
-    value: float = result.figures["evaluations"][LABEL]["accuracy"]
-    return value
 
 
 def mean_accuracy(results: list[Result]) -> float:

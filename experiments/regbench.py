@@ -11,7 +11,7 @@ from deltarule.train.optimizer import OptimizerOptions
 from experiments.experiment import Experiment, Result, Scale, finished
 from experiments.figures import Curve, Panel, draw_curves, title_of
 from experiments.markdown import markdown_table
-from experiments.task_cell import Evaluation, TaskCell
+from experiments.task_cell import Evaluation, TaskCell, accuracy
 from experiments.training_curve import training_curve
 
 BATCH = 32
@@ -52,11 +52,6 @@ class System:
     def title(self) -> str:
         """For figure and table."""
         return f"{title_of(self.layer)}, no convolution" if self.bare else self.layer
-
-    @property
-    def look(self) -> str:
-        """Without its convolution, a system has the colour and mark of the one that has it."""
-        return self.layer
 
 
 EXAMPLES = (2_500, 5_000, 10_000, 20_000)
@@ -135,12 +130,6 @@ def best(result: Result) -> float:
     return max(right for _, _, right in result.figures["curve"])
 
 
-def accuracy(result: Result) -> float:
-    """The share of guesses of the last model that the automaton allows."""
-    value: float = result.figures["evaluations"][LABEL]["accuracy"]
-    return value
-
-
 def uniform(results: list[Result]) -> dict[str, float]:
     """The accuracy of guessing any letter, if there is a result to take it from."""
     done = finished(results)
@@ -156,7 +145,7 @@ def draw(scale: Scale, results: list[Result], path: Path) -> None:
         Panel(
             [
                 training_curve(
-                    SYSTEMS[name].title, done[f"{name}-{examples}"], look=SYSTEMS[name].look
+                    SYSTEMS[name].title, done[f"{name}-{examples}"], look=SYSTEMS[name].layer
                 )
                 for name in form.systems if f"{name}-{examples}" in done
             ],
@@ -168,7 +157,7 @@ def draw(scale: Scale, results: list[Result], path: Path) -> None:
         Curve(
             SYSTEMS[name].title, list(SYSTEMS[name].published),
             [value / 100 for value in SYSTEMS[name].published.values()], published=True,
-            look=SYSTEMS[name].look,
+            look=SYSTEMS[name].layer,
         )
         for name in form.systems
     ]  # fmt: skip
@@ -191,7 +180,7 @@ def against_examples(form: Form, name: str, done: dict[str, Result]) -> list[Cur
         return []
     counts, runs = zip(*points, strict=True)
     return [
-        Curve(SYSTEMS[name].title, counts, [best(run) for run in runs], look=SYSTEMS[name].look)
+        Curve(SYSTEMS[name].title, counts, [best(run) for run in runs], look=SYSTEMS[name].layer)
     ]
 
 

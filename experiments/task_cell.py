@@ -16,7 +16,7 @@ from deltarule.train.metrics import Row, read_metrics
 from deltarule.train.optimizer import OptimizerOptions
 from deltarule.train.random_state import seed_everything
 from deltarule.train.task_rows import TEST, Curriculum, Rows, draw_rows
-from experiments.experiment import SAVE_SECONDS
+from experiments.experiment import SAVE_SECONDS, Result
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,12 @@ class TaskCell:
         )
         with evaluating(model):
             return measure(model, task, evaluation.config, rows, evaluation.prefixes)
+
+
+def accuracy(result: Result) -> float:
+    """Of the first evaluation of a cell that did not fail, as the task measures it."""
+    first: dict[str, Any] = next(iter(result.figures["evaluations"].values()))
+    return float(first["accuracy"])
 
 
 def curve(rows: list[Row]) -> list[list[float]]:
