@@ -93,6 +93,13 @@ def mqar(t: Tables) -> dict[str, bool]:
             t("laptop", f"ours, width {w}", "DeltaNet")[0] for w in (32, 64)
         ) > 99,
         "ends at 41 % or below, where chance is 12.5 %": 40 < max(laptop) <= 41,
+        "DeltaNet ends at chance": max(
+            abs(t("laptop", f"ours, width {w}", "Gated DeltaNet")[0] - 12.5) for w in (32, 64)
+        ) < 0.5,
+        "There is one seed and one learning rate": {"0"} == {
+            cell["cell"]["name"].partition("seed")[2] for cell in raw("mqar-laptop")
+        },
+        "Ours had 6 epochs": max(c["figures"]["steps"] for c in raw("mqar-gpu")) == 6 * 781,
         "softmax attention at 53 % with width 64": t(
             "laptop", "ours, width 64", "Softmax attention"
         )[0] == 53.4,
@@ -215,7 +222,17 @@ def state_tracking(t: Tables) -> dict[str, bool]:
         if cell["cell"]["name"].startswith("modular_arithmetic-deltanet11")
     }
     scores = [*t.column("gpu", seeds, brackets), *t.column("gpu", "published, best of 3", brackets)]
+    laptop = {
+        span: [
+            x for s in ("DeltaNet", "Mamba-2")
+            for x in t("laptop", seeds, "Parity", f"{s} {span}")
+        ] for span in ("[0, 1]", "[-1, 1]")
+    }  # fmt: skip
     return {
+        "With eigenvalues in [0, 1] rows longer than those of training are guessed": max(
+            map(abs, laptop["[0, 1]"])
+        ) < 0.02,
+        "with [-1, 1] they are\nsolved in the laptop form": laptop["[-1, 1]"] == [1.0] * 6,
         "0.10 at most with [0, 1], 0.91 at least with [-1, 1]": max(parity("[0, 1]")) < 0.10
         and min(parity("[-1, 1]")) >= 0.91,
         "the six runs with [-1, 1] score 0.71 to 1.00": len(far) == 6
@@ -239,6 +256,11 @@ def groups(t: Tables) -> dict[str, bool]:
     return {
         "S_3 is solved with two writes": t("laptop", laptop, "S_3", "n = 2") == [1.0] * 3
         and min(t("laptop", "up to 128", "S_3", "n = 2")) > 0.99,
+        "with one\nwrite, or without negative eigenvalues, on none": all(
+            numbers(r[laptop]) == [0.0] * 3
+            for r in t.rows["laptop"]
+            if r.get("writes") in ("n = 1", "n = 1, [0, 1]", "n = 2, [0, 1]")
+        ),
         "on two of three seeds": sorted(t("laptop", laptop, "S_4", "n = 3")) == [0, 1, 1],
         "training does not find them": t("laptop", laptop, "S_4", "n = 2") == [0.0] * 3,
         "every group is solved at that length": all(
@@ -315,6 +337,19 @@ def language(t: Tables) -> dict[str, bool]:
         "by 2.4, because its seeds spread three times as wide": round(ahead("gated_deltanet"), 1)
         == 2.4
         and round(bits["Gated DeltaNet"][1] / bits["DeltaNet"][1]) == 3,
+        "is\nlast by more than a bit": min(
+            one[-1] - one[-2]
+            for form in ("laptop", "gpu")
+            for one in [sorted(numbers(r["bits per byte"])[0] for r in t.rows[form])]
+        ) > 1
+        and order[-1] == "Linear attention",
+        "neighbours overlap": all(
+            means[b] - means[a] < bits[a][1] + bits[b][1]
+            for a, b in itertools.pairwise(order[3:-1])
+        ),
+        "Gated DeltaNet and H1 stand before DeltaNet and\nsoftmax attention": max(
+            means[s] for s in ("Gated DeltaNet", "Gated DeltaNet-H1")
+        ) < min(means[s] for s in ("DeltaNet", "Softmax attention")),
         "RetNet last of the gated and decayed layers": order[-2:] == ["RetNet", "Linear attention"],
         "0.14 points of perplexity": round(
             t("gpu", column, "Mamba-2")[0] - t("gpu", column, "Gated DeltaNet")[0], 2
@@ -378,6 +413,9 @@ def throughput(t: Tables) -> dict[str, bool]:
     attention = [x[0] for x in speed["Softmax attention"]]
     h1, h2 = speed["Gated DeltaNet-H1"], speed["Gated DeltaNet-H2"]
     return {
+        "All seven models of ours were timed; six ran": sum(bool(speed[s][0][1:]) for s in speed)
+        == 6
+        and len(speed) == 7,
         "faster than Gated DeltaNet at no length": all(
             x < y[0] for x, y in zip(attention, speed["Gated DeltaNet"], strict=True)
         ),
