@@ -145,6 +145,27 @@ def test_strictly_causal(name):
     assert not torch.equal(y[:, 25:], y_changed[:, 25:])
 
 
+# The first token that what is not finite in token 140 may reach, as docs/design.md has it: that of
+# its chunk or mini-batch, and with softmax attention that of its tile or row.
+SPREAD = {
+    **dict.fromkeys(("s4d", "multi_head_hyena", "mesa"), 128),
+    **dict.fromkeys(("ttt_linear", "ttt_mlp", "titans_linear", "titans_mlp"), 128),
+    **dict.fromkeys(("attention", "titans_mac", "titans_mag", "titans_mal", "sliding_window"), 0),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_not_finite_reaches_no_earlier_token(name):
+    layer, x = make(name, DOUBLE), inputs(1, 150, DOUBLE)
+    first = SPREAD.get(name, 140)
+    with torch.no_grad():
+        expected = layer(x)[0]
+        for value in (torch.nan, torch.inf, 1e200):
+            y = layer(x.index_fill(1, torch.tensor([140]), value))[0]
+            assert relative_rms(y[:, :first], expected[:, :first]) <= 1e-12
+            assert not torch.equal(y[:, 140:], expected[:, 140:])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_sees_the_past(name):
     layer, x = make(name), inputs(1, 6).requires_grad_()

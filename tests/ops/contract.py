@@ -224,8 +224,7 @@ def convolution(keys: int | None, taps: int) -> Operator:
         return given | {"initial_state": draw(sequences, taps - 1, H, values + (keys or 0))}
 
     run = lambda **given: tuple(long_convolution(**given))  # noqa: E731
-    # Products of q and k are taken over the whole row.
-    return Operator(make, run, constant=("taps",), shared=10**6 if keys and keys > 1 else 1)
+    return Operator(make, run, constant=("taps",), shared=128 if keys and keys > 1 else 1)
 
 
 def cells(size: int = V) -> Operator:

@@ -88,13 +88,24 @@ def test_no_future_input_changes_the_past(operator):
             after = operator.run(**(x | {name: changed}), impl="torch")[0]
             assert torch.equal(after[:, :t], before[:, :t]), f"{name} from {t} on"
             assert not torch.equal(after, before), name
-        kept = 37 - 37 % operator.shared
-        for value in (torch.nan, torch.inf) if name in operator.narrow else (torch.nan,):
+
+
+@every
+@every_impl
+def test_no_value_of_a_token_reaches_earlier_ones(operator, impl):
+    """Not finite, or so large that products of it are not; decays that should be 0 or less too."""
+    x = operator.draw(1, 150)
+    before, t = operator.run(**x, impl=impl)[0], 140
+    kept = t if impl == "reference" else t - t % operator.shared
+    assert kept >= 128
+    for name in operator.timed(x):
+        for value in (torch.nan, torch.inf, -torch.inf, 1e200):
             changed = x[name].clone()
-            changed[:, 37 * rows] = value
-            after = operator.run(**(x | {name: changed}), impl="torch")[0]
-            assert_close(after[:, :kept], before[:, :kept])
-            assert not after[:, 37:].isfinite().all(), f"{name} was not seen at all"
+            changed[:, t * operator.rows.get(name, 1)] = value
+            after = operator.run(**(x | {name: changed}), impl=impl)[0]
+            assert_close(after[:, :kept], before[:, :kept], name=f"{name} of {value}")
+            seen = torch.equal(after[:, t:].isfinite(), before[:, t:].isfinite())
+            assert not (seen and value != value), f"{name} was not seen at all"
 
 
 @every

@@ -70,19 +70,17 @@ def window_elements(device: torch.device) -> int:
     return 2**25
 
 
-def leaks(inputs: Inputs) -> bool:
-    """Whether a NaN or an infinity would reach earlier tokens of its chunk, by products with zeros.
+def lost(*computed: Tensor) -> bool:
+    """Whether a product with the zeros of a mask may have taken something to earlier tokens.
 
-    Only asked on a CPU, where the answer needs no waiting; a sum over each tensor shows it.
+    What is not finite shows in the results, be it given or the product of large numbers. Only
+    asked on a CPU, where the answer needs no waiting; a sum over each tensor shows it.
     """
-    if inputs.q.device.type != "cpu":
+    if computed[0].device.type != "cpu":
         return False
-    finite = (inputs.k, inputs.v, inputs.beta, inputs.a, inputs.b)
-    sums = [x.sum(dtype=inputs.dtype).isfinite() for x in finite if x is not None]
-    if inputs.log_decay is not None:
-        # A reset is -inf.
-        sums.append(~inputs.log_decay.sum(dtype=inputs.dtype).isnan())
-    return not all(sums)
+    return not all(
+        x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).isfinite() for x in computed
+    )
 
 
 def plan(inputs: Inputs, size: int | None = None) -> tuple[int, list[Group]]:
@@ -263,7 +261,7 @@ class Work(NamedTuple):
 def forward(inputs: Inputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, final state, and the states at the starts of the chunks (none without `save`)."""
     o, final_state, saved = _run(inputs, save)
-    if leaks(inputs):
+    if lost(o, final_state):
         # A chunk of one token has no earlier ones. What was finite keeps its bits.
         alone, last, _ = _run(inputs, False, 1)
         o = torch.where(o.isfinite(), o, alone)
