@@ -5,6 +5,7 @@ import inspect
 import itertools
 import textwrap
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from deltarule.ops.delta_rule.triton import passes
 from deltarule.ops.delta_rule.triton import plan as launch
 from deltarule.ops.delta_rule.triton.tile_sizes import forget
 from deltarule.ops.runtime import launch as direct
-from deltarule.ops.runtime.launch import Launch, signature, watched
+from deltarule.ops.runtime.launch import Launch, signature, unwrapped, watched
 
 # What `JITFunction.run` reads of Triton's settings: each is looked at before a direct launch, but
 # for one that counts only together with `instrumentation_mode`.
@@ -204,6 +205,34 @@ def test_a_second_launch_goes_past_the_search(fake) -> None:
     assert len(fake.searched) == 1
     expected = (4, 5, 6, 9, 1, (4, 1, 0), None, None, None, y.data_ptr(), None, 5, 16, 3)
     assert fake.launched == [expected]
+
+
+def nvidia_launcher() -> Any:
+    """Triton's own, for a kernel that asks for no memory; its function in C is missing."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    found: Any = CudaLauncher.__new__(CudaLauncher)
+    names = ("global_scratch_align", "profile_scratch_align", "launch_cooperative_grid",
+             "launch_pdl", "arg_annotations", "kernel_signature")  # fmt: skip
+    vars(found).update({name: name for name in names})
+    found.global_scratch_size = found.profile_scratch_size = 0
+    found.num_ctas = 1
+    return found
+
+
+def test_the_function_behind_a_launcher_is_called_as_the_launcher_calls_it() -> None:
+    launcher, seen = nvidia_launcher(), []
+    launcher.launch = lambda *given: seen.append(given)
+    values = [*GRID, object(), 1, (4, 1, 0), None, None, None, 16, 2.5]
+    function, own = unwrapped(launcher, values)
+    assert seen == []
+    assert all(any(x is y for y in own) for x in values)
+    function(*own)
+    launcher(*values)
+    assert seen[0] == seen[1]
+    launcher.global_scratch_size = 128
+    assert unwrapped(launcher, values) == (launcher, values)
+    assert unwrapped(print, values) == (print, values)
 
 
 @pytest.mark.parametrize(

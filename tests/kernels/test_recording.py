@@ -16,12 +16,14 @@ from triton.compiler import CompiledKernel
 
 from deltarule import delta_rule
 from deltarule.ops import dispatch
+from deltarule.ops.delta_rule.implementations import IMPLEMENTATIONS, run_triton
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import passes
 from deltarule.ops.delta_rule.triton import plan as launch
 from deltarule.ops.delta_rule.triton.plan import Call, Plan
 from deltarule.ops.delta_rule.triton.tile_sizes import forget, overridden
-from deltarule.ops.dispatch import call_key, recordings
+from deltarule.ops.dispatch import Implementation, always, call_key, recordings
+from deltarule.ops.operators import Operator
 from deltarule.ops.runtime import launch as direct
 from deltarule.ops.runtime import replay
 from deltarule.ops.runtime.launch import Launch
@@ -194,7 +196,9 @@ def test_a_replay_launches_what_the_backward_does(make, again: bool, runs, monke
     assert len(launches) > 1
     assert renamed(runs.seen, tensors) == renamed(launches, tensors)
     shape = lambda x: None if x is None else (x.shape, x.dtype)  # noqa: E731
-    assert [*map(shape, found)] == [*map(shape, expected)]
+    # No input, no gradient.
+    own = [None if x is None else dx for x, dx in zip(inputs, expected, strict=False)]
+    assert [*map(shape, found)] == [*map(shape, own)]
 
 
 def test_split_sequences_are_replayed_too(runs, monkeypatch) -> None:
@@ -204,6 +208,41 @@ def test_split_sequences_are_replayed_too(runs, monkeypatch) -> None:
     for _ in range(2):
         passes.forward(call(), False)
     assert [len(x.steps) for x in known()] == [5]
+
+
+@pytest.mark.parametrize("decay", [None, "head", "channel"])
+def test_a_training_call_is_its_launches_alone(decay, runs, monkeypatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setitem(IMPLEMENTATIONS, "triton", Implementation(always, run_triton))
+    monkeypatch.setattr(passes, "compile_first", lambda *given: None)
+    size = {None: None, "head": (1, 128, 2), "channel": (1, 128, 2, 16)}[decay]
+
+    def train(d_o: torch.Tensor, state: torch.Tensor | None = None) -> list[torch.Tensor]:
+        q, k, v = torch.randn(3, 1, 128, 2, 16).bfloat16().unbind()
+        gates = {"beta": torch.rand(1, 128, 2).bfloat16()}
+        gates |= {} if size is None else {"log_decay": -torch.rand(size)}
+        given = [x.detach().requires_grad_() for x in (q, k, v, *gates.values())]
+        gates = dict(zip(gates, given[3:], strict=True))
+        o = delta_rule(*given[:3], **gates, initial_state=state).o
+        found = torch.autograd.grad(o, given, d_o)
+        assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in given]
+        return found
+
+    one = torch.ones(1, 128, 2, 16).bfloat16()
+    for _ in range(3):
+        train(one)
+    launches = len(runs.seen)
+    train(one)
+    assert len(runs.seen) - launches == sum(len(x.steps) for x in known())
+    with monkeypatch.context() as patch:
+        for name in ("differentiate", "keep", "run_forward"):
+            patch.setattr(Operator, name, None)
+        train(one)
+        # Gradients of another kind take the way through all checks.
+        for other in (one.new_ones(()).expand(one.shape), one.mT.contiguous().mT):
+            with pytest.raises(TypeError, match="not callable"):
+                train(other)
+    train(one.new_ones(()).expand(one.shape))
 
 
 def addition(x, y, out, n, extra: tl.constexpr):
@@ -374,7 +413,7 @@ def test_a_new_stream_is_looked_up(runs, monkeypatch) -> None:
     passes.forward(call(), False)
     assert {step[4] for step in runs.seen} == {11}
     # What threads share is not written.
-    assert all(step.values[replay.STREAM] is None for step in known()[0].steps)
+    assert 11 not in known()[0].values
 
 
 def test_what_is_kept_has_a_bound(runs, monkeypatch) -> None:

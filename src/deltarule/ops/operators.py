@@ -37,7 +37,7 @@ class Operator(Registered[Inputs]):
                 raise NotImplementedError(self.message)
         elif are_plain_eager(tensors):
             if self.backward is not None and differentiated(tensors):
-                return self.apply(*args, None)
+                return self.apply(*args)
             return self.result(self.run_forward(args))
         if self.backward is not None and torch._C._are_functorch_transforms_active():
             return self.result(self.transformed.apply(*args))
@@ -161,23 +161,16 @@ class Recurrence(Operator[Inputs]):
 
 
 def eager_function(operator: Operator[Any], name: str) -> Any:
-    """Forward and backward of an operator without the operator around them.
-
-    The last argument gives all outputs in another way than the forward, or None where it cannot.
-    """
+    """Forward and backward of an operator without the operator around them."""
 
     def forward(ctx: Any, *args: Any) -> Any:
-        *args_, run = args
-        outputs = None if run is None else run()
-        if outputs is None:
-            outputs = operator.run_forward(args_)
-        operator.keep(ctx, args_, outputs)
+        outputs = operator.run_forward(args)
+        operator.keep(ctx, args, outputs)
         return operator.result(outputs)
 
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        return *operator.differentiate(ctx, *gradients), None
-
-    rules = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    rules = {
+        "forward": staticmethod(forward), "backward": staticmethod(operator.differentiate)
+    }  # fmt: skip
     return type(name, (torch.autograd.Function,), rules)
 
 

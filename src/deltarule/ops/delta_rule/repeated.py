@@ -5,11 +5,11 @@ to be told of a call (no compiler, transform or mode), it is its launches alone;
 may follow, they stand in the place of the forward of a plain autograd function.
 """
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from deltarule.ops.delta_rule.implementations import recurrence
 from deltarule.ops.delta_rule.inputs import Inputs
@@ -29,6 +29,39 @@ class Training(NamedTuple):
 
     recording: Any
     numbers: tuple[Any, ...]
+    # Triton is an extra, imported where it runs.
+    repeated_gradients: Callable[..., tuple[Tensor | None, ...] | None]
+
+
+class Repeated(torch.autograd.Function):
+    """The launches of a forward in its place, and in that of its backward those of the last one."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        *tensors, kind, known = args
+        outputs = known.recording.repeated(kind)
+        if outputs is None:
+            outputs = recurrence.run_forward((*tensors, *known.numbers))
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(outputs[2], *tensors)
+        ctx.numbers, ctx.repeated_gradients = known.numbers, known.repeated_gradients
+        return outputs[0], outputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        d_o, d_final = gradients
+        found = None
+        # Mostly nobody asks for the final state's gradient.
+        if d_o is not None and d_final is None and not torch.is_grad_enabled() and is_plain_eager():
+            saved, *tensors = ctx.saved_tensors
+            found = ctx.repeated_gradients(tensors, ctx.numbers[:4], d_o, saved)
+        if found is None:
+            found = recurrence.differentiate(ctx, *gradients)
+        return *found[:8], None, None, None
+
+
+# Past the search for transforms: where there are any, nobody calls it.
+apply: Any = super(torch.autograd.Function, Repeated).apply
 
 
 def eager_kind(tensors: Sequence[Any], options: tuple[Any, ...], impl: object) -> CallKey | None:
@@ -54,8 +87,7 @@ def repeated(kind: CallKey, tensors: Sequence[Any], save_states: bool) -> Recurr
         found = recordings.get((TRAINING, kind.key)) if save_states else None
         if found is None:
             return None
-        run = partial(found.recording.repeated, kind)
-        return RecurrentOutput(*recurrence.apply(*tensors, *found.numbers, run))
+        return RecurrentOutput(*apply(*tensors, kind, found))
     found = recordings.get(kind.key)
     if found is None or (outputs := found.repeated(kind)) is None:
         return None
@@ -69,7 +101,7 @@ def remember_launches(
     # Where nothing was recorded, there may be no Triton to ask.
     if not recordings:
         return
-    from deltarule.ops.delta_rule.triton.passes import recording_of
+    from deltarule.ops.delta_rule.triton.passes import recording_of, repeated_gradients
 
     training = differentiated(kind.given)
     if (found := recording_of(inputs, training and save_states)) is None:
@@ -78,4 +110,5 @@ def remember_launches(
         remember(recordings, kind.key, found)
     # A constant decay has its gradient from that of the decay of every token.
     elif save_states and inputs.log_decay is tensors[6]:
-        remember(recordings, (TRAINING, kind.key), Training(found, (*inputs[9:], True, "triton")))
+        known = Training(found, (*inputs[9:], True, "triton"), repeated_gradients)
+        remember(recordings, (TRAINING, kind.key), known)

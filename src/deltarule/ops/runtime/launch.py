@@ -273,6 +273,27 @@ def launcher_of_maps(launcher: Any) -> Any:
     return bare
 
 
+def unwrapped(launcher: Any, values: list[Any]) -> tuple[Callable[..., object], list[Any]]:
+    """The function in C that a launcher called with these values calls, and its own arguments.
+
+    A launcher adds what a kernel was compiled for and, where that asks for it, memory. It stays
+    as it is where there is such memory, or where it has another form.
+    """
+    sizes = [getattr(launcher, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
+    if sizes != [0, 0] or not callable(getattr(launcher, "launch", None)):
+        return launcher, values
+    seen: list[tuple[Any, ...]] = []
+    bare = copy.copy(launcher)
+    bare.launch = lambda *given: seen.append(given)
+    bare(*values)
+    function, (*given, last) = launcher.launch, seen[0]
+    if not isinstance(last, tuple):
+        return function, [*given, last]
+    # Triton 3.7 hands on the kernel's arguments as one.
+    count = len(given)
+    return lambda *given: function(*given[:count], given[count:]), [*given, *last]
+
+
 # Kernels compiled side by side before a first call.
 #
 # A call whose kind did not come before in this process is gone through twice: once its launches

@@ -7,7 +7,11 @@ addresses and the stream. What its kernels write is taken in one piece, the room
 tensors that are returned. A call that computes anything else from what it is given is not recorded.
 """
 
+import itertools
 import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +26,6 @@ from deltarule.ops.runtime.launch import Binary, Fetched, Grid, Launch
 MOST_ROOM = 2**28
 # Bytes between the starts of what shares one piece of memory: what PyTorch takes, too.
 GRAIN = 512
-# Where the stream is among the arguments of a launcher: after the grid.
-STREAM = 3
 # Operators that take memory and write nothing there.
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
@@ -38,9 +40,8 @@ class Place(NamedTuple):
 
 
 class Map(NamedTuple):
-    """Where a tensor map goes among the arguments, and what the map is of."""
+    """A tensor map that a launch is called with, and what it is of."""
 
-    arguments: slice
     place: Place
     # By address: the map, and the sizes that go with it.
     made: dict[int, list[Any]]
@@ -49,23 +50,39 @@ class Map(NamedTuple):
     fetched: Fetched
 
 
-class Step(NamedTuple):
-    """One launch: what its launcher is called with, and which of that is new in every call."""
+# No tuple: that would equal a place.
+@dataclass(frozen=True)
+class Mapped:
+    """Of which map, and which of the values that go with it."""
 
+    of: int
+    entry: int
+
+
+class Step(NamedTuple):
+    """One launch: what is called, and with which values of the pool."""
+
+    function: Callable[..., object]
+    picked: Callable[[list[Any]], tuple[Any, ...]]
+    # Keeps the code on the GPU.
     binary: Binary
-    values: list[Any]
-    addresses: list[tuple[int, Place]]
-    maps: list[Map]
 
 
 class Recording(NamedTuple):
-    """Shapes and types of what is returned, float32 numbers of room, launches and their kernels.
+    """Launches, the pool of values that they are called with, and what is returned.
 
-    The launches read the constants at the addresses that these have.
+    The pool holds what lies at the `places`, the maps of what lies at some of them, and the
+    `values` that no call changes, among them the addresses of the constants. What is returned is of
+    a shape and a type, or like one of the tensors that are given.
     """
 
-    returned: list[tuple[torch.Size, torch.dtype]]
+    returned: list[tuple[torch.Size, torch.dtype, int | None]]
+    # In float32 numbers.
     room: int
+    places: list[Place]
+    # With the number of its place.
+    maps: list[tuple[int, Map]]
+    values: list[Any]
     steps: list[Step]
     kernels: list[Any]
     constants: tuple[Tensor, ...] = ()
@@ -80,22 +97,26 @@ class Recording(NamedTuple):
     def launched(self, given: list[Tensor], addresses: list[int]) -> Outputs:
         """Launch everything again on the current device."""
         device = given[0].device
-        outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.returned]
-        room = torch.empty(self.room, dtype=torch.float32, device=device)
-        pieces = [*given, *outputs, room]
-        starts = [*addresses, *[x.data_ptr() for x in outputs], room.data_ptr()]
-        stream = launch.stream_of(device)
-        for binary, values, news, maps in self.steps:
-            # Another thread may be here.
-            values = values.copy()
-            values[STREAM] = stream
-            for argument, (piece, offset) in news:
-                values[argument] = starts[piece] + offset
-            for of in maps:
-                piece, offset = of.place
-                made = of.made.get(starts[piece] + offset)
-                values[of.arguments] = made or new_map(of, pieces[piece], starts[piece] + offset)
-            binary.launcher(*values)
+        # Where there is a tensor like it, there are no arguments to search through.
+        outputs = [
+            torch.empty(shape, dtype=dtype, device=device)
+            if like is None
+            else torch.empty_like(given[like])
+            for shape, dtype, like in self.returned
+        ]
+        pieces, starts = [*given, *outputs], [*addresses, *[x.data_ptr() for x in outputs]]
+        if self.room:
+            pieces.append(torch.empty(self.room, dtype=torch.float32, device=device))
+            starts.append(pieces[-1].data_ptr())
+        stream: Any = launch.stream_of(device)
+        starts.append(stream)
+        pool: list[Any] = [starts[piece] + offset for piece, offset in self.places]
+        for number, of in self.maps:
+            found = of.made.get(pool[number])
+            pool += found or new_map(of, pieces[of.place.piece], pool[number])
+        pool += self.values
+        for function, picked, _ in self.steps:
+            function(*picked(pool))
         return tuple(outputs)
 
 
@@ -138,12 +159,12 @@ class Tape:
         else:
             self.notes.append(Note(kernel, binary, grid, arguments))
 
-    def see(self, operator: Any, args: tuple[Any, ...], found: Any) -> None:
+    def see(self, called: Any, args: tuple[Any, ...], found: Any) -> None:
         """Take note of an operator of PyTorch: it takes memory, looks at some, or does more."""
-        name = operator.overloadpacket.__name__
+        name = called.overloadpacket.__name__
         if name in ALLOCATIONS or (name == "new_full" and marks(found, args[2])):
             self.made.append(found)
-        elif not operator.is_view and not (name == "fill_" and marks(*args)):
+        elif not called.is_view and not (name == "fill_" and marks(*args)):
             self.notes = None
 
     def known(self, x: Tensor) -> bool:
@@ -180,33 +201,43 @@ class Tape:
                 room += -(-x.nbytes // GRAIN) * GRAIN
         if room > MOST_ROOM:
             return None
-        steps = [self.step(note, places) for note in self.notes]
-        shapes = [(x.shape, x.dtype) for x in outputs]
+        stream = Place(first + len(returned) + (room > 0), 0)
+        maps: list[Map] = []
+        calls = [self.call(note, places, stream, maps) for note in self.notes]
+        own, values, picks = pooled([values for _, values in calls], maps)
+        steps = [
+            Step(function, operator.itemgetter(*picked), note.binary)
+            for (function, _), picked, note in zip(calls, picks, self.notes, strict=True)
+        ]
+        shapes = [(x.shape, x.dtype, self.like(x)) for x in outputs]
+        numbered = [(own.index(of.place), of) for of in maps]
         kernels = [note.launch.kernel for note in self.notes]
-        return Recording(shapes, room // 4, steps, kernels, tuple(self.constants))
+        constants = tuple(self.constants)
+        return Recording(shapes, room // 4, own, numbered, values, steps, kernels, constants)
 
-    def step(self, note: Note, places: dict[int, Place]) -> Step:
-        """A launch whose arguments are found by their places."""
+    def like(self, x: Tensor) -> int | None:
+        """Which of the tensors that are given has x's shape and type, and lies in one piece."""
+        alike = ((y.shape, y.dtype) == (x.shape, x.dtype) and y.is_contiguous() for y in self.given)
+        return next((i for i, found in enumerate(alike) if found), None)
+
+    def call(
+        self, note: Note, places: dict[int, Place], stream: Place, maps: list[Map]
+    ) -> tuple[Callable[..., object], list[Any]]:
+        """What a launch calls, and with what; its maps join the others."""
         fetched = {of.place: of for of in note.binary.fetched}
-        values: list[Any] = [*note.grid, None, *note.binary.function]
-        addresses, maps = [], []
+        values: list[Any] = [*note.grid, stream, *note.binary.function]
         for i, x in enumerate(note.arguments):
             if not isinstance(x, Tensor):
                 values.append(x)
-                continue
-            start = len(values)
-            if self.constant(x):
+            elif self.constant(x):
                 values += launch.map_of(x, fetched[i]) if i in fetched else [x.data_ptr()]
-                continue
-            place = self.place_of(x, places)
-            if i in fetched:
-                values += (made := launch.map_of(x, fetched[i]))
-                arguments, known = slice(start, len(values)), {x.data_ptr(): made}
-                maps.append(Map(arguments, place, known, x.shape, x.dtype, fetched[i]))
+            elif i in fetched:
+                place, made = self.place_of(x, places), launch.map_of(x, fetched[i])
+                values += [Mapped(len(maps), entry) for entry in range(len(made))]
+                maps.append(Map(place, {x.data_ptr(): made}, x.shape, x.dtype, fetched[i]))
             else:
-                values.append(None)
-                addresses.append((start, place))
-        return Step(note.binary, values + note.launch.rest, addresses, maps)
+                values.append(self.place_of(x, places))
+        return launch.unwrapped(note.binary.launcher, values + note.launch.rest)
 
     def place_of(self, x: Tensor, places: dict[int, Place]) -> Place:
         """Where a known tensor lies."""
@@ -215,6 +246,21 @@ class Tape:
         made = next(i for i, y in enumerate(self.made) if shares(x, y))
         piece, offset = places[made]
         return Place(piece, offset + x.data_ptr() - self.made[made].data_ptr())
+
+
+def pooled(
+    calls: list[list[Any]], maps: list[Map]
+) -> tuple[list[Place], list[Any], list[list[int]]]:
+    """The places and values of a pool, and for each call the numbers in it of its arguments."""
+    given = [x for call in calls for x in call]
+    mapped = list(dict.fromkeys(x for x in given if isinstance(x, Mapped)))
+    own = [*(x for x in given if isinstance(x, Place)), *(of.place for of in maps)]
+    places = list(dict.fromkeys(own))
+    numbers = {x: i for i, x in enumerate([*places, *mapped])}
+    others = itertools.count(len(numbers))
+    new = Place | Mapped
+    picks = [[numbers[x] if isinstance(x, new) else next(others) for x in call] for call in calls]
+    return places, [x for x in given if not isinstance(x, new)], picks
 
 
 class Watch(TorchDispatchMode):
