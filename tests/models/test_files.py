@@ -6,6 +6,8 @@ import pickle
 import random
 import shutil
 import stat
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -66,6 +68,22 @@ def test_loading_leaves_the_global_random_state_alone(saved):
     before = torch.get_rng_state()
     CausalLM.load(saved)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("layer_types", ["deltanet", "gated_deltanet", "kda"])
+def test_a_model_is_loaded_and_continues_text_without_the_compiler(
+    layer_types, make_model, tmp_path
+):
+    make_model(layer_types=layer_types).save(tmp_path)
+    code = f"""
+import sys
+from deltarule.models import CausalLM
+before = set(sys.modules)
+CausalLM.load({str(tmp_path)!r}).generate([[1, 2]], max_new_tokens=2)
+print(sorted({{"torch._dynamo", "torch._inductor", "sympy"}} & (set(sys.modules) - before)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "[]\n"
 
 
 def test_a_loaded_model_does_not_follow_its_file(saved, random_tokens):

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from deltarule.models import files
@@ -326,5 +327,19 @@ def count_parameters(config: ModelConfig) -> int:
 
 def without_memory(config: ModelConfig) -> CausalLM:
     """Build a model of shapes only; even that would draw from the global random state."""
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+    with torch.random.fork_rng(devices=[]), torch.device("meta"), NothingDrawn():
         return CausalLM(config)
+
+
+class NothingDrawn(TorchFunctionMode):
+    """Leaves out what only writes a tensor, where tensors have shapes and no memory to write.
+
+    For the numbers that it would have drawn there PyTorch loads its compiler.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The tensor as it is, or whatever else is asked for."""
+        kwargs = kwargs or {}
+        if func.__name__ in ("normal_", "uniform_", "div_"):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)

@@ -79,13 +79,17 @@ SMALLEST = 1e-4
 def initial_A_log(heads: int, smallest: float, largest: float) -> Tensor:
     """Natural log of a rate drawn from U(smallest, largest), [HV] in float32."""
     rate = torch.empty(heads, dtype=torch.float32).uniform_(smallest, largest)
-    return rate.clamp(min=SMALLEST).log()
+    # PyTorch computes shapes alone in Python, for which it loads the compiler.
+    return rate if rate.is_meta else rate.clamp(min=SMALLEST).log()
 
 
 def initial_dt_bias(*sizes: int) -> Tensor:
     """b with softplus(b) = dt drawn log-uniformly from [1e-3, 1e-1], in float32."""
     smallest, largest = (math.log(dt) for dt in DT_RANGE)
-    dt = torch.empty(sizes, dtype=torch.float32).uniform_(smallest, largest).exp()
+    log_dt = torch.empty(sizes, dtype=torch.float32).uniform_(smallest, largest)
+    if log_dt.is_meta:
+        return log_dt
+    dt = log_dt.exp()
     # The inverse of softplus, log(e^dt - 1), without the cancellation for small dt.
     return dt + torch.log(-torch.expm1(-dt))
 
