@@ -1,4 +1,7 @@
-"""The fused operators beside the recurrence on a GPU, against plain PyTorch in float64."""
+"""The fused operators beside the recurrence on a GPU: waiting, graphs, memory, whole layers.
+
+Their numbers are held in tests/ops/test_neighbours.py.
+"""
 
 import pytest
 import torch
@@ -7,68 +10,13 @@ from deltarule.models import CausalLM, ModelConfig, linear_next_token_loss, next
 from deltarule.nn import mlp, norm, short_conv
 from deltarule.ops.dispatch import why_not_fused
 from deltarule.ops.fused import short_conv as conv_ops
-from neighbours import (
-    MAKERS,
-    PACKED,
-    Neighbour,
-    conv,
-    entropy,
-    gated_norm,
-    residual_norm,
-    swiglu,
-    with_gradients,
-)
-from tolerance import assert_close, relative_rms
+from neighbours import MAKERS, PACKED, conv
+from tolerance import relative_rms
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
 ]
-# Wide enough for the tiles of a real layer.
-LARGE = {
-    "conv": lambda: conv(tokens=1000, channels=384),
-    "conv, packed": lambda: conv(channels=256, lengths=(513, 0, 1, 2, 400)),
-    "conv, normalised": lambda: conv(tokens=300, channels=384, head_size=96),
-    "conv, sliced": lambda: conv(tokens=300, channels=384, sliced=True),
-    "norm": lambda: gated_norm(512),
-    "residual norm": lambda: residual_norm(2048),
-    "residual norm, wide": lambda: residual_norm(5000),
-    "swiglu": lambda: swiglu(5632),
-    "cross entropy": lambda: entropy(50257),
-    "linear cross entropy": lambda: entropy(32000, linear=True),
-}
-
-
-def both(case: Neighbour) -> tuple[tuple, tuple]:
-    """Outputs and gradients of the fused form on the GPU, and of the plain one in float64."""
-    exact = case.to(torch.float64)
-    weights = [torch.randn_like(x) for x in exact.plain(exact.tensors)]
-    on_gpu = {name: x.cuda() for name, x in case.tensors.items()}
-    return (
-        with_gradients(case.fused, on_gpu, weights),
-        with_gradients(case.plain, exact.tensors, weights),
-    )
-
-
-@pytest.mark.parametrize("make", [*MAKERS.values(), *LARGE.values()], ids=[*MAKERS, *LARGE])
-def test_float32(make) -> None:
-    (outputs, gradients), (expected, exact) = both(make())
-    for x, y in zip(outputs, expected, strict=True):
-        assert x.is_cuda
-        assert_close(x, y, dtype=torch.float32)
-    for leaf, gradient in gradients.items():
-        assert_close(gradient, exact[leaf], dtype=torch.float32, gradient=True, name=leaf)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("make", [*MAKERS.values(), *LARGE.values()], ids=[*MAKERS, *LARGE])
-def test_half_precision_is_rounded_once(make, dtype) -> None:
-    (outputs, gradients), (expected, exact) = both(make().to(dtype))
-    unit = torch.finfo(dtype).eps
-    for x, y in zip(outputs, expected, strict=True):
-        assert relative_rms(x, y) < unit
-    for leaf, gradient in gradients.items():
-        assert relative_rms(gradient, exact[leaf]) < 2 * unit, leaf
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -113,32 +61,6 @@ def test_a_convolution_waits_for_nothing_and_replays_in_a_graph(lengths) -> None
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(y, again[0])
     assert torch.equal(final, again[1])
-
-
-def test_a_step_equals_the_whole_bitwise() -> None:
-    x, weight, history = (t.cuda() for t in conv(tokens=40, channels=300).tensors.values())
-    whole, final = conv_ops.short_conv(x, weight, history, None, None, None, True, 0)
-    steps = []
-    for t in range(40):
-        y, history = conv_ops.short_conv(
-            x[:, t : t + 1], weight, history, None, None, None, True, 0
-        )
-        steps.append(y)
-    assert torch.equal(torch.cat(steps, 1), whole)
-    assert torch.equal(history, final)
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_compiles_without_a_break(name) -> None:
-    torch._dynamo.reset()
-    case = MAKERS[name]()
-    tensors = {key: x.cuda() for key, x in case.tensors.items()}
-    weights = [torch.randn_like(x) for x in case.fused(tensors)]
-    compiled = torch.compile(case.fused, fullgraph=True, backend="aot_eager")
-    outputs, gradients = with_gradients(compiled, tensors, weights)
-    expected, exact = with_gradients(case.fused, tensors, weights)
-    assert all(map(torch.equal, outputs, expected))
-    assert all(torch.equal(gradients[leaf], exact[leaf]) for leaf in exact)
 
 
 def test_past_two_to_the_31_elements() -> None:

@@ -1,4 +1,4 @@
-"""The fused operators beside the recurrence, under Triton's interpreter, against plain float64."""
+"""The fused operators beside the recurrence, in the interpreter and on a GPU, against float64."""
 
 from itertools import pairwise
 
@@ -7,7 +7,17 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from neighbours import MAKERS, PACKED, Neighbour, conv, with_gradients
+from neighbours import (
+    MAKERS,
+    PACKED,
+    Neighbour,
+    conv,
+    entropy,
+    gated_norm,
+    residual_norm,
+    swiglu,
+    with_gradients,
+)
 from promised import promised
 from tolerance import assert_close, relative_rms
 
@@ -25,47 +35,81 @@ from deltarule.ops.fused import residual_norm as sum_ops
 from deltarule.ops.fused import short_conv as conv_ops
 from deltarule.ops.fused import swiglu as swiglu_ops
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="kernels are compiled here: see test_neighbours_on_gpu"
-)
+PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# Wide enough for the tiles of a real layer.
+LARGE = {
+    "conv": lambda: conv(tokens=1000, channels=384),
+    "conv, packed": lambda: conv(channels=256, lengths=(513, 0, 1, 2, 400)),
+    "conv, normalised": lambda: conv(tokens=300, channels=384, head_size=96),
+    "conv, sliced": lambda: conv(tokens=300, channels=384, sliced=True),
+    "norm": lambda: gated_norm(512),
+    "residual norm": lambda: residual_norm(2048),
+    "residual norm, wide": lambda: residual_norm(5000),
+    "swiglu": lambda: swiglu(5632),
+    "cross entropy": lambda: entropy(50257),
+    "linear cross entropy": lambda: entropy(32000, linear=True),
+}
 
 
-def both(case: Neighbour) -> tuple[tuple, tuple]:
+@pytest.fixture(autouse=True)
+def interpreted(request) -> None:
+    """Without a GPU, unless the test asks for one."""
+    if torch.cuda.is_available() and request.node.get_closest_marker("gpu") is None:
+        pytest.skip("kernels are compiled here")
+
+
+def each(*names: str):
+    """Tests of these cases, or of all: on a GPU of all, and of large ones if none is named."""
+    few = [pytest.param("cpu", MAKERS[name], id=name) for name in names or MAKERS]
+    on_gpu = MAKERS | ({} if names else {f"large {name}": of for name, of in LARGE.items()})
+    many = [
+        pytest.param("cuda", of, id=f"{name}, cuda", marks=pytest.mark.gpu)
+        for name, of in on_gpu.items()
+    ]
+    return pytest.mark.parametrize(("device", "make"), [*few, *many])
+
+
+def both(case: Neighbour, device: str) -> tuple[tuple, tuple]:
     """Outputs and gradients of the fused form, and of the plain one in float64."""
     exact = case.to(torch.float64)
     weights = [torch.randn_like(x) for x in exact.plain(exact.tensors)]
+    there = {name: x.to(device) for name, x in case.tensors.items()}
     return (
-        with_gradients(case.fused, case.tensors, weights),
+        with_gradients(case.fused, there, weights),
         with_gradients(case.plain, exact.tensors, weights),
     )
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_float32(name) -> None:
-    (outputs, gradients), (expected, exact) = both(MAKERS[name]())
+@each()
+def test_float32(device, make) -> None:
+    (outputs, gradients), (expected, exact) = both(make(), device)
     for x, y in zip(outputs, expected, strict=True):
+        assert x.device.type == device
         assert_close(x, y, dtype=torch.float32)
     for leaf, gradient in gradients.items():
         assert_close(gradient, exact[leaf], dtype=torch.float32, gradient=True, name=leaf)
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_float16_inputs_are_rounded_once(name) -> None:
-    case = MAKERS[name]().to(torch.float16)
-    (outputs, gradients), (expected, exact) = both(case)
-    for x, y in zip(outputs, expected, strict=True):
-        # The linear form rounds its logits, as F.linear does.
-        assert relative_rms(x, y) < 2**-10
-    for leaf, gradient in gradients.items():
-        assert gradient.dtype == case.tensors[leaf].dtype
-        assert relative_rms(gradient, exact[leaf]) < 2**-9, leaf
+@each()
+def test_16_bits_are_rounded_once(device, make) -> None:
+    # The interpreter cuts bfloat16 where a GPU rounds.
+    for dtype in (torch.float16,) if device == "cpu" else (torch.float16, torch.bfloat16):
+        case, unit = make().to(dtype), torch.finfo(dtype).eps
+        (outputs, gradients), (expected, exact) = both(case, device)
+        for x, y in zip(outputs, expected, strict=True):
+            # The linear form rounds its logits, as F.linear does.
+            assert relative_rms(x, y) < unit
+        for leaf, gradient in gradients.items():
+            assert gradient.dtype == case.tensors[leaf].dtype
+            assert relative_rms(gradient, exact[leaf]) < 2 * unit, leaf
 
 
 @pytest.mark.parametrize("padding", [{}, {"lengths": PACKED}])
-def test_a_convolution_step_by_step_equals_the_whole_bitwise(padding) -> None:
-    case = conv(**padding)
-    x, weight, history = case.tensors.values()
-    whole, final = case.fused(case.tensors)
+@pytest.mark.parametrize("device", PLACES)
+def test_a_convolution_step_by_step_equals_the_whole_bitwise(device, padding) -> None:
+    case = conv(channels=12 if device == "cpu" else 300, **padding)
+    x, weight, history = (t.to(device) for t in case.tensors.values())
+    whole, final = case.fused({"x": x, "weight": weight, "history": history})
     bounds = [0, *torch.tensor(padding.get("lengths", [x.shape[1]])).cumsum(0).tolist()]
     for n, (start, stop) in enumerate(pairwise(bounds)):
         rows = slice(n, n + 1) if padding else slice(None)
@@ -177,24 +221,15 @@ def test_opcheck(name) -> None:
     assert set(opcheck(operator, tuple(given)).values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "conv, packed",
-        "norm",
-        "residual norm",
-        "swiglu",
-        "head decay and step",
-        "cross entropy",
-    ],
-)
-def test_compiles_without_a_break(name) -> None:
+@each("conv, packed", "norm", "residual norm", "swiglu", "head decay and step", "cross entropy")
+def test_compiles_without_a_break(device, make) -> None:
     torch._dynamo.reset()
-    case = MAKERS[name]()
-    weights = [torch.randn_like(x) for x in case.fused(case.tensors)]
+    case = make()
+    tensors = {name: x.to(device) for name, x in case.tensors.items()}
+    weights = [torch.randn_like(x) for x in case.fused(tensors)]
     compiled = torch.compile(case.fused, fullgraph=True, backend="aot_eager")
-    outputs, gradients = with_gradients(compiled, case.tensors, weights)
-    expected, exact = with_gradients(case.fused, case.tensors, weights)
+    outputs, gradients = with_gradients(compiled, tensors, weights)
+    expected, exact = with_gradients(case.fused, tensors, weights)
     assert all(map(torch.equal, outputs, expected))
     assert all(torch.equal(gradients[leaf], exact[leaf]) for leaf in exact)
 
