@@ -16,7 +16,7 @@ PARTS = {
     r"|test_package\.py::.*process|train/test_token_shards\.py::.*memory",
     "compiler": r".*::.*(compile|opcheck|fullgraph|export)",
     "interpreter": r"kernels/test_(triton|segments|spanning|windows|recording|first_call|ttt|mesa"
-    r"|pools).*\.py|ops/test_contract_kernels\.py",
+    r"|pools).*\.py|ops/test_contract_kernels\.py|ops/test_(recurrent_step|gate_logits)\.py::.*\[triton",
     "grid": r"nn/test_(mixers|training|kept_on_gpu|transforms)\.py"
     r"|nn/test_rules\.py::test_gradients|ops/test_(properties|on_gpu)\.py|models/test_(train_options|drafted)\.py"
     r"|ops/test_registered\.py::test_gradcheck|ops/test_mesa\.py::test_converges"

@@ -8,7 +8,6 @@ from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.loss import next_token_loss
 from deltarule.nn import MIXERS
 from deltarule.ops import dispatch
-from deltarule.ops.delta_rule.step import STEPS
 from oracle import DECAYS, ERASES, Case, make_case, on, weights, with_gradients, yardstick
 from tolerance import assert_close, assert_close_to_yardstick
 
@@ -90,83 +89,6 @@ def test_half_precision(decay: str, erase: str, n_steps: int, dtype: torch.dtype
             gradient, expected[name], own[name], dtype=dtype, gradient=True, name=name,
             floor=floor.get(name, 0.0),
         )  # fmt: skip
-
-
-STEP_KINDS = [(decay, *e) for decay in DECAYS for e in (("none", 1), ("tied", 3), ("free", 1))]
-
-
-def step(case: Case, state: torch.Tensor, **options: object) -> torch.Tensor:
-    x = case.tensors
-    return recurrent_step(
-        x["q"], x["k"], x["v"], beta=x["beta"], log_decay=x["log_decay"], a=x["a"], b=x["b"],
-        n_steps=case.n_steps, normalize_qk=case.normalize_qk, state=state, **options,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("impl", list(STEPS))
-@pytest.mark.parametrize(("key_size", "value_size"), [(1, 1), (8, 6), (100, 72), (256, 512)])
-@pytest.mark.parametrize(("decay", "erase", "n_steps"), STEP_KINDS)
-def test_steps(decay, erase, n_steps, key_size, value_size, impl) -> None:
-    case = make_case(
-        decay, erase, tokens=3, n_steps=n_steps, key_size=key_size, value_size=value_size,
-        normalize_qk=erase != "free", beta_max=1.0, dtype=torch.float32,
-    )  # fmt: skip
-    exact = case.to(torch.float64).run("reference")
-    state = case.tensors["initial_state"].cuda()
-    o = step(on_gpu(case), state, impl=impl)
-    assert_close(o, exact.o, dtype=torch.float32, name="o")
-    assert_close(state, exact.final_state, dtype=torch.float32, name="state")
-
-
-def test_steps_in_a_pool_touch_indexed_slots_only() -> None:
-    case = on_gpu(make_case("channel", "tied", batch=4, tokens=2).to(torch.bfloat16))
-    pool = torch.randn(7, 2, 4, 6, 8, device="cuda")[:, 1].bfloat16()
-    before, indices = pool.clone(), torch.tensor([5, -1, 0, -1], device="cuda")
-    o = step(case, pool, state_indices=indices, impl="triton")
-    assert (o[1::2] == 0).all()
-    assert torch.equal(pool[[1, 2, 3, 4, 6]], before[[1, 2, 3, 4, 6]])
-    again = before.clone()
-    assert torch.equal(step(case, again, state_indices=indices, impl="triton"), o)
-    assert torch.equal(again, pool)
-
-
-def test_a_step_replays_in_a_graph_with_new_inputs_and_waits_for_nothing() -> None:
-    case = on_gpu(make_case("head", "tied", tokens=1, dtype=torch.float32))
-    state, start = case.tensors["initial_state"].clone(), case.tensors["initial_state"].clone()
-    step(case, state)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        o = step(case, state)
-    case.tensors["v"].mul_(3)
-    state.copy_(start)
-    graph.replay()
-    expected = start.clone()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
-        again = step(case, expected)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(o, again)
-    assert torch.equal(state, expected)
-
-
-@pytest.mark.parametrize("impl", list(STEPS))
-def test_autograd_sees_that_a_step_writes(impl: str) -> None:
-    case = on_gpu(make_case("head", "tied", tokens=1, dtype=torch.float32))
-    state = case.tensors["initial_state"].clone()
-    loss = (torch.ones_like(state, requires_grad=True) * state).sum()
-    step(case, state, impl=impl)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_a_step_compiles() -> None:
-    case = on_gpu(make_case("head", "tied", tokens=1, dtype=torch.float32))
-    state, expected = (case.tensors["initial_state"].clone() for _ in range(2))
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(case, state), step(case, expected))
-    assert torch.equal(state, expected)
 
 
 def test_steps_beyond_the_kernel_say_so() -> None:

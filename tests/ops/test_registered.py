@@ -75,25 +75,6 @@ def test_compiles_without_a_break_for_any_length(lengths: tuple[int, ...] | None
     assert counter.frame_count <= 2
 
 
-def test_the_step_compiles() -> None:
-    torch._dynamo.reset()
-    case = make_case("head", "tied", tokens=1, dtype=torch.float32)
-    x, state = case.tensors, case.tensors["initial_state"].clone()
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def step(state: torch.Tensor) -> torch.Tensor:
-        return recurrent_step(
-            x["q"], x["k"], x["v"], beta=x["beta"], log_decay=x["log_decay"], state=state
-        )
-
-    expected = x["initial_state"].clone()
-    o = recurrent_step(
-        x["q"], x["k"], x["v"], beta=x["beta"], log_decay=x["log_decay"], state=expected
-    )
-    assert torch.equal(step(state), o)
-    assert torch.equal(state, expected)
-
-
 def test_vmap_over_some_arguments_and_over_the_backward() -> None:
     case = make_case("head", "tied", tokens=8, heads=1, value_heads=1)
     x = case.tensors
