@@ -9,19 +9,24 @@ import pytest
 
 # By marker: a pattern of `file::test` under tests/. The first that fits counts.
 PARTS = {
-    "ahead": r"kernels/test_((compile|operators)_ahead\.py|gluon_ahead\.py::.*gradients)",
+    "ahead": r"kernels/test_(compile|operators|gluon)_ahead\.py",
     "processes": r"test_processes\.py|doctor/|experiments/test_reproduce\.py"
-    r"|bench/test_measured\.py"
-    r"|parallel/|train/test_checkpoint\.py::.*(kill|process)|cli/test_cli\.py::.*(process|signal)"
-    r"|test_package\.py::.*process|train/test_token_shards\.py::.*memory",
+    r"|bench/test_measured\.py|tasks/test_runner\.py::test_the_command"
+    r"|parallel/|train/test_checkpoint\.py::.*(kill|process)"
+    r"|cli/test_cli\.py::.*(process|signal|ctrl_c|reader)"
+    r"|test_package\.py::.*(process|any_extra|no_extra)|train/test_token_shards\.py::.*memory",
     "compiler": r".*::.*(compile|opcheck|fullgraph|export)",
     "interpreter": r"kernels/test_(triton|segments|spanning|windows|recording|first_call|ttt|mesa"
-    r"|pools).*\.py|ops/test_contract_kernels\.py|ops/test_(recurrent_step|gate_logits)\.py::.*\[triton",
+    r"|pools).*\.py|ops/test_contract_kernels\.py|bench/test_neighbours\.py"
+    r"|ops/test_(recurrent_step|gate_logits)\.py::.*\[triton",
     "grid": r"nn/test_(mixers|training|kept_on_gpu|transforms)\.py"
-    r"|nn/test_rules\.py::test_gradients|ops/test_(properties|on_gpu)\.py|models/test_(train_options|drafted)\.py"
+    r"|nn/test_rules\.py::test_gradients|nn/test_feature_maps\.py::test_every_combination"
+    r"|models/test_(train_options|drafted)\.py|models/test_decoder\.py::test_tokens_on_buffers"
+    r"|ops/test_(properties|on_gpu|neighbours)\.py"
     r"|ops/test_registered\.py::test_gradcheck|ops/test_mesa\.py::test_converges"
     r"|ops/test_contract\.py::test_(gradcheck|runs_without|function_transforms|packed|a_carried)"
-    r"|ops/test_neighbours\.py",
+    r"|kernels/test_torch\.py::test_(resets|half_precision)"
+    r"|experiments/test_.*\[.*gpu",
 }
 # Parts of which the first case of every test stays in the default run.
 SAMPLED = ("interpreter", "grid")

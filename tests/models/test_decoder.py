@@ -42,7 +42,7 @@ def test_parts_side_by_side_and_blocks_without_a_state(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", [*MIXERS, MIXED])
+@pytest.mark.parametrize("name", [MIXED, *MIXERS], ids=str)
 def test_tokens_on_buffers_are_those_of_separate_calls(
     name, device, make_model, random_tokens, on_buffers
 ):
