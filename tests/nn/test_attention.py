@@ -77,20 +77,6 @@ def test_packed_attention_takes_no_state():
         layer(x, state, cu_seqlens=deltarule.pack([4]))
 
 
-@pytest.mark.parametrize(
-    ("message", "options"),
-    {
-        "num_heads must be a multiple of num_kv_heads=3, got 4": {"num_kv_heads": 3},
-        "window must be an integer of 1 or more, got 0": {"window": 0},
-        "head_dim must be even for rotary positions, got 3": {"head_dim": 3},
-        "rope_theta must be a finite number above 0, got -1": {"rope_theta": -1},
-    }.items(),
-)
-def test_wrong_options_name_the_argument(message, options):
-    with pytest.raises(ValueError, match=message):
-        Attention(HIDDEN, num_heads=4, **options)
-
-
 @pytest.mark.parametrize("name", ["attention", "sliding_window"])
 def test_weights_are_those_that_forward_applies(name):
     layer, x = make(name, torch.float64), inputs(2, 11, torch.float64)

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from deltarule.models import ModelConfig
-from deltarule.nn import MIXERS, DeltaNet, GatedDeltaNet
+from deltarule.nn import MIXERS, GatedDeltaNet
 from deltarule.nn.gates import starting_horizons
 
 SPREAD = [name for name, mixer in MIXERS.items() if mixer.takes("longest_horizon")]
@@ -37,17 +36,3 @@ def test_none_is_the_papers_draw():
     assert torch.equal(before, after)
     assert float(before.exp().min()) > 0
     assert float(before.exp().max()) < 16
-
-
-@pytest.mark.parametrize("longest", [8, 0, -1.0, float("inf"), float("nan"), "512", True])
-def test_what_cannot_be_spread_to_is_refused(longest):
-    with pytest.raises(ValueError, match="longest_horizon must be None or a number above 8"):
-        GatedDeltaNet(32, num_heads=2, longest_horizon=longest)
-
-
-def test_a_layer_without_rates_refuses_it():
-    with pytest.raises(ValueError, match="longest_horizon"):
-        DeltaNet(32, num_heads=2, longest_horizon=512.0)
-    sizes = {"vocab_size": 9, "hidden_size": 32, "num_layers": 1, "num_heads": 2}
-    with pytest.raises(ValueError, match="longest_horizon=512"):
-        ModelConfig(**sizes, layer_types="deltanet", longest_horizon=512.0)

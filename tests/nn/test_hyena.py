@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 import torch
 import torch.nn.functional as F
 
@@ -77,12 +76,3 @@ def test_starting_values():
     )
     assert (layer.frequency == 14).all()
     assert MultiHeadHyena(32, num_heads=4).taps().shape == (4, 2048)
-
-
-def test_wrong_options_name_the_argument():
-    for options, message in (
-        ({"filter_size": 0}, "filter_size must be an integer of 1 or more, got 0"),
-        ({"head_v_dim": 4}, "head_v_dim must be None .*its keys and values have one size"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Hyena(32, num_heads=2, **options)

@@ -94,10 +94,3 @@ def test_a_model_reads_in_every_way():
     model = CausalLM(config)
     with torch.no_grad():
         check_ways_of_reading(model, torch.randint(61, (2, 40)))
-
-
-def test_sizes_are_checked():
-    with pytest.raises(ValueError, match="kv_lora_rank must be an integer of 1 or more"):
-        make(kv_lora_rank=0)
-    with pytest.raises(ValueError, match="qk_rope_head_dim must be even for rotary positions"):
-        make(qk_rope_head_dim=3, rope_theta=10.0)

@@ -1,6 +1,5 @@
 """RWKV-6's own parts: the token shift with its low-rank shares, the gates, norm and start."""
 
-import pytest
 import torch
 import torch.nn.functional as F
 
@@ -70,15 +69,3 @@ def test_starts_with_slow_and_fast_decays():
     decay = torch.exp(-torch.exp(layer.decay_bias.flatten()))
     assert decay[0] > 0.997
     assert 0.6 < decay[-1] < 0.7
-
-
-@pytest.mark.parametrize(
-    ("message", "options"),
-    {
-        "conv_size must be None or 0": {"conv_size": 4},
-        "num_v_heads must be None or 2": {"num_v_heads": 4},
-    }.items(),
-)
-def test_wrong_options_name_the_argument(message, options):
-    with pytest.raises(ValueError, match=message):
-        RWKV6(HIDDEN, num_heads=2, **options)

@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 import torch
 import torch.nn.functional as F
 
@@ -84,15 +83,3 @@ def test_starts_with_slow_and_fast_decays():
     decay = torch.exp(-math.exp(-0.5) * torch.sigmoid(bias))
     assert decay[0] > 0.999
     assert 0.85 < decay[-1] < 0.95
-
-
-@pytest.mark.parametrize(
-    ("message", "options"),
-    {
-        "conv_size must be None or 0": {"conv_size": 4},
-        "num_v_heads must be None or 2": {"num_v_heads": 4},
-    }.items(),
-)
-def test_wrong_options_name_the_argument(message, options):
-    with pytest.raises(ValueError, match=message):
-        RWKV7(HIDDEN, num_heads=2, **options)

@@ -63,8 +63,6 @@ def test_spectra_are_those_of_the_paper():
         assert layer.frequency.shape == (2, HIDDEN, 32)
         torch.testing.assert_close(layer.frequency[1, 5].double(), spectrum(32))
     assert torch.allclose(layer.A_log.exp(), torch.tensor(0.5))
-    with pytest.raises(ValueError, match="spectrum must be one of legs, inv, lin, got 'leg': did"):
-        S4D(HIDDEN, num_heads=2, spectrum="leg")
 
 
 @torch.no_grad()

@@ -198,11 +198,6 @@ def test_options_of_the_frame(name):
     kept = {key: p for key, p in gated.state_dict().items() if "g_proj" not in key}
     plain.load_state_dict(kept)
     assert not torch.equal(gated(x)[0], plain(x)[0])
-    for bad in ({"num_heads": 0}, {"head_k_dim": 0}, {"head_v_dim": -1}, {"conv_size": -1}):
-        with pytest.raises(ValueError, match=next(iter(bad))):
-            make(name, **bad)
-    with pytest.raises(ValueError, match="norm_eps must be a finite number above 0"):
-        make(name, norm_eps=0)
 
 
 @pytest.mark.parametrize("tokens", [17, 300, 600])

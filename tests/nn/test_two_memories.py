@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from deltarule import nn, pack
 from deltarule.nn.layout import make_layout
 from deltarule.nn.two_memories import LOG_ZERO, running_log_sum
-from nn.layers import HIDDEN, inputs, make
+from nn.layers import inputs, make
 from tolerance import relative_rms
 
 DOUBLE = torch.float64
@@ -106,5 +106,3 @@ def test_widths():
     assert (layer.head_k_dim, layer.head_v_dim, layer.num_slots) == (16, 32, 16)
     layer = nn.GatedSlotAttention(64, num_heads=2, num_slots=7)
     assert (layer.head_k_dim, layer.head_v_dim, layer.num_slots) == (32, 32, 7)
-    with pytest.raises(ValueError, match="num_slots must be an integer of 1 or more, got 0"):
-        nn.ABC(HIDDEN, num_heads=2, num_slots=0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from deltarule.nn import MIXERS, SYSTEMS
+from deltarule.nn import MIXERS
 from deltarule.nn.rotation import turned
 from nn.layers import HIDDEN, inputs, make
 from oracles import hgrn, lru, rg_lru, rwkv4
@@ -154,10 +154,3 @@ def make_like(exact, x):
     layer = make("rwkv4")
     layer.load_state_dict(exact.state_dict())
     return layer(x.float())[0]
-
-
-@pytest.mark.parametrize("name", ["hgrn", "rg_lru", "rwkv4"])
-def test_a_vector_has_no_key_channels(name):
-    with pytest.raises(ValueError, match=f"head_k_dim must be None or 1 for {name}, got 8"):
-        MIXERS[name](HIDDEN, num_heads=2, head_k_dim=8)
-    assert SYSTEMS[name].operator == "selective_scan"
