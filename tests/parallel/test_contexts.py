@@ -60,12 +60,24 @@ def test_what_a_layer_sends_does_not_depend_on_the_tokens(two: Processes, exchan
     # more, to the process that begins with them.
     key, value = 8, 16
     states = 2 * 4 * key * (key + value + value)
-    rows = 2 * 4 * 3 * 2 * (2 * key + value)
+    rows = 2 * 4 * 3 * 32
     for tokens in (16, 64):
         sent = two("whole_models.bytes_of_a_layer", tokens=tokens, exchange=exchange)
         most = max(x["states"] for x in sent)
         assert most == states if exchange == "gather" else most <= 2 * states
         assert sum(x["rows"] for x in sent) == rows
+
+
+def test_messages_travel_beside_the_local_pass(two: Processes) -> None:
+    """What is sent is waited for after the work that needs none of it, forwards and backwards."""
+    forward = "rows leave, k, rows come, k, states leave, g, states come"
+    backward = "states leave, d g, states come, d k, rows leave, d k, rows come"
+    for done in two("whole_models.order_of_a_layer", exchange="gather"):
+        assert done == [*forward.split(", "), "forward is done", *backward.split(", ")]
+    for done in two("whole_models.order_of_a_layer", exchange="scan"):
+        for first, work, last in (("leave", "g", "come"), ("leave", "d g", "come")):
+            place = done.index(work)
+            assert done[place - 1 : place + 2] == [f"states {first}", work, f"states {last}"]
 
 
 def test_the_transition_is_what_a_state_is_multiplied_by() -> None:

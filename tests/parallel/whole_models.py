@@ -169,11 +169,64 @@ def bytes_of_a_layer(tokens: int, exchange: str) -> dict[str, int]:
     try:
         layer = MIXERS["gated_deltanet"](32, num_heads=2, head_k_dim=8, head_v_dim=16)
         context = make_context(tokens, exchange=exchange)
-        y, _ = layer(torch.randn(1, context.last - context.first, 32), context=context)
-        y.sum().backward()
+        x = torch.randn(1, context.last - context.first, 32, requires_grad=True)
+        layer(x, context=context)[0].sum().backward()
     finally:
         dist.all_gather, dist.P2POp = gather, operation
     return sent
+
+
+class Noted:
+    """A message of which it is written down when it is waited for."""
+
+    def __init__(self, work: Any, note: Any) -> None:
+        self.work, self.note = work, note
+
+    def wait(self) -> None:
+        self.note()
+        self.work.wait()
+
+
+def order_of_a_layer(exchange: str) -> list[str]:
+    """What a layer does, forwards and then backwards: messages, and the projections k and g."""
+    done: list[str] = []
+
+    def product(name: str) -> Any:
+        def hook(module: Any, given: Any, y: Tensor) -> None:
+            done.append(name)
+            node = y.grad_fn
+            while "Mm" not in node.name():
+                node = node.next_functions[0][0]
+            node.register_hook(lambda *_: done.append(f"d {name}"))
+
+        return hook
+
+    gather, batch = dist.all_gather, dist.batch_isend_irecv
+
+    def noted_gather(*given: Any, **options: Any) -> Any:
+        done.append("states leave")
+        return Noted(gather(*given, **options), lambda: done.append("states come"))
+
+    def noted_batch(operations: list[Any]) -> list[Any]:
+        name = "rows" if operations[0].tensor.ndim == 3 else "states"
+        done.append(f"{name} leave")
+        works = batch(operations)
+        return [Noted(w, lambda: done.append(f"{name} come")) for w in works]
+
+    layer = MIXERS["gated_deltanet"](32, num_heads=2, head_k_dim=8, head_v_dim=16)
+    for name in "kg":
+        getattr(layer, f"{name}_proj").register_forward_hook(product(name))
+    context = make_context(24, exchange=exchange)
+    x = torch.randn(1, context.last - context.first, 32, requires_grad=True)
+    dist.all_gather, dist.batch_isend_irecv = noted_gather, noted_batch
+    try:
+        y, _ = layer(x, context=context)
+        done.append("forward is done")
+        y.sum().backward()
+    finally:
+        dist.all_gather, dist.batch_isend_irecv = gather, batch
+    # One message may be several tensors.
+    return [a for a, b in zip(done, [*done[1:], ""], strict=True) if a != b]
 
 
 def context_model(mixer: str, exchange: str, packed: bool, heads: int = 1) -> dict[str, float]:

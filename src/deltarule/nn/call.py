@@ -1,14 +1,17 @@
 """One call of a layer, as its parts hand it to each other."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deltarule.nn.layout import Layout
+from deltarule.nn.linears import linear, linears
 from deltarule.nn.state import State
+from deltarule.ops.context.rows import Letter
+
+Factors = Mapping[str, float]
 
 
 @dataclass
@@ -25,19 +28,45 @@ class LayerCall:
     values: tuple[Tensor, Callable[[], Tensor]] | None = None
     # Whether `recurrent_step` follows, which makes gates of their logits itself.
     decoding: bool = False
+    # What is projected while states travel: the output gate.
+    later: nn.Module | None = None
+    # Who has the last rows of x on their way to another process, and where those of another come.
+    letter: tuple[Letter, Tensor] | None = None
 
-    def ask_before(self, streams: dict[str, Tensor]) -> None:
-        """Take what comes before these streams from other processes, in one message.
+    def share(self, modules: dict[str, nn.Module], reach: int, factors: Factors) -> None:
+        """Let the last rows of x go to the next process, and take the output gate out, for later.
+
+        There is a context; `modules` are about to be applied to x, `factors` to what comes out.
+        """
+        if "g" not in factors:
+            self.later = modules.pop("g", None)
+        if reach and self.layout.context is not None:
+            letter = Letter(self.layout.context, reach)
+            self.x, mail = letter.send(self.x)
+            self.letter = letter, mail
+
+    def ask_before(self, modules: dict[str, nn.Module], factors: Factors) -> None:
+        """Take the rows that were sent here, projected, as what comes before q, k and v.
 
         Once: what is computed again in the backward asks nobody.
         """
-        if self.layout.context is not None:
-            given = [self.before[name] for name in streams]
-            reach, sizes = given[0].shape[1], [x.shape[2] for x in given]
-            last = torch.cat([x[:, x.shape[1] - reach :] for x in streams.values()], dim=2)
-            rows = self.layout.history(last, torch.cat(given, dim=2).to(last.dtype))
-            histories = zip(streams, rows.split(sizes, 2), strict=True)
-            self.before = State(self.before, **dict(histories))
+        assert self.letter is not None
+        letter, mail = self.letter
+        rows = linears(letter.receive(mail), [modules[name] for name in "qkv"])
+        for name, x in zip("qkv", rows, strict=True):
+            before = letter.before(x * factors.get(name, 1.0), self.before[f"{name}_conv"])
+            self.before = State(self.before, **{f"{name}_conv": before})
+
+    @property
+    def spans(self) -> dict[str, Any]:
+        """What an operator is told; while its states travel, the output gate is projected."""
+        if (later := self.later) is None:
+            return self.layout.spans
+
+        def meanwhile() -> None:
+            self.projected["g"] = linear(self.x, later)
+
+        return {"context": self.layout.spans["context"]._replace(meanwhile=meanwhile)}
 
     def positions(self) -> Tensor:
         """[B, T] each token's position, counted on in the state's `length` [N]."""

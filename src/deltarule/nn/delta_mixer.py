@@ -7,6 +7,7 @@ A layer on top of it says which rule it follows, which gates feed the rule, and 
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -179,6 +180,8 @@ class DeltaMixer(Mixer):
         projections = self.project(call)
         with nullcontext() if call.values is None else recomputed(*call.values):
             o = self.run_operator(projections, call)
+        if call.later is not None:
+            projections = replace(projections, output_gate=self.by_head(call.projected["g"]))
         return self.finish(o, projections, call)
 
     def add_one_token(
@@ -210,12 +213,14 @@ class DeltaMixer(Mixer):
         steps, projected = self.n_steps, call.projected
         if not projected:
             modules = self.of_input()
+            if call.layout.context is not None:
+                call.share(modules, max(self.conv_size - 1, 0), self.multipliers)
             outputs = linears(call.x, tuple(modules.values()))
             projected.update(zip(modules, outputs, strict=True))
         for name, factor in self.multipliers.items():
             projected[name] = projected[name] * factor
-        if self.conv_size:
-            call.ask_before({f"{name}_conv": projected[name] for name in "qkv"})
+        if call.letter is not None:
+            call.ask_before(self.of_input(), self.multipliers)
         if isinstance(call.before, DraftedState):
             self.keep_short(call, call.before)
         if call.decoding and self.conv_size:
@@ -224,8 +229,8 @@ class DeltaMixer(Mixer):
         k = per_step(self.stream("k", call), steps, self.heads_of("k"), self.head_k_dim)
         if (qk_map := self.qk_map) is not None:
             q, k = qk_map(q, k, call.positions() if self.counts else None)
-        heads = self.num_v_heads
-        decay_sizes = (heads, self.head_k_dim) if self.rule.decay == "channel" else (heads,)
+        by_channel = self.rule.decay == "channel"
+        decay_sizes = (self.num_v_heads, self.head_k_dim)[: 1 + by_channel]
         return Projections(
             q=q,
             k=k,
@@ -275,12 +280,10 @@ class DeltaMixer(Mixer):
         keys = {name: f"{name}_conv" for name in "qkv"}
         modules = [getattr(self, key) for key in keys.values()]
         histories = [call.before[key] for key in keys.values()]
-        lent = isinstance(call.before, LentState)
-        if lent and can_step(modules, [call.projected[name] for name in keys], histories):
-            streams = [call.projected[name] for name in keys]
-            call.projected.update(
-                zip(keys, step_in_place(modules, streams, histories), strict=True)
-            )
+        streams = [call.projected[name] for name in keys]
+        if isinstance(call.before, LentState) and can_step(modules, streams, histories):
+            found = step_in_place(modules, streams, histories)
+            call.projected.update(zip(keys, found, strict=True))
             call.after.update(zip(keys.values(), histories, strict=True))
 
     def of_input(self) -> dict[str, nn.Module]:
@@ -314,10 +317,7 @@ class DeltaMixer(Mixer):
             o, state = self.step(arguments, call)
         else:
             o, final_state = OPERATORS[self.rule.operator](
-                **arguments,
-                **layout.spans,
-                initial_state=before,
-                save_states=self.save_states,
+                **arguments, **call.spans, initial_state=before, save_states=self.save_states
             )
             assert final_state is not None
             state = final_state

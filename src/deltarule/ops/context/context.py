@@ -1,7 +1,7 @@
 """Where the tokens of one sequence, or of one row of documents, lie among several processes."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -23,6 +23,8 @@ class Context(NamedTuple):
         offsets: Where each document of the row begins, and T. None: each row is one sequence.
         exchange: "gather" sends every state to everybody at once, "scan" reaches twice as far in
             every round of messages; "auto" gathers among up to 64 processes.
+        meanwhile: Called once by `delta_rule` and `dplr` while their states travel: what a caller
+            computes there, and its gradients, take the time in which nothing else can be done.
     """
 
     group: dist.ProcessGroup
@@ -30,6 +32,7 @@ class Context(NamedTuple):
     bounds: tuple[int, ...]
     offsets: tuple[int, ...] | None = None
     exchange: Exchange = "auto"
+    meanwhile: Callable[[], None] | None = None
 
     @property
     def size(self) -> int:

@@ -9,15 +9,43 @@ where dS_r is what the process's own outputs say. M and U of a head are K (K + V
 U has to travel back as dS: what is sent does not depend on the number of tokens.
 
 M is a matrix [..., K, K], or one row [..., 1, K] where the state decays channel by channel.
+
+Messages travel by themselves, on a GPU on a stream of their own: a function `in_two` returns when
+they have left, and what it returns waits for those that come.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from deltarule.ops.context.context import Context
+
+T = TypeVar("T")
+P = ParamSpec("P")
+Halves = Generator[None, None, T]
+
+
+def in_two(halves: Callable[P, Halves[T]]) -> Callable[P, Callable[[], T]]:
+    """Run a function as far as its one `yield`; what it returns runs the rest, once."""
+
+    def begin(*arguments: P.args, **named: P.kwargs) -> Callable[[], T]:
+        rest = halves(*arguments, **named)
+        next(rest)
+
+        def finish() -> T:
+            try:
+                next(rest)
+            except StopIteration as end:
+                found: T = end.value
+                return found
+            raise AssertionError("it stops twice")
+
+        return finish
+
+    return begin
 
 
 def starting_state(
@@ -51,22 +79,25 @@ class Met(NamedTuple):
     later: Tensor
 
 
-def meet(context: Context, end: Tensor, transition: Tensor, diagonal: bool) -> Met:
+@in_two
+def meet(context: Context, end: Tensor, transition: Tensor, diagonal: bool) -> Halves[Met]:
     """`starting_state`, for those who take its gradient themselves."""
-    if context.gathers:
-        start, later = _folded(context, end, transition, diagonal)
-    else:
-        start, later = _scanned(context, end, transition, diagonal, 1), transition
+    found = (_folded if context.gathers else _scanned)(context, end, transition, diagonal)
+    yield
+    start, later = found()
     return Met(start if context.goes_on else torch.zeros_like(start), later)
 
 
-def meet_back(context: Context, d_start: Tensor, met: Met, diagonal: bool) -> Tensor:
+@in_two
+def meet_back(context: Context, d_start: Tensor, met: Met, diagonal: bool) -> Halves[Tensor]:
     """D [B, HV, V, K] by the state at the end here, from the gradients by all processes' starts."""
     d_start = d_start if context.goes_on else torch.zeros_like(d_start)
     if context.gathers:
-        return _folded_back(context, d_start, met.later, diagonal)
-    back = met.later if diagonal else met.later.mT
-    return _scanned(context, d_start, back, diagonal, -1)
+        found = _folded_back(context, d_start, met.later, diagonal)
+    else:
+        found = _scanned(context, d_start, met.later if diagonal else met.later.mT, diagonal, -1)
+    yield
+    return found()[0]
 
 
 class _StartingState(torch.autograd.Function):
@@ -75,14 +106,14 @@ class _StartingState(torch.autograd.Function):
         ctx: Any, context: Context, end: Tensor, transition: Tensor, diagonal: bool
     ) -> Tensor:
         ctx.context, ctx.diagonal = context, diagonal
-        met = meet(context, end, transition, diagonal)
+        met = meet(context, end, transition, diagonal)()
         ctx.save_for_backward(*met)
         return met.start
 
     @staticmethod
     def backward(ctx: Any, d_start: Tensor) -> tuple[Any, ...]:
         met = Met(*ctx.saved_tensors)
-        d_end = meet_back(ctx.context, d_start, met, ctx.diagonal)
+        d_end = meet_back(ctx.context, d_start, met, ctx.diagonal)()
         if not ctx.diagonal:
             return None, d_end, met.start.mT @ d_end, None
         d_transition = met.start * d_end
@@ -92,69 +123,87 @@ class _StartingState(torch.autograd.Function):
         return None, d_end, d_transition, None
 
 
+@in_two
 def _folded(
     context: Context, end: Tensor, transition: Tensor, diagonal: bool
-) -> tuple[Tensor, Tensor]:
+) -> Halves[tuple[Tensor, Tensor]]:
     """The state from all U and M before this process, and the M of those after it."""
-    rows = end.shape[-2]
-    both = _gathered(context, torch.cat([end, transition], -2))
-    start = torch.zeros_like(end)
+    rows, start = end.shape[-2], torch.zeros_like(end)
+    gathered = _gathered(context, torch.cat([end, transition], -2))
+    yield
+    both = gathered()
     for before in both[: context.rank]:
         start = applied(start, before[..., rows:, :], diagonal) + before[..., :rows, :]
     return start, both[context.rank + 1 :, ..., rows:, :].contiguous()
 
 
-def _folded_back(context: Context, d_start: Tensor, later: Tensor, diagonal: bool) -> Tensor:
+@in_two
+def _folded_back(
+    context: Context, d_start: Tensor, later: Tensor, diagonal: bool
+) -> Halves[tuple[Tensor, Tensor]]:
     """The gradient by the state at the end, from all dS after this process."""
-    d_starts = _gathered(context, d_start)
-    d_end = torch.zeros_like(d_start)
+    gathered = _gathered(context, d_start)
+    yield
+    d_starts, d_end = gathered(), torch.zeros_like(d_start)
     for rank in range(context.size - 1, context.rank, -1):
         # What the process itself passes on to those before it is not its own.
         m = later[rank - context.rank - 1]
         d_end = applied(d_end, m if diagonal else m.mT, diagonal) + d_starts[rank]
-    return d_end
+    return d_end, later
 
 
-def _gathered(context: Context, x: Tensor) -> Tensor:
+@in_two
+def _gathered(context: Context, x: Tensor) -> Halves[Tensor]:
     """[processes, ...]."""
     parts = x.new_empty(context.size, *x.shape)
-    dist.all_gather(list(parts), x.contiguous(), group=context.group)
+    work = dist.all_gather(list(parts), x.contiguous(), group=context.group, async_op=True)
+    yield
+    work.wait()
     return parts
 
 
+@in_two
 def _scanned(
-    context: Context, end: Tensor, transition: Tensor, diagonal: bool, step: int
-) -> Tensor:
+    context: Context, end: Tensor, transition: Tensor, diagonal: bool, step: int = 1
+) -> Halves[tuple[Tensor, Tensor]]:
     """The same by rounds of messages, each from a process twice as far away as the last."""
     reach, pair = 1, (end, transition)
+    before, wait = exchanged(context, pair, step)
+    yield
     while reach < context.size:
-        before = exchanged(context, pair, step * reach)
-        if before is not None:
-            state = applied(before[0], pair[1], diagonal) + pair[0]
-            pair = state, applied(before[1], pair[1], diagonal)
-        reach *= 2
-    before = exchanged(context, pair[:1], step)
-    return torch.zeros_like(end) if before is None else before[0]
+        wait()
+        state = applied(before[0], pair[1], diagonal) + pair[0]
+        pair, reach = (state, applied(before[1], pair[1], diagonal)), 2 * reach
+        last = reach >= context.size
+        before, wait = exchanged(context, pair[:1] if last else pair, step * (1 if last else reach))
+    wait()
+    return before[0], transition
 
 
 def exchanged(
     context: Context, tensors: tuple[Tensor, ...], distance: int
-) -> tuple[Tensor, ...] | None:
+) -> tuple[tuple[Tensor, ...], Callable[[], None]]:
     """Send tensors to the process `distance` after this one, and receive those of the one before.
 
     Returns:
-        What came, of the same shapes. None: there is nobody to receive from.
+        What comes, of the same shapes: zeros where there is nobody to receive from; and a call that
+        waits for it.
     """
     tensors = tuple(x.contiguous() for x in tensors)
+    received = tuple(torch.zeros_like(x) for x in tensors)
     ranks = dist.get_process_group_ranks(context.group)
     receiver, sender = context.rank + distance, context.rank - distance
-    todo, received = [], None
+    todo = []
     if 0 <= receiver < context.size:
         todo += [dist.P2POp(dist.isend, x, ranks[receiver], context.group) for x in tensors]
     if 0 <= sender < context.size:
-        received = tuple(torch.empty_like(x) for x in tensors)
         todo += [dist.P2POp(dist.irecv, x, ranks[sender], context.group) for x in received]
     # All in one batch: no order of two processes can make each wait for the other.
-    for work in dist.batch_isend_irecv(todo) if todo else ():
-        work.wait()
-    return received
+    works = dist.batch_isend_irecv(todo) if todo else []
+
+    def wait() -> None:
+        # Each holds its tensor, which may know who waits.
+        while works:
+            works.pop().wait()
+
+    return received, wait

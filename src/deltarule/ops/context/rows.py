@@ -1,6 +1,7 @@
 """Rows of other processes: the few before the first token here, or all of them."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,55 @@ from torch import Tensor
 
 from deltarule.ops.context.context import Context
 from deltarule.ops.context.exchange import exchanged
+
+
+class Letter:
+    """Last rows of this process on their way to the next one, and their gradients on the way back.
+
+    They travel while others compute between `send` and `receive`, and between these backwards.
+
+    Args:
+        context: Where the tokens are.
+        reach: How many rows to look back, R.
+
+    Raises:
+        ValueError: A process has fewer rows than the others look back.
+    """
+
+    wait: Callable[[], None]
+
+    def __init__(self, context: Context, reach: int) -> None:
+        """Nothing is sent yet."""
+        shortest = min(b - a for a, b in itertools.pairwise(context.bounds))
+        if shortest < reach:
+            raise ValueError(
+                f"a process of the context has {shortest} tokens, but the layer looks {reach} "
+                "back: share the rows out over fewer processes"
+            )
+        self.context, self.reach = context, reach
+
+    def send(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Send the last rows of x [B, R or more, D]; return x for all later uses, and the mail."""
+        sent: tuple[Tensor, Tensor] = _Sent.apply(self, x)  # type: ignore[no-untyped-call]
+        return sent
+
+    def receive(self, mail: Tensor) -> Tensor:
+        """[B, R, D] of the process before; zeros where there is none."""
+        rows: Tensor = _Received.apply(self, mail)  # type: ignore[no-untyped-call]
+        return rows
+
+    def before(self, rows: Tensor, otherwise: Tensor) -> Tensor:
+        """[N, R, D] what comes before each sequence here: the rows received, or `otherwise`."""
+        known = torch.arange(self.reach, 0, -1, device=rows.device) <= self.context.position
+        first, others = otherwise.to(rows.dtype).tensor_split([len(rows)])
+        # Where nobody looks at what came a gradient has to be sent all the same.
+        rows = rows.masked_fill(~known[:, None], 0)
+        return torch.cat([rows if self.context.goes_on else first + rows, others])
+
+    def exchange(self, rows: Tensor, distance: int) -> Tensor:
+        """Let rows go, and return where others are after `wait`."""
+        (mail,), self.wait = exchanged(self.context, (rows,), distance)
+        return mail
 
 
 def rows_before(context: Context, x: Tensor, reach: int, otherwise: Tensor) -> Tensor:
@@ -24,25 +74,12 @@ def rows_before(context: Context, x: Tensor, reach: int, otherwise: Tensor) -> T
     Returns:
         [N, R, D]: of a sequence that goes on from the process before, its last rows there (zeros
         before its own first token), else `otherwise`.
-
-    Raises:
-        ValueError: A process has fewer rows than the others look back.
     """
-    shortest = min(b - a for a, b in itertools.pairwise(context.bounds))
-    if shortest < reach:
-        raise ValueError(
-            f"a process of the context has {shortest} tokens, but the layer looks {reach} back: "
-            "share the rows out over fewer processes"
-        )
+    letter = Letter(context, reach)
     if reach == 0:
         return otherwise
-    tokens = context.last - context.first
-    place = torch.arange(tokens - reach, tokens, device=x.device)
-    own = x[:, x.shape[1] - reach :].masked_fill((place < context.tail)[:, None], 0)
-    before: Tensor = _Before.apply(context, own)  # type: ignore[no-untyped-call]
-    # Where a sequence begins nobody looks at what came, but a gradient has to be sent all the same.
-    before = before if context.goes_on else otherwise[: len(before)].to(x.dtype) + 0 * before
-    return torch.cat([before, otherwise[len(before) :].to(x.dtype)])
+    _, mail = letter.send(x)
+    return letter.before(letter.receive(mail), otherwise)
 
 
 def all_rows(context: Context, x: Tensor) -> Tensor:
@@ -57,17 +94,31 @@ def one_of_each(context: Context, x: Tensor) -> Tensor:
     return all_rows(one_row, x.unsqueeze(1))
 
 
-class _Before(torch.autograd.Function):
+class _Sent(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, context: Context, rows: Tensor) -> Tensor:
-        ctx.context = context
-        before = exchanged(context, (rows,), 1)
-        return torch.zeros_like(rows) if before is None else before[0]
+    def forward(ctx: Any, letter: Letter, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.letter, ctx.shape = letter, x.shape
+        ctx.set_materialize_grads(False)
+        return x.view_as(x), letter.exchange(x[:, x.shape[1] - letter.reach :], 1)
 
     @staticmethod
-    def backward(ctx: Any, d_before: Tensor) -> tuple[None, Tensor]:
-        after = exchanged(ctx.context, (d_before,), -1)
-        return None, torch.zeros_like(d_before) if after is None else after[0]
+    def backward(ctx: Any, d_x: Tensor | None, d_rows: Tensor) -> tuple[None, Tensor]:
+        ctx.letter.wait()
+        d_x = d_rows.new_zeros(ctx.shape) if d_x is None else d_x.clone()
+        d_x[:, d_x.shape[1] - ctx.letter.reach :] += d_rows
+        return None, d_x
+
+
+class _Received(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, letter: Letter, rows: Tensor) -> Tensor:
+        ctx.letter = letter
+        letter.wait()
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, d_rows: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.letter.exchange(d_rows, -1)
 
 
 class _AllRows(torch.autograd.Function):

@@ -8,7 +8,9 @@
     D      the gradient by the state at the end, from the processes after   exchange
     d...   the ordinary backward with D
 
-No gradient goes through M: what an input does to other processes is in D.
+No gradient goes through M: what an input does to other processes is in D. Each pass is two nodes of
+autograd, one up to where messages leave and one from where they have come: what a caller computes
+between the two forwards runs between them backwards, too.
 """
 
 from collections.abc import Callable
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor
 
 from deltarule.ops.context import Context
-from deltarule.ops.context.exchange import Met, meet, meet_back
+from deltarule.ops.context.exchange import Halves, in_two, meet, meet_back
 from deltarule.ops.context.linear import Operator, with_transition
 from deltarule.ops.delta_rule.implementations import IMPLEMENTATIONS, Request, backend_of
 from deltarule.ops.delta_rule.inputs import Inputs, check_arguments
@@ -39,57 +41,74 @@ class Join:
         diagonal: Whether M multiplies channel by channel.
         rows: Batch rows: so many sequences begin before the first token here, and as many end
             after the last one.
+        passes: The `Passes` that meet.
     """
 
-    def __init__(self, context: Context, diagonal: bool, rows: int) -> None:
+    def __init__(self, context: Context, diagonal: bool, rows: int, passes: Any = None) -> None:
         """Nobody has met yet."""
-        self.context, self.diagonal, self.rows = context, diagonal, rows
-        self.met: Met | None = None
+        self.context, self.diagonal, self.rows, self.passes = context, diagonal, rows, passes
+        # The second half of a pass, once the first one has run.
+        self.halves: list[Callable[[], Any]] = []
 
-    def started(self, inputs: Inputs, end: Tensor, transition: Tensor) -> Tensor:
-        """The states at the start of all sequences here."""
+    def begin(self, end: Tensor, transition: Tensor) -> None:
+        """Send U and M of the last sequences here."""
         if self.context.starts or not self.context.goes_on:
             # A sequence that begins here knows nothing of those before.
             transition = torch.zeros_like(transition)
-        self.met = meet(self.context, end, transition, self.diagonal)
-        states = inputs.initial_state
-        states = end.new_zeros(inputs.state_shape) if states is None else states.clone()
-        states[: self.rows] += self.met.start
+        self.coming = meet(self.context, end, transition, self.diagonal)
+
+    def started(self, inputs: Inputs) -> Tensor:
+        """The states at the start of all sequences here."""
+        self.met = self.coming()
+        states, start = inputs.initial_state, self.met.start
+        states = start.new_zeros(inputs.state_shape) if states is None else states.clone()
+        states[: self.rows] += start
         return states
 
-    def ended(self, d_final: Tensor, d_start: Tensor) -> Tensor:
+    def begin_back(self, d_start: Tensor) -> None:
+        """Send the gradients by the states before the first sequences here."""
+        self.coming_back = meet_back(self.context, d_start, self.met, self.diagonal)
+
+    def ended(self, d_final: Tensor) -> Tensor:
         """The gradients by the states at the end of all sequences here."""
-        assert self.met is not None
         d_final = d_final.clone()
-        d_final[-self.rows :] += meet_back(self.context, d_start, self.met, self.diagonal)
+        d_final[-self.rows :] += self.coming_back()
         return d_final
 
 
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
+Gradients = tuple[Tensor | None, ...]
+
+
 class Passes(NamedTuple):
-    """A forward and a backward with a `Join` in the middle of each."""
+    """A forward and a backward `in_two`, with a `Join` in the middle of each."""
 
     # Outputs, final states, what is saved, and the true states at the start.
-    forward: Callable[[Inputs, bool, Join, Ends], tuple[Tensor, Tensor, Tensor, Tensor]]
+    forward: Callable[[Inputs, bool, Join, Ends], Callable[[], Outputs]]
     # d_o, d_final, inputs from the true states, what was saved.
-    backward: Callable[[Tensor, Tensor, Inputs, Tensor, Join], tuple[Tensor | None, ...]]
+    backward: Callable[[Tensor, Tensor, Inputs, Tensor, Join], Callable[[], Gradients]]
 
 
 def twice(backend: str) -> Passes:
     """The exchange between two whole passes, with any backend."""
     passes = backend_of(backend)
 
-    def forward(
-        inputs: Inputs, save: bool, join: Join, ends: Ends
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        start = join.started(inputs, *ends())
+    @in_two
+    def forward(inputs: Inputs, save: bool, join: Join, ends: Ends) -> Halves[Outputs]:
+        join.begin(*ends())
+        yield
+        start = join.started(inputs)
         return *passes.forward(inputs._replace(initial_state=start), save), start
 
+    @in_two
     def backward(
         d_o: Tensor, d_final: Tensor, inputs: Inputs, saved: Tensor, join: Join
-    ) -> tuple[Tensor | None, ...]:
+    ) -> Halves[Gradients]:
         d_start = passes.backward(d_o, d_final, inputs, saved)[7]
         assert d_start is not None
-        return passes.backward(d_o, join.ended(d_final, d_start[: join.rows]), inputs, saved)
+        join.begin_back(d_start[: join.rows])
+        yield
+        return passes.backward(d_o, join.ended(d_final), inputs, saved)
 
     return Passes(forward, backward)
 
@@ -104,28 +123,43 @@ def passes_of(backend: str, wide: bool) -> Passes:
     return Passes(spanning.forward, spanning.backward)
 
 
-class _Spanning(torch.autograd.Function):
+class _Begin(torch.autograd.Function):
+    """The first half of a forward, and the second one of its backward."""
+
     @staticmethod
-    def forward(
-        ctx: Any, passes: Passes, join: Join, ends: Ends, save: bool, *fields: Any
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, join: Join, ends: Ends, save: bool, *fields: Any) -> Tensor:
         inputs = Inputs(*fields)
         with without_autocast(inputs.q.device):
-            o, final, saved, start = passes.forward(inputs, save, join, ends)
-        ctx.passes, ctx.join, ctx.rest = passes, join, fields[9:]
-        ctx.given_state = inputs.initial_state is not None
-        ctx.save_for_backward(saved, *fields[:7], start, inputs.cu_seqlens)
+            join.halves.append(join.passes.forward(inputs, save, join, ends))
+        ctx.join, ctx.given_state = join, inputs.initial_state is not None
+        return inputs.q.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, d_link: Tensor) -> tuple[Any, ...]:
+        with without_autocast(d_link.device):
+            *gradients, d_start = ctx.join.halves.pop()()
+        d_start = d_start if ctx.given_state else None
+        return *[None] * 3, *gradients, d_start, *[None] * (len(Inputs._fields) - 8)
+
+
+class _Finish(torch.autograd.Function):
+    """The second half of a forward, and the first one of its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, join: Join, inputs: Inputs, link: Tensor) -> tuple[Tensor, Tensor]:
+        with without_autocast(link.device):
+            o, final, saved, start = join.halves.pop()()
+        ctx.join, ctx.rest = join, inputs[9:]
+        ctx.save_for_backward(saved, *inputs[:7], start, inputs.cu_seqlens)
         return o, final
 
     @staticmethod
     def backward(ctx: Any, d_o: Tensor, d_final: Tensor) -> tuple[Any, ...]:
         saved, *tensors = ctx.saved_tensors
-        inputs = Inputs(*tensors, *ctx.rest)
+        inputs, join = Inputs(*tensors, *ctx.rest), ctx.join
         with without_autocast(d_o.device):
-            found = ctx.passes.backward(d_o, d_final, inputs, saved, ctx.join)
-        *gradients, d_start = found
-        d_start = d_start if ctx.given_state else None
-        return None, None, None, None, *gradients, d_start, *[None] * (1 + len(ctx.rest))
+            join.halves.append(join.passes.backward(d_o, d_final, inputs, saved, join))
+        return None, None, inputs.q.new_empty(0)
 
 
 def beyond(
@@ -173,8 +207,11 @@ def over_context(operator: Operator, context: Context, given: dict[str, Any]) ->
         return left.final_state[-rows:], m.unsqueeze(-2) if inputs.erase == "none" else m
 
     save = given["save_states"] and differentiated(inputs[:8])
-    join = Join(context, inputs.erase == "none", rows)
-    o, final = _Spanning.apply(passes, join, ends, save, *inputs)  # type: ignore[no-untyped-call]
+    join = Join(context, inputs.erase == "none", rows, passes)
+    link = _Begin.apply(join, ends, save, *inputs)  # type: ignore[no-untyped-call]
+    if context.meanwhile is not None:
+        context.meanwhile()
+    o, final = _Finish.apply(join, inputs, link)  # type: ignore[no-untyped-call]
     return RecurrentOutput(o, final if given["return_state"] else None)
 
 

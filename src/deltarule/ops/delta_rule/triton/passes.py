@@ -194,9 +194,18 @@ def gradient_stages(
 
 def backward_stages(
     d_o: Tensor, d_final: Tensor | None, inputs: Inputs, plan: Plan, saved: Tensor,
-    tape: Tape | None = None, join: Any = None,
+    tape: Tape | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The kernels of the backward; every tensor lies in one piece."""
+    call, cut = begun_back(d_o, d_final, inputs, plan, saved, tape)
+    return gradients(call, cut)
+
+
+def begun_back(
+    d_o: Tensor, d_final: Tensor | None, inputs: Inputs, plan: Plan, saved: Tensor,
+    tape: Tape | None = None, join: Any = None,
+) -> tuple[Call, "Windows"]:  # fmt: skip
+    """A backward up to its scans: what the forward kept, or what is computed again."""
     fast = inputs.by_channel and channel_stages.has_fast_form(inputs)
     if fast and inputs.log_decay is not None:
         inputs = inputs._replace(log_decay=piece(inputs.log_decay))
@@ -212,11 +221,16 @@ def backward_stages(
         scores(call)
     if again and whole:
         scan(call, output=False)
-    if inputs.by_channel:
+    return call, cut
+
+
+def gradients(call: Call, cut: "Windows") -> tuple[Tensor | None, ...]:
+    """The rest of a backward: gradients by the eight tensors from q to initial_state."""
+    if call.inputs.by_channel:
         channel_stages.backward(call)
     else:
         gradients_in_windows(call, cut)
-    return *(call[f"d_{name}"] for name in inputs._fields[:7]), call["d_initial"]
+    return *(call[f"d_{name}"] for name in Inputs._fields[:7]), call["d_initial"]
 
 
 def scores(call: Call) -> None:

@@ -3,7 +3,7 @@
 Sequences are split into segments, as those that are few and long are anyway. All segments go from a
 zero state to their ends, which with their transitions give U and M of the tokens here; from what
 comes of the exchange, the states at the starts of the segments follow, and the main pass. Nothing
-is computed twice.
+is computed twice. Between the two halves of a pass others may compute while messages travel.
 """
 
 import dataclasses
@@ -12,18 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltarule.ops.context.exchange import applied
+from deltarule.ops.context.exchange import Halves, applied, in_two
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.passes import (
-    backward_stages,
+    begun_back,
     compile_first,
     contiguous,
+    gradients,
     kept_layout,
     piece,
     scan,
     scores,
 )
 from deltarule.ops.delta_rule.triton.plan import Call, Plan, blocks, make_plan, views
+from deltarule.ops.delta_rule.triton.segments import segment_starts
+from deltarule.ops.delta_rule.triton.stages import leave_ends, leave_ends_back
 
 
 class Joint:
@@ -38,37 +41,37 @@ class Joint:
         """Nobody has met yet."""
         self.join, self.start = join, start
 
-    def states(self, call: Call, ends: Tensor) -> Tensor:
-        """The true states at the start of all sequences, from the segments' ends."""
+    def begin(self, call: Call) -> None:
+        """Send what the segments leave of a zero state, and what they multiply one by."""
+        leave_ends(call)
+        rows, inputs, diagonal = call.inputs.v.shape[3], call.inputs, self.join.diagonal
+        both = composed(self.segments(call, call["ends"], -1), rows, diagonal)
+        end, transition = both[..., :rows, :], both[..., rows:, :]
+        if inputs.initial_state is not None:
+            end = end + applied(inputs.initial_state[-self.join.rows :], transition, diagonal)
+        self.join.begin(end, transition)
+
+    def states(self, call: Call) -> Tensor:
+        """The true states at the start of all sequences."""
         if self.start is None:
-            inputs, rows = call.inputs, self.join.rows
-            _, heads, value_size, key_size = inputs.state_shape
-            if inputs.initial_state is None:
-                state = ends.new_zeros(rows, heads, value_size, key_size)
-            else:
-                state = inputs.initial_state[-rows:]
-            through = torch.ones if self.join.diagonal else torch.eye
-            size = (1, key_size) if self.join.diagonal else (key_size,)
-            carried = through(*size, device=ends.device).expand(rows, heads, -1, -1)
-            both = torch.cat([state, carried], -2)
-            for part in self.segments(call, ends, -1).unbind(1):
-                both = applied(both, part[..., value_size:, :], self.join.diagonal)
-                both[..., :value_size, :] += part[..., :value_size, :]
-            end, transition = both[..., :value_size, :], both[..., value_size:, :]
-            self.start = self.join.started(inputs, end, transition)
+            self.start = self.join.started(call.inputs)
         return self.start
 
-    def gradients(self, call: Call, d_ends: Tensor) -> Tensor:
-        """The gradients by the states at the end of all sequences, from those by its segments."""
-        value_size = call.inputs.v.shape[3]
-        d_state = call["d_final"][: self.join.rows]
-        ends = self.segments(call, call["ends"], 0)
-        transitions = ends[..., value_size:, :]
-        back = transitions if self.join.diagonal else transitions.mT
-        d_parts = self.segments(call, d_ends, 0)
-        for number in reversed(range(d_parts.shape[1])):
-            d_state = applied(d_state, back[:, number], self.join.diagonal) + d_parts[:, number]
-        return self.join.ended(call["d_final"], d_state)
+    def begin_back(self, call: Call) -> None:
+        """Send the gradient by the state before the first token here, as far as tokens here say."""
+        self.d_ends = leave_ends_back(call)
+        last = segment_starts(call, call["d_final"], self.d_ends, True)
+        d_end, d_part, kept = (
+            self.segments(call, x, 0)[:, 0] for x in (last, self.d_ends, call["ends"])
+        )
+        transition = kept[..., call.inputs.v.shape[3] :, :]
+        back = transition if self.join.diagonal else transition.mT
+        self.join.begin_back(applied(d_end, back, self.join.diagonal) + d_part)
+
+    def gradients(self, call: Call) -> Tensor:
+        """The gradients by the states at the end of all sequences."""
+        d_final: Tensor = self.join.ended(call["d_final"])
+        return d_final
 
     def segments(self, call: Call, ends: Tensor, sequence: int) -> Tensor:
         """[B, segments, HV, ...] of every row, or of the first (0) or last (-1) packed sequence."""
@@ -83,6 +86,19 @@ class Joint:
         return ends[None, first : first + count]
 
 
+def composed(parts: Tensor, rows: int, diagonal: bool) -> Tensor:
+    """U (so many rows) and M below it, of segments [B, segments, HV, ...] one after the other.
+
+    Pairs of neighbours at once, and then pairs of these.
+    """
+    while (even := parts.shape[1] // 2 * 2) > 0 and parts.shape[1] > 1:
+        before, after = parts[:, :even:2], parts[:, 1:even:2]
+        both = applied(before, after[..., rows:, :], diagonal)
+        both[..., :rows, :] += after[..., :rows, :]
+        parts = torch.cat([both, parts[:, even:]], 1)
+    return parts[:, 0]
+
+
 def split(inputs: Inputs) -> Plan:
     """The plan of a call whose sequences are segments: where they would be whole, of one."""
     plan = make_plan(inputs)
@@ -95,21 +111,22 @@ def split(inputs: Inputs) -> Plan:
     return split
 
 
-def forward(
-    inputs: Inputs, save: bool, join: Any, ends: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@in_two
+def forward(inputs: Inputs, save: bool, join: Any, ends: Any) -> Halves[Any]:
     """Outputs, final states, what is saved, and the true states at the start."""
     inputs, joint = contiguous(inputs), Joint(join)
     plan = split(inputs)
     compile_first(inputs, plan, (forward, save), lambda: compiled(inputs, plan, save))
-    o, final, kept = forward_stages(inputs, plan, save, joint)
-    assert joint.start is not None
+    stages = forward_stages(inputs, plan, save, joint)
+    yield
+    o, final, kept = stages()
     return o, final, kept if save else kept.new_empty(0), joint.start
 
 
+@in_two
 def forward_stages(
-    inputs: Inputs, plan: Plan, save: bool, joint: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+    inputs: Inputs, plan: Plan, save: bool, joint: "Joint"
+) -> Halves[tuple[Any, Tensor, Tensor]]:
     """The kernels of the forward, with a meeting half way."""
     call = Call(inputs, plan)
     call.values["join"] = joint
@@ -117,41 +134,60 @@ def forward_stages(
     kept = call.empty((places.elements,))
     call.values |= views(kept, places)
     scores(call)
-    o, final = scan(call, output=True)
-    assert o is not None
-    return o, final, kept
+    joint.begin(call)
+    yield
+    return *scan(call, output=True), kept
 
 
-class Nobody:
+@in_two
+def backward(
+    d_o: Tensor, d_final: Tensor, inputs: Inputs, saved: Tensor, join: Any
+) -> Halves[tuple[Tensor | None, ...]]:
+    """Gradients by the eight tensors from q to initial_state."""
+    inputs = contiguous(inputs)
+    joint = Joint(join, inputs.initial_state)
+    stages = backward_stages(piece(d_o), piece(d_final), inputs, split(inputs), saved, joint)
+    yield
+    found = list(stages())
+    if inputs.beta is not None and (d_beta := found[3]) is not None:
+        found[3] = d_beta.to(inputs.beta.dtype)
+    return tuple(found)
+
+
+@in_two
+def backward_stages(
+    d_o: Tensor, d_final: Tensor, inputs: Inputs, plan: Plan, saved: Tensor, joint: "Joint"
+) -> Halves[tuple[Tensor | None, ...]]:
+    """The kernels of the backward, with a meeting half way."""
+    call, cut = begun_back(d_o, d_final, inputs, plan, saved, join=joint)
+    joint.begin_back(call)
+    yield
+    return gradients(call, cut)
+
+
+class Nobody(Joint):
     """Stands for the meeting while kernels are only compiled."""
 
-    def states(self, call: Call, ends: Tensor) -> Tensor:
+    def begin(self, call: Call) -> None:
+        """Launch what comes before it."""
+        leave_ends(call)
+
+    def states(self, call: Call) -> Tensor:
         """Any."""
         return call.empty(call.inputs.state_shape)
 
-    def gradients(self, call: Call, d_ends: Tensor) -> Tensor:
+    def begin_back(self, call: Call) -> None:
+        """Launch what comes before it."""
+        self.d_ends = leave_ends_back(call)
+
+    def gradients(self, call: Call) -> Tensor:
         """Any."""
-        gradients: Tensor = call["d_final"]
-        return gradients
+        return self.d_ends.new_empty(call.inputs.state_shape)
 
 
 def compiled(inputs: Inputs, plan: Plan, save: bool) -> None:
     """Launch what the forward and, where it saves for one, the backward launch."""
-    o, final, kept = forward_stages(inputs, plan, save, Nobody())
+    o, final, kept = forward_stages(inputs, plan, save, Nobody(None))()
     if save:
         like = torch.empty_like(o), torch.empty_like(final)
-        backward_stages(*like, inputs, plan, kept, join=Nobody())
-
-
-def backward(
-    d_o: Tensor, d_final: Tensor, inputs: Inputs, saved: Tensor, join: Any
-) -> tuple[Tensor | None, ...]:
-    """Gradients by the eight tensors from q to initial_state."""
-    inputs = contiguous(inputs)
-    joint = Joint(join, inputs.initial_state)
-    found = list(
-        backward_stages(piece(d_o), piece(d_final), inputs, split(inputs), saved, join=joint)
-    )
-    if inputs.beta is not None and (d_beta := found[3]) is not None:
-        found[3] = d_beta.to(inputs.beta.dtype)
-    return tuple(found)
+        backward_stages(*like, inputs, plan, kept, Nobody(None))()

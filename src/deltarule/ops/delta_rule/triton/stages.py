@@ -185,23 +185,34 @@ def scan_back(
     call.launch(next_state_backward_kernel, grid, given, backward_tiles)
 
 
+def leave_ends(call: Call) -> None:
+    """What the segments leave, with their transitions."""
+    initial = None if call["join"] else call.inputs.initial_state
+    scan_through(call, "ends", len(call["ends"]), initial, call["ends"])
+
+
 def first_states(call: Call) -> Tensor:
     """The states at the segments' starts; `ends` takes the segments' transitions besides."""
-    initial, ends, join = call.inputs.initial_state, call["ends"], call["join"]
-    scan_through(call, "ends", len(ends), None if join else initial, ends)
-    if join:
-        initial = join.states(call, ends)
-    return segment_starts(call, initial, ends, False)
+    join = call["join"]
+    # Where the start is still to come, the ends have gone to meet it.
+    if not join or join.start is not None:
+        leave_ends(call)
+    initial = join.states(call) if join else call.inputs.initial_state
+    return segment_starts(call, initial, call["ends"], False)
+
+
+def leave_ends_back(call: Call) -> Tensor:
+    """The gradients by the states at the segments' starts."""
+    d_ends = call.empty((len(call["ends"]), *call.inputs.state_shape[1:]))
+    scan_back(call, "ends", len(d_ends), None if call["join"] else call["d_final"], d_ends)
+    return d_ends
 
 
 def last_gradients(call: Call) -> Tensor:
     """The gradients by the states at the segments' ends."""
-    count, d_final, join = len(call["ends"]), call["d_final"], call["join"]
-    d_ends = call.empty((count, *call.inputs.state_shape[1:]))
-    scan_back(call, "ends", count, None if join else d_final, d_ends)
-    if join:
-        d_final = join.gradients(call, d_ends)
-    return segment_starts(call, d_final, d_ends, True)
+    if join := call["join"]:
+        return segment_starts(call, join.gradients(call), join.d_ends, True)
+    return segment_starts(call, call["d_final"], leave_ends_back(call), True)
 
 
 def new_gradients(call: Call) -> None:
