@@ -24,7 +24,7 @@ from deltarule.doctor.examine import LENGTHS, Configuration, draw, triton_run
 from deltarule.ops.delta_rule.gluon import gradient_stage, stage
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.step import recurrent_step
-from deltarule.ops.delta_rule.triton.tile_sizes import forget
+from deltarule.ops.dispatch import forget_calls
 from neighbours import MAKERS, with_gradients
 from ops import memories
 from ops.contract import OPERATORS, gradients
@@ -86,10 +86,10 @@ def fused(inputs: Inputs) -> None:
     before = stage.fills, gradient_stage.LEAST_PAIRS, stage.TRAINING
     stage.fills, gradient_stage.LEAST_PAIRS = (lambda inputs, processors: True), 0
     stage.TRAINING = True
-    forget()
+    forget_calls()
     both(inputs)
     stage.fills, gradient_stage.LEAST_PAIRS, stage.TRAINING = before
-    forget()
+    forget_calls()
 
 
 def both(inputs: Inputs) -> None:

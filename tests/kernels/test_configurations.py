@@ -12,14 +12,8 @@ promised("triton")
 
 import deltarule
 from deltarule.ops.delta_rule.triton import tile_sizes
-from deltarule.ops.delta_rule.triton.tile_sizes import (
-    REGISTERS,
-    TABLES,
-    TileKey,
-    chunk_rows,
-    configuration,
-    overridden,
-)
+from deltarule.ops.delta_rule.triton.tile_sizes import TileKey, chunk_rows, configuration
+from deltarule.ops.delta_rule.triton.tile_tables import REGISTERS, TABLES
 from deltarule.ops.runtime import machine
 
 KERNELS = ("pair_scores", "next_state", "next_state_backward", "gradients")
@@ -47,14 +41,6 @@ def test_the_nearest_architecture_below() -> None:
     assert tile_sizes.table_of(103) is TABLES[100]
     assert tile_sizes.table_of(87) is TABLES[86]
     assert tile_sizes.table_of(75) is TABLES[80]
-
-
-def test_an_override_ends() -> None:
-    call = TileKey(90, 2, 128, 128, "tied", False)
-    before = configuration("gradients", call)
-    with overridden("gradients", {"BV": 16, "num_warps": 1, "num_stages": 1}):
-        assert configuration("gradients", call)["num_warps"] == 1
-    assert configuration("gradients", call) == before
 
 
 def test_the_cache_folder_follows_no_environment_variable(monkeypatch) -> None:

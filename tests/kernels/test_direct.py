@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import passes
 from deltarule.ops.delta_rule.triton import plan as launch
-from deltarule.ops.delta_rule.triton.tile_sizes import forget
+from deltarule.ops.dispatch import forget_calls
 from deltarule.ops.runtime import launch as direct
 from deltarule.ops.runtime.launch import Launch, signature, unwrapped, watched
 
@@ -406,7 +406,7 @@ def test_a_launch_asks_for_what_its_kernel_names(fake) -> None:
 @pytest.mark.parametrize("tokens", [64, 100])
 def test_direct_launches_equal_tritons_own_bitwise(decay: str, tokens: int, monkeypatch) -> None:
     torch.manual_seed(0)
-    forget()
+    forget_calls()
     q, k, v = torch.randn(3, 1, tokens, 4, 64, device="cuda").bfloat16().unbind()
     size = {"none": None, "head": (1, tokens, 4), "channel": (1, tokens, 4, 64)}[decay]
     log_decay = None if size is None else -torch.rand(size, device="cuda")

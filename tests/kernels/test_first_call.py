@@ -18,8 +18,7 @@ from deltarule import delta_rule
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import passes
 from deltarule.ops.delta_rule.triton.plan import new_plan
-from deltarule.ops.delta_rule.triton.tile_sizes import forget
-from deltarule.ops.dispatch import call_key
+from deltarule.ops.dispatch import call_key, forget_calls
 from deltarule.ops.runtime import launch as compilation
 from deltarule.ops.runtime.compilations import compilations
 from deltarule.ops.runtime.launch import (
@@ -152,10 +151,10 @@ def test_a_forward_that_saves_compiles_the_backward_too(decay, monkeypatch) -> N
         launched.clear()
         return run(), list(launched)
 
-    forget()
+    forget_calls()
     (o, final, saved), first = kernels(lambda: passes.forward(inputs, True))
     _, last = kernels(lambda: passes.forward(inputs, False))
-    forget()
+    forget_calls()
     plan = new_plan(inputs)
     _, forward = kernels(lambda: passes.forward_stages(inputs, plan, True))
     _, backward = kernels(lambda: passes.gradient_stages(inputs, plan, False, o, final, saved))

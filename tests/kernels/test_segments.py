@@ -14,7 +14,6 @@ from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import passes
 from deltarule.ops.delta_rule.triton import plan as launch
 from deltarule.ops.delta_rule.triton import plan as segment_length
-from deltarule.ops.delta_rule.triton.tile_sizes import overridden, scan
 
 
 def weakly_decaying(**options) -> Case:
@@ -152,12 +151,6 @@ def test_narrow_tiles_give_the_same_numbers(shape, monkeypatch) -> None:
         # Summed in another order, some round to another float16; which, depends on the processor.
         assert relative_rms(x, wide) < relative_rms(wide, exact) / 2, name
         assert relative_rms(x, exact) < 2**-8, name
-
-
-def test_tiles_that_somebody_chose_stay(narrow) -> None:
-    with overridden("next_state_backward", scan(64, 128, 4, 3)):
-        assert narrow(1, 8192, 64) == (False, 0)
-    assert narrow(1, 8192, 64) == (True, 0)
 
 
 def test_many_packed_sequences_stay_whole_and_one_long_among_few_does_not(monkeypatch) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from deltarule.ops.delta_rule import chunked, definition
 from deltarule.ops.delta_rule.gluon import gradient_stage, stage
-from deltarule.ops.delta_rule.triton.tile_sizes import forget
+from deltarule.ops.dispatch import forget_calls
 from oracle import Case, run_module
 from tolerance import assert_close_to_yardstick
 from truth import DEVICE, Drawn, Kind, assert_same, draw, held, placed, results, surrounded
@@ -32,9 +32,9 @@ def always(monkeypatch) -> Iterator[None]:
     monkeypatch.setattr(stage, "fills", lambda inputs, processors: True)
     monkeypatch.setattr(gradient_stage, "LEAST_PAIRS", 0)
     monkeypatch.setattr(stage, "TRAINING", True)
-    forget()
+    forget_calls()
     yield
-    forget()
+    forget_calls()
 
 
 @pytest.fixture(params=KINDS, ids=str)
@@ -108,7 +108,7 @@ def test_windows_have_the_bits_of_the_whole(kind: Kind, monkeypatch) -> None:
     expected = results(drawn, save_states=False)
     monkeypatch.setattr(passes, "LEAST_BYTES", 1)
     monkeypatch.setattr(passes, "LEAST_PROGRAMS", 1)
-    forget()
+    forget_calls()
     assert_same(results(drawn, save_states=False), expected)
 
 

@@ -10,7 +10,7 @@ from deltarule.ops.delta_rule.implementations import backend_of, recurrence
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.repeated import eager_kind, repeated
 from deltarule.ops.delta_rule.triton import passes
-from deltarule.ops.delta_rule.triton.tile_sizes import forget
+from deltarule.ops.dispatch import forget_calls
 
 
 class Other(torch.Tensor):
@@ -103,7 +103,7 @@ def test_kinds_tell_types_shapes_strides_and_devices_apart(change) -> None:
 
 
 def test_without_a_kind_or_a_recording_there_is_nothing_to_repeat(on_gpu) -> None:
-    forget()
+    forget_calls()
     tensors = [*torch.zeros(3, 1, 4, 2, 8).unbind(), *[None] * 6]
     assert repeated(kind(*tensors[:3]), tensors, True) is None
     tensors[0].requires_grad_()

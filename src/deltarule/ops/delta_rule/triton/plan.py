@@ -16,7 +16,6 @@ from deltarule.ops.delta_rule.triton.tile_sizes import (
     architecture,
     chunk_rows,
     configuration,
-    has_own,
     power_of_two,
     tile_key,
 )
@@ -153,10 +152,9 @@ def chunks_per_segment(inputs: Inputs, erase: str, size: int, tile: int) -> int:
 def tiled(inputs: Inputs, key: TileKey, size: int) -> tuple[TileKey, int]:
     """The key, narrow where that keeps more multiprocessors busy, and the chunks in a segment.
 
-    A function of shapes and the GPU alone. Segments are worth more than narrow tiles; tiles that
-    somebody else has chosen stay as they are.
+    A function of shapes and the GPU alone. Segments are worth more than narrow tiles.
     """
-    if inputs.batch_invariant or has_own(key, "next_state", "next_state_backward"):
+    if inputs.batch_invariant:
         tile = configuration("next_state", key)["BV"]
         return key, chunks_per_segment(inputs, inputs.erase, size, tile)
     narrow = key._replace(narrow=True)

@@ -1,19 +1,18 @@
-"""Tile sizes, warps and pipeline stages of every kernel over chunks: fixed tables, no search.
+"""Tile sizes, warps and pipeline stages of every kernel over chunks, from the fixed tables of
+tile_tables.py: no search.
 
 A configuration is a function of the GPU's architecture, the size of an element, the key and value
 sizes, the erase, whether the scans read q and k with their decays, and whether heads and sequences
 are so few that tiles of the state are narrow.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
 
 import torch
 
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.dispatch import forget_calls
+from deltarule.ops.delta_rule.triton.tile_tables import TABLES, Row, Table
 
 # What the interpreter is given on a machine without a GPU.
 INTERPRETED = 90
@@ -54,202 +53,15 @@ def _architecture(index: int) -> int:
     return 10 * major + minor
 
 
-# Registers of a multiprocessor.
-REGISTERS = 65536
-# The most that a thread can have.
-MOST_REGISTERS = 255
-
-
-class Row(NamedTuple):
-    """A configuration for elements of at most so many bytes and at most so many key channels."""
-
-    element_bytes: int
-    key_size: int
-    config: dict[str, int]
-
-    def fits(self, call: TileKey) -> bool:
-        """Whether the row is made for calls at least as large."""
-        return call.element_bytes <= self.element_bytes and call.key_size <= self.key_size
-
-
-Table = dict[str, tuple[Row, ...]]
-
-
-def no_loop(warps: int) -> dict[str, int]:
-    return {"num_warps": warps, "num_stages": 1}
-
-
-def scan(rows: int, block: int, warps: int, stages: int) -> dict[str, int]:
-    """A scan over chunks: rows of a chunk, rows of the state, warps, stages."""
-    return {"BT": rows, "BV": block, "num_warps": warps, "STAGES": stages}
-
-
-def loop(block: int, warps: int, stages: int) -> dict[str, int]:
-    """A kernel that goes through the values of one chunk."""
-    return {"BV": block, "num_warps": warps, "num_stages": stages}
-
-
-def slices(block: int, at_once: int, warps: int, stages: int) -> dict[str, int]:
-    """Gradients that take so many channels in a program, and go through the values."""
-    return {**loop(block, warps, stages), "BC": at_once}
-
-
-def channels(warps: int, at_once: int, block: int) -> dict[str, int]:
-    """Gradients that go through so many key channels, and so many values, at once."""
-    return {**no_loop(warps), "BC": at_once, "BV": block}
-
-
-def pairs(warps: int, at_once: int) -> dict[str, int]:
-    """Scores that go through so many key channels at once, and 16 below the bar."""
-    return {**no_loop(warps), "BC": at_once, "BN": 16}
-
-
-def deep(warps: int, at_once: int) -> dict[str, int]:
-    """Fast scores: so many key channels at once, 4 rows in a thread."""
-    return {**no_loop(warps), "BC": at_once, "DEEP": 4}
-
-
-def bounded(table: Table) -> Table:
-    """The table, every kernel with the registers that a thread may have at most.
-
-    Where it is not told, the assembler may fall to 32 or 40, and spill 10 KB.
-    """
-    return {
-        kernel: tuple(row._replace(config=most(row.config) | row.config) for row in rows)
-        for kernel, rows in table.items()
-    }
-
-
-def most(config: dict[str, int]) -> dict[str, int]:
-    """The registers that a thread may have where one block has a multiprocessor to itself."""
-    return {"maxnreg": min(REGISTERS // (32 * config["num_warps"]), MOST_REGISTERS)}
-
-
-# Two products in a row keep a whole operand in registers before sm_90, so tiles are small there.
-# The first is for the 163 KiB of shared memory of a block of sm_80, the other for 99 KiB.
-AMPERE: Table = {
-    "pair_scores": (Row(2, 128, no_loop(4)), Row(4, 256, no_loop(8))),
-    "next_state": (
-        Row(2, 128, scan(64, 64, 8, 2)), Row(2, 256, scan(64, 32, 8, 2)),
-        Row(4, 128, scan(32, 16, 8, 1)), Row(4, 256, scan(16, 16, 8, 1)),
-    ),
-    "next_state_backward": (
-        Row(2, 64, scan(64, 64, 8, 1)), Row(2, 128, scan(64, 64, 8, 2)),
-        Row(2, 256, scan(64, 32, 8, 2)), Row(4, 256, scan(64, 16, 8, 1)),
-    ),
-    "next_state_decayed": (
-        Row(2, 128, scan(64, 32, 8, 2)), Row(2, 256, scan(64, 32, 8, 1)),
-        Row(4, 256, scan(64, 16, 8, 1)),
-    ),
-    "next_state_backward_decayed": (
-        Row(2, 128, scan(64, 32, 8, 2)), Row(2, 256, scan(64, 32, 8, 1)),
-        Row(4, 256, scan(64, 16, 8, 1)),
-    ),
-    "gradients": (
-        Row(2, 256, slices(32, 64, 8, 1)), Row(4, 256, slices(16, 64, 8, 1)),
-    ),
-    "exact_scores": (Row(4, 256, pairs(4, 16)),),
-    "fast_scores": (Row(4, 256, deep(4, 32)),),
-    "pair_gradients": (Row(2, 256, loop(64, 4, 1)), Row(4, 256, loop(16, 8, 1))),
-    "exact_gradients": (Row(4, 256, channels(4, 16, 64)),),
-    "fast_gradients": (Row(2, 256, slices(32, 32, 8, 1)), Row(4, 256, slices(16, 32, 8, 1))),
-}  # fmt: skip
-SMALL: Table = AMPERE | {
-    "next_state": (
-        Row(2, 128, scan(64, 64, 8, 2)), Row(2, 256, scan(64, 32, 8, 1)),
-        Row(4, 128, scan(32, 16, 8, 1)), Row(4, 256, scan(16, 16, 8, 1)),
-    ),
-    "next_state_backward": (
-        Row(2, 64, scan(64, 64, 8, 1)), Row(2, 128, scan(64, 64, 8, 2)),
-        Row(2, 256, scan(64, 32, 4, 1)), Row(4, 256, scan(64, 16, 8, 1)),
-    ),
-    "next_state_decayed": (
-        Row(2, 128, scan(64, 32, 4, 1)), Row(2, 256, scan(64, 32, 8, 1)),
-        Row(4, 256, scan(64, 16, 8, 1)),
-    ),
-    "next_state_backward_decayed": (
-        Row(2, 128, scan(64, 32, 4, 1)), Row(2, 256, scan(64, 16, 8, 1)),
-        Row(4, 256, scan(64, 16, 8, 1)),
-    ),
-}  # fmt: skip
-# 227 KiB.
-HOPPER: Table = AMPERE | {
-    "pair_scores": (
-        Row(2, 128, {**no_loop(4), "maxnreg": 128}), Row(2, 256, no_loop(4)),
-        Row(4, 256, no_loop(8)),
-    ),
-    "next_state": (
-        Row(2, 128, scan(64, 128, 8, 3)), Row(2, 256, scan(64, 64, 8, 2)),
-        Row(4, 128, scan(32, 16, 8, 1)), Row(4, 256, scan(16, 16, 8, 1)),
-    ),
-    "next_state_backward": (
-        Row(2, 128, scan(64, 128, 8, 3)), Row(2, 256, scan(64, 32, 8, 2)),
-        Row(4, 256, scan(64, 16, 8, 1)),
-    ),
-    # Tiles of larger keys, and of float32, have 64 rows or fewer anyway.
-    "next_state_narrow": (Row(2, 128, scan(64, 64, 4, 3)),),
-    "next_state_backward_narrow": (Row(2, 128, scan(64, 64, 4, 3)),),
-    "next_state_decayed": (
-        Row(2, 64, scan(64, 128, 8, 3)), Row(2, 128, scan(64, 128, 8, 2)),
-        Row(2, 256, scan(64, 32, 8, 1)), Row(4, 256, scan(64, 16, 8, 1)),
-    ),
-    "next_state_free": (
-        Row(2, 64, scan(64, 128, 8, 2)), Row(2, 128, scan(64, 64, 4, 2)),
-        Row(2, 256, scan(64, 32, 8, 1)), Row(4, 256, scan(64, 16, 8, 1)),
-    ),
-    "next_state_backward_decayed": (
-        Row(2, 128, scan(64, 128, 8, 2)),
-        Row(2, 256, scan(64, 32, 8, 1)), Row(4, 256, scan(64, 16, 8, 1)),
-    ),
-    "next_state_backward_free": (
-        Row(2, 64, scan(64, 128, 8, 2)), Row(2, 128, scan(64, 64, 4, 2)),
-        Row(2, 256, scan(64, 32, 8, 1)), Row(4, 256, scan(64, 16, 8, 1)),
-    ),
-    "gradients": (
-        Row(2, 256, slices(64, 64, 4, 2)),
-        Row(4, 128, slices(32, 64, 8, 1)), Row(4, 256, slices(16, 64, 8, 1)),
-    ),
-    "exact_scores": (Row(2, 256, pairs(4, 32)), Row(4, 256, pairs(4, 16))),
-    "fast_scores": (Row(4, 256, deep(4, 64)),),
-    "fast_gradients": (
-        Row(2, 256, slices(64, 64, 4, 3)), Row(4, 256, slices(16, 32, 8, 1)),
-    ),
-    # With 4 warps the assembler puts products of float32 inputs in series.
-    "exact_gradients": (Row(2, 256, channels(4, 16, 64)), Row(4, 256, channels(8, 16, 64))),
-}  # fmt: skip
-
-# Products leave their sums in tensor memory, of 512 columns, unless warps are fewer than 4 or more
-# than 8: tiles that fit there, or warps that go without. Compiled ahead, and never timed.
-BLACKWELL: Table = HOPPER | {
-    "next_state_backward_narrow": (Row(2, 128, scan(64, 64, 8, 3)),),
-    "pair_scores": (Row(2, 256, no_loop(4)), Row(4, 256, no_loop(8))),
-    "next_state_backward": (
-        Row(2, 128, scan(64, 64, 8, 3)), Row(2, 256, scan(64, 32, 8, 2)),
-        Row(4, 256, scan(64, 16, 8, 1)),
-    ),
-    "next_state_backward_decayed": (
-        Row(2, 128, scan(64, 64, 4, 2)),
-        Row(2, 256, scan(64, 32, 8, 1)), Row(4, 256, scan(64, 16, 8, 1)),
-    ),
-    "exact_scores": (Row(2, 256, pairs(4, 32)), Row(4, 256, pairs(2, 16))),
-    "pair_gradients": (Row(2, 256, loop(64, 4, 1)), Row(4, 256, loop(16, 2, 1))),
-    "exact_gradients": (
-        Row(2, 256, channels(4, 16, 64)), Row(4, 128, channels(8, 16, 64)),
-        Row(4, 256, {**channels(16, 16, 16), "maxnreg": 128}),
-    ),
-}  # fmt: skip
-
-# An architecture between two takes the nearest below it.
-TABLES: dict[int, Table] = {
-    80: bounded(AMPERE), 86: SMALL, 89: SMALL, 90: HOPPER,
-    100: bounded(BLACKWELL), 120: bounded(SMALL),
-}  # fmt: skip
-
-
-def table_of(architecture: int) -> dict[str, tuple[Row, ...]]:
+def table_of(architecture: int) -> Table:
     """The package's table of an architecture, or of the nearest below it that has one."""
     below = [known for known in TABLES if known <= architecture]
     return TABLES[max(below, default=min(TABLES))]
+
+
+def fits(row: Row, call: TileKey) -> bool:
+    """Whether the row is made for calls at least as large."""
+    return call.element_bytes <= row.element_bytes and call.key_size <= row.key_size
 
 
 @cache
@@ -260,7 +72,7 @@ def configuration(kernel: str, call: TileKey) -> dict[str, int]:
         Warps, stages and tile sizes as the kernel takes them; not to be changed.
     """
     kernel = variant(kernel, call)
-    config = dict(_overrides.get(kernel) or shipped(kernel, call))
+    config = dict(shipped(kernel, call))
     config.pop("BT", None)
     if "BV" in config and (block := power_of_two(call.value_size)) < config["BV"]:
         config["num_warps"] = max(
@@ -275,19 +87,13 @@ def variant(kernel: str, call: TileKey) -> str:
     kinds = {"free": call.erase == "free", "decayed": call.decayed, "narrow": call.narrow}
     table = table_of(call.architecture)
     names = [f"{kernel}_{kind}" for kind, of in kinds.items() if of]
-    found = (name for name in names if any(row.fits(call) for row in table.get(name, ())))
+    found = (name for name in names if any(fits(row, call) for row in table.get(name, ())))
     return next(found, kernel)
 
 
 def shipped(kernel: str, call: TileKey) -> dict[str, int]:
     """The package's configuration, as its table has it."""
-    return next(row.config for row in table_of(call.architecture)[kernel] if row.fits(call))
-
-
-def has_own(call: TileKey, *kernels: str) -> bool:
-    """Whether one of the kernels has a configuration for the call that is not the package's."""
-    names = [variant(kernel, call) for kernel in kernels]
-    return any(name in _overrides for name in names)
+    return next(row.config for row in table_of(call.architecture)[kernel] if fits(row, call))
 
 
 @cache
@@ -296,27 +102,6 @@ def chunk_rows(call: TileKey) -> int:
     if call.decayed:
         return ROWS
     return shipped("next_state", call).get("BT", ROWS)
-
-
-_overrides: dict[str, dict[str, int]] = {}
-
-
-@contextmanager
-def overridden(kernel: str, config: dict[str, int]) -> Iterator[None]:
-    """Inside, a kernel is launched with this configuration, whatever the tables say."""
-    _overrides[kernel] = config
-    forget()
-    try:
-        yield
-    finally:
-        del _overrides[kernel]
-        forget()
-
-
-def forget() -> None:
-    """Look configurations up again, and plan anew."""
-    configuration.cache_clear()
-    forget_calls()
 
 
 def power_of_two(size: int) -> int:
