@@ -30,11 +30,12 @@ def small(decay: str, erase: str, **sizes: object) -> Case:
     return make_case(decay, erase, **defaults | sizes, dtype=torch.float32)
 
 
-def check_roughly(case: Case, size: float = 1.0, save: bool = True) -> None:
-    """As `check`; a sum of logarithms over 2^7 is good to 2^-17, and meets another one."""
+def check_roughly(case: Case, size: float = 1.0, save: bool = True, roundings: int = 8) -> None:
+    """As `check`; a sum of logarithms over 2^7 loses 2^-17 a rounding, and meets another one."""
     found = compared(case, "triton", size=size, save_states=save)
+    bar = 2**-17 * (2 * roundings) ** 0.5
     for name, (x, exact, _) in found.items():
-        assert relative_rms(x, exact) < 3e-5, name
+        assert relative_rms(x, exact) < bar, name
 
 
 class Unlaunched:
@@ -168,8 +169,8 @@ def test_fast_chunks_with_the_shift_that_is_shipped(monkeypatch: pytest.MonkeyPa
     case = small("channel", "tied", tokens=100, normalize_qk=True)
     case.tensors["log_decay"][:, 1:8, ::2] = -155 * math.log(2) / 7
     case.tensors["log_decay"][:, 8:64] *= 0.01
-    # As small as gradients of a mean over many tokens.
-    check_roughly(case, 1e-9)
+    # As small as gradients of a mean over many tokens; after token 8 all sums are over 2^7.
+    check_roughly(case, 1e-9, roundings=56)
 
 
 def test_decays_between_weak_and_reset() -> None:
