@@ -84,9 +84,10 @@ def gradients(inputs: Inputs) -> None:
     own = {name: torch.empty(*of[:1], dtype=of[1]) for name, of in shapes.items()}
     stages.new_gradients(call)
     call.values["d_o"] = call["d_v"]
-    d_v = None if stages.scan_back_has_values(call) else call["d_v"]
     if gradient_stage.can(call):
-        gradient_stage.add_gradients(call, own, d_v, WHOLE)
+        if inputs.q.shape[2] == inputs.v.shape[2]:
+            del own["d_states"]
+        gradient_stage.add_gradients(call, own, WHOLE)
 
 
 def main(names: list[str]) -> None:

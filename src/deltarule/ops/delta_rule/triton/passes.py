@@ -378,10 +378,13 @@ def own_shapes(call: Call, slots: int, again: bool) -> Shapes:
     inputs, rows = call.inputs, call.plan.sizes["BT"]
     (_, heads, value_size, key_size), dtype = inputs.state_shape, inputs.q.dtype
     states, errors = (slots, heads, value_size, key_size), (slots, heads, rows, value_size)
-    shapes: Shapes = {"d_states": (states, dtype)}
-    if inputs.beta is not None:
+    over = stages.overlays(call)
+    # D of value heads that share keys is more than dq and dk have room for.
+    more = heads > call.plan.sizes["H"] or not over
+    shapes: Shapes = {"d_states": (states, dtype)} if more else {}
+    if inputs.beta is not None and not over:
         shapes["d_errors"] = errors, dtype
-    if inputs.log_decay is not None and not stages.sums_decays(call):
+    if inputs.log_decay is not None and not over:
         parts = stages.slices(call) + stages.sums_pairs(inputs), slots, heads, 4, rows
         shapes["parts"] = parts, torch.float32
     if again:

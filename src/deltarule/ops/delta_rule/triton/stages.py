@@ -172,13 +172,16 @@ def scan_back(
     """Launch `next_state_backward_kernel`: from the gradients at `d_end` to those at `d_start`.
 
     D at the chunks' ends, X and a free erase's dv go where `own` has room, and dv of the others to
-    `d_v`, if there is any.
+    `d_v`, if there is any. Of calls that are in `overlays`, D and X lie where gradients will.
     """
     config, own = call.once(scan_config, "next_state_backward", split), own or {}
     _, heads, value_size, _ = call.inputs.state_shape
     grid = blocks(value_size, config["BV"]) * heads * places, 1, 1
+    over = overlays(call)
+    room = over and "d_states" not in own
     given = {
         **config, **window.constants(), **streams(call), "d_final": d_end, "d_initial": d_start,
+        "d_q": call["d_q"] if room else None, "d_k": call["d_k"] if room else None, "OVER": over,
         "d_states": own.get("d_states"), "d_errors": own.get("d_errors"),
         "d_values": own.get("d_values"), "d_v": d_v, "OPEN": opens(call, split),
     }  # fmt: skip
@@ -226,9 +229,11 @@ def new_gradients(call: Call) -> None:
 def scan_back_has_values(call: Call) -> bool:
     """Whether the scan back writes dv: where nobody else asks for X, or value heads share keys.
 
-    For each value head alone it takes the scan longer than the gradients, which have X anyway.
+    For each value head alone it takes the scan longer than the gradients, which have X anyway, and
+    may find it where dv will be.
     """
-    return call.inputs.beta is None or call.plan.sizes["HV"] > call.plan.sizes["H"]
+    shared = call.plan.sizes["HV"] > call.plan.sizes["H"]
+    return call.inputs.beta is None or shared or overlays(call)
 
 
 def fused_forward(call: Call, save: bool) -> Any:
@@ -258,10 +263,10 @@ def add_gradients(call: Call, slots: int, own: Mapping[str, Tensor], window: Win
     each = 0 if sums is None else sums.stride(0)
     chunks = window.constants() | {"s_slice": each, "parts": sums}
     config = call.once(gradients_config)
-    d_v = None if scan_back_has_values(call) else call["d_v"]
     if (fused := fused_gradients(call, window)) is not None:
-        fused.add_gradients(call, own, d_v, window)
+        fused.add_gradients(call, own, window)
         return
+    d_v = None if scan_back_has_values(call) else call["d_v"]
     given = {
         **config, **chunks, "KEPT": "states" not in own, "d_states": own["d_states"],
         "states": own.get("states", call["states"]), "errors": own.get("errors", call["errors"]),
@@ -269,16 +274,9 @@ def add_gradients(call: Call, slots: int, own: Mapping[str, Tensor], window: Win
     }  # fmt: skip
     grid = (slices(call) + sums_pairs(call.inputs)) * heads * slots, 1, 1
     call.launch(gradients_kernel, grid, given, gradient_tiles)
-    add_decay_gradients(call, slots, sums, chunks)
-
-
-def add_decay_gradients(
-    call: Call, slots: int, sums: Tensor | None, chunks: Mapping[str, Any]
-) -> None:
-    """Launch `decay_gradients_kernel`, if there are decays."""
     if sums is not None:
         given = {
-            **chunks, "BD": call.once(gradients_config)["BV"], "SLICES": slices(call),
+            **chunks, "BD": config["BV"], "SLICES": slices(call),
             "PAIRS": sums_pairs(call.inputs), "num_warps": 1, "num_stages": 1,
         }  # fmt: skip
         call.launch(decay_gradients_kernel, (slots, call.plan.sizes["HV"], 1), given)
@@ -319,8 +317,8 @@ def norm_follows(call: Call, window: Window) -> bool:
     return call.inputs.normalize_qk and slices(call) > 1 and fused_gradients(call, window) is None
 
 
-def sums_decays(call: Call) -> bool:
-    """Whether the kernel that takes all gradients of a call adds up those by the decays, too."""
+def overlays(call: Call) -> bool:
+    """Whether one kernel takes all gradients, decays' too, and finds D and X where they will be."""
     return not call.plan.per_segment and fused_gradients(call) is not None
 
 
