@@ -45,7 +45,7 @@ class Mesa(Mixer):
     each key channel, learned from 1. The state holds G as `recurrent` and H as `covariance`.
 
     Defaults: head_k_dim = head_v_dim = hidden_size / num_heads, convolution of 4 over q and k, no
-    output gate, max(30, head_k_dim) iterations of the conjugate gradients.
+    output gate; solved exactly on a CPU, by head_k_dim + 64 conjugate gradients elsewhere.
 
     Examples:
         >>> import torch

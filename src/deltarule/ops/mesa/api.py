@@ -25,9 +25,9 @@ from deltarule.shapes import Beta, Keys, MesaOutput, MesaState, Offsets, Queries
 
 # Key channels of which a program of the Triton kernel holds the rows of its tokens.
 MAX_KEY_CHANNELS = 128
-# Steps of "auto" for few key channels: some more than K, for what rounding takes.
-LEAST_ITERATIONS = 30
-# A number of steps; "auto": as many as there are directions; None: no steps, an exact solution.
+# Steps of "auto" beyond K, for what rounding takes where keys prefer some directions.
+MORE_ITERATIONS = 64
+# A number of steps; None: no steps, an exact solution; "auto": the one that is faster, converged.
 Iterations = int | Literal["auto"] | None
 
 
@@ -101,9 +101,10 @@ def mesa(
         regularizer: Weight of each squared channel of the map [HV, K], > 0; it does not decay.
         log_decay: Natural log of the decay, <= 0, float32: [HV] constant or [B, T, HV]; -inf
             forgets everything. None means no decay.
-        iterations: Steps of the conjugate gradients, the same for every token. "auto": 30 or K,
-            whichever is more; K suffice but for rounding, fewer only where all channels of the keys
-            are about equally used. None solves exactly, with K^3 operations a token.
+        iterations: Steps of the conjugate gradients, the same for every token. None solves exactly,
+            with K^3 operations a token. "auto": None on a CPU, where it is faster, and elsewhere
+            K + 64; K suffice but for rounding, fewer only where all channels of the keys are about
+            equally used.
         scale: Factor of the read-out. None means K ** -0.5.
         initial_state: covariance [N, HV, K, K] and values [N, HV, V, K], float32 (float64 with
             float64 q). None means zeros.
@@ -146,7 +147,8 @@ def mesa(
         )
     check_iterations(iterations)
     if iterations == "auto":
-        iterations = max(LEAST_ITERATIONS, key_size)
+        exact = q.device.type == "cpu" and impl != "triton"
+        iterations = None if exact else key_size + MORE_ITERATIONS
     if context is not None:
         initial_state = starting_sums(
             context, k, v, beta=beta, log_decay=log_decay, given=initial_state,

@@ -64,7 +64,7 @@ def solve(A: Tensor, b: Tensor, iterations: int | None) -> Tensor:
     are orthogonal to each other under A.
     """
     if iterations is None:
-        return torch.linalg.solve(A, b)
+        return torch.linalg.solve_ex(A, b).result
     x, r, p = torch.zeros_like(b), b, b
     for _ in range(iterations):
         size = (r.mT @ r).clamp(min=torch.finfo(r.dtype).tiny)
