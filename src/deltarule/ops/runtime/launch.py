@@ -141,7 +141,8 @@ class Launch:
         if len(self.binaries) >= MOST:
             self.binaries.clear()
         fetched = tuple(Fetched(*tile, of) for tile, of in zip(given, metadata, strict=True))
-        function = compiled.function, compiled.packed_metadata, None, None, None
+        own = compiled.function, compiled.packed_metadata, None, None, None
+        launcher, function = unwrapped(launcher, own)
         device = driver.active.get_current_device()
         self.binaries[device, *key] = Binary(launcher, function, compiled, fetched, {})
 
@@ -273,25 +274,30 @@ def launcher_of_maps(launcher: Any) -> Any:
     return bare
 
 
-def unwrapped(launcher: Any, values: list[Any]) -> tuple[Callable[..., object], list[Any]]:
-    """The function in C that a launcher called with these values calls, and its own arguments.
+def unwrapped(
+    launcher: Any, function: tuple[Any, ...]
+) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """What a launcher calls in the end, and what that is given in place of `function`.
 
     A launcher adds what a kernel was compiled for and, where that asks for it, memory. It stays
     as it is where there is such memory, or where it has another form.
     """
     sizes = [getattr(launcher, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
-    if sizes != [0, 0] or not callable(getattr(launcher, "launch", None)):
-        return launcher, values
+    if sizes != [0, 0]:
+        return launcher, function
     seen: list[tuple[Any, ...]] = []
-    bare = copy.copy(launcher)
+    bare, first = copy.copy(launcher), ("grid", "grid", "grid", "stream")
     bare.launch = lambda *given: seen.append(given)
-    bare(*values)
-    function, (*given, last) = launcher.launch, seen[0]
-    if not isinstance(last, tuple):
-        return function, [*given, last]
-    # Triton 3.7 hands on the kernel's arguments as one.
-    count = len(given)
-    return lambda *given: function(*given[:count], given[count:]), [*given, *last]
+    bare(*first, *function)
+    run, (*given, last) = launcher.launch, seen[0]
+    # Triton 3.7 hands on the kernel's arguments as one: here there are none.
+    together, count = last == (), len(given)
+    given = given if together else [*given, last]
+    if (*given[:4],) != first:
+        return launcher, function
+    if together:
+        return lambda *given: run(*given[:count], given[count:]), tuple(given[4:])
+    return run, tuple(given[4:])
 
 
 # Kernels compiled side by side before a first call.

@@ -60,12 +60,10 @@ class Mapped:
 
 
 class Step(NamedTuple):
-    """One launch: what is called, and with which values of the pool."""
+    """One launch, and which values of the pool its launcher is called with."""
 
-    function: Callable[..., object]
-    picked: Callable[[list[Any]], tuple[Any, ...]]
-    # Keeps the code on the GPU.
     binary: Binary
+    picked: Callable[[list[Any]], tuple[Any, ...]]
 
 
 class Recording(NamedTuple):
@@ -115,8 +113,8 @@ class Recording(NamedTuple):
             found = of.made.get(pool[number])
             pool += found or new_map(of, pieces[of.place.piece], pool[number])
         pool += self.values
-        for function, picked, _ in self.steps:
-            function(*picked(pool))
+        for binary, picked in self.steps:
+            binary.launcher(*picked(pool))
         return tuple(outputs)
 
 
@@ -204,10 +202,10 @@ class Tape:
         stream = Place(first + len(returned) + (room > 0), 0)
         maps: list[Map] = []
         calls = [self.call(note, places, stream, maps) for note in self.notes]
-        own, values, picks = pooled([values for _, values in calls], maps)
+        own, values, picks = pooled(calls, maps)
         steps = [
-            Step(function, operator.itemgetter(*picked), note.binary)
-            for (function, _), picked, note in zip(calls, picks, self.notes, strict=True)
+            Step(note.binary, operator.itemgetter(*picked))
+            for picked, note in zip(picks, self.notes, strict=True)
         ]
         shapes = [(x.shape, x.dtype, self.like(x)) for x in outputs]
         numbered = [(own.index(of.place), of) for of in maps]
@@ -222,8 +220,8 @@ class Tape:
 
     def call(
         self, note: Note, places: dict[int, Place], stream: Place, maps: list[Map]
-    ) -> tuple[Callable[..., object], list[Any]]:
-        """What a launch calls, and with what; its maps join the others."""
+    ) -> list[Any]:
+        """What a launcher is called with; the maps among it join the others."""
         fetched = {of.place: of for of in note.binary.fetched}
         values: list[Any] = [*note.grid, stream, *note.binary.function]
         for i, x in enumerate(note.arguments):
@@ -237,7 +235,7 @@ class Tape:
                 maps.append(Map(place, {x.data_ptr(): made}, x.shape, x.dtype, fetched[i]))
             else:
                 values.append(self.place_of(x, places))
-        return launch.unwrapped(note.binary.launcher, values + note.launch.rest)
+        return values + note.launch.rest
 
     def place_of(self, x: Tensor, places: dict[int, Place]) -> Place:
         """Where a known tensor lies."""
