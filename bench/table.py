@@ -130,8 +130,8 @@ OTHERS: dict[str, tuple[str, Cells, Callable[[Row], Cells]]] = {
     ),
     "overhead": (
         "host time of one call, 1x64",
-        ["operator", "peer", "forward us", "forward + backward us"],
-        figure_line("host_us", "host_both_us"),
+        ["operator", "peer", "forward us", "forward + backward us", "the same on one thread us"],
+        figure_line("host_us", "host_both_us", "host_one_thread_us"),
     ),
     "cold": (
         "first forward and backward call, empty caches, 8x4096",

@@ -125,6 +125,9 @@ def overhead_case(case: Row, setting: Setting) -> Row:
         grad = torch.randn_like(adapters.output(timed.side.entry, timed.forward(timed.copies[0])))
         run = partial(timed.forward_backward, timed.copies[0], grad)
         row["host_both_us"] = timing.host_us(run, setting.repeats)
+        # Without the hop to the engine's thread for the GPU and back.
+        with torch.autograd.set_multithreading_enabled(False):
+            row["host_one_thread_us"] = timing.host_us(run, setting.repeats)
     return row
 
 

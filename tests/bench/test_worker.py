@@ -82,7 +82,8 @@ def test_a_peer_without_backward_is_timed_forward_only():
 
 
 def test_overhead_and_cold_start():
-    assert attempt(OURS, "overhead", "gdn", backward=False)["host_us"] > 0
+    row = attempt(OURS, "overhead", "gdn", backward=False)
+    assert min(row[f"host_{name}us"] for name in ("", "both_", "one_thread_")) > 0
     assert attempt(OURS, "cold", "gdn")["seconds"] > 0
 
 
