@@ -181,8 +181,9 @@ def there(place: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(place)
 
 
-def stream_of(place: torch.device) -> object:
-    return driver.active.get_current_stream(place.index)
+def stream_of(place: torch.device) -> int:
+    stream: int = driver.active.get_current_stream(place.index)
+    return stream
 
 
 def watched(*kernels: Any) -> bool:

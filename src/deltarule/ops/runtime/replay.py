@@ -7,11 +7,8 @@ addresses and the stream. What its kernels write is taken in one piece, the room
 tensors that are returned. A call that computes anything else from what it is given is not recorded.
 """
 
-import itertools
 import math
-import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +26,12 @@ GRAIN = 512
 # Operators that take memory and write nothing there.
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
+# Addresses of calls that are kept: a deep model has some for each layer, lengths never end.
+MOST_READY = 64
+
 Outputs = tuple[Tensor, ...]
+# Launchers, and what each is called with.
+Calls = list[tuple[Callable[..., None], list[Any]]]
 
 
 class Place(NamedTuple):
@@ -40,8 +42,9 @@ class Place(NamedTuple):
 
 
 class Map(NamedTuple):
-    """A tensor map that a launch is called with, and what it is of."""
+    """Where a tensor map goes among the arguments, and what the map is of."""
 
+    arguments: slice
     place: Place
     # By address: the map, and the sizes that go with it.
     made: dict[int, list[Any]]
@@ -50,40 +53,29 @@ class Map(NamedTuple):
     fetched: Fetched
 
 
-# No tuple: that would equal a place.
-@dataclass(frozen=True)
-class Mapped:
-    """Of which map, and which of the values that go with it."""
-
-    of: int
-    entry: int
-
-
 class Step(NamedTuple):
-    """One launch, and which values of the pool its launcher is called with."""
+    """One launch: what its launcher is called with, and which of that is new in every call."""
 
     binary: Binary
-    picked: Callable[[list[Any]], tuple[Any, ...]]
+    values: list[Any]
+    addresses: list[tuple[int, Place]]
+    maps: list[Map]
 
 
 class Recording(NamedTuple):
-    """Launches, the pool of values that they are called with, and what is returned.
+    """Shapes and types of what is returned, float32 numbers of room, launches and their kernels.
 
-    The pool holds what lies at the `places`, the maps of what lies at some of them, and the
-    `values` that no call changes, among them the addresses of the constants. What is returned is of
-    a shape and a type, or like one of the tensors that are given.
+    What is returned may be like one of the tensors that are given. The launches read the constants
+    at the addresses that these have; launchers and what they are called with are kept by all
+    addresses of a call, which come again.
     """
 
     returned: list[tuple[torch.Size, torch.dtype, int | None]]
-    # In float32 numbers.
     room: int
-    places: list[Place]
-    # With the number of its place.
-    maps: list[tuple[int, Map]]
-    values: list[Any]
     steps: list[Step]
     kernels: list[Any]
-    constants: tuple[Tensor, ...] = ()
+    constants: tuple[Tensor, ...]
+    ready: dict[tuple[int, ...], Calls]
 
     def repeated(self, call: CallKey) -> Outputs | None:
         """The outputs of one more call of the key; None where Triton has to launch it."""
@@ -102,20 +94,31 @@ class Recording(NamedTuple):
             else torch.empty_like(given[like])
             for shape, dtype, like in self.returned
         ]
-        pieces, starts = [*given, *outputs], [*addresses, *[x.data_ptr() for x in outputs]]
+        pieces = [*given, *outputs]
         if self.room:
             pieces.append(torch.empty(self.room, dtype=torch.float32, device=device))
-            starts.append(pieces[-1].data_ptr())
-        stream: Any = launch.stream_of(device)
-        starts.append(stream)
-        pool: list[Any] = [starts[piece] + offset for piece, offset in self.places]
-        for number, of in self.maps:
-            found = of.made.get(pool[number])
-            pool += found or new_map(of, pieces[of.place.piece], pool[number])
-        pool += self.values
-        for binary, picked in self.steps:
-            binary.launcher(*picked(pool))
+        more = [x.data_ptr() for x in pieces[len(given) :]]
+        starts = *addresses, *more, launch.stream_of(device)
+        for launcher, values in self.ready.get(starts) or self.calls(pieces, starts):
+            launcher(*values)
         return tuple(outputs)
+
+    def calls(self, pieces: list[Tensor], starts: tuple[int, ...]) -> Calls:
+        """The launches with what is new, kept for the next call; the stream is the last start."""
+        calls = []
+        for step in self.steps:
+            values = step.values.copy()
+            for argument, (piece, offset) in step.addresses:
+                values[argument] = starts[piece] + offset
+            for of in step.maps:
+                address = starts[of.place.piece] + of.place.offset
+                made = of.made.get(address)
+                values[of.arguments] = made or new_map(of, pieces[of.place.piece], address)
+            calls.append((step.binary.launcher, values))
+        if len(self.ready) >= MOST_READY:
+            self.ready.clear()
+        self.ready[starts] = calls
+        return calls
 
 
 def new_map(of: Map, piece: Tensor, address: int) -> list[Any]:
@@ -200,42 +203,38 @@ class Tape:
         if room > MOST_ROOM:
             return None
         stream = Place(first + len(returned) + (room > 0), 0)
-        maps: list[Map] = []
-        calls = [self.call(note, places, stream, maps) for note in self.notes]
-        own, values, picks = pooled(calls, maps)
-        steps = [
-            Step(note.binary, operator.itemgetter(*picked))
-            for picked, note in zip(picks, self.notes, strict=True)
-        ]
+        steps = [self.step(note, places, stream) for note in self.notes]
         shapes = [(x.shape, x.dtype, self.like(x)) for x in outputs]
-        numbered = [(own.index(of.place), of) for of in maps]
         kernels = [note.launch.kernel for note in self.notes]
-        constants = tuple(self.constants)
-        return Recording(shapes, room // 4, own, numbered, values, steps, kernels, constants)
+        return Recording(shapes, room // 4, steps, kernels, tuple(self.constants), {})
 
     def like(self, x: Tensor) -> int | None:
         """Which of the tensors that are given has x's shape and type, and lies in one piece."""
         alike = ((y.shape, y.dtype) == (x.shape, x.dtype) and y.is_contiguous() for y in self.given)
         return next((i for i, found in enumerate(alike) if found), None)
 
-    def call(
-        self, note: Note, places: dict[int, Place], stream: Place, maps: list[Map]
-    ) -> list[Any]:
-        """What a launcher is called with; the maps among it join the others."""
+    def step(self, note: Note, places: dict[int, Place], stream: Place) -> Step:
+        """A launch whose arguments are found by their places."""
         fetched = {of.place: of for of in note.binary.fetched}
-        values: list[Any] = [*note.grid, stream, *note.binary.function]
+        values: list[Any] = [*note.grid, None, *note.binary.function]
+        addresses, maps = [(len(note.grid), stream)], []
         for i, x in enumerate(note.arguments):
             if not isinstance(x, Tensor):
                 values.append(x)
-            elif self.constant(x):
+                continue
+            start = len(values)
+            if self.constant(x):
                 values += launch.map_of(x, fetched[i]) if i in fetched else [x.data_ptr()]
-            elif i in fetched:
-                place, made = self.place_of(x, places), launch.map_of(x, fetched[i])
-                values += [Mapped(len(maps), entry) for entry in range(len(made))]
-                maps.append(Map(place, {x.data_ptr(): made}, x.shape, x.dtype, fetched[i]))
+                continue
+            place = self.place_of(x, places)
+            if i in fetched:
+                values += (made := launch.map_of(x, fetched[i]))
+                arguments, known = slice(start, len(values)), {x.data_ptr(): made}
+                maps.append(Map(arguments, place, known, x.shape, x.dtype, fetched[i]))
             else:
-                values.append(self.place_of(x, places))
-        return values + note.launch.rest
+                values.append(None)
+                addresses.append((start, place))
+        return Step(note.binary, values + note.launch.rest, addresses, maps)
 
     def place_of(self, x: Tensor, places: dict[int, Place]) -> Place:
         """Where a known tensor lies."""
@@ -244,21 +243,6 @@ class Tape:
         made = next(i for i, y in enumerate(self.made) if shares(x, y))
         piece, offset = places[made]
         return Place(piece, offset + x.data_ptr() - self.made[made].data_ptr())
-
-
-def pooled(
-    calls: list[list[Any]], maps: list[Map]
-) -> tuple[list[Place], list[Any], list[list[int]]]:
-    """The places and values of a pool, and for each call the numbers in it of its arguments."""
-    given = [x for call in calls for x in call]
-    mapped = list(dict.fromkeys(x for x in given if isinstance(x, Mapped)))
-    own = [*(x for x in given if isinstance(x, Place)), *(of.place for of in maps)]
-    places = list(dict.fromkeys(own))
-    numbers = {x: i for i, x in enumerate([*places, *mapped])}
-    others = itertools.count(len(numbers))
-    new = Place | Mapped
-    picks = [[numbers[x] if isinstance(x, new) else next(others) for x in call] for call in calls]
-    return places, [x for x in given if not isinstance(x, new)], picks
 
 
 class Watch(TorchDispatchMode):
