@@ -21,12 +21,7 @@ from deltarule.ops.delta_rule.triton.plan import new_plan
 from deltarule.ops.dispatch import call_key, forget_calls
 from deltarule.ops.runtime import launch as compilation
 from deltarule.ops.runtime.compilations import compilations
-from deltarule.ops.runtime.launch import (
-    ONLY_COMPILED,
-    Launch,
-    compiled_together,
-    compiling,
-)
+from deltarule.ops.runtime.launch import ONLY_COMPILED, Launch, compiled_together, compiling
 
 
 class Kernel:

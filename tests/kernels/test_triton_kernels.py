@@ -62,8 +62,7 @@ def test_one_value_head_for_each_key_head(decay: str, erase: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spacing", "strength"),
-    [(1, -1e4), (2, -math.inf), (7, -1e6), (16, -math.inf), (40, -1e4)],
+    ("spacing", "strength"), [(1, -1e4), (2, -math.inf), (7, -1e6), (16, -math.inf), (40, -1e4)]
 )
 @pytest.mark.parametrize(
     ("decay", "erase", "n_steps"),

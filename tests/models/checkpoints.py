@@ -37,22 +37,26 @@ def close(found, expected):
 
 
 def check_ways_of_reading(model, tokens):
-    """Steps, padding on both sides and packed rows give what whole rows give."""
-    whole, _ = model(tokens)
-    first, state = model(tokens[:, :20])
-    rest = []
-    for t in range(20, tokens.shape[1]):
-        y, state = model(tokens[:, t : t + 1], state)
+    """Parts, steps, padding on both sides and packed rows give what whole rows give."""
+    whole, last = model(tokens)
+    (first, state), rest = model(tokens[:, :13]), []
+    for part in tokens[:, 13:].split([7, 0, *[1] * (tokens.shape[1] - 20)], 1):
+        y, state = model(part, state)
         rest.append(y)
     close(torch.cat([first, *rest], 1), whole)
+    assert [layer.keys() for layer in state] == [layer.keys() for layer in last]
 
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[0, :5], mask[1, 30:] = False, False
-    padded, _ = model(tokens, mask=mask)
-    close(padded[0, 5:], model(tokens[:1, 5:])[0][0])
-    close(padded[1, :30], whole[1, :30])
+    padded, after = model(tokens, mask=mask)
+    for row, part in ((0, slice(5, None)), (1, slice(0, 30))):
+        alone, state = model(tokens[row : row + 1, part])
+        close(padded[row, part], alone[0])
+        # What is read next goes on from the last token that counts.
+        more = tokens[row : row + 1, :6]
+        close(model(more, after.select([row]))[0], model(more, state)[0])
 
-    lengths = [9, 1, tokens.shape[1] - 10]
+    lengths = [9, 1, 0, tokens.shape[1] - 10]
     packed, _ = model(tokens[:1], cu_seqlens=torch.tensor([0, *lengths]).cumsum(0))
     alone = [model(document)[0] for document in tokens[:1].split(lengths, 1)]
     close(packed, torch.cat(alone, 1))

@@ -7,6 +7,7 @@ import torch
 
 import deltarule
 from deltarule.models import CausalLM, ModelConfig, next_token_loss
+from models.checkpoints import check_ways_of_reading
 
 
 def error(a, b):
@@ -48,18 +49,9 @@ def test_later_tokens_change_nothing_before_them(make_model, random_tokens):
     assert not torch.equal(first[:, 11], second[:, 11])
 
 
-@pytest.mark.parametrize("splits", [[1] * 23, [10, 13], [5, 1, 17]])
-def test_a_carried_state_equals_the_whole_pass(splits, make_model, random_tokens):
-    model = make_model()
-    tokens = random_tokens(2, 23)
-    whole, final = model(tokens)
-    state, parts = None, []
-    for part in tokens.split(splits, dim=1):
-        logits, state = model(part, state)
-        parts.append(logits)
-    assert error(torch.cat(parts, 1), whole) <= 5e-6
-    for layer, expected in zip(state, final, strict=True):
-        assert layer.keys() == expected.keys()
+def test_steps_padding_and_packed_rows_give_what_whole_rows_give(make_model, random_tokens):
+    with torch.no_grad():
+        check_ways_of_reading(make_model(), random_tokens(2, 40))
 
 
 def test_the_first_state_is_that_of_no_tokens(make_model, random_tokens):
@@ -77,16 +69,6 @@ def test_a_state_given_is_not_changed(make_model, random_tokens):
         assert all(torch.equal(layer[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("lengths", [[7, 1, 12], [20], [5, 0, 5]])
-def test_packed_documents_equal_separate_ones(lengths, make_model, random_tokens):
-    model = make_model()
-    tokens = random_tokens(1, sum(lengths))
-    packed, _ = model(tokens, cu_seqlens=deltarule.pack(lengths))
-    for got, document in zip(packed.split(lengths, 1), tokens.split(lengths, 1), strict=True):
-        if document.numel():
-            assert error(got, model(document)[0]) <= 2e-6
-
-
 def test_a_packed_document_does_not_see_its_neighbour(make_model, random_tokens):
     model = make_model()
     tokens = random_tokens(1, 20)
@@ -95,22 +77,6 @@ def test_a_packed_document_does_not_see_its_neighbour(make_model, random_tokens)
     cu_seqlens = deltarule.pack([9, 11])
     first, second = (model(t, cu_seqlens=cu_seqlens)[0] for t in (tokens, changed))
     assert torch.equal(first[:, 9:], second[:, 9:])
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_changes_neither_logits_nor_state(side, make_model, random_tokens):
-    model = make_model()
-    tokens = random_tokens(1, 10)
-    real = slice(4, 14) if side == "left" else slice(0, 10)
-    padded = random_tokens(1, 14, seed=3)
-    padded[:, real] = tokens
-    mask = torch.zeros(1, 14, dtype=torch.bool)
-    mask[:, real] = True
-    whole, state = model(tokens)
-    logits, padded_state = model(padded, mask=mask)
-    assert error(logits[:, real], whole) <= 2e-6
-    more = random_tokens(1, 6, seed=4)
-    assert error(model(more, padded_state)[0], model(more, state)[0]) <= 2e-6
 
 
 def test_checkpointing_gives_the_same_bits(make_model, random_tokens):

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import deltarule
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.nn import KDA, MIXERS, DeltaMixer, Mamba1, Mesa, Rule, parameter_roles
+from models.checkpoints import check_ways_of_reading
 
 # ---- what would be nn/coupled.py ----------------------------------------------------------------
 
@@ -60,17 +60,9 @@ def test_by_its_recurrence():
     torch.testing.assert_close(layer(x)[0][0], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_in_a_model_step_by_step_and_packed(model):
-    tokens = torch.randint(17, (1, 12))
-    whole, _ = model(tokens)
-    state, steps = None, []
+def test_in_a_model_step_by_step_padded_and_packed(model):
     with torch.no_grad():
-        for t in range(12):
-            logits, state = model(tokens[:, t : t + 1], state)
-            steps.append(logits)
-    torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-3, atol=1e-4)
-    packed, _ = model(tokens, cu_seqlens=deltarule.pack([5, 7]))
-    torch.testing.assert_close(packed[:, 5:], model(tokens[:, 5:])[0], rtol=1e-3, atol=1e-4)
+        check_ways_of_reading(model, torch.randint(17, (2, 40)))
 
 
 def test_it_learns_and_decays_what_it_should(model):

@@ -8,18 +8,7 @@ from deltarule import delta_rule, explain
 from deltarule.ops.delta_rule import chunked, definition
 from oracle import Case, run_module
 from tolerance import assert_close_to_yardstick
-from truth import (
-    DEVICE,
-    FORMS,
-    Drawn,
-    Kind,
-    assert_same,
-    call,
-    draw,
-    placed,
-    results,
-    surrounded,
-)
+from truth import DEVICE, FORMS, Drawn, Kind, assert_same, call, draw, placed, results, surrounded
 
 pytestmark = pytest.mark.gpu
 

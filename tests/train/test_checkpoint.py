@@ -60,26 +60,6 @@ def test_without_its_marker_a_folder_is_no_checkpoint(tmp_path):
     assert checkpoints.newest().step == 1
 
 
-def damage_truncate(folder):
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-4])
-
-
-def damage_flip(folder):
-    path = folder / "model.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
-def damage_remove(folder):
-    (folder / "state.json").unlink()
-
-
-def damage_marker(folder):
-    (folder / MARKER).write_text("[]")
-
-
 def rewrite_marker(folder, **fields):
     """As one would who knows how."""
     written = json.loads((folder / MARKER).read_text()) | fields
@@ -87,44 +67,39 @@ def rewrite_marker(folder, **fields):
     (folder / MARKER).write_text(json.dumps(written | {"own_sha256": marker.hash()}))
 
 
-def damage_outside(folder):
+def rewrite_weights(folder, change):
+    path = folder / "model.safetensors"
+    path.write_bytes(change(path.read_bytes()))
+
+
+def says_more(folder):
     hashes = json.loads((folder / MARKER).read_text())["sha256"]
     rewrite_marker(folder, sha256=hashes | {"../../secret.safetensors": "0"})
 
 
-def damage_step(folder):
+def says_another_step(folder):
     marker = (folder / MARKER).read_text()
     (folder / MARKER).write_text(marker.replace('"step": ', '"step": 9'))
 
 
-def damage_other_step(folder):
-    rewrite_marker(folder, step=77)
+TYPES = b'{"step": "1", "sha256": [], "own_sha256": 7}'
+DAMAGES = {
+    "truncated": lambda folder: rewrite_weights(folder, lambda x: x[:-4]),
+    "flipped": lambda folder: rewrite_weights(folder, lambda x: x[:-1] + bytes([x[-1] ^ 1])),
+    "removed": lambda folder: (folder / "state.json").unlink(),
+    "added": lambda folder: (folder / "more.safetensors").touch(),
+    "outside": says_more,
+    "another step": says_another_step,
+    "another step, hashed": lambda folder: rewrite_marker(folder, step=77),
+    "nothing named": lambda folder: rewrite_marker(folder, sha256={}),
+    **{
+        f"marker {content[:9]}": lambda folder, x=content: (folder / MARKER).write_bytes(x)
+        for content in (b"[]", TYPES, b"\xff\xfe", b"[" * 100_000)
+    },
+}
 
 
-def damage_nothing_named(folder):
-    rewrite_marker(folder, sha256={})
-
-
-def damage_added(folder):
-    (folder / "more.safetensors").touch()
-
-
-def damage_types(folder):
-    (folder / MARKER).write_text('{"step": "1", "sha256": [], "own_sha256": 7}')
-
-
-def damage_not_text(folder):
-    (folder / MARKER).write_bytes(b"\xff\xfe")
-
-
-def damage_deep(folder):
-    (folder / MARKER).write_text("[" * 100_000)
-
-
-DAMAGES = [damage for name, damage in globals().items() if name.startswith("damage_")]
-
-
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_checkpoint_is_passed_over_and_alone_is_an_error(tmp_path, damage, capsys):
     checkpoints = Checkpoints(tmp_path, keep=3)
     checkpoints.save(1, TENSORS, {})

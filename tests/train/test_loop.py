@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import deltarule.train.watch
+from crash import crash_at
 from deltarule.errors import DivergedError
 from deltarule.models import CausalLM, CheckpointError, ModelConfig
 from deltarule.train.checkpoint import Checkpoints
@@ -60,28 +61,13 @@ def same_bits(first, second):
     return all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
-class Stop(Exception):
-    """What a test raises in the middle of a run, as a crash would."""
-
-
-def crash_at(trainer, step):
-    def after(metrics, progress, update=trainer._step):
-        if trainer.step == step:
-            raise Stop
-        update(metrics, progress)
-
-    trainer._step = after
-
-
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("crash", [4, 6])
-def test_resume_continues_to_the_same_bits(tmp_path, crash, accumulate):
+def test_resume_continues_to_the_same_bits(tmp_path, crash, accumulate, monkeypatch):
     straight = make_trainer(tmp_path / "straight", accumulate=accumulate)
     assert straight.run()
     crashed = make_trainer(tmp_path / "resumed", accumulate=accumulate)
-    crash_at(crashed, crash)
-    with pytest.raises(Stop):
-        crashed.run()
+    crash_at(crash, monkeypatch, crashed.run)
     torch.manual_seed(12345)
     resumed = make_trainer(tmp_path / "resumed", accumulate=accumulate, resume=True)
     assert resumed.step == 4
