@@ -1,7 +1,9 @@
 """Calls, and changes of calls, by which DESIGN's properties are tested on any device."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -107,6 +109,43 @@ def part(case: Case, x: Tensors, tokens: slice) -> Tensors:
             n = case.n_steps if name in ("k", "v", "beta") else 1
             cut[name] = y[:, tokens.start * n : tokens.stop * n]
     return cut
+
+
+@contextmanager
+def waits_for_nothing() -> Iterator[None]:
+    """Whoever waits for the GPU inside fails."""
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@contextmanager
+def late() -> Iterator[None]:
+    """Another stream, on which what is launched inside runs later than any other would."""
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(40_000_000)
+        yield
+    side.synchronize()
+
+
+Found = TypeVar("Found")
+
+
+def captured(run: Callable[[], Found]) -> tuple[torch.cuda.CUDAGraph, Found]:
+    """A graph of a call that ran before, and what its replays write."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    return graph, found
 
 
 Run = Callable[[Case, Tensors], RecurrentOutput]

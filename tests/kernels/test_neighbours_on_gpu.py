@@ -12,11 +12,9 @@ from deltarule.ops.dispatch import why_not_fused
 from deltarule.ops.fused import short_conv as conv_ops
 from neighbours import MAKERS, PACKED, conv
 from tolerance import relative_rms
+from truth import captured, waits_for_nothing
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -28,11 +26,8 @@ def test_runs_are_equal_bitwise_and_wait_for_nothing(name) -> None:
         first, second = case.fused(tensors), case.fused(tensors)
     else:
         first = case.fused(tensors)
-        try:
-            torch.cuda.set_sync_debug_mode("error")
+        with waits_for_nothing():
             second = case.fused(tensors)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     assert all(map(torch.equal, first, second))
 
 
@@ -47,18 +42,11 @@ def test_a_convolution_waits_for_nothing_and_replays_in_a_graph(lengths) -> None
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         return conv_ops.short_conv(x, weight, history, offsets, owner, None, True, 0)
 
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y, final = run()
+    graph, (y, final) = captured(run)
     x.mul_(2)
     graph.replay()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with waits_for_nothing():
         again = run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(y, again[0])
     assert torch.equal(final, again[1])
 

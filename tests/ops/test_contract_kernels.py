@@ -1,5 +1,7 @@
 """Triton's kernels of the operators in contract.py, in the interpreter and on a GPU."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -22,6 +24,7 @@ from ops.contract import (
 )
 from promised import promised
 from tolerance import assert_close, relative_rms
+from truth import waits_for_nothing
 
 promised("triton")
 
@@ -51,10 +54,7 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compi
 here = [pytest.param("cpu", marks=no_gpu), pytest.param("cuda", marks=pytest.mark.gpu)]
 every = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
 packed = pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:deltarule runs impl='torch' on a CUDA device"),
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:deltarule runs impl='torch' on a CUDA device")
 
 
 @pytest.fixture(params=here)
@@ -213,11 +213,9 @@ def test_kernels_are_chosen_and_scans_wait_for_nothing(operator):
     x = drawn(operator, "cuda", torch.bfloat16, packed=True)
     expected = operator.run(**x, impl="triton")
     is_scan = operator.run is OPERATORS["all"].run
-    try:
-        torch.cuda.set_sync_debug_mode("error" if is_scan else "default")
-        found = operator.run(**(x | {"cu_seqlens": x["cu_seqlens"].cuda()}))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    x["cu_seqlens"] = x["cu_seqlens"].cuda()
+    with waits_for_nothing() if is_scan else nullcontext():
+        found = operator.run(**x)
     assert all(map(torch.equal, found, expected))
 
 

@@ -11,10 +11,7 @@ from deltarule.ops import dispatch
 from oracle import DECAYS, ERASES, Case, make_case, on, weights, with_gradients, yardstick
 from tolerance import assert_close, assert_close_to_yardstick
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)

@@ -20,17 +20,17 @@ from truth import (
     assert_alike,
     assert_same,
     call,
+    captured,
     draw,
     held,
+    late,
     offsets_of,
     placed,
     results,
+    waits_for_nothing,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
-]
+pytestmark = pytest.mark.gpu
 
 KINDS = [
     Kind("none", "none", 1, torch.bfloat16), Kind("head", "tied", 1, torch.bfloat16),
@@ -63,14 +63,10 @@ def test_no_call_waits_for_the_gpu(kind: Kind, form: str) -> None:
     drawn = drawn_call(kind, form)
     run = runs_with(offsets_of(drawn.case, truth.DEVICE))
     expected = results(drawn, run)
-    torch.cuda.synchronize()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with waits_for_nothing():
         found = results(drawn, run)
         with torch.no_grad():
             o, _ = run(drawn.case, drawn.case.tensors)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert_same(found, expected)
     assert torch.equal(o, expected["o"])
 
@@ -93,9 +89,7 @@ def test_a_graph_replays_with_new_inputs(kind: Kind, form: str, backward: bool) 
     with torch.cuda.stream(side):
         both()
     torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = both()
+    graph, found = captured(both)
     for given, new in zip(held(drawn), held(other), strict=True):
         given.copy_(new)
     if offsets is not None:
@@ -113,22 +107,18 @@ def test_a_graph_replays_with_new_inputs(kind: Kind, form: str, backward: bool) 
 def test_another_stream_gives_the_same_numbers(kind: Kind, form: str) -> None:
     drawn = drawn_call(kind, form)
     expected = results(drawn)
-    late = Drawn(
+    empty = Drawn(
         drawn.case.changed(
             **{x: torch.full_like(drawn.case.tensors[x], torch.nan) for x in drawn.case.present()}
         ),
         tuple(torch.full_like(x, torch.nan) for x in drawn.weights),
     )
     run = runs_with(offsets_of(drawn.case, truth.DEVICE))
-    torch.cuda.synchronize()
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        # A kernel on any other stream would read NaN meanwhile.
-        torch.cuda._sleep(40_000_000)
-        for given, new in zip(held(late), held(drawn), strict=True):
+    # A kernel on any other stream would read NaN meanwhile.
+    with late():
+        for given, new in zip(held(empty), held(drawn), strict=True):
             given.copy_(new)
-        found = results(late, run)
-    side.synchronize()
+        found = results(empty, run)
     assert_same(found, expected)
 
 

@@ -14,12 +14,9 @@ from logits import make_logits
 from neighbours import Neighbour, conv, decay, gated_norm, strength
 from neighbours import with_gradients as neighbour_gradients
 from tolerance import assert_close, relative_rms
-from truth import Drawn, Kind, draw, held, surrounded
+from truth import Drawn, Kind, captured, draw, held, late, surrounded, waits_for_nothing
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
-]
+pytestmark = pytest.mark.gpu
 
 KINDS = [
     Kind("none", "none", 1, torch.bfloat16), Kind("head", "tied", 3, torch.bfloat16),
@@ -89,19 +86,15 @@ def test_nan_elsewhere_is_never_read(kind: Kind) -> None:
 
 def test_a_step_on_another_stream(kind: Kind) -> None:
     drawn = draw(kind.case(tokens=2))
-    expected, late = state_of(drawn, torch.float32), state_of(drawn, torch.float32)
+    expected, state = state_of(drawn, torch.float32), state_of(drawn, torch.float32)
     o = step(drawn, expected)
-    values = late.clone()
-    late.fill_(torch.nan)
-    torch.cuda.synchronize()
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(40_000_000)
-        late.copy_(values)
-        found = step(drawn, late)
-    side.synchronize()
+    values = state.clone()
+    state.fill_(torch.nan)
+    with late():
+        state.copy_(values)
+        found = step(drawn, state)
     assert torch.equal(found, o)
-    assert torch.equal(late, expected)
+    assert torch.equal(state, expected)
 
 
 def test_a_step_on_a_gpu_that_is_not_the_current_one(kind: Kind) -> None:
@@ -120,11 +113,7 @@ def test_a_step_waits_for_nothing_and_replays(kind: Kind) -> None:
     drawn, other = draw(kind.case(tokens=1)), draw(kind.case(tokens=1))
     indices = torch.tensor([1, -1], device=truth.DEVICE)
     state = state_of(drawn, torch.float32)
-    step(drawn, state, state_indices=indices)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        o = step(drawn, state, state_indices=indices)
+    graph, o = captured(lambda: step(drawn, state, state_indices=indices))
     for given, new in zip(held(drawn), held(other), strict=True):
         given.copy_(new)
     # The slots may change from replay to replay, too.
@@ -132,12 +121,8 @@ def test_a_step_waits_for_nothing_and_replays(kind: Kind) -> None:
     expected = state_of(other, torch.float32)
     state.copy_(expected)
     graph.replay()
-    torch.cuda.synchronize()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with waits_for_nothing():
         again = step(other, expected, state_indices=indices)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(o, again)
     assert (o[0] == 0).all()
     assert torch.equal(state, expected)
@@ -188,21 +173,13 @@ def test_a_step_with_logits_waits_for_nothing_and_replays(decay, dtype, n_steps)
     indices = torch.tensor([4, -1, 0], device=truth.DEVICE)
     pool = torch.randn(5, *drawn.state().shape[1:], device=truth.DEVICE)
     before, expected = pool.clone(), pool.clone()
-    drawn.step(pool, state_indices=indices, impl=truth.IMPL)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        o = drawn.step(pool, state_indices=indices, impl=truth.IMPL)
+    graph, o = captured(lambda: drawn.step(pool, state_indices=indices, impl=truth.IMPL))
     for x in (drawn.beta.logits, *drawn.decay[:3]):
         x.mul_(-0.5)
     pool.copy_(before)
     graph.replay()
-    torch.cuda.synchronize()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with waits_for_nothing():
         again = drawn.step(expected, state_indices=indices, impl=truth.IMPL)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(o, again)
     assert torch.equal(pool, expected)
     assert (o[1] == 0).all()
@@ -300,11 +277,7 @@ def test_gradients_of_a_neighbour_wait_for_nothing(name: str) -> None:
     outputs = case.fused(case.tensors)
     weights = [torch.randn_like(x) for x in outputs]
     expected, first = neighbour_gradients(case.fused, case.tensors, weights)
-    torch.cuda.synchronize()
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with waits_for_nothing():
         found, second = neighbour_gradients(case.fused, case.tensors, weights)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(map(torch.equal, found, expected))
     assert all(torch.equal(second[x], first[x]) for x in first)
