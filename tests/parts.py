@@ -16,9 +16,9 @@ PARTS = {
     r"|cli/test_cli\.py::.*(process|signal|ctrl_c|reader)"
     r"|test_package\.py::.*(process|any_extra|no_extra)|train/test_token_shards\.py::.*memory",
     "compiler": r".*::.*(compile|opcheck|fullgraph|export)",
-    "interpreter": r"kernels/test_(triton|segments|spanning|windows|recording|first_call|mesa"
-    r"|pools).*\.py|ops/test_(contract|memory)_kernels\.py|bench/test_neighbours\.py"
-    r"|ops/test_(recurrent_step|gate_logits)\.py::.*\[triton",
+    "interpreter": r"kernels/test_(triton|segments|spanning|windows|recording|first_call|mesa)"
+    r".*\.py|ops/test_(contract|memory)_kernels\.py|bench/test_neighbours\.py"
+    r"|ops/test_(recurrent_step|gate_logits|pools)\.py::.*\[triton",
     "grid": r"nn/test_(mixers|training|kept_on_gpu|transforms)\.py"
     r"|nn/test_rules\.py::test_gradients|nn/test_feature_maps\.py::test_every_combination"
     r"|models/test_(train_options|drafted)\.py|models/test_decoder\.py::test_tokens_on_buffers"
