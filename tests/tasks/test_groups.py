@@ -50,11 +50,3 @@ def test_only_even_permutations_are_in_the_alternating_group():
 def test_a_longer_row_begins_as_a_shorter_one():
     words = np.random.default_rng(0).integers(6, size=(4, 10))
     assert (running_products("S_3", words)[:, :6] == running_products("S_3", words[:, :6])).all()
-
-
-@pytest.mark.parametrize(
-    ("options", "name"), [({"group": "D_4"}, "group"), ({"length": 0}, "length")]
-)
-def test_what_is_no_task_is_refused(options, name):
-    with pytest.raises(ValueError, match=f"^{name} must"):
-        Config(**options)

@@ -191,31 +191,6 @@ def test_compression_asks_for_its_own_tokens():
 
 
 @pytest.mark.parametrize(
-    ("module", "sizes", "name"),
-    [
-        (mad_recall, {"length": 127}, "length"),
-        (mad_recall, {"vocab_size": 17, "noise_vocab_size": 16}, "vocab_size"),
-        (mad_recall, {"noise_vocab_size": -1}, "noise_vocab_size"),
-        (mad_recall, {"noise": 0.2}, "noise_vocab_size"),
-        (mad_recall, {"noise": 1.0, "noise_vocab_size": 1}, "noise"),
-        (mad_fuzzy_recall, {"motif": 0}, "motif"),
-        (mad_fuzzy_recall, {"length": 12}, "length"),
-        (mad_fuzzy_recall, {"vocab_size": 6}, "vocab_size"),
-        (mad_copying, {"copied": 0}, "copied"),
-        (mad_copying, {"length": 33}, "length"),
-        (mad_copying, {"vocab_size": 2}, "vocab_size"),
-        (mad_memorization, {"length": 31}, "length"),
-        (mad_memorization, {"vocab_size": 2}, "vocab_size"),
-        (mad_compression, {"length": 1}, "length"),
-        (mad_compression, {"vocab_size": 1}, "vocab_size"),
-    ],
-)
-def test_sizes_that_leave_no_room_are_refused(module, sizes, name):
-    with pytest.raises(ValueError, match=f"^{name} must"):
-        module.Config(**sizes)
-
-
-@pytest.mark.parametrize(
     ("module", "smallest"),
     [
         (mad_recall, {"length": 4, "vocab_size": 2}),
@@ -245,7 +220,4 @@ def test_the_smallest_sizes_work(module, smallest):
     ],
 )
 def test_a_row_can_be_read(module, config, expected):
-    shown = module.show(config, np.random.default_rng(0))
-    assert expected in shown
-    assert shown == module.show(config, np.random.default_rng(0))
-    assert shown != module.show(config, np.random.default_rng(1))
+    assert expected in module.show(config, np.random.default_rng(0))

@@ -44,24 +44,3 @@ def test_distinct_draws_without_replacement_and_uniformly():
     assert (drawn[:, 0] != drawn[:, 1]).all()
     counts = np.bincount(drawn[:, 0] * 5 + drawn[:, 1], minlength=25).reshape(5, 5)
     assert np.abs(counts[~np.eye(5, dtype=bool)] / 30_000 - 1 / 20).max() < 0.006
-
-
-def test_the_same_generator_state_gives_the_same_rows():
-    first = generate(SMALL, np.random.default_rng(3), rows=4)
-    again = generate(SMALL, np.random.default_rng(3), rows=4)
-    assert all((a == b).all() for a, b in zip(first, again, strict=True))
-    assert (first.tokens != generate(SMALL, np.random.default_rng(4), 4).tokens).any()
-
-
-@pytest.mark.parametrize(
-    ("sizes", "name"),
-    [
-        ({"pairs": 0}, "pairs"),
-        ({"length": 31}, "length"),
-        ({"vocab_size": 17}, "vocab_size"),
-        ({"power_a": 0.0}, "power_a"),
-    ],
-)
-def test_sizes_that_leave_no_room_are_refused(sizes, name):
-    with pytest.raises(ValueError, match=f"^{name} must"):
-        Config(**sizes)

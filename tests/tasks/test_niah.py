@@ -118,19 +118,6 @@ def test_short_rows_leave_out_the_instructions():
     assert re.fullmatch(r"One of .*\nThe grass .* again\. The special magic number for .*", text)
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"haystack": "essay"}, "haystack"),
-        ({"value": "word"}, "value"),
-        ({"length": 300}, "length"),
-    ],
-)
-def test_what_is_no_row_is_refused(options, name):
-    with pytest.raises(ValueError, match=f"^{name} must"):
-        Config(**options)
-
-
 def test_the_length_that_is_asked_for_holds_one_piece_of_noise():
     with pytest.raises(ValueError) as refused:
         Config(length=10)
