@@ -1,5 +1,6 @@
 """The command line: train, use, compare and reproduce, each a command with flags."""
 
+import contextlib
 import dataclasses
 import importlib
 import io
@@ -159,7 +160,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         # Memory that is not there, or a mistake of ours.
         line = str(error).partition("\n")[0]
-        say(f"error: {type(error).__name__}: {line}; with --traceback, it shows where it arose")
+        line = f"{type(error).__name__}: {line}; with --traceback, it shows where it arose"
+        # Perhaps of this process alone: the others then do not speak of it.
+        print(f"deltarule: error: {f'process {rank()}: ' if rank() else ''}{line}", file=sys.stderr)
         return FAILED
 
 
@@ -237,11 +240,14 @@ def parse(name: str, command: Command, words: list[str], default: Any) -> Any:
 
     tyro, conf = require("tyro"), require("tyro.conf")
     options = {} if default is None else {"default": default}
-    given = tyro.cli(
-        command.flags, args=words, prog=f"deltarule {name}",
-        config=(conf.OmitArgPrefixes, conf.PositionalRequiredArgs),
-        **options,
-    )  # fmt: skip
+    # Of the processes that torchrun starts the first speaks.
+    aside = contextlib.redirect_stderr(io.StringIO()) if rank() else contextlib.nullcontext()
+    with aside:
+        given = tyro.cli(
+            command.flags, args=words, prog=f"deltarule {name}",
+            config=(conf.OmitArgPrefixes, conf.PositionalRequiredArgs),
+            **options,
+        )  # fmt: skip
     for flag, value in flat(dataclasses.asdict(given)).items():
         if isinstance(value, int | float) and not abs(value) < 2**63:
             raise ValueError(f"--{flag.replace('_', '-')} must be a number below 2^63, got {value}")
@@ -293,9 +299,13 @@ def say(text: str) -> None:
 
     Of the processes that torchrun starts the first speaks: all have come to the same end.
     """
-    if int(os.environ.get("RANK", 0)):
-        return
-    print(f"deltarule: {text}", file=sys.stderr)
+    if not rank():
+        print(f"deltarule: {text}", file=sys.stderr)
+
+
+def rank() -> int:
+    """Of this process among those that torchrun has started."""
+    return int(os.environ.get("RANK", 0))
 
 
 if __name__ == "__main__":

@@ -26,12 +26,7 @@ class StalledError(RuntimeError):
         speaks: Whether this is the one of the waiting processes that should say so.
     """
 
-    def __init__(self, rank: int, behind: list[int], steps: list[int], seconds: float) -> None:
-        """Name those that are behind."""
-        names = ", ".join(f"{r} (in step {steps[r] + 1})" for r in behind)
-        super().__init__(
-            f"no word from process {names} for {seconds:g} s, while others are in step "
-            f"{max(steps) + 1}; --timeout-s sets how long to wait"
-        )
-        waiting = [r for r in range(len(steps)) if r not in behind]
-        self.speaks = rank == min(waiting, default=rank)
+    def __init__(self, reason: str, speaks: bool) -> None:
+        """Say why."""
+        super().__init__(f"{reason}; --timeout-s sets how long to wait")
+        self.speaks = speaks

@@ -84,17 +84,20 @@ WORDS = (
 )
 
 
-def launch(folder: Path, steps: int, *options: str) -> subprocess.Popen[str]:
-    """`torchrun --max-restarts 2` on two processes."""
+def launch(
+    folder: Path, steps: int, *options: str, restarts: int = 2, late: int | None = None
+) -> subprocess.Popen[str]:
+    """`torchrun` on two processes, of which one may be `late`: it never comes to deltarule."""
     corpus = folder / "corpus.txt"
     if not corpus.exists():
         corpus.write_text("a state is decayed, erased under a key, and written to; " * 400)
     words = WORDS.format(steps=steps).split()
+    script = ["-m", "deltarule"] if late is None else [str(HERE / "late.py"), str(late)]
     return subprocess.Popen(
         [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-            "--max-restarts", "2", "--monitor-interval", "0.2", "--rdzv-backend", "c10d",
-            "--rdzv-endpoint", "localhost:0", "-m", "deltarule", *words,
+            "--max-restarts", str(restarts), "--monitor-interval", "0.2", "--rdzv-backend", "c10d",
+            "--rdzv-endpoint", "localhost:0", *script, *words,
             "--data", str(corpus), "--runs", str(folder), *options,
         ],
         env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True,
@@ -138,6 +141,39 @@ def test_a_killed_process_is_started_again(tmp_path: Path, rank: int) -> None:
     assert launcher.returncode == 0
     assert out.count("done in") == 1
     assert losses(tmp_path / "killed/run") == losses(tmp_path / "whole/run")
+
+
+def said(folder: Path, *options: str, late: int | None = None) -> list[str]:
+    """What deltarule says before it fails on two processes: no more than a line is meant."""
+    launcher = launch(folder, 8, *options, restarts=0, late=late)
+    _, errors = launcher.communicate(timeout=100)
+    assert launcher.returncode == 1
+    return [line for line in errors.splitlines() if "deltarule: " in line or "Error pars" in line]
+
+
+BAD = [
+    ("--tensor 2 --num-heads 3", "num_heads=3 cannot be split over 2 processes"),
+    ("--context 3", "does not divide the 2 processes that torchrun started"),
+    ("--accumulate 1", "--accumulate 1 rows cannot be shared out over 2 groups"),
+    ("--accumulate 3", "batch_tokens must be a multiple of accumulate=3"),
+    ("--data missing.txt", "--data missing.txt: there is no such file"),
+    ("--name whole --resume --hidden-size 32", "--hidden-size is 32, but"),
+]
+
+
+@pytest.mark.distributed
+def test_bad_input_ends_all_with_one_line(tmp_path: Path) -> None:
+    launch(tmp_path, 4, "--name", "whole").communicate(timeout=100)
+    for number, (options, words) in enumerate(BAD):
+        (line,) = said(tmp_path, "--name", str(number), *options.split())
+        assert words in line
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_process_that_never_starts_is_named(tmp_path: Path, late: int) -> None:
+    (line,) = said(tmp_path, "--timeout-s", "4", late=late)
+    assert f"process {late} has not started within 4 s; --timeout-s sets how long" in line
 
 
 @pytest.mark.distributed

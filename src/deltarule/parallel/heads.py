@@ -72,32 +72,8 @@ def local_block(config: ModelConfig, index: int, mixer: Mixer, ways: int) -> Blo
     """Build the block of one process, without memory: fewer heads of the same sizes."""
     changed: dict[str, Any] = {name: share(name, getattr(config, name), ways) for name in HEADS}
     changed |= {name: getattr(mixer, name, None) for name in ("head_k_dim", "head_v_dim")}
-    if isinstance(mixer, LatentAttention):
-        raise ValueError(
-            f"kv_lora_rank={config.kv_lora_rank} cannot be split over {ways} processes, which "
-            "share one head of keys: shard the weights instead"
-        )
-    if ways > 1 and not mixer.heads_alone:
-        raise ValueError(
-            f"{mixer.rule.name} cannot be split over {ways} processes, each of which has some of "
-            "the heads: shard the weights instead"
-        )
-    if config.n_groups > 1:
-        raise ValueError(
-            f"n_groups={config.n_groups} cannot be split over {ways} processes: shard the weights "
-            "instead, or use one group"
-        )
-    if isinstance(mixer, Attention) and mixer.attention_qk_norm == "all":
-        raise ValueError(
-            f"attention_qk_norm='all' cannot be split over {ways} processes, each of which has "
-            "some of the heads: shard the weights instead"
-        )
+    check_splits(config, mixer, ways)
     channels = mlp_size(config)
-    if getattr(mixer, "output_norm", None) == "all":
-        raise ValueError(
-            f"output_norm='all' cannot be split over {ways} processes, each of which has some of "
-            "the heads: shard the weights instead"
-        )
     inner = share("mlp_size", channels, ways) if channels else 0
     shared = share("shared_expert_intermediate_size", config.shared_expert_intermediate_size, ways)
     small = dataclasses.replace(
@@ -118,6 +94,26 @@ def local_block(config: ModelConfig, index: int, mixer: Mixer, ways: int) -> Blo
             zero_centered_norm=mixer.zero_centered_norm, scale=mixer.scale,
         )  # fmt: skip
         return own_experts(block, ways)
+
+
+def check_splits(config: ModelConfig, mixer: Mixer, ways: int) -> None:
+    """Refuse a layer of which no process can have some of the heads."""
+    norm_of_all = isinstance(mixer, Attention) and mixer.attention_qk_norm == "all"
+    some = ", each of which has some of the heads"
+    reasons = {
+        f"kv_lora_rank={config.kv_lora_rank}": (
+            isinstance(mixer, LatentAttention), ", which share one head of keys",
+        ),
+        mixer.rule.name: (ways > 1 and not mixer.heads_alone, some),
+        f"n_groups={config.n_groups}": (config.n_groups > 1, ""),
+        "attention_qk_norm='all'": (norm_of_all, some),
+        "output_norm='all'": (getattr(mixer, "output_norm", None) == "all", some),
+    }  # fmt: skip
+    for name, (holds, why) in reasons.items():
+        if holds:
+            raise ValueError(
+                f"{name} cannot be split over {ways} processes{why}: shard the weights instead"
+            )
 
 
 def own_experts(block: Block, ways: int) -> Block:

@@ -156,7 +156,11 @@ class World:
         steps = [int(self.store.get(f"step-{rank}")) for rank in range(self.size)]
         silent = [r for r in range(self.size) if not self.store.check([f"waits-{r}"])]
         behind = silent or [r for r in range(self.size) if steps[r] == min(steps)]
-        return StalledError(self.rank, behind, steps, self.timeout.total_seconds())
+        names = ", ".join(f"{r} (in step {steps[r] + 1})" for r in behind)
+        waited = f"for {self.timeout.total_seconds():g} s, while others are in step"
+        first = min((r for r in range(self.size) if r not in behind), default=self.rank)
+        reason = f"no word from process {names} {waited} {max(steps) + 1}"
+        return StalledError(reason, self.rank == first)
 
     def everywhere(self, compute: Callable[[], T]) -> T:
         """Compute on every process; an error on any of them is raised on all.
@@ -181,15 +185,30 @@ class World:
 
 
 def join(device: str, timeout: datetime.timedelta, attempt: int) -> PrefixStore:
-    """Meet the other processes that torchrun started; return what they can leave notes in."""
-    store, rank, size = next(rendezvous("env://", timeout=timeout))
-    # torchrun's store outlives a restart, with the addresses of processes that are dead by then.
-    store = PrefixStore(f"attempt-{attempt}", store)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-        store=store, rank=rank, world_size=size,
-        timeout=timeout,
-    )  # fmt: skip
+    """Meet the other processes that torchrun started; return what they can leave notes in.
+
+    Raises:
+        StalledError: Some of them have not started in time.
+    """
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = None
+    try:
+        store, *_ = next(rendezvous("env://", timeout=timeout))
+        # torchrun's store outlives a restart, with the addresses of those that are dead by then.
+        store = PrefixStore(f"attempt-{attempt}", store)
+        store.set(f"here-{rank}", "")
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+            store=store, rank=rank, world_size=size, timeout=timeout,
+        )  # fmt: skip
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        # Without a store it is process 0 that all others wait for, or 0 itself that waits.
+        here = {0} if rank == 0 else set(range(1, size))
+        if store is not None:
+            here = {r for r in range(size) if store.check([f"here-{r}"])}
+        late = ", ".join(str(r) for r in range(size) if r not in here)
+        reason = f"process {late} has not started within {timeout.total_seconds():g} s"
+        raise StalledError(reason, rank == min(here)) from error
     return store
 
 
