@@ -28,8 +28,8 @@ from experiments.text_cell import TextCell
 
 # Scores this near are one: of tasks, whose tests have 1,000 rows, and of text.
 TIE = {False: 0.1, True: 0.02}
-# Inches of a panel and of a system's line in it.
-WIDTH, LINE = 4.4, 0.17
+# Inches of a panel and of a system's line in it, and panels beside each other.
+WIDTH, LINE, ACROSS = 4.4, 0.17, 4
 UNIT = {False: "scaled accuracy", True: "bits per byte"}
 
 
@@ -200,12 +200,14 @@ def draw(scale: Scale, results: list[Result], path: Path) -> None:
     """A panel for each task, systems by their places, a mark for each seed."""
     columns = {key: runs for key in COLUMNS[scale] if (runs := runs_of(results, key))}
     longest = max(map(len, columns.values()))
+    across = min(ACROSS, len(columns))
+    down = -(-len(columns) // across)
     figure = require("matplotlib.figure").Figure(
-        figsize=(WIDTH * len(columns), LINE * longest + 1.2), dpi=DOTS_PER_INCH,
+        figsize=(WIDTH * across, (LINE * longest + 1.2) * down), dpi=DOTS_PER_INCH,
         layout="constrained",
     )  # fmt: skip
     for index, (key, runs) in enumerate(columns.items()):
-        axes = figure.add_subplot(1, len(columns), index + 1)
+        axes = figure.add_subplot(down, across, index + 1)
         dress(axes, title=COLUMNS[scale][key].title, x=UNIT[runs[0].lower], y="")
         axes.grid(axis="x", color="#dddddd", linewidth=0.8)
         for place, one in enumerate(runs):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from deltarule.models import ModelConfig
 from deltarule.tasks import groups, modular_arithmetic, mqar, parity
@@ -33,7 +33,7 @@ class Column(NamedTuple):
 
 def labelled(
     task: str, training: Any, tested: Any, *, width: int, heads: int, layers: int, rows: int,
-    steps: int, mlp_size: int | None = None,
+    steps: int, mlp_size: int | None = None, dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> Callable[[str], TaskCell]:  # fmt: skip
     """Training runs on a task, whose model has all that is not named at the system's default."""
 
@@ -48,7 +48,9 @@ def labelled(
             ),
             rows=rows,
             optimizer=OptimizerOptions(min_lr_ratio=0.05, warmup_steps=steps // 10, beta2=0.98),
-            loop=LoopOptions(steps=steps, evaluate_every=steps // 6, save_every=steps, keep=1),
+            loop=LoopOptions(
+                steps=steps, dtype=dtype, evaluate_every=steps // 6, save_every=steps, keep=1
+            ),
             stop_at=0.999,
         )  # fmt: skip
 
@@ -56,19 +58,24 @@ def labelled(
 
 
 def mad_cell(setting: str) -> Callable[[str], TaskCell]:
-    """Half of the epochs of the experiment `mad`, and a system's own convolution."""
+    """The model and the rows of the experiment `mad`, for fewer steps and with warm-up.
+
+    Convolution and sizes of heads are the system's own.
+    """
 
     def cell(system: str) -> TaskCell:
         base = mad.make_cell("gpu", setting, system)
         model = replace(base.model, conv_size=None, head_k_dim=None, head_v_dim=None)
-        steps = base.loop.steps // 2
-        return replace(
-            base, model=model, loop=replace(base.loop, steps=steps, evaluate_every=steps // 10)
-        )
+        steps = min(base.loop.steps, STEPS)
+        optimizer = replace(base.optimizer, warmup_steps=steps // 10, beta2=0.98, clip=1.0)
+        loop = replace(base.loop, steps=steps, evaluate_every=steps // 5, save_every=steps)
+        return replace(base, model=model, optimizer=optimizer, loop=loop)
 
     return cell
 
 
+# Of MAD's tasks and of recall in the GPU form.
+STEPS, RATE = 800, 2e-3
 RECALL = mqar.Config(length=32, pairs=6, vocab_size=32)
 LAPTOP = {
     "mqar": Column(
@@ -89,22 +96,25 @@ LAPTOP = {
 }  # fmt: skip
 # Of the GPU form: the settings of the other experiments, but for the systems' own convolutions.
 RATES, SEEDS = (1e-3, 4e-3), (0, 1, 2)
-LONG_RECALL = mqar.Config(length=512, pairs=64, vocab_size=8192)
+LONG_RECALL = mqar.Config(length=128, pairs=16, vocab_size=64)
 PARITY, ARITHMETIC = parity.Config(3, 40), modular_arithmetic.Config(3, 40)
 GPU = {
     **{
         f"mad-{name}": Column(
-            one.title, f"MAD's baseline, {one.steps // 2:,} steps of 128 rows; 2 layers",
-            mad_cell(name), RATES, SEEDS,
+            one.title,
+            f"MAD's baseline, {min(one.steps, STEPS):,} steps of 128 rows; 2 layers of width 128",
+            mad_cell(name), (RATE,), SEEDS,
         )
         for name, one in mad.SETTINGS["gpu"].items()
     },
     "mqar": Column(
-        "Associative recall", "64 pairs of 8,192 words in rows of 512, 4,000 steps; 2 layers",
+        "Associative recall",
+        f"16 pairs of 64 words in rows of 128, {STEPS:,} steps of 128 new rows; 2 layers of width "
+        "128 without MLP",
         labelled(
             "mqar", LONG_RECALL, LONG_RECALL, width=128, heads=4, layers=2, mlp_size=0, rows=128,
-            steps=4000,
-        ), RATES, SEEDS,
+            steps=STEPS, dtype="bfloat16",
+        ), (RATE,), SEEDS,
     ),
     "parity": Column(
         "Parity", "trained on rows of 3 to 40 bits, tested on 40 to 256; 2 layers",
