@@ -36,3 +36,27 @@ def test_history_is_no_view_of_the_input():
     conv, x = ShortConv(3, 4), torch.randn(1, 100, 3)
     _, history = conv(x, conv.init_history(1), make_layout(x, None, None))
     assert history.untyped_storage().nbytes() == 3 * 3 * 4
+
+
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_gradients_written_out_are_those_of_conv1d_twice(tokens):
+    torch.manual_seed(0)
+    conv, x = ShortConv(3, 4).double(), torch.randn(2, tokens, 3, dtype=torch.float64)
+    leaves = [x.requires_grad_(), conv.weight]
+    history = conv.init_history(2).double()
+
+    def ours(x, weight):
+        given = {"weight": weight}
+        layout = make_layout(x, None, None)
+        return torch.func.functional_call(conv, given, (x, history, layout))[0]
+
+    def theirs(x, weight):
+        return F.silu(F.conv1d(F.pad(x.mT, (3, 0)), weight.unsqueeze(1), groups=3)).mT
+
+    first = [
+        torch.autograd.grad(f(*leaves).sin().sum(), leaves, create_graph=True)
+        for f in (ours, theirs)
+    ]
+    second = [torch.autograd.grad(sum(g.square().sum() for g in one), leaves) for one in first]
+    for one, other in zip(first[0] + second[0], first[1] + second[1], strict=True):
+        assert relative_rms(one, other) <= 1e-12

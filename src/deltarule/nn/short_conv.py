@@ -4,6 +4,7 @@ y_t = SiLU(sum_{j=0..W-1} weight_j * x_{t-W+1+j} + bias)
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,9 @@ from deltarule.nn.kernels import kernel_runs
 from deltarule.nn.layout import Layout
 from deltarule.ops.dispatch import are_plain_eager, why_not_fused
 from deltarule.ops.fused import short_conv as fused
+
+# Tokens whose products stay in a cache until they are summed.
+PART = 128
 
 
 class ShortConv(nn.Module):
@@ -92,17 +96,54 @@ def plain_convolution(
 
 
 def convolve(x: Tensor, weight: Tensor) -> Tensor:
-    """[B, W - 1 + T, D], [D, W] -> [B, T, D].
+    """[B, W - 1 + T, D], [D, W] -> [B, T, D]; in training with a backward pass written out."""
+    traced = not are_plain_eager((x, weight)) or torch.autograd.forward_ad._current_level >= 0
+    if traced or not torch.is_grad_enabled():
+        return shifted_sums(x, weight)
+    y: Tensor = Convolution.apply(x, weight)  # type: ignore[no-untyped-call]
+    return y
 
-    Shifted multiply-adds: no transpose to the channels-first layout of conv1d, which costs more
-    than the arithmetic saves for a few taps.
+
+def shifted_sums(x: Tensor, weight: Tensor) -> Tensor:
+    """The same, by shifted multiply-adds.
+
+    No transpose to the channels-first layout of conv1d, which costs more than the arithmetic saves
+    for a few taps. The channels of a tap lie side by side, as vectors of a processor want them.
     """
-    taps = weight.unbind(1)
+    taps = weight.mT.contiguous().unbind()
     tokens = x.shape[1] - len(taps) + 1
     y = x[:, :tokens] * taps[0]
     for shift, tap in enumerate(taps[1:], start=1):
-        y = torch.addcmul(y, x[:, shift : shift + tokens], tap)
+        y.addcmul_(x[:, shift : shift + tokens], tap)
     return y
+
+
+class Convolution(torch.autograd.Function):
+    """`shifted_sums`, whose gradient by x is one sum, not one for each tap and their sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        """Keep the inputs alone."""
+        ctx.save_for_backward(x, weight)
+        return shifted_sums(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """dx_s = sum_j weight_j dy_{s-j}, dweight_j = sum_t dy_t x_{t+j}: both can be derived."""
+        x, weight = ctx.saved_tensors
+        tokens, reach = dy.shape[1], weight.shape[1] - 1
+        dx, d_taps = None, None
+        if ctx.needs_input_grad[0]:
+            dx = shifted_sums(F.pad(dy, (0, 0, reach, reach)), weight.flip(1))
+        if ctx.needs_input_grad[1]:
+            d_taps = torch.stack([part_sums(dy, x[:, j : j + tokens]) for j in range(reach + 1)], 1)
+        return dx, d_taps
+
+
+def part_sums(x: Tensor, y: Tensor) -> Tensor:
+    """sum over B and T of x y."""
+    parts = zip(x.split(PART, 1), y.split(PART, 1), strict=True)
+    return torch.stack([(a * b).sum((0, 1)) for a, b in parts]).sum(0)
 
 
 def too_many(weight: Tensor) -> str | None:

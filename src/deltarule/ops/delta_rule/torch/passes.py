@@ -26,6 +26,7 @@ from deltarule.ops.delta_rule.torch.scores import (
     Decay,
     HeadPairs,
     Queries,
+    Rows,
     add,
     chunk_output,
     chunk_output_backward,
@@ -35,8 +36,6 @@ from deltarule.ops.delta_rule.torch.scores import (
     free_backward,
     queries,
     queries_backward,
-    scale,
-    scale_backward,
     start_decay,
     tied,
     tied_backward,
@@ -195,7 +194,7 @@ class Write(NamedTuple):
 
     x0: Tensor
     from_state: Tensor | None
-    y: Tensor
+    y: Rows
 
 
 def next_state(
@@ -216,7 +215,7 @@ def next_state(
         for x, (_, from_state, y) in zip(values, writes, strict=True):
             if from_state is not None:
                 x[here] += from_state[here] @ states[here].mT
-            running += x[here].mT @ y[here]
+            running += y.part(here).write(x[here])
     return states, values
 
 
@@ -242,7 +241,7 @@ def next_state_backward(
             running *= whole[here]
         running += d_read[here]
         for dx, (_, from_state, y) in zip(d_values, writes, strict=True):
-            dx[here] += y[here] @ d_ends[here].mT
+            dx[here] += y.part(here).read(d_ends[here])
             if from_state is not None:
                 running += dx[here].mT @ from_state[here]
     return d_ends
@@ -275,7 +274,10 @@ def _run(inputs: Inputs, save: bool, size: int | None = None) -> tuple[Tensor, T
     o = inputs.v.new_empty(inputs.output_shape)
     final_state = _initial_state(inputs).clone(memory_format=torch.contiguous_format)
     shape = chunk_states_shape(inputs) if save else (0, *inputs.state_shape[1:])
-    saved = final_state.new_zeros(shape)
+    # Of packed documents there may be fewer chunks than places.
+    saved = (
+        final_state.new_empty(shape) if inputs.cu_seqlens is None else final_state.new_zeros(shape)
+    )
     with without_autocast(o.device):
         size, groups = plan(inputs, size)
         for sequences, windows in groups:
@@ -345,10 +347,10 @@ def _work(chunks: Chunks) -> Work:
     else:
         corrected, keys = None, [k]
     if corrected is None:
-        writes = [Write(v, None, scale(k, decay.end))]
+        writes = [Write(v, None, Rows.of(k, decay.end))]
     else:
-        writes = [Write(corrected.x0, corrected.from_state, scale(keys[0], decay.end))]
-        writes += [Write(v, None, scale(y, decay.end)) for y in keys[1:]]
+        writes = [Write(corrected.x0, corrected.from_state, Rows.of(keys[0], decay.end))]
+        writes += [Write(v, None, Rows.of(y, decay.end)) for y in keys[1:]]
     return Work(decay, corrected, keys, writes, queries(chunks.q, keys, decay))
 
 
@@ -370,7 +372,7 @@ def _window_backward(
     )
     d_end, d_whole = None, None
     for i, (x, y, write) in enumerate(zip(values, work.keys, work.writes, strict=True)):
-        dy, d_exponent = scale_backward(x @ d_ends, write.y, y, work.decay.end)
+        dy, d_exponent = write.y.backward(x, d_ends, y, work.decay.end)
         d_keys[i], d_end = d_keys[i] + dy, add(d_end, d_exponent)
     if work.decay.whole is not None:
         d_whole = ((states * d_ends).sum(-2, keepdim=True) * work.decay.whole).sum_to_size(

@@ -137,6 +137,44 @@ def scale(x: Tensor, factor: Tensor | None) -> Tensor:
     return (x.unflatten(-2, (factor.shape[-2], -1)) * factor.unsqueeze(-2)).flatten(-3, -2)
 
 
+class Rows(NamedTuple):
+    """Queries or keys under a decay, which meet a state and, on its other side, values.
+
+    A factor for each head waits for the values: what the heads of a group share stays one tensor.
+    """
+
+    rows: Tensor  # [M, H, 1 or G, C*n, K]; under the decay already where channels decay apart
+    factor: Tensor | None  # [M, H, G, C, 1], or None
+
+    @classmethod
+    def of(cls, x: Tensor, factor: Tensor | None) -> "Rows":
+        by_head = factor is None or factor.shape[-1] == 1
+        return cls(x, factor) if by_head else cls(scale(x, factor), None)
+
+    def part(self, chunks: slice) -> "Rows":
+        return Rows(self.rows[chunks], None if self.factor is None else self.factor[chunks])
+
+    def read(self, state: Tensor) -> Tensor:
+        """[.., C*n, V] of a state [.., V, K]."""
+        return self.weigh(self.rows @ state.mT)
+
+    def write(self, values: Tensor) -> Tensor:
+        """[.., V, K] of values [.., C*n, V]."""
+        return self.weigh(values).mT @ self.rows
+
+    def weigh(self, values: Tensor) -> Tensor:
+        return scale(values, self.factor)
+
+    def backward(
+        self, values: Tensor, state: Tensor, x: Tensor, factor: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Gradients by x and by the exponent of the factor, of the sum of values * read(state)."""
+        d_rows = self.weigh(values) @ state
+        if self.factor is None:
+            return scale_backward(d_rows, self.rows, x, factor)
+        return d_rows.sum_to_size(x.shape), exponent_gradient(d_rows, x, self.factor)
+
+
 def scale_backward(
     d_scaled: Tensor, scaled: Tensor, x: Tensor, factor: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
@@ -315,19 +353,19 @@ def _inverse(lower: Tensor) -> Tensor:
 class Queries(NamedTuple):
     """Queries decayed from the chunk's start, and their scores against the keys of each write."""
 
-    scaled: Tensor
+    rows: Rows
     scores: list[Tensor]
 
 
 def queries(q: Tensor, keys: list[Tensor], decay: Decay) -> Queries:
     """q [M, H, 1, C, K], keys [M, H, 1 or G, C*n, K]."""
     scores = [decay.between.scores(q, y, strict=False) for y in keys]
-    return Queries(scale(q, decay.start), scores)
+    return Queries(Rows.of(q, decay.start), scores)
 
 
 def chunk_output(chunk: Queries, states: Tensor, values: list[Tensor]) -> Tensor:
     """States [M, H, G, V, K], values X [M, H, G, C*n, V] -> o [M, H, G, C, V]."""
-    o = chunk.scaled @ states.mT
+    o = chunk.rows.read(states)
     for scores, x in zip(chunk.scores, values, strict=True):
         o += scores @ x
     return o
@@ -335,7 +373,7 @@ def chunk_output(chunk: Queries, states: Tensor, values: list[Tensor]) -> Tensor
 
 def chunk_output_backward(chunk: Queries, d_o: Tensor) -> tuple[list[Tensor], Tensor]:
     """Gradients by the values X of each write, and by the states."""
-    return [scores.mT @ d_o for scores in chunk.scores], d_o.mT @ chunk.scaled
+    return [scores.mT @ d_o for scores in chunk.scores], chunk.rows.write(d_o)
 
 
 def queries_backward(
@@ -348,7 +386,7 @@ def queries_backward(
     decay: Decay,
 ) -> tuple[Tensor, list[Tensor], Decay]:
     """Gradients by q, the keys of each write, and the decay's exponents."""
-    dq, d_start = scale_backward(d_o @ states, chunk.scaled, q, decay.start)
+    dq, d_start = chunk.rows.backward(d_o, states, q, decay.start)
     d_keys: list[Tensor] = []
     d_between: Pairs | None = None
     for x, y, scores in zip(values, keys, chunk.scores, strict=True):
