@@ -80,6 +80,12 @@ def test_messages_travel_beside_the_local_pass(two: Processes) -> None:
             assert done[place - 1 : place + 2] == [f"states {first}", work, f"states {last}"]
 
 
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_softmax_layers_keep_their_own_keys_alone(two: Processes, kv_heads: int) -> None:
+    for errors in two("whole_models.ring_of_attention", kv_heads=kv_heads):
+        assert max(errors.values()) < BAR, errors
+
+
 def test_the_transition_is_what_a_state_is_multiplied_by() -> None:
     for case in grid():
         given = {

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.loss import next_token_loss
-from deltarule.nn import MIXERS
+from deltarule.nn import MIXERS, attention
 from deltarule.nn import recomputed as recomputed_file
 from deltarule.ops.context import make_context
 from deltarule.parallel import MeshOptions, make_mesh, parallelize
@@ -229,6 +229,30 @@ def order_of_a_layer(exchange: str) -> list[str]:
     return [a for a, b in zip(done, [*done[1:], ""], strict=True) if a != b]
 
 
+def ring_of_attention(kv_heads: int) -> dict[str, float]:
+    """Errors of a softmax layer of which no process has the keys and values of others."""
+    torch.manual_seed(0)
+    layer = MIXERS["attention"](32, num_heads=4, num_kv_heads=kv_heads).double()
+    x, d_y = torch.randn(2, 2, 24, 32).double().unbind()
+    x.requires_grad_()
+    y, _ = layer(x)
+    expected = torch.autograd.grad(y, [x, *layer.parameters()], d_y)
+    context = make_context(24)
+    mine = context.part(x.detach()).requires_grad_()
+    given = attention.all_rows
+    attention.all_rows = None
+    try:
+        part, _ = layer(mine, context=context)
+        d_x, *found = torch.autograd.grad(part, [mine, *layer.parameters()], context.part(d_y))
+    finally:
+        attention.all_rows = given
+    errors = {"y": relative(part, context.part(y)), "dx": relative(d_x, context.part(expected[0]))}
+    for gradient, want in zip(found, expected[1:], strict=True):
+        dist.all_reduce(gradient)
+        errors["weights"] = max(errors.get("weights", 0.0), relative(gradient, want))
+    return errors
+
+
 def context_model(mixer: str, exchange: str, packed: bool, heads: int = 1) -> dict[str, float]:
     """Errors of a model over a context, alone or beside heads: hidden states and all gradients."""
     torch.manual_seed(0)
@@ -253,14 +277,10 @@ def context_model(mixer: str, exchange: str, packed: bool, heads: int = 1) -> di
     plan = parallelize(model, mesh) if heads > 1 else None
     group = mesh["context"].get_group()
     context = make_context(tokens, cu_seqlens=offsets, exchange=exchange, group=group)
-    mine, after = model.hidden(context.part(x), context=context)
+    mine, _ = model.hidden(context.part(x), context=context)
     share = (context.last - context.first) / tokens
     (model.loss(mine, context.part(targets)) * share).backward()
     errors = {"hidden": relative(mine, context.part(hidden))}
-    if context.rank == context.size - 1 and heads == 1:
-        # What a run on one process would go on from.
-        pairs = [(a[name], b[name]) for a, b in zip(after, last, strict=True) for name in b]
-        errors["state"] = max((relative(a[-1] * 1.0, b[-1] * 1.0) for a, b in pairs), default=0.0)
     pairs = [(p, q) for p, q in zip(model.parameters(), alone.parameters(), strict=True)]
     errors["gradient"] = 0.0
     for p, q in pairs:
@@ -268,6 +288,14 @@ def context_model(mixer: str, exchange: str, packed: bool, heads: int = 1) -> di
             if plan is None:
                 dist.all_reduce(p.grad)
             errors["gradient"] = max(errors["gradient"], relative(whole(p.grad).view_as(q), q.grad))
+    # Last: what is sharded is whole from here on.
+    with torch.no_grad():
+        again, after = model.hidden(context.part(x), context=context)
+    errors["without gradients"] = relative(again, context.part(hidden))
+    if context.rank == context.size - 1 and heads == 1:
+        # What a run on one process would go on from.
+        pairs = [(a[name], b[name]) for a, b in zip(after, last, strict=True) for name in b]
+        errors["state"] = max((relative(a[-1] * 1.0, b[-1] * 1.0) for a, b in pairs), default=0.0)
     return errors
 
 

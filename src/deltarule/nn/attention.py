@@ -31,6 +31,7 @@ from deltarule.nn.masked_attention import (
 )
 from deltarule.nn.mixer import Mixer
 from deltarule.nn.norm import RMSNorm
+from deltarule.nn.ring_attention import ring, rings
 from deltarule.nn.rotation import rotate_first
 from deltarule.nn.rule import System
 from deltarule.nn.state import LentState, State
@@ -165,9 +166,7 @@ class Attention(Mixer):
         """Read the numbers of query and of key heads from a model's config, and all of a head."""
         queries = default(config.num_attention_heads, config.num_heads)
         numbers = {"num_heads": queries, "num_kv_heads": config.num_kv_heads}
-        found = {
-            own: getattr(config, name) for name, own in OPTIONS.items() if hasattr(config, name)
-        }
+        found = {own: getattr(config, n) for n, own in OPTIONS.items() if hasattr(config, n)}
         return numbers | found
 
     def init_state(self, batch_size: int) -> State:
@@ -221,11 +220,13 @@ class Attention(Mixer):
     def _over_context(self, call: LayerCall, context: Context) -> Tensor:
         layout, before = call.layout, call.before
         q, k, v = self._project(call.x, layout.positions(before["length"]))
+        if self.window is None and torch.is_grad_enabled() and rings(context, q, v):
+            # No state: it would be the rows of all processes.
+            return self._put_out(ring(context, q, self._keys(k), self._keys(v), self.scale), call.x)
         keys, values = (all_rows(context, rows)[:, : context.last] for rows in (k, v))
         lowest, visible = visible_up_to(context, self.window, q.device)
         if visible is None:
-            # Causal from the last row on: PyTorch's kernels need no mask for it.
-            # It imports the whole compiler, which nothing else of a model needs.
+            # PyTorch's kernels need no mask for it. It imports the whole compiler.
             from torch.nn.attention.bias import causal_lower_right
 
             visible = causal_lower_right(q.shape[1], keys.shape[1])
