@@ -24,11 +24,11 @@ def equal_size(model: ModelConfig, parameters: int) -> ModelConfig:
         >>> count_parameters(equal_size(model, 200_000))
         200004
     """
-    bare = count_parameters(dataclasses.replace(model, mlp_size=0))
     smallest = count_parameters(dataclasses.replace(model, mlp_size=MULTIPLE))
     each = count_parameters(dataclasses.replace(model, mlp_size=2 * MULTIPLE)) - smallest
     size = MULTIPLE * (1 + round((parameters - smallest) / each))
     if size < MULTIPLE:
+        bare = count_parameters(dataclasses.replace(model, mlp_size=0))
         raise ValueError(
             f"parameters must be at least {smallest:,}, of which {bare:,} are not in the MLP, "
             f"got {parameters:,}"

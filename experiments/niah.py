@@ -224,7 +224,7 @@ def starts(form: Form, results: list[Result]) -> str:
     needle, length = form.needles[0], form.lengths[0]
     rows = [
         [title_of(setting(run).removesuffix("-drawn")),
-         "the papers' draw" if "-drawn" in run.name else f"spread to {form.longest_horizon:,}",
+         drawn(run) if "-drawn" in run.name else f"spread to {form.longest_horizon:,}",
          run.name.rpartition("seed")[2],
          "; ".join(", ".join(f"{x:,.0f}" for x in layer) for layer in run.figures["horizons"]),
          f"{shares([run], needle, length)[0]:.1f}"]
@@ -234,6 +234,11 @@ def starts(form: Form, results: list[Result]) -> str:
     head = ["system", "heads start", "seed", "horizons in tokens, layer by layer"]
     head += [f"{needle}, {length:,} bytes"]
     return markdown_table(head, rows) if rows else ""
+
+
+def drawn(run: Result) -> str:
+    """What a run is called that started by the papers' draw; some were run before `text` was."""
+    return "the papers' draw" + ("" if "text" in run.cell else ", other prose")
 
 
 REMARK = (
