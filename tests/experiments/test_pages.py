@@ -369,7 +369,7 @@ def niah(t: Tables) -> dict[str, bool]:
         return [t("gpu", f"published, {x}", "S-NIAH-2", system)[0] for x in ("2K", "4K", "8K")]
 
     def drawn(column: str) -> list[Numbers]:
-        draw = "Mamba-2", "the papers' draw"
+        draw = "Mamba-2", "the papers' draw, other prose"
         return [t("gpu", column, *draw, seed) for seed in ("0", "1", "2")]
 
     def spread(system: str) -> tuple[int, int]:
