@@ -2,8 +2,8 @@
 
     PYTHONPATH=tests python tests/models/convert_large.py FOLDER FIGURES.json
 
-The checkpoint has the names and shapes of a Qwen3.5 and random bfloat16 values; FOLDER holds it, the
-converted one and a copy, and is emptied afterwards. The cache of files is dropped before each.
+The checkpoint has the names and shapes of a Qwen3.5 and random bfloat16 values; FOLDER holds it,
+the converted one and a copy, and is emptied afterwards. Files are not in memory before each.
 """
 
 import json
@@ -19,8 +19,9 @@ from safetensors.torch import save_file
 GIGABYTES, SHARD = 10.0, 5e9
 SIZES = {
     "vocab_size": 131072, "hidden_size": 4096, "intermediate_size": 13824, "num_hidden_layers": 17,
-    "head_dim": 256, "num_attention_heads": 16, "num_key_value_heads": 4, "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "head_dim": 256, "num_attention_heads": 16, "num_key_value_heads": 4,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128,
 }  # fmt: skip
 
 
@@ -40,7 +41,9 @@ def write(folder: Path) -> float:
     config, wanted = shapes()
     config.save_pretrained(folder)
     written = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(written | {"architectures": ["Qwen3_5ForCausalLM"]}))
+    (folder / "config.json").write_text(
+        json.dumps(written | {"architectures": ["Qwen3_5ForCausalLM"]})
+    )
     shards, index, sizes = [{}], {}, [0]
     for name, shape in wanted.items():
         bytes_ = 2 * shape.numel()
@@ -93,10 +96,14 @@ def main() -> None:
     source, converted, copied = (folder / name for name in ("source", "converted", "copied"))
     report = {"gigabytes": write(source), "shards_gb": SHARD / 1e9}
     report["files"] = {x.name: os.path.getsize(x) for x in sorted(source.iterdir())}
-    for turn in range(2):
+    for _ in range(2):
         for name, command, made in (
             ("copy", ["cp", "-r", source, copied], copied),
-            ("convert", [sys.executable, "-m", "deltarule", "convert", source, converted], converted),
+            (
+                "convert",
+                [sys.executable, "-m", "deltarule", "convert", source, converted],
+                converted,
+            ),
         ):
             report.setdefault(name, []).append(measured([str(x) for x in command]))
             print(name, report[name][-1], flush=True)

@@ -19,7 +19,9 @@ def logits(config, tensors, tokens):
         if (bounds := w.get("model.lower_bounds")) is not None:
             share = bounds.softmax(0)
             own["lower_bound"] = share.cumsum(0)[i] - share[0]
-        x = x + MIXERS[config["model_type"]](rms(x, part["attn_norm.weight"], eps), own, config)
+        hybrid = i in (config.get("attn") or {"layers": []})["layers"]
+        mixer = attention if hybrid else MIXERS[config["model_type"]]
+        x = x + mixer(rms(x, part["attn_norm.weight"], eps), own, config)
         h = rms(x, part["mlp_norm.weight"], eps)
         inner = F.silu(h @ part["mlp.gate_proj.weight"].T) * (h @ part["mlp.up_proj.weight"].T)
         x = x + inner @ part["mlp.down_proj.weight"].T
@@ -192,6 +194,27 @@ def hgrn2(x, w, config):
     return rms(o.flatten(-2), w["g_norm.weight"], 1e-5) @ w["o_proj.weight"].T
 
 
+def attention(x, w, config):
+    """Softmax attention: channels i and i + D/2 of q and k turn as one complex number."""
+    options = config["attn"]
+    size = config["hidden_size"] // options["num_heads"]
+    q, k, v = (
+        (x @ w[f"{n}_proj.weight"].T).unflatten(-1, (-1, size)).transpose(1, 2) for n in "qkv"
+    )
+    rates = options["rope_theta"] ** -(torch.arange(size // 2, dtype=torch.float64) * 2 / size)
+    place = torch.arange(x.shape[1])
+    turns = torch.polar(torch.ones(1, dtype=torch.float64), place[:, None] * rates)
+
+    def turned(y):
+        z = torch.complex(*y.chunk(2, -1)) * turns
+        return torch.cat([z.real, z.imag], -1)
+
+    near = place[:, None] - place
+    seen = (near >= 0) & (near < (options["window_size"] or len(place)))
+    o = F.scaled_dot_product_attention(turned(q), turned(k), v, seen, enable_gqa=True)
+    return o.transpose(1, 2).flatten(2) @ w["o_proj.weight"].T
+
+
 MIXERS = {
     "delta_net": delta_net,
     "gated_deltanet": gated_deltanet,
@@ -217,7 +240,11 @@ def shapes(config):
         found |= {layer + f"{n}_norm.weight": (d,) for n in ("attn", "mlp")}
         found |= {layer + f"mlp.{n}_proj.weight": (width, d) for n in ("gate", "up")}
         found[layer + "mlp.down_proj.weight"] = (d, width)
-        found |= {layer + f"attn.{n}": shape for n, shape in mixer_shapes(config).items()}
+        own = mixer_shapes(config)
+        if i in (config.get("attn") or {"layers": []})["layers"]:
+            kv = d // config["attn"]["num_heads"] * config["attn"]["num_kv_heads"]
+            own = {f"{n}_proj.weight": (kv if n in "kv" else d, d) for n in "qkvo"}
+        found |= {layer + f"attn.{n}": shape for n, shape in own.items()}
     return found
 
 

@@ -20,6 +20,11 @@ TAPS = {"use_short_conv": True, "conv_size": 4}
 CONVOLVED = TAPS | {"allow_neg_eigval": False}
 SHARES = {"expand_k": 1.0, "expand_v": 1.0}
 SIZED = {"head_dim": 8, "expand_v": 2.0}
+FULL = {
+    "layers": [1], "num_heads": 4, "num_kv_heads": 2, "qkv_bias": False, "window_size": None,
+    "rope_theta": 5000.0,
+}  # fmt: skip
+SLIDING = FULL | {"layers": [0], "num_kv_heads": 4, "window_size": 8}
 CONFIGS = {
     "delta_net": CONVOLVED | SHARES
     | {"qk_activation": "silu", "qk_norm": "l2", "use_gate": False},
@@ -44,6 +49,12 @@ CONFIGS = {
     "retnet, ungated": SHARES | {"expand_v": 2.0, "use_output_gate": False},
     "hgrn2": TAPS | {"expand_ratio": 16, "use_short_conv": False, "use_lower_bound": True},
     "hgrn2, convolved": TAPS | {"expand_ratio": 16, "use_lower_bound": True},
+    "gated_deltanet, hybrid": CONVOLVED | SIZED
+    | {"use_gate": True, "num_v_heads": 4, "attn": FULL},
+    "gated_deltaproduct, hybrid": CONVOLVED | SIZED
+    | {"num_householder": 2, "use_forget_gate": True, "use_output_gate": True, "attn": SLIDING},
+    "kda, hybrid": CONVOLVED | {"head_dim": 16, "expand_v": 1.0, "attn": SLIDING},
+    "gla, hybrid": SHARES | {"expand_k": 0.5, "use_output_gate": True, "attn": FULL},
     "linear_attn": SHARES | {"feature_map": "elu"},
     "linear_attn, identity": SHARES | {"feature_map": "identity"},
 }  # fmt: skip
@@ -81,7 +92,8 @@ def test_bfloat16_keeps_its_bits(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "title", ["delta_net", "gated_deltanet", "kda", "kda, bounded", "gla", "retnet", "hgrn2"]
+    "title",
+    ["delta_net", "gated_deltanet", "kda", "kda, bounded", "kda, hybrid", "gla", "retnet", "hgrn2"],
 )
 def test_ways_of_reading(title, tmp_path, random_tokens):
     make(tmp_path / "a", title)
@@ -106,7 +118,12 @@ def test_the_width_of_the_mlp_follows_its_ratio(tmp_path):
         ("kda", {"hiden_size": 3}, "unknown option 'hiden_size'"),
         ("kda", {"num_heads": "two"}, "num_heads must be an integer"),
         ("kda", {"hidden_size": None}, "missing key 'hidden_size'"),
-        ("kda", {"attn": {"layers": [0]}}, "attn must be None"),
+        ("kda", {"attn": {"layers": [0]}}, "missing key 'num_heads'"),
+        ("kda", {"attn": FULL | {"layers": [2]}}, "layers must number some of 2 from 0, got [2]"),
+        ("kda", {"attn": FULL | {"qkv_bias": True}}, "qkv_bias must be False, got True"),
+        ("kda", {"attn": [FULL]}, "attn must be an object"),
+        ("kda", {"attn": FULL | {"qk_norm": True}}, "unknown option 'qk_norm'"),
+        ("hgrn2", {"attn": FULL}, "attn must be None"),
         ("kda", {"model_type": "kda_"}, "did you mean 'kda'?"),
         ("kda", {"model_type": "llama"}, "is of no family that is known here"),
         ("kda", {"model_type": 3}, "is of no family that is known here"),
@@ -141,7 +158,8 @@ SMALL = {"vocab_size": 9, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "m
     ("family", "options", "message"),
     [
         ("kdaa", {"layer_types": "kda"}, "did you mean 'kda'?"),
-        ("kda", {"layer_types": ("kda", "attention")}, "layer_types="),
+        ("kda", {"layer_types": ("attention", "sliding_window")}, "layer_types="),
+        ("retnet", {"layer_types": ("retnet", "attention")}, "layer_types="),
         ("kda", {"layer_types": "gated_deltanet"}, "layer_types="),
         ("kda", {"layer_types": "kda", "beta_max": 1.5}, "beta_max=1.5 (1.0)"),
         ("kda", {"layer_types": "kda", "mlp_size": 0}, "intermediate_size must be an integer of 1"),

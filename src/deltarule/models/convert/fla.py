@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from deltarule.models.config import ModelConfig
 from deltarule.models.convert.family import Family
 from deltarule.models.convert.fields import Fields
-from deltarule.models.convert.names import MLP, Names, Rows, Tensors, under
+from deltarule.models.convert.hybrid import MOST_LAYERS
+from deltarule.models.convert.names import MLP, Names, Rows, Tensors, same, under
 from deltarule.models.convert.options import (
     Entry,
     Options,
@@ -39,7 +40,7 @@ def stream(hidden_ratio: float = 4) -> Table:
         return {"mlp_size": fields.integer("intermediate_size", 256 * -(-wide // 256), smallest=1)}
 
     return (
-        only({"hidden_act": ("swish", "silu"), "attn": None, "attnres_block_size": None}),
+        only({"hidden_act": ("swish", "silu"), "attnres_block_size": None}),
         *sizes(vocab_size=32000),
         Entry(read_inner, lambda config: {"intermediate_size": config.mlp_size}),
         number("norm_eps", "norm_eps", 1e-6),
@@ -49,6 +50,7 @@ def stream(hidden_ratio: float = 4) -> Table:
 
 
 STREAM = stream()
+ATTENTION = ("attention", "sliding_window")
 
 
 def convolved(used: bool) -> Entry:
@@ -133,6 +135,40 @@ def read_forget(fields: Fields, found: Options) -> Options:
     return {"layer_types": "gated_delta_product" if gated else "delta_product"}
 
 
+def read_attention(fields: Fields, found: Options) -> Options:
+    """Layers of attention among the others, full or over a window."""
+    if not fields.has("attn"):
+        fields.drop("attn")
+        return {}
+    inside, mixer, count = fields.inside("attn"), found["layer_types"], found["num_layers"]
+    layers = inside.listed("layers", [])
+    if count > MOST_LAYERS or not all(x in range(count) for x in layers):
+        raise ValueError(f"attn: layers must number some of {count} from 0, got {layers}")
+    heads, window = inside.integer("num_heads", smallest=1), None
+    if inside.has("window_size"):
+        window = inside.integer("window_size", smallest=1)
+    inside.drop("window_size")
+    own = "attention" if window is None else "sliding_window"
+    theirs = {
+        "layer_types": tuple(own if i in layers else mixer for i in range(count)),
+        "num_attention_heads": heads, "num_kv_heads": inside.integer("num_kv_heads", heads),
+        "window": window, "rope_theta": float(inside.number("rope_theta", 10000.0)),
+    }  # fmt: skip
+    inside.only("qkv_bias", False)
+    inside.done()
+    return theirs
+
+
+def write_attention(config: ModelConfig) -> Options:
+    """Back from `read_attention`."""
+    layers = [i for i, name in enumerate(config.layer_types) if name in ATTENTION]
+    own = {
+        "layers": layers, "num_heads": config.num_attention_heads, "window_size": config.window,
+        "num_kv_heads": config.num_kv_heads, "rope_theta": config.rope_theta, "qkv_bias": False,
+    }  # fmt: skip
+    return {"attn": own} if layers else {}
+
+
 def read_ratio(fields: Fields, found: Options) -> Options:
     """HGRN-2's heads, by their number or their channels."""
     hidden, heads = found["hidden_size"], None
@@ -156,6 +192,7 @@ def family(
     names: Mapping[str, str] | None = None,
     norms: tuple[str, str] = ("o_norm", "o_norm"),
     model: Names | None = None,
+    hybrid: bool = True,
 ) -> Family:
     """One family, from what differs.
 
@@ -169,19 +206,28 @@ def family(
         names: Names of submodules of the mixer, by ours, where they differ.
         norms: What the norm of an output is called, with a gate and without.
         model: Names of tensors of the model beside the usual ones.
+        hybrid: Whether it mixes in attention.
     """
     mixers = mixers or (model_type,)
-    attention = mixer_names(names or {}, norms)
-    layer = {"attn_norm": "mixer_norm", "mlp_norm": "mlp_norm"}
+    layer = {"attn_norm": "mixer_norm", "mlp_norm": "mlp_norm", **under("mlp.", MLP, "mlp.")}
+    own_names = under("attn.", mixer_names(names or {}, norms), "mixer.")
+    attention = under("attn.", same(*(f"{letter}_proj" for letter in "qkvo")), "mixer.")
     return Family(
         model_type=model_type,
         architecture=architecture,
-        options=(fixed({"layer_types": mixers[0]}), *common, *own),
+        options=(
+            fixed({"layer_types": mixers[0]}),
+            *common,
+            *own,
+            Entry(read_attention, write_attention) if hybrid else only({"attn": None}),
+        ),
         tensors=Tensors(
             embedding="embeddings",
             model=model or {},
             layer={
-                "": {**layer, **under("attn.", attention, "mixer."), **under("mlp.", MLP, "mlp.")}
+                "": layer,
+                **dict.fromkeys(mixers, own_names),
+                **dict.fromkeys(ATTENTION, attention),
             },
         ),
     )
@@ -233,7 +279,7 @@ FAMILIES = (
         "gated_deltaproduct", "GatedDeltaProductForCausalLM",
         Entry(
             read_forget,
-            lambda config: {"use_forget_gate": config.layer_types[0] == "gated_delta_product"},
+            lambda config: {"use_forget_gate": "gated_delta_product" in config.layer_types},
         ),
         *sized(6, 256, 2), integer("num_householder", "n_steps", 1), convolved(True), GATED,
         NEGATIVE,
@@ -250,7 +296,8 @@ FAMILIES = (
         only({"feature_map": None}), HEADS_ALIKE, *shares(1, 2), GATED,
         # Its layers have no convolution whatever its options say.
         silent("use_short_conv", "conv_size"), fixed({"conv_size": 0}),
-        common=stream(hidden_ratio=2), norms=SWISH_NORM,
+        # Its own wavelengths are not those of attention.
+        common=stream(hidden_ratio=2), norms=SWISH_NORM, hybrid=False,
     ),
     family(
         "linear_attn", "LinearAttentionForCausalLM",
@@ -274,5 +321,6 @@ FAMILIES = (
         norms=("g_norm", "g_norm"),
         # The least decays of all layers lie together, as they do here.
         model={"model.lower_bounds": Rows("blocks.0.mixer.bound_logits", form=last_joined)},
+        hybrid=False,
     ),
 )  # fmt: skip

@@ -275,9 +275,8 @@ def _run(inputs: Inputs, save: bool, size: int | None = None) -> tuple[Tensor, T
     final_state = _initial_state(inputs).clone(memory_format=torch.contiguous_format)
     shape = chunk_states_shape(inputs) if save else (0, *inputs.state_shape[1:])
     # Of packed documents there may be fewer chunks than places.
-    saved = (
-        final_state.new_empty(shape) if inputs.cu_seqlens is None else final_state.new_zeros(shape)
-    )
+    room = final_state.new_empty if inputs.cu_seqlens is None else final_state.new_zeros
+    saved = room(shape)
     with without_autocast(o.device):
         size, groups = plan(inputs, size)
         for sequences, windows in groups:
