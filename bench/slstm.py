@@ -1,0 +1,103 @@
+"""`python -m bench.slstm`: sLSTM on a GPU beside its authors' CUDA kernel (`pip install xlstm`).
+
+8x2048 tokens, gates in bfloat16, called from Python: the authors' kernel cannot be captured in a CUDA
+graph. Its first call compiles it, which takes half a minute.
+"""
+
+import argparse
+import importlib
+import json
+import statistics
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bench.timing import event_times
+from deltarule import slstm
+
+BATCH, TOKENS, REPEATS, WARM_UP = 8, 2048, 10, 3
+HEADS = {64: 16, 256: 4}
+Run = Callable[[Tensor, Tensor], Tensor]
+
+
+def ours(gates: Tensor, recurrent: Tensor) -> Tensor:
+    """o [B, T, heads, channels] of gates [B, T, 4, heads, channels]."""
+    return slstm(gates.transpose(2, 3), recurrent.permute(0, 2, 3, 1).contiguous()).o
+
+
+def theirs(heads: int, channels: int) -> Run:
+    """The same by the authors' cell, weights [heads, from, 4, to] in bfloat16."""
+    cell = importlib.import_module("xlstm.blocks.slstm.cell")
+    config = cell.sLSTMCellConfig(
+        hidden_size=heads * channels, num_heads=heads, batch_size=BATCH, backend="cuda",
+        dtype="bfloat16", dtype_b="float32", enable_automatic_mixed_precision=False,
+    )  # fmt: skip
+    layer = cell.sLSTMCell_cuda(config).cuda()
+    torch.nn.init.zeros_(layer._bias_)
+
+    def run(gates: Tensor, recurrent: Tensor) -> Tensor:
+        with torch.no_grad():
+            layer._recurrent_kernel_.copy_(layer._recurrent_kernel_ext2int(recurrent))
+        o: Tensor = layer(gates.flatten(2))[0]
+        return o.transpose(1, 2)
+
+    return run
+
+
+def figures(channels: int) -> list[dict[str, object]]:
+    """Milliseconds of both passes, gradients by the gates, and the error of o, of each side."""
+    heads, rows = HEADS[channels], []
+    sides: dict[str, Run] = {"deltarule": ours}
+    if find_spec("xlstm"):
+        sides["xlstm"] = theirs(heads, channels)
+    gates = torch.randn(BATCH, TOKENS, 4, heads, channels, device="cuda").bfloat16()
+    recurrent = torch.randn(heads, channels, 4, channels, device="cuda") / channels**0.5
+    recurrent, weight = recurrent.bfloat16().float(), torch.randn_like(gates[:, :, 0])
+    exact = ours(gates[:2].double(), recurrent.double())
+    leaf = gates.clone().requires_grad_()
+    for name, run in sides.items():
+        row: dict[str, object] = {"side": name, "heads": heads, "channels": channels}
+        error = (run(gates, recurrent)[:2].double() - exact).norm() / exact.norm()
+        row["error"] = error.item()
+        row["forward_ms"] = milliseconds(lambda run=run: run(gates, recurrent))
+        row["both_ms"] = milliseconds(
+            lambda run=run: torch.autograd.grad(run(leaf, recurrent), leaf, weight)
+        )
+        print(row)
+        rows.append(row)
+    return rows
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    """Median on the GPU's clock, warm."""
+    return statistics.median(event_times([call], REPEATS + WARM_UP)[WARM_UP:])
+
+
+def main(output: Path | None = None) -> dict[str, object]:
+    """Print the table, and write it as JSON to `output`.
+
+    Args:
+        output: A file for the figures. None writes none.
+
+    Returns:
+        What was printed, with the versions.
+
+    Raises:
+        ValueError: There is no CUDA device.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError("bench.slstm needs a CUDA device, and PyTorch sees none")
+    found = [row for channels in HEADS for row in figures(channels)]
+    result = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": found}
+    if output is not None:
+        output.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Time sLSTM beside its authors' kernel.")
+    parser.add_argument("--output", type=Path, default=None)
+    main(parser.parse_args().output)
