@@ -1,7 +1,7 @@
 """`python -m bench.slstm`: sLSTM on a GPU beside its authors' CUDA kernel (`pip install xlstm`).
 
-8x2048 tokens, gates in bfloat16, called from Python: the authors' kernel cannot be captured in a CUDA
-graph. Its first call compiles it, which takes half a minute.
+8x2048 tokens, gates in bfloat16, called from Python: the authors' kernel cannot be captured in a
+CUDA graph. Its first call compiles it, which takes half a minute.
 """
 
 import argparse
@@ -9,6 +9,7 @@ import importlib
 import json
 import statistics
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -49,7 +50,8 @@ def theirs(heads: int, channels: int) -> Run:
 
 def figures(channels: int) -> list[dict[str, object]]:
     """Milliseconds of both passes, gradients by the gates, and the error of o, of each side."""
-    heads, rows = HEADS[channels], []
+    heads = HEADS[channels]
+    rows: list[dict[str, object]] = []
     sides: dict[str, Run] = {"deltarule": ours}
     if find_spec("xlstm"):
         sides["xlstm"] = theirs(heads, channels)
@@ -62,13 +64,16 @@ def figures(channels: int) -> list[dict[str, object]]:
         row: dict[str, object] = {"side": name, "heads": heads, "channels": channels}
         error = (run(gates, recurrent)[:2].double() - exact).norm() / exact.norm()
         row["error"] = error.item()
-        row["forward_ms"] = milliseconds(lambda run=run: run(gates, recurrent))
-        row["both_ms"] = milliseconds(
-            lambda run=run: torch.autograd.grad(run(leaf, recurrent), leaf, weight)
-        )
+        row["forward_ms"] = milliseconds(partial(run, gates, recurrent))
+        row["both_ms"] = milliseconds(partial(gradient, run, leaf, recurrent, weight))
         print(row)
         rows.append(row)
     return rows
+
+
+def gradient(run: Run, gates: Tensor, recurrent: Tensor, weight: Tensor) -> Tensor:
+    """By the gates, of a weighted sum of what is put out."""
+    return torch.autograd.grad(run(gates, recurrent), gates, weight)[0]
 
 
 def milliseconds(call: Callable[[], object]) -> float:
@@ -91,7 +96,11 @@ def main(output: Path | None = None) -> dict[str, object]:
     if not torch.cuda.is_available():
         raise ValueError("bench.slstm needs a CUDA device, and PyTorch sees none")
     found = [row for channels in HEADS for row in figures(channels)]
-    result = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": found}
+    result: dict[str, object] = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "rows": found,
+    }
     if output is not None:
         output.write_text(json.dumps(result, indent=1) + "\n")
     return result
