@@ -221,6 +221,13 @@ def test_runs_are_listed_compared_and_written_as_flags(data, tmp_path, capsys, m
     assert a.split()[:5] == ["a", "train", "text", "4/4", "done"]
     assert "bits_per_byte" in a
     assert b.split()[:4] == ["b", "train", "text", "1/4"]
+    with monkeypatch.context() as terminal:
+        terminal.setenv("COLUMNS", "60")
+        terminal.setattr(sys.stdout, "isatty", lambda: True)
+        assert main(["runs"]) == 0
+    narrow = capsys.readouterr().out
+    assert max(map(len, narrow.splitlines())) <= 60
+    assert narrow.split() == " ".join([head, a, b]).split()
     with locked(tmp_path / "runs" / "a"):
         assert main(["runs", "a"]) == 0
     assert "running" in capsys.readouterr().out

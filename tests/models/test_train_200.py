@@ -1,7 +1,9 @@
 """Every mixer learns text: 200 steps of `deltarule train text`, run by `pytest -m slow`."""
 
+import json
 import math
 import os
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +23,19 @@ def test_200_steps_lower_the_loss_of_every_mixer():
         assert row["steps"] == STEPS
         assert math.isfinite(row["last_loss"])
         assert row["last_loss"] < LEARNED * row["first_loss"], row
+
+
+def test_the_figures_that_are_kept_are_of_every_mixer():
+    docs = Path(__file__).parents[2] / "docs"
+    rows = json.loads((docs / "figures" / "train_200.json").read_text())
+    assert sorted(row["name"] for row in rows) == sorted(MIXERS)
+    assert all(row["steps"] == STEPS for row in rows)
+    assert all(row["last_loss"] < LEARNED * row["first_loss"] for row in rows)
+    first, last = ([row[name] for row in rows] for name in ("first_loss", "last_loss"))
+    page = " ".join((docs / "training.md").read_text().split())
+    assert f"from {min(first):.1f} to {max(first):.1f} nats a byte" in page
+    for end in (min, max):
+        assert f"{end(last):.2f} (" in page
 
 
 def test_a_row_says_what_the_losses_did(tmp_path):

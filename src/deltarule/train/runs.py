@@ -1,5 +1,8 @@
 """`deltarule runs`: which runs there are, how far they have come, and in what they differ."""
 
+import shutil
+import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +20,11 @@ from deltarule.train.run_folder import (
     locked,
     read_run,
 )
+
+# Of the columns of a table, but for the space at the end of a line.
+AS_IT_IS: dict[str, Any] = {
+    "subsequent_indent": "    ", "replace_whitespace": False, "break_on_hyphens": False,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,7 @@ def figures(rows: Sequence[Row]) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they must be.
+    """Columns as wide as they must be; what a terminal has no room for goes on in another line.
 
     Examples:
         >>> print(table([["a", "bb"], ["ccc", "d"]]))
@@ -116,7 +124,8 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    return "\n".join(textwrap.fill(line, room, **AS_IT_IS) for line in lines)
 
 
 def shown(value: Any) -> str:
