@@ -252,7 +252,7 @@ def memory(operator: str, maps: int) -> Operator:
 
     def make(batch: int, tokens: int, sequences: int) -> Tensors:
         lengths = (tokens // max(sequences, 1),) * sequences if sequences != batch else None
-        if lengths is not None:
+        if lengths:
             lengths = (*lengths[:-1], lengths[-1] + tokens - sum(lengths))
         return memories.make(operator, maps, batch=batch, tokens=tokens, lengths=lengths).tensors
 

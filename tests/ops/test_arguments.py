@@ -152,25 +152,6 @@ def test_the_state_is_dropped_on_request() -> None:
     assert call(return_state=False).final_state is None
 
 
-@pytest.mark.parametrize("impl", ["torch", "reference"])
-def test_the_final_state_is_always_new(impl: str) -> None:
-    out = call(
-        **{name: GOOD[name][:, :0] for name in ("q", "k", "v", "beta", "log_decay")}, impl=impl
-    )
-    assert torch.equal(out.final_state, GOOD["initial_state"])
-    assert out.final_state.data_ptr() != GOOD["initial_state"].data_ptr()
-    assert out.o.shape == (2, 0, 4, 6)
-
-
-@pytest.mark.parametrize("impl", ["torch", "reference"])
-def test_no_sequence_at_all(impl: str) -> None:
-    empty = {name: GOOD[name][:0] for name in ("q", "k", "v", "beta", "log_decay", "initial_state")}
-    assert call(**empty, impl=impl).o.shape == (0, 10, 4, 6)
-    none = {name: GOOD[name][:1, :0] for name in ("q", "k", "v", "beta", "log_decay")}
-    out = call(**none, initial_state=None, cu_seqlens=pack([]), impl=impl)
-    assert out.final_state.shape == (0, 4, 6, 8)
-
-
 def test_explain_names_what_runs() -> None:
     rows = explain(GOOD["q"], GOOD["k"], GOOD["v"], beta=GOOD["beta"])
     runs = [(row.impl, row.runs) for row in rows]

@@ -131,6 +131,32 @@ def test_repeated_runs_are_equal_bit_by_bit(operator):
     assert all(torch.equal(found[name], same[name]) for name in found)
 
 
+LAYOUTS = {
+    "strided": lambda x: torch.stack([x, x], -1)[..., 0],
+    "expanded": lambda x: x[:1].expand_as(x),
+    "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1) if x.ndim > 1 else x,
+}
+
+
+@every
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_memory_layout(operator, layout):
+    x = {name: LAYOUTS[layout](y) for name, y in operator.draw(tokens=9).items()}
+    dense = {name: y.contiguous() for name, y in x.items()}
+    assert_alike(operator.run(**x, impl="torch"), operator.run(**dense, impl="torch"))
+
+
+@every
+@every_impl
+def test_autocast_changes_nothing(operator, impl):
+    x = operator.draw(tokens=9)
+    x = {n: y.float() if y.is_floating_point() else y for n, y in x.items()}
+    expected = operator.run(**x, impl=impl)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = operator.run(**x, impl=impl)
+    assert all(map(torch.equal, found, expected))
+
+
 PADDED = ("long convolution", "hyena", "multi-head hyena", "slstm", "ttt", "titans of two maps")
 
 
@@ -184,11 +210,11 @@ def test_16_bits_are_computed_in_float32(operator):
 
 @every
 @every_impl
-@pytest.mark.parametrize(("batch", "tokens"), [(2, 0), (0, 3)])
-def test_nothing_to_read_leaves_a_copy_of_the_state(operator, impl, batch, tokens):
-    x = operator.draw(batch, tokens)
+@pytest.mark.parametrize("sizes", [(2, 0), (0, 3), (1, 0, (0, 0)), (1, 0, ())])
+def test_nothing_to_read_leaves_a_copy_of_the_state(operator, impl, sizes):
+    x = operator.draw(*sizes)
     o, *states = operator.run(**x, impl=impl)
-    assert o.shape[:2] == (batch, tokens)
+    assert o.shape[:2] == sizes[:2]
     for y, name in zip(states, operator.states, strict=True):
         assert torch.equal(y, x[name])
         assert y.numel() == 0 or y.data_ptr() != x[name].data_ptr()

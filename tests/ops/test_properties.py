@@ -89,30 +89,6 @@ def test_steps_equal_an_expanded_sequence(impl: str) -> None:
 
 
 @every_impl
-@pytest.mark.parametrize("layout", ["strided", "expanded", "transposed"])
-def test_any_memory_layout(impl: str, layout: str) -> None:
-    case = make_case("channel", "tied", batch=2)
-    change = {
-        "strided": lambda x: torch.stack([x, x], -1)[..., 0],
-        "expanded": lambda x: x[:1].expand_as(x),
-        "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
-    }[layout]
-    changed = {name: change(case.tensors[name]) for name in case.present()}
-    out = case.changed(**changed).run(impl)
-    plain = case.changed(**{name: x.contiguous() for name, x in changed.items()}).run(impl)
-    assert_close(out.o, plain.o)
-
-
-@every_impl
-def test_autocast_changes_nothing(impl: str) -> None:
-    case = make_case("head", "tied", dtype=torch.float32)
-    expected = case.run(impl)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = case.run(impl)
-    assert torch.equal(out.o, expected.o)
-
-
-@every_impl
 def test_a_long_sequence_does_not_drift(impl: str) -> None:
     if impl == "reference":
         pytest.skip("the definition needs minutes for it")
