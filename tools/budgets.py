@@ -32,7 +32,7 @@ FOLDERS = {
     "src/deltarule": 51_400,
     "src/deltarule/ops": 22_800,
     "src/deltarule/ops/runtime": 1_050,
-    "src/deltarule/ops/delta_rule": 10_450,
+    "src/deltarule/ops/delta_rule": 10_600,
     "src/deltarule/ops/context": 500,
     "src/deltarule/ops/selective_scan": 1_600,
     "src/deltarule/ops/mesa": 850,

@@ -13,7 +13,7 @@ from deltarule.doctor import definition
 from deltarule.doctor import examine as module
 from deltarule.doctor.command import DoctorRun, diagnose, keep_verdicts
 from deltarule.doctor.examine import Configuration, commonest, draw, every, examine, known_bad
-from deltarule.ops.delta_rule import chunked, implementations
+from deltarule.ops.delta_rule import chunked, implementations, refused
 from deltarule.ops.delta_rule.triton import passes
 from deltarule.ops.delta_rule.triton.plan import LEAST_READS, full_tiles, new_plan
 from deltarule.ops.runtime import machine
@@ -110,14 +110,14 @@ def test_a_kernel_that_raises_is_a_finding(monkeypatch) -> None:
     verdict = examine(TINY, CPU)
     assert verdict.error == "dense: RuntimeError: an illegal memory access"
     keep_verdicts([verdict])
-    name = implementations.configuration_name(draw(TINY, (), CPU, False))
-    assert implementations.refusal(name)
+    name = refused.configuration_name(draw(TINY, (), CPU, False))
+    assert refused.refusal_of(name)
 
 
 def test_a_damaged_file_is_no_finding(own_cache) -> None:
     path = keep_verdicts([])
     path.write_text("{")
-    assert machine.load_findings("doctor") == {}
+    assert machine.load_findings() == {}
 
 
 @pytest.mark.parametrize(
@@ -138,13 +138,11 @@ def test_without_a_gpu_it_says_so() -> None:
 
 def test_compiled_code_is_refused_too(monkeypatch) -> None:
     inputs = draw(TINY, (), CPU, False)
-    keep_verdicts(
-        [module.Verdict(implementations.configuration_name(inputs), False, "wrong", 2.0, 0.0)]
-    )
+    keep_verdicts([module.Verdict(refused.configuration_name(inputs), False, "wrong", 2.0, 0.0)])
 
     def reason(x):
-        name = implementations.configuration_name(inputs._replace(q=x))
-        return x + 1, implementations.refusal(name)
+        name = refused.configuration_name(inputs._replace(q=x))
+        return x + 1, refused.refusal_of(name)
 
     _, found = torch.compile(reason, fullgraph=True, backend="eager")(inputs.q)
     assert "wrong" in found

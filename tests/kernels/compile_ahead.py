@@ -13,12 +13,12 @@ from ahead import Launch, Report, compiled, recording
 from torch import Tensor
 
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton import passes, spanning, tile_sizes
+from deltarule.ops.delta_rule.triton import passes, spanning, tile_sizes, windows
 from deltarule.ops.delta_rule.triton import plan as segment_length
 from deltarule.ops.delta_rule.triton import step as recurrent_step
 
 # The sizes decide, unless a call says in how many windows its backward is cut.
-WINDOWS_OF = passes.windows_of
+WINDOWS_OF = windows.windows_of
 TARGETS = (80, 86, 89, 90, 100, 120)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -104,9 +104,9 @@ def launches(call: Call, capability: int) -> list[Launch]:
     tile_sizes.configuration.cache_clear()
     segment_length.multiprocessors = lambda device: call.processors
     inputs, parts = inputs_of(call), call.windows
-    passes.windows_of = WINDOWS_OF
+    windows.windows_of = WINDOWS_OF
     if parts is not None:
-        passes.windows_of = lambda call, again: passes.cut_into(call, parts)
+        windows.windows_of = lambda call: windows.cut_into(call, parts)
     with recording() as found:
         if call.step:
             recurrent_step.recurrent_step(inputs, inputs.initial_state, None, -1)

@@ -13,8 +13,8 @@ from ahead import compiled, recording
 
 from deltarule.ops.delta_rule.gluon import gradient_stage, stage
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton import stages
-from deltarule.ops.delta_rule.triton.passes import kept_shapes, own_shapes
+from deltarule.ops.delta_rule.triton.gradients import own_shapes
+from deltarule.ops.delta_rule.triton.passes import kept_shapes, new_gradients
 from deltarule.ops.delta_rule.triton.plan import WHOLE, Call, new_plan
 
 TARGET = 90
@@ -82,7 +82,7 @@ def gradients(inputs: Inputs) -> None:
     call = kept(inputs)
     shapes = own_shapes(call, call.plan.chunks, False)
     own = {name: torch.empty(*of[:1], dtype=of[1]) for name, of in shapes.items()}
-    stages.new_gradients(call)
+    new_gradients(call)
     call.values["d_o"] = call["d_v"]
     if gradient_stage.can(call):
         if inputs.q.shape[2] == inputs.v.shape[2]:

@@ -8,8 +8,8 @@ import torch
 
 from deltarule.models import CausalLM, ModelConfig, linear_next_token_loss, next_token_loss
 from deltarule.nn import mlp, norm, short_conv
-from deltarule.ops.dispatch import why_not_fused
 from deltarule.ops.fused import short_conv as conv_ops
+from deltarule.ops.fused_kernels import why_not_fused
 from neighbours import MAKERS, PACKED, conv
 from tolerance import relative_rms
 from truth import captured, waits_for_nothing

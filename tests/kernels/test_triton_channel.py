@@ -18,7 +18,7 @@ promised("triton")
 import triton
 import triton.language as tl
 
-from deltarule.ops.delta_rule.triton import channel_decay, channel_stages
+from deltarule.ops.delta_rule.triton import channel_flagged, channel_stages
 
 __all__ = ["on_the_cpu"]
 pytestmark = [interpreted, pytest.mark.usefixtures("on_the_cpu")]
@@ -125,10 +125,10 @@ def test_more_chunks_with_flagged_rows_than_programs(
 
 @triton.jit
 def next_below_kernel(x, found, count, PER: tl.constexpr, C: tl.constexpr):
-    i_x = channel_decay.next_below(x, 0.5, tl.program_id(0), count, PER, C)
+    i_x = channel_flagged.next_below(x, 0.5, tl.program_id(0), count, PER, C)
     while i_x < count:
         tl.store(found + i_x, tl.load(found + i_x) + 1)
-        i_x = channel_decay.next_below(x, 0.5, i_x + tl.num_programs(0), count, PER, C)
+        i_x = channel_flagged.next_below(x, 0.5, i_x + tl.num_programs(0), count, PER, C)
 
 
 # One row of numbers at a time, a few, and as many as there may be.
@@ -151,7 +151,7 @@ def test_each_row_below_the_bar_is_found_once(per: int, channels: int) -> None:
 def test_more_flagged_chunks_than_programs(
     monkeypatch: pytest.MonkeyPatch, in_float32: None, erase: str, look: int, programs: int
 ) -> None:
-    monkeypatch.setattr(channel_decay, "LOOK", look)
+    monkeypatch.setattr(channel_flagged, "LOOK", look)
     monkeypatch.setattr(channel_stages, "PROGRAMS", programs)
     case = small("channel", erase, tokens=64 * 7, value_heads=2, key_size=3, value_size=3)
     decay = case.tensors["log_decay"]

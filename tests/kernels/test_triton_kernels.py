@@ -11,7 +11,7 @@ from promised import promised
 
 promised("triton")
 
-from deltarule.ops.delta_rule.triton import passes, stages, tile_sizes
+from deltarule.ops.delta_rule.triton import gradients, passes, scan, scores, tile_sizes
 from deltarule.ops.delta_rule.triton.plan import new_plan
 
 __all__ = ["on_the_cpu"]
@@ -84,7 +84,8 @@ def test_tiles_through_the_copy_engine_change_nothing(n_steps: int, monkeypatch)
     case = small(n_steps=n_steps, **sizes, value_heads=1)
     check(case, "triton")
     whole = case.run("triton")
-    monkeypatch.setattr(stages, "full_tiles", lambda *_: False)
+    for launches in (scores, scan, gradients):
+        monkeypatch.setattr(launches, "full_tiles", lambda *_: False)
     assert all(map(torch.equal, whole, case.run("triton")))
 
 
@@ -135,7 +136,7 @@ def test_nothing_comes_from_the_future(decay, erase, n_steps, change) -> None:
     ("erase", "normalize_qk"), [("none", False), ("none", True), ("tied", True)]
 )
 def test_scores_that_the_scans_take(monkeypatch, erase, normalize_qk, sizes) -> None:
-    monkeypatch.setattr(stages, "SCORED_TYPES", (torch.float32,))
+    monkeypatch.setattr(scores, "SCORED_TYPES", (torch.float32,))
     sizes = {"key_size": 16, "value_size": 16, "dtype": torch.float32, **sizes}
     case = make_case("none", erase, normalize_qk=normalize_qk, **sizes)
     for name in ("q", "k"):
@@ -159,7 +160,7 @@ def test_which_scores_the_scans_take(changed: dict, taken: bool) -> None:
     inputs = inputs_of(
         make_case(**{"decay": "none", "dtype": torch.bfloat16, "tokens": 3, **changed})
     )
-    assert stages.scans_score(inputs, new_plan(inputs)) == taken
+    assert scores.scans_score(inputs, new_plan(inputs)) == taken
 
 
 @pytest.mark.parametrize(
@@ -168,4 +169,4 @@ def test_which_scores_the_scans_take(changed: dict, taken: bool) -> None:
 def test_where_the_scans_take_scores(monkeypatch, architecture: int, taken: bool) -> None:
     monkeypatch.setattr(tile_sizes, "INTERPRETED", architecture)
     inputs = inputs_of(make_case("none", dtype=torch.bfloat16, tokens=3))
-    assert stages.scans_score(inputs, new_plan(inputs)) == taken
+    assert scores.scans_score(inputs, new_plan(inputs)) == taken

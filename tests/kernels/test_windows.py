@@ -14,7 +14,7 @@ from promised import promised
 promised("triton")
 
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton import passes
+from deltarule.ops.delta_rule.triton import passes, windows
 from deltarule.ops.delta_rule.triton import plan as launch
 from deltarule.ops.delta_rule.triton import plan as segment_length
 from deltarule.ops.runtime import launch as direct
@@ -63,44 +63,43 @@ def test_no_gradient_by_the_final_state_is_one_of_zeros(options, parts, monkeypa
 
 def cut_into(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut into so many windows, whatever the size."""
-    cut = passes.cut_into
-    monkeypatch.setattr(passes, "windows_of", lambda call, _: cut(call, parts))
+    cut = windows.cut_into
+    by_head = lambda call: None if call.inputs.by_channel else cut(call, parts)  # noqa: E731
+    monkeypatch.setattr(windows, "windows_of", by_head)
 
 
 @interpreted
-@pytest.mark.parametrize("save", [True, False], ids=["kept", "again"])
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
-def test_windows_change_nothing(options, save, monkeypatch) -> None:
+def test_windows_change_nothing(options, monkeypatch) -> None:
     dtype = torch.float32 if options.get("lengths") else torch.float16
     inputs, weighted = drawn(options, dtype)
-    whole = gradients(inputs, weighted, save)
+    whole = gradients(inputs, weighted, True)
+    assert all(map(torch.equal, whole, gradients(inputs, weighted, False)))
     cut_into(3, monkeypatch)
-    assert all(map(torch.equal, whole, gradients(inputs, weighted, save)))
+    assert all(map(torch.equal, whole, gradients(inputs, weighted, False)))
 
 
 @interpreted
-@pytest.mark.parametrize("save", [True, False], ids=["kept", "again"])
 @pytest.mark.parametrize("lengths", [None, (3, 0, 200)], ids=["dense", "packed"])
-def test_windows_of_segments_change_nothing(lengths, save, monkeypatch) -> None:
+def test_windows_of_segments_change_nothing(lengths, monkeypatch) -> None:
     monkeypatch.setattr(launch, "chunks_per_segment", lambda *shapes: 2)
     inputs, weighted = drawn({"tokens": 230, "lengths": lengths}, torch.float32)
-    whole = gradients(inputs, weighted, save)
+    whole = gradients(inputs, weighted, False)
     cut_into(2, monkeypatch)
-    assert all(map(torch.equal, whole, gradients(inputs, weighted, save)))
+    assert all(map(torch.equal, whole, gradients(inputs, weighted, False)))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("parts", [2, 5])
-@pytest.mark.parametrize("save", [True, False], ids=["kept", "again"])
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
-def test_windows_change_nothing_on_a_gpu(options, save, parts, monkeypatch) -> None:
+def test_windows_change_nothing_on_a_gpu(options, parts, monkeypatch) -> None:
     sizes = {"key_size": 128, "value_size": 128, "value_heads": 2}
     # Long enough for segments, too: packed sequences, and rows of few heads.
     longer = {"tokens": 1100} if "lengths" not in options else {"lengths": (3, 0, 900, 200)}
     inputs, weighted = drawn(options | sizes | longer, torch.bfloat16, "cuda")
-    whole = gradients(inputs, weighted, save)
+    whole = gradients(inputs, weighted, False)
     cut_into(parts, monkeypatch)
-    assert all(map(torch.equal, whole, gradients(inputs, weighted, save)))
+    assert all(map(torch.equal, whole, gradients(inputs, weighted, False)))
 
 
 def call(batch: int, tokens: int, *, gated: bool = True, heads: int = 16, **changes) -> Inputs:
@@ -112,20 +111,19 @@ def call(batch: int, tokens: int, *, gated: bool = True, heads: int = 16, **chan
     return inputs._replace(**changes)
 
 
-def planned(inputs: Inputs, again: bool = True) -> tuple[str, int, int]:
+def planned(inputs: Inputs) -> tuple[str, int, int] | None:
     """Kind, number and chunks of the windows of a call."""
-    cut = passes.windows_of(launch.Call(inputs, launch.new_plan(inputs)), again)
-    return cut.kind, cut.parts, cut.chunks
+    cut = windows.windows_of(launch.Call(inputs, launch.new_plan(inputs)))
+    return None if cut is None else (cut.kind, cut.parts, cut.chunks)
 
 
 def test_windows_are_as_many_as_are_worth_it(monkeypatch) -> None:
-    assert planned(call(8, 4096), again=False)[1] == 1
     assert planned(call(8, 4096)) == ("stretch", 8, 8)
-    assert planned(call(1, 4096))[1] == planned(call(8, 512))[1] == 1
-    assert planned(call(1, 0, heads=1))[1] == 1
+    assert planned(call(1, 4096)) is planned(call(8, 512)) is None
+    assert planned(call(1, 0, heads=1)) is None
     # One window after the other leaves of long packed sequences too few to scan at a time.
     offsets = torch.empty(9, dtype=torch.int32, device="meta")
-    assert planned(call(1, 32768, cu_seqlens=offsets))[1] == 1
+    assert planned(call(1, 32768, cu_seqlens=offsets)) is None
     offsets = torch.empty(65, dtype=torch.int32, device="meta")
     assert planned(call(1, 32768, cu_seqlens=offsets)) == ("row", 3, 192)
     monkeypatch.setattr(segment_length, "multiprocessors", lambda device: 132)
@@ -176,5 +174,5 @@ def test_the_peak_is_counted(monkeypatch) -> None:
     # Without an erase X goes to dv alone.
     assert peak_mib(call(8, 4096, beta=None), save=True) == 1134
     assert peak_mib(call(8, 4096), save=False) <= 854
-    monkeypatch.setattr(passes, "LEAST_BYTES", 2**60)
+    monkeypatch.setattr(windows, "LEAST_BYTES", 2**60)
     assert peak_mib(call(8, 4096), save=False) == 1456

@@ -13,7 +13,8 @@ promised("triton")
 from deltarule.ops.delta_rule import chunked, definition
 from deltarule.ops.delta_rule.gluon import gradient_stage, stage
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton import passes, stages
+from deltarule.ops.delta_rule.triton import gradients as triton_gradients
+from deltarule.ops.delta_rule.triton import passes
 from deltarule.ops.delta_rule.triton.passes import kept_shapes
 from deltarule.ops.delta_rule.triton.plan import WHOLE, Call, Window, new_plan
 from gluon_interpreter import interpret_launches
@@ -265,7 +266,9 @@ def test_the_scan_back_leaves_d_and_x_where_they_are_found(
     inputs, (d_o, d_final) = inputs_of(case), weights(case)
     given = d_o.half(), d_final.float(), inputs, passes.forward(inputs, save)[2]
     expected = passes.backward(*given)
-    monkeypatch.setattr(stages, "fused_gradients", lambda call, window=WHOLE: gradient_stage)
+    monkeypatch.setattr(
+        triton_gradients, "fused_gradients", lambda call, window=WHOLE: gradient_stage
+    )
     for x, y in zip(passes.backward(*given), expected, strict=True):
         assert (x is None) == (y is None)
         assert x is None or relative_rms(x, y.double()) < 2e-3

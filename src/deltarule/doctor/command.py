@@ -1,5 +1,6 @@
 """`deltarule doctor`: examine configurations, show progress, keep what was found."""
 
+import json
 import math
 import os
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from deltarule.atomic_file import write_atomically
 from deltarule.doctor.examine import (
     Configuration,
     Verdict,
@@ -21,15 +23,8 @@ from deltarule.doctor.examine import (
     examined,
     known_bad,
 )
-from deltarule.ops.delta_rule.implementations import configuration_name
-from deltarule.ops.runtime.machine import (
-    KIND,
-    failures,
-    findings_file,
-    identity,
-    load_findings,
-    save_findings,
-)
+from deltarule.ops.delta_rule.refused import configuration_name
+from deltarule.ops.runtime.machine import failures, findings_file, identity, load_findings
 from deltarule.processes import each_apart
 from deltarule.train.extra import require
 
@@ -70,8 +65,8 @@ def diagnose(run: DoctorRun) -> None:
         ValueError: There is no GPU or no Triton, or a configuration failed.
     """
     if run.show:
-        print(f"{findings_file('doctor')}:")
-        for name, verdict in load_findings("doctor").items():
+        print(f"{findings_file()}:")
+        for name, verdict in load_findings().items():
             print(
                 f"  {'passed' if verdict['passed'] else 'FAILED'}  {name}  {verdict['error'] or ''}"
             )
@@ -84,7 +79,7 @@ def diagnose(run: DoctorRun) -> None:
     if (warning := known_bad(torch.cuda.get_device_capability())) is not None:
         print(warning)
     start, configurations = time.perf_counter(), every() if run.all else commonest()
-    found, path = [], findings_file("doctor")
+    found, path = [], findings_file()
     for verdict in shown(examine_all(configurations, run.processes), len(configurations)):
         # At once: the whole grid takes long, and may be stopped.
         path = keep_verdicts([verdict])
@@ -144,13 +139,16 @@ def fitting_processes() -> int:
 
 def keep_verdicts(found: Iterable[Verdict]) -> Path:
     """Add to what is kept of this machine; a new verdict replaces an old one."""
-    verdicts = load_findings(KIND) | {
+    verdicts = load_findings() | {
         verdict.name: {
             "passed": verdict.passed, "error": verdict.error, "times_bar": verdict.times_bar,
         }
         for verdict in found
     }  # fmt: skip
-    path = save_findings(KIND, verdicts)
+    path = findings_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"machine": identity(), "doctor": verdicts}, indent=1) + "\n"
+    write_atomically(path, lambda aside: aside.write_text(text))
     failures.cache_clear()
     return path
 

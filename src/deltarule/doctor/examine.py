@@ -203,7 +203,7 @@ def times_yardstick(name: str, x: Tensor, exact: Tensor, own: Tensor) -> float:
 
 def examine(of: Configuration, device: torch.device) -> Verdict:
     """Run one configuration dense, and packed with unit norm; the worst result decides."""
-    from deltarule.ops.delta_rule.implementations import configuration_name
+    from deltarule.ops.delta_rule.refused import configuration_name
 
     start = time.perf_counter()
     # Triton's interpreter, which takes its time over every head, has no compiler to be wrong.

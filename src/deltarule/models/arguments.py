@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from deltarule.nn import ModelState
-from deltarule.ops.checks import check_axes, check_cu_seqlens, check_dense
+from deltarule.ops.checks import check_axes, check_dense
+from deltarule.ops.pack import check_cu_seqlens
 
 
 def check_inputs(

@@ -7,8 +7,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deltarule.ops.dispatch import Implementation, Table, always, choose, why_not_fused
+from deltarule.ops.dispatch import Implementation, Table, always, choose
 from deltarule.ops.fused import cross_entropy as fused
+from deltarule.ops.fused_kernels import why_not_fused
 from deltarule.shapes import Hidden
 
 # Rows in float32 at a time: the only memory beyond the logits and their gradient.

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from deltarule.ops.dispatch import are_plain_eager, why_not_fused
+from deltarule.ops.dispatch import are_plain_eager
+from deltarule.ops.fused_kernels import why_not_fused
 
 # Temperatures between which float32 can divide.
 SMALLEST, LARGEST = 1.2e-38, 3.4e38

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from deltarule.nn.rule import Arguments
-from deltarule.ops.checks import check_axes, check_cu_seqlens, check_dense
+from deltarule.ops.checks import check_axes, check_dense
 from deltarule.ops.context import Context
 from deltarule.ops.context.rows import rows_before
+from deltarule.ops.pack import check_cu_seqlens
 from deltarule.shapes import Hidden, Mask, Offsets
 
 

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from deltarule.ops.dispatch import are_plain_eager, why_not_fused, without_autocast
+from deltarule.ops.dispatch import are_plain_eager, without_autocast
+from deltarule.ops.fused_kernels import why_not_fused
 from deltarule.ops.sequences import computed
 
 WIDE = torch.float64

@@ -1,7 +1,6 @@
 """The checks that hold for every implementation."""
 
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -104,36 +103,6 @@ def check_log_decay(log_decay: Tensor | None, q: Tensor, heads: int) -> None:
             "thousands of tokens, and lower precision rounds its decay to none; "
             "compute it with .float()"
         )
-
-
-def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
-    """Offsets of packed sequences; their values are read only where that costs no waiting."""
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        given = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise ValueError(f"cu_seqlens must be an int32 or int64 tensor, got {given}")
-    check_dense("cu_seqlens", cu_seqlens)
-    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 1:
-        raise ValueError(f"cu_seqlens must be [N + 1], got {shape(cu_seqlens)}")
-    if q.shape[0] != 1:
-        raise ValueError(f"cu_seqlens packs sequences into one row: B must be 1, got {q.shape[0]}")
-    if cu_seqlens.device.type not in ("cpu", q.device.type):
-        raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, but q is on {q.device}")
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-        check_offsets(cu_seqlens, q.shape[1])
-
-
-def check_offsets(cu_seqlens: Tensor, tokens: int) -> None:
-    """From 0 to T without a step back."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(cu_seqlens):
-        return
-    offsets = cu_seqlens.tolist()
-    if offsets[0] != 0:
-        raise ValueError(f"cu_seqlens must start at 0, got {offsets[0]}")
-    for i, (start, end) in enumerate(pairwise(offsets)):
-        if end < start:
-            raise ValueError(f"cu_seqlens must not decrease, got {start} then {end} at {i + 1}")
-    if offsets[-1] != tokens:
-        raise ValueError(f"cu_seqlens must end at T = {tokens}, got {offsets[-1]}")
 
 
 def check_state(name: str, state: Tensor | None, q: Tensor, expected: tuple[int, ...]) -> None:

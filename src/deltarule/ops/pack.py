@@ -1,10 +1,12 @@
-"""Offsets of sequences that lie end to end in one row."""
+"""Offsets of sequences that lie end to end in one row: made, and checked."""
 
 from collections.abc import Iterable
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
+from torch import Tensor
 
+from deltarule.ops.checks import check_dense, shape
 from deltarule.shapes import Offsets
 
 
@@ -34,3 +36,33 @@ def _length(length: int) -> int:
     if isinstance(length, bool) or not isinstance(length, int) or length < 0:
         raise ValueError(f"lengths must be integers of 0 or more, got {length!r}")
     return length
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
+    """Offsets of packed sequences; their values are read only where that costs no waiting."""
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        given = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise ValueError(f"cu_seqlens must be an int32 or int64 tensor, got {given}")
+    check_dense("cu_seqlens", cu_seqlens)
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 1:
+        raise ValueError(f"cu_seqlens must be [N + 1], got {shape(cu_seqlens)}")
+    if q.shape[0] != 1:
+        raise ValueError(f"cu_seqlens packs sequences into one row: B must be 1, got {q.shape[0]}")
+    if cu_seqlens.device.type not in ("cpu", q.device.type):
+        raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, but q is on {q.device}")
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_offsets(cu_seqlens, q.shape[1])
+
+
+def check_offsets(cu_seqlens: Tensor, tokens: int) -> None:
+    """From 0 to T without a step back."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(cu_seqlens):
+        return
+    offsets = cu_seqlens.tolist()
+    if offsets[0] != 0:
+        raise ValueError(f"cu_seqlens must start at 0, got {offsets[0]}")
+    for i, (start, end) in enumerate(pairwise(offsets)):
+        if end < start:
+            raise ValueError(f"cu_seqlens must not decrease, got {start} then {end} at {i + 1}")
+    if offsets[-1] != tokens:
+        raise ValueError(f"cu_seqlens must end at T = {tokens}, got {offsets[-1]}")

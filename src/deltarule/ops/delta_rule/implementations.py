@@ -12,12 +12,12 @@ from torch import Tensor
 
 from deltarule.ops.delta_rule import definition
 from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.refused import refusal
 from deltarule.ops.delta_rule.torch import passes as torch_passes
-from deltarule.ops.delta_rule.triton.tile_sizes import power_of_two
 from deltarule.ops.dispatch import Implementation, Table, always, triton_missing, without_autocast
 from deltarule.ops.folding import Fold
 from deltarule.ops.operators import Backend, Recurrence
-from deltarule.ops.runtime.machine import anything_failed, refusal
+from deltarule.ops.runtime.machine import anything_failed
 from deltarule.shapes import RecurrentOutput
 
 
@@ -78,7 +78,7 @@ def why_not_triton(call: Request) -> str | None:
             f"the Triton kernels take K up to {MAX_KEY_CHANNELS} and V up to "
             f"{MAX_VALUE_CHANNELS}, got K = {q.shape[3]} and V = {v.shape[3]}"
         )
-    return refusal(configuration_name(call.inputs)) if anything_failed() else None
+    return refusal(call.inputs) if anything_failed() else None
 
 
 def run_triton(call: Request) -> RecurrentOutput:
@@ -134,20 +134,3 @@ IMPLEMENTATIONS: Table[Request, RecurrentOutput] = {
     "torch": Implementation(why_not=always, run=run_torch),
     "reference": Implementation(why_not=always, run=run_reference),
 }
-
-
-def configuration_name(inputs: Inputs) -> str:
-    """A name for all calls that run the same compiled kernels, up to packing and unit norm.
-
-    Examples:
-        >>> import torch
-        >>> q = torch.zeros(1, 4, 2, 100)
-        >>> call = Inputs(q, q, q, None, None, None, None, None, None, 1, 1.0, False, False)
-        >>> configuration_name(call)
-        'erase none, decay none, n_steps 1, float32, K to 128, V to 128'
-    """
-    dtype = str(inputs.q.dtype).removeprefix("torch.")
-    return (
-        f"erase {inputs.erase}, decay {inputs.decay}, n_steps {inputs.n_steps}, {dtype}, "
-        f"K to {power_of_two(inputs.q.shape[-1])}, V to {power_of_two(inputs.v.shape[-1])}"
-    )

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from deltarule.ops.checks import (
-    check_cu_seqlens,
     check_gate,
     check_log_decay,
     check_scale,
     check_sequence,
     check_state,
 )
+from deltarule.ops.pack import check_cu_seqlens
 
 
 class Inputs(NamedTuple):
@@ -31,27 +31,6 @@ class Inputs(NamedTuple):
     scale: float
     normalize_qk: bool
     batch_invariant: bool
-
-    def rows(self, rows: Tensor) -> "Inputs":
-        def picked(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x[rows]
-
-        return self._replace(
-            q=self.q[rows], k=self.k[rows], v=self.v[rows], beta=picked(self.beta),
-            a=picked(self.a), b=picked(self.b), log_decay=picked(self.log_decay),
-            initial_state=picked(self.initial_state),
-        )  # fmt: skip
-
-    def token(self, t: int) -> "Inputs":
-        def picked(x: Tensor | None, steps: int = 1) -> Tensor | None:
-            return None if x is None else x[:, t * steps : (t + 1) * steps]
-
-        n = self.n_steps
-        return self._replace(
-            q=self.q[:, t : t + 1], k=self.k[:, t * n : (t + 1) * n],
-            v=self.v[:, t * n : (t + 1) * n], beta=picked(self.beta, n), a=picked(self.a),
-            b=picked(self.b), log_decay=picked(self.log_decay),
-        )  # fmt: skip
 
     @property
     def erase(self) -> str:

@@ -1,7 +1,7 @@
 """The operator for decoding: a few new tokens, the state updated in place."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from deltarule.ops.delta_rule.gate_maps import NO_MAPS, GateMaps
 from deltarule.ops.delta_rule.implementations import Request, run_reference
 from deltarule.ops.delta_rule.inputs import Inputs, check_arguments
 from deltarule.ops.delta_rule.torch.step import recurrent_step as torch_step
+from deltarule.ops.delta_rule.torch.step import rows_of
 from deltarule.ops.dispatch import (
     Impl,
     Implementation,
@@ -212,10 +213,22 @@ def reference_step(step: Step) -> Tensor:
     slots = rows if indices is None else indices.long()
     rows = rows if indices is None else rows[slots != null_index]
     current = state[slots[rows]].to(inputs.dtype)
-    o, after = run_reference(Request(inputs.rows(rows)._replace(initial_state=current)))
+    o, after = run_reference(Request(rows_of(inputs, rows)._replace(initial_state=current)))
     assert after is not None
     state[slots[rows]] = after.to(state.dtype)
     return o.new_zeros(inputs.output_shape).index_copy(0, rows, o)
+
+
+def token_of(inputs: Inputs, t: int) -> Inputs:
+    """One token of every row."""
+
+    def part(x: Any, rows: int = 1) -> Any:
+        return None if x is None else x[:, t * rows : (t + 1) * rows]
+
+    q, k, v, beta, a, b, log_decay, *rest = inputs
+    n, more = inputs.n_steps, (part(a), part(b), part(log_decay))
+    given: list[Any] = [part(q), part(k, n), part(v, n), part(beta, n), *more, *rest]
+    return Inputs(*given)
 
 
 def one_by_one(step: Step, states: Tensor) -> Tensor:
@@ -225,7 +238,7 @@ def one_by_one(step: Step, states: Tensor) -> Tensor:
     rows = rows if step.state_indices is None else rows[slots != step.null_index]
     outputs = []
     for t in range(inputs.q.shape[1]):
-        alone = step._replace(inputs=inputs.token(t), maps=NO_MAPS, states=None)
+        alone = step._replace(inputs=token_of(inputs, t), maps=NO_MAPS, states=None)
         outputs.append(reference_step(alone))
         states[rows, t] = step.state[slots[rows]]
     return torch.cat(outputs, dim=1)

@@ -18,7 +18,6 @@ from torch import Tensor
 from deltarule.ops.runtime.launch import launch
 from deltarule.ops.runtime.places import adjacent
 from deltarule.ops.runtime.sizes import cdiv, power_of_2
-from deltarule.ops.runtime.unit_norm import EPSILON
 
 # Triton's compiler knows rows + (row,), not (*rows, row), and tuples that grow have no one type.
 # ruff: noqa: RUF005
@@ -30,6 +29,8 @@ from deltarule.ops.runtime.unit_norm import EPSILON
 # environment variable.
 OPTIONS = {"num_stages": 1, "enable_fp_fusion": False, "num_warps": 1}
 CHANNELS = 128
+# Added to a sum of squares before its root, as `normalize_qk` does.
+EPSILON = tl.constexpr(1e-6)
 # Runs in a tile, and tokens in a run.
 TILE = (1, 16)
 

@@ -5,14 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.checks import (
-    FLOATS,
-    check_cu_seqlens,
-    check_gate,
-    check_sequence,
-    check_state,
-    shape,
-)
+from deltarule.ops.checks import FLOATS, check_gate, check_sequence, check_state, shape
+from deltarule.ops.pack import check_cu_seqlens
 
 
 class ConvolutionInputs(NamedTuple):

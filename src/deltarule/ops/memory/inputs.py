@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
-from deltarule.ops.checks import check_cu_seqlens, check_sequence
-from deltarule.ops.dispatch import constant_when_compiled, why_not_fused
+from deltarule.ops.checks import check_sequence
+from deltarule.ops.dispatch import constant_when_compiled
+from deltarule.ops.fused_kernels import why_not_fused
+from deltarule.ops.pack import check_cu_seqlens
 from deltarule.ops.plain import Arguments, check_counts, check_per_head, check_state_tensor
 from deltarule.shapes import TitansState, TTTState
 

@@ -5,14 +5,16 @@ from typing import Literal
 from jaxtyping import Float
 from torch import Tensor
 
-from deltarule.ops.checks import check_cu_seqlens, check_log_decay, check_scale, check_sequence
+from deltarule.ops.checks import check_log_decay, check_scale, check_sequence
 from deltarule.ops.context import Context
-from deltarule.ops.dispatch import Implementation, Table, always, why_not_fused
+from deltarule.ops.dispatch import Implementation, Table, always
 from deltarule.ops.few_tokens import decodes
+from deltarule.ops.fused_kernels import why_not_fused
 from deltarule.ops.mesa import definition as reference
 from deltarule.ops.mesa import torch as chunked
 from deltarule.ops.mesa.context import starting_sums
 from deltarule.ops.mesa.step import mesa_step
+from deltarule.ops.pack import check_cu_seqlens
 from deltarule.ops.plain import (
     Arguments,
     PlainImpl,

@@ -78,53 +78,22 @@ def triton_version() -> str:
         return "none"
 
 
-def findings_file(kind: str) -> Path:
-    """The file of one kind of findings on this machine."""
+def findings_file() -> Path:
+    """The file of what `deltarule doctor` found on this machine."""
     name = "_".join(re.sub(r"[^\w.]+", "-", value).strip("-") for value in identity().values())
-    return cache_folder() / kind / f"{name}.json"
+    return cache_folder() / "doctor" / f"{name}.json"
 
 
-def load_findings(kind: str) -> dict[str, Any]:
-    """Findings of one kind on this machine; empty if there are none, or none that can be read."""
+def load_findings() -> dict[str, Any]:
+    """Findings by the name of a configuration; empty if there are none that can be read."""
     try:
-        found = json.loads(findings_file(kind).read_text())
+        found = json.loads(findings_file().read_text())
     except (OSError, ValueError):
         return {}
     if not isinstance(found, dict) or found.get("machine") != identity():
         return {}
-    findings = found.get(kind)
+    findings = found.get("doctor")
     return findings if isinstance(findings, dict) else {}
-
-
-def save_findings(kind: str, findings: dict[str, Any]) -> Path:
-    """Write the findings of one kind, whole or not at all."""
-    path = findings_file(kind)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    aside.write_text(json.dumps({"machine": identity(), kind: findings}, indent=1) + "\n")
-    aside.replace(path)
-    return path
-
-
-# What `deltarule doctor` found wrong, by the name of a configuration.
-KIND = "doctor"
-
-
-@constant_when_compiled
-def anything_failed() -> bool:
-    """Whether there is any failure to look for: mostly there is none."""
-    return bool(failures())
-
-
-@constant_when_compiled
-def refusal(name: str) -> str | None:
-    """The reason against one configuration, from the file of this machine, or None."""
-    if (error := failures().get(name)) is None:
-        return None
-    return (
-        f"`deltarule doctor` found the kernels of ({name}) wrong on this GPU: {error}; it is kept "
-        f'in {findings_file(KIND)}: use impl="torch", or another version of Triton'
-    )
 
 
 @cache
@@ -132,6 +101,12 @@ def failures() -> dict[str, str]:
     """Names of the configurations that failed on this machine, with their errors."""
     return {
         name: str(verdict.get("error"))
-        for name, verdict in load_findings(KIND).items()
+        for name, verdict in load_findings().items()
         if isinstance(verdict, dict) and not verdict.get("passed")
     }
+
+
+@constant_when_compiled
+def anything_failed() -> bool:
+    """Whether there is any failure to look for: mostly there is none."""
+    return bool(failures())

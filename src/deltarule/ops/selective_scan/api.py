@@ -6,7 +6,6 @@ from torch import Tensor
 from deltarule.ops.checks import (
     FLOATS,
     check_axes,
-    check_cu_seqlens,
     check_gate,
     check_scale,
     check_state,
@@ -24,6 +23,7 @@ from deltarule.ops.dispatch import (
     without_autocast,
 )
 from deltarule.ops.few_tokens import decodes
+from deltarule.ops.pack import check_cu_seqlens
 from deltarule.ops.selective_scan import definition as reference
 from deltarule.ops.selective_scan.context import over_context
 from deltarule.ops.selective_scan.inputs import ScanInputs

@@ -6,7 +6,8 @@ An index at or below `null_index` names no slot: it reads zeros and writes nothi
 import torch
 from torch import Tensor
 
-from deltarule.ops.dispatch import are_plain_eager, why_not_fused
+from deltarule.ops.dispatch import are_plain_eager
+from deltarule.ops.fused_kernels import why_not_fused
 
 
 def read(pool: Tensor, slots: Tensor, null_index: int, dtype: torch.dtype) -> Tensor:

@@ -4,15 +4,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from deltarule.ops.checks import FLOATS, check_cu_seqlens, check_gate, shape
-from deltarule.ops.dispatch import (
-    Implementation,
-    Table,
-    always,
-    choose,
-    why_not_fused,
-    without_autocast,
-)
+from deltarule.ops.checks import FLOATS, check_gate, shape
+from deltarule.ops.dispatch import Implementation, Table, always, choose, without_autocast
+from deltarule.ops.fused_kernels import why_not_fused
+from deltarule.ops.pack import check_cu_seqlens
 from deltarule.ops.plain import PlainImpl, check_counts, check_state_tensor
 from deltarule.ops.slstm import definition as reference
 from deltarule.ops.slstm import registered

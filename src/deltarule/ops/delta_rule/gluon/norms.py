@@ -7,7 +7,7 @@ forward takes longer than all of them.
 import triton
 import triton.language as tl
 
-from deltarule.ops.runtime.unit_norm import inverse_norm
+from deltarule.ops.delta_rule.triton.tiles import inverse_norm
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -5,6 +5,8 @@
 or, with a free erase, S <- S Diag(decay_t) + (S a_t) b_t^T + v_t k_t^T.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -32,7 +34,7 @@ def recurrent_step(
             return _within(inputs, state, states)
         rows = (state_indices != null_index).nonzero().squeeze(-1)
         slots = state_indices[rows].long()
-        picked, own = inputs.rows(rows), state[slots]
+        picked, own = rows_of(inputs, rows), state[slots]
         kept = None if states is None else states[rows]
         o = inputs.v.new_zeros(inputs.output_shape)
         o[rows] = _within(picked, own, kept)
@@ -40,6 +42,12 @@ def recurrent_step(
         if states is not None and kept is not None:
             states[rows] = kept
         return o
+
+
+def rows_of(inputs: Inputs, rows: Tensor) -> Inputs:
+    """Some rows of a batch."""
+    picked: list[Any] = [x[rows] if isinstance(x, Tensor) else x for x in inputs]
+    return Inputs(*picked)
 
 
 def _within(inputs: Inputs, state: Tensor, states: Tensor | None) -> Tensor:

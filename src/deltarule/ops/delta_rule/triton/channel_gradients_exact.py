@@ -35,22 +35,21 @@ from deltarule.ops.delta_rule.triton.channel_decay import (
     LATE,
     LEAST,
     ROWS,
-    Gates,
     channel_log_decay,
     decays_of,
-    each_chunk,
-    inverse_norms,
     lead_decay,
-    load_beta,
-    load_channels,
     load_sums,
     near_decay,
     of_block,
     rounded,
     tail_decay,
 )
-from deltarule.ops.delta_rule.triton.channel_scores_exact import Keys
-from deltarule.ops.delta_rule.triton.tiles import Around, Sizes, load_chunk, load_rows
+from deltarule.ops.delta_rule.triton.channel_tiles import (
+    inverse_norms,
+    load_beta,
+    load_channels,
+)
+from deltarule.ops.delta_rule.triton.tiles import load_chunk, load_rows
 
 
 class Given(NamedTuple):
@@ -318,27 +317,6 @@ def pairs_of_chunk(
         tl.store(p_g + 3 * S.BT * S.BT, operand(b_g4, low, S.PRECISION))
 
 
-@triton.jit(do_not_specialize=["T", "N", "chunks"])
-def pair_gradients_kernel(
-    v, beta, cu_seqlens, fast_rows, errors, d_o, d_errors, d_values, pairs, d_v, d_beta, chunks,
-    scale, T, N, s_beta_b, s_beta_t, s_beta_h,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
-    CT: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, ERASE: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """pairs [M, HV, 1, 2 or 4, BT, BT], and d_v and d_beta in the layouts of v and beta."""
-    S: tl.constexpr = Sizes(
-        H=H, HV=HV, K=K, V=V, N_STEPS=N_STEPS, CT=CT, BT=BT, BV=BV, ERASE=ERASE,
-        PRECISION=PRECISION,
-    )  # fmt: skip
-    x = Around(v, None, errors, d_o, None, d_errors)
-    g = Gates(beta, None, T, s_beta_b, s_beta_t, s_beta_h, None, None, None, None)
-    each_chunk(
-        pairs_of_chunk, (x, g, d_values, pairs, d_v, d_beta, scale, S),
-        fast_rows, cu_seqlens, chunks, T, N, HV, S, PACKED,
-    )  # fmt: skip
-
-
 @triton.jit
 def state_gradients(x, i_slot, first, i_h, o_r, m_r, o_k, S: tl.constexpr):
     """S^T dO, S^T X, D^T E and D^T v of the channels o_k, and D S not yet summed over v."""
@@ -464,32 +442,3 @@ def gradients_of_chunk(i_m, i_key, first, rows, i, x, y, g, S: tl.constexpr):
             least = tl.minimum(least, tl.load(y.sums + (i_slot * ROWS + LEAST) * S.K))
     for i_k in range(0, S.K, S.BC):
         channel_tile(i, x, y, g, norms, i_m, i_key, i_k, first, rows, least < -S.BAR, S)
-
-
-@triton.jit(do_not_specialize=["T", "N", "chunks"])
-def exact_gradients_kernel(
-    q, k, v, a, b, beta, log_decay, cu_seqlens, fast_rows, states, errors, d_o, d_states, d_errors,
-    pairs, sums, chunk_decay, d_q, d_k, d_a, d_b, d_log_decay, chunks,
-    scale, T, N, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
-    CT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
-    ERASE: tl.constexpr, HAS_DECAY: tl.constexpr, UNIT_NORM: tl.constexpr, PACKED: tl.constexpr,
-    BAR: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Gradients in the layouts of their tensors; that by log_decay [B, T, HV, K] in float32.
-
-    Of all chunks, or of the flagged ones where there are `fast_rows`.
-    """
-    S: tl.constexpr = Sizes(
-        H=H, HV=HV, K=K, V=V, N_STEPS=N_STEPS, CT=CT, BT=BT, BK=BK, BV=BV, BC=BC, ERASE=ERASE,
-        HAS_DECAY=HAS_DECAY, UNIT_NORM=UNIT_NORM, PRECISION=PRECISION, EXACT=EXACT, BAR=BAR,
-    )  # fmt: skip
-    g = Gates(
-        beta, log_decay, T, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k
-    )
-    x = Around(v, states, errors, d_o, d_states, d_errors)
-    y = Given(pairs, sums, chunk_decay, d_q, d_k, d_a, d_b, d_log_decay, scale)
-    each_chunk(
-        gradients_of_chunk, (Keys(q, k, a, b), x, y, g, S), fast_rows, cu_seqlens, chunks, T, N, H,
-        S, PACKED,
-    )  # fmt: skip

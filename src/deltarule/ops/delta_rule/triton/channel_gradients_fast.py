@@ -18,7 +18,7 @@ The decay of a row reaches all pairs around it, and the states around the chunk:
 Pairs within the rows from t on are in z twice, and cancel: they are products of the same rounded
 numbers on both sides. Sums over rows are products with a triangle of ones, of numbers in two parts.
 
-The gradients of a flagged chunk are to be written again: see channel_decay.py.
+The gradients of a flagged chunk are to be written again: see channel_flagged.py.
 A program takes BC channels of one chunk and one key head, and adds up the value heads in order.
 In a loop with products, a tile is an operand of products and nothing else: see gradients.py.
 """
@@ -34,6 +34,7 @@ from deltarule.ops.delta_rule.triton.tiles import (
     Chunk,
     Sizes,
     diagonal,
+    inverse_norm,
     load_chunk,
     load_errors,
     load_rows,
@@ -42,7 +43,6 @@ from deltarule.ops.delta_rule.triton.tiles import (
     over_values,
 )
 from deltarule.ops.runtime.places import chunk_place, place_of
-from deltarule.ops.runtime.unit_norm import inverse_norm
 
 
 class Rows(NamedTuple):
@@ -229,7 +229,7 @@ def fast_gradients_kernel(
         p_beta = beta
         if TIED:
             p_beta += i_b * s_beta_b + i_t * N_STEPS * s_beta_t + i_h * s_beta_h
-        at = Chunk(first, tokens, rows, i_h, i_slot, i_slot, i_slot)
+        at = Chunk(first, tokens, rows, i_h, i_slot, i_slot)
         b_dq, b_dk = add_value_head(
             b_dq, b_dk, norm_q, norm_k, x, y, at, p_beta, s_beta_t, i_c, i_key, S
         )

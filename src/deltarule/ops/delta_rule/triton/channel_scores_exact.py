@@ -28,24 +28,25 @@ from deltarule.ops.delta_rule.triton.channel_decay import (
     LATE,
     LEAST,
     ROWS,
-    Gates,
     channel_log_decay,
     decays_of,
-    inverse_norms,
     lead_decay,
-    load_beta,
-    load_channels,
     load_sums,
     near_decay,
-    next_below,
     of_block,
     rounded,
     store_block_decays,
+    store_sums,
+    tail_decay,
+)
+from deltarule.ops.delta_rule.triton.channel_tiles import (
+    Gates,
+    inverse_norms,
+    load_beta,
+    load_channels,
     store_channels,
     store_scores,
     store_square,
-    store_sums,
-    tail_decay,
 )
 from deltarule.ops.delta_rule.triton.tiles import BETA, SCALINGS, Sizes, correction
 from deltarule.ops.runtime.places import chunk_place
@@ -297,44 +298,3 @@ def exact_scores_kernel(
 def product(b_x, b_y, b_acc, PRECISION: tl.constexpr):
     b_x, b_y = rounded(b_x, PRECISION), rounded(b_y, PRECISION)
     return tl.dot(b_x, tl.trans(b_y), acc=b_acc, input_precision=PRECISION)
-
-
-# The rows that `fast_scores_kernel` flags. Only the GPU knows which they are: a fixed number of
-# programs look through the flags of all chunks, and do with flagged ones what `exact_scores_kernel`
-# does with any. A program has one room for the sums of a chunk's decays.
-
-
-@triton.jit(do_not_specialize=["T", "N", "chunks"])
-def flagged_scores_kernel(
-    q, k, beta, log_decay, cu_seqlens, decayed_q, erase, write, scores, corrections, scalings,
-    chunk_decay, fast_rows, sums, chunks,
-    scale, T, N, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, N_STEPS: tl.constexpr,
-    CT: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr,
-    BN: tl.constexpr, ERASE: tl.constexpr, UNIT_NORM: tl.constexpr, PACKED: tl.constexpr,
-    BAR: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
-):  # fmt: skip
-    """The rows after the fast ones, `write` and the decay of their chunk; sums [programs, ..]."""
-    S: tl.constexpr = Sizes(
-        H=H, HV=HV, K=K, N_STEPS=N_STEPS, CT=CT, BT=BT, BQ=BQ, BK=BK, BC=BC, ERASE=ERASE,
-        HAS_DECAY=True, UNIT_NORM=UNIT_NORM, PRECISION=PRECISION, EXACT=EXACT, BAR=BAR,
-        MERGE=MERGE,
-    )  # fmt: skip
-    g = Gates(
-        beta, log_decay, T, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k
-    )
-    i_p, count = tl.program_id(0), chunks * HV
-    i_x = next_below(fast_rows, BT, i_p, count, 1, 1)
-    while i_x < count:
-        i_m, i_h, fast = i_x // HV, i_x % HV, tl.load(fast_rows + i_x)
-        first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
-        # `chunk_scores` counts the rooms from that of the first chunk.
-        p_s = sums + (i_p.to(tl.int64) - i_x) * ROWS * K
-        tl.debug_barrier()
-        y = Stored(
-            decayed_q, None, erase, write, scores, None, corrections, None, scalings, chunk_decay,
-            p_s,
-        )  # fmt: skip
-        x = Keys(q, k, None, None)
-        chunk_scores(x, y, g, i_m, i_h, first, tokens, fast, scale, S, BN, False)
-        i_x = next_below(fast_rows, BT, i_x + tl.num_programs(0), count, 1, 1)

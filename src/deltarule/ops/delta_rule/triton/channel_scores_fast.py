@@ -9,6 +9,8 @@ import triton.language as tl
 
 from deltarule.ops.delta_rule.triton.channel_decay import (
     GONE,
+)
+from deltarule.ops.delta_rule.triton.channel_tiles import (
     inverse_norms,
     store_scores,
     store_square,

@@ -1,28 +1,28 @@
 """The stages of a call with a decay per channel or a free erase.
 
-`scores`, the scans of stages.py, `backward`. The fast kernels go first and flag what decays too far
+`scores`, the scans of scan.py, `backward`. The fast kernels go first and flag what decays too far
 for them. Only the GPU knows what that is, so the exact kernels are always launched after them, and
 skip the rest.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton.channel_decay import ROWS, decay_sums_kernel
-from deltarule.ops.delta_rule.triton.channel_gradients_exact import (
+from deltarule.ops.delta_rule.triton.channel_decay import ROWS
+from deltarule.ops.delta_rule.triton.channel_flagged import (
+    decay_sums_kernel,
     exact_gradients_kernel,
+    flagged_scores_kernel,
     pair_gradients_kernel,
 )
 from deltarule.ops.delta_rule.triton.channel_gradients_fast import fast_gradients_kernel
-from deltarule.ops.delta_rule.triton.channel_scores_exact import (
-    exact_scores_kernel,
-    flagged_scores_kernel,
-)
+from deltarule.ops.delta_rule.triton.channel_scores_exact import exact_scores_kernel
 from deltarule.ops.delta_rule.triton.channel_scores_fast import fast_scores_kernel
+from deltarule.ops.delta_rule.triton.fetched import fast_tiles
+from deltarule.ops.delta_rule.triton.norms import through_norm
 from deltarule.ops.delta_rule.triton.plan import (
     Call,
     Plan,
@@ -31,15 +31,11 @@ from deltarule.ops.delta_rule.triton.plan import (
     full_tiles,
     score_precision,
 )
-from deltarule.ops.delta_rule.triton.stages import (
-    last_gradients,
-    new_gradients,
-    scan_back,
-    through_norm,
-)
+from deltarule.ops.delta_rule.triton.scan import scan_back
+from deltarule.ops.delta_rule.triton.segments import last_gradients
 from deltarule.ops.delta_rule.triton.tile_sizes import configuration, power_of_two
 from deltarule.ops.delta_rule.triton.tiles import SCALINGS
-from deltarule.ops.runtime.launch import Grid, Tiles
+from deltarule.ops.runtime.launch import Grid
 
 # Programs for flagged chunks: two for each of the multiprocessors of a large GPU.
 PROGRAMS = 256
@@ -170,7 +166,6 @@ def gradients(call: Call) -> None:
     count = {"none": 1, "tied": 2, "free": 4}[inputs.erase]
     dtype = torch.bfloat16 if inputs.q.dtype == torch.bfloat16 else torch.float32
     call.values |= {"pairs": call.empty((call.plan.chunks, sizes["HV"], count, rows, rows), dtype)}
-    new_gradients(call)
     if has_fast_form(inputs):
         fast_gradients(call)
     config = configuration("pair_gradients", call.plan.tile_key)
@@ -212,15 +207,3 @@ def fast_config(call: Call) -> dict[str, Any]:
     full = full_tiles(call.inputs, call.plan, values) and sizes["BQ"] == sizes["BT"]
     own = {"BV": values, "TMA": full and sizes["K"] % config["BC"] == 0, "SHIFT": SHIFT}
     return config | own
-
-
-def fast_tiles(c: Mapping[str, Any]) -> Tiles:
-    rows, some = [c["BT"], c["BV"]], [c["BT"], c["BC"]]
-    values, inner = (c["HV"] * c["V"], rows), (c["V"], rows)
-    keys, decays = (c["H"] * c["K"], some), (c["HV"] * c["K"], some)
-    state = c["K"], [c["BV"], c["BC"]]
-    return {
-        "v": values, "d_o": values, "d_v": values, "errors": inner, "d_errors": inner,
-        "states": state, "d_states": state, "q": keys, "k": keys, "d_q": keys, "d_k": keys,
-        "log_decay": decays, "d_log_decay": decays, "ones": (c["BT"], [c["BT"], c["BT"]]),
-    }  # fmt: skip

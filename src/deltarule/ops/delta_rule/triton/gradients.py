@@ -29,16 +29,36 @@ In a loop with products of 16 bits, a tile is an operand of products and nothing
 also read into registers gets a single buffer from Triton (3.6 to 3.9), and the next tile overwrites
 it while a product still reads it; one that was computed stays in registers, which the assembler of
 Triton 3.6 overwrites likewise. So rows are scaled after the products, dv reads X again, and <D, S>
-is the trace of D S^T (decay_gradients.py), of tiles of at least 64 rows: a product of fewer reads
+is the trace of D S^T, of tiles of at least 64 rows: a product of fewer reads
 them into registers.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.triton.decay_pairs import pair_decay_gradients
+from deltarule.ops.delta_rule.triton.fetched import gradient_tiles
+from deltarule.ops.delta_rule.triton.plan import (
+    COPY_ENGINE,
+    WHOLE,
+    Call,
+    Layout,
+    Shapes,
+    Window,
+    blocks,
+    full_tiles,
+    layout,
+    on_hopper,
+    views,
+)
 from deltarule.ops.delta_rule.triton.scores import load_chunk_sums
+from deltarule.ops.delta_rule.triton.tile_sizes import architecture, configuration
 from deltarule.ops.delta_rule.triton.tiles import (
     BETA,
     ERASE_ROW,
@@ -52,16 +72,16 @@ from deltarule.ops.delta_rule.triton.tiles import (
     add_held,
     decay_ratio,
     diagonal,
-    load_chunk,
+    inverse_norm,
     load_errors,
     load_rows,
     load_state,
     operand_products,
     over_values,
     row_scaling,
+    unit_norm_backward,
 )
 from deltarule.ops.runtime.places import place_of, window_chunk
-from deltarule.ops.runtime.unit_norm import inverse_norm, unit_norm_backward
 
 
 class Factors(NamedTuple):
@@ -133,66 +153,18 @@ def store_held(p_part, b_held, b_chunk, BT: tl.constexpr, PRECISION: tl.constexp
 
 
 @triton.jit
-def pairs_across(b_z, o_t, o_i, o_j, PRECISION: tl.constexpr):
-    """For every t of o_t the sum over the pairs of rows i and columns j with i >= t > j."""
-    later = (o_i[None, :] >= o_t[:, None]).to(tl.float32)
-    b_later = tl.dot(later, b_z, input_precision=PRECISION)
-    return tl.sum(tl.where(o_j[None, :] < o_t[:, None], b_later, 0.0), axis=1)
-
-
-@triton.jit
-def pair_decay_gradients(p_q, p_k, x, scalings, p_dg, scale, at, S: tl.constexpr):
-    """Store the part of dlog_decay that pairs of rows have."""
-    o_i, o_r, o_k = tl.arange(0, S.BQ), tl.arange(0, S.BT), tl.arange(0, S.BK)
-    m_i = o_i < at.tokens
-    p_do = x.d_o + (at.first * S.HV + at.head) * S.V
-    b_gp, b_gm = tl.zeros([S.BQ, S.BT], tl.float32), tl.zeros([S.BT, S.BT], tl.float32)
-    for i_v in range(0, S.V, S.BV):
-        o_v = i_v + tl.arange(0, S.BV)
-        b_do = load_rows(p_do, o_i, m_i, o_v, S.V, S.HV * S.V, S.V % S.BV == 0)
-        b_e = load_errors(
-            x.v, x.errors, at.first * S.N_STEPS, at.rows, at.head, at.kept, i_v, S, False
-        )
-        b_gp = tl.dot(b_do, tl.trans(b_e), acc=b_gp, input_precision=S.PRECISION)
-        if S.TIED:
-            b_x = load_chunk(x.d_errors, at.own, i_v, S.V, S.BT, S.BV, False)
-            b_gm = tl.dot(b_x, tl.trans(b_e), acc=b_gm, input_precision=S.PRECISION)
-    b_q = load_rows(p_q, o_i, m_i, o_k, S.K, S.H * S.K, S.K == S.BK)
-    b_k = load_rows(p_k, o_r, o_r < at.rows, o_k, S.K, S.H * S.K, S.K == S.BK)
-    b_one = tl.full([S.BT], 1.0, tl.float32)
-    b_beta = row_scaling(scalings, at.slot, BETA, b_one, o_r, S.BT, S.TIED)
-    b_read, b_key = tl.full([S.BQ], scale, tl.float32), b_beta
-    if S.UNIT_NORM:
-        b_read, b_key = b_read * inverse_norm(b_q), b_key * inverse_norm(b_k)
-    p_s = scalings + at.slot * SCALINGS * S.BT
-    whole, rest, whole_q, rest_q = load_chunk_sums(p_s, o_r, o_i, S.N_STEPS, S.BT)
-    b_gp *= tl.dot(b_q, tl.trans(b_k), input_precision=S.PRECISION)
-    b_gp *= decay_ratio(whole_q[:, None], rest_q[:, None], whole[None, :], rest[None, :])
-    m_pair = o_r[None, :] // S.N_STEPS <= o_i[:, None]
-    b_gp = tl.where(m_pair, b_gp * b_read[:, None] * b_key[None, :], 0.0)
-    b_dg = pairs_across(b_gp, o_i, o_i, o_r // S.N_STEPS, S.PRECISION)
-    if S.TIED:
-        b_gm *= tl.dot(b_k, tl.trans(b_k), input_precision=S.PRECISION)
-        b_gm *= decay_ratio(whole[:, None], rest[:, None], whole[None, :], rest[None, :])
-        m_before = o_r[:, None] > o_r[None, :]
-        b_gm = tl.where(m_before, b_gm * -b_key[:, None] * b_key[None, :], 0.0)
-        b_dg += pairs_across(b_gm, o_i * S.N_STEPS, o_r, o_r, S.PRECISION)
-    tl.store(p_dg + o_i, b_dg)
-
-
-@triton.jit
 def written_over_values(b_col, b_held, x, at, i_k, S: tl.constexpr):
     """w D and <D, S> in a loop of their own: beside dq and dk of other heads the first has no
     registers left for them.
     """
     for i_v in range(0, S.V, S.BV):
         b_e = load_errors(
-            x.v, x.errors, at.first * S.N_STEPS, at.rows, at.head, at.kept, i_v, S, S.TMA
+            x.v, x.errors, at.first * S.N_STEPS, at.rows, at.head, at.own, i_v, S, S.TMA
         )
         b_d = load_state(x.d_states, at.own, i_v, i_k, S.K, S.V, S.BV, S.BC, S.TMA)
         b_col = tl.dot(b_e, b_d, acc=b_col, input_precision=S.PRECISION)
         if S.HAS_DECAY:
-            b_s = load_state(x.states, at.kept, i_v, i_k, S.K, S.V, S.BV, S.BC, S.TMA)
+            b_s = load_state(x.states, at.own, i_v, i_k, S.K, S.V, S.BV, S.BC, S.TMA)
             b_held = add_held(b_held, b_d, b_s, S.PRECISION)
     return b_col, b_held
 
@@ -220,13 +192,13 @@ def gradients_kernel(
     BV: tl.constexpr, HAS_DECAY: tl.constexpr, TIED: tl.constexpr, UNIT_NORM: tl.constexpr,
     PACKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     per_segment=None, SPLIT: tl.constexpr = "none", window=None, per_window=None,
-    WINDOW: tl.constexpr = "none", KEPT: tl.constexpr = True,
+    WINDOW: tl.constexpr = "none",
 ):  # fmt: skip
     """Gradients in the layouts of their tensors, d_beta in float32, and `parts` of dlog_decay.
 
     With TMA v, states, errors, d_o, d_states and d_errors are descriptors and every tile is full;
-    p_x are the same d_errors as a pointer, for d_v. With a WINDOW d_states, d_errors and the parts
-    have the numbers of its chunks; states and errors, too, unless they are KEPT of all chunks.
+    p_x are the same d_errors as a pointer, for d_v. With a WINDOW states, errors,
+    their gradients and the parts have the numbers of its chunks.
     """
     S: tl.constexpr = Sizes(
         H=H, HV=HV, K=K, V=V, N_STEPS=N_STEPS, BT=BT, BQ=BQ, BK=BK, BC=BC, BV=BV, TIED=TIED,
@@ -259,8 +231,7 @@ def gradients_kernel(
         for i_g in range(HV // H):
             i_h = i_key * (HV // H) + i_g
             i_slot, i_own = i_m.to(tl.int64) * HV + i_h, number.to(tl.int64) * HV + i_h
-            i_kept = i_slot if KEPT else i_own
-            at = Chunk(first, tokens, tokens * N_STEPS, i_h, i_slot, i_kept, i_own)
+            at = Chunk(first, tokens, tokens * N_STEPS, i_h, i_slot, i_own)
             p_part = parts
             if HAS_DECAY:
                 p_part += i_c * s_slice + i_own * 4 * BT
@@ -279,8 +250,7 @@ def gradients_kernel(
         for i_g in range(HV // H):
             i_h = i_key * (HV // H) + i_g
             i_slot, i_own = i_m.to(tl.int64) * HV + i_h, number.to(tl.int64) * HV + i_h
-            i_kept = i_slot if KEPT else i_own
-            at = Chunk(first, tokens, tokens * N_STEPS, i_h, i_slot, i_kept, i_own)
+            at = Chunk(first, tokens, tokens * N_STEPS, i_h, i_slot, i_own)
             pair_decay_gradients(
                 q + (first * H + i_key) * K, k + (first * N_STEPS * H + i_key) * K, x, scalings,
                 parts + SLICES * s_slice + i_own * 4 * BT, scale, at, S,
@@ -366,3 +336,129 @@ def add_value_head(
     if S.HAS_DECAY:
         tl.store(y.p_part + WRITES * S.BT + o_r, operand_products(b_k, b_col, S.PRECISION))
     return b_read, b_col + b_row
+
+
+def own_shapes(call: Call, slots: int, again: bool) -> Shapes:
+    """What the backward keeps of a window's chunks: D, X, parts of dlog_decay (and S and E)."""
+    inputs, rows = call.inputs, call.plan.sizes["BT"]
+    (_, heads, value_size, key_size), dtype = inputs.state_shape, inputs.q.dtype
+    states, errors = (slots, heads, value_size, key_size), (slots, heads, rows, value_size)
+    over = overlays(call)
+    # D of value heads that share keys is more than dq and dk have room for.
+    more = heads > call.plan.sizes["H"] or not over
+    shapes: Shapes = {"d_states": (states, dtype)} if more else {}
+    if inputs.beta is not None and not over:
+        shapes["d_errors"] = errors, dtype
+    if inputs.log_decay is not None and not over:
+        parts = slices(call) + sums_pairs(inputs), slots, heads, 4, rows
+        shapes["parts"] = parts, torch.float32
+    if again:
+        shapes["states"] = states, dtype
+        if inputs.beta is not None:
+            shapes["errors"] = errors, dtype
+    return shapes
+
+
+def own_layout(call: Call, slots: int, again: bool) -> Layout:
+    return layout(own_shapes(call, slots, again))
+
+
+def own_buffers(call: Call, slots: int, again: bool) -> dict[str, Tensor]:
+    """What the backward keeps of so many chunks."""
+    places = call.once(own_layout, slots, again)
+    return views(call.empty((places.elements,)), places)
+
+
+def values_of_scan(call: Call) -> Tensor | None:
+    """Where the scan back writes dv, if it does."""
+    d_v: Tensor | None = call["d_v"] if scan_back_has_values(call) else None
+    return d_v
+
+
+def scan_back_has_values(call: Call) -> bool:
+    """Whether the scan back writes dv: where nobody else asks for X, or value heads share keys.
+
+    For each value head alone it takes the scan longer than the gradients, which have X anyway, and
+    may find it where dv will be.
+    """
+    shared = call.plan.sizes["HV"] > call.plan.sizes["H"]
+    return call.inputs.beta is None or shared or overlays(call)
+
+
+def fused_gradients(call: Call, window: Window = WHOLE) -> Any:
+    """What takes all gradients of a window in one kernel, where that pays; None elsewhere."""
+    if not on_hopper(call.inputs.q):
+        return None
+    from deltarule.ops.delta_rule.gluon import gradient_stage
+
+    return gradient_stage if gradient_stage.takes(call, window) else None
+
+
+def add_gradients(
+    call: Call, slots: int, own: Mapping[str, Tensor], window: Window = WHOLE
+) -> None:
+    """Launch `gradients_kernel` and what adds up the decays, for the chunks of a window.
+
+    `own` has D, X and the parts of these `slots` alone, and S and E unless all chunks have them.
+    """
+    sums, heads, x = own.get("parts"), call.plan.sizes["H"], own.get("d_errors")
+    each = 0 if sums is None else sums.stride(0)
+    chunks = window.constants() | {"s_slice": each, "parts": sums}
+    if (fused := fused_gradients(call, window)) is not None:
+        fused.add_gradients(call, own, window)
+        return
+    d_v = None if scan_back_has_values(call) else call["d_v"]
+    given = {
+        **call.once(gradients_config), **chunks, "d_states": own["d_states"],
+        "states": own.get("states", call["states"]), "errors": own.get("errors", call["errors"]),
+        "d_errors": x, "p_x": x, "d_v": d_v,
+    }  # fmt: skip
+    grid = (slices(call) + sums_pairs(call.inputs)) * heads * slots, 1, 1
+    call.launch(gradients_kernel, grid, given, gradient_tiles)
+    if sums is not None:
+        given = {
+            **chunks, "BD": call.once(gradients_config)["BV"], "SLICES": slices(call),
+            "PAIRS": sums_pairs(call.inputs), "num_warps": 1, "num_stages": 1,
+        }  # fmt: skip
+        call.launch(decay_gradients_kernel, (slots, call.plan.sizes["HV"], 1), given)
+
+
+def gradients_config(call: Call) -> dict[str, Any]:
+    inputs, sizes = call.inputs, call.plan.sizes
+    config, low = configuration("gradients", call.plan.tile_key), inputs.q.dtype != torch.float32
+    # For fewer rows Triton takes other instructions, whose operands are registers.
+    reads = max(sizes["BQ"], sizes["BT"]) if low else sizes["BQ"]
+    # Rows of the state that are taken at once: BT at most, to leave a sum of each. With fewer those
+    # other instructions would make D S^T, too.
+    all_rows = low and inputs.log_decay is not None
+    fetched = architecture(inputs.q.device) >= COPY_ENGINE
+    values = sizes["BT"] if fetched and all_rows else min(config["BV"], sizes["BT"])
+    # In float32 a gradient is not rounded before it goes through the norm, which takes all of it.
+    whole = inputs.normalize_qk and not low
+    channels = sizes["BK"] if whole else min(config["BC"], sizes["BK"])
+    # A tile that is fetched has no rows of the next chunk.
+    full = full_tiles(inputs, call.plan, values) and sizes["BQ"] == sizes["BT"]
+    full = full and not sums_pairs(inputs)
+    return config | {"BQ": reads, "BV": values, "BC": channels, "TMA": full}
+
+
+def norm_follows(call: Call, window: Window) -> bool:
+    """Whether gradients by unit q and k still have to go through the norm: in slices no row is
+    whole.
+    """
+    return call.inputs.normalize_qk and slices(call) > 1 and fused_gradients(call, window) is None
+
+
+def overlays(call: Call) -> bool:
+    """Whether one kernel takes all gradients, decays' too, and finds D and X where they will be."""
+    return not call.plan.per_segment and fused_gradients(call) is not None
+
+
+def slices(call: Call) -> int:
+    """Programs of a chunk and key head, each of which takes BC channels."""
+    return blocks(call.plan.sizes["K"], call.once(gradients_config)["BC"])
+
+
+def sums_pairs(inputs: Inputs) -> bool:
+    """Whether one more program sums the pairs of rows around a decay: in float32 alone."""
+    return inputs.log_decay is not None and inputs.q.dtype == torch.float32

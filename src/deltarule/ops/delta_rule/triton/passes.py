@@ -4,41 +4,51 @@
     (scores -> scan ->) scan back -> gradients         backward
 
 A forward that saves keeps S at the chunks' starts, E, and what the pairs of rows left; without
-them the backward computes them again. stages.py and channel_stages.py have every stage's kernels.
+them the backward computes them again, and may do so window after window (windows.py). A stage
+is a file: scores.py, scan.py, gradients.py; with a decay per channel channel_stages.py has others.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton import channel_stages, stages
+from deltarule.ops.delta_rule.triton import channel_stages, windows
+from deltarule.ops.delta_rule.triton.gradients import (
+    add_gradients,
+    norm_follows,
+    overlays,
+    own_buffers,
+    values_of_scan,
+)
+from deltarule.ops.delta_rule.triton.norms import through_norm
 from deltarule.ops.delta_rule.triton.plan import (
     WHOLE,
     Call,
     Layout,
     Plan,
     Shapes,
-    Window,
     kernel_key,
     layout,
     make_plan,
     new_plan,
+    on_hopper,
     views,
 )
-from deltarule.ops.delta_rule.triton.segments import segment_count, transitions_shape
+from deltarule.ops.delta_rule.triton.scan import scan_back, scan_through
+from deltarule.ops.delta_rule.triton.scores import head_scores, score_shapes
+from deltarule.ops.delta_rule.triton.segments import (
+    first_states,
+    last_gradients,
+    transitions_shape,
+)
+from deltarule.ops.delta_rule.triton.windows import Windows
 from deltarule.ops.dispatch import ONCE, CallKey, call_key, recordings, remember
 from deltarule.ops.runtime import launch
 from deltarule.ops.runtime.launch import compiled_together
 from deltarule.ops.runtime.replay import Outputs, Recording, Tape, Watch, capturing
-
-# A window keeps at least so much, and its launches have so many programs: fewer cost time, and gain
-# little. Those of the scan over whole packed sequences are counted as if all were as long.
-LEAST_BYTES = 64 * 2**20
-LEAST_PROGRAMS, LEAST_SCANS = 1024, 128
 
 # From inputs, a plan, a choice and further tensors.
 Stages = Callable[..., Outputs]
@@ -168,7 +178,7 @@ def all_stages(inputs: Inputs, plan: Plan, save: bool) -> None:
 def forward_stages(inputs: Inputs, plan: Plan, save: bool, tape: Tape | None = None) -> Outputs:
     """The kernels of the forward, which write nothing but memory of the call."""
     call = Call(contiguous(inputs), plan, tape)
-    fused = stages.fused_forward(call, save)
+    fused = fused_that_pays(call, save)
     if fused and not save:
         o, final = fused.forward(call)
         return o, final
@@ -181,6 +191,15 @@ def forward_stages(inputs: Inputs, plan: Plan, save: bool, tape: Tape | None = N
     o, final = scan(call, output=True)
     assert o is not None
     return (o, final, kept) if save else (o, final)
+
+
+def fused_that_pays(call: Call, save: bool) -> Any:
+    """What does a whole forward in one kernel, where that pays; None elsewhere."""
+    if not on_hopper(call.inputs.q):
+        return None
+    from deltarule.ops.delta_rule.gluon import stage
+
+    return stage if stage.pays(call.inputs, call.plan, save) else None
 
 
 def gradient_stages(
@@ -204,7 +223,7 @@ def backward_stages(
 def begun_back(
     d_o: Tensor, d_final: Tensor | None, inputs: Inputs, plan: Plan, saved: Tensor,
     tape: Tape | None = None, join: Any = None,
-) -> tuple[Call, "Windows"]:  # fmt: skip
+) -> tuple[Call, Windows | None]:  # fmt: skip
     """A backward up to its scans: what the forward kept, or what is computed again."""
     fast = inputs.by_channel and channel_stages.has_fast_form(inputs)
     if fast and inputs.log_decay is not None:
@@ -212,25 +231,50 @@ def begun_back(
     call, again = Call(inputs, plan, tape), saved.numel() == 0
     call.values |= {"d_o": d_o, "d_final": d_final, "states": None, "errors": None, "ends": None}
     call.values["join"] = join
-    cut = call.once(windows_of, again)
-    whole = not again or cut.parts == 1
-    places = call.once(kept_layout, whole)
+    cut = call.once(windows.windows_of) if again else None
+    places = call.once(kept_layout, cut is None)
     call.values |= views(call.empty((places.elements,)) if again else saved, places)
     # Scores per channel are kept where they are fast; the others are as fast to compute again.
     if again or (inputs.by_channel and not fast):
         scores(call)
-    if again and whole:
+    if again and cut is None:
         scan(call, output=False)
     return call, cut
 
 
-def gradients(call: Call, cut: "Windows") -> tuple[Tensor | None, ...]:
+def gradients(call: Call, cut: Windows | None) -> tuple[Tensor | None, ...]:
     """The rest of a backward: gradients by the eight tensors from q to initial_state."""
+    new_gradients(call)
     if call.inputs.by_channel:
         channel_stages.backward(call)
+    elif cut is None:
+        head_gradients(call)
     else:
-        gradients_in_windows(call, cut)
+        windows.backward(call, cut)
     return *(call[f"d_{name}"] for name in Inputs._fields[:7]), call["d_initial"]
+
+
+def head_gradients(call: Call) -> None:
+    """The scan back over all chunks, and their gradients; decay none or per head."""
+    d_initial = call.empty(call.inputs.state_shape)
+    split, places, d_end = "none", call.inputs.sequences, call["d_final"]
+    if call.plan.per_segment:
+        d_end = last_gradients(call)
+        split, places = "starts", len(d_end)
+    own = own_buffers(call, call.plan.chunks, False)
+    scan_back(call, split, places, d_end, d_initial, own, values_of_scan(call), over=overlays(call))
+    add_gradients(call, call.plan.chunks, own)
+    if norm_follows(call, WHOLE):
+        through_norm(call)
+    call.values["d_initial"] = d_initial
+
+
+def new_gradients(call: Call) -> None:
+    """Room for the gradients, those by beta and log_decay in float32."""
+    for name in ("q", "k", "v", "a", "b", "beta", "log_decay"):
+        x, low = call[name], name not in ("beta", "log_decay")
+        made = None if x is None else call.empty(x.shape, x.dtype if low else torch.float32)
+        call.values[f"d_{name}"] = made
 
 
 def scores(call: Call) -> None:
@@ -238,7 +282,7 @@ def scores(call: Call) -> None:
     if call.inputs.by_channel:
         channel_stages.scores(call)
     else:
-        stages.head_scores(call)
+        head_scores(call)
 
 
 def scan(call: Call, output: bool) -> tuple[Tensor | None, Tensor]:
@@ -250,16 +294,16 @@ def scan(call: Call, output: bool) -> tuple[Tensor | None, Tensor]:
         own = {name: call[name] for name in ("states", "errors")}
     split, places, start = "none", inputs.sequences, inputs.initial_state
     if call.plan.per_segment:
-        start = stages.first_states(call)
+        start = first_states(call)
         split, places = "starts", len(start)
-    stages.scan_through(call, split, places, start, final, o, own)
+    scan_through(call, split, places, start, final, o, own)
     return o, final
 
 
 def kept_shapes(inputs: Inputs, plan: Plan, save: bool) -> Shapes:
     """What a forward keeps: scores, with q and k decayed where these are kept, S, and E or w."""
     if not inputs.by_channel:
-        shapes = stages.score_shapes(inputs, plan)
+        shapes = score_shapes(inputs, plan)
     else:
         kept = save and channel_stages.has_fast_form(inputs)
         shapes = channel_stages.score_shapes(inputs, plan) if kept else {}
@@ -304,144 +348,3 @@ def is_piece(x: Tensor) -> bool:
 
 def piece(x: Tensor) -> Tensor:
     return x if is_piece(x) else x.clone(memory_format=torch.contiguous_format)
-
-
-# The backward window after window, so that what it keeps of each chunk exists for a few at a time.
-#
-#     each window of chunks, from the last:    D at its end -> next_state_backward -> D at its start
-#                                              gradients of its chunks
-#
-# The same numbers come out as without windows: D goes from one to the next in float32, as it stays
-# in registers otherwise. What the forward did not keep is computed again, S and E too, from the
-# states at the windows' starts. The backward is cut where the states are not kept, which is the
-# choice of less memory over less time.
-#
-# A window has the same chunks of every sequence or, where sequences are split, of every segment. Of
-# packed sequences, whose lengths the host does not know, it has so many chunks of the row.
-
-
-class Windows(NamedTuple):
-    """How often the backward is cut, and into what: `chunks` of a stretch, `slots` of all."""
-
-    kind: str
-    parts: int
-    chunks: int
-    slots: int
-
-    def window(self, number: int) -> Window:
-        """One of them, as the kernels know it."""
-        return WHOLE if self.parts == 1 else Window(self.kind, number, self.chunks)
-
-
-def windows_of(call: Call, again: bool) -> Windows:
-    """As many windows as are worth it, from the sizes alone; `again`: of S and E besides.
-
-    Whoever keeps the states has chosen speed: cutting takes 3 to 10 % of the time on an H200.
-    """
-    inputs, plan = call.inputs, call.plan
-    whole = Windows("none", 1, plan.chunks, plan.chunks)
-    if not again or inputs.by_channel or plan.chunks == 0:
-        return whole
-    size = nbytes(own_shapes(call, plan.chunks, again))
-    programs = plan.chunks * plan.sizes["H"] * stages.slices(call)
-    kind, longest, stretches = stretches_of(inputs, plan)
-    most = min(longest, size // LEAST_BYTES, programs // LEAST_PROGRAMS)
-    if kind == "row":
-        most = min(most, inputs.sequences * plan.sizes["HV"] // LEAST_SCANS)
-    # Beside a window there are the states at the starts of all: least where they are as much.
-    most = min(most, math.isqrt(size // (4 * stretches * math.prod(inputs.state_shape[1:]))))
-    cut = cut_into(call, max(most, 1))
-    # Short packed sequences leave most of their segments' places empty.
-    return cut if most > 1 and cut.slots < plan.chunks else whole
-
-
-def cut_into(call: Call, parts: int) -> Windows:
-    """So many windows, or fewer where the last would be empty."""
-    kind, longest, stretches = stretches_of(call.inputs, call.plan)
-    chunks = -(-longest // parts)
-    return Windows(
-        kind, -(-longest // chunks), chunks, chunks * (1 if kind == "row" else stretches)
-    )
-
-
-def stretches_of(inputs: Inputs, plan: Plan) -> tuple[str, int, int]:
-    """What is cut, the chunks of one of them, and how many there are: sequences, or segments."""
-    if plan.per_segment:
-        return "stretch", plan.per_segment, segment_count(inputs, plan)
-    if inputs.cu_seqlens is not None:
-        return "row", plan.chunks, inputs.sequences
-    return "stretch", -(-inputs.q.shape[1] // plan.sizes["CT"]), inputs.sequences
-
-
-def own_shapes(call: Call, slots: int, again: bool) -> Shapes:
-    """What the backward keeps of a window's chunks: D, X, parts of dlog_decay (and S and E)."""
-    inputs, rows = call.inputs, call.plan.sizes["BT"]
-    (_, heads, value_size, key_size), dtype = inputs.state_shape, inputs.q.dtype
-    states, errors = (slots, heads, value_size, key_size), (slots, heads, rows, value_size)
-    over = stages.overlays(call)
-    # D of value heads that share keys is more than dq and dk have room for.
-    more = heads > call.plan.sizes["H"] or not over
-    shapes: Shapes = {"d_states": (states, dtype)} if more else {}
-    if inputs.beta is not None and not over:
-        shapes["d_errors"] = errors, dtype
-    if inputs.log_decay is not None and not over:
-        parts = stages.slices(call) + stages.sums_pairs(inputs), slots, heads, 4, rows
-        shapes["parts"] = parts, torch.float32
-    if again:
-        shapes["states"] = states, dtype
-        if inputs.beta is not None:
-            shapes["errors"] = errors, dtype
-    return shapes
-
-
-def nbytes(shapes: Shapes) -> int:
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
-
-
-def own_layout(call: Call, slots: int, again: bool) -> Layout:
-    return layout(own_shapes(call, slots, again))
-
-
-def window_starts(call: Call, cut: Windows) -> list[Tensor | None]:
-    """The states at the windows' starts, one tensor of all stretches for each window."""
-    start, split, places = call.inputs.initial_state, "none", call.inputs.sequences
-    if call.plan.per_segment:
-        start = stages.first_states(call)
-        split, places = "starts", len(start)
-    starts = [start]
-    for number in range(cut.parts - 1):
-        end = call.empty((places, *call.inputs.state_shape[1:]))
-        stages.scan_through(call, split, places, starts[-1], end, window=cut.window(number))
-        starts.append(end)
-    return starts
-
-
-def gradients_in_windows(call: Call, cut: Windows) -> None:
-    """Leave the gradients by the inputs and the initial state; decay none or per head.
-
-    The call has S and E of all chunks, or they are computed again.
-    """
-    again = call["states"] is None
-    starts = window_starts(call, cut) if again else []
-    d_initial = call.empty(call.inputs.state_shape)
-    split, places, d_end, carry = "none", call.inputs.sequences, call["d_final"], d_initial
-    if call.plan.per_segment:
-        d_end = carry = stages.last_gradients(call)
-        split, places = "starts", len(d_end)
-    own_places = call.once(own_layout, cut.slots, again)
-    own = views(call.empty((own_places.elements,)), own_places)
-    stages.new_gradients(call)
-    d_v = call["d_v"] if stages.scan_back_has_values(call) else None
-    spare = torch.empty_like(carry) if again else None
-    for number in reversed(range(cut.parts)):
-        window = cut.window(number)
-        if spare is not None:
-            # What comes out at the window's end, nobody needs.
-            stages.scan_through(call, split, places, starts.pop(), spare, own=own, window=window)
-        d_start = carry if number else d_initial
-        stages.scan_back(call, split, places, d_end, d_start, own, d_v, window)
-        stages.add_gradients(call, cut.slots, own, window)
-        d_end = d_start
-    if stages.norm_follows(call, cut.window(0)):
-        stages.through_norm(call)
-    call.values |= {"d_initial": d_initial}

@@ -362,6 +362,11 @@ def parameters(kernel: Any) -> tuple[tuple[str, ...], frozenset[str]]:
     return found[:2]
 
 
+def on_hopper(x: Tensor) -> bool:
+    """Whether x lies on a GPU with a copy engine and without tensor memory."""
+    return architecture(x.device) in range(COPY_ENGINE, TENSOR_MEMORY)
+
+
 def full_tiles(inputs: Inputs, plan: Plan, block: int) -> bool:
     """Whether every tile of the scan is full, so that a copy engine may fetch it."""
     sizes, (batch, tokens) = plan.sizes, inputs.q.shape[:2]

@@ -28,11 +28,23 @@ A WINDOW of the chunks starts with the state (backwards: the gradient) that the 
 with; what it leaves of its chunks, it leaves in memory of its own.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from deltarule.ops.delta_rule.triton.fetched import backward_tiles, forward_tiles
+from deltarule.ops.delta_rule.triton.plan import (
+    TENSOR_MEMORY,
+    WHOLE,
+    Call,
+    Window,
+    blocks,
+    full_tiles,
+)
+from deltarule.ops.delta_rule.triton.tile_sizes import architecture, configuration
 from deltarule.ops.delta_rule.triton.tiles import (
     BETA,
     ERASE_ROW,
@@ -361,3 +373,85 @@ def next_state_backward_kernel(
         i_n, place = tl.where(window > 0, i_s, i_n), tl.where(window > 0, 0, place)
     m_s = (o_v < tl.where(place == 0, V, 0))[:, None] & (o_k < K)[None, :]
     tl.store(state_tile(d_initial, i_n, i_h, o_v, o_k, HV, K, V), b_d, mask=m_s)
+
+
+# Launches: through whole sequences, through segments from the states at their starts, or through
+# segments from zero to their ends.
+
+
+def streams(call: Call) -> dict[str, Any]:
+    """The arguments of both scans that have other names before: q and k decayed, scalings."""
+    decayed = {"q": call["decayed_q"], "k": call["decayed_k"]} if call.inputs.by_channel else {}
+    return {"readings": call["scalings"], **decayed}
+
+
+def opens(call: Call, split: str) -> bool:
+    """Whether all segments start at zero: other processes have what is before and after."""
+    return split == "ends" and call["join"] is not None
+
+
+def scan_config(call: Call, name: str, split: str) -> dict[str, Any]:
+    """The configuration of a scan, over whole sequences or segments."""
+    config = configuration(name, call.plan.tile_key)
+    config = ends_configuration(config) if split == "ends" else config
+    full = full_tiles(call.inputs, call.plan, config["BV"])
+    # Where products end in tensor memory, Triton cannot hold a store of the copy engine back.
+    stores = full and architecture(call.inputs.q.device) < TENSOR_MEMORY
+    own = {"SPLIT": split, "TMA": full, "TMA_STORE": stores, "num_stages": config["STAGES"]}
+    return config | own
+
+
+def ends_configuration(config: dict[str, int]) -> dict[str, int]:
+    """The pass that finds the segments' ends takes tiles half as large as the one after it.
+
+    Without outputs they need so little that several programs share a multiprocessor, and one
+    computes while another waits; that takes the place of a pipeline stage.
+    """
+    if config["BV"] < 128:
+        return config
+    halves = {name: config[name] // 2 for name in ("BV", "num_warps")}
+    return config | halves | {"STAGES": max(config["STAGES"] - 1, 1)}
+
+
+def scan_through(
+    call: Call, split: str, places: int, start: Tensor | None, end: Tensor,
+    o: Tensor | None = None, own: Mapping[str, Tensor] | None = None, window: Window = WHOLE,
+) -> None:  # fmt: skip
+    """Launch `next_state_kernel`: from the states at `start` to those at `end`.
+
+    `places` is the number of sequences or segments; S and E of the chunks go where `own` has room.
+    """
+    config, own = call.once(scan_config, "next_state", split), own or {}
+    _, heads, value_size, key_size = call.inputs.state_shape
+    tiles = blocks(value_size, config["BV"])
+    if split == "ends" and call.inputs.erase != "none":
+        tiles += blocks(key_size, config["BV"])
+    given = {
+        **config, **window.constants(), **streams(call), "OUTPUT": o is not None,
+        "SAVE": "states" in own, "initial_state": start, "final_state": end, "o": o,
+        "states": own.get("states"), "errors": own.get("errors"), "OPEN": opens(call, split),
+    }  # fmt: skip
+    call.launch(next_state_kernel, (tiles * heads * places, 1, 1), given, forward_tiles)
+
+
+def scan_back(
+    call: Call, split: str, places: int, d_end: Tensor | None, d_start: Tensor,
+    own: Mapping[str, Tensor] | None = None, d_v: Tensor | None = None, window: Window = WHOLE,
+    over: bool = False,
+) -> None:  # fmt: skip
+    """Launch `next_state_backward_kernel`: from the gradients at `d_end` to those at `d_start`.
+
+    D at the chunks' ends, X and a free erase's dv go where `own` has room, and dv of the others to
+    `d_v`, if there is any. Where `over`, D and X lie where gradients will.
+    """
+    config, own = call.once(scan_config, "next_state_backward", split), own or {}
+    _, heads, value_size, _ = call.inputs.state_shape
+    grid = blocks(value_size, config["BV"]) * heads * places, 1, 1
+    room = over and "d_states" not in own
+    given = {
+        **config, **window.constants(), **streams(call), "d_final": d_end, "d_initial": d_start,
+        "d_q": call["d_q"] if room else None, "d_k": call["d_k"] if room else None, "OVER": over,
+        "d_states": own.get("d_states"), "d_errors": own.get("d_errors"),
+        "d_values": own.get("d_values"), "d_v": d_v, "OPEN": opens(call, split),
+    }  # fmt: skip
+    call.launch(next_state_backward_kernel, grid, given, backward_tiles)

@@ -14,9 +14,24 @@ None) where the kernels that follow take it. A program takes one chunk of one va
 takes the products of its key head again costs less than keeping them for the next.
 """
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 
+from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.triton.fetched import score_tiles
+from deltarule.ops.delta_rule.triton.plan import (
+    Call,
+    Plan,
+    Shapes,
+    blocks,
+    full_tiles,
+    inverse_precision,
+    on_hopper,
+)
+from deltarule.ops.delta_rule.triton.tile_sizes import configuration
 from deltarule.ops.delta_rule.triton.tiles import (
     BETA,
     ERASE_ROW,
@@ -28,10 +43,16 @@ from deltarule.ops.delta_rule.triton.tiles import (
     correction,
     decay_ratio,
     decay_sums,
+    inverse_norm,
     load_tile,
 )
 from deltarule.ops.runtime.places import chunk_place
-from deltarule.ops.runtime.unit_norm import inverse_norm
+
+# What scans may take scores of: they round q . k before it is scaled, for which float16 has no
+# range. With more key channels a tile of S has fewer values, and each would take them again.
+SCORED_TYPES, SCORED_KEYS = (torch.bfloat16,), 128
+# Heads whose decays a program adds up.
+SUM_HEADS = 16
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -151,3 +172,51 @@ def pair_scores_kernel(
     if HAS_DECAY or UNIT_NORM:
         tl.store(p_s + READ * BT + o_i, b_read)
         tl.store(p_s + ERASE_ROW * BT + o_r, b_key)
+
+
+def score_shapes(inputs: Inputs, plan: Plan) -> Shapes:
+    """What the pairs of rows of every chunk leave; decay none or per head."""
+    sizes, dtype = plan.sizes, inputs.q.dtype
+    chunks, rows = (plan.chunks, sizes["HV"]), sizes["BT"]
+    tied, scaled = inputs.beta is not None, inputs.log_decay is not None or inputs.normalize_qk
+    shapes: Shapes = {}
+    if not scans_score(inputs, plan):
+        shapes["scores"] = (*chunks, sizes["BQ"], rows), dtype
+    if tied:
+        shapes["corrections"] = (*chunks, rows, rows), dtype
+    if tied or scaled:
+        shapes["scalings"] = (*chunks, SCALINGS.value, rows), torch.float32
+    if inputs.log_decay is not None:
+        shapes["chunk_decay"] = chunks, torch.float32
+    return shapes
+
+
+def scans_score(inputs: Inputs, plan: Plan) -> bool:
+    """Whether the scans take q . k themselves: without decays, where one tile of S has all values.
+
+    Elsewhere than on Hopper there are too few registers, or too little tensor memory, for it.
+    """
+    x, tile = inputs.v, configuration("next_state", plan.tile_key)["BV"]
+    small = inputs.q.shape[-1] <= SCORED_KEYS and x.shape[-1] <= tile and inputs.n_steps == 1
+    able = x.dtype in SCORED_TYPES and on_hopper(x)
+    return inputs.log_decay is None and small and able
+
+
+def head_scores(call: Call) -> None:
+    """Scores, corrections, scalings and the decays of chunks, into the buffers there are."""
+    chunks, heads = call.plan.chunks, call.plan.sizes["HV"]
+    if call.inputs.log_decay is not None:
+        grid = chunks, blocks(heads, SUM_HEADS), 1
+        call.launch(head_sums_kernel, grid, {"BH": SUM_HEADS, "num_warps": 2, "num_stages": 1})
+    if call["scores"] is not None or call["scalings"] is not None:
+        config = call.once(pair_scores_config)
+        call.launch(pair_scores_kernel, (chunks, heads, 1), config, score_tiles)
+
+
+def pair_scores_config(call: Call) -> dict[str, Any]:
+    config = configuration("pair_scores", call.plan.tile_key)
+    return {
+        **config,
+        "PRECISION": inverse_precision(call.inputs.q.dtype),
+        "TMA": full_tiles(call.inputs, call.plan, 1),
+    }

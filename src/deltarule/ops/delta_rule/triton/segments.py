@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.plan import Call, Plan, blocks
+from deltarule.ops.delta_rule.triton.scan import scan_back, scan_through
 from deltarule.ops.delta_rule.triton.tiles import state_tile
 from deltarule.ops.runtime.places import first_chunk, place_of, sequence_bounds
 
@@ -73,18 +74,6 @@ def segment_starts_kernel(
         tl.store(p_s, b_s, mask=m_s)
 
 
-def ends_configuration(config: dict[str, int]) -> dict[str, int]:
-    """The pass that finds the segments' ends takes tiles half as large as the one after it.
-
-    Without outputs they need so little that several programs share a multiprocessor, and one
-    computes while another waits; that takes the place of a pipeline stage.
-    """
-    if config["BV"] < 128:
-        return config
-    halves = {name: config[name] // 2 for name in ("BV", "num_warps")}
-    return config | halves | {"STAGES": max(config["STAGES"] - 1, 1)}
-
-
 def segment_count(inputs: Inputs, plan: Plan) -> int:
     """Numbers of segments, given as those of chunks are."""
     (batch, tokens), size = inputs.q.shape[:2], plan.per_segment * plan.sizes["CT"]
@@ -117,3 +106,33 @@ def segment_starts(call: Call, boundary: Tensor | None, ends: Tensor, backwards:
     }  # fmt: skip
     call.launch(segment_starts_kernel, grid, given)
     return starts
+
+
+def leave_ends(call: Call) -> None:
+    """What the segments leave, with their transitions."""
+    initial = None if call["join"] else call.inputs.initial_state
+    scan_through(call, "ends", len(call["ends"]), initial, call["ends"])
+
+
+def first_states(call: Call) -> Tensor:
+    """The states at the segments' starts; `ends` takes the segments' transitions besides."""
+    join = call["join"]
+    # Where the start is still to come, the ends have gone to meet it.
+    if not join or join.start is not None:
+        leave_ends(call)
+    initial = join.states(call) if join else call.inputs.initial_state
+    return segment_starts(call, initial, call["ends"], False)
+
+
+def leave_ends_back(call: Call) -> Tensor:
+    """The gradients by the states at the segments' starts."""
+    d_ends = call.empty((len(call["ends"]), *call.inputs.state_shape[1:]))
+    scan_back(call, "ends", len(d_ends), None if call["join"] else call["d_final"], d_ends)
+    return d_ends
+
+
+def last_gradients(call: Call) -> Tensor:
+    """The gradients by the states at the segments' ends."""
+    if join := call["join"]:
+        return segment_starts(call, join.gradients(call), join.d_ends, True)
+    return segment_starts(call, call["d_final"], leave_ends_back(call), True)

@@ -25,8 +25,7 @@ from deltarule.ops.delta_rule.triton.passes import (
     scores,
 )
 from deltarule.ops.delta_rule.triton.plan import Call, Plan, blocks, make_plan, views
-from deltarule.ops.delta_rule.triton.segments import segment_starts
-from deltarule.ops.delta_rule.triton.stages import leave_ends, leave_ends_back
+from deltarule.ops.delta_rule.triton.segments import leave_ends, leave_ends_back, segment_starts
 
 
 class Joint:

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from deltarule.ops.delta_rule.gate_maps import NO_MAPS, GateMaps
 from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.triton.tiles import EPSILON
 from deltarule.ops.fused.gates_triton import softplus
 from deltarule.ops.runtime.chained import begin, chained
 from deltarule.ops.runtime.launch import Launch
 from deltarule.ops.runtime.places import place_of
 from deltarule.ops.runtime.sizes import power_of_2
-from deltarule.ops.runtime.unit_norm import EPSILON
 
 # Rows of the state in a program: the fastest of 8, 16 and 32 from 1 to 32 batch rows on an H200.
 ROWS = 8

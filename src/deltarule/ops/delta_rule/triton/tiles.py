@@ -250,6 +250,26 @@ def operand_products(b_x, b_y, PRECISION: tl.constexpr):
     return tl.sum(b_x * b_y, axis=1)
 
 
+# Queries and keys divided by their norm, x / |x|: the norm, and the gradient through it.
+
+# Added to a sum of squares, as the definition does.
+EPSILON = tl.constexpr(1e-6)
+
+
+@triton.jit
+def inverse_norm(b_x):
+    """1 / |x| of every row, in float32."""
+    b_x = b_x.to(tl.float32)
+    return tl.rsqrt(tl.sum(b_x * b_x, axis=1) + EPSILON)
+
+
+@triton.jit
+def unit_norm_backward(b_x, b_norm, b_y):
+    """dx = y - (x . y) x / |x|^2, where y = dx already divided by |x|."""
+    b_x = b_x.to(tl.float32)
+    return b_y - b_x * (tl.sum(b_x * b_y, axis=1) * b_norm * b_norm)[:, None]
+
+
 # Products of decays inside a chunk, as powers of two of sums that never grow: device functions.
 #
 # The sum of logs to base 2 up to row i is kept in two parts, the whole numbers and the rest:
@@ -374,7 +394,7 @@ class Around(NamedTuple):
 class Chunk(NamedTuple):
     """One chunk of one value head: first token, tokens, rows, and its numbers.
 
-    `slot` counts all chunks, `kept` those of S and E, and `own` those of D and X.
+    `slot` counts all chunks, `own` those of S, E, D and X.
     """
 
     first: tl.tensor
@@ -382,7 +402,6 @@ class Chunk(NamedTuple):
     rows: tl.tensor
     head: tl.tensor
     slot: tl.tensor
-    kept: tl.tensor
     own: tl.tensor
 
 
@@ -418,9 +437,9 @@ def over_values(x, at, o_i, m_i, i_k, S: tl.constexpr, WRITTEN: tl.constexpr):
         o_v = i_v + tl.arange(0, S.BV)
         b_do = load_tile(x.d_o, at.first, at.head, i_v, o_i, m_i, o_v, S.HV, S.V, WHOLE, S.TMA)
         b_e = load_errors(
-            x.v, x.errors, at.first * S.N_STEPS, at.rows, at.head, at.kept, i_v, S, S.TMA
+            x.v, x.errors, at.first * S.N_STEPS, at.rows, at.head, at.own, i_v, S, S.TMA
         )
-        b_s = load_state(x.states, at.kept, i_v, i_k, S.K, S.V, S.BV, S.BC, S.TMA)
+        b_s = load_state(x.states, at.own, i_v, i_k, S.K, S.V, S.BV, S.BC, S.TMA)
         if WRITTEN:
             b_d = load_state(x.d_states, at.own, i_v, i_k, S.K, S.V, S.BV, S.BC, S.TMA)
         b_gp = tl.dot(b_do, tl.trans(b_e), acc=b_gp, input_precision=S.PRECISION)

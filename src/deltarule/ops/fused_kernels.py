@@ -1,0 +1,26 @@
+"""Whether a GPU kernel takes a tensor: those of fused maps, of memories, of pools."""
+
+import torch
+from torch import Tensor
+
+from deltarule.ops.dispatch import triton_missing
+
+# Ready, because a decoding step on a CPU is told so some 50 times.
+ON_CPU = "Triton needs a CUDA device, and x is on cpu"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def why_not_fused(x: Tensor) -> str | None:
+    """Why no Triton kernel takes x, or None; kernels compute in float32."""
+    if x.is_cpu:
+        return ON_CPU
+    if x.device.type != "cuda":
+        return f"Triton needs a CUDA device, and x is on {x.device}"
+    # torch.compile cannot trace find_spec; compiled GPU code always has Triton.
+    if not torch.compiler.is_compiling() and (reason := triton_missing(x.device)):
+        return reason
+    if x.dtype not in DTYPES:
+        return f"the Triton kernels compute in float32, and x is {x.dtype}"
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        return "torch.func's transforms need plain PyTorch"
+    return None
