@@ -1,6 +1,6 @@
 """The checks that hold for every implementation."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -113,15 +113,6 @@ def check_state(name: str, state: Tensor | None, q: Tensor, expected: tuple[int,
     wanted = torch.float64 if q.dtype == torch.float64 else torch.float32
     if state.dtype != wanted:
         raise ValueError(f"{name} must be {wanted} for q in {q.dtype}, got {state.dtype}")
-
-
-def check_no_gradient(function: str, tensors: Iterable[Tensor | None]) -> None:
-    """What is written in place has no gradient."""
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        raise ValueError(
-            f"{function} has no gradient, got an argument that requires one: call it under "
-            "torch.no_grad(), or use delta_rule or dplr"
-        )
 
 
 def shape(*tensors: Tensor) -> str:

@@ -22,3 +22,12 @@ def decodes(x: Tensor, cu_seqlens: Tensor | None, others: Iterable[object]) -> b
         return False
     tensors = (y for y in (x, *others) if isinstance(y, Tensor))
     return not (torch.is_grad_enabled() and any(y.requires_grad for y in tensors))
+
+
+def check_no_gradient(function: str, tensors: Iterable[Tensor | None]) -> None:
+    """What is written in place has no gradient."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        raise ValueError(
+            f"{function} has no gradient, got an argument that requires one: call it under "
+            "torch.no_grad(), or use delta_rule or dplr"
+        )

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.checks import check_dense, check_no_gradient, shape
+from deltarule.ops.checks import check_dense, shape
 from deltarule.ops.delta_rule.gate_logits import BetaLogits, DecayLogits, given_gates, with_logits
 from deltarule.ops.delta_rule.gate_maps import NO_MAPS, GateMaps
 from deltarule.ops.delta_rule.implementations import Request, run_reference
@@ -22,7 +22,7 @@ from deltarule.ops.dispatch import (
     choose,
     triton_missing,
 )
-from deltarule.ops.few_tokens import MAX_TOKENS
+from deltarule.ops.few_tokens import MAX_TOKENS, check_no_gradient
 from deltarule.shapes import Beta, Decay, Erase, Keys, Outputs, Queries, State, Values
 
 MAX_KEY_CHANNELS = 256

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltarule.ops.checks import check_axes, check_no_gradient, shape
+from deltarule.ops.checks import check_axes, shape
 from deltarule.ops.dispatch import Impl, Implementation, Table, always, choose
+from deltarule.ops.few_tokens import check_no_gradient
 from deltarule.ops.fused import short_conv as fused
 from deltarule.ops.fused_kernels import why_not_fused
 from deltarule.ops.pack import check_cu_seqlens

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.checks import check_no_gradient, shape
+from deltarule.ops.checks import shape
 from deltarule.ops.chunks import CHUNK_ROWS
 from deltarule.ops.delta_rule.implementations import (
     IMPLEMENTATIONS,
@@ -17,6 +17,7 @@ from deltarule.ops.delta_rule.inputs import Inputs, check_arguments
 from deltarule.ops.delta_rule.step import STATE_DTYPES
 from deltarule.ops.delta_rule.torch import passes
 from deltarule.ops.dispatch import Impl, choose, first_that_runs
+from deltarule.ops.few_tokens import check_no_gradient
 from deltarule.ops.serving import definition
 from deltarule.ops.serving.inputs import (
     check_indices,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.checks import check_no_gradient, shape
+from deltarule.ops.checks import shape
 from deltarule.ops.delta_rule.gate_logits import BetaLogits, DecayLogits, given_gates, with_logits
 from deltarule.ops.delta_rule.gate_maps import GateMaps
 from deltarule.ops.delta_rule.implementations import Request, run_reference
@@ -15,6 +15,7 @@ from deltarule.ops.delta_rule.step import STATE_DTYPES, Step
 from deltarule.ops.delta_rule.step import why_not_triton as why_not_step
 from deltarule.ops.delta_rule.torch.step import recurrent_step as torch_step
 from deltarule.ops.dispatch import Impl, Implementation, Table, always, are_plain_eager, choose
+from deltarule.ops.few_tokens import check_no_gradient
 from deltarule.ops.serving import definition
 from deltarule.ops.serving.inputs import (
     check_indices,

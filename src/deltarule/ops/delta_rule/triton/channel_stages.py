@@ -22,14 +22,12 @@ from deltarule.ops.delta_rule.triton.channel_gradients_fast import fast_gradient
 from deltarule.ops.delta_rule.triton.channel_scores_exact import exact_scores_kernel
 from deltarule.ops.delta_rule.triton.channel_scores_fast import fast_scores_kernel
 from deltarule.ops.delta_rule.triton.fetched import fast_tiles
-from deltarule.ops.delta_rule.triton.norms import through_norm
 from deltarule.ops.delta_rule.triton.plan import (
     Call,
     Plan,
     Shapes,
     blocks,
     full_tiles,
-    score_precision,
 )
 from deltarule.ops.delta_rule.triton.scan import scan_back
 from deltarule.ops.delta_rule.triton.segments import last_gradients
@@ -59,6 +57,12 @@ def channel_config(call: Call, name: str, most: int | None = None) -> dict[str, 
     """The configuration of a kernel that takes at most `most` channels at once."""
     config = configuration(name, call.plan.tile_key)
     return config | {"BC": min(call.plan.sizes["BK"], config["BC"], most or config["BC"])}
+
+
+def score_precision(call: Call) -> str:
+    """How the products of scores per channel are taken."""
+    # A tf32 number has no more digits than a float16 one: rounding to it would show.
+    return "tf32" if call.inputs.q.dtype == torch.bfloat16 else "tf32x3"
 
 
 def score_shapes(inputs: Inputs, plan: Plan) -> Shapes:
@@ -172,8 +176,6 @@ def gradients(call: Call) -> None:
     call.launch(pair_gradients_kernel, chunk_grid(call, sizes["HV"]), config)
     config = call.once(channel_config, "exact_gradients")
     call.launch(exact_gradients_kernel, chunk_grid(call, sizes["H"]), config)
-    if inputs.normalize_qk:
-        through_norm(call)
     d_decay = call["d_log_decay"]
     if d_decay is not None and inputs.decay == "head":
         call.values |= {"d_log_decay": d_decay.sum(-1)}

@@ -442,11 +442,9 @@ def gradients_config(call: Call) -> dict[str, Any]:
     return config | {"BQ": reads, "BV": values, "BC": channels, "TMA": full}
 
 
-def norm_follows(call: Call, window: Window) -> bool:
-    """Whether gradients by unit q and k still have to go through the norm: in slices no row is
-    whole.
-    """
-    return call.inputs.normalize_qk and slices(call) > 1 and fused_gradients(call, window) is None
+def rows_are_cut(call: Call, window: Window) -> bool:
+    """Whether programs take some channels of a row: only whole rows go through the norm."""
+    return slices(call) > 1 and fused_gradients(call, window) is None
 
 
 def overlays(call: Call) -> bool:

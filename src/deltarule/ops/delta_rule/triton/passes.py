@@ -12,24 +12,26 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import channel_stages, windows
 from deltarule.ops.delta_rule.triton.gradients import (
     add_gradients,
-    norm_follows,
     overlays,
     own_buffers,
+    rows_are_cut,
     values_of_scan,
 )
-from deltarule.ops.delta_rule.triton.norms import through_norm
 from deltarule.ops.delta_rule.triton.plan import (
     WHOLE,
     Call,
     Layout,
     Plan,
     Shapes,
+    blocks,
     kernel_key,
     layout,
     make_plan,
@@ -44,12 +46,15 @@ from deltarule.ops.delta_rule.triton.segments import (
     last_gradients,
     transitions_shape,
 )
+from deltarule.ops.delta_rule.triton.tiles import inverse_norm, unit_norm_backward
 from deltarule.ops.delta_rule.triton.windows import Windows
 from deltarule.ops.dispatch import ONCE, CallKey, call_key, recordings, remember
 from deltarule.ops.runtime import launch
 from deltarule.ops.runtime.launch import compiled_together
 from deltarule.ops.runtime.replay import Outputs, Recording, Tape, Watch, capturing
 
+# Rows of q or k that a program takes.
+NORM_ROWS = 32
 # From inputs, a plan, a choice and further tensors.
 Stages = Callable[..., Outputs]
 
@@ -251,6 +256,9 @@ def gradients(call: Call, cut: Windows | None) -> tuple[Tensor | None, ...]:
         head_gradients(call)
     else:
         windows.backward(call, cut)
+    inputs, window = call.inputs, WHOLE if cut is None else cut.window(0)
+    if inputs.normalize_qk and (inputs.by_channel or rows_are_cut(call, window)):
+        through_norm(call)
     return *(call[f"d_{name}"] for name in Inputs._fields[:7]), call["d_initial"]
 
 
@@ -264,8 +272,6 @@ def head_gradients(call: Call) -> None:
     own = own_buffers(call, call.plan.chunks, False)
     scan_back(call, split, places, d_end, d_initial, own, values_of_scan(call), over=overlays(call))
     add_gradients(call, call.plan.chunks, own)
-    if norm_follows(call, WHOLE):
-        through_norm(call)
     call.values["d_initial"] = d_initial
 
 
@@ -348,3 +354,26 @@ def is_piece(x: Tensor) -> bool:
 
 def piece(x: Tensor) -> Tensor:
     return x if is_piece(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def unit_norm_gradients_kernel(x, d_x, rows, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr):
+    """Gradients by unit q or k, rows of K channels, to those by q or k, in place."""
+    o_r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    o_k = tl.arange(0, BK)
+    o_x, m_x = o_r[:, None] * K + o_k[None, :], (o_r < rows)[:, None] & (o_k < K)[None, :]
+    b_x = tl.load(x + o_x, mask=m_x, other=0.0).to(tl.float32)
+    b_y = tl.load(d_x + o_x, mask=m_x, other=0.0).to(tl.float32)
+    b_y = unit_norm_backward(b_x, inverse_norm(b_x), b_y)
+    tl.store(d_x + o_x, b_y.to(d_x.dtype.element_ty), mask=m_x)
+
+
+def through_norm(call: Call) -> None:
+    """Launch `unit_norm_gradients_kernel`, where no kernel before had whole rows."""
+    options = {"ROWS": NORM_ROWS, "num_warps": 4, "num_stages": 1}
+    for name in ("q", "k"):
+        rows = call[name].numel() // call.plan.sizes["K"]
+        given = {"x": call[name], "d_x": call[f"d_{name}"], "rows": rows}
+        call.launch(
+            unit_norm_gradients_kernel, (blocks(rows, NORM_ROWS), 1, 1), {**given, **options}
+        )

@@ -342,12 +342,6 @@ def constants(call: Call) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def score_precision(call: Call) -> str:
-    """How the products of scores per channel are taken."""
-    # A tf32 number has no more digits than a float16 one: rounding to it would show.
-    return "tf32" if call.inputs.q.dtype == torch.bfloat16 else "tf32x3"
-
-
 # By the kernel's id, and with the kernel so that the id stays its own.
 _parameters: dict[int, tuple[tuple[str, ...], frozenset[str], Any]] = {}
 

@@ -21,14 +21,12 @@ from torch import Tensor
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.gradients import (
     add_gradients,
-    norm_follows,
     overlays,
     own_buffers,
     own_shapes,
     slices,
     values_of_scan,
 )
-from deltarule.ops.delta_rule.triton.norms import through_norm
 from deltarule.ops.delta_rule.triton.plan import Call, Plan, Window
 from deltarule.ops.delta_rule.triton.scan import scan_back, scan_through
 from deltarule.ops.delta_rule.triton.segments import first_states, last_gradients, segment_count
@@ -122,6 +120,4 @@ def backward(call: Call, cut: Windows) -> None:
         )
         add_gradients(call, cut.slots, own, window)
         d_end = d_start
-    if norm_follows(call, cut.window(0)):
-        through_norm(call)
     call.values["d_initial"] = d_initial
