@@ -38,12 +38,10 @@ class Command(NamedTuple):
 
     @property
     def flags(self) -> type[Any]:
-        """The dataclass of the flags."""
         kind: type[Any] = getattr(importlib.import_module(self.module), self.flags_name)
         return kind
 
     def run(self, flags: Any) -> None:
-        """Do it."""
         getattr(importlib.import_module(self.module), self.run_name)(flags)
 
 

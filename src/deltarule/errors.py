@@ -14,7 +14,6 @@ class StoppedRunError(RuntimeError):
     """The run in `folder` has ended early, and can go on; `code` is what the process exits with."""
 
     def __init__(self, reason: str, folder: Path, code: int = 1) -> None:
-        """Say why."""
         super().__init__(reason)
         self.folder, self.code = folder, code
 
@@ -27,6 +26,5 @@ class StalledError(RuntimeError):
     """
 
     def __init__(self, reason: str, speaks: bool) -> None:
-        """Say why."""
         super().__init__(f"{reason}; --timeout-s sets how long to wait")
         self.speaks = speaks

@@ -44,7 +44,6 @@ class ExplainRun:
     """"cpu", "cuda", "cuda:1", "mps"; "auto" takes a GPU if PyTorch sees one."""
 
     def __post_init__(self) -> None:
-        """Refuse sizes that nothing has."""
         for name in ("n_steps", "batch", "tokens", "heads", "v_heads", "head_k_dim", "head_v_dim"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -97,7 +97,6 @@ class Worker:
     def __init__(
         self, work: Callable[[Any], Any], log: Path, environment: Mapping[str, str]
     ) -> None:
-        """Start it."""
         # A forked process cannot use a GPU that its parent has touched.
         context = multiprocessing.get_context("spawn")
         self.words, its_own = context.Pipe()

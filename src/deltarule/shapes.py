@@ -47,7 +47,6 @@ class TransitionOutput(RecurrentOutput):
     """
 
     def __new__(cls, o: Outputs, final_state: State | None, transition: Tensor) -> Self:
-        """Hold all three."""
         output = super().__new__(cls, o, final_state)
         output._transition = transition
         return output

@@ -170,7 +170,6 @@ def shown(verdicts: Iterator[Verdict], total: int) -> Iterator[Verdict]:
 
 
 def line(verdict: Verdict) -> str:
-    """One verdict."""
     state = "passed" if verdict.passed else "FAILED"
     return (
         f"{state}  {verdict.name}  {verdict.times_bar:.2f} of the bar  {verdict.seconds:.1f} s  "

@@ -33,7 +33,6 @@ def plain_run(module: Any, inputs: Inputs, options: dict[str, Any]) -> Recurrent
 
 
 def exact_run(inputs: Inputs) -> RecurrentOutput:
-    """The definition."""
     return plain_run(definition, inputs, {})
 
 

@@ -39,7 +39,6 @@ class Block(nn.Module):
     mlp: nn.Module | None
 
     def __init__(self, config: ModelConfig, layer_index: int) -> None:
-        """Build the block at layer_index, counted from 0."""
         super().__init__()
         name = config.layer_types[layer_index]
         self.post_norm = name == config.post_norm

@@ -61,7 +61,6 @@ class ByteDecoder:
     """
 
     def __init__(self) -> None:
-        """Start with nothing held back."""
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:

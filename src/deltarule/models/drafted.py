@@ -36,7 +36,6 @@ class Lookup:
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        """Take the tokens."""
         self.tokens: list[int] = []
         # By a few tokens: the latest place that came after them.
         self.places: dict[tuple[int, ...], int] = {}
@@ -44,7 +43,6 @@ class Lookup:
             self.add(token)
 
     def add(self, token: int) -> None:
-        """Take one more token."""
         place = len(self.tokens)
         for count in range(1, min(LONGEST, place) + 1):
             self.places[tuple(self.tokens[place - count :])] = place
@@ -65,7 +63,6 @@ class Shares:
     """Each row's random numbers, of which a step may use fewer than it is shown."""
 
     def __init__(self, draws: Draws, rows: int) -> None:
-        """Draw nothing yet."""
         self.draws, self.unused = draws, [[0.0] * 0 for _ in range(rows)]
 
     def first(self, row: int, count: int) -> list[float]:

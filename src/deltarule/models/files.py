@@ -74,12 +74,10 @@ def write_model(
 
 
 def json_text(fields: Mapping[str, Any]) -> str:
-    """The text of a config.json."""
     return json.dumps(fields, indent=2) + "\n"
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write UTF-8."""
     path.write_text(text, encoding="utf-8")
 
 

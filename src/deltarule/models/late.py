@@ -18,7 +18,6 @@ class Late:
     """
 
     def __init__(self, x: Tensor) -> None:
-        """Send it."""
         self.sent: torch.cuda.Event | None = None
         if not x.is_cuda:
             self.copy = x.clone()
@@ -29,7 +28,6 @@ class Late:
         self.sent.record()
 
     def tolist(self) -> list[Any]:
-        """Return the numbers."""
         if self.sent is not None:
             self.sent.synchronize()
         numbers: list[Any] = self.copy.tolist()

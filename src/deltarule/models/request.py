@@ -149,7 +149,6 @@ class Rows:
     """What each row has added, and which rows go on."""
 
     def __init__(self, count: int, options: Options) -> None:
-        """Nothing is added yet."""
         self.stops, self.most = options.stop_sequences(), options.max_new_tokens
         self.added: list[list[int]] = [[] for _ in range(count)]
         self.going = list(range(count))

@@ -18,7 +18,6 @@ from deltarule.nn.scan_mixer import scan
 def arguments(
     q: Tensor, k: Tensor, v: Tensor, *, decay_logits: Tensor, value_decay_logits: Tensor
 ) -> Arguments:
-    """Arguments of `selective_scan`."""
     decays = {
         "log_decay": F.logsigmoid(computed(decay_logits)),
         "value_log_decay": F.logsigmoid(computed(value_decay_logits)),

@@ -68,7 +68,6 @@ class Experts(nn.Module):
         shared_gate: bool = False,
         activation: HiddenActivation = "silu",
     ) -> None:
-        """Build the router, the experts, each kind of matrix in one tensor, and what is shared."""
         super().__init__()
         self.num_experts, self.num_experts_per_tok = num_experts, num_experts_per_tok
         self.norm_topk_prob, self.routed_scaling_factor = norm_topk_prob, routed_scaling_factor

@@ -36,7 +36,6 @@ class SwiGLU(nn.Module):
     """
 
     def __init__(self, hidden_size: int, mlp_size: int, gate_multiplier: float = 1.0) -> None:
-        """Build the three projections."""
         super().__init__()
         self.gate_multiplier = gate_multiplier
         self.gate_proj = nn.Linear(hidden_size, mlp_size, bias=False)
@@ -74,7 +73,6 @@ class SquaredReLU(nn.Module):
     """
 
     def __init__(self, hidden_size: int, mlp_size: int) -> None:
-        """Build the two projections."""
         super().__init__()
         self.up_proj = nn.Linear(hidden_size, mlp_size, bias=False)
         self.down_proj = nn.Linear(mlp_size, hidden_size, bias=False)
@@ -111,7 +109,6 @@ def gated_product(gate: Tensor, up: Tensor, down: nn.Linear) -> Hidden:
 
 
 def why_not_gated(gate: Tensor, up: Tensor) -> str | None:
-    """What the kernel cannot do."""
     if gate.dtype != up.dtype:
         return f"the Triton kernel takes up in {gate.dtype}, as gate is"
     return why_not_fused(gate)

@@ -58,12 +58,10 @@ def read_out(o: Tensor, projections: Projections, carry: Carry | None = None) ->
 
 
 def capped_arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
-    """Those of capped gates."""
     return arguments(capped(projections), carry)
 
 
 def capped_read_out(o: Tensor, projections: Projections, carry: Carry | None = None) -> Tensor:
-    """That of capped gates."""
     return read_out(o, capped(projections), carry)
 
 

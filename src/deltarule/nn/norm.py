@@ -41,7 +41,6 @@ class RMSNorm(nn.Module):
     """
 
     def __init__(self, size: int, eps: float = 1e-5, zero_centered: bool = False) -> None:
-        """Start with weights of one."""
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(size) if zero_centered else torch.ones(size))
         self.eps, self.zero_centered = eps, zero_centered
@@ -82,7 +81,6 @@ class GatedRMSNorm(RMSNorm):
     """
 
     def __init__(self, size: int, eps: float = 1e-5, activation: Activation = "silu") -> None:
-        """Start with weights of one."""
         super().__init__(size, eps)
         self.activation = activation
 
@@ -104,13 +102,11 @@ def gated_norm(
 def plain_gated_norm(
     x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, activation: Activation
 ) -> Tensor:
-    """The same in PyTorch's own operations."""
     y = normalised(x, weight, eps)
     return y if gate is None else y * ACTIVATIONS[activation](gate)
 
 
 def why_no_gated_norm(x: Tensor, gate: Tensor | None, activation: Activation) -> str | None:
-    """What the kernel cannot do."""
     if activation == "gelu":
         return "the Triton kernel has SiLU and sigmoid for the gate"
     if gate is not None and (gate.shape != x.shape or gate.dtype != x.dtype):
@@ -127,13 +123,11 @@ def residual_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Ten
 
 
 def plain_residual_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The same in PyTorch's own operations."""
     total = x + y
     return total, normalised(total, weight, eps)
 
 
 def why_no_residual_norm(x: Tensor, y: Tensor) -> str | None:
-    """What the kernel cannot do."""
     if y.shape != x.shape:
         return f"the Triton kernel takes y {list(x.shape)}, as x is"
     return why_no_row(x) or why_not_fused(y)
@@ -158,7 +152,6 @@ class GateOnly(nn.Module):
     """y = x * activation(gate): for outputs that are divided by a normaliser already."""
 
     def __init__(self, activation: Activation = "silu") -> None:
-        """Nothing is learned."""
         super().__init__()
         self.activation = ACTIVATIONS[activation]
 
@@ -182,7 +175,6 @@ class GatedGroupNorm(nn.GroupNorm):
     def __init__(
         self, heads: int, head_dim: int, eps: float, activation: Activation = "silu"
     ) -> None:
-        """Start with weights of one and biases of zero."""
         super().__init__(heads, heads * head_dim, eps=eps)
         self.activation = ACTIVATIONS[activation]
 
@@ -202,7 +194,6 @@ class GroupRMSNorm(RMSNorm):
     """
 
     def __init__(self, groups: int, size: int, eps: float = 1e-5) -> None:
-        """Start with weights of one."""
         super().__init__(size, eps)
         self.groups = groups
 

@@ -46,7 +46,6 @@ class Recipe:
         )
 
     def close(self) -> None:
-        """Let the tensor go."""
         self.x = None
 
     def read(self) -> Tensor:
@@ -65,7 +64,6 @@ class Pack:
     """What autograd calls with each tensor that is saved, whatever recipes are open."""
 
     def __init__(self, recipes: list[Recipe]) -> None:
-        """Know the recipes, the latest last."""
         self.recipes = recipes
 
     def __call__(self, x: Tensor) -> Saved:

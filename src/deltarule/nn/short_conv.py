@@ -148,7 +148,6 @@ def part_sums(x: Tensor, y: Tensor) -> Tensor:
 
 
 def too_many(weight: Tensor) -> str | None:
-    """What the kernel cannot do."""
     if (taps := weight.shape[1]) > fused.MAX_TAPS:
         return f"the Triton kernel takes up to {fused.MAX_TAPS} taps, got {taps}"
     return None

@@ -95,7 +95,6 @@ class DraftedState(LentState):
     """
 
     def __init__(self, given: dict[str, Tensor]) -> None:
-        """Keep nothing yet."""
         super().__init__(given)
         self.kept: dict[str, Tensor] = {}
 

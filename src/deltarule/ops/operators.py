@@ -123,7 +123,6 @@ class Recurrence(Operator[Inputs]):
         self, name: str, inputs: type[Inputs], backend_of: Callable[[str], Backend],
         differentiable: int, fold: Fold,
     ) -> None:  # fmt: skip
-        """Register it."""
         self.backend_of, self.differentiable = backend_of, differentiable
         gradients = tuple(get_type_hints(inputs))[:differentiable]
         rules = Rules(2, (2,), gradients, otherwise='use impl="reference"')

@@ -84,7 +84,6 @@ class Registered(Generic[Inputs]):
         options: Mapping[str, Any] = NO_OPTIONS,
         fold: Fold | None = None,
     ) -> None:
-        """Register the operator and its backward operator."""
         self.name, self.inputs = name, inputs
         self.forward, self.backward, self.fake = forward, backward, fake
         self.rules, self.fold, self.returned = rules, fold, returned

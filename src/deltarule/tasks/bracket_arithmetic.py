@@ -40,7 +40,6 @@ class Config(Lengths):
     """Also multiply; the published column is the one without."""
 
     def __post_init__(self) -> None:
-        """Refuse lengths that hold no expression."""
         super().__post_init__()
         if self.longest < 5:
             raise ValueError(f"longest must be 5 or more, got {self.longest}")

@@ -40,7 +40,6 @@ class Config:
     """Elements in a row, which has one token more: the one that begins it."""
 
     def __post_init__(self) -> None:
-        """Refuse unknown groups and empty rows."""
         check_known("group", self.group, get_args(Group))
         if self.length < 1:
             raise ValueError(f"length must be 1 or more, got {self.length}")

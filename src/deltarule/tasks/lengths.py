@@ -25,7 +25,6 @@ class Lengths:
     """The greatest length of a row."""
 
     def __post_init__(self) -> None:
-        """Refuse what holds no question."""
         if self.shortest < 3:
             raise ValueError(f"shortest must be 3 or more, got {self.shortest}")
         if self.longest < self.shortest:

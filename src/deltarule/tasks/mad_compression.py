@@ -35,7 +35,6 @@ class Config:
     """Tokens, the last one for the end of a row."""
 
     def __post_init__(self) -> None:
-        """Refuse sizes that leave no room."""
         for name in ("length", "vocab_size"):
             if getattr(self, name) < 2:
                 raise ValueError(f"{name} must be 2 or more, got {getattr(self, name)}")

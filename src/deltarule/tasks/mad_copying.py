@@ -34,7 +34,6 @@ class Config:
     """Tokens: letters, then the blank, then the bar."""
 
     def __post_init__(self) -> None:
-        """Refuse sizes that leave no room."""
         if self.copied < 1:
             raise ValueError(f"copied must be 1 or more, got {self.copied}")
         if self.vocab_size < 3:

@@ -43,7 +43,6 @@ class Config:
     """Shorter keys too, and a label for every next token, as the benchmark does in training."""
 
     def __post_init__(self) -> None:
-        """Refuse sizes that leave no room."""
         if self.motif < 1:
             raise ValueError(f"motif must be 1 or more, got {self.motif}")
         if self.length <= 4 * self.motif:

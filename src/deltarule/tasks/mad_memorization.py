@@ -37,7 +37,6 @@ class Config:
     """Decides which value belongs to which key."""
 
     def __post_init__(self) -> None:
-        """Refuse sizes that leave no room."""
         if self.length < 2 or self.length % 2:
             raise ValueError(f"length must be an even number of 2 or more, got {self.length}")
         if self.vocab_size < 3:

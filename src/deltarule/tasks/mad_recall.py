@@ -44,7 +44,6 @@ class Config:
     """Label every next token, as the benchmark does in training, not only values of seen keys."""
 
     def __post_init__(self) -> None:
-        """Refuse sizes that leave no room."""
         if self.length < 4 or self.length % 2:
             raise ValueError(f"length must be an even number of 4 or more, got {self.length}")
         if self.noise_vocab_size < 0:

@@ -44,7 +44,6 @@ class Config:
     """Gap g to a query has a weight of g^(power_a - 1): small values ask soon after the pairs."""
 
     def __post_init__(self) -> None:
-        """Refuse sizes that leave no room."""
         if self.pairs < 1:
             raise ValueError(f"pairs must be 1 or more, got {self.pairs}")
         if self.length < 4 * self.pairs:

@@ -87,7 +87,6 @@ class Config:
     """Every next byte of the row is a label, as in language modelling, not only the value's."""
 
     def __post_init__(self) -> None:
-        """Refuse what no row can be."""
         for name, kind in (("haystack", Haystack), ("value", Value), ("split", Split)):
             check_known(name, getattr(self, name), get_args(kind))
         row = Row(self, key=LONGEST_KEY, answer=LONGEST_ANSWERS[self.value])

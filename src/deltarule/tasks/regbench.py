@@ -51,7 +51,6 @@ class Config:
     """Letters of the longest word; the shortest has 1."""
 
     def __post_init__(self) -> None:
-        """Refuse sizes that leave no room."""
         for name in ("edges", "fewest_words", "longest_word"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")

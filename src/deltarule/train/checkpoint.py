@@ -221,7 +221,6 @@ def read_marker(folder: Path) -> tuple[int, dict[str, str]]:
 
 
 def file_hash(file: Path) -> str:
-    """Sha256 of a file."""
     with file.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 

@@ -23,7 +23,6 @@ class Batch(NamedTuple):
     cu_seqlens: Tensor
 
     def to(self, device: torch.device) -> "Batch":
-        """The same batch on a device."""
         return Batch(*(x.to(device, non_blocking=True) for x in self))
 
 
@@ -40,15 +39,12 @@ class FileTokens:
     """
 
     def __init__(self, texts: Sequence[bytes | memoryview], bounds: Array) -> None:
-        """Read nothing yet."""
         self.texts, self.bounds = texts, bounds
 
     def __len__(self) -> int:
-        """How many tokens there are."""
         return int(self.bounds[-1])
 
     def __getitem__(self, span: slice) -> NDArray[np.uint16]:
-        """Tokens that follow each other."""
         start, stop, _ = span.indices(len(self))
         tokens = np.full(max(0, stop - start), BEGIN, dtype=np.uint16)
         first = int(np.searchsorted(self.bounds, start, side="right")) - 1
@@ -232,7 +228,6 @@ class ShuffledRows:
     """
 
     def __init__(self, corpus: Corpus, *, length: int, row_tokens: int, seed: int) -> None:
-        """Start at the first epoch."""
         if row_tokens < 1:
             raise ValueError(f"row_tokens must be 1 or more, got {row_tokens}")
         if corpus.predicted < 1:

@@ -22,7 +22,6 @@ class Interrupt:
     """
 
     def __init__(self) -> None:
-        """Nothing is requested yet."""
         self.requested = self.terminated = False
         self._before: dict[int, Any] = {}
         streams = (stream for stream in (sys.stdout, sys.stderr) if stream.isatty())
@@ -38,7 +37,6 @@ class Interrupt:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give the signals back."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()

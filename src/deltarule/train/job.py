@@ -48,7 +48,6 @@ class LoopOptions:
     """Steps between two short evaluations for the loss curve; 0 for none."""
 
     def __post_init__(self) -> None:
-        """Refuse what no loop can do."""
         for name in ("steps", "accumulate", "save_every", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")

@@ -54,7 +54,6 @@ class LabelledJob:
         accumulate: int = 1,
         ahead: bool = False,
     ) -> None:
-        """Draw what is fixed, and start at the first batch."""
         if training.count % accumulate:
             raise ValueError(
                 f"rows must be a multiple of accumulate={accumulate}, got {training.count}"
@@ -88,7 +87,6 @@ class LabelledJob:
         return self.draw(index, self.rows)
 
     def draw(self, stream: int, rows: int) -> Batch:
-        """The rows of one stream of random numbers."""
         config = self.training.config
         if self.length is not None:
             config = replace(config, length=self.length)
@@ -116,7 +114,6 @@ class LabelledJob:
         return loss, (guesses.detach().argmax(-1) == answers).float().mean()
 
     def shown(self, figures: list[float]) -> dict[str, float]:
-        """The accuracy."""
         return {"accuracy": figures[0]}
 
     def evaluate(self, model: CausalLM) -> dict[str, float]:
@@ -135,7 +132,6 @@ class LabelledJob:
         return {"drawn": self.drawn} | ({} if self.length is None else {"length": self.length})
 
     def seek(self, position: dict[str, int]) -> None:
-        """Go to a position."""
         self.drawn = position["drawn"]
         self.length = position.get("length")
         self.last_loss = torch.tensor(torch.inf)

@@ -54,11 +54,9 @@ class Metrics:
             sink(row)
 
     def __enter__(self) -> "Metrics":
-        """Use as a context that closes the file."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the file."""
         self._file.close()
 
 

@@ -70,7 +70,6 @@ class MqarRun:
     watch: WatchOptions = field(default_factory=WatchOptions)
 
     def __post_init__(self) -> None:
-        """Refuse what no run can do."""
         for name in ("batch_rows", "evaluation_rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
@@ -81,7 +80,6 @@ class MqarRun:
             )
 
     def config(self) -> ModelConfig:
-        """The model's configuration."""
         return ModelConfig(
             vocab_size=self.task.vocab_size, hidden_size=self.hidden_size,
             num_layers=self.num_layers, layer_types=(self.layer,), num_heads=self.num_heads,
@@ -95,7 +93,6 @@ class MqarJob(LabelledJob):
     """New rows at every step, and the cross entropy of the answers."""
 
     def __init__(self, run: MqarRun) -> None:
-        """Start at the first rows."""
         super().__init__(
             mqar, Rows(run.task, run.batch_rows), Rows(run.task, WATCHED_ROWS),
             seed=run.loop.seed, accumulate=run.loop.accumulate,

@@ -38,7 +38,6 @@ class OptimizerOptions:
     """Largest norm of the gradient; 0 never clips."""
 
     def __post_init__(self) -> None:
-        """Refuse what no optimizer can mean."""
         sizes = (
             "lr",
             "min_lr_ratio",

@@ -28,7 +28,6 @@ class Progress:
         """Say something that stays on the screen."""
 
     def __enter__(self) -> Self:
-        """Start."""
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -86,7 +85,6 @@ class PlainProgress(Progress):
     """A line at the first step, every ten seconds, and at the last step; of others, the second."""
 
     def __init__(self, steps: int, first: int = 0, what: str = STEP) -> None:
-        """Count from the step that is done already."""
         self.steps, self.first, self.what = steps, first, what
         self._began = self._last = time.monotonic()
         self._line = ""
@@ -103,7 +101,6 @@ class PlainProgress(Progress):
             self._print(now)
 
     def note(self, text: str) -> None:
-        """Print a line."""
         print(for_screen(text), flush=True)
 
     def _print(self, now: float) -> None:
@@ -140,16 +137,13 @@ class LiveProgress(Progress):
         self._bar.update(self._task, completed=step, figures=figures)
 
     def note(self, text: str) -> None:
-        """Print a line above the bar."""
         self._bar.console.print(text, markup=False, highlight=False)
 
     def __enter__(self) -> Self:
-        """Draw the bar."""
         self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave the bar as it stands."""
         self._bar.stop()
 
 
@@ -163,7 +157,6 @@ class Smooth:
     """
 
     def __init__(self) -> None:
-        """No value yet."""
         self._mean, self._count = 0.0, 0
 
     def add(self, value: float) -> float:

@@ -47,7 +47,6 @@ class EvalRun:
     """"cpu", "cuda", "cuda:1", "mps"; "auto" takes a GPU if PyTorch sees one."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be measured."""
         for name in ("length", "max_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")

@@ -35,7 +35,6 @@ class RunCheckpoints(ABC):
         return self.checkpoints.steps()
 
     def folder(self, step: int) -> Path:
-        """Where a step lies."""
         return self.checkpoints.folder / f"step-{step}"
 
     @abstractmethod
@@ -98,7 +97,6 @@ class Whole(RunCheckpoints):
         """Nothing is left to do."""
 
     def spare(self, step: int) -> None:
-        """Keep it."""
         self.checkpoints.spared = step
 
     def load_weights(self, step: int) -> None:
@@ -134,7 +132,6 @@ class Parts(RunCheckpoints):
         self.checkpoints.save(step, self.weights_and_moments(), state)
 
     def wait(self) -> None:
-        """Until all is on disk."""
         self.checkpoints.wait()
 
     def spare(self, step: int) -> None:

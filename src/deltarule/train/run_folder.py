@@ -278,7 +278,6 @@ def plain(run: Any) -> dict[str, Any]:
 
 
 def write_run(folder: Path, record: RunRecord) -> None:
-    """Write run.json."""
     text = json.dumps(dataclasses.asdict(record), indent=2) + "\n"
     write_atomically(folder / RUN, lambda path: write_text(path, text))
 

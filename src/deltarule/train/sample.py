@@ -49,7 +49,6 @@ class GenerateRun:
     """"cpu", "cuda", "cuda:1", "mps"; "auto" takes a GPU if PyTorch sees one."""
 
     def __post_init__(self) -> None:
-        """Refuse what contradicts itself."""
         if (self.prompt != "") + (self.prompt_file is not None) + self.interactive > 1:
             raise ValueError("prompt, prompt_file and interactive exclude each other: give one")
         if self.lines and self.prompt_file is None:

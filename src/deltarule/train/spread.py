@@ -37,7 +37,6 @@ class Spread:
     def __init__(
         self, model: CausalLM, world: World | None, *, bfloat16: bool, tokens: int = 0
     ) -> None:
-        """Spread the model."""
         self.model, self.world, self.bfloat16 = model, world, bfloat16
         self.plan: Plan | None = None
         if world is not None and world.mesh is not None and world.size > 1:

@@ -66,7 +66,6 @@ class TrainingStep:
         clip: float = 0.0,
         cuda_graphs: bool = True,
     ) -> None:
-        """Capture nothing yet."""
         self.loss, self.optimizer, self.clip = loss, optimizer, clip
         groups = optimizer.param_groups
         self.parameters: list[Tensor] = [p for group in groups for p in group["params"]]

@@ -37,7 +37,6 @@ class Curriculum:
     """One token longer after every step whose loss is below this, in nats a label."""
 
     def __post_init__(self) -> None:
-        """Refuse to shrink."""
         if not 1 <= self.start <= self.end:
             raise ValueError(f"start must lie in 1 to end={self.end}, got {self.start}")
 
@@ -56,7 +55,6 @@ class Rows:
     """None keeps the configuration's length."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be drawn."""
         if self.count < 1:
             raise ValueError(f"count must be 1 or more, got {self.count}")
         if self.examples is not None and self.examples < self.count:
@@ -111,7 +109,6 @@ class Revisited:
         self.epoch, self.order = -1, np.zeros(0, np.int64)
 
     def __call__(self, index: int) -> Batch:
-        """The batch of an index, from 1."""
         epoch, place = divmod(index - 1, self.batches)
         if epoch != self.epoch:
             rng = np.random.default_rng((self.seed, ORDER + epoch))

@@ -78,7 +78,6 @@ class TextRun:
     watch: WatchOptions = field(default_factory=WatchOptions)
 
     def __post_init__(self) -> None:
-        """Refuse what no run can do."""
         for name in ("length", "batch_tokens", "validation_bytes", "curve_bytes", "long_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
@@ -100,7 +99,6 @@ class TextJob:
     def __init__(
         self, run: TextRun, training: Corpus, validation: Corpus, world: World | None = None
     ) -> None:
-        """Start at the first row."""
         self.batch_tokens, self.length = run.batch_tokens, run.length
         # The processes that share each row.
         self.sharing: dist.ProcessGroup | None = None

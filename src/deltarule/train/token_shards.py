@@ -35,12 +35,10 @@ class MappedTokens:
     """
 
     def __init__(self, shards: list[NDArray[Any]]) -> None:
-        """Lay them end to end."""
         self.shards = shards
         self.starts = [0, *np.cumsum([len(shard) for shard in shards]).tolist()]
 
     def __len__(self) -> int:
-        """Tokens of all shards."""
         return self.starts[-1]
 
     def __getitem__(self, span: slice) -> NDArray[Any]:
@@ -61,7 +59,6 @@ class ShardWriter:
     """
 
     def __init__(self, folder: Path, name: str, dtype: type, shard_tokens: int) -> None:
-        """Begin the first shard."""
         self.folder, self.name, self.dtype, self.most = folder, name, dtype, shard_tokens
         self.sizes, self.tokens, self.documents, self.bytes = [0], 0, 0, 0
         self.digest = hashlib.sha256()

@@ -46,7 +46,6 @@ class DataRun:
     """Tokens after which another file is begun."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be written."""
         if not 0 < self.validation_fraction < 1:
             raise ValueError(
                 f"validation_fraction must lie between 0 and 1, got {self.validation_fraction}"

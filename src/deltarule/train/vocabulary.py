@@ -61,7 +61,6 @@ class TokenDecoder:
     """
 
     def __init__(self, tool: Any) -> None:
-        """Start with nothing held back."""
         self.tool, self.tokens = tool, list[int]()
         # Tokens that stand before those to be read, for what joins them; and those shown already.
         self.before, self.shown = 0, 0

@@ -23,7 +23,6 @@ class WatchOptions:
     """Send metrics to these, too; each is an extra of its name."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be waited for."""
         if self.patience < 0:
             raise ValueError(f"patience must be 0 or more, got {self.patience}")
 
