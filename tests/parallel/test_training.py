@@ -176,6 +176,7 @@ def test_bad_numbers_are_refused_by_all(two: Processes, tmp_path: Path) -> None:
     [
         {}, {"replicate": 2}, {"replicate": 4}, {"context": 2}, {"context": 4}, {"tensor": 2},
         {"context": 2, "tensor": 2}, {"replicate": 2, "context": 2}, {"replicate": 2, "tensor": 2},
+        {"context": 2, "activation_checkpointing": True},
     ],
 )  # fmt: skip
 def test_four_processes_train_as_one(
