@@ -231,7 +231,7 @@ EXPERIMENT = Experiment(
     source="the tasks of the papers on the other pages, made small enough for every system",
     needs={
         "laptop": "53 systems of 2 minutes on 2 cores",
-        "gpu": "371 cells of seconds each; 212 others, an estimated 10 minutes for each system",
+        "gpu": "371 cells of 15 seconds; 212 others, an estimated 10 minutes for each system",
     },
     cells=cells, draw=draw, table=table,
     grows=True,
@@ -244,7 +244,7 @@ EXPERIMENT = Experiment(
         "gpu": [
             "MAD: 800 steps (memorization 400) at one rate, 0.002, in place of 200 epochs and the "
             "best of six runs. Recall: 16 pairs of 64 words in rows of 128, in place of 64 pairs "
-            "of 8,192 words in rows of 512, and 800 steps at one rate.",
+            "of 8,192 words in rows of 512, and 800 steps at one rate. One seed of both.",
             "The other tasks: two rates and the sizes of the pages here in place of each paper's "
             "sweep; text one seed.",
         ],

@@ -224,7 +224,7 @@ def starts(form: Form, results: list[Result]) -> str:
     needle, length = form.needles[0], form.lengths[0]
     rows = [
         [title_of(setting(run).removesuffix("-drawn")),
-         drawn(run) if "-drawn" in run.name else f"spread to {form.longest_horizon:,}",
+         "the papers' draw" if "-drawn" in run.name else f"spread to {form.longest_horizon:,}",
          run.name.rpartition("seed")[2],
          "; ".join(", ".join(f"{x:,.0f}" for x in layer) for layer in run.figures["horizons"]),
          f"{shares([run], needle, length)[0]:.1f}"]
@@ -234,11 +234,6 @@ def starts(form: Form, results: list[Result]) -> str:
     head = ["system", "heads start", "seed", "horizons in tokens, layer by layer"]
     head += [f"{needle}, {length:,} bytes"]
     return markdown_table(head, rows) if rows else ""
-
-
-def drawn(run: Result) -> str:
-    """What a run is called that started by the papers' draw; some were run before `text` was."""
-    return "the papers' draw" + ("" if "text" in run.cell else ", other prose")
 
 
 REMARK = (
@@ -268,7 +263,7 @@ EXPERIMENT = Experiment(
     source="Gated DeltaNet (arXiv 2412.06464), table of S-NIAH; the task is RULER's",
     needs={
         "laptop": "4 cells of 4 to 5 minutes, 10 minutes on 2 cores",
-        "gpu": "15 cells, 6 minutes on one H200 with --workers 13",
+        "gpu": "26 cells, an estimated 8 minutes on one H200 with --workers 20; 15 of before",
     },
     cells=cells, draw=draw, table=table,
     deviations={
