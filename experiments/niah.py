@@ -263,7 +263,7 @@ EXPERIMENT = Experiment(
     source="Gated DeltaNet (arXiv 2412.06464), table of S-NIAH; the task is RULER's",
     needs={
         "laptop": "4 cells of 4 to 5 minutes, 10 minutes on 2 cores",
-        "gpu": "26 cells, an estimated 8 minutes on one H200 with --workers 20; 15 of before",
+        "gpu": "26 cells, an estimated 8 minutes on one H200 with --workers 20; 15, in other prose",
     },
     cells=cells, draw=draw, table=table,
     deviations={
