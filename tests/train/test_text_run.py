@@ -2,7 +2,10 @@
 
 import dataclasses
 import io
+import itertools
 import json
+import re
+import time
 
 import pytest
 import torch
@@ -157,6 +160,17 @@ def test_eval_never_measures_on_training_data_unsaid(folder, run, tmp_path, caps
     copy.write_text(data.read_text())
     evaluate_run(EvalRun(made, data=str(copy)))
     assert "trained on or not" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_what_follows_the_training_shows_how_far_it_is(run, tmp_path, capsys, monkeypatch):
+    """As on a machine on which each look at the clock is 11 seconds after the one before."""
+    now = itertools.count(step=11.0)
+    monkeypatch.setattr(time, "monotonic", lambda: next(now))
+    loop = LoopOptions(steps=1, evaluate_every=1)
+    train_text(dataclasses.replace(run, runs=tmp_path, sample_bytes=5, loop=loop))
+    shown = capsys.readouterr().out
+    for what in ("gzip", "xz", "validation, length 32", "validation, length 128"):
+        assert re.search(rf"^{what} [0-9,]+/[0-9,]+", shown, re.MULTILINE), what
 
 
 def test_a_stopped_run_generates_and_is_evaluated(folder, run, capsys, monkeypatch):

@@ -1,8 +1,5 @@
 """`deltarule runs`: which runs there are, how far they have come, and in what they differ."""
 
-import shutil
-import sys
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +8,7 @@ from typing import Any
 from deltarule.config_file import flat, to_toml
 from deltarule.train.checkpoint import checkpoint_steps
 from deltarule.train.metrics import Row, read_metrics
+from deltarule.train.progress import for_screen
 from deltarule.train.run_folder import (
     DIVERGED,
     RUN,
@@ -20,11 +18,6 @@ from deltarule.train.run_folder import (
     locked,
     read_run,
 )
-
-# Of the columns of a table, but for the space at the end of a line.
-AS_IT_IS: dict[str, Any] = {
-    "subsequent_indent": "    ", "replace_whitespace": False, "break_on_hyphens": False,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -61,9 +54,9 @@ def show_runs(run: RunsRun) -> None:
             print(f"# deltarule {record.command} --config-file FILE\n{to_toml(kept)}", end="")
         return
     if len(run.names) > 1:
-        print(table([["", *run.names], *differences(records)]))
+        print(for_screen(table([["", *run.names], *differences(records)])))
     rows = [summary(*found) for found in zip(folders, records, strict=True)]
-    print(table([["run", "of", "step", "state", "last validation"], *rows]))
+    print(for_screen(table([["run", "of", "step", "state", "last validation"], *rows])))
 
 
 def began(folder: Path) -> float:
@@ -115,7 +108,7 @@ def figures(rows: Sequence[Row]) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as they must be; what a terminal has no room for goes on in another line.
+    """Columns as wide as they must be.
 
     Examples:
         >>> print(table([["a", "bb"], ["ccc", "d"]]))
@@ -124,8 +117,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)) for row in rows)
-    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
-    return "\n".join(textwrap.fill(line, room, **AS_IT_IS) for line in lines)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def shown(value: Any) -> str:
