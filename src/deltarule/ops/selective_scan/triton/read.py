@@ -15,10 +15,15 @@ registers those of the G tokens that it goes back through. A gradient of q, k or
 sum over the value channels, of which a program adds its BV: the launcher adds the parts.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from deltarule.ops.selective_scan.triton.tokens import (
+    Place,
+    Sizes,
+    Tokens,
     chunk_of_program,
     exponential,
     load_constants,
@@ -28,6 +33,20 @@ from deltarule.ops.selective_scan.triton.tokens import (
     tile_offsets,
     transition,
 )
+
+
+class Gradients(NamedTuple):
+    """The gradient by o, and where others go: parts of those of keys are s_part tokens apart."""
+
+    d_o: tl.tensor
+    d_q: tl.tensor
+    d_k: tl.tensor
+    d_v: tl.tensor
+    d_delta: tl.tensor
+    d_value_log_decay: tl.tensor
+    d_log_decay: tl.tensor
+    d_beta: tl.tensor
+    s_part: tl.tensor
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -45,6 +64,9 @@ def read_kernel(
     i_h = tl.program_id(1)
     o_k, o_v = tile_offsets(BV, BK)
     b_A, b_k, b_q = load_constants(A, k, q, i_h, o_k, o_v, HK, HQ, V, K)
+    S: tl.constexpr = Sizes(HQ, HK, HV, V, K, BK, BV, SIGNED)
+    x = Tokens(q, k, v, delta, value_log_decay, log_decay, beta, b_A, b_k, b_q)
+    at = Place(i_h, o_k, o_v)
     place, mask = state_offsets(i_m, i_h, o_k, o_v, HV, V, K)
     b_s = tl.zeros([BK, BV], tl.float32)
     if states is not None:
@@ -57,10 +79,7 @@ def read_kernel(
         for j in tl.static_range(G):
             t = i_g + j
             here = t < tokens
-            b_f, b_new = transition(
-                k, b_k, v, delta, b_A, value_log_decay, log_decay, beta, first + t, here, i_h,
-                o_k, o_v, HK, HV, V, K, BK, BV, SIGNED,
-            )  # fmt: skip
+            b_f, b_new = transition(x, first + t, here, at, S)
             b_s = b_s * b_f + b_new
             b_query = load_key(q, b_q, first + t, here, i_h, o_k, HQ, HV, K)
             outputs = outputs + (tl.sum(b_s * b_query, axis=0) * scale,)  # type: ignore[assignment]  # noqa: RUF005
@@ -90,6 +109,12 @@ def read_backward_kernel(
     i_h, i_v = tl.program_id(1), tl.program_id(2)
     o_k, o_v = tile_offsets(BV, BK)
     b_A, b_k, b_q = load_constants(A, k, q, i_h, o_k, o_v, HK, HQ, V, K)
+    S: tl.constexpr = Sizes(HQ, HK, HV, V, K, BK, BV, SIGNED)
+    x = Tokens(q, k, v, delta, value_log_decay, log_decay, beta, b_A, b_k, b_q)
+    at = Place(i_h, o_k, o_v)
+    y = Gradients(
+        d_o, d_q, d_k, d_v, d_delta, d_value_log_decay, d_log_decay, d_beta, s_part
+    )  # fmt: skip
     b_dA = tl.zeros([BK, BV], tl.float32)
     b_dk_all, b_dq_all = b_dA, b_dA
     place, mask = state_offsets(i_m, i_h, o_k, o_v, HV, V, K)
@@ -103,10 +128,7 @@ def read_backward_kernel(
         tl.store(p_noted + i_g * (BK * BV), b_s)
         for j in tl.static_range(G):
             t = i_g * G + j
-            b_f, b_new = transition(
-                k, b_k, v, delta, b_A, value_log_decay, log_decay, beta, first + t, t < tokens,
-                i_h, o_k, o_v, HK, HV, V, K, BK, BV, SIGNED,
-            )  # fmt: skip
+            b_f, b_new = transition(x, first + t, t < tokens, at, S)
             b_s = b_s * b_f + b_new
     tl.debug_barrier()
     b_d = tl.load(ends + place, mask=mask, other=0.0)
@@ -115,17 +137,13 @@ def read_backward_kernel(
         held = (tl.load(p_noted + i_g * (BK * BV)),)
         for j in tl.static_range(G):
             t = i_g * G + j
-            b_f, b_new = transition(
-                k, b_k, v, delta, b_A, value_log_decay, log_decay, beta, first + t, t < tokens,
-                i_h, o_k, o_v, HK, HV, V, K, BK, BV, SIGNED,
-            )  # fmt: skip
+            b_f, b_new = transition(x, first + t, t < tokens, at, S)
             held = held + (held[j] * b_f + b_new,)  # type: ignore[assignment]  # noqa: RUF005
         for j in tl.static_range(G):
+            t = i_g * G + G - 1 - j
             b_d, b_dq, b_dk, b_dA = token_backward(
-                b_d, held[G - j], held[G - 1 - j], q, b_q, k, b_k, v, delta, b_A, value_log_decay,
-                log_decay, beta, d_o, d_q, d_k, d_v, d_delta, b_dA, d_value_log_decay,
-                d_log_decay, d_beta, scale, first, i_g * G + G - 1 - j, tokens, i_h, i_v, s_part,
-                HQ, HK, HV, V, K, BK, BV, SIGNED,
+                b_d, held[G - j], held[G - 1 - j], b_dA, x, y, scale, first + t, t < tokens, i_v,
+                at, S,
             )  # fmt: skip
             if HQ == 0:
                 b_dq_all += b_dq
@@ -143,52 +161,45 @@ def read_backward_kernel(
 
 @triton.jit
 def token_backward(
-    b_d, b_after, b_before, q, b_q, k, b_k, v, delta, b_A, value_log_decay, log_decay, beta,
-    d_o, d_q, d_k, d_v, d_delta, b_dA, d_value_log_decay, d_log_decay, d_beta, scale, first, t,
-    tokens, i_h, i_v, s_part,
-    HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, SIGNED: tl.constexpr,
+    b_d, b_after, b_before, b_dA, x, y, scale, row, here, i_v, at, S: tl.constexpr
 ):  # fmt: skip
-    """Store what token t gives; return the gradient by the state before it, and d_q, d_k, d_A."""
-    o_k, o_v = tile_offsets(BV, BK)
-    here = t < tokens
-    row, o_row = first + t, i_v * BV + tl.arange(0, BV)
-    p_v, m_v = row * (HV * V) + i_h * V + o_row, here & (o_row < V)
-    b_key = load_key(k, b_k, row, here, i_h, o_k, HK, HV, K)
-    b_w = load_row(v, row, here, i_h, o_v, HV, HV, V)
-    b_f = exponential(
-        delta, b_A, value_log_decay, log_decay, row, here, i_h, o_k, o_v, HV, V, K, BK, BV, SIGNED
-    )
-    b_do = load_row(d_o, row, here, i_h, o_v, HV, HV, V) * scale
-    b_d += b_do * load_key(q, b_q, row, here, i_h, o_k, HQ, HV, K)
+    """Store what a token gives; return the gradient by the state before it, and d_q, d_k, d_A."""
+    i_h, o_k, o_v = at
+    o_row = i_v * S.BV + tl.arange(0, S.BV)
+    p_v, m_v = row * (S.HV * S.V) + i_h * S.V + o_row, here & (o_row < S.V)
+    b_key = load_key(x.k, x.b_k, row, here, i_h, o_k, S.HK, S.HV, S.K)
+    b_w = load_row(x.v, row, here, i_h, o_v, S.HV, S.HV, S.V)
+    b_f = exponential(x, row, here, at, S)
+    b_do = load_row(y.d_o, row, here, i_h, o_v, S.HV, S.HV, S.V) * scale
+    b_d += b_do * load_key(x.q, x.b_q, row, here, i_h, o_k, S.HQ, S.HV, S.K)
     b_dq, b_dw = b_do * b_after, tl.sum(b_d * b_key, axis=0)
     b_moved = b_d * b_before
     b_x = b_moved * b_f
-    if beta is not None:
-        b_beta = load_row(beta, row, here, i_h, o_v, HV, HV, V)
-        b_dbeta = b_dw * tl.reshape(b_w, (BV,)) - tl.sum(b_x * (b_key * b_key), axis=0)
-        tl.store(d_beta + p_v, b_dbeta.to(d_beta.dtype.element_ty), mask=m_v)
+    if x.beta is not None:
+        b_beta = load_row(x.beta, row, here, i_h, o_v, S.HV, S.HV, S.V)
+        b_dbeta = b_dw * tl.reshape(b_w, (S.BV,)) - tl.sum(b_x * (b_key * b_key), axis=0)
+        tl.store(y.d_beta + p_v, b_dbeta.to(y.d_beta.dtype.element_ty), mask=m_v)
         b_dk = b_d * (b_beta * b_w) - 2 * b_beta * (b_x * b_key)
-        b_dw *= tl.reshape(b_beta, (BV,))
+        b_dw *= tl.reshape(b_beta, (S.BV,))
         b_erase = 1 - b_beta * (b_key * b_key)
         b_x *= b_erase
         b_moved *= b_erase
         b_f *= b_erase
     else:
         b_dk = b_d * b_w
-    if SIGNED:
+    if S.SIGNED:
         b_x += b_moved
-    tl.store(d_v + p_v, b_dw.to(d_v.dtype.element_ty), mask=m_v)
-    if delta is not None:
-        b_dA += b_x * load_row(delta, row, here, i_h, o_v, HV, HV, V)
-        b_ddelta = tl.sum(b_x * b_A, axis=0)
-        tl.store(d_delta + p_v, b_ddelta.to(d_delta.dtype.element_ty), mask=m_v)
-    if value_log_decay is not None:
-        tl.store(d_value_log_decay + p_v, tl.sum(b_x, axis=0), mask=m_v)
-    store_key_gradient(d_q, b_dq, row, here, i_h, i_v, o_k, s_part, HQ, HV, K)
-    store_key_gradient(d_k, b_dk, row, here, i_h, i_v, o_k, s_part, HK, HV, K)
-    if log_decay is not None:
-        store_key_gradient(d_log_decay, b_x, row, here, i_h, i_v, o_k, s_part, HV, HV, K)
+    tl.store(y.d_v + p_v, b_dw.to(y.d_v.dtype.element_ty), mask=m_v)
+    if x.delta is not None:
+        b_dA += b_x * load_row(x.delta, row, here, i_h, o_v, S.HV, S.HV, S.V)
+        b_ddelta = tl.sum(b_x * x.b_A, axis=0)
+        tl.store(y.d_delta + p_v, b_ddelta.to(y.d_delta.dtype.element_ty), mask=m_v)
+    if x.value_log_decay is not None:
+        tl.store(y.d_value_log_decay + p_v, tl.sum(b_x, axis=0), mask=m_v)
+    store_key_gradient(y.d_q, b_dq, row, here, i_h, i_v, o_k, y.s_part, S.HQ, S.HV, S.K)
+    store_key_gradient(y.d_k, b_dk, row, here, i_h, i_v, o_k, y.s_part, S.HK, S.HV, S.K)
+    if x.log_decay is not None:
+        store_key_gradient(y.d_log_decay, b_x, row, here, i_h, i_v, o_k, y.s_part, S.HV, S.HV, S.K)
     return b_d * b_f, b_dq, b_dk, b_dA
 
 

@@ -11,6 +11,9 @@ import triton.language as tl
 
 from deltarule.ops.runtime.places import first_chunk, sequence_bounds
 from deltarule.ops.selective_scan.triton.tokens import (
+    Place,
+    Sizes,
+    Tokens,
     chunk_of_program,
     load_constants,
     load_key,
@@ -38,6 +41,9 @@ def chunk_summary_kernel(
     i_h = tl.program_id(1)
     o_k, o_v = tile_offsets(BV, BK)
     b_A, b_k, b_q = load_constants(A, k, q, i_h, o_k, o_v, HK, HQ, V, K)
+    S: tl.constexpr = Sizes(HQ, HK, HV, V, K, BK, BV, SIGNED)
+    x = Tokens(q, k, v, delta, value_log_decay, log_decay, beta, b_A, b_k, b_q)
+    at = Place(i_h, o_k, o_v)
     b_s, b_left = tl.zeros([BK, BV], tl.float32), tl.full([BK, BV], 1.0, tl.float32)
     for i_g in range(0, tokens, G):
         for j in tl.static_range(G):
@@ -45,10 +51,7 @@ def chunk_summary_kernel(
             here = t < tokens
             if REVERSE:
                 t = tokens - 1 - t
-            b_f, b_new = transition(
-                k, b_k, v, delta, b_A, value_log_decay, log_decay, beta, first + t, here, i_h,
-                o_k, o_v, HK, HV, V, K, BK, BV, SIGNED,
-            )  # fmt: skip
+            b_f, b_new = transition(x, first + t, here, at, S)
             if REVERSE:
                 b_do = load_row(d_o, first + t, here, i_h, o_v, HV, HV, V) * scale
                 b_s = (b_s + b_do * load_key(q, b_q, first + t, here, i_h, o_k, HQ, HV, K)) * b_f

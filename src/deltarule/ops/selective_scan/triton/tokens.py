@@ -6,10 +6,48 @@ time a whole tile; gates of the values are rows [1, BV]. Tensors are contiguous.
 chunk reads as zeros everywhere, which neither decays nor writes.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from deltarule.ops.runtime.places import chunk_place
+
+
+class Sizes(NamedTuple):
+    """What a kernel is compiled for, as one constant; without heads k or q has no time axis."""
+
+    HQ: int
+    HK: int
+    HV: int
+    V: int
+    K: int
+    BK: int
+    BV: int
+    SIGNED: bool
+
+
+class Tokens(NamedTuple):
+    """What a call is given, and the tiles of A, k and q where these have no time axis."""
+
+    q: tl.tensor
+    k: tl.tensor
+    v: tl.tensor
+    delta: tl.tensor
+    value_log_decay: tl.tensor
+    log_decay: tl.tensor
+    beta: tl.tensor
+    b_A: tl.tensor
+    b_k: tl.tensor
+    b_q: tl.tensor
+
+
+class Place(NamedTuple):
+    """The value head of a program, and the key and value channels of its tile."""
+
+    head: tl.tensor
+    o_k: tl.tensor
+    o_v: tl.tensor
 
 
 @triton.jit
@@ -65,42 +103,32 @@ def load_key(x, b_x, row, here, i_h, o_k, HEADS: tl.constexpr, HV: tl.constexpr,
 
 
 @triton.jit
-def exponential(
-    delta, b_A, value_log_decay, log_decay, row, here, i_h, o_k, o_v,
-    HV: tl.constexpr, V: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    SIGNED: tl.constexpr,
-):  # fmt: skip
+def exponential(x, row, here, at, S: tl.constexpr):
     """exp(delta A + value_log_decay + log_decay) of a token: [BK, BV]. SIGNED: 2 exp(..) - 1."""
-    b_x = tl.zeros([BK, BV], tl.float32)
-    if delta is not None:
-        b_x += load_row(delta, row, here, i_h, o_v, HV, HV, V) * b_A
-    if value_log_decay is not None:
-        b_x += load_row(value_log_decay, row, here, i_h, o_v, HV, HV, V)
-    if log_decay is not None:
-        b_x += load_row(log_decay, row, here, i_h, o_k, HV, HV, K)
-    if SIGNED:
+    b_x = tl.zeros([S.BK, S.BV], tl.float32)
+    if x.delta is not None:
+        b_x += load_row(x.delta, row, here, at.head, at.o_v, S.HV, S.HV, S.V) * x.b_A
+    if x.value_log_decay is not None:
+        b_x += load_row(x.value_log_decay, row, here, at.head, at.o_v, S.HV, S.HV, S.V)
+    if x.log_decay is not None:
+        b_x += load_row(x.log_decay, row, here, at.head, at.o_k, S.HV, S.HV, S.K)
+    if S.SIGNED:
         return 2 * tl.exp(b_x) - 1
     else:  # noqa: RET505 (the compiler asks for one of the two)
         return tl.exp(b_x)
 
 
 @triton.jit
-def transition(
-    k, b_k, v, delta, b_A, value_log_decay, log_decay, beta, row, here, i_h, o_k, o_v,
-    HK: tl.constexpr, HV: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, SIGNED: tl.constexpr,
-):  # fmt: skip
+def transition(x, row, here, at, S: tl.constexpr):
     """The factor of the state at a token and what is added to it, both [BK, BV].
 
     exp(..) (1 - beta k^2^T)        w k^T, w = v or beta v
     """
-    b_f = exponential(
-        delta, b_A, value_log_decay, log_decay, row, here, i_h, o_k, o_v, HV, V, K, BK, BV, SIGNED
-    )
-    b_key = load_key(k, b_k, row, here, i_h, o_k, HK, HV, K)
-    b_w = load_row(v, row, here, i_h, o_v, HV, HV, V)
-    if beta is not None:
-        b_beta = load_row(beta, row, here, i_h, o_v, HV, HV, V)
+    b_f = exponential(x, row, here, at, S)
+    b_key = load_key(x.k, x.b_k, row, here, at.head, at.o_k, S.HK, S.HV, S.K)
+    b_w = load_row(x.v, row, here, at.head, at.o_v, S.HV, S.HV, S.V)
+    if x.beta is not None:
+        b_beta = load_row(x.beta, row, here, at.head, at.o_v, S.HV, S.HV, S.V)
         b_f *= 1 - b_beta * (b_key * b_key)
         b_w *= b_beta
     return b_f, b_w * b_key
