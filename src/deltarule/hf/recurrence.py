@@ -202,7 +202,7 @@ def step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
 
 def with_skip_and_gate(o: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
     """(o + D x) * SiLU(z), each if it is there."""
-    o = o if D is None else o + D * x
+    o = o if D is None else torch.addcmul(o, D, x)
     return (o if z is None else o * F.silu(z)).to(x.dtype)
 
 

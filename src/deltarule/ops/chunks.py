@@ -25,7 +25,7 @@ class Window(NamedTuple):
     """Chunks that are computed at once; bounds[r] to bounds[r + 1] are those of rank r."""
 
     bounds: list[int]
-    chunks: Tensor  # which they are of all chunks, counted sequence by sequence
+    chunks: Tensor | slice  # which they are of all chunks, counted sequence by sequence
     rows: slice  # batch rows, of a batch
     tokens: slice  # tokens of those rows
     packed: Packed | None  # or where they lie in a packed row
@@ -67,7 +67,8 @@ def batch_groups(
             stop = min(start + step, ranks)
             bounds = [count * rank for rank in range(stop - start + 1)]
             rank = torch.arange(start, stop, device=device)
-            chunks = (rank[:, None] + first_chunks).flatten()
+            several = (rank[:, None] + first_chunks).flatten()
+            chunks = slice(row * ranks + start, row * ranks + stop) if count == 1 else several
             part = slice(start * size, min(stop * size, tokens))
             windows.append(Window(bounds, chunks, rows, part, None))
         groups.append(Group(rows, windows))

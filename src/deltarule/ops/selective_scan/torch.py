@@ -144,7 +144,7 @@ def forward(inputs: ScanInputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
                 chunks = cut_inputs(inputs, window, size)
                 starts = chunk_starts(chunks, state, window.bounds)
                 if save:
-                    saved.index_copy_(0, window.chunks, starts)
+                    saved[window.chunks] = starts
                 part, ends = read(chunks, starts)
                 join(part, o, window, size, 1)
                 keep_last(state, ends, window.bounds)
@@ -176,7 +176,7 @@ def backward(
             for window in reversed(windows):
                 chunks = cut_inputs(inputs, window, size)
                 d_part = cut(d_o, window, size, 1, inputs.dtype)
-                starts = saved.index_select(0, window.chunks)
+                starts = saved[window.chunks]
                 d_ends = chunk_ends(d_part, chunks, d_state, window.bounds)
                 d_chunks, d_starts = read_backward(d_part, d_ends, chunks, starts)
                 keep_first(d_state, d_starts, window.bounds)

@@ -287,7 +287,7 @@ def _run(inputs: Inputs, save: bool, size: int | None = None) -> tuple[Tensor, T
                 part = chunk_output(work.queries, states, values)
                 join(part.flatten(1, 2), o, window, size, 1)
                 if save:
-                    saved.index_copy_(0, window.chunks, states.flatten(1, 2))
+                    saved[window.chunks] = states.flatten(1, 2)
             final_state[sequences] = state.flatten(1, 2)
     return o, final_state, saved
 
@@ -312,7 +312,7 @@ def backward(
         for sequences, windows in groups:
             d_state = d_initial[sequences].unflatten(1, (heads, -1))
             for window in reversed(windows):
-                states = saved.index_select(0, window.chunks).unflatten(1, (heads, -1))
+                states = saved[window.chunks].unflatten(1, (heads, -1))
                 chunks = cut_inputs(inputs, window, size)
                 d_part = cut_output(d_o, inputs, window, size)
                 d_chunks = _window_backward(d_part, d_state, chunks, states, window)
