@@ -88,6 +88,10 @@ def test_hard_resets(reset: float) -> None:
     check(drawn._replace(case=drawn.case.changed(log_decay=decay)))
 
 
+def test_calls_that_are_cut_into_segments_have_gradients(kind: Kind) -> None:
+    check(drawn_of(kind, heads=4, value_heads=4, tokens=1024))
+
+
 def test_ragged_and_packed_calls_have_gradients(kind: Kind) -> None:
     check(drawn_of(kind, tokens=150))
     check(drawn_of(kind, lengths=(3, 0, 70, 64)))
