@@ -80,7 +80,7 @@ def kept(inputs: Inputs) -> Call:
 def gradients(inputs: Inputs) -> None:
     """Of all chunks, if they are whole."""
     call = kept(inputs)
-    shapes = own_shapes(call, call.plan.chunks, False, WHOLE)
+    shapes = own_shapes(call, call.plan.chunks, False)
     own = {name: torch.empty(*of[:1], dtype=of[1]) for name, of in shapes.items()}
     new_gradients(call)
     call.values["d_o"] = call["d_v"]

@@ -338,12 +338,12 @@ def add_value_head(
     return b_read, b_col + b_row
 
 
-def own_shapes(call: Call, slots: int, again: bool, window: Window) -> Shapes:
+def own_shapes(call: Call, slots: int, again: bool) -> Shapes:
     """What the backward keeps of a window's chunks: D, X, parts of dlog_decay (and S and E)."""
     inputs, rows = call.inputs, call.plan.sizes["BT"]
     (_, heads, value_size, key_size), dtype = inputs.state_shape, inputs.q.dtype
     states, errors = (slots, heads, value_size, key_size), (slots, heads, rows, value_size)
-    over = overlays(call, window)
+    over = overlays(call)
     # D of value heads that share keys is more than dq and dk have room for.
     more = heads > call.plan.sizes["H"] or not over
     shapes: Shapes = {"d_states": (states, dtype)} if more else {}
@@ -359,30 +359,30 @@ def own_shapes(call: Call, slots: int, again: bool, window: Window) -> Shapes:
     return shapes
 
 
-def own_layout(call: Call, slots: int, again: bool, window: Window) -> Layout:
-    return layout(own_shapes(call, slots, again, window))
+def own_layout(call: Call, slots: int, again: bool) -> Layout:
+    return layout(own_shapes(call, slots, again))
 
 
-def own_buffers(call: Call, slots: int, again: bool, window: Window) -> dict[str, Tensor]:
+def own_buffers(call: Call, slots: int, again: bool) -> dict[str, Tensor]:
     """What the backward keeps of so many chunks."""
-    places = call.once(own_layout, slots, again, window)
+    places = call.once(own_layout, slots, again)
     return views(call.empty((places.elements,)), places)
 
 
-def values_of_scan(call: Call, window: Window) -> Tensor | None:
+def values_of_scan(call: Call) -> Tensor | None:
     """Where the scan back writes dv, if it does."""
-    d_v: Tensor | None = call["d_v"] if scan_back_has_values(call, window) else None
+    d_v: Tensor | None = call["d_v"] if scan_back_has_values(call) else None
     return d_v
 
 
-def scan_back_has_values(call: Call, window: Window) -> bool:
+def scan_back_has_values(call: Call) -> bool:
     """Whether the scan back writes dv: where nobody else asks for X, or value heads share keys.
 
     For each value head alone it takes the scan longer than the gradients, which have X anyway, and
     may find it where dv will be.
     """
     shared = call.plan.sizes["HV"] > call.plan.sizes["H"]
-    return call.inputs.beta is None or shared or overlays(call, window)
+    return call.inputs.beta is None or shared or overlays(call)
 
 
 def fused_gradients(call: Call, window: Window = WHOLE) -> Any:
@@ -407,7 +407,7 @@ def add_gradients(
     if (fused := fused_gradients(call, window)) is not None:
         fused.add_gradients(call, own, window)
         return
-    d_v = None if scan_back_has_values(call, window) else call["d_v"]
+    d_v = None if scan_back_has_values(call) else call["d_v"]
     given = {
         **call.once(gradients_config), **chunks, "d_states": own["d_states"],
         "states": own.get("states", call["states"]), "errors": own.get("errors", call["errors"]),
@@ -447,9 +447,9 @@ def rows_are_cut(call: Call, window: Window) -> bool:
     return slices(call) > 1 and fused_gradients(call, window) is None
 
 
-def overlays(call: Call, window: Window) -> bool:
+def overlays(call: Call) -> bool:
     """Whether one kernel takes all gradients, decays' too, and finds D and X where they will be."""
-    return fused_gradients(call, window) is not None
+    return not call.plan.per_segment and fused_gradients(call) is not None
 
 
 def slices(call: Call) -> int:

@@ -269,9 +269,8 @@ def head_gradients(call: Call) -> None:
     if call.plan.per_segment:
         d_end = last_gradients(call)
         split, places = "starts", len(d_end)
-    own = own_buffers(call, call.plan.chunks, False, WHOLE)
-    values, over = values_of_scan(call, WHOLE), overlays(call, WHOLE)
-    scan_back(call, split, places, d_end, d_initial, own, values, over=over)
+    own = own_buffers(call, call.plan.chunks, False)
+    scan_back(call, split, places, d_end, d_initial, own, values_of_scan(call), over=overlays(call))
     add_gradients(call, call.plan.chunks, own)
     call.values["d_initial"] = d_initial
 

@@ -55,10 +55,10 @@ def windows_of(call: Call) -> Windows | None:
     inputs, plan = call.inputs, call.plan
     if inputs.by_channel or plan.chunks == 0:
         return None
-    kind, longest, stretches = stretches_of(inputs, plan)
-    shapes = own_shapes(call, plan.chunks, True, Window(kind, 0, longest))
+    shapes = own_shapes(call, plan.chunks, True)
     size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
     programs = plan.chunks * plan.sizes["H"] * slices(call)
+    kind, longest, stretches = stretches_of(inputs, plan)
     most = min(longest, size // LEAST_BYTES, programs // LEAST_PROGRAMS)
     if kind == "row":
         most = min(most, inputs.sequences * plan.sizes["HV"] // LEAST_SCANS)
@@ -109,16 +109,15 @@ def backward(call: Call, cut: Windows) -> None:
     if call.plan.per_segment:
         d_end = carry = last_gradients(call)
         split, places = "starts", len(d_end)
-    own, spare = own_buffers(call, cut.slots, True, cut.window(0)), torch.empty_like(carry)
+    own, spare = own_buffers(call, cut.slots, True), torch.empty_like(carry)
     for number in reversed(range(cut.parts)):
         window = cut.window(number)
         # What comes out at the window's end, nobody needs.
         scan_through(call, split, places, starts.pop(), spare, own=own, window=window)
         d_start = carry if number else d_initial
         scan_back(
-            call, split, places, d_end, d_start, own, values_of_scan(call, window), window,
-            overlays(call, window),
-        )  # fmt: skip
+            call, split, places, d_end, d_start, own, values_of_scan(call), window, overlays(call)
+        )
         add_gradients(call, cut.slots, own, window)
         d_end = d_start
     call.values["d_initial"] = d_initial
