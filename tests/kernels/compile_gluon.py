@@ -13,7 +13,7 @@ from ahead import compiled, recording
 
 from deltarule.ops.delta_rule.gluon import gradient_stage, stage
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton.gradients import own_shapes
+from deltarule.ops.delta_rule.triton.gradients import own_shapes, scan_back_has_values
 from deltarule.ops.delta_rule.triton.passes import kept_shapes, new_gradients
 from deltarule.ops.delta_rule.triton.plan import WHOLE, Call, new_plan
 
@@ -84,10 +84,9 @@ def gradients(inputs: Inputs) -> None:
     own = {name: torch.empty(*of[:1], dtype=of[1]) for name, of in shapes.items()}
     new_gradients(call)
     call.values["d_o"] = call["d_v"]
+    d_v = None if scan_back_has_values(call) else call["d_v"]
     if gradient_stage.can(call):
-        if inputs.q.shape[2] == inputs.v.shape[2]:
-            del own["d_states"]
-        gradient_stage.add_gradients(call, own, WHOLE)
+        gradient_stage.add_gradients(call, own, d_v, WHOLE)
 
 
 def main(names: list[str]) -> None:

@@ -16,7 +16,7 @@ from triton.compiler import CompiledKernel
 
 from deltarule import delta_rule
 from deltarule.ops import dispatch
-from deltarule.ops.delta_rule.gluon import stage as fused
+from deltarule.ops.delta_rule.gluon import gradient_stage
 from deltarule.ops.delta_rule.implementations import IMPLEMENTATIONS, run_triton
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import passes
@@ -215,7 +215,7 @@ def test_a_training_call_is_its_launches_alone(decay, runs, monkeypatch) -> None
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setitem(IMPLEMENTATIONS, "triton", Implementation(always, run_triton))
     monkeypatch.setattr(passes, "compile_first", lambda *given: None)
-    monkeypatch.setattr(fused, "architecture_at", lambda index: 80)
+    monkeypatch.setattr(gradient_stage, "architecture_at", lambda index: 80)
     size = {None: None, "head": (1, 128, 2), "channel": (1, 128, 2, 16)}[decay]
 
     def train(d_o: torch.Tensor, state: torch.Tensor | None = None) -> list[torch.Tensor]:

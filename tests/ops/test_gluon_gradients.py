@@ -14,7 +14,7 @@ from deltarule.ops.delta_rule import chunked, definition
 from deltarule.ops.delta_rule.gluon import gradient_stage, stage
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import gradients as triton_gradients
-from deltarule.ops.delta_rule.triton import passes
+from deltarule.ops.delta_rule.triton import passes, plan
 from deltarule.ops.delta_rule.triton.passes import kept_shapes
 from deltarule.ops.delta_rule.triton.plan import WHOLE, Call, Window, new_plan
 from gluon_interpreter import interpret_launches
@@ -51,11 +51,6 @@ def gradients(module: Any, case: Case, given: tuple[Tensor, Tensor], **options: 
 def by_chunk(x: Tensor) -> Tensor:
     """[B, T, H, ...] as [chunks, H, 64, ...]."""
     return x.unflatten(1, (-1, CHUNK)).transpose(2, 3).flatten(0, 1)
-
-
-def by_token(x: Tensor, batch: int) -> Tensor:
-    """Back again."""
-    return x.unflatten(0, (batch, -1)).transpose(2, 3).flatten(1, 2).contiguous()
 
 
 def around(case: Case, given: tuple[Tensor, Tensor]) -> dict[str, Tensor | None]:
@@ -162,27 +157,23 @@ def run(
     }
     call.values |= {name: own.get(name) for name in ("states", "errors", "scalings", "chunk_decay")}
     call.values |= {"d_o": given[0].to(torch.bfloat16), "d_beta": None}
+    values = x["beta"] is not None and x["v"].shape[2] == x["q"].shape[2]
     for name in ("q", "k", "v"):
         call.values["d_" + name] = torch.full_like(x[name], torch.nan)
-    if x["v"].shape[2] == x["q"].shape[2]:
-        # D lies where dq and dk go, 64 rows of it in each.
-        for name, rows in zip("qk", own.pop("d_states").split(CHUNK, 2), strict=False):
-            call.values["d_" + name] = by_token(rows, x["q"].shape[0])
-    if x["beta"] is not None:
-        call.values["d_v"] = by_token(own.pop("d_errors"), x["q"].shape[0])
     if x["beta"] is not None:
         call.values["d_beta"] = torch.full(x["beta"].shape, torch.nan)
     call.values["d_log_decay"] = None
     if x["log_decay"] is not None:
         call.values["d_log_decay"] = torch.full(x["log_decay"].shape, torch.nan)
+    d_v = call["d_v"] if values else None
     if per_window is None:
-        gradient_stage.add_gradients(call, own, WHOLE)
+        gradient_stage.add_gradients(call, own, d_v, WHOLE)
     else:
         for window in windows(case, per_window):
             call.values |= {"states": None, "errors": None}
-            gradient_stage.add_gradients(call, of_window(case, own, window), window)
+            gradient_stage.add_gradients(call, of_window(case, own, window), d_v, window)
     found = {name: call["d_" + name] for name in ("q", "k", "v", "beta", "log_decay")}
-    if x["beta"] is None:
+    if not values:
         del found["v"]
     return {name: y for name, y in found.items() if y is not None}
 
@@ -257,18 +248,22 @@ def test_so_it_is_for_states_of_128_by_128() -> None:
     ("erase", "size", "value_heads"), [("none", 128, 1), ("tied", 128, 1), ("tied", 64, 2)]
 )
 @pytest.mark.parametrize("save", [True, False])
-def test_the_scan_back_leaves_d_and_x_where_they_are_found(
-    erase, size, value_heads, save, monkeypatch
+@pytest.mark.parametrize("segment", [0, 2])
+def test_a_whole_backward_finds_what_the_scan_back_left(
+    erase, size, value_heads, save, segment, monkeypatch
 ) -> None:
+    monkeypatch.setattr(plan, "chunks_per_segment", lambda *shapes: segment)
     # Triton's interpreter has no arithmetic in bfloat16.
     sizes = {"heads": 1, "value_heads": value_heads, "key_size": size, "value_size": size}
-    case = case_of("head", erase, batch=2, tokens=128, **sizes).to(torch.float16)
+    case = case_of("head", erase, batch=2, tokens=256, **sizes).to(torch.float16)
     inputs, (d_o, d_final) = inputs_of(case), weights(case)
     given = d_o.half(), d_final.float(), inputs, passes.forward(inputs, save)[2]
     expected = passes.backward(*given)
+    monkeypatch.setattr(gradient_stage, "runs", lambda call: True)
     monkeypatch.setattr(
-        triton_gradients, "fused_gradients", lambda call, window=WHOLE: gradient_stage
-    )
+        triton_gradients, "fused_gradients",
+        lambda call, window=WHOLE: gradient_stage if gradient_stage.takes(call, window) else None,
+    )  # fmt: skip
     for x, y in zip(passes.backward(*given), expected, strict=True):
         assert (x is None) == (y is None)
         assert x is None or relative_rms(x, y.double()) < 2e-3

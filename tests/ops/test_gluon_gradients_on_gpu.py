@@ -55,14 +55,11 @@ def gradients(module: object, case: Case, given: tuple, **options: object) -> di
     return dict(zip(names, torch.autograd.grad(loss, list(leaves.values())), strict=True))
 
 
-@pytest.mark.parametrize("heads", [8, 16])
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("normalize", [False, True])
-def test_gradients_are_as_near_to_float64_as_their_types_allow(
-    kind, size, normalize, heads
-) -> None:
-    sizes = {"key_size": size, "value_size": size, "heads": heads}
-    check(drawn_of(kind, normalize_qk=normalize, **sizes))
+def test_gradients_are_as_near_to_float64_as_their_types_allow(kind, size, normalize) -> None:
+    drawn = drawn_of(kind, key_size=size, value_size=size, normalize_qk=normalize)
+    check(drawn)
 
 
 def check(drawn: Drawn) -> None:
@@ -98,7 +95,7 @@ def test_ragged_and_packed_calls_have_gradients(kind: Kind) -> None:
 
 
 def test_repeats_and_a_row_alone_have_the_same_bits(kind: Kind) -> None:
-    drawn = drawn_of(kind, batch=3, heads=16)
+    drawn = drawn_of(kind, batch=3)
     together = results(drawn)
     for _ in range(20):
         assert_same(results(drawn), together)
@@ -111,7 +108,7 @@ def test_windows_have_the_bits_of_the_whole(kind: Kind, monkeypatch) -> None:
     from deltarule.ops.delta_rule.triton import passes
 
     # As few tokens as are not cut into segments, whose windows are Triton's.
-    drawn = drawn_of(kind, batch=2, heads=16)
+    drawn = drawn_of(kind, batch=2)
     expected = results(drawn, save_states=False)
     monkeypatch.setattr(passes, "LEAST_BYTES", 1)
     monkeypatch.setattr(passes, "LEAST_PROGRAMS", 1)
@@ -120,7 +117,7 @@ def test_windows_have_the_bits_of_the_whole(kind: Kind, monkeypatch) -> None:
 
 
 def test_nan_around_a_tensor_is_never_read(kind: Kind) -> None:
-    drawn = drawn_of(kind, heads=16)
+    drawn = drawn_of(kind)
     expected = results(drawn)
     inside = {name: surrounded(drawn.case.tensors[name]) for name in drawn.case.present()}
     given = tuple(surrounded(x) for x in drawn.weights)

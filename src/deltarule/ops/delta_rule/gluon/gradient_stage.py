@@ -8,7 +8,13 @@ from torch import Tensor
 from deltarule.ops.delta_rule.gluon import stage
 from deltarule.ops.delta_rule.gluon.gradients import fused_gradients_kernel
 from deltarule.ops.delta_rule.gluon.memory import CHUNK
-from deltarule.ops.delta_rule.gluon.stage import FusedLaunch, norms_of, strides
+from deltarule.ops.delta_rule.gluon.stage import (
+    HOPPER,
+    FusedLaunch,
+    architecture_at,
+    norms_of,
+    strides,
+)
 from deltarule.ops.delta_rule.triton.plan import Call, Window, multiprocessors
 from deltarule.ops.runtime.launch import Launch
 
@@ -21,9 +27,14 @@ LEAST_PAIRS = 1
 
 
 def runs(call: Call) -> bool:
-    """Whether it takes the gradients of this call on Hopper: a function of shapes and types."""
+    """Whether it takes the gradients of this call: a function of shapes, types and the GPU."""
     q = call.inputs.q
-    if not stage.TRAINING or not q.is_cuda or not can(call):
+    if (
+        not stage.TRAINING
+        or not q.is_cuda
+        or architecture_at(q.device.index or 0) != HOPPER
+        or not can(call)
+    ):
         return False
     return call.plan.chunks * q.shape[2] >= LEAST_PAIRS * multiprocessors(q.device)
 
@@ -44,8 +55,10 @@ def takes(call: Call, window: Window) -> bool:
     return bool(call.once(runs)) and (window.kind == "none" or not call.plan.per_segment)
 
 
-def add_gradients(call: Call, own: Mapping[str, Tensor], window: Window) -> None:
-    """Launch `fused_gradients_kernel` on the chunks of a window; D may lie in dq and dk."""
+def add_gradients(
+    call: Call, own: Mapping[str, Tensor], d_v: Tensor | None, window: Window
+) -> None:
+    """Launch `fused_gradients_kernel` on the chunks of a window; dv, too, where there is room."""
     inputs, tied = call.inputs, call.inputs.beta is not None
     batch, tokens, heads, _ = inputs.q.shape
     all_chunks = tokens // CHUNK.value
@@ -54,19 +67,19 @@ def add_gradients(call: Call, own: Mapping[str, Tensor], window: Window) -> None
     chunks = min(own_chunks, all_chunks - before)
     kept, decay = "states" not in own, inputs.log_decay
     errors = own.get("errors", call["errors"]) if tied else inputs.v
-    d_states = own["d_states"] if "d_states" in own else call["d_q"]
     given = (
-        inputs.q, inputs.k, call["d_o"], errors, own.get("states", call["states"]), d_states,
-        call["d_k"], call["d_q"], call["d_k"], call["d_v"], call["scalings"],
+        inputs.q, inputs.k, call["d_o"], errors, own["d_errors"] if tied else inputs.v,
+        own.get("states", call["states"]), own["d_states"], call["d_q"], call["d_k"],
+        inputs.v if d_v is None else d_v, call["scalings"],
         norms_of(call), call["chunk_decay"], call["d_beta"],
         decay, call["d_log_decay"], inputs.scale, batch * chunks * heads, heads, chunks, before,
         own_chunks, all_chunks, tokens, *strides(decay),
     )  # fmt: skip
     programs = min(multiprocessors(inputs.q.device), batch * chunks * heads)
-    call.run(call.once(gradients_launch, kept), (programs, 1, 1), given)
+    call.run(call.once(gradients_launch, d_v is not None, kept), (programs, 1, 1), given)
 
 
-def gradients_launch(call: Call, kept: bool) -> Launch:
+def gradients_launch(call: Call, values: bool, kept: bool) -> Launch:
     """`fused_gradients_kernel` with its constants."""
     inputs, tied = call.inputs, call.inputs.beta is not None
     heads, key_size = inputs.q.shape[2:]
@@ -75,16 +88,14 @@ def gradients_launch(call: Call, kept: bool) -> Launch:
     of_keys = heads * key_size, [rows, key_size]
     of_values = value_heads * value_size, [rows, value_size]
     of_chunk, of_state = (value_size, [rows, value_size]), (key_size, [value_size, key_size])
-    # Two halves of the columns of dq or dk lie apart in a tile of D, which has more rows.
-    of_part = heads * key_size, [rows, rows]
     tiles = {
         "q": of_keys, "k": of_keys, "d_q": of_keys, "d_k": of_keys, "d_o": of_values,
-        "d_v": of_values, "errors": of_chunk if tied else of_values, "states": of_state,
-        "upper": of_part if heads == value_heads else of_state, "lower": of_part,
+        "d_v": of_values, "states": of_state, "d_states": of_state,
+        "errors": of_chunk if tied else of_values, "d_errors": of_chunk if tied else of_values,
     }  # fmt: skip
     constants = {
         "K": key_size, "V": value_size, "GROUP": value_heads // heads, "TIED": tied,
-        "DECAY": inputs.log_decay is not None, "UNIT": inputs.normalize_qk, "KEPT": kept,
-        "REGISTERS": OTHERS, "num_warps": 8, "maxnreg": AVERAGE,
+        "DECAY": inputs.log_decay is not None, "UNIT": inputs.normalize_qk, "VALUES": values,
+        "KEPT": kept, "REGISTERS": OTHERS, "num_warps": 8, "maxnreg": AVERAGE,
     }  # fmt: skip
     return FusedLaunch(fused_gradients_kernel, constants, tiles)

@@ -4,7 +4,7 @@ Its equations are those of triton/gradients.py. A program takes every n-th pair 
 head, and of each the value heads in turn:
 
     load ---- dO E X --+                         +-- dv (over X) ----> store
-              D S q k -+--> slots --> compute ---+-- dq, dk (over q, k; in memory over D)
+              D S q k -+--> slots --> compute ---+-- dq, dk (over q, k)
     factors -----------+                         +-- dbeta, to global memory
                                                  +-- sums of rows --------> decays, dlog_decay
 
@@ -70,7 +70,7 @@ def load_role(
 ):  # fmt: skip
     """One warp: every tile to where it is used, in the order in which places become free."""
     tiles, barriers, work = shared
-    q, k, d_o, errors, d_v, states, upper, lower = of
+    q, k, d_o, errors, d_errors, states, d_states = of
     for n in range(work.count * GROUP):
         slot, phase = n % 2, (n // 2) & 1
         at = pair_of(n, work, GROUP)
@@ -80,21 +80,14 @@ def load_role(
         mbarrier.expect(full, CHUNK * V * (6 if TIED else 4))
         tma.async_copy_global_to_shared(d_o, [row, column], full, tiles.d_o.index(slot))
         if TIED:
-            tma.async_copy_global_to_shared(d_v, [row, column], full, tiles.d_errors.index(slot))
+            x = tiles.d_errors.index(slot)
+            tma.async_copy_global_to_shared(d_errors, [at.own * CHUNK, 0], full, x)
             row, column = kept * CHUNK, 0
         tma.async_copy_global_to_shared(errors, [row, column], full, tiles.errors.index(slot))
         full_d, full_s = barriers.full_d.index(0), barriers.full_s.index(0)
         mbarrier.wait(barriers.empty_d.index(0), (n & 1) ^ 1)
         mbarrier.expect(full_d, V * K * 2)
-        if GROUP > 1:
-            tma.async_copy_global_to_shared(upper, [at.own * V, 0], full_d, tiles.d_states)
-        else:
-            for i in gl.static_range(0, V, CHUNK):
-                for j in gl.static_range(0, K, CHUNK):
-                    part = tiles.d_states.slice(i, CHUNK).slice(j, CHUNK, 1)
-                    tma.async_copy_global_to_shared(
-                        lower if i else upper, [at.token, at.head * K + j], full_d, part
-                    )
+        tma.async_copy_global_to_shared(d_states, [at.own * V, 0], full_d, tiles.d_states)
         mbarrier.wait(barriers.empty_s.index(0), (n & 1) ^ 1)
         mbarrier.expect(full_s, V * K * 2)
         tma.async_copy_global_to_shared(states, [kept * V, 0], full_s, tiles.states)
@@ -108,14 +101,14 @@ def load_role(
 
 @gluon.jit
 def store_role(
-    shared, of, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, TIED: gl.constexpr,
+    shared, of, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, VALUES: gl.constexpr,
 ):  # fmt: skip
-    """One warp: dv (TIED) of every value head, dq and dk of every pair; their places are free."""
+    """One warp: dv (VALUES) of every value head, dq and dk of every pair; their places are free."""
     tiles, barriers, work = shared
     d_q, d_k, d_v = of
     for n in range(work.count * GROUP):
         slot, at = n % 2, pair_of(n, work, GROUP)
-        if TIED:
+        if VALUES:
             mbarrier.wait(barriers.has_values.index(slot), (n // 2) & 1)
             tma.async_copy_shared_to_global(
                 d_v, [at.token, at.value_head * V], tiles.d_errors.index(slot)
@@ -301,7 +294,7 @@ def leave_values(tiles, barriers, slot, V: gl.constexpr):
 @gluon.jit
 def compute_role(
     shared, of, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr,
-    TIED: gl.constexpr, DECAY: gl.constexpr, UNIT: gl.constexpr,
+    TIED: gl.constexpr, DECAY: gl.constexpr, UNIT: gl.constexpr, VALUES: gl.constexpr,
 ):  # fmt: skip
     """8 warps: everything but what moves tiles."""
     tiles, barriers, work = shared
@@ -315,7 +308,7 @@ def compute_role(
         for head in range(GROUP):
             at = pair, head, pair * GROUP + head
             read, written, erased, inner = of_value_head(
-                shared, of, at, keys, K, V, GROUP, TIED, DECAY
+                shared, of, at, keys, K, V, GROUP, TIED, DECAY, VALUES
             )
             slot = (pair * GROUP + head) % 2
             if UNIT:
@@ -335,7 +328,7 @@ def compute_role(
 @gluon.jit
 def of_value_head(
     shared, of, at, keys, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr,
-    TIED: gl.constexpr, DECAY: gl.constexpr,
+    TIED: gl.constexpr, DECAY: gl.constexpr, VALUES: gl.constexpr,
 ):  # fmt: skip
     """dq, and dk in three parts: col from D, row, and col from GP and GM; dbeta and dv are stored.
 
@@ -395,7 +388,7 @@ def of_value_head(
     if DECAY:
         k = tiles.k.load(ACROSS).to(gl.float32)
         tiles.sums.index(OF_WRITES).store(sums_of_halves(k * written, K))
-    if TIED:
+    if VALUES:
         leave_values(tiles, barriers, slot, V)
     if TIED and DECAY:
         inner, read, erased = warpgroup_mma_wait(0, deps=(inner, read, erased))
@@ -431,16 +424,15 @@ GENERAL += ["T", "s_decay_b", "s_decay_t", "s_decay_h"]
 
 @gluon.jit(do_not_specialize=GENERAL)
 def fused_gradients_kernel(
-    q, k, d_o, errors, states, upper, lower, d_q, d_k, d_v, scalings, norms, chunk_decay, d_beta,
-    log_decay, d_log_decay, scale, pairs, heads, chunks, before, own_chunks, all_chunks, T,
+    q, k, d_o, errors, d_errors, states, d_states, d_q, d_k, d_v, scalings, norms, chunk_decay,
+    d_beta, log_decay, d_log_decay, scale, pairs, heads, chunks, before, own_chunks, all_chunks, T,
     s_decay_b, s_decay_t, s_decay_h, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr,
-    TIED: gl.constexpr, DECAY: gl.constexpr, UNIT: gl.constexpr, KEPT: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    TIED: gl.constexpr, DECAY: gl.constexpr, UNIT: gl.constexpr, VALUES: gl.constexpr,
+    KEPT: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Descriptors of tiles up to d_v, where X is; without an erase that has dv, and `errors` is v.
+    """Descriptors of tiles up to d_v; without an erase `errors` is v, and X is not there.
 
-    S and E are those of all chunks where they are KEPT, else those of these `chunks`. D of each has
-    64 rows in `upper`, dq's memory, and 64 in `lower`, dk's; or of these chunks all are in `upper`.
+    S and E are those of all chunks where they are KEPT, else like D and X those of these `chunks`.
     """
     dtype: gl.constexpr = q.dtype
     first, step = gl.program_id(0), gl.num_programs(0)
@@ -448,19 +440,19 @@ def fused_gradients_kernel(
     work = Work(first, step, count, heads, chunks, before, own_chunks, all_chunks)
     tiles = new_tiles(dtype, K, V, TIED, DECAY)
     barriers = Barriers(
-        new_barrier(2, 2), new_barrier(2, 2 if TIED else 1), new_barrier(1, 1), new_barrier(1, 1),
+        new_barrier(2, 2), new_barrier(2, 2 if VALUES else 1), new_barrier(1, 1), new_barrier(1, 1),
         new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1),
         new_barrier(2, 1), new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1),
     )  # fmt: skip
     barrier()
     shared = tiles, barriers, work
-    loads = q, k, d_o, errors, d_v, states, upper, lower
+    loads = q, k, d_o, errors, d_errors, states, d_states
     decays = log_decay, d_log_decay, T, s_decay_b, s_decay_t, s_decay_h
     gl.warp_specialize(
         [
-            (compute_role, (shared, (d_beta, chunk_decay), K, V, GROUP, TIED, DECAY, UNIT)),
+            (compute_role, (shared, (d_beta, chunk_decay), K, V, GROUP, TIED, DECAY, UNIT, VALUES)),
             (load_role, (shared, loads, K, V, GROUP, TIED, KEPT)),
-            (store_role, (shared, (d_q, d_k, d_v), K, V, GROUP, TIED)),
+            (store_role, (shared, (d_q, d_k, d_v), K, V, GROUP, VALUES)),
             (factor_role, (shared, scalings, norms, scale, GROUP, TIED, DECAY, UNIT)),
             (decay_role, (shared, decays, GROUP, DECAY)),
         ],

@@ -343,13 +343,10 @@ def own_shapes(call: Call, slots: int, again: bool) -> Shapes:
     inputs, rows = call.inputs, call.plan.sizes["BT"]
     (_, heads, value_size, key_size), dtype = inputs.state_shape, inputs.q.dtype
     states, errors = (slots, heads, value_size, key_size), (slots, heads, rows, value_size)
-    over = overlays(call)
-    # D of value heads that share keys is more than dq and dk have room for.
-    more = heads > call.plan.sizes["H"] or not over
-    shapes: Shapes = {"d_states": (states, dtype)} if more else {}
-    if inputs.beta is not None and not over:
+    shapes: Shapes = {"d_states": (states, dtype)}
+    if inputs.beta is not None:
         shapes["d_errors"] = errors, dtype
-    if inputs.log_decay is not None and not over:
+    if inputs.log_decay is not None and not sums_decays(call):
         parts = slices(call) + sums_pairs(inputs), slots, heads, 4, rows
         shapes["parts"] = parts, torch.float32
     if again:
@@ -378,11 +375,9 @@ def values_of_scan(call: Call) -> Tensor | None:
 def scan_back_has_values(call: Call) -> bool:
     """Whether the scan back writes dv: where nobody else asks for X, or value heads share keys.
 
-    For each value head alone it takes the scan longer than the gradients, which have X anyway, and
-    may find it where dv will be.
+    For each value head alone it takes the scan longer than the gradients, which have X anyway.
     """
-    shared = call.plan.sizes["HV"] > call.plan.sizes["H"]
-    return call.inputs.beta is None or shared or overlays(call)
+    return call.inputs.beta is None or call.plan.sizes["HV"] > call.plan.sizes["H"]
 
 
 def fused_gradients(call: Call, window: Window = WHOLE) -> Any:
@@ -404,10 +399,10 @@ def add_gradients(
     sums, heads, x = own.get("parts"), call.plan.sizes["H"], own.get("d_errors")
     each = 0 if sums is None else sums.stride(0)
     chunks = window.constants() | {"s_slice": each, "parts": sums}
-    if (fused := fused_gradients(call, window)) is not None:
-        fused.add_gradients(call, own, window)
-        return
     d_v = None if scan_back_has_values(call) else call["d_v"]
+    if (fused := fused_gradients(call, window)) is not None:
+        fused.add_gradients(call, own, d_v, window)
+        return
     given = {
         **call.once(gradients_config), **chunks, "d_states": own["d_states"],
         "states": own.get("states", call["states"]), "errors": own.get("errors", call["errors"]),
@@ -447,8 +442,8 @@ def rows_are_cut(call: Call, window: Window) -> bool:
     return slices(call) > 1 and fused_gradients(call, window) is None
 
 
-def overlays(call: Call) -> bool:
-    """Whether one kernel takes all gradients, decays' too, and finds D and X where they will be."""
+def sums_decays(call: Call) -> bool:
+    """Whether the kernel that takes all gradients of a call adds up those by the decays, too."""
     return not call.plan.per_segment and fused_gradients(call) is not None
 
 

@@ -20,7 +20,6 @@ from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import channel_stages, windows
 from deltarule.ops.delta_rule.triton.gradients import (
     add_gradients,
-    overlays,
     own_buffers,
     rows_are_cut,
     values_of_scan,
@@ -270,7 +269,7 @@ def head_gradients(call: Call) -> None:
         d_end = last_gradients(call)
         split, places = "starts", len(d_end)
     own = own_buffers(call, call.plan.chunks, False)
-    scan_back(call, split, places, d_end, d_initial, own, values_of_scan(call), over=overlays(call))
+    scan_back(call, split, places, d_end, d_initial, own, values_of_scan(call))
     add_gradients(call, call.plan.chunks, own)
     call.values["d_initial"] = d_initial
 

@@ -280,18 +280,18 @@ def next_state_kernel(
 def next_state_backward_kernel(
     q, k, erase, write, cu_seqlens, scores, value_scores, corrections, from_values,
     scalings, readings, chunk_decay, d_o, d_final, d_initial, d_states, d_errors, d_values, d_v,
-    d_q, d_k, scale, T, N,
+    scale, T, N,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
     CT: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     ERASE: tl.constexpr, DECAY: tl.constexpr, DECAYED: tl.constexpr, SCALED: tl.constexpr,
     PACKED: tl.constexpr, TMA: tl.constexpr, TMA_STORE: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, OVER: tl.constexpr, per_segment=1, SPLIT: tl.constexpr = "none",
+    STAGES: tl.constexpr, per_segment=1, SPLIT: tl.constexpr = "none",
     window=None, per_window=None, WINDOW: tl.constexpr = "none", OPEN: tl.constexpr = False,
 ):  # fmt: skip
     """d_states [M, HV, V, K] and d_errors [M, HV, BT, V] hold D at the chunks' ends, and X.
 
-    d_v takes the gradient by v, or (OVER) X; with a free erase d_values [M, HV, BT, V] does. D may
-    go where rows of d_q and then d_k will. Nothing is stored where there is no room for it.
+    d_v takes the gradient by v; with a free erase d_values [M, HV, BT, V] does. Nothing is stored
+    where there is no room for it.
     """
     S: tl.constexpr = Sizes(
         H=H, HV=HV, K=K, V=V, N_STEPS=N_STEPS, CT=CT, BT=BT, BQ=BQ, BK=BK, BV=BV, ERASE=ERASE,
@@ -331,9 +331,6 @@ def next_state_backward_kernel(
         b_low = b_d.to(dtype)
         if d_states is not None:
             tl.store(state_tile(d_states, i_own, 0, o_v, o_k, 1, K, V), b_low, mask=m_s)
-        if d_q is not None:
-            p_d = ((i_t + o_v % BT) * H + i_key)[:, None] * K + o_k[None, :]
-            tl.store(tl.where(o_v[:, None] < BT, d_q + p_d, d_k + p_d), b_low, mask=m_s)
         b_z, b_x = written_gradients(b_low, b_do, b_y, b_p, x, i_slot, o_i, o_r, S)
         if ERASE != "none":
             b_n = load_square(corrections, i_slot, o_r, o_r, BT, BT, TMA)
@@ -347,11 +344,10 @@ def next_state_backward_kernel(
             b_x = tl.dot(b_low_x, b_n, acc=b_x, input_precision=PRECISION)
         if d_errors is not None:
             tl.store(d_errors + p_x, b_x.to(dtype), mask=m_v)
-        b_dv = b_x
         if ERASE == "tied":
             b_x *= b_beta
         if d_v is not None:
-            row, b_dv = i_t * N_STEPS, (b_dv if OVER else b_x).to(dtype)
+            row, b_dv = i_t * N_STEPS, b_x.to(dtype)
             store_output(d_v, b_dv, row, i_h, i_v, o_r, o_v, m_r, m_v, S, TMA_STORE)
         if d_values is not None:
             b_k = load_decayed(k, i_slot, o_r, o_k, BT, K, WHOLE_K, TMA)
@@ -437,20 +433,17 @@ def scan_through(
 def scan_back(
     call: Call, split: str, places: int, d_end: Tensor | None, d_start: Tensor,
     own: Mapping[str, Tensor] | None = None, d_v: Tensor | None = None, window: Window = WHOLE,
-    over: bool = False,
 ) -> None:  # fmt: skip
     """Launch `next_state_backward_kernel`: from the gradients at `d_end` to those at `d_start`.
 
     D at the chunks' ends, X and a free erase's dv go where `own` has room, and dv of the others to
-    `d_v`, if there is any. Where `over`, D and X lie where gradients will.
+    `d_v`, if there is any.
     """
     config, own = call.once(scan_config, "next_state_backward", split), own or {}
     _, heads, value_size, _ = call.inputs.state_shape
     grid = blocks(value_size, config["BV"]) * heads * places, 1, 1
-    room = over and "d_states" not in own
     given = {
         **config, **window.constants(), **streams(call), "d_final": d_end, "d_initial": d_start,
-        "d_q": call["d_q"] if room else None, "d_k": call["d_k"] if room else None, "OVER": over,
         "d_states": own.get("d_states"), "d_errors": own.get("d_errors"),
         "d_values": own.get("d_values"), "d_v": d_v, "OPEN": opens(call, split),
     }  # fmt: skip

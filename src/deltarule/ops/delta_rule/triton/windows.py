@@ -21,7 +21,6 @@ from torch import Tensor
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.gradients import (
     add_gradients,
-    overlays,
     own_buffers,
     own_shapes,
     slices,
@@ -115,9 +114,7 @@ def backward(call: Call, cut: Windows) -> None:
         # What comes out at the window's end, nobody needs.
         scan_through(call, split, places, starts.pop(), spare, own=own, window=window)
         d_start = carry if number else d_initial
-        scan_back(
-            call, split, places, d_end, d_start, own, values_of_scan(call), window, overlays(call)
-        )
+        scan_back(call, split, places, d_end, d_start, own, values_of_scan(call), window)
         add_gradients(call, cut.slots, own, window)
         d_end = d_start
     call.values["d_initial"] = d_initial
