@@ -56,4 +56,6 @@ def test_twenty_steps_lower_the_loss(name, autocast):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    assert losses[-1] < 0.8 * WITHOUT_MEMORY < losses[0], losses
+    # A step of this size may overshoot: one loss of the last few says little.
+    last = sorted(losses[-5:])[2]
+    assert last < 0.8 * WITHOUT_MEMORY < losses[0], losses

@@ -142,9 +142,10 @@ class Convolution(torch.autograd.Function):
 
 
 def part_sums(x: Tensor, y: Tensor) -> Tensor:
-    """sum over B and T of x y."""
+    """sum over B and T of x y, rounded once."""
+    wide = torch.promote_types(x.dtype, torch.float32)
     parts = zip(x.split(PART, 1), y.split(PART, 1), strict=True)
-    return torch.stack([(a * b).sum((0, 1)) for a, b in parts]).sum(0)
+    return torch.stack([(a * b).sum((0, 1), dtype=wide) for a, b in parts]).sum(0).to(x.dtype)
 
 
 def too_many(weight: Tensor) -> str | None:
