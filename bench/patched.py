@@ -95,8 +95,7 @@ def main(output: Path, models: Mapping[str, Sizes], repeats: int = REPEATS) -> R
         What the file holds.
     """
     gpu = torch.cuda.is_available()
-    report = results.new_report(sys.argv[1:])
-    report["command"] = f"python -m bench.patched {report['command'].partition(' ')[2]}".strip()
+    report = results.new_report(sys.argv[1:], "python -m bench.patched")
     report["device"] = torch.cuda.get_device_name() if gpu else "cpu"
     report["versions"] |= peers.versions()
     report["threads"] = torch.get_num_threads()

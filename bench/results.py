@@ -26,12 +26,12 @@ PACKAGES = (
 )  # fmt: skip
 
 
-def new_report(command: Sequence[str]) -> Row:
+def new_report(arguments: Sequence[str], program: str = "deltarule") -> Row:
     """A report without rows: when, with what, and by which command."""
     return {
         "format": FORMAT,
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
-        "command": shlex.join(["deltarule", *command]),
+        "command": " ".join([program, shlex.join(arguments)]).strip(),
         "versions": versions(),
         "device": None,
         "ceilings": None,

@@ -1,4 +1,6 @@
-"""`python -m bench.slstm`: sLSTM on a GPU beside its authors' CUDA kernel (`pip install xlstm`).
+"""sLSTM on a GPU beside its authors' CUDA kernel (`pip install xlstm`).
+
+    python -m bench.slstm --output FILE
 
 8x2048 tokens, gates in bfloat16, called from Python: the authors' kernel cannot be captured in a
 CUDA graph. Its first call compiles it, which takes half a minute.
@@ -6,16 +8,18 @@ CUDA graph. Its first call compiles it, which takes half a minute.
 
 import argparse
 import importlib
-import json
 import statistics
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from bench import results
 from bench.timing import event_times
 from deltarule import slstm
 
@@ -48,10 +52,9 @@ def theirs(heads: int, channels: int) -> Run:
     return run
 
 
-def figures(channels: int) -> list[dict[str, object]]:
+def figures(channels: int) -> Iterator[tuple[str, results.Row]]:
     """Milliseconds of both passes, gradients by the gates, and the error of o, of each side."""
     heads = HEADS[channels]
-    rows: list[dict[str, object]] = []
     sides: dict[str, Run] = {"deltarule": ours}
     if find_spec("xlstm"):
         sides["xlstm"] = theirs(heads, channels)
@@ -61,14 +64,15 @@ def figures(channels: int) -> list[dict[str, object]]:
     exact = ours(gates[:2].double(), recurrent.double())
     leaf = gates.clone().requires_grad_()
     for name, run in sides.items():
-        row: dict[str, object] = {"side": name, "heads": heads, "channels": channels}
         error = (run(gates, recurrent)[:2].double() - exact).norm() / exact.norm()
-        row["error"] = error.item()
-        row["forward_ms"] = milliseconds(partial(run, gates, recurrent))
-        row["both_ms"] = milliseconds(partial(gradient, run, leaf, recurrent, weight))
-        print(row)
-        rows.append(row)
-    return rows
+        yield (
+            name,
+            {
+                "relative_rms": error.item(),
+                "forward_ms": milliseconds(partial(run, gates, recurrent)),
+                "both_ms": milliseconds(partial(gradient, run, leaf, recurrent, weight)),
+            },
+        )
 
 
 def gradient(run: Run, gates: Tensor, recurrent: Tensor, weight: Tensor) -> Tensor:
@@ -81,32 +85,33 @@ def milliseconds(call: Callable[[], object]) -> float:
     return statistics.median(event_times([call], REPEATS + WARM_UP)[WARM_UP:])
 
 
-def main(output: Path | None = None) -> dict[str, object]:
-    """Print the table, and write it as JSON to `output`.
+def main(output: Path) -> results.Row:
+    """Print the figures; each is written to `output` at once.
 
     Args:
-        output: A file for the figures. None writes none.
+        output: File for the raw figures.
 
     Returns:
-        What was printed, with the versions.
+        What the file holds.
 
     Raises:
         ValueError: There is no CUDA device.
     """
     if not torch.cuda.is_available():
         raise ValueError("bench.slstm needs a CUDA device, and PyTorch sees none")
-    found = [row for channels in HEADS for row in figures(channels)]
-    result: dict[str, object] = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "rows": found,
-    }
-    if output is not None:
-        output.write_text(json.dumps(result, indent=1) + "\n")
-    return result
+    report = results.new_report(sys.argv[1:], "python -m bench.slstm")
+    report["device"] = torch.cuda.get_device_name()
+    if find_spec("xlstm"):
+        report["versions"]["xlstm"] = version("xlstm")
+    for channels, heads in HEADS.items():
+        case = {"kind": "slstm", "heads": heads, "channels": channels}
+        for side, found in figures(channels):
+            print(results.add(report, side, case, found), flush=True)
+            results.save(report, output)
+    return report
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Time sLSTM beside its authors' kernel.")
-    parser.add_argument("--output", type=Path, default=None)
+    parser.add_argument("--output", type=Path, required=True, help="file for the raw figures")
     main(parser.parse_args().output)
