@@ -45,7 +45,7 @@ FOLDERS = {
     "src/deltarule/train": 5_850,
     "src/deltarule/tasks": 1_950,
     "experiments": 6_350,
-    "bench": 3_550,
+    "bench": 3_650,
 }
 
 NOT_CODE = {

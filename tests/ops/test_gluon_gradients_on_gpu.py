@@ -105,13 +105,13 @@ def test_repeats_and_a_row_alone_have_the_same_bits(kind: Kind) -> None:
 
 
 def test_windows_have_the_bits_of_the_whole(kind: Kind, monkeypatch) -> None:
-    from deltarule.ops.delta_rule.triton import passes
+    from deltarule.ops.delta_rule.triton import windows
 
     # As few tokens as are not cut into segments, whose windows are Triton's.
     drawn = drawn_of(kind, batch=2)
     expected = results(drawn, save_states=False)
-    monkeypatch.setattr(passes, "LEAST_BYTES", 1)
-    monkeypatch.setattr(passes, "LEAST_PROGRAMS", 1)
+    monkeypatch.setattr(windows, "LEAST_BYTES", 1)
+    monkeypatch.setattr(windows, "LEAST_PROGRAMS", 1)
     forget_calls()
     assert_same(results(drawn, save_states=False), expected)
 

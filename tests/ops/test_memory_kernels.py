@@ -120,8 +120,9 @@ def test_outputs_states_and_gradients(form, packed):
     lengths = ((3, 0, 12, 1) if few else (3, 0, 150, 1, 70)) if packed else None
     case, exact = form.make(lengths=lengths, batch=(1 if form.streamed else 2) if few else 3)
     out, own, expected = case.run("triton"), case.run("torch"), exact.run("torch")
-    # Products on a GPU are in tf32.
-    bar, factor = (1e-6, 2) if few else (2e-6, 4)
+    # Products on a GPU are sums of three in tf32, which keep 22 of float32's 24 bits: 4 times
+    # PyTorch's roundings, beside those of the sums.
+    bar, factor = (1e-6, 2) if few else (2e-6, 5)
     assert_near(parts(out), parts(own), parts(expected), bar, factor)
     assert torch.equal(out.final_state.position, expected.final_state.position)
     assert_gradients_are_near(case, exact, 5 * bar, factor)
