@@ -25,6 +25,7 @@ from deltarule.ops.delta_rule.triton import passes
 from deltarule.ops.delta_rule.triton import plan as launch
 from deltarule.ops.dispatch import forget_calls
 from deltarule.ops.runtime import launch as direct
+from deltarule.ops.runtime import tensor_maps
 from deltarule.ops.runtime.launch import Launch, signature, unwrapped, watched
 
 # What `JITFunction.run` reads of Triton's settings: each is looked at before a direct launch, but
@@ -183,7 +184,8 @@ def installed(fake: Fake, monkeypatch) -> Fake:
         get_current_device=lambda: fake.device, get_current_stream=lambda device: fake.stream,
         launcher_cls=Launcher,
     )  # fmt: skip
-    monkeypatch.setattr(direct, "driver", SimpleNamespace(active=active))
+    for module in (direct, tensor_maps):
+        monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
     monkeypatch.setitem(globals(), "make_tensordesc_arg", fake.make)
     return fake
 

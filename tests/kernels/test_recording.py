@@ -25,7 +25,7 @@ from deltarule.ops.delta_rule.triton.plan import Call, Plan
 from deltarule.ops.dispatch import Implementation, always, call_key, forget_calls, recordings
 from deltarule.ops.operators import Operator
 from deltarule.ops.runtime import launch as direct
-from deltarule.ops.runtime import replay
+from deltarule.ops.runtime import replay, tensor_maps
 from deltarule.ops.runtime.launch import Launch
 
 # Above any number that a launch is given besides addresses.
@@ -98,7 +98,7 @@ def runs(monkeypatch):
     monkeypatch.setattr(direct, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(direct, "launcher_of_maps", lambda launcher: launcher)
     monkeypatch.setattr(
-        direct, "map_of", lambda x, fetched: ["map", fetched.place, x.data_ptr(), *x.shape]
+        tensor_maps.Fetched, "new_map", lambda self, x: ["map", self.place, x.data_ptr(), *x.shape]
     )
     monkeypatch.setattr(Launch, "through_triton", lambda *given: runs.through_triton(*given))
     plans: dict[object, Plan] = {}

@@ -8,7 +8,6 @@ leaves the launch to Triton, for a wrong binary would give wrong numbers in sile
 """
 
 import copy
-import inspect
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,15 +21,21 @@ from torch.nn import Parameter
 from triton import AsyncCompileMode, knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from deltarule.ops.dispatch import compiled
+from deltarule.ops.runtime.tensor_maps import (
+    Fetched,
+    Tiles,
+    described,
+    launcher_of_maps,
+    with_maps,
+)
 
 # Written out, because Triton's default follows an environment variable.
 OPTIONS = {"enable_fp_fusion": True}
 # Bytes: Triton compiles for addresses on this grid and for any others apart.
 ALIGNED = 16
-# Keys and tensor maps of one kernel that are kept: lengths and addresses that never end.
+# Keys of one kernel that are kept: lengths never end.
 MOST = 1024
 
 # More only wait for each other, where Triton is in Python.
@@ -43,17 +48,6 @@ HERE = nullcontext()
 ONLY_COMPILED: ContextVar[bool] = ContextVar("ONLY_COMPILED", default=False)
 
 Grid = tuple[int, int, int]
-# By the name of an argument: columns of the matrix that it is, and the tile that is fetched of it.
-Tiles = Mapping[str, tuple[int, list[int]]]
-
-
-class Fetched(NamedTuple):
-    """An argument that the copy engine fetches, and what the compiler left about its tiles."""
-
-    place: int
-    width: int
-    tile: list[int]
-    metadata: Any
 
 
 class Binary(NamedTuple):
@@ -65,7 +59,6 @@ class Binary(NamedTuple):
     # Keeps the code on the GPU.
     compiled: CompiledKernel
     fetched: tuple[Fetched, ...]
-    maps: dict[tuple[int, int, int], list[Any]]
 
 
 class Launch:
@@ -103,7 +96,7 @@ class Launch:
             device = active.get_current_device()
             if (binary := self.binaries.get((device, *key))) is not None:
                 if binary.fetched:
-                    values = with_maps(binary, arguments, values)
+                    values = with_maps(binary.fetched, arguments, values)
                 stream = active.get_current_stream(device)
                 binary.launcher(*grid, stream, *binary.function, *values, *self.rest)
                 return
@@ -140,11 +133,11 @@ class Launch:
             return
         if len(self.binaries) >= MOST:
             self.binaries.clear()
-        fetched = tuple(Fetched(*tile, of) for tile, of in zip(given, metadata, strict=True))
+        fetched = tuple(Fetched(*tile, of, {}) for tile, of in zip(given, metadata, strict=True))
         own = compiled.function, compiled.packed_metadata, None, None, None
         launcher, function = unwrapped(launcher, own)
         device = driver.active.get_current_device()
-        self.binaries[device, *key] = Binary(launcher, function, compiled, fetched, {})
+        self.binaries[device, *key] = Binary(launcher, function, compiled, fetched)
 
 
 def launch(
@@ -227,52 +220,6 @@ def signature(arguments: tuple[Any, ...]) -> tuple[tuple[object, ...], list[Any]
         else:
             return None
     return None if addresses % ALIGNED else (tuple(key), values)
-
-
-def described(x: Tensor, width: int, tile: list[int]) -> TensorDescriptor:
-    """x as a matrix of `width` columns, in tiles that the copy engine fetches."""
-    return TensorDescriptor(x, [x.numel() // width, width], [width, 1], tile)
-
-
-def with_maps(binary: Binary, arguments: tuple[Any, ...], values: list[Any]) -> list[Any]:
-    """The values with each fetched tensor's map and sizes in place of its address."""
-    out: list[Any] = []
-    start = 0
-    for fetched in binary.fetched:
-        place = fetched.place
-        x = arguments[place]
-        # A map is a function of these three, whatever lies there.
-        key = place, values[place], x.numel()
-        if (found := binary.maps.get(key)) is None:
-            if len(binary.maps) >= MOST:
-                binary.maps.clear()
-            found = binary.maps[key] = map_of(x, fetched)
-        out += values[start:place]
-        out += found
-        start = place + 1
-    return out + values[start:]
-
-
-def map_of(x: Tensor, fetched: Fetched) -> list[Any]:
-    """The tensor map that Triton makes, and the sizes that it passes after it."""
-    make = vars(inspect.getmodule(driver.active.launcher_cls))["make_tensordesc_arg"]
-    # Triton 3.9 passes a third argument, which it does not use.
-    unused = [None] * (len(inspect.signature(make).parameters) - 2)
-    made: list[Any] = make(described(x, fetched.width, fetched.tile), fetched.metadata, *unused)
-    return made
-
-
-def launcher_of_maps(launcher: Any) -> Any:
-    """The launcher without its first step, which makes tensor maps; None if it has another form."""
-    wrapped = getattr(launcher, "launch", None)
-    if not inspect.isfunction(wrapped) or wrapped.__name__ != "inner":
-        return None
-    inner = inspect.getclosurevars(wrapped).nonlocals.get("launcher")
-    if inner is None or "make_tensordesc_arg" not in vars(inspect.getmodule(type(launcher)) or {}):
-        return None
-    bare = copy.copy(launcher)
-    bare.launch = inner
-    return bare
 
 
 def unwrapped(

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltarule.ops.dispatch import CallKey
 from deltarule.ops.runtime import launch
-from deltarule.ops.runtime.launch import Binary, Fetched, Grid, Launch
+from deltarule.ops.runtime.launch import Binary, Grid, Launch
+from deltarule.ops.runtime.tensor_maps import Map
 
 # Bytes: more keep the GPU busy for longer than the host, and one piece would be held to the end.
 MOST_ROOM = 2**28
@@ -39,18 +40,6 @@ class Place(NamedTuple):
 
     piece: int
     offset: int
-
-
-class Map(NamedTuple):
-    """Where a tensor map goes among the arguments, and what the map is of."""
-
-    arguments: slice
-    place: Place
-    # By address: the map, and the sizes that go with it.
-    made: dict[int, list[Any]]
-    shape: torch.Size
-    dtype: torch.dtype
-    fetched: Fetched
 
 
 class Step(NamedTuple):
@@ -111,25 +100,12 @@ class Recording(NamedTuple):
             for argument, (piece, offset) in step.addresses:
                 values[argument] = starts[piece] + offset
             for of in step.maps:
-                address = starts[of.place.piece] + of.place.offset
-                made = of.made.get(address)
-                values[of.arguments] = made or new_map(of, pieces[of.place.piece], address)
+                values[of.values] = of.found(pieces[of.piece], starts[of.piece] + of.offset)
             calls.append((step.binary.launcher, values))
         if len(self.ready) >= MOST_READY:
             self.ready.clear()
         self.ready[starts] = calls
         return calls
-
-
-def new_map(of: Map, piece: Tensor, address: int) -> list[Any]:
-    """The map of what lies at an address in this piece, kept for the next call."""
-    size, start = of.shape.numel() * of.dtype.itemsize, address - piece.data_ptr()
-    flat = piece.detach().view(-1).view(torch.uint8)
-    x = flat[start : start + size].view(of.dtype).view(of.shape)
-    if len(of.made) >= launch.MOST:
-        of.made.clear()
-    of.made[address] = made = launch.map_of(x, of.fetched)
-    return made
 
 
 class Note(NamedTuple):
@@ -223,16 +199,13 @@ class Tape:
                 values.append(x)
                 continue
             start = len(values)
+            values += fetched[i].map_of(x) if i in fetched else [x.data_ptr()]
             if self.constant(x):
-                values += launch.map_of(x, fetched[i]) if i in fetched else [x.data_ptr()]
                 continue
-            place = self.place_of(x, places)
+            place, own = self.place_of(x, places), slice(start, len(values))
             if i in fetched:
-                values += (made := launch.map_of(x, fetched[i]))
-                arguments, known = slice(start, len(values)), {x.data_ptr(): made}
-                maps.append(Map(arguments, place, known, x.shape, x.dtype, fetched[i]))
+                maps.append(Map(own, *place, x.shape, x.dtype, fetched[i]))
             else:
-                values.append(None)
                 addresses.append((start, place))
         return Step(note.binary, values + note.launch.rest, addresses, maps)
 

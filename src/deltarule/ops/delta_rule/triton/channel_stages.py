@@ -138,16 +138,12 @@ def backward(call: Call) -> None:
     inputs, dtype = call.inputs, call.inputs.v.dtype
     states = call.plan.chunks, *inputs.state_shape[1:]
     errors = *states[:2], call.plan.sizes["BT"], states[2]
-    d_initial = call.empty(inputs.state_shape)
     own = {"d_states": call.empty(states, dtype), "d_errors": call.empty(errors, dtype)}
     if inputs.a is not None:
         own["d_values"] = call.empty(errors, dtype)
-    split, places, d_end = "none", inputs.sequences, call["d_final"]
-    if call.plan.per_segment:
-        d_end = last_gradients(call)
-        split, places = "starts", len(d_end)
-    scan_back(call, split, places, d_end, d_initial, own)
-    call.values |= {"d_values": None, **own, "d_initial": d_initial}
+    d_end = last_gradients(call) if call.plan.per_segment else call["d_final"]
+    scan_back(call, d_end, call["d_initial"], own)
+    call.values |= {"d_values": None, **own}
     gradients(call)
 
 

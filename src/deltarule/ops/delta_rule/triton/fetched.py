@@ -7,7 +7,7 @@ the kernel is compiled with.
 from collections.abc import Mapping
 from typing import Any
 
-from deltarule.ops.runtime.launch import Tiles
+from deltarule.ops.runtime.tensor_maps import Tiles
 
 
 def score_tiles(c: Mapping[str, Any]) -> Tiles:

@@ -366,10 +366,9 @@ def own_buffers(call: Call, slots: int, again: bool) -> dict[str, Tensor]:
     return views(call.empty((places.elements,)), places)
 
 
-def values_of_scan(call: Call) -> Tensor | None:
+def values_of_scan(call: Call) -> dict[str, Tensor]:
     """Where the scan back writes dv, if it does."""
-    d_v: Tensor | None = call["d_v"] if scan_back_has_values(call) else None
-    return d_v
+    return {"d_v": call["d_v"]} if scan_back_has_values(call) else {}
 
 
 def scan_back_has_values(call: Call) -> bool:

@@ -263,15 +263,10 @@ def gradients(call: Call, cut: Windows | None) -> tuple[Tensor | None, ...]:
 
 def head_gradients(call: Call) -> None:
     """The scan back over all chunks, and their gradients; decay none or per head."""
-    d_initial = call.empty(call.inputs.state_shape)
-    split, places, d_end = "none", call.inputs.sequences, call["d_final"]
-    if call.plan.per_segment:
-        d_end = last_gradients(call)
-        split, places = "starts", len(d_end)
+    d_end = last_gradients(call) if call.plan.per_segment else call["d_final"]
     own = own_buffers(call, call.plan.chunks, False)
-    scan_back(call, split, places, d_end, d_initial, own, values_of_scan(call))
+    scan_back(call, d_end, call["d_initial"], own | values_of_scan(call))
     add_gradients(call, call.plan.chunks, own)
-    call.values["d_initial"] = d_initial
 
 
 def new_gradients(call: Call) -> None:
@@ -280,6 +275,7 @@ def new_gradients(call: Call) -> None:
         x, low = call[name], name not in ("beta", "log_decay")
         made = None if x is None else call.empty(x.shape, x.dtype if low else torch.float32)
         call.values[f"d_{name}"] = made
+    call.values["d_initial"] = call.empty(call.inputs.state_shape)
 
 
 def scores(call: Call) -> None:
@@ -292,16 +288,11 @@ def scores(call: Call) -> None:
 
 def scan(call: Call, output: bool) -> tuple[Tensor | None, Tensor]:
     """Outputs and the final state of whole sequences; S and E go where there is a buffer."""
-    inputs, own = call.inputs, {}
+    inputs = call.inputs
     o = call.empty(inputs.output_shape, inputs.v.dtype) if output else None
     final = call.empty(inputs.state_shape)
-    if call["states"] is not None:
-        own = {name: call[name] for name in ("states", "errors")}
-    split, places, start = "none", inputs.sequences, inputs.initial_state
-    if call.plan.per_segment:
-        start = first_states(call)
-        split, places = "starts", len(start)
-    scan_through(call, split, places, start, final, o, own)
+    start = first_states(call) if call.plan.per_segment else inputs.initial_state
+    scan_through(call, start, final, {"o": o, "states": call["states"], "errors": call["errors"]})
     return o, final
 
 

@@ -20,8 +20,9 @@ from deltarule.ops.delta_rule.triton.tile_sizes import (
     tile_key,
 )
 from deltarule.ops.dispatch import plans, remember
-from deltarule.ops.runtime.launch import Grid, Launch, Tiles
+from deltarule.ops.runtime.launch import Grid, Launch
 from deltarule.ops.runtime.replay import Tape, capturing
+from deltarule.ops.runtime.tensor_maps import Tiles
 
 # With an erase three passes go over a segment instead of one: fewer segments save no time.
 LEAST_SEGMENTS = {"none": 2, "tied": 4, "free": 4}
@@ -121,6 +122,16 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def stretches(inputs: Inputs, plan: Plan) -> int:
+    """Sequences, or numbers of the segments that they are split into, given as those of chunks."""
+    if not plan.per_segment:
+        return inputs.sequences
+    (batch, tokens), size = inputs.q.shape[:2], plan.per_segment * plan.sizes["CT"]
+    if inputs.cu_seqlens is None:
+        return batch * ((tokens + size - 1) // size)
+    return tokens // size + inputs.sequences
 
 
 def fit_at_once(inputs: Inputs, tile: int) -> bool:

@@ -43,6 +43,7 @@ from deltarule.ops.delta_rule.triton.plan import (
     Window,
     blocks,
     full_tiles,
+    stretches,
 )
 from deltarule.ops.delta_rule.triton.tile_sizes import architecture, configuration
 from deltarule.ops.delta_rule.triton.tiles import (
@@ -375,26 +376,30 @@ def next_state_backward_kernel(
 # segments from zero to their ends.
 
 
+# Where a scan leaves what there is room for.
+Buffers = Mapping[str, Tensor | None]
+NO_BUFFERS: Buffers = {}
+
+
+def own_of(own: Buffers, *names: str) -> Buffers:
+    return {name: own.get(name) for name in names}
+
+
 def streams(call: Call) -> dict[str, Any]:
     """The arguments of both scans that have other names before: q and k decayed, scalings."""
     decayed = {"q": call["decayed_q"], "k": call["decayed_k"]} if call.inputs.by_channel else {}
     return {"readings": call["scalings"], **decayed}
 
 
-def opens(call: Call, split: str) -> bool:
-    """Whether all segments start at zero: other processes have what is before and after."""
-    return split == "ends" and call["join"] is not None
-
-
-def scan_config(call: Call, name: str, split: str) -> dict[str, Any]:
+def scan_config(call: Call, name: str, ends: bool) -> dict[str, Any]:
     """The configuration of a scan, over whole sequences or segments."""
     config = configuration(name, call.plan.tile_key)
-    config = ends_configuration(config) if split == "ends" else config
+    config = ends_configuration(config) if ends else config
     full = full_tiles(call.inputs, call.plan, config["BV"])
     # Where products end in tensor memory, Triton cannot hold a store of the copy engine back.
     stores = full and architecture(call.inputs.q.device) < TENSOR_MEMORY
-    own = {"SPLIT": split, "TMA": full, "TMA_STORE": stores, "num_stages": config["STAGES"]}
-    return config | own
+    own = {"TMA": full, "TMA_STORE": stores, "num_stages": config["STAGES"]}
+    return config | own | ({"SPLIT": "ends"} if ends else {})
 
 
 def ends_configuration(config: dict[str, int]) -> dict[str, int]:
@@ -410,41 +415,49 @@ def ends_configuration(config: dict[str, int]) -> dict[str, int]:
 
 
 def scan_through(
-    call: Call, split: str, places: int, start: Tensor | None, end: Tensor,
-    o: Tensor | None = None, own: Mapping[str, Tensor] | None = None, window: Window = WHOLE,
-) -> None:  # fmt: skip
+    call: Call,
+    start: Tensor | None,
+    end: Tensor,
+    own: Buffers = NO_BUFFERS,
+    window: Window = WHOLE,
+    ends: bool = False,
+) -> None:
     """Launch `next_state_kernel`: from the states at `start` to those at `end`.
 
-    `places` is the number of sequences or segments; S and E of the chunks go where `own` has room.
+    o, and S and E of the chunks, go where `own` has room. With `ends` segments start at zero.
     """
-    config, own = call.once(scan_config, "next_state", split), own or {}
+    config = call.once(scan_config, "next_state", ends)
     _, heads, value_size, key_size = call.inputs.state_shape
     tiles = blocks(value_size, config["BV"])
-    if split == "ends" and call.inputs.erase != "none":
+    if ends and call.inputs.erase != "none":
         tiles += blocks(key_size, config["BV"])
     given = {
-        **config, **window.constants(), **streams(call), "OUTPUT": o is not None,
-        "SAVE": "states" in own, "initial_state": start, "final_state": end, "o": o,
-        "states": own.get("states"), "errors": own.get("errors"), "OPEN": opens(call, split),
+        **config, **window.constants(), **streams(call), **own_of(own, "o", "states", "errors"),
+        "initial_state": start, "final_state": end, "OPEN": ends and call["join"] is not None,
+        "OUTPUT": own.get("o") is not None, "SAVE": own.get("states") is not None,
     }  # fmt: skip
-    call.launch(next_state_kernel, (tiles * heads * places, 1, 1), given, forward_tiles)
+    grid = tiles * heads * stretches(call.inputs, call.plan), 1, 1
+    call.launch(next_state_kernel, grid, given, forward_tiles)
 
 
 def scan_back(
-    call: Call, split: str, places: int, d_end: Tensor | None, d_start: Tensor,
-    own: Mapping[str, Tensor] | None = None, d_v: Tensor | None = None, window: Window = WHOLE,
-) -> None:  # fmt: skip
+    call: Call,
+    d_end: Tensor | None,
+    d_start: Tensor,
+    own: Buffers = NO_BUFFERS,
+    window: Window = WHOLE,
+    ends: bool = False,
+) -> None:
     """Launch `next_state_backward_kernel`: from the gradients at `d_end` to those at `d_start`.
 
-    D at the chunks' ends, X and a free erase's dv go where `own` has room, and dv of the others to
-    `d_v`, if there is any.
+    D at the chunks' ends, X and dv (`d_values` of a free erase) go where `own` has room.
     """
-    config, own = call.once(scan_config, "next_state_backward", split), own or {}
+    config = call.once(scan_config, "next_state_backward", ends)
     _, heads, value_size, _ = call.inputs.state_shape
-    grid = blocks(value_size, config["BV"]) * heads * places, 1, 1
+    grid = blocks(value_size, config["BV"]) * heads * stretches(call.inputs, call.plan), 1, 1
     given = {
-        **config, **window.constants(), **streams(call), "d_final": d_end, "d_initial": d_start,
-        "d_states": own.get("d_states"), "d_errors": own.get("d_errors"),
-        "d_values": own.get("d_values"), "d_v": d_v, "OPEN": opens(call, split),
+        **config, **window.constants(), **streams(call),
+        **own_of(own, "d_states", "d_errors", "d_values", "d_v"),
+        "d_final": d_end, "d_initial": d_start, "OPEN": ends and call["join"] is not None,
     }  # fmt: skip
     call.launch(next_state_backward_kernel, grid, given, backward_tiles)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton.plan import Call, Plan, blocks
+from deltarule.ops.delta_rule.triton.plan import Call, Plan, blocks, stretches
 from deltarule.ops.delta_rule.triton.scan import scan_back, scan_through
 from deltarule.ops.delta_rule.triton.tiles import state_tile
 from deltarule.ops.runtime.places import first_chunk, place_of, sequence_bounds
@@ -74,19 +74,11 @@ def segment_starts_kernel(
         tl.store(p_s, b_s, mask=m_s)
 
 
-def segment_count(inputs: Inputs, plan: Plan) -> int:
-    """Numbers of segments, given as those of chunks are."""
-    (batch, tokens), size = inputs.q.shape[:2], plan.per_segment * plan.sizes["CT"]
-    if inputs.cu_seqlens is None:
-        return batch * ((tokens + size - 1) // size)
-    return tokens // size + inputs.sequences
-
-
 def transitions_shape(inputs: Inputs, plan: Plan) -> tuple[int, ...]:
     """The shape of the segments' ends: V rows of S, then A (without an erase: its diagonal)."""
     _, heads, value_size, key_size = inputs.state_shape
     rows = value_size + (1 if inputs.erase == "none" else key_size)
-    return segment_count(inputs, plan), heads, rows, key_size
+    return stretches(inputs, plan), heads, rows, key_size
 
 
 def segment_starts(call: Call, boundary: Tensor | None, ends: Tensor, backwards: bool) -> Tensor:
@@ -111,7 +103,7 @@ def segment_starts(call: Call, boundary: Tensor | None, ends: Tensor, backwards:
 def leave_ends(call: Call) -> None:
     """What the segments leave, with their transitions."""
     initial = None if call["join"] else call.inputs.initial_state
-    scan_through(call, "ends", len(call["ends"]), initial, call["ends"])
+    scan_through(call, initial, call["ends"], ends=True)
 
 
 def first_states(call: Call) -> Tensor:
@@ -127,7 +119,7 @@ def first_states(call: Call) -> Tensor:
 def leave_ends_back(call: Call) -> Tensor:
     """The gradients by the states at the segments' starts."""
     d_ends = call.empty((len(call["ends"]), *call.inputs.state_shape[1:]))
-    scan_back(call, "ends", len(d_ends), None if call["join"] else call["d_final"], d_ends)
+    scan_back(call, None if call["join"] else call["d_final"], d_ends, ends=True)
     return d_ends
 
 

@@ -26,9 +26,9 @@ from deltarule.ops.delta_rule.triton.gradients import (
     slices,
     values_of_scan,
 )
-from deltarule.ops.delta_rule.triton.plan import Call, Plan, Window
+from deltarule.ops.delta_rule.triton.plan import Call, Plan, Window, stretches
 from deltarule.ops.delta_rule.triton.scan import scan_back, scan_through
-from deltarule.ops.delta_rule.triton.segments import first_states, last_gradients, segment_count
+from deltarule.ops.delta_rule.triton.segments import first_states, last_gradients
 
 # A window keeps at least so much, and its launches have so many programs: fewer cost time, and gain
 # little. Those of the scan over whole packed sequences are counted as if all were as long.
@@ -79,23 +79,20 @@ def cut_into(call: Call, parts: int) -> Windows | None:
 
 def stretches_of(inputs: Inputs, plan: Plan) -> tuple[str, int, int]:
     """What is cut, the chunks of one of them, and how many there are: sequences, or segments."""
+    count = stretches(inputs, plan)
     if plan.per_segment:
-        return "stretch", plan.per_segment, segment_count(inputs, plan)
+        return "stretch", plan.per_segment, count
     if inputs.cu_seqlens is not None:
-        return "row", plan.chunks, inputs.sequences
-    return "stretch", -(-inputs.q.shape[1] // plan.sizes["CT"]), inputs.sequences
+        return "row", plan.chunks, count
+    return "stretch", -(-inputs.q.shape[1] // plan.sizes["CT"]), count
 
 
 def window_starts(call: Call, cut: Windows) -> list[Tensor | None]:
     """The states at the windows' starts, one tensor of all stretches for each window."""
-    start, split, places = call.inputs.initial_state, "none", call.inputs.sequences
-    if call.plan.per_segment:
-        start = first_states(call)
-        split, places = "starts", len(start)
-    starts = [start]
+    starts = [first_states(call) if call.plan.per_segment else call.inputs.initial_state]
     for number in range(cut.parts - 1):
-        end = call.empty((places, *call.inputs.state_shape[1:]))
-        scan_through(call, split, places, starts[-1], end, window=cut.window(number))
+        end = call.empty((stretches(call.inputs, call.plan), *call.inputs.state_shape[1:]))
+        scan_through(call, starts[-1], end, window=cut.window(number))
         starts.append(end)
     return starts
 
@@ -103,18 +100,15 @@ def window_starts(call: Call, cut: Windows) -> list[Tensor | None]:
 def backward(call: Call, cut: Windows) -> None:
     """As passes.py does it for all chunks, with S and E computed again."""
     starts = window_starts(call, cut)
-    d_initial = call.empty(call.inputs.state_shape)
-    split, places, d_end, carry = "none", call.inputs.sequences, call["d_final"], d_initial
+    d_end, carry = call["d_final"], call["d_initial"]
     if call.plan.per_segment:
         d_end = carry = last_gradients(call)
-        split, places = "starts", len(d_end)
     own, spare = own_buffers(call, cut.slots, True), torch.empty_like(carry)
     for number in reversed(range(cut.parts)):
         window = cut.window(number)
         # What comes out at the window's end, nobody needs.
-        scan_through(call, split, places, starts.pop(), spare, own=own, window=window)
-        d_start = carry if number else d_initial
-        scan_back(call, split, places, d_end, d_start, own, values_of_scan(call), window)
+        scan_through(call, starts.pop(), spare, own=own, window=window)
+        d_start = carry if number else call["d_initial"]
+        scan_back(call, d_end, d_start, own | values_of_scan(call), window)
         add_gradients(call, cut.slots, own, window)
         d_end = d_start
-    call.values["d_initial"] = d_initial

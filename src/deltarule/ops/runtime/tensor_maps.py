@@ -1,0 +1,101 @@
+"""Tensor maps: what the copy engine of a Hopper GPU fetches tiles of a tensor by.
+
+Triton makes them anew in every launch. Here they are made once for an address and a size, by
+Triton's own function, and handed to the launcher behind the step that makes them.
+"""
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+# Maps of one argument that are kept: addresses never end.
+MOST = 1024
+# By the name of an argument: columns of the matrix that it is, and the tile that is fetched of it.
+Tiles = Mapping[str, tuple[int, list[int]]]
+
+
+class Fetched(NamedTuple):
+    """An argument that the copy engine fetches, and what the compiler left about its tiles.
+
+    `maps` has, by address and size, a map and the sizes that a launcher takes after it.
+    """
+
+    place: int
+    width: int
+    tile: list[int]
+    metadata: Any
+    maps: dict[tuple[int, int], list[Any]]
+
+    def map_of(self, x: Tensor) -> list[Any]:
+        """The map of a tensor, and the sizes that go with it."""
+        key = x.data_ptr(), x.numel()
+        if (found := self.maps.get(key)) is None:
+            if len(self.maps) >= MOST:
+                self.maps.clear()
+            found = self.maps[key] = self.new_map(x)
+        return found
+
+    def new_map(self, x: Tensor) -> list[Any]:
+        """As Triton makes it."""
+        make = vars(inspect.getmodule(driver.active.launcher_cls))["make_tensordesc_arg"]
+        # Triton 3.9 passes a third argument, which it does not use.
+        unused = [None] * (len(inspect.signature(make).parameters) - 2)
+        made: list[Any] = make(described(x, self.width, self.tile), self.metadata, *unused)
+        return made
+
+
+def described(x: Tensor, width: int, tile: list[int]) -> TensorDescriptor:
+    """x as a matrix of `width` columns, in tiles that the copy engine fetches."""
+    return TensorDescriptor(x, [x.numel() // width, width], [width, 1], tile)
+
+
+def with_maps(
+    fetched: Sequence[Fetched], arguments: tuple[Any, ...], values: list[Any]
+) -> list[Any]:
+    """The values with each fetched tensor's map and sizes in place of its address."""
+    out: list[Any] = []
+    start = 0
+    for of in fetched:
+        out += values[start : of.place]
+        out += of.map_of(arguments[of.place])
+        start = of.place + 1
+    return out + values[start:]
+
+
+class Map(NamedTuple):
+    """Where a map goes among the values of a launch, and what tensor it is of, in which piece."""
+
+    values: slice
+    piece: int
+    offset: int
+    shape: torch.Size
+    dtype: torch.dtype
+    fetched: Fetched
+
+    def found(self, piece: Tensor, address: int) -> list[Any]:
+        """The map of the tensor that lies in a piece of memory at this address."""
+        if (made := self.fetched.maps.get((address, self.shape.numel()))) is not None:
+            return made
+        start = address - piece.data_ptr()
+        flat = piece.detach().view(-1).view(torch.uint8)
+        x = flat[start : start + self.shape.numel() * self.dtype.itemsize]
+        return self.fetched.map_of(x.view(self.dtype).view(self.shape))
+
+
+def launcher_of_maps(launcher: Any) -> Any:
+    """The launcher without its first step, which makes tensor maps; None if it has another form."""
+    wrapped = getattr(launcher, "launch", None)
+    if not inspect.isfunction(wrapped) or wrapped.__name__ != "inner":
+        return None
+    inner = inspect.getclosurevars(wrapped).nonlocals.get("launcher")
+    if inner is None or "make_tensordesc_arg" not in vars(inspect.getmodule(type(launcher)) or {}):
+        return None
+    bare = copy.copy(launcher)
+    bare.launch = inner
+    return bare
