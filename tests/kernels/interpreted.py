@@ -26,8 +26,11 @@ def inputs_of(case: Case, device: str = "cpu", *, state: bool = True) -> Inputs:
     x = {name: None if y is None else y.to(device) for name, y in case.tensors.items()}
     if not state:
         x["initial_state"] = None
-    return check_arguments(
-        **{name: x[name] for name in NAMES}, n_steps=case.n_steps, scale=None,
-        cu_seqlens=None if case.lengths is None else pack(case.lengths).to(device),
-        normalize_qk=case.normalize_qk, batch_invariant=False,
-    )  # fmt: skip
+    offsets = None if case.lengths is None else pack(case.lengths).to(device)
+    inputs = Inputs(
+        **{name: x[name] for name in NAMES},
+        cu_seqlens=offsets,
+        n_steps=case.n_steps,
+        normalize_qk=case.normalize_qk,
+    )
+    return check_arguments(inputs, None)

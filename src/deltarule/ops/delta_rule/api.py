@@ -5,7 +5,7 @@ from typing import Any
 from deltarule.ops.checks import result
 from deltarule.ops.context import Context
 from deltarule.ops.delta_rule.implementations import IMPLEMENTATIONS, Request
-from deltarule.ops.delta_rule.inputs import check_arguments
+from deltarule.ops.delta_rule.inputs import Inputs, check_arguments
 from deltarule.ops.delta_rule.repeated import eager_kind, remember_launches, repeated
 from deltarule.ops.delta_rule.spanning import beyond
 from deltarule.ops.dispatch import Impl, choose
@@ -108,7 +108,7 @@ def recurrence_of(
     kind = eager_kind(tensors, options, impl) if getattr(tensors[0], "is_cuda", False) else None
     output = None if kind is None else repeated(kind, tensors, save_states)
     if output is None:
-        inputs = check_arguments(*tensors, *options)
+        inputs = check_arguments(Inputs(*tensors, *options), options[1])
         call = Request(inputs, save_states)
         output = choose(IMPLEMENTATIONS, call, impl, inputs.q.device).run(call)
         if kind is not None:

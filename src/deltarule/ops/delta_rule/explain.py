@@ -60,11 +60,8 @@ def explain(
         >>> [row.impl for row in explain(q, k, v, beta=None) if row.runs]
         ['torch']
     """
-    inputs = check_arguments(
-        q, k, v, beta=beta, a=a, b=b, log_decay=log_decay, initial_state=None,
-        cu_seqlens=cu_seqlens, n_steps=n_steps, scale=None, normalize_qk=normalize_qk,
-        batch_invariant=False,
-    )  # fmt: skip
+    inputs = Inputs(q, k, v, beta, a, b, log_decay, None, cu_seqlens, n_steps, 1.0, normalize_qk)
+    inputs = check_arguments(inputs, None)
     call = Request(inputs)
     chosen = first_that_runs(IMPLEMENTATIONS, call)
     rows = []

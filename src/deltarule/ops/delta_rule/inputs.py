@@ -21,16 +21,16 @@ class Inputs(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    beta: Tensor | None
-    a: Tensor | None
-    b: Tensor | None
-    log_decay: Tensor | None
-    initial_state: Tensor | None
-    cu_seqlens: Tensor | None
-    n_steps: int
-    scale: float
-    normalize_qk: bool
-    batch_invariant: bool
+    beta: Tensor | None = None
+    a: Tensor | None = None
+    b: Tensor | None = None
+    log_decay: Tensor | None = None
+    initial_state: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    n_steps: int = 1
+    scale: float = 1.0
+    normalize_qk: bool = False
+    batch_invariant: bool = False
 
     @property
     def erase(self) -> str:
@@ -70,45 +70,26 @@ class Inputs(NamedTuple):
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
 
-def check_arguments(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    a: Tensor | None,
-    b: Tensor | None,
-    log_decay: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    n_steps: int,
-    scale: float | None,
-    normalize_qk: bool,
-    batch_invariant: bool,
-) -> Inputs:
+def check_arguments(given: Inputs, scale: float | None) -> Inputs:
     """Refuse what no implementation can mean, naming the argument; then fill in the defaults."""
+    q, k, v, beta, a, b, log_decay, initial_state, cu_seqlens, n_steps, *_ = given
     if isinstance(n_steps, bool) or not isinstance(n_steps, int) or n_steps < 1:
         raise ValueError(f"n_steps must be an integer of 1 or more, got {n_steps!r}")
     check_sequence(q, k, v, n_steps)
-    batch, tokens, _, key_size = q.shape
-    heads, value_size = v.shape[2:]
-    rows = tokens * n_steps
-    check_gate("beta", beta, q, {"[B, T*n, HV]": (batch, rows, heads)})
+    (batch, tokens, _, key_size), heads = q.shape, v.shape[2]
+    check_gate("beta", beta, q, {"[B, T*n, HV]": (batch, tokens * n_steps, heads)})
     erase = {"[B, T, HV, K]": (batch, tokens, heads, key_size)}
     check_gate("a", a, q, erase)
     check_gate("b", b, q, erase)
-    check_erase(beta, a, b, n_steps, normalize_qk)
+    check_erase(beta, a, b, n_steps, given.normalize_qk)
     check_log_decay(log_decay, q, heads)
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, q)
-    sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
-    check_state("initial_state", initial_state, q, (sequences, heads, value_size, key_size))
+    check_state("initial_state", initial_state, q, given.state_shape)
     if log_decay is not None and log_decay.ndim == 1:
         log_decay = log_decay.expand(batch, tokens, heads)
     scale = key_size**-0.5 if scale is None else check_scale(scale)
-    return Inputs(
-        q, k, v, beta, a, b, log_decay, initial_state, cu_seqlens,
-        n_steps, float(scale), normalize_qk, batch_invariant,
-    )  # fmt: skip
+    return given._replace(log_decay=log_decay, scale=float(scale))
 
 
 def check_erase(

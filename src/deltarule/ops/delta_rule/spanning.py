@@ -192,9 +192,8 @@ def over_context(operator: Operator, context: Context, given: dict[str, Any]) ->
     if given.get("cu_seqlens") is not None:
         raise ValueError("cu_seqlens must be None with a context: make_context takes the offsets")
     given = given | {"cu_seqlens": context.cu_seqlens(given["q"].device)}
-    defaults = {"beta": None, "a": None, "b": None, "n_steps": 1, "normalize_qk": False}
-    named: dict[str, Any] = {name: given.get(name, defaults.get(name)) for name in Inputs._fields}
-    inputs = check_arguments(**named)
+    named = {name: given[name] for name in Inputs._fields if name in given}
+    inputs = check_arguments(Inputs(**named), given["scale"])
     implementation = choose(IMPLEMENTATIONS, Request(inputs), given["impl"], inputs.q.device)
     kernels = implementation in (IMPLEMENTATIONS["triton"], IMPLEMENTATIONS["gluon"])
     passes = passes_of("triton" if kernels else "torch", inputs.q.shape[3] > WIDEST)

@@ -100,10 +100,8 @@ def recurrent_step(
     Source: the recurrences of `delta_rule` and `dplr`, one token at a time.
     """
     own_beta, own_decay = given_gates(beta, log_decay)
-    inputs = check_arguments(
-        q, k, v, beta=own_beta, a=a, b=b, log_decay=own_decay, initial_state=None, cu_seqlens=None,
-        n_steps=n_steps, scale=scale, normalize_qk=normalize_qk, batch_invariant=False,
-    )  # fmt: skip
+    inputs = Inputs(q, k, v, own_beta, a, b, own_decay, n_steps=n_steps, normalize_qk=normalize_qk)
+    inputs = check_arguments(inputs, scale)
     inputs, maps = with_logits(inputs, beta, log_decay)
     step = Step(inputs, state, state_indices, null_index, maps, states)
     check_step(step)

@@ -129,11 +129,9 @@ def pool_prefill(
 
     Source: the recurrences of `delta_rule` and `dplr`.
     """
-    inputs = check_arguments(
-        q, k, v, beta=beta, a=a, b=b, log_decay=log_decay, initial_state=None,
-        cu_seqlens=cu_seqlens, n_steps=n_steps, scale=scale, normalize_qk=normalize_qk,
-        batch_invariant=batch_invariant,
-    )  # fmt: skip
+    streams, flags = (q, k, v, beta, a, b, log_decay), (normalize_qk, batch_invariant)
+    inputs = Inputs(*streams, None, cu_seqlens, n_steps, 1.0, *flags)
+    inputs = check_arguments(inputs, scale)
     writes = state_indices if write_indices is None else write_indices
     call = Prefill(inputs, state, state_indices, writes, null_index, borders)
     check(call, out)

@@ -127,11 +127,9 @@ def pool_step(
     Source: the recurrences of `delta_rule` and `dplr`, one token at a time.
     """
     own_beta, own_decay = given_gates(beta, log_decay)
-    inputs = check_arguments(
-        q, k, v, beta=own_beta, a=a, b=b, log_decay=own_decay, initial_state=None,
-        cu_seqlens=cu_seqlens, n_steps=n_steps, scale=scale, normalize_qk=normalize_qk,
-        batch_invariant=False,
-    )  # fmt: skip
+    streams = q, k, v, own_beta, a, b, own_decay
+    inputs = Inputs(*streams, None, cu_seqlens, n_steps, normalize_qk=normalize_qk)
+    inputs = check_arguments(inputs, scale)
     inputs, maps = with_logits(inputs, beta, log_decay)
     check_out(out, inputs.v, inputs.output_shape)
     check_no_gradient("pool_step", (*inputs[:7], *maps[:2], state, out))
