@@ -186,9 +186,7 @@ def forward_stages(inputs: Inputs, plan: Plan, save: bool, tape: Tape | None = N
     if fused and not save:
         o, final = fused.forward(call)
         return o, final
-    places = call.once(kept_layout, save)
-    kept = call.empty((places.elements,))
-    call.values |= views(kept, places)
+    kept = keep(call, save)
     if fused:
         return *fused.forward(call, save), kept
     scores(call)
@@ -236,8 +234,7 @@ def begun_back(
     call.values |= {"d_o": d_o, "d_final": d_final, "states": None, "errors": None, "ends": None}
     call.values["join"] = join
     cut = call.once(windows.windows_of) if again else None
-    places = call.once(kept_layout, cut is None)
-    call.values |= views(call.empty((places.elements,)) if again else saved, places)
+    keep(call, cut is None, None if again else saved)
     # Scores per channel are kept where they are fast; the others are as fast to compute again.
     if again or (inputs.by_channel and not fast):
         scores(call)
@@ -316,6 +313,14 @@ def kept_shapes(inputs: Inputs, plan: Plan, save: bool) -> Shapes:
 
 def kept_layout(call: Call, save: bool) -> Layout:
     return layout(kept_shapes(call.inputs, call.plan, save))
+
+
+def keep(call: Call, save: bool, kept: Tensor | None = None) -> Tensor:
+    """Have what a forward keeps join the namespace, from where it lies or in new memory."""
+    places = call.once(kept_layout, save)
+    kept = call.empty((places.elements,)) if kept is None else kept
+    call.values |= views(kept, places)
+    return kept
 
 
 def saved_shape(inputs: Inputs) -> tuple[int, ...]:

@@ -54,10 +54,9 @@ from deltarule.ops.delta_rule.triton.tiles import (
     Sizes,
     boundary_state,
     load_decay,
-    load_decayed,
     load_keys,
     load_scaling,
-    load_square,
+    load_slot,
     load_tile,
     state_tile,
     store_ends,
@@ -99,7 +98,7 @@ def chunk_output(b_s, b_w, b_v, b_q, b_y, x, i_slot, o_i, o_r, S: tl.constexpr):
     if x.scores is None:
         b_p = raw_scores(b_y, b_q, o_r[:, None] <= o_i[None, :], S.PRECISION)
     else:
-        b_p = tl.trans(load_square(x.scores, i_slot, o_i, o_r, S.BQ, S.BT, S.TMA))
+        b_p = tl.trans(load_slot(x.scores, i_slot, o_i, o_r, S.BQ, S.BT, S.TMA))
     b_o = tl.dot(b_s, tl.trans(b_q), input_precision=S.PRECISION)
     if x.scores is None:
         b_o = tl.dot(b_w, b_p, acc=b_o, input_precision=S.PRECISION)
@@ -110,7 +109,7 @@ def chunk_output(b_s, b_w, b_v, b_q, b_y, x, i_slot, o_i, o_r, S: tl.constexpr):
     if x.scores is not None:
         b_o = tl.dot(b_w, b_p, acc=b_o, input_precision=S.PRECISION)
     if S.ERASE == "free":
-        b_p = load_square(x.value_scores, i_slot, o_i, o_r, S.BQ, S.BT, S.TMA)
+        b_p = load_slot(x.value_scores, i_slot, o_i, o_r, S.BQ, S.BT, S.TMA)
         b_o = tl.dot(tl.trans(b_v), tl.trans(b_p), acc=b_o, input_precision=S.PRECISION)
     return b_o
 
@@ -148,9 +147,9 @@ def written_gradients(b_d, b_do, b_y, b_p, x, i_slot, o_i, o_r, S: tl.constexpr)
 def value_gradients(b_d, b_do, b_x, b_k, x, i_slot, o_i, o_r, S: tl.constexpr):
     """A free erase's dv [BV, BT], from D and X, both rounded, and rows b_k along which v goes."""
     b_dv = tl.dot(b_d, tl.trans(b_k), input_precision=S.PRECISION)
-    b_p = load_square(x.value_scores, i_slot, o_i, o_r, S.BQ, S.BT, S.TMA)
+    b_p = load_slot(x.value_scores, i_slot, o_i, o_r, S.BQ, S.BT, S.TMA)
     b_dv = tl.dot(tl.trans(b_do), b_p, acc=b_dv, input_precision=S.PRECISION)
-    b_l = load_square(x.from_values, i_slot, o_r, o_r, S.BT, S.BT, S.TMA)
+    b_l = load_slot(x.from_values, i_slot, o_r, o_r, S.BT, S.BT, S.TMA)
     return tl.dot(b_x, b_l, acc=b_dv, input_precision=S.PRECISION)
 
 
@@ -165,11 +164,11 @@ def raw_scores(b_x, b_y, mask, PRECISION: tl.constexpr):
 def prediction_errors(b_u, b_v, b_s, b_e, x, i_slot, o_r, S: tl.constexpr):
     """E (free: w) of a chunk from its values, transposed in b_u, and the rows b_e; and beta."""
     dtype = b_s.dtype
-    b_n = load_square(x.corrections, i_slot, o_r, o_r, S.BT, S.BT, S.TMA)
+    b_n = load_slot(x.corrections, i_slot, o_r, o_r, S.BT, S.BT, S.TMA)
     b_f = tl.dot(b_s, tl.trans(b_e), input_precision=S.PRECISION)
     b_beta = 1.0
     if S.ERASE == "free":
-        b_l = load_square(x.from_values, i_slot, o_r, o_r, S.BT, S.BT, S.TMA)
+        b_l = load_slot(x.from_values, i_slot, o_r, o_r, S.BT, S.BT, S.TMA)
         b_f = tl.dot(tl.trans(b_v), tl.trans(b_l), acc=b_f, input_precision=S.PRECISION)
         b_low = b_f.to(dtype)
     else:
@@ -218,7 +217,6 @@ def next_state_kernel(
     o_v = i_v * BV + tl.arange(0, BV)
     m_v = (o_v < V)[:, None]
     m_s = m_v & (o_k < K)[None, :]
-    WHOLE_K: tl.constexpr = K == BK
     WHOLE_V: tl.constexpr = V % BV == 0
     b_s = boundary_state(initial_state, i_s, i_n, i_h, o_v, o_k, place == 0, S, SPLIT)
     b_through = tl.full([1, BK], 1.0, tl.float32)
@@ -245,7 +243,7 @@ def next_state_kernel(
         if ERASE != "none":
             b_e = b_y
             if DECAYED:
-                b_e = load_decayed(erase, i_slot, o_r, o_k, BT, K, WHOLE_K, TMA)
+                b_e = load_slot(erase, i_slot, o_r, o_k, BT, K, TMA)
             b_f, b_beta = prediction_errors(b_f, b_v, b_low, b_e, x, i_slot, o_r, S)
             if SAVE:
                 p_e = errors + (i_own * BT + o_r[None, :]) * V + o_v[:, None]
@@ -269,7 +267,7 @@ def next_state_kernel(
                 b_through *= b_decay
         b_s = tl.dot(b_write, b_y, acc=b_s, input_precision=PRECISION)
         if ERASE == "free":
-            b_y = load_decayed(k, i_slot, o_r, o_k, BT, K, WHOLE_K, TMA)
+            b_y = load_slot(k, i_slot, o_r, o_k, BT, K, TMA)
             b_s = tl.dot(tl.trans(b_v), b_y, acc=b_s, input_precision=PRECISION)
     if SPLIT == "ends":
         store_ends(final_state, i_s, i_h, i_v, i_a, o_k, b_s, b_through, S)
@@ -309,7 +307,6 @@ def next_state_backward_kernel(
     o_v = i_v * BV + tl.arange(0, BV)
     m_v = (o_v < V)[:, None]
     m_s = m_v & (o_k < K)[None, :]
-    WHOLE_K: tl.constexpr = K == BK
     WHOLE_V: tl.constexpr = V % BV == 0
     b_d = boundary_state(d_final, i_s, i_n, i_h, o_v, o_k, last, S, SPLIT)
     i_key = i_h // (HV // H)
@@ -327,17 +324,17 @@ def next_state_backward_kernel(
         if scores is None:
             b_p = raw_scores(b_q, b_y, o_i[:, None] >= o_r[None, :], PRECISION)
         else:
-            b_p = load_square(scores, i_slot, o_i, o_r, BQ, BT, TMA)
+            b_p = load_slot(scores, i_slot, o_i, o_r, BQ, BT, TMA)
         dtype = b_do.dtype
         b_low = b_d.to(dtype)
         if d_states is not None:
             tl.store(state_tile(d_states, i_own, 0, o_v, o_k, 1, K, V), b_low, mask=m_s)
         b_z, b_x = written_gradients(b_low, b_do, b_y, b_p, x, i_slot, o_i, o_r, S)
         if ERASE != "none":
-            b_n = load_square(corrections, i_slot, o_r, o_r, BT, BT, TMA)
+            b_n = load_slot(corrections, i_slot, o_r, o_r, BT, BT, TMA)
             b_e = b_y
             if DECAYED:
-                b_e = load_decayed(erase, i_slot, o_r, o_k, BT, K, WHOLE_K, TMA)
+                b_e = load_slot(erase, i_slot, o_r, o_k, BT, K, TMA)
             b_low_x = b_x.to(dtype)
             if ERASE == "tied":
                 b_beta = load_scaling(scalings, i_slot, BETA, o_r, BT, TMA)
@@ -351,7 +348,7 @@ def next_state_backward_kernel(
             row, b_dv = i_t * N_STEPS, b_x.to(dtype)
             store_output(d_v, b_dv, row, i_h, i_v, o_r, o_v, m_r, m_v, S, TMA_STORE)
         if d_values is not None:
-            b_k = load_decayed(k, i_slot, o_r, o_k, BT, K, WHOLE_K, TMA)
+            b_k = load_slot(k, i_slot, o_r, o_k, BT, K, TMA)
             b_dv = value_gradients(b_low, b_do, b_x.to(dtype), b_k, x, i_slot, o_i, o_r, S)
             tl.store(d_values + p_x, b_dv.to(dtype), mask=m_v)
         if DECAY != "none":

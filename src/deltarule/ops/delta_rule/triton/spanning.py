@@ -19,12 +19,12 @@ from deltarule.ops.delta_rule.triton.passes import (
     compile_first,
     contiguous,
     gradients,
-    kept_layout,
+    keep,
     piece,
     scan,
     scores,
 )
-from deltarule.ops.delta_rule.triton.plan import Call, Plan, blocks, make_plan, views
+from deltarule.ops.delta_rule.triton.plan import Call, Plan, blocks, make_plan
 from deltarule.ops.delta_rule.triton.segments import leave_ends, leave_ends_back, segment_starts
 
 
@@ -129,9 +129,7 @@ def forward_stages(
     """The kernels of the forward, with a meeting half way."""
     call = Call(inputs, plan)
     call.values["join"] = joint
-    places = call.once(kept_layout, save)
-    kept = call.empty((places.elements,))
-    call.values |= views(kept, places)
+    kept = keep(call, save)
     scores(call)
     joint.begin(call)
     yield

@@ -95,16 +95,6 @@ def load_tile(
 
 
 @triton.jit
-def load_square(x, i_slot, o_i, o_r, ROWS: tl.constexpr, BT: tl.constexpr, TMA: tl.constexpr):
-    """The tile [ROWS, BT] of a chunk; with TMA x is a descriptor of [M * HV * ROWS, BT]."""
-    if TMA:
-        b_x = x.load([(i_slot * ROWS).to(tl.int32), 0])
-    else:
-        b_x = tl.load(x + i_slot * ROWS * BT + o_i[:, None] * BT + o_r[None, :])
-    return b_x
-
-
-@triton.jit
 def load_rows(x, o_r, m_r, o_c, C: tl.constexpr, stride, WHOLE: tl.constexpr):
     """Rows o_r and columns o_c of a tensor that has C columns; zeros outside."""
     p_x = x + o_r[:, None] * stride + o_c[None, :]
@@ -116,32 +106,29 @@ def load_rows(x, o_r, m_r, o_c, C: tl.constexpr, stride, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def load_decayed(
-    x, i_slot, o_r, o_c, ROWS: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr,
-    TMA: tl.constexpr,
-):  # fmt: skip
+def load_slot(x, i_slot, o_r, o_c, ROWS: tl.constexpr, C: tl.constexpr, TMA: tl.constexpr):
     """A chunk's tile of a tensor [M, HV, ROWS, C], whose empty rows hold zeros.
 
     With TMA x is a descriptor of [M * HV * ROWS, C].
     """
     if TMA:
         b_x = x.load([(i_slot * ROWS).to(tl.int32), 0])
-    elif WHOLE:
-        b_x = tl.load(x + i_slot * ROWS * C + o_r[:, None] * C + o_c[None, :])
     else:
         p_x = x + i_slot * ROWS * C + o_r[:, None] * C + o_c[None, :]
-        b_x = tl.load(p_x, mask=(o_c < C)[None, :], other=0.0)
+        if o_c.shape[0] == C:
+            b_x = tl.load(p_x)
+        else:
+            b_x = tl.load(p_x, mask=(o_c < C)[None, :], other=0.0)
     return b_x
 
 
 @triton.jit
 def load_keys(x, decayed, row, i_slot, i_key, o_r, m_r, o_k, ROWS: tl.constexpr, S: tl.constexpr):
     """A chunk's rows of q or k, or of what they are once decayed."""
-    WHOLE: tl.constexpr = S.K == S.BK
     if S.DECAYED:
-        b_x = load_decayed(decayed, i_slot, o_r, o_k, ROWS, S.K, WHOLE, S.TMA)
+        b_x = load_slot(decayed, i_slot, o_r, o_k, ROWS, S.K, S.TMA)
     else:
-        b_x = load_tile(x, row, i_key, 0, o_r, m_r, o_k, S.H, S.K, WHOLE, S.TMA)
+        b_x = load_tile(x, row, i_key, 0, o_r, m_r, o_k, S.H, S.K, S.K == S.BK, S.TMA)
     return b_x
 
 
