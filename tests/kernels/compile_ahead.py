@@ -144,7 +144,8 @@ def main() -> None:
             found = {"target": capability, "kernel": launch.kernel.__name__, **report._asdict()}
             found |= {"call": asdict(call), "options": launch.options}
             found["overwritten"] = report.overwritten[:5]
-            found["tile"] = {x: launch.constants.get(x) for x in ("BT", "BK", "BV")}
+            sizes = launch.constants.get("S")
+            found["tile"] = {x: sizes and getattr(sizes, x).value for x in ("BT", "BK", "BV")}
             print(json.dumps(found), flush=True)
 
 

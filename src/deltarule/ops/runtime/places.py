@@ -64,10 +64,8 @@ def chunk_place(i_m, cu_seqlens, T, N, CT, PACKED: tl.constexpr):
 
 
 @triton.jit
-def stretch(
-    i_s, cu_seqlens, T, N, per_segment, CT: tl.constexpr, SPLIT: tl.constexpr, PACKED: tl.constexpr
-):
-    """What a program goes through: sequence i_s, or with SPLIT segment i_s of one.
+def stretch(i_s, cu_seqlens, T, N, per_segment, S: tl.constexpr):
+    """What a program goes through: sequence i_s, or where these are split segment i_s of one.
 
     A segment is a chunk of per_segment * CT tokens, numbered as chunks are.
 
@@ -75,16 +73,16 @@ def stretch(
         Sequence, first token, tokens (none: <= 0), first chunk, the segment's place in the
         sequence, and whether the sequence ends with it.
     """
-    if SPLIT == "none":
+    if S.SPLIT == "none":
         i_n, place, last = i_s, 0, True
-        start, length = sequence_bounds(cu_seqlens, i_n, T, PACKED)
-        i_m = first_chunk(start, i_n, T, CT, PACKED)
+        start, length = sequence_bounds(cu_seqlens, i_n, T, S.PACKED)
+        i_m = first_chunk(start, i_n, T, S.CT, S.PACKED)
     else:
-        size = per_segment * CT
-        i_n = sequence_of(i_s, cu_seqlens, T, N, size, PACKED)
-        start, length = sequence_bounds(cu_seqlens, i_n, T, PACKED)
-        place = i_s - first_chunk(start, i_n, T, size, PACKED)
-        i_m = first_chunk(start, i_n, T, CT, PACKED) + place * per_segment
+        size = per_segment * S.CT
+        i_n = sequence_of(i_s, cu_seqlens, T, N, size, S.PACKED)
+        start, length = sequence_bounds(cu_seqlens, i_n, T, S.PACKED)
+        place = i_s - first_chunk(start, i_n, T, size, S.PACKED)
+        i_m = first_chunk(start, i_n, T, S.CT, S.PACKED) + place * per_segment
         start += place * size
         length -= place * size
         last = (length <= size) & ((length > 0) | (place == 0))
@@ -93,7 +91,7 @@ def stretch(
 
 
 @triton.jit
-def window_bounds(i_s, i_m, chunks, window, per_window, WINDOW: tl.constexpr):
+def window_bounds(i_s, i_m, chunks, window, per_window, S: tl.constexpr):
     """First and end of the chunks of stretch i_s that lie in a window, and its own first number.
 
     A window has memory of its own for the chunks [window, window + 1) * per_window, with their own
@@ -101,10 +99,10 @@ def window_bounds(i_s, i_m, chunks, window, per_window, WINDOW: tl.constexpr):
     row that all sequences share. Chunk c of the stretch is i_m + c of all and number + c of those.
     """
     low, high, number = 0, chunks, i_m
-    if WINDOW != "none":
+    if S.WINDOW != "none":
         before = window * per_window
         number = (i_s * per_window - before).to(tl.int64)
-        if WINDOW == "row":
+        if S.WINDOW == "row":
             number = i_m - before
             before = (before - i_m).to(tl.int32)
         low, high = tl.maximum(before, 0), tl.minimum(chunks, before + per_window)
@@ -112,23 +110,19 @@ def window_bounds(i_s, i_m, chunks, window, per_window, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def window_chunk(
-    number, cu_seqlens, T, N, per_segment, window, per_window, CT: tl.constexpr,
-    SPLIT: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
+def window_chunk(number, cu_seqlens, T, N, per_segment, window, per_window, S: tl.constexpr):
     """First token, tokens that follow and number of a chunk, given its number in a window."""
     i_m = number
-    if WINDOW == "stretch":
+    if S.WINDOW == "stretch":
         i_c = window * per_window + number % per_window
-        _, start, length, i_m, _, _ = stretch(
-            number // per_window, cu_seqlens, T, N, per_segment, CT, SPLIT, PACKED
-        )
+        i_s = number // per_window
+        _, start, length, i_m, _, _ = stretch(i_s, cu_seqlens, T, N, per_segment, S)
         i_m += i_c
-        first, tokens = start + i_c * CT, length - i_c * CT
+        first, tokens = start + i_c * S.CT, length - i_c * S.CT
     else:
-        if WINDOW == "row":
+        if S.WINDOW == "row":
             i_m += window * per_window
-        first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
+        first, tokens = chunk_place(i_m, cu_seqlens, T, N, S.CT, S.PACKED)
     return first, tokens, i_m
 
 

@@ -41,12 +41,10 @@ def decays_of(g, first, i_h):
 
 
 @triton.jit
-def channel_log_decay(
-    p_g, o_r, rows, o_k, s_decay_t, s_decay_k, K: tl.constexpr, N_STEPS: tl.constexpr
-):
+def channel_log_decay(p_g, o_r, rows, o_k, g, S: tl.constexpr):
     """Log decays of the rows o_r of a chunk, to base 2; the first of each token's rows decays."""
-    mask = ((o_r < rows) & (o_r % N_STEPS == 0))[:, None] & (o_k < K)[None, :]
-    p_g += (o_r // N_STEPS)[:, None] * s_decay_t + o_k[None, :] * s_decay_k
+    mask = ((o_r < rows) & (o_r % S.N_STEPS == 0))[:, None] & (o_k < S.K)[None, :]
+    p_g += (o_r // S.N_STEPS)[:, None] * g.s_decay_t + o_k[None, :] * g.s_decay_k
     b_g = tl.load(p_g, mask=mask, other=0.0).to(tl.float32)
     return tl.where(b_g < RESET, GONE, b_g * LOG2_E)
 
@@ -62,54 +60,51 @@ def load_sums(p_s, o_r, o_k, K: tl.constexpr):
 
 
 @triton.jit
-def store_sums(
-    p_g, p_s, rows, s_decay_t, s_decay_k,
-    K: tl.constexpr, BK: tl.constexpr, N_STEPS: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
+def store_sums(p_g, p_s, rows, g, S: tl.constexpr):
     """Write lead, row after row of four blocks at once, and with EXACT tail."""
-    o_k = tl.arange(0, BK)
+    o_k = tl.arange(0, S.BK)
     o_b = tl.arange(0, 4) * BLOCK
-    m_k = (o_k < K)[None, :]
-    b_sum = tl.zeros([4, BK], tl.float32)
+    m_k = (o_k < S.K)[None, :]
+    b_sum = tl.zeros([4, S.BK], tl.float32)
     for half in tl.static_range(0, BLOCK, 8):
         # Loads first: they wait for memory together.
         b_g = ()
         for i in tl.static_range(8):
             o_r = o_b + half + i
-            b_next = channel_log_decay(p_g, o_r, rows, o_k, s_decay_t, s_decay_k, K, N_STEPS)
+            b_next = channel_log_decay(p_g, o_r, rows, o_k, g, S)
             b_g += (b_next,)  # type: ignore[assignment]
-        p_r = p_s + (o_b + half)[:, None] * K + o_k[None, :]
+        p_r = p_s + (o_b + half)[:, None] * S.K + o_k[None, :]
         for i in tl.static_range(8):
             b_sum += b_g[i]
-            tl.store(p_r + i * K, b_sum, mask=m_k)
-    if EXACT:
-        b_sum = tl.zeros([4, BK], tl.float32)
+            tl.store(p_r + i * S.K, b_sum, mask=m_k)
+    if S.EXACT:
+        b_sum = tl.zeros([4, S.BK], tl.float32)
         for i_up in range(BLOCK):
             o_r = o_b + BLOCK - 1 - i_up
-            tl.store(p_s + (o_r + TAILS)[:, None] * K + o_k[None, :], b_sum, mask=m_k)
-            b_sum += channel_log_decay(p_g, o_r, rows, o_k, s_decay_t, s_decay_k, K, N_STEPS)
+            tl.store(p_s + (o_r + TAILS)[:, None] * S.K + o_k[None, :], b_sum, mask=m_k)
+            b_sum += channel_log_decay(p_g, o_r, rows, o_k, g, S)
     tl.debug_barrier()
 
 
 @triton.jit
-def store_block_decays(p_s, p_c, K: tl.constexpr, BK: tl.constexpr):
+def store_block_decays(p_s, p_c, S: tl.constexpr):
     """Write the decays between blocks, the least lead, and the decay of the chunk to p_c."""
-    o_k = tl.arange(0, BK)
-    m_k = o_k < K
+    o_k = tl.arange(0, S.BK)
+    m_k = o_k < S.K
     p_s += o_k
-    b_0 = tl.load(p_s + 15 * K, mask=m_k, other=0.0)
-    b_1 = tl.load(p_s + 31 * K, mask=m_k, other=0.0)
-    b_2 = tl.load(p_s + 47 * K, mask=m_k, other=0.0)
-    b_3 = tl.load(p_s + 63 * K, mask=m_k, other=0.0)
+    b_0 = tl.load(p_s + 15 * S.K, mask=m_k, other=0.0)
+    b_1 = tl.load(p_s + 31 * S.K, mask=m_k, other=0.0)
+    b_2 = tl.load(p_s + 47 * S.K, mask=m_k, other=0.0)
+    b_3 = tl.load(p_s + 63 * S.K, mask=m_k, other=0.0)
     least = tl.min(tl.minimum(tl.minimum(b_0, b_1), tl.minimum(b_2, b_3)))
-    tl.store(p_s + LEAST * K, tl.zeros([BK], tl.float32) + least, mask=o_k == 0)
+    tl.store(p_s + LEAST * S.K, tl.zeros([S.BK], tl.float32) + least, mask=o_k == 0)
     b_0, b_1, b_2, b_3 = tl.exp2(b_0), tl.exp2(b_1), tl.exp2(b_2), tl.exp2(b_3)
-    b_one = tl.full([BK], 1.0, tl.float32)
-    store_four(p_s + BEFORE * K, m_k, b_one, b_0, b_0 * b_1, b_0 * b_1 * b_2, K)
-    store_four(p_s + AFTER * K, m_k, b_1 * b_2 * b_3, b_2 * b_3, b_3, b_one, K)
-    b_zero = tl.zeros([BK], tl.float32)
-    store_four(p_s + LATE * K, m_k, b_zero, b_zero, b_one, b_2, K)
-    store_four(p_s + EARLY * K, m_k, b_1, b_one, b_zero, b_zero, K)
+    b_one = tl.full([S.BK], 1.0, tl.float32)
+    store_four(p_s + BEFORE * S.K, m_k, b_one, b_0, b_0 * b_1, b_0 * b_1 * b_2, S.K)
+    store_four(p_s + AFTER * S.K, m_k, b_1 * b_2 * b_3, b_2 * b_3, b_3, b_one, S.K)
+    b_zero = tl.zeros([S.BK], tl.float32)
+    store_four(p_s + LATE * S.K, m_k, b_zero, b_zero, b_one, b_2, S.K)
+    store_four(p_s + EARLY * S.K, m_k, b_1, b_one, b_zero, b_zero, S.K)
     tl.store(p_c + o_k, b_0 * b_1 * b_2 * b_3, mask=m_k)
     tl.debug_barrier()
 
@@ -170,5 +165,5 @@ def sums_of_chunk(i_m, i_h, first, rows, g, chunk_decay, sums, S: tl.constexpr):
     p_g = decays_of(g, first, i_h)
     i_slot = i_m.to(tl.int64) * S.HV + i_h
     p_s = sums + i_slot * ROWS * S.K
-    store_sums(p_g, p_s, rows, g.s_decay_t, g.s_decay_k, S.K, S.BK, S.N_STEPS, S.EXACT)
-    store_block_decays(p_s, chunk_decay + i_slot * S.K, S.K, S.BK)
+    store_sums(p_g, p_s, rows, g, S)
+    store_block_decays(p_s, chunk_decay + i_slot * S.K, S)

@@ -9,6 +9,8 @@ flagged chunks alone by a fixed number of programs. Program i_p looks at
 many at once, and stops at those with fewer than BT fast rows.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -20,8 +22,18 @@ from deltarule.ops.delta_rule.triton.channel_gradients_exact import (
 )
 from deltarule.ops.delta_rule.triton.channel_scores_exact import Keys, Stored, chunk_scores
 from deltarule.ops.delta_rule.triton.channel_tiles import Gates
-from deltarule.ops.delta_rule.triton.tiles import Around, Sizes
+from deltarule.ops.delta_rule.triton.tiles import Around
 from deltarule.ops.runtime.places import chunk_place
+
+
+class Row(NamedTuple):
+    """The tokens of all sequences, their number, and that of their chunks."""
+
+    cu_seqlens: tl.tensor
+    chunks: tl.tensor
+    T: tl.tensor
+    N: tl.tensor
+
 
 # Numbers that a program looks at together, in at most so many rows.
 TILE, LOOK = tl.constexpr(4096), tl.constexpr(32)
@@ -46,132 +58,92 @@ def next_below(x, bar, i_x, count, PER: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def each_chunk(
-    of, given, fast_rows, cu_seqlens, chunks, T, N, HEADS: tl.constexpr, S: tl.constexpr,
-    PACKED: tl.constexpr,
-):  # fmt: skip
-    """Call of(i_m, i_h, first, rows, *given) for every chunk of each of HEADS heads, H or HV.
+def each_chunk(of, given, row, fast_rows, HEADS: tl.constexpr, S: tl.constexpr):
+    """Call of(i_m, i_h, first, rows, *given, S) for every chunk of each of HEADS heads, H or HV.
 
     With the `fast_rows` [M, HV] of chunks, for those that are flagged in any value head of their
     key head; else the program's own one.
     """
     if fast_rows is None:
         i_m, i_h = tl.program_id(0), tl.program_id(1)
-        first, tokens = chunk_place(i_m, cu_seqlens, T, N, S.CT, PACKED)
+        first, tokens = chunk_place(i_m, row.cu_seqlens, row.T, row.N, S.CT, S.PACKED)
         if tokens > 0:
-            of(i_m, i_h, first, tl.minimum(tokens, S.CT) * S.N_STEPS, *given)
+            of(i_m, i_h, first, tl.minimum(tokens, S.CT) * S.N_STEPS, *given, S)
     else:
         PER: tl.constexpr = HEADS // S.H
-        count = chunks * HEADS
+        count = row.chunks * HEADS
         i_x = next_below(fast_rows, S.BT, tl.program_id(0), count, PER, S.HV // S.H)
         while i_x < count:
             i_m, i_h = i_x // HEADS, i_x % HEADS
-            first, tokens = chunk_place(i_m, cu_seqlens, T, N, S.CT, PACKED)
+            first, tokens = chunk_place(i_m, row.cu_seqlens, row.T, row.N, S.CT, S.PACKED)
             if tokens > 0:
-                of(i_m, i_h, first, tl.minimum(tokens, S.CT) * S.N_STEPS, *given)
+                of(i_m, i_h, first, tl.minimum(tokens, S.CT) * S.N_STEPS, *given, S)
             i_x = next_below(fast_rows, S.BT, i_x + tl.num_programs(0), count, PER, S.HV // S.H)
 
 
 @triton.jit(do_not_specialize=["T", "N", "chunks"])
 def decay_sums_kernel(
     log_decay, cu_seqlens, fast_rows, chunk_decay, sums, chunks, T, N, s_decay_b, s_decay_t,
-    s_decay_h, s_decay_k,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, N_STEPS: tl.constexpr, CT: tl.constexpr,
-    BT: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr,
+    s_decay_h, s_decay_k, S: tl.constexpr,
 ):  # fmt: skip
     """sums [M, HV, ROWS, K] of channel_decay.py, and chunk_decay [M, HV, K]."""
-    S: tl.constexpr = Sizes(
-        H=H, HV=HV, K=K, N_STEPS=N_STEPS, CT=CT, BT=BT, BK=BK, EXACT=EXACT
-    )  # fmt: skip
     g = Gates(None, log_decay, T, None, None, None, s_decay_b, s_decay_t, s_decay_h, s_decay_k)
-    each_chunk(
-        sums_of_chunk, (g, chunk_decay, sums, S), fast_rows, cu_seqlens, chunks, T, N, HV, S, PACKED
-    )
+    row = Row(cu_seqlens, chunks, T, N)
+    each_chunk(sums_of_chunk, (g, chunk_decay, sums), row, fast_rows, S.HV, S)
 
 
 @triton.jit(do_not_specialize=["T", "N", "chunks"])
 def flagged_scores_kernel(
     q, k, beta, log_decay, cu_seqlens, decayed_q, erase, write, scores, corrections, scalings,
-    chunk_decay, fast_rows, sums, chunks,
-    scale, T, N, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, N_STEPS: tl.constexpr,
-    CT: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr,
-    BN: tl.constexpr, ERASE: tl.constexpr, UNIT_NORM: tl.constexpr, PACKED: tl.constexpr,
-    BAR: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
+    chunk_decay, fast_rows, sums, chunks, scale, T, N, s_beta_b, s_beta_t, s_beta_h, s_decay_b,
+    s_decay_t, s_decay_h, s_decay_k, S: tl.constexpr,
 ):  # fmt: skip
     """As `exact_scores_kernel`, the rows after the fast ones, with `write` and the decay of their
     chunk. A program has one room for the sums of a chunk's decays, sums [programs, ..].
     """
-    S: tl.constexpr = Sizes(
-        H=H, HV=HV, K=K, N_STEPS=N_STEPS, CT=CT, BT=BT, BQ=BQ, BK=BK, BC=BC, ERASE=ERASE,
-        HAS_DECAY=True, UNIT_NORM=UNIT_NORM, PRECISION=PRECISION, EXACT=EXACT, BAR=BAR,
-        MERGE=MERGE,
-    )  # fmt: skip
     g = Gates(
         beta, log_decay, T, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k
     )
-    i_p, count = tl.program_id(0), chunks * HV
-    i_x = next_below(fast_rows, BT, i_p, count, 1, 1)
+    i_p, count = tl.program_id(0), chunks * S.HV
+    i_x = next_below(fast_rows, S.BT, i_p, count, 1, 1)
     while i_x < count:
-        i_m, i_h, fast = i_x // HV, i_x % HV, tl.load(fast_rows + i_x)
-        first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
+        i_m, i_h, fast = i_x // S.HV, i_x % S.HV, tl.load(fast_rows + i_x)
+        first, tokens = chunk_place(i_m, cu_seqlens, T, N, S.CT, S.PACKED)
         # `chunk_scores` counts the rooms from that of the first chunk.
-        p_s = sums + (i_p.to(tl.int64) - i_x) * ROWS * K
+        p_s = sums + (i_p.to(tl.int64) - i_x) * ROWS * S.K
         tl.debug_barrier()
-        y = Stored(
-            decayed_q, None, erase, write, scores, None, corrections, None, scalings, chunk_decay,
-            p_s,
-        )  # fmt: skip
+        y = Stored(decayed_q, erase, write, scores, corrections, scalings, chunk_decay, p_s)
         x = Keys(q, k, None, None)
-        chunk_scores(x, y, g, i_m, i_h, first, tokens, fast, scale, S, BN, False)
-        i_x = next_below(fast_rows, BT, i_x + tl.num_programs(0), count, 1, 1)
+        chunk_scores(x, y, g, i_m, i_h, first, tokens, fast, scale, S)
+        i_x = next_below(fast_rows, S.BT, i_x + tl.num_programs(0), count, 1, 1)
 
 
 @triton.jit(do_not_specialize=["T", "N", "chunks"])
 def pair_gradients_kernel(
     v, beta, cu_seqlens, fast_rows, errors, d_o, d_errors, d_values, pairs, d_v, d_beta, chunks,
-    scale, T, N, s_beta_b, s_beta_t, s_beta_h,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
-    CT: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, ERASE: tl.constexpr,
-    PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    scale, T, N, s_beta_b, s_beta_t, s_beta_h, S: tl.constexpr,
 ):  # fmt: skip
     """pairs [M, HV, 1, 2 or 4, BT, BT], and d_v and d_beta in the layouts of v and beta."""
-    S: tl.constexpr = Sizes(
-        H=H, HV=HV, K=K, V=V, N_STEPS=N_STEPS, CT=CT, BT=BT, BV=BV, ERASE=ERASE,
-        PRECISION=PRECISION,
-    )  # fmt: skip
     x = Around(v, None, errors, d_o, None, d_errors)
     g = Gates(beta, None, T, s_beta_b, s_beta_t, s_beta_h, None, None, None, None)
-    each_chunk(
-        pairs_of_chunk, (x, g, d_values, pairs, d_v, d_beta, scale, S),
-        fast_rows, cu_seqlens, chunks, T, N, HV, S, PACKED,
-    )  # fmt: skip
+    row, given = Row(cu_seqlens, chunks, T, N), (x, g, d_values, pairs, d_v, d_beta, scale)
+    each_chunk(pairs_of_chunk, given, row, fast_rows, S.HV, S)
 
 
 @triton.jit(do_not_specialize=["T", "N", "chunks"])
 def exact_gradients_kernel(
     q, k, v, a, b, beta, log_decay, cu_seqlens, fast_rows, states, errors, d_o, d_states, d_errors,
-    pairs, sums, chunk_decay, d_q, d_k, d_a, d_b, d_log_decay, chunks,
-    scale, T, N, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
-    CT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
-    ERASE: tl.constexpr, HAS_DECAY: tl.constexpr, UNIT_NORM: tl.constexpr, PACKED: tl.constexpr,
-    BAR: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    pairs, sums, chunk_decay, d_q, d_k, d_a, d_b, d_log_decay, chunks, scale, T, N, s_beta_b,
+    s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k, S: tl.constexpr,
 ):  # fmt: skip
     """Gradients in the layouts of their tensors; that by log_decay [B, T, HV, K] in float32.
 
     Of all chunks, or of the flagged ones where there are `fast_rows`.
     """
-    S: tl.constexpr = Sizes(
-        H=H, HV=HV, K=K, V=V, N_STEPS=N_STEPS, CT=CT, BT=BT, BK=BK, BV=BV, BC=BC, ERASE=ERASE,
-        HAS_DECAY=HAS_DECAY, UNIT_NORM=UNIT_NORM, PRECISION=PRECISION, EXACT=EXACT, BAR=BAR,
-    )  # fmt: skip
     g = Gates(
         beta, log_decay, T, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k
     )
     x = Around(v, states, errors, d_o, d_states, d_errors)
     y = Given(pairs, sums, chunk_decay, d_q, d_k, d_a, d_b, d_log_decay, scale)
-    each_chunk(
-        gradients_of_chunk, (Keys(q, k, a, b), x, y, g, S), fast_rows, cu_seqlens, chunks, T, N, H,
-        S, PACKED,
-    )  # fmt: skip
+    row, given = Row(cu_seqlens, chunks, T, N), (Keys(q, k, a, b), x, y, g)
+    each_chunk(gradients_of_chunk, given, row, fast_rows, S.H, S)

@@ -395,9 +395,7 @@ def channel_tile(i, x, y, g, norms, i_m, i_key, i_k, first, rows, below_bar, S: 
             d = Sums(b_q * b_dqh - b_last, b_x * b_row, b_dqh, b_row, b_col, b_colk)
             for level in tl.static_range(3):
                 d = level_gradients(p_p, p_s, e, d, o_r, o_k, level, S)
-            b_g = channel_log_decay(
-                decays_of(g, first, i_h), o_r, rows, o_k, g.s_decay_t, g.s_decay_k, S.K, S.N_STEPS
-            )
+            b_g = channel_log_decay(decays_of(g, first, i_h), o_r, rows, o_k, g, S)
             if below_bar:
                 d = gradients_below_bar(p_p, p_s, e, d, b_g, o_r, o_k, S)
             b_z, b_own, b_dqh, b_row, b_col, b_colk = d

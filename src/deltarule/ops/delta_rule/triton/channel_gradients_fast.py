@@ -32,7 +32,6 @@ from deltarule.ops.delta_rule.triton.tiles import (
     LOG2_E,
     Around,
     Chunk,
-    Sizes,
     diagonal,
     inverse_norm,
     load_chunk,
@@ -110,7 +109,6 @@ def add_value_head(
     b_dq, b_dk, norm_q, norm_k, x, y, at, p_beta, s_beta_t, i_c, i_key, S: tl.constexpr
 ):
     """dq and dk with one value head's part; its dv, dbeta and dlog_decay are stored."""
-    WHOLE: tl.constexpr = S.K % S.BC == 0
     low: tl.constexpr = y.q.dtype if S.TMA else y.q.dtype.element_ty
     i_k, o_r = i_c * S.BC, tl.arange(0, S.BT)
     o_k, m_r = i_k + tl.arange(0, S.BC), o_r < at.rows
@@ -130,20 +128,20 @@ def add_value_head(
         tl.store(p_dbeta, diagonal(b_gm), mask=m_r & (i_c == 0))
         b_gm = tl.where(o_r[:, None] > o_r[None, :], b_gm, 0.0).to(low)
         b_turned2 = tl.trans(b_gm)
-    b_g = load_tile(y.log_decay, at.first, at.head, i_k, o_t, m_g, o_k, S.HV, S.K, WHOLE, S.TMA)
+    b_g = load_tile(y.log_decay, at.first, at.head, i_k, o_t, m_g, o_k, S.HV, S.K, S)
     b_ones = load_chunk(y.ones, i_c * 0, 0, S.BT, S.BT, S.BT, S.TMA)
     b_c = sum_rows(b_ones, b_g.to(tl.float32) * LOG2_E, low, S.PRECISION) + S.SHIFT
     # Sums never grow: that of all rows is the least.
     b_all = tl.exp2(tl.min(b_c, axis=0))
     b_lead, b_near = tl.exp2(b_c), tl.exp2(-b_c)
-    b_k = load_tile(y.k, at.first * S.N_STEPS, i_key, i_k, o_r, m_r, o_k, S.H, S.K, WHOLE, S.TMA)
+    b_k = load_tile(y.k, at.first * S.N_STEPS, i_key, i_k, o_r, m_r, o_k, S.H, S.K, S)
     b_k = b_k.to(tl.float32) * (norm_k * b_beta)[:, None]
     b_y = rounded(b_k * b_near, low)
     b_low = b_y.to(low)
     b_read = tl.dot(b_gp, b_low, acc=b_read, input_precision=S.PRECISION)
     if S.TIED:
         b_row = tl.dot(b_gm, b_low, acc=b_row, input_precision=S.PRECISION)
-    b_q = load_tile(y.q, at.first, i_key, i_k, o_t, m_q, o_k, S.H, S.K, WHOLE, S.TMA)
+    b_q = load_tile(y.q, at.first, i_key, i_k, o_t, m_q, o_k, S.H, S.K, S)
     b_x = rounded(b_q.to(tl.float32) * (norm_q * y.scale)[:, None] * b_lead, low)
     b_z = b_x * b_read
     b_read *= b_lead * (norm_q * y.scale)[:, None]
@@ -160,11 +158,9 @@ def add_value_head(
         b_turn2 = b_u.to(low)
     b_col, b_sd = tl.zeros([S.BT, S.BC], tl.float32), tl.zeros([S.BC, S.BC], tl.float32)
     for i_v in range(0, S.V, S.BV):
-        b_e = load_errors(
-            x.v, x.errors, at.first * S.N_STEPS, at.rows, at.head, at.slot, i_v, S, S.TMA
-        )
-        b_s = load_state(x.states, at.slot, i_v, i_k, S.K, S.V, S.BV, S.BC, S.TMA)
-        b_d = load_state(x.d_states, at.slot, i_v, i_k, S.K, S.V, S.BV, S.BC, S.TMA)
+        b_e = load_errors(x, at, i_v, S)
+        b_s = load_state(x.states, at.slot, i_v, i_k, S)
+        b_d = load_state(x.d_states, at.slot, i_v, i_k, S)
         b_col = tl.dot(b_e, b_d, acc=b_col, input_precision=S.PRECISION)
         b_sd = tl.dot(tl.trans(b_s), b_d, acc=b_sd, input_precision=S.PRECISION)
     b_col *= b_all[None, :]
@@ -186,11 +182,7 @@ def add_value_head(
 @triton.jit(do_not_specialize=["T", "N"])
 def fast_gradients_kernel(
     ones, q, k, v, beta, log_decay, cu_seqlens, states, errors, d_o, d_states, d_errors, p_q, p_k,
-    d_q, d_k, d_v, d_beta, d_log_decay, scale, T, N, s_beta_b, s_beta_t, s_beta_h,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
-    CT: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr,
-    TIED: tl.constexpr, UNIT_NORM: tl.constexpr, PACKED: tl.constexpr, TMA: tl.constexpr,
-    SHIFT: tl.constexpr, PRECISION: tl.constexpr,
+    d_q, d_k, d_v, d_beta, d_log_decay, scale, T, N, s_beta_b, s_beta_t, s_beta_h, S: tl.constexpr,
 ):  # fmt: skip
     """Gradients in the layouts of their tensors, those by beta and log_decay in float32.
 
@@ -198,41 +190,37 @@ def fast_gradients_kernel(
     descriptor; p_q and p_k are q and k as pointers.
     Of unit norms `unit_norm_gradients_kernel` does the rest afterwards.
     """
-    S: tl.constexpr = Sizes(
-        H=H, HV=HV, K=K, V=V, N_STEPS=N_STEPS, BT=BT, BQ=BT, BC=BC, BV=BV, HAS_DECAY=True,
-        TIED=TIED, TMA=TMA, SHIFT=SHIFT, PRECISION=PRECISION,
-    )  # fmt: skip
     x = Around(v, states, errors, d_o, d_states, d_errors)
     y = Rows(ones, q, k, log_decay, d_q, d_v, d_beta, d_log_decay, scale)
     # The programs of a chunk run side by side, and share what they read in the cache.
-    i_c, i_key, i_m = place_of((K + BC - 1) // BC, H)
-    first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
+    i_c, i_key, i_m = place_of((S.K + S.BC - 1) // S.BC, S.H)
+    first, tokens = chunk_place(i_m, cu_seqlens, T, N, S.CT, S.PACKED)
     if tokens <= 0:
         return
-    rows = tl.minimum(tokens, CT) * N_STEPS
-    o_r, o_k = tl.arange(0, BT), i_c * BC + tl.arange(0, BC)
+    rows = tl.minimum(tokens, S.CT) * S.N_STEPS
+    o_r, o_k = tl.arange(0, S.BT), i_c * S.BC + tl.arange(0, S.BC)
     m_r = o_r < rows
-    o_t, m_q = o_r // N_STEPS, m_r & (o_r % N_STEPS == N_STEPS - 1)
-    norm_q, norm_k = tl.full([BT], 1.0, tl.float32), tl.full([BT], 1.0, tl.float32)
-    if UNIT_NORM:
+    o_t, m_q = o_r // S.N_STEPS, m_r & (o_r % S.N_STEPS == S.N_STEPS - 1)
+    norm_q, norm_k = tl.full([S.BT], 1.0, tl.float32), tl.full([S.BT], 1.0, tl.float32)
+    if S.UNIT_NORM:
         # A norm has all channels, though the program takes BC of them.
-        o_all = tl.arange(0, BK)
-        p_q += (first * H + i_key) * K
-        p_k += (first * N_STEPS * H + i_key) * K
-        norm_q = inverse_norm(load_rows(p_q, o_t, m_q, o_all, K, H * K, K == BK))
-        norm_k = inverse_norm(load_rows(p_k, o_r, m_r, o_all, K, H * K, K == BK))
-    b_dq, b_dk = tl.zeros([BT, BC], tl.float32), tl.zeros([BT, BC], tl.float32)
+        o_all = tl.arange(0, S.BK)
+        p_q += (first * S.H + i_key) * S.K
+        p_k += (first * S.N_STEPS * S.H + i_key) * S.K
+        norm_q = inverse_norm(load_rows(p_q, o_t, m_q, o_all, S.K, S.H * S.K, S.K == S.BK))
+        norm_k = inverse_norm(load_rows(p_k, o_r, m_r, o_all, S.K, S.H * S.K, S.K == S.BK))
+    b_dq, b_dk = tl.zeros([S.BT, S.BC], tl.float32), tl.zeros([S.BT, S.BC], tl.float32)
     i_b, i_t = first // T, first % T
-    for i_g in range(HV // H):
-        i_h = i_key * (HV // H) + i_g
-        i_slot = i_m.to(tl.int64) * HV + i_h
+    for i_g in range(S.HV // S.H):
+        i_h = i_key * (S.HV // S.H) + i_g
+        i_slot = i_m.to(tl.int64) * S.HV + i_h
         p_beta = beta
-        if TIED:
-            p_beta += i_b * s_beta_b + i_t * N_STEPS * s_beta_t + i_h * s_beta_h
+        if S.TIED:
+            p_beta += i_b * s_beta_b + i_t * S.N_STEPS * s_beta_t + i_h * s_beta_h
         at = Chunk(first, tokens, rows, i_h, i_slot, i_slot)
         b_dq, b_dk = add_value_head(
             b_dq, b_dk, norm_q, norm_k, x, y, at, p_beta, s_beta_t, i_c, i_key, S
         )
-    if HV > H:
-        store_tile(d_q, first, i_key, i_c * BC, o_t, m_q, o_k, b_dq, H, K, TMA)
-    store_tile(d_k, first * N_STEPS, i_key, i_c * BC, o_r, m_r, o_k, b_dk, H, K, TMA)
+    if S.HV > S.H:
+        store_tile(d_q, first, i_key, i_c * S.BC, o_t, m_q, o_k, b_dq, S.H, S.K, S.TMA)
+    store_tile(d_k, first * S.N_STEPS, i_key, i_c * S.BC, o_r, m_r, o_k, b_dk, S.H, S.K, S.TMA)

@@ -48,7 +48,7 @@ from deltarule.ops.delta_rule.triton.channel_tiles import (
     store_scores,
     store_square,
 )
-from deltarule.ops.delta_rule.triton.tiles import BETA, SCALINGS, Sizes, correction
+from deltarule.ops.delta_rule.triton.tiles import BETA, SCALINGS, correction
 from deltarule.ops.runtime.places import chunk_place
 
 
@@ -62,19 +62,19 @@ class Keys(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """What is left of all chunks for the kernels that follow."""
+    """What is left of all chunks for the kernels that follow, the last three with a free erase."""
 
     decayed_q: tl.tensor
-    decayed_k: tl.tensor
     erase: tl.tensor
     write: tl.tensor
     scores: tl.tensor
-    value_scores: tl.tensor
     corrections: tl.tensor
-    from_values: tl.tensor
     scalings: tl.tensor
     chunk_decay: tl.tensor
     sums: tl.tensor
+    decayed_k: tl.tensor | None = None
+    value_scores: tl.tensor | None = None
+    from_values: tl.tensor | None = None
 
 
 class Sources(NamedTuple):
@@ -130,13 +130,10 @@ def rows_and_columns(e, o_r, m_r, o_k, S: tl.constexpr):
 
 
 @triton.jit
-def store_decayed(
-    y, i_slot, b_to, b_from, b_x, b_y, b_y2, o_r, o_k, start, S: tl.constexpr,
-    ERASING_ROWS: tl.constexpr,
-):  # fmt: skip
+def store_decayed(y, i_slot, b_to, b_from, b_x, b_y, b_y2, o_r, o_k, start, S: tl.constexpr):
     """Write the decayed rows that this launch is for."""
     m_all, m_new = o_r < S.BT, o_r >= start
-    if ERASING_ROWS:
+    if S.ERASING_ROWS:
         store_channels(y.erase, i_slot, o_r, o_k, b_x * b_to, S.BT, S.K, m_new)
         store_channels(y.decayed_k, i_slot, o_r, o_k, b_y2 * b_from, S.BT, S.K, m_all)
     else:
@@ -165,16 +162,14 @@ def chunk_factors(p_s, o_r, o_k, K: tl.constexpr, OWN: tl.constexpr, EXACT: tl.c
 
 
 @triton.jit
-def add_scores_below_bar(
-    b_s, b_s2, p_g, p_s, e, o_r, rows, g, S: tl.constexpr, BN: tl.constexpr, OWN: tl.constexpr
-):
+def add_scores_below_bar(b_s, b_s2, p_g, p_s, e, o_r, rows, g, S: tl.constexpr, OWN: tl.constexpr):
     """Add the pairs that no product has: the columns below the bar, against their own block."""
     if tl.load(p_s + LEAST * S.K) < -S.BAR:
         # Few channels at a time: this path must not cost the others registers.
-        for i_k in range(0, S.K, BN):
-            o_n = i_k + tl.arange(0, BN)
+        for i_k in range(0, S.K, S.BN):
+            o_n = i_k + tl.arange(0, S.BN)
             b_x, b_x2, b_y, b_y2 = rows_and_columns(e, o_r, o_r < rows, o_n, S)
-            b_g = channel_log_decay(p_g, o_r, rows, o_n, g.s_decay_t, g.s_decay_k, S.K, S.N_STEPS)
+            b_g = channel_log_decay(p_g, o_r, rows, o_n, g, S)
             m_below = load_sums(p_s, o_r, o_n, S.K) < -S.BAR
             b_s += near_scores(b_x, tl.where(m_below, b_y, 0.0), b_g, S.BT, OWN)
             if S.ERASE != "none":
@@ -183,13 +178,10 @@ def add_scores_below_bar(
 
 
 @triton.jit
-def chunk_scores(
-    x, y, g, i_m, i_h, first, tokens, start, scale, S: tl.constexpr, BN: tl.constexpr,
-    ERASING_ROWS: tl.constexpr,
-):  # fmt: skip
+def chunk_scores(x, y, g, i_m, i_h, first, tokens, start, scale, S: tl.constexpr):
     """One chunk of one value head; of what each row reads, only the rows from `start` on."""
     tl.static_assert(S.BT == 4 * BLOCK)
-    OWN: tl.constexpr = not ERASING_ROWS
+    OWN: tl.constexpr = not S.ERASING_ROWS
     rows = tl.minimum(tokens, S.CT) * S.N_STEPS
     i_key = i_h // (S.HV // S.H)
     i_slot = i_m.to(tl.int64) * S.HV + i_h
@@ -200,7 +192,7 @@ def chunk_scores(
     if S.ERASE == "free":
         p_y = x.b + (first * S.HV + i_h) * S.K
     norm_k = inverse_norms(p_k, o_r, m_r, S.H * S.K, S.K, S.BC, S.UNIT_NORM)[:, None]
-    if ERASING_ROWS:
+    if S.ERASING_ROWS:
         p_x, o_x, m_x, s_x, norm_x = x.a + (first * S.HV + i_h) * S.K, o_r, m_r, S.HV * S.K, 1.0
     else:
         # A query takes part as the last row of its token.
@@ -213,8 +205,8 @@ def chunk_scores(
         p_g = decays_of(g, first, i_h)
         p_s = y.sums + i_slot * ROWS * S.K
         if OWN:
-            store_sums(p_g, p_s, rows, g.s_decay_t, g.s_decay_k, S.K, S.BK, S.N_STEPS, S.EXACT)
-            store_block_decays(p_s, y.chunk_decay + i_slot * S.K, S.K, S.BK)
+            store_sums(p_g, p_s, rows, g, S)
+            store_block_decays(p_s, y.chunk_decay + i_slot * S.K, S)
         b_pair, b_pair2 = tl.zeros([S.BT, S.BT], tl.float32), tl.zeros([S.BT, S.BT], tl.float32)
         for i_k in range(0, S.K, S.BC):
             o_k = i_k + tl.arange(0, S.BC)
@@ -236,13 +228,13 @@ def chunk_scores(
         b_to, b_from, b_late, b_early = 1.0, 1.0, 1.0, 1.0
         if S.HAS_DECAY:
             b_to, b_from, b_late, b_early = chunk_factors(p_s, o_r, o_k, S.K, OWN, S.EXACT)
-        store_decayed(y, i_slot, b_to, b_from, b_x, b_y, b_y2, o_r, o_k, start, S, ERASING_ROWS)
+        store_decayed(y, i_slot, b_to, b_from, b_x, b_y, b_y2, o_r, o_k, start, S)
         b_s = product(b_x * b_late, b_y * b_early, b_s, S.PRECISION)
         if S.ERASE != "none":
             b_s2 = product(b_x2 * b_late, b_y2 * b_early, b_s2, S.PRECISION)
     if S.HAS_DECAY:
-        b_s, b_s2 = add_scores_below_bar(b_s, b_s2, p_g, p_s, e, o_r, rows, g, S, BN, OWN)
-    if ERASING_ROWS:
+        b_s, b_s2 = add_scores_below_bar(b_s, b_s2, p_g, p_s, e, o_r, rows, g, S, OWN)
+    if S.ERASING_ROWS:
         # First, for the registers that the inverse needs.
         store_square(y.from_values, i_slot, tl.where(o_j < o_i, b_s2, 0.0), start, S.BT)
         b_one = tl.full([S.BT], 1.0, tl.float32)
@@ -261,37 +253,25 @@ def chunk_scores(
 
 @triton.jit(do_not_specialize=["T", "N"])
 def exact_scores_kernel(
-    q, k, a, b, beta, log_decay, cu_seqlens, decayed_q, decayed_k, erase, write,
-    scores, value_scores, corrections, from_values, scalings, chunk_decay, sums,
-    scale, T, N, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, N_STEPS: tl.constexpr,
-    CT: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr,
-    BN: tl.constexpr, ERASE: tl.constexpr, ERASING_ROWS: tl.constexpr, HAS_DECAY: tl.constexpr,
-    UNIT_NORM: tl.constexpr, PACKED: tl.constexpr, BAR: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr, MERGE: tl.constexpr,
+    q, k, a, b, beta, log_decay, cu_seqlens, decayed_q, decayed_k, erase, write, scores,
+    value_scores, corrections, from_values, scalings, chunk_decay, sums, scale, T, N, s_beta_b,
+    s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k, S: tl.constexpr,
 ):  # fmt: skip
     """decayed_q [M, HV, BQ, K], other decayed rows [M, HV, BT, K], scores [M, HV, BQ or BT, BT].
 
     ERASING_ROWS is the launch for the rows a. The scalings [M, HV, SCALINGS, BT] get beta alone.
     """
     i_m, i_h = tl.program_id(0), tl.program_id(1)
-    first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
+    first, tokens = chunk_place(i_m, cu_seqlens, T, N, S.CT, S.PACKED)
     if tokens <= 0:
         return
-    S: tl.constexpr = Sizes(
-        H=H, HV=HV, K=K, N_STEPS=N_STEPS, CT=CT, BT=BT, BQ=BQ, BK=BK, BC=BC, ERASE=ERASE,
-        HAS_DECAY=HAS_DECAY, UNIT_NORM=UNIT_NORM, PRECISION=PRECISION, EXACT=EXACT, BAR=BAR,
-        MERGE=MERGE,
-    )  # fmt: skip
     g = Gates(
         beta, log_decay, T, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k
     )
-    y = Stored(
-        decayed_q, decayed_k, erase, write, scores, value_scores, corrections, from_values,
-        scalings, chunk_decay, sums,
-    )  # fmt: skip
+    free = decayed_k, value_scores, from_values
+    y = Stored(decayed_q, erase, write, scores, corrections, scalings, chunk_decay, sums, *free)
     x = Keys(q, k, a, b)
-    chunk_scores(x, y, g, i_m, i_h, first, tokens, 0, scale, S, BN, ERASING_ROWS)
+    chunk_scores(x, y, g, i_m, i_h, first, tokens, 0, scale, S)
 
 
 @triton.jit

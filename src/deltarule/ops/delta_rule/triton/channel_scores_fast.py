@@ -15,7 +15,7 @@ from deltarule.ops.delta_rule.triton.channel_tiles import (
     store_scores,
     store_square,
 )
-from deltarule.ops.delta_rule.triton.tiles import BETA, LOG2_E, RESET, SCALINGS, Sizes, correction
+from deltarule.ops.delta_rule.triton.tiles import BETA, LOG2_E, RESET, SCALINGS, correction
 from deltarule.ops.runtime.places import chunk_place, place_of
 
 # Decays inside a chunk, all from its start: device functions.
@@ -90,18 +90,15 @@ def sums_from_start(b_g):
 
 
 @triton.jit
-def count_fast_rows(
-    p_g, rows, s_t, s_k, K: tl.constexpr, N_STEPS: tl.constexpr, BT: tl.constexpr,
-    BC: tl.constexpr, DEEP: tl.constexpr, RANGE: tl.constexpr,
-):  # fmt: skip
+def count_fast_rows(p_g, rows, s_t, s_k, S: tl.constexpr):
     """How many rows of a chunk come before the first for which a channel is below -RANGE."""
-    o_r = rows_of(BT, DEEP)
-    b_least = tl.zeros([BT // DEEP, DEEP], tl.float32)
-    for i_k in range(0, K, BC):
-        o_k = i_k + tl.arange(0, BC)[None, None, :]
-        b_c, _ = sums_from_start(load_decays(p_g, o_r, rows, o_k, s_t, s_k, K, N_STEPS))
+    o_r = rows_of(S.BT, S.DEEP)
+    b_least = tl.zeros([S.BT // S.DEEP, S.DEEP], tl.float32)
+    for i_k in range(0, S.K, S.BC):
+        o_k = i_k + tl.arange(0, S.BC)[None, None, :]
+        b_c, _ = sums_from_start(load_decays(p_g, o_r, rows, o_k, s_t, s_k, S.K, S.N_STEPS))
         b_least = tl.minimum(b_least, tl.min(b_c, axis=2))
-    return tl.sum(tl.sum((b_least >= -RANGE).to(tl.int32), axis=1), axis=0)
+    return tl.sum(tl.sum((b_least >= -S.RANGE).to(tl.int32), axis=1), axis=0)
 
 
 # What is larger, or no number at all, came of an overflow.
@@ -120,80 +117,78 @@ def product(b_x, b_y, b_acc, PRECISION: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "N"])
 def fast_scores_kernel(
     q, k, beta, log_decay, cu_seqlens, decayed_q, erase, write, scores, corrections, scalings,
-    chunk_decay, fast_rows,
-    scale, T, N, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, N_STEPS: tl.constexpr,
-    CT: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr, BC: tl.constexpr, DEEP: tl.constexpr,
-    ERASE: tl.constexpr, UNIT_NORM: tl.constexpr, PACKED: tl.constexpr, SHIFT: tl.constexpr,
-    RANGE: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr,
+    chunk_decay, fast_rows, scale, T, N, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t,
+    s_decay_h, s_decay_k, S: tl.constexpr,
 ):  # fmt: skip
     """As `exact_scores_kernel`; fast_rows [M, HV] says how many rows of a chunk came out right.
 
     The rows after them are flagged: these, and `write` of their chunk, are to be written again.
     """
-    S: tl.constexpr = Sizes(N_STEPS=N_STEPS, CT=CT, BT=BT, BQ=BQ)
-    _, i_h, i_m = place_of(1, HV)
-    first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
-    i_slot = i_m.to(tl.int64) * HV + i_h
+    _, i_h, i_m = place_of(1, S.HV)
+    first, tokens = chunk_place(i_m, cu_seqlens, T, N, S.CT, S.PACKED)
+    i_slot = i_m.to(tl.int64) * S.HV + i_h
     if tokens <= 0:
-        tl.store(fast_rows + i_slot, BT)
+        tl.store(fast_rows + i_slot, S.BT)
         return
-    rows = tl.minimum(tokens, CT) * N_STEPS
-    i_b, i_t, i_key = first // T, first % T, i_h // (HV // H)
-    o_r, o_f = rows_of(BT, DEEP), tl.arange(0, BT)
+    rows = tl.minimum(tokens, S.CT) * S.N_STEPS
+    i_b, i_t, i_key = first // T, first % T, i_h // (S.HV // S.H)
+    o_r, o_f = rows_of(S.BT, S.DEEP), tl.arange(0, S.BT)
     m_r, m_f = o_r < rows, o_f < rows
     # A query takes part as the last row of its token.
-    m_last = o_r % N_STEPS == N_STEPS - 1
-    p_q, p_k = q + (first * H + i_key) * K, k + (first * N_STEPS * H + i_key) * K
+    m_last = o_r % S.N_STEPS == S.N_STEPS - 1
+    p_q, p_k = q + (first * S.H + i_key) * S.K, k + (first * S.N_STEPS * S.H + i_key) * S.K
     p_g = log_decay + i_b * s_decay_b + i_t * s_decay_t + i_h * s_decay_h
     norm_k, read = 1.0, scale
-    if UNIT_NORM:
-        m_q = m_f & (o_f % N_STEPS == N_STEPS - 1)
-        norm_k = deep(inverse_norms(p_k, o_f, m_f, H * K, K, BC, True), DEEP)
-        read = deep(inverse_norms(p_q, o_f // N_STEPS, m_q, H * K, K, BC, True), DEEP) * scale
-    b_s, b_m = tl.zeros([BT, BT], tl.float32), tl.zeros([BT, BT], tl.float32)
+    if S.UNIT_NORM:
+        m_q = m_f & (o_f % S.N_STEPS == S.N_STEPS - 1)
+        norm_k = deep(inverse_norms(p_k, o_f, m_f, S.H * S.K, S.K, S.BC, True), S.DEEP)
+        read = (
+            deep(inverse_norms(p_q, o_f // S.N_STEPS, m_q, S.H * S.K, S.K, S.BC, True), S.DEEP)
+            * scale
+        )
+    b_s, b_m = tl.zeros([S.BT, S.BT], tl.float32), tl.zeros([S.BT, S.BT], tl.float32)
     low = 0.0
-    for i_k in tl.static_range(0, K, BC):
-        o_k = i_k + tl.arange(0, BC)[None, None, :]
-        b_g = load_decays(p_g, o_r, rows, o_k, s_decay_t, s_decay_k, K, N_STEPS)
-        b_q = load_deep(p_q, o_r // N_STEPS, m_r & m_last, o_k, H * K, K)
-        b_k = load_deep(p_k, o_r, m_r, o_k, H * K, K)
+    for i_k in tl.static_range(0, S.K, S.BC):
+        o_k = i_k + tl.arange(0, S.BC)[None, None, :]
+        b_g = load_decays(p_g, o_r, rows, o_k, s_decay_t, s_decay_k, S.K, S.N_STEPS)
+        b_q = load_deep(p_q, o_r // S.N_STEPS, m_r & m_last, o_k, S.H * S.K, S.K)
+        b_k = load_deep(p_k, o_r, m_r, o_k, S.H * S.K, S.K)
         b_c, b_end = sums_from_start(b_g)
         low = tl.minimum(low, tl.min(b_end))
-        tl.store(chunk_decay + i_slot * K + o_k, tl.exp2(b_end), mask=o_k < K)
-        b_c += SHIFT
+        tl.store(chunk_decay + i_slot * S.K + o_k, tl.exp2(b_end), mask=o_k < S.K)
+        b_c += S.SHIFT
         b_y = b_k.to(tl.float32) * norm_k
         b_near = b_y * tl.exp2(-b_c)
-        b_end = b_near * tl.exp2(b_end + SHIFT)
-        store_deep(write + i_slot * BT * K, o_r, o_k, b_end, K, o_r < BT)
+        b_end = b_near * tl.exp2(b_end + S.SHIFT)
+        store_deep(write + i_slot * S.BT * S.K, o_r, o_k, b_end, S.K, o_r < S.BT)
         b_c = tl.exp2(b_c)
-        if ERASE == "tied":
+        if S.ERASE == "tied":
             b_y *= b_c
-            b_m = product(b_y, b_near, b_m, PRECISION)
+            b_m = product(b_y, b_near, b_m, S.PRECISION)
             # A power of two is exact, another exponential without the shift would not be the same.
-            store_deep(erase + i_slot * BT * K, o_r, o_k, b_y * 2.0**-SHIFT, K, o_r < BT)
+            store_deep(erase + i_slot * S.BT * S.K, o_r, o_k, b_y * 2.0**-S.SHIFT, S.K, o_r < S.BT)
         b_x = b_q.to(tl.float32) * (b_c * read)
-        b_s = product(b_x, b_near, b_s, PRECISION)
-        b_x *= 2.0**-SHIFT
-        store_deep(decayed_q + i_slot * BQ * K, o_r // N_STEPS, o_k, b_x, K, m_last)
-        if N_STEPS * BQ > BT:
+        b_s = product(b_x, b_near, b_s, S.PRECISION)
+        b_x *= 2.0**-S.SHIFT
+        store_deep(decayed_q + i_slot * S.BQ * S.K, o_r // S.N_STEPS, o_k, b_x, S.K, m_last)
+        if S.N_STEPS * S.BQ > S.BT:
             # Rows that no row of the chunk stands for.
-            o_q = rows_of(BQ, DEEP)
-            b_zero = tl.zeros([BQ // DEEP, DEEP, BC], tl.float32)
-            store_deep(decayed_q + i_slot * BQ * K, o_q, o_k, b_zero, K, o_q >= CT)
-    if ERASE == "tied":
+            o_q = rows_of(S.BQ, S.DEEP)
+            b_zero = tl.zeros([S.BQ // S.DEEP, S.DEEP, S.BC], tl.float32)
+            store_deep(decayed_q + i_slot * S.BQ * S.K, o_q, o_k, b_zero, S.K, o_q >= S.CT)
+    if S.ERASE == "tied":
         # Fetched here, so that it is there when the scores are stored.
-        p_beta = beta + i_b * s_beta_b + i_t * N_STEPS * s_beta_t + i_h * s_beta_h
+        p_beta = beta + i_b * s_beta_b + i_t * S.N_STEPS * s_beta_t + i_h * s_beta_h
         b_beta = tl.load(p_beta + o_f * s_beta_t, mask=m_f, other=0.0).to(tl.float32)
     store_scores(scores, i_slot, o_f, b_s, 0, S)
-    if ERASE == "tied":
+    if S.ERASE == "tied":
         # What overflowed must not meet the zeros of other rows.
         m_m = (o_f[None, :] < o_f[:, None]) & (tl.abs(b_m) <= LARGEST)
-        b_n = correction(tl.where(m_m, -b_m, 0.0), b_beta, BT, MERGE)
-        store_square(corrections, i_slot, b_n, 0, BT)
-        tl.store(scalings + (i_slot * SCALINGS + BETA) * BT + o_f, b_beta)
-    fast = BT
+        b_n = correction(tl.where(m_m, -b_m, 0.0), b_beta, S.BT, S.MERGE)
+        store_square(corrections, i_slot, b_n, 0, S.BT)
+        tl.store(scalings + (i_slot * SCALINGS + BETA) * S.BT + o_f, b_beta)
+    fast = S.BT
     # This sum and those of the rows may differ in their last digits, and the rows' own decide.
-    if low < 1.0 - RANGE:
-        fast = count_fast_rows(p_g, rows, s_decay_t, s_decay_k, K, N_STEPS, BT, BC, DEEP, RANGE)
+    if low < 1.0 - S.RANGE:
+        fast = count_fast_rows(p_g, rows, s_decay_t, s_decay_k, S)
     tl.store(fast_rows + i_slot, fast)

@@ -203,5 +203,5 @@ def fast_config(call: Call) -> dict[str, Any]:
     # A tile that is fetched has no rows of the next chunk, no channels of the next head, and a row
     # of each token.
     full = full_tiles(call.inputs, call.plan, values) and sizes["BQ"] == sizes["BT"]
-    own = {"BV": values, "TMA": full and sizes["K"] % config["BC"] == 0, "SHIFT": SHIFT}
-    return config | own
+    full = full and sizes["K"] % config["BC"] == 0
+    return config | {"BQ": sizes["BT"], "BV": values, "TMA": full, "SHIFT": SHIFT}

@@ -40,9 +40,7 @@ def pair_decay_gradients(p_q, p_k, x, scalings, p_dg, scale, at, S: tl.constexpr
     for i_v in range(0, S.V, S.BV):
         o_v = i_v + tl.arange(0, S.BV)
         b_do = load_rows(p_do, o_i, m_i, o_v, S.V, S.HV * S.V, S.V % S.BV == 0)
-        b_e = load_errors(
-            x.v, x.errors, at.first * S.N_STEPS, at.rows, at.head, at.own, i_v, S, False
-        )
+        b_e = load_errors(x, at, i_v, S)
         b_gp = tl.dot(b_do, tl.trans(b_e), acc=b_gp, input_precision=S.PRECISION)
         if S.TIED:
             b_x = load_chunk(x.d_errors, at.own, i_v, S.V, S.BT, S.BV, False)

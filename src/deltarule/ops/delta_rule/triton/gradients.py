@@ -68,7 +68,6 @@ from deltarule.ops.delta_rule.triton.tiles import (
     WRITE,
     Around,
     Chunk,
-    Sizes,
     add_held,
     decay_ratio,
     diagonal,
@@ -111,36 +110,32 @@ QUERIES, KEYS, WRITES, HELD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2),
 @triton.jit(do_not_specialize=["T", "N", "s_slice", "per_segment", "window", "per_window"])
 def decay_gradients_kernel(
     parts, log_decay, cu_seqlens, d_log_decay, T, N, s_decay_b, s_decay_t, s_decay_h, s_slice,
-    HV: tl.constexpr, N_STEPS: tl.constexpr, CT: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-    SLICES: tl.constexpr, PAIRS: tl.constexpr, PACKED: tl.constexpr, per_segment=None,
-    SPLIT: tl.constexpr = "none", window=None, per_window=None, WINDOW: tl.constexpr = "none",
+    S: tl.constexpr, per_segment=None, window=None, per_window=None,
 ):  # fmt: skip
     """One chunk of one value head, BD numbers of whose HELD count; a reset gets no gradient."""
     number, i_h = tl.program_id(0), tl.program_id(1)
-    first, tokens, _ = window_chunk(
-        number, cu_seqlens, T, N, per_segment, window, per_window, CT, SPLIT, WINDOW, PACKED
-    )  # fmt: skip
+    first, tokens, _ = window_chunk(number, cu_seqlens, T, N, per_segment, window, per_window, S)
     if tokens <= 0:
         return
-    o_r = tl.arange(0, BT)
-    o_t, m_t = o_r // N_STEPS, o_r % N_STEPS == 0
-    p_x = parts + (number.to(tl.int64) * HV + i_h) * 4 * BT
-    b_later, b_before = tl.zeros([BT], tl.float32), tl.zeros([BT], tl.float32)
+    o_r = tl.arange(0, S.BT)
+    o_t, m_t = o_r // S.N_STEPS, o_r % S.N_STEPS == 0
+    p_x = parts + (number.to(tl.int64) * S.HV + i_h) * 4 * S.BT
+    b_later, b_before = tl.zeros([S.BT], tl.float32), tl.zeros([S.BT], tl.float32)
     b_held = 0.0
-    for i_c in tl.static_range(SLICES):
+    for i_c in tl.static_range(S.SLICES):
         p_c = p_x + i_c * s_slice
-        b_later += tl.load(p_c + QUERIES * BT + o_t, mask=m_t, other=0.0)
-        b_later += tl.load(p_c + KEYS * BT + o_r)
-        b_before += tl.load(p_c + WRITES * BT + o_r)
-        b_held += tl.sum(tl.load(p_c + HELD * BT + tl.arange(0, BD)), axis=0)
+        b_later += tl.load(p_c + QUERIES * S.BT + o_t, mask=m_t, other=0.0)
+        b_later += tl.load(p_c + KEYS * S.BT + o_r)
+        b_before += tl.load(p_c + WRITES * S.BT + o_r)
+        b_held += tl.sum(tl.load(p_c + HELD * S.BT + tl.arange(0, S.BD)), axis=0)
     b_dg = tl.cumsum(b_later, axis=0, reverse=True) + tl.cumsum(b_before, axis=0) - b_before
     b_dg += b_held
-    if PAIRS:
-        b_dg += tl.load(p_x + SLICES * s_slice + o_t)
-    m_t &= o_r < tl.minimum(tokens, CT) * N_STEPS
+    if S.PAIRS:
+        b_dg += tl.load(p_x + S.SLICES * s_slice + o_t)
+    m_t &= o_r < tl.minimum(tokens, S.CT) * S.N_STEPS
     p_g = log_decay + (first // T) * s_decay_b + (first % T + o_t) * s_decay_t + i_h * s_decay_h
     b_g = tl.load(p_g, mask=m_t, other=0.0)
-    p_dg = d_log_decay + (first + o_t) * HV + i_h
+    p_dg = d_log_decay + (first + o_t) * S.HV + i_h
     tl.store(p_dg, tl.where(b_g < RESET, 0.0, b_dg), mask=m_t)
 
 
@@ -158,13 +153,11 @@ def written_over_values(b_col, b_held, x, at, i_k, S: tl.constexpr):
     registers left for them.
     """
     for i_v in range(0, S.V, S.BV):
-        b_e = load_errors(
-            x.v, x.errors, at.first * S.N_STEPS, at.rows, at.head, at.own, i_v, S, S.TMA
-        )
-        b_d = load_state(x.d_states, at.own, i_v, i_k, S.K, S.V, S.BV, S.BC, S.TMA)
+        b_e = load_errors(x, at, i_v, S)
+        b_d = load_state(x.d_states, at.own, i_v, i_k, S)
         b_col = tl.dot(b_e, b_d, acc=b_col, input_precision=S.PRECISION)
         if S.HAS_DECAY:
-            b_s = load_state(x.states, at.own, i_v, i_k, S.K, S.V, S.BV, S.BC, S.TMA)
+            b_s = load_state(x.states, at.own, i_v, i_k, S)
             b_held = add_held(b_held, b_d, b_s, S.PRECISION)
     return b_col, b_held
 
@@ -185,14 +178,9 @@ def store_value_gradients(p_x, b_beta, p_dv, rows, i_c, S: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "N", "s_slice", "per_segment", "window", "per_window"])
 def gradients_kernel(
-    q, k, v, cu_seqlens, scalings, chunk_decay, states, errors, d_o, d_states, d_errors, p_x,
-    d_q, d_k, d_v, d_beta, parts, scale, T, N, s_slice,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
-    CT: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr,
-    BV: tl.constexpr, HAS_DECAY: tl.constexpr, TIED: tl.constexpr, UNIT_NORM: tl.constexpr,
-    PACKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    per_segment=None, SPLIT: tl.constexpr = "none", window=None, per_window=None,
-    WINDOW: tl.constexpr = "none",
+    q, k, v, cu_seqlens, scalings, chunk_decay, states, errors, d_o, d_states, d_errors, p_x, d_q,
+    d_k, d_v, d_beta, parts, scale, T, N, s_slice, S: tl.constexpr, per_segment=None, window=None,
+    per_window=None,
 ):  # fmt: skip
     """Gradients in the layouts of their tensors, d_beta in float32, and `parts` of dlog_decay.
 
@@ -200,61 +188,59 @@ def gradients_kernel(
     p_x are the same d_errors as a pointer, for d_v. With a WINDOW states, errors,
     their gradients and the parts have the numbers of its chunks.
     """
-    S: tl.constexpr = Sizes(
-        H=H, HV=HV, K=K, V=V, N_STEPS=N_STEPS, BT=BT, BQ=BQ, BK=BK, BC=BC, BV=BV, TIED=TIED,
-        HAS_DECAY=HAS_DECAY, UNIT_NORM=UNIT_NORM, TMA=TMA, PRECISION=PRECISION,
-    )  # fmt: skip
     x = Around(v, states, errors, d_o, d_states, d_errors)
-    SLICES: tl.constexpr = (K + BC - 1) // BC
+    SLICES: tl.constexpr = (S.K + S.BC - 1) // S.BC
     # The programs of a chunk run side by side, and share what they read in the cache.
-    PAIRS: tl.constexpr = HAS_DECAY and PRECISION == "tf32x3"
-    i_c, i_key, number = place_of(SLICES + PAIRS, H)
-    first, tokens, i_m = window_chunk(
-        number, cu_seqlens, T, N, per_segment, window, per_window, CT, SPLIT, WINDOW, PACKED
-    )  # fmt: skip
+    PAIRS: tl.constexpr = S.HAS_DECAY and S.PRECISION == "tf32x3"
+    i_c, i_key, number = place_of(SLICES + PAIRS, S.H)
+    first, tokens, i_m = window_chunk(number, cu_seqlens, T, N, per_segment, window, per_window, S)
     if tokens <= 0:
         return
-    tokens = tl.minimum(tokens, CT)
-    o_i, o_r, o_k = tl.arange(0, BQ), tl.arange(0, BT), i_c * BC + tl.arange(0, BC)
-    m_i, m_r, m_k = o_i < tokens, o_r < tokens * N_STEPS, (o_k < K)[None, :]
+    tokens = tl.minimum(tokens, S.CT)
+    o_i, o_r, o_k = tl.arange(0, S.BQ), tl.arange(0, S.BT), i_c * S.BC + tl.arange(0, S.BC)
+    m_i, m_r, m_k = o_i < tokens, o_r < tokens * S.N_STEPS, (o_k < S.K)[None, :]
     if i_c < SLICES:
-        p_q, p_k = q + (first * H + i_key) * K, k + (first * N_STEPS * H + i_key) * K
-        b_q = load_rows(p_q, o_i, m_i, o_k, K, H * K, K % BC == 0)
-        b_k = load_rows(p_k, o_r, m_r, o_k, K, H * K, K % BC == 0)
-        norm_q, norm_k = tl.full([BQ], 1.0, tl.float32), tl.full([BT], 1.0, tl.float32)
-        if UNIT_NORM:
+        p_q, p_k = q + (first * S.H + i_key) * S.K, k + (first * S.N_STEPS * S.H + i_key) * S.K
+        b_q = load_rows(p_q, o_i, m_i, o_k, S.K, S.H * S.K, S.K % S.BC == 0)
+        b_k = load_rows(p_k, o_r, m_r, o_k, S.K, S.H * S.K, S.K % S.BC == 0)
+        norm_q, norm_k = tl.full([S.BQ], 1.0, tl.float32), tl.full([S.BT], 1.0, tl.float32)
+        if S.UNIT_NORM:
             # A norm has all channels, though the program takes BC of them.
-            o_all = tl.arange(0, BK)
-            norm_q = inverse_norm(load_rows(p_q, o_i, m_i, o_all, K, H * K, K == BK))
-            norm_k = inverse_norm(load_rows(p_k, o_r, m_r, o_all, K, H * K, K == BK))
-        b_dq, b_dk = tl.zeros([BQ, BC], tl.float32), tl.zeros([BT, BC], tl.float32)
-        for i_g in range(HV // H):
-            i_h = i_key * (HV // H) + i_g
-            i_slot, i_own = i_m.to(tl.int64) * HV + i_h, number.to(tl.int64) * HV + i_h
-            at = Chunk(first, tokens, tokens * N_STEPS, i_h, i_slot, i_own)
+            o_all = tl.arange(0, S.BK)
+            norm_q = inverse_norm(load_rows(p_q, o_i, m_i, o_all, S.K, S.H * S.K, S.K == S.BK))
+            norm_k = inverse_norm(load_rows(p_k, o_r, m_r, o_all, S.K, S.H * S.K, S.K == S.BK))
+        b_dq, b_dk = tl.zeros([S.BQ, S.BC], tl.float32), tl.zeros([S.BT, S.BC], tl.float32)
+        for i_g in range(S.HV // S.H):
+            i_h = i_key * (S.HV // S.H) + i_g
+            i_slot, i_own = i_m.to(tl.int64) * S.HV + i_h, number.to(tl.int64) * S.HV + i_h
+            at = Chunk(first, tokens, tokens * S.N_STEPS, i_h, i_slot, i_own)
             p_part = parts
-            if HAS_DECAY:
-                p_part += i_c * s_slice + i_own * 4 * BT
+            if S.HAS_DECAY:
+                p_part += i_c * s_slice + i_own * 4 * S.BT
             y = Factors(scalings, chunk_decay, p_x, d_v, d_beta, p_part)
             b_dq, b_dk = add_value_head(
-                b_dq, b_dk, b_q, b_k, norm_q * scale, norm_k, x, y, at, i_c, S, HV > H
+                b_dq, b_dk, b_q, b_k, norm_q * scale, norm_k, x, y, at, i_c, S, S.HV > S.H
             )
-        if UNIT_NORM and SLICES == 1:
+        if S.UNIT_NORM and SLICES == 1:
             b_dq = unit_norm_backward(b_q, norm_q, b_dq)
             b_dk = unit_norm_backward(b_k, norm_k, b_dk)
-        p_dq = d_q + (first * H + i_key) * K + o_i[:, None] * (H * K) + o_k[None, :]
+        p_dq = d_q + (first * S.H + i_key) * S.K + o_i[:, None] * (S.H * S.K) + o_k[None, :]
         tl.store(p_dq, b_dq.to(d_q.dtype.element_ty), mask=m_i[:, None] & m_k)
-        p_dk = d_k + (first * N_STEPS * H + i_key) * K + o_r[:, None] * (H * K) + o_k[None, :]
+        p_dk = (
+            d_k
+            + (first * S.N_STEPS * S.H + i_key) * S.K
+            + o_r[:, None] * (S.H * S.K)
+            + o_k[None, :]
+        )
         tl.store(p_dk, b_dk.to(d_k.dtype.element_ty), mask=m_r[:, None] & m_k)
     elif PAIRS:
-        for i_g in range(HV // H):
-            i_h = i_key * (HV // H) + i_g
-            i_slot, i_own = i_m.to(tl.int64) * HV + i_h, number.to(tl.int64) * HV + i_h
-            at = Chunk(first, tokens, tokens * N_STEPS, i_h, i_slot, i_own)
-            pair_decay_gradients(
-                q + (first * H + i_key) * K, k + (first * N_STEPS * H + i_key) * K, x, scalings,
-                parts + SLICES * s_slice + i_own * 4 * BT, scale, at, S,
-            )  # fmt: skip
+        for i_g in range(S.HV // S.H):
+            i_h = i_key * (S.HV // S.H) + i_g
+            i_slot, i_own = i_m.to(tl.int64) * S.HV + i_h, number.to(tl.int64) * S.HV + i_h
+            at = Chunk(first, tokens, tokens * S.N_STEPS, i_h, i_slot, i_own)
+            p_q, p_k = q + (first * S.H + i_key) * S.K, k + (first * S.N_STEPS * S.H + i_key) * S.K
+            p_part = parts + SLICES * s_slice + i_own * 4 * S.BT
+            pair_decay_gradients(p_q, p_k, x, scalings, p_part, scale, at, S)
 
 
 @triton.jit
@@ -411,7 +397,8 @@ def add_gradients(
     call.launch(gradients_kernel, grid, given, gradient_tiles)
     if sums is not None:
         given = {
-            **chunks, "BD": call.once(gradients_config)["BV"], "SLICES": slices(call),
+            **chunks, "SPLIT": call.plan.split,
+            "BD": call.once(gradients_config)["BV"], "SLICES": slices(call),
             "PAIRS": sums_pairs(call.inputs), "num_warps": 1, "num_stages": 1,
         }  # fmt: skip
         call.launch(decay_gradients_kernel, (slots, call.plan.sizes["HV"], 1), given)
@@ -433,7 +420,8 @@ def gradients_config(call: Call) -> dict[str, Any]:
     # A tile that is fetched has no rows of the next chunk.
     full = full_tiles(inputs, call.plan, values) and sizes["BQ"] == sizes["BT"]
     full = full and not sums_pairs(inputs)
-    return config | {"BQ": reads, "BV": values, "BC": channels, "TMA": full}
+    own = {"BQ": reads, "BV": values, "BC": channels, "TMA": full, "SPLIT": call.plan.split}
+    return config | own
 
 
 def rows_are_cut(call: Call, window: Window) -> bool:

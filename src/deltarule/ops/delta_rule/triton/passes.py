@@ -352,11 +352,11 @@ def piece(x: Tensor) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["rows"])
-def unit_norm_gradients_kernel(x, d_x, rows, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr):
+def unit_norm_gradients_kernel(x, d_x, rows, S: tl.constexpr):
     """Gradients by unit q or k, rows of K channels, to those by q or k, in place."""
-    o_r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    o_k = tl.arange(0, BK)
-    o_x, m_x = o_r[:, None] * K + o_k[None, :], (o_r < rows)[:, None] & (o_k < K)[None, :]
+    o_r = tl.program_id(0).to(tl.int64) * S.ROWS + tl.arange(0, S.ROWS)
+    o_k = tl.arange(0, S.BK)
+    o_x, m_x = o_r[:, None] * S.K + o_k[None, :], (o_r < rows)[:, None] & (o_k < S.K)[None, :]
     b_x = tl.load(x + o_x, mask=m_x, other=0.0).to(tl.float32)
     b_y = tl.load(d_x + o_x, mask=m_x, other=0.0).to(tl.float32)
     b_y = unit_norm_backward(b_x, inverse_norm(b_x), b_y)

@@ -7,8 +7,10 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+from triton.runtime.jit import JITFunction
 
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.tile_sizes import (
@@ -19,6 +21,7 @@ from deltarule.ops.delta_rule.triton.tile_sizes import (
     power_of_two,
     tile_key,
 )
+from deltarule.ops.delta_rule.triton.tiles import Sizes
 from deltarule.ops.dispatch import plans, remember
 from deltarule.ops.runtime.launch import Grid, Launch
 from deltarule.ops.runtime.replay import Tape, capturing
@@ -64,6 +67,11 @@ class Plan:
     per_segment: int = 0
     # What follows from the plan and the kind of inputs alone: configurations, launches, layouts.
     made: dict[Hashable, Any] = field(default_factory=dict)
+
+    @property
+    def split(self) -> str:
+        """What kernels go through: whole sequences, or segments from the states at their starts."""
+        return "starts" if self.per_segment else "none"
 
 
 def make_plan(inputs: Inputs) -> Plan:
@@ -330,10 +338,14 @@ class Call:
     def new_launch(self, kernel: Any, fetched: Fetches | None, own: Mapping[str, Any]) -> Launch:
         asked, known = parameters(kernel)
         values = {**self.once(constants), **self.values, **own}
-        if missing := {*asked, *known} - {*values, *OPTIONS}:
+        sizes = map(values.get, Sizes._fields)
+        # Triton's compiler asks for constants that it knows as such, its interpreter for numbers.
+        values["S"] = Sizes(*map(tl.constexpr, sizes) if isinstance(kernel, JITFunction) else sizes)
+        if missing := {*asked, *known} - {*values, *OPTIONS, *Sizes._fields}:
             raise TypeError(f"a kernel asks for {sorted(missing)}, which this call does not have")
-        found = {name: values[name] for name in known if name in values}
-        return Launch(kernel, found, fetched(found) if fetched and found["TMA"] else None)
+        given = *kernel.arg_names[len(asked) :], *OPTIONS
+        found = {name: values[name] for name in given if name in values}
+        return Launch(kernel, found, fetched(values) if fetched and values["TMA"] else None)
 
 
 def constants(call: Call) -> dict[str, Any]:
@@ -348,7 +360,6 @@ def constants(call: Call) -> dict[str, Any]:
         "UNIT_NORM": inputs.normalize_qk, "PACKED": inputs.cu_seqlens is not None,
         "PRECISION": precision(dtype), "MERGE": inverse_precision(dtype), "BAR": BARS[dtype],
         "EXACT": dtype == torch.float32,
-        "SPLIT": "starts" if plan.per_segment else "none",
         "WINDOW": "none", "window": None, "per_window": None, "OPEN": False,
     }  # fmt: skip
 
@@ -362,7 +373,8 @@ def parameters(kernel: Any) -> tuple[tuple[str, ...], frozenset[str]]:
     if (found := _parameters.get(id(kernel))) is None:
         names, types = list(kernel.arg_names), kernel.fn.__annotations__
         first = next((i for i, name in enumerate(names) if name in types), len(names))
-        found = tuple(names[:first]), frozenset([*names[first:], *OPTIONS]), kernel
+        sizes = Sizes._fields if "S" in names else ()
+        found = tuple(names[:first]), frozenset([*names[first:], *sizes, *OPTIONS]), kernel
         _parameters[id(kernel)] = found
     return found[:2]
 

@@ -51,7 +51,6 @@ from deltarule.ops.delta_rule.triton.tiles import (
     ERASE_ROW,
     READ,
     WRITE,
-    Sizes,
     boundary_state,
     load_decay,
     load_keys,
@@ -98,26 +97,26 @@ def chunk_output(b_s, b_w, b_v, b_q, b_y, x, i_slot, o_i, o_r, S: tl.constexpr):
     if x.scores is None:
         b_p = raw_scores(b_y, b_q, o_r[:, None] <= o_i[None, :], S.PRECISION)
     else:
-        b_p = tl.trans(load_slot(x.scores, i_slot, o_i, o_r, S.BQ, S.BT, S.TMA))
+        b_p = tl.trans(load_slot(x.scores, i_slot, o_i, o_r, S.BQ, S.BT, S))
     b_o = tl.dot(b_s, tl.trans(b_q), input_precision=S.PRECISION)
     if x.scores is None:
         b_o = tl.dot(b_w, b_p, acc=b_o, input_precision=S.PRECISION)
     if S.SCALED:
-        b_o *= load_scaling(x.readings, i_slot, READ, o_i, S.BT, S.TMA)
+        b_o *= load_scaling(x.readings, i_slot, READ, o_i, S)
     elif not S.DECAYED:
         b_o *= x.scale
     if x.scores is not None:
         b_o = tl.dot(b_w, b_p, acc=b_o, input_precision=S.PRECISION)
     if S.ERASE == "free":
-        b_p = load_slot(x.value_scores, i_slot, o_i, o_r, S.BQ, S.BT, S.TMA)
+        b_p = load_slot(x.value_scores, i_slot, o_i, o_r, S.BQ, S.BT, S)
         b_o = tl.dot(tl.trans(b_v), tl.trans(b_p), acc=b_o, input_precision=S.PRECISION)
     return b_o
 
 
 @triton.jit
-def store_output(o, b_o, i_t, i_h, i_v, o_i, o_v, m_i, m_v, S: tl.constexpr, TMA: tl.constexpr):
-    """Write rows of O, held transposed, to o [tokens, HV, V]; TMA: by the copy engine."""
-    if TMA:
+def store_output(o, b_o, i_t, i_h, i_v, o_i, o_v, m_i, m_v, S: tl.constexpr):
+    """Write rows of O, held transposed, to o [tokens, HV, V]; TMA_STORE: by the copy engine."""
+    if S.TMA_STORE:
         o.store([i_t.to(tl.int32), i_h * S.V + i_v * S.BV], tl.trans(b_o))
     else:
         p_o = o + (i_t * S.HV + i_h) * S.V + o_i[None, :] * (S.HV * S.V) + o_v[:, None]
@@ -131,13 +130,13 @@ def written_gradients(b_d, b_do, b_y, b_p, x, i_slot, o_i, o_r, S: tl.constexpr)
     if not S.DECAYED:
         b_read = x.scale
         if S.SCALED:
-            b_read = load_scaling(x.readings, i_slot, READ, o_i, S.BT, S.TMA)
+            b_read = load_scaling(x.readings, i_slot, READ, o_i, S)
         b_z = (b_z.to(tl.float32) * b_read).to(b_do.dtype)
     b_x = tl.dot(b_d, tl.trans(b_y), input_precision=S.PRECISION)
     if x.scores is None:
         b_x = tl.dot(b_z, b_p, acc=b_x, input_precision=S.PRECISION)
     if S.SCALED:
-        b_x *= load_scaling(x.scalings, i_slot, WRITE, o_r, S.BT, S.TMA)
+        b_x *= load_scaling(x.scalings, i_slot, WRITE, o_r, S)
     if x.scores is not None:
         b_x = tl.dot(tl.trans(b_do), b_p, acc=b_x, input_precision=S.PRECISION)
     return b_z, b_x
@@ -147,9 +146,9 @@ def written_gradients(b_d, b_do, b_y, b_p, x, i_slot, o_i, o_r, S: tl.constexpr)
 def value_gradients(b_d, b_do, b_x, b_k, x, i_slot, o_i, o_r, S: tl.constexpr):
     """A free erase's dv [BV, BT], from D and X, both rounded, and rows b_k along which v goes."""
     b_dv = tl.dot(b_d, tl.trans(b_k), input_precision=S.PRECISION)
-    b_p = load_slot(x.value_scores, i_slot, o_i, o_r, S.BQ, S.BT, S.TMA)
+    b_p = load_slot(x.value_scores, i_slot, o_i, o_r, S.BQ, S.BT, S)
     b_dv = tl.dot(tl.trans(b_do), b_p, acc=b_dv, input_precision=S.PRECISION)
-    b_l = load_slot(x.from_values, i_slot, o_r, o_r, S.BT, S.BT, S.TMA)
+    b_l = load_slot(x.from_values, i_slot, o_r, o_r, S.BT, S.BT, S)
     return tl.dot(b_x, b_l, acc=b_dv, input_precision=S.PRECISION)
 
 
@@ -164,209 +163,182 @@ def raw_scores(b_x, b_y, mask, PRECISION: tl.constexpr):
 def prediction_errors(b_u, b_v, b_s, b_e, x, i_slot, o_r, S: tl.constexpr):
     """E (free: w) of a chunk from its values, transposed in b_u, and the rows b_e; and beta."""
     dtype = b_s.dtype
-    b_n = load_slot(x.corrections, i_slot, o_r, o_r, S.BT, S.BT, S.TMA)
+    b_n = load_slot(x.corrections, i_slot, o_r, o_r, S.BT, S.BT, S)
     b_f = tl.dot(b_s, tl.trans(b_e), input_precision=S.PRECISION)
     b_beta = 1.0
     if S.ERASE == "free":
-        b_l = load_slot(x.from_values, i_slot, o_r, o_r, S.BT, S.BT, S.TMA)
+        b_l = load_slot(x.from_values, i_slot, o_r, o_r, S.BT, S.BT, S)
         b_f = tl.dot(tl.trans(b_v), tl.trans(b_l), acc=b_f, input_precision=S.PRECISION)
         b_low = b_f.to(dtype)
     else:
         if S.SCALED:
-            b_f *= load_scaling(x.scalings, i_slot, ERASE_ROW, o_r, S.BT, S.TMA)
+            b_f *= load_scaling(x.scalings, i_slot, ERASE_ROW, o_r, S)
         b_f = b_u - b_f
-        b_beta = load_scaling(x.scalings, i_slot, BETA, o_r, S.BT, S.TMA)
+        b_beta = load_scaling(x.scalings, i_slot, BETA, o_r, S)
         b_low = (b_f * b_beta).to(dtype)
     return tl.dot(b_low, tl.trans(b_n), acc=b_f, input_precision=S.PRECISION), b_beta
 
 
 @triton.jit(do_not_specialize=["T", "N", "per_segment", "window", "per_window"])
 def next_state_kernel(
-    q, k, v, erase, write, cu_seqlens, scores, value_scores, corrections, from_values,
-    scalings, readings, chunk_decay, initial_state, o, final_state, states, errors,
-    scale, T, N,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
-    CT: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    ERASE: tl.constexpr, DECAY: tl.constexpr, DECAYED: tl.constexpr, SCALED: tl.constexpr,
-    PACKED: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr, TMA: tl.constexpr,
-    TMA_STORE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    per_segment=1, SPLIT: tl.constexpr = "none",
-    window=None, per_window=None, WINDOW: tl.constexpr = "none", OPEN: tl.constexpr = False,
+    q, k, v, erase, write, cu_seqlens, scores, value_scores, corrections, from_values, scalings,
+    readings, chunk_decay, initial_state, o, final_state, states, errors, scale, T, N,
+    S: tl.constexpr, per_segment=1, window=None, per_window=None,
 ):  # fmt: skip
     """states [M, HV, V, K] and errors [M, HV, BT, V] hold S at the chunks' starts, and E (w).
 
     With DECAYED q, k (free erase), erase and write are [M, HV, rows, K], chunk_decay [M, HV, K].
     """
-    S: tl.constexpr = Sizes(
-        H=H, HV=HV, K=K, V=V, N_STEPS=N_STEPS, CT=CT, BT=BT, BQ=BQ, BK=BK, BV=BV, ERASE=ERASE,
-        DECAYED=DECAYED, SCALED=SCALED, TMA=TMA, PRECISION=PRECISION,
-    )  # fmt: skip
     x = Streams(scores, value_scores, corrections, from_values, scalings, readings, scale)
-    OF_A: tl.constexpr = K if SPLIT == "ends" and ERASE != "none" else 0
-    i_v, i_h, i_s = place_of((V + BV - 1) // BV + (OF_A + BV - 1) // BV, HV)
-    i_n, start, length, i_m, place, last = stretch(
-        i_s, cu_seqlens, T, N, per_segment, CT, SPLIT, PACKED
-    )
-    if SPLIT == "ends":
+    OF_A: tl.constexpr = S.K if S.SPLIT == "ends" and S.ERASE != "none" else 0
+    i_v, i_h, i_s = place_of((S.V + S.BV - 1) // S.BV + (OF_A + S.BV - 1) // S.BV, S.HV)
+    i_n, start, length, i_m, place, last = stretch(i_s, cu_seqlens, T, N, per_segment, S)
+    if S.SPLIT == "ends":
         # Tiles of A follow those of S; their values, which count as zero, are any that there are.
-        i_a = i_v - tl.cdiv(V, BV)
+        i_a = i_v - tl.cdiv(S.V, S.BV)
         i_v = tl.where(i_a < 0, i_v, 0)
-        if not OPEN:
+        if not S.OPEN:
             length = tl.where(last | ((i_a >= 0) & (place == 0)), 0, length)
-    o_i, o_r, o_k = tl.arange(0, BQ), tl.arange(0, BT), tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
-    m_v = (o_v < V)[:, None]
-    m_s = m_v & (o_k < K)[None, :]
-    WHOLE_V: tl.constexpr = V % BV == 0
-    b_s = boundary_state(initial_state, i_s, i_n, i_h, o_v, o_k, place == 0, S, SPLIT)
-    b_through = tl.full([1, BK], 1.0, tl.float32)
-    if SPLIT == "ends" and ERASE != "none":
-        b_s = tl.where(i_a * BV + tl.arange(0, BV)[:, None] == o_k[None, :], 1.0, b_s)
-    i_key = i_h // (HV // H)
-    low, high, number = window_bounds(i_s, i_m, tl.cdiv(length, CT), window, per_window, WINDOW)
-    for i_c in tl.range(low, high, num_stages=STAGES):
-        i_t = start + i_c * CT
-        tokens = tl.minimum(length - i_c * CT, CT)
-        m_i, m_r = o_i < tokens, o_r < tokens * N_STEPS
-        i_slot, i_own = (i_m + i_c) * HV + i_h, (number + i_c) * HV + i_h
-        b_y = load_keys(k, write, i_t * N_STEPS, i_slot, i_key, o_r, m_r, o_k, BT, S)
-        b_v = load_tile(v, i_t * N_STEPS, i_h, i_v * BV, o_r, m_r, o_v, HV, V, WHOLE_V, TMA)
+    o_i, o_r, o_k = tl.arange(0, S.BQ), tl.arange(0, S.BT), tl.arange(0, S.BK)
+    o_v = i_v * S.BV + tl.arange(0, S.BV)
+    m_v = (o_v < S.V)[:, None]
+    m_s = m_v & (o_k < S.K)[None, :]
+    b_s = boundary_state(initial_state, i_s, i_n, i_h, o_v, o_k, place == 0, S)
+    b_through = tl.full([1, S.BK], 1.0, tl.float32)
+    if S.SPLIT == "ends" and S.ERASE != "none":
+        b_s = tl.where(i_a * S.BV + tl.arange(0, S.BV)[:, None] == o_k[None, :], 1.0, b_s)
+    i_key = i_h // (S.HV // S.H)
+    low, high, number = window_bounds(i_s, i_m, tl.cdiv(length, S.CT), window, per_window, S)
+    for i_c in tl.range(low, high, num_stages=S.STAGES):
+        i_t = start + i_c * S.CT
+        tokens = tl.minimum(length - i_c * S.CT, S.CT)
+        m_i, m_r = o_i < tokens, o_r < tokens * S.N_STEPS
+        i_slot, i_own = (i_m + i_c) * S.HV + i_h, (number + i_c) * S.HV + i_h
+        b_y = load_keys(k, write, i_t * S.N_STEPS, i_slot, i_key, o_r, m_r, o_k, S.BT, S)
+        b_v = load_tile(v, i_t * S.N_STEPS, i_h, i_v * S.BV, o_r, m_r, o_v, S.HV, S.V, S)
         dtype = b_v.dtype
         b_low = b_s.to(dtype)
-        if SAVE:
-            tl.store(state_tile(states, i_own, 0, o_v, o_k, 1, K, V), b_low, mask=m_s)
-        if SPLIT == "ends" and ERASE == "free":
+        if S.SAVE:
+            tl.store(state_tile(states, i_own, 0, o_v, o_k, 1, S.K, S.V), b_low, mask=m_s)
+        if S.SPLIT == "ends" and S.ERASE == "free":
             b_v = tl.where(i_a < 0, b_v, 0.0)
         b_f = tl.trans(b_v).to(tl.float32)
-        if SPLIT == "ends" and ERASE == "tied":
+        if S.SPLIT == "ends" and S.ERASE == "tied":
             b_f = tl.where(i_a < 0, b_f, 0.0)
-        if ERASE != "none":
+        if S.ERASE != "none":
             b_e = b_y
-            if DECAYED:
-                b_e = load_slot(erase, i_slot, o_r, o_k, BT, K, TMA)
+            if S.DECAYED:
+                b_e = load_slot(erase, i_slot, o_r, o_k, S.BT, S.K, S)
             b_f, b_beta = prediction_errors(b_f, b_v, b_low, b_e, x, i_slot, o_r, S)
-            if SAVE:
-                p_e = errors + (i_own * BT + o_r[None, :]) * V + o_v[:, None]
+            if S.SAVE:
+                p_e = errors + (i_own * S.BT + o_r[None, :]) * S.V + o_v[:, None]
                 tl.store(p_e, b_f.to(dtype), mask=m_v)
-            if ERASE == "tied":
+            if S.ERASE == "tied":
                 b_f *= b_beta
         b_w = b_f.to(dtype)
         b_write = b_w
-        if SCALED:
-            b_write = (b_f * load_scaling(scalings, i_slot, WRITE, o_r, BT, TMA)).to(dtype)
-        if OUTPUT:
-            b_q = load_keys(q, q, i_t, i_slot, i_key, o_i, m_i, o_k, BQ, S)
+        if S.SCALED:
+            b_write = (b_f * load_scaling(scalings, i_slot, WRITE, o_r, S)).to(dtype)
+        if S.OUTPUT:
+            b_q = load_keys(q, q, i_t, i_slot, i_key, o_i, m_i, o_k, S.BQ, S)
             if scores is None:
                 b_w = b_write
             b_o = chunk_output(b_low, b_w, b_v, b_q, b_y, x, i_slot, o_i, o_r, S)
-            store_output(o, b_o.to(dtype), i_t, i_h, i_v, o_i, o_v, m_i, m_v, S, TMA_STORE)
-        if DECAY != "none":
-            b_decay = load_decay(chunk_decay, i_slot, o_k, K, DECAY)
+            store_output(o, b_o.to(dtype), i_t, i_h, i_v, o_i, o_v, m_i, m_v, S)
+        if S.DECAY != "none":
+            b_decay = load_decay(chunk_decay, i_slot, o_k, S)
             b_s *= b_decay
-            if SPLIT == "ends" and ERASE == "none":
+            if S.SPLIT == "ends" and S.ERASE == "none":
                 b_through *= b_decay
-        b_s = tl.dot(b_write, b_y, acc=b_s, input_precision=PRECISION)
-        if ERASE == "free":
-            b_y = load_slot(k, i_slot, o_r, o_k, BT, K, TMA)
-            b_s = tl.dot(tl.trans(b_v), b_y, acc=b_s, input_precision=PRECISION)
-    if SPLIT == "ends":
+        b_s = tl.dot(b_write, b_y, acc=b_s, input_precision=S.PRECISION)
+        if S.ERASE == "free":
+            b_y = load_slot(k, i_slot, o_r, o_k, S.BT, S.K, S)
+            b_s = tl.dot(tl.trans(b_v), b_y, acc=b_s, input_precision=S.PRECISION)
+    if S.SPLIT == "ends":
         store_ends(final_state, i_s, i_h, i_v, i_a, o_k, b_s, b_through, S)
     else:
-        store_final(final_state, i_s, i_n, i_h, o_v, o_k, last, b_s, S, WINDOW)
+        store_final(final_state, i_s, i_n, i_h, o_v, o_k, last, b_s, S)
 
 
 @triton.jit(do_not_specialize=["T", "N", "per_segment", "window", "per_window"])
 def next_state_backward_kernel(
-    q, k, erase, write, cu_seqlens, scores, value_scores, corrections, from_values,
-    scalings, readings, chunk_decay, d_o, d_final, d_initial, d_states, d_errors, d_values, d_v,
-    scale, T, N,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N_STEPS: tl.constexpr,
-    CT: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    ERASE: tl.constexpr, DECAY: tl.constexpr, DECAYED: tl.constexpr, SCALED: tl.constexpr,
-    PACKED: tl.constexpr, TMA: tl.constexpr, TMA_STORE: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, per_segment=1, SPLIT: tl.constexpr = "none",
-    window=None, per_window=None, WINDOW: tl.constexpr = "none", OPEN: tl.constexpr = False,
+    q, k, erase, write, cu_seqlens, scores, value_scores, corrections, from_values, scalings,
+    readings, chunk_decay, d_o, d_final, d_initial, d_states, d_errors, d_values, d_v, scale, T, N,
+    S: tl.constexpr, per_segment=1, window=None, per_window=None,
 ):  # fmt: skip
     """d_states [M, HV, V, K] and d_errors [M, HV, BT, V] hold D at the chunks' ends, and X.
 
     d_v takes the gradient by v; with a free erase d_values [M, HV, BT, V] does. Nothing is stored
     where there is no room for it.
     """
-    S: tl.constexpr = Sizes(
-        H=H, HV=HV, K=K, V=V, N_STEPS=N_STEPS, CT=CT, BT=BT, BQ=BQ, BK=BK, BV=BV, ERASE=ERASE,
-        DECAYED=DECAYED, SCALED=SCALED, TMA=TMA, PRECISION=PRECISION,
-    )  # fmt: skip
     x = Streams(scores, value_scores, corrections, from_values, scalings, readings, scale)
-    i_v, i_h, i_s = place_of((V + BV - 1) // BV, HV)
-    i_n, start, length, i_m, place, last = stretch(
-        i_s, cu_seqlens, T, N, per_segment, CT, SPLIT, PACKED
-    )
-    if SPLIT == "ends" and not OPEN:
+    i_v, i_h, i_s = place_of((S.V + S.BV - 1) // S.BV, S.HV)
+    i_n, start, length, i_m, place, last = stretch(i_s, cu_seqlens, T, N, per_segment, S)
+    if S.SPLIT == "ends" and not S.OPEN:
         length = tl.where(place == 0, 0, length)
-    o_i, o_r, o_k = tl.arange(0, BQ), tl.arange(0, BT), tl.arange(0, BK)
-    o_v = i_v * BV + tl.arange(0, BV)
-    m_v = (o_v < V)[:, None]
-    m_s = m_v & (o_k < K)[None, :]
-    WHOLE_V: tl.constexpr = V % BV == 0
-    b_d = boundary_state(d_final, i_s, i_n, i_h, o_v, o_k, last, S, SPLIT)
-    i_key = i_h // (HV // H)
-    low, high, number = window_bounds(i_s, i_m, tl.cdiv(length, CT), window, per_window, WINDOW)
-    for i_back in tl.range(0, high - low, num_stages=STAGES):
+    o_i, o_r, o_k = tl.arange(0, S.BQ), tl.arange(0, S.BT), tl.arange(0, S.BK)
+    o_v = i_v * S.BV + tl.arange(0, S.BV)
+    m_v = (o_v < S.V)[:, None]
+    m_s = m_v & (o_k < S.K)[None, :]
+    b_d = boundary_state(d_final, i_s, i_n, i_h, o_v, o_k, last, S)
+    i_key = i_h // (S.HV // S.H)
+    low, high, number = window_bounds(i_s, i_m, tl.cdiv(length, S.CT), window, per_window, S)
+    for i_back in tl.range(0, high - low, num_stages=S.STAGES):
         i_c = high - 1 - i_back
-        i_t = start + i_c * CT
-        tokens = tl.minimum(length - i_c * CT, CT)
-        m_i, m_r = o_i < tokens, o_r < tokens * N_STEPS
-        i_slot, i_own = (i_m + i_c) * HV + i_h, (number + i_c) * HV + i_h
-        p_x = (i_own * BT + o_r[None, :]) * V + o_v[:, None]
-        b_q = load_keys(q, q, i_t, i_slot, i_key, o_i, m_i, o_k, BQ, S)
-        b_y = load_keys(k, write, i_t * N_STEPS, i_slot, i_key, o_r, m_r, o_k, BT, S)
-        b_do = load_tile(d_o, i_t, i_h, i_v * BV, o_i, m_i, o_v, HV, V, WHOLE_V, TMA)
+        i_t = start + i_c * S.CT
+        tokens = tl.minimum(length - i_c * S.CT, S.CT)
+        m_i, m_r = o_i < tokens, o_r < tokens * S.N_STEPS
+        i_slot, i_own = (i_m + i_c) * S.HV + i_h, (number + i_c) * S.HV + i_h
+        p_x = (i_own * S.BT + o_r[None, :]) * S.V + o_v[:, None]
+        b_q = load_keys(q, q, i_t, i_slot, i_key, o_i, m_i, o_k, S.BQ, S)
+        b_y = load_keys(k, write, i_t * S.N_STEPS, i_slot, i_key, o_r, m_r, o_k, S.BT, S)
+        b_do = load_tile(d_o, i_t, i_h, i_v * S.BV, o_i, m_i, o_v, S.HV, S.V, S)
         if scores is None:
-            b_p = raw_scores(b_q, b_y, o_i[:, None] >= o_r[None, :], PRECISION)
+            b_p = raw_scores(b_q, b_y, o_i[:, None] >= o_r[None, :], S.PRECISION)
         else:
-            b_p = load_slot(scores, i_slot, o_i, o_r, BQ, BT, TMA)
+            b_p = load_slot(scores, i_slot, o_i, o_r, S.BQ, S.BT, S)
         dtype = b_do.dtype
         b_low = b_d.to(dtype)
         if d_states is not None:
-            tl.store(state_tile(d_states, i_own, 0, o_v, o_k, 1, K, V), b_low, mask=m_s)
+            tl.store(state_tile(d_states, i_own, 0, o_v, o_k, 1, S.K, S.V), b_low, mask=m_s)
         b_z, b_x = written_gradients(b_low, b_do, b_y, b_p, x, i_slot, o_i, o_r, S)
-        if ERASE != "none":
-            b_n = load_slot(corrections, i_slot, o_r, o_r, BT, BT, TMA)
+        if S.ERASE != "none":
+            b_n = load_slot(corrections, i_slot, o_r, o_r, S.BT, S.BT, S)
             b_e = b_y
-            if DECAYED:
-                b_e = load_slot(erase, i_slot, o_r, o_k, BT, K, TMA)
+            if S.DECAYED:
+                b_e = load_slot(erase, i_slot, o_r, o_k, S.BT, S.K, S)
             b_low_x = b_x.to(dtype)
-            if ERASE == "tied":
-                b_beta = load_scaling(scalings, i_slot, BETA, o_r, BT, TMA)
+            if S.ERASE == "tied":
+                b_beta = load_scaling(scalings, i_slot, BETA, o_r, S)
                 b_low_x = (b_x * b_beta).to(dtype)
-            b_x = tl.dot(b_low_x, b_n, acc=b_x, input_precision=PRECISION)
+            b_x = tl.dot(b_low_x, b_n, acc=b_x, input_precision=S.PRECISION)
         if d_errors is not None:
             tl.store(d_errors + p_x, b_x.to(dtype), mask=m_v)
-        if ERASE == "tied":
+        if S.ERASE == "tied":
             b_x *= b_beta
         if d_v is not None:
-            row, b_dv = i_t * N_STEPS, b_x.to(dtype)
-            store_output(d_v, b_dv, row, i_h, i_v, o_r, o_v, m_r, m_v, S, TMA_STORE)
+            row, b_dv = i_t * S.N_STEPS, b_x.to(dtype)
+            store_output(d_v, b_dv, row, i_h, i_v, o_r, o_v, m_r, m_v, S)
         if d_values is not None:
-            b_k = load_slot(k, i_slot, o_r, o_k, BT, K, TMA)
+            b_k = load_slot(k, i_slot, o_r, o_k, S.BT, S.K, S)
             b_dv = value_gradients(b_low, b_do, b_x.to(dtype), b_k, x, i_slot, o_i, o_r, S)
             tl.store(d_values + p_x, b_dv.to(dtype), mask=m_v)
-        if DECAY != "none":
-            b_d *= load_decay(chunk_decay, i_slot, o_k, K, DECAY)
-        b_d = tl.dot(b_z, b_q, acc=b_d, input_precision=PRECISION)
-        if ERASE == "tied":
+        if S.DECAY != "none":
+            b_d *= load_decay(chunk_decay, i_slot, o_k, S)
+        b_d = tl.dot(b_z, b_q, acc=b_d, input_precision=S.PRECISION)
+        if S.ERASE == "tied":
             b_x = -b_x
-            if SCALED:
-                b_x *= load_scaling(scalings, i_slot, ERASE_ROW, o_r, BT, TMA)
-        if ERASE != "none":
-            b_d = tl.dot(b_x.to(dtype), b_e, acc=b_d, input_precision=PRECISION)
-    if SPLIT == "ends":
+            if S.SCALED:
+                b_x *= load_scaling(scalings, i_slot, ERASE_ROW, o_r, S)
+        if S.ERASE != "none":
+            b_d = tl.dot(b_x.to(dtype), b_e, acc=b_d, input_precision=S.PRECISION)
+    if S.SPLIT == "ends":
         i_n, place = i_s, 0
-    if WINDOW != "none":
+    if S.WINDOW != "none":
         # Before the first of its chunks a stretch is not at its start.
         i_n, place = tl.where(window > 0, i_s, i_n), tl.where(window > 0, 0, place)
-    m_s = (o_v < tl.where(place == 0, V, 0))[:, None] & (o_k < K)[None, :]
-    tl.store(state_tile(d_initial, i_n, i_h, o_v, o_k, HV, K, V), b_d, mask=m_s)
+    m_s = (o_v < tl.where(place == 0, S.V, 0))[:, None] & (o_k < S.K)[None, :]
+    tl.store(state_tile(d_initial, i_n, i_h, o_v, o_k, S.HV, S.K, S.V), b_d, mask=m_s)
 
 
 # Launches: through whole sequences, through segments from the states at their starts, or through
@@ -396,7 +368,7 @@ def scan_config(call: Call, name: str, ends: bool) -> dict[str, Any]:
     # Where products end in tensor memory, Triton cannot hold a store of the copy engine back.
     stores = full and architecture(call.inputs.q.device) < TENSOR_MEMORY
     own = {"TMA": full, "TMA_STORE": stores, "num_stages": config["STAGES"]}
-    return config | own | ({"SPLIT": "ends"} if ends else {})
+    return config | own | {"SPLIT": "ends" if ends else call.plan.split}
 
 
 def ends_configuration(config: dict[str, int]) -> dict[str, int]:

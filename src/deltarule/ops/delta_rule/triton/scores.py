@@ -57,27 +57,25 @@ SUM_HEADS = 16
 
 @triton.jit(do_not_specialize=["T", "N"])
 def head_sums_kernel(
-    log_decay, cu_seqlens, scalings, T, N, s_decay_b, s_decay_t, s_decay_h,
-    HV: tl.constexpr, N_STEPS: tl.constexpr, CT: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr,
-    PACKED: tl.constexpr,
+    log_decay, cu_seqlens, scalings, T, N, s_decay_b, s_decay_t, s_decay_h, S: tl.constexpr,
 ):  # fmt: skip
     """Two rows of scalings [M, HV, SCALINGS, BT], of one chunk and BH heads.
 
     Of the rows of a token the first decays.
     """
-    i_m, o_h = tl.program_id(0), tl.program_id(1) * BH + tl.arange(0, BH)
-    first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
+    i_m, o_h = tl.program_id(0), tl.program_id(1) * S.BH + tl.arange(0, S.BH)
+    first, tokens = chunk_place(i_m, cu_seqlens, T, N, S.CT, S.PACKED)
     if tokens <= 0:
         return
-    o_r = tl.arange(0, BT)
-    m_r = (o_r < tl.minimum(tokens, CT) * N_STEPS) & (o_r % N_STEPS == 0)
-    m_h = (o_h < HV)[None, :]
-    p_g = log_decay + (first // T) * s_decay_b + (first % T + o_r // N_STEPS)[:, None] * s_decay_t
+    o_r = tl.arange(0, S.BT)
+    m_r = (o_r < tl.minimum(tokens, S.CT) * S.N_STEPS) & (o_r % S.N_STEPS == 0)
+    m_h = (o_h < S.HV)[None, :]
+    p_g = log_decay + (first // T) * s_decay_b + (first % T + o_r // S.N_STEPS)[:, None] * s_decay_t
     b_g = tl.load(p_g + o_h[None, :] * s_decay_h, mask=m_r[:, None] & m_h, other=0.0)
     whole, rest = decay_sums(b_g.to(tl.float32))
-    p_s = scalings + (i_m.to(tl.int64) * HV + o_h)[None, :] * SCALINGS * BT + o_r[:, None]
-    tl.store(p_s + WHOLE * BT, whole, mask=m_h)
-    tl.store(p_s + REST * BT, rest, mask=m_h)
+    p_s = scalings + (i_m.to(tl.int64) * S.HV + o_h)[None, :] * SCALINGS * S.BT + o_r[:, None]
+    tl.store(p_s + WHOLE * S.BT, whole, mask=m_h)
+    tl.store(p_s + REST * S.BT, rest, mask=m_h)
 
 
 @triton.jit
@@ -98,80 +96,76 @@ def load_chunk_sums(p_s, o_r, o_i, N_STEPS: tl.constexpr, BT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "N"])
 def pair_scores_kernel(
-    q, k, beta, cu_seqlens, scores, corrections, scalings, chunk_decay,
-    scale, T, N, s_beta_b, s_beta_t, s_beta_h,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, N_STEPS: tl.constexpr,
-    CT: tl.constexpr, BT: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
-    HAS_DECAY: tl.constexpr, TIED: tl.constexpr, UNIT_NORM: tl.constexpr, PACKED: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, beta, cu_seqlens, scores, corrections, scalings, chunk_decay, scale, T, N, s_beta_b,
+    s_beta_t, s_beta_h, S: tl.constexpr,
 ):  # fmt: skip
     """scores [M, HV, BQ, BT], corrections [M, HV, BT, BT], scalings [M, HV, SCALINGS, BT]."""
     i_m, i_h = tl.program_id(0), tl.program_id(1)
-    i_key = i_h // (HV // H)
-    first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
+    i_key = i_h // (S.HV // S.H)
+    first, tokens = chunk_place(i_m, cu_seqlens, T, N, S.CT, S.PACKED)
     if tokens <= 0:
         return
-    tokens = tl.minimum(tokens, CT)
-    o_i, o_r, o_k = tl.arange(0, BQ), tl.arange(0, BT), tl.arange(0, BK)
-    m_i, m_r = o_i < tokens, o_r < tokens * N_STEPS
-    i_slot = i_m.to(tl.int64) * HV + i_h
+    tokens = tl.minimum(tokens, S.CT)
+    o_i, o_r, o_k = tl.arange(0, S.BQ), tl.arange(0, S.BT), tl.arange(0, S.BK)
+    m_i, m_r = o_i < tokens, o_r < tokens * S.N_STEPS
+    i_slot = i_m.to(tl.int64) * S.HV + i_h
     p_s = scalings
-    if TIED or HAS_DECAY or UNIT_NORM:
-        p_s += i_slot * SCALINGS * BT
+    if S.TIED or S.HAS_DECAY or S.UNIT_NORM:
+        p_s += i_slot * SCALINGS * S.BT
     # Fetched before the tiles, so that the program waits for both at once; those of several steps
     # would take more registers than there are.
-    if HAS_DECAY and N_STEPS == 1:
-        whole, rest, whole_q, rest_q = load_chunk_sums(p_s, o_r, o_i, N_STEPS, BT)
-    b_k = load_tile(k, first * N_STEPS, i_key, 0, o_r, m_r, o_k, H, K, K == BK, TMA)
-    if scores is not None or UNIT_NORM:
-        b_q = load_tile(q, first, i_key, 0, o_i, m_i, o_k, H, K, K == BK, TMA)
+    if S.HAS_DECAY and S.N_STEPS == 1:
+        whole, rest, whole_q, rest_q = load_chunk_sums(p_s, o_r, o_i, S.N_STEPS, S.BT)
+    b_k = load_tile(k, first * S.N_STEPS, i_key, 0, o_r, m_r, o_k, S.H, S.K, S)
+    if scores is not None or S.UNIT_NORM:
+        b_q = load_tile(q, first, i_key, 0, o_i, m_i, o_k, S.H, S.K, S)
     b_read = tl.where(m_i, scale, 0.0)
     b_key = tl.where(m_r, 1.0, 0.0)
-    if UNIT_NORM:
+    if S.UNIT_NORM:
         b_read *= inverse_norm(b_q)
         b_key *= inverse_norm(b_k)
     if scores is not None:
-        b_p = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        if UNIT_NORM:
+        b_p = tl.dot(b_q, tl.trans(b_k), input_precision=S.PRECISION)
+        if S.UNIT_NORM:
             b_p *= b_read[:, None] * b_key[None, :]
         else:
             b_p *= scale
-        if HAS_DECAY:
-            if N_STEPS > 1:
-                whole, rest, whole_q, rest_q = load_chunk_sums(p_s, o_r, o_i, N_STEPS, BT)
+        if S.HAS_DECAY:
+            if S.N_STEPS > 1:
+                whole, rest, whole_q, rest_q = load_chunk_sums(p_s, o_r, o_i, S.N_STEPS, S.BT)
             b_ratio = decay_ratio(whole_q[:, None], rest_q[:, None], whole[None, :], rest[None, :])
             b_p *= b_ratio
-        b_p = tl.where(o_r[None, :] // N_STEPS <= o_i[:, None], b_p, 0.0)
-        p_p = scores + i_slot * BQ * BT + o_i[:, None] * BT + o_r[None, :]
+        b_p = tl.where(o_r[None, :] // S.N_STEPS <= o_i[:, None], b_p, 0.0)
+        p_p = scores + i_slot * S.BQ * S.BT + o_i[:, None] * S.BT + o_r[None, :]
         tl.store(p_p, b_p.to(scores.dtype.element_ty))
-    if TIED:
+    if S.TIED:
         p_beta = beta + (first // T) * s_beta_b + i_h * s_beta_h
-        p_beta += (first % T * N_STEPS + o_r) * s_beta_t
+        p_beta += (first % T * S.N_STEPS + o_r) * s_beta_t
         b_beta = tl.load(p_beta, mask=m_r, other=0.0).to(tl.float32)
-        tl.store(p_s + BETA * BT + o_r, b_beta)
-        b_m = -tl.dot(b_k, tl.trans(b_k), input_precision=PRECISION)
-        if UNIT_NORM:
+        tl.store(p_s + BETA * S.BT + o_r, b_beta)
+        b_m = -tl.dot(b_k, tl.trans(b_k), input_precision=S.PRECISION)
+        if S.UNIT_NORM:
             b_m *= b_key[:, None] * b_key[None, :]
-        if HAS_DECAY:
-            if N_STEPS > 1:
+        if S.HAS_DECAY:
+            if S.N_STEPS > 1:
                 b_ratio = decay_ratio(whole[:, None], rest[:, None], whole[None, :], rest[None, :])
             b_m *= b_ratio
         b_m = tl.where(o_r[:, None] > o_r[None, :], b_m, 0.0)
-        b_n = correction(b_m, b_beta, BT, PRECISION)
-        p_n = corrections + i_slot * BT * BT + o_r[:, None] * BT + o_r[None, :]
+        b_n = correction(b_m, b_beta, S.BT, S.PRECISION)
+        p_n = corrections + i_slot * S.BT * S.BT + o_r[:, None] * S.BT + o_r[None, :]
         tl.store(p_n, b_n.to(corrections.dtype.element_ty))
-    if HAS_DECAY:
-        whole_end, rest_end = load_decay_sums(p_s, BT - 1, BT)
+    if S.HAS_DECAY:
+        whole_end, rest_end = load_decay_sums(p_s, S.BT - 1, S.BT)
         tl.store(chunk_decay + i_slot, tl.exp2(whole_end + rest_end))
         b_read *= tl.exp2(whole_q + rest_q)
         b_write = b_key * decay_ratio(whole_end, rest_end, whole, rest)
         b_key *= tl.exp2(whole + rest)
-        tl.store(p_s + WRITE * BT + o_r, b_write)
-    elif UNIT_NORM:
-        tl.store(p_s + WRITE * BT + o_r, b_key)
-    if HAS_DECAY or UNIT_NORM:
-        tl.store(p_s + READ * BT + o_i, b_read)
-        tl.store(p_s + ERASE_ROW * BT + o_r, b_key)
+        tl.store(p_s + WRITE * S.BT + o_r, b_write)
+    elif S.UNIT_NORM:
+        tl.store(p_s + WRITE * S.BT + o_r, b_key)
+    if S.HAS_DECAY or S.UNIT_NORM:
+        tl.store(p_s + READ * S.BT + o_i, b_read)
+        tl.store(p_s + ERASE_ROW * S.BT + o_r, b_key)
 
 
 def score_shapes(inputs: Inputs, plan: Plan) -> Shapes:

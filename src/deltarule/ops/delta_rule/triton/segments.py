@@ -25,52 +25,51 @@ CONFIG = {"BV": 16, "num_warps": 8, "num_stages": 2}
 
 @triton.jit(do_not_specialize=["T", "per_segment"])
 def segment_starts_kernel(
-    boundary, ends, transitions, starts, cu_seqlens, T, per_segment,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, CT: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, DIAGONAL: tl.constexpr, REVERSED: tl.constexpr,
-    PACKED: tl.constexpr, OPEN: tl.constexpr = False,
+    boundary, ends, transitions, starts, cu_seqlens, T, per_segment, S: tl.constexpr,
 ):  # fmt: skip
     """starts [slots, HV, V, K] from boundary [N, HV, V, K] and ends [slots, HV, ROWS, K].
 
     REVERSED ends have V rows. The transitions are rows V to ROWS of a tensor [slots, HV, ROWS, K].
     """
-    i_v, i_h, i_n = place_of((V + BV - 1) // BV, HV)
-    start, length = sequence_bounds(cu_seqlens, i_n, T, PACKED)
-    size = per_segment * CT
-    i_s = first_chunk(start, i_n, T, size, PACKED)
+    i_v, i_h, i_n = place_of((S.V + S.BV - 1) // S.BV, S.HV)
+    start, length = sequence_bounds(cu_seqlens, i_n, T, S.PACKED)
+    size = per_segment * S.CT
+    i_s = first_chunk(start, i_n, T, size, S.PACKED)
     count = tl.maximum(tl.cdiv(length, size), 1)
     step = 1
-    END_ROWS: tl.constexpr = V if REVERSED else ROWS
-    if REVERSED:
+    END_ROWS: tl.constexpr = S.V if S.REVERSED else S.ROWS
+    if S.REVERSED:
         i_s += count - 1
         step = -1
-    o_k, o_v = tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
-    m_k, m_s = o_k < K, (o_v < V)[:, None] & (o_k < K)[None, :]
-    b_s = tl.zeros([BV, BK], tl.float32)
+    o_k, o_v = tl.arange(0, S.BK), i_v * S.BV + tl.arange(0, S.BV)
+    m_k, m_s = o_k < S.K, (o_v < S.V)[:, None] & (o_k < S.K)[None, :]
+    b_s = tl.zeros([S.BV, S.BK], tl.float32)
     if boundary is not None:
-        b_s = tl.load(state_tile(boundary, i_n, i_h, o_v, o_k, HV, K, V), mask=m_s, other=0.0)
-    tl.store(state_tile(starts, i_s, i_h, o_v, o_k, HV, K, V), b_s, mask=m_s)
-    if not OPEN:
-        m_more = m_s & (o_v < tl.where(count > 1, V, 0))[:, None]
+        b_s = tl.load(state_tile(boundary, i_n, i_h, o_v, o_k, S.HV, S.K, S.V), mask=m_s, other=0.0)
+    tl.store(state_tile(starts, i_s, i_h, o_v, o_k, S.HV, S.K, S.V), b_s, mask=m_s)
+    if not S.OPEN:
+        m_more = m_s & (o_v < tl.where(count > 1, S.V, 0))[:, None]
         # The first one's end comes from the true state.
-        p_end = state_tile(ends, i_s, i_h, o_v, o_k, HV, K, END_ROWS)
+        p_end = state_tile(ends, i_s, i_h, o_v, o_k, S.HV, S.K, END_ROWS)
         b_s = tl.load(p_end, mask=m_more, other=0.0)
-        p_s = state_tile(starts, i_s + step, i_h, o_v, o_k, HV, K, V)
+        p_s = state_tile(starts, i_s + step, i_h, o_v, o_k, S.HV, S.K, S.V)
         tl.store(p_s, b_s, mask=m_more)
-    for i in range(0 if OPEN else 1, count - 1):
+    for i in range(0 if S.OPEN else 1, count - 1):
         i_from = i_s + i * step
-        p_end = state_tile(ends, i_from, i_h, o_v, o_k, HV, K, END_ROWS)
+        p_end = state_tile(ends, i_from, i_h, o_v, o_k, S.HV, S.K, END_ROWS)
         b_end = tl.load(p_end, mask=m_s, other=0.0)
-        if DIAGONAL:
-            p_a = state_tile(transitions, i_from, i_h, V + tl.arange(0, 1), o_k, HV, K, ROWS)
+        if S.DIAGONAL:
+            p_a = state_tile(
+                transitions, i_from, i_h, S.V + tl.arange(0, 1), o_k, S.HV, S.K, S.ROWS
+            )
             b_s = b_s * tl.load(p_a, mask=m_k[None, :], other=0.0) + b_end
         else:
-            p_a = state_tile(transitions, i_from, i_h, V + o_k, o_k, HV, K, ROWS)
+            p_a = state_tile(transitions, i_from, i_h, S.V + o_k, o_k, S.HV, S.K, S.ROWS)
             b_a = tl.load(p_a, mask=m_k[:, None] & m_k[None, :], other=0.0)
-            if REVERSED:
+            if S.REVERSED:
                 b_a = tl.trans(b_a)
             b_s = tl.dot(b_s, b_a, acc=b_end, input_precision="tf32x3")
-        p_s = state_tile(starts, i_from + step, i_h, o_v, o_k, HV, K, V)
+        p_s = state_tile(starts, i_from + step, i_h, o_v, o_k, S.HV, S.K, S.V)
         tl.store(p_s, b_s, mask=m_s)
 
 

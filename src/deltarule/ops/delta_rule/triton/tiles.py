@@ -1,5 +1,6 @@
 """Tiles of what the kernels from chunk to chunk read and write: device functions."""
 
+from collections import namedtuple
 from typing import NamedTuple
 
 import triton
@@ -10,32 +11,21 @@ READ, ERASE_ROW, WRITE, BETA = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 WHOLE, REST, SCALINGS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
 
 
-class Sizes(NamedTuple):
-    """What a kernel is compiled for, handed on as one constant: sizes, tiles and choices."""
-
-    H: int = 0
-    HV: int = 0
-    K: int = 0
-    V: int = 0
-    N_STEPS: int = 1
-    CT: int = 0
-    BT: int = 0
-    BQ: int = 0
-    BK: int = 0
-    BC: int = 0
-    BV: int = 0
-    ERASE: str = ""
-    TIED: bool = False
-    HAS_DECAY: bool = False
-    UNIT_NORM: bool = False
-    DECAYED: bool = False
-    SCALED: bool = False
-    TMA: bool = False
-    PRECISION: str = ""
-    EXACT: bool = False
-    BAR: float = 0.0
-    SHIFT: float = 0.0
-    MERGE: str = ""
+# What a kernel is compiled for, handed on as one constant; None what a launch does not know.
+Sizes = namedtuple(
+    "Sizes",
+    # Heads and channels, writes of a token, tokens and rows of a chunk, and tiles of them.
+    "H HV K V N_STEPS CT BT BQ BK BC BV BN "
+    # Kinds of calls.
+    "ERASE TIED DECAY HAS_DECAY DECAYED SCALED UNIT_NORM PACKED "
+    # How products are taken, and what decays are held to.
+    "PRECISION MERGE EXACT BAR SHIFT "
+    # What a launch goes through, does besides, and moves by the copy engine.
+    "SPLIT OPEN WINDOW ERASING_ROWS OUTPUT SAVE STAGES TMA TMA_STORE "
+    # What one kernel alone is told: heads of a sum; parts of a decay's gradient; ends of segments;
+    # rows of a thread, and how far decays may go.
+    "BH BD SLICES PAIRS ROWS DIAGONAL REVERSED DEEP RANGE",
+)
 
 
 @triton.jit
@@ -45,23 +35,20 @@ def state_tile(x, i_n, i_h, o_v, o_k, HV: tl.constexpr, K: tl.constexpr, V: tl.c
 
 
 @triton.jit
-def load_state(
-    x, i_slot, i_v, i_k, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
-    TMA: tl.constexpr,
-):  # fmt: skip
+def load_state(x, i_slot, i_v, i_k, S: tl.constexpr):
     """Rows from i_v and channels from i_k on of a chunk's state; zeros outside.
 
     x is [slots, V, K], or with TMA a descriptor of [slots * V, K], and then the tile is full.
     """
-    if TMA:
-        b_x = x.load([(i_slot * V).to(tl.int32) + i_v, i_k])
+    if S.TMA:
+        b_x = x.load([(i_slot * S.V).to(tl.int32) + i_v, i_k])
     else:
-        o_v, o_k = i_v + tl.arange(0, BV), i_k + tl.arange(0, BC)
-        p_x = state_tile(x, i_slot, 0, o_v, o_k, 1, K, V)
-        if K % BC == 0 and V % BV == 0:
+        o_v, o_k = i_v + tl.arange(0, S.BV), i_k + tl.arange(0, S.BC)
+        p_x = state_tile(x, i_slot, 0, o_v, o_k, 1, S.K, S.V)
+        if S.K % S.BC == 0 and S.V % S.BV == 0:
             b_x = tl.load(p_x)
         else:
-            b_x = tl.load(p_x, mask=(o_v < V)[:, None] & (o_k < K)[None, :], other=0.0)
+            b_x = tl.load(p_x, mask=(o_v < S.V)[:, None] & (o_k < S.K)[None, :], other=0.0)
     return b_x
 
 
@@ -80,17 +67,18 @@ def load_chunk(
 
 @triton.jit
 def load_tile(
-    x, row, i_h, column, o_r, m_r, o_c, HEADS: tl.constexpr, C: tl.constexpr, WHOLE: tl.constexpr,
-    TMA: tl.constexpr,
-):  # fmt: skip
+    x, row, i_h, column, o_r, m_r, o_c, HEADS: tl.constexpr, C: tl.constexpr, S: tl.constexpr
+):
     """Rows o_r from `row` on and columns o_c (from `column` on) of head i_h; zeros outside.
 
     x is [rows, HEADS, C], or with TMA a descriptor of [rows, HEADS * C], and then the tile is full.
     """
-    if TMA:
+    if S.TMA:
         b_x = x.load([row.to(tl.int32), i_h * C + column])
     else:
-        b_x = load_rows(x + (row * HEADS + i_h) * C, o_r, m_r, o_c, C, HEADS * C, WHOLE)
+        # A tile has a power of two of columns.
+        WHOLE_ROWS: tl.constexpr = (o_c.shape[0] - 1) & C == 0
+        b_x = load_rows(x + (row * HEADS + i_h) * C, o_r, m_r, o_c, C, HEADS * C, WHOLE_ROWS)
     return b_x
 
 
@@ -106,12 +94,12 @@ def load_rows(x, o_r, m_r, o_c, C: tl.constexpr, stride, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def load_slot(x, i_slot, o_r, o_c, ROWS: tl.constexpr, C: tl.constexpr, TMA: tl.constexpr):
+def load_slot(x, i_slot, o_r, o_c, ROWS: tl.constexpr, C: tl.constexpr, S: tl.constexpr):
     """A chunk's tile of a tensor [M, HV, ROWS, C], whose empty rows hold zeros.
 
     With TMA x is a descriptor of [M * HV * ROWS, C].
     """
-    if TMA:
+    if S.TMA:
         b_x = x.load([(i_slot * ROWS).to(tl.int32), 0])
     else:
         p_x = x + i_slot * ROWS * C + o_r[:, None] * C + o_c[None, :]
@@ -126,41 +114,41 @@ def load_slot(x, i_slot, o_r, o_c, ROWS: tl.constexpr, C: tl.constexpr, TMA: tl.
 def load_keys(x, decayed, row, i_slot, i_key, o_r, m_r, o_k, ROWS: tl.constexpr, S: tl.constexpr):
     """A chunk's rows of q or k, or of what they are once decayed."""
     if S.DECAYED:
-        b_x = load_slot(decayed, i_slot, o_r, o_k, ROWS, S.K, S.TMA)
+        b_x = load_slot(decayed, i_slot, o_r, o_k, ROWS, S.K, S)
     else:
-        b_x = load_tile(x, row, i_key, 0, o_r, m_r, o_k, S.H, S.K, S.K == S.BK, S.TMA)
+        b_x = load_tile(x, row, i_key, 0, o_r, m_r, o_k, S.H, S.K, S)
     return b_x
 
 
 @triton.jit
-def load_scaling(scalings, i_slot, which: tl.constexpr, o_r, BT: tl.constexpr, TMA: tl.constexpr):
+def load_scaling(scalings, i_slot, which: tl.constexpr, o_r, S: tl.constexpr):
     """One scaling of a chunk's rows, as [1, rows]."""
-    if TMA:
+    if S.TMA:
         b_x = scalings.load([(i_slot * SCALINGS + which).to(tl.int32), 0])
     else:
-        b_x = tl.load(scalings + (i_slot * SCALINGS + which) * BT + o_r)[None, :]
+        b_x = tl.load(scalings + (i_slot * SCALINGS + which) * S.BT + o_r)[None, :]
     return b_x
 
 
 @triton.jit
-def load_decay(chunk_decay, i_slot, o_k, K: tl.constexpr, DECAY: tl.constexpr):
+def load_decay(chunk_decay, i_slot, o_k, S: tl.constexpr):
     """The decay of a whole chunk, to be multiplied by rows of the state."""
-    if DECAY == "head":
+    if S.DECAY == "head":
         b_decay = tl.load(chunk_decay + i_slot)
     else:
-        b_decay = tl.load(chunk_decay + i_slot * K + o_k, mask=o_k < K, other=0.0)[None, :]
+        b_decay = tl.load(chunk_decay + i_slot * S.K + o_k, mask=o_k < S.K, other=0.0)[None, :]
     return b_decay
 
 
 @triton.jit
-def boundary_state(x, i_s, i_n, i_h, o_v, o_k, at_boundary, S: tl.constexpr, SPLIT: tl.constexpr):
+def boundary_state(x, i_s, i_n, i_h, o_v, o_k, at_boundary, S: tl.constexpr):
     """Where a program starts: with a segment's state, or a sequence's; zeros elsewhere."""
     b_s = tl.zeros([S.BV, S.BK], tl.float32)
     if x is not None:
         rows, i_x = S.V, i_n
-        if SPLIT == "starts":
+        if S.SPLIT == "starts":
             i_x = i_s
-        if SPLIT == "ends":
+        if S.SPLIT == "ends":
             rows = tl.where(at_boundary, S.V, 0)
         mask = (o_v < rows)[:, None] & (o_k < S.K)[None, :]
         b_s = tl.load(state_tile(x, i_x, i_h, o_v, o_k, S.HV, S.K, S.V), mask=mask, other=0.0)
@@ -181,26 +169,12 @@ def store_ends(ends, i_s, i_h, i_v, i_a, o_k, b_s, b_through, S: tl.constexpr):
 
 
 @triton.jit
-def store_final(
-    final_state, i_s, i_n, i_h, o_v, o_k, last, b_s, S: tl.constexpr, WINDOW: tl.constexpr
-):
+def store_final(final_state, i_s, i_n, i_h, o_v, o_k, last, b_s, S: tl.constexpr):
     """The state that a sequence ends with (last), or in any case that of a stretch's window."""
-    if WINDOW != "none":
+    if S.WINDOW != "none":
         i_n, last = i_s, True
     m_s = (o_v < tl.where(last, S.V, 0))[:, None] & (o_k < S.K)[None, :]
     tl.store(state_tile(final_state, i_n, i_h, o_v, o_k, S.HV, S.K, S.V), b_s, mask=m_s)
-
-
-@triton.jit
-def load_errors(v, errors, row, rows, i_h, i_slot, i_v, S: tl.constexpr, TMA: tl.constexpr):
-    """E of the values from i_v on: kept by the forward, or v where nothing is erased."""
-    if S.TIED:
-        b_e = load_chunk(errors, i_slot, i_v, S.V, S.BT, S.BV, TMA)
-    else:
-        o_r, o_v = tl.arange(0, S.BT), i_v + tl.arange(0, S.BV)
-        WHOLE: tl.constexpr = S.V % S.BV == 0
-        b_e = load_tile(v, row, i_h, i_v, o_r, o_r < rows, o_v, S.HV, S.V, WHOLE, TMA)
-    return b_e
 
 
 @triton.jit
@@ -393,6 +367,17 @@ class Chunk(NamedTuple):
 
 
 @triton.jit
+def load_errors(x, at, i_v, S: tl.constexpr):
+    """E of the values from i_v on: kept by the forward, or v where nothing is erased."""
+    if S.TIED:
+        b_e = load_chunk(x.errors, at.own, i_v, S.V, S.BT, S.BV, S.TMA)
+    else:
+        row, o_r, o_v = at.first * S.N_STEPS, tl.arange(0, S.BT), i_v + tl.arange(0, S.BV)
+        b_e = load_tile(x.v, row, at.head, i_v, o_r, o_r < at.rows, o_v, S.HV, S.V, S)
+    return b_e
+
+
+@triton.jit
 def no_held(BV: tl.constexpr, PRECISION: tl.constexpr):
     if PRECISION == "tf32x3":
         b_held = tl.zeros([BV], tl.float32)
@@ -419,16 +404,13 @@ def over_values(x, at, o_i, m_i, i_k, S: tl.constexpr, WRITTEN: tl.constexpr):
     b_gp, b_gm = tl.zeros([S.BQ, S.BT], tl.float32), tl.zeros([S.BT, S.BT], tl.float32)
     b_read, b_row = tl.zeros([S.BQ, S.BC], tl.float32), tl.zeros([S.BT, S.BC], tl.float32)
     b_col, b_held = tl.zeros([S.BT, S.BC], tl.float32), no_held(S.BV, S.PRECISION)
-    WHOLE: tl.constexpr = S.V % S.BV == 0
     for i_v in range(0, S.V, S.BV):
         o_v = i_v + tl.arange(0, S.BV)
-        b_do = load_tile(x.d_o, at.first, at.head, i_v, o_i, m_i, o_v, S.HV, S.V, WHOLE, S.TMA)
-        b_e = load_errors(
-            x.v, x.errors, at.first * S.N_STEPS, at.rows, at.head, at.own, i_v, S, S.TMA
-        )
-        b_s = load_state(x.states, at.own, i_v, i_k, S.K, S.V, S.BV, S.BC, S.TMA)
+        b_do = load_tile(x.d_o, at.first, at.head, i_v, o_i, m_i, o_v, S.HV, S.V, S)
+        b_e = load_errors(x, at, i_v, S)
+        b_s = load_state(x.states, at.own, i_v, i_k, S)
         if WRITTEN:
-            b_d = load_state(x.d_states, at.own, i_v, i_k, S.K, S.V, S.BV, S.BC, S.TMA)
+            b_d = load_state(x.d_states, at.own, i_v, i_k, S)
         b_gp = tl.dot(b_do, tl.trans(b_e), acc=b_gp, input_precision=S.PRECISION)
         b_read = tl.dot(b_do, b_s, acc=b_read, input_precision=S.PRECISION)
         if WRITTEN:
