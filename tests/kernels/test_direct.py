@@ -341,7 +341,7 @@ def constants(inputs: Inputs, monkeypatch) -> list[tuple[object, ...]]:
     made, x = launch.Call(inputs, plan), inputs.v
     layouts = [passes.kept_layout(made, save) for save in (False, True)]
     passes.forward_stages(inputs, plan, True)
-    passes.backward_stages(x, torch.zeros(inputs.state_shape), inputs, plan, x.new_empty(0))
+    passes.gradient_stages(inputs, plan, True, x, torch.zeros(inputs.state_shape), x.new_empty(0))
     launches = [x for x in plan.made.values() if isinstance(x, Launch)]
     return [
         (plan.tile_key, plan.chunks, plan.sizes, plan.per_segment), *layouts,

@@ -4,8 +4,9 @@ The operator's backend is an argument: its forward and backward are plain functi
 What `deltarule doctor` found wrong on this machine is refused.
 """
 
+from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,13 +82,6 @@ def why_not_triton(call: Request) -> str | None:
     return refusal(call.inputs) if anything_failed() else None
 
 
-def run_triton(call: Request) -> RecurrentOutput:
-    """Chunks in Triton, with a backward of its own."""
-    return recurrence.run(
-        call.inputs, "triton" if call.inputs.q.numel() else "torch", call.save_states
-    )
-
-
 def why_not_gluon(call: Request) -> str | None:
     """What the fused forward in Gluon, or its backward in Triton, cannot do."""
     if (reason := why_not_triton(call)) is not None:
@@ -97,34 +91,31 @@ def why_not_gluon(call: Request) -> str | None:
     return why_not(call.inputs)
 
 
-def run_gluon(call: Request) -> RecurrentOutput:
-    """The forward as one warp-specialised kernel, and the backward of the chunks in Triton."""
-    return recurrence.run(call.inputs, "gluon" if call.inputs.q.numel() else "torch", False)
+def runs(backend: str, saves: bool = True) -> Callable[[Request], RecurrentOutput]:
+    """What runs calls by a backend of the operator, and those without tokens in PyTorch."""
+
+    def run(call: Request) -> RecurrentOutput:
+        name = backend if call.inputs.q.numel() else "torch"
+        return recurrence.run(call.inputs, name, saves and call.save_states)
+
+    return run
 
 
-def run_torch(call: Request) -> RecurrentOutput:
-    """Chunks in PyTorch, with a backward of its own: any device."""
-    return recurrence.run(call.inputs, "torch", call.save_states)
+# Chunks, with a backward of their own: in Triton; the forward as one warp-specialised kernel, after
+# which the backward in Triton finds nothing saved; and in PyTorch, on any device.
+run_triton, run_gluon, run_torch = runs("triton"), runs("gluon", saves=False), runs("torch")
 
 
 def run_reference(call: Request) -> RecurrentOutput:
     """The definition, one token at a time, differentiable to any order."""
-    inputs = call.inputs
-    with without_autocast(inputs.q.device):
-        return _reference(inputs)
-
-
-def _reference(inputs: Inputs) -> RecurrentOutput:
-    q, k, v, beta, a, b, log_decay, initial_state, cu_seqlens, *_ = inputs
-    if a is not None and b is not None:
-        return definition.dplr(
-            q, k, v, a=a, b=b, log_decay=log_decay, scale=inputs.scale,
-            initial_state=initial_state, cu_seqlens=cu_seqlens,
-        )  # fmt: skip
-    return definition.delta_rule(
-        q, k, v, beta=beta, log_decay=log_decay, n_steps=inputs.n_steps, scale=inputs.scale,
-        normalize_qk=inputs.normalize_qk, initial_state=initial_state, cu_seqlens=cu_seqlens,
-    )  # fmt: skip
+    q, k, v, beta, a, b, *_ = call.inputs
+    names = "log_decay", "scale", "initial_state", "cu_seqlens"
+    given: dict[str, Any] = {name: getattr(call.inputs, name) for name in names}
+    with without_autocast(q.device):
+        if a is not None and b is not None:
+            return definition.dplr(q, k, v, a=a, b=b, **given)
+        given |= {"n_steps": call.inputs.n_steps, "normalize_qk": call.inputs.normalize_qk}
+        return definition.delta_rule(q, k, v, beta=beta, **given)
 
 
 # In the order in which impl="auto" prefers them.

@@ -7,14 +7,8 @@ score takes three products and the sums of decays are kept; here one, and nothin
 import triton
 import triton.language as tl
 
-from deltarule.ops.delta_rule.triton.channel_decay import (
-    GONE,
-)
-from deltarule.ops.delta_rule.triton.channel_tiles import (
-    inverse_norms,
-    store_scores,
-    store_square,
-)
+from deltarule.ops.delta_rule.triton.channel_decay import GONE
+from deltarule.ops.delta_rule.triton.channel_tiles import inverse_norms, store_scores, store_square
 from deltarule.ops.delta_rule.triton.tiles import BETA, LOG2_E, RESET, SCALINGS, correction
 from deltarule.ops.runtime.places import chunk_place, place_of
 

@@ -141,14 +141,15 @@ def replayed(
         which = stages, choice, *[x is None for x in more]
         compile_first(inputs, plan, which, lambda: first(inputs, plan, choice, *more))
     if known is ONCE and key.aligned and not launch.watched() and not capturing():
-        return record(stages, inputs, plan, choice, more, key)
+        outputs, found = record(stages, inputs, plan, choice, more)
+        remember(recordings, key.key, found)
+        return outputs
     return stages(inputs, plan, choice, *more)
 
 
 def record(
-    stages: Stages, inputs: Inputs, plan: Plan, choice: bool, more: tuple[Tensor | None, ...],
-    key: CallKey,
-) -> Outputs:  # fmt: skip
+    stages: Stages, inputs: Inputs, plan: Plan, choice: bool, more: tuple[Tensor | None, ...]
+) -> tuple[Outputs, Recording | None]:
     """Run the stages of a call and write down what they launch."""
     # Each argument is a tensor of its own, whatever the caller gave twice.
     named = inputs._asdict().items()
@@ -157,8 +158,7 @@ def record(
     tape = Tape([*own.values(), *(x for x in more if x is not None)])
     with launch.there(inputs.q.device), Watch(tape):
         outputs = stages(inputs._replace(**own), plan, choice, *more, tape=tape)
-    remember(recordings, key.key, tape.recording(outputs))
-    return outputs
+    return outputs, tape.recording(outputs)
 
 
 def compile_first(
@@ -176,7 +176,7 @@ def all_stages(inputs: Inputs, plan: Plan, save: bool) -> None:
     o, _, *kept = forward_stages(inputs, plan, save)
     if kept:
         # Mostly nobody asks for the final state's gradient.
-        backward_stages(torch.empty_like(o), None, contiguous(inputs), plan, kept[0])
+        gradient_stages(contiguous(inputs), plan, False, torch.empty_like(o), None, kept[0])
 
 
 def forward_stages(inputs: Inputs, plan: Plan, save: bool, tape: Tape | None = None) -> Outputs:
@@ -205,42 +205,37 @@ def fused_that_pays(call: Call, save: bool) -> Any:
 
 
 def gradient_stages(
-    inputs: Inputs, plan: Plan, again: bool, d_o: Tensor, d_final: Tensor | None, saved: Tensor,
-    tape: Tape | None = None,
-) -> Outputs:  # fmt: skip
+    inputs: Inputs, plan: Plan, again: bool, *given: Any, tape: Tape | None = None
+) -> Outputs:
     """The gradients by what there is; the kernels compute `again` what was not saved."""
-    found = zip(inputs, backward_stages(d_o, d_final, inputs, plan, saved, tape), strict=False)
+    call = call_back(inputs, plan, tape)
+    found = zip(inputs, gradients(call, begin_back(call, *given)), strict=False)
     return tuple(dx for x, dx in found if x is not None and dx is not None)
 
 
-def backward_stages(
-    d_o: Tensor, d_final: Tensor | None, inputs: Inputs, plan: Plan, saved: Tensor,
-    tape: Tape | None = None,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """The kernels of the backward; every tensor lies in one piece."""
-    call, cut = begun_back(d_o, d_final, inputs, plan, saved, tape)
-    return gradients(call, cut)
-
-
-def begun_back(
-    d_o: Tensor, d_final: Tensor | None, inputs: Inputs, plan: Plan, saved: Tensor,
-    tape: Tape | None = None, join: Any = None,
-) -> tuple[Call, Windows | None]:  # fmt: skip
-    """A backward up to its scans: what the forward kept, or what is computed again."""
+def call_back(inputs: Inputs, plan: Plan, tape: Tape | None = None) -> Call:
+    """The call of a backward, every tensor in one piece."""
     fast = inputs.by_channel and channel_stages.has_fast_form(inputs)
     if fast and inputs.log_decay is not None:
         inputs = inputs._replace(log_decay=piece(inputs.log_decay))
-    call, again = Call(inputs, plan, tape), saved.numel() == 0
+    return Call(inputs, plan, tape)
+
+
+def begin_back(
+    call: Call, d_o: Tensor, d_final: Tensor | None, saved: Tensor, join: Any = None
+) -> Windows | None:
+    """A backward up to its scans: what the forward kept, or what is computed again."""
+    again = saved.numel() == 0
     call.values |= {"d_o": d_o, "d_final": d_final, "states": None, "errors": None, "ends": None}
     call.values["join"] = join
-    cut = call.once(windows.windows_of) if again else None
+    cut: Windows | None = call.once(windows.windows_of) if again else None
     keep(call, cut is None, None if again else saved)
     # Scores per channel are kept where they are fast; the others are as fast to compute again.
-    if again or (inputs.by_channel and not fast):
+    if again or (call.inputs.by_channel and not channel_stages.has_fast_form(call.inputs)):
         scores(call)
     if again and cut is None:
         scan(call, output=False)
-    return call, cut
+    return cut
 
 
 def gradients(call: Call, cut: Windows | None) -> tuple[Tensor | None, ...]:
@@ -331,15 +326,13 @@ def saved_shape(inputs: Inputs) -> tuple[int, ...]:
 def contiguous(inputs: Inputs) -> Inputs:
     """Everything but the gates in one piece, and the offsets where the tensors are."""
     q, k, v, _, a, b, _, initial, offsets, *_ = inputs
-    pieces = (q, k, v, a, b, initial)
+    named = {"q": q, "k": k, "v": v, "a": a, "b": b, "initial_state": initial}
     # Mostly there is nothing to do.
-    if offsets is None and all(x is None or is_piece(x) for x in pieces):
+    if offsets is None and all(x is None or is_piece(x) for x in named.values()):
         return inputs
-    a, b, initial = (None if x is None else piece(x) for x in (a, b, initial))
-    return inputs._replace(
-        q=piece(q), k=piece(k), v=piece(v), a=a, b=b, initial_state=initial,
-        cu_seqlens=None if offsets is None else offsets.to(q.device),
-    )  # fmt: skip
+    pieces: dict[str, Any] = {name: piece(x) for name, x in named.items() if x is not None}
+    offsets = None if offsets is None else offsets.to(q.device)
+    return inputs._replace(cu_seqlens=offsets, **pieces)
 
 
 def is_piece(x: Tensor) -> bool:

@@ -15,7 +15,8 @@ from torch import Tensor
 from deltarule.ops.context.exchange import Halves, applied, in_two
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.passes import (
-    begun_back,
+    begin_back,
+    call_back,
     compile_first,
     contiguous,
     gradients,
@@ -143,7 +144,8 @@ def backward(
     """Gradients by the eight tensors from q to initial_state."""
     inputs = contiguous(inputs)
     joint = Joint(join, inputs.initial_state)
-    stages = backward_stages(piece(d_o), piece(d_final), inputs, split(inputs), saved, joint)
+    call = call_back(inputs, split(inputs))
+    stages = backward_stages(call, piece(d_o), piece(d_final), saved, joint)
     yield
     found = list(stages())
     if inputs.beta is not None and (d_beta := found[3]) is not None:
@@ -153,10 +155,10 @@ def backward(
 
 @in_two
 def backward_stages(
-    d_o: Tensor, d_final: Tensor, inputs: Inputs, plan: Plan, saved: Tensor, joint: "Joint"
+    call: Call, d_o: Tensor, d_final: Tensor, saved: Tensor, joint: "Joint"
 ) -> Halves[tuple[Tensor | None, ...]]:
     """The kernels of the backward, with a meeting half way."""
-    call, cut = begun_back(d_o, d_final, inputs, plan, saved, join=joint)
+    cut = begin_back(call, d_o, d_final, saved, joint)
     joint.begin_back(call)
     yield
     return gradients(call, cut)
@@ -187,4 +189,4 @@ def compiled(inputs: Inputs, plan: Plan, save: bool) -> None:
     o, final, kept = forward_stages(inputs, plan, save, Nobody(None))()
     if save:
         like = torch.empty_like(o), torch.empty_like(final)
-        backward_stages(*like, inputs, plan, kept, Nobody(None))()
+        backward_stages(call_back(inputs, plan), *like, kept, Nobody(None))()
