@@ -1,5 +1,9 @@
 """What single layers have beyond the frame: their gates, norms, widths and starting values."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -210,6 +214,31 @@ def test_beta_max_bounds_a_free_erase(name):
     calls = [layer.project(make_call(layer, inputs(1, 5))) for layer in (one, two)]
     erases = [RULES[name].arguments(projections)[0]["a"] for projections in calls]
     torch.testing.assert_close(2 * erases[0], erases[1])
+
+
+FIRST_CALLS = """
+import sys
+import torch
+from nn.layers import NAMES, inputs, make
+
+COMPILER = {"torch._dynamo", "torch._inductor", "sympy"}
+for name in NAMES:
+    y, state = make(name)(inputs(2, 40).requires_grad_())
+    y.sum().backward()
+    with torch.no_grad():
+        make(name)(inputs(2, 1), state)
+    if loaded := COMPILER & set(sys.modules):
+        print(name, *loaded)
+        COMPILER -= loaded
+"""
+
+
+def test_no_first_call_loads_the_compiler():
+    """Which takes a second; a process of its own runs every layer, and says who has loaded it."""
+    given = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", FIRST_CALLS]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=given)
+    assert done.stdout == ""
 
 
 def make_call(layer, x):

@@ -79,8 +79,7 @@ def test_a_backward_pass_keeps_few_memories(operator, maps, recompute, monkeypat
     leaves = {n: x.clone().requires_grad_() for n, x in case.tensors.items() if n != "position"}
 
     monkeypatch.setattr(memory, "mini_batch", noting(memory.mini_batch, seen))
-    if not recompute:
-        monkeypatch.setattr(memory, "_can_recompute", lambda: False)
+    monkeypatch.setattr(memory, "KEPT", 0 if recompute else 2**30)
     out = case.changed(**leaves).run()
     alive = sum(ref() is not None for ref in seen)
     assert len(seen) >= 100
@@ -102,8 +101,9 @@ def noting(mini_batch, seen):
 @every_kind
 def test_recomputed_gradients_equal_kept_ones(operator, maps, monkeypatch):
     case = make(operator, maps)
+    monkeypatch.setattr(memory, "KEPT", 0)
     found = case.gradients("torch")
-    monkeypatch.setattr(memory, "_can_recompute", lambda: False)
+    monkeypatch.setattr(memory, "KEPT", 2**30)
     for name, gradient in case.gradients("torch").items():
         assert torch.equal(gradient, found[name]), name
 

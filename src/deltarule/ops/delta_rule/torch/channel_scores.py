@@ -21,6 +21,7 @@ from deltarule.ops.delta_rule.torch.scores import (
     end_decay,
     exclusive_cumsum,
     exponent_gradient,
+    leading_axes,
     mask,
     pair_sums,
     pair_sums_backward,
@@ -61,7 +62,7 @@ class ChannelPairs(NamedTuple):
 
     def scores(self, x: Tensor, y: Tensor, *, strict: bool) -> Tensor:
         leaf, size = self.sizes
-        lead = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2], self.leaf.shape[:-4])
+        lead = leading_axes(x, y, self.leaf[..., 0, 0])
         scores = x.new_zeros(*lead, x.shape[-2], y.shape[-2])
         pairs = _leaf_scores(blocks(x, size, leaf), blocks(y, size, leaf), self.leaf)
         diagonal(scores, size, leaf).copy_(mask(pairs, strict))

@@ -68,7 +68,7 @@ class HeadPairs(NamedTuple):
         self, d_scores: Tensor, scores: Tensor, x: Tensor, y: Tensor, *, strict: bool
     ) -> tuple[Tensor, Tensor, "HeadPairs"]:
         d_product, d_pairs = self.product_backward(d_scores, scores, strict)
-        shared = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+        shared = leading_axes(x, y)
         d_product = d_product.sum_to_size(*shared, *d_product.shape[-2:])
         dx, dy = d_product @ y, d_product.mT @ x
         return dx.sum_to_size(x.shape), dy.sum_to_size(y.shape), d_pairs
@@ -247,6 +247,14 @@ def _times(scores: Tensor, matrix: Tensor) -> Tensor:
         return scores * matrix
     tokens = scores.unflatten(-1, (size, -1)).unflatten(-3, (size, -1))
     return (tokens * matrix[..., :, None, :, None]).flatten(-2).flatten(-3, -2)
+
+
+def leading_axes(*given: Tensor) -> torch.Size:
+    """What the axes before the last two broadcast to.
+
+    PyTorch's own `broadcast_shapes` loads sympy for it, which takes half a second.
+    """
+    return torch.broadcast_tensors(*(x[..., :0, :0] for x in given))[0].shape[:-2]
 
 
 def mask(scores: Tensor, strict: bool) -> Tensor:

@@ -26,6 +26,9 @@ from torch.utils.checkpoint import checkpoint
 from deltarule.ops.mini_batches import MiniBatches
 
 Maps = tuple[Tensor, ...]
+# Bytes of memories that a backward pass keeps all of: fewer are not worth a second run, nor that
+# PyTorch's `checkpoint` loads the compiler, which takes a second.
+KEPT = 2**20
 # (network output z, keys, values) -> gradient of the loss by z, all [R, HV, S, channels]
 LossGradient = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -126,13 +129,14 @@ def scan(
     """Network outputs [M, R, HV, S, V], and the memories [N, ..] after the last token of each.
 
     A backward pass keeps the memories at every ceil(sqrt(M))-th mini-batch only, and runs the
-    mini-batches between them once more.
+    mini-batches between them once more, unless all of them are small.
     """
+    recomputes = _recomputes(memory, layout.steps)
     group = math.ceil(math.sqrt(layout.steps))
     parts = []
     for start in range(0, layout.steps, group):
         run = range(start, min(start + group, layout.steps))
-        if _can_recompute():
+        if recomputes:
             z, memory = checkpoint(
                 _scan_group, steps, run, memory, layout, loss_gradient,
                 use_reentrant=False, preserve_rng_state=False,
@@ -173,8 +177,12 @@ def _scan_group(
     return torch.stack(outputs), table.map(layout.states)
 
 
-def _can_recompute() -> bool:
-    """Function transforms and the compiler do without: they do not follow saved-tensor hooks."""
+def _recomputes(memory: Memory, steps: int) -> bool:
+    """Whether a backward pass runs mini-batches once more.
+
+    Function transforms and the compiler do without: they do not follow saved-tensor hooks.
+    """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
-    return torch.is_grad_enabled()
+    size = steps * sum(x.nbytes for maps in memory for x in maps)
+    return torch.is_grad_enabled() and size > KEPT
