@@ -24,7 +24,7 @@ from deltarule.models.block import Block
 from deltarule.nn import Mamba2, mamba2
 from deltarule.nn.documents import last_token
 from deltarule.nn.gates import step_and_log_decay
-from deltarule.nn.rule import Carry, Mapped, Projections
+from deltarule.nn.rule import Arguments, Projections
 
 # The least |a|, as its logarithm's gradient is 1 / a.
 LEAST = 1e-6
@@ -47,15 +47,15 @@ def signs(projections: Projections) -> Tensor:
     return torch.where(a < 0, -1.0, 1.0).cumprod(dim=1)
 
 
-def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
+def arguments(projections: Projections) -> Arguments:
     """Mamba-2's, but for the sign of what is written and the size of the decay."""
-    given, carry = mamba2.arguments(projections, carry)
+    given = mamba2.arguments(projections)
     v = given["v"] * signs(projections).unsqueeze(-1)
     log_decay = eigenvalue(projections).abs().clamp(min=LEAST).log()
-    return given | {"v": v.to(given["v"].dtype), "log_decay": log_decay}, carry
+    return given | {"v": v.to(given["v"].dtype), "log_decay": log_decay}
 
 
-def read_out(o: Tensor, projections: Projections, carry: Carry | None = None) -> Tensor:
+def read_out(o: Tensor, projections: Projections) -> Tensor:
     """o_t = c_t S'_t q_t + D v_t."""
     signed = (o * signs(projections).unsqueeze(-1)).to(o.dtype)
     return mamba2.read_out(signed, projections)

@@ -22,9 +22,8 @@ def draw_projections(n_steps: int = 1, heads: int = H, **others: object) -> Proj
 
 def run(rule: Rule, projections: Projections) -> Tensor:
     """o [B, T, HV, V] by the rule."""
-    arguments, carry = rule.arguments(projections)
-    assert (carry or {}).keys() == dict(rule.carries).keys()
-    return rule.read_out_function(OPERATORS[rule.operator](**arguments).o, projections)
+    output = OPERATORS[rule.operator](**rule.arguments(projections))
+    return rule.read_out_function(output.o, projections)
 
 
 def each_head(*per_value_head: Tensor | None):

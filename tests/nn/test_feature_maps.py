@@ -291,7 +291,7 @@ def divided(x, norm):
 def test_l1_norm_of_no_features_is_zero():
     p = draw_projections(qk_norm="l1")
     p.k.zero_()
-    arguments, _ = RULES["linear_attention"].arguments(p)
+    arguments = RULES["linear_attention"].arguments(p)
     assert (arguments["k"] == 0).all()
 
 

@@ -212,7 +212,7 @@ def test_beta_max_bounds_a_free_erase(name):
     one, two = make(name, beta_max=1.0), make(name, beta_max=2.0)
     two.load_state_dict(one.state_dict())
     calls = [layer.project(make_call(layer, inputs(1, 5))) for layer in (one, two)]
-    erases = [RULES[name].arguments(projections)[0]["a"] for projections in calls]
+    erases = [RULES[name].arguments(projections)["a"] for projections in calls]
     torch.testing.assert_close(2 * erases[0], erases[1])
 
 

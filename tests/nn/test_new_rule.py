@@ -13,11 +13,11 @@ from models.checkpoints import check_ways_of_reading
 # ---- what would be nn/coupled.py ----------------------------------------------------------------
 
 
-def arguments(projections, carry=None):
+def arguments(projections):
     """DeltaNet that forgets as much as it writes: a = 1 - beta."""
     logits = projections.need("beta_logits").float()
     gates = {"beta": torch.sigmoid(logits), "log_decay": F.logsigmoid(-logits)}
-    return projections.qkv | gates | {"normalize_qk": True}, carry
+    return projections.qkv | gates | {"normalize_qk": True}
 
 
 class Coupled(DeltaMixer):

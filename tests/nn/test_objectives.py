@@ -38,7 +38,7 @@ def drawn_arguments(rule):
     n = 3 if "product" in rule.name else 1
     given = gates(rule, n)
     p = draw_projections(n, heads=key_heads(rule), **given)
-    return rule.arguments(p)[0]
+    return rule.arguments(p)
 
 
 @pytest.mark.parametrize("name", WITH_OBJECTIVE)

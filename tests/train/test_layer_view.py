@@ -42,7 +42,7 @@ def test_matrix_of_a_rule_times_its_values_is_the_read_out(name, head):
         # Slots with values of their own: the matrix is that of a value that all are given.
         same = projections.v[:, :, ::own].repeat_interleave(own, dim=2)
         projections = replace(projections, v=same)
-    arguments, _ = layer.rule.arguments(projections)
+    arguments = layer.rule.arguments(projections)
     o = OPERATORS[layer.rule.operator](**arguments).o
     o = layer.rule.read_out_function(o, projections)
     matrix = of_rule(layer, call_of(layer), head)[0]
@@ -90,7 +90,7 @@ def test_strengths_of_retnet_are_its_constant():
 def test_strengths_by_hand():
     """Gated DeltaNet: the same shares from the recurrence of one head."""
     layer = make("gated_deltanet", DOUBLE)
-    arguments, _ = layer.rule.arguments(layer.project(call_of(layer)))
+    arguments = layer.rule.arguments(layer.project(call_of(layer)))
     write, erase = state_strengths(arguments, "delta_rule", 1, 2)
     k = torch.nn.functional.normalize(arguments["k"][0, :, 1], dim=-1, eps=0)
     v, beta = arguments["v"][0, :, 2], arguments["beta"][0, :, 2]

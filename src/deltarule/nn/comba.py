@@ -22,22 +22,22 @@ from deltarule.nn.gates import (
     per_value_head,
     write_strength,
 )
-from deltarule.nn.rule import Arguments, Carry, Mapped, Projections, Rule
+from deltarule.nn.rule import Arguments, Projections, Rule
 
 
-def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
+def arguments(projections: Projections) -> Arguments:
     """The key that erases is the written one, shorter; the query loses some of the written one."""
     q, k = qk_normed(projections, projections.q), qk_normed(projections, projections.k)
     q = q - projections.need("D").unsqueeze(-1) * k
-    return fed_back(projections, q, k, share(projections) * k), carry
+    return fed_back(projections, q, k, share(projections) * k)
 
 
-def released_arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
+def released_arguments(projections: Projections) -> Arguments:
     """Norms come last, of the key that erases as well: it is the written key."""
     p = share(projections) * computed(projections.k)
     q = computed(projections.q) - projections.need("D").unsqueeze(-1) * p
     q, k, p = (qk_normed(projections, x) for x in (q, projections.k, p))
-    return fed_back(projections, q, k, p), carry
+    return fed_back(projections, q, k, p)
 
 
 def share(projections: Projections) -> Tensor:

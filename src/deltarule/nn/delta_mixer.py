@@ -33,7 +33,7 @@ from deltarule.nn.mixer import Mixer
 from deltarule.nn.norm import GatedRMSNorm, GateOnly
 from deltarule.nn.options import COMMON, check_divides, check_size_kept
 from deltarule.nn.recomputed import recomputed
-from deltarule.nn.rule import Arguments, Carry, Projections, Rule, as_it_is
+from deltarule.nn.rule import Arguments, Projections, Rule, as_it_is
 from deltarule.nn.short_conv import can_step, step_in_place
 from deltarule.nn.state import DraftedState, LentState, State
 from deltarule.ops.few_tokens import decodes
@@ -168,11 +168,8 @@ class DeltaMixer(Mixer):
         return normed
 
     def memories(self) -> dict[str, tuple[int, ...]]:
-        """The matrix state, and what the rule carries."""
         features = self.head_k_dim if self.qk_map is None else self.qk_map.features
-        sizes = {"HV": self.num_v_heads, "V": self.head_v_dim + self.normalizer, "K": features}
-        kept = {"recurrent": ("HV", "V", "K"), **self.rule.carries}
-        return {name: tuple(sizes[letter] for letter in letters) for name, letters in kept.items()}
+        return {"recurrent": (self.num_v_heads, self.head_v_dim + self.normalizer, features)}
 
     def mix(self, call: LayerCall) -> Tensor:
         """Project, run the operator, read out."""
@@ -204,7 +201,7 @@ class DeltaMixer(Mixer):
         call.decoding = self.decodes(call)
         projections = self.project(call)
         o = self.run_operator(projections, call)
-        o = self.rule.read_out_function(o, projections, self.carry(call))
+        o = self.rule.read_out_function(o, projections)
         gate = projections.output_gate
         return one_token.add_normed_product(x, o, gate, self.o_norm, self.o_proj), call.after
 
@@ -261,8 +258,7 @@ class DeltaMixer(Mixer):
 
     def keeps_tokens(self) -> bool:
         """Whether the state is the operator's, histories of convolutions and a number of tokens."""
-        own = type(self).project is DeltaMixer.project and self.rule.final_state is as_it_is
-        return own and not self.rule.carries
+        return type(self).project is DeltaMixer.project and self.rule.final_state is as_it_is
 
     def keep_short(self, call: LayerCall, drafted: DraftedState) -> None:
         """Keep what the histories and the number of tokens are after each token."""
@@ -309,7 +305,7 @@ class DeltaMixer(Mixer):
 
     def run_operator(self, projections: Projections, call: LayerCall) -> Tensor:
         """Map the projections by the rule, silence padding, run the operator, keep its state."""
-        arguments, carry = self.rule.arguments(projections, self.carry(call))
+        arguments = self.rule.arguments(projections)
         arguments = silence_padding(arguments, call.layout.real, n_steps=self.n_steps)
         before = call.before["recurrent"]
         layout, others = call.layout, (*arguments.values(), before)
@@ -322,7 +318,6 @@ class DeltaMixer(Mixer):
             assert final_state is not None
             state = final_state
         call.after["recurrent"] = self.rule.final_state(state, projections)
-        call.after.update(carry or {})
         return o
 
     def step(self, arguments: Arguments, call: LayerCall) -> tuple[Tensor, Tensor]:
@@ -336,13 +331,9 @@ class DeltaMixer(Mixer):
         given = {"beta": None, **arguments, "state": state, "states": kept}
         return ops.recurrent_step(**given), state
 
-    def carry(self, call: LayerCall) -> Carry | None:
-        """What the rule handed on from the call before."""
-        return {name: call.before[name] for name in self.rule.carries} or None
-
     def finish(self, o: Tensor, projections: Projections, call: LayerCall) -> Tensor:
         """Read out, normalise each head, gate, and project back to the stream."""
-        o = self.rule.read_out_function(o, projections, self.carry(call))
+        o = self.rule.read_out_function(o, projections)
         # Of the projections the gate alone: what computes the norm again must not hold the rest.
         gate = projections.output_gate
         normed = self.normed(o, gate)

@@ -9,13 +9,13 @@ from dataclasses import replace
 from deltarule.nn import deltanet
 from deltarule.nn.gated_deltanet import GatedDeltaNet
 from deltarule.nn.gates import log_decay_of
-from deltarule.nn.rule import Carry, Mapped, Projections, Rule
+from deltarule.nn.rule import Arguments, Projections, Rule
 
 
-def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
+def arguments(projections: Projections) -> Arguments:
     """DeltaNet's arguments, n rows of them for each token."""
-    given, carry = deltanet.arguments(projections, carry)
-    return given | {"n_steps": projections.n_steps}, carry
+    given = deltanet.arguments(projections)
+    return given | {"n_steps": projections.n_steps}
 
 
 RULE = Rule(
@@ -30,10 +30,10 @@ RULE = Rule(
 )
 
 
-def gated_arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
+def gated_arguments(projections: Projections) -> Arguments:
     """DeltaProduct's arguments and Gated DeltaNet's decay."""
-    given, carry = arguments(projections, carry)
-    return given | {"log_decay": log_decay_of(projections)}, carry
+    given = arguments(projections)
+    return given | {"log_decay": log_decay_of(projections)}
 
 
 GATED_RULE = replace(

@@ -7,13 +7,13 @@ beta_t = beta_max sigmoid(beta_logits_t)
 from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.feature_maps import normed_qkv
 from deltarule.nn.gates import strength_of
-from deltarule.nn.rule import Carry, Mapped, Projections, Rule
+from deltarule.nn.rule import Arguments, Projections, Rule
 
 
-def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
+def arguments(projections: Projections) -> Arguments:
     """With unit keys every eigenvalue of the transition is in [1 - beta_max, 1]."""
     beta = strength_of(projections)
-    return normed_qkv(projections, otherwise="l2") | {"beta": beta}, carry
+    return normed_qkv(projections, otherwise="l2") | {"beta": beta}
 
 
 RULE = Rule(

@@ -24,21 +24,19 @@ from deltarule.nn.gates import computed, float32_parameter, initial_dt_bias
 from deltarule.nn.layout import split
 from deltarule.nn.roles import Role
 from deltarule.nn.rotation import in_float64, within_a_turn
-from deltarule.nn.rule import Carry, Mapped, Projections, Rule
-from deltarule.nn.state import State
+from deltarule.nn.rule import Arguments, Projections, Rule
 from deltarule.ops.context import Context
 from deltarule.ops.context.exchange import starting_state
 
 
-def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
-    """q~, k~ and the decay of both parts; Phi at the last token is carried."""
-    start = phase_before(projections, carry)
-    phase = phases(projections, start)
+def arguments(projections: Projections) -> Arguments:
+    """q~, k~ and the decay of both parts."""
+    (phase,) = projections.running or (phases(projections),)
     q, k = (in_both_parts(x, phase) for x in (projections.q, projections.k))
     log_decay = F.logsigmoid(computed(projections.need("decay_logits")))
     given = {"q": q, "k": k, "v": projections.v, "beta": None}
-    given |= {"log_decay": torch.cat([log_decay] * 2, dim=-1), "scale": log_decay.shape[-1] ** -0.5}
-    return given, {"phase": last_token(phase, projections, otherwise=start)}
+    both = torch.cat([log_decay] * 2, dim=-1)
+    return given | {"log_decay": both, "scale": log_decay.shape[-1] ** -0.5}
 
 
 def in_both_parts(x: Tensor, phase: Tensor) -> Tensor:
@@ -46,9 +44,11 @@ def in_both_parts(x: Tensor, phase: Tensor) -> Tensor:
     return torch.cat([x * phase.cos(), -x * phase.sin()], dim=-1).to(x.dtype)
 
 
-def phases(projections: Projections, start: Tensor) -> Tensor:
-    """[B, T, HV, K] Phi_t within each document, which had turned by start [N, HV, K] before."""
+def phases(projections: Projections, start: Tensor | None = None) -> Tensor:
+    """[B, T, HV, K] Phi_t of each document, which had turned by start [N, HV, K]; None: by zero."""
     turns = computed(projections.need("phase"))
+    if start is None:
+        start = turns.new_zeros(document_count(projections), *turns.shape[2:])
     total, start = in_float64(turns).cumsum(1), in_float64(start)
     if projections.cu_seqlens is not None:
         before = F.pad(total, (0, 0, 0, 0, 1, 0))
@@ -56,16 +56,8 @@ def phases(projections: Projections, start: Tensor) -> Tensor:
     return within_a_turn(total + per_token(start, projections), turns.dtype)
 
 
-def phase_before(projections: Projections, carry: Carry | None) -> Tensor:
-    """[N, HV, K] what each document had turned before; zeros where it starts."""
-    if carry is not None:
-        return carry["phase"]
-    turns = computed(projections.need("phase"))
-    return turns.new_zeros(document_count(projections), *turns.shape[2:])
-
-
 def turned_before(context: Context, turns: Tensor, given: Tensor) -> Tensor:
-    """[N, HV, K] the same with other processes, given where a document begins here."""
+    """[N, HV, K] how far documents had turned before these tokens, given where they begin here."""
     tail = turns[:, context.tail :].sum(1).unsqueeze(-2)
     kept = torch.full_like(tail, float(context.goes_on and context.tail == 0))
     before = starting_state(context, tail, kept, diagonal=True).squeeze(-2)
@@ -83,7 +75,6 @@ RULE = Rule(
     source="arXiv 2311.01927, section 3",
     state_size="2 HV V K + HV K",
     arguments=arguments,
-    carries={"phase": ("HV", "K")},
 )
 
 
@@ -123,14 +114,16 @@ class GateLoop(DeltaMixer):
 
     def memories(self) -> dict[str, tuple[int, ...]]:
         """A complex matrix, its two parts side by side, and how far it has turned."""
-        sizes = super().memories()
-        return sizes | {"recurrent": (*sizes["recurrent"][:2], 2 * self.head_k_dim)}
+        heads, key_size = self.num_heads, self.head_k_dim
+        return {"recurrent": (heads, self.head_v_dim, 2 * key_size), "phase": (heads, key_size)}
 
     def project(self, call: LayerCall) -> Projections:
         p = super().project(call)
-        phase = computed(split(self.w_proj(call.x), self.num_heads, self.head_k_dim))
+        turns = computed(split(self.w_proj(call.x), self.num_heads, self.head_k_dim))
+        start = call.before["phase"]
         if (context := call.layout.context) is not None:
-            before = turned_before(context, phase, call.before["phase"])
-            call.before = State(call.before, phase=before)
-        decay_logits = p.need("decay_logits") + self.decay_bias
-        return replace(p, decay_logits=decay_logits, phase=phase)
+            start = turned_before(context, turns, start)
+        p = replace(p, decay_logits=p.need("decay_logits") + self.decay_bias, phase=turns)
+        phase = phases(p, start)
+        call.after["phase"] = last_token(phase, p, otherwise=start)
+        return replace(p, running=(phase,))

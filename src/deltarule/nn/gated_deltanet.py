@@ -8,13 +8,13 @@ beta_t = beta_max sigmoid(beta_logits_t)
 from deltarule.nn import deltanet
 from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.gates import log_decay_of
-from deltarule.nn.rule import Carry, Mapped, Projections, Rule
+from deltarule.nn.rule import Arguments, Projections, Rule
 
 
-def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
+def arguments(projections: Projections) -> Arguments:
     """DeltaNet's arguments and a decay: for each head here, for each key channel in KDA."""
-    given, carry = deltanet.arguments(projections, carry)
-    return given | {"log_decay": log_decay_of(projections)}, carry
+    given = deltanet.arguments(projections)
+    return given | {"log_decay": log_decay_of(projections)}
 
 
 RULE = Rule(

@@ -16,10 +16,10 @@ from deltarule.nn.gates import computed, discretised_log_decay, per_value_head
 from deltarule.nn.kda import KDA
 from deltarule.nn.layout import split
 from deltarule.nn.roles import Role
-from deltarule.nn.rule import Carry, Mapped, Projections, Rule
+from deltarule.nn.rule import Arguments, Projections, Rule
 
 
-def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
+def arguments(projections: Projections) -> Arguments:
     """a b^T = -(a_t * b_t * k_t) k_t^T: the operator's rank-one part sees the undecayed state."""
     heads, dtype = projections.v.shape[2], projections.v.dtype
     log_decay = discretised_log_decay(projections)
@@ -28,7 +28,7 @@ def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
     strength = projections.beta_max * torch.sigmoid(computed(projections.need("erase_logits")))
     v = torch.sigmoid(computed(projections.need("write_logits"))) * projections.v
     given = {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype), "log_decay": log_decay}
-    return given | {"a": -log_decay.exp() * strength * key, "b": key}, carry
+    return given | {"a": -log_decay.exp() * strength * key, "b": key}
 
 
 RULE = Rule(

@@ -10,17 +10,17 @@ from torch import nn
 
 from deltarule.nn import retnet
 from deltarule.nn.gates import computed
-from deltarule.nn.rule import Carry, Mapped, Projections
+from deltarule.nn.rule import Arguments, Projections
 
 # What the logit of a decay is divided by, so that most decays are near one.
 TEMPERATURE = 16
 
 
-def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
+def arguments(projections: Projections) -> Arguments:
     """log g = log sigmoid(decay_logits) / 16."""
     logits = computed(projections.need("decay_logits"))
     log_decay = F.logsigmoid(logits) / TEMPERATURE
-    return projections.qkv | {"beta": None, "log_decay": log_decay}, carry
+    return projections.qkv | {"beta": None, "log_decay": log_decay}
 
 
 RULE = replace(

@@ -12,21 +12,21 @@ from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.feature_maps import normed_qkv
 from deltarule.nn.gates import computed
 from deltarule.nn.normalizer import divided, with_one
-from deltarule.nn.rule import Carry, Mapped, Projections, Rule
+from deltarule.nn.rule import Arguments, Projections, Rule
 
 # Random features may cancel, and a divisor near zero would make one token outweigh all others.
 SMALLEST = 0.01
 
 
-def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
+def arguments(projections: Projections) -> Arguments:
     """1 - g = sigmoid(-decay_logits), which never rounds to zero."""
     logits = computed(projections.need("decay_logits"))
     v = with_one(projections.v) * torch.sigmoid(-logits).unsqueeze(-1)
     given = normed_qkv(projections, otherwise="none") | {"v": v.to(projections.v.dtype)}
-    return given | {"beta": None, "log_decay": F.logsigmoid(logits), "scale": 1.0}, carry
+    return given | {"beta": None, "log_decay": F.logsigmoid(logits), "scale": 1.0}
 
 
-def read_out(o: Tensor, projections: Projections, carry: Carry | None = None) -> Tensor:
+def read_out(o: Tensor, projections: Projections) -> Tensor:
     """o_t = S_t q_t / (z_t^T q_t), the divisor at least 0.01."""
     return divided(o, SMALLEST)
 

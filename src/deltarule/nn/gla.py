@@ -7,16 +7,16 @@ import torch.nn.functional as F
 
 from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.gates import computed, low_rank
-from deltarule.nn.rule import Carry, Mapped, Projections, Rule
+from deltarule.nn.rule import Arguments, Projections, Rule
 
 # Keeps most decays near one, whatever the logit.
 TEMPERATURE = 16
 
 
-def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
+def arguments(projections: Projections) -> Arguments:
     """log_decay = logsigmoid(decay_logits) / 16."""
     log_decay = F.logsigmoid(computed(projections.need("decay_logits"))) / TEMPERATURE
-    return projections.qkv | {"beta": None, "log_decay": log_decay}, carry
+    return projections.qkv | {"beta": None, "log_decay": log_decay}
 
 
 RULE = Rule(

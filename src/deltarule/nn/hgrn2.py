@@ -12,14 +12,14 @@ from torch import Tensor
 from deltarule.nn.call import LayerCall
 from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.hgrn import LowerBounds, bounded_decay
-from deltarule.nn.rule import Carry, Mapped, Projections, Rule
+from deltarule.nn.rule import Arguments, Projections, Rule
 
 
-def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
+def arguments(projections: Projections) -> Arguments:
     """What a channel forgets is its key."""
     log_decay, k = bounded_decay(projections.need("decay_logits"), projections.lower_bound)
     given = projections.qkv | {"k": k.to(projections.k.dtype), "beta": None}
-    return given | {"log_decay": log_decay}, carry
+    return given | {"log_decay": log_decay}
 
 
 RULE = Rule(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deltarule.nn.delta_mixer import DeltaMixer
-from deltarule.nn.rule import Carry, Mapped, Projections, Rule
+from deltarule.nn.rule import Arguments, Projections, Rule
 
 # What the last layer forgets, as a share of the first layer's slope.
 LEAST_SHARE = 1e-5
@@ -24,12 +24,12 @@ def slopes(head: Tensor) -> Tensor:
     return torch.exp2(-8 / below * step)
 
 
-def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
+def arguments(projections: Projections) -> Arguments:
     """Head 0 forgets fastest, and the last layer hardly at all."""
     dtype = torch.promote_types(projections.v.dtype, torch.float32)
     head = torch.arange(projections.v.shape[2], dtype=dtype, device=projections.v.device)
     log_decay = -slopes(head) * (1 - projections.depth + LEAST_SHARE)
-    return projections.qkv | {"beta": None, "log_decay": log_decay}, carry
+    return projections.qkv | {"beta": None, "log_decay": log_decay}
 
 
 RULE = Rule(

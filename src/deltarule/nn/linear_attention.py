@@ -9,18 +9,18 @@ from torch import Tensor
 from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.feature_maps import normed_qkv
 from deltarule.nn.normalizer import divided, with_one
-from deltarule.nn.rule import Carry, Mapped, Projections, Rule
+from deltarule.nn.rule import Arguments, Projections, Rule
 
 
-def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
+def arguments(projections: Projections) -> Arguments:
     """No decay, no erase; q and k have been through the layer's feature map."""
     given = normed_qkv(projections, otherwise="none") | {"beta": None}
     if projections.normalizer:
         given |= {"v": with_one(projections.v), "scale": 1.0}
-    return given, carry
+    return given
 
 
-def read_out(o: Tensor, projections: Projections, carry: Carry | None = None) -> Tensor:
+def read_out(o: Tensor, projections: Projections) -> Tensor:
     """o_t = S_t q_t, divided by z_t^T q_t if the layer has the normaliser."""
     return divided(o) if projections.normalizer else o
 

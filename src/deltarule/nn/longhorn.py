@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.feature_maps import qk_normed
 from deltarule.nn.gates import computed, float32_parameter, low_rank, write_strength
-from deltarule.nn.rule import Arguments, Carry, Mapped, Projections, Rule, System
+from deltarule.nn.rule import Arguments, Projections, Rule, System
 from deltarule.nn.scan_mixer import ScanMixer
 
 
-def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
+def arguments(projections: Projections) -> Arguments:
     """Keys keep their length: the step size makes up for it, and 1 - e |k|^2 is in (0, 1]."""
     strength = write_strength(projections)
     value_heads_per_key_head = projections.v.shape[2] // projections.k.shape[2]
@@ -27,7 +27,7 @@ def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
     key_square = key_square.repeat_interleave(value_heads_per_key_head, dim=2)
     beta = strength / (1 + strength * key_square)
     dtype = projections.v.dtype
-    return projections.qkv | {"q": q.to(dtype), "k": k.to(dtype), "beta": beta}, carry
+    return projections.qkv | {"q": q.to(dtype), "k": k.to(dtype), "beta": beta}
 
 
 RULE = Rule(

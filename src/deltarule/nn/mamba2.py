@@ -15,18 +15,18 @@ from deltarule.nn.checks import default_head_dim
 from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.gates import float32_parameter, step_and_log_decay
 from deltarule.nn.norm import GroupRMSNorm
-from deltarule.nn.rule import Carry, Mapped, Projections, Rule
+from deltarule.nn.rule import Arguments, Projections, Rule
 
 
-def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
+def arguments(projections: Projections) -> Arguments:
     """The read-out is not scaled: beside D v_t its size matters."""
     dt, log_decay = step_and_log_decay(projections)
     v = projections.v * dt.unsqueeze(-1)
     given = projections.qkv | {"v": v.to(projections.v.dtype), "beta": None}
-    return given | {"log_decay": log_decay, "scale": 1.0}, carry
+    return given | {"log_decay": log_decay, "scale": 1.0}
 
 
-def read_out(o: Tensor, projections: Projections, carry: Carry | None = None) -> Tensor:
+def read_out(o: Tensor, projections: Projections) -> Tensor:
     """o_t = S_t q_t + D v_t."""
     return (o + projections.need("D").unsqueeze(-1) * projections.v).to(o.dtype)
 

@@ -23,14 +23,8 @@ from deltarule.nn.gates import computed, float32_parameter
 from deltarule.nn.linears import ExactLinear
 from deltarule.nn.norm import GatedGroupNorm
 from deltarule.nn.normalizer import divided, with_one
-from deltarule.nn.rule import Carry, Mapped, Projections, Rule
-from deltarule.nn.running_maximum import (
-    change_of_scale,
-    maximum_before,
-    running_maximum,
-    starting_maximum,
-)
-from deltarule.nn.state import State
+from deltarule.nn.rule import Arguments, Projections, Rule
+from deltarule.nn.running_maximum import change_of_scale, maximum_before, running_maximum
 
 # Added to the divisor of the kept state.
 EPS = 1e-6
@@ -39,30 +33,29 @@ SOFT_CAP = 15.0
 FIRST_INPUT_BIAS = -10.0
 
 
-def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
+def arguments(projections: Projections) -> Arguments:
     """Decay by f_t e^{m_{t-1} - m_t} and write with e^{log i_t - m_t}: neither exceeds one."""
     log_forget, log_input = gates(projections)
-    before, m = running_maximum(log_forget, log_input, projections, carry)
+    before, m = maxima(projections)
     log_decay = change_of_scale(log_forget, log_input, before, m)
-    carried = last_token(m, projections, otherwise=starting_maximum(m, projections, carry))
     v = with_one(projections.v) * torch.exp(log_input - m).unsqueeze(-1)
     given = projections.qkv | {"v": v.to(projections.v.dtype), "beta": None}
-    return given | {"log_decay": log_decay}, {"stabilizer": carried}
+    return given | {"log_decay": log_decay}
 
 
-def read_out(o: Tensor, projections: Projections, carry: Carry | None = None) -> Tensor:
+def read_out(o: Tensor, projections: Projections) -> Tensor:
     """o_t = S_t q_t / (max(e^{-m_t}, |z_t^T q_t|) + EPS), of the kept state."""
-    _, m = running_maximum(*gates(projections), projections, carry)
+    _, m = maxima(projections)
     read = torch.cat([o[..., :-1], o[..., -1:].abs()], dim=-1)
     return divided(read, torch.exp(-m).unsqueeze(-1), EPS)
 
 
-def capped_arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
-    return arguments(capped(projections), carry)
+def capped_arguments(projections: Projections) -> Arguments:
+    return arguments(capped(projections))
 
 
-def capped_read_out(o: Tensor, projections: Projections, carry: Carry | None = None) -> Tensor:
-    return read_out(o, capped(projections), carry)
+def capped_read_out(o: Tensor, projections: Projections) -> Tensor:
+    return read_out(o, capped(projections))
 
 
 def capped(projections: Projections) -> Projections:
@@ -80,6 +73,11 @@ def gates(projections: Projections) -> tuple[Tensor, Tensor]:
     return log_forget, computed(projections.need("beta_logits"))
 
 
+def maxima(projections: Projections) -> tuple[Tensor, ...]:
+    """m_{t-1} and m_t, [B, T, HV]."""
+    return projections.running or running_maximum(*gates(projections), projections)
+
+
 RULE = Rule(
     name="mlstm",
     title="mLSTM",
@@ -92,7 +90,6 @@ RULE = Rule(
     state_size="HV (V + 1) K + HV",
     arguments=arguments,
     read_out_function=read_out,
-    carries={"stabilizer": ("HV",)},
     normalizer=True,
 )
 
@@ -139,6 +136,10 @@ class MLSTM(DeltaMixer):
             layer.o_norm.register_parameter("bias", None)
         return layer
 
+    def memories(self) -> dict[str, tuple[int, ...]]:
+        """The matrix, and the maximum that it is kept by."""
+        return super().memories() | {"stabilizer": (self.num_v_heads,)}
+
     def build_gates(self) -> None:
         super().build_gates()
         heads = self.num_v_heads
@@ -155,10 +156,12 @@ class MLSTM(DeltaMixer):
         p = super().project(call)
         decay, beta = p.need("decay_logits"), p.need("beta_logits")
         p = replace(p, decay_logits=decay + self.decay_bias, beta_logits=beta + self.beta_bias)
+        logs, start = gates(self.bounded(p)), call.before["stabilizer"]
         if (context := call.layout.context) is not None:
-            stabilizer = maximum_before(context, *gates(self.bounded(p)), call.before["stabilizer"])
-            call.before = State(call.before, stabilizer=stabilizer)
-        return p
+            start = maximum_before(context, *logs, start)
+        running = running_maximum(*logs, p, start)
+        call.after["stabilizer"] = last_token(running[1], p, otherwise=start)
+        return replace(p, running=running)
 
     def bounded(self, projections: Projections) -> Projections:
         """Gates as the rule takes them."""

@@ -13,10 +13,10 @@ from deltarule.nn import deltanet
 from deltarule.nn.call import LayerCall
 from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.feature_maps import qk_normed
-from deltarule.nn.rule import Carry, Mapped, Projections, Rule
+from deltarule.nn.rule import Arguments, Projections, Rule
 
 
-def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
+def arguments(projections: Projections) -> Arguments:
     """A head of the operator for each state; what the slots of a head share is repeated.
 
     One state is read by all queries at once, through the sum of the unit queries.
@@ -31,7 +31,7 @@ def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
     q, k = (_repeated(x, keys) for x in (p.q, p.k))
     beta_logits = _repeated(p.need("beta_logits"), states)
     expanded = replace(p, q=q, k=k, v=_repeated(p.v, states), beta_logits=beta_logits)
-    return deltanet.arguments(expanded, carry)
+    return deltanet.arguments(expanded)
 
 
 def _repeated(x: Tensor, heads: int) -> Tensor:
@@ -39,7 +39,7 @@ def _repeated(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
 
 
-def read_out(o: Tensor, projections: Projections, carry: Carry | None = None) -> Tensor:
+def read_out(o: Tensor, projections: Projections) -> Tensor:
     """The sum over the slots of each head."""
     p = projections
     heads = max(x.shape[2] for x in (p.q, p.k, p.v)) // p.slots

@@ -11,15 +11,15 @@ from deltarule.nn.call import LayerCall
 from deltarule.nn.checks import check_even
 from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.rotation import rotate
-from deltarule.nn.rule import Carry, Mapped, Projections, Rule
+from deltarule.nn.rule import Arguments, Projections, Rule
 
 
-def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
+def arguments(projections: Projections) -> Arguments:
     """log_decay_h = log(1 - 2^(-5 - h))."""
     dtype = torch.promote_types(projections.v.dtype, torch.float32)
     head = torch.arange(projections.v.shape[2], dtype=dtype, device=projections.v.device)
     log_decay = torch.log1p(-torch.exp2(-5 - head))
-    return projections.qkv | {"beta": None, "log_decay": log_decay}, carry
+    return projections.qkv | {"beta": None, "log_decay": log_decay}
 
 
 RULE = Rule(

@@ -1,7 +1,6 @@
 """What a published rule is: a map from a layer's projections to the arguments of one operator."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
@@ -10,9 +9,6 @@ from deltarule.ops.context import Context
 
 # Keyword arguments of `delta_rule` or `dplr`, q, k and v among them.
 Arguments = dict[str, Any]
-# What a rule hands from one call to the next beside the state; each tensor has the sequence first.
-Carry = dict[str, Tensor]
-Mapped = tuple[Arguments, Carry | None]
 
 Operator = Literal[
     "delta_rule",
@@ -45,6 +41,9 @@ class Projections:
         erase_logits: What a free erase is made of, [B, T, HV, K].
         write_logits: What the write strength of each value channel is made of, [B, T, HV, V].
         phase: Angles that each key channel turns by, [B, T, HV, K] (GateLoop).
+        running: What runs along each sequence from before the call, for rules that have more than a
+            matrix: how far keys have turned, [B, T, HV, K] (GateLoop); the maxima before and after
+            each token, [B, T, HV] (mLSTM). None: the rule works it out, each sequence afresh.
         output_gate: What the layer's output gate is made of, [B, T, HV, V].
         A_log: Natural log of a rate of decay, [HV], float32.
         dt_bias: Bias of decay_logits, [HV] or [HV, K], float32.
@@ -76,6 +75,7 @@ class Projections:
     erase_logits: Tensor | None = None
     write_logits: Tensor | None = None
     phase: Tensor | None = None
+    running: tuple[Tensor, ...] | None = None
     output_gate: Tensor | None = None
     A_log: Tensor | None = None
     dt_bias: Tensor | None = None
@@ -112,15 +112,15 @@ class Projections:
 class ArgumentMap(Protocol):
     """The first half of a rule: projections to operator arguments."""
 
-    def __call__(self, projections: Projections, carry: Carry | None = None) -> Mapped:
-        """Return the operator's keyword arguments, and what the next call must be given."""
+    def __call__(self, projections: Projections) -> Arguments:
+        """Return the operator's keyword arguments."""
 
 
 class ReadOut(Protocol):
     """The second half of a rule: what the operator read to what the layer puts out."""
 
-    def __call__(self, o: Tensor, projections: Projections, carry: Carry | None = None) -> Tensor:
-        """Return the outputs [B, T, HV, V] in the dtype of o; carry is what arguments was given."""
+    def __call__(self, o: Tensor, projections: Projections) -> Tensor:
+        """Return the outputs [B, T, HV, V] in the dtype of o."""
 
 
 class StateMap(Protocol):
@@ -130,7 +130,7 @@ class StateMap(Protocol):
         """Return the state [N, HV, V, K] after all tokens."""
 
 
-def read_state(o: Tensor, projections: Projections, carry: Carry | None = None) -> Tensor:
+def read_state(o: Tensor, projections: Projections) -> Tensor:
     """o = S q: the read-out of most rules."""
     return o
 
@@ -184,8 +184,6 @@ class Rule(System):
         arguments: Projections to operator arguments.
         read_out_function: What is read to what is put out.
         final_state: The operator's last state to the one after all tokens.
-        carries: What is handed from call to call beside the state, by name: zeros at first, of
-            the sizes that the letters name, in float32 at least.
         normalizer: Whether the operator reads one value channel more, which divides the others.
     """
 
@@ -195,5 +193,4 @@ class Rule(System):
     arguments: ArgumentMap
     read_out_function: ReadOut = read_state
     final_state: StateMap = as_it_is
-    carries: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     normalizer: bool = False

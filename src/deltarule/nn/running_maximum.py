@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deltarule.nn.documents import document_count, first_tokens, per_token, token_before
-from deltarule.nn.rule import Carry, Projections
+from deltarule.nn.rule import Projections
 from deltarule.ops.context import Context
 from deltarule.ops.context.rows import one_of_each
 
@@ -23,14 +23,17 @@ def change_of_scale(log_forget: Tensor, log_input: Tensor, before: Tensor, m: Te
 
 @torch.no_grad()
 def running_maximum(
-    log_forget: Tensor, log_input: Tensor, projections: Projections, carry: Carry | None
+    log_forget: Tensor, log_input: Tensor, projections: Projections, start: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """m_{t-1} and m_t, [B, T, HV], reaching twice as far back in every round.
 
-    Without gradients: whatever m is, it cancels in the output.
+    Without gradients: whatever m is, it cancels in the output. Documents continue from start [N,
+    HV], None: from zero.
     """
+    if start is None:
+        start = log_input.new_zeros(document_count(projections), log_input.shape[2])
     first = first_tokens(projections).view(1, -1, 1)
-    start = per_token(starting_maximum(log_input, projections, carry), projections)
+    start = per_token(start, projections)
     m = torch.where(first, torch.maximum(log_forget + start, log_input), log_input)
     decay = log_forget.masked_fill(first, -torch.inf)
     reach, tokens = 1, m.shape[1]
@@ -62,10 +65,3 @@ def maximum_before(
         for rank in context.before:
             start = torch.maximum(total[:, rank] + start, largest[:, rank])
     return torch.cat([start, given[len(ends) :]])
-
-
-def starting_maximum(like: Tensor, projections: Projections, carry: Carry | None) -> Tensor:
-    """[N, HV] the maximum that each document continues from; zeros where it starts."""
-    if carry is not None:
-        return carry["stabilizer"]
-    return like.new_zeros(document_count(projections), like.shape[2])

@@ -104,7 +104,7 @@ class RWKV4(VectorMixer):
         start = call.before["stabilizer"].flatten(-2)
         if layout.context is not None:
             start = maximum_before(layout.context, log_decay, logits, start, NOTHING)
-        before, m = running_maximum(log_decay, logits, of_call, {"stabilizer": start})
+        before, m = running_maximum(log_decay, logits, of_call, start)
         rescaled = change_of_scale(log_decay, logits, before, m).view_as(k)
         before, m = (x.expand(logits.shape).reshape(k.shape) for x in (before, m))
         weight = torch.exp(k - m)

@@ -16,21 +16,21 @@ from deltarule.nn.gates import computed, float32_parameter, low_rank
 from deltarule.nn.layout import split
 from deltarule.nn.norm import GatedGroupNorm
 from deltarule.nn.roles import Role
-from deltarule.nn.rule import Carry, Mapped, Projections, Rule
+from deltarule.nn.rule import Arguments, Projections, Rule
 from deltarule.nn.token_shift import first_shares
 
 # exp of it is far beyond a reset, and still finite.
 LARGEST = 10.0
 
 
-def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
+def arguments(projections: Projections) -> Arguments:
     """Give every token the decay and write of the one before: the operator then reads S_{t-1}."""
     given = {"k": projections.k, "v": projections.v, "log_decay": log_decay(projections)}
     earlier = {name: token_before(x, projections) for name, x in given.items()}
-    return {"q": projections.q, **earlier, "beta": None, "scale": 1.0}, carry
+    return {"q": projections.q, **earlier, "beta": None, "scale": 1.0}
 
 
-def read_out(o: Tensor, projections: Projections, carry: Carry | None = None) -> Tensor:
+def read_out(o: Tensor, projections: Projections) -> Tensor:
     """Add (q . (u * k)) v."""
     read = computed(projections.q) * projections.k * projections.need("bonus")
     return (o + read.sum(-1, keepdim=True) * projections.v).to(o.dtype)

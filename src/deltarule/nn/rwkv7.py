@@ -19,24 +19,24 @@ from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.gates import computed, float32_parameter, low_rank
 from deltarule.nn.layout import split
 from deltarule.nn.roles import Role
-from deltarule.nn.rule import Carry, Mapped, Projections, Rule
+from deltarule.nn.rule import Arguments, Projections, Rule
 from deltarule.nn.token_shift import first_shares, shifted
 
 # The fastest decay a token, exp(-e^(-1/2)) = 0.545: the authors' bound for stable training.
 RATE = math.exp(-0.5)
 
 
-def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
+def arguments(projections: Projections) -> Arguments:
     """The rank-one part a b^T = -u (eta * u)^T sees the undecayed state."""
     log_decay = -RATE * torch.sigmoid(computed(projections.need("decay_logits")))
     erase = F.normalize(computed(projections.k) * projections.need("erase_scale"), dim=-1)
     rate = torch.sigmoid(computed(projections.need("erase_logits")))
     key = written_key(projections).to(projections.k.dtype)
     given = projections.qkv | {"k": key, "log_decay": log_decay, "scale": 1.0}
-    return given | {"a": -erase, "b": rate * erase}, carry
+    return given | {"a": -erase, "b": rate * erase}
 
 
-def read_out(o: Tensor, projections: Projections, carry: Carry | None = None) -> Tensor:
+def read_out(o: Tensor, projections: Projections) -> Tensor:
     """Add the bonus; the layer has normalised o before."""
     read = computed(projections.q) * written_key(projections) * projections.need("bonus")
     return (o + read.sum(-1, keepdim=True) * projections.v).to(o.dtype)

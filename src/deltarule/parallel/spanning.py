@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from deltarule.nn import RMSNorm
 from deltarule.nn.experts import Experts
 from deltarule.nn.norm import GroupRMSNorm
-from deltarule.nn.rule import Carry, Mapped, Projections, Rule
+from deltarule.nn.rule import Arguments, Projections, Rule
 from deltarule.nn.scan_mixer import ScanMixer
 from deltarule.parallel.collectives import Group, sum_over_ranks
 
@@ -105,12 +105,12 @@ def sum_product(layer: nn.Module, name: str, group: Group) -> None:
 def own_constants(rule: Rule, mesh: DeviceMesh) -> Rule:
     """Return the rule whose constant decays are those of this process's heads among all."""
 
-    def arguments(projections: Projections, carry: Carry | None = None) -> Mapped:
-        mapped, carry = rule.arguments(projections, carry)
+    def arguments(projections: Projections) -> Arguments:
+        mapped = rule.arguments(projections)
         all_heads = projections.v.shape[2] * mesh.size()
         like_whole = projections.v.new_empty(1, 1, all_heads, 1)
-        constants, _ = rule.arguments(dataclasses.replace(projections, v=like_whole))
+        constants = rule.arguments(dataclasses.replace(projections, v=like_whole))
         own: Any = constants["log_decay"].chunk(mesh.size())[mesh.get_local_rank()]
-        return mapped | {"log_decay": own}, carry
+        return mapped | {"log_decay": own}
 
     return dataclasses.replace(rule, arguments=arguments)

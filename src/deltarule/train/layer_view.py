@@ -100,11 +100,11 @@ def reading_of(mixer: Mixer, x: Tensor, shared: dict[str, Tensor], head: int) ->
 def of_rule(mixer: DeltaMixer, call: LayerCall, head: int) -> Reading:
     """Matrix, softmax, write and erase of a linear rule."""
     projections = mixer.project(call)
-    arguments, _ = mixer.rule.arguments(projections)
+    arguments = mixer.rule.arguments(projections)
     # Values that are unit vectors come out as the columns of the matrix.
     columns = replace(projections, v=unit_values(projections.v))
     if projections.write_logits is None:
-        unit, _ = mixer.rule.arguments(columns)
+        unit = mixer.rule.arguments(columns)
     else:
         # A write strength for each value channel has no place in one matrix: it stays with v.
         unit = arguments | {"v": unit_values(arguments["v"])}
