@@ -12,7 +12,7 @@ from nn.drawn import HV, OPERATORS, B, H, K, T, V, draw, draw_projections, run
 # Each value head has a key head of its own.
 OWN_HEADS = ("rwkv6", "rwkv7", "hgrn2", "gate_loop")
 # What a row may leave empty, and then says nothing about.
-OPTIONAL = {"carries", "normalizer", "forms", "page"}
+OPTIONAL = {"normalizer", "forms", "page"}
 
 
 def key_heads(rule: Rule) -> int:

@@ -17,20 +17,6 @@ FORMS = {
 }
 
 COLUMNS = ("system", "one token", "decay", "erase", "source")
-
-# Where a row's recurrence is written out once more, for those that are no rules: by the name of
-# its operator or, where rows of one operator have files of their own, by its own.
-TESTS = {
-    "selective_scan": "nn/test_scan.py", "two_memories": "nn/test_two_memories.py",
-    "long_convolution": "nn/test_hyena.py", "slstm": "nn/test_slstm.py", "mesa": "ops/test_mesa.py",
-    "ttt": "ops/test_ttt.py", "titans": "ops/test_titans.py",
-    "softmax": "nn/test_attention.py",
-    "s4d": "nn/test_s4d.py",
-    **dict.fromkeys(("lru", "hgrn", "rg_lru", "rwkv4"), "nn/test_vectors.py"),
-    **dict.fromkeys(("titans_mac", "titans_mag", "titans_mal"), "nn/test_titans_blocks.py"),
-}  # fmt: skip
-
-
 # The `model_type` of checkpoints whose layers are a row's; docs/weights.md says more of each.
 CHECKPOINTS = {
     "linear_attention": ("linear_attn",),
@@ -72,9 +58,11 @@ def backed_by(system: System) -> str:
     Beside it every row goes through tests/nn/test_mixers.py (causality, packing, padding, carried
     state) and test_training.py, and every rule through tests/nn/test_objectives.py.
     """
-    if not isinstance(system, Rule):
-        return TESTS.get(system.name) or TESTS[system.operator]
-    return "nn/test_multi_head.py" if system.page == "multi_head" else "nn/test_recurrences.py"
+    if system.operator == "softmax":
+        return "nn/test_attention.py"
+    if system.page in ("multi_head", "titans_blocks"):
+        return f"nn/test_{system.page}.py"
+    return "nn/test_recurrences.py" if isinstance(system, Rule) else "nn/test_by_hand.py"
 
 
 def described(system: System, layer: type[Mixer]) -> str:
