@@ -29,7 +29,7 @@ LONG = re.compile(r"/(torch|triton|gluon)(/|\.py$)|_triton\.py$")
 
 # Lines of all files of a folder together, comments and docstrings included.
 FOLDERS = {
-    "src/deltarule": 51_850,
+    "src/deltarule": 52_000,
     "src/deltarule/ops": 23_100,
     "src/deltarule/ops/runtime": 1_000,
     "src/deltarule/ops/delta_rule": 10_700,
@@ -39,7 +39,7 @@ FOLDERS = {
     "src/deltarule/ops/memory": 2_500,
     "src/deltarule/ops/fused": 1_950,
     "src/deltarule/nn": 10_000,
-    "src/deltarule/models": 5_800,
+    "src/deltarule/models": 5_900,
     "src/deltarule/hf": 1_450,
     "src/deltarule/parallel": 1_700,
     "src/deltarule/train": 5_850,

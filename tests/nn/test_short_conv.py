@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from deltarule.nn import ShortConv
 from deltarule.nn.layout import make_layout
+from deltarule.nn.short_conv import convolution_from_zeros
 from tolerance import relative_rms
 
 
@@ -38,25 +39,30 @@ def test_history_is_no_view_of_the_input():
     assert history.untyped_storage().nbytes() == 3 * 3 * 4
 
 
-@pytest.mark.parametrize("tokens", [1, 300])
-def test_gradients_written_out_are_those_of_conv1d_twice(tokens):
+@pytest.mark.parametrize("tokens", [1, 2, 300])
+@pytest.mark.parametrize("afresh", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gradients_written_out_are_those_of_conv1d_twice(tokens, afresh, bias):
     torch.manual_seed(0)
-    conv, x = ShortConv(3, 4).double(), torch.randn(2, tokens, 3, dtype=torch.float64)
-    leaves = [x.requires_grad_(), conv.weight]
-    history = conv.init_history(2).double()
+    conv, x = ShortConv(3, 4, bias=bias).double(), torch.randn(2, tokens, 3, dtype=torch.float64)
+    if bias:
+        torch.nn.init.normal_(conv.bias)
+    leaves = [x.requires_grad_(), *conv.parameters()]
+    history, layout = conv.init_history(2).double(), make_layout(x, None, None)
 
-    def ours(x, weight):
-        given = {"weight": weight}
-        layout = make_layout(x, None, None)
+    def ours(x, weight, bias=None):
+        if afresh:
+            return convolution_from_zeros(x, weight, layout, True, bias)
+        given = {"weight": weight, "bias": bias}
         return torch.func.functional_call(conv, given, (x, history, layout))[0]
 
-    def theirs(x, weight):
-        return F.silu(F.conv1d(F.pad(x.mT, (3, 0)), weight.unsqueeze(1), groups=3)).mT
+    def theirs(x, weight, bias=None):
+        return F.silu(F.conv1d(F.pad(x.mT, (3, 0)), weight.unsqueeze(1), bias, groups=3)).mT
 
+    order = sorted(leaves, key=lambda leaf: -leaf.ndim)
     first = [
-        torch.autograd.grad(f(*leaves).sin().sum(), leaves, create_graph=True)
-        for f in (ours, theirs)
+        torch.autograd.grad(f(*order).sin().sum(), order, create_graph=True) for f in (ours, theirs)
     ]
-    second = [torch.autograd.grad(sum(g.square().sum() for g in one), leaves) for one in first]
+    second = [torch.autograd.grad(sum(g.square().sum() for g in one), order) for one in first]
     for one, other in zip(first[0] + second[0], first[1] + second[1], strict=True):
         assert relative_rms(one, other) <= 1e-12

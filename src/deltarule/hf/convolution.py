@@ -7,7 +7,7 @@ from transformers.activations import ACT2FN
 from deltarule.hf.call import NOTE, one_row
 from deltarule.hf.recurrence import first_given
 from deltarule.nn.layout import make_layout
-from deltarule.nn.short_conv import short_convolution
+from deltarule.nn.short_conv import convolution_from_zeros
 
 SILU = ("silu", "swish")
 
@@ -20,20 +20,17 @@ def causal_conv1d(
     cu_seq_lens_q: Tensor | None = None,
 ) -> Tensor:
     """[B, D, T] with taps [D, W] over a whole sequence; packed documents start afresh."""
-    x, reach = hidden_states.transpose(1, 2), weight.shape[1] - 1
-    batch, tokens, channels = x.shape
+    x = hidden_states.transpose(1, 2)
+    shape = x.shape
     if NOTE.real is not None:
         NOTE.history = last_inputs(hidden_states, weight.shape[1], NOTE.real)
     offsets = first_given(cu_seq_lens_q, NOTE.cu_seqlens)
     x = x if offsets is None else one_row(x)
-    layout = make_layout(x, offsets, None)
-    nothing = x.new_zeros(layout.sequences, reach, channels)
-    # SiLU is part of the kernel, where no bias comes before it.
-    fused = bias is None and activation in SILU
-    y, _ = short_convolution(x, weight, nothing, layout, fused)
-    y = y if bias is None else y + bias.to(y.dtype)
+    # SiLU is part of the kernel.
+    fused = activation in SILU
+    y = convolution_from_zeros(x, weight, make_layout(x, offsets, None), fused, bias)
     y = y if fused else activated(y, activation)
-    return y.reshape(batch, tokens, channels).transpose(1, 2)
+    return y.reshape(shape).transpose(1, 2)
 
 
 def causal_conv1d_step(

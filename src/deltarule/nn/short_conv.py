@@ -3,7 +3,7 @@
 y_t = SiLU(sum_{j=0..W-1} weight_j * x_{t-W+1+j} + bias)
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,23 +53,38 @@ class ShortConv(nn.Module):
 
     def forward(self, x: Tensor, history: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """Convolve x [B, T, D] after history [N, R, D]; return y and the next history."""
-        # A bias comes between the taps and SiLU, which the kernel would have as one.
-        bias = self.bias
-        within = self.activated and bias is None
-        y, after = short_convolution(x, self.weight, history, layout, within)
-        if bias is not None:
-            y = y + bias.to(y.dtype)
-            y = F.silu(y) if self.activated else y
-        return y, after
+        return short_convolution(x, self.weight, history, layout, self.activated, self.bias)
 
 
 def short_convolution(
-    x: Tensor, weight: Tensor, history: Tensor, layout: Layout, activated: bool
+    x: Tensor, weight: Tensor, history: Tensor, layout: Layout, activated: bool, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """y [B, T, D] of x with taps [D, W] after history [N, R, D], and the next history."""
-    if kernel_runs(x, why_not_fused(x) or too_many(weight)):
+    if not runs_fused(x, weight):
+        return plain_convolution(x, weight, history, layout, activated, bias)
+    if bias is None:
         return fused_convolution(x, weight, history, layout, activated)
-    return plain_convolution(x, weight, history, layout, activated)
+    # It comes between the taps and SiLU, which the kernel has as one.
+    y, after = fused_convolution(x, weight, history, layout, False)
+    return finished(y + bias.to(y.dtype), activated), after
+
+
+def convolution_from_zeros(
+    x: Tensor, weight: Tensor, layout: Layout, activated: bool, bias: Tensor | None
+) -> Tensor:
+    """The same y of sequences before which nothing comes; without padding."""
+    if layout.cu_seqlens is None and not runs_fused(x, weight):
+        return finished(convolve(x, weight, bias, before=weight.shape[1] - 1), activated)
+    nothing = x.new_zeros(layout.sequences, weight.shape[1] - 1, x.shape[2])
+    return short_convolution(x, weight, nothing, layout, activated, bias)[0]
+
+
+def runs_fused(x: Tensor, weight: Tensor) -> bool:
+    return kernel_runs(x, why_not_fused(x) or too_many(weight))
+
+
+def finished(y: Tensor, activated: bool) -> Tensor:
+    return F.silu(y) if activated else y
 
 
 def fused_convolution(
@@ -83,7 +98,12 @@ def fused_convolution(
 
 
 def plain_convolution(
-    x: Tensor, weight: Tensor, history: Tensor, layout: Layout, activated: bool
+    x: Tensor,
+    weight: Tensor,
+    history: Tensor,
+    layout: Layout,
+    activated: bool,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """PyTorch's own operations, on rows that begin with their history."""
     reach = weight.shape[1] - 1
@@ -91,54 +111,69 @@ def plain_convolution(
     if extended.shape[1] == weight.shape[1] and layout.real is None:
         # One token for each row: fewer passes than taps.
         y = (extended * weight.mT.to(x.dtype)).sum(1, keepdim=True)
-        return F.silu(y) if activated else y, extended[:, 1:].clone()
-    y = layout.without_history(convolve(extended, weight.to(x.dtype)), reach)
-    return F.silu(y) if activated else y, layout.next_history(extended, reach)
+        y = y if bias is None else y + bias.to(y.dtype)
+        return finished(y, activated), extended[:, 1:].clone()
+    y = layout.without_history(convolve(extended, weight, bias), reach)
+    return finished(y, activated), layout.next_history(extended, reach)
 
 
-def convolve(x: Tensor, weight: Tensor) -> Tensor:
-    """[B, W - 1 + T, D], [D, W] -> [B, T, D]; in training with a backward pass written out."""
-    traced = not are_plain_eager((x, weight)) or torch.autograd.forward_ad._current_level >= 0
-    if traced or not torch.is_grad_enabled():
-        return shifted_sums(x, weight)
-    y: Tensor = Convolution.apply(x, weight)  # type: ignore[no-untyped-call]
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, before: int = 0) -> Tensor:
+    """y [B, S + before - W + 1, D] of x [B, S, D], which comes after so many zeros."""
+    weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    plain = are_plain_eager([given for given in (x, weight, bias) if given is not None])
+    if not plain or torch.autograd.forward_ad._current_level >= 0 or not torch.is_grad_enabled():
+        return shifted_sums(x, weight, bias, before)
+    y: Tensor = Convolution.apply(x, weight, bias, before)  # type: ignore[no-untyped-call]
     return y
 
 
-def shifted_sums(x: Tensor, weight: Tensor) -> Tensor:
-    """The same, by shifted multiply-adds.
+def shifted_sums(x: Tensor, weight: Tensor, bias: Tensor | None, before: int) -> Tensor:
+    """The same, by shifted multiply-adds, the last tap's first.
 
     No transpose to the channels-first layout of conv1d, which costs more than the arithmetic saves
     for a few taps. The channels of a tap lie side by side, as vectors of a processor want them.
     """
-    taps = weight.mT.contiguous().unbind()
-    tokens = x.shape[1] - len(taps) + 1
-    y = x[:, :tokens] * taps[0]
-    for shift, tap in enumerate(taps[1:], start=1):
-        y.addcmul_(x[:, shift : shift + tokens], tap)
+    *others, last = weight.mT.contiguous().unbind()
+    newest = x[:, len(others) - before :]
+    y = newest * last if bias is None else torch.addcmul(bias, newest, last)
+    for tap, (to, inputs) in zip(others, shifts(x, y.shape[1], before), strict=False):
+        (y[:, to:] if to else y).addcmul_(inputs, tap)
     return y
+
+
+def shifts(x: Tensor, tokens: int, before: int) -> Iterator[tuple[int, Tensor]]:
+    """For each tap the first output that it adds to, and the inputs that it weighs there."""
+    for tap in range(x.shape[1] + before - tokens + 1):
+        to, start = max(before - tap, 0), max(tap - before, 0)
+        yield to, x[:, start : start + max(tokens - to, 0)]
 
 
 class Convolution(torch.autograd.Function):
     """`shifted_sums`, whose gradient by x is one sum, not one for each tap and their sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, before: int) -> Tensor:
         """Keep the inputs alone."""
         ctx.save_for_backward(x, weight)
-        return shifted_sums(x, weight)
+        ctx.before = before
+        return shifted_sums(x, weight, bias, before)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """dx_s = sum_j weight_j dy_{s-j}, dweight_j = sum_t dy_t x_{t+j}: both can be derived."""
         x, weight = ctx.saved_tensors
-        tokens, reach = dy.shape[1], weight.shape[1] - 1
-        dx, d_taps = None, None
+        dx, d_taps, d_bias = None, None, None
         if ctx.needs_input_grad[0]:
-            dx = shifted_sums(F.pad(dy, (0, 0, reach, reach)), weight.flip(1))
+            dx = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+            taps = weight.mT.contiguous().unbind()
+            for tap, (to, into) in zip(taps, shifts(dx, dy.shape[1], ctx.before), strict=True):
+                into.addcmul_(dy[:, to:], tap)
         if ctx.needs_input_grad[1]:
-            d_taps = torch.stack([part_sums(dy, x[:, j : j + tokens]) for j in range(reach + 1)], 1)
-        return dx, d_taps
+            pairs = shifts(x, dy.shape[1], ctx.before)
+            d_taps = torch.stack([part_sums(dy[:, to:], inputs) for to, inputs in pairs], 1)
+        if ctx.needs_input_grad[2]:
+            d_bias = dy.sum((0, 1))
+        return dx, d_taps, d_bias, None
 
 
 def part_sums(x: Tensor, y: Tensor) -> Tensor:

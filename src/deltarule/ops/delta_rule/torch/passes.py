@@ -65,7 +65,7 @@ def window_elements(device: torch.device) -> int:
     It changes no result, bit by bit: chunks are independent but for the scan.
     """
     if device.type == "cpu":
-        return max(16 * torch.get_num_threads(), 32) * 64 * 64
+        return max(16 * torch.get_num_threads(), 64) * 64 * 64
     return 2**25
 
 
@@ -198,14 +198,19 @@ class Write(NamedTuple):
 
 
 def next_state(
-    writes: list[Write], whole: Tensor | None, state: Tensor, bounds: list[int]
+    writes: list[Write],
+    whole: Tensor | None,
+    state: Tensor,
+    bounds: list[int],
+    room: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Carry state [N, H, G, V, K], in place, through a window of chunks.
 
-    Returns the state at each chunk's start [M, H, G, V, K], and the values X of each write. The
-    longer sequences come first, and those that have ended keep their state.
+    Returns the state at each chunk's start [M, H, G, V, K], in `room` if there is some, and the
+    values X of each write. The longer sequences come first, and those that have ended keep their
+    state.
     """
-    states = state.new_empty(bounds[-1], *state.shape[1:])
+    states = state.new_empty(bounds[-1], *state.shape[1:]) if room is None else room
     values = [write.x0 for write in writes]
     for first, last in pairwise(bounds):
         here, running = slice(first, last), state[: last - first]
@@ -283,10 +288,16 @@ def _run(inputs: Inputs, save: bool, size: int | None = None) -> tuple[Tensor, T
             state = final_state[sequences].unflatten(1, (heads, -1))
             for window in windows:
                 work = _work(cut_inputs(inputs, window, size))
-                states, values = next_state(work.writes, work.decay.whole, state, window.bounds)
+                # Of chunks side by side the states are computed where they are kept.
+                kept = None
+                if save and isinstance(window.chunks, slice):
+                    kept = saved[window.chunks].unflatten(1, (heads, -1))
+                states, values = next_state(
+                    work.writes, work.decay.whole, state, window.bounds, kept
+                )
                 part = chunk_output(work.queries, states, values)
                 join(part.flatten(1, 2), o, window, size, 1)
-                if save:
+                if save and kept is None:
                     saved[window.chunks] = states.flatten(1, 2)
             final_state[sequences] = state.flatten(1, 2)
     return o, final_state, saved
