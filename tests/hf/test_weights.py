@@ -60,6 +60,12 @@ CONFIGS = {
          "n_routed_experts": 4, "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1,
          "moe_shared_expert_intermediate_size": 48, "routed_scaling_factor": 1.5},
     ),
+    "minimax": ("minimax", {}),
+    "minimax, with factors": (
+        "minimax",
+        {f"{branch}_{letter}_factor": factor for branch in ("full_attn", "linear_attn", "mlp")
+         for letter, factor in (("alpha", 3.5), ("beta", 0.8))} | {"head_dim": 24},
+    ),
     "olmo_hybrid": ("olmo_hybrid", {}),
     "olmo_hybrid, turned": (
         "olmo_hybrid",
@@ -81,6 +87,13 @@ def with_whole_filters(folder, config):
     save_file(tensors, folder / WEIGHTS, {"format": "pt"})
 
 
+def without_decays(folder):
+    """Store parameters alone: transformers stores the decays beside them, and needs them not."""
+    tensors = load_file(folder / WEIGHTS)
+    kept = {name: x for name, x in tensors.items() if not name.endswith(("_decay", "slope_rate"))}
+    save_file(kept, folder / WEIGHTS, {"format": "pt"})
+
+
 @pytest.fixture(params=CONFIGS)
 def case(request, tmp_path):
     """A model of transformers, the folder that it has saved itself to, and its model_type."""
@@ -89,6 +102,8 @@ def case(request, tmp_path):
     model.save_pretrained(tmp_path / "theirs")
     if name == "olmo_hybrid":
         with_whole_filters(tmp_path / "theirs", model.config)
+    if name == "minimax":
+        without_decays(tmp_path / "theirs")
     return model, tmp_path / "theirs", model.config.model_type
 
 
@@ -166,10 +181,20 @@ def test_a_multimodal_folder_gives_its_language_model(tmp_path):
     whole.model.language_model.load_state_dict(text.model.state_dict())
     whole.lm_head.load_state_dict(text.lm_head.state_dict())
     whole.save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match="tensors of no language model are left out"):
+    with pytest.warns(UserWarning, match="are no parameters of a language model are left out"):
         model = CausalLM.load(tmp_path)
     with torch.no_grad():
         close(model(x)[0], text(x, use_cache=False).logits)
+
+
+def test_decays_that_follow_from_config_json_are_left_out(tmp_path):
+    theirs = tiny("minimax")
+    theirs.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="12 tensors that are no parameters of a language model"):
+        model = CausalLM.load(tmp_path)
+    x = tokens(2, 30)
+    with torch.no_grad():
+        close(model(x)[0], theirs(x, use_cache=False).logits)
 
 
 def test_experts_may_be_stored_in_one_tensor(tmp_path):
@@ -228,6 +253,9 @@ def test_experts_of_two_dtypes_are_named(tmp_path):
         ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act must be 'relu2', got 'silu'"),
         ("nemotron_h", {"moe_latent_size": 16}, "moe_latent_size must be None, got 16"),
         ("mamba2", {"time_step_limit": [0.0, 1.0]}, "time_step_limit must be [0.0, inf]"),
+        ("minimax", {"mlp_beta_factor": 2.0}, "alpha and beta factors of full_attn, linear_attn"),
+        ("minimax", {"num_attention_heads": 6}, "num_attention_heads must be a power of two"),
+        ("minimax", {"rotary_dim": 8}, "unknown option 'rotary_dim'"),
         ("mamba2", {"n_groups": 3}, "n_groups must divide the 8 heads"),
     ],
 )

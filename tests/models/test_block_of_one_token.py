@@ -33,6 +33,16 @@ def test_a_block_of_one_token_is_the_block(name, device, make_model, monkeypatch
                 assert relative_rms(after_one[key], tensor) < 2e-6
 
 
+@pytest.mark.parametrize("options", [{"deepnorm_alpha": 2.0}, {"post_norm": "gated_deltanet"}])
+def test_blocks_whose_norms_stand_elsewhere_take_the_usual_way(options, make_model, monkeypatch):
+    model = make_model(layer_types="gated_deltanet", **options)
+    monkeypatch.setattr(nn.one_token, "fits", lambda *_: True)
+    with torch.no_grad():
+        whole, _ = model(tokens := torch.randint(257, (1, 9)))
+        _, state = model(tokens[:, :8])
+        assert relative_rms(model(tokens[:, 8:], state)[0][:, 0], whole[:, 8]) < 2e-6
+
+
 def test_hooked_and_strange_parts_take_the_usual_way(make_model, monkeypatch):
     block = make_model(layer_types="gated_deltanet").blocks[0]
     for x in (block.mixer_norm, block.mixer.o_norm):

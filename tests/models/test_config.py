@@ -62,6 +62,8 @@ def test_fields_cannot_change():
         ({"zero_centered_norm": 1}, "zero_centered_norm must be True or False, got 1"),
         ({"output_norm_eps": 0}, "output_norm_eps must be a finite number above 0, got 0"),
         ({"post_norm": "atention"}, "did you mean 'attention'"),
+        ({"deepnorm_alpha": 0}, "deepnorm_alpha must be a finite number above 0, got 0"),
+        ({"deepnorm_alpha": 2.0, "post_norm": "attention"}, "post_norm and deepnorm_alpha exclude"),
         ({"conv_bias": 1}, "conv_bias must be True, False or None, got 1"),
         ({"n_groups": 0}, "n_groups must be an integer of 1 or more, got 0"),
         ({"n_groups": 2}, "n_groups=2 means nothing without mamba2 in layer_types"),

@@ -42,6 +42,9 @@ OPTIONS = {
         "layer_types": ("rwkv7", "channel_mix"), "mlp_layer_types": "none", "norm_type": "layer",
         "embedding_norm": True, "low_rank_dims": (8, 6, 4, 12),
     },
+    "DeepNorm, one norm of all heads": {
+        "layer_types": ("lightning", "attention"), "deepnorm_alpha": 2.0, "output_norm": "all",
+    },
     "mixer and MLP side by side": {"layer_types": "kda+mlp", "mlp_layer_types": "none"},
     "no positions, scaled scores, capped logits": {
         "layer_types": ("mamba2", "attention"), **MAMBA2, "partial_rotary_factor": 0.0,

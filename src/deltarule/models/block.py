@@ -31,8 +31,9 @@ from deltarule.shapes import Hidden, Mask, Offsets
 class Block(nn.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x)), if any; the next norm makes the last sum.
 
-    With the mixer of `post_norm` x + norm(mixer(x)), then x + norm(mlp(x)). Several parts side by
-    side in place of the mixer read the same norm, and what they put out is summed.
+    With the mixer of `post_norm` x + norm(mixer(x)), then x + norm(mlp(x)). With `deepnorm_alpha`
+    alpha n + mixer(n) of n = norm(x), then the same of the MLP. Several parts side by side in place
+    of the mixer read the same norm, and what they put out is summed.
     """
 
     mixer: nn.Module
@@ -42,6 +43,7 @@ class Block(nn.Module):
         super().__init__()
         name = config.layer_types[layer_index]
         self.post_norm = name == config.post_norm
+        self.deepnorm_alpha = config.deepnorm_alpha
         self.mixer_norm = stream_norm(config)
         parts = {part: make_part(config, part, layer_index) for part in name.split("+")}
         self.multipliers = {part: out_multiplier(config, part) for part in parts}
@@ -76,11 +78,17 @@ class Block(nn.Module):
         x, normed = norm_of_sum(self.mixer_norm, x, branch)
         with recomputed(normed, partial(self.mixer_norm.forward, x)):
             y, state = mix(normed, state)
+        x = self.passed_on(x, normed)
         if self.mlp is None or self.mlp_norm is None:
             return x, y, state
         x, normed = self.mlp_norm.of_sum(x, y)
         with recomputed(normed, partial(self.mlp_norm.forward, x)):
-            return x, scaled(self.mlp(normed), self.mlp_multiplier), state
+            y = scaled(self.mlp(normed), self.mlp_multiplier)
+        return self.passed_on(x, normed), y, state
+
+    def passed_on(self, x: Hidden, normed: Hidden) -> Hidden:
+        """What a branch is added to: the stream, or alpha times its norm."""
+        return x if self.deepnorm_alpha is None else scaled(normed, self.deepnorm_alpha)
 
     def mix(self, given: dict[str, Any], x: Hidden, state: State | None) -> tuple[Hidden, State]:
         """Apply the parts of the first half to x; sum them and put their states together."""
@@ -127,7 +135,8 @@ class Block(nn.Module):
     ) -> tuple[Hidden, None, State] | None:
         """One token by few kernels, without a branch that is left to add."""
         mixer, mlp = self.mixer, self.mlp
-        if self.post_norm or not isinstance(mixer, DeltaMixer) or type(mlp) is not SwiGLU:
+        plain = not self.post_norm and self.deepnorm_alpha is None
+        if not plain or not isinstance(mixer, DeltaMixer) or type(mlp) is not SwiGLU:
             return None
         norm = self.mlp_norm
         assert norm is not None

@@ -64,8 +64,8 @@ class ModelConfig:
             by its name in `deltarule.nn.feature_maps`. None: the layer's default.
         qk_norm: What those layers divide q and k by: "none", "l1" or "l2". None: the layer's
             default.
-        output_norm: What the delta layers' norm of the output goes over: "head", each head; "all",
-            all heads; "none", no norm. None: each head.
+        output_norm: What the norm of the output goes over in the delta layers and in Lightning
+            Attention: "head", each head; "all", all heads; "none", no norm. None: each head.
         normalizer: Divide linear attention's read-out by z^T q. None: the layer's default.
         filter_size: Tokens that Hyena's filters reach. None: the layer's default.
         mini_batch: Tokens whose inner gradients TTT and Titans take at one memory. None: 16.
@@ -117,6 +117,9 @@ class ModelConfig:
             one.
         post_norm: A mixer whose blocks compute x + norm(f(x)) in place of x + f(norm(x)), in both
             halves. None: no block does.
+        deepnorm_alpha: What the normed stream is multiplied by before a branch is added to it:
+            blocks compute alpha n + f(n) of n = norm(x), in both halves (DeepNorm, with each norm
+            at the start of the half that reads it). None: x + f(norm(x)).
         tie_embeddings: Use the embedding as the output head.
 
     Raises:
@@ -200,6 +203,7 @@ class ModelConfig:
     embedding_norm: bool = False
     zero_centered_norm: bool = False
     post_norm: str | None = None
+    deepnorm_alpha: float | None = None
     tie_embeddings: bool = True
 
     def __post_init__(self) -> None:

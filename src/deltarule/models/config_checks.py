@@ -1,42 +1,31 @@
 """What no model can have, refused with the name of the field."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable
+import typing
+from collections.abc import Collection
+from types import NoneType
 from typing import Any
 
 from deltarule.nearest import nearest
 from deltarule.nn import MIXERS
 from deltarule.nn.checks import check_lower_bound
-from deltarule.nn.feature_maps import FEATURE_MAPS, NORMS, OUTPUT_NORMS
+from deltarule.nn.feature_maps import FEATURE_MAPS
 from deltarule.nn.options import SPECTRA
 
 # More than any model has; a damaged file could ask for a billion.
 _MOST_LAYERS = 10_000
-# Integers that may be zero; those of `_POSITIVE` may not.
+# Integers that may be zero; the others may not.
 _COUNTS = (
     "qk_rope_head_dim", "conv_size", "mlp_size", "num_experts", "shared_expert_intermediate_size",
     "num_persistent",
 )  # fmt: skip
-_POSITIVE = (
-    "vocab_size", "hidden_size", "num_layers", "num_heads", "num_v_heads", "head_k_dim",
-    "head_v_dim", "num_attention_heads", "num_kv_heads", "attention_head_dim", "n_groups",
-    "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "time_step_rank",
-    "n_steps", "num_slots", "filter_size", "mini_batch", "window", "num_experts_per_tok",
-    "moe_intermediate_size", "n_group", "topk_group",
-)  # fmt: skip
-_NUMBERS = (
-    "beta_max", "longest_horizon", "rope_theta", "norm_eps", "output_norm_eps",
-    "routed_scaling_factor",
-    "embedding_multiplier", "lm_head_multiplier", "residual_multiplier", "attention_multiplier",
-    "attention_out_multiplier", "ssm_out_multiplier", "final_logit_softcapping",
-)  # fmt: skip
-_CHOICES: dict[str, Iterable[str]] = {
-    "feature_map": FEATURE_MAPS, "qk_norm": NORMS, "output_norm": OUTPUT_NORMS,
-    "attention_qk_norm": ("head", "all"),
-    "post_norm": MIXERS, "hidden_act": ("silu", "relu2"), "scoring_func": ("softmax", "sigmoid"),
-    "mamba_inner_norm": ("plain", "weighted"), "norm_type": ("rms", "layer"),
-    "spectrum": SPECTRA,
+# Numbers that are checked on their own; the others are above 0.
+_OTHER_NUMBERS = ("gate_lower_bound", "partial_rotary_factor")
+# What words there are, where no type says it.
+_WORDS: dict[str, Collection[str]] = {
+    "feature_map": FEATURE_MAPS, "post_norm": MIXERS, "spectrum": SPECTRA
 }  # fmt: skip
 # Options that mean nothing without a layer that takes them.
 _ASKED_FOR = (
@@ -65,20 +54,13 @@ _OF_PARTS: dict[str, tuple[str, ...]] = {
 
 def check_fields(config: Any) -> None:
     """Refuse a value of the wrong type or range; None passes where it is the default."""
-    optional = {field.name for field in dataclasses.fields(config) if field.default is None}
-    flags = [field.name for field in dataclasses.fields(config) if isinstance(field.default, bool)]
-    given = {
-        field.name: getattr(config, field.name) for field in dataclasses.fields(config)
-        if not (field.name in optional and getattr(config, field.name) is None)
-    }  # fmt: skip
-    for names, smallest in ((_POSITIVE, 1), (_COUNTS, 0)):
-        for name in filter(given.__contains__, names):
-            _check_integer(name, given[name], smallest, name in optional)
+    kinds = _kinds(config.__class__)
+    for field in dataclasses.fields(config):
+        value, optional = getattr(config, field.name), field.default is None
+        if not (optional and value is None):
+            _check_kind(field.name, value, kinds[field.name], optional)
     if config.num_layers > _MOST_LAYERS:
         raise ValueError(f"num_layers must be at most {_MOST_LAYERS}, got {config.num_layers}")
-    for name in filter(given.__contains__, _NUMBERS):
-        if not _is_number(given[name]) or given[name] <= 0:
-            raise ValueError(f"{name} must be a finite number above 0, got {given[name]!r}")
     check_lower_bound(config.gate_lower_bound)
     share = config.partial_rotary_factor
     if not _is_number(share) or not 0 <= share <= 1:
@@ -88,17 +70,8 @@ def check_fields(config: Any) -> None:
             f"beta_max must be at most 2, got {config.beta_max}: above 2 a write makes the state "
             "grow without bound"
         )
-    for name in filter(given.__contains__, (*flags, "conv_bias", "output_gate", "normalizer")):
-        if not isinstance(given[name], bool):
-            words = "True, False or None" if name in optional else "True or False"
-            raise ValueError(f"{name} must be {words}, got {given[name]!r}")
-    for name in filter(given.__contains__, _CHOICES):
-        value, known = given[name], _CHOICES[name]
-        if not isinstance(value, str) or value not in known:
-            raise ValueError(
-                f"{name} must be {'None or ' if name in optional else ''}one of "
-                f"{', '.join(known)}, got {value!r}{nearest(value, known, before=': ')}"
-            )
+    if config.post_norm is not None and config.deepnorm_alpha is not None:
+        raise ValueError("post_norm and deepnorm_alpha exclude each other: give one of them")
     if config.low_rank_dims is not None:
         if not isinstance(config.low_rank_dims, tuple) or len(config.low_rank_dims) != 4:
             raise ValueError(f"low_rank_dims must be 4 integers, got {config.low_rank_dims!r}")
@@ -110,6 +83,31 @@ def check_fields(config: Any) -> None:
         if not fits or not all(_is_number(x) for x in value):
             raise ValueError(f"{name} must be a tuple of {count} numbers, got {value!r}")
     _check_heads(config)
+
+
+@functools.cache
+def _kinds(cls: Any) -> dict[str, Any]:
+    """The type of each field, but for None."""
+    hints = typing.get_type_hints(cls)
+    choices = {name: typing.get_args(hint) for name, hint in hints.items()}
+    return hints | {name: kinds[0] for name, kinds in choices.items() if NoneType in kinds}
+
+
+def _check_kind(name: str, value: Any, kind: Any, optional: bool) -> None:
+    literal = typing.get_origin(kind) is typing.Literal
+    words = typing.get_args(kind) if literal else _WORDS.get(name)
+    if words is not None and (not isinstance(value, str) or value not in words):
+        raise ValueError(
+            f"{name} must be {'None or ' if optional else ''}one of {', '.join(words)}, "
+            f"got {value!r}{nearest(value, words, before=': ')}"
+        )
+    if kind is int:
+        _check_integer(name, value, 0 if name in _COUNTS else 1, optional)
+    if kind is float and name not in _OTHER_NUMBERS and (not _is_number(value) or value <= 0):
+        raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
+    if kind is bool and not isinstance(value, bool):
+        known = "True, False or None" if optional else "True or False"
+        raise ValueError(f"{name} must be {known}, got {value!r}")
 
 
 def _check_integer(name: str, value: object, smallest: int, optional: bool) -> None:

@@ -14,7 +14,7 @@ RENAMED = {
     "tie_embeddings": "tie_word_embeddings",
 }
 # What transformers writes beside a model's own options, for itself.
-_THEIRS = (
+THEIRS = (
     "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label",
     "is_encoder_decoder", "label2id", "output_attentions", "output_hidden_states", "pad_token_id",
     "problem_type", "return_dict", "torch_dtype", "transformers_version", "use_cache",
@@ -36,7 +36,7 @@ def from_file(stored: dict[str, Any]) -> dict[str, Any]:
     fields = dict(stored)
     if (model_type := fields.pop("model_type", MODEL_TYPE)) != MODEL_TYPE:
         raise ValueError(f"model_type must be {MODEL_TYPE!r}, got {model_type!r}")
-    for name in _THEIRS:
+    for name in THEIRS:
         fields.pop(name, None)
     for ours, theirs in RENAMED.items():
         if theirs in fields and ours in fields:

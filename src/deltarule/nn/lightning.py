@@ -52,7 +52,7 @@ class Lightning(DeltaMixer):
     power below, then every other one of the power above.
 
     Defaults: head_k_dim = head_v_dim = hidden_size / num_heads, SiLU on q, k and v, no
-    convolution, output gate sigmoid, norm of each head (MiniMax-01 norms all heads together).
+    convolution, output gate sigmoid, norm of each head (of all in MiniMax-01: output_norm="all").
 
     Examples:
         >>> import torch
@@ -68,3 +68,8 @@ class Lightning(DeltaMixer):
     default_output_gate = True
     gate_activation = "sigmoid"
     activates_projections = True
+
+    @classmethod
+    def takes(cls, option: str) -> bool:
+        """Its norm may go over all heads together, as in MiniMax-01."""
+        return option == "output_norm" or super().takes(option)

@@ -28,7 +28,7 @@ REASONS = {
     "n_steps": "it writes once a token",
     "feature_map": "linear_attention, gated_rfa and the delta layers have it",
     "qk_norm": "linear_attention, gated_rfa and the delta layers have it",
-    "output_norm": "the delta layers have it",
+    "output_norm": "the delta layers and lightning have it",
     "normalizer": "linear_attention has it; with an erase, the sum of the keys is not what the "
     "state holds: use qk_norm",
     "longest_horizon": "its decay is not exp(-exp(A_log) dt), whose rates it would spread",

@@ -19,6 +19,7 @@ FORMS = {
 COLUMNS = ("system", "one token", "decay", "erase", "source")
 # The `model_type` of checkpoints whose layers are a row's; docs/weights.md says more of each.
 CHECKPOINTS = {
+    "lightning": ("minimax",),
     "linear_attention": ("linear_attn",),
     "retnet": ("retnet",),
     "mamba2": ("mamba2", "nemotron_h", "granitemoehybrid", "falcon_h1", "bamba"),
@@ -38,6 +39,7 @@ CHECKPOINTS = {
     "attention": (
         "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid",
         "kimi_linear", "nemotron_h", "granitemoehybrid", "falcon_h1", "bamba", "jamba",
+        "minimax",
     ),
 }  # fmt: skip
 

@@ -25,6 +25,7 @@ class Family:
         tensors: What the tensors are called.
         aliases: Further values of model_type that are read.
         ignored: How names of tensors begin that belong to no language model.
+        derived: How names of tensors end that follow from config.json; none is written.
         unwritten: Options that are read, and that what reads them elsewhere does not want.
         check: Refuses, with a ValueError, configurations that the options alone cannot say.
     """
@@ -35,8 +36,13 @@ class Family:
     tensors: Tensors
     aliases: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    derived: tuple[str, ...] = ()
     unwritten: tuple[str, ...] = ()
     check: Callable[[ModelConfig], None] = as_it_is
+
+    def leaves_out(self, name: str) -> bool:
+        """Whether a stored tensor is none of the language model's parameters."""
+        return name.startswith(self.ignored) or name.endswith(self.derived)
 
     def config(self, stored: Mapping[str, Any]) -> ModelConfig:
         """Read config.json.

@@ -4,14 +4,13 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from deltarule.models.config_names import THEIRS
+
 # What transformers and training code write for themselves; none changes what a model computes.
 _SILENT = frozenset({
-    "_attn_implementation", "_name_or_path", "architectures", "attn_mode", "auto_map",
-    "bos_token_id", "chunk_size", "chunk_size_feed_forward", "dtype", "elementwise_affine",
-    "eos_token_id", "fuse_cross_entropy", "fuse_linear_cross_entropy", "fuse_norm", "fuse_swiglu",
-    "id2label", "initializer_range", "is_encoder_decoder", "label2id", "max_position_embeddings",
-    "model_type", "output_attentions", "output_hidden_states", "pad_token_id", "problem_type",
-    "return_dict", "torch_dtype", "transformers_version", "use_cache", "use_l2warp",
+    *THEIRS, "_attn_implementation", "_name_or_path", "attn_mode", "auto_map", "chunk_size",
+    "elementwise_affine", "fuse_cross_entropy", "fuse_linear_cross_entropy", "fuse_norm",
+    "fuse_swiglu", "initializer_range", "max_position_embeddings", "model_type", "use_l2warp",
 })  # fmt: skip
 
 

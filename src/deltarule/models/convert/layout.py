@@ -60,10 +60,11 @@ def stored(folder: str | Path, build: Build) -> tuple[Layout, Any]:
         family = family_of(fields)
         config = ModelConfig.from_fields(fields) if family is None else family.config(fields)
     places = files.read_places(folder)
-    if left := [name for name in places if family and name.startswith(family.ignored)]:
+    if left := [name for name in places if family and family.leaves_out(name)]:
         places = {name: place for name, place in places.items() if name not in left}
         warnings.warn(
-            f"{folder}: {len(left)} tensors of no language model are left out, such as {left[0]!r}",
+            f"{folder}: {len(left)} tensors that are no parameters of a language model are left "
+            f"out, such as {left[0]!r}",
             stacklevel=3,
         )
     # A damaged config.json could ask for any number of layers: count before building.

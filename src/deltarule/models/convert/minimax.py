@@ -1,0 +1,95 @@
+"""MiniMax-01: Lightning Attention and attention, each layer with experts, in blocks of DeepNorm."""
+
+from deltarule.models.config import ModelConfig
+from deltarule.models.convert.family import Family
+from deltarule.models.convert.fields import Fields
+from deltarule.models.convert.hybrid import FULL_ATTENTION, in_words, mixers, rope, stream, words
+from deltarule.models.convert.names import ATTENTION, Experts, Names, Rows, Tensors, under
+from deltarule.models.convert.options import Entry, Options, fixed, integer, only, silent
+
+# Of the norm of all heads together, whatever rms_norm_eps is.
+OUTPUT_NORM_EPS = 1e-6
+BRANCHES = ("full_attn", "linear_attn", "mlp")
+
+
+def read_heads(fields: Fields, found: Options) -> Options:
+    """Both kinds of layers have the same heads.
+
+    The scores of Lightning Attention are not divided by head_dim^1/2 there; a norm follows, so that
+    its eps is divided here instead.
+    """
+    heads = found["num_attention_heads"]
+    if heads & (heads - 1):
+        raise ValueError(f"num_attention_heads must be a power of two for its slopes, got {heads}")
+    size = fields.integer("head_dim", found["hidden_size"] // heads, smallest=1)
+    sizes = dict.fromkeys(("head_k_dim", "head_v_dim", "attention_head_dim"), size)
+    return {"num_heads": heads, "output_norm_eps": OUTPUT_NORM_EPS / size, **sizes}
+
+
+def read_layers(fields: Fields, found: Options) -> Options:
+    """Which layer is which, in a list of a word for each."""
+    count = found["num_layers"]
+    regular = [FULL_ATTENTION[0], "linear_attention"] * (count // 2 + 1)
+    kinds = fields.take("layer_types", regular[:count])
+    return {"layer_types": words(kinds, mixers("lightning"), count)}
+
+
+def read_factors(fields: Fields, found: Options) -> Options:
+    """What the normed stream is multiplied by, and every branch."""
+    alphas, betas = (
+        {fields.factor(f"{branch}_{letter}_factor") for branch in BRANCHES}
+        for letter in ("alpha", "beta")
+    )
+    if len(alphas) > 1 or len(betas) > 1:
+        raise ValueError(
+            f"alpha and beta factors of {', '.join(BRANCHES)} must be one number each, "
+            f"got {sorted(alphas)} and {sorted(betas)}: no option of CausalLM says that"
+        )
+    return {"deepnorm_alpha": float(alphas.pop()), "residual_multiplier": float(betas.pop())}
+
+
+def write_factors(config: ModelConfig) -> Options:
+    """Back from `read_factors`."""
+    factors = {"alpha": config.deepnorm_alpha or 1.0, "beta": config.residual_multiplier}
+    return {f"{x}_{letter}_factor": y for x in BRANCHES for letter, y in factors.items()}
+
+
+OPTIONS = (
+    only({"sliding_window": None}),
+    # How its own class cuts a sequence, and how it was trained.
+    silent("block_size", "router_jitter_noise"),
+    *stream(otherwise=1e-5),
+    Entry(read_heads, lambda config: {"head_dim": config.head_k_dim}),
+    Entry(read_layers, lambda config: {"layer_types": in_words(config, "lightning")}),
+    Entry(read_factors, write_factors),
+    rope(1.0),
+    integer("intermediate_size", "moe_intermediate_size", smallest=1),
+    integer("num_local_experts", "num_experts", 8),
+    integer("num_experts_per_tok", default=2),
+    fixed({"mlp_layer_types": "sparse", "output_norm": "all", "output_gate": True}),
+)
+
+LIGHTNING: Names = {
+    "qkv_proj": Rows("q_proj k_proj v_proj", groups="num_heads"),
+    "output_gate": "g_proj",
+    "norm": "o_norm",
+    "out_proj": "o_proj",
+}
+EXPERTS: Names = {"gate": "router", "experts.": Experts(("w1", "w3", "w2"))}
+TENSORS = Tensors(
+    layer={
+        "": {"input_layernorm": "mixer_norm", "post_attention_layernorm": "mlp_norm"},
+        "lightning": under("self_attn.", LIGHTNING, "mixer."),
+        "attention": ATTENTION,
+        "sparse": under("block_sparse_moe.", EXPERTS, "mlp."),
+    }
+)
+
+FAMILY = Family(
+    model_type="minimax",
+    architecture="MiniMaxForCausalLM",
+    options=OPTIONS,
+    tensors=TENSORS,
+    # What follows from the number of heads and the place of a layer.
+    derived=("slope_rate", "query_decay", "key_decay", "diagonal_decay"),
+)
