@@ -80,6 +80,14 @@ def test_messages_travel_beside_the_local_pass(two: Processes) -> None:
             assert done[place - 1 : place + 2] == [f"states {first}", work, f"states {last}"]
 
 
+@pytest.mark.parametrize("mixer", ["mamba1", "s4", "s4d", "abc", "mesa", "gate_loop"])
+def test_every_output_gate_is_projected_while_states_travel(two: Processes, mixer: str) -> None:
+    for done in two("whole_models.order_of_a_layer", exchange="gather", mixer=mixer, names="g"):
+        for gate in ("g", "d g"):
+            place = done.index(gate)
+            assert done[place - 1 : place + 2] == ["states leave", gate, "states come"]
+
+
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_softmax_layers_keep_their_own_keys_alone(two: Processes, kv_heads: int) -> None:
     for errors in two("whole_models.ring_of_attention", kv_heads=kv_heads):

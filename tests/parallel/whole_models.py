@@ -187,8 +187,8 @@ class Noted:
         self.work.wait()
 
 
-def order_of_a_layer(exchange: str) -> list[str]:
-    """What a layer does, forwards and then backwards: messages, and the projections k and g."""
+def order_of_a_layer(exchange: str, mixer: str = "gated_deltanet", names: str = "kg") -> list[str]:
+    """What a layer does, forwards and then backwards: messages, and the projections named."""
     done: list[str] = []
 
     def product(name: str) -> Any:
@@ -213,8 +213,8 @@ def order_of_a_layer(exchange: str) -> list[str]:
         works = batch(operations)
         return [Noted(w, lambda: done.append(f"{name} come")) for w in works]
 
-    layer = MIXERS["gated_deltanet"](32, num_heads=2, head_k_dim=8, head_v_dim=16)
-    for name in "kg":
+    layer = MIXERS[mixer](32, num_heads=2, head_k_dim=8, head_v_dim=16, output_gate=True)
+    for name in names:
         getattr(layer, f"{name}_proj").register_forward_hook(product(name))
     context = make_context(24, exchange=exchange)
     x = torch.randn(1, context.last - context.first, 32, requires_grad=True)

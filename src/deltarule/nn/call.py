@@ -1,7 +1,7 @@
 """One call of a layer, as its parts hand it to each other."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,19 +28,30 @@ class LayerCall:
     values: tuple[Tensor, Callable[[], Tensor]] | None = None
     # Whether `recurrent_step` follows, which makes gates of their logits itself.
     decoding: bool = False
-    # What is projected while states travel: the output gate.
-    later: nn.Module | None = None
     # Who has the last rows of x on their way to another process, and where those of another come.
     letter: tuple[Letter, Tensor] | None = None
+
+    def defer(self, gate: nn.Module) -> None:
+        """Let an operator project the output gate while its states travel; there is a context."""
+        assert self.layout.context is not None
+
+        def meanwhile() -> None:
+            # Some layers run several operators.
+            if "g" not in self.projected:
+                self.projected["g"] = linear(self.x, gate)
+
+        context = self.layout.context._replace(meanwhile=meanwhile)
+        self.layout = replace(self.layout, context=context)
 
     def share(self, modules: dict[str, nn.Module], reach: int, factors: Factors) -> None:
         """Let the last rows of x go to the next process, and take the output gate out, for later.
 
         There is a context; `modules` are about to be applied to x, `factors` to what comes out.
         """
-        if "g" not in factors:
-            self.later = modules.pop("g", None)
-        if reach and self.layout.context is not None:
+        assert self.layout.context is not None
+        if "g" not in factors and (gate := modules.pop("g", None)) is not None:
+            self.defer(gate)
+        if reach:
             letter = Letter(self.layout.context, reach)
             self.x, mail = letter.send(self.x)
             self.letter = letter, mail
@@ -56,17 +67,6 @@ class LayerCall:
         for name, x in zip("qkv", rows, strict=True):
             before = letter.before(x * factors.get(name, 1.0), self.before[f"{name}_conv"])
             self.before = State(self.before, **{f"{name}_conv": before})
-
-    @property
-    def spans(self) -> dict[str, Any]:
-        """What an operator is told; while its states travel, the output gate is projected."""
-        if (later := self.later) is None:
-            return self.layout.spans
-
-        def meanwhile() -> None:
-            self.projected["g"] = linear(self.x, later)
-
-        return {"context": self.layout.spans["context"]._replace(meanwhile=meanwhile)}
 
     def positions(self) -> Tensor:
         """[B, T] each token's position, counted on in the state's `length` [N]."""

@@ -177,7 +177,7 @@ class DeltaMixer(Mixer):
         projections = self.project(call)
         with nullcontext() if call.values is None else recomputed(*call.values):
             o = self.run_operator(projections, call)
-        if call.later is not None:
+        if projections.output_gate is None and "g" in call.projected:
             projections = replace(projections, output_gate=self.by_head(call.projected["g"]))
         return self.finish(o, projections, call)
 
@@ -313,7 +313,7 @@ class DeltaMixer(Mixer):
             o, state = self.step(arguments, call)
         else:
             o, final_state = OPERATORS[self.rule.operator](
-                **arguments, **call.spans, initial_state=before, save_states=self.save_states
+                **arguments, **layout.spans, initial_state=before, save_states=self.save_states
             )
             assert final_state is not None
             state = final_state

@@ -188,9 +188,12 @@ class Frame(nn.Module, ABC):
 
     def mix(self, call: LayerCall) -> Tensor:
         """Mix call.x, whose real tokens are in front; fill call.after."""
+        if self.g_proj is not None and call.layout.context is not None:
+            call.defer(self.g_proj)
         o, gate = self.read(call), None
         if self.g_proj is not None:
-            gate = self.by_head(self.g_proj(call.x))
+            gate = call.projected.get("g")
+            gate = self.by_head(self.g_proj(call.x) if gate is None else gate)
         return self.o_proj(self.normed(o, gate))
 
     def read(self, call: LayerCall) -> Tensor:

@@ -23,8 +23,8 @@ class Context(NamedTuple):
         offsets: Where each document of the row begins, and T. None: each row is one sequence.
         exchange: "gather" sends every state to everybody at once, "scan" reaches twice as far in
             every round of messages; "auto" gathers among up to 64 processes.
-        meanwhile: Called once by `delta_rule` and `dplr` while their states travel: what a caller
-            computes there, and its gradients, take the time in which nothing else can be done.
+        meanwhile: Called by every operator while its states travel: what a caller computes there,
+            and its gradients, take the time in which nothing else can be done.
     """
 
     group: dist.ProcessGroup

@@ -61,9 +61,14 @@ def starting_state(
         diagonal: Whether a transition multiplies entry by entry.
 
     Returns:
-        S [B, HV, V, K]; zeros where a sequence begins with the first token here.
+        S [B, HV, V, K]; zeros where a sequence begins with the first token here. Between sending
+        and receiving the context's `meanwhile` is called.
     """
-    start: Tensor = _StartingState.apply(context, end, transition, diagonal)  # type: ignore[no-untyped-call]
+    halves: list[Callable[[], Any]] = []
+    link = _Leave.apply(halves, context, end, transition, diagonal)  # type: ignore[no-untyped-call]
+    if context.meanwhile is not None:
+        context.meanwhile()
+    start: Tensor = _Arrive.apply(halves, context, diagonal, link)  # type: ignore[no-untyped-call]
     return start
 
 
@@ -100,27 +105,50 @@ def meet_back(context: Context, d_start: Tensor, met: Met, diagonal: bool) -> Ha
     return found()[0]
 
 
-class _StartingState(torch.autograd.Function):
+class _Leave(torch.autograd.Function):
+    """U and M leave; backwards, the gradients by all starts have come."""
+
     @staticmethod
     def forward(
-        ctx: Any, context: Context, end: Tensor, transition: Tensor, diagonal: bool
+        ctx: Any,
+        halves: list[Any],
+        context: Context,
+        end: Tensor,
+        transition: Tensor,
+        diagonal: bool,
     ) -> Tensor:
-        ctx.context, ctx.diagonal = context, diagonal
-        met = meet(context, end, transition, diagonal)()
+        ctx.halves, ctx.diagonal = halves, diagonal
+        halves.append(meet(context, end, transition, diagonal))
+        return end.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, d_link: Tensor) -> tuple[Any, ...]:
+        met, come = ctx.halves.pop()
+        d_end = come()
+        d_transition = met.start * d_end if ctx.diagonal else met.start.mT @ d_end
+        # One row of a diagonal for all rows of the state.
+        if ctx.diagonal and met.later.shape[-2] == 1:
+            d_transition = d_transition.sum(-2, keepdim=True)
+        return None, None, d_end, d_transition, None
+
+
+class _Arrive(torch.autograd.Function):
+    """The state has come; backwards, the gradient by it leaves."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, halves: list[Any], context: Context, diagonal: bool, link: Tensor
+    ) -> Tensor:
+        met = halves.pop()()
+        ctx.halves, ctx.context, ctx.diagonal = halves, context, diagonal
         ctx.save_for_backward(*met)
         return met.start
 
     @staticmethod
     def backward(ctx: Any, d_start: Tensor) -> tuple[Any, ...]:
         met = Met(*ctx.saved_tensors)
-        d_end = meet_back(ctx.context, d_start, met, ctx.diagonal)()
-        if not ctx.diagonal:
-            return None, d_end, met.start.mT @ d_end, None
-        d_transition = met.start * d_end
-        # One row for all rows of the state.
-        if met.later.shape[-2] == 1:
-            d_transition = d_transition.sum(-2, keepdim=True)
-        return None, d_end, d_transition, None
+        ctx.halves.append((met, meet_back(ctx.context, d_start, met, ctx.diagonal)))
+        return None, None, None, d_start.new_empty(0)
 
 
 @in_two
