@@ -247,8 +247,15 @@ def test_what_nohup_ignores_stays_ignored(tmp_path):
 def test_the_checkpoint_of_another_model_is_refused(tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.run()
-    trainer.model.extra = torch.nn.Parameter(torch.zeros(1))
-    with pytest.raises(CheckpointError, match="extra"):
+    model = trainer.model
+    model.extra = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(CheckpointError, match="'extra' is missing"):
+        trainer.restore()
+    del model.extra, model.norm.weight
+    with pytest.raises(CheckpointError, match=r"'norm\.weight' is there, and the model has none"):
+        trainer.restore()
+    model.norm.weight = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(CheckpointError, match=r"'norm\.weight' is \[16\], in the model \[1\]"):
         trainer.restore()
 
 

@@ -11,13 +11,9 @@ from deltarule.models import CausalLM, ModelConfig
 from deltarule.nn import KDA, RWKV7
 from deltarule.train.optimizer import (
     OptimizerOptions,
-    clip_gradients,
     decays,
     learning_rate,
-    load_optimizer_tensors,
     make_optimizer,
-    optimizer_tensors,
-    parameter_names,
 )
 
 
@@ -106,48 +102,6 @@ def test_weight_decay_moves_decayed_tensors_only():
     for name, parameter in model.named_parameters():
         expected = before[name] * (0.95 if decays(model)[name] else 1.0)
         torch.testing.assert_close(parameter.detach(), expected)
-
-
-def stepped(model, optimizer, seed):
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn(parameter.shape, generator=generator)
-    optimizer.step()
-
-
-def test_state_by_name_continues_bitwise():
-    model, other = tiny_model(), tiny_model()
-    optimizer = make_optimizer(model, OptimizerOptions())
-    stepped(model, optimizer, 1)
-    tensors = optimizer_tensors(optimizer, parameter_names(model, OptimizerOptions()))
-    assert "exp_avg_sq/embedding.weight" in tensors
-    other.load_state_dict(model.state_dict())
-    resumed = make_optimizer(other, OptimizerOptions())
-    copies = {name: tensor.clone() for name, tensor in tensors.items()}
-    load_optimizer_tensors(resumed, parameter_names(other, OptimizerOptions()), copies)
-    stepped(model, optimizer, 2)
-    stepped(other, resumed, 2)
-    pairs = zip(model.parameters(), other.parameters(), strict=True)
-    assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
-
-
-def test_state_of_another_model_is_refused():
-    model = tiny_model()
-    optimizer, names = (
-        make_optimizer(model, OptimizerOptions()),
-        parameter_names(model, OptimizerOptions()),
-    )
-    with pytest.raises(ValueError, match="stranger"):
-        load_optimizer_tensors(optimizer, names, {"exp_avg/stranger": torch.zeros(1)})
-    with pytest.raises(ValueError, match="lacks"):
-        load_optimizer_tensors(optimizer, names, {f"exp_avg/{names[0]}": torch.zeros(1)})
-
-
-def test_clip_of_zero_leaves_gradients_alone():
-    weight = nn.Parameter(torch.zeros(2))
-    weight.grad = torch.tensor([30.0, 40.0])
-    assert clip_gradients([weight], 0.0).item() == pytest.approx(50.0)
-    assert weight.grad.tolist() == [30.0, 40.0]
 
 
 SENSELESS = [{"lr": -1.0}, {"lr": float("nan")}, {"beta2": 1.0}, {"clip": -1}]

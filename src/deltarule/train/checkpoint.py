@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from deltarule.atomic_file import sync
 from deltarule.json_file import fitted, parse_object, read_text
@@ -20,12 +20,17 @@ MARKER = "COMPLETE"
 STATE = "state.json"
 
 
+# By name; moments of the optimizer are `exp_avg/NAME` and so on.
+Tensors = dict[str, Tensor]
+MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+
+
 class Checkpoint(NamedTuple):
-    """What was read: the step, the tensors of each safetensors file, and the JSON state."""
+    """What was read: the step, the JSON state, and the tensors, if one process wrote them."""
 
     step: int
-    tensors: dict[str, dict[str, Tensor]]
     state: dict[str, Any]
+    tensors: Tensors
 
 
 class Checkpoints:
@@ -45,7 +50,7 @@ class Checkpoints:
     Examples:
         >>> import tempfile, torch
         >>> checkpoints = Checkpoints(Path(tempfile.mkdtemp()), keep=2)
-        >>> checkpoints.save(7, {"model": {"w": torch.ones(2)}}, {"seen": 14}).name
+        >>> checkpoints.save(7, {"w": torch.ones(2)}, {"seen": 14}).name
         'step-7'
         >>> checkpoints.newest().state
         {'seen': 14}
@@ -56,21 +61,29 @@ class Checkpoints:
         if keep < 1:
             raise ValueError(f"keep must be 1 or more, got {keep}")
         self.folder, self.keep = folder, keep
-        # A step that stays whatever comes after it.
         self.spared = 0
         folder.mkdir(parents=True, exist_ok=True)
         for stale in folder.glob(".*.tmp"):
             shutil.rmtree(stale, ignore_errors=True)
 
-    def save(self, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]) -> Path:
+    def spare(self, step: int) -> None:
+        """Keep a step whatever comes after it."""
+        self.spared = step
+
+    def wait(self) -> None:
+        """What was saved is on disk already."""
+
+    def save(self, step: int, tensors: Tensors, state: dict[str, Any]) -> Path:
         """Write one checkpoint; afterwards it is on disk, or the old ones are as they were."""
         aside = self.folder / f".step-{step}.{os.getpid()}.tmp"
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
         try:
-            for name, group in tensors.items():
-                whole = {key: tensor.detach().cpu().contiguous() for key, tensor in group.items()}
-                save_file(whole, aside / f"{name}.safetensors")
+            whole = {key: x.detach().cpu().contiguous() for key, x in tensors.items()}
+            for name, kind in ((MODEL, False), (OPTIMIZER, True)):
+                save_file(
+                    {key: x for key, x in whole.items() if ("/" in key) == kind}, aside / name
+                )
             for file in aside.iterdir():
                 sync(file)
             hashes = {file.name: file_hash(file) for file in sorted(aside.iterdir())}
@@ -122,6 +135,22 @@ class Checkpoints:
             raise CheckpointError("no checkpoint can be read: " + "; ".join(failures))
         return None
 
+    def weights_of(self, step: int) -> Checkpoint:
+        """The checkpoint of a step without the optimizer.
+
+        Raises:
+            CheckpointError: It is damaged.
+        """
+        return read_checkpoint(self.folder / f"step-{step}", optimizer=False)
+
+    def fill(self, checkpoint: Checkpoint, wanted: Tensors) -> None:
+        """Copy tensors of a checkpoint to those of the same names.
+
+        Raises:
+            CheckpointError: It is not of this model.
+        """
+        fill(self.folder / f"step-{checkpoint.step}", checkpoint, wanted)
+
     def _prune(self) -> None:
         for step in self.steps()[: -self.keep]:
             if step != self.spared:
@@ -150,14 +179,17 @@ def read_checkpoint(folder: Path, *, optimizer: bool = True) -> Checkpoint:
     """
     step, hashes = read_marker(folder)
     if not optimizer:
-        hashes = {name: value for name, value in hashes.items() if name != "optimizer.safetensors"}
+        hashes.pop(OPTIMIZER, None)
     for name, expected in hashes.items():
         with naming(folder / name):
             if file_hash(folder / name) != expected:
                 raise ValueError("damaged, its hash is not the one it had")
-    files = [folder / name for name in hashes if name.endswith(".safetensors")]
-    tensors = {file.stem: _tensors(file) for file in files}
-    return Checkpoint(step, tensors, read_json(folder / STATE))
+    tensors: Tensors = {}
+    # Parts of several processes are read once it is known where to.
+    for name in sorted({MODEL, OPTIMIZER} & set(hashes)):
+        with naming(folder / name):
+            tensors |= load_file(folder / name)
+    return Checkpoint(step, read_json(folder / STATE), tensors)
 
 
 @dataclass(frozen=True)
@@ -174,20 +206,31 @@ class Marker:
         return hashlib.sha256(said.encode()).hexdigest()
 
 
-def fill(model: nn.Module, folder: Path, tensors: dict[str, dict[str, Tensor]]) -> None:
-    """Load the weights that `read_checkpoint` found, or those that several processes wrote."""
-    if "model" in tensors:
-        model.load_state_dict(tensors["model"])
-    else:
-        read_parts(folder, dict(model.state_dict()))
+def fill(folder: Path, checkpoint: Checkpoint, wanted: Tensors) -> None:
+    """Copy tensors of a checkpoint to those of the same names, from the parts if it has some.
 
+    Raises:
+        CheckpointError: It is not of this model.
+    """
+    found = checkpoint.tensors
+    if not found:
+        # A run on one process does not need DTensor and its checkpoints.
+        from deltarule.parallel.shard_files import read_shards
 
-def read_parts(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill tensors from the files of several processes."""
-    # A run on one process does not need DTensor and its checkpoints.
-    from deltarule.parallel.shard_files import read_shards
-
-    read_shards(folder, tensors)
+        read_shards(folder, wanted)
+        return
+    for name in sorted(wanted.keys() ^ found.keys()):
+        # Moments need not be asked for, nor the number of steps, which older versions wrote.
+        if name in wanted or "/" not in name:
+            raise CheckpointError(
+                f"{folder}: not of this model: {name!r} is "
+                + ("missing" if name in wanted else "there, and the model has none")
+            )
+    for name, tensor in wanted.items():
+        if found[name].shape != tensor.shape:
+            shapes = f"{list(found[name].shape)}, in the model {list(tensor.shape)}"
+            raise CheckpointError(f"{folder}: not of this model: {name!r} is {shapes}")
+        tensor.detach().copy_(found[name])
 
 
 def step_of(folder: Path) -> int:
@@ -233,8 +276,3 @@ def read_json(file: Path) -> dict[str, Any]:
     """
     with naming(file):
         return parse_object(read_text(file))
-
-
-def _tensors(file: Path) -> dict[str, Tensor]:
-    with naming(file):
-        return load_file(file)

@@ -160,7 +160,7 @@ class Trainer:
             restore_random_state(saved.random)
         self.step = self.saved = step
         self.seconds, self.stopped, self.best = saved.seconds, saved.stopped, saved.best
-        self.checkpoints.spare(self.best.step if self.patience else 0)
+        self.checkpoints.files.spare(self.best.step if self.patience else 0)
 
     def save(self) -> None:
         """Write a checkpoint of this step, unless it is there already."""
@@ -201,7 +201,7 @@ class Trainer:
                 if stop:
                     self._read(metrics, progress)
                     self.save()
-                    self.checkpoints.wait()
+                    self.checkpoints.files.wait()
                     raise InterruptedRunError(self.step, self.folder, terminated=terminated)
                 if over:
                     seconds = self.options.max_seconds
@@ -212,7 +212,7 @@ class Trainer:
                     self.save()
             self._read(metrics, progress)
             self.save()
-            self.checkpoints.wait()
+            self.checkpoints.files.wait()
         return self.complete
 
     def _is_over(self, began: float) -> bool:
@@ -261,7 +261,7 @@ class Trainer:
             self.stopped = self.stop_when is not None and self.stop_when(measured)
             self.best = self.best.after(self.step, measured)
             if self.patience and self.best.step == self.step:
-                self.checkpoints.spare(self.step)
+                self.checkpoints.files.spare(self.step)
                 self.save()
 
     def _read(self, metrics: Metrics, progress: Progress) -> None:
@@ -293,7 +293,7 @@ class Trainer:
 
     def _diverged(self, step: int, loss: float) -> str:
         what = "gradient" if math.isfinite(loss) else "loss"
-        steps = self.checkpoints.steps()
+        steps = self.checkpoints.files.steps()
         last = f"the last good checkpoint is step-{steps[-1]}" if steps else "no checkpoint yet"
         return (
             f"the {what} is not finite at step {step} (loss {loss}); {last}; "

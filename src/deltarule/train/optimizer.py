@@ -144,34 +144,6 @@ def parameter_names(model: nn.Module, options: OptimizerOptions) -> list[str]:
     return [name for part in parts for name in part]
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Tensor]:
-    """The optimizer's state as named tensors, `exp_avg/NAME` and so on."""
-    state = optimizer.state_dict()["state"]
-    return {
-        f"{kind}/{names[i]}": tensor for i, kinds in state.items() for kind, tensor in kinds.items()
-    }
-
-
-def load_optimizer_tensors(
-    optimizer: torch.optim.Optimizer, names: list[str], tensors: dict[str, Tensor]
-) -> None:
-    """Give the optimizer the state that `optimizer_tensors` returned.
-
-    Raises:
-        ValueError: The tensors belong to another model.
-    """
-    state: dict[int, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        kind, _, name = key.partition("/")
-        if name not in names:
-            raise ValueError(f"the optimizer state holds {name!r}, which the model does not have")
-        state.setdefault(names.index(name), {})[kind] = tensor
-    if state and len(state) != len(names):
-        missing = next(name for i, name in enumerate(names) if i not in state)
-        raise ValueError(f"the optimizer state lacks {missing!r}, which the model has")
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-
-
 # Added to the norm that clips, as `torch.nn.utils.clip_grad_norm_` does.
 EPSILON = 1e-6
 
@@ -194,15 +166,3 @@ def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     # One pass over all of a dtype.
     norms = [x for kind in kinds.values() for x in torch._foreach_norm(kind, 2, wide)]
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-
-
-def clip_gradients(parameters: Iterable[Tensor], largest: float) -> Tensor:
-    """Scale gradients so that their common norm is at most `largest`; return the norm before.
-
-    Examples:
-        >>> weight = nn.Parameter(torch.zeros(2))
-        >>> weight.grad = torch.tensor([3.0, 4.0])
-        >>> clip_gradients([weight], 1.0).item(), weight.grad
-        (5.0, tensor([0.6000, 0.8000]))
-    """
-    return nn.utils.clip_grad_norm_(parameters, largest if largest > 0 else math.inf)

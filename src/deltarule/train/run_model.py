@@ -57,6 +57,5 @@ def checkpoint_model(folder: Path) -> CausalLM:
     fields = read_config(run)
     with naming(run / CONFIG):
         model = CausalLM(ModelConfig.from_fields(fields))
-    with naming(folder):
-        fill(model, folder, found.tensors)
+    fill(folder, found, dict(model.state_dict()))
     return model

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from deltarule.atomic_file import sync
@@ -26,7 +25,15 @@ from deltarule.parallel.shard_files import (
     take_written,
     write_shards,
 )
-from deltarule.train.checkpoint import Checkpoints, file_hash, read_json, read_marker
+from deltarule.train.checkpoint import (
+    STATE,
+    Checkpoint,
+    Checkpoints,
+    Tensors,
+    file_hash,
+    read_json,
+    read_marker,
+)
 
 HASHES = ".hashes-{}.json"
 
@@ -64,7 +71,12 @@ class ShardedCheckpoints:
         """Steps that are whole, on the first process."""
         return [] if self.plain is None else self.plain.steps()
 
-    def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+    def spare(self, step: int) -> None:
+        """Keep a step whatever comes after it; the first process removes the others."""
+        if self.plain is not None:
+            self.plain.spare(step)
+
+    def save(self, step: int, tensors: Tensors, state: dict[str, Any]) -> None:
         """Begin to write one checkpoint; `wait` says when it is there.
 
         Raises:
@@ -137,7 +149,7 @@ class ShardedCheckpoints:
         assert self.plain is not None
         self.plain.publish(aside, step, state, hashes)
 
-    def newest(self) -> Path | None:
+    def newest(self) -> Checkpoint | None:
         """The newest folder whose files still have their hashes, which the processes share out.
 
         Raises:
@@ -147,7 +159,7 @@ class ShardedCheckpoints:
         for step in reversed(steps):
             folder = self.folder / f"step-{step}"
             if self._is_whole(folder):
-                return folder
+                return Checkpoint(step, read_json(folder / STATE), {})
             if self.world.first:
                 print(f"note: skipped a damaged checkpoint: {folder}")
         if steps:
@@ -163,13 +175,16 @@ class ShardedCheckpoints:
             bad = [str(error)]
         return int(self.world.sum(torch.tensor(len(bad)))) == 0
 
-    def read(self, folder: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """Fill tensors in place from a folder that `newest` gave; return its state.
+    def weights_of(self, step: int) -> Checkpoint:
+        """The checkpoint of a step, none of it read."""
+        return Checkpoint(step, {}, {})
+
+    def fill(self, checkpoint: Checkpoint, wanted: Tensors) -> None:
+        """Fill what this process holds of tensors.
 
         Raises:
-            CheckpointError: It holds other tensors.
+            CheckpointError: It is not of this model.
         """
-        wanted = as_written(tensors, self.stepped)
-        read_shards(folder, wanted)
-        take_written(tensors, wanted, self.stepped)
-        return read_json(folder / "state.json")
+        read = as_written(wanted, self.stepped)
+        read_shards(self.folder / f"step-{checkpoint.step}", read)
+        take_written(wanted, read, self.stepped)

@@ -17,7 +17,6 @@ from deltarule.parallel.estimate import Division, room_to_keep
 from deltarule.parallel.machine import Size
 from deltarule.parallel.spread import Plan
 from deltarule.parallel.world import AXES
-from deltarule.train.optimizer import clip_gradients
 from deltarule.train.step import Part, TrainingStep
 
 
@@ -85,15 +84,12 @@ class Spread:
         return self.world.sum(figures) / self.world.mesh["tensor"].size()
 
     def clip(self, largest: float) -> Tensor:
-        """Clip by the norm of the whole gradient; return it."""
-        parameters = list(self.model.parameters())
-        if self.plan is None:
-            return clip_gradients(parameters, largest)
+        """Clip by the norm of the whole gradient, which is spread; return it."""
         from deltarule.parallel.sharding import clip_sharded, sum_replicated
 
-        if self.plan.data is not None:
+        if self.plan is not None and self.plan.data is not None:
             sum_replicated(self.plan.replicated, self.plan.data)
-        return clip_sharded(parameters, largest)
+        return clip_sharded(list(self.model.parameters()), largest)
 
     @contextlib.contextmanager
     def attended(self, step: int) -> Iterator[None]:
