@@ -219,7 +219,7 @@ def fill(folder: Path, checkpoint: Checkpoint, wanted: Tensors) -> None:
 
         read_shards(folder, wanted)
         return
-    for name in sorted(wanted.keys() ^ found.keys()):
+    for name in sorted(wanted.keys() ^ found.keys(), key=lambda name: ("/" in name, name)):
         # Moments need not be asked for, nor the number of steps, which older versions wrote.
         if name in wanted or "/" not in name:
             raise CheckpointError(

@@ -24,12 +24,7 @@ from deltarule.train.job import Hidden as Hidden
 from deltarule.train.job import Job, StopWhen
 from deltarule.train.job import LoopOptions as LoopOptions
 from deltarule.train.metrics import Metrics, Sink
-from deltarule.train.optimizer import (
-    OptimizerOptions,
-    learning_rate,
-    make_optimizer,
-    parameter_names,
-)
+from deltarule.train.optimizer import OptimizerOptions, learning_rate, make_optimizer
 from deltarule.train.progress import Progress, Smooth, make_progress
 from deltarule.train.random_state import random_state, restore_random_state
 from deltarule.train.run_checkpoints import make_checkpoints
@@ -122,9 +117,8 @@ class Trainer:
         self.rows = self.spread.rows(options.accumulate)
         self.optimizer = make_optimizer(model, optimizer_options)
         self.hidden: Hidden = torch.compile(model.hidden) if options.compile else model.hidden
-        names = parameter_names(model, optimizer_options)
         self.checkpoints = make_checkpoints(
-            folder / "checkpoints", options.keep, self.spread, self.optimizer, names
+            folder / "checkpoints", options.keep, self.spread, self.optimizer
         )
         self.folder, self.stop_when, self.stopped = folder, stop_when, False
         self.step, self.saved, self.seconds, self.speed = 0, -1, 0.0, Smooth()

@@ -38,16 +38,8 @@ class OptimizerOptions:
     """Largest norm of the gradient; 0 never clips."""
 
     def __post_init__(self) -> None:
-        sizes = (
-            "lr",
-            "min_lr_ratio",
-            "warmup_steps",
-            "start_lr_ratio",
-            "weight_decay",
-            "eps",
-            "clip",
-        )
-        for name in sizes:
+        for name in ("lr", "min_lr_ratio", "warmup_steps", "start_lr_ratio", "weight_decay", "eps",
+                     "clip"):  # fmt: skip
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} must be 0 or more, got {value}")
@@ -100,17 +92,21 @@ def decays(model: nn.Module, *, decay_embeddings: bool = False) -> dict[str, boo
 
 
 def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.AdamW:
-    """Fused AdamW with and without decay, in the order of `parameter_names`.
+    """Fused AdamW with and without decay.
 
     On a GPU it can be captured as a CUDA graph, and its rate is a tensor.
     """
-    parameters = dict(model.named_parameters())
+    table = decays(model, decay_embeddings=options.decay_embeddings)
+    alike: dict[Any, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        # A fused AdamW takes no group of parameters of a mesh and others.
+        layout = getattr(parameter, "device_mesh", None), getattr(parameter, "placements", None)
+        alike.setdefault((table[name], layout), []).append(parameter)
     groups = [
-        {"params": [parameters[name] for name in part], "weight_decay": decay}
-        for names, decay in zip(_groups(model, options), (options.weight_decay, 0.0), strict=True)
-        for part in _alike(names, parameters) or [[]]
+        {"params": part, "weight_decay": options.weight_decay if decayed else 0.0}
+        for (decayed, _), part in sorted(alike.items(), key=lambda item: not item[0][0])
     ]
-    device = next(iter(parameters.values())).device
+    device = next(model.parameters()).device
     captured = device.type == "cuda"
     optimizer = torch.optim.AdamW(
         groups, lr=torch.tensor(options.lr, device=device) if captured else options.lr,
@@ -119,29 +115,6 @@ def make_optimizer(model: nn.Module, options: OptimizerOptions) -> torch.optim.A
     # It is capturable in eager steps, too, so that both have the same bits: no warning of that.
     optimizer._warned_capturable_if_run_uncaptured = True
     return optimizer
-
-
-def _alike(names: list[str], parameters: dict[str, nn.Parameter]) -> list[list[str]]:
-    """Split parameters of a mesh, and others, apart: a fused AdamW takes no group of both."""
-    found: dict[Any, list[str]] = {}
-    for name in names:
-        parameter = parameters[name]
-        layout = getattr(parameter, "device_mesh", None), getattr(parameter, "placements", None)
-        found.setdefault(layout, []).append(name)
-    return list(found.values())
-
-
-def _groups(model: nn.Module, options: OptimizerOptions) -> tuple[list[str], list[str]]:
-    table = decays(model, decay_embeddings=options.decay_embeddings)
-    decayed = [name for name, decay in table.items() if decay]
-    return decayed, [name for name in table if name not in decayed]
-
-
-def parameter_names(model: nn.Module, options: OptimizerOptions) -> list[str]:
-    """Names of the optimizer's parameters, in the optimizer's own order."""
-    parameters = dict(model.named_parameters())
-    parts = [part for names in _groups(model, options) for part in _alike(names, parameters)]
-    return [name for part in parts for name in part]
 
 
 # Added to the norm that clips, as `torch.nn.utils.clip_grad_norm_` does.

@@ -24,8 +24,6 @@ class RunCheckpoints:
     """By one process whole files, by several parts; each reads both."""
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    names: list[str]
-    """Of the optimizer's parameters, in its own order."""
 
     def write(self, step: int, state: dict[str, Any]) -> None:
         """Write a checkpoint, or begin to: `files.wait` says when it is there."""
@@ -55,8 +53,7 @@ class RunCheckpoints:
         An optimizer that has not stepped gets moments of zero: they are there to be filled.
         """
         found = self.weights()
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        for name, parameter in zip(self.names, parameters, strict=True):
+        for name, parameter in self.model.named_parameters():
             state: dict[str, Tensor] = self.optimizer.state[parameter]
             if not state:
                 state.update({kind: torch.zeros_like(parameter) for kind in MOMENTS})
@@ -66,18 +63,14 @@ class RunCheckpoints:
 
 
 def make_checkpoints(
-    folder: Path,
-    keep: int,
-    spread: Spread,
-    optimizer: torch.optim.Optimizer,
-    names: list[str],
+    folder: Path, keep: int, spread: Spread, optimizer: torch.optim.Optimizer
 ) -> RunCheckpoints:
     """The checkpoints of this process's run, of the model that is spread and its optimizer."""
     if spread.plan is None or spread.world is None:
-        return RunCheckpoints(Checkpoints(folder, keep=keep), spread.model, optimizer, names)
+        return RunCheckpoints(Checkpoints(folder, keep=keep), spread.model, optimizer)
     # DTensor and its checkpoints take a second to import, and one process needs neither.
     from deltarule.train.sharded_checkpoint import ShardedCheckpoints
 
     stepped = spread.plan.stepped
     files = ShardedCheckpoints(folder, keep=keep, world=spread.world, stepped=stepped)
-    return RunCheckpoints(files, spread.model, optimizer, names)
+    return RunCheckpoints(files, spread.model, optimizer)
