@@ -85,7 +85,7 @@ COMMANDS = {
         "deltarule.lookup", "ExplainRun", "explain_call",
     ),
     "plan": Command(
-        "how fast a step would be on so many GPUs", "deltarule.parallel.plan", "PlanRun", "plan"
+        "how fast a step would be on so many GPUs", "deltarule.plan", "PlanRun", "plan"
     ),
     "rules": Command("print the table of rules", "deltarule.lookup", "RulesRun", "rules", "name"),
 }  # fmt: skip
@@ -216,6 +216,8 @@ def completed(command: Command, words: list[str]) -> list[str]:
             bare = list(itertools.takewhile(lambda x: not x.startswith("-"), mine))
             from deltarule.config_file import words_of_file
 
+            if not path or path.startswith("--"):
+                raise ValueError("--config-file needs the path of a TOML file after it")
             words = [*bare, *words_of_file(Path(path), command.flags), *mine[len(bare) :]]
             break
     required = sum(

@@ -1,6 +1,7 @@
 """Estimates of training steps beside those that were measured."""
 
 import json
+import sys
 from pathlib import Path
 
 import plan_figure
@@ -9,7 +10,7 @@ from matplotlib.image import imread
 
 from deltarule.parallel.estimate import Division, best, estimate, room_to_keep
 from deltarule.parallel.machine import MACHINES, Size, size_of
-from deltarule.parallel.plan import PlanRun, plan
+from deltarule.plan import PlanRun, plan
 
 FIGURES = Path(__file__).parents[2] / "docs/figures/several_gpus_h200.json"
 MEASURED = json.loads(FIGURES.read_text())
@@ -76,11 +77,19 @@ def test_the_figure_is_what_the_plan_says_now(tmp_path: Path) -> None:
     assert abs(ours - theirs).mean() < 2e-3
 
 
-def test_the_command_says_what_binds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_what_binds(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan(PlanRun(parameters=7e9, gpus=8))
     printed = capsys.readouterr().out
     assert "6.96 B parameters: 35 layers of 3840 channels" in printed
     assert "products (" in printed
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    plan(PlanRun(parameters=7e9, gpus=8))
+    narrow = capsys.readouterr().out
+    assert max(map(len, narrow.splitlines())) <= 60
+    assert narrow.split() == printed.split()
 
 
 @pytest.mark.parametrize(

@@ -197,8 +197,10 @@ def test_what_stops_a_run_from_outside_names_its_folder(tmp_path, error):
 def test_load_model_says_what_a_folder_without_a_model_is(tmp_path):
     with pytest.raises(ValueError, match="there is no such run"):
         load_model(tmp_path / "nothing", "cpu")
-    with pytest.raises(ValueError, match=r"config\.json"):
+    with pytest.raises(ValueError, match=r"not the folder of a run, it holds no run\.json$"):
         load_model(tmp_path, "cpu")
     folder = start(TextRun(runs=tmp_path))
+    with pytest.raises(ValueError, match=r"no run\.json; there are runs in it, such as text$"):
+        load_model(tmp_path, "cpu")
     with pytest.raises(ValueError, match="no checkpoint yet"):
         load_model(folder, "cpu")

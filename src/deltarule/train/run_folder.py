@@ -295,7 +295,9 @@ def read_run(folder: Path) -> RunRecord:
     """
     path = folder / RUN
     if not path.is_file():
-        raise RunFolderError(f"{folder}: not the folder of a run, it holds no {RUN}")
+        inner = ", ".join(sorted(run.parent.name for run in folder.glob(f"*/{RUN}"))[:3])
+        hint = f"; there are runs in it, such as {inner}" if inner else ""
+        raise RunFolderError(f"{folder}: not the folder of a run, it holds no {RUN}{hint}")
     with naming(path, RunFolderError):
         record: RunRecord = fitted(RunRecord, parse_object(read_text(path)))
     return record

@@ -26,11 +26,13 @@ def load_model(folder: Path, device: torch.device, *, of_bytes: bool = True) -> 
         model = checkpoint_model(folder)
     else:
         steps = checkpoint_steps(folder / "checkpoints")
-        done = read_run(folder).done if (folder / RUN).exists() else None
+        # A model may lie alone in a folder.
+        alone = (folder / CONFIG).exists() and not (folder / RUN).exists()
+        done = None if alone else read_run(folder).done
         if steps and (done is None or done < steps[-1]):
             print(f"note: {folder} is not at its end: this is its checkpoint of step {steps[-1]:,}")
             model = checkpoint_model(folder / "checkpoints" / f"step-{steps[-1]}")
-        elif not (folder / WEIGHTS).exists() and (folder / RUN).exists():
+        elif not alone and not (folder / WEIGHTS).exists():
             raise RunFolderError(f"{folder} has no checkpoint yet, and so no model")
         else:
             model = CausalLM.load(folder)

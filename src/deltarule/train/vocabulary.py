@@ -130,6 +130,8 @@ def make_encoder(tokenizer: str | None) -> Encoder:
         tool = transformers.AutoTokenizer.from_pretrained(tokenizer)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
+        if Path(tokenizer).is_absolute() and not Path(tokenizer).exists():
+            reason = "no such folder"
         raise ValueError(f"--tokenizer {tokenizer}: {reason}") from error
     begin = tool.bos_token_id if tool.bos_token_id is not None else tool.eos_token_id
     if begin is None:

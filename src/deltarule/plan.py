@@ -5,6 +5,8 @@ from typing import Literal
 
 from deltarule.parallel.estimate import Estimate, best
 from deltarule.parallel.machine import MACHINES, size_of
+from deltarule.train.progress import for_screen
+from deltarule.train.runs import table
 
 
 @dataclass(frozen=True)
@@ -54,26 +56,25 @@ def plan(run: PlanRun) -> list[Estimate]:
             f"no division of {run.gpus} {machine.name}s holds {run.parameters:g} parameters with "
             f"rows of {run.length:,} tokens: more GPUs, or more --tokens-per-batch if groups idle"
         )
-    print(
+    about = (
         f"{size.parameters / 1e9:.2f} B parameters: {size.layers} layers of {size.hidden} "
         f"channels, {size.attention} of them softmax attention\n{run.gpus} x {machine.name}, "
         f"{run.tokens_per_batch:,.0f} tokens a step in rows of {run.length:,}\n"
     )
-    print(f"{'division':<46}{'step s':>8}{'tokens/s':>14}{'of peak':>9}{'GiB':>6}  binds")
-    for estimate in found[: run.top]:
-        print(line(estimate))
-    print(f"\nthe fastest, seconds: {shares(found[0])}")
+    head = ["division", "step s", "tokens/s", "of peak", "GiB", "binds"]
+    divisions = table([head, *map(row, found[: run.top])])
+    print(for_screen(f"{about}\n{divisions}\n\nthe fastest, seconds: {shares(found[0])}"))
     return found
 
 
-def line(estimate: Estimate) -> str:
-    """One division as a row."""
+def row(estimate: Estimate) -> list[str]:
+    """One division."""
     share = estimate.parts[estimate.binds] / estimate.seconds
-    return (
-        f"{estimate.division!s:<46}{estimate.seconds:>8.3g}{estimate.tokens_per_second:>14,.0f}"
-        f"{estimate.utilisation:>9.0%}{estimate.memory / 2**30:>6.0f}"
-        f"  {estimate.binds} ({share:.0%})"
-    )
+    return [
+        str(estimate.division), f"{estimate.seconds:.3g}", f"{estimate.tokens_per_second:,.0f}",
+        f"{estimate.utilisation:.0%}", f"{estimate.memory / 2**30:.0f}",
+        f"{estimate.binds} ({share:.0%})",
+    ]  # fmt: skip
 
 
 def shares(estimate: Estimate) -> str:
