@@ -8,7 +8,7 @@ import torch
 from deltarule.tasks.mqar import Config
 from deltarule.train.loop import LoopOptions
 from deltarule.train.metrics import read_metrics
-from deltarule.train.mqar import MqarJob, MqarRun, train_mqar
+from deltarule.train.mqar import MqarRun, mqar_job, train_mqar
 from deltarule.train.optimizer import OptimizerOptions
 
 
@@ -38,7 +38,7 @@ def test_a_small_task_is_learned_shown_and_drawn(tmp_path, capsys):
 
 
 def test_rows_of_evaluation_are_never_rows_of_training(tmp_path):
-    job = MqarJob(small(tmp_path))
+    job = mqar_job(small(tmp_path))
     first = job.next()
     assert not (first.tokens == job.draw(2**40, 32).tokens).all()
     assert not (first.tokens == job.next().tokens).all()
@@ -50,7 +50,7 @@ CPU = torch.device("cpu")
 
 
 def test_the_loss_is_at_the_queries_only(tmp_path):
-    job = MqarJob(small(tmp_path))
+    job = mqar_job(small(tmp_path))
     tokens, labels = job.next()
 
     class Oracle:

@@ -13,9 +13,10 @@ from deltarule.train.loop import LoopOptions, Trainer, evaluating
 from deltarule.train.metrics import Metrics, read_metrics
 from deltarule.train.optimizer import OptimizerOptions
 from deltarule.train.random_state import seed_everything
-from deltarule.train.run_folder import line_that_resumes, mark_done, open_run
+from deltarule.train.run_folder import open_run
 from deltarule.train.task_rows import EVALUATION, Rows, draw_rows
 from deltarule.train.watch import WatchOptions, sinks
+from deltarule.train.whole_run import train_and_finish
 
 COMMAND = "train mqar"
 # Of the short evaluations of the curve.
@@ -89,21 +90,12 @@ class MqarRun:
         )  # fmt: skip
 
 
-class MqarJob(LabelledJob):
+def mqar_job(run: MqarRun) -> LabelledJob:
     """New rows at every step, and the cross entropy of the answers."""
-
-    def __init__(self, run: MqarRun) -> None:
-        super().__init__(
-            mqar, Rows(run.task, run.batch_rows), Rows(run.task, WATCHED_ROWS),
-            seed=run.loop.seed, accumulate=run.loop.accumulate,
-        )  # fmt: skip
-
-    def accuracy(self, model: CausalLM, *, rows: int) -> float:
-        """The share of right answers on new rows, the same ones every time."""
-        config = self.training.config
-        batch = draw_rows(mqar, config, seed=self.seed, stream=EVALUATION, rows=rows)
-        accuracy: float = measure(model, mqar, config, batch)["accuracy"]
-        return accuracy
+    return LabelledJob(
+        mqar, Rows(run.task, run.batch_rows), Rows(run.task, WATCHED_ROWS),
+        seed=run.loop.seed, accumulate=run.loop.accumulate,
+    )  # fmt: skip
 
 
 def train_mqar(run: MqarRun) -> float:
@@ -129,7 +121,7 @@ def train_mqar(run: MqarRun) -> float:
     ):
         seed_everything(run.loop.seed)
         model = CausalLM(config)
-        job = MqarJob(run)
+        job = mqar_job(run)
         parameters = sum(p.numel() for p in model.parameters())
         print(f"run     {folder}")
         print(f"task    {run.task.pairs} pairs in {run.task.length} tokens, 1 in {run.task.pairs} "
@@ -139,23 +131,18 @@ def train_mqar(run: MqarRun) -> float:
             model, job, options=run.loop, optimizer_options=run.optimizer, folder=folder,
             resume=run.resume, patience=run.watch.patience, began=began, also=also,
         )  # fmt: skip
-        complete = trainer.run()
-        if (taken := trainer.take_best()) != trainer.step:
-            print(f"the model is that of step {taken:,}, the best of the short evaluations")
-        model.save(folder)
-        if complete:
-            mark_done(folder, trainer.step)
-        accuracy = finish(run, trainer, job)
-        print(f"done in {time.monotonic() - began:.0f} s: {folder}")
-        if not complete:
-            print(f"it goes on with:\n  {line_that_resumes(folder)} --max-seconds None")
+        train_and_finish(trainer, lambda: finish(run, trainer), began)
+    accuracy: float = read_metrics(folder / "metrics.jsonl")[-1]["final_accuracy"]
     return accuracy
 
 
-def finish(run: MqarRun, trainer: Trainer, job: MqarJob) -> float:
-    """Evaluate on new rows and draw the curve."""
+def finish(run: MqarRun, trainer: Trainer) -> None:
+    """Evaluate on new rows, which are always the same ones, and draw the curve."""
+    rows = draw_rows(
+        mqar, run.task, seed=run.loop.seed, stream=EVALUATION, rows=run.evaluation_rows
+    )
     with evaluating(trainer.model):
-        accuracy = job.accuracy(trainer.model, rows=run.evaluation_rows)
+        accuracy = measure(trainer.model, mqar, run.task, rows)["accuracy"]
     print(f"\naccuracy {accuracy:.2%} on {run.evaluation_rows:,} new rows "
           f"(chance {run.task.chance:.1%})")  # fmt: skip
     path = trainer.folder / "metrics.jsonl"
@@ -166,4 +153,3 @@ def finish(run: MqarRun, trainer: Trainer, job: MqarJob) -> float:
         evaluated="validation_accuracy", label="accuracy", levels={"chance": run.task.chance},
         title=f"Associative recall, {run.layer}",
     )  # fmt: skip
-    return accuracy

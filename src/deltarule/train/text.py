@@ -23,12 +23,13 @@ from deltarule.train.metrics import Metrics, read_metrics
 from deltarule.train.optimizer import OptimizerOptions
 from deltarule.train.progress import for_screen
 from deltarule.train.random_state import seed_everything
-from deltarule.train.run_folder import DataFacts, line_that_resumes, mark_done, open_run
+from deltarule.train.run_folder import DataFacts, open_run
 from deltarule.train.sample import sample_text
 from deltarule.train.text_data import TextData, read_text
 from deltarule.train.text_model import TextModel as TextModel
 from deltarule.train.vocabulary import Encoder
 from deltarule.train.watch import WatchOptions, sinks
+from deltarule.train.whole_run import train_and_finish
 
 COMMAND = "train text"
 
@@ -215,32 +216,8 @@ def train_text(run: TextRun) -> Path:
             resume=run.resume or world.attempt > 0, patience=run.watch.patience, began=began,
             reserve=lambda step_seconds: job.reserve(run, step_seconds), also=also, world=world,
         )  # fmt: skip
-        complete = trainer.run()
-        taken = trainer.take_best()
-        save_model(trainer, world)
-        if world.first:
-            if taken != trainer.step:
-                print(f"the model is that of step {taken:,}, the best of the short evaluations")
-            if complete:
-                mark_done(folder, trainer.step)
-            finish(run, trainer, read, began)
-            print(f"done in {time.monotonic() - began:.0f} s: {folder}")
-            if not complete:
-                print(f"it goes on with:\n  {line_that_resumes(folder)} --max-seconds None")
+        train_and_finish(trainer, lambda: finish(run, trainer, read, began), began)
     return folder
-
-
-def save_model(trainer: Trainer, world: World) -> None:
-    """Write the model whole; the first process then goes on with all of it."""
-    plan = trainer.spread.plan
-    if plan is None:
-        trainer.model.save(trainer.folder)
-        return
-    from deltarule.parallel.shard_files import write_model
-
-    write_model(trainer.model, trainer.folder, world, plan.stepped)
-    if world.first:
-        trainer.model = CausalLM.load(trainer.folder, device=trainer.device)
 
 
 def describe(read: TextData, job: TextJob, model: CausalLM, folder: Path) -> None:
