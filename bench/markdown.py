@@ -22,6 +22,11 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [_line(heads), "|---" * len(heads) + "|", *map(_line, rows)]
 
 
+def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """The same in one piece."""
+    return "\n".join(markdown(heads, rows))
+
+
 def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 

@@ -4,12 +4,13 @@ import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.experiment import Experiment, Result, Scale
+from bench.markdown import markdown_table
+from experiments.experiment import Experiment, Result
 from experiments.figures import Curve, Panel, draw_curves, title_of
-from experiments.markdown import markdown_table
-from experiments.seeds import by_setting, on_noise
+from experiments.seeds import figures_of, on_noise
 from experiments.text_cell import TextCell
-from experiments.text_setting import Size, bits, text_cell, text_model, text_of
+from experiments.text_setting import Size, bits, text_cells, text_model, text_of
+from experiments.words import Scale, read_words
 
 SEEDS: dict[Scale, tuple[int, ...]] = {"laptop": (0,), "gpu": (0, 1)}
 SIZES: dict[Scale, Size] = {"laptop": "laptop", "gpu": "small"}
@@ -66,40 +67,33 @@ ON_A_LAPTOP = ("deltanet-l2-silu", "deltanet-l1-elu")
 
 
 def cells(scale: Scale) -> list[TextCell]:
-    """A model for each variant and seed."""
-    made, size = [], SIZES[scale]
-    for seed in SEEDS[scale]:
-        for name in ON_A_LAPTOP if scale == "laptop" else VARIANTS:
-            variant = VARIANTS[name]
-            model = dataclasses.replace(text_model(variant.mixer, size), **variant.changes)
-            made.append(text_cell(name, model, size, seed))
-    return made
+    size = SIZES[scale]
+    models = {
+        name: dataclasses.replace(text_model(one.mixer, size), **one.changes)
+        for name, one in VARIANTS.items()
+        if scale != "laptop" or name in ON_A_LAPTOP
+    }
+    return text_cells(models, size, SEEDS[scale])
 
 
 def draw(scale: Scale, results: list[Result], path: Path) -> None:
     """A row for each layer: ours, and the published perplexities in the same places."""
-    runs = by_setting(results, bits)
-    panels = []
-    for mixer, column in (("deltanet", "deltanet"), ("gated_deltanet", "gated")):
+    runs, panels = figures_of(results, bits), []
+    for mixer, column, size in (
+        ("deltanet", "deltanet", "340 M"),
+        ("gated_deltanet", "gated", "400 M"),
+    ):
         names = [name for name in runs if VARIANTS[name].mixer == mixer]
         if not names:
             continue
-        given = [(x, getattr(VARIANTS[name], column)) for x, name in enumerate(names)]
-        told = [(x, value) for x, value in given if value is not None]
-        ours = Curve(
-            mixer, range(len(names)), [runs[name].mean for name in names],
-            low=[min(runs[name].values) for name in names],
-            high=[max(runs[name].values) for name in names],
-        )  # fmt: skip
-        theirs = Curve(mixer, [x for x, _ in told], [value for _, value in told], published=True)
-        ticks = [short(VARIANTS[name].title) for name in names]
-        size = "340 M" if mixer == "deltanet" else "400 M"
+        ours = Curve.through(mixer, {x: runs[name].values for x, name in enumerate(names)})
+        given = {x: getattr(VARIANTS[name], column) for x, name in enumerate(names)}
+        theirs = Curve.of_paper(mixer, {x: value for x, value in given.items() if value})
+        ticks, title = [short(VARIANTS[name].title) for name in names], f"published, {size}"
         panels += [
-            Panel([ours], x="variant", y="bits per byte, held out", title=title_of(mixer),
-                  ticks=ticks),
-            Panel([theirs], x="variant", y="perplexity of a word", title=f"published, {size}",
-                  ticks=ticks),
-        ]  # fmt: skip
+            Panel([ours], "variant", "bits per byte, held out", title_of(mixer), ticks),
+            Panel([theirs], "variant", "perplexity of a word", title, ticks),
+        ]
     draw_curves(panels, path, title="Parts of a delta-rule layer", columns=2)
 
 
@@ -115,52 +109,16 @@ def short(title: str) -> str:
 
 
 def table(scale: Scale, results: list[Result]) -> str:
-    """Ours beside the perplexities of both papers."""
-    runs = by_setting(results, bits)
-    head = [
-        "layer", "variant", "bits per byte", "published, DeltaNet 340 M",
-        "published, Gated DeltaNet 400 M",
-    ]  # fmt: skip
-    rows = [
-        [
-            title_of(VARIANTS[name].mixer), VARIANTS[name].title, str(run),
-            *("-" if x is None else str(x) for x in VARIANTS[name][-2:]),
-        ]
-        for name, run in runs.items()
-    ]  # fmt: skip
-    notes = f"{on_noise(runs)} {text_of(results)}"
-    return "\n\n".join([markdown_table(head, rows, results), notes])
+    runs, rows = figures_of(results, bits), []
+    for name, run in runs.items():
+        mixer, title, _, *published = VARIANTS[name]
+        theirs = ["-" if perplexity is None else str(perplexity) for perplexity in published]
+        rows.append([title_of(mixer), title, str(run), *theirs])
+    head = ["layer", "variant", "bits per byte"]
+    head += ["published, DeltaNet 340 M", "published, Gated DeltaNet 400 M"]
+    return f"{markdown_table(head, rows)}\n\n{on_noise(runs)} {text_of(results)}"
 
 
-LEFT_OUT = (
-    "Left out: Gated DeltaNet's own grid of norm and feature map, its naive delta rule and its "
-    "missing output norm. The grid is run on DeltaNet."
-)
 EXPERIMENT = Experiment(
-    name="ablation", title="Parts of a delta-rule layer",
-    shows="What the norm and the feature map of queries and keys, the short convolution, the "
-    "output gate and the size of a head are worth in a small language model.",
-    source="DeltaNet (arXiv 2406.06484), table 2; Gated DeltaNet (arXiv 2412.06464), ablation of "
-    "the block",
-    needs={
-        "laptop": "2 curves of 3 minutes on 2 cores",
-        "gpu": "24 models of 3.3 M parameters, 4 minutes on one H200 with --workers 8",
-    },
-    cells=cells, draw=draw, table=table,
-    deviations={
-        "laptop": [
-            "Two variants: L2 norm and SiLU, L1 norm and 1+ELU.",
-            "Models of 0.45 M parameters and 1.5 million bytes of text, in place of 340 M and 15 B "
-            "tokens; bits per byte in place of the perplexity of words.",
-            "Heads of 64 channels, in place of 128; one seed.",
-        ],
-        "gpu": [
-            "Models of 3.3 M parameters and 8.2 million bytes of text, in place of 340 M and 400 M "
-            "parameters and 15 B tokens; bits per byte in place of the perplexity of words.",
-            "DeltaNet with heads of 64 channels, in place of 128.",
-            "Gated DeltaNet with values as wide as keys, in place of twice as wide.",
-            "Parameters that a part takes go into the MLP when it is left out; two seeds each.",
-            LEFT_OUT,
-        ],
-    },
-)  # fmt: skip
+    name="ablation", words=read_words("ablation"), cells=cells, draw=draw, table=table
+)

@@ -65,7 +65,6 @@ def rotation_matrices(group: Group) -> Matrix:
 
 
 def number(group: Group, permutation: Array) -> int:
-    """Which element of the group a permutation is."""
     return int((elements(group) == permutation).all(axis=1).argmax())
 
 

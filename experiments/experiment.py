@@ -1,15 +1,14 @@
-"""What an experiment is: cells to run, a figure, a table, and what differs from the paper."""
+"""What an experiment is: cells to run, a figure, a table, and words."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
-# A form for two CPU cores, one for minutes on GPUs, and the paper's own setting, for hours on them.
-Scale = Literal["laptop", "gpu", "published"]
-SCALES: tuple[Scale, ...] = ("laptop", "gpu", "published")
+from experiments.words import Scale, Words
+
 # Seconds of training that a kill may cost a cell.
 SAVE_SECONDS = 30.0
 
@@ -48,47 +47,36 @@ class Result:
     """`dataclasses.asdict` of the cell, tuples as lists."""
     figures: dict[str, Any]
     """What its run returned; empty if it failed."""
-    error: str | None
+    error: str | None = None
     """Why it failed, such as "DivergedError: the loss is not finite at step 9"; None if it did not.
     """
-    seconds: float
-    """That its last run took, after a stop without what came before it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Experiment:
     """One figure or table of a paper, run again."""
 
     name: str
     """Its key in `EXPERIMENTS`."""
-    title: str
-    """Its heading."""
-    shows: str
-    """What a reader sees, in one or two sentences."""
-    source: str
-    """Paper and figure or table."""
-    needs: dict[Scale, str]
-    """What each form takes, such as "7 curves of 2 minutes on 2 cores". A form without an entry
-    does not exist."""
-    cells: Callable[[Scale], list[Any]]
+    words: Words
+    """Title, source, what its forms take, and what differs from the paper."""
+    cells: Callable[[Scale], Sequence[Cell]]
     """From the scale to the cells."""
     draw: Callable[[Scale, list[Result], Path], None]
-    """Writes the PNG, with published values as hollow marks."""
+    """Writes the PNG of finished cells, with published values as hollow marks."""
     table: Callable[[Scale, list[Result]], str]
-    """A table in Markdown: ours beside the published values."""
-    deviations: dict[Scale, list[str]] = field(default_factory=dict)
-    """Every way in which a form differs from the paper's setting, a sentence each."""
+    """A table of finished cells in Markdown: ours beside the published values."""
     timed: bool = False
     """Cells take times, so one runs at a time, whatever --workers says."""
     grows: bool = False
     """It is reported with the cells that there are, and new ones join those that are published."""
 
 
-def finished(results: list[Result]) -> list[Result]:
+def finished(results: Sequence[Result]) -> list[Result]:
     """Those that did not fail.
 
     Examples:
-        >>> finished([Result("a", {}, {}, "DivergedError: at step 9", 1.0)])
+        >>> finished([Result("a", {}, {}, "DivergedError: at step 9")])
         []
     """
     return [result for result in results if result.error is None]

@@ -1,21 +1,28 @@
 """Loss by position far past the length of training: recurrent models beside rotary attention."""
 
 import dataclasses
-import statistics
+from functools import partial
 from pathlib import Path
 
-from experiments.experiment import Experiment, Result, Scale, finished
+from bench.markdown import markdown_table
+from experiments.experiment import Experiment, Result
 from experiments.figures import Curve, Panel, draw_curves, title_of
-from experiments.markdown import markdown_table
-from experiments.seeds import by_setting, setting
+from experiments.seeds import by_setting, figures_of
 from experiments.text_cell import TextCell
-from experiments.text_setting import Size, text_cell, text_model, text_of
+from experiments.text_setting import Size, text_cells, text_model, text_of
+from experiments.words import Scale, read_words
 
 COMPARED: dict[Scale, tuple[str, ...]] = {
     "laptop": ("deltanet", "gated_deltanet", "mamba2", "attention"),
-    "gpu": ("linear_attention", "deltanet", "gated_deltanet", "mamba2", "delta_product",
-            "attention"),
-}  # fmt: skip
+    "gpu": (
+        "linear_attention",
+        "deltanet",
+        "gated_deltanet",
+        "mamba2",
+        "delta_product",
+        "attention",
+    ),
+}
 SEEDS: dict[Scale, tuple[int, ...]] = {"laptop": (0,), "gpu": (0, 1)}
 SIZES: dict[Scale, Size] = {"laptop": "laptop", "gpu": "small"}
 # Tokens of a row in training, and in the measurement.
@@ -31,111 +38,74 @@ PUBLISHED_FAR = {"deltanet": 3.37, "delta_product": 3.05}
 def cells(scale: Scale) -> list[TextCell]:
     """A model for each mixer and seed, trained on short rows and measured on long ones."""
     length, size = TRAINED[scale], SIZES[scale]
-    made = [
-        text_cell(name, text_model(name, size), size, seed)
-        for seed in SEEDS[scale]
-        for name in COMPARED[scale]
-    ]
+    models = {name: text_model(name, size) for name in COMPARED[scale]}
+    lengths = length, READ[scale]
     return [
         dataclasses.replace(
-            cell, length=length, rows=cell.rows * cell.length // length,
-            lengths=(length, READ[scale]),
+            cell, length=length, rows=cell.rows * cell.length // length, lengths=lengths
         )
-        for cell in made
-    ]  # fmt: skip
+        for cell in text_cells(models, size, SEEDS[scale])
+    ]
 
 
-def by_position(results: list[Result]) -> dict[str, list[list[list[float]]]]:
-    """For each system and seed the bins [first, last, bits per byte] of its long rows."""
-    found: dict[str, list[list[list[float]]]] = {}
-    for result in finished(results):
-        _, far = result.figures["evaluations"].values()
-        found.setdefault(setting(result), []).append(far["positions"])
-    return found
+def bins(result: Result) -> list[list[float]]:
+    """[first, last, bits per byte] of the places in long rows."""
+    _, far = result.figures["evaluations"].values()
+    places: list[list[float]] = far["positions"]
+    return places
 
 
-def curve_of(name: str, seeds: list[list[list[float]]]) -> Curve:
+def curve_of(name: str, runs: list[Result]) -> Curve:
     """Bits per byte in the middle of each bin, and the range over the seeds."""
-    bins = [[value for *_, value in same] for same in zip(*seeds, strict=True)]
-    return Curve(
-        name, [(first * last) ** 0.5 for first, last, _ in seeds[0]],
-        [statistics.fmean(values) for values in bins],
-        low=[min(values) for values in bins], high=[max(values) for values in bins],
-    )  # fmt: skip
+    same = zip(*map(bins, runs), strict=True)
+    points = {(one[0][0] * one[0][1]) ** 0.5: [value for *_, value in one] for one in same}
+    return Curve.through(name, points)
 
 
 def draw(scale: Scale, results: list[Result], path: Path) -> None:
     """Ours by position, and the two published losses."""
-    ours = Panel(
-        [curve_of(name, seeds) for name, seeds in by_position(results).items()],
-        x="position in the row, bytes", y="bits per byte, held out", log_x=True,
+    panel = partial(Panel, log_x=True)
+    ours = panel(
+        [curve_of(name, runs) for name, runs in by_setting(results).items()],
+        x="position in the row, bytes",
+        y="bits per byte, held out",
         marks={f"trained to {TRAINED[scale]:,}": TRAINED[scale]},
-    )  # fmt: skip
-    published = Panel(
-        [Curve(name, [32_768], [nats], published=True) for name, nats in PUBLISHED_FAR.items()],
-        x="position in the row, tokens of code", y="nats per token", log_x=True,
-        title="published, trained to 4,096", levels={"at 4,096": PUBLISHED_AT_ONCE},
+    )
+    published = panel(
+        [Curve.of_paper(name, {32_768: nats}) for name, nats in PUBLISHED_FAR.items()],
+        x="position in the row, tokens of code",
+        y="nats per token",
+        title="published, trained to 4,096",
+        levels={"at 4,096": PUBLISHED_AT_ONCE},
         limits=(PUBLISHED_AT_ONCE - 0.08, max(PUBLISHED_FAR.values()) + 0.05),
-    )  # fmt: skip
+    )
     draw_curves([ours, published], path, title="Loss past the length of training")
+
+
+def at(length: int, result: Result) -> float:
+    """Bits per byte of the bin that ends there."""
+    return next(bits for _, last, bits in bins(result) if last == length)
 
 
 def table(scale: Scale, results: list[Result]) -> str:
     """Bits per byte in the last half of rows of several lengths, and what the longest costs."""
     lengths = [TRAINED[scale] * factor for factor in (1, 4, 16, 32)]
     lengths = [length for length in lengths if length <= READ[scale]]
-
-    def at(result: Result, length: int) -> float:
-        _, far = result.figures["evaluations"].values()
-        value: float = next(bits for _, last, bits in far["positions"] if last == length)
-        return value
-
-    columns = [by_setting(results, lambda run, n=length: at(run, n)) for length in lengths]  # type: ignore[misc]
+    columns = [figures_of(results, partial(at, length)) for length in lengths]
     head = ["system", *(f"at {length:,}" for length in lengths), "change", "published change, nats"]
     rows = []
     for name in columns[0]:
-        far = PUBLISHED_FAR.get(name)
-        change = columns[-1][name].mean - columns[0][name].mean
-        rows.append(
-            [title_of(name), *(str(column[name]) for column in columns), f"{change:+.3f}",
-             "-" if far is None else f"{far - PUBLISHED_AT_ONCE:+.2f} (8 x the length)"]
-        )  # fmt: skip
+        ours = [column[name] for column in columns]
+        change, far = ours[-1].mean - ours[0].mean, PUBLISHED_FAR.get(name)
+        theirs = f"{far - PUBLISHED_AT_ONCE:+.2f} (8 x the length)" if far else "-"
+        rows.append([title_of(name), *map(str, ours), f"{change:+.3f}", theirs])
     note = (
         f"Bits per byte at positions from half of each length to it, in rows of {READ[scale]:,} "
         f"bytes within one document; trained on rows of {TRAINED[scale]:,}. {text_of(results)}"
     )
-    return "\n\n".join([markdown_table(head, rows, results), note])
+    return f"{markdown_table(head, rows)}\n\n{note}"
 
 
-SHORTER = (
-    "Bytes of text in place of tokens of six long benchmarks, which are not redistributable; one "
-    "text, not six."
-)
 EXPERIMENT = Experiment(
-    name="extrapolation", title="Loss past the length of training",
-    shows="The loss at positions far past the length of training, of recurrent models and of "
-    "attention with rotary positions.",
-    source="Gated DeltaNet (arXiv 2412.06464), figure on length extrapolation; DeltaProduct "
-    "(arXiv 2502.10297), README of its release",
-    needs={
-        "laptop": "4 curves of 3 minutes on 2 cores",
-        "gpu": "12 models of 3.3 M parameters, 4 minutes on two H200 with --workers 12",
-    },
-    cells=cells, draw=draw, table=table,
-    deviations={
-        "laptop": [
-            "Models of 0.45 M parameters, 2 layers, trained on 1.5 million bytes in rows of 128, "
-            "in place of 1.3 B parameters, 100 B tokens and rows of 4,096.",
-            "Measured to 2,048 bytes, 16 times the length of training, in place of 20,000 tokens.",
-            SHORTER,
-            "One seed.",
-        ],
-        "gpu": [
-            "Models of 3.3 M parameters, 4 layers, trained on 8.2 million bytes in rows of 1,024, "
-            "in place of 1.3 B parameters, 100 B tokens and rows of 4,096.",
-            "Measured to 32,768 bytes, 32 times the length of training.",
-            SHORTER,
-            "Mamba-1, Samba and the hybrids of the figure are left out; two seeds each.",
-        ],
-    },
-)  # fmt: skip
+    name="extrapolation", words=read_words("extrapolation"), cells=cells, draw=draw, table=table
+)

@@ -1,6 +1,7 @@
 """Curves of several systems side by side: ours with filled marks, published ones with hollow."""
 
 import itertools
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -87,6 +88,33 @@ class Curve:
     """Draw it as this system, dotted if another label of the figure is that already; None goes by
     the label."""
 
+    @classmethod
+    def through(
+        cls, label: str, points: Mapping[Any, Sequence[float]], *, look: str | None = None
+    ) -> "Curve":
+        """The mean of the values at each place, such as those of several seeds, and their range.
+
+        Examples:
+            >>> Curve.through("deltanet", {64: [0.5, 1.0]}).y
+            [0.75]
+        """
+        values = points.values()
+        return cls(
+            label,
+            list(points),
+            [*map(statistics.fmean, values)],
+            low=[*map(min, values)],
+            high=[*map(max, values)],
+            look=look,
+        )
+
+    @classmethod
+    def of_paper(
+        cls, label: str, points: Mapping[Any, float], *, look: str | None = None
+    ) -> "Curve":
+        """What was read from the paper."""
+        return cls(label, list(points), list(points.values()), published=True, look=look)
+
 
 @dataclass(frozen=True)
 class Panel:
@@ -137,16 +165,20 @@ def draw_curves(panels: Sequence[Panel], path: Path, *, title: str, columns: int
     legend_lines = -(-(len(looks) + 2) // legend_columns)
     figure = require("matplotlib.figure").Figure(
         figsize=(width, HEIGHT * down + LEGEND_LINE * legend_lines + 0.4),
-        dpi=DOTS_PER_INCH, layout="constrained",
-    )  # fmt: skip
+        dpi=DOTS_PER_INCH,
+        layout="constrained",
+    )
     figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=11)
     for index, panel in enumerate(panels):
         draw_panel(figure.add_subplot(down, across, index + 1), panel, looks)
     published = any(curve.published for panel in panels for curve in panel.curves)
     figure.legend(
-        handles=legend_entries(looks, published=published), loc="outside lower center",
-        ncols=legend_columns, frameon=False, fontsize=9,
-    )  # fmt: skip
+        handles=legend_entries(looks, published=published),
+        loc="outside lower center",
+        ncols=legend_columns,
+        frameon=False,
+        fontsize=9,
+    )
     save(figure, path)
 
 
@@ -180,7 +212,6 @@ def title_of(label: str) -> str:
 
 
 def draw_panel(axes: "Axes", panel: Panel, looks: dict[str, Look]) -> None:
-    """Curves, levels and marks of one panel."""
     dress(axes, title=panel.title, x=panel.x, y=panel.y)
     if panel.log_x:
         axes.set_xscale("log", base=2)
@@ -195,9 +226,17 @@ def draw_panel(axes: "Axes", panel: Panel, looks: dict[str, Look]) -> None:
     for name, place in panel.marks.items():
         axes.axvline(place, color=INK, linewidth=1.0, linestyle=":")
         axes.annotate(
-            name, (place, 1.0), xycoords=("data", "axes fraction"), xytext=(-3, -3),
-            textcoords="offset points", ha="right", va="top", rotation=90, color=INK, fontsize=8,
-        )  # fmt: skip
+            name,
+            (place, 1.0),
+            xycoords=("data", "axes fraction"),
+            xytext=(-3, -3),
+            textcoords="offset points",
+            ha="right",
+            va="top",
+            rotation=90,
+            color=INK,
+            fontsize=8,
+        )
     if panel.limits is not None:
         axes.set_ylim(*panel.limits)
 
@@ -223,11 +262,17 @@ def draw_curve(axes: "Axes", curve: Curve, look: Look, *, joined: bool) -> None:
     """One curve, and the range of each point where there is one."""
     line = look.line if joined and not curve.published else "none"
     axes.plot(
-        curve.x, curve.y, color=look.ink, linestyle=line, linewidth=1.6, marker=look.mark,
-        markersize=8 if curve.published else 6, markeredgecolor=look.ink,
+        curve.x,
+        curve.y,
+        color=look.ink,
+        linestyle=line,
+        linewidth=1.6,
+        marker=look.mark,
+        markersize=8 if curve.published else 6,
+        markeredgecolor=look.ink,
         markerfacecolor="none" if curve.published else look.ink,
         markevery=max(1, len(curve.x) // MOST_MARKS),
-    )  # fmt: skip
+    )
     if curve.low is not None and curve.high is not None:
         if joined and len(curve.x) > 1:
             axes.fill_between(

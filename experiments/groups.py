@@ -2,63 +2,28 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from deltarule.models import ModelConfig
+from bench.markdown import markdown_table
 from deltarule.tasks.groups import Config, Group, running_products
-from deltarule.train.loop import LoopOptions
-from deltarule.train.optimizer import OptimizerOptions
 from deltarule.train.task_rows import Curriculum
 from experiments.constructions import Action, Construction
-from experiments.experiment import Experiment, Result, Scale, finished
+from experiments.experiment import Experiment, Result
 from experiments.figures import Curve, Panel, draw_curves
-from experiments.markdown import markdown_table
-from experiments.seeds import setting
-from experiments.task_cell import Evaluation, TaskCell
+from experiments.seeds import Runs, by_setting
+from experiments.settings import Form, read_settings
+from experiments.task_cell import Evaluation, TaskCell, task_cell
+from experiments.words import Scale, read_words
 
-
-@dataclass(frozen=True)
-class Form:
-    """What the two forms of the experiment differ in."""
-
-    groups: dict[Group, tuple[int, ...]]
-    """The numbers of writes that each is tried with, eigenvalues in [-1, 1]."""
-    positive: dict[Group, tuple[int, ...]]
-    """Those tried with eigenvalues in [0, 1] too."""
-    seeds: tuple[int, ...]
-    hidden_size: int
-    trained: int
-    """Elements of a row at the end of the curriculum."""
-    prefixes: tuple[int, ...]
-    """Lengths that are tested; the last is that of the test rows."""
-    rows: int
-    """Of a batch."""
-    steps: int
-    lr: float
-
-
-# The groups that train longest come first.
-FORMS: dict[Scale, Form] = {
-    "laptop": Form(
-        groups={"S_4": (3, 2, 1), "S_3": (2, 1)}, positive={"S_3": (2, 1)}, seeds=(0, 1, 2),
-        hidden_size=64, trained=32, prefixes=(4, 8, 16, 24, 32, 48, 64, 96, 128), rows=128,
-        steps=600, lr=3e-3,
-    ),
-    "gpu": Form(
-        groups={"S_5": (4, 3, 2, 1), "A_5": (4, 3, 2, 1), "S_4": (3, 2, 1), "S_3": (2, 1)},
-        positive={"S_5": (4,), "S_3": (2,)}, seeds=(0, 1), hidden_size=128, trained=128,
-        prefixes=(8, 16, 32, 64, 96, 128, 180, 256, 325, 400, 512), rows=512, steps=3000, lr=6e-3,
-    ),
-}  # fmt: skip
+FORMS = read_settings("groups")
 LABEL, ROWS = "new rows", 1000
 # Rows grow from two elements on: products of few have to be learned before those of many.
 FIRST_LENGTH, THRESHOLD = 2, 0.25
-# Of 256 rows of the test's length, which are not those of the table.
-STOP_AT = 0.9999
 # Sequence accuracy on S_5 by length and writes, read off the figure of the authors' code.
 PUBLISHED: dict[int, dict[int, float]] = {
     4: {128: 1.0, 180: 1.0, 325: 0.5, 500: 0.0},
@@ -67,9 +32,13 @@ PUBLISHED: dict[int, dict[int, float]] = {
     1: {10: 0.0},
 }
 EXACT: tuple[tuple[Group, Action], ...] = (
-    ("S_2", "permutations"), ("S_3", "permutations"), ("S_4", "permutations"),
-    ("S_4", "rotations"), ("A_5", "rotations"), ("S_5", "permutations"),
-)  # fmt: skip
+    ("S_2", "permutations"),
+    ("S_3", "permutations"),
+    ("S_4", "permutations"),
+    ("S_4", "rotations"),
+    ("A_5", "rotations"),
+    ("S_5", "permutations"),
+)
 
 
 @dataclass(frozen=True)
@@ -99,9 +68,9 @@ class ExactCell:
 def cells(scale: Scale) -> list[TaskCell | ExactCell]:
     """Every group, number of writes and seed, and the exact weights."""
     form = FORMS[scale]
-    settings = [(group, n, 2.0) for group, steps in form.groups.items() for n in steps]
-    settings += [(group, n, 1.0) for group, steps in form.positive.items() for n in steps]
-    trained = [make_cell(form, *one, seed) for one in settings for seed in form.seeds]
+    settings = [(group, n, 2.0) for group, steps in form["groups"].items() for n in steps]
+    settings += [(group, n, 1.0) for group, steps in form["positive"].items() for n in steps]
+    trained = [make_cell(form, *one, seed) for one in settings for seed in form["seeds"]]
     return [
         *trained,
         *(ExactCell(f"exact-{group}-{action}", group, action) for group, action in EXACT),
@@ -110,27 +79,17 @@ def cells(scale: Scale) -> list[TaskCell | ExactCell]:
 
 def make_cell(form: Form, group: Group, n_steps: int, beta_max: float, seed: int) -> TaskCell:
     """One layer of DeltaProduct with four heads, no convolution, no gate and no MLP."""
-    size = form.hidden_size // 4
-    least = 1 - int(beta_max)
-    return TaskCell(
-        name=f"{group}-n{n_steps}-from{least}-seed{seed}", task="groups",
-        training=Config(group, form.trained),
-        evaluations=(
-            Evaluation(LABEL, Config(group, form.prefixes[-1]), ROWS, prefixes=form.prefixes),
-        ),
-        model=ModelConfig(
-            vocab_size=Config(group).vocab_size, hidden_size=form.hidden_size, num_layers=1,
-            layer_types="delta_product", num_heads=4, head_k_dim=size, head_v_dim=size,
-            conv_size=0, mlp_size=0, output_gate=False, beta_max=beta_max, n_steps=n_steps,
-        ),
-        rows=form.rows,
-        optimizer=OptimizerOptions(lr=form.lr, min_lr_ratio=0.05, warmup_steps=50),
-        loop=LoopOptions(
-            steps=form.steps, seed=seed, evaluate_every=form.steps // 20,
-            save_every=form.steps // 5, keep=1,
-        ),
-        stop_at=STOP_AT, curriculum=Curriculum(FIRST_LENGTH, form.trained, THRESHOLD),
-    )  # fmt: skip
+    prefixes = tuple(form["prefixes"])
+    return task_cell(
+        form,
+        f"{group}-n{n_steps}-from{1 - int(beta_max)}-seed{seed}",
+        Config(group, form["trained"]),
+        [Evaluation(LABEL, Config(group, prefixes[-1]), ROWS, prefixes=prefixes)],
+        seed=seed,
+        model={"beta_max": beta_max, "n_steps": n_steps},
+        cell={"curriculum": Curriculum(FIRST_LENGTH, form["trained"], THRESHOLD)},
+        kind=TaskCell,
+    )
 
 
 def label_of(n_steps: int, beta_max: float) -> str:
@@ -144,132 +103,68 @@ def label_of(n_steps: int, beta_max: float) -> str:
 
 
 def trained_runs(results: Sequence[Result], group: Group) -> dict[str, list[Result]]:
-    """Finished training runs of a group by label, every seed of each; fewest writes first."""
+    """Training runs of a group by label, every seed of each; fewest writes first."""
     runs: dict[str, list[Result]] = {}
-    done = [run for run in finished(list(results)) if not run.name.startswith("exact")]
-    for run in sorted(done, key=setting):
-        model = run.cell["model"]
-        if run.cell["training"]["group"] == group:
-            runs.setdefault(label_of(model["n_steps"], model["beta_max"]), []).append(run)
+    for name, seeds in sorted(by_setting(results).items()):
+        if name.startswith(f"{group}-"):
+            model = seeds[0].cell["model"]
+            runs[label_of(model["n_steps"], model["beta_max"])] = seeds
     return runs
 
 
+def shares(run: Result) -> dict[int, float]:
+    """Of rows that are right up to each length."""
+    return dict(map(tuple, run.figures["evaluations"][LABEL]["prefixes"]))
+
+
 def draw(scale: Scale, results: list[Result], path: Path) -> None:
-    """A panel for each group: the share of rows that are right up to each length."""
-    form = FORMS[scale]
-    panels = []
-    for group in reversed(form.groups):
+    """A panel for each group: the share of rows that are right up to each length.
+
+    A curve for each seed, as they differ in kind: some solve a group that others do not.
+    """
+    form, panels = FORMS[scale], []
+    marks = {"longest in training": form["trained"]}
+    panel = partial(Panel, x="elements", y="rows right up to here", log_x=True, marks=marks)
+    for group in reversed(form["groups"]):
         curves = [
-            by_length(label, run)
+            Curve(label, [*shares(run)], [*shares(run).values()])
             for label, runs in trained_runs(results, group).items()
             for run in runs
         ]
         if group == "S_5":
-            curves += [
-                Curve(label_of(n, 2.0), list(points), list(points.values()), published=True)
-                for n, points in PUBLISHED.items()
-            ]
-        panels.append(
-            Panel(
-                curves, "elements", "rows right up to here", title=group, log_x=True,
-                limits=(-0.02, 1.05), marks={"longest in training": form.trained},
-            )
-        )  # fmt: skip
+            curves += [Curve.of_paper(label_of(n, 2.0), points) for n, points in PUBLISHED.items()]
+        panels.append(panel(curves, title=group, limits=(-0.02, 1.05)))
     draw_curves(panels, path, title="Word problems of groups", columns=2)
-
-
-def by_length(label: str, run: Result) -> Curve:
-    """One seed: seeds differ in kind, some solve a group that others do not."""
-    lengths, shares = zip(*run.figures["evaluations"][LABEL]["prefixes"], strict=True)
-    return Curve(label, lengths, shares)
 
 
 def reached(run: Result) -> int:
     """The greatest length up to which at least half of the rows are right; 0 for none."""
-    prefixes = run.figures["evaluations"][LABEL]["prefixes"]
-    return max((n for n, share in prefixes if share >= 0.5), default=0)
-
-
-def share_at(run: Result, length: int) -> float:
-    """Of rows that are right up to a length."""
-    return float(dict(map(tuple, run.figures["evaluations"][LABEL]["prefixes"]))[length])
+    return max((n for n, share in shares(run).items() if share >= 0.5), default=0)
 
 
 def table(scale: Scale, results: list[Result]) -> str:
     """What was learned, and what exact weights do."""
     form = FORMS[scale]
-    longest = form.prefixes[-1]
-    rows = [
-        [
-            group, label, *(
-                ", ".join(f"{share_at(run, n):.3f}" for run in runs)
-                for n in (form.trained, longest)
-            ),
-            ", ".join(str(reached(run)) for run in runs),
-        ]
-        for group in reversed(form.groups)
-        for label, runs in trained_runs(results, group).items()
-    ]  # fmt: skip
-    head = [
-        "group", "writes", f"rows right up to {form.trained}", f"up to {longest}",
-        "length with half of the rows right",
-    ]  # fmt: skip
-    exact = {run.name: run for run in finished(results)}
-    exact_rows = [
-        [
-            group, action, str(run.figures["n_steps"]), f"{run.cell['tokens']:,}",
-            f"{run.figures['accuracy']:.1%}", f"{run.figures['error']:.0e}",
-        ]
-        for group, action in EXACT
-        if (run := exact.get(f"exact-{group}-{action}"))
-    ]  # fmt: skip
-    exact_head = ["group", "acts by", "writes", "tokens", "right", "largest error"]
-    return "\n\n".join(
-        [
-            "Learned, each seed:", markdown_table(head, rows, results),
-            "Exact weights, without training, in float64:", markdown_table(exact_head, exact_rows),
-            REMARK,
-        ]
-    )  # fmt: skip
+    lengths = form["trained"], form["prefixes"][-1]
+    rows = []
+    for group in reversed(form["groups"]):
+        for label, runs in trained_runs(results, group).items():
+            right = [Runs([shares(run)[n] for run in runs]).each(".3f") for n in lengths]
+            rows.append([group, label, *right, Runs([*map(reached, runs)]).each("d")])
+    head = ["group", "writes", f"rows right up to {lengths[0]}", f"up to {lengths[1]}"]
+    learned = markdown_table([*head, "length with half of the rows right"], rows)
+
+    done, rows = {run.name: run for run in results}, []
+    for group, action in EXACT:
+        if run := done.get(f"exact-{group}-{action}"):
+            found, tokens = run.figures, f"{run.cell['tokens']:,}"
+            right = [f"{found['accuracy']:.1%}", f"{found['error']:.0e}"]
+            rows.append([group, action, str(found["n_steps"]), tokens, *right])
+    head = ["group", "acts by", "writes", "tokens", "right", "largest error"]
+    titles = "Learned, each seed:", "Exact weights, without training, in float64:"
+    return "\n\n".join([titles[0], learned, titles[1], markdown_table(head, rows)])
 
 
-REMARK = (
-    "Where no range is named, eigenvalues lie in [-1, 1]. Published, on S_5 with rows of 128: four "
-    "writes are right up to 180 elements, half of the rows up to 325 and none up to 500; one and "
-    "two writes fail by 10, three by 50. Exact weights show what a layer can hold, training what "
-    "it finds."
-)
-BOTH = [
-    "No MLP and no output gate; four heads of a quarter of the channels.",
-    "Rows grow from 2 elements to the trained length, by one after each step with a loss below "
-    "0.25 nats; the paper's code has this as an option.",
-    "New rows at every step instead of 100 epochs over 100,000; float32 instead of bfloat16; "
-    "gradients clipped at 1, weight decay 0.1.",
-    "Training ends early once 99.99 % of the products are right on 256 rows of the test's length, "
-    "not those of the table; the paper's code stops at 99 %.",
-    "The token that begins a row has no label.",
-]
 EXPERIMENT = Experiment(
-    name="groups", title="Word problems of groups",
-    shows=(
-        "To follow a product of permutations a layer must reflect its state: each write for a "
-        "token is one reflection, so harder groups need more of them."
-    ),
-    source="DeltaProduct (arXiv 2502.10297), word problems of S_3, S_4, A_5 and S_5",
-    needs={
-        "laptop": "21 cells of a minute and 6 of seconds, 10 minutes on 2 cores",
-        "gpu": "30 cells, 4 minutes on two H200 with --workers 30",
-    },
-    cells=cells, draw=draw, table=table,
-    deviations={
-        "laptop": [
-            "S_3 and S_4 alone, rows of 32 in training and 128 in the test instead of 128 and 512.",
-            "64 channels instead of 128, and at most 600 steps of 128 rows at a rate of 0.003.",
-            *BOTH,
-        ],
-        "gpu": [
-            "At most 3,000 steps of 512 rows at a rate of 0.006, not 4,900 of 2,048 at 0.001.",
-            *BOTH,
-        ],
-    },
-)  # fmt: skip
+    name="groups", words=read_words("groups"), cells=cells, draw=draw, table=table
+)

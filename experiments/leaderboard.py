@@ -15,16 +15,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bench.markdown import markdown_table
 from deltarule.nn import SYSTEMS
 from deltarule.train.extra import require
 from deltarule.train.figures import DARK, DOTS_PER_INCH, dress, save
-from experiments.experiment import Experiment, Result, Scale, finished
+from experiments.experiment import Experiment, Result
 from experiments.figures import title_of
 from experiments.leaderboard_tasks import COLUMNS
-from experiments.markdown import markdown_table
 from experiments.records import write_json
 from experiments.task_cell import TaskCell
 from experiments.text_cell import TextCell
+from experiments.words import Scale, read_words
 
 # Scores this near are one: of tasks, whose tests have 1,000 rows, and of text.
 TIE = {False: 0.1, True: 0.02}
@@ -79,7 +80,6 @@ class Entry:
 
 
 def at_rate(cell: TaskCell | TextCell, rate: float) -> TaskCell | TextCell:
-    """The training run at another rate."""
     return replace(cell, optimizer=replace(cell.optimizer, lr=rate))
 
 
@@ -93,17 +93,19 @@ def score(cell: TaskCell | TextCell, figures: dict[str, Any]) -> float:
 
 
 def cells(scale: Scale) -> list[Entry]:
-    """Every system on every task, task by task."""
     return [
         Entry(
-            name=f"{system}-{key}", first=at_rate(column.cell(system), column.rates[0]),
-            rates=column.rates, seeds=column.seeds,
+            name=f"{system}-{key}",
+            first=at_rate(column.cell(system), column.rates[0]),
+            rates=column.rates,
+            seeds=column.seeds,
         )
-        for key, column in COLUMNS[scale].items() for system in SYSTEMS
-    ]  # fmt: skip
+        for key, column in COLUMNS[scale].items()
+        for system in SYSTEMS
+    ]
 
 
-class Runs(NamedTuple):
+class Scored(NamedTuple):
     """What is known of one system on one task."""
 
     system: str
@@ -114,7 +116,6 @@ class Runs(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """Over seeds."""
         return statistics.fmean(self.scores)
 
     @property
@@ -124,23 +125,28 @@ class Runs(NamedTuple):
         return max(signed), min(signed)
 
 
-def runs_of(results: list[Result], key: str) -> list[Runs]:
-    """All finished systems on a task, the best mean first."""
-    found = []
-    for result in finished(results):
-        system, _, task = result.name.rpartition(f"-{key}")
-        if not task and system in SYSTEMS:
-            found.append(Runs(system, result.figures["scores"], lower=key == "language"))
-    return sorted(found, key=lambda one: one.mean if one.lower else -one.mean)
+Board = dict[str, list[Scored]]
 
 
-def bands(ranked: list[Runs]) -> dict[str, int]:
+def board_of(scale: Scale, results: list[Result]) -> Board:
+    """All systems on each task that has any, the best mean first."""
+    done = {result.name: result.figures["scores"] for result in results}
+    board: Board = {}
+    for key in COLUMNS[scale]:
+        lower = key == "language"
+        names = {system: done.get(f"{system}-{key}") for system in SYSTEMS}
+        found = [Scored(system, scores, lower) for system, scores in names.items() if scores]
+        if found:
+            board[key] = sorted(found, key=lambda one: one.mean, reverse=not lower)
+    return board
+
+
+def bands(ranked: list[Scored]) -> dict[str, int]:
     """The band of each system: one begins where the best seed is clearly below the last leader's.
 
     Examples:
-        >>> one, near, far = (Runs(n, s, False) for n, s in (("a", [0.9, 1]), ("b", [0.95, 0.8]),
-        ...                                                  ("c", [0.7, 0.1])))
-        >>> bands([one, near, far])
+        >>> a, b = Scored("a", [0.9, 1], False), Scored("b", [0.95, 0.8], False)
+        >>> bands([a, b, Scored("c", [0.7, 0.1], False)])
         {'a': 1, 'b': 1, 'c': 2}
     """
     told: dict[str, int] = {}
@@ -153,67 +159,61 @@ def bands(ranked: list[Runs]) -> dict[str, int]:
     return told
 
 
-def order(scale: Scale, results: list[Result]) -> list[str]:
-    """Systems by the sum of their bands; one without a result on a task comes last in it."""
-    placed = [bands(runs_of(results, key)) for key in COLUMNS[scale]]
-    return sorted(
-        SYSTEMS, key=lambda name: sum(one.get(name, len(SYSTEMS)) for one in placed if one)
-    )
-
-
 def table(scale: Scale, results: list[Result]) -> str:
-    """A row for each system and a column for each task that anything has run; then the settings."""
-    columns = {key: runs for key in COLUMNS[scale] if (runs := runs_of(results, key))}
-    placed = {key: bands(runs) for key, runs in columns.items()}
-    known = {key: {one.system: one for one in runs} for key, runs in columns.items()}
+    """A row for each system and a column for each task that anything has run; then the settings.
+
+    Systems come by the sum of their bands; one without a result on a task comes last in it.
+    """
+    board = board_of(scale, results)
+    placed = {key: bands(ranked) for key, ranked in board.items()}
+    cells = {
+        (one.system, key): told(one, placed[key]) for key, ranked in board.items() for one in ranked
+    }
+
+    def place(system: str) -> int:
+        return sum(one.get(system, len(SYSTEMS)) for one in placed.values())
+
     rows = [
-        [
-            f"`{name}`", SYSTEMS[name].title,
-            *(told(known[key].get(name), placed[key]) for key in columns),
-        ]
-        for name in order(scale, results)
-    ]  # fmt: skip
-    titles = [COLUMNS[scale][key].title for key in columns]
-    board = markdown_table(["name", "system", *titles], rows, results)
-    return "\n\n".join([board, REMARK, settings(scale, columns)])
+        [f"`{name}`", SYSTEMS[name].title, *(cells.get((name, key), "to run") for key in board)]
+        for name in sorted(SYSTEMS, key=place)
+    ]
+    titles = [COLUMNS[scale][key].title for key in board]
+    whole = markdown_table(["name", "system", *titles], rows)
+    return f"{whole}\n\n{REMARK}\n\n{settings(scale, board)}"
 
 
-def told(runs: Runs | None, placed: dict[str, int]) -> str:
-    """The mean, the range over seeds and the band."""
-    if runs is None:
-        return "to run"
-    spread = f" ({min(runs.scores):.3f} to {max(runs.scores):.3f})" if len(runs.scores) > 1 else ""
-    return f"{runs.mean:.3f}{spread}, band {placed[runs.system]}"
+def told(one: Scored, placed: Mapping[str, int]) -> str:
+    several = f" ({min(one.scores):.3f} to {max(one.scores):.3f})" if len(one.scores) > 1 else ""
+    return f"{one.mean:.3f}{several}, band {placed[one.system]}"
 
 
-def settings(scale: Scale, columns: Mapping[str, list[Runs]]) -> str:
+def settings(scale: Scale, board: Board) -> str:
     """What each task is, and how many systems are still to run on it."""
     return "\n".join(
         f"- **{column.title}**: {column.setting}; rates "
         f"{', '.join(f'{x:g}' for x in column.rates)}, seeds {', '.join(map(str, column.seeds))}; "
-        f"to run: {len(SYSTEMS) - len(columns.get(key, ()))} of {len(SYSTEMS)}."
+        f"to run: {len(SYSTEMS) - len(board.get(key, ()))} of {len(SYSTEMS)}."
         for key, column in COLUMNS[scale].items()
     )
 
 
 def draw(scale: Scale, results: list[Result], path: Path) -> None:
     """A panel for each task, systems by their places, a mark for each seed."""
-    columns = {key: runs for key in COLUMNS[scale] if (runs := runs_of(results, key))}
-    longest = max(map(len, columns.values()))
-    across = min(ACROSS, len(columns))
-    down = -(-len(columns) // across)
+    board = board_of(scale, results)
+    across = min(ACROSS, len(board))
+    down = -(-len(board) // across)
+    size = WIDTH * across, (LINE * max(map(len, board.values())) + 1.2) * down
     figure = require("matplotlib.figure").Figure(
-        figsize=(WIDTH * across, (LINE * longest + 1.2) * down), dpi=DOTS_PER_INCH,
-        layout="constrained",
-    )  # fmt: skip
-    for index, (key, runs) in enumerate(columns.items()):
+        figsize=size, dpi=DOTS_PER_INCH, layout="constrained"
+    )
+    for index, (key, ranked) in enumerate(board.items()):
         axes = figure.add_subplot(down, across, index + 1)
-        dress(axes, title=COLUMNS[scale][key].title, x=UNIT[runs[0].lower], y="")
+        dress(axes, title=COLUMNS[scale][key].title, x=UNIT[ranked[0].lower], y="")
         axes.grid(axis="x", color="#dddddd", linewidth=0.8)
-        for place, one in enumerate(runs):
+        for place, one in enumerate(ranked):
             axes.plot(one.scores, [-place] * len(one.scores), color=DARK, marker="o", linestyle="")
-        axes.set_yticks([-i for i in range(len(runs))], [title_of(one.system) for one in runs])
-        axes.set_ylim(-len(runs), 1)
+        axes.set_yticks([-i for i in range(len(ranked))], [title_of(one.system) for one in ranked])
+        axes.set_ylim(-len(ranked), 1)
     save(figure, path)
 
 
@@ -226,27 +226,10 @@ REMARK = (
     "gives, not what it could be made to do."
 )
 EXPERIMENT = Experiment(
-    name="leaderboard", title="Leaderboard",
-    shows="Every system of the library on the same small tasks, at the same settings.",
-    source="the tasks of the papers on the other pages, made small enough for every system",
-    needs={
-        "laptop": "53 systems of 2 minutes on 2 cores",
-        "gpu": "371 cells of 15 seconds; 212 others, an estimated 10 minutes for each system",
-    },
-    cells=cells, draw=draw, table=table,
+    name="leaderboard",
+    words=read_words("leaderboard"),
+    cells=cells,
+    draw=draw,
+    table=table,
     grows=True,
-    deviations={
-        "laptop": [
-            "Width 32, 300 steps of 64 rows at one rate, 0.01: what a system learns within "
-            "seconds, which is not what it can learn.",
-            "Associative recall has one seed.",
-        ],
-        "gpu": [
-            "MAD: 800 steps (memorization 400) at one rate, 0.002, in place of 200 epochs and the "
-            "best of six runs. Recall: 16 pairs of 64 words in rows of 128, in place of 64 pairs "
-            "of 8,192 words in rows of 512, and 800 steps at one rate. One seed of both.",
-            "The other tasks: two rates and the sizes of the pages here in place of each paper's "
-            "sweep; text one seed.",
-        ],
-    },
-)  # fmt: skip
+)

@@ -7,6 +7,7 @@ value: the error is |S k_i - v_i|^2 / |v_i|^2, so that an empty memory, which an
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from bench.markdown import markdown_table
 from deltarule.ops import delta_rule, mesa
-from experiments.experiment import Experiment, Result, Scale, finished
+from experiments.experiment import Experiment, Result
 from experiments.figures import Curve, Panel, draw_curves, title_of
-from experiments.markdown import markdown_table
+from experiments.words import Scale, read_words
 
 RULES = ("linear_attention", "retnet", "deltanet", "gated_deltanet", "mesa")
 WIDTH = 64
@@ -139,74 +141,59 @@ def recall(rule: str, memory: Memory) -> Tensor:
         )
     )
     ones = torch.ones(keys.shape[:3], dtype=keys.dtype, device=keys.device)
+    written = memory.keys.shape[1]
     if rule == "mesa":
         penalty = REGULARIZER * ones.new_ones(1, keys.shape[-1])
-        o = mesa(
+        solved = mesa(
             queries, keys, values, beta=ones, regularizer=penalty, iterations=None, scale=1.0
-        ).o
-    else:
-        decay = LOG_DECAY * (keys != 0).any(-1).to(keys.dtype)
-        o = delta_rule(
-            queries, keys, values, beta=ones if "deltanet" in rule else None,
-            log_decay=decay if rule in ("retnet", "gated_deltanet") else None, scale=1.0,
-        ).o  # fmt: skip
-    return o[:, memory.keys.shape[1] :, 0]
+        )
+        return solved.o[:, written:, 0]
+    beta = ones if "deltanet" in rule else None
+    decay = LOG_DECAY * (keys != 0).any(-1).to(keys.dtype)
+    log_decay = decay if rule in ("retnet", "gated_deltanet") else None
+    o = delta_rule(queries, keys, values, beta=beta, log_decay=log_decay, scale=1.0).o
+    return o[:, written:, 0]
 
 
 def cells(scale: Scale) -> list[MemoryCell]:
-    """One cell a rule."""
     return [MemoryCell(rule) for rule in RULES]
 
 
 def draw(scale: Scale, results: list[Result], path: Path) -> None:
     """Error against the number of pairs, under each condition, and against age."""
-    done = finished(results)
-    panels = [
-        Panel(
-            [error_curve(result, condition) for result in done], "pairs, each written once"
-            if condition != "overwritten" else "keys, each written twice", "relative squared error",
-            title=title, log_x=True, log_y=True, limits=(1e-3, 1e2), levels={"empty": 1.0},
-            marks={"channels of a key": WIDTH},
-        )
-        for condition, (title, _) in CONDITIONS.items()
-    ]  # fmt: skip
+    panel = partial(Panel, y="relative squared error", levels={"empty": 1.0})
+    against_pairs = partial(
+        panel, log_x=True, log_y=True, limits=(1e-3, 1e2), marks={"channels of a key": WIDTH}
+    )
+    panels = []
+    for condition, (title, _) in CONDITIONS.items():
+        x = "keys, each written twice" if condition == "overwritten" else "pairs, each written once"
+        panels.append(against_pairs([errors(one, condition) for one in results], x, title=title))
     middles = [first + (BIN - 1) / 2 for first in range(0, FULL * WIDTH, BIN)]
     by_age = [
         Curve(one.name, middles, np.reshape(one.figures["by_age"], (-1, BIN)).mean(1).tolist())
-        for one in done
+        for one in results
     ]
-    panels.append(
-        Panel(
-            by_age, "writes since", "relative squared error", levels={"empty": 1.0},
-            title=f"Random keys, {FULL * WIDTH} pairs, by age",
-        )
-    )  # fmt: skip
+    title = f"Random keys, {FULL * WIDTH} pairs, by age"
+    panels.append(panel(by_age, "writes since", title=title))
     draw_curves(panels, path, title="What a 64 x 64 state remembers", columns=2)
 
 
-def error_curve(result: Result, condition: str) -> Curve:
-    """Mean over seeds, and their range."""
-    errors = np.array(result.figures[condition]["error"])
-    return Curve(
-        result.name, result.figures["pairs"], errors.mean(1).tolist(),
-        low=errors.min(1).tolist(), high=errors.max(1).tolist(),
-    )  # fmt: skip
+def errors(result: Result, condition: str) -> Curve:
+    """By the number of pairs: the mean over seeds, and their range."""
+    seeds = result.figures[condition]["error"]
+    return Curve.through(result.name, dict(zip(result.figures["pairs"], seeds, strict=True)))
 
 
 # Columns of the table: condition and pairs.
-COLUMNS = (
-    ("random", 32), ("random", 64), ("random", 128), ("correlated", 32), ("overwritten", 32),
-)  # fmt: skip
+COLUMNS = [("random", 32), ("random", 64), ("random", 128), ("correlated", 32), ("overwritten", 32)]
 
 
 def table(scale: Scale, results: list[Result]) -> str:
     """Mean error, the range over seeds, and the share of keys whose own value is the nearest."""
     heads = ["rule", *(f"{condition}, {pairs}" for condition, pairs in COLUMNS)]
-    rows = [
-        [title_of(result.name), *(scored(result, *column) for column in COLUMNS)]
-        for result in finished(results)
-    ]
-    return markdown_table(heads, rows, results)
+    rows = [[title_of(one.name), *(scored(one, *column) for column in COLUMNS)] for one in results]
+    return markdown_table(heads, rows)
 
 
 def scored(result: Result, condition: str, pairs: int) -> str:
@@ -217,13 +204,5 @@ def scored(result: Result, condition: str, pairs: int) -> str:
 
 
 EXPERIMENT = Experiment(
-    name="memory", title="The state as an associative memory",
-    shows=(
-        "Linear attention adds every pair to all others, a decay forgets all alike, and the delta "
-        "rule corrects what is there: the error against the number of pairs, for keys that are "
-        "random, correlated, or written again with a new value."
-    ),
-    source="the argument for the delta rule in arXiv 2102.11174 and arXiv 2406.06484, section 2.2",
-    needs={"laptop": "5 cells, a minute on 2 cores"},
-    cells=cells, draw=draw, table=table,
-)  # fmt: skip
+    name="memory", words=read_words("memory"), cells=cells, draw=draw, table=table
+)

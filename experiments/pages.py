@@ -9,27 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from bench.markdown import Marks, markdown, write_between
-from experiments.experiment import SCALES, Experiment, Scale, finished
+from experiments.experiment import Experiment, finished
 from experiments.records import Record, read_json, to_results
 from experiments.table import EXPERIMENTS, load_experiment
+from experiments.words import SCALES, Scale
 
 MARKS = Marks("<!-- results: written by a script, do not edit -->", "<!-- end of results -->")
 INDEX_PAGE = "README.md"
-INDEX = """# Experiments
-
-The papers' experiments, one command each, with our figures beside the published ones. Every number
-comes from a JSON file in this folder, which holds the seeds, the machine, the versions and the
-exact command. What differs from the paper's setting is listed on each page.
-
-```bash
-deltarule reproduce --list
-deltarule reproduce mqar
-deltarule reproduce mqar --scale gpu
-```
-
-Everything goes to `runs/reproduce-NAME-SCALE`; the same command goes on after a stop, and
-`--publish docs/experiments` puts the results here.
-"""
 
 
 def write_pages(folder: Path) -> None:
@@ -50,33 +36,24 @@ def write_pages(folder: Path) -> None:
 def draw_figures(folder: Path) -> None:
     """Draw the figure of every form that has results."""
     for experiment in map(load_experiment, EXPERIMENTS):
-        for scale in experiment.needs:
+        for scale in experiment.words.needs:
             report = read_report(experiment, scale, folder)
-            results = to_results(report["cells"]) if report else []
-            if finished(results):
+            results = finished(to_results(report["cells"])) if report else []
+            if results:
                 experiment.draw(scale, results, folder / f"{experiment.name}-{scale}.png")
 
 
 def write_index(folder: Path) -> None:
-    """Write the page that leads to all others.
-
-    Raises:
-        RecordError: A JSON file is damaged, or of a format that this version cannot read.
-        ValueError: The page has lost one of its marks.
-    """
+    """Write the page that leads to all others; raises as `write_pages`."""
     lines = index(map(load_experiment, EXPERIMENTS), folder)
-    write_between(folder / INDEX_PAGE, MARKS, lines, new=INDEX)
+    write_between(folder / INDEX_PAGE, MARKS, lines, new="# Experiments\n")
 
 
 def write_page(experiment: Experiment, folder: Path) -> None:
-    """Write the page of one experiment.
-
-    Raises:
-        RecordError: A JSON file is damaged, or of a format that this version cannot read.
-        ValueError: The page has lost one of its marks.
-    """
-    lines = ["Source: " + experiment.source + "."]
-    for scale in experiment.needs:
+    """Write the page of one experiment; raises as `write_pages`."""
+    words = experiment.words
+    lines = ["Source: " + words.source + "."]
+    for scale in words.needs:
         lines += ["", f"## The {scale} form", ""]
         report = read_report(experiment, scale, folder)
         if report is None:
@@ -85,7 +62,7 @@ def write_page(experiment: Experiment, folder: Path) -> None:
         stem = f"{experiment.name}-{scale}"
         picture = f"{stem}.png" if (folder / f"{stem}.png").exists() else None
         lines += section(experiment, report, raw=f"{stem}.json", picture=picture)
-    new = f"# {experiment.title}\n\n{experiment.shows}\n"
+    new = f"# {words.title}\n\n{words.shows}\n"
     write_between(folder / f"{experiment.name}.md", MARKS, lines, new=new)
 
 
@@ -96,13 +73,10 @@ def read_report(experiment: Experiment, scale: Scale, folder: Path) -> Record | 
 
 
 def not_run(experiment: Experiment, scale: Scale) -> list[str]:
-    """What stands in the place of results."""
-    return [
-        "There are no results of this form yet. It is run by", "",
-        *fenced(f"deltarule reproduce {experiment.name} --scale {scale}"), "",
-        f"and needs {experiment.needs[scale]}.", "",
-        *differences(experiment.deviations.get(scale, [])),
-    ]  # fmt: skip
+    command = fenced(f"deltarule reproduce {experiment.name} --scale {scale}")
+    lines = ["There are no results of this form yet. It is run by", "", *command, ""]
+    lines += [f"and needs {experiment.words.needs[scale]}.", ""]
+    return lines + differences(experiment.words.deviations.get(scale, []))
 
 
 def section(experiment: Experiment, report: Record, *, raw: str, picture: str | None) -> list[str]:
@@ -117,13 +91,12 @@ def section(experiment: Experiment, report: Record, *, raw: str, picture: str | 
     Returns:
         Lines of Markdown.
     """
-    scale, results = report["scale"], to_results(report["cells"])
-    lines = [] if picture is None else [f"![{experiment.title}, {scale} form]({picture})", ""]
-    table = experiment.table(scale, results) if finished(results) else ""
-    lines += [table, ""] if table else []
-    # Most tables name them.
-    failed = [one for one in results if one.error is not None and f"`{one.name}`" not in table]
-    if failed:
+    scale, results, words = report["scale"], to_results(report["cells"]), experiment.words
+    lines = [] if picture is None else [f"![{words.title}, {scale} form]({picture})", ""]
+    if done := finished(results):
+        lines += [experiment.table(scale, done), ""]
+        lines += [words.remark, ""] if words.remark else []
+    if failed := [one for one in results if one.error is not None]:
         lines += ["Failed:", "", *(f"- `{one.name}`: {one.error}" for one in failed), ""]
     lines += fenced(report["command"])
     return [*lines, "", *conditions(report, raw), "", *differences(report["deviations"])]
@@ -187,14 +160,12 @@ def seeds_of(value: Any) -> Iterator[int]:
 
 
 def differences(deviations: list[str]) -> list[str]:
-    """Every deviation from the paper's setting."""
     if not deviations:
         return ["The paper has no such experiment: there is nothing to deviate from."]
     return ["What differs from the paper:", "", *(f"- {line}" for line in deviations)]
 
 
 def fenced(command: str) -> list[str]:
-    """A command line as a block."""
     return ["```bash", command, "```"]
 
 
@@ -203,22 +174,21 @@ def index(experiments: Iterable[Experiment], folder: Path) -> list[str]:
     rows = []
     for one in experiments:
         forms = [form(one, scale, folder) for scale in SCALES]
-        title = f"[{one.title}]({one.name}.md)"
-        rows.append([f"{title}<br>{one.shows}", one.source, *forms])
+        title = f"[{one.words.title}]({one.name}.md)"
+        rows.append([f"{title}<br>{one.words.shows}", one.words.source, *forms])
     return markdown(["experiment", "from", *SCALES], rows)
 
 
 def form(experiment: Experiment, scale: Scale, folder: Path) -> str:
     """What a form needs, and when it was run."""
-    if scale not in experiment.needs:
+    if scale not in experiment.words.needs:
         return "-"
     report = read_report(experiment, scale, folder)
     when = "not run yet" if report is None else f"run on {report['date'][:10]}"
-    return f"{experiment.needs[scale]}; {when}"
+    return f"{experiment.words.needs[scale]}; {when}"
 
 
 def main() -> None:
-    """Write them all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("docs/experiments"))
     folder = parser.parse_args().folder

@@ -1,5 +1,10 @@
-"""Cells in processes of their own: one that dies loses itself alone, and a stop loses no step."""
+"""Cells in processes: one that dies loses itself alone, and a stop loses no step.
 
+A process runs cell after cell, as its start costs up to 20 seconds on a machine with GPUs: as long
+as a short cell takes.
+"""
+
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -38,7 +43,6 @@ class Job(NamedTuple):
     began: float
 
     def log(self) -> Path:
-        """Where it prints."""
         own = own_folder(self.folder, self.cell)
         own.mkdir(parents=True, exist_ok=True)
         return own / "log.txt"
@@ -58,7 +62,7 @@ class Job(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """Of a process: the record of its cell, or why there is none; after a stop, neither."""
+    """Of a cell: its record, or why there is none; after a stop, neither."""
 
     record: Record | None = None
     trouble: str | None = None
@@ -83,12 +87,7 @@ def devices_of(device: torch.device, count: int) -> list[torch.device]:
 
 
 def least_loaded(devices: Sequence[torch.device], busy: Sequence[torch.device]) -> torch.device:
-    """The device with the fewest processes, the first of several.
-
-    Args:
-        devices: To choose from.
-        busy: That of each process at work.
-    """
+    """The device with the fewest processes at work, the first of several."""
     return min(devices, key=busy.count)
 
 
@@ -99,6 +98,7 @@ def run_cells(
     *,
     workers: int,
     tell: Tell,
+    afresh: bool = False,
 ) -> None:
     """Run cells side by side, each until its record is written.
 
@@ -108,6 +108,7 @@ def run_cells(
         devices: Where to compute; each process sees to one of them.
         workers: Processes at a time on all devices together, 1 or more.
         tell: Hears of every cell that starts or ends.
+        afresh: Each cell has a process of its own, in which nothing of the cell before is left.
 
     Raises:
         StoppedError: Ctrl-C or SIGTERM.
@@ -139,7 +140,7 @@ def run_cells(
 
     with Interrupt() as interrupt:
         for done in each_apart(
-            run_job, jobs(), processes=workers, afresh=True, log_of=Job.log, look=look
+            run_job, jobs(), processes=workers, afresh=afresh, log_of=Job.log, look=look
         ):
             job = running.pop(done.task.cell.name)
             ending = job.died(str(done.error)) if done.value is None else done.value
@@ -154,12 +155,26 @@ def run_job(job: Job) -> Ending:
     """What a process does: it leaves a record, or else says in a few words why there is none."""
     # More threads would only take each other's cores.
     torch.set_num_threads(1)
-    if job.device.type == "cuda" and job.device.index is not None:
-        # Kernels are launched, and memory is taken, on the GPU that is the process's current one.
-        torch.cuda.set_device(job.device)
+    device = own_gpu(job.device)
     try:
-        return Ending(run_cell(job.cell, job.folder, job.device))
+        return Ending(run_cell(job.cell, job.folder, device))
     except InterruptedRunError:
         return Ending()
     except (*ENVIRONMENT, RecordError) as error:
         return Ending(trouble=f"{job.cell.name}: {error}")
+    finally:
+        # The memory of this cell is the other processes' until the next one needs it.
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+
+def own_gpu(device: torch.device) -> torch.device:
+    """The GPU of this process, which its first cell decides: another would hold memory twice."""
+    if device.type != "cuda" or device.index is None:
+        return device
+    if torch.cuda.is_initialized():
+        return torch.device("cuda", torch.cuda.current_device())
+    # Kernels are launched, and memory is taken, on the GPU that is the process's current one.
+    torch.cuda.set_device(device)
+    return device

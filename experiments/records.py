@@ -118,15 +118,10 @@ def difference(theirs: Any, ours: Any, name: str = "") -> tuple[str, Any, Any]:
 
 
 def to_result(record: Record) -> Result:
-    """A record as figures and tables take it."""
-    return Result(
-        name=record["cell"]["name"], cell=record["cell"], figures=record["figures"],
-        error=record["error"], seconds=record["seconds"],
-    )  # fmt: skip
+    return Result(record["cell"]["name"], record["cell"], record["figures"], record["error"])
 
 
 def to_results(records: Sequence[Record]) -> list[Result]:
-    """All of them."""
     return [to_result(record) for record in records]
 
 

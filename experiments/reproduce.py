@@ -19,20 +19,13 @@ from deltarule.train.device import choose_device
 from deltarule.train.extra import require
 from deltarule.train.loop import InterruptedRunError
 from deltarule.train.run_folder import locked
-from experiments.experiment import Cell, Experiment, Scale, finished
+from experiments.experiment import Cell, Experiment, finished
 from experiments.pages import INDEX_PAGE, section, write_index, write_page
 from experiments.processes import MachineError, StoppedError, devices_of, run_cells
-from experiments.records import (
-    FORMAT,
-    Record,
-    checked,
-    plain,
-    read_json,
-    to_results,
-    write_json,
-)
+from experiments.records import FORMAT, Record, checked, plain, read_json, to_results, write_json
 from experiments.run_cell import ENVIRONMENT, own_folder, record_path, run_cell
 from experiments.table import EXPERIMENTS, load_experiment
+from experiments.words import Scale
 
 CPU_WORKERS, GPU_WORKERS = 2, 8
 
@@ -67,7 +60,6 @@ class ReproduceRun:
     """Put figure, raw JSON and page into this folder too, such as docs/experiments."""
 
     def __post_init__(self) -> None:
-        """Refuse what no run can do."""
         if self.workers is not None and self.workers < 1:
             raise ValueError(f"workers must be 1 or more, got {self.workers}")
 
@@ -84,10 +76,11 @@ def list_experiments(run: ListRun) -> None:
     """Print what each shows, where it is from, and what each form takes."""
     for name in EXPERIMENTS:
         experiment = load_experiment(name)
-        if run.scale != "all" and run.scale not in experiment.needs:
+        words = experiment.words
+        if run.scale != "all" and run.scale not in words.needs:
             continue
-        told = [f"{experiment.title}. {experiment.shows}", f"From {experiment.source}."]
-        told += [f"{scale:<10}{needs}" for scale, needs in experiment.needs.items()]
+        told = [f"{words.title}. {words.shows}", f"From {words.source}."]
+        told += [f"{scale:<10}{needs}" for scale, needs in words.needs.items()]
         text = "\n".join(textwrap.fill(line, 96, subsequent_indent=" " * 10) for line in told)
         print(f"{name}\n{textwrap.indent(text, '    ')}\n")
 
@@ -131,7 +124,7 @@ def device_for(run: ReproduceRun, experiment: Experiment, *, left: bool) -> torc
     """
     device = choose_device(run.device)
     if left and run.scale != "laptop" and device.type != "cuda":
-        other = "; --scale laptop runs without" if "laptop" in experiment.needs else ""
+        other = "; --scale laptop runs without" if "laptop" in experiment.words.needs else ""
         seen = "PyTorch sees none here" if run.device == "auto" else f"--device is {run.device}"
         raise ValueError(f"{run.name} --scale {run.scale} needs a CUDA GPU, and {seen}{other}")
     return device
@@ -143,10 +136,10 @@ def cells_of(run: ReproduceRun, experiment: Experiment) -> list[Cell]:
     Raises:
         ValueError: There is no such form, or no cell of the experiment reads text.
     """
-    if run.scale not in experiment.needs:
-        forms = " or ".join(f"--scale {scale}" for scale in experiment.needs)
+    if run.scale not in experiment.words.needs:
+        forms = " or ".join(f"--scale {scale}" for scale in experiment.words.needs)
         raise ValueError(f"{run.name} has no form for --scale {run.scale}, only {forms}")
-    cells: list[Any] = experiment.cells(run.scale)
+    cells: list[Any] = list(experiment.cells(run.scale))
     if run.data is None:
         return cells
     if not all(hasattr(cell, "data") for cell in cells):
@@ -165,7 +158,6 @@ class Reproduction:
         folder: Path,
         device: torch.device,
     ) -> None:
-        """Read what is finished."""
         self.options, self.experiment, self.cells = run, experiment, cells
         self.folder, self.device = folder, device
         self.devices = devices_of(device, torch.cuda.device_count())
@@ -183,15 +175,22 @@ class Reproduction:
         began = time.monotonic()
         only = self.options.only or ""
         left = [c for c in self.cells if c.name not in self.records and c.name.startswith(only)]
-        needs = self.experiment.needs[self.options.scale]
-        print(f"{self.experiment.title}, {self.options.scale} form: {needs}")
+        words, scale = self.experiment.words, self.options.scale
+        print(f"{words.title}, {scale} form: {words.needs[scale]}")
         print(f"{self.kept()}, {len(left)} to run in {self.folder}", flush=True)
         try:
-            # What is timed has a process of its own: nothing of the cell before is left in it.
-            if self.workers == 1 and not self.experiment.timed:
+            timed = self.experiment.timed
+            if self.workers == 1 and not timed:
                 self.run_here(left)
             else:
-                run_cells(left, self.folder, self.devices, workers=self.workers, tell=self.tell)
+                run_cells(
+                    left,
+                    self.folder,
+                    self.devices,
+                    workers=self.workers,
+                    tell=self.tell,
+                    afresh=timed,
+                )
         except (StoppedError, InterruptedRunError):
             print(f"{self.kept()}; the same command goes on", flush=True)
             raise KeyboardInterrupt from None
@@ -226,23 +225,31 @@ class Reproduction:
 
     def report(self, seconds: float) -> None:
         """Figure, raw results and report, in the folder of the run and where it is published."""
-        experiment, scale = self.experiment, self.options.scale
+        experiment, scale, words = self.experiment, self.options.scale, self.experiment.words
         records = [self.records[cell.name] for cell in self.cells if cell.name in self.records]
-        picture = "figure.png" if finished(to_results(records)) else None
-        if picture is not None:
-            experiment.draw(scale, to_results(records), self.folder / picture)
+        picture = None
+        if done := finished(to_results(records)):
+            picture = "figure.png"
+            experiment.draw(scale, done, self.folder / picture)
         # Of the cells, which may have run elsewhere.
         found = next((record["versions"] for record in records if "versions" in record), versions())
         whole = {
-            "format": FORMAT, "deltarule": deltarule.__version__, "experiment": experiment.name,
-            "scale": scale, "date": datetime.now(UTC).isoformat(timespec="minutes"),
-            "command": command_line(self.options), "versions": found,
-            "workers": self.workers, "seconds": round(seconds, 1), "from_before": self.before,
-            "deviations": experiment.deviations.get(scale, []), "cells": records,
-        }  # fmt: skip
+            "format": FORMAT,
+            "deltarule": deltarule.__version__,
+            "experiment": experiment.name,
+            "scale": scale,
+            "date": datetime.now(UTC).isoformat(timespec="minutes"),
+            "command": command_line(self.options),
+            "versions": found,
+            "workers": self.workers,
+            "seconds": round(seconds, 1),
+            "from_before": self.before,
+            "deviations": words.deviations.get(scale, []),
+            "cells": records,
+        }
         write_json(self.folder / "results.json", whole)
         lines = section(experiment, whole, raw="results.json", picture=picture)
-        text = "\n".join([f"# {experiment.title}", "", experiment.shows, "", *lines]) + "\n"
+        text = "\n".join([f"# {words.title}", "", words.shows, "", *lines]) + "\n"
         (self.folder / "report.md").write_text(text, encoding="utf-8")
         print(f"\n{text}\nreport: {self.folder / 'report.md'}")
         if self.options.publish is not None:
@@ -279,7 +286,6 @@ def finished_records(folder: Path, cells: list[Cell], *, retry: bool) -> dict[st
 
 
 def published_path(run: ReproduceRun, target: Path) -> Path:
-    """Where the raw results of a form are published."""
     return target / f"{run.name}-{run.scale}.json"
 
 

@@ -25,7 +25,6 @@ def own_folder(folder: Path, cell: Cell) -> Path:
 
 
 def record_path(folder: Path, cell: Cell) -> Path:
-    """Where a finished cell's results go."""
     return folder / "cells" / f"{cell.name}.json"
 
 
@@ -64,11 +63,9 @@ def run_cell(cell: Cell, folder: Path, device: torch.device) -> Record:
 def make_record(
     cell: Cell, figures: Record, error: str | None, seconds: float, device: torch.device
 ) -> Record:
-    """All that is kept of a finished cell."""
-    return {
-        **header(cell), "figures": figures, "error": error, "seconds": round(seconds, 1),
-        "machine": machine(device), "threads": torch.get_num_threads(), "versions": versions(),
-    }  # fmt: skip
+    outcome = {"figures": figures, "error": error, "seconds": round(seconds, 1)}
+    where = {"machine": machine(device), "threads": torch.get_num_threads(), "versions": versions()}
+    return header(cell) | outcome | where
 
 
 def attempt(cell: Cell, own: Path, device: torch.device) -> tuple[Record, str | None]:

@@ -2,10 +2,10 @@
 
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from experiments.experiment import Result, finished
+from experiments.experiment import Result
 
 # Differences of means below so many of their standard errors are called noise.
 STANDARD_ERRORS = 3.0
@@ -15,11 +15,10 @@ SEED = "-seed"
 class Runs(NamedTuple):
     """One figure of the runs of one setting, in the order of their seeds."""
 
-    values: list[float]
+    values: Sequence[float]
 
     @property
     def mean(self) -> float:
-        """Of the runs."""
         return statistics.fmean(self.values)
 
     @property
@@ -32,24 +31,38 @@ class Runs(NamedTuple):
         spread = "" if self.deviation is None else f" ± {self.deviation:.3f}"
         return f"{self.mean:.3f}{spread}"
 
+    def each(self, format_spec: str) -> str:
+        """Every seed's, such as "0.98, 1.00"; a dash for no run.
 
-def by_setting(results: list[Result], figure: Callable[[Result], float]) -> dict[str, Runs]:
-    """The figure of finished runs, by their names without the seed.
+        Examples:
+            >>> Runs([0.981, 1]).each(".2f"), Runs([]).each(".2f")
+            ('0.98, 1.00', '-')
+        """
+        return ", ".join(format(value, format_spec) for value in self.values) or "-"
+
+
+def by_setting(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """Results by their names without the seed.
 
     Examples:
-        >>> results = [Result(f"gla-seed{i}", {}, {"loss": i}, None, 1.0) for i in (1, 2)]
-        >>> by_setting(results, lambda result: result.figures["loss"])
-        {'gla': Runs(values=[1, 2])}
+        >>> [len(runs) for runs in by_setting([Result("gla-seed0", {}, {})] * 2).values()]
+        [2]
     """
-    runs: dict[str, Runs] = {}
-    for result in finished(results):
-        runs.setdefault(setting(result), Runs([])).values.append(figure(result))
+    runs: dict[str, list[Result]] = {}
+    for result in results:
+        runs.setdefault(result.name.partition(SEED)[0], []).append(result)
     return runs
 
 
-def setting(result: Result) -> str:
-    """The name of a cell without its seed."""
-    return result.name.partition(SEED)[0]
+def figures_of(results: Sequence[Result], figure: Callable[[Result], float]) -> dict[str, Runs]:
+    """One figure of every setting.
+
+    Examples:
+        >>> results = [Result(f"gla-seed{i}", {}, {"loss": i}) for i in (1, 2)]
+        >>> figures_of(results, lambda result: result.figures["loss"])
+        {'gla': Runs(values=[1, 2])}
+    """
+    return {name: Runs([*map(figure, runs)]) for name, runs in by_setting(results).items()}
 
 
 def noise(runs: Mapping[str, Runs]) -> float | None:

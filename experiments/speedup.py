@@ -4,6 +4,7 @@ import importlib
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import timing
+from bench.markdown import markdown_table
 from bench.measure import interleaved_seconds, relative_error
 from deltarule.ops import delta_rule
-from experiments.experiment import Experiment, Result, Scale, finished
+from experiments.experiment import Experiment, Result
 from experiments.figures import Curve, Panel, draw_curves
-from experiments.markdown import markdown_table
+from experiments.words import Scale, read_words
 
-# Read off the figure: model dimension 2048, batch times length 16,384, an H100.
-PUBLISHED = {
-    64: {512: 4.0, 1024: 4.5, 2048: 5.8, 4096: 9.5, 8192: 15.7, 16384: 23.7},
-    128: {512: 7.1, 1024: 7.4, 2048: 7.2, 4096: 10.6, 8192: 15.8, 16384: 32.8},
-    256: {512: 10.2, 1024: 10.2, 2048: 10.2, 4096: 17.5, 8192: 28.7, 16384: 36.6},
-}
 PASSES = {"forward": "forward", "both": "forward and backward"}
 # Both compute the same in different orders, from inputs that are rounded alike.
 MOST_DIFFERENT = {"cpu": 1e-4, "cuda": 3e-2}
+WORDS = read_words("speedup")
 
 Gradients = tuple[Tensor, ...]
 Run = Callable[[], Any]
@@ -50,7 +47,6 @@ class SpeedupCell:
     """Timed runs of each, of which the median counts."""
 
     def __post_init__(self) -> None:
-        """Refuse sizes that do not divide."""
         if self.width % self.head:
             raise ValueError(f"head must divide width={self.width}, got {self.head}")
         for length in self.lengths:
@@ -76,7 +72,6 @@ class SpeedupCell:
             torch.set_num_threads(threads)
 
     def time(self, length: int, device: torch.device) -> dict[str, float]:
-        """Check and time one length."""
         inputs, grad = self.draw(length, device)
         runs = passes(inputs, grad, device.type)
         difference = max(map(relative_error, runs["loop_both"](), runs["chunks_both"]()))
@@ -136,17 +131,18 @@ def milliseconds(runs: dict[str, Run], repeats: int, device: str) -> dict[str, f
 
 
 def cells(scale: Scale) -> list[SpeedupCell]:
-    """A cell for each head dimension."""
     laptop = scale == "laptop"
     return [
         SpeedupCell(
-            name=f"head-{head}", head=head, width=512 if laptop else 2048,
+            name=f"head-{head}",
+            head=int(head),
+            width=512 if laptop else 2048,
             tokens=4096 if laptop else 16_384,
-            lengths=(256, 512, 1024, 2048, 4096) if laptop else tuple(PUBLISHED[head]),
+            lengths=(256, 512, 1024, 2048, 4096) if laptop else tuple(published),
             repeats=5 if laptop else 10,
         )
-        for head in PUBLISHED
-    ]  # fmt: skip
+        for head, published in WORDS.published.items()
+    ]
 
 
 def ratios(result: Result, kind: str) -> dict[int, float]:
@@ -159,69 +155,35 @@ def ratios(result: Result, kind: str) -> dict[int, float]:
 
 def draw(scale: Scale, results: list[Result], path: Path) -> None:
     """A panel for each pass; the published figure is of both."""
+    panel = partial(Panel, x="tokens in a row", y="times faster than the loop", log_x=True)
     panels = []
     for kind, title in PASSES.items():
-        ours = [
-            Curve(f"heads of {run.cell['head']}", list(found), list(found.values()))
-            for run in finished(results)
-            for found in [ratios(run, kind)]
-        ]
-        theirs = [
-            Curve(f"heads of {head}", list(given), list(given.values()), published=True)
-            for head, given in PUBLISHED.items()
-            if kind == "both"
-        ]
-        panels.append(
-            Panel(
-                [*ours, *theirs], x="tokens in a row", y="times faster than the loop", title=title,
-                log_x=True, log_y=kind == "both", levels={"as fast": 1.0},
-            )
-        )  # fmt: skip
+        both, curves = kind == "both", []
+        for run in results:
+            found = ratios(run, kind)
+            curves.append(Curve(f"heads of {run.cell['head']}", [*found], [*found.values()]))
+        if both:
+            published = WORDS.published.items()
+            curves += [Curve.of_paper(f"heads of {head}", given) for head, given in published]
+        panels.append(panel(curves, title=title, log_y=both, levels={"as fast": 1.0}))
     draw_curves(panels, path, title="Chunks beside a loop over tokens", columns=2)
 
 
 def table(scale: Scale, results: list[Result]) -> str:
     """Milliseconds of both forms, and the ratios beside the published ones."""
-    head = [
-        "head", "tokens in a row", "batch", "chunks, ms", "loop, ms", "times faster",
-        "forward alone", "published",
-    ]  # fmt: skip
+    head = ["head", "tokens in a row", "batch", "chunks, ms", "loop, ms", "times faster"]
     rows = []
-    for run in finished(results):
-        size, forward, both = run.cell["head"], ratios(run, "forward"), ratios(run, "both")
-        for length, ratio in both.items():
+    for run in results:
+        size, forward = str(run.cell["head"]), ratios(run, "forward")
+        for length, ratio in ratios(run, "both").items():
             row = run.figures["lengths"][str(length)]
-            rows.append(
-                [str(size), f"{length:,}", str(run.cell["tokens"] // length),
-                 f"{row['chunks_both']:.2f}", f"{row['loop_both']:.2f}", f"{ratio:.2f}",
-                 f"{forward[length]:.2f}", str(PUBLISHED[size].get(length, "-"))]
-            )  # fmt: skip
-    note = "Milliseconds and ratio of a forward and a backward pass, as the published ratio."
-    return "\n\n".join([markdown_table(head, rows, results), note])
+            figures = row["chunks_both"], row["loop_both"], ratio, forward[length]
+            shape = [size, f"{length:,}", str(run.cell["tokens"] // length)]
+            published = str(WORDS.published[size].get(length, "-"))
+            rows.append([*shape, *(f"{x:.2f}" for x in figures), published])
+    return markdown_table([*head, "forward alone", "published"], rows)
 
 
 EXPERIMENT = Experiment(
-    name="speedup", title="Chunks beside a loop over tokens",
-    shows="How much faster the chunked form is than the recurrent one, by length and head "
-    "dimension, both compiled and with a backward pass of their own.",
-    source="DeltaNet (arXiv 2406.06484), figure 1",
-    needs={
-        "laptop": "2 minutes on 1 core, and a C compiler",
-        "gpu": "2 minutes on one H200",
-    },
-    cells=cells, draw=draw, table=table,
-    timed=True,
-    deviations={
-        "laptop": [
-            "A CPU of one thread in place of an H100: the loop is compiled from C, the chunks are "
-            "PyTorch. One core has neither idle multiprocessors nor a unit for matrices, which is "
-            "what the published ratio grows with.",
-            "Model dimension 512 and 4,096 tokens in place of 2,048 and 16,384; float32.",
-        ],
-        "gpu": [
-            "An H200 in place of an H100.",
-            "Both sides are our own Triton kernels, not the authors'; the loop keeps 8 rows of a "
-            "state in each program. Times are of CUDA graphs: kernels alone.",
-        ],
-    },
-)  # fmt: skip
+    name="speedup", words=WORDS, cells=cells, draw=draw, table=table, timed=True
+)

@@ -5,22 +5,12 @@ import importlib
 from deltarule.nearest import check_known
 from experiments.experiment import Experiment
 
+NAMES = """
+    leaderboard mqar memory language extrapolation ablation speedup throughput mad regbench
+    state-tracking groups niah
+"""
 # Each module has `EXPERIMENT`; they are imported on demand.
-EXPERIMENTS = {
-    "leaderboard": "experiments.leaderboard",
-    "mqar": "experiments.mqar",
-    "memory": "experiments.memory",
-    "language": "experiments.language",
-    "extrapolation": "experiments.extrapolation",
-    "ablation": "experiments.ablation",
-    "speedup": "experiments.speedup",
-    "throughput": "experiments.throughput",
-    "mad": "experiments.mad",
-    "regbench": "experiments.regbench",
-    "state-tracking": "experiments.state_tracking",
-    "groups": "experiments.groups",
-    "niah": "experiments.niah",
-}
+EXPERIMENTS = {name: f"experiments.{name.replace('-', '_')}" for name in NAMES.split()}
 
 
 def load_experiment(name: str) -> Experiment:

@@ -1,9 +1,10 @@
 """A cell that trains one small model on one task and measures it on rows it never saw."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,6 +18,8 @@ from deltarule.train.optimizer import OptimizerOptions
 from deltarule.train.random_state import seed_everything
 from deltarule.train.task_rows import TEST, Curriculum, Rows, draw_rows
 from experiments.experiment import SAVE_SECONDS, Result
+from experiments.figures import Curve
+from experiments.settings import Form
 
 
 @dataclass(frozen=True)
@@ -67,13 +70,11 @@ class TaskCell:
     """A fixed set of this many rows, in a new order every epoch; None draws new rows for ever."""
 
     def __post_init__(self) -> None:
-        """Refuse what could not be measured or drawn."""
         if not self.evaluations:
             raise ValueError("evaluations must hold one or more, got none")
         self.training_rows()
 
     def training_rows(self) -> Rows:
-        """Where the rows of a step come from."""
         return Rows(self.training, self.rows, self.examples, self.curriculum)
 
     def rows_of(self) -> ModuleType:
@@ -107,14 +108,23 @@ class TaskCell:
         model = self.build()
         horizons = starting_horizons(model)
         job = LabelledJob(
-            task, self.training_rows(), Rows(self.evaluations[0].config, self.watched_rows),
-            seed=self.loop.seed, accumulate=self.loop.accumulate, ahead=device.type == "cuda",
-        )  # fmt: skip
+            task,
+            self.training_rows(),
+            Rows(self.evaluations[0].config, self.watched_rows),
+            seed=self.loop.seed,
+            accumulate=self.loop.accumulate,
+            ahead=device.type == "cuda",
+        )
         trainer = Trainer(
-            model, job, options=replace(self.loop, device=str(device)),
-            optimizer_options=self.optimizer, folder=folder, resume=True,
-            stop_when=self.good_enough, save_seconds=SAVE_SECONDS,
-        )  # fmt: skip
+            model,
+            job,
+            options=replace(self.loop, device=str(device)),
+            optimizer_options=self.optimizer,
+            folder=folder,
+            resume=True,
+            stop_when=self.good_enough,
+            save_seconds=SAVE_SECONDS,
+        )
         trainer.run()
         return {
             "evaluations": {one.label: self.evaluate(model, one) for one in self.evaluations},
@@ -127,11 +137,9 @@ class TaskCell:
         }
 
     def good_enough(self, measured: dict[str, float]) -> bool:
-        """Whether training may end here."""
         return self.stop_at is not None and measured["validation_accuracy"] >= self.stop_at
 
     def evaluate(self, model: CausalLM, evaluation: Evaluation) -> dict[str, Any]:
-        """Score the model on the rows of an evaluation."""
         task = self.rows_of()
         rows = draw_rows(
             task, evaluation.config, seed=self.loop.seed, stream=TEST, rows=evaluation.rows
@@ -144,6 +152,47 @@ def accuracy(result: Result) -> float:
     """Of the first evaluation of a cell that did not fail, as the task measures it."""
     first: dict[str, Any] = next(iter(result.figures["evaluations"].values()))
     return float(first["accuracy"])
+
+
+AnyTaskCell = TypeVar("AnyTaskCell", bound=TaskCell)
+
+
+def task_cell(
+    form: Form,
+    name: str,
+    training: Any,
+    evaluations: Sequence[Evaluation],
+    *,
+    seed: int = 0,
+    model: Mapping[str, Any] | None = None,
+    optimizer: Mapping[str, Any] | None = None,
+    loop: Mapping[str, Any] | None = None,
+    cell: Mapping[str, Any] | None = None,
+    kind: type[AnyTaskCell],
+) -> AnyTaskCell:
+    """A cell of one form of an experiment; the last arguments add to what the form says."""
+    words = {"vocab_size": training.vocab_size}
+    return kind(
+        name=name,
+        training=training,
+        evaluations=tuple(evaluations),
+        model=ModelConfig(**words | form["model"] | dict(model or {})),
+        optimizer=OptimizerOptions(**form["optimizer"] | dict(optimizer or {})),
+        loop=LoopOptions(**form["loop"] | dict(loop or {}), seed=seed),
+        **form["cell"] | dict(cell or {}),
+    )
+
+
+def in_training(label: str, result: Result, look: str | None = None) -> Curve:
+    """The watched accuracy of a cell step by step; `look` is the system it is drawn as.
+
+    Examples:
+        >>> result = Result("a", {}, {"curve": [[100, 2.5, 0.25], [200, 1.5, 0.75]]})
+        >>> in_training("deltanet", result).y
+        [0.25, 0.75]
+    """
+    points = result.figures["curve"]
+    return Curve(label, [step for step, _, _ in points], [right for *_, right in points], look=look)
 
 
 def curve(rows: list[Row]) -> list[list[float]]:

@@ -50,7 +50,6 @@ class TextCell:
     """Bytes to predict for each point of the curve, at most."""
 
     def __post_init__(self) -> None:
-        """Refuse what no run can do."""
         for name in ("length", "rows", "held_out_bytes", "watched_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
@@ -109,10 +108,14 @@ class TextCell:
         loop = dataclasses.replace(self.loop, device=str(device))
         watched = held_out_rows(held_out, self.lengths[0], self.watched_bytes)
         return Trainer(
-            CausalLM(self.model), TextRows(self, training, watched, loop), options=loop,
-            optimizer_options=self.optimizer, folder=folder, resume=True,
+            CausalLM(self.model),
+            TextRows(self, training, watched, loop),
+            options=loop,
+            optimizer_options=self.optimizer,
+            folder=folder,
+            resume=True,
             save_seconds=SAVE_SECONDS,
-        )  # fmt: skip
+        )
 
 
 def curve(metrics: Path) -> list[list[float]]:

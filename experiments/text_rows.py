@@ -109,7 +109,6 @@ class TextRows:
         return rows_at(self.training, starts, self.length)
 
     def tensors(self, rows: Rows, device: torch.device) -> tuple[Tensor, ...]:
-        """Tokens and targets."""
         return tuple(to_device(x, device) for x in rows)
 
     def loss(self, model: CausalLM, hidden: Hidden, *tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,16 +123,13 @@ class TextRows:
         return {"bits/byte": figures[0] / math.log(2)}
 
     def evaluate(self, model: CausalLM) -> dict[str, float]:
-        """Bits a byte on the watched rows."""
         measured = measure(model, self.watched, dtype=self.loop.dtype)
         return {"held_out_bits_per_byte": measured["bits_per_byte"]}
 
     def position(self) -> dict[str, int]:
-        """How many rows were drawn."""
         return {"drawn": self.drawn}
 
     def seek(self, position: dict[str, int]) -> None:
-        """Go to a position."""
         self.drawn = position["drawn"]
 
 

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from bench import adapters
+from bench.markdown import markdown_table
 from bench.model import Loss, build_fla, build_ours, time_steps
 from deltarule.models import ModelConfig
-from experiments.experiment import Experiment, Result, Scale, finished
+from experiments.experiment import Experiment, Result
 from experiments.figures import Curve, Panel, draw_curves, title_of
-from experiments.markdown import markdown_table
 from experiments.recipes import RECIPES
+from experiments.words import Scale, read_words
 
 # Tokens of a step, whatever their rows.
 TOKENS = 32_768
@@ -30,41 +31,29 @@ class Fla(NamedTuple):
 
 
 # The sizes of fla-hub/gla-1.3B-100B and of state-spaces/mamba2-1.3b, which have no recipe.
-GLA = ModelConfig(
-    vocab_size=32_000, hidden_size=2048, layer_types="gla", num_layers=24, num_heads=4,
-    mlp_size=5632, tie_embeddings=False,
-)  # fmt: skip
+DELTANET = RECIPES["deltanet_1b3"].model
+GLA = dataclasses.replace(DELTANET, layer_types="gla", num_heads=4, norm_eps=1e-5)
 MAMBA2 = dataclasses.replace(GLA, layer_types="mamba2", num_layers=48, num_heads=64, mlp_size=0)
 MODELS = {
     "attention": RECIPES["transformer_1b3"].model,
-    "deltanet": RECIPES["deltanet_1b3"].model,
+    "deltanet": DELTANET,
     "gated_deltanet": RECIPES["gated_deltanet_1b3"].model,
     "gla": GLA,
     "mamba2": MAMBA2,
     "gated_deltanet_h1": RECIPES["gated_deltanet_h1_1b3"].model,
     "gated_deltanet_h2": RECIPES["gated_deltanet_h2_1b3"].model,
 }
+GATED = {"num_heads": 9, "expand_v": 2}
+WINDOWS = {"layers": list(range(1, 18, 2)), "num_heads": 18, "window_size": 2048}
 FLA = {
     "attention": Fla("Transformer", {"num_heads": 32}),
     "deltanet": Fla("DeltaNet", {"num_heads": 16, "use_gate": False}),
-    "gated_deltanet": Fla("GatedDeltaNet", {"num_heads": 9, "head_dim": 200, "expand_v": 2}),
+    "gated_deltanet": Fla("GatedDeltaNet", GATED | {"head_dim": 200}),
     "mamba2": Fla("Mamba2", {"head_dim": 64, "state_size": 128, "expand": 2}),
     "gla": Fla("GLA", {"num_heads": 4}),
-    "gated_deltanet_h1": Fla(
-        "GatedDeltaNet",
-        {
-            "num_heads": 9, "head_dim": 192, "expand_v": 2,
-            "attn": {"layers": list(range(1, 18, 2)), "num_heads": 18, "window_size": 2048},
-        },
-    ),
-}  # fmt: skip
-# Thousands of tokens a second on an H100, read off figures: that of Gated DeltaNet, with the batch
-# rows used here, and for GLA that of DeltaNet, with half as many.
-PUBLISHED = {
-    "attention": (55, 48, 38, 26), "gated_deltanet_h1": (55, 53, 53, 53),
-    "gated_deltanet_h2": (50, 50, 49, 49), "mamba2": (48, 48, 48, 48),
-    "gated_deltanet": (46, 46, 46, 46), "deltanet": (46, 46, 46, 45), "gla": (44, 44, 43, 41),
-}  # fmt: skip
+    "gated_deltanet_h1": Fla("GatedDeltaNet", GATED | {"head_dim": 192, "attn": WINDOWS}),
+}
+WORDS = read_words("throughput")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,10 +97,14 @@ class ThroughputCell:
         """One length; what does not fit into memory is said to."""
         try:
             figures = time_steps(
-                *self.build(device), vocab_size=self.model.vocab_size,
-                batch=self.tokens // length, tokens=length, device=device, steps=self.steps,
+                *self.build(device),
+                vocab_size=self.model.vocab_size,
+                batch=self.tokens // length,
+                tokens=length,
+                device=device,
+                steps=self.steps,
                 warm_up=self.warm_up,
-            )  # fmt: skip
+            )
         except Exception as error:
             figures = {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
         print(f"{self.name}, {length:,} tokens: {figures}", flush=True)
@@ -123,11 +116,9 @@ class ThroughputCell:
 def fla_settings(fla: Fla, config: ModelConfig) -> dict[str, Any]:
     """Our sizes in FLA's names, and what ours do not decide."""
     mlp = {"intermediate_size": config.mlp_size} if config.mlp_size else {}
-    return {
-        "hidden_size": config.hidden_size, "num_hidden_layers": config.num_layers,
-        "vocab_size": config.vocab_size, "tie_word_embeddings": config.tie_embeddings,
-        **mlp, **fla.options,
-    }  # fmt: skip
+    sizes = {"hidden_size": config.hidden_size, "num_hidden_layers": config.num_layers}
+    words = {"vocab_size": config.vocab_size, "tie_word_embeddings": config.tie_embeddings}
+    return sizes | words | mlp | fla.options
 
 
 def cells(scale: Scale) -> list[ThroughputCell]:
@@ -149,17 +140,15 @@ def speeds(result: Result) -> dict[int, float]:
 def draw(scale: Scale, results: list[Result], path: Path) -> None:
     """A panel for each package, the published figures in ours."""
     panels = []
+    x, y = f"tokens in a row, {TOKENS:,} in a step", "thousand tokens a second"
     for peer in ("deltarule", "fla"):
-        runs = [run for run in finished(results) if run.cell["peer"] == peer]
+        runs = [run for run in results if run.cell["peer"] == peer]
         found = {run.cell["system"]: speeds(run) for run in runs}
-        curves = [Curve(name, list(by), list(by.values())) for name, by in found.items() if by]
+        curves = [Curve(name, [*by], [*by.values()]) for name, by in found.items() if by]
         if peer == "deltarule":
-            curves += [Curve(name, LENGTHS, PUBLISHED[name], published=True) for name in found]
+            curves += [Curve.of_paper(name, WORDS.published[name]) for name in found]
         if curves:
-            panels.append(
-                Panel(curves, x=f"tokens in a row, {TOKENS:,} in a step",
-                      y="thousand tokens a second", title=peer, log_x=True)
-            )  # fmt: skip
+            panels.append(Panel(curves, x, y, title=peer, log_x=True))
     draw_curves(panels, path, title="Training speed of models of 1.3 B parameters", columns=2)
 
 
@@ -167,45 +156,24 @@ def table(scale: Scale, results: list[Result]) -> str:
     """Thousands of tokens a second, and the published ones behind them."""
     head = ["system", "whose", "parameters", *(f"{n:,} x {TOKENS // n}" for n in LENGTHS), "GiB"]
     rows, reasons = [], []
-    for run in finished(results):
-        system, found = run.cell["system"], speeds(run)
-        ran = [row for row in run.figures["lengths"].values() if "error" not in row]
-        given = dict(zip(LENGTHS, PUBLISHED[system], strict=True))
-        rows.append(
-            [title_of(system), run.cell["peer"],
-             f"{ran[0]['parameters'] / 1e9:.2f} B" if ran else "-",
-             *(f"{found[n]:.1f} ({given[n]})" if n in found else f"- ({given[n]})"
-               for n in LENGTHS),
-             f"{max(row['peak_GiB'] or 0 for row in ran):.0f}" if ran else "-"]
-        )  # fmt: skip
-        reasons += [
-            f"- {run.name}, {n}: {row['error']}"
-            for n, row in run.figures["lengths"].items()
-            if "error" in row
+    for run in results:
+        system, found, lengths = run.cell["system"], speeds(run), run.figures["lengths"]
+        ran = [row for row in lengths.values() if "error" not in row]
+        size = f"{ran[0]['parameters'] / 1e9:.2f} B" if ran else "-"
+        memory = f"{max(row['peak_GiB'] or 0 for row in ran):.0f}" if ran else "-"
+        each = [
+            f"{found[n]:.1f} ({given:g})" if n in found else f"- ({given:g})"
+            for n, given in WORDS.published[system].items()
         ]
+        rows.append([title_of(system), run.cell["peer"], size, *each, memory])
+        failed = {n: row["error"] for n, row in lengths.items() if "error" in row}
+        reasons += [f"- {run.name}, {n}: {error}" for n, error in failed.items()]
     note = "Thousand tokens a second; in brackets those published, on an H100."
     if not any(run.cell["peer"] == "fla" for run in results):
         note += " FLA was not installed: its models are not beside ours."
-    return "\n\n".join([markdown_table(head, rows, results), *reasons, note])
+    return "\n\n".join([markdown_table(head, rows), *reasons, note])
 
 
 EXPERIMENT = Experiment(
-    name="throughput", title="Training speed at 1.3 B parameters",
-    shows="Tokens a second in training by the length of rows, of attention, recurrent models and "
-    "hybrids.",
-    source="Gated DeltaNet (arXiv 2412.06464), figure on throughput; DeltaNet (arXiv 2406.06484), "
-    "figure 4",
-    needs={"gpu": "one H200, about 40 seconds a model; with FLA installed 10 to 20 minutes more"},
-    cells=cells, draw=draw, table=table,
-    timed=True,
-    deviations={
-        "gpu": [
-            "An H200 in place of an H100, forward and backward passes without an optimizer step, "
-            "random tokens.",
-            "The sizes of H2, which are ours, and of Mamba-2 and GLA, which are those of published "
-            "weights: the papers give none.",
-            "Mamba-1 and Samba of the figures are left out, and FLA's H2, which it cannot stack.",
-            "The published GLA is from DeltaNet's figure, with half as many batch rows.",
-        ]
-    },
-)  # fmt: skip
+    name="throughput", words=WORDS, cells=cells, draw=draw, table=table, timed=True
+)

@@ -123,6 +123,5 @@ def backward(
 
 
 def grid(v: Tensor) -> tuple[int, int, int]:
-    """A program for each ROWS rows of each state."""
     batch, _, heads, value_size = v.shape
     return value_size // ROWS, heads, batch

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from experiments.experiment import Experiment
 from experiments.figures import Curve, Panel, draw_curves
+from experiments.words import Words
 
 
 @dataclass(frozen=True)
@@ -49,23 +50,23 @@ CELLS = [Tiny("a"), Tiny("b")]
 
 def draw(scale, results, path):
     """One curve."""
-    scores = [result.figures["score"] for result in results if result.error is None]
+    scores = [result.figures["score"] for result in results]
     draw_curves([Panel([Curve("score", range(len(scores)), scores)], "x", "y")], path, title="t")
 
 
 def table(scale, results):
     """Names and scores."""
-    return "\n".join(f"{result.name} {result.figures.get('score')}" for result in results)
+    return "\n".join(f"{result.name} {result.figures['score']}" for result in results)
 
 
-EXPERIMENT = Experiment(
-    name="tiny",
+WORDS = Words(
     title="A tiny experiment",
     shows="Nothing.",
     source="no paper",
     needs={"laptop": "no time", "gpu": "a GPU"},
-    cells=lambda scale: list(CELLS),
-    draw=draw,
-    table=table,
     deviations={"laptop": ["Everything."]},
+    remark="A remark.",
+)
+EXPERIMENT = Experiment(
+    name="tiny", words=WORDS, cells=lambda scale: list(CELLS), draw=draw, table=table
 )

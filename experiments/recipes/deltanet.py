@@ -20,22 +20,33 @@ def training(size: str) -> Training:
     """Appendix D; the context is that of the released configuration."""
     small = size == "340m"
     return Training(
-        tokens=15e9 if small else 100e9, batch_tokens=0.5e6 if small else 2e6, context=2048,
-        first_learning_rate=3e-5, learning_rate=3e-4, final_learning_rate=3e-5,
+        tokens=15e9 if small else 100e9,
+        batch_tokens=0.5e6 if small else 2e6,
+        context=2048,
+        first_learning_rate=3e-5,
+        learning_rate=3e-4,
+        final_learning_rate=3e-5,
         warmup_tokens=0.5e9 if small else 1e9,
-        weight_decay=0.01, clip=1.0, data="a subset of SlimPajama, Mistral's tokenizer",
-    )  # fmt: skip
+        weight_decay=0.01,
+        clip=1.0,
+        data="a subset of SlimPajama, Mistral's tokenizer",
+    )
 
 
 def model(size: str, layer_types: str, attention_heads: int | None = None) -> ModelConfig:
     """24 layers of heads of 128 channels, an MLP of 8/3 up to a multiple of 256, two embeddings."""
     small = size == "340m"
     return ModelConfig(
-        vocab_size=32_000, hidden_size=1024 if small else 2048, num_layers=24,
-        layer_types=layer_types, num_heads=8 if small else 16,
-        num_attention_heads=attention_heads, mlp_size=2816 if small else 5632,
-        norm_eps=1e-6, tie_embeddings=False,
-    )  # fmt: skip
+        vocab_size=32_000,
+        hidden_size=1024 if small else 2048,
+        num_layers=24,
+        layer_types=layer_types,
+        num_heads=8 if small else 16,
+        num_attention_heads=attention_heads,
+        mlp_size=2816 if small else 5632,
+        norm_eps=1e-6,
+        tie_embeddings=False,
+    )
 
 
 def recipe(size: str, kind: str, title: str, unknown: str = "") -> Recipe:
@@ -45,11 +56,15 @@ def recipe(size: str, kind: str, title: str, unknown: str = "") -> Recipe:
         heads = 16 if size == "340m" else 32
     name = "transformer" if kind == "attention" else kind
     return Recipe(
-        name=f"{name}_{size}", title=f"{title} {'340 M' if size == '340m' else '1.3 B'}",
-        model=model(size, kind, heads), training=training(size),
-        parameters=340e6 if size == "340m" else 1.3e9, head_counted=False,
-        source=PAPER, unknown=unknown,
-    )  # fmt: skip
+        name=f"{name}_{size}",
+        title=f"{title} {'340 M' if size == '340m' else '1.3 B'}",
+        model=model(size, kind, heads),
+        training=training(size),
+        parameters=340e6 if size == "340m" else 1.3e9,
+        head_counted=False,
+        source=PAPER,
+        unknown=unknown,
+    )
 
 
 RECIPES = [

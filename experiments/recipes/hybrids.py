@@ -24,14 +24,18 @@ def recipe(pattern: str, small: bool) -> Recipe:
         name=f"{pattern}_{'400m' if small else '1b3'}",
         title=f"{PATTERNS[pattern].title} pattern {'400 M' if small else '1.3 B'}",
         model=ModelConfig(
-            vocab_size=32_000, hidden_size=1024 if small else 2048, num_layers=24,
-            layer_types=pattern, num_heads=8 if small else 16,
-            mlp_size=MLP_SIZES[pattern][0 if small else 1], tie_embeddings=not small,
+            vocab_size=32_000,
+            hidden_size=1024 if small else 2048,
+            num_layers=24,
+            layer_types=pattern,
+            num_heads=8 if small else 16,
+            mlp_size=MLP_SIZES[pattern][0 if small else 1],
+            tie_embeddings=not small,
         ),
         parameters=400e6 if small else 1.3e9,
         source=PATTERNS[pattern].source,
         unknown=OURS.format(difference=DIFFERENCES[pattern]),
-    )  # fmt: skip
+    )
 
 
 RECIPES = [recipe(pattern, small) for pattern in DIFFERENCES for small in (True, False)]

@@ -2,23 +2,22 @@
 
 from itertools import groupby
 
-from deltarule.models import PATTERNS, ModelConfig, count_parameters
+from bench.markdown import markdown_table
+from deltarule.models import PATTERNS, count_parameters
 from experiments.recipes import RECIPES
 from experiments.recipes.recipe import Recipe
 
 
 def patterns() -> str:
     """A line for each named pattern."""
-    head = ["| `layer_types` | system | layers | source |", "|---|---|---|---|"]
-    rows = [f"| `{p.name}` | {p.title} | {p.rule} | {p.source} |" for p in PATTERNS.values()]
-    return "\n".join([*head, *rows])
+    rows = [[f"`{p.name}`", p.title, p.rule, p.source] for p in PATTERNS.values()]
+    return markdown_table(["`layer_types`", "system", "layers", "source"], rows)
 
 
 def recipes() -> str:
     """A line for each recipe, its parameters counted as its authors count them."""
-    columns = "recipe", "layers", "width", "heads", "key, value", "MLP", "theirs", "ours", "all"
-    head = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    return "\n".join([*head, *map(_row, RECIPES.values())])
+    heads = ["recipe", "layers", "width", "heads", "key, value", "MLP", "theirs", "ours", "all"]
+    return markdown_table(heads, map(row_of, RECIPES.values()))
 
 
 def unknowns() -> str:
@@ -37,22 +36,15 @@ def counted(recipe: Recipe) -> int:
     return count_parameters(model) - separate * model.vocab_size * model.hidden_size
 
 
-def _row(recipe: Recipe) -> str:
+def row_of(recipe: Recipe) -> list[str]:
     model, number = recipe.model, recipe.parameters
     theirs = "" if number is None else f"{number / 1e6:,.0f} M"
-    cells = [
-        f"`{recipe.name}`", str(model.num_layers), str(model.hidden_size), _heads(model),
-        f"{_size(model.head_k_dim)}, {_size(model.head_v_dim)}", str(model.mlp_size), theirs,
-        f"{counted(recipe) / 1e6:,.1f} M", f"{count_parameters(model) / 1e6:,.1f} M",
-    ]  # fmt: skip
-    return f"| {' | '.join(cells)} |"
-
-
-def _heads(model: ModelConfig) -> str:
-    if model.num_attention_heads is None:
-        return str(model.num_heads)
-    return f"{model.num_heads}, attention {model.num_attention_heads}"
-
-
-def _size(channels: int | None) -> str:
-    return "default" if channels is None else str(channels)
+    ours = [f"{count / 1e6:,.1f} M" for count in (counted(recipe), count_parameters(model))]
+    heads, more = str(model.num_heads), model.num_attention_heads
+    if more is not None:
+        heads += f", attention {more}"
+    head = ", ".join(
+        "default" if x is None else str(x) for x in (model.head_k_dim, model.head_v_dim)
+    )
+    sizes = [str(model.num_layers), str(model.hidden_size), heads, head, str(model.mlp_size)]
+    return [f"`{recipe.name}`", *sizes, theirs, *ours]

@@ -1,7 +1,7 @@
 """Work in processes of their own: one that dies, hangs or loses its GPU costs one task alone.
 
 caller                     process
-task         ------->      value = work(task)      what it prints goes to a log
+task         ------->      value = work(task)      what it prints goes to the task's log
              <-------      value, stays            it leaves where its GPU is lost
 """
 
@@ -60,7 +60,7 @@ def each_apart(
         limit_s: Seconds after which a task is given up.
         afresh: Each task has a process of its own. False: one does task after task.
         environment: Variables of the processes, beside those of this one.
-        log_of: Where the process prints that is started for a task. None: nowhere.
+        log_of: Where the process prints while it is at a task. None: nowhere.
         look: Called twice a second with the processes at work; what it raises ends them all.
 
     Returns:
@@ -73,8 +73,8 @@ def each_apart(
             while True:
                 for task in islice(waiting, processes - len(busy)):
                     log = next(logs) if log_of is None else log_of(task)
-                    busy.append(idle.pop() if idle else Worker(work, log, environment or {}))
-                    busy[-1].take(task, limit_s)
+                    busy.append(idle.pop() if idle else Worker(work, environment or {}))
+                    busy[-1].take(task, log, limit_s)
                 if not busy:
                     return
                 wait([worker.words for worker in busy], GLANCE)
@@ -94,25 +94,23 @@ def each_apart(
 class Worker:
     """A process, and the task that it is at."""
 
-    def __init__(
-        self, work: Callable[[Any], Any], log: Path, environment: Mapping[str, str]
-    ) -> None:
+    def __init__(self, work: Callable[[Any], Any], environment: Mapping[str, str]) -> None:
         # A forked process cannot use a GPU that its parent has touched.
         context = multiprocessing.get_context("spawn")
         self.words, its_own = context.Pipe()
-        self.process = context.Process(target=serve, args=(work, its_own, log))
+        self.process = context.Process(target=serve, args=(work, its_own))
         with variables(environment):
             self.process.start()
         its_own.close()
-        self.log, self.ready, self.leaves = log, False, False
+        self.ready, self.leaves = False, False
 
-    def take(self, task: object, limit_s: float) -> None:
+    def take(self, task: object, log: Path, limit_s: float) -> None:
         """Begin a task; its time counts from when the process has started."""
-        self.done, self.at_work = Done[Any, Any](task), True
+        self.done, self.log, self.at_work = Done[Any, Any](task), log, True
         self.limit_s, self.since = limit_s, time.monotonic()
         # One that has died is noticed as soon as it is looked at.
         with contextlib.suppress(OSError):
-            self.words.send(task)
+            self.words.send((task, log))
 
     def is_done(self) -> bool:
         """Whether the task has come to its end, which `done` then tells."""
@@ -169,29 +167,34 @@ def variables(environment: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def serve(work: Callable[[Any], Any], words: "Connection[Any, Any]", log: Path) -> None:
+def serve(work: Callable[[Any], Any], words: "Connection[Any, Any]") -> None:
     """What a process does: answer tasks until nobody asks any more."""
     # A terminal sends Ctrl-C to all of its group: only the parent is to hear it.
     if hasattr(os, "setsid"):
         os.setsid()
     threading.Thread(target=die_with_parent, daemon=True).start()
-    with log.open("a", encoding="utf-8") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
     # What it said last must not be lost with it.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     words.send(None)
     while True:
         try:
-            task = words.recv()
+            task, log = words.recv()
         except (EOFError, OSError):
             return
+        print_into(log)
         value, lost = work(task), gpu_is_lost()
         with contextlib.suppress(OSError):
             words.send((value, lost))
         if lost:
             # Destructors would wait for the GPU.
             os._exit(LOST)
+
+
+def print_into(log: Path) -> None:
+    """From here on all that this process prints goes there, what C code prints too."""
+    with log.open("a", encoding="utf-8") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
 
 
 def gpu_is_lost() -> bool:

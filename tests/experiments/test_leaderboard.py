@@ -9,7 +9,7 @@ import torch
 from deltarule.nn import SYSTEMS
 from experiments import leaderboard, reproduce
 from experiments.experiment import Result
-from experiments.leaderboard import COLUMNS, Entry, Runs, bands, cells
+from experiments.leaderboard import COLUMNS, Entry, Scored, bands, cells
 from experiments.records import plain
 from experiments.reproduce import ReproduceRun
 
@@ -18,14 +18,17 @@ CPU = torch.device("cpu")
 
 def short(cell: Entry, **changes) -> Entry:
     first = replace(
-        cell.first, rows=4, watched_rows=4, loop=replace(cell.first.loop, steps=2),
+        cell.first,
+        rows=4,
+        watched_rows=4,
+        loop=replace(cell.first.loop, steps=2),
         evaluations=tuple(replace(one, rows=8) for one in cell.first.evaluations),
-    )  # fmt: skip
+    )
     return replace(cell, first=first, **changes)
 
 
 def result(cell: Entry, *scores: float) -> Result:
-    return Result(cell.name, plain(cell), {"scores": list(scores)}, None, 1.0)
+    return Result(cell.name, plain(cell), {"scores": list(scores)})
 
 
 @pytest.mark.parametrize("scale", ["laptop", "gpu"])
@@ -59,9 +62,9 @@ def test_the_best_rate_is_run_with_every_seed_and_nothing_twice(tmp_path, monkey
 
 
 def test_text_wants_few_bits_and_tasks_many_right_answers():
-    low, high = Runs("a", [1.5, 1.6], True), Runs("b", [1.9, 2.0], True)
+    low, high = Scored("a", [1.5, 1.6], True), Scored("b", [1.9, 2.0], True)
     assert bands([low, high]) == {"a": 1, "b": 2}
-    near = [Runs("a", [1.0], False), Runs("b", [0.95], False), Runs("c", [0.5], False)]
+    near = [Scored("a", [1.0], False), Scored("b", [0.95], False), Scored("c", [0.5], False)]
     assert bands(near) == {"a": 1, "b": 1, "c": 2}
 
 
@@ -89,10 +92,14 @@ def test_a_new_row_joins_those_that_are_published(tmp_path, monkeypatch):
     def published(runs: str, only: str) -> list[dict]:
         reproduce.reproduce(
             ReproduceRun(
-                "leaderboard", only=only, runs=tmp_path / runs, publish=tmp_path / "docs",
-                device="cpu", workers=1,
+                "leaderboard",
+                only=only,
+                runs=tmp_path / runs,
+                publish=tmp_path / "docs",
+                device="cpu",
+                workers=1,
             )
-        )  # fmt: skip
+        )
         return json.loads((tmp_path / "docs/leaderboard-laptop.json").read_text())["cells"]
 
     first = published("mine", given[0].name)

@@ -92,21 +92,24 @@ def mqar(t: Tables) -> dict[str, bool]:
     return {
         "DeltaNet solves the task at both widths": min(
             t("laptop", f"ours, width {w}", "DeltaNet")[0] for w in (32, 64)
-        ) > 99,
+        )
+        > 99,
         "ends at 41 % or below, where chance is 12.5 %": 40 < max(laptop) <= 41,
         "DeltaNet ends at chance": max(
             abs(t("laptop", f"ours, width {w}", "Gated DeltaNet")[0] - 12.5) for w in (32, 64)
-        ) < 0.5,
-        "There is one seed and one learning rate": {"0"} == {
-            cell["cell"]["name"].partition("seed")[2] for cell in raw("mqar-laptop")
-        },
+        )
+        < 0.5,
+        "There is one seed and one learning rate": {"0"}
+        == {cell["cell"]["name"].partition("seed")[2] for cell in raw("mqar-laptop")},
         "Ours had 6 epochs": max(c["figures"]["steps"] for c in raw("mqar-gpu")) == 6 * 781,
         "softmax attention at 53 % with width 64": t(
             "laptop", "ours, width 64", "Softmax attention"
-        )[0] == 53.4,
+        )[0]
+        == 53.4,
         "GLA at 95 %, RetNet at 87 % and Mamba at 100 %": [
             t("gpu", "published, width 128", s)[0] for s in ("GLA", "RetNet", "Mamba")
-        ] == [95, 87, 100],
+        ]
+        == [95, 87, 100],
         "1.0 %, 0.0 % and, for\nMamba-2, 1.3 %": (wide["GLA"], wide["RetNet"], wide["Mamba-2"])
         == (1.0, 0.0, 1.3),
         "Three of the eight runs": len(losses) == 8
@@ -116,8 +119,9 @@ def mqar(t: Tables) -> dict[str, bool]:
         "reach 99.6 % at width 128": wide["DeltaNet"] == wide["Gated DeltaNet"] == 99.6,
         "DeltaNet reaches 93 % and Gated DeltaNet 50 %": [
             round(t("gpu", "ours, width 64", s)[0]) for s in ("DeltaNet", "Gated DeltaNet")
-        ] == [93, 50],
-    }  # fmt: skip
+        ]
+        == [93, 50],
+    }
 
 
 def mad(t: Tables) -> dict[str, bool]:
@@ -149,25 +153,32 @@ def mad(t: Tables) -> dict[str, bool]:
         ),
         "linear attention ends at 20 %, softmax attention and DeltaNet at 99 % or above": round(
             ours(copying, "Linear attention", "laptop")
-        ) == 20
-        and all(
-            round(ours(copying, x, "laptop")) >= 99 for x in ("Softmax attention", "DeltaNet")
-        ),
+        )
+        == 20
+        and all(round(ours(copying, x, "laptop")) >= 99 for x in ("Softmax attention", "DeltaNet")),
         "at least 99.8 %": min(right) >= 99.8,
         "(62 to\n  89 %)": (round(min(averaged)), round(max(averaged))) == (62, 89),
         "linear attention 27 % and GLA 18 % are ahead of DeltaNet at 9 %": [
             round(ours("Fuzzy recall", x)) for x in ("Linear attention", "GLA", "DeltaNet")
-        ] == [27, 18, 9],
+        ]
+        == [27, 18, 9],
         "published 35.7 % for DeltaNet and 6.9 % for\n  GLA": (
-            published("Fuzzy recall", "DeltaNet"), published("Fuzzy recall", "GLA")
-        ) == (35.7, 6.9),
-        "12,800 examples": all(cell["cell"]["examples"] == 12_800 for cell in raw("mad-gpu")
-                               if cell["cell"]["name"].startswith("fuzzy")),
+            published("Fuzzy recall", "DeltaNet"),
+            published("Fuzzy recall", "GLA"),
+        )
+        == (35.7, 6.9),
+        "12,800 examples": all(
+            cell["cell"]["examples"] == 12_800
+            for cell in raw("mad-gpu")
+            if cell["cell"]["name"].startswith("fuzzy")
+        ),
         "GLA ends at 34.8 %, published 88.6 %": (
-            ours("Selective copying", "GLA"), published("Selective copying", "GLA")
-        ) == (34.8, 88.6),
+            ours("Selective copying", "GLA"),
+            published("Selective copying", "GLA"),
+        )
+        == (34.8, 88.6),
         "are above the published means": all(above),
-    }  # fmt: skip
+    }
 
 
 def regbench(t: Tables) -> dict[str, bool]:
@@ -187,21 +198,25 @@ def regbench(t: Tables) -> dict[str, bool]:
     ]
     return {
         "Of the ten cells": len(differences) == 10,
-        "four differ from it by 24 points or more": far == {
-            ("Softmax attention", "2,500"), ("DeltaNet, no convolution", "2,500"),
-            ("GLA, no convolution", "5,000"), ("GLA", "2,500"),
+        "four differ from it by 24 points or more": far
+        == {
+            ("Softmax attention", "2,500"),
+            ("DeltaNet, no convolution", "2,500"),
+            ("GLA, no convolution", "5,000"),
+            ("GLA", "2,500"),
         },
         "24.7 points *above*": round(differences["GLA", "2,500"], 1) == 24.7,
         "(52.1 %, published 92.7 %)": t("gpu", "ours, 2,500 examples", "Softmax attention")[0]
         == 52.1,
-        "(50.4 %, published 79.0 %)": t(
-            "gpu", "ours, 2,500 examples", "DeltaNet, no convolution"
-        )[0] == 50.4,
+        "(50.4 %, published 79.0 %)": t("gpu", "ours, 2,500 examples", "DeltaNet, no convolution")[
+            0
+        ]
+        == 50.4,
         "(52.4 %, published 81.4 %)": t("gpu", "ours, 5,000 examples", "GLA, no convolution")[0]
         == 52.4,
         "within\nfour points": all(abs(differences["DeltaNet", n]) < 4 for n in ("2,500", "5,000")),
         "ends ahead of DeltaNet and of GLA at both sizes": all(ahead),
-    }  # fmt: skip
+    }
 
 
 def state_tracking(t: Tables) -> dict[str, bool]:
@@ -225,14 +240,15 @@ def state_tracking(t: Tables) -> dict[str, bool]:
     scores = [*t.column("gpu", seeds, brackets), *t.column("gpu", "published, best of 3", brackets)]
     laptop = {
         span: [
-            x for s in ("DeltaNet", "Mamba-2")
-            for x in t("laptop", seeds, "Parity", f"{s} {span}")
-        ] for span in ("[0, 1]", "[-1, 1]")
-    }  # fmt: skip
+            x for s in ("DeltaNet", "Mamba-2") for x in t("laptop", seeds, "Parity", f"{s} {span}")
+        ]
+        for span in ("[0, 1]", "[-1, 1]")
+    }
     return {
         "With eigenvalues in [0, 1] rows longer than those of training are guessed": max(
             map(abs, laptop["[0, 1]"])
-        ) < 0.02,
+        )
+        < 0.02,
         "with [-1, 1] they are\nsolved in the laptop form": laptop["[-1, 1]"] == [1.0] * 6,
         "0.10 at most with [0, 1], 0.91 at least with [-1, 1]": max(parity("[0, 1]")) < 0.10
         and min(parity("[-1, 1]")) >= 0.91,
@@ -240,17 +256,25 @@ def state_tracking(t: Tables) -> dict[str, bool]:
         and (round(min(far), 2), max(far)) == (0.71, 1.0),
         "0.79 as the best of three seeds (0.30 and 0.55 for the others), published 0.97": [
             round(x, 2) for x in t("gpu", seeds, plain, "DeltaNet [-1, 1]")
-        ] == [0.30, 0.55, 0.79]
+        ]
+        == [0.30, 0.55, 0.79]
         and t("gpu", "published, best of 3", plain, "DeltaNet [-1, 1]") == [0.971],
         "Ours has 6,000 steps": steps == {6000},
         "every score is 0.20 or below": max(x for row in scores for x in row) <= 0.20,
-    }  # fmt: skip
+    }
 
 
 def groups(t: Tables) -> dict[str, bool]:
     trained, far = "rows right up to 128", "up to 512"
-    solved = [("S_3", "n = 2"), ("S_4", "n = 2"), ("S_4", "n = 3"), ("A_5", "n = 2"),
-              ("A_5", "n = 3"), ("A_5", "n = 4"), ("S_5", "n = 4")]  # fmt: skip
+    solved = [
+        ("S_3", "n = 2"),
+        ("S_4", "n = 2"),
+        ("S_4", "n = 3"),
+        ("A_5", "n = 2"),
+        ("A_5", "n = 3"),
+        ("A_5", "n = 4"),
+        ("S_5", "n = 4"),
+    ]
     rows = [r for r in t.rows["gpu"] if "group" in r and trained in r]
     unsolved = [r for r in rows if (r["group"], r["writes"]) not in solved]
     laptop = "rows right up to 32"
@@ -273,15 +297,18 @@ def groups(t: Tables) -> dict[str, bool]:
         and {r["group"] for r in unsolved if "[0, 1]" in r["writes"]} == {"S_3", "S_5"},
         "at least 88 % of the rows are still right on all seeds but two": sorted(
             x < 0.88 for key in solved for x in t("gpu", far, *key)
-        ) == [False] * 12 + [True] * 2,
+        )
+        == [False] * 12 + [True] * 2,
         "eigenvalues in [0, 1] on S_4 and A_5; four writes on S_3 and S_4": not {
             (group, writes) for group in ("S_4", "A_5") for writes in ("n = 2, [0, 1]", "n = 4")
-        } & {(r["group"], r["writes"]) for r in rows if r["group"] != "A_5" or "[" in r["writes"]},
+        }
+        & {(r["group"], r["writes"]) for r in rows if r["group"] != "A_5" or "[" in r["writes"]},
         "A_5 falls to 0.63 on one seed with two writes and to 0.46 on one with four": round(
             min(t("gpu", far, "A_5", "n = 2")), 2
-        ) == 0.63
+        )
+        == 0.63
         and round(min(t("gpu", far, "A_5", "n = 4")), 2) == 0.46,
-    }  # fmt: skip
+    }
 
 
 def extrapolation(t: Tables) -> dict[str, bool]:
@@ -302,14 +329,15 @@ def extrapolation(t: Tables) -> dict[str, bool]:
         "DeltaNet loses 0.52 bits": round(change("laptop", "DeltaNet"), 2) == 0.52,
         "rises by 0.12 to 0.14": [
             round(change("laptop", x), 2) for x in ("Gated DeltaNet", "Mamba-2")
-        ] == [0.12, 0.14],
+        ]
+        == [0.12, 0.14],
         "loses 3.2 bits": round(change("gpu", "Softmax attention"), 1) == 3.2,
         "change by less than 0.1 bits": max(abs(change("gpu", x)) for x in others) < 0.1,
         "grows from 0.036 bits at 1,024 to 0.088 at 32,768": [gap("DeltaNet", x) for x in ends]
         == [0.036, 0.088],
         "keep their distance to Gated DeltaNet": max(kept) < 0.01,
         "stays at 3.1 bits or more": min(at("Linear attention", x) for x in ends) > 3.1,
-    }  # fmt: skip
+    }
 
 
 def language(t: Tables) -> dict[str, bool]:
@@ -342,7 +370,8 @@ def language(t: Tables) -> dict[str, bool]:
             one[-1] - one[-2]
             for form in ("laptop", "gpu")
             for one in [sorted(numbers(r["bits per byte"])[0] for r in t.rows[form])]
-        ) > 1
+        )
+        > 1
         and order[-1] == "Linear attention",
         "neighbours overlap": all(
             means[b] - means[a] < bits[a][1] + bits[b][1]
@@ -350,13 +379,15 @@ def language(t: Tables) -> dict[str, bool]:
         ),
         "Gated DeltaNet and H1 stand before DeltaNet and\nsoftmax attention": max(
             means[s] for s in ("Gated DeltaNet", "Gated DeltaNet-H1")
-        ) < min(means[s] for s in ("DeltaNet", "Softmax attention")),
+        )
+        < min(means[s] for s in ("DeltaNet", "Softmax attention")),
         "RetNet last of the gated and decayed layers": order[-2:] == ["RetNet", "Linear attention"],
         "0.14 points of perplexity": round(
             t("gpu", column, "Mamba-2")[0] - t("gpu", column, "Gated DeltaNet")[0], 2
-        ) == 0.14,
+        )
+        == 0.14,
         "0.07 bits behind it": round(means["Mamba-2"] - means["Gated DeltaNet"], 2) == 0.07,
-    }  # fmt: skip
+    }
 
 
 def niah(t: Tables) -> dict[str, bool]:
@@ -383,7 +414,8 @@ def niah(t: Tables) -> dict[str, bool]:
         and laptop("S-NIAH-1", "Mamba-2", "4,096") == 0,
         "DeltaNet falls from 99 to 80 %": [
             laptop("S-NIAH-2", "DeltaNet", x) for x in ("256", "4,096")
-        ] == [99, 80],
+        ]
+        == [99, 80],
         "Gated DeltaNet falls further, to 45 %": laptop("S-NIAH-2", "Gated DeltaNet", "4,096")
         == 45,
         "The paper has the opposite order": all(
@@ -391,9 +423,12 @@ def niah(t: Tables) -> dict[str, bool]:
             for gated, plain in zip(published("Gated DeltaNet"), published("DeltaNet"), strict=True)
         ),
         "at least 98 % of the numbers": min(
-            gpu("S-NIAH-1", "Mamba-2", "1,024") + gpu("S-NIAH-1", "Gated DeltaNet", "1,024")
-            + gpu("S-NIAH-2", "Mamba-2", "1,024") + gpu("S-NIAH-2", "Gated DeltaNet", "1,024")
-        ) >= 98,
+            gpu("S-NIAH-1", "Mamba-2", "1,024")
+            + gpu("S-NIAH-1", "Gated DeltaNet", "1,024")
+            + gpu("S-NIAH-2", "Mamba-2", "1,024")
+            + gpu("S-NIAH-2", "Gated DeltaNet", "1,024")
+        )
+        >= 98,
         "118, 60 and 31 tokens": [max(x) for x in drawn("horizons in tokens, layer by layer")]
         == [118, 60, 31],
         "all three of its runs stay at chance": drawn("S-NIAH-1, 1,024 bytes") == [[0], [0], [0]],
@@ -402,10 +437,12 @@ def niah(t: Tables) -> dict[str, bool]:
         "DeltaNet's seeds keep 8 to 32 %": spread("DeltaNet") == (8, 32),
         "Mamba-2's 25 to 52 %": spread("Mamba-2") == (25, 52),
         "No system keeps the long": max(
-            share for name in ("Linear attention", "Mamba-2", "DeltaNet", "Gated DeltaNet")
+            share
+            for name in ("Linear attention", "Mamba-2", "DeltaNet", "Gated DeltaNet")
             for share in gpu("S-NIAH-3", name)
-        ) < 0.5,
-    }  # fmt: skip
+        )
+        < 0.5,
+    }
 
 
 def throughput(t: Tables) -> dict[str, bool]:
@@ -434,11 +471,12 @@ def throughput(t: Tables) -> dict[str, bool]:
 def speedup(t: Tables) -> dict[str, bool]:
     rows = {
         (int(r["head"]), int(numbers(r["tokens in a row"])[0])): (
-            numbers(r["times faster"])[0], numbers(r["forward alone"])[0],
+            numbers(r["times faster"])[0],
+            numbers(r["forward alone"])[0],
             numbers(r["published"])[0],
         )
         for r in t.rows["gpu"]
-    }  # fmt: skip
+    }
     slow = {
         (r["head"], r["tokens in a row"]): numbers(r["times faster"])[0] for r in t.rows["laptop"]
     }
@@ -475,9 +513,10 @@ def ablation(t: Tables) -> dict[str, bool]:
     gated = [x[0] for x in t.column("gpu", "bits per byte", "Gated DeltaNet")]
     mapped = [x for x in order if x != "no convolution"]
     apart = {
-        (one, other) for one, other in itertools.combinations(mapped, 2)
+        (one, other)
+        for one, other in itertools.combinations(mapped, 2)
         if loss(other) - loss(one) > 0.068
-    }  # fmt: skip
+    }
     convolution = loss("no convolution") - loss("L2, SiLU")
     bare = [
         t("gpu", "published, Gated DeltaNet 400 M", "Gated DeltaNet", x)[0]
@@ -544,16 +583,20 @@ def leaderboard(t: Tables) -> dict[str, bool]:
     return {
         "DeltaProduct and sLSTM, which can do that, score above 0.9": min(
             scores("delta_product", "parity") + scores("slstm", "parity")
-        ) > 0.9,
+        )
+        > 0.9,
         "stay within 0.1 of a guess": max(
             map(abs, scores("deltanet", "parity") + scores("mamba2", "parity"))
-        ) < 0.1,
+        )
+        < 0.1,
         "DeltaNet and softmax attention score above 0.9": min(
             scores("deltanet", "mqar") + scores("attention", "mqar")
-        ) > 0.9,
+        )
+        > 0.9,
         "linear attention without a\n  convolution stays within 0.1": abs(
             t("laptop", recall, "`linear_attention`")[0]
-        ) < 0.1,
+        )
+        < 0.1,
         "Of its 583 cells 16 have run, one seed of recall each": len(whole) == 583
         and len(on_a_gpu) == 16
         and all(len(one) == 1 for one in on_a_gpu.values()),
@@ -561,17 +604,27 @@ def leaderboard(t: Tables) -> dict[str, bool]:
         and "deltanet-mqar" in solved,
         "linear attention, Gated RFA, GateLoop and HGRN-2 stay within 0.1 of a guess": {
             name for name, (score,) in on_a_gpu.items() if abs(score) < 0.1
-        } == {f"{x}-mqar" for x in ("linear_attention", "gated_rfa", "gate_loop", "hgrn2")},
+        }
+        == {f"{x}-mqar" for x in ("linear_attention", "gated_rfa", "gate_loop", "hgrn2")},
         "Softmax attention,\nthe other control, is still to run": "attention-mqar" not in on_a_gpu,
-    }  # fmt: skip
+    }
 
 
 CLAIMS = {
     "leaderboard": leaderboard,
-    "mqar": mqar, "mad": mad, "regbench": regbench, "state-tracking": state_tracking,
-    "groups": groups, "extrapolation": extrapolation, "language": language, "niah": niah,
-    "throughput": throughput, "speedup": speedup, "ablation": ablation, "memory": memory,
-}  # fmt: skip
+    "mqar": mqar,
+    "mad": mad,
+    "regbench": regbench,
+    "state-tracking": state_tracking,
+    "groups": groups,
+    "extrapolation": extrapolation,
+    "language": language,
+    "niah": niah,
+    "throughput": throughput,
+    "speedup": speedup,
+    "ablation": ablation,
+    "memory": memory,
+}
 
 
 @pytest.mark.parametrize("name", CLAIMS)

@@ -26,7 +26,7 @@ def test_sentences_are_those_of_every_other_machine(split):
 
 
 def test_rows_are_those_of_every_other_machine():
-    config = niah.FORMS["gpu"].training
+    config = niah.cells("gpu")[0].training
     tokens, labels = pinned_needles.generate(config, np.random.default_rng(0), rows=8)
     found = hashlib.sha256(tokens.tobytes() + labels.tobytes()).hexdigest()[:16]
     assert found == "c4692d8679e2af6d"
@@ -41,7 +41,10 @@ def test_a_cell_reads_no_other_text(tmp_path, monkeypatch):
     cell = niah.cells("laptop")[0]
     assert plain(cell)["text"] == SHA256
     short = replace(
-        cell, rows=2, watched_rows=2, loop=replace(cell.loop, steps=1, evaluate_every=1),
+        cell,
+        rows=2,
+        watched_rows=2,
+        loop=replace(cell.loop, steps=1, evaluate_every=1),
         evaluations=tuple(replace(one, rows=2) for one in cell.evaluations[:2]),
-    )  # fmt: skip
+    )
     assert short.run(tmp_path, torch.device("cpu"))["steps"] == 1

@@ -40,9 +40,10 @@ def test_state_tracking_has_the_papers_steps_and_batch():
 
 
 @pytest.mark.parametrize(
-    "cell", [BY_SYSTEM[0], BY_SYSTEM[3], state_tracking.cells("published")[1]],
+    "cell",
+    [BY_SYSTEM[0], BY_SYSTEM[3], state_tracking.cells("published")[1]],
     ids=lambda cell: cell.name,
-)  # fmt: skip
+)
 def test_a_cell_starts_and_goes_on_to_the_same_figures(cell, tmp_path, monkeypatch):
     watched = cell.evaluations[0]
     if cell.task == "mqar":
@@ -50,11 +51,15 @@ def test_a_cell_starts_and_goes_on_to_the_same_figures(cell, tmp_path, monkeypat
     else:
         config = replace(cell.training, longest=8)
     short = replace(
-        cell, training=config, rows=4, watched_rows=4, examples=cell.examples and 16,
+        cell,
+        training=config,
+        rows=4,
+        watched_rows=4,
+        examples=cell.examples and 16,
         evaluations=(replace(watched, config=config, rows=8),),
         model=replace(cell.model, hidden_size=32, head_k_dim=None, head_v_dim=None),
         loop=replace(cell.loop, steps=4, evaluate_every=2, save_every=1),
-    )  # fmt: skip
+    )
     straight = short.run(tmp_path / "straight", CPU)
     crash_at(2, monkeypatch, lambda: short.run(tmp_path / "stopped", CPU))
     resumed = short.run(tmp_path / "stopped", CPU)
@@ -66,13 +71,16 @@ def test_a_cell_starts_and_goes_on_to_the_same_figures(cell, tmp_path, monkeypat
 def test_a_table_tells_a_system_from_the_one_without_its_convolution():
     results = [
         Result(
-            cell.name, plain(cell),
-            {"evaluations": {mqar.LABEL: {"accuracy": 0.5 + 0.25 * ("no-conv" in cell.name)}},
-             "steps": 9, "curve": [[9, 1.0, 0.5]]},
-            None, 1.0,
+            cell.name,
+            plain(cell),
+            {
+                "evaluations": {mqar.LABEL: {"accuracy": 0.5 + 0.25 * ("no-conv" in cell.name)}},
+                "steps": 9,
+                "curve": [[9, 1.0, 0.5]],
+            },
         )
         for cell in BY_SYSTEM
-    ]  # fmt: skip
+    ]
     lines = mqar.table("published", results).splitlines()
     assert any(x.startswith("| Mamba-2 | 50.0% in 9 steps") for x in lines)
     assert any(x.startswith(f"| {name_of('mamba2-no-conv')} | 75.0% in 9 steps") for x in lines)

@@ -93,8 +93,9 @@ def test_head_sizes_of_the_papers():
     """001: heads of 128 channels; 002: keys of 3/4 and values of 3/2 of the stream in 9 heads."""
     with torch.device("meta"):
         deltanet = CausalLM(RECIPES["deltanet_1b3"].model).blocks[0].mixer
-        gated, window = (CausalLM(RECIPES["gated_deltanet_h1_1b3"].model).blocks[i].mixer
-                         for i in (0, 1))  # fmt: skip
+        gated, window = (
+            CausalLM(RECIPES["gated_deltanet_h1_1b3"].model).blocks[i].mixer for i in (0, 1)
+        )
     assert (deltanet.num_heads, deltanet.head_k_dim, deltanet.head_v_dim) == (16, 128, 128)
     assert (deltanet.conv_size, deltanet.g_proj) == (4, None)
     assert (gated.num_heads, gated.head_k_dim, gated.head_v_dim) == (9, 192, 384)

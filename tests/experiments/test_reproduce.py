@@ -16,7 +16,7 @@ import tiny_cells
 from deltarule.cli import FAILED, INTERRUPTED, main
 from experiments import pages, reproduce, table
 from experiments.experiment import Experiment
-from experiments.processes import MachineError, devices_of, least_loaded
+from experiments.processes import MachineError, devices_of, least_loaded, own_gpu, run_cells
 from experiments.records import RecordError
 from experiments.reproduce import ReproduceRun
 from tiny_cells import Tiny
@@ -61,7 +61,7 @@ def test_cells_run_and_are_reported(cells, workers, capfd):
         f"deltarule reproduce tiny --scale laptop --workers {workers} --device cpu"
     )
     report = (folder / "report.md").read_text()
-    for text in ("fails None", "`fails`: RuntimeError", "Everything.", "Seeds: 7.", "torch"):
+    for text in ("A remark.", "`fails`: RuntimeError", "Everything.", "Seeds: 7.", "torch"):
         assert text in report
     printed = capfd.readouterr().out
     assert "[4/4] " in printed
@@ -93,6 +93,45 @@ def test_a_process_that_is_killed_is_a_failed_cell(cells):
     record = json.loads((folder / "cells" / "dies.json").read_text())
     assert record["error"] == "the process ended with code -9: last words"
     assert "`dies`" in (folder / "report.md").read_text()
+
+
+@pytest.mark.parametrize("afresh", [False, True])
+def test_a_process_runs_many_cells_and_another_follows_one_that_died(tmp_path, afresh):
+    cells = [Tiny(name) for name in ("a", "b", "fails", "c", "dies", "d", "e")]
+    records = {}
+
+    def tell(cell, record):
+        records[cell.name] = record
+
+    run_cells(cells, tmp_path, [torch.device("cpu")], workers=1, tell=tell, afresh=afresh)
+    ran = {
+        path.parent.name: {line.split()[1] for line in path.read_text().splitlines()}
+        for path in tmp_path.glob("cells/*/steps")
+    }
+    assert str(os.getpid()) not in set().union(*ran.values())
+    if afresh:
+        assert len(set().union(*ran.values())) == len(ran) == 5
+    else:
+        assert ran["a"] == ran["b"] == ran["c"] != ran["d"] == ran["e"]
+    # What each prints is its own, and so is its record.
+    assert (tmp_path / "cells/dies/log.txt").read_text() == "last words\n"
+    assert (tmp_path / "cells/c/log.txt").read_text() == ""
+    errors = {name: record["error"] for name, record in records.items() if record["error"]}
+    assert errors == {
+        "fails": "RuntimeError: it was to fail",
+        "dies": "the process ended with code -9: last words",
+    }
+    assert all(records[name]["figures"] == {"score": 3.0} for name in "abcde")
+
+
+def test_a_process_stays_at_its_gpu(monkeypatch):
+    taken = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(taken))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: taken[0].index)
+    first, second = (torch.device("cuda", index) for index in (1, 0))
+    assert own_gpu(first) == own_gpu(second) == first
+    assert taken == [first]
 
 
 def test_what_is_not_a_number_is_no_result(cells):
@@ -174,8 +213,10 @@ def test_published_results_make_a_page_that_keeps_what_was_written_by_hand(cells
     docs = tmp_path / "docs"
     run(workers=1, publish=docs)
     assert {path.name for path in docs.iterdir()} == {
-        "tiny-laptop.json", "tiny-laptop.png", "tiny.md"
-    }  # fmt: skip
+        "tiny-laptop.json",
+        "tiny-laptop.png",
+        "tiny.md",
+    }
     page = docs / "tiny.md"
     text = page.read_text()
     for part in (
@@ -216,9 +257,12 @@ def command(tmp_path):
     def start():
         process = subprocess.Popen(
             [sys.executable, str(script), "reproduce", "tiny", "--device", "cpu"],
-            cwd=tmp_path, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         started.append(process)
         return process
 

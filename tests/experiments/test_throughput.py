@@ -10,33 +10,41 @@ from bench import adapters
 from deltarule.models import ModelConfig, count_parameters
 from experiments import throughput
 from experiments.experiment import Result
-from experiments.records import plain
-from experiments.table import load_experiment
 from experiments.throughput import (
     EXPERIMENT,
     FLA,
     LENGTHS,
     MODELS,
-    PUBLISHED,
     TOKENS,
+    WORDS,
     ThroughputCell,
 )
 
 CPU = torch.device("cpu")
 TINY = ModelConfig(
-    vocab_size=64, hidden_size=32, num_layers=2, num_heads=2, layer_types="gated_deltanet_h1",
+    vocab_size=64,
+    hidden_size=32,
+    num_layers=2,
+    num_heads=2,
+    layer_types="gated_deltanet_h1",
     window=8,
-)  # fmt: skip
+)
 
 
 def cell(peer, **changes):
     return dataclasses.replace(
         ThroughputCell(
-            name=f"{peer}-tiny", peer=peer, system="gated_deltanet_h1", model=TINY, tokens=64,
-            lengths=(16, 32), steps=1, warm_up=0,
+            name=f"{peer}-tiny",
+            peer=peer,
+            system="gated_deltanet_h1",
+            model=TINY,
+            tokens=64,
+            lengths=(16, 32),
+            steps=1,
+            warm_up=0,
         ),
         **changes,
-    )  # fmt: skip
+    )
 
 
 def test_models_have_1_3_billion_parameters():
@@ -98,31 +106,23 @@ def test_fla_is_beside_ours_where_it_is_installed(installed, monkeypatch):
     assert names == [*(f"deltarule-{name}" for name in MODELS), *theirs]
 
 
-def result(given, error=None):
-    row = {"tokens_per_s": 50_000.0, "peak_GiB": 60.0, "parameters": 1_300_000_000}
-    figures = {"lengths": {str(n): dict(row) for n in LENGTHS}}
-    if error is not None:
-        figures["lengths"]["16384"] = {"error": error}
-    return Result(given.name, plain(given), figures, None, 9.0)
-
-
-def test_table_and_figure(monkeypatch, tmp_path):
-    monkeypatch.setattr(adapters, "installed", lambda name: True)
-    results = [result(cell) for cell in EXPERIMENT.cells("gpu")]
-    results[0] = result(EXPERIMENT.cells("gpu")[0], "OutOfMemoryError: too large")
-    table = EXPERIMENT.table("gpu", results)
+def test_what_did_not_run_is_told_in_the_table():
+    rows = [
+        {"tokens_per_s": 50_000.0, "peak_GiB": 60.0, "parameters": 1_300_000_000},
+        {"error": "OutOfMemoryError: too large"},
+    ]
+    figures = {"lengths": {str(n): rows[n == 16_384] for n in LENGTHS}}
+    ours = Result("deltarule-attention", {"peer": "deltarule", "system": "attention"}, figures)
+    theirs = Result("fla-attention", ours.cell | {"peer": "fla"}, figures)
+    table = EXPERIMENT.table("gpu", [ours, theirs])
     assert "| Softmax attention | deltarule | 1.30 B | 50.0 (55) |" in table
+    assert "| - (26) | 60 |" in table
     assert "- deltarule-attention, 16384: OutOfMemoryError: too large" in table
     assert "FLA was not installed" not in table
-    EXPERIMENT.draw("gpu", results, tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").stat().st_size > 0
-    ours = [run for run in results if run.cell["peer"] == "deltarule"]
-    assert "FLA was not installed" in EXPERIMENT.table("gpu", ours)
+    assert "FLA was not installed" in EXPERIMENT.table("gpu", [ours])
 
 
-def test_it_needs_a_gpu_and_is_in_the_table_of_experiments():
-    assert load_experiment("throughput") is EXPERIMENT
-    assert EXPERIMENT.timed
-    assert EXPERIMENT.needs.keys() == EXPERIMENT.deviations.keys() == {"gpu"}
-    assert PUBLISHED.keys() == MODELS.keys()
+def test_every_model_has_a_published_speed_at_every_length():
+    assert WORDS.published.keys() == MODELS.keys()
+    assert all(list(row) == list(LENGTHS) for row in WORDS.published.values())
     assert all(TOKENS % length == 0 for length in LENGTHS)

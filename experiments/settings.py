@@ -1,0 +1,38 @@
+"""The settings of an experiment: a file settings/NAME.toml with a table for each of its forms.
+
+What stands under `all` holds for every form that does not say otherwise. `model`, `optimizer`,
+`loop` and `cell` are arguments of `ModelConfig`, `OptimizerOptions`, `LoopOptions` and `TaskCell`.
+"""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from experiments.words import Scale
+
+Form = dict[str, Any]
+
+
+def read_settings(name: str) -> dict[Scale, Form]:
+    """The forms of the experiment of this name.
+
+    Examples:
+        >>> read_settings("groups")["gpu"]["loop"]["steps"]
+        3000
+    """
+    text = Path(__file__).with_name("settings").joinpath(f"{name}.toml").read_text(encoding="utf-8")
+    forms: dict[Any, Form] = tomllib.loads(text)
+    common = forms.pop("all", {})
+    return {scale: merged(common, form) for scale, form in forms.items()}
+
+
+def merged(common: Any, own: Any) -> Any:
+    """The own value, or of two tables the entries of both.
+
+    Examples:
+        >>> merged({"loop": {"keep": 1, "steps": 9}}, {"loop": {"steps": 5}})
+        {'loop': {'keep': 1, 'steps': 5}}
+    """
+    if isinstance(common, dict) and isinstance(own, dict):
+        return common | {key: merged(common.get(key), value) for key, value in own.items()}
+    return own
