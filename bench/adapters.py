@@ -69,8 +69,10 @@ FLA_ENTRIES = {
     "simple_gla": Entry("fla.ops.simple_gla", "chunk_simple_gla"),
     "gla": Entry("fla.ops.gla", "chunk_gla", half=("log_decay",)),
     "product2": Entry(
-        "fla.ops.gated_delta_product", "chunk_gated_delta_product",
-        options=PRODUCT | {"g": None}, half=("beta",),
+        "fla.ops.gated_delta_product",
+        "chunk_gated_delta_product",
+        options=PRODUCT | {"g": None},
+        half=("beta",),
     ),
     "gated_product2": Entry(
         "fla.ops.gated_delta_product", "chunk_gated_delta_product", options=PRODUCT, half=("beta",)
@@ -79,10 +81,11 @@ FLA_ENTRIES = {
         "fla.ops.generalized_delta_rule", "chunk_dplr_delta_rule", names={"log_decay": "gk"}
     ),
     "decode": Entry(
-        "fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule",
+        "fla.ops.gated_delta_rule",
+        "fused_recurrent_gated_delta_rule",
         names={"log_decay": "g", "state": "initial_state"},
     ),
-}  # fmt: skip
+}
 
 PEERS = {
     # Where FlashQLA is installed, FLA would call it.
@@ -94,8 +97,12 @@ PEERS = {
         "flashinfer",
         {
             "gdn": Entry(
-                "flashinfer.gdn_prefill", "chunk_gated_delta_rule", linear=("log_decay",),
-                state_key_first=False, packed=True, longest="max_seqlen",
+                "flashinfer.gdn_prefill",
+                "chunk_gated_delta_rule",
+                linear=("log_decay",),
+                state_key_first=False,
+                packed=True,
+                longest="max_seqlen",
                 no_backward="it has no backward pass",
             )
         },
@@ -104,13 +111,15 @@ PEERS = {
         "torch",
         {
             "softmax": Entry(
-                "torch.nn.functional", "scaled_dot_product_attention",
-                names={"q": "query", "k": "key", "v": "value"}, options={"is_causal": True},
+                "torch.nn.functional",
+                "scaled_dot_product_attention",
+                names={"q": "query", "k": "key", "v": "value"},
+                options={"is_causal": True},
                 heads_first=True,
             )
         },
     ),
-}  # fmt: skip
+}
 OURS = "deltarule"
 # FLA once, as it runs with what is installed.
 COMPARED = ("fla", "flash_qla", "flashinfer", "torch")
@@ -129,7 +138,6 @@ def operations_of(name: str) -> list[str]:
 
 
 def own_entry(name: str, impl: str) -> Entry:
-    """Our public operator behind an operation."""
     operation = OPERATIONS[name]
     options: dict[str, Any] = {"impl": impl}
     if operation.n_steps > 1:

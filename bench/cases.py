@@ -1,5 +1,7 @@
 """What is timed: operators, shapes, and the inputs of a case, the same in every process."""
 
+import tomllib
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -41,64 +43,21 @@ class Operation(NamedTuple):
     n_steps: int = 1
 
 
-# Shapes of training, and of serving one model over 1 and 8 GPUs.
-TRAIN, LONG, LONGEST = "8x4096-h16", "2x16384-h16", "1x32768-h16"
-SHORT, PRODUCT = "1x2048-h16", "4x4096-h16"
-NARROW, WIDE = "8x4096-h32-d64", "8x4096-h8-d256"
-SERVING = (
-    "1x8192-h16/64", "1x32768-h16/64", "8x4096-h16/64", "1x8192-h16/32", "1x32768-h2/8",
-)  # fmt: skip
-DECODE = ("decode-1", "decode-8", "decode-32", "decode-128", "decode-256")
-TINY = "1x64-h16"
-
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape(TRAIN, 8, 4096, 16, 16, 128, 128),
-        Shape(LONG, 2, 16384, 16, 16, 128, 128),
-        Shape(LONGEST, 1, 32768, 16, 16, 128, 128),
-        Shape("1x8192-h16/64", 1, 8192, 16, 64, 128, 128),
-        Shape("1x32768-h16/64", 1, 32768, 16, 64, 128, 128),
-        Shape("8x4096-h16/64", 8, 4096, 16, 64, 128, 128),
-        Shape("1x8192-h16/32", 1, 8192, 16, 32, 128, 128),
-        Shape("1x32768-h2/8", 1, 32768, 2, 8, 128, 128),
-        Shape(SHORT, 1, 2048, 16, 16, 128, 128),
-        Shape(NARROW, 8, 4096, 32, 32, 64, 64),
-        Shape(WIDE, 8, 4096, 8, 8, 256, 256),
-        Shape(PRODUCT, 4, 4096, 16, 16, 128, 128),
-        *(Shape(name, int(name.partition("-")[2]), 1, 16, 32, 128, 128) for name in DECODE),
-        # As many heads as elsewhere: a peer that tunes itself for each number does not do it again.
-        Shape(TINY, 1, 64, 16, 16, 128, 128),
-    )
+TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+SHAPES = {name: Shape(name, *sizes) for name, sizes in TABLE["shapes"].items()}
+OPERATIONS = {
+    name: Operation(**row | {"shapes": tuple(row["shapes"]), "quick": tuple(row["quick"])})
+    for name, row in TABLE["operations"].items()
 }
+# Of training, in the order of the picture; and one that is next to nothing, with as many heads as
+# elsewhere: a peer that tunes itself for each number does not do it again.
+TRAIN, LONG = "8x4096-h16", "2x16384-h16"
+NARROW, WIDE = "8x4096-h32-d64", "8x4096-h8-d256"
+TINY = "1x64-h16"
 
 # The float64 loop that errors are measured against keeps states for every token.
 CHECKED = Shape("checked", 1, 512, 16, 16, 128, 128)
 CHECKED_STEP = Shape("checked", 4, 1, 16, 32, 128, 128)
-
-EQUAL_HEADS = (TRAIN, LONG, LONGEST, SHORT, NARROW, WIDE)
-OPERATIONS = {
-    "delta": Operation("delta rule", "none", "tied", EQUAL_HEADS, (TRAIN,)),
-    "gdn": Operation(
-        "gated delta rule", "head", "tied", (*EQUAL_HEADS, *SERVING), (TRAIN, LONG)
-    ),
-    "kda": Operation("KDA", "channel", "tied", (TRAIN, LONG, SHORT), (TRAIN,)),
-    "simple_gla": Operation(
-        "scalar-decay linear attention", "head", "none", (TRAIN, LONG, SHORT), (TRAIN,)
-    ),
-    "gla": Operation("GLA", "channel", "none", (TRAIN,), (TRAIN,)),
-    "product2": Operation(
-        "DeltaProduct, 2 steps", "none", "tied", (PRODUCT,), (PRODUCT,), n_steps=2
-    ),
-    "gated_product2": Operation(
-        "gated DeltaProduct, 2 steps", "head", "tied", (PRODUCT,), (PRODUCT,), n_steps=2
-    ),
-    "dplr": Operation("diagonal plus low rank", "channel", "free", (TRAIN,), (TRAIN,)),
-    "softmax": Operation("softmax attention", "none", "none", (TRAIN, LONGEST), (TRAIN,)),
-    "decode": Operation(
-        "decode, one token", "head", "tied", DECODE, ("decode-1", "decode-128")
-    ),
-}  # fmt: skip
 
 # What the names of inputs stand for; a missing one is no argument of the operator.
 ROUNDED = ("beta", "log_decay")

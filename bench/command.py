@@ -112,7 +112,6 @@ def bench_model(run: ModelBenchRun) -> None:
 
 
 def need_gpu() -> None:
-    """Say plainly that there is none."""
     if not torch.cuda.is_available():
         raise ValueError(ASK_FOR_CPU)
 
@@ -163,7 +162,6 @@ def time_cases(run: BenchRun, shapes: dict[str, list[str]]) -> Iterator[Row]:
 
 
 def error_cases(run: BenchRun, shapes: dict[str, list[str]]) -> Iterator[Row]:
-    """Every operation once."""
     for operation, names in shapes.items():
         if names:
             checked = CHECKED_STEP if operation == "decode" else CHECKED
@@ -190,7 +188,6 @@ CASES = {
 
 
 def case(kind: str, operation: str, shape: tuple[Any, ...], backward: bool) -> Row:
-    """What a worker is given."""
     return {"kind": kind, "operation": operation, "shape": list(shape), "backward": backward}
 
 

@@ -142,12 +142,10 @@ def backward_bytes(operation: Operation, shape: Shape) -> int:
 
 
 def output_bytes(shape: Shape) -> int:
-    """Of o."""
     return HALF * shape.batch * shape.tokens * shape.value_heads * shape.value_size
 
 
 def state_numbers(shape: Shape) -> int:
-    """Of all rows and heads."""
     return shape.batch * shape.value_heads * shape.value_size * shape.key_size
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import deltarule
-from bench import measure, peers
+from bench import measure, peers, results
+from bench.markdown import markdown
 from bench.measure import Operator
 from deltarule.ops import delta_rule
 from deltarule.ops.dispatch import Impl
@@ -93,7 +93,6 @@ def main(
 
 
 def compare(name: str, repeats: int, *, timed: Shape, checked: Shape, impl: Impl) -> dict[str, Any]:
-    """All figures of one case, ours and the peer's."""
     case = CASES[name]
     sides = {"deltarule": ours(impl), "transformers": case.peer}
     inputs, grad_output = draw(timed, case.decay_per_channel)
@@ -157,12 +156,13 @@ def ours(impl: Impl) -> Operator:
     """`delta_rule` in the form in which the peers are called."""
 
     def operator(inputs: Mapping[str, Tensor]) -> Tensor:
+        q, k, v, beta, log_decay = (inputs[x] for x in ("q", "k", "v", "beta", "log_decay"))
         return delta_rule(
-            inputs["q"],
-            inputs["k"],
-            inputs["v"],
-            beta=inputs["beta"],
-            log_decay=inputs["log_decay"],
+            q,
+            k,
+            v,
+            beta=beta,
+            log_decay=log_decay,
             normalize_qk=True,
             return_state=False,
             impl=impl,
@@ -186,15 +186,9 @@ def draw(shape: Shape, decay_per_channel: bool) -> tuple[dict[str, Tensor], Tens
 
 
 def conditions(repeats: int) -> dict[str, Any]:
-    """What the figures depend on besides the code."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "versions": {
-            "deltarule": deltarule.__version__,
-            "torch": torch.__version__,
-            **peers.versions(),
-            "python": platform.python_version(),
-        },
+        "versions": results.versions() | peers.versions(),
         "architecture": platform.machine(),
         "threads": torch.get_num_threads(),
         "dtype": "float32",
@@ -209,30 +203,31 @@ def table(report: Mapping[str, Any]) -> str:
         f"float32, forward and backward, [{shape.batch}, {shape.tokens}, {shape.heads} heads, "
         f"K = V = {shape.channels}], CPU threads: {report['threads']}, torch {versions['torch']}, "
         f"transformers {versions['transformers']}",
-        f"{'':18}{'':14}{'median s':>10}{'middle half':>18}{'saved MiB':>11}"
-        f"{'KiB/token-head':>16}{'error o':>10}{'worst grad':>12}",
+        "",
     ]
-    for comparison in report["comparisons"]:
-        title = CASES[comparison["name"]].title
-        lines += [_row(title, side, comparison[side]) for side in ("deltarule", "transformers")]
-        lines.append(
-            f"{title:18}{comparison['speedup']:.2f} x faster (asked: "
-            f"{comparison['least_speedup']:g}), {comparison['saved_ratio']:.3f} of the saved "
-            f"bytes (asked: {comparison['most_saved_ratio']:g}): "
-            f"{'met' if comparison['met'] else 'NOT met'}"
-        )
+    heads = ["operator", "side", "median s", "middle half", "saved MiB", "KiB/token-head"]
+    rows = [
+        cells_of(CASES[comparison["name"]].title, side, comparison[side])
+        for comparison in report["comparisons"]
+        for side in ("deltarule", "transformers")
+    ]
+    lines += [*markdown([*heads, "error o", "worst grad"], rows), ""]
+    lines += [
+        f"{CASES[one['name']].title}: {one['speedup']:.2f} x faster (asked: "
+        f"{one['least_speedup']:g}), {one['saved_ratio']:.3f} of the saved bytes (asked: "
+        f"{one['most_saved_ratio']:g}): {'met' if one['met'] else 'NOT met'}"
+        for one in report["comparisons"]
+    ]
     return "\n".join(lines)
 
 
-def _row(title: str, side: str, figures: Mapping[str, Any]) -> str:
+def cells_of(title: str, side: str, figures: Mapping[str, Any]) -> list[str]:
     errors = dict(figures["relative_errors"])
     middle = f"{figures['lower_quartile']:.3f} to {figures['upper_quartile']:.3f}"
-    return (
-        f"{title:18}{side:14}{figures['median']:>10.3f}{middle:>18}"
-        f"{figures['saved_bytes'] / 2**20:>11.1f}"
-        f"{figures['saved_bytes_per_token_and_head'] / 2**10:>16.2f}"
-        f"{errors.pop('o'):>10.1e}{max(errors.values()):>12.1e}"
-    )
+    saved = f"{figures['saved_bytes'] / 2**20:.1f}"
+    each = f"{figures['saved_bytes_per_token_and_head'] / 2**10:.2f}"
+    worst = [f"{errors.pop('o'):.1e}", f"{max(errors.values()):.1e}"]
+    return [title, side, f"{figures['median']:.3f}", middle, saved, each, *worst]
 
 
 if __name__ == "__main__":

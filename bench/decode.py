@@ -5,10 +5,7 @@ the bandwidth of a large copy, measured in the same run. Three steps are timed: 
 there, one that makes them of logits itself, and one after the two kernels that make them.
 """
 
-import argparse
-import json
-import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +13,7 @@ import torch
 from torch import Tensor
 
 import deltarule
+from bench import results
 from bench.timing import copy_bandwidth, graph_ms
 from deltarule.ops.fused import gates
 
@@ -29,37 +27,24 @@ ROTATED_BYTES = 512 * 2**20
 Gates = tuple[Tensor | deltarule.BetaLogits, Tensor | deltarule.DecayLogits]
 
 
-def main(output: Path | None = None) -> dict[str, object]:
-    """Print the table, and write it as JSON to `output`.
-
-    Args:
-        output: A file for the figures. None writes none.
-
-    Returns:
-        What was printed, with the versions.
+def main(output: Path | None = None) -> results.Row:
+    """Time every batch; the report is returned, and each figure written to `output` at once.
 
     Raises:
         ValueError: There is no CUDA device.
     """
-    if not torch.cuda.is_available():
-        raise ValueError("bench.decode needs a CUDA device, and PyTorch sees none")
+    report = results.gpu_report("bench.decode")
     bandwidth = copy_bandwidth()
-    print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s, bfloat16 inputs,")
-    print(f"{HEADS}/{VALUE_HEADS} heads, K = V = {CHANNELS}, microseconds in a CUDA graph")
-    rows = []
-    for dtype in (torch.float32, torch.bfloat16):
-        for batch in BATCHES:
-            size = batch * VALUE_HEADS * CHANNELS**2 * dtype.itemsize
-            times = step_times(batch, dtype, size) | {"floor_us": 2 * size / bandwidth * 1e6}
-            rows.append({"state": str(dtype), "B": batch} | times)
-            columns = (f"{name.removesuffix('_us')} {us:7.1f}" for name, us in times.items())
-            print(f"state {dtype}  B {batch:>4}  ", *columns, sep="  ")
-    versions = {"torch": torch.__version__, "python": platform.python_version()}
-    result: dict[str, object] = {"device": torch.cuda.get_device_name(), "versions": versions}
-    result |= {"deltarule": deltarule.__version__, "bytes_per_second": bandwidth, "rows": rows}
-    if output is not None:
-        output.write_text(json.dumps(result, indent=1) + "\n")
-    return result
+    report["ceilings"] = {"copy_TB_s": bandwidth / 1e12}
+
+    def found() -> Iterator[results.Found]:
+        for dtype in (torch.float32, torch.bfloat16):
+            for batch in BATCHES:
+                size = batch * VALUE_HEADS * CHANNELS**2 * dtype.itemsize
+                figures = step_times(batch, dtype, size) | {"floor_us": 2 * size / bandwidth * 1e6}
+                yield "deltarule", {"kind": "step", "state": str(dtype), "B": batch}, figures
+
+    return results.file_each(report, found(), output)
 
 
 def step_times(batch: int, dtype: torch.dtype, size: int) -> dict[str, float]:
@@ -87,8 +72,10 @@ def step_times(batch: int, dtype: torch.dtype, size: int) -> dict[str, float]:
     made = maps()
     logits = deltarule.BetaLogits(beta), deltarule.DecayLogits(decay, A_log, dt_bias)
     ways: dict[str, Callable[[], Gates]] = {
-        "us": lambda: made, "logits_us": lambda: logits, "maps_us": maps,
-    }  # fmt: skip
+        "us": lambda: made,
+        "logits_us": lambda: logits,
+        "maps_us": maps,
+    }
     return {
         name: 1e3 * graph_ms([partial(step, way, state) for state in states], REPEATS)
         for name, way in ways.items()
@@ -96,6 +83,4 @@ def step_times(batch: int, dtype: torch.dtype, size: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Time one decoding step on a GPU.")
-    parser.add_argument("--output", type=Path, default=None)
-    main(parser.parse_args().output)
+    results.run_program(__doc__, main)

@@ -37,9 +37,10 @@ def draw_figure(timings: "Sequence[Timing]", path: Path) -> None:
     bars = max(sum(len(one.peers) + 1 for one in panel) for panel in panels.values())
     groups = max(map(len, panels.values()))
     figure = require("matplotlib.figure").Figure(
-        figsize=(WIDTH, MARGIN + BAR * bars + GAP * groups), dpi=DOTS_PER_INCH,
+        figsize=(WIDTH, MARGIN + BAR * bars + GAP * groups),
+        dpi=DOTS_PER_INCH,
         layout="constrained",
-    )  # fmt: skip
+    )
     for axes, (name, panel) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         draw_panel(axes, panel)
         axes.set_title(PASSES[name], loc="left", fontsize=10, color=INK)

@@ -21,7 +21,6 @@ class Spread(NamedTuple):
 
 
 def spread(seconds: Sequence[float]) -> Spread:
-    """Median and interquartile range."""
     lower, median, upper = np.percentile(seconds, [25, 50, 75]).tolist()
     return Spread(median, lower, upper)
 

@@ -58,10 +58,10 @@ def time_model(case: dict[str, Any], peer: str, device: str) -> dict[str, Any]:
     else:
         config = ModelConfig(layer_types="deltanet", tie_embeddings=False, **sizes._asdict())
         built = build_ours(config, device)
-    return time_steps(
-        *built, vocab_size=sizes.vocab_size, batch=case["batch"], tokens=case["tokens"],
-        device=device, steps=case.get("steps", STEPS), warm_up=case.get("warm_up", WARM_UP),
-    )  # fmt: skip
+    batch, tokens = case["batch"], case["tokens"]
+    counts = {"steps": case.get("steps", STEPS), "warm_up": case.get("warm_up", WARM_UP)}
+    given = {"vocab_size": sizes.vocab_size, "batch": batch, "tokens": tokens} | counts
+    return time_steps(*built, device=device, **given)
 
 
 def time_steps(
@@ -112,10 +112,13 @@ def time_steps(
         torch.cuda.reset_peak_memory_stats()
     seconds = timing.host_seconds(several) / steps
     return {
-        "first_s": first, "step_s": seconds, "tokens_per_s": batch * tokens / seconds,
+        "first_s": first,
+        "step_s": seconds,
+        "tokens_per_s": batch * tokens / seconds,
         "peak_GiB": None if device == "cpu" else torch.cuda.max_memory_allocated() / GIB,
-        "parameters": sum(x.numel() for x in model.parameters()), "loss": losses[0].item(),
-    }  # fmt: skip
+        "parameters": sum(x.numel() for x in model.parameters()),
+        "loss": losses[0].item(),
+    }
 
 
 def build_ours(config: ModelConfig, device: str) -> tuple[nn.Module, Loss]:
@@ -146,9 +149,6 @@ def build_fla(prefix: str, settings: dict[str, Any], device: str) -> tuple[nn.Mo
 
 
 def fla_settings(sizes: Sizes) -> dict[str, Any]:
-    """The same sizes in FLA's names."""
-    return {
-        "hidden_size": sizes.hidden_size, "num_hidden_layers": sizes.num_layers,
-        "num_heads": sizes.num_heads, "vocab_size": sizes.vocab_size,
-        "intermediate_size": sizes.mlp_size, "use_gate": False, "tie_word_embeddings": False,
-    }  # fmt: skip
+    names = {"num_layers": "num_hidden_layers", "mlp_size": "intermediate_size"}
+    ours = {names.get(name, name): size for name, size in sizes._asdict().items()}
+    return ours | {"use_gate": False, "tie_word_embeddings": False}

@@ -7,10 +7,7 @@ bandwidth of a large copy measured in the same run; for the head it is that of t
 at the measured rate, for a memory the sum of both.
 """
 
-import argparse
 import importlib
-import json
-import platform
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import deltarule
+from bench import results
 from bench.timing import copy_bandwidth, graph_ms, matrix_rate
 from deltarule.models import linear_next_token_loss
 from deltarule.nn import norm, short_conv
@@ -51,41 +48,20 @@ class Case(NamedTuple):
     products: int = 0
 
 
-def main(output: Path | None = None) -> dict[str, object]:
-    """Print the table, and write it as JSON to `output`.
-
-    Args:
-        output: A file for the figures. None writes none.
-
-    Returns:
-        What was printed, with the versions.
+def main(output: Path | None = None) -> results.Row:
+    """Time every case; the report is returned, and each figure written to `output` at once.
 
     Raises:
         ValueError: There is no CUDA device.
     """
-    if not torch.cuda.is_available():
-        raise ValueError("bench.neighbours needs a CUDA device, and PyTorch sees none")
+    report = results.gpu_report("bench.neighbours")
     bandwidth, rate = copy_bandwidth(), matrix_rate()
-    device = torch.cuda.get_device_name()
-    print(f"{device}, copy {bandwidth / 1e12:.2f} TB/s, products {rate / 1e12:.0f} TFLOP/s")
-    print(f"{BATCH}x{TOKENS} tokens, {CHANNELS} channels, bfloat16, milliseconds in a CUDA graph")
-    rows = []
-    for name, make in CASES.items():
-        rows += list(figures(name, make(), bandwidth, rate))
-        torch.cuda.empty_cache()
-    versions = {"torch": torch.__version__, "python": platform.python_version()}
-    result: dict[str, object] = {"device": device, "versions": versions}
-    result |= {"deltarule": deltarule.__version__, "bytes_per_second": bandwidth}
-    result |= {"operations_per_second": rate, "rows": rows}
-    if output is not None:
-        output.write_text(json.dumps(result, indent=1) + "\n")
-    return result
+    report["ceilings"] = {"copy_TB_s": bandwidth / 1e12, "matrix_TFLOP_s": rate / 1e12}
+    found = (one for name, make in CASES.items() for one in figures(name, make(), bandwidth, rate))
+    return results.file_each(report, found, output)
 
 
-def figures(
-    name: str, case: Case, bandwidth: float, rate: float
-) -> Iterator[dict[str, float | str]]:
-    """One row for each pass and side, printed on the way."""
+def figures(name: str, case: Case, bandwidth: float, rate: float) -> Iterator[results.Found]:
     # Forward and backward take one and two of the head's three products.
     both = case.forward_bytes + case.backward_bytes
     passes = {
@@ -94,15 +70,13 @@ def figures(
     }
     for title, (timed, floor) in passes.items():
         for side, run in case.sides.items():
-            row: dict[str, float | str] = {"case": name, "pass": title, "side": side}
             try:
-                row |= {"ms": timed(run, case.inputs), "floor_ms": 1e3 * floor}
-                print(f"{name:24}{title:18}{side:16}{row['ms']:8.4f}  floor {1e3 * floor:.4f}")
+                row: results.Row = {"ms": timed(run, case.inputs), "floor_ms": 1e3 * floor}
             # A peer that fails is a figure too.
             except Exception as error:
-                row |= {"error": f"{type(error).__name__}: {error}"[:300]}
-                print(f"{name:24}{title:18}{side:16}{row['error']}")
-            yield row
+                row = {"error": f"{type(error).__name__}: {error}"[:300]}
+            yield side, {"kind": "neighbour", "case": name, "pass": title}, row
+    torch.cuda.empty_cache()
 
 
 def forward(run: Run, inputs: Tensors) -> float:
@@ -127,7 +101,6 @@ def forward_backward(run: Run, inputs: Tensors) -> float:
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Normal numbers on the GPU."""
     return torch.randn(*shape, device=DEVICE, dtype=dtype)
 
 
@@ -247,7 +220,6 @@ def decay(per_channel: bool) -> Case:
 
 
 def write_strength() -> Case:
-    """beta of every head."""
     inputs = {"logits": random(BATCH, TOKENS, HEADS)}
     sides: dict[str, Run] = {
         "deltarule": lambda x: gates_op.write_strength(x["logits"], 1.0),
@@ -333,6 +305,4 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Time what lies beside the recurrence on a GPU.")
-    parser.add_argument("--output", type=Path, default=None)
-    main(parser.parse_args().output)
+    results.run_program(__doc__, main)

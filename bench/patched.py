@@ -12,7 +12,8 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -35,52 +36,20 @@ class Sizes(NamedTuple):
     """A configuration class of transformers with its arguments, and [B, T] of what is timed."""
 
     config: str
-    options: Mapping[str, Any]
-    prefill: tuple[int, int]
-    training: tuple[int, int]
+    options: dict[str, Any]
+    prefill: Sequence[int]
+    training: Sequence[int]
     new_tokens: int
 
 
-GATED_DELTANET = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
-COMMON = {
-    "vocab_size": 1024, "hidden_size": 512, "num_hidden_layers": 4, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": None,
-}  # fmt: skip
-ROW = (1, 1024)
-BILLION: dict[str, Sizes] = {
-    "qwen3_5 1B": Sizes(
-        "Qwen3_5TextConfig",
-        COMMON | GATED_DELTANET
-        | {"vocab_size": 32768, "hidden_size": 2048, "num_hidden_layers": 16, "head_dim": 256,
-           "intermediate_size": 6144, "num_attention_heads": 8, "num_key_value_heads": 2,
-           "linear_num_key_heads": 16, "linear_num_value_heads": 16},
-        (8, 4096), (4, 4096), 32,
-    )
-}  # fmt: skip
-SMALL: dict[str, Sizes] = {
-    "kimi_linear": Sizes(
-        "KimiLinearConfig",
-        COMMON
-        | {"intermediate_size": 1024, "moe_intermediate_size": 256, "num_local_experts": 4,
-           "num_experts_per_tok": 2, "linear_head_dim": 128, "linear_num_heads": 4,
-           "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 128,
-           "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64,
-           "layer_types": ["linear_attention"] * 3 + ["full_attention"]},
-        ROW, ROW, 0,
-    ),
-    "mamba2": Sizes(
-        "Mamba2Config",
-        COMMON | {"num_heads": 16, "head_dim": 64, "state_size": 128, "n_groups": 1},
-        ROW, ROW, 0,
-    ),
-    "qwen3_5": Sizes(
-        "Qwen3_5TextConfig",
-        COMMON | GATED_DELTANET
-        | {"intermediate_size": 1024, "head_dim": 64, "num_attention_heads": 8,
-           "num_key_value_heads": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 4},
-        ROW, ROW, 0,
-    ),
-}  # fmt: skip
+TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+
+def models_of(group: str) -> dict[str, Sizes]:
+    """Those that are timed on a "gpu" or a "cpu", by name."""
+    common = TABLE["common"] | {"eos_token_id": None}
+    found = {name: Sizes(**row) for name, row in TABLE[group].items()}
+    return {name: sizes._replace(options=common | sizes.options) for name, sizes in found.items()}
 
 
 def main(output: Path, models: Mapping[str, Sizes], repeats: int = REPEATS) -> Row:
@@ -94,28 +63,25 @@ def main(output: Path, models: Mapping[str, Sizes], repeats: int = REPEATS) -> R
     Returns:
         What the file holds.
     """
-    gpu = torch.cuda.is_available()
     report = results.new_report(sys.argv[1:], "python -m bench.patched")
-    report["device"] = torch.cuda.get_device_name() if gpu else "cpu"
+    report["device"] = report["device"] or "cpu"
     report["versions"] |= peers.versions()
     report["threads"] = torch.get_num_threads()
+    return results.file_each(report, figures(models, repeats), output)
+
+
+def figures(models: Mapping[str, Sizes], repeats: int) -> Iterator[results.Found]:
     for name, sizes in models.items():
-        model = built(sizes, "cuda" if gpu else "cpu")
-        sides = sides_of(model)
+        model = built(sizes, "cuda" if torch.cuda.is_available() else "cpu")
         facts = {"model": name, "parameters": sum(x.numel() for x in model.parameters())}
         facts["theirs"] = {x: origin(getattr(file_of(model), x, None)) for x in RECURRENCES}
-        print(facts, flush=True)
+        sides = sides_of(model)
         for work, run in works(model, sizes).items():
-            for side, figures in in_turns(run, sides, repeats):
-                row = results.add(report, side, {"kind": "patched", **facts, "work": work}, figures)
-                results.save(report, output)
-                shown = ("model", "work", "peer", "first_s", "ms", "difference")
-                print({key: row[key] for key in shown if key in row}, flush=True)
-    return report
+            for side, row in in_turns(run, sides, repeats):
+                yield side, {"kind": "patched", **facts, "work": work}, row
 
 
 def built(sizes: Sizes, device: str) -> nn.Module:
-    """A random model, in bfloat16 on a GPU."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
@@ -249,4 +215,4 @@ if __name__ == "__main__":
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
         torch.set_num_threads(1)
-    main(options.output, BILLION if on_gpu else SMALL, options.repeats)
+    main(options.output, models_of("gpu" if on_gpu else "cpu"), options.repeats)

@@ -75,7 +75,6 @@ def graph_ms(row: Row, passed: str) -> float | None:
 
 
 def of_kind(report: Row, kind: str, peer: str | None = None) -> Iterator[Row]:
-    """Rows of one kind, of one peer or of all."""
     for row in report["rows"]:
         if row["kind"] == kind and peer in (None, row["peer"]):
             yield row
@@ -84,14 +83,11 @@ def of_kind(report: Row, kind: str, peer: str | None = None) -> Iterator[Row]:
 def operator_table(found: Iterable[Timing]) -> list[str]:
     """Milliseconds of every pass; a peer's with how many times ours they are."""
     heads = ["operator, batch x tokens, heads, size", "pass", "floor", "deltarule"]
-    lines = [
-        [
-            f"{OPERATIONS[one.operation].title}, {one.shape.label}", PASSES[one.passed],
-            number(one.floor_ms), f"**{number(one.ours_ms)}**",
-            *(told(one.peers.get(peer)) for peer in PEERS),
-        ]
-        for one in found
-    ]  # fmt: skip
+    lines = []
+    for one in found:
+        what = f"{OPERATIONS[one.operation].title}, {one.shape.label}"
+        ours = [number(one.floor_ms), f"**{number(one.ours_ms)}**"]
+        lines.append([what, PASSES[one.passed], *ours, *(told(one.peers.get(x)) for x in PEERS)])
     return markdown([*heads, *PEERS.values()], lines)
 
 
@@ -147,10 +143,8 @@ def write_page(reports: Sequence[Row], page: Path, picture: Path) -> None:
     found = timings(reports)
     draw_figure(found, picture)
     link = picture.resolve().relative_to(page.resolve().parent)
-    lines = [
-        f"![Milliseconds of the operators and of other packages]({link.as_posix()})", "",
-        *operator_table(found), *other_tables(reports), "", "Runs:", "", *runs(reports),
-    ]  # fmt: skip
+    lines = [f"![Milliseconds of the operators and of other packages]({link.as_posix()})", ""]
+    lines += [*operator_table(found), *other_tables(reports), "", "Runs:", "", *runs(reports)]
     write_between(page, MARKS, lines)
 
 

@@ -1,10 +1,12 @@
 """What a benchmark leaves: one JSON file of rows, each with what it was measured on."""
 
+import argparse
 import importlib.metadata
 import json
 import platform
 import shlex
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,12 @@ from bench.worker import BOTH, FORWARD
 from deltarule.atomic_file import write_atomically
 
 Row = dict[str, Any]
+# Peer, case and figures of one row.
+Found = tuple[str, Row, Row]
 
 FORMAT = 1
 PASSES = {FORWARD: "forward", BOTH: "forward + backward"}
-PACKAGES = (
-    "triton", "flash-linear-attention", "flash-qla", "tilelang", "flashinfer-python",
-)  # fmt: skip
+PACKAGES = ["triton", "flash-linear-attention", "flash-qla", "tilelang", "flashinfer-python"]
 
 
 def new_report(arguments: Sequence[str], program: str = "deltarule") -> Row:
@@ -33,10 +35,51 @@ def new_report(arguments: Sequence[str], program: str = "deltarule") -> Row:
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
         "command": " ".join([program, shlex.join(arguments)]).strip(),
         "versions": versions(),
-        "device": None,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "ceilings": None,
         "rows": [],
     }
+
+
+def gpu_report(program: str) -> Row:
+    """The report of a program of this folder that needs a GPU.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError(f"{program} needs a CUDA device, and PyTorch sees none")
+    return new_report(sys.argv[1:], f"python -m {program}")
+
+
+def file_each(report: Row, found: Iterable[Found], output: Path | None) -> Row:
+    """File figures as they come: each is printed, and the whole report is written again.
+
+    Args:
+        report: Where the rows go.
+        found: Peer, case and figures of each.
+        output: File for the report; None writes none.
+
+    Returns:
+        The report.
+    """
+    for peer, case, figures in found:
+        row = add(report, peer, case, figures)
+        print(" ".join(f"{name}={brief(value)}" for name, value in row.items()), flush=True)
+        if output is not None:
+            save(report, output)
+    return report
+
+
+def brief(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def run_program(about: str | None, main: Callable[[Path | None], Row]) -> None:
+    """A program of this folder from the command line; `--output` is the file for its report."""
+    parser = argparse.ArgumentParser(description=(about or "").partition("\n")[0])
+    parser.add_argument("--output", type=Path, default=None, help="file for the raw figures")
+    main(parser.parse_args().output)
 
 
 def versions() -> dict[str, str]:
@@ -72,9 +115,8 @@ def add(report: Row, peer: str, case: Row, figures: Row) -> Row:
     if "error" in row:
         row[BOTH if case["backward"] else FORWARD] = {"error": row.pop("error")}
     row |= {name: with_rates(row, name) for name in PASSES if name in row}
-    kept = find(
-        report, kind="time", peer=peer, operation=row["operation"], shape=row["shape"][0]
-    )  # fmt: skip
+    shape = row["shape"][0]
+    kept = find(report, kind="time", peer=peer, operation=row["operation"], shape=shape)
     if kept:
         kept.update(row)
     else:

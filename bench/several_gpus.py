@@ -33,9 +33,14 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 # 1.5 billion parameters.
 LARGE = ModelConfig(
-    vocab_size=32_000, hidden_size=2048, num_layers=26, num_heads=16, head_k_dim=128,
-    head_v_dim=128, layer_types="gated_deltanet",
-)  # fmt: skip
+    vocab_size=32_000,
+    hidden_size=2048,
+    num_layers=26,
+    num_heads=16,
+    head_k_dim=128,
+    head_v_dim=128,
+    layer_types="gated_deltanet",
+)
 SMALL = dataclasses.replace(
     LARGE,
     vocab_size=64,
@@ -74,7 +79,6 @@ def milliseconds(run: Callable[[], object], repeats: int) -> float:
 
 
 def synchronize() -> None:
-    """Wait for the GPU."""
     if CUDA:
         torch.cuda.synchronize()
 
@@ -110,11 +114,18 @@ def training(
     peak = round(torch.cuda.max_memory_allocated() / 2**30, 1) if CUDA else None
     shared = context * tensor
     return {
-        "rows": rows, "tokens": tokens, "context": context, "tensor": tensor, "alone": alone,
+        "rows": rows,
+        "tokens": tokens,
+        "context": context,
+        "tensor": tensor,
+        "alone": alone,
         "weights_kept": keep,
-        "parameters": sum(p.numel() for p in model.parameters()), "losses": losses, "step_ms": ms,
-        "tokens_per_second_each": round(rows * tokens / shared / ms * 1e3), "peak_gib": peak,
-    }  # fmt: skip
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "losses": losses,
+        "step_ms": ms,
+        "tokens_per_second_each": round(rows * tokens / shared / ms * 1e3),
+        "peak_gib": peak,
+    }
 
 
 def update(
@@ -139,7 +150,6 @@ def update(
 
 
 def links() -> dict[str, Any]:
-    """Milliseconds of collectives, by their size."""
     found = {}
     for mib in (0.03, 2, 64, 512) if CUDA else (0.01,):
         x = torch.zeros(int(mib * 2**18), device=DEVICE)
@@ -177,9 +187,12 @@ def main() -> None:
     world = world_of(1, 1, False)
     name = torch.cuda.get_device_name() if CUDA else "CPU"
     facts: dict[str, Any] = {
-        "machine": f"{world.size} x {name}", "torch": torch.__version__,
-        "command": arguments.command, "config": json.loads(CONFIG.to_json()), "cases": {},
-    }  # fmt: skip
+        "machine": f"{world.size} x {name}",
+        "torch": torch.__version__,
+        "command": arguments.command,
+        "config": json.loads(CONFIG.to_json()),
+        "cases": {},
+    }
     for case in arguments.cases:
         facts["cases"][case] = CASES[case]()
         gc.collect()

@@ -6,10 +6,8 @@
 CUDA graph. Its first call compiles it, which takes half a minute.
 """
 
-import argparse
 import importlib
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
@@ -37,9 +35,14 @@ def theirs(heads: int, channels: int) -> Run:
     """The same by the authors' cell, weights [heads, from, 4, to] in bfloat16."""
     cell = importlib.import_module("xlstm.blocks.slstm.cell")
     config = cell.sLSTMCellConfig(
-        hidden_size=heads * channels, num_heads=heads, batch_size=BATCH, backend="cuda",
-        dtype="bfloat16", dtype_b="float32", enable_automatic_mixed_precision=False,
-    )  # fmt: skip
+        hidden_size=heads * channels,
+        num_heads=heads,
+        batch_size=BATCH,
+        backend="cuda",
+        dtype="bfloat16",
+        dtype_b="float32",
+        enable_automatic_mixed_precision=False,
+    )
     layer = cell.sLSTMCell_cuda(config).cuda()
     torch.nn.init.zeros_(layer._bias_)
 
@@ -85,33 +88,22 @@ def milliseconds(call: Callable[[], object]) -> float:
     return statistics.median(event_times([call], REPEATS + WARM_UP)[WARM_UP:])
 
 
-def main(output: Path) -> results.Row:
-    """Print the figures; each is written to `output` at once.
-
-    Args:
-        output: File for the raw figures.
-
-    Returns:
-        What the file holds.
+def main(output: Path | None = None) -> results.Row:
+    """Time both sides; the report is returned, and each figure written to `output` at once.
 
     Raises:
         ValueError: There is no CUDA device.
     """
-    if not torch.cuda.is_available():
-        raise ValueError("bench.slstm needs a CUDA device, and PyTorch sees none")
-    report = results.new_report(sys.argv[1:], "python -m bench.slstm")
-    report["device"] = torch.cuda.get_device_name()
+    report = results.gpu_report("bench.slstm")
     if find_spec("xlstm"):
         report["versions"]["xlstm"] = version("xlstm")
-    for channels, heads in HEADS.items():
-        case = {"kind": "slstm", "heads": heads, "channels": channels}
-        for side, found in figures(channels):
-            print(results.add(report, side, case, found), flush=True)
-            results.save(report, output)
-    return report
+    found = (
+        (side, {"kind": "slstm", "heads": heads, "channels": channels}, row)
+        for channels, heads in HEADS.items()
+        for side, row in figures(channels)
+    )
+    return results.file_each(report, found, output)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Time sLSTM beside its authors' kernel.")
-    parser.add_argument("--output", type=Path, required=True, help="file for the raw figures")
-    main(parser.parse_args().output)
+    results.run_program(__doc__, main)

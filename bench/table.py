@@ -4,14 +4,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from bench.cases import OPERATIONS, Shape
+from bench.markdown import markdown
 from bench.results import PASSES, groups
-from deltarule.train.extra import require
 
 Row = dict[str, Any]
 Cells = list[str]
 
 NOTHING = "-"
-WIDTH = 120
 
 # Columns of timed passes, with the key of each figure.
 TIMES = {
@@ -37,19 +36,8 @@ class Table(NamedTuple):
 
 
 def show(report: Row) -> None:
-    """Print every table that the report has rows for."""
-    console, tables = require("rich.console"), require("rich.table")
-    printer = console.Console()
-    # What is piped into a file has no width of its own.
-    printer = printer if printer.is_terminal else console.Console(width=WIDTH)
     for title, heads, lines, notes in report_tables(report):
-        table = tables.Table(title=title, title_justify="left", caption_justify="left")
-        table.caption = "\n".join(notes) or None
-        for index, head in enumerate(heads):
-            table.add_column(head, justify="left" if index < 2 else "right", no_wrap=True)
-        for line in lines:
-            table.add_row(*line)
-        printer.print(table)
+        print("\n".join(["", f"{title}:", "", *markdown(heads, lines), *notes]))
 
 
 def report_tables(report: Row) -> Iterator[Table]:
@@ -108,7 +96,6 @@ def number(value: float | None) -> str:
 
 
 def error_line(row: Row) -> Cells:
-    """Errors of o, the state and the worst gradient."""
     errors = row["errors"]
     gradients = {name: x for name, x in errors.items() if name.startswith("grad")}
     worst = max(gradients, key=lambda name: gradients[name], default=None)
@@ -118,7 +105,6 @@ def error_line(row: Row) -> Cells:
 
 
 def figure_line(*keys: str) -> Callable[[Row], Cells]:
-    """A line of these figures."""
     return lambda row: [label(row), row["peer"], *(number(row.get(key)) for key in keys)]
 
 
@@ -147,7 +133,6 @@ OTHERS: dict[str, tuple[str, Cells, Callable[[Row], Cells]]] = {
 
 
 def progress_line(peer: str, case: Row, row: Row) -> str:
-    """What has just been measured, in one line."""
     what = [peer, case["kind"], case.get("operation", "")]
     if case["kind"] == "model":
         what.append(f"{case['batch']}x{case['tokens']}")
@@ -157,18 +142,15 @@ def progress_line(peer: str, case: Row, row: Row) -> str:
 
 
 def told(row: Row) -> str:
-    """The figures of a row, whatever its kind."""
     if "error" in row:
         return str(row["error"])
     parts = []
     for name, title in PASSES.items():
         if name in row:
             figures = row[name]
-            parts.append(
-                f"{title} {figures['error']}" if "error" in figures
-                else f"{title} graph {number(figures.get('graph_ms'))} ms, "
-                f"eager {number(figures.get('eager_ms'))} ms"
-            )  # fmt: skip
+            clocks = (number(figures.get(clock)) for clock in ("graph_ms", "eager_ms"))
+            times = "graph {} ms, eager {} ms".format(*clocks)
+            parts.append(f"{title} {figures.get('error', times)}")
     for key in ("host_us", "seconds", "tokens_per_s", "peak_GiB", "copy_TB_s", "matrix_TFLOP_s"):
         if key in row:
             parts.append(f"{key} {number(row[key])}")

@@ -115,6 +115,5 @@ def matrix_rate() -> float:
 
 
 def synchronize() -> None:
-    """Wait for the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -4,7 +4,7 @@ The floor of a token is the time of reading all weights and of reading and writi
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -76,42 +76,41 @@ class TrainBenchRun:
 def bench_generate(run: GenerateBenchRun) -> None:
     """Time every model, peer and batch; each figure is written at once."""
 
-    def cases() -> Iterator[tuple[str, Row, Callable[[], Row]]]:
-        for name in run.model:
-            for peer in run.peer:
-                for batch in run.batch:
-                    case = {"kind": "generate", "model": name, "batch": batch}
-                    sizes, new = SIZES[name], run.new_tokens
-                    yield peer, case, partial(time_generation, peer, sizes, batch, new, device())
-
-    report(run.output, cases())
+    cases = [
+        (
+            peer,
+            {"kind": "generate", "model": name, "batch": batch},
+            partial(time_generation, peer, SIZES[name], batch, run.new_tokens, device()),
+        )
+        for name in run.model
+        for peer in run.peer
+        for batch in run.batch
+    ]
+    results.file_each(results.new_report(sys.argv[1:]), attempts(cases), run.output)
 
 
 def bench_train(run: TrainBenchRun) -> None:
     """Time every model and peer; each figure is written at once."""
+    cases = [
+        (
+            peer,
+            {"kind": "train", "model": name},
+            partial(time_training, peer, SIZES[name], device()),
+        )
+        for name in run.model
+        for peer in run.peer
+    ]
+    results.file_each(results.new_report(sys.argv[1:]), attempts(cases), run.output)
 
-    def cases() -> Iterator[tuple[str, Row, Callable[[], Row]]]:
-        for name in run.model:
-            for peer in run.peer:
-                case = {"kind": "train", "model": name}
-                yield peer, case, partial(time_training, peer, SIZES[name], device())
 
-    report(run.output, cases())
-
-
-def report(output: Path, cases: Iterator[tuple[str, Row, Callable[[], Row]]]) -> None:
-    """Measure the cases; what one of them raises is its row."""
-    written = results.new_report(sys.argv[1:])
-    if torch.cuda.is_available():
-        written["device"] = torch.cuda.get_device_name()
+def attempts(cases: Iterable[tuple[str, Row, Callable[[], Row]]]) -> Iterator[results.Found]:
+    """The figures of each case; what one of them raises is its row."""
     for peer, case, measured in cases:
         try:
             figures = measured()
         except (RuntimeError, ValueError, ImportError) as error:
             figures = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
-        row = results.add(written, peer, case, figures)
-        print(" ".join(f"{name}={brief(value)}" for name, value in row.items()), flush=True)
-        results.save(written, output)
+        yield peer, case, figures
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -128,9 +127,12 @@ def time_generation(peer: str, sizes: Sizes, batch: int, new: int, device: str) 
 
     else:
         options = {
-            "max_new_tokens": new, "min_new_tokens": new, "do_sample": False,
-            "cache_implementation": "static", "pad_token_id": 0,
-        }  # fmt: skip
+            "max_new_tokens": new,
+            "min_new_tokens": new,
+            "do_sample": False,
+            "cache_implementation": "static",
+            "pad_token_id": 0,
+        }
 
         def generate() -> None:
             mask = torch.ones_like(prompts)
@@ -142,9 +144,13 @@ def time_generation(peer: str, sizes: Sizes, batch: int, new: int, device: str) 
     moved = sum(x.nbytes for x in model.parameters()) + 2 * state_bytes(model, batch)
     bandwidth = CPU_BANDWIDTH if device == "cpu" else BANDWIDTH
     return {
-        "parameters": parameters, "prompt": PROMPT, "new_tokens": new, "first_s": first,
-        "ms_per_token": seconds / new * 1e3, "floor_ms": moved / bandwidth * 1e3,
-    }  # fmt: skip
+        "parameters": parameters,
+        "prompt": PROMPT,
+        "new_tokens": new,
+        "first_s": first,
+        "ms_per_token": seconds / new * 1e3,
+        "floor_ms": moved / bandwidth * 1e3,
+    }
 
 
 def time_training(peer: str, sizes: Sizes, device: str) -> Row:
@@ -176,7 +182,6 @@ def time_training(peer: str, sizes: Sizes, device: str) -> Row:
 
 
 def loss_of(model: Any) -> Callable[[Tensor], Tensor]:
-    """The loss of a model of ours or of transformers."""
     if isinstance(model, CausalLM):
         head = model.embedding if model.head is None else model.head
         return lambda text: linear_next_token_loss(
@@ -184,23 +189,26 @@ def loss_of(model: Any) -> Callable[[Tensor], Tensor]:
         )
     return lambda text: linear_next_token_loss(
         model.model(text[:, :-1], use_cache=False).last_hidden_state,
-        model.lm_head.weight, text[:, 1:],
-    )  # fmt: skip
+        model.lm_head.weight,
+        text[:, 1:],
+    )
 
 
 def built(peer: str, sizes: Sizes, device: str) -> nn.Module:
-    """The peer's model, in bfloat16 on a GPU."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     torch.manual_seed(0)
     if peer == "transformers":
         from transformers import LlamaConfig, LlamaForCausalLM
 
         config = LlamaConfig(
-            vocab_size=sizes.vocab_size, hidden_size=sizes.hidden_size,
-            num_hidden_layers=sizes.num_layers, num_attention_heads=sizes.num_heads,
-            intermediate_size=16 * -(-sizes.hidden_size * 8 // 48), eos_token_id=None,
+            vocab_size=sizes.vocab_size,
+            hidden_size=sizes.hidden_size,
+            num_hidden_layers=sizes.num_layers,
+            num_attention_heads=sizes.num_heads,
+            intermediate_size=16 * -(-sizes.hidden_size * 8 // 48),
+            eos_token_id=None,
             attn_implementation="sdpa",
-        )  # fmt: skip
+        )
         model: nn.Module = LlamaForCausalLM(config)
         return model.to(device, dtype)
     name = "attention" if peer == "deltarule-attention" else "gated_deltanet"
@@ -226,10 +234,4 @@ def busy_ms(run: Callable[[], object]) -> float:
 
 
 def device() -> str:
-    """A GPU if there is one."""
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def brief(value: object) -> str:
-    """Numbers in four digits."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -51,7 +51,6 @@ class Timed(NamedTuple):
 
 
 def attempt(case: Row, setting: Setting) -> Row:
-    """The figures of a case, or why there are none."""
     try:
         return KINDS[case["kind"]](case, setting)
     except Exception as error:
@@ -165,7 +164,6 @@ def error_case(case: Row, setting: Setting) -> Row:
 
 
 def widened(inputs: Tensors) -> Tensors:
-    """In float64."""
     return {name: x.double() for name, x in inputs.items()}
 
 
@@ -197,9 +195,14 @@ def reference(operation: Operation, inputs: Tensors) -> tuple[Tensor, Tensor | N
     if operation.erase == "free":
         return definition.dplr(q, k, v, a=inputs["a"], b=inputs["b"], log_decay=log_decay)
     return definition.delta_rule(
-        q, k, v, beta=inputs.get("beta"), log_decay=log_decay, n_steps=operation.n_steps,
+        q,
+        k,
+        v,
+        beta=inputs.get("beta"),
+        log_decay=log_decay,
+        n_steps=operation.n_steps,
         initial_state=inputs.get("state"),
-    )  # fmt: skip
+    )
 
 
 def through(side: adapters.Side, inputs: Tensors) -> tuple[Tensor, Tensor | None]:

@@ -49,9 +49,10 @@ def fastest(
     if first is None:
         return None
     return {
-        "tokens_per_second": round(first.tokens_per_second), "division": str(first.division),
+        "tokens_per_second": round(first.tokens_per_second),
+        "division": str(first.division),
         "binds": first.binds,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -12,14 +12,25 @@ FAKE = Peer(
     "fake_peer",
     {
         "delta": Entry("fake_peer", "key_first", half=("beta",)),
-        "gdn": Entry("fake_peer", "packed", linear=("log_decay",), state_key_first=False,
-                     packed=True, longest="longest"),
-        "gated_product2": Entry("fake_peer", "key_first", half=("beta",),
-                                options={"steps": 2, "output_final_state": True}),
-        "decode": Entry("fake_peer", "key_first",
-                        names={"log_decay": "g", "state": "initial_state"}),
+        "gdn": Entry(
+            "fake_peer",
+            "packed",
+            linear=("log_decay",),
+            state_key_first=False,
+            packed=True,
+            longest="longest",
+        ),
+        "gated_product2": Entry(
+            "fake_peer",
+            "key_first",
+            half=("beta",),
+            options={"steps": 2, "output_final_state": True},
+        ),
+        "decode": Entry(
+            "fake_peer", "key_first", names={"log_decay": "g", "state": "initial_state"}
+        ),
     },
-)  # fmt: skip
+)
 
 
 @pytest.fixture(autouse=True)

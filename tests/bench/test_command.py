@@ -73,8 +73,11 @@ def test_kinds_of_figures():
     run = BenchRun(op=("gdn", "decode"), quick=True, measure=("error", "overhead", "cold"))
     kinds = [(case["kind"], case["operation"]) for case in command.cases_of(run, "deltarule")]
     assert kinds == [
-        ("error", "gdn"), ("error", "decode"), ("overhead", "gdn"), ("cold", "gdn"),
-    ]  # fmt: skip
+        ("error", "gdn"),
+        ("error", "decode"),
+        ("overhead", "gdn"),
+        ("cold", "gdn"),
+    ]
 
 
 def test_decoding_and_forward_only_have_no_backward_pass():
@@ -110,9 +113,14 @@ def test_a_whole_run_leaves_figures_and_a_picture(monkeypatch, tmp_path, capsys)
     monkeypatch.setattr(command, "need_gpu", lambda: None)
     output = tmp_path / "new folder" / "bench.json"
     command.bench(
-        BenchRun(op=("gdn",), peer=("deltarule", "fla"), quick=True, output=output,
-                 measure=("time", "error", "cold"))
-    )  # fmt: skip
+        BenchRun(
+            op=("gdn",),
+            peer=("deltarule", "fla"),
+            quick=True,
+            output=output,
+            measure=("time", "error", "cold"),
+        )
+    )
     report = json.loads(output.read_text())
     assert report["device"] == "Example GPU"
     assert [(row["peer"], row["kind"]) for row in report["rows"]] == [
@@ -129,9 +137,11 @@ def test_a_whole_run_leaves_figures_and_a_picture(monkeypatch, tmp_path, capsys)
     # The cold case has a process, and empty caches, of its own.
     kinds = [(peer, kinds) for peer, kinds, _ in calls]
     assert kinds == [
-        ("deltarule", ["ceilings", *["time"] * 4, "error"]), ("deltarule", ["cold"]),
-        ("fla", [*["time"] * 4, "error"]), ("fla", ["cold"]),
-    ]  # fmt: skip
+        ("deltarule", ["ceilings", *["time"] * 4, "error"]),
+        ("deltarule", ["cold"]),
+        ("fla", [*["time"] * 4, "error"]),
+        ("fla", ["cold"]),
+    ]
     assert ["TRITON_CACHE_DIR" in environment for *_, environment in calls] == [False, True] * 2
     assert calls[2][2] == dict(adapters.PEERS["fla"].environment)
 
@@ -144,17 +154,24 @@ def test_a_run_of_the_model(monkeypatch, tmp_path):
     command.bench_model(ModelBenchRun(peer=("deltarule", "fla"), batch=(8,), output=output))
     rows = json.loads(output.read_text())["rows"]
     assert [(row["peer"], row["batch"], row["tokens"]) for row in rows] == [
-        ("deltarule", 8, 4096), ("fla", 8, 4096),
-    ]  # fmt: skip
+        ("deltarule", 8, 4096),
+        ("fla", 8, 4096),
+    ]
 
 
 @pytest.mark.gpu
 def test_a_run_on_a_gpu(tmp_path):
     output = tmp_path / "bench.json"
     command.bench(
-        BenchRun(op=("gdn", "decode"), shape=("1x2048-h16", "decode-8"), peer=("deltarule",),
-                 measure=("time", "error", "overhead"), repeats=3, output=output)
-    )  # fmt: skip
+        BenchRun(
+            op=("gdn", "decode"),
+            shape=("1x2048-h16", "decode-8"),
+            peer=("deltarule",),
+            measure=("time", "error", "overhead"),
+            repeats=3,
+            output=output,
+        )
+    )
     report = json.loads(output.read_text())
     assert report["ceilings"]["copy_TB_s"] > 0
     timed = {row["operation"]: row for row in report["rows"] if row["kind"] == "time"}

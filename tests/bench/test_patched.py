@@ -12,14 +12,19 @@ pytest.importorskip("transformers")
 from bench import patched
 
 NOTHING = {
-    "hidden_size": 32, "num_hidden_layers": 4, "head_dim": 8, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
     "intermediate_size": 32,
-}  # fmt: skip
+}
 
 
 def tiny():
-    sizes = patched.SMALL["qwen3_5"]
+    sizes = patched.models_of("cpu")["qwen3_5"]
     return sizes._replace(
         options=sizes.options | NOTHING, prefill=(2, 9), training=(1, 9), new_tokens=2
     )

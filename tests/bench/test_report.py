@@ -85,8 +85,9 @@ def test_a_ratio_is_taken_within_one_run_and_our_time_from_the_newest():
     gated = found["gdn", TRAIN.name, "forward"]
     assert gated.ours_ms == 0.25
     assert gated.peers == {
-        "fla": (0.84, pytest.approx(0.84 / 0.5)), "flash_qla": (0.34, pytest.approx(0.34 / 0.25)),
-    }  # fmt: skip
+        "fla": (0.84, pytest.approx(0.84 / 0.5)),
+        "flash_qla": (0.34, pytest.approx(0.34 / 0.25)),
+    }
     assert [*gated.peers] == ["fla", "flash_qla"]
 
 

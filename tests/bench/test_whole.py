@@ -58,15 +58,23 @@ def test_the_note_tells_what_the_figures_say():
     rows = json.loads((root / "figures/whole_models_h200.json").read_text())["rows"]
     page = (root / "notes/2026-11-23-graphs.md").read_text()
     told = {
-        "generate": ("ms_per_token", "graph_ms", "floor_ms"), "train": ("ms", "gpu_ms"),
+        "generate": ("ms_per_token", "graph_ms", "floor_ms"),
+        "train": ("ms", "gpu_ms"),
         "sweep": ("cublas", "floor_us"),
-    }  # fmt: skip
+    }
     # The last row of a case is the one that the note tells.
     latest = {
-        (r["what"], r["label"] == "old", r.get("model"), r.get("O"), r.get("batch"), r.get("I"),
-         r.get("mode")): r
+        (
+            r["what"],
+            r["label"] == "old",
+            r.get("model"),
+            r.get("O"),
+            r.get("batch"),
+            r.get("I"),
+            r.get("mode"),
+        ): r
         for r in (r | {"model": r.get("model", "").removesuffix("-big")} for r in rows)
-    }  # fmt: skip
+    }
     for (what, old, *_, mode), row in latest.items():
         names = told[what][:1] if old or mode == "eager" else told[what]
         for name in names:
@@ -79,10 +87,12 @@ def test_the_note_on_steps_tells_what_the_figures_say():
     figures = json.loads((root / "figures/steps_h200.json").read_text())
     page = (root / "notes/2026-11-23-steps.md").read_text()
     told = [
-        row[name] for part in ("decode", "train") for row in figures[part]
+        row[name]
+        for part in ("decode", "train")
+        for row in figures[part]
         for name in ("ms_per_token", "graph_ms", "gpu_ms")
         if row["when"] in ("before", "after") and name in row
-    ]  # fmt: skip
+    ]
     kinds = [row["kinds_ms"] for row in figures["train"] if "kinds_ms" in row]
     told += [value for kind in kinds for value in kind.values()]
     products = [row["ms"] for row in figures["products_of_a_token"]["rows"][:3]]

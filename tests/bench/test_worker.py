@@ -17,10 +17,13 @@ def fake(monkeypatch):
         "delta": Entry("fake_peer", "refuses"),
         "gdn": Entry("fake_peer", "forward_only"),
         "simple_gla": Entry("fake_peer", "refuses", no_backward="it has no backward pass"),
-        "product2": Entry("fake_peer", "key_first", options={"output_final_state": True,
-                                                             "steps": 2},
-                          no_backward="it has no backward pass"),
-    }  # fmt: skip
+        "product2": Entry(
+            "fake_peer",
+            "key_first",
+            options={"output_final_state": True, "steps": 2},
+            no_backward="it has no backward pass",
+        ),
+    }
     monkeypatch.setitem(adapters.PEERS, "fake", Peer("fake_peer", entries))
 
 
@@ -88,8 +91,14 @@ def test_overhead_and_cold_start():
 
 
 def test_training_steps_of_a_model():
-    case = {"kind": "model", "batch": 1, "tokens": 16, "sizes": [64, 32, 2, 2, 48],
-            "steps": 2, "warm_up": 1}  # fmt: skip
+    case = {
+        "kind": "model",
+        "batch": 1,
+        "tokens": 16,
+        "sizes": [64, 32, 2, 2, 48],
+        "steps": 2,
+        "warm_up": 1,
+    }
     row = worker.attempt(case, OURS)
     assert row["tokens_per_s"] == pytest.approx(16 / row["step_s"])
     assert row["peak_GiB"] is None

@@ -122,9 +122,15 @@ def test_a_damaged_file_is_no_finding(own_cache) -> None:
 
 @pytest.mark.parametrize(
     ("version", "capability", "bad"),
-    [("3.4.0", (9, 0), True), ("3.6.0", (9, 0), True), ("3.7.0", (9, 0), True),
-     ("3.7.1", (9, 0), False), ("3.6.0", (8, 0), False), ("3.3.1", (9, 0), False)],
-)  # fmt: skip
+    [
+        ("3.4.0", (9, 0), True),
+        ("3.6.0", (9, 0), True),
+        ("3.7.0", (9, 0), True),
+        ("3.7.1", (9, 0), False),
+        ("3.6.0", (8, 0), False),
+        ("3.3.1", (9, 0), False),
+    ],
+)
 def test_known_bad_versions(version, capability, bad, monkeypatch) -> None:
     monkeypatch.setattr(module, "triton_version", lambda: version)
     assert (known_bad(capability) is not None) == bad

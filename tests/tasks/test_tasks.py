@@ -10,26 +10,38 @@ every_task = pytest.mark.parametrize("task", TASKS)
 # By task and the field that is named: sizes that leave no room, or are no task.
 REFUSED = {
     "mqar": [
-        ("pairs", {"pairs": 0}), ("length", {"length": 31}), ("vocab_size", {"vocab_size": 17}),
+        ("pairs", {"pairs": 0}),
+        ("length", {"length": 31}),
+        ("vocab_size", {"vocab_size": 17}),
         ("power_a", {"power_a": 0.0}),
     ],
     "mad_recall": [
-        ("length", {"length": 127}), ("vocab_size", {"vocab_size": 17, "noise_vocab_size": 16}),
-        ("noise_vocab_size", {"noise_vocab_size": -1}), ("noise_vocab_size", {"noise": 0.2}),
+        ("length", {"length": 127}),
+        ("vocab_size", {"vocab_size": 17, "noise_vocab_size": 16}),
+        ("noise_vocab_size", {"noise_vocab_size": -1}),
+        ("noise_vocab_size", {"noise": 0.2}),
         ("noise", {"noise": 1.0, "noise_vocab_size": 1}),
     ],
     "mad_fuzzy_recall": [
-        ("motif", {"motif": 0}), ("length", {"length": 12}), ("vocab_size", {"vocab_size": 6}),
+        ("motif", {"motif": 0}),
+        ("length", {"length": 12}),
+        ("vocab_size", {"vocab_size": 6}),
     ],
     "mad_copying": [
-        ("copied", {"copied": 0}), ("length", {"length": 33}), ("vocab_size", {"vocab_size": 2}),
+        ("copied", {"copied": 0}),
+        ("length", {"length": 33}),
+        ("vocab_size", {"vocab_size": 2}),
     ],
     "mad_memorization": [("length", {"length": 31}), ("vocab_size", {"vocab_size": 2})],
     "mad_compression": [("length", {"length": 1}), ("vocab_size", {"vocab_size": 1})],
     "regbench": [
-        ("edges", {"edges": 0}), ("letters", {"letters": 3}), ("letters", {"letters": 62}),
-        ("states", {"states": 3}), ("fewest_words", {"fewest_words": 0}),
-        ("most_words", {"most_words": 9}), ("longest_word", {"longest_word": 0}),
+        ("edges", {"edges": 0}),
+        ("letters", {"letters": 3}),
+        ("letters", {"letters": 62}),
+        ("states", {"states": 3}),
+        ("fewest_words", {"fewest_words": 0}),
+        ("most_words", {"most_words": 9}),
+        ("longest_word", {"longest_word": 0}),
     ],
     **{
         name: [("shortest", {"shortest": 2}), ("longest", {"shortest": 9, "longest": 8})]
@@ -37,10 +49,11 @@ REFUSED = {
     },
     "groups": [("group", {"group": "D_4"}), ("length", {"length": 0})],
     "niah": [
-        ("haystack", {"haystack": "essay"}), ("value", {"value": "word"}),
+        ("haystack", {"haystack": "essay"}),
+        ("value", {"value": "word"}),
         ("length", {"length": 300}),
     ],
-}  # fmt: skip
+}
 
 
 def test_every_task_refuses_something():

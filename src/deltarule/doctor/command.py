@@ -141,10 +141,12 @@ def keep_verdicts(found: Iterable[Verdict]) -> Path:
     """Add to what is kept of this machine; a new verdict replaces an old one."""
     verdicts = load_findings() | {
         verdict.name: {
-            "passed": verdict.passed, "error": verdict.error, "times_bar": verdict.times_bar,
+            "passed": verdict.passed,
+            "error": verdict.error,
+            "times_bar": verdict.times_bar,
         }
         for verdict in found
-    }  # fmt: skip
+    }
     path = findings_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"machine": identity(), "doctor": verdicts}, indent=1) + "\n"

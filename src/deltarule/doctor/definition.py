@@ -22,9 +22,12 @@ def plain_run(module: Any, inputs: Inputs, options: dict[str, Any]) -> Recurrent
     """One of the two reference modules."""
     x = inputs
     shared = {
-        "log_decay": x.log_decay, "scale": x.scale, "initial_state": x.initial_state,
-        "cu_seqlens": x.cu_seqlens, **options,
-    }  # fmt: skip
+        "log_decay": x.log_decay,
+        "scale": x.scale,
+        "initial_state": x.initial_state,
+        "cu_seqlens": x.cu_seqlens,
+        **options,
+    }
     if x.a is not None:
         return module.dplr(x.q, x.k, x.v, a=x.a, b=x.b, **shared)
     return module.delta_rule(

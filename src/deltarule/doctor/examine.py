@@ -69,15 +69,22 @@ class Verdict(NamedTuple):
 def commonest() -> list[Configuration]:
     """The 24 that most models run: the published rules in bfloat16, then other sizes and types."""
     rules = [
-        ("tied", "head", 1), ("tied", "none", 1), ("tied", "channel", 1), ("none", "head", 1),
-        ("none", "channel", 1), ("none", "none", 1), ("free", "channel", 1), ("tied", "head", 2),
-    ]  # fmt: skip
+        ("tied", "head", 1),
+        ("tied", "none", 1),
+        ("tied", "channel", 1),
+        ("none", "head", 1),
+        ("none", "channel", 1),
+        ("none", "none", 1),
+        ("free", "channel", 1),
+        ("tied", "head", 2),
+    ]
     found = [Configuration(*rule, "bfloat16", 128, 128) for rule in rules]
     found += [Configuration(*rule, "bfloat16", 64, 64) for rule in rules]
     found += [
         Configuration("tied", decay, 1, dtype, 64, 64)
-        for dtype in ("float32", "float16") for decay in ("head", "none")
-    ]  # fmt: skip
+        for dtype in ("float32", "float16")
+        for decay in ("head", "none")
+    ]
     found += [
         Configuration("tied", "head", 1, "bfloat16", *size) for size in ((128, 256), (256, 256))
     ]
@@ -129,19 +136,29 @@ def draw(
         F.normalize(normal(1, rows, heads, of.key_size), dim=-1),
         normal(1, rows, 2 * heads, of.value_size),
         uniform(1, rows, 2 * heads) if of.erase == "tied" else None,
-        -unit if free else None, unit * uniform(*size, 1) if free else None,
-    ]  # fmt: skip
+        -unit if free else None,
+        unit * uniform(*size, 1) if free else None,
+    ]
     tensors = [None if x is None else x.to(device, dtype) for x in given]
     q, k, v, beta, a, b = tensors
     assert q is not None
     assert k is not None
     assert v is not None
     return Inputs(
-        q, k, v, beta, a, b, None if decay_shape is None else -uniform(*decay_shape).to(device),
+        q,
+        k,
+        v,
+        beta,
+        a,
+        b,
+        None if decay_shape is None else -uniform(*decay_shape).to(device),
         state_of(normal(sequences, 2 * heads, of.value_size, of.key_size)).to(device),
         pack(lengths).to(device) if lengths else None,
-        of.n_steps, of.key_size**-0.5, norm and not free, False,
-    )  # fmt: skip
+        of.n_steps,
+        of.key_size**-0.5,
+        norm and not free,
+        False,
+    )
 
 
 def state_of(normal: Tensor) -> Tensor:

@@ -102,11 +102,14 @@ def write_expressions(
     tokens[starts], tokens[signs], tokens[starts + sizes - 1] = OPEN, operators, CLOSE
     left, right = np.split(
         write_expressions(
-            tokens, np.concatenate([starts + 1, signs + 1]),
-            np.concatenate([left_sizes, sizes - left_sizes - 3]), multiply, rng,
+            tokens,
+            np.concatenate([starts + 1, signs + 1]),
+            np.concatenate([left_sizes, sizes - left_sizes - 3]),
+            multiply,
+            rng,
         ),
         2,
-    )  # fmt: skip
+    )
     results = np.select(
         [operators == PLUS, operators == MINUS], [left + right, left - right], left * right
     )
