@@ -140,11 +140,7 @@ def fitting_processes() -> int:
 def keep_verdicts(found: Iterable[Verdict]) -> Path:
     """Add to what is kept of this machine; a new verdict replaces an old one."""
     verdicts = load_findings() | {
-        verdict.name: {
-            "passed": verdict.passed,
-            "error": verdict.error,
-            "times_bar": verdict.times_bar,
-        }
+        verdict.name: {name: getattr(verdict, name) for name in ("passed", "error", "times_bar")}
         for verdict in found
     }
     path = findings_file()

@@ -21,13 +21,8 @@ Run = Callable[[Inputs], RecurrentOutput]
 def plain_run(module: Any, inputs: Inputs, options: dict[str, Any]) -> RecurrentOutput:
     """One of the two reference modules."""
     x = inputs
-    shared = {
-        "log_decay": x.log_decay,
-        "scale": x.scale,
-        "initial_state": x.initial_state,
-        "cu_seqlens": x.cu_seqlens,
-        **options,
-    }
+    names = "log_decay", "scale", "initial_state", "cu_seqlens"
+    shared = options | {name: getattr(x, name) for name in names}
     if x.a is not None:
         return module.dplr(x.q, x.k, x.v, a=x.a, b=x.b, **shared)
     return module.delta_rule(

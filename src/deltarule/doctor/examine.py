@@ -68,16 +68,9 @@ class Verdict(NamedTuple):
 
 def commonest() -> list[Configuration]:
     """The 24 that most models run: the published rules in bfloat16, then other sizes and types."""
-    rules = [
-        ("tied", "head", 1),
-        ("tied", "none", 1),
-        ("tied", "channel", 1),
-        ("none", "head", 1),
-        ("none", "channel", 1),
-        ("none", "none", 1),
-        ("free", "channel", 1),
-        ("tied", "head", 2),
-    ]
+    single = [("tied", "head"), ("tied", "none"), ("tied", "channel"), ("none", "head")]
+    single += [("none", "channel"), ("none", "none"), ("free", "channel")]
+    rules = [*((*rule, 1) for rule in single), ("tied", "head", 2)]
     found = [Configuration(*rule, "bfloat16", 128, 128) for rule in rules]
     found += [Configuration(*rule, "bfloat16", 64, 64) for rule in rules]
     found += [
@@ -144,21 +137,11 @@ def draw(
     assert q is not None
     assert k is not None
     assert v is not None
-    return Inputs(
-        q,
-        k,
-        v,
-        beta,
-        a,
-        b,
-        None if decay_shape is None else -uniform(*decay_shape).to(device),
-        state_of(normal(sequences, 2 * heads, of.value_size, of.key_size)).to(device),
-        pack(lengths).to(device) if lengths else None,
-        of.n_steps,
-        of.key_size**-0.5,
-        norm and not free,
-        False,
-    )
+    log_decay = None if decay_shape is None else -uniform(*decay_shape).to(device)
+    state = state_of(normal(sequences, 2 * heads, of.value_size, of.key_size)).to(device)
+    offsets = pack(lengths).to(device) if lengths else None
+    options = of.n_steps, of.key_size**-0.5, norm and not free, False
+    return Inputs(q, k, v, beta, a, b, log_decay, state, offsets, *options)
 
 
 def state_of(normal: Tensor) -> Tensor:
