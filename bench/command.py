@@ -14,7 +14,7 @@ from bench import adapters, cpu, model, results
 from bench.cases import CHECKED, CHECKED_STEP, OPERATIONS, SHAPES, TINY, TRAIN, pick
 from bench.figure import draw_figure
 from bench.report import timings
-from bench.table import progress_line, show
+from bench.table import show
 from bench.worker import Setting, attempt
 from deltarule.ops.dispatch import Impl
 from deltarule.processes import each_apart
@@ -193,15 +193,14 @@ def case(kind: str, operation: str, shape: tuple[Any, ...], backward: bool) -> R
 
 def measure(plan: dict[str, list[Row]], impl: str, repeats: int, limit: float, output: Path) -> Row:
     """Do the cases of every peer, filing each row at once, and print the tables."""
-    report = results.new_report(sys.argv[1:])
-    first = next(iter(plan))
-    plan = {first: [{"kind": "ceilings"}, *plan[first]], **{p: plan[p] for p in plan if p != first}}
-    for peer, cases in plan.items():
-        setting = Setting(peer, impl, "cuda", repeats)
-        for done, figures in measured(setting, cases, limit):
-            row = results.add(report, peer, done, figures)
-            print(progress_line(peer, done, row), flush=True)
-            results.save(report, output)
+    first, *others = plan
+    plan = {first: [{"kind": "ceilings"}, *plan[first]], **{peer: plan[peer] for peer in others}}
+    found = (
+        (peer, *one)
+        for peer, cases in plan.items()
+        for one in measured(Setting(peer, impl, "cuda", repeats), cases, limit)
+    )
+    report = results.file_each(results.new_report(sys.argv[1:]), found, output)
     show(report)
     return report
 

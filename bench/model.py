@@ -122,15 +122,20 @@ def time_steps(
 
 
 def build_ours(config: ModelConfig, device: str) -> tuple[nn.Module, Loss]:
-    """A model of ours in bfloat16, and the loss that never holds all logits."""
+    """A model of ours in bfloat16, and its loss."""
     with torch.device(device):
         model = CausalLM(config).to(torch.bfloat16)
+    return model, own_loss(model)
+
+
+def own_loss(model: CausalLM) -> Loss:
+    """The loss of text that never holds all logits."""
     head = model.embedding if model.head is None else model.head
 
     def loss_of(text: Tensor) -> Tensor:
         return linear_next_token_loss(model.hidden(text[:, :-1])[0], head.weight, text[:, 1:])
 
-    return model, loss_of
+    return loss_of
 
 
 def build_fla(prefix: str, settings: dict[str, Any], device: str) -> tuple[nn.Module, Loss]:

@@ -65,13 +65,23 @@ def file_each(report: Row, found: Iterable[Found], output: Path | None) -> Row:
     """
     for peer, case, figures in found:
         row = add(report, peer, case, figures)
-        print(" ".join(f"{name}={brief(value)}" for name, value in row.items()), flush=True)
+        print(brief(row)[1:-1], flush=True)
         if output is not None:
             save(report, output)
     return report
 
 
 def brief(value: object) -> str:
+    """Numbers in four digits, a shape by its name.
+
+    Examples:
+        >>> brief({"graph_ms": 0.123456}), brief(["8x4096-h16", 8, 4096])
+        ('(graph_ms=0.1235)', '8x4096-h16')
+    """
+    if isinstance(value, dict):
+        return f"({' '.join(f'{name}={brief(inner)}' for name, inner in value.items())})"
+    if isinstance(value, list) and value and isinstance(value[0], str):
+        return value[0]
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bench import timing
 from deltarule import make_context
 from deltarule.cli import leave
 from deltarule.models import CausalLM, ModelConfig
@@ -68,19 +69,14 @@ def milliseconds(run: Callable[[], object], repeats: int) -> float:
     times = []
     for _ in range(repeats):
         dist.barrier()
-        synchronize()
+        timing.synchronize()
         began = time.perf_counter()
         run()
-        synchronize()
+        timing.synchronize()
         times.append((time.perf_counter() - began) * 1e3)
     slowest = torch.tensor(times)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return round(statistics.median(slowest.tolist()), 3)
-
-
-def synchronize() -> None:
-    if CUDA:
-        torch.cuda.synchronize()
 
 
 def training(

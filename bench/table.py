@@ -130,29 +130,3 @@ OTHERS: dict[str, tuple[str, Cells, Callable[[Row], Cells]]] = {
         figure_line("tokens_per_s", "peak_GiB", "first_s"),
     ),
 }
-
-
-def progress_line(peer: str, case: Row, row: Row) -> str:
-    what = [peer, case["kind"], case.get("operation", "")]
-    if case["kind"] == "model":
-        what.append(f"{case['batch']}x{case['tokens']}")
-    elif "shape" in case:
-        what.append(case["shape"][0])
-    return " ".join(filter(None, what)) + ": " + told(row)
-
-
-def told(row: Row) -> str:
-    if "error" in row:
-        return str(row["error"])
-    parts = []
-    for name, title in PASSES.items():
-        if name in row:
-            figures = row[name]
-            clocks = (number(figures.get(clock)) for clock in ("graph_ms", "eager_ms"))
-            times = "graph {} ms, eager {} ms".format(*clocks)
-            parts.append(f"{title} {figures.get('error', times)}")
-    for key in ("host_us", "seconds", "tokens_per_s", "peak_GiB", "copy_TB_s", "matrix_TFLOP_s"):
-        if key in row:
-            parts.append(f"{key} {number(row[key])}")
-    parts += [f"{name} {x:.1e}" for name, x in row.get("errors", {}).items()]
-    return ", ".join(parts)

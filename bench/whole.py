@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bench import results, timing
+from bench.model import own_loss
 from deltarule.models import CausalLM, ModelConfig, linear_next_token_loss
 from deltarule.train.step import TrainingStep
 
@@ -183,10 +184,7 @@ def time_training(peer: str, sizes: Sizes, device: str) -> Row:
 
 def loss_of(model: Any) -> Callable[[Tensor], Tensor]:
     if isinstance(model, CausalLM):
-        head = model.embedding if model.head is None else model.head
-        return lambda text: linear_next_token_loss(
-            model.hidden(text[:, :-1])[0], head.weight, text[:, 1:]
-        )
+        return own_loss(model)
     return lambda text: linear_next_token_loss(
         model.model(text[:, :-1], use_cache=False).last_hidden_state,
         model.lm_head.weight,

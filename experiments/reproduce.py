@@ -183,14 +183,8 @@ class Reproduction:
             if self.workers == 1 and not timed:
                 self.run_here(left)
             else:
-                run_cells(
-                    left,
-                    self.folder,
-                    self.devices,
-                    workers=self.workers,
-                    tell=self.tell,
-                    afresh=timed,
-                )
+                at = self.folder, self.devices
+                run_cells(left, *at, workers=self.workers, tell=self.tell, afresh=timed)
         except (StoppedError, InterruptedRunError):
             print(f"{self.kept()}; the same command goes on", flush=True)
             raise KeyboardInterrupt from None

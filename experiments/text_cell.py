@@ -109,7 +109,7 @@ class TextCell:
         watched = held_out_rows(held_out, self.lengths[0], self.watched_bytes)
         return Trainer(
             CausalLM(self.model),
-            TextRows(self, training, watched, loop),
+            TextRows(self.rows, self.length, training, watched, loop),
             options=loop,
             optimizer_options=self.optimizer,
             folder=folder,

@@ -1,7 +1,7 @@
 """Rows of text of one length: drawn anywhere for training, side by side in held-out documents."""
 
 import math
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,18 +25,6 @@ class Rows(NamedTuple):
 
     tokens: Tensor
     targets: Tensor
-
-
-class Drawing(Protocol):
-    """What decides the rows of training."""
-
-    @property
-    def length(self) -> int:
-        """Tokens of a row."""
-
-    @property
-    def rows(self) -> int:
-        """Rows in each step."""
 
 
 def rows_at(corpus: Corpus, starts: Array, length: int) -> Rows:
@@ -86,17 +74,17 @@ class TextRows:
     static = True
 
     def __init__(
-        self, drawing: Drawing, training: Corpus, watched: Rows, loop: LoopOptions
+        self, rows: int, length: int, training: Corpus, watched: Rows, loop: LoopOptions
     ) -> None:
-        """Start at the first rows of the seed; each step's rows come in `accumulate` parts."""
-        self.batch_tokens = drawing.rows * drawing.length
+        """Start at the first rows of the seed; each step's come in `accumulate` parts."""
+        self.batch_tokens = rows * length
         self.training, self.watched, self.loop = training, watched, loop
-        self.rows, self.length = drawing.rows // loop.accumulate, drawing.length
-        self.places = len(training.tokens) - drawing.length
+        self.rows, self.length = rows // loop.accumulate, length
+        self.places = len(training.tokens) - length
         if self.places < 1:
             raise DataError(
                 f"the text to train on has {len(training.tokens):,} tokens, fewer than one row of "
-                f"{drawing.length:,} and its last target: give --data with more"
+                f"{length:,} and its last target: give --data with more"
             )
         self.drawn = 0
 

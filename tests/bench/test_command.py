@@ -132,7 +132,7 @@ def test_a_whole_run_leaves_figures_and_a_picture(monkeypatch, tmp_path, capsys)
     assert first["forward_backward"]["error"] == "it crashed"
     assert output.with_suffix(".png").stat().st_size > 0
     shown = capsys.readouterr().out
-    assert "fla time gdn 8x4096-h16: forward graph 1 ms, eager 2 ms" in shown
+    assert "peer=fla kind=time operation=gdn shape=8x4096-h16 forward=(graph_ms=1 eager" in shown
     assert "it crashed" in shown
     # The cold case has a process, and empty caches, of its own.
     kinds = [(peer, kinds) for peer, kinds, _ in calls]

@@ -70,12 +70,20 @@ def test_tables_are_printed(capsys):
         assert expected in shown
 
 
-@pytest.mark.parametrize("row", example_report()["rows"])
-def test_progress_is_one_line(row):
-    line = table.progress_line(row["peer"], row, row)
-    assert line.startswith(row["peer"])
-    assert "\n" not in line
-    assert not line.endswith(": ")
+def test_each_figure_is_a_line_and_the_report_is_written_again(tmp_path, capsys):
+    rows = example_report()["rows"]
+    path = tmp_path / "report.json"
+    written = []
+
+    def found():
+        for number in range(3):
+            written.append(len(results.load(path)["rows"]) if path.exists() else 0)
+            yield "fla", {"kind": "step", "B": number}, {"us": 1.23456}
+
+    results.file_each(results.new_report([]), found(), path)
+    assert written == [0, 1, 2]
+    assert capsys.readouterr().out.splitlines()[-1] == "peer=fla kind=step B=2 us=1.235"
+    assert not any("\n" in results.brief(row) for row in rows)
 
 
 def test_a_ratio_is_taken_within_one_run_and_our_time_from_the_newest():

@@ -103,7 +103,8 @@ def test_rows_of_training_are_a_function_of_the_seed_and_the_number(cell):
     watched = held_out_rows(corpus, 32, 64)
 
     def rows(seed):
-        return TextRows(cell, corpus, watched, LoopOptions(seed=seed, accumulate=2))
+        loop = LoopOptions(seed=seed, accumulate=2)
+        return TextRows(cell.rows, cell.length, corpus, watched, loop)
 
     first, other = rows(0), rows(1)
     drawn = [first.next() for _ in range(3)]
