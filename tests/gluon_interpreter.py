@@ -46,8 +46,8 @@ class Value:
     def type(self) -> SimpleNamespace:
         return SimpleNamespace(layout=None)
 
-    def to(self, dtype: torch.dtype) -> "Value":
-        return Value(self.data.to(dtype))
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> "Value":
+        return Value(self.data.view(dtype) if bitcast else self.data.to(dtype))
 
     def __getitem__(self, at: Any) -> "Value":
         return Value(self.data[at])
@@ -451,7 +451,7 @@ def language(machine: Machine) -> SimpleNamespace:
         minimum=elementwise(torch.minimum),
         arange=lambda start, end, layout: Value(torch.arange(start, end, dtype=torch.int32)),
         zeros=lambda shape, dtype, layout: Value(torch.zeros([int(x) for x in shape], dtype=dtype)),
-        sum=lambda x, axis: Value(x.data.sum(axis)),
+        sum=lambda x, axis: Value(x.data.sum(axis)), min=lambda x, axis: Value(x.data.amin(axis)),
         associative_scan=running_sum,
         permute=lambda x, order: Value(x.data.permute(order)),
         reshape=lambda x, shape: Value(x.data.reshape(shape)),

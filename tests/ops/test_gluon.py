@@ -217,7 +217,10 @@ def test_the_memory_of_the_interpreter_is_poisoned() -> None:
 @pytest.mark.parametrize(
     ("case", "reason"),
     [
-        (case_of("channel"), "decay none or one per head"),
+        (
+            case_of("channel"),
+            "of decays per channel has \\(K, V\\) = \\(128, 128\\), got \\(64, 64\\)",
+        ),
         (case_of(n_steps=2), "writes once a token"),
         (case_of(key_size=32), "got \\(32, 64\\)"),
         (case_of(dtype=torch.float32), "takes bfloat16"),

@@ -65,6 +65,13 @@ def why_not(inputs: Inputs) -> str | None:
     return why_not_form(inputs)
 
 
+def of_channels() -> Any:
+    """The same of decays per channel, whose launch is like that of this file."""
+    from deltarule.ops.delta_rule.gluon import channel_stage
+
+    return channel_stage
+
+
 @constant_when_compiled
 def architecture_at(index: int) -> int:
     """Ten times the compute capability of a CUDA device."""
@@ -74,11 +81,12 @@ def architecture_at(index: int) -> int:
 def why_not_form(inputs: Inputs) -> str | None:
     """What the fused kernel cannot do on any GPU."""
     q, sizes = inputs.q, (inputs.q.shape[3], inputs.v.shape[3])
-    if inputs.by_channel:
-        return "the fused kernel has decay none or one per head, and erase none or tied"
     if inputs.n_steps > 1:
         return f"the fused kernel writes once a token, got n_steps = {inputs.n_steps}"
-    if sizes not in CONFIGURATIONS:
+    if inputs.by_channel:
+        if (reason := of_channels().why_not_form(inputs)) is not None:
+            return reason
+    elif sizes not in CONFIGURATIONS:
         known = " or ".join(str(size) for size in CONFIGURATIONS)
         return f"the fused kernel has (K, V) = {known}, got {sizes}"
     if q.dtype != torch.bfloat16 and (q.dtype != torch.float16 or inputs.beta is not None):
@@ -106,12 +114,19 @@ def pays(inputs: Inputs, plan: Plan, save: bool = False) -> bool:
     """
     return (
         (TRAINING or not save)
+        and not (save and inputs.by_channel)
+        and is_timed(inputs)
         and not plan.per_segment
         and not (save and inputs.beta is None and inputs.log_decay is None)
         and not (save and inputs.q.dtype != torch.bfloat16)
         and why_not(inputs) is None
         and fills(inputs, multiprocessors(inputs.q.device))
     )
+
+
+def is_timed(inputs: Inputs) -> bool:
+    """Whether a GPU has run and timed it: calls take nothing else unless impl="gluon" says so."""
+    return not inputs.by_channel or bool(of_channels().CHOSEN)
 
 
 def fills(inputs: Inputs, processors: int) -> bool:
@@ -126,6 +141,8 @@ def place_in_order(inputs: Inputs) -> str:
     """What `explain` says of a call that the kernel can run."""
     if pays(inputs, make_plan(inputs)):
         return "can run; triton comes first, and takes it here"
+    if not is_timed(inputs):
+        return "can run; triton comes first, and does not take what no GPU has timed yet"
     return "can run; triton comes first, and its own kernels are faster for so few heads and rows"
 
 
@@ -205,6 +222,8 @@ def forward(call: Call, save: bool = False) -> tuple[Tensor, Tensor]:
 
     `save`: what the call has buffers for is left there for a backward.
     """
+    if call.inputs.by_channel:
+        return of_channels().forward(call)
     inputs, scale = call.inputs, call.inputs.scale
     q, k, v, value_heads = inputs.q, inputs.k, inputs.v, inputs.v.shape[2]
     norms = norms_of(call)

@@ -1,0 +1,94 @@
+"""The delta rule's forward as one kernel of several roles, for Hopper: a decay per channel.
+
+A program has one value head of one sequence, and its roles go through the chunks as in forward.py:
+
+    load ----- q k v ---+                                      +--- o ----> store
+                        v                                      |
+    gates ---- b ... -> slot -> score ----- sums ------> state roles (64 rows of S each)
+    gates --- decays -----------> score <-- q, k scaled --> state roles
+                        ^         score ----- P, T ----> state roles
+                        |                                      |
+                        +--------------- empty ----------------+
+
+What differs from a decay per head is what the roles of scores, states and gates do; those that move
+tiles are the same. Everything is read once, and nothing is written but o and the final state.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from deltarule.ops.delta_rule.gluon.channel_gates import channel_gate_role
+from deltarule.ops.delta_rule.gluon.channel_memory import (
+    ChannelForm,
+    new_channel_barriers,
+    new_channel_tiles,
+)
+from deltarule.ops.delta_rule.gluon.channel_score import channel_score_role
+from deltarule.ops.delta_rule.gluon.channel_state import channel_state_role
+from deltarule.ops.delta_rule.gluon.forward import place_of
+from deltarule.ops.delta_rule.gluon.inverse import barrier
+from deltarule.ops.delta_rule.gluon.memory import VALUES
+from deltarule.ops.delta_rule.gluon.movers import load_role, store_role
+
+GENERAL = ["T", "s_beta_b", "s_beta_t", "s_beta_h"]
+
+
+@gluon.jit(do_not_specialize=GENERAL)
+def channel_forward_kernel(
+    q, k, v, o, q_rows, k_rows, v_rows, o_rows, log_decay, beta, norms, cu_seqlens, initial_state,
+    final_state, scale, T, heads, value_heads, s_beta_b, s_beta_t, s_beta_h,
+    K: gl.constexpr, V: gl.constexpr, SLOTS: gl.constexpr, TIED: gl.constexpr, UNIT: gl.constexpr,
+    PACKED: gl.constexpr, RAGGED: gl.constexpr, STATE_REGISTERS: gl.constexpr,
+    SCORE_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """q, k, v and o twice: as descriptors of tiles, and as addresses of rows.
+
+    log_decay [B, T, HV, K] lies in one piece, in float32. States are [N, HV, V, K]. The first state
+    role has the registers that the others leave.
+    """
+    PARTS: gl.constexpr = V // VALUES
+    place, sequence = place_of(cu_seqlens, T, heads, value_heads, PACKED)
+    tiles = new_channel_tiles(q.dtype, K, PARTS, SLOTS, TIED)
+    barriers = new_channel_barriers(PARTS, SLOTS)
+    state = (sequence * value_heads + place.value_head).to(gl.int64) * (V * K)
+    final_state += state
+    INITIAL: gl.constexpr = initial_state is not None
+    if INITIAL:
+        initial_state += state
+    else:
+        initial_state = final_state
+    # Packed sequences share one row of the batch.
+    row, token = sequence, place.start * 0
+    if PACKED:
+        row, token = sequence * 0, place.start
+    log_decay += (place.start * value_heads + place.value_head) * K
+    if TIED:
+        beta += row.to(gl.int64) * s_beta_b + token * s_beta_t + place.value_head * s_beta_h
+    else:
+        beta = final_state
+    keys = place.start * heads + place.key_head
+    q_norm, k_norm = final_state, final_state
+    if UNIT:
+        q_norm = norms + keys * 2
+        k_norm = q_norm + 1
+    barrier()
+    FORM: gl.constexpr = ChannelForm(TIED, INITIAL, UNIT, False, False, False)
+    own = tiles, barriers, place, final_state
+    loads = q, k, v, q_rows, k_rows, v_rows
+    gates = log_decay, beta, q_norm, k_norm, value_heads * K, s_beta_t, heads * 2
+    # Rows are counted from the sequence's start on, in 64 bits.
+    apart = place.start * 0 + heads
+    given = q_rows + keys * K, k_rows + keys * K, apart * K, q_norm, k_norm, apart * 2
+    states = initial_state, final_state, scale
+    gl.warp_specialize(
+        [
+            (channel_state_role, (own, states, 0, PARTS, K, SLOTS, FORM)),
+            (channel_state_role, (own, states, 1, PARTS, K, SLOTS, FORM)),
+            (channel_score_role, (own, given, scale, K, SLOTS, FORM)),
+            (load_role, (own, loads, heads, value_heads, K, PARTS, SLOTS, RAGGED)),
+            (store_role, (own, o, o_rows, value_heads, PARTS, RAGGED, False)),
+            (channel_gate_role, (own, gates, K, SLOTS, FORM)),
+        ],
+        [4, 4, 1, 1, 1],
+        [STATE_REGISTERS, SCORE_REGISTERS, REGISTERS, REGISTERS, REGISTERS],
+    )

@@ -1,0 +1,132 @@
+"""What the roles of the forward with a decay per channel share: tiles and barriers.
+
+Of the sums c_i of a chunk's log decays, to base 2 and from its start to token i, there are
+
+    up_i = 2^(c_i + SHIFT)        near_i = 2^-(c_i + SHIFT)        rest_i = 2^(c_end - c_i)
+
+channel by channel, and a pair's decay is up_i near_j. SHIFT makes half of the exponents positive,
+as in triton/channel_scores_fast.py: so both are numbers down to c of -RANGE. Tokens beyond it have
+pairs of their own (channel_exact.py).
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D, PLAIN_3D
+from deltarule.ops.delta_rule.gluon.memory import (
+    CHUNK,
+    GATES,
+    VALUES,
+    new_barrier,
+    square,
+)
+
+# Powers of two.
+SHIFT, RANGE = gl.constexpr(80.0), gl.constexpr(160.0)
+UNSHIFT = gl.constexpr(2.0**-80)
+
+
+class ChannelTiles(NamedTuple):
+    """Tiles in shared memory; those with SLOTS are of two chunks, the others of one."""
+
+    # [SLOTS, 64, K]: q and k, and in their places q up and, with an erase, k up.
+    q: Any
+    k: Any
+    # [SLOTS * V / 64, 64, 64].
+    v: Any
+    # [SLOTS, 64, 64]: T, with an erase; [64, 64]: P.
+    t: Any
+    p: Any
+    # [64, K]: k near as the sum of two numbers of 16 bits, and k rest.
+    near: Any
+    near_low: Any
+    write: Any
+    # [V / 64, 64, 64]: o, of the chunk before the one that is being worked out.
+    o: Any
+    # [64, K] float32: log decays, and in their place their sums; [SLOTS, K] float32: 2^c_end.
+    decays: Any
+    ends: Any
+    # [SLOTS * GATES, 64] float32.
+    gates: Any
+    # For the inverse (inverse.py): the first three in the memory of k near.
+    rows: Any
+    blocks: Any
+    scaled: Any
+    identity: Any
+
+
+class ChannelBarriers(NamedTuple):
+    """Barriers of each slot (the first three), of the single tiles, and of each state role's o."""
+
+    # q, k, v and the gates are there; the state roles have done with all of the chunk.
+    full: Any
+    empty: Any
+    # All have scaled their tokens of q and k, and need the sums of decays no more.
+    copied: Any
+    # P, T and `write` are there.
+    scored: Any
+    # Log decays are there; so are their sums, and what was left of the chunk before is free.
+    decays: Any
+    sums: Any
+    # o of a state role is there; it is in global memory.
+    written: Any
+    stored: Any
+
+
+class ChannelForm(NamedTuple):
+    """What a call has. DECAY, UNIT and SAVE are what inverse.py and score.py ask for, of tiles
+    that are scaled already."""
+
+    TIED: bool
+    INITIAL: bool
+    NORMS: bool
+    DECAY: bool
+    UNIT: bool
+    SAVE: bool
+
+
+@gluon.jit
+def new_channel_tiles(
+    dtype: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
+    TIED: gl.constexpr,
+):  # fmt: skip
+    """Shared memory for all tiles."""
+    SQUARE: gl.constexpr = square()
+    q = gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, K], SQUARE)
+    k = gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, K], SQUARE)
+    v = gl.allocate_shared_memory(dtype, [SLOTS * PARTS, CHUNK, VALUES], SQUARE)
+    p = gl.allocate_shared_memory(dtype, [CHUNK, CHUNK], SQUARE)
+    near = gl.allocate_shared_memory(dtype, [CHUNK, K], SQUARE)
+    near_low = gl.allocate_shared_memory(dtype, [CHUNK, K], SQUARE)
+    write = gl.allocate_shared_memory(dtype, [CHUNK, K], SQUARE)
+    o = gl.allocate_shared_memory(dtype, [PARTS, CHUNK, VALUES], SQUARE)
+    decays = gl.allocate_shared_memory(gl.float32, [CHUNK, K], PLAIN)
+    ends = gl.allocate_shared_memory(gl.float32, [SLOTS, K], PLAIN_1D)
+    gates = gl.allocate_shared_memory(gl.float32, [SLOTS * GATES, CHUNK], PLAIN_1D)
+    # Before Triton 3.7 a tuple has no None: what is not there is another thing that nobody reads.
+    t, rows, blocks, scaled, identity = p, p, p, p, decays
+    if TIED:
+        t = gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, CHUNK], SQUARE)
+        rows = near._reinterpret(gl.float16, [CHUNK, CHUNK], SQUARE)
+        more = near_low._reinterpret(gl.float16, [2, 4, 16, 16], PLAIN_3D)
+        blocks, scaled = more.index(0), more.index(1)
+        identity = gl.allocate_shared_memory(gl.float32, [16, 16], PLAIN)
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])
+        row = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))[:, None]
+        column = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]
+        identity.store(gl.where(row == column, 1.0, 0.0))
+    return ChannelTiles(
+        q, k, v, t, p, near, near_low, write, o, decays, ends, gates, rows, blocks, scaled, identity
+    )  # fmt: skip
+
+
+@gluon.jit
+def new_channel_barriers(PARTS: gl.constexpr, SLOTS: gl.constexpr):
+    """All barriers: a slot is full with its tiles and its gates."""
+    full, empty = new_barrier(SLOTS, 2), new_barrier(SLOTS, PARTS)
+    copied, scored = new_barrier(SLOTS, 1 + PARTS), new_barrier(1, 1)
+    decays, sums = new_barrier(1, 1), new_barrier(1, 1)
+    written, stored = new_barrier(PARTS, 1), new_barrier(PARTS, 1)
+    return ChannelBarriers(full, empty, copied, scored, decays, sums, written, stored)
