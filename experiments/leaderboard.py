@@ -162,7 +162,7 @@ def bands(ranked: list[Scored]) -> dict[str, int]:
 def table(scale: Scale, results: list[Result]) -> str:
     """A row for each system and a column for each task that anything has run; then the settings.
 
-    Systems come by the sum of their bands; one without a result on a task comes last in it.
+    Systems come by the mean of their bands over the tasks that they have run.
     """
     board = board_of(scale, results)
     placed = {key: bands(ranked) for key, ranked in board.items()}
@@ -170,8 +170,9 @@ def table(scale: Scale, results: list[Result]) -> str:
         (one.system, key): told(one, placed[key]) for key, ranked in board.items() for one in ranked
     }
 
-    def place(system: str) -> int:
-        return sum(one.get(system, len(SYSTEMS)) for one in placed.values())
+    def place(system: str) -> float:
+        own = [one[system] for one in placed.values() if system in one]
+        return statistics.fmean(own) if own else math.inf
 
     rows = [
         [f"`{name}`", SYSTEMS[name].title, *(cells.get((name, key), "to run") for key in board)]
@@ -202,7 +203,8 @@ def draw(scale: Scale, results: list[Result], path: Path) -> None:
     board = board_of(scale, results)
     across = min(ACROSS, len(board))
     down = -(-len(board) // across)
-    size = WIDTH * across, (LINE * max(map(len, board.values())) + 1.2) * down
+    longest = max(map(len, board.values()))
+    size = WIDTH * across, (LINE * longest + 1.2) * down
     figure = require("matplotlib.figure").Figure(
         figsize=size, dpi=DOTS_PER_INCH, layout="constrained"
     )
@@ -213,7 +215,7 @@ def draw(scale: Scale, results: list[Result], path: Path) -> None:
         for place, one in enumerate(ranked):
             axes.plot(one.scores, [-place] * len(one.scores), color=DARK, marker="o", linestyle="")
         axes.set_yticks([-i for i in range(len(ranked))], [title_of(one.system) for one in ranked])
-        axes.set_ylim(-len(ranked), 1)
+        axes.set_ylim(-longest, 1)
     save(figure, path)
 
 
