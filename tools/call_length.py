@@ -29,8 +29,8 @@ class Limit(NamedTuple):
     lines: int
 
 
-# What is asked of a CPU call, and what the others enter today: these may only fall.
-LIMITS = {"cpu": Limit(9, 1900), "gated": Limit(18, 4320), "kda": Limit(21, 4550)}
+# What is asked of a call; of the gated one, what it enters today: this may only fall.
+LIMITS = {"cpu": Limit(9, 1900), "gated": Limit(18, 4110), "kda": Limit(21, 4300)}
 
 
 class Entered:

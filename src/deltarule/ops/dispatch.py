@@ -14,7 +14,6 @@ from torch.nn import Parameter
 
 Impl = Literal["auto", "reference", "torch", "triton", "gluon"]
 
-
 Arguments = TypeVar("Arguments")
 Result = TypeVar("Result")
 
@@ -84,10 +83,8 @@ def warn_slow(name: str, reason: str | None) -> None:
         )
 
 
-# Where nothing watches a call, a registered operator costs the host time, and nothing else.
-
-
 Function = TypeVar("Function", bound=Callable[..., object])
+# Where nothing watches a call, a registered operator costs the host time, and nothing else.
 PLAIN = {Tensor, Parameter, NoneType}
 
 

@@ -22,10 +22,8 @@ def cache_folder() -> Path:
     It comes from the user's account alone: an environment variable must not choose the table that
     the kernels read, and with it the last bits of a result.
     """
-    home = account_home()
-    if sys.platform == "win32":
-        return home / "AppData" / "Local" / "deltarule"
-    return home / ("Library/Caches" if sys.platform == "darwin" else ".cache") / "deltarule"
+    folders = {"win32": "AppData/Local", "darwin": "Library/Caches"}
+    return account_home() / folders.get(sys.platform, ".cache") / "deltarule"
 
 
 def account_home() -> Path:
@@ -44,10 +42,8 @@ def account_home() -> Path:
 def identity() -> dict[str, str]:
     """GPU, driver, Triton and package version: what a finding holds for."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else NO_GPU
-    return {
-        "gpu": gpu, "driver": driver_version(), "triton": triton_version(),
-        "deltarule": package_version(),
-    }  # fmt: skip
+    versions = {"triton": triton_version(), "deltarule": package_version()}
+    return {"gpu": gpu, "driver": driver_version(), **versions}
 
 
 def package_version() -> str:

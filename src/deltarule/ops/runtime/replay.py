@@ -130,7 +130,7 @@ class Tape:
     def note(self, kernel: Launch, grid: Grid, arguments: tuple[Any, ...]) -> None:
         """Write down a launch that went past Triton's search, or that there was another."""
         binary = kernel.binary(arguments)
-        known = all(self.known(x) for x in arguments if isinstance(x, Tensor))
+        known = all(self.holder(x) is not None for x in arguments if isinstance(x, Tensor))
         if self.notes is None or binary is None or not known:
             self.notes = None
         else:
@@ -144,37 +144,27 @@ class Tape:
         elif not called.is_view and not (name == "fill_" and marks(*args)):
             self.notes = None
 
-    def known(self, x: Tensor) -> bool:
-        """Whether x lies in what is given or made, or is the same in every call."""
-        return (
-            self.place_given(x) is not None
-            or any(shares(x, y) for y in self.made)
-            or self.constant(x)
-        )
-
-    def place_given(self, x: Tensor) -> int | None:
-        """Which of the tensors that are given it is, or the only one that it lies in."""
-        for i, y in enumerate(self.given):
-            if x is y:
-                return i
-        around = [i for i, y in enumerate(self.given) if shares(x, y)]
-        return around[0] if len(around) == 1 else None
-
-    def constant(self, x: Tensor) -> bool:
-        """Whether x is the same in every call."""
-        return any(shares(x, y) for y in self.constants)
+    def holder(self, x: Tensor) -> Tensor | None:
+        """What x is or lies in: the only one of the tensors that are given, made, or constant."""
+        if any(x is y for y in self.given):
+            return x
+        around = [y for y in self.given if shares(x, y)]
+        if len(around) == 1:
+            return around[0]
+        return next((y for y in (*self.made, *self.constants) if shares(x, y)), None)
 
     def recording(self, outputs: Outputs) -> Recording | None:
         """The launches in the form in which they are repeated."""
         returned = [next((i for i, y in enumerate(self.made) if is_all(x, y)), -1) for x in outputs]
         if self.notes is None or -1 in returned:
             return None
-        first, places, room = len(self.given), {}, 0
+        first, room = len(self.given), 0
+        places = {id(x): Place(i, 0) for i, x in enumerate(self.given)}
         for i, x in enumerate(self.made):
             if i in returned:
-                places[i] = Place(first + returned.index(i), 0)
+                places[id(x)] = Place(first + returned.index(i), 0)
             else:
-                places[i] = Place(first + len(returned), room)
+                places[id(x)] = Place(first + len(returned), room)
                 room += -(-x.nbytes // GRAIN) * GRAIN
         if room > MOST_ROOM:
             return None
@@ -200,22 +190,21 @@ class Tape:
                 continue
             start = len(values)
             values += fetched[i].map_of(x) if i in fetched else [x.data_ptr()]
-            if self.constant(x):
+            if (place := self.place_of(x, places)) is None:
                 continue
-            place, own = self.place_of(x, places), slice(start, len(values))
             if i in fetched:
+                own = slice(start, len(values))
                 maps.append(Map(own, *place, x.shape, x.dtype, fetched[i]))
             else:
                 addresses.append((start, place))
         return Step(note.binary, values + note.launch.rest, addresses, maps)
 
-    def place_of(self, x: Tensor, places: dict[int, Place]) -> Place:
-        """Where a known tensor lies."""
-        if (i := self.place_given(x)) is not None:
-            return Place(i, x.data_ptr() - self.given[i].data_ptr())
-        made = next(i for i, y in enumerate(self.made) if shares(x, y))
-        piece, offset = places[made]
-        return Place(piece, offset + x.data_ptr() - self.made[made].data_ptr())
+    def place_of(self, x: Tensor, places: dict[int, Place]) -> Place | None:
+        """Where a known tensor lies, by the holders' places; None if that is always the same."""
+        holder = self.holder(x)
+        if holder is None or (place := places.get(id(holder))) is None:
+            return None
+        return Place(place.piece, place.offset + x.data_ptr() - holder.data_ptr())
 
 
 class Watch(TorchDispatchMode):

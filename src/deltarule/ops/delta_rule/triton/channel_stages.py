@@ -59,10 +59,11 @@ def channel_config(call: Call, name: str, most: int | None = None) -> dict[str, 
     return config | {"BC": min(call.plan.sizes["BK"], config["BC"], most or config["BC"])}
 
 
-def score_precision(call: Call) -> str:
-    """How the products of scores per channel are taken."""
+def score_config(call: Call, name: str, most: int | None = None) -> dict[str, Any]:
+    """That of a kernel of scores, whose products are taken in a way of their own."""
     # A tf32 number has no more digits than a float16 one: rounding to it would show.
-    return "tf32" if call.inputs.q.dtype == torch.bfloat16 else "tf32x3"
+    precision = "tf32" if call.inputs.q.dtype == torch.bfloat16 else "tf32x3"
+    return channel_config(call, name, most) | {"PRECISION": precision}
 
 
 def score_shapes(inputs: Inputs, plan: Plan) -> Shapes:
@@ -104,23 +105,22 @@ def exact_scores(call: Call) -> None:
     chunks, heads = call.plan.chunks, call.plan.sizes["HV"]
     if call.inputs.log_decay is not None:
         call.values["sums"] = new_sums(call, chunks, heads)
-    config = call.once(channel_config, "exact_scores") | {"PRECISION": score_precision(call)}
+    config = call.once(score_config, "exact_scores")
     for erasing_rows in (False, True) if call.inputs.erase == "free" else (False,):
-        grid = chunks, heads, 1
-        call.launch(exact_scores_kernel, grid, {**config, "ERASING_ROWS": erasing_rows})
+        own = {**config, "ERASING_ROWS": erasing_rows}
+        call.launch(exact_scores_kernel, (chunks, heads, 1), own)
 
 
 def fast_scores(call: Call) -> None:
     """Launch `fast_scores_kernel`, and after it the one for the rows that it flags."""
     add_buffers(call)
     heads = call.plan.chunks * call.plan.sizes["HV"]
-    config = call.once(channel_config, "fast_scores") | {"PRECISION": score_precision(call)}
-    call.launch(fast_scores_kernel, (heads, 1, 1), {**config, "SHIFT": SHIFT, "RANGE": RANGE})
+    own = call.once(score_config, "fast_scores") | {"SHIFT": SHIFT, "RANGE": RANGE}
+    call.launch(fast_scores_kernel, (heads, 1, 1), own)
     programs = min(PROGRAMS, heads)
     # Around this kernel's loops more channels at once are too many registers.
-    config = call.once(channel_config, "exact_scores", 16) | {"PRECISION": score_precision(call)}
-    config |= {"sums": new_sums(call, programs)}
-    call.launch(flagged_scores_kernel, (programs, 1, 1), config)
+    own = call.once(score_config, "exact_scores", 16) | {"sums": new_sums(call, programs)}
+    call.launch(flagged_scores_kernel, (programs, 1, 1), own)
 
 
 def scores(call: Call) -> None:
@@ -152,9 +152,9 @@ def decay_sums(call: Call) -> None:
     chunks, heads = call.plan.chunks, call.plan.sizes["HV"]
     call.values |= {"sums": new_sums(call, chunks, heads)}
     # The scores have theirs already, the same but for rounding: forward and backward take that.
-    own = {"chunk_decay": call.empty((chunks, heads, call.plan.sizes["K"]))}
-    options = {"num_warps": 2, "num_stages": 1}
-    call.launch(decay_sums_kernel, chunk_grid(call, heads), {**own, **options})
+    decay = call.empty((chunks, heads, call.plan.sizes["K"]))
+    own = {"chunk_decay": decay, "num_warps": 2, "num_stages": 1}
+    call.launch(decay_sums_kernel, chunk_grid(call, heads), own)
 
 
 def gradients(call: Call) -> None:

@@ -75,9 +75,8 @@ def configuration(kernel: str, call: TileKey) -> dict[str, int]:
     config = dict(shipped(kernel, call))
     config.pop("BT", None)
     if "BV" in config and (block := power_of_two(call.value_size)) < config["BV"]:
-        config["num_warps"] = max(
-            config["num_warps"] * block // config["BV"], min(config["num_warps"], 4)
-        )
+        warps = config["num_warps"]
+        config["num_warps"] = max(warps * block // config["BV"], min(warps, 4))
         config["BV"] = block
     return config
 
