@@ -101,6 +101,27 @@ def test_forbidden_in_the_library(source, text):
     assert interfaces.main() == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("def f({}): ...", 1),
+        ("@triton.jit\ndef scan({}): ...", 1),
+        ("@triton.jit\ndef scan_kernel({}): ...", 0),
+        ("@torch.library.custom_op('x')\ndef f({}): ...", 0),
+        ("class C:\n    def __init__({}): ...", 0),
+        ('def f({}):\n    """Documented.\n\n    Args:\n        x: One.\n    """', 0),
+    ],
+)
+def test_a_private_function_has_12_parameters_at_most(source, text, found):
+    (source / "deltarule").mkdir()
+    names = [f"x{i}" for i in range(13)]
+    for given, expected in ((names, found), (names[1:], 0)):
+        for by_name in ([], ["*"]):
+            text_of = text.format(", ".join([*given[:3], *by_name, *given[3:]]))
+            (source / "deltarule" / "a.py").write_text(text_of)
+            assert interfaces.main() == expected
+
+
 def test_allowed_in_the_library(source):
     (source / "a.py").write_text(
         "def _f(**options): ...\nclass _C:\n    def f(self, **options): ...\n"

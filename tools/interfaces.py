@@ -1,6 +1,9 @@
-"""What no file of the library may hold: open-ended arguments in public, and unpickling.
+"""What the library may not hold: open-ended public arguments, unpickling, long signatures.
 
-`**kwargs` in a public signature hides a misspelt argument; a pickle runs whatever it was given.
+`**kwargs` in a public signature hides a misspelt argument; a pickle runs whatever it was given; a
+dozen values that go together are one value. Longer signatures are those of documented functions and
+of constructors, which name what a user may give, of registered operators, whose schema they are,
+and of kernels that are launched.
 """
 
 import ast
@@ -12,6 +15,32 @@ ROOT = Path(__file__).parents[1]
 SOURCES = ("src", "experiments", "bench")
 
 UNPICKLING_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "joblib"}
+PARAMETERS = 12
+# Functions that have more, and how many: these may only become fewer.
+LONGER = {
+    "hf/recurrence.py:mamba2_chunk_scan": 15,
+    "models/causal_lm.py:generate": 13,
+    "models/causal_lm.py:stream": 13,
+    "models/generate.py:stream": 13,
+    "ops/fused/convolution_step_triton.py:convolve_tokens": 13,
+    "ops/memory/triton/backward.py:pass_on": 16,
+    "ops/memory/triton/backward.py:read_backward": 15,
+    "ops/memory/triton/memory.py:store_maps": 13,
+    "ops/memory/triton/network.py:first_map": 19,
+    "ops/memory/triton/network.py:trained": 19,
+    "ops/memory/triton/network_backward.py:first_map_anchor": 22,
+    "ops/memory/triton/network_backward.py:first_map_backward": 20,
+    "ops/memory/triton/network_backward.py:first_map_writes": 18,
+    "ops/memory/triton/network_backward.py:pass_on": 16,
+    "ops/memory/triton/network_backward.py:writes_backward": 29,
+    "ops/memory/triton/network_scan.py:move_on": 17,
+    "ops/memory/triton/network_scan.py:through_first_map": 25,
+    # What other libraries call has their signature.
+    "serve/sglang.py:target_verify": 15,
+    "serve/vllm.py:chunk_gated_delta_rule": 13,
+    "serve/vllm.py:decode": 17,
+}
+
 # weights_only=True still reads a pickle.
 UNPICKLING_CALLS = {"torch.load", "torch.serialization.load", "np.load", "numpy.load"}
 
@@ -24,8 +53,35 @@ def main() -> int:
         for file in sorted((ROOT / name).rglob("*.py"))
         for finding in check(file.read_text())
     ]
-    print("\n".join(findings) or "no **kwargs in public, no unpickling")
+    findings += long_signatures()
+    print("\n".join(findings) or "no **kwargs in public, no unpickling, no long signatures")
     return bool(findings)
+
+
+def long_signatures() -> Iterator[str]:
+    """Private functions of the package with too many parameters."""
+    folder = ROOT / "src" / "deltarule"
+    for file in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.FunctionDef) or not is_private(node):
+                continue
+            name, count = f"{file.relative_to(folder).as_posix()}:{node.name}", parameters(node)
+            if count > (most := LONGER.get(name, PARAMETERS)):
+                yield f"{name}: {count} parameters, at most {most}"
+
+
+def parameters(function: ast.FunctionDef) -> int:
+    """How many a function has."""
+    arguments = function.args
+    return len([*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs])
+
+
+def is_private(function: ast.FunctionDef) -> bool:
+    """Whether nobody but the library needs its signature: no user, no operator, no launch."""
+    decorators = " ".join(map(ast.unparse, function.decorator_list))
+    launched = "jit" in decorators and function.name.endswith("_kernel")
+    documented = "Args:" in (ast.get_docstring(function) or "") or function.name == "__init__"
+    return not launched and not documented and "custom_op" not in decorators
 
 
 def check(text: str) -> Iterator[str]:

@@ -14,7 +14,7 @@ A server's rows have different lengths, and a slot for the state after each draf
 
 from functools import lru_cache
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -186,43 +186,38 @@ def recurrent_step(
     beta_max = 1.0 if maps.beta_max is None else maps.beta_max
     lower_bound = 0.0 if maps.lower_bound is None else maps.lower_bound
     form = "none" if A_log is None else "bounded" if lower_bound else "softplus"
-    kernel = step_launch(
-        inputs.q.device, *inputs.q.shape[2:], value_heads, value_size, inputs.n_steps, inputs.decay,
-        inputs.erase, inputs.normalize_qk,
-        (state_indices is not None, states is not None, slots, rows is not None),
-        (form, maps.beta_max is not None), num_warps(state.dtype),
-        tuple(chained().items()),
-    )  # fmt: skip
-    kernel(
-        (-(-value_size // ROWS) * value_heads * batch, 1, 1), *streams, A_log, dt_bias,
-        state, state_indices, states, o, cu_seqlens, accepted, inputs.scale, beta_max,
-        lower_bound, null_index, tokens,
-        *chain.from_iterable((0, 0, 0) if x is None else x.stride()[:3] for x in streams),
-        *state.stride()[:3],
-    )  # fmt: skip
+    sizes = *inputs.q.shape[2:], value_heads, value_size, inputs.n_steps
+    rule = inputs.decay, inputs.erase, inputs.normalize_qk, form, maps.beta_max is not None
+    places = state_indices is not None, states is not None, slots, rows is not None
+    values = *sizes, *rule, *places, num_warps(state.dtype)
+    kernel = step_launch(inputs.q.device, values, tuple(chained().items()))
+    grid = -(-value_size // ROWS) * value_heads * batch, 1, 1
+    tensors = *streams, A_log, dt_bias, state, state_indices, states, o, cu_seqlens, accepted
+    numbers = inputs.scale, beta_max, lower_bound, null_index, tokens
+    strides = chain.from_iterable((0, 0, 0) if x is None else x.stride()[:3] for x in streams)
+    kernel(grid, *tensors, *numbers, *strides, *state.stride()[:3])
     return o
+
+
+# Sizes; the rule, which map makes the decay of logits, and whether beta is made of them; whether
+# states have slots, whether that after each token is kept, how many slots a row has if its tokens
+# have them, and whether null_index is the last of many.
+CONSTANTS = (
+    *("H", "K", "HV", "V", "N_STEPS"),
+    *("DECAY", "ERASE", "UNIT_NORM", "DECAY_LOGITS", "BETA_LOGITS"),
+    *("INDEXED", "KEPT", "SLOTS", "BELOW"),
+    "num_warps",
+)
 
 
 @lru_cache(maxsize=256)
 def step_launch(
-    device: torch.device, heads: int, key_size: int, value_heads: int, value_size: int,
-    n_steps: int, decay: str, erase: str, unit_norm: bool, states: tuple[bool, bool, int, bool],
-    logits: tuple[str, bool], num_warps: int, chained: tuple[tuple[str, bool], ...],
-) -> Launch:  # fmt: skip
-    """The kernel with its constants: one for all calls on a device that share them.
-
-    `states` says whether they have slots, whether that after each token is kept, how many slots a
-    row has if its tokens have them, and whether null_index is the last of many; `logits`, which
-    map makes the decay of logits, and whether beta is made of them.
-    """
-    constants = {
-        "H": heads, "HV": value_heads, "K": key_size, "V": value_size, "N_STEPS": n_steps,
-        "DECAY": decay, "ERASE": erase, "UNIT_NORM": unit_norm, "INDEXED": states[0],
-        "DECAY_LOGITS": logits[0], "BETA_LOGITS": logits[1], "KEPT": states[1],
-        "SLOTS": states[2], "BELOW": states[3], "BK": power_of_2(key_size), "BV": ROWS,
-        "num_warps": num_warps, "num_stages": 1, **dict(chained),
-    }  # fmt: skip
-    return Launch(recurrent_step_kernel, constants)
+    device: torch.device, values: tuple[Any, ...], chained: tuple[tuple[str, bool], ...]
+) -> Launch:
+    """The kernel with its CONSTANTS: one for all calls on a device that share their values."""
+    constants = dict(zip(CONSTANTS, values, strict=True))
+    tile = {"BK": power_of_2(constants["K"]), "BV": ROWS}
+    return Launch(recurrent_step_kernel, {**constants, **tile, "num_stages": 1, **dict(chained)})
 
 
 def num_warps(state_dtype: torch.dtype) -> int:
