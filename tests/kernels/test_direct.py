@@ -88,12 +88,8 @@ def test_a_key_tells_apart_all_that_triton_does() -> None:
      TensorDescriptor(MEMORY, [8, 8], [8, 1], [8, 8]), torch.float32],
 )  # fmt: skip
 def test_what_is_unusual_is_left_to_triton(x: object) -> None:
-    assert signature((MEMORY, x)) is None
-
-
-def test_one_address_off_the_grid_is_enough() -> None:
     assert signature((MEMORY, MEMORY[4:])) is not None
-    assert signature((MEMORY, MEMORY[2:], MEMORY)) is None
+    assert signature((MEMORY, x, MEMORY)) is None
 
 
 def test_every_setting_that_triton_reads_is_looked_at() -> None:
@@ -330,8 +326,7 @@ def test_what_is_kept_has_a_bound(fake, monkeypatch) -> None:
 def call(**changes) -> Inputs:
     x = torch.zeros(1, 128, 2, 16)
     gate = torch.zeros(1, 128, 2)
-    inputs = Inputs(x, x, x, gate, None, None, gate, None, None, 1, 1.0, False, False)
-    return inputs._replace(**changes)
+    return Inputs(x, x, x, gate, log_decay=gate)._replace(**changes)
 
 
 def constants(inputs: Inputs, monkeypatch) -> list[tuple[object, ...]]:
@@ -411,6 +406,18 @@ def test_a_launch_asks_for_what_its_kernel_names(fake) -> None:
     assert len(fake.launched) == 1
     with pytest.raises(TypeError, match=r"a kernel asks for \['FLAG', 'number'\]"):
         made.launch(fake, GRID, {})
+
+
+def test_the_sizes_of_a_kernel_are_one_constant(fake) -> None:
+    def kernel(q, S: tl.constexpr):
+        """The parameters of a kernel."""
+
+    fake.fn, fake.arg_names = kernel, ("q", "S")
+    made = launch.Call(inputs := call(), launch.new_plan(inputs))
+    for values in (16, 32, 16):
+        made.launch(fake, GRID, {"BV": values})
+    assert [x["S"].BV for *_, x in fake.searched] == [16, 32]
+    assert {(x["S"].K, x["S"].ERASE, x["S"].BC) for *_, x in fake.searched} == {(16, "tied", None)}
 
 
 @pytest.mark.gpu

@@ -58,21 +58,18 @@ def calls(monkeypatch):
     return compiled_together
 
 
-def test_every_kind_is_compiled_once(calls) -> None:
+def test_a_kind_and_a_plan_are_compiled_once_and_only_on_a_gpu(calls, monkeypatch) -> None:
     runs = []
     for kind in (1, 2, 1):
         calls(lambda kind=kind: runs.append(kind), kind)
     assert runs == [1, 2]
-
-
-def test_a_plan_is_compiled_once_and_only_on_a_gpu(monkeypatch) -> None:
     monkeypatch.setattr(passes, "compiled_together", lambda run, kind: run())
     monkeypatch.setattr(passes, "kernel_key", lambda inputs, plan: None)
-    runs, plan = [], SimpleNamespace(made={})
+    plan = SimpleNamespace(made={})
     for is_cuda in (False, True, True):
         inputs = SimpleNamespace(q=SimpleNamespace(is_cuda=is_cuda))
-        passes.compile_first(inputs, plan, ("forward",), lambda: runs.append(1))
-        assert runs == [1] * is_cuda
+        passes.compile_first(inputs, plan, ("forward",), lambda: runs.append("plan"))
+        assert runs[2:] == ["plan"] * is_cuda
 
 
 def test_a_kernel_that_does_not_compile_leaves_the_others_alone(calls) -> None:
@@ -140,7 +137,7 @@ def test_a_forward_that_saves_compiles_the_backward_too(decay, monkeypatch) -> N
     size = {"none": None, "head": (1, 70, 2), "channel": (1, 70, 2, 16)}[decay]
     gate = None if size is None else -torch.rand(size)
     beta = torch.rand(1, 70, 2)
-    inputs = Inputs(q, k, v, beta, None, None, gate, None, None, 1, 0.5, False, False)
+    inputs = Inputs(q, k, v, beta, log_decay=gate, scale=0.5)
 
     def kernels(run) -> tuple[object, list[object]]:
         launched.clear()

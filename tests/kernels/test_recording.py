@@ -37,8 +37,7 @@ def call(tokens: int = 128, **changes) -> Inputs:
     # Keys of about unit length: longer ones let the state grow beyond all numbers.
     q, k, v = (torch.randn(3, 1, tokens, 2, 16) / 4).unbind()
     beta, gate = torch.rand(1, tokens, 2), -torch.rand(1, tokens, 2)
-    inputs = Inputs(q, k, v, beta, None, None, gate, None, None, 1, 0.5, False, False)
-    return inputs._replace(**changes)
+    return Inputs(q, k, v, beta, log_decay=gate, scale=0.5)._replace(**changes)
 
 
 def bfloat16(inputs: Inputs) -> Inputs:
@@ -136,69 +135,74 @@ def renamed(seen: list[tuple[object, ...]], given: list[torch.Tensor]) -> list[l
     return [[name(x) for x in values] for values in seen]
 
 
-@pytest.mark.parametrize("save", [False, True])
-@pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
-def test_a_replay_launches_what_the_forward_does(make, save: bool, runs, monkeypatch) -> None:
-    # The addresses of what is freed early would come again.
-    empty, made = torch.empty, []
-    monkeypatch.setattr(torch, "empty", lambda *x, **y: made.append(empty(*x, **y)) or made[-1])
-    for _ in range(2):
-        passes.forward(make(), save)
-    assert len(known()) == 1
-    runs.seen.clear()
-    inputs = make()
-    expected = passes.forward_stages(inputs, passes.make_plan(inputs), save)
-    launches, given = list(runs.seen), [x for x in inputs[:9] if x is not None]
-    runs.seen.clear()
-    outputs = passes.forward(inputs, save)
-    assert len(launches) > 1
-    assert renamed(runs.seen, given) == renamed(launches, given)
-    assert [(x.shape, x.dtype) for x in outputs[: len(expected)]] == [
-        (x.shape, x.dtype) for x in expected
-    ]
-    if make is CALLS["one tensor thrice"]:
-        runs.seen.clear()
-        other = call(beta=inputs.beta, log_decay=inputs.log_decay)
-        passes.forward(other, save)
-        assert {x.data_ptr() for x in other[:3]} <= {x for step in runs.seen for x in step}
-
-
-def gradients_of(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients by o and the final state, and what a forward saves."""
-    saved = torch.empty(passes.saved_shape(inputs))
-    return torch.randn(inputs.output_shape), torch.randn(inputs.state_shape), saved
-
-
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
-def test_a_replay_launches_what_the_backward_does(make, again: bool, runs, monkeypatch) -> None:
-    allocate, made = {name: getattr(torch, name) for name in ("empty", "empty_like")}, []
-    for name, take in allocate.items():
+@pytest.fixture
+def held(monkeypatch):
+    """Nothing that is made is freed: its address would come again."""
+    made = []
+    for name in ("empty", "empty_like"):
+        take = getattr(torch, name)
         keep = lambda *x, take=take, **y: made.append(take(*x, **y)) or made[-1]  # noqa: E731
         monkeypatch.setattr(torch, name, keep)
 
-    def backward(inputs: Inputs, given) -> tuple[torch.Tensor | None, ...]:
-        return passes.backward(*given[:2], inputs, given[2][:0] if again else given[2])
 
-    for _ in range(2):
-        backward(inputs := make(), gradients_of(inputs))
-    assert len(known()) == 1
-    runs.seen.clear()
+def drawn(make) -> tuple[Inputs, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """A call; gradients by its o and final state, and what its forward saves."""
     inputs = make()
-    d_o, d_final, saved = given = gradients_of(inputs)
-    plan = passes.make_plan(inputs)
-    after = saved[:0] if again else saved
-    expected = passes.gradient_stages(inputs, plan, again, d_o, d_final, after)
-    launches = list(runs.seen)
-    tensors = [x for x in (*inputs[:9], *given) if x is not None]
+    saved = torch.empty(passes.saved_shape(inputs))
+    return inputs, (torch.randn(inputs.output_shape), torch.randn(inputs.state_shape), saved)
+
+
+# A pass, whether it is cheap (saves nothing, or is saved nothing), and its stages.
+def forward(inputs, given, less):
+    return passes.forward(inputs, not less)[: 2 if less else 3]
+
+
+def forward_stages(inputs, plan, given, less):
+    return passes.forward_stages(inputs, plan, not less)
+
+
+def backward(inputs, given, less):
+    d_o, d_final, saved = given
+    found = passes.backward(d_o, d_final, inputs, saved[:0] if less else saved)
+    # No input, no gradient.
+    assert [x is None for x in found] == [x is None for x in inputs[:8]]
+    return [x for x in found if x is not None]
+
+
+def backward_stages(inputs, plan, given, less):
+    *gradients, saved = given
+    return passes.gradient_stages(inputs, plan, less, *gradients, saved[:0] if less else saved)
+
+
+PASSES = {"forward": (forward, forward_stages), "backward": (backward, backward_stages)}
+
+
+@pytest.mark.usefixtures("held")
+@pytest.mark.parametrize("less", [False, True])
+@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
+def test_a_replay_launches_what_the_stages_do(make, name: str, less: bool, runs) -> None:
+    run, stages = PASSES[name]
+    for _ in range(2):
+        run(*drawn(make), less)
+    assert len(known()) == 1
+    inputs, given = drawn(make)
     runs.seen.clear()
-    found = backward(inputs, given)
+    expected = stages(inputs, passes.make_plan(inputs), given, less)
+    launches, tensors = list(runs.seen), [x for x in (*inputs[:9], *given) if x is not None]
+    runs.seen.clear()
+    found = run(inputs, given, less)
     assert len(launches) > 1
     assert renamed(runs.seen, tensors) == renamed(launches, tensors)
-    # No input, no gradient.
-    shapes = [(x.shape, x.dtype) for x in found if x is not None]
-    assert shapes == [(x.shape, x.dtype) for x in expected]
-    assert [x is None for x in found] == [x is None for x in inputs[:8]]
+    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in expected]
+
+
+def test_what_was_one_tensor_may_be_several(runs) -> None:
+    for _ in range(2):
+        passes.forward(CALLS["one tensor thrice"](), False)
+    runs.seen.clear()
+    passes.forward(several := call(), False)
+    assert {x.data_ptr() for x in several[:3]} <= {x for step in runs.seen for x in step}
 
 
 def test_split_sequences_are_replayed_too(runs, monkeypatch) -> None:
@@ -297,46 +301,14 @@ def test_new_tensors_give_new_numbers(runs) -> None:
 def test_addresses_that_come_again_are_kept_up_to_a_bound(runs, monkeypatch) -> None:
     runs.work = add
     calls = [call(8) for _ in range(5)]
-    for inputs in calls[:2]:
-        passes.replayed(toy, inputs, False)
-    (recording,) = known()
-    kept = replay.Recording.calls
-    made: list[object] = []
-    monkeypatch.setattr(
-        replay.Recording, "calls", lambda self, *x: made.append(x) or kept(self, *x)
-    )
     monkeypatch.setattr(replay, "MOST_READY", 3)
-    # What is returned is held, so that addresses differ.
-    held = [passes.replayed(toy, inputs, False) for inputs in calls]
-    assert len(made) == len({x[1] for x in made}) == 5
-    assert len(recording.ready) <= 3
-    launches, seen = len(made), len(runs.seen)
-    for launcher, values in recording.ready[made[-1][1]]:
-        launcher(*values)
-    assert (len(made), len(runs.seen)) == (launches, seen + 4)
-    for inputs, found in zip(calls, held, strict=True):
-        for x, y in zip(found, toy_expected(inputs), strict=True):
-            torch.testing.assert_close(x, y)
-
-
-def with_a_copy(inputs: Inputs, *given: Any, **tape: Any) -> tuple[torch.Tensor, ...]:
-    return toy(inputs._replace(k=inputs.k.clone()), *given, **tape)
-
-
-def with_a_view(inputs: Inputs, *given: Any, **tape: Any) -> tuple[torch.Tensor, ...]:
-    k = inputs.k.view(-1)[:].view(inputs.k.shape)
-    return toy(inputs._replace(k=k), *given, **tape)
-
-
-@pytest.mark.parametrize("one", [False, True])
-def test_what_lies_in_two_tensors_is_not_recorded(one: bool, runs) -> None:
-    runs.work = add
-    for _ in range(4):
-        inputs = call(8)
-        inputs = inputs._replace(q=inputs.k) if one else inputs
-        outputs = passes.replayed(with_a_view, inputs, False)
-        torch.testing.assert_close(outputs[0], toy_expected(inputs)[0])
-    assert len(known()) == 1 - one
+    for again in range(3):
+        for inputs in calls:
+            # What is returned is held, so that addresses differ.
+            found = passes.replayed(toy, inputs, False)
+            for x, y in zip(found, toy_expected(inputs), strict=True):
+                torch.testing.assert_close(x, y)
+            assert all(0 < len(x.ready) <= 3 for x in known()) or not again
 
 
 def ones_like_v(call: Call) -> torch.Tensor:
@@ -360,25 +332,38 @@ def test_a_constant_is_kept_with_the_launches_that_read_it(runs) -> None:
     assert [len(x.constants) for x in known()] == [1]
 
 
-def with_zeros(inputs: Inputs, *given: Any, **tape: Any) -> tuple[torch.Tensor, ...]:
-    return toy(inputs._replace(v=torch.zeros(inputs.v.shape) + inputs.v), *given, **tape)
-
-
 def with_a_result(inputs: Inputs, *given: Any, **tape: Any) -> tuple[torch.Tensor, ...]:
     return (toy(inputs, *given, **tape)[0] * 2,)
 
 
-@pytest.mark.parametrize("run", [with_a_copy, with_zeros, with_a_result])
-def test_other_tensors_are_not_recorded(run, runs) -> None:
+def on_changed(change):
+    """Stages that compute something of what they are given first."""
+    return lambda inputs, *given, **tape: toy(change(inputs), *given, **tape)
+
+
+# Whether a call is recorded whose stages do this, and the factor of its output.
+OTHERS = {
+    "a copy": (on_changed(lambda x: x._replace(k=x.k.clone())), False, 1),
+    "zeros": (on_changed(lambda x: x._replace(v=torch.zeros(x.v.shape) + x.v)), False, 1),
+    "a result": (with_a_result, False, 2),
+    "a view": (on_changed(lambda x: x._replace(k=x.k.view(-1)[:].view(x.k.shape))), True, 1),
+    "a view of one of two": (
+        on_changed(lambda x: x._replace(k=x.k.view(-1)[:].view(x.k.shape))), False, 1
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_only_launches_on_what_is_given_or_made_are_recorded(other: str, runs) -> None:
     runs.work = add
+    stages, recorded, factor = OTHERS[other]
     for _ in range(4):
         inputs = call(8)
-        outputs = passes.replayed(run, inputs, False)
-        torch.testing.assert_close(
-            outputs[0], toy_expected(inputs)[0] * (1 + (run is with_a_result))
-        )
-    assert known() == []
-    assert list(recordings.values()) == [None]
+        inputs = inputs._replace(q=inputs.k) if other == "a view of one of two" else inputs
+        outputs = passes.replayed(stages, inputs, False)
+        torch.testing.assert_close(outputs[0], toy_expected(inputs)[0] * factor)
+    assert len(known()) == recorded
+    assert recorded or list(recordings.values()) == [None]
 
 
 def test_nor_is_what_takes_much_room(runs, monkeypatch) -> None:
@@ -463,35 +448,17 @@ def on_gpu(make, dtype: torch.dtype) -> Inputs:
 @pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
 def test_replays_on_a_gpu_equal_the_launches_bitwise(make, dtype, save: bool, monkeypatch) -> None:
     forget_calls()
-    for i in range(5):
-        inputs = on_gpu(make, dtype)
-        before = len(known())
-        found = passes.forward(inputs, save)
-        assert len(known()) == (i > 0) >= before
-        with monkeypatch.context() as patch:
-            patch.setattr(direct, "watched", lambda *kernels: True)
-            expected = passes.forward(inputs, save)
-        assert all(torch.equal(x, y) for x, y in zip(found[:2], expected[:2], strict=True))
-        assert found[2].shape == expected[2].shape
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
-def test_replayed_gradients_on_a_gpu_equal_the_launches_bitwise(make, dtype, monkeypatch) -> None:
-    forget_calls()
     for i in range(4):
         inputs = on_gpu(make, dtype)
+        *found, saved = passes.forward(inputs, save)
+        given = *map(torch.randn_like, found), inputs, saved
+        found += passes.backward(*given)
+        assert len(known()) == 2 * (i > 0)
         with monkeypatch.context() as patch:
             patch.setattr(direct, "watched", lambda *kernels: True)
-            o, final, saved = passes.forward(inputs, True)
-            given = torch.randn_like(o), torch.randn_like(final), inputs, saved
-        before = len(known())
-        found = passes.backward(*given)
-        assert len(known()) == (i > 0) >= before
-        with monkeypatch.context() as patch:
-            patch.setattr(direct, "watched", lambda *kernels: True)
-            expected = passes.backward(*given)
+            *expected, kept = passes.forward(inputs, save)
+            expected += passes.backward(*given)
+        assert kept.shape == saved.shape
         pairs = zip(found, expected, strict=True)
         assert all(x is y is None or torch.equal(x, y) for x, y in pairs)
 

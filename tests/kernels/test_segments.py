@@ -13,7 +13,6 @@ promised("triton")
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import passes
 from deltarule.ops.delta_rule.triton import plan as launch
-from deltarule.ops.delta_rule.triton import plan as segment_length
 
 
 def weakly_decaying(**options) -> Case:
@@ -87,10 +86,10 @@ def test_a_reset_between_segments_and_one_within(monkeypatch) -> None:
 
 
 def planned(batch, tokens, heads, monkeypatch, erase="tied", key_size=128, **options) -> int:
-    monkeypatch.setattr(segment_length, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     x = torch.empty(batch, tokens, heads, key_size, device="meta")
-    call = Inputs(x, x, x, None, None, None, None, None, None, 1, 1.0, False, False)
-    return segment_length.chunks_per_segment(call._replace(**options), erase, 64, 128)
+    call = Inputs(x, x, x)
+    return launch.chunks_per_segment(call._replace(**options), erase, 64, 128)
 
 
 def test_segments_fill_the_gpu_and_are_not_too_short(monkeypatch) -> None:
@@ -111,11 +110,11 @@ def test_sequences_stay_whole_where_a_split_gains_nothing(monkeypatch) -> None:
 @pytest.fixture
 def narrow(monkeypatch):
     """The plan of a call in bfloat16 on an H200."""
-    monkeypatch.setattr(segment_length, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
 
     def planned(batch, tokens, heads, **options) -> tuple[bool, int]:
         x = torch.empty(batch, tokens, heads, 128, dtype=torch.bfloat16, device="meta")
-        call = Inputs(x, x, x, x[..., 0], None, None, None, None, None, 1, 1.0, False, False)
+        call = Inputs(x, x, x, x[..., 0])
         plan = launch.new_plan(call._replace(**options))
         return plan.tile_key.narrow, plan.per_segment
 
@@ -138,7 +137,7 @@ SHAPES = {"row": {"tokens": 140}, "packed": {"lengths": (3, 0, 137)}}
 @interpreted
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_narrow_tiles_give_the_same_numbers(shape, monkeypatch) -> None:
-    monkeypatch.setattr(segment_length, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     case = weakly_decaying(key_size=16, value_size=100, value_heads=1, batch=1, **shape)
     case, found = case.to(torch.float16), {}
     for narrow in (False, True):
@@ -160,7 +159,7 @@ def test_many_packed_sequences_stay_whole_and_one_long_among_few_does_not(monkey
 
 
 def test_without_a_gpu_nothing_is_split() -> None:
-    assert segment_length.multiprocessors(torch.device("cpu")) == 1
+    assert launch.multiprocessors(torch.device("cpu")) == 1
 
 
 @pytest.mark.gpu

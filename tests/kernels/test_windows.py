@@ -16,7 +16,6 @@ promised("triton")
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import passes, windows
 from deltarule.ops.delta_rule.triton import plan as launch
-from deltarule.ops.delta_rule.triton import plan as segment_length
 from deltarule.ops.runtime import launch as direct
 
 CASES = {
@@ -107,8 +106,7 @@ def call(batch: int, tokens: int, *, gated: bool = True, heads: int = 16, **chan
     x = torch.empty(batch, tokens, heads, 128, dtype=torch.bfloat16, device="meta")
     gate = torch.empty(batch, tokens, heads, device="meta")
     log_decay = gate if gated else None
-    inputs = Inputs(x, x, x, gate, None, None, log_decay, None, None, 1, 1.0, False, False)
-    return inputs._replace(**changes)
+    return Inputs(x, x, x, gate, log_decay=log_decay)._replace(**changes)
 
 
 def planned(inputs: Inputs) -> tuple[str, int, int] | None:
@@ -126,7 +124,7 @@ def test_windows_are_as_many_as_are_worth_it(monkeypatch) -> None:
     assert planned(call(1, 32768, cu_seqlens=offsets)) is None
     offsets = torch.empty(65, dtype=torch.int32, device="meta")
     assert planned(call(1, 32768, cu_seqlens=offsets)) == ("row", 3, 192)
-    monkeypatch.setattr(segment_length, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     assert planned(call(2, 16384)) == ("stretch", 8, 8)
 
 
