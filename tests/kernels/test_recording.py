@@ -152,49 +152,46 @@ def drawn(make) -> tuple[Inputs, tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     return inputs, (torch.randn(inputs.output_shape), torch.randn(inputs.state_shape), saved)
 
 
-# A pass, whether it is cheap (saves nothing, or is saved nothing), and its stages.
-def forward(inputs, given, less):
-    return passes.forward(inputs, not less)[: 2 if less else 3]
-
-
-def forward_stages(inputs, plan, given, less):
-    return passes.forward_stages(inputs, plan, not less)
-
-
-def backward(inputs, given, less):
-    d_o, d_final, saved = given
-    found = passes.backward(d_o, d_final, inputs, saved[:0] if less else saved)
-    # No input, no gradient.
-    assert [x is None for x in found] == [x is None for x in inputs[:8]]
-    return [x for x in found if x is not None]
-
-
-def backward_stages(inputs, plan, given, less):
-    *gradients, saved = given
-    return passes.gradient_stages(inputs, plan, less, *gradients, saved[:0] if less else saved)
-
-
-PASSES = {"forward": (forward, forward_stages), "backward": (backward, backward_stages)}
-
-
-@pytest.mark.usefixtures("held")
-@pytest.mark.parametrize("less", [False, True])
-@pytest.mark.parametrize("name", PASSES)
-@pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
-def test_a_replay_launches_what_the_stages_do(make, name: str, less: bool, runs) -> None:
-    run, stages = PASSES[name]
+def assert_replayed(make, run, stages, runs) -> None:
+    """run(inputs, given) launches the third time what its stages launch on a plan."""
     for _ in range(2):
-        run(*drawn(make), less)
+        run(*drawn(make))
     assert len(known()) == 1
     inputs, given = drawn(make)
     runs.seen.clear()
-    expected = stages(inputs, passes.make_plan(inputs), given, less)
+    expected = stages(inputs, passes.make_plan(inputs), given)
     launches, tensors = list(runs.seen), [x for x in (*inputs[:9], *given) if x is not None]
     runs.seen.clear()
-    found = run(inputs, given, less)
+    found = run(inputs, given)
     assert len(launches) > 1
     assert renamed(runs.seen, tensors) == renamed(launches, tensors)
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in expected]
+
+
+@pytest.mark.usefixtures("held")
+@pytest.mark.parametrize("save", [False, True])
+@pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
+def test_a_replay_launches_what_the_forward_does(make, save: bool, runs) -> None:
+    run = lambda inputs, given: passes.forward(inputs, save)[: 2 + save]  # noqa: E731
+    stages = lambda inputs, plan, given: passes.forward_stages(inputs, plan, save)  # noqa: E731
+    assert_replayed(make, run, stages, runs)
+
+
+@pytest.mark.usefixtures("held")
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
+def test_a_replay_launches_what_the_backward_does(make, again: bool, runs) -> None:
+    def run(inputs: Inputs, given) -> list[torch.Tensor]:
+        found = passes.backward(*given[:2], inputs, given[2][:0] if again else given[2])
+        # No input, no gradient.
+        assert [x is None for x in found] == [x is None for x in inputs[:8]]
+        return [x for x in found if x is not None]
+
+    def stages(inputs: Inputs, plan: Plan, given) -> tuple[torch.Tensor, ...]:
+        saved = given[2][:0] if again else given[2]
+        return passes.gradient_stages(inputs, plan, again, *given[:2], saved)
+
+    assert_replayed(make, run, stages, runs)
 
 
 def test_what_was_one_tensor_may_be_several(runs) -> None:
@@ -344,6 +341,7 @@ def on_changed(change):
 # Whether a call is recorded whose stages do this, and the factor of its output.
 OTHERS = {
     "a copy": (on_changed(lambda x: x._replace(k=x.k.clone())), False, 1),
+    "a write": (on_changed(lambda x: x._replace(k=x.k.mul_(1))), False, 1),
     "zeros": (on_changed(lambda x: x._replace(v=torch.zeros(x.v.shape) + x.v)), False, 1),
     "a result": (with_a_result, False, 2),
     "a view": (on_changed(lambda x: x._replace(k=x.k.view(-1)[:].view(x.k.shape))), True, 1),
@@ -353,17 +351,16 @@ OTHERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("other", OTHERS)
-def test_only_launches_on_what_is_given_or_made_are_recorded(other: str, runs) -> None:
+def test_only_launches_on_what_is_given_or_made_are_recorded(runs) -> None:
     runs.work = add
-    stages, recorded, factor = OTHERS[other]
-    for _ in range(4):
-        inputs = call(8)
-        inputs = inputs._replace(q=inputs.k) if other == "a view of one of two" else inputs
-        outputs = passes.replayed(stages, inputs, False)
-        torch.testing.assert_close(outputs[0], toy_expected(inputs)[0] * factor)
-    assert len(known()) == recorded
-    assert recorded or list(recordings.values()) == [None]
+    for name, (stages, recorded, factor) in OTHERS.items():
+        forget_calls()
+        for _ in range(4):
+            inputs = call(8)
+            inputs = inputs._replace(q=inputs.k) if name == "a view of one of two" else inputs
+            outputs = passes.replayed(stages, inputs, False)
+            torch.testing.assert_close(outputs[0], toy_expected(inputs)[0] * factor)
+        assert [x is None for x in recordings.values()] == [not recorded], name
 
 
 def test_nor_is_what_takes_much_room(runs, monkeypatch) -> None:
