@@ -14,10 +14,14 @@ first. X, Y and dA stay in memory, which is the cache: beside the operands of ni
 registers have no room for them. Nothing is pipelined, as in the forward.
 """
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
 from deltarule.ops.memory.triton.memory import (
+    Map,
+    Sizes,
     applied,
     load_column,
     load_map,
@@ -31,6 +35,11 @@ from deltarule.ops.memory.triton.memory import (
     written,
 )
 
+# What is read of a mini-batch, and the memory before it.
+Given = namedtuple("Given", "q d_z noted rows")
+# A mini-batch: where it and its memory lie, its slots and channels.
+Place = namedtuple("Place", "i i_n o_s o_k o_v")
+
 
 @triton.jit
 def store_column(rows, b_x, i, which: tl.constexpr, o_s, S: tl.constexpr):
@@ -39,21 +48,20 @@ def store_column(rows, b_x, i, which: tl.constexpr, o_s, S: tl.constexpr):
 
 
 @triton.jit
-def inner(b_x, b_xb, b_y, b_yb):
+def inner(x, y):
     """The sum of the products of two maps and their biases."""
-    return tl.sum(tl.sum(b_x * b_y, axis=1), axis=0) + tl.sum(tl.sum(b_xb * b_yb, axis=1), axis=0)
+    of_weights = tl.sum(tl.sum(x.weights * y.weights, axis=1), axis=0)
+    return of_weights + tl.sum(tl.sum(x.bias * y.bias, axis=1), axis=0)
 
 
 @triton.jit
-def read_backward(
-    b_dy, d_z, q, noted, rows, d_rows, i, which: tl.constexpr, o_s, o_k, o_v,
-    S: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
+def read_backward(b_dy, x, d_rows, which: tl.constexpr, at, SIZES: tl.constexpr):
     """dy with what W (which = 0) or M (1) gives to it, and the gradient by kept or momentum."""
-    b_y, b_h = load_tile(q, i, o_s, o_k, S, K), load_tile(d_z, i, o_s, o_v, S, V)
-    b_map, b_bias = load_map(noted, i, which, o_v, o_k, V, K, BIAS)
-    store_column(d_rows, b_h * applied(b_y, b_map, b_bias), i, which, o_s, S)
-    return b_dy + product(b_h * load_column(rows, i, which, o_s, S), b_map)
+    b_y = load_tile(x.q, at.i, at.o_s, at.o_k, SIZES.S, SIZES.K)
+    b_h = load_tile(x.d_z, at.i, at.o_s, at.o_v, SIZES.S, SIZES.V)
+    read = load_map(x.noted, at.i, which, at.o_v, at.o_k, SIZES)
+    store_column(d_rows, b_h * applied(b_y, read), at.i, which, at.o_s, SIZES.S)
+    return b_dy + product(b_h * load_column(x.rows, at.i, which, at.o_s, SIZES.S), read.weights)
 
 
 @triton.jit
@@ -64,12 +72,13 @@ def read_backward_kernel(
     BIAS: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """One mini-batch: A x, g, and the parts of all gradients that come through z."""
+    SIZES: tl.constexpr = Sizes(S, K, V, BIAS)
     i = tl.program_id(0).to(tl.int64)
     o_s, o_k, o_v = tl.arange(0, BS), tl.arange(0, BK), tl.arange(0, BV)
+    x, here = Given(q, d_z, noted, rows), Place(i, i, o_s, o_k, o_v)
     b_weight, b_bias = load_norm(weight, bias, i % HV, o_v, V, NORM)
     b_x, b_v = load_tile(k, i, o_s, o_k, S, K), load_tile(v, i, o_s, o_v, S, V)
-    b_A, b_Ab = load_map(noted, i, 2, o_v, o_k, V, K, BIAS)
-    b_at = applied(b_x, b_A, b_Ab)
+    b_at = applied(b_x, load_map(noted, i, 2, o_v, o_k, SIZES))
     store_tile(at, b_at, i, o_s, o_v, S, V)
     b_key = b_x if NORM else b_v
     m_v = (o_v < V)[None, :]
@@ -84,33 +93,32 @@ def read_backward_kernel(
     b_dP = b_dN * b_R
     store_tile(d_k, product(tl.trans(b_dP), b_y), i, o_s, o_k, S, K)
     b_dy = product(b_dP, load_tile(k, i, o_s, o_k, S, K))
-    b_dy = read_backward(b_dy, d_z, q, noted, rows, d_rows, i, 0, o_s, o_k, o_v, S, K, V, BIAS)
-    b_dy = read_backward(b_dy, d_z, q, noted, rows, d_rows, i, 1, o_s, o_k, o_v, S, K, V, BIAS)
+    b_dy = read_backward(b_dy, x, d_rows, 0, here, SIZES)
+    b_dy = read_backward(b_dy, x, d_rows, 1, here, SIZES)
     store_tile(d_q, b_dy, i, o_s, o_k, S, K)
 
 
 @triton.jit
-def pass_on(
-    d_memory, i_n, h, q, noted, rows, scalars, d_scalars, i, o_s, o_k, o_v,
-    S: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
+def pass_on(x, scalars, d_memory, d_scalars, at, SIZES: tl.constexpr):
     """Replace the gradients by W and M by those before the mini-batch; and those by a, b, c, d."""
-    b_X, b_Xb = load_map(d_memory, i_n, 0, o_v, o_k, V, K, BIAS)
-    b_Y, b_Yb = load_map(d_memory, i_n, 1, o_v, o_k, V, K, BIAS)
+    X = load_map(d_memory, at.i_n, 0, at.o_v, at.o_k, SIZES)
+    Y = load_map(d_memory, at.i_n, 1, at.o_v, at.o_k, SIZES)
     for which in tl.static_range(2):
-        b_map, b_mapb = load_map(noted, i, which, o_v, o_k, V, K, BIAS)
-        tl.store(d_scalars + i * 4 + which, inner(b_map, b_mapb, b_X, b_Xb))
-        tl.store(d_scalars + i * 4 + 2 + which, inner(b_map, b_mapb, b_Y, b_Yb))
+        read = load_map(x.noted, at.i, which, at.o_v, at.o_k, SIZES)
+        tl.store(d_scalars + at.i * 4 + which, inner(read, X))
+        tl.store(d_scalars + at.i * 4 + 2 + which, inner(read, Y))
     # All have read what is overwritten.
     tl.debug_barrier()
     for which in tl.static_range(2):
-        b_of_X = tl.load(scalars + i * 4 + which)
-        b_of_Y = tl.load(scalars + i * 4 + 2 + which)
-        b_h = load_tile(h, i, o_s, o_v, S, V) * load_column(rows, i, which, o_s, S)
-        b_new, b_newb = written(b_h, load_tile(q, i, o_s, o_k, S, K), BIAS)
-        b_new += b_of_X * b_X + b_of_Y * b_Y
-        b_newb += b_of_X * b_Xb + b_of_Y * b_Yb
-        store_map(d_memory, b_new, b_newb, i_n, which, o_v, o_k, V, K, BIAS)
+        b_of_X = tl.load(scalars + at.i * 4 + which)
+        b_of_Y = tl.load(scalars + at.i * 4 + 2 + which)
+        b_h = load_tile(x.d_z, at.i, at.o_s, at.o_v, SIZES.S, SIZES.V)
+        b_h *= load_column(x.rows, at.i, which, at.o_s, SIZES.S)
+        b_y = load_tile(x.q, at.i, at.o_s, at.o_k, SIZES.S, SIZES.K)
+        b_new, b_newb = written(b_h, b_y, SIZES.BIAS)
+        b_new += b_of_X * X.weights + b_of_Y * Y.weights
+        b_newb += b_of_X * X.bias + b_of_Y * Y.bias
+        store_map(d_memory, Map(b_new, b_newb), at.i_n, which, at.o_v, at.o_k, SIZES)
 
 
 @triton.jit(do_not_specialize=["M", "R"])
@@ -122,6 +130,8 @@ def memory_backward_kernel(
     BIAS: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """The rest, d_memory in place; d_weight and d_bias [R, HV, V] are parts of a sum."""
+    SIZES: tl.constexpr = Sizes(S, K, V, BIAS)
+    x = Given(q, d_z, noted, rows)
     i_r, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_s, o_k, o_v = tl.arange(0, BS), tl.arange(0, BK), tl.arange(0, BV)
     m_v = (o_v < V)[None, :]
@@ -133,31 +143,30 @@ def memory_backward_kernel(
         if PACKED:
             i_n = tl.load(owner + i_m * R + i_r) * HV + i_h
         ends = tl.load(full + i_m * R + i_r) != 0
-        b_dA, b_dAb = load_map(d_memory, i_n, 2, o_v, o_k, V, K, BIAS)
-        b_X, b_Xb = load_map(d_memory, i_n, 0, o_v, o_k, V, K, BIAS)
-        b_X += tl.where(ends, b_dA, 0.0)
-        b_Xb += tl.where(ends, b_dAb, 0.0)
+        b_dA, b_dAb = load_map(d_memory, i_n, 2, o_v, o_k, SIZES)
+        b_X, b_Xb = load_map(d_memory, i_n, 0, o_v, o_k, SIZES)
+        X = Map(b_X + tl.where(ends, b_dA, 0.0), b_Xb + tl.where(ends, b_dAb, 0.0))
         tl.debug_barrier()
-        store_map(d_memory, b_X, b_Xb, i_n, 0, o_v, o_k, V, K, BIAS)
+        store_map(d_memory, X, i_n, 0, o_v, o_k, SIZES)
         # Through what the mini-batch writes. Tiles are read again where they are needed again: an
         # operand that is kept fills a quarter of the registers.
         b_x, b_g = load_tile(k, i, o_s, o_k, S, K), load_tile(g, i, o_s, o_v, S, V)
-        b_w, b_xX = load_column(rows, i, 2, o_s, S), applied(b_x, b_X, b_Xb)
+        b_w, b_xX = load_column(rows, i, 2, o_s, S), applied(b_x, X)
         store_column(d_rows, -b_g * b_xX, i, 2, o_s, S)
-        b_dx = load_tile(d_k, i, o_s, o_k, S, K) - product(b_w * b_g, b_X)
+        b_dx = load_tile(d_k, i, o_s, o_k, S, K) - product(b_w * b_g, X.weights)
         b_dg = load_tile(d_g, i, o_s, o_v, S, V) - b_w * b_xX
-        b_Y, b_Yb = load_map(d_memory, i_n, 1, o_v, o_k, V, K, BIAS)
-        b_u, b_xY = load_column(rows, i, 3, o_s, S), applied(b_x, b_Y, b_Yb)
+        Y = load_map(d_memory, i_n, 1, o_v, o_k, SIZES)
+        b_u, b_xY = load_column(rows, i, 3, o_s, S), applied(b_x, Y)
         store_column(d_rows, -b_g * b_xY, i, 3, o_s, S)
-        b_dx -= product(b_u * b_g, b_Y)
+        b_dx -= product(b_u * b_g, Y.weights)
         b_dg -= b_u * b_xY
         # Through the gradient that was taken at A.
         b_x, b_v = load_tile(k, i, o_s, o_k, S, K), load_tile(v, i, o_s, o_v, S, V)
         b_key = b_x if NORM else b_v
+        b_at = load_tile(at, i, o_s, o_v, S, V)
         b_dz, b_dv, b_dw_rows, b_db_rows = loss_gradient_backward(
-            b_dg, load_tile(at, i, o_s, o_v, S, V), b_key, b_v, b_weight, b_bias, m_v, eps,
-            V, NORM,
-        )  # fmt: skip
+            b_dg, b_at, b_key, b_v, b_weight, b_bias, m_v, eps, V, NORM
+        )
         store_tile(d_v, b_dv, i, o_s, o_v, S, V)
         if NORM:
             # In the loss stands k - v.
@@ -168,18 +177,17 @@ def memory_backward_kernel(
         store_tile(at, b_dz, i, o_s, o_v, S, V)
         tl.debug_barrier()
         b_dz = load_tile(at, i, o_s, o_v, S, V)
-        b_map, _ = load_map(noted, i, 2, o_v, o_k, V, K, BIAS)
+        b_map, _ = load_map(noted, i, 2, o_v, o_k, SIZES)
         store_tile(d_k, b_dx + product(b_dz, b_map), i, o_s, o_k, S, K)
         b_new, b_newb = written(b_dz, load_tile(k, i, o_s, o_k, S, K), BIAS)
-        b_dA, b_dAb = load_map(d_memory, i_n, 2, o_v, o_k, V, K, BIAS)
+        b_dA, b_dAb = load_map(d_memory, i_n, 2, o_v, o_k, SIZES)
         b_new += tl.where(ends, 0.0, b_dA)
         b_newb += tl.where(ends, 0.0, b_dAb)
-        store_map(d_memory, b_new, b_newb, i_n, 2, o_v, o_k, V, K, BIAS)
+        store_map(d_memory, Map(b_new, b_newb), i_n, 2, o_v, o_k, SIZES)
         # Through W and M, as they are read and as they go on.
         tl.debug_barrier()
-        pass_on(
-            d_memory, i_n, d_z, q, noted, rows, scalars, d_scalars, i, o_s, o_k, o_v, S, K, V, BIAS
-        )
+        here = Place(i, i_n, o_s, o_k, o_v)
+        pass_on(x, scalars, d_memory, d_scalars, here, SIZES)
         tl.debug_barrier()
     if NORM:
         tl.store(d_weight + (i_r * HV + i_h) * V + o_v, b_dweight, mask=o_v < V)

@@ -4,10 +4,17 @@ The memory is a map W [V, K], with a bias [V] where TTT has one. Rows are the to
 mini-batch, S of them in BS. Everything is in float32, and products are sums of three in tf32.
 """
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
 PRECISION = tl.constexpr("tf32x3")
+# What a kernel that holds a memory is compiled for, as one constant.
+Sizes = namedtuple("Sizes", "S K V BIAS")
+# A map [V, K] with its bias as a row; and the weights, the momentum and the anchor of a memory.
+Map = namedtuple("Map", "weights bias")
+Maps = namedtuple("Maps", "W M A")
 
 
 @triton.jit
@@ -46,61 +53,56 @@ def load_norm(weight, bias, i_h, o_v, V: tl.constexpr, NORM: tl.constexpr):
 
 
 @triton.jit
-def load_map(
-    memory, i, which: tl.constexpr, o_v, o_k, V: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr
-):
-    """W, M or A of memory [.., 3, V, K + BIAS], and its bias as a row (zeros without one)."""
-    p_x = memory + (i * 3 + which) * (V * (K + BIAS)) + o_v * (K + BIAS)
-    mask = (o_v < V)[:, None] & (o_k < K)[None, :]
+def load_map(memory, i, which: tl.constexpr, o_v, o_k, SIZES: tl.constexpr):
+    """W, M or A of memory [.., 3, V, K + BIAS]; the bias is zero without one."""
+    p_x, mask = map_places(memory, i, which, o_v, o_k, SIZES)
     b_map = tl.load(p_x[:, None] + o_k[None, :], mask=mask, other=0.0)
     b_bias = tl.zeros(o_v.shape, tl.float32)
-    if BIAS:
-        b_bias = tl.load(p_x + K, mask=o_v < V, other=0.0)
-    return b_map, b_bias[None, :]
+    if SIZES.BIAS:
+        b_bias = tl.load(p_x + SIZES.K, mask=o_v < SIZES.V, other=0.0)
+    return Map(b_map, b_bias[None, :])
 
 
 @triton.jit
-def store_map(
-    memory, b_map, b_bias, i, which: tl.constexpr, o_v, o_k,
-    V: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    p_x = memory + (i * 3 + which) * (V * (K + BIAS)) + o_v * (K + BIAS)
-    mask = (o_v < V)[:, None] & (o_k < K)[None, :]
-    tl.store(p_x[:, None] + o_k[None, :], b_map, mask=mask)
-    if BIAS:
-        tl.store(p_x + K, tl.reshape(b_bias, o_v.shape), mask=o_v < V)
+def store_map(memory, x, i, which: tl.constexpr, o_v, o_k, SIZES: tl.constexpr):
+    p_x, mask = map_places(memory, i, which, o_v, o_k, SIZES)
+    tl.store(p_x[:, None] + o_k[None, :], x.weights, mask=mask)
+    if SIZES.BIAS:
+        tl.store(p_x + SIZES.K, tl.reshape(x.bias, o_v.shape), mask=o_v < SIZES.V)
 
 
 @triton.jit
-def load_maps(memory, i, o_v, o_k, V: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr):
-    """W, M and A, each with its bias."""
-    b_W, b_Wb = load_map(memory, i, 0, o_v, o_k, V, K, BIAS)
-    b_M, b_Mb = load_map(memory, i, 1, o_v, o_k, V, K, BIAS)
-    b_A, b_Ab = load_map(memory, i, 2, o_v, o_k, V, K, BIAS)
-    return b_W, b_Wb, b_M, b_Mb, b_A, b_Ab
+def map_places(memory, i, which: tl.constexpr, o_v, o_k, SIZES: tl.constexpr):
+    """Where the rows of a map begin, and which of its entries exist."""
+    ROW: tl.constexpr = SIZES.K + SIZES.BIAS
+    p_x = memory + (i * 3 + which) * (SIZES.V * ROW) + o_v * ROW
+    return p_x, (o_v < SIZES.V)[:, None] & (o_k < SIZES.K)[None, :]
 
 
 @triton.jit
-def store_maps(
-    memory, b_W, b_Wb, b_M, b_Mb, b_A, b_Ab, i, o_v, o_k,
-    V: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """W, M and A, each with its bias."""
-    store_map(memory, b_W, b_Wb, i, 0, o_v, o_k, V, K, BIAS)
-    store_map(memory, b_M, b_Mb, i, 1, o_v, o_k, V, K, BIAS)
-    store_map(memory, b_A, b_Ab, i, 2, o_v, o_k, V, K, BIAS)
+def load_maps(memory, i, o_v, o_k, SIZES: tl.constexpr):
+    W = load_map(memory, i, 0, o_v, o_k, SIZES)
+    M = load_map(memory, i, 1, o_v, o_k, SIZES)
+    return Maps(W, M, load_map(memory, i, 2, o_v, o_k, SIZES))
 
 
 @triton.jit
-def applied(b_x, b_map, b_bias):
+def store_maps(memory, maps, i, o_v, o_k, SIZES: tl.constexpr):
+    store_map(memory, maps.W, i, 0, o_v, o_k, SIZES)
+    store_map(memory, maps.M, i, 1, o_v, o_k, SIZES)
+    store_map(memory, maps.A, i, 2, o_v, o_k, SIZES)
+
+
+@triton.jit
+def applied(b_x, x):
     """x W^T + bias."""
-    return product(b_x, tl.trans(b_map)) + b_bias
+    return product(b_x, tl.trans(x.weights)) + x.bias
 
 
 @triton.jit
 def written(b_g, b_x, BIAS: tl.constexpr):
     """sum_i g_i x_i^T, and of the bias, where there is one, the same with x = 1."""
-    return product(tl.trans(b_g), b_x), tl.sum(b_g, axis=0)[None, :] * BIAS
+    return Map(product(tl.trans(b_g), b_x), tl.sum(b_g, axis=0)[None, :] * BIAS)
 
 
 @triton.jit

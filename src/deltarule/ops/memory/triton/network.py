@@ -25,13 +25,27 @@ then has all that needs no gradient by a later memory, for all mini-batches at o
 rest, from the last to the first, with the gradients by W, M and A in memory as those are.
 """
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
-from deltarule.ops.memory.triton.memory import applied, load_tile, product
+from deltarule.ops.memory.triton.memory import Map, Maps, applied, load_column, load_tile, product
 
 # sqrt(8 / pi) and the cube's part of GELU's form with tanh.
 SCALE, CUBE = tl.constexpr(1.5957691216057308), tl.constexpr(0.044715)
+
+
+# What a kernel is compiled for, as one constant.
+Sizes = namedtuple("Sizes", "S K V C BS BV BC SIZE PARTS DEEP BIAS")
+# What a call is given, and the memories: as they are, and as noted before each mini-batch.
+Given = namedtuple("Given", "q k rows scalars memory noted")
+# A mini-batch: where its tokens and its memory lie, what is known of the parts, and channels.
+Place = namedtuple("Place", "i i_n settled ends last o_s o_k o_v")
+# Numbers of each token: what is kept, the momentum, and the weights of the writes to W and M.
+Columns = namedtuple("Columns", "kept momentum w u")
+# Where a tile lies in a part, and what of it exists.
+Tile = namedtuple("Tile", "o mask")
 
 
 @triton.jit
@@ -99,106 +113,111 @@ def is_last(owner, i_m, i_r, M, R, PACKED: tl.constexpr):
 
 
 @triton.jit
-def first_tile(o_c, o_k, C: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr):
-    """Where rows o_c of the first map lie in a part, and their bias, and what of both exists."""
+def load_columns(rows, i, o_s, S: tl.constexpr):
+    b_kept, b_momentum = load_column(rows, i, 0, o_s, S), load_column(rows, i, 1, o_s, S)
+    return Columns(
+        b_kept, b_momentum, load_column(rows, i, 2, o_s, S), load_column(rows, i, 3, o_s, S)
+    )
+
+
+@triton.jit
+def first_tile(o_c, o_k, SIZES: tl.constexpr):
+    """Rows o_c of the first map, and their bias."""
+    C: tl.constexpr = SIZES.C
+    K: tl.constexpr = SIZES.K
     mask = (o_c < C)[:, None] & (o_k < K)[None, :]
-    m_bias = (o_c < C * BIAS)[None, :]
-    return o_c[:, None] * K + o_k[None, :], mask, C * K + o_c[None, :], m_bias
+    m_bias = (o_c < C * SIZES.BIAS)[None, :]
+    return Tile(o_c[:, None] * K + o_k[None, :], mask), Tile(C * K + o_c[None, :], m_bias)
 
 
 @triton.jit
-def last_tile(
-    o_v, o_c, V: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
-    DEEP: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """The same of columns o_c of the last map, without the bias."""
-    mask = (o_v < V)[:, None] & (o_c < C)[None, :]
-    return DEEP * C * (K + BIAS) + o_v[:, None] * C + o_c[None, :], mask
+def last_tile(o_v, o_c, SIZES: tl.constexpr):
+    """Columns o_c of the last map, without the bias."""
+    mask = (o_v < SIZES.V)[:, None] & (o_c < SIZES.C)[None, :]
+    return Tile(start_of_last(SIZES) + o_v[:, None] * SIZES.C + o_c[None, :], mask)
 
 
 @triton.jit
-def last_bias(
-    o_v, V: tl.constexpr, C: tl.constexpr, K: tl.constexpr, DEEP: tl.constexpr, BIAS: tl.constexpr
-):
-    """Where the bias of the last map lies, and which of it exists."""
-    return (DEEP * C * (K + BIAS) + V * C + o_v)[None, :], (o_v < V * BIAS)[None, :]
+def last_bias(o_v, SIZES: tl.constexpr):
+    """The bias of the last map."""
+    o = start_of_last(SIZES) + SIZES.V * SIZES.C + o_v
+    return Tile(o[None, :], (o_v < SIZES.V * SIZES.BIAS)[None, :])
 
 
 @triton.jit
-def load_parts(
-    memory, i, o, mask, settled, SIZE: tl.constexpr, PARTS: tl.constexpr
-):  # fmt: skip
+def start_of_last(SIZES: tl.constexpr):
+    """Numbers before the last map."""
+    return SIZES.DEEP * SIZES.C * (SIZES.K + SIZES.BIAS)
+
+
+@triton.jit
+def load_parts(memory, i, tile, settled, SIZES: tl.constexpr):
     """A tile of W, M and A; of the parts that are known nothing is read."""
-    p_x = memory + i * (PARTS * SIZE) + o
-    b_W = tl.load(p_x, mask=mask, other=0.0)
-    if PARTS == 2:
-        b_M = tl.load(p_x + SIZE, mask=mask & (settled == 0), other=0.0)
+    SIZE: tl.constexpr = SIZES.SIZE
+    p_x = memory + i * (SIZES.PARTS * SIZE) + tile.o
+    b_W = tl.load(p_x, mask=tile.mask, other=0.0)
+    if SIZES.PARTS == 2:
+        b_M = tl.load(p_x + SIZE, mask=tile.mask & (settled == 0), other=0.0)
         b_A = b_W
     else:
-        b_M = tl.load(p_x + SIZE, mask=mask, other=0.0)
-        b_A = tl.load(p_x + 2 * SIZE, mask=mask & (settled == 0), other=0.0)
+        b_M = tl.load(p_x + SIZE, mask=tile.mask, other=0.0)
+        b_A = tl.load(p_x + 2 * SIZE, mask=tile.mask & (settled == 0), other=0.0)
         b_A = tl.where(settled, b_W, b_A)
-    return b_W, b_M, b_A
+    return Maps(b_W, b_M, b_A)
 
 
 @triton.jit
-def anchor_of(memory, i, settled, SIZE: tl.constexpr, PARTS: tl.constexpr):
+def anchor_of(memory, i, settled, SIZES: tl.constexpr):
     """Where the part A lies, or W if that is the same."""
-    p_x = memory + i * (PARTS * SIZE)
-    if PARTS == 3:
-        p_x += tl.where(settled, 0, 2 * SIZE)
+    p_x = memory + i * (SIZES.PARTS * SIZES.SIZE)
+    if SIZES.PARTS == 3:
+        p_x += tl.where(settled, 0, 2 * SIZES.SIZE)
     return p_x
 
 
 @triton.jit
-def trained(
-    memory, k, i_n, i, settled, o_s, o_k, o_v,
-    S: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BS: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
-    SIZE: tl.constexpr, PARTS: tl.constexpr, DEEP: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
+def trained(x, at, SIZES: tl.constexpr):
     """A x: the network on the keys, where the gradient is taken."""
-    p_A = anchor_of(memory, i_n, settled, SIZE, PARTS)
-    o_b, m_b = last_bias(o_v, V, C, K, DEEP, BIAS)
-    b_at = tl.zeros([BS, BV], tl.float32) + tl.load(p_A + o_b, mask=m_b, other=0.0)
-    for c in range(0, C, BC):
-        o_c = c + tl.arange(0, BC)
-        if DEEP:
-            o_1, m_1, o_1b, m_1b = first_tile(o_c, o_k, C, K, BIAS)
-            b_map = tl.load(p_A + o_1, mask=m_1, other=0.0)
-            b_bias = tl.load(p_A + o_1b, mask=m_1b, other=0.0)
-            b_x = gelu(applied(load_tile(k, i, o_s, o_k, S, K), b_map, b_bias))
+    p_A = anchor_of(x.memory, at.i_n, at.settled, SIZES)
+    of_last = last_bias(at.o_v, SIZES)
+    b_at = tl.zeros([SIZES.BS, SIZES.BV], tl.float32)
+    b_at += tl.load(p_A + of_last.o, mask=of_last.mask, other=0.0)
+    for c in range(0, SIZES.C, SIZES.BC):
+        o_c = c + tl.arange(0, SIZES.BC)
+        if SIZES.DEEP:
+            tile, bias = first_tile(o_c, at.o_k, SIZES)
+            b_map = tl.load(p_A + tile.o, mask=tile.mask, other=0.0)
+            b_bias = tl.load(p_A + bias.o, mask=bias.mask, other=0.0)
+            b_k = load_tile(x.k, at.i, at.o_s, at.o_k, SIZES.S, SIZES.K)
+            b_x = gelu(applied(b_k, Map(b_map, b_bias)))
         else:
-            b_x = load_tile(k, i, o_s, o_c, S, K)
-        o, mask = last_tile(o_v, o_c, V, C, K, DEEP, BIAS)
-        b_at += product(b_x, tl.trans(tl.load(p_A + o, mask=mask, other=0.0)))
+            b_x = load_tile(x.k, at.i, at.o_s, o_c, SIZES.S, SIZES.K)
+        tile = last_tile(at.o_v, o_c, SIZES)
+        b_at += product(b_x, tl.trans(tl.load(p_A + tile.o, mask=tile.mask, other=0.0)))
     return b_at
 
 
 @triton.jit
-def read_tile(b_y, b_W, b_M, b_kept, b_momentum, settled, PARTS: tl.constexpr):
+def read_tile(b_y, maps, columns, settled, PARTS: tl.constexpr):
     """kept W y + momentum M y, of a block of y."""
-    b_z = b_kept * product(b_y, tl.trans(b_W))
+    b_z = columns.kept * product(b_y, tl.trans(maps.W))
     # Of `ttt`, M is zero after a full mini-batch.
     if (settled == 0) | (PARTS == 3):
-        b_z += b_momentum * product(b_y, tl.trans(b_M))
+        b_z += columns.momentum * product(b_y, tl.trans(maps.M))
     return b_z
 
 
 @triton.jit
-def first_map(
-    memory, k, q, b_t, b_N, b_kept, b_momentum, i_n, i, settled, o_s, o_c, o_k,
-    S: tl.constexpr, C: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
-    SIZE: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """A_1 k, g_1 and u, what is read, of channels o_c from t = A^T g; and W, M and A there."""
-    o, mask, o_b, m_b = first_tile(o_c, o_k, C, K, BIAS)
-    b_W, b_M, b_A = load_parts(memory, i_n, o, mask, settled, SIZE, PARTS)
-    b_Wb, b_Mb, b_Ab = load_parts(memory, i_n, o_b, m_b, settled, SIZE, PARTS)
-    b_at = applied(load_tile(k, i, o_s, o_k, S, K), b_A, b_Ab)
+def first_map(x, b_t, b_N, columns, o_c, at, SIZES: tl.constexpr):
+    """A_1 k, g_1 and u, what is read, of channels o_c from t = A^T g; and the maps there."""
+    tile, bias = first_tile(o_c, at.o_k, SIZES)
+    maps = load_parts(x.memory, at.i_n, tile, at.settled, SIZES)
+    biases = load_parts(x.memory, at.i_n, bias, at.settled, SIZES)
+    b_k = load_tile(x.k, at.i, at.o_s, at.o_k, SIZES.S, SIZES.K)
+    b_at = applied(b_k, Map(maps.A, biases.A))
     b_slope, _ = gelu_slopes(b_at)
     b_g = b_t * b_slope
-    b_q = load_tile(q, i, o_s, o_k, S, K)
-    b_u = read_tile(b_q, b_W, b_M, b_kept, b_momentum, settled, PARTS)
-    b_u += b_kept * b_Wb + b_momentum * b_Mb - product(b_N, b_g)
-    return b_at, b_g, b_u, b_W, b_M, b_A, b_Wb, b_Mb, b_Ab
+    b_q = load_tile(x.q, at.i, at.o_s, at.o_k, SIZES.S, SIZES.K)
+    b_u = read_tile(b_q, maps, columns, at.settled, SIZES.PARTS)
+    b_u += columns.kept * biases.W + columns.momentum * biases.M - product(b_N, b_g)
+    return b_at, b_g, b_u, maps, biases

@@ -19,11 +19,14 @@ the second one needs, A_1 k, t, u, h_1 and the first part of dg_1, so that nothi
 computed twice. dA goes to X where A is W, and to a part of its own elsewhere.
 """
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
 from deltarule.ops.memory.triton.backward import store_column
 from deltarule.ops.memory.triton.memory import (
+    Maps,
     load_column,
     load_norm,
     load_tile,
@@ -34,6 +37,9 @@ from deltarule.ops.memory.triton.memory import (
     written,
 )
 from deltarule.ops.memory.triton.network import (
+    Given,
+    Place,
+    Sizes,
     anchor_of,
     first_map,
     first_tile,
@@ -44,6 +50,7 @@ from deltarule.ops.memory.triton.network import (
     is_settled,
     last_bias,
     last_tile,
+    load_columns,
     load_parts,
     row_of,
     trained,
@@ -52,43 +59,55 @@ from deltarule.ops.memory.triton.network import (
 # Tiles [S, C] that the first kernel leaves of a network of two maps.
 TILES = tl.constexpr(5)
 AT, T, READ, H, DG = (tl.constexpr(which) for which in range(5))
+# What the first kernel leaves for the second, and where gradients go.
+Gradients = namedtuple("Gradients", "d_z g tiles d_g d_x d_memory d_k d_rows")
+# X and Y, the gradients by W and M, of a tile; and those by a to d.
+Later = namedtuple("Later", "X Y")
+Scalars = namedtuple("Scalars", "a b c d")
 
 
 @triton.jit
-def read_tile_backward(b_h, b_y, b_W, b_M, b_kept, b_momentum, settled, PARTS: tl.constexpr):
+def load_inner(tiles, which: tl.constexpr, o_c, at, SIZES: tl.constexpr):
+    """Channels o_c of one of the tiles that the first kernel leaves."""
+    return load_tile(tiles, at.i * TILES + which, at.o_s, o_c, SIZES.S, SIZES.C)
+
+
+@triton.jit
+def store_inner(tiles, b_x, which: tl.constexpr, o_c, at, SIZES: tl.constexpr):
+    store_tile(tiles, b_x, at.i * TILES + which, at.o_s, o_c, SIZES.S, SIZES.C)
+
+
+@triton.jit
+def read_tile_backward(b_h, b_y, maps, columns, settled, PARTS: tl.constexpr):
     """Of read_tile: the gradients by y, and those by kept and momentum of each row."""
-    b_hW = product(b_h, b_W)
-    b_dy, b_dkept = b_kept * b_hW, tl.sum(b_hW * b_y, axis=1)
+    b_hW = product(b_h, maps.W)
+    b_dy, b_dkept = columns.kept * b_hW, tl.sum(b_hW * b_y, axis=1)
     b_dmomentum = tl.zeros_like(b_dkept)
     if (settled == 0) | (PARTS == 3):
-        b_hM = product(b_h, b_M)
-        b_dy += b_momentum * b_hM
+        b_hM = product(b_h, maps.M)
+        b_dy += columns.momentum * b_hM
         b_dmomentum += tl.sum(b_hM * b_y, axis=1)
     return b_dy, b_dkept, b_dmomentum
 
 
 @triton.jit
-def first_map_backward(
-    noted, q, tiles, b_dy, b_u, b_g, b_N, b_kept, b_momentum, i, settled, o_s, o_c, o_k,
-    S: tl.constexpr, C: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
-    SIZE: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
+def first_map_backward(x, tiles, b_dy, b_u, b_g, b_N, columns, o_c, at, SIZES: tl.constexpr):
     """From dy of channels o_c: the gradients by q, kept, momentum and N; h_1 and part of dg_1."""
-    o, mask, o_b, m_b = first_tile(o_c, o_k, C, K, BIAS)
+    tile, bias = first_tile(o_c, at.o_k, SIZES)
     b_slope, _ = gelu_slopes(b_u)
     b_h = b_dy * b_slope
     # Before the wide products: the layout of the last one in a loop is that of all.
     b_dN = -product(b_h, tl.trans(b_g))
-    store_tile(tiles, b_h, i * TILES + H, o_s, o_c, S, C)
-    store_tile(tiles, -product(tl.trans(b_N), b_h), i * TILES + DG, o_s, o_c, S, C)
-    b_W, b_M, _ = load_parts(noted, i, o, mask, settled, SIZE, PARTS)
-    b_Wb, b_Mb, _ = load_parts(noted, i, o_b, m_b, settled, SIZE, PARTS)
-    b_q = load_tile(q, i, o_s, o_k, S, K)
+    store_inner(tiles, b_h, H, o_c, at, SIZES)
+    store_inner(tiles, -product(tl.trans(b_N), b_h), DG, o_c, at, SIZES)
+    maps = load_parts(x.memory, at.i, tile, at.settled, SIZES)
+    biases = load_parts(x.memory, at.i, bias, at.settled, SIZES)
+    b_q = load_tile(x.q, at.i, at.o_s, at.o_k, SIZES.S, SIZES.K)
     b_dq, b_dkept, b_dmomentum = read_tile_backward(
-        b_h, b_q, b_W, b_M, b_kept, b_momentum, settled, PARTS
+        b_h, b_q, maps, columns, at.settled, SIZES.PARTS
     )
-    b_dkept += tl.sum(b_h * b_Wb, axis=1)
-    b_dmomentum += tl.sum(b_h * b_Mb, axis=1)
+    b_dkept += tl.sum(b_h * biases.W, axis=1)
+    b_dmomentum += tl.sum(b_h * biases.M, axis=1)
     return b_dq, b_dkept, b_dmomentum, b_dN
 
 
@@ -102,14 +121,15 @@ def network_read_backward_kernel(
     NORM: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """One mini-batch: A x, g, the tiles, and the parts of all gradients that come through z."""
+    SIZES: tl.constexpr = Sizes(S, K, V, C, BS, BV, BC, SIZE, PARTS, DEEP, BIAS)
+    x = Given(q, k, rows, None, noted, None)
     i_r, i_h, i_m = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     i = (i_m * R + i_r) * HV + i_h
     o_s, o_k, o_v = tl.arange(0, BS), tl.arange(0, BK), tl.arange(0, BV)
     b_weight, b_bias = load_norm(weight, bias, i_h, o_v, V, NORM)
     settled = is_settled(full, owner, i_m, i_r, R, PACKED)
-    b_at = trained(
-        noted, k, i, i, settled, o_s, o_k, o_v, S, K, V, C, BS, BV, BC, SIZE, PARTS, DEEP, BIAS
-    )
+    here = Place(i, i, settled, None, None, o_s, o_k, o_v)
+    b_at = trained(x, here, SIZES)
     store_tile(at, b_at, i, o_s, o_v, S, V)
     b_v = load_tile(v, i, o_s, o_v, S, V)
     b_key = load_tile(k, i, o_s, o_v, S, K) if NORM else b_v
@@ -117,10 +137,9 @@ def network_read_backward_kernel(
     b_g = loss_gradient(b_at, b_key, b_v, b_weight, b_bias, m_v, eps, V, NORM)
     store_tile(g, b_g, i, o_s, o_v, S, V)
     b_h, b_R = load_tile(d_z, i, o_s, o_v, S, V), load_tile(writes, i, o_s, o_s, S, S)
-    b_kept, b_momentum = load_column(rows, i, 0, o_s, S), load_column(rows, i, 1, o_s, S)
-    o_b, m_b = last_bias(o_v, V, C, K, DEEP, BIAS)
-    b_Wb, b_Mb, _b_Ab = load_parts(noted, i, o_b, m_b, settled, SIZE, PARTS)
-    b_dkept, b_dmomentum = tl.sum(b_h * b_Wb, axis=1), tl.sum(b_h * b_Mb, axis=1)
+    columns = load_columns(rows, i, o_s, S)
+    biases = load_parts(noted, i, last_bias(o_v, SIZES), settled, SIZES)
+    b_dkept, b_dmomentum = tl.sum(b_h * biases.W, axis=1), tl.sum(b_h * biases.M, axis=1)
     b_dN = -product(b_h, tl.trans(b_g))
     b_dP, b_pair = b_dN * b_R, tl.zeros([BS, BS], tl.float32) + BIAS
     if DEEP:
@@ -132,33 +151,26 @@ def network_read_backward_kernel(
     for c in range(0, C, BC):
         o_c = c + tl.arange(0, BC)
         b_g, b_h = load_tile(g, i, o_s, o_v, S, V), load_tile(d_z, i, o_s, o_v, S, V)
-        o, mask = last_tile(o_v, o_c, V, C, K, DEEP, BIAS)
-        b_W, b_M, b_A = load_parts(noted, i, o, mask, settled, SIZE, PARTS)
+        maps = load_parts(noted, i, last_tile(o_v, o_c, SIZES), settled, SIZES)
         if DEEP:
-            b_t = product(b_g, b_A)
-            b_a1, b_g1, b_u1, _, _, _, _, _, _ = first_map(
-                noted, k, q, b_t, b_pair1 * b_R, b_kept, b_momentum, i, i, settled, o_s, o_c, o_k,
-                S, C, K, BIAS, SIZE, PARTS,
-            )  # fmt: skip
-            store_tile(tiles, b_a1, i * TILES + AT, o_s, o_c, S, C)
-            store_tile(tiles, b_t, i * TILES + T, o_s, o_c, S, C)
-            store_tile(tiles, b_u1, i * TILES + READ, o_s, o_c, S, C)
+            b_t = product(b_g, maps.A)
+            b_a1, b_g1, b_u1, _, _ = first_map(x, b_t, b_pair1 * b_R, columns, o_c, here, SIZES)
+            store_inner(tiles, b_a1, AT, o_c, here, SIZES)
+            store_inner(tiles, b_t, T, o_c, here, SIZES)
+            store_inner(tiles, b_u1, READ, o_c, here, SIZES)
             b_x, b_y = gelu(b_a1), gelu(b_u1)
         else:
             b_x, b_y = load_tile(k, i, o_s, o_c, S, K), load_tile(q, i, o_s, o_c, S, K)
         b_pair += product(b_y, tl.trans(b_x))
         store_tile(d_x, product(tl.trans(b_dP), b_y), i, o_s, o_c, S, C)
-        b_dy, b_dkept_c, b_dmomentum_c = read_tile_backward(
-            b_h, b_y, b_W, b_M, b_kept, b_momentum, settled, PARTS
-        )
+        b_dy, b_dkept_c, b_dmomentum_c = read_tile_backward(b_h, b_y, maps, columns, settled, PARTS)
         b_dy += product(b_dP, b_x)
         b_dkept += b_dkept_c
         b_dmomentum += b_dmomentum_c
         if DEEP:
             b_dq_c, b_dkept_c, b_dmomentum_c, b_dN_c = first_map_backward(
-                noted, q, tiles, b_dy, b_u1, b_g1, b_pair1 * b_R, b_kept, b_momentum, i, settled,
-                o_s, o_c, o_k, S, C, K, BIAS, SIZE, PARTS,
-            )  # fmt: skip
+                x, tiles, b_dy, b_u1, b_g1, b_pair1 * b_R, columns, o_c, here, SIZES
+            )
             b_dq += b_dq_c
             b_dkept += b_dkept_c
             b_dmomentum += b_dmomentum_c
@@ -180,161 +192,153 @@ def network_read_backward_kernel(
 
 
 @triton.jit
-def load_gradients(d_memory, i, o, mask, ends, last, SIZE: tl.constexpr, PARTS: tl.constexpr):
+def load_gradients(d_memory, tile, at, SIZES: tl.constexpr):
     """A tile of X and Y; X has the gradient by A, too, where that is W after the mini-batch."""
-    p_x = d_memory + i * (PARTS * SIZE) + o
-    b_X = tl.load(p_x, mask=mask, other=0.0)
-    b_Y = tl.load(p_x + SIZE, mask=mask & ((ends == 0) | (PARTS == 3)), other=0.0)
-    if PARTS == 3:
-        b_X += tl.load(p_x + 2 * SIZE, mask=mask & (ends & last), other=0.0)
-    return b_X, b_Y
+    p_x = d_memory + at.i_n * (SIZES.PARTS * SIZES.SIZE) + tile.o
+    b_X = tl.load(p_x, mask=tile.mask, other=0.0)
+    m_Y = tile.mask & ((at.ends == 0) | (SIZES.PARTS == 3))
+    b_Y = tl.load(p_x + SIZES.SIZE, mask=m_Y, other=0.0)
+    if SIZES.PARTS == 3:
+        b_X += tl.load(p_x + 2 * SIZES.SIZE, mask=tile.mask & (at.ends & at.last), other=0.0)
+    return Later(b_X, b_Y)
 
 
 @triton.jit
-def through_writes(b_x, b_g, b_w, b_u, b_X, b_Y, ends, PARTS: tl.constexpr):
+def through_writes(b_x, b_g, columns, later, ends, PARTS: tl.constexpr):
     """X x, Y x, and X^T w g + Y^T u g of each row."""
-    b_xX, b_dx = product(b_x, tl.trans(b_X)), product(b_w * b_g, b_X)
+    b_xX, b_dx = product(b_x, tl.trans(later.X)), product(columns.w * b_g, later.X)
     b_xY = tl.zeros_like(b_xX)
     # Of `ttt`, M is zero after a full mini-batch, whatever was before.
     if (ends == 0) | (PARTS == 3):
-        b_xY += product(b_x, tl.trans(b_Y))
-        b_dx += product(b_u * b_g, b_Y)
+        b_xY += product(b_x, tl.trans(later.Y))
+        b_dx += product(columns.u * b_g, later.Y)
     return b_xX, b_xY, b_dx
 
 
 @triton.jit
-def pass_on(
-    d_memory, noted, i_n, i, o, mask, b_X, b_Y, b_dA, b_of_W, b_of_M, scalars, settled, ends,
-    SIZE: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
+def pass_on(x, d_memory, tile, later, given, at, SIZES: tl.constexpr):
     """Replace a tile of X, Y and dA by that before the mini-batch; and the gradients by a to d.
 
-    Of `ttt`, a and c are constants.
+    What the mini-batch itself gives to W, M and A is `given`. Of `ttt`, a and c are constants.
     """
-    p_x = d_memory + i_n * (PARTS * SIZE) + o
+    SIZE: tl.constexpr = SIZES.SIZE
+    b_of_W, b_of_M, b_dA = given
+    p_x = d_memory + at.i_n * (SIZES.PARTS * SIZE) + tile.o
     d_a, d_b, d_c, d_d = 0.0, 0.0, 0.0, 0.0
-    if (settled == 0) | (PARTS == 3):
-        b_W, b_M, _ = load_parts(noted, i, o, mask, settled, SIZE, PARTS)
-        d_a += tl.sum(tl.sum(b_W * b_X, axis=1), axis=0)
-        d_b += tl.sum(tl.sum(b_M * b_X, axis=1), axis=0)
-        d_c += tl.sum(tl.sum(b_W * b_Y, axis=1), axis=0)
-        d_d += tl.sum(tl.sum(b_M * b_Y, axis=1), axis=0)
-    b_new = tl.load(scalars + i * 4) * b_X + tl.load(scalars + i * 4 + 2) * b_Y + b_of_W
-    b_new_Y = tl.load(scalars + i * 4 + 1) * b_X + tl.load(scalars + i * 4 + 3) * b_Y + b_of_M
-    begins = settled == 0
-    if PARTS == 3:
-        b_dA += tl.load(p_x + 2 * SIZE, mask=mask & (ends == 0), other=0.0)
-        b_new += tl.where(settled, b_dA, 0.0)
+    if (at.settled == 0) | (SIZES.PARTS == 3):
+        b_W, b_M, _ = load_parts(x.noted, at.i, tile, at.settled, SIZES)
+        d_a += tl.sum(tl.sum(b_W * later.X, axis=1), axis=0)
+        d_b += tl.sum(tl.sum(b_M * later.X, axis=1), axis=0)
+        d_c += tl.sum(tl.sum(b_W * later.Y, axis=1), axis=0)
+        d_d += tl.sum(tl.sum(b_M * later.Y, axis=1), axis=0)
+    p_a = x.scalars + at.i * 4
+    b_new = tl.load(p_a) * later.X + tl.load(p_a + 2) * later.Y + b_of_W
+    b_new_Y = tl.load(p_a + 1) * later.X + tl.load(p_a + 3) * later.Y + b_of_M
+    begins = at.settled == 0
+    if SIZES.PARTS == 3:
+        b_dA += tl.load(p_x + 2 * SIZE, mask=tile.mask & (at.ends == 0), other=0.0)
+        b_new += tl.where(at.settled, b_dA, 0.0)
     else:
         b_new += b_dA
     # All have read what is overwritten.
     tl.debug_barrier()
-    tl.store(p_x, b_new, mask=mask)
-    tl.store(p_x + SIZE, b_new_Y, mask=mask & (begins | (PARTS == 3)))
-    if PARTS == 3:
-        tl.store(p_x + 2 * SIZE, b_dA, mask=mask & begins)
-    return d_a, d_b, d_c, d_d
+    tl.store(p_x, b_new, mask=tile.mask)
+    tl.store(p_x + SIZE, b_new_Y, mask=tile.mask & (begins | (SIZES.PARTS == 3)))
+    if SIZES.PARTS == 3:
+        tl.store(p_x + 2 * SIZE, b_dA, mask=tile.mask & begins)
+    return Scalars(d_a, d_b, d_c, d_d)
 
 
 @triton.jit
-def first_map_writes(
-    d_memory, k, tiles, b_w, b_u, i_n, i, ends, last, o_s, o_c, o_k,
-    S: tl.constexpr, C: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
-    SIZE: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
+def plus(x, y):
+    """The sum of the gradients by a to d."""
+    return Scalars(x.a + y.a, x.b + y.b, x.c + y.c, x.d + y.d)
+
+
+@triton.jit
+def first_map_writes(x, y, columns, o_c, at, SIZES: tl.constexpr):
     """Of what the rows o_c of the first map are given: dt, and the gradients by k, w and u.
 
     The tile of dg_1 becomes complete.
     """
-    o, mask, o_b, m_b = first_tile(o_c, o_k, C, K, BIAS)
-    b_X, b_Y = load_gradients(d_memory, i_n, o, mask, ends, last, SIZE, PARTS)
-    b_Xb, b_Yb = load_gradients(d_memory, i_n, o_b, m_b, ends, last, SIZE, PARTS)
-    b_slope, _ = gelu_slopes(load_tile(tiles, i * TILES + AT, o_s, o_c, S, C))
-    b_g = load_tile(tiles, i * TILES + T, o_s, o_c, S, C) * b_slope
-    b_k = load_tile(k, i, o_s, o_k, S, K)
-    b_xX, b_xY, b_dx = through_writes(b_k, b_g, b_w, b_u, b_X, b_Y, ends, PARTS)
-    b_xX += b_Xb
-    b_xY += b_Yb
-    b_dg = load_tile(tiles, i * TILES + DG, o_s, o_c, S, C) - b_w * b_xX - b_u * b_xY
-    store_tile(tiles, b_dg, i * TILES + DG, o_s, o_c, S, C)
+    tile, bias = first_tile(o_c, at.o_k, SIZES)
+    later = load_gradients(y.d_memory, tile, at, SIZES)
+    of_bias = load_gradients(y.d_memory, bias, at, SIZES)
+    b_slope, _ = gelu_slopes(load_inner(y.tiles, AT, o_c, at, SIZES))
+    b_g = load_inner(y.tiles, T, o_c, at, SIZES) * b_slope
+    b_k = load_tile(x.k, at.i, at.o_s, at.o_k, SIZES.S, SIZES.K)
+    b_xX, b_xY, b_dx = through_writes(b_k, b_g, columns, later, at.ends, SIZES.PARTS)
+    b_xX += of_bias.X
+    b_xY += of_bias.Y
+    b_dg = load_inner(y.tiles, DG, o_c, at, SIZES) - columns.w * b_xX - columns.u * b_xY
+    store_inner(y.tiles, b_dg, DG, o_c, at, SIZES)
     return b_dg * b_slope, b_dx, tl.sum(b_g * b_xX, axis=1), tl.sum(b_g * b_xY, axis=1)
 
 
 @triton.jit
-def first_map_anchor(
-    d_memory, noted, k, q, tiles, rows, scalars, b_dx, i_n, i, settled, ends, last, o_s, o_c, o_k,
-    S: tl.constexpr, C: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
-    SIZE: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
+def first_map_anchor(x, y, b_dx, o_c, at, SIZES: tl.constexpr):
     """From dx of channels o_c: the gradient by k, and all by the first map and by a to d."""
-    o, mask, o_b, m_b = first_tile(o_c, o_k, C, K, BIAS)
-    b_slope, b_second = gelu_slopes(load_tile(tiles, i * TILES + AT, o_s, o_c, S, C))
-    b_dg = load_tile(tiles, i * TILES + DG, o_s, o_c, S, C)
-    b_t = load_tile(tiles, i * TILES + T, o_s, o_c, S, C)
+    tile, bias = first_tile(o_c, at.o_k, SIZES)
+    b_slope, b_second = gelu_slopes(load_inner(y.tiles, AT, o_c, at, SIZES))
+    b_dg = load_inner(y.tiles, DG, o_c, at, SIZES)
+    b_t = load_inner(y.tiles, T, o_c, at, SIZES)
     b_dat = b_dx * b_slope + b_dg * b_t * b_second
-    b_A = tl.load(anchor_of(noted, i, settled, SIZE, PARTS) + o, mask=mask, other=0.0)
-    b_dk = product(b_dat, b_A)
-    b_dA, b_dAb = written(b_dat, load_tile(k, i, o_s, o_k, S, K), BIAS)
-    b_h, b_q = load_tile(tiles, i * TILES + H, o_s, o_c, S, C), load_tile(q, i, o_s, o_k, S, K)
-    b_of_W, b_of_Wb = written(b_h * load_column(rows, i, 0, o_s, S), b_q, BIAS)
-    b_of_M, b_of_Mb = written(b_h * load_column(rows, i, 1, o_s, S), b_q, BIAS)
-    b_X, b_Y = load_gradients(d_memory, i_n, o, mask, ends, last, SIZE, PARTS)
-    b_Xb, b_Yb = load_gradients(d_memory, i_n, o_b, m_b, ends, last, SIZE, PARTS)
-    d_a, d_b, d_c, d_d = pass_on(
-        d_memory, noted, i_n, i, o, mask, b_X, b_Y, b_dA, b_of_W, b_of_M, scalars, settled, ends,
-        SIZE, PARTS,
-    )  # fmt: skip
-    e_a, e_b, e_c, e_d = pass_on(
-        d_memory, noted, i_n, i, o_b, m_b, b_Xb, b_Yb, b_dAb, b_of_Wb, b_of_Mb, scalars, settled,
-        ends, SIZE, PARTS,
-    )  # fmt: skip
-    return b_dk, d_a + e_a, d_b + e_b, d_c + e_c, d_d + e_d
+    p_A = anchor_of(x.noted, at.i, at.settled, SIZES)
+    b_dk = product(b_dat, tl.load(p_A + tile.o, mask=tile.mask, other=0.0))
+    b_k = load_tile(x.k, at.i, at.o_s, at.o_k, SIZES.S, SIZES.K)
+    b_dA, b_dAb = written(b_dat, b_k, SIZES.BIAS)
+    b_h = load_inner(y.tiles, H, o_c, at, SIZES)
+    b_q = load_tile(x.q, at.i, at.o_s, at.o_k, SIZES.S, SIZES.K)
+    b_of_W, b_of_Wb = written(b_h * load_column(x.rows, at.i, 0, at.o_s, SIZES.S), b_q, SIZES.BIAS)
+    b_of_M, b_of_Mb = written(b_h * load_column(x.rows, at.i, 1, at.o_s, SIZES.S), b_q, SIZES.BIAS)
+    later = load_gradients(y.d_memory, tile, at, SIZES)
+    of_bias = load_gradients(y.d_memory, bias, at, SIZES)
+    given, given_bias = Maps(b_of_W, b_of_M, b_dA), Maps(b_of_Wb, b_of_Mb, b_dAb)
+    by_map = pass_on(x, y.d_memory, tile, later, given, at, SIZES)
+    by_bias = pass_on(x, y.d_memory, bias, of_bias, given_bias, at, SIZES)
+    return b_dk, plus(by_map, by_bias)
 
 
 @triton.jit
-def writes_backward(
-    k, rows, noted, g, tiles, d_g, d_x, d_memory, d_k, d_rows, i_n, i, settled, ends, last,
-    o_s, o_k, o_v,
-    S: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BS: tl.constexpr, BV: tl.constexpr, BC: tl.constexpr,
-    SIZE: tl.constexpr, PARTS: tl.constexpr, DEEP: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
+def writes_backward(x, y, at, SIZES: tl.constexpr):
     """Through what the mini-batch writes: dg, dk of two maps, and in memory dx, dw and du."""
-    o_b, m_b = last_bias(o_v, V, C, K, DEEP, BIAS)
-    p_A = anchor_of(noted, i, settled, SIZE, PARTS)
-    b_dg = load_tile(d_g, i, o_s, o_v, S, V)
-    b_w, b_u = load_column(rows, i, 2, o_s, S), load_column(rows, i, 3, o_s, S)
-    b_Xb, b_Yb = load_gradients(d_memory, i_n, o_b, m_b, ends, last, SIZE, PARTS)
-    b_xX, b_xY = tl.zeros([BS, BV], tl.float32) + b_Xb, tl.zeros([BS, BV], tl.float32) + b_Yb
-    b_gX, b_gY = tl.zeros([BS], tl.float32), tl.zeros([BS], tl.float32)
-    b_dk = load_tile(d_k, i, o_s, o_k, S, K)
-    for c in range(0, C, BC):
-        o_c = c + tl.arange(0, BC)
-        o, mask = last_tile(o_v, o_c, V, C, K, DEEP, BIAS)
-        if DEEP:
-            b_dt, b_dk_c, b_gX_c, b_gY_c = first_map_writes(
-                d_memory, k, tiles, b_w, b_u, i_n, i, ends, last, o_s, o_c, o_k,
-                S, C, K, BIAS, SIZE, PARTS,
-            )  # fmt: skip
-            b_dg += product(b_dt, tl.trans(tl.load(p_A + o, mask=mask, other=0.0)))
+    i, o_s, o_v = at.i, at.o_s, at.o_v
+    S: tl.constexpr = SIZES.S
+    V: tl.constexpr = SIZES.V
+    bias = last_bias(o_v, SIZES)
+    p_A = anchor_of(x.noted, i, at.settled, SIZES)
+    b_dg = load_tile(y.d_g, i, o_s, o_v, S, V)
+    columns = load_columns(x.rows, i, o_s, S)
+    of_bias = load_gradients(y.d_memory, bias, at, SIZES)
+    b_xX = tl.zeros([SIZES.BS, SIZES.BV], tl.float32) + of_bias.X
+    b_xY = tl.zeros([SIZES.BS, SIZES.BV], tl.float32) + of_bias.Y
+    b_gX, b_gY = tl.zeros([SIZES.BS], tl.float32), tl.zeros([SIZES.BS], tl.float32)
+    b_dk = load_tile(y.d_k, i, o_s, at.o_k, S, SIZES.K)
+    for c in range(0, SIZES.C, SIZES.BC):
+        o_c = c + tl.arange(0, SIZES.BC)
+        tile = last_tile(o_v, o_c, SIZES)
+        if SIZES.DEEP:
+            b_dt, b_dk_c, b_gX_c, b_gY_c = first_map_writes(x, y, columns, o_c, at, SIZES)
+            b_dg += product(b_dt, tl.trans(tl.load(p_A + tile.o, mask=tile.mask, other=0.0)))
             b_dk -= b_dk_c
             b_gX += b_gX_c
             b_gY += b_gY_c
-            b_x = gelu(load_tile(tiles, i * TILES + AT, o_s, o_c, S, C))
+            b_x = gelu(load_inner(y.tiles, AT, o_c, at, SIZES))
         else:
-            b_x = load_tile(k, i, o_s, o_c, S, K)
-        b_g = load_tile(g, i, o_s, o_v, S, V)
-        b_X, b_Y = load_gradients(d_memory, i_n, o, mask, ends, last, SIZE, PARTS)
-        b_xX_c, b_xY_c, b_dx = through_writes(b_x, b_g, b_w, b_u, b_X, b_Y, ends, PARTS)
+            b_x = load_tile(x.k, i, o_s, o_c, S, SIZES.K)
+        b_g = load_tile(y.g, i, o_s, o_v, S, V)
+        later = load_gradients(y.d_memory, tile, at, SIZES)
+        b_xX_c, b_xY_c, b_dx = through_writes(b_x, b_g, columns, later, at.ends, SIZES.PARTS)
         b_xX += b_xX_c
         b_xY += b_xY_c
-        store_tile(d_x, load_tile(d_x, i, o_s, o_c, S, C) - b_dx, i, o_s, o_c, S, C)
-    b_g = load_tile(g, i, o_s, o_v, S, V)
-    b_dg -= b_w * b_xX + b_u * b_xY
+        b_dx = load_tile(y.d_x, i, o_s, o_c, S, SIZES.C) - b_dx
+        store_tile(y.d_x, b_dx, i, o_s, o_c, S, SIZES.C)
+    b_g = load_tile(y.g, i, o_s, o_v, S, V)
+    b_dg -= columns.w * b_xX + columns.u * b_xY
     b_gX += tl.sum(b_g * b_xX, axis=1)
     b_gY += tl.sum(b_g * b_xY, axis=1)
-    store_column(d_rows, -b_gX[:, None], i, 2, o_s, S)
-    store_column(d_rows, -b_gY[:, None], i, 3, o_s, S)
+    store_column(y.d_rows, -b_gX[:, None], i, 2, o_s, S)
+    store_column(y.d_rows, -b_gY[:, None], i, 3, o_s, S)
     return b_dg, b_dk
 
 
@@ -348,28 +352,29 @@ def network_backward_kernel(
     NORM: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """The rest, d_memory in place; d_weight and d_bias [R, HV, V] are parts of a sum."""
+    SIZES: tl.constexpr = Sizes(S, K, V, C, BS, BV, BC, SIZE, PARTS, DEEP, BIAS)
+    x = Given(q, k, rows, scalars, None, noted)
+    y = Gradients(d_z, g, tiles, d_g, d_x, d_memory, d_k, d_rows)
     i_r, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_s, o_k, o_v = tl.arange(0, BS), tl.arange(0, BK), tl.arange(0, BV)
     b_weight, b_bias = load_norm(weight, bias, i_h, o_v, V, NORM)
     b_dweight, b_dbias = tl.zeros([BV], tl.float32), tl.zeros([BV], tl.float32)
-    o_b, m_b = last_bias(o_v, V, C, K, DEEP, BIAS)
+    of_bias = last_bias(o_v, SIZES)
     for i_back in range(M):
         i_m = M - 1 - i_back
         i = (i_m * R + i_r) * HV + i_h
         i_n = row_of(owner, i_m, i_r, R, PACKED) * HV + i_h
         settled = is_settled(full, owner, i_m, i_r, R, PACKED)
         ends, last = is_full(full, i_m, i_r, R), is_last(owner, i_m, i_r, M, R, PACKED)
-        b_dg, b_dk = writes_backward(
-            k, rows, noted, g, tiles, d_g, d_x, d_memory, d_k, d_rows, i_n, i, settled, ends, last,
-            o_s, o_k, o_v, S, K, V, C, BS, BV, BC, SIZE, PARTS, DEEP, BIAS,
-        )  # fmt: skip
+        here = Place(i, i_n, settled, ends, last, o_s, o_k, o_v)
+        b_dg, b_dk = writes_backward(x, y, here, SIZES)
         # Through the gradient that was taken at A.
         b_v, m_v = load_tile(v, i, o_s, o_v, S, V), (o_v < V)[None, :]
         b_key = load_tile(k, i, o_s, o_v, S, K) if NORM else b_v
+        b_at = load_tile(at, i, o_s, o_v, S, V)
         b_dz, b_dv, b_dw_rows, b_db_rows = loss_gradient_backward(
-            b_dg, load_tile(at, i, o_s, o_v, S, V), b_key, b_v, b_weight, b_bias, m_v, eps,
-            V, NORM,
-        )  # fmt: skip
+            b_dg, b_at, b_key, b_v, b_weight, b_bias, m_v, eps, V, NORM
+        )
         store_tile(d_v, b_dv, i, o_s, o_v, S, V)
         if NORM:
             b_dweight += tl.sum(b_dw_rows, axis=0)
@@ -378,34 +383,29 @@ def network_backward_kernel(
         tl.debug_barrier()
         store_tile(at, b_dz, i, o_s, o_v, S, V)
         tl.debug_barrier()
-        b_Xb, b_Yb = load_gradients(d_memory, i_n, o_b, m_b, ends, last, SIZE, PARTS)
+        later = load_gradients(d_memory, of_bias, here, SIZES)
         b_dAb = tl.sum(b_dz, axis=0)[None, :] * BIAS
         b_h = load_tile(d_z, i, o_s, o_v, S, V)
         b_of_Wb = tl.sum(b_h * load_column(rows, i, 0, o_s, S), axis=0)[None, :]
         b_of_Mb = tl.sum(b_h * load_column(rows, i, 1, o_s, S), axis=0)[None, :]
-        d_a, d_b, d_c, d_d = pass_on(
-            d_memory, noted, i_n, i, o_b, m_b, b_Xb, b_Yb, b_dAb, b_of_Wb, b_of_Mb, scalars,
-            settled, ends, SIZE, PARTS,
-        )  # fmt: skip
+        given = Maps(b_of_Wb, b_of_Mb, b_dAb)
+        d_scalar = pass_on(x, d_memory, of_bias, later, given, here, SIZES)
         for c in range(0, C, BC):
             o_c = c + tl.arange(0, BC)
-            o, mask = last_tile(o_v, o_c, V, C, K, DEEP, BIAS)
+            tile = last_tile(o_v, o_c, SIZES)
             b_dz = load_tile(at, i, o_s, o_v, S, V)
-            p_A = anchor_of(noted, i, settled, SIZE, PARTS)
-            b_dx = product(b_dz, tl.load(p_A + o, mask=mask, other=0.0))
+            p_A = anchor_of(noted, i, settled, SIZES)
+            b_dx = product(b_dz, tl.load(p_A + tile.o, mask=tile.mask, other=0.0))
             b_dx += load_tile(d_x, i, o_s, o_c, S, C)
             if DEEP:
-                b_dk_c, e_a, e_b, e_c, e_d = first_map_anchor(
-                    d_memory, noted, k, q, tiles, rows, scalars, b_dx, i_n, i, settled, ends, last,
-                    o_s, o_c, o_k, S, C, K, BIAS, SIZE, PARTS,
-                )  # fmt: skip
+                b_dk_c, d_first = first_map_anchor(x, y, b_dx, o_c, here, SIZES)
                 b_dk += b_dk_c
-                d_a, d_b, d_c, d_d = d_a + e_a, d_b + e_b, d_c + e_c, d_d + e_d
-                b_a1 = load_tile(tiles, i * TILES + AT, o_s, o_c, S, C)
+                d_scalar = plus(d_scalar, d_first)
+                b_a1 = load_inner(tiles, AT, o_c, here, SIZES)
                 b_slope, _ = gelu_slopes(b_a1)
-                b_dt = load_tile(tiles, i * TILES + DG, o_s, o_c, S, C) * b_slope
+                b_dt = load_inner(tiles, DG, o_c, here, SIZES) * b_slope
                 b_dA, _ = written(load_tile(g, i, o_s, o_v, S, V), b_dt, BIAS)
-                b_x, b_y = gelu(b_a1), gelu(load_tile(tiles, i * TILES + READ, o_s, o_c, S, C))
+                b_x, b_y = gelu(b_a1), gelu(load_inner(tiles, READ, o_c, here, SIZES))
             else:
                 store_tile(d_k, b_dx, i, o_s, o_c, S, K)
                 b_dA = tl.zeros([BV, BC], tl.float32)
@@ -414,18 +414,15 @@ def network_backward_kernel(
             b_h = load_tile(d_z, i, o_s, o_v, S, V)
             b_of_W, _ = written(b_h * load_column(rows, i, 0, o_s, S), b_y, BIAS)
             b_of_M, _ = written(b_h * load_column(rows, i, 1, o_s, S), b_y, BIAS)
-            b_X, b_Y = load_gradients(d_memory, i_n, o, mask, ends, last, SIZE, PARTS)
-            e_a, e_b, e_c, e_d = pass_on(
-                d_memory, noted, i_n, i, o, mask, b_X, b_Y, b_dA + b_of_x, b_of_W, b_of_M, scalars,
-                settled, ends, SIZE, PARTS,
-            )  # fmt: skip
-            d_a, d_b, d_c, d_d = d_a + e_a, d_b + e_b, d_c + e_c, d_d + e_d
+            later_c = load_gradients(d_memory, tile, here, SIZES)
+            given_c = Maps(b_of_W, b_of_M, b_dA + b_of_x)
+            d_scalar = plus(d_scalar, pass_on(x, d_memory, tile, later_c, given_c, here, SIZES))
         if DEEP:
             store_tile(d_k, b_dk, i, o_s, o_k, S, K)
-        tl.store(d_scalars + i * 4, d_a)
-        tl.store(d_scalars + i * 4 + 1, d_b)
-        tl.store(d_scalars + i * 4 + 2, d_c)
-        tl.store(d_scalars + i * 4 + 3, d_d)
+        tl.store(d_scalars + i * 4, d_scalar.a)
+        tl.store(d_scalars + i * 4 + 1, d_scalar.b)
+        tl.store(d_scalars + i * 4 + 2, d_scalar.c)
+        tl.store(d_scalars + i * 4 + 3, d_scalar.d)
         tl.debug_barrier()
     if NORM:
         tl.store(d_weight + (i_r * HV + i_h) * V + o_v, b_dweight, mask=o_v < V)

@@ -14,6 +14,9 @@ import triton
 import triton.language as tl
 
 from deltarule.ops.memory.triton.memory import (
+    Map,
+    Maps,
+    Sizes,
     applied,
     load_column,
     load_maps,
@@ -38,6 +41,7 @@ def memory_scan_kernel(
 
     rows [M, R, HV, 4, S] are kept, momentum, w and u; scalars [M, R, HV, 4] are a, b, c and d.
     """
+    SIZES: tl.constexpr = Sizes(S, K, V, BIAS)
     i_r, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_s, o_k, o_v = tl.arange(0, BS), tl.arange(0, BK), tl.arange(0, BV)
     m_v = (o_v < V)[None, :]
@@ -45,42 +49,41 @@ def memory_scan_kernel(
     i_n = i_r
     if PACKED:
         i_n = tl.load(owner + i_r)
-    b_W, b_Wb, b_M, b_Mb, b_A, b_Ab = load_maps(memory, i_n * HV + i_h, o_v, o_k, V, K, BIAS)
+    maps = load_maps(memory, i_n * HV + i_h, o_v, o_k, SIZES)
     for i_m in range(M):
         i = (i_m * R + i_r) * HV + i_h
         if PACKED:
             i_next = tl.load(owner + i_m * R + i_r)
             if i_next != i_n:
-                store_maps(
-                    memory, b_W, b_Wb, b_M, b_Mb, b_A, b_Ab, i_n * HV + i_h, o_v, o_k, V, K, BIAS
-                )
-                b_W, b_Wb, b_M, b_Mb, b_A, b_Ab = load_maps(
-                    memory, i_next * HV + i_h, o_v, o_k, V, K, BIAS
-                )
+                store_maps(memory, maps, i_n * HV + i_h, o_v, o_k, SIZES)
+                maps = load_maps(memory, i_next * HV + i_h, o_v, o_k, SIZES)
                 i_n = i_next
         if noted is not None:
-            store_maps(noted, b_W, b_Wb, b_M, b_Mb, b_A, b_Ab, i, o_v, o_k, V, K, BIAS)
+            store_maps(noted, maps, i, o_v, o_k, SIZES)
         b_x, b_y = load_tile(k, i, o_s, o_k, S, K), load_tile(q, i, o_s, o_k, S, K)
         b_v = load_tile(v, i, o_s, o_v, S, V)
-        b_at = applied(b_x, b_A, b_Ab)
+        b_at = applied(b_x, maps.A)
         # The form with a norm, in which K = V, reads the key beside the value.
         b_key = b_x if NORM else b_v
         b_g = loss_gradient(b_at, b_key, b_v, b_weight, b_bias, m_v, eps, V, NORM)
         b_pair = product(b_y, tl.trans(b_x)) + BIAS
-        b_z = load_column(rows, i, 0, o_s, S) * applied(b_y, b_W, b_Wb)
-        b_z += load_column(rows, i, 1, o_s, S) * applied(b_y, b_M, b_Mb)
+        b_z = load_column(rows, i, 0, o_s, S) * applied(b_y, maps.W)
+        b_z += load_column(rows, i, 1, o_s, S) * applied(b_y, maps.M)
         b_z -= product(b_pair * load_tile(writes, i, o_s, o_s, S, S), b_g)
         store_tile(z, b_z, i, o_s, o_v, S, V)
-        b_of_W, b_of_Wb = written(b_g * load_column(rows, i, 2, o_s, S), b_x, BIAS)
-        b_of_M, b_of_Mb = written(b_g * load_column(rows, i, 3, o_s, S), b_x, BIAS)
+        of_W = written(b_g * load_column(rows, i, 2, o_s, S), b_x, BIAS)
+        of_M = written(b_g * load_column(rows, i, 3, o_s, S), b_x, BIAS)
         b_a, b_b = tl.load(scalars + i * 4), tl.load(scalars + i * 4 + 1)
         b_c, b_d = tl.load(scalars + i * 4 + 2), tl.load(scalars + i * 4 + 3)
-        b_before, b_before_b = b_W, b_Wb
-        b_W = b_a * b_W + b_b * b_M - b_of_W
-        b_Wb = b_a * b_Wb + b_b * b_Mb - b_of_Wb
-        b_M = b_c * b_before + b_d * b_M - b_of_M
-        b_Mb = b_c * b_before_b + b_d * b_Mb - b_of_Mb
+        W, M_ = mixed(maps, b_a, b_b, of_W), mixed(maps, b_c, b_d, of_M)
         ends = tl.load(full + i_m * R + i_r) != 0
-        b_A = tl.where(ends, b_W, b_A)
-        b_Ab = tl.where(ends, b_Wb, b_Ab)
-    store_maps(memory, b_W, b_Wb, b_M, b_Mb, b_A, b_Ab, i_n * HV + i_h, o_v, o_k, V, K, BIAS)
+        b_A = tl.where(ends, W.weights, maps.A.weights)
+        maps = Maps(W, M_, Map(b_A, tl.where(ends, W.bias, maps.A.bias)))
+    store_maps(memory, maps, i_n * HV + i_h, o_v, o_k, SIZES)
+
+
+@triton.jit
+def mixed(maps, b_a, b_b, of_map):
+    """a W + b M without what is written."""
+    b_map = b_a * maps.W.weights + b_b * maps.M.weights - of_map.weights
+    return Map(b_map, b_a * maps.W.bias + b_b * maps.M.bias - of_map.bias)
