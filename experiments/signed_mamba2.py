@@ -41,7 +41,7 @@ def signs(projections: Projections) -> Tensor:
     Raises:
         ValueError: Rows are packed, whose signs would run from one sequence into the next.
     """
-    if projections.cu_seqlens is not None:
+    if projections.rows.cu_seqlens is not None:
         raise ValueError("cu_seqlens must be None for signed Mamba-2: give each sequence a row")
     a = eigenvalue(projections)
     return torch.where(a < 0, -1.0, 1.0).cumprod(dim=1)
@@ -64,7 +64,8 @@ def read_out(o: Tensor, projections: Projections) -> Tensor:
 def final_state(state: Tensor, projections: Projections) -> Tensor:
     """S_T = c_T S'_T."""
     c = signs(projections)
-    return state * last_token(c, projections, c.new_ones(len(state), c.shape[2]))[..., None, None]
+    last = last_token(c, projections.rows, c.new_ones(len(state), c.shape[2]))
+    return state * last[..., None, None]
 
 
 RULE = replace(

@@ -2,6 +2,9 @@
 
 import difflib
 from collections.abc import Collection, Iterable
+from typing import TypeVar
+
+Row = TypeVar("Row")
 
 
 def nearest(given: object, known: Iterable[str], *, before: str = "", otherwise: str = "") -> str:
@@ -32,3 +35,19 @@ def check_known(name: str, given: object, known: Collection[str]) -> None:
     if given not in list(known):
         hint = nearest(given, known, before=": ")
         raise ValueError(f"{name} must be one of {', '.join(known)}, got {given!r}{hint}")
+
+
+class Named(dict[str, Row]):
+    """A dict whose missing keys suggest the nearest that there is.
+
+    Examples:
+        >>> Named(deltanet=1, gla=2)["delta_net"]
+        Traceback (most recent call last):
+        ...
+        KeyError: "there is no 'delta_net': did you mean 'deltanet'?"
+    """
+
+    def __missing__(self, name: object) -> Row:
+        """Raise a KeyError that names the nearest key, or all of them."""
+        hint = nearest(name, self, otherwise=f"known are {', '.join(self)}")
+        raise KeyError(f"there is no {name!r}: {hint}")

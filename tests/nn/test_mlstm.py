@@ -92,7 +92,7 @@ def test_stabiliser_is_the_papers_running_maximum():
     for t in range(T):
         m = torch.maximum(log_f[:, t] + m, log_i[:, t])
         ms.append(m)
-    before, found = running_maximum(log_f, log_i, p)
+    before, found = running_maximum(log_f, log_i, p.rows)
     torch.testing.assert_close(found, torch.stack(ms, dim=1))
     torch.testing.assert_close(before[:, 1:], found[:, :-1])
     arguments = RULE.arguments(p)

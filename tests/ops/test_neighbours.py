@@ -25,7 +25,6 @@ promised("triton")
 
 from deltarule.models import loss
 from deltarule.nn import mlp, norm
-from deltarule.nn.kernels import kernel_runs
 from deltarule.ops.delta_rule import gate_maps
 from deltarule.ops.fused import cross_entropy as cross_entropy_ops
 from deltarule.ops.fused import gated_norm as norm_ops
@@ -33,7 +32,7 @@ from deltarule.ops.fused import gates as gate_ops
 from deltarule.ops.fused import residual_norm as sum_ops
 from deltarule.ops.fused import short_conv as conv_ops
 from deltarule.ops.fused import swiglu as swiglu_ops
-from deltarule.ops.fused_kernels import why_not_fused
+from deltarule.ops.fused_kernels import kernel_runs, why_not_fused
 
 PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Wide enough for the tiles of a real layer.

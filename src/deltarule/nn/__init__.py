@@ -1,5 +1,6 @@
 """Layers: recurrent mixers, attention, norm, MLP, and the states they carry."""
 
+from deltarule.nearest import Named
 from deltarule.nn.attention import Attention, SlidingWindowAttention
 from deltarule.nn.comba import Comba, CombaReleased
 from deltarule.nn.delta_mixer import DeltaMixer
@@ -37,7 +38,6 @@ from deltarule.nn.multi_head import (
     MultiQueryDeltaNet,
     MultiValueDeltaNet,
 )
-from deltarule.nn.named import Named
 from deltarule.nn.norm import RMSNorm
 from deltarule.nn.retnet import RetNet
 from deltarule.nn.rg_lru import RGLRU

@@ -24,7 +24,6 @@ from deltarule.nn.gates import (
     float32_parameter,
     initial_A_log,
     initial_dt_bias,
-    low_rank,
     spread_A_log,
 )
 from deltarule.nn.layout import make_layout, per_step, silence_padding, split
@@ -137,12 +136,6 @@ class DeltaMixer(Mixer):
         self.a_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
         self.build_rates(initial_A_log(self.num_v_heads, slowest, fastest), self.num_v_heads)
 
-    def build_channel_decay(self) -> None:
-        """Make a decay for each key channel, through head_v_dim channels, as in KDA."""
-        heads, key_size = self.num_v_heads, self.head_k_dim
-        self.a_proj = low_rank(self.hidden_size, self.head_v_dim, heads * key_size)
-        self.build_rates(initial_A_log(heads, 1, 16), heads, key_size)
-
     def build_rates(self, A_log: Tensor, *sizes: int) -> None:
         """Keep the paper's draw, or spread the heads' horizons up to the longest one."""
         dt_bias = initial_dt_bias(*sizes)
@@ -244,8 +237,7 @@ class DeltaMixer(Mixer):
             depth=self.depth if self.reads_depth else 0.0,
             qk_norm=self.qk_norm,
             normalizer=self.normalizer,
-            cu_seqlens=call.layout.cu_seqlens,
-            real=call.layout.real,
+            layout=call.layout,
             decoding=call.decoding,
         )
 

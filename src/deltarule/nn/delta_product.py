@@ -6,17 +6,8 @@ S_{t,0} = S_{t-1,n}        o_t = S_{t,n} q_t        j = 1..n
 
 from dataclasses import replace
 
-from deltarule.nn import deltanet
-from deltarule.nn.gated_deltanet import GatedDeltaNet
-from deltarule.nn.gates import log_decay_of
-from deltarule.nn.rule import Arguments, Projections, Rule
-
-
-def arguments(projections: Projections) -> Arguments:
-    """DeltaNet's arguments, n rows of them for each token."""
-    given = deltanet.arguments(projections)
-    return given | {"n_steps": projections.n_steps}
-
+from deltarule.nn import deltanet, gated_deltanet
+from deltarule.nn.rule import Rule
 
 RULE = Rule(
     name="delta_product",
@@ -26,14 +17,8 @@ RULE = Rule(
     erase="tied",
     objective="|S k_j - v_j|^2 / 2, one gradient step for each j",
     source="arXiv 2502.10297, section 3 (slides print the steps in the wrong order)",
-    arguments=arguments,
+    arguments=deltanet.arguments,
 )
-
-
-def gated_arguments(projections: Projections) -> Arguments:
-    """DeltaProduct's arguments and Gated DeltaNet's decay."""
-    given = arguments(projections)
-    return given | {"log_decay": log_decay_of(projections)}
 
 
 GATED_RULE = replace(
@@ -44,7 +29,7 @@ GATED_RULE = replace(
     decay="head",
     objective="|S k_j - v_j|^2 / 2 from a S', one gradient step for each j",
     source="arXiv 2502.10297, section 3",
-    arguments=gated_arguments,
+    arguments=gated_deltanet.arguments,
 )
 
 
@@ -69,7 +54,7 @@ class DeltaProduct(deltanet.DeltaNet):
     default_n_steps = 2
 
 
-class GatedDeltaProduct(GatedDeltaNet):
+class GatedDeltaProduct(gated_deltanet.GatedDeltaNet):
     """Gated DeltaProduct: decay once a token, then n_steps delta-rule writes, one read-out.
 
     Defaults: as GatedDeltaNet, with n_steps = 2 and beta in [0, 2].

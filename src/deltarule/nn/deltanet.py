@@ -11,9 +11,12 @@ from deltarule.nn.rule import Arguments, Projections, Rule
 
 
 def arguments(projections: Projections) -> Arguments:
-    """With unit keys every eigenvalue of the transition is in [1 - beta_max, 1]."""
+    """With unit keys every eigenvalue of the transition is in [1 - beta_max, 1].
+
+    DeltaProduct has n rows of keys, values and write strengths for each token.
+    """
     beta = strength_of(projections)
-    return normed_qkv(projections, otherwise="l2") | {"beta": beta}
+    return normed_qkv(projections, otherwise="l2") | {"beta": beta, "n_steps": projections.n_steps}
 
 
 RULE = Rule(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from deltarule.nn.call import LayerCall
 from deltarule.nn.delta_mixer import DeltaMixer
-from deltarule.nn.documents import document_count, last_token, per_token
+from deltarule.nn.documents import last_token, per_token
 from deltarule.nn.gates import computed, float32_parameter, initial_dt_bias
 from deltarule.nn.layout import split
 from deltarule.nn.roles import Role
@@ -46,14 +46,14 @@ def in_both_parts(x: Tensor, phase: Tensor) -> Tensor:
 
 def phases(projections: Projections, start: Tensor | None = None) -> Tensor:
     """[B, T, HV, K] Phi_t of each document, which had turned by start [N, HV, K]; None: by zero."""
-    turns = computed(projections.need("phase"))
+    turns, layout = computed(projections.need("phase")), projections.rows
     if start is None:
-        start = turns.new_zeros(document_count(projections), *turns.shape[2:])
+        start = turns.new_zeros(layout.sequences, *turns.shape[2:])
     total, start = in_float64(turns).cumsum(1), in_float64(start)
-    if projections.cu_seqlens is not None:
+    if layout.cu_seqlens is not None:
         before = F.pad(total, (0, 0, 0, 0, 1, 0))
-        start = start - before[0, projections.cu_seqlens[:-1]]
-    return within_a_turn(total + per_token(start, projections), turns.dtype)
+        start = start - before[0, layout.cu_seqlens[:-1]]
+    return within_a_turn(total + per_token(start, layout), turns.dtype)
 
 
 def turned_before(context: Context, turns: Tensor, given: Tensor) -> Tensor:
@@ -125,5 +125,5 @@ class GateLoop(DeltaMixer):
             start = turned_before(context, turns, start)
         p = replace(p, decay_logits=p.need("decay_logits") + self.decay_bias, phase=turns)
         phase = phases(p, start)
-        call.after["phase"] = last_token(phase, p, otherwise=start)
+        call.after["phase"] = last_token(phase, call.layout, otherwise=start)
         return replace(p, running=(phase,))

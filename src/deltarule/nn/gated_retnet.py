@@ -5,23 +5,9 @@ S_t = g_t S_{t-1} + v_t k_t^T        g_t = sigmoid(decay_logits_t)^(1/16)
 
 from dataclasses import replace
 
-import torch.nn.functional as F
 from torch import nn
 
-from deltarule.nn import retnet
-from deltarule.nn.gates import computed
-from deltarule.nn.rule import Arguments, Projections
-
-# What the logit of a decay is divided by, so that most decays are near one.
-TEMPERATURE = 16
-
-
-def arguments(projections: Projections) -> Arguments:
-    """log g = log sigmoid(decay_logits) / 16."""
-    logits = computed(projections.need("decay_logits"))
-    log_decay = F.logsigmoid(logits) / TEMPERATURE
-    return projections.qkv | {"beta": None, "log_decay": log_decay}
-
+from deltarule.nn import gla, retnet
 
 RULE = replace(
     retnet.RULE,
@@ -31,7 +17,7 @@ RULE = replace(
     decay="head",
     source="arXiv 2405.05254, section 3.1",
     page="retnet",
-    arguments=arguments,
+    arguments=gla.arguments,
 )
 
 

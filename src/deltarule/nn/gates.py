@@ -7,12 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.kernels import kernel_runs
 from deltarule.nn.rule import Projections
 from deltarule.ops.delta_rule import gate_maps as plain
 from deltarule.ops.delta_rule.gate_logits import BetaLogits, DecayLogits
 from deltarule.ops.fused import gates as fused
-from deltarule.ops.fused_kernels import why_not_fused
+from deltarule.ops.fused_kernels import kernel_runs, why_not_fused
 from deltarule.ops.sequences import computed as computed
 
 

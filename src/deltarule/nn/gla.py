@@ -14,7 +14,7 @@ TEMPERATURE = 16
 
 
 def arguments(projections: Projections) -> Arguments:
-    """log_decay = logsigmoid(decay_logits) / 16."""
+    """log_decay = logsigmoid(decay_logits) / 16, of a key channel; in Gated RetNet, of a head."""
     log_decay = F.logsigmoid(computed(projections.need("decay_logits"))) / TEMPERATURE
     return projections.qkv | {"beta": None, "log_decay": log_decay}
 

@@ -7,7 +7,6 @@ a_t = lb + (1 - lb) sigmoid(decay_logits_t)
 from dataclasses import replace
 
 import torch.nn.functional as F
-from torch import Tensor
 
 from deltarule.nn.call import LayerCall
 from deltarule.nn.delta_mixer import DeltaMixer
@@ -68,6 +67,3 @@ class HGRN2(LowerBounds, DeltaMixer):
         p = super().project(call)
         q = p.q if self.conv_size else F.silu(p.q)
         return replace(p, q=q, decay_logits=p.k, lower_bound=self.lower_bound(call.shared))
-
-    def finish(self, o: Tensor, projections: Projections, call: LayerCall) -> Tensor:
-        return self.o_proj(self.normed(o, projections.output_gate))

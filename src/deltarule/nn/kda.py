@@ -10,11 +10,11 @@ is exp(L) or more.
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.gated_deltanet import arguments
-from deltarule.nn.gates import low_rank
+from deltarule.nn.gates import initial_A_log, low_rank
 from deltarule.nn.options import REASONS
 from deltarule.nn.rule import Rule
 
@@ -58,12 +58,12 @@ class KDA(DeltaMixer):
 
     def build_gates(self) -> None:
         super().build_gates()
-        self.build_channel_decay()
-
-    def build_rates(self, A_log: Tensor, *sizes: int) -> None:
-        """Let the rates of a bounded decay start at 1."""
+        heads, key_size = self.num_v_heads, self.head_k_dim
+        self.a_proj = low_rank(self.hidden_size, self.head_v_dim, heads * key_size)
+        A_log = initial_A_log(heads, 1, 16)
+        # The rates of a bounded decay start at 1.
         bounded = self.gate_lower_bound is not None
-        super().build_rates(torch.zeros_like(A_log) if bounded else A_log, *sizes)
+        self.build_rates(torch.zeros_like(A_log) if bounded else A_log, heads, key_size)
 
     def check_options(self) -> None:
         """Refuse to spread rates that a bounded decay does not have."""

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltarule.nn.rule import Arguments
 from deltarule.ops.checks import check_axes, check_dense
 from deltarule.ops.context import Context
 from deltarule.ops.context.rows import rows_before
@@ -220,8 +219,8 @@ EACH_STEP = WRITES[:3]
 
 
 def silence_padding(
-    arguments: Arguments, real: Tensor | None, names: Sequence[str] = WRITES, n_steps: int = 1
-) -> Arguments:
+    arguments: dict[str, Any], real: Tensor | None, names: Sequence[str] = WRITES, n_steps: int = 1
+) -> dict[str, Any]:
     """Put zeros at padding into the named arguments: no write, no erase, no decay.
 
     Args:

@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.kernels import kernel_runs
 from deltarule.nn.linears import is_plain, linear, linears
 from deltarule.ops.dispatch import are_plain_eager
 from deltarule.ops.fused import swiglu as fused
-from deltarule.ops.fused_kernels import why_not_fused
+from deltarule.ops.fused_kernels import kernel_runs, why_not_fused
 from deltarule.shapes import Hidden
 
 HiddenActivation = Literal["silu", "relu2"]

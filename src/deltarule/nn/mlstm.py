@@ -75,7 +75,7 @@ def gates(projections: Projections) -> tuple[Tensor, Tensor]:
 
 def maxima(projections: Projections) -> tuple[Tensor, ...]:
     """m_{t-1} and m_t, [B, T, HV]."""
-    return projections.running or running_maximum(*gates(projections), projections)
+    return projections.running or running_maximum(*gates(projections), projections.rows)
 
 
 RULE = Rule(
@@ -159,8 +159,8 @@ class MLSTM(DeltaMixer):
         logs, start = gates(self.bounded(p)), call.before["stabilizer"]
         if (context := call.layout.context) is not None:
             start = maximum_before(context, *logs, start)
-        running = running_maximum(*logs, p, start)
-        call.after["stabilizer"] = last_token(running[1], p, otherwise=start)
+        running = running_maximum(*logs, call.layout, start)
+        call.after["stabilizer"] = last_token(running[1], call.layout, otherwise=start)
         return replace(p, running=running)
 
     def bounded(self, projections: Projections) -> Projections:

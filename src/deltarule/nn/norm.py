@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.kernels import kernel_runs
 from deltarule.nn.layout import split
 from deltarule.ops.fused import gated_norm as fused
 from deltarule.ops.fused import residual_norm as fused_residual
-from deltarule.ops.fused_kernels import why_not_fused
+from deltarule.ops.fused_kernels import kernel_runs, why_not_fused
 
 Activation = Literal["silu", "sigmoid", "gelu"]
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {

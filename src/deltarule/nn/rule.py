@@ -5,7 +5,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from deltarule.ops.context import Context
+from deltarule.nn.layout import Layout
 
 # Keyword arguments of `delta_rule` or `dplr`, q, k and v among them.
 Arguments = dict[str, Any]
@@ -61,9 +61,8 @@ class Projections:
         depth: Where the layer is in its model: 0 the first, 1 the last of several.
         qk_norm: What q and k are divided by: "none", "l1", "l2". None: the rule's own choice.
         normalizer: Whether the read-out is divided by that of the keys' own sum, z^T q.
-        cu_seqlens: Offsets [N + 1] of sequences packed into one row. None: a row is a sequence.
-        real: [B, T] True at real tokens, which come first in a row. None: all are real.
-        context: The processes that hold other tokens of the rows, for rules that look back a token.
+        layout: Where sequences begin and end, for rules that look back a token. None: a row is a
+            sequence, and all its tokens are real.
         decoding: Whether `recurrent_step` follows, which makes gates of their logits itself.
     """
 
@@ -91,10 +90,14 @@ class Projections:
     depth: float = 0.0
     qk_norm: QueryKeyNorm | None = None
     normalizer: bool = False
-    cu_seqlens: Tensor | None = None
-    real: Tensor | None = None
-    context: Context | None = None
+    layout: Layout | None = None
     decoding: bool = False
+
+    @property
+    def rows(self) -> Layout:
+        """The layout, whether or not one is given."""
+        batch, tokens = self.q.shape[:2]
+        return self.layout or Layout(batch, tokens, self.q.device)
 
     @property
     def qkv(self) -> Arguments:

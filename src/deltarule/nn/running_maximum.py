@@ -6,8 +6,8 @@ m_t = max(log f_t + m_{t-1}, log i_t)
 import torch
 from torch import Tensor
 
-from deltarule.nn.documents import document_count, first_tokens, per_token, token_before
-from deltarule.nn.rule import Projections
+from deltarule.nn.documents import first_tokens, per_token, token_before
+from deltarule.nn.layout import Layout
 from deltarule.ops.context import Context
 from deltarule.ops.context.rows import one_of_each
 
@@ -23,7 +23,7 @@ def change_of_scale(log_forget: Tensor, log_input: Tensor, before: Tensor, m: Te
 
 @torch.no_grad()
 def running_maximum(
-    log_forget: Tensor, log_input: Tensor, projections: Projections, start: Tensor | None = None
+    log_forget: Tensor, log_input: Tensor, layout: Layout, start: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """m_{t-1} and m_t, [B, T, HV], reaching twice as far back in every round.
 
@@ -31,9 +31,9 @@ def running_maximum(
     HV], None: from zero.
     """
     if start is None:
-        start = log_input.new_zeros(document_count(projections), log_input.shape[2])
-    first = first_tokens(projections).view(1, -1, 1)
-    start = per_token(start, projections)
+        start = log_input.new_zeros(layout.sequences, log_input.shape[2])
+    first = first_tokens(layout).view(1, -1, 1)
+    start = per_token(start, layout)
     m = torch.where(first, torch.maximum(log_forget + start, log_input), log_input)
     decay = log_forget.masked_fill(first, -torch.inf)
     reach, tokens = 1, m.shape[1]
@@ -42,7 +42,7 @@ def running_maximum(
         m = torch.cat([m[:, :reach], further], dim=1)
         decay = torch.cat([decay[:, :reach], decay[:, reach:] + decay[:, :-reach]], dim=1)
         reach *= 2
-    return torch.where(first, start, token_before(m, projections)), m
+    return torch.where(first, start, token_before(m, layout)), m
 
 
 @torch.no_grad()

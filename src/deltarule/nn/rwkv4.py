@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from deltarule.nn.call import LayerCall
 from deltarule.nn.documents import last_token, token_before
 from deltarule.nn.gates import computed, float32_parameter
-from deltarule.nn.rule import Projections, System
+from deltarule.nn.rule import System
 from deltarule.nn.running_maximum import change_of_scale, maximum_before, running_maximum
 from deltarule.nn.token_shift import first_shares, shifted
 from deltarule.nn.vector_mixer import VectorMixer
@@ -97,25 +97,22 @@ class RWKV4(VectorMixer):
     def weighted_mean(self, k: Tensor, v: Tensor, call: LayerCall) -> Tensor:
         """o [B, T, H, V] of k and v."""
         layout = call.layout
-        of_call = Projections(
-            q=k, k=k, v=v, cu_seqlens=layout.cu_seqlens, real=layout.real, context=layout.context
-        )
         log_decay, logits = (-self.A_log.exp()).expand(k.shape).flatten(-2), k.flatten(-2)
         start = call.before["stabilizer"].flatten(-2)
         if layout.context is not None:
             start = maximum_before(layout.context, log_decay, logits, start, NOTHING)
-        before, m = running_maximum(log_decay, logits, of_call, start)
+        before, m = running_maximum(log_decay, logits, layout, start)
         rescaled = change_of_scale(log_decay, logits, before, m).view_as(k)
         before, m = (x.expand(logits.shape).reshape(k.shape) for x in (before, m))
         weight = torch.exp(k - m)
         # Together: other processes are asked once, in whatever order a backward comes by.
         both = torch.cat([weight * v, weight, rescaled, rescaled], dim=-1)
-        earlier, decays = token_before(both, of_call).chunk(2, dim=-1)
+        earlier, decays = token_before(both, layout).chunk(2, dim=-1)
         read = self.run(earlier, decays, call)
-        written, decay = last_token(both, of_call).chunk(2, dim=-1)
+        written, decay = last_token(both, layout).chunk(2, dim=-1)
         kept = decay.exp() * call.after["recurrent"].squeeze(-1)
         call.after["recurrent"] = (kept + written).unsqueeze(-1)
-        call.after["stabilizer"] = last_token(m, of_call, otherwise=start.view(-1, *m.shape[2:]))
+        call.after["stabilizer"] = last_token(m, layout, otherwise=start.view(-1, *m.shape[2:]))
         top = torch.maximum(before, self.bonus + k).detach()
         old, new = torch.exp(before - top), torch.exp(self.bonus + k - top)
         values, weights = read.chunk(2, dim=-1)

@@ -26,7 +26,7 @@ LARGEST = 10.0
 def arguments(projections: Projections) -> Arguments:
     """Give every token the decay and write of the one before: the operator then reads S_{t-1}."""
     given = {"k": projections.k, "v": projections.v, "log_decay": log_decay(projections)}
-    earlier = {name: token_before(x, projections) for name, x in given.items()}
+    earlier = {name: token_before(x, projections.rows) for name, x in given.items()}
     return {"q": projections.q, **earlier, "beta": None, "scale": 1.0}
 
 
@@ -39,7 +39,7 @@ def read_out(o: Tensor, projections: Projections) -> Tensor:
 def final_state(state: Tensor, projections: Projections) -> Tensor:
     """Decay and write once more, for each document's last token."""
     streams = projections.k, projections.v, log_decay(projections)
-    k, v, logs = (last_token(x, projections).to(state.dtype) for x in streams)
+    k, v, logs = (last_token(x, projections.rows).to(state.dtype) for x in streams)
     return state * logs.exp().unsqueeze(-2) + v.unsqueeze(-1) * k.unsqueeze(-2)
 
 
@@ -148,9 +148,7 @@ class RWKV6(DeltaMixer):
             decay_logits=split(self.a_proj(x["decay"]), heads, key_size) + self.decay_bias,
             output_gate=None if gate is None else split(gate, heads, value_size),
             bonus=self.bonus,
-            cu_seqlens=call.layout.cu_seqlens,
-            real=call.layout.real,
-            context=call.layout.context,
+            layout=call.layout,
         )
 
     def shift(self, call: LayerCall) -> dict[str, Tensor]:

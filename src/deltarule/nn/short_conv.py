@@ -10,11 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.kernels import kernel_runs
 from deltarule.nn.layout import Layout
 from deltarule.ops.dispatch import are_plain_eager
 from deltarule.ops.fused import short_conv as fused
-from deltarule.ops.fused_kernels import why_not_fused
+from deltarule.ops.fused_kernels import kernel_runs, why_not_fused
 
 # Tokens whose products stay in a cache until they are summed.
 PART = 128

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from deltarule.ops.dispatch import triton_missing
+from deltarule.ops.dispatch import triton_missing, warn_slow
 
 # Ready, because a decoding step on a CPU is told so some 50 times.
 ON_CPU = "Triton needs a CUDA device, and x is on cpu"
@@ -24,3 +24,10 @@ def why_not_fused(x: Tensor) -> str | None:
     if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
         return "torch.func's transforms need plain PyTorch"
     return None
+
+
+def kernel_runs(x: Tensor, why_not: str | None) -> bool:
+    """Whether a fused map of x runs its kernel; a GPU is told once of each reason why not."""
+    if why_not is not None and x.is_cuda:
+        warn_slow("torch", why_not)
+    return why_not is None
