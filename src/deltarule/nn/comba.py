@@ -50,11 +50,9 @@ def fed_back(projections: Projections, q: Tensor, k: Tensor, p: Tensor) -> Argum
     heads, dtype = projections.v.shape[2], projections.v.dtype
     beta = write_strength(projections).unsqueeze(-1)
     v = beta * projections.v
-    return {
-        "q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype),
-        "log_decay": discretised_log_decay(projections),
-        "a": -beta * per_value_head(p, heads), "b": per_value_head(k, heads),
-    }  # fmt: skip
+    given = {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype)}
+    given |= {"a": -beta * per_value_head(p, heads), "b": per_value_head(k, heads)}
+    return given | {"log_decay": discretised_log_decay(projections)}
 
 
 RULE = Rule(

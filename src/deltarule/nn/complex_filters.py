@@ -20,6 +20,7 @@ from deltarule import ops
 from deltarule.nn.gates import computed
 from deltarule.nn.layout import Layout
 from deltarule.nn.rotation import in_float64, turned, within_a_turn
+from deltarule.nn.rule import Arguments
 from deltarule.ops.chunks import chunk_size
 from deltarule.ops.context import Context
 from deltarule.ops.context.exchange import starting_state
@@ -148,10 +149,9 @@ def chunk_starts(written: Tensor, filters: Filters, state: Tensor, cut: Chunks) 
         before = torch.cat([state, torch.zeros_like(state[:1])])
         offsets = torch.cat([cut.offsets, cut.offsets.new_full((1,), cut.number)])
     writes = writes.unflatten(0, (1 if cut.packed else len(state), -1))
-    ends = ops.selective_scan(
-        one, one, writes, value_log_decay=decay.expand(writes.shape).contiguous(), scale=1.0,
-        initial_state=before.flatten(-2).unsqueeze(-1), cu_seqlens=offsets,
-    ).o  # fmt: skip
+    decays, start = decay.expand(writes.shape).contiguous(), before.flatten(-2).unsqueeze(-1)
+    given: Arguments = {"q": one, "k": one, "v": writes, "value_log_decay": decays, "scale": 1.0}
+    ends = ops.selective_scan(**given, initial_state=start, cu_seqlens=offsets).o
     ends = turned(ends.view_as(written), turn)
     earlier = torch.cat([ends[:1], ends[:-1]])
     return torch.where((place == 0).view(-1, 1, 1, 1), state[own], earlier)

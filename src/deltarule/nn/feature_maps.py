@@ -201,9 +201,7 @@ class QueryKeyMap(nn.Module):
         (torch.Size([1, 3, 2, 8]), 8)
     """
 
-    roles: ClassVar[dict[str, Role]] = {
-        "bandwidth": "scale", "q_scale": "scale", "k_scale": "scale",
-    }  # fmt: skip
+    roles: ClassVar[dict[str, Role]] = dict.fromkeys(("bandwidth", "q_scale", "k_scale"), "scale")
     random: Tensor | None
     bandwidth: nn.Parameter | None
 

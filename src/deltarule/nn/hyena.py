@@ -8,6 +8,7 @@ rate), rates log-uniform over the filters; nothing in it depends on the input.
 """
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -44,22 +45,28 @@ def implicit_filter(layers: list[Tensor], frequency: Tensor, rate: Tensor, size:
         return F.linear(x, layers[-1]).mT * torch.exp(-rate.abs().unsqueeze(1) * time.mT)
 
 
-def _row(name: str, title: str, recurrence: str, read_out: str, source: str, size: str) -> System:
-    return System(
-        name=name, title=title, operator="long_convolution", recurrence=recurrence,
-        read_out=read_out, decay="none", erase="none", source=source,
-        state_size=size, forms="recurrent, halves by FFT", page="hyena",
-    )  # fmt: skip
-
-
-MULTI_HEAD = _row(
-    "multi_head_hyena", "Multi-head Hyena", "S = h_0 v k^T + h_1 v' k'^T + h_2 v'' k''^T + ..",
-    "o = S q + d (q . k) v", "arXiv 2310.18780, section 4", "HV (L - 1) (K + V)",
-)  # fmt: skip
-SYSTEM = _row(
-    "hyena", "Hyena", "s = h_0 * k * v + h_1 * k' * v' + h_2 * k'' * v'' + ..",
-    "o = q * (s + d * k * v)", "arXiv 2302.10866, section 3, order 2", "2 HV (L - 1) V",
-)  # fmt: skip
+MULTI_HEAD = System(
+    name="multi_head_hyena",
+    title="Multi-head Hyena",
+    operator="long_convolution",
+    recurrence="S = h_0 v k^T + h_1 v' k'^T + h_2 v'' k''^T + ..",
+    read_out="o = S q + d (q . k) v",
+    decay="none",
+    erase="none",
+    source="arXiv 2310.18780, section 4",
+    state_size="HV (L - 1) (K + V)",
+    forms="recurrent, halves by FFT",
+    page="hyena",
+)
+SYSTEM = replace(
+    MULTI_HEAD,
+    name="hyena",
+    title="Hyena",
+    recurrence="s = h_0 * k * v + h_1 * k' * v' + h_2 * k'' * v'' + ..",
+    read_out="o = q * (s + d * k * v)",
+    source="arXiv 2302.10866, section 3, order 2",
+    state_size="2 HV (L - 1) V",
+)
 
 
 class MultiHeadHyena(Mixer):
@@ -84,9 +91,7 @@ class MultiHeadHyena(Mixer):
     default_conv_size = 3
     normless = True
     linear_state = False
-    float32_parameters = (
-        "filter_1", "filter_2", "filter_3", "filter_4", "frequency", "rate", "D",
-    )  # fmt: skip
+    float32_parameters = ("filter_1", "filter_2", "filter_3", "filter_4", "frequency", "rate", "D")
 
     def activates(self, name: str) -> bool:
         """Nothing follows the short convolution."""
@@ -120,9 +125,9 @@ class MultiHeadHyena(Mixer):
         if state is not None:
             return super().state_before(state, layout)
         empty = self.init_state(0)
-        rows = {name: x.new_zeros(layout.sequences, *x.shape[1:]) for name, x in empty.items()
-                if name != "recurrent"}  # fmt: skip
-        return State(rows, recurrent=empty["recurrent"])
+        none = empty.pop("recurrent")
+        rows = {name: x.new_zeros(layout.sequences, *x.shape[1:]) for name, x in empty.items()}
+        return State(rows, recurrent=none)
 
     def taps(self) -> Tensor:
         """[F, L] all filters, the skip with the token itself."""
@@ -134,11 +139,11 @@ class MultiHeadHyena(Mixer):
         filters, key_size, value_size = self.filters()
         sizes = {"q": key_size, "k": key_size, "v": value_size}
         q, k, v = (split(self.stream(name, call), filters, size) for name, size in sizes.items())
-        before, layout = call.before["recurrent"], call.layout
+        rows = call.before["recurrent"]
+        before = rows if len(rows) else None
         o, state = ops.long_convolution(
-            v, self.taps(), q=q, k=k, initial_state=before if len(before) else None,
-            lengths=None if layout.real is None else layout.counts, cu_seqlens=layout.cu_seqlens,
-        )  # fmt: skip
+            v, self.taps(), q=q, k=k, initial_state=before, **call.layout.ends
+        )
         assert state is not None
         call.after["recurrent"] = state
         return self.by_head(o.flatten(-2))

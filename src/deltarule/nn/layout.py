@@ -66,6 +66,12 @@ class Layout:
             return {"cu_seqlens": self.cu_seqlens}
         return {"context": self.context}
 
+    @property
+    def ends(self) -> dict[str, Any]:
+        """The same, for an operator that takes padding and no context."""
+        lengths = None if self.real is None else self.counts
+        return {"lengths": lengths, "cu_seqlens": self.cu_seqlens}
+
     def history(self, x: Tensor, given: Tensor) -> Tensor:
         """[N, R, D] what comes before each sequence of x here: as given, or on other processes."""
         if self.context is None:

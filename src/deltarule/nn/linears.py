@@ -152,10 +152,8 @@ def is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether a call of a module calls somebody else, too."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks
-        or module._backward_hooks or module._backward_pre_hooks
-    )  # fmt: skip
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
 
 class ExactLinear(nn.Linear):

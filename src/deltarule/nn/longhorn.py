@@ -118,7 +118,6 @@ class LonghornReleased(ScanMixer):
         self.dt_bias = float32_parameter(torch.zeros(self.num_heads, self.head_v_dim))
 
     def scan_arguments(self, stream: Tensor, v: Tensor) -> Arguments:
-        return released_arguments(
-            self.q_proj(stream).unsqueeze(2), self.k_proj(stream).unsqueeze(2), v,
-            beta_logits=self.by_head(self.b_proj(stream)), dt_bias=self.dt_bias,
-        )  # fmt: skip
+        q, k = (proj(stream).unsqueeze(2) for proj in (self.q_proj, self.k_proj))
+        logits = self.by_head(self.b_proj(stream))
+        return released_arguments(q, k, v, beta_logits=logits, dt_bias=self.dt_bias)

@@ -109,10 +109,8 @@ class Mamba1(ScanMixer):
         q, k = self.q_proj(stream), self.k_proj(stream)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return arguments(
-            q.unsqueeze(2), k.unsqueeze(2), v,
-            step_logits=self.by_head(self.a_proj(stream)), A_log=self.A_log, dt_bias=self.dt_bias,
-        )  # fmt: skip
+        step = {"step_logits": self.by_head(self.a_proj(stream)), "dt_bias": self.dt_bias}
+        return arguments(q.unsqueeze(2), k.unsqueeze(2), v, A_log=self.A_log, **step)
 
 
 class SignedMamba1(Mamba1):

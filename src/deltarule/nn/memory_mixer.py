@@ -74,7 +74,3 @@ class MemoryMixer(Mixer):
         """Write every part of every map into the state after."""
         for part, tensors in zip(self.parts, parts, strict=True):
             call.after.update(zip(self.names(part), tensors, strict=True))
-
-    def lengths(self, call: LayerCall) -> Tensor | None:
-        """Real tokens of each row; None where all are."""
-        return None if call.layout.real is None else call.layout.counts

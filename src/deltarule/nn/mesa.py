@@ -81,10 +81,8 @@ class Mesa(Mixer):
     def read(self, call: LayerCall) -> Tensor:
         q, k, v = self.streams(call)
         q, k = (unit(x).to(v.dtype) for x in self.activated(q, k))
-        arguments = {
-            "q": q, "k": k, "v": v, "beta": torch.sigmoid(computed(self.b_proj(call.x))),
-            "log_decay": F.logsigmoid(computed(self.a_proj(call.x))),
-        }  # fmt: skip
+        arguments = {"q": q, "k": k, "v": v, "beta": torch.sigmoid(computed(self.b_proj(call.x)))}
+        arguments["log_decay"] = F.logsigmoid(computed(self.a_proj(call.x)))
         output = ops.mesa(
             **silence_padding(arguments, call.layout.real, ("k", "v", "beta", "log_decay")),
             regularizer=LEAST_REGULARIZER + F.softplus(self.regularizer_logits),

@@ -176,10 +176,9 @@ class Mixer(Frame):
         divides = isinstance(self.rule, Rule) and self.rule.normalizer
         self.qk_norm, self.normalizer = qk_norm, default(normalizer, divides)
         self.output_norm: OutputNorm = default(output_norm, "head")
-        neutral = {
-            "num_v_heads": num_heads, "head_k_dim": 1, "head_v_dim": self.head_k_dim,
-            "conv_size": 0, "n_steps": 1, "normalizer": divides, "output_norm": "head",
-        }  # fmt: skip
+        neutral: dict[str, object] = {"conv_size": 0, "n_steps": 1, "output_norm": "head"}
+        neutral |= {"num_v_heads": num_heads, "head_k_dim": 1, "head_v_dim": self.head_k_dim}
+        neutral["normalizer"] = divides
         check_meant(self.rule.name, self.takes, given, neutral)
         check_word("spectrum", self.spectrum, SPECTRA)
         check_maps(self.feature_map, qk_norm, self.output_norm, self.normalizer)

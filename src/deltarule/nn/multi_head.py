@@ -13,7 +13,7 @@ from deltarule.nn import deltanet
 from deltarule.nn.call import LayerCall
 from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.feature_maps import qk_normed
-from deltarule.nn.rule import Arguments, Projections, Rule
+from deltarule.nn.rule import Arguments, Projections
 
 
 def arguments(projections: Projections) -> Arguments:
@@ -46,39 +46,48 @@ def read_out(o: Tensor, projections: Projections) -> Tensor:
     return o.unflatten(2, (heads, -1)).sum(3)
 
 
-def _row(name: str, title: str, recurrence: str, read_out_: str, states: str = "HV n V K") -> Rule:
-    return replace(
-        deltanet.RULE, name=name, title=title, recurrence=recurrence, read_out=read_out_,
-        source="blog post 'Multi-Head DeltaNet', its table", page="multi_head",
-        arguments=arguments, read_out_function=read_out, state_size=states,
-    )  # fmt: skip
-
-
-HEAD = _row(
-    "multi_head_deltanet", "Multi-head DeltaNet",
-    "S_i = S_i (I - beta_i k_i k_i^T) + beta_i v_i k_i^T", "o = sum_i S_i q_i",
-)  # fmt: skip
-KEY_VALUE = _row(
-    "multi_kv_deltanet", "Multi-KV DeltaNet",
-    "S_i = S_i (I - beta_i k_i k_i^T) + beta_i v_i k_i^T", "o = sum_i S_i q",
-)  # fmt: skip
-VALUE = _row(
-    "multi_value_deltanet", "Multi-value DeltaNet",
-    "S_i = S_i (I - beta k k^T) + beta v_i k^T", "o = sum_i S_i q",
-)  # fmt: skip
-KEY = _row(
-    "multi_key_deltanet", "Multi-key DeltaNet",
-    "S_i = S_i (I - beta_i k_i k_i^T) + beta_i v k_i^T", "o = sum_i S_i q",
-)  # fmt: skip
-QUERY = _row(
-    "multi_query_deltanet", "Multi-query DeltaNet",
-    "S = S (I - beta k k^T) + beta v k^T", "o = S sum_i q_i", "HV V K",
-)  # fmt: skip
-
+HEAD = replace(
+    deltanet.RULE,
+    name="multi_head_deltanet",
+    title="Multi-head DeltaNet",
+    recurrence="S_i = S_i (I - beta_i k_i k_i^T) + beta_i v_i k_i^T",
+    read_out="o = sum_i S_i q_i",
+    source="blog post 'Multi-Head DeltaNet', its table",
+    page="multi_head",
+    state_size="HV n V K",
+    arguments=arguments,
+    read_out_function=read_out,
+)
+KEY_VALUE = replace(
+    HEAD, name="multi_kv_deltanet", title="Multi-KV DeltaNet", read_out="o = sum_i S_i q"
+)
+VALUE = replace(
+    KEY_VALUE,
+    name="multi_value_deltanet",
+    title="Multi-value DeltaNet",
+    recurrence="S_i = S_i (I - beta k k^T) + beta v_i k^T",
+)
+KEY = replace(
+    KEY_VALUE,
+    name="multi_key_deltanet",
+    title="Multi-key DeltaNet",
+    recurrence="S_i = S_i (I - beta_i k_i k_i^T) + beta_i v k_i^T",
+)
+QUERY = replace(
+    HEAD,
+    name="multi_query_deltanet",
+    title="Multi-query DeltaNet",
+    recurrence="S = S (I - beta k k^T) + beta v k^T",
+    read_out="o = S sum_i q_i",
+    state_size="HV V K",
+)
 BLOCK = replace(
-    KEY, name="block_deltanet", title="Block DeltaNet", read_out="o = sum_i S_i q_i",
+    KEY,
+    name="block_deltanet",
+    title="Block DeltaNet",
+    read_out="o = sum_i S_i q_i",
     source="arXiv 2406.06484, section 5.3 (future work: block-diagonal Householder matrices)",
-)  # fmt: skip
+)
 
 
 class MultiHeadDeltaNet(DeltaMixer):

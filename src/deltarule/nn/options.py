@@ -10,10 +10,9 @@ from deltarule.nn.checks import default
 from deltarule.nn.feature_maps import FEATURE_MAPS, NORMS, OUTPUT_NORMS
 
 # Options that mean something for every recurrent layer.
-COMMON = frozenset({
-    "head_k_dim", "head_v_dim", "conv_size", "conv_bias", "output_gate", "norm_eps",
-    "layer_index", "num_layers",
-})  # fmt: skip
+COMMON = frozenset(
+    {"head_k_dim", "head_v_dim", "conv_size", "conv_bias", "output_gate", "norm_eps"}
+) | {"layer_index", "num_layers"}
 # Spectra that S4D knows.
 SPECTRA = ("legs", "inv", "lin")
 # As the authors of TTT have it.
@@ -70,9 +69,10 @@ def check_maps(
 ) -> None:
     """Refuse words that are no feature map and no norm, and a normaliser that is no flag."""
     for name, value, known in (
-        ("feature_map", feature_map, list(FEATURE_MAPS)), ("qk_norm", qk_norm, list(NORMS)),
+        ("feature_map", feature_map, list(FEATURE_MAPS)),
+        ("qk_norm", qk_norm, list(NORMS)),
         ("output_norm", output_norm, list(OUTPUT_NORMS)),
-    ):  # fmt: skip
+    ):
         check_word(name, value, known)
     if not isinstance(normalizer, bool):
         raise ValueError(f"normalizer must be True, False or None, got {normalizer!r}")
@@ -105,10 +105,8 @@ def document(layer: Any, base: Any) -> None:
     """Let `help` show the arguments that a layer takes; base has the constructor and says all."""
     parameters = dict(list(inspect.signature(layer.__init__).parameters.items())[1:])
     if layer.__init__ is base.__init__ and hasattr(layer, "rule"):
-        parameters = {
-            name: parameter for name, parameter in parameters.items()
-            if name in ALWAYS or layer.takes(name)
-        }  # fmt: skip
+        taken = [name for name in parameters if name in ALWAYS or layer.takes(name)]
+        parameters = {name: parameters[name] for name in taken}
         if layer.__doc__ and base.__doc__ and "Args:" not in layer.__doc__:
             layer.__doc__ = with_arguments(layer.__doc__, base.__doc__, list(parameters))
     layer.__signature__ = inspect.Signature(list(parameters.values()))

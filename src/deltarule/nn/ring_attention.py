@@ -70,10 +70,9 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, d_o: Tensor) -> tuple[Any, ...]:
         q, *others = ctx.saved_tensors
         with in_order(q.dtype):
-            gradients = core()._templated_ring_attention_backward(
-                ctx.group, 2, kernel(q, "_backward"), d_o, "grad_out", q, *others,
-                **ctx.options, **ctx.kept,
-            )  # fmt: skip
+            given = kernel(q, "_backward"), d_o, "grad_out", q, *others
+            backward = core()._templated_ring_attention_backward
+            gradients = backward(ctx.group, 2, *given, **ctx.options, **ctx.kept)
         return None, None, *gradients[:3]
 
 

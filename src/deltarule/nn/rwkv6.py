@@ -92,10 +92,7 @@ class RWKV6(DeltaMixer):
     shifts = True
     default_output_gate = True
     options = DeltaMixer.options - {"num_v_heads", "conv_size", "norm_eps"}
-    float32_parameters = (
-        "first_mix", "shift_mix", "decay_bias", "bonus",
-    )  # fmt: skip
-
+    float32_parameters = ("first_mix", "shift_mix", "decay_bias", "bonus")
     roles: ClassVar[dict[str, Role]] = {"mix_down": "gate", "mix_up": "gate"}
 
     a_proj: nn.Module

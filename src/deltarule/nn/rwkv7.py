@@ -100,14 +100,11 @@ class RWKV7(DeltaMixer):
     default_output_gate = True
     options = DeltaMixer.options - {"num_v_heads", "conv_size", "norm_eps"}
     float32_parameters = (
-        "shift_mix", "decay_bias", "erase_bias", "value_bias", "erase_scale", "replace_scale",
-        "bonus",
-    )  # fmt: skip
-
+        *("shift_mix", "decay_bias", "erase_bias", "value_bias"),
+        *("erase_scale", "replace_scale", "bonus"),
+    )
     # The authors decay large projections and none of the small maps.
-    roles: ClassVar[dict[str, Role]] = {
-        "erase_proj": "gate", "value_proj": "gate", "g_proj": "gate",
-    }  # fmt: skip
+    roles: ClassVar[dict[str, Role]] = dict.fromkeys(("erase_proj", "value_proj", "g_proj"), "gate")
 
     value_bias: nn.Parameter | None
     a_proj: nn.Module

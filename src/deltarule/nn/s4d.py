@@ -118,9 +118,7 @@ class S4D(ScanMixer):
 
     rule = SYSTEM
     options = ScanMixer.options | {"spectrum"}
-    float32_parameters = (
-        "A_log", "frequency", "log_step", "B", "C", "D",
-    )  # fmt: skip
+    float32_parameters = ("A_log", "frequency", "log_step", "B", "C", "D")
 
     def default_head_k_dim(self) -> int:
         return 32

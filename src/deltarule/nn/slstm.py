@@ -89,11 +89,10 @@ class SLSTM(Mixer):
             x, call.after["x_conv"] = self.x_conv(x, call.before["x_conv"], layout)
         given = [getattr(self, f"{name}_proj")(x if name in "if" else call.x) for name in GATES]
         gates = torch.stack([split(y, self.num_heads, self.head_v_dim) for y in given], dim=3)
+        gates = gates + self.gate_bias.to(gates.dtype)
         o, state = ops.slstm(
-            gates + self.gate_bias.to(gates.dtype), self.recurrent,
-            initial_state=call.before["recurrent"], cu_seqlens=layout.cu_seqlens,
-            lengths=None if layout.real is None else layout.counts,
-        )  # fmt: skip
+            gates, self.recurrent, initial_state=call.before["recurrent"], **layout.ends
+        )
         assert state is not None
         call.after["recurrent"] = state
         return o

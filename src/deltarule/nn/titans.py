@@ -16,7 +16,7 @@ from deltarule.nn.call import LayerCall
 from deltarule.nn.gates import computed, float32_parameter, unit
 from deltarule.nn.memory_mixer import MemoryMixer
 from deltarule.nn.roles import Role
-from deltarule.nn.rule import System
+from deltarule.nn.rule import Arguments, System
 from deltarule.nn.state import State
 from deltarule.shapes import TitansState
 
@@ -121,18 +121,14 @@ class TitansLinear(MemoryMixer):
         q, k, v = self.activated(*self.streams(call))
         v = self.bounded(v)
         a, b, m = (computed(proj(call.x)) for proj in (self.a_proj, self.b_proj, self.m_proj))
-        output = ops.titans(
-            unit(q).to(v.dtype), unit(k).to(v.dtype), v,
-            beta=self.largest_rate() * torch.sigmoid(-m) * torch.sigmoid(b),
-            momentum=torch.sigmoid(m),
-            log_decay=F.logsigmoid(a + self.decay_bias),
-            mini_batch=self.mini_batch,
-            initial_state=TitansState(
-                self.held("recurrent", call), self.held("momentum", call),
-                self.held("anchor", call), call.before["position"],
-            ),
-            lengths=self.lengths(call), cu_seqlens=call.layout.cu_seqlens,
-        )  # fmt: skip
+        q, k = (unit(x).to(v.dtype) for x in (q, k))
+        weights, momentum, anchor = (self.held(part, call) for part in self.parts)
+        before = TitansState(weights, momentum, anchor, call.before["position"])
+        beta = self.largest_rate() * torch.sigmoid(-m) * torch.sigmoid(b)
+        decay = F.logsigmoid(a + self.decay_bias)
+        gates: Arguments = {"beta": beta, "momentum": torch.sigmoid(m), "log_decay": decay}
+        rest = {"mini_batch": self.mini_batch, "initial_state": before, **call.layout.ends}
+        output = ops.titans(q, k, v, **gates, **rest)
         assert output.final_state is not None
         *parts, call.after["position"] = output.final_state
         self.keep(tuple(parts), call)

@@ -21,31 +21,31 @@ from deltarule.nn.mixer import Mixer
 from deltarule.nn.norm import RMSNorm
 from deltarule.nn.roles import Role
 from deltarule.nn.rotation import rotate
-from deltarule.nn.rule import System
 from deltarule.nn.state import State
 from deltarule.nn.titans import MLP, TitansMLP
 
-
-def block_row(
-    name: str, title: str, recurrence: str, read_out: str, equations: str, size: str
-) -> System:
-    """A row of the table that the three share but for these."""
-    return replace(
-        MLP, name=name, title=title, recurrence=recurrence, read_out=read_out,
-        source=f"arXiv 2501.00663, section 4, eq. {equations}", state_size=size,
-        page="titans_blocks",
-    )  # fmt: skip
-
-
-MAG = block_row(
-    "titans_mag", "Titans, memory as gate", "y = Attention(p | x), M = M + x",
-    "o = norm(y) * sigmoid(norm(M(x)))", "26 to 28", "3 HV 2K (K + V) + W HV (K + V)",
-)  # fmt: skip
-MAL = block_row(
-    "titans_mal", "Titans, memory as layer", "M = M + x", "o = Attention(M(x))", "29 to 31",
-    "3 HV 2K (K + V) + W HV (K + V)",
-)  # fmt: skip
+MAG = replace(
+    MLP,
+    name="titans_mag",
+    title="Titans, memory as gate",
+    recurrence="y = Attention(p | x), M = M + x",
+    read_out="o = norm(y) * sigmoid(norm(M(x)))",
+    source="arXiv 2501.00663, section 4, eq. 26 to 28",
+    state_size="3 HV 2K (K + V) + W HV (K + V)",
+    page="titans_blocks",
+)
+MAL = replace(
+    MAG,
+    name="titans_mal",
+    title="Titans, memory as layer",
+    recurrence="M = M + x",
+    read_out="o = Attention(M(x))",
+    source="arXiv 2501.00663, section 4, eq. 29 to 31",
+)
 WINDOW, PERSISTENT = 128, 4
+# What the memory has as the layer has it.
+SIZES = ("num_heads", "head_k_dim", "head_v_dim")
+OPTIONS = ("conv_size", "conv_bias", "mini_batch", "norm_eps")
 
 
 class TitansMAG(Mixer):
@@ -91,11 +91,8 @@ class TitansMAG(Mixer):
 
     def build_output(self, gated: bool) -> None:
         """Make the memory, the learned tokens, and the output of attention with both norms."""
-        self.memory = TitansMLP(
-            self.hidden_size, num_heads=self.num_heads, head_k_dim=self.head_k_dim,
-            head_v_dim=self.head_v_dim, conv_size=self.conv_size, conv_bias=self.conv_bias,
-            output_gate=gated, mini_batch=self.mini_batch, norm_eps=self.norm_eps,
-        )  # fmt: skip
+        given = {name: getattr(self, name) for name in SIZES + OPTIONS}
+        self.memory = TitansMLP(self.hidden_size, output_gate=gated, **given)
         self.persistent = nn.Parameter(torch.randn(self.num_persistent, self.hidden_size))
         super().build_output(False)
         self.m_norm = self.norm_of_stream()

@@ -6,6 +6,8 @@ p are learned tokens, M writes each token and reads it, M' reads the memory befo
 ^ is a norm.
 """
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,13 +16,17 @@ from deltarule.nn.call import LayerCall
 from deltarule.nn.gates import unit
 from deltarule.nn.layout import split
 from deltarule.nn.state import State
-from deltarule.nn.titans_blocks import TitansMAG, block_row
+from deltarule.nn.titans_blocks import MAG, TitansMAG
 
-MAC = block_row(
-    "titans_mac", "Titans, memory as context",
-    "h = M'(x), y = Attention(p | h | x), M = M + y, M' = M after each segment",
-    "o = norm(y) * sigmoid(norm(M(y)))", "21 to 25", "5 HV 2K (K + V) + 2 W HV (K + V)",
-)  # fmt: skip
+MAC = replace(
+    MAG,
+    name="titans_mac",
+    title="Titans, memory as context",
+    recurrence="h = M'(x), y = Attention(p | h | x), M = M + y, M' = M after each segment",
+    read_out="o = norm(y) * sigmoid(norm(M(y)))",
+    source="arXiv 2501.00663, section 4, eq. 21 to 25",
+    state_size="5 HV 2K (K + V) + 2 W HV (K + V)",
+)
 
 
 class TitansMAC(TitansMAG):

@@ -17,7 +17,7 @@ from deltarule.nn.gates import computed, float32_parameter
 from deltarule.nn.memory_mixer import MemoryMixer
 from deltarule.nn.roles import Role
 from deltarule.nn.rotation import rotate
-from deltarule.nn.rule import System
+from deltarule.nn.rule import Arguments, System
 from deltarule.shapes import TTTState
 
 LINEAR = System(
@@ -81,9 +81,7 @@ class TTTLinear(MemoryMixer):
     base_rate: ClassVar[float] = 1.0
     parts = ("recurrent", "gradient")
     float32_parameters = ("step_offset",)
-    roles: ClassVar[dict[str, Role]] = {
-        "inner_norm_weight": "scale", "inner_norm_bias": "scale",
-    }  # fmt: skip
+    roles: ClassVar[dict[str, Role]] = {"inner_norm_weight": "scale", "inner_norm_bias": "scale"}
 
     def check_options(self) -> None:
         check_even("head_k_dim", self.head_k_dim)
@@ -119,15 +117,11 @@ class TTTLinear(MemoryMixer):
         position = call.before["position"]
         place = call.layout.positions(position) % self.mini_batch
         rate = self.base_rate / self.head_k_dim * torch.sigmoid(computed(self.b_proj(call.x)))
-        output = ops.ttt(
-            rotate(q, place), rotate(k, place), v, beta=rate, step_scale=self.step_scale(),
-            norm_weight=self.inner_norm_weight, norm_bias=self.inner_norm_bias,
-            norm_eps=INNER_NORM_EPS,
-            initial_state=TTTState(
-                self.held("recurrent", call), self.held("gradient", call), position
-            ),
-            lengths=self.lengths(call), cu_seqlens=call.layout.cu_seqlens,
-        )  # fmt: skip
+        norm: Arguments = {"norm_weight": self.inner_norm_weight, "norm_bias": self.inner_norm_bias}
+        before = TTTState(self.held("recurrent", call), self.held("gradient", call), position)
+        rest = {"norm_eps": INNER_NORM_EPS, "initial_state": before, **call.layout.ends}
+        q, k = rotate(q, place), rotate(k, place)
+        output = ops.ttt(q, k, v, beta=rate, step_scale=self.step_scale(), **norm, **rest)
         assert output.final_state is not None
         weights, gradients, call.after["position"] = output.final_state
         self.keep((weights, gradients), call)

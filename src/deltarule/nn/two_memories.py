@@ -94,9 +94,10 @@ class SlotMixer(Mixer):
     def read(self, call: LayerCall) -> Tensor:
         out = ops.two_memories(
             **silence_padding(self.arguments(call), call.layout.real, ("slots", "log_decay")),
-            key_memory=call.before["keys"], value_memory=call.before["recurrent"],
+            key_memory=call.before["keys"],
+            value_memory=call.before["recurrent"],
             **call.layout.spans,
-        )  # fmt: skip
+        )
         call.after["keys"], call.after["recurrent"] = out.key_memory, out.value_memory
         return out.o
 
