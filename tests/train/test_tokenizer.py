@@ -1,6 +1,7 @@
 """`train text --tokenizer`: trained, saved beside the model, read by generate and eval."""
 
 import json
+import logging
 
 import pytest
 
@@ -99,3 +100,14 @@ def test_what_does_not_fit_is_named(tool, tmp_path):
     assert not (tmp_path / "runs").exists()
     with pytest.raises(ValueError, match=f"holds a model of 300 tokens and no {FILE}"):
         tokens_of(tmp_path, 300)
+    make_encoder(str(tool)).save(tmp_path)
+    (tmp_path / FILE).write_text("{}")
+    with pytest.raises(ValueError, match=f"--tokenizer {tmp_path}: cannot be read: KeyError"):
+        tokens_of(tmp_path, 300)
+
+
+def test_a_model_beside_it_is_no_matter_of_the_tokenizers(tool, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    (tool / "config.json").write_text('{"model_type": "deltarule"}')
+    make_encoder(str(tool))
+    assert not caplog.messages

@@ -12,8 +12,7 @@ from deltarule.models.bytes import encode as encode_bytes
 from deltarule.train.data import Corpus, encode_documents
 from deltarule.train.extra import require
 
-# Bytes of one text that a tokenizer is given: it keeps far more than these.
-BLOCK_BYTES = 2**18
+BLOCK_BYTES = 2**18  # of one text that a tokenizer is given: it keeps far more than these
 # What a fast tokenizer is saved as, beside the model that reads its tokens.
 FILE = "tokenizer.json"
 
@@ -126,13 +125,18 @@ def make_encoder(tokenizer: str | None) -> Encoder:
     if tokenizer is None:
         return Encoder(lambda texts: [np.frombuffer(t, np.uint8) for t in texts], BEGIN, VOCAB_SIZE)
     transformers = require("transformers", "hf")
+    told = transformers.utils.logging
+    verbosity = told.get_verbosity()
+    told.set_verbosity_error()  # else it says that it does not know the model beside it
     try:
         tool = transformers.AutoTokenizer.from_pretrained(tokenizer)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # of any kind, from a damaged file
+        reason = f"cannot be read: {type(error).__name__}: {error}".partition("\n")[0]
         if Path(tokenizer).is_absolute() and not Path(tokenizer).exists():
             reason = "no such folder"
         raise ValueError(f"--tokenizer {tokenizer}: {reason}") from error
+    finally:
+        told.set_verbosity(verbosity)
     begin = tool.bos_token_id if tool.bos_token_id is not None else tool.eos_token_id
     if begin is None:
         raise ValueError(
