@@ -165,7 +165,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(words: list[str]) -> int:
-    """Find the command, read its flags, do it."""
     if not words or words[0] in ("-h", "--help", "help"):
         print(for_screen(overview()))
         return 0 if words else MISUSED

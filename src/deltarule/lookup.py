@@ -88,7 +88,6 @@ def explain_call(run: ExplainRun) -> None:
 
 
 def rules(run: RulesRun) -> None:
-    """Print the table, or one row of it."""
     if run.name is not None and run.name not in SYSTEMS:
         known = f"known: {', '.join(SYSTEMS)}"
         raise ValueError(f"--name {run.name}: {nearest(run.name, SYSTEMS, otherwise=known)}")

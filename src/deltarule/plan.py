@@ -34,7 +34,6 @@ class PlanRun:
     """Show so many divisions."""
 
     def __post_init__(self) -> None:
-        """Refuse what no step can be."""
         for name in ("tokens_per_batch", "length", "vocabulary", "top"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
@@ -68,7 +67,6 @@ def plan(run: PlanRun) -> list[Estimate]:
 
 
 def row(estimate: Estimate) -> list[str]:
-    """One division."""
     share = estimate.parts[estimate.binds] / estimate.seconds
     return [
         str(estimate.division), f"{estimate.seconds:.3g}", f"{estimate.tokens_per_second:,.0f}",

@@ -133,7 +133,6 @@ class Worker:
         return not self.at_work
 
     def give_up(self, reason: str) -> None:
-        """Of a process that is gone."""
         self.done, self.at_work, self.leaves = self.done._replace(error=reason), False, True
 
     def last_line(self) -> str:

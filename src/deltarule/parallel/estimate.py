@@ -56,7 +56,6 @@ class Division:
 
     @property
     def gpus(self) -> int:
-        """All of them."""
         return self.replicate * self.shard * self.context * self.tensor
 
     def __str__(self) -> str:
@@ -78,12 +77,10 @@ class Estimate(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
         return sum(self.parts.values())
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all GPUs."""
         return self.tokens / self.seconds
 
     @property
@@ -132,7 +129,6 @@ def estimate(
 
 
 def recurrent(size: Size) -> int:
-    """Recurrent layers."""
     return size.layers - size.attention
 
 

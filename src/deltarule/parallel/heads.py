@@ -165,7 +165,6 @@ def split_part(whole: nn.Module, local: nn.Module, mesh: DeviceMesh) -> dict[str
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All parameters and buffers."""
     yield from module.named_parameters()
     yield from module.named_buffers()
 

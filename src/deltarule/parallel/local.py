@@ -27,7 +27,6 @@ class Enclosure:
     """
 
     def __init__(self, module: nn.Module, group: Group, stepped: set[str]) -> None:
-        """Enclose the module from now on."""
         self.module, self.group, self.stepped = module, group, stepped
         self.running: list[ExitStack] = []
         module.register_forward_pre_hook(self._before)

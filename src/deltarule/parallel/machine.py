@@ -114,12 +114,10 @@ class Size:
 
     @property
     def heads(self) -> int:
-        """Heads of a recurrent layer."""
         return self.hidden // 128
 
     @property
     def attention(self) -> int:
-        """Layers of softmax attention."""
         return self.layers // self.every if self.every else 0
 
     @property
@@ -133,7 +131,6 @@ class Size:
 
     @property
     def parameters(self) -> float:
-        """All of them."""
         return self.layers * self.layer_parameters + 2 * self.vocabulary * self.hidden
 
 

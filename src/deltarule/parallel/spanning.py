@@ -49,13 +49,11 @@ class SpanningRMSNorm(nn.Module):
     """y = weight * x / sqrt(mean(x^2) + eps), the mean taken over the channels of all processes."""
 
     def __init__(self, norm: nn.Module, eps: float, ways: int, group: Group) -> None:
-        """Take over the local norm's weight."""
         super().__init__()
         self.weight, self.eps = norm.get_parameter("weight"), eps
         self.ways, self.group = ways, group
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x [..., channels of this process]."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         y = wide * torch.rsqrt(self._mean(wide.square()) + self.eps)
         return y.to(x.dtype) * self.weight.to(x.dtype)
@@ -69,12 +67,10 @@ class SpanningLayerNorm(SpanningRMSNorm):
     """y = weight * (x - mean(x)) / sqrt(var(x) + eps) + bias, over all processes' channels."""
 
     def __init__(self, norm: nn.Module, eps: float, ways: int, group: Group) -> None:
-        """Take over the local norm's weight and bias."""
         super().__init__(norm, eps, ways, group)
         self.bias = norm.get_parameter("bias")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x [..., channels of this process]."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return super().forward(wide - self._mean(wide)).to(x.dtype) + self.bias.to(x.dtype)
 
@@ -85,7 +81,6 @@ class SpanningLinear(nn.Linear):
     group: Group
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply x [..., channels of this process]."""
         return sum_over_ranks(super().forward(x), self.group)
 
 

@@ -84,7 +84,6 @@ def own(tokens: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 def local(weight: Tensor) -> Tensor:
-    """This process's part of a split weight."""
     assert isinstance(weight, DTensor)
     return weight.to_local()
 

@@ -44,7 +44,6 @@ class MeshOptions:
     """Seconds after which a process that waits for another gives up."""
 
     def __post_init__(self) -> None:
-        """Refuse sizes that no mesh has."""
         for name in ("replicate", "context", "tensor"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
@@ -97,7 +96,6 @@ class World:
     """
 
     def __init__(self, device: torch.device, options: MeshOptions | None = None) -> None:
-        """Join the others."""
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.device = device
         self.mesh: DeviceMesh | None = None

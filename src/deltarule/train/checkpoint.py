@@ -57,7 +57,6 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
-        """Make the folder, and remove what a killed writer left."""
         if keep < 1:
             raise ValueError(f"keep must be 1 or more, got {keep}")
         self.folder, self.keep = folder, keep

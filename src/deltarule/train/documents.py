@@ -50,7 +50,6 @@ class Documents:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all documents together."""
         return sum(len(document.text) for document in self.documents)
 
     @cached_property

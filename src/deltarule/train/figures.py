@@ -42,7 +42,6 @@ def new_drawing(*, title: str, x: str, y: str) -> Drawing:
 
 
 def dress(axes: "Axes", *, title: str, x: str, y: str) -> None:
-    """Give a pair of axes its names and the style."""
     axes.set_title(drawable(title), loc="left", color=INK, fontsize=11)
     axes.set_xlabel(x, color=INK)
     axes.set_ylabel(y, color=INK)

@@ -83,7 +83,6 @@ class LabelledJob:
         return batch
 
     def draw_new(self, index: int) -> Batch:
-        """The rows of one batch of new ones."""
         return self.draw(index, self.rows)
 
     def draw(self, stream: int, rows: int) -> Batch:
@@ -102,7 +101,6 @@ class LabelledJob:
         self.last_loss = torch.tensor(torch.inf)
 
     def tensors(self, batch: Batch, device: torch.device) -> tuple[Tensor, ...]:
-        """What is read, the places of the labels in it, and the labels."""
         return read_of(batch, device)
 
     def loss(self, model: CausalLM, hidden: Hidden, *tensors: Tensor) -> tuple[Tensor, Tensor]:

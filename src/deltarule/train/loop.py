@@ -279,7 +279,6 @@ class Trainer:
         metrics.write({key.replace("/", "_per_").replace(" ", "_"): v for key, v in row.items()})
 
     def _loss(self, *tensors: Tensor) -> Tensor:
-        """The loss of one part and its figures."""
         bfloat16 = self.options.dtype == "bfloat16"
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=bfloat16):
             loss, figures = self.job.loss(self.model, self.hidden, *tensors)

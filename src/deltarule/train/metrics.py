@@ -36,7 +36,6 @@ class Metrics:
     def __init__(
         self, path: Path, *, after: int, quiet: bool = False, also: Sequence[Sink] = ()
     ) -> None:
-        """Drop later rows, then open the file."""
         self._also = also
         if quiet:
             self._file: IO[str] = io.StringIO()

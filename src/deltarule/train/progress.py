@@ -160,7 +160,6 @@ class Smooth:
         self._mean, self._count = 0.0, 0
 
     def add(self, value: float) -> float:
-        """Take a value, return the mean."""
         self._count = min(self._count + 1, 20)
         self._mean += (value - self._mean) / self._count
         return self._mean

@@ -40,11 +40,9 @@ class RunCheckpoints:
         return newest.step, newest.state
 
     def load_weights(self, step: int) -> None:
-        """Give the model the weights of a step."""
         self.files.fill(self.files.weights_of(step), self.weights())
 
     def weights(self) -> Tensors:
-        """Under their names in a checkpoint."""
         return dict(self.model.state_dict())
 
     def weights_and_moments(self) -> Tensors:

@@ -60,7 +60,6 @@ def show_runs(run: RunsRun) -> None:
 
 
 def began(folder: Path) -> float:
-    """When a run's description was written last."""
     return (folder / RUN).stat().st_mtime
 
 
@@ -121,5 +120,4 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def shown(value: Any) -> str:
-    """An option in a column."""
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)

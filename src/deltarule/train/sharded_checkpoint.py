@@ -54,7 +54,6 @@ class ShardedCheckpoints:
     def __init__(
         self, folder: Path, *, keep: int, world: World, stepped: Collection[str] = ()
     ) -> None:
-        """Make the folder, and remove what killed writers left."""
         self.folder, self.keep, self.world, self.stepped = folder, keep, world, stepped
         self.plain: Checkpoints | None = None
 
@@ -176,7 +175,6 @@ class ShardedCheckpoints:
         return int(self.world.sum(torch.tensor(len(bad)))) == 0
 
     def weights_of(self, step: int) -> Checkpoint:
-        """The checkpoint of a step, none of it read."""
         return Checkpoint(step, {}, {})
 
     def fill(self, checkpoint: Checkpoint, wanted: Tensors) -> None:

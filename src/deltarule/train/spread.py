@@ -156,7 +156,6 @@ class SpreadStep(TrainingStep):
         self.spread, self.rows = spread, rows
 
     def count(self, parts: Sequence[Part]) -> int:
-        """The rows of all processes."""
         return self.rows
 
     def before_backward(self, last: bool) -> None:

@@ -103,7 +103,6 @@ class Revisited:
     """
 
     def __init__(self, examples: Batch, *, count: int, seed: int) -> None:
-        """Keep the rows; the order is drawn epoch by epoch."""
         self.examples, self.count, self.seed = examples, count, seed
         self.batches = len(examples.tokens) // count
         self.epoch, self.order = -1, np.zeros(0, np.int64)
@@ -126,7 +125,6 @@ class DrawnAhead:
     """
 
     def __init__(self, draw: Draw) -> None:
-        """One thread, which keeps the draws in order."""
         self.draw, self.pool = draw, ThreadPoolExecutor(1)
         self.waiting: dict[int, Future[Batch]] = {}
 

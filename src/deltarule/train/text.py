@@ -144,7 +144,6 @@ class TextJob:
         return loss, loss
 
     def shown(self, figures: list[float]) -> dict[str, float]:
-        """The loss in bits."""
         corpus = self.rows.corpus
         return {"bits/byte": figures[0] / math.log(2) * (corpus.predicted / corpus.num_bytes)}
 
@@ -164,11 +163,9 @@ class TextJob:
         return self.reading(run, step_seconds) + other
 
     def position(self) -> dict[str, int]:
-        """Where the next row starts."""
         return self.rows.position()
 
     def seek(self, position: dict[str, int]) -> None:
-        """Go to a position."""
         self.rows.seek(position)
 
 

@@ -81,7 +81,6 @@ class ShardWriter:
         self.bounds.write(self.tokens.to_bytes(8, sys.byteorder))
 
     def close(self) -> None:
-        """End the files."""
         self.bounds.close()
         self.shard.close()
 
@@ -103,7 +102,6 @@ class TokenFolder:
 
 
 def shard_file(folder: Path, name: str, number: int) -> Path:
-    """Where a shard is."""
     return folder / f"{name}-{number:05}.tokens"
 
 

@@ -171,7 +171,6 @@ def divided(text: bytes, number: int, fraction: float) -> list[tuple[bytes, str]
 
 
 def documents_of(file: Path, field: str, left_out: list[str]) -> Iterator[Read]:
-    """The documents of a file, by the ending of its name."""
     if (rows := READERS.get(file.suffix)) is None:
         yield from text_file(file, left_out)
         return
