@@ -58,11 +58,6 @@ def test_what_cannot_be_drawn_says_so(run, words, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_no_such_run(tmp_path, capsys):
-    assert main(["plot", "attention", str(tmp_path / "gone")]) == 1
-    assert "there is no such run" in capsys.readouterr().err
-
-
 def test_the_largest_is_black_and_nothing_is_white():
     _, [[axes]] = new_grid(1, 1, title="t")
     draw_matrix(axes, torch.tensor([[0.5, 0.0], [-2.0, 0.1]]), [1, 2], "m")

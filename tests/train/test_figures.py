@@ -41,12 +41,6 @@ def test_curves_of_nearly_nothing_do_not_fail(tmp_path):
     position_curve([PositionBin(1, 1, 5.0, 3)], tmp_path / "y.png")
 
 
-def test_position_curve_writes_a_png(tmp_path):
-    bins = [PositionBin(1, 1, 5.0, 9), PositionBin(2, 2, 4.0, 9), PositionBin(3, 4, 3.5, 18)]
-    position_curve(bins, tmp_path / "p.png", trained_length=2, levels={"gzip": 3.0})
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_column_leaves_out_rows_without_a_number():
     assert column(ROWS, "validation") == [(30, 1.0)]
 

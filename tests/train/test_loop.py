@@ -83,15 +83,6 @@ def test_resume_continues_to_the_same_bits(tmp_path, crash, accumulate, monkeypa
     assert len(losses[0]) == 8
 
 
-def test_a_wrong_position_would_change_the_bits(tmp_path):
-    straight = make_trainer(tmp_path / "a")
-    straight.run()
-    moved = make_trainer(tmp_path / "b")
-    moved.job.next()
-    moved.run()
-    assert not same_bits(straight, moved)
-
-
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(tmp_path):
     trainer = make_trainer(tmp_path)
     compute = trainer.job.loss

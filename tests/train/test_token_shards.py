@@ -5,9 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet as parquet
 import pytest
@@ -30,13 +28,14 @@ TEXTS = [f"{i} bottles of beer, naïve ones\n" * (1 + i % 7) for i in range(60)]
 
 @pytest.fixture
 def source(tmp_path):
-    """The same documents as files, lines and a folder of both."""
+    """Documents as files, lines and rows."""
     folder = tmp_path / "source"
     folder.mkdir()
     for i, text in enumerate(TEXTS[:30]):
         (folder / f"{i:02}.txt").write_text(text)
-    lines = [json.dumps({"text": text, "id": i}) for i, text in enumerate(TEXTS[30:])]
+    lines = [json.dumps({"text": text, "id": i}) for i, text in enumerate(TEXTS[30:50])]
     (folder / "lines.jsonl").write_text("\n".join(lines) + "\n")
+    parquet.write_table(pyarrow.table({"text": TEXTS[50:]}), folder / "rows.parquet")
     (folder / "picture.bin").write_bytes(bytes(range(256)))
     return folder
 
@@ -130,39 +129,6 @@ def test_train_text_reads_them_resumes_and_eval_too(source, tmp_path, capsys):
         train_text(small(out, tmp_path / "runs", name="a", resume=True))
 
 
-def write_tokenizer(folder: Path) -> None:
-    """A tokenizer of words, with a token that ends texts."""
-    tokenizers = pytest.importorskip("tokenizers")
-    transformers = pytest.importorskip("transformers")
-    words = ["<end>", "<other>", "bottles", "of", "beer", ",", *map(str, range(60))]
-    model = tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<other>")
-    tool = tokenizers.Tokenizer(model)
-    tool.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tool, eos_token="<end>", unk_token="<other>"
-    )
-    fast.save_pretrained(folder)
-
-
-def test_a_tokenizer_and_bits_per_byte_of_its_tokens(source, tmp_path, monkeypatch):
-    write_tokenizer(tmp_path / "tool")
-    monkeypatch.setattr(vocabulary, "BLOCK_BYTES", 64)
-    out = tmp_path / "tokens"
-    write_data(DataRun(source, out, tokenizer=str(tmp_path / "tool"), validation_fraction=0.2))
-    opened = open_token_folder(out)
-    corpus = opened.training
-    assert opened.index["vocab_size"] == 66
-    first = corpus.tokens[0 : int(corpus.bounds[1])].tolist()
-    # "0 bottles of beer, na|ïve ones", cut where validation begins.
-    assert first[:6] == [0, 6, 2, 3, 4, 5]
-    assert corpus.num_bytes > 3 * corpus.predicted
-    run = small(out, tmp_path / "runs")
-    folder = train_text(run)
-    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
-    assert last["final_length_32_bits_per_byte"] < np.log2(66) / 3
-    assert CausalLM.load(folder).config.vocab_size == 66
-
-
 def test_blocks_end_with_lines_and_are_the_text(monkeypatch):
     monkeypatch.setattr(vocabulary, "BLOCK_BYTES", 10)
     text = b"one two\nthree\n" + 25 * b"x" + b"\nlast"
@@ -181,18 +147,13 @@ def test_a_long_file_is_several_documents(tmp_path, monkeypatch):
     assert all(text.endswith(b"\n") for text in documents[1:])
 
 
-def test_a_tokenizer_that_is_not_there_is_named(source, tmp_path):
-    pytest.importorskip("transformers")
-    with pytest.raises(ValueError, match=r"--tokenizer .*no-tool: "):
-        write_data(DataRun(source, tmp_path / "tokens", tokenizer=str(tmp_path / "no-tool")))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
-
-
 def test_bad_input_is_named_and_nothing_is_left(source, tmp_path):
     out = tmp_path / "tokens"
     for given, words in (
         ({"source": tmp_path / "none"}, "no such file"),
         ({"text_field": "body"}, r"lines.jsonl, line 1: .*body"),
+        ({"source": source / "rows.parquet", "text_field": "body"}, "no column 'body' among text"),
+        ({"tokenizer": str(tmp_path / "no-tool")}, r"--tokenizer .*no-tool: no such folder"),
     ):
         bad = DataRun(**{"source": source, "out": out} | given)
         with pytest.raises(ValueError, match=words):
@@ -208,17 +169,6 @@ def test_bad_input_is_named_and_nothing_is_left(source, tmp_path):
     (out / "tokens.json").write_text("{}")
     with pytest.raises(DataError, match="not of `deltarule data`"):
         open_token_folder(out)
-
-
-def test_parquet(tmp_path):
-    parquet.write_table(pyarrow.table({"body": TEXTS}), tmp_path / "rows.parquet")
-    with pytest.raises(ValueError, match="no column 'text' among body"):
-        write_data(DataRun(tmp_path / "rows.parquet", tmp_path / "tokens"))
-    write_data(DataRun(tmp_path / "rows.parquet", tmp_path / "tokens", text_field="body"))
-    opened = open_token_folder(tmp_path / "tokens")
-    assert opened.training.num_bytes + opened.validation.num_bytes == sum(
-        len(text.encode()) for text in TEXTS
-    )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA")

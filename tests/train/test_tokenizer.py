@@ -6,11 +6,13 @@ import logging
 import pytest
 
 from deltarule.models.files import CONFIG
+from deltarule.train import vocabulary
 from deltarule.train.documents import DataError
 from deltarule.train.loop import LoopOptions
 from deltarule.train.report import EvalRun, evaluate_run
 from deltarule.train.sample import GenerateRun, generate_text
 from deltarule.train.text import TextModel, TextRun, train_text
+from deltarule.train.token_shards import open_token_folder
 from deltarule.train.tokenize import DataRun, write_data
 from deltarule.train.vocabulary import FILE, TokenDecoder, make_encoder, tokens_of
 
@@ -63,10 +65,18 @@ def test_a_tokenizer_goes_along_with_the_model(tool, tmp_path, capsys):
         tokens_of(folder, fields["vocab_size"] - 1)
 
 
-def test_shards_bring_their_tokenizer(tool, tmp_path, capsys):
+def test_shards_bring_their_tokenizer(tool, tmp_path, capsys, monkeypatch):
+    # Lines are joined by no merge: cut there, the text has the same tokens.
+    monkeypatch.setattr(vocabulary, "BLOCK_BYTES", 100)
     (tmp_path / "text.txt").write_text(TEXT)
-    data = tmp_path / "shards"
+    data, encoder = tmp_path / "shards", make_encoder(str(tool))
     write_data(DataRun(tmp_path / "text.txt", data, tokenizer=str(tool), validation_fraction=0.2))
+    opened = open_token_folder(data)
+    assert opened.index["vocab_size"] == 300
+    first, *tokens = opened.training.tokens[0 : int(opened.training.bounds[1])].tolist()
+    assert first == encoder.begin
+    assert TEXT.startswith(encoder.tool.decode(tokens))
+    assert opened.training.num_bytes > 1.5 * opened.training.predicted > len(TEXT) / 3
     for path in tool.iterdir():
         path.unlink()
     folder = train_text(run_of(tmp_path, data, None))
