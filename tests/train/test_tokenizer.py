@@ -92,7 +92,11 @@ def test_shards_bring_their_tokenizer(tool, tmp_path, capsys, monkeypatch):
 def test_streamed_text_is_whole_characters(tool):
     encoder = make_encoder(str(tool))
     text = "näher 😀 an der Küste 日本\n"
-    tokens = encoder.prompt(text)[1:]
+    begin, *tokens = encoder.prompt(text)
+    corpus = encoder.corpus([text.encode(), b"", b"x"])
+    assert corpus.bounds.tolist() == [0, 1 + len(tokens), 3 + len(tokens)]
+    assert corpus.tokens[: 1 + len(tokens)].tolist() == [begin, *tokens]
+    assert corpus.num_bytes == len(text.encode()) + 1
     decoder = TokenDecoder(encoder.tool)
     parts = [decoder.push(token) for token in tokens]
     assert "".join([*parts, decoder.finish()]) == text
