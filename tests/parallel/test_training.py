@@ -82,6 +82,24 @@ def test_two_processes_train_as_one(
     assert {p.suffix for p in files if p.name != "COMPLETE"} == {".safetensors", ".json"}
 
 
+def test_two_in_bfloat16_train_as_one(two: Processes, tmp_path: Path) -> None:
+    """Weights travel in bfloat16, to which autocast would round them; gates stay float32."""
+    (tmp_path / "one").mkdir()
+    for folder in (tmp_path, tmp_path / "one"):
+        write_corpus(folder)
+    options = {"dtype": "bfloat16", "steps": 10, "evaluate_every": 5}
+    text_runs.train(str(tmp_path / "one"), **options)
+    two("text_runs.train", folder=str(tmp_path), **options)
+    ours, alone = (curve(folder / "run") for folder in (tmp_path, tmp_path / "one"))
+    # It is 1e-4; with gates that travel in bfloat16, 9e-4.
+    assert ((ours - alone).abs() / alone).max() < 3e-4
+
+
+def test_the_best_of_two_is_taken(two: Processes, tmp_path: Path) -> None:
+    for answer in two("text_runs.best_of", folder=str(tmp_path), values=[5.0, 3.0, 4.0, 3.5, 4.0]):
+        assert answer == [2, True]
+
+
 def test_two_train_on_token_shards_as_one(two: Processes, tmp_path: Path) -> None:
     write_corpus(tmp_path)
     (tmp_path / "one").mkdir()

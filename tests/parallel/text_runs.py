@@ -93,6 +93,28 @@ def with_fault(folder: str, fault: str, rank: int, row: int) -> dict[str, Any]:
     return {"ended": ended, "finite": finite}
 
 
+def best_of(folder: str, values: list[float]) -> tuple[int, bool]:
+    """The step whose model is taken after short evaluations of these values, and whether it is."""
+    run = text_run(folder, steps=len(values), save_every=1, evaluate_every=1)
+    world = World(torch.device("cpu"), run.mesh)
+    corpus = encode_documents([b"some words and others " * 200])
+    model, kept, left = CausalLM(run.model.config()), {}, iter(values)
+    job = TextJob(run, corpus, corpus, world)
+    trainer = Trainer(
+        model, job, options=run.loop, optimizer_options=run.optimizer, folder=Path(folder),
+        world=world, patience=len(values),
+    )  # fmt: skip
+
+    def evaluate(model: CausalLM) -> dict[str, float]:
+        kept[trainer.step] = model.embedding.weight.to_local().detach().clone()
+        return {"validation_bits_per_byte": next(left)}
+
+    job.evaluate = evaluate
+    trainer.run()
+    step = trainer.take_best()
+    return step, torch.equal(model.embedding.weight.to_local(), kept[step])
+
+
 def with_bad_data(folder: str) -> str:
     """What all processes say when one of them does not find the data."""
     run = text_run(folder)

@@ -13,7 +13,7 @@ import torch
 
 import deltarule.train.watch
 from crash import crash_at
-from deltarule.errors import DivergedError
+from deltarule.errors import INTERRUPTED, DivergedError
 from deltarule.models import CausalLM, CheckpointError, ModelConfig
 from deltarule.train.checkpoint import Checkpoints
 from deltarule.train.data import encode_documents
@@ -116,8 +116,10 @@ def test_a_signal_ends_the_step_saves_it_and_restores_the_handler(tmp_path, numb
         return draw()
 
     trainer.job.next = signalled
-    with pytest.raises(InterruptedRunError, match="after step 3"):
+    with pytest.raises(InterruptedRunError, match="after step 3") as ended:
         trainer.run()
+    # A scheduler is told that all is in order, a shell that it was interrupted.
+    assert ended.value.code == (0 if number == signal.SIGTERM else INTERRUPTED)
     assert Checkpoints(tmp_path / "checkpoints").steps() == [3]
     assert signal.getsignal(number) == before
     resumed = make_trainer(tmp_path, save_every=100, resume=True)
