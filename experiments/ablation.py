@@ -8,12 +8,12 @@ from bench.markdown import markdown_table
 from experiments.experiment import Experiment, Result
 from experiments.figures import Curve, Panel, draw_curves, title_of
 from experiments.seeds import figures_of, on_noise
+from experiments.settings import read_settings
 from experiments.text_cell import TextCell
-from experiments.text_setting import Size, bits, text_cells, text_model, text_of
+from experiments.text_setting import bits, text_cells, text_model, text_of
 from experiments.words import Scale, read_words
 
-SEEDS: dict[Scale, tuple[int, ...]] = {"laptop": (0,), "gpu": (0, 1)}
-SIZES: dict[Scale, Size] = {"laptop": "laptop", "gpu": "small"}
+FORMS = read_settings("ablation")
 
 
 Changes = dict[str, Any]
@@ -63,17 +63,17 @@ VARIANTS = {
     "gated-no-conv": gated("no convolution", 28.95, changes={"conv_size": 0}),
     "gated-no-gate": gated("no output gate", 29.12, changes={"output_gate": False}),
 }
-ON_A_LAPTOP = ("deltanet-l2-silu", "deltanet-l1-elu")
 
 
 def cells(scale: Scale) -> list[TextCell]:
-    size = SIZES[scale]
+    form = FORMS[scale]
     models = {
-        name: dataclasses.replace(text_model(one.mixer, size), **one.changes)
-        for name, one in VARIANTS.items()
-        if scale != "laptop" or name in ON_A_LAPTOP
+        name: dataclasses.replace(
+            text_model(VARIANTS[name].mixer, form["size"]), **VARIANTS[name].changes
+        )
+        for name in form["variants"]
     }
-    return text_cells(models, size, SEEDS[scale])
+    return text_cells(models, form["size"], form["seeds"])
 
 
 def draw(scale: Scale, results: list[Result], path: Path) -> None:

@@ -8,26 +8,12 @@ from bench.markdown import markdown_table
 from experiments.experiment import Experiment, Result
 from experiments.figures import Curve, Panel, draw_curves, title_of
 from experiments.seeds import by_setting, figures_of
+from experiments.settings import read_settings
 from experiments.text_cell import TextCell
-from experiments.text_setting import Size, text_cells, text_model, text_of
+from experiments.text_setting import text_cells, text_model, text_of
 from experiments.words import Scale, read_words
 
-COMPARED: dict[Scale, tuple[str, ...]] = {
-    "laptop": ("deltanet", "gated_deltanet", "mamba2", "attention"),
-    "gpu": (
-        "linear_attention",
-        "deltanet",
-        "gated_deltanet",
-        "mamba2",
-        "delta_product",
-        "attention",
-    ),
-}
-SEEDS: dict[Scale, tuple[int, ...]] = {"laptop": (0,), "gpu": (0, 1)}
-SIZES: dict[Scale, Size] = {"laptop": "laptop", "gpu": "small"}
-# Tokens of a row in training, and in the measurement.
-TRAINED: dict[Scale, int] = {"laptop": 128, "gpu": 1024}
-READ: dict[Scale, int] = {"laptop": 2048, "gpu": 32_768}
+FORMS = read_settings("extrapolation")
 
 # Nats a token of code, read off the figure in the README of DeltaProduct's release: models trained
 # on 4,096 tokens, at that length (all of them) and at 32,768.
@@ -37,14 +23,15 @@ PUBLISHED_FAR = {"deltanet": 3.37, "delta_product": 3.05}
 
 def cells(scale: Scale) -> list[TextCell]:
     """A model for each mixer and seed, trained on short rows and measured on long ones."""
-    length, size = TRAINED[scale], SIZES[scale]
-    models = {name: text_model(name, size) for name in COMPARED[scale]}
-    lengths = length, READ[scale]
+    form = FORMS[scale]
+    length, size = form["trained"], form["size"]
+    models = {name: text_model(name, size) for name in form["systems"]}
+    lengths = length, form["read"]
     return [
         dataclasses.replace(
             cell, length=length, rows=cell.rows * cell.length // length, lengths=lengths
         )
-        for cell in text_cells(models, size, SEEDS[scale])
+        for cell in text_cells(models, size, form["seeds"])
     ]
 
 
@@ -64,12 +51,13 @@ def curve_of(name: str, runs: list[Result]) -> Curve:
 
 def draw(scale: Scale, results: list[Result], path: Path) -> None:
     """Ours by position, and the two published losses."""
+    trained = FORMS[scale]["trained"]
     panel = partial(Panel, log_x=True)
     ours = panel(
         [curve_of(name, runs) for name, runs in by_setting(results).items()],
         x="position in the row, bytes",
         y="bits per byte, held out",
-        marks={f"trained to {TRAINED[scale]:,}": TRAINED[scale]},
+        marks={f"trained to {trained:,}": trained},
     )
     published = panel(
         [Curve.of_paper(name, {32_768: nats}) for name, nats in PUBLISHED_FAR.items()],
@@ -89,8 +77,8 @@ def at(length: int, result: Result) -> float:
 
 def table(scale: Scale, results: list[Result]) -> str:
     """Bits per byte in the last half of rows of several lengths, and what the longest costs."""
-    lengths = [TRAINED[scale] * factor for factor in (1, 4, 16, 32)]
-    lengths = [length for length in lengths if length <= READ[scale]]
+    trained, read = FORMS[scale]["trained"], FORMS[scale]["read"]
+    lengths = [trained * factor for factor in (1, 4, 16, 32) if trained * factor <= read]
     columns = [figures_of(results, partial(at, length)) for length in lengths]
     head = ["system", *(f"at {length:,}" for length in lengths), "change", "published change, nats"]
     rows = []
@@ -100,8 +88,8 @@ def table(scale: Scale, results: list[Result]) -> str:
         theirs = f"{far - PUBLISHED_AT_ONCE:+.2f} (8 x the length)" if far else "-"
         rows.append([title_of(name), *map(str, ours), f"{change:+.3f}", theirs])
     note = (
-        f"Bits per byte at positions from half of each length to it, in rows of {READ[scale]:,} "
-        f"bytes within one document; trained on rows of {TRAINED[scale]:,}. {text_of(results)}"
+        f"Bits per byte at positions from half of each length to it, in rows of {read:,} "
+        f"bytes within one document; trained on rows of {trained:,}. {text_of(results)}"
     )
     return f"{markdown_table(head, rows)}\n\n{note}"
 

@@ -59,6 +59,9 @@ LOOKS = tuple(
 # What is shorter on a figure than in the table of systems.
 SHORT = {"gla": "GLA", "kda": "KDA", "attention": "Softmax attention"}
 
+# Behind the name of a system that lacks its convolution.
+BARE = "-no-conv"
+
 # Inches.
 WIDTH, HEIGHT, LEGEND_LINE = 4.4, 3.3, 0.24
 # So many different places on the horizontal axis are all named.
@@ -74,8 +77,8 @@ class Curve:
     """Points of one system, or of one setting of it."""
 
     label: str
-    """A key of `deltarule.nn.SYSTEMS` or `deltarule.models.PATTERNS`, shown by its title and
-    drawn in its own look; or any other text."""
+    """A key of `deltarule.nn.SYSTEMS` or `deltarule.models.PATTERNS`, maybe with `BARE` behind it,
+    shown by its title and drawn in its own look; or any other text."""
     x: Sequence[float]
     y: Sequence[float]
     low: Sequence[float] | None = None
@@ -193,7 +196,8 @@ def looks_of(curves: Sequence[Curve]) -> dict[str, Look]:
     for curve in curves:
         if curve.label in looks:
             continue
-        look = SYSTEM_LOOKS.get(curve.look or curve.label) or next(free)
+        system = (curve.look or curve.label).removesuffix(BARE)
+        look = SYSTEM_LOOKS.get(system) or next(free)
         looks[curve.label] = look._replace(line=VARIANT_LINE) if look in looks.values() else look
     return looks
 
@@ -202,9 +206,11 @@ def title_of(label: str) -> str:
     """What a figure and a table call a system; any other text as it is.
 
     Examples:
-        >>> title_of("gated_deltanet"), title_of("gla"), title_of("n = 2")
-        ('Gated DeltaNet', 'GLA', 'n = 2')
+        >>> title_of("gated_deltanet"), title_of("gla-no-conv"), title_of("n = 2")
+        ('Gated DeltaNet', 'GLA, no convolution', 'n = 2')
     """
+    if label.endswith(BARE):
+        return f"{title_of(label.removesuffix(BARE))}, no convolution"
     if label in SHORT:
         return SHORT[label]
     known = SYSTEMS.get(label) or PATTERNS.get(label)

@@ -7,12 +7,13 @@ from bench.markdown import markdown_table
 from experiments.experiment import Experiment, Result
 from experiments.figures import Curve, Panel, draw_curves, title_of
 from experiments.seeds import by_setting, figures_of, on_noise, places
+from experiments.settings import read_settings
 from experiments.text_cell import TextCell
-from experiments.text_setting import Size, bits, text_cells, text_model, text_of
+from experiments.text_setting import bits, text_cells, text_model, text_of
 from experiments.words import Scale, read_words
 
-# The slowest first, each with what stands for it below the points of the figure.
-COMPARED = {
+# What stands for a system below the points of the figure.
+LETTERS = {
     "kda": "KDA",
     "delta_product": "DP",
     "gla": "GLA",
@@ -24,15 +25,14 @@ COMPARED = {
     "attention": "T++",
     "linear_attention": "LA",
 }
-ON_A_LAPTOP = ("gated_deltanet", "attention", "linear_attention")
-SEEDS: dict[Scale, tuple[int, ...]] = {"laptop": (0,), "gpu": (0, 1, 2)}
+FORMS = read_settings("language")
 WORDS = read_words("language")
 
 
 def cells(scale: Scale) -> list[TextCell]:
-    size: Size = "laptop" if scale == "laptop" else "large"
-    chosen = ON_A_LAPTOP if scale == "laptop" else COMPARED
-    return text_cells({name: text_model(name, size) for name in chosen}, size, SEEDS[scale])
+    form = FORMS[scale]
+    models = {name: text_model(name, form["size"]) for name in form["systems"]}
+    return text_cells(models, form["size"], form["seeds"])
 
 
 def learning_curve(name: str, results: list[Result]) -> Curve:
@@ -56,7 +56,7 @@ def draw(scale: Scale, results: list[Result], path: Path) -> None:
         for place, name in enumerate(order)
         if "1.3 B" in WORDS.published.get(name, {})
     ]
-    by_system = partial(Panel, x="system", ticks=[COMPARED[name] for name in order])
+    by_system = partial(Panel, x="system", ticks=[LETTERS[name] for name in order])
     held_out = "bits per byte, held out"
     panels = [
         Panel(

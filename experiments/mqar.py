@@ -6,13 +6,12 @@ from pathlib import Path
 from bench.markdown import markdown_table
 from deltarule.tasks.mqar import Config
 from experiments.experiment import Experiment, Result
-from experiments.figures import Curve, Panel, draw_curves, title_of
+from experiments.figures import BARE, Curve, Panel, draw_curves, title_of
 from experiments.seeds import Runs
 from experiments.settings import Form, read_settings
 from experiments.task_cell import Evaluation, TaskCell, accuracy, in_training, task_cell
 from experiments.words import Scale, read_words
 
-BARE = "-no-conv"
 # Where a system with its own sizes has not two.
 HEADS = {"attention": 1, "retnet": 8}
 FORMS = read_settings("mqar")
@@ -70,14 +69,10 @@ def draw(scale: Scale, results: list[Result], path: Path) -> None:
     task = Config(**form["task"])
     ours, training = [], []
     for system in form["systems"]:
-        label = name_of(system) if BARE in system else system
-        look, runs = (
-            system.removesuffix(BARE),
-            {w: best(results, system, w) for w in form["widths"]},
-        )
+        runs = {width: best(results, system, width) for width in form["widths"]}
         if points := {width: right(found).values for width, found in runs.items() if found}:
-            ours.append(Curve.through(label, points, look=look))
-        training += [in_training(label, run, look) for run in runs[form["widths"][-1]][:1]]
+            ours.append(Curve.through(system, points))
+        training += [in_training(system, run) for run in runs[form["widths"][-1]][:1]]
     published = [Curve.of_paper(system, points) for system, points in WORDS.published.items()]
     setting, chance = f"{task.length} tokens, {task.pairs} pairs", task.chance
     panel = partial(Panel, y="accuracy", limits=(-0.07, 1.05))
@@ -105,21 +100,10 @@ def table(scale: Scale, results: list[Result]) -> str:
         published = WORDS.published.get(system, {})
         cells = [*map(entry, runs), ", ".join(dict.fromkeys(rates)) or "-"]
         cells += [f"{published[width]:.0%}" if width in published else "-" for width in shown]
-        rows.append([name_of(system), *cells])
+        rows.append([title_of(system), *cells])
     note = "" if scale != "laptop" else " The published figures are of 512 tokens and 64 pairs."
     chance = f"Chance, one of a row's values, is {Config(**form['task']).chance:.1%}.{note}"
     return f"{markdown_table(heads, rows)}\n\n{chance}"
-
-
-def name_of(system: str) -> str:
-    """For figure and table.
-
-    Examples:
-        >>> name_of("mamba2-no-conv"), name_of("gla")
-        ('Mamba-2, no convolution', 'GLA')
-    """
-    bare = ", no convolution" if system.endswith(BARE) else ""
-    return title_of(system.removesuffix(BARE)) + bare
 
 
 def entry(runs: list[Result]) -> str:

@@ -2,49 +2,16 @@
 
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from bench.markdown import markdown_table
 from deltarule.tasks.regbench import Config
 from experiments.experiment import Experiment, Result
-from experiments.figures import Curve, Panel, draw_curves, title_of
+from experiments.figures import BARE, Curve, Panel, draw_curves, title_of
 from experiments.settings import Form, read_settings
 from experiments.task_cell import Evaluation, TaskCell, accuracy, in_training, task_cell
 from experiments.words import Scale, read_words
 
-
-class System(NamedTuple):
-    """A layer with or without a short convolution, and its published accuracies."""
-
-    layer: str
-    conv_size: int
-    published: dict[int, float]
-    """Per cent by the number of examples, read off the figure to within 0.5."""
-
-    @property
-    def title(self) -> str:
-        """For figure and table; only what could have a convolution can lack one."""
-        bare = self.conv_size == 0 and self.layer != "attention"
-        return f"{title_of(self.layer)}, no convolution" if bare else self.layer
-
-
-EXAMPLES = (2_500, 5_000, 10_000, 20_000)
-
-
-def system(layer: str, conv_size: int, *published: float) -> System:
-    """A system whose accuracies are published at `EXAMPLES`."""
-    return System(layer, conv_size, dict(zip(EXAMPLES, published, strict=False)))
-
-
-SYSTEMS = {
-    "attention": system("attention", 0, 92.7, 94.0, 95.0, 95.5),
-    "deltanet": system("deltanet", 4, 81.3, 87.4, 88.8, 93.1),
-    "deltanet-no-conv": system("deltanet", 0, 79.0, 85.1, 85.1, 92.8),
-    "gated_deltanet": system("gated_deltanet", 4),
-    "gla": system("gla", 4, 60.3, 85.5, 89.8, 92.7),
-    "gla-no-conv": system("gla", 0, 52.5, 81.4, 89.8, 93.1),
-    "linear_attention": system("linear_attention", 4),
-}
+WORDS = read_words("regbench")
 FORMS = read_settings("regbench")
 LABEL, ROWS = "new automata", 500
 
@@ -62,12 +29,13 @@ def cells(scale: Scale) -> list[TaskCell]:
 def make_cell(form: Form, name: str, examples: int) -> TaskCell:
     """One model, trained for whole epochs."""
     task, steps = Config(**form["task"]), form["epochs"] * (examples // form["cell"]["rows"])
+    bare = name == "attention" or name.endswith(BARE)
     return task_cell(
         form,
         f"{name}-{examples}",
         task,
         [Evaluation(LABEL, task, ROWS)],
-        model={"layer_types": SYSTEMS[name].layer, "conv_size": SYSTEMS[name].conv_size},
+        model={"layer_types": name.removesuffix(BARE), "conv_size": 0 if bare else 4},
         optimizer={"warmup_steps": steps // 10},
         loop={"steps": steps, "evaluate_every": steps // 20, "save_every": steps // 4},
         cell={"examples": examples},
@@ -92,14 +60,14 @@ def draw(scale: Scale, results: list[Result], path: Path) -> None:
     training: dict[int, list[Curve]] = {count: [] for count in form["examples"]}
     ours, published = [], []
     for name in form["systems"]:
-        system = SYSTEMS[name]
         runs = {n: run for n in form["examples"] if (run := done.get(f"{name}-{n}"))}
         for count, run in runs.items():
-            training[count].append(in_training(system.title, run, system.layer))
+            training[count].append(in_training(name, run))
         if points := {count: best(run) for count, run in runs.items()}:
-            ours.append(Curve(system.title, [*points], [*points.values()], look=system.layer))
-        shares = {count: percent / 100 for count, percent in system.published.items()}
-        published.append(Curve.of_paper(system.title, shares, look=system.layer))
+            ours.append(Curve(name, [*points], [*points.values()]))
+        theirs = WORDS.published.get(name, {})
+        shares = {count: percent / 100 for count, percent in theirs.items()}
+        published.append(Curve.of_paper(name, shares))
     panel = partial(Panel, y="legal guesses", limits=(0, 1))
     levels = {"any letter": uniform(results)}
     panels = [
@@ -116,17 +84,17 @@ def draw(scale: Scale, results: list[Result], path: Path) -> None:
 
 def table(scale: Scale, results: list[Result]) -> str:
     """Ours at each number of examples, and the published accuracies."""
-    form, shown = FORMS[scale], EXAMPLES[:2]
+    form, shown = FORMS[scale], (2_500, 5_000)
     done = {result.name: result for result in results}
     head = ["system", *(f"ours, {n:,} examples" for n in form["examples"])]
     head += [f"published, {n:,} examples" for n in shown]
     rows = []
     for name in form["systems"]:
         runs = [done.get(f"{name}-{n}") for n in form["examples"]]
-        published = SYSTEMS[name].published
+        published = WORDS.published.get(name, {})
         ours = ["-" if run is None else f"{best(run):.1%} ({accuracy(run):.1%})" for run in runs]
         theirs = [f"{published[n]} %" if n in published else "-" for n in shown]
-        rows.append([title_of(SYSTEMS[name].title), *ours, *theirs])
+        rows.append([title_of(name), *ours, *theirs])
     watched = form["cell"]["watched_rows"]
     note = (
         "The share of guesses that the automaton allows: the best evaluation in training, "
@@ -136,6 +104,4 @@ def table(scale: Scale, results: list[Result]) -> str:
     return f"{markdown_table(head, rows)}\n\n{note}"
 
 
-EXPERIMENT = Experiment(
-    name="regbench", words=read_words("regbench"), cells=cells, draw=draw, table=table
-)
+EXPERIMENT = Experiment(name="regbench", words=WORDS, cells=cells, draw=draw, table=table)

@@ -8,12 +8,10 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from experiments.words import Scale
-
 Form = dict[str, Any]
 
 
-def read_settings(name: str) -> dict[Scale, Form]:
+def read_settings(name: str) -> dict[Any, Form]:
     """The forms of the experiment of this name.
 
     Examples:

@@ -183,8 +183,8 @@ def task_cell(
     )
 
 
-def in_training(label: str, result: Result, look: str | None = None) -> Curve:
-    """The watched accuracy of a cell step by step; `look` is the system it is drawn as.
+def in_training(label: str, result: Result) -> Curve:
+    """The watched accuracy of a cell step by step.
 
     Examples:
         >>> result = Result("a", {}, {"curve": [[100, 2.5, 0.25], [200, 1.5, 0.75]]})
@@ -192,7 +192,7 @@ def in_training(label: str, result: Result, look: str | None = None) -> Curve:
         [0.25, 0.75]
     """
     points = result.figures["curve"]
-    return Curve(label, [step for step, _, _ in points], [right for *_, right in points], look=look)
+    return Curve(label, [step for step, _, _ in points], [right for *_, right in points])
 
 
 def curve(rows: list[Row]) -> list[list[float]]:

@@ -5,42 +5,20 @@ Models have the same number of parameters: what a mixer leaves over goes into th
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from deltarule.models import ModelConfig, count_parameters
 from deltarule.models.bytes import VOCAB_SIZE
 from deltarule.train.loop import LoopOptions
 from deltarule.train.optimizer import OptimizerOptions
 from experiments.experiment import Result
+from experiments.settings import read_settings
 from experiments.text_cell import TextCell
 
-
-class Setting(NamedTuple):
-    """What the size decides."""
-
-    hidden_size: int
-    num_layers: int
-    parameters: int
-    length: int
-    rows: int
-    steps: int
-    lr: float
-    evaluate_every: int
-    dtype: Literal["float32", "bfloat16"]
-    held_out_bytes: int
-
-
-# The gpu form of an experiment with many models has small ones, that of another large ones.
 Size = Literal["laptop", "small", "large"]
-SETTINGS: dict[Size, Setting] = {
-    "laptop": Setting(128, 2, 450_000, 128, 8, 1500, 3e-3, 250, "float32", 200_000),
-    "small": Setting(256, 4, 3_300_000, 512, 16, 1000, 3e-3, 100, "bfloat16", 1_000_000),
-    "large": Setting(512, 8, 30_000_000, 512, 32, 600, 1.5e-3, 50, "bfloat16", 1_000_000),
-}
+SIZES = read_settings("text")
 # Tensor cores take matrices whose sides are multiples of this.
 MULTIPLE = 8
-# Channels of a head, of keys and of values: the same state for every recurrent layer.
-HEAD = 64
 
 
 def text_model(layer_types: str, size: Size) -> ModelConfig:
@@ -50,39 +28,22 @@ def text_model(layer_types: str, size: Size) -> ModelConfig:
         >>> text_model("gated_deltanet_h1", "laptop").layer_types
         ('gated_deltanet', 'sliding_window')
     """
-    setting = SETTINGS[size]
-    return ModelConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=setting.hidden_size,
-        num_layers=setting.num_layers,
-        layer_types=layer_types,
-        num_heads=setting.hidden_size // HEAD,
-        head_k_dim=HEAD,
-        head_v_dim=HEAD,
-        window=setting.length // 2,
-    )
+    return ModelConfig(vocab_size=VOCAB_SIZE, layer_types=layer_types, **SIZES[size]["model"])
 
 
 def text_cells(
     models: Mapping[str, ModelConfig], size: Size, seeds: Sequence[int]
 ) -> list[TextCell]:
     """A run of each model and seed, MLPs sized so that all have the same number of parameters."""
-    setting = SETTINGS[size]
+    form = SIZES[size]
     return [
         TextCell(
             name=f"{name}-seed{seed}",
-            model=equal_size(model, setting.parameters),
-            length=setting.length,
-            rows=setting.rows,
-            lengths=(setting.length,),
-            optimizer=OptimizerOptions(lr=setting.lr),
-            loop=LoopOptions(
-                steps=setting.steps,
-                seed=seed,
-                dtype=setting.dtype,
-                evaluate_every=setting.evaluate_every,
-            ),
-            held_out_bytes=setting.held_out_bytes,
+            model=equal_size(model, form["parameters"]),
+            lengths=(form["cell"]["length"],),
+            optimizer=OptimizerOptions(**form["optimizer"]),
+            loop=LoopOptions(**form["loop"], seed=seed),
+            **form["cell"],
         )
         for seed in seeds
         for name, model in models.items()

@@ -2,19 +2,19 @@ import pytest
 
 from deltarule.models import count_parameters
 from experiments.experiment import Result
-from experiments.language import COMPARED, EXPERIMENT, ON_A_LAPTOP, SEEDS
+from experiments.language import EXPERIMENT, FORMS
 from experiments.records import plain
 from experiments.seeds import Runs, noise, places
-from experiments.text_setting import SETTINGS, equal_size, text_model
+from experiments.text_setting import SIZES, equal_size, text_model
 
 
 @pytest.mark.parametrize("scale", ["laptop", "gpu"])
 def test_models_have_equal_parameters_and_tokens(scale):
     cells = EXPERIMENT.cells(scale)
-    names = ON_A_LAPTOP if scale == "laptop" else COMPARED
-    assert {cell.name for cell in cells} == {f"{n}-seed{s}" for n in names for s in SEEDS[scale]}
+    names, seeds = FORMS[scale]["systems"], FORMS[scale]["seeds"]
+    assert {cell.name for cell in cells} == {f"{n}-seed{s}" for n in names for s in seeds}
     for cell in cells:
-        wanted = SETTINGS["laptop" if scale == "laptop" else "large"].parameters
+        wanted = SIZES["laptop" if scale == "laptop" else "large"]["parameters"]
         assert count_parameters(cell.model) == pytest.approx(wanted, rel=0.01)
         assert (cell.rows * cell.length * cell.loop.steps) == (1_536_000, 9_830_400)[scale == "gpu"]
         assert cell.name.endswith(f"-seed{cell.loop.seed}")

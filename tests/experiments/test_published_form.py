@@ -8,7 +8,7 @@ import torch
 from crash import crash_at
 from experiments import mqar, state_tracking
 from experiments.experiment import Result
-from experiments.mqar import name_of
+from experiments.figures import title_of
 from experiments.records import plain
 
 CPU = torch.device("cpu")
@@ -83,4 +83,4 @@ def test_a_table_tells_a_system_from_the_one_without_its_convolution():
     ]
     lines = mqar.table("published", results).splitlines()
     assert any(x.startswith("| Mamba-2 | 50.0% in 9 steps") for x in lines)
-    assert any(x.startswith(f"| {name_of('mamba2-no-conv')} | 75.0% in 9 steps") for x in lines)
+    assert any(x.startswith(f"| {title_of('mamba2-no-conv')} | 75.0% in 9 steps") for x in lines)
