@@ -6,7 +6,9 @@ What an entry changes (dtypes, layouts, decays instead of their logarithms) is d
 
 import importlib
 import importlib.util
+import tomllib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -61,65 +63,27 @@ class Side(NamedTuple):
     entry: Entry
 
 
-PRODUCT = {"num_householder": 2, "output_final_state": True}
-FLA_ENTRIES = {
-    "delta": Entry("fla.ops.delta_rule", "chunk_delta_rule", half=("beta",)),
-    "gdn": Entry("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"),
-    "kda": Entry("fla.ops.kda", "chunk_kda"),
-    "simple_gla": Entry("fla.ops.simple_gla", "chunk_simple_gla"),
-    "gla": Entry("fla.ops.gla", "chunk_gla", half=("log_decay",)),
-    "product2": Entry(
-        "fla.ops.gated_delta_product",
-        "chunk_gated_delta_product",
-        options=PRODUCT | {"g": None},
-        half=("beta",),
-    ),
-    "gated_product2": Entry(
-        "fla.ops.gated_delta_product", "chunk_gated_delta_product", options=PRODUCT, half=("beta",)
-    ),
-    "dplr": Entry(
-        "fla.ops.generalized_delta_rule", "chunk_dplr_delta_rule", names={"log_decay": "gk"}
-    ),
-    "decode": Entry(
-        "fla.ops.gated_delta_rule",
-        "fused_recurrent_gated_delta_rule",
-        names={"log_decay": "g", "state": "initial_state"},
-    ),
-}
+def read_peers() -> dict[str, Peer]:
+    """Those of adapters.toml; one without entries has those of the package's own name."""
+    text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+    rows: dict[str, dict[str, Any]] = tomllib.loads(text)
+    peers = {}
+    for name, row in rows.items():
+        given = row.get("entries") or rows[row["package"]]["entries"]
+        entries = {operation: entry_of(entry) for operation, entry in given.items()}
+        peers[name] = Peer(row["package"], entries, row.get("environment", {}))
+    return peers
 
-PEERS = {
-    # Where FlashQLA is installed, FLA would call it.
-    "fla": Peer("fla", FLA_ENTRIES, {"FLA_FLASH_QLA": "0"}),
-    # Without the TileLang kernels that FLA takes where that is installed.
-    "fla-triton": Peer("fla", FLA_ENTRIES, {"FLA_FLASH_QLA": "0", "FLA_TILELANG": "0"}),
-    "flash_qla": Peer("flash_qla", {"gdn": Entry("flash_qla", "chunk_gated_delta_rule")}),
-    "flashinfer": Peer(
-        "flashinfer",
-        {
-            "gdn": Entry(
-                "flashinfer.gdn_prefill",
-                "chunk_gated_delta_rule",
-                linear=("log_decay",),
-                state_key_first=False,
-                packed=True,
-                longest="max_seqlen",
-                no_backward="it has no backward pass",
-            )
-        },
-    ),
-    "torch": Peer(
-        "torch",
-        {
-            "softmax": Entry(
-                "torch.nn.functional",
-                "scaled_dot_product_attention",
-                names={"q": "query", "k": "key", "v": "value"},
-                options={"is_causal": True},
-                heads_first=True,
-            )
-        },
-    ),
-}
+
+def entry_of(row: Mapping[str, Any]) -> Entry:
+    """The entry of a row, whose lists are tuples and whose `none` are arguments that are None."""
+    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}
+    none = dict.fromkeys(given.pop("none", ()))
+    entry = Entry(**given)
+    return entry._replace(options={**entry.options, **none})
+
+
+PEERS = read_peers()
 OURS = "deltarule"
 # FLA once, as it runs with what is installed.
 COMPARED = ("fla", "flash_qla", "flashinfer", "torch")
