@@ -6,9 +6,7 @@
 gives it for random tokens, and gradients by all of it.
 """
 
-import argparse
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -30,9 +28,7 @@ REPEATS, WARM_UP = 5, 2
 # Longer calls are run once more only: PyTorch takes half a second for some.
 LONG_MS = 100
 SIDES = {"deltarule": "triton", "PyTorch": "torch"}
-LAYERS = (
-    "lru", "rg_lru", "hgrn", "rwkv4", "mamba1", "signed_mamba1", "dfw", "longhorn_released",
-)  # fmt: skip
+LAYERS = ["lru", "rg_lru", "hgrn", "rwkv4", "mamba1", "signed_mamba1", "dfw", "longhorn_released"]
 
 
 def inputs_of(name: str, device: str, sizes: tuple[int, int, int]) -> ScanInputs:
@@ -103,31 +99,20 @@ def milliseconds(run: Callable[[], object]) -> float:
     return statistics.median(event_times([run], repeats)[WARM_UP * (repeats > 1) :])
 
 
-def main(output: Path) -> results.Row:
-    """Print the figures; each is written to `output` at once.
-
-    Args:
-        output: File for the raw figures.
-
-    Returns:
-        What the file holds.
+def main(output: Path | None = None) -> results.Row:
+    """Time every layer; the report is returned, and each figure written to `output` at once.
 
     Raises:
         ValueError: There is no CUDA device.
     """
-    if not torch.cuda.is_available():
-        raise ValueError("bench.scans needs a CUDA device, and PyTorch sees none")
-    report = results.new_report(sys.argv[1:], "python -m bench.scans")
-    report["device"] = torch.cuda.get_device_name()
-    for name in LAYERS:
-        for side, found in figures(name):
-            print(results.add(report, side, {"kind": "scan", "layer": name}, found), flush=True)
-            results.save(report, output)
-        torch.cuda.empty_cache()
-    return report
+    report = results.gpu_report("bench.scans")
+    found = (
+        (side, {"kind": "scan", "layer": name}, row)
+        for name in LAYERS
+        for side, row in figures(name)
+    )
+    return results.file_each(report, found, output)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--output", type=Path, required=True, help="file for the raw figures")
-    main(parser.parse_args().output)
+    results.run_program(__doc__, main)
