@@ -47,6 +47,20 @@ def timed(run, peer="deltarule"):
     return [(case["operation"], case["shape"][0]) for case in cases if not case["backward"]]
 
 
+def test_shapes_are_what_their_names_say():
+    for name, shape in SHAPES.items():
+        if name.startswith("decode"):
+            assert name == f"decode-{shape.batch}"
+            assert shape.tokens == 1
+            continue
+        heads = f"{shape.heads}/{shape.value_heads}".removesuffix(f"/{shape.heads}")
+        size = "" if shape.key_size == 128 else f"-d{shape.key_size}"
+        assert name == f"{shape.batch}x{shape.tokens}-h{heads}{size}"
+        assert shape.key_size == shape.value_size
+    for operation in OPERATIONS.values():
+        assert set(operation.quick) <= set(operation.shapes) <= set(SHAPES)
+
+
 def test_everything_is_timed_once():
     expected = [
         (name, shape) for name, x in OPERATIONS.items() if name != "softmax" for shape in x.shapes

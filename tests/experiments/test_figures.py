@@ -49,3 +49,18 @@ def test_hollow_marks_are_explained_where_they_occur(monkeypatch, tmp_path):
     labels = [entry.get_label() for entry in figures.legend_entries(looks, published=True)]
     assert labels == ["GLA", "ours", "published"]
     assert len(figures.legend_entries(looks, published=False)) == 1
+
+
+def test_a_curve_goes_through_the_mean_of_seeds_within_their_range():
+    curve = Curve.through("gla", {64: [0.5, 1.0], 128: [0.75]}, look="kda")
+    assert (curve.x, curve.y) == ([64, 128], [0.75, 0.75])
+    assert (curve.low, curve.high) == ([0.5, 0.75], [1.0, 0.75])
+    assert (curve.look, curve.published) == ("kda", False)
+    paper = Curve.of_paper("gla", {64: 0.22})
+    assert (paper.x, paper.y, paper.published) == ([64], [0.22], True)
+
+
+def test_a_system_without_its_convolution_is_told_and_drawn_as_itself():
+    assert figures.title_of("mamba2-no-conv") == "Mamba-2, no convolution"
+    looks = looks_of([Curve("gla", [], []), Curve("gla-no-conv", [], [])])
+    assert looks["gla-no-conv"] == SYSTEM_LOOKS["gla"]._replace(line=":")

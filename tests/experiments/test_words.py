@@ -1,0 +1,84 @@
+"""Words and settings are read as they are written."""
+
+import pytest
+
+from experiments import words
+from experiments.settings import merged, read_settings
+from experiments.words import figures, read_words
+
+TEXT = """# A title
+
+What a reader sees, in
+two lines.
+
+From a paper (2030),
+figure 1.
+
+- laptop: a minute: or
+  two
+- published: hours
+
+## Remark
+
+Said below
+the table.
+
+## Published
+
+Read off the figure.
+
+| | 64 | far |
+|---|---|---|
+| gla | 0.22 | - |
+
+## Differences: laptop
+
+- One.
+
+## Differences: laptop, published
+
+- Both: of
+  them.
+
+## Differences: published
+
+- Hours.
+"""
+
+
+def test_every_part_of_the_words_is_read(tmp_path, monkeypatch):
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / "x.md").write_text(TEXT)
+    monkeypatch.setattr(words, "__file__", str(tmp_path / "words.py"))
+    read = read_words("x")
+    assert (read.title, read.shows) == ("A title", "What a reader sees, in two lines.")
+    assert read.source == "a paper (2030), figure 1"
+    assert read.needs == {"laptop": "a minute: or two", "published": "hours"}
+    assert read.deviations == {
+        "laptop": ["One.", "Both: of them."],
+        "published": ["Both: of them.", "Hours."],
+    }
+    assert read.remark == "Said below the table."
+    assert read.published == {"gla": {64: 0.22}}
+    assert figures("") == {}
+
+
+def test_a_form_has_what_holds_for_all_unless_it_says_otherwise():
+    forms = read_settings("mqar")
+    assert list(forms) == ["laptop", "gpu", "published"]
+    assert forms["published"]["model"] == {"num_layers": 2, "mlp_size": 0, "norm_eps": 1e-5}
+    assert forms["gpu"]["model"]["norm_eps"] == 1e-2
+    assert merged(
+        {"a": {"b": {"c": 1, "d": 2}}, "e": [1, 2]}, {"a": {"b": {"c": 3}}, "e": [4]}
+    ) == {
+        "a": {"b": {"c": 3, "d": 2}},
+        "e": [4],
+    }
+
+
+def test_a_setting_that_no_class_has_is_refused():
+    from experiments.groups import FORMS, make_cell
+
+    wrong = merged(FORMS["laptop"], {"model": {"num_head": 4}})
+    with pytest.raises(TypeError, match="num_head"):
+        make_cell(wrong, "S_3", 2, 2.0, 0)
