@@ -65,13 +65,12 @@ def inputs(batch: int, tokens: int, dtype: torch.dtype = torch.float32) -> torch
 
 def config(**changes) -> SimpleNamespace:
     """A stand-in for deltarule.models.ModelConfig, which nn must not know."""
-    given = {
-        "hidden_size": HIDDEN, "num_layers": 3, "layer_types": ("rwkv7",) * 3, "num_heads": 2,
-        "num_v_heads": None, "head_k_dim": None, "head_v_dim": None, "num_kv_heads": None,
-        "num_attention_heads": None,
-        "conv_size": 4, "output_gate": None, "beta_max": 1.0, "n_steps": None, "window": None,
-        "mini_batch": None, "spectrum": None, "num_persistent": None,
-        "feature_map": None, "qk_norm": None, "normalizer": None,
-        "rope_theta": 10000.0, "norm_eps": 1e-5,
-    }  # fmt: skip
+    unset = (
+        *("num_v_heads", "head_k_dim", "head_v_dim", "num_kv_heads", "num_attention_heads"),
+        *("output_gate", "n_steps", "window", "mini_batch", "spectrum", "num_persistent"),
+        *("feature_map", "qk_norm", "normalizer"),
+    )
+    sizes = {"hidden_size": HIDDEN, "num_layers": 3, "layer_types": ("rwkv7",) * 3, "num_heads": 2}
+    others = {"conv_size": 4, "beta_max": 1.0, "rope_theta": 10000.0, "norm_eps": 1e-5}
+    given = dict.fromkeys(unset) | sizes | others
     return SimpleNamespace(**(given | changes))

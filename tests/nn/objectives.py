@@ -116,15 +116,16 @@ def _move(state: Tensor, start: Tensor) -> Tensor:
 
 
 _writes = (
-    "mamba2", "gla", "rwkv6", "hgrn2", "mlstm", "xlstm_7b", "retnet", "lightning", "gated_rfa",
-    "gated_retnet", "gate_loop",
-)  # fmt: skip
+    *("mamba2", "gla", "rwkv6", "hgrn2", "mlstm", "xlstm_7b"),
+    *("retnet", "lightning", "gated_rfa", "gated_retnet", "gate_loop"),
+)
 _corrects = ("gated_deltanet", "kda")
 _replaces = ("gated_deltanet2", "comba", "comba_released", "rwkv7")
 _squares = (
-    "deltanet", "delta_product", "gated_delta_product", "multi_head_deltanet", "multi_kv_deltanet",
-    "multi_value_deltanet", "multi_key_deltanet", "multi_query_deltanet", "block_deltanet",
-)  # fmt: skip
+    *("deltanet", "delta_product", "gated_delta_product", "multi_head_deltanet"),
+    *("multi_kv_deltanet", "multi_value_deltanet", "multi_key_deltanet"),
+    *("multi_query_deltanet", "block_deltanet"),
+)
 # By the rule's name, what its row says in words.
 UPDATES: dict[str, Update] = {
     "linear_attention": GradientSteps(similarity),

@@ -461,14 +461,11 @@ def titans_layer(share, layer, x):
     a, b, m = (proj(x) for proj in (layer.a_proj, layer.b_proj, layer.m_proj))
     eta, keep = torch.sigmoid(m), torch.sigmoid(a + layer.decay_bias)
     theta = largest * (1 - eta) * torch.sigmoid(b)
-    o = torch.zeros_like(v)
+    o, memory = torch.zeros_like(v), partial(titans.mlp, activation=gelu)
     for h in range(2):
         weights = {f"W{i}": start[h] for i, start in enumerate(layer.starts)}
-        gates = theta[:, h], eta[:, h], 1 - keep[:, h]
-        o[:, h], _, _ = titans.recurrence(
-            partial(titans.mlp, activation=gelu), weights, q[:, h], k[:, h], v[:, h], *gates,
-            mini_batch=layer.mini_batch,
-        )  # fmt: skip
+        given = (y[:, h] for y in (q, k, v, theta, eta, 1 - keep))
+        o[:, h] = titans.recurrence(memory, weights, *given, mini_batch=layer.mini_batch)[0]
     y = rms(o, layer.o_norm.weight).flatten(1) * F.silu(layer.g_proj(x))
     return layer.o_proj(y), {}
 

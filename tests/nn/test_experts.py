@@ -50,10 +50,12 @@ def definition(layer, x):
         chosen = sorted(allowed, key=lambda i: -choice[i])[: layer.num_experts_per_tok]
         total = sum(scores[i] for i in chosen) if layer.norm_topk_prob else 1
         y = sum(
-            scores[i] / total * layer.routed_scaling_factor
+            scores[i]
+            / total
+            * layer.routed_scaling_factor
             * network(token, layer.up_proj[i], layer.down_proj[i], layer.activation)
             for i in chosen
-        )  # fmt: skip
+        )
         if layer.shared is not None:
             shared = layer.shared(token)
             if layer.shared_gate is not None:

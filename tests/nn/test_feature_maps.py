@@ -256,9 +256,10 @@ def test_cosformer_weighs_by_the_distance():
     q, k = draw(B, T, H, K), draw(B, T, H, K)
     position = torch.tensor([0, 3, 7, 50, 51, 400, 900, 2000, 4000]).expand(B, T)
     product = torch.einsum(
-        "bthm,bshm->bhts", mapped("cosformer", q, None, position),
+        "bthm,bshm->bhts",
+        mapped("cosformer", q, None, position),
         mapped("cosformer", k, None, position),
-    )  # fmt: skip
+    )
     distance = (position[0][:, None] - position[0][None, :]).double()
     cosine = torch.cos(math.pi / 2 * distance / LONGEST)
     expected = torch.einsum("bthk,bshk->bhts", q.relu(), k.relu()) * cosine

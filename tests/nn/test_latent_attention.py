@@ -8,10 +8,8 @@ from deltarule.nn import LatentAttention
 from models.checkpoints import check_ways_of_reading
 from tolerance import relative_rms
 
-SIZES = {
-    "num_heads": 3, "kv_lora_rank": 8, "qk_nope_head_dim": 10, "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-}  # fmt: skip
+HEAD = {"qk_nope_head_dim": 10, "qk_rope_head_dim": 4, "v_head_dim": 6}
+SIZES = {"num_heads": 3, "kv_lora_rank": 8} | HEAD
 
 
 def make(**options):
@@ -87,10 +85,8 @@ def test_written_out_weights_are_those_of_the_output():
 
 def test_a_model_reads_in_every_way():
     torch.manual_seed(0)
-    config = ModelConfig(
-        vocab_size=61, hidden_size=32, num_layers=2, num_heads=2, layer_types=("kda", "attention"),
-        kv_lora_rank=8, qk_nope_head_dim=16, qk_rope_head_dim=4, v_head_dim=16,
-    )  # fmt: skip
-    model = CausalLM(config)
+    stream = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 2}
+    mixers = {"layer_types": ("kda", "attention"), "kv_lora_rank": 8}
+    model = CausalLM(ModelConfig(**stream, **mixers, **HEAD))
     with torch.no_grad():
         check_ways_of_reading(model, torch.randint(61, (2, 40)))

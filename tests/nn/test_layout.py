@@ -39,10 +39,15 @@ def test_packed_positions_and_history():
 def test_silenced_arguments_are_zero_at_padding_only():
     n_steps, real = 3, torch.tensor([[True, False], [True, True]])
     given = {
-        "q": torch.ones(2, 2, 1, 4), "k": torch.ones(2, 6, 1, 4), "v": torch.ones(2, 6, 1, 4),
-        "beta": torch.ones(2, 6, 1), "log_decay": torch.ones(1), "a": torch.ones(2, 2, 1, 4),
-        "b": torch.ones(2, 2, 1, 4), "scale": 1.0,
-    }  # fmt: skip
+        "q": torch.ones(2, 2, 1, 4),
+        "k": torch.ones(2, 6, 1, 4),
+        "v": torch.ones(2, 6, 1, 4),
+        "beta": torch.ones(2, 6, 1),
+        "log_decay": torch.ones(1),
+        "a": torch.ones(2, 2, 1, 4),
+        "b": torch.ones(2, 2, 1, 4),
+        "scale": 1.0,
+    }
     silent = silence_padding(given, real, n_steps=n_steps)
     for name in ("k", "v", "beta", "log_decay", "a", "b"):
         x = silent[name]

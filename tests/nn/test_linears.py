@@ -109,8 +109,9 @@ def test_autocast_gives_its_dtype_and_float32_gradients():
 
 def test_a_cpu_calls_the_modules():
     x, modules = built()
-    assert all("MmBackward" in str(y.grad_fn) or "Unsafe" in str(y.grad_fn)
-               for y in linears(x, modules))  # fmt: skip
+    assert all(
+        "MmBackward" in str(y.grad_fn) or "Unsafe" in str(y.grad_fn) for y in linears(x, modules)
+    )
 
 
 def test_weights_laid_end_to_end_are_one_product_with_the_same_parameters():

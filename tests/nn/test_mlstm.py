@@ -102,9 +102,11 @@ def test_stabiliser_is_the_papers_running_maximum():
 
 def test_survives_input_gates_that_overflow():
     p = drawn()
-    huge = replace(p, beta_logits=p.beta_logits.float() + 200, **{
-        name: getattr(p, name).float() for name in ("q", "k", "v", "decay_logits")
-    })  # fmt: skip
+    huge = replace(
+        p,
+        beta_logits=p.beta_logits.float() + 200,
+        **{name: getattr(p, name).float() for name in ("q", "k", "v", "decay_logits")},
+    )
     assert run(RULE, huge).isfinite().all()
     # Divided by |z^T q| rather than one, the read-out does not depend on a common factor.
     larger = replace(p, beta_logits=p.beta_logits + 200), replace(p, beta_logits=p.beta_logits + 90)

@@ -26,9 +26,12 @@ TABLE = {
 def drawn(name, heads=H):
     q, k, v, beta, _ = (heads * n for n in TABLE[name])
     return Projections(
-        q=draw(B, T, q, K), k=draw(B, T, k, K), v=draw(B, T, v, V), beta_logits=draw(B, T, beta),
+        q=draw(B, T, q, K),
+        k=draw(B, T, k, K),
+        v=draw(B, T, v, V),
+        beta_logits=draw(B, T, beta),
         slots=N,
-    )  # fmt: skip
+    )
 
 
 def unit(x):
@@ -102,9 +105,12 @@ def test_multi_kv_is_delta_product_where_keys_are_orthogonal():
     for keys, same in ((apart * (1 + draw(B, T, N, 1).abs()), True), (draw(B, T, N, K), False)):
         p = Projections(q=p.q, k=keys, v=p.v, beta_logits=p.beta_logits, slots=N)
         product = Projections(
-            q=p.q, k=keys.reshape(B, T * N, 1, K), v=p.v.reshape(B, T * N, 1, V),
-            beta_logits=p.beta_logits.reshape(B, T * N, 1), n_steps=N,
-        )  # fmt: skip
+            q=p.q,
+            k=keys.reshape(B, T * N, 1, K),
+            v=p.v.reshape(B, T * N, 1, V),
+            beta_logits=p.beta_logits.reshape(B, T * N, 1),
+            n_steps=N,
+        )
         error = largest_error(
             run(RULES["multi_kv_deltanet"], p), run(RULES["delta_product"], product)
         )

@@ -24,10 +24,14 @@ class Coupled(DeltaMixer):
     """Coupled gates: S = (1 - beta) S (I - beta k k^T) + beta v k^T."""
 
     rule = Rule(
-        name="coupled", title="Coupled gates", operator="delta_rule",
-        recurrence="S = (1 - beta) S (I - beta k k^T) + beta v k^T", read_out="o = S q",
-        decay="head", erase="tied", objective="", source="this test", arguments=arguments,
-    )  # fmt: skip
+        name="coupled",
+        title="Coupled gates",
+        recurrence="S = (1 - beta) S (I - beta k k^T) + beta v k^T",
+        decay="head",
+        erase="tied",
+        source="this test",
+        arguments=arguments,
+    )
     default_conv_size = 4
     default_output_gate = True
 
@@ -39,11 +43,8 @@ class Coupled(DeltaMixer):
 def model(monkeypatch):
     # The one line.
     monkeypatch.setitem(MIXERS, "coupled", Coupled)
-    config = ModelConfig(
-        vocab_size=17, hidden_size=16, num_layers=2, layer_types=("coupled", "attention"),
-        num_heads=2, num_v_heads=4,
-    )  # fmt: skip
-    return CausalLM(config)
+    sizes = {"vocab_size": 17, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_v_heads": 4}
+    return CausalLM(ModelConfig(**sizes, layer_types=("coupled", "attention")))
 
 
 def test_by_its_recurrence():
@@ -82,9 +83,9 @@ def test_it_learns_and_decays_what_it_should(model):
 
 def test_help_shows_the_options_that_a_layer_takes():
     assert set(inspect.signature(Mamba1).parameters) == {
-        "hidden_size", "num_heads", "head_k_dim", "head_v_dim", "conv_size", "conv_bias",
-        "output_gate", "layer_index", "num_layers",
-    }  # fmt: skip
+        *("hidden_size", "num_heads", "head_k_dim", "head_v_dim", "conv_size", "conv_bias"),
+        *("output_gate", "layer_index", "num_layers"),
+    }
     assert "beta_max: Largest write strength" in KDA.__doc__
     assert "feature_map:" in KDA.__doc__
     assert "normalizer:" not in KDA.__doc__

@@ -28,10 +28,13 @@ def tokens(arguments, head, value_heads):
         rows = slice(t * n, t * n + n)
         beta, a, b = (arguments.get(name) for name in ("beta", "a", "b"))
         yield Token(
-            k[rows], v[rows], decay[t],
+            k[rows],
+            v[rows],
+            decay[t],
             beta=None if beta is None else beta[0, rows, head],
-            a=None if a is None else a[0, t, head], b=None if b is None else b[0, t, head],
-        )  # fmt: skip
+            a=None if a is None else a[0, t, head],
+            b=None if b is None else b[0, t, head],
+        )
 
 
 def drawn_arguments(rule):

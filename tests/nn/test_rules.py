@@ -24,15 +24,19 @@ def gates(rule: Rule, n_steps: int = 1) -> dict[str, torch.Tensor]:
     channels = (K,) if rule.decay == "channel" else ()
     heads = key_heads(rule)
     return {
-        "decay_logits": draw(B, T, HV, *channels), "beta_logits": draw(B, T * n_steps, HV),
-        "erase_logits": draw(B, T, HV, K), "write_logits": draw(B, T, HV, V),
+        "decay_logits": draw(B, T, HV, *channels),
+        "beta_logits": draw(B, T * n_steps, HV),
+        "erase_logits": draw(B, T, HV, K),
+        "write_logits": draw(B, T, HV, V),
         "phase": draw(B, T, HV, K),
-        "A_log": draw(HV), "dt_bias": draw(HV, *channels),
+        "A_log": draw(HV),
+        "dt_bias": draw(HV, *channels),
         "D": draw(heads if rule.name.startswith("comba") else HV),
         "erase_scale": draw(heads) if rule.name.startswith("comba") else draw(heads, K),
         "lower_bound": torch.rand(HV, K, dtype=torch.float64),
-        "replace_scale": draw(heads, K), "bonus": draw(heads, K),
-    }  # fmt: skip
+        "replace_scale": draw(heads, K),
+        "bonus": draw(heads, K),
+    }
 
 
 def projections_for(rule: Rule) -> Projections:

@@ -60,11 +60,12 @@ def test_dfw_update_minimises_its_objective():
     torch.manual_seed(0)
     before, gates = torch.randn(3, 4, dtype=DOUBLE), torch.rand(3, 4, dtype=DOUBLE)
     a, b, k, v = gates[0], gates[1, :3], torch.randn(4, dtype=DOUBLE), torch.randn(3, dtype=DOUBLE)
-    after = selective_scan(
-        k.view(1, 1, 1, 4), k.view(1, 1, 1, 4), v.view(1, 1, 1, 3),
-        log_decay=a.log().view(1, 1, 1, 4), value_log_decay=b.log().view(1, 1, 1, 3),
-        initial_state=before[None, None],
-    ).final_state[0, 0].requires_grad_()  # fmt: skip
+    k_row, decays = k.view(1, 1, 1, 4), {"log_decay": a, "value_log_decay": b}
+    given = {name: x.log().view(1, 1, 1, -1) for name, x in decays.items()}
+    output = selective_scan(
+        k_row, k_row, v.view(1, 1, 1, 3), initial_state=before[None, None], **given
+    )
+    after = output.final_state[0, 0].requires_grad_()
     loss = (after - b[:, None] * before * a).square().sum() - 2 * (after @ k) @ v
     (gradient,) = torch.autograd.grad(loss, after)
     assert gradient.abs().max() <= 1e-10

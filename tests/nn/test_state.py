@@ -100,9 +100,11 @@ def test_truncated_and_foreign_files_are_refused(tmp_path):
     save_state(State(a=torch.zeros(100)), tmp_path / "state")
     (tmp_path / "short").write_bytes((tmp_path / "state").read_bytes()[:-1])
     save_file({"a": torch.zeros(1)}, tmp_path / "weights")
-    save_file({"7.a": torch.zeros(1)}, tmp_path / "index", metadata={
-        "deltarule_state": '{"kind": "State", "layers": 1}'
-    })  # fmt: skip
+    save_file(
+        {"7.a": torch.zeros(1)},
+        tmp_path / "index",
+        metadata={"deltarule_state": '{"kind": "State", "layers": 1}'},
+    )
     for name in ("short", "weights", "index"):
         with pytest.raises(ValueError, match=name):
             load_state(tmp_path / name)
@@ -111,9 +113,11 @@ def test_truncated_and_foreign_files_are_refused(tmp_path):
 def test_select_takes_slices_indices_and_flags():
     state = ModelState([State(a=torch.arange(4))])
     for rows, expected in (
-        (slice(1, 3), [1, 2]), ([3, 3, 0], [3, 3, 0]), (torch.tensor([2]), [2]),
+        (slice(1, 3), [1, 2]),
+        ([3, 3, 0], [3, 3, 0]),
+        (torch.tensor([2]), [2]),
         (torch.tensor([True, False, False, True]), [0, 3]),
-    ):  # fmt: skip
+    ):
         assert state.select(rows)[0]["a"].tolist() == expected
     part = state.select(slice(0, 2))
     part[0]["a"].zero_()

@@ -23,13 +23,9 @@ OPTIONS: dict[str, dict[str, object]] = {
 
 def model(name: str) -> CausalLM:
     torch.manual_seed(0)
-    options = OPTIONS.get(name, {})
-    return CausalLM(
-        ModelConfig(
-            vocab_size=VOCABULARY, hidden_size=32, num_layers=2, layer_types=name, num_heads=2,
-            head_k_dim=8, head_v_dim=8, mlp_size=0, tie_embeddings=False, **options,
-        )
-    )  # fmt: skip
+    stream = {"vocab_size": VOCABULARY, "hidden_size": 32, "mlp_size": 0, "tie_embeddings": False}
+    heads = {"num_layers": 2, "num_heads": 2, "head_k_dim": 8, "head_v_dim": 8}
+    return CausalLM(ModelConfig(layer_types=name, **stream, **heads, **OPTIONS.get(name, {})))
 
 
 def batch(step: int) -> torch.Tensor:

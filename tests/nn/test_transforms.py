@@ -43,10 +43,9 @@ def test_forward_and_backward_of_fake_tensors(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_vmap_over_the_parameters_of_models(name):
     options = {"sliding_window": {"window": 4}}.get(name, {})
-    config = ModelConfig(
-        vocab_size=11, hidden_size=16, num_layers=2, num_heads=2, head_k_dim=4, head_v_dim=4,
-        layer_types=name, mlp_size=16, **options,
-    )  # fmt: skip
+    stream = {"vocab_size": 11, "hidden_size": 16, "mlp_size": 16, "num_layers": 2}
+    heads = {"num_heads": 2, "head_k_dim": 4, "head_v_dim": 4}
+    config = ModelConfig(layer_types=name, **stream, **heads, **options)
     models = [CausalLM(config) for _ in range(2)]
     tokens = torch.randint(11, (1, 6))
     parameters, buffers = stack_module_state(models)
