@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from deltarule.nn.call import LayerCall
-from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.feature_maps import qk_normed
+from deltarule.nn.gated_deltanet import GatedDeltaNet
 from deltarule.nn.gates import (
     computed,
     discretised_log_decay,
@@ -81,7 +81,7 @@ RELEASED = replace(
 )
 
 
-class Comba(DeltaMixer):
+class Comba(GatedDeltaNet):
     """Comba: S = S (a - beta p k^T) + beta v k^T, o = S (q - D k), p = sigmoid(erase_scale) k.
 
     Defaults: Gated DeltaNet's, but the output gate is a sigmoid; erase_scale and D of ones for
@@ -98,20 +98,12 @@ class Comba(DeltaMixer):
     """
 
     rule = RULE
-    has_rates = True
-    maps_features = True
-    expand_k = 0.75
-    expand_v = 2
-    default_conv_size = 4
-    default_output_gate = True
-    activates_projections = True
     frees_strength = True
     gate_activation = "sigmoid"
     float32_parameters = ("A_log", "dt_bias", "D", "erase_scale")
 
     def build_gates(self) -> None:
         super().build_gates()
-        self.build_head_decay(0, 16)
         ones = torch.ones(self.num_heads, dtype=torch.float32)
         self.b_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
         self.erase_scale = float32_parameter(ones)

@@ -6,7 +6,6 @@ beta_t = beta_max sigmoid(beta_logits_t)
 """
 
 from deltarule.nn import deltanet
-from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.gates import log_decay_of
 from deltarule.nn.rule import Arguments, Projections, Rule
 
@@ -29,7 +28,7 @@ RULE = Rule(
 )
 
 
-class GatedDeltaNet(DeltaMixer):
+class GatedDeltaNet(deltanet.DeltaNet):
     """Gated DeltaNet: S = a S (I - beta k k^T) + beta v k^T with unit keys and queries.
 
     Defaults: head_k_dim = 3/4 hidden_size / num_heads, head_v_dim = 2 head_k_dim, convolution of
@@ -48,12 +47,9 @@ class GatedDeltaNet(DeltaMixer):
 
     rule = RULE
     has_rates = True
-    maps_features = True
     expand_k = 0.75
     expand_v = 2
-    default_conv_size = 4
     default_output_gate = True
-    activates_projections = True
 
     def build_gates(self) -> None:
         super().build_gates()

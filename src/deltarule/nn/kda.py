@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from deltarule.nn.delta_mixer import DeltaMixer
+from deltarule.nn.deltanet import DeltaNet
 from deltarule.nn.gated_deltanet import arguments
 from deltarule.nn.gates import initial_A_log, low_rank
 from deltarule.nn.options import REASONS
@@ -30,7 +30,7 @@ RULE = Rule(
 )
 
 
-class KDA(DeltaMixer):
+class KDA(DeltaNet):
     """Kimi Delta Attention: S = S Diag(a) (I - beta k k^T) + beta v k^T with unit keys.
 
     Defaults: head_k_dim = head_v_dim = hidden_size / num_heads, convolution of 4, SiLU on q, k and
@@ -48,13 +48,10 @@ class KDA(DeltaMixer):
     """
 
     rule = RULE
-    options = DeltaMixer.options | {"gate_lower_bound"}
+    options = DeltaNet.options | {"gate_lower_bound"}
     has_rates = True
-    maps_features = True
-    default_conv_size = 4
     default_output_gate = True
     gate_activation = "sigmoid"
-    activates_projections = True
 
     def build_gates(self) -> None:
         super().build_gates()

@@ -11,7 +11,7 @@ S_t = S_{t-1} * (1 - e_t (k_t * k_t)^T) + (e_t * v_t) k_t^T        o_t = S_t q_t
 import torch
 from torch import Tensor, nn
 
-from deltarule.nn.delta_mixer import DeltaMixer
+from deltarule.nn.deltanet import DeltaNet
 from deltarule.nn.feature_maps import qk_normed
 from deltarule.nn.gates import computed, float32_parameter, low_rank, write_strength
 from deltarule.nn.rule import Arguments, Projections, Rule, System
@@ -66,7 +66,7 @@ RELEASED = System(
 )
 
 
-class Longhorn(DeltaMixer):
+class Longhorn(DeltaNet):
     """Longhorn (per head): S = S (I - e k k^T) + e v k^T, e = b / (1 + b |k|^2).
 
     The released model has one b for each channel and approximates I - e k k^T by its diagonal;
@@ -85,10 +85,7 @@ class Longhorn(DeltaMixer):
     """
 
     rule = RULE
-    maps_features = True
-    default_conv_size = 4
     default_output_gate = True
-    activates_projections = True
 
 
 class LonghornReleased(ScanMixer):

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from deltarule.nn import deltanet
 from deltarule.nn.call import LayerCall
-from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.feature_maps import qk_normed
 from deltarule.nn.rule import Arguments, Projections
 
@@ -90,7 +89,7 @@ BLOCK = replace(
 )
 
 
-class MultiHeadDeltaNet(DeltaMixer):
+class MultiHeadDeltaNet(deltanet.DeltaNet):
     """num_heads heads of num_slots DeltaNets, each with its own q, k, v, beta and state, summed.
 
     The base of the other four, in which the slots of a head share some of these.
@@ -107,12 +106,9 @@ class MultiHeadDeltaNet(DeltaMixer):
     """
 
     rule = HEAD
-    maps_features = True
     # What heads share is what the layer's name says.
-    options = DeltaMixer.options - {"num_v_heads"} | {"num_slots"}
+    options = deltanet.DeltaNet.options - {"num_v_heads"} | {"num_slots"}
     default_num_slots = 2
-    default_conv_size = 4
-    activates_projections = True
     # Which of q, k, v and beta each slot has for itself.
     own: ClassVar[tuple[str, ...]] = ("q", "k", "v", "beta")
 
