@@ -1,6 +1,7 @@
 import ast
 import io
 import json
+import math
 import os
 import pickle
 import random
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import deltarule
@@ -26,17 +28,6 @@ def saved(make_model, tmp_path):
     """A folder with a saved model."""
     make_model(tie_embeddings=False).save(tmp_path / "model")
     return tmp_path / "model"
-
-
-def header_of(path):
-    raw = path.read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    return json.loads(raw[8 : 8 + length]), raw[8 + length :]
-
-
-def write_header(path, header, data):
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
 def refuses(folder, *messages):
@@ -99,8 +90,8 @@ def test_a_loaded_model_does_not_follow_its_file(saved, random_tokens):
 
 def test_other_tools_can_read_the_files(saved):
     assert json.loads((saved / CONFIG).read_text())["hidden_size"] == 32
-    header, _ = header_of(saved / WEIGHTS)
-    assert header["__metadata__"] == {"format": "pt"}
+    with safe_open(saved / WEIGHTS, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
     mode = os.umask(0)
     os.umask(mode)
     for name in (WEIGHTS, CONFIG):
@@ -108,44 +99,133 @@ def test_other_tools_can_read_the_files(saved):
     assert sorted(path.name for path in saved.iterdir()) == [CONFIG, WEIGHTS]
 
 
-MALFORMED_CONFIGS = {
-    "empty": (b"", "not JSON"),
-    "truncated": (b'{"vocab_size": 2', "not JSON"),
-    "not an object": (b"[]", "expected a JSON object"),
-    "not text": (b"\xff\xfe\x00", "not UTF-8 text"),
-    "deep": (b"[" * 100_000, "nested too deeply"),
-    "unknown key": (b'{"hiden_size": 3}', "did you mean 'hidden_size'"),
-    "missing key": (b'{"vocab_size": 3}', "missing key"),
-}
+def written(name, content):
+    """A folder's file is something else."""
+    return lambda folder: (folder / name).write_bytes(content)
 
 
-@pytest.mark.parametrize("name", MALFORMED_CONFIGS)
-def test_a_malformed_config_is_named(name, saved):
-    content, message = MALFORMED_CONFIGS[name]
-    (saved / CONFIG).write_bytes(content)
-    refuses(saved, CONFIG, message)
+def fields(**changes):
+    """config.json asks for something else."""
+
+    def change(folder):
+        stored = json.loads((folder / CONFIG).read_text())
+        asked = {RENAMED.get(name, name): value for name, value in changes.items()}
+        (folder / CONFIG).write_text(json.dumps(stored | asked))
+
+    return change
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_layers": 10**9, "layer_types": ["kda"]}, "num_layers must be at most"),
-        ({"num_layers": 4000, "layer_types": ["kda"]}, "num_layers=4000, but only"),
-        ({"vocab_size": 10**18}, CONFIG),
-        ({"hidden_size": 10**18}, CONFIG),
-        ({"mlp_size": 10**18}, CONFIG),
-        ({"hidden_size": 64}, "has shape"),
-        ({"num_layers": 8, "layer_types": ["gated_deltanet"]}, "missing 'blocks."),
-        ({"tie_embeddings": True}, "unexpected 'head.weight'"),
-        ({"layer_types": ["kda_"]}, "did you mean 'kda'"),
-        ({"rope_theta": float("nan")}, "rope_theta must be a finite number"),
-    ],
-)
-def test_a_config_that_does_not_fit_the_tensors(changes, message, saved):
-    fields = json.loads((saved / CONFIG).read_text())
-    changes = {RENAMED.get(name, name): value for name, value in changes.items()}
-    (saved / CONFIG).write_text(json.dumps(fields | changes))
-    refuses(saved, str(saved), message)
+def raw(change):
+    """The bytes of the weights, changed."""
+    return lambda folder: (folder / WEIGHTS).write_bytes(change((folder / WEIGHTS).read_bytes()))
+
+
+def announced(length):
+    """A header of another length, by the first eight bytes."""
+    return raw(lambda content: length.to_bytes(8, "little") + content[8:])
+
+
+def far_too_long(folder):
+    (folder / WEIGHTS).write_bytes((10**8 + 1).to_bytes(8, "little") + b"{")
+    # A hole: these bytes take no space on the disk.
+    os.truncate(folder / WEIGHTS, 2 * (10**8 + 1))
+
+
+def described(change):
+    """The header says something else of its first two tensors."""
+
+    def damage(folder):
+        content = (folder / WEIGHTS).read_bytes()
+        end = 8 + int.from_bytes(content[:8], "little")
+        header = json.loads(content[8:end])
+        change(*(header[name] for name in sorted(header.keys() - {"__metadata__"})[:2]))
+        headed(json.dumps(header).encode(), content[end:])(folder)
+
+    return damage
+
+
+def headed(header, data=b""):
+    return written(WEIGHTS, len(header).to_bytes(8, "little") + header + data)
+
+
+def tensors(change):
+    """Other tensors are stored."""
+
+    def damage(folder):
+        stored = load_file(folder / WEIGHTS)
+        change(stored)
+        save_file(stored, folder / WEIGHTS)
+
+    return damage
+
+
+CUT = "truncated or malformed"
+# By a title: what is done to a folder, and what its refusal says, beside the folder.
+DAMAGE = {
+    "config empty": (written(CONFIG, b""), CONFIG, "not JSON"),
+    "config truncated": (written(CONFIG, b'{"vocab_size": 2'), CONFIG, "not JSON"),
+    "config no object": (written(CONFIG, b"[]"), CONFIG, "expected a JSON object"),
+    "config not text": (written(CONFIG, b"\xff\xfe\x00"), CONFIG, "not UTF-8 text"),
+    "config deep": (written(CONFIG, b"[" * 100_000), CONFIG, "nested too deeply"),
+    "unknown key": (written(CONFIG, b'{"hiden_size": 3}'), CONFIG, "did you mean 'hidden_size'"),
+    "missing key": (written(CONFIG, b'{"vocab_size": 3}'), CONFIG, "missing key"),
+    "no config": (lambda folder: (folder / CONFIG).unlink(), CONFIG),
+    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), WEIGHTS),
+    "too many layers": (fields(num_layers=10**9, layer_types=["kda"]), "must be at most"),
+    "many layers": (fields(num_layers=4000, layer_types=["kda"]), "num_layers=4000, but only"),
+    "huge vocabulary": (fields(vocab_size=10**18), CONFIG),
+    "huge stream": (fields(hidden_size=10**18), CONFIG),
+    "huge MLP": (fields(mlp_size=10**18), CONFIG),
+    "wider": (fields(hidden_size=64), "has shape"),
+    "deeper": (fields(num_layers=8, layer_types=["gated_deltanet"]), "missing 'blocks."),
+    "tied": (fields(tie_embeddings=True), "unexpected 'head.weight'"),
+    "unknown layer": (fields(layer_types=["kda_"]), "did you mean 'kda'"),
+    "no number": (fields(rope_theta=math.nan), "rope_theta must be a finite number"),
+    **{
+        f"{length} bytes": (raw(lambda content, n=length: content[:n]), WEIGHTS, CUT)
+        for length in (0, 3, 8, 9, 100, 3000, -1, -4000)
+    },
+    "bytes after the end": (raw(lambda content: content + b"more"), WEIGHTS, CUT),
+    **{
+        f"header of {length} bytes": (announced(length), WEIGHTS, f"header of {length} bytes")
+        for length in (2**63, 2**40, 10**7)
+    },
+    "header too long for the format": (far_too_long, WEIGHTS, f"header of {10**8 + 1} bytes"),
+    "overlap": (described(lambda x, y: y.update(x)), WEIGHTS, CUT),
+    "beyond the end": (
+        described(lambda x, y: x.update(data_offsets=[10**12, 10**12 + 4])), WEIGHTS, CUT
+    ),
+    "negative": (
+        described(lambda x, y: x.update(shape=[-x["shape"][0], *x["shape"][1:]])), WEIGHTS, CUT
+    ),
+    "overflow": (described(lambda x, y: x.update(shape=[2**62, 2**62])), WEIGHTS, CUT),
+    "wrong shape": (described(lambda x, y: x["shape"].append(2)), WEIGHTS, CUT),
+    "unknown dtype": (described(lambda x, y: x.update(dtype="F99")), WEIGHTS, CUT),
+    "no offsets": (described(lambda x, y: x.pop("data_offsets")), WEIGHTS, CUT),
+    **{
+        f"header {header!r}": (headed(header),)
+        for header in (b"{", b"[]", b"null", b"\xff\xff\xff", b'{"a": 3}', b"{}")
+    },
+    "missing tensor": (tensors(lambda t: t.pop("norm.weight")), "missing 'norm.weight'"),
+    "unexpected tensor": (
+        tensors(lambda t: t.update(other=torch.zeros(2))), "unexpected 'other'"
+    ),
+    "reshaped tensor": (
+        tensors(lambda t: t.update({"norm.weight": torch.zeros(32, 1)})),
+        "tensor 'norm.weight' has shape [32, 1]",
+    ),
+    "integers": (
+        tensors(lambda t: t.update({"norm.weight": torch.zeros(32, dtype=torch.int32)})),
+        "tensor 'norm.weight' is I32",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("title", DAMAGE)
+def test_damage_is_refused_and_named(title, saved):
+    change, *messages = DAMAGE[title]
+    change(saved)
+    refuses(saved, str(saved), *messages)
 
 
 def test_a_folder_with_the_fields_own_names(saved):
@@ -175,104 +255,9 @@ def test_names_with_the_prefix_of_transformers(saved):
     refuses(saved, "'norm.weight' is stored twice")
 
 
-@pytest.mark.parametrize("missing", [CONFIG, WEIGHTS])
-def test_a_missing_file_is_named(missing, saved):
-    (saved / missing).unlink()
-    refuses(saved, str(saved), missing)
-
-
 def test_a_missing_folder_and_a_file_in_its_place(tmp_path, saved):
     refuses(tmp_path / "nowhere", "nowhere")
     refuses(saved / WEIGHTS, WEIGHTS)
-
-
-@pytest.mark.parametrize("length", [0, 3, 8, 9, 100, 3000, -1, -4000])
-def test_truncated_weights(length, saved):
-    weights = saved / WEIGHTS
-    weights.write_bytes(weights.read_bytes()[:length])
-    refuses(saved, WEIGHTS, "truncated or malformed")
-
-
-def test_bytes_after_the_end(saved):
-    with (saved / WEIGHTS).open("ab") as file:
-        file.write(b"more")
-    refuses(saved, WEIGHTS, "truncated or malformed")
-
-
-@pytest.mark.parametrize("length", [2**63, 2**40, 10**7])
-def test_a_huge_header_allocates_nothing(length, saved):
-    weights = saved / WEIGHTS
-    weights.write_bytes(length.to_bytes(8, "little") + weights.read_bytes()[8:])
-    refuses(saved, WEIGHTS, f"header of {length} bytes")
-
-
-def test_a_header_longer_than_the_format_allows(saved):
-    length = 10**8 + 1
-    (saved / WEIGHTS).write_bytes(length.to_bytes(8, "little") + b"{")
-    # A hole: these bytes take no space on the disk.
-    os.truncate(saved / WEIGHTS, 2 * length)
-    refuses(saved, WEIGHTS, f"header of {length} bytes")
-
-
-def damage(header, kind):
-    first, second = sorted(name for name in header if name != "__metadata__")[:2]
-    if kind == "overlap":
-        header[second]["data_offsets"] = header[first]["data_offsets"]
-        header[second]["shape"] = header[first]["shape"]
-    elif kind == "beyond the end":
-        header[first]["data_offsets"] = [10**12, 10**12 + 4]
-    elif kind == "negative":
-        header[first]["shape"][0] *= -1
-    elif kind == "overflow":
-        header[first]["shape"] = [2**62, 2**62]
-    elif kind == "wrong shape":
-        header[first]["shape"] = [*header[first]["shape"], 2]
-    elif kind == "unknown dtype":
-        header[first]["dtype"] = "F99"
-    elif kind == "no offsets":
-        del header[first]["data_offsets"]
-    return header
-
-
-@pytest.mark.parametrize(
-    "kind",
-    ["overlap", "beyond the end", "negative", "overflow", "wrong shape", "unknown dtype",
-     "no offsets"],
-)  # fmt: skip
-def test_a_damaged_header(kind, saved):
-    header, data = header_of(saved / WEIGHTS)
-    write_header(saved / WEIGHTS, damage(header, kind), data)
-    refuses(saved, WEIGHTS, "truncated or malformed")
-
-
-@pytest.mark.parametrize("header", [b"{", b"[]", b"null", b"\xff\xff\xff", b'{"a": 3}', b"{}"])
-def test_a_header_that_is_none(header, saved):
-    write_header(saved / WEIGHTS, header, b"")
-    refuses(saved, str(saved))
-
-
-def rewrite(folder, change):
-    tensors = load_file(folder / WEIGHTS)
-    change(tensors)
-    save_file(tensors, folder / WEIGHTS)
-
-
-def test_tensors_missing_unexpected_reshaped_or_of_integers(saved):
-    original = (saved / WEIGHTS).read_bytes()
-    changes = {
-        "missing 'norm.weight'": lambda t: t.pop("norm.weight"),
-        "unexpected 'other'": lambda t: t.update(other=torch.zeros(2)),
-        "tensor 'norm.weight' has shape [32, 1]": lambda t: t.update(
-            {"norm.weight": torch.zeros(32, 1)}
-        ),
-        "tensor 'norm.weight' is I32": lambda t: t.update(
-            {"norm.weight": torch.zeros(32, dtype=torch.int32)}
-        ),
-    }
-    for message, change in changes.items():
-        (saved / WEIGHTS).write_bytes(original)
-        rewrite(saved, change)
-        refuses(saved, str(saved), message)
 
 
 class Bomb:
