@@ -269,6 +269,19 @@ def test_what_cannot_be_said_is_named(name, changes, message, tmp_path):
     assert str(tmp_path) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("qwen3_5", {}), ("qwen3_5", {"full_attention_interval": 2}), ("minimax", {})],
+)
+def test_layers_that_are_not_listed_are_those_of_the_familys_class(name, options):
+    config = tiny(name).config
+    stored = json.loads(config.to_json_string(use_diff=False)) | {"num_hidden_layers": 8} | options
+    del stored["layer_types"]
+    theirs = type(config)(**stored).layer_types
+    found = family_of(stored).config(stored).layer_types
+    assert [kind == "attention" for kind in found] == [kind == "full_attention" for kind in theirs]
+
+
 DAMAGE = (None, 3, -1, 0, "x", [1], {}, math.inf, True)
 
 

@@ -1,5 +1,7 @@
 """What hybrids of recurrent layers and attention share in the layout of transformers."""
 
+from collections.abc import Callable
+
 from deltarule.models.config import ModelConfig
 from deltarule.models.convert.fields import Fields
 from deltarule.models.convert.options import (
@@ -76,20 +78,29 @@ def in_words(config: ModelConfig, recurrent: str) -> list[str]:
     return [known[name] for name in config.layer_types]
 
 
-def read_layers(fields: Fields, found: Options) -> Options:
-    """The mixer of each layer, from their list or from the distance of two of attention."""
+def layers(recurrent: str, is_full: Callable[[Fields], Callable[[int], bool]]) -> Entry:
+    """The mixer of each layer, from a list of words; where none is given, `is_full` says which."""
+
+    def found(fields: Fields, before: Options) -> Options:
+        full, count = is_full(fields), before["num_layers"]
+        regular = [
+            (FULL_ATTENTION if full(i) else RECURRENT)[0] for i in range(min(count, MOST_LAYERS))
+        ]
+        given = fields.take("layer_types", regular)
+        return {"layer_types": words(given, mixers(recurrent), count)}
+
+    return Entry(found, lambda config: {"layer_types": in_words(config, recurrent)})
+
+
+def last_of_several(fields: Fields) -> Callable[[int], bool]:
+    """Attention at the end of each so many layers."""
     every = fields.integer("full_attention_interval", 4, smallest=1)
-    regular = [
-        (RECURRENT if (i + 1) % every else FULL_ATTENTION)[0]
-        for i in range(min(found["num_layers"], MOST_LAYERS))
-    ]
-    given = fields.take("layer_types", regular)
-    return {"layer_types": words(given, mixers("gated_deltanet"), len(regular))}
+    return lambda i: (i + 1) % every == 0
 
 
 # Gated DeltaNet's layers and their sizes; after the stream.
 GATED_DELTANET = (
-    Entry(read_layers, lambda config: {"layer_types": in_words(config, "gated_deltanet")}),
+    layers("gated_deltanet", last_of_several),
     integer("linear_conv_kernel_dim", "conv_size", 4, smallest=1),
     fixed({"output_gate": True}, {"hidden_act": "silu"}),
 )

@@ -7,11 +7,10 @@ from deltarule.models.convert.fields import Fields
 from deltarule.models.convert.hybrid import (
     MOST_LAYERS,
     in_words,
-    mixers,
+    layers,
     read_rope,
     rope,
     stream,
-    words,
     write_rope,
 )
 from deltarule.models.convert.mamba2 import MIXER, NO_LIMIT, check_inner, inner
@@ -65,8 +64,9 @@ def digits(x: float) -> float:
 def read_indices(fields: Fields, found: Options) -> Options:
     """Bamba's layers, of which those of attention are listed."""
     attention = fields.listed("attn_layer_indices", [])
-    layers = range(min(found["num_layers"], MOST_LAYERS))
-    return {"layer_types": tuple("attention" if i in attention else "mamba2" for i in layers)}
+    count = min(found["num_layers"], MOST_LAYERS)
+    kinds = ("attention" if i in attention else "mamba2" for i in range(count))
+    return {"layer_types": tuple(kinds)}
 
 
 def write_indices(config: ModelConfig) -> Options:
@@ -85,21 +85,16 @@ BAMBA = (
 )
 
 
-def read_granite(fields: Fields, found: Options) -> Options:
-    """Granite's layers, of which attention may have no positions."""
-    num_layers = found["num_layers"]
-    kinds = fields.take("layer_types", ["mamba"] * min(num_layers, MOST_LAYERS))
+def read_positions(fields: Fields, found: Options) -> Options:
+    """Positions, which Granite's attention may not have."""
     turned = fields.take("position_embedding_type") == "rope"
-    unturned = {} if turned else {"partial_rotary_factor": 0.0}
-    layers = {"layer_types": words(kinds, mixers("mamba2"), num_layers)}
-    return layers | read_rope(fields, 1.0) | unturned
+    return read_rope(fields, 1.0) | ({} if turned else {"partial_rotary_factor": 0.0})
 
 
-def write_granite(config: ModelConfig) -> Options:
-    """Back from `read_granite`."""
-    positions = "rope" if config.partial_rotary_factor > 0 else None
-    own = {"layer_types": in_words(config, "mamba2"), "position_embedding_type": positions}
-    return write_rope(config) | own
+def write_positions(config: ModelConfig) -> Options:
+    """Back from `read_positions`."""
+    turned = config.partial_rotary_factor > 0
+    return write_rope(config) | {"position_embedding_type": "rope" if turned else None}
 
 
 def read_experts(fields: Fields, found: Options) -> Options:
@@ -138,7 +133,8 @@ GRANITE = (
     only({"normalization_function": "rmsnorm", "init_method": "mup"}),
     *stream(),
     *MAMBA,
-    Entry(read_granite, write_granite),
+    layers("mamba2", lambda fields: lambda i: False),
+    Entry(read_positions, write_positions),
     Entry(read_experts, write_experts),
     factor("embedding_multiplier"),
     factor("residual_multiplier"),

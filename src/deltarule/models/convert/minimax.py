@@ -3,7 +3,7 @@
 from deltarule.models.config import ModelConfig
 from deltarule.models.convert.family import Family
 from deltarule.models.convert.fields import Fields
-from deltarule.models.convert.hybrid import FULL_ATTENTION, in_words, mixers, rope, stream, words
+from deltarule.models.convert.hybrid import layers, rope, stream
 from deltarule.models.convert.names import ATTENTION, Experts, Names, Rows, Tensors, under
 from deltarule.models.convert.options import Entry, Options, fixed, integer, only, silent
 
@@ -24,14 +24,6 @@ def read_heads(fields: Fields, found: Options) -> Options:
     size = fields.integer("head_dim", found["hidden_size"] // heads, smallest=1)
     sizes = dict.fromkeys(("head_k_dim", "head_v_dim", "attention_head_dim"), size)
     return {"num_heads": heads, "output_norm_eps": OUTPUT_NORM_EPS / size, **sizes}
-
-
-def read_layers(fields: Fields, found: Options) -> Options:
-    """Which layer is which, in a list of a word for each."""
-    count = found["num_layers"]
-    regular = [FULL_ATTENTION[0], "linear_attention"] * (count // 2 + 1)
-    kinds = fields.take("layer_types", regular[:count])
-    return {"layer_types": words(kinds, mixers("lightning"), count)}
 
 
 def read_factors(fields: Fields, found: Options) -> Options:
@@ -60,7 +52,7 @@ OPTIONS = (
     silent("block_size", "router_jitter_noise"),
     *stream(otherwise=1e-5),
     Entry(read_heads, lambda config: {"head_dim": config.head_k_dim}),
-    Entry(read_layers, lambda config: {"layer_types": in_words(config, "lightning")}),
+    layers("lightning", lambda fields: lambda i: i % 2 == 0),
     Entry(read_factors, write_factors),
     rope(1.0),
     integer("intermediate_size", "moe_intermediate_size", smallest=1),
