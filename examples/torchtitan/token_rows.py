@@ -25,7 +25,7 @@ class Rows(BaseDataLoader):
 
         def vocab_size(self) -> int:
             """Tokens of the vocabulary."""
-            return int(open_token_folder(self.data).index["vocab_size"])
+            return open_token_folder(self.data).index.vocab_size
 
     def __init__(
         self, config: Config, *, dp_world_size: int, dp_rank: int, seq_len: int,

@@ -57,8 +57,8 @@ def test_every_document_is_there_once_in_order(source, tmp_path, capsys):
     for name in ("training", "validation"):
         expected = [text for part in parts for text, where in part if where == name]
         assert texts(getattr(opened, name)) == expected
-        assert opened.index[name]["bytes"] == sum(map(len, expected))
-    assert len(opened.index["training"]["shards"]) > 3
+        assert getattr(opened.index, name).bytes == sum(map(len, expected))
+    assert len(opened.index.training.shards) > 3
     assert 0.1 < opened.validation.num_bytes / sum(map(len, wanted)) < 0.35
     said = capsys.readouterr().out
     assert "picture.bin is left out" in said
@@ -166,9 +166,35 @@ def test_bad_input_is_named_and_nothing_is_left(source, tmp_path):
         file.write(b"xx")
     with pytest.raises(DataError, match=r"training-00000.tokens has .* bytes, expected"):
         open_token_folder(out)
-    (out / "tokens.json").write_text("{}")
-    with pytest.raises(DataError, match="not of `deltarule data`"):
-        open_token_folder(out)
+
+
+@pytest.mark.parametrize("value", [None, [], {}, "x", -1, 1.5, True, 2**62])
+def test_every_field_of_the_index_is_taken_or_refused_by_name(source, tmp_path, value):
+    write_data(DataRun(source, tmp_path / "tokens"))
+    file = tmp_path / "tokens/tokens.json"
+    whole, refused = json.loads(file.read_text()), 0
+    for fields in (whole, whole["training"]):
+        for name in fields:
+            before, fields[name] = fields[name], value
+            file.write_text(json.dumps(whole))
+            fields[name] = before
+            said = ""
+            try:
+                open_token_folder(tmp_path / "tokens")
+            except DataError as error:
+                refused, said = refused + 1, str(error)
+            assert not said or str(file) in said or "write it again" in said
+            assert "\n" not in said
+    assert refused > 7
+
+
+@pytest.mark.parametrize("content", [b"{}", b"", b"\xff", b"[" * 100_000, b'{"format": 2}'])
+def test_a_damaged_index_is_one_line(source, tmp_path, content):
+    write_data(DataRun(source, tmp_path / "tokens"))
+    (tmp_path / "tokens/tokens.json").write_bytes(content)
+    with pytest.raises(DataError, match=r"tokens\.json: ") as caught:
+        open_token_folder(tmp_path / "tokens")
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA")

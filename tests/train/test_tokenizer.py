@@ -72,7 +72,7 @@ def test_shards_bring_their_tokenizer(tool, tmp_path, capsys, monkeypatch):
     data, encoder = tmp_path / "shards", make_encoder(str(tool))
     write_data(DataRun(tmp_path / "text.txt", data, tokenizer=str(tool), validation_fraction=0.2))
     opened = open_token_folder(data)
-    assert opened.index["vocab_size"] == 300
+    assert opened.index.vocab_size == 300
     first, *tokens = opened.training.tokens[0 : int(opened.training.bounds[1])].tolist()
     assert first == encoder.begin
     assert TEXT.startswith(encoder.tool.decode(tokens))

@@ -5,13 +5,7 @@ from typing import NamedTuple
 from deltarule.train.data import Corpus
 from deltarule.train.documents import DataError, limit_bytes, read_documents, split_documents
 from deltarule.train.extra import MissingExtraError
-from deltarule.train.token_shards import (
-    TRAINING,
-    VALIDATION,
-    is_token_folder,
-    open_token_folder,
-    sample_documents,
-)
+from deltarule.train.token_shards import is_token_folder, open_token_folder, sample_documents
 from deltarule.train.vocabulary import Encoder, make_encoder
 
 
@@ -76,7 +70,7 @@ def read_text(
 
 def _mapped(folder: str, validation_bytes: int, tokenizer: str | None) -> TextData:
     opened = open_token_folder(folder)
-    if tokenizer not in (None, made := opened.index["tokenizer"]):
+    if tokenizer not in (None, made := opened.index.tokenizer):
         raise DataError(f"--tokenizer {tokenizer}: the shards in {folder} are of {made or 'bytes'}")
     encoder, notes = None, []
     try:
@@ -84,9 +78,9 @@ def _mapped(folder: str, validation_bytes: int, tokenizer: str | None) -> TextDa
     except (ValueError, MissingExtraError) as error:
         notes = [f"no sample, and no tokenizer beside the model: {error}"]
     held_out = sample_documents(opened.validation, validation_bytes)
-    sets = [opened.index[name] for name in (TRAINING, VALIDATION)]
-    documents, num_bytes = (sum(facts[name] for facts in sets) for name in ("documents", "bytes"))
+    sets = opened.index.training, opened.index.validation
     return TextData(
-        folder, documents, num_bytes, " ".join(facts["sha256"] for facts in sets), notes,
-        opened.training, held_out, opened.index["vocab_size"], encoder,
+        folder, sum(facts.documents for facts in sets), sum(facts.bytes for facts in sets),
+        " ".join(facts.sha256 for facts in sets), notes,
+        opened.training, held_out, opened.index.vocab_size, encoder,
     )  # fmt: skip

@@ -10,19 +10,20 @@ the pages. Which rows a step has is decided by `ShuffledRows`, whatever the numb
 
 import bisect
 import hashlib
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deltarule.json_file import fitted, parse_object, read_text
+from deltarule.models.files import naming
 from deltarule.train.data import Corpus
 from deltarule.train.documents import DataError
 
-INDEX, FORMAT = "tokens.json", 1
+INDEX = "tokens.json"
 TRAINING, VALIDATION = "training", "validation"
 
 
@@ -58,7 +59,7 @@ class ShardWriter:
         shard_tokens: A shard that has as many is followed by another.
     """
 
-    def __init__(self, folder: Path, name: str, dtype: type, shard_tokens: int) -> None:
+    def __init__(self, folder: Path, name: str, dtype: str, shard_tokens: int) -> None:
         self.folder, self.name, self.dtype, self.most = folder, name, dtype, shard_tokens
         self.sizes, self.tokens, self.documents, self.bytes = [0], 0, 0, 0
         self.digest = hashlib.sha256()
@@ -84,19 +85,50 @@ class ShardWriter:
         self.bounds.close()
         self.shard.close()
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> "SetFacts":
         """What the index says of them."""
-        return {
-            "shards": self.sizes, "documents": self.documents, "bytes": self.bytes,
-            "sha256": self.digest.hexdigest(),
-        }  # fmt: skip
+        return SetFacts(tuple(self.sizes), self.documents, self.bytes, self.digest.hexdigest())
+
+
+@dataclass(frozen=True)
+class SetFacts:
+    """Tokens of each shard of a set, its documents, the bytes of their text, and a fingerprint."""
+
+    shards: tuple[int, ...]
+    documents: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Index:
+    """What tokens.json says."""
+
+    source: str
+    tokenizer: str | None
+    """None: tokens are bytes."""
+    vocab_size: int
+    begin: int
+    """The token that begins every document."""
+    dtype: Literal["uint16", "uint32"]
+    training: SetFacts
+    validation: SetFacts
+    format: Literal[1] = 1
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that nothing has."""
+        for facts in (self.training, self.validation):
+            if min(*facts.shards, facts.documents, facts.bytes) < 0:
+                raise ValueError("a size in it is below 0")
+        if not 0 <= self.begin < self.vocab_size <= 2**32:
+            raise ValueError(f"begin {self.begin} is no token of vocab_size {self.vocab_size}")
 
 
 @dataclass(frozen=True)
 class TokenFolder:
     """An open folder of shards: its index, and its two sets as mapped corpora."""
 
-    index: dict[str, Any]
+    index: Index
     training: Corpus
     validation: Corpus
 
@@ -123,24 +155,19 @@ def open_token_folder(path: str | Path) -> TokenFolder:
         DataError: A file is missing or not as long as the index says, or the index is no such.
     """
     folder = Path(path).expanduser()
-    try:
-        index = json.loads((folder / INDEX).read_text())
-        if index["format"] != FORMAT:
-            raise DataError(f"{folder / INDEX}: format {index['format']}, this reads {FORMAT}")
-        training, validation = (_mapped(folder, index, name) for name in (TRAINING, VALIDATION))
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise DataError(f"{folder / INDEX}: not of `deltarule data`: {error!r}") from error
-    return TokenFolder(index, training, validation)
+    with naming(folder / INDEX, DataError):
+        index: Index = fitted(Index, parse_object(read_text(folder / INDEX)))
+    sets = ((TRAINING, index.training), (VALIDATION, index.validation))
+    return TokenFolder(index, *(_mapped(folder, index.dtype, *one) for one in sets))
 
 
-def _mapped(folder: Path, index: dict[str, Any], name: str) -> Corpus:
-    facts = index[name]
+def _mapped(folder: Path, dtype: str, name: str, facts: SetFacts) -> Corpus:
     shards = [
-        _map(shard_file(folder, name, number), np.dtype(index["dtype"]), size)
-        for number, size in enumerate(facts["shards"])
+        _map(shard_file(folder, name, number), np.dtype(dtype), size)
+        for number, size in enumerate(facts.shards)
     ]
-    bounds = _map(folder / f"{name}.bounds", np.dtype(np.int64), facts["documents"] + 1)
-    return Corpus(MappedTokens(shards), bounds, facts["bytes"])
+    bounds = _map(folder / f"{name}.bounds", np.dtype(np.int64), facts.documents + 1)
+    return Corpus(MappedTokens(shards), bounds, facts.bytes)
 
 
 def _map(file: Path, dtype: np.dtype[Any], size: int) -> NDArray[Any]:

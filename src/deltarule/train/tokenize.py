@@ -1,6 +1,7 @@
 """`deltarule data`: text, jsonl or parquet of any size as token shards, in constant memory."""
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import shutil
@@ -8,14 +9,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from deltarule.train.documents import MINIMUM_BYTES, DataError, find_files, is_text
 from deltarule.train.progress import make_progress
 from deltarule.train.row_files import READERS
-from deltarule.train.token_shards import FORMAT, INDEX, TRAINING, VALIDATION, ShardWriter
+from deltarule.train.token_shards import INDEX, TRAINING, VALIDATION, Index, ShardWriter
 from deltarule.train.vocabulary import Encoder, make_encoder
 
 # A longer text file becomes several documents, each up to the end of a line.
@@ -80,19 +81,18 @@ def write_data(run: DataRun) -> None:
     try:
         index = _write(run, encoder, aside)
         encoder.save(aside)
-        (aside / INDEX).write_text(json.dumps(index, indent=1))
+        (aside / INDEX).write_text(json.dumps(dataclasses.asdict(index), indent=1))
         aside.replace(run.out)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    for name in (TRAINING, VALIDATION):
-        tokens, facts = sum(index[name]["shards"]), index[name]
-        print(f"{name:<11}{facts['documents']:,} documents, {facts['bytes']:,} bytes, "
-              f"{tokens:,} tokens")  # fmt: skip
+    for name, facts in ((TRAINING, index.training), (VALIDATION, index.validation)):
+        print(f"{name:<11}{facts.documents:,} documents, {facts.bytes:,} bytes, "
+              f"{sum(facts.shards):,} tokens")  # fmt: skip
     print(f"{run.out}: train with deltarule train text --data {run.out}")
 
 
-def _write(run: DataRun, encoder: Encoder, folder: Path) -> dict[str, Any]:
-    dtype = np.uint16 if encoder.vocab_size <= 2**16 else np.uint32
+def _write(run: DataRun, encoder: Encoder, folder: Path) -> Index:
+    dtype: Literal["uint16", "uint32"] = "uint16" if encoder.vocab_size <= 2**16 else "uint32"
     runs: list[str] = []
     files = list(find_files(run.source, runs))
     with contextlib.ExitStack() as opened:
@@ -105,11 +105,10 @@ def _write(run: DataRun, encoder: Encoder, folder: Path) -> dict[str, Any]:
         _fill(run, encoder, files, sets)
     if sum(writer.bytes for writer in sets.values()) < MINIMUM_BYTES:
         raise DataError(f"{run.source}: below {MINIMUM_BYTES:,} bytes of text; give more")
-    return {
-        "format": FORMAT, "source": str(run.source), "tokenizer": run.tokenizer,
-        "vocab_size": encoder.vocab_size, "begin": encoder.begin, "dtype": dtype.__name__,
-        **{name: writer.facts() for name, writer in sets.items()},
-    }  # fmt: skip
+    return Index(
+        str(run.source), run.tokenizer, encoder.vocab_size, encoder.begin, dtype,
+        sets[TRAINING].facts(), sets[VALIDATION].facts(),
+    )  # fmt: skip
 
 
 def _fill(run: DataRun, encoder: Encoder, files: list[Path], sets: dict[str, ShardWriter]) -> None:
