@@ -52,7 +52,7 @@ def words_of_file(path: Path, kind: type[Any]) -> list[str]:
         raise ValueError(f"--config-file {path}: {reason}") from None
     known = [name.replace("_", "-") for name in flag_names(kind)]
     words: list[str] = []
-    for key, value in _leaves(table):
+    for key, value in flat(table).items():
         name = key.replace("_", "-")
         if name not in known:
             meant = nearest(name, known, otherwise=f"known: {', '.join(known)}")
@@ -77,13 +77,6 @@ def to_toml(options: dict[str, Any]) -> str:
     # JSON's words for strings, numbers, lists and flags are TOML's.
     given = {n.replace("_", "-"): "None" if x is None else x for n, x in options.items()}
     return "".join(f"{name} = {json.dumps(value)}\n" for name, value in given.items())
-
-
-def _leaves(table: dict[str, Any]) -> list[tuple[str, Any]]:
-    found = []
-    for key, value in table.items():
-        found += _leaves(value) if isinstance(value, dict) else [(key, value)]
-    return found
 
 
 def flat(options: dict[str, Any]) -> dict[str, Any]:

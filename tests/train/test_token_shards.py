@@ -162,6 +162,12 @@ def test_bad_input_is_named_and_nothing_is_left(source, tmp_path):
     write_data(DataRun(source, out))
     with pytest.raises(ValueError, match="it exists"):
         write_data(DataRun(source, out))
+    bounds = out / "training.bounds"
+    whole = bounds.read_bytes()
+    bounds.write_bytes(bytes(16) + whole[16:])
+    with pytest.raises(DataError, match=r"training\.bounds does not rise from 0 to [0-9,]+: write"):
+        open_token_folder(out)
+    bounds.write_bytes(whole)
     with (out / "training-00000.tokens").open("ab") as file:
         file.write(b"xx")
     with pytest.raises(DataError, match=r"training-00000.tokens has .* bytes, expected"):

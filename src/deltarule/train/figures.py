@@ -5,6 +5,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from deltarule.atomic_file import write_atomically
 from deltarule.train.evaluate import PositionBin
 from deltarule.train.extra import require
 
@@ -91,9 +92,7 @@ def draw_levels(axes: "Axes", levels: dict[str, float]) -> None:
 
 def save(figure: "Figure", path: Path) -> None:
     """Write the figure whole or not at all."""
-    aside = path.with_name(f".{path.name}")
-    figure.savefig(aside, format="png")
-    aside.replace(path)
+    write_atomically(path, lambda aside: figure.savefig(aside, format="png"))
 
 
 def loss_curve(

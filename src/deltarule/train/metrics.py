@@ -9,6 +9,7 @@ from typing import IO, Any
 
 from deltarule.atomic_file import write_atomically
 from deltarule.json_file import fitted, parse_object
+from deltarule.models.files import write_text
 
 Row = dict[str, Any]
 # What else takes a row.
@@ -42,7 +43,7 @@ class Metrics:
             return
         rows = [row for row in read_metrics(path) if row["step"] <= after]
         kept = "".join(_line(row) for row in rows)
-        write_atomically(path, lambda aside: _write(aside, kept))
+        write_atomically(path, lambda aside: write_text(aside, kept))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: Row) -> None:
@@ -77,10 +78,6 @@ def read_metrics(path: Path) -> list[Row]:
     if bad:
         print(f"note: {path}: left out {len(bad)} of {len(lines) - 1} lines; {bad[0]}")
     return rows
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
 
 
 def _line(row: Row) -> str:

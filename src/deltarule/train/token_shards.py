@@ -166,7 +166,10 @@ def _mapped(folder: Path, dtype: str, name: str, facts: SetFacts) -> Corpus:
         _map(shard_file(folder, name, number), np.dtype(dtype), size)
         for number, size in enumerate(facts.shards)
     ]
-    bounds = _map(folder / f"{name}.bounds", np.dtype(np.int64), facts.documents + 1)
+    file, total = folder / f"{name}.bounds", sum(facts.shards)
+    bounds = _map(file, np.dtype(np.int64), facts.documents + 1)
+    if (bounds[0], bounds[-1]) != (0, total) or (np.diff(bounds) < 1).any():
+        raise DataError(f"{file} does not rise from 0 to {total:,}: write it again")
     return Corpus(MappedTokens(shards), bounds, facts.bytes)
 
 
