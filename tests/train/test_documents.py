@@ -57,8 +57,11 @@ def test_reading_stops_at_max_bytes_with_a_note(tmp_path):
     assert "--max-bytes" in alone.notes[0]
 
 
-@pytest.mark.parametrize("marks", [("run.json", ".lock"), ("run.json", "metrics.jsonl")])
-def test_the_folders_of_runs_are_never_data(tmp_path, marks):
+MADE = [("run.json", ".lock"), ("run.json", "metrics.jsonl"), ("tokens.json", "training.bounds")]
+
+
+@pytest.mark.parametrize("marks", MADE)
+def test_the_folders_of_runs_and_shards_are_never_data(tmp_path, marks):
     (tmp_path / "book.txt").write_bytes(TEXT)
     before = read_documents(tmp_path).sha256
     run = tmp_path / "runs" / "text"
@@ -67,8 +70,8 @@ def test_the_folders_of_runs_are_never_data(tmp_path, marks):
         (run / name).write_bytes(TEXT)
     read = read_documents(tmp_path)
     assert read.sha256 == before
-    assert read.notes == [f"1 folder of runs left out: {run.relative_to(tmp_path)}"]
-    with pytest.raises(DataError, match="1 folder of runs left out"):
+    assert read.notes == [f"1 folder of runs or shards left out: {run.relative_to(tmp_path)}"]
+    with pytest.raises(DataError, match="1 folder of runs or shards left out"):
         read_documents(run)
 
 

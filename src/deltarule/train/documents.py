@@ -18,8 +18,8 @@ Text = bytes | memoryview
 IN_MEMORY, MAPPED = 512_000_000, 1_000_000
 # What is looked at or hashed at a time.
 BLOCK = 2**24
-# Files by which the folder of a run is known.
-RUN_FILES = ({"run.json", "metrics.jsonl"}, {"run.json", ".lock"})
+# Files by which what our commands make is known: a run, or token shards.
+MADE = ({"run.json", "metrics.jsonl"}, {"run.json", ".lock"}, {"tokens.json", "training.bounds"})
 # Below this a split, a batch and a validation figure mean nothing.
 MINIMUM_BYTES = 1_000
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "node_modules"}
@@ -69,8 +69,8 @@ def read_documents(
 
     Args:
         path: A file, or a folder that is searched recursively; hidden files, installed packages,
-            folders of runs and binary files are left out. Each row of a .jsonl or .parquet file is
-            a document. None means the running Python's standard library.
+            folders of runs or shards and binary files are left out. Each row of a .jsonl or
+            .parquet file is a document. None means the running Python's standard library.
         max_bytes: Stop reading after this many bytes, with a note.
         text_field: The field of such a row, or the column, that holds the text.
 
@@ -108,7 +108,7 @@ def find_files(root: Path, runs: list[str]) -> Iterator[Path]:
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(f for f in folders if f not in SKIPPED_FOLDERS and f[0] != ".")
         # A run that read itself would be on other data each time.
-        if any(marks <= set(names) for marks in RUN_FILES):
+        if any(marks <= set(names) for marks in MADE):
             runs.append(os.path.relpath(folder, root))
             folders.clear()
             continue
@@ -187,7 +187,7 @@ class _Reader:
         """What is to be said of what was left out."""
         what = {
             "binary file{} left out": self.binary, "unreadable file{}": self.unreadable,
-            "folder{} of runs left out": self.runs,
+            "folder{} of runs or shards left out": self.runs,
         }  # fmt: skip
         notes = [f"{_count(names, kind)}: {_some(names)}" for kind, names in what.items() if names]
         if self.full:
