@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from deltarule.doctor.definition import results
-from deltarule.doctor.examine import LENGTHS, Configuration, draw, triton_run
+from deltarule.doctor.examine import LENGTHS, Configuration, draw, fused_run, triton_run
 from deltarule.ops.delta_rule.gluon import gradient_stage, stage
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.torch.step import rows_of
@@ -67,6 +67,9 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
             of = Configuration(erase, "head", 1, "bfloat16", size, size)
             for tokens in (128, 150):
                 yield f"fused: {of}, {tokens}", lambda x=(of, tokens): fused(dense(*x))
+        of = Configuration(erase, "channel", 1, "bfloat16", 128, 128)
+        for tokens in (128, 150):
+            yield f"by name: {of}, {tokens}", lambda x=(of, tokens): by_name(dense(*x))
         yield f"step: {odd}", lambda of=odd: step(of)
     for name, make in MAKERS.items():
         yield f"neighbour: {name}", lambda make=make: neighbour(make().to(torch.float16))
@@ -91,6 +94,13 @@ def fused(inputs: Inputs) -> None:
     both(inputs)
     stage.fills, gradient_stage.LEAST_PAIRS, stage.TRAINING = before
     forget_calls()
+
+
+def by_name(inputs: Inputs) -> None:
+    """The forward in Gluon, where it runs, of decays in its fast form and beyond."""
+    if stage.why_not(inputs) is None:
+        for strength in (1.0, 20.0):
+            fused_run(inputs._replace(log_decay=inputs.log_decay * strength))
 
 
 def both(inputs: Inputs) -> None:

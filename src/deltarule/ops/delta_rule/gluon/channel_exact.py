@@ -3,11 +3,11 @@
     P_ij = scale sum_c q_ic k_jc 2^(c_i - c_j)_c        M_ij = sum_c k_ic k_jc 2^(c_i - c_j)_c
 
 As c never grows these are the last tokens of a chunk, and a strong decay changes no digit of the
-tokens before it. What they read of the state, and all writes, are right in the fast form, whose
-exponents for those do not grow.
+tokens before it. What they read of the state, and what they write to it, stays as it is: of those
+exponents float32 can hold all.
 
 It runs between the sums and the copies, when q and k are as they were given. A chunk of such tokens
-alone takes some twenty times as long as another.
+alone takes some ten times as long as another.
 """
 
 from triton.experimental import gluon
@@ -17,8 +17,8 @@ from deltarule.ops.delta_rule.gluon.channel_memory import RANGE
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN_1D
 from deltarule.ops.delta_rule.gluon.memory import BLOCK, BLOCKS, CHUNK, GATES, WRITE
 
-# [16 tokens, K]: a token a warp at a time, whose lanes add up its channels.
-TOKENS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
+# [16 tokens, K]: eight lanes add up the channels of a token.
+TOKENS = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
@@ -58,10 +58,12 @@ def leave_exact(tiles, slot, of, first, tokens, scale, K: gl.constexpr, FORM: gl
             read = scale * gl.load(q_norm + row * s_norm, mask=there, other=0.0)
             key = gl.load(k_norm + row * s_norm, mask=there, other=0.0)
         for block in gl.static_range(BLOCKS):
-            p, m = with_block(tiles, slot, c_i, q_i, k_i, block * BLOCK, FORM)
-            scores.index(i).slice(block * BLOCK, BLOCK).store((p * read).to(scores.dtype))
-            if FORM.TIED:
-                pairs.index(i).slice(block * BLOCK, BLOCK).store((m * key).to(gl.float16))
+            # Of tokens after i nobody asks.
+            if block * BLOCK <= i:
+                p, m = with_block(tiles, slot, c_i, q_i, k_i, block * BLOCK, FORM)
+                scores.index(i).slice(block * BLOCK, BLOCK).store((p * read).to(scores.dtype))
+                if FORM.TIED:
+                    pairs.index(i).slice(block * BLOCK, BLOCK).store((m * key).to(gl.float16))
     return fast
 
 
@@ -70,7 +72,6 @@ def with_block(tiles, slot, c_i, q_i, k_i, FIRST: gl.constexpr, FORM: gl.constex
     """q_i . k_j and k_i . k_j with decays, of the 16 tokens j from FIRST on."""
     c = tiles.decays.slice(FIRST, BLOCK).load(TOKENS)
     k = tiles.k.index(slot).slice(FIRST, BLOCK).load(TOKENS).to(gl.float32)
-    # Of tokens after i nobody asks.
     k *= gl.exp2(gl.minimum(c_i - c, 0.0))
     p, m = gl.sum(k * q_i[None, :], 1), gl.sum(k * k_i[None, :], 1)
     if FORM.NORMS:

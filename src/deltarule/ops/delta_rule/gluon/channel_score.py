@@ -71,11 +71,13 @@ def leave_scores(tiles, slot, scale, fast):
     p = warpgroup_mma(q, near.permute((1, 0)), zero, use_acc=False, is_async=True)
     p = warpgroup_mma(q, low.permute((1, 0)), p, is_async=True)
     p = warpgroup_mma_wait(0, deps=(p,))
-    # A choice, because what is above the diagonal may be infinite.
-    p = gl.where(o_i >= o_j, p, 0.0) * scale
+    # i >= j with what the compiler knows of j on one side alone, as in pairs.py; and a choice,
+    # because what is above the diagonal may be infinite.
+    lane, known = o_i - (o_j & 6), o_j & 57
+    p = gl.where(lane >= known, p, 0.0) * scale
     if fast < CHUNK:
         exact = tiles.p._reinterpret(tiles.p.dtype, [CHUNK, CHUNK], PLAIN).load(LAYOUT)
-        p = gl.where(o_i < fast, p, gl.where(o_i >= o_j, exact.to(gl.float32), 0.0))
+        p = gl.where(o_i < fast, p, gl.where(lane >= known, exact.to(gl.float32), 0.0))
         barrier()
     tiles.p.store(p.to(tiles.p.dtype))
 
