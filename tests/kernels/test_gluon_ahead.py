@@ -13,8 +13,8 @@ SHARED = 227 * 1024
 # Bytes a thread that may spill: of whole chunks, and where the last chunk goes row by row, in code
 # that runs once a sequence. Triton 3.6.0 and 3.7.1 spill 224 and 600 at most.
 SPILLS = {"whole": 224, "ragged": 608}
-# With a decay per channel 304 and 744.
-SPILLS_CHANNELS = {"whole": 304, "ragged": 744}
+# With a decay per channel and Triton 3.7.1, whole chunks, 280 at most.
+SPILLS_CHANNELS = {"whole": 288, "ragged": 608}
 
 
 def check(report: dict, spills: dict[str, int] = SPILLS) -> None:
@@ -45,13 +45,7 @@ def test_every_form_keeps_its_products_in_flight() -> None:
         check(report)
 
 
-def test_the_forward_with_a_decay_per_channel_keeps_its_products_in_flight() -> None:
-    for report in compiled(CHANNELS, "kda bare whole", "gla unit packed"):
-        check(report, SPILLS_CHANNELS)
-
-
-@pytest.mark.slow
-def test_so_does_every_form_with_a_decay_per_channel() -> None:
+def test_every_form_of_decays_per_channel_keeps_its_products_in_flight() -> None:
     reports = compiled(CHANNELS)
     assert len(reports) == 12
     for report in reports:
