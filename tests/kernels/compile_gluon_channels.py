@@ -9,11 +9,12 @@ from itertools import product
 
 import torch
 from ahead import compiled, recording
-from compile_gluon import TARGET, Form, forward, inputs_of
+from compile_gluon import Form, forward, inputs_of
 
 from deltarule.ops.delta_rule.gluon import stage
 from deltarule.ops.delta_rule.inputs import Inputs
 
+TARGET = 90
 # A rule's name, and that of the rule without decays that has its erase.
 RULES = {"kda": "delta", "gla": "plain"}
 FORMS = list(product(RULES, ("bare", "unit"), ("whole", "ragged", "packed")))
