@@ -189,10 +189,8 @@ def _packed(x: Tensor, size: int, position: Tensor | None, cu_seqlens: Tensor) -
     own = torch.searchsorted(offsets[1:], each, right=True)
     slot = start[own] * size + position[own] + each - offsets[own]
     place = lane[own] * (steps * size) + slot
-    return MiniBatches(
-        token.transpose(0, 1).reshape(1, -1), real, within.expand(steps, lanes, size),
-        place.unsqueeze(0), owner,
-    )  # fmt: skip
+    token, within = token.transpose(0, 1).reshape(1, -1), within.expand(steps, lanes, size)
+    return MiniBatches(token, real, within, place.unsqueeze(0), owner)
 
 
 def next_position(

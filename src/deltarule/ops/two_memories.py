@@ -105,16 +105,15 @@ def two_memories(
         q, cu_seqlens, (k, v, slots, log_decay, key_memory, value_memory)
     ):
         recurrence = partial(step, impl=impl)
-    first = recurrence(
-        q, k, slots.flatten(2).unsqueeze(-1), beta=None, log_decay=of_slots, scale=scale,
-        initial_state=None if key_memory is None else key_memory.flatten(1, 2).unsqueeze(2),
-    )  # fmt: skip
+    each = slots.flatten(2).unsqueeze(-1)
+    state = None if key_memory is None else key_memory.flatten(1, 2).unsqueeze(2)
+    first = recurrence(q, k, each, beta=None, log_decay=of_slots, scale=scale, initial_state=state)
     scores = first.o.unflatten(2, (heads, size)).squeeze(-1)
     weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(q.dtype, torch.float32))
+    weights = weights.to(q.dtype)
     second = recurrence(
-        weights.to(q.dtype), slots, v, beta=None, log_decay=log_decay, scale=1.0,
-        initial_state=value_memory,
-    )  # fmt: skip
+        weights, slots, v, beta=None, log_decay=log_decay, scale=1.0, initial_state=value_memory
+    )
     assert first.final_state is not None
     assert second.final_state is not None
     keys = first.final_state.squeeze(2).unflatten(1, (heads, size))

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,14 +98,13 @@ def warmup(
     erasing = [zeros(*size, value_heads, head_k_dim) for _ in range(2 if free else 0)]
     beta = zeros(*many, value_heads) if erase == "tied" else None
 
+    given: dict[str, Any] = {"log_decay": log_decay, "cu_seqlens": offsets}
+
     def call() -> RecurrentOutput:
         if free:
             a, b = erasing
-            return dplr(q, k, v, a=a, b=b, log_decay=log_decay, cu_seqlens=offsets)
-        return delta_rule(
-            q, k, v, beta=beta, log_decay=log_decay, n_steps=n_steps, normalize_qk=normalize_qk,
-            cu_seqlens=offsets,
-        )  # fmt: skip
+            return dplr(q, k, v, a=a, b=b, **given)
+        return delta_rule(q, k, v, beta=beta, n_steps=n_steps, normalize_qk=normalize_qk, **given)
 
     def run() -> None:
         out = call()

@@ -98,9 +98,12 @@ def delta_rule(
 
 
 def recurrence_of(
-    tensors: tuple[Any, ...], options: tuple[Any, ...], impl: str, save_states: bool,
+    tensors: tuple[Any, ...],
+    options: tuple[Any, ...],
+    impl: str,
+    save_states: bool,
     return_state: bool,
-) -> RecurrentOutput:  # fmt: skip
+) -> RecurrentOutput:
     """Check a call, choose what runs it, and run it: on a GPU, as the last call like it ran.
 
     `tensors` and `options` are the fields of `Inputs`, in order.

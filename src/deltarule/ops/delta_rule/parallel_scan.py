@@ -13,9 +13,15 @@ from deltarule.shapes import Beta, Decay, Keys, Queries, RecurrentOutput, State,
 
 
 def parallel_scan(
-    q: Queries, k: Keys, v: Values, *, beta: Beta, log_decay: Decay | None = None,
-    scale: float | None = None, initial_state: State | None = None,
-) -> RecurrentOutput:  # fmt: skip
+    q: Queries,
+    k: Keys,
+    v: Values,
+    *,
+    beta: Beta,
+    log_decay: Decay | None = None,
+    scale: float | None = None,
+    initial_state: State | None = None,
+) -> RecurrentOutput:
     r"""Compute what `delta_rule` with n_steps = 1 does, by composing the tokens' transitions.
 
     Args:

@@ -337,10 +337,8 @@ def make_decay(log_decay: Tensor | None, free_erase: bool) -> Decay:
     if log_decay is None:
         return Decay()
     pairs: Any = HeadPairs if log_decay.shape[-1] == 1 else ChannelPairs
-    decay = Decay(
-        start_decay(log_decay, True), end_decay(log_decay),
-        log_decay.sum(-2, keepdim=True).exp_(), pairs.of(log_decay, True),
-    )  # fmt: skip
+    whole, between = log_decay.sum(-2, keepdim=True).exp_(), pairs.of(log_decay, True)
+    decay = Decay(start_decay(log_decay, True), end_decay(log_decay), whole, between)
     if not free_erase:
         return decay
     start_before, between_before = start_decay(log_decay, False), pairs.of(log_decay, False)

@@ -301,9 +301,15 @@ def tied(k: Tensor, v: Tensor, beta: Tensor, decay: Decay) -> Corrected:
 
 
 def tied_backward(
-    dx: Tensor, x: Tensor, state: Tensor, chunk: Corrected,
-    k: Tensor, v: Tensor, beta: Tensor, decay: Decay,
-) -> tuple[Tensor, Tensor, Tensor, Decay]:  # fmt: skip
+    dx: Tensor,
+    x: Tensor,
+    state: Tensor,
+    chunk: Corrected,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    decay: Decay,
+) -> tuple[Tensor, Tensor, Tensor, Decay]:
     """Gradients by k, v, beta and the decay's exponents, given dx by the corrected values x.
 
     With dF = (I - L)^-T dX: dv = beta dF, and dbeta_i = dF_i . (v - S k start - sum_j L'_ij x_j)_i
@@ -330,9 +336,16 @@ def free(a: Tensor, b: Tensor, k: Tensor, v: Tensor, decay: Decay) -> Corrected:
 
 
 def free_backward(
-    dx: Tensor, x: Tensor, state: Tensor, chunk: Corrected,
-    a: Tensor, b: Tensor, k: Tensor, v: Tensor, decay: Decay,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Decay]:  # fmt: skip
+    dx: Tensor,
+    x: Tensor,
+    state: Tensor,
+    chunk: Corrected,
+    a: Tensor,
+    b: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Decay,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Decay]:
     """Gradients by a, b, k, v and the decay's exponents, given dx by the corrected values x."""
     d_values = chunk.inverse.mT @ dx
     between = decay.between_before

@@ -388,19 +388,15 @@ def add_gradients(
     if (fused := fused_gradients(call, window)) is not None:
         fused.add_gradients(call, own, d_v, window)
         return
-    given = {
-        **call.once(gradients_config), **chunks, "d_states": own["d_states"],
-        "states": own.get("states", call["states"]), "errors": own.get("errors", call["errors"]),
-        "d_errors": x, "p_x": x, "d_v": d_v,
-    }  # fmt: skip
+    given = call.once(gradients_config) | chunks | {"d_errors": x, "p_x": x, "d_v": d_v}
+    given |= {"d_states": own["d_states"]}
+    given |= {name: own.get(name, call[name]) for name in ("states", "errors")}
     grid = (slices(call) + sums_pairs(call.inputs)) * heads * slots, 1, 1
     call.launch(gradients_kernel, grid, given, gradient_tiles)
     if sums is not None:
-        given = {
-            **chunks, "SPLIT": call.plan.split,
-            "BD": call.once(gradients_config)["BV"], "SLICES": slices(call),
-            "PAIRS": sums_pairs(call.inputs), "num_warps": 1, "num_stages": 1,
-        }  # fmt: skip
+        given = chunks | {"SPLIT": call.plan.split, "num_warps": 1, "num_stages": 1}
+        given |= {"SLICES": slices(call), "PAIRS": sums_pairs(call.inputs)}
+        given |= {"BD": call.once(gradients_config)["BV"]}
         call.launch(decay_gradients_kernel, (slots, call.plan.sizes["HV"], 1), given)
 
 

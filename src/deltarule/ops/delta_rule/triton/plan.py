@@ -88,11 +88,9 @@ def make_plan(inputs: Inputs) -> Plan:
 def plan_key(inputs: Inputs) -> Hashable:
     """All that a plan, and what is made of it once, depends on."""
     q, packed = inputs.q, inputs.cu_seqlens
-    return (
-        q.shape, inputs.v.shape, q.dtype, q.device, inputs.erase, inputs.decay,
-        None if packed is None else packed.shape, inputs.n_steps, inputs.normalize_qk,
-        inputs.batch_invariant,
-    )  # fmt: skip
+    shapes = q.shape, inputs.v.shape, None if packed is None else packed.shape
+    rule = inputs.erase, inputs.decay, inputs.n_steps, inputs.normalize_qk
+    return *shapes, q.dtype, q.device, *rule, inputs.batch_invariant
 
 
 def new_plan(inputs: Inputs) -> Plan:
@@ -105,10 +103,8 @@ def new_plan(inputs: Inputs) -> Plan:
         chunks = batch * ((tokens + size - 1) // size)
     else:
         chunks = tokens // size + inputs.sequences
-    sizes = {
-        "H": heads, "HV": value_heads, "K": key_size, "V": value_size, "N_STEPS": inputs.n_steps,
-        "CT": size, "BT": rows, "BQ": power_of_two(size), "BK": power_of_two(key_size),
-    }  # fmt: skip
+    sizes = {"H": heads, "HV": value_heads, "K": key_size, "V": value_size, "CT": size, "BT": rows}
+    sizes |= {"N_STEPS": inputs.n_steps, "BQ": power_of_two(size), "BK": power_of_two(key_size)}
     key, per_segment = tiled(inputs, key, size)
     return Plan(key, chunks, sizes, per_segment)
 
@@ -116,12 +112,11 @@ def new_plan(inputs: Inputs) -> Plan:
 def kernel_key(inputs: Inputs, plan: Plan) -> Hashable:
     """What kernels are compiled for, but for what few calls differ in: those lose only time."""
     _, tokens, heads, key_size = inputs.q.shape
-    return (
-        inputs.q.device, inputs.q.dtype, heads, key_size, *inputs.v.shape[2:], inputs.erase,
-        inputs.decay, inputs.n_steps, inputs.normalize_qk, inputs.cu_seqlens is None,
-        inputs.initial_state is None, plan.tile_key, plan.per_segment > 0,
-        tokens % plan.sizes["CT"] == 0,
-    )  # fmt: skip
+    sizes = heads, key_size, *inputs.v.shape[2:], inputs.n_steps
+    rule = inputs.erase, inputs.decay, inputs.normalize_qk
+    given = inputs.cu_seqlens is None, inputs.initial_state is None
+    own = plan.tile_key, plan.per_segment > 0, tokens % plan.sizes["CT"] == 0
+    return inputs.q.device, inputs.q.dtype, *sizes, *rule, *given, *own
 
 
 @cache
@@ -387,11 +382,10 @@ def on_hopper(x: Tensor) -> bool:
 def full_tiles(inputs: Inputs, plan: Plan, block: int) -> bool:
     """Whether every tile of the scan is full, so that a copy engine may fetch it."""
     sizes, (batch, tokens) = plan.sizes, inputs.q.shape[:2]
-    return (
-        architecture(inputs.q.device) >= COPY_ENGINE
-        and inputs.cu_seqlens is None and batch * tokens > 0 and tokens % sizes["CT"] == 0
-        and sizes["CT"] == sizes["BQ"] >= LEAST_READS
-        and sizes["CT"] * sizes["N_STEPS"] == sizes["BT"]
-        and sizes["K"] == sizes["BK"] and sizes["V"] % block == 0
-        and batch * tokens * sizes["N_STEPS"] < 2**31
-    )  # fmt: skip
+    rows = tokens * sizes["N_STEPS"]
+    chunks = inputs.cu_seqlens is None and tokens % sizes["CT"] == 0
+    reads = sizes["CT"] == sizes["BQ"] >= LEAST_READS
+    writes = sizes["CT"] * sizes["N_STEPS"] == sizes["BT"] and 0 < batch * rows < 2**31
+    channels = sizes["K"] == sizes["BK"] and sizes["V"] % block == 0
+    fetches = architecture(inputs.q.device) >= COPY_ENGINE
+    return fetches and chunks and reads and writes and channels

@@ -350,7 +350,7 @@ Buffers = Mapping[str, Tensor | None]
 NO_BUFFERS: Buffers = {}
 
 
-def own_of(own: Buffers, *names: str) -> Buffers:
+def own_of(own: Buffers, *names: str) -> dict[str, Tensor | None]:
     return {name: own.get(name) for name in names}
 
 
@@ -400,11 +400,10 @@ def scan_through(
     tiles = blocks(value_size, config["BV"])
     if ends and call.inputs.erase != "none":
         tiles += blocks(key_size, config["BV"])
-    given = {
-        **config, **window.constants(), **streams(call), **own_of(own, "o", "states", "errors"),
-        "initial_state": start, "final_state": end, "OPEN": ends and call["join"] is not None,
-        "OUTPUT": own.get("o") is not None, "SAVE": own.get("states") is not None,
-    }  # fmt: skip
+    given = config | window.constants() | streams(call) | own_of(own, "o", "states", "errors")
+    given |= {"OUTPUT": given["o"] is not None, "SAVE": given["states"] is not None}
+    given |= {"initial_state": start, "final_state": end}
+    given["OPEN"] = ends and call["join"] is not None
     grid = tiles * heads * stretches(call.inputs, call.plan), 1, 1
     call.launch(next_state_kernel, grid, given, forward_tiles)
 
@@ -424,9 +423,8 @@ def scan_back(
     config = call.once(scan_config, "next_state_backward", ends)
     _, heads, value_size, _ = call.inputs.state_shape
     grid = blocks(value_size, config["BV"]) * heads * stretches(call.inputs, call.plan), 1, 1
-    given = {
-        **config, **window.constants(), **streams(call),
-        **own_of(own, "d_states", "d_errors", "d_values", "d_v"),
-        "d_final": d_end, "d_initial": d_start, "OPEN": ends and call["join"] is not None,
-    }  # fmt: skip
+    left = own_of(own, "d_states", "d_errors", "d_values", "d_v")
+    given = config | window.constants() | streams(call) | left
+    given |= {"d_final": d_end, "d_initial": d_start}
+    given["OPEN"] = ends and call["join"] is not None
     call.launch(next_state_backward_kernel, grid, given, backward_tiles)

@@ -90,12 +90,10 @@ def segment_starts(call: Call, boundary: Tensor | None, ends: Tensor, backwards:
     transitions = call["ends"]
     starts = call.empty((ends.shape[0], heads, value_size, key_size))
     grid = blocks(value_size, CONFIG["BV"]) * heads * sequences, 1, 1
-    given = {
-        **CONFIG, "boundary": boundary, "ends": ends, "transitions": transitions, "starts": starts,
-        "ROWS": transitions.shape[2], "DIAGONAL": call.inputs.erase == "none",
-        "REVERSED": backwards, "OPEN": call["join"] is not None,
-    }  # fmt: skip
-    call.launch(segment_starts_kernel, grid, given)
+    given = {"boundary": boundary, "ends": ends, "transitions": transitions, "starts": starts}
+    kind = {"DIAGONAL": call.inputs.erase == "none", "REVERSED": backwards}
+    kind |= {"ROWS": transitions.shape[2], "OPEN": call["join"] is not None}
+    call.launch(segment_starts_kernel, grid, CONFIG | given | kind)
     return starts
 
 

@@ -36,10 +36,9 @@ class TileKey(NamedTuple):
 
 def tile_key(inputs: Inputs) -> TileKey:
     """The part of a call that its configurations depend on."""
-    return TileKey(
-        architecture(inputs.q.device), inputs.q.element_size(), inputs.q.shape[-1],
-        inputs.v.shape[-1], inputs.erase, inputs.by_channel,
-    )  # fmt: skip
+    q, value_size = inputs.q, inputs.v.shape[-1]
+    sizes = q.element_size(), q.shape[-1], value_size
+    return TileKey(architecture(q.device), *sizes, inputs.erase, inputs.by_channel)
 
 
 def architecture(device: torch.device) -> int:
