@@ -38,7 +38,7 @@ FOLDERS = {
     "src/deltarule/ops/mesa": 850,
     "src/deltarule/ops/memory": 2_500,
     "src/deltarule/ops/fused": 1_950,
-    "src/deltarule/nn": 10_000,
+    "src/deltarule/nn": 9_850,
     "src/deltarule/models": 5_900,
     "src/deltarule/hf": 1_450,
     "src/deltarule/parallel": 1_700,

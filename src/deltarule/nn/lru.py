@@ -67,8 +67,8 @@ class LRU(VectorMixer):
     def default_head_k_dim(self) -> int:
         return self.default_head_v_dim()
 
-    def state_channels(self) -> int:
-        return 2 * self.head_k_dim
+    def memories(self) -> dict[str, tuple[int, ...]]:
+        return {"recurrent": (self.num_heads, 2 * self.head_k_dim, 1)}
 
     def build_gates(self) -> None:
         heads, states, values = self.num_heads, self.head_k_dim, self.head_v_dim

@@ -109,10 +109,6 @@ class TitansLinear(MemoryMixer):
             state[anchor] = state[name].clone()
         return state
 
-    def largest_rate(self) -> float:
-        """Of the gradient: 1 / (2 mini_batch), or a share of it."""
-        return self.share_of_rate / (2 * self.mini_batch)
-
     def bounded(self, v: Tensor) -> Tensor:
         """Values as the memory is trained on them: any size does for a linear one."""
         return v
@@ -124,7 +120,8 @@ class TitansLinear(MemoryMixer):
         q, k = (unit(x).to(v.dtype) for x in (q, k))
         weights, momentum, anchor = (self.held(part, call) for part in self.parts)
         before = TitansState(weights, momentum, anchor, call.before["position"])
-        beta = self.largest_rate() * torch.sigmoid(-m) * torch.sigmoid(b)
+        largest = self.share_of_rate / (2 * self.mini_batch)
+        beta = largest * torch.sigmoid(-m) * torch.sigmoid(b)
         decay = F.logsigmoid(a + self.decay_bias)
         gates: Arguments = {"beta": beta, "momentum": torch.sigmoid(m), "log_decay": decay}
         rest = {"mini_batch": self.mini_batch, "initial_state": before, **call.layout.ends}

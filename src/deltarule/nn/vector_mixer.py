@@ -36,12 +36,8 @@ class VectorMixer(Mixer):
         """The values alone."""
         return {"v": self.num_heads * self.head_v_dim}
 
-    def state_channels(self) -> int:
-        """Numbers that a head keeps."""
-        return self.head_v_dim
-
     def memories(self) -> dict[str, tuple[int, ...]]:
-        return {"recurrent": (self.num_heads, self.state_channels(), 1)}
+        return {"recurrent": (self.num_heads, self.head_v_dim, 1)}
 
     def run(self, writes: Tensor, log_decay: Tensor, call: LayerCall) -> Tensor:
         """h [B, T, H, channels], in float32 at least, of writes and logs of the same shape."""
