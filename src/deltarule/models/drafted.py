@@ -89,9 +89,10 @@ def drafted(
     lent = lend(model, state, options.max_new_tokens + count)
     taken = [[token] for token in tokens.tolist()]
     with (
-        nullcontext() if parameters is None
+        nullcontext()
+        if parameters is None
         else captured(model, parameters, lent, options.sampling, options.draft)
-    ) as decoder:  # fmt: skip
+    ) as decoder:
         if decoder is None:
             decoder = DraftDecoder(lent, options.sampling, options.draft)
         assert isinstance(decoder, DraftDecoder)

@@ -21,9 +21,7 @@ INDEX = "model.safetensors.index.json"
 
 # The format allows no longer header; without the check a damaged length could ask for any memory.
 _LONGEST_HEADER = 100_000_000
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
-}  # fmt: skip
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # What transformers puts before the names of a model with a head, and of one beside others.
 _PREFIXES = ("model.", "language_model.")
 _PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")

@@ -13,7 +13,16 @@ from deltarule.models.convert.hybrid import (
     stream,
     words,
 )
-from deltarule.models.convert.names import MLP, Experts, Rows, Tensors, same, under
+from deltarule.models.convert.names import (
+    CONVOLUTIONS,
+    MLP,
+    NORMS,
+    Experts,
+    Rows,
+    Tensors,
+    same,
+    under,
+)
 from deltarule.models.convert.options import (
     Entry,
     Options,
@@ -130,14 +139,15 @@ def in_the_middle(shape: Shape) -> Shape:
 
 KDA = {
     **same("q_proj", "k_proj", "v_proj", "b_proj", "o_proj", "o_norm"),
-    **{f"{letter}_conv1d": f"{letter}_conv" for letter in "qkv"},
+    **CONVOLUTIONS,
     "f_a_proj": "a_proj.0", "f_b_proj": "a_proj.1", "g_a_proj": "g_proj.0", "g_b_proj": "g_proj.1",
     "A_log": Rows("A_log", form=in_the_middle), "dt_bias": Rows("dt_bias", form=flat),
 }  # fmt: skip
 LATENT = {
-    "kv_a_proj_with_mqa": "kv_a_proj", "kv_a_layernorm": "kv_norm",
+    "kv_a_proj_with_mqa": "kv_a_proj",
+    "kv_a_layernorm": "kv_norm",
     **same("q_proj", "kv_b_proj", "o_proj"),
-}  # fmt: skip
+}
 EXPERTS = {
     "gate": "router", "gate.e_score_correction_bias": "e_score_correction_bias",
     "experts.": Experts(("w1", "w3", "w2")), **under("shared_experts.", MLP, "shared."),
@@ -147,7 +157,7 @@ FAMILY = Family(
     model_type="kimi_linear", architecture="KimiLinearForCausalLM", options=OPTIONS,
     ignored=("mtp.",),
     tensors=Tensors(layer={
-        "": {"input_layernorm": "mixer_norm", "post_attention_layernorm": "mlp_norm"},
+        "": NORMS,
         "kda": under("self_attn.", KDA, "mixer."),
         "attention": under("self_attn.", LATENT, "mixer."),
         # transformers writes the dense layer under the experts' name.

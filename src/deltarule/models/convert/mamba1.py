@@ -15,6 +15,7 @@ from deltarule.models.convert.names import (
     Names,
     Rows,
     Tensors,
+    backbone,
     same,
     under,
 )
@@ -154,14 +155,6 @@ def mixer(last: int) -> Names:
     }  # fmt: skip
 
 
-def plain(last: int) -> Tensors:
-    """Mamba in every layer."""
-    return Tensors(
-        root="backbone.", embedding="embeddings", norm="norm_f",
-        layer={"": {"norm": "mixer_norm"}, "mamba1": under("mixer.", mixer(last), "mixer.")},
-    )  # fmt: skip
-
-
 MIXED = Tensors(norm="final_layernorm", layer={
     "": {"input_layernorm": "mixer_norm", "pre_ff_layernorm": "mlp_norm"},
     "attention": ATTENTION,
@@ -172,12 +165,12 @@ MIXED = Tensors(norm="final_layernorm", layer={
 
 FAMILIES = (
     Family(
-        model_type="mamba", architecture="MambaForCausalLM", options=MAMBA, tensors=plain(1),
-        check=check_inner,
+        model_type="mamba", architecture="MambaForCausalLM", options=MAMBA,
+        tensors=backbone({"mamba1": mixer(1)}), check=check_inner,
     ),
     Family(
         model_type="falcon_mamba", architecture="FalconMambaForCausalLM", options=FALCON_MAMBA,
-        tensors=plain(2), check=check_inner,
+        tensors=backbone({"mamba1": mixer(2)}), check=check_inner,
     ),
     Family(
         model_type="jamba", architecture="JambaForCausalLM", options=JAMBA, tensors=MIXED,

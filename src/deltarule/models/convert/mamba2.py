@@ -8,7 +8,7 @@ import math
 
 from deltarule.models.config import ModelConfig
 from deltarule.models.convert.family import Family
-from deltarule.models.convert.names import Tensors, same, under
+from deltarule.models.convert.names import backbone, same
 from deltarule.models.convert.options import (
     Entry,
     fixed,
@@ -74,8 +74,5 @@ MIXER = {
 
 FAMILY = Family(
     model_type="mamba2", architecture="Mamba2ForCausalLM", options=OPTIONS, check=check_inner,
-    tensors=Tensors(
-        root="backbone.", embedding="embeddings", norm="norm_f",
-        layer={"": {"norm": "mixer_norm"}, "mamba2": under("mixer.", MIXER, "mixer.")},
-    ),
+    tensors=backbone({"mamba2": MIXER}),
 )  # fmt: skip

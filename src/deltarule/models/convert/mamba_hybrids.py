@@ -14,7 +14,7 @@ from deltarule.models.convert.hybrid import (
     write_rope,
 )
 from deltarule.models.convert.mamba2 import MIXER, NO_LIMIT, check_inner, inner
-from deltarule.models.convert.names import ATTENTION, MLP, Tensors, under
+from deltarule.models.convert.names import ATTENTION, MLP, NORMS, Tensors, under
 from deltarule.models.convert.options import (
     Entry,
     Options,
@@ -37,9 +37,7 @@ def read_head(fields: Fields, found: Options) -> Options:
 
 def write_head(config: ModelConfig) -> Options:
     """Back from `read_head`."""
-    return {
-        "mamba_d_head": config.head_v_dim, "mamba_expand": inner(config) // config.hidden_size
-    }  # fmt: skip
+    return {"mamba_d_head": config.head_v_dim, "mamba_expand": inner(config) // config.hidden_size}
 
 
 # Options of Mamba-2, after the stream.
@@ -208,7 +206,7 @@ ROUTED = {
     "router.layer": "router", "input_linear.weight": "up_proj", "output_linear.weight": "down_proj"
 }  # fmt: skip
 GRANITES = Tensors(layer={
-    "": {"input_layernorm": "mixer_norm", "post_attention_layernorm": "mlp_norm"},
+    "": NORMS,
     **MIXERS,
     "dense": under("shared_mlp.", SHARED, "mlp."),
     "sparse": {

@@ -4,7 +4,7 @@ from deltarule.models.config import ModelConfig
 from deltarule.models.convert.family import Family
 from deltarule.models.convert.fields import Fields
 from deltarule.models.convert.hybrid import layers, rope, stream
-from deltarule.models.convert.names import ATTENTION, Experts, Names, Rows, Tensors, under
+from deltarule.models.convert.names import ATTENTION, NORMS, Experts, Names, Rows, Tensors, under
 from deltarule.models.convert.options import Entry, Options, fixed, integer, only, silent
 
 # Of the norm of all heads together, whatever rms_norm_eps is.
@@ -70,7 +70,7 @@ LIGHTNING: Names = {
 EXPERTS: Names = {"gate": "router", "experts.": Experts(("w1", "w3", "w2"))}
 TENSORS = Tensors(
     layer={
-        "": {"input_layernorm": "mixer_norm", "post_attention_layernorm": "mlp_norm"},
+        "": NORMS,
         "lightning": under("self_attn.", LIGHTNING, "mixer."),
         "attention": ATTENTION,
         "sparse": under("block_sparse_moe.", EXPERTS, "mlp."),

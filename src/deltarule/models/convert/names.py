@@ -89,6 +89,9 @@ def placed(own: Own, place: Callable[[str], str]) -> Own:
 
 ATTENTION = under("self_attn.", same("q_proj", "k_proj", "v_proj", "o_proj"), "mixer.")
 MLP = same("gate_proj", "up_proj", "down_proj")
+# Norms of a layer before its two halves.
+NORMS = {"input_layernorm": "mixer_norm", "post_attention_layernorm": "mlp_norm"}
+CONVOLUTIONS = {f"{letter}_conv1d": f"{letter}_conv" for letter in "qkv"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +139,13 @@ class Tensors:
                     names = side_by_side(names, part)
                 found += model.pieces(names, layer, block)
         return found
+
+
+def backbone(parts: Mapping[str, Names]) -> Tensors:
+    """One part to a layer, named as Mamba's authors did."""
+    layer = {part: under("mixer.", names, "mixer.") for part, names in parts.items()}
+    layer[""] = {"norm": "mixer_norm"}
+    return Tensors(root="backbone.", embedding="embeddings", norm="norm_f", layer=layer)
 
 
 def side_by_side(names: Names, part: str) -> Names:

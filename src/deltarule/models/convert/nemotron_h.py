@@ -5,7 +5,7 @@ from deltarule.models.convert.family import Family
 from deltarule.models.convert.fields import Fields
 from deltarule.models.convert.hybrid import mixers, stream, words
 from deltarule.models.convert.mamba2 import MIXER, NO_LIMIT
-from deltarule.models.convert.names import Experts, Tensors, same, under
+from deltarule.models.convert.names import Experts, backbone, same, under
 from deltarule.models.convert.options import (
     Entry,
     Options,
@@ -90,10 +90,11 @@ OPTIONS = (
 
 MLP = same("up_proj", "down_proj")
 EXPERTS = {
-    "gate": "router", "gate.e_score_correction_bias": "e_score_correction_bias",
+    "gate": "router",
+    "gate.e_score_correction_bias": "e_score_correction_bias",
     "experts.": Experts(("up_proj", "down_proj"), ("up_proj", "down_proj")),
     **under("shared_experts.", MLP, "shared."),
-}  # fmt: skip
+}
 PARTS = {
     "mamba2": MIXER, "attention": same("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": MLP,
     "moe": EXPERTS,
@@ -102,11 +103,5 @@ PARTS = {
 FAMILY = Family(
     model_type="nemotron_h", architecture="NemotronHForCausalLM", options=OPTIONS,
     ignored=("mtp.",), unwritten=("num_hidden_layers",),
-    tensors=Tensors(
-        root="backbone.", embedding="embeddings", norm="norm_f",
-        layer={
-            "": {"norm": "mixer_norm"},
-            **{part: under("mixer.", names, "mixer.") for part, names in PARTS.items()},
-        },
-    ),
+    tensors=backbone(PARTS),
 )  # fmt: skip

@@ -4,7 +4,7 @@ from deltarule.models.config import ModelConfig
 from deltarule.models.convert.family import Family
 from deltarule.models.convert.fields import Fields
 from deltarule.models.convert.hybrid import GATED_DELTANET, read_rope, stream, write_rope
-from deltarule.models.convert.names import ATTENTION, MLP, Tensors, same, under
+from deltarule.models.convert.names import ATTENTION, CONVOLUTIONS, MLP, Tensors, same, under
 from deltarule.models.convert.options import Entry, Options, fixed, integer, negative
 
 # Of the output norm of a linear layer, whatever rms_norm_eps is.
@@ -47,7 +47,7 @@ OPTIONS = (
 
 RECURRENT = {
     **same(*(f"{letter}_proj" for letter in "qkvbago"), "A_log", "dt_bias", "o_norm"),
-    **{f"{letter}_conv1d": f"{letter}_conv" for letter in "qkv"},
+    **CONVOLUTIONS,
 }
 TENSORS = Tensors(layer={
     "gated_deltanet": {
@@ -64,6 +64,5 @@ TENSORS = Tensors(layer={
 })  # fmt: skip
 
 FAMILY = Family(
-    model_type="olmo_hybrid", architecture="OlmoHybridForCausalLM", options=OPTIONS,
-    tensors=TENSORS,
-)  # fmt: skip
+    model_type="olmo_hybrid", architecture="OlmoHybridForCausalLM", options=OPTIONS, tensors=TENSORS
+)

@@ -9,7 +9,7 @@ from deltarule.models.config import ModelConfig
 from deltarule.models.convert.family import Family
 from deltarule.models.convert.fields import Fields
 from deltarule.models.convert.hybrid import GATED_DELTANET, MOST_LAYERS, rope, stream
-from deltarule.models.convert.names import MLP, Experts, Names, Rows, Tensors, same, under
+from deltarule.models.convert.names import MLP, NORMS, Experts, Names, Rows, Tensors, same, under
 from deltarule.models.convert.options import Entry, Options, Table, fixed, integer, only, silent
 
 # Of what stands beside the language model, and of the heads that predict further tokens.
@@ -93,7 +93,7 @@ def options(*experts: Entry) -> Table:
 def tensors(recurrent: Names) -> Tensors:
     """What the tensors are called; the matrices of a linear layer differ."""
     return Tensors(layer={
-        "": {"input_layernorm": "mixer_norm", "post_attention_layernorm": "mlp_norm"},
+        "": NORMS,
         "gated_deltanet": under("linear_attn.", {
             **recurrent, "conv1d": "q_conv k_conv v_conv", "norm": "o_norm", "out_proj": "o_proj",
             **same("A_log", "dt_bias"),
