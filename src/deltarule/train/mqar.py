@@ -59,12 +59,7 @@ class MqarRun:
     task: mqar.Config = field(default_factory=mqar.Config)
     optimizer: OptimizerOptions = field(
         default_factory=lambda: OptimizerOptions(
-            lr=1e-2,
-            min_lr_ratio=0.0,
-            warmup_steps=50,
-            weight_decay=0.1,
-            decay_embeddings=True,
-            beta2=0.98,
+            lr=1e-2, min_lr_ratio=0.0, warmup_steps=50, decay_embeddings=True, beta2=0.98
         )
     )
     loop: LoopOptions = field(default_factory=lambda: LoopOptions(steps=2158))

@@ -124,18 +124,16 @@ class TextJob:
         return tuple(to_device(x, device) for x in batch)
 
     def loss(self, model: CausalLM, hidden: Hidden, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean nats a byte, and the same for display."""
-        tokens, targets, cu_seqlens = tensors
-        if self.sharing is not None:
-            return self.loss_here(model, hidden, *tensors)
-        x, _ = hidden(tokens, cu_seqlens=cu_seqlens)
-        loss = model.loss(x, targets)
-        return loss, loss
+        """Mean nats a byte, and the same for display.
 
-    def loss_here(
-        self, model: CausalLM, hidden: Hidden, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The share of this process's tokens in the mean of the row, all of it on the CPU."""
+        Where processes share a row, all of it comes on the CPU, and the loss is that of the tokens
+        here, by their share of the row.
+        """
+        tokens, targets, cu_seqlens = tensors
+        if self.sharing is None:
+            x, _ = hidden(tokens, cu_seqlens=cu_seqlens)
+            loss = model.loss(x, targets)
+            return loss, loss
         length, device = tokens.shape[1], model.embedding.weight.device
         context = make_context(length, group=self.sharing, cu_seqlens=cu_seqlens)
         here, expected = (to_device(context.part(x), device) for x in (tokens, targets))
