@@ -68,12 +68,8 @@ def test_a_form_has_what_holds_for_all_unless_it_says_otherwise():
     assert list(forms) == ["laptop", "gpu", "published"]
     assert forms["published"]["model"] == {"num_layers": 2, "mlp_size": 0, "norm_eps": 1e-5}
     assert forms["gpu"]["model"]["norm_eps"] == 1e-2
-    assert merged(
-        {"a": {"b": {"c": 1, "d": 2}}, "e": [1, 2]}, {"a": {"b": {"c": 3}}, "e": [4]}
-    ) == {
-        "a": {"b": {"c": 3, "d": 2}},
-        "e": [4],
-    }
+    common, own = {"a": {"b": 1, "c": 2}, "d": [1, 2]}, {"a": {"b": 3}, "d": [4]}
+    assert merged(common, own) == {"a": {"b": 3, "c": 2}, "d": [4]}
 
 
 def test_a_setting_that_no_class_has_is_refused():
