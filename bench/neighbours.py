@@ -19,6 +19,7 @@ from torch import Tensor
 
 from bench import results
 from bench.timing import copy_bandwidth, graph_ms, matrix_rate
+from bench.worker import reason
 from deltarule.models import linear_next_token_loss
 from deltarule.nn import norm, short_conv
 from deltarule.nn.layout import make_layout
@@ -74,7 +75,7 @@ def figures(name: str, case: Case, bandwidth: float, rate: float) -> Iterator[re
                 row: results.Row = {"ms": timed(run, case.inputs), "floor_ms": 1e3 * floor}
             # A peer that fails is a figure too.
             except Exception as error:
-                row = {"error": f"{type(error).__name__}: {error}"[:300]}
+                row = {"error": reason(error)}
             yield side, {"kind": "neighbour", "case": name, "pass": title}, row
     torch.cuda.empty_cache()
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from bench import results, timing
 from bench.model import own_loss
+from bench.worker import reason
 from deltarule.models import CausalLM, ModelConfig, linear_next_token_loss
 from deltarule.train.step import TrainingStep
 
@@ -110,7 +111,7 @@ def attempts(cases: Iterable[tuple[str, Row, Callable[[], Row]]]) -> Iterator[re
         try:
             figures = measured()
         except (RuntimeError, ValueError, ImportError) as error:
-            figures = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+            figures = {"error": reason(error)}
         yield peer, case, figures
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

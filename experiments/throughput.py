@@ -12,6 +12,7 @@ from torch import nn
 from bench import adapters
 from bench.markdown import markdown_table
 from bench.model import Loss, build_fla, build_ours, time_steps
+from bench.worker import reason
 from deltarule.models import ModelConfig
 from experiments.experiment import Experiment, Result
 from experiments.figures import Curve, Panel, draw_curves, title_of
@@ -106,7 +107,7 @@ class ThroughputCell:
                 warm_up=self.warm_up,
             )
         except Exception as error:
-            figures = {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+            figures = {"error": reason(error)}
         print(f"{self.name}, {length:,} tokens: {figures}", flush=True)
         if device != "cpu":
             torch.cuda.empty_cache()
