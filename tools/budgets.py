@@ -44,8 +44,8 @@ FOLDERS = {
     "src/deltarule/parallel": 1_700,
     "src/deltarule/train": 5_850,
     "src/deltarule/tasks": 1_950,
-    "experiments": 5_450,
-    "bench": 3_550,
+    "experiments": 5_300,
+    "bench": 3_500,
 }
 
 NOT_CODE = {
