@@ -11,8 +11,10 @@ import torch
 from ahead import Launch, compiled, recording
 from torch import Tensor
 
+from deltarule.ops.memory.torch.triton_scan import Scan
 from deltarule.ops.memory.triton import passes as memory_passes
 from deltarule.ops.mesa import triton as mesa
+from deltarule.ops.mesa.torch import Systems
 from deltarule.ops.selective_scan.inputs import ScanInputs
 from deltarule.ops.selective_scan.triton import passes
 from deltarule.ops.slstm import triton as slstm
@@ -66,55 +68,35 @@ def run_solver(size: int, key_size: int) -> Callable[[], None]:
             (*of, size, key_size), (*of, size, size), (*of, size, 1), (*of, key_size, key_size),
             (4, 1, key_size), (*of, size, key_size),
         )  # fmt: skip
-        mesa.conjugate_gradients(*map(torch.empty, shapes), 30)
+        mesa.conjugate_gradients(Systems(*map(torch.empty, shapes), 30))
 
     return run
 
 
 def run_memory(
-    operator: str, slots: int, channels: int, packed: bool, values: int = 0
+    operator: str, slots: int, channels: int, inner: int | None, packed: bool, values: int = 0
 ) -> Callable[[], None]:
-    """Forward and backward of a memory of one map; of `values` value channels, if not as many."""
+    """Forward and backward of a memory: held, or streamed with so many channels inside (0: none).
+
+    The value channels are `values`, if there are not as many as key channels.
+    """
 
     def run() -> None:
-        of, bias = (8, 2, 4), int(operator == "TTT")
-        tile, written = ((*of, slots, size) for size in (channels, values or channels))
-        shapes = (tile, tile, written, (*of, 4, slots), (*of, 4), (*of, slots, slots), of[:2])
+        of, bias, values_ = (8, 2, 4), int(operator == "TTT"), values or channels
+        shapes = [(*of, slots, size) for size in (channels, channels, values_)]
+        shapes += [(*of, 4, slots), (*of, 4), (*of, slots, slots), of[:2]]
         owner = torch.empty(of[:2], dtype=torch.int64) if packed else None
-        streams = *map(torch.empty, shapes), owner
-        memory = torch.empty(5, 4, 3, values or channels, channels + bias)
-        norm = (torch.empty(4, channels),) * 2 if bias else (None, None)
-        run_both(streams, memory, norm, 0)
-
-    return run
-
-
-def run_both(
-    streams: memory_passes.Streams,
-    memory: Tensor,
-    norm: tuple[Tensor | None, Tensor | None],
-    inner: int,
-) -> None:
-    """Forward and backward of a memory."""
-    memory_passes.forward(streams, memory, *norm, 1e-6, inner, note=False)
-    d_z = torch.empty_like(streams[2])
-    memory_passes.backward(d_z, memory, streams, memory, *norm, 1e-6, inner)
-
-
-def run_streamed(operator: str, channels: int, inner: int, packed: bool) -> Callable[[], None]:
-    """Forward and backward of a memory that is streamed, of two maps or (inner = 0) of one."""
-
-    def run() -> None:
-        of, slots, bias = (8, 2, 4), 16, int(operator == "TTT")
-        tiles = [torch.empty(*of, slots, channels) for _ in range(3)]
-        shapes = ((*of, 4, slots), (*of, 4), (*of, slots, slots), of[:2])
-        owner = torch.empty(of[:2], dtype=torch.int64) if packed else None
-        numbers = channels * (channels + bias)
-        if inner:
-            numbers = inner * (channels + bias) + channels * (inner + bias)
-        memory = torch.empty(5, 4, 2 if bias else 3, numbers)
-        norm = (torch.empty(4, channels),) * 2 if bias else (None, None)
-        run_both((*tiles, *map(torch.empty, shapes), owner), memory, norm, inner)
+        sizes = (3, values_, channels + bias)
+        if inner is not None:
+            numbers = channels * (channels + bias)
+            if inner:
+                numbers = inner * (channels + bias) + channels * (inner + bias)
+            sizes = (2 if bias else 3, numbers)
+        memory, norm = torch.empty(5, 4, *sizes), [None, None]
+        norm = [torch.empty(4, channels)] * 2 if bias else norm
+        inputs = Scan(*map(torch.empty, shapes), owner, memory, *norm, 1e-6, inner or 0)
+        memory_passes.forward(inputs)
+        memory_passes.backward(torch.empty_like(inputs.v), memory, inputs)
 
     return run
 
@@ -154,7 +136,7 @@ CALLS |= {
 }
 CALLS |= {
     f"{operator}, C {slots}, K {channels}{', packed' * packed}": run_memory(
-        operator, slots, channels, packed
+        operator, slots, channels, None, packed
     )
     for operator, slots, channels, packed in (
         ("TTT", 16, 64, False), ("TTT", 16, 64, True), ("Titans", 16, 32, False),
@@ -164,7 +146,7 @@ CALLS |= {
 }  # fmt: skip
 CALLS |= {
     f"{operator}, K {channels}, {f'{inner} inside' if inner else 'streamed'}{', packed' * packed}":
-    run_streamed(operator, channels, inner, packed)
+    run_memory(operator, 16, channels, inner, packed)
     for operator, channels, inner, packed in (
         ("TTT", 64, 256, False), ("TTT", 64, 256, True), ("Titans", 64, 128, False),
         ("TTT", 128, 512, False), ("Titans", 128, 256, True), ("TTT", 128, 0, False),
@@ -172,7 +154,7 @@ CALLS |= {
     )
 }  # fmt: skip
 # As the value channels of a wide map are shared out.
-CALLS["Titans, C 16, K 128, V 32"] = run_memory("Titans", 16, 128, False, 32)
+CALLS["Titans, C 16, K 128, V 32"] = run_memory("Titans", 16, 128, None, False, 32)
 CALLS["scan, signed Mamba, V 1536, K 16"] = run_scan(
     scan_inputs("Mamba", 1536, 16, BF16)._replace(signed=True)
 )

@@ -3,6 +3,7 @@
 import ast
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,27 +88,36 @@ def test_only_another_device_is_made_the_current_one(gpus) -> None:
     assert gpus.current == 0
 
 
-def test_a_launch_goes_where_its_tensors_are(gpus) -> None:
-    class Kernel:
-        arg_names = ("x", "BLOCK")
+class Kernel:
+    """What a launch asks of a kernel: the names of its parameters, constants with a type."""
 
-    for x in (torch.zeros(2), torch.zeros(2).as_subclass(Second)):
-        direct.launch(Kernel, (1, 1, 1), (None, 3, x), {"BLOCK": 16})
+    arg_names = ("x", "n", "y", "BLOCK")
+    fn = SimpleNamespace(__annotations__={"BLOCK": int})
+
+
+def launch(**values) -> None:
+    values = {"x": None, "n": 3, "y": torch.zeros(2), "BLOCK": 16, "of_others": 1} | values
+    direct.launch(Kernel, (1, 1, 1), values)
+
+
+def test_a_launch_goes_where_its_tensors_are(gpus) -> None:
+    for y in (torch.zeros(2), torch.zeros(2).as_subclass(Second)):
+        launch(y=y)
     assert gpus.launched == [0, 1]
     assert gpus.current == 0
 
 
 def test_calls_with_the_same_constants_share_a_launch(gpus) -> None:
-    class Kernel:
-        arg_names = ("x", "BLOCK")
-
     direct.launches.clear()
     for size in (16, 32, 16, 16):
-        direct.launch(Kernel, (1, 1, 1), (torch.zeros(2),), {"BLOCK": size})
+        launch(BLOCK=size)
     assert [x.constants["BLOCK"] for x in direct.launches.values()] == [16, 32]
     # Whether products and sums are fused is the kernel's to say.
-    direct.launch(Kernel, (1, 1, 1), (torch.zeros(2),), {"enable_fp_fusion": False})
+    launch(enable_fp_fusion=False)
     assert [x.constants["enable_fp_fusion"] for x in direct.launches.values()] == [1, 1, 0]
+    assert "of_others" not in next(iter(direct.launches.values())).constants
+    with pytest.raises(KeyError, match="n"):
+        direct.launch(Kernel, (1, 1, 1), {"x": None})
     direct.launches.clear()
 
 

@@ -5,7 +5,8 @@
 The arithmetic is that of `short_conv_triton`, to the bit.
 """
 
-from typing import NamedTuple
+from collections import namedtuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,6 +30,9 @@ from deltarule.ops.runtime.sizes import cdiv
 # mypy: disable-error-code="assignment, misc"
 
 CHANNELS = 128
+# What the kernel calls its arguments of each stream.
+OF_STREAM = "x", "w", "h", "y", "D", "s_b", "s_t", "ACTIVATED"
+NAMES = [[f"{name}_{i}" for name in OF_STREAM] for i in range(3)]
 
 
 class Stream(NamedTuple):
@@ -46,33 +50,36 @@ class Stream(NamedTuple):
     activated: bool
 
 
+# What is given of a stream, with the steps of its rows and tokens.
+Given = namedtuple("Given", "x weight history y D s_b s_t")
+
+
 @triton.jit
 def convolve_tokens(
-    x, weight, history, y, D, s_b, s_t, i_d, i_b, T: tl.constexpr, W: tl.constexpr,
-    C: tl.constexpr, ACTIVATED: tl.constexpr,
-):  # fmt: skip
+    of, i_d, i_b, T: tl.constexpr, W: tl.constexpr, C: tl.constexpr, ACTIVATED: tl.constexpr
+):
     """C channels of one row."""
     o_d = i_d * C + tl.arange(0, C)
-    m_d = o_d < D
-    taps = load_taps(weight, o_d, D, W)
-    p_h, n = history + o_d[None, :], i_b + tl.zeros([1], tl.int32)
+    m_d = o_d < of.D
+    taps = load_taps(of.weight, o_d, of.D, W)
+    p_h, n = of.history + o_d[None, :], i_b + tl.zeros([1], tl.int32)
     window = ()
     for r in tl.static_range(W - 1):
-        b_h = tl.load(p_h + history_row(n, r, D, W), mask=m_d[None, :], other=0.0)
+        b_h = tl.load(p_h + history_row(n, r, of.D, W), mask=m_d[None, :], other=0.0)
         window = window + (b_h.to(tl.float32),)
-    p_x = x + i_b.to(tl.int64) * s_b + o_d[None, :]
-    p_y = y + i_b.to(tl.int64) * T * D + o_d[None, :]
+    p_x = of.x + i_b.to(tl.int64) * of.s_b + o_d[None, :]
+    p_y = of.y + i_b.to(tl.int64) * T * of.D + o_d[None, :]
     for _ in tl.static_range(T):
         b_x = tl.load(p_x, mask=m_d[None, :], other=0.0)
         seen = window + (b_x.to(tl.float32),)
         b_y = finish(convolve(seen, taps, W), ACTIVATED, False)
-        tl.store(p_y, b_y.to(y.dtype.element_ty), mask=m_d[None, :])
+        tl.store(p_y, b_y.to(of.y.dtype.element_ty), mask=m_d[None, :])
         window = later(seen, W)
-        p_x += s_t
-        p_y += D
+        p_x += of.s_t
+        p_y += of.D
     for r in tl.static_range(W - 1):
-        b_h = window[r].to(history.dtype.element_ty)
-        tl.store(p_h + history_row(n, r, D, W), b_h, mask=m_d[None, :])
+        b_h = window[r].to(of.history.dtype.element_ty)
+        tl.store(p_h + history_row(n, r, of.D, W), b_h, mask=m_d[None, :])
 
 
 @triton.jit
@@ -87,29 +94,28 @@ def convolution_step_kernel(
     i_d, i_b = tl.program_id(0), tl.program_id(1)
     n_0, n_1 = tl.cdiv(D_0, C), tl.cdiv(D_1, C)
     if i_d < n_0:
-        convolve_tokens(x_0, w_0, h_0, y_0, D_0, s_b_0, s_t_0, i_d, i_b, T, W, C, ACTIVATED_0)
+        of = Given(x_0, w_0, h_0, y_0, D_0, s_b_0, s_t_0)
+        convolve_tokens(of, i_d, i_b, T, W, C, ACTIVATED_0)
     elif i_d < n_0 + n_1:
         i_d -= n_0
-        convolve_tokens(x_1, w_1, h_1, y_1, D_1, s_b_1, s_t_1, i_d, i_b, T, W, C, ACTIVATED_1)
+        of = Given(x_1, w_1, h_1, y_1, D_1, s_b_1, s_t_1)
+        convolve_tokens(of, i_d, i_b, T, W, C, ACTIVATED_1)
     else:
         i_d -= n_0 + n_1
-        convolve_tokens(x_2, w_2, h_2, y_2, D_2, s_b_2, s_t_2, i_d, i_b, T, W, C, ACTIVATED_2)
+        of = Given(x_2, w_2, h_2, y_2, D_2, s_b_2, s_t_2)
+        convolve_tokens(of, i_d, i_b, T, W, C, ACTIVATED_2)
 
 
 def convolution_step(streams: tuple[Stream, Stream, Stream]) -> tuple[Tensor, ...]:
     """y [B, T, D] of each stream, all of as many taps; the histories are overwritten."""
     batch, tokens, _ = streams[0].x.shape
     outputs = [torch.empty_like(x, memory_format=torch.contiguous_format) for x, *_ in streams]
-    pieces: list[object] = []
-    for (x, weight, history, _), y in zip(streams, outputs, strict=True):
-        pieces += x, weight, history, y
-    sizes = [x.shape[2] for x, *_ in streams]
-    strides = [stride for x, *_ in streams for stride in x.stride()[:2]]
-    activated = {f"ACTIVATED_{i}": stream.activated for i, stream in enumerate(streams)}
-    constants = {
-        "T": tokens, "W": streams[0].weight.shape[1], "C": CHANNELS, **activated, **chained(),
-        **OPTIONS,
-    }  # fmt: skip
-    grid = sum(cdiv(size, CHANNELS) for size in sizes), batch, 1
-    launch(convolution_step_kernel, grid, (*pieces, *sizes, *strides), constants)
+    values: dict[str, Any] = {"T": tokens, "C": CHANNELS, **chained(), **OPTIONS}
+    values["W"] = streams[0].weight.shape[1]
+    for names, (x, weight, history, activated), y in zip(NAMES, streams, outputs, strict=True):
+        s_b, s_t, _ = x.stride()
+        of_stream = x, weight, history, y, x.shape[2], s_b, s_t, activated
+        values.update(zip(names, of_stream, strict=True))
+    grid = sum(cdiv(x.shape[2], CHANNELS) for x, *_ in streams), batch, 1
+    launch(convolution_step_kernel, grid, values)
     return tuple(outputs)

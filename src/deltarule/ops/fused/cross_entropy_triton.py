@@ -6,6 +6,8 @@
 Sums are taken in float32, whatever the dtype of the logits.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -66,13 +68,10 @@ def cross_entropy_backward_kernel(
 
 def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Losses [R] and log-sum-exp [R] in float32, of logits [R, V]."""
-    logits, (rows, size) = adjacent(logits), logits.shape
-    losses = torch.empty(rows, device=logits.device)
-    lse = torch.empty_like(losses)
-    if rows:
-        given = logits, targets.contiguous(), losses, lse, size, logits.stride(0), ignore_index
-        constants = {"BV": min(BLOCK, power_of_2(size)), **OPTIONS}
-        launch(cross_entropy_kernel, (rows, 1, 1), given, constants)
+    losses, lse = (torch.empty(len(logits), device=logits.device) for _ in range(2))
+    if len(logits):
+        values = arguments(logits, targets, ignore_index) | {"losses": losses, "lse": lse}
+        launch(cross_entropy_kernel, (len(logits), 1, 1), values)
     return losses, lse
 
 
@@ -80,14 +79,18 @@ def cross_entropy_backward(
     d_losses: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, ignore_index: int, into: Tensor
 ) -> Tensor:
     """Write d logits [R, V] into a tensor, which may be the logits; d_losses [R] or [] (shared)."""
-    logits, (rows, size) = adjacent(logits), logits.shape
-    width = min(BLOCK, power_of_2(size))
-    stride = d_losses.stride(0) if d_losses.ndim else 0
-    if rows:
-        given = (
-            d_losses, logits, targets.contiguous(), lse, into, size, logits.stride(0),
-            into.stride(0), stride, ignore_index,
-        )  # fmt: skip
-        grid = rows, cdiv(size, width), 1
-        launch(cross_entropy_backward_kernel, grid, given, {"BV": width, **OPTIONS})
+    if rows := len(logits):
+        values = arguments(logits, targets, ignore_index) | {"lse": lse, "d_losses": d_losses}
+        values |= {"d_logits": into, "s_out": into.stride(0)}
+        values["s_loss"] = d_losses.stride(0) if d_losses.ndim else 0
+        grid = rows, cdiv(values["V"], values["BV"]), 1
+        launch(cross_entropy_backward_kernel, grid, values)
     return into
+
+
+def arguments(logits: Tensor, targets: Tensor, ignore_index: int) -> dict[str, Any]:
+    """What both kernels are given."""
+    logits, size = adjacent(logits), logits.shape[1]
+    values = {**OPTIONS, "logits": logits, "s_row": logits.stride(0), "V": size}
+    values |= {"targets": targets.contiguous(), "ignore_index": ignore_index}
+    return values | {"BV": min(BLOCK, power_of_2(size))}

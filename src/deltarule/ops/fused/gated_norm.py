@@ -35,9 +35,7 @@ class GatedNorm(NamedTuple):
 def forward(inputs: GatedNorm) -> tuple[Tensor]:
     from deltarule.ops.fused import norms_triton as kernels
 
-    x, gate, weight, eps, activation = inputs
-    rows = None if gate is None else as_rows(gate)
-    return (kernels.gated_norm(as_rows(x), rows, weight, eps, activation).view(x.shape),)
+    return (kernels.gated_norm(inputs),)
 
 
 def backward(
@@ -45,24 +43,12 @@ def backward(
 ) -> Gradients:
     from deltarule.ops.fused import norms_triton as kernels
 
-    (d_y,), (x, gate, weight, eps, activation) = gradients, inputs
-    assert d_y is not None
-    rows = None if gate is None else as_rows(gate)
-    d_x, d_gate, d_weight = kernels.gated_norm_backward(
-        as_rows(d_y), as_rows(x), rows, weight, eps, activation
-    )
-    return d_x.view(x.shape), None if d_gate is None else d_gate.view(x.shape), d_weight
+    assert gradients[0] is not None
+    return kernels.gated_norm_backward(gradients[0], inputs)
 
 
 def fake(inputs: GatedNorm) -> tuple[Tensor]:
     return (inputs.x.new_empty(inputs.x.shape),)
-
-
-def as_rows(x: Tensor) -> Tensor:
-    """[..., H, V] -> [M, H, V], [B, T, V] -> [M, 1, V]: a view wherever the leading axes allow."""
-    return x.reshape(-1, x.shape[-2] if x.ndim > 3 else 1, x.shape[-1]) if x.numel() else (
-        x.new_empty(0, 1, x.shape[-1])
-    )  # fmt: skip
 
 
 gated_norm = Operator(

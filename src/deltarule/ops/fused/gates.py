@@ -32,9 +32,7 @@ def decay_forward(inputs: LogDecay) -> tuple[Tensor, Tensor]:
     """One kernel for log_decay and dt."""
     from deltarule.ops.fused import gates_triton as kernels
 
-    logits, A_log, dt_bias, step = inputs
-    out, dt = kernels.log_decay(as_rows(logits, dt_bias.ndim), A_log, dt_bias.flatten(), step)
-    return out.view(logits.shape), dt.view(logits.shape if step else (0,))
+    return kernels.log_decay(inputs)
 
 
 def decay_backward(
@@ -42,14 +40,8 @@ def decay_backward(
 ) -> Gradients:
     from deltarule.ops.fused import gates_triton as kernels
 
-    (d_log_decay, d_dt), (logits, A_log, dt_bias, step) = gradients, inputs
-    axes = dt_bias.ndim
-    d_logits, d_A_log, d_dt_bias = kernels.log_decay_backward(
-        None if d_log_decay is None else as_rows(d_log_decay, axes),
-        None if d_dt is None or not step else as_rows(d_dt, axes),
-        as_rows(logits, axes), A_log, dt_bias.flatten(),
-    )  # fmt: skip
-    return d_logits.view(logits.shape), d_A_log, d_dt_bias.view(dt_bias.shape)
+    d_log_decay, d_dt = gradients
+    return kernels.log_decay_backward(d_log_decay, d_dt, inputs)
 
 
 def decay_fake(inputs: LogDecay) -> tuple[Tensor, Tensor]:
@@ -72,8 +64,7 @@ class WriteStrength(NamedTuple):
 def strength_forward(inputs: WriteStrength) -> tuple[Tensor]:
     from deltarule.ops.fused import gates_triton as kernels
 
-    logits, beta_max = inputs
-    return (kernels.write_strength(as_rows(logits, 1), None, beta_max).view(logits.shape),)
+    return (kernels.write_strength(inputs.logits, None, inputs.beta_max),)
 
 
 def strength_backward(
@@ -81,19 +72,11 @@ def strength_backward(
 ) -> Gradients:
     from deltarule.ops.fused import gates_triton as kernels
 
-    (d_beta,), (logits, beta_max) = gradients, inputs
-    assert d_beta is not None
-    rows = as_rows(logits, 1), as_rows(d_beta, 1)
-    return (kernels.write_strength(*rows, beta_max).view(logits.shape),)
+    return (kernels.write_strength(inputs.logits, gradients[0], inputs.beta_max),)
 
 
 def strength_fake(inputs: WriteStrength) -> tuple[Tensor]:
     return (inputs.logits.new_empty(inputs.logits.shape, dtype=torch.float32),)
-
-
-def as_rows(x: Tensor, axes: int) -> Tensor:
-    """[..., channels in the last axes] -> [M, C]: a view wherever those follow each other."""
-    return x.reshape(-1, x.shape[-axes:].numel()) if x.numel() else x.new_empty(0, 1)
 
 
 log_decay = Operator(

@@ -6,13 +6,16 @@
 A row holds the C channels of one token: a channel for each head, or K for each head.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltarule.ops.runtime.launch import launch
-from deltarule.ops.runtime.places import adjacent
+from deltarule.ops.fused.gates import LogDecay
+from deltarule.ops.runtime.launch import Grid, launch
+from deltarule.ops.runtime.places import adjacent, as_rows
 from deltarule.ops.runtime.sizes import cdiv, power_of_2
 
 # Elements of a tile: a thread that holds several rows computes a channel's rate once for them. Most
@@ -113,75 +116,68 @@ def write_strength_kernel(
     tl.store(out + o_row, b_out.to(out.dtype.element_ty), mask=m)
 
 
-def log_decay(logits: Tensor, A_log: Tensor, dt_bias: Tensor, step: bool) -> tuple[Tensor, Tensor]:
-    """log_decay [M, C], and dt [M, C] with `step`, of logits [M, C] at any stride of a row."""
-    logits, (rows, channels) = adjacent(logits), logits.shape
-    out = torch.empty(rows, channels, device=logits.device)
-    dt = torch.empty(rows if step else 0, channels, device=logits.device)
-    width, tile = tile_of(channels, DECAY_TILE)
+def log_decay(inputs: LogDecay) -> tuple[Tensor, Tensor]:
+    """log_decay like the logits in float32, and dt with `step`."""
+    shape, device = inputs.logits.shape, inputs.logits.device
+    out = torch.empty(shape, device=device)
+    dt = torch.empty(shape if inputs.step else 0, device=device)
     if out.numel():
-        given = (
-            logits, A_log.contiguous(), dt_bias.contiguous(), out, dt, rows, logits.stride(0),
-        )  # fmt: skip
-        constants = {
-            "C": channels, "K": channels // A_log.numel(), "BC": width, "BR": tile, "STEP": step,
-            **OPTIONS,
-        }  # fmt: skip
-        grid = cdiv(rows, tile), cdiv(channels, width), 1
-        launch(log_decay_kernel, grid, given, constants)
+        values, grid = arguments(inputs.logits, inputs.dt_bias.ndim, DECAY_TILE)
+        values |= parameters_of(inputs) | {"log_decay": out, "dt": dt, "STEP": inputs.step}
+        launch(log_decay_kernel, grid, values)
     return out, dt
 
 
 def log_decay_backward(
-    d_log_decay: Tensor | None,
-    d_dt: Tensor | None,
-    logits: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
+    d_log_decay: Tensor | None, d_dt: Tensor | None, inputs: LogDecay
 ) -> tuple[Tensor, Tensor, Tensor]:
-    logits, (rows, channels) = adjacent(logits), logits.shape
-    d_log_decay = None if d_log_decay is None else d_log_decay.contiguous()
-    d_dt = None if d_dt is None else d_dt.contiguous()
-    width, tile = tile_of(channels, TILE)
+    """Gradients by the logits, A_log and dt_bias."""
+    logits, A_log, dt_bias, step = inputs
+    values, (_, columns, _) = arguments(logits, dt_bias.ndim, TILE)
     # Few channels make few tiles: rather a program for each than one that goes through all.
-    tiles = min(TILES, max(1, power_of_2(cdiv(rows, tile * PROGRAMS))))
-    programs = cdiv(rows, tile * tiles)
-    d_logits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    parts = torch.empty(2, programs, channels, device=logits.device)
-    if parts.numel():
-        given = (
-            d_log_decay, d_dt, logits, A_log.contiguous(), dt_bias.contiguous(), d_logits,
-            *parts, rows, logits.stride(0),
-        )  # fmt: skip
-        constants = {
-            "C": channels, "K": channels // A_log.numel(), "BC": width, "BR": tile, "TILES": tiles,
-            "DECAY": d_log_decay is not None, "STEP": d_dt is not None, **OPTIONS,
-        }  # fmt: skip
-        grid = programs, cdiv(channels, width), 1
-        launch(log_decay_backward_kernel, grid, given, constants)
-    d_A_log = parts[0].view(programs, A_log.numel(), -1).sum((0, 2)).view(A_log.shape)
-    d_dt_bias = parts[1].sum(0).view(dt_bias.shape)
+    tiles = min(TILES, max(1, power_of_2(cdiv(values["rows"], values["BR"] * PROGRAMS))))
+    programs = cdiv(values["rows"], values["BR"] * tiles)
+    d_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    d_rates, d_bias = torch.empty(2, programs, dt_bias.numel(), device=logits.device)
+    if d_bias.numel():
+        given = {"d_log_decay": d_log_decay, "d_dt": d_dt if step else None}
+        given = {name: None if x is None else x.contiguous() for name, x in given.items()}
+        values |= {"DECAY": d_log_decay is not None, "STEP": given["d_dt"] is not None}
+        values |= given | parameters_of(inputs) | {"TILES": tiles}
+        values |= {"d_logits": d_logits, "d_A_log": d_rates, "d_dt_bias": d_bias}
+        launch(log_decay_backward_kernel, (programs, columns, 1), values)
+    d_A_log = d_rates.view(programs, A_log.numel(), -1).sum((0, 2)).view(A_log.shape)
+    d_dt_bias = d_bias.sum(0).view(dt_bias.shape)
     return d_logits, d_A_log.to(A_log.dtype), d_dt_bias.to(dt_bias.dtype)
 
 
 def write_strength(logits: Tensor, d_beta: Tensor | None, beta_max: float) -> Tensor:
-    """beta [M, C] in float32, or with d_beta the gradient by logits in their dtype."""
-    logits, (rows, channels) = adjacent(logits), logits.shape
+    """beta in float32, or with d_beta the gradient by logits in their dtype; like the logits."""
     dtype = torch.float32 if d_beta is None else logits.dtype
-    out = torch.empty(rows, channels, dtype=dtype, device=logits.device)
-    d_beta = None if d_beta is None else d_beta.contiguous()
-    width, tile = tile_of(channels, TILE)
+    out = torch.empty(logits.shape, dtype=dtype, device=logits.device)
     if out.numel():
-        given = logits, d_beta, out, rows, beta_max, logits.stride(0)
-        constants = {
-            "C": channels, "BC": width, "BR": tile, "BACKWARD": d_beta is not None, **OPTIONS,
-        }  # fmt: skip
-        grid = cdiv(rows, tile), cdiv(channels, width), 1
-        launch(write_strength_kernel, grid, given, constants)
+        values, grid = arguments(logits, 1, TILE)
+        values |= {"d_beta": None if d_beta is None else d_beta.contiguous(), "out": out}
+        values |= {"beta_max": beta_max, "BACKWARD": d_beta is not None}
+        launch(write_strength_kernel, grid, values)
     return out
 
 
-def tile_of(channels: int, elements: int) -> tuple[int, int]:
-    """Channels and tokens of a tile."""
+def arguments(logits: Tensor, axes: int, elements: int) -> tuple[dict[str, Any], Grid]:
+    """What all kernels are given of rows of logits, in tiles of so many elements; and a grid."""
+    logits = adjacent(as_rows(logits, axes))
+    rows, channels = logits.shape
     width = min(power_of_2(channels), CHANNELS)
-    return width, elements // width
+    tile = elements // width
+    values = {**OPTIONS, "logits": logits, "s_row": logits.stride(0), "rows": rows}
+    return values | {"C": channels, "BC": width, "BR": tile}, (
+        cdiv(rows, tile),
+        cdiv(channels, width),
+        1,
+    )
+
+
+def parameters_of(inputs: LogDecay) -> dict[str, Any]:
+    """The rate of each head and the bias of each of its K channels."""
+    A_log, dt_bias = inputs.A_log.contiguous(), inputs.dt_bias.contiguous()
+    return {"A_log": A_log, "dt_bias": dt_bias, "K": dt_bias.numel() // A_log.numel()}

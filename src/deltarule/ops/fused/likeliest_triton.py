@@ -38,7 +38,8 @@ def likeliest(logits: Tensor) -> Tensor:
     logits = adjacent(logits)
     rows, size = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    constants = {"BV": BLOCK, **chained(), **OPTIONS}
     if rows:
-        launch(likeliest_kernel, (rows, 1, 1), (logits, tokens, size, logits.stride(0)), constants)
+        values = {**OPTIONS, **chained(), "BV": BLOCK, "logits": logits, "tokens": tokens}
+        values |= {"V": size, "s_row": logits.stride(0)}
+        launch(likeliest_kernel, (rows, 1, 1), values)
     return tokens

@@ -6,14 +6,18 @@ A row is one head of one token. Nothing but the inputs is kept for the backward:
 whole anyway, and its norm costs less than reading it back.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltarule.ops.fused.gated_norm import GatedNorm
+from deltarule.ops.fused.residual_norm import ResidualNorm
 from deltarule.ops.runtime.chained import begin, chained
 from deltarule.ops.runtime.launch import launch
-from deltarule.ops.runtime.places import adjacent
+from deltarule.ops.runtime.places import adjacent, as_rows
 from deltarule.ops.runtime.sizes import cdiv, power_of_2
 
 # Elements of a tile, and in the backward tiles whose share of d weight one program adds up.
@@ -93,51 +97,51 @@ def gated_norm_backward_kernel(
     tl.store(p_dw, tl.sum(b_dw, axis=0), mask=o_v < V)
 
 
-def gated_norm(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, act: str) -> Tensor:
-    """y [M, H, V] of x and gate [M, H, V], at any strides of a row."""
-    x, gate = adjacent(x), None if gate is None else adjacent(gate)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows, size = x.shape[0] * x.shape[1], x.shape[2]
-    width = power_of_2(size)
-    tile = max(FORWARD_TILE // width, 1)
+def gated_norm(inputs: GatedNorm) -> Tensor:
+    """y like x, contiguous."""
+    y = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
     if y.numel():
-        given = (
-            x, gate, weight.contiguous(), y, rows, eps, *x.stride()[:2], *row_strides(gate),
-        )  # fmt: skip
-        constants = {
-            "H": x.shape[1], "V": size, "BV": width, "BR": tile,
-            "ACTIVATION": "none" if gate is None else act, **chained(), **options(width),
-        }  # fmt: skip
-        launch(gated_norm_kernel, (cdiv(rows, tile), 1, 1), given, constants)
+        values = arguments(inputs, FORWARD_TILE)
+        grid = cdiv(values["rows"], values["BR"]), 1, 1
+        launch(gated_norm_kernel, grid, values | chained() | {"y": y})
     return y
 
 
-def gated_norm_backward(
-    d_y: Tensor, x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, act: str
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    d_y, x, gate = adjacent(d_y), adjacent(x), None if gate is None else adjacent(gate)
-    d_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    d_gate = None if gate is None else torch.empty(gate.shape, dtype=gate.dtype, device=x.device)
-    rows, size = x.shape[0] * x.shape[1], x.shape[2]
-    width = power_of_2(size)
-    tile = max(BACKWARD_TILE // width, 1)
-    programs = cdiv(rows, tile * TILES)
-    d_weight = torch.empty(programs, size, device=x.device)
+def gated_norm_backward(d_y: Tensor, inputs: GatedNorm) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Gradients by x, gate and weight."""
+    values, d_y = arguments(inputs, BACKWARD_TILE), heads_of(d_y)
+    programs = cdiv(values["rows"], values["BR"] * TILES)
+    d_x, d_gate = (
+        None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        for x in (inputs.x, inputs.gate)
+    )
+    d_weight = torch.empty(programs, values["V"], device=d_y.device)
     if programs:
-        given = (
-            d_y, x, gate, weight.contiguous(), d_x, d_gate, d_weight, rows, eps,
-            *d_y.stride()[:2], *x.stride()[:2], *row_strides(gate),
-        )  # fmt: skip
-        constants = {
-            "H": x.shape[1], "V": size, "BV": width, "BR": tile, "TILES": TILES,
-            "ACTIVATION": "none" if gate is None else act, **options(width),
-        }  # fmt: skip
-        launch(gated_norm_backward_kernel, (programs, 1, 1), given, constants)
-    return d_x, d_gate, d_weight.sum(0).to(weight.dtype)
+        values |= {"d_y": d_y, "s_dy_m": d_y.stride(0), "s_dy_h": d_y.stride(1), "TILES": TILES}
+        values |= {"d_x": d_x, "d_gate": d_gate, "d_weight": d_weight}
+        launch(gated_norm_backward_kernel, (programs, 1, 1), values)
+    assert d_x is not None
+    return d_x, d_gate, d_weight.sum(0).to(inputs.weight.dtype)
 
 
-def row_strides(x: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if x is None else (x.stride(0), x.stride(1))
+def arguments(inputs: GatedNorm, elements: int) -> dict[str, Any]:
+    """What both kernels are given of a call, in tiles of so many elements."""
+    x, weight = heads_of(inputs.x), inputs.weight.contiguous()
+    gate = None if inputs.gate is None else heads_of(inputs.gate)
+    (tokens, heads, size), width = x.shape, power_of_2(x.shape[2])
+    s_gate_m, s_gate_h, _ = (0, 0, 1) if gate is None else gate.stride()
+    values = {**options(width), "x": x, "gate": gate, "weight": weight, "eps": inputs.eps}
+    values |= {"s_x_m": x.stride(0), "s_x_h": x.stride(1)}
+    values |= {"s_gate_m": s_gate_m, "s_gate_h": s_gate_h, "rows": tokens * heads}
+    values |= {"H": heads, "V": size, "BV": width, "BR": max(elements // width, 1)}
+    return values | {"ACTIVATION": "none" if gate is None else inputs.activation}
+
+
+def heads_of(x: Tensor) -> Tensor:
+    """[..., H, V] -> [M, H, V], [B, T, V] -> [M, 1, V]: a view wherever the leading axes allow."""
+    x = x if x.ndim > 3 else x.unsqueeze(-2)
+    sizes = x.shape[-2:]
+    return adjacent(x.reshape(-1, *sizes) if x.numel() else x.new_empty(0, *sizes))
 
 
 def options(width: int) -> dict[str, int | bool]:
@@ -203,34 +207,37 @@ def residual_norm_backward_kernel(
     tl.store(d_weight + tl.program_id(0) * V + o_v, b_dw, mask=m_v)
 
 
-def residual_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """s and z [M, V] of x and y [M, V], in the wider of their dtypes."""
-    x, y, (rows, size) = adjacent(x), adjacent(y), x.shape
+def residual_norm(inputs: ResidualNorm) -> tuple[Tensor, Tensor]:
+    """s and z like x, in the wider of the dtypes of x and y."""
+    x, y = adjacent(as_rows(inputs.x)), adjacent(as_rows(inputs.y))
     dtype = torch.promote_types(x.dtype, y.dtype)
-    s, z = (torch.empty(x.shape, dtype=dtype, device=x.device) for _ in range(2))
-    width = power_of_2(size)
+    s, z = (torch.empty(inputs.x.shape, dtype=dtype, device=x.device) for _ in range(2))
     if s.numel():
-        given = x, y, weight.contiguous(), s, z, eps, x.stride(0), y.stride(0)
-        constants = {"V": size, "BV": width, **chained(), **options(width)}
-        launch(residual_norm_kernel, (rows, 1, 1), given, constants)
+        rows, size = x.shape
+        values = {"x": x, "y": y, "s_x": x.stride(0), "s_y": y.stride(0), "s": s, "z": z}
+        values |= {**norm_of(inputs, size), **chained()}
+        launch(residual_norm_kernel, (rows, 1, 1), values)
     return s, z
 
 
 def residual_norm_backward(
-    d_s: Tensor | None, d_z: Tensor, s: Tensor, weight: Tensor, eps: float
+    d_s: Tensor | None, d_z: Tensor, s: Tensor, inputs: ResidualNorm
 ) -> tuple[Tensor, Tensor]:
-    """The gradient by x, which is that by y, and by weight; s [M, V] in one piece."""
-    d_s, d_z, (rows, size) = None if d_s is None else adjacent(d_s), adjacent(d_z), s.shape
-    d_x = torch.empty(s.shape, dtype=s.dtype, device=s.device)
-    width, programs = power_of_2(size), cdiv(rows, ROWS)
+    """The gradient by x, which is that by y, and by weight; s in one piece."""
+    d_s, d_z = None if d_s is None else adjacent(as_rows(d_s)), adjacent(as_rows(d_z))
+    d_x, (rows, size) = torch.empty_like(s), d_z.shape
+    programs = cdiv(rows, ROWS)
     d_weight = torch.empty(programs, size, device=s.device)
     if programs:
-        given = (
-            d_s, d_z, s, weight.contiguous(), d_x, d_weight, rows, eps,
-            0 if d_s is None else d_s.stride(0), d_z.stride(0),
-        )  # fmt: skip
-        constants = {
-            "V": size, "BV": width, "ROWS": ROWS, "SUM": d_s is not None, **options(width),
-        }  # fmt: skip
-        launch(residual_norm_backward_kernel, (programs, 1, 1), given, constants)
-    return d_x, d_weight.sum(0).to(weight.dtype)
+        values = {"d_s": d_s, "d_z": d_z, "s": s, "d_x": d_x, "d_weight": d_weight, "rows": rows}
+        values |= {"s_ds": 0 if d_s is None else d_s.stride(0), "s_dz": d_z.stride(0)}
+        values |= {**norm_of(inputs, size), "ROWS": ROWS, "SUM": d_s is not None}
+        launch(residual_norm_backward_kernel, (programs, 1, 1), values)
+    return d_x, d_weight.sum(0).to(inputs.weight.dtype)
+
+
+def norm_of(inputs: ResidualNorm, size: int) -> dict[str, Any]:
+    """What both kernels are given of the norm."""
+    width = power_of_2(size)
+    values = {"weight": inputs.weight.contiguous(), "eps": inputs.eps, "V": size, "BV": width}
+    return values | options(width)

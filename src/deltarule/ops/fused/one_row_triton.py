@@ -8,6 +8,8 @@ A program reads BO rows of W, which are on their way before it looks at x: in a 
 is not there yet.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -113,15 +115,10 @@ def one_row(
     x: Tensor, weight: Tensor, up: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
     """y [O] of x [I], or of SiLU(x) up, all with channels side by side, and weight [O, I]."""
-    outputs, inputs = weight.shape
-    y = torch.empty(outputs, dtype=x.dtype, device=x.device)
-    constants = {
-        "I": inputs, "BO": program(weight), "BI": min(CHANNELS, power_of_2(inputs)), "AHEAD": AHEAD,
-        "GATED": up is not None, "ADDED": residual is not None, **chained(), **OPTIONS,
-    }  # fmt: skip
-    given = x, x if up is None else up, weight, residual, y, outputs
-    launch(one_row_kernel, (cdiv(outputs, program(weight)), 1, 1), given, constants)
-    return y
+    inputs, gated = weight.shape[1], up is not None
+    values = {"up": up if gated else x, "I": inputs, "GATED": gated, "AHEAD": AHEAD}
+    values["BI"] = min(CHANNELS, power_of_2(inputs))
+    return run(one_row_kernel, x, weight, residual, values)
 
 
 def normed_row(
@@ -134,16 +131,22 @@ def normed_row(
     residual: Tensor | None = None,
 ) -> Tensor:
     """y [O] of x and gate [H, V], whose heads are normalised, scale [V] and weight [O, H V]."""
-    (heads, size), outputs = x.shape, weight.shape[0]
+    heads, size = x.shape
+    values = {"gate": gate, "scale": scale, "eps": eps, "ACTIVATION": act, "s_x": x.stride(0)}
+    values |= {"s_gate": 0 if gate is None else gate.stride(0), "H": heads, "V": size}
+    values |= {"BH": power_of_2(heads), "BV": power_of_2(size)}
+    return run(normed_row_kernel, x, weight, residual, values)
+
+
+def run(
+    kernel: Any, x: Tensor, weight: Tensor, residual: Tensor | None, values: dict[str, Any]
+) -> Tensor:
+    """Launch a program for each few rows of W."""
+    outputs, rows = weight.shape[0], program(weight)
     y = torch.empty(outputs, dtype=x.dtype, device=x.device)
-    constants = {
-        "H": heads, "V": size, "BO": program(weight), "BH": power_of_2(heads),
-        "BV": power_of_2(size), "ACTIVATION": act, "ADDED": residual is not None,
-        **chained(), **OPTIONS,
-    }  # fmt: skip
-    strides = x.stride(0), 0 if gate is None else gate.stride(0)
-    given = x, gate, scale, weight, residual, y, outputs, eps, *strides
-    launch(normed_row_kernel, (cdiv(outputs, program(weight)), 1, 1), given, constants)
+    values |= {"x": x, "weight": weight, "residual": residual, "y": y, "O": outputs, "BO": rows}
+    values |= {**OPTIONS, **chained(), "ADDED": residual is not None}
+    launch(kernel, (cdiv(outputs, rows), 1, 1), values)
     return y
 
 

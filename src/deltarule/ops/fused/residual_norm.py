@@ -31,9 +31,7 @@ class ResidualNorm(NamedTuple):
 def forward(inputs: ResidualNorm) -> tuple[Tensor, Tensor]:
     from deltarule.ops.fused import norms_triton as kernels
 
-    x, y, weight, eps = inputs
-    s, z = kernels.residual_norm(as_rows(x), as_rows(y), weight, eps)
-    return s.view(x.shape), z.view(x.shape)
+    return kernels.residual_norm(inputs)
 
 
 def backward(
@@ -46,21 +44,12 @@ def backward(
     if d_z is None:
         assert d_s is not None
         return d_s.clone(), torch.zeros_like(inputs.weight)
-    d_sum = None if d_s is None else as_rows(d_s)
-    d_x, d_weight = kernels.residual_norm_backward(
-        d_sum, as_rows(d_z), as_rows(s), inputs.weight, inputs.eps
-    )
-    return d_x.view(s.shape), d_weight
+    return kernels.residual_norm_backward(d_s, d_z, s, inputs)
 
 
 def fake(inputs: ResidualNorm) -> tuple[Tensor, Tensor]:
     x, dtype = inputs.x, torch.promote_types(inputs.x.dtype, inputs.y.dtype)
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape, dtype=dtype)
-
-
-def as_rows(x: Tensor) -> Tensor:
-    """[..., V] -> [M, V]: a view wherever the leading axes follow each other."""
-    return x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
 
 
 residual_norm = Operator(

@@ -44,7 +44,7 @@ def forward(inputs: ShortConv) -> tuple[Tensor, Tensor]:
     """One kernel for the outputs, one for the history."""
     from deltarule.ops.fused import short_conv_triton as kernels
 
-    return kernels.short_conv(*inputs)
+    return kernels.short_conv(inputs)
 
 
 def backward(
@@ -55,7 +55,7 @@ def backward(
 
     d_y, d_final = gradients
     d_y = inputs.x.new_zeros(inputs.x.shape) if d_y is None else d_y
-    d_x, d_weight, d_history = kernels.short_conv_backward(d_y, d_final, *inputs, wanted[2])
+    d_x, d_weight, d_history = kernels.short_conv_backward(d_y, d_final, inputs, wanted[2])
     return d_x, d_weight, d_history if wanted[2] else None
 
 

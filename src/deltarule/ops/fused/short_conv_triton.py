@@ -8,13 +8,14 @@ Before a sequence's first token come the R = W - 1 rows of its history. A progra
 R inputs of BG runs of RUN tokens in registers, so that x is read and y written once.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltarule.ops.fused.short_conv import ShortConv
 from deltarule.ops.runtime.launch import launch
 from deltarule.ops.runtime.places import adjacent
 from deltarule.ops.runtime.sizes import cdiv, power_of_2
@@ -31,14 +32,13 @@ OPTIONS = {"num_stages": 1, "enable_fp_fusion": False, "num_warps": 1}
 CHANNELS = 128
 # Added to a sum of squares before its root, as `normalize_qk` does.
 EPSILON = tl.constexpr(1e-6)
+WHOLE = torch.contiguous_format
 # Runs in a tile, and tokens in a run.
 TILE = (1, 16)
 
 
 @triton.jit
-def place(
-    t, i_b, T, N, cu_seqlens, sequence, counts, PACKED: tl.constexpr, PADDED: tl.constexpr
-):  # fmt: skip
+def place(t, i_b, T, N, cu_seqlens, sequence, counts, PACKED: tl.constexpr, PADDED: tl.constexpr):
     """For each token: its sequence, its position there, and the sequence's number of tokens."""
     n, position, count = i_b + 0 * t, t, T + 0 * t
     if PACKED:
@@ -205,38 +205,32 @@ class Tiling(NamedTuple):
         return cls(size, power_of_2(size), runs, run)
 
 
-def short_conv(
-    x: Tensor,
-    weight: Tensor,
-    history: Tensor,
-    cu_seqlens: Tensor | None,
-    sequence: Tensor | None,
-    counts: Tensor | None,
-    activated: bool,
-    head_size: int,
-) -> tuple[Tensor, Tensor]:
+def short_conv(inputs: ShortConv) -> tuple[Tensor, Tensor]:
     """y [B, T, D] and the last R inputs of each sequence [N, R, D]."""
-    x, weight, history = adjacent(x), weight.contiguous(), history.contiguous()
-    (batch, tokens, channels), sequences = x.shape, history.shape[0]
-    y, final = torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(history)
-    tile = Tiling.of(max(tokens, 1), channels, head_size, TILE)
+    (batch, tokens, channels), sequences = inputs.x.shape, len(inputs.history)
+    tile = Tiling.of(max(tokens, 1), channels, inputs.head_size, TILE)
+    values = arguments(inputs, tile)
+    y, final = (torch.empty_like(x, memory_format=WHOLE) for x in (inputs.x, inputs.history))
     blocks = cdiv(tokens, tile.BG * tile.RUN)
     extra = 0
     if final.numel():
-        extra = 1 if cu_seqlens is None else cdiv(sequences, tile.BG)
+        extra = 1 if inputs.cu_seqlens is None else cdiv(sequences, tile.BG)
     if batch * (blocks + extra):
-        given = (
-            x, weight, history, cu_seqlens, sequence, counts, y, final,
-            tokens, channels, sequences, blocks, *x.stride()[:2],
-        )  # fmt: skip
-        constants = {
-            "W": weight.shape[1], **tile._asdict(), "PACKED": cu_seqlens is not None,
-            "PADDED": counts is not None, "ACTIVATED": activated, "UNIT_NORM": head_size > 0,
-            **OPTIONS,
-        }  # fmt: skip
         grid = blocks + extra, cdiv(channels, tile.C), batch
-        launch(short_conv_kernel, grid, given, constants)
+        launch(short_conv_kernel, grid, values | {"y": y, "final": final, "blocks": blocks})
     return y, final
+
+
+def arguments(inputs: ShortConv, tile: Tiling) -> dict[str, Any]:
+    """What the kernels are given of a call, and what they are compiled for."""
+    x, weight = adjacent(inputs.x), inputs.weight.contiguous()
+    _, tokens, channels = x.shape
+    values = {**inputs._asdict(), **tile._asdict(), **OPTIONS, "x": x, "weight": weight}
+    values |= {"history": inputs.history.contiguous(), "W": weight.shape[1]}
+    values |= {"T": tokens, "D": channels, "N": len(inputs.history)}
+    values |= {"s_b": x.stride(0), "s_t": x.stride(1)}
+    values |= {"PACKED": inputs.cu_seqlens is not None, "PADDED": inputs.counts is not None}
+    return values | {"ACTIVATED": inputs.activated, "UNIT_NORM": inputs.head_size > 0}
 
 
 # The gradients of the short convolution: by x, by the taps and by the history.
@@ -244,11 +238,6 @@ def short_conv(
 #     dx_t = sum_{s=0..R} weight_{R-s} dz_{t+s}        d weight_j = sum_t dz_t x_{t-R+j}
 #
 # z is computed again from x, so that nothing but the inputs is kept for the backward.
-
-
-# Triton's compiler knows rows + (row,), not (*rows, row), and tuples that grow have no one type.
-# ruff: noqa: RUF005
-# mypy: disable-error-code="assignment, misc"
 
 
 # Runs in a tile, and tokens in a run; R tokens past each run are computed twice.
@@ -319,9 +308,8 @@ def short_conv_backward_kernel(
     b_x, b_dy = load_token(p_x, s_t, t, T, m_d), load_token(p_dy, s_dy_t, t, T, m_d)
     for j in range(RUN + W - 1):
         # Before the store, which no later load may pass.
-        b_x_next, b_dy_next = (
-            load_token(p_x, s_t, t + 1, T, m_d), load_token(p_dy, s_dy_t, t + 1, T, m_d)
-        )  # fmt: skip
+        b_x_next = load_token(p_x, s_t, t + 1, T, m_d)
+        b_dy_next = load_token(p_dy, s_dy_t, t + 1, T, m_d)
         if PACKED:
             n, position, count = place(t, i_b, T, N, cu_seqlens, sequence, counts, True, PADDED)
             window = restart(window, p_h, n, (position == 0) & (t < T), D, m_d, W)
@@ -406,45 +394,23 @@ def history_gradient_kernel(
 
 
 def short_conv_backward(
-    d_y: Tensor,
-    d_final: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    history: Tensor,
-    cu_seqlens: Tensor | None,
-    sequence: Tensor | None,
-    counts: Tensor | None,
-    activated: bool,
-    head_size: int,
-    wants_history: bool,
+    d_y: Tensor, d_final: Tensor | None, inputs: ShortConv, wants_history: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by x, weight and history; that by history is empty where nobody wants it."""
-    x, d_y, weight, history = adjacent(x), adjacent(d_y), weight.contiguous(), history.contiguous()
-    d_final = None if d_final is None else d_final.contiguous()
-    (batch, tokens, channels), (sequences, reach, _) = x.shape, history.shape
-    strides = (*x.stride()[:2], *d_y.stride()[:2])
-    options = {
-        "W": reach + 1, "PACKED": cu_seqlens is not None, "PADDED": counts is not None,
-        "ACTIVATED": activated, "UNIT_NORM": head_size > 0, "FINAL": d_final is not None, **OPTIONS,
-    }  # fmt: skip
-    tile = Tiling.of(max(tokens, 1), channels, head_size, BACKWARD_TILE)
+    (batch, tokens, channels), history = inputs.x.shape, inputs.history
+    tile = Tiling.of(max(tokens, 1), channels, inputs.head_size, BACKWARD_TILE)
+    values, d_y = arguments(inputs, tile), adjacent(d_y)
+    values |= {"d_y": d_y, "s_dy_b": d_y.stride(0), "s_dy_t": d_y.stride(1)}
+    values |= {"d_final": None if d_final is None else d_final.contiguous()}
+    values["FINAL"] = d_final is not None
     blocks, columns = cdiv(tokens, tile.BG * tile.RUN), cdiv(channels, tile.C)
-    d_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    d_taps = torch.empty(batch * blocks, reach + 1, channels, device=x.device)
+    d_x = torch.empty_like(inputs.x, memory_format=WHOLE)
+    d_taps = torch.empty(batch * blocks, values["W"], channels, device=d_x.device)
     if batch * blocks:
-        given = (
-            d_y, d_final, x, weight, history, cu_seqlens, sequence, counts, d_x, d_taps,
-            tokens, channels, sequences, *strides,
-        )  # fmt: skip
-        constants = {**tile._asdict(), **options}
-        launch(short_conv_backward_kernel, (blocks, columns, batch), given, constants)
-    d_history = torch.empty_like(history if wants_history else history[:0])
+        given = values | {"d_x": d_x, "d_taps": d_taps}
+        launch(short_conv_backward_kernel, (blocks, columns, batch), given)
+    d_history = torch.empty_like(history if wants_history else history[:0], memory_format=WHOLE)
     if d_history.numel():
-        of_history = (
-            d_y, d_final, x, weight, history, cu_seqlens, counts, d_history,
-            tokens, channels, sequences, *strides,
-        )  # fmt: skip
-        constants = {"C": tile.C, "BD": tile.BD, "BG": tile.BG, **options}
-        grid = cdiv(sequences, tile.BG), columns, 1
-        launch(history_gradient_kernel, grid, of_history, constants)
-    return d_x, d_taps.sum(0).mT.to(weight.dtype).contiguous(), d_history
+        grid = cdiv(len(history), tile.BG), columns, 1
+        launch(history_gradient_kernel, grid, values | {"d_history": d_history})
+    return d_x, d_taps.sum(0).mT.to(inputs.weight.dtype).contiguous(), d_history

@@ -7,13 +7,15 @@ Nothing but gate and up is kept for the backward, which reads both anyway and so
 one write. That may take the place of dh.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from deltarule.ops.runtime.chained import begin, chained
-from deltarule.ops.runtime.launch import launch
+from deltarule.ops.runtime.launch import Grid, launch
 from deltarule.ops.runtime.places import adjacent
 from deltarule.ops.runtime.sizes import cdiv
 
@@ -69,11 +71,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """h [..., D] of gate and up, whose rows may lie apart."""
     h = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if h.numel():
-        (gate, up), size = (rows(x) for x in (gate, up)), gate.shape[-1]
-        grid = cdiv(h.numel(), BLOCK), 1, 1
-        constants = {"D": size, "BLOCK": BLOCK, **chained(), **OPTIONS}
-        given = gate, up, h, h.numel(), gate.stride(0), up.stride(0)
-        launch(swiglu_kernel, grid, given, constants)
+        values, grid = arguments(gate, up)
+        launch(swiglu_kernel, grid, {**values, **chained(), "h": h})
     return h
 
 
@@ -91,15 +90,17 @@ def swiglu_backward(
     else:
         d_gate, d_up = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in "12")
     if gate.numel():
-        d_h, gate, up = d_h.contiguous(), rows(gate), rows(up)
-        grid = cdiv(gate.numel(), BLOCK), 1, 1
-        strides = gate.stride(0), up.stride(0), size * (1 + side_by_side)
-        given = d_h, gate, up, d_gate, d_up, product, gate.numel(), *strides
-        constants = {"D": size, "BLOCK": BLOCK, "PRODUCT": product is not None, **OPTIONS}
-        launch(swiglu_backward_kernel, grid, given, constants)
+        values, grid = arguments(gate, up)
+        values |= {"d_h": d_h.contiguous(), "h": product, "PRODUCT": product is not None}
+        values |= {"d_gate": d_gate, "d_up": d_up, "s_out": size * (1 + side_by_side)}
+        launch(swiglu_backward_kernel, grid, values)
     return d_gate, d_up
 
 
-def rows(x: Tensor) -> Tensor:
-    """[..., D] -> [M, D], channels side by side: a view wherever the leading axes allow."""
-    return adjacent(x).reshape(-1, x.shape[-1])
+def arguments(gate: Tensor, up: Tensor) -> tuple[dict[str, Any], Grid]:
+    """What both kernels are given, and a program for each block."""
+    elements, size = gate.numel(), gate.shape[-1]
+    gate, up = (adjacent(x).reshape(-1, size) for x in (gate, up))
+    values = {**OPTIONS, "gate": gate, "up": up, "s_gate": gate.stride(0), "s_up": up.stride(0)}
+    values |= {"elements": elements, "D": size, "BLOCK": BLOCK}
+    return values, (cdiv(elements, BLOCK), 1, 1)

@@ -153,7 +153,7 @@ def gpu_iterations(inputs: Systems) -> tuple[Tensor]:
     # Triton is an extra, imported where it runs.
     from deltarule.ops.mesa import triton as kernels
 
-    return (kernels.conjugate_gradients(*inputs),)
+    return (kernels.conjugate_gradients(inputs),)
 
 
 def gpu_iterations_fake(inputs: Systems) -> tuple[Tensor]:

@@ -13,11 +13,14 @@ is more than a multiprocessor holds. It also keeps the rule of gradients.py: an 
 in a loop is nothing else.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltarule.ops.mesa.torch import Systems
 from deltarule.ops.runtime.launch import launch
 
 # Tokens of a program, and channels that a round of a product goes through.
@@ -86,32 +89,22 @@ def conjugate_gradients_kernel(
     tl.store(x + row * K + o_k[None, :], b_x, mask=m_x)
 
 
-def conjugate_gradients(
-    k: Tensor,
-    weights: Tensor,
-    start: Tensor,
-    H: Tensor,
-    regularizer: Tensor,
-    b: Tensor,
-    iterations: int,
-) -> Tensor:
-    """x of A x = b [M, R, HV, C, K] in float32; the shapes are those of the PyTorch kernels."""
-    k, weights, start, H, b = (y.contiguous() for y in (k, weights, start, H, b))
+def conjugate_gradients(inputs: Systems) -> Tensor:
+    """x of A x = b [M, R, HV, C, K] in float32."""
+    values: dict[str, Any] = inputs._asdict()
+    values |= {name: x.contiguous() for name, x in values.items() if isinstance(x, Tensor)}
+    b, weights = values["b"], values["weights"]
     x = torch.empty_like(b)
     if b.numel() == 0:
         return x
     heads, size, channels = b.shape[-3:]
     block_c, block_k = (max(triton.next_power_of_2(n), 16) for n in (size, channels))
     rows = min(ROWS, block_c)
-    given = (
-        k, weights, start, H, regularizer.contiguous(), b, x, torch.empty_like(b),
-        torch.empty_like(weights), iterations,
-    )  # fmt: skip
-    constants = {
-        "HV": heads, "C": size, "K": channels, "BC": block_c, "BK": block_k, "BR": rows,
-        "BS": min(STEP, block_c, max(block_k // 2, 16)), "num_warps": 8 if block_k > 64 else 4,
-        **OPTIONS,
-    }  # fmt: skip
+    values |= {"x": x, "directions": torch.empty_like(b), "scores": torch.empty_like(weights)}
+    values |= {"HV": heads, "C": size, "K": channels}
+    values |= {"BC": block_c, "BK": block_k, "BR": rows, **OPTIONS}
+    values |= {"BS": min(STEP, block_c, max(block_k // 2, 16))}
+    values["num_warps"] = 8 if block_k > 64 else 4
     grid = b.shape[:-2].numel(), triton.cdiv(size, rows), 1
-    launch(conjugate_gradients_kernel, grid, given, constants)
+    launch(conjugate_gradients_kernel, grid, values)
     return x

@@ -9,7 +9,7 @@ leaves the launch to Triton, for a wrong binary would give wrong numbers in sile
 
 import copy
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import Context, ContextVar
@@ -33,6 +33,8 @@ from deltarule.ops.runtime.tensor_maps import (
 
 # Written out, because Triton's default follows an environment variable.
 OPTIONS = {"enable_fp_fusion": True}
+# What a launch may choose besides a kernel's constants.
+CHOICES = (*OPTIONS, "num_warps", "num_stages", "maxnreg", "launch_pdl")
 # Bytes: Triton compiles for addresses on this grid and for any others apart.
 ALIGNED = 16
 # Keys of one kernel that are kept: lengths never end.
@@ -140,21 +142,34 @@ class Launch:
         self.binaries[device, *key] = Binary(launcher, function, compiled, fetched)
 
 
-def launch(
-    kernel: Any, grid: Grid, arguments: Sequence[Any], constants: Mapping[str, object]
-) -> None:
-    """Run a kernel, through one `Launch` for all calls with these constants."""
-    # A kernel's own hash is that of its source. A constant has one type in all calls.
-    key = id(kernel), *constants, *constants.values()
+def launch(kernel: Any, grid: Grid, values: Mapping[str, Any]) -> None:
+    """Run a kernel on the values that its parameters name, with the options that are among them.
+
+    All calls with the same constants, each of which has one type, share one `Launch`.
+    """
+    asked, known = parameters(kernel)
+    key = id(kernel), *map(values.get, known)
     if (found := launches.get(key)) is None:
         if len(launches) >= MOST:
             launches.clear()
-        found = launches[key] = Launch(kernel, constants)
-    found(grid, *arguments)
+        found = launches[key] = Launch(kernel, {x: values[x] for x in known if x in values})
+    found(grid, *[values[name] for name in asked])
 
 
-# By kernel and constants; each holds its kernel.
+def parameters(kernel: Any) -> tuple[tuple[str, ...], frozenset[str]]:
+    """What a kernel is given in every launch, in order; and its constants and options."""
+    # A kernel's own hash is that of its source.
+    if (found := _parameters.get(id(kernel))) is None:
+        names, types = list(kernel.arg_names), kernel.fn.__annotations__
+        first = next((i for i, name in enumerate(names) if name in types), len(names))
+        found = tuple(names[:first]), frozenset([*names[first:], *CHOICES]), kernel
+        _parameters[id(kernel)] = found
+    return found[:2]
+
+
+# By kernel and constants; each holds its kernel, so that the id stays its own.
 launches: dict[Hashable, Launch] = {}
+_parameters: dict[int, tuple[tuple[str, ...], frozenset[str], Any]] = {}
 
 
 @contextmanager

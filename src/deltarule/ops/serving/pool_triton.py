@@ -1,5 +1,7 @@
 """Rows of a pool between their slots and one piece of memory, without waiting for the GPU."""
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -35,8 +37,9 @@ def move(pool: Tensor, rows: Tensor, slots: Tensor, null_index: int, write: bool
     """Rows [N, ...], in one piece, into the slots of a pool [slots, ...], or out of them."""
     while pool.ndim < 4:
         pool = pool.unsqueeze(1)
-    sizes = dict(zip("ABC", pool.shape[1:], strict=True))
+    values: dict[str, Any] = dict(zip("ABC", pool.shape[1:], strict=True))
+    values |= zip(("s_n", "s_a", "s_b", "s_c"), pool.stride(), strict=True)
+    values |= {"pool": pool, "rows": rows, "slots": slots, "null_index": null_index}
     grid = len(slots), cdiv(pool[:1].numel(), BLOCK), 1
     if pool.numel() and len(slots):
-        constants = sizes | {"BLOCK": BLOCK, "WRITE": write, "num_warps": 4}
-        launch(move_kernel, grid, (pool, rows, slots, null_index, *pool.stride()), constants)
+        launch(move_kernel, grid, values | {"BLOCK": BLOCK, "WRITE": write, "num_warps": 4})

@@ -8,6 +8,8 @@ slices, because R of one head (4 D D numbers) fits neither registers nor shared 
 is given all gates, and puts their gradients in their place.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -171,11 +173,10 @@ def forward(inputs: SLSTMInputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     if batch * tokens == 0:
         return o, inputs.before.clone(), states
     scratch = final.new_empty(-(-len(final) // ROWS) * ROWS, heads, size)
-    given = (
-        inputs.gates.contiguous(), inputs.recurrent.mT.contiguous(), *inputs.spans,
-        inputs.before.contiguous(), o, final, states if save else None, scratch, len(final),
-    )  # fmt: skip
-    run(slstm_forward_kernel, given, heads, size)
+    values: dict[str, Any] = {"gates": inputs.gates.contiguous(), "scratch": scratch}
+    values |= {"weights": inputs.recurrent.mT.contiguous()}
+    values |= {"o": o, "final": final, "states": states if save else None}
+    run(slstm_forward_kernel, inputs, values)
     return o, final, states
 
 
@@ -183,25 +184,22 @@ def backward(
     d_o: Tensor, d_final: Tensor, inputs: SLSTMInputs, raw: Tensor, states: Tensor
 ) -> tuple[Tensor, Tensor]:
     """What the form in PyTorch returns, too; raw is written to."""
-    heads, _, size = inputs.gates.shape[2:]
     if not raw.numel():
         return raw, d_final.clone()
     d_before = torch.empty_like(inputs.before)
-    given = (
-        raw, inputs.recurrent.contiguous(), *inputs.spans, inputs.before.contiguous(), states,
-        d_o.contiguous(), d_final.contiguous(), d_before, len(d_before),
-    )  # fmt: skip
-    run(slstm_backward_kernel, given, heads, size)
+    values = {"raw": raw, "weights": inputs.recurrent.contiguous(), "states": states}
+    values |= {"d_o": d_o.contiguous(), "d_final": d_final.contiguous(), "d_before": d_before}
+    run(slstm_backward_kernel, inputs, values)
     return raw, d_before
 
 
-def run(kernel: object, given: tuple[object, ...], heads: int, size: int) -> None:
+def run(kernel: object, inputs: SLSTMInputs, values: dict[str, Any]) -> None:
     """Launch a program for each 16 sequences and head."""
-    block = max(triton.next_power_of_2(size), 16)
-    constants = {
-        "H": heads, "D": size, "BB": ROWS, "BD": block, "BS": min(SLICE, block),
-        "num_warps": 8 if block > 64 else 4, "num_stages": 1, "enable_fp_fusion": True,
-    }  # fmt: skip
-    sequences = given[-1]
-    assert isinstance(sequences, int)
-    launch(kernel, (-(-sequences // ROWS), heads, 1), given, constants)
+    heads, _, size = inputs.gates.shape[2:]
+    sequences, block = len(inputs.before), max(triton.next_power_of_2(size), 16)
+    start, length = inputs.spans
+    values |= {"start": start, "length": length, "before": inputs.before.contiguous()}
+    values |= {"N": sequences, "H": heads, "D": size, "BB": ROWS, "BD": block}
+    values |= {"BS": min(SLICE, block), "num_warps": 8 if block > 64 else 4}
+    values |= {"num_stages": 1, "enable_fp_fusion": True}
+    launch(kernel, (-(-sequences // ROWS), heads, 1), values)

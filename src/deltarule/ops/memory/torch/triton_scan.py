@@ -60,8 +60,7 @@ def forward(inputs: Scan) -> tuple[Tensor, Tensor]:
     # Triton is an extra, imported where it runs.
     from deltarule.ops.memory.triton import passes as kernels
 
-    z, after, _ = kernels.forward(inputs[:8], *inputs[8:], note=False)
-    return z, after
+    return kernels.forward(inputs)[:2]
 
 
 def backward(
@@ -74,7 +73,7 @@ def backward(
         like.new_zeros(like.shape) if d is None else d.contiguous()
         for d, like in zip(gradients, (inputs.v, inputs.memory), strict=True)
     )
-    return kernels.backward(d_z, d_memory, inputs[:8], *inputs[8:])
+    return kernels.backward(d_z, d_memory, inputs)
 
 
 def fake(inputs: Scan) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from deltarule.ops.memory.torch.triton_scan import Scan
 from deltarule.ops.memory.triton.backward import memory_backward_kernel, read_backward_kernel
 from deltarule.ops.memory.triton.network_backward import (
     TILES,
@@ -14,6 +15,7 @@ from deltarule.ops.memory.triton.network_backward import (
 )
 from deltarule.ops.memory.triton.network_scan import network_scan_kernel
 from deltarule.ops.memory.triton.scan import memory_scan_kernel
+from deltarule.ops.registration import Gradients
 from deltarule.ops.runtime.launch import launch
 
 # Written out, because Triton's default follows an environment variable. Nothing is pipelined: W
@@ -23,109 +25,61 @@ WARPS, WARPS_OF_SMALL_MAPS = 8, 4
 # Numbers of a block of a map that is streamed, and its columns at most.
 BLOCK, COLUMNS = 4096, 32
 
-Streams = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
-
-def constants(
-    k: Tensor, v: Tensor, memory: Tensor, norm: bool, packed: bool, inner: int
-) -> dict[str, Any]:
-    """For keys [M, R, HV, S, K], values and memory, [N, HV, 3, V, K + bias] where it is held."""
-    heads, slots, channels = k.shape[2:]
-    blocks = {"BS": slots, "BK": channels, "BV": v.shape[-1]}
-    sizes = {name: max(triton.next_power_of_2(size), 16) for name, size in blocks.items()}
-    sizes |= {"HV": heads, "S": slots, "K": channels, "V": v.shape[-1]}
-    sizes |= {"NORM": norm, "PACKED": packed, "num_warps": warps(k), **OPTIONS}
+def arguments(inputs: Scan) -> dict[str, Any]:
+    """What all kernels are given of a call, and what they are compiled for."""
+    k, v, memory = inputs.k, inputs.v, inputs.memory
+    (count, lanes, heads, slots, channels), values = k.shape, v.shape[-1]
+    sizes = {"HV": heads, "S": slots, "K": channels, "V": values}
+    blocks = {"BS": slots, "BK": channels, "BV": values}
+    sizes |= {name: max(triton.next_power_of_2(size), 16) for name, size in blocks.items()}
+    norm, packed = inputs.weight is not None, inputs.owner is not None
+    found = {**inputs._asdict(), **sizes, **OPTIONS, "NORM": norm, "PACKED": packed}
+    found |= {"M": count, "R": lanes}
     if memory.ndim == 5:
-        return sizes | {"BIAS": memory.shape[-1] - channels}
-    entering = inner or channels
+        # As many warps as a map can be shared among.
+        warps = WARPS if channels > 32 else WARPS_OF_SMALL_MAPS
+        return found | {"BIAS": memory.shape[-1] - channels, "num_warps": warps}
+    entering = inputs.inner or channels
     columns = min(BLOCK // max(sizes["BK"], sizes["BV"]), COLUMNS)
-    return sizes | {
-        "C": entering, "BC": max(min(triton.next_power_of_2(entering), columns), 16),
-        "SIZE": memory.shape[-1], "PARTS": memory.shape[2], "DEEP": inner > 0, "BIAS": int(norm),
-        "num_warps": WARPS,
-    }  # fmt: skip
+    found |= {"C": entering, "BC": max(min(triton.next_power_of_2(entering), columns), 16)}
+    found |= {"SIZE": memory.shape[-1], "PARTS": memory.shape[2], "DEEP": inputs.inner > 0}
+    return found | {"BIAS": int(norm), "num_warps": WARPS}
 
 
-def warps(k: Tensor) -> int:
-    """As many warps in a program as a map can be shared among."""
-    return WARPS if k.shape[-1] > 32 else WARPS_OF_SMALL_MAPS
-
-
-def forward(
-    streams: Streams,
-    memory: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    inner: int,
-    note: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def forward(inputs: Scan, note: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
     """z [M, R, HV, S, V], the memory after, and with `note` that before each mini-batch."""
-    (_, k, v, *_), owner = streams, streams[-1]
-    z, memory = torch.empty_like(v), memory.clone()
-    steps, rows = k.shape[:2]
-    noted = (
-        torch.empty((*k.shape[:3], *memory.shape[2:]), dtype=torch.float32, device=k.device)
-        if note
-        else None
-    )
-    launch(
-        memory_scan_kernel if memory.ndim == 5 else network_scan_kernel, (rows, k.shape[2], 1),
-        (*streams, memory, weight, bias, z, noted, eps, steps, rows),
-        constants(k, v, memory, weight is not None, owner is not None, inner),
-    )  # fmt: skip
+    z, memory, each = torch.empty_like(inputs.v), inputs.memory.clone(), inputs.k.shape[:3]
+    noted = memory.new_empty(*each, *memory.shape[2:]) if note else None
+    kernel = memory_scan_kernel if memory.ndim == 5 else network_scan_kernel
+    values = arguments(inputs) | {"memory": memory, "z": z, "noted": noted}
+    launch(kernel, (*each[1:], 1), values)
     return z, memory, noted
 
 
-def backward(
-    d_z: Tensor,
-    d_memory: Tensor,
-    streams: Streams,
-    memory: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    inner: int,
-) -> tuple[Tensor | None, ...]:
+def backward(d_z: Tensor, d_memory: Tensor, inputs: Scan) -> Gradients:
     """Gradients by q, k, v, rows, scalars, writes, memory, weight and bias."""
-    noted = forward(streams, memory, weight, bias, eps, inner, note=True)[2]
-    q, k, v, rows, scalars, writes, full, owner = streams
-    sizes = constants(k, v, memory, weight is not None, owner is not None, inner)
-    d_q, d_k, d_v, d_rows, d_scalars, d_writes = (torch.empty_like(x) for x in streams[:6])
-    at, g, d_g = (torch.empty_like(v) for _ in range(3))
-    d_memory, (count, lanes) = d_memory.clone(), k.shape[:2]
-    parts = [
-        None if x is None else torch.empty((lanes, *x.shape), dtype=torch.float32, device=x.device)
-        for x in (weight, bias)
-    ]
-    every, each = (k.shape[:3].numel(), 1, 1), (lanes, k.shape[2], 1)
-    if memory.ndim == 5:
-        launch(
-            read_backward_kernel, every,
-            (q, k, v, rows, writes, noted, weight, bias, d_z, at, g, d_g, d_q, d_k, d_rows,
-             d_writes, eps), sizes,
-        )  # fmt: skip
-        launch(
-            memory_backward_kernel, each,
-            (q, k, v, rows, scalars, full, owner, noted, weight, bias, d_z, at, g, d_g, d_memory,
-             d_k, d_v, d_rows, d_scalars, *parts, eps, count, lanes), sizes,
-        )  # fmt: skip
+    k, held, inner = inputs.k, inputs.memory.ndim == 5, inputs.inner
+    count, lanes, heads, slots, _ = k.shape
+    names = "q", "k", "v", "rows", "scalars", "writes"
+    found = {f"d_{name}": torch.empty_like(getattr(inputs, name)) for name in names}
+    norm = inputs.weight, inputs.bias
+    d_norm = [None if x is None else k.new_empty(lanes, *x.shape) for x in norm]
+    values = arguments(inputs) | found | {"d_weight": d_norm[0], "d_bias": d_norm[1]}
+    values |= {name: torch.empty_like(inputs.v) for name in ("at", "g", "d_g")}
+    d_memory, noted = d_memory.clone(), forward(inputs, note=True)[2]
+    values |= {"d_z": d_z, "d_memory": d_memory, "noted": noted}
+    if held:
+        launch(read_backward_kernel, (count * lanes * heads, 1, 1), values)
+        launch(memory_backward_kernel, (lanes, heads, 1), values)
     else:
-        shape = *k.shape[:4], inner
-        tiles = k.new_empty((*shape[:3], TILES.value, *shape[3:])) if inner else None
-        d_x = k.new_empty(shape) if inner else d_k
-        launch(
-            network_read_backward_kernel, (lanes, k.shape[2], count),
-            (q, k, v, rows, writes, full, owner, noted, weight, bias, d_z, at, g, tiles, d_g, d_x,
-             d_q, d_k, d_rows, d_writes, eps, lanes), sizes,
-        )  # fmt: skip
-        launch(
-            network_backward_kernel, each,
-            (q, k, v, rows, scalars, full, owner, noted, weight, bias, d_z, at, g, tiles, d_g, d_x,
-             d_memory, d_k, d_v, d_rows, d_scalars, *parts, eps, count, lanes), sizes,
-        )  # fmt: skip
-        if weight is not None:
+        # What enters the last map of two, and its gradient.
+        shape = count, lanes, heads, TILES.value, slots, inner
+        values["tiles"] = k.new_empty(shape) if inner else None
+        values["d_x"] = k.new_empty(*shape[:3], slots, inner) if inner else found["d_k"]
+        launch(network_read_backward_kernel, (lanes, heads, count), values)
+        launch(network_backward_kernel, (lanes, heads, 1), values)
+        if inputs.weight is not None:
             # In the loss stands k - v.
-            d_k -= d_v
-    summed = (None if x is None else x.sum(0) for x in parts)
-    return d_q, d_k, d_v, d_rows, d_scalars, d_writes, d_memory, *summed
+            found["d_k"] -= found["d_v"]
+    return *found.values(), d_memory, *(None if x is None else x.sum(0) for x in d_norm)

@@ -43,15 +43,10 @@ class Plan(NamedTuple):
 
     chunks: int
     grid: tuple[int, int, int]
-    sizes: dict[str, int]
     # A sequence is one chunk, so that there is nothing to carry.
     single: bool
-    warps: int
-
-    @property
-    def constants(self) -> dict[str, object]:
-        """What the kernels over the chunks are compiled for."""
-        return {**self.sizes, "num_warps": self.warps, **OPTIONS}
+    # What the kernels over the chunks are compiled for.
+    constants: dict[str, Any]
 
 
 def make_plan(inputs: ScanInputs, tile: Tile = FORWARD) -> Plan:
@@ -62,17 +57,19 @@ def make_plan(inputs: ScanInputs, tile: Tile = FORWARD) -> Plan:
     chunks = tokens // size + inputs.sequences if packed else batch * -(-tokens // size)
     block_k = triton.next_power_of_2(key_size)
     block_v = min(tile.widest, max(tile.entries // block_k, 1), triton.next_power_of_2(value_size))
-    constants = inputs.q.ndim == 3 or inputs.k.ndim == 3
-    sizes = {
-        "HQ": 0 if inputs.q.ndim == 3 else inputs.q.shape[2],
-        "HK": 0 if inputs.k.ndim == 3 else inputs.k.shape[2],
-        "HV": heads, "V": value_size, "K": key_size, "CT": size, "BK": block_k, "BV": block_v,
-        "G": min(HELD_BESIDE_CONSTANTS if constants else HELD, size), "PACKED": packed,
-        "SIGNED": inputs.signed,
-    }  # fmt: skip
+    HQ, HK = (0 if x.ndim == 3 else x.shape[2] for x in (inputs.q, inputs.k))
+    constants = {"HQ": HQ, "HK": HK, "HV": heads, "V": value_size, "K": key_size, "CT": size}
+    constants |= {"BK": block_k, "BV": block_v, "PACKED": packed, "SIGNED": inputs.signed}
+    constants["G"] = min(HELD if HQ and HK else HELD_BESIDE_CONSTANTS, size)
+    constants["num_warps"] = min(max(block_k * block_v // tile.of_warp, 1), MOST_WARPS)
     grid = (chunks, heads, triton.cdiv(value_size, block_v))
-    warps = min(max(block_k * block_v // tile.of_warp, 1), MOST_WARPS)
-    return Plan(chunks, grid, sizes, not packed and 0 < tokens <= size, warps)
+    return Plan(chunks, grid, not packed and 0 < tokens <= size, constants | OPTIONS)
+
+
+def arguments(inputs: ScanInputs, plan: Plan) -> dict[str, Any]:
+    """What all kernels are given of a call, and what they are compiled for."""
+    tokens = {"T": inputs.v.shape[1], "N": inputs.sequences}
+    return inputs._asdict() | plan.constants | tokens
 
 
 def saved_shape(inputs: ScanInputs) -> tuple[int, int, int, int]:
@@ -91,11 +88,9 @@ def forward(inputs: ScanInputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     if not plan.single:
         starts = carried(inputs, plan, None, inputs.initial_state, final_state)
     if plan.chunks:
-        given = (
-            *inputs[:8], inputs.cu_seqlens, starts, o, final_state if plan.single else None,
-            inputs.scale, inputs.v.shape[1], inputs.sequences,
-        )  # fmt: skip
-        launch(read_kernel, plan.grid, given, plan.constants)
+        values = arguments(inputs, plan) | {"states": starts, "o": o}
+        values["final_state"] = final_state if plan.single else None
+        launch(read_kernel, plan.grid, values)
     if not save or plan.single or starts is None:
         starts = torch.empty((0, *inputs.state_shape[1:]), dtype=torch.float32, device=device)
     return o, final_state, starts
@@ -105,27 +100,16 @@ def carried(
     inputs: ScanInputs, plan: Plan, d_o: Tensor | None, before: Tensor | None, after: Tensor
 ) -> Tensor:
     """[M, HV, V, K] the state at the start of every chunk; of d_o, the gradient at its end."""
-    shape, device = (plan.chunks, *inputs.state_shape[1:]), inputs.v.device
-    local, left = (
-        torch.empty(shape, dtype=torch.float32, device=device),
-        torch.empty(shape, dtype=torch.float32, device=device),
-    )
-    tokens, size = inputs.v.shape[1], math.prod(inputs.state_shape[1:])
-    if plan.chunks and tokens:
-        given = (
-            *inputs[:8], d_o, inputs.cu_seqlens, local, left, inputs.scale, tokens,
-            inputs.sequences,
-        )  # fmt: skip
-        constants = {**plan.constants, "REVERSE": d_o is not None}
-        launch(chunk_summary_kernel, plan.grid, given, constants)
+    shape, size = (plan.chunks, *inputs.state_shape[1:]), math.prod(inputs.state_shape[1:])
+    device = inputs.v.device
+    local, left = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
+    values = arguments(inputs, plan) | {"d_o": d_o, "REVERSE": d_o is not None}
+    values |= {"before": before, "local": local, "left": left, "after": after}
+    if plan.chunks and inputs.v.shape[1]:
+        launch(chunk_summary_kernel, plan.grid, values)
     if inputs.sequences:
-        constants = {
-            "SIZE": size, "CT": plan.sizes["CT"], "BE": CARRIED, "PACKED": plan.sizes["PACKED"],
-            "REVERSE": d_o is not None, "num_warps": 4, **OPTIONS,
-        }  # fmt: skip
         grid = inputs.sequences, triton.cdiv(size, CARRIED), 1
-        states = before, local, left, after, inputs.cu_seqlens, tokens, inputs.sequences
-        launch(carry_kernel, grid, states, constants)
+        launch(carry_kernel, grid, values | {"SIZE": size, "BE": CARRIED, "num_warps": 4})
     return local
 
 
@@ -149,15 +133,14 @@ def backward(
     plan = make_plan(inputs, BACKWARD)
     parts = partial_gradients(inputs, plan)
     if plan.chunks:
-        groups = plan.sizes["CT"] // plan.sizes["G"]
-        tile = plan.sizes["BK"] * plan.sizes["BV"]
-        noted = torch.empty(*plan.grid, groups, tile, dtype=torch.float32, device=d_o.device)
-        arguments = (
-            *inputs[:8], inputs.cu_seqlens, starts, ends, noted, d_o, *parts.values(),
-            d_initial if plan.single else None, inputs.scale, inputs.v.shape[1],
-            inputs.sequences, inputs.v.shape[:2].numel(),
-        )  # fmt: skip
-        launch(read_backward_kernel, plan.grid, arguments, plan.constants)
+        own = plan.constants
+        size = own["CT"] // own["G"], own["BK"] * own["BV"]
+        noted = torch.empty(*plan.grid, *size, dtype=torch.float32, device=d_o.device)
+        values = arguments(inputs, plan) | {f"d_{name}": part for name, part in parts.items()}
+        values |= {"states": starts, "ends": ends, "noted": noted, "d_o": d_o}
+        values["d_initial"] = d_initial if plan.single else None
+        values["s_part"] = inputs.v.shape[:2].numel()
+        launch(read_backward_kernel, plan.grid, values)
     gradients = [
         None if x is None or part is None else summed(part, x)
         for x, part in zip(given[:8], parts.values(), strict=True)
@@ -167,22 +150,20 @@ def backward(
 
 def partial_gradients(inputs: ScanInputs, plan: Plan) -> dict[str, Tensor | None]:
     """Room for what the programs leave: of a sum over values or chunks, one part for each."""
-    device, (chunks, heads, blocks) = inputs.v.device, plan.grid
-    parts: dict[str, Any] = {}
+    chunks, heads, blocks = plan.grid
+    # The numbers of packed chunks leave gaps.
+    of_chunks = torch.zeros if plan.constants["PACKED"] else torch.empty
+    parts: dict[str, Tensor | None] = {}
     for name, x in zip(inputs._fields[:8], inputs[:8], strict=True):
         if x is None:
             parts[name] = None
         elif x.ndim == 3:
-            # The numbers of packed chunks leave gaps.
-            allocate = torch.zeros if plan.sizes["PACKED"] else torch.empty
-            parts[name] = allocate((chunks, *x.shape), dtype=torch.float32, device=device)
+            parts[name] = of_chunks(chunks, *x.shape, dtype=torch.float32, device=x.device)
         elif name in ("q", "k", "log_decay"):
             sharing = heads // x.shape[2]
-            parts[name] = torch.empty(
-                (blocks * sharing, *x.shape), dtype=torch.float32, device=device
-            )
+            parts[name] = x.new_empty(blocks * sharing, *x.shape, dtype=torch.float32)
         else:
-            parts[name] = torch.empty(x.shape, dtype=x.dtype, device=device)
+            parts[name] = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return parts
 
 

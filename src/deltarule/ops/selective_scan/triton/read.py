@@ -15,7 +15,7 @@ registers those of the G tokens that it goes back through. A gradient of q, k or
 sum over the value channels, of which a program adds its BV: the launcher adds the parts.
 """
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -34,19 +34,10 @@ from deltarule.ops.selective_scan.triton.tokens import (
     transition,
 )
 
-
-class Gradients(NamedTuple):
-    """The gradient by o, and where others go: parts of those of keys are s_part tokens apart."""
-
-    d_o: tl.tensor
-    d_q: tl.tensor
-    d_k: tl.tensor
-    d_v: tl.tensor
-    d_delta: tl.tensor
-    d_value_log_decay: tl.tensor
-    d_log_decay: tl.tensor
-    d_beta: tl.tensor
-    s_part: tl.tensor
+# The gradient by o, and where others go: parts of those of keys are s_part tokens apart.
+Gradients = namedtuple(
+    "Gradients", "d_o d_q d_k d_v d_delta d_value_log_decay d_log_decay d_beta s_part"
+)
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -63,10 +54,10 @@ def read_kernel(
         return
     i_h = tl.program_id(1)
     o_k, o_v = tile_offsets(BV, BK)
-    b_A, b_k, b_q = load_constants(A, k, q, i_h, o_k, o_v, HK, HQ, V, K)
     S: tl.constexpr = Sizes(HQ, HK, HV, V, K, BK, BV, SIGNED)
-    x = Tokens(q, k, v, delta, value_log_decay, log_decay, beta, b_A, b_k, b_q)
     at = Place(i_h, o_k, o_v)
+    b_A, b_k, b_q = load_constants(A, k, q, at, S)
+    x = Tokens(q, k, v, delta, value_log_decay, log_decay, beta, b_A, b_k, b_q)
     place, mask = state_offsets(i_m, i_h, o_k, o_v, HV, V, K)
     b_s = tl.zeros([BK, BV], tl.float32)
     if states is not None:
@@ -108,13 +99,11 @@ def read_backward_kernel(
         return
     i_h, i_v = tl.program_id(1), tl.program_id(2)
     o_k, o_v = tile_offsets(BV, BK)
-    b_A, b_k, b_q = load_constants(A, k, q, i_h, o_k, o_v, HK, HQ, V, K)
     S: tl.constexpr = Sizes(HQ, HK, HV, V, K, BK, BV, SIGNED)
-    x = Tokens(q, k, v, delta, value_log_decay, log_decay, beta, b_A, b_k, b_q)
     at = Place(i_h, o_k, o_v)
-    y = Gradients(
-        d_o, d_q, d_k, d_v, d_delta, d_value_log_decay, d_log_decay, d_beta, s_part
-    )  # fmt: skip
+    b_A, b_k, b_q = load_constants(A, k, q, at, S)
+    x = Tokens(q, k, v, delta, value_log_decay, log_decay, beta, b_A, b_k, b_q)
+    y = Gradients(d_o, d_q, d_k, d_v, d_delta, d_value_log_decay, d_log_decay, d_beta, s_part)
     b_dA = tl.zeros([BK, BV], tl.float32)
     b_dk_all, b_dq_all = b_dA, b_dA
     place, mask = state_offsets(i_m, i_h, o_k, o_v, HV, V, K)
@@ -141,10 +130,10 @@ def read_backward_kernel(
             held = held + (held[j] * b_f + b_new,)  # type: ignore[assignment]  # noqa: RUF005
         for j in tl.static_range(G):
             t = i_g * G + G - 1 - j
+            row, here = first + t, t < tokens
             b_d, b_dq, b_dk, b_dA = token_backward(
-                b_d, held[G - j], held[G - 1 - j], b_dA, x, y, scale, first + t, t < tokens, i_v,
-                at, S,
-            )  # fmt: skip
+                b_d, held[G - j], held[G - 1 - j], b_dA, x, y, scale, row, here, i_v, at, S
+            )
             if HQ == 0:
                 b_dq_all += b_dq
             if HK == 0:
@@ -160,9 +149,7 @@ def read_backward_kernel(
 
 
 @triton.jit
-def token_backward(
-    b_d, b_after, b_before, b_dA, x, y, scale, row, here, i_v, at, S: tl.constexpr
-):  # fmt: skip
+def token_backward(b_d, b_after, b_before, b_dA, x, y, scale, row, here, i_v, at, S: tl.constexpr):
     """Store what a token gives; return the gradient by the state before it, and d_q, d_k, d_A."""
     i_h, o_k, o_v = at
     o_row = i_v * S.BV + tl.arange(0, S.BV)

@@ -40,10 +40,10 @@ def chunk_summary_kernel(
         return
     i_h = tl.program_id(1)
     o_k, o_v = tile_offsets(BV, BK)
-    b_A, b_k, b_q = load_constants(A, k, q, i_h, o_k, o_v, HK, HQ, V, K)
     S: tl.constexpr = Sizes(HQ, HK, HV, V, K, BK, BV, SIGNED)
-    x = Tokens(q, k, v, delta, value_log_decay, log_decay, beta, b_A, b_k, b_q)
     at = Place(i_h, o_k, o_v)
+    b_A, b_k, b_q = load_constants(A, k, q, at, S)
+    x = Tokens(q, k, v, delta, value_log_decay, log_decay, beta, b_A, b_k, b_q)
     b_s, b_left = tl.zeros([BK, BV], tl.float32), tl.full([BK, BV], 1.0, tl.float32)
     for i_g in range(0, tokens, G):
         for j in tl.static_range(G):

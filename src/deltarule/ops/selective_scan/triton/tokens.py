@@ -6,48 +6,19 @@ time a whole tile; gates of the values are rows [1, BV]. Tensors are contiguous.
 chunk reads as zeros everywhere, which neither decays nor writes.
 """
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
 
 from deltarule.ops.runtime.places import chunk_place
 
-
-class Sizes(NamedTuple):
-    """What a kernel is compiled for, as one constant; without heads k or q has no time axis."""
-
-    HQ: int
-    HK: int
-    HV: int
-    V: int
-    K: int
-    BK: int
-    BV: int
-    SIGNED: bool
-
-
-class Tokens(NamedTuple):
-    """What a call is given, and the tiles of A, k and q where these have no time axis."""
-
-    q: tl.tensor
-    k: tl.tensor
-    v: tl.tensor
-    delta: tl.tensor
-    value_log_decay: tl.tensor
-    log_decay: tl.tensor
-    beta: tl.tensor
-    b_A: tl.tensor
-    b_k: tl.tensor
-    b_q: tl.tensor
-
-
-class Place(NamedTuple):
-    """The value head of a program, and the key and value channels of its tile."""
-
-    head: tl.tensor
-    o_k: tl.tensor
-    o_v: tl.tensor
+# What a kernel is compiled for, as one constant; without heads k or q has no time axis.
+Sizes = namedtuple("Sizes", "HQ HK HV V K BK BV SIGNED")
+# What a call is given, and the tiles of A, k and q where these have no time axis.
+Tokens = namedtuple("Tokens", "q k v delta value_log_decay log_decay beta b_A b_k b_q")
+# The value head of a program, and the key and value channels of its tile.
+Place = namedtuple("Place", "head o_k o_v")
 
 
 @triton.jit
@@ -71,18 +42,16 @@ def load_constant(x, i_h, o_k, o_v, V: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def load_constants(
-    A, k, q, i_h, o_k, o_v,
-    HK: tl.constexpr, HQ: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
+def load_constants(A, k, q, at, S: tl.constexpr):
     """The tiles of A, k and q, each where it has no time axis; else zero."""
+    i_h, o_k, o_v = at
     b_A, b_k, b_q = 0.0, 0.0, 0.0
     if A is not None:
-        b_A = load_constant(A, i_h, o_k, o_v, V, K)
-    if HK == 0:
-        b_k = load_constant(k, i_h, o_k, o_v, V, K)
-    if HQ == 0:
-        b_q = load_constant(q, i_h, o_k, o_v, V, K)
+        b_A = load_constant(A, i_h, o_k, o_v, S.V, S.K)
+    if S.HK == 0:
+        b_k = load_constant(k, i_h, o_k, o_v, S.V, S.K)
+    if S.HQ == 0:
+        b_q = load_constant(q, i_h, o_k, o_v, S.V, S.K)
     return b_A, b_k, b_q
 
 
