@@ -9,10 +9,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from deltarule.ops.checks import check_dense, check_gate, shape
 from deltarule.ops.dispatch import Implementation, Table, always, choose, without_autocast
+from deltarule.ops.pack import check_cu_seqlens
 
 PlainImpl = Literal["auto", "reference", "torch", "triton"]
 Arguments = dict[str, Any]
-Output = TypeVar("Output")
+Given = TypeVar("Given")
+Output = TypeVar("Output", bound=tuple[Any, ...])
 
 
 def plain_table(
@@ -23,11 +25,27 @@ def plain_table(
     return {name: Implementation(always, _with(form)) for name, form in forms.items()}
 
 
-def run_plain(table: Table[Arguments, Output], arguments: Arguments, impl: str) -> Output:
-    """Run the chosen implementation, with autocast off."""
-    device = arguments["q"].device
+def run_plain(
+    table: Table[Given, Output], given: Given, impl: str, device: torch.device, return_state: bool
+) -> Output:
+    """Run the chosen implementation, with autocast off; drop the state nobody asked for."""
     with without_autocast(device):
-        return choose(table, arguments, impl, device).run(arguments)
+        output = choose(table, given, impl, device).run(given)
+    if return_state:
+        return output
+    return output._replace(final_state=None)  # type: ignore[attr-defined]
+
+
+def count_sequences(x: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> int:
+    """N, after a check of what says where the sequences of x [B, T, ...] end."""
+    if cu_seqlens is None:
+        if lengths is not None:
+            check_counts("lengths", lengths, x.shape[0], x.shape[1], x)
+        return x.shape[0]
+    if lengths is not None:
+        raise ValueError("lengths must be None with cu_seqlens: leave padding out of the packing")
+    check_cu_seqlens(cu_seqlens, x)
+    return len(cu_seqlens) - 1
 
 
 def check_state_tensor(

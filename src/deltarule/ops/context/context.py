@@ -103,8 +103,12 @@ class Context(NamedTuple):
             return 0
         return self.first - max((o for o in self.offsets or (0,) if o <= self.first), default=0)
 
-    def check(self, tokens: int, name: str) -> None:
-        """Refuse a tensor that does not have as many tokens as lie here."""
+    def check(self, tokens: int, name: str, cu_seqlens: Tensor | None = None) -> None:
+        """Refuse a tensor that does not have as many tokens as lie here, and offsets beside it."""
+        if cu_seqlens is not None:
+            raise ValueError(
+                "cu_seqlens must be None with a context: make_context takes the offsets"
+            )
         if tokens != self.last - self.first:
             raise ValueError(
                 f"{name} must have the {self.last - self.first} tokens of process {self.rank} of "

@@ -188,9 +188,7 @@ def over_context(operator: Operator, context: Context, given: dict[str, Any]) ->
     Returns:
         The outputs here, and the state after the last token here of each sequence.
     """
-    context.check(given["q"].shape[1], "q")
-    if given.get("cu_seqlens") is not None:
-        raise ValueError("cu_seqlens must be None with a context: make_context takes the offsets")
+    context.check(given["q"].shape[1], "q", given.get("cu_seqlens"))
     given = given | {"cu_seqlens": context.cu_seqlens(given["q"].device)}
     named = {name: given[name] for name in Inputs._fields if name in given}
     inputs = check_arguments(Inputs(**named), given["scale"])

@@ -142,9 +142,11 @@ def _evaluate_torch(
 
 
 def linear_backward(
-    gradients: Gradients, saved: Sequence[Tensor], wanted: Sequence[bool],
+    gradients: Gradients,
+    saved: Sequence[Tensor],
+    wanted: Sequence[bool],
     inputs: LinearCrossEntropy,
-) -> Gradients:  # fmt: skip
+) -> Gradients:
     """The kept gradients times d loss."""
     assert inputs.with_gradient
     (d_loss,), (d_x, d_weight, share) = gradients, saved
@@ -160,11 +162,10 @@ def linear_fake(inputs: LinearCrossEntropy) -> tuple[Tensor, Tensor, Tensor, Ten
     return loss, d_x, d_weight, share
 
 
+rules = Rules(1, (1,), ("logits",))
 cross_entropy = Operator(
-    "cross_entropy", CrossEntropy, forward, backward, fake, returned=2,
-    rules=Rules(1, (1,), ("logits",)),
-)  # fmt: skip
-linear_cross_entropy = Operator(
-    "linear_cross_entropy", LinearCrossEntropy, linear_forward, linear_backward, linear_fake,
-    returned=4, rules=Rules(1, (1, 2, 3), ("x", "weight"), forgotten=("targets",)),
-)  # fmt: skip
+    "cross_entropy", CrossEntropy, forward, backward, fake, returned=2, rules=rules
+)
+of_head = LinearCrossEntropy, linear_forward, linear_backward, linear_fake
+rules = Rules(1, (1, 2, 3), ("x", "weight"), forgotten=("targets",))
+linear_cross_entropy = Operator("linear_cross_entropy", *of_head, returned=4, rules=rules)

@@ -51,7 +51,5 @@ def fake(inputs: GatedNorm) -> tuple[Tensor]:
     return (inputs.x.new_empty(inputs.x.shape),)
 
 
-gated_norm = Operator(
-    "gated_norm", GatedNorm, forward, backward, fake,
-    rules=Rules(gradients=("x", "gate", "weight")),
-)  # fmt: skip
+rules = Rules(gradients=("x", "gate", "weight"))
+gated_norm = Operator("gated_norm", GatedNorm, forward, backward, fake, rules=rules)

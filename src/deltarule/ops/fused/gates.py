@@ -79,11 +79,8 @@ def strength_fake(inputs: WriteStrength) -> tuple[Tensor]:
     return (inputs.logits.new_empty(inputs.logits.shape, dtype=torch.float32),)
 
 
-log_decay = Operator(
-    "log_decay", LogDecay, decay_forward, decay_backward, decay_fake, returned=2,
-    rules=Rules(2, gradients=("logits", "A_log", "dt_bias")),
-)  # fmt: skip
-write_strength = Operator(
-    "write_strength", WriteStrength, strength_forward, strength_backward, strength_fake,
-    rules=Rules(gradients=("logits",)),
-)  # fmt: skip
+of_decay = LogDecay, decay_forward, decay_backward, decay_fake
+rules = Rules(2, gradients=("logits", "A_log", "dt_bias"))
+log_decay = Operator("log_decay", *of_decay, returned=2, rules=rules)
+of_strength = WriteStrength, strength_forward, strength_backward, strength_fake
+write_strength = Operator("write_strength", *of_strength, rules=Rules(gradients=("logits",)))

@@ -52,7 +52,7 @@ def fake(inputs: ResidualNorm) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape, dtype=dtype)
 
 
+rules = Rules(2, (0,), ("x", "weight"), alike={"y": "x"}, forgotten=("x", "y"))
 residual_norm = Operator(
-    "residual_norm", ResidualNorm, forward, backward, fake, returned=2,
-    rules=Rules(2, (0,), ("x", "weight"), alike={"y": "x"}, forgotten=("x", "y")),
-)  # fmt: skip
+    "residual_norm", ResidualNorm, forward, backward, fake, returned=2, rules=rules
+)

@@ -64,7 +64,5 @@ def fake(inputs: ShortConv) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), history.new_empty(history.shape)
 
 
-short_conv = Operator(
-    "short_conv", ShortConv, forward, backward, fake, returned=2,
-    rules=Rules(2, gradients=("x", "weight", "history")),
-)  # fmt: skip
+rules = Rules(2, gradients=("x", "weight", "history"))
+short_conv = Operator("short_conv", ShortConv, forward, backward, fake, returned=2, rules=rules)

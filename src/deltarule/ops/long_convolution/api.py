@@ -1,12 +1,12 @@
 """The operator for every system whose memory is one filter over all that came before."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from deltarule.ops.dispatch import Implementation, Table, always, choose, without_autocast
+from deltarule.ops.dispatch import Implementation, Table, always
 from deltarule.ops.few_tokens import decodes
 from deltarule.ops.long_convolution import definition as reference
 from deltarule.ops.long_convolution.history import (
@@ -17,24 +17,8 @@ from deltarule.ops.long_convolution.history import (
 )
 from deltarule.ops.long_convolution.inputs import check_convolution, check_history
 from deltarule.ops.long_convolution.torch.operator import operator
-from deltarule.ops.plain import Arguments, PlainImpl, check_counts
+from deltarule.ops.plain import PlainImpl, check_counts, run_plain
 from deltarule.shapes import Keys, Offsets, Queries, RecurrentOutput, Values
-
-
-def run_reference(arguments: Arguments) -> RecurrentOutput:
-    """The definition, one token at a time, differentiable to any order."""
-    return reference.long_convolution(**arguments)
-
-
-def run_torch(arguments: Arguments) -> RecurrentOutput:
-    """Halves by FFT, or products where keys are wide: any device."""
-    return Convolution(**arguments).run()
-
-
-IMPLEMENTATIONS: Table[Arguments, RecurrentOutput] = {
-    "torch": Implementation(always, run_torch),
-    "reference": Implementation(always, run_reference),
-}
 
 
 def long_convolution(
@@ -95,20 +79,13 @@ def long_convolution(
         check_counts("lengths", lengths, v.shape[0], v.shape[1], v)
     if cu_seqlens is not None:
         cu_seqlens = cu_seqlens.to(v.device)
-    arguments = {
-        "v": v, "taps": taps, "q": q, "k": k, "initial_state": initial_state,
-        "lengths": lengths, "cu_seqlens": cu_seqlens,
-    }  # fmt: skip
+    call = Convolution(v, taps, q, k, initial_state, lengths, cu_seqlens)
     # On a GPU, too, the fast form is that of PyTorch: its FFT and its products are kernels.
-    with without_autocast(v.device):
-        table = IMPLEMENTATIONS
-        form = choose(table, arguments, "torch" if impl == "auto" else impl, v.device)
-        output = form.run(arguments)
-    return output if return_state else RecurrentOutput(output.o, None)
+    impl = "torch" if impl == "auto" else impl
+    return run_plain(IMPLEMENTATIONS, call, impl, v.device, return_state)
 
 
-@dataclass(frozen=True)
-class Convolution:
+class Convolution(NamedTuple):
     """One call: the arguments of `long_convolution`, checked."""
 
     v: Tensor
@@ -120,7 +97,7 @@ class Convolution:
     cu_seqlens: Tensor | None
 
     def run(self) -> RecurrentOutput:
-        """Outputs and the last rows."""
+        """Outputs, by FFT of halves, or by products where keys are wide; and the last rows."""
         v, history = self.v, self.initial_state
         written = v if self.k is None else torch.cat([self.k, v], dim=-1)
         wide = written.to(torch.promote_types(v.dtype, torch.float32))
@@ -165,3 +142,14 @@ class Convolution:
             weight = weight * scores
         o = (seen[..., split:, :] * weight.unsqueeze(-2)).sum(-1)
         return o.to(self.v.dtype)
+
+
+def run_reference(call: Convolution) -> RecurrentOutput:
+    """The definition, one token at a time, differentiable to any order."""
+    return reference.long_convolution(**call._asdict())
+
+
+IMPLEMENTATIONS: Table[Convolution, RecurrentOutput] = {
+    "torch": Implementation(always, Convolution.run),
+    "reference": Implementation(always, run_reference),
+}

@@ -6,8 +6,7 @@ from torch import Tensor
 from deltarule.ops.checks import check_sequence
 from deltarule.ops.dispatch import constant_when_compiled
 from deltarule.ops.fused_kernels import why_not_fused
-from deltarule.ops.pack import check_cu_seqlens
-from deltarule.ops.plain import Arguments, check_counts, check_per_head, check_state_tensor
+from deltarule.ops.plain import Arguments, check_per_head, check_state_tensor, count_sequences
 from deltarule.shapes import TitansState, TTTState
 
 Maps = tuple[Tensor, ...]
@@ -70,14 +69,7 @@ def check_call(
     """Check what both operators are given beside their memory, and return N."""
     check_sequence(q, k, v, 1)
     check_per_head("beta", beta, "[B, T, HV]", (*q.shape[:2], v.shape[2]), q)
-    if cu_seqlens is None:
-        if lengths is not None:
-            check_counts("lengths", lengths, q.shape[0], q.shape[1], q)
-        return q.shape[0]
-    if lengths is not None:
-        raise ValueError("lengths must be None with cu_seqlens: leave padding out of the packing")
-    check_cu_seqlens(cu_seqlens, q)
-    return len(cu_seqlens) - 1
+    return count_sequences(q, lengths, cu_seqlens)
 
 
 def check_memory(

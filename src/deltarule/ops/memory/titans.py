@@ -110,10 +110,7 @@ def titans(
         raise ValueError(f"mini_batch must be an integer of 1 or more, got {mini_batch!r}")
     check_memory(initial_state, TitansState, sequences, q, v)
     check_counts("initial_state.position", initial_state.position, sequences, mini_batch - 1, q)
-    arguments = {
-        "q": q, "k": k, "v": v, "beta": beta, "momentum": momentum, "log_decay": log_decay,
-        "mini_batch": mini_batch, "initial_state": initial_state, "lengths": lengths,
-        "cu_seqlens": cu_seqlens,
-    }  # fmt: skip
-    output = run_plain(IMPLEMENTATIONS, arguments, impl)
-    return output if return_state else TitansOutput(output.o, None)
+    arguments: Arguments = {"q": q, "k": k, "v": v, "beta": beta, "momentum": momentum}
+    arguments |= {"log_decay": log_decay, "mini_batch": mini_batch, "lengths": lengths}
+    arguments |= {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
+    return run_plain(IMPLEMENTATIONS, arguments, impl, q.device, return_state)

@@ -122,10 +122,7 @@ def ttt(
     check_memory(initial_state, TTTState, sequences, q, v)
     most = len(step_scale) - 1
     check_counts("initial_state.position", initial_state.position, sequences, most, q)
-    arguments = {
-        "q": q, "k": k, "v": v, "beta": beta, "step_scale": step_scale,
-        "norm_weight": norm_weight, "norm_bias": norm_bias, "norm_eps": float(norm_eps),
-        "initial_state": initial_state, "lengths": lengths, "cu_seqlens": cu_seqlens,
-    }  # fmt: skip
-    output = run_plain(IMPLEMENTATIONS, arguments, impl)
-    return output if return_state else TTTOutput(output.o, None)
+    arguments: Arguments = {"q": q, "k": k, "v": v, "beta": beta, "step_scale": step_scale}
+    arguments |= {"norm_weight": norm_weight, "norm_bias": norm_bias, "norm_eps": float(norm_eps)}
+    arguments |= {"initial_state": initial_state, "lengths": lengths, "cu_seqlens": cu_seqlens}
+    return run_plain(IMPLEMENTATIONS, arguments, impl, q.device, return_state)

@@ -14,12 +14,12 @@ from deltarule.ops.mesa import definition as reference
 from deltarule.ops.mesa import torch as chunked
 from deltarule.ops.mesa.context import starting_sums
 from deltarule.ops.mesa.step import mesa_step
-from deltarule.ops.pack import check_cu_seqlens
 from deltarule.ops.plain import (
     Arguments,
     PlainImpl,
     check_per_head,
     check_state_tensor,
+    count_sequences,
     plain_table,
     run_plain,
 )
@@ -152,22 +152,16 @@ def mesa(
         exact = q.device.type == "cpu" and impl != "triton"
         iterations = None if exact else key_size + MORE_ITERATIONS
     if context is not None:
-        initial_state = starting_sums(
-            context, k, v, beta=beta, log_decay=log_decay, given=initial_state,
-            cu_seqlens=cu_seqlens,
-        )  # fmt: skip
+        context.check(k.shape[1], "q", cu_seqlens)
+        initial_state = starting_sums(context, k, v, beta, log_decay, initial_state)
         cu_seqlens = context.cu_seqlens(q.device)
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, q)
-    sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    sequences = count_sequences(q, None, cu_seqlens)
     check_state(initial_state, (sequences, heads, value_size, key_size), q)
-    arguments = {
-        "q": q, "k": k, "v": v, "beta": beta, "regularizer": regularizer, "log_decay": log_decay,
-        "iterations": iterations, "initial_state": initial_state, "cu_seqlens": cu_seqlens,
-        "scale": key_size**-0.5 if scale is None else check_scale(scale),
-    }  # fmt: skip
-    output = run_plain(IMPLEMENTATIONS, arguments, impl)
-    return output if return_state else MesaOutput(output.o, None)
+    scale = key_size**-0.5 if scale is None else check_scale(scale)
+    arguments: Arguments = {"q": q, "k": k, "v": v, "beta": beta, "regularizer": regularizer}
+    arguments |= {"log_decay": log_decay, "iterations": iterations, "scale": scale}
+    arguments |= {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
+    return run_plain(IMPLEMENTATIONS, arguments, impl, q.device, return_state)
 
 
 def check_iterations(iterations: Iterations) -> None:

@@ -18,16 +18,11 @@ def starting_sums(
     context: Context,
     k: Keys,
     v: Values,
-    *,
     beta: Beta,
     log_decay: Tensor | None,
     given: MesaState | None,
-    cu_seqlens: Tensor | None,
 ) -> MesaState:
     """Return the sums before each sequence here, as given where it begins here."""
-    context.check(k.shape[1], "q")
-    if cu_seqlens is not None:
-        raise ValueError("cu_seqlens must be None with a context: make_context takes the offsets")
     first, sequences = len(k), context.sequences or len(k)
     heads, dtype = v.shape[2], torch.promote_types(k.dtype, torch.float32)
     key_size, value_size = k.shape[3], v.shape[3]

@@ -128,12 +128,9 @@ def solution_fake(inputs: Solution) -> tuple[Tensor]:
     return (torch.empty_like(inputs.x),)
 
 
-solution_operator = Operator(
-    "mesa_solution", Solution, solution_forward, solution_backward, solution_fake,
-    rules=Rules(
-        gradients=("residual",), forgotten=("x", "residual"), otherwise='use impl="reference"'
-    ),
-)  # fmt: skip
+of_solution = Solution, solution_forward, solution_backward, solution_fake
+rules = Rules(1, (), ("residual",), forgotten=("x", "residual"), otherwise='use impl="reference"')
+solution_operator = Operator("mesa_solution", *of_solution, rules=rules)
 
 
 class Systems(NamedTuple):

@@ -1,5 +1,7 @@
 """The operator for every rule whose state decays entry by entry, or from the left."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ from deltarule.ops.dispatch import (
     without_autocast,
 )
 from deltarule.ops.few_tokens import decodes
-from deltarule.ops.pack import check_cu_seqlens
+from deltarule.ops.plain import count_sequences
 from deltarule.ops.selective_scan import definition as reference
 from deltarule.ops.selective_scan.context import over_context
 from deltarule.ops.selective_scan.inputs import ScanInputs
@@ -34,14 +36,8 @@ from deltarule.shapes import Offsets, Outputs, RecurrentOutput, State, Values
 
 def run_reference(inputs: ScanInputs) -> RecurrentOutput:
     """The definition, one token at a time, differentiable to any order."""
-    q, k, v, *decays, initial_state, cu_seqlens, scale, signed = inputs
-    delta, A, value_log_decay, log_decay, beta = decays
-    with without_autocast(v.device):
-        return reference.selective_scan(
-            q, k, v, delta=delta, A=A, value_log_decay=value_log_decay, log_decay=log_decay,
-            beta=beta, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens,
-            signed=signed,
-        )  # fmt: skip
+    with without_autocast(inputs.v.device):
+        return reference.selective_scan(**inputs._asdict())
 
 
 # Key channels of the widest tile that a program of the Triton kernels holds.
@@ -155,13 +151,11 @@ def selective_scan(
     section 3.2; table 4 of arXiv 2406.06484.
     """
     check_values(v)
+    decays = {"delta": delta, "A": A, "value_log_decay": value_log_decay, "log_decay": log_decay}
     if context is not None:
-        given = {
-            "q": q, "k": k, "v": v, "delta": delta, "A": A, "value_log_decay": value_log_decay,
-            "log_decay": log_decay, "beta": beta, "signed": signed, "scale": scale,
-            "initial_state": initial_state, "cu_seqlens": cu_seqlens,
-            "return_state": return_state, "impl": impl,
-        }  # fmt: skip
+        given: dict[str, Any] = {"q": q, "k": k, "v": v, **decays, "beta": beta, "scale": scale}
+        given |= {"initial_state": initial_state, "cu_seqlens": cu_seqlens, "signed": signed}
+        given |= {"return_state": return_state, "impl": impl}
         return over_context(selective_scan, context, given)
     heads, value_size = v.shape[2:]
     for name, x in (("q", q), ("k", k)):
@@ -175,17 +169,12 @@ def selective_scan(
     check_gate("value_log_decay", value_log_decay, v, each_value)
     check_gate("log_decay", log_decay, v, each_key)
     check_gate("beta", beta, v, each_value)
-    decays = {"A": A, "delta": delta, "value_log_decay": value_log_decay, "log_decay": log_decay}
     check_precision(decays)
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, v)
-    sequences = v.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    sequences = count_sequences(v, None, cu_seqlens)
     check_state("initial_state", initial_state, v, (sequences, heads, value_size, q.shape[-1]))
     scale = q.shape[-1] ** -0.5 if scale is None else check_scale(scale)
-    inputs = ScanInputs(
-        q, k, v, delta, A, value_log_decay, log_decay, beta, initial_state, cu_seqlens, scale,
-        signed,
-    )  # fmt: skip
+    gates = delta, A, value_log_decay, log_decay, beta
+    inputs = ScanInputs(q, k, v, *gates, initial_state, cu_seqlens, scale, signed)
     return result(dispatch_scan(inputs, impl), return_state)
 
 

@@ -22,9 +22,7 @@ def over_context(
 ) -> RecurrentOutput:
     """Run the scan on the tokens of this process, after those of the processes before it."""
     q, v = given["q"], given["v"]
-    context.check(v.shape[1], "v")
-    if given["cu_seqlens"] is not None:
-        raise ValueError("cu_seqlens must be None with a context: make_context takes the offsets")
+    context.check(v.shape[1], "v", given["cu_seqlens"])
     first, sequences = len(v), context.sequences or len(v)
     given = given | {"cu_seqlens": context.cu_seqlens(v.device), "return_state": True}
     size = sequences, *v.shape[2:], q.shape[-1]

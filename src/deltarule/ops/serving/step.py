@@ -143,9 +143,8 @@ def pool_step(
 def check(step: PoolStep) -> None:
     """What a pool asks beyond the checks of the operators."""
     inputs, _, state, slots, accepted, null_index, _ = step
-    rows = inputs.sequences
-    check_pool("state", state, inputs.state_shape[1:], "[slots, HV, V, K]",
-               STATE_DTYPES[inputs.dtype])  # fmt: skip
+    rows, dtypes = inputs.sequences, STATE_DTYPES[inputs.dtype]
+    check_pool("state", state, inputs.state_shape[1:], "[slots, HV, V, K]", dtypes)
     check_indices("state_indices", slots, rows, state, null_index, by_token=True)
     most = slots.shape[1] if slots.ndim == 2 else None
     if accepted is not None and (most is None or accepted.shape != (rows,)):

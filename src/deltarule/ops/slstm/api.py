@@ -5,10 +5,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from deltarule.ops.checks import FLOATS, check_gate, shape
-from deltarule.ops.dispatch import Implementation, Table, always, choose, without_autocast
+from deltarule.ops.dispatch import Implementation, Table, always
 from deltarule.ops.fused_kernels import why_not_fused
-from deltarule.ops.pack import check_cu_seqlens
-from deltarule.ops.plain import PlainImpl, check_counts, check_state_tensor
+from deltarule.ops.plain import PlainImpl, check_state_tensor, count_sequences, run_plain
 from deltarule.ops.slstm import definition as reference
 from deltarule.ops.slstm import registered
 from deltarule.ops.slstm.inputs import SLSTMInputs
@@ -20,8 +19,7 @@ MAX_CHANNELS = 256
 
 def run_reference(inputs: SLSTMInputs) -> RecurrentOutput:
     """The definition, differentiable to any order."""
-    gates, recurrent, before, lengths, cu_seqlens = inputs
-    return reference.slstm(gates, recurrent, before=before, lengths=lengths, cu_seqlens=cu_seqlens)
+    return reference.slstm(**inputs._asdict())
 
 
 def run_torch(inputs: SLSTMInputs) -> RecurrentOutput:
@@ -99,22 +97,13 @@ def slstm(
     Source: xLSTM, arXiv 2405.04517, eq. 8 to 17, with sigmoid forget gates.
     """
     check_gates(gates, recurrent)
-    sequences = gates.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-    if cu_seqlens is not None:
-        check_cu_seqlens(cu_seqlens, gates)
-        if lengths is not None:
-            raise ValueError("lengths must be None with cu_seqlens: pack no padding")
-    elif lengths is not None:
-        check_counts("lengths", lengths, gates.shape[0], gates.shape[1], gates)
-    size = sequences, *gates.shape[2:]
+    size = count_sequences(gates, lengths, cu_seqlens), *gates.shape[2:]
     if initial_state is None:
         wide = torch.promote_types(gates.dtype, torch.float32)
         initial_state = gates.new_zeros(size, dtype=wide)
     check_state_tensor("initial_state", initial_state, "[N, H, 4, D]", size, gates)
     inputs = SLSTMInputs(gates, recurrent, initial_state, lengths, cu_seqlens)
-    with without_autocast(gates.device):
-        output = choose(IMPLEMENTATIONS, inputs, impl, gates.device).run(inputs)
-    return output if return_state else RecurrentOutput(output.o, None)
+    return run_plain(IMPLEMENTATIONS, inputs, impl, gates.device, return_state)
 
 
 def check_gates(gates: Tensor, recurrent: Tensor) -> None:

@@ -44,26 +44,23 @@ def backward(
     d_gates, d_before = backend_of(backend).backward(d_o, d_final, inputs, raw, states)
     # [H, 4 D, B T] [H, B T, D]: every token's gate and the output that it saw.
     d_recurrent = d_gates.flatten(-2).permute(1, 2, 0) @ h_before.transpose(0, 1)
-    return (
-        d_gates.view(shape).to(inputs.gates.dtype),
-        d_recurrent.view(inputs.recurrent.shape).to(inputs.recurrent.dtype), d_before.contiguous(),
-    )  # fmt: skip
+    d_recurrent = d_recurrent.view(inputs.recurrent.shape).to(inputs.recurrent.dtype)
+    return d_gates.view(shape).to(inputs.gates.dtype), d_recurrent, d_before.contiguous()
 
 
 def fake(inputs: SLSTMInputs, save: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
     """Shapes and types of what the forward returns."""
     batch, tokens, heads, _, size = inputs.gates.shape
     rows = batch * tokens if save else 0
-    return (
-        inputs.gates.new_empty(batch, tokens, heads, size), torch.empty_like(inputs.before),
-        inputs.before.new_empty(rows, heads, 4, size),
-    )  # fmt: skip
+    o = inputs.gates.new_empty(batch, tokens, heads, size)
+    return o, torch.empty_like(inputs.before), inputs.before.new_empty(rows, heads, 4, size)
 
 
+options = {"save": bool, "backend": str}
+rules = Rules(2, (2,), SLSTMInputs._fields[:3], otherwise='use impl="reference"')
 operator: Operator[SLSTMInputs] = Operator(
-    "slstm", SLSTMInputs, forward, backward, fake, options={"save": bool, "backend": str},
-    returned=3, rules=Rules(2, (2,), SLSTMInputs._fields[:3], otherwise='use impl="reference"'),
-)  # fmt: skip
+    "slstm", SLSTMInputs, forward, backward, fake, returned=3, options=options, rules=rules
+)
 
 
 def run(inputs: SLSTMInputs, backend: str) -> RecurrentOutput:

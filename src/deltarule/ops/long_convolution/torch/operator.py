@@ -42,10 +42,9 @@ def backward(
         if q is not None and k is not None:
             d_q = (d_o * heads_first(read)).sum(-1, keepdim=True)
             d_v, d_k = d_v * k, (d_v * v).sum(-1, keepdim=True)
-    return (
-        tokens_first(d_v).to(inputs.v.dtype), d_taps.to(inputs.taps.dtype),
-        *(None if d is None else tokens_first(d).to(inputs.v.dtype) for d in (d_q, d_k)),
-    )  # fmt: skip
+    dtype = inputs.v.dtype
+    d_q, d_k = (None if d is None else tokens_first(d).to(dtype) for d in (d_q, d_k))
+    return tokens_first(d_v).to(dtype), d_taps.to(inputs.taps.dtype), d_q, d_k
 
 
 Prepared = tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor | None]
@@ -93,7 +92,7 @@ def fake(inputs: ConvolutionInputs) -> tuple[Tensor, Tensor]:
     return inputs.v.new_empty(inputs.v.shape), inputs.v.new_empty(shape, dtype=inputs.dtype)
 
 
+rules = Rules(1, (1,), ("v", "taps", "q", "k"), otherwise='use impl="reference"')
 operator: Operator[ConvolutionInputs] = Operator(
-    "long_convolution", ConvolutionInputs, forward, backward, fake, returned=2,
-    rules=Rules(1, (1,), ("v", "taps", "q", "k"), otherwise='use impl="reference"'),
-)  # fmt: skip
+    "long_convolution", ConvolutionInputs, forward, backward, fake, returned=2, rules=rules
+)

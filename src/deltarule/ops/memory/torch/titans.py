@@ -45,10 +45,8 @@ def titans(
     momentum = torch.zeros_like(beta) if momentum is None else momentum
     log_decay = torch.zeros_like(beta) if log_decay is None else log_decay.expand(beta.shape)
     beta, momentum, log_decay = (layout.cut(x.to(dtype)) for x in (beta, momentum, log_decay))
-    steps = Steps(
-        q, k, values, *coefficients(beta, momentum, log_decay, layout),
-        layout.completes(mini_batch)[..., None, None, None],
-    )  # fmt: skip
+    mixes = coefficients(beta, momentum, log_decay, layout)
+    steps = Steps(q, k, values, *mixes, layout.completes(mini_batch)[..., None, None, None])
     memory = Memory(weights, surprise, anchor)
     if backend == "triton":
         z, memory = scan_in_triton(steps, memory, layout, None)

@@ -82,10 +82,8 @@ def fake(inputs: Scan) -> tuple[Tensor, Tensor]:
 
 # Offsets, and which mini-batches end, have no gradient.
 DIFFERENTIABLE = ("q", "k", "v", "rows", "scalars", "writes", "memory", "weight", "bias")
-scan_operator = Operator(
-    "memory_scan", Scan, forward, backward, fake, returned=2,
-    rules=Rules(2, gradients=DIFFERENTIABLE, otherwise='use impl="torch"'),
-)  # fmt: skip
+RULES = Rules(2, gradients=DIFFERENTIABLE, otherwise='use impl="torch"')
+scan_operator = Operator("memory_scan", Scan, forward, backward, fake, returned=2, rules=RULES)
 
 
 def scan_in_triton(
@@ -195,14 +193,9 @@ def mixed_streams(steps: Steps) -> tuple[Tensor, ...]:
     """q, k, v, rows, scalars, writes and full, as the operator takes them."""
     reads, to_weights, to_momentum = steps.reads, steps.next_weights, steps.next_momentum
     of_token, of_step = steps.k.shape[:4], steps.k.shape[:3]
-    rows = torch.stack(
-        [
-            reads.kept.squeeze(-1).expand(of_token), reads.momentum.squeeze(-1).expand(of_token),
-            to_weights.writes.squeeze(-2).expand(of_token),
-            to_momentum.writes.squeeze(-2).expand(of_token),
-        ],
-        dim=-2,
-    )  # fmt: skip
+    columns = [x.squeeze(-1) for x in (reads.kept, reads.momentum)]
+    columns += [x.writes.squeeze(-2) for x in (to_weights, to_momentum)]
+    rows = torch.stack([x.expand(of_token) for x in columns], dim=-2)
     numbers = (to_weights.kept, to_weights.momentum, to_momentum.kept, to_momentum.momentum)
     scalars = torch.stack([x.flatten(-2).squeeze(-1).expand(of_step) for x in numbers], dim=-1)
     given = (steps.q, steps.k, steps.v, rows, scalars, reads.writes, steps.full.flatten(1).float())
