@@ -34,10 +34,8 @@ def with_transition(operator: Operator, given: dict[str, Any]) -> TransitionOutp
     start = given.get("initial_state")
     if start is None:
         start = rows.new_zeros(count, heads, value_size, key_size)
-    output = operator(
-        **given | {"v": F.pad(v, (0, key_size)), "initial_state": torch.cat([start, rows], -2)}
-        | {"return_state": True}
-    )  # fmt: skip
+    wide = given | {"v": F.pad(v, (0, key_size)), "return_state": True}
+    output = operator(**wide | {"initial_state": torch.cat([start, rows], -2)})
     assert output.final_state is not None
     state, transition = output.final_state.split((value_size, key_size), -2)
     o = output.o[..., :value_size]

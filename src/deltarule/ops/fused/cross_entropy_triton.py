@@ -21,8 +21,7 @@ from deltarule.ops.runtime.sizes import cdiv, power_of_2
 BLOCK = 4096
 # Below any logit that counts, and finite: the difference of two is a number.
 LEAST = tl.constexpr(-3.0e38)
-# Written out, because Triton's default follows an environment variable.
-OPTIONS = {"num_stages": 1, "enable_fp_fusion": True, "num_warps": 8}
+OPTIONS = {"num_stages": 1, "num_warps": 8}
 
 
 @triton.jit

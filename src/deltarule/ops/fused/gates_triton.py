@@ -23,8 +23,7 @@ from deltarule.ops.runtime.sizes import cdiv, power_of_2
 DECAY_TILE, TILE, CHANNELS, TILES = 4096, 1024, 256, 8
 # Programs that the backward has at least, if there are as many tiles.
 PROGRAMS = 256
-# Written out, because Triton's default follows an environment variable.
-OPTIONS = {"num_stages": 1, "enable_fp_fusion": True, "num_warps": 4}
+OPTIONS = {"num_stages": 1, "num_warps": 4}
 
 
 @triton.jit

@@ -9,8 +9,7 @@ from deltarule.ops.runtime.chained import begin, chained
 from deltarule.ops.runtime.launch import launch
 from deltarule.ops.runtime.places import adjacent
 
-# Written out, because Triton's default follows an environment variable.
-OPTIONS = {"num_stages": 1, "enable_fp_fusion": True, "num_warps": 16}
+OPTIONS = {"num_stages": 1, "num_warps": 16}
 BLOCK = 8192
 
 

@@ -145,8 +145,7 @@ def heads_of(x: Tensor) -> Tensor:
 
 
 def options(width: int) -> dict[str, int | bool]:
-    """Compiler options; written out, because Triton's default follows an environment variable."""
-    return {"num_stages": 1, "enable_fp_fusion": True, "num_warps": 4 if width <= 2048 else 8}
+    return {"num_stages": 1, "num_warps": 4 if width <= 2048 else 8}
 
 
 # A branch added to the stream, the root-mean-square norm of the sum, and the gradient of both.

@@ -29,8 +29,7 @@ OF_PROGRAM, CHANNELS = 8, 1024
 # Tiles of W that are on their way at once.
 AHEAD = 4
 # So few registers that a processor holds two programs: those of 2048 outputs then run all at once.
-# The rest is written out, because Triton's default follows an environment variable.
-OPTIONS = {"maxnreg": 128, "num_stages": 1, "enable_fp_fusion": True, "num_warps": 8}
+OPTIONS = {"maxnreg": 128, "num_stages": 1, "num_warps": 8}
 
 
 @triton.jit

@@ -21,8 +21,7 @@ from deltarule.ops.runtime.sizes import cdiv
 
 # Elements of a program: 16 for each thread, two wide loads in 16 bits.
 BLOCK = 2048
-# Written out, because Triton's default follows an environment variable.
-OPTIONS = {"num_stages": 1, "enable_fp_fusion": True, "num_warps": 4}
+OPTIONS = {"num_stages": 1, "num_warps": 4}
 
 
 @triton.jit

@@ -29,9 +29,8 @@ ROWS, STEP = 32, 32
 TINY = tl.constexpr(2.0**-126)
 # float32 as the sum of three products in tf32: one would lose what the iterations gain.
 PRECISION = tl.constexpr("tf32x3")
-# In a loop with products nothing is pipelined; written out, as is fusion, because Triton's default
-# follows an environment variable.
-OPTIONS = {"num_stages": 1, "enable_fp_fusion": True}
+# In a loop with products nothing is pipelined.
+OPTIONS = {"num_stages": 1}
 
 
 @triton.jit

@@ -215,12 +215,8 @@ def run_triton(call: Convolution) -> Tensor:
 
 def run_reference(call: Convolution) -> Tensor:
     """The definition's loop."""
-    x, weight, bias, activated, state, reads, writes, accepted, null_index, _ = call
-    y = definition.convolution(
-        x.flatten(0, 1), weight, bias, state, call.offsets.tolist(), writes.tolist(),
-        reads.tolist(), None if accepted is None else accepted.tolist(), null_index,
-    )  # fmt: skip
-    return (F.silu(y) if activated else y).view(x.shape)
+    y = definition.convolution(call)
+    return (F.silu(y) if call.activated else y).view(call.x.shape)
 
 
 def finished(y: Tensor, call: Convolution, activated: bool) -> Tensor:

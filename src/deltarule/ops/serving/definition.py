@@ -9,8 +9,10 @@ from torch import Tensor
 
 from deltarule.shapes import RecurrentOutput
 
-# Those of `deltarule.ops.delta_rule.inputs`, which come with checks that are not this file's.
+# Those of `deltarule.ops.delta_rule.inputs`, and calls of the functions beside this file, which
+# come with checks that are not this file's.
 Inputs = Any
+Call = Any
 # The definition of `delta_rule` or of `dplr`, whichever a call's erase asks for.
 Run = Callable[[Inputs], RecurrentOutput]
 
@@ -33,15 +35,15 @@ def taken(state: Tensor, slot: int, null_index: int) -> Tensor:
     return state[slot].clone() if slot > null_index else torch.zeros_like(state[0])
 
 
-def prefill(
-    run: Run, inputs: Inputs, state: Tensor, offsets: list[int], reads: list[int],
-    writes: list[int], null_index: int, borders: list[int],
-) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+def prefill(run: Run, call: Call) -> tuple[Tensor, list[Tensor]]:
     """Outputs, and the state before each border; the pool is written."""
+    inputs, state, null_index = call.inputs, call.state, call.null_index
+    writes = call.writes.tolist()
+    borders = [] if call.borders is None else call.borders.tolist()
     o = inputs.v.new_zeros(inputs.output_shape)
     before: dict[int, Tensor] = {}
-    starts = [taken(state, slot, null_index) for slot in reads]
-    for row, (first, last) in enumerate(pairwise(offsets)):
+    starts = [taken(state, slot, null_index) for slot in call.reads.tolist()]
+    for row, (first, last) in enumerate(pairwise(call.offsets.tolist())):
         current = starts[row].to(inputs.dtype)
         inside = sorted({x for x in borders if first <= x < last} | {first, last})
         for start, end in pairwise(inside):
@@ -55,13 +57,12 @@ def prefill(
     return o, [before[x] for x in borders]
 
 
-def step(
-    run: Run, inputs: Inputs, state: Tensor, offsets: list[int], slots: list[list[int]] | list[int],
-    accepted: list[int], null_index: int,
-) -> Tensor:  # fmt: skip
+def step(run: Run, inputs: Inputs, call: Call) -> Tensor:
     """Outputs, zeros in rows that start from no slot; the pool is written."""
+    state, slots, null_index = call.state, call.slots.tolist(), call.null_index
+    accepted = [1] * len(slots) if call.accepted is None else call.accepted.tolist()
     o = inputs.v.new_zeros(inputs.output_shape)
-    for row, (first, last) in enumerate(pairwise(offsets)):
+    for row, (first, last) in enumerate(pairwise(call.offsets.tolist())):
         own = slots[row]
         start = own[accepted[row] - 1] if isinstance(own, list) else own
         if start <= null_index or first == last:
@@ -79,15 +80,14 @@ def step(
     return o
 
 
-def convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, offsets: list[int],
-    slots: list[int], reads: list[int], accepted: list[int] | None, null_index: int,
-) -> Tensor:  # fmt: skip
-    """x [T, D] before its activation; the pool [slots, R, D] of earlier inputs is written."""
-    taps = weight.shape[1]
+def convolution(call: Call) -> Tensor:
+    """[T, D] before its activation; the pool [slots, R, D] of earlier inputs is written."""
+    x, weight, bias, state = call.x.flatten(0, 1), call.weight, call.bias, call.state
+    reads, slots, null_index = call.reads.tolist(), call.writes.tolist(), call.null_index
+    accepted, taps = call.accepted, weight.shape[1]
     outputs = []
-    for row, (first, last) in enumerate(pairwise(offsets)):
-        begin = 0 if accepted is None else accepted[row] - 1
+    for row, (first, last) in enumerate(pairwise(call.offsets.tolist())):
+        begin = 0 if accepted is None else int(accepted[row]) - 1
         held = taken(state, reads[row], null_index)
         seen = torch.cat([held[begin : begin + taps - 1].to(x.dtype), x[first:last]])
         for t in range(last - first):

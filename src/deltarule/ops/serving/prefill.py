@@ -225,11 +225,6 @@ def triton_states(inputs: Inputs, saved: Tensor) -> tuple[int, Tensor]:
 
 def run_with_definition(call: Prefill) -> tuple[Tensor, Tensor | None]:
     """The definition's loop."""
-    inputs, state, reads, writes, null_index, borders = call
-    wanted = [] if borders is None else borders.tolist()
-    o, before = definition.prefill(
-        lambda inputs: run_reference(Request(inputs)), inputs, state, call.offsets.tolist(),
-        reads.tolist(), writes.tolist(), null_index, wanted,
-    )  # fmt: skip
-    found = state.new_zeros(0, *state.shape[1:], dtype=inputs.dtype)
-    return o, None if borders is None else torch.stack(before) if before else found
+    o, before = definition.prefill(lambda inputs: run_reference(Request(inputs)), call)
+    found = call.state.new_zeros(0, *call.state.shape[1:], dtype=call.inputs.dtype)
+    return o, None if call.borders is None else torch.stack(before) if before else found

@@ -216,13 +216,8 @@ def run_triton(step: PoolStep) -> None:
 
 def run_reference_step(step: PoolStep) -> None:
     """The definition's loop."""
-    inputs, maps, state, slots, accepted, null_index, out = step
-    started = [1] * len(slots) if accepted is None else accepted.tolist()
-    o = definition.step(
-        lambda inputs: run_reference(Request(inputs)), maps.applied(inputs), state,
-        step.offsets.tolist(), slots.tolist(), started, null_index,
-    )  # fmt: skip
-    out.copy_(o)
+    inputs = step.maps.applied(step.inputs)
+    step.out.copy_(definition.step(lambda x: run_reference(Request(x)), inputs, step))
 
 
 def why_not_triton(step: PoolStep) -> str | None:

@@ -108,10 +108,7 @@ def step_back(
     write, z, o = torch.exp(i - m), torch.tanh(z), torch.sigmoid(o)
     d_c = d_c + d_h * o / n
     d_n = d_n - d_h * o * c / n.square()
-    d_all = torch.stack([
-        (d_c * z + d_n) * write,
-        (d_c * c_before + d_n * n_before) * forget * torch.sigmoid(-f),
-        d_c * write * (1 - z.square()),
-        d_h * c / n * o * (1 - o),
-    ], dim=2)  # fmt: skip
+    d_i, d_z = (d_c * z + d_n) * write, d_c * write * (1 - z.square())
+    d_f = (d_c * c_before + d_n * n_before) * forget * torch.sigmoid(-f)
+    d_all = torch.stack([d_i, d_f, d_z, d_h * c / n * o * (1 - o)], dim=2)
     return d_all, d_c * forget, d_n * forget

@@ -200,6 +200,5 @@ def run(kernel: object, inputs: SLSTMInputs, values: dict[str, Any]) -> None:
     start, length = inputs.spans
     values |= {"start": start, "length": length, "before": inputs.before.contiguous()}
     values |= {"N": sequences, "H": heads, "D": size, "BB": ROWS, "BD": block}
-    values |= {"BS": min(SLICE, block), "num_warps": 8 if block > 64 else 4}
-    values |= {"num_stages": 1, "enable_fp_fusion": True}
+    values |= {"BS": min(SLICE, block), "num_stages": 1, "num_warps": 8 if block > 64 else 4}
     launch(kernel, (-(-sequences // ROWS), heads, 1), values)

@@ -16,7 +16,7 @@ with numbers kept, momentum and writes that make the system: `ttt` and `titans`.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -131,18 +131,15 @@ def scan(
     A backward pass keeps the memories at every ceil(sqrt(M))-th mini-batch only, and runs the
     mini-batches between them once more, unless all of them are small.
     """
-    recomputes = _recomputes(memory, layout.steps)
+    scanned: Callable[..., tuple[Tensor, Memory]] = _scan_group
+    if _recomputes(memory, layout.steps):
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        scanned = partial(checkpoint, _scan_group, **options)
     group = math.ceil(math.sqrt(layout.steps))
     parts = []
     for start in range(0, layout.steps, group):
         run = range(start, min(start + group, layout.steps))
-        if recomputes:
-            z, memory = checkpoint(
-                _scan_group, steps, run, memory, layout, loss_gradient,
-                use_reentrant=False, preserve_rng_state=False,
-            )  # fmt: skip
-        else:
-            z, memory = _scan_group(steps, run, memory, layout, loss_gradient)
+        z, memory = scanned(steps, run, memory, layout, loss_gradient)
         parts.append(z)
     return torch.cat(parts), memory
 

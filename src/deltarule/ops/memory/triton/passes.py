@@ -18,9 +18,8 @@ from deltarule.ops.memory.triton.scan import memory_scan_kernel
 from deltarule.ops.registration import Gradients
 from deltarule.ops.runtime.launch import launch
 
-# Written out, because Triton's default follows an environment variable. Nothing is pipelined: W
-# is an operand of products and changes in registers too.
-OPTIONS = {"num_stages": 1, "enable_fp_fusion": True}
+# Nothing is pipelined: W is an operand of products and changes in registers too.
+OPTIONS = {"num_stages": 1}
 WARPS, WARPS_OF_SMALL_MAPS = 8, 4
 # Numbers of a block of a map that is streamed, and its columns at most.
 BLOCK, COLUMNS = 4096, 32

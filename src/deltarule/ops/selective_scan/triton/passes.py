@@ -33,9 +33,8 @@ MOST_WARPS = 8
 HELD, HELD_BESIDE_CONSTANTS = 4, 2
 # Entries of the state that one program carries from chunk to chunk.
 CARRIED = 128
-# Written out, because Triton's default follows an environment variable. Nothing is pipelined:
-# loads are ahead by the unrolled loops.
-OPTIONS = {"num_stages": 1, "enable_fp_fusion": True}
+# Nothing is pipelined: loads are ahead by the unrolled loops.
+OPTIONS: dict[str, Any] = {"num_stages": 1}
 
 
 class Plan(NamedTuple):
