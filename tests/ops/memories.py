@@ -13,6 +13,9 @@ H, HV, K = 2, 4, 4
 DOUBLE = torch.float64
 KINDS = [("ttt", 1), ("ttt", 2), ("titans", 1), ("titans", 2)]
 INNER = 7
+PARTS = ("weights", "summed", "anchor")
+CALLS, STATES = {"ttt": ttt, "titans": titans}, {"ttt": TTTState, "titans": TitansState}
+NORM = ("step_scale", "norm_weight", "norm_bias")
 TIMED = ("q", "k", "v", "beta", "momentum", "log_decay")
 
 
@@ -24,25 +27,25 @@ class Case(NamedTuple):
     size: int
     lengths: tuple[int, ...] | None = None
 
+    @property
+    def state(self):
+        """The memory that the call begins with."""
+        x = self.tensors
+        maps = [tuple(x[f"{p}_{i}"] for i in (1, 2) if f"{p}_{i}" in x) for p in PARTS]
+        return STATES[self.operator](*filter(None, maps), x["position"])
+
+    @property
+    def arguments(self):
+        """All that the operator is given."""
+        given = {name: x for name, x in self.tensors.items() if name in (*TIMED, *NORM)}
+        if self.operator == "titans":
+            given["mini_batch"] = self.size
+        offsets = None if self.lengths is None else pack(self.lengths)
+        return given | {"initial_state": self.state, "cu_seqlens": offsets}
+
     def run(self, impl="auto", lengths=None, **options):
         """Call the operator."""
-        x = self.tensors
-        parts = ("weights", "summed", "anchor")[: 2 if self.operator == "ttt" else 3]
-        maps = [tuple(x[f"{p}_{i}"] for i in (1, 2) if f"{p}_{i}" in x) for p in parts]
-        shared = {
-            "lengths": lengths, "impl": impl, "beta": x["beta"],
-            "cu_seqlens": None if self.lengths is None else pack(self.lengths),
-        } | options  # fmt: skip
-        if self.operator == "ttt":
-            names = ("step_scale", "norm_weight", "norm_bias")
-            state = TTTState(*maps, x["position"])
-            given = {name: x[name] for name in names} | shared
-            return ttt(x["q"], x["k"], x["v"], initial_state=state, **given)
-        state = TitansState(*maps, x["position"])
-        given = {name: x[name] for name in ("momentum", "log_decay")} | shared
-        return titans(
-            x["q"], x["k"], x["v"], initial_state=state, mini_batch=self.size, **given
-        )  # fmt: skip
+        return CALLS[self.operator](**self.arguments | {"lengths": lengths, "impl": impl} | options)
 
     def changed(self, **tensors):
         """The same call with some tensors replaced."""
@@ -81,7 +84,7 @@ class Case(NamedTuple):
 
 def named(state):
     """The tensors of a state by the names of a case."""
-    parts = zip(("weights", "summed", "anchor"), state[:-1], strict=False)
+    parts = zip(PARTS, state[:-1], strict=False)
     found = {f"{part}_{i + 1}": x for part, maps in parts for i, x in enumerate(maps)}
     return found | {"position": state.position}
 
@@ -117,7 +120,7 @@ def make(operator, maps, *, batch=3, tokens=37, size=5, lengths=None, begun=True
         if tokens > 8:
             tensors["momentum"][:, 7], tensors["log_decay"][:, 8] = 0, -torch.inf
     for index, map_size in enumerate(sizes):
-        for part in ("weights", "summed", "anchor")[: 2 if operator == "ttt" else 3]:
+        for part in PARTS[: 2 if operator == "ttt" else 3]:
             # Outputs of a map stay near one in size whatever its width.
             maps_drawn = draw(sequences, HV, *map_size) / map_size[-1] ** 0.5
             tensors[f"{part}_{index + 1}"] = maps_drawn

@@ -6,11 +6,11 @@ from importlib import import_module
 import pytest
 import torch
 
-from deltarule import TitansState, TTTState, pack, titans, ttt
+from deltarule import pack
 from deltarule.ops import mini_batches
 from deltarule.ops.memory import inputs
 from deltarule.ops.memory.torch import memory
-from ops.memories import DOUBLE, HV, KINDS, H, K, assert_same, draw, make, tensors_of
+from ops.memories import DOUBLE, HV, KINDS, K, assert_same, draw, make, tensors_of
 from tolerance import relative_rms
 
 every_kind = pytest.mark.parametrize(("operator", "maps"), KINDS)
@@ -47,14 +47,6 @@ def test_packed_sequences_may_all_need_one_mini_batch_more(
     case = make(operator, maps, size=5, lengths=(length,) * 7)
     case = case.changed(position=torch.full((7,), position))
     assert_same(case.run("torch"), case.run("reference"), REORDERED)
-
-
-def state_of(case):
-    """The state that a case begins with."""
-    x = case.tensors
-    parts = ("weights", "summed", "anchor")[: 2 if case.operator == "ttt" else 3]
-    maps = [tuple(x[f"{p}_{i}"] for i in (1, 2) if f"{p}_{i}" in x) for p in parts]
-    return (TTTState if case.operator == "ttt" else TitansState)(*maps, x["position"])
 
 
 @pytest.mark.gpu
@@ -119,8 +111,27 @@ BAD = {
     r"beta must be \[B, T, HV\]": {"beta": torch.ones(2)},
     "lengths must be an int64 tensor": {"lengths": torch.ones(3)},
     "lengths must be from 0 to 37, got": {"lengths": torch.tensor([1, 2, 38])},
+    "lengths must be None with cu_seqlens": {
+        "lengths": torch.tensor([1, 2, 3]), "cu_seqlens": pack([37])
+    },
     "impl='triton' cannot run this: Triton needs a CUDA device": {"impl": "triton"},
     "impl must be one of": {"impl": "gluon"},
+    "initial_state must be a T.*State, got tuple: begin": {"initial_state": ()},
+}  # fmt: skip
+BAD_TENSORS = {
+    "initial_state.position must be an int64 tensor": {"position": torch.zeros(3)},
+    "initial_state.position must be from 0 to 4": {"position": torch.tensor([0, 5, 0])},
+    r"initial_state.weights\[0\] must be \[N, HV, outputs, inputs": {
+        "weights_1": torch.zeros(3, HV, K, K + 2, dtype=DOUBLE)
+    },
+    r"initial_state.weights\[0\] must be torch.float64": {"weights_1": None},
+}
+# What only one of them has.
+BAD_OF_ONE = {
+    "mini_batch must be an integer of 1 or more, got 0": ("titans", {"mini_batch": 0}),
+    "a memory forgets as a whole": ("titans", {"log_decay": torch.zeros(3, 37, HV, K)}),
+    "step_scale must be a tensor": ("ttt", {"step_scale": 16}),
+    "v must have the K=4 channels of q and k": ("ttt", {"v": draw(3, 37, HV, 5)}),
 }
 
 
@@ -131,60 +142,31 @@ def test_bad_arguments_are_named(operator, maps, message):
         make(operator, maps).run(**BAD[message])
 
 
-BAD_TENSORS = {
-    "initial_state.position must be an int64 tensor": {"position": torch.zeros(3)},
-    "initial_state.position must be from 0 to 4": {"position": torch.tensor([0, 5, 0])},
-    r"initial_state.weights\[0\] must be \[N, HV, outputs, inputs": {
-        "weights_1": torch.zeros(3, HV, K, K + 2).double()
-    },
-    r"initial_state.weights\[0\] must be torch.float64": {"weights_1": None},
-}
-
-
 @pytest.mark.parametrize("message", BAD_TENSORS)
 @pytest.mark.parametrize("operator", ["ttt", "titans"])
 def test_bad_states_are_named(operator, message):
     case = make(operator, 1)
-    bad = {
-        name: case.tensors[name].float() if x is None else x
-        for name, x in BAD_TENSORS[message].items()
+    given = {
+        n: case.tensors[n].float() if x is None else x for n, x in BAD_TENSORS[message].items()
     }
     with pytest.raises(ValueError, match=message):
-        case.changed(**bad).run()
+        case.changed(**given).run()
 
 
-def test_every_part_of_a_state_has_every_map():
-    case = make("titans", 1)
-    state = state_of(case)._replace(momentum=())
-    x = case.tensors
-    with pytest.raises(
-        ValueError, match=r"initial_state\.momentum must be a tuple of tensors, one"
-    ):
-        titans(x["q"], x["k"], x["v"], beta=x["beta"], initial_state=state)
+@pytest.mark.parametrize("message", BAD_OF_ONE)
+def test_what_only_one_of_them_has_is_checked(message):
+    operator, bad = BAD_OF_ONE[message]
+    with pytest.raises(ValueError, match=message):
+        make(operator, 1).run(**bad)
 
 
-def test_what_only_one_of_them_has_is_checked():
-    x, y = make("ttt", 1).tensors, make("titans", 1).tensors
-    q, k, v = (x[name] for name in "qkv")
-    with pytest.raises(ValueError, match="initial_state must be a TitansState, got tuple: begin"):
-        titans(q, k, v, beta=x["beta"], initial_state=())
-    with pytest.raises(ValueError, match="mini_batch must be an integer of 1 or more, got 0"):
-        titans(q, k, v, beta=x["beta"], initial_state=state_of(make("titans", 1)), mini_batch=0)
-    decay = torch.zeros(3, 37, HV, K)
-    with pytest.raises(ValueError, match="a memory forgets as a whole"):
-        titans(q, k, v, beta=x["beta"], initial_state=(), log_decay=decay)
-    norm = {"norm_weight": x["norm_weight"], "norm_bias": x["norm_bias"]}
-    given = {"beta": y["beta"], "initial_state": state_of(make("ttt", 1))} | norm
-    with pytest.raises(ValueError, match="step_scale must be a tensor"):
-        ttt(q, k, v, step_scale=16, **given)
-    with pytest.raises(ValueError, match="v must have the K=4 channels of q and k"):
-        ttt(q, k, draw(3, 37, HV, 5), step_scale=x["step_scale"], **given)
-    with pytest.raises(ValueError, match="lengths must be None with cu_seqlens"):
-        titans(
-            q[:1], k[:1], v[:1], beta=x["beta"][:1], initial_state=(), lengths=torch.tensor([1]),
-            cu_seqlens=pack([37]),
-        )  # fmt: skip
-    assert q.shape[2] == H
+@pytest.mark.parametrize("operator", ["ttt", "titans"])
+def test_every_part_of_a_state_has_every_map(operator):
+    case = make(operator, 1)
+    state = case.state._replace(**{case.state._fields[1]: ()})
+    message = rf"initial_state\.{state._fields[1]} must be a tuple of tensors, one"
+    with pytest.raises(ValueError, match=message):
+        case.run(initial_state=state)
 
 
 @every_kind

@@ -3,10 +3,27 @@
 import pytest
 import torch
 
-from deltarule import MesaState, long_convolution, mesa, selective_scan, slstm, two_memories
+from deltarule import (
+    MesaState,
+    delta_rule,
+    long_convolution,
+    mesa,
+    pack,
+    selective_scan,
+    slstm,
+    two_memories,
+)
+from deltarule.ops.context import Context
 from ops.contract import HV, OPERATORS, K, V
 
-SCAN = {
+
+def spanned(tokens):
+    """Offsets beside a context, which has its own."""
+    context = Context(None, 0, (0, tokens))
+    return {"cu_seqlens must be None with a context": {"context": context, "cu_seqlens": pack([1])}}
+
+
+SCAN = spanned(2) | {
     r"v must have 4 axes \[B, T, HV, V\], got \[4\]": {"v": torch.zeros(4)},
     "v must be float64, float32, bfloat16 or float16, got torch.int64": {
         "v": torch.zeros(1, 2, HV, V).long()
@@ -32,7 +49,7 @@ SCAN = {
     "impl='triton' cannot run this: Triton needs CUDA tensors, and v is on cpu": {"impl": "triton"},
     "impl must be one of 'auto', 'triton', 'torch', 'reference', got 'gluon'": {"impl": "gluon"},
 }
-MESA = {
+MESA = spanned(9) | {
     r"beta must be \[B, T, HV\] = \[2, 9, 4\], got \[2, 9\]": {"beta": torch.ones(2, 9)},
     "beta must be a tensor": {"beta": None},
     r"regularizer must be \[HV, K\] = \[4, 6\]": {"regularizer": torch.ones(4)},
@@ -85,6 +102,7 @@ def given(name, *left_out):
 STATE = ("initial_state", "covariance", "values", "key_memory", "value_memory", "log_decay")
 SMALL = {"q": torch.zeros(1, 2, 2, 3), "k": torch.zeros(1, 2, 2, 3)}
 TABLES = [
+    (delta_rule, SMALL | {"v": torch.zeros(1, 2, 2, 4), "beta": None}, spanned(2)),
     (selective_scan, SMALL | {"v": torch.zeros(1, 2, HV, V)}, SCAN),
     (mesa, given("mesa", *STATE), MESA),
     (two_memories, SMALL | {"v": torch.zeros(1, 2, 2, 4), "slots": torch.zeros(1, 2, 2, 5)}, TWO),
