@@ -11,6 +11,15 @@ import torch
 from ahead import Launch, compiled, recording
 from torch import Tensor
 
+from deltarule.ops.fused.convolution_step_triton import Stream, convolution_step
+from deltarule.ops.fused.cross_entropy import cross_entropy
+from deltarule.ops.fused.gated_norm import gated_norm
+from deltarule.ops.fused.gates import log_decay, write_strength
+from deltarule.ops.fused.likeliest_triton import likeliest
+from deltarule.ops.fused.one_row_triton import normed_row, one_row
+from deltarule.ops.fused.residual_norm import residual_norm
+from deltarule.ops.fused.short_conv import short_conv
+from deltarule.ops.fused.swiglu import SwiGLULinear
 from deltarule.ops.memory.torch.triton_scan import Scan
 from deltarule.ops.memory.triton import passes as memory_passes
 from deltarule.ops.mesa import triton as mesa
@@ -101,6 +110,22 @@ def run_memory(
     return run
 
 
+def run_fused(fused: Callable[..., object], *given: object, outputs: int = 1) -> Callable[[], None]:
+    """Forward, and the backward from so many of the outputs (0: none)."""
+
+    def run() -> None:
+        leaves = [x for x in given if isinstance(x, Tensor) and x.is_floating_point()]
+        for x in leaves:
+            x.requires_grad_(outputs > 0)
+        found = fused(*given)
+        found = [found] if isinstance(found, Tensor) else list(found)[:outputs]
+        if outputs:
+            d_found = [torch.empty_like(y) for y in found]
+            torch.autograd.grad(found, leaves, d_found, allow_unused=True)
+
+    return run
+
+
 def run_slstm(size: int, dtype: torch.dtype) -> Callable[[], None]:
     """Forward and backward, the states saved or not."""
 
@@ -158,6 +183,44 @@ CALLS["Titans, C 16, K 128, V 32"] = run_memory("Titans", 16, 128, None, False, 
 CALLS["scan, signed Mamba, V 1536, K 16"] = run_scan(
     scan_inputs("Mamba", 1536, 16, BF16)._replace(signed=True)
 )
+
+
+def halves(*shape: int) -> Tensor:
+    """Of the layers: in 16 bits."""
+    return torch.empty(shape, dtype=BF16)
+
+
+CHANNELS, TAPS, OFFSETS = halves(2, 4096, 2048), torch.empty(2048, 4), torch.tensor([0, 4096])
+ROW, ONE_ROW, VOCAB = halves(5472), halves(2048, 5472), halves(64, 50_000)
+HEADS, GATES = halves(1, 256, 16, 128), halves(1, 4096, 16, 128)
+STREAMS = tuple(Stream(halves(2, 1, 2048), TAPS, halves(2, 3, 2048), True) for _ in "qkv")
+OWNER, TARGETS_OF_ROWS = torch.zeros(4096, dtype=torch.int64), torch.zeros(64, dtype=torch.int64)
+FUSED = {
+    "conv": run_fused(short_conv, CHANNELS, TAPS, halves(2, 3, 2048), None, None, None, True, 0),
+    "conv, packed": run_fused(
+        short_conv, CHANNELS[:1], TAPS, halves(1, 3, 2048), OFFSETS, OWNER, None, True, 128,
+        outputs=2,
+    ),
+    "conv, one token": run_fused(
+        short_conv, CHANNELS[:, :1], TAPS, halves(2, 3, 2048), None, None, None, True, 0
+    ),
+    "conv, step": run_fused(convolution_step, STREAMS, outputs=0),
+    "norm": run_fused(gated_norm, HEADS, torch.empty_like(HEADS), torch.empty(128), 1e-5, "silu"),
+    "residual norm": run_fused(
+        residual_norm, CHANNELS[0], CHANNELS[1], torch.empty(2048), 1e-5, outputs=2
+    ),
+    "swiglu": run_fused(SwiGLULinear.apply, halves(64, 5472), halves(64, 5472), ONE_ROW),
+    "one row": run_fused(one_row, ROW, ONE_ROW, ROW.clone(), halves(2048), outputs=0),
+    "normed row": run_fused(
+        normed_row, halves(16, 192), halves(192), 1e-5, halves(2048, 3072), halves(16, 192),
+        "silu", halves(2048), outputs=0,
+    ),
+    "likeliest": run_fused(likeliest, VOCAB, outputs=0),
+    "decay": run_fused(log_decay, GATES, torch.empty(16), torch.empty(16, 128), True, outputs=2),
+    "strength": run_fused(write_strength, GATES, 1.0),
+    "cross entropy": run_fused(cross_entropy, VOCAB, TARGETS_OF_ROWS, -100),
+}  # fmt: skip
+CALLS |= {f"fused, {name}": call for name, call in FUSED.items()}
 
 
 def launches(call: Callable[[], None]) -> Iterator[Launch]:

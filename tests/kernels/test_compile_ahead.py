@@ -82,13 +82,13 @@ def test_steps_with_logits_and_on_pools(targets) -> None:
     "targets", [(80, 100), pytest.param((86, 89, 90, 120), marks=pytest.mark.slow)]
 )
 def test_neighbours_spill_nothing(targets) -> None:
-    (found,) = compiled("compile_neighbours.py", "--targets", *targets)
-    assert len(found) == 21 * len(targets)
-    for name, target, used in found:
-        assert used["LOCAL"] == used["STACK"] == 0, (name, target, used)
+    reports = compiled("compile_operators.py", "--calls", "fused", "--targets", *targets)
+    assert len({report["kernel"] for report in reports}) == 18
+    for report in reports:
+        assert report["spills"] == 0, report
         # Of a multiprocessor of 64 K registers: 12 warps, or three programs of 8.
-        assert used["REG"] <= (80 if "entropy" in name else 168), (name, target, used)
-        assert used["SHARED"] <= 4096, (name, target, used)
+        assert report["registers"] <= (80 if "entropy" in report["kernel"] else 168), report
+        assert report["shared"] <= 4096, report
 
 
 LOOP = """
