@@ -10,8 +10,9 @@ token of each chunk are in memory; the backward pass keeps those of the tokens o
 Where the decay is one of key channels and one of value channels, the forward is by `products`.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,19 +31,9 @@ from deltarule.ops.packed_chunks import packed_groups
 from deltarule.ops.selective_scan import products
 from deltarule.ops.selective_scan.inputs import ScanInputs
 
-
-class Chunks(NamedTuple):
-    """Inputs cut into chunks: [M, HV, C, channels], or [HV, V, K] where constant over time."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    delta: Tensor | None
-    A: Tensor | None
-    value_log_decay: Tensor | None
-    log_decay: Tensor | None
-    beta: Tensor | None
-    signed: bool = False
+# The arguments cut into chunks, q times the scale: [M, HV, C, channels], or [HV, V, K] where
+# constant over time. And gradients by them.
+Chunks = ScanInputs
 
 
 class Products(NamedTuple):
@@ -57,8 +48,8 @@ class Products(NamedTuple):
 
 def factors(chunks: Chunks) -> Products | None:
     """These chunks as what is multiplied; None where each entry decays on its own."""
-    q, k, v, delta, _, log_b, log_a, beta, signed = chunks
-    if signed or delta is not None or beta is not None or q.ndim == 3 or k.ndim == 3:
+    q, k, v, delta, _, log_b, log_a, beta = chunks[:8]
+    if chunks.signed or delta is not None or beta is not None or q.ndim == 3 or k.ndim == 3:
         return None
     if not products.apply((q, k, v), (log_a, log_b)):
         return None
@@ -102,19 +93,20 @@ def cut_inputs(inputs: ScanInputs, window: Window, size: int) -> Chunks:
     """Cut every tensor; the empty places of a chunk neither decay nor write."""
     heads = inputs.v.shape[2]
 
-    def chunked(x: Tensor | None) -> Tensor | None:
-        if x is None or x.ndim == 3:
-            return None if x is None else x.to(inputs.dtype)
+    def chunked(x: Tensor) -> Tensor:
+        if x.ndim == 3:
+            return x.to(inputs.dtype)
         return cut(x, window, size, 1, inputs.dtype).repeat_interleave(heads // x.shape[2], dim=1)
 
-    q, k, v, *others = (chunked(x) for x in inputs[:8])
-    assert q is not None
-    assert k is not None
-    assert v is not None
-    delta, A, value_log_decay, log_decay, beta = others
-    return Chunks(
-        q * inputs.scale, k, v, delta, A, value_log_decay, log_decay, beta, inputs.signed
-    )  # fmt: skip
+    chunks = with_each(inputs, chunked)
+    return chunks._replace(q=chunks.q * inputs.scale)
+
+
+def with_each(inputs: ScanInputs, f: Callable[[Tensor], Tensor]) -> ScanInputs:
+    """f of every tensor that has channels."""
+    given = zip(inputs._fields[:8], inputs[:8], strict=True)
+    found: dict[str, Any] = {name: f(x) for name, x in given if x is not None}
+    return inputs._replace(**found)
 
 
 def join_gradients(
@@ -304,8 +296,7 @@ def read_backward(
 ) -> tuple[Chunks, Tensor]:
     """Gradients by the chunks, and by the states at their starts."""
     write, states = written(chunks), states_before(chunks, starts)
-    zeros = (None if x is None else torch.zeros_like(x) for x in chunks[:8])
-    d = Chunks(*zeros)  # type: ignore[arg-type]
+    d = with_each(chunks, torch.zeros_like)
     d_write, d_state = torch.zeros_like(write), d_ends.clone()
     state = states.pop()
     for t in reversed(range(write.shape[2])):
