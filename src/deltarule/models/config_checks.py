@@ -10,7 +10,7 @@ from typing import Any
 
 from deltarule.nearest import nearest
 from deltarule.nn import MIXERS
-from deltarule.nn.checks import check_lower_bound
+from deltarule.nn.checks import above_zero, check_lower_bound
 from deltarule.nn.feature_maps import FEATURE_MAPS
 from deltarule.nn.options import SPECTRA
 
@@ -76,7 +76,7 @@ def check_fields(config: Any) -> None:
         if not isinstance(config.low_rank_dims, tuple) or len(config.low_rank_dims) != 4:
             raise ValueError(f"low_rank_dims must be 4 integers, got {config.low_rank_dims!r}")
         for rank in config.low_rank_dims:
-            _check_integer("low_rank_dims", rank, 1, False)
+            check_integer("low_rank_dims", rank, 1)
     for name, count in (("ssm_multipliers", 5), ("mlp_multipliers", 2)):
         value = getattr(config, name)
         fits = isinstance(value, tuple) and len(value) == count
@@ -102,15 +102,16 @@ def _check_kind(name: str, value: Any, kind: Any, optional: bool) -> None:
             f"got {value!r}{nearest(value, words, before=': ')}"
         )
     if kind is int:
-        _check_integer(name, value, 0 if name in _COUNTS else 1, optional)
-    if kind is float and name not in _OTHER_NUMBERS and (not _is_number(value) or value <= 0):
-        raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
+        check_integer(name, value, 0 if name in _COUNTS else 1, optional)
+    if kind is float and name not in _OTHER_NUMBERS:
+        above_zero(name, value)
     if kind is bool and not isinstance(value, bool):
         known = "True, False or None" if optional else "True or False"
         raise ValueError(f"{name} must be {known}, got {value!r}")
 
 
-def _check_integer(name: str, value: object, smallest: int, optional: bool) -> None:
+def check_integer(name: str, value: object, smallest: int, optional: bool = False) -> None:
+    """Refuse what is no integer of `smallest` or more; the message says if it may be None."""
     if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
         or_none = " or None" if optional else ""
         raise ValueError(f"{name} must be an integer of {smallest} or more{or_none}, got {value!r}")

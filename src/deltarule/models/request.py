@@ -4,12 +4,13 @@ import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from deltarule.models.arguments import check_state
 from deltarule.models.bytes import BEGIN, VOCAB_SIZE
+from deltarule.models.config_checks import check_integer
 from deltarule.models.decoder import Sampling
 from deltarule.models.sampling import DAMAGED
 from deltarule.nn import ModelState
@@ -46,13 +47,13 @@ class Options:
 
     def check(self, vocab_size: int) -> None:
         """Refuse what cannot be meant, naming the argument."""
-        _check_integer("max_new_tokens", self.max_new_tokens, smallest=0)
+        check_integer("max_new_tokens", self.max_new_tokens, smallest=0)
         if not math.isfinite(self.temperature) or self.temperature < 0:
             raise ValueError(
                 f"temperature must be a finite number of 0 or more, got {self.temperature}"
             )
         if self.top_k is not None:
-            _check_integer("top_k", self.top_k, smallest=1)
+            check_integer("top_k", self.top_k, smallest=1)
         for name in ("top_p", "min_p"):
             if (value := getattr(self, name)) is not None and not 0 < value <= 1:
                 raise ValueError(f"{name} must lie in (0, 1], got {value}")
@@ -65,10 +66,10 @@ class Options:
                 "as seen"
             )
         if self.seed is not None:
-            _check_integer("seed", self.seed, smallest=0)
+            check_integer("seed", self.seed, smallest=0)
             if self.seed >= 2**63:
                 raise ValueError(f"seed must be below 2**63, got {self.seed}")
-        _check_integer("draft", self.draft, smallest=0)
+        check_integer("draft", self.draft, smallest=0)
         if self.draft >= MAX_TOKENS:
             raise ValueError(f"draft must be below {MAX_TOKENS}, got {self.draft}")
         if isinstance(self.stop, int | str | bytes):
@@ -90,11 +91,6 @@ def _as_sequence(stop: Stop) -> list[int]:
         return [stop] if isinstance(stop, int) else [operator.index(token) for token in stop]
     except TypeError:
         raise ValueError(f"stop must hold tokens or sequences of tokens, got {stop!r}") from None
-
-
-def _check_integer(name: str, value: Any, smallest: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
-        raise ValueError(f"{name} must be an integer of {smallest} or more, got {value!r}")
 
 
 def _check_range(name: str, tokens: list[int], vocab_size: int) -> None:
