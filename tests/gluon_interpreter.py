@@ -215,6 +215,30 @@ class Product:
         assert torch.equal(again.nan_to_num(), self.result.nan_to_num()), "overwritten in flight"
 
 
+class TensorMemory:
+    """A place in tensor memory; while a product in flight adds to it, nobody looks at it."""
+
+    def __init__(self, machine: "Machine", dtype: torch.dtype, shape: list[int]) -> None:
+        self.machine = machine
+        self.data = torch.full([int(x) for x in shape], torch.nan, dtype=dtype)
+        # Products in flight that read it, and that add to it.
+        self.readers = self.writers = 0
+
+    def load(self, layout: Any) -> Value:
+        self.machine.step()
+        assert not self.writers, "used before a wait"
+        return Value(self.data.clone())
+
+    def store(self, x: Value) -> None:
+        self.machine.step()
+        assert self.readers + self.writers == 0, "overwritten in flight"
+        assert x.dtype == self.data.dtype, "another type"
+        self.data.copy_(x.data)
+
+    def read(self) -> Tensor:
+        return self.data.float()
+
+
 class Machine:
     """One program: its roles, and whose turn it is."""
 
@@ -227,6 +251,9 @@ class Machine:
         # Role (0: into shared memory), number among the role's, and what is done.
         self.copies: list[tuple[int, int, Callable[[], None]]] = []
         self.sent: dict[int, int] = {}
+        # Products on sm_100 and what is told of them: those of a role one after the other.
+        self.queues: dict[int, list[Callable[[], None]]] = {}
+        self.told: set[Barrier] = set()
         self.tiles: list[Tensor] = []
         self.favour: list[float] = []
         self.haste = 0.3
@@ -259,8 +286,8 @@ class Machine:
             self.haste = self.random.choice((0.02, 0.3, 0.9))
         while True:
             ready = [role for role, is_ready in self.waiting.items() if is_ready()]
-            if self.copies and (not ready or self.random.random() < self.haste):
-                self.run_copy(self.random.randrange(len(self.copies)))
+            if self.under_way() and (not ready or self.random.random() < self.haste):
+                self.go_on(self.random.randrange(self.under_way()))
                 continue
             if ready or not self.waiting:
                 break
@@ -273,9 +300,20 @@ class Machine:
             del self.waiting[self.current]
         self.turn.notify_all()
 
-    def run_copy(self, i: int) -> None:
-        """Copies of one role finish in any order."""
-        self.copies.pop(i)[2]()
+    def under_way(self) -> int:
+        """Of how much one may come next: of every copy, and of every role's first product."""
+        return len(self.copies) + len(self.queues)
+
+    def go_on(self, i: int) -> None:
+        """Copies of one role finish in any order, products do not."""
+        if i < len(self.copies):
+            self.copies.pop(i)[2]()
+        else:
+            role = list(self.queues)[i - len(self.copies)]
+            first = self.queues[role].pop(0)
+            if not self.queues[role]:
+                del self.queues[role]
+            first()
 
     def specialize(self, roles: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
         """Run the roles to their ends."""
@@ -386,6 +424,44 @@ class Machine:
         self.step()
         return started
 
+    def queued_product(self, a: Any, b: Memory, place: TensorMemory, use_acc: bool) -> None:
+        """On sm_100: later; until then its operands must be what they are."""
+        left, right = a.read(), b.read()
+        if isinstance(a, TensorMemory):
+            assert not a.writers, "used before a wait"
+            a.readers += 1
+        place.writers += 1
+
+        def compute() -> None:
+            same = torch.equal(a.read().nan_to_num(), left.nan_to_num())
+            same = same and torch.equal(b.read().nan_to_num(), right.nan_to_num())
+            assert same, "overwritten in flight"
+            place.data.copy_((place.data if use_acc else 0.0) + left @ right)
+
+        def done() -> None:
+            place.writers -= 1
+            if isinstance(a, TensorMemory):
+                a.readers -= 1
+
+        left, right = left.clone(), right.clone()
+        queue = self.queues.setdefault(self.role(), [])
+        queue.append(compute)
+        self.local.products.append(done)
+        self.step()
+
+    def commit(self, barrier: Barrier) -> None:
+        """On sm_100: an arrival once all products of the role so far are done."""
+        finished, self.local.products = self.local.products, []
+
+        def arrive() -> None:
+            for done in finished:
+                done()
+            barrier.arrive()
+
+        self.told.add(barrier)
+        self.queues.setdefault(self.role(), []).append(arrive)
+        self.step()
+
     def product_wait(self, left: int, deps: tuple[Product, ...]) -> Any:
         self.step()
         products = self.local.products
@@ -463,6 +539,7 @@ def language(machine: Machine) -> SimpleNamespace:
         num_programs=lambda axis: Value(torch.tensor(machine.programs)),
         load=lambda x, mask=None, other=0.0: Value(x.load(mask, other)),
         store=lambda x, y, mask=None: x.store(plain(y), mask),
+        shared_memory_descriptor=Barrier,
         allocate_shared_memory=machine.allocate, warp_specialize=machine.specialize,
         barrier=nothing, thread_barrier=nothing,
     )  # fmt: skip
@@ -473,6 +550,9 @@ def replaced(machine: Machine) -> dict[str, Any]:
     return {
         "gl": language(machine), "barrier": lambda: None, "fence_async_shared": machine.fence,
         "warpgroup_mma": machine.product, "warpgroup_mma_wait": machine.product_wait,
+        "tensor_memory_descriptor": TensorMemory, "tcgen05_commit": machine.commit,
+        "tcgen05_mma": machine.queued_product, "TensorMemoryLayout": lambda *_: None,
+        "allocate_tensor_memory": lambda dtype, shape, _: TensorMemory(machine, dtype, shape),
         "mma_v2": lambda a, b, total: Value(total.data + a.data.float() @ b.data.float()),
         "mbarrier": SimpleNamespace(
             init=init, wait=machine.wait, arrive=machine.arrive, expect=machine.expect,

@@ -3,8 +3,8 @@
 A program of its own: Triton's interpreter, in which the tests run, cannot be left again.
 """
 
+import argparse
 import json
-import sys
 from itertools import product
 from typing import NamedTuple
 
@@ -13,11 +13,12 @@ from ahead import compiled, recording
 
 from deltarule.ops.delta_rule.gluon import gradient_stage, stage
 from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.triton import tile_sizes
 from deltarule.ops.delta_rule.triton.gradients import own_shapes, scan_back_has_values
 from deltarule.ops.delta_rule.triton.passes import kept_shapes, new_gradients
 from deltarule.ops.delta_rule.triton.plan import WHOLE, Call, new_plan
 
-TARGET = 90
+TARGETS = (90, 100)
 RULES = {
     "gated": ("tied", "head"), "plain": ("none", "none"),
     "delta": ("tied", "none"), "decay": ("none", "head"),
@@ -89,24 +90,27 @@ def gradients(inputs: Inputs) -> None:
         gradient_stage.add_gradients(call, own, d_v, WHOLE)
 
 
-def main(names: list[str]) -> None:
-    """Print one JSON object a line for each pass of each form, or for those that are named.
-
-    A name is that of a form and its pass, or of a pass alone.
-    """
+def main() -> None:
+    """Print one JSON object a line for each pass of each form, or for those that are named."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", type=int, choices=TARGETS, default=TARGETS[0])
+    parser.add_argument("names", nargs="*", help="of forms with their passes, or of passes")
+    options = parser.parse_args()
+    tile_sizes.INTERPRETED = options.target
+    names = {*options.names}
     for form in FORMS:
         inputs, name = inputs_of(form), " ".join(map(str, form))
         assert stage.why_not_form(inputs) is None
         # How many value heads share a key head, the forward's code does not know.
         for run in (forward, save, gradients)[0 if form.heads == "alone" else 2 :]:
-            if names and not {f"{name} {run.__name__}", run.__name__} & {*names}:
+            if names and not {f"{name} {run.__name__}", run.__name__} & names:
                 continue
             with recording() as launches:
                 run(inputs)
             if launches:
-                report = compiled(launches[-1], TARGET)._asdict()
+                report = compiled(launches[-1], options.target)._asdict()
                 print(json.dumps({"call": f"{name} {run.__name__}", **report}), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

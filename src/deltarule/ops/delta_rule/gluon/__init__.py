@@ -1,1 +1,1 @@
-"""Warp-specialised stages for Hopper, in Gluon, which comes with Triton."""
+"""Warp-specialised stages for sm_90 and sm_100, in Gluon, which comes with Triton."""

@@ -26,8 +26,7 @@ from deltarule.ops.delta_rule.gluon.channel_memory import (
 from deltarule.ops.delta_rule.gluon.channel_score import channel_score_role
 from deltarule.ops.delta_rule.gluon.channel_state import channel_state_role
 from deltarule.ops.delta_rule.gluon.forward import place_of
-from deltarule.ops.delta_rule.gluon.inverse import barrier
-from deltarule.ops.delta_rule.gluon.memory import VALUES
+from deltarule.ops.delta_rule.gluon.memory import VALUES, barrier
 from deltarule.ops.delta_rule.gluon.movers import load_role, store_role
 
 GENERAL = ["T", "s_beta_b", "s_beta_t", "s_beta_h"]

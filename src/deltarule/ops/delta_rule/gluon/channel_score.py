@@ -19,8 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from deltarule.ops.delta_rule.gluon.channel_copies import leave_copies, leave_sums
 from deltarule.ops.delta_rule.gluon.channel_exact import leave_exact
 from deltarule.ops.delta_rule.gluon.channel_memory import RANGE
-from deltarule.ops.delta_rule.gluon.inverse import PLAIN, barrier, below, invert
-from deltarule.ops.delta_rule.gluon.memory import BLOCK, CHUNK, product
+from deltarule.ops.delta_rule.gluon.inverse import PLAIN, below, invert
+from deltarule.ops.delta_rule.gluon.memory import BLOCK, CHUNK, barrier, product
+from deltarule.ops.delta_rule.gluon.products import score_places
 from deltarule.ops.delta_rule.gluon.score import blocks_of, leave_blocks
 
 
@@ -33,6 +34,7 @@ def channel_score_role(shared, of, scale, K: gl.constexpr, SLOTS: gl.constexpr, 
         o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))[:, None]
         o_j = gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))[None, :]
         on_16, on_32 = below(1), below(2)
+        places = score_places(True, False)
     for i in range(place.chunks):
         slot, phase = i % SLOTS, (i // SLOTS) & 1
         mbarrier.wait(barriers.full.index(slot), phase)
@@ -54,7 +56,7 @@ def channel_score_role(shared, of, scale, K: gl.constexpr, SLOTS: gl.constexpr, 
         if FORM.TIED:
             leave_pairs(tiles, slot, fast, FORM)
             barrier()
-            t = invert(tiles, slot, on_16, on_32, False)
+            t = invert(tiles, slot, on_16, on_32, places, i & 1, False)
             tiles.t.index(slot).store(gl.where(o_i == o_j, 1.0, t).to(tiles.t.dtype))
         fence_async_shared()
         mbarrier.arrive(barriers.scored.index(0))

@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from deltarule.ops.delta_rule.gluon.gates import gate_role
-from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D, PLAIN_3D, barrier
+from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D, PLAIN_3D
 from deltarule.ops.delta_rule.gluon.memory import (
     BLOCKS,
     CHUNK,
@@ -29,10 +29,12 @@ from deltarule.ops.delta_rule.gluon.memory import (
     Place,
     Saved,
     Tiles,
+    barrier,
     new_barrier,
     square,
 )
 from deltarule.ops.delta_rule.gluon.movers import load_role, store_role
+from deltarule.ops.delta_rule.gluon.products import score_places, state_places
 from deltarule.ops.delta_rule.gluon.score import score_role
 from deltarule.ops.delta_rule.gluon.state import state_role
 
@@ -112,8 +114,8 @@ def forward_kernel(
     T, heads, value_heads, s_decay_b, s_decay_t, s_decay_h, s_beta_b, s_beta_t, s_beta_h,
     K: gl.constexpr, V: gl.constexpr, SLOTS: gl.constexpr, DECAY: gl.constexpr,
     TIED: gl.constexpr, UNIT: gl.constexpr, PACKED: gl.constexpr, RAGGED: gl.constexpr,
-    SAVE: gl.constexpr, STATE_REGISTERS: gl.constexpr, SCORE_REGISTERS: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    SAVE: gl.constexpr, TENSOR: gl.constexpr, STATE_REGISTERS: gl.constexpr,
+    SCORE_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q, k, v and o twice: as descriptors of tiles, and as addresses of rows.
 
@@ -126,6 +128,11 @@ def forward_kernel(
     place, sequence = place_of(cu_seqlens, T, heads, value_heads, PACKED)
     tiles = new_tiles(dtype, K, PARTS, SLOTS, TIED, SAVE)
     barriers = new_barriers(PARTS, SLOTS, TIED)
+    places = state_places(dtype, K, CHUNK // PARTS, TIED, TENSOR)
+    other = places
+    if PARTS == 2:
+        other = state_places(dtype, K, CHUNK // PARTS, TIED, TENSOR)
+    of_scores = score_places(TIED, TENSOR)
     state = (sequence * value_heads + place.value_head).to(gl.int64) * (V * K)
     final_state += state
     INITIAL: gl.constexpr = initial_state is not None
@@ -174,9 +181,9 @@ def forward_kernel(
     if PARTS == 2:
         gl.warp_specialize(
             [
-                (state_role, (own, states, 0, PARTS, K, SLOTS, FORM)),
-                (state_role, (own, states, 1, PARTS, K, SLOTS, FORM)),
-                (score_role, (own, scale, SLOTS, FORM)),
+                (state_role, (own, states, places, 0, PARTS, K, SLOTS, FORM)),
+                (state_role, (own, states, other, 1, PARTS, K, SLOTS, FORM)),
+                (score_role, (own, scale, of_scores, SLOTS, FORM)),
                 (load_role, (own, loads, heads, value_heads, K, PARTS, SLOTS, RAGGED)),
                 (store_role, (own, o, o_rows, value_heads, PARTS, RAGGED, SAVE)),
                 (gate_role, (own, gates, SLOTS, FORM)),
@@ -187,8 +194,8 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (state_role, (own, states, 0, PARTS, K, SLOTS, FORM)),
-                (score_role, (own, scale, SLOTS, FORM)),
+                (state_role, (own, states, places, 0, PARTS, K, SLOTS, FORM)),
+                (score_role, (own, scale, of_scores, SLOTS, FORM)),
                 (load_role, (own, loads, heads, value_heads, K, PARTS, SLOTS, RAGGED)),
                 (store_role, (own, o, o_rows, value_heads, PARTS, RAGGED, SAVE)),
                 (gate_role, (own, gates, SLOTS, FORM)),

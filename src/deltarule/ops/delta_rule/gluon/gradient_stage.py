@@ -12,6 +12,7 @@ from deltarule.ops.delta_rule.gluon.stage import (
     HOPPER,
     FusedLaunch,
     architecture_at,
+    has_tensor_memory,
     norms_of,
     strides,
 )
@@ -96,6 +97,7 @@ def gradients_launch(call: Call, values: bool, kept: bool) -> Launch:
     constants = {
         "K": key_size, "V": value_size, "GROUP": value_heads // heads, "TIED": tied,
         "DECAY": inputs.log_decay is not None, "UNIT": inputs.normalize_qk, "VALUES": values,
-        "KEPT": kept, "REGISTERS": OTHERS, "num_warps": 8, "maxnreg": AVERAGE,
+        "KEPT": kept, "TENSOR": has_tensor_memory(inputs.q.device), "REGISTERS": OTHERS,
+        "num_warps": 8, "maxnreg": AVERAGE,
     }  # fmt: skip
     return FusedLaunch(fused_gradients_kernel, constants, tiles)

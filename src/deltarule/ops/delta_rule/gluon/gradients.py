@@ -20,8 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from deltarule.ops.delta_rule.gluon.gates import add
@@ -47,7 +45,6 @@ from deltarule.ops.delta_rule.gluon.gradient_memory import (
     new_tiles,
     pair_of,
 )
-from deltarule.ops.delta_rule.gluon.inverse import barrier
 from deltarule.ops.delta_rule.gluon.memory import (
     CHUNK,
     SCALING_BETA,
@@ -57,9 +54,11 @@ from deltarule.ops.delta_rule.gluon.memory import (
     SCALING_WHOLE,
     SCALING_WRITE,
     SCALINGS,
+    barrier,
     new_barrier,
 )
 from deltarule.ops.delta_rule.gluon.pairs import NOTHING
+from deltarule.ops.delta_rule.gluon.products import finish, gradient_places, start, tell, value
 from deltarule.ops.delta_rule.triton.tiles import RESET
 
 
@@ -247,26 +246,26 @@ def row_factor(tiles, row, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def start_state_products(
-    tiles, barriers, slot, n, zero, V: gl.constexpr, TIED: gl.constexpr, DECAY: gl.constexpr
-):
+    tiles, barriers, slot, n, places, zero, V: gl.constexpr, TIED: gl.constexpr,
+    DECAY: gl.constexpr,
+):  # fmt: skip
     """Those with S and D, in flight: D^T w / beta, S^T dO, S^T X, and D S^T of 64 rows each."""
     d_o, errors = tiles.d_o.index(slot), tiles.errors.index(slot)
     mbarrier.wait(barriers.full_d.index(0), n & 1)
-    written = warpgroup_mma(errors, tiles.d_states, zero, use_acc=False, is_async=True)
+    written = start(places.written, errors, tiles.d_states, zero, False)
     mbarrier.wait(barriers.full_s.index(0), n & 1)
-    read = warpgroup_mma(d_o, tiles.states, zero, use_acc=False, is_async=True)
+    read = start(places.read, d_o, tiles.states, zero, False)
     erased, held = read, read
     if TIED:
-        erased = warpgroup_mma(
-            tiles.d_errors.index(slot), tiles.states, zero, use_acc=False, is_async=True
-        )
+        erased = start(places.erased, tiles.d_errors.index(slot), tiles.states, zero, False)
     if DECAY:
         held = gl.zeros([CHUNK, CHUNK], gl.float32, halves(CHUNK))
         for first in gl.static_range(0, V, CHUNK):
-            held = warpgroup_mma(
-                tiles.d_states.slice(first, CHUNK),
-                tiles.states.slice(first, CHUNK).permute((1, 0)), held, is_async=True,
+            held = start(
+                places.held, tiles.d_states.slice(first, CHUNK),
+                tiles.states.slice(first, CHUNK).permute((1, 0)), held,
             )  # fmt: skip
+    tell(places.has_states)
     return written, read, erased, held
 
 
@@ -293,7 +292,7 @@ def leave_values(tiles, barriers, slot, V: gl.constexpr):
 
 @gluon.jit
 def compute_role(
-    shared, of, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr,
+    shared, of, places, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr,
     TIED: gl.constexpr, DECAY: gl.constexpr, UNIT: gl.constexpr, VALUES: gl.constexpr,
 ):  # fmt: skip
     """8 warps: everything but what moves tiles."""
@@ -308,7 +307,7 @@ def compute_role(
         for head in range(GROUP):
             at = pair, head, pair * GROUP + head
             read, written, erased, inner = of_value_head(
-                shared, of, at, keys, K, V, GROUP, TIED, DECAY, VALUES
+                shared, of, places, at, keys, K, V, GROUP, TIED, DECAY, VALUES
             )
             slot = (pair * GROUP + head) % 2
             if UNIT:
@@ -327,7 +326,7 @@ def compute_role(
 
 @gluon.jit
 def of_value_head(
-    shared, of, at, keys, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr,
+    shared, of, places, at, keys, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr,
     TIED: gl.constexpr, DECAY: gl.constexpr, VALUES: gl.constexpr,
 ):  # fmt: skip
     """dq, and dk in three parts: col from D, row, and col from GP and GM; dbeta and dv are stored.
@@ -340,30 +339,34 @@ def of_value_head(
     ACROSS: gl.constexpr = halves(K)
     # Products that start after those of pairs.
     LATER: gl.constexpr = 2 + (1 if TIED else 0) + (V // CHUNK if DECAY else 0)
-    pairs = gl.zeros([CHUNK, CHUNK], gl.float32, halves(CHUNK))
+    PAIRS: gl.constexpr = halves(CHUNK)
+    pairs = gl.zeros([CHUNK, CHUNK], gl.float32, PAIRS)
     slot, place = n % 2, pair_of(n, work, GROUP)
     row = slot * FACTORS
     mbarrier.wait(barriers.full.index(slot), (n // 2) & 1)
     errors = tiles.errors.index(slot).permute((1, 0))
-    gp = warpgroup_mma(tiles.d_o.index(slot), errors, pairs, use_acc=False, is_async=True)
+    gp = start(places.read_pairs, tiles.d_o.index(slot), errors, pairs, False)
     gm = gp
     if TIED:
-        gm = warpgroup_mma(tiles.d_errors.index(slot), errors, pairs, use_acc=False, is_async=True)
+        gm = start(places.erase_pairs, tiles.d_errors.index(slot), errors, pairs, False)
+    tell(places.has_pairs)
     written, read, erased, held = start_state_products(
-        tiles, barriers, slot, n, keys, V, TIED, DECAY
+        tiles, barriers, slot, n, places, keys, V, TIED, DECAY
     )
-    gp, gm = warpgroup_mma_wait(LATER, deps=(gp, gm))
+    gp, gm = finish((gp, gm), places.has_pairs, n & 1, LATER)
+    gp, gm = value(gp, PAIRS), value(gm, PAIRS)
     if TIED:
         store_beta_gradient(d_beta, place, work.heads * GROUP, diagonal_halves(gm))
     leave_pairs(tiles, row, gp, gm, TIED, DECAY)
     fence_async_shared()
-    written, read, erased, held = warpgroup_mma_wait(0, deps=(written, read, erased, held))
+    written, read, erased, held = finish((written, read, erased, held), places.has_states, n & 1)
+    written, read, erased = value(written, ACROSS), value(read, ACROSS), value(erased, ACROSS)
     # Barriers of the role, too: GP and GM are there for all warps.
     mbarrier.arrive(barriers.empty_d.index(0))
     mbarrier.arrive(barriers.empty_s.index(0))
     if DECAY:
         mbarrier.wait(barriers.took_sums.index(0), (n & 1) ^ 1)
-        held = diagonal_halves(held) * gl.load(chunk_decay + place.slot)
+        held = diagonal_halves(value(held, PAIRS)) * gl.load(chunk_decay + place.slot)
         tiles.sums.index(OF_HELD).store(held)
     written *= row_factor(tiles, row + WRITES, ACROSS)
     read *= row_factor(tiles, row + READS, ACROSS)
@@ -377,25 +380,27 @@ def of_value_head(
         inner, written = written, keys
         if TIED:
             inner, erased = inner + erased, keys
-    inner = warpgroup_mma(tiles.read_pairs.permute((1, 0)), tiles.q, inner, is_async=True)
-    read = warpgroup_mma(tiles.read_pairs, tiles.k, read, is_async=True)
+    inner = start(places.inner, tiles.read_pairs.permute((1, 0)), tiles.q, inner)
+    read = start(places.read, tiles.read_pairs, tiles.k, read)
     if TIED:
-        inner = warpgroup_mma(tiles.erase_pairs.permute((1, 0)), tiles.k, inner, is_async=True)
+        inner = start(places.inner, tiles.erase_pairs.permute((1, 0)), tiles.k, inner)
         if DECAY:
-            erased = warpgroup_mma(tiles.erase_pairs, tiles.k, erased, is_async=True)
+            erased = start(places.erased, tiles.erase_pairs, tiles.k, erased)
         else:
-            inner = warpgroup_mma(tiles.erase_pairs, tiles.k, inner, is_async=True)
+            inner = start(places.inner, tiles.erase_pairs, tiles.k, inner)
+    tell(places.has_keys)
     if DECAY:
         k = tiles.k.load(ACROSS).to(gl.float32)
         tiles.sums.index(OF_WRITES).store(sums_of_halves(k * written, K))
     if VALUES:
         leave_values(tiles, barriers, slot, V)
     if TIED and DECAY:
-        inner, read, erased = warpgroup_mma_wait(0, deps=(inner, read, erased))
+        inner, read, erased = finish((inner, read, erased), places.has_keys, n & 1)
+        erased = value(erased, ACROSS)
     else:
-        inner, read = warpgroup_mma_wait(0, deps=(inner, read))
+        inner, read = finish((inner, read), places.has_keys, n & 1)
         erased = keys
-    return read, written, erased, inner
+    return value(read, ACROSS), written, erased, value(inner, ACROSS)
 
 
 @gluon.jit
@@ -428,7 +433,7 @@ def fused_gradients_kernel(
     d_beta, log_decay, d_log_decay, scale, pairs, heads, chunks, before, own_chunks, all_chunks, T,
     s_decay_b, s_decay_t, s_decay_h, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr,
     TIED: gl.constexpr, DECAY: gl.constexpr, UNIT: gl.constexpr, VALUES: gl.constexpr,
-    KEPT: gl.constexpr, REGISTERS: gl.constexpr,
+    KEPT: gl.constexpr, TENSOR: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors of tiles up to d_v; without an erase `errors` is v, and X is not there.
 
@@ -444,13 +449,15 @@ def fused_gradients_kernel(
         new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1),
         new_barrier(2, 1), new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1),
     )  # fmt: skip
+    places = gradient_places(K, TIED, DECAY, TENSOR)
     barrier()
     shared = tiles, barriers, work
+    sums = d_beta, chunk_decay
     loads = q, k, d_o, errors, d_errors, states, d_states
     decays = log_decay, d_log_decay, T, s_decay_b, s_decay_t, s_decay_h
     gl.warp_specialize(
         [
-            (compute_role, (shared, (d_beta, chunk_decay), K, V, GROUP, TIED, DECAY, UNIT, VALUES)),
+            (compute_role, (shared, sums, places, K, V, GROUP, TIED, DECAY, UNIT, VALUES)),
             (load_role, (shared, loads, K, V, GROUP, TIED, KEPT)),
             (store_role, (shared, (d_q, d_k, d_v), K, V, GROUP, VALUES)),
             (factor_role, (shared, scalings, norms, scale, GROUP, TIED, DECAY, UNIT)),

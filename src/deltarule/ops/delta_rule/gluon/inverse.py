@@ -21,8 +21,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mma_v2,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from deltarule.ops.delta_rule.gluon.memory import (
@@ -32,11 +30,10 @@ from deltarule.ops.delta_rule.gluon.memory import (
     CHUNK,
     FACTOR,
     GATES,
+    barrier,
     product,
 )
-
-# Its name from Triton 3.7 on, and the one before.
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+from deltarule.ops.delta_rule.gluon.products import finish, operand, start, tell, value
 
 # Of products of batches, one 16 x 16 block (or 16 rows) a warp.
 BATCH = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
@@ -164,19 +161,20 @@ def below(blocks: gl.constexpr):
 
 
 @gluon.jit
-def double(u, beta_u, on, memory):
+def double(u, beta_u, on, memory, places, done, phase):
     """U or N of the blocks of twice as many rows; `on` is 1 in their lower left halves."""
     LEFT: gl.constexpr = gl.DotOperandLayout(0, product(CHUNK), 2)
     memory.store(beta_u.to(gl.float16))
     fence_async_shared()
-    left = gl.convert_layout((u * on).to(gl.float16), LEFT)
+    left = operand(places.rows, (u * on).to(gl.float16), LEFT)
     barrier()
-    u = warpgroup_mma(left, memory, u, is_async=True)
-    return warpgroup_mma_wait(0, deps=(u,))
+    u = start(places.pairs, left, memory, u)
+    tell(done)
+    return value(finish((u,), done, phase), product(CHUNK))
 
 
 @gluon.jit
-def invert(tiles, slot, on_16, on_32, SAVE: gl.constexpr):
+def invert(tiles, slot, on_16, on_32, places, phase, SAVE: gl.constexpr):
     """U, or with SAVE N [64, 64], of what leave_m left."""
     at_t = tiles.t.index(slot)
     minus_l = at_t._reinterpret(gl.float32, [BLOCK, BLOCKS, BLOCK], PLAIN)
@@ -201,8 +199,8 @@ def invert(tiles, slot, on_16, on_32, SAVE: gl.constexpr):
     u = with_blocks(u, own)
     # T is not known yet, and its slot free again.
     memory = at_t._reinterpret(gl.float16, [CHUNK, CHUNK], at_t.layout)
-    u = double(u, u * beta if SAVE else u, on_16, memory)
-    return double(u, u * beta if SAVE else u, on_32, tiles.rows)
+    u = double(u, u * beta if SAVE else u, on_16, memory, places, places.has_16, phase)
+    return double(u, u * beta if SAVE else u, on_32, tiles.rows, places, places.has_32, phase)
 
 
 @gluon.jit

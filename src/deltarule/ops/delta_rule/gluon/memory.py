@@ -7,6 +7,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+# Its name from Triton 3.7 on, and the one before.
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
 # Tokens of a chunk: the rows of one warpgroup's product.
 CHUNK = gl.constexpr(64)
 # Values of a state role: the rows of S that it keeps.

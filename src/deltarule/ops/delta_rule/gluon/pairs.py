@@ -9,7 +9,6 @@ factors of the row and of the column.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from deltarule.ops.delta_rule.gluon.memory import (
     CHUNK,
@@ -20,25 +19,28 @@ from deltarule.ops.delta_rule.gluon.memory import (
     WRITE,
     product,
 )
+from deltarule.ops.delta_rule.gluon.products import finish, start, tell, value
 
 # Of this power of two nothing is left.
 NOTHING = gl.constexpr(-1000.0)
 
 
 @gluon.jit
-def start_pairs(tiles, slot, FIRST: gl.constexpr, ROWS: gl.constexpr):
+def start_pairs(tiles, slot, places, FIRST: gl.constexpr, ROWS: gl.constexpr):
     """k_j . q_i of all j and the rows i of a part, [64, ROWS], in flight."""
     zero = gl.zeros([CHUNK, ROWS], gl.float32, product(ROWS))
     q = tiles.q.index(slot)
     if ROWS != CHUNK:
         q = q.slice(FIRST, ROWS)
-    return warpgroup_mma(tiles.k.index(slot), q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    kq = start(places.pairs, tiles.k.index(slot), q.permute((1, 0)), zero, False)
+    tell(places.has_pairs)
+    return kq
 
 
 @gluon.jit
 def finish_pairs(
-    tiles, slot, pair_slot, scale, kq, FIRST: gl.constexpr, ROWS: gl.constexpr,
-    DECAY: gl.constexpr, UNIT: gl.constexpr,
+    tiles, slot, pair_slot, scale, kq, places, phase, FIRST: gl.constexpr,
+    ROWS: gl.constexpr, DECAY: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
     """Wait for k_j . q_i and leave P of the rows i of a part."""
     LAYOUT: gl.constexpr = product(ROWS)
@@ -49,7 +51,7 @@ def finish_pairs(
     # of unknowns it would be kept for all elements, in registers that there are not.
     known, lane = (o_i & 57) + FIRST, o_j - (o_i & 6)
     gate = slot * GATES
-    kq = warpgroup_mma_wait(0, deps=(kq,))
+    kq = value(finish((kq,), places.has_pairs, phase), LAYOUT)
     if DECAY:
         sum_i = tiles.gates.index(gate + QUERY_SUM).slice(FIRST, ROWS).load(I)[None, :]
         sum_j = tiles.gates.index(gate + COLUMN_SUM).load(J)[:, None]

@@ -13,14 +13,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from deltarule.ops.delta_rule.gluon.inverse import (
     BATCH,
     PLAIN_3D,
-    barrier,
     below,
     four,
     invert,
@@ -35,13 +32,15 @@ from deltarule.ops.delta_rule.gluon.memory import (
     GATES,
     KEY_SUM,
     WRITE,
+    barrier,
     product,
 )
 from deltarule.ops.delta_rule.gluon.pairs import finish_pairs, start_pairs
+from deltarule.ops.delta_rule.gluon.products import finish, start, tell, value
 
 
 @gluon.jit
-def score_role(shared, scale, SLOTS: gl.constexpr, FORM: gl.constexpr):
+def score_role(shared, scale, places, SLOTS: gl.constexpr, FORM: gl.constexpr):
     """What the state roles wait for, chunk by chunk; it is saved, too."""
     tiles, barriers, place, saved = shared
     TIED: gl.constexpr = FORM.TIED
@@ -59,15 +58,17 @@ def score_role(shared, scale, SLOTS: gl.constexpr, FORM: gl.constexpr):
             tma.store_wait(SLOTS - 1)
             barrier()
         if TIED:
-            leave_m(tiles, slot, FORM)
+            leave_m(tiles, slot, places, i & 1, FORM)
             barrier()
-            t = invert(tiles, slot, on_16, on_32, SAVE)
+            t = invert(tiles, slot, on_16, on_32, places, i & 1, SAVE)
             if not SAVE:
                 t = gl.where(o_i == o_j, 1.0, t)
             tiles.t.index(slot).store(t.to(tiles.t.dtype))
         else:
-            kq = start_pairs(tiles, slot, 0, CHUNK)
-            finish_pairs(tiles, slot, slot, scale, kq, 0, CHUNK, FORM.DECAY, FORM.UNIT)
+            kq = start_pairs(tiles, slot, places, 0, CHUNK)
+            finish_pairs(
+                tiles, slot, slot, scale, kq, places, i & 1, 0, CHUNK, FORM.DECAY, FORM.UNIT
+            )
         fence_async_shared()
         mbarrier.arrive(barriers.scored.index(slot))
         row = (place.slot + i * place.value_heads) * CHUNK
@@ -80,15 +81,16 @@ def score_role(shared, scale, SLOTS: gl.constexpr, FORM: gl.constexpr):
 
 
 @gluon.jit
-def leave_m(tiles, slot, FORM: gl.constexpr):
+def leave_m(tiles, slot, places, phase, FORM: gl.constexpr):
     """- L of the blocks on the diagonal, in float32, at the slot of T; the rest of M in `rows`.
 
     That is in float16 and without the FACTOR of its rows (gates.py).
     """
     zero = gl.zeros([CHUNK, CHUNK], gl.float32, product(CHUNK))
     k = tiles.k.index(slot)
-    kk = warpgroup_mma(k, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-    kk = warpgroup_mma_wait(0, deps=(kk,))
+    kk = start(places.pairs, k, k.permute((1, 0)), zero, False)
+    tell(places.has_pairs)
+    kk = value(finish((kk,), places.has_pairs, phase), product(CHUNK))
     leave_blocks(tiles, slot, blocks_of(kk), FORM)
     before = tiles.before.index(slot).reshape([BLOCKS, CHUNK]).load(gl.SliceLayout(1, BATCH))
     kk = gl.convert_layout(gl.reshape(kk, [BLOCKS, BLOCK, CHUNK]), BATCH)

@@ -22,6 +22,8 @@ from deltarule.ops.dispatch import constant_when_compiled
 from deltarule.ops.runtime.launch import Launch
 
 HOPPER = 90
+# Nobody has run them there: only impl="gluon" asks for them.
+BLACKWELL = 100
 
 
 class Configuration(NamedTuple):
@@ -60,8 +62,10 @@ def why_not(inputs: Inputs) -> str | None:
     device = inputs.q.device
     if device.type != "cuda":
         return f"the fused kernel needs CUDA tensors, and q is on {device}"
-    if (found := architecture_at(device.index or 0)) != HOPPER:
-        return f"the fused kernel is written for sm_90, this is sm_{found}"
+    if (found := architecture_at(device.index or 0)) not in (HOPPER, BLACKWELL):
+        return f"the fused kernel is written for sm_90 and sm_100, this is sm_{found}"
+    if inputs.by_channel and found != HOPPER:
+        return f"the fused kernel of decays per channel is written for sm_90, this is sm_{found}"
     return why_not_form(inputs)
 
 
@@ -76,6 +80,11 @@ def of_channels() -> Any:
 def architecture_at(index: int) -> int:
     """Ten times the compute capability of a CUDA device."""
     return architecture(torch.device("cuda", index))
+
+
+def has_tensor_memory(device: torch.device) -> bool:
+    """Whether its products leave their sums there."""
+    return architecture(device) == BLACKWELL
 
 
 def why_not_form(inputs: Inputs) -> str | None:
@@ -126,6 +135,8 @@ def pays(inputs: Inputs, plan: Plan, save: bool = False) -> bool:
 
 def is_timed(inputs: Inputs) -> bool:
     """Whether a GPU has run and timed it: calls take nothing else unless impl="gluon" says so."""
+    if has_tensor_memory(inputs.q.device):
+        return False
     return not inputs.by_channel or bool(of_channels().CHOSEN)
 
 
@@ -179,7 +190,8 @@ def forward_launch(call: Call, save: bool) -> Launch:
         "K": key_size, "V": value_size, "SLOTS": slots,
         "DECAY": inputs.log_decay is not None, "TIED": inputs.beta is not None,
         "UNIT": inputs.normalize_qk, "PACKED": packed, "SAVE": save,
-        "RAGGED": packed or tokens % rows != 0, "STATE_REGISTERS": config.state,
+        "RAGGED": packed or tokens % rows != 0, "TENSOR": has_tensor_memory(inputs.q.device),
+        "STATE_REGISTERS": config.state,
         "SCORE_REGISTERS": config.score, "REGISTERS": config.others,
         "num_warps": 4, "maxnreg": config.average,
     }  # fmt: skip

@@ -22,11 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
-from deltarule.ops.delta_rule.gluon.inverse import barrier
 from deltarule.ops.delta_rule.gluon.memory import (
     BETA,
     CHUNK,
@@ -38,15 +35,17 @@ from deltarule.ops.delta_rule.gluon.memory import (
     VALUES,
     WRITE,
     Form,
+    barrier,
     product,
 )
 from deltarule.ops.delta_rule.gluon.pairs import finish_pairs, start_pairs
+from deltarule.ops.delta_rule.gluon.products import finish, operand, put, start, tell, value
 
 
 @gluon.jit
 def state_role(
-    shared, states, PART: gl.constexpr, PARTS: gl.constexpr, K: gl.constexpr, SLOTS: gl.constexpr,
-    FORM: gl.constexpr,
+    shared, states, places, PART: gl.constexpr, PARTS: gl.constexpr, K: gl.constexpr,
+    SLOTS: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     """Rows 64 PART .. of the state; o of every chunk to shared memory; the final state."""
     tiles, barriers, place, saved = shared
@@ -63,58 +62,62 @@ def state_role(
         s = gl.load(initial_state + o_s)
     else:
         s = gl.zeros([VALUES, K], gl.float32, STATE)
+    s = put(places.state, s)
     zero = gl.zeros([VALUES, CHUNK], gl.float32, TOKENS)
     for i in range(place.chunks):
         slot, phase = i % SLOTS, (i // SLOTS) & 1
         pair_slot = i % PAIR_SLOTS if FORM.TIED else slot
         gate = slot * GATES
-        left = gl.convert_layout(s.to(dtype), OF_TOKENS)
+        left = operand(places.low_state, value(s, STATE).to(dtype), OF_TOKENS)
         mbarrier.wait(barriers.full.index(slot), phase)
         q, k = tiles.q.index(slot).permute((1, 0)), tiles.k.index(slot).permute((1, 0))
-        o = warpgroup_mma(left, q, zero, use_acc=False, is_async=True)
+        o = start(places.out, left, q, zero, False)
+        tell(places.has_out)
         if FORM.TIED:
-            erased = warpgroup_mma(left, k, zero, use_acc=False, is_async=True)
+            erased = start(places.erased, left, k, zero, False)
+            tell(places.has_erased)
         number = place.slot + i * place.value_heads
         if FORM.SAVE:
-            low = gl.convert_layout(left, STATE)
+            low = value(left, STATE)
             save_state(tiles, barriers, saved, number * PARTS + PART, low, PART, FORM)
         v = tiles.v.index(slot * PARTS + PART).permute((1, 0)).load(TOKENS)
         if FORM.TIED:
-            o = warpgroup_mma_wait(1, deps=(o,))
+            o = finish((o,), places.has_out, i & 1, 1)
         else:
             mbarrier.wait(barriers.scored.index(slot), phase)
-            o = warpgroup_mma_wait(0, deps=(o,))
+            o = finish((o,), places.has_out, i & 1)
+        o = value(o, TOKENS)
         if FORM.DECAY or FORM.UNIT:
             o = o * tiles.gates.index(gate + READ).load(TOKEN)[None, :]
         else:
             o = o * scale
         if FORM.TIED:
-            erased = warpgroup_mma_wait(0, deps=(erased,))
+            erased = value(finish((erased,), places.has_erased, i & 1), TOKENS)
             at = i, slot, pair_slot, number, scale
-            s, x, errors = written_values(shared, at, s, v, erased, zero, PART, PARTS, SLOTS, FORM)
+            s, x, errors = written_values(
+                shared, at, places, s, v, erased, zero, PART, PARTS, K, SLOTS, FORM
+            )
         else:
             x = v.to(gl.float32)
-            s = decayed(tiles, gate, s, FORM.DECAY)
+            s = decayed(tiles, gate, places, s, K, FORM.DECAY)
         written = x
         if FORM.DECAY or FORM.UNIT:
             written = x * tiles.gates.index(gate + WRITE).load(TOKEN)[None, :]
-        s = warpgroup_mma(
-            gl.convert_layout(written.to(dtype), OF_STATE), tiles.k.index(slot), s, is_async=True
-        )
-        o = warpgroup_mma(
-            gl.convert_layout(x.to(dtype), OF_TOKENS), tiles.p.index(pair_slot).permute((1, 0)), o,
-            is_async=True,
-        )  # fmt: skip
+        low = operand(places.written, written.to(dtype), OF_STATE)
+        s = start(places.state, low, tiles.k.index(slot), s)
+        low, p = operand(places.low_values, x.to(dtype), OF_TOKENS), tiles.p.index(pair_slot)
+        o = start(places.out, low, p.permute((1, 0)), o)
+        tell(places.has_state)
         if FORM.SAVE and FORM.TIED:
             tma.store_wait(copies_between(FORM))
             barrier()
             tiles.errors.index(PART).permute((1, 0)).store(errors)
             fence_async_shared()
-        s, o = warpgroup_mma_wait(0, deps=(s, o))
+        s, o = finish((s, o), places.has_state, i & 1)
         mbarrier.arrive(barriers.empty.index(slot))
         # With SAVE there has been an arrival for nothing before.
         mbarrier.wait(barriers.stored.index(PART), (i & 1) if FORM.SAVE else (i & 1) ^ 1)
-        tiles.o.index(PART).permute((1, 0)).store(o.to(dtype))
+        tiles.o.index(PART).permute((1, 0)).store(value(o, TOKENS).to(dtype))
         if not FORM.SAVE:
             fence_async_shared()
             mbarrier.arrive(barriers.written.index(PART))
@@ -125,7 +128,7 @@ def state_role(
         fence_async_shared()
         mbarrier.arrive(barriers.written.index(PART))
         tma.store_wait(0)
-    gl.store(final_state + o_s, s)
+    gl.store(final_state + o_s, value(s, STATE))
 
 
 @triton.constexpr_function
@@ -135,10 +138,12 @@ def copies_between(form: Form) -> int:
 
 
 @gluon.jit
-def decayed(tiles, gate, s, DECAY: gl.constexpr):
+def decayed(tiles, gate, places, s, K: gl.constexpr, DECAY: gl.constexpr):
     """S at the chunk's end, of what it was."""
+    STATE: gl.constexpr = product(K)
     if DECAY:
-        s = s * tiles.gates.index(gate + END).load(gl.SliceLayout(1, s.type.layout))[:, None]
+        end = tiles.gates.index(gate + END).load(gl.SliceLayout(1, STATE))[:, None]
+        s = put(places.state, value(s, STATE) * end)
     return s
 
 
@@ -155,8 +160,8 @@ def save_state(tiles, barriers, saved, row, low, PART: gl.constexpr, FORM: gl.co
 
 @gluon.jit
 def written_values(
-    shared, at, s, v, erased, zero, PART: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
-    FORM: gl.constexpr,
+    shared, at, places, s, v, erased, zero, PART: gl.constexpr, PARTS: gl.constexpr,
+    K: gl.constexpr, SLOTS: gl.constexpr, FORM: gl.constexpr,
 ):  # fmt: skip
     """S decayed, X, and with SAVE E, once this role's rows of P are there, too."""
     tiles, barriers, _, saved = shared
@@ -166,7 +171,7 @@ def written_values(
     TOKEN: gl.constexpr = gl.SliceLayout(0, TOKENS)
     dtype: gl.constexpr = tiles.q.dtype
     gate, f = slot * GATES, zero
-    kq = start_pairs(tiles, slot, PART * ROWS, ROWS)
+    kq = start_pairs(tiles, slot, places, PART * ROWS, ROWS)
     erased *= tiles.gates.index(gate + ERASE).load(TOKEN)[None, :]
     beta = tiles.gates.index(gate + BETA).load(TOKEN)[None, :]
     if FORM.SAVE:
@@ -174,8 +179,10 @@ def written_values(
         w = f * beta
     else:
         w = v.to(gl.float32) * beta - erased
-    right = gl.convert_layout(w.to(dtype), gl.DotOperandLayout(0, TOKENS, 2))
-    finish_pairs(tiles, slot, pair_slot, scale, kq, PART * ROWS, ROWS, FORM.DECAY, FORM.UNIT)
+    right = operand(places.low_values, w.to(dtype), gl.DotOperandLayout(0, TOKENS, 2))
+    finish_pairs(
+        tiles, slot, pair_slot, scale, kq, places, i & 1, PART * ROWS, ROWS, FORM.DECAY, FORM.UNIT
+    )
     fence_async_shared()
     mbarrier.arrive(barriers.paired.index(pair_slot))
     if FORM.SCORES:
@@ -185,9 +192,10 @@ def written_values(
         tma.async_copy_shared_to_global(saved.scores, [number * CHUNK + PART * ROWS, 0], pairs)
     mbarrier.wait(barriers.scored.index(slot), (i // SLOTS) & 1)
     t = tiles.t.index(slot).permute((1, 0))
-    x = warpgroup_mma(right, t, f, use_acc=FORM.SAVE, is_async=True)
-    s = decayed(tiles, gate, s, FORM.DECAY)
-    x = warpgroup_mma_wait(0, deps=(x,))
+    x = start(places.erased, right, t, f, FORM.SAVE)
+    tell(places.has_values)
+    s = decayed(tiles, gate, places, s, K, FORM.DECAY)
+    x = value(finish((x,), places.has_values, i & 1), TOKENS)
     errors = x
     if FORM.SAVE:
         errors = x.to(dtype)
