@@ -145,6 +145,10 @@ class Memory:
     def slice(self, start: int, length: int, dim: int = 0) -> "Memory":
         return self.viewed(lambda x: x.narrow(dim, int(start), int(length)))
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
     def permute(self, order: tuple[int, ...]) -> "Memory":
         return self.viewed(lambda x: x.permute(order))
 

@@ -65,6 +65,12 @@ def forward(inputs: Inputs) -> None:
     stage.forward(Call(inputs, new_plan(inputs)))
 
 
+def twice(inputs: Inputs) -> None:
+    """The forward of two writes a token."""
+    k, v, beta = (None if x is None else torch.cat([x, x], 1) for x in inputs[1:4])
+    forward(inputs._replace(k=k, v=v, beta=beta, n_steps=2))
+
+
 def save(inputs: Inputs) -> None:
     """With what a backward asks for."""
     stage.forward(kept(inputs), True)
@@ -102,7 +108,7 @@ def main() -> None:
         inputs, name = inputs_of(form), " ".join(map(str, form))
         assert stage.why_not_form(inputs) is None
         # How many value heads share a key head, the forward's code does not know.
-        for run in (forward, save, gradients)[0 if form.heads == "alone" else 2 :]:
+        for run in (forward, twice, save, gradients)[0 if form.heads == "alone" else 3 :]:
             if names and not {f"{name} {run.__name__}", run.__name__} & names:
                 continue
             with recording() as launches:

@@ -48,8 +48,8 @@ def inputs_of(case: Case) -> Inputs:
     if decay is not None and decay.ndim == 1:
         decay = decay.expand(*x["q"].shape[:2], -1)
     return Inputs(
-        x["q"], x["k"], x["v"], x["beta"], None, None, decay, x["initial_state"], offsets, 1,
-        x["q"].shape[-1] ** -0.5, case.normalize_qk, False,
+        x["q"], x["k"], x["v"], x["beta"], None, None, decay, x["initial_state"], offsets,
+        case.n_steps, x["q"].shape[-1] ** -0.5, case.normalize_qk, False,
     )  # fmt: skip
 
 
@@ -67,7 +67,8 @@ def check(case: Case, stress: bool = False) -> None:
     o, state = run(case)
     dtype = case.tensors["q"].dtype
     truth = run_module(definition, case.to(torch.float64))
-    yardstick = run_module(chunked, case.to(torch.float32), chunk_size=64, matmul_dtype=dtype)
+    options = {"chunk_size": 64 // case.n_steps, "matmul_dtype": dtype}
+    yardstick = run_module(chunked, case.to(torch.float32), **options)
     for name, x, y, z in (
         ("o", o, truth.o, yardstick.o.to(dtype)),
         ("state", state, truth.final_state, yardstick.final_state),
@@ -87,6 +88,17 @@ def test_it_computes_the_definition(decay, erase, normalize) -> None:
 @pytest.mark.parametrize(("decay", "erase"), FORMS)
 def test_so_it_does_for_states_of_128_by_128(decay, erase) -> None:
     check(case_of(decay, erase, tokens=128, key_size=128, value_size=128))
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("decay", "erase"), FORMS)
+def test_two_writes_a_token(decay, erase, normalize) -> None:
+    check(case_of(decay, erase, tokens=75, n_steps=2, normalize_qk=normalize, heads=2))
+
+
+def test_so_it_does_with_two_for_states_of_128_by_128_and_packed() -> None:
+    check(case_of(tokens=64, n_steps=2, key_size=128, value_size=128))
+    check(case_of(lengths=(3, 0, 38, 32, 1), n_steps=2, normalize_qk=True))
 
 
 def test_a_constant_decay_and_grouped_heads() -> None:
@@ -119,25 +131,29 @@ def test_correlated_keys_and_a_strong_erase() -> None:
     check(case.changed(k=k), stress=True)
 
 
-def test_no_future_input_changes_the_past_bitwise() -> None:
-    case = case_of(tokens=150)
+@pytest.mark.parametrize("n_steps", [1, 2])
+def test_no_future_input_changes_the_past_bitwise(n_steps) -> None:
+    case = case_of(tokens=150 // n_steps, n_steps=n_steps)
     before, _ = run(case)
     for name in ("q", "k", "v", "beta", "log_decay"):
-        for t in (37, 64, 149):
+        rows = n_steps if name in ("k", "v", "beta") else 1
+        for t in (37, 64, 149 // n_steps):
             changed = case.tensors[name].clone()
-            changed[:, t:] *= 20.0 if name == "log_decay" else -0.7
+            changed[:, t * rows :] *= 20.0 if name == "log_decay" else -0.7
             after, _ = run(case.changed(**{name: changed}))
             assert torch.equal(after[:, :t], before[:, :t]), f"{name} from {t} on"
             assert not torch.equal(after, before), name
 
 
-def test_a_neighbour_of_nan_is_never_read() -> None:
-    case = case_of(lengths=(70, 60))
+@pytest.mark.parametrize("n_steps", [1, 2])
+def test_a_neighbour_of_nan_is_never_read(n_steps) -> None:
+    case = case_of(lengths=(70, 60), n_steps=n_steps)
     expected, state = run(case)
     spoiled = {}
     for name in ("q", "k", "v", "beta", "log_decay"):
+        rows = n_steps if name in ("k", "v", "beta") else 1
         spoiled[name] = case.tensors[name].clone()
-        spoiled[name][:, 70:] = torch.nan
+        spoiled[name][:, 70 * rows :] = torch.nan
     found, spoiled_state = run(case.changed(**spoiled))
     assert torch.equal(found[:, :70], expected[:, :70])
     assert torch.equal(spoiled_state[0], state[0])
@@ -221,14 +237,15 @@ def test_the_memory_of_the_interpreter_is_poisoned() -> None:
             case_of("channel"),
             "of decays per channel has \\(K, V\\) = \\(128, 128\\), got \\(64, 64\\)",
         ),
-        (case_of(n_steps=2), "writes once a token"),
+        (case_of(n_steps=3), "2 times a token"),
+        (case_of("channel", n_steps=2), "1 times a token"),
         (case_of(key_size=32), "got \\(32, 64\\)"),
         (case_of(dtype=torch.float32), "takes bfloat16"),
         (case_of(dtype=torch.float16), "float16"),
     ],
 )
 def test_what_it_cannot_do_has_a_reason(case, reason) -> None:
-    inputs = inputs_of(case)._replace(n_steps=case.n_steps)
+    inputs = inputs_of(case)
     assert stage.why_not_form(inputs) is not None
     with pytest.raises(AssertionError, match=reason):
         raise AssertionError(stage.why_not_form(inputs))
@@ -240,6 +257,18 @@ def test_it_keeps_out_of_calls_that_do_not_depend_on_the_batch() -> None:
     assert "scale" in (stage.why_not_form(inputs._replace(scale=-1.0)) or "")
     assert "CUDA" in (stage.why_not(inputs) or "")
     assert not stage.pays(inputs, new_plan(inputs))
+
+
+def test_nobody_is_given_two_writes_a_token_unasked(monkeypatch) -> None:
+    for name, found in {"why_not": None, "fills": True}.items():
+        monkeypatch.setattr(stage, name, lambda *_, found=found: found)
+    once, twice = (inputs_of(case_of(n_steps=n)) for n in (1, 2))
+    assert stage.pays(once, new_plan(once))
+    assert not stage.pays(twice, new_plan(twice))
+    assert "no GPU has timed" in stage.place_in_order(twice)
+    monkeypatch.setattr(stage, "STEPS_TIMED", 2)
+    assert stage.pays(twice, new_plan(twice))
+    assert not stage.pays(twice, new_plan(twice), save=True)
 
 
 @pytest.mark.parametrize(

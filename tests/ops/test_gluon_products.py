@@ -68,7 +68,7 @@ def products_kernel(
 ):  # fmt: skip
     """One role alone."""
     tile = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], square())
-    places = state_places(gl.bfloat16, CHUNK, CHUNK, False, TENSOR)
+    places = state_places(gl.bfloat16, CHUNK, CHUNK, CHUNK, False, TENSOR)
     gl.warp_specialize(
         [(products_role, (x, b, out, tile, places, BEFORE, TOLD, WAIT))], [], []
     )  # fmt: skip
@@ -120,9 +120,11 @@ FORMS = [(decay, erase) for decay in ("none", "head") for erase in ("none", "tie
 
 
 @pytest.mark.parametrize(("decay", "erase"), FORMS)
-@pytest.mark.parametrize("normalize", [False, True])
-def test_a_forward_has_the_bits_of_sm_90(decay, erase, normalize, tensor_memory) -> None:
-    case = forward.case_of(decay, erase, tokens=150, normalize_qk=normalize)
+@pytest.mark.parametrize(("normalize", "n_steps"), [(False, 1), (True, 1), (True, 2)])
+def test_a_forward_has_the_bits_of_sm_90(decay, erase, normalize, n_steps, tensor_memory) -> None:
+    case = forward.case_of(
+        decay, erase, tokens=150 // n_steps, normalize_qk=normalize, n_steps=n_steps
+    )
     expected = forward.run(case)
     tensor_memory(True)
     for seed in (0, 1):

@@ -26,7 +26,7 @@ from deltarule.ops.delta_rule.gluon.channel_memory import (
 from deltarule.ops.delta_rule.gluon.channel_score import channel_score_role
 from deltarule.ops.delta_rule.gluon.channel_state import channel_state_role
 from deltarule.ops.delta_rule.gluon.forward import place_of
-from deltarule.ops.delta_rule.gluon.memory import VALUES, barrier
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES, barrier
 from deltarule.ops.delta_rule.gluon.movers import load_role, store_role
 
 GENERAL = ["T", "s_beta_b", "s_beta_t", "s_beta_h"]
@@ -46,7 +46,7 @@ def channel_forward_kernel(
     role has the registers that the others leave.
     """
     PARTS: gl.constexpr = V // VALUES
-    place, sequence = place_of(cu_seqlens, T, heads, value_heads, PACKED)
+    place, sequence = place_of(cu_seqlens, T, heads, value_heads, PACKED, CHUNK)
     tiles = new_channel_tiles(q.dtype, K, PARTS, SLOTS, TIED)
     barriers = new_channel_barriers(PARTS, SLOTS)
     state = (sequence * value_heads + place.value_head).to(gl.int64) * (V * K)
@@ -84,8 +84,8 @@ def channel_forward_kernel(
             (channel_state_role, (own, states, 0, PARTS, K, SLOTS, FORM)),
             (channel_state_role, (own, states, 1, PARTS, K, SLOTS, FORM)),
             (channel_score_role, (own, given, scale, K, SLOTS, FORM)),
-            (load_role, (own, loads, heads, value_heads, K, PARTS, SLOTS, RAGGED)),
-            (store_role, (own, o, o_rows, value_heads, PARTS, RAGGED, False)),
+            (load_role, (own, loads, heads, value_heads, K, PARTS, SLOTS, RAGGED, 1)),
+            (store_role, (own, o, o_rows, value_heads, PARTS, RAGGED, False, 1)),
             (channel_gate_role, (own, gates, K, SLOTS, FORM)),
         ],
         [4, 4, 1, 1, 1],

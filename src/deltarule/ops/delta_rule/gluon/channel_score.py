@@ -34,7 +34,7 @@ def channel_score_role(shared, of, scale, K: gl.constexpr, SLOTS: gl.constexpr, 
         o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))[:, None]
         o_j = gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))[None, :]
         on_16, on_32 = below(1), below(2)
-        places = score_places(True, False)
+        places = score_places(CHUNK, True, False)
     for i in range(place.chunks):
         slot, phase = i % SLOTS, (i // SLOTS) & 1
         mbarrier.wait(barriers.full.index(slot), phase)

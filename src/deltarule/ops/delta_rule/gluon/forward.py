@@ -40,7 +40,7 @@ from deltarule.ops.delta_rule.gluon.state import state_role
 
 
 @gluon.jit
-def place_of(cu_seqlens, T, heads, value_heads, PACKED: gl.constexpr):
+def place_of(cu_seqlens, T, heads, value_heads, PACKED: gl.constexpr, QUERIES: gl.constexpr):
     """Where this program is: heads follow each other. Offsets out of range are clamped."""
     program = gl.program_id(0)
     value_head, sequence = program % value_heads, program // value_heads
@@ -49,10 +49,10 @@ def place_of(cu_seqlens, T, heads, value_heads, PACKED: gl.constexpr):
         start = gl.minimum(gl.maximum(gl.load(cu_seqlens + sequence).to(gl.int64), 0), T)
         end = gl.minimum(gl.load(cu_seqlens + sequence + 1).to(gl.int64), T)
         tokens = gl.maximum(end - start, 0).to(gl.int32)
-    chunks = (tokens + CHUNK - 1) // CHUNK
+    chunks = (tokens + QUERIES - 1) // QUERIES
     key_head, number = value_head // (value_heads // heads), sequence * chunks
     if PACKED:
-        number = (start // CHUNK).to(gl.int32) + sequence
+        number = (start // QUERIES).to(gl.int32) + sequence
     slot = number * value_heads + value_head
     return Place(start, tokens, chunks, value_head, key_head, value_heads, slot), sequence
 
@@ -60,15 +60,15 @@ def place_of(cu_seqlens, T, heads, value_heads, PACKED: gl.constexpr):
 @gluon.jit
 def new_tiles(
     dtype: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
-    TIED: gl.constexpr, SAVE: gl.constexpr,
+    QUERIES: gl.constexpr, TIED: gl.constexpr, SAVE: gl.constexpr,
 ):  # fmt: skip
     """Shared memory for all tiles."""
     SQUARE: gl.constexpr = square()
-    q = gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, K], SQUARE)
+    q = gl.allocate_shared_memory(dtype, [SLOTS, QUERIES, K], SQUARE)
     k = gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, K], SQUARE)
     v = gl.allocate_shared_memory(dtype, [SLOTS * PARTS, CHUNK, VALUES], SQUARE)
-    o = gl.allocate_shared_memory(dtype, [PARTS, CHUNK, VALUES], SQUARE)
-    p = gl.allocate_shared_memory(dtype, [PAIR_SLOTS if TIED else SLOTS, CHUNK, CHUNK], SQUARE)
+    o = gl.allocate_shared_memory(dtype, [PARTS, QUERIES, VALUES], SQUARE)
+    p = gl.allocate_shared_memory(dtype, [PAIR_SLOTS if TIED else SLOTS, QUERIES, CHUNK], SQUARE)
     gates = gl.allocate_shared_memory(gl.float32, [SLOTS * GATES, CHUNK], PLAIN_1D)
     # Before Triton 3.7 a tuple has no None: what is not there is another thing that nobody reads.
     t, before, rows, own, blocks, scaled, identity = p, p, p, p, p, p, p
@@ -112,7 +112,7 @@ def forward_kernel(
     q, k, v, o, q_rows, k_rows, v_rows, o_rows, states, errors, scores, corrections, scalings,
     chunk_decay, log_decay, beta, norms, cu_seqlens, initial_state, final_state, scale, log_scale,
     T, heads, value_heads, s_decay_b, s_decay_t, s_decay_h, s_beta_b, s_beta_t, s_beta_h,
-    K: gl.constexpr, V: gl.constexpr, SLOTS: gl.constexpr, DECAY: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, STEPS: gl.constexpr, SLOTS: gl.constexpr, DECAY: gl.constexpr,
     TIED: gl.constexpr, UNIT: gl.constexpr, PACKED: gl.constexpr, RAGGED: gl.constexpr,
     SAVE: gl.constexpr, TENSOR: gl.constexpr, STATE_REGISTERS: gl.constexpr,
     SCORE_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
@@ -125,14 +125,15 @@ def forward_kernel(
     """
     dtype: gl.constexpr = q.dtype
     PARTS: gl.constexpr = V // VALUES
-    place, sequence = place_of(cu_seqlens, T, heads, value_heads, PACKED)
-    tiles = new_tiles(dtype, K, PARTS, SLOTS, TIED, SAVE)
+    QUERIES: gl.constexpr = CHUNK // STEPS
+    place, sequence = place_of(cu_seqlens, T, heads, value_heads, PACKED, QUERIES)
+    tiles = new_tiles(dtype, K, PARTS, SLOTS, QUERIES, TIED, SAVE)
     barriers = new_barriers(PARTS, SLOTS, TIED)
-    places = state_places(dtype, K, CHUNK // PARTS, TIED, TENSOR)
+    places = state_places(dtype, K, QUERIES, QUERIES // PARTS, TIED, TENSOR)
     other = places
     if PARTS == 2:
-        other = state_places(dtype, K, CHUNK // PARTS, TIED, TENSOR)
-    of_scores = score_places(TIED, TENSOR)
+        other = state_places(dtype, K, QUERIES, QUERIES // PARTS, TIED, TENSOR)
+    of_scores = score_places(QUERIES, TIED, TENSOR)
     state = (sequence * value_heads + place.value_head).to(gl.int64) * (V * K)
     final_state += state
     INITIAL: gl.constexpr = initial_state is not None
@@ -149,12 +150,13 @@ def forward_kernel(
     else:
         log_decay = final_state
     if TIED:
-        beta += row.to(gl.int64) * s_beta_b + token * s_beta_t + place.value_head * s_beta_h
+        first = token * STEPS
+        beta += row.to(gl.int64) * s_beta_b + first * s_beta_t + place.value_head * s_beta_h
     else:
         beta = final_state
     q_norm, k_norm = final_state, final_state
     if UNIT:
-        q_norm = norms + ((row.to(gl.int64) * T + token) * heads + place.key_head) * 2
+        q_norm = norms + ((row.to(gl.int64) * T + token) * heads + place.key_head) * (1 + STEPS)
         k_norm = q_norm + 1
     barrier()
     # What is not there is another thing that nobody touches.
@@ -171,11 +173,11 @@ def forward_kernel(
         saved = Saved(states, errors, scores, corrections, scalings, chunk_decay)
     else:
         saved = final_state
-    FORM: gl.constexpr = Form(DECAY, TIED, UNIT, INITIAL, SAVE, SCORES)
+    FORM: gl.constexpr = Form(DECAY, TIED, UNIT, INITIAL, SAVE, SCORES, STEPS)
     own = tiles, barriers, place, saved
     loads = q, k, v, q_rows, k_rows, v_rows
     gates = (
-        log_decay, beta, q_norm, k_norm, s_decay_t, s_beta_t, heads * 2, scale, log_scale,
+        log_decay, beta, q_norm, k_norm, s_decay_t, s_beta_t, heads * (1 + STEPS), scale, log_scale,
     )  # fmt: skip
     states = initial_state, final_state, scale
     if PARTS == 2:
@@ -184,8 +186,8 @@ def forward_kernel(
                 (state_role, (own, states, places, 0, PARTS, K, SLOTS, FORM)),
                 (state_role, (own, states, other, 1, PARTS, K, SLOTS, FORM)),
                 (score_role, (own, scale, of_scores, SLOTS, FORM)),
-                (load_role, (own, loads, heads, value_heads, K, PARTS, SLOTS, RAGGED)),
-                (store_role, (own, o, o_rows, value_heads, PARTS, RAGGED, SAVE)),
+                (load_role, (own, loads, heads, value_heads, K, PARTS, SLOTS, RAGGED, STEPS)),
+                (store_role, (own, o, o_rows, value_heads, PARTS, RAGGED, SAVE, STEPS)),
                 (gate_role, (own, gates, SLOTS, FORM)),
             ],
             [4, 4, 1, 1, 1],
@@ -196,8 +198,8 @@ def forward_kernel(
             [
                 (state_role, (own, states, places, 0, PARTS, K, SLOTS, FORM)),
                 (score_role, (own, scale, of_scores, SLOTS, FORM)),
-                (load_role, (own, loads, heads, value_heads, K, PARTS, SLOTS, RAGGED)),
-                (store_role, (own, o, o_rows, value_heads, PARTS, RAGGED, SAVE)),
+                (load_role, (own, loads, heads, value_heads, K, PARTS, SLOTS, RAGGED, STEPS)),
+                (store_role, (own, o, o_rows, value_heads, PARTS, RAGGED, SAVE, STEPS)),
                 (gate_role, (own, gates, SLOTS, FORM)),
             ],
             [4, 1, 1, 1],

@@ -1,7 +1,8 @@
-"""The role that makes the scalings of a chunk's tokens from its gates, a number for each token.
+"""The role that makes the scalings of a chunk's rows from its gates, a number for each row.
 
-With b_i = sum of log2 decay up to token i of the chunk, g = 2^b, and rq = 1 / |q|, rk = 1 / |k|
-with `normalize_qk` (norms.py), else 1:
+A row is a write: with n of them a token, it decays before the first. READ and QUERY_SUM are of
+tokens. With b_i = sum of log2 decay up to row i of the chunk, g = 2^b, and rq = 1 / |q|,
+rk = 1 / |k| with `normalize_qk` (norms.py), else 1:
 
     READ = scale g rq      BETA = beta      ERASE = beta g rk      WRITE = 2^(b_end - b) rk
     END = 2^b_end          QUERY_SUM = b + log2(scale rq)          KEY_SUM = b + log2 rk
@@ -58,9 +59,28 @@ def add(a, b):
 
 
 @gluon.jit
-def load_gate(gate, token, tokens):
-    """A gate of 64 tokens, in float32, zero after the sequence's end."""
-    return gl.load(gate, mask=token < tokens, other=0.0).to(gl.float32)
+def load_gate(gate, row, rows):
+    """A gate of 64 rows, in float32, zero after the sequence's end."""
+    return gl.load(gate, mask=row < rows, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def load_decay(log_decay, row, rows, STEPS: gl.constexpr):
+    """The log decay of 64 rows alike, zero for all rows of a token but the first."""
+    there = row < rows
+    if STEPS > 1:
+        there = there & (row % STEPS == 0)
+    return gl.load(log_decay, mask=there, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def store_reads(gate, x, STEPS: gl.constexpr):
+    """A number for each token, of those for each row."""
+    if STEPS == 2:
+        x, _ = gl.split(gl.reshape(x, [CHUNK // 2, 2]))
+        gate.slice(0, CHUNK // 2).store(x)
+    else:
+        gate.store(x)
 
 
 @gluon.jit
@@ -77,17 +97,20 @@ def gate_role(
     LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     o_t = gl.arange(0, CHUNK, LAYOUT)
     zero = gl.zeros([CHUNK], gl.float32, LAYOUT)
-    left = place.tokens
+    STEPS: gl.constexpr = FORM.STEPS
+    left = place.tokens * STEPS
     # A chunk's gates are on their way while those of the one before are worked out.
     if DECAY:
-        log_decay += o_t.to(gl.int64) * s_decay
-        next_decay = load_gate(log_decay, o_t, left)
+        log_decay += (o_t // STEPS).to(gl.int64) * s_decay
+        next_decay = load_decay(log_decay, o_t, left, STEPS)
     if TIED:
         beta += o_t.to(gl.int64) * s_beta
         next_beta = load_gate(beta, o_t, left)
     if UNIT:
-        q_norm += o_t.to(gl.int64) * s_norm
-        k_norm += o_t.to(gl.int64) * s_norm
+        q_norm += (o_t // STEPS).to(gl.int64) * s_norm
+        k_norm += (o_t // STEPS).to(gl.int64) * s_norm
+        if STEPS > 1:
+            k_norm += o_t % STEPS
         next_q, next_k = load_gate(q_norm, o_t, left), load_gate(k_norm, o_t, left)
     for i in range(place.chunks):
         slot, phase = i % SLOTS, (i // SLOTS) & 1
@@ -96,8 +119,8 @@ def gate_role(
         left -= CHUNK
         if DECAY:
             steps = gl.maximum(next_decay * LOG2_E, RESET)
-            log_decay += CHUNK * s_decay
-            next_decay = load_gate(log_decay, o_t, left)
+            log_decay += CHUNK // STEPS * s_decay
+            next_decay = load_decay(log_decay, o_t, left, STEPS)
             b = gl.associative_scan(steps, 0, add)
             b_end = gl.sum(steps, 0)
         if TIED:
@@ -110,8 +133,8 @@ def gate_role(
             read, key = scale * next_q, next_k
             log_read += gl.log2(gl.where(empty, 1.0, next_q))
             log_key = gl.log2(gl.where(empty, 1.0, next_k))
-            q_norm += CHUNK * s_norm
-            k_norm += CHUNK * s_norm
+            q_norm += CHUNK // STEPS * s_norm
+            k_norm += CHUNK // STEPS * s_norm
             next_q, next_k = load_gate(q_norm, o_t, left), load_gate(k_norm, o_t, left)
         mbarrier.wait(barriers.empty.index(slot), phase ^ 1)
         write = key
@@ -124,7 +147,7 @@ def gate_role(
                 factor = leave_before(tiles.before.index(slot), key, key, key, key, LAYOUT, False)
             tiles.gates.index(gate + FACTOR).store(-factor if SAVE else -b_beta * factor)
         if DECAY:
-            tiles.gates.index(gate + QUERY_SUM).store(b + log_read)
+            store_reads(tiles.gates.index(gate + QUERY_SUM), b + log_read, STEPS)
             tiles.gates.index(gate + KEY_SUM).store(b + log_key)
             tiles.gates.index(gate + COLUMN_SUM).store(b - log_key)
             write = gl.exp2(b_end - b) * key
@@ -132,7 +155,7 @@ def gate_role(
             read, key = read * decay, key * decay
             tiles.gates.index(gate + END).store(gl.exp2(zero + b_end))
         if DECAY or UNIT:
-            tiles.gates.index(gate + READ).store(read)
+            store_reads(tiles.gates.index(gate + READ), read, STEPS)
             tiles.gates.index(gate + WRITE).store(write)
         if TIED:
             tiles.gates.index(gate + BETA).store(b_beta)

@@ -10,12 +10,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 # Its name from Triton 3.7 on, and the one before.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
-# Tokens of a chunk: the rows of one warpgroup's product.
+# Rows of a chunk: those of one warpgroup's product. With n writes a token, a token has n rows.
 CHUNK = gl.constexpr(64)
 # Values of a state role: the rows of S that it keeps.
 VALUES = gl.constexpr(64)
 
-# Rows of the gates of a chunk, a number for each token (gates.py has their equations).
+# Gates of a chunk, a number for each row, or of what is read for each token (gates.py).
 READ, ERASE, BETA, WRITE = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
 END, QUERY_SUM, KEY_SUM, COLUMN_SUM = (
     gl.constexpr(4), gl.constexpr(5), gl.constexpr(6), gl.constexpr(7),
@@ -35,14 +35,14 @@ PAIR_SLOTS = gl.constexpr(2)
 class Tiles(NamedTuple):
     """Tiles in shared memory; those of a chunk lie in its slot, chunk i in slot i % SLOTS."""
 
-    # [SLOTS, 64, K], [SLOTS, 64, K] and [SLOTS * V / 64, 64, 64].
+    # [SLOTS, 64 / n, K], [SLOTS, 64, K] and [SLOTS * V / 64, 64, 64].
     q: Any
     k: Any
     v: Any
-    # [SLOTS, 64, 64]: T with an erase, or with SAVE N; [2 or SLOTS, 64, 64]: P.
+    # [SLOTS, 64, 64]: T with an erase, or with SAVE N; [2 or SLOTS, 64 / n, 64]: P.
     t: Any
     p: Any
-    # [V / 64, 64, 64]: o, of the chunk before the one that is being worked out.
+    # [V / 64, 64 / n, 64]: o, of the chunk before the one that is being worked out.
     o: Any
     # With SAVE [V / 64, 64, K] and, with an erase, [V / 64, 64, 64]: S and E on their way out.
     saved: Any
@@ -75,7 +75,10 @@ class Barriers(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What a call has: decays, a tied erase, unit norm, an initial state; what it saves."""
+    """What a call has: decays, a tied erase, unit norm, an initial state; what it saves.
+
+    STEPS is the number n of a token's writes, in the rows n t to n t + n - 1.
+    """
 
     DECAY: bool
     TIED: bool
@@ -83,6 +86,7 @@ class Form(NamedTuple):
     INITIAL: bool
     SAVE: bool
     SCORES: bool
+    STEPS: int
 
 
 class Place(NamedTuple):

@@ -11,11 +11,18 @@ from deltarule.ops.delta_rule.triton.tiles import inverse_norm
 
 
 @triton.jit(do_not_specialize=["rows"])
-def inverse_norms_kernel(q, k, norms, rows, K: tl.constexpr, ROWS: tl.constexpr):
-    """norms [rows, 2] of the rows [rows, K] of q and of k."""
+def inverse_norms_kernel(
+    q, k, norms, rows, HEADS: tl.constexpr, STEPS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """norms [B T H, 1 + n] of the rows of q [B, T, H, K] and of the n of k [B, T n, H, K]."""
     o_r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_x, m_r = o_r[:, None] * K + tl.arange(0, K)[None, :], o_r < rows
     b_q = tl.load(q + o_x, mask=m_r[:, None], other=0.0)
-    b_k = tl.load(k + o_x, mask=m_r[:, None], other=0.0)
-    tl.store(norms + o_r * 2, inverse_norm(b_q), mask=m_r)
-    tl.store(norms + o_r * 2 + 1, inverse_norm(b_k), mask=m_r)
+    for step in tl.static_range(STEPS):
+        if STEPS > 1:
+            o_k = (o_r // HEADS * STEPS + step) * HEADS + o_r % HEADS
+            o_x = o_k[:, None] * K + tl.arange(0, K)[None, :]
+        b_k = tl.load(k + o_x, mask=m_r[:, None], other=0.0)
+        if step == 0:
+            tl.store(norms + o_r * (1 + STEPS), inverse_norm(b_q), mask=m_r)
+        tl.store(norms + o_r * (1 + STEPS) + (1 + step), inverse_norm(b_k), mask=m_r)

@@ -95,10 +95,10 @@ def told():
 
 @gluon.jit
 def state_places(
-    dtype: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr, TIED: gl.constexpr,
-    TENSOR: gl.constexpr,
+    dtype: gl.constexpr, K: gl.constexpr, QUERIES: gl.constexpr, ROWS: gl.constexpr,
+    TIED: gl.constexpr, TENSOR: gl.constexpr,
 ):  # fmt: skip
-    """A state role's; it makes so many ROWS of P."""
+    """A state role's, for so many QUERIES of a chunk, of which it makes so many ROWS of P."""
     found = StatePlaces(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     if TENSOR:
         erased, pairs, has_erased, has_pairs, has_values = 0, 0, 0, 0, 0
@@ -106,7 +106,7 @@ def state_places(
             erased, pairs = room_for(gl.float32, CHUNK), room_for(gl.float32, ROWS)
             has_erased, has_pairs, has_values = told(), told(), told()
         found = StatePlaces(
-            room_for(gl.float32, K), room_for(gl.float32, CHUNK), erased, pairs,
+            room_for(gl.float32, K), room_for(gl.float32, QUERIES), erased, pairs,
             room_for(dtype, K), room_for(dtype, CHUNK), room_for(dtype, CHUNK),
             told(), has_erased, has_pairs, has_values, told(),
         )  # fmt: skip
@@ -114,14 +114,14 @@ def state_places(
 
 
 @gluon.jit
-def score_places(TIED: gl.constexpr, TENSOR: gl.constexpr):
+def score_places(QUERIES: gl.constexpr, TIED: gl.constexpr, TENSOR: gl.constexpr):
     """The score role's."""
     found = ScorePlaces(0, 0, 0, 0, 0)
     if TENSOR:
-        rows, has_16, has_32 = 0, 0, 0
+        pairs, rows, has_16, has_32 = room_for(gl.float32, CHUNK if TIED else QUERIES), 0, 0, 0
         if TIED:
             rows, has_16, has_32 = room_for(gl.float16, CHUNK), told(), told()
-        found = ScorePlaces(room_for(gl.float32, CHUNK), rows, told(), has_16, has_32)
+        found = ScorePlaces(pairs, rows, told(), has_16, has_32)
     return found
 
 

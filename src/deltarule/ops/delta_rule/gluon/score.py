@@ -65,10 +65,8 @@ def score_role(shared, scale, places, SLOTS: gl.constexpr, FORM: gl.constexpr):
                 t = gl.where(o_i == o_j, 1.0, t)
             tiles.t.index(slot).store(t.to(tiles.t.dtype))
         else:
-            kq = start_pairs(tiles, slot, places, 0, CHUNK)
-            finish_pairs(
-                tiles, slot, slot, scale, kq, places, i & 1, 0, CHUNK, FORM.DECAY, FORM.UNIT
-            )
+            kq = start_pairs(tiles, slot, places, 0, CHUNK // FORM.STEPS)
+            finish_pairs(tiles, slot, slot, scale, kq, places, i & 1, 0, CHUNK // FORM.STEPS, FORM)
         fence_async_shared()
         mbarrier.arrive(barriers.scored.index(slot))
         row = (place.slot + i * place.value_heads) * CHUNK

@@ -51,6 +51,8 @@ CONFIGURATIONS = {
 SLOTS_WITHOUT_ERASE = 3
 # Beside the tiles of S and E that are on their way out.
 SLOTS_THAT_SAVE = 2
+# Writes of a token, at most; and that many where it is taken unasked: nobody has timed two.
+MOST_STEPS, STEPS_TIMED = 2, 1
 # What a backward is saved from computing again.
 KEPT = ("states", "errors", "scores", "corrections", "scalings", "chunk_decay")
 # Rows of q and of k that a program sums the squares of.
@@ -90,8 +92,8 @@ def has_tensor_memory(device: torch.device) -> bool:
 def why_not_form(inputs: Inputs) -> str | None:
     """What the fused kernel cannot do on any GPU."""
     q, sizes = inputs.q, (inputs.q.shape[3], inputs.v.shape[3])
-    if inputs.n_steps > 1:
-        return f"the fused kernel writes once a token, got n_steps = {inputs.n_steps}"
+    if inputs.n_steps > (most := 1 if inputs.by_channel else MOST_STEPS):
+        return f"the fused kernel writes {most} times a token at most, got {inputs.n_steps}"
     if inputs.by_channel:
         if (reason := of_channels().why_not_form(inputs)) is not None:
             return reason
@@ -127,7 +129,7 @@ def pays(inputs: Inputs, plan: Plan, save: bool = False) -> bool:
         and is_timed(inputs)
         and not plan.per_segment
         and not (save and inputs.beta is None and inputs.log_decay is None)
-        and not (save and inputs.q.dtype != torch.bfloat16)
+        and not (save and (inputs.q.dtype != torch.bfloat16 or inputs.n_steps > 1))
         and why_not(inputs) is None
         and fills(inputs, multiprocessors(inputs.q.device))
     )
@@ -135,7 +137,7 @@ def pays(inputs: Inputs, plan: Plan, save: bool = False) -> bool:
 
 def is_timed(inputs: Inputs) -> bool:
     """Whether a GPU has run and timed it: calls take nothing else unless impl="gluon" says so."""
-    if has_tensor_memory(inputs.q.device):
+    if has_tensor_memory(inputs.q.device) or inputs.n_steps > STEPS_TIMED:
         return False
     return not inputs.by_channel or bool(of_channels().CHOSEN)
 
@@ -180,17 +182,18 @@ def forward_launch(call: Call, save: bool) -> Launch:
     slots = min(slots, SLOTS_THAT_SAVE) if save else slots
     packed = inputs.cu_seqlens is not None
     rows, keys, values = CHUNK.value, heads * key_size, value_heads * value_size
+    queries = rows // inputs.n_steps
     tiles = {
-        "q": (keys, [rows, key_size]), "k": (keys, [rows, key_size]),
-        "v": (values, [rows, VALUES.value]), "o": (values, [rows, VALUES.value]),
+        "q": (keys, [queries, key_size]), "k": (keys, [rows, key_size]),
+        "v": (values, [rows, VALUES.value]), "o": (values, [queries, VALUES.value]),
     }  # fmt: skip
     if save:
         tiles |= saved_tiles(call)
     constants = {
-        "K": key_size, "V": value_size, "SLOTS": slots,
+        "K": key_size, "V": value_size, "STEPS": inputs.n_steps, "SLOTS": slots,
         "DECAY": inputs.log_decay is not None, "TIED": inputs.beta is not None,
         "UNIT": inputs.normalize_qk, "PACKED": packed, "SAVE": save,
-        "RAGGED": packed or tokens % rows != 0, "TENSOR": has_tensor_memory(inputs.q.device),
+        "RAGGED": packed or tokens % queries != 0, "TENSOR": has_tensor_memory(inputs.q.device),
         "STATE_REGISTERS": config.state,
         "SCORE_REGISTERS": config.score, "REGISTERS": config.others,
         "num_warps": 4, "maxnreg": config.average,
@@ -212,12 +215,12 @@ def saved_tiles(call: Call) -> dict[str, tuple[int, list[int]]]:
 
 
 def norms_of(call: Call) -> Tensor | None:
-    """1 / |q| and 1 / |k| [B, T, H, 2] with `normalize_qk`, by `inverse_norms_kernel`."""
+    """1 / |q| and 1 / |k| [B, T, H, 1 + n_steps] with `normalize_qk`, by `inverse_norms_kernel`."""
     inputs = call.inputs
     if not inputs.normalize_qk:
         return None
     rows = inputs.q.numel() // inputs.q.shape[3]
-    norms = call.empty((rows, 2))
+    norms = call.empty((rows, 1 + inputs.n_steps))
     given = inputs.q, inputs.k, norms, rows
     call.run(call.once(norms_launch), (-(-rows // NORM_ROWS), 1, 1), given)
     return norms
@@ -225,7 +228,8 @@ def norms_of(call: Call) -> Tensor | None:
 
 def norms_launch(call: Call) -> Launch:
     """`inverse_norms_kernel` with its constants."""
-    sizes = {"K": call.inputs.q.shape[3], "ROWS": NORM_ROWS}
+    heads, key_size = call.inputs.q.shape[2:]
+    sizes = {"HEADS": heads, "STEPS": call.inputs.n_steps, "K": key_size, "ROWS": NORM_ROWS}
     return Launch(inverse_norms_kernel, {**sizes, "num_warps": 4, "num_stages": 1})
 
 

@@ -52,6 +52,8 @@ def state_role(
     initial_state, final_state, scale = states
     STATE: gl.constexpr = product(K)
     TOKENS: gl.constexpr = product(CHUNK)
+    QUERIES: gl.constexpr = CHUNK // FORM.STEPS
+    READS: gl.constexpr = product(QUERIES)
     OF_STATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     OF_TOKENS: gl.constexpr = gl.DotOperandLayout(0, TOKENS, 2)
     TOKEN: gl.constexpr = gl.SliceLayout(0, TOKENS)
@@ -64,6 +66,7 @@ def state_role(
         s = gl.zeros([VALUES, K], gl.float32, STATE)
     s = put(places.state, s)
     zero = gl.zeros([VALUES, CHUNK], gl.float32, TOKENS)
+    nothing = gl.zeros([VALUES, QUERIES], gl.float32, READS)
     for i in range(place.chunks):
         slot, phase = i % SLOTS, (i // SLOTS) & 1
         pair_slot = i % PAIR_SLOTS if FORM.TIED else slot
@@ -71,7 +74,7 @@ def state_role(
         left = operand(places.low_state, value(s, STATE).to(dtype), OF_TOKENS)
         mbarrier.wait(barriers.full.index(slot), phase)
         q, k = tiles.q.index(slot).permute((1, 0)), tiles.k.index(slot).permute((1, 0))
-        o = start(places.out, left, q, zero, False)
+        o = start(places.out, left, q, nothing, False)
         tell(places.has_out)
         if FORM.TIED:
             erased = start(places.erased, left, k, zero, False)
@@ -86,9 +89,10 @@ def state_role(
         else:
             mbarrier.wait(barriers.scored.index(slot), phase)
             o = finish((o,), places.has_out, i & 1)
-        o = value(o, TOKENS)
+        o = value(o, READS)
         if FORM.DECAY or FORM.UNIT:
-            o = o * tiles.gates.index(gate + READ).load(TOKEN)[None, :]
+            read = tiles.gates.index(gate + READ).slice(0, QUERIES).load(gl.SliceLayout(0, READS))
+            o = o * read[None, :]
         else:
             o = o * scale
         if FORM.TIED:
@@ -117,7 +121,7 @@ def state_role(
         mbarrier.arrive(barriers.empty.index(slot))
         # With SAVE there has been an arrival for nothing before.
         mbarrier.wait(barriers.stored.index(PART), (i & 1) if FORM.SAVE else (i & 1) ^ 1)
-        tiles.o.index(PART).permute((1, 0)).store(value(o, TOKENS).to(dtype))
+        tiles.o.index(PART).permute((1, 0)).store(value(o, READS).to(dtype))
         if not FORM.SAVE:
             fence_async_shared()
             mbarrier.arrive(barriers.written.index(PART))
@@ -166,7 +170,7 @@ def written_values(
     """S decayed, X, and with SAVE E, once this role's rows of P are there, too."""
     tiles, barriers, _, saved = shared
     i, slot, pair_slot, number, scale = at
-    ROWS: gl.constexpr = CHUNK // PARTS
+    ROWS: gl.constexpr = CHUNK // FORM.STEPS // PARTS
     TOKENS: gl.constexpr = product(CHUNK)
     TOKEN: gl.constexpr = gl.SliceLayout(0, TOKENS)
     dtype: gl.constexpr = tiles.q.dtype
@@ -180,9 +184,7 @@ def written_values(
     else:
         w = v.to(gl.float32) * beta - erased
     right = operand(places.low_values, w.to(dtype), gl.DotOperandLayout(0, TOKENS, 2))
-    finish_pairs(
-        tiles, slot, pair_slot, scale, kq, places, i & 1, PART * ROWS, ROWS, FORM.DECAY, FORM.UNIT
-    )
+    finish_pairs(tiles, slot, pair_slot, scale, kq, places, i & 1, PART * ROWS, ROWS, FORM)
     fence_async_shared()
     mbarrier.arrive(barriers.paired.index(pair_slot))
     if FORM.SCORES:
