@@ -85,22 +85,22 @@ def kept(inputs: Inputs) -> Call:
 
 
 def gradients(inputs: Inputs) -> None:
-    """Of all chunks, if they are whole."""
+    """Of all chunks."""
     call = kept(inputs)
     shapes = own_shapes(call, call.plan.chunks, False)
     own = {name: torch.empty(*of[:1], dtype=of[1]) for name, of in shapes.items()}
     new_gradients(call)
     call.values["d_o"] = call["d_v"]
     d_v = None if scan_back_has_values(call) else call["d_v"]
-    if gradient_stage.can(call):
-        gradient_stage.add_gradients(call, own, d_v, WHOLE)
+    assert gradient_stage.can(call)
+    gradient_stage.add_gradients(call, own, d_v, WHOLE)
 
 
 def main() -> None:
     """Print one JSON object a line for each pass of each form, or for those that are named."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", type=int, choices=TARGETS, default=TARGETS[0])
-    parser.add_argument("names", nargs="*", help="of forms with their passes, or of passes")
+    parser.add_argument("names", nargs="*", help='"FORM PASS" or "TOKENS PASS"')
     options = parser.parse_args()
     tile_sizes.INTERPRETED = options.target
     names = {*options.names}
@@ -109,7 +109,8 @@ def main() -> None:
         assert stage.why_not_form(inputs) is None
         # How many value heads share a key head, the forward's code does not know.
         for run in (forward, twice, save, gradients)[0 if form.heads == "alone" else 3 :]:
-            if names and not {f"{name} {run.__name__}", run.__name__} & names:
+            known = {f"{of} {run.__name__}" for of in (name, form.tokens)}
+            if names and not known & names:
                 continue
             with recording() as launches:
                 run(inputs)

@@ -1,5 +1,6 @@
 """The gradients of chunks in Gluon, run on the CPU role by role, from states of float64."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ from promised import promised
 
 promised("triton")
 
+from deltarule import pack
 from deltarule.ops.delta_rule import chunked, definition
 from deltarule.ops.delta_rule.gluon import gradient_stage, stage
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import gradients as triton_gradients
 from deltarule.ops.delta_rule.triton import passes, plan
+from deltarule.ops.delta_rule.triton import windows as triton_windows
 from deltarule.ops.delta_rule.triton.passes import kept_shapes
 from deltarule.ops.delta_rule.triton.plan import WHOLE, Call, Window, new_plan
 from gluon_interpreter import interpret_launches
@@ -118,10 +121,61 @@ def errors_of(case: Case, key: Tensor) -> Tensor:
 def inputs_of(case: Case) -> Inputs:
     """The operator's arguments."""
     x = case.tensors
+    offsets = None if case.lengths is None else pack(case.lengths)
     return Inputs(
-        x["q"], x["k"], x["v"], x["beta"], None, None, x["log_decay"], x["initial_state"], None, 1,
-        x["q"].shape[-1] ** -0.5, case.normalize_qk, False,
+        x["q"], x["k"], x["v"], x["beta"], None, None, x["log_decay"], x["initial_state"], offsets,
+        1, x["q"].shape[-1] ** -0.5, case.normalize_qk, False,
     )  # fmt: skip
+
+
+# What a token is that does nothing.
+EMPTY = {"q": 1.0, "k": 1.0, "v": 0.0, "beta": 0.0, "log_decay": 0.0}
+
+
+def sequences(case: Case, d_o: Tensor, d_final: Tensor) -> Iterator[tuple]:
+    """Each alone, with empty tokens up to a whole chunk: its gradients, tokens, first chunk."""
+    batch, tokens = case.tensors["q"].shape[:2]
+    first, number = 0, 0
+    for n, length in enumerate(case.lengths or [tokens] * batch):
+        row, start = (0, first) if case.lengths else (n, 0)
+        room = (0, 0, 0, -length % CHUNK)
+
+        def alone(
+            x: Tensor, value: float, row=row, start=start, length=length, room=room
+        ) -> Tensor:
+            x = x[row : row + 1, start : start + length]
+            return torch.nn.functional.pad(x.flatten(2), room, value=value).unflatten(
+                2, x.shape[2:]
+            )
+
+        part = {
+            name: y if y is None else alone(y, EMPTY[name])
+            for name, y in case.tensors.items() if name in EMPTY
+        }  # fmt: skip
+        own = case.changed(**part, initial_state=case.tensors["initial_state"][n : n + 1])
+        own = own._replace(lengths=None)
+        number = first // CHUNK + n if case.lengths else number
+        if length:
+            yield own, (alone(d_o, 0.0), d_final[n : n + 1]), length, number
+        first, number = first + length, number - (-length // CHUNK)
+
+
+def around_all(case: Case, given: tuple[Tensor, Tensor], chunks: int) -> dict[str, Any]:
+    """`around` of every sequence, by numbers of chunks; NaN where there is none, or no token."""
+    found: dict[str, Any] = {}
+    for own, own_given, length, number in sequences(case, *given):
+        for name, x in around(own, own_given).items():
+            if x is None:
+                found[name] = None
+                continue
+            x, left = x.detach().clone(), (length - 1) % CHUNK + 1
+            if name in ("errors", "d_errors"):
+                x[-1, :, left:] = torch.nan
+            if name == "scalings":
+                x[-1, ..., left:] = torch.nan
+            room = found.setdefault(name, x.new_full((chunks, *x.shape[1:]), torch.nan))
+            room[number : number + len(x)] = x
+    return found
 
 
 def windows(case: Case, chunks: int) -> list[Window]:
@@ -153,8 +207,8 @@ def run(
     assert gradient_stage.can(call)
     own = {
         name: y.detach().to(torch.bfloat16 if name in low else torch.float32).contiguous()
-        for name, y in around(case, given).items()
-    }
+        for name, y in around_all(case, given, call.plan.chunks).items() if y is not None
+    }  # fmt: skip
     call.values |= {name: own.get(name) for name in ("states", "errors", "scalings", "chunk_decay")}
     call.values |= {"d_o": given[0].to(torch.bfloat16), "d_beta": None}
     values = x["beta"] is not None and x["v"].shape[2] == x["q"].shape[2]
@@ -239,6 +293,20 @@ def test_value_heads_of_a_key_head_add_up(decay, erase) -> None:
     check(case_of(decay, erase, value_heads=6))
 
 
+@pytest.mark.parametrize(("decay", "erase"), FORMS)
+@pytest.mark.parametrize("sizes", [{"tokens": 150, "batch": 2}, {"lengths": (3, 0, 70, 64, 1)}])
+def test_so_they_are_of_chunks_that_are_not_whole(decay, erase, sizes) -> None:
+    check(case_of(decay, erase, normalize_qk=erase == "tied", value_heads=4, **sizes))
+
+
+def test_so_they_are_where_they_are_reset() -> None:
+    case = case_of("head", "tied", tokens=100)
+    decay = case.tensors["log_decay"] * 0.05
+    where = torch.rand_like(decay) < 0.1
+    where[:, 64:67] = True
+    check(case.changed(log_decay=decay.masked_fill(where, -200.0)))
+
+
 def test_so_it_is_for_states_of_128_by_128() -> None:
     check(case_of("head", "tied", heads=1, value_heads=1, key_size=128, value_size=128))
 
@@ -256,6 +324,27 @@ def test_a_whole_backward_finds_what_the_scan_back_left(
     # Triton's interpreter has no arithmetic in bfloat16.
     sizes = {"heads": 1, "value_heads": value_heads, "key_size": size, "value_size": size}
     case = case_of("head", erase, batch=2, tokens=256, **sizes).to(torch.float16)
+    compare_backward(case, save, monkeypatch)
+
+
+@interpreted_by_triton
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize(
+    ("erase", "sizes"),
+    [("tied", {"tokens": 150, "batch": 2}), ("tied", {"lengths": (3, 0, 70, 150, 64)}),
+     ("none", {"lengths": (70, 60)})],
+)  # fmt: skip
+def test_so_does_one_of_chunks_that_are_not_whole(erase, sizes, cut, monkeypatch) -> None:
+    of_windows = triton_windows.cut_into
+    monkeypatch.setattr(
+        triton_windows, "windows_of", lambda call: of_windows(call, 2) if cut else None
+    )
+    case = case_of("head", erase, value_heads=4, **sizes).to(torch.float16)
+    compare_backward(case, not cut, monkeypatch)
+
+
+def compare_backward(case: Case, save: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole backward with the fused gradients beside Triton's."""
     inputs, (d_o, d_final) = inputs_of(case), weights(case)
     given = d_o.half(), d_final.float(), inputs, passes.forward(inputs, save)[2]
     expected = passes.backward(*given)
@@ -296,9 +385,10 @@ def test_of_a_ragged_chunk_the_forward_saves_what_is_there(normalize) -> None:
     assert torch.equal(found["scalings"][..., :22], expected["scalings"][..., :22])
 
 
+@pytest.mark.parametrize("tokens", [128, 100])
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_whatever_the_order_of_events_the_bits_are_the_same(seed, monkeypatch) -> None:
-    case = case_of("head", "tied", heads=1, value_heads=2, tokens=128)
+def test_whatever_the_order_of_events_the_bits_are_the_same(seed, tokens, monkeypatch) -> None:
+    case = case_of("head", "tied", heads=1, value_heads=2, tokens=tokens)
     given = weights(case)
     expected = run(case, given)
     monkeypatch.setitem(globals(), "SEED", seed)

@@ -31,6 +31,7 @@ from deltarule.ops.delta_rule.gluon.memory import (
     Tiles,
     barrier,
     new_barrier,
+    packed_bounds,
     square,
 )
 from deltarule.ops.delta_rule.gluon.movers import load_role, store_role
@@ -46,9 +47,7 @@ def place_of(cu_seqlens, T, heads, value_heads, PACKED: gl.constexpr, QUERIES: g
     value_head, sequence = program % value_heads, program // value_heads
     start, tokens = sequence.to(gl.int64) * T, T
     if PACKED:
-        start = gl.minimum(gl.maximum(gl.load(cu_seqlens + sequence).to(gl.int64), 0), T)
-        end = gl.minimum(gl.load(cu_seqlens + sequence + 1).to(gl.int64), T)
-        tokens = gl.maximum(end - start, 0).to(gl.int32)
+        start, tokens = packed_bounds(cu_seqlens, sequence, T)
     chunks = (tokens + QUERIES - 1) // QUERIES
     key_head, number = value_head // (value_heads // heads), sequence * chunks
     if PACKED:

@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D
-from deltarule.ops.delta_rule.gluon.memory import CHUNK, square
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, packed_bounds, square
 
 # Rows of the factors in shared memory: of what is read, erased and written; of q and of k in pairs;
 # beta; the sums of decays; 1 / |q|^2 and 1 / |k|^2.
@@ -67,7 +67,7 @@ class Work(NamedTuple):
     """Pairs of a chunk and a key head: this program's first, the step, how many; heads.
 
     Of every sequence's `all_chunks` these are `chunks` from number `before` on, and what the scan
-    back left has room for `own_chunks` of each.
+    back left has room for `own_chunks` of each. Packed sequences share one row, and its numbers.
     """
 
     first: Any
@@ -78,6 +78,10 @@ class Work(NamedTuple):
     before: Any
     own_chunks: Any
     all_chunks: Any
+    # Tokens of a row of the batch; with packed sequences their offsets, and how many there are.
+    T: Any
+    cu_seqlens: Any
+    sequences: Any
 
 
 @triton.constexpr_function
@@ -87,27 +91,56 @@ def halves(columns: int) -> Any:
 
 
 class Pair(NamedTuple):
-    """First token, key head and value head; the number of it among D and X, and among all."""
+    """First token, key head and value head; the number of it among D and X, and among all.
+
+    `left` tokens of its sequence are there from the first on; none where no chunk has the number.
+    """
 
     token: Any
     head: Any
     value_head: Any
     own: Any
     slot: Any
+    left: Any
 
 
 @gluon.jit
-def pair_of(n, work, GROUP: gl.constexpr):
-    """The n-th value head of a program."""
+def packed_place(number, work):
+    """First token of a chunk of packed sequences, and how many follow (runtime/places.py)."""
+    sequence, last = number * 0, work.sequences - 1
+    # The last sequence whose first chunk is not after this one.
+    while sequence < last:
+        middle = (sequence + last + 1) // 2
+        first = (gl.load(work.cu_seqlens + middle) // CHUNK).to(gl.int32) + middle
+        sequence = gl.where(first <= number, middle, sequence)
+        last = gl.where(first <= number, last, middle - 1)
+    start, tokens = packed_bounds(work.cu_seqlens, sequence, work.T)
+    before = (number - (start // CHUNK).to(gl.int32) - sequence) * CHUNK
+    return start.to(gl.int32) + before, tokens - before
+
+
+@gluon.jit
+def pair_of(n, work, GROUP: gl.constexpr, ENDS: gl.constexpr):
+    """The n-th value head of a program; ENDS are "whole", "ragged" or "packed"."""
     pair = work.first + (n // GROUP) * work.step
     number, head = pair // work.heads, pair % work.heads
     sequence, chunk = number // work.chunks, number % work.chunks
-    own = sequence * work.own_chunks + chunk
-    chunk += sequence * work.all_chunks + work.before
+    own, left = sequence * work.own_chunks + chunk, CHUNK
+    if ENDS == "packed":
+        chunk += work.before
+        token, left = packed_place(chunk, work)
+    elif ENDS == "ragged":
+        before = (chunk + work.before) * CHUNK
+        token, left = sequence * work.T + before, work.T - before
+        chunk += sequence * work.all_chunks + work.before
+    else:
+        chunk += sequence * work.all_chunks + work.before
     value_heads, value_head = work.heads * GROUP, head * GROUP + n % GROUP
+    if ENDS == "whole":
+        token = chunk * CHUNK
     return Pair(
-        chunk * CHUNK, head, value_head, own * value_heads + value_head,
-        chunk * value_heads + value_head,
+        token, head, value_head, own * value_heads + value_head, chunk * value_heads + value_head,
+        left,
     )  # fmt: skip
 
 

@@ -19,12 +19,15 @@ from deltarule.ops.delta_rule.gluon.stage import (
 from deltarule.ops.delta_rule.triton.plan import Call, Window, multiprocessors
 from deltarule.ops.runtime.launch import Launch
 
-# Registers of a thread: on average, and of the roles that move tiles; the others have the rest.
-AVERAGE, OTHERS = 168, 24
+# Registers of a thread: on average, and of the roles that move tiles, by the ends of sequences; the
+# others have the rest.
+AVERAGE, OTHERS = 168, {"whole": 24, "ragged": 40, "packed": 40}
 # Channels of keys, and as many of values.
 SIZES = (64, 128)
 # Pairs of a chunk and a key head for each multiprocessor.
 LEAST_PAIRS = 1
+# Whether it takes packed calls, and sequences that end within a chunk: nobody has timed that.
+RAGGED_TIMED = False
 
 
 def runs(call: Call) -> bool:
@@ -35,20 +38,27 @@ def runs(call: Call) -> bool:
         or not q.is_cuda
         or architecture_at(q.device.index or 0) != HOPPER
         or not can(call)
+        or not (RAGGED_TIMED or ends(call) == "whole")
     ):
         return False
     return call.plan.chunks * q.shape[2] >= LEAST_PAIRS * multiprocessors(q.device)
 
 
 def can(call: Call) -> bool:
-    """Whether it can on any GPU: chunks that are whole, and their numbers the tokens' order."""
+    """Whether it can on any GPU."""
     inputs = call.inputs
     key_size, value_size = inputs.q.shape[3], inputs.v.shape[3]
     return (
         inputs.q.dtype == torch.bfloat16 and key_size == value_size and key_size in SIZES
-        and not inputs.by_channel and inputs.n_steps == 1 and inputs.cu_seqlens is None
-        and inputs.q.shape[1] % CHUNK.value == 0 and not inputs.batch_invariant
+        and not inputs.by_channel and inputs.n_steps == 1 and not inputs.batch_invariant
     )  # fmt: skip
+
+
+def ends(call: Call) -> str:
+    """Of sequences: "whole" chunks, "ragged" ones, or those of "packed" sequences."""
+    if call.inputs.cu_seqlens is not None:
+        return "packed"
+    return "ragged" if call.inputs.q.shape[1] % CHUNK.value else "whole"
 
 
 def takes(call: Call, window: Window) -> bool:
@@ -62,18 +72,22 @@ def add_gradients(
     """Launch `fused_gradients_kernel` on the chunks of a window; dv, too, where there is room."""
     inputs, tied = call.inputs, call.inputs.beta is not None
     batch, tokens, heads, _ = inputs.q.shape
-    all_chunks = tokens // CHUNK.value
+    packed = inputs.cu_seqlens is not None
+    # Packed sequences have one row of chunks.
+    all_chunks = call.plan.chunks if packed else -(-tokens // CHUNK.value)
     own_chunks = window.chunks or all_chunks
     before = (window.number or 0) * own_chunks
     chunks = min(own_chunks, all_chunks - before)
     kept, decay = "states" not in own, inputs.log_decay
     errors = own.get("errors", call["errors"]) if tied else inputs.v
+    loads = inputs.q, inputs.k, call["d_o"], errors, own["d_errors"] if tied else inputs.v
+    stores = call["d_q"], call["d_k"], inputs.v if d_v is None else d_v
+    whole = call.once(ends) == "whole"
     given = (
-        inputs.q, inputs.k, call["d_o"], errors, own["d_errors"] if tied else inputs.v,
-        own.get("states", call["states"]), own["d_states"], call["d_q"], call["d_k"],
-        inputs.v if d_v is None else d_v, call["scalings"],
-        norms_of(call), call["chunk_decay"], call["d_beta"],
-        decay, call["d_log_decay"], inputs.scale, batch * chunks * heads, heads, chunks, before,
+        *loads, own.get("states", call["states"]), own["d_states"], *stores, call["scalings"],
+        norms_of(call), call["chunk_decay"], call["d_beta"], decay, call["d_log_decay"],
+        *((None,) * 10 if whole else (*loads, *stores, inputs.cu_seqlens, inputs.sequences)),
+        inputs.scale, batch * chunks * heads, heads, chunks, before,
         own_chunks, all_chunks, tokens, *strides(decay),
     )  # fmt: skip
     programs = min(multiprocessors(inputs.q.device), batch * chunks * heads)
@@ -97,7 +111,7 @@ def gradients_launch(call: Call, values: bool, kept: bool) -> Launch:
     constants = {
         "K": key_size, "V": value_size, "GROUP": value_heads // heads, "TIED": tied,
         "DECAY": inputs.log_decay is not None, "UNIT": inputs.normalize_qk, "VALUES": values,
-        "KEPT": kept, "TENSOR": has_tensor_memory(inputs.q.device), "REGISTERS": OTHERS,
-        "num_warps": 8, "maxnreg": AVERAGE,
+        "KEPT": kept, "TENSOR": has_tensor_memory(inputs.q.device), "ENDS": call.once(ends),
+        "REGISTERS": OTHERS[call.once(ends)], "num_warps": 8, "maxnreg": AVERAGE,
     }  # fmt: skip
     return FusedLaunch(fused_gradients_kernel, constants, tiles)

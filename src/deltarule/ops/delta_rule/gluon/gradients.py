@@ -19,7 +19,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
 )
 
 from deltarule.ops.delta_rule.gluon.gates import add
@@ -45,6 +44,7 @@ from deltarule.ops.delta_rule.gluon.gradient_memory import (
     new_tiles,
     pair_of,
 )
+from deltarule.ops.delta_rule.gluon.gradient_movers import load_role, store_role
 from deltarule.ops.delta_rule.gluon.memory import (
     CHUNK,
     SCALING_BETA,
@@ -61,71 +61,14 @@ from deltarule.ops.delta_rule.gluon.pairs import NOTHING
 from deltarule.ops.delta_rule.gluon.products import finish, gradient_places, start, tell, value
 from deltarule.ops.delta_rule.triton.tiles import RESET
 
-
-@gluon.jit
-def load_role(
-    shared, of, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, TIED: gl.constexpr,
-    KEPT: gl.constexpr,
-):  # fmt: skip
-    """One warp: every tile to where it is used, in the order in which places become free."""
-    tiles, barriers, work = shared
-    q, k, d_o, errors, d_errors, states, d_states = of
-    for n in range(work.count * GROUP):
-        slot, phase = n % 2, (n // 2) & 1
-        at = pair_of(n, work, GROUP)
-        kept = at.slot if KEPT else at.own
-        mbarrier.wait(barriers.empty.index(slot), phase ^ 1)
-        full, row, column = barriers.full.index(slot), at.token, at.value_head * V
-        mbarrier.expect(full, CHUNK * V * (6 if TIED else 4))
-        tma.async_copy_global_to_shared(d_o, [row, column], full, tiles.d_o.index(slot))
-        if TIED:
-            x = tiles.d_errors.index(slot)
-            tma.async_copy_global_to_shared(d_errors, [at.own * CHUNK, 0], full, x)
-            row, column = kept * CHUNK, 0
-        tma.async_copy_global_to_shared(errors, [row, column], full, tiles.errors.index(slot))
-        full_d, full_s = barriers.full_d.index(0), barriers.full_s.index(0)
-        mbarrier.wait(barriers.empty_d.index(0), (n & 1) ^ 1)
-        mbarrier.expect(full_d, V * K * 2)
-        tma.async_copy_global_to_shared(d_states, [at.own * V, 0], full_d, tiles.d_states)
-        mbarrier.wait(barriers.empty_s.index(0), (n & 1) ^ 1)
-        mbarrier.expect(full_s, V * K * 2)
-        tma.async_copy_global_to_shared(states, [kept * V, 0], full_s, tiles.states)
-        if n % GROUP == 0:
-            full_k = barriers.full_k.index(0)
-            mbarrier.wait(barriers.empty_k.index(0), ((n // GROUP) & 1) ^ 1)
-            mbarrier.expect(full_k, CHUNK * K * 4)
-            tma.async_copy_global_to_shared(k, [at.token, at.head * K], full_k, tiles.k)
-            tma.async_copy_global_to_shared(q, [at.token, at.head * K], full_k, tiles.q)
-
-
-@gluon.jit
-def store_role(
-    shared, of, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, VALUES: gl.constexpr,
-):  # fmt: skip
-    """One warp: dv (VALUES) of every value head, dq and dk of every pair; their places are free."""
-    tiles, barriers, work = shared
-    d_q, d_k, d_v = of
-    for n in range(work.count * GROUP):
-        slot, at = n % 2, pair_of(n, work, GROUP)
-        if VALUES:
-            mbarrier.wait(barriers.has_values.index(slot), (n // 2) & 1)
-            tma.async_copy_shared_to_global(
-                d_v, [at.token, at.value_head * V], tiles.d_errors.index(slot)
-            )
-            tma.store_wait(0)
-            mbarrier.arrive(barriers.empty.index(slot))
-        if n % GROUP == GROUP - 1:
-            mbarrier.wait(barriers.has_keys.index(0), (n // GROUP) & 1)
-            tma.async_copy_shared_to_global(d_q, [at.token, at.head * K], tiles.q)
-            tma.async_copy_shared_to_global(d_k, [at.token, at.head * K], tiles.k)
-            tma.store_wait(0)
-            mbarrier.arrive(barriers.empty_k.index(0))
+# A sum of decays after the end of a sequence.
+LONG_AFTER = gl.constexpr(-1e30)
 
 
 @gluon.jit
 def factor_role(
     shared, scalings, norms, scale, GROUP: gl.constexpr, TIED: gl.constexpr, DECAY: gl.constexpr,
-    UNIT: gl.constexpr,
+    UNIT: gl.constexpr, ENDS: gl.constexpr,
 ):  # fmt: skip
     """One warp: the factors of the rows of every value head."""
     tiles, barriers, work = shared
@@ -134,23 +77,25 @@ def factor_role(
     one = gl.zeros([CHUNK], gl.float32, LAYOUT) + 1.0
     for n in range(work.count * GROUP):
         slot, phase = n % 2, (n // 2) & 1
-        at = pair_of(n, work, GROUP)
+        at = pair_of(n, work, GROUP, ENDS)
         if TIED or DECAY:
             scaling = scalings + at.slot.to(gl.int64) * (SCALINGS * CHUNK) + o_t
         beta, query, key = one, one * scale, one
         if TIED:
-            beta = gl.load(scaling + SCALING_BETA * CHUNK)
+            beta = load_factor(scaling + SCALING_BETA * CHUNK, o_t, at.left, 0.0, ENDS)
         if UNIT:
             norm = norms + ((at.token + o_t) * work.heads + at.head) * 2
-            query_norm, key = gl.load(norm), gl.load(norm + 1)
+            query_norm = load_factor(norm, o_t, at.left, 0.0, ENDS)
+            key = load_factor(norm + 1, o_t, at.left, 0.0, ENDS)
             query *= query_norm
         reads, erases, writes = query, key, key
         if DECAY:
-            reads = gl.load(scaling + SCALING_READ * CHUNK)
-            erases = gl.load(scaling + SCALING_ERASE * CHUNK)
-            writes = gl.load(scaling + SCALING_WRITE * CHUNK)
-            whole = gl.load(scaling + SCALING_WHOLE * CHUNK)
-            rest = gl.load(scaling + SCALING_REST * CHUNK)
+            reads = load_factor(scaling + SCALING_READ * CHUNK, o_t, at.left, 0.0, ENDS)
+            erases = load_factor(scaling + SCALING_ERASE * CHUNK, o_t, at.left, 0.0, ENDS)
+            writes = load_factor(scaling + SCALING_WRITE * CHUNK, o_t, at.left, 0.0, ENDS)
+            # After the end nothing is left of any token before, and no power is infinite.
+            whole = load_factor(scaling + SCALING_WHOLE * CHUNK, o_t, at.left, LONG_AFTER, ENDS)
+            rest = load_factor(scaling + SCALING_REST * CHUNK, o_t, at.left, 0.0, ENDS)
         mbarrier.wait(barriers.empty.index(slot), phase ^ 1)
         row = slot * FACTORS
         tiles.factors.index(row + READS).store(reads)
@@ -169,7 +114,17 @@ def factor_role(
 
 
 @gluon.jit
-def decay_role(shared, of, GROUP: gl.constexpr, DECAY: gl.constexpr):
+def load_factor(x, row, rows, other: gl.constexpr, ENDS: gl.constexpr):
+    """Factors of 64 rows; another after the chunk's end."""
+    if ENDS == "whole":
+        found = gl.load(x)
+    else:
+        found = gl.load(x, mask=row < rows, other=other)
+    return found
+
+
+@gluon.jit
+def decay_role(shared, of, GROUP: gl.constexpr, DECAY: gl.constexpr, ENDS: gl.constexpr):
     """One warp: dlog_decay, of rows from a token on, of rows before it, and of what S held."""
     tiles, barriers, work = shared
     LINE: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
@@ -177,9 +132,11 @@ def decay_role(shared, of, GROUP: gl.constexpr, DECAY: gl.constexpr):
     if DECAY:
         log_decay, d_log_decay, T, s_batch, s_token, s_head = of
         for n in range(work.count * GROUP):
-            at = pair_of(n, work, GROUP)
+            at = pair_of(n, work, GROUP, ENDS)
             row = (at.token // T).to(gl.int64) * s_batch + at.value_head * s_head
-            g = gl.load(log_decay + row + (at.token % T + o_t) * s_token)
+            g = load_factor(
+                log_decay + row + (at.token % T + o_t) * s_token, o_t, at.left, 0.0, ENDS
+            )
             mbarrier.wait(barriers.has_sums.index(0), n & 1)
             later = sum_of_row(tiles, OF_QUERIES, LINE) + sum_of_row(tiles, OF_KEYS, LINE)
             before = sum_of_row(tiles, OF_WRITES, LINE)
@@ -188,7 +145,11 @@ def decay_role(shared, of, GROUP: gl.constexpr, DECAY: gl.constexpr):
             x = gl.associative_scan(later, 0, add, reverse=True) + held
             x += gl.associative_scan(before, 0, add) - before
             address = d_log_decay + (at.token + o_t) * (work.heads * GROUP) + at.value_head
-            gl.store(address, gl.where(g < RESET, 0.0, x))
+            x = gl.where(g < RESET, 0.0, x)
+            if ENDS == "whole":
+                gl.store(address, x)
+            else:
+                gl.store(address, x, mask=o_t < at.left)
 
 
 @gluon.jit
@@ -270,13 +231,16 @@ def start_state_products(
 
 
 @gluon.jit
-def store_beta_gradient(d_beta, at, value_heads, x):
+def store_beta_gradient(d_beta, at, value_heads, x, ENDS: gl.constexpr):
     """dbeta: x [64, 2] has each token's in the half where its column is."""
     ROW: gl.constexpr = gl.SliceLayout(1, x.type.layout)
     HALF: gl.constexpr = gl.SliceLayout(0, x.type.layout)
     o_r, o_h = gl.arange(0, CHUNK, ROW)[:, None], gl.arange(0, 2, HALF)[None, :]
     address = d_beta + (at.token + o_r) * value_heads + at.value_head
-    gl.store(address + o_h * 0, x, mask=o_r // (CHUNK // 2) == o_h)
+    there = o_r // (CHUNK // 2) == o_h
+    if ENDS != "whole":
+        there = there & (o_r < at.left)
+    gl.store(address + o_h * 0, x, mask=there)
 
 
 @gluon.jit
@@ -294,6 +258,7 @@ def leave_values(tiles, barriers, slot, V: gl.constexpr):
 def compute_role(
     shared, of, places, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr,
     TIED: gl.constexpr, DECAY: gl.constexpr, UNIT: gl.constexpr, VALUES: gl.constexpr,
+    ENDS: gl.constexpr,
 ):  # fmt: skip
     """8 warps: everything but what moves tiles."""
     tiles, barriers, work = shared
@@ -307,7 +272,7 @@ def compute_role(
         for head in range(GROUP):
             at = pair, head, pair * GROUP + head
             read, written, erased, inner = of_value_head(
-                shared, of, places, at, keys, K, V, GROUP, TIED, DECAY, VALUES
+                shared, of, places, at, keys, K, V, GROUP, TIED, DECAY, VALUES, ENDS
             )
             slot = (pair * GROUP + head) % 2
             if UNIT:
@@ -327,7 +292,7 @@ def compute_role(
 @gluon.jit
 def of_value_head(
     shared, of, places, at, keys, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr,
-    TIED: gl.constexpr, DECAY: gl.constexpr, VALUES: gl.constexpr,
+    TIED: gl.constexpr, DECAY: gl.constexpr, VALUES: gl.constexpr, ENDS: gl.constexpr,
 ):  # fmt: skip
     """dq, and dk in three parts: col from D, row, and col from GP and GM; dbeta and dv are stored.
 
@@ -341,7 +306,7 @@ def of_value_head(
     LATER: gl.constexpr = 2 + (1 if TIED else 0) + (V // CHUNK if DECAY else 0)
     PAIRS: gl.constexpr = halves(CHUNK)
     pairs = gl.zeros([CHUNK, CHUNK], gl.float32, PAIRS)
-    slot, place = n % 2, pair_of(n, work, GROUP)
+    slot, place = n % 2, pair_of(n, work, GROUP, ENDS)
     row = slot * FACTORS
     mbarrier.wait(barriers.full.index(slot), (n // 2) & 1)
     errors = tiles.errors.index(slot).permute((1, 0))
@@ -356,7 +321,7 @@ def of_value_head(
     gp, gm = finish((gp, gm), places.has_pairs, n & 1, LATER)
     gp, gm = value(gp, PAIRS), value(gm, PAIRS)
     if TIED:
-        store_beta_gradient(d_beta, place, work.heads * GROUP, diagonal_halves(gm))
+        store_beta_gradient(d_beta, place, work.heads * GROUP, diagonal_halves(gm), ENDS)
     leave_pairs(tiles, row, gp, gm, TIED, DECAY)
     fence_async_shared()
     written, read, erased, held = finish((written, read, erased, held), places.has_states, n & 1)
@@ -423,26 +388,34 @@ def leave_keys(tiles, barriers, d_q, d_k, q_norm, k_norm, UNIT: gl.constexpr):
     mbarrier.arrive(barriers.has_keys.index(0))
 
 
-GENERAL = ["pairs", "heads", "chunks", "before", "own_chunks", "all_chunks"]
+GENERAL = ["pairs", "heads", "chunks", "before", "own_chunks", "all_chunks", "sequences"]
 GENERAL += ["T", "s_decay_b", "s_decay_t", "s_decay_h"]
 
 
 @gluon.jit(do_not_specialize=GENERAL)
 def fused_gradients_kernel(
     q, k, d_o, errors, d_errors, states, d_states, d_q, d_k, d_v, scalings, norms, chunk_decay,
-    d_beta, log_decay, d_log_decay, scale, pairs, heads, chunks, before, own_chunks, all_chunks, T,
-    s_decay_b, s_decay_t, s_decay_h, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr,
-    TIED: gl.constexpr, DECAY: gl.constexpr, UNIT: gl.constexpr, VALUES: gl.constexpr,
-    KEPT: gl.constexpr, TENSOR: gl.constexpr, REGISTERS: gl.constexpr,
+    d_beta, log_decay, d_log_decay, q_rows, k_rows, d_o_rows, errors_rows, d_errors_rows, d_q_rows,
+    d_k_rows, d_v_rows, cu_seqlens, sequences, scale, pairs, heads, chunks, before, own_chunks,
+    all_chunks, T, s_decay_b, s_decay_t, s_decay_h, K: gl.constexpr, V: gl.constexpr,
+    GROUP: gl.constexpr, TIED: gl.constexpr, DECAY: gl.constexpr, UNIT: gl.constexpr,
+    VALUES: gl.constexpr, KEPT: gl.constexpr, TENSOR: gl.constexpr, ENDS: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors of tiles up to d_v; without an erase `errors` is v, and X is not there.
 
     S and E are those of all chunks where they are KEPT, else like D and X those of these `chunks`.
+    *_rows point at the same tensors where ENDS are not whole: chunks there are that are not.
     """
     dtype: gl.constexpr = q.dtype
     first, step = gl.program_id(0), gl.num_programs(0)
     count = (pairs - first + step - 1) // step
-    work = Work(first, step, count, heads, chunks, before, own_chunks, all_chunks)
+    if ENDS != "packed":
+        # What is not there is another thing that nobody touches.
+        cu_seqlens, sequences = T, T
+    work = Work(
+        first, step, count, heads, chunks, before, own_chunks, all_chunks, T, cu_seqlens, sequences
+    )
     tiles = new_tiles(dtype, K, V, TIED, DECAY)
     barriers = Barriers(
         new_barrier(2, 2), new_barrier(2, 2 if VALUES else 1), new_barrier(1, 1), new_barrier(1, 1),
@@ -452,16 +425,17 @@ def fused_gradients_kernel(
     places = gradient_places(K, TIED, DECAY, TENSOR)
     barrier()
     shared = tiles, barriers, work
-    sums = d_beta, chunk_decay
+    sums, stores = (d_beta, chunk_decay), (d_q_rows, d_k_rows, d_v_rows)
+    rows = q_rows, k_rows, d_o_rows, errors_rows, d_errors_rows
     loads = q, k, d_o, errors, d_errors, states, d_states
     decays = log_decay, d_log_decay, T, s_decay_b, s_decay_t, s_decay_h
     gl.warp_specialize(
         [
-            (compute_role, (shared, sums, places, K, V, GROUP, TIED, DECAY, UNIT, VALUES)),
-            (load_role, (shared, loads, K, V, GROUP, TIED, KEPT)),
-            (store_role, (shared, (d_q, d_k, d_v), K, V, GROUP, VALUES)),
-            (factor_role, (shared, scalings, norms, scale, GROUP, TIED, DECAY, UNIT)),
-            (decay_role, (shared, decays, GROUP, DECAY)),
+            (compute_role, (shared, sums, places, K, V, GROUP, TIED, DECAY, UNIT, VALUES, ENDS)),
+            (load_role, (shared, loads, rows, K, V, GROUP, TIED, KEPT, ENDS)),
+            (store_role, (shared, (d_q, d_k, d_v), stores, K, V, GROUP, VALUES, ENDS)),
+            (factor_role, (shared, scalings, norms, scale, GROUP, TIED, DECAY, UNIT, ENDS)),
+            (decay_role, (shared, decays, GROUP, DECAY, ENDS)),
         ],
         [1, 1, 1, 1],
         [REGISTERS, REGISTERS, REGISTERS, REGISTERS],

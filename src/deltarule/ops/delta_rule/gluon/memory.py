@@ -136,3 +136,11 @@ def new_barrier(number: gl.constexpr, count: gl.constexpr):
     for i in gl.static_range(number):
         mbarrier.init(barriers.index(i), count=count)
     return barriers
+
+
+@gluon.jit
+def packed_bounds(cu_seqlens, sequence, T):
+    """First token and number of tokens of a packed sequence; offsets out of range are clamped."""
+    start = gl.minimum(gl.maximum(gl.load(cu_seqlens + sequence).to(gl.int64), 0), T)
+    end = gl.minimum(gl.load(cu_seqlens + sequence + 1).to(gl.int64), T)
+    return start, gl.maximum(end - start, 0).to(gl.int32)
