@@ -1,0 +1,37 @@
+"""The comparison of the fused kernels with Triton's stages, without a GPU."""
+
+import pytest
+import torch
+
+from bench import fused
+from promised import promised
+
+promised("triton")
+
+from deltarule.ops.delta_rule.gluon import gradient_stage, stage
+
+
+def test_a_cpu_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="needs a CUDA device"):
+        fused.main(tmp_path / "figures.json")
+
+
+def test_a_variant_is_turned_on_and_off_again():
+    fills, timed = stage.fills, gradient_stage.RAGGED_TIMED
+    with fused.variant("fused"):
+        assert stage.fills(None, 132)
+        assert (stage.TRAINING, stage.STEPS_TIMED, gradient_stage.RAGGED_TIMED) == (True, 2, True)
+    with fused.variant("triton"):
+        assert not stage.fills(None, 132)
+        assert not stage.TRAINING
+    assert (stage.fills, gradient_stage.RAGGED_TIMED) == (fills, timed)
+    assert (stage.TRAINING, stage.STEPS_TIMED) == (True, 1)
+
+
+@pytest.mark.parametrize("name", fused.CASES)
+def test_every_call_runs(name, monkeypatch):
+    monkeypatch.setattr(fused, "REPEATS", 1)
+    _, _, _, _, _, *options, lengths = fused.CASES[name]
+    small = (1, 7, 1, 2, 8, *options, (3, 4) if lengths else ())
+    assert [variant for variant, _ in fused.figures(small, "cpu")] == ["triton", "fused", "chosen"]
