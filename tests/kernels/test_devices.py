@@ -17,6 +17,7 @@ from triton import knobs
 import deltarule
 from deltarule import delta_rule
 from deltarule.ops.runtime import launch as direct
+from deltarule.ops.runtime import named
 from deltarule.ops.runtime.launch import HERE, Launch, there
 from neighbours import MAKERS, with_gradients
 from ops import memories
@@ -97,7 +98,7 @@ class Kernel:
 
 def launch(**values) -> None:
     values = {"x": None, "n": 3, "y": torch.zeros(2), "BLOCK": 16, "of_others": 1} | values
-    direct.launch(Kernel, (1, 1, 1), values)
+    named.launch(Kernel, (1, 1, 1), values)
 
 
 def test_a_launch_goes_where_its_tensors_are(gpus) -> None:
@@ -108,17 +109,17 @@ def test_a_launch_goes_where_its_tensors_are(gpus) -> None:
 
 
 def test_calls_with_the_same_constants_share_a_launch(gpus) -> None:
-    direct.launches.clear()
+    named.launches.clear()
     for size in (16, 32, 16, 16):
         launch(BLOCK=size)
-    assert [x.constants["BLOCK"] for x in direct.launches.values()] == [16, 32]
+    assert [x.constants["BLOCK"] for x in named.launches.values()] == [16, 32]
     # Whether products and sums are fused is the kernel's to say.
     launch(enable_fp_fusion=False)
-    assert [x.constants["enable_fp_fusion"] for x in direct.launches.values()] == [1, 1, 0]
-    assert "of_others" not in next(iter(direct.launches.values())).constants
+    assert [x.constants["enable_fp_fusion"] for x in named.launches.values()] == [1, 1, 0]
+    assert "of_others" not in next(iter(named.launches.values())).constants
     with pytest.raises(KeyError, match="n"):
-        direct.launch(Kernel, (1, 1, 1), {"x": None})
-    direct.launches.clear()
+        named.launch(Kernel, (1, 1, 1), {"x": None})
+    named.launches.clear()
 
 
 def neighbour(make):

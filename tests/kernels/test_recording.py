@@ -25,7 +25,7 @@ from deltarule.ops.delta_rule.triton.plan import Call, Plan
 from deltarule.ops.dispatch import Implementation, always, call_key, forget_calls, recordings
 from deltarule.ops.operators import Operator
 from deltarule.ops.runtime import launch as direct
-from deltarule.ops.runtime import replay, tensor_maps
+from deltarule.ops.runtime import named, replay, tensor_maps
 from deltarule.ops.runtime.launch import Launch
 
 # Above any number that a launch is given besides addresses.
@@ -111,10 +111,10 @@ def runs(monkeypatch):
     monkeypatch.setattr(passes, "key_of", key)
     monkeypatch.setattr(passes, "make_plan", plan_of)
     forget_calls()
-    direct.launches.clear()
+    named.launches.clear()
     yield runs
     forget_calls()
-    direct.launches.clear()
+    named.launches.clear()
 
 
 def known() -> list[object]:

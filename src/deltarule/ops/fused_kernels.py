@@ -31,3 +31,9 @@ def kernel_runs(x: Tensor, why_not: str | None) -> bool:
     if why_not is not None and x.is_cuda:
         warn_slow("torch", why_not)
     return why_not is None
+
+
+def as_rows(x: Tensor, axes: int = 1) -> Tensor:
+    """[..., channels in the last axes] -> [M, C]: a view wherever the others follow each other."""
+    size = x.shape[-axes:].numel()
+    return x.reshape(-1, size) if x.numel() else x.new_empty(0, size)

@@ -22,7 +22,7 @@ from deltarule.ops.fused.short_conv_triton import (
     load_taps,
 )
 from deltarule.ops.runtime.chained import begin, chained
-from deltarule.ops.runtime.launch import launch
+from deltarule.ops.runtime.named import launch
 from deltarule.ops.runtime.sizes import cdiv
 
 # Triton's compiler knows rows + (row,), not (*rows, row), and tuples that grow have no one type.

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltarule.ops.runtime.chained import begin, chained
-from deltarule.ops.runtime.launch import launch
+from deltarule.ops.runtime.named import launch
 from deltarule.ops.runtime.places import adjacent
 
 OPTIONS = {"num_stages": 1, "num_warps": 16}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deltarule.ops.fused.norms_triton import activate
 from deltarule.ops.runtime.chained import chained, let_next_start, wait_for_last
-from deltarule.ops.runtime.launch import launch
+from deltarule.ops.runtime.named import launch
 from deltarule.ops.runtime.sizes import cdiv, power_of_2
 
 # Triton's compiler knows tiles + (tile,), not (*tiles, tile).

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltarule.ops.fused.short_conv import ShortConv
-from deltarule.ops.runtime.launch import launch
+from deltarule.ops.runtime.named import launch
 from deltarule.ops.runtime.places import adjacent
 from deltarule.ops.runtime.sizes import cdiv, power_of_2
 

@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from deltarule.ops.runtime.chained import begin, chained
-from deltarule.ops.runtime.launch import Grid, launch
+from deltarule.ops.runtime.launch import Grid
+from deltarule.ops.runtime.named import launch
 from deltarule.ops.runtime.places import adjacent
 from deltarule.ops.runtime.sizes import cdiv
 

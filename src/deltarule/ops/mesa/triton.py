@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltarule.ops.mesa.torch import Systems
-from deltarule.ops.runtime.launch import launch
+from deltarule.ops.runtime.named import launch
 
 # Tokens of a program, and channels that a round of a product goes through.
 ROWS, STEP = 32, 32

@@ -33,8 +33,6 @@ from deltarule.ops.runtime.tensor_maps import (
 
 # Written out, because Triton's default follows an environment variable.
 OPTIONS = {"enable_fp_fusion": True}
-# What a launch may choose besides a kernel's constants.
-CHOICES = (*OPTIONS, "num_warps", "num_stages", "maxnreg", "launch_pdl")
 # Bytes: Triton compiles for addresses on this grid and for any others apart.
 ALIGNED = 16
 # Keys of one kernel that are kept: lengths never end.
@@ -140,36 +138,6 @@ class Launch:
         launcher, function = unwrapped(launcher, own)
         device = driver.active.get_current_device()
         self.binaries[device, *key] = Binary(launcher, function, compiled, fetched)
-
-
-def launch(kernel: Any, grid: Grid, values: Mapping[str, Any]) -> None:
-    """Run a kernel on the values that its parameters name, with the options that are among them.
-
-    All calls with the same constants, each of which has one type, share one `Launch`.
-    """
-    asked, known = parameters(kernel)
-    key = id(kernel), *map(values.get, known)
-    if (found := launches.get(key)) is None:
-        if len(launches) >= MOST:
-            launches.clear()
-        found = launches[key] = Launch(kernel, {x: values[x] for x in known if x in values})
-    found(grid, *[values[name] for name in asked])
-
-
-def parameters(kernel: Any) -> tuple[tuple[str, ...], frozenset[str]]:
-    """What a kernel is given in every launch, in order; and its constants and options."""
-    # A kernel's own hash is that of its source.
-    if (found := _parameters.get(id(kernel))) is None:
-        names, types = list(kernel.arg_names), kernel.fn.__annotations__
-        first = next((i for i, name in enumerate(names) if name in types), len(names))
-        found = tuple(names[:first]), frozenset([*names[first:], *CHOICES]), kernel
-        _parameters[id(kernel)] = found
-    return found[:2]
-
-
-# By kernel and constants; each holds its kernel, so that the id stays its own.
-launches: dict[Hashable, Launch] = {}
-_parameters: dict[int, tuple[tuple[str, ...], frozenset[str], Any]] = {}
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltarule.ops.runtime.launch import launch
+from deltarule.ops.runtime.named import launch
 from deltarule.ops.slstm.inputs import SLSTMInputs
 
 # Rows of a program, the fewest that a product takes, and how many channels a product takes at once.

@@ -16,7 +16,7 @@ from deltarule.ops.memory.triton.network_backward import (
 from deltarule.ops.memory.triton.network_scan import network_scan_kernel
 from deltarule.ops.memory.triton.scan import memory_scan_kernel
 from deltarule.ops.registration import Gradients
-from deltarule.ops.runtime.launch import launch
+from deltarule.ops.runtime.named import launch
 
 # Nothing is pipelined: W is an operand of products and changes in registers too.
 OPTIONS = {"num_stages": 1}

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from deltarule.ops.runtime.launch import launch
+from deltarule.ops.runtime.named import launch
 from deltarule.ops.selective_scan.inputs import ScanInputs
 from deltarule.ops.selective_scan.torch import tokens_in_chunk
 from deltarule.ops.selective_scan.triton.read import read_backward_kernel, read_kernel
