@@ -9,7 +9,7 @@ leaves the launch to Triton, for a wrong binary would give wrong numbers in sile
 
 import copy
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import Context, ContextVar
@@ -33,6 +33,8 @@ from deltarule.ops.runtime.tensor_maps import (
 
 # Written out, because Triton's default follows an environment variable.
 OPTIONS = {"enable_fp_fusion": True}
+# What a launch may choose besides a kernel's constants.
+CHOICES = (*OPTIONS, "num_warps", "num_stages", "maxnreg", "launch_pdl")
 # Bytes: Triton compiles for addresses on this grid and for any others apart.
 ALIGNED = 16
 # Keys of one kernel that are kept: lengths never end.
@@ -138,6 +140,24 @@ class Launch:
         launcher, function = unwrapped(launcher, own)
         device = driver.active.get_current_device()
         self.binaries[device, *key] = Binary(launcher, function, compiled, fetched)
+
+
+def parameters(kernel: Any, sizes: Sequence[str] = ()) -> tuple[tuple[str, ...], frozenset[str]]:
+    """What a kernel is given in every launch, in order; and its constants and choices.
+
+    `sizes` are the fields of a constant S, which stand for it.
+    """
+    # A kernel's own hash is that of its source.
+    if (found := _parameters.get(id(kernel))) is None:
+        names, types = list(kernel.arg_names), kernel.fn.__annotations__
+        first = next((i for i, name in enumerate(names) if name in types), len(names))
+        known = [*names[first:], *CHOICES, *(sizes if "S" in names else ())]
+        found = _parameters[id(kernel)] = tuple(names[:first]), frozenset(known), kernel
+    return found[:2]
+
+
+# With the kernel, so that its id stays its own.
+_parameters: dict[int, tuple[tuple[str, ...], frozenset[str], Any]] = {}
 
 
 @contextmanager

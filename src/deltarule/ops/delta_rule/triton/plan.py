@@ -23,7 +23,7 @@ from deltarule.ops.delta_rule.triton.tile_sizes import (
 )
 from deltarule.ops.delta_rule.triton.tiles import Sizes
 from deltarule.ops.dispatch import plans, remember
-from deltarule.ops.runtime.launch import Grid, Launch
+from deltarule.ops.runtime.launch import CHOICES, Grid, Launch, parameters
 from deltarule.ops.runtime.replay import Tape, capturing
 from deltarule.ops.runtime.tensor_maps import Tiles
 
@@ -40,8 +40,6 @@ COPY_ENGINE = 90
 TENSOR_MEMORY = 100
 # Tokens of a chunk whose row factors, of 4 bytes each, fill the 128 that a fetched tile begins on.
 LEAST_READS = 32
-# What a kernel is compiled with besides its own constants.
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
 # What the kernels over pairs of rows leave for those after them, each where it is needed. Without
 # scores the scans take them themselves; decayed q and k have the decays of their channels.
 NO_BUFFERS: dict[str, Tensor | None] = dict.fromkeys(
@@ -316,7 +314,7 @@ class Call:
         Where the constant TMA is set, `fetched` tells from the constants which arguments the copy
         engine fetches, and in which tiles.
         """
-        asked, known = parameters(kernel)
+        asked, known = parameters(kernel, Sizes._fields)
         key = (id(kernel), *[(name, x) for name, x in own.items() if name in known])
         if (found := self.plan.made.get(key)) is None:
             found = self.plan.made[key] = self.new_launch(kernel, fetched, own)
@@ -331,14 +329,14 @@ class Call:
             self.tape.note(found, grid, given)
 
     def new_launch(self, kernel: Any, fetched: Fetches | None, own: Mapping[str, Any]) -> Launch:
-        asked, known = parameters(kernel)
+        asked, known = parameters(kernel, Sizes._fields)
         values = {**self.once(constants), **self.values, **own}
         sizes = map(values.get, Sizes._fields)
         # Triton's compiler asks for constants that it knows as such, its interpreter for numbers.
         values["S"] = Sizes(*map(tl.constexpr, sizes) if isinstance(kernel, JITFunction) else sizes)
-        if missing := {*asked, *known} - {*values, *OPTIONS, *Sizes._fields}:
+        if missing := {*asked, *known} - {*values, *CHOICES, *Sizes._fields}:
             raise TypeError(f"a kernel asks for {sorted(missing)}, which this call does not have")
-        given = *kernel.arg_names[len(asked) :], *OPTIONS
+        given = *kernel.arg_names[len(asked) :], *CHOICES
         found = {name: values[name] for name in given if name in values}
         return Launch(kernel, found, fetched(values) if fetched and values["TMA"] else None)
 
@@ -357,21 +355,6 @@ def constants(call: Call) -> dict[str, Any]:
         "EXACT": dtype == torch.float32,
         "WINDOW": "none", "window": None, "per_window": None, "OPEN": False,
     }  # fmt: skip
-
-
-# By the kernel's id, and with the kernel so that the id stays its own.
-_parameters: dict[int, tuple[tuple[str, ...], frozenset[str], Any]] = {}
-
-
-def parameters(kernel: Any) -> tuple[tuple[str, ...], frozenset[str]]:
-    """What a kernel is given in every launch, in order; and its constants and options."""
-    if (found := _parameters.get(id(kernel))) is None:
-        names, types = list(kernel.arg_names), kernel.fn.__annotations__
-        first = next((i for i, name in enumerate(names) if name in types), len(names))
-        sizes = Sizes._fields if "S" in names else ()
-        found = tuple(names[:first]), frozenset([*names[first:], *sizes, *OPTIONS]), kernel
-        _parameters[id(kernel)] = found
-    return found[:2]
 
 
 def on_hopper(x: Tensor) -> bool:
