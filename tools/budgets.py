@@ -45,7 +45,7 @@ FOLDERS = {
     "src/deltarule/train": 5_750,
     "src/deltarule/tasks": 1_950,
     "experiments": 5_300,
-    "bench": 3_500,
+    "bench": 3_650,
 }
 
 NOT_CODE = {
