@@ -124,6 +124,8 @@ def make_encoder(tokenizer: str | None) -> Encoder:
     """
     if tokenizer is None:
         return Encoder(lambda texts: [np.frombuffer(t, np.uint8) for t in texts], BEGIN, VOCAB_SIZE)
+    if Path(tokenizer).is_absolute() and not Path(tokenizer).exists():
+        raise ValueError(f"--tokenizer {tokenizer}: no such folder")
     transformers = require("transformers", "hf")
     told = transformers.utils.logging
     verbosity = told.get_verbosity()
@@ -132,8 +134,6 @@ def make_encoder(tokenizer: str | None) -> Encoder:
         tool = transformers.AutoTokenizer.from_pretrained(tokenizer)
     except Exception as error:  # of any kind, from a damaged file
         reason = f"cannot be read: {type(error).__name__}: {error}".partition("\n")[0]
-        if Path(tokenizer).is_absolute() and not Path(tokenizer).exists():
-            reason = "no such folder"
         raise ValueError(f"--tokenizer {tokenizer}: {reason}") from error
     finally:
         told.set_verbosity(verbosity)
