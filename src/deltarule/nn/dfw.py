@@ -79,7 +79,8 @@ class DecayingFastWeights(Mixer):
     def arguments(self, call: LayerCall) -> Arguments:
         """Project to all that `selective_scan` takes but the state."""
         q, k, v = self.streams(call)
-        a, b = (split(self.stream(name, call), self.num_heads, -1) for name in "ab")
+        a = split(self.stream("a", call), self.num_heads, self.head_k_dim)
+        b = split(self.stream("b", call), self.num_heads, self.head_v_dim)
         return arguments(q, k, v, decay_logits=a, value_decay_logits=b)
 
     def read(self, call: LayerCall) -> Tensor:
