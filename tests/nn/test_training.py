@@ -19,6 +19,8 @@ OPTIONS: dict[str, dict[str, object]] = {
     "hyena": {"filter_size": 64},
     "multi_head_hyena": {"filter_size": 64},
 }
+# With its filters a step as large as the others' throws the loss about by its roundings.
+STEP_SIZE, SMALLER = 2e-2, {"hyena": 1.3e-2, "multi_head_hyena": 1.3e-2}
 
 
 def model(name: str) -> CausalLM:
@@ -40,7 +42,7 @@ def batch(step: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", NAMES)
 def test_twenty_steps_lower_the_loss(name, autocast):
     lm = model(name)
-    optimizer = torch.optim.AdamW(lm.parameters(), lr=2e-2)
+    optimizer = torch.optim.AdamW(lm.parameters(), lr=SMALLER.get(name, STEP_SIZE))
     losses = []
     for step in range(STEPS):
         tokens = batch(step)
@@ -52,6 +54,6 @@ def test_twenty_steps_lower_the_loss(name, autocast):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    # A step of this size may overshoot: the best of the last few says whether it learned.
-    last = min(losses[-5:])
+    # A step of this size may overshoot: one loss of the last few says little.
+    last = sorted(losses[-5:])[2]
     assert last < 0.8 * WITHOUT_MEMORY < losses[0], losses
