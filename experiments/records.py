@@ -94,13 +94,38 @@ def checked(path: Path, cell: Cell) -> Record:
             f"{path}: written by deltarule {record.get('deltarule')}, but this is deltarule "
             f"{ours['deltarule']}: {START_ANEW}"
         )
-    if record.get("cell") != ours["cell"]:
-        name, theirs, wanted = difference(record.get("cell"), ours["cell"])
+    told = completed(record.get("cell"), cell)
+    if told != ours["cell"]:
+        name, theirs, wanted = difference(told, ours["cell"])
         raise RecordError(
             f"{path}: of another configuration, {name} is {theirs!r} there and {wanted!r} here: "
             f"{START_ANEW}"
         )
     return record
+
+
+def completed(told: Any, ours: Any) -> Any:
+    """A configuration from a file, with the defaults of fields that are newer than the file.
+
+    Examples:
+        >>> from experiments.task_cell import Curriculum
+        >>> completed({"start": 4, "end": 8}, Curriculum(4, 8, 0.25))
+        {'start': 4, 'end': 8}
+    """
+    if isinstance(told, dict) and dataclasses.is_dataclass(ours):
+        newer = [field for field in dataclasses.fields(ours) if field.name not in told]
+        known = {name: completed(of, getattr(ours, name, None)) for name, of in told.items()}
+        return known | {field.name: plain(of) for field in newer for of in default(field)}
+    if isinstance(told, list) and isinstance(ours, list | tuple) and len(told) == len(ours):
+        return [completed(one, of) for one, of in zip(told, ours, strict=True)]
+    return told
+
+
+def default(field: "dataclasses.Field[Any]") -> tuple[Any, ...]:
+    """A field's default; nothing where it has none."""
+    if field.default_factory is not dataclasses.MISSING:
+        return (field.default_factory(),)
+    return () if field.default is dataclasses.MISSING else (field.default,)
 
 
 def difference(theirs: Any, ours: Any, name: str = "") -> tuple[str, Any, Any]:

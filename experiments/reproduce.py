@@ -22,7 +22,16 @@ from deltarule.train.run_folder import locked
 from experiments.experiment import Cell, Experiment, finished
 from experiments.pages import INDEX_PAGE, section, write_index, write_page
 from experiments.processes import MachineError, StoppedError, devices_of, run_cells
-from experiments.records import FORMAT, Record, checked, plain, read_json, to_results, write_json
+from experiments.records import (
+    FORMAT,
+    Record,
+    checked,
+    completed,
+    plain,
+    read_json,
+    to_results,
+    write_json,
+)
 from experiments.run_cell import ENVIRONMENT, own_folder, record_path, run_cell
 from experiments.table import EXPERIMENTS, load_experiment
 from experiments.words import Scale
@@ -284,32 +293,17 @@ def published_path(run: ReproduceRun, target: Path) -> Path:
 
 
 def published_records(run: ReproduceRun, cells: list[Cell]) -> dict[str, Record]:
-    """Of cells that are published already, at settings that still hold.
-
-    A field that the published configuration lacks is new, and had its default.
-    """
+    """Of cells that are published already, at settings that still hold."""
     path = published_path(run, run.publish or Path())
     if not path.exists():
         return {}
-    ours = {cell.name: plain(cell) for cell in cells}
+    ours = {cell.name: cell for cell in cells}
     records = {record["cell"]["name"]: record for record in read_json(path)["cells"]}
     return {
         name: record
         for name, record in records.items()
-        if name in ours and holds(record["cell"], ours[name])
+        if name in ours and completed(record["cell"], ours[name]) == plain(ours[name])
     }
-
-
-def holds(theirs: Any, ours: Any) -> bool:
-    """Whether all that one configuration names is the same in another.
-
-    Examples:
-        >>> holds({"steps": 9}, {"steps": 9, "new": None}), holds({"steps": 9}, {"steps": 8})
-        (True, False)
-    """
-    if isinstance(theirs, dict) and isinstance(ours, dict):
-        return all(name in ours and holds(value, ours[name]) for name, value in theirs.items())
-    return bool(theirs == ours)
 
 
 def command_line(run: ReproduceRun) -> str:

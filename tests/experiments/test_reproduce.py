@@ -166,7 +166,15 @@ def test_results_of_another_version_or_configuration_are_refused(cells, workers,
     path.unlink()
     with pytest.raises(ValueError, match=r"cell\.json: .* steps is 3 there and 4 here"):
         run(workers=workers)
+    # A field that the file does not know had its default, 3.
+    begun = folder / "cells" / "a" / "cell.json"
+    record = json.loads(begun.read_text())
+    del record["cell"]["steps"]
+    begun.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"cell\.json: .* steps is 3 there and 4 here"):
+        run(workers=workers)
     cells[0] = Tiny("a")
+    run(workers=workers)
     with monkeypatch.context() as patch:
         patch.setattr(deltarule, "__version__", "9.9")
         with pytest.raises(RecordError, match=r"written by deltarule 0.*, but this is .* 9\.9"):
