@@ -45,7 +45,20 @@ def main(part: int = 0, parts: int = 1) -> None:
         run()
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
-    print(f"{len(chosen)} cases ran")
+    print(f"{len(chosen)} cases ran", flush=True)
+
+
+def finish() -> Tensor:
+    """Have autograd's thread let go of the last case, so that the program may end.
+
+    A thread that drops a tensor of Python's while the interpreter ends is unwound inside of C++,
+    which aborts: "terminate called without an active exception" (pytorch/pytorch issue 190489). The
+    thread of a GPU takes one graph after the other: once it has gone through another, it holds none
+    of those before. The tensor that this one ends in is returned, for the caller to keep.
+    """
+    leaf = torch.zeros((), device=DEVICE, requires_grad=True)
+    (leaf + leaf).backward()
+    return leaf
 
 
 def cases() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -150,3 +163,4 @@ def memory(operator: str, maps: int, lengths: tuple[int, ...] | None) -> None:
 if __name__ == "__main__":
     torch.manual_seed(0)
     main(*map(int, sys.argv[1:]))
+    kept = finish()
