@@ -1,4 +1,6 @@
-"""DESIGN's properties of the fused forward in Gluon, on an H100 or H200."""
+"""DESIGN's properties of the fused forwards in Gluon, on an H100 or H200."""
+
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,27 +14,60 @@ from truth import DEVICE, FORMS, Drawn, Kind, assert_same, call, draw, placed, r
 
 pytestmark = pytest.mark.gpu
 
-KINDS = [
-    Kind(decay, erase, 1, torch.bfloat16)
+BRAIN = torch.bfloat16
+SIZES = {"key_size": 128, "value_size": 128}
+# Times log decays of some -0.5: all in the fast form (twice), some tokens beyond it, nearly all.
+STRENGTHS = (1.0, 0.05, 6.0, 1000.0)
+
+
+class Call(NamedTuple):
+    """What is compiled together, and what the drawn log decays are multiplied by."""
+
+    kind: Kind
+    strength: float = 1.0
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.strength}"
+
+    @property
+    def of_channels(self) -> bool:
+        return self.kind.decay == "channel"
+
+    def case(self, **options: object) -> Case:
+        """A call of 128 by 128, if nothing else is said; one per channel has no other size."""
+        case = self.kind.case(**(SIZES | options))
+        decay = case.tensors["log_decay"]
+        return case if decay is None else case.changed(log_decay=decay * self.strength)
+
+    def drawn(self, **options: object) -> Drawn:
+        return draw(self.case(**options))
+
+
+HEADS = [
+    Call(Kind(decay, erase, 1, BRAIN))
     for decay in ("none", "constant", "head") for erase in ("none", "tied")
     if (decay, erase) != ("constant", "none")
 ]  # fmt: skip
-KINDS += [Kind("head", "none", 1, torch.float16)]
-SIZES = {"key_size": 128, "value_size": 128}
+HEADS += [Call(Kind("head", "none", 1, torch.float16))]
+CHANNELS = [
+    Call(Kind("channel", erase, 1, BRAIN), strength)
+    for erase in ("none", "tied") for strength in STRENGTHS
+]  # fmt: skip
+TIED = Call(Kind("head", "tied", 1, BRAIN))
+TIED_CHANNELS = [of for of in CHANNELS if of.kind.erase == "tied"]
+
+every_form = pytest.mark.parametrize("form", FORMS)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def hopper() -> None:
     if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the fused kernel is written for sm_90")
+        pytest.skip("the fused kernels are written for sm_90")
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=str)
-def kind(request) -> Kind:
+@pytest.fixture(scope="module", params=HEADS + CHANNELS, ids=str)
+def of(request) -> Call:
     return request.param
-
-
-every_form = pytest.mark.parametrize("form", FORMS)
 
 
 def fused(case: Case) -> dict[str, Tensor]:
@@ -40,18 +75,9 @@ def fused(case: Case) -> dict[str, Tensor]:
     return {"o": out.o, "final_state": out.final_state}
 
 
-@every_form
-@pytest.mark.parametrize("normalize", [False, True])
-def test_it_is_as_near_to_float64_as_its_types_allow(kind: Kind, form: str, normalize) -> None:
-    for sizes in ({}, SIZES):
-        case = placed(kind.case(**FORMS[form], **sizes, normalize_qk=normalize))
-        found = fused(case)
-        # Two slots of four heads each: few roundings, whose average the bar must allow for.
-        check(case, found, stress=True)
-
-
-def check(case: Case, found: dict[str, Tensor], stress: bool = False) -> None:
-    case, dtype = placed(case, torch.device("cpu")), case.tensors["q"].dtype
+def check(case: Case, stress: bool = False) -> None:
+    """Against float64, by the error of whole chunks of 64 in the same dtype."""
+    found, dtype = fused(placed(case)), case.tensors["q"].dtype
     truth = run_module(definition, case.to(torch.float64))
     yardstick = run_module(chunked, case.to(torch.float32), chunk_size=64, matmul_dtype=dtype)
     expected = {"o": truth.o, "final_state": truth.final_state}
@@ -61,29 +87,46 @@ def check(case: Case, found: dict[str, Tensor], stress: bool = False) -> None:
         )
 
 
-@pytest.mark.parametrize("size", [64, 128])
-def test_many_tokens_average_to_the_bar(kind: Kind, size: int) -> None:
-    sizes = {"key_size": size, "value_size": size, "tokens": 512, "heads": 4, "value_heads": 8}
-    case = placed(kind.case(**sizes))
-    if case.tensors["log_decay"] is not None:
-        case = case.changed(log_decay=case.tensors["log_decay"] * 0.05)
-    check(case, fused(case))
+# Chunks: fewer than slots, as many, more.
+@pytest.mark.parametrize("tokens", [1, 64, 128, 192, 256, 300])
+@pytest.mark.parametrize("of", [of for of in CHANNELS if of.strength == 1.0], ids=str)
+def test_it_runs_to_its_end(of: Call, tokens: int) -> None:
+    check(of.case(tokens=tokens), stress=True)
+
+
+@every_form
+@pytest.mark.parametrize("normalize", [False, True])
+def test_it_is_as_near_to_float64_as_its_types_allow(of: Call, form: str, normalize) -> None:
+    for size in (128,) if of.of_channels else (64, 128):
+        sizes = {"key_size": size, "value_size": size}
+        # Two slots of four heads each: few roundings, whose average the bar must allow for.
+        check(of.case(**FORMS[form], **sizes, normalize_qk=normalize), stress=True)
+
+
+def test_many_tokens_average_to_the_bar(of: Call) -> None:
+    slow = of if of.of_channels else of._replace(strength=0.05)
+    for size in (128,) if of.of_channels else (64, 128):
+        sizes = {"key_size": size, "value_size": size, "heads": 4, "value_heads": 8}
+        check(slow.case(tokens=512, **sizes))
 
 
 @pytest.mark.parametrize("reset", [-torch.inf, -1e4])
+@pytest.mark.parametrize("decay", ["head", "channel"])
 @pytest.mark.parametrize("erase", ["none", "tied"])
-def test_hard_resets(erase: str, reset: float) -> None:
-    sizes = {**SIZES, "tokens": 512, "heads": 4, "value_heads": 8}
-    case = placed(Kind("head", erase, 1, torch.bfloat16).case(**sizes))
-    decay = case.tensors["log_decay"] * 0.05
-    for part in (0.02, 0.3):
-        where = torch.rand_like(decay) < part
-        changed = case.changed(log_decay=decay.masked_fill(where, reset))
-        check(changed, fused(changed))
+def test_hard_resets(erase: str, decay: str, reset: float) -> None:
+    slow = Call(Kind(decay, erase, 1, BRAIN), 0.05)
+    case = slow.case(tokens=512, heads=4, value_heads=8)
+    log_decay = case.tensors["log_decay"]
+    # Of channels, and of all channels of a head together.
+    for shape in {log_decay.shape, (*log_decay.shape[:3], *[1] * (log_decay.ndim - 3))}:
+        for part in (0.02, 0.3):
+            where = torch.rand(shape) < part
+            check(case.changed(log_decay=log_decay.masked_fill(where, reset)))
 
 
-def test_gradients_are_those_of_a_forward_that_saves_nothing(kind: Kind) -> None:
-    drawn = draw(kind.case(**FORMS["ragged"]))
+def test_gradients_are_those_of_a_forward_that_saves_nothing(of: Call) -> None:
+    sizes = {} if of.of_channels else {"key_size": 64, "value_size": 64}
+    drawn = of.drawn(**FORMS["ragged"], **sizes)
     found = results(drawn, impl="gluon")
     assert_same(results(drawn, impl="gluon"), found)
     expected = results(drawn, impl="triton", save_states=False)
@@ -91,16 +134,16 @@ def test_gradients_are_those_of_a_forward_that_saves_nothing(kind: Kind) -> None
     assert_same({name: found[name] for name in gradients}, gradients)
 
 
-def test_a_row_alone_is_the_row_in_a_batch(kind: Kind) -> None:
-    drawn = draw(kind.case(tokens=150, batch=3, **SIZES))
+def test_a_row_alone_is_the_row_in_a_batch(of: Call) -> None:
+    drawn = of.drawn(tokens=150, batch=3)
     together = fused(drawn.case)
     for row in range(3):
         alone = fused(drawn.rows(slice(row, row + 1)).case)
         assert_same(alone, {name: x[row : row + 1] for name, x in together.items()})
 
 
-def test_packed_sequences_are_the_sequences_alone(kind: Kind) -> None:
-    drawn = draw(kind.case(lengths=(3, 0, 70, 64, 130), **SIZES))
+def test_packed_sequences_are_the_sequences_alone(of: Call) -> None:
+    drawn = of.drawn(lengths=(3, 0, 70, 64, 130))
     together, start = fused(drawn.case), 0
     for i, length in enumerate(drawn.case.lengths):
         expected = {
@@ -113,8 +156,9 @@ def test_packed_sequences_are_the_sequences_alone(kind: Kind) -> None:
 
 
 @every_form
-def test_no_future_input_changes_the_past_bitwise(kind: Kind, form: str) -> None:
-    case = placed(kind.case(**FORMS[form]))
+def test_no_future_input_changes_the_past_bitwise(of: Call, form: str) -> None:
+    sizes = {} if of.of_channels else {"key_size": 64, "value_size": 64}
+    case = placed(of.case(**FORMS[form], **sizes))
     before = fused(case)["o"]
     for name in ("q", "k", "v", "beta", "log_decay"):
         x = case.tensors[name]
@@ -125,19 +169,20 @@ def test_no_future_input_changes_the_past_bitwise(kind: Kind, form: str) -> None
             changed[:, t:] *= 1e4 if name == "log_decay" else -0.7
             after = fused(case.changed(**{name: changed}))["o"]
             assert torch.equal(after[:, :t], before[:, :t]), f"{name} from {t} on"
-            assert not torch.equal(after, before), name
+            # What decays to nothing in a token may decay further.
+            assert of.strength > 1 or not torch.equal(after, before), name
 
 
 @every_form
-def test_nan_around_a_tensor_is_never_read(kind: Kind, form: str) -> None:
-    case = placed(kind.case(**FORMS[form], **SIZES))
+def test_nan_around_a_tensor_is_never_read(of: Call, form: str) -> None:
+    case = placed(of.case(**FORMS[form]))
     inside = {x: surrounded(case.tensors[x]) for x in case.present()}
     assert_same(fused(case.changed(**inside)), fused(case))
 
 
-def test_a_thousand_replays_under_load_have_the_same_bits() -> None:
-    kind = Kind("head", "tied", 1, torch.bfloat16)
-    case = placed(kind.case(tokens=1000, batch=9, heads=8, value_heads=16, **SIZES))
+@pytest.mark.parametrize("of", [TIED, *TIED_CHANNELS], ids=str)
+def test_a_thousand_replays_under_load_have_the_same_bits(of: Call) -> None:
+    case = placed(of.case(tokens=1000, batch=9, heads=8, value_heads=16))
     first, other = fused(case), torch.randn(4096, 4096, device=DEVICE)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.no_grad(), torch.cuda.graph(graph):
@@ -153,33 +198,45 @@ def test_a_thousand_replays_under_load_have_the_same_bits() -> None:
     assert wrong.item() == 0
 
 
+def explained(x: dict[str, Tensor | None], *names: str) -> dict[str, object]:
+    given = {name: x[name] for name in names}
+    return {row.impl: row for row in explain(x["q"], x["k"], x["v"], **given)}
+
+
 def test_it_is_a_stage_of_triton_where_programs_fill_the_gpu() -> None:
-    kind = Kind("head", "tied", 1, torch.bfloat16)
-    case = placed(kind.case(tokens=128, batch=8, heads=16, value_heads=16, **SIZES))
+    case = placed(TIED.case(tokens=128, batch=8, heads=16, value_heads=16))
     x = case.tensors
     assert_same(
         dict(enumerate(call(case, x, impl="triton"))), dict(enumerate(call(case, x, impl="gluon")))
     )
-    rows = {row.impl: row for row in explain(x["q"], x["k"], x["v"], beta=x["beta"])}
+    rows = explained(x, "beta")
     assert rows["triton"].runs
     assert "takes it" in rows["gluon"].reason
-    few = {n: None if y is None else y[:1] for n, y in x.items()}
-    rows = {row.impl: row for row in explain(few["q"], few["k"], few["v"], beta=few["beta"])}
+    rows = explained({n: None if y is None else y[:1] for n, y in x.items()}, "beta")
     assert "few heads and rows" in rows["gluon"].reason
 
 
-def test_what_it_cannot_do_it_says() -> None:
-    case = placed(Kind("channel", "tied", 1, torch.bfloat16).case())
-    with pytest.raises(ValueError, match="impl='gluon' cannot run this: the fused kernel of"):
-        call(case, case.tensors, impl="gluon")
-    case = placed(Kind("head", "tied", 1, torch.bfloat16).case())
-    with pytest.raises(ValueError, match="batch_invariant"):
-        call(case, case.tensors, impl="gluon", batch_invariant=True)
+def test_explain_says_that_nobody_has_timed_channels() -> None:
+    case = placed(TIED_CHANNELS[0].case(batch=8, heads=16, value_heads=16))
+    rows = explained(case.tensors, "beta", "log_decay")
+    assert rows["triton"].runs
+    assert "no GPU has timed" in rows["gluon"].reason
 
 
-def test_compiled_calls_run_it() -> None:
-    drawn: Drawn = draw(Kind("head", "tied", 1, torch.bfloat16).case(tokens=128))
-    x = drawn.case.tensors
+@pytest.mark.parametrize(
+    ("of", "options", "reason"),
+    [(TIED_CHANNELS[0], {}, "impl='gluon' cannot run this: the fused kernel of"),
+     (TIED, {"batch_invariant": True}, "batch_invariant")],
+)  # fmt: skip
+def test_what_it_cannot_do_it_says(of: Call, options: dict[str, bool], reason: str) -> None:
+    case = placed(of.case(key_size=64, value_size=64))
+    with pytest.raises(ValueError, match=reason):
+        call(case, case.tensors, impl="gluon", **options)
+
+
+@pytest.mark.parametrize("of", [TIED, TIED_CHANNELS[0]], ids=str)
+def test_compiled_calls_run_it(of: Call) -> None:
+    x = placed(of.case(tokens=128)).tensors
 
     def function(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor) -> Tensor:
         return delta_rule(q, k, v, beta=beta, log_decay=decay, impl="gluon").o
