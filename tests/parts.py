@@ -18,7 +18,7 @@ PARTS = {
     "compiler": r".*::.*(compile|opcheck|fullgraph|export)",
     "interpreter": r"kernels/test_(triton|segments|spanning|windows|recording|first_call|mesa)"
     r".*\.py|ops/test_(contract|memory)_kernels\.py|bench/test_neighbours\.py"
-    r"|ops/test_gluon(_channels|_gradients|_products)?\.py"
+    r"|ops/test_gluon(_gradients|_products)?\.py"
     r"|ops/test_(recurrent_step|gate_logits|pools)\.py::.*\[triton",
     "grid": r"nn/test_(mixers|training|kept_on_gpu|transforms)\.py"
     r"|nn/test_rules\.py::test_gradients|nn/test_feature_maps\.py::test_every_combination"

@@ -1,5 +1,6 @@
-"""The fused forward in Gluon, run on the CPU role by role: values, barriers, what it refuses."""
+"""The fused forwards in Gluon, run on the CPU role by role: values, barriers, what it refuses."""
 
+import re
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +13,8 @@ promised("triton")
 
 from deltarule import pack
 from deltarule.ops.delta_rule import chunked, definition
-from deltarule.ops.delta_rule.gluon import stage
+from deltarule.ops.delta_rule.gluon import channel_stage, stage
+from deltarule.ops.delta_rule.gluon.channel_memory import RANGE
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.plan import Call, new_plan
 from gluon_interpreter import Machine, Memory, interpret_launches
@@ -27,18 +29,26 @@ class Seeded(NamedTuple):
 
 
 ORDER = Seeded(0)
+GATES = ("q", "k", "v", "beta", "log_decay")
+WIDE = {"key_size": 128, "value_size": 128}
 
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch) -> None:
-    """Launches of the fused kernel go through the interpreter."""
+    """Launches of the fused kernels go through the interpreter."""
     interpret_launches(monkeypatch, lambda: ORDER.seed)
 
 
-def case_of(decay: str = "head", erase: str = "tied", **options: Any) -> Case:
+def case_of(
+    decay: str = "head", erase: str = "tied", strength: float = 1.0, **options: Any
+) -> Case:
+    """Log decays of `strength` times some -0.5; those per channel have states of 128 by 128."""
     sizes = {"batch": 1, "heads": 1, "value_heads": 2, "beta_max": 1.0}
     sizes |= {"key_size": 64, "value_size": 64, "dtype": torch.bfloat16}
-    return make_case(decay, erase, **(sizes | options))
+    sizes |= WIDE if decay == "channel" else {}
+    case = make_case(decay, erase, **(sizes | options))
+    log_decay = case.tensors["log_decay"]
+    return case if log_decay is None else case.changed(log_decay=log_decay * strength)
 
 
 def inputs_of(case: Case) -> Inputs:
@@ -76,7 +86,14 @@ def check(case: Case, stress: bool = False) -> None:
         assert_close_to_yardstick(x, y, z, dtype=dtype, stress=stress, name=name)
 
 
-FORMS = [(decay, erase) for decay in ("none", "head") for erase in ("none", "tied")]
+def below_range(case: Case) -> float:
+    """The part of the chunks in which a channel decays further than the fast form goes."""
+    sums = case.tensors["log_decay"].float() / torch.log(torch.tensor(2.0))
+    ends = torch.stack([x.sum(1) for x in sums.clamp(min=-127.0).split(64, dim=1)])
+    return (ends.amin(-1) < -RANGE.value).double().mean().item()
+
+
+FORMS = [(decay, erase) for decay in ("channel", "head", "none") for erase in ("none", "tied")]
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -85,98 +102,162 @@ def test_it_computes_the_definition(decay, erase, normalize) -> None:
     check(case_of(decay, erase, tokens=150, normalize_qk=normalize))
 
 
-@pytest.mark.parametrize(("decay", "erase"), FORMS)
+@pytest.mark.parametrize(("decay", "erase"), FORMS[2:])
 def test_so_it_does_for_states_of_128_by_128(decay, erase) -> None:
-    check(case_of(decay, erase, tokens=128, key_size=128, value_size=128))
+    check(case_of(decay, erase, tokens=128, **WIDE))
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize(("decay", "erase"), FORMS)
+@pytest.mark.parametrize(("decay", "erase"), FORMS[2:])
 def test_two_writes_a_token(decay, erase, normalize) -> None:
     check(case_of(decay, erase, tokens=75, n_steps=2, normalize_qk=normalize, heads=2))
 
 
-def test_so_it_does_with_two_for_states_of_128_by_128_and_packed() -> None:
-    check(case_of(tokens=64, n_steps=2, key_size=128, value_size=128))
-    check(case_of(lengths=(3, 0, 38, 32, 1), n_steps=2, normalize_qk=True))
-
-
-def test_a_constant_decay_and_grouped_heads() -> None:
-    check(case_of("constant", tokens=128, batch=2, heads=2, value_heads=4))
-
-
-def test_float16_without_an_erase() -> None:
-    case = case_of("head", "none", tokens=130, dtype=torch.float16)
+MANY = {"tokens": 320, "heads": 2, "value_heads": 4}
+OTHERS = {
+    "two writes of 128 by 128": lambda: case_of(tokens=64, n_steps=2, **WIDE),
+    "a constant decay, grouped heads": lambda: case_of(
+        "constant", tokens=128, batch=2, heads=2, value_heads=4
+    ),
     # Of slow decays: of few tokens the roundings would be too few to average out.
-    check(case.changed(log_decay=case.tensors["log_decay"] * 0.05))
+    "float16": lambda: case_of("head", "none", 0.05, tokens=130, dtype=torch.float16),
+    "grouped heads, channels": lambda: case_of("channel", "tied", 0.1, **MANY),
+    "grouped heads, channels, no erase": lambda: case_of("channel", "none", 0.1, **MANY),
+    "rows without an initial state": lambda: case_of("channel", batch=2, tokens=128).changed(
+        initial_state=None
+    ),
+    "beyond the fast form, unit norm, packed": lambda: case_of(
+        "channel", strength=8.0, lengths=(70, 64, 40), normalize_qk=True, heads=2
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS.values(), ids=OTHERS)
+def test_so_it_does_for_other_calls(case) -> None:
+    check(case())
+
+
+PACKED = [("channel", "tied", 1), ("head", "tied", 1), ("channel", "none", 1), ("head", "tied", 2)]
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-def test_packed_sequences(normalize) -> None:
-    check(case_of(lengths=(3, 0, 70, 64, 1), normalize_qk=normalize))
+@pytest.mark.parametrize(("decay", "erase", "n_steps"), PACKED)
+def test_packed_sequences(decay, erase, n_steps, normalize) -> None:
+    lengths = (3, 0, 70 // n_steps + 3, 64 // n_steps, 1)
+    check(case_of(decay, erase, lengths=lengths, n_steps=n_steps, normalize_qk=normalize))
+
+
+@pytest.mark.parametrize("strength", [4.0, 1000.0])
+@pytest.mark.parametrize("erase", ["none", "tied"])
+def test_channels_that_decay_beyond_the_range_of_the_fast_form(erase, strength) -> None:
+    case = case_of("channel", erase, strength, tokens=150)
+    assert below_range(case) > 0.3
+    check(case)
+
+
+def test_one_channel_of_one_token_is_enough_to_leave_the_fast_form() -> None:
+    case = case_of("channel", strength=0.05, tokens=128)
+    decay = case.tensors["log_decay"].clone()
+    decay[:, 70, 0, 127] = -torch.inf
+    decay[:, 63, 1, 5] = -140.0
+    case = case.changed(log_decay=decay)
+    assert below_range(case) == 0.0
+    decay[:, 71, 0, 127] = decay[:, 62, 1, 5] = -60.0
+    assert below_range(case) == 0.5
+    check(case)
 
 
 @pytest.mark.parametrize("reset", [-torch.inf, -1e4, -90.0])
-def test_hard_resets_cost_what_follows_no_digits(reset) -> None:
-    case = case_of(tokens=256)
-    decay = case.tensors["log_decay"] * 0.05
-    where = torch.rand_like(decay)
-    check(case.changed(log_decay=torch.where(where < 0.1, reset, decay)))
-    check(case.changed(log_decay=torch.where(where < 0.9, reset, decay)))
+@pytest.mark.parametrize("of", ["heads", "channels of a head", "channels"])
+def test_hard_resets_cost_what_follows_no_digits(of, reset) -> None:
+    case = case_of("head" if of == "heads" else "channel", strength=0.05, tokens=150)
+    decay = case.tensors["log_decay"]
+    where = torch.rand((*decay.shape[:3], 1) if of == "channels of a head" else decay.shape)
+    for part in (0.02, 0.5, 0.9) if of == "heads" else (0.02, 0.5):
+        check(case.changed(log_decay=torch.where(where < part, reset, decay)))
 
 
-def test_correlated_keys_and_a_strong_erase() -> None:
-    case = case_of(tokens=128, beta_max=2.0, key_size=128, value_size=128)
+def test_log_decays_that_lie_apart_or_in_float64() -> None:
+    case = case_of("channel", tokens=70)
+    decay = case.tensors["log_decay"]
+    expected = run(case)
+    for other in (decay.transpose(1, 3).contiguous().transpose(1, 3), decay.double()):
+        for x, y in zip(run(case.changed(log_decay=other)), expected, strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(("decay", "strength"), [("head", 1.0), ("channel", 0.1)])
+def test_correlated_keys_and_a_strong_erase(decay, strength) -> None:
+    case = case_of(decay, strength=strength, tokens=128, beta_max=2.0, **WIDE)
     k = torch.nn.functional.normalize(case.tensors["k"].float() + 0.3, dim=-1).bfloat16()
     check(case.changed(k=k), stress=True)
 
 
-@pytest.mark.parametrize("n_steps", [1, 2])
-def test_no_future_input_changes_the_past_bitwise(n_steps) -> None:
-    case = case_of(tokens=150 // n_steps, n_steps=n_steps)
+# A call whose channels leave the fast form first; then those that stay in it.
+KINDS = [("channel", 6.0, 1), ("channel", 1.0, 1), ("head", 1.0, 1), ("head", 1.0, 2)]
+every_kind = pytest.mark.parametrize(("decay", "strength", "n_steps"), KINDS)
+
+
+def rows_of(name: str, n_steps: int) -> int:
+    """Of a token."""
+    return n_steps if name in ("k", "v", "beta") else 1
+
+
+@every_kind
+def test_no_future_input_changes_the_past_bitwise(decay, strength, n_steps) -> None:
+    tokens = 80 if decay == "channel" else 150 // n_steps
+    case = case_of(decay, strength=strength, value_heads=1, tokens=tokens, n_steps=n_steps)
     before, _ = run(case)
-    for name in ("q", "k", "v", "beta", "log_decay"):
-        rows = n_steps if name in ("k", "v", "beta") else 1
-        for t in (37, 64, 149 // n_steps):
-            changed = case.tensors[name].clone()
-            changed[:, t * rows :] *= 20.0 if name == "log_decay" else -0.7
-            after, _ = run(case.changed(**{name: changed}))
-            assert torch.equal(after[:, :t], before[:, :t]), f"{name} from {t} on"
-            assert not torch.equal(after, before), name
+    for name in GATES:
+        for t in (37, 64, tokens - 1):
+            for factor in (1e4, 3.0) if name == "log_decay" else (-0.7,):
+                changed = case.tensors[name].clone()
+                changed[:, t * rows_of(name, n_steps) :] *= factor
+                after, _ = run(case.changed(**{name: changed}))
+                assert torch.equal(after[:, :t], before[:, :t]), f"{name} from {t} on"
+                assert not torch.equal(after, before), name
 
 
-@pytest.mark.parametrize("n_steps", [1, 2])
-def test_a_neighbour_of_nan_is_never_read(n_steps) -> None:
-    case = case_of(lengths=(70, 60), n_steps=n_steps)
+@every_kind
+def test_a_neighbour_of_nan_is_never_read(decay, strength, n_steps) -> None:
+    options = {"n_steps": n_steps, "normalize_qk": decay == "channel"}
+    case = case_of(decay, strength=strength, lengths=(70, 60), **options)
     expected, state = run(case)
     spoiled = {}
-    for name in ("q", "k", "v", "beta", "log_decay"):
-        rows = n_steps if name in ("k", "v", "beta") else 1
+    for name in GATES:
         spoiled[name] = case.tensors[name].clone()
-        spoiled[name][:, 70 * rows :] = torch.nan
+        spoiled[name][:, 70 * rows_of(name, n_steps) :] = torch.nan
     found, spoiled_state = run(case.changed(**spoiled))
     assert torch.equal(found[:, :70], expected[:, :70])
     assert torch.equal(spoiled_state[0], state[0])
 
 
 @pytest.mark.parametrize("slots", [2, 3])
-@pytest.mark.parametrize("chunks", [0, 1, 2, 3, 5, 7])
-def test_whatever_the_order_of_events_the_bits_are_the_same(chunks, slots, monkeypatch) -> None:
-    size = 64 if chunks > 3 else 128
+@pytest.mark.parametrize("chunks", [2, 0, 1, 3, 5, 7])
+@pytest.mark.parametrize("decay", ["channel", "head"])
+def test_whatever_the_order_of_events_the_bits_are_the_same(
+    decay, chunks, slots, monkeypatch
+) -> None:
+    size = 64 if chunks > 3 and decay == "head" else 128
     config = stage.CONFIGURATIONS[size, size]._replace(slots=slots)
     monkeypatch.setitem(stage.CONFIGURATIONS, (size, size), config)
-    case = case_of(tokens=64 * chunks, value_heads=1, key_size=size, value_size=size)
-    if chunks == 0:
-        case = case_of(lengths=(0, 5), value_heads=1)
+    monkeypatch.setattr(channel_stage, "SLOTS", slots)
+    erase = "none" if chunks == 5 and decay == "channel" else "tied"
+    sizes = {"value_heads": 1, "key_size": size, "value_size": size}
+    sizes |= {"tokens": 64 * chunks} if chunks else {"lengths": (0, 5)}
+    case = case_of(decay, erase, **sizes)
+    # The last tokens of some chunks leave the fast form.
+    for last in (slice(60, 64), slice(190, 200)) if decay == "channel" else ():
+        case.tensors["log_decay"][:, last] *= 100.0
     first = run(case, 1)
     for seed in (2, 3):
         for x, y in zip(run(case, seed), first, strict=True):
             assert torch.equal(x, y)
 
 
-def broken(monkeypatch, name: str, change: Any) -> None:
+def broken(monkeypatch, decay: str, name: str, change: Any) -> None:
     monkeypatch.setattr(Machine, name, change)
-    case = case_of(tokens=64 * 5, value_heads=1, key_size=128, value_size=128)
+    case = case_of(decay, tokens=64 * 5, value_heads=1, **WIDE)
     expected = run_module(definition, case.to(torch.float64)).o
     for seed in range(4):
         o, _ = run(case, seed)
@@ -184,9 +265,13 @@ def broken(monkeypatch, name: str, change: Any) -> None:
             raise AssertionError("wrong values")
 
 
-def test_a_fence_that_is_left_out_is_seen(monkeypatch) -> None:
+both_kernels = pytest.mark.parametrize("decay", ["head", "channel"])
+
+
+@both_kernels
+def test_a_fence_that_is_left_out_is_seen(decay, monkeypatch) -> None:
     with pytest.raises(AssertionError, match="before a fence"):
-        broken(monkeypatch, "fence", lambda self: None)
+        broken(monkeypatch, decay, "fence", lambda self: None)
 
 
 def test_an_arrival_that_is_left_out_is_a_deadlock(monkeypatch) -> None:
@@ -200,12 +285,13 @@ def test_an_arrival_that_is_left_out_is_a_deadlock(monkeypatch) -> None:
             arrive(self, barrier)
 
     with pytest.raises(AssertionError, match="deadlock"):
-        broken(monkeypatch, "arrive", seldom)
+        broken(monkeypatch, "head", "arrive", seldom)
 
 
-# State roles, the role of scores, and those that load, store, and sum up.
+# State roles, the role of scores, and those that load, store, and sum up or bring gates.
+@both_kernels
 @pytest.mark.parametrize("role", range(6))
-def test_a_role_that_does_not_wait_is_seen(role, monkeypatch) -> None:
+def test_a_role_that_does_not_wait_is_seen(role, decay, monkeypatch) -> None:
     wait = Machine.wait
 
     def impatient(self: Machine, barrier: Any, phase: Any) -> None:
@@ -215,13 +301,15 @@ def test_a_role_that_does_not_wait_is_seen(role, monkeypatch) -> None:
             wait(self, barrier, phase)
 
     with pytest.raises(AssertionError):
-        broken(monkeypatch, "wait", impatient)
+        broken(monkeypatch, decay, "wait", impatient)
 
 
 def test_a_product_that_nobody_waits_for_is_seen(monkeypatch) -> None:
     wait = Machine.product_wait
     with pytest.raises(AssertionError, match="before a wait"):
-        broken(monkeypatch, "product_wait", lambda self, left, deps: wait(self, left + 1, deps))
+        broken(
+            monkeypatch, "head", "product_wait", lambda self, left, deps: wait(self, left + 1, deps)
+        )
 
 
 def test_the_memory_of_the_interpreter_is_poisoned() -> None:
@@ -234,21 +322,33 @@ def test_the_memory_of_the_interpreter_is_poisoned() -> None:
     ("case", "reason"),
     [
         (
-            case_of("channel"),
+            case_of("channel", key_size=64, value_size=64),
             "of decays per channel has \\(K, V\\) = \\(128, 128\\), got \\(64, 64\\)",
         ),
-        (case_of(n_steps=3), "2 times a token"),
+        (case_of("channel", value_size=64), r"got \(128, 64\)"),
+        (case_of("channel", dtype=torch.float16), "range of bfloat16, got torch.float16"),
         (case_of("channel", n_steps=2), "1 times a token"),
+        (case_of(n_steps=3), "2 times a token"),
         (case_of(key_size=32), "got \\(32, 64\\)"),
         (case_of(dtype=torch.float32), "takes bfloat16"),
         (case_of(dtype=torch.float16), "float16"),
     ],
 )
 def test_what_it_cannot_do_has_a_reason(case, reason) -> None:
-    inputs = inputs_of(case)
-    assert stage.why_not_form(inputs) is not None
-    with pytest.raises(AssertionError, match=reason):
-        raise AssertionError(stage.why_not_form(inputs))
+    assert re.search(reason, stage.why_not_form(inputs_of(case)) or "")
+
+
+def test_a_free_erase_is_refused() -> None:
+    inputs = inputs_of(case_of("channel", "none"))
+    inputs = inputs._replace(a=inputs.log_decay, b=inputs.log_decay)
+    assert "got a free one" in (stage.why_not_form(inputs) or "")
+
+
+def test_channels_are_not_taken_before_a_gpu_has_timed_them() -> None:
+    inputs = inputs_of(case_of("channel"))
+    assert not stage.is_timed(inputs)
+    assert not stage.pays(inputs, new_plan(inputs))
+    assert stage.is_timed(inputs._replace(log_decay=inputs.log_decay[..., 0]))
 
 
 def test_it_keeps_out_of_calls_that_do_not_depend_on_the_batch() -> None:
