@@ -359,16 +359,24 @@ def test_it_keeps_out_of_calls_that_do_not_depend_on_the_batch() -> None:
     assert not stage.pays(inputs, new_plan(inputs))
 
 
-def test_nobody_is_given_two_writes_a_token_unasked(monkeypatch) -> None:
+def test_two_writes_a_token_are_taken_where_no_gradient_is_asked_for(monkeypatch) -> None:
     for name, found in {"why_not": None, "fills": True}.items():
         monkeypatch.setattr(stage, name, lambda *_, found=found: found)
+    twice = inputs_of(case_of(n_steps=2))
+    assert stage.pays(twice, new_plan(twice))
+    assert not stage.pays(twice, new_plan(twice), save=True)
+    assert "takes it here" in stage.place_in_order(twice)
+
+
+def test_nobody_is_given_unasked_what_no_gpu_has_timed(monkeypatch) -> None:
+    for name, found in {"why_not": None, "fills": True, "STEPS_TIMED": 1}.items():
+        monkeypatch.setattr(
+            stage, name, found if name == "STEPS_TIMED" else lambda *_, found=found: found
+        )
     once, twice = (inputs_of(case_of(n_steps=n)) for n in (1, 2))
     assert stage.pays(once, new_plan(once))
     assert not stage.pays(twice, new_plan(twice))
     assert "no GPU has timed" in stage.place_in_order(twice)
-    monkeypatch.setattr(stage, "STEPS_TIMED", 2)
-    assert stage.pays(twice, new_plan(twice))
-    assert not stage.pays(twice, new_plan(twice), save=True)
 
 
 @pytest.mark.parametrize(

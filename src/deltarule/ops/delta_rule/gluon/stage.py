@@ -51,8 +51,8 @@ CONFIGURATIONS = {
 SLOTS_WITHOUT_ERASE = 3
 # Beside the tiles of S and E that are on their way out.
 SLOTS_THAT_SAVE = 2
-# Writes of a token, at most; and that many where it is taken unasked: nobody has timed two.
-MOST_STEPS, STEPS_TIMED = 2, 1
+# Writes of a token, at most; and that many where it is taken unasked.
+MOST_STEPS, STEPS_TIMED = 2, 2
 # What a backward is saved from computing again.
 KEPT = ("states", "errors", "scores", "corrections", "scalings", "chunk_decay")
 # Rows of q and of k that a program sums the squares of.
