@@ -9,7 +9,7 @@ import pytest
 
 # By marker: a pattern of `file::test` under tests/. The first that fits counts.
 PARTS = {
-    "ahead": r"kernels/test_(compile|operators|gluon|gluon_channels)_ahead\.py",
+    "ahead": r"kernels/test_(compile|operators|gluon)_ahead\.py",
     "processes": r"test_processes\.py|doctor/|experiments/test_reproduce\.py"
     r"|bench/test_measured\.py|tasks/test_runner\.py::test_the_command"
     r"|parallel/|train/test_checkpoint\.py::.*(kill|process)"

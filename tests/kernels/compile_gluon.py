@@ -1,10 +1,11 @@
-"""Compile the fused forward and the gradients for a GPU that need not be here; print JSON lines.
+"""Compile the fused forwards and the gradients for a GPU that need not be here; print JSON lines.
 
 A program of its own: Triton's interpreter, in which the tests run, cannot be left again.
 """
 
 import argparse
 import json
+from collections.abc import Callable
 from itertools import product
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ RULES = {
     "gated": ("tied", "head"), "plain": ("none", "none"),
     "delta": ("tied", "none"), "decay": ("none", "head"),
 }  # fmt: skip
+# With a decay per channel: of 128 by 128, a forward of one write a token that saves nothing.
+CHANNELS = {"kda": ("tied", "channel"), "gla": ("none", "channel")}
 # Key heads, of 4 value heads.
 HEADS = {"alone": 4, "grouped": 2}
 TOKENS = {"whole": 128, "ragged": 100, "packed": 128}
@@ -41,11 +44,12 @@ class Form(NamedTuple):
 FORMS = [
     Form(*of) for of in product(RULES, (128, 64), ("bare", "unit"), HEADS, TOKENS)
 ]  # fmt: skip
+FORMS += [Form(*of) for of in product(CHANNELS, (128,), ("bare", "unit"), ("alone",), TOKENS)]
 
 
 def inputs_of(form: Form) -> Inputs:
     """Tensors that nobody fills."""
-    erase, decay = RULES[form.rule]
+    erase, decay = (RULES | CHANNELS)[form.rule]
     tokens, size, packed = TOKENS[form.tokens], form.size, form.tokens == "packed"
     q, v = (
         torch.empty(1, tokens, heads, size, dtype=torch.bfloat16)
@@ -54,7 +58,8 @@ def inputs_of(form: Form) -> Inputs:
     gate = torch.empty(1, tokens, 4)
     offsets = torch.zeros(3, dtype=torch.int32) if packed else None
     state = torch.empty(2 if packed else 1, 4, size, size)
-    beta, decays = gate if erase == "tied" else None, gate if decay == "head" else None
+    beta = gate if erase == "tied" else None
+    decays = {"none": None, "head": gate, "channel": torch.empty(1, tokens, 4, size)}[decay]
     return Inputs(
         q, q, v, beta, None, None, decays, state, offsets, 1, size**-0.5, form.norm == "unit", False
     )  # fmt: skip
@@ -96,6 +101,13 @@ def gradients(inputs: Inputs) -> None:
     gradient_stage.add_gradients(call, own, d_v, WHOLE)
 
 
+def passes_of(form: Form) -> list[Callable[[Inputs], None]]:
+    """What is compiled of a form; how many value heads share a key head, no forward knows."""
+    if form.rule in CHANNELS:
+        return [forward]
+    return [forward, twice, save, gradients] if form.heads == "alone" else [gradients]
+
+
 def main() -> None:
     """Print one JSON object a line for each pass of each form, or for those that are named."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -105,10 +117,11 @@ def main() -> None:
     tile_sizes.INTERPRETED = options.target
     names = {*options.names}
     for form in FORMS:
+        if form.rule in CHANNELS and options.target != TARGETS[0]:
+            continue
         inputs, name = inputs_of(form), " ".join(map(str, form))
         assert stage.why_not_form(inputs) is None
-        # How many value heads share a key head, the forward's code does not know.
-        for run in (forward, twice, save, gradients)[0 if form.heads == "alone" else 3 :]:
+        for run in passes_of(form):
             known = {f"{of} {run.__name__}" for of in (name, form.tokens)}
             if names and not known & names:
                 continue

@@ -15,15 +15,21 @@ PROGRAM = "compile_gluon.py"
 SHARED = 227 * 1024
 # Bytes a thread that may spill: of whole chunks, and where the last chunk goes row by row, in code
 # that runs once a sequence (of gradients: once a chunk that is not whole). Triton 3.6.0 and 3.7.1
-# spill 224 and 600 at most in forwards; for sm_100 they may spill 352 of whole chunks, too.
+# spill 224 and 600 at most in forwards, and with a decay per channel 304 and 744; for sm_100 they
+# may spill 352 of whole chunks, too.
 SPILLS = {"whole": 224, "ragged": 608, "gradients": 704}
+SPILLS_CHANNELS = {"whole": 304, "ragged": 744}
 SPILLS_TENSOR = SPILLS | {"whole": 352}
-FORWARDS = "whole forward", "packed twice"
+FORWARDS = (
+    "gated 128 bare alone whole forward", "gated 128 bare alone packed twice",
+    "kda 128 bare alone whole forward", "gla 128 unit alone packed forward",
+)  # fmt: skip
 ENDS = "gated 128 bare alone packed", "gated 128 unit grouped ragged", "plain 64 bare alone packed"
 
 
 def check(report: dict, spills: dict[str, int] = SPILLS) -> None:
     words = report["call"].split()
+    spills = SPILLS_CHANNELS if words[0] in ("kda", "gla") else spills
     kind = "gradients" if "gradients" in words else "ragged"
     kind = kind if {"ragged", "packed"} & {*words} else "whole"
     assert report["serialised"] == 0, report
@@ -33,11 +39,10 @@ def check(report: dict, spills: dict[str, int] = SPILLS) -> None:
     assert report["spills"] <= spills[kind], report
 
 
-def test_the_gated_forward_keeps_its_products_in_flight() -> None:
-    reports = compiled(PROGRAM, *(f"gated 128 bare alone {name}" for name in FORWARDS))
-    assert len(reports) == len(FORWARDS)
-    for report in reports:
-        check(report)
+@pytest.mark.parametrize("name", FORWARDS)
+def test_a_forward_keeps_its_products_in_flight(name) -> None:
+    (report,) = compiled(PROGRAM, name)
+    check(report)
 
 
 def test_the_assembler_takes_every_form_of_the_gradients() -> None:
@@ -63,6 +68,6 @@ def test_on_sm_100_sums_lie_in_tensor_memory() -> None:
 @pytest.mark.parametrize("target", [90, 100])
 def test_every_form_keeps_its_products_in_flight(target) -> None:
     reports = compiled(PROGRAM, "--target", target)
-    assert len(reports) == 240
+    assert len(reports) == (252 if target == 90 else 240)
     for report in reports:
         check(report, SPILLS if target == 90 else SPILLS_TENSOR)
