@@ -5,6 +5,7 @@ Models have the same number of parameters: what a mixer leaves over goes into th
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Literal
 
 from deltarule.models import ModelConfig, count_parameters
@@ -50,6 +51,7 @@ def text_cells(
     ]
 
 
+@cache
 def equal_size(model: ModelConfig, parameters: int) -> ModelConfig:
     """The model with the MLP that brings it nearest to a number of parameters.
 

@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 import statistics
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,7 @@ class Tables:
         ]
 
 
+@cache
 def raw(name: str) -> list[dict]:
     return json.loads((DOCS / f"{name}.json").read_text())["cells"]
 

@@ -112,17 +112,6 @@ def test_resets_of_flagged_chunks(in_float32: None, spacing: int, strength: floa
     check_roughly(case)
 
 
-@overflows
-def test_more_chunks_with_flagged_rows_than_programs(
-    monkeypatch: pytest.MonkeyPatch, in_float32: None
-) -> None:
-    monkeypatch.setattr(channel_stages, "PROGRAMS", 2)
-    case = small("channel", "tied", tokens=64 * 4, heads=2, value_heads=4, key_size=3)
-    case.tensors["log_decay"][:, 3::50, ::2] = -1e4
-    case.tensors["log_decay"][:, 64:128] = -0.1
-    check_roughly(case)
-
-
 @triton.jit
 def next_below_kernel(x, found, count, PER: tl.constexpr, C: tl.constexpr):
     i_x = channel_flagged.next_below(x, 0.5, tl.program_id(0), count, PER, C)

@@ -11,6 +11,9 @@ STEPS = 200
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MAMBA2 = {"num_heads": 4, "head_k_dim": 8, "head_v_dim": 16, "n_groups": 2, "conv_bias": True}
 OPTIONS = {
+    "DeepNorm, one norm of all heads": {
+        "layer_types": ("lightning", "attention"), "deepnorm_alpha": 2.0, "output_norm": "all",
+    },
     "experts": {
         "mlp_layer_types": ("dense", "sparse"), **EXPERTS, "shared_expert_intermediate_size": 16,
         "shared_expert_gate": True,
@@ -41,9 +44,6 @@ OPTIONS = {
     "blocks of RWKV-7": {
         "layer_types": ("rwkv7", "channel_mix"), "mlp_layer_types": "none", "norm_type": "layer",
         "embedding_norm": True, "low_rank_dims": (8, 6, 4, 12),
-    },
-    "DeepNorm, one norm of all heads": {
-        "layer_types": ("lightning", "attention"), "deepnorm_alpha": 2.0, "output_norm": "all",
     },
     "mixer and MLP side by side": {"layer_types": "kda+mlp", "mlp_layer_types": "none"},
     "no positions, scaled scores, capped logits": {
