@@ -14,7 +14,21 @@ import torch.nn.functional as F
 from deltarule.nn.rotation import turned
 from deltarule.ops.delta_rule import definition
 from nn.layers import HIDDEN, inputs, make
-from oracles import hgrn, hyena, lru, mamba, mlstm, rg_lru, rwkv4, s4, slstm, titans
+from oracles import (
+    hgrn,
+    hyena,
+    lru,
+    mamba,
+    mesa,
+    mlstm,
+    rg_lru,
+    rotary,
+    rwkv4,
+    s4,
+    slstm,
+    titans,
+    ttt,
+)
 from oracles.lifted import each_head
 from tolerance import relative_rms
 
@@ -187,26 +201,11 @@ def end_of_block(layer, x, v, y):
     return layer.o_proj((y + layer.D.flatten() * v) * F.silu(layer.g_proj(x)))
 
 
-def mamba1(layer, x):
-    """arXiv 2312.00752, algorithm 2: h_t = exp(Delta A) * h_{t-1} + Delta B x, y = C h + D x."""
-    v = values(layer, x)
-    B, C = layer.k_proj(v), layer.q_proj(v)
-    dt = F.softplus(layer.a_proj(v) + layer.dt_bias.flatten())
-    A = -layer.A_log.exp().flatten(0, 1)
-    y = torch.zeros_like(v)
-    for channel in range(v.shape[1]):
-        h = torch.zeros(layer.head_k_dim, dtype=DOUBLE)
-        for t in range(T):
-            h = torch.exp(dt[t, channel] * A[channel]) * h + dt[t, channel] * B[t] * v[t, channel]
-            y[t, channel] = C[t] @ h
-    return end_of_block(layer, x, v, y), {}
-
-
-def signed_mamba1(layer, x):
+def mamba1(signed, layer, x):
     v = values(layer, x)
     dt = F.softplus(layer.a_proj(v) + layer.dt_bias.flatten())
     rates, D = layer.A_log.flatten(0, 1), torch.zeros(v.shape[1], dtype=DOUBLE)
-    y, _ = mamba.recurrence(layer.q_proj(v), layer.k_proj(v), v, dt, rates, D)
+    y, _ = mamba.recurrence(layer.q_proj(v), layer.k_proj(v), v, dt, rates, D, signed=signed)
     return end_of_block(layer, x, v, y), {}
 
 
@@ -391,62 +390,30 @@ def abc(layer, x):
     return layer.o_proj(o), {}
 
 
-def mesa(layer, x):
+def mesa_layer(layer, x):
     q, k, v = streams(layer, x)
-    q, k = unit(q), unit(k)
     beta, decay = (torch.sigmoid(proj(x)) for proj in (layer.b_proj, layer.a_proj))
     ridge = 0.25 + F.softplus(layer.regularizer_logits)
-    o = torch.zeros_like(v)
-    for h in range(2):
-        covariance, sums = torch.zeros(2, 8, 8, dtype=DOUBLE)
-        for t in range(T):
-            g, b = decay[t, h], beta[t, h]
-            covariance = g * covariance + b * torch.outer(k[t, h], k[t, h])
-            sums = g * sums + b * torch.outer(v[t, h], k[t, h])
-            solution = torch.linalg.solve(covariance + torch.diag(ridge[h]), q[t, h])
-            o[t, h] = sums @ solution / math.sqrt(8)
-    return layer.o_proj(rms(o, layer.o_norm.weight).flatten(-2)), {}
+    gates = (y.T for y in (decay, beta))
+    given = (y.transpose(0, 1) for y in (unit(q) / math.sqrt(8), unit(k), v))
+    o = [mesa.recurrence(*head)[0] for head in zip(*given, *gates, ridge, strict=True)]
+    return layer.o_proj(rms(torch.stack(o, 1), layer.o_norm.weight).flatten(-2)), {}
 
 
-def rotated(x, place):
-    """Each pair (i, i + K / 2) turned by place * 10000^(-2 i / K)."""
-    half = len(x) // 2
-    angle = place * 10000.0 ** -(torch.arange(half, dtype=DOUBLE) / half)
-    a, b = x[:half], x[half:]
-    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()])
-
-
-def network(maps, x):
-    for index, weights in enumerate(maps):
-        x = gelu(x) if index else x
-        x = weights[:, : len(x)] @ x + weights[:, len(x) :].sum(-1)
-    return x
-
-
-def ttt(base_rate, layer, x):
+def ttt_layer(network, base_rate, layer, x):
     q, k, v = streams(layer, x)
     rate, size = base_rate * torch.sigmoid(layer.b_proj(x)) / 8, layer.mini_batch
-
-    def fitted(maps, x, h):
-        y = network(maps, x)
-        y = (y - y.mean()) / (y.var(unbiased=False) + 1e-6).sqrt()
-        return x + y * layer.inner_norm_weight[h] + layer.inner_norm_bias[h]
-
+    # Angles begin again in every mini-batch.
+    theta, places = rotary.frequencies(8), torch.arange(T) % size
+    scale = (ttt.default_scale(size) + layer.step_offset).clamp(min=0)
     o = torch.zeros_like(v)
     for h in range(2):
-        W = [start[h] for start in layer.starts]
-        for t in range(T):
-            place = t % size
-            summed = [torch.zeros_like(w) for w in W] if place == 0 else summed
-            with torch.enable_grad():
-                leaves = [w.detach().clone().requires_grad_() for w in W]
-                miss = fitted(leaves, rotated(k[t, h], place), h) - v[t, h]
-                gradients = torch.autograd.grad(0.5 * miss.square().sum(), leaves)
-            summed = [s + rate[t, h] * g for s, g in zip(summed, gradients, strict=True)]
-            scale = max(0.0, 1 / (place + 1) + layer.step_offset[place].item())
-            now = [w - scale * s for w, s in zip(W, summed, strict=True)]
-            o[t, h] = fitted(now, rotated(q[t, h], place), h)
-            W = now if place == size - 1 else W
+        turned_q, turned_k = (rotary.rotate(y[:, h], places, theta) for y in (q, k))
+        weights = {f"W{i + 1}": start[h, :, :-1].mT for i, start in enumerate(layer.starts)}
+        weights |= {f"b{i + 1}": start[h, :, -1] for i, start in enumerate(layer.starts)}
+        norm = layer.inner_norm_weight[h], layer.inner_norm_bias[h]
+        given = turned_q, turned_k, v[:, h], rate[:, h], scale, *norm
+        o[:, h] = ttt.recurrence(network, weights, *given)[0]
     o = F.layer_norm(o.flatten(1), (16,), layer.o_norm.weight, layer.o_norm.bias, 1e-5)
     return layer.o_proj(gelu(layer.g_proj(x)) * o), {}
 
@@ -472,12 +439,13 @@ def titans_layer(share, layer, x):
 
 BY_HAND = {
     "gated_deltanet": gated_deltanet, "gated_deltanet2": gated_deltanet2, "mamba2": mamba2,
-    "mlstm": mlstm_layer, "rwkv6": rwkv6, "rwkv7": rwkv7, "mamba1": mamba1,
-    "signed_mamba1": signed_mamba1, "s4": s4_real, "s4d": s4d, "dfw": dfw,
+    "mlstm": mlstm_layer, "rwkv6": rwkv6, "rwkv7": rwkv7, "mamba1": partial(mamba1, False),
+    "signed_mamba1": partial(mamba1, True), "s4": s4_real, "s4d": s4d, "dfw": dfw,
     "longhorn_released": longhorn_released, "hgrn": hgrn_layer, "rg_lru": rg_lru_layer,
     "lru": lru_layer, "rwkv4": rwkv4_layer, "slstm": slstm_layer, "hyena": hyena_layer,
-    "multi_head_hyena": multi_head_hyena, "gsa": gsa, "abc": abc, "mesa": mesa,
-    "ttt_linear": partial(ttt, 1.0), "ttt_mlp": partial(ttt, 0.1),
+    "multi_head_hyena": multi_head_hyena, "gsa": gsa, "abc": abc, "mesa": mesa_layer,
+    "ttt_linear": partial(ttt_layer, ttt.linear, 1.0),
+    "ttt_mlp": partial(ttt_layer, ttt.mlp, 0.1),
     "titans_linear": partial(titans_layer, 1.0), "titans_mlp": partial(titans_layer, 0.1),
 }  # fmt: skip
 # Options of a layer, and the size of its input.

@@ -33,17 +33,6 @@ def read(*inputs):
     return o, C
 
 
-def test_but_for_eps_it_is_the_unstabilised_form():
-    p = drawn(0.1)
-
-    def unstabilised(*inputs):
-        o, (C, _) = mlstm.unstabilised(*inputs)
-        return o, C
-
-    expected = each_head(unstabilised, *inputs_of(p))[0]
-    assert largest_error(run(RULE, p), expected) <= 1e-5
-
-
 @pytest.mark.parametrize("gate", [80.0, 104.0, 300.0])
 def test_a_query_that_meets_no_key_reads_zero(gate):
     p = drawn()

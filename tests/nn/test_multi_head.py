@@ -78,45 +78,6 @@ def test_one_slot_is_deltanet():
         assert torch.allclose(layer(x)[0], other(x)[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_which_collapse_under_the_summed_read_out(name):
-    """Many values or queries are one DeltaNet of their sum.
-
-    Many keys are not: each changes its own state, and no single key does what they do together.
-    """
-    p = drawn(name, 1)
-    shared = p.beta_logits[..., :1]
-    p = Projections(q=p.q, k=p.k, v=p.v, slots=N, beta_logits=shared.expand(B, T, TABLE[name][3]))
-    # Unit queries first: their sum is not a unit, and the rule must leave it as it is.
-    q, k, v = (x.sum(2, keepdim=True) for x in (unit(p.q), p.k, p.v))
-    one = Projections(q=q, k=unit(k), v=v, beta_logits=shared, qk_norm="none")
-    error = largest_error(run(RULES[name], p), run(RULES["deltanet"], one))
-    if name in ("multi_value_deltanet", "multi_query_deltanet"):
-        assert error <= 1e-12
-    else:
-        assert error > 0.1
-
-
-def test_multi_kv_is_delta_product_where_keys_are_orthogonal():
-    """With slots of orthogonal keys, states of their own hold what one state holds in sum."""
-    p = drawn("multi_kv_deltanet", 1)
-    # Slot i lives on channel i for ever.
-    apart = torch.eye(K, dtype=torch.float64)[:N].expand(B, T, N, K)
-    for keys, same in ((apart * (1 + draw(B, T, N, 1).abs()), True), (draw(B, T, N, K), False)):
-        p = Projections(q=p.q, k=keys, v=p.v, beta_logits=p.beta_logits, slots=N)
-        product = Projections(
-            q=p.q,
-            k=keys.reshape(B, T * N, 1, K),
-            v=p.v.reshape(B, T * N, 1, V),
-            beta_logits=p.beta_logits.reshape(B, T * N, 1),
-            n_steps=N,
-        )
-        error = largest_error(
-            run(RULES["multi_kv_deltanet"], p), run(RULES["delta_product"], product)
-        )
-        assert error <= 1e-12 if same else error > 0.1
-
-
 def test_blocks_are_one_state_with_a_block_diagonal_transition():
     p = drawn("block_deltanet", 1)
     o = run(RULES["block_deltanet"], p)

@@ -8,7 +8,7 @@ from deltarule import MesaState, mesa
 from deltarule.ops import mini_batches
 from deltarule.ops.mesa.api import IMPLEMENTATIONS, MORE_ITERATIONS
 from deltarule.ops.mesa.recursion import mesa_recursion
-from ops.contract import DOUBLE, HV, OPERATORS, H, K, V, draw, gradients, least_squares
+from ops.contract import DOUBLE, HV, OPERATORS, H, K, draw, gradients, least_squares
 from oracles import mesa as oracle
 from tolerance import assert_close, relative_rms
 
@@ -35,22 +35,22 @@ def assert_same(out, expected):
 
 @every_impl
 @pytest.mark.parametrize("iterations", [None, 3 * K])
-def test_recursive_least_squares(impl, iterations):
-    """The slides' recursion by the inversion lemma, with v and k in the order that has a shape."""
-    x, ridge = make(tokens=70), 0.7
-    regularizer = torch.full((HV, K), ridge, dtype=DOUBLE)
-    out = mesa(
-        x["q"], x["k"], x["v"], beta=x["beta"], regularizer=regularizer,
-        iterations=iterations, scale=1.0, impl=impl,
-    )  # fmt: skip
-    for row, head in [(0, 0), (1, 2), (1, 3)]:
-        S, P = torch.zeros(V, K, dtype=DOUBLE), torch.eye(K, dtype=DOUBLE) / ridge
-        for t in range(70):
-            q, k = (x[name][row, t, head * H // HV] for name in "qk")
-            v, beta = x["v"][row, t, head], x["beta"][row, t, head]
-            P = P - beta * torch.outer(P @ k, k @ P) / (1 + beta * k @ P @ k)
-            S = S - beta * torch.outer(S @ k - v, k @ P)
-            assert (out.o[row, t, head] - S @ q).abs().max() <= 1e-12 * (1 + (S @ q).abs().max())
+@pytest.mark.parametrize("begun", [False, True])
+def test_equals_the_papers_recurrence(impl, iterations, begun):
+    """From a state, with decays and another scale, and from nothing without."""
+    x, scale = make(tokens=70 if begun else 30), 0.4 if begun else 1.0
+    if not begun:
+        x |= {"covariance": 0 * x["covariance"], "values": 0 * x["values"], "log_decay": None}
+    out = run(x, impl, iterations=iterations, scale=scale)
+    for row, head in [(0, 0), (0, 1), (1, 3)]:
+        q, k = (x[name][row, :, head * H // HV] for name in "qk")
+        v, beta = x["v"][row, :, head], x["beta"][row, :, head]
+        gamma = x["log_decay"][row, :, head].exp() if begun else torch.ones_like(beta)
+        state = x["covariance"][row, head], x["values"][row, head]
+        o, after = oracle.recurrence(q, k, v, gamma, beta, x["regularizer"][head], state)
+        assert_close(out.o[row, :, head], scale * o)
+        for found, expected in zip(out.final_state, after, strict=True):
+            assert_close(found[row, head], expected)
 
 
 def preferring(tokens, size, spread, dtype=torch.float32, device="cpu"):
@@ -86,54 +86,6 @@ def test_what_is_chosen_has_converged_after_many_tokens(tokens, size, device):
     steps = mesa(**x, iterations=size + MORE_ITERATIONS).o
     assert relative_rms(steps.cpu(), expected) <= 3 * exact
     assert relative_rms(mesa(**x, iterations=size).o.cpu(), expected) > 10 * exact
-
-
-@every_impl
-@pytest.mark.parametrize("iterations", [None, 3 * K])
-def test_gated_recurrence(impl, iterations):
-    """MesaNet's H, G and solve, token by token."""
-    x, scale = make(tokens=30), 0.4
-    out = run(x, impl, iterations=iterations, scale=scale)
-    for row, head in [(0, 1), (1, 3)]:
-        covariance, values = x["covariance"][row, head], x["values"][row, head]
-        for t in range(30):
-            q, k = (x[name][row, t, head * H // HV] for name in "qk")
-            v, beta = x["v"][row, t, head], x["beta"][row, t, head]
-            decay = x["log_decay"][row, t, head].exp()
-            covariance = decay * covariance + beta * torch.outer(k, k)
-            values = decay * values + beta * torch.outer(v, k)
-            A = covariance + torch.diag(x["regularizer"][head])
-            expected = scale * values @ torch.linalg.inv(A) @ q
-            assert (out.o[row, t, head] - expected).abs().max() <= 1e-12 * (1 + expected.norm())
-        assert_close(out.final_state.covariance[row, head], covariance)
-        assert_close(out.final_state.values[row, head], values)
-
-
-def test_reads_with_the_minimiser_of_the_regularised_loss():
-    x = make(tokens=12)
-    x["covariance"], x["values"] = x["covariance"] * 0, x["values"] * 0
-    row, head, t = 1, 2, 11
-    x["q"] = torch.eye(K, dtype=DOUBLE)[torch.arange(12) % K][None, :, None].expand(2, 12, H, K)
-    last = {name: y[:, :t] if name in ("q", "k", "v", "beta", "log_decay") else y
-            for name, y in x.items()}  # fmt: skip
-    state = run(last).final_state
-    columns = [
-        mesa(
-            q.expand(2, 1, H, K), x["k"][:, t:], x["v"][:, t:], beta=x["beta"][:, t:],
-            regularizer=x["regularizer"], log_decay=x["log_decay"][:, t:], scale=1.0,
-            initial_state=state,
-        ).o[row, 0, head]
-        for q in torch.eye(K, dtype=DOUBLE)
-    ]  # fmt: skip
-    S = torch.stack(columns, dim=-1).requires_grad_()
-    loss = (S.square() * x["regularizer"][head]).sum()
-    weight = torch.ones((), dtype=DOUBLE)
-    for i in reversed(range(t + 1)):
-        k, v = x["k"][row, i, head * H // HV], x["v"][row, i, head]
-        loss = loss + weight * x["beta"][row, i, head] * (S @ k - v).square().sum()
-        weight = weight * x["log_decay"][row, i, head].exp()
-    (gradient,) = torch.autograd.grad(loss, S)
-    assert gradient.abs().max() <= 1e-10
 
 
 def kept(x, iterations):
