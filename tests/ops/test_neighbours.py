@@ -4,8 +4,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch import Tensor
-from torch.library import opcheck
 
 from neighbours import (
     MAKERS,
@@ -18,6 +16,7 @@ from neighbours import (
     swiglu,
     with_gradients,
 )
+from opchecked import opcheck_all
 from promised import promised
 from tolerance import assert_close, relative_rms
 
@@ -26,12 +25,9 @@ promised("triton")
 from deltarule.models import loss
 from deltarule.nn import mlp, norm
 from deltarule.ops.delta_rule import gate_maps
-from deltarule.ops.fused import cross_entropy as cross_entropy_ops
-from deltarule.ops.fused import gated_norm as norm_ops
 from deltarule.ops.fused import gates as gate_ops
 from deltarule.ops.fused import residual_norm as sum_ops
 from deltarule.ops.fused import short_conv as conv_ops
-from deltarule.ops.fused import swiglu as swiglu_ops
 from deltarule.ops.fused_kernels import kernel_runs, why_not_fused
 
 PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -154,70 +150,19 @@ def test_wrong_offsets_on_a_gpu_lead_nowhere() -> None:
     conv_ops.short_conv.backward_operator(*given, [True] * 3)
 
 
-def flat_calls() -> dict[str, tuple]:
-    """Arguments of every registered operator."""
-    x, weight, history = conv(lengths=PACKED).tensors.values()
-    offsets = torch.tensor([0, *PACKED]).cumsum(0)
-    owner = torch.repeat_interleave(torch.arange(len(PACKED)), torch.tensor(PACKED))
-    where = (offsets, owner, None, True, 4)
-    o, gate = torch.randn(2, 2, 3, 2, 6).unbind()
-    logits, A_log, bias = torch.randn(2, 3, 2, 5), torch.randn(2), torch.randn(2, 5)
-    rows, targets = torch.randn(7, 4), torch.tensor([0, 1, 2, 3, -100, 0, 1])
-    head = torch.randn(5, 4)
-    lse = rows.logsumexp(-1)
-    return {
-        "conv": (conv_ops.short_conv.operator, (x, weight, history, *where), 3),
-        "conv_b": (
-            conv_ops.short_conv.backward_operator,
-            (x, history, x, weight, history, *where, [True, True, True]), 0,
-        ),
-        "norm": (norm_ops.gated_norm.operator, (o, gate, torch.randn(6), 1e-5, "silu"), 3),
-        "norm_b": (
-            norm_ops.gated_norm.backward_operator,
-            (o, o, gate, torch.randn(6), 1e-5, "silu", [True] * 3), 0,
-        ),
-        "ungated": (norm_ops.gated_norm.operator, (o, None, torch.randn(6), 1e-5, "silu"), 3),
-        "sum": (sum_ops.residual_norm.operator, (o, gate, torch.randn(6), 1e-5), 3),
-        "sum_b": (
-            sum_ops.residual_norm.backward_operator,
-            (o, gate, o, None, None, torch.randn(6), 1e-5, [True, True]), 0,
-        ),
-        "sum_b, unread": (
-            sum_ops.residual_norm.backward_operator,
-            (None, gate, o, None, None, torch.randn(6), 1e-5, [True, False]), 0,
-        ),
-        "swiglu": (swiglu_ops.swiglu.operator, (o, gate), 2),
-        "swiglu_b": (swiglu_ops.swiglu.backward_operator, (o, o, gate, [True] * 2), 0),
-        "decay": (gate_ops.log_decay.operator, (logits, A_log, bias, False), 3),
-        "step": (gate_ops.log_decay.operator, (logits, A_log, bias, True), 3),
-        "decay_b": (
-            gate_ops.log_decay.backward_operator,
-            (logits, None, logits, A_log, bias, False, [True] * 3), 0,
-        ),
-        "strength": (gate_ops.write_strength.operator, (logits, 2.0), 1),
-        "strength_b": (
-            gate_ops.write_strength.backward_operator, (logits, logits, 2.0, [True]), 0,
-        ),
-        "entropy": (cross_entropy_ops.cross_entropy.operator, (rows, targets, -100), 1),
-        "entropy_b": (
-            cross_entropy_ops.cross_entropy.backward_operator,
-            (lse, lse, rows, targets, -100, [True]), 0,
-        ),
-        "linear": (
-            cross_entropy_ops.linear_cross_entropy.operator,
-            (rows, head, targets, -100, torch.float32, True, False), 2,
-        ),
-    }  # fmt: skip
+CHECKED = (
+    "conv, packed", "norm", "norm without gate", "residual norm", "residual norm, no sum", "swiglu",
+    "head decay", "head decay and step", "write strength", "cross entropy", "linear cross entropy",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", flat_calls())
+@pytest.mark.parametrize("name", CHECKED)
 def test_opcheck(name) -> None:
-    operator, arguments, leaves = flat_calls()[name]
-    given = [
-        x.clone().requires_grad_() if i < leaves and isinstance(x, Tensor) else x
-        for i, x in enumerate(arguments)
-    ]
-    assert set(opcheck(operator, tuple(given)).values()) == {"SUCCESS"}
+    case = MAKERS[name]()
+    weights = [torch.randn_like(x) for x in case.plain(case.tensors)]
+    names = opcheck_all(lambda: with_gradients(case.fused, case.tensors, weights))
+    # One each, and the definition of no other.
+    assert len(names) == 2
 
 
 @each("conv, packed", "norm", "residual norm", "swiglu", "head decay and step", "cross entropy")

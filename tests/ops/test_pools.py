@@ -12,9 +12,9 @@ from deltarule.ops.dispatch import always
 from deltarule.ops.serving import pool as moves
 from deltarule.ops.serving import step
 from deltarule.ops.serving.pool import read_op, write_op
-from deltarule.ops.serving.step import step_op
 from deltarule.serve import pool_convolution, pool_prefill, pool_step
 from kernels.interpreted import interpreted
+from opchecked import opcheck_all
 from ops.places import ON_CPU, Place
 from oracle import Case, make_case
 from promised import promised
@@ -237,12 +237,9 @@ def test_rows_move_out_of_their_slots_and_back(dtype, channels_last) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_opcheck_of_the_step(kind) -> None:
     case = kind_case(kind, ROWS)
-    x, pool = case.tensors, pool_of(case, 15).contiguous()
-    log_decay = x["log_decay"]
-    given = (*(x[name] for name in ("q", "k", "v", "beta", "a", "b")), log_decay, pool)
-    out, rows = torch.zeros(1, 9, 4, 6).double(), (torch.tensor(DRAFTED), torch.tensor(ACCEPTED))
-    options = case.n_steps, 0.5, case.normalize_qk, 0, "torch"
-    opcheck(step_op, (*given, out, *rows, pack(ROWS), None, None, *options))
+    pool, rows = pool_of(case, 15).contiguous(), {"cu_seqlens": pack(ROWS), "null_index": 0}
+    drafts = {"state_indices": torch.tensor(DRAFTED), "accepted": torch.tensor(ACCEPTED)}
+    opcheck_all(lambda: pool_step(**arguments(case), state=pool, **drafts, **rows))
 
 
 def test_opcheck_of_reading_and_writing() -> None:

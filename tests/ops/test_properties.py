@@ -58,37 +58,6 @@ def test_a_row_alone_equals_the_row_in_a_batch(
 
 
 @every_impl
-def test_value_heads_equal_repeated_key_heads(impl: str) -> None:
-    case = make_case("head", "tied", heads=2, value_heads=6)
-    repeated = {name: case.tensors[name].repeat_interleave(3, 2) for name in ("q", "k")}
-    out, expected = case.run(impl), case.changed(**repeated).run(impl)
-    assert_close(out.o, expected.o)
-
-
-@every_impl
-def test_linear_in_values_and_state(impl: str) -> None:
-    case = make_case("channel", "tied")
-    v, state = case.tensors["v"], case.tensors["initial_state"]
-    twice = case.changed(v=2 * v, initial_state=2 * state).run(impl)
-    assert_close(twice.o, 2 * case.run(impl).o)
-
-
-@every_impl
-def test_steps_equal_an_expanded_sequence(impl: str) -> None:
-    case = make_case("head", "tied", n_steps=3, tokens=30)
-    x = case.tensors
-    log_decay, q = (
-        torch.zeros(2, 90, 4, dtype=torch.float64),
-        torch.zeros(2, 90, 2, 8, dtype=torch.float64),
-    )
-    log_decay[:, ::3], q[:, 2::3] = x["log_decay"], x["q"]
-    expanded = case._replace(n_steps=1).changed(log_decay=log_decay, q=q).run(impl)
-    out = case.run(impl)
-    assert_close(out.o, expanded.o[:, 2::3])
-    assert_close(out.final_state, expanded.final_state)
-
-
-@every_impl
 def test_a_long_sequence_does_not_drift(impl: str) -> None:
     if impl == "reference":
         pytest.skip("the definition needs minutes for it")

@@ -7,7 +7,7 @@ from deltarule import delta_rule, recurrent_step
 from deltarule.ops.delta_rule.implementations import recurrence
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.dispatch import are_plain_eager
-from opchecked import opcheck_all
+from opchecked import Registered, opcheck_all
 from oracle import Case, make_case, weights, with_gradients
 
 CASES = [
@@ -109,24 +109,11 @@ def test_wrong_offsets_are_refused_in_compiled_code_too(offsets: list[int]) -> N
         run(torch.tensor(offsets))
 
 
-class Seen(torch.utils._python_dispatch.TorchDispatchMode):
-    """Which operators of this package pass by."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "deltarule":
-            self.names.append(func._opname)
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_mode_sees_the_operators_forward_and_backward() -> None:
     case = small_case("head", "tied", 1, None)
-    with Seen() as seen:
+    with Registered() as seen:
         with_gradients(case, "torch", *weights(case))
-    assert seen.names == ["recurrence", "recurrence_backward"]
+    assert [x._opname for x, _ in seen.calls] == ["recurrence", "recurrence_backward"]
 
 
 @pytest.mark.parametrize("drawn", CASES)
@@ -157,7 +144,7 @@ def test_subclasses_modes_and_tracing_get_the_operator() -> None:
     assert not are_plain_eager((x, x.as_subclass(Kind)))
     with torch.device("cpu"):
         assert not are_plain_eager((x,))
-    with Seen():
+    with Registered():
         assert not are_plain_eager((x,))
     assert not torch.vmap(lambda y: y + float(are_plain_eager((x,))))(x).any()
     seen = []

@@ -5,12 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch.library import opcheck
 
 import truth
 from deltarule import RecurrentOutput, pack
-from deltarule.ops.delta_rule.implementations import recurrence
-from deltarule.ops.delta_rule.inputs import Inputs
+from opchecked import opcheck_all
 from oracle import Case
 from truth import (
     FORMS,
@@ -169,23 +167,7 @@ def test_the_default_compiler_fuses_around_it(form: str) -> None:
 
 @pytest.mark.parametrize("lengths", [None, (30, 0, 70)])
 def test_opcheck(kind: Kind, lengths: tuple[int, ...] | None) -> None:
-    case = placed(kind.case(tokens=100, lengths=lengths, batch=1)).tensors
-    q, k, v, beta, a, b, log_decay, state = (
-        None if x is None else x.requires_grad_() for x in map(case.get, Inputs._fields[:8])
-    )
-    if log_decay is not None and log_decay.ndim == 1:
-        log_decay = log_decay.detach().expand(*v.shape[:3]).clone().requires_grad_()
-    offsets = None if lengths is None else pack(lengths).to(q.device)
-    rest = offsets, kind.n_steps, 0.5, False, False
-    tensors = (q, k, v, beta, a, b, log_decay, state)
-    forward = (*tensors, *rest, True, truth.IMPL)
-    checked = opcheck(recurrence.operator, forward, test_utils=CONTRACTS)
-    assert set(checked.values()) == {"SUCCESS"}
-    with torch.no_grad():
-        o, final, saved = recurrence.operator(*forward)
-        plain = [None if x is None else x.detach() for x in tensors]
-    wanted = [x is not None for x in plain]
-    given = *plain, *rest, True, truth.IMPL
-    backward = (torch.randn_like(o), torch.randn_like(final), saved, *given, wanted)
-    checked = opcheck(recurrence.backward_operator, backward, test_utils=CONTRACTS)
-    assert set(checked.values()) == {"SUCCESS"}
+    drawn = draw(kind.case(tokens=100, lengths=lengths, batch=1))
+    run = runs_with(offsets_of(drawn.case, truth.DEVICE))
+    names = opcheck_all(lambda: results(drawn, run), CONTRACTS)
+    assert names == ["recurrence", "recurrence_backward"]

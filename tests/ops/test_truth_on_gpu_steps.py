@@ -3,16 +3,14 @@
 import pytest
 import torch
 from torch import Tensor
-from torch.library import opcheck
 
 import truth
 from deltarule import BetaLogits, recurrent_step
-from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.step import step_op
 from deltarule.ops.fused import gates
 from logits import make_logits
 from neighbours import Neighbour, conv, decay, gated_norm, strength
 from neighbours import with_gradients as neighbour_gradients
+from opchecked import opcheck_all
 from tolerance import assert_close, relative_rms
 from truth import Drawn, Kind, captured, draw, held, late, surrounded, waits_for_nothing
 
@@ -23,6 +21,7 @@ KINDS = [
     Kind("channel", "tied", 1, torch.float16), Kind("channel", "free", 1, torch.bfloat16),
     Kind("constant", "tied", 1, torch.float32), Kind("head", "free", 1, torch.float32),
 ]  # fmt: skip
+CONTRACTS = ("test_schema", "test_autograd_registration", "test_faketensor")
 STATES = [torch.float32, torch.bfloat16]
 
 
@@ -130,15 +129,8 @@ def test_a_step_waits_for_nothing_and_replays(kind: Kind) -> None:
 
 def test_opcheck_of_the_step(kind: Kind) -> None:
     drawn = draw(kind.case(tokens=2))
-    x = drawn.case.tensors
-    given = [x[name] for name in Inputs._fields[:7]]
-    if given[6] is not None and given[6].ndim == 1:
-        given[6] = given[6].expand(*x["v"].shape[:3]).contiguous()
-    indices = torch.tensor([1, -1], device=truth.DEVICE)
-    rest = state_of(drawn, torch.float32), None, indices, kind.n_steps, 0.5, False, -1, truth.IMPL
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    found = opcheck(step_op, (*given, *rest), test_utils=tests)
-    assert set(found.values()) == {"SUCCESS"}
+    state, indices = state_of(drawn, torch.float32), torch.tensor([1, -1], device=truth.DEVICE)
+    opcheck_all(lambda: step(drawn, state, state_indices=indices), CONTRACTS)
 
 
 LOGITS = [(decay, dtype, n_steps) for decay in ("head", "channel")
@@ -205,12 +197,7 @@ def test_a_step_with_logits_compiles_and_passes_opcheck(decay, dtype, n_steps) -
     o = compiled(drawn, state, impl=truth.IMPL)
     assert torch.equal(o, drawn.step(expected, impl=truth.IMPL))
     assert torch.equal(state, expected)
-    x, (logits, *parameters) = drawn.case.tensors, drawn.decay
-    sequence = x["q"], x["k"], x["v"], drawn.beta.logits, None, None, logits
-    rest = state, None, None, n_steps, 0.5, True, -1, truth.IMPL, *parameters, drawn.beta.beta_max
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    found = opcheck(step_op, (*sequence, *rest), test_utils=tests)
-    assert set(found.values()) == {"SUCCESS"}
+    opcheck_all(lambda: drawn.step(state, impl=truth.IMPL), CONTRACTS)
 
 
 NEIGHBOURS = {
