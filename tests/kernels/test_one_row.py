@@ -13,7 +13,7 @@ def device():
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(5, 7), (37, 1100), (4099, 33), (9, 5472)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(5, 7), (37, 1100), (1035, 33), (9, 5472)])
 def test_products_are_those_of_float64(outputs, inputs, device):
     from deltarule.ops.fused.one_row_triton import one_row
 

@@ -73,7 +73,7 @@ def drawn(operator: Operator, device: str, dtype=torch.float32, packed=False, to
     """A call of a few tokens in the interpreter, of more than a chunk on a GPU."""
     few = device == "cpu"
     lengths = (5, 0, 1, 6, 0) if few else (3, 0, 150, 1, 70)
-    x = operator.draw(2, tokens or (11 if few else 150), lengths if packed else None)
+    x = operator.draw(2, tokens or (9 if few else 150), lengths if packed else None)
     if "gates" in x:
         x["gates"], x["recurrent"] = x["gates"] / 4, x["recurrent"] / x["gates"].shape[-1]
     elif "k" in x:
@@ -123,7 +123,7 @@ def test_large_sizes(name, packed):
 
 
 def test_padded_rows(device):
-    lengths = torch.tensor([3, 11], device=device)
+    lengths = torch.tensor([3, 9], device=device)
     check(OPERATORS["slstm"], drawn(OPERATORS["slstm"], device), lengths=lengths)
 
 
