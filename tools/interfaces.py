@@ -14,7 +14,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCES = ("src", "experiments", "bench")
 
-UNPICKLING_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "joblib"}
+UNPICKLING_MODULES = {
+    "pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "joblib", "marshal",
+}  # fmt: skip
 PARAMETERS = 12
 # Functions that have more, and how many: these may only become fewer.
 LONGER = {

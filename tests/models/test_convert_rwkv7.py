@@ -10,6 +10,8 @@ from safetensors.torch import save_file
 from deltarule.models import CausalLM
 from deltarule.models.files import CONFIG, WEIGHTS
 from models.checkpoints import check_round_trip, check_ways_of_reading, close, drawn
+from oracles import rwkv7
+from oracles.lifted import each_head
 
 HIDDEN, HEADS, SIZE, LAYERS = 128, 2, 64, 3
 FIELDS = {
@@ -86,17 +88,10 @@ def attention(x, w, at, first):
         v = v + (first - v) * lora("v", mixed["v"], lambda y: y).sigmoid()
     gate = lora("g", mixed["g"], torch.sigmoid)
     heads = lambda y: y.unflatten(-1, (HEADS, SIZE))  # noqa: E731
-    kk = F.normalize(heads(k * w[f"{at}k_k"]), dim=-1)
-    k = k * (1 + (a - 1) * w[f"{at}k_a"])
     r, k, v, a, decay = map(heads, (r, k, v, a, decay))
-    state, outputs = torch.zeros(len(x), HEADS, SIZE, SIZE, dtype=x.dtype), []
-    for t in range(x.shape[1]):
-        erased = torch.einsum("bhvk,bhk->bhv", state, kk[:, t])
-        state = state * decay[:, t].unsqueeze(-2)
-        state = state - erased.unsqueeze(-1) * (kk[:, t] * a[:, t]).unsqueeze(-2)
-        state = state + v[:, t].unsqueeze(-1) * k[:, t].unsqueeze(-2)
-        outputs.append(torch.einsum("bhvk,bhk->bhv", state, r[:, t]))
-    o = torch.stack(outputs, 1).flatten(0, 1).flatten(1)
+    kk, k = rwkv7.keys(k, heads(w[f"{at}k_k"]), heads(w[f"{at}k_a"]), a)
+    o, _ = each_head(rwkv7.recurrence, r, decay, k, v, kk, a)
+    o = o.flatten(0, 1).flatten(1)
     o = F.group_norm(o, HEADS, w[f"{at}g_norm.weight"], w[f"{at}g_norm.bias"], 64e-5)
     o = o.view_as(x) + ((r * k * w[f"{at}r_k"]).sum(-1, keepdim=True) * v).flatten(-2)
     return (o * gate) @ w[f"{at}o_proj.weight"].T, first

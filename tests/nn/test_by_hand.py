@@ -24,6 +24,7 @@ from oracles import (
     rg_lru,
     rotary,
     rwkv4,
+    rwkv7,
     s4,
     slstm,
     titans,
@@ -160,32 +161,23 @@ def rwkv6(layer, x):
     return torch.stack(rows), {"recurrent": states.mT}
 
 
-def rwkv7(layer, x):
-    """One head at a time, in the letters of the authors' reference implementation."""
-
+def rwkv7_layer(layer, x):
     def low_rank(small, x, activation=lambda y: y):
         return small[-1](activation(small[0](x)))
 
     xr, xw, xk, xv, xa, xg = shifts(x, layer.shift_mix)
     r, k, v = layer.q_proj(xr), layer.k_proj(xk), layer.v_proj(xv)
     w = layer.decay_bias.flatten() + low_rank(layer.a_proj, xw, torch.tanh)
-    w = torch.exp(-math.exp(-0.5) * torch.sigmoid(w))
     a = torch.sigmoid(layer.erase_bias.flatten() + low_rank(layer.erase_proj, xa))
     g = low_rank(layer.g_proj, xg, torch.sigmoid)
     share = torch.sigmoid(layer.value_bias.flatten() + low_rank(layer.value_proj, xv))
     v = v + (FIRST_VALUES[0].flatten(1) - v) * share
-    kk = k * layer.erase_scale.flatten()
-    k = k * (1 + (a - 1) * layer.replace_scale.flatten())
-    o, states = torch.zeros(T, 2, 8, dtype=DOUBLE), torch.zeros(2, 8, 8, dtype=DOUBLE)
-    for t in range(T):
-        for h in range(2):
-            rh, wh, kh, vh, kkh, ah = (y[t].view(2, 8)[h] for y in (r, w, k, v, kk, a))
-            kkh = kkh / kkh.norm()
-            erase = wh.diag() - torch.outer(kkh, ah * kkh)
-            states[h] = states[h] @ erase + torch.outer(vh, kh)
-            bonus = (rh * kh * layer.bonus[h]).sum() * vh
-            o[t, h] = group_norm(layer, states[h] @ rh, h) + bonus
-    return layer.o_proj(o.flatten(1) * g), {"recurrent": states}
+    r, w, k, v, a = (y.view(1, T, 2, 8) for y in (r, rwkv7.decay(w), k, v, a))
+    kk, k = rwkv7.keys(k, layer.erase_scale, layer.replace_scale, a)
+    read, states = each_head(rwkv7.recurrence, r, w, k, v, kk, a)
+    o = F.group_norm(read[0].flatten(1), 2, layer.o_norm.weight, layer.o_norm.bias, 64e-5)
+    o = o + rwkv7.bonus(r, k, v, layer.bonus)[0].flatten(1)
+    return layer.o_proj(o * g), {"recurrent": states[0]}
 
 
 # ---- layers over selective_scan -----------------------------------------------------------------
@@ -439,7 +431,7 @@ def titans_layer(share, layer, x):
 
 BY_HAND = {
     "gated_deltanet": gated_deltanet, "gated_deltanet2": gated_deltanet2, "mamba2": mamba2,
-    "mlstm": mlstm_layer, "rwkv6": rwkv6, "rwkv7": rwkv7, "mamba1": partial(mamba1, False),
+    "mlstm": mlstm_layer, "rwkv6": rwkv6, "rwkv7": rwkv7_layer, "mamba1": partial(mamba1, False),
     "signed_mamba1": partial(mamba1, True), "s4": s4_real, "s4d": s4d, "dfw": dfw,
     "longhorn_released": longhorn_released, "hgrn": hgrn_layer, "rg_lru": rg_lru_layer,
     "lru": lru_layer, "rwkv4": rwkv4_layer, "slstm": slstm_layer, "hyena": hyena_layer,

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from deltarule.errors import DivergedError
-from deltarule.models import CausalLM, ModelConfig
-from deltarule.models.bytes import VOCAB_SIZE
+from deltarule.models import CausalLM
 from deltarule.parallel import MeshOptions, World
 from deltarule.train.data import Spans, encode_documents
 from deltarule.train.loop import InterruptedRunError, LoopOptions, Trainer
@@ -122,21 +121,6 @@ def with_bad_data(folder: str) -> str:
         run = TextRun(data=str(Path(folder) / "missing.txt"), runs=Path(folder), mesh=run.mesh)
     try:
         train_text(run)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def other_model(folder: str) -> str:
-    """What is said to a checkpoint of another model."""
-    from deltarule.parallel.shard_files import read_shards
-
-    config = ModelConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=16, num_layers=1, num_heads=2, layer_types="deltanet"
-    )
-    newest = max(Path(folder, "run/checkpoints").glob("step-*"), key=lambda p: int(p.name[5:]))
-    try:
-        read_shards(newest, dict(CausalLM(config).state_dict()))
     except ValueError as error:
         return str(error)
     return ""
