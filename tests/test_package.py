@@ -44,12 +44,24 @@ def test_public_names_have_docstrings():
 
 def test_import_brings_in_no_extra():
     code = (
-        "import sys, torch; before = set(sys.modules); import deltarule, json; "
+        "import sys, torch; before = set(sys.modules); import deltarule.ops, json; "
         "print(json.dumps(sorted(set(sys.modules) - before)))"
     )
     imported = {name.partition(".")[0] for name in json.loads(python(code))}
     assert "deltarule" in imported
     assert not imported & set(EXTRAS)
+
+
+def test_a_public_name_brings_in_pytorch_and_the_command_line_alone_does_not():
+    code = """
+import sys
+import deltarule, deltarule.cli
+assert deltarule.cli.main(["--help"]) == 0 and deltarule.cli.main(["trian"]) == 2
+assert "torch" not in sys.modules and "delta_rule" in dir(deltarule)
+assert deltarule.delta_rule is deltarule.ops.delta_rule
+assert "recurrence" in dir(sys.modules["torch"].ops.deltarule)
+"""
+    python(code)
 
 
 def test_operators_run_without_any_extra():

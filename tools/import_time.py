@@ -1,16 +1,17 @@
-"""What `import deltarule` adds to `import torch`, in seconds."""
+"""What `import deltarule.ops` adds to `import torch`, in seconds."""
 
 import subprocess
 import sys
 
-STATEMENT = "import torch; import deltarule"
+NAME = "deltarule.ops"
+STATEMENT = f"import torch; import {NAME}"
 RUNS = 3
 
 
 def main() -> None:
     """Print the least of a few runs, and the slowest modules that come with ours."""
-    best = min((seconds_after_torch() for _ in range(RUNS)), key=lambda times: times["deltarule"])
-    print(f"import deltarule adds {best['deltarule']:.3f} s to import torch; with all below it:")
+    best = min((seconds_after_torch() for _ in range(RUNS)), key=lambda times: times[NAME])
+    print(f"import {NAME} adds {best[NAME]:.3f} s to import torch; with all below it:")
     for name, seconds in sorted(best.items(), key=lambda item: -item[1])[:10]:
         print(f"  {name:40} {seconds:.3f} s")
 

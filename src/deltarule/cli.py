@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-import torch.distributed as dist
-
 import deltarule
-from deltarule.errors import INTERRUPTED, DivergedError, StalledError, StoppedRunError
+from deltarule.errors import (
+    INTERRUPTED,
+    DivergedError,
+    StalledError,
+    StoppedRunError,
+    ended_by_ctrl_c,
+)
 from deltarule.nearest import nearest
 from deltarule.train.extra import MissingExtraError, require
 from deltarule.train.progress import for_screen
@@ -38,11 +41,15 @@ class Command(NamedTuple):
 
     @property
     def flags(self) -> type[Any]:
-        kind: type[Any] = getattr(importlib.import_module(self.module), self.flags_name)
+        kind: type[Any] = self.imported(self.flags_name)
         return kind
 
     def run(self, flags: Any) -> None:
-        getattr(importlib.import_module(self.module), self.run_name)(flags)
+        self.imported(self.run_name)(flags)
+
+    def imported(self, name: str) -> Any:
+        with ended_by_ctrl_c():
+            return getattr(importlib.import_module(self.module), name)
 
 
 COMMANDS = {
@@ -169,7 +176,7 @@ def run(words: list[str]) -> int:
         print(for_screen(overview()))
         return 0 if words else MISUSED
     if words[0] == "--version":
-        print(version())
+        print(versions())
         return 0
     commands = COMMANDS
     if words[0] in BESIDE.values() and not (commands := beside_the_package()):
@@ -269,9 +276,11 @@ def overview() -> str:
     )  # fmt: skip
 
 
-def version() -> str:
+def versions() -> str:
     """The versions that matter in a report of a problem."""
-    return f"deltarule {deltarule.__version__}, torch {torch.__version__}"
+    from importlib.metadata import version
+
+    return f"deltarule {deltarule.__version__}, torch {version('torch')}"
 
 
 def unknown(name: str, words: list[str]) -> int:
@@ -288,7 +297,8 @@ def unknown(name: str, words: list[str]) -> int:
 
 def leave() -> None:
     """Wait for torchrun's other processes, then end the group; otherwise one may be aborted."""
-    if dist.is_initialized():
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
 

@@ -1,9 +1,38 @@
 """How a run comes to an end before its last step, as the command line tells it."""
 
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 # What a shell reports after Ctrl-C.
 INTERRUPTED = 130
+STANDARD_ERROR = 2
+
+
+@contextlib.contextmanager
+def ended_by_ctrl_c() -> Iterator[None]:
+    """Within it, where nothing is done but importing, Ctrl-C ends the process with one line.
+
+    Importing PyTorch and numpy, C code loses a KeyboardInterrupt and goes on without a module.
+    """
+
+    def end(*_: object) -> None:
+        os.write(STANDARD_ERROR, b"deltarule: stopped\n")
+        os._exit(INTERRUPTED)
+
+    # What someone else has put there, or nohup, stays.
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not usual or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class DivergedError(RuntimeError):

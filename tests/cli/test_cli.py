@@ -303,6 +303,18 @@ def test_ctrl_c_saves_says_how_to_resume_and_resuming_works(data, tmp_path):
     assert checkpoints.newest().step == checkpoints.steps()[-1] > 0
 
 
+def test_ctrl_c_during_imports_is_one_line_in_a_process(tmp_path):
+    """In place of PyTorch, a module that presses the keys, and loses what they raise as C does."""
+    pressed = "import os\ntry:\n    os.kill(os.getpid(), 2)\nexcept KeyboardInterrupt:\n    pass\n"
+    (tmp_path / "torch.py").write_text(pressed)
+    paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-m", "deltarule", "train", "text"],
+        env=os.environ | paths, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (INTERRUPTED, "deltarule: stopped\n")
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "metrics.jsonl"])
 def test_a_full_disk_is_one_line_and_the_line_that_resumes_the_process(name, data, tmp_path):
     """A limit on the length of files stands for it, below or above what a checkpoint takes."""
