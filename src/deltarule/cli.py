@@ -290,7 +290,8 @@ def unknown(name: str, words: list[str]) -> int:
         return 0 if len(words) > 1 else MISUSED
     commands = [*COMMANDS, *BESIDE.values()]
     known = ["train", *commands] if len(name.split()) == 1 else commands
-    meant = nearest(name, known, otherwise=f"known: {', '.join(known)}")
+    begun = [command for command in known if command.startswith(f"{name} ")]
+    meant = nearest(name, begun or known, otherwise=f"known: {', '.join(begun or known)}")
     say(f"error: there is no command {name!r}; {meant}")
     return MISUSED
 

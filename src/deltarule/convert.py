@@ -7,8 +7,8 @@ from deltarule.models.config_names import MODEL_TYPE
 from deltarule.models.convert.copy import convert
 from deltarule.train.progress import make_progress
 
-# Steps of the bar.
-STEPS = 1000
+# What the bar counts up to.
+PERCENT = 100
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,14 @@ def convert_folder(run: ConvertRun) -> None:
         ValueError: The source does not fit, the family cannot say the model, or the destination
             exists; nothing is left behind.
     """
-    with make_progress(STEPS) as bar:
+    if not run.shard_gb > 0:
+        raise ValueError(f"--shard-gb must be above 0, got {run.shard_gb}")
+    with make_progress(PERCENT, what="percent") as bar:
 
         def show(done: int, total: int) -> None:
-            step = STEPS * done // max(total, 1)
-            bar.update(step, {"GB": f"{done / 1e9:.2f} of {total / 1e9:.2f}"})
+            bar.update(
+                PERCENT * done // max(total, 1), {"GB": f"{done / 1e9:.2f} of {total / 1e9:.2f}"}
+            )
 
         size = int(run.shard_gb * 1e9)
         convert(run.source, run.destination, run.to, shard_size=size, progress=show)

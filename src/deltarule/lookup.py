@@ -89,8 +89,9 @@ def explain_call(run: ExplainRun) -> None:
 
 def rules(run: RulesRun) -> None:
     if run.name is not None and run.name not in SYSTEMS:
-        known = f"known: {', '.join(SYSTEMS)}"
-        raise ValueError(f"--name {run.name}: {nearest(run.name, SYSTEMS, otherwise=known)}")
+        known = f"known are {', '.join(SYSTEMS)}"
+        meant = nearest(run.name, SYSTEMS, otherwise=known)
+        raise ValueError(f"there is no rule {run.name!r}; {meant}")
     if run.markdown:
         print(markdown())
         return

@@ -61,7 +61,12 @@ def test_version(capsys):
 
 @pytest.mark.parametrize(
     ("words", "suggestion"),
-    [(["trian"], "train"), (["train", "txt"], "train text"), (["zz"], "eval")],
+    [
+        (["trian"], "train"),
+        (["train", "txt"], "train text"),
+        (["zz"], "eval"),
+        (["plot"], "known: plot attention\n"),
+    ],
 )
 def test_an_unknown_command_gets_a_suggestion(words, suggestion, capsys):
     assert main(words) == MISUSED
@@ -87,7 +92,9 @@ def test_an_unknown_flag_gets_a_suggestion(capsys):
         (["eval", "/no/such/run"], "/no/such/run"),
         (["rules", "--name", "kdaa"], "did you mean 'kda'"),
         (["explain", "--v-heads", "3"], "v must have a multiple"),
-        (["rules", "kdaa"], "did you mean 'kda'"),
+        (["rules", "kdaa"], "there is no rule 'kdaa'; did you mean 'kda'"),
+        (["runs", "nothing"], "runs/nothing: there is no such run"),
+        (["convert", "a", "b", "--shard-gb", "0"], "--shard-gb must be above 0, got 0.0"),
         (["train", "text", "--steps", "9" * 30], "--steps must be a number below 2^63"),
         (["plan", "--parameters", "inf"], "--parameters must be a number below 2^63"),
         (["train", "text", "--device", "meta"], "--device meta"),
@@ -203,6 +210,8 @@ def test_train_resume_generate_and_eval(data, tmp_path, capsys, monkeypatch):
     assert "--lr is 0.5" in capsys.readouterr().err
     assert main(["generate", "runs/a", "--prompt", "the", "--max-new-tokens", "5"]) == 0
     assert capsys.readouterr().out.startswith("the")
+    assert main(["generate", "runs/a", "the", "--max-new-tokens", "-1", "--samples", "2"]) == FAILED
+    assert capsys.readouterr().out == ""
     assert main(["eval", "runs/a", "--length", "32"]) == 0
     assert "position" in capsys.readouterr().out
 
@@ -232,8 +241,11 @@ def test_runs_are_listed_compared_and_written_as_flags(data, tmp_path, capsys, m
     with locked(tmp_path / "runs" / "a"):
         assert main(["runs", "a"]) == 0
     assert "running" in capsys.readouterr().out
+    assert main(["train", "text", "--resume", "--name", "a"]) == 0
+    capsys.readouterr()
     assert main(["runs", "a", "b"]) == 0
     shown = capsys.readouterr().out
+    assert "timeout-s" not in shown
     assert "lr" in shown
     assert "0.003  0.5" in shown
     assert "hidden-size" not in shown
@@ -380,7 +392,7 @@ def test_convert_writes_another_layout_and_says_so(tmp_path, capsys):
     CausalLM(config).save(tmp_path / "own")
     words = ["convert", str(tmp_path / "own"), str(tmp_path / "kda"), "--to", "kda"]
     assert main(words) == 0
-    assert "written as kda" in capsys.readouterr().out
+    assert capsys.readouterr().out == f"{tmp_path / 'kda'}: written as kda\n"
     assert CausalLM.load(tmp_path / "kda").config.layer_types == ("kda",)
     assert main(words) == FAILED
     assert "exists already" in capsys.readouterr().err

@@ -14,6 +14,11 @@ def error(a, b):
     return float((a - b).detach().norm() / b.detach().norm())
 
 
+def test_sizes_in_place_of_a_configuration_are_refused_by_name():
+    with pytest.raises(ValueError, match="config must be a ModelConfig, got dict"):
+        CausalLM({"vocab_size": 9})
+
+
 def test_logits_and_state_have_the_promised_shapes(make_model, random_tokens):
     model = make_model()
     logits, state = model(random_tokens(3, 7))

@@ -168,6 +168,7 @@ def test_finished_rows_cost_no_steps(make_model, monkeypatch):
         ({"max_new_tokens": -1}, "max_new_tokens must be an integer of 0 or more, got -1"),
         ({"temperature": -1}, "temperature must be a finite number of 0 or more, got -1"),
         ({"temperature": float("nan")}, "temperature must be a finite number"),
+        ({"temperature": "warm"}, "temperature must be a finite number of 0 or more, got warm"),
         ({"top_k": 0}, "top_k must be an integer of 1 or more, got 0"),
         ({"top_p": 0}, r"top_p must lie in \(0, 1\], got 0"),
         ({"top_p": 1.5}, r"top_p must lie in \(0, 1\], got 1.5"),

@@ -20,7 +20,7 @@ from deltarule.train.data import encode_documents
 from deltarule.train.device import choose_device
 from deltarule.train.extra import MissingExtraError
 from deltarule.train.interrupt import Interrupt
-from deltarule.train.loop import InterruptedRunError, LoopOptions, Trainer
+from deltarule.train.loop import InterruptedRunError, LoopOptions, Trainer, _brief
 from deltarule.train.metrics import read_metrics
 from deltarule.train.optimizer import OptimizerOptions
 from deltarule.train.text import TextJob, TextRun
@@ -254,8 +254,16 @@ def test_the_checkpoint_of_another_model_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["cuda:99", "gpu", "meta2"])
 def test_a_device_that_is_not_there_is_named(name):
-    with pytest.raises(ValueError, match=f"--device {name}"):
+    with pytest.raises(ValueError, match=f"--device {name}.*cpu") as caught:
         choose_device(name)
+    assert len(str(caught.value)) < 120
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(1.0612, "1.061"), (13.355, "13.4"), (131.6, "132"), (13127.4, "13,127")]
+)
+def test_a_small_rate_does_not_read_like_thousands(value, shown):
+    assert _brief(value) == shown
 
 
 @pytest.mark.parametrize("options", [{"steps": 0}, {"accumulate": 0}, {"max_seconds": -1.0}])

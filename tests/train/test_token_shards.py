@@ -62,7 +62,13 @@ def test_every_document_is_there_once_in_order(source, tmp_path, capsys):
     assert 0.1 < opened.validation.num_bytes / sum(map(len, wanted)) < 0.35
     said = capsys.readouterr().out
     assert "picture.bin is left out" in said
-    assert "GB" in said
+    assert "step" not in said
+
+
+def test_one_document_is_counted_as_one(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("line\n" * 1000)
+    write_data(DataRun(tmp_path / "a.txt", tmp_path / "tokens"))
+    assert "training   1 document, " in capsys.readouterr().out
 
 
 def test_rows_are_those_of_memory_from_any_position(source, tmp_path):

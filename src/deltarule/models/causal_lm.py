@@ -62,6 +62,8 @@ class CausalLM(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         """Build the model and draw its parameters from the global random state."""
+        if not isinstance(config, ModelConfig):
+            raise ValueError(f"config must be a ModelConfig, got {type(config).__name__}")
         super().__init__()
         self.config = config
         self.activation_checkpointing = False

@@ -48,7 +48,8 @@ class Options:
     def check(self, vocab_size: int) -> None:
         """Refuse what cannot be meant, naming the argument."""
         check_integer("max_new_tokens", self.max_new_tokens, smallest=0)
-        if not math.isfinite(self.temperature) or self.temperature < 0:
+        warm = self.temperature
+        if not isinstance(warm, float | int) or not math.isfinite(warm) or warm < 0:
             raise ValueError(
                 f"temperature must be a finite number of 0 or more, got {self.temperature}"
             )

@@ -40,7 +40,7 @@ class MeshOptions:
     keep_gathered: Literal["auto", "yes", "no"] = "auto"
     """Keep a block's weights from its forward to its backward: one gather less, for their memory;
     "auto" does where `deltarule plan` finds room for them on this GPU."""
-    timeout_s: float = 600
+    timeout_s: float = 600.0
     """Seconds after which a process that waits for another gives up."""
 
     def __post_init__(self) -> None:

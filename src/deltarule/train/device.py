@@ -28,6 +28,9 @@ def choose_device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device {name}: give auto, cpu, cuda, cuda:1 or mps") from None
+    try:
         torch.empty(0, device=device).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]

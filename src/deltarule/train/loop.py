@@ -307,4 +307,6 @@ def evaluating(model: CausalLM) -> Iterator[None]:
 
 
 def _brief(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}"
+    # One digit behind the point where three would read like thousands.
+    decimals = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 3
+    return f"{value:,.{decimals}f}"

@@ -33,11 +33,13 @@ def jsonl_texts(file: Path, field: str) -> Iterator[bytes]:
             if not line.strip():
                 continue
             try:
-                text = fitted(str, parse_object(line.decode()).get(field), field)
-                yield text.encode(errors="replace")
+                row = parse_object(line.decode())
+                if field not in row:
+                    raise ValueError(f"no field {field!r} among {', '.join(row)}{HINT}")
+                yield fitted(str, row[field], field).encode(errors="replace")
             except ValueError as error:
                 reason = str(error).splitlines()[0]
-                raise RowFileError(f"{file}, line {number}: {reason}{HINT}") from None
+                raise RowFileError(f"{file}, line {number}: {reason}") from None
 
 
 def parquet_texts(file: Path, column: str) -> Iterator[bytes]:

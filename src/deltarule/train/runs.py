@@ -41,6 +41,8 @@ def show_runs(run: RunsRun) -> None:
     """
     for name in run.names:
         check_name(name)
+        if not (run.runs / name).is_dir():
+            raise RunFolderError(f"{run.runs / name}: there is no such run")
     folders = [run.runs / name for name in run.names]
     if not folders:
         folders = sorted((path.parent for path in run.runs.glob(f"*/{RUN}")), key=began)

@@ -1,5 +1,6 @@
 """Text that a model writes, character by character, after prompts from anywhere."""
 
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -74,16 +75,19 @@ def generate_text(run: GenerateRun) -> None:
     count = 0
     for prompt in prompts(run):
         for _ in range(run.samples):
-            if several:
-                print(f"--- {count + 1}")
-            # What was typed stands on the screen already.
-            print("" if run.interactive else prompt, end="", flush=True)
-            for characters in sample_text(
+            texts = sample_text(
                 model, prompt, encoder=encoder, max_new_tokens=run.max_new_tokens, stop=run.stop,
                 temperature=run.temperature, top_k=run.top_k, top_p=run.top_p, min_p=run.min_p,
                 repetition_penalty=run.repetition_penalty,
                 seed=None if run.seed is None else run.seed + count,
-            ):  # fmt: skip
+            )  # fmt: skip
+            # Refuses what is out of range before anything stands on the screen.
+            first = next(texts, "")
+            if several:
+                print(f"--- {count + 1}")
+            # What was typed stands there already.
+            print("" if run.interactive else prompt, end="")
+            for characters in itertools.chain([first], texts):
                 print(characters, end="", flush=True)
             print()
             count += 1

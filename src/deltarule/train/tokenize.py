@@ -26,7 +26,7 @@ LONG_BYTES = 2**20
 # Bytes that a tokenizer is given at once.
 BATCH_BYTES = 2**20
 # Steps of the bar.
-STEPS = 1000
+PERCENT = 100
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,9 @@ def write_data(run: DataRun) -> None:
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     for name, facts in ((TRAINING, index.training), (VALIDATION, index.validation)):
-        print(f"{name:<11}{facts.documents:,} documents, {facts.bytes:,} bytes, "
-              f"{sum(facts.shards):,} tokens")  # fmt: skip
+        counts = {"documents": facts.documents, "bytes": facts.bytes, "tokens": sum(facts.shards)}
+        words = [f"{x:,} {what if x != 1 else what[:-1]}" for what, x in counts.items()]
+        print(f"{name:<11}{', '.join(words)}")
     print(f"{run.out}: train with deltarule train text --data {run.out}")
 
 
@@ -115,14 +116,14 @@ def _fill(run: DataRun, encoder: Encoder, files: list[Path], sets: dict[str, Sha
     total = sum(file.stat().st_size for file in files)
     began = time.monotonic()
     left_out: list[str] = []
-    with make_progress(STEPS) as bar:
+    with make_progress(PERCENT, what="percent") as bar:
         for batch, done in batches(files, run, left_out):
             texts = [text for text, _ in batch]
             for (text, name), tokens in zip(batch, encoder.encode(texts), strict=True):
                 sets[name].add(np.concatenate([[encoder.begin], tokens]), len(text))
             rate = done / 1e6 / (time.monotonic() - began)
             shown = {"GB": f"{done / 1e9:.2f} of {total / 1e9:.2f}", "MB/s": f"{rate:.1f}"}
-            bar.update(STEPS * done // max(total, 1), shown)
+            bar.update(PERCENT * done // max(total, 1), shown)
         for name in left_out:
             bar.note(f"note: {name} is left out: neither text, .jsonl nor .parquet")
 

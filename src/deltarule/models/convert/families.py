@@ -54,7 +54,7 @@ def named(name: object, option: str) -> Family:
         return FAMILIES[name]
     hint = nearest(name, FAMILIES, before=" ")
     known = ", ".join((MODEL_TYPE, *FAMILIES))
-    raise ValueError(f"{option} {name!r} is of no family that is known here;{hint} known: {known}")
+    raise ValueError(f"{option} {name!r} is not known;{hint} known are {known}")
 
 
 def own_pieces(shapes: Shapes) -> list[Piece]:
