@@ -60,6 +60,12 @@ def test_links_lead_to_files(page):
     assert not missing
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "rules").glob("*.md")), ids=page_name)
+def test_sources_have_names_that_a_reader_knows(page):
+    """Not the numbers that they have in a folder of somebody's."""
+    assert not re.search(r"(?<![\d.,])00\d\b|\bseeds\b", page.read_text())
+
+
 @pytest.mark.parametrize("module", modules())
 def test_docstring_examples(module, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

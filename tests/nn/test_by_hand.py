@@ -202,7 +202,10 @@ def mamba1(signed, layer, x):
 
 
 def s4_real(layer, x):
-    """Table 4 of 001: S = S * exp(-(alpha 1^T) * exp(A)) + B * (v 1^T), o = (S * C) 1 + d * v."""
+    """S = S * exp(-(alpha 1^T) * exp(A)) + B * (v 1^T), o = (S * C) 1 + d * v.
+
+    arXiv 2406.06484, table 4.
+    """
     v = values(layer, x)
     A, B, C = (p.flatten(0, 1) for p in (layer.A_log, layer.B, layer.C))
     one, alpha = torch.ones(1, layer.head_k_dim, dtype=DOUBLE), layer.log_step.exp().flatten()
@@ -243,7 +246,10 @@ def longhorn_released(layer, x):
 
 
 def dfw(layer, x):
-    """Table 4 of 001: S = S * (beta alpha^T) + v k^T, o = S q; scale and norm are the frame's."""
+    """S = S * (beta alpha^T) + v k^T, o = S q; scale and norm are the frame's.
+
+    arXiv 2406.06484, table 4.
+    """
     K = layer.head_k_dim
     q, k, v, a, b = streams(layer, x, "qkvab")
     o = torch.zeros_like(v)

@@ -18,7 +18,7 @@ TABLE = {
     "multi_value_deltanet": (1, 1, N, 1, N),
     "multi_key_deltanet": (1, N, 1, N, N),
     "multi_query_deltanet": (N, 1, 1, 1, 1),
-    # Not in the blog: blocks of one key, paper 001, section 5.3.
+    # Not in the blog: blocks of one key, arXiv 2406.06484, section 5.3.
     "block_deltanet": (N, N, 1, N, N),
 }
 

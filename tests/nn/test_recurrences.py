@@ -297,7 +297,7 @@ def test_the_state_of_rwkv6_holds_the_last_write():
 
 
 def test_the_bonus_of_rwkv6_weighs_keys_not_values():
-    """001 Table 4 prints (d * v) k^T, which no longer is a read-out by k where K = V differs."""
+    """Table 4 of 2406.06484 prints (d * v) k^T, no read-out by k where K and V differ."""
     p = drawn("rwkv6")
     first = (p.q[:, 0] * p.bonus * p.k[:, 0]).sum(-1, keepdim=True) * p.v[:, 0]
     torch.testing.assert_close(run(RULES["rwkv6"], p)[:, 0], first)
