@@ -24,6 +24,7 @@ from triton.experimental.gluon import language as gl
 from triton.runtime.jit import JITFunction
 
 from deltarule.ops.delta_rule.gluon.stage import FusedLaunch
+from deltarule.ops.runtime.tensor_maps import FAR
 
 TYPES = {
     "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
@@ -113,14 +114,22 @@ class Pointer:
 
 
 class Descriptor:
-    """A matrix of which the copy engine moves tiles: whole ones, in this kernel."""
+    """A matrix of which the copy engine moves tiles: whole ones, or of four axes the first rows."""
 
     def __init__(self, matrix: Tensor, tile: list[int]) -> None:
         self.matrix, self.tile, self.dtype = matrix, tile, matrix.dtype
 
     def window(self, at: list[Any]) -> Tensor:
-        row, column = (int(x) for x in at)
-        height, width = self.tile
+        *ends, row, column = (int(x) for x in at)
+        *_, height, width = self.tile
+        assert len(at) == len(self.tile), "another number of axes"
+        if ends:
+            far, end = ends
+            assert far == FAR
+            rows = FAR - row
+            assert 0 <= rows <= height, "more rows than a tile has"
+            # Of no rows it does not matter which.
+            row, height = end - rows if rows else 0, rows
         assert row + height <= self.matrix.shape[0], "rows outside"
         assert column + width <= self.matrix.shape[1], "columns outside"
         return self.matrix[row : row + height, column : column + width]
@@ -392,15 +401,20 @@ class Machine:
         window = of.window(at)
 
         def copy() -> None:
-            tile.data.copy_(window)
-            barrier.arrived(window.numel() * 2)
+            tile.data.zero_()
+            tile.data.view(-1, window.shape[1])[: len(window)] = window
+            barrier.arrived(tile.data.numel() * 2)
 
         self.copies.append((0, 0, copy))
 
     def copy_out(self, of: Descriptor, at: list[Any], tile: Memory) -> None:
         window = of.window(at)
         number = self.sent[self.role()] = self.sent.get(self.role(), 0) + 1
-        self.copies.append((self.role(), number, lambda: window.copy_(tile.read())))
+
+        def copy() -> None:
+            window.copy_(tile.read().reshape(-1, window.shape[1])[: len(window)])
+
+        self.copies.append((self.role(), number, copy))
 
     def store_wait(self, left: int) -> None:
         """Until none but so many of this role's last copies are in flight."""

@@ -10,13 +10,14 @@ from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, packed_bounds, square
 
 # Rows of the factors in shared memory: of what is read, erased and written; of q and of k in pairs;
-# beta; the sums of decays; 1 / |q|^2 and 1 / |k|^2.
+# beta; the sums of decays; 1 / |q|^2 and 1 / |k|^2; and of packed sequences, as int32, the tokens
+# themselves, -1 after the end: looking them up takes as many loads as the search has steps.
 READS, ERASES, WRITES, QUERY, KEY = (
     gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3), gl.constexpr(4),
 )  # fmt: skip
-BETAS, WHOLES, RESTS, QUERY_NORM, KEY_NORM, FACTORS = (
+BETAS, WHOLES, RESTS, QUERY_NORM, KEY_NORM, TOKENS, FACTORS = (
     gl.constexpr(5), gl.constexpr(6), gl.constexpr(7), gl.constexpr(8), gl.constexpr(9),
-    gl.constexpr(10),
+    gl.constexpr(10), gl.constexpr(11),
 )  # fmt: skip
 # Sums of rows for dlog_decay, as triton/gradients.py names them.
 OF_QUERIES, OF_KEYS, OF_WRITES, OF_HELD = (
@@ -93,7 +94,7 @@ def halves(columns: int) -> Any:
 class Pair(NamedTuple):
     """First token, key head and value head; the number of it among D and X, and among all.
 
-    `left` tokens of its sequence are there from the first on; none where no chunk has the number.
+    `left` tokens of it are there from the first on; none where no chunk has the number.
     """
 
     token: Any
@@ -138,6 +139,8 @@ def pair_of(n, work, GROUP: gl.constexpr, ENDS: gl.constexpr):
     value_heads, value_head = work.heads * GROUP, head * GROUP + n % GROUP
     if ENDS == "whole":
         token = chunk * CHUNK
+    else:
+        left = gl.minimum(gl.maximum(left, 0), CHUNK)
     return Pair(
         token, head, value_head, own * value_heads + value_head, chunk * value_heads + value_head,
         left,

@@ -19,9 +19,8 @@ from deltarule.ops.delta_rule.gluon.stage import (
 from deltarule.ops.delta_rule.triton.plan import Call, Window, multiprocessors
 from deltarule.ops.runtime.launch import Launch
 
-# Registers of a thread: on average, and of the roles that move tiles, by the ends of sequences; the
-# others have the rest.
-AVERAGE, OTHERS = 168, {"whole": 24, "ragged": 40, "packed": 40}
+# Registers of a thread: on average, and of the roles of one warp; the other has the rest.
+AVERAGE, OTHERS = 168, 24
 # Channels of keys, and as many of values.
 SIZES = (64, 128)
 # Pairs of a chunk and a key head for each multiprocessor.
@@ -90,13 +89,12 @@ def add_gradients(
     errors = own.get("errors", call["errors"]) if tied else inputs.v
     loads = inputs.q, inputs.k, call["d_o"], errors, own["d_errors"] if tied else inputs.v
     stores = call["d_q"], call["d_k"], inputs.v if d_v is None else d_v
-    whole = call.once(ends) == "whole"
     given = (
         *loads, own.get("states", call["states"]), own["d_states"], *stores, call["scalings"],
         norms_of(call), call["chunk_decay"], call["d_beta"], decay, call["d_log_decay"],
-        *((None,) * 10 if whole else (*loads, *stores, inputs.cu_seqlens, inputs.sequences)),
-        inputs.scale, batch * chunks * heads, heads, chunks, before,
-        own_chunks, all_chunks, tokens, *strides(decay),
+        *((inputs.cu_seqlens, inputs.sequences) if packed else (None, None)), inputs.scale,
+        batch * chunks * heads, heads, chunks, before, own_chunks, all_chunks, tokens,
+        *strides(decay),
     )  # fmt: skip
     programs = min(multiprocessors(inputs.q.device), batch * chunks * heads)
     call.run(call.once(gradients_launch, d_v is not None, kept), (programs, 1, 1), given)
@@ -116,10 +114,13 @@ def gradients_launch(call: Call, values: bool, kept: bool) -> Launch:
         "d_v": of_values, "states": of_state, "d_states": of_state,
         "errors": of_chunk if tied else of_values, "d_errors": of_chunk if tied else of_values,
     }  # fmt: skip
+    if call.once(ends) != "whole":
+        of_tokens = tiles.keys() - {"states", "d_states"}
+        tiles |= {name: (tiles[name][0], [1, 1, *tiles[name][1]]) for name in of_tokens}
     constants = {
         "K": key_size, "V": value_size, "GROUP": value_heads // heads, "TIED": tied,
         "DECAY": inputs.log_decay is not None, "UNIT": inputs.normalize_qk, "VALUES": values,
         "KEPT": kept, "TENSOR": has_tensor_memory(inputs.q.device), "ENDS": call.once(ends),
-        "REGISTERS": OTHERS[call.once(ends)], "num_warps": 8, "maxnreg": AVERAGE,
+        "REGISTERS": OTHERS, "num_warps": 8, "maxnreg": AVERAGE,
     }  # fmt: skip
     return FusedLaunch(fused_gradients_kernel, constants, tiles)

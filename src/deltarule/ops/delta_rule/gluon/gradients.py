@@ -36,6 +36,7 @@ from deltarule.ops.delta_rule.gluon.gradient_memory import (
     QUERY_NORM,
     READS,
     RESTS,
+    TOKENS,
     WHOLES,
     WRITES,
     Barriers,
@@ -110,6 +111,9 @@ def factor_role(
         if DECAY:
             tiles.factors.index(row + WHOLES).store(whole)
             tiles.factors.index(row + RESTS).store(rest)
+        if ENDS == "packed":
+            token = gl.where(o_t < at.left, at.token + o_t, -1)
+            tiles.factors.index(row + TOKENS).store(token.to(gl.float32, bitcast=True))
         mbarrier.arrive(barriers.full.index(slot))
 
 
@@ -231,16 +235,20 @@ def start_state_products(
 
 
 @gluon.jit
-def store_beta_gradient(d_beta, at, value_heads, x, ENDS: gl.constexpr):
+def store_beta_gradient(d_beta, tiles, row, at, value_heads, x, ENDS: gl.constexpr):
     """dbeta: x [64, 2] has each token's in the half where its column is."""
     ROW: gl.constexpr = gl.SliceLayout(1, x.type.layout)
     HALF: gl.constexpr = gl.SliceLayout(0, x.type.layout)
     o_r, o_h = gl.arange(0, CHUNK, ROW)[:, None], gl.arange(0, 2, HALF)[None, :]
-    address = d_beta + (at.token + o_r) * value_heads + at.value_head
     there = o_r // (CHUNK // 2) == o_h
-    if ENDS != "whole":
-        there = there & (o_r < at.left)
-    gl.store(address + o_h * 0, x, mask=there)
+    if ENDS == "packed":
+        token = tiles.factors.index(row + TOKENS).load(ROW).to(gl.int32, bitcast=True)[:, None]
+        there = there & (token >= 0)
+    else:
+        token = at.token + o_r
+        if ENDS == "ragged":
+            there = there & (o_r < at.left)
+    gl.store(d_beta + token * value_heads + at.value_head + o_h * 0, x, mask=there)
 
 
 @gluon.jit
@@ -321,7 +329,8 @@ def of_value_head(
     gp, gm = finish((gp, gm), places.has_pairs, n & 1, LATER)
     gp, gm = value(gp, PAIRS), value(gm, PAIRS)
     if TIED:
-        store_beta_gradient(d_beta, place, work.heads * GROUP, diagonal_halves(gm), ENDS)
+        gm_diagonal = diagonal_halves(gm)
+        store_beta_gradient(d_beta, tiles, row, place, work.heads * GROUP, gm_diagonal, ENDS)
     leave_pairs(tiles, row, gp, gm, TIED, DECAY)
     fence_async_shared()
     written, read, erased, held = finish((written, read, erased, held), places.has_states, n & 1)
@@ -395,9 +404,8 @@ GENERAL += ["T", "s_decay_b", "s_decay_t", "s_decay_h"]
 @gluon.jit(do_not_specialize=GENERAL)
 def fused_gradients_kernel(
     q, k, d_o, errors, d_errors, states, d_states, d_q, d_k, d_v, scalings, norms, chunk_decay,
-    d_beta, log_decay, d_log_decay, q_rows, k_rows, d_o_rows, errors_rows, d_errors_rows, d_q_rows,
-    d_k_rows, d_v_rows, cu_seqlens, sequences, scale, pairs, heads, chunks, before, own_chunks,
-    all_chunks, T, s_decay_b, s_decay_t, s_decay_h, K: gl.constexpr, V: gl.constexpr,
+    d_beta, log_decay, d_log_decay, cu_seqlens, sequences, scale, pairs, heads, chunks, before,
+    own_chunks, all_chunks, T, s_decay_b, s_decay_t, s_decay_h, K: gl.constexpr, V: gl.constexpr,
     GROUP: gl.constexpr, TIED: gl.constexpr, DECAY: gl.constexpr, UNIT: gl.constexpr,
     VALUES: gl.constexpr, KEPT: gl.constexpr, TENSOR: gl.constexpr, ENDS: gl.constexpr,
     REGISTERS: gl.constexpr,
@@ -405,7 +413,6 @@ def fused_gradients_kernel(
     """Descriptors of tiles up to d_v; without an erase `errors` is v, and X is not there.
 
     S and E are those of all chunks where they are KEPT, else like D and X those of these `chunks`.
-    *_rows point at the same tensors where ENDS are not whole: chunks there are that are not.
     """
     dtype: gl.constexpr = q.dtype
     first, step = gl.program_id(0), gl.num_programs(0)
@@ -425,15 +432,14 @@ def fused_gradients_kernel(
     places = gradient_places(K, TIED, DECAY, TENSOR)
     barrier()
     shared = tiles, barriers, work
-    sums, stores = (d_beta, chunk_decay), (d_q_rows, d_k_rows, d_v_rows)
-    rows = q_rows, k_rows, d_o_rows, errors_rows, d_errors_rows
+    sums = d_beta, chunk_decay
     loads = q, k, d_o, errors, d_errors, states, d_states
     decays = log_decay, d_log_decay, T, s_decay_b, s_decay_t, s_decay_h
     gl.warp_specialize(
         [
             (compute_role, (shared, sums, places, K, V, GROUP, TIED, DECAY, UNIT, VALUES, ENDS)),
-            (load_role, (shared, loads, rows, K, V, GROUP, TIED, KEPT, ENDS)),
-            (store_role, (shared, (d_q, d_k, d_v), stores, K, V, GROUP, VALUES, ENDS)),
+            (load_role, (shared, loads, K, V, GROUP, TIED, KEPT, ENDS)),
+            (store_role, (shared, (d_q, d_k, d_v), K, V, GROUP, VALUES, ENDS)),
             (factor_role, (shared, scalings, norms, scale, GROUP, TIED, DECAY, UNIT, ENDS)),
             (decay_role, (shared, decays, GROUP, DECAY, ENDS)),
         ],

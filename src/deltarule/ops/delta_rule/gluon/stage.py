@@ -20,6 +20,7 @@ from deltarule.ops.delta_rule.triton.plan import Call, Plan, make_plan, multipro
 from deltarule.ops.delta_rule.triton.tile_sizes import architecture
 from deltarule.ops.dispatch import constant_when_compiled
 from deltarule.ops.runtime.launch import Launch
+from deltarule.ops.runtime.tensor_maps import extent
 
 HOPPER = 90
 # Nobody has run them there: only impl="gluon" asks for them.
@@ -167,8 +168,8 @@ class FusedLaunch(Launch):
         given = list(arguments)
         for place, width, tile in self.tiles:
             x = given[place]
-            shape = [x.numel() // width, width]
-            given[place] = TensorDescriptor(x, shape, [width, 1], tile, square())
+            of = extent(x, width, tile)
+            given[place] = TensorDescriptor(x, *of, tile, square(len(tile)))
         return given
 
 
