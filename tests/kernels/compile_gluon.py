@@ -93,7 +93,10 @@ def gradients(inputs: Inputs) -> None:
     """Of all chunks."""
     call = kept(inputs)
     shapes = own_shapes(call, call.plan.chunks, False)
-    own = {name: torch.empty(*of[:1], dtype=of[1]) for name, of in shapes.items()}
+    lent = gradient_stage.lent(call)
+    own = {
+        name: torch.empty(*of[:1], dtype=of[1]) for name, of in shapes.items() if name not in lent
+    }
     new_gradients(call)
     call.values["d_o"] = call["d_v"]
     d_v = None if scan_back_has_values(call) else call["d_v"]

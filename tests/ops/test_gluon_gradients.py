@@ -197,6 +197,21 @@ def of_window(case: Case, own: dict[str, Tensor], window: Window) -> dict[str, T
     return part
 
 
+def lend(case: Case, own: dict[str, Tensor], call: Call) -> None:
+    """What lies in the memory of gradients goes there: X to dv, rows of D to dq and dk."""
+    lent = {name: own.pop(name) for name in gradient_stage.lent(call)}
+    first = 0
+    for _, _, length, number in sequences(case, call["d_o"], call["d_o"]):
+        chunks = slice(number, number - (-length // CHUNK))
+        tokens = slice(first, first + length)
+        for name, x in lent.items():
+            parts = x[chunks].split(CHUNK, 2)
+            for part, to in zip(parts, "v" if name == "d_errors" else "qk", strict=False):
+                room = call["d_" + to].flatten(0, 1)
+                room[tokens] = part.transpose(1, 2).flatten(0, 1)[:length]
+        first += length
+
+
 def run(
     case: Case, given: tuple[Tensor, Tensor], per_window: int | None = None
 ) -> dict[str, Tensor]:
@@ -220,6 +235,7 @@ def run(
     if x["log_decay"] is not None:
         call.values["d_log_decay"] = torch.full(x["log_decay"].shape, torch.nan)
     d_v = call["d_v"] if values else None
+    lend(case, own, call)
     if per_window is None:
         gradient_stage.add_gradients(call, own, d_v, WHOLE)
     else:

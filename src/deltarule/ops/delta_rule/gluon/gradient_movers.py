@@ -19,11 +19,11 @@ FAR = gl.constexpr(tensor_maps.FAR)
 @gluon.jit
 def load_role(
     shared, of, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, TIED: gl.constexpr,
-    KEPT: gl.constexpr, ENDS: gl.constexpr,
+    KEPT: gl.constexpr, X_IS_LENT: gl.constexpr, D_IS_LENT: gl.constexpr, ENDS: gl.constexpr,
 ):  # fmt: skip
     """One warp: every tile to where it is used, in the order in which places become free."""
     tiles, barriers, work = shared
-    q, k, d_o, errors, d_errors, states, d_states = of
+    q, k, d_o, errors, d_errors, states, upper, lower = of
     for n in range(work.count * GROUP):
         slot, phase = n % 2, (n // 2) & 1
         at = pair_of(n, work, GROUP, ENDS)
@@ -34,13 +34,18 @@ def load_role(
         load(d_o, row, column, at.left, full, tiles.d_o.index(slot), ENDS)
         if TIED:
             x = tiles.d_errors.index(slot)
-            load(d_errors, at.own * CHUNK, 0, at.left, full, x, ENDS)
+            if not X_IS_LENT:
+                row, column = at.own * CHUNK, 0
+            load(d_errors, row, column, at.left, full, x, ENDS)
             row, column = kept * CHUNK, 0
         load(errors, row, column, at.left, full, tiles.errors.index(slot), ENDS)
         full_d, full_s = barriers.full_d.index(0), barriers.full_s.index(0)
         mbarrier.wait(barriers.empty_d.index(0), (n & 1) ^ 1)
         mbarrier.expect(full_d, V * K * 2)
-        tma.async_copy_global_to_shared(d_states, [at.own * V, 0], full_d, tiles.d_states)
+        if D_IS_LENT:
+            load_lent(upper, lower, at, full_d, tiles.d_states, K, V)
+        else:
+            tma.async_copy_global_to_shared(upper, [at.own * V, 0], full_d, tiles.d_states)
         mbarrier.wait(barriers.empty_s.index(0), (n & 1) ^ 1)
         mbarrier.expect(full_s, V * K * 2)
         tma.async_copy_global_to_shared(states, [kept * V, 0], full_s, tiles.states)
@@ -50,6 +55,16 @@ def load_role(
             mbarrier.expect(full_k, CHUNK * K * 4)
             load(k, at.token, at.head * K, at.left, full_k, tiles.k, ENDS)
             load(q, at.token, at.head * K, at.left, full_k, tiles.q, ENDS)
+
+
+@gluon.jit
+def load_lent(upper, lower, at, full, tile, K: gl.constexpr, V: gl.constexpr):
+    """D from where its first 64 rows, and the others, lie."""
+    for row in gl.static_range(0, V, CHUNK):
+        for column in gl.static_range(0, K, CHUNK):
+            part = tile.slice(row, CHUNK).slice(column, CHUNK, 1)
+            place = [at.token, at.head * K + column]
+            tma.async_copy_global_to_shared(lower if row else upper, place, full, part)
 
 
 @gluon.jit

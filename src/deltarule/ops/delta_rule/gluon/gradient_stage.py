@@ -21,6 +21,8 @@ from deltarule.ops.runtime.launch import Launch
 
 # Registers of a thread: on average, and of the roles of one warp; the other has the rest.
 AVERAGE, OTHERS = 168, 24
+# Whether D and X lie in the gradients' memory.
+LENDS = True
 # Channels of keys, and as many of values.
 SIZES = (64, 128)
 # Pairs of a chunk and a key head for each multiprocessor.
@@ -68,6 +70,19 @@ def ends(call: Call) -> str:
     return "ragged" if call.inputs.q.shape[1] % CHUNK.value else "whole"
 
 
+def lent(call: Call) -> tuple[str, ...]:
+    """What the gradients' kernel finds where it will write them: X in dv, and D in dq and dk.
+
+    Where value heads share a key head there is more of D than dq and dk have room for, and the scan
+    back has to leave dv. Of a chunk that is not whole they have too few rows.
+    """
+    inputs = call.inputs
+    if not LENDS or inputs.q.shape[2] != inputs.v.shape[2]:
+        return ()
+    found = () if inputs.beta is None else ("d_errors",)
+    return (*found, "d_states") if call.once(ends) == "whole" else found
+
+
 def takes(call: Call, window: Window) -> bool:
     """Whether it takes this window: not of segments, whose chunks have an order of their own."""
     return bool(call.once(runs)) and (window.kind == "none" or not call.plan.per_segment)
@@ -87,20 +102,24 @@ def add_gradients(
     chunks = min(own_chunks, all_chunks - before)
     kept, decay = "states" not in own, inputs.log_decay
     errors = own.get("errors", call["errors"]) if tied else inputs.v
-    loads = inputs.q, inputs.k, call["d_o"], errors, own["d_errors"] if tied else inputs.v
-    stores = call["d_q"], call["d_k"], inputs.v if d_v is None else d_v
+    x = own.get("d_errors", call["d_v"]) if tied else inputs.v
+    upper = own.get("d_states", call["d_q"])
     given = (
-        *loads, own.get("states", call["states"]), own["d_states"], *stores, call["scalings"],
+        inputs.q, inputs.k, call["d_o"], errors, x, own.get("states", call["states"]), upper,
+        call["d_k"], call["d_q"], call["d_k"], inputs.v if d_v is None else d_v, call["scalings"],
         norms_of(call), call["chunk_decay"], call["d_beta"], decay, call["d_log_decay"],
         *((inputs.cu_seqlens, inputs.sequences) if packed else (None, None)), inputs.scale,
         batch * chunks * heads, heads, chunks, before, own_chunks, all_chunks, tokens,
         *strides(decay),
     )  # fmt: skip
     programs = min(multiprocessors(inputs.q.device), batch * chunks * heads)
-    call.run(call.once(gradients_launch, d_v is not None, kept), (programs, 1, 1), given)
+    choices = d_v is not None, kept, tied and "d_errors" not in own, "d_states" not in own
+    call.run(call.once(gradients_launch, *choices), (programs, 1, 1), given)
 
 
-def gradients_launch(call: Call, values: bool, kept: bool) -> Launch:
+def gradients_launch(
+    call: Call, values: bool, kept: bool, x_is_lent: bool, d_is_lent: bool
+) -> Launch:
     """`fused_gradients_kernel` with its constants."""
     inputs, tied = call.inputs, call.inputs.beta is not None
     heads, key_size = inputs.q.shape[2:]
@@ -111,16 +130,20 @@ def gradients_launch(call: Call, values: bool, kept: bool) -> Launch:
     of_chunk, of_state = (value_size, [rows, value_size]), (key_size, [value_size, key_size])
     tiles = {
         "q": of_keys, "k": of_keys, "d_q": of_keys, "d_k": of_keys, "d_o": of_values,
-        "d_v": of_values, "states": of_state, "d_states": of_state,
-        "errors": of_chunk if tied else of_values, "d_errors": of_chunk if tied else of_values,
+        "d_v": of_values, "states": of_state, "errors": of_chunk if tied else of_values,
+        "d_errors": of_chunk if tied and not x_is_lent else of_values,
+        # Of dq or dk, 64 columns of D: of a tile with more rows those lie apart from the others.
+        "upper": (of_keys[0], [rows, rows]) if d_is_lent else of_state,
+        "lower": (of_keys[0], [rows, rows]),
     }  # fmt: skip
     if call.once(ends) != "whole":
-        of_tokens = tiles.keys() - {"states", "d_states"}
+        of_tokens = tiles.keys() - {"states", "upper", "lower"}
         tiles |= {name: (tiles[name][0], [1, 1, *tiles[name][1]]) for name in of_tokens}
     constants = {
         "K": key_size, "V": value_size, "GROUP": value_heads // heads, "TIED": tied,
         "DECAY": inputs.log_decay is not None, "UNIT": inputs.normalize_qk, "VALUES": values,
-        "KEPT": kept, "TENSOR": has_tensor_memory(inputs.q.device), "ENDS": call.once(ends),
+        "KEPT": kept, "X_IS_LENT": x_is_lent, "D_IS_LENT": d_is_lent,
+        "TENSOR": has_tensor_memory(inputs.q.device), "ENDS": call.once(ends),
         "REGISTERS": OTHERS, "num_warps": 8, "maxnreg": AVERAGE,
     }  # fmt: skip
     return FusedLaunch(fused_gradients_kernel, constants, tiles)

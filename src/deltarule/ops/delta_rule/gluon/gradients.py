@@ -134,17 +134,18 @@ def decay_role(shared, of, GROUP: gl.constexpr, DECAY: gl.constexpr, ENDS: gl.co
     LINE: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     o_t = gl.arange(0, CHUNK, LINE)
     if DECAY:
-        log_decay, d_log_decay, T, s_batch, s_token, s_head = of
+        log_decay, d_log_decay, chunk_decay, T, s_batch, s_token, s_head = of
         for n in range(work.count * GROUP):
             at = pair_of(n, work, GROUP, ENDS)
             row = (at.token // T).to(gl.int64) * s_batch + at.value_head * s_head
             g = load_factor(
                 log_decay + row + (at.token % T + o_t) * s_token, o_t, at.left, 0.0, ENDS
             )
+            whole = gl.load(chunk_decay + at.slot)
             mbarrier.wait(barriers.has_sums.index(0), n & 1)
             later = sum_of_row(tiles, OF_QUERIES, LINE) + sum_of_row(tiles, OF_KEYS, LINE)
             before = sum_of_row(tiles, OF_WRITES, LINE)
-            held = gl.sum(sum_of_row(tiles, OF_HELD, LINE), 0)
+            held = whole * gl.sum(sum_of_row(tiles, OF_HELD, LINE), 0)
             mbarrier.arrive(barriers.took_sums.index(0))
             x = gl.associative_scan(later, 0, add, reverse=True) + held
             x += gl.associative_scan(before, 0, add) - before
@@ -264,7 +265,7 @@ def leave_values(tiles, barriers, slot, V: gl.constexpr):
 
 @gluon.jit
 def compute_role(
-    shared, of, places, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr,
+    shared, d_beta, places, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr,
     TIED: gl.constexpr, DECAY: gl.constexpr, UNIT: gl.constexpr, VALUES: gl.constexpr,
     ENDS: gl.constexpr,
 ):  # fmt: skip
@@ -280,7 +281,7 @@ def compute_role(
         for head in range(GROUP):
             at = pair, head, pair * GROUP + head
             read, written, erased, inner = of_value_head(
-                shared, of, places, at, keys, K, V, GROUP, TIED, DECAY, VALUES, ENDS
+                shared, d_beta, places, at, keys, K, V, GROUP, TIED, DECAY, VALUES, ENDS
             )
             slot = (pair * GROUP + head) % 2
             if UNIT:
@@ -299,7 +300,7 @@ def compute_role(
 
 @gluon.jit
 def of_value_head(
-    shared, of, places, at, keys, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr,
+    shared, d_beta, places, at, keys, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr,
     TIED: gl.constexpr, DECAY: gl.constexpr, VALUES: gl.constexpr, ENDS: gl.constexpr,
 ):  # fmt: skip
     """dq, and dk in three parts: col from D, row, and col from GP and GM; dbeta and dv are stored.
@@ -307,7 +308,6 @@ def of_value_head(
     `keys` are zeros.
     """
     tiles, barriers, work = shared
-    d_beta, chunk_decay = of
     pair, head, n = at
     ACROSS: gl.constexpr = halves(K)
     # Products that start after those of pairs.
@@ -340,8 +340,7 @@ def of_value_head(
     mbarrier.arrive(barriers.empty_s.index(0))
     if DECAY:
         mbarrier.wait(barriers.took_sums.index(0), (n & 1) ^ 1)
-        held = diagonal_halves(value(held, PAIRS)) * gl.load(chunk_decay + place.slot)
-        tiles.sums.index(OF_HELD).store(held)
+        tiles.sums.index(OF_HELD).store(diagonal_halves(value(held, PAIRS)))
     written *= row_factor(tiles, row + WRITES, ACROSS)
     read *= row_factor(tiles, row + READS, ACROSS)
     if head == 0:
@@ -403,16 +402,18 @@ GENERAL += ["T", "s_decay_b", "s_decay_t", "s_decay_h"]
 
 @gluon.jit(do_not_specialize=GENERAL)
 def fused_gradients_kernel(
-    q, k, d_o, errors, d_errors, states, d_states, d_q, d_k, d_v, scalings, norms, chunk_decay,
+    q, k, d_o, errors, d_errors, states, upper, lower, d_q, d_k, d_v, scalings, norms, chunk_decay,
     d_beta, log_decay, d_log_decay, cu_seqlens, sequences, scale, pairs, heads, chunks, before,
     own_chunks, all_chunks, T, s_decay_b, s_decay_t, s_decay_h, K: gl.constexpr, V: gl.constexpr,
     GROUP: gl.constexpr, TIED: gl.constexpr, DECAY: gl.constexpr, UNIT: gl.constexpr,
-    VALUES: gl.constexpr, KEPT: gl.constexpr, TENSOR: gl.constexpr, ENDS: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    VALUES: gl.constexpr, KEPT: gl.constexpr, X_IS_LENT: gl.constexpr, D_IS_LENT: gl.constexpr,
+    TENSOR: gl.constexpr, ENDS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors of tiles up to d_v; without an erase `errors` is v, and X is not there.
 
     S and E are those of all chunks where they are KEPT, else like D and X those of these `chunks`.
+    D is `upper`; or it is lent: 64 rows of a chunk's D lie where dq will, the others where dk will
+    (`lower`), and X, if it is lent, lies where dv will.
     """
     dtype: gl.constexpr = q.dtype
     first, step = gl.program_id(0), gl.num_programs(0)
@@ -432,13 +433,12 @@ def fused_gradients_kernel(
     places = gradient_places(K, TIED, DECAY, TENSOR)
     barrier()
     shared = tiles, barriers, work
-    sums = d_beta, chunk_decay
-    loads = q, k, d_o, errors, d_errors, states, d_states
-    decays = log_decay, d_log_decay, T, s_decay_b, s_decay_t, s_decay_h
+    loads = q, k, d_o, errors, d_errors, states, upper, lower
+    decays = log_decay, d_log_decay, chunk_decay, T, s_decay_b, s_decay_t, s_decay_h
     gl.warp_specialize(
         [
-            (compute_role, (shared, sums, places, K, V, GROUP, TIED, DECAY, UNIT, VALUES, ENDS)),
-            (load_role, (shared, loads, K, V, GROUP, TIED, KEPT, ENDS)),
+            (compute_role, (shared, d_beta, places, K, V, GROUP, TIED, DECAY, UNIT, VALUES, ENDS)),
+            (load_role, (shared, loads, K, V, GROUP, TIED, KEPT, X_IS_LENT, D_IS_LENT, ENDS)),
             (store_role, (shared, (d_q, d_k, d_v), K, V, GROUP, VALUES, ENDS)),
             (factor_role, (shared, scalings, norms, scale, GROUP, TIED, DECAY, UNIT, ENDS)),
             (decay_role, (shared, decays, GROUP, DECAY, ENDS)),

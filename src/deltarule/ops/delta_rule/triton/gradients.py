@@ -329,8 +329,8 @@ def own_shapes(call: Call, slots: int, again: bool) -> Shapes:
     inputs, rows = call.inputs, call.plan.sizes["BT"]
     (_, heads, value_size, key_size), dtype = inputs.state_shape, inputs.q.dtype
     states, errors = (slots, heads, value_size, key_size), (slots, heads, rows, value_size)
-    shapes: Shapes = {"d_states": (states, dtype)}
-    if inputs.beta is not None:
+    shapes: Shapes = {} if "d_states" in lent(call) else {"d_states": (states, dtype)}
+    if inputs.beta is not None and "d_errors" not in lent(call):
         shapes["d_errors"] = errors, dtype
     if inputs.log_decay is not None and not sums_decays(call):
         parts = slices(call) + sums_pairs(inputs), slots, heads, 4, rows
@@ -352,9 +352,19 @@ def own_buffers(call: Call, slots: int, again: bool) -> dict[str, Tensor]:
     return views(call.empty((places.elements,)), places)
 
 
-def values_of_scan(call: Call) -> dict[str, Tensor]:
-    """Where the scan back writes dv, if it does."""
-    return {"d_v": call["d_v"]} if scan_back_has_values(call) else {}
+def lent(call: Call) -> tuple[str, ...]:
+    """What lies in the memory of the gradients until these are written over it."""
+    if call.plan.per_segment or (fused := fused_gradients(call)) is None:
+        return ()
+    found: tuple[str, ...] = call.once(fused.lent)
+    return found
+
+
+def room_in_gradients(call: Call) -> dict[str, Tensor]:
+    """Where the scan back writes dv or X, if it does, and D, if it lies there."""
+    names = ["d_v"] if scan_back_has_values(call) or "d_errors" in lent(call) else []
+    names += ["d_q", "d_k"] if "d_states" in lent(call) else []
+    return {name: call[name] for name in names}
 
 
 def scan_back_has_values(call: Call) -> bool:

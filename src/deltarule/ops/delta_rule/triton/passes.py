@@ -21,8 +21,8 @@ from deltarule.ops.delta_rule.triton import channel_stages, windows
 from deltarule.ops.delta_rule.triton.gradients import (
     add_gradients,
     own_buffers,
+    room_in_gradients,
     rows_are_cut,
-    values_of_scan,
 )
 from deltarule.ops.delta_rule.triton.plan import (
     WHOLE,
@@ -257,7 +257,7 @@ def head_gradients(call: Call) -> None:
     """The scan back over all chunks, and their gradients; decay none or per head."""
     d_end = last_gradients(call) if call.plan.per_segment else call["d_final"]
     own = own_buffers(call, call.plan.chunks, False)
-    scan_back(call, d_end, call["d_initial"], own | values_of_scan(call))
+    scan_back(call, d_end, call["d_initial"], own | room_in_gradients(call))
     add_gradients(call, call.plan.chunks, own)
 
 

@@ -263,13 +263,14 @@ def next_state_kernel(
 @triton.jit(do_not_specialize=["T", "N", "per_segment", "window", "per_window"])
 def next_state_backward_kernel(
     q, k, erase, write, cu_seqlens, scores, value_scores, corrections, from_values, scalings,
-    readings, chunk_decay, d_o, d_final, d_initial, d_states, d_errors, d_values, d_v, scale, T, N,
-    S: tl.constexpr, per_segment=1, window=None, per_window=None,
+    readings, chunk_decay, d_o, d_final, d_initial, d_states, d_errors, d_values, d_v, d_q, d_k,
+    scale, T, N, S: tl.constexpr, per_segment=1, window=None, per_window=None,
 ):  # fmt: skip
     """d_states [M, HV, V, K] and d_errors [M, HV, BT, V] hold D at the chunks' ends, and X.
 
-    d_v takes the gradient by v; with a free erase d_values [M, HV, BT, V] does. Nothing is stored
-    where there is no room for it.
+    d_v takes the gradient by v, or X where that has no other room; with a free erase d_values
+    [M, HV, BT, V] does. D may go where BT rows of d_q and then of d_k will. Nothing is stored where
+    there is no room for it.
     """
     x = Streams(scores, value_scores, corrections, from_values, scalings, readings, scale)
     i_v, i_h, i_s = place_of((S.V + S.BV - 1) // S.BV, S.HV)
@@ -301,6 +302,9 @@ def next_state_backward_kernel(
         b_low = b_d.to(dtype)
         if d_states is not None:
             tl.store(state_tile(d_states, i_own, 0, o_v, o_k, 1, S.K, S.V), b_low, mask=m_s)
+        if d_q is not None:
+            p_d = ((i_t + o_v % S.BT) * S.H + i_key)[:, None] * S.K + o_k[None, :]
+            tl.store(tl.where((o_v < S.BT)[:, None], d_q + p_d, d_k + p_d), b_low, mask=m_s)
         b_z, b_x = written_gradients(b_low, b_do, b_y, b_p, x, i_slot, o_i, o_r, S)
         if S.ERASE != "none":
             b_n = load_slot(corrections, i_slot, o_r, o_r, S.BT, S.BT, S)
@@ -314,11 +318,14 @@ def next_state_backward_kernel(
             b_x = tl.dot(b_low_x, b_n, acc=b_x, input_precision=S.PRECISION)
         if d_errors is not None:
             tl.store(d_errors + p_x, b_x.to(dtype), mask=m_v)
+        b_dv = b_x
         if S.ERASE == "tied":
             b_x *= b_beta
+        if d_errors is not None:
+            b_dv = b_x
         if d_v is not None:
-            row, b_dv = i_t * S.N_STEPS, b_x.to(dtype)
-            store_output(d_v, b_dv, row, i_h, i_v, o_r, o_v, m_r, m_v, S)
+            row = i_t * S.N_STEPS
+            store_output(d_v, b_dv.to(dtype), row, i_h, i_v, o_r, o_v, m_r, m_v, S)
         if d_values is not None:
             b_k = load_slot(k, i_slot, o_r, o_k, S.BT, S.K, S)
             b_dv = value_gradients(b_low, b_do, b_x.to(dtype), b_k, x, i_slot, o_i, o_r, S)
@@ -418,12 +425,13 @@ def scan_back(
 ) -> None:
     """Launch `next_state_backward_kernel`: from the gradients at `d_end` to those at `d_start`.
 
-    D at the chunks' ends, X and dv (`d_values` of a free erase) go where `own` has room.
+    D at the chunks' ends, X and dv (`d_values` of a free erase) go where `own` has room; without
+    room of their own, D to dq and dk and X to dv, where `own` has these.
     """
     config = call.once(scan_config, "next_state_backward", ends)
     _, heads, value_size, _ = call.inputs.state_shape
     grid = blocks(value_size, config["BV"]) * heads * stretches(call.inputs, call.plan), 1, 1
-    left = own_of(own, "d_states", "d_errors", "d_values", "d_v")
+    left = own_of(own, "d_states", "d_errors", "d_values", "d_v", "d_q", "d_k")
     given = config | window.constants() | streams(call) | left
     given |= {"d_final": d_end, "d_initial": d_start}
     given["OPEN"] = ends and call["join"] is not None

@@ -23,8 +23,8 @@ from deltarule.ops.delta_rule.triton.gradients import (
     add_gradients,
     own_buffers,
     own_shapes,
+    room_in_gradients,
     slices,
-    values_of_scan,
 )
 from deltarule.ops.delta_rule.triton.plan import Call, Plan, Window, stretches
 from deltarule.ops.delta_rule.triton.scan import scan_back, scan_through
@@ -109,6 +109,6 @@ def backward(call: Call, cut: Windows) -> None:
         # What comes out at the window's end, nobody needs.
         scan_through(call, starts.pop(), spare, own=own, window=window)
         d_start = carry if number else call["d_initial"]
-        scan_back(call, d_end, d_start, own | values_of_scan(call), window)
+        scan_back(call, d_end, d_start, own | room_in_gradients(call), window)
         add_gradients(call, cut.slots, own, window)
         d_end = d_start
