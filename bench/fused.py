@@ -37,6 +37,9 @@ CASES: dict[str, tuple[Any, ...]] = {
     "gated packed 250 and 262, 64 times, 16/16": (
         1, 32768, 16, 16, 128, 1, True, True, False, (250, 262) * 64,
     ),
+    "gated packed 100 and 28, 256 times, 16/16": (
+        1, 32768, 16, 16, 128, 1, True, True, False, (100, 28) * 256,
+    ),
 }  # fmt: skip
 
 

@@ -31,7 +31,7 @@ LONG = re.compile(r"/(torch|triton|gluon)(/|\.py$)|_triton\.py$")
 FOLDERS = {
     "src/deltarule": 52_850,
     "src/deltarule/ops": 24_250,
-    "src/deltarule/ops/runtime": 1_000,
+    "src/deltarule/ops/runtime": 1_050,
     "src/deltarule/ops/delta_rule": 11_800,
     "src/deltarule/ops/context": 650,
     "src/deltarule/ops/selective_scan": 1_600,
