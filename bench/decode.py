@@ -7,7 +7,6 @@ there, one that makes them of logits itself, and one after the two kernels that 
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -27,24 +26,15 @@ ROTATED_BYTES = 512 * 2**20
 Gates = tuple[Tensor | deltarule.BetaLogits, Tensor | deltarule.DecayLogits]
 
 
-def main(output: Path | None = None) -> results.Row:
-    """Time every batch; the report is returned, and each figure written to `output` at once.
-
-    Raises:
-        ValueError: There is no CUDA device.
-    """
-    report = results.gpu_report("bench.decode")
+def found(report: results.Row) -> Iterator[results.Found]:
+    """The times of all batches."""
     bandwidth = copy_bandwidth()
     report["ceilings"] = {"copy_TB_s": bandwidth / 1e12}
-
-    def found() -> Iterator[results.Found]:
-        for dtype in (torch.float32, torch.bfloat16):
-            for batch in BATCHES:
-                size = batch * VALUE_HEADS * CHANNELS**2 * dtype.itemsize
-                figures = step_times(batch, dtype, size) | {"floor_us": 2 * size / bandwidth * 1e6}
-                yield "deltarule", {"kind": "step", "state": str(dtype), "B": batch}, figures
-
-    return results.file_each(report, found(), output)
+    for dtype in (torch.float32, torch.bfloat16):
+        for batch in BATCHES:
+            size = batch * VALUE_HEADS * CHANNELS**2 * dtype.itemsize
+            figures = step_times(batch, dtype, size) | {"floor_us": 2 * size / bandwidth * 1e6}
+            yield "deltarule", {"kind": "step", "state": str(dtype), "B": batch}, figures
 
 
 def step_times(batch: int, dtype: torch.dtype, size: int) -> dict[str, float]:
@@ -83,4 +73,4 @@ def step_times(batch: int, dtype: torch.dtype, size: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    results.run_program(__doc__, main)
+    results.run_program("bench.decode", __doc__, found)

@@ -9,7 +9,6 @@ off until it is timed is on in "fused"; "chosen" is what calls take as they are.
 import contextlib
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,20 +106,12 @@ def figures(case: tuple[Any, ...], device: str = "cuda") -> Iterator[tuple[str, 
         yield name, {"forward_ms": once, "both_ms": twice, "both_extra_mib": extra}
 
 
-def main(output: Path | None = None) -> results.Row:
-    """Time all; the report is returned, and each figure written to `output` at once.
-
-    Raises:
-        ValueError: There is no CUDA device.
-    """
-    report = results.gpu_report("bench.fused")
-    found = (
-        (name, {"kind": "fused", "call": call}, row)
-        for call, case in CASES.items()
-        for name, row in figures(case)
-    )
-    return results.file_each(report, found, output)
+def found(_: results.Row) -> Iterator[results.Found]:
+    """The figures of all calls."""
+    for call, case in CASES.items():
+        for name, row in figures(case):
+            yield name, {"kind": "fused", "call": call}, row
 
 
 if __name__ == "__main__":
-    results.run_program(__doc__, main)
+    results.run_program("bench.fused", __doc__, found)

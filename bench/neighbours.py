@@ -10,7 +10,6 @@ at the measured rate, for a memory the sum of both.
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -49,17 +48,12 @@ class Case(NamedTuple):
     products: int = 0
 
 
-def main(output: Path | None = None) -> results.Row:
-    """Time every case; the report is returned, and each figure written to `output` at once.
-
-    Raises:
-        ValueError: There is no CUDA device.
-    """
-    report = results.gpu_report("bench.neighbours")
+def found(report: results.Row) -> Iterator[results.Found]:
+    """The figures of all cases."""
     bandwidth, rate = copy_bandwidth(), matrix_rate()
     report["ceilings"] = {"copy_TB_s": bandwidth / 1e12, "matrix_TFLOP_s": rate / 1e12}
-    found = (one for name, make in CASES.items() for one in figures(name, make(), bandwidth, rate))
-    return results.file_each(report, found, output)
+    for name, make in CASES.items():
+        yield from figures(name, make(), bandwidth, rate)
 
 
 def figures(name: str, case: Case, bandwidth: float, rate: float) -> Iterator[results.Found]:
@@ -306,4 +300,4 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 if __name__ == "__main__":
-    results.run_program(__doc__, main)
+    results.run_program("bench.neighbours", __doc__, found)

@@ -41,15 +41,21 @@ def new_report(arguments: Sequence[str], program: str = "deltarule") -> Row:
     }
 
 
-def gpu_report(program: str) -> Row:
-    """The report of a program of this folder that needs a GPU.
+def on_gpu(program: str, found: Callable[[Row], Iterable[Found]], output: Path | None) -> Row:
+    """The report of a program of this folder that needs a GPU, its figures filed as they come.
+
+    Args:
+        program: Its name, as Python runs it: bench.scans.
+        found: From the report, which may take more facts about the run: each figure.
+        output: File for the report; None writes none.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no CUDA device.
     """
     if not torch.cuda.is_available():
         raise ValueError(f"{program} needs a CUDA device, and PyTorch sees none")
-    return new_report(sys.argv[1:], f"python -m {program}")
+    report = new_report(sys.argv[1:], f"python -m {program}")
+    return file_each(report, found(report), output)
 
 
 def file_each(report: Row, found: Iterable[Found], output: Path | None) -> Row:
@@ -85,11 +91,11 @@ def brief(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def run_program(about: str | None, main: Callable[[Path | None], Row]) -> None:
-    """A program of this folder from the command line; `--output` is the file for its report."""
+def run_program(program: str, about: str | None, found: Callable[[Row], Iterable[Found]]) -> None:
+    """`on_gpu` from the command line; `--output` is the file for its report."""
     parser = argparse.ArgumentParser(description=(about or "").partition("\n")[0])
     parser.add_argument("--output", type=Path, default=None, help="file for the raw figures")
-    main(parser.parse_args().output)
+    on_gpu(program, found, parser.parse_args().output)
 
 
 def versions() -> dict[str, str]:

@@ -9,7 +9,6 @@ gives it for random tokens, and gradients by all of it.
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -99,20 +98,12 @@ def milliseconds(run: Callable[[], object]) -> float:
     return statistics.median(event_times([run], repeats)[WARM_UP * (repeats > 1) :])
 
 
-def main(output: Path | None = None) -> results.Row:
-    """Time every layer; the report is returned, and each figure written to `output` at once.
-
-    Raises:
-        ValueError: There is no CUDA device.
-    """
-    report = results.gpu_report("bench.scans")
-    found = (
-        (side, {"kind": "scan", "layer": name}, row)
-        for name in LAYERS
-        for side, row in figures(name)
-    )
-    return results.file_each(report, found, output)
+def found(_: results.Row) -> Iterator[results.Found]:
+    """The figures of all layers."""
+    for name in LAYERS:
+        for side, row in figures(name):
+            yield side, {"kind": "scan", "layer": name}, row
 
 
 if __name__ == "__main__":
-    results.run_program(__doc__, main)
+    results.run_program("bench.scans", __doc__, found)

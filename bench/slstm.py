@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -88,22 +87,14 @@ def milliseconds(call: Callable[[], object]) -> float:
     return statistics.median(event_times([call], REPEATS + WARM_UP)[WARM_UP:])
 
 
-def main(output: Path | None = None) -> results.Row:
-    """Time both sides; the report is returned, and each figure written to `output` at once.
-
-    Raises:
-        ValueError: There is no CUDA device.
-    """
-    report = results.gpu_report("bench.slstm")
+def found(report: results.Row) -> Iterator[results.Found]:
+    """The figures of both sides."""
     if find_spec("xlstm"):
         report["versions"]["xlstm"] = version("xlstm")
-    found = (
-        (side, {"kind": "slstm", "heads": heads, "channels": channels}, row)
-        for channels, heads in HEADS.items()
-        for side, row in figures(channels)
-    )
-    return results.file_each(report, found, output)
+    for channels, heads in HEADS.items():
+        for side, row in figures(channels):
+            yield side, {"kind": "slstm", "heads": heads, "channels": channels}, row
 
 
 if __name__ == "__main__":
-    results.run_program(__doc__, main)
+    results.run_program("bench.slstm", __doc__, found)

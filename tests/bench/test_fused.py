@@ -1,7 +1,6 @@
 """The comparison of the fused kernels with Triton's stages, without a GPU."""
 
 import pytest
-import torch
 
 from bench import fused
 from promised import promised
@@ -9,12 +8,6 @@ from promised import promised
 promised("triton")
 
 from deltarule.ops.delta_rule.gluon import gradient_stage, stage
-
-
-def test_a_cpu_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="needs a CUDA device"):
-        fused.main(tmp_path / "figures.json")
 
 
 def test_a_variant_is_turned_on_and_off_again():

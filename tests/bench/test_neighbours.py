@@ -42,8 +42,3 @@ def test_both_sides_compute_the_same(monkeypatch):
         case = make()
         ours, plain = (case.sides[side](case.inputs) for side in ("deltarule", "PyTorch"))
         torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5, msg=name)
-
-
-def test_a_cpu_is_refused():
-    with pytest.raises(ValueError, match="needs a CUDA device"):
-        neighbours.main()

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import report, results, table
+from bench import decode, fused, neighbours, report, results, scans, slstm, table
 from bench.cases import SHAPES
 from bench.command import case
 from bench.figure import draw_figure
@@ -84,6 +84,27 @@ def test_each_figure_is_a_line_and_the_report_is_written_again(tmp_path, capsys)
     assert written == [0, 1, 2]
     assert capsys.readouterr().out.splitlines()[-1] == "peer=fla kind=step B=2 us=1.235"
     assert not any("\n" in results.brief(row) for row in rows)
+
+
+@pytest.mark.parametrize("program", [decode, fused, neighbours, scans, slstm])
+def test_a_program_is_run_from_the_command_line(program, tmp_path, monkeypatch):
+    path, about = tmp_path / "figures.json", program.__doc__
+    monkeypatch.setattr("sys.argv", ["", "--output", str(path)])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ValueError, match=f"{program.__name__} needs a CUDA device"):
+        results.run_program(program.__name__, about, program.found)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
+
+    def found(report):
+        report["ceilings"] = {"copy_TB_s": 1.0}
+        yield "ours", {"kind": "step"}, {"us": 2.0}
+
+    results.run_program(program.__name__, about, found)
+    report = results.load(path)
+    assert report["command"] == f"python -m {program.__name__} --output {path}"
+    assert (report["device"], report["ceilings"]) == ("a GPU", {"copy_TB_s": 1.0})
+    assert report["rows"] == [{"peer": "ours", "kind": "step", "us": 2.0}]
 
 
 def test_a_ratio_is_taken_within_one_run_and_our_time_from_the_newest():

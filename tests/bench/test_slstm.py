@@ -1,16 +1,9 @@
 """The comparison of sLSTM with its authors' kernel, without a GPU."""
 
-import pytest
 import torch
 
 from bench import slstm as bench_slstm
 from deltarule import slstm
-
-
-def test_a_cpu_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="needs a CUDA device"):
-        bench_slstm.main(tmp_path / "figures.json")
 
 
 def test_weights_lie_as_the_authors_have_them():
