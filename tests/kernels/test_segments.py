@@ -88,8 +88,8 @@ def test_a_reset_between_segments_and_one_within(monkeypatch) -> None:
 def planned(batch, tokens, heads, monkeypatch, erase="tied", key_size=128, **options) -> int:
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     x = torch.empty(batch, tokens, heads, key_size, device="meta")
-    call = Inputs(x, x, x)
-    return launch.chunks_per_segment(call._replace(**options), erase, 64, 128)
+    call = Inputs(x, x, x, None if erase == "none" else x[..., 0])
+    return launch.chunks_per_segment(call._replace(**options), 64, 128)
 
 
 def test_segments_fill_the_gpu_and_are_not_too_short(monkeypatch) -> None:
@@ -104,7 +104,6 @@ def test_sequences_stay_whole_where_a_split_gains_nothing(monkeypatch) -> None:
     assert planned(1, 8192, 64, monkeypatch) == 0
     assert planned(1, 8192, 64, monkeypatch, erase="none") == 64
     assert planned(1, 32768, 8, monkeypatch, key_size=256) == 0
-    assert planned(1, 32768, 8, monkeypatch, batch_invariant=True) == 0
 
 
 @pytest.fixture
@@ -125,6 +124,8 @@ def test_tiles_are_narrow_where_half_of_the_gpu_would_idle(narrow) -> None:
     assert narrow(8, 4096, 16) == (False, 0)
     assert narrow(1, 8192, 64) == (True, 0)
     assert narrow(1, 8192, 64, batch_invariant=True) == (False, 0)
+    assert narrow(1, 32768, 8) == (True, 64)
+    assert narrow(1, 32768, 8, batch_invariant=True) == (False, 0)
     # More segments of wide tiles do as well, unless narrow ones can be split too.
     assert narrow(2, 16384, 16) == (False, 64)
     assert narrow(1, 2048, 16) == (True, 8)

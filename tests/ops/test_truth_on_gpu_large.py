@@ -119,7 +119,7 @@ def is_split(drawn: truth.Drawn) -> bool:
     """Whether the plan of the call has segments, at the tiles that the tables have at least."""
     x = {name: drawn.case.tensors[name] for name in ("q", "k", "v", "beta", "a", "b", "log_decay")}
     inputs = Inputs(*x.values(), None, None, drawn.case.n_steps, 1.0, False, False)
-    return chunks_per_segment(inputs, inputs.erase, 64, 64) > 0
+    return chunks_per_segment(inputs, 64, 64) > 0
 
 
 @every_split

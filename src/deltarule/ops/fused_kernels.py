@@ -37,3 +37,8 @@ def as_rows(x: Tensor, axes: int = 1) -> Tensor:
     """[..., channels in the last axes] -> [M, C]: a view wherever the others follow each other."""
     size = x.shape[-axes:].numel()
     return x.reshape(-1, size) if x.numel() else x.new_empty(0, size)
+
+
+def adjacent(x: Tensor) -> Tensor:
+    """The tensor, whatever its other strides, or a copy if its last is not 1."""
+    return x if x.stride(-1) == 1 else x.contiguous()

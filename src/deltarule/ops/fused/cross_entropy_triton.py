@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltarule.ops.fused_kernels import adjacent
 from deltarule.ops.runtime.named import launch
-from deltarule.ops.runtime.places import adjacent
 from deltarule.ops.runtime.sizes import cdiv, power_of_2
 
 # Elements of a row that a program holds at a time.

@@ -14,10 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from deltarule.ops.fused.gates import LogDecay
-from deltarule.ops.fused_kernels import as_rows
+from deltarule.ops.fused_kernels import adjacent, as_rows
 from deltarule.ops.runtime.launch import Grid
 from deltarule.ops.runtime.named import launch
-from deltarule.ops.runtime.places import adjacent
 from deltarule.ops.runtime.sizes import cdiv, power_of_2
 
 # Elements of a tile: a thread that holds several rows computes a channel's rate once for them. Most

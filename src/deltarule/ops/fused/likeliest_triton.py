@@ -5,9 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltarule.ops.fused_kernels import adjacent
 from deltarule.ops.runtime.chained import begin, chained
 from deltarule.ops.runtime.named import launch
-from deltarule.ops.runtime.places import adjacent
 
 OPTIONS = {"num_stages": 1, "num_warps": 16}
 BLOCK = 8192

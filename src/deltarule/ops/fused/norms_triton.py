@@ -15,10 +15,9 @@ from torch import Tensor
 
 from deltarule.ops.fused.gated_norm import GatedNorm
 from deltarule.ops.fused.residual_norm import ResidualNorm
-from deltarule.ops.fused_kernels import as_rows
+from deltarule.ops.fused_kernels import adjacent, as_rows
 from deltarule.ops.runtime.chained import begin, chained
 from deltarule.ops.runtime.named import launch
-from deltarule.ops.runtime.places import adjacent
 from deltarule.ops.runtime.sizes import cdiv, power_of_2
 
 # Elements of a tile, and in the backward tiles whose share of d weight one program adds up.

@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from deltarule.ops.fused.short_conv import ShortConv
+from deltarule.ops.fused_kernels import adjacent
 from deltarule.ops.runtime.named import launch
-from deltarule.ops.runtime.places import adjacent
 from deltarule.ops.runtime.sizes import cdiv, power_of_2
 
 # Triton's compiler knows rows + (row,), not (*rows, row), and tuples that grow have no one type.

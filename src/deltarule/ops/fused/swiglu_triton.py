@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltarule.ops.fused_kernels import adjacent
 from deltarule.ops.runtime.chained import begin, chained
 from deltarule.ops.runtime.launch import Grid
 from deltarule.ops.runtime.named import launch
-from deltarule.ops.runtime.places import adjacent
 from deltarule.ops.runtime.sizes import cdiv
 
 # Elements of a program: 16 for each thread, two wide loads in 16 bits.

@@ -7,7 +7,6 @@ of packed sequence i has the number cu_seqlens[i] // CT + i, and some numbers st
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 
 @triton.jit
@@ -124,8 +123,3 @@ def window_chunk(number, cu_seqlens, T, N, per_segment, window, per_window, S: t
             i_m += window * per_window
         first, tokens = chunk_place(i_m, cu_seqlens, T, N, S.CT, S.PACKED)
     return first, tokens, i_m
-
-
-def adjacent(x: Tensor) -> Tensor:
-    """The tensor, whatever its other strides, or a copy if its last is not 1."""
-    return x if x.stride(-1) == 1 else x.contiguous()

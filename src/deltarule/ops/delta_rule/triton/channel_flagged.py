@@ -9,7 +9,7 @@ flagged chunks alone by a fixed number of programs. Program i_p looks at
 many at once, and stops at those with fewer than BT fast rows.
 """
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -25,14 +25,8 @@ from deltarule.ops.delta_rule.triton.channel_tiles import Gates
 from deltarule.ops.delta_rule.triton.tiles import Around
 from deltarule.ops.runtime.places import chunk_place
 
-
-class Row(NamedTuple):
-    """The tokens of all sequences, their number, and that of their chunks."""
-
-    cu_seqlens: tl.tensor
-    chunks: tl.tensor
-    T: tl.tensor
-    N: tl.tensor
+# The tokens of all sequences, their number, and that of their chunks.
+Row = namedtuple("Row", "cu_seqlens chunks T N")
 
 
 # Numbers that a program looks at together, in at most so many rows.

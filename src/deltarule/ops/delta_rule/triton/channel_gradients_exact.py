@@ -21,7 +21,7 @@ norms `unit_norm_gradients_kernel` does the rest. A program takes one chunk of o
 up its value heads in order.
 """
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -51,19 +51,8 @@ from deltarule.ops.delta_rule.triton.channel_tiles import (
 )
 from deltarule.ops.delta_rule.triton.tiles import load_chunk, load_rows
 
-
-class Given(NamedTuple):
-    """What the gradients of pairs and the decays left, where gradients go, and the scale."""
-
-    pairs: tl.tensor
-    sums: tl.tensor
-    chunk_decay: tl.tensor
-    d_q: tl.tensor
-    d_k: tl.tensor
-    d_a: tl.tensor
-    d_b: tl.tensor
-    d_log_decay: tl.tensor
-    scale: tl.tensor
+# What the gradients of pairs and the decays left, where gradients go, and the scale.
+Given = namedtuple("Given", "pairs sums chunk_decay d_q d_k d_a d_b d_log_decay scale")
 
 
 # Sums over the pairs of rows of a chunk, level by level, with the factors of channel_decay.py; what
@@ -78,24 +67,12 @@ class Given(NamedTuple):
 # in which the pairs between later rows cancel: both sides of z take the same rounded x and y.
 
 
-class Sides(NamedTuple):
-    """The rows x and x2 and the columns y and y2 of a chunk, for some channels."""
-
-    b_x: tl.tensor
-    b_x2: tl.tensor
-    b_y: tl.tensor
-    b_y2: tl.tensor
+# The rows x and x2 and the columns y and y2 of a chunk, for some channels.
+Sides = namedtuple("Sides", "b_x b_x2 b_y b_y2")
 
 
-class Sums(NamedTuple):
-    """z without the rows of a free erase, z of these, and gradients by what `Sides` has."""
-
-    b_z: tl.tensor
-    b_own: tl.tensor
-    b_dx: tl.tensor
-    b_dx2: tl.tensor
-    b_dy: tl.tensor
-    b_dy2: tl.tensor
+# z without the rows of a free erase, z of these, and gradients by what `Sides` has.
+Sums = namedtuple("Sums", "b_z b_own b_dx b_dx2 b_dy b_dy2")
 
 
 @triton.jit

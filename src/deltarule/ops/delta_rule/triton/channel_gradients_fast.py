@@ -23,7 +23,7 @@ A program takes BC channels of one chunk and one key head, and adds up the value
 In a loop with products, a tile is an operand of products and nothing else: see gradients.py.
 """
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -43,19 +43,8 @@ from deltarule.ops.delta_rule.triton.tiles import (
 )
 from deltarule.ops.runtime.places import chunk_place, place_of
 
-
-class Rows(NamedTuple):
-    """Queries, keys and gates of all rows, a triangle of ones, and where gradients go."""
-
-    ones: tl.tensor
-    q: tl.tensor
-    k: tl.tensor
-    log_decay: tl.tensor
-    d_q: tl.tensor
-    d_v: tl.tensor
-    d_beta: tl.tensor
-    d_log_decay: tl.tensor
-    scale: tl.tensor
+# Queries, keys and gates of all rows, a triangle of ones, and where gradients go.
+Rows = namedtuple("Rows", "ones q k log_decay d_q d_v d_beta d_log_decay scale")
 
 
 @triton.jit

@@ -15,6 +15,7 @@ it. What the scans read in place of q, k, a and b:
 A free erase takes two launches, one for the rows q and one for the rows a.
 """
 
+from collections import namedtuple
 from typing import NamedTuple
 
 import triton
@@ -51,14 +52,8 @@ from deltarule.ops.delta_rule.triton.channel_tiles import (
 from deltarule.ops.delta_rule.triton.tiles import BETA, SCALINGS, correction
 from deltarule.ops.runtime.places import chunk_place
 
-
-class Keys(NamedTuple):
-    """Queries, keys and the rows of a free erase."""
-
-    q: tl.tensor
-    k: tl.tensor
-    a: tl.tensor
-    b: tl.tensor
+# Queries, keys and the rows of a free erase.
+Keys = namedtuple("Keys", "q k a b")
 
 
 class Stored(NamedTuple):
@@ -77,17 +72,8 @@ class Stored(NamedTuple):
     from_values: tl.tensor | None = None
 
 
-class Sources(NamedTuple):
-    """Where the rows x, the columns y and k of a chunk begin, their norms, and which rows x has."""
-
-    p_x: tl.tensor
-    p_y: tl.tensor
-    p_k: tl.tensor
-    norm_x: tl.tensor
-    norm_k: tl.tensor
-    o_x: tl.tensor
-    m_x: tl.tensor
-    s_x: tl.tensor
+# Where the rows x, the columns y and k of a chunk begin, their norms, and which rows x has.
+Sources = namedtuple("Sources", "p_x p_y p_k norm_x norm_k o_x m_x s_x")
 
 
 @triton.jit

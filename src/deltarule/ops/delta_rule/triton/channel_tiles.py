@@ -1,26 +1,16 @@
 """Tiles of rows whose channels decay apart: what fast and exact kernels read and write alike."""
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
 
-from deltarule.ops.delta_rule.triton.tiles import EPSILON
+from deltarule.ops.delta_rule.triton.tiles import EPSILON, load_slot
 
-
-class Gates(NamedTuple):
-    """beta and log_decay of all rows with their strides, and T."""
-
-    beta: tl.tensor
-    log_decay: tl.tensor
-    T: tl.tensor
-    s_beta_b: tl.tensor
-    s_beta_t: tl.tensor
-    s_beta_h: tl.tensor
-    s_decay_b: tl.tensor
-    s_decay_t: tl.tensor
-    s_decay_h: tl.tensor
-    s_decay_k: tl.tensor
+# beta and log_decay of all rows with their strides, and T.
+Gates = namedtuple(
+    "Gates", "beta log_decay T s_beta_b s_beta_t s_beta_h s_decay_b s_decay_t s_decay_h s_decay_k"
+)
 
 
 @triton.jit
@@ -80,3 +70,13 @@ def store_scores(scores, i_slot, o_r, b_s, start, S: tl.constexpr):
         o_q = tl.arange(0, S.BQ)[:, None]
         b_zero = tl.zeros([S.BQ, S.BT], scores.dtype.element_ty)
         tl.store(p_s + o_q * S.BT + o_j, b_zero, mask=o_q >= S.CT)
+
+
+@triton.jit
+def value_gradients(b_d, b_do, b_x, b_k, x, i_slot, o_i, o_r, S: tl.constexpr):
+    """A free erase's dv [BV, BT], from D and X, both rounded, and rows b_k along which v goes."""
+    b_dv = tl.dot(b_d, tl.trans(b_k), input_precision=S.PRECISION)
+    b_p = load_slot(x.value_scores, i_slot, o_i, o_r, S.BQ, S.BT, S)
+    b_dv = tl.dot(tl.trans(b_do), b_p, acc=b_dv, input_precision=S.PRECISION)
+    b_l = load_slot(x.from_values, i_slot, o_r, o_r, S.BT, S.BT, S)
+    return tl.dot(b_x, b_l, acc=b_dv, input_precision=S.PRECISION)

@@ -33,8 +33,9 @@ is the trace of D S^T, of tiles of at least 64 rows: a product of fewer reads
 them into registers.
 """
 
+from collections import namedtuple
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -82,16 +83,8 @@ from deltarule.ops.delta_rule.triton.tiles import (
 )
 from deltarule.ops.runtime.places import place_of, window_chunk
 
-
-class Factors(NamedTuple):
-    """Row factors and decays of chunks, where else gradients go, and X as a pointer."""
-
-    scalings: tl.tensor
-    chunk_decay: tl.tensor
-    p_x: tl.tensor
-    d_v: tl.tensor
-    d_beta: tl.tensor
-    p_part: tl.tensor
+# Row factors and decays of chunks, where else gradients go, and X as a pointer.
+Factors = namedtuple("Factors", "scalings chunk_decay p_x d_v d_beta p_part")
 
 
 # The gradient by the decays of a head, from the sums over rows and pairs that it is made of.

@@ -40,11 +40,8 @@ from deltarule.ops.delta_rule.triton.plan import (
 )
 from deltarule.ops.delta_rule.triton.scan import scan_back, scan_through
 from deltarule.ops.delta_rule.triton.scores import head_scores, score_shapes
-from deltarule.ops.delta_rule.triton.segments import (
-    first_states,
-    last_gradients,
-    transitions_shape,
-)
+from deltarule.ops.delta_rule.triton.segment_ends import transitions_shape
+from deltarule.ops.delta_rule.triton.segments import first_states, last_gradients
 from deltarule.ops.delta_rule.triton.tiles import inverse_norm, unit_norm_backward
 from deltarule.ops.delta_rule.triton.windows import Windows
 from deltarule.ops.dispatch import ONCE, CallKey, call_key, recordings, remember

@@ -141,15 +141,14 @@ def fit_at_once(inputs: Inputs, tile: int) -> bool:
     return sequences * heads * -(-value_size // tile) <= multiprocessors(inputs.q.device)
 
 
-def chunks_per_segment(inputs: Inputs, erase: str, size: int, tile: int) -> int:
+def chunks_per_segment(inputs: Inputs, size: int, tile: int) -> int:
     """Chunks of `size` tokens in a segment, or 0 where sequences stay whole.
 
     A function of shapes and the GPU alone: as many segments as give every multiprocessor a program,
     where `tile` rows of one head's state make one. All packed sequences but one may be short.
     """
-    processors = multiprocessors(inputs.q.device)
-    too_wide = erase != "none" and inputs.q.shape[3] > WIDEST
-    if processors == 1 or inputs.batch_invariant or too_wide:
+    processors, erase = multiprocessors(inputs.q.device), inputs.erase
+    if processors == 1 or (erase != "none" and inputs.q.shape[3] > WIDEST):
         return 0
     batch, tokens, heads, value_size = inputs.output_shape
     programs = max(batch * heads * -(-value_size // tile), 1)
@@ -167,13 +166,10 @@ def tiled(inputs: Inputs, key: TileKey, size: int) -> tuple[TileKey, int]:
     A function of shapes and the GPU alone. Segments are worth more than narrow tiles.
     """
     if inputs.batch_invariant:
-        tile = configuration("next_state", key)["BV"]
-        return key, chunks_per_segment(inputs, inputs.erase, size, tile)
+        return key, 0
     narrow = key._replace(narrow=True)
     tile, half = (configuration("next_state", x)["BV"] for x in (key, narrow))
-    segment, shorter = (
-        chunks_per_segment(inputs, inputs.erase, size, block) for block in (tile, half)
-    )
+    segment, shorter = (chunks_per_segment(inputs, size, rows) for rows in (tile, half))
     worth = half < tile and fit_at_once(inputs, half) and (shorter or not segment)
     return (narrow, shorter) if worth else (key, segment)
 

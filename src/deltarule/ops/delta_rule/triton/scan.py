@@ -28,13 +28,15 @@ A WINDOW of the chunks starts with the state (backwards: the gradient) that the 
 with; what it leaves of its chunks, it leaves in memory of its own.
 """
 
+from collections import namedtuple
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltarule.ops.delta_rule.triton.channel_tiles import value_gradients
 from deltarule.ops.delta_rule.triton.fetched import backward_tiles, forward_tiles
 from deltarule.ops.delta_rule.triton.plan import (
     TENSOR_MEMORY,
@@ -45,6 +47,7 @@ from deltarule.ops.delta_rule.triton.plan import (
     full_tiles,
     stretches,
 )
+from deltarule.ops.delta_rule.triton.segment_ends import ends_configuration, store_ends
 from deltarule.ops.delta_rule.triton.tile_sizes import architecture, configuration
 from deltarule.ops.delta_rule.triton.tiles import (
     BETA,
@@ -58,7 +61,6 @@ from deltarule.ops.delta_rule.triton.tiles import (
     load_slot,
     load_tile,
     state_tile,
-    store_ends,
     store_final,
 )
 from deltarule.ops.runtime.places import place_of, stretch, window_bounds
@@ -73,19 +75,11 @@ from deltarule.ops.runtime.places import place_of, stretch, window_bounds
 # costs less than to fetch it.
 
 
-class Streams(NamedTuple):
-    """What the kernels over pairs of rows left of all chunks, and the scale of the scores.
-
-    `readings` are the scalings again: of both the copy engine fetches other tiles.
-    """
-
-    scores: tl.tensor
-    value_scores: tl.tensor
-    corrections: tl.tensor
-    from_values: tl.tensor
-    scalings: tl.tensor
-    readings: tl.tensor
-    scale: tl.tensor
+# What the kernels over pairs of rows left of all chunks, and the scale of the scores. `readings`
+# are the scalings again: of both the copy engine fetches other tiles.
+Streams = namedtuple(
+    "Streams", "scores value_scores corrections from_values scalings readings scale"
+)
 
 
 @triton.jit
@@ -140,16 +134,6 @@ def written_gradients(b_d, b_do, b_y, b_p, x, i_slot, o_i, o_r, S: tl.constexpr)
     if x.scores is not None:
         b_x = tl.dot(tl.trans(b_do), b_p, acc=b_x, input_precision=S.PRECISION)
     return b_z, b_x
-
-
-@triton.jit
-def value_gradients(b_d, b_do, b_x, b_k, x, i_slot, o_i, o_r, S: tl.constexpr):
-    """A free erase's dv [BV, BT], from D and X, both rounded, and rows b_k along which v goes."""
-    b_dv = tl.dot(b_d, tl.trans(b_k), input_precision=S.PRECISION)
-    b_p = load_slot(x.value_scores, i_slot, o_i, o_r, S.BQ, S.BT, S)
-    b_dv = tl.dot(tl.trans(b_do), b_p, acc=b_dv, input_precision=S.PRECISION)
-    b_l = load_slot(x.from_values, i_slot, o_r, o_r, S.BT, S.BT, S)
-    return tl.dot(b_x, b_l, acc=b_dv, input_precision=S.PRECISION)
 
 
 @triton.jit
@@ -376,18 +360,6 @@ def scan_config(call: Call, name: str, ends: bool) -> dict[str, Any]:
     stores = full and architecture(call.inputs.q.device) < TENSOR_MEMORY
     own = {"TMA": full, "TMA_STORE": stores, "num_stages": config["STAGES"]}
     return config | own | {"SPLIT": "ends" if ends else call.plan.split}
-
-
-def ends_configuration(config: dict[str, int]) -> dict[str, int]:
-    """The pass that finds the segments' ends takes tiles half as large as the one after it.
-
-    Without outputs they need so little that several programs share a multiprocessor, and one
-    computes while another waits; that takes the place of a pipeline stage.
-    """
-    if config["BV"] < 128:
-        return config
-    halves = {name: config[name] // 2 for name in ("BV", "num_warps")}
-    return config | halves | {"STAGES": max(config["STAGES"] - 1, 1)}
 
 
 def scan_through(

@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton.plan import Call, Plan, blocks, stretches
+from deltarule.ops.delta_rule.triton.plan import Call, blocks
 from deltarule.ops.delta_rule.triton.scan import scan_back, scan_through
 from deltarule.ops.delta_rule.triton.tiles import state_tile
 from deltarule.ops.runtime.places import first_chunk, place_of, sequence_bounds
@@ -71,13 +70,6 @@ def segment_starts_kernel(
             b_s = tl.dot(b_s, b_a, acc=b_end, input_precision="tf32x3")
         p_s = state_tile(starts, i_from + step, i_h, o_v, o_k, S.HV, S.K, S.V)
         tl.store(p_s, b_s, mask=m_s)
-
-
-def transitions_shape(inputs: Inputs, plan: Plan) -> tuple[int, ...]:
-    """The shape of the segments' ends: V rows of S, then A (without an erase: its diagonal)."""
-    _, heads, value_size, key_size = inputs.state_shape
-    rows = value_size + (1 if inputs.erase == "none" else key_size)
-    return stretches(inputs, plan), heads, rows, key_size
 
 
 def segment_starts(call: Call, boundary: Tensor | None, ends: Tensor, backwards: bool) -> Tensor:

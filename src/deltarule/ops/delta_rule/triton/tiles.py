@@ -1,7 +1,6 @@
 """Tiles of what the kernels from chunk to chunk read and write: device functions."""
 
 from collections import namedtuple
-from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -153,19 +152,6 @@ def boundary_state(x, i_s, i_n, i_h, o_v, o_k, at_boundary, S: tl.constexpr):
         mask = (o_v < rows)[:, None] & (o_k < S.K)[None, :]
         b_s = tl.load(state_tile(x, i_x, i_h, o_v, o_k, S.HV, S.K, S.V), mask=mask, other=0.0)
     return b_s
-
-
-@triton.jit
-def store_ends(ends, i_s, i_h, i_v, i_a, o_k, b_s, b_through, S: tl.constexpr):
-    """Rows of S, a tile of A (i_a >= 0), or its diagonal, of ends [slots, HV, V + K or 1, K]."""
-    ROWS: tl.constexpr = S.V + 1 if S.ERASE == "none" else S.V + S.K
-    o_end = tl.where(i_a < 0, i_v * S.BV, S.V + i_a * S.BV) + tl.arange(0, S.BV)
-    m_end, m_k = o_end < tl.where(i_a < 0, S.V, ROWS), (o_k < S.K)[None, :]
-    p_end = state_tile(ends, i_s, i_h, o_end, o_k, S.HV, S.K, ROWS)
-    tl.store(p_end, b_s, mask=m_end[:, None] & m_k)
-    if S.ERASE == "none":
-        p_end = state_tile(ends, i_s, i_h, S.V + tl.arange(0, 1), o_k, S.HV, S.K, ROWS)
-        tl.store(p_end, b_through, mask=(o_k < tl.where(i_v == 0, S.K, 0))[None, :])
 
 
 @triton.jit
@@ -341,29 +327,13 @@ def times(b_x, b_y, b_sum, PRECISION: tl.constexpr):
 # gradients.py has the equations, and says why a tile in this loop is an operand and nothing else.
 
 
-class Around(NamedTuple):
-    """What the gradients of chunks are made of: values, S, E, dO, D and X."""
-
-    v: tl.tensor
-    states: tl.tensor
-    errors: tl.tensor
-    d_o: tl.tensor
-    d_states: tl.tensor
-    d_errors: tl.tensor
+# What the gradients of chunks are made of: values, S, E, dO, D and X.
+Around = namedtuple("Around", "v states errors d_o d_states d_errors")
 
 
-class Chunk(NamedTuple):
-    """One chunk of one value head: first token, tokens, rows, and its numbers.
-
-    `slot` counts all chunks, `own` those of S, E, D and X.
-    """
-
-    first: tl.tensor
-    tokens: tl.tensor
-    rows: tl.tensor
-    head: tl.tensor
-    slot: tl.tensor
-    own: tl.tensor
+# One chunk of one value head: first token, tokens, rows, and its numbers. `slot` counts all
+# chunks, `own` those of S, E, D and X.
+Chunk = namedtuple("Chunk", "first tokens rows head slot own")
 
 
 @triton.jit
