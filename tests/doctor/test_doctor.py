@@ -13,6 +13,7 @@ from deltarule.doctor import definition
 from deltarule.doctor import examine as module
 from deltarule.doctor.command import DoctorRun, diagnose, keep_verdicts
 from deltarule.doctor.examine import Configuration, commonest, draw, every, examine, known_bad
+from deltarule.ops import dispatch
 from deltarule.ops.delta_rule import chunked, implementations, refused
 from deltarule.ops.delta_rule.triton import passes
 from deltarule.ops.delta_rule.triton.plan import LEAST_READS, full_tiles, new_plan
@@ -75,7 +76,7 @@ def call_on_a_gpu():
 
 @interpreted
 def test_a_broken_kernel_is_caught_and_then_refused(own_cache, monkeypatch) -> None:
-    monkeypatch.setattr(implementations, "triton_missing", lambda device: None)
+    monkeypatch.setattr(dispatch, "triton_missing", lambda device: None)
     assert implementations.why_not_triton(call_on_a_gpu()) is None
     sound = passes.forward
 

@@ -114,7 +114,7 @@ BAD = {
     "lengths must be None with cu_seqlens": {
         "lengths": torch.tensor([1, 2, 3]), "cu_seqlens": pack([37])
     },
-    "impl='triton' cannot run this: Triton needs a CUDA device": {"impl": "triton"},
+    "impl='triton' cannot run this: Triton needs CUDA tensors": {"impl": "triton"},
     "impl must be one of": {"impl": "gluon"},
     "initial_state must be a T.*State, got tuple: begin": {"initial_state": ()},
 }  # fmt: skip

@@ -64,7 +64,7 @@ MESA = spanned(9) | {
         "initial_state": MesaState(torch.ones(2, HV, K, K), torch.ones(2, HV, V, K))
     },
     "cu_seqlens packs sequences into one row": {"cu_seqlens": torch.tensor([0, 9])},
-    "impl='triton' cannot run this: Triton needs a CUDA device": {"impl": "triton"},
+    "impl='triton' cannot run this: Triton needs CUDA tensors": {"impl": "triton"},
     "impl must be one of 'auto', 'triton', 'torch', 'reference', got 'gluon'": {"impl": "gluon"},
 }
 TWO = {
@@ -91,7 +91,7 @@ CELLS = {
     r"recurrent must be a tensor": {"recurrent": None},
     "initial_state must be torch.float64": {"initial_state": torch.zeros(2, 2, 4, 5)},
     "lengths must be from 0 to 9": {"lengths": torch.tensor([1, 10])},
-    "impl='triton' cannot run this: Triton needs a CUDA device": {"impl": "triton"},
+    "impl='triton' cannot run this: Triton needs CUDA tensors": {"impl": "triton"},
 }
 
 

@@ -44,6 +44,14 @@ def triton_missing(device: torch.device) -> str | None:
     return None
 
 
+def why_no_triton(name: str, x: Tensor) -> str | None:
+    """Why no Triton kernel takes what lies where x does; `name` is what a caller calls it."""
+    if x.device.type != "cuda":
+        return f"Triton needs CUDA tensors, and {name} is on {x.device}"
+    # torch.compile cannot trace find_spec; compiled GPU code always has Triton.
+    return None if torch.compiler.is_compiling() else triton_missing(x.device)
+
+
 def first_that_runs(table: Table[Arguments, Result], call: Arguments) -> str:
     """What impl="auto" chooses."""
     return next(name for name, i in table.items() if i.why_not(call) is None)

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from deltarule.ops.dispatch import triton_missing, warn_slow
+from deltarule.ops.dispatch import warn_slow, why_no_triton
 
 # Ready, because a decoding step on a CPU is told so some 50 times.
-ON_CPU = "Triton needs a CUDA device, and x is on cpu"
+ON_CPU = "Triton needs CUDA tensors, and x is on cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -14,10 +14,7 @@ def why_not_fused(x: Tensor) -> str | None:
     """Why no Triton kernel takes x, or None; kernels compute in float32."""
     if x.is_cpu:
         return ON_CPU
-    if x.device.type != "cuda":
-        return f"Triton needs a CUDA device, and x is on {x.device}"
-    # torch.compile cannot trace find_spec; compiled GPU code always has Triton.
-    if not torch.compiler.is_compiling() and (reason := triton_missing(x.device)):
+    if reason := why_no_triton("x", x):
         return reason
     if x.dtype not in DTYPES:
         return f"the Triton kernels compute in float32, and x is {x.dtype}"

@@ -15,7 +15,7 @@ from deltarule.ops.delta_rule import definition
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.refused import refusal
 from deltarule.ops.delta_rule.torch import passes as torch_passes
-from deltarule.ops.dispatch import Implementation, Table, always, triton_missing, without_autocast
+from deltarule.ops.dispatch import Implementation, Table, always, why_no_triton, without_autocast
 from deltarule.ops.folding import Fold
 from deltarule.ops.operators import Backend, Recurrence
 from deltarule.ops.runtime.machine import anything_failed
@@ -67,10 +67,7 @@ class Request(NamedTuple):
 def why_not_triton(call: Request) -> str | None:
     """What the Triton kernels over chunks cannot do."""
     q, v = call.inputs.q, call.inputs.v
-    if q.device.type != "cuda":
-        return f"Triton needs CUDA tensors, and q is on {q.device}"
-    # torch.compile cannot trace find_spec; compiled GPU code always has Triton.
-    if not torch.compiler.is_compiling() and (reason := triton_missing(q.device)):
+    if reason := why_no_triton("q", q):
         return reason
     if q.dtype == torch.float64:
         return "the Triton kernels compute in float32, and q is float64"

@@ -20,7 +20,7 @@ from deltarule.ops.dispatch import (
     always,
     are_plain_eager,
     choose,
-    triton_missing,
+    why_no_triton,
 )
 from deltarule.ops.few_tokens import MAX_TOKENS, check_no_gradient
 from deltarule.shapes import Beta, Decay, Erase, Keys, Outputs, Queries, State, Values
@@ -280,10 +280,7 @@ BACKENDS = {"triton": triton_step, "torch": torch_step}
 def why_not_triton(step: Step) -> str | None:
     """What the Triton kernel cannot do."""
     inputs, state, *_ = step
-    if state.device.type != "cuda":
-        return f"Triton needs a CUDA device, and state is on {state.device}"
-    # torch.compile cannot trace find_spec; compiled GPU code always has Triton.
-    if not torch.compiler.is_compiling() and (reason := triton_missing(state.device)):
+    if reason := why_no_triton("state", state):
         return reason
     if inputs.q.dtype == torch.float64:
         return "the Triton kernel computes in float32, and q is float64"

@@ -21,7 +21,7 @@ from deltarule.ops.dispatch import (
     Table,
     always,
     choose,
-    triton_missing,
+    why_no_triton,
     without_autocast,
 )
 from deltarule.ops.few_tokens import decodes
@@ -46,11 +46,7 @@ MAX_KEY_CHANNELS = 4096
 
 def why_not_triton(inputs: ScanInputs) -> str | None:
     """What the Triton kernels cannot do."""
-    v = inputs.v
-    if v.device.type != "cuda":
-        return f"Triton needs CUDA tensors, and v is on {v.device}"
-    # torch.compile cannot trace find_spec; compiled GPU code always has Triton.
-    if not torch.compiler.is_compiling() and (reason := triton_missing(v.device)):
+    if reason := why_no_triton("v", inputs.v):
         return reason
     for name, x in zip(inputs._fields[:9], inputs[:9], strict=True):
         if isinstance(x, Tensor) and x.dtype == torch.float64:
