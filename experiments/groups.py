@@ -20,25 +20,10 @@ from experiments.settings import Form, read_settings
 from experiments.task_cell import Evaluation, TaskCell, task_cell
 from experiments.words import Scale, read_words
 
-FORMS = read_settings("groups")
+FORMS, WORDS = read_settings("groups"), read_words("groups")
 LABEL, ROWS = "new rows", 1000
 # Rows grow from two elements on: products of few have to be learned before those of many.
 FIRST_LENGTH, THRESHOLD = 2, 0.25
-# Sequence accuracy on S_5 by length and writes, read off the figure of the authors' code.
-PUBLISHED: dict[int, dict[int, float]] = {
-    4: {128: 1.0, 180: 1.0, 325: 0.5, 500: 0.0},
-    3: {50: 0.0},
-    2: {10: 0.0},
-    1: {10: 0.0},
-}
-EXACT: tuple[tuple[Group, Action], ...] = (
-    ("S_2", "permutations"),
-    ("S_3", "permutations"),
-    ("S_4", "permutations"),
-    ("S_4", "rotations"),
-    ("A_5", "rotations"),
-    ("S_5", "permutations"),
-)
 
 
 @dataclass(frozen=True)
@@ -73,7 +58,7 @@ def cells(scale: Scale) -> list[TaskCell | ExactCell]:
     trained = [make_cell(form, *one, seed) for one in settings for seed in form["seeds"]]
     return [
         *trained,
-        *(ExactCell(f"exact-{group}-{action}", group, action) for group, action in EXACT),
+        *(ExactCell(f"exact-{group}-{action}", group, action) for group, action in form["exact"]),
     ]
 
 
@@ -132,7 +117,8 @@ def draw(scale: Scale, results: list[Result], path: Path) -> None:
             for run in runs
         ]
         if group == "S_5":
-            curves += [Curve.of_paper(label_of(n, 2.0), points) for n, points in PUBLISHED.items()]
+            theirs = WORDS.published.items()
+            curves += [Curve.of_paper(label_of(int(n), 2.0), points) for n, points in theirs]
         panels.append(panel(curves, title=group, limits=(-0.02, 1.05)))
     draw_curves(panels, path, title="Word problems of groups", columns=2)
 
@@ -155,7 +141,7 @@ def table(scale: Scale, results: list[Result]) -> str:
     learned = markdown_table([*head, "length with half of the rows right"], rows)
 
     done, rows = {run.name: run for run in results}, []
-    for group, action in EXACT:
+    for group, action in form["exact"]:
         if run := done.get(f"exact-{group}-{action}"):
             found, tokens = run.figures, f"{run.cell['tokens']:,}"
             right = [f"{found['accuracy']:.1%}", f"{found['error']:.0e}"]
@@ -165,6 +151,4 @@ def table(scale: Scale, results: list[Result]) -> str:
     return "\n\n".join([titles[0], learned, titles[1], markdown_table(head, rows)])
 
 
-EXPERIMENT = Experiment(
-    name="groups", words=read_words("groups"), cells=cells, draw=draw, table=table
-)
+EXPERIMENT = Experiment(name="groups", words=WORDS, cells=cells, draw=draw, table=table)

@@ -12,21 +12,7 @@ from experiments.text_cell import TextCell
 from experiments.text_setting import bits, text_cells, text_model, text_of
 from experiments.words import Scale, read_words
 
-# What stands for a system below the points of the figure.
-LETTERS = {
-    "kda": "KDA",
-    "delta_product": "DP",
-    "gla": "GLA",
-    "gated_deltanet": "GDN",
-    "gated_deltanet_h1": "H1",
-    "deltanet": "DN",
-    "mamba2": "M2",
-    "retnet": "Ret",
-    "attention": "T++",
-    "linear_attention": "LA",
-}
-FORMS = read_settings("language")
-WORDS = read_words("language")
+FORMS, WORDS = read_settings("language"), read_words("language")
 
 
 def cells(scale: Scale) -> list[TextCell]:
@@ -56,7 +42,7 @@ def draw(scale: Scale, results: list[Result], path: Path) -> None:
         for place, name in enumerate(order)
         if "1.3 B" in WORDS.published.get(name, {})
     ]
-    by_system = partial(Panel, x="system", ticks=[LETTERS[name] for name in order])
+    by_system = partial(Panel, x="system", ticks=[FORMS[scale]["letters"][name] for name in order])
     held_out = "bits per byte, held out"
     panels = [
         Panel(
