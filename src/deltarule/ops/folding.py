@@ -24,6 +24,34 @@ class Fold(NamedTuple):
     outputs: tuple[str, ...]
 
 
+def row_axis(name: str, x: Tensor, packed: bool) -> int:
+    """Rows fold into the batch; packed sequences follow each other in its one row."""
+    return int(packed and name not in ("initial_state", "final"))
+
+
+def repeated_offsets(cu_seqlens: Tensor, size: int) -> Tensor:
+    """Those of the packed sequences, `size` times one after the other."""
+    lengths = cu_seqlens.diff().repeat(size)
+    return torch.cat([cu_seqlens[:1], lengths.cumsum(0, dtype=cu_seqlens.dtype)])
+
+
+def head_axis(name: str, x: Tensor, packed: bool) -> int:
+    """Axis of the heads; what is constant over time has no others before it."""
+    if name in ("initial_state", "final"):
+        return 1
+    return 0 if x.ndim == 3 else 2
+
+
+def same_offsets(cu_seqlens: Tensor, size: int) -> Tensor:
+    """More heads have the same sequences."""
+    return cu_seqlens
+
+
+# A recurrence with more rows, and one with more heads.
+MORE_ROWS = Fold(row_axis, repeated_offsets, ("o", "final"))
+MORE_HEADS = Fold(head_axis, same_offsets, ("o", "final"))
+
+
 class Folding:
     """The rules of an operator and its backward operator."""
 

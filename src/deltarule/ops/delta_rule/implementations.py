@@ -9,14 +9,13 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from deltarule.ops.delta_rule import definition
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.refused import refusal
 from deltarule.ops.delta_rule.torch import passes as torch_passes
 from deltarule.ops.dispatch import Implementation, Table, always, why_no_triton, without_autocast
-from deltarule.ops.folding import Fold
+from deltarule.ops.folding import MORE_ROWS
 from deltarule.ops.operators import Backend, Recurrence
 from deltarule.ops.runtime.machine import anything_failed
 from deltarule.shapes import RecurrentOutput
@@ -38,19 +37,7 @@ def backend_of(name: str) -> Backend:
     )
 
 
-def fold_axis(name: str, x: Tensor, packed: bool) -> int:
-    """Rows fold into the batch; packed sequences follow each other in its one row."""
-    return int(packed and name not in ("initial_state", "final"))
-
-
-def repeated_offsets(cu_seqlens: Tensor, size: int) -> Tensor:
-    """Those of the packed sequences, `size` times one after the other."""
-    lengths = cu_seqlens.diff().repeat(size)
-    return torch.cat([cu_seqlens[:1], lengths.cumsum(0, dtype=cu_seqlens.dtype)])
-
-
-fold = Fold(fold_axis, repeated_offsets, ("o", "final"))
-recurrence = Recurrence("recurrence", Inputs, backend_of, 8, fold)
+recurrence = Recurrence("recurrence", Inputs, backend_of, 8, MORE_ROWS)
 
 
 # The sizes that the Triton kernels are made for.

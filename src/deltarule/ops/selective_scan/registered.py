@@ -4,9 +4,7 @@ Under vmap the mapped axis becomes heads, which are independent of each other an
 argument has.
 """
 
-from torch import Tensor
-
-from deltarule.ops.folding import Fold
+from deltarule.ops.folding import MORE_HEADS
 from deltarule.ops.operators import Backend, Recurrence
 from deltarule.ops.selective_scan import torch as torch_kernels
 from deltarule.ops.selective_scan.inputs import ScanInputs
@@ -22,17 +20,4 @@ def backend_of(name: str) -> Backend:
     return Backend(passes.forward, passes.backward, passes.saved_shape)
 
 
-def head_axis(name: str, x: Tensor, packed: bool) -> int:
-    """Axis of the heads; what is constant over time has no others before it."""
-    if name in ("initial_state", "final"):
-        return 1
-    return 0 if x.ndim == 3 else 2
-
-
-def same_offsets(cu_seqlens: Tensor, size: int) -> Tensor:
-    """More heads have the same sequences."""
-    return cu_seqlens
-
-
-fold = Fold(head_axis, same_offsets, ("o", "final"))
-scan_operator = Recurrence("selective_scan", ScanInputs, backend_of, 9, fold)
+scan_operator = Recurrence("selective_scan", ScanInputs, backend_of, 9, MORE_HEADS)
