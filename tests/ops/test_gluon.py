@@ -255,9 +255,9 @@ def test_whatever_the_order_of_events_the_bits_are_the_same(
             assert torch.equal(x, y)
 
 
-def broken(monkeypatch, decay: str, name: str, change: Any) -> None:
+def broken(monkeypatch, decay: str, name: str, change: Any, **options: Any) -> None:
     monkeypatch.setattr(Machine, name, change)
-    case = case_of(decay, tokens=64 * 5, value_heads=1, **WIDE)
+    case = case_of(decay, tokens=64 * 5, value_heads=1, **WIDE, **options)
     expected = run_module(definition, case.to(torch.float64)).o
     for seed in range(4):
         o, _ = run(case, seed)
@@ -288,9 +288,11 @@ def test_an_arrival_that_is_left_out_is_a_deadlock(monkeypatch) -> None:
         broken(monkeypatch, "head", "arrive", seldom)
 
 
-# State roles, the role of scores, and those that load, store, and sum up or bring gates.
-@both_kernels
-@pytest.mark.parametrize("role", range(6))
+# State roles, the role of scores, and those that load, store, sum up or bring gates, make norms.
+ROLES = [("head", role) for role in range(7)] + [("channel", role) for role in range(6)]
+
+
+@pytest.mark.parametrize(("decay", "role"), ROLES)
 def test_a_role_that_does_not_wait_is_seen(role, decay, monkeypatch) -> None:
     wait = Machine.wait
 
@@ -301,7 +303,7 @@ def test_a_role_that_does_not_wait_is_seen(role, decay, monkeypatch) -> None:
             wait(self, barrier, phase)
 
     with pytest.raises(AssertionError):
-        broken(monkeypatch, decay, "wait", impatient)
+        broken(monkeypatch, decay, "wait", impatient, normalize_qk=decay == "head")
 
 
 def test_a_product_that_nobody_waits_for_is_seen(monkeypatch) -> None:

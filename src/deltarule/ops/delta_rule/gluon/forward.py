@@ -9,8 +9,9 @@ side, each as far ahead as the slots of shared memory let it:
                           ^                 |
                           +---- empty ------+
 
-Each file has a role, with its equations. Everything is read once, and nothing is written but o and
-the final state.
+With `normalize_qk` a role of one warp sums the squares of the rows of q and k between load and
+gates (norms.py). Each file has a role, with its equations. Everything is read once, and nothing is
+written but o and the final state.
 """
 
 from triton.experimental import gluon
@@ -35,6 +36,7 @@ from deltarule.ops.delta_rule.gluon.memory import (
     square,
 )
 from deltarule.ops.delta_rule.gluon.movers import load_role, store_role
+from deltarule.ops.delta_rule.gluon.norms import norm_role
 from deltarule.ops.delta_rule.gluon.products import score_places, state_places
 from deltarule.ops.delta_rule.gluon.score import score_role
 from deltarule.ops.delta_rule.gluon.state import state_role
@@ -59,7 +61,7 @@ def place_of(cu_seqlens, T, heads, value_heads, PACKED: gl.constexpr, QUERIES: g
 @gluon.jit
 def new_tiles(
     dtype: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
-    QUERIES: gl.constexpr, TIED: gl.constexpr, SAVE: gl.constexpr,
+    QUERIES: gl.constexpr, TIED: gl.constexpr, SAVE: gl.constexpr, OWN_NORMS: gl.constexpr,
 ):  # fmt: skip
     """Shared memory for all tiles."""
     SQUARE: gl.constexpr = square()
@@ -69,6 +71,10 @@ def new_tiles(
     o = gl.allocate_shared_memory(dtype, [PARTS, QUERIES, VALUES], SQUARE)
     p = gl.allocate_shared_memory(dtype, [PAIR_SLOTS if TIED else SLOTS, QUERIES, CHUNK], SQUARE)
     gates = gl.allocate_shared_memory(gl.float32, [SLOTS * GATES, CHUNK], PLAIN_1D)
+    sums = gl.allocate_shared_memory(gl.float32, [CHUNK], PLAIN_1D)
+    norms = gates
+    if OWN_NORMS:
+        norms = gl.allocate_shared_memory(gl.float32, [2 * SLOTS, CHUNK], PLAIN_1D)
     # Before Triton 3.7 a tuple has no None: what is not there is another thing that nobody reads.
     t, before, rows, own, blocks, scaled, identity = p, p, p, p, p, p, p
     saved, errors = o, o
@@ -89,18 +95,24 @@ def new_tiles(
         column = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]
         identity.store(gl.where(row == column, 1.0, 0.0))
     return Tiles(
-        q, k, v, t, p, o, saved, errors, gates, before, rows, own, blocks, scaled, identity
+        q, k, v, t, p, o, saved, errors, gates, sums, norms, before, rows, own, blocks, scaled,
+        identity,
     )  # fmt: skip
 
 
 @gluon.jit
-def new_barriers(PARTS: gl.constexpr, SLOTS: gl.constexpr, TIED: gl.constexpr):
-    """All barriers: a slot is full with its tiles and its gates."""
-    full, empty = new_barrier(SLOTS, 2), new_barrier(SLOTS, PARTS)
+def new_barriers(
+    PARTS: gl.constexpr, SLOTS: gl.constexpr, TIED: gl.constexpr, OWN_NORMS: gl.constexpr
+):
+    """All barriers: a slot is full with its tiles and, unless these wait for norms, its gates."""
+    full, empty = new_barrier(SLOTS, 1 if OWN_NORMS else 2), new_barrier(SLOTS, PARTS)
+    normed, ready = full, full
+    if OWN_NORMS:
+        normed, ready = new_barrier(SLOTS, 1), new_barrier(SLOTS, 1)
     scored = new_barrier(SLOTS, 1)
     paired = new_barrier(PAIR_SLOTS, PARTS) if TIED else scored
     written, stored = new_barrier(PARTS, 1), new_barrier(PARTS, 1)
-    return Barriers(full, empty, scored, paired, written, stored)
+    return Barriers(full, empty, normed, ready, scored, paired, written, stored)
 
 
 GENERAL = ["T", "s_decay_b", "s_decay_t", "s_decay_h", "s_beta_b", "s_beta_t", "s_beta_h"]
@@ -126,8 +138,9 @@ def forward_kernel(
     PARTS: gl.constexpr = V // VALUES
     QUERIES: gl.constexpr = CHUNK // STEPS
     place, sequence = place_of(cu_seqlens, T, heads, value_heads, PACKED, QUERIES)
-    tiles = new_tiles(dtype, K, PARTS, SLOTS, QUERIES, TIED, SAVE)
-    barriers = new_barriers(PARTS, SLOTS, TIED)
+    OWN_NORMS: gl.constexpr = UNIT and norms is None
+    tiles = new_tiles(dtype, K, PARTS, SLOTS, QUERIES, TIED, SAVE, OWN_NORMS)
+    barriers = new_barriers(PARTS, SLOTS, TIED, OWN_NORMS)
     places = state_places(dtype, K, QUERIES, QUERIES // PARTS, TIED, TENSOR)
     other = places
     if PARTS == 2:
@@ -153,10 +166,9 @@ def forward_kernel(
         beta += row.to(gl.int64) * s_beta_b + first * s_beta_t + place.value_head * s_beta_h
     else:
         beta = final_state
-    q_norm, k_norm = final_state, final_state
-    if UNIT:
-        q_norm = norms + ((row.to(gl.int64) * T + token) * heads + place.key_head) * (1 + STEPS)
-        k_norm = q_norm + 1
+    norm = final_state
+    if UNIT and not OWN_NORMS:
+        norm = norms + ((row.to(gl.int64) * T + token) * heads + place.key_head) * (1 + STEPS)
     barrier()
     # What is not there is another thing that nobody touches.
     SCORES: gl.constexpr = SAVE and scores is not None
@@ -172,12 +184,10 @@ def forward_kernel(
         saved = Saved(states, errors, scores, corrections, scalings, chunk_decay)
     else:
         saved = final_state
-    FORM: gl.constexpr = Form(DECAY, TIED, UNIT, INITIAL, SAVE, SCORES, STEPS)
+    FORM: gl.constexpr = Form(DECAY, TIED, UNIT, INITIAL, SAVE, SCORES, OWN_NORMS, STEPS)
     own = tiles, barriers, place, saved
     loads = q, k, v, q_rows, k_rows, v_rows
-    gates = (
-        log_decay, beta, q_norm, k_norm, s_decay_t, s_beta_t, heads * (1 + STEPS), scale, log_scale,
-    )  # fmt: skip
+    gates = log_decay, beta, norm, s_decay_t, s_beta_t, heads * (1 + STEPS), scale, log_scale
     states = initial_state, final_state, scale
     if PARTS == 2:
         gl.warp_specialize(
@@ -188,9 +198,10 @@ def forward_kernel(
                 (load_role, (own, loads, heads, value_heads, K, PARTS, SLOTS, RAGGED, STEPS)),
                 (store_role, (own, o, o_rows, value_heads, PARTS, RAGGED, SAVE, STEPS)),
                 (gate_role, (own, gates, SLOTS, FORM)),
+                (norm_role, (own, K, SLOTS, FORM)),
             ],
-            [4, 4, 1, 1, 1],
-            [STATE_REGISTERS, SCORE_REGISTERS, REGISTERS, REGISTERS, REGISTERS],
+            [4, 4, 1, 1, 1, 1],
+            [STATE_REGISTERS, SCORE_REGISTERS, REGISTERS, REGISTERS, REGISTERS, REGISTERS],
         )
     else:
         gl.warp_specialize(
@@ -200,7 +211,8 @@ def forward_kernel(
                 (load_role, (own, loads, heads, value_heads, K, PARTS, SLOTS, RAGGED, STEPS)),
                 (store_role, (own, o, o_rows, value_heads, PARTS, RAGGED, SAVE, STEPS)),
                 (gate_role, (own, gates, SLOTS, FORM)),
+                (norm_role, (own, K, SLOTS, FORM)),
             ],
-            [4, 1, 1, 1],
-            [SCORE_REGISTERS, REGISTERS, REGISTERS, REGISTERS],
+            [4, 1, 1, 1, 1],
+            [SCORE_REGISTERS, REGISTERS, REGISTERS, REGISTERS, REGISTERS],
         )

@@ -59,18 +59,33 @@ def add(a, b):
 
 
 @gluon.jit
+def fast_log2(x):
+    """log2 of positive numbers, in one instruction, to 2^-22."""
+    return gl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def load_gate(gate, row, rows):
     """A gate of 64 rows, in float32, zero after the sequence's end."""
     return gl.load(gate, mask=row < rows, other=0.0).to(gl.float32)
 
 
 @gluon.jit
-def load_decay(log_decay, row, rows, STEPS: gl.constexpr):
-    """The log decay of 64 rows alike, zero for all rows of a token but the first."""
+def load_decay(log_decay, row, stride, rows, STEPS: gl.constexpr):
+    """The log decay of 64 rows of tokens alike, zero for all of a token but the first."""
     there = row < rows
     if STEPS > 1:
         there = there & (row % STEPS == 0)
-    return gl.load(log_decay, mask=there, other=0.0).to(gl.float32)
+    at = log_decay + (row // STEPS).to(gl.int64) * stride
+    return gl.load(at, mask=there, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def load_norm(norm, row, stride, rows, STEPS: gl.constexpr):
+    """A number of the tokens of 64 rows."""
+    return load_gate(norm + (row // STEPS).to(gl.int64) * stride, row, rows)
 
 
 @gluon.jit
@@ -93,67 +108,65 @@ def gate_role(
     TIED: gl.constexpr = FORM.TIED
     UNIT: gl.constexpr = FORM.UNIT
     SAVE: gl.constexpr = FORM.SAVE
-    log_decay, beta, q_norm, k_norm, s_decay, s_beta, s_norm, scale, log_scale = gates
+    log_decay, beta, norm, s_decay, s_beta, s_norm, scale, log_scale = gates
     LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     o_t = gl.arange(0, CHUNK, LAYOUT)
     zero = gl.zeros([CHUNK], gl.float32, LAYOUT)
     STEPS: gl.constexpr = FORM.STEPS
     left = place.tokens * STEPS
-    # A chunk's gates are on their way while those of the one before are worked out.
-    if DECAY:
-        log_decay += (o_t // STEPS).to(gl.int64) * s_decay
-        next_decay = load_decay(log_decay, o_t, left, STEPS)
-    if TIED:
-        beta += o_t.to(gl.int64) * s_beta
-        next_beta = load_gate(beta, o_t, left)
-    if UNIT:
-        q_norm += (o_t // STEPS).to(gl.int64) * s_norm
-        k_norm += (o_t // STEPS).to(gl.int64) * s_norm
-        if STEPS > 1:
-            k_norm += o_t % STEPS
-        next_q, next_k = load_gate(q_norm, o_t, left), load_gate(k_norm, o_t, left)
     for i in range(place.chunks):
         slot, phase = i % SLOTS, (i // SLOTS) & 1
         gate = slot * GATES
-        empty = o_t >= left
-        left -= CHUNK
-        if DECAY:
-            steps = gl.maximum(next_decay * LOG2_E, RESET)
-            log_decay += CHUNK // STEPS * s_decay
-            next_decay = load_decay(log_decay, o_t, left, STEPS)
-            b = gl.associative_scan(steps, 0, add)
-            b_end = gl.sum(steps, 0)
+        # All that takes long, before there is room.
         if TIED:
-            b_beta = next_beta
+            b_beta = load_gate(beta + o_t.to(gl.int64) * s_beta, o_t, left)
             beta += CHUNK * s_beta
-            next_beta = load_gate(beta, o_t, left)
-        read, key, log_read, log_key = zero + scale, zero + 1.0, zero + log_scale, zero
+        if UNIT and not FORM.OWN_NORMS:
+            b_q = load_norm(norm, o_t, s_norm, left, STEPS)
+            b_k = load_norm(norm + (1 + o_t % STEPS), o_t, s_norm, left, STEPS)
+            norm += CHUNK // STEPS * s_norm
+        if DECAY:
+            steps = load_decay(log_decay, o_t, s_decay, left, STEPS)
+            log_decay += CHUNK // STEPS * s_decay
+            b = gl.associative_scan(gl.maximum(steps * LOG2_E, RESET), 0, add)
+            # Read back where one lane's sum is wanted by all: a sum over lanes takes much longer.
+            tiles.sums.store(b)
+            b_end = tiles.sums.slice(CHUNK - 1, 1).load(LAYOUT)
+        if FORM.OWN_NORMS:
+            mbarrier.wait(barriers.normed.index(slot), phase)
+            b_q = tiles.norms.index(2 * slot).load(LAYOUT)
+            b_k = tiles.norms.index(2 * slot + 1).load(LAYOUT)
+        else:
+            mbarrier.wait(barriers.empty.index(slot), phase ^ 1)
+        read, key = zero + scale, zero + 1.0
         if UNIT:
             # Tokens after the end have no norm.
-            read, key = scale * next_q, next_k
-            log_read += gl.log2(gl.where(empty, 1.0, next_q))
-            log_key = gl.log2(gl.where(empty, 1.0, next_k))
-            q_norm += CHUNK // STEPS * s_norm
-            k_norm += CHUNK // STEPS * s_norm
-            next_q, next_k = load_gate(q_norm, o_t, left), load_gate(k_norm, o_t, left)
-        mbarrier.wait(barriers.empty.index(slot), phase ^ 1)
-        write = key
-        if TIED:
-            if DECAY:
-                factor = leave_before(
-                    tiles.before.index(slot), steps, b, key, log_key, LAYOUT, True
-                )
-            else:
-                factor = leave_before(tiles.before.index(slot), key, key, key, key, LAYOUT, False)
-            tiles.gates.index(gate + FACTOR).store(-factor if SAVE else -b_beta * factor)
+            empty = o_t >= left
+            b_q, b_k = gl.where(empty, 1.0, b_q), gl.where(empty, 1.0, b_k)
+            read, key = gl.where(empty, 0.0, scale * b_q), gl.where(empty, 0.0, b_k)
         if DECAY:
-            store_reads(tiles.gates.index(gate + QUERY_SUM), b + log_read, STEPS)
-            tiles.gates.index(gate + KEY_SUM).store(b + log_key)
-            tiles.gates.index(gate + COLUMN_SUM).store(b - log_key)
+            b_query, b_key, b_column = b + log_scale, b, b
+            if UNIT:
+                log_key = fast_log2(b_k)
+                b_query, b_key, b_column = b_query + fast_log2(b_q), b + log_key, b - log_key
+            store_reads(tiles.gates.index(gate + QUERY_SUM), b_query, STEPS)
+            tiles.gates.index(gate + KEY_SUM).store(b_key)
+            tiles.gates.index(gate + COLUMN_SUM).store(b_column)
+            if TIED:
+                factor = leave_decays_before(
+                    tiles.before.index(slot), tiles.sums, b_key, b_column, LAYOUT
+                )
             write = gl.exp2(b_end - b) * key
             decay = gl.exp2(b)
             read, key = read * decay, key * decay
             tiles.gates.index(gate + END).store(gl.exp2(zero + b_end))
+        else:
+            write = key
+            if TIED:
+                factor = key
+                leave_keys_before(tiles.before.index(slot), key, LAYOUT)
+        if TIED:
+            tiles.gates.index(gate + FACTOR).store(-factor if SAVE else -b_beta * factor)
         if DECAY or UNIT:
             store_reads(tiles.gates.index(gate + READ), read, STEPS)
             tiles.gates.index(gate + WRITE).store(write)
@@ -173,20 +186,28 @@ def gate_role(
             if DECAY:
                 gl.store(scaling + SCALING_WHOLE * CHUNK, b)
                 gl.store(scaling + SCALING_REST * CHUNK, zero)
-                gl.store(saved.chunk_decay + own, gl.exp2(b_end))
-        mbarrier.arrive(barriers.full.index(slot))
+                gl.store(saved.chunk_decay + own + gl.arange(0, 1, LAYOUT), gl.exp2(b_end))
+        mbarrier.arrive(barriers.ready.index(slot))
+        left -= CHUNK
 
 
 @gluon.jit
-def leave_before(before, steps, b, key, log_key, LAYOUT: gl.constexpr, DECAY: gl.constexpr):
+def leave_decays_before(before, sums, b_key, b_column, LAYOUT: gl.constexpr):
     """`before` of every block; what is left of its block's start at a token, times rk."""
     o_t = gl.arange(0, CHUNK, LAYOUT)
-    own = key
+    a = gl.zeros([CHUNK], gl.float32, LAYOUT)
+    before.slice(0, CHUNK).store(a)
+    for block in gl.static_range(1, BLOCKS):
+        start, earlier = sums.slice(BLOCK * block - 1, 1).load(LAYOUT), o_t < BLOCK * block
+        left = gl.where(earlier, gl.exp2(start - b_column), 0.0)
+        before.slice(block * CHUNK, CHUNK).store(left)
+        a = gl.where(earlier, a, start)
+    return gl.exp2(b_key - a)
+
+
+@gluon.jit
+def leave_keys_before(before, key, LAYOUT: gl.constexpr):
+    """The same of a chunk without decays."""
+    o_t = gl.arange(0, CHUNK, LAYOUT)
     for block in gl.static_range(BLOCKS):
-        earlier, left = o_t < BLOCK * block, key
-        if DECAY:
-            start = gl.sum(gl.where(earlier, steps, 0.0), 0)
-            own = gl.where(earlier, own, gl.exp2(b - start + log_key))
-            left = gl.exp2(start - b + log_key)
-        before.slice(block * CHUNK, CHUNK).store(gl.where(earlier, left, 0.0))
-    return own
+        before.slice(block * CHUNK, CHUNK).store(gl.where(o_t < BLOCK * block, key, 0.0))

@@ -49,6 +49,9 @@ class Tiles(NamedTuple):
     errors: Any
     # [SLOTS * GATES, 64] float32.
     gates: Any
+    # [64] float32: sums of log2 decay, of the gate role alone; [2 SLOTS, 64]: 1 / |q| and 1 / |k|.
+    sums: Any
+    norms: Any
     # [SLOTS, 4 * 64] float32, with an erase: what is left of a token where a later block begins.
     before: Any
     # For the inverse: [64, 64] and thrice [4, 16, 16] in float16, and I [16, 16] in float32.
@@ -62,9 +65,13 @@ class Tiles(NamedTuple):
 class Barriers(NamedTuple):
     """Barriers of each slot (the first three), of each tile of P, and of each state role's o."""
 
-    # q, k, v and the gates are there; the state roles have done with all of it.
+    # q, k, v (and unless norms are made here, the gates) are there; the state roles have done with
+    # all of it.
     full: Any
     empty: Any
+    # The norms are there, and the gates.
+    normed: Any
+    ready: Any
     # T or N, or without an erase P, is there.
     scored: Any
     # All state roles have left their rows of P.
@@ -77,7 +84,8 @@ class Barriers(NamedTuple):
 class Form(NamedTuple):
     """What a call has: decays, a tied erase, unit norm, an initial state; what it saves.
 
-    STEPS is the number n of a token's writes, in the rows n t to n t + n - 1.
+    OWN_NORMS: norms of q and k are made here. STEPS is the number n of a token's writes, in the
+    rows n t to n t + n - 1.
     """
 
     DECAY: bool
@@ -86,6 +94,7 @@ class Form(NamedTuple):
     INITIAL: bool
     SAVE: bool
     SCORES: bool
+    OWN_NORMS: bool
     STEPS: int
 
 
@@ -136,6 +145,14 @@ def new_barrier(number: gl.constexpr, count: gl.constexpr):
     for i in gl.static_range(number):
         mbarrier.init(barriers.index(i), count=count)
     return barriers
+
+
+@gluon.jit
+def wait_full(barriers, slot, phase, FORM: gl.constexpr):
+    """Until q, k, v and the gates of a slot are there."""
+    mbarrier.wait(barriers.full.index(slot), phase)
+    if FORM.OWN_NORMS:
+        mbarrier.wait(barriers.ready.index(slot), phase)
 
 
 @gluon.jit

@@ -1,13 +1,52 @@
-"""1 / |q| and 1 / |k| of every token, for calls with `normalize_qk`.
+"""1 / |q| and 1 / |k| of every token, for calls with `normalize_qk`: a role, and a kernel.
 
-A kernel of its own, because a warp that sums the squares of a chunk's rows beside the roles of the
-forward takes longer than all of them.
+The role reads the tiles that are in shared memory anyway, a row a lane: no sum goes over lanes, and
+the swizzle keeps the lanes' 16 bytes in banks of their own. The kernel is for those that want the
+norms before, or again.
 """
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from deltarule.ops.delta_rule.triton.tiles import inverse_norm
+from deltarule.ops.delta_rule.gluon.memory import CHUNK
+from deltarule.ops.delta_rule.triton.tiles import EPSILON, inverse_norm
+
+# Rows and columns of a tile that a warp sums up at once.
+ROWS, COLUMNS = gl.constexpr(32), gl.constexpr(64)
+
+
+@gluon.jit
+def norm_role(shared, K: gl.constexpr, SLOTS: gl.constexpr, FORM: gl.constexpr):
+    """One warp; norms of the chunks' rows to shared memory, for the gate role."""
+    tiles, barriers, place, _ = shared
+    if FORM.OWN_NORMS:
+        for i in range(place.chunks):
+            slot, phase = i % SLOTS, (i // SLOTS) & 1
+            mbarrier.wait(barriers.full.index(slot), phase)
+            leave_norms(tiles.q.index(slot), tiles.norms.index(2 * slot), K, FORM.STEPS)
+            leave_norms(tiles.k.index(slot), tiles.norms.index(2 * slot + 1), K, 1)
+            mbarrier.arrive(barriers.normed.index(slot))
+
+
+@gluon.jit
+def leave_norms(tile, norms, K: gl.constexpr, TIMES: gl.constexpr):
+    """Of a tile's rows, each as often as said."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [1, 1], [1, 0])
+    for first in gl.static_range(0, CHUNK // TIMES, ROWS):
+        squares = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, LAYOUT))
+        for column in gl.static_range(0, K, COLUMNS):
+            x = tile.slice(first, ROWS)
+            if K > COLUMNS:
+                x = x.slice(column, COLUMNS, dim=1)
+            x = x.load(LAYOUT).to(gl.float32)
+            squares += gl.sum(x * x, 1)
+        norm = gl.rsqrt(squares + EPSILON)
+        if TIMES == 2:
+            norm = gl.reshape(gl.join(norm, norm), [ROWS * TIMES])
+        norms.slice(first * TIMES, ROWS * TIMES).store(norm)
 
 
 @triton.jit(do_not_specialize=["rows"])

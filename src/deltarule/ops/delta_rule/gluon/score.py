@@ -34,6 +34,7 @@ from deltarule.ops.delta_rule.gluon.memory import (
     WRITE,
     barrier,
     product,
+    wait_full,
 )
 from deltarule.ops.delta_rule.gluon.pairs import finish_pairs, start_pairs
 from deltarule.ops.delta_rule.gluon.products import finish, start, tell, value
@@ -52,7 +53,7 @@ def score_role(shared, scale, places, SLOTS: gl.constexpr, FORM: gl.constexpr):
         on_16, on_32 = below(1), below(2)
     for i in range(place.chunks):
         slot, phase = i % SLOTS, (i // SLOTS) & 1
-        mbarrier.wait(barriers.full.index(slot), phase)
+        wait_full(barriers, slot, phase, FORM)
         if SAVE:
             # What was left here has gone.
             tma.store_wait(SLOTS - 1)

@@ -56,6 +56,8 @@ SLOTS_THAT_SAVE = 2
 MOST_STEPS, STEPS_TIMED = 2, 2
 # What a backward is saved from computing again.
 KEPT = ("states", "errors", "scores", "corrections", "scalings", "chunk_decay")
+# Whether the kernel makes norms itself, and whether so it does where it saves.
+OWN_NORMS, OWN_NORMS_THAT_SAVE = True, False
 # Rows of q and of k that a program sums the squares of.
 NORM_ROWS = 32
 
@@ -243,7 +245,7 @@ def forward(call: Call, save: bool = False) -> tuple[Tensor, Tensor]:
         return of_channels().forward(call)
     inputs, scale = call.inputs, call.inputs.scale
     q, k, v, value_heads = inputs.q, inputs.k, inputs.v, inputs.v.shape[2]
-    norms = norms_of(call)
+    norms = None if (OWN_NORMS_THAT_SAVE if save else OWN_NORMS) else norms_of(call)
     o = call.empty(inputs.output_shape, v.dtype)
     final = call.empty(inputs.state_shape)
     kept = [call[name] if save else None for name in KEPT]

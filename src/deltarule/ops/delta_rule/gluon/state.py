@@ -37,6 +37,7 @@ from deltarule.ops.delta_rule.gluon.memory import (
     Form,
     barrier,
     product,
+    wait_full,
 )
 from deltarule.ops.delta_rule.gluon.pairs import finish_pairs, start_pairs
 from deltarule.ops.delta_rule.gluon.products import finish, operand, put, start, tell, value
@@ -72,7 +73,7 @@ def state_role(
         pair_slot = i % PAIR_SLOTS if FORM.TIED else slot
         gate = slot * GATES
         left = operand(places.low_state, value(s, STATE).to(dtype), OF_TOKENS)
-        mbarrier.wait(barriers.full.index(slot), phase)
+        wait_full(barriers, slot, phase, FORM)
         q, k = tiles.q.index(slot).permute((1, 0)), tiles.k.index(slot).permute((1, 0))
         o = start(places.out, left, q, nothing, False)
         tell(places.has_out)
