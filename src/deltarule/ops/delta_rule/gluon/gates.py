@@ -84,8 +84,9 @@ def load_decay(log_decay, row, stride, rows, STEPS: gl.constexpr):
 
 @gluon.jit
 def load_norm(norm, row, stride, rows, STEPS: gl.constexpr):
-    """A number of the tokens of 64 rows."""
-    return load_gate(norm + (row // STEPS).to(gl.int64) * stride, row, rows)
+    """A number of the tokens of 64 rows, 1 after the sequence's end: it has a logarithm."""
+    at = norm + (row // STEPS).to(gl.int64) * stride
+    return gl.load(at, mask=row < rows, other=1.0)
 
 
 @gluon.jit
@@ -134,52 +135,55 @@ def gate_role(
             b_end = tiles.sums.slice(CHUNK - 1, 1).load(LAYOUT)
         if FORM.OWN_NORMS:
             mbarrier.wait(barriers.normed.index(slot), phase)
-            b_q = tiles.norms.index(2 * slot).load(LAYOUT)
             b_k = tiles.norms.index(2 * slot + 1).load(LAYOUT)
         else:
             mbarrier.wait(barriers.empty.index(slot), phase ^ 1)
-        read, key = zero + scale, zero + 1.0
+        # One after the other, because a warp has few registers: what keys want, and then queries.
+        key = zero + 1.0
         if UNIT:
-            # Tokens after the end have no norm.
-            empty = o_t >= left
-            b_q, b_k = gl.where(empty, 1.0, b_q), gl.where(empty, 1.0, b_k)
-            read, key = gl.where(empty, 0.0, scale * b_q), gl.where(empty, 0.0, b_k)
+            key = b_k
+        write, erase = key, key
         if DECAY:
-            b_query, b_key, b_column = b + log_scale, b, b
+            b_key, b_column = b, b
             if UNIT:
-                log_key = fast_log2(b_k)
-                b_query, b_key, b_column = b_query + fast_log2(b_q), b + log_key, b - log_key
-            store_reads(tiles.gates.index(gate + QUERY_SUM), b_query, STEPS)
+                log_key = fast_log2(key)
+                b_key, b_column = b + log_key, b - log_key
             tiles.gates.index(gate + KEY_SUM).store(b_key)
             tiles.gates.index(gate + COLUMN_SUM).store(b_column)
-            if TIED:
-                factor = leave_decays_before(
-                    tiles.before.index(slot), tiles.sums, b_key, b_column, LAYOUT
-                )
-            write = gl.exp2(b_end - b) * key
-            decay = gl.exp2(b)
-            read, key = read * decay, key * decay
             tiles.gates.index(gate + END).store(gl.exp2(zero + b_end))
-        else:
-            write = key
-            if TIED:
-                factor = key
-                leave_keys_before(tiles.before.index(slot), key, LAYOUT)
         if TIED:
+            before, factor = tiles.before.index(slot), key
+            if DECAY:
+                factor = leave_decays_before(before, tiles.sums, b_key, b_column, LAYOUT)
+            else:
+                leave_keys_before(before, key, LAYOUT)
             tiles.gates.index(gate + FACTOR).store(-factor if SAVE else -b_beta * factor)
-        if DECAY or UNIT:
-            store_reads(tiles.gates.index(gate + READ), read, STEPS)
-            tiles.gates.index(gate + WRITE).store(write)
+        if DECAY:
+            write, erase = gl.exp2(b_end - b) * key, gl.exp2(b) * key
         if TIED:
             tiles.gates.index(gate + BETA).store(b_beta)
-            tiles.gates.index(gate + ERASE).store(key if SAVE else b_beta * key)
+            tiles.gates.index(gate + ERASE).store(erase if SAVE else b_beta * erase)
+        if DECAY or UNIT:
+            tiles.gates.index(gate + WRITE).store(write)
+            read = zero + scale
+            if UNIT:
+                if FORM.OWN_NORMS:
+                    b_q = tiles.norms.index(2 * slot).load(LAYOUT)
+                read *= b_q
+            if DECAY:
+                b_query = b + log_scale
+                if UNIT:
+                    b_query += fast_log2(b_q)
+                store_reads(tiles.gates.index(gate + QUERY_SUM), b_query, STEPS)
+                read *= gl.exp2(b)
+            store_reads(tiles.gates.index(gate + READ), read, STEPS)
         if SAVE:
             own = (place.slot + i * place.value_heads).to(gl.int64)
             if DECAY or TIED or UNIT:
                 scaling = saved.scalings + own * (SCALINGS * CHUNK) + o_t
             if DECAY or UNIT:
                 gl.store(scaling + SCALING_READ * CHUNK, read)
-                gl.store(scaling + SCALING_ERASE * CHUNK, key)
+                gl.store(scaling + SCALING_ERASE * CHUNK, erase)
                 gl.store(scaling + SCALING_WRITE * CHUNK, write)
             if TIED:
                 gl.store(scaling + SCALING_BETA * CHUNK, b_beta)
