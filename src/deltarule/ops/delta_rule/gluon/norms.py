@@ -14,8 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from deltarule.ops.delta_rule.gluon.memory import CHUNK
 from deltarule.ops.delta_rule.triton.tiles import EPSILON, inverse_norm
 
-# Rows and columns of a tile that a warp sums up at once.
-ROWS, COLUMNS = gl.constexpr(32), gl.constexpr(64)
+# Columns of a tile that a warp sums up at once: those of a swizzle.
+COLUMNS = gl.constexpr(64)
 
 
 @gluon.jit
@@ -33,20 +33,19 @@ def norm_role(shared, K: gl.constexpr, SLOTS: gl.constexpr, FORM: gl.constexpr):
 
 @gluon.jit
 def leave_norms(tile, norms, K: gl.constexpr, TIMES: gl.constexpr):
-    """Of a tile's rows, each as often as said."""
+    """Of a tile's rows, each as often as said; two rows a lane, so that loads overlap with sums."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [1, 1], [1, 0])
-    for first in gl.static_range(0, CHUNK // TIMES, ROWS):
-        squares = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, LAYOUT))
-        for column in gl.static_range(0, K, COLUMNS):
-            x = tile.slice(first, ROWS)
-            if K > COLUMNS:
-                x = x.slice(column, COLUMNS, dim=1)
-            x = x.load(LAYOUT).to(gl.float32)
-            squares += gl.sum(x * x, 1)
-        norm = gl.rsqrt(squares + EPSILON)
-        if TIMES == 2:
-            norm = gl.reshape(gl.join(norm, norm), [ROWS * TIMES])
-        norms.slice(first * TIMES, ROWS * TIMES).store(norm)
+    squares = gl.zeros([CHUNK // TIMES], gl.float32, gl.SliceLayout(1, LAYOUT))
+    for column in gl.static_range(0, K, COLUMNS):
+        x = tile
+        if K > COLUMNS:
+            x = tile.slice(column, COLUMNS, dim=1)
+        x = x.load(LAYOUT).to(gl.float32)
+        squares += gl.sum(x * x, 1)
+    norm = gl.rsqrt(squares + EPSILON)
+    if TIMES == 2:
+        norm = gl.reshape(gl.join(norm, norm), [CHUNK])
+    norms.store(norm)
 
 
 @triton.jit(do_not_specialize=["rows"])
