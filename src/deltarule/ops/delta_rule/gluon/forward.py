@@ -47,15 +47,16 @@ def place_of(cu_seqlens, T, heads, value_heads, PACKED: gl.constexpr, QUERIES: g
     """Where this program is: heads follow each other. Offsets out of range are clamped."""
     program = gl.program_id(0)
     value_head, sequence = program % value_heads, program // value_heads
-    start, tokens = sequence.to(gl.int64) * T, T
+    start, tokens, mine = sequence.to(gl.int64) * T, T, T >= 0
     if PACKED:
+        mine = gl.load(cu_seqlens) >= 0
         start, tokens = packed_bounds(cu_seqlens, sequence, T)
     chunks = (tokens + QUERIES - 1) // QUERIES
     key_head, number = value_head // (value_heads // heads), sequence * chunks
     if PACKED:
         number = (start // QUERIES).to(gl.int32) + sequence
     slot = number * value_heads + value_head
-    return Place(start, tokens, chunks, value_head, key_head, value_heads, slot), sequence
+    return Place(start, tokens, chunks, value_head, key_head, value_heads, slot, mine), sequence
 
 
 @gluon.jit

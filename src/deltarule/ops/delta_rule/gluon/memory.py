@@ -101,7 +101,8 @@ class Form(NamedTuple):
 class Place(NamedTuple):
     """First token and number of tokens of the program's sequence, its chunks, and its heads.
 
-    What is saved of its chunk i has the number `slot` + i `value_heads`.
+    What is saved of its chunk i has the number `slot` + i `value_heads`. Unless the call is `mine`
+    others make the final state (shares.py).
     """
 
     start: Any
@@ -111,6 +112,7 @@ class Place(NamedTuple):
     key_head: Any
     value_heads: Any
     slot: Any
+    mine: Any
 
 
 class Saved(NamedTuple):

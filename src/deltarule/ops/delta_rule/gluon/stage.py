@@ -130,12 +130,22 @@ def pays(inputs: Inputs, plan: Plan, save: bool = False) -> bool:
         (TRAINING or not save)
         and not (save and inputs.by_channel)
         and is_timed(inputs)
-        and not plan.per_segment
+        and not (plan.per_segment and (save or not may_share(inputs)))
         and not (save and inputs.beta is None and inputs.log_decay is None)
         and not (save and (inputs.q.dtype != torch.bfloat16 or inputs.n_steps > 1))
         and why_not(inputs) is None
         and fills(inputs, multiprocessors(inputs.q.device))
     )
+
+
+# Whether packed calls that may be cut into segments are shared by both, as their lengths say
+# (shares.py): nobody has timed it.
+SHARED = False
+
+
+def may_share(inputs: Inputs) -> bool:
+    """Whether both may be launched, of which one does nothing."""
+    return SHARED and inputs.cu_seqlens is not None and not inputs.by_channel
 
 
 def is_timed(inputs: Inputs) -> bool:
@@ -236,18 +246,21 @@ def norms_launch(call: Call) -> Launch:
     return Launch(inverse_norms_kernel, {**sizes, "num_warps": 4, "num_stages": 1})
 
 
-def forward(call: Call, save: bool = False) -> tuple[Tensor, Tensor]:
+def forward(
+    call: Call, save: bool = False, into: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """Outputs and the final state; every tensor but the gates lies in one piece.
 
-    `save`: what the call has buffers for is left there for a backward.
+    `save`: what the call has buffers for is left there for a backward. `into`: memory for both.
     """
     if call.inputs.by_channel:
         return of_channels().forward(call)
     inputs, scale = call.inputs, call.inputs.scale
     q, k, v, value_heads = inputs.q, inputs.k, inputs.v, inputs.v.shape[2]
     norms = None if (OWN_NORMS_THAT_SAVE if save else OWN_NORMS) else norms_of(call)
-    o = call.empty(inputs.output_shape, v.dtype)
-    final = call.empty(inputs.state_shape)
+    o, final = into or (
+        call.empty(inputs.output_shape, v.dtype), call.empty(inputs.state_shape)
+    )  # fmt: skip
     kept = [call[name] if save else None for name in KEPT]
     given = (
         q, k, v, o, q, k, v, o, *kept, inputs.log_decay, inputs.beta, norms, inputs.cu_seqlens,

@@ -133,7 +133,7 @@ def state_role(
         fence_async_shared()
         mbarrier.arrive(barriers.written.index(PART))
         tma.store_wait(0)
-    gl.store(final_state + o_s, value(s, STATE))
+    gl.store(final_state + o_s, value(s, STATE), mask=(o_s >= 0) & place.mine)
 
 
 @triton.constexpr_function
