@@ -75,7 +75,7 @@ def of_values(of: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x, y: y + x if isinstance(y, Pointer) else Value(of(plain(x), plain(y)))
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod", "rshift", "and_", "xor"):
+for _name in ("add", "sub", "mul", "floordiv", "mod", "lshift", "rshift", "and_", "xor"):
     _of = of_values(getattr(operator, _name))
     setattr(Value, f"__{_name.strip('_')}__", _of)
     setattr(Value, f"__r{_name.strip('_')}__", mirrored(_of))

@@ -32,7 +32,7 @@ FOLDERS = {
     "src/deltarule": 52_850,
     "src/deltarule/ops": 24_250,
     "src/deltarule/ops/runtime": 1_050,
-    "src/deltarule/ops/delta_rule": 11_800,
+    "src/deltarule/ops/delta_rule": 11_950,
     "src/deltarule/ops/context": 650,
     "src/deltarule/ops/selective_scan": 1_600,
     "src/deltarule/ops/mesa": 850,

@@ -116,6 +116,19 @@ def test_two_writes_a_token(decay, erase, normalize) -> None:
     check(case_of(decay, erase, tokens=75, n_steps=2, normalize_qk=normalize, heads=2))
 
 
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(("decay", "erase"), FORMS[2:])
+def test_norms_made_by_a_kernel_before_and_by_roles(decay, erase, own, monkeypatch) -> None:
+    monkeypatch.setattr(stage, "OWN_NORMS", own)
+    unit = {"normalize_qk": True, "heads": 2}
+    check(case_of(decay, erase, tokens=150, **unit))
+    check(case_of(decay, erase, tokens=75, n_steps=2, **unit))
+    check(case_of(decay, erase, tokens=128, normalize_qk=True, **WIDE))
+    check(case_of(decay, erase, lengths=(3, 0, 70, 64, 1), **unit))
+    if erase == "none":
+        check(case_of(decay, erase, 0.05, tokens=150, dtype=torch.float16, **unit))
+
+
 MANY = {"tokens": 320, "heads": 2, "value_heads": 4}
 OTHERS = {
     "two writes of 128 by 128": lambda: case_of(tokens=64, n_steps=2, **WIDE),
@@ -324,6 +337,7 @@ ROLES = [("head", role) for role in range(7)] + [("channel", role) for role in r
 
 @pytest.mark.parametrize(("decay", "role"), ROLES)
 def test_a_role_that_does_not_wait_is_seen(role, decay, monkeypatch) -> None:
+    monkeypatch.setattr(stage, "OWN_NORMS", True)
     wait = Machine.wait
 
     def impatient(self: Machine, barrier: Any, phase: Any) -> None:

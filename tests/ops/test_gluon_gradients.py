@@ -394,8 +394,9 @@ def test_short_sequences_are_taken_where_all_their_chunks_are_whole(sizes, taken
     assert gradient_stage.are_long(Call(inputs, new_plan(inputs))) == taken
 
 
-@pytest.mark.parametrize("normalize", [False, True])
-def test_of_a_ragged_chunk_the_forward_saves_what_is_there(normalize) -> None:
+@pytest.mark.parametrize(("normalize", "own"), [(False, False), (True, False), (True, True)])
+def test_of_a_ragged_chunk_the_forward_saves_what_is_there(normalize, own, monkeypatch) -> None:
+    monkeypatch.setattr(stage, "OWN_NORMS_THAT_SAVE", own)
     sizes = {"tokens": 150, "heads": 1, "value_heads": 1, "normalize_qk": normalize}
     case = case_of("head", "tied", **sizes)
     # The same with empty tokens up to the end of the chunk: of them it saves nothing.

@@ -9,9 +9,9 @@ side, each as far ahead as the slots of shared memory let it:
                           ^                 |
                           +---- empty ------+
 
-With `normalize_qk` a role of one warp sums the squares of the rows of q and k between load and
-gates (norms.py). Each file has a role, with its equations. Everything is read once, and nothing is
-written but o and the final state.
+Norms of q and k come from a kernel before, or from the roles that load and norm (norms.py). Each
+file has a role, with its equations. Everything is read once, and nothing is written but o and the
+final state.
 """
 
 from triton.experimental import gluon
@@ -109,7 +109,7 @@ def new_barriers(
     full, empty = new_barrier(SLOTS, 1 if OWN_NORMS else 2), new_barrier(SLOTS, PARTS)
     normed, ready = full, full
     if OWN_NORMS:
-        normed, ready = new_barrier(SLOTS, 1), new_barrier(SLOTS, 1)
+        normed, ready = new_barrier(SLOTS, 2), new_barrier(SLOTS, 1)
     scored = new_barrier(SLOTS, 1)
     paired = new_barrier(PAIR_SLOTS, PARTS) if TIED else scored
     written, stored = new_barrier(PARTS, 1), new_barrier(PARTS, 1)
@@ -139,9 +139,9 @@ def forward_kernel(
     PARTS: gl.constexpr = V // VALUES
     QUERIES: gl.constexpr = CHUNK // STEPS
     place, sequence = place_of(cu_seqlens, T, heads, value_heads, PACKED, QUERIES)
-    OWN_NORMS: gl.constexpr = UNIT and norms is None
-    tiles = new_tiles(dtype, K, PARTS, SLOTS, QUERIES, TIED, SAVE, OWN_NORMS)
-    barriers = new_barriers(PARTS, SLOTS, TIED, OWN_NORMS)
+    OWN: gl.constexpr = UNIT and norms is None
+    tiles = new_tiles(dtype, K, PARTS, SLOTS, QUERIES, TIED, SAVE, OWN)
+    barriers = new_barriers(PARTS, SLOTS, TIED, OWN)
     places = state_places(dtype, K, QUERIES, QUERIES // PARTS, TIED, TENSOR)
     other = places
     if PARTS == 2:
@@ -168,7 +168,7 @@ def forward_kernel(
     else:
         beta = final_state
     norm = final_state
-    if UNIT and not OWN_NORMS:
+    if UNIT and not OWN:
         norm = norms + ((row.to(gl.int64) * T + token) * heads + place.key_head) * (1 + STEPS)
     barrier()
     # What is not there is another thing that nobody touches.
@@ -185,7 +185,7 @@ def forward_kernel(
         saved = Saved(states, errors, scores, corrections, scalings, chunk_decay)
     else:
         saved = final_state
-    FORM: gl.constexpr = Form(DECAY, TIED, UNIT, INITIAL, SAVE, SCORES, OWN_NORMS, STEPS)
+    FORM: gl.constexpr = Form(DECAY, TIED, UNIT, INITIAL, SAVE, SCORES, OWN, STEPS)
     own = tiles, barriers, place, saved
     loads = q, k, v, q_rows, k_rows, v_rows
     gates = log_decay, beta, norm, s_decay_t, s_beta_t, heads * (1 + STEPS), scale, log_scale
@@ -196,10 +196,10 @@ def forward_kernel(
                 (state_role, (own, states, places, 0, PARTS, K, SLOTS, FORM)),
                 (state_role, (own, states, other, 1, PARTS, K, SLOTS, FORM)),
                 (score_role, (own, scale, of_scores, SLOTS, FORM)),
-                (load_role, (own, loads, heads, value_heads, K, PARTS, SLOTS, RAGGED, STEPS)),
+                (load_role, (own, loads, heads, value_heads, K, PARTS, SLOTS, RAGGED, STEPS, OWN)),
                 (store_role, (own, o, o_rows, value_heads, PARTS, RAGGED, SAVE, STEPS)),
                 (gate_role, (own, gates, SLOTS, FORM)),
-                (norm_role, (own, K, SLOTS, FORM)),
+                (norm_role, (own, K, SLOTS, RAGGED, FORM)),
             ],
             [4, 4, 1, 1, 1, 1],
             [STATE_REGISTERS, SCORE_REGISTERS, REGISTERS, REGISTERS, REGISTERS, REGISTERS],
@@ -209,10 +209,10 @@ def forward_kernel(
             [
                 (state_role, (own, states, places, 0, PARTS, K, SLOTS, FORM)),
                 (score_role, (own, scale, of_scores, SLOTS, FORM)),
-                (load_role, (own, loads, heads, value_heads, K, PARTS, SLOTS, RAGGED, STEPS)),
+                (load_role, (own, loads, heads, value_heads, K, PARTS, SLOTS, RAGGED, STEPS, OWN)),
                 (store_role, (own, o, o_rows, value_heads, PARTS, RAGGED, SAVE, STEPS)),
                 (gate_role, (own, gates, SLOTS, FORM)),
-                (norm_role, (own, K, SLOTS, FORM)),
+                (norm_role, (own, K, SLOTS, RAGGED, FORM)),
             ],
             [4, 1, 1, 1, 1],
             [SCORE_REGISTERS, REGISTERS, REGISTERS, REGISTERS, REGISTERS],

@@ -129,15 +129,15 @@ def gate_role(
         if DECAY:
             steps = load_decay(log_decay, o_t, s_decay, left, STEPS)
             log_decay += CHUNK // STEPS * s_decay
-            b = gl.associative_scan(gl.maximum(steps * LOG2_E, RESET), 0, add)
-            # Read back where one lane's sum is wanted by all: a sum over lanes takes much longer.
-            tiles.sums.store(b)
-            b_end = tiles.sums.slice(CHUNK - 1, 1).load(LAYOUT)
+            # One lane's sum is wanted by all, and a sum over lanes takes longer than to read it.
+            tiles.sums.store(gl.associative_scan(gl.maximum(steps * LOG2_E, RESET), 0, add))
         if FORM.OWN_NORMS:
             mbarrier.wait(barriers.normed.index(slot), phase)
             b_k = tiles.norms.index(2 * slot + 1).load(LAYOUT)
         else:
             mbarrier.wait(barriers.empty.index(slot), phase ^ 1)
+        if DECAY:
+            b, b_end = tiles.sums.load(LAYOUT), tiles.sums.slice(CHUNK - 1, 1).load(LAYOUT)
         # One after the other, because a warp has few registers: what keys want, and then queries.
         key = zero + 1.0
         if UNIT:

@@ -135,6 +135,12 @@ def square(rank: int = 2) -> Any:
 
 
 @triton.constexpr_function
+def words_of_square() -> Any:
+    """The same tiles, two numbers a word."""
+    return gl.NVMMASharedLayout(128, 32, rank=2)
+
+
+@triton.constexpr_function
 def product(columns: int) -> Any:
     """The sums of a warpgroup's product of 64 rows."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
