@@ -10,12 +10,12 @@ from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, packed_bounds, square
 
 # Rows of the factors in shared memory: of what is read, erased and written; of q and of k in pairs;
-# beta; the sums of decays; 1 / |q|^2 and 1 / |k|^2; and of packed sequences, as int32, the tokens
-# themselves, -1 after the end: looking them up takes as many loads as the search has steps.
+# beta; the sums of decays; 1 / |q|^2 and 1 / |k|^2; and of packed sequences, as int32, where their
+# dbeta lies, -1 after the end: looking it up takes as many loads as the search has steps.
 READS, ERASES, WRITES, QUERY, KEY = (
     gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3), gl.constexpr(4),
 )  # fmt: skip
-BETAS, WHOLES, RESTS, QUERY_NORM, KEY_NORM, TOKENS, FACTORS = (
+BETAS, WHOLES, RESTS, QUERY_NORM, KEY_NORM, PLACES, FACTORS = (
     gl.constexpr(5), gl.constexpr(6), gl.constexpr(7), gl.constexpr(8), gl.constexpr(9),
     gl.constexpr(10), gl.constexpr(11),
 )  # fmt: skip
@@ -94,7 +94,8 @@ def halves(columns: int) -> Any:
 class Pair(NamedTuple):
     """First token, key head and value head; the number of it among D and X, and among all.
 
-    `left` tokens of it are there from the first on; none where no chunk has the number.
+    `left` tokens of it are there from the first on; none where no chunk has the number: every role
+    passes over it.
     """
 
     token: Any
@@ -118,6 +119,32 @@ def packed_place(number, work):
     start, tokens = packed_bounds(work.cu_seqlens, sequence, work.T)
     before = (number - (start // CHUNK).to(gl.int32) - sequence) * CHUNK
     return start.to(gl.int32) + before, tokens - before
+
+
+@gluon.jit
+def pairs_there(work):
+    """How many of this program's pairs have tokens, of packed sequences; by 8 warps."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [8], [0])
+    o_p = gl.arange(0, 128, LAYOUT)
+    found = 0
+    for base in range(0, work.count, 128):
+        pair = work.first + (base + o_p) * work.step
+        number = pair // work.heads + work.before
+        sequence = number * 0
+        last = sequence + (work.sequences - 1)
+        # As packed_place searches, of all at once.
+        length = work.sequences - 1
+        while length > 0:
+            middle = (sequence + last + 1) // 2
+            first = (gl.load(work.cu_seqlens + middle) // CHUNK).to(gl.int32) + middle
+            sequence = gl.where(first <= number, middle, sequence)
+            last = gl.where(first <= number, last, middle - 1)
+            length = length // 2
+        start, tokens = packed_bounds(work.cu_seqlens, sequence, work.T)
+        before = (number - (start // CHUNK).to(gl.int32) - sequence) * CHUNK
+        there = (base + o_p < work.count) & (before < tokens)
+        found += gl.sum(there.to(gl.int32), 0)
+    return found
 
 
 @gluon.jit

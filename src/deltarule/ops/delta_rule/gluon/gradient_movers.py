@@ -22,39 +22,52 @@ def load_role(
     KEPT: gl.constexpr, X_IS_LENT: gl.constexpr, D_IS_LENT: gl.constexpr, ENDS: gl.constexpr,
 ):  # fmt: skip
     """One warp: every tile to where it is used, in the order in which places become free."""
-    tiles, barriers, work = shared
-    q, k, d_o, errors, d_errors, states, upper, lower = of
+    _, _, work = shared
+    done = 0
     for n in range(work.count * GROUP):
-        slot, phase = n % 2, (n // 2) & 1
         at = pair_of(n, work, GROUP, ENDS)
-        kept = at.slot if KEPT else at.own
-        mbarrier.wait(barriers.empty.index(slot), phase ^ 1)
-        full, row, column = barriers.full.index(slot), at.token, at.value_head * V
-        mbarrier.expect(full, CHUNK * V * (6 if TIED else 4))
-        load(d_o, row, column, at.left, full, tiles.d_o.index(slot), ENDS)
-        if TIED:
-            x = tiles.d_errors.index(slot)
-            if not X_IS_LENT:
-                row, column = at.own * CHUNK, 0
-            load(d_errors, row, column, at.left, full, x, ENDS)
-            row, column = kept * CHUNK, 0
-        load(errors, row, column, at.left, full, tiles.errors.index(slot), ENDS)
-        full_d, full_s = barriers.full_d.index(0), barriers.full_s.index(0)
-        mbarrier.wait(barriers.empty_d.index(0), (n & 1) ^ 1)
-        mbarrier.expect(full_d, V * K * 2)
-        if D_IS_LENT:
-            load_lent(upper, lower, at, full_d, tiles.d_states, K, V)
-        else:
-            tma.async_copy_global_to_shared(upper, [at.own * V, 0], full_d, tiles.d_states)
-        mbarrier.wait(barriers.empty_s.index(0), (n & 1) ^ 1)
-        mbarrier.expect(full_s, V * K * 2)
-        tma.async_copy_global_to_shared(states, [kept * V, 0], full_s, tiles.states)
-        if n % GROUP == 0:
-            full_k = barriers.full_k.index(0)
-            mbarrier.wait(barriers.empty_k.index(0), ((n // GROUP) & 1) ^ 1)
-            mbarrier.expect(full_k, CHUNK * K * 4)
-            load(k, at.token, at.head * K, at.left, full_k, tiles.k, ENDS)
-            load(q, at.token, at.head * K, at.left, full_k, tiles.q, ENDS)
+        if at.left > 0:
+            load_tiles(shared, of, at, done, K, V, GROUP, TIED, KEPT, X_IS_LENT, D_IS_LENT, ENDS)
+            done += 1
+
+
+@gluon.jit
+def load_tiles(
+    shared, of, at, n, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, TIED: gl.constexpr,
+    KEPT: gl.constexpr, X_IS_LENT: gl.constexpr, D_IS_LENT: gl.constexpr, ENDS: gl.constexpr,
+):  # fmt: skip
+    """The n-th value head that has tokens; with the first of a pair, q and k."""
+    tiles, barriers, _ = shared
+    q, k, d_o, errors, d_errors, states, upper, lower = of
+    slot, phase = n % 2, (n // 2) & 1
+    kept = at.slot if KEPT else at.own
+    mbarrier.wait(barriers.empty.index(slot), phase ^ 1)
+    full, row, column = barriers.full.index(slot), at.token, at.value_head * V
+    mbarrier.expect(full, CHUNK * V * (6 if TIED else 4))
+    load(d_o, row, column, at.left, full, tiles.d_o.index(slot), ENDS)
+    if TIED:
+        x = tiles.d_errors.index(slot)
+        if not X_IS_LENT:
+            row, column = at.own * CHUNK, 0
+        load(d_errors, row, column, at.left, full, x, ENDS)
+        row, column = kept * CHUNK, 0
+    load(errors, row, column, at.left, full, tiles.errors.index(slot), ENDS)
+    full_d, full_s = barriers.full_d.index(0), barriers.full_s.index(0)
+    mbarrier.wait(barriers.empty_d.index(0), (n & 1) ^ 1)
+    mbarrier.expect(full_d, V * K * 2)
+    if D_IS_LENT:
+        load_lent(upper, lower, at, full_d, tiles.d_states, K, V)
+    else:
+        tma.async_copy_global_to_shared(upper, [at.own * V, 0], full_d, tiles.d_states)
+    mbarrier.wait(barriers.empty_s.index(0), (n & 1) ^ 1)
+    mbarrier.expect(full_s, V * K * 2)
+    tma.async_copy_global_to_shared(states, [kept * V, 0], full_s, tiles.states)
+    if n % GROUP == 0:
+        full_k = barriers.full_k.index(0)
+        mbarrier.wait(barriers.empty_k.index(0), ((n // GROUP) & 1) ^ 1)
+        mbarrier.expect(full_k, CHUNK * K * 4)
+        load(k, at.token, at.head * K, at.left, full_k, tiles.k, ENDS)
+        load(q, at.token, at.head * K, at.left, full_k, tiles.q, ENDS)
 
 
 @gluon.jit
@@ -73,22 +86,36 @@ def store_role(
     ENDS: gl.constexpr,
 ):  # fmt: skip
     """One warp: dv (VALUES) of every value head, dq and dk of every pair; their places are free."""
-    tiles, barriers, work = shared
-    d_q, d_k, d_v = of
+    _, _, work = shared
+    done = 0
     for n in range(work.count * GROUP):
-        slot, at = n % 2, pair_of(n, work, GROUP, ENDS)
-        if VALUES:
-            mbarrier.wait(barriers.has_values.index(slot), (n // 2) & 1)
-            x = tiles.d_errors.index(slot)
-            store(d_v, at.token, at.value_head * V, at.left, x, ENDS)
-            tma.store_wait(0)
-            mbarrier.arrive(barriers.empty.index(slot))
-        if n % GROUP == GROUP - 1:
-            mbarrier.wait(barriers.has_keys.index(0), (n // GROUP) & 1)
-            store(d_q, at.token, at.head * K, at.left, tiles.q, ENDS)
-            store(d_k, at.token, at.head * K, at.left, tiles.k, ENDS)
-            tma.store_wait(0)
-            mbarrier.arrive(barriers.empty_k.index(0))
+        at = pair_of(n, work, GROUP, ENDS)
+        if at.left > 0:
+            store_tiles(shared, of, at, done, K, V, GROUP, VALUES, ENDS)
+            done += 1
+
+
+@gluon.jit
+def store_tiles(
+    shared, of, at, n, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, VALUES: gl.constexpr,
+    ENDS: gl.constexpr,
+):  # fmt: skip
+    """The n-th value head that has tokens; after the last of a pair, dq and dk."""
+    tiles, barriers, _ = shared
+    d_q, d_k, d_v = of
+    slot = n % 2
+    if VALUES:
+        mbarrier.wait(barriers.has_values.index(slot), (n // 2) & 1)
+        x = tiles.d_errors.index(slot)
+        store(d_v, at.token, at.value_head * V, at.left, x, ENDS)
+        tma.store_wait(0)
+        mbarrier.arrive(barriers.empty.index(slot))
+    if n % GROUP == GROUP - 1:
+        mbarrier.wait(barriers.has_keys.index(0), (n // GROUP) & 1)
+        store(d_q, at.token, at.head * K, at.left, tiles.q, ENDS)
+        store(d_k, at.token, at.head * K, at.left, tiles.k, ENDS)
+        tma.store_wait(0)
+        mbarrier.arrive(barriers.empty_k.index(0))
 
 
 @gluon.jit

@@ -32,11 +32,11 @@ from deltarule.ops.delta_rule.gluon.gradient_memory import (
     OF_KEYS,
     OF_QUERIES,
     OF_WRITES,
+    PLACES,
     QUERY,
     QUERY_NORM,
     READS,
     RESTS,
-    TOKENS,
     WHOLES,
     WRITES,
     Barriers,
@@ -44,6 +44,7 @@ from deltarule.ops.delta_rule.gluon.gradient_memory import (
     halves,
     new_tiles,
     pair_of,
+    pairs_there,
 )
 from deltarule.ops.delta_rule.gluon.gradient_movers import load_role, store_role
 from deltarule.ops.delta_rule.gluon.memory import (
@@ -72,49 +73,63 @@ def factor_role(
     UNIT: gl.constexpr, ENDS: gl.constexpr,
 ):  # fmt: skip
     """One warp: the factors of the rows of every value head."""
+    _, _, work = shared
+    done = 0
+    for n in range(work.count * GROUP):
+        at = pair_of(n, work, GROUP, ENDS)
+        if at.left > 0:
+            leave_factors(shared, scalings, norms, scale, at, done, GROUP, TIED, DECAY, UNIT, ENDS)
+            done += 1
+
+
+@gluon.jit
+def leave_factors(
+    shared, scalings, norms, scale, at, n, GROUP: gl.constexpr, TIED: gl.constexpr,
+    DECAY: gl.constexpr, UNIT: gl.constexpr, ENDS: gl.constexpr,
+):  # fmt: skip
+    """Those of the n-th value head that has tokens."""
     tiles, barriers, work = shared
     LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     o_t = gl.arange(0, CHUNK, LAYOUT)
     one = gl.zeros([CHUNK], gl.float32, LAYOUT) + 1.0
-    for n in range(work.count * GROUP):
-        slot, phase = n % 2, (n // 2) & 1
-        at = pair_of(n, work, GROUP, ENDS)
-        if TIED or DECAY:
-            scaling = scalings + at.slot.to(gl.int64) * (SCALINGS * CHUNK) + o_t
-        beta, query, key = one, one * scale, one
-        if TIED:
-            beta = load_factor(scaling + SCALING_BETA * CHUNK, o_t, at.left, 0.0, ENDS)
-        if UNIT:
-            norm = norms + ((at.token + o_t) * work.heads + at.head) * 2
-            query_norm = load_factor(norm, o_t, at.left, 0.0, ENDS)
-            key = load_factor(norm + 1, o_t, at.left, 0.0, ENDS)
-            query *= query_norm
-        reads, erases, writes = query, key, key
-        if DECAY:
-            reads = load_factor(scaling + SCALING_READ * CHUNK, o_t, at.left, 0.0, ENDS)
-            erases = load_factor(scaling + SCALING_ERASE * CHUNK, o_t, at.left, 0.0, ENDS)
-            writes = load_factor(scaling + SCALING_WRITE * CHUNK, o_t, at.left, 0.0, ENDS)
-            # After the end nothing is left of any token before, and no power is infinite.
-            whole = load_factor(scaling + SCALING_WHOLE * CHUNK, o_t, at.left, LONG_AFTER, ENDS)
-            rest = load_factor(scaling + SCALING_REST * CHUNK, o_t, at.left, 0.0, ENDS)
-        mbarrier.wait(barriers.empty.index(slot), phase ^ 1)
-        row = slot * FACTORS
-        tiles.factors.index(row + READS).store(reads)
-        tiles.factors.index(row + ERASES).store(-erases * beta)
-        tiles.factors.index(row + WRITES).store(writes * beta)
-        tiles.factors.index(row + QUERY).store(query)
-        tiles.factors.index(row + KEY).store(key * beta)
-        tiles.factors.index(row + BETAS).store(beta)
-        if UNIT:
-            tiles.factors.index(row + QUERY_NORM).store(query_norm * query_norm)
-            tiles.factors.index(row + KEY_NORM).store(key * key)
-        if DECAY:
-            tiles.factors.index(row + WHOLES).store(whole)
-            tiles.factors.index(row + RESTS).store(rest)
-        if ENDS == "packed":
-            token = gl.where(o_t < at.left, at.token + o_t, -1)
-            tiles.factors.index(row + TOKENS).store(token.to(gl.float32, bitcast=True))
-        mbarrier.arrive(barriers.full.index(slot))
+    slot, phase = n % 2, (n // 2) & 1
+    if TIED or DECAY:
+        scaling = scalings + at.slot.to(gl.int64) * (SCALINGS * CHUNK) + o_t
+    beta, query, key = one, one * scale, one
+    if TIED:
+        beta = load_factor(scaling + SCALING_BETA * CHUNK, o_t, at.left, 0.0, ENDS)
+    if UNIT:
+        norm = norms + ((at.token + o_t) * work.heads + at.head) * 2
+        query_norm = load_factor(norm, o_t, at.left, 0.0, ENDS)
+        key = load_factor(norm + 1, o_t, at.left, 0.0, ENDS)
+        query *= query_norm
+    reads, erases, writes = query, key, key
+    if DECAY:
+        reads = load_factor(scaling + SCALING_READ * CHUNK, o_t, at.left, 0.0, ENDS)
+        erases = load_factor(scaling + SCALING_ERASE * CHUNK, o_t, at.left, 0.0, ENDS)
+        writes = load_factor(scaling + SCALING_WRITE * CHUNK, o_t, at.left, 0.0, ENDS)
+        # After the end nothing is left of any token before, and no power is infinite.
+        whole = load_factor(scaling + SCALING_WHOLE * CHUNK, o_t, at.left, LONG_AFTER, ENDS)
+        rest = load_factor(scaling + SCALING_REST * CHUNK, o_t, at.left, 0.0, ENDS)
+    mbarrier.wait(barriers.empty.index(slot), phase ^ 1)
+    row = slot * FACTORS
+    tiles.factors.index(row + READS).store(reads)
+    tiles.factors.index(row + ERASES).store(-erases * beta)
+    tiles.factors.index(row + WRITES).store(writes * beta)
+    tiles.factors.index(row + QUERY).store(query)
+    tiles.factors.index(row + KEY).store(key * beta)
+    tiles.factors.index(row + BETAS).store(beta)
+    if UNIT:
+        tiles.factors.index(row + QUERY_NORM).store(query_norm * query_norm)
+        tiles.factors.index(row + KEY_NORM).store(key * key)
+    if DECAY:
+        tiles.factors.index(row + WHOLES).store(whole)
+        tiles.factors.index(row + RESTS).store(rest)
+    if ENDS == "packed":
+        place = (at.token + o_t) * (work.heads * GROUP) + at.value_head
+        place = gl.where(o_t < at.left, place, -1)
+        tiles.factors.index(row + PLACES).store(place.to(gl.float32, bitcast=True))
+    mbarrier.arrive(barriers.full.index(slot))
 
 
 @gluon.jit
@@ -130,31 +145,39 @@ def load_factor(x, row, rows, other: gl.constexpr, ENDS: gl.constexpr):
 @gluon.jit
 def decay_role(shared, of, GROUP: gl.constexpr, DECAY: gl.constexpr, ENDS: gl.constexpr):
     """One warp: dlog_decay, of rows from a token on, of rows before it, and of what S held."""
+    _, _, work = shared
+    if DECAY:
+        done = 0
+        for n in range(work.count * GROUP):
+            at = pair_of(n, work, GROUP, ENDS)
+            if at.left > 0:
+                leave_decay_gradients(shared, of, at, done, GROUP, ENDS)
+                done += 1
+
+
+@gluon.jit
+def leave_decay_gradients(shared, of, at, n, GROUP: gl.constexpr, ENDS: gl.constexpr):
+    """That of the n-th value head that has tokens."""
     tiles, barriers, work = shared
     LINE: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     o_t = gl.arange(0, CHUNK, LINE)
-    if DECAY:
-        log_decay, d_log_decay, chunk_decay, T, s_batch, s_token, s_head = of
-        for n in range(work.count * GROUP):
-            at = pair_of(n, work, GROUP, ENDS)
-            row = (at.token // T).to(gl.int64) * s_batch + at.value_head * s_head
-            g = load_factor(
-                log_decay + row + (at.token % T + o_t) * s_token, o_t, at.left, 0.0, ENDS
-            )
-            whole = gl.load(chunk_decay + at.slot)
-            mbarrier.wait(barriers.has_sums.index(0), n & 1)
-            later = sum_of_row(tiles, OF_QUERIES, LINE) + sum_of_row(tiles, OF_KEYS, LINE)
-            before = sum_of_row(tiles, OF_WRITES, LINE)
-            held = whole * gl.sum(sum_of_row(tiles, OF_HELD, LINE), 0)
-            mbarrier.arrive(barriers.took_sums.index(0))
-            x = gl.associative_scan(later, 0, add, reverse=True) + held
-            x += gl.associative_scan(before, 0, add) - before
-            address = d_log_decay + (at.token + o_t) * (work.heads * GROUP) + at.value_head
-            x = gl.where(g < RESET, 0.0, x)
-            if ENDS == "whole":
-                gl.store(address, x)
-            else:
-                gl.store(address, x, mask=o_t < at.left)
+    log_decay, d_log_decay, chunk_decay, T, s_batch, s_token, s_head = of
+    row = (at.token // T).to(gl.int64) * s_batch + at.value_head * s_head
+    g = load_factor(log_decay + row + (at.token % T + o_t) * s_token, o_t, at.left, 0.0, ENDS)
+    whole = gl.load(chunk_decay + at.slot)
+    mbarrier.wait(barriers.has_sums.index(0), n & 1)
+    later = sum_of_row(tiles, OF_QUERIES, LINE) + sum_of_row(tiles, OF_KEYS, LINE)
+    before = sum_of_row(tiles, OF_WRITES, LINE)
+    held = whole * gl.sum(sum_of_row(tiles, OF_HELD, LINE), 0)
+    mbarrier.arrive(barriers.took_sums.index(0))
+    x = gl.associative_scan(later, 0, add, reverse=True) + held
+    x += gl.associative_scan(before, 0, add) - before
+    address = d_log_decay + (at.token + o_t) * (work.heads * GROUP) + at.value_head
+    x = gl.where(g < RESET, 0.0, x)
+    if ENDS == "whole":
+        gl.store(address, x)
+    else:
+        gl.store(address, x, mask=o_t < at.left)
 
 
 @gluon.jit
@@ -243,13 +266,13 @@ def store_beta_gradient(d_beta, tiles, row, at, value_heads, x, ENDS: gl.constex
     o_r, o_h = gl.arange(0, CHUNK, ROW)[:, None], gl.arange(0, 2, HALF)[None, :]
     there = o_r // (CHUNK // 2) == o_h
     if ENDS == "packed":
-        token = tiles.factors.index(row + TOKENS).load(ROW).to(gl.int32, bitcast=True)[:, None]
-        there = there & (token >= 0)
+        place = tiles.factors.index(row + PLACES).load(ROW).to(gl.int32, bitcast=True)[:, None]
+        there = there & (place >= 0)
     else:
-        token = at.token + o_r
+        place = (at.token + o_r) * value_heads + at.value_head
         if ENDS == "ragged":
             there = there & (o_r < at.left)
-    gl.store(d_beta + token * value_heads + at.value_head + o_h * 0, x, mask=there)
+    gl.store(d_beta + place + o_h * 0, x, mask=there)
 
 
 @gluon.jit
@@ -273,8 +296,11 @@ def compute_role(
     tiles, barriers, work = shared
     ACROSS: gl.constexpr = halves(K)
     keys = gl.zeros([CHUNK, K], gl.float32, ACROSS)
+    count = work.count
+    if ENDS == "packed":
+        count = pairs_there(work)
     # Not one loop over all value heads: where it sets sums back to zero, ptxas 12.8 dies of it.
-    for pair in range(work.count):
+    for pair in range(count):
         d_q, d_k = keys, keys
         q_norm = gl.zeros([CHUNK, 1], gl.float32, ACROSS)
         k_norm = q_norm
