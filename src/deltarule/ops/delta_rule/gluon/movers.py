@@ -70,18 +70,12 @@ def load_role(
                     v_rows + part * VALUES, value_heads * (PARTS * VALUES), rows,
                     tiles.v.index(slot * PARTS + part), CHUNK, VALUES,
                 )  # fmt: skip
-            finish_rows()
+            async_copy.commit_group()
+            async_copy.wait_group(0)
+            fence_async_shared()
             mbarrier.arrive(barriers.full.index(slot))
             if NORMS:
                 mbarrier.arrive(barriers.normed.index(slot))
-
-
-@gluon.jit
-def finish_rows():
-    """Until what load_rows has asked for is there."""
-    async_copy.commit_group()
-    async_copy.wait_group(0)
-    fence_async_shared()
 
 
 @gluon.jit
@@ -132,20 +126,16 @@ def store_role(
                 mbarrier.wait(barriers.written.index(part), (whole & 1) ^ LATER)
                 store_rows(
                     o_rows + part * VALUES, value_heads * (PARTS * VALUES), left,
-                    tiles.o.index(part), QUERIES, VALUES,
+                    tiles.o.index(part), QUERIES,
                 )  # fmt: skip
 
 
 @gluon.jit
-def store_rows(x, stride, rows, tile, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """The first rows of a tile to x, eight at a time, of 64 columns: a warp has few registers."""
+def store_rows(x, stride, rows, tile, ROWS: gl.constexpr):
+    """The first rows of a tile of 64 columns to x, eight at a time: a warp has few registers."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     o_r = gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))[:, None]
     o_c = gl.arange(0, VALUES, gl.SliceLayout(0, LAYOUT))[None, :]
     for first in gl.static_range(0, ROWS, 8):
-        for column in gl.static_range(0, COLUMNS, VALUES):
-            eight = tile.slice(first, 8)
-            if COLUMNS > VALUES:
-                eight = eight.slice(column, VALUES, dim=1)
-            eight = eight.load(LAYOUT)
-            gl.store(x + column + ((first + o_r) * stride + o_c), eight, mask=first + o_r < rows)
+        eight = tile.slice(first, 8).load(LAYOUT)
+        gl.store(x + ((first + o_r) * stride + o_c), eight, mask=first + o_r < rows)
