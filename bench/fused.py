@@ -45,12 +45,12 @@ CASES: dict[str, tuple[Any, ...]] = {
 @contextlib.contextmanager
 def variant(name: str) -> Iterator[None]:
     """Have calls take "triton", "fused" or what is "chosen"; afterwards all is as it was."""
-    from deltarule.ops.delta_rule.gluon import gradient_stage, stage
+    from deltarule.ops.delta_rule.gluon import stage
 
     on = name == "fused"
     settings = [
         (stage, "fills", lambda inputs, processors: on), (stage, "TRAINING", on),
-        (stage, "STEPS_TIMED", 2), (stage, "SHARED", on), (gradient_stage, "LEAST_TOKENS", 0),
+        (stage, "STEPS_TIMED", 2), (stage, "SHARED", on),
     ]  # fmt: skip
     settings = [] if name == "chosen" else settings
     # Another tree, whose kernels lack a variant, may lack its constant, too.

@@ -100,14 +100,12 @@ def dense(of: Configuration, tokens: int) -> Inputs:
 
 def fused(inputs: Inputs) -> None:
     """Both through the kernels in Gluon, where they run, however small the call."""
-    least = gradient_stage.LEAST_PAIRS, gradient_stage.LEAST_TOKENS
-    before = stage.fills, stage.TRAINING
-    gradient_stage.LEAST_PAIRS = gradient_stage.LEAST_TOKENS = 0
-    stage.fills, stage.TRAINING = (lambda inputs, processors: True), True
+    before = stage.fills, gradient_stage.LEAST_PAIRS, stage.TRAINING
+    stage.fills, gradient_stage.LEAST_PAIRS = (lambda inputs, processors: True), 0
+    stage.TRAINING = True
     forget_calls()
     both(inputs)
-    gradient_stage.LEAST_PAIRS, gradient_stage.LEAST_TOKENS = least
-    stage.fills, stage.TRAINING = before
+    stage.fills, gradient_stage.LEAST_PAIRS, stage.TRAINING = before
     forget_calls()
 
 

@@ -383,17 +383,6 @@ def test_windows_have_the_bits_of_the_whole(erase) -> None:
         assert torch.equal(x, expected[name]), name
 
 
-@pytest.mark.parametrize(
-    ("sizes", "taken"),
-    [({"tokens": 64}, True), ({"tokens": 65}, False), ({"tokens": 100}, True),
-     ({"lengths": (199, 1)}, True), ({"lengths": (190, 5, 4)}, False)],
-)  # fmt: skip
-def test_short_sequences_are_taken_where_all_their_chunks_are_whole(sizes, taken, monkeypatch):
-    monkeypatch.setattr(gradient_stage, "LEAST_TOKENS", 100)
-    inputs = inputs_of(case_of("head", "tied", **({"tokens": 199} | sizes)))
-    assert gradient_stage.are_long(Call(inputs, new_plan(inputs))) == taken
-
-
 @pytest.mark.parametrize(("normalize", "own"), [(False, False), (True, False), (True, True)])
 def test_of_a_ragged_chunk_the_forward_saves_what_is_there(normalize, own, monkeypatch) -> None:
     monkeypatch.setattr(stage, "OWN_NORMS_THAT_SAVE", own)

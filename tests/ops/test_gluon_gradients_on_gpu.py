@@ -32,7 +32,6 @@ def always(monkeypatch) -> Iterator[None]:
     monkeypatch.setattr(stage, "fills", lambda inputs, processors: True)
     monkeypatch.setattr(gradient_stage, "LEAST_PAIRS", 0)
     monkeypatch.setattr(stage, "TRAINING", True)
-    monkeypatch.setattr(gradient_stage, "LEAST_TOKENS", 0)
     forget_calls()
     yield
     forget_calls()
