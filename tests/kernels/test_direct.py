@@ -455,12 +455,13 @@ def test_direct_launches_equal_tritons_own_bitwise(decay: str, tokens: int, monk
 def test_a_tile_of_four_axes_has_the_rows_up_to_an_end() -> None:
     width, row, rows, column = 256, 37, 5, 128
     x = torch.empty(100, width, dtype=torch.bfloat16)
-    sizes, strides = tensor_maps.extent(x, width, [1, 1, 64, 64])
+    found = tensor_maps.described(x, width, [1, 1, 64, 64])
+    sizes, strides = found.shape, found.strides
     at = tensor_maps.FAR, row + rows, tensor_maps.FAR - rows, column
     start = 2 * sum(place * stride for place, stride in zip(at, strides, strict=True))
     assert start % 2**64 == 2 * (row * width + column)
     assert [i for i in range(64) if at[2] + i < sizes[2]] == list(range(rows))
     assert strides[2:] == [width, 1]
-    # The copy engine takes places and sizes of 32 bits, strides of 40 bits that are multiples of 16.
+    # The copy engine takes places and sizes of 32 bits, and strides of 40 that 16 divides.
     assert all(place < size < 2**31 for place, size in zip(at, sizes, strict=True))
     assert all(2 * stride < 2**40 and 2 * stride % 16 == 0 for stride in strides[:-1])

@@ -331,16 +331,18 @@ def test_so_it_is_for_states_of_128_by_128() -> None:
 @pytest.mark.parametrize(
     ("erase", "size", "value_heads"), [("none", 128, 1), ("tied", 128, 1), ("tied", 64, 2)]
 )
-@pytest.mark.parametrize("save", [True, False])
+@pytest.mark.parametrize("states", ["saved", "again", "window after window"])
 @pytest.mark.parametrize("segment", [0, 2])
 def test_a_whole_backward_finds_what_the_scan_back_left(
-    erase, size, value_heads, save, segment, monkeypatch
+    erase, size, value_heads, states, segment, monkeypatch
 ) -> None:
     monkeypatch.setattr(plan, "chunks_per_segment", lambda *shapes: segment)
+    of_windows, parts = triton_windows.cut_into, 2 if states == "window after window" else 1
+    monkeypatch.setattr(triton_windows, "windows_of", lambda call: of_windows(call, parts))
     # Triton's interpreter has no arithmetic in bfloat16.
     sizes = {"heads": 1, "value_heads": value_heads, "key_size": size, "value_size": size}
     case = case_of("head", erase, batch=2, tokens=256, **sizes).to(torch.float16)
-    compare_backward(case, save, monkeypatch)
+    compare_backward(case, states == "saved", monkeypatch)
 
 
 @interpreted_by_triton

@@ -50,25 +50,19 @@ class Fetched(NamedTuple):
         return made
 
 
-def described(x: Tensor, width: int, tile: list[int]) -> TensorDescriptor:
-    """x as a matrix of `width` columns, in tiles that the copy engine fetches."""
-    return TensorDescriptor(x, *extent(x, width, tile), tile)
-
-
 # Of a tile [1, 1, rows, columns] the copy engine moves the first n rows alone, from row r on: those
 # after them count as zero, and are not written. It leaves out what lies outside of a tensor; so row
 # r is row FAR - n of a tensor of FAR rows, and two further axes bring its start back to where x is:
 #     FAR (2^34 - width) + (r + n) width + (FAR - n) width = 2^64 + r width    elements
 # and addresses are taken modulo 2^64. (triton/tools/ragged_tma.py has the same.)
-FAR = 2**30
-WIDE = 2**31 - 2**16
+FAR, WIDE = 2**30, 2**31 - 2**16
 
 
-def extent(x: Tensor, width: int, tile: list[int]) -> tuple[list[int], list[int]]:
-    """Sizes and strides of the matrix as the copy engine knows it."""
+def described(x: Tensor, width: int, tile: list[int]) -> TensorDescriptor:
+    """x as a matrix of `width` columns, in tiles that the copy engine fetches."""
     if len(tile) == 2:
-        return [x.numel() // width, width], [width, 1]
-    return [WIDE, WIDE, FAR, width], [2**34 - width, width, width, 1]
+        return TensorDescriptor(x, [x.numel() // width, width], [width, 1], tile)
+    return TensorDescriptor(x, [WIDE, WIDE, FAR, width], [2**34 - width, width, width, 1], tile)
 
 
 def with_maps(

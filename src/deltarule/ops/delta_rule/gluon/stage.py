@@ -20,7 +20,7 @@ from deltarule.ops.delta_rule.triton.plan import Call, Plan, make_plan, multipro
 from deltarule.ops.delta_rule.triton.tile_sizes import architecture
 from deltarule.ops.dispatch import constant_when_compiled
 from deltarule.ops.runtime.launch import Launch
-from deltarule.ops.runtime.tensor_maps import extent
+from deltarule.ops.runtime.tensor_maps import described
 
 HOPPER = 90
 # Nobody has run them there: only impl="gluon" asks for them.
@@ -179,9 +179,8 @@ class FusedLaunch(Launch):
         """The arguments as Gluon takes them."""
         given = list(arguments)
         for place, width, tile in self.tiles:
-            x = given[place]
-            of = extent(x, width, tile)
-            given[place] = TensorDescriptor(x, *of, tile, square(len(tile)))
+            x = described(given[place], width, tile)
+            given[place] = TensorDescriptor(x.base, x.shape, x.strides, tile, square(len(tile)))
         return given
 
 

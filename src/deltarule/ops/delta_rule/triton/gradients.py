@@ -347,10 +347,8 @@ def own_buffers(call: Call, slots: int, again: bool) -> dict[str, Tensor]:
 
 def lent(call: Call) -> tuple[str, ...]:
     """What lies in the memory of the gradients until these are written over it."""
-    if call.plan.per_segment or (fused := fused_gradients(call)) is None:
-        return ()
-    found: tuple[str, ...] = call.once(fused.lent)
-    return found
+    whole = not call.plan.per_segment and (fused := fused_gradients(call)) is not None
+    return call.once(fused.lent) if whole else ()
 
 
 def room_in_gradients(call: Call) -> dict[str, Tensor]:

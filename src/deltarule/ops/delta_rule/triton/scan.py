@@ -252,9 +252,8 @@ def next_state_backward_kernel(
 ):  # fmt: skip
     """d_states [M, HV, V, K] and d_errors [M, HV, BT, V] hold D at the chunks' ends, and X.
 
-    d_v takes the gradient by v, or X where that has no other room; with a free erase d_values
-    [M, HV, BT, V] does. D may go where BT rows of d_q and then of d_k will. Nothing is stored where
-    there is no room for it.
+    d_v takes the gradient by v (with a free erase d_values [M, HV, BT, V] does) or, without
+    d_errors, X; D may go where BT rows of d_q and then of d_k will. Nothing is stored without room.
     """
     x = Streams(scores, value_scores, corrections, from_values, scalings, readings, scale)
     i_v, i_h, i_s = place_of((S.V + S.BV - 1) // S.BV, S.HV)
@@ -302,14 +301,12 @@ def next_state_backward_kernel(
             b_x = tl.dot(b_low_x, b_n, acc=b_x, input_precision=S.PRECISION)
         if d_errors is not None:
             tl.store(d_errors + p_x, b_x.to(dtype), mask=m_v)
-        b_dv = b_x
+        b_lent = b_x
         if S.ERASE == "tied":
             b_x *= b_beta
-        if d_errors is not None:
-            b_dv = b_x
         if d_v is not None:
-            row = i_t * S.N_STEPS
-            store_output(d_v, b_dv.to(dtype), row, i_h, i_v, o_r, o_v, m_r, m_v, S)
+            row, b_dv = i_t * S.N_STEPS, (b_lent if d_errors is None else b_x).to(dtype)
+            store_output(d_v, b_dv, row, i_h, i_v, o_r, o_v, m_r, m_v, S)
         if d_values is not None:
             b_k = load_slot(k, i_slot, o_r, o_k, S.BT, S.K, S)
             b_dv = value_gradients(b_low, b_do, b_x.to(dtype), b_k, x, i_slot, o_i, o_r, S)
@@ -397,8 +394,7 @@ def scan_back(
 ) -> None:
     """Launch `next_state_backward_kernel`: from the gradients at `d_end` to those at `d_start`.
 
-    D at the chunks' ends, X and dv (`d_values` of a free erase) go where `own` has room; without
-    room of their own, D to dq and dk and X to dv, where `own` has these.
+    D at the chunks' ends, X and dv (`d_values` of a free erase) go where `own` has room.
     """
     config = call.once(scan_config, "next_state_backward", ends)
     _, heads, value_size, _ = call.inputs.state_shape
