@@ -50,11 +50,10 @@ class Fetched(NamedTuple):
         return made
 
 
-# Of a tile [1, 1, rows, columns] the copy engine moves the first n rows alone, from row r on: those
-# after them count as zero, and are not written. It leaves out what lies outside of a tensor; so row
-# r is row FAR - n of a tensor of FAR rows, and two further axes bring its start back to where x is:
+# Of a tile [1, 1, rows, columns] the copy engine moves n rows from row r on; others count as zero
+# and are not written. They lie outside of a tensor of FAR rows, of which row r is row FAR - n; two
+# more axes bring its start back to x, modulo 2^64 as addresses are (triton/tools/ragged_tma.py):
 #     FAR (2^34 - width) + (r + n) width + (FAR - n) width = 2^64 + r width    elements
-# and addresses are taken modulo 2^64. (triton/tools/ragged_tma.py has the same.)
 FAR, WIDE = 2**30, 2**31 - 2**16
 
 
