@@ -23,9 +23,15 @@ from deltarule.ops.delta_rule.triton import passes
 from deltarule.ops.delta_rule.triton import plan as launch
 from deltarule.ops.delta_rule.triton.plan import Call, Plan
 from deltarule.ops.dispatch import Implementation, always, call_key, forget_calls, recordings
+from deltarule.ops.fused import gates, gates_triton, norms_triton, short_conv_triton, swiglu_triton
+from deltarule.ops.fused.gated_norm import GatedNorm
+from deltarule.ops.fused.residual_norm import ResidualNorm
+from deltarule.ops.fused.short_conv import ShortConv
+from deltarule.ops.fused.swiglu import GatedProduct
 from deltarule.ops.operators import Operator
 from deltarule.ops.runtime import launch as direct
 from deltarule.ops.runtime import named, replay, tensor_maps
+from deltarule.ops.runtime.chained import CHAIN
 from deltarule.ops.runtime.launch import Launch
 
 # Above any number that a launch is given besides addresses.
@@ -369,6 +375,92 @@ def test_nor_is_what_takes_much_room(runs, monkeypatch) -> None:
     for _ in range(3):
         passes.replayed(toy, call(8), False)
     assert known() == []
+
+
+def rows(*shape: int) -> torch.Tensor:
+    return torch.randn(1, 16, *shape)
+
+
+def columns(size: int) -> torch.Tensor:
+    """Part of a wider product, from a multiple of 16 bytes on."""
+    return rows(3 * size)[..., size : 2 * size]
+
+
+def maps() -> dict[str, tuple[object, ...]]:
+    """What launches, its inputs and what else it is given."""
+    conv = ShortConv(
+        columns(16), torch.randn(16, 4), torch.randn(1, 3, 16), None, None, None, True, 0
+    )
+    norm = GatedNorm(rows(2, 16), columns(32).unflatten(-1, (2, 16)), rows(16)[0, 0], 1e-5, "silu")
+    total = ResidualNorm(rows(32), rows(32), rows(32)[0, 0], 1e-5)
+    decay = gates.LogDecay(rows(4), torch.randn(4), torch.randn(4), False)
+    strength, both = gates.WriteStrength(columns(4), 2.0), GatedProduct(*rows(32)[0].split(16, -1))
+    h = rows(16)[0]
+    packed = conv._replace(
+        cu_seqlens=torch.tensor([0, 7, 16]),
+        sequence=torch.arange(16),
+        history=torch.randn(2, 3, 16),
+    )
+    return {
+        "convolution": (short_conv_triton.short_conv, conv),
+        "convolution, packed": (short_conv_triton.short_conv, packed),
+        "convolution back": (short_conv_triton.short_conv_gradients, conv, rows(16), None, False),
+        "its history": (
+            short_conv_triton.short_conv_gradients, conv, rows(16), torch.randn(1, 3, 16), True
+        ),
+        "norm": (norms_triton.gated_norm, norm),
+        "norm without a gate": (norms_triton.gated_norm, norm._replace(gate=None)),
+        "norm back": (norms_triton.gated_norm_gradients, norm, rows(2, 16)),
+        "norm of a sum": (norms_triton.residual_norm, total),
+        "its gradients": (
+            norms_triton.residual_norm_gradients, total._replace(x=None, y=None), None, rows(32),
+            rows(32),
+        ),
+        "decay": (gates_triton.log_decay, decay),
+        "decay and step": (gates_triton.log_decay, decay._replace(step=True)),
+        "decay back": (gates_triton.log_decay_gradients, decay, rows(4), None),
+        "write strength": (gates_triton.write_strength, strength, None),
+        "write strength back": (gates_triton.write_strength, strength, rows(4)),
+        "SwiGLU": (swiglu_triton.swiglu_rows, both),
+        "SwiGLU back": (swiglu_triton.swiglu_gradients, both, h, None, False),
+        "SwiGLU back, product in its place": (swiglu_triton.swiglu_gradients, both, h, h, True),
+    }  # fmt: skip
+
+
+@pytest.mark.usefixtures("held")
+@pytest.mark.parametrize("name", maps())
+def test_a_fused_map_is_repeated_as_it_launches(name: str, runs, monkeypatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    for _ in range(2):
+        run, *given = maps()[name]
+        run(*given)
+    assert len(known()) == 1
+    run, *given = maps()[name]
+    tensors = [x for x in (*given[0], *given[1:]) if isinstance(x, torch.Tensor)]
+    runs.seen.clear()
+    expected = run.__wrapped__(*given)
+    launches = list(runs.seen)
+    assert launches
+    runs.seen.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(Launch, "launch", None)
+        found = run(*given)
+    assert renamed(runs.seen, tensors) == renamed(launches, tensors)
+    alike = lambda x: (x.shape, x.stride(), x.dtype)  # noqa: E731
+    assert [*map(alike, found)] == [*map(alike, expected)]
+
+
+def test_a_chain_of_launches_is_another_kind(runs, monkeypatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    run, norm = maps()["norm"]
+    for _ in range(3):
+        run(norm)
+    monkeypatch.setattr(replay.Recording, "launched", None)
+    token = CHAIN.set(True)
+    run(norm)
+    CHAIN.reset(token)
+    with pytest.raises(TypeError):
+        run(norm)
 
 
 class Other(torch.Tensor):

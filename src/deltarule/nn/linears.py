@@ -6,7 +6,8 @@ Autograd alone would write each dy_i W_i and then add them: three passes over dx
 """
 
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -208,14 +209,13 @@ class Linears(torch.autograd.Function):
         """[..., O] for each weight [O, I]."""
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, *weights)
+        ctx.groups = groups_of(tuple([weight.shape for weight in weights]), SMALL)
         found: dict[int, Tensor] = {}
         with without_autocast(x.device):
-            for group in groups_of(weights):
-                y = F.linear(x, end_to_end([weights[i] for i in group]))
-                sizes = [len(weights[i]) for i in group]
-                parts = y.split([*sizes, y.shape[-1] - sum(sizes)], dim=-1)
-                found.update(zip(group, parts, strict=False))
-        return tuple(found[i] for i in range(len(weights)))
+            for group in ctx.groups:
+                y = F.linear(x, end_to_end(weights, group))
+                found.update(zip(group.places, group.parts(y, -1), strict=True))
+        return tuple([found[i] for i in range(len(weights))])
 
     @staticmethod
     @once_differentiable
@@ -225,54 +225,80 @@ class Linears(torch.autograd.Function):
         wants_x, *wanted = ctx.needs_input_grad
         rows, total = x.flatten(0, -2), None
         d_weights: list[Tensor | None] = [None] * len(weights)
-        for group in groups_of(weights):
-            given, own = [d_outputs[i] for i in group], [weights[i] for i in group]
+        for group in ctx.groups:
+            given = [d_outputs[i] for i in group.places]
             if all(d_y is None for d_y in given):
                 continue
-            d_rows = side_by_side(given, own, rows)
+            d_rows = side_by_side(given, group, rows)
             if wants_x:
-                whole = end_to_end(own)
+                whole = end_to_end(weights, group)
                 total = d_rows @ whole if total is None else total.addmm_(d_rows, whole)
-            if any(wanted[i] for i in group):
-                parts = (d_rows.mT @ rows).split([*map(len, own), d_rows.shape[1] - rows_of(own)])
-                for i, part in zip(group, parts, strict=False):
+            if any(wanted[i] for i in group.places):
+                parts = group.parts(d_rows.mT @ rows, 0)
+                for i, part in zip(group.places, parts, strict=True):
                     d_weights[i] = part if wanted[i] and d_outputs[i] is not None else None
         return None if total is None else total.view(x.shape), *d_weights
 
 
-def groups_of(weights: Sequence[Tensor]) -> list[list[int]]:
-    """Places of the weights that share a product: the small ones, which alone fill no GPU."""
-    small = [i for i, weight in enumerate(weights) if weight.numel() <= SMALL]
-    large = [[i] for i, weight in enumerate(weights) if weight.numel() > SMALL]
-    return [small, *large] if small else large
+class Group(NamedTuple):
+    """Weights that share a product: their places, and how many outputs each has and lacks.
+
+    Several weights are each filled up to a multiple of EVEN outputs: kernels that read a part of
+    the product find it where 16 bytes begin, as a launch past Triton's search asks for it.
+    """
+
+    places: list[int]
+    sizes: list[int]
+    lacking: list[int]
+
+    @classmethod
+    def of(cls, shapes: Sequence[torch.Size], places: list[int]) -> "Group":
+        """A weight alone is left as it is."""
+        sizes = [shapes[i][0] for i in places]
+        return cls(places, sizes, [-size % EVEN if len(sizes) > 1 else 0 for size in sizes])
+
+    def parts(self, product: Tensor, dim: int) -> list[Tensor]:
+        """What belongs to each weight, without what fills it up."""
+        pairs = zip(self.sizes, self.lacking, strict=True)
+        return list(product.split([size for pair in pairs for size in pair], dim)[::2])
+
+    def filled(self, given: Sequence[Tensor], dim: int) -> Tensor:
+        """The inverse: one matrix of what belongs to each, and zeros."""
+        if not any(self.lacking):
+            return torch.cat(list(given), dim)
+        shape = list(given[0].shape)
+        shape[dim] = max(self.lacking)
+        zeros = given[0].new_zeros(shape)
+        pairs = zip(given, self.lacking, strict=True)
+        return torch.cat([x for y, lacks in pairs for x in (y, zeros.narrow(dim, 0, lacks))], dim)
 
 
-def rows_of(weights: Sequence[Tensor]) -> int:
-    """Outputs of all weights."""
-    return sum(map(len, weights))
+@lru_cache(256)
+def groups_of(shapes: tuple[torch.Size, ...], most: int) -> list[Group]:
+    """Weights of at most so many numbers, which alone fill no GPU, and each other on its own."""
+    small = [i for i, shape in enumerate(shapes) if shape.numel() <= most]
+    large = [[i] for i, shape in enumerate(shapes) if shape.numel() > most]
+    return [Group.of(shapes, places) for places in ([small, *large] if small else large)]
 
 
-def end_to_end(weights: list[Tensor]) -> Tensor:
-    """One matrix [sum of O, I] of all weights, ended by zeros up to a multiple of EVEN."""
-    if len(weights) == 1:
-        return weights[0]
-    lacking = -rows_of(weights) % EVEN
-    return torch.cat([*weights, weights[0].new_zeros(lacking, weights[0].shape[1])])
+def end_to_end(weights: Sequence[Tensor], group: Group) -> Tensor:
+    """One matrix [sum of O, I] of the weights of a group."""
+    own = [weights[i] for i in group.places]
+    return own[0] if len(own) == 1 else group.filled(own, 0)
 
 
-def side_by_side(given: list[Tensor | None], weights: list[Tensor], rows: Tensor) -> Tensor:
-    """Gradients [rows, sum of O] by the outputs of `end_to_end`, zeros where there are none."""
+def side_by_side(given: list[Tensor | None], group: Group, rows: Tensor) -> Tensor:
+    """Gradients [rows, sum of O] by the outputs of a product, zeros where there are none."""
     first = given[0]
     if len(given) == 1 and first is not None:
         return first.flatten(0, -2)
-    lacking = -rows_of(weights) % EVEN
-    if not lacking and (whole := adjacent_columns(given)) is not None:
+    if not any(group.lacking) and (whole := adjacent_columns(given)) is not None:
         return whole
     parts = [
-        rows.new_zeros(len(rows), len(weight)) if d_y is None else d_y.flatten(0, -2)
-        for d_y, weight in zip(given, weights, strict=True)
+        rows.new_zeros(len(rows), size) if d_y is None else d_y.flatten(0, -2)
+        for d_y, size in zip(given, group.sizes, strict=True)
     ]
-    return torch.cat([*parts, rows.new_zeros(len(rows), lacking)], dim=1)
+    return group.filled(parts, 1)
 
 
 def adjacent_columns(given: list[Tensor | None]) -> Tensor | None:

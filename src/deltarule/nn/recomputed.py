@@ -36,10 +36,9 @@ class Recipe:
         self.readers = self.left = 0
 
     def makes(self, x: Tensor) -> bool:
-        """Whether x is the tensor, or all of it in another shape."""
+        """Whether x, which begins where the tensor does, is all of it, if in another shape."""
         return (
             self.x is not None
-            and x.data_ptr() == self.x.data_ptr()
             and x.dtype == self.x.dtype
             and x.numel() == self.x.numel()
             and x.is_contiguous()
@@ -51,7 +50,7 @@ class Recipe:
     def read(self) -> Tensor:
         """Compute the tensor for its first reader; the others share it."""
         if self.x is None:
-            with torch.no_grad(), torch.autocast(*self.autocast), self.surrounding():
+            with torch.no_grad(), self.as_before(), self.surrounding():
                 self.x = self.compute()
             self.left = self.readers
         x, self.left = self.x, self.left - 1
@@ -59,20 +58,26 @@ class Recipe:
             self.x = None
         return x
 
+    def as_before(self) -> AbstractContextManager[object]:
+        """The autocast of the forward, where there is any then or now."""
+        kind, _, enabled = self.autocast
+        anywhere = enabled or torch.is_autocast_enabled(kind)
+        return torch.autocast(*self.autocast) if anywhere else nullcontext()
+
 
 class Pack:
-    """What autograd calls with each tensor that is saved, whatever recipes are open."""
+    """What autograd calls with each tensor that is saved: the recipes that are open, by place."""
 
-    def __init__(self, recipes: list[Recipe]) -> None:
+    def __init__(self, recipes: dict[int, Recipe]) -> None:
         self.recipes = recipes
 
     def __call__(self, x: Tensor) -> Saved:
         """Keep a note where there is a recipe, and the tensor where there is none."""
-        for recipe in self.recipes:
-            if recipe.makes(x):
-                recipe.readers += 1
-                return recipe, x.shape
-        return x
+        recipe = self.recipes.get(x.data_ptr())
+        if recipe is None or not recipe.makes(x):
+            return x
+        recipe.readers += 1
+        return recipe, x.shape
 
 
 def unpack(saved: Saved) -> Tensor:
@@ -103,10 +108,11 @@ def recomputed(x: Tensor, compute: Callable[[], Tensor]) -> AbstractContextManag
 def remembered(x: Tensor, compute: Callable[[], Tensor]) -> Iterator[None]:
     """`recomputed` on any device."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    outer = top[0].recipes if top is not None and isinstance(top[0], Pack) else []
+    outer = top[0].recipes if top is not None and isinstance(top[0], Pack) else {}
     recipe = Recipe(x, compute)
+    pack = Pack({**outer, x.data_ptr(): recipe})
     try:
-        with torch.autograd.graph.saved_tensors_hooks(Pack([*outer, recipe]), unpack):
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
     finally:
         recipe.close()

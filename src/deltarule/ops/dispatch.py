@@ -94,6 +94,8 @@ def warn_slow(name: str, reason: str | None) -> None:
 Function = TypeVar("Function", bound=Callable[..., object])
 # Where nothing watches a call, a registered operator costs the host time, and nothing else.
 PLAIN = {Tensor, Parameter, NoneType}
+# What a call may be given besides tensors.
+NUMBERS = {NoneType, bool, int, float, str}
 
 
 def are_plain_eager(tensors: Iterable[Tensor | None]) -> bool:
@@ -123,7 +125,11 @@ def constant_when_compiled(function: Function) -> Function:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Leave dtypes alone within; meta tensors, which carry no numbers, have no autocast at all."""
-    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+    kind = device.type
+    # Mostly nothing is turned on: to turn it off would take longer than a launch.
+    if kind == "meta" or not (torch.compiler.is_compiling() or torch.is_autocast_enabled(kind)):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 # What is kept of calls for the next ones like them, under one key.
@@ -156,17 +162,18 @@ class CallKey(NamedTuple):
         return together % 16 == 0
 
 
-def call_key(tensors: Iterable[Tensor | None], *others: Hashable) -> CallKey | None:
-    """The key of a call with these tensors; None if one of them is more than a tensor."""
+def call_key(arguments: Iterable[Any], *others: Hashable) -> CallKey | None:
+    """The key of a call with these tensors and numbers; None if one is more than a tensor."""
     given, addresses = [], []
     key: list[Hashable] = [*others]
-    for x in tensors:
-        if x is None:
-            key.append(None)
-        elif type(x) is Tensor or type(x) is Parameter:
+    for x in arguments:
+        kind = type(x)
+        if kind is Tensor or kind is Parameter:
             given.append(x)
             addresses.append(x.data_ptr())
             key += x.dtype, x.shape, x.stride(), x.device
+        elif kind in NUMBERS:
+            key.append(x)
         else:
             return None
     return CallKey(tuple(key), given, addresses)

@@ -35,7 +35,7 @@ class GatedNorm(NamedTuple):
 def forward(inputs: GatedNorm) -> tuple[Tensor]:
     from deltarule.ops.fused import norms_triton as kernels
 
-    return (kernels.gated_norm(inputs),)
+    return kernels.gated_norm(inputs)
 
 
 def backward(

@@ -32,7 +32,8 @@ def decay_forward(inputs: LogDecay) -> tuple[Tensor, Tensor]:
     """One kernel for log_decay and dt."""
     from deltarule.ops.fused import gates_triton as kernels
 
-    return kernels.log_decay(inputs)
+    log_decay, *dt = kernels.log_decay(inputs)
+    return log_decay, dt[0] if dt else log_decay.new_empty(0)
 
 
 def decay_backward(
@@ -61,10 +62,10 @@ class WriteStrength(NamedTuple):
     beta_max: float
 
 
-def strength_forward(inputs: WriteStrength) -> tuple[Tensor]:
+def strength_forward(inputs: WriteStrength) -> tuple[Tensor, ...]:
     from deltarule.ops.fused import gates_triton as kernels
 
-    return (kernels.write_strength(inputs.logits, None, inputs.beta_max),)
+    return kernels.write_strength(inputs, None)
 
 
 def strength_backward(
@@ -72,7 +73,7 @@ def strength_backward(
 ) -> Gradients:
     from deltarule.ops.fused import gates_triton as kernels
 
-    return (kernels.write_strength(inputs.logits, gradients[0], inputs.beta_max),)
+    return kernels.write_strength(inputs, gradients[0])
 
 
 def strength_fake(inputs: WriteStrength) -> tuple[Tensor]:

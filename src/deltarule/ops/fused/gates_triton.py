@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltarule.ops.fused.gates import LogDecay
+from deltarule.ops.fused.gates import LogDecay, WriteStrength
 from deltarule.ops.fused_kernels import adjacent, as_rows
 from deltarule.ops.runtime.launch import Grid
 from deltarule.ops.runtime.named import launch
+from deltarule.ops.runtime.recorded import recorded
 from deltarule.ops.runtime.sizes import cdiv, power_of_2
 
 # Elements of a tile: a thread that holds several rows computes a channel's rate once for them. Most
@@ -116,43 +117,56 @@ def write_strength_kernel(
     tl.store(out + o_row, b_out.to(out.dtype.element_ty), mask=m)
 
 
-def log_decay(inputs: LogDecay) -> tuple[Tensor, Tensor]:
+@recorded
+def log_decay(inputs: LogDecay) -> tuple[Tensor, ...]:
     """log_decay like the logits in float32, and dt with `step`."""
     shape, device = inputs.logits.shape, inputs.logits.device
-    out = torch.empty(shape, device=device)
-    dt = torch.empty(shape if inputs.step else 0, device=device)
-    if out.numel():
+    made = [torch.empty(shape, device=device) for _ in range(1 + inputs.step)]
+    if made[0].numel():
         values, grid = arguments(inputs.logits, inputs.dt_bias.ndim, DECAY_TILE)
-        values |= parameters_of(inputs) | {"log_decay": out, "dt": dt, "STEP": inputs.step}
-        launch(log_decay_kernel, grid, values)
-    return out, dt
+        values |= parameters_of(inputs) | {"log_decay": made[0], "dt": made[-1]}
+        launch(log_decay_kernel, grid, values | {"STEP": inputs.step})
+    return tuple(made)
 
 
 def log_decay_backward(
     d_log_decay: Tensor | None, d_dt: Tensor | None, inputs: LogDecay
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by the logits, A_log and dt_bias."""
-    logits, A_log, dt_bias, step = inputs
+    _, A_log, dt_bias, step = inputs
+    given = (None if x is None else x.contiguous() for x in (d_log_decay, d_dt if step else None))
+    d_logits, d_rates, d_bias = log_decay_gradients(inputs, *given)
+    d_A_log = d_rates.view(len(d_rates), A_log.numel(), -1).sum((0, 2)).view(A_log.shape)
+    d_dt_bias = d_bias.sum(0).view(dt_bias.shape)
+    return d_logits, d_A_log.to(A_log.dtype), d_dt_bias.to(dt_bias.dtype)
+
+
+@recorded
+def log_decay_gradients(
+    inputs: LogDecay, d_log_decay: Tensor | None, d_dt: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient by the logits, and each program's parts of those by A_log and dt_bias."""
+    logits, _, dt_bias, _ = inputs
     values, (_, columns, _) = arguments(logits, dt_bias.ndim, TILE)
     # Few channels make few tiles: rather a program for each than one that goes through all.
     tiles = min(TILES, max(1, power_of_2(cdiv(values["rows"], values["BR"] * PROGRAMS))))
     programs = cdiv(values["rows"], values["BR"] * tiles)
     d_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    d_rates, d_bias = torch.empty(2, programs, dt_bias.numel(), device=logits.device)
+    d_rates, d_bias = (
+        torch.empty(programs, dt_bias.numel(), device=logits.device) for _ in range(2)
+    )
     if d_bias.numel():
-        given = {"d_log_decay": d_log_decay, "d_dt": d_dt if step else None}
-        given = {name: None if x is None else x.contiguous() for name, x in given.items()}
-        values |= {"DECAY": d_log_decay is not None, "STEP": given["d_dt"] is not None}
-        values |= given | parameters_of(inputs) | {"TILES": tiles}
+        values |= {"d_log_decay": d_log_decay, "DECAY": d_log_decay is not None}
+        values |= {"d_dt": d_dt, "STEP": d_dt is not None, "TILES": tiles}
         values |= {"d_logits": d_logits, "d_A_log": d_rates, "d_dt_bias": d_bias}
-        launch(log_decay_backward_kernel, (programs, columns, 1), values)
-    d_A_log = d_rates.view(programs, A_log.numel(), -1).sum((0, 2)).view(A_log.shape)
-    d_dt_bias = d_bias.sum(0).view(dt_bias.shape)
-    return d_logits, d_A_log.to(A_log.dtype), d_dt_bias.to(dt_bias.dtype)
+        launch(log_decay_backward_kernel, (programs, columns, 1), values | parameters_of(inputs))
+    return d_logits, d_rates, d_bias
 
 
-def write_strength(logits: Tensor, d_beta: Tensor | None, beta_max: float) -> Tensor:
+@recorded
+def write_strength(inputs: WriteStrength, d_beta: Tensor | None) -> tuple[Tensor]:
     """beta in float32, or with d_beta the gradient by logits in their dtype; like the logits."""
+    logits, beta_max = inputs
     dtype = torch.float32 if d_beta is None else logits.dtype
     out = torch.empty(logits.shape, dtype=dtype, device=logits.device)
     if out.numel():
@@ -160,7 +174,7 @@ def write_strength(logits: Tensor, d_beta: Tensor | None, beta_max: float) -> Te
         values |= {"d_beta": None if d_beta is None else d_beta.contiguous(), "out": out}
         values |= {"beta_max": beta_max, "BACKWARD": d_beta is not None}
         launch(write_strength_kernel, grid, values)
-    return out
+    return (out,)
 
 
 def arguments(logits: Tensor, axes: int, elements: int) -> tuple[dict[str, Any], Grid]:

@@ -18,6 +18,7 @@ from deltarule.ops.fused.residual_norm import ResidualNorm
 from deltarule.ops.fused_kernels import adjacent, as_rows
 from deltarule.ops.runtime.chained import begin, chained
 from deltarule.ops.runtime.named import launch
+from deltarule.ops.runtime.recorded import recorded
 from deltarule.ops.runtime.sizes import cdiv, power_of_2
 
 # Elements of a tile, and in the backward tiles whose share of d weight one program adds up.
@@ -97,18 +98,27 @@ def gated_norm_backward_kernel(
     tl.store(p_dw, tl.sum(b_dw, axis=0), mask=o_v < V)
 
 
-def gated_norm(inputs: GatedNorm) -> Tensor:
+@recorded
+def gated_norm(inputs: GatedNorm) -> tuple[Tensor]:
     """y like x, contiguous."""
     y = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
     if y.numel():
         values = arguments(inputs, FORWARD_TILE)
         grid = cdiv(values["rows"], values["BR"]), 1, 1
         launch(gated_norm_kernel, grid, values | chained() | {"y": y})
-    return y
+    return (y,)
 
 
 def gated_norm_backward(d_y: Tensor, inputs: GatedNorm) -> tuple[Tensor, Tensor | None, Tensor]:
     """Gradients by x, gate and weight."""
+    d_x, *d_gate, d_weight = gated_norm_gradients(inputs, d_y)
+    d_gate_or_none = d_gate[0] if d_gate else None
+    return d_x, d_gate_or_none, d_weight.sum(0).to(inputs.weight.dtype)
+
+
+@recorded
+def gated_norm_gradients(inputs: GatedNorm, d_y: Tensor) -> tuple[Tensor, ...]:
+    """Gradients by x and the gate, if there is one, and each program's part of that by weight."""
     values, d_y = arguments(inputs, BACKWARD_TILE), heads_of(d_y)
     programs = cdiv(values["rows"], values["BR"] * TILES)
     d_x, d_gate = (
@@ -120,8 +130,7 @@ def gated_norm_backward(d_y: Tensor, inputs: GatedNorm) -> tuple[Tensor, Tensor 
         values |= {"d_y": d_y, "s_dy_m": d_y.stride(0), "s_dy_h": d_y.stride(1), "TILES": TILES}
         values |= {"d_x": d_x, "d_gate": d_gate, "d_weight": d_weight}
         launch(gated_norm_backward_kernel, (programs, 1, 1), values)
-    assert d_x is not None
-    return d_x, d_gate, d_weight.sum(0).to(inputs.weight.dtype)
+    return tuple(x for x in (d_x, d_gate, d_weight) if x is not None)
 
 
 def arguments(inputs: GatedNorm, elements: int) -> dict[str, Any]:
@@ -206,10 +215,12 @@ def residual_norm_backward_kernel(
     tl.store(d_weight + tl.program_id(0) * V + o_v, b_dw, mask=m_v)
 
 
+@recorded
 def residual_norm(inputs: ResidualNorm) -> tuple[Tensor, Tensor]:
     """s and z like x, in the wider of the dtypes of x and y."""
     x, y = adjacent(as_rows(inputs.x)), adjacent(as_rows(inputs.y))
-    dtype = torch.promote_types(x.dtype, y.dtype)
+    # An operator of PyTorch, which is no launch.
+    dtype = x.dtype if x.dtype == y.dtype else torch.promote_types(x.dtype, y.dtype)
     s, z = (torch.empty(inputs.x.shape, dtype=dtype, device=x.device) for _ in range(2))
     if s.numel():
         rows, size = x.shape
@@ -223,6 +234,15 @@ def residual_norm_backward(
     d_s: Tensor | None, d_z: Tensor, s: Tensor, inputs: ResidualNorm
 ) -> tuple[Tensor, Tensor]:
     """The gradient by x, which is that by y, and by weight; s in one piece."""
+    d_x, d_weight = residual_norm_gradients(inputs, d_s, d_z, s)
+    return d_x, d_weight.sum(0).to(inputs.weight.dtype)
+
+
+@recorded
+def residual_norm_gradients(
+    inputs: ResidualNorm, d_s: Tensor | None, d_z: Tensor, s: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradient by x, and each program's part of that by weight."""
     d_s, d_z = None if d_s is None else adjacent(as_rows(d_s)), adjacent(as_rows(d_z))
     d_x, (rows, size) = torch.empty_like(s), d_z.shape
     programs = cdiv(rows, ROWS)
@@ -232,7 +252,7 @@ def residual_norm_backward(
         values |= {"s_ds": 0 if d_s is None else d_s.stride(0), "s_dz": d_z.stride(0)}
         values |= {**norm_of(inputs, size), "ROWS": ROWS, "SUM": d_s is not None}
         launch(residual_norm_backward_kernel, (programs, 1, 1), values)
-    return d_x, d_weight.sum(0).to(inputs.weight.dtype)
+    return d_x, d_weight
 
 
 def norm_of(inputs: ResidualNorm, size: int) -> dict[str, Any]:

@@ -14,15 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltarule.ops.fused.swiglu import GatedProduct
 from deltarule.ops.fused_kernels import adjacent
 from deltarule.ops.runtime.chained import begin, chained
 from deltarule.ops.runtime.launch import Grid
 from deltarule.ops.runtime.named import launch
+from deltarule.ops.runtime.recorded import recorded
 from deltarule.ops.runtime.sizes import cdiv
 
 # Elements of a program: 16 for each thread, two wide loads in 16 bits.
 BLOCK = 2048
 OPTIONS = {"num_stages": 1, "num_warps": 4}
+WHOLE = torch.contiguous_format
 
 
 @triton.jit
@@ -69,11 +72,19 @@ def swiglu_backward_kernel(
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """h [..., D] of gate and up, whose rows may lie apart."""
+    (h,) = swiglu_rows(rows_of(gate, up))
+    return h.view(gate.shape)
+
+
+@recorded
+def swiglu_rows(inputs: GatedProduct) -> tuple[Tensor]:
+    """h [M, D]."""
+    gate, up = inputs
     h = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if h.numel():
         values, grid = arguments(gate, up)
         launch(swiglu_kernel, grid, {**values, **chained(), "h": h})
-    return h
+    return (h,)
 
 
 def swiglu_backward(
@@ -83,24 +94,41 @@ def swiglu_backward(
 
     side_by_side: Both are columns of one matrix.
     """
-    size, leading = gate.shape[-1], gate.shape[:-1]
+    found = swiglu_gradients(rows_of(gate, up), d_h.contiguous(), product, side_by_side)
+    parts = found[0].split(gate.shape[-1], dim=-1) if side_by_side else found
+    d_gate, d_up = (x.view(gate.shape) for x in parts)
+    return d_gate, d_up
+
+
+@recorded
+def swiglu_gradients(
+    inputs: GatedProduct, d_h: Tensor, product: Tensor | None, side_by_side: bool
+) -> tuple[Tensor, ...]:
+    """Gradients by gate and up [M, D], or side by side [M, 2 D]."""
+    gate, up = inputs
+    rows, size = gate.shape
     if side_by_side:
-        both = torch.empty(*leading, 2 * size, dtype=gate.dtype, device=gate.device)
+        both = torch.empty(rows, 2 * size, dtype=gate.dtype, device=gate.device)
         d_gate, d_up = both.split(size, dim=-1)
     else:
-        d_gate, d_up = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in "12")
+        d_gate, d_up = (torch.empty_like(x, memory_format=WHOLE) for x in inputs)
     if gate.numel():
         values, grid = arguments(gate, up)
-        values |= {"d_h": d_h.contiguous(), "h": product, "PRODUCT": product is not None}
+        values |= {"d_h": d_h, "h": product, "PRODUCT": product is not None}
         values |= {"d_gate": d_gate, "d_up": d_up, "s_out": size * (1 + side_by_side)}
         launch(swiglu_backward_kernel, grid, values)
-    return d_gate, d_up
+    return (both,) if side_by_side else (d_gate, d_up)
+
+
+def rows_of(gate: Tensor, up: Tensor) -> GatedProduct:
+    """Both as [M, D]."""
+    size = gate.shape[-1]
+    return GatedProduct(*(adjacent(x).reshape(-1, size) for x in (gate, up)))
 
 
 def arguments(gate: Tensor, up: Tensor) -> tuple[dict[str, Any], Grid]:
     """What both kernels are given, and a program for each block."""
-    elements, size = gate.numel(), gate.shape[-1]
-    gate, up = (adjacent(x).reshape(-1, size) for x in (gate, up))
+    elements, size = gate.numel(), gate.shape[1]
     values = {**OPTIONS, "gate": gate, "up": up, "s_gate": gate.stride(0), "s_up": up.stride(0)}
     values |= {"elements": elements, "D": size, "BLOCK": BLOCK}
     return values, (cdiv(elements, BLOCK), 1, 1)
