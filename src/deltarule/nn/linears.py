@@ -241,7 +241,7 @@ class Linears(torch.autograd.Function):
 
 
 class Group(NamedTuple):
-    """Weights that share a product: their places, and how many outputs each has and lacks.
+    """Weights that share a product: their places, their outputs, and how many each lacks.
 
     Several weights are each filled up to a multiple of EVEN outputs: kernels that read a part of
     the product find it where 16 bytes begin, as a launch past Triton's search asks for it.
@@ -250,17 +250,26 @@ class Group(NamedTuple):
     places: list[int]
     sizes: list[int]
     lacking: list[int]
+    # What a product is cut into, and which of that belongs to the weights.
+    cuts: list[int]
+    own: list[int]
 
     @classmethod
     def of(cls, shapes: Sequence[torch.Size], places: list[int]) -> "Group":
         """A weight alone is left as it is."""
         sizes = [shapes[i][0] for i in places]
-        return cls(places, sizes, [-size % EVEN if len(sizes) > 1 else 0 for size in sizes])
+        lacking = [-size % EVEN if len(sizes) > 1 else 0 for size in sizes]
+        cuts: list[int] = []
+        own = []
+        for size, lacks in zip(sizes, lacking, strict=True):
+            own.append(len(cuts))
+            cuts += [size, lacks] if lacks else [size]
+        return cls(places, sizes, lacking, cuts, own)
 
     def parts(self, product: Tensor, dim: int) -> list[Tensor]:
         """What belongs to each weight, without what fills it up."""
-        pairs = zip(self.sizes, self.lacking, strict=True)
-        return list(product.split([size for pair in pairs for size in pair], dim)[::2])
+        found = product.split(self.cuts, dim)
+        return [found[i] for i in self.own]
 
     def filled(self, given: Sequence[Tensor], dim: int) -> Tensor:
         """The inverse: one matrix of what belongs to each, and zeros."""
@@ -268,9 +277,10 @@ class Group(NamedTuple):
             return torch.cat(list(given), dim)
         shape = list(given[0].shape)
         shape[dim] = max(self.lacking)
-        zeros = given[0].new_zeros(shape)
-        pairs = zip(given, self.lacking, strict=True)
-        return torch.cat([x for y, lacks in pairs for x in (y, zeros.narrow(dim, 0, lacks))], dim)
+        zeros, whole = given[0].new_zeros(shape), []
+        for x, lacks in zip(given, self.lacking, strict=True):
+            whole += [x, zeros.narrow(dim, 0, lacks)] if lacks else [x]
+        return torch.cat(whole, dim)
 
 
 @lru_cache(256)
