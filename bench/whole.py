@@ -26,7 +26,7 @@ Peer = Literal["deltarule", "deltarule-attention", "transformers"]
 BANDWIDTH = 4.25e12
 CPU_BANDWIDTH = 2e10
 WARM_UP, STEPS, TIMES = 6, 20, 3
-PROMPT = 128
+PROMPT, SHORT = 128, 64
 
 
 class Sizes(NamedTuple):
@@ -156,7 +156,7 @@ def time_generation(peer: str, sizes: Sizes, batch: int, new: int, device: str) 
 
 
 def time_training(peer: str, sizes: Sizes, device: str) -> Row:
-    """Milliseconds of a step, eager and on a GPU as a graph, and how long the GPU is busy."""
+    """Milliseconds of a step, eager and on a GPU as a graph; of the GPU alone and the host alone."""
     model = built(peer, sizes, device)
     text = torch.randint(sizes.vocab_size, (sizes.rows, sizes.tokens + 1), device=device)
     row: Row = {"parameters": sum(x.numel() for x in model.parameters())}
@@ -178,7 +178,12 @@ def time_training(peer: str, sizes: Sizes, device: str) -> Row:
         for _ in range(WARM_UP if device != "cpu" else 1):
             step([text])
         row[f"{name}_ms"] = timing.host_seconds(several) / count * 1e3
-        if graphs:
+        if device == "cpu":
+            continue
+        if not graphs:
+            # So few tokens that a GPU waits for the host.
+            row["host_ms"] = timing.host_us(partial(step, [text[:1, : SHORT + 1]]), TIMES) / 1e3
+        else:
             row["gpu_ms"] = busy_ms(partial(step, [text]))
     return row
 
