@@ -267,11 +267,9 @@ def add(kernel, x: int, y: int, out: int, n: int, extra: float, *_) -> None:
         c[i] = a[i] + b[i] + extra
 
 
-def toy(
-    inputs: Inputs, plan: Plan, save: bool, tape: replay.Tape | None = None
-) -> tuple[torch.Tensor, ...]:
+def toy(inputs: Inputs, plan: Plan, save: bool) -> tuple[torch.Tensor, ...]:
     """o = q + k + 1 and twice that with v, by way of two buffers of odd sizes."""
-    call, n = Call(inputs, plan, tape), inputs.q.numel()
+    call, n = Call(inputs, plan), inputs.q.numel()
     q, k, v = inputs[:3]
     first, second = call.empty((n + 3,)), call.empty((n + 5,))
     out, o = (call.empty(q.shape) for _ in range(2))
@@ -318,9 +316,9 @@ def ones_like_v(call: Call) -> torch.Tensor:
     return torch.ones(call.inputs.v.shape)
 
 
-def with_a_constant(inputs: Inputs, *given: Any, **tape: Any) -> tuple[torch.Tensor, ...]:
-    ones = Call(inputs, given[0], **tape).constant(ones_like_v)
-    return toy(inputs._replace(v=ones), *given, **tape)
+def with_a_constant(inputs: Inputs, *given: Any) -> tuple[torch.Tensor, ...]:
+    ones = Call(inputs, given[0]).constant(ones_like_v)
+    return toy(inputs._replace(v=ones), *given)
 
 
 def test_a_constant_is_kept_with_the_launches_that_read_it(runs) -> None:
@@ -335,13 +333,13 @@ def test_a_constant_is_kept_with_the_launches_that_read_it(runs) -> None:
     assert [len(x.constants) for x in known()] == [1]
 
 
-def with_a_result(inputs: Inputs, *given: Any, **tape: Any) -> tuple[torch.Tensor, ...]:
-    return (toy(inputs, *given, **tape)[0] * 2,)
+def with_a_result(inputs: Inputs, *given: Any) -> tuple[torch.Tensor, ...]:
+    return (toy(inputs, *given)[0] * 2,)
 
 
 def on_changed(change):
     """Stages that compute something of what they are given first."""
-    return lambda inputs, *given, **tape: toy(change(inputs), *given, **tape)
+    return lambda inputs, *given: toy(change(inputs), *given)
 
 
 # Whether a call is recorded whose stages do this, and the factor of its output.
@@ -448,6 +446,21 @@ def test_a_fused_map_is_repeated_as_it_launches(name: str, runs, monkeypatch) ->
     assert renamed(runs.seen, tensors) == renamed(launches, tensors)
     alike = lambda x: (x.shape, x.stride(), x.dtype)  # noqa: E731
     assert [*map(alike, found)] == [*map(alike, expected)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"eps": 1e-6}, {"activation": "sigmoid"}, {"gate": None}, {"weight": torch.ones(16).double()}],
+)  # fmt: skip
+def test_another_number_or_type_is_another_kind(change, runs, monkeypatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    run, norm = maps()["norm"]
+    for _ in range(3):
+        run(norm)
+    monkeypatch.setattr(replay.Recording, "launched", None)
+    run(norm._replace(**change))
+    with pytest.raises(TypeError):
+        run(norm)
 
 
 def test_a_chain_of_launches_is_another_kind(runs, monkeypatch) -> None:

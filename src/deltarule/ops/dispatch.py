@@ -134,8 +134,8 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 # What is kept of calls for the next ones like them, under one key.
 
-# Entries of one cache: lengths of sequences never end.
-MOST = 256
+# Entries of one cache: lengths of sequences never end, and a layer has some twenty of each.
+MOST = 1024
 # The plans of calls, by what their sizes depend on.
 plans: dict[Hashable, Any] = {}
 # What is known of the launches of a forward: that it ran ONCE, a `Recording`, or None where nobody

@@ -48,6 +48,8 @@ HERE = nullcontext()
 
 # Whether launches compile their kernels and run nothing.
 ONLY_COMPILED: ContextVar[bool] = ContextVar("ONLY_COMPILED", default=False)
+# What writes launches down, a `Tape` of replay.py.
+TAPE: ContextVar[Any] = ContextVar("TAPE", default=None)
 
 Grid = tuple[int, int, int]
 
@@ -85,6 +87,8 @@ class Launch:
         """Run the kernel where its tensors are, on the current stream there."""
         with there(next(x.device for x in arguments if isinstance(x, Tensor))):
             self.launch(grid, arguments)
+        if (tape := TAPE.get()) is not None:
+            tape.note(self, grid, arguments)
 
     def launch(self, grid: Grid, arguments: tuple[Any, ...]) -> None:
         """Run the kernel on the current device and stream."""

@@ -1,14 +1,9 @@
 """Launches that look up by name what a kernel's parameters ask for."""
 
 from collections.abc import Hashable, Mapping
-from contextvars import ContextVar
 from typing import Any
 
 from deltarule.ops.runtime.launch import MOST, Grid, Launch, parameters
-from deltarule.ops.runtime.replay import Tape
-
-# What writes down the launches of a call that is recorded.
-TAPE: ContextVar[Tape | None] = ContextVar("TAPE", default=None)
 
 # By kernel and constants; each holds its kernel, so that the id stays its own.
 launches: dict[Hashable, Launch] = {}
@@ -25,7 +20,4 @@ def launch(kernel: Any, grid: Grid, values: Mapping[str, Any]) -> None:
         if len(launches) >= MOST:
             launches.clear()
         found = launches[key] = Launch(kernel, {x: values[x] for x in known if x in values})
-    arguments = tuple([values[name] for name in asked])
-    found(grid, *arguments)
-    if (tape := TAPE.get()) is not None:
-        tape.note(found, grid, arguments)
+    found(grid, *[values[name] for name in asked])

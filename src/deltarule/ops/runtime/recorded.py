@@ -4,13 +4,10 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from torch import Tensor
-
-from deltarule.ops.dispatch import ONCE, CallKey, call_key, recordings, remember
+from deltarule.ops.dispatch import ONCE, call_key, recordings, remember
 from deltarule.ops.runtime import launch
 from deltarule.ops.runtime.chained import CHAIN
-from deltarule.ops.runtime.named import TAPE
-from deltarule.ops.runtime.replay import Outputs, Recording, Tape, Watch, capturing
+from deltarule.ops.runtime.replay import Outputs, Recording, capturing, record
 
 Run = TypeVar("Run", bound=Callable[..., Outputs])
 
@@ -37,21 +34,3 @@ def recorded(run: Run) -> Run:
         return run(inputs, *more)
 
     return cast(Run, call)
-
-
-def record(
-    run: Callable[..., Outputs], key: CallKey, inputs: Any, more: tuple[Any, ...]
-) -> Outputs:
-    """Run a call and write down what it launches."""
-    # Each argument is a tensor of its own, whatever the caller gave twice.
-    given = [x.detach() if isinstance(x, Tensor) else x for x in (*inputs, *more)]
-    tape = Tape([x for x in given if isinstance(x, Tensor)])
-    own = type(inputs)(*given[: len(inputs)])
-    token = TAPE.set(tape)
-    try:
-        with launch.there(key.given[0].device), Watch(tape):
-            outputs = run(own, *given[len(inputs) :])
-    finally:
-        TAPE.reset(token)
-    remember(recordings, key.key, tape.recording(outputs))
-    return outputs

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deltarule.ops.dispatch import CallKey
+from deltarule.ops.dispatch import CallKey, recordings, remember
 from deltarule.ops.runtime import launch
 from deltarule.ops.runtime.launch import Binary, Grid, Launch
 from deltarule.ops.runtime.tensor_maps import Map
@@ -218,6 +218,23 @@ class Watch(TorchDispatchMode):
         found = func(*args, **(kwargs or {}))
         self.tape.see(func, args, found)
         return found
+
+
+def record(
+    run: Callable[..., Outputs], key: CallKey, inputs: Any, more: tuple[Any, ...]
+) -> Outputs:
+    """run(inputs, *more) of a named tuple and further arguments; remember what it launches."""
+    # Each argument is a tensor of its own, whatever the caller gave twice.
+    given = [x.detach() if isinstance(x, Tensor) else x for x in (*inputs, *more)]
+    tape = Tape([x for x in given if isinstance(x, Tensor)])
+    token = launch.TAPE.set(tape)
+    try:
+        with launch.there(key.given[0].device), Watch(tape):
+            outputs = run(type(inputs)(*given[: len(inputs)]), *given[len(inputs) :])
+    finally:
+        launch.TAPE.reset(token)
+    remember(recordings, key.key, tape.recording(outputs))
+    return outputs
 
 
 def marks(x: Tensor, value: float) -> bool:

@@ -47,7 +47,7 @@ from deltarule.ops.delta_rule.triton.windows import Windows
 from deltarule.ops.dispatch import ONCE, CallKey, call_key, recordings, remember
 from deltarule.ops.runtime import launch
 from deltarule.ops.runtime.launch import compiled_together
-from deltarule.ops.runtime.replay import Outputs, Recording, Tape, Watch, capturing
+from deltarule.ops.runtime.replay import Outputs, Recording, capturing, record
 
 # Rows of q or k that a program takes.
 NORM_ROWS = 32
@@ -67,11 +67,11 @@ def fused_forward(inputs: Inputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     return o, final, final.new_empty(0, *final.shape[1:])
 
 
-def fused_stage(inputs: Inputs, plan: Plan, save: bool, tape: Tape | None = None) -> Outputs:
+def fused_stage(inputs: Inputs, plan: Plan, save: bool) -> Outputs:
     """The fused kernel, wherever it can run."""
     from deltarule.ops.delta_rule.gluon import stage
 
-    return stage.forward(Call(contiguous(inputs), plan, tape))
+    return stage.forward(Call(contiguous(inputs), plan))
 
 
 def backward(
@@ -138,24 +138,8 @@ def replayed(
         which = stages, choice, *[x is None for x in more]
         compile_first(inputs, plan, which, lambda: first(inputs, plan, choice, *more))
     if known is ONCE and key.aligned and not launch.watched() and not capturing():
-        outputs, found = record(stages, inputs, plan, choice, more)
-        remember(recordings, key.key, found)
-        return outputs
+        return record(lambda x, *y: stages(x, plan, choice, *y), key, inputs, more)
     return stages(inputs, plan, choice, *more)
-
-
-def record(
-    stages: Stages, inputs: Inputs, plan: Plan, choice: bool, more: tuple[Tensor | None, ...]
-) -> tuple[Outputs, Recording | None]:
-    """Run the stages of a call and write down what they launch."""
-    # Each argument is a tensor of its own, whatever the caller gave twice.
-    named = inputs._asdict().items()
-    own: dict[str, Any] = {name: x.detach() for name, x in named if isinstance(x, Tensor)}
-    more = tuple(None if x is None else x.detach() for x in more)
-    tape = Tape([*own.values(), *(x for x in more if x is not None)])
-    with launch.there(inputs.q.device), Watch(tape):
-        outputs = stages(inputs._replace(**own), plan, choice, *more, tape=tape)
-    return outputs, tape.recording(outputs)
 
 
 def compile_first(
@@ -176,9 +160,9 @@ def all_stages(inputs: Inputs, plan: Plan, save: bool) -> None:
         gradient_stages(contiguous(inputs), plan, False, torch.empty_like(o), None, kept[0])
 
 
-def forward_stages(inputs: Inputs, plan: Plan, save: bool, tape: Tape | None = None) -> Outputs:
+def forward_stages(inputs: Inputs, plan: Plan, save: bool) -> Outputs:
     """The kernels of the forward, which write nothing but memory of the call."""
-    call = Call(contiguous(inputs), plan, tape)
+    call = Call(contiguous(inputs), plan)
     fused = fused_that_pays(call, save)
     if fused and not save:
         return shared_forward(call, fused) if plan.per_segment else fused.forward(call)
@@ -217,21 +201,19 @@ def fused_that_pays(call: Call, save: bool) -> Any:
     return stage if stage.pays(call.inputs, call.plan, save) else None
 
 
-def gradient_stages(
-    inputs: Inputs, plan: Plan, again: bool, *given: Any, tape: Tape | None = None
-) -> Outputs:
+def gradient_stages(inputs: Inputs, plan: Plan, again: bool, *given: Any) -> Outputs:
     """The gradients by what there is; the kernels compute `again` what was not saved."""
-    call = call_back(inputs, plan, tape)
+    call = call_back(inputs, plan)
     found = zip(inputs, gradients(call, begin_back(call, *given)), strict=False)
     return tuple(dx for x, dx in found if x is not None and dx is not None)
 
 
-def call_back(inputs: Inputs, plan: Plan, tape: Tape | None = None) -> Call:
+def call_back(inputs: Inputs, plan: Plan) -> Call:
     """The call of a backward, every tensor in one piece."""
     fast = inputs.by_channel and channel_stages.has_fast_form(inputs)
     if fast and inputs.log_decay is not None:
         inputs = inputs._replace(log_decay=piece(inputs.log_decay))
-    return Call(inputs, plan, tape)
+    return Call(inputs, plan)
 
 
 def begin_back(

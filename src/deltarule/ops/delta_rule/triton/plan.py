@@ -23,8 +23,8 @@ from deltarule.ops.delta_rule.triton.tile_sizes import (
 )
 from deltarule.ops.delta_rule.triton.tiles import Sizes
 from deltarule.ops.dispatch import plans, remember
-from deltarule.ops.runtime.launch import CHOICES, Grid, Launch, parameters
-from deltarule.ops.runtime.replay import Tape, capturing
+from deltarule.ops.runtime.launch import CHOICES, TAPE, Grid, Launch, parameters
+from deltarule.ops.runtime.replay import capturing
 from deltarule.ops.runtime.tensor_maps import Tiles
 
 # With an erase three passes go over a segment instead of one: fewer segments save no time.
@@ -268,9 +268,9 @@ class Call:
     what its kernel asks for. What a stage leaves for those after it joins the namespace.
     """
 
-    def __init__(self, inputs: Inputs, plan: Plan, tape: Tape | None = None) -> None:
-        """A `tape` writes down what is launched."""
-        self.inputs, self.plan, self.tape = inputs, plan, tape
+    def __init__(self, inputs: Inputs, plan: Plan) -> None:
+        """No stage has run yet."""
+        self.inputs, self.plan = inputs, plan
         self.values: dict[str, Any] = {**NO_BUFFERS, **arguments(inputs, plan)}
 
     def __getitem__(self, name: str) -> Any:
@@ -290,12 +290,12 @@ class Call:
     def constant(self, make: Callable[["Call"], Tensor]) -> Tensor:
         """make(self), the same in every call."""
         # What a graph captures is there when it is replayed: nobody else may read that.
-        if self.tape is None:
+        if (tape := TAPE.get()) is None:
             return make(self) if capturing() else self.once(make)
         # PyTorch's operators that make it are not part of the call.
         with _disable_current_modes():
             found: Tensor = self.once(make)
-        self.tape.constants.append(found)
+        tape.constants.append(found)
         return found
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -319,10 +319,8 @@ class Call:
         self.run(found, grid, given)
 
     def run(self, found: Launch, grid: Grid, given: tuple[Any, ...]) -> None:
-        """Launch on these arguments, and write it down where there is a tape."""
+        """Launch on these arguments."""
         found(grid, *given)
-        if self.tape is not None:
-            self.tape.note(found, grid, given)
 
     def new_launch(self, kernel: Any, fetched: Fetches | None, own: Mapping[str, Any]) -> Launch:
         asked, known = parameters(kernel, Sizes._fields)
