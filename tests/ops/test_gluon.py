@@ -390,11 +390,20 @@ def test_a_free_erase_is_refused() -> None:
     assert "got a free one" in (stage.why_not_form(inputs) or "")
 
 
-def test_channels_are_not_taken_before_a_gpu_has_timed_them() -> None:
-    inputs = inputs_of(case_of("channel"))
-    assert not stage.is_timed(inputs)
-    assert not stage.pays(inputs, new_plan(inputs))
-    assert stage.is_timed(inputs._replace(log_decay=inputs.log_decay[..., 0]))
+def test_channels_are_taken_without_an_erase_and_without_gradients(monkeypatch) -> None:
+    kept, erased = (inputs_of(case_of("channel", erase)) for erase in ("none", "tied"))
+    assert not stage.pays(kept, new_plan(kept))
+    for name, found in {"why_not": None, "multiprocessors": 132}.items():
+        monkeypatch.setattr(stage, name, lambda *_, found=found: found)
+    assert not stage.pays(kept, new_plan(kept)), "two programs"
+    assert "for so few" in stage.place_in_order(kept)
+    monkeypatch.setattr(stage, "multiprocessors", lambda *_: 2)
+    assert stage.pays(kept, new_plan(kept))
+    assert not stage.pays(kept, new_plan(kept), save=True)
+    assert not stage.pays(erased, new_plan(erased))
+    assert "per channel and an erase" in stage.place_in_order(erased)
+    monkeypatch.setattr(channel_stage, "CHOSEN", ("none", "tied"))
+    assert stage.pays(erased, new_plan(erased))
 
 
 def test_it_keeps_out_of_calls_that_do_not_depend_on_the_batch() -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from deltarule import delta_rule, explain
 from deltarule.ops.delta_rule import chunked, definition
+from deltarule.ops.delta_rule.gluon.channel_stage import CHOSEN
 from oracle import Case, run_module
 from tolerance import assert_close_to_yardstick
 from truth import DEVICE, FORMS, Drawn, Kind, assert_same, call, draw, placed, results, surrounded
@@ -216,11 +217,14 @@ def test_it_is_a_stage_of_triton_where_programs_fill_the_gpu() -> None:
     assert "few heads and rows" in rows["gluon"].reason
 
 
-def test_explain_says_that_nobody_has_timed_channels() -> None:
-    case = placed(TIED_CHANNELS[0].case(batch=8, heads=16, value_heads=16))
+@pytest.mark.parametrize("erase", ["none", "tied"])
+def test_explain_says_where_channels_are_taken(erase: str) -> None:
+    of = next(x for x in CHANNELS if x.kind.erase == erase)
+    case = placed(of.case(batch=8, heads=16, value_heads=16))
     rows = explained(case.tensors, "beta", "log_decay")
     assert rows["triton"].runs
-    assert "no GPU has timed" in rows["gluon"].reason
+    expected = "takes it here" if erase in CHOSEN else "per channel and an erase"
+    assert expected in rows["gluon"].reason
 
 
 @pytest.mark.parametrize(

@@ -163,9 +163,9 @@ def can_fuse(inputs: Inputs) -> bool:
     """Whether there is such a forward for the call and this GPU, and calls may take it."""
     if inputs.q.device.type != "cuda":
         return False
-    from deltarule.ops.delta_rule.gluon.stage import is_timed, why_not
+    from deltarule.ops.delta_rule.gluon.stage import why_not, why_unasked_never
 
-    return is_timed(inputs) and why_not(inputs) is None
+    return why_unasked_never(inputs) is None and why_not(inputs) is None
 
 
 def times_bars(

@@ -129,7 +129,7 @@ def pays(inputs: Inputs, plan: Plan, save: bool = False) -> bool:
     return (
         (TRAINING or not save)
         and not (save and inputs.by_channel)
-        and is_timed(inputs)
+        and why_unasked_never(inputs) is None
         and not (plan.per_segment and (save or not may_share(inputs)))
         and not (save and inputs.beta is None and inputs.log_decay is None)
         and not (save and (inputs.q.dtype != torch.bfloat16 or inputs.n_steps > 1))
@@ -148,11 +148,13 @@ def may_share(inputs: Inputs) -> bool:
     return SHARED and inputs.cu_seqlens is not None and not inputs.by_channel
 
 
-def is_timed(inputs: Inputs) -> bool:
-    """Whether a GPU has run and timed it: calls take nothing else unless impl="gluon" says so."""
+def why_unasked_never(inputs: Inputs) -> str | None:
+    """Why only impl="gluon" takes it, whatever the number of programs, or None."""
     if has_tensor_memory(inputs.q.device) or inputs.n_steps > STEPS_TIMED:
-        return False
-    return not inputs.by_channel or bool(of_channels().CHOSEN)
+        return "does not take what no GPU has timed yet"
+    if inputs.by_channel and inputs.erase not in of_channels().CHOSEN:
+        return "its own kernels are as fast with decays per channel and an erase"
+    return None
 
 
 def fills(inputs: Inputs, processors: int) -> bool:
@@ -167,8 +169,8 @@ def place_in_order(inputs: Inputs) -> str:
     """What `explain` says of a call that the kernel can run."""
     if pays(inputs, make_plan(inputs)):
         return "can run; triton comes first, and takes it here"
-    if not is_timed(inputs):
-        return "can run; triton comes first, and does not take what no GPU has timed yet"
+    if (reason := why_unasked_never(inputs)) is not None:
+        return f"can run; triton comes first, and {reason}"
     return "can run; triton comes first, and its own kernels are faster for so few heads and rows"
 
 
