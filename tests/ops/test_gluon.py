@@ -331,8 +331,9 @@ def test_an_arrival_that_is_left_out_is_a_deadlock(monkeypatch) -> None:
         broken(monkeypatch, "head", "arrive", seldom)
 
 
-# State roles, the role of scores, and those that load, store, sum up or bring gates, make norms.
-ROLES = [("head", role) for role in range(7)] + [("channel", role) for role in range(6)]
+# State roles, the role of scores, and those that load, store, sum up or bring gates (of decays per
+# channel two), make norms.
+ROLES = [(decay, role) for decay in ("head", "channel") for role in range(7)]
 
 
 @pytest.mark.parametrize(("decay", "role"), ROLES)

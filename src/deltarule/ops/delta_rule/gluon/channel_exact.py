@@ -42,7 +42,7 @@ def leave_exact(tiles, slot, of, first, tokens, scale, K: gl.constexpr, FORM: gl
     q, k, stride, q_norm, k_norm, s_norm = of
     o_k = gl.arange(0, K, CHANNEL)
     sums = tiles.decays._reinterpret(gl.float32, [CHUNK, K], PLAIN_1D)
-    scores = tiles.p._reinterpret(tiles.p.dtype, [CHUNK, CHUNK], PLAIN_1D)
+    scores = tiles.p.index(0)._reinterpret(tiles.p.dtype, [CHUNK, CHUNK], PLAIN_1D)
     pairs = scores
     if FORM.TIED:
         pairs = tiles.t.index(slot)._reinterpret(gl.float16, [CHUNK, CHUNK], PLAIN_1D)

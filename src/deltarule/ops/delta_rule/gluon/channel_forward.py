@@ -37,8 +37,9 @@ def channel_forward_kernel(
     q, k, v, o, q_rows, k_rows, v_rows, o_rows, log_decay, beta, norms, cu_seqlens, initial_state,
     final_state, scale, T, heads, value_heads, s_beta_b, s_beta_t, s_beta_h,
     K: gl.constexpr, V: gl.constexpr, SLOTS: gl.constexpr, TIED: gl.constexpr, UNIT: gl.constexpr,
-    PACKED: gl.constexpr, RAGGED: gl.constexpr, STATE_REGISTERS: gl.constexpr,
-    SCORE_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
+    PACKED: gl.constexpr, RAGGED: gl.constexpr, SHARED: gl.constexpr,
+    STATE_REGISTERS: gl.constexpr,
+ SCORE_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q, k, v and o twice: as descriptors of tiles, and as addresses of rows.
 
@@ -71,7 +72,7 @@ def channel_forward_kernel(
         q_norm = norms + keys * 2
         k_norm = q_norm + 1
     barrier()
-    FORM: gl.constexpr = ChannelForm(TIED, INITIAL, UNIT, False, False, False)
+    FORM: gl.constexpr = ChannelForm(TIED, INITIAL, UNIT, False, False, False, SHARED)
     own = tiles, barriers, place, final_state
     loads = q, k, v, q_rows, k_rows, v_rows
     gates = log_decay, beta, q_norm, k_norm, value_heads * K, s_beta_t, heads * 2
@@ -86,8 +87,9 @@ def channel_forward_kernel(
             (channel_score_role, (own, given, scale, K, SLOTS, FORM)),
             (load_role, (own, loads, heads, value_heads, K, PARTS, SLOTS, RAGGED, 1)),
             (store_role, (own, o, o_rows, value_heads, PARTS, RAGGED, False, 1)),
-            (channel_gate_role, (own, gates, K, SLOTS, FORM)),
+            (channel_gate_role, (own, gates, 0, K, SLOTS, FORM)),
+            (channel_gate_role, (own, gates, 1, K, SLOTS, FORM)),
         ],
-        [4, 4, 1, 1, 1],
-        [STATE_REGISTERS, SCORE_REGISTERS, REGISTERS, REGISTERS, REGISTERS],
+        [4, 4, 1, 1, 1, 1],
+        [STATE_REGISTERS, SCORE_REGISTERS, REGISTERS, REGISTERS, REGISTERS, REGISTERS],
     )

@@ -26,6 +26,8 @@ from deltarule.ops.delta_rule.gluon.memory import (
 # Powers of two.
 SHIFT, RANGE = gl.constexpr(80.0), gl.constexpr(160.0)
 UNSHIFT = gl.constexpr(2.0**-80)
+# Roles that add up decays, each of its share of the channels.
+SUM_ROLES = gl.constexpr(2)
 
 
 class ChannelTiles(NamedTuple):
@@ -36,10 +38,10 @@ class ChannelTiles(NamedTuple):
     k: Any
     # [SLOTS * V / 64, 64, 64].
     v: Any
-    # [SLOTS, 64, 64]: T, with an erase; [64, 64]: P.
+    # [SLOTS, 64, 64]: T, with an erase; [1, 64, 64]: P.
     t: Any
     p: Any
-    # [64, K]: k near as the sum of two numbers of 16 bits, and k rest.
+    # [1, 64, K]: k near as the sum of two numbers of 16 bits, and k rest.
     near: Any
     near_low: Any
     write: Any
@@ -48,6 +50,8 @@ class ChannelTiles(NamedTuple):
     # [64, K] float32: log decays, and in their place their sums; [SLOTS, K] float32: 2^c_end.
     decays: Any
     ends: Any
+    # [1] float32: tokens of the chunk before the first that decays too far for the fast form.
+    fast: Any
     # [SLOTS * GATES, 64] float32.
     gates: Any
     # For the inverse (inverse.py): the first three in the memory of k near.
@@ -65,9 +69,11 @@ class ChannelBarriers(NamedTuple):
     empty: Any
     # All have scaled their tokens of q and k, and need the sums of decays no more.
     copied: Any
-    # P, T and `write` are there.
+    # T is there, or where the score role makes P, P; all state roles have left their rows of P.
     scored: Any
-    # Log decays are there; so are their sums, and what was left of the chunk before is free.
+    paired: Any
+    # Sums of decays are there; what was left of the chunk before is free, and tokens beyond the
+    # range have their pairs.
     decays: Any
     sums: Any
     # o of a state role is there; it is in global memory.
@@ -85,6 +91,8 @@ class ChannelForm(NamedTuple):
     DECAY: bool
     UNIT: bool
     SAVE: bool
+    # The state roles make P, each its share of the rows, and not the score role.
+    SHARED: bool
 
 
 @gluon.jit
@@ -97,20 +105,21 @@ def new_channel_tiles(
     q = gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, K], SQUARE)
     k = gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, K], SQUARE)
     v = gl.allocate_shared_memory(dtype, [SLOTS * PARTS, CHUNK, VALUES], SQUARE)
-    p = gl.allocate_shared_memory(dtype, [CHUNK, CHUNK], SQUARE)
-    near = gl.allocate_shared_memory(dtype, [CHUNK, K], SQUARE)
-    near_low = gl.allocate_shared_memory(dtype, [CHUNK, K], SQUARE)
-    write = gl.allocate_shared_memory(dtype, [CHUNK, K], SQUARE)
+    p = gl.allocate_shared_memory(dtype, [1, CHUNK, CHUNK], SQUARE)
+    near = gl.allocate_shared_memory(dtype, [1, CHUNK, K], SQUARE)
+    near_low = gl.allocate_shared_memory(dtype, [1, CHUNK, K], SQUARE)
+    write = gl.allocate_shared_memory(dtype, [1, CHUNK, K], SQUARE)
     o = gl.allocate_shared_memory(dtype, [PARTS, CHUNK, VALUES], SQUARE)
     decays = gl.allocate_shared_memory(gl.float32, [CHUNK, K], PLAIN)
     ends = gl.allocate_shared_memory(gl.float32, [SLOTS, K], PLAIN_1D)
+    fast = gl.allocate_shared_memory(gl.float32, [1], PLAIN_1D)
     gates = gl.allocate_shared_memory(gl.float32, [SLOTS * GATES, CHUNK], PLAIN_1D)
     # Before Triton 3.7 a tuple has no None: what is not there is another thing that nobody reads.
     t, rows, blocks, scaled, identity = p, p, p, p, decays
     if TIED:
         t = gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, CHUNK], SQUARE)
-        rows = near._reinterpret(gl.float16, [CHUNK, CHUNK], SQUARE)
-        more = near_low._reinterpret(gl.float16, [2, 4, 16, 16], PLAIN_3D)
+        rows = near.index(0)._reinterpret(gl.float16, [CHUNK, CHUNK], SQUARE)
+        more = near_low.index(0)._reinterpret(gl.float16, [2, 4, 16, 16], PLAIN_3D)
         blocks, scaled = more.index(0), more.index(1)
         identity = gl.allocate_shared_memory(gl.float32, [16, 16], PLAIN)
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])
@@ -118,7 +127,8 @@ def new_channel_tiles(
         column = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]
         identity.store(gl.where(row == column, 1.0, 0.0))
     return ChannelTiles(
-        q, k, v, t, p, near, near_low, write, o, decays, ends, gates, rows, blocks, scaled, identity
+        q, k, v, t, p, near, near_low, write, o, decays, ends, fast, gates, rows, blocks, scaled,
+        identity,
     )  # fmt: skip
 
 
@@ -127,6 +137,17 @@ def new_channel_barriers(PARTS: gl.constexpr, SLOTS: gl.constexpr):
     """All barriers: a slot is full with its tiles and its gates."""
     full, empty = new_barrier(SLOTS, 2), new_barrier(SLOTS, PARTS)
     copied, scored = new_barrier(SLOTS, 1 + PARTS), new_barrier(1, 1)
-    decays, sums = new_barrier(1, 1), new_barrier(1, 1)
+    paired = new_barrier(1, PARTS)
+    decays, sums = new_barrier(1, SUM_ROLES), new_barrier(1, 1)
     written, stored = new_barrier(PARTS, 1), new_barrier(PARTS, 1)
-    return ChannelBarriers(full, empty, copied, scored, decays, sums, written, stored)
+    return ChannelBarriers(full, empty, copied, scored, paired, decays, sums, written, stored)
+
+
+@gluon.jit
+def of_chunk(tile, i):
+    """The only tile of [1, ...], by an index that the compiler does not know.
+
+    Of a tile that it knows the operands of products are found before the loop, one by one, and for
+    want of registers come back from the L2 cache in every chunk.
+    """
+    return tile.index(i >> 30)

@@ -1,8 +1,8 @@
 """The role that goes before the state with a decay per channel: scaled q and k, P, and T.
 
-    P_ij = scale (q_i up_i) . (k_j near_j)        for j <= i, and 0 for the others
     M_ij = (k_i up_i) . (k_j near_j)              for j < i, of which T is made (inverse.py)
 
+and where the state roles do not, P (channel_pairs.py).
 Those of tokens that decay too far come from channel_exact.py. It scales half of the tokens, and the
 state roles, which have nothing else to do then, a quarter each.
 """
@@ -16,10 +16,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from deltarule.ops.delta_rule.gluon.channel_copies import leave_copies, leave_sums
+from deltarule.ops.delta_rule.gluon.channel_copies import leave_copies
 from deltarule.ops.delta_rule.gluon.channel_exact import leave_exact
-from deltarule.ops.delta_rule.gluon.channel_memory import RANGE
-from deltarule.ops.delta_rule.gluon.inverse import PLAIN, below, invert
+from deltarule.ops.delta_rule.gluon.channel_memory import RANGE, of_chunk
+from deltarule.ops.delta_rule.gluon.channel_pairs import ONE, leave_scores
+from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D, below, invert
 from deltarule.ops.delta_rule.gluon.memory import BLOCK, CHUNK, barrier, product
 from deltarule.ops.delta_rule.gluon.products import score_places
 from deltarule.ops.delta_rule.gluon.score import blocks_of, leave_blocks
@@ -39,53 +40,51 @@ def channel_score_role(shared, of, scale, K: gl.constexpr, SLOTS: gl.constexpr, 
         slot, phase = i % SLOTS, (i // SLOTS) & 1
         mbarrier.wait(barriers.full.index(slot), phase)
         mbarrier.wait(barriers.decays.index(0), i & 1)
-        least = leave_sums(tiles, slot, K)
-        # The single tiles are those of the chunk before until the state roles have done with it.
+        # `write` and P are those of the chunk before until the state roles have done with it.
         before = i + SLOTS - 1
-        mbarrier.wait(barriers.empty.index(before % SLOTS), ((before // SLOTS) & 1) ^ 1)
-        fast = CHUNK + 0 * i
-        if least < -RANGE:
+        empty, phase_before = barriers.empty.index(before % SLOTS), ((before // SLOTS) & 1) ^ 1
+        if FORM.SHARED and not FORM.TIED:
+            mbarrier.wait(barriers.paired.index(0), (i & 1) ^ 1)
+        fast, far = CHUNK + 0 * i, gl.where(least_sum(tiles, K) < -RANGE, 1, 0)
+        if far == 1:
+            mbarrier.wait(empty, phase_before)
             fast = leave_exact(tiles, slot, of, i * CHUNK, place.tokens, scale, K, FORM)
+        if FORM.SHARED:
+            tiles.fast.store(gl.zeros([1], gl.float32, ONE) + fast)
         mbarrier.arrive(barriers.sums.index(0))
-        leave_copies(tiles, slot, K, 2 * BLOCK, FORM)
-        leave_copies(tiles, slot, K, 3 * BLOCK, FORM)
+        third = leave_copies(tiles, slot, K, 2 * BLOCK, FORM)
+        fourth = leave_copies(tiles, slot, K, 3 * BLOCK, FORM)
+        if far == 0:
+            mbarrier.wait(empty, phase_before)
+        tiles.write.index(0).slice(2 * BLOCK, BLOCK).store(third)
+        tiles.write.index(0).slice(3 * BLOCK, BLOCK).store(fourth)
         fence_async_shared()
         mbarrier.arrive(barriers.copied.index(slot))
         mbarrier.wait(barriers.copied.index(slot), phase)
-        leave_scores(tiles, slot, scale, fast)
+        if not FORM.SHARED:
+            leave_scores(tiles, slot, i, scale, fast, 0, CHUNK)
         if FORM.TIED:
-            leave_pairs(tiles, slot, fast, FORM)
+            leave_pairs(tiles, barriers, slot, fast, i, FORM)
             barrier()
             t = invert(tiles, slot, on_16, on_32, places, i & 1, False)
             tiles.t.index(slot).store(gl.where(o_i == o_j, 1.0, t).to(tiles.t.dtype))
-        fence_async_shared()
-        mbarrier.arrive(barriers.scored.index(0))
+            fence_async_shared()
+            mbarrier.arrive(barriers.scored.index(0))
+        elif not FORM.SHARED:
+            fence_async_shared()
+            mbarrier.arrive(barriers.scored.index(0))
 
 
 @gluon.jit
-def leave_scores(tiles, slot, scale, fast):
-    """P, of tokens from `fast` on what is in its memory already."""
-    LAYOUT: gl.constexpr = product(CHUNK)
-    o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))[:, None]
-    o_j = gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))[None, :]
-    zero = gl.zeros([CHUNK, CHUNK], gl.float32, LAYOUT)
-    q, near, low = tiles.q.index(slot), tiles.near, tiles.near_low
-    p = warpgroup_mma(q, near.permute((1, 0)), zero, use_acc=False, is_async=True)
-    p = warpgroup_mma(q, low.permute((1, 0)), p, is_async=True)
-    p = warpgroup_mma_wait(0, deps=(p,))
-    # i >= j with what the compiler knows of j on one side alone, as in pairs.py; and a choice,
-    # because what is above the diagonal may be infinite.
-    lane, known = o_i - (o_j & 6), o_j & 57
-    p = gl.where(lane >= known, p, 0.0) * scale
-    if fast < CHUNK:
-        exact = tiles.p._reinterpret(tiles.p.dtype, [CHUNK, CHUNK], PLAIN).load(LAYOUT)
-        p = gl.where(o_i < fast, p, gl.where(lane >= known, exact.to(gl.float32), 0.0))
-        barrier()
-    tiles.p.store(p.to(tiles.p.dtype))
+def least_sum(tiles, K: gl.constexpr):
+    """The least of c_end; every warp looks for itself."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    sums = tiles.decays._reinterpret(gl.float32, [CHUNK, K], PLAIN_1D)
+    return gl.min(sums.index(CHUNK - 1).load(LAYOUT), 0)
 
 
 @gluon.jit
-def leave_pairs(tiles, slot, fast, FORM: gl.constexpr):
+def leave_pairs(tiles, barriers, slot, fast, i, FORM: gl.constexpr):
     """- L of the blocks on the diagonal, at the place of T, and the rest of M in `rows`.
 
     M is made transposed, [j, i], because the substitution wants the columns of its blocks.
@@ -95,13 +94,15 @@ def leave_pairs(tiles, slot, fast, FORM: gl.constexpr):
     o_i = gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))[None, :]
     zero = gl.zeros([CHUNK, CHUNK], gl.float32, LAYOUT)
     k = tiles.k.index(slot).permute((1, 0))
-    m = warpgroup_mma(tiles.near, k, zero, use_acc=False, is_async=True)
-    m = warpgroup_mma(tiles.near_low, k, m, is_async=True)
+    m = warpgroup_mma(of_chunk(tiles.near, i), k, zero, use_acc=False, is_async=True)
+    m = warpgroup_mma(of_chunk(tiles.near_low, i), k, m, is_async=True)
     m = warpgroup_mma_wait(0, deps=(m,))
     if fast < CHUNK:
         exact = tiles.t.index(slot)._reinterpret(gl.float16, [CHUNK, CHUNK], PLAIN)
         m = gl.where(o_i < fast, m, exact.permute((1, 0)).load(LAYOUT).to(gl.float32))
-    # No other warp's product reads the memory of `rows` any more.
+    # No product reads the memory of `rows` any more.
+    if FORM.SHARED:
+        mbarrier.wait(barriers.paired.index(0), i & 1)
     barrier()
     rest = gl.where(o_j // BLOCK < o_i // BLOCK, m, 0.0)
     tiles.rows.permute((1, 0)).store(rest.to(gl.float16))

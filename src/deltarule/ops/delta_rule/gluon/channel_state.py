@@ -17,7 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from deltarule.ops.delta_rule.gluon.channel_copies import leave_copies
-from deltarule.ops.delta_rule.gluon.channel_memory import UNSHIFT
+from deltarule.ops.delta_rule.gluon.channel_memory import UNSHIFT, of_chunk
+from deltarule.ops.delta_rule.gluon.channel_pairs import fast_of, leave_scores
 from deltarule.ops.delta_rule.gluon.memory import BETA, BLOCK, CHUNK, ERASE, GATES, VALUES, product
 
 
@@ -47,12 +48,20 @@ def channel_state_role(
         gate = slot * GATES
         mbarrier.wait(barriers.full.index(slot), phase)
         mbarrier.wait(barriers.sums.index(0), i & 1)
-        leave_copies(tiles, slot, K, PART * BLOCK, FORM)
+        rest = leave_copies(tiles, slot, K, PART * BLOCK, FORM)
+        before = i + SLOTS - 1
+        mbarrier.wait(barriers.empty.index(before % SLOTS), ((before // SLOTS) & 1) ^ 1)
+        tiles.write.index(0).slice(PART * BLOCK, BLOCK).store(rest)
         fence_async_shared()
         mbarrier.arrive(barriers.copied.index(slot))
         left = gl.convert_layout(s.to(dtype), OF_TOKENS)
         v = tiles.v.index(slot * PARTS + PART).permute((1, 0)).load(TOKENS)
         mbarrier.wait(barriers.copied.index(slot), phase)
+        if FORM.SHARED:
+            ROWS: gl.constexpr = CHUNK // PARTS
+            leave_scores(tiles, slot, i, scale, fast_of(tiles), PART * ROWS, ROWS)
+            fence_async_shared()
+            mbarrier.arrive(barriers.paired.index(0))
         q, k = tiles.q.index(slot).permute((1, 0)), tiles.k.index(slot).permute((1, 0))
         o = warpgroup_mma(left, q, zero, use_acc=False, is_async=True)
         if FORM.TIED:
@@ -74,10 +83,15 @@ def channel_state_role(
             s = s * tiles.ends.index(slot).load(gl.SliceLayout(0, STATE))[None, :]
             o = warpgroup_mma_wait(0, deps=(o,))
             o = o * read
-            mbarrier.wait(barriers.scored.index(0), i & 1)
+            if not FORM.SHARED:
+                mbarrier.wait(barriers.scored.index(0), i & 1)
             low = v
-        s = warpgroup_mma(gl.convert_layout(low, OF_STATE), tiles.write, s, is_async=True)
-        p = tiles.p.permute((1, 0))
+        if FORM.SHARED:
+            mbarrier.wait(barriers.paired.index(0), i & 1)
+        s = warpgroup_mma(
+            gl.convert_layout(low, OF_STATE), of_chunk(tiles.write, i), s, is_async=True
+        )
+        p = of_chunk(tiles.p, i).permute((1, 0))
         o = warpgroup_mma(gl.convert_layout(low, OF_TOKENS), p, o, is_async=True)
         s, o = warpgroup_mma_wait(0, deps=(s, o))
         mbarrier.arrive(barriers.empty.index(slot))
