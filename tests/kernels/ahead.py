@@ -125,7 +125,9 @@ def compiled(launch: Launch, capability: int) -> Report:
     if capability == 90:
         listing = tool("nvdisasm", ["-c"], binary.asm["cubin"])
         overwritten = overwritten_operands(listing) + lost_addresses(listing)
-        overwritten += single_buffers(binary.asm["ttgir"])
+        # A Gluon kernel says itself how many tiles there are, and its barriers who waits.
+        if not launch.kernel.is_gluon():
+            overwritten += single_buffers(binary.asm["ttgir"])
     return Report(
         used["REG"], max(used["STACK"], used["LOCAL"]), binary.metadata.shared,
         binary.metadata.tmem_size,

@@ -21,15 +21,15 @@ HIGH_BITS = gl.constexpr(-65536)
 
 
 @gluon.jit
-def leave_copies(tiles, slot, K: gl.constexpr, FIRST: gl.constexpr, FORM: gl.constexpr):
+def leave_copies(tiles, slot, decays, K: gl.constexpr, FIRST: gl.constexpr, FORM: gl.constexpr):
     """q and k of 16 tokens scaled, in their places and to `near` and `near_low`; k rest."""
     TOKEN: gl.constexpr = gl.SliceLayout(1, COPIES)
     dtype: gl.constexpr = tiles.q.dtype
     gate = slot * GATES
     q, k = tiles.q.index(slot).slice(FIRST, BLOCK), tiles.k.index(slot).slice(FIRST, BLOCK)
-    sums = tiles.decays._reinterpret(gl.float32, [CHUNK, K], PLAIN_1D)
+    sums = decays._reinterpret(gl.float32, [CHUNK, K], PLAIN_1D)
     c_end = sums.index(CHUNK - 1).load(gl.SliceLayout(0, COPIES))[None, :]
-    c = tiles.decays.slice(FIRST, BLOCK).load(COPIES)
+    c = decays.slice(FIRST, BLOCK).load(COPIES)
     b_q, b_k = q.load(COPIES).to(gl.float32), k.load(COPIES).to(gl.float32)
     if FORM.NORMS:
         b_q *= tiles.gates.index(gate + READ).slice(FIRST, BLOCK).load(TOKEN)[:, None]
@@ -41,6 +41,7 @@ def leave_copies(tiles, slot, K: gl.constexpr, FIRST: gl.constexpr, FORM: gl.con
     near = b_k * gl.exp2(-SHIFT - c)
     # Cut off and not rounded: the rest makes up for it, and one conversion is for two numbers.
     high = (near.to(gl.int32, bitcast=True) & HIGH_BITS).to(gl.float32, bitcast=True)
-    tiles.near.index(0).slice(FIRST, BLOCK).store(high.to(dtype))
+    out = tiles.near.index(0).slice(FIRST, BLOCK) if FORM.TIED else k
+    out.store(high.to(dtype))
     tiles.near_low.index(0).slice(FIRST, BLOCK).store((near - high).to(dtype))
     return (b_k * gl.exp2(c_end - c)).to(dtype)

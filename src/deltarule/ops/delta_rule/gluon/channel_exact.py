@@ -22,17 +22,17 @@ TOKENS = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
-def fast_tokens(tiles):
+def fast_tokens(decays):
     """How many tokens come before the first for which a channel is below -RANGE."""
     count = 0
     for block in gl.static_range(BLOCKS):
-        c = tiles.decays.slice(block * BLOCK, BLOCK).load(TOKENS)
+        c = decays.slice(block * BLOCK, BLOCK).load(TOKENS)
         count += gl.sum(gl.where(gl.min(c, 1) >= -RANGE, 1, 0), 0)
     return count
 
 
 @gluon.jit
-def leave_exact(tiles, slot, of, first, tokens, scale, K: gl.constexpr, FORM: gl.constexpr):
+def leave_exact(tiles, slot, decays, of, first, tokens, scale, K: gl.constexpr, FORM: gl.constexpr):
     """P and M of those tokens, in the memory of P and T, in rows; returns the number of others.
 
     `of` points at q, k, 1 / |q| and 1 / |k| of a sequence of so many `tokens`, the chunk's from
@@ -41,12 +41,12 @@ def leave_exact(tiles, slot, of, first, tokens, scale, K: gl.constexpr, FORM: gl
     CHANNEL: gl.constexpr = gl.SliceLayout(0, TOKENS)
     q, k, stride, q_norm, k_norm, s_norm = of
     o_k = gl.arange(0, K, CHANNEL)
-    sums = tiles.decays._reinterpret(gl.float32, [CHUNK, K], PLAIN_1D)
+    sums = decays._reinterpret(gl.float32, [CHUNK, K], PLAIN_1D)
     scores = tiles.p.index(0)._reinterpret(tiles.p.dtype, [CHUNK, CHUNK], PLAIN_1D)
     pairs = scores
     if FORM.TIED:
         pairs = tiles.t.index(slot)._reinterpret(gl.float16, [CHUNK, CHUNK], PLAIN_1D)
-    fast = fast_tokens(tiles)
+    fast = fast_tokens(decays)
     for i in range(fast, CHUNK):
         row = first + i
         there = row < tokens
@@ -60,7 +60,7 @@ def leave_exact(tiles, slot, of, first, tokens, scale, K: gl.constexpr, FORM: gl
         for block in gl.static_range(BLOCKS):
             # Of tokens after i nobody asks.
             if block * BLOCK <= i:
-                p, m = with_block(tiles, slot, c_i, q_i, k_i, block * BLOCK, FORM)
+                p, m = with_block(tiles, slot, decays, c_i, q_i, k_i, block * BLOCK, FORM)
                 scores.index(i).slice(block * BLOCK, BLOCK).store((p * read).to(scores.dtype))
                 if FORM.TIED:
                     pairs.index(i).slice(block * BLOCK, BLOCK).store((m * key).to(gl.float16))
@@ -68,9 +68,9 @@ def leave_exact(tiles, slot, of, first, tokens, scale, K: gl.constexpr, FORM: gl
 
 
 @gluon.jit
-def with_block(tiles, slot, c_i, q_i, k_i, FIRST: gl.constexpr, FORM: gl.constexpr):
+def with_block(tiles, slot, decays, c_i, q_i, k_i, FIRST: gl.constexpr, FORM: gl.constexpr):
     """q_i . k_j and k_i . k_j with decays, of the 16 tokens j from FIRST on."""
-    c = tiles.decays.slice(FIRST, BLOCK).load(TOKENS)
+    c = decays.slice(FIRST, BLOCK).load(TOKENS)
     k = tiles.k.index(slot).slice(FIRST, BLOCK).load(TOKENS).to(gl.float32)
     k *= gl.exp2(gl.minimum(c_i - c, 0.0))
     p, m = gl.sum(k * q_i[None, :], 1), gl.sum(k * k_i[None, :], 1)

@@ -2,13 +2,13 @@
 
 A program has one value head of one sequence, and its roles go through the chunks as in forward.py:
 
-    load ----- q k v ---+                                      +--- o ----> store
-                        v                                      |
-    gates ---- b ... -> slot -> score ----- sums ------> state roles (64 rows of S each)
-    gates --- decays -----------> score <-- q, k scaled --> state roles
-                        ^         score ----- P, T ----> state roles
-                        |                                      |
-                        +--------------- empty ----------------+
+    load ----- q k v ---+                                        +--- o ----> store
+                        v                                        |
+    gates ---- b ... -> slot -> score ------ may go on --> state roles (64 rows of S each)
+    gates ------ sums --------> score <-- q, k scaled ---> state roles <-- P --> each other
+                        ^       score -------- T --------> state roles
+                        |                                        |
+                        +---------------- empty -----------------+
 
 What differs from a decay per head is what the roles of scores, states and gates do; those that move
 tiles are the same. Everything is read once, and nothing is written but o and the final state.
@@ -49,7 +49,7 @@ def channel_forward_kernel(
     PARTS: gl.constexpr = V // VALUES
     place, sequence = place_of(cu_seqlens, T, heads, value_heads, PACKED, CHUNK)
     tiles = new_channel_tiles(q.dtype, K, PARTS, SLOTS, TIED)
-    barriers = new_channel_barriers(PARTS, SLOTS)
+    barriers = new_channel_barriers(PARTS, SLOTS, TIED)
     state = (sequence * value_heads + place.value_head).to(gl.int64) * (V * K)
     final_state += state
     INITIAL: gl.constexpr = initial_state is not None

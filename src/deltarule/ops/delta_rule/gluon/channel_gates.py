@@ -18,13 +18,16 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from deltarule.ops.delta_rule.gluon.channel_memory import SUM_ROLES, UNSHIFT
-from deltarule.ops.delta_rule.gluon.gates import LOG2_E, RESET, add, load_gate
-from deltarule.ops.delta_rule.gluon.inverse import PLAIN
+from deltarule.ops.delta_rule.gluon.gates import LOG2_E, RESET, load_gate
+from deltarule.ops.delta_rule.gluon.inverse import PLAIN, four, joined
 from deltarule.ops.delta_rule.gluon.memory import BETA, CHUNK, ERASE, FACTOR, GATES, READ, WRITE
 
 # Rows that are copied, and added up, together: a warp has few registers, and what does not fit in
 # them comes back from the L2 cache.
 COPIED, ADDED = gl.constexpr(2), gl.constexpr(4)
+# Pieces of a chunk that are waited for one by one.
+PIECES = gl.constexpr(4)
+ROWS = gl.constexpr(16)
 
 
 @gluon.jit
@@ -35,6 +38,8 @@ def channel_gate_role(
     tiles, barriers, place, _ = shared
     log_decay, beta, q_norm, k_norm, s_decay, s_beta, s_norm = gates
     CHANNELS: gl.constexpr = K // SUM_ROLES
+    DECAY_SLOTS: gl.constexpr = tiles.decays.shape[0]
+    SUMS: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([ADDED, 2], [1, 32], [1, 1], [1, 0]))
     log_decay += PART * CHANNELS
     left = place.tokens
     for i in range(place.chunks):
@@ -43,15 +48,24 @@ def channel_gate_role(
             chunk = (place.start * 0 + i) * CHUNK
             here = beta + chunk * s_beta, q_norm + chunk * s_norm, k_norm + chunk * s_norm
             leave_gates(tiles, barriers, here, s_beta, s_norm, left, slot, phase, FORM)
-        before = i + SLOTS - 1
+        before = i + SLOTS - DECAY_SLOTS
         mbarrier.wait(barriers.copied.index(before % SLOTS), ((before // SLOTS) & 1) ^ 1)
-        load_decays(log_decay, s_decay, left, tiles.decays, PART * CHANNELS, CHANNELS, K)
+        decays = tiles.decays.index(i % DECAY_SLOTS)
+        copies = decays._reinterpret(gl.float32, [CHUNK // COPIED, COPIED, K], PLAIN)
+        sums = decays._reinterpret(gl.float32, [CHUNK // ADDED, ADDED, K], PLAIN)
+        # Of a part that is there sums are made while the others are on their way.
+        for part in gl.static_range(PIECES):
+            load_decays(log_decay, s_decay, left, copies, part, PART * CHANNELS, CHANNELS)
+            log_decay += ROWS * s_decay
+            left -= ROWS
+        c = gl.zeros([CHANNELS], gl.float32, SUMS)
+        for part in gl.static_range(PIECES):
+            async_copy.wait_group(PIECES - 1 - part)
+            c = leave_sums(sums, c, part, PART * CHANNELS, CHANNELS)
         if PART != 0:
             mbarrier.wait(barriers.empty.index(slot), phase ^ 1)
-        leave_sums(tiles, slot, PART * CHANNELS, CHANNELS, K)
-        mbarrier.arrive(barriers.decays.index(0))
-        log_decay += CHUNK * s_decay
-        left -= CHUNK
+        tiles.ends.index(slot).slice(PART * CHANNELS, CHANNELS).store(gl.exp2(c))
+        mbarrier.arrive(barriers.decays.index(i % DECAY_SLOTS))
 
 
 @gluon.jit
@@ -78,33 +92,35 @@ def leave_gates(tiles, barriers, of, s_beta, s_norm, left, slot, phase, FORM: gl
 
 @gluon.jit
 def load_decays(
-    log_decay, s_decay, left, decays, FIRST: gl.constexpr, CHANNELS: gl.constexpr, K: gl.constexpr
+    log_decay, s_decay, left, rows, PIECE: gl.constexpr, FIRST: gl.constexpr, CHANNELS: gl.constexpr
 ):  # fmt: skip
-    """Log decays of some channels to shared memory, zeros after the sequence's end."""
+    """Log decays of some tokens and channels to shared memory, zeros after the sequence's end."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [1, 1], [1, 0])
     o_r = gl.arange(0, COPIED, gl.SliceLayout(1, LAYOUT))[:, None]
     o_k = gl.arange(0, CHANNELS, gl.SliceLayout(0, LAYOUT))[None, :]
     log_decay += o_r * s_decay + o_k
-    parts = decays._reinterpret(gl.float32, [CHUNK // COPIED, COPIED, K], PLAIN)
-    for part in range(CHUNK // COPIED):
+    for part in range(ROWS // COPIED):
         async_copy.async_copy_global_to_shared(
-            parts.index(part).slice(FIRST, CHANNELS, dim=1), log_decay,
+            rows.index(PIECE * (ROWS // COPIED) + part).slice(FIRST, CHANNELS, dim=1), log_decay,
             mask=(o_r < left - part * COPIED) & (o_k < CHANNELS),
         )  # fmt: skip
         log_decay += COPIED * s_decay
     async_copy.commit_group()
-    async_copy.wait_group(0)
 
 
 @gluon.jit
-def leave_sums(tiles, slot, FIRST: gl.constexpr, CHANNELS: gl.constexpr, K: gl.constexpr):
-    """c in the place of the log decays, and 2^c_end to `ends`, of some channels."""
+def leave_sums(rows, c, PIECE: gl.constexpr, FIRST: gl.constexpr, CHANNELS: gl.constexpr):
+    """c in the place of the log decays of some tokens and channels; that of the last token."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([ADDED, 2], [1, 32], [1, 1], [1, 0])
-    parts = tiles.decays._reinterpret(gl.float32, [CHUNK // ADDED, ADDED, K], PLAIN)
-    c_end = gl.zeros([CHANNELS], gl.float32, gl.SliceLayout(0, LAYOUT))
-    for part in range(CHUNK // ADDED):
-        rows = parts.index(part).slice(FIRST, CHANNELS, dim=1)
-        steps = gl.maximum(rows.load(LAYOUT) * LOG2_E, RESET)
-        rows.store(gl.associative_scan(steps, 0, add) + c_end[None, :])
-        c_end += gl.sum(steps, 0)
-    tiles.ends.index(slot).slice(FIRST, CHANNELS).store(gl.exp2(c_end))
+    for part in range(ROWS // ADDED):
+        tile = rows.index(PIECE * (ROWS // ADDED) + part).slice(FIRST, CHANNELS, dim=1)
+        steps = gl.maximum(tile.load(LAYOUT) * LOG2_E, RESET)
+        x = four(gl.permute(gl.reshape(steps, [2, 2, CHANNELS]), (2, 0, 1)))
+        c_0 = gl.convert_layout(c, x[0].type.layout) + x[0]
+        c_1 = c_0 + x[1]
+        c_2 = c_1 + x[2]
+        c_3 = c_2 + x[3]
+        sums = gl.permute(joined((c_0, c_1, c_2, c_3)), (1, 2, 0))
+        tile.store(gl.convert_layout(gl.reshape(sums, [ADDED, CHANNELS]), LAYOUT))
+        c = gl.convert_layout(c_3, gl.SliceLayout(0, LAYOUT))
+    return c

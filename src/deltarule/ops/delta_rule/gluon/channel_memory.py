@@ -33,7 +33,7 @@ SUM_ROLES = gl.constexpr(2)
 class ChannelTiles(NamedTuple):
     """Tiles in shared memory; those with SLOTS are of two chunks, the others of one."""
 
-    # [SLOTS, 64, K]: q and k, and in their places q up and, with an erase, k up.
+    # [SLOTS, 64, K]: q and k, and in their places q up and k up; without an erase k near.
     q: Any
     k: Any
     # [SLOTS * V / 64, 64, 64].
@@ -47,7 +47,8 @@ class ChannelTiles(NamedTuple):
     write: Any
     # [V / 64, 64, 64]: o, of the chunk before the one that is being worked out.
     o: Any
-    # [64, K] float32: log decays, and in their place their sums; [SLOTS, K] float32: 2^c_end.
+    # [1, 64, K] float32, without an erase [SLOTS, 64, K]: log decays, and in their place their
+    # sums; [SLOTS, K] float32: 2^c_end.
     decays: Any
     ends: Any
     # [1] float32: tokens of the chunk before the first that decays too far for the fast form.
@@ -106,11 +107,11 @@ def new_channel_tiles(
     k = gl.allocate_shared_memory(dtype, [SLOTS, CHUNK, K], SQUARE)
     v = gl.allocate_shared_memory(dtype, [SLOTS * PARTS, CHUNK, VALUES], SQUARE)
     p = gl.allocate_shared_memory(dtype, [1, CHUNK, CHUNK], SQUARE)
-    near = gl.allocate_shared_memory(dtype, [1, CHUNK, K], SQUARE)
+    near = gl.allocate_shared_memory(dtype, [1, CHUNK, K], SQUARE) if TIED else k
     near_low = gl.allocate_shared_memory(dtype, [1, CHUNK, K], SQUARE)
     write = gl.allocate_shared_memory(dtype, [1, CHUNK, K], SQUARE)
     o = gl.allocate_shared_memory(dtype, [PARTS, CHUNK, VALUES], SQUARE)
-    decays = gl.allocate_shared_memory(gl.float32, [CHUNK, K], PLAIN)
+    decays = gl.allocate_shared_memory(gl.float32, [1 if TIED else SLOTS, CHUNK, K], PLAIN)
     ends = gl.allocate_shared_memory(gl.float32, [SLOTS, K], PLAIN_1D)
     fast = gl.allocate_shared_memory(gl.float32, [1], PLAIN_1D)
     gates = gl.allocate_shared_memory(gl.float32, [SLOTS * GATES, CHUNK], PLAIN_1D)
@@ -133,12 +134,12 @@ def new_channel_tiles(
 
 
 @gluon.jit
-def new_channel_barriers(PARTS: gl.constexpr, SLOTS: gl.constexpr):
+def new_channel_barriers(PARTS: gl.constexpr, SLOTS: gl.constexpr, TIED: gl.constexpr):
     """All barriers: a slot is full with its tiles and its gates."""
     full, empty = new_barrier(SLOTS, 2), new_barrier(SLOTS, PARTS)
     copied, scored = new_barrier(SLOTS, 1 + PARTS), new_barrier(1, 1)
     paired = new_barrier(1, PARTS)
-    decays, sums = new_barrier(1, SUM_ROLES), new_barrier(1, 1)
+    decays, sums = new_barrier(1 if TIED else SLOTS, SUM_ROLES), new_barrier(1, 1)
     written, stored = new_barrier(PARTS, 1), new_barrier(PARTS, 1)
     return ChannelBarriers(full, empty, copied, scored, paired, decays, sums, written, stored)
 

@@ -24,7 +24,9 @@ def fast_of(tiles):
 
 
 @gluon.jit
-def leave_scores(tiles, slot, i, scale, fast, FIRST: gl.constexpr, ROWS: gl.constexpr):
+def leave_scores(
+    tiles, slot, i, scale, fast, FIRST: gl.constexpr, ROWS: gl.constexpr, FORM: gl.constexpr
+):
     """P of the rows from FIRST on, of tokens from `fast` on what is in its memory already."""
     LAYOUT: gl.constexpr = product(ROWS)
     o_i = gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))[None, :]
@@ -34,7 +36,8 @@ def leave_scores(tiles, slot, i, scale, fast, FIRST: gl.constexpr, ROWS: gl.cons
     if ROWS != CHUNK:
         q, out = q.slice(FIRST, ROWS), out.slice(FIRST, ROWS)
     q = q.permute((1, 0))
-    p = warpgroup_mma(of_chunk(tiles.near, i), q, zero, use_acc=False, is_async=True)
+    near = of_chunk(tiles.near, i) if FORM.TIED else tiles.k.index(slot)
+    p = warpgroup_mma(near, q, zero, use_acc=False, is_async=True)
     p = warpgroup_mma(of_chunk(tiles.near_low, i), q, p, is_async=True)
     p = warpgroup_mma_wait(0, deps=(p,))
     # i >= j with what the compiler knows of i on one side alone, as in pairs.py; and a choice,

@@ -2,9 +2,9 @@
 
     M_ij = (k_i up_i) . (k_j near_j)              for j < i, of which T is made (inverse.py)
 
-and where the state roles do not, P (channel_pairs.py).
-Those of tokens that decay too far come from channel_exact.py. It scales half of the tokens, and the
-state roles, which have nothing else to do then, a quarter each.
+and where the state roles do not, P (channel_pairs.py). Those of tokens that decay too far come from
+channel_exact.py. It scales half of the tokens, while the state roles finish the chunk before, and
+they a quarter each.
 """
 
 from triton.experimental import gluon
@@ -30,6 +30,7 @@ from deltarule.ops.delta_rule.gluon.score import blocks_of, leave_blocks
 def channel_score_role(shared, of, scale, K: gl.constexpr, SLOTS: gl.constexpr, FORM: gl.constexpr):
     """What the state roles wait for, chunk by chunk; `of` as in `leave_exact`."""
     tiles, barriers, place, _ = shared
+    DECAY_SLOTS: gl.constexpr = tiles.decays.shape[0]
     if FORM.TIED:
         LAYOUT: gl.constexpr = product(CHUNK)
         o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))[:, None]
@@ -39,21 +40,22 @@ def channel_score_role(shared, of, scale, K: gl.constexpr, SLOTS: gl.constexpr, 
     for i in range(place.chunks):
         slot, phase = i % SLOTS, (i // SLOTS) & 1
         mbarrier.wait(barriers.full.index(slot), phase)
-        mbarrier.wait(barriers.decays.index(0), i & 1)
+        mbarrier.wait(barriers.decays.index(i % DECAY_SLOTS), (i // DECAY_SLOTS) & 1)
+        decays = tiles.decays.index(i % DECAY_SLOTS)
         # `write` and P are those of the chunk before until the state roles have done with it.
         before = i + SLOTS - 1
         empty, phase_before = barriers.empty.index(before % SLOTS), ((before // SLOTS) & 1) ^ 1
         if FORM.SHARED and not FORM.TIED:
             mbarrier.wait(barriers.paired.index(0), (i & 1) ^ 1)
-        fast, far = CHUNK + 0 * i, gl.where(least_sum(tiles, K) < -RANGE, 1, 0)
+        fast, far = CHUNK + 0 * i, gl.where(least_sum(decays, K) < -RANGE, 1, 0)
         if far == 1:
             mbarrier.wait(empty, phase_before)
-            fast = leave_exact(tiles, slot, of, i * CHUNK, place.tokens, scale, K, FORM)
+            fast = leave_exact(tiles, slot, decays, of, i * CHUNK, place.tokens, scale, K, FORM)
         if FORM.SHARED:
             tiles.fast.store(gl.zeros([1], gl.float32, ONE) + fast)
         mbarrier.arrive(barriers.sums.index(0))
-        third = leave_copies(tiles, slot, K, 2 * BLOCK, FORM)
-        fourth = leave_copies(tiles, slot, K, 3 * BLOCK, FORM)
+        third = leave_copies(tiles, slot, decays, K, 2 * BLOCK, FORM)
+        fourth = leave_copies(tiles, slot, decays, K, 3 * BLOCK, FORM)
         if far == 0:
             mbarrier.wait(empty, phase_before)
         tiles.write.index(0).slice(2 * BLOCK, BLOCK).store(third)
@@ -62,7 +64,7 @@ def channel_score_role(shared, of, scale, K: gl.constexpr, SLOTS: gl.constexpr, 
         mbarrier.arrive(barriers.copied.index(slot))
         mbarrier.wait(barriers.copied.index(slot), phase)
         if not FORM.SHARED:
-            leave_scores(tiles, slot, i, scale, fast, 0, CHUNK)
+            leave_scores(tiles, slot, i, scale, fast, 0, CHUNK, FORM)
         if FORM.TIED:
             leave_pairs(tiles, barriers, slot, fast, i, FORM)
             barrier()
@@ -76,10 +78,10 @@ def channel_score_role(shared, of, scale, K: gl.constexpr, SLOTS: gl.constexpr, 
 
 
 @gluon.jit
-def least_sum(tiles, K: gl.constexpr):
+def least_sum(decays, K: gl.constexpr):
     """The least of c_end; every warp looks for itself."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    sums = tiles.decays._reinterpret(gl.float32, [CHUNK, K], PLAIN_1D)
+    sums = decays._reinterpret(gl.float32, [CHUNK, K], PLAIN_1D)
     return gl.min(sums.index(CHUNK - 1).load(LAYOUT), 0)
 
 
@@ -96,13 +98,13 @@ def leave_pairs(tiles, barriers, slot, fast, i, FORM: gl.constexpr):
     k = tiles.k.index(slot).permute((1, 0))
     m = warpgroup_mma(of_chunk(tiles.near, i), k, zero, use_acc=False, is_async=True)
     m = warpgroup_mma(of_chunk(tiles.near_low, i), k, m, is_async=True)
+    if FORM.SHARED:
+        mbarrier.wait(barriers.paired.index(0), i & 1)
     m = warpgroup_mma_wait(0, deps=(m,))
     if fast < CHUNK:
         exact = tiles.t.index(slot)._reinterpret(gl.float16, [CHUNK, CHUNK], PLAIN)
         m = gl.where(o_i < fast, m, exact.permute((1, 0)).load(LAYOUT).to(gl.float32))
     # No product reads the memory of `rows` any more.
-    if FORM.SHARED:
-        mbarrier.wait(barriers.paired.index(0), i & 1)
     barrier()
     rest = gl.where(o_j // BLOCK < o_i // BLOCK, m, 0.0)
     tiles.rows.permute((1, 0)).store(rest.to(gl.float16))

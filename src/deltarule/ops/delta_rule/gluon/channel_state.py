@@ -48,7 +48,8 @@ def channel_state_role(
         gate = slot * GATES
         mbarrier.wait(barriers.full.index(slot), phase)
         mbarrier.wait(barriers.sums.index(0), i & 1)
-        rest = leave_copies(tiles, slot, K, PART * BLOCK, FORM)
+        decays = tiles.decays.index(i % tiles.decays.shape[0])
+        rest = leave_copies(tiles, slot, decays, K, PART * BLOCK, FORM)
         before = i + SLOTS - 1
         mbarrier.wait(barriers.empty.index(before % SLOTS), ((before // SLOTS) & 1) ^ 1)
         tiles.write.index(0).slice(PART * BLOCK, BLOCK).store(rest)
@@ -59,7 +60,7 @@ def channel_state_role(
         mbarrier.wait(barriers.copied.index(slot), phase)
         if FORM.SHARED:
             ROWS: gl.constexpr = CHUNK // PARTS
-            leave_scores(tiles, slot, i, scale, fast_of(tiles), PART * ROWS, ROWS)
+            leave_scores(tiles, slot, i, scale, fast_of(tiles), PART * ROWS, ROWS, FORM)
             fence_async_shared()
             mbarrier.arrive(barriers.paired.index(0))
         q, k = tiles.q.index(slot).permute((1, 0)), tiles.k.index(slot).permute((1, 0))
