@@ -94,6 +94,8 @@ class ChannelForm(NamedTuple):
     SAVE: bool
     # The state roles make P, each its share of the rows, and not the score role.
     SHARED: bool
+    # o of a chunk is stored when the tokens of the next are scaled, for which others wait.
+    LATE: bool
 
 
 @gluon.jit

@@ -43,6 +43,7 @@ def channel_state_role(
     else:
         s = gl.zeros([VALUES, K], gl.float32, STATE)
     zero, read = gl.zeros([VALUES, CHUNK], gl.float32, TOKENS), scale * UNSHIFT
+    o_before = gl.zeros([VALUES, CHUNK], dtype, TOKENS)
     for i in range(place.chunks):
         slot, phase = i % SLOTS, (i // SLOTS) & 1
         gate = slot * GATES
@@ -55,6 +56,9 @@ def channel_state_role(
         tiles.write.index(0).slice(PART * BLOCK, BLOCK).store(rest)
         fence_async_shared()
         mbarrier.arrive(barriers.copied.index(slot))
+        if FORM.LATE:  # noqa: SIM102
+            if i > 0:
+                leave_output(tiles, barriers, o_before, i - 1, PART)
         left = gl.convert_layout(s.to(dtype), OF_TOKENS)
         v = tiles.v.index(slot * PARTS + PART).permute((1, 0)).load(TOKENS)
         mbarrier.wait(barriers.copied.index(slot), phase)
@@ -96,8 +100,21 @@ def channel_state_role(
         o = warpgroup_mma(gl.convert_layout(low, OF_TOKENS), p, o, is_async=True)
         s, o = warpgroup_mma_wait(0, deps=(s, o))
         mbarrier.arrive(barriers.empty.index(slot))
-        mbarrier.wait(barriers.stored.index(PART), (i & 1) ^ 1)
-        tiles.o.index(PART).permute((1, 0)).store(o.to(dtype))
-        fence_async_shared()
-        mbarrier.arrive(barriers.written.index(PART))
+        if FORM.LATE:
+            o_before = o.to(dtype)
+        else:
+            leave_output(tiles, barriers, o.to(dtype), i, PART)
+    # A condition that is known when it is compiled does not go well with one that is not.
+    if FORM.LATE:  # noqa: SIM102
+        if place.chunks > 0:
+            leave_output(tiles, barriers, o_before, place.chunks - 1, PART)
     gl.store(final_state + o_s, s)
+
+
+@gluon.jit
+def leave_output(tiles, barriers, o, i, PART: gl.constexpr):
+    """o of chunk i on its way out, when that of the chunk before has gone."""
+    mbarrier.wait(barriers.stored.index(PART), (i & 1) ^ 1)
+    tiles.o.index(PART).permute((1, 0)).store(o)
+    fence_async_shared()
+    mbarrier.arrive(barriers.written.index(PART))
