@@ -70,7 +70,7 @@ class ChannelBarriers(NamedTuple):
     empty: Any
     # All have scaled their tokens of q and k, and need the sums of decays no more.
     copied: Any
-    # T is there, or where the score role makes P, P; all state roles have left their rows of P.
+    # T is there; all state roles have left their rows of P.
     scored: Any
     paired: Any
     # Sums of decays are there; what was left of the chunk before is free, and tokens beyond the
@@ -92,8 +92,6 @@ class ChannelForm(NamedTuple):
     DECAY: bool
     UNIT: bool
     SAVE: bool
-    # The state roles make P, each its share of the rows, and not the score role.
-    SHARED: bool
     # o of a chunk is stored when the tokens of the next are scaled, for which others wait.
     LATE: bool
 

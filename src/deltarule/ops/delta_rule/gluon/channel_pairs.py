@@ -18,24 +18,16 @@ ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit
-def fast_of(tiles):
-    """The number of tokens that the score role has left in `fast`."""
-    return gl.sum(tiles.fast.load(ONE), 0).to(gl.int32)
-
-
-@gluon.jit
 def leave_scores(
-    tiles, slot, i, scale, fast, FIRST: gl.constexpr, ROWS: gl.constexpr, FORM: gl.constexpr
+    tiles, slot, i, scale, FIRST: gl.constexpr, ROWS: gl.constexpr, FORM: gl.constexpr
 ):
-    """P of the rows from FIRST on, of tokens from `fast` on what is in its memory already."""
+    """P of the rows from FIRST on; of tokens that decay too far what is in its memory already."""
     LAYOUT: gl.constexpr = product(ROWS)
     o_i = gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))[None, :]
     o_j = gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))[:, None]
     zero = gl.zeros([CHUNK, ROWS], gl.float32, LAYOUT)
-    q, out = tiles.q.index(slot), tiles.p.index(0)
-    if ROWS != CHUNK:
-        q, out = q.slice(FIRST, ROWS), out.slice(FIRST, ROWS)
-    q = q.permute((1, 0))
+    fast = gl.sum(tiles.fast.load(ONE), 0).to(gl.int32)
+    q = tiles.q.index(slot).slice(FIRST, ROWS).permute((1, 0))
     near = of_chunk(tiles.near, i) if FORM.TIED else tiles.k.index(slot)
     p = warpgroup_mma(near, q, zero, use_acc=False, is_async=True)
     p = warpgroup_mma(of_chunk(tiles.near_low, i), q, p, is_async=True)
@@ -49,4 +41,4 @@ def leave_scores(
         exact = exact.slice(FIRST, ROWS).permute((1, 0)).load(LAYOUT).to(gl.float32)
         p = gl.where(o_i + FIRST < fast, p, gl.where(known >= lane, exact, 0.0))
         barrier()
-    out.permute((1, 0)).store(p.to(out.dtype))
+    tiles.p.index(0).slice(FIRST, ROWS).permute((1, 0)).store(p.to(tiles.p.dtype))

@@ -1,10 +1,9 @@
-"""The role that goes before the state with a decay per channel: scaled q and k, P, and T.
+"""The role that goes before the state with a decay per channel: scaled q and k, and T.
 
     M_ij = (k_i up_i) . (k_j near_j)              for j < i, of which T is made (inverse.py)
 
-and where the state roles do not, P (channel_pairs.py). Those of tokens that decay too far come from
-channel_exact.py. It scales half of the tokens, while the state roles finish the chunk before, and
-they a quarter each.
+Those of tokens that decay too far come from channel_exact.py, as do their rows of P. It scales half
+of the tokens, while the state roles finish the chunk before, and they a quarter each.
 """
 
 from triton.experimental import gluon
@@ -19,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from deltarule.ops.delta_rule.gluon.channel_copies import leave_copies
 from deltarule.ops.delta_rule.gluon.channel_exact import leave_exact
 from deltarule.ops.delta_rule.gluon.channel_memory import RANGE, of_chunk
-from deltarule.ops.delta_rule.gluon.channel_pairs import ONE, leave_scores
+from deltarule.ops.delta_rule.gluon.channel_pairs import ONE
 from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D, below, invert
 from deltarule.ops.delta_rule.gluon.memory import BLOCK, CHUNK, barrier, product
 from deltarule.ops.delta_rule.gluon.products import score_places
@@ -45,14 +44,13 @@ def channel_score_role(shared, of, scale, K: gl.constexpr, SLOTS: gl.constexpr, 
         # `write` and P are those of the chunk before until the state roles have done with it.
         before = i + SLOTS - 1
         empty, phase_before = barriers.empty.index(before % SLOTS), ((before // SLOTS) & 1) ^ 1
-        if FORM.SHARED and not FORM.TIED:
+        if not FORM.TIED:
             mbarrier.wait(barriers.paired.index(0), (i & 1) ^ 1)
         fast, far = CHUNK + 0 * i, gl.where(least_sum(decays, K) < -RANGE, 1, 0)
         if far == 1:
             mbarrier.wait(empty, phase_before)
             fast = leave_exact(tiles, slot, decays, of, i * CHUNK, place.tokens, scale, K, FORM)
-        if FORM.SHARED:
-            tiles.fast.store(gl.zeros([1], gl.float32, ONE) + fast)
+        tiles.fast.store(gl.zeros([1], gl.float32, ONE) + fast)
         mbarrier.arrive(barriers.sums.index(0))
         third = leave_copies(tiles, slot, decays, K, 2 * BLOCK, FORM)
         fourth = leave_copies(tiles, slot, decays, K, 3 * BLOCK, FORM)
@@ -63,16 +61,11 @@ def channel_score_role(shared, of, scale, K: gl.constexpr, SLOTS: gl.constexpr, 
         fence_async_shared()
         mbarrier.arrive(barriers.copied.index(slot))
         mbarrier.wait(barriers.copied.index(slot), phase)
-        if not FORM.SHARED:
-            leave_scores(tiles, slot, i, scale, fast, 0, CHUNK, FORM)
         if FORM.TIED:
             leave_pairs(tiles, barriers, slot, fast, i, FORM)
             barrier()
             t = invert(tiles, slot, on_16, on_32, places, i & 1, False)
             tiles.t.index(slot).store(gl.where(o_i == o_j, 1.0, t).to(tiles.t.dtype))
-            fence_async_shared()
-            mbarrier.arrive(barriers.scored.index(0))
-        elif not FORM.SHARED:
             fence_async_shared()
             mbarrier.arrive(barriers.scored.index(0))
 
@@ -98,8 +91,7 @@ def leave_pairs(tiles, barriers, slot, fast, i, FORM: gl.constexpr):
     k = tiles.k.index(slot).permute((1, 0))
     m = warpgroup_mma(of_chunk(tiles.near, i), k, zero, use_acc=False, is_async=True)
     m = warpgroup_mma(of_chunk(tiles.near_low, i), k, m, is_async=True)
-    if FORM.SHARED:
-        mbarrier.wait(barriers.paired.index(0), i & 1)
+    mbarrier.wait(barriers.paired.index(0), i & 1)
     m = warpgroup_mma_wait(0, deps=(m,))
     if fast < CHUNK:
         exact = tiles.t.index(slot)._reinterpret(gl.float16, [CHUNK, CHUNK], PLAIN)

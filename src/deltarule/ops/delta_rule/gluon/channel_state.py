@@ -3,8 +3,9 @@
     W = beta (V - (S (k up)^T)^T 2^-SHIFT)        X = T W
     O = scale (S (q up)^T)^T 2^-SHIFT + P X        S <- S Diag(2^c_end) + X^T (k rest)
 
-with T and P of the score role (channel_score.py), and q and k scaled by all of them; without an
-erase X = V. All is transposed, as in state.py.
+with T of the score role (channel_score.py), and q and k scaled by all of them; without an erase
+X = V. Each role makes its share of the rows of P (channel_pairs.py). All is transposed, as in
+state.py.
 """
 
 from triton.experimental import gluon
@@ -18,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from deltarule.ops.delta_rule.gluon.channel_copies import leave_copies
 from deltarule.ops.delta_rule.gluon.channel_memory import UNSHIFT, of_chunk
-from deltarule.ops.delta_rule.gluon.channel_pairs import fast_of, leave_scores
+from deltarule.ops.delta_rule.gluon.channel_pairs import leave_scores
 from deltarule.ops.delta_rule.gluon.memory import BETA, BLOCK, CHUNK, ERASE, GATES, VALUES, product
 
 
@@ -32,6 +33,7 @@ def channel_state_role(
     initial_state, final_state, scale = states
     STATE: gl.constexpr = product(K)
     TOKENS: gl.constexpr = product(CHUNK)
+    ROWS: gl.constexpr = CHUNK // PARTS
     OF_STATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     OF_TOKENS: gl.constexpr = gl.DotOperandLayout(0, TOKENS, 2)
     TOKEN: gl.constexpr = gl.SliceLayout(0, TOKENS)
@@ -62,11 +64,9 @@ def channel_state_role(
         left = gl.convert_layout(s.to(dtype), OF_TOKENS)
         v = tiles.v.index(slot * PARTS + PART).permute((1, 0)).load(TOKENS)
         mbarrier.wait(barriers.copied.index(slot), phase)
-        if FORM.SHARED:
-            ROWS: gl.constexpr = CHUNK // PARTS
-            leave_scores(tiles, slot, i, scale, fast_of(tiles), PART * ROWS, ROWS, FORM)
-            fence_async_shared()
-            mbarrier.arrive(barriers.paired.index(0))
+        leave_scores(tiles, slot, i, scale, PART * ROWS, ROWS, FORM)
+        fence_async_shared()
+        mbarrier.arrive(barriers.paired.index(0))
         q, k = tiles.q.index(slot).permute((1, 0)), tiles.k.index(slot).permute((1, 0))
         o = warpgroup_mma(left, q, zero, use_acc=False, is_async=True)
         if FORM.TIED:
@@ -88,11 +88,8 @@ def channel_state_role(
             s = s * tiles.ends.index(slot).load(gl.SliceLayout(0, STATE))[None, :]
             o = warpgroup_mma_wait(0, deps=(o,))
             o = o * read
-            if not FORM.SHARED:
-                mbarrier.wait(barriers.scored.index(0), i & 1)
             low = v
-        if FORM.SHARED:
-            mbarrier.wait(barriers.paired.index(0), i & 1)
+        mbarrier.wait(barriers.paired.index(0), i & 1)
         s = warpgroup_mma(
             gl.convert_layout(low, OF_STATE), of_chunk(tiles.write, i), s, is_async=True
         )
