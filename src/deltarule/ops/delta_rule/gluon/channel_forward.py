@@ -37,7 +37,7 @@ def channel_forward_kernel(
     q, k, v, o, q_rows, k_rows, v_rows, o_rows, log_decay, beta, norms, cu_seqlens, initial_state,
     final_state, scale, T, heads, value_heads, s_beta_b, s_beta_t, s_beta_h,
     K: gl.constexpr, V: gl.constexpr, SLOTS: gl.constexpr, TIED: gl.constexpr, UNIT: gl.constexpr,
-    PACKED: gl.constexpr, RAGGED: gl.constexpr, LATE: gl.constexpr,
+    PACKED: gl.constexpr, RAGGED: gl.constexpr,
     STATE_REGISTERS: gl.constexpr, SCORE_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q, k, v and o twice: as descriptors of tiles, and as addresses of rows.
@@ -71,7 +71,7 @@ def channel_forward_kernel(
         q_norm = norms + keys * 2
         k_norm = q_norm + 1
     barrier()
-    FORM: gl.constexpr = ChannelForm(TIED, INITIAL, UNIT, False, False, False, LATE)
+    FORM: gl.constexpr = ChannelForm(TIED, INITIAL, UNIT, False, False, False)
     own = tiles, barriers, place, final_state
     loads = q, k, v, q_rows, k_rows, v_rows
     gates = log_decay, beta, q_norm, k_norm, value_heads * K, s_beta_t, heads * 2

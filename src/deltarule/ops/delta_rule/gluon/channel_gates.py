@@ -25,9 +25,8 @@ from deltarule.ops.delta_rule.gluon.memory import BETA, CHUNK, ERASE, FACTOR, GA
 # Rows that are copied, and added up, together: a warp has few registers, and what does not fit in
 # them comes back from the L2 cache.
 COPIED, ADDED = gl.constexpr(2), gl.constexpr(4)
-# Pieces of a chunk that are waited for one by one.
-PIECES = gl.constexpr(4)
-ROWS = gl.constexpr(16)
+# Rows that are waited for together: the sums of some are made while others are on their way.
+ROWS, PIECES = gl.constexpr(16), gl.constexpr(4)
 
 
 @gluon.jit
@@ -53,7 +52,6 @@ def channel_gate_role(
         decays = tiles.decays.index(i % DECAY_SLOTS)
         copies = decays._reinterpret(gl.float32, [CHUNK // COPIED, COPIED, K], PLAIN)
         sums = decays._reinterpret(gl.float32, [CHUNK // ADDED, ADDED, K], PLAIN)
-        # Of a part that is there sums are made while the others are on their way.
         for part in gl.static_range(PIECES):
             load_decays(log_decay, s_decay, left, copies, part, PART * CHANNELS, CHANNELS)
             log_decay += ROWS * s_decay

@@ -92,8 +92,6 @@ class ChannelForm(NamedTuple):
     DECAY: bool
     UNIT: bool
     SAVE: bool
-    # o of a chunk is stored when the tokens of the next are scaled, for which others wait.
-    LATE: bool
 
 
 @gluon.jit

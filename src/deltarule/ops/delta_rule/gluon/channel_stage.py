@@ -21,8 +21,6 @@ SIZES = 128, 128
 # Chunks of q, k and v in shared memory, and registers of a thread: on average, of the second state
 # role (the first has what the others leave), of the score role, and of those that move tiles.
 SLOTS = 2
-# Whether o of a chunk is stored while the next begins.
-LATE = True
 AVERAGE, STATE, SCORE, OTHERS = 128, 192, 104, 24
 
 
@@ -55,7 +53,6 @@ def channel_launch(call: Call) -> Launch:
     constants = {
         "K": key_size, "V": value_size, "SLOTS": SLOTS, "TIED": inputs.beta is not None,
         "UNIT": inputs.normalize_qk, "PACKED": packed, "RAGGED": packed or tokens % rows != 0,
-        "LATE": LATE,
         "STATE_REGISTERS": STATE, "SCORE_REGISTERS": SCORE, "REGISTERS": OTHERS,
         "num_warps": 4, "maxnreg": AVERAGE,
     }  # fmt: skip

@@ -58,9 +58,9 @@ def channel_state_role(
         tiles.write.index(0).slice(PART * BLOCK, BLOCK).store(rest)
         fence_async_shared()
         mbarrier.arrive(barriers.copied.index(slot))
-        if FORM.LATE:  # noqa: SIM102
-            if i > 0:
-                leave_output(tiles, barriers, o_before, i - 1, PART)
+        # Not before: for the copies other roles wait.
+        if i > 0:
+            leave_output(tiles, barriers, o_before, i - 1, PART)
         left = gl.convert_layout(s.to(dtype), OF_TOKENS)
         v = tiles.v.index(slot * PARTS + PART).permute((1, 0)).load(TOKENS)
         mbarrier.wait(barriers.copied.index(slot), phase)
@@ -97,14 +97,9 @@ def channel_state_role(
         o = warpgroup_mma(gl.convert_layout(low, OF_TOKENS), p, o, is_async=True)
         s, o = warpgroup_mma_wait(0, deps=(s, o))
         mbarrier.arrive(barriers.empty.index(slot))
-        if FORM.LATE:
-            o_before = o.to(dtype)
-        else:
-            leave_output(tiles, barriers, o.to(dtype), i, PART)
-    # A condition that is known when it is compiled does not go well with one that is not.
-    if FORM.LATE:  # noqa: SIM102
-        if place.chunks > 0:
-            leave_output(tiles, barriers, o_before, place.chunks - 1, PART)
+        o_before = o.to(dtype)
+    if place.chunks > 0:
+        leave_output(tiles, barriers, o_before, place.chunks - 1, PART)
     gl.store(final_state + o_s, s)
 
 
