@@ -391,7 +391,8 @@ def test_a_free_erase_is_refused() -> None:
     assert "got a free one" in (stage.why_not_form(inputs) or "")
 
 
-def test_channels_are_taken_without_an_erase_and_without_gradients(monkeypatch) -> None:
+def test_channels_are_taken_with_the_chosen_erase_and_without_gradients(monkeypatch) -> None:
+    monkeypatch.setattr(channel_stage, "CHOSEN", ("none",))
     kept, erased = (inputs_of(case_of("channel", erase)) for erase in ("none", "tied"))
     assert not stage.pays(kept, new_plan(kept))
     for name, found in {"why_not": None, "multiprocessors": 132}.items():
