@@ -28,6 +28,10 @@ COPIED, ADDED = gl.constexpr(2), gl.constexpr(4)
 # Rows that are waited for together: the sums of some are made while others are on their way.
 ROWS, PIECES = gl.constexpr(16), gl.constexpr(4)
 
+# Asks for a number's neighbours too, some 64 bytes; nobody waits for it.
+FETCH, FETCHED = gl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;"), gl.constexpr(16)
+PREFETCHED = gl.constexpr(True)
+
 
 @gluon.jit
 def channel_gate_role(
@@ -43,6 +47,8 @@ def channel_gate_role(
     left = place.tokens
     for i in range(place.chunks):
         slot, phase = i % SLOTS, (i // SLOTS) & 1
+        if PREFETCHED:
+            prefetch(log_decay + CHUNK * s_decay, s_decay, left - CHUNK, CHANNELS)
         if PART == 0:
             chunk = (place.start * 0 + i) * CHUNK
             here = beta + chunk * s_beta, q_norm + chunk * s_norm, k_norm + chunk * s_norm
@@ -64,6 +70,17 @@ def channel_gate_role(
             mbarrier.wait(barriers.empty.index(slot), phase ^ 1)
         tiles.ends.index(slot).slice(PART * CHANNELS, CHANNELS).store(gl.exp2(c))
         mbarrier.arrive(barriers.decays.index(i % DECAY_SLOTS))
+
+
+@gluon.jit
+def prefetch(log_decay, s_decay, left, CHANNELS: gl.constexpr):
+    """The next chunk's log decays to the L2 cache; of tokens after the end, the last one's."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 1], [1, 0])
+    row = gl.minimum(gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT)), left - 1)[:, None]
+    o_k = gl.arange(0, CHANNELS // FETCHED, gl.SliceLayout(0, LAYOUT))[None, :] * FETCHED
+    gl.inline_asm_elementwise(
+        FETCH, "=r,l", [log_decay + (row * s_decay + o_k)], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit

@@ -14,9 +14,9 @@ from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.plan import Call
 from deltarule.ops.runtime.launch import ALIGNED, Launch
 
-# The erases with which impl="triton" takes it where its programs fill the GPU; with the other its
-# own kernels are as fast. Set it before the first call: plans keep what was chosen.
-CHOSEN = ("none",)
+# The erases with which impl="triton" takes it where its programs fill the GPU. Set it before the
+# first call: plans keep what was chosen.
+CHOSEN = ("none", "tied")
 SIZES = 128, 128
 # Chunks of q, k and v in shared memory, and registers of a thread: on average, of the second state
 # role (the first has what the others leave), of the score role, and of those that move tiles.

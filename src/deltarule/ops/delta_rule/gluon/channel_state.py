@@ -45,7 +45,6 @@ def channel_state_role(
     else:
         s = gl.zeros([VALUES, K], gl.float32, STATE)
     zero, read = gl.zeros([VALUES, CHUNK], gl.float32, TOKENS), scale * UNSHIFT
-    o_before = gl.zeros([VALUES, CHUNK], dtype, TOKENS)
     for i in range(place.chunks):
         slot, phase = i % SLOTS, (i // SLOTS) & 1
         gate = slot * GATES
@@ -58,9 +57,6 @@ def channel_state_role(
         tiles.write.index(0).slice(PART * BLOCK, BLOCK).store(rest)
         fence_async_shared()
         mbarrier.arrive(barriers.copied.index(slot))
-        # Not before: for the copies other roles wait.
-        if i > 0:
-            leave_output(tiles, barriers, o_before, i - 1, PART)
         left = gl.convert_layout(s.to(dtype), OF_TOKENS)
         v = tiles.v.index(slot * PARTS + PART).permute((1, 0)).load(TOKENS)
         mbarrier.wait(barriers.copied.index(slot), phase)
@@ -97,16 +93,8 @@ def channel_state_role(
         o = warpgroup_mma(gl.convert_layout(low, OF_TOKENS), p, o, is_async=True)
         s, o = warpgroup_mma_wait(0, deps=(s, o))
         mbarrier.arrive(barriers.empty.index(slot))
-        o_before = o.to(dtype)
-    if place.chunks > 0:
-        leave_output(tiles, barriers, o_before, place.chunks - 1, PART)
+        mbarrier.wait(barriers.stored.index(PART), (i & 1) ^ 1)
+        tiles.o.index(PART).permute((1, 0)).store(o.to(dtype))
+        fence_async_shared()
+        mbarrier.arrive(barriers.written.index(PART))
     gl.store(final_state + o_s, s)
-
-
-@gluon.jit
-def leave_output(tiles, barriers, o, i, PART: gl.constexpr):
-    """o of chunk i on its way out, when that of the chunk before has gone."""
-    mbarrier.wait(barriers.stored.index(PART), (i & 1) ^ 1)
-    tiles.o.index(PART).permute((1, 0)).store(o)
-    fence_async_shared()
-    mbarrier.arrive(barriers.written.index(PART))
