@@ -109,12 +109,20 @@ def test_zero_keys_have_finite_gradients() -> None:
 
 
 @pytest.mark.parametrize("elements", [1, 4096, 2**30])
+@pytest.mark.parametrize("shared", [1, 2**22])
 @pytest.mark.parametrize("lengths", [None, (90, 0, 3, 70)])
+@pytest.mark.parametrize(("decay", "erase"), [("channel", "tied"), ("head", "none")])
 def test_any_number_of_chunks_at_once(
-    elements: int, lengths: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+    decay: str,
+    erase: str,
+    lengths: tuple[int, ...] | None,
+    shared: int,
+    elements: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch_passes, "window_elements", lambda device: elements)
-    case = make_case("channel", "tied", batch=3, tokens=150, lengths=lengths)
+    monkeypatch.setattr(torch_passes, "SHARED_ELEMENTS", shared)
+    case = make_case(decay, erase, batch=3, tokens=150, lengths=lengths)
     check(case, "torch")
 
 

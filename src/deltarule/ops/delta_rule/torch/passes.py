@@ -19,6 +19,7 @@ from deltarule.ops.chunks import (
     join,
 )
 from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.torch import unerased
 from deltarule.ops.delta_rule.torch.channel_scores import ChannelPairs
 from deltarule.ops.delta_rule.torch.scores import (
     LOWEST,
@@ -59,6 +60,10 @@ class Chunks(NamedTuple):
     log_decay: Tensor | None
 
 
+# The same of chunks that erase nothing, of which a cache holds bunches: fewer windows to set up.
+SHARED_ELEMENTS = 2**22
+
+
 def window_elements(device: torch.device) -> int:
     """Most elements of a window's tensors: what a core's cache holds, or fills another device.
 
@@ -89,6 +94,8 @@ def plan(inputs: Inputs, size: int | None = None) -> tuple[int, list[Group]]:
     rows = size * inputs.n_steps
     elements = inputs.v.shape[2] * rows * max(rows, *inputs.state_shape[2:])
     window = max(window_elements(inputs.q.device) // elements, 1)
+    if inputs.erase == "none" and inputs.decay != "channel":
+        window = max(SHARED_ELEMENTS // elements, window)
     if inputs.cu_seqlens is None:
         return size, batch_groups(batch, tokens, size, window, inputs.q.device)
     return size, packed_groups(inputs.cu_seqlens, tokens, size, window, inputs.q.device)
@@ -198,19 +205,13 @@ class Write(NamedTuple):
 
 
 def next_state(
-    writes: list[Write],
-    whole: Tensor | None,
-    state: Tensor,
-    bounds: list[int],
-    room: Tensor | None = None,
-) -> tuple[Tensor, list[Tensor]]:
+    writes: list[Write], whole: Tensor | None, state: Tensor, bounds: list[int], states: Tensor
+) -> list[Tensor]:
     """Carry state [N, H, G, V, K], in place, through a window of chunks.
 
-    Returns the state at each chunk's start [M, H, G, V, K], in `room` if there is some, and the
-    values X of each write. The longer sequences come first, and those that have ended keep their
-    state.
+    Fills the states at each chunk's start [M, H, G, V, K] and returns the values X of each write.
+    The longer sequences come first, and those that have ended keep their state.
     """
-    states = state.new_empty(bounds[-1], *state.shape[1:]) if room is None else room
     values = [write.x0 for write in writes]
     for first, last in pairwise(bounds):
         here, running = slice(first, last), state[: last - first]
@@ -220,13 +221,14 @@ def next_state(
         for x, (_, from_state, y) in zip(values, writes, strict=True):
             if from_state is not None:
                 x[here] += from_state[here] @ states[here].mT
-            running += y.part(here).write(x[here])
-    return states, values
+            y.part(here).write(x[here], running)
+    return values
 
 
 def next_state_backward(
     d_values: list[Tensor],
-    d_read: Tensor,
+    d_o: Tensor,
+    read: Rows,
     writes: list[Write],
     whole: Tensor | None,
     d_state: Tensor,
@@ -235,7 +237,7 @@ def next_state_backward(
     """Carry the gradient of the state, in place, back through a window of chunks.
 
     d_values are the gradients of the values X by the outputs and become those by everything;
-    d_read [M, H, G, V, K] are those of the states by the outputs. Returns the gradient of the
+    the rows that `read` the states have those by their outputs d_o. Returns the gradient of the
     state at each chunk's end.
     """
     d_ends = d_state.new_empty(bounds[-1], *d_state.shape[1:])
@@ -244,7 +246,7 @@ def next_state_backward(
         d_ends[here] = running
         if whole is not None:
             running *= whole[here]
-        running += d_read[here]
+        read.part(here).write(d_o[here], running)
         for dx, (_, from_state, y) in zip(d_values, writes, strict=True):
             dx[here] += y.part(here).read(d_ends[here])
             if from_state is not None:
@@ -287,17 +289,15 @@ def _run(inputs: Inputs, save: bool, size: int | None = None) -> tuple[Tensor, T
         for sequences, windows in groups:
             state = final_state[sequences].unflatten(1, (heads, -1))
             for window in windows:
-                work = _work(cut_inputs(inputs, window, size))
+                chunks = cut_inputs(inputs, window, size)
                 # Of chunks side by side the states are computed where they are kept.
-                kept = None
                 if save and isinstance(window.chunks, slice):
-                    kept = saved[window.chunks].unflatten(1, (heads, -1))
-                states, values = next_state(
-                    work.writes, work.decay.whole, state, window.bounds, kept
-                )
-                part = chunk_output(work.queries, states, values)
+                    states = saved[window.chunks].unflatten(1, (heads, -1))
+                else:
+                    states = state.new_empty(window.bounds[-1], *state.shape[1:])
+                part = _window_forward(chunks, state, states, window)
                 join(part.flatten(1, 2), o, window, size, 1)
-                if save and kept is None:
+                if save and not isinstance(window.chunks, slice):
                     saved[window.chunks] = states.flatten(1, 2)
             final_state[sequences] = state.flatten(1, 2)
     return o, final_state, saved
@@ -362,18 +362,47 @@ def _work(chunks: Chunks) -> Work:
     return Work(decay, corrected, keys, writes, queries(chunks.q, keys, decay))
 
 
+def _window_forward(chunks: Chunks, state: Tensor, states: Tensor, window: Window) -> Tensor:
+    """Outputs of the chunks; the state goes to the end of the window, by way of `states`."""
+    if runs_unerased(chunks):
+        shared = unerased.Shared.of(chunks.q, chunks.k, chunks.log_decay)
+        return unerased.forward(shared, chunks.v, state, states, bunched(chunks, window))
+    work = _work(chunks)
+    values = next_state(work.writes, work.decay.whole, state, window.bounds, states)
+    return chunk_output(work.queries, states, values)
+
+
+def bunched(chunks: Chunks, window: Window) -> list[list[int]]:
+    """Bounds of the window's ranks, in bunches that a cache holds."""
+    heads, (rows, values) = chunks.v.shape[1:3].numel(), chunks.v.shape[3:]
+    elements = heads * rows * max(rows, values, chunks.k.shape[-1]) * window.bounds[1]
+    return unerased.bunches(window.bounds, max(window_elements(chunks.v.device) // elements, 1))
+
+
+def runs_unerased(chunks: Chunks) -> bool:
+    """Whether nothing is erased, and all channels decay alike if they do."""
+    by_channel = chunks.log_decay is not None and chunks.log_decay.shape[-1] > 1
+    one_write = chunks.k.shape[-2] == chunks.q.shape[-2]
+    return chunks.beta is None and chunks.a is None and one_write and not by_channel
+
+
 def _window_backward(
     d_o: Tensor, d_state: Tensor, chunks: Chunks, states: Tensor, window: Window
 ) -> Chunks:
     """Gradients by the chunks; d_state goes from the end of the window to its start."""
+    if runs_unerased(chunks):
+        shared = unerased.Shared.of(chunks.q, chunks.k, chunks.log_decay)
+        bunches = bunched(chunks, window)
+        found = unerased.backward(shared, chunks.v, states, d_o, d_state, bunches)
+        return Chunks(*found[:3], None, None, None, found[3])
     work = _work(chunks)
     values = [
         x0 if from_state is None else x0.add_(from_state @ states.mT)
         for x0, from_state, _ in work.writes
     ]
-    d_values, d_read = chunk_output_backward(work.queries, d_o)
+    d_values = chunk_output_backward(work.queries, d_o)
     d_ends = next_state_backward(
-        d_values, d_read, work.writes, work.decay.whole, d_state, window.bounds
+        d_values, d_o, work.queries.rows, work.writes, work.decay.whole, d_state, window.bounds
     )
     dq, d_keys, d_decay = queries_backward(
         d_o, states, values, work.queries, chunks.q, work.keys, work.decay

@@ -140,7 +140,8 @@ def scale(x: Tensor, factor: Tensor | None) -> Tensor:
 class Rows(NamedTuple):
     """Queries or keys under a decay, which meet a state and, on its other side, values.
 
-    A factor for each head waits for the values: what the heads of a group share stays one tensor.
+    A factor for each head waits for the values, so that what the heads of a group share stays one
+    tensor; it meets the states of all of them side by side, in one product.
     """
 
     rows: Tensor  # [M, H, 1 or G, C*n, K]; under the decay already where channels decay apart
@@ -155,12 +156,25 @@ class Rows(NamedTuple):
         return Rows(self.rows[chunks], None if self.factor is None else self.factor[chunks])
 
     def read(self, state: Tensor) -> Tensor:
-        """[.., C*n, V] of a state [.., V, K]."""
-        return self.weigh(self.rows @ state.mT)
+        """[.., C*n, V] of a state [M, H, G, V, K]."""
+        groups, values = self.rows.shape[2], state.shape[-2]
+        product = self.rows @ state.unflatten(2, (groups, -1)).flatten(3, 4).mT
+        return self.weigh(product.unflatten(-1, (-1, values)).transpose(3, 4).flatten(2, 3))
 
-    def write(self, values: Tensor) -> Tensor:
-        """[.., V, K] of values [.., C*n, V]."""
-        return self.weigh(values).mT @ self.rows
+    def write(self, values: Tensor, state: Tensor) -> None:
+        """Add to a state [M, H, G, V, K], in place, what values [.., C*n, V] make of it."""
+        self.add(self.side_by_side(values), state, 0)
+
+    def side_by_side(self, values: Tensor) -> Tensor:
+        """Values [.., C*n, V] as they are written: [M, H, 1 or G, C*n, V of all heads or one]."""
+        weighed = self.weigh(values).unflatten(2, (self.rows.shape[2], -1))
+        return weighed.transpose(3, 4).flatten(4)
+
+    def add(self, written: Tensor, state: Tensor, chunk: int) -> None:
+        """Add what comes of them in the chunks from `chunk` on."""
+        rows = self.rows[chunk : chunk + len(written)]
+        size = written.shape[:3].numel(), -1, state.shape[-1]
+        state.view(size).baddbmm_(written.flatten(0, 2).mT, rows.flatten(0, 2))
 
     def weigh(self, values: Tensor) -> Tensor:
         return scale(values, self.factor)
@@ -392,9 +406,9 @@ def chunk_output(chunk: Queries, states: Tensor, values: list[Tensor]) -> Tensor
     return o
 
 
-def chunk_output_backward(chunk: Queries, d_o: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Gradients by the values X of each write, and by the states."""
-    return [scores.mT @ d_o for scores in chunk.scores], chunk.rows.write(d_o)
+def chunk_output_backward(chunk: Queries, d_o: Tensor) -> list[Tensor]:
+    """Gradients by the values X of each write; those by the states are `chunk.rows.write(d_o)`."""
+    return [scores.mT @ d_o for scores in chunk.scores]
 
 
 def queries_backward(
