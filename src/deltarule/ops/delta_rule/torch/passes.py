@@ -221,14 +221,13 @@ def next_state(
         for x, (_, from_state, y) in zip(values, writes, strict=True):
             if from_state is not None:
                 x[here] += from_state[here] @ states[here].mT
-            y.part(here).write(x[here], running)
+            running += y.part(here).write(x[here])
     return values
 
 
 def next_state_backward(
     d_values: list[Tensor],
-    d_o: Tensor,
-    read: Rows,
+    d_read: Tensor,
     writes: list[Write],
     whole: Tensor | None,
     d_state: Tensor,
@@ -237,7 +236,7 @@ def next_state_backward(
     """Carry the gradient of the state, in place, back through a window of chunks.
 
     d_values are the gradients of the values X by the outputs and become those by everything;
-    the rows that `read` the states have those by their outputs d_o. Returns the gradient of the
+    d_read [M, H, G, V, K] are those of the states by the outputs. Returns the gradient of the
     state at each chunk's end.
     """
     d_ends = d_state.new_empty(bounds[-1], *d_state.shape[1:])
@@ -246,7 +245,7 @@ def next_state_backward(
         d_ends[here] = running
         if whole is not None:
             running *= whole[here]
-        read.part(here).write(d_o[here], running)
+        running += d_read[here]
         for dx, (_, from_state, y) in zip(d_values, writes, strict=True):
             dx[here] += y.part(here).read(d_ends[here])
             if from_state is not None:
@@ -400,9 +399,9 @@ def _window_backward(
         x0 if from_state is None else x0.add_(from_state @ states.mT)
         for x0, from_state, _ in work.writes
     ]
-    d_values = chunk_output_backward(work.queries, d_o)
+    d_values, d_read = chunk_output_backward(work.queries, d_o)
     d_ends = next_state_backward(
-        d_values, d_o, work.queries.rows, work.writes, work.decay.whole, d_state, window.bounds
+        d_values, d_read, work.writes, work.decay.whole, d_state, window.bounds
     )
     dq, d_keys, d_decay = queries_backward(
         d_o, states, values, work.queries, chunks.q, work.keys, work.decay

@@ -158,12 +158,14 @@ class Rows(NamedTuple):
     def read(self, state: Tensor) -> Tensor:
         """[.., C*n, V] of a state [M, H, G, V, K]."""
         groups, values = self.rows.shape[2], state.shape[-2]
+        if groups == state.shape[2]:
+            return self.weigh(self.rows @ state.mT)
         product = self.rows @ state.unflatten(2, (groups, -1)).flatten(3, 4).mT
         return self.weigh(product.unflatten(-1, (-1, values)).transpose(3, 4).flatten(2, 3))
 
-    def write(self, values: Tensor, state: Tensor) -> None:
-        """Add to a state [M, H, G, V, K], in place, what values [.., C*n, V] make of it."""
-        self.add(self.side_by_side(values), state, 0)
+    def write(self, values: Tensor) -> Tensor:
+        """[.., V, K] of values [.., C*n, V]."""
+        return self.weigh(values).mT @ self.rows
 
     def side_by_side(self, values: Tensor) -> Tensor:
         """Values [.., C*n, V] as they are written: [M, H, 1 or G, C*n, V of all heads or one]."""
@@ -406,9 +408,9 @@ def chunk_output(chunk: Queries, states: Tensor, values: list[Tensor]) -> Tensor
     return o
 
 
-def chunk_output_backward(chunk: Queries, d_o: Tensor) -> list[Tensor]:
-    """Gradients by the values X of each write; those by the states are `chunk.rows.write(d_o)`."""
-    return [scores.mT @ d_o for scores in chunk.scores]
+def chunk_output_backward(chunk: Queries, d_o: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Gradients by the values X of each write, and by the states."""
+    return [scores.mT @ d_o for scores in chunk.scores], chunk.rows.write(d_o)
 
 
 def queries_backward(
