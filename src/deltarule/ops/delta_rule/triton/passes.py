@@ -180,8 +180,7 @@ def shared_forward(call: Call, fused: Any) -> tuple[Tensor, Tensor]:
     from deltarule.ops.delta_rule.gluon.shares import shares
 
     whole, cut = (
-        Call(call.inputs._replace(cu_seqlens=offsets), call.plan, call.tape)
-        for offsets in shares(call)
+        Call(call.inputs._replace(cu_seqlens=offsets), call.plan) for offsets in shares(call)
     )
     keep(cut, False)
     scores(cut)
