@@ -572,7 +572,7 @@ def memory(t: Tables) -> dict[str, bool]:
     }
 
 
-MAD_TASKS = ("compression", "fuzzy", "memorization", "recall")
+MAD_TASKS = ("compression", "fuzzy", "memorization", "recall", "noisy", "copying")
 
 
 def leaderboard(t: Tables) -> dict[str, bool]:
@@ -615,11 +615,15 @@ def leaderboard(t: Tables) -> dict[str, bool]:
             t("laptop", recall, "`linear_attention`")[0]
         )
         < 0.1,
-        "Of its 583 cells 229 have run, one seed of each": whole == 583
-        and len(on_a_gpu) == 229
+        "Of its 583 cells 307 have run, one seed of each": whole == 583
+        and len(on_a_gpu) == 307
         and all(len(one) == 1 for one in on_a_gpu.values()),
         "compression, fuzzy recall and memorization of every system, in-context recall of all but "
-        "one": [len(of_task(f"mad-{task}")) for task in MAD_TASKS] == [53, 53, 53, 52],
+        "one, noisy recall of 49,\nselective copying of 31, and recall of sixteen": [
+            len(of_task(f"mad-{task}")) for task in MAD_TASKS
+        ]
+        == [53, 53, 53, 52, 49, 31]
+        and len(of_task("mqar")) == 16,
         "45 of 52 systems\n  score above 0.99": above(0.99, "mad-recall") == 45,
         "linear attention .40": round(of_task("mad-recall")["linear_attention"], 2) == 0.4,
         "42 of 53 above 0.99": above(0.99, "mad-memorization") == 42,
@@ -642,6 +646,26 @@ def leaderboard(t: Tables) -> dict[str, bool]:
             (round(score, 2), name) for score, name in (ranked[0], ranked[-1])
         ]
         == [(0.13, "hyena"), (0.42, "s4d")],
+        "36 of 49 systems score above 0.99. Softmax attention .42 and linear attention .40": [
+            above(0.99, "mad-noisy"),
+            *(round(of_task("mad-noisy")[x], 2) for x in ("attention", "linear_attention")),
+        ]
+        == [36, 0.42, 0.4],
+        "first has learned recall without noise": of_task("mad-recall")["attention"] > 0.99,
+        "15 of 31 systems score above 0.99, among them DeltaNet, KDA and Mamba-2": above(
+            0.99, "mad-copying"
+        )
+        == 15
+        and min(of_task("mad-copying")[x] for x in ("deltanet", "kda", "mamba2")) > 0.99,
+        "GLA .41, Gated RFA .21 and linear attention .14": [
+            round(of_task("mad-copying")[x], 2) for x in ("gla", "gated_rfa", "linear_attention")
+        ]
+        == [0.41, 0.21, 0.14],
+        "GateLoop stays within 0.1 of a guess. Softmax attention is still to run": abs(
+            of_task("mad-copying")["gate_loop"]
+        )
+        < 0.1
+        and "attention" not in of_task("mad-copying"),
         "Eleven of sixteen systems score above 0.99": above(0.99, "mqar") == 11,
         "linear attention, Gated RFA, GateLoop and HGRN-2 stay within 0.1 of a guess": {
             name for name, score in of_task("mqar").items() if abs(score) < 0.1
