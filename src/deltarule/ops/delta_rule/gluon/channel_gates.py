@@ -30,7 +30,6 @@ ROWS, PIECES = gl.constexpr(16), gl.constexpr(4)
 
 # Asks for a number's neighbours too, some 64 bytes; nobody waits for it.
 FETCH, FETCHED = gl.constexpr("prefetch.global.L2 [$1]; mov.u32 $0, 0;"), gl.constexpr(16)
-PREFETCHED = gl.constexpr(True)
 
 
 @gluon.jit
@@ -47,7 +46,8 @@ def channel_gate_role(
     left = place.tokens
     for i in range(place.chunks):
         slot, phase = i % SLOTS, (i // SLOTS) & 1
-        if PREFETCHED:
+        # Without an erase there are two slots of decays, and asking ahead only costs.
+        if FORM.TIED:
             prefetch(log_decay + CHUNK * s_decay, s_decay, left - CHUNK, CHANNELS)
         if PART == 0:
             chunk = (place.start * 0 + i) * CHUNK
