@@ -50,7 +50,7 @@ def variant(name: str) -> Iterator[None]:
     on = name == "fused"
     settings = [
         (stage, "fills", lambda inputs, processors: on), (stage, "TRAINING", on),
-        (stage, "STEPS_TIMED", 2), (stage, "SHARED", on),
+        (stage, "STEPS_TIMED", 2),
     ]  # fmt: skip
     settings = [] if name == "chosen" else settings
     # Another tree, whose kernels lack a variant, may lack its constant, too.

@@ -75,7 +75,7 @@ def of_values(of: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x, y: y + x if isinstance(y, Pointer) else Value(of(plain(x), plain(y)))
 
 
-for _name in ("add", "sub", "mul", "floordiv", "mod", "lshift", "rshift", "and_", "xor"):
+for _name in ("add", "sub", "mul", "floordiv", "mod", "rshift", "and_", "xor"):
     _of = of_values(getattr(operator, _name))
     setattr(Value, f"__{_name.strip('_')}__", _of)
     setattr(Value, f"__r{_name.strip('_')}__", mirrored(_of))
@@ -550,8 +550,7 @@ def language(machine: Machine) -> SimpleNamespace:
         **TYPES, constexpr=None, BlockedLayout=nothing, SliceLayout=nothing,
         DotOperandLayout=nothing, SwizzledSharedLayout=nothing, num_warps=lambda: 1,
         static_range=range, where=where, exp2=elementwise(power), log2=elementwise(torch.log2),
-        rsqrt=elementwise(torch.rsqrt), maximum=elementwise(torch.maximum),
-        minimum=elementwise(torch.minimum),
+        maximum=elementwise(torch.maximum), minimum=elementwise(torch.minimum),
         arange=lambda start, end, layout: Value(torch.arange(start, end, dtype=torch.int32)),
         zeros=lambda shape, dtype, layout: Value(torch.zeros([int(x) for x in shape], dtype=dtype)),
         sum=lambda x, axis: Value(x.data.sum(axis)), min=lambda x, axis: Value(x.data.amin(axis)),

@@ -385,9 +385,8 @@ def test_windows_have_the_bits_of_the_whole(erase) -> None:
         assert torch.equal(x, expected[name]), name
 
 
-@pytest.mark.parametrize(("normalize", "own"), [(False, False), (True, False), (True, True)])
-def test_of_a_ragged_chunk_the_forward_saves_what_is_there(normalize, own, monkeypatch) -> None:
-    monkeypatch.setattr(stage, "OWN_NORMS_THAT_SAVE", own)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_of_a_ragged_chunk_the_forward_saves_what_is_there(normalize) -> None:
     sizes = {"tokens": 150, "heads": 1, "value_heads": 1, "normalize_qk": normalize}
     case = case_of("head", "tied", **sizes)
     # The same with empty tokens up to the end of the chunk: of them it saves nothing.

@@ -9,9 +9,8 @@ side, each as far ahead as the slots of shared memory let it:
                           ^                 |
                           +---- empty ------+
 
-Norms of q and k come from a kernel before, or from the roles that load and norm (norms.py). Each
-file has a role, with its equations. Everything is read once, and nothing is written but o and the
-final state.
+Norms of q and k come from a kernel before (norms.py). Each file has a role, with its equations.
+Everything is read once, and nothing is written but o and the final state.
 """
 
 from triton.experimental import gluon
@@ -36,7 +35,6 @@ from deltarule.ops.delta_rule.gluon.memory import (
     square,
 )
 from deltarule.ops.delta_rule.gluon.movers import load_role, store_role
-from deltarule.ops.delta_rule.gluon.norms import norm_role
 from deltarule.ops.delta_rule.gluon.products import score_places, state_places
 from deltarule.ops.delta_rule.gluon.score import score_role
 from deltarule.ops.delta_rule.gluon.state import state_role
@@ -47,22 +45,21 @@ def place_of(cu_seqlens, T, heads, value_heads, PACKED: gl.constexpr, QUERIES: g
     """Where this program is: heads follow each other. Offsets out of range are clamped."""
     program = gl.program_id(0)
     value_head, sequence = program % value_heads, program // value_heads
-    start, tokens, mine = sequence.to(gl.int64) * T, T, T >= 0
+    start, tokens = sequence.to(gl.int64) * T, T
     if PACKED:
-        mine = gl.load(cu_seqlens) >= 0
         start, tokens = packed_bounds(cu_seqlens, sequence, T)
     chunks = (tokens + QUERIES - 1) // QUERIES
     key_head, number = value_head // (value_heads // heads), sequence * chunks
     if PACKED:
         number = (start // QUERIES).to(gl.int32) + sequence
     slot = number * value_heads + value_head
-    return Place(start, tokens, chunks, value_head, key_head, value_heads, slot, mine), sequence
+    return Place(start, tokens, chunks, value_head, key_head, value_heads, slot), sequence
 
 
 @gluon.jit
 def new_tiles(
     dtype: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
-    QUERIES: gl.constexpr, TIED: gl.constexpr, SAVE: gl.constexpr, OWN_NORMS: gl.constexpr,
+    QUERIES: gl.constexpr, TIED: gl.constexpr, SAVE: gl.constexpr,
 ):  # fmt: skip
     """Shared memory for all tiles."""
     SQUARE: gl.constexpr = square()
@@ -73,9 +70,6 @@ def new_tiles(
     p = gl.allocate_shared_memory(dtype, [PAIR_SLOTS if TIED else SLOTS, QUERIES, CHUNK], SQUARE)
     gates = gl.allocate_shared_memory(gl.float32, [SLOTS * GATES, CHUNK], PLAIN_1D)
     sums = gl.allocate_shared_memory(gl.float32, [CHUNK], PLAIN_1D)
-    norms = gates
-    if OWN_NORMS:
-        norms = gl.allocate_shared_memory(gl.float32, [2 * SLOTS, CHUNK], PLAIN_1D)
     # Before Triton 3.7 a tuple has no None: what is not there is another thing that nobody reads.
     t, before, rows, own, blocks, scaled, identity = p, p, p, p, p, p, p
     saved, errors = o, o
@@ -96,24 +90,18 @@ def new_tiles(
         column = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]
         identity.store(gl.where(row == column, 1.0, 0.0))
     return Tiles(
-        q, k, v, t, p, o, saved, errors, gates, sums, norms, before, rows, own, blocks, scaled,
-        identity,
+        q, k, v, t, p, o, saved, errors, gates, sums, before, rows, own, blocks, scaled, identity,
     )  # fmt: skip
 
 
 @gluon.jit
-def new_barriers(
-    PARTS: gl.constexpr, SLOTS: gl.constexpr, TIED: gl.constexpr, OWN_NORMS: gl.constexpr
-):
-    """All barriers: a slot is full with its tiles and, unless these wait for norms, its gates."""
-    full, empty = new_barrier(SLOTS, 1 if OWN_NORMS else 2), new_barrier(SLOTS, PARTS)
-    normed, ready = full, full
-    if OWN_NORMS:
-        normed, ready = new_barrier(SLOTS, 2), new_barrier(SLOTS, 1)
+def new_barriers(PARTS: gl.constexpr, SLOTS: gl.constexpr, TIED: gl.constexpr):
+    """All barriers: a slot is full with its tiles and its gates."""
+    full, empty = new_barrier(SLOTS, 2), new_barrier(SLOTS, PARTS)
     scored = new_barrier(SLOTS, 1)
     paired = new_barrier(PAIR_SLOTS, PARTS) if TIED else scored
     written, stored = new_barrier(PARTS, 1), new_barrier(PARTS, 1)
-    return Barriers(full, empty, normed, ready, scored, paired, written, stored)
+    return Barriers(full, empty, scored, paired, written, stored)
 
 
 GENERAL = ["T", "s_decay_b", "s_decay_t", "s_decay_h", "s_beta_b", "s_beta_t", "s_beta_h"]
@@ -139,9 +127,8 @@ def forward_kernel(
     PARTS: gl.constexpr = V // VALUES
     QUERIES: gl.constexpr = CHUNK // STEPS
     place, sequence = place_of(cu_seqlens, T, heads, value_heads, PACKED, QUERIES)
-    OWN: gl.constexpr = UNIT and norms is None
-    tiles = new_tiles(dtype, K, PARTS, SLOTS, QUERIES, TIED, SAVE, OWN)
-    barriers = new_barriers(PARTS, SLOTS, TIED, OWN)
+    tiles = new_tiles(dtype, K, PARTS, SLOTS, QUERIES, TIED, SAVE)
+    barriers = new_barriers(PARTS, SLOTS, TIED)
     places = state_places(dtype, K, QUERIES, QUERIES // PARTS, TIED, TENSOR)
     other = places
     if PARTS == 2:
@@ -168,7 +155,7 @@ def forward_kernel(
     else:
         beta = final_state
     norm = final_state
-    if UNIT and not OWN:
+    if UNIT:
         norm = norms + ((row.to(gl.int64) * T + token) * heads + place.key_head) * (1 + STEPS)
     barrier()
     # What is not there is another thing that nobody touches.
@@ -185,7 +172,7 @@ def forward_kernel(
         saved = Saved(states, errors, scores, corrections, scalings, chunk_decay)
     else:
         saved = final_state
-    FORM: gl.constexpr = Form(DECAY, TIED, UNIT, INITIAL, SAVE, SCORES, OWN, STEPS)
+    FORM: gl.constexpr = Form(DECAY, TIED, UNIT, INITIAL, SAVE, SCORES, STEPS)
     own = tiles, barriers, place, saved
     loads = q, k, v, q_rows, k_rows, v_rows
     gates = log_decay, beta, norm, s_decay_t, s_beta_t, heads * (1 + STEPS), scale, log_scale
@@ -196,24 +183,22 @@ def forward_kernel(
                 (state_role, (own, states, places, 0, PARTS, K, SLOTS, FORM)),
                 (state_role, (own, states, other, 1, PARTS, K, SLOTS, FORM)),
                 (score_role, (own, scale, of_scores, SLOTS, FORM)),
-                (load_role, (own, loads, heads, value_heads, K, PARTS, SLOTS, RAGGED, STEPS, OWN)),
+                (load_role, (own, loads, heads, value_heads, K, PARTS, SLOTS, RAGGED, STEPS)),
                 (store_role, (own, o, o_rows, value_heads, PARTS, RAGGED, SAVE, STEPS)),
                 (gate_role, (own, gates, SLOTS, FORM)),
-                (norm_role, (own, K, SLOTS, RAGGED, FORM)),
             ],
-            [4, 4, 1, 1, 1, 1],
-            [STATE_REGISTERS, SCORE_REGISTERS, REGISTERS, REGISTERS, REGISTERS, REGISTERS],
+            [4, 4, 1, 1, 1],
+            [STATE_REGISTERS, SCORE_REGISTERS, REGISTERS, REGISTERS, REGISTERS],
         )
     else:
         gl.warp_specialize(
             [
                 (state_role, (own, states, places, 0, PARTS, K, SLOTS, FORM)),
                 (score_role, (own, scale, of_scores, SLOTS, FORM)),
-                (load_role, (own, loads, heads, value_heads, K, PARTS, SLOTS, RAGGED, STEPS, OWN)),
+                (load_role, (own, loads, heads, value_heads, K, PARTS, SLOTS, RAGGED, STEPS)),
                 (store_role, (own, o, o_rows, value_heads, PARTS, RAGGED, SAVE, STEPS)),
                 (gate_role, (own, gates, SLOTS, FORM)),
-                (norm_role, (own, K, SLOTS, RAGGED, FORM)),
             ],
-            [4, 1, 1, 1, 1],
-            [SCORE_REGISTERS, REGISTERS, REGISTERS, REGISTERS, REGISTERS],
+            [4, 1, 1, 1],
+            [SCORE_REGISTERS, REGISTERS, REGISTERS, REGISTERS],
         )

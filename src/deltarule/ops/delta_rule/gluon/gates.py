@@ -122,7 +122,7 @@ def gate_role(
         if TIED:
             b_beta = load_gate(beta + o_t.to(gl.int64) * s_beta, o_t, left)
             beta += CHUNK * s_beta
-        if UNIT and not FORM.OWN_NORMS:
+        if UNIT:
             b_q = load_norm(norm, o_t, s_norm, left, STEPS)
             b_k = load_norm(norm + (1 + o_t % STEPS), o_t, s_norm, left, STEPS)
             norm += CHUNK // STEPS * s_norm
@@ -131,11 +131,7 @@ def gate_role(
             log_decay += CHUNK // STEPS * s_decay
             # One lane's sum is wanted by all, and a sum over lanes takes longer than to read it.
             tiles.sums.store(gl.associative_scan(gl.maximum(steps * LOG2_E, RESET), 0, add))
-        if FORM.OWN_NORMS:
-            mbarrier.wait(barriers.normed.index(slot), phase)
-            b_k = tiles.norms.index(2 * slot + 1).load(LAYOUT)
-        else:
-            mbarrier.wait(barriers.empty.index(slot), phase ^ 1)
+        mbarrier.wait(barriers.empty.index(slot), phase ^ 1)
         if DECAY:
             b, b_end = tiles.sums.load(LAYOUT), tiles.sums.slice(CHUNK - 1, 1).load(LAYOUT)
         # One after the other, because a warp has few registers: what keys want, and then queries.
@@ -167,8 +163,6 @@ def gate_role(
             tiles.gates.index(gate + WRITE).store(write)
             read = zero + scale
             if UNIT:
-                if FORM.OWN_NORMS:
-                    b_q = tiles.norms.index(2 * slot).load(LAYOUT)
                 read *= b_q
             if DECAY:
                 b_query = b + log_scale
@@ -191,7 +185,7 @@ def gate_role(
                 gl.store(scaling + SCALING_WHOLE * CHUNK, b)
                 gl.store(scaling + SCALING_REST * CHUNK, zero)
                 gl.store(saved.chunk_decay + own + gl.arange(0, 1, LAYOUT), gl.exp2(b_end))
-        mbarrier.arrive(barriers.ready.index(slot))
+        mbarrier.arrive(barriers.full.index(slot))
         left -= CHUNK
 
 

@@ -49,9 +49,8 @@ class Tiles(NamedTuple):
     errors: Any
     # [SLOTS * GATES, 64] float32.
     gates: Any
-    # [64] float32: sums of log2 decay, of the gate role alone; [2 SLOTS, 64]: 1 / |q| and 1 / |k|.
+    # [64] float32: sums of log2 decay, of the gate role alone.
     sums: Any
-    norms: Any
     # [SLOTS, 4 * 64] float32, with an erase: what is left of a token where a later block begins.
     before: Any
     # For the inverse: [64, 64] and thrice [4, 16, 16] in float16, and I [16, 16] in float32.
@@ -65,13 +64,9 @@ class Tiles(NamedTuple):
 class Barriers(NamedTuple):
     """Barriers of each slot (the first three), of each tile of P, and of each state role's o."""
 
-    # q, k, v (and unless norms are made here, the gates) are there; the state roles have done with
-    # all of it.
+    # q, k, v and the gates are there; the state roles have done with all of it.
     full: Any
     empty: Any
-    # The norms are there, and the gates.
-    normed: Any
-    ready: Any
     # T or N, or without an erase P, is there.
     scored: Any
     # All state roles have left their rows of P.
@@ -84,8 +79,7 @@ class Barriers(NamedTuple):
 class Form(NamedTuple):
     """What a call has: decays, a tied erase, unit norm, an initial state; what it saves.
 
-    OWN_NORMS: norms of q and k are made here. STEPS is the number n of a token's writes, in the
-    rows n t to n t + n - 1.
+    STEPS is the number n of a token's writes, in the rows n t to n t + n - 1.
     """
 
     DECAY: bool
@@ -94,15 +88,13 @@ class Form(NamedTuple):
     INITIAL: bool
     SAVE: bool
     SCORES: bool
-    OWN_NORMS: bool
     STEPS: int
 
 
 class Place(NamedTuple):
     """First token and number of tokens of the program's sequence, its chunks, and its heads.
 
-    What is saved of its chunk i has the number `slot` + i `value_heads`. Unless the call is `mine`
-    others make the final state (shares.py).
+    What is saved of its chunk i has the number `slot` + i `value_heads`.
     """
 
     start: Any
@@ -112,7 +104,6 @@ class Place(NamedTuple):
     key_head: Any
     value_heads: Any
     slot: Any
-    mine: Any
 
 
 class Saved(NamedTuple):
@@ -135,12 +126,6 @@ def square(rank: int = 2) -> Any:
 
 
 @triton.constexpr_function
-def words_of_square() -> Any:
-    """The same tiles, two numbers a word."""
-    return gl.NVMMASharedLayout(128, 32, rank=2)
-
-
-@triton.constexpr_function
 def product(columns: int) -> Any:
     """The sums of a warpgroup's product of 64 rows."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
@@ -153,14 +138,6 @@ def new_barrier(number: gl.constexpr, count: gl.constexpr):
     for i in gl.static_range(number):
         mbarrier.init(barriers.index(i), count=count)
     return barriers
-
-
-@gluon.jit
-def wait_full(barriers, slot, phase, FORM: gl.constexpr):
-    """Until q, k, v and the gates of a slot are there."""
-    mbarrier.wait(barriers.full.index(slot), phase)
-    if FORM.OWN_NORMS:
-        mbarrier.wait(barriers.ready.index(slot), phase)
 
 
 @gluon.jit

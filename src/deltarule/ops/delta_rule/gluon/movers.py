@@ -15,18 +15,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES
-from deltarule.ops.delta_rule.gluon.norms import leave_norms
 
 
 @gluon.jit
 def load_role(
     shared, of, heads, value_heads, K: gl.constexpr, PARTS: gl.constexpr, SLOTS: gl.constexpr,
-    RAGGED: gl.constexpr, STEPS: gl.constexpr, NORMS: gl.constexpr = False,
+    RAGGED: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
-    """q, k and v to their slots: q, k, v are descriptors, and *_rows point at the same tensors.
-
-    NORMS: those of q, too, once it is there; norm_role leaves the others meanwhile.
-    """
+    """q, k and v to their slots: q, k, v are descriptors, and *_rows point at the same tensors."""
     tiles, barriers, place, _ = shared
     q, k, v, q_rows, k_rows, v_rows = of
     QUERIES: gl.constexpr = CHUNK // STEPS
@@ -48,10 +44,6 @@ def load_role(
                 v, [row, (place.value_head * PARTS + part) * VALUES], full,
                 tiles.v.index(slot * PARTS + part),
             )  # fmt: skip
-        if NORMS:
-            mbarrier.wait(full, phase)
-            leave_norms(tiles.q.index(slot), tiles.norms.index(2 * slot), K, STEPS)
-            mbarrier.arrive(barriers.normed.index(slot))
     # A condition that is known when it is compiled does not go well with one that is not.
     if RAGGED:  # noqa: SIM102
         if whole < place.chunks:
@@ -74,8 +66,6 @@ def load_role(
             async_copy.wait_group(0)
             fence_async_shared()
             mbarrier.arrive(barriers.full.index(slot))
-            if NORMS:
-                mbarrier.arrive(barriers.normed.index(slot))
 
 
 @gluon.jit

@@ -34,7 +34,6 @@ from deltarule.ops.delta_rule.gluon.memory import (
     WRITE,
     barrier,
     product,
-    wait_full,
 )
 from deltarule.ops.delta_rule.gluon.pairs import finish_pairs, start_pairs
 from deltarule.ops.delta_rule.gluon.products import finish, start, tell, value
@@ -53,7 +52,7 @@ def score_role(shared, scale, places, SLOTS: gl.constexpr, FORM: gl.constexpr):
         on_16, on_32 = below(1), below(2)
     for i in range(place.chunks):
         slot, phase = i % SLOTS, (i // SLOTS) & 1
-        wait_full(barriers, slot, phase, FORM)
+        mbarrier.wait(barriers.full.index(slot), phase)
         if SAVE:
             # What was left here has gone.
             tma.store_wait(SLOTS - 1)

@@ -56,8 +56,6 @@ SLOTS_THAT_SAVE = 2
 MOST_STEPS, STEPS_TIMED = 2, 2
 # What a backward is saved from computing again.
 KEPT = ("states", "errors", "scores", "corrections", "scalings", "chunk_decay")
-# Whether the kernel makes norms itself, and whether so it does where it saves: nobody has timed it.
-OWN_NORMS, OWN_NORMS_THAT_SAVE = False, False
 # Rows of q and of k that a program sums the squares of.
 NORM_ROWS = 32
 
@@ -130,22 +128,12 @@ def pays(inputs: Inputs, plan: Plan, save: bool = False) -> bool:
         (TRAINING or not save)
         and not (save and inputs.by_channel)
         and why_unasked_never(inputs) is None
-        and not (plan.per_segment and (save or not may_share(inputs)))
+        and not plan.per_segment
         and not (save and inputs.beta is None and inputs.log_decay is None)
         and not (save and (inputs.q.dtype != torch.bfloat16 or inputs.n_steps > 1))
         and why_not(inputs) is None
         and fills(inputs, multiprocessors(inputs.q.device))
     )
-
-
-# Whether packed calls that may be cut into segments are shared by both, as their lengths say
-# (shares.py): nobody has timed it.
-SHARED = False
-
-
-def may_share(inputs: Inputs) -> bool:
-    """Whether both may be launched, of which one does nothing."""
-    return SHARED and inputs.cu_seqlens is not None and not inputs.by_channel
 
 
 def why_unasked_never(inputs: Inputs) -> str | None:
@@ -247,21 +235,17 @@ def norms_launch(call: Call) -> Launch:
     return Launch(inverse_norms_kernel, {**sizes, "num_warps": 4, "num_stages": 1})
 
 
-def forward(
-    call: Call, save: bool = False, into: tuple[Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
+def forward(call: Call, save: bool = False) -> tuple[Tensor, Tensor]:
     """Outputs and the final state; every tensor but the gates lies in one piece.
 
-    `save`: what the call has buffers for is left there for a backward. `into`: memory for both.
+    `save`: what the call has buffers for is left there for a backward.
     """
     if call.inputs.by_channel:
         return of_channels().forward(call)
     inputs, scale = call.inputs, call.inputs.scale
     q, k, v, value_heads = inputs.q, inputs.k, inputs.v, inputs.v.shape[2]
-    norms = None if (OWN_NORMS_THAT_SAVE if save else OWN_NORMS) else norms_of(call)
-    o, final = into or (
-        call.empty(inputs.output_shape, v.dtype), call.empty(inputs.state_shape)
-    )  # fmt: skip
+    norms = norms_of(call)
+    o, final = call.empty(inputs.output_shape, v.dtype), call.empty(inputs.state_shape)
     kept = [call[name] if save else None for name in KEPT]
     given = (
         q, k, v, o, q, k, v, o, *kept, inputs.log_decay, inputs.beta, norms, inputs.cu_seqlens,

@@ -37,7 +37,6 @@ from deltarule.ops.delta_rule.gluon.memory import (
     Form,
     barrier,
     product,
-    wait_full,
 )
 from deltarule.ops.delta_rule.gluon.pairs import finish_pairs, start_pairs
 from deltarule.ops.delta_rule.gluon.products import finish, operand, put, start, tell, value
@@ -73,7 +72,7 @@ def state_role(
         pair_slot = i % PAIR_SLOTS if FORM.TIED else slot
         gate = slot * GATES
         left = operand(places.low_state, value(s, STATE).to(dtype), OF_TOKENS)
-        wait_full(barriers, slot, phase, FORM)
+        mbarrier.wait(barriers.full.index(slot), phase)
         q, k = tiles.q.index(slot).permute((1, 0)), tiles.k.index(slot).permute((1, 0))
         o = start(places.out, left, q, nothing, False)
         tell(places.has_out)
@@ -133,7 +132,7 @@ def state_role(
         fence_async_shared()
         mbarrier.arrive(barriers.written.index(PART))
         tma.store_wait(0)
-    gl.store(final_state + o_s, value(s, STATE), mask=(o_s >= 0) & place.mine)
+    gl.store(final_state + o_s, value(s, STATE))
 
 
 @triton.constexpr_function

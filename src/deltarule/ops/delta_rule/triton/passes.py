@@ -165,7 +165,8 @@ def forward_stages(inputs: Inputs, plan: Plan, save: bool) -> Outputs:
     call = Call(contiguous(inputs), plan)
     fused = fused_that_pays(call, save)
     if fused and not save:
-        return shared_forward(call, fused) if plan.per_segment else fused.forward(call)
+        o, final = fused.forward(call)
+        return o, final
     kept = keep(call, save)
     if fused:
         return *fused.forward(call, save), kept
@@ -173,22 +174,6 @@ def forward_stages(inputs: Inputs, plan: Plan, save: bool) -> Outputs:
     o, final = scan(call, output=True)
     assert o is not None
     return (o, final, kept) if save else (o, final)
-
-
-def shared_forward(call: Call, fused: Any) -> tuple[Tensor, Tensor]:
-    """A packed call by the fused kernel or in segments: lengths decide, on the GPU."""
-    from deltarule.ops.delta_rule.gluon.shares import shares
-
-    whole, cut = (
-        Call(call.inputs._replace(cu_seqlens=offsets), call.plan) for offsets in shares(call)
-    )
-    keep(cut, False)
-    scores(cut)
-    o, final = scan(cut, output=True)
-    assert o is not None
-    # Last, because it leaves alone what is not its own; segments of no tokens have a final state.
-    found: tuple[Tensor, Tensor] = fused.forward(whole, into=(o, final))
-    return found
 
 
 def fused_that_pays(call: Call, save: bool) -> Any:
