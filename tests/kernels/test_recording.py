@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from promised import promised
 
@@ -64,6 +65,7 @@ CALLS = {
     "channels": lambda: call(log_decay=channel()),
     "channels, bfloat16": lambda: bfloat16(call(log_decay=channel())),
     "free": lambda: call(beta=None, log_decay=channel(), a=channel() / 4, b=channel() / 4),
+    "constant": lambda: call(log_decay=(-torch.rand(2)).expand(1, 128, 2)),
     "a state": lambda: call(initial_state=torch.randn(1, 2, 16, 16)),
     "packed": lambda: call(cu_seqlens=torch.tensor([0, 8, 128])),
     "one tensor thrice": lambda: call(**dict.fromkeys("qkv", torch.randn(1, 128, 2, 16) / 4)),
@@ -208,6 +210,27 @@ def test_what_was_one_tensor_may_be_several(runs) -> None:
     assert {x.data_ptr() for x in several[:3]} <= {x for step in runs.seen for x in step}
 
 
+def test_what_repeats_its_memory_has_no_more_than_that() -> None:
+    memory = bytearray(64 * 4)
+    # Two tensors side by side in memory, as an allocator gives it.
+    gate, made = (
+        torch.frombuffer(memory, dtype=torch.float32, count=2, offset=at) for at in (0, 8)
+    )
+    given = gate.expand(1, 128, 2)
+    tape = replay.Tape([given])
+    tape.made.append(made)
+    assert tape.holder(made) is made
+    assert tape.holder(gate) is given
+
+
+def test_rows_that_lie_apart_hold_what_begins_in_any_of_them() -> None:
+    whole = torch.zeros(6, 8)
+    columns, others = whole[:, :4], whole[:, 4:]
+    assert replay.Tape([columns]).holder(columns[5:]) is columns
+    # It may be a part of either, which lie elsewhere in the next call.
+    assert replay.Tape([columns, others]).holder(columns[3:]) is None
+
+
 def test_split_sequences_are_replayed_too(runs, monkeypatch) -> None:
     plan = launch.new_plan(call())
     split = Plan(plan.tile_key, plan.chunks, plan.sizes, 1)
@@ -217,12 +240,18 @@ def test_split_sequences_are_replayed_too(runs, monkeypatch) -> None:
     assert [len(x.steps) for x in known()] == [5]
 
 
-@pytest.mark.parametrize("decay", [None, "head", "channel"])
-def test_a_training_call_is_its_launches_alone(decay, runs, monkeypatch) -> None:
+@pytest.fixture
+def trains(monkeypatch):
+    """Calls of the operator, too, are taken for calls on a GPU."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setitem(IMPLEMENTATIONS, "triton", Implementation(always, run_triton))
     monkeypatch.setattr(passes, "compile_first", lambda *given: None)
     monkeypatch.setattr(gradient_stage, "architecture_at", lambda index: 80)
+
+
+@pytest.mark.usefixtures("trains")
+@pytest.mark.parametrize("decay", [None, "head", "channel"])
+def test_a_training_call_is_its_launches_alone(decay, runs, monkeypatch) -> None:
     size = {None: None, "head": (1, 128, 2), "channel": (1, 128, 2, 16)}[decay]
 
     def train(d_o: torch.Tensor, state: torch.Tensor | None = None) -> list[torch.Tensor]:
@@ -243,7 +272,7 @@ def test_a_training_call_is_its_launches_alone(decay, runs, monkeypatch) -> None
     train(one)
     assert len(runs.seen) - launches == sum(len(x.steps) for x in known())
     with monkeypatch.context() as patch:
-        for name in ("differentiate", "keep", "run_forward"):
+        for name in ("derivatives", "keep", "run_forward"):
             patch.setattr(Operator, name, None)
         train(one)
         # Gradients of another kind take the way through all checks.
@@ -251,6 +280,21 @@ def test_a_training_call_is_its_launches_alone(decay, runs, monkeypatch) -> None
             with pytest.raises(TypeError, match="not callable"):
                 train(other)
     train(one.new_ones(()).expand(one.shape))
+
+
+@pytest.mark.usefixtures("runs", "trains")
+def test_what_is_saved_is_asked_for_once_as_checkpoints_want_it() -> None:
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return delta_rule(x, x, x, beta=None).o
+
+    for _ in range(2):
+        x = torch.randn(1, 64, 2, 16).bfloat16().requires_grad_()
+        y = x
+        # The third layer repeats a forward whose backward nobody has seen yet.
+        for _ in range(4):
+            y = checkpoint(layer, y, use_reentrant=False)
+        y.sum().backward()
+        assert x.grad is not None
 
 
 def addition(x, y, out, n, extra: tl.constexpr):

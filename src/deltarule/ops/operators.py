@@ -74,15 +74,21 @@ class Operator(Registered[Inputs]):
 
     def differentiate(self, ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         """Gradients by every argument from those by every output."""
+        return self.derivatives(ctx, ctx.saved_tensors, gradients)
+
+    def derivatives(
+        self, ctx: Any, kept: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> tuple[Any, ...]:
+        """The same with what was saved, which may be taken out of ctx but once."""
         out: list[Any] = [None] * len(self.names)
-        gradients, needed = gradients[: self.rules.outputs], ctx.needs_input_grad
+        gradients, needed = tuple(gradients[: self.rules.outputs]), ctx.needs_input_grad
         if all(d is None for d in gradients):
             return tuple(out)
-        saved, count = ctx.saved_tensors, len(self.rules.saved)
+        count = len(self.rules.saved)
         wanted = [needed[i] for i in self.places]
         for x, y in self.alike:
             wanted[self.places.index(y)] |= needed[x]
-        found = self.run_backward(gradients, saved[:count], (*saved[count:], *ctx.numbers), wanted)
+        found = self.run_backward(gradients, kept[:count], (*kept[count:], *ctx.numbers), wanted)
         for i, dx, want in zip(self.places, found, wanted, strict=True):
             out[i] = dx if want else None
         for x, y in self.alike:

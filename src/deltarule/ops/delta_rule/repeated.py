@@ -50,13 +50,14 @@ class Repeated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         d_o, d_final = gradients
-        found = None
+        # Once: activation checkpointing computes it again, and gives it away but once.
+        kept, found = ctx.saved_tensors, None
         # Mostly nobody asks for the final state's gradient.
         if d_o is not None and d_final is None and not torch.is_grad_enabled() and is_plain_eager():
-            saved, *tensors = ctx.saved_tensors
+            saved, *tensors = kept
             found = ctx.repeated_gradients(tensors, ctx.numbers[:4], d_o, saved)
         if found is None:
-            found = recurrence.differentiate(ctx, *gradients)
+            found = recurrence.derivatives(ctx, kept, gradients)
         return *found[:8], None, None, None
 
 

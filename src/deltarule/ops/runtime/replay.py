@@ -145,7 +145,7 @@ class Tape:
             self.notes = None
 
     def holder(self, x: Tensor) -> Tensor | None:
-        """What x is or lies in: the only one of the tensors that are given, made, or constant."""
+        """What x is or begins in: the only one of the tensors given; or one made, or a constant."""
         if any(x is y for y in self.given):
             return x
         around = [y for y in self.given if shares(x, y)]
@@ -165,7 +165,7 @@ class Tape:
                 places[id(x)] = Place(first + returned.index(i), 0)
             else:
                 places[id(x)] = Place(first + len(returned), room)
-                room += -(-x.nbytes // GRAIN) * GRAIN
+                room += -(-extent(x) // GRAIN) * GRAIN
         if room > MOST_ROOM:
             return None
         stream = Place(first + len(returned) + (room > 0), 0)
@@ -253,10 +253,18 @@ def is_all(x: Tensor, made: Tensor) -> bool:
     return whole and x.data_ptr() == made.data_ptr()
 
 
-def shares(x: Tensor, made: Tensor) -> bool:
-    """Whether x lies in memory that was made."""
-    start = made.data_ptr()
-    return start <= x.data_ptr() < start + made.nbytes
+def shares(x: Tensor, other: Tensor) -> bool:
+    """Whether x begins in another's memory."""
+    start = other.data_ptr()
+    return start <= x.data_ptr() < start + extent(other)
+
+
+def extent(x: Tensor) -> int:
+    """Bytes from a tensor's first number to its last, of which it may repeat some or leave some."""
+    if not x.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return (1 + last) * x.itemsize
 
 
 def capturing() -> bool:
