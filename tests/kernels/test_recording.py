@@ -356,25 +356,33 @@ def test_addresses_that_come_again_are_kept_up_to_a_bound(runs, monkeypatch) -> 
             assert all(0 < len(x.ready) <= 3 for x in known()) or not again
 
 
-def ones_like_v(call: Call) -> torch.Tensor:
-    return torch.ones(call.inputs.v.shape)
-
-
 def with_a_constant(inputs: Inputs, *given: Any) -> tuple[torch.Tensor, ...]:
-    ones = Call(inputs, given[0]).constant(ones_like_v)
+    ones = Call(inputs, given[0]).constant(torch.ones, inputs.v.shape)
     return toy(inputs._replace(v=ones), *given)
 
 
-def test_a_constant_is_kept_with_the_launches_that_read_it(runs) -> None:
+def test_a_constant_lies_where_graphs_know_it_though_its_calls_are_forgotten(runs) -> None:
     runs.work = add
-    for _ in range(4):
-        inputs = call(8)
-        outputs = passes.replayed(with_a_constant, inputs, False)
+    key = torch.ones, call(8).v.shape
+    for _ in range(2):
+        for _ in range(4):
+            inputs = call(8)
+            outputs = passes.replayed(with_a_constant, inputs, False)
+            expected = toy_expected(inputs._replace(v=torch.ones_like(inputs.v)))
+            for x, y in zip(outputs, expected, strict=True):
+                torch.testing.assert_close(x, y)
+        assert len(known()) == 1
+        ones = launch.made_once[key]
+        forget_calls()
         passes.make_plan(inputs).made.clear()
-        expected = toy_expected(inputs._replace(v=torch.ones_like(inputs.v)))
-        for x, y in zip(outputs, expected, strict=True):
-            torch.testing.assert_close(x, y)
-    assert [len(x.constants) for x in known()] == [1]
+        assert launch.made_once[key] is ones
+
+
+def test_what_a_graph_captures_makes_its_own_constants(runs, monkeypatch) -> None:
+    monkeypatch.setattr(launch, "capturing", lambda: True)
+    made = Call(inputs := call(), passes.make_plan(inputs))
+    assert made.constant(torch.ones, 3) is not made.constant(torch.ones, 3)
+    assert (torch.ones, 3) not in launch.made_once
 
 
 def with_a_result(inputs: Inputs, *given: Any) -> tuple[torch.Tensor, ...]:

@@ -54,16 +54,14 @@ class Step(NamedTuple):
 class Recording(NamedTuple):
     """Shapes and types of what is returned, float32 numbers of room, launches and their kernels.
 
-    What is returned may be like one of the tensors that are given. The launches read the constants
-    at the addresses that these have; launchers and what they are called with are kept by all
-    addresses of a call, which come again.
+    What is returned may be like one of the tensors that are given. Launchers and what they are
+    called with are kept by all addresses of a call, which come again.
     """
 
     returned: list[tuple[torch.Size, torch.dtype, int | None]]
     room: int
     steps: list[Step]
     kernels: list[Any]
-    constants: tuple[Tensor, ...]
     ready: dict[tuple[int, ...], Calls]
 
     def repeated(self, call: CallKey) -> Outputs | None:
@@ -172,7 +170,7 @@ class Tape:
         steps = [self.step(note, places, stream) for note in self.notes]
         shapes = [(x.shape, x.dtype, self.like(x)) for x in outputs]
         kernels = [note.launch.kernel for note in self.notes]
-        return Recording(shapes, room // 4, steps, kernels, tuple(self.constants), {})
+        return Recording(shapes, room // 4, steps, kernels, {})
 
     def like(self, x: Tensor) -> int | None:
         """Which of the tensors that are given has x's shape and type, and lies in one piece."""

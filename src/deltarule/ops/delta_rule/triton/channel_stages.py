@@ -181,14 +181,15 @@ def fast_gradients(call: Call) -> None:
     """Launch `fast_gradients_kernel` on all chunks; the exact kernels overwrite flagged ones."""
     config, sizes = call.once(fast_config), call.plan.sizes
     programs = blocks(sizes["K"], config["BC"]) * sizes["H"] * call.plan.chunks
-    pointers = {"ones": call.constant(triangle), "p_q": call.inputs.q, "p_k": call.inputs.k}
+    q, k = call.inputs[:2]
+    ones = call.constant(triangle, call.plan.sizes["BT"], q.dtype, q.device)
+    pointers = {"ones": ones, "p_q": q, "p_k": k}
     call.launch(fast_gradients_kernel, (programs, 1, 1), {**config, **pointers}, fast_tiles)
 
 
-def triangle(call: Call) -> Tensor:
-    """Ones up to the diagonal, [BT, BT]: a product with them adds up rows."""
-    size, x = call.plan.sizes["BT"], call.inputs.q
-    return torch.ones(size, size, dtype=x.dtype, device=x.device).tril()
+def triangle(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Ones up to the diagonal: a product with them adds up rows."""
+    return torch.ones(size, size, dtype=dtype, device=device).tril()
 
 
 def fast_config(call: Call) -> dict[str, Any]:
