@@ -500,6 +500,20 @@ def test_a_fused_map_is_repeated_as_it_launches(name: str, runs, monkeypatch) ->
     assert [*map(alike, found)] == [*map(alike, expected)]
 
 
+@pytest.mark.usefixtures("runs")
+@pytest.mark.parametrize("name", maps())
+def test_the_default_type_of_tensors_is_none_of_their_business(name: str) -> None:
+    run, *given = maps()[name]
+    expected = run.__wrapped__(*given)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        found = run.__wrapped__(*given)
+    finally:
+        torch.set_default_dtype(before)
+    assert [x.dtype for x in found] == [x.dtype for x in expected]
+
+
 @pytest.mark.parametrize(
     "change",
     [{"eps": 1e-6}, {"activation": "sigmoid"}, {"gate": None}, {"weight": torch.ones(16).double()}],

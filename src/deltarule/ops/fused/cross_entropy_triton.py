@@ -67,7 +67,7 @@ def cross_entropy_backward_kernel(
 
 def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Losses [R] and log-sum-exp [R] in float32, of logits [R, V]."""
-    losses, lse = (torch.empty(len(logits), device=logits.device) for _ in range(2))
+    losses, lse = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2))
     if len(logits):
         values = arguments(logits, targets, ignore_index) | {"losses": losses, "lse": lse}
         launch(cross_entropy_kernel, (len(logits), 1, 1), values)

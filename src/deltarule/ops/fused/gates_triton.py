@@ -121,7 +121,7 @@ def write_strength_kernel(
 def log_decay(inputs: LogDecay) -> tuple[Tensor, ...]:
     """log_decay like the logits in float32, and dt with `step`."""
     shape, device = inputs.logits.shape, inputs.logits.device
-    made = [torch.empty(shape, device=device) for _ in range(1 + inputs.step)]
+    made = [torch.empty(shape, dtype=torch.float32, device=device) for _ in range(1 + inputs.step)]
     if made[0].numel():
         values, grid = arguments(inputs.logits, inputs.dt_bias.ndim, DECAY_TILE)
         values |= parameters_of(inputs) | {"log_decay": made[0], "dt": made[-1]}
@@ -153,7 +153,8 @@ def log_decay_gradients(
     programs = cdiv(values["rows"], values["BR"] * tiles)
     d_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
     d_rates, d_bias = (
-        torch.empty(programs, dt_bias.numel(), device=logits.device) for _ in range(2)
+        torch.empty(programs, dt_bias.numel(), dtype=torch.float32, device=logits.device)
+        for _ in range(2)
     )
     if d_bias.numel():
         values |= {"d_log_decay": d_log_decay, "DECAY": d_log_decay is not None}

@@ -125,7 +125,7 @@ def gated_norm_gradients(inputs: GatedNorm, d_y: Tensor) -> tuple[Tensor, ...]:
         None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
         for x in (inputs.x, inputs.gate)
     )
-    d_weight = torch.empty(programs, values["V"], device=d_y.device)
+    d_weight = torch.empty(programs, values["V"], dtype=torch.float32, device=d_y.device)
     if programs:
         values |= {"d_y": d_y, "s_dy_m": d_y.stride(0), "s_dy_h": d_y.stride(1), "TILES": TILES}
         values |= {"d_x": d_x, "d_gate": d_gate, "d_weight": d_weight}
@@ -246,7 +246,7 @@ def residual_norm_gradients(
     d_s, d_z = None if d_s is None else adjacent(as_rows(d_s)), adjacent(as_rows(d_z))
     d_x, (rows, size) = torch.empty_like(s), d_z.shape
     programs = cdiv(rows, ROWS)
-    d_weight = torch.empty(programs, size, device=s.device)
+    d_weight = torch.empty(programs, size, dtype=torch.float32, device=s.device)
     if programs:
         values = {"d_s": d_s, "d_z": d_z, "s": s, "d_x": d_x, "d_weight": d_weight, "rows": rows}
         values |= {"s_ds": 0 if d_s is None else d_s.stride(0), "s_dz": d_z.stride(0)}

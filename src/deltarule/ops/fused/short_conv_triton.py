@@ -418,7 +418,8 @@ def short_conv_gradients(
     values["FINAL"] = d_final is not None
     blocks, columns = cdiv(tokens, tile.BG * tile.RUN), cdiv(channels, tile.C)
     d_x = torch.empty_like(inputs.x, memory_format=WHOLE)
-    d_taps = torch.empty(batch * blocks, values["W"], channels, device=d_x.device)
+    shape = batch * blocks, values["W"], channels
+    d_taps = torch.empty(shape, dtype=torch.float32, device=d_x.device)
     if batch * blocks:
         given = values | {"d_x": d_x, "d_taps": d_taps}
         launch(short_conv_backward_kernel, (blocks, columns, batch), given)
