@@ -12,6 +12,7 @@ from deltarule.nn.linears import (
     as_one,
     in_one_product,
     is_plain,
+    linear,
     linears,
     together,
 )
@@ -87,6 +88,17 @@ def test_a_module_that_is_more_than_a_product_is_called():
     assert called == [1]
     for y, module in zip(ours, (*modules, biased, chain), strict=True):
         torch.testing.assert_close(y, module(x))
+
+
+@pytest.mark.parametrize("apply", [linears, together, in_one_product])
+def test_a_forward_that_was_put_in_place_of_the_own_is_called(apply):
+    # As accelerate and some adapters do it.
+    x, modules = built()
+    own = modules[1].forward
+    modules[1].forward = lambda x: own(x) + 1
+    for y, module in zip(apply(x, modules), modules, strict=True):
+        torch.testing.assert_close(y, module(x))
+    torch.testing.assert_close(linear(x, modules[1]), modules[1](x))
 
 
 def test_frozen_weights_and_inputs_get_no_gradient():

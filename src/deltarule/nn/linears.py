@@ -152,8 +152,8 @@ def is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a call of a module calls somebody else, too."""
-    forward = module._forward_hooks or module._forward_pre_hooks
+    """Whether a call of a module calls somebody else, too, or in place of what its type says."""
+    forward = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
     return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
 
