@@ -16,6 +16,7 @@ import triton.language as tl
 from triton.compiler import CompiledKernel
 
 from deltarule import delta_rule
+from deltarule.models import CausalLM, ModelConfig
 from deltarule.ops import dispatch
 from deltarule.ops.delta_rule.gluon import gradient_stage
 from deltarule.ops.delta_rule.implementations import IMPLEMENTATIONS, run_triton
@@ -694,3 +695,100 @@ def test_an_operator_is_replayed_and_still_checked() -> None:
     leaf = beta.clone().requires_grad_()
     delta_rule(q, k, v, beta=leaf).o.sum().backward()
     assert leaf.grad is not None
+
+
+def by_channel() -> list[torch.Tensor]:
+    """What a call is given whose backward reads a constant."""
+    q, k, v = (torch.randn(3, 1, 128, 2, 64, device="cuda") / 8).bfloat16().unbind()
+    gates = torch.rand(1, 128, 2, device="cuda"), -torch.rand(1, 128, 2, 64, device="cuda")
+    return [x.requires_grad_() for x in (q, k, v, *gates)]
+
+
+def gradients(leaves: list[torch.Tensor], run=delta_rule) -> tuple[torch.Tensor, ...]:
+    o = run(*leaves[:3], beta=leaves[3], log_decay=leaves[4]).o
+    return torch.autograd.grad(o, leaves, torch.ones_like(o))
+
+
+def same(found, expected) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def no_ones_are_free() -> list[torch.Tensor]:
+    """NaN in as much small memory as there may be."""
+    return [torch.full((2048,), torch.nan, device="cuda") for _ in range(4096)]
+
+
+@pytest.mark.gpu
+def test_a_graph_reads_its_constants_after_all_calls_are_forgotten() -> None:
+    forget_calls()
+    leaves = by_channel()
+    for _ in range(4):
+        expected = gradients(leaves)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = gradients(leaves)
+    forget_calls()
+    taken = no_ones_are_free()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert same(found, expected)
+    del taken
+
+
+@pytest.mark.gpu
+def test_a_constant_is_there_for_a_stream_that_does_not_wait_for_its_first() -> None:
+    forget_calls()
+    leaves = by_channel()
+    expected = gradients(leaves)
+    forget_calls()
+    launch.made_once.clear()
+    no_ones_are_free()
+    one, other = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(one):
+        torch.cuda._sleep(2_000_000_000)
+        gradients(leaves)
+    with torch.cuda.stream(other):
+        found = gradients(leaves)
+    other.synchronize()
+    # What came first is still to be done.
+    assert not one.query()
+    with torch.cuda.stream(other):
+        assert same(found, expected)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+def test_graphs_of_compiled_code_do_not_own_the_constants() -> None:
+    forget_calls()
+    leaves = by_channel()
+    expected = gradients(leaves)
+    forget_calls()
+    launch.made_once.clear()
+    run = torch.compile(delta_rule, mode="reduce-overhead")
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        assert same(gradients(leaves, run), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", ["gated_deltanet", "kda", "retnet"])
+def test_a_model_that_computes_its_layers_again_repeats_its_launches(rule, monkeypatch) -> None:
+    forget_calls()
+    config = ModelConfig(
+        vocab_size=64, hidden_size=128, num_layers=5, num_heads=2, layer_types=rule
+    )
+    model = CausalLM(config).cuda().bfloat16()
+    model.activation_checkpointing = True
+    tokens = torch.randint(64, (2, 128), device="cuda")
+
+    def step() -> list[torch.Tensor]:
+        model(tokens)[0].float().logsumexp(-1).mean().backward()
+        found = [x.grad for x in model.blocks.parameters()]
+        model.zero_grad(set_to_none=True)
+        return found
+
+    found = [step() for _ in range(4)]
+    monkeypatch.setattr(direct, "watched", lambda *kernels: True)
+    expected = step()
+    assert all(same(row, expected) for row in found)
