@@ -92,6 +92,13 @@ def test_what_is_unusual_is_left_to_triton(x: object) -> None:
     assert signature((MEMORY, x, MEMORY)) is None
 
 
+def test_a_tensor_elsewhere_is_left_to_triton(monkeypatch) -> None:
+    other = torch.zeros(64)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda x: -1 if x is other else 0)
+    assert signature((MEMORY, None, MEMORY[4:])) is not None
+    assert signature((MEMORY, None, other)) is None
+
+
 def test_every_setting_that_triton_reads_is_looked_at() -> None:
     source = textwrap.dedent(inspect.getsource(jit.JITFunction.run))
     source += textwrap.dedent(inspect.getsource(jit.JITFunction.create_binder))

@@ -208,11 +208,14 @@ def signature(arguments: tuple[Any, ...]) -> tuple[tuple[object, ...], list[Any]
     """A key of types and whole numbers, and the values for a launcher; None for what is unusual."""
     key: list[object] = []
     values: list[Any] = []
-    addresses = 0
+    addresses, device = 0, None
     for x in arguments:
         kind = type(x)
         if kind is Tensor or kind is Parameter:
-            address = x.data_ptr()
+            # Triton asks whether a GPU knows the address of a tensor, and takes a number as it is.
+            if (place := x.get_device()) != device and device is not None:
+                return None
+            address, device = x.data_ptr(), place
             addresses |= address
             key.append(x.dtype)
             values.append(address)
