@@ -2,14 +2,16 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from deltarule.models import CausalLM, ModelConfig, linear_next_token_loss
+from deltarule.nn.linears import adjoin
 from deltarule.train.optimizer import OptimizerOptions, make_optimizer
-from deltarule.train.step import WARM_UP, TrainingStep, set_rate
+from deltarule.train.step import WARM_UP, Captured, TrainingStep, set_rate
 
 CLIP = 0.5
 
@@ -98,6 +100,31 @@ def test_an_optimizer_that_cannot_skip_a_step_is_refused():
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))], foreach=True)
     with pytest.raises(ValueError, match="fused=True"):
         TrainingStep(torch.sum, optimizer)
+
+
+def test_frozen_weights_that_were_laid_elsewhere_need_another_graph(monkeypatch):
+    frozen = [nn.Linear(4, 4, bias=False).requires_grad_(False) for _ in range(2)]
+    weight, known = nn.Parameter(torch.ones(4)), []
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return sum(module(weight * x).sum() for module in frozen)
+
+    def capture(parts):
+        known.append([module.weight.data_ptr() for module in frozen])
+        graph = SimpleNamespace(replay=lambda: None)
+        return Captured(graph, [[x.clone() for x in part] for part in parts], torch.zeros(2))
+
+    step = TrainingStep(loss, torch.optim.AdamW([weight], fused=True))
+    monkeypatch.setattr(step, "graphs", True)
+    monkeypatch.setattr(step, "aside", step.eager)
+    monkeypatch.setattr(step, "capture", capture)
+    for _ in range(2):
+        for _ in range(WARM_UP + 2):
+            step([torch.ones(4)])
+        # As generation does, beside the training of an adapter.
+        adjoin(frozen)
+    assert len(known) == 2
+    assert known[1] == [module.weight.data_ptr() for module in frozen]
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from deltarule.nn.linears import MOVES
 from deltarule.ops.dispatch import is_plain_eager
 from deltarule.train.optimizer import EPSILON, gradient_norm
 
@@ -97,8 +98,9 @@ class TrainingStep:
         """
         if not self.graphs or not is_plain_eager():
             return self.eager(parts)
-        # A graph knows addresses: parameters that were moved since need another.
-        places = tuple(parameter.data_ptr() for parameter in self.parameters)
+        # A graph knows addresses: parameters that were moved since need another, and so do those
+        # that the optimizer does not know of.
+        places = MOVES[0], *[parameter.data_ptr() for parameter in self.parameters]
         key = places, tuple(tuple((x.shape, x.dtype) for x in part) for part in parts)
         if (known := self.captured.get(key)) is None:
             seen = self.seen[key] = self.seen.get(key, 0) + 1
