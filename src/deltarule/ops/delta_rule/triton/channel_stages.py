@@ -21,6 +21,7 @@ from deltarule.ops.delta_rule.triton.channel_flagged import (
 from deltarule.ops.delta_rule.triton.channel_gradients_fast import fast_gradients_kernel
 from deltarule.ops.delta_rule.triton.channel_scores_exact import exact_scores_kernel
 from deltarule.ops.delta_rule.triton.channel_scores_fast import fast_scores_kernel
+from deltarule.ops.delta_rule.triton.constants import constant
 from deltarule.ops.delta_rule.triton.fetched import fast_tiles
 from deltarule.ops.delta_rule.triton.plan import (
     Call,
@@ -182,7 +183,7 @@ def fast_gradients(call: Call) -> None:
     config, sizes = call.once(fast_config), call.plan.sizes
     programs = blocks(sizes["K"], config["BC"]) * sizes["H"] * call.plan.chunks
     q, k = call.inputs[:2]
-    ones = call.constant(triangle, call.plan.sizes["BT"], q.dtype, q.device)
+    ones = constant(q, triangle, call.plan.sizes["BT"], q.dtype, q.device)
     pointers = {"ones": ones, "p_q": q, "p_k": k}
     call.launch(fast_gradients_kernel, (programs, 1, 1), {**config, **pointers}, fast_tiles)
 

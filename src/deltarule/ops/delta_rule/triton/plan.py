@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Hashable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -22,9 +21,8 @@ from deltarule.ops.delta_rule.triton.tile_sizes import (
     tile_key,
 )
 from deltarule.ops.delta_rule.triton.tiles import Sizes
-from deltarule.ops.dispatch import PLAIN, plans, remember
-from deltarule.ops.runtime.launch import CHOICES, TAPE, Grid, Launch, parameters
-from deltarule.ops.runtime.replay import capturing
+from deltarule.ops.dispatch import plans, remember
+from deltarule.ops.runtime.launch import CHOICES, Grid, Launch, parameters
 from deltarule.ops.runtime.tensor_maps import Tiles
 
 # With an erase three passes go over a segment instead of one: fewer segments save no time.
@@ -261,30 +259,6 @@ class Window(NamedTuple):
 WHOLE = Window("none", None, None)
 
 
-# Constants, by what makes them and of what.
-made_once: dict[Hashable, Tensor] = {}
-
-
-def made_aside(device: torch.device, make: Callable[..., Tensor], *of: Hashable) -> Tensor:
-    """make(*of), done for all streams and in memory that no graph calls its own.
-
-    A thread begins without the modes and the memory of those that it may be needed in.
-    """
-
-    def made() -> Tensor:
-        if device.type != "cuda":
-            return make(*of)
-        stream, done = torch.cuda.Stream(device), torch.cuda.Event()
-        with torch.cuda.stream(stream):
-            found = make(*of)
-        done.record(stream)
-        done.synchronize()
-        return found
-
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(made).result()
-
-
 class Call:
     """One pass through a call's kernels: its plan, its inputs, and one namespace of all values.
 
@@ -310,18 +284,6 @@ class Call:
         if key not in self.plan.made:
             self.plan.made[key] = make(self, *choices)
         return self.plan.made[key]
-
-    def constant(self, make: Callable[..., Tensor], *of: Hashable) -> Tensor:
-        """make(*of), the same in every call, and kept for good: graphs know where it lies."""
-        if (found := made_once.get((make, *of))) is None:
-            # What a graph captures is there when it is replayed: nobody else may read that.
-            if type(self.inputs.q) not in PLAIN or capturing():
-                return make(*of)
-            made = made_aside(self.inputs.q.device, make, *of)
-            found = made_once.setdefault((make, *of), made)
-        if (tape := TAPE.get()) is not None:
-            tape.constants.append(found)
-        return found
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         """Memory that kernels write, and nothing else."""
