@@ -21,7 +21,7 @@ from deltarule.ops import dispatch
 from deltarule.ops.delta_rule.gluon import gradient_stage
 from deltarule.ops.delta_rule.implementations import IMPLEMENTATIONS, run_triton
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton import constants, passes
+from deltarule.ops.delta_rule.triton import channel_stages, passes
 from deltarule.ops.delta_rule.triton import plan as launch
 from deltarule.ops.delta_rule.triton.plan import Call, Plan
 from deltarule.ops.dispatch import Implementation, always, call_key, forget_calls, recordings
@@ -358,7 +358,7 @@ def test_addresses_that_come_again_are_kept_up_to_a_bound(runs, monkeypatch) -> 
 
 
 def with_a_constant(inputs: Inputs, *given: Any) -> tuple[torch.Tensor, ...]:
-    ones = constants.constant(inputs.q, torch.ones, inputs.v.shape)
+    ones = channel_stages.constant(inputs.q, torch.ones, inputs.v.shape)
     return toy(inputs._replace(v=ones), *given)
 
 
@@ -373,17 +373,17 @@ def test_a_constant_lies_where_graphs_know_it_though_its_calls_are_forgotten(run
             for x, y in zip(outputs, expected, strict=True):
                 torch.testing.assert_close(x, y)
         assert len(known()) == 1
-        ones = constants.made_once[key]
+        ones = channel_stages.made_once[key]
         forget_calls()
         passes.make_plan(inputs).made.clear()
-        assert constants.made_once[key] is ones
+        assert channel_stages.made_once[key] is ones
 
 
 def test_what_a_graph_captures_makes_its_own_constants(monkeypatch) -> None:
-    monkeypatch.setattr(constants, "capturing", lambda: True)
-    made = [constants.constant(call().q, torch.ones, 3) for _ in range(2)]
+    monkeypatch.setattr(channel_stages, "capturing", lambda: True)
+    made = [channel_stages.constant(call().q, torch.ones, 3) for _ in range(2)]
     assert made[0] is not made[1]
-    assert (torch.ones, 3) not in constants.made_once
+    assert (torch.ones, 3) not in channel_stages.made_once
 
 
 def with_a_result(inputs: Inputs, *given: Any) -> tuple[torch.Tensor, ...]:
@@ -741,7 +741,7 @@ def test_a_constant_is_there_for_a_stream_that_does_not_wait_for_its_first() -> 
     leaves = by_channel()
     expected = gradients(leaves)
     forget_calls()
-    constants.made_once.clear()
+    channel_stages.made_once.clear()
     no_ones_are_free()
     one, other = torch.cuda.Stream(), torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -764,7 +764,7 @@ def test_graphs_of_compiled_code_do_not_own_the_constants() -> None:
     leaves = by_channel()
     expected = gradients(leaves)
     forget_calls()
-    constants.made_once.clear()
+    channel_stages.made_once.clear()
     run = torch.compile(delta_rule, mode="reduce-overhead")
     for _ in range(4):
         torch.compiler.cudagraph_mark_step_begin()

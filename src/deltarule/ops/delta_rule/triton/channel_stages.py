@@ -5,6 +5,8 @@ for them. Only the GPU knows what that is, so the exact kernels are always launc
 skip the rest.
 """
 
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -21,7 +23,6 @@ from deltarule.ops.delta_rule.triton.channel_flagged import (
 from deltarule.ops.delta_rule.triton.channel_gradients_fast import fast_gradients_kernel
 from deltarule.ops.delta_rule.triton.channel_scores_exact import exact_scores_kernel
 from deltarule.ops.delta_rule.triton.channel_scores_fast import fast_scores_kernel
-from deltarule.ops.delta_rule.triton.constants import constant
 from deltarule.ops.delta_rule.triton.fetched import fast_tiles
 from deltarule.ops.delta_rule.triton.plan import (
     Call,
@@ -34,7 +35,9 @@ from deltarule.ops.delta_rule.triton.scan import scan_back
 from deltarule.ops.delta_rule.triton.segments import last_gradients
 from deltarule.ops.delta_rule.triton.tile_sizes import configuration, power_of_two
 from deltarule.ops.delta_rule.triton.tiles import SCALINGS
-from deltarule.ops.runtime.launch import Grid
+from deltarule.ops.dispatch import PLAIN
+from deltarule.ops.runtime.launch import TAPE, Grid
+from deltarule.ops.runtime.replay import capturing
 
 # Programs for flagged chunks: two for each of the multiprocessors of a large GPU.
 PROGRAMS = 256
@@ -191,6 +194,42 @@ def fast_gradients(call: Call) -> None:
 def triangle(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Ones up to the diagonal: a product with them adds up rows."""
     return torch.ones(size, size, dtype=dtype, device=device).tril()
+
+
+# Tensors that every call reads and none writes, by what makes them and of what.
+made_once: dict[Hashable, Tensor] = {}
+
+
+def constant(q: Tensor, make: Callable[..., Tensor], *of: Hashable) -> Tensor:
+    """make(*of) where q lies, the same in every call and kept for good."""
+    if (found := made_once.get((make, *of))) is None:
+        # What a graph captures is there when it is replayed: nobody else may read that.
+        if type(q) not in PLAIN or capturing():
+            return make(*of)
+        found = made_once.setdefault((make, *of), made_aside(q.device, make, *of))
+    if (tape := TAPE.get()) is not None:
+        tape.constants.append(found)
+    return found
+
+
+def made_aside(device: torch.device, make: Callable[..., Tensor], *of: Hashable) -> Tensor:
+    """make(*of), done for all streams and in memory that no graph calls its own.
+
+    A thread begins without the modes and the memory of those that it may be needed in.
+    """
+
+    def made() -> Tensor:
+        if device.type != "cuda":
+            return make(*of)
+        stream, done = torch.cuda.Stream(device), torch.cuda.Event()
+        with torch.cuda.stream(stream):
+            found = make(*of)
+        done.record(stream)
+        done.synchronize()
+        return found
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(made).result()
 
 
 def fast_config(call: Call) -> dict[str, Any]:
