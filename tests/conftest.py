@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator
 
 import hypothesis
@@ -72,6 +73,25 @@ def addresses_inside() -> Iterator[None]:
 
     with checked_addresses():
         yield
+
+
+@pytest.fixture(autouse=True)
+def models_unpatched() -> Iterator[None]:
+    """A test that leaves a model of transformers patched fails, not those that come after it."""
+    yield
+    left = unpatched()
+    assert not left, "the test ends with a patch that was not taken back: use `with patch(model):`"
+
+
+def unpatched() -> list[str]:
+    """Give transformers every function back that a patch still holds; their names."""
+    module = sys.modules.get("deltarule.hf.patch")
+    held = {} if module is None else module._HELD
+    left = [f"{owner.__name__}.{name}" for owner, name in held]
+    for (owner, name), (original, _) in held.items():
+        setattr(owner, name, original)
+    held.clear()
+    return left
 
 
 class TorchSeed:

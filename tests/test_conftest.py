@@ -1,8 +1,13 @@
+import sys
+from types import ModuleType
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+import conftest
 
 seen: list[float] = []
 
@@ -49,3 +54,13 @@ drawn_by_example: set[float] = set()
 def test_examples_do_not_depend_on_each_other(example):
     drawn_by_example.add(torch.rand(()).item())
     assert len(drawn_by_example) == 1
+
+
+def test_a_patch_that_is_left_is_named_and_taken_back(monkeypatch):
+    patches, patched = ModuleType("patches"), ModuleType("patched")
+    patched.recurrence = "ours"
+    patches._HELD = {(patched, "recurrence"): ("theirs", 1)}
+    monkeypatch.setitem(sys.modules, "deltarule.hf.patch", patches)
+    assert conftest.unpatched() == ["patched.recurrence"]
+    assert patched.recurrence == "theirs"
+    assert conftest.unpatched() == []

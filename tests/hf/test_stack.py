@@ -96,9 +96,10 @@ def test_lora_adapts_every_projection(side, tmp_path):
         adapted.save_pretrained(tmp_path)
         merged = adapted.merge_and_unload()
         assert error(merged(ids, use_cache=False).logits, after) < 1e-5
-        base, _ = SIDES["own" if "Deltarule" in type(model).__name__ else "patched"]()
-        loaded = PeftModel.from_pretrained(base, tmp_path).eval()
-        assert error(loaded(ids, use_cache=False).logits, after) < 1e-6
+        base, patched_too = side()
+        with patched_too:
+            loaded = PeftModel.from_pretrained(base, tmp_path).eval()
+            assert error(loaded(ids, use_cache=False).logits, after) < 1e-6
 
 
 def test_an_untied_head_is_adapted_too():
