@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import deltarule
+from deltarule.bare_words import named
 from deltarule.errors import (
     INTERRUPTED,
     DivergedError,
@@ -37,7 +38,7 @@ class Command(NamedTuple):
     run_name: str
     """The function there that is given them."""
     bare: str | None = None
-    """The flag that words before the first flag stand for, beyond those that must be given."""
+    """The flag that bare words stand for, beyond those that must be given."""
 
     @property
     def flags(self) -> type[Any]:
@@ -205,6 +206,8 @@ def read_flags(name: str, command: Command, words: list[str]) -> Any:
 
     folder = folder_to_resume(given.runs, given.name, name)
     stored = stored_configuration(folder, command.flags, name)
+    # A run that was copied or moved goes on where it is now, not where it was started.
+    stored = dataclasses.replace(stored, runs=given.runs)
     return parse(name, command, [*words, "--name", folder.name], default=stored)
 
 
@@ -226,14 +229,7 @@ def completed(command: Command, words: list[str]) -> list[str]:
                 raise ValueError("--config-file needs the path of a TOML file after it")
             words = [*bare, *words_of_file(Path(path), command.flags), *mine[len(bare) :]]
             break
-    required = sum(
-        field.default is field.default_factory is dataclasses.MISSING
-        for field in dataclasses.fields(command.flags)
-    )
-    bare = list(itertools.takewhile(lambda x: not x.startswith("-"), words))
-    if command.bare is None or len(bare) <= required:
-        return words
-    return [*words[:required], f"--{command.bare}", *words[required:]]
+    return words if command.bare is None else named(command.bare, command.flags, words)
 
 
 def parse(name: str, command: Command, words: list[str], default: Any) -> Any:

@@ -4,10 +4,12 @@ import contextlib
 import dataclasses
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -93,7 +95,9 @@ def test_an_unknown_flag_gets_a_suggestion(capsys):
         (["rules", "--name", "kdaa"], "did you mean 'kda'"),
         (["explain", "--v-heads", "3"], "v must have a multiple"),
         (["rules", "kdaa"], "there is no rule 'kdaa'; did you mean 'kda'"),
-        (["runs", "nothing"], "runs/nothing: there is no such run"),
+        (["runs", "nothing"], "runs/nothing: there is no such run\n"),
+        (["generate", __file__], "test_cli.py: a file; give the folder of a run"),
+        (["generate", "a", "two", "words"], "'words' is one word too many after 'two', the prompt"),
         (["convert", "a", "b", "--shard-gb", "0"], "--shard-gb must be above 0, got 0.0"),
         (["train", "text", "--steps", "9" * 30], "--steps must be a number below 2^63"),
         (["plan", "--parameters", "inf"], "--parameters must be a number below 2^63"),
@@ -214,6 +218,40 @@ def test_train_resume_generate_and_eval(data, tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out == ""
     assert main(["eval", "runs/a", "--length", "32"]) == 0
     assert "position" in capsys.readouterr().out
+
+
+def test_bare_words_may_stand_between_flags(data, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train = ["train", "text", "--data", str(data), *TINY, "--steps", "1"]
+    assert main([*train, "--name", "a"]) == 0
+    generate = ["generate", "--max-new-tokens", "2"]
+    for words in (["runs/a", "the"], ["--seed", "1", "runs/a", "--top-k", "9", "the"]):
+        capsys.readouterr()
+        assert main([*generate, *words]) == 0
+        assert capsys.readouterr().out.startswith("the")
+    assert leave_code([*generate, "runs/a", "--stop", "b", "c", "--lines", "- x"]) == MISUSED
+    assert "lines needs prompt_file" in capsys.readouterr().err
+    assert leave_code(["generate", "runs/a", "--sede", "1", "the"]) == MISUSED
+    assert "--sede" in capsys.readouterr().err
+    assert main(["runs", "--toml", "a"]) == 0
+    assert "steps = 1" in capsys.readouterr().out
+    assert main(["generate", "a", "the"]) == FAILED
+    assert "a: there is no such run; the newest there are: runs/a\n" in capsys.readouterr().err
+
+
+def test_a_run_that_was_copied_goes_on_where_it_is(data, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train = ["train", "text", "--data", str(data), *TINY, "--steps", "2"]
+    assert main([*train, "--name", "a"]) == 0
+    shutil.copytree("runs", "other/runs")
+    before = Path("runs/a/run.json").read_bytes()
+    monkeypatch.chdir(tmp_path / "other")
+    resume = ["train", "text", "--resume", "--name", "a"]
+    assert main(resume) == 0
+    assert "runs/a has taken all of its 2 steps" in capsys.readouterr().out
+    assert main([*resume, "--steps", "3"]) == 0
+    assert read_run(tmp_path / "other" / "runs" / "a").done == 3
+    assert (tmp_path / "runs" / "a" / "run.json").read_bytes() == before
 
 
 def test_runs_are_listed_compared_and_written_as_flags(data, tmp_path, capsys, monkeypatch):

@@ -122,6 +122,17 @@ def folder_to_resume(runs: Path, name: str | None, command: str) -> Path:
     return max(found, key=lambda path: path.stat().st_mtime_ns).parent
 
 
+def missing_run(folder: Path) -> RunFolderError:
+    """What to raise where a run is named that is not there: it names the newest that are."""
+    if folder.is_file():
+        return RunFolderError(f"{folder}: a file; give the folder of a run")
+    found = [*folder.parent.glob(f"*/{RUN}"), *Path("runs").glob(f"*/{RUN}")]
+    found.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    known = list(dict.fromkeys(str(path.parent) for path in found))[:3]
+    hint = f"; the newest there are: {', '.join(known)}" if known else ""
+    return RunFolderError(f"{folder}: there is no such run{hint}")
+
+
 def check_name(name: str) -> None:
     """Refuse a name that would leave the folder of all runs.
 
@@ -213,6 +224,10 @@ def continued(folder: Path, run: Any, record: RunRecord) -> RunRecord:
     steps = run.loop.steps
     if steps < step:
         raise RunFolderError(f"--steps {steps:,}: {folder} has taken {step:,} steps already")
+    if steps == step:
+        print(
+            f"note: {folder} has taken all of its {steps:,} steps; with a larger --steps it goes on"
+        )
     changed = {
         name: f"{before.machine.get(name)} -> {value}"
         for name, value in record.machine.items() if value != before.machine.get(name)

@@ -8,7 +8,7 @@ from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.bytes import VOCAB_SIZE
 from deltarule.models.files import CONFIG, WEIGHTS, naming, read_config
 from deltarule.train.checkpoint import MARKER, checkpoint_steps, fill, read_checkpoint
-from deltarule.train.run_folder import RUN, RunFolderError, read_run
+from deltarule.train.run_folder import RUN, RunFolderError, missing_run, read_run
 
 
 def load_model(folder: Path, device: torch.device, *, of_bytes: bool = True) -> CausalLM:
@@ -21,7 +21,7 @@ def load_model(folder: Path, device: torch.device, *, of_bytes: bool = True) -> 
         RunFolderError: There is no run, or its model is not one of bytes where it should be.
     """
     if not folder.is_dir():
-        raise RunFolderError(f"{folder}: there is no such run")
+        raise missing_run(folder)
     if (folder / MARKER).exists():
         model = checkpoint_model(folder)
     else:

@@ -16,6 +16,7 @@ from deltarule.train.run_folder import (
     RunRecord,
     check_name,
     locked,
+    missing_run,
     read_run,
 )
 
@@ -42,7 +43,7 @@ def show_runs(run: RunsRun) -> None:
     for name in run.names:
         check_name(name)
         if not (run.runs / name).is_dir():
-            raise RunFolderError(f"{run.runs / name}: there is no such run")
+            raise missing_run(run.runs / name)
     folders = [run.runs / name for name in run.names]
     if not folders:
         folders = sorted((path.parent for path in run.runs.glob(f"*/{RUN}")), key=began)
