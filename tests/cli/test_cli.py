@@ -239,6 +239,23 @@ def test_bare_words_may_stand_between_flags(data, tmp_path, capsys, monkeypatch)
     assert "a: there is no such run; the newest there are: runs/a\n" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("wrong", [["--num-heads", "3"], ["--log", "wandb"]])
+def test_a_run_that_fails_before_its_first_step_keeps_no_name(wrong, data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    train = ["train", "text", "--data", str(data), *TINY, "--steps", "1", "--name", "a"]
+    train += ["--layer-types", "attention"]
+    assert main([*train, *wrong]) == FAILED
+    assert not (tmp_path / "runs" / "a").exists()
+    (tmp_path / "runs" / "a").mkdir()
+    (tmp_path / "runs" / "a" / "mine").touch()
+    assert main([*train, *wrong]) == FAILED
+    assert [path.name for path in (tmp_path / "runs" / "a").iterdir()] == ["mine"]
+    assert main(train) == 0
+    assert main([*train, "--resume", *wrong]) == FAILED
+    assert (tmp_path / "runs" / "a" / "run.json").exists()
+
+
 def test_a_run_that_was_copied_goes_on_where_it_is(data, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train = ["train", "text", "--data", str(data), *TINY, "--steps", "2"]

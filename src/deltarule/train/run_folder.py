@@ -122,17 +122,6 @@ def folder_to_resume(runs: Path, name: str | None, command: str) -> Path:
     return max(found, key=lambda path: path.stat().st_mtime_ns).parent
 
 
-def missing_run(folder: Path) -> RunFolderError:
-    """What to raise where a run is named that is not there: it names the newest that are."""
-    if folder.is_file():
-        return RunFolderError(f"{folder}: a file; give the folder of a run")
-    found = [*folder.parent.glob(f"*/{RUN}"), *Path("runs").glob(f"*/{RUN}")]
-    found.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    known = list(dict.fromkeys(str(path.parent) for path in found))[:3]
-    hint = f"; the newest there are: {', '.join(known)}" if known else ""
-    return RunFolderError(f"{folder}: there is no such run{hint}")
-
-
 def check_name(name: str) -> None:
     """Refuse a name that would leave the folder of all runs.
 
@@ -202,6 +191,19 @@ def open_run(
             raise StoppedRunError(f"error: {folder} has stopped: {reason}", folder) from error
         except KeyboardInterrupt as error:
             raise StoppedRunError(f"stopped {folder}", folder, INTERRUPTED) from error
+        except Exception:
+            if world is None or world.first:
+                withdraw(folder)
+            raise
+
+
+def withdraw(folder: Path) -> None:
+    """Give the name of a run free that failed before its first step: it holds nothing to resume."""
+    if not (folder / "metrics.jsonl").exists() and not read_run(folder).resumed:
+        (folder / RUN).unlink()
+        (folder / ".lock").unlink()
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def continued(folder: Path, run: Any, record: RunRecord) -> RunRecord:

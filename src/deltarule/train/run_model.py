@@ -8,7 +8,8 @@ from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.bytes import VOCAB_SIZE
 from deltarule.models.files import CONFIG, WEIGHTS, naming, read_config
 from deltarule.train.checkpoint import MARKER, checkpoint_steps, fill, read_checkpoint
-from deltarule.train.run_folder import RUN, RunFolderError, missing_run, read_run
+from deltarule.train.run_folder import RUN, RunFolderError, read_run
+from deltarule.train.runs import missing_run
 
 
 def load_model(folder: Path, device: torch.device, *, of_bytes: bool = True) -> CausalLM:

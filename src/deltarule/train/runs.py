@@ -16,7 +16,6 @@ from deltarule.train.run_folder import (
     RunRecord,
     check_name,
     locked,
-    missing_run,
     read_run,
 )
 
@@ -60,6 +59,17 @@ def show_runs(run: RunsRun) -> None:
         print(for_screen(table([["", *run.names], *differences(records)])))
     rows = [summary(*found) for found in zip(folders, records, strict=True)]
     print(for_screen(table([["run", "of", "step", "state", "last validation"], *rows])))
+
+
+def missing_run(folder: Path) -> RunFolderError:
+    """What to raise where a run is named that is not there: it names the newest that are."""
+    if folder.is_file():
+        return RunFolderError(f"{folder}: a file; give the folder of a run")
+    found = [*folder.parent.glob(f"*/{RUN}"), *Path("runs").glob(f"*/{RUN}")]
+    found.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    known = list(dict.fromkeys(str(path.parent) for path in found))[:3]
+    hint = f"; the newest there are: {', '.join(known)}" if known else ""
+    return RunFolderError(f"{folder}: there is no such run{hint}")
 
 
 def began(folder: Path) -> float:
