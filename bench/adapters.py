@@ -64,7 +64,7 @@ class Side(NamedTuple):
 
 
 def read_peers() -> dict[str, Peer]:
-    """Those of adapters.toml; one without entries has those of the package's own name."""
+    """Peers of adapters.toml; one without entries uses those of its package's name."""
     text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
     rows: dict[str, dict[str, Any]] = tomllib.loads(text)
     peers = {}

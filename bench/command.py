@@ -117,7 +117,7 @@ def need_gpu() -> None:
 
 
 def chosen_peers(given: tuple[str, ...], compared: tuple[str, ...]) -> list[str]:
-    """Those asked for, else ourselves and those of the compared ones that are installed."""
+    """The requested peers; by default this library and the installed ones."""
     known = dict.fromkeys((adapters.OURS, *adapters.PEERS))
     if given:
         return pick(given, known, "--peer")

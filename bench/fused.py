@@ -83,7 +83,6 @@ def call_of(case: tuple[Any, ...], device: str = "cuda") -> dict[str, Any]:
 
 
 def forward(call: dict[str, Any]) -> Tensor:
-    """o."""
     return delta_rule(**call, return_state=False).o
 
 
@@ -95,7 +94,7 @@ def both(call: dict[str, Any], weight: Tensor) -> tuple[Tensor, ...]:
 
 
 def figures(case: tuple[Any, ...], device: str = "cuda") -> Iterator[tuple[str, results.Row]]:
-    """Of each variant, on the same arguments."""
+    """Figures of each variant on the same arguments."""
     call = call_of(case, device)
     weight = torch.randn_like(forward(call))
     for name in ("triton", "fused", "chosen"):

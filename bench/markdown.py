@@ -23,7 +23,7 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """The same in one piece."""
+    """The rows joined into one text."""
     return "\n".join(markdown(heads, rows))
 
 

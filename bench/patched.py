@@ -46,7 +46,7 @@ TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="ut
 
 
 def models_of(group: str) -> dict[str, Sizes]:
-    """Those that are timed on a "gpu" or a "cpu", by name."""
+    """Models that are timed on a "gpu" or a "cpu", by name."""
     common = TABLE["common"] | {"eos_token_id": None}
     found = {name: Sizes(**row) for name, row in TABLE[group].items()}
     return {name: sizes._replace(options=common | sizes.options) for name, sizes in found.items()}

@@ -99,7 +99,7 @@ def run_program(program: str, about: str | None, found: Callable[[Row], Iterable
 
 
 def versions() -> dict[str, str]:
-    """Of everything that a time depends on and that is installed."""
+    """Versions of all installed packages that a time depends on."""
     found = {
         "deltarule": deltarule.__version__,
         "torch": torch.__version__,

@@ -55,7 +55,7 @@ def inputs_of(name: str, device: str, sizes: tuple[int, int, int]) -> ScanInputs
 
 
 def leaf(x: Any) -> Any:
-    """The same numbers with a gradient of their own; anything else as it is."""
+    """A copy of a tensor with a gradient of its own; anything else unchanged."""
     if isinstance(x, Tensor) and x.is_floating_point():
         return x.detach().clone().requires_grad_()
     return x

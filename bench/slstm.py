@@ -31,7 +31,7 @@ def ours(gates: Tensor, recurrent: Tensor) -> Tensor:
 
 
 def theirs(heads: int, channels: int) -> Run:
-    """The same by the authors' cell, weights [heads, from, 4, to] in bfloat16."""
+    """The authors' cell, weights [heads, from, 4, to] in bfloat16."""
     cell = importlib.import_module("xlstm.blocks.slstm.cell")
     config = cell.sLSTMCellConfig(
         hidden_size=heads * channels,
@@ -78,7 +78,7 @@ def figures(channels: int) -> Iterator[tuple[str, results.Row]]:
 
 
 def gradient(run: Run, gates: Tensor, recurrent: Tensor, weight: Tensor) -> Tensor:
-    """By the gates, of a weighted sum of what is put out."""
+    """Gradient of a weighted sum of the outputs by the gates."""
     return torch.autograd.grad(run(gates, recurrent), gates, weight)[0]
 
 

@@ -222,7 +222,7 @@ def built(peer: str, sizes: Sizes, device: str) -> nn.Module:
 
 
 def state_bytes(model: nn.Module, batch: int) -> int:
-    """Of the state that a token reads and writes; a cache of attention is left out."""
+    """Bytes of the state that a token reads and writes, without attention's cache."""
     return model.init_state(batch).num_bytes if isinstance(model, CausalLM) else 0
 
 

@@ -143,7 +143,7 @@ class Construction:
 
     @property
     def orbit(self) -> Matrix:
-        """Where each element takes the vector that the first token writes, [order, K]."""
+        """Images of the vector that the first token writes, under each element: [order, K]."""
         size = self.matrices.shape[1]
         # Far from all that an element of these groups leaves in place.
         first = np.arange(size) - 0.45 * size

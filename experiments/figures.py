@@ -115,7 +115,6 @@ class Curve:
     def of_paper(
         cls, label: str, points: Mapping[Any, float], *, look: str | None = None
     ) -> "Curve":
-        """What was read from the paper."""
         return cls(label, list(points), list(points.values()), published=True, look=look)
 
 

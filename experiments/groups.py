@@ -98,7 +98,7 @@ def trained_runs(results: Sequence[Result], group: Group) -> dict[str, list[Resu
 
 
 def shares(run: Result) -> dict[int, float]:
-    """Of rows that are right up to each length."""
+    """Shares of rows that are right up to each length."""
     return dict(map(tuple, run.figures["evaluations"][LABEL]["prefixes"]))
 
 

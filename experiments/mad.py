@@ -35,7 +35,7 @@ class Setting:
 
     @property
     def training(self) -> Any:
-        """Of the rows that are learned: where that is different, every next token is a label."""
+        """The configuration in training, where in some tasks every next token is a label."""
         config = self.measured
         return replace(config, training=True) if hasattr(config, "training") else config
 

@@ -180,7 +180,7 @@ def draw(scale: Scale, results: list[Result], path: Path) -> None:
 
 
 def errors(result: Result, condition: str) -> Curve:
-    """By the number of pairs: the mean over seeds, and their range."""
+    """Mean over seeds and range, by the number of pairs."""
     seeds = result.figures[condition]["error"]
     return Curve.through(result.name, dict(zip(result.figures["pairs"], seeds, strict=True)))
 
@@ -197,7 +197,6 @@ def table(scale: Scale, results: list[Result]) -> str:
 
 
 def scored(result: Result, condition: str, pairs: int) -> str:
-    """One entry of the table."""
     at = result.figures["pairs"].index(pairs)
     error, found = (np.array(result.figures[condition][name][at]) for name in ("error", "found"))
     return f"{error.mean():.2g} ({error.min():.2g} to {error.max():.2g}), {found.mean():.0%} found"

@@ -103,7 +103,7 @@ def section(experiment: Experiment, report: Record, *, raw: str, picture: str | 
 
 
 def conditions(report: Record, raw: str) -> list[str]:
-    """Where, when and with what the results were made."""
+    """Time, place and versions of the results."""
     cells = report["cells"]
     machines = dict.fromkeys(cell["machine"] for cell in cells)
     seconds = [seconds_of(cell) for cell in cells]

@@ -293,7 +293,7 @@ def published_path(run: ReproduceRun, target: Path) -> Path:
 
 
 def published_records(run: ReproduceRun, cells: list[Cell]) -> dict[str, Record]:
-    """Of cells that are published already, at settings that still hold."""
+    """Published cells whose settings still hold."""
     path = published_path(run, run.publish or Path())
     if not path.exists():
         return {}

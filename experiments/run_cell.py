@@ -20,7 +20,7 @@ ENVIRONMENT = (OSError, SafetensorError, CheckpointError, MissingExtraError)
 
 
 def own_folder(folder: Path, cell: Cell) -> Path:
-    """Where a cell keeps what it needs to go on, in the folder of its experiment."""
+    """Folder in which a cell keeps what it needs to continue."""
     return folder / "cells" / cell.name
 
 

@@ -111,7 +111,7 @@ def scaled(result: Result, label: str = LABEL) -> float:
 
 
 def draw(scale: Scale, results: list[Result], path: Path) -> None:
-    """For each task the accuracy by length, and beside it that of the table, with the published."""
+    """For each task the accuracy by length, beside the table with the published figures."""
     runs, panels = by_setting(results), []
     ticks = [system.title.replace(" [", "\n[") for system in SYSTEMS.values()]
     marks = {"longest in training": 33 if FORMS[scale]["every_bit"] else TRAINED[1]}

@@ -149,7 +149,7 @@ class TaskCell:
 
 
 def accuracy(result: Result) -> float:
-    """Of the first evaluation of a cell that did not fail, as the task measures it."""
+    """Accuracy of the first evaluation of a cell that did not fail."""
     first: dict[str, Any] = next(iter(result.figures["evaluations"].values()))
     return float(first["accuracy"])
 

@@ -107,7 +107,6 @@ class TextRows:
         return loss, loss
 
     def shown(self, figures: list[float]) -> dict[str, float]:
-        """The loss in bits."""
         return {"bits/byte": figures[0] / math.log(2)}
 
     def evaluate(self, model: CausalLM) -> dict[str, float]:

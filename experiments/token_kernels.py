@@ -44,7 +44,7 @@ def from_last_kernel(
     q, k, beta, e, grad, dk, dv, dbeta, scale, N, T, H,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """From the last token, with the gradient of the state: dv, dbeta and one half of dk."""
+    """From the last token back, with the gradient of the state: dv, dbeta and one half of dk."""
     i_v, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     o_k, o_v = tl.arange(0, K), i_v * BV + tl.arange(0, BV)
     b_ds = tl.zeros([BV, K], tl.float32)
@@ -69,7 +69,7 @@ def from_first_kernel(
     k, beta, e, grad, dv, dq, dk, scale, N, T, H,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """From the first token, with the state: dq and the other half of dk."""
+    """From the first token on, with the state: dq and the other half of dk."""
     i_v, i_h, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     o_k, o_v = tl.arange(0, K), i_v * BV + tl.arange(0, BV)
     b_s = tl.zeros([BV, K], tl.float32)

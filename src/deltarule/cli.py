@@ -310,7 +310,7 @@ def say(text: str) -> None:
 
 
 def rank() -> int:
-    """Of this process among those that torchrun has started."""
+    """Rank of this process among those that torchrun started."""
     return int(os.environ.get("RANK", 0))
 
 

@@ -190,7 +190,7 @@ def serve(work: Callable[[Any], Any], words: "Connection[Any, Any]") -> None:
 
 
 def print_into(log: Path) -> None:
-    """From here on all that this process prints goes there, what C code prints too."""
+    """Redirect all output of this process into a file, that of C code included."""
     with log.open("a", encoding="utf-8") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)

@@ -94,7 +94,7 @@ def diagnose(run: DoctorRun) -> None:
 def examine_all(
     configurations: Sequence[Configuration], processes: int | None
 ) -> Iterator[Verdict]:
-    """In processes of their own, or in this one."""
+    """Examine in processes of their own, or in this one."""
     if processes == 0:
         return examined(configurations, torch.device("cuda"))
     wanted = fitting_processes() if processes is None else processes
@@ -130,7 +130,7 @@ def examine_alone(configuration: Configuration) -> Verdict | None:
 
 
 def fitting_processes() -> int:
-    """As many as there are processors for this one, and memory of the GPU for what each takes."""
+    """One process for each processor, as far as the GPU's memory has room for them."""
     available = getattr(os, "sched_getaffinity", None)
     processors = (os.cpu_count() or 1) if available is None else len(available(0))
     free, _ = torch.cuda.mem_get_info()

@@ -188,7 +188,6 @@ def times_bars(
 
 
 def full_bar(name: str, dtype: torch.dtype) -> float:
-    """Of float32 inputs."""
     return (bars.GRADIENT if name.startswith("d") else bars.FORWARD)[dtype]
 
 

@@ -207,5 +207,4 @@ def with_skip_and_gate(o: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None)
 
 
 def first_given(*choices: Tensor | None) -> Tensor | None:
-    """The first that is not None."""
     return next((choice for choice in choices if choice is not None), None)

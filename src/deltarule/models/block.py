@@ -205,7 +205,6 @@ def scaled(x: Tensor, multiplier: float) -> Tensor:
 
 
 def taken(state: State, prefix: str) -> State:
-    """The tensors of one part."""
     if not prefix:
         return state
     kept = {name: tensor for name, tensor in state.items() if name.startswith(prefix)}
@@ -213,7 +212,6 @@ def taken(state: State, prefix: str) -> State:
 
 
 def stream_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
-    """Make a norm of the residual stream."""
     if config.norm_type == "layer":
         return LayerNorm(config.hidden_size, eps=config.norm_eps)
     zero_centered = config.zero_centered_norm

@@ -72,7 +72,6 @@ class Shares:
         return unused[:count]
 
     def use(self, row: int, count: int) -> None:
-        """Use numbers up."""
         del self.unused[row][:count]
 
 

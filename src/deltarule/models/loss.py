@@ -102,7 +102,7 @@ def linear_next_token_loss(
 
 
 def _product_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
-    """That of F.linear."""
+    """The dtype in which F.linear would return x W^T."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and torch.float64 not in (x.dtype, weight.dtype):
         return torch.get_autocast_dtype(kind)

@@ -83,7 +83,6 @@ class Options:
             _check_range("stop", sequence, vocab_size)
 
     def stop_sequences(self) -> list[list[int]]:
-        """Every stop as a sequence."""
         return [_as_sequence(stop) for stop in self.stop]
 
 

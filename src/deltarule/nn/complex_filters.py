@@ -43,7 +43,6 @@ class Filters(NamedTuple):
 
 
 def complex_product(x: Tensor, y: Tensor) -> Tensor:
-    """Of complex numbers in halves."""
     (a, b), (c, d) = x.chunk(2, dim=-1), y.chunk(2, dim=-1)
     return torch.cat([a * c - b * d, a * d + b * c], dim=-1)
 
@@ -96,7 +95,7 @@ def filtered(u: Tensor, filters: Filters, state: Tensor, layout: Layout) -> tupl
 
 
 def in_chunks(u: Tensor, filters: Filters, state: Tensor, cut: Chunks) -> tuple[Tensor, Tensor]:
-    """The same, from the states that are given."""
+    """The same result in chunks, continued from the given states."""
     power = filters.power(torch.arange(cut.size + 1, device=u.device))
     rows = to_chunks(computed(u), cut)
     if cut.number == 0:

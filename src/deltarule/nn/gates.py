@@ -65,7 +65,6 @@ def step_and_log_decay(projections: Projections, step: bool = True) -> tuple[Ten
 
 
 def decay_parts(projections: Projections) -> tuple[Tensor, Tensor, Tensor]:
-    """What a decay is made of."""
     need = projections.need
     return need("decay_logits"), need("A_log"), need("dt_bias")
 

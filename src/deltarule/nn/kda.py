@@ -81,6 +81,6 @@ class KDA(DeltaNet):
         return layer
 
     def output_gate_projection(self) -> nn.Module:
-        """From x through few channels to the gate of every output channel."""
+        """Project x through few channels to the gate of every output channel."""
         size = self.num_v_heads * self.head_v_dim
         return low_rank(self.hidden_size, self.head_v_dim, size, bias=True)

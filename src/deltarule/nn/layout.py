@@ -68,7 +68,7 @@ class Layout:
 
     @property
     def ends(self) -> dict[str, Any]:
-        """The same, for an operator that takes padding and no context."""
+        """The same bounds for an operator that takes padding and no context."""
         lengths = None if self.real is None else self.counts
         return {"lengths": lengths, "cu_seqlens": self.cu_seqlens}
 

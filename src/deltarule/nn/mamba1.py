@@ -89,7 +89,6 @@ class Mamba1(ScanMixer):
         return layer
 
     def inner_norm(self, kind: str | None, size: int) -> nn.Module | None:
-        """A norm of what is computed from the values."""
         if kind == "weighted":
             return RMSNorm(size, self.inner_norm_eps)
         if kind is None:

@@ -224,7 +224,7 @@ class Mixer(Frame):
 
     @property
     def depth(self) -> float:
-        """Where the layer is in its model: 0 the first, 1 the last of several."""
+        """Position of the layer in its model, from 0 (first) to 1 (last)."""
         return self.layer_index / max(self.num_layers - 1, 1)
 
     def default_head_k_dim(self) -> int:
@@ -286,5 +286,5 @@ class Mixer(Frame):
         self.o_proj = nn.Linear(self.num_v_heads * self.head_v_dim, self.hidden_size, bias=False)
 
     def output_gate_projection(self) -> nn.Module:
-        """From x to the gate of every output channel."""
+        """Project x to the gate of every output channel."""
         return nn.Linear(self.hidden_size, self.num_v_heads * self.head_v_dim, bias=False)

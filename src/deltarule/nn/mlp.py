@@ -84,7 +84,6 @@ class SquaredReLU(nn.Module):
 def make_mlp(
     hidden_size: int, mlp_size: int, activation: HiddenActivation, gate_multiplier: float = 1.0
 ) -> nn.Module:
-    """The network of an activation."""
     if activation == "relu2":
         return SquaredReLU(hidden_size, mlp_size)
     return SwiGLU(hidden_size, mlp_size, gate_multiplier)

@@ -26,7 +26,7 @@ def turned(x: Tensor, angle: Tensor) -> Tensor:
 
 
 def in_float64(x: Tensor) -> Tensor:
-    """In float64 where the device has it: a sum of 1e6 angles keeps no digit below 0.06 without."""
+    """Use float64 where it exists: in float32 a sum of 1e6 angles keeps no digit below 0.06."""
     return x.float() if x.device.type == "mps" else x.double()
 
 
@@ -77,7 +77,7 @@ def angles(positions: Tensor, half: int, theta: float) -> Tensor:
 
 
 def angles_by_integers(positions: Tensor, half: int, theta: float) -> Tensor:
-    """The same in float32 for devices without float64: turns in units of 2^-64, modulo one turn."""
+    """The same angles without float64: integers in units of 2^-64 turns, modulo one turn."""
     turns = [int(theta ** (-i / half) / (2 * math.pi) * 2**64) for i in range(half)]
     steps = [(turn + 2**63) % 2**64 - 2**63 for turn in turns]
     # The overflow of the product drops the whole turns.

@@ -124,7 +124,7 @@ class RWKV6(DeltaMixer):
         self.mix_up = nn.Parameter(up.uniform_(-0.01, 0.01))
 
     def initial_decay_and_bonus(self, channels: int) -> tuple[Tensor, Tensor]:
-        """From slow decays in the first channels to fast ones in the last, and a zigzag."""
+        """Decays from slow in the first channels to fast in the last, and a zigzag of bonuses."""
         share = torch.arange(channels, dtype=torch.float32) / max(1, channels - 1)
         zigzag = (torch.arange(channels) + 1) % 3 - 1
         decay_bias = -6 + 5 * share.pow(0.7 + 1.3 * self.depth)

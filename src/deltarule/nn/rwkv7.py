@@ -151,7 +151,7 @@ class RWKV7(DeltaMixer):
         return nn.GroupNorm(self.num_v_heads, channels, eps=GROUP_NORM_EPS)
 
     def output_gate_projection(self) -> nn.Module:
-        """From the shifted x through few channels to the gate, which has no activation after."""
+        """Project the shifted x through few channels to the gate, without a last activation."""
         return self.small_map(0.6, 0.8, self.num_v_heads * self.head_v_dim, nn.Sigmoid())
 
     @classmethod
@@ -191,7 +191,7 @@ class RWKV7(DeltaMixer):
         return small
 
     def initial_decay_bias(self, channels: int) -> Tensor:
-        """From slow decays in the first channels to fast ones in the last."""
+        """Decays from slow in the first channels to fast in the last."""
         share = torch.arange(channels, dtype=torch.float32) / max(1, channels - 1)
         return -6.5 + 5 * share.pow(0.85 + self.depth**0.5)
 

@@ -71,7 +71,7 @@ def short_convolution(
 def convolution_from_zeros(
     x: Tensor, weight: Tensor, layout: Layout, activated: bool, bias: Tensor | None
 ) -> Tensor:
-    """The same y of sequences before which nothing comes; without padding."""
+    """The same y for sequences that start from zeros and have no padding."""
     if layout.cu_seqlens is None and not runs_fused(x, weight):
         return finished(convolve(x, weight, bias, before=weight.shape[1] - 1), activated)
     nothing = x.new_zeros(layout.sequences, weight.shape[1] - 1, x.shape[2])
@@ -141,7 +141,7 @@ def shifted_sums(x: Tensor, weight: Tensor, bias: Tensor | None, before: int) ->
 
 
 def shifts(x: Tensor, tokens: int, before: int) -> Iterator[tuple[int, Tensor]]:
-    """For each tap the first output that it adds to, and the inputs that it weighs there."""
+    """For each tap, its first output and the inputs that it weighs."""
     for tap in range(x.shape[1] + before - tokens + 1):
         to, start = max(before - tap, 0), max(tap - before, 0)
         yield to, x[:, start : start + max(tokens - to, 0)]

@@ -101,11 +101,10 @@ class TitansMAG(Mixer):
         return self.norm_of_stream()
 
     def norm_of_stream(self) -> nn.Module:
-        """Of what attention, or the memory, puts out."""
+        """Norm of the output of attention or of the memory."""
         return RMSNorm(self.hidden_size, self.norm_eps)
 
     def kept_rows(self) -> int:
-        """Keys and values that are kept."""
         return self.window - 1
 
     def memories(self) -> dict[str, tuple[int, ...]]:
@@ -207,7 +206,7 @@ class TitansMAG(Mixer):
         return self.o_proj(o.flatten(-2))
 
     def rows_before(self, seen: Tensor) -> Tensor:
-        """Of the tokens before these, those whose keys are kept; the learned ones are not."""
+        """Earlier tokens whose keys are kept, without the learned ones."""
         return seen - self.num_persistent * self.sees_start
 
     def softmax(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:

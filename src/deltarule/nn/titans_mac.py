@@ -53,7 +53,7 @@ class TitansMAC(TitansMAG):
     remembers_start = False
 
     def kept_rows(self) -> int:
-        """Those of a whole segment."""
+        """As many as a whole segment has."""
         return self.window
 
     def memories(self) -> dict[str, tuple[int, ...]]:

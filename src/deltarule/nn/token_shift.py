@@ -14,7 +14,7 @@ from deltarule.nn.call import LayerCall
 def first_shares(
     powers: Iterable[float], channels: int, layer_index: int, num_layers: int
 ) -> Tensor:
-    """Where shares start, [powers, channels]: p says how fast they fall with the channel i."""
+    """Initial shares [powers, channels]; the power p says how fast they fall with channel i."""
     place = torch.arange(channels, dtype=torch.float32) / channels
     above = 1 - layer_index / num_layers
     return torch.stack([1 - place.pow(power * above) for power in powers])

@@ -121,7 +121,7 @@ class GatedSlotAttention(SlotMixer):
     norm_of_all = True
 
     def streams(self, call: LayerCall) -> list[Tensor]:
-        """With SiLU, which a convolution brings along."""
+        """Inputs of the operator, after SiLU (a convolution applies its own)."""
         return list(self.activated(*super().streams(call)))
 
     def slots(self, logits: Tensor, call: LayerCall) -> Arguments:

@@ -33,7 +33,6 @@ class VectorMixer(Mixer):
         return self.expand_v * default_head_dim("head_v_dim", 1, *sizes)
 
     def stream_sizes(self) -> dict[str, int]:
-        """The values alone."""
         return {"v": self.num_heads * self.head_v_dim}
 
     def memories(self) -> dict[str, tuple[int, ...]]:

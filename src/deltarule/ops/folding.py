@@ -30,7 +30,7 @@ def row_axis(name: str, x: Tensor, packed: bool) -> int:
 
 
 def repeated_offsets(cu_seqlens: Tensor, size: int) -> Tensor:
-    """Those of the packed sequences, `size` times one after the other."""
+    """Offsets of the packed sequences, `size` times one after the other."""
     lengths = cu_seqlens.diff().repeat(size)
     return torch.cat([cu_seqlens[:1], lengths.cumsum(0, dtype=cu_seqlens.dtype)])
 

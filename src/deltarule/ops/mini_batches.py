@@ -124,7 +124,6 @@ class MiniBatches(NamedTuple):
         return rows if self.owner is None else table.index_copy_(0, self.owner[step], rows)
 
     def states(self, table: Tensor) -> Tensor:
-        """[N, ...] the states in a table."""
         return table if self.owner is None else table[:-1]
 
 

@@ -44,7 +44,7 @@ class Operator(Registered[Inputs]):
         return self.result(self.operator(*args))
 
     def result(self, outputs: Any) -> Any:
-        """Those of the outputs that a caller is given."""
+        """The outputs that the caller gets."""
         if isinstance(outputs, Tensor):
             return outputs
         return outputs[0] if self.rules.outputs == 1 else tuple(outputs[: self.rules.outputs])

@@ -55,7 +55,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
 
 
 def check_offsets(cu_seqlens: Tensor, tokens: int) -> None:
-    """From 0 to T without a step back."""
+    """Offsets run from 0 to T and never decrease."""
     if torch._C._functorch.is_functorch_wrapped_tensor(cu_seqlens):
         return
     offsets = cu_seqlens.tolist()

@@ -184,5 +184,4 @@ class Registered(Generic[Inputs]):
         )
 
     def no_derivative(self, ctx: Any, *_: Any) -> None:
-        """The derivative of the backward operator."""
         raise NotImplementedError(self.message)

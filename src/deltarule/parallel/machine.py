@@ -122,7 +122,7 @@ class Size:
 
     @property
     def layer_parameters(self) -> float:
-        """Of a layer, on average."""
+        """Parameters of a layer, on average."""
         mlp = 3 * self.hidden * 16 * math.ceil(self.hidden * 8 / 3 / 16)
         recurrent = 5 * self.hidden**2 + mlp
         attention = 2 * self.hidden**2 + 2 * self.hidden * self.kv_heads * 128 + mlp

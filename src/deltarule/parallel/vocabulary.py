@@ -78,7 +78,7 @@ def loss(model: CausalLM, vocabulary: Vocabulary, x: Tensor, targets: Tensor) ->
 
 
 def own(tokens: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
-    """Where each token stands among those of this process, 0 where it does not; whether it does."""
+    """Rows of the tokens in this process's table, 0 for others; and which tokens are its own."""
     mine = (tokens >= first) & (tokens < first + size)
     return (tokens - first).where(mine, 0), mine
 

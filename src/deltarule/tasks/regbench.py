@@ -153,7 +153,7 @@ def speak(config: Config, rng: np.random.Generator, table: Array) -> Batch:
 
 
 def _layout(config: Config, rng: np.random.Generator, rows: int) -> tuple[Flags, Array]:
-    """Where bars stand [rows, length + 1], and where each row ends [rows, 1]."""
+    """Places of bars [rows, length + 1] and ends of rows [rows, 1]."""
     words = rng.integers(config.fewest_words, config.most_words + 1, size=(rows, 1))
     sizes = rng.integers(1, config.longest_word + 1, size=(rows, config.most_words))
     bars = (sizes + 1).cumsum(axis=1) - 1

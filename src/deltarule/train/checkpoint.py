@@ -200,7 +200,6 @@ class Marker:
     own_sha256: str = ""
 
     def hash(self) -> str:
-        """Of what it says of others."""
         said = json.dumps([self.step, self.sha256], sort_keys=True)
         return hashlib.sha256(said.encode()).hexdigest()
 

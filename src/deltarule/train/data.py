@@ -66,7 +66,7 @@ class Tokens(Protocol):
         """How many there are."""
 
     def __getitem__(self, span: slice, /) -> NDArray[Any]:
-        """Some of one document."""
+        """A part of one document."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ class ShuffledRows:
         return row(self.corpus, *self.spans())
 
     def spans(self) -> Spans:
-        """Where the next row's pieces are; the position moves past it, and nothing is read."""
+        """Places of the next row's pieces; the position moves past them, and nothing is read."""
         starts, lengths, room = [], [], self.row_tokens
         while room:
             if self.piece == len(self._pieces.starts):
@@ -264,7 +264,7 @@ class ShuffledRows:
         return Spans(starts, lengths)
 
     def position(self) -> dict[str, int]:
-        """Where the next row starts."""
+        """Start of the next row."""
         return {"epoch": self.epoch, "piece": self.piece, "taken": self.taken}
 
     def seek(self, position: dict[str, int]) -> None:

@@ -85,7 +85,7 @@ class Job(Protocol[B]):
         """A short evaluation for the loss curve."""
 
     def position(self) -> dict[str, int]:
-        """Where the next batch starts."""
+        """Start of the next batch."""
 
     def seek(self, position: dict[str, int]) -> None:
         """Go to a position."""

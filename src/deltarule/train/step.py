@@ -128,7 +128,7 @@ class TrainingStep:
         return torch.cat([total[:1], norm, total[1:]])
 
     def count(self, parts: Sequence[Part]) -> int:
-        """Of how many parts the loss of a step is the mean."""
+        """Number of parts whose mean is the loss of a step."""
         return len(parts)
 
     def before_backward(self, last: bool) -> None:

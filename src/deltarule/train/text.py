@@ -111,7 +111,7 @@ class TextJob:
         self.every = max(1, validation.num_bytes // run.curve_bytes)
 
     def next(self) -> Spans:
-        """Where the next row of shuffled pieces is; processes that leave it out read nothing."""
+        """Places of the next row's shuffled pieces; a process that skips them reads nothing."""
         return self.rows.spans()
 
     def tensors(self, spans: Spans, device: torch.device) -> tuple[Tensor, ...]:
@@ -156,7 +156,7 @@ class TextJob:
         return lengths * self.validation.predicted / self.batch_tokens * step_seconds / 2.5
 
     def reserve(self, run: TextRun, step_seconds: float) -> float:
-        """The same with compressors, of which xz does a megabyte a second, figure and sample."""
+        """The same, plus the compressors (xz takes a second a megabyte), figure and sample."""
         other = self.validation.num_bytes / 1e6 + 0.005 * run.sample_bytes + 1
         return self.reading(run, step_seconds) + other
 

@@ -35,7 +35,6 @@ class Entry(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -124,7 +123,6 @@ class Parts:
         return reduce(torch.promote_types, (place.dtype for place in places))
 
     def read(self, part: str) -> Tensor:
-        """Read a parameter."""
         if part not in self._last:
             self._last = {}
             for piece in self._pieces[part]:

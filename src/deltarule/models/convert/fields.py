@@ -70,7 +70,6 @@ class Fields:
         return value
 
     def word(self, name: str, default: str, known: Collection[str]) -> str:
-        """Return one of the known words."""
         value = self.take(name, default)
         if not isinstance(value, str) or value not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")

@@ -160,7 +160,6 @@ def read_attention(fields: Fields, found: Options) -> Options:
 
 
 def write_attention(config: ModelConfig) -> Options:
-    """Back from `read_attention`."""
     layers = [i for i, name in enumerate(config.layer_types) if name in ATTENTION]
     own = {
         "layers": layers, "num_heads": config.num_attention_heads, "window_size": config.window,

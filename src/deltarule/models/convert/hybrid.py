@@ -52,7 +52,7 @@ def stream(
 
 
 def attention_heads(config: ModelConfig) -> int:
-    """Where a model has no attention, its sizes say nothing."""
+    """Attention's heads; a model without attention has no use for their sizes."""
     return config.num_attention_heads or config.num_heads
 
 
@@ -66,7 +66,6 @@ def words(given: object, known: dict[str, str], num_layers: int) -> tuple[str, .
 
 
 def mixers(recurrent: str) -> dict[str, str]:
-    """Mixers by their words."""
     return dict.fromkeys(RECURRENT, recurrent) | dict.fromkeys(FULL_ATTENTION, "attention")
 
 
@@ -121,7 +120,6 @@ def read_rope(fields: Fields, share: float) -> Options:
 
 
 def write_rope(config: ModelConfig) -> Options:
-    """Back from `read_rope`."""
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     share = {"partial_rotary_factor": config.partial_rotary_factor}
     return {"rope_parameters": rope | share}

@@ -58,7 +58,6 @@ def read_linear(fields: Fields, found: Options) -> Options:
 
 
 def write_linear(config: ModelConfig) -> Options:
-    """Back from `read_linear`."""
     return {
         "layer_types": in_words(config, "kda"),
         "linear_num_heads": config.num_heads,
@@ -82,7 +81,6 @@ def read_shared(fields: Fields, found: Options) -> Options:
 
 
 def write_shared(config: ModelConfig) -> Options:
-    """Back from `read_shared`."""
     inner, shared = config.moe_intermediate_size or 1, config.shared_expert_intermediate_size
     if shared % inner:
         raise ValueError(f"shared_expert_intermediate_size must be a multiple of {inner}")

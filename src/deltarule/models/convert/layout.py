@@ -20,7 +20,6 @@ Build = Callable[[ModelConfig], Any]
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter."""
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 

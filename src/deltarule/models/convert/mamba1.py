@@ -112,7 +112,6 @@ def read_periods(fields: Fields, found: Options) -> Options:
 
 
 def write_periods(config: ModelConfig) -> Options:
-    """Back from `read_periods`."""
     attention = [i for i, x in enumerate(in_words(config, "mamba1")) if x == "full_attention"]
     sparse = [i for i, kind in enumerate(mlp_kinds(config)) if kind == "sparse"]
     own: Options = {

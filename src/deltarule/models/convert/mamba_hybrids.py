@@ -36,7 +36,6 @@ def read_head(fields: Fields, found: Options) -> Options:
 
 
 def write_head(config: ModelConfig) -> Options:
-    """Back from `read_head`."""
     return {"mamba_d_head": config.head_v_dim, "mamba_expand": inner(config) // config.hidden_size}
 
 
@@ -68,7 +67,6 @@ def read_indices(fields: Fields, found: Options) -> Options:
 
 
 def write_indices(config: ModelConfig) -> Options:
-    """Back from `read_indices`."""
     kinds = in_words(config, "mamba2")
     return {"attn_layer_indices": [i for i, kind in enumerate(kinds) if kind == "full_attention"]}
 
@@ -90,7 +88,6 @@ def read_positions(fields: Fields, found: Options) -> Options:
 
 
 def write_positions(config: ModelConfig) -> Options:
-    """Back from `read_positions`."""
     turned = config.partial_rotary_factor > 0
     return write_rope(config) | {"position_embedding_type": "rope" if turned else None}
 
@@ -109,7 +106,6 @@ def read_experts(fields: Fields, found: Options) -> Options:
 
 
 def write_experts(config: ModelConfig) -> Options:
-    """Back from `read_experts`."""
     sparse = "sparse" in mlp_kinds(config)
     return {
         "num_local_experts": config.num_experts,
@@ -122,7 +118,6 @@ def write_experts(config: ModelConfig) -> Options:
 
 
 def attention_scale(config: ModelConfig) -> float:
-    """What scores are multiplied by."""
     size = config.attention_head_dim or config.hidden_size
     return config.attention_multiplier or size**-0.5
 
@@ -162,7 +157,6 @@ def read_multipliers(fields: Fields, found: Options) -> Options:
 
 
 def write_multipliers(config: ModelConfig) -> Options:
-    """Back from `read_multipliers`."""
     size = config.attention_head_dim or 1
     return {
         "mamba_d_ssm": inner(config),

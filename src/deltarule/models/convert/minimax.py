@@ -41,7 +41,6 @@ def read_factors(fields: Fields, found: Options) -> Options:
 
 
 def write_factors(config: ModelConfig) -> Options:
-    """Back from `read_factors`."""
     factors = {"alpha": config.deepnorm_alpha or 1.0, "beta": config.residual_multiplier}
     return {f"{x}_{letter}_factor": y for x in BRANCHES for letter, y in factors.items()}
 

@@ -69,7 +69,7 @@ Names = Mapping[str, Own]
 
 
 def same(*names: str) -> Names:
-    """What is called as it is here."""
+    """The same name in both layouts."""
     return {name: name for name in names}
 
 
@@ -79,7 +79,6 @@ def under(theirs: str, names: Names, ours: str = "") -> Names:
 
 
 def placed(own: Own, place: Callable[[str], str]) -> Own:
-    """The same of other parameters."""
     if isinstance(own, Experts):
         return replace(own, ours=place(own.ours))
     if isinstance(own, Rows):

@@ -33,7 +33,6 @@ def read_layers(fields: Fields, found: Options) -> Options:
 
 
 def write_layers(config: ModelConfig) -> Options:
-    """Back from `read_layers`."""
     known = {"mamba2": "linear_attention", "attention": "full_attention"}
     return {"layers_block_type": [known.get(name, name) for name in config.layer_types]}
 

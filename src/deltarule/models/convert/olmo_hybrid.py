@@ -21,7 +21,6 @@ def read_positions(fields: Fields, found: Options) -> Options:
 
 
 def write_positions(config: ModelConfig) -> Options:
-    """Back from `read_positions`."""
     return write_rope(config) if config.partial_rotary_factor else {"rope_parameters": None}
 
 

@@ -91,7 +91,6 @@ def factor(name: str, value: Value | None = None) -> Entry:
 
 
 def flag(theirs: str, ours: str, default: bool) -> Entry:
-    """True or False."""
     return option(theirs, ours, lambda fields, x: fields.flag(theirs, x), default, None)
 
 
@@ -160,7 +159,7 @@ def sizes(
     hidden_size: int | None = None,
     num_layers: int | Follows | None = None,
 ) -> Table:
-    """Of the stream; what has no default is required."""
+    """Sizes of the model, all required."""
     return (
         integer("vocab_size", default=vocab_size),
         integer("hidden_size", default=hidden_size, smallest=1),

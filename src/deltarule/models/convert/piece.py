@@ -28,7 +28,6 @@ def filters(shape: Shape) -> Shape:
 
 
 def flat(shape: Shape) -> Shape:
-    """All in one axis."""
     return (math.prod(shape),)
 
 

@@ -50,7 +50,6 @@ def read_experts(fields: Fields, found: Options) -> Options:
 
 
 def write_experts(config: ModelConfig) -> Options:
-    """Back from `read_experts`."""
     dense = [i for i, kind in enumerate(mlp_kinds(config)) if kind == "dense"]
     sizes = {name: getattr(config, name) or 0 for name in EXPERTS}
     sizes |= {"norm_topk_prob": config.norm_topk_prob, "mlp_only_layers": dense}

@@ -41,7 +41,6 @@ def read_heads(fields: Fields, found: Options) -> Options:
 
 
 def write_heads(config: ModelConfig) -> Options:
-    """Back from `read_heads`."""
     values = config.num_heads * (config.head_v_dim or 0)
     return {"num_heads": config.num_heads, "value_dim": [values] * (config.num_layers // 2)}
 
@@ -54,7 +53,6 @@ def read_blocks(fields: Fields, found: Options) -> Options:
 
 
 def write_blocks(config: ModelConfig) -> Options:
-    """Back from `read_blocks`."""
     return {"num_hidden_layers": config.num_layers // 2, "intermediate_size": config.mlp_size}
 
 
@@ -64,7 +62,6 @@ def read_ranks(fields: Fields, found: Options) -> Options:
 
 
 def write_ranks(config: ModelConfig) -> Options:
-    """Back from `read_ranks`."""
     if config.low_rank_dims is None:
         raise ValueError("low_rank_dims must be given where one layer has no value of another")
     return dict(zip(RANKS, config.low_rank_dims, strict=True))

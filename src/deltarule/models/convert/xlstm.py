@@ -34,12 +34,10 @@ def read_factors(fields: Fields, found: Options) -> Options:
 
 
 def rounded(size: float, multiple: int) -> int:
-    """The next multiple."""
     return int((size + multiple - 1) // multiple * multiple)
 
 
 def write_factors(config: ModelConfig) -> Options:
-    """Back from `read_factors`."""
     hidden, heads = config.hidden_size, config.num_heads
     return {
         "qk_dim_factor": heads * (config.head_k_dim or 0) / hidden,

@@ -41,7 +41,6 @@ class Context(NamedTuple):
 
     @property
     def first(self) -> int:
-        """The first token here."""
         return self.bounds[self.rank]
 
     @property
@@ -51,7 +50,7 @@ class Context(NamedTuple):
 
     @property
     def starts(self) -> list[int]:
-        """Where documents begin here."""
+        """First tokens of the documents here."""
         return sorted({o for o in self.offsets or () if self.first <= o < self.last})
 
     @property
@@ -88,7 +87,7 @@ class Context(NamedTuple):
 
     @property
     def edges(self) -> list[int]:
-        """The same offsets, as numbers."""
+        """The bounds as Python numbers."""
         return [edge - self.first for edge in sorted({self.first, *self.starts, self.last})]
 
     @property

@@ -182,7 +182,7 @@ def _folded_back(
 
 @in_two
 def _gathered(context: Context, x: Tensor) -> Halves[Tensor]:
-    """[processes, ...]."""
+    """Gather a tensor of each process: [processes, ...]."""
     parts = x.new_empty(context.size, *x.shape)
     work = dist.all_gather(list(parts), x.contiguous(), group=context.group, async_op=True)
     yield
@@ -194,7 +194,7 @@ def _gathered(context: Context, x: Tensor) -> Halves[Tensor]:
 def _scanned(
     context: Context, end: Tensor, transition: Tensor, diagonal: bool, step: int = 1
 ) -> Halves[tuple[Tensor, Tensor]]:
-    """The same by rounds of messages, each from a process twice as far away as the last."""
+    """Scan in rounds of messages, each from a process twice as far away as the last."""
     reach, pair = 1, (end, transition)
     before, wait = exchanged(context, pair, step)
     yield

@@ -261,7 +261,7 @@ def state_dtype(x: Tensor) -> torch.dtype:
 
 
 def decay_per_head(log_decay: Tensor | None, like: Tensor) -> Tensor:
-    """Any form of log_decay as [B, HV, T, 1 or K]."""
+    """Expand any form of log_decay to [B, HV, T, 1 or K]."""
     batch, heads, tokens, _ = like.shape
     if log_decay is None:
         return like.new_zeros(batch, heads, tokens, 1)

@@ -75,7 +75,7 @@ def explain(
 
 
 def fused_place(inputs: Inputs) -> str:
-    """Where a forward in Gluon that can run comes in: as a stage of "triton", if it pays."""
+    """Where a Gluon forward takes over: as a stage of "triton", if it is faster."""
     from deltarule.ops.delta_rule.gluon.stage import place_in_order
 
     return place_in_order(inputs)

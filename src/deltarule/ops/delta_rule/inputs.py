@@ -66,7 +66,7 @@ class Inputs(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which the state is kept and everything is computed."""
+        """The dtype of the state and of all sums."""
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
 

@@ -115,7 +115,7 @@ def twice(backend: str) -> Passes:
 
 @cache
 def passes_of(backend: str, wide: bool) -> Passes:
-    """Those of a backend; `wide`: with more key channels than its kernels join."""
+    """Passes of a backend; `wide`: with more key channels than its kernels take for segments."""
     if backend == "torch" or wide:
         return twice(backend)
     from deltarule.ops.delta_rule.triton import spanning

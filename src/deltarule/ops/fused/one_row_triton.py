@@ -52,7 +52,7 @@ def inputs_at(x, up, i, I: tl.constexpr, BI: tl.constexpr, GATED: tl.constexpr):
 
 @triton.jit
 def put_out(b_y, residual, y, o_o, m_o, ADDED: tl.constexpr):
-    """BO channels of y."""
+    """Store BO channels of y."""
     if ADDED:
         b_y += tl.load(residual + o_o, mask=m_o, other=0.0).to(tl.float32)
     tl.store(y + o_o, b_y.to(y.dtype.element_ty), mask=m_o)
@@ -63,7 +63,7 @@ def one_row_kernel(
     x, up, weight, residual, y, O, I: tl.constexpr, BO: tl.constexpr, BI: tl.constexpr,
     AHEAD: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """BO channels of y."""
+    """Compute BO channels of y."""
     let_next_start(CHAINED)
     o_o = tl.program_id(0) * BO + tl.arange(0, BO)
     m_o = o_o < O

@@ -40,7 +40,7 @@ TILE = (1, 16)
 
 @triton.jit
 def place(t, i_b, T, N, cu_seqlens, sequence, counts, PACKED: tl.constexpr, PADDED: tl.constexpr):
-    """For each token: its sequence, its position there, and the sequence's number of tokens."""
+    """For each token: its sequence, its position in it, and the sequence's length."""
     n, position, count = i_b + 0 * t, t, T + 0 * t
     if PACKED:
         n = tl.load(sequence + t, mask=(t >= 0) & (t < T), other=0).to(tl.int32)
@@ -55,7 +55,7 @@ def place(t, i_b, T, N, cu_seqlens, sequence, counts, PACKED: tl.constexpr, PADD
 
 @triton.jit
 def history_row(n, r, D, W: tl.constexpr):
-    """Where row r of sequence n begins in a tensor [N, R, D]."""
+    """Address of row r of sequence n in a tensor [N, R, D]."""
     return (n * (W - 1) + r).to(tl.int64)[:, None] * D
 
 

@@ -78,7 +78,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 @recorded
 def swiglu_rows(inputs: GatedProduct) -> tuple[Tensor]:
-    """h [M, D]."""
+    """Compute h [M, D]."""
     gate, up = inputs
     h = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if h.numel():
@@ -121,7 +121,7 @@ def swiglu_gradients(
 
 
 def rows_of(gate: Tensor, up: Tensor) -> GatedProduct:
-    """Both as [M, D]."""
+    """Both inputs as [M, D]."""
     size = gate.shape[-1]
     return GatedProduct(*(adjacent(x).reshape(-1, size) for x in (gate, up)))
 

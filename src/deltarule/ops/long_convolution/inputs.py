@@ -20,7 +20,7 @@ class ConvolutionInputs(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What sums are computed in."""
+        """The dtype of the sums."""
         return torch.promote_types(self.v.dtype, torch.float32)
 
 

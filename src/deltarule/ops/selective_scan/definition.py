@@ -80,5 +80,5 @@ def entries(x: Tensor, heads: int) -> Tensor:
 
 
 def computed(x: Tensor) -> Tensor:
-    """In float32 at least."""
+    """Compute in float32 at least."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

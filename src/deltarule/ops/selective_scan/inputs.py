@@ -39,5 +39,5 @@ class ScanInputs(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which the state is kept and everything is computed."""
+        """The dtype of the state and of all sums."""
         return torch.float64 if self.v.dtype == torch.float64 else torch.float32

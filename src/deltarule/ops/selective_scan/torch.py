@@ -74,7 +74,7 @@ def plan(inputs: ScanInputs) -> tuple[int, list[Group]]:
 
 
 def tokens_in_chunk(inputs: ScanInputs) -> int:
-    """As many as a sequence has on average, and 64 at most."""
+    """The average number of tokens of a sequence, at most 64."""
     tokens, sequences = inputs.v.shape[1], inputs.sequences
     if inputs.cu_seqlens is not None and sequences > 0:
         tokens = -(-tokens // sequences)

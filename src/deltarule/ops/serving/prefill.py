@@ -224,7 +224,6 @@ def triton_states(inputs: Inputs, saved: Tensor) -> tuple[int, Tensor]:
 
 
 def run_with_definition(call: Prefill) -> tuple[Tensor, Tensor | None]:
-    """The definition's loop."""
     o, before = definition.prefill(lambda inputs: run_reference(Request(inputs)), call)
     found = call.state.new_zeros(0, *call.state.shape[1:], dtype=call.inputs.dtype)
     return o, None if call.borders is None else torch.stack(before) if before else found

@@ -17,7 +17,7 @@ class SLSTMInputs(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What states are computed in."""
+        """The dtype of the states."""
         return torch.promote_types(self.gates.dtype, torch.float32)
 
     @property

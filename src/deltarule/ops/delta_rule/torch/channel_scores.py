@@ -44,7 +44,7 @@ class ChannelPairs(NamedTuple):
 
     @classmethod
     def of(cls, log_decay: Tensor, own_row: bool) -> "ChannelPairs":
-        """From log_decay [.., C, K]."""
+        """Make them from log_decay [.., C, K]."""
         size = log_decay.shape[-2]
         leaf = min(size, LEAF)
         late, early = [], []

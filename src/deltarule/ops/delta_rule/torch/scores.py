@@ -57,7 +57,7 @@ class HeadPairs(NamedTuple):
 
     @classmethod
     def of(cls, log_decay: Tensor, own_row: bool) -> "HeadPairs":
-        """From log_decay [.., C, 1]."""
+        """Make them from log_decay [.., C, 1]."""
         return cls(pair_sums(log_decay, own_row).squeeze(-1).exp_())
 
     def scores(self, x: Tensor, y: Tensor, *, strict: bool) -> Tensor:

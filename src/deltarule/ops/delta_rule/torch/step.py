@@ -45,7 +45,6 @@ def recurrent_step(
 
 
 def rows_of(inputs: Inputs, rows: Tensor) -> Inputs:
-    """Some rows of a batch."""
     picked: list[Any] = [x[rows] if isinstance(x, Tensor) else x for x in inputs]
     return Inputs(*picked)
 

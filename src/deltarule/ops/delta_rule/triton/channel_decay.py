@@ -36,7 +36,7 @@ LEAST, TAILS = tl.constexpr(80), tl.constexpr(84)
 
 @triton.jit
 def decays_of(g, first, i_h):
-    """Where the log decays of a chunk and head begin."""
+    """Address of the log decays of a chunk and head."""
     return g.log_decay + first // g.T * g.s_decay_b + first % g.T * g.s_decay_t + i_h * g.s_decay_h
 
 
@@ -140,7 +140,7 @@ def tail_decay(p_s, b_lead, o_r, o_k, K: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def of_block(p_s, which: tl.constexpr, o_r, o_k, K: tl.constexpr):
-    """For each row the vector of its block: BEFORE, AFTER, LATE or EARLY."""
+    """For each row, the vector of its block: BEFORE, AFTER, LATE or EARLY."""
     return load_sums(p_s + which * K, o_r // BLOCK, o_k, K)
 
 

@@ -64,7 +64,7 @@ def channel_config(call: Call, name: str, most: int | None = None) -> dict[str, 
 
 
 def score_config(call: Call, name: str, most: int | None = None) -> dict[str, Any]:
-    """That of a kernel of scores, whose products are taken in a way of their own."""
+    """Configuration of a kernel of scores, whose products have a precision of their own."""
     # A tf32 number has no more digits than a float16 one: rounding to it would show.
     precision = "tf32" if call.inputs.q.dtype == torch.bfloat16 else "tf32x3"
     return channel_config(call, name, most) | {"PRECISION": precision}

@@ -24,7 +24,7 @@ from deltarule.ops.delta_rule.triton.tiles import (
 
 @triton.jit
 def pairs_across(b_z, o_t, o_i, o_j, PRECISION: tl.constexpr):
-    """For every t of o_t the sum over the pairs of rows i and columns j with i >= t > j."""
+    """For every token t, sum o over the pairs of rows i and columns j with i >= t > j."""
     later = (o_i[None, :] >= o_t[:, None]).to(tl.float32)
     b_later = tl.dot(later, b_z, input_precision=PRECISION)
     return tl.sum(tl.where(o_j[None, :] < o_t[:, None], b_later, 0.0), axis=1)

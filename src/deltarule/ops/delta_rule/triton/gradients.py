@@ -352,7 +352,7 @@ def lent(call: Call) -> tuple[str, ...]:
 
 
 def room_in_gradients(call: Call) -> dict[str, Tensor]:
-    """Where the scan back writes dv or X, if it does, and D, if it lies there."""
+    """Tensors of the gradients into which the scan back first stores dv or X, and D."""
     names = ["d_v"] if scan_back_has_values(call) or "d_errors" in lent(call) else []
     names += ["d_q", "d_k"] if "d_states" in lent(call) else []
     return {name: call[name] for name in names}

@@ -96,7 +96,7 @@ def in_order(tensors: Sequence[Tensor | None], found: Outputs) -> tuple[Tensor |
 def repeated_gradients(
     tensors: Sequence[Tensor | None], numbers: tuple[Any, ...], d_o: Tensor, saved: Tensor
 ) -> tuple[Tensor | None, ...] | None:
-    """Those of the fields `tensors` by o alone, where the launches for them are known."""
+    """Gradients of the fields `tensors` by recorded launches, or None without a recording."""
     call = call_key((*tensors, d_o, None, saved), gradient_stages, False, *numbers)
     known = None if call is None else recordings.get(call.key)
     if call is None or not isinstance(known, Recording):

@@ -141,7 +141,7 @@ def load_decay(chunk_decay, i_slot, o_k, S: tl.constexpr):
 
 @triton.jit
 def boundary_state(x, i_s, i_n, i_h, o_v, o_k, at_boundary, S: tl.constexpr):
-    """Where a program starts: with a segment's state, or a sequence's; zeros elsewhere."""
+    """First state of a program: of its segment, else of its sequence, else zeros."""
     b_s = tl.zeros([S.BV, S.BK], tl.float32)
     if x is not None:
         rows, i_x = S.V, i_n

@@ -50,7 +50,7 @@ class Windows(NamedTuple):
 
 
 def windows_of(call: Call) -> Windows | None:
-    """As many windows as are worth it, from the sizes alone; None where one is best."""
+    """The windows for these sizes, or None where one is best."""
     inputs, plan = call.inputs, call.plan
     if inputs.by_channel or plan.chunks == 0:
         return None
@@ -98,7 +98,7 @@ def window_starts(call: Call, cut: Windows) -> list[Tensor | None]:
 
 
 def backward(call: Call, cut: Windows) -> None:
-    """As passes.py does it for all chunks, with S and E computed again."""
+    """The backward of passes.py, window by window, which computes S and E again."""
     starts = window_starts(call, cut)
     d_end, carry = call["d_final"], call["d_initial"]
     if call.plan.per_segment:

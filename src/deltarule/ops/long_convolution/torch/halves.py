@@ -33,7 +33,6 @@ class Halves(NamedTuple):
         return found if self.inside is None else torch.where(self.inside[0], found, 0)
 
     def right(self, x: Tensor) -> Tensor:
-        """The same of the right halves."""
         found = self._blocks(x)[..., self.s : self.s + self.m]
         return found if self.inside is None else torch.where(self.inside[1], found, 0)
 
@@ -48,7 +47,6 @@ class Halves(NamedTuple):
         return F.pad(y, (self.s, self.s - self.m)).flatten(-2)[..., :tokens]
 
     def place_left(self, y: Tensor, tokens: int) -> Tensor:
-        """The same for left halves."""
         if self.inside is not None:
             y = torch.where(self.inside[0], y, 0)
         return F.pad(y, (self.s - self.m, self.s)).flatten(-2)[..., :tokens]

@@ -17,7 +17,7 @@ Rows = tuple[slice, slice, Tensor]
 
 
 def weights(taps: Tensor, tokens: int, sequence: Tensor | None) -> Iterator[tuple[Rows, Tensor]]:
-    """For rows of tokens: they, the tokens that they see, the lags, and W [H, rows, seen]."""
+    """For rows of tokens: the rows, the tokens they see, the lags, and W [H, rows, seen]."""
     token = torch.arange(tokens, device=taps.device)
     for start in range(0, tokens, ROWS):
         rows = slice(start, min(start + ROWS, tokens))

@@ -105,7 +105,7 @@ def scan_in_triton(
 def scan_held(
     streams: tuple[Tensor, ...], memory: Memory, layout: MiniBatches, norm: Norm | None
 ) -> tuple[Tensor, Memory]:
-    """Of one map, whose value channels programs share where there is no norm."""
+    """Scan a memory of one map; programs share its value channels where it has no norm."""
     maps = torch.stack([memory.weights[0], memory.momentum[0], memory.anchor[0]], dim=2)
     heads, values = maps.shape[1], maps.shape[3]
     share = values

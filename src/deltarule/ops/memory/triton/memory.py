@@ -73,7 +73,7 @@ def store_map(memory, x, i, which: tl.constexpr, o_v, o_k, SIZES: tl.constexpr):
 
 @triton.jit
 def map_places(memory, i, which: tl.constexpr, o_v, o_k, SIZES: tl.constexpr):
-    """Where the rows of a map begin, and which of its entries exist."""
+    """Addresses of the rows of a map, and which of its entries exist."""
     ROW: tl.constexpr = SIZES.K + SIZES.BIAS
     p_x = memory + (i * 3 + which) * (SIZES.V * ROW) + o_v * ROW
     return p_x, (o_v < SIZES.V)[:, None] & (o_k < SIZES.K)[None, :]

@@ -59,7 +59,6 @@ def gate(b_x):
 
 @triton.jit
 def gelu(b_x):
-    """x s."""
     return b_x * gate(b_x)
 
 
@@ -139,7 +138,6 @@ def last_tile(o_v, o_c, SIZES: tl.constexpr):
 
 @triton.jit
 def last_bias(o_v, SIZES: tl.constexpr):
-    """The bias of the last map."""
     o = start_of_last(SIZES) + SIZES.V * SIZES.C + o_v
     return Tile(o[None, :], (o_v < SIZES.V * SIZES.BIAS)[None, :])
 
@@ -168,7 +166,7 @@ def load_parts(memory, i, tile, settled, SIZES: tl.constexpr):
 
 @triton.jit
 def anchor_of(memory, i, settled, SIZES: tl.constexpr):
-    """Where the part A lies, or W if that is the same."""
+    """Address of the part A, or of W if they are the same."""
     p_x = memory + i * (SIZES.PARTS * SIZES.SIZE)
     if SIZES.PARTS == 3:
         p_x += tl.where(settled, 0, 2 * SIZES.SIZE)

@@ -79,7 +79,7 @@ def store_inner(tiles, b_x, which: tl.constexpr, o_c, at, SIZES: tl.constexpr):
 
 @triton.jit
 def read_tile_backward(b_h, b_y, maps, columns, settled, PARTS: tl.constexpr):
-    """Of read_tile: the gradients by y, and those by kept and momentum of each row."""
+    """Gradients of read_tile: by y, and by kept and momentum of each row."""
     b_hW = product(b_h, maps.W)
     b_dy, b_dkept = columns.kept * b_hW, tl.sum(b_hW * b_y, axis=1)
     b_dmomentum = tl.zeros_like(b_dkept)
@@ -92,7 +92,7 @@ def read_tile_backward(b_h, b_y, maps, columns, settled, PARTS: tl.constexpr):
 
 @triton.jit
 def first_map_backward(x, tiles, b_dy, b_u, b_g, b_N, columns, o_c, at, SIZES: tl.constexpr):
-    """From dy of channels o_c: the gradients by q, kept, momentum and N; h_1 and part of dg_1."""
+    """Given dy of channels o_c: gradients by q, kept, momentum and N; h_1 and part of dg_1."""
     tile, bias = first_tile(o_c, at.o_k, SIZES)
     b_slope, _ = gelu_slopes(b_u)
     b_h = b_dy * b_slope
@@ -277,7 +277,7 @@ def first_map_writes(x, y, columns, o_c, at, SIZES: tl.constexpr):
 
 @triton.jit
 def first_map_anchor(x, y, b_dx, o_c, at, SIZES: tl.constexpr):
-    """From dx of channels o_c: the gradient by k, and all by the first map and by a to d."""
+    """Given dx of channels o_c: the gradient by k, and those by the first map and by a to d."""
     tile, bias = first_tile(o_c, at.o_k, SIZES)
     b_slope, b_second = gelu_slopes(load_inner(y.tiles, AT, o_c, at, SIZES))
     b_dg = load_inner(y.tiles, DG, o_c, at, SIZES)

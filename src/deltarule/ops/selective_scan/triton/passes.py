@@ -172,7 +172,7 @@ def summed(part: Tensor, x: Tensor) -> Tensor:
 
 
 def contiguous(inputs: ScanInputs) -> ScanInputs:
-    """With every tensor in the order of its letters, and offsets beside the values."""
+    """Make every tensor contiguous, and put the offsets beside the values."""
     tensors: dict[str, Any] = {
         name: x.to(inputs.v.device).contiguous()
         for name, x in inputs._asdict().items()

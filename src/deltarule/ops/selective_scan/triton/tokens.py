@@ -29,7 +29,7 @@ def tile_offsets(BV: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def state_offsets(i_m, i_h, o_k, o_v, HV: tl.constexpr, V: tl.constexpr, K: tl.constexpr):
-    """Where the tile lies in [M, HV, V, K], and which of its entries exist."""
+    """Offsets of the tile in [M, HV, V, K], and which of its entries exist."""
     place = (i_m.to(tl.int64) * HV + i_h) * V * K + o_v * K + o_k
     return place, (o_k < K) & (o_v < V)
 
