@@ -5,7 +5,7 @@ The floor of a token is the time of reading all weights and of reading and writi
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -17,6 +17,7 @@ from bench import results, timing
 from bench.model import own_loss
 from bench.worker import reason
 from deltarule.models import CausalLM, ModelConfig, linear_next_token_loss
+from deltarule.train.extra import require
 from deltarule.train.step import TrainingStep
 
 Row = dict[str, Any]
@@ -51,7 +52,7 @@ SIZES: dict[str, Sizes] = {
 class GenerateBenchRun:
     """Time generation after a prompt of 128 tokens, the prompt included, beside the floor."""
 
-    model: tuple[Model, ...] = ("1.5B",)
+    model: tuple[Model, ...] = field(default_factory=lambda: fitting("1.5B"))
     """Gated DeltaNet of these sizes, or attention of the same layers and width."""
     peer: tuple[Peer, ...] = ("deltarule", "transformers")
     """Ours, ours with attention, and transformers' Llama with a static cache."""
@@ -67,7 +68,7 @@ class GenerateBenchRun:
 class TrainBenchRun:
     """Time training steps (bfloat16, fused AdamW, clipping), eager and as CUDA graphs."""
 
-    model: tuple[Model, ...] = ("1M", "148M", "1.5B")
+    model: tuple[Model, ...] = field(default_factory=lambda: fitting("1M", "148M", "1.5B"))
     """Gated DeltaNet of these sizes, or attention of the same layers and width."""
     peer: tuple[Peer, ...] = ("deltarule", "transformers")
     """Ours, ours with attention, and transformers' Llama with PyTorch's attention."""
@@ -201,9 +202,8 @@ def built(peer: str, sizes: Sizes, device: str) -> nn.Module:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     torch.manual_seed(0)
     if peer == "transformers":
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        config = LlamaConfig(
+        transformers = require("transformers", "hf")
+        config = transformers.LlamaConfig(
             vocab_size=sizes.vocab_size,
             hidden_size=sizes.hidden_size,
             num_hidden_layers=sizes.num_layers,
@@ -212,7 +212,7 @@ def built(peer: str, sizes: Sizes, device: str) -> nn.Module:
             eos_token_id=None,
             attn_implementation="sdpa",
         )
-        model: nn.Module = LlamaForCausalLM(config)
+        model: nn.Module = transformers.LlamaForCausalLM(config)
         return model.to(device, dtype)
     name = "attention" if peer == "deltarule-attention" else "gated_deltanet"
     options = sizes._asdict()
@@ -234,6 +234,11 @@ def busy_ms(run: Callable[[], object]) -> float:
         torch.cuda.synchronize()
     total: float = sum(event.self_device_time_total for event in profile.key_averages())
     return total / 1e3
+
+
+def fitting(*models: Model) -> tuple[Model, ...]:
+    """These on a GPU; a CPU would take hours over any but the smallest."""
+    return models if device() == "cuda" else ("1M",)
 
 
 def device() -> str:

@@ -1,6 +1,7 @@
 """The benchmarks of whole models, on a CPU with sizes of nothing."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,21 @@ def test_training_is_timed(peer, tmp_path):
     (row,) = json.loads(output.read_text())["rows"]
     assert row["eager_ms"] > 0
     assert "graph_ms" not in row
+
+
+def test_a_cpu_takes_the_smallest_model_unless_it_is_told(monkeypatch):
+    runs = whole.GenerateBenchRun, whole.TrainBenchRun
+    assert [run().model for run in runs] == [("1M",), ("1M",)]
+    monkeypatch.setattr(whole, "device", lambda: "cuda")
+    assert [run().model for run in runs] == [("1.5B",), ("1M", "148M", "1.5B")]
+
+
+def test_a_peer_that_is_missing_names_its_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    output = tmp_path / "train.json"
+    whole.bench_train(whole.TrainBenchRun(peer=("transformers",), output=output))
+    (row,) = json.loads(output.read_text())["rows"]
+    assert "the extra 'hf'" in row["error"]
 
 
 def test_what_a_case_raises_is_its_row(tmp_path, monkeypatch):

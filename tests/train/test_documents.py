@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import sys
 import sysconfig
 
 import pytest
@@ -18,6 +19,7 @@ from deltarule.train.documents import (
     read_documents,
     split_documents,
 )
+from deltarule.train.extra import MissingExtraError
 
 TEXT = b"To be, or not to be: that is the question.\n" * 40
 
@@ -133,6 +135,13 @@ def test_a_damaged_row_is_named_in_one_line(tmp_path, line):
         read_documents(tmp_path / "x.jsonl")
     assert "\n" not in str(caught.value)
     assert "--text-field" not in str(caught.value)
+
+
+def test_the_file_that_needs_an_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "x.parquet").write_bytes(b"PAR1")
+    with pytest.raises(MissingExtraError, match=r"x\.parquet: this needs pyarrow.*\[data\]"):
+        read_documents(tmp_path)
 
 
 def test_rows_of_parquet_are_documents(tmp_path):

@@ -17,6 +17,7 @@ from deltarule.train.loop import LoopOptions
 from deltarule.train.metrics import read_metrics
 from deltarule.train.optimizer import OptimizerOptions
 from deltarule.train.report import EvalRun, evaluate_run
+from deltarule.train.run_folder import RunFolderError
 from deltarule.train.sample import GenerateRun, generate_text
 from deltarule.train.text import TextModel, TextRun, train_text
 
@@ -137,6 +138,20 @@ def test_eval_prints_and_draws_bits_by_position(folder, run, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "held out" not in printed
     assert "300 bytes" in printed
+
+
+def test_a_model_without_a_run_is_measured_on_the_data_that_are_given(folder, tmp_path, capsys):
+    CausalLM.load(folder).save(tmp_path / "alone")
+    text = tmp_path / "text.txt"
+    text.write_text("".join(LINES))
+    of_run = evaluate_run(EvalRun(folder, data=str(text), length=16))
+    capsys.readouterr()
+    assert evaluate_run(EvalRun(tmp_path / "alone", data=str(text), length=16)) == of_run
+    printed = capsys.readouterr().out
+    assert "length 16" in printed
+    assert "length 128" not in printed
+    with pytest.raises(RunFolderError, match="not the folder of a run"):
+        evaluate_run(EvalRun(tmp_path / "alone"))
 
 
 def test_eval_never_measures_on_training_data_unsaid(folder, run, tmp_path, capsys):

@@ -21,7 +21,7 @@ from deltarule.train.evaluate import (
 )
 from deltarule.train.figures import position_curve
 from deltarule.train.progress import for_screen
-from deltarule.train.run_folder import read_run, stored_configuration
+from deltarule.train.run_folder import RUN, read_run, stored_configuration
 from deltarule.train.run_model import load_model, run_of
 from deltarule.train.text import TextRun
 from deltarule.train.token_shards import is_token_folder, open_token_folder, sample_documents
@@ -35,7 +35,7 @@ class EvalRun:
     """Measure a trained model's bits per byte by position, print them and draw them."""
 
     folder: Path
-    """Folder of a run, such as runs/text."""
+    """Folder of a run, such as runs/text; with --data, of any model that is saved."""
     data: str | None = None
     """A text file or a folder; None is the run's own data. Of its own data, a run is measured on
     the part it was not trained on."""
@@ -65,7 +65,9 @@ def evaluate_run(run: EvalRun) -> list[PositionBin]:
     model = load_model(run.folder, choose_device(run.device), of_bytes=False)
     folder = run_of(run.folder)
     encoder = tokens_of(folder, model.config.vocab_size)
-    trained = stored_configuration(folder, TextRun, "train text")
+    # A model that lies alone, such as a converted one, is measured on the data that are given.
+    of_run = run.data is None or (folder / RUN).exists()
+    trained = stored_configuration(folder, TextRun, "train text") if of_run else TextRun()
     source, corpus, available, notes = measured(run, folder, trained, encoder)
     print(f"{run.folder} on {source}: {corpus.num_bytes:,} bytes")
     for note in notes:
@@ -74,7 +76,7 @@ def evaluate_run(run: EvalRun) -> list[PositionBin]:
         print("(--max-bytes measures on more of it)")
     print()
     levels = compressed_bits_per_byte(corpus)
-    lengths = sorted({trained.length, run.length})
+    lengths = sorted({trained.length, run.length} if of_run else {run.length})
     by_length = {
         f"length {n}": bits_per_byte(model, corpus, n, what=f"length {n}") for n in lengths
     }
@@ -85,7 +87,8 @@ def evaluate_run(run: EvalRun) -> list[PositionBin]:
     for b in bins:
         print(f"{f'{b.first}-{b.last}':>12} {b.bits_per_byte:>15.3f} {b.num_bytes:>12,}")
     path = folder / "positions.png"
-    position_curve(bins, path, trained_length=trained.length, levels=levels)
+    trained_length = trained.length if of_run else None
+    position_curve(bins, path, trained_length=trained_length, levels=levels)
     print(f"\ndrawn in {path}")
     return bins
 
@@ -120,7 +123,7 @@ def measured_part(
         max_bytes=trained.max_bytes,
         text_field=trained.text_field,
     )
-    before = read_run(folder).data
+    before = read_run(folder).data if (folder / RUN).exists() else None
     if before is not None and before.sha256 == read.sha256:
         _, held_out = split_documents(read.documents, fraction=trained.validation_fraction)
         return read, held_out, HELD_OUT

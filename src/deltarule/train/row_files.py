@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from deltarule.json_file import fitted, parse_object
-from deltarule.train.extra import require
+from deltarule.train.extra import MissingExtraError, require
 
 # Rows of a .parquet file that are in memory together.
 BATCH = 1024
@@ -46,10 +46,13 @@ def parquet_texts(file: Path, column: str) -> Iterator[bytes]:
     """The texts of a column of a .parquet file; rows without one are passed over.
 
     Raises:
-        MissingExtraError: pyarrow is not installed.
+        MissingExtraError: pyarrow is not installed; the message names the file that needs it.
         RowFileError: The file is damaged, or has no such column of text.
     """
-    parquet, arrow = require("pyarrow.parquet", "data"), require("pyarrow", "data")
+    try:
+        parquet, arrow = require("pyarrow.parquet", "data"), require("pyarrow", "data")
+    except MissingExtraError as error:
+        raise MissingExtraError(f"{file}: {error}") from None
     try:
         opened = parquet.ParquetFile(file)
         names = opened.schema_arrow.names
