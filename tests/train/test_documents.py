@@ -59,7 +59,10 @@ def test_reading_stops_at_max_bytes_with_a_note(tmp_path):
     assert "--max-bytes" in alone.notes[0]
 
 
-MADE = [("run.json", ".lock"), ("run.json", "metrics.jsonl"), ("tokens.json", "training.bounds")]
+MADE = [
+    ("run.json", ".lock"), ("run.json", "metrics.jsonl"), ("metrics.jsonl", ".lock"),
+    ("tokens.json", "training.bounds"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("marks", MADE)

@@ -19,7 +19,10 @@ IN_MEMORY, MAPPED = 512_000_000, 1_000_000
 # What is looked at or hashed at a time.
 BLOCK = 2**24
 # Files by which what our commands make is known: a run, or token shards.
-MADE = ({"run.json", "metrics.jsonl"}, {"run.json", ".lock"}, {"tokens.json", "training.bounds"})
+MADE = (
+    {"run.json", "metrics.jsonl"}, {"run.json", ".lock"}, {"metrics.jsonl", ".lock"},
+    {"tokens.json", "training.bounds"},
+)  # fmt: skip
 # Below this a split, a batch and a validation figure mean nothing.
 MINIMUM_BYTES = 1_000
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "node_modules"}

@@ -50,7 +50,7 @@ def parquet_texts(file: Path, column: str) -> Iterator[bytes]:
         RowFileError: The file is damaged, or has no such column of text.
     """
     try:
-        parquet, arrow = require("pyarrow.parquet", "data"), require("pyarrow", "data")
+        arrow, parquet = require("pyarrow", "data"), require("pyarrow.parquet", "data")
     except MissingExtraError as error:
         raise MissingExtraError(f"{file}: {error}") from None
     try:
