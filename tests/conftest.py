@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import random
-import sys
 from collections.abc import Callable, Iterator
 
 import hypothesis
@@ -15,6 +14,7 @@ from torch.utils._device import _device_constructors
 
 import gpus
 import parts
+from left_patched import unpatched
 
 SEED = 0
 
@@ -81,17 +81,6 @@ def models_unpatched() -> Iterator[None]:
     yield
     left = unpatched()
     assert not left, "the test ends with a patch that was not taken back: use `with patch(model):`"
-
-
-def unpatched() -> list[str]:
-    """Give transformers every function back that a patch still holds; their names."""
-    module = sys.modules.get("deltarule.hf.patch")
-    held = {} if module is None else module._HELD
-    left = [f"{owner.__name__}.{name}" for owner, name in held]
-    for (owner, name), (original, _) in held.items():
-        setattr(owner, name, original)
-    held.clear()
-    return left
 
 
 class TorchSeed:

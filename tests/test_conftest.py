@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import conftest
+from left_patched import unpatched
 
 seen: list[float] = []
 
@@ -61,6 +61,6 @@ def test_a_patch_that_is_left_is_named_and_taken_back(monkeypatch):
     patched.recurrence = "ours"
     patches._HELD = {(patched, "recurrence"): ("theirs", 1)}
     monkeypatch.setitem(sys.modules, "deltarule.hf.patch", patches)
-    assert conftest.unpatched() == ["patched.recurrence"]
+    assert unpatched() == ["patched.recurrence"]
     assert patched.recurrence == "theirs"
-    assert conftest.unpatched() == []
+    assert unpatched() == []
