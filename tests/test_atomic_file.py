@@ -21,6 +21,13 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path):
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("file", "new")]
 
 
+def test_a_place_that_is_none_is_named(tmp_path):
+    for path, says in ((tmp_path, "a folder"), (tmp_path / "a" / "b", f"no folder {tmp_path}/a$")):
+        with pytest.raises(OSError, match=f"^{path}: .*{says}"):
+            write_atomically(path, lambda aside: aside.write_text("new"))
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_write_is_synced_before_it_is_moved(tmp_path, monkeypatch):
     events = []
     fsync, replace = os.fsync, Path.replace

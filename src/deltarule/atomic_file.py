@@ -15,6 +15,9 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         path: The file to replace or make; its folder exists.
         write: Takes the path of the file aside, which exists and is empty.
 
+    Raises:
+        OSError: It cannot be written, or its folder is not there; the message names the path.
+
     Examples:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp(), "notes")
@@ -22,6 +25,10 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         >>> path.read_text()
         'new'
     """
+    if path.is_dir():
+        raise IsADirectoryError(f"{path}: a folder, where a file is to be written")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path}: there is no folder {path.parent}")
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         aside.touch(exist_ok=False)

@@ -19,9 +19,12 @@ def nearest(given: object, known: Iterable[str], *, before: str = "", otherwise:
     Examples:
         >>> nearest("delta_net", ["deltanet", "gla"], before=": ")
         ": did you mean 'deltanet'?"
+        >>> nearest("GLA", ["deltanet", "gla"])
+        "did you mean 'gla'?"
     """
-    matches = difflib.get_close_matches(str(given), list(known), n=1)
-    return f"{before}did you mean {matches[0]!r}?" if matches else otherwise
+    names = {name.lower(): name for name in known}
+    matches = difflib.get_close_matches(str(given).lower(), names, n=1)
+    return f"{before}did you mean {names[matches[0]]!r}?" if matches else otherwise
 
 
 def check_known(name: str, given: object, known: Collection[str]) -> None:
