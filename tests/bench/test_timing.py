@@ -1,4 +1,4 @@
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,17 +8,25 @@ from bench import timing
 on_the_host = pytest.mark.skipif(torch.cuda.is_available(), reason="reads the GPU's clock there")
 
 
-@on_the_host
-def test_eager_time_is_that_of_a_call():
-    calls = []
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that each call of `run` moves by the next of `work` seconds, on any machine."""
+    clock = SimpleNamespace(now=0.0, calls=0, work=())
 
     def run():
-        calls.append(None)
-        time.sleep(0.002)
+        clock.now += clock.work[clock.calls % len(clock.work)]
+        clock.calls += 1
 
-    assert timing.eager_ms([run], 5) == pytest.approx(2, rel=0.9)
-    # Three to warm up.
-    assert len(calls) == 8
+    clock.run = run
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    return clock
+
+
+@on_the_host
+def test_eager_time_is_the_median_of_calls_after_three_to_warm_up(clock):
+    clock.work = 9.0, 9.0, 9.0, 0.002, 0.002, 0.002, 0.001, 0.005
+    assert timing.eager_ms([clock.run], 5) == pytest.approx(2)
+    assert clock.calls == 8
 
 
 @on_the_host
@@ -32,8 +40,10 @@ def test_runs_take_turns():
     assert calls == ["a", "b", "c"]
 
 
-def test_host_time_counts_calls_that_do_not_wait():
-    assert timing.host_us(lambda: time.sleep(0.001), 2) == pytest.approx(1000, rel=0.9)
+def test_host_time_is_that_of_one_call_after_a_round_to_warm_up(clock):
+    rounds = 1.0, 0.001, 0.002, 0.006
+    clock.work = [seconds for seconds in rounds for _ in range(timing.QUEUED_CALLS)]
+    assert timing.host_us(clock.run, 3) == pytest.approx(2000)
 
 
 @on_the_host
