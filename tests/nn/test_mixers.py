@@ -420,9 +420,9 @@ def test_a_given_head_size_needs_no_division(name):
     assert layer(torch.randn(1, 3, HIDDEN + 1))[0].shape == (1, 3, HIDDEN + 1)
 
 
-# Their operators are long to trace: that of `mesa` is traced in tests/ops, and memories of one map
-# instead of two are here.
-LONG = ("mesa", "ttt_mlp", "titans_mlp")
+# A minute or more in all: they are traced here, and what derives and splits a trace meets their
+# operators in tests/ops.
+LONG = ("mesa", *(name for name in NAMES if name.startswith(("ttt", "titans"))))
 
 
 @pytest.mark.parametrize(
