@@ -26,8 +26,8 @@ from deltarule.ops.mesa import triton as mesa
 from deltarule.ops.mesa.torch import Systems
 from deltarule.ops.selective_scan.inputs import ScanInputs
 from deltarule.ops.selective_scan.triton import passes
-from deltarule.ops.slstm import triton as slstm
 from deltarule.ops.slstm.inputs import SLSTMInputs
+from deltarule.ops.slstm.triton import heads as slstm
 
 TARGETS = (80, 86, 89, 90, 100, 120)
 BF16, FP32 = torch.bfloat16, torch.float32

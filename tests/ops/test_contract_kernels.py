@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from deltarule import slstm
 from deltarule.ops.delta_rule.bars import FORWARD, GRADIENT
 from deltarule.ops.dispatch import Implementation, always
 from deltarule.ops.mesa import api as mesa_api
@@ -125,6 +126,15 @@ def test_large_sizes(name, packed):
 def test_padded_rows(device):
     lengths = torch.tensor([3, 9], device=device)
     check(OPERATORS["slstm"], drawn(OPERATORS["slstm"], device), lengths=lengths)
+
+
+def test_small_writes_keep_their_digits(device):
+    """Means of tanh(z) with z near 1e-4: beside 1 it has no digit to lose."""
+    gates = torch.randn(2, 9, 2, 4, 5)
+    gates[:, :, :, 2] *= 1e-4
+    o = slstm(gates.to(device), torch.zeros(2, 4, 5, 5, device=device), impl="triton").o
+    exact = slstm(gates.double(), torch.zeros(2, 4, 5, 5).double(), impl="reference").o
+    assert relative_rms(o, exact) <= FORWARD[torch.float32]
 
 
 @pytest.mark.parametrize("name", ["all", "all constant", "mesa", "slstm"])

@@ -17,9 +17,9 @@ def backend_of(name: str) -> Any:
     """Triton is an extra, imported where it runs."""
     if name == "torch":
         return plain
-    from deltarule.ops.slstm import triton
+    from deltarule.ops.slstm.triton import heads
 
-    return triton
+    return heads
 
 
 def forward(inputs: SLSTMInputs, save: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:

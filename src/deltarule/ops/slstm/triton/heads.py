@@ -17,11 +17,19 @@ from torch import Tensor
 
 from deltarule.ops.runtime.named import launch
 from deltarule.ops.slstm.inputs import SLSTMInputs
+from deltarule.ops.slstm.triton.cell import (
+    PRECISION,
+    ROWS,
+    load_four,
+    rows_of_program,
+    states_of,
+    step,
+    step_back,
+    store_four,
+)
 
-# Rows of a program, the fewest that a product takes, and how many channels a product takes at once.
-ROWS, SLICE = 16, 32
-MAX_CHANNELS = 256
-PRECISION = tl.constexpr("tf32x3")
+# Channels that a product takes at once.
+SLICE = 32
 
 
 @triton.jit
@@ -36,51 +44,6 @@ def product(b_sum, p_x, m_x, p_y, o_d, C: tl.constexpr, D: tl.constexpr, BS: tl.
         b_y = tl.load(p_y + o_s[:, None] * D + o_d[None, :], mask=mask, other=0.0)
         b_sum += tl.dot(b_x, b_y.to(tl.float32), input_precision=PRECISION)
     return b_sum
-
-
-@triton.jit
-def load_four(x, place, mask, D: tl.constexpr):
-    """Four tiles that lie D numbers apart, in float32."""
-    b_0 = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
-    b_1 = tl.load(x + place + D, mask=mask, other=0.0).to(tl.float32)
-    b_2 = tl.load(x + place + 2 * D, mask=mask, other=0.0).to(tl.float32)
-    b_3 = tl.load(x + place + 3 * D, mask=mask, other=0.0).to(tl.float32)
-    return b_0, b_1, b_2, b_3
-
-
-@triton.jit
-def store_four(x, place, mask, b_0, b_1, b_2, b_3, D: tl.constexpr):
-    tl.store(x + place, b_0, mask=mask)
-    tl.store(x + place + D, b_1, mask=mask)
-    tl.store(x + place + 2 * D, b_2, mask=mask)
-    tl.store(x + place + 3 * D, b_3, mask=mask)
-
-
-@triton.jit
-def log_sigmoid(b_x):
-    """-log(1 + e^-x), as exact where e^-x is small: a memory sums it over thousands of tokens."""
-    b_e = tl.exp(-tl.abs(b_x))
-    b_u = 1.0 + b_e
-    b_log = tl.where(b_u == 1.0, b_e, tl.log(b_u) * (b_e / tl.where(b_u == 1.0, 1.0, b_u - 1.0)))
-    return tl.minimum(b_x, 0.0) - b_log
-
-
-@triton.jit
-def tanh(b_x):
-    """(1 - e^-2|x|) / (1 + e^-2|x|), with the sign of x."""
-    b_e = tl.exp(-2.0 * tl.abs(b_x))
-    b_y = (1.0 - b_e) / (1.0 + b_e)
-    return tl.where(b_x < 0, -b_y, b_y)
-
-
-@triton.jit
-def rows_of_program(start, length, N, BB: tl.constexpr):
-    """Sequences of this program, their first rows, and their tokens."""
-    o_n = tl.program_id(0) * BB + tl.arange(0, BB)
-    m_n = o_n < N
-    first = tl.load(start + o_n, mask=m_n, other=0)
-    tokens = tl.load(length + o_n, mask=m_n, other=0)
-    return tl.minimum(o_n, N - 1).to(tl.int64), m_n, first, tokens
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -109,14 +72,7 @@ def slstm_forward_kernel(
         b_f = product(b_f, p_h, m_n, p_w + D * D, o_d, D, D, BS)
         b_z = product(b_z, p_h, m_n, p_w + 2 * D * D, o_d, D, D, BS)
         b_o = product(b_o, p_h, m_n, p_w + 3 * D * D, o_d, D, D, BS)
-        b_kept = log_sigmoid(b_f) + b_m
-        b_top = tl.where(b_n == 0.0, b_i, tl.maximum(b_kept, b_i))
-        b_forget = tl.where(b_n == 0.0, 0.0, tl.exp(b_kept - b_top))
-        b_write = tl.exp(b_i - b_top)
-        b_c = tl.where(here, b_forget * b_c + b_write * tanh(b_z), b_c)
-        b_n = tl.where(here, b_forget * b_n + b_write, b_n)
-        b_m = tl.where(here, b_top, b_m)
-        b_h = tl.where(here, tl.sigmoid(b_o) * b_c / tl.where(b_n == 0.0, 1.0, b_n), b_h)
+        b_h, b_c, b_n, b_m = step(b_i, b_f, b_z, b_o, b_h, b_c, b_n, b_m, here)
         tl.store(o + (row * D)[:, None] + o_d[None, :], b_h, mask=here)
         if states is not None:
             store_four(states, place, here, b_h, b_c, b_n, b_m, D)
@@ -137,29 +93,18 @@ def slstm_backward_kernel(
     p_w = weights + i_h * 4 * D * D
     for s in range(tl.max(tokens)):
         t = tokens - 1 - s
-        here, begins = (t >= 0)[:, None] & mask, (t == 0)[:, None]
+        here = (t >= 0)[:, None] & mask
         row = (first + tl.maximum(t, 0)) * H + i_h
         place = (row * 4 * D)[:, None] + o_d[None, :]
-        b_i, b_f, b_z, b_o = load_four(raw, place, here, D)
-        _, b_c, b_n, b_m = load_four(states, place, here, D)
-        _, b_c0, b_n0, b_m0 = load_four(before, p_state, here & begins, D)
-        _, b_c1, b_n1, b_m1 = load_four(states, place - 4 * H * D, here & (t > 0)[:, None], D)
-        b_c1, b_n1, b_m1 = b_c1 + b_c0, b_n1 + b_n0, b_m1 + b_m0
-        b_kept = tl.where(b_n1 == 0.0, 0.0, tl.exp(log_sigmoid(b_f) + b_m1 - b_m))
-        b_write, b_v, b_r = tl.exp(b_i - b_m), tanh(b_z), tl.sigmoid(b_o)
-        b_n = tl.where(here, b_n, 1.0)
+        b_gates = load_four(raw, place, here, D)
+        b_states = states_of(states, before, p_state, place, t, here, H, D)
         b_d = b_dh + tl.load(d_o + (row * D)[:, None] + o_d[None, :], mask=here, other=0.0)
-        b_dc_, b_dn_ = b_dc + b_d * b_r / b_n, b_dn - b_d * b_r * b_c / (b_n * b_n)
-        b_di = (b_dc_ * b_v + b_dn_) * b_write
-        b_df = (b_dc_ * b_c1 + b_dn_ * b_n1) * b_kept * tl.sigmoid(-b_f)
-        b_dz = b_dc_ * b_write * (1.0 - b_v * b_v)
-        b_do = b_d * b_c / b_n * b_r * (1.0 - b_r)
+        b_di, b_df, b_dz, b_do, b_dc, b_dn = step_back(b_gates, b_states, b_d, b_dc, b_dn, here)
         store_four(raw, place, here, b_di, b_df, b_dz, b_do, D)
         tl.debug_barrier()
         b_back = tl.zeros([BB, BD], tl.float32)
         b_back = product(b_back, raw + row * 4 * D, m_n & (t >= 0), p_w, o_d, 4 * D, D, BS)
         b_dh = tl.where(here, b_back, b_dh)
-        b_dc, b_dn = tl.where(here, b_dc_ * b_kept, b_dc), tl.where(here, b_dn_ * b_kept, b_dn)
     store_four(d_before, p_state, mask, b_dh, b_dc, b_dn, tl.zeros([BB, BD], tl.float32), D)
 
 

@@ -1,0 +1,1 @@
+"""Kernels of `slstm` in Triton."""
