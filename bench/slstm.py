@@ -1,9 +1,9 @@
-"""sLSTM on a GPU beside its authors' CUDA kernel (`pip install xlstm`).
+"""sLSTM on a GPU: a program a head, heads split over programs, PyTorch, and the authors' kernel.
 
     python -m bench.slstm --output FILE
 
-8x2048 tokens, gates in bfloat16, called from Python: the authors' kernel cannot be captured in a
-CUDA graph. Its first call compiles it, which takes half a minute.
+8x2048 tokens, gates in bfloat16, called from Python: the authors' CUDA kernel (`pip install xlstm`)
+cannot be captured in a CUDA graph. Its first call compiles it, which takes half a minute.
 """
 
 import importlib
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -19,15 +20,17 @@ from torch import Tensor
 from bench import results
 from bench.timing import event_times
 from deltarule import slstm
+from deltarule.ops.plain import PlainImpl
 
 BATCH, TOKENS, REPEATS, WARM_UP = 8, 2048, 10, 3
 HEADS = {64: 16, 256: 4}
 Run = Callable[[Tensor, Tensor], Tensor]
+Figures = tuple[str, results.Row]
 
 
-def ours(gates: Tensor, recurrent: Tensor) -> Tensor:
+def ours(gates: Tensor, recurrent: Tensor, impl: PlainImpl = "auto") -> Tensor:
     """o [B, T, heads, channels] of gates [B, T, 4, heads, channels]."""
-    return slstm(gates.transpose(2, 3), recurrent.permute(0, 2, 3, 1).contiguous()).o
+    return slstm(gates.transpose(2, 3), recurrent.permute(0, 2, 3, 1).contiguous(), impl=impl).o
 
 
 def theirs(heads: int, channels: int) -> Run:
@@ -54,27 +57,30 @@ def theirs(heads: int, channels: int) -> Run:
     return run
 
 
-def figures(channels: int) -> Iterator[tuple[str, results.Row]]:
+def figures(channels: int, sizes: tuple[int, int] = (BATCH, TOKENS)) -> Iterator[Figures]:
     """Milliseconds of both passes, gradients by the gates, and the error of o, of each side."""
+    from deltarule.ops.slstm.triton import split
+
     heads = HEADS[channels]
-    sides: dict[str, Run] = {"deltarule": ours}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    sides: dict[str, Run] = {"deltarule": ours, "deltarule, split": ours}
+    sides["PyTorch"] = partial(ours, impl="torch")
     if find_spec("xlstm"):
         sides["xlstm"] = theirs(heads, channels)
-    gates = torch.randn(BATCH, TOKENS, 4, heads, channels, device="cuda").bfloat16()
-    recurrent = torch.randn(heads, channels, 4, channels, device="cuda") / channels**0.5
+    gates = torch.randn(*sizes, 4, heads, channels, device=device).bfloat16()
+    recurrent = torch.randn(heads, channels, 4, channels, device=device) / channels**0.5
     recurrent, weight = recurrent.bfloat16().float(), torch.randn_like(gates[:, :, 0])
     exact = ours(gates[:2].double(), recurrent.double())
     leaf = gates.clone().requires_grad_()
     for name, run in sides.items():
-        error = (run(gates, recurrent)[:2].double() - exact).norm() / exact.norm()
-        yield (
-            name,
-            {
+        with mock.patch.object(split, "SPLITS", name == "deltarule, split"):
+            error = (run(gates, recurrent)[:2].double() - exact).norm() / exact.norm()
+            row = {
                 "relative_rms": error.item(),
                 "forward_ms": milliseconds(partial(run, gates, recurrent)),
                 "both_ms": milliseconds(partial(gradient, run, leaf, recurrent, weight)),
-            },
-        )
+            }
+        yield name, row
 
 
 def gradient(run: Run, gates: Tensor, recurrent: Tensor, weight: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ import torch
 
 from bench import slstm as bench_slstm
 from deltarule import slstm
+from deltarule.ops.slstm import api, registered
+from deltarule.ops.slstm.triton import split
 
 
 def test_weights_lie_as_the_authors_have_them():
@@ -17,3 +19,24 @@ def test_weights_lie_as_the_authors_have_them():
         torch.zeros(2, 4, 5, 5),
     ).o
     torch.testing.assert_close(o[:, 1], expected[:, 1])
+
+
+def test_each_side_is_what_it_says(monkeypatch):
+    """Where Triton runs: the kernels of a program a head, then those of split heads, then none."""
+    ran = []
+
+    def found(backend, inputs):
+        ran.append((backend, split.takes(inputs)))
+        return registered.plain
+
+    monkeypatch.setattr(registered, "backend_of", found)
+    monkeypatch.setitem(bench_slstm.HEADS, 16, 1)
+    runs = api.IMPLEMENTATIONS["triton"]._replace(why_not=lambda inputs: None)
+    monkeypatch.setitem(api.IMPLEMENTATIONS, "triton", runs)
+    monkeypatch.setattr(bench_slstm, "find_spec", lambda name: None)
+    monkeypatch.setattr(bench_slstm, "REPEATS", 1)
+    sides = dict(bench_slstm.figures(16, (1, 3)))
+    assert list(sides) == ["deltarule", "deltarule, split", "PyTorch"]
+    assert all(row["both_ms"] > 0 for row in sides.values())
+    in_turn = list(dict.fromkeys(ran[1:]))
+    assert in_turn == [("triton", False), ("triton", True), ("torch", False)]

@@ -19,7 +19,9 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
+OPTIONS = (
+    "num_warps", "num_stages", "enable_fp_fusion", "maxnreg", "launch_cooperative_grid",
+)  # fmt: skip
 TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
     torch.int32: "i32", torch.int64: "i64",

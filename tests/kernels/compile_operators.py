@@ -6,6 +6,7 @@ A program of its own, that prints JSON lines: Triton's interpreter cannot be lef
 import argparse
 import json
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from ahead import Launch, compiled, recording
@@ -28,6 +29,7 @@ from deltarule.ops.selective_scan.inputs import ScanInputs
 from deltarule.ops.selective_scan.triton import passes
 from deltarule.ops.slstm.inputs import SLSTMInputs
 from deltarule.ops.slstm.triton import heads as slstm
+from deltarule.ops.slstm.triton import split as split_slstm
 
 TARGETS = (80, 86, 89, 90, 100, 120)
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -126,7 +128,7 @@ def run_fused(fused: Callable[..., object], *given: object, outputs: int = 1) ->
     return run
 
 
-def run_slstm(size: int, dtype: torch.dtype) -> Callable[[], None]:
+def run_slstm(size: int, dtype: torch.dtype, kernels: Any = slstm) -> Callable[[], None]:
     """Forward and backward, the states saved or not."""
 
     def run() -> None:
@@ -134,8 +136,8 @@ def run_slstm(size: int, dtype: torch.dtype) -> Callable[[], None]:
         recurrent = torch.empty(2, 4, size, size, dtype=dtype)
         inputs = SLSTMInputs(gates, recurrent, before, None, None)
         for save in (False, True):
-            o, final, states = slstm.forward(inputs, save)
-        slstm.backward(o.float(), final, inputs, gates.float().flatten(0, 1), states)
+            o, final, states = kernels.forward(inputs, save)
+        kernels.backward(o.float(), final, inputs, gates.float().flatten(0, 1), states)
 
     return run
 
@@ -159,6 +161,12 @@ CALLS |= {
     f"sLSTM, D {size}, {dtype}": run_slstm(size, dtype)
     for size, dtype in ((16, FP32), (64, FP32), (64, BF16), (128, FP32), (256, BF16), (256, FP32))
 }
+CALLS |= {
+    f"sLSTM split, D {size}, {dtype}": run_slstm(size, dtype, split_slstm)
+    for size, dtype in ((64, FP32), (128, BF16), (200, FP32), (256, BF16), (256, FP32))
+}
+# All programs at once, as on a GPU.
+split_slstm.multiprocessors = lambda device: 132
 CALLS |= {
     f"{operator}, C {slots}, K {channels}{', packed' * packed}": run_memory(
         operator, slots, channels, None, packed

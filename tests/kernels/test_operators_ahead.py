@@ -15,13 +15,15 @@ promised("triton")
 SPILLS = {
     "network_scan_kernel": 512, "network_read_backward_kernel": 512, "network_backward_kernel": 640,
     "memory_backward_kernel": 512, "memory_scan_kernel": 288, "read_kernel": 16,
-    "slstm_forward_kernel": 160, "slstm_backward_kernel": 512,
+    "slstm_forward_kernel": 160, "slstm_backward_kernel": 512, "split_forward_kernel": 16,
 }  # fmt: skip
 SPILLS_OF_ALL_GATES = 256
 # A row of 128 channels, split for products in tf32, fills half of the registers by itself.
 SPILLS_OF_WIDE_NETWORKS = 2048
 # Where `ttt` and `titans` run them.
 MEMORIES = (90, 100)
+# Those whose multiprocessors have the memory that sLSTM takes where heads are split.
+SPLIT, SHARED_OF_SPLIT = (80, 90, 100), 144 * 1024
 
 
 def assert_sound(found: list[dict], least: int) -> None:
@@ -29,12 +31,15 @@ def assert_sound(found: list[dict], least: int) -> None:
     for report in found:
         if report["call"].startswith(("TTT", "Titans")) and report["target"] not in MEMORIES:
             continue
+        split = "split" in report["call"]
+        if split and report["target"] not in SPLIT:
+            continue
         spills = SPILLS_OF_ALL_GATES if "all" in report["call"] else SPILLS.get(report["kernel"], 0)
         if re.search("K 128, .* inside", report["call"]):
             spills = SPILLS_OF_WIDE_NETWORKS
         assert report["spills"] <= spills, report
         # Of the 99 KiB of a block of the small architectures.
-        assert report["shared"] <= 64 * 1024, report
+        assert report["shared"] <= (SHARED_OF_SPLIT if split else 64 * 1024), report
         assert report["serialised"] == 0, report
         assert report["overwritten"] == [], report
 
@@ -45,6 +50,7 @@ def assert_sound(found: list[dict], least: int) -> None:
         "scan, Mamba, V 1536, K 16, torch.bfloat16",
         "mesa, C 64, K 128",
         "sLSTM, D 64, torch.float32",
+        "sLSTM split, D 256, torch.bfloat16",
         "TTT, K 64, 256 inside, packed",
     ],
 )

@@ -30,6 +30,7 @@ from truth import waits_for_nothing
 promised("triton")
 
 from deltarule.ops.selective_scan.triton import passes as scan_kernels
+from deltarule.ops.slstm.triton import split as split_cells
 
 OPERATORS = {form: scan(form) for form in FORMS}
 OPERATORS |= {f"{form}, signed": scan(form, signed=True) for form in ("mamba", "all")}
@@ -41,13 +42,14 @@ SMALL = {
     "long values": scan("all", key_size=5, value_size=70),
     "wide cells": cells(40),
 }
+WIDE = (64, 100, 256)
 LARGE = {
     "200 channels": scan("all", key_size=200, value_size=3),
     "1500 channels": scan("all", key_size=1500, value_size=5),
     "300 values": scan("all", key_size=16, value_size=300),
     "a layer of Mamba": scan("mamba", key_size=16, value_size=1536),
     **{f"mesa of {size}": least_squares(size, iterations=40) for size in (64, 128)},
-    **{f"slstm of {size}": cells(size) for size in (64, 100, 256)},
+    **{f"slstm of {size}": cells(size) for size in WIDE},
 }
 # What runs in PyTorch on a GPU, and on the kernels of the delta rule.
 OTHERS = {"two memories": slots(), **{f"{k} keys": convolution(k, 50) for k in (None, 1, 3)}}
@@ -126,6 +128,21 @@ def test_large_sizes(name, packed):
 def test_padded_rows(device):
     lengths = torch.tensor([3, 9], device=device)
     check(OPERATORS["slstm"], drawn(OPERATORS["slstm"], device), lengths=lengths)
+
+
+@packed
+@pytest.mark.parametrize("size", [5, 40, *(pytest.param(n, marks=pytest.mark.gpu) for n in WIDE)])
+def test_heads_split_over_programs(size, packed, device, monkeypatch):
+    """One program, three of 16 channels, and on a GPU as many as there are of wide heads."""
+    monkeypatch.setattr(split_cells, "SPLITS", True)
+    if device == "cpu":
+        monkeypatch.setattr(split_cells, "HELD", 1024)
+    ran = []
+    for name in ("forward", "backward"):
+        run = getattr(split_cells, name)
+        monkeypatch.setattr(split_cells, name, lambda *a, run=run: (ran.append(run), run(*a))[1])
+    check(cells(size), drawn(cells(size), device, packed=packed))
+    assert len(ran) == 2
 
 
 def test_small_writes_keep_their_digits(device):

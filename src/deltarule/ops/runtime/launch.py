@@ -34,7 +34,9 @@ from deltarule.ops.runtime.tensor_maps import (
 # Written out, because Triton's default follows an environment variable.
 OPTIONS = {"enable_fp_fusion": True}
 # What a launch may choose besides a kernel's constants.
-CHOICES = (*OPTIONS, "num_warps", "num_stages", "maxnreg", "launch_pdl")
+CHOICES = (
+    *OPTIONS, "num_warps", "num_stages", "maxnreg", "launch_pdl", "launch_cooperative_grid",
+)  # fmt: skip
 # Bytes: Triton compiles for addresses on this grid and for any others apart.
 ALIGNED = 16
 # Keys of one kernel that are kept: lengths never end.

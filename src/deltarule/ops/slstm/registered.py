@@ -13,18 +13,18 @@ from deltarule.ops.slstm.inputs import SLSTMInputs
 from deltarule.shapes import RecurrentOutput
 
 
-def backend_of(name: str) -> Any:
+def backend_of(name: str, inputs: SLSTMInputs) -> Any:
     """Triton is an extra, imported where it runs."""
     if name == "torch":
         return plain
-    from deltarule.ops.slstm.triton import heads
+    from deltarule.ops.slstm.triton import heads, split
 
-    return heads
+    return split if split.takes(inputs) else heads
 
 
 def forward(inputs: SLSTMInputs, save: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, the last state, and the states of all tokens with `save`."""
-    found: tuple[Tensor, Tensor, Tensor] = backend_of(backend).forward(inputs, save)
+    found: tuple[Tensor, Tensor, Tensor] = backend_of(backend, inputs).forward(inputs, save)
     return found
 
 
@@ -41,7 +41,7 @@ def backward(
         d_final = torch.zeros_like(inputs.before)
     h_before = inputs.rows_before(states[:, :, 0])
     raw = inputs.all_gates(h_before)
-    d_gates, d_before = backend_of(backend).backward(d_o, d_final, inputs, raw, states)
+    d_gates, d_before = backend_of(backend, inputs).backward(d_o, d_final, inputs, raw, states)
     # [H, 4 D, B T] [H, B T, D]: every token's gate and the output that it saw.
     d_recurrent = d_gates.flatten(-2).permute(1, 2, 0) @ h_before.transpose(0, 1)
     d_recurrent = d_recurrent.view(inputs.recurrent.shape).to(inputs.recurrent.dtype)

@@ -16,8 +16,9 @@ from deltarule.ops.delta_rule.gluon.stage import (
     norms_of,
     strides,
 )
-from deltarule.ops.delta_rule.triton.plan import Call, Window, multiprocessors
+from deltarule.ops.delta_rule.triton.plan import Call, Window
 from deltarule.ops.runtime.launch import Launch
+from deltarule.ops.runtime.machine import multiprocessors
 
 # Registers of a thread: on average, and of the roles of one warp; the other has the rest.
 AVERAGE, OTHERS = 168, 24

@@ -16,10 +16,11 @@ from deltarule.ops.delta_rule.gluon.forward import forward_kernel
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES, square
 from deltarule.ops.delta_rule.gluon.norms import inverse_norms_kernel
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton.plan import Call, Plan, make_plan, multiprocessors
+from deltarule.ops.delta_rule.triton.plan import Call, Plan, make_plan
 from deltarule.ops.delta_rule.triton.tile_sizes import architecture
 from deltarule.ops.dispatch import constant_when_compiled
 from deltarule.ops.runtime.launch import Launch
+from deltarule.ops.runtime.machine import multiprocessors
 from deltarule.ops.runtime.tensor_maps import described
 
 HOPPER = 90

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from deltarule.ops.delta_rule.triton.tile_sizes import (
 from deltarule.ops.delta_rule.triton.tiles import Sizes
 from deltarule.ops.dispatch import plans, remember
 from deltarule.ops.runtime.launch import CHOICES, Grid, Launch, parameters
+from deltarule.ops.runtime.machine import multiprocessors
 from deltarule.ops.runtime.tensor_maps import Tiles
 
 # With an erase three passes go over a segment instead of one: fewer segments save no time.
@@ -113,14 +113,6 @@ def kernel_key(inputs: Inputs, plan: Plan) -> Hashable:
     given = inputs.cu_seqlens is None, inputs.initial_state is None
     own = plan.tile_key, plan.per_segment > 0, tokens % plan.sizes["CT"] == 0
     return inputs.q.device, inputs.q.dtype, *sizes, *rule, *given, *own
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """How many a GPU has; 1 for other devices, so that nothing is split."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def stretches(inputs: Inputs, plan: Plan) -> int:
