@@ -43,7 +43,7 @@ def assert_close(
     """Check a float32 or float64 computation: 1e-6 and 5e-6 (gradients), or 1e-12 and 5e-12.
 
     `dtype` is that of the inputs; None means that of x. `growth` is how far the call lets its
-    roundings grow, `tolerance.growth(writes, K)` where nothing decays and beta is 2.
+    roundings grow, `tolerance.growth(writes, K, beta, share)` where nothing decays.
     """
     bar = full_precision(dtype or x.dtype, gradient, growth)
     _check(name, "error", relative_rms(x, reference, floor=floor), bar)

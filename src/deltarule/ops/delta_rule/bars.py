@@ -19,14 +19,23 @@ def full_precision(dtype: torch.dtype, gradient: bool = False, growth: float = 1
     return max(GRADIENT[dtype] if gradient else 0.0, growth * FORWARD[dtype])
 
 
-def growth(writes: int, key_size: int) -> float:
-    """How far roundings grow where nothing decays and every beta is 2: sqrt(max(1, writes / K)).
+def growth(writes: int, key_size: int, beta: float = 2.0, share: float | None = None) -> float:
+    """How far roundings grow where nothing decays: sqrt(s min(n, K / (beta (2 - beta)))), or 1.
 
-    Each write is a reflection, which keeps what it does not overwrite at its size. The roundings of
-    n writes add up as a random walk, beside a state that K writes fill; where something decays, or
-    beta stays below 2, all but the last ones are forgotten.
+    Beyond beta = 1 a write overshoots, and forgets less: of the squared state along its key it
+    keeps (1 - beta)^2, and at beta = 2 all of it. The roundings of the last K / (beta (2 - beta))
+    of n writes add up as a random walk, most in the direction that keys have most in common.
+
+    Args:
+        writes: n.
+        key_size: K.
+        beta: The largest write strength; all below 1 are as 1.
+        share: s, what keys have of their squared length in that direction. None: 1 / K, as of keys
+            that spread evenly.
     """
-    return math.sqrt(max(1.0, writes / key_size))
+    forgotten = max(beta, 1.0) * (2 - max(beta, 1.0))
+    kept = min(writes, key_size / forgotten) if forgotten > 0 else writes
+    return math.sqrt(max(1.0, kept * (1 / key_size if share is None else share)))
 
 
 # For bfloat16 and float16: multiples of the error of `chunked.py` in the same dtype.
