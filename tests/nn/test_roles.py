@@ -16,6 +16,8 @@ QKVO = {"q_proj", "k_proj", "v_proj", "o_proj", "g_proj", "q_conv", "k_conv", "v
 DECAYED = {
     # The maps of q and k are matrices like their projections.
     "linear_attention": QKVO | {"qk_map.q_weight", "qk_map.k_weight"},
+    # What a key channel forgets is its key: the projection is of a gate.
+    "hgrn2": QKVO - {"k_proj"},
     # RWKV's authors decay large projections only; in RWKV-7 the gate is one of the small maps.
     "rwkv7": QKVO - {"g_proj"},
     # z and the output gate; i and f are gates of the memory, and so is what they see of it.

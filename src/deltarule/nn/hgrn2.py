@@ -5,12 +5,14 @@ a_t = lb + (1 - lb) sigmoid(decay_logits_t)
 """
 
 from dataclasses import replace
+from typing import ClassVar
 
 import torch.nn.functional as F
 
 from deltarule.nn.call import LayerCall
 from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.hgrn import LowerBounds, bounded_decay
+from deltarule.nn.roles import Role
 from deltarule.nn.rule import Arguments, Projections, Rule
 
 
@@ -56,6 +58,7 @@ class HGRN2(LowerBounds, DeltaMixer):
     rule = RULE
     # Each decay is also a key.
     options = DeltaMixer.options - {"num_v_heads"}
+    roles: ClassVar[dict[str, Role]] = {"k_proj": "gate"}
     norm_of_all = True
 
     def activates(self, name: str) -> bool:
