@@ -6,6 +6,7 @@ What an entry changes (dtypes, layouts, decays instead of their logarithms) is d
 
 import importlib
 import importlib.util
+import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,6 +32,8 @@ class Entry(NamedTuple):
     heads_first: Its queries, keys, values and outputs are [B, H, T, K].
     packed: Its rows are packed into one, without a batch axis.
     longest: The argument that says how many tokens the longest packed row has. None: it has none.
+    steps: It takes decays as steps dt of rate A = -1, which multiply what is written, and queries
+        that are scaled: values divided by dt, and those, are rounded once more.
     no_backward: Why there is no backward pass. None: there is one.
     """
 
@@ -44,15 +47,20 @@ class Entry(NamedTuple):
     heads_first: bool = False
     packed: bool = False
     longest: str | None = None
+    steps: bool = False
     no_backward: str | None = None
 
 
 class Peer(NamedTuple):
-    """A package: how it is imported, its operations, and variables its process is started with."""
+    """A package: how it is imported, its operations, and variables its process is started with.
+
+    parts: Whether modules are imported without their package, which needs what is not there.
+    """
 
     package: str
     entries: Mapping[str, Entry]
     environment: Mapping[str, str] = {}
+    parts: bool = False
 
 
 class Side(NamedTuple):
@@ -71,7 +79,8 @@ def read_peers() -> dict[str, Peer]:
     for name, row in rows.items():
         given = row.get("entries") or rows[row["package"]]["entries"]
         entries = {operation: entry_of(entry) for operation, entry in given.items()}
-        peers[name] = Peer(row["package"], entries, row.get("environment", {}))
+        rest = row.get("environment", {}), row.get("parts", False)
+        peers[name] = Peer(row["package"], entries, *rest)
     return peers
 
 
@@ -86,7 +95,7 @@ def entry_of(row: Mapping[str, Any]) -> Entry:
 PEERS = read_peers()
 OURS = "deltarule"
 # FLA once, as it runs with what is installed.
-COMPARED = ("fla", "flash_qla", "flashinfer", "torch")
+COMPARED = ("fla", "flash_qla", "flashinfer", "mamba_ssm", "torch")
 
 
 def installed(name: str) -> bool:
@@ -121,6 +130,8 @@ def side(peer: str, operation: str, impl: str) -> Side:
     if operation not in operations_of(peer):
         raise ValueError(f"{peer} has no {OPERATIONS[operation].title}")
     entry = own_entry(operation, impl) if peer == OURS else PEERS[peer].entries[operation]
+    if peer != OURS and PEERS[peer].parts:
+        without_its_own_imports(PEERS[peer].package)
     function = getattr(importlib.import_module(entry.module), entry.function)
     options = dict(entry.options)
 
@@ -135,9 +146,21 @@ def side(peer: str, operation: str, impl: str) -> Side:
     return Side(prepare=lambda inputs: prepare(entry, inputs), call=call, entry=entry)
 
 
+def without_its_own_imports(package: str) -> None:
+    """Have modules of a package found, and the package itself be empty."""
+    spec = importlib.util.find_spec(package)
+    if package not in sys.modules and spec is not None:
+        sys.modules[package] = importlib.util.module_from_spec(spec)
+
+
 def prepare(entry: Entry, inputs: Tensors) -> Tensors:
     """Our inputs as the arguments of a peer's function; gradients pass through."""
     arguments = {}
+    if entry.steps:
+        dt, q, v = -inputs["log_decay"], inputs["q"], inputs["v"]
+        v = (v / dt.unsqueeze(-1)).to(v.dtype)
+        inputs = {**inputs, "q": q * q.shape[-1] ** -0.5, "v": v, "log_decay": dt}
+        arguments["A"] = -torch.ones(v.shape[2], device=v.device)
     for name, x in inputs.items():
         if name in entry.linear:
             x = x.exp()

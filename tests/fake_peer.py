@@ -30,6 +30,13 @@ def packed(*, q, k, v, beta, g, cu_seqlens, longest, output_final_state=False):
     return o[0], state
 
 
+def stepping(*, x, dt, A, B, C, chunk_size):
+    """As Mamba-2: steps multiply a rate, and what is written; no scale."""
+    x, log_decay = x * dt.unsqueeze(-1), dt * A
+    o, state = definition.delta_rule(C, B, x, beta=None, log_decay=log_decay, scale=1.0)
+    return o, state
+
+
 def refuses(**arguments):
     raise RuntimeError("not on this machine\nsecond line")
 

@@ -65,6 +65,28 @@ def test_our_operators_behind_every_operation(name):
     assert (o.double() - exact).norm() <= 2**-8 * exact.norm()
 
 
+def test_steps_in_place_of_decays(monkeypatch):
+    """As of Mamba-2's authors, whose entry it has but for the module; two inputs are rounded."""
+    entry = adapters.PEERS["mamba_ssm"].entries["simple_gla"]
+    options = {"chunk_size": entry.options["chunk_size"]}
+    entry = entry._replace(module="fake_peer", function="stepping", options=options)
+    monkeypatch.setitem(adapters.PEERS, "fake", Peer("fake_peer", {"simple_gla": entry}))
+    (o, state), exact, _ = both_ways("fake", "simple_gla", SMALL)
+    for found, expected in zip((o, state), exact, strict=True):
+        assert (found.double() - expected).norm() <= 2**-7 * expected.norm()
+
+
+def test_a_part_of_a_package_that_cannot_be_imported(tmp_path, monkeypatch):
+    (tmp_path / "broken_peer").mkdir()
+    (tmp_path / "broken_peer" / "__init__.py").write_text("import no_such_extension")
+    (tmp_path / "broken_peer" / "part.py").write_text("def run(**arguments): return 7")
+    monkeypatch.syspath_prepend(tmp_path)
+    peer = Peer("broken_peer", {"delta": Entry("broken_peer.part", "run")}, parts=True)
+    monkeypatch.setitem(adapters.PEERS, "broken", peer)
+    assert adapters.installed("broken")
+    assert adapters.side("broken", "delta", "auto").call({}) == 7
+
+
 def test_softmax_attention_is_pytorchs():
     (o, state), (exact, _), _ = both_ways("torch", "softmax", SMALL)
     assert (o.double() - exact).norm() <= 2**-7 * exact.norm()
