@@ -1,10 +1,10 @@
 """`python -m bench.neighbours`: what lies beside the recurrence, on a GPU, and its floor.
 
 Convolution, norms, SwiGLU, gates and the loss of the head at 8x4096 tokens and 2048 channels in
-bfloat16, and memories that are trained at 8x2048: ours, plain PyTorch, and FLA's, causal-conv1d's
-and Liger-Kernel's where installed. The floor is the time of the bytes that must move at the
-bandwidth of a large copy measured in the same run; for the head it is that of three matrix products
-at the measured rate, for a memory the sum of both.
+bfloat16, memories that are trained and packed attention at 8x2048: ours, plain PyTorch, and FLA's,
+causal-conv1d's and Liger-Kernel's where installed. The floor is the time of the bytes that must
+move at the bandwidth of a large copy measured in the same run; for the head it is that of three
+matrix products at the measured rate, for a memory and for attention the sum of both.
 """
 
 import importlib
@@ -22,6 +22,7 @@ from bench.worker import reason
 from deltarule.models import linear_next_token_loss
 from deltarule.nn import norm, short_conv
 from deltarule.nn.layout import make_layout
+from deltarule.nn.masked_attention import Sight, attend_by_sight
 from deltarule.ops.delta_rule import gate_maps
 from deltarule.ops.fused import gated_norm as norm_op
 from deltarule.ops.fused import gates as gates_op
@@ -275,6 +276,28 @@ def memory(operator: str, channels: int, inner: int) -> Case:
     return Case(inputs, sides, 4 * moved, 7 * moved, 21 * numbers * BATCH * (TOKENS // 2) * HEADS)
 
 
+def packed_attention(channels: int) -> Case:
+    """Half the tokens as eight documents, and all of them with one mask of T x T."""
+    tokens, device = BATCH * (TOKENS // 2), torch.device(DEVICE)
+    inputs = {name: random(1, tokens, HEADS, channels) for name in "qkv"}
+    document = torch.arange(tokens, device=device) // (TOKENS // 2)
+    offsets = torch.arange(BATCH + 1, device=device) * (TOKENS // 2)
+    sight = Sight(tokens, tokens, device, sequence=document, cu_seqlens=offsets)
+    _, mask = sight.mask(0, tokens)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, visible).transpose(1, 2)
+
+    sides: dict[str, Run] = {
+        "deltarule": lambda x: attend_by_sight(attend, x["q"], x["k"], x["v"], sight),
+        "PyTorch": lambda x: attend(x["q"], x["k"], x["v"], mask),
+    }
+    # Half of the pairs, in two products forward and four of the five back.
+    products = 6 * channels * HEADS * BATCH * (TOKENS // 2) ** 2
+    return Case(inputs, sides, 4 * inputs["q"].nbytes, 7 * inputs["q"].nbytes, products)
+
+
 def imported(module: str) -> Any:
     """The module of a peer, or None where it is not installed."""
     if find_spec(module.partition(".")[0]) is None:
@@ -296,6 +319,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "TTT-MLP, heads of 64": lambda: memory("ttt", 64, 256),
     "Titans-MLP, heads of 64": lambda: memory("titans", 64, 128),
     "TTT-Linear, heads of 128": lambda: memory("ttt", 128, 0),
+    "packed attention, heads of 128": lambda: packed_attention(128),
 }
 
 
