@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import random
+import signal
 from collections.abc import Callable, Iterator
 
 import hypothesis
@@ -19,6 +20,9 @@ from left_patched import unpatched
 SEED = 0
 
 gpus.spread()
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A job in the background of a shell, from whose tests Ctrl-C would not be heard.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():
     # Read when a kernel is defined.
     os.environ["TRITON_INTERPRET"] = "1"
