@@ -15,6 +15,7 @@ import torch
 
 import deltarule
 from bench.results import versions
+from deltarule.nn.checks import check_least
 from deltarule.train.device import choose_device
 from deltarule.train.extra import require
 from deltarule.train.loop import InterruptedRunError
@@ -69,8 +70,7 @@ class ReproduceRun:
     """Put figure, raw JSON and page into this folder too, such as docs/experiments."""
 
     def __post_init__(self) -> None:
-        if self.workers is not None and self.workers < 1:
-            raise ValueError(f"workers must be 1 or more, got {self.workers}")
+        check_least(self, 1, "workers")
 
 
 @dataclass(frozen=True)

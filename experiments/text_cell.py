@@ -9,6 +9,7 @@ import torch
 
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.bytes import VOCAB_SIZE
+from deltarule.nn.checks import check_least, check_multiple
 from deltarule.train.data import Corpus, encode_documents
 from deltarule.train.documents import read_documents, split_documents
 from deltarule.train.loop import LoopOptions, Trainer, evaluating
@@ -50,15 +51,10 @@ class TextCell:
     """Bytes to predict for each point of the curve, at most."""
 
     def __post_init__(self) -> None:
-        for name in ("length", "rows", "held_out_bytes", "watched_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        check_least(self, 1, "length", "rows", "held_out_bytes", "watched_bytes")
         if not self.lengths or min(self.lengths) < 1:
             raise ValueError(f"lengths must be numbers of 1 or more, got {self.lengths}")
-        if self.rows % self.loop.accumulate:
-            raise ValueError(
-                f"rows must be a multiple of accumulate={self.loop.accumulate}, got {self.rows}"
-            )
+        check_multiple("rows", self.rows, "accumulate", self.loop.accumulate)
         if self.model.vocab_size != VOCAB_SIZE:
             raise ValueError(
                 f"model.vocab_size must be {VOCAB_SIZE}, for bytes and the begin of a document, "

@@ -7,6 +7,7 @@ import torch
 
 from deltarule.nearest import nearest
 from deltarule.nn import MIXERS, SYSTEMS
+from deltarule.nn.checks import check_least
 from deltarule.nn.feature_maps import FEATURE_MAPS, NORMS
 from deltarule.nn.table import described, markdown
 from deltarule.ops import explain
@@ -44,10 +45,8 @@ class ExplainRun:
     """"cpu", "cuda", "cuda:1", "mps"; "auto" takes a GPU if PyTorch sees one."""
 
     def __post_init__(self) -> None:
-        for name in ("n_steps", "batch", "tokens", "heads", "v_heads", "head_k_dim", "head_v_dim"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be 1 or more, got {value}")
+        sizes = ("n_steps", "batch", "tokens", "heads", "v_heads", "head_k_dim", "head_v_dim")
+        check_least(self, 1, *sizes)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from deltarule.nn.checks import check_least
 from deltarule.parallel.estimate import Estimate, best
 from deltarule.parallel.machine import MACHINES, size_of
 from deltarule.train.progress import for_screen
@@ -34,11 +35,8 @@ class PlanRun:
     """Show so many divisions."""
 
     def __post_init__(self) -> None:
-        for name in ("tokens_per_batch", "length", "vocabulary", "top"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
-        if self.attention_every < 0:
-            raise ValueError(f"attention_every must be 0 or more, got {self.attention_every}")
+        check_least(self, 1, "tokens_per_batch", "length", "vocabulary", "top")
+        check_least(self, 0, "attention_every")
 
 
 def plan(run: PlanRun) -> list[Estimate]:

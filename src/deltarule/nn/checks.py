@@ -22,6 +22,14 @@ def positive(name: str, value: int) -> int:
     return value
 
 
+def check_least(options: object, least: float, *names: str) -> None:
+    """Refuse options of these names that are below a number, nan or infinite; None passes."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not least <= value < math.inf:
+            raise ValueError(f"{name} must be {least} or more, got {value}")
+
+
 def above_zero(name: str, value: float) -> float:
     """Return the value if it is a finite number above 0."""
     if not _is_number(value) or not math.isfinite(value) or value <= 0:

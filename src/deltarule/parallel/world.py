@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from deltarule.errors import StalledError
+from deltarule.nn.checks import check_least
 
 T = TypeVar("T")
 # Seconds for which one that has waited in vain listens to the others.
@@ -44,9 +45,7 @@ class MeshOptions:
     """Seconds after which a process that waits for another gives up."""
 
     def __post_init__(self) -> None:
-        for name in ("replicate", "context", "tensor"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        check_least(self, 1, "replicate", "context", "tensor")
 
     def shape(self, processes: int) -> tuple[int, int, int, int]:
         """Sizes of the axes of `AXES` for so many processes.

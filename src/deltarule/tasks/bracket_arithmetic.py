@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from deltarule.nn.checks import check_least
 from deltarule.tasks.batch import Array, Batch
 from deltarule.tasks.lengths import Lengths, one_answer
 
@@ -41,8 +42,7 @@ class Config(Lengths):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.longest < 5:
-            raise ValueError(f"longest must be 5 or more, got {self.longest}")
+        check_least(self, 5, "longest")
 
     @property
     def vocab_size(self) -> int:

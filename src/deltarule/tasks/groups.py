@@ -17,6 +17,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from deltarule.nearest import check_known
+from deltarule.nn.checks import check_least
 from deltarule.tasks.batch import NO_LABEL, Array, Batch
 
 Group = Literal["S_2", "S_3", "S_4", "A_5", "S_5"]
@@ -41,8 +42,7 @@ class Config:
 
     def __post_init__(self) -> None:
         check_known("group", self.group, get_args(Group))
-        if self.length < 1:
-            raise ValueError(f"length must be 1 or more, got {self.length}")
+        check_least(self, 1, "length")
 
     @property
     def order(self) -> int:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from deltarule.nn.checks import check_least
 from deltarule.tasks.batch import NO_LABEL, Array, Batch
 
 
@@ -25,8 +26,7 @@ class Lengths:
     """The greatest length of a row."""
 
     def __post_init__(self) -> None:
-        if self.shortest < 3:
-            raise ValueError(f"shortest must be 3 or more, got {self.shortest}")
+        check_least(self, 3, "shortest")
         if self.longest < self.shortest:
             raise ValueError(
                 f"longest must be at least shortest={self.shortest}, got {self.longest}"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from deltarule.nn.checks import check_least
 from deltarule.tasks.batch import Batch
 from deltarule.tasks.mad import measure as measure
 
@@ -35,9 +36,7 @@ class Config:
     """Tokens, the last one for the end of a row."""
 
     def __post_init__(self) -> None:
-        for name in ("length", "vocab_size"):
-            if getattr(self, name) < 2:
-                raise ValueError(f"{name} must be 2 or more, got {getattr(self, name)}")
+        check_least(self, 2, "length", "vocab_size")
 
     @property
     def chance(self) -> float:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from deltarule.nn.checks import check_least
 from deltarule.tasks.batch import NO_LABEL, Batch
 from deltarule.tasks.mad import measure as measure
 
@@ -34,10 +35,8 @@ class Config:
     """Tokens: letters, then the blank, then the bar."""
 
     def __post_init__(self) -> None:
-        if self.copied < 1:
-            raise ValueError(f"copied must be 1 or more, got {self.copied}")
-        if self.vocab_size < 3:
-            raise ValueError(f"vocab_size must be 3 or more, got {self.vocab_size}")
+        check_least(self, 1, "copied")
+        check_least(self, 3, "vocab_size")
         if self.blanks < 1:
             raise ValueError(
                 f"length must be at least 2 * copied + 2 = {2 * self.copied + 2}, got {self.length}"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from deltarule.nn.checks import check_least
 from deltarule.tasks.batch import NO_LABEL, Batch, with_answers
 from deltarule.tasks.mad import measure as measure
 from deltarule.tasks.mqar import distinct
@@ -43,8 +44,7 @@ class Config:
     """Shorter keys too, and a label for every next token, as the benchmark does in training."""
 
     def __post_init__(self) -> None:
-        if self.motif < 1:
-            raise ValueError(f"motif must be 1 or more, got {self.motif}")
+        check_least(self, 1, "motif")
         if self.length <= 4 * self.motif:
             raise ValueError(
                 f"length must be above 4 * motif = {4 * self.motif}, two pairs of the longest "

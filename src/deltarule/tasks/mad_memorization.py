@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from deltarule.nn.checks import check_least
 from deltarule.tasks.batch import NO_LABEL, Array, Batch
 from deltarule.tasks.mad import measure as measure
 
@@ -39,8 +40,7 @@ class Config:
     def __post_init__(self) -> None:
         if self.length < 2 or self.length % 2:
             raise ValueError(f"length must be an even number of 2 or more, got {self.length}")
-        if self.vocab_size < 3:
-            raise ValueError(f"vocab_size must be 3 or more, got {self.vocab_size}")
+        check_least(self, 3, "vocab_size")
 
     @property
     def keys(self) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from deltarule.nn.checks import check_least
 from deltarule.tasks.batch import NO_LABEL, Array, Batch, with_answers
 from deltarule.tasks.mad import measure as measure
 
@@ -46,8 +47,7 @@ class Config:
     def __post_init__(self) -> None:
         if self.length < 4 or self.length % 2:
             raise ValueError(f"length must be an even number of 4 or more, got {self.length}")
-        if self.noise_vocab_size < 0:
-            raise ValueError(f"noise_vocab_size must be 0 or more, got {self.noise_vocab_size}")
+        check_least(self, 0, "noise_vocab_size")
         if self.vocab_size < self.noise_vocab_size + 2:
             raise ValueError(
                 f"vocab_size must be at least noise_vocab_size + 2 = {self.noise_vocab_size + 2}, "

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from deltarule.nn.checks import check_least
 from deltarule.tasks.batch import NO_LABEL, Array, Batch, with_answers
 
 Weights = NDArray[np.float64]
@@ -44,8 +45,7 @@ class Config:
     """Gap g to a query has a weight of g^(power_a - 1): small values ask soon after the pairs."""
 
     def __post_init__(self) -> None:
-        if self.pairs < 1:
-            raise ValueError(f"pairs must be 1 or more, got {self.pairs}")
+        check_least(self, 1, "pairs")
         if self.length < 4 * self.pairs:
             raise ValueError(
                 f"length must be at least 4 * pairs = {4 * self.pairs}, two tokens for each pair "

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from deltarule.nn.checks import check_least
 from deltarule.tasks.batch import NO_LABEL, Array
 
 Flags = NDArray[np.bool_]
@@ -51,9 +52,7 @@ class Config:
     """Letters of the longest word; the shortest has 1."""
 
     def __post_init__(self) -> None:
-        for name in ("edges", "fewest_words", "longest_word"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        check_least(self, 1, "edges", "fewest_words", "longest_word")
         for name in ("letters", "states"):
             if getattr(self, name) <= self.edges:
                 raise ValueError(

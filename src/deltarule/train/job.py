@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from deltarule.models import CausalLM
+from deltarule.nn.checks import check_least
 
 # `CausalLM.hidden`, compiled or not.
 Hidden = Callable[..., Any]
@@ -48,13 +49,8 @@ class LoopOptions:
     """Steps between two short evaluations for the loss curve; 0 for none."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "accumulate", "save_every", "keep"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
-        for name in ("evaluate_every", "max_seconds", "seed"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < 2**63:
-                raise ValueError(f"{name} must be 0 or more, and below 2^63, got {value}")
+        check_least(self, 1, "steps", "accumulate", "save_every", "keep")
+        check_least(self, 0, "evaluate_every", "max_seconds", "seed")
 
 
 class Job(Protocol[B]):

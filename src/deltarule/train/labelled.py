@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deltarule.models import CausalLM, next_token_loss
+from deltarule.nn.checks import check_multiple
 from deltarule.tasks.batch import NO_LABEL, Array, Batch
 from deltarule.train.device import to_device
 from deltarule.train.loop import Hidden
@@ -54,10 +55,7 @@ class LabelledJob:
         accumulate: int = 1,
         ahead: bool = False,
     ) -> None:
-        if training.count % accumulate:
-            raise ValueError(
-                f"rows must be a multiple of accumulate={accumulate}, got {training.count}"
-            )
+        check_multiple("rows", training.count, "accumulate", accumulate)
         # A curriculum reads the last loss, and changes the lengths.
         self.static = training.curriculum is None
         self.task, self.training, self.watched, self.seed = task, training, watched, seed

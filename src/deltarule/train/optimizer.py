@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deltarule.nn import parameter_roles
+from deltarule.nn.checks import check_least
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,8 @@ class OptimizerOptions:
     """Largest norm of the gradient; 0 never clips."""
 
     def __post_init__(self) -> None:
-        for name in ("lr", "min_lr_ratio", "warmup_steps", "start_lr_ratio", "weight_decay", "eps",
-                     "clip"):  # fmt: skip
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} must be 0 or more, got {value}")
+        check_least(self, 0, "lr", "min_lr_ratio", "warmup_steps", "start_lr_ratio")
+        check_least(self, 0, "weight_decay", "eps", "clip")
         if self.start_lr_ratio > 1:
             raise ValueError(f"start_lr_ratio must be at most 1, got {self.start_lr_ratio}")
         for name in ("beta1", "beta2"):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deltarule.models import CausalLM
+from deltarule.nn.checks import check_least
 from deltarule.train.device import choose_device
 from deltarule.train.run_model import load_model, run_of
 from deltarule.train.vocabulary import Encoder, make_encoder, tokens_of
@@ -56,8 +57,7 @@ class GenerateRun:
             raise ValueError(
                 "lines needs prompt_file, whose lines are prompts; - is standard input"
             )
-        if self.samples < 1:
-            raise ValueError(f"samples must be 1 or more, got {self.samples}")
+        check_least(self, 1, "samples")
         if "" in self.stop:
             raise ValueError("stop holds an empty word, after which every text would end at once")
 

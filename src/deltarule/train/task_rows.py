@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from deltarule.nn.checks import check_least
 from deltarule.tasks.batch import Batch
 
 # Streams of random numbers count from 0 in training; these keep other rows apart from those, and
@@ -55,8 +56,7 @@ class Rows:
     """None keeps the configuration's length."""
 
     def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError(f"count must be 1 or more, got {self.count}")
+        check_least(self, 1, "count")
         if self.examples is not None and self.examples < self.count:
             raise ValueError(
                 f"examples must be None or at least the {self.count} rows of a batch, "

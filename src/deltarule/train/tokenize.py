@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from deltarule.nn.checks import check_least
 from deltarule.train.documents import MINIMUM_BYTES, DataError, find_files, is_text
 from deltarule.train.progress import make_progress
 from deltarule.train.row_files import READERS
@@ -51,8 +52,7 @@ class DataRun:
             raise ValueError(
                 f"validation_fraction must lie between 0 and 1, got {self.validation_fraction}"
             )
-        if self.shard_tokens < 1:
-            raise ValueError(f"shard_tokens must be 1 or more, got {self.shard_tokens}")
+        check_least(self, 1, "shard_tokens")
 
 
 class Read(NamedTuple):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from deltarule.nn.checks import check_least
 from deltarule.train.extra import require
 from deltarule.train.metrics import Row, Sink
 
@@ -23,8 +24,7 @@ class WatchOptions:
     """Send metrics to these, too; each is an extra of its name."""
 
     def __post_init__(self) -> None:
-        if self.patience < 0:
-            raise ValueError(f"patience must be 0 or more, got {self.patience}")
+        check_least(self, 0, "patience")
 
 
 @dataclass(frozen=True)
