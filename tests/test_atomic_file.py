@@ -1,3 +1,4 @@
+import errno
 import os
 from pathlib import Path
 
@@ -22,9 +23,14 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path):
 
 
 def test_a_place_that_is_none_is_named(tmp_path):
-    for path, says in ((tmp_path, "a folder"), (tmp_path / "a" / "b", f"no folder {tmp_path}/a$")):
-        with pytest.raises(OSError, match=f"^{path}: .*{says}"):
+    def is_full(aside):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for path in (tmp_path / "a" / "b", tmp_path):
+        with pytest.raises(OSError, match=f": '{path}'$"):
             write_atomically(path, lambda aside: aside.write_text("new"))
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/c'$"):
+        write_atomically(tmp_path / "c", is_full)
     assert not list(tmp_path.iterdir())
 
 

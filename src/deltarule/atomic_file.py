@@ -16,7 +16,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         write: Takes the path of the file aside, which exists and is empty.
 
     Raises:
-        OSError: It cannot be written, or its folder is not there; the message names the path.
+        OSError: It cannot be written, or its folder is not there; the error names the path.
 
     Examples:
         >>> import tempfile
@@ -25,10 +25,6 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         >>> path.read_text()
         'new'
     """
-    if path.is_dir():
-        raise IsADirectoryError(f"{path}: a folder, where a file is to be written")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path}: there is no folder {path.parent}")
     aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         aside.touch(exist_ok=False)
@@ -38,6 +34,11 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         aside.chmod(mode)
         sync(aside)
         aside.replace(path)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        # It names the hidden file, or none where the disk is full.
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         aside.unlink(missing_ok=True)
     if os.name == "posix":

@@ -10,7 +10,7 @@ def named(bare: str, flags: type[Any], words: list[str]) -> list[str]:
     """Words with a flag before the bare ones, beyond those that must be given.
 
     Raises:
-        ValueError: There are several, and the flag takes one.
+        ValueError: There are several, and the flag takes one, or the flag is given too.
     """
     required = sum(
         field.default is field.default_factory is dataclasses.MISSING
@@ -21,6 +21,8 @@ def named(bare: str, flags: type[Any], words: list[str]) -> list[str]:
     if len(places) <= required:
         return words
     first, *more = [words[place] for place in places[required:]]
+    if any(word.partition("=")[0] == f"--{bare}" for word in words):
+        raise ValueError(f"{first!r} stands for --{bare}, which is given too: leave one out")
     if more and typing.get_origin(kinds[bare]) is not tuple:
         raise ValueError(
             f"{more[0]!r} is one word too many after {first!r}, the {bare}: "

@@ -19,6 +19,7 @@ from deltarule.errors import (
     StalledError,
     StoppedRunError,
     ended_by_ctrl_c,
+    reason,
 )
 from deltarule.nearest import nearest
 from deltarule.train.extra import MissingExtraError, require
@@ -55,7 +56,8 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train text": Command(
-        "train a byte-level language model on text", "deltarule.train.text", "TextRun", "train_text"
+        "train a byte-level language model on text",
+        "deltarule.train.text", "TextRun", "train_text", "data",
     ),
     "train mqar": Command(
         "train on associative recall, in minutes", "deltarule.train.mqar", "MqarRun", "train_mqar"
@@ -72,7 +74,7 @@ COMMANDS = {
         "list and compare runs", "deltarule.train.runs", "RunsRun", "show_runs", "names"
     ),
     "eval": Command(
-        "bits per byte by position", "deltarule.train.report", "EvalRun", "evaluate_run"
+        "bits per byte by position", "deltarule.train.report", "EvalRun", "evaluate_run", "data"
     ),
     "convert": Command(
         "write a checkpoint in another family's layout",
@@ -159,14 +161,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, MissingExtraError, DivergedError) as error:
         if traceback:
             raise
-        say(f"error: {error}")
+        say(f"error: {reason(error)}")
         return FAILED
     except Exception as error:
         if traceback:
             raise
         # Memory that is not there, or a mistake of ours.
-        line = str(error).partition("\n")[0]
-        line = f"{type(error).__name__}: {line}; with --traceback, it shows where it arose"
+        line = f"{type(error).__name__}: {reason(error)}; with --traceback, it shows where it arose"
         # Perhaps of this process alone: the others then do not speak of it.
         print(f"deltarule: error: {f'process {rank()}: ' if rank() else ''}{line}", file=sys.stderr)
         return FAILED
@@ -217,19 +218,22 @@ def completed(command: Command, words: list[str]) -> list[str]:
     Raises:
         ValueError: The file cannot be read, or names a flag that the command has not.
     """
-    for place, word in enumerate(words):
-        if word.partition("=")[0] == "--config-file":
-            one = "=" in word
-            path = word.partition("=")[2] if one else "".join(words[place + 1 : place + 2])
-            mine = [*words[:place], *words[place + (1 if one else 2) :]]
-            bare = list(itertools.takewhile(lambda x: not x.startswith("-"), mine))
-            from deltarule.config_file import words_of_file
+    place = next((i for i, word in enumerate(words) if word.split("=")[0] == "--config-file"), None)
+    mine, file = words, None
+    if place is not None:
+        _, equals, one = words[place].partition("=")
+        file = one if equals else "".join(words[place + 1 : place + 2])
+        mine = [*words[:place], *words[place + (1 if equals else 2) :]]
+        if not file or file.startswith("--"):
+            raise ValueError("--config-file needs the path of a TOML file after it")
+    if command.bare is not None:
+        mine = named(command.bare, command.flags, mine)
+    if file is None:
+        return mine
+    from deltarule.config_file import words_of_file
 
-            if not path or path.startswith("--"):
-                raise ValueError("--config-file needs the path of a TOML file after it")
-            words = [*bare, *words_of_file(Path(path), command.flags), *mine[len(bare) :]]
-            break
-    return words if command.bare is None else named(command.bare, command.flags, words)
+    bare = list(itertools.takewhile(lambda x: not x.startswith("-"), mine))
+    return [*bare, *words_of_file(Path(file), command.flags), *mine[len(bare) :]]
 
 
 def parse(name: str, command: Command, words: list[str], default: Any) -> Any:

@@ -12,6 +12,18 @@ INTERRUPTED = 130
 STANDARD_ERROR = 2
 
 
+def reason(error: BaseException) -> str:
+    """What an error says in one line; of a file's, its path and what is wrong with it.
+
+    Examples:
+        >>> reason(FileNotFoundError(2, "No such file or directory", "text.txt"))
+        'text.txt: No such file or directory'
+    """
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error).partition("\n")[0]
+
+
 @contextlib.contextmanager
 def ended_by_ctrl_c() -> Iterator[None]:
     """Within it, where nothing is done but importing, Ctrl-C ends the process with one line.

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 import re
 import shutil
@@ -84,6 +85,9 @@ def test_an_unknown_flag_gets_a_suggestion(capsys):
     ("words", "says"),
     [
         (["train", "text", "--data", "/no/such/file"], "--data /no/such/file"),
+        (["train", "text", "/no/such/file"], "--data /no/such/file"),
+        (["train", "text", "--data", ""], "--data : there is no such file"),
+        (["train", "text", "--runs", __file__], "test_cli.py/text: Not a directory\n"),
         (["train", "text", "--layer-types", "gated_deltane"], "did you mean 'gated_deltanet'"),
         (["train", "mqar", "--layer", "lstm"], "lstm"),
         (["train", "text", "--device", "cuda:77"], "--device cuda:77"),
@@ -98,6 +102,8 @@ def test_an_unknown_flag_gets_a_suggestion(capsys):
         (["runs", "nothing"], "runs/nothing: there is no such run\n"),
         (["generate", __file__], "test_cli.py: a file; give the folder of a run"),
         (["generate", "a", "two", "words"], "'words' is one word too many after 'two', the prompt"),
+        (["generate", "a", "x", "--prompt", "y"], "'x' stands for --prompt, which is given too"),
+        (["train", "text", "--data=a", "b"], "'b' stands for --data, which is given too"),
         (["convert", "a", "b", "--shard-gb", "0"], "--shard-gb must be above 0, got 0.0"),
         (["train", "text", "--steps", "9" * 30], "--steps must be a number below 2^63"),
         (["plan", "--parameters", "inf"], "--parameters must be a number below 2^63"),
@@ -107,7 +113,7 @@ def test_an_unknown_flag_gets_a_suggestion(capsys):
 )
 def test_what_cannot_be_done_is_one_readable_line(words, says, capsys, tmp_path, monkeypatch, data):
     monkeypatch.chdir(tmp_path)
-    if words[:2] == ["train", "text"] and "--data" not in words:
+    if words[:2] == ["train", "text"] and not any("data" in w or "file" in w for w in words):
         words = [*words, "--data", str(data)]
     assert main(words) == FAILED
     error = capsys.readouterr().err
@@ -222,8 +228,13 @@ def test_train_resume_generate_and_eval(data, tmp_path, capsys, monkeypatch):
 
 def test_bare_words_may_stand_between_flags(data, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    train = ["train", "text", "--data", str(data), *TINY, "--steps", "1"]
+    train = ["train", "text", *TINY, "--steps", "1", str(data)]
     assert main([*train, "--name", "a"]) == 0
+    assert read_run(tmp_path / "runs" / "a").configuration["data"] == str(data)
+    other = shutil.copy(data, tmp_path / "other.txt")
+    capsys.readouterr()
+    assert main(["eval", "--length", "8", "runs/a", str(other)]) == 0
+    assert f"runs/a on {other}, other data" in capsys.readouterr().out
     generate = ["generate", "--max-new-tokens", "2"]
     for words in (["runs/a", "the"], ["--seed", "1", "runs/a", "--top-k", "9", "the"]):
         capsys.readouterr()
@@ -311,6 +322,20 @@ def test_runs_are_listed_compared_and_written_as_flags(data, tmp_path, capsys, m
     first, again = (read_run(tmp_path / "runs" / name).configuration for name in "bc")
     assert first | {"name": "c"} == again
     assert main(["runs", "a", "nothing"]) == FAILED
+    damaged = json.loads((tmp_path / "runs" / "c" / "run.json").read_text())
+    damaged["configuration"]["loop"]["steps"] = "many"
+    (tmp_path / "runs" / "c" / "run.json").write_text(json.dumps(damaged))
+    with (tmp_path / "runs" / "a" / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 4, "validation_accuracy": "x"}\n')
+    capsys.readouterr()
+    assert main(["runs", "runs/c"]) == FAILED
+    says = "runs/c/run.json: steps: expected an integer, got str 'many'\n"
+    assert capsys.readouterr().err == f"deltarule: error: {says}"
+    assert main(["runs"]) == 0
+    note, _, *rows = capsys.readouterr().out.splitlines()
+    assert note == f"note: {says.strip()}"
+    assert [row.split()[0] for row in rows] == ["b", "a"]
+    assert "bits_per_byte" in rows[1]
 
 
 def test_the_hint_of_a_run_whose_time_is_over_is_a_whole_command(

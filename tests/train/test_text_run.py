@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import re
+import shutil
 import time
 
 import pytest
@@ -203,6 +204,19 @@ def test_a_stopped_run_generates_and_is_evaluated(folder, run, capsys, monkeypat
     evaluate_run(EvalRun(made, length=128))
     assert "held out of training" in capsys.readouterr().out
     assert (made / "positions.png").exists()
+    # A newer one that is damaged is passed over, as it is when the run goes on.
+    shutil.copytree(made / "checkpoints" / "step-30", made / "checkpoints" / "step-40")
+    generate_text(GenerateRun(made, **options))
+    skipped, *rest = capsys.readouterr().out.split("\n", 2)
+    assert "skipped a damaged checkpoint" in skipped
+    assert rest == [note, text]
+    # Without run.json a model that is there counts.
+    CausalLM.load(folder).save(made)
+    (made / "run.json").unlink()
+    generate_text(GenerateRun(made, **options))
+    generate_text(GenerateRun(folder, **options))
+    both = capsys.readouterr().out
+    assert both == 2 * both[: len(both) // 2]
 
 
 def test_more_steps_go_on_from_the_end(folder, run, capsys):

@@ -112,42 +112,15 @@ class Checkpoints:
         return checkpoint_steps(self.folder)
 
     def newest(self) -> Checkpoint | None:
-        """The newest checkpoint whose files still have the hashes they were written with.
-
-        Returns:
-            None where there is no checkpoint yet.
-
-        Raises:
-            CheckpointError: There are checkpoints, and every one of them is damaged.
-        """
-        failures: list[str] = []
-        for step in reversed(self.steps()):
-            try:
-                newest = read_checkpoint(self.folder / f"step-{step}")
-            except CheckpointError as error:
-                failures.append(str(error))
-                continue
-            for failure in failures:
-                print(f"note: skipped a damaged checkpoint: {failure}")
-            return newest
-        if failures:
-            raise CheckpointError("no checkpoint can be read: " + "; ".join(failures))
-        return None
+        """As `newest_checkpoint` of this folder."""
+        return newest_checkpoint(self.folder)
 
     def weights_of(self, step: int) -> Checkpoint:
-        """The checkpoint of a step without the optimizer.
-
-        Raises:
-            CheckpointError: It is damaged.
-        """
+        """The checkpoint of a step without the optimizer."""
         return read_checkpoint(self.folder / f"step-{step}", optimizer=False)
 
     def fill(self, checkpoint: Checkpoint, wanted: Tensors) -> None:
-        """Copy tensors of a checkpoint to those of the same names.
-
-        Raises:
-            CheckpointError: It is not of this model.
-        """
+        """As the function of this name."""
         fill(self.folder / f"step-{checkpoint.step}", checkpoint, wanted)
 
     def _prune(self) -> None:
@@ -168,6 +141,34 @@ def checkpoint_steps(folder: Path) -> list[int]:
     """Steps of the checkpoints in a folder, in ascending order."""
     steps = {step_of(path.parent) for path in folder.glob(f"step-*/{MARKER}")}
     return sorted(steps - {-1})
+
+
+def newest_checkpoint(folder: Path, *, optimizer: bool = True) -> Checkpoint | None:
+    """The newest checkpoint whose files still have the hashes they were written with.
+
+    Args:
+        folder: Holds `step-N`; nothing in it changes.
+        optimizer: False leaves the moments out.
+
+    Returns:
+        None where there is no checkpoint yet.
+
+    Raises:
+        CheckpointError: There are checkpoints, and every one of them is damaged.
+    """
+    failures: list[str] = []
+    for step in reversed(checkpoint_steps(folder)):
+        try:
+            newest = read_checkpoint(folder / f"step-{step}", optimizer=optimizer)
+        except CheckpointError as error:
+            failures.append(str(error))
+            continue
+        for failure in failures:
+            print(f"note: skipped a damaged checkpoint: {failure}")
+        return newest
+    if failures:
+        raise CheckpointError("no checkpoint can be read: " + "; ".join(failures))
+    return None
 
 
 def read_checkpoint(folder: Path, *, optimizer: bool = True) -> Checkpoint:

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from deltarule.errors import reason
+
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Send a tensor from the CPU; a GPU takes it in turn, without a wait for what is before it.
@@ -33,6 +35,7 @@ def choose_device(name: str) -> torch.device:
     try:
         torch.empty(0, device=device).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"--device {name}: not available here ({reason}); try cpu") from None
+        raise ValueError(
+            f"--device {name}: not available here ({reason(error)}); try cpu"
+        ) from None
     return device

@@ -92,7 +92,7 @@ def read_documents(
         source = f"Python {platform.python_version()} standard library"
     else:
         root, source = Path(path).expanduser(), str(path)
-        if not root.exists():
+        if not source or not root.exists():
             raise DataError(f"--data {source}: there is no such file or folder")
         if not (root.is_file() or root.is_dir()):
             raise DataError(f"--data {source}: neither a file nor a folder; give one of them")

@@ -3,7 +3,7 @@
 import lzma
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -101,7 +101,9 @@ def bits_per_byte(
     return nats / math.log(2) / count * (corpus.predicted / corpus.num_bytes)
 
 
-def bits_by_position(model: CausalLM, corpus: Corpus, length: int) -> list[PositionBin]:
+def bits_by_position(
+    model: CausalLM, corpus: Corpus, length: int, *, what: str | None = None
+) -> list[PositionBin]:
     """Bits per byte by the position in a piece, in bins 1, 2, 3-4, 5-8 and so on.
 
     Position p is a byte predicted from p tokens: with memory that helps, later bins are lower.
@@ -110,6 +112,7 @@ def bits_by_position(model: CausalLM, corpus: Corpus, length: int) -> list[Posit
         model: A model of byte tokens, on any device.
         corpus: The documents, of at least one byte.
         length: The most tokens in a piece.
+        what: As of `bits_per_byte`.
 
     Returns:
         The bins that hold any byte, in order.
@@ -123,7 +126,7 @@ def bits_by_position(model: CausalLM, corpus: Corpus, length: int) -> list[Posit
     counts = torch.zeros(len(edges), dtype=torch.int64)
     bounds = torch.tensor([last for _, last in edges])
     of_bytes = corpus.predicted / corpus.num_bytes / math.log(2)
-    for batch, losses in token_losses(model, corpus, length):
+    for batch, losses in token_losses(model, corpus, length, what=what):
         where = torch.bucketize(positions(batch), bounds)
         sums += torch.zeros_like(sums).index_add_(0, where, losses)
         counts += torch.bincount(where, minlength=len(edges))
@@ -132,6 +135,11 @@ def bits_by_position(model: CausalLM, corpus: Corpus, length: int) -> list[Posit
         for (first, last), total, count in zip(edges, sums, counts, strict=True)
         if count
     ]
+
+
+def mean_bits(bins: Sequence[PositionBin]) -> float:
+    """What `bits_per_byte` gives, from the bins of `bits_by_position`."""
+    return sum(b.bits_per_byte * b.num_bytes for b in bins) / sum(b.num_bytes for b in bins)
 
 
 @torch.no_grad()

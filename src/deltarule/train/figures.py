@@ -134,7 +134,9 @@ def loss_curve(
     drawing.axes.locator_params(axis="x", integer=True)
     drawing.axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
     drawing.axes.set_ylim(*limits(values, [*levels.values(), *(v for _, v in measured)]))
-    drawing.axes.legend(frameon=False, fontsize=9)
+    # Where matplotlib looks for the best place itself, it warns of many steps on a slow machine.
+    rises = smooth[-1:] > smooth[:1]
+    drawing.axes.legend(frameon=False, fontsize=9, loc="upper left" if rises else "upper right")
     save(drawing.figure, path)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from deltarule.atomic_file import write_atomically
+from deltarule.errors import reason
 from deltarule.json_file import fitted, parse_object
 from deltarule.models.files import write_text
 
@@ -72,7 +73,7 @@ def read_metrics(path: Path) -> list[Row]:
             row = parse_object(line.decode())
             fitted(int, row.get("step"), "step")
         except ValueError as error:
-            bad.append(f"line {number}: {str(error).splitlines()[0]}")
+            bad.append(f"line {number}: {reason(error)}")
         else:
             rows.append(row)
     if bad:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from deltarule.nn.checks import check_least
 from deltarule.train.data import Corpus
 from deltarule.train.device import choose_device
 from deltarule.train.documents import (
@@ -18,6 +19,7 @@ from deltarule.train.evaluate import (
     bits_by_position,
     bits_per_byte,
     compressed_bits_per_byte,
+    mean_bits,
 )
 from deltarule.train.figures import position_curve
 from deltarule.train.progress import for_screen
@@ -47,9 +49,7 @@ class EvalRun:
     """"cpu", "cuda", "cuda:1", "mps"; "auto" takes a GPU if PyTorch sees one."""
 
     def __post_init__(self) -> None:
-        for name in ("length", "max_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+        check_least(self, 1, "length", "max_bytes")
 
 
 def evaluate_run(run: EvalRun) -> list[PositionBin]:
@@ -76,13 +76,13 @@ def evaluate_run(run: EvalRun) -> list[PositionBin]:
         print("(--max-bytes measures on more of it)")
     print()
     levels = compressed_bits_per_byte(corpus)
-    lengths = sorted({trained.length, run.length} if of_run else {run.length})
-    by_length = {
-        f"length {n}": bits_per_byte(model, corpus, n, what=f"length {n}") for n in lengths
-    }
+    bins = bits_by_position(model, corpus, run.length, what=f"length {run.length}")
+    of_length = {run.length: mean_bits(bins)}
+    if of_run and (n := trained.length) not in of_length:
+        of_length[n] = bits_per_byte(model, corpus, n, what=f"length {n}")
+    by_length = {f"length {n}": bits for n, bits in sorted(of_length.items())}
     for name, bits in {**by_length, **levels}.items():
         print(f"{name:<12} {bits:.3f} bits per byte")
-    bins = bits_by_position(model, corpus, run.length)
     print("\n    position   bits per byte        bytes")
     for b in bins:
         print(f"{f'{b.first}-{b.last}':>12} {b.bits_per_byte:>15.3f} {b.num_bytes:>12,}")
@@ -129,10 +129,11 @@ def measured_part(
         return read, held_out, HELD_OUT
     if own:
         was = f"{before.bytes:,} bytes" if before is not None else "unknown"
+        now = f"{read.num_bytes:,} bytes"
         raise DataError(
-            f"{read.source} is not what {folder} was trained on ({was} then, {read.num_bytes:,} "
-            "bytes now), so what was held out of training is not known; measure on other text "
-            f"with: deltarule eval {run.folder} --data PATH"
+            f"{read.source} is not what {folder} was trained on ({was} then, {now} now"
+            f"{', not the same ones' if now == was else ''}), so what was held out of training is "
+            f"not known; measure on other text with: deltarule eval {run.folder} --data PATH"
         )
     return read, read.documents, ", other data than the run's: all of it, trained on or not"
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from deltarule.errors import reason
 from deltarule.json_file import fitted, parse_object
 from deltarule.train.extra import MissingExtraError, require
 
@@ -38,8 +39,7 @@ def jsonl_texts(file: Path, field: str) -> Iterator[bytes]:
                     raise ValueError(f"no field {field!r} among {', '.join(row)}{HINT}")
                 yield fitted(str, row[field], field).encode(errors="replace")
             except ValueError as error:
-                reason = str(error).splitlines()[0]
-                raise RowFileError(f"{file}, line {number}: {reason}") from None
+                raise RowFileError(f"{file}, line {number}: {reason(error)}") from None
 
 
 def parquet_texts(file: Path, column: str) -> Iterator[bytes]:
@@ -62,7 +62,7 @@ def parquet_texts(file: Path, column: str) -> Iterator[bytes]:
             texts = batch.column(0).cast(arrow.binary()).to_pylist()
             yield from (text for text in texts if text is not None)
     except arrow.ArrowException as error:
-        raise RowFileError(f"{file}: {str(error).splitlines()[0]}") from None
+        raise RowFileError(f"{file}: {reason(error)}") from None
 
 
 READERS: dict[str, Callable[[Path, str], Iterator[bytes]]] = {

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 import deltarule
 from deltarule.atomic_file import write_atomically
 from deltarule.config_file import flat
-from deltarule.errors import INTERRUPTED, StoppedRunError
+from deltarule.errors import INTERRUPTED, StoppedRunError, reason
 from deltarule.json_file import fitted, parse_object, read_text
 from deltarule.models.files import naming, write_text
 from deltarule.parallel import World
@@ -187,8 +187,8 @@ def open_run(
         try:
             yield folder
         except (OSError, SafetensorError, torch.OutOfMemoryError) as error:
-            reason = str(error).partition("\n")[0]
-            raise StoppedRunError(f"error: {folder} has stopped: {reason}", folder) from error
+            said = f"error: {folder} has stopped: {reason(error)}"
+            raise StoppedRunError(said, folder) from error
         except KeyboardInterrupt as error:
             raise StoppedRunError(f"stopped {folder}", folder, INTERRUPTED) from error
         except Exception:

@@ -7,7 +7,14 @@ import torch
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.bytes import VOCAB_SIZE
 from deltarule.models.files import CONFIG, WEIGHTS, naming, read_config
-from deltarule.train.checkpoint import MARKER, checkpoint_steps, fill, read_checkpoint
+from deltarule.train.checkpoint import (
+    MARKER,
+    Checkpoint,
+    checkpoint_steps,
+    fill,
+    newest_checkpoint,
+    read_checkpoint,
+)
 from deltarule.train.run_folder import RUN, RunFolderError, read_run
 from deltarule.train.runs import missing_run
 
@@ -24,19 +31,17 @@ def load_model(folder: Path, device: torch.device, *, of_bytes: bool = True) -> 
     if not folder.is_dir():
         raise missing_run(folder)
     if (folder / MARKER).exists():
-        model = checkpoint_model(folder)
+        model = checkpoint_model(folder, read_checkpoint(folder, optimizer=False))
+    # A model may lie alone in a folder.
+    elif (folder / WEIGHTS).exists() and (not (folder / RUN).exists() or is_at_its_end(folder)):
+        model = CausalLM.load(folder)
     else:
-        steps = checkpoint_steps(folder / "checkpoints")
-        # A model may lie alone in a folder.
-        alone = (folder / CONFIG).exists() and not (folder / RUN).exists()
-        done = None if alone else read_run(folder).done
-        if steps and (done is None or done < steps[-1]):
-            print(f"note: {folder} is not at its end: this is its checkpoint of step {steps[-1]:,}")
-            model = checkpoint_model(folder / "checkpoints" / f"step-{steps[-1]}")
-        elif not alone and not (folder / WEIGHTS).exists():
+        found = newest_checkpoint(folder / "checkpoints", optimizer=False)
+        if found is None:
+            read_run(folder)
             raise RunFolderError(f"{folder} has no checkpoint yet, and so no model")
-        else:
-            model = CausalLM.load(folder)
+        print(f"note: {folder} is not at its end: this is its checkpoint of step {found.step:,}")
+        model = checkpoint_model(folder / "checkpoints" / f"step-{found.step}", found)
     if of_bytes and model.config.vocab_size != VOCAB_SIZE:
         raise RunFolderError(
             f"{folder} holds a model of {model.config.vocab_size} tokens, not of bytes"
@@ -44,18 +49,23 @@ def load_model(folder: Path, device: torch.device, *, of_bytes: bool = True) -> 
     return model.to(device).eval()
 
 
+def is_at_its_end(folder: Path) -> bool:
+    """Whether no step was saved after the model was written."""
+    steps, done = checkpoint_steps(folder / "checkpoints"), read_run(folder).done
+    return not steps or (done is not None and done >= steps[-1])
+
+
 def run_of(folder: Path) -> Path:
     """The folder of the run that a checkpoint's folder belongs to; a run's folder is its own."""
     return folder.resolve().parents[1] if (folder / MARKER).exists() else folder
 
 
-def checkpoint_model(folder: Path) -> CausalLM:
+def checkpoint_model(folder: Path, found: Checkpoint) -> CausalLM:
     """The model of a checkpoint, whether one process wrote it or many.
 
     Raises:
-        CheckpointError: It is damaged, or of another model than the run's config.json says.
+        CheckpointError: It is of another model than the run's config.json says.
     """
-    found = read_checkpoint(folder, optimizer=False)
     run = run_of(folder)
     fields = read_config(run)
     with naming(run / CONFIG):

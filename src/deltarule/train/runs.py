@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from deltarule.config_file import flat, to_toml
+from deltarule.json_file import fitted
+from deltarule.models.files import naming
 from deltarule.train.checkpoint import checkpoint_steps
 from deltarule.train.metrics import Row, read_metrics
 from deltarule.train.progress import for_screen
@@ -14,10 +16,10 @@ from deltarule.train.run_folder import (
     RUN,
     RunFolderError,
     RunRecord,
-    check_name,
     locked,
     read_run,
 )
+from deltarule.train.watch import figures
 
 
 @dataclass(frozen=True)
@@ -39,26 +41,33 @@ def show_runs(run: RunsRun) -> None:
     Raises:
         RunFolderError: A run that is named is not there, or there is none.
     """
-    for name in run.names:
-        check_name(name)
-        if not (run.runs / name).is_dir():
-            raise missing_run(run.runs / name)
-    folders = [run.runs / name for name in run.names]
+    folders = [Path(n) if (Path(n) / RUN).is_file() else run.runs / n for n in run.names]
+    if missing := [folder for folder in folders if not folder.is_dir()]:
+        raise missing_run(missing[0])
     if not folders:
         folders = sorted((path.parent for path in run.runs.glob(f"*/{RUN}")), key=began)
     if not folders:
         raise RunFolderError(f"{run.runs}: there are no runs; start one with: deltarule train text")
-    records = [read_run(folder) for folder in folders]
     if run.toml:
-        for record in records:
+        for folder in folders:
+            record = read_run(folder)
             options = flat(record.configuration)
             kept = {n: x for n, x in options.items() if n not in ("name", "runs", "resume")}
             print(f"# deltarule {record.command} --config-file FILE\n{to_toml(kept)}", end="")
         return
     if len(run.names) > 1:
-        print(for_screen(table([["", *run.names], *differences(records)])))
-    rows = [summary(*found) for found in zip(folders, records, strict=True)]
-    print(for_screen(table([["run", "of", "step", "state", "last validation"], *rows])))
+        found = differences([read_run(folder) for folder in folders])
+        print(for_screen(table([["", *run.names], *found])))
+    rows = [["run", "of", "step", "state", "last validation"]]
+    for folder in folders:
+        try:
+            rows.append(summary(folder))
+        except RunFolderError as error:
+            # One that is damaged hides none of the others.
+            if run.names:
+                raise
+            print(for_screen(f"note: {error}"))
+    print(for_screen(table(rows)))
 
 
 def missing_run(folder: Path) -> RunFolderError:
@@ -84,15 +93,15 @@ def differences(records: Sequence[RunRecord]) -> list[list[str]]:
     return [row for row in rows if row[0] != "name" and len(set(row[1:])) > 1]
 
 
-def summary(folder: Path, record: RunRecord) -> list[str]:
+def summary(folder: Path) -> list[str]:
     """One run as a row: how far it has come, and what it measured last."""
+    record = read_run(folder)
+    with naming(folder / RUN, RunFolderError):
+        steps: int = fitted(int, flat(record.configuration).get("steps"), "steps")
     rows = read_metrics(folder / "metrics.jsonl")
     step = max([row["step"] for row in rows] + checkpoint_steps(folder / "checkpoints"), default=0)
-    steps = flat(record.configuration).get("steps", 0)
-    return [
-        folder.name, record.command, f"{step:,}/{steps:,}", state(folder, record, step),
-        figures(rows),
-    ]  # fmt: skip
+    done = state(folder, record, step)
+    return [folder.name, record.command, f"{step:,}/{steps:,}", done, last_measured(rows)]
 
 
 def state(folder: Path, record: RunRecord, step: int) -> str:
@@ -107,16 +116,14 @@ def state(folder: Path, record: RunRecord, step: int) -> str:
     return "done" if record.done is not None and record.done >= step else "stopped"
 
 
-def figures(rows: Sequence[Row]) -> str:
+def last_measured(rows: Sequence[Row]) -> str:
     """The last short evaluation, or what was measured at the end."""
-    measured: list[Row] = [
-        {name: x for name, x in row.items() if name.startswith(("validation_", "final_"))}
-        for row in rows
-    ]
-    last = next((found for found in reversed(measured) if found), {})
-    return ", ".join(
-        f"{name.split('_', 1)[1]} {value:.4g}" for name, value in last.items() if value
+    measured = (
+        {n: x for n, x in figures(row).items() if n.startswith(("validation_", "final_"))}
+        for row in reversed(rows)
     )
+    last = next(filter(None, measured), {})
+    return ", ".join(f"{name.split('_', 1)[1]} {value:.4g}" for name, value in last.items())
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
