@@ -30,12 +30,9 @@ from deltarule.cli import COMMANDS, main
 from deltarule.config_file import flag_names
 from deltarule.nn import load_state
 from oracle import make_case
+from small import FLAGS
 
-TINY = [
-    *("--length", "16", "--batch-tokens", "64", "--long-length", "32", "--sample-bytes", "4"),
-    *("--hidden-size", "16", "--num-layers", "1", "--num-heads", "1", "--mlp-size", "16"),
-    *("--validation-bytes", "500", "--evaluate-every", "2", "--save-every", "2"),
-]
+TINY = [*FLAGS, "--evaluate-every", "2", "--save-every", "2"]
 MQAR = ["--batch-rows", "4", "--evaluation-rows", "8", "--hidden-size", "8", "--num-heads", "1"]
 WORDS = (
     "", "0", "-1", "1", "3", "7.5", "nan", "inf", "-inf", "1e-45", "1e400", "9" * 25, "None",

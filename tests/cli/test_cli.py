@@ -16,17 +16,12 @@ import pytest
 
 from deltarule.cli import COMMANDS, FAILED, INTERRUPTED, MISUSED, main
 from deltarule.config_file import flat, to_toml
-from deltarule.models import CausalLM, ModelConfig
+from deltarule.models import CausalLM
 from deltarule.nn import SYSTEMS
 from deltarule.train.checkpoint import Checkpoints
 from deltarule.train.run_folder import locked, read_run, stored_configuration
-from deltarule.train.text import TextModel, TextRun
-
-TINY = [
-    *("--length", "16", "--batch-tokens", "64", "--long-length", "32", "--sample-bytes", "5"),
-    *("--hidden-size", "16", "--num-layers", "1", "--num-heads", "1", "--mlp-size", "16"),
-    *("--validation-bytes", "500", "--evaluate-every", "0"),
-]
+from deltarule.train.text import ModelOptions, TextRun
+from small import FLAGS, small_model
 
 
 @pytest.fixture
@@ -89,7 +84,7 @@ def test_an_unknown_flag_gets_a_suggestion(capsys):
         (["train", "text", "--data", ""], "--data : there is no such file"),
         (["train", "text", "--runs", __file__], "test_cli.py/text: Not a directory\n"),
         (["train", "text", "--layer-types", "gated_deltane"], "did you mean 'gated_deltanet'"),
-        (["train", "mqar", "--layer", "lstm"], "lstm"),
+        (["train", "mqar", "--layer-types", "lstm"], "lstm"),
         (["train", "text", "--device", "cuda:77"], "--device cuda:77"),
         (["generate", "/no/such/run"], "/no/such/run"),
         (["generate", "/"], "/: not the folder of a run, it holds no run.json"),
@@ -148,7 +143,7 @@ def test_rules_prints_the_table_and_one_rule(capsys):
 
 def test_a_toml_file_holds_flags_and_those_given_beside_it_count(data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    options = flat(dataclasses.asdict(TextRun(data=str(data), model=TextModel(num_heads=1))))
+    options = flat(dataclasses.asdict(TextRun(data=str(data), model=ModelOptions(num_heads=1))))
     options |= {"steps": 9, "hidden_size": 16, "layer_types": ["kda"], "mlp_size": 16}
     options |= {"sample_bytes": 0, "runs": "runs", "cuda_graphs": False}
     (tmp_path / "all.toml").write_text(to_toml(options).replace("\nsteps", "\n[loop]\nsteps"))
@@ -212,7 +207,7 @@ def test_explain_names_the_implementation_that_runs(flags, capsys):
 
 def test_train_resume_generate_and_eval(data, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    train = ["train", "text", "--data", str(data), *TINY]
+    train = ["train", "text", "--data", str(data), *FLAGS]
     assert main([*train, "--steps", "6", "--name", "a", "--max-seconds", "0"]) == 0
     assert main(["train", "text", "--resume", "--name", "a", "--max-seconds", "60"]) == 0
     assert "step 6/6" in capsys.readouterr().out
@@ -228,7 +223,7 @@ def test_train_resume_generate_and_eval(data, tmp_path, capsys, monkeypatch):
 
 def test_bare_words_may_stand_between_flags(data, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    train = ["train", "text", *TINY, "--steps", "1", str(data)]
+    train = ["train", "text", *FLAGS, "--steps", "1", str(data)]
     assert main([*train, "--name", "a"]) == 0
     assert read_run(tmp_path / "runs" / "a").configuration["data"] == str(data)
     other = shutil.copy(data, tmp_path / "other.txt")
@@ -254,7 +249,7 @@ def test_bare_words_may_stand_between_flags(data, tmp_path, capsys, monkeypatch)
 def test_a_run_that_fails_before_its_first_step_keeps_no_name(wrong, data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "wandb", None)
-    train = ["train", "text", "--data", str(data), *TINY, "--steps", "1", "--name", "a"]
+    train = ["train", "text", "--data", str(data), *FLAGS, "--steps", "1", "--name", "a"]
     train += ["--layer-types", "attention"]
     assert main([*train, *wrong]) == FAILED
     assert not (tmp_path / "runs" / "a").exists()
@@ -269,7 +264,7 @@ def test_a_run_that_fails_before_its_first_step_keeps_no_name(wrong, data, tmp_p
 
 def test_a_run_that_was_copied_goes_on_where_it_is(data, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    train = ["train", "text", "--data", str(data), *TINY, "--steps", "2"]
+    train = ["train", "text", "--data", str(data), *FLAGS, "--steps", "2"]
     assert main([*train, "--name", "a"]) == 0
     shutil.copytree("runs", "other/runs")
     before = Path("runs/a/run.json").read_bytes()
@@ -286,7 +281,7 @@ def test_runs_are_listed_compared_and_written_as_flags(data, tmp_path, capsys, m
     monkeypatch.chdir(tmp_path)
     assert main(["runs"]) == FAILED
     assert "there are no runs" in capsys.readouterr().err
-    train = ["train", "text", "--data", str(data), *TINY, "--steps", "4"]
+    train = ["train", "text", "--data", str(data), *FLAGS, "--steps", "4"]
     assert main([*train, "--name", "a", "--evaluate-every", "2"]) == 0
     assert main([*train, "--name", "b", "--lr", "0.5", "--max-seconds", "0"]) == 0
     (tmp_path / "runs" / "b" / "model.safetensors").unlink()
@@ -342,7 +337,7 @@ def test_the_hint_of_a_run_whose_time_is_over_is_a_whole_command(
     data, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    words = ["train", "text", "--data", str(data), *TINY, "--steps", "3", "--runs", "here"]
+    words = ["train", "text", "--data", str(data), *FLAGS, "--steps", "3", "--runs", "here"]
     assert main([*words, "--max-seconds", "0"]) == 0
     *_, says, hint = capsys.readouterr().out.splitlines()
     assert says == "it goes on with:"
@@ -358,7 +353,7 @@ def test_the_hint_of_a_run_whose_time_is_over_is_a_whole_command(
 def test_a_terminal_of_60_columns_is_readable_from_a_process(term, data, tmp_path):
     """No line of a run is longer, and a dumb terminal is sent no control characters."""
     pty = pytest.importorskip("pty")
-    command = [sys.executable, "-m", "deltarule", "train", "text", "--data", str(data), *TINY]
+    command = [sys.executable, "-m", "deltarule", "train", "text", "--data", str(data), *FLAGS]
     pid, screen = pty.fork()
     if pid == 0:
         os.chdir(tmp_path)
@@ -377,7 +372,7 @@ def test_a_terminal_of_60_columns_is_readable_from_a_process(term, data, tmp_pat
 
 
 def test_ctrl_c_saves_says_how_to_resume_and_resuming_works(data, tmp_path):
-    command = [sys.executable, "-m", "deltarule.cli", "train", "text", "--data", str(data), *TINY]
+    command = [sys.executable, "-m", "deltarule.cli", "train", "text", "--data", str(data), *FLAGS]
     command += ["--steps", "100000", "--save-every", "100000"]
     process = subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -416,7 +411,7 @@ def test_a_full_disk_is_one_line_and_the_line_that_resumes_the_process(name, dat
         "import resource, sys; from deltarule.cli import main; "
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({most}, {most})); sys.exit(main())"
     )
-    words = ["train", "text", "--data", str(data), *TINY, "--steps", "100000"]
+    words = ["train", "text", "--data", str(data), *FLAGS, "--steps", "100000"]
     words += ["--save-every", "5" if name == "model.safetensors" else "100000"]
     done = subprocess.run(
         [sys.executable, "-c", limited, *words], cwd=tmp_path, capture_output=True, text=True,
@@ -434,7 +429,7 @@ def test_a_full_disk_is_one_line_and_the_line_that_resumes_the_process(name, dat
 def test_a_lost_terminal_saves_like_ctrl_c_in_a_process(data, tmp_path):
     """The run writes to a pseudo-terminal, whose other end is closed: a hangup."""
     pty = pytest.importorskip("pty")
-    command = [sys.executable, "-m", "deltarule", "train", "text", "--data", str(data), *TINY]
+    command = [sys.executable, "-m", "deltarule", "train", "text", "--data", str(data), *FLAGS]
     command += ["--steps", "100000", "--save-every", "100000"]
     pid, screen = pty.fork()
     if pid == 0:
@@ -452,7 +447,7 @@ def test_a_lost_terminal_saves_like_ctrl_c_in_a_process(data, tmp_path):
 
 def test_a_reader_that_leaves_early_is_no_error(data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    main(["train", "text", "--data", str(data), *TINY, "--steps", "1", "--name", "a"])
+    main(["train", "text", "--data", str(data), *FLAGS, "--steps", "1", "--name", "a"])
     reader, writer = os.pipe()
     process = subprocess.Popen(
         [sys.executable, "-m", "deltarule.cli", "generate", "runs/a"],
@@ -466,10 +461,7 @@ def test_a_reader_that_leaves_early_is_no_error(data, tmp_path, monkeypatch):
 
 
 def test_convert_writes_another_layout_and_says_so(tmp_path, capsys):
-    config = ModelConfig(
-        vocab_size=9, hidden_size=16, num_layers=1, num_heads=1, layer_types="kda", mlp_size=16
-    )
-    CausalLM(config).save(tmp_path / "own")
+    small_model("kda", mlp_size=16).save(tmp_path / "own")
     words = ["convert", str(tmp_path / "own"), str(tmp_path / "kda"), "--to", "kda"]
     assert main(words) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'kda'}: written as kda\n"

@@ -26,13 +26,13 @@ from deltarule.models.files import read_places
 from deltarule.nn import MIXERS
 from deltarule.train.loop import LoopOptions
 from deltarule.train.metrics import read_metrics
-from deltarule.train.text import TextModel, TextRun, train_text
+from deltarule.train.text import ModelOptions, TextRun, train_text
 
 STEPS = 200
 # The last loss is a mean over so many steps: one batch of text is easier than another.
 LAST = 10
 # The command's own model; the window is within the 128 tokens of a piece.
-MODEL = TextModel(window=64)
+MODEL = ModelOptions(window=64)
 
 
 def text_run(name: str, runs: Path, *, steps: int = STEPS, data: str | None = None) -> TextRun:

@@ -15,7 +15,7 @@ from deltarule.parallel import MeshOptions, World
 from deltarule.train.data import Spans, encode_documents
 from deltarule.train.loop import InterruptedRunError, LoopOptions, Trainer
 from deltarule.train.optimizer import OptimizerOptions
-from deltarule.train.text import TextJob, TextModel, TextRun, train_text
+from deltarule.train.text import ModelOptions, TextJob, TextRun, train_text
 
 LAYERS = ("gated_deltanet", "gated_delta_product")
 
@@ -33,7 +33,7 @@ def text_run(folder: str, **options: Any) -> TextRun:
         length=24, batch_tokens=256, validation_bytes=600, long_length=48, sample_bytes=8,
         mesh=MeshOptions(**mesh), loop=LoopOptions(device="cpu", **loop),
         optimizer=OptimizerOptions(warmup_steps=5),
-        model=TextModel(
+        model=ModelOptions(
             LAYERS, num_layers=2, hidden_size=48, num_heads=heads, head_k_dim=8, head_v_dim=8
         ),
     )  # fmt: skip

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from deltarule.cli import main
-from deltarule.models import CausalLM, ModelConfig
 from deltarule.train.attention_figure import draw_layers, draw_matrix
 from deltarule.train.figures import new_grid
 from deltarule.train.layer_view import LayerView, Reading
+from small import small_model
 
 PNG = b"\x89PNG"
 
@@ -15,13 +15,8 @@ PNG = b"\x89PNG"
 @pytest.fixture
 def run(tmp_path):
     """A folder with a small model, as a finished run leaves it."""
-    torch.manual_seed(0)
     layers = ("deltanet", "titans_mlp", "attention", "delta_product")
-    model = CausalLM(
-        ModelConfig(
-            vocab_size=257, hidden_size=32, num_layers=4, num_heads=2, layer_types=layers
-        )
-    )  # fmt: skip
+    model = small_model(*layers, hidden_size=32, num_heads=2)
     folder = tmp_path / "small"
     model.save(folder)
     return folder

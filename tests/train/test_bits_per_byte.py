@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import deltarule.train.evaluate
-from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.bytes import BEGIN
 from deltarule.train.data import encode_documents
 from deltarule.train.evaluate import (
@@ -16,20 +15,17 @@ from deltarule.train.evaluate import (
     bits_by_position,
     bits_per_byte,
     compressed_bits_per_byte,
+    mean_bits,
 )
 from deltarule.train.sample import sample_text
+from small import small_model
 
 TEXTS = [b"the first document", b"2nd", b"and a third one, which is the longest of the three"]
 
 
 @pytest.fixture(params=["gated_deltanet", "attention"])
 def model(request):
-    torch.manual_seed(0)
-    return CausalLM(
-        ModelConfig(
-            vocab_size=257, hidden_size=16, num_layers=1, num_heads=1, layer_types=request.param
-        )
-    )
+    return small_model(request.param)
 
 
 @torch.no_grad()
@@ -50,8 +46,7 @@ def test_positions_sum_to_the_whole_and_bins_are_right(model):
     corpus = encode_documents(TEXTS)
     bins = bits_by_position(model, corpus, 20)
     assert sum(b.num_bytes for b in bins) == corpus.num_bytes
-    mean = sum(b.bits_per_byte * b.num_bytes for b in bins) / corpus.num_bytes
-    assert mean == pytest.approx(bits_per_byte(model, corpus, 20), rel=1e-6)
+    assert mean_bits(bins) == pytest.approx(bits_per_byte(model, corpus, 20), rel=1e-6)
     whole = bits_by_position(model, encode_documents([TEXTS[2]]), 1000)
     nats = alone(model, TEXTS[2]) / math.log(2)
     for b in whole:

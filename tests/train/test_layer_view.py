@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from deltarule import ops
-from deltarule.models import CausalLM, ModelConfig
 from deltarule.nn import State
 from deltarule.nn.call import LayerCall
 from deltarule.nn.delta_mixer import OPERATORS
@@ -20,6 +19,7 @@ from deltarule.train.layer_view import (
     state_strengths,
 )
 from nn.layers import LINEAR, inputs, make
+from small import small_model
 from tolerance import relative_rms
 
 DOUBLE = torch.float64
@@ -115,13 +115,7 @@ def test_strengths_of_several_writes_a_token():
 
 
 def views(*layer_types: str, head: int = 0) -> list[LayerView]:
-    torch.manual_seed(0)
-    model = CausalLM(
-        ModelConfig(
-            vocab_size=257, hidden_size=32, num_layers=len(layer_types), num_heads=2,
-            layer_types=layer_types, window=3,
-        )
-    )  # fmt: skip
+    model = small_model(*layer_types, hidden_size=32, num_heads=2, window=3)
     return layer_views(model, [256, 104, 101, 108, 108, 111], head)
 
 

@@ -14,7 +14,7 @@ import torch
 import deltarule.train.watch
 from crash import crash_at
 from deltarule.errors import INTERRUPTED, DivergedError
-from deltarule.models import CausalLM, CheckpointError, ModelConfig
+from deltarule.models import CheckpointError
 from deltarule.train.checkpoint import Checkpoints
 from deltarule.train.data import encode_documents
 from deltarule.train.device import choose_device
@@ -25,6 +25,7 @@ from deltarule.train.metrics import read_metrics
 from deltarule.train.optimizer import OptimizerOptions
 from deltarule.train.text import TextJob, TextRun
 from deltarule.train.watch import Best, sinks
+from small import small_model
 
 TEXTS = [bytes(range(97, 123)) * 8, b"the quick brown fox jumps over the lazy dog. " * 6]
 
@@ -32,28 +33,13 @@ TEXTS = [bytes(range(97, 123)) * 8, b"the quick brown fox jumps over the lazy do
 def make_trainer(folder, *, resume=False, optimizer=None, patience=0, **loop):
     options = LoopOptions(**{"steps": 8, "save_every": 4, "evaluate_every": 4, **loop})
     run = TextRun(length=16, batch_tokens=48, loop=options)
-    torch.manual_seed(options.seed)
-    model = CausalLM(
-        ModelConfig(
-            vocab_size=257,
-            hidden_size=16,
-            num_layers=1,
-            num_heads=1,
-            layer_types=("gated_deltanet",),
-            mlp_size=16,
-        )
-    )
     corpus = encode_documents(TEXTS)
     folder.mkdir(exist_ok=True)
     return Trainer(
-        model,
-        TextJob(run, corpus, corpus),
-        options=options,
+        small_model(mlp_size=16), TextJob(run, corpus, corpus), options=options,
         optimizer_options=optimizer or OptimizerOptions(lr=1e-2, warmup_steps=2),
-        folder=folder,
-        resume=resume,
-        patience=patience,
-    )
+        folder=folder, resume=resume, patience=patience,
+    )  # fmt: skip
 
 
 def same_bits(first, second):

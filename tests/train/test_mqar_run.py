@@ -8,14 +8,14 @@ import torch
 from deltarule.tasks.mqar import Config
 from deltarule.train.loop import LoopOptions
 from deltarule.train.metrics import read_metrics
-from deltarule.train.mqar import MqarRun, mqar_job, train_mqar
+from deltarule.train.mqar import MODEL, MqarRun, mqar_job, train_mqar
 from deltarule.train.optimizer import OptimizerOptions
 
 
 def small(tmp_path, **options):
     defaults = {
         "runs": tmp_path,
-        "hidden_size": 16,
+        "model": dataclasses.replace(MODEL, hidden_size=16),
         "batch_rows": 32,
         "evaluation_rows": 40,
         "task": Config(length=8, pairs=2, vocab_size=8),
@@ -71,5 +71,5 @@ def test_the_loss_is_at_the_queries_only(tmp_path):
 
 def test_an_unknown_layer_is_named(tmp_path):
     with pytest.raises(ValueError, match="delta_nett"):
-        train_mqar(small(tmp_path, layer="delta_nett"))
+        train_mqar(small(tmp_path, model=dataclasses.replace(MODEL, layer_types=("delta_nett",))))
     assert not list(tmp_path.iterdir())

@@ -7,24 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from deltarule.models import CausalLM, ModelConfig
 from deltarule.nn import KDA, RWKV7
-from deltarule.train.optimizer import (
-    OptimizerOptions,
-    decays,
-    learning_rate,
-    make_optimizer,
-)
-
-
-def tiny_model(**options):
-    torch.manual_seed(0)
-    return CausalLM(
-        ModelConfig(
-            vocab_size=257, hidden_size=16, num_layers=1, num_heads=1,
-            layer_types=("gated_deltanet",), **options,
-        )
-    )  # fmt: skip
+from deltarule.train.optimizer import OptimizerOptions, decays, learning_rate, make_optimizer
+from small import small_model
 
 
 def test_learning_rate_warms_up_and_ends_at_the_ratio():
@@ -55,7 +40,7 @@ def test_a_run_shorter_than_its_warmup_still_reaches_the_peak():
 
 
 def test_only_plain_matrices_decay():
-    table = decays(tiny_model())
+    table = decays(small_model())
     decayed = {name for name, decay in table.items() if decay}
     assert "blocks.0.mixer.q_proj.weight" in decayed
     assert "blocks.0.mlp.down_proj.weight" in decayed
@@ -94,7 +79,7 @@ def test_a_tied_head_is_respected():
 
 
 def test_weight_decay_moves_decayed_tensors_only():
-    model = tiny_model()
+    model = small_model()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

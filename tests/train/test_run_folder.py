@@ -19,7 +19,7 @@ from deltarule.train.run_folder import (
     stored_configuration,
 )
 from deltarule.train.run_model import load_model
-from deltarule.train.text import TextModel, TextRun
+from deltarule.train.text import ModelOptions, TextRun
 
 DATA = DataFacts("x", 10, "0")
 
@@ -59,7 +59,7 @@ def test_a_configuration_survives_its_json(tmp_path):
     run = TextRun(
         data="/x.txt",
         runs=tmp_path,
-        model=TextModel(layer_types=("kda", "attention"), head_k_dim=8, mlp_size=None),
+        model=ModelOptions(layer_types=("kda", "attention"), head_k_dim=8, mlp_size=None),
         loop=LoopOptions(max_seconds=1.5, dtype="bfloat16"),
     )
     folder = start(run)

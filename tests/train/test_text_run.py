@@ -20,7 +20,8 @@ from deltarule.train.optimizer import OptimizerOptions
 from deltarule.train.report import EvalRun, evaluate_run
 from deltarule.train.run_folder import RunFolderError
 from deltarule.train.sample import GenerateRun, generate_text
-from deltarule.train.text import TextModel, TextRun, train_text
+from deltarule.train.text import ModelOptions, TextRun, train_text
+from small import small_run
 
 LINES = [f"{i} bottles of beer on the wall, {i} bottles of beer.\n" for i in range(99, 20, -1)]
 
@@ -31,19 +32,11 @@ def run(tmp_path_factory):
     (folder / "data").mkdir()
     for i in range(12):
         (folder / "data" / f"{i}.txt").write_text("".join(LINES[i::3]))
-    return TextRun(
-        data=str(folder / "data"),
-        runs=folder / "runs",
-        length=32,
-        batch_tokens=128,
-        long_length=128,
-        sample_bytes=20,
-        sample_prompt="9",
-        validation_bytes=1500,
-        model=TextModel(num_layers=1, hidden_size=32, num_heads=1, mlp_size=32),
-        optimizer=OptimizerOptions(lr=1e-2, warmup_steps=5),
+    return small_run(
+        folder / "data", folder / "runs", long_length=128, sample_bytes=20, sample_prompt="9",
+        validation_bytes=1500, optimizer=OptimizerOptions(lr=1e-2, warmup_steps=5),
         loop=LoopOptions(steps=60, save_every=30, evaluate_every=30),
-    )
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -261,7 +254,7 @@ def test_errors_come_before_anything_is_written(run, tmp_path):
     with pytest.raises(DataError, match="missing"):
         train_text(dataclasses.replace(run, data=str(tmp_path / "missing"), runs=runs))
     with pytest.raises(ValueError, match="layer_types"):
-        train_text(dataclasses.replace(run, model=TextModel(layer_types=("lstm",)), runs=runs))
+        train_text(dataclasses.replace(run, model=ModelOptions(layer_types=("lstm",)), runs=runs))
     assert not runs.exists()
 
 

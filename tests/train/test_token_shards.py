@@ -16,12 +16,12 @@ from deltarule.models.bytes import BEGIN
 from deltarule.train import tokenize, vocabulary
 from deltarule.train.data import ShuffledRows, encode_documents
 from deltarule.train.documents import DataError
-from deltarule.train.loop import LoopOptions
 from deltarule.train.report import EvalRun, evaluate_run
-from deltarule.train.text import TextModel, TextRun, train_text
+from deltarule.train.text import train_text
 from deltarule.train.token_shards import open_token_folder
 from deltarule.train.tokenize import DataRun, divided, write_data
 from deltarule.train.vocabulary import blocks
+from small import small_run
 
 TEXTS = [f"{i} bottles of beer, naïve ones\n" * (1 + i % 7) for i in range(60)]
 
@@ -109,21 +109,13 @@ def test_a_row_that_another_process_takes_is_not_read(source, tmp_path):
         rows.next()
 
 
-def small(data, runs, **options):
-    return TextRun(
-        data=str(data), runs=runs, length=32, batch_tokens=128, long_length=64, sample_bytes=4,
-        model=TextModel(num_layers=1, hidden_size=16, num_heads=1, mlp_size=16),
-        loop=LoopOptions(steps=6, save_every=3, evaluate_every=3, device="cpu"), **options,
-    )  # fmt: skip
-
-
 def test_train_text_reads_them_resumes_and_eval_too(source, tmp_path, capsys):
     out = tmp_path / "tokens"
     write_data(DataRun(source, out, validation_fraction=0.2))
-    folder = train_text(small(out, tmp_path / "runs", name="a"))
+    folder = train_text(small_run(out, tmp_path / "runs", name="a"))
     whole = CausalLM.load(folder).state_dict()
     shutil.rmtree(folder / "checkpoints/step-6")
-    train_text(small(out, tmp_path / "runs", name="a", resume=True))
+    train_text(small_run(out, tmp_path / "runs", name="a", resume=True))
     again = CausalLM.load(folder).state_dict()
     assert all(torch.equal(x, again[name]) for name, x in whole.items())
     evaluate_run(EvalRun(folder, length=64))
@@ -132,7 +124,7 @@ def test_train_text_reads_them_resumes_and_eval_too(source, tmp_path, capsys):
     shutil.rmtree(out)
     write_data(DataRun(source, out, validation_fraction=0.3))
     with pytest.raises(ValueError, match="on other data"):
-        train_text(small(out, tmp_path / "runs", name="a", resume=True))
+        train_text(small_run(out, tmp_path / "runs", name="a", resume=True))
 
 
 def test_blocks_end_with_lines_and_are_the_text(monkeypatch):

@@ -8,13 +8,13 @@ import pytest
 from deltarule.models.files import CONFIG
 from deltarule.train import vocabulary
 from deltarule.train.documents import DataError
-from deltarule.train.loop import LoopOptions
 from deltarule.train.report import EvalRun, evaluate_run
 from deltarule.train.sample import GenerateRun, generate_text
-from deltarule.train.text import TextModel, TextRun, train_text
+from deltarule.train.text import train_text
 from deltarule.train.token_shards import open_token_folder
 from deltarule.train.tokenize import DataRun, write_data
 from deltarule.train.vocabulary import FILE, TokenDecoder, make_encoder, tokens_of
+from small import small_run
 
 TEXT = "".join(f"Zeile {i}: näher an der Küste, {i * i} Möwen\n" for i in range(400))
 
@@ -37,18 +37,11 @@ def tool(tmp_path):
     return tmp_path / "tool"
 
 
-def run_of(tmp_path, data, tokenizer, **options):
-    return TextRun(
-        data=str(data), tokenizer=tokenizer, runs=tmp_path / "runs", name="text", length=32,
-        batch_tokens=128, validation_bytes=2000, curve_bytes=500, long_length=64, sample_bytes=20,
-        model=TextModel(hidden_size=32, num_layers=1, head_k_dim=8, head_v_dim=16),
-        loop=LoopOptions(steps=3, device="cpu"), **options,
-    )  # fmt: skip
-
-
 def test_a_tokenizer_goes_along_with_the_model(tool, tmp_path, capsys):
     (tmp_path / "text.txt").write_text(TEXT)
-    folder = train_text(run_of(tmp_path, tmp_path / "text.txt", str(tool)))
+    folder = train_text(
+        small_run(tmp_path / "text.txt", tmp_path / "runs", tokenizer=str(tool), sample_bytes=20)
+    )
     assert "sample, 20 tokens" in capsys.readouterr().out
     assert (folder / FILE).is_file()
     assert json.loads((folder / CONFIG).read_text())["vocab_size"] == 300
@@ -79,13 +72,13 @@ def test_shards_bring_their_tokenizer(tool, tmp_path, capsys, monkeypatch):
     assert opened.training.num_bytes > 1.5 * opened.training.predicted > len(TEXT) / 3
     for path in tool.iterdir():
         path.unlink()
-    folder = train_text(run_of(tmp_path, data, None))
+    folder = train_text(small_run(data, tmp_path / "runs"))
     assert (folder / FILE).is_file()
     with pytest.raises(DataError, match=r"the shards in .* are of"):
-        train_text(run_of(tmp_path, data, "another"))
+        train_text(small_run(data, tmp_path / "runs", tokenizer="another"))
     (data / FILE).unlink()
     (data / "tokenizer_config.json").unlink()
-    train_text(run_of(tmp_path / "more", data, None))
+    train_text(small_run(data, tmp_path / "more"))
     assert "note: no sample, and no tokenizer beside the model" in capsys.readouterr().out
 
 
@@ -110,7 +103,7 @@ def test_streamed_text_is_whole_characters(tool):
 def test_what_does_not_fit_is_named(tool, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     with pytest.raises(ValueError, match=r"--tokenizer .*nowhere: "):
-        train_text(run_of(tmp_path, tmp_path / "text.txt", str(tmp_path / "nowhere")))
+        train_text(small_run(tmp_path / "text.txt", tmp_path / "runs", tokenizer="/nowhere"))
     assert not (tmp_path / "runs").exists()
     with pytest.raises(ValueError, match=f"holds a model of 300 tokens and no {FILE}"):
         tokens_of(tmp_path, 300)

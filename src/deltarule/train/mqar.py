@@ -4,33 +4,39 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deltarule.models import CausalLM, ModelConfig
+from deltarule.models import CausalLM
+from deltarule.nn.checks import check_least, check_multiple
 from deltarule.tasks import mqar
 from deltarule.train.device import choose_device
 from deltarule.train.figures import loss_curve
 from deltarule.train.labelled import LabelledJob, measure
 from deltarule.train.loop import LoopOptions, Trainer, evaluating
 from deltarule.train.metrics import Metrics, read_metrics
+from deltarule.train.model_options import ModelOptions
 from deltarule.train.optimizer import OptimizerOptions
 from deltarule.train.random_state import seed_everything
 from deltarule.train.run_folder import open_run
 from deltarule.train.task_rows import EVALUATION, Rows, draw_rows
 from deltarule.train.watch import WatchOptions, sinks
-from deltarule.train.whole_run import train_and_finish
+from deltarule.train.whole_run import layers_of, model_line, train_and_finish
 
 COMMAND = "train mqar"
 # Of the short evaluations of the curve.
 WATCHED_ROWS = 256
+# With a convolution every layer solves the task. A small eps blows up the reading of an empty state
+# to the size of a real one, and the solution is found late or never.
+MODEL = ModelOptions(
+    layer_types=("deltanet",), hidden_size=64, head_k_dim=None, head_v_dim=None, conv_size=0,
+    mlp_size=0, beta_max=1.0, norm_eps=1e-2,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class MqarRun:
     """Train a small model on multi-query associative recall, and keep everything in runs/NAME."""
 
-    layer: str = "deltanet"
-    """Mixer of both blocks; `deltarule rules` lists them. Try linear_attention beside it."""
     name: str | None = None
-    """Name of the run; None is mqar-LAYER, mqar-LAYER-2 and so on."""
+    """Name of the run; None is mqar-LAYERS, mqar-LAYERS-2 and so on."""
     runs: Path = Path("runs")
     """Folder of all runs."""
     resume: bool = False
@@ -39,24 +45,8 @@ class MqarRun:
     """Rows in each optimizer step, all of them new."""
     evaluation_rows: int = 3000
     """Rows of the last evaluation, which training never saw."""
-    num_layers: int = 2
-    """Blocks."""
-    hidden_size: int = 64
-    """Channels of the residual stream."""
-    num_heads: int = 2
-    """Heads of each mixer."""
-    conv_size: int = 0
-    """Taps of the short convolution; 0 leaves it out, since with it every layer solves the task."""
-    mlp_size: int = 0
-    """Channels inside the MLP; 0 leaves it out."""
-    output_gate: bool | None = None
-    """Gate each mixer's output; None is the layer's own default."""
-    beta_max: float = 1.0
-    """Largest write strength; 2 allows negative eigenvalues."""
-    norm_eps: float = 1e-2
-    """Added to the mean square in every norm. A small one blows up the reading of an empty state to
-    the size of a real one, and the solution is found late or never."""
     task: mqar.Config = field(default_factory=mqar.Config)
+    model: ModelOptions = MODEL
     optimizer: OptimizerOptions = field(
         default_factory=lambda: OptimizerOptions(
             lr=1e-2, min_lr_ratio=0.0, warmup_steps=50, decay_embeddings=True, beta2=0.98
@@ -66,23 +56,8 @@ class MqarRun:
     watch: WatchOptions = field(default_factory=WatchOptions)
 
     def __post_init__(self) -> None:
-        for name in ("batch_rows", "evaluation_rows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
-        if self.batch_rows % self.loop.accumulate:
-            raise ValueError(
-                f"batch_rows must be a multiple of accumulate={self.loop.accumulate}, "
-                f"got {self.batch_rows}"
-            )
-
-    def config(self) -> ModelConfig:
-        return ModelConfig(
-            vocab_size=self.task.vocab_size, hidden_size=self.hidden_size,
-            num_layers=self.num_layers, layer_types=(self.layer,), num_heads=self.num_heads,
-            conv_size=self.conv_size, mlp_size=self.mlp_size, output_gate=self.output_gate,
-            beta_max=self.beta_max,
-            norm_eps=self.norm_eps,
-        )  # fmt: skip
+        check_least(self, 1, "batch_rows", "evaluation_rows")
+        check_multiple("batch_rows", self.batch_rows, "accumulate", self.loop.accumulate)
 
 
 def mqar_job(run: MqarRun) -> LabelledJob:
@@ -108,20 +83,20 @@ def train_mqar(run: MqarRun) -> float:
         InterruptedRunError: Ctrl-C; a checkpoint was written.
     """
     began = time.monotonic()
-    config = run.config()
+    config = run.model.config(run.task.vocab_size)
     device = str(choose_device(run.loop.device))
+    name = f"mqar-{'-'.join(run.model.layer_types)}"
     with (
-        open_run(run, COMMAND, f"mqar-{run.layer}", device=device) as folder,
+        open_run(run, COMMAND, name, device=device) as folder,
         sinks(run.watch.log, folder, first=True) as also,
     ):
         seed_everything(run.loop.seed)
         model = CausalLM(config)
         job = mqar_job(run)
-        parameters = sum(p.numel() for p in model.parameters())
         print(f"run     {folder}")
         print(f"task    {run.task.pairs} pairs in {run.task.length} tokens, 1 in {run.task.pairs} "
               f"by chance ({run.task.chance:.1%})")  # fmt: skip
-        print(f"model   {run.num_layers} layers of {run.layer}, {parameters:,} parameters")
+        print(model_line(model))
         trainer = Trainer(
             model, job, options=run.loop, optimizer_options=run.optimizer, folder=folder,
             resume=run.resume, patience=run.watch.patience, began=began, also=also,
@@ -146,5 +121,5 @@ def finish(run: MqarRun, trainer: Trainer) -> None:
     loss_curve(
         read_metrics(path), trainer.folder / "accuracy.png", trained="accuracy",
         evaluated="validation_accuracy", label="accuracy", levels={"chance": run.task.chance},
-        title=f"Associative recall, {run.layer}",
+        title=f"Associative recall, {layers_of(trainer.model)}",
     )  # fmt: skip

@@ -12,6 +12,7 @@ from torch import Tensor
 from deltarule.atomic_file import write_atomically
 from deltarule.models import CausalLM
 from deltarule.models.files import CONFIG, write_text
+from deltarule.nn.checks import check_least, check_multiple
 from deltarule.ops.context import make_context
 from deltarule.parallel import MeshOptions, World
 from deltarule.train.data import Corpus, ShuffledRows, Spans, row, with_empty_pieces
@@ -20,16 +21,16 @@ from deltarule.train.evaluate import bits_per_byte, compressed_bits_per_byte
 from deltarule.train.figures import loss_curve
 from deltarule.train.loop import Hidden, LoopOptions, Trainer, evaluating
 from deltarule.train.metrics import Metrics, read_metrics
+from deltarule.train.model_options import ModelOptions
 from deltarule.train.optimizer import OptimizerOptions
 from deltarule.train.progress import for_screen
 from deltarule.train.random_state import seed_everything
 from deltarule.train.run_folder import DataFacts, open_run
 from deltarule.train.sample import sample_text
 from deltarule.train.text_data import TextData, read_text
-from deltarule.train.text_model import TextModel as TextModel
 from deltarule.train.vocabulary import Encoder
 from deltarule.train.watch import WatchOptions, sinks
-from deltarule.train.whole_run import train_and_finish
+from deltarule.train.whole_run import layers_of, model_line, train_and_finish
 
 COMMAND = "train text"
 
@@ -73,23 +74,16 @@ class TextRun:
     temperature: float = 0.7
     """Of the sample: 0 always takes the likeliest byte, 1 follows the model."""
     mesh: MeshOptions = field(default_factory=MeshOptions)
-    model: TextModel = field(default_factory=TextModel)
+    model: ModelOptions = field(default_factory=ModelOptions)
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     loop: LoopOptions = field(default_factory=lambda: LoopOptions(steps=2000))
     watch: WatchOptions = field(default_factory=WatchOptions)
 
     def __post_init__(self) -> None:
-        for name in ("length", "batch_tokens", "validation_bytes", "curve_bytes", "long_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
-        for name in ("sample_bytes", "temperature"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
-        if self.batch_tokens % self.loop.accumulate:
-            raise ValueError(
-                f"batch_tokens must be a multiple of accumulate={self.loop.accumulate}, "
-                f"got {self.batch_tokens}"
-            )
+        sizes = ("length", "batch_tokens", "validation_bytes", "curve_bytes", "long_length")
+        check_least(self, 1, *sizes)
+        check_least(self, 0, "sample_bytes", "temperature")
+        check_multiple("batch_tokens", self.batch_tokens, "accumulate", self.loop.accumulate)
 
 
 class TextJob:
@@ -219,16 +213,13 @@ def describe(read: TextData, job: TextJob, model: CausalLM, folder: Path) -> Non
     """Say what will be trained on what, before the first step."""
     for note in read.notes:
         print(for_screen(f"note: {note}"))
-    parameters = sum(p.numel() for p in model.parameters())
     print(f"run     {folder}")
     documents = "1 document" if read.documents == 1 else f"{read.documents:,} documents"
     print(for_screen(f"data    {read.source}: {documents}, {read.num_bytes:,} bytes"))
     to_train, to_validate = job.rows.corpus.num_bytes, job.validation.num_bytes
     rest = f"of the rest, {to_validate:,} to validate on"
     print(for_screen(f"        {to_train:,} bytes to train on; {rest}"))
-    kinds = ", ".join(dict.fromkeys(model.config.layer_types))
-    count = len(model.config.layer_types)
-    print(for_screen(f"model   {count} layers of {kinds}, {parameters:,} parameters"))
+    print(for_screen(model_line(model)))
 
 
 def finish(run: TextRun, trainer: Trainer, read: TextData, began: float) -> None:
@@ -262,7 +253,7 @@ def finish(run: TextRun, trainer: Trainer, read: TextData, began: float) -> None
         read_metrics(folder / "metrics.jsonl"), folder / "loss.png",
         trained="bits_per_byte", evaluated="validation_bits_per_byte", label="bits per byte",
         levels=compressors,
-        title=f"Training of {folder.name}: {', '.join(dict.fromkeys(model.config.layer_types))}",
+        title=f"Training of {folder.name}: {layers_of(model)}",
     )  # fmt: skip
     if run.sample_bytes and read.encoder is not None:
         print_sample(run, model, read.encoder, end)

@@ -31,6 +31,18 @@ def train_and_finish(trainer: Trainer, finish: Callable[[], None], began: float)
         print(f"it goes on with:\n  {line_that_resumes(folder)} --max-seconds None")
 
 
+def layers_of(model: CausalLM) -> str:
+    """The mixers of its layers, each once."""
+    return ", ".join(dict.fromkeys(model.config.layer_types))
+
+
+def model_line(model: CausalLM) -> str:
+    """What is trained, for the screen."""
+    count, parameters = len(model.blocks), sum(p.numel() for p in model.parameters())
+    layers = "1 layer" if count == 1 else f"{count} layers"
+    return f"model   {layers} of {layers_of(model)}, {parameters:,} parameters"
+
+
 def save_model(trainer: Trainer) -> None:
     """Write the model whole; the first process then goes on with all of it."""
     world, plan = trainer.spread.world, trainer.spread.plan

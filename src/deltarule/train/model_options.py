@@ -1,4 +1,4 @@
-"""The sizes of a model of text, as the command line asks for them."""
+"""The sizes of a model, as the command line asks for them."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from deltarule.nn.rule import QueryKeyNorm
 
 
 @dataclass(frozen=True)
-class TextModel:
+class ModelOptions:
     """The model's sizes; see `deltarule.models.ModelConfig`."""
 
     layer_types: tuple[str, ...] = ("gated_deltanet",)
@@ -45,6 +45,8 @@ class TextModel:
     """Divide linear attention's read-out by z^T q; None is the layer's own default."""
     window: int | None = None
     """Tokens that sliding-window attention sees; None is the layer's own default."""
+    norm_eps: float = 1e-5
+    """Added to the mean square in every norm."""
     tie_embeddings: bool = True
     """Use the embedding as the output head too."""
 
