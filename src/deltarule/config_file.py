@@ -33,14 +33,7 @@ def flag_names(kind: type[Any]) -> list[str]:
 
 
 def words_of_file(path: Path, kind: type[Any]) -> list[str]:
-    """The words that a file stands for on a command line.
-
-    Args:
-        path: A TOML file; its tables only order it.
-        kind: The dataclass of the command's flags.
-
-    Returns:
-        Flags and their values. A flag that the user gives after them counts.
+    """The words that a TOML file, whose tables only order it, stands for on a command line.
 
     Raises:
         ValueError: The file cannot be read, or a key is no flag of this command.

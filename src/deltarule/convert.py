@@ -26,12 +26,7 @@ class ConvertRun:
 
 
 def convert_folder(run: ConvertRun) -> None:
-    """Convert, with a bar that counts bytes.
-
-    Raises:
-        ValueError: The source does not fit, the family cannot say the model, or the destination
-            exists; nothing is left behind.
-    """
+    """Convert, with a bar that counts bytes; an error leaves nothing behind."""
     if not run.shard_gb > 0:
         raise ValueError(f"--shard-gb must be above 0, got {run.shard_gb}")
     with make_progress(PERCENT, what="percent") as bar:

@@ -40,11 +40,7 @@ class PlanRun:
 
 
 def plan(run: PlanRun) -> list[Estimate]:
-    """Print the divisions that fit, and return them all.
-
-    Raises:
-        ValueError: None fits, or a number is out of range.
-    """
+    """Print the divisions that fit, and return them all."""
     size = size_of(run.parameters, run.vocabulary, run.attention_every)
     machine = MACHINES[run.gpu]
     found = best(size, machine, run.gpus, run.length, run.tokens_per_batch)

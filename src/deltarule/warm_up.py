@@ -46,11 +46,7 @@ class WarmupRun:
 
 
 def warm_up(run: WarmupRun) -> None:
-    """Compile, and print what was compiled.
-
-    Raises:
-        ValueError: There is no GPU or no Triton, or sizes are refused.
-    """
+    """Compile, and print what was compiled."""
     try:
         if run.config is not None:
             config = ModelConfig.from_json(run.config.read_text())

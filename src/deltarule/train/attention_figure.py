@@ -43,13 +43,7 @@ class AttentionPlotRun:
 
 
 def plot_attention(run: AttentionPlotRun) -> None:
-    """Read the text with the run's model, draw its layers, and say where.
-
-    Raises:
-        CheckpointError: The folder holds no model that can be read.
-        MissingExtraError: matplotlib is not installed.
-        ValueError: An option is out of range, or no layer has a matrix.
-    """
+    """Read the text with the run's model, draw its layers, and say where."""
     if run.head < 0:
         raise ValueError(f"--head must be 0 or more, got {run.head}")
     tokens = encode(run.text, begin=True)
@@ -78,17 +72,7 @@ def plot_attention(run: AttentionPlotRun) -> None:
 def draw_layers(
     views: Sequence[LayerView], tokens: Sequence[int], path: Path, *, title: str
 ) -> None:
-    """A row for each layer: its matrix, the softmax of its q and k, its writes and erasures.
-
-    Args:
-        views: What `layer_views` returned.
-        tokens: The tokens that they are of.
-        path: Where the PNG goes.
-        title: The heading.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """A row for each layer: its matrix, the softmax of its q and k, its writes and erasures."""
     figure, rows = new_grid(len(views), 3, title=title)
     for view, (matrix, softmax, strengths) in zip(views, rows, strict=True):
         where = f"layer {view.index}, {view.name}"

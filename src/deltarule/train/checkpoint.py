@@ -144,14 +144,7 @@ def checkpoint_steps(folder: Path) -> list[int]:
 
 
 def newest_checkpoint(folder: Path, *, optimizer: bool = True) -> Checkpoint | None:
-    """The newest checkpoint whose files still have the hashes they were written with.
-
-    Args:
-        folder: Holds `step-N`; nothing in it changes.
-        optimizer: False leaves the moments out.
-
-    Returns:
-        None where there is no checkpoint yet.
+    """The newest checkpoint whose files still have the hashes they were written with, or None.
 
     Raises:
         CheckpointError: There are checkpoints, and every one of them is damaged.
@@ -268,10 +261,6 @@ def file_hash(file: Path) -> str:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object.
-
-    Raises:
-        CheckpointError: The file is missing or holds something else.
-    """
+    """A JSON object."""
     with naming(file):
         return parse_object(read_text(file))

@@ -28,11 +28,7 @@ class Drawing(NamedTuple):
 
 
 def new_drawing(*, title: str, x: str, y: str) -> Drawing:
-    """A figure in the style, its axes named.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """A figure in the style, its axes named."""
     # A bare Figure leaves the global state of pyplot and the user's windows alone.
     figure = require("matplotlib.figure").Figure(
         figsize=(WIDTH, HEIGHT), dpi=DOTS_PER_INCH, layout="constrained"
@@ -59,11 +55,7 @@ def drawable(title: str) -> str:
 
 
 def new_grid(rows: int, columns: int, *, title: str) -> "tuple[Figure, list[list[Axes]]]":
-    """A figure of several axes in the style, a list of them for each row.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """A figure of several axes in the style, a list of them for each row."""
     figure = require("matplotlib.figure").Figure(
         figsize=(1.5 * WIDTH, 0.5 * HEIGHT * rows + 0.8), dpi=DOTS_PER_INCH, layout="constrained"
     )
@@ -105,20 +97,7 @@ def loss_curve(
     levels: dict[str, float],
     title: str = "Training",
 ) -> None:
-    """Draw a column of metrics.jsonl over the steps.
-
-    Args:
-        rows: Rows of metrics.jsonl.
-        path: Where the PNG goes.
-        trained: The column that every step has.
-        evaluated: The column that evaluations have.
-        label: Name of the vertical axis.
-        levels: Horizontal lines to compare with, by name.
-        title: The heading.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """Draw the columns of metrics.jsonl that each step and each evaluation has over the steps."""
     drawing = new_drawing(title=title, x="step", y=label)
     points = column(rows, trained)
     steps, values = [s for s, _ in points], [v for _, v in points]
@@ -178,18 +157,7 @@ def position_curve(
     levels: dict[str, float] | None = None,
     title: str = "Bits per byte by position",
 ) -> None:
-    """Draw the bins of `bits_by_position` over a logarithmic axis.
-
-    Args:
-        bins: What `bits_by_position` returned.
-        path: Where the PNG goes.
-        trained_length: Marks where positions start that training never reached. None: no mark.
-        levels: Horizontal lines to compare with, by name. None: none.
-        title: The heading.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """Draw bins of positions over a logarithmic axis, and mark the length that was trained on."""
     drawing = new_drawing(title=title, x="position in the piece, tokens", y="bits per byte")
     middles = [(b.first * b.last) ** 0.5 for b in bins]
     drawing.axes.plot(middles, [b.bits_per_byte for b in bins], color=DARK, marker="o")

@@ -69,19 +69,7 @@ def mqar_job(run: MqarRun) -> LabelledJob:
 
 
 def train_mqar(run: MqarRun) -> float:
-    """Train, evaluate and plot.
-
-    Args:
-        run: What to do, every number of it.
-
-    Returns:
-        The accuracy on new rows at the end.
-
-    Raises:
-        ValueError: An option is out of range or names something unknown.
-        DivergedError: The loss is not finite.
-        InterruptedRunError: Ctrl-C; a checkpoint was written.
-    """
+    """Train, evaluate and plot; return the accuracy on new rows at the end."""
     began = time.monotonic()
     config = run.model.config(run.task.vocab_size)
     device = str(choose_device(run.loop.device))

@@ -37,11 +37,7 @@ class Progress:
 def make_progress(steps: int, *, first: int = 0, quiet: bool = False, what: str = STEP) -> Progress:
     """A live bar when standard output is a terminal that can draw one, else plain lines.
 
-    Args:
-        steps: Where it ends.
-        first: Where it starts.
-        quiet: Show nothing.
-        what: What is counted; of anything but steps of training nothing stays in the end.
+    Of anything but steps of training nothing stays in the end.
     """
     if quiet:
         return Progress()

@@ -53,15 +53,7 @@ class EvalRun:
 
 
 def evaluate_run(run: EvalRun) -> list[PositionBin]:
-    """Print bits per byte by length and by position, and write positions.png into the folder.
-
-    Returns:
-        The bins of positions.
-
-    Raises:
-        CheckpointError: The folder holds no model that can be read.
-        DataError: The data cannot be read, or are the run's own and have changed.
-    """
+    """Print bits per byte by length and by position, and write positions.png into the folder."""
     model = load_model(run.folder, choose_device(run.device), of_bytes=False)
     folder = run_of(run.folder)
     encoder = tokens_of(folder, model.config.vocab_size)

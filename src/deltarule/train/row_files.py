@@ -19,9 +19,6 @@ class RowFileError(ValueError):
 def jsonl_texts(file: Path, field: str) -> Iterator[bytes]:
     """The texts of a file with a JSON object a line.
 
-    Raises:
-        RowFileError: A line is no object, or has no text in that field.
-
     Examples:
         >>> import tempfile
         >>> file = Path(tempfile.mkdtemp(), "x.jsonl")

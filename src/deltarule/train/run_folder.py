@@ -76,11 +76,7 @@ class RunFolderError(ValueError):
 
 
 def new_folder(runs: Path, name: str | None, default: str) -> Path:
-    """Where a new run goes: `name`, or the first free one of `default`, `default`-2 and so on.
-
-    Raises:
-        RunFolderError: The name is no plain name, or it is taken.
-    """
+    """Where a new run goes: `name`, or the first free one of `default`, `default`-2 and so on."""
     if name is None:
         names = (default if n == 1 else f"{default}-{n}" for n in range(1, 1_000_000))
         return next(runs / name for name in names if not (runs / name).exists())
@@ -100,11 +96,7 @@ def new_folder(runs: Path, name: str | None, default: str) -> Path:
 
 
 def folder_to_resume(runs: Path, name: str | None, command: str) -> Path:
-    """The folder of the run of that name, or of the newest run of this command.
-
-    Raises:
-        RunFolderError: There is no such run.
-    """
+    """The folder of the run of that name, or of the newest run of this command."""
     if name is not None:
         check_name(name)
         if not (runs / name / RUN).exists():
@@ -123,22 +115,14 @@ def folder_to_resume(runs: Path, name: str | None, command: str) -> Path:
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that would leave the folder of all runs.
-
-    Raises:
-        RunFolderError: It is no plain name.
-    """
+    """Refuse a name that would leave the folder of all runs."""
     if name in ("", ".", "..") or Path(name).name != name or not name.isprintable():
         raise RunFolderError(f"--name {name!r}: give a plain name; --runs sets the folder above it")
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a run's folder: two processes that write one run would spoil it.
-
-    Raises:
-        RunFolderError: Another process holds it.
-    """
+    """Hold a run's folder, or refuse it: two processes that write one run would spoil it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("a") as file:
         if fcntl is not None:
@@ -305,11 +289,7 @@ def mark_done(folder: Path, step: int) -> None:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read run.json.
-
-    Raises:
-        RunFolderError: There is none, or it cannot be read.
-    """
+    """Read run.json, or say what is wrong with it."""
     path = folder / RUN
     if not path.is_file():
         inner = ", ".join(sorted(run.parent.name for run in folder.glob(f"*/{RUN}"))[:3])
@@ -335,11 +315,7 @@ def stored_configuration(folder: Path, kind: type[R], command: str) -> R:
 
 
 def check_same(run: Any, stored: Any, folder: Path) -> None:
-    """Refuse to continue a run under another configuration: it would be neither of the two.
-
-    Raises:
-        RunFolderError: An option differs; the message names it.
-    """
+    """Refuse to continue a run under another configuration: it would be neither of the two."""
     ours, theirs = flat(dataclasses.asdict(run)), flat(dataclasses.asdict(stored))
     for name, value in ours.items():
         if name not in FREE and value != theirs[name]:

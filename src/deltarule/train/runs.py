@@ -36,11 +36,7 @@ class RunsRun:
 
 
 def show_runs(run: RunsRun) -> None:
-    """Print the list, or the comparison.
-
-    Raises:
-        RunFolderError: A run that is named is not there, or there is none.
-    """
+    """Print the list, or the comparison."""
     folders = [Path(n) if (Path(n) / RUN).is_file() else run.runs / n for n in run.names]
     if missing := [folder for folder in folders if not folder.is_dir()]:
         raise missing_run(missing[0])

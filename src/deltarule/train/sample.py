@@ -63,12 +63,7 @@ class GenerateRun:
 
 
 def generate_text(run: GenerateRun) -> None:
-    """Print each prompt and what the model adds to it, character by character.
-
-    Raises:
-        CheckpointError: The folder holds no model that can be read.
-        ValueError: An option is out of range, or a file of prompts cannot be read.
-    """
+    """Print each prompt and what the model adds to it, character by character."""
     model = load_model(run.folder, choose_device(run.device), of_bytes=False)
     encoder = tokens_of(run_of(run.folder), model.config.vocab_size)
     several = run.samples > 1 or run.lines
@@ -94,11 +89,7 @@ def generate_text(run: GenerateRun) -> None:
 
 
 def prompts(run: GenerateRun) -> Iterator[str]:
-    """The prompts of a call, read as they are asked for.
-
-    Raises:
-        ValueError: Their file cannot be read.
-    """
+    """The prompts of a call, read as they are asked for."""
     if run.interactive:
         yield from typed()
     elif run.prompt_file is None:
@@ -139,24 +130,8 @@ def sample_text(
 ) -> Iterator[str]:
     """Continue a prompt that starts a document, until the document ends or enough is written.
 
-    Args:
-        model: A model of byte tokens, or of those of the encoder.
-        prompt: The beginning of the document; it may be empty.
-        encoder: Of `deltarule.train.vocabulary`. None: tokens are bytes.
-        max_new_tokens: The most tokens to add.
-        stop: Words after any of which the text ends; the word is still given.
-        temperature: 0 always takes the likeliest byte, 1 follows the model.
-        top_k: Draw among the k likeliest bytes only. None means all.
-        top_p: Draw among the likeliest bytes that together have this probability. None means all.
-        min_p: Draw among bytes at least this many times as likely as the likeliest. None means all.
-        repetition_penalty: As for `deltarule.models.generate.generate`.
-        seed: The same seed gives the same text. None draws a fresh one.
-
-    Returns:
-        The added characters as they are completed, without the prompt.
-
-    Raises:
-        ValueError: An option is out of range.
+    Options are those of `GenerateRun`, and no encoder means bytes. The added characters are given
+    as they are completed, without the prompt, with the word that stops them.
     """
     encoder = make_encoder(None) if encoder is None else encoder
     decoder = encoder.decoder()

@@ -76,11 +76,7 @@ class ShardedCheckpoints:
             self.plain.spare(step)
 
     def save(self, step: int, tensors: Tensors, state: dict[str, Any]) -> None:
-        """Begin to write one checkpoint; `wait` says when it is there.
-
-        Raises:
-            OSError: The one before could not be written.
-        """
+        """Begin to write one checkpoint, once the one before is there."""
         self.wait()
         aside = self.folder / f".step-{step}.tmp"
 
@@ -178,11 +174,7 @@ class ShardedCheckpoints:
         return Checkpoint(step, {}, {})
 
     def fill(self, checkpoint: Checkpoint, wanted: Tensors) -> None:
-        """Fill what this process holds of tensors.
-
-        Raises:
-            CheckpointError: It is not of this model.
-        """
+        """Fill what this process holds of tensors."""
         read = as_written(wanted, self.stepped)
         read_shards(self.folder / f"step-{checkpoint.step}", read)
         take_written(wanted, read, self.stepped)

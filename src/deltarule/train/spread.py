@@ -132,15 +132,7 @@ def keeps_gathered(model: CausalLM, world: World, mesh: DeviceMesh, tokens: int,
 
 
 class SpreadStep(TrainingStep):
-    """A training step on this process's rows of all that the step has.
-
-    Args:
-        loss: As of `TrainingStep`.
-        optimizer: Of the model's parameters as they are spread.
-        spread: The processes.
-        rows: Of the whole step.
-        clip: Largest norm of the whole gradient; 0 never clips.
-    """
+    """A `TrainingStep` on this process's share of the rows of the whole step."""
 
     def __init__(
         self,

@@ -162,21 +162,7 @@ class TextJob:
 
 
 def train_text(run: TextRun) -> Path:
-    """Do the whole of it: read, train, validate, sample and plot.
-
-    Args:
-        run: What to do, every number of it.
-
-    Returns:
-        The run's folder, with model.safetensors, config.json, run.json, metrics.jsonl, loss.png
-        and checkpoints.
-
-    Raises:
-        DataError: The data cannot be trained on.
-        ValueError: An option is out of range or names something unknown.
-        DivergedError: The loss is not finite.
-        InterruptedRunError: Ctrl-C; a checkpoint was written.
-    """
+    """Do the whole of it: read, train, validate, sample and plot; return the run's folder."""
     began = time.monotonic()
     world = World(choose_device(run.loop.device), run.mesh)
     read = world.everywhere(

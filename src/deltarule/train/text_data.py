@@ -33,18 +33,7 @@ def read_text(
     text_field: str,
     tokenizer: str | None = None,
 ) -> TextData:
-    """Read documents as tokens, or map token shards.
-
-    Args:
-        data: A file or folder of text, or what `deltarule data` wrote; None: the standard library.
-        max_bytes: Of text, stop reading after so many.
-        validation_fraction: Of text, the share that is held out; of shards it is settled.
-        validation_bytes: Use at most so much of what is held out.
-        text_field: The field with the text of rows in .jsonl and .parquet files.
-        tokenizer: Name or folder of a tokenizer. None: tokens are bytes, or those of the shards.
-
-    Returns:
-        Both parts, and what the data are.
+    """Read documents as tokens, or map token shards, as the options of `TextRun` say.
 
     Raises:
         DataError: They cannot be trained on, or one of the parts would be empty.

@@ -50,14 +50,7 @@ class MappedTokens:
 
 
 class ShardWriter:
-    """Appends the documents of one set to its shards, a document at a time.
-
-    Args:
-        folder: Where the files go; it exists.
-        name: Of the set.
-        dtype: Of a token.
-        shard_tokens: A shard that has as many is followed by another.
-    """
+    """Appends the documents of one set to shards, the next of which begins at `shard_tokens`."""
 
     def __init__(self, folder: Path, name: str, dtype: str, shard_tokens: int) -> None:
         self.folder, self.name, self.dtype, self.most = folder, name, dtype, shard_tokens
@@ -143,13 +136,7 @@ def is_token_folder(path: str | Path | None) -> bool:
 
 
 def open_token_folder(path: str | Path) -> TokenFolder:
-    """Map all shards of a folder.
-
-    Args:
-        path: What `deltarule data` wrote.
-
-    Returns:
-        Its index and its sets.
+    """Map all shards of a folder that `deltarule data` wrote.
 
     Raises:
         DataError: A file is missing or not as long as the index says, or the index is no such.

@@ -63,12 +63,7 @@ class Read(NamedTuple):
 
 
 def write_data(run: DataRun) -> None:
-    """Tokenise all documents, with a bar that counts bytes.
-
-    Raises:
-        DataError: The source cannot be read, or is too short; nothing is left behind.
-        ValueError: The folder exists, or the tokenizer does not fit.
-    """
+    """Tokenise all documents, with a bar that counts bytes; an error leaves nothing behind."""
     if run.out.exists():
         raise ValueError(f"--out {run.out}: it exists; remove it or give another folder")
     if not run.source.exists():

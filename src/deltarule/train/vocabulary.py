@@ -53,11 +53,7 @@ class Encoder(NamedTuple):
 
 
 class TokenDecoder:
-    """Decodes a stream of a tokenizer's tokens: text appears once no later token can change it.
-
-    Args:
-        tool: The tokenizer.
-    """
+    """Decodes a stream of a tokenizer's tokens: text appears once no later token can change it."""
 
     def __init__(self, tool: Any) -> None:
         self.tool, self.tokens = tool, list[int]()
@@ -89,15 +85,10 @@ class TokenDecoder:
 
 
 def tokens_of(folder: Path, vocab_size: int) -> Encoder:
-    """The tokens of a model, from what lies beside it.
-
-    Args:
-        folder: Of the run.
-        vocab_size: Of its model.
+    """The tokens of a model of so many, from what lies beside it, or bytes.
 
     Raises:
-        ValueError: The tokenizer does not fit the model, or there is none and its tokens are not
-            bytes.
+        ValueError: The tokenizer does not fit the model, or there is none and it is not of bytes.
     """
     if not (folder / FILE).is_file():
         if vocab_size == VOCAB_SIZE:
@@ -116,12 +107,7 @@ def tokens_of(folder: Path, vocab_size: int) -> Encoder:
 
 
 def make_encoder(tokenizer: str | None) -> Encoder:
-    """Bytes, or a tokenizer of Hugging Face.
-
-    Raises:
-        ValueError: There is no such tokenizer, or none of its tokens begins a document.
-        MissingExtraError: transformers is not installed.
-    """
+    """Bytes, or a tokenizer of Hugging Face, one of whose tokens begins a document."""
     if tokenizer is None:
         return Encoder(lambda texts: [np.frombuffer(t, np.uint8) for t in texts], BEGIN, VOCAB_SIZE)
     if Path(tokenizer).is_absolute() and not Path(tokenizer).exists():

@@ -52,16 +52,7 @@ class Best:
 
 @contextlib.contextmanager
 def sinks(log: tuple[str, ...], folder: Path, *, first: bool) -> Iterator[list[Sink]]:
-    """Where the metrics of a run go beside their file; closed in the end.
-
-    Args:
-        log: "tensorboard", "wandb", both or none.
-        folder: Of the run.
-        first: Whether this process is the one that writes.
-
-    Raises:
-        MissingExtraError: One of them is not installed.
-    """
+    """Where the first process of a run sends metrics beside their file; closed in the end."""
     with contextlib.ExitStack() as opened:
         makers = {"tensorboard": tensorboard, "wandb": wandb}
         yield [opened.enter_context(makers[name](folder)) for name in log] if first else []

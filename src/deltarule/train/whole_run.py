@@ -11,10 +11,7 @@ from deltarule.train.run_folder import line_that_resumes, mark_done
 def train_and_finish(trainer: Trainer, finish: Callable[[], None], began: float) -> None:
     """Train, save the model, which is the best where that was kept, and let one process finish.
 
-    Args:
-        trainer: Not started yet.
-        finish: Measures `trainer.model`, draws, and prints.
-        began: When the command began, by `time.monotonic`.
+    `finish` measures `trainer.model`, draws and prints; the command began at `began`.
     """
     complete, folder = trainer.run(), trainer.folder
     taken = trainer.take_best()
