@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from deltarule.nn import ModelState
-from deltarule.ops.checks import check_axes, check_dense
+from deltarule.ops.checks import check_axes, check_dense, readable
 from deltarule.ops.pack import check_cu_seqlens
 
 
@@ -56,7 +56,7 @@ def _check_tokens(tokens: Tensor, vocab_size: int, device: torch.device) -> None
     if tokens.device != device:
         raise ValueError(f"tokens are on {tokens.device}, but the model is on {device}")
     # Elsewhere than on the CPU, reading the values would wait for the device.
-    if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
+    if tokens.numel() and readable(tokens):
         smallest, largest = (int(end) for end in tokens.aminmax())
         if smallest < 0 or largest >= vocab_size:
             raise ValueError(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from deltarule.ops.checks import check_axes, check_dense
 from deltarule.ops.context import Context
@@ -266,7 +267,8 @@ def in_rows(x: Tensor, layout: Layout) -> tuple[Tensor, Layout]:
     if layout.cu_seqlens is None:
         return x, layout
     # To a compiler any document may be as long as all together.
-    unknown = torch.compiler.is_compiling() or not layout.sequences
+    unknown = torch.compiler.is_compiling() or isinstance(layout.counts, FakeTensor)
+    unknown = unknown or not layout.sequences
     tokens = layout.tokens if unknown else int(layout.counts.max())
     token = torch.arange(tokens, device=x.device)
     real = token < layout.counts.unsqueeze(1)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from deltarule.shapes import RecurrentOutput
 
@@ -22,6 +23,13 @@ def check_dense(name: str, x: object, or_else: str = "") -> None:
     if x.layout != torch.strided or x.is_quantized:
         given, call = (x.dtype, "dequantize") if x.is_quantized else (x.layout, "to_dense")
         raise ValueError(f"{name} must be a dense tensor, got {given}: call .{call}()")
+
+
+def readable(x: Tensor) -> bool:
+    """Whether reading the values costs no waiting, and there are any: not within a transform."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or isinstance(x, FakeTensor):
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def check_axes(name: str, x: Tensor, axes: str, *counts: int) -> None:

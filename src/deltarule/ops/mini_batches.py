@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from deltarule.ops.checks import readable
+
 # Which packed sequences are computed side by side: lanes, one sequence after another in each.
 #
 # Lengths that lie on the CPU are read, and the longest sequences are dealt out first, each to the
@@ -38,13 +40,6 @@ def make_lanes(
         needed = [-(-(n + p) // size) if n else 0 for n, p in zip(lengths, begun, strict=True)]
         return _side_by_side(needed, device)
     return _one_lane(cu_seqlens.to(device, torch.int64).diff(), position, tokens, size)
-
-
-def readable(x: Tensor) -> bool:
-    """Whether reading the values costs no waiting, and is allowed."""
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
-        return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def _side_by_side(needed: list[int], device: torch.device) -> Lanes:

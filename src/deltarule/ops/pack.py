@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from deltarule.ops.checks import check_dense, shape
+from deltarule.ops.checks import check_dense, readable, shape
 from deltarule.shapes import Offsets
 
 
@@ -50,14 +50,12 @@ def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
         raise ValueError(f"cu_seqlens packs sequences into one row: B must be 1, got {q.shape[0]}")
     if cu_seqlens.device.type not in ("cpu", q.device.type):
         raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, but q is on {q.device}")
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+    if readable(cu_seqlens):
         check_offsets(cu_seqlens, q.shape[1])
 
 
 def check_offsets(cu_seqlens: Tensor, tokens: int) -> None:
     """Offsets run from 0 to T and never decrease."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(cu_seqlens):
-        return
     offsets = cu_seqlens.tolist()
     if offsets[0] != 0:
         raise ValueError(f"cu_seqlens must start at 0, got {offsets[0]}")

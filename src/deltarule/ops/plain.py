@@ -5,9 +5,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-from deltarule.ops.checks import check_dense, check_gate, shape
+from deltarule.ops.checks import check_dense, check_gate, readable, shape
 from deltarule.ops.dispatch import Implementation, Table, always, choose, without_autocast
 from deltarule.ops.pack import check_cu_seqlens
 
@@ -72,11 +71,7 @@ def check_counts(name: str, x: Tensor, size: int, most: int, q: Tensor) -> None:
         raise ValueError(f"{name} must be an int64 tensor [{size}], got {x.dtype} {shape(x)}")
     if x.device != q.device:
         raise ValueError(f"{name} is on {x.device}, but q is on {q.device}")
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    if torch._C._functorch.is_functorch_wrapped_tensor(x) or isinstance(x, FakeTensor):
-        return
-    if any(not 0 <= count <= most for count in x.tolist()):
+    if readable(x) and any(not 0 <= count <= most for count in x.tolist()):
         raise ValueError(f"{name} must be from 0 to {most}, got {x.tolist()}")
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.checks import check_dense, shape
+from deltarule.ops.checks import check_dense, readable, shape
 from deltarule.ops.delta_rule.gate_logits import BetaLogits, DecayLogits, given_gates, with_logits
 from deltarule.ops.delta_rule.gate_maps import NO_MAPS, GateMaps
 from deltarule.ops.delta_rule.implementations import Request, run_reference
@@ -165,7 +165,7 @@ def check_slots(state: Tensor, state_indices: Tensor | None, null_index: int, ba
         raise ValueError(f"state_indices must be [B] = [{batch}], got {shape(state_indices)}")
     if state_indices.device != state.device:
         raise ValueError(f"state_indices is on {state_indices.device}, state on {state.device}")
-    if state.device.type == "cpu" and not torch.compiler.is_compiling():
+    if readable(state_indices):
         check_slot_values(state_indices.tolist(), null_index, state.shape[0])
 
 

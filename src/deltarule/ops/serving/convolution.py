@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltarule.ops.checks import check_axes, shape
+from deltarule.ops.checks import check_axes, readable, shape
 from deltarule.ops.dispatch import Impl, Implementation, Table, always, choose
 from deltarule.ops.few_tokens import check_no_gradient
 from deltarule.ops.fused import short_conv as fused
@@ -137,7 +137,7 @@ def check(call: Convolution, out: Tensor | None) -> None:
     if accepted is not None:
         if accepted.shape != (rows,):
             raise ValueError(f"accepted must be [N] = [{rows}] or None, got {shape(accepted)}")
-        if x.is_cpu and not torch.compiler.is_compiling():
+        if readable(x):
             longest = max(call.offsets.diff().tolist(), default=0)
             least = max(least, least - 1 + longest, least - 1 + max(accepted.tolist(), default=1))
     if state.shape[1] < least:

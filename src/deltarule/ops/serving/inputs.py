@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from deltarule.ops.checks import check_dense, shape
+from deltarule.ops.checks import check_dense, readable, shape
 from deltarule.ops.delta_rule.step import INDEX_DTYPES
 
 
@@ -34,7 +34,7 @@ def check_indices(
         )
     if len(indices) != rows or indices.ndim not in ((1, 2) if by_token else (1,)):
         raise ValueError(f"{name} must be {axes} with N = {rows}, got {shape(indices)}")
-    if indices.is_cpu and not torch.compiler.is_compiling():
+    if readable(indices):
         slots = [slot for slot in indices.flatten().tolist() if slot > null_index]
         if slots and max(slots) >= len(pool):
             raise ValueError(f"{name} must lie below {len(pool)} slots, got {max(slots)}")

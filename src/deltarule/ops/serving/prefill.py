@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.checks import shape
+from deltarule.ops.checks import readable, shape
 from deltarule.ops.chunks import CHUNK_ROWS
 from deltarule.ops.delta_rule.implementations import (
     IMPLEMENTATIONS,
@@ -160,7 +160,7 @@ def check_borders(call: Prefill, borders: Tensor) -> None:
         )
     if borders.ndim != 1 or borders.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"borders must be [M], int32 or int64, got {shape(borders)}")
-    if borders.is_cpu and not torch.compiler.is_compiling():
+    if readable(borders):
         _, place = within(call.offsets, borders)
         inside = (borders >= 0) & (borders < call.offsets[-1])
         if not (inside & (place % CHUNK_ROWS == 0)).all():

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.checks import shape
+from deltarule.ops.checks import readable, shape
 from deltarule.ops.delta_rule.gate_logits import BetaLogits, DecayLogits, given_gates, with_logits
 from deltarule.ops.delta_rule.gate_maps import GateMaps
 from deltarule.ops.delta_rule.implementations import Request, run_reference
@@ -152,7 +152,7 @@ def check(step: PoolStep) -> None:
             f"accepted must be [N] = [{rows}] beside state_indices [N, S], got {shape(accepted)} "
             f"beside {shape(slots)}"
         )
-    if most is None or not state.is_cpu or torch.compiler.is_compiling():
+    if most is None or not readable(state):
         return
     longest = max(step.offsets.diff().tolist(), default=0)
     if longest > most:
