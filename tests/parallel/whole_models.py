@@ -16,6 +16,7 @@ from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.loss import next_token_loss
 from deltarule.nn import MIXERS, attention
 from deltarule.nn import recomputed as recomputed_file
+from deltarule.nn.ring_attention import core
 from deltarule.ops.context import make_context
 from deltarule.parallel import MeshOptions, make_mesh, parallelize
 from deltarule.parallel.sharding import clip_sharded
@@ -239,13 +240,14 @@ def ring_of_attention(kv_heads: int) -> dict[str, float]:
     expected = torch.autograd.grad(y, [x, *layer.parameters()], d_y)
     context = make_context(24)
     mine = context.part(x.detach()).requires_grad_()
-    given = attention.all_rows
-    attention.all_rows = None
+    given, gathering = attention.all_rows, core()._AllGatherRotater
+    # Neither we gather keys nor PyTorch, which does unless it is told to pass them on.
+    attention.all_rows = core()._AllGatherRotater = None
     try:
         part, _ = layer(mine, context=context)
         d_x, *found = torch.autograd.grad(part, [mine, *layer.parameters()], context.part(d_y))
     finally:
-        attention.all_rows = given
+        attention.all_rows, core()._AllGatherRotater = given, gathering
     errors = {"y": relative(part, context.part(y)), "dx": relative(d_x, context.part(expected[0]))}
     for gradient, want in zip(found, expected[1:], strict=True):
         dist.all_reduce(gradient)

@@ -1,8 +1,9 @@
 """Softmax attention over a context by PyTorch's own ring, which takes one process after the other.
 
-Each process keeps its own keys and values alone, whatever the length of the row. PyTorch's public
-form has no kernel for CPUs, and lays rows out by halves from both ends; its core, which is called
-here, takes any kernel and rows in their order.
+Each process keeps its own keys and values, and those of one other at a time, whatever the length of
+the row. PyTorch's public form has no kernel for CPUs, lays rows out by halves from both ends, and
+gathers all keys unless told otherwise; its core, which is called here, takes any kernel, rows in
+their order, and passes keys on from process to process.
 """
 
 import importlib
@@ -31,6 +32,7 @@ def core() -> Any:
     try:
         module = importlib.import_module(CORE)
         takes = inspect.signature(module._templated_ring_attention).parameters
+        _ = module._cp_options.rotate_method, module._RotateMethod.ALL_TO_ALL
     except (ImportError, AttributeError):
         return None
     return module if next(iter(takes)) == "group" else None
@@ -84,11 +86,15 @@ def kernel(q: Tensor, direction: str = "") -> Any:
 
 @contextmanager
 def in_order(dtype: torch.dtype) -> Iterator[None]:
-    """Within, processes hold rows in their order, and sums are in float32 or float64."""
+    """Within, rows are in their order, keys passed on, and sums in float32 or float64."""
     options = core()._cp_options
-    before = options.enable_load_balance, options.convert_to_f32
-    options.enable_load_balance, options.convert_to_f32 = False, dtype != torch.float64
+    ours = {
+        "enable_load_balance": False, "convert_to_f32": dtype != torch.float64,
+        "rotate_method": core()._RotateMethod.ALL_TO_ALL,
+    }  # fmt: skip
+    before = {name: getattr(options, name) for name in ours}
+    vars(options).update(ours)
     try:
         yield
     finally:
-        options.enable_load_balance, options.convert_to_f32 = before
+        vars(options).update(before)
