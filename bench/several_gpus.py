@@ -27,6 +27,7 @@ from deltarule.cli import leave
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.ops.context import Context
 from deltarule.parallel import MeshOptions, World
+from deltarule.parallel.sharding import clip_sharded
 from deltarule.train.optimizer import OptimizerOptions, make_optimizer
 from deltarule.train.spread import Spread
 
@@ -139,7 +140,8 @@ def update(
         loss = model.loss(x, targets) * share
     loss.backward()
     figures = spread.total(loss.detach().reshape(1).clone())
-    spread.clip(1.0)
+    spread.norm()
+    clip_sharded(list(model.parameters()), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return round(float(figures), 5)

@@ -43,6 +43,12 @@ def test_experts_are_sharded_and_what_chooses_them_is_exact(two: Processes) -> N
         assert not {"mlp.up_proj", "mlp.down_proj", "mlp.shared.up_proj.weight"} & set(names)
 
 
+def test_gradients_in_16_bits_are_summed_in_32(two: Processes) -> None:
+    for same, sent, numbers in two("whole_models.widened_sums", mixer="gated_deltanet"):
+        assert all(same)
+        assert sent == 2 * numbers
+
+
 def test_what_the_backward_computes_again_is_split_too(two: Processes) -> None:
     for errors in two("whole_models.heads_recomputed", mixer="gated_deltanet", tensor=2):
         assert max(errors.values()) < BAR, errors

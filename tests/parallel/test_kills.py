@@ -183,6 +183,7 @@ def test_a_launcher_that_is_told_to_end_saves_first(tmp_path: Path) -> None:
     launcher.terminate()
     _, errors = launcher.communicate(timeout=120)
     assert errors.count("deltarule: stopped after step") == 1
+    assert "  torchrun --nproc-per-node 2 -m deltarule train text --resume --name run" in errors
     newest = Checkpoints(tmp_path / "run/checkpoints").newest()
     assert newest is not None
     assert f"stopped after step {newest.step}," in errors

@@ -82,18 +82,22 @@ def test_two_processes_train_as_one(
     assert {p.suffix for p in files if p.name != "COMPLETE"} == {".safetensors", ".json"}
 
 
-def test_two_in_bfloat16_train_as_one(two: Processes, tmp_path: Path) -> None:
-    """Weights travel in bfloat16, to which autocast would round them; gates stay float32."""
+@pytest.mark.parametrize("rows", [2, 4])
+def test_two_in_bfloat16_train_as_one(two: Processes, tmp_path: Path, rows: int) -> None:
+    """Weights travel in bfloat16, to which autocast would round them; gates stay float32.
+
+    So do gradients where each process has one row; of two rows their sum travels, in float32.
+    """
     (tmp_path / "one").mkdir()
     for folder in (tmp_path, tmp_path / "one"):
         write_corpus(folder)
-    # Later, weights that lie between two numbers of bfloat16 are rounded to either.
-    options = {"dtype": "bfloat16", "steps": 5, "evaluate_every": 5}
+    options = {"dtype": "bfloat16", "steps": 5, "evaluate_every": 5, "accumulate": rows}
     text_runs.train(str(tmp_path / "one"), **options)
     two("text_runs.train", folder=str(tmp_path), **options)
     ours, alone = (curve(folder / "run") for folder in (tmp_path, tmp_path / "one"))
-    # With gates that travel in bfloat16 the first loss is 8e-5 off, the fourth 7e-4.
-    assert ((ours - alone).abs() / alone).max() < CURVE
+    # With gates that travel in bfloat16 it is 8e-5 at the first step. Some steps later one weight
+    # is rounded otherwise, for sums in another order, and from there on nothing is the same.
+    assert ((ours - alone).abs() / alone).max() < 1e-6
 
 
 def test_the_best_of_two_is_taken(two: Processes, tmp_path: Path) -> None:

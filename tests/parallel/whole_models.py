@@ -106,6 +106,37 @@ def replicated(mixer: str) -> list[str]:
     return sorted({names[id(p)].split(".", 2)[2] for p in plan.replicated})
 
 
+def widened_sums(mixer: str) -> tuple[list[bool], int, int]:
+    """Whether gradients that travel in 16 bits sum to the bits of those that travel in 32.
+
+    Returns:
+        That, of each weight; the bytes that left, and the numbers of those weights.
+    """
+    sent, found, exchange = [], [], dist.all_to_all_single
+
+    def counted(came: Tensor, x: Tensor, **options: Any) -> Any:
+        sent.append(x.nbytes)
+        return exchange(came, x, **options)
+
+    for accumulates in (True, False):
+        model = drawn(config_of(mixer)).float()
+        parallelize(model, mesh_of(MeshOptions()), bfloat16=True, accumulates=accumulates)
+        torch.manual_seed(dist.get_rank())
+        tokens, targets = torch.randint(VOCAB, (2, 1, 32)).unbind()
+        dist.all_to_all_single = counted
+        try:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model.loss(model.hidden(tokens)[0], targets)
+            loss.backward()
+        finally:
+            dist.all_to_all_single = exchange
+        found.append([p.grad for p in model.parameters() if isinstance(p, DTensor)])
+    same = [torch.equal(p.to_local(), q.to_local()) for p, q in zip(*found, strict=True)]
+    assert all(p.dtype == torch.float32 for p in found[1])
+    return same, sum(sent), sum(p.numel() for block in model.blocks for p in block.parameters()
+                                if isinstance(p, DTensor))  # fmt: skip
+
+
 def heads_and_shards(mixer: str, tensor: int) -> dict[str, float]:
     """Errors of a model split by heads over `tensor` processes, and sharded over the others.
 

@@ -119,17 +119,13 @@ def estimate(
     beside = (sum(compute.values()) + heads) / size.layers
     parts = {name: accumulate * seconds for name, seconds in compute.items()}
     parts["heads"] = accumulate * heads
-    parts["states"] = accumulate * recurrent(size) * states(size, machine, d)
+    parts["states"] = accumulate * size.recurrent * states(size, machine, d)
     parts["weights"] = accumulate * weights(size, machine, d, beside)
     parts["replicas"] = replicas(size, machine, d, beside)
     held = size.parameters / d.tensor / (d.shard * d.context)
     parts["update"] = OPTIMIZER_S * held / machine.bandwidth
     flops = 6 * size.parameters + 7 * length * size.heads * 128 * size.attention
     return Estimate(d, parts, accumulate, used, batch_tokens, flops * batch_tokens)
-
-
-def recurrent(size: Size) -> int:
-    return size.layers - size.attention
 
 
 def compute_parts(
@@ -149,7 +145,7 @@ def compute_parts(
     rest = REST_S * tokens * size.hidden / machine.bandwidth
     return {
         "products": 6 * block * tokens / d.tensor * split / (MATRIX_FLOPS * machine.matrix),
-        "operator": recurrent(size) * operator * channels * again / machine.memory_rate,
+        "operator": size.recurrent * operator * channels * again / machine.memory_rate,
         "attention": size.attention * softmax * again,
         "elementwise": size.layers * rest * again,
     }
@@ -171,18 +167,9 @@ def memory(size: Size, d: Division, tokens: float) -> float:
 def room_to_keep(
     size: Size, parameters: float, d: Division, tokens: float, total: float, each: int
 ) -> bool:
-    """Whether gathered weights may stay from a block's forward to its backward.
+    """Whether gathered weights, of `each` bytes, may stay from a block's forward to its backward.
 
-    Args:
-        size: About what the model is.
-        parameters: How many it has.
-        d: How the GPUs are divided.
-        tokens: Of a pass on one GPU.
-        total: Bytes of its memory.
-        each: Bytes of a gathered weight.
-
-    Returns:
-        Whether all of them fit beside what a step needs.
+    They have to fit into `total` bytes beside what a pass over so many tokens of a GPU needs.
     """
     more = 16 * (parameters - size.parameters) / (d.shard * d.context)
     needed = memory(size, d, tokens) + (more + each * parameters) / d.tensor

@@ -7,7 +7,7 @@ is split; where it is as large, every process keeps all of it.
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +28,10 @@ STEPPED = ("k_proj", "v_proj", "b_proj", "k_conv", "v_conv")
 
 
 def split_heads(model: CausalLM, mesh: DeviceMesh) -> dict[str, int]:
-    """Split a model over the processes of a mesh of one axis; each keeps some of the heads.
+    """Split a model in place over a mesh of one axis; each process keeps some of the heads.
 
     Every process must hold the same weights before. Afterwards the split parameters are DTensors
     under their old names, and the model is called as before, with the same tokens everywhere.
-
-    Args:
-        model: Changed in place.
-        mesh: One axis of processes, as many as divide all heads and the channels of the MLP.
 
     Returns:
         The axis along which each parameter and buffer is split; those that are not are left out.
@@ -70,15 +66,14 @@ def mixers_of(model: CausalLM) -> Iterator[tuple[int, Mixer]]:
 
 def local_block(config: ModelConfig, index: int, mixer: Mixer, ways: int) -> Block:
     """Build the block of one process, without memory: fewer heads of the same sizes."""
-    changed: dict[str, Any] = {name: share(name, getattr(config, name), ways) for name in HEADS}
+    split = {name: getattr(config, name) for name in (*HEADS, "shared_expert_intermediate_size")}
+    split["mlp_size"] = mlp_size(config)
+    changed: dict[str, Any] = {
+        name: share(name, x, ways) for name, x in split.items() if x is not None
+    }
     changed |= {name: getattr(mixer, name, None) for name in ("head_k_dim", "head_v_dim")}
     check_splits(config, mixer, ways)
-    channels = mlp_size(config)
-    inner = share("mlp_size", channels, ways) if channels else 0
-    shared = share("shared_expert_intermediate_size", config.shared_expert_intermediate_size, ways)
-    small = dataclasses.replace(
-        config, **changed, mlp_size=inner, shared_expert_intermediate_size=shared
-    )
+    small = dataclasses.replace(config, **changed)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         if not isinstance(mixer, Attention):
             return own_experts(Block(small, index), ways)
@@ -126,25 +121,22 @@ def own_experts(block: Block, ways: int) -> Block:
     return block
 
 
-@overload
-def share(name: str, value: int, ways: int) -> int: ...
-@overload
-def share(name: str, value: int | None, ways: int) -> int | None: ...
-def share(name: str, value: int | None, ways: int) -> int | None:
+def share(name: str, value: int, ways: int) -> int:
     """What one process has of a number of heads or channels."""
-    if value is not None and value % ways:
+    if value % ways:
         raise ValueError(
             f"{name}={value} cannot be split over {ways} processes: choose a tensor size that "
             f"divides it, or change {name}"
         )
-    return None if value is None else value // ways
+    return value // ways
 
 
 def split_part(whole: nn.Module, local: nn.Module, mesh: DeviceMesh) -> dict[str, int]:
     """Give the layer of one process its part of each tensor; return the axes that are split."""
     axes, steps, stepped = {}, getattr(whole, "n_steps", 1), set()
+    parts = dict(tensors_of(local))
     for name, tensor in tensors_of(whole):
-        axis = split_axis(name, tensor, dict(tensors_of(local))[name], mesh.size())
+        axis = split_axis(name, tensor, parts[name], mesh.size())
         value = tensor.detach()
         if axis is not None:
             axes[name] = axis

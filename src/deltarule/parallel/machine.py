@@ -121,6 +121,10 @@ class Size:
         return self.layers // self.every if self.every else 0
 
     @property
+    def recurrent(self) -> int:
+        return self.layers - self.attention
+
+    @property
     def layer_parameters(self) -> float:
         """Parameters of a layer, on average."""
         mlp = 3 * self.hidden * 16 * math.ceil(self.hidden * 8 / 3 / 16)

@@ -34,13 +34,8 @@ Tensors = dict[str, Tensor]
 def write_shards(folder: Path, tensors: Tensors, group: dist.ProcessGroup) -> Future[Any]:
     """Begin to write what each process holds; the tensors may change as soon as this returns.
 
-    Args:
-        folder: An empty folder that all processes see.
-        tensors: The same names on every process; what is no DTensor is alike on all.
-        group: On gloo, and used by nothing else meanwhile.
-
-    Returns:
-        What is done when every process has written its files.
+    All see the empty folder, and what is no DTensor is alike on all. The group is on gloo, and used
+    by nothing else until what is returned is done: every process has written its files then.
     """
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     done = async_save(tensors, storage_writer=writer, process_group=group)
@@ -71,11 +66,9 @@ def read_shards(folder: Path, tensors: Tensors) -> None:
 
 
 def as_written(tensors: Tensors, stepped: Collection[str]) -> Tensors:
-    """The tensors in the shapes that they have in one process.
+    """The tensors, moments among them, in the shapes that they have in one process.
 
-    Args:
-        tensors: By name, `exp_avg/NAME` and the like among them.
-        stepped: Names of parameters that are split with an axis of steps; see `split_heads`.
+    `stepped` are names of parameters that are split with an axis of steps; see `split_heads`.
     """
     return {
         name: whole(tensor).flatten(0, 1) if parameter_of(name) in stepped else tensor
@@ -106,14 +99,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def write_model(model: CausalLM, folder: Path, world: World, stepped: Collection[str] = ()) -> None:
-    """Write the folder that `CausalLM.load` opens; no process holds the whole model for it.
-
-    Args:
-        model: Spread over processes.
-        folder: Must be there, and be the same for all.
-        world: The processes.
-        stepped: Names of parameters that are split with an axis of steps.
-    """
+    """Write the folder that `CausalLM.load` opens; no process holds the whole model for it."""
     aside = folder / ".model.tmp"
     tensors = as_written(dict(model.state_dict()), stepped)
 

@@ -4,8 +4,9 @@ Every process computes its own rows with whole blocks, which are gathered when t
 keeps one part of the weights, of their gradients and of the optimizer's moments.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,20 +36,20 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def shard(
-    model: CausalLM, mesh: DeviceMesh, *, bfloat16: bool = False, keep_gathered: bool = False
+    model: CausalLM,
+    mesh: DeviceMesh,
+    *,
+    bfloat16: bool = False,
+    keep_gathered: bool = False,
+    accumulates: bool = True,
 ) -> list[nn.Parameter]:
     """Shard a model's weights over a mesh, block by block; they stay float32.
 
     With bfloat16 the weights of products travel in bfloat16, to which autocast would round them
     after the gather: half the bytes and the same numbers. Everything else of a block (gates,
     norms, taps: less than 0.1 % of it) is replicated in float32, which the layers ask for and to
-    which FSDP2 would not keep.
-
-    Args:
-        model: Changed in place; called as before, with other rows on every process.
-        mesh: One axis, or two: copies and shards.
-        bfloat16: Whether the model computes under autocast to bfloat16.
-        keep_gathered: Whether a block's gathered weights stay from its forward to its backward.
+    which FSDP2 would not keep. The mesh has one axis, or two: copies and shards; the rest is said
+    at `parallelize`.
 
     Returns:
         The parameters that are replicated, whose gradients `sum_replicated` has to sum.
@@ -64,6 +65,9 @@ def shard(
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
             options |= {"mp_policy": policy, "ignored_params": set(exact)}
         fully_shard(block, **options)
+        if bfloat16 and not accumulates:
+            assert isinstance(block, FSDPModule)
+            block.set_custom_reduce_scatter(WideSums(mesh.size(-1)))  # type: ignore[arg-type]
     # Embedding and head are needed at both ends: they stay gathered between.
     fully_shard(model, mesh=mesh, reshard_after_forward=False, ignored_params=set(replicated))
     register_fsdp_forward_method(model, "hidden")
@@ -73,6 +77,40 @@ def shard(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return replicated
+
+
+class WideSums:
+    """Sums in float32 of gradients that travel in the 16 bits in which they were computed.
+
+    FSDP2 by itself widens them before they leave, to twice the bytes and the same sums.
+
+    Args:
+        ways: Processes that share the sums out among them.
+    """
+
+    def __init__(self, ways: int) -> None:
+        """Nothing is on its way."""
+        self.ways, self.sums = ways, 0
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Room for all gradients, and then, in its own dtype, for the sums of this process."""
+        count = math.prod(size)
+        here = count == self.sums
+        self.sums = 0 if here else count // self.ways
+        return torch.empty(size, dtype=dtype if here else torch.bfloat16, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Sum what all processes have of this one's share."""
+        came = torch.empty_like(input_tensor)
+        dist.all_to_all_single(came, input_tensor, group=group)
+        torch.sum(came.view(self.ways, -1), 0, dtype=output_tensor.dtype, out=output_tensor)
 
 
 def rounded_weights(block: nn.Module) -> Iterator[Tensor]:
@@ -117,11 +155,16 @@ def clip_sharded(parameters: list[nn.Parameter], largest: float) -> Tensor:
     It is the norm of the whole gradient, alike on every process; 0 never clips.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.stack([_square(group) for group in by_layout(gradients)]).sum().sqrt()
+    norm = sharded_norm(gradients)
     if largest > 0:
         scale = (largest / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_([_local(gradient) for gradient in gradients], scale)
     return norm
+
+
+def sharded_norm(gradients: list[Tensor]) -> Tensor:
+    """The norm of whole gradients of which every process has its parts, alike on all."""
+    return torch.stack([_square(group) for group in by_layout(gradients)]).sum().sqrt()
 
 
 def _square(gradients: list[Tensor]) -> Tensor:

@@ -19,13 +19,7 @@ from deltarule.parallel.collectives import Group, sum_over_ranks
 
 
 def span_heads(local: nn.Module, whole: nn.Module, mesh: DeviceMesh) -> None:
-    """Make the layer with some of the heads compute what the layer with all of them does.
-
-    Args:
-        local: The layer of one process; changed in place.
-        whole: The layer that it is a part of.
-        mesh: The processes that share the layer.
-    """
+    """Make the layer with some of the heads compute what the layer with all of them does."""
     group = mesh.get_group()
     norm = getattr(whole, "o_norm", None)
     if isinstance(norm, nn.LayerNorm):

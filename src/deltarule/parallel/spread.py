@@ -26,7 +26,12 @@ class Plan(NamedTuple):
 
 
 def parallelize(
-    model: CausalLM, mesh: DeviceMesh, *, bfloat16: bool = False, keep_gathered: bool = False
+    model: CausalLM,
+    mesh: DeviceMesh,
+    *,
+    bfloat16: bool = False,
+    keep_gathered: bool = False,
+    accumulates: bool = True,
 ) -> Plan:
     """Split a model's layers by heads over `tensor`, and shard its weights over the other axes.
 
@@ -41,6 +46,8 @@ def parallelize(
         bfloat16: Whether the model computes under autocast to bfloat16: weights are then gathered
             in half the bytes.
         keep_gathered: Whether a block's gathered weights stay from its forward to its backward.
+        accumulates: Whether gradients of several backward passes are summed before they leave.
+            Without it those in bfloat16 travel in half the bytes, to the same sums in float32.
 
     Returns:
         What was split and what was not.
@@ -75,5 +82,7 @@ def parallelize(
     data = data_mesh(mesh)
     if data.size() == 1:
         return Plan(split, [], stepped, None)
-    replicated = shard(model, data, bfloat16=bfloat16, keep_gathered=keep_gathered)
+    replicated = shard(
+        model, data, bfloat16=bfloat16, keep_gathered=keep_gathered, accumulates=accumulates
+    )
     return Plan(split, replicated, stepped, data)

@@ -159,8 +159,8 @@ class World:
         reason = f"no word from process {names} {waited} {max(steps) + 1}"
         return StalledError(reason, self.rank == first)
 
-    def everywhere(self, compute: Callable[[], T]) -> T:
-        """Compute on every process; an error on any of them is raised on all.
+    def everywhere(self, compute: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+        """Compute on every process; an error on any of them is raised on all, told by the group.
 
         Raises:
             ValueError: Some process could not; the message is that of the first of them.
@@ -174,10 +174,10 @@ class World:
             failure = str(error) or type(error).__name__
         failed = torch.zeros(self.size, dtype=torch.int32)
         failed[self.rank] = bool(failure)
-        dist.all_reduce(failed)
+        dist.all_reduce(failed, group=group)
         if failed.any():
             rank = int(failed.argmax())
-            raise ValueError(f"process {rank}: {broadcast(failure, rank)}")
+            raise ValueError(f"process {rank}: {broadcast(failure, rank, group)}")
         return cast(T, value)
 
 
@@ -217,13 +217,13 @@ def told(compute: Callable[[], Any]) -> str:
         return json.dumps({"error": str(error)})
 
 
-def broadcast(text: str, source: int = 0) -> str:
+def broadcast(text: str, source: int = 0, group: dist.ProcessGroup | None = None) -> str:
     """Give all processes the text of one, as bytes: no object is pickled on the way."""
     data = text.encode()
     size = torch.tensor([len(data)])
-    dist.broadcast(size, source)
+    dist.broadcast(size, source, group)
     buffer = torch.zeros(int(size), dtype=torch.uint8)
     if dist.get_rank() == source:
         buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    dist.broadcast(buffer, source)
+    dist.broadcast(buffer, source, group)
     return bytes(buffer.tolist()).decode()

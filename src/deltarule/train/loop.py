@@ -113,8 +113,7 @@ class Trainer:
         self.optimizer_options = optimizer_options
         model.activation_checkpointing = options.activation_checkpointing
         low, tokens = options.dtype == "bfloat16", job.batch_tokens // options.accumulate
-        self.spread = Spread(model, world, bfloat16=low, tokens=tokens)
-        self.rows = self.spread.rows(options.accumulate)
+        self.spread = Spread(model, world, bfloat16=low, count=options.accumulate, tokens=tokens)
         self.optimizer = make_optimizer(model, optimizer_options)
         self.hidden: Hidden = torch.compile(model.hidden) if options.compile else model.hidden
         self.checkpoints = make_checkpoints(
@@ -134,11 +133,9 @@ class Trainer:
         self.read_at = 0.0
 
     def _make_step(self) -> TrainingStep:
-        clip, rows = self.optimizer_options.clip, self.options.accumulate
+        clip = self.optimizer_options.clip
         if self.spread.plan is not None:
-            return SpreadStep(
-                self._loss, self.optimizer, spread=self.spread, rows=rows, clip=clip
-            )  # fmt: skip
+            return SpreadStep(self._loss, self.optimizer, spread=self.spread, clip=clip)
         graphs = self.options.cuda_graphs and self.job.static
         return TrainingStep(self._loss, self.optimizer, clip=clip, cuda_graphs=graphs)
 
@@ -237,7 +234,7 @@ class Trainer:
         set_rate(self.optimizer, rate)
         # Every process goes through all rows and takes its own: the data never depend on them.
         batches = [self.job.next() for _ in range(self.options.accumulate)]
-        parts = [self.job.tensors(batches[row], self.device) for row in self.rows]
+        parts = [self.job.tensors(batches[row], self.device) for row in self.spread.rows]
         figures = Late(self.update(*parts))
         self.step += 1
         # The step before is read while the GPU is at this one, so that it never waits.
@@ -245,11 +242,11 @@ class Trainer:
         self.unread = Told(self.step, began, rate, self.job.batch_tokens, figures)
         every = self.options.evaluate_every
         evaluated = every and (self.step % every == 0 or self.step == self.options.steps)
-        if evaluated or not self.update.graphs:
+        if evaluated or self.device.type == "cpu":
             self._read(metrics, progress)
         if evaluated:
             # Sharded weights come in bfloat16: autocast alone multiplies them with the stream.
-            with evaluating(self.model), self.spread.autocast(self.device):
+            with evaluating(self.model), self.spread.autocast:
                 measured = self.job.evaluate(self.model)
             metrics.write({"step": self.step, **measured})
             self.stopped = self.stop_when is not None and self.stop_when(measured)

@@ -2,16 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from deltarule.train.checkpoint import Checkpoints, Tensors
 from deltarule.train.spread import Spread
-
-if TYPE_CHECKING:
-    from deltarule.train.sharded_checkpoint import ShardedCheckpoints
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -20,7 +17,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class RunCheckpoints:
     """What the training loop saves itself to, and goes on from."""
 
-    files: "Checkpoints | ShardedCheckpoints"
+    files: Checkpoints
     """By one process whole files, by several parts; each reads both."""
     model: nn.Module
     optimizer: torch.optim.Optimizer

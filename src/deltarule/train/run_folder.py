@@ -211,9 +211,7 @@ def continued(folder: Path, run: Any, record: RunRecord) -> RunRecord:
     if steps < step:
         raise RunFolderError(f"--steps {steps:,}: {folder} has taken {step:,} steps already")
     if steps == step:
-        print(
-            f"note: {folder} has taken all of its {steps:,} steps; with a larger --steps it goes on"
-        )
+        print(f"note: {folder} has taken all of its {steps:,} steps; a larger --steps goes on")
     changed = {
         name: f"{before.machine.get(name)} -> {value}"
         for name, value in record.machine.items() if value != before.machine.get(name)
@@ -225,16 +223,17 @@ def continued(folder: Path, run: Any, record: RunRecord) -> RunRecord:
         )
     if steps != stored.loop.steps:
         changed["steps"] = f"{stored.loop.steps} -> {steps}"
-        print(
-            f"note: steps {changed['steps']}: the learning rate follows the new number from now on"
-        )
+        print(f"note: steps {changed['steps']}: from now on the learning rate follows that")
     resumed = (*before.resumed, Resumed(step, changed))
     return dataclasses.replace(record, resumed=resumed, done=before.done)
 
 
 def line_that_resumes(folder: Path) -> str:
     """The command line that continues a run; run.json holds its options."""
-    words = ["deltarule", *read_run(folder).command.split(), "--resume", "--name", folder.name]
+    record = read_run(folder)
+    words = ["deltarule", *record.command.split(), "--resume", "--name", folder.name]
+    if (processes := record.machine.get("processes", "1")) != "1":
+        words = ["torchrun", "--nproc-per-node", processes, "-m", *words]
     if folder.parent != Path("runs"):
         words += ["--runs", str(folder.parent)]
     return shlex.join(words)

@@ -5,8 +5,9 @@ are written aside, synced and hashed by those who wrote them, and one rename mak
 """
 
 import json
+import shutil
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from deltarule.train.checkpoint import (
 HASHES = ".hashes-{}.json"
 
 
-class ShardedCheckpoints:
+class ShardedCheckpoints(Checkpoints):
     """`Checkpoints` of a run whose tensors lie on several processes.
 
     Args:
@@ -54,35 +55,22 @@ class ShardedCheckpoints:
     def __init__(
         self, folder: Path, *, keep: int, world: World, stepped: Collection[str] = ()
     ) -> None:
-        self.folder, self.keep, self.world, self.stepped = folder, keep, world, stepped
-        self.plain: Checkpoints | None = None
-
-        def make() -> None:
-            self.plain = Checkpoints(folder, keep=keep)
-
-        world.from_first(make)
+        # The first process makes the folder and removes what was left in it; the others find that.
+        world.from_first(lambda: Checkpoints(folder, keep=keep).steps())
+        super().__init__(folder, keep=keep)
+        self.world, self.stepped = world, stepped
         # Of its own: collectives of two threads must not meet.
         self.group = dist.new_group(backend="gloo", timeout=world.timeout)
         self.writing: threading.Thread | None = None
         self.failure: BaseException | None = None
 
-    def steps(self) -> list[int]:
-        """Steps that are whole, on the first process."""
-        return [] if self.plain is None else self.plain.steps()
-
-    def spare(self, step: int) -> None:
-        """Keep a step whatever comes after it; the first process removes the others."""
-        if self.plain is not None:
-            self.plain.spare(step)
-
-    def save(self, step: int, tensors: Tensors, state: dict[str, Any]) -> None:
+    def save(self, step: int, tensors: Tensors, state: dict[str, Any]) -> Path:
         """Begin to write one checkpoint, once the one before is there."""
         self.wait()
         aside = self.folder / f".step-{step}.tmp"
 
         def prepare() -> None:
-            assert self.plain is not None
-            self.plain.remove(aside)
+            self.remove(aside)
             aside.mkdir()
 
         self.world.from_first(prepare)
@@ -90,6 +78,7 @@ class ShardedCheckpoints:
         arguments = written, aside, step, json.dumps(state)
         self.writing = threading.Thread(target=self._finish, args=arguments)
         self.writing.start()
+        return self.folder / f"step-{step}"
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk.
@@ -105,28 +94,20 @@ class ShardedCheckpoints:
             raise OSError(f"{self.folder}: the checkpoint was not written: {failure}")
 
     def _finish(self, written: Future[Any], aside: Path, step: int, state: str) -> None:
+        first = self.world.first
         try:
             written.result()
-            self._all(lambda: self._hash_own(aside))
-            self._all(lambda: self._publish(aside, step, state) if self.world.first else None)
+            self.world.everywhere(lambda: self._hash_own(aside), self.group)
+            self.world.everywhere(
+                lambda: self._publish(aside, step, state) if first else None, self.group
+            )
         except CheckpointException as error:
             self.failure = next(iter(error.failures.values()))[0]
         except Exception as error:
             self.failure = error
-
-    def _all(self, do: Callable[[], None]) -> None:
-        """Do something everywhere; where one process fails, all do."""
-        failure: Exception | None = None
-        try:
-            do()
-        except OSError as error:
-            failure = error
-        failed = torch.tensor(int(failure is not None))
-        dist.all_reduce(failed, group=self.group)
-        if failure is not None:
-            raise failure
-        if failed:
-            raise OSError("another process could not write its part")
+        if first:
+            # Where the disk is full, half a checkpoint must not keep it so.
+            shutil.rmtree(aside, ignore_errors=True)
 
     def _hash_own(self, aside: Path) -> None:
         files = own_files(aside, self.world.rank)
@@ -141,8 +122,7 @@ class ShardedCheckpoints:
             part = aside / HASHES.format(rank)
             hashes |= read_json(part)
             part.unlink()
-        assert self.plain is not None
-        self.plain.publish(aside, step, state, hashes)
+        self.publish(aside, step, state, hashes)
 
     def newest(self) -> Checkpoint | None:
         """The newest folder whose files still have their hashes, which the processes share out.
@@ -165,12 +145,13 @@ class ShardedCheckpoints:
         try:
             hashes = read_marker(folder)[1]
             names = sorted(hashes)[self.world.rank :: self.world.size]
-            bad = [name for name in names if file_hash(folder / name) != hashes[name]]
-        except (CheckpointError, OSError) as error:
-            bad = [str(error)]
-        return int(self.world.sum(torch.tensor(len(bad)))) == 0
+            bad = any(file_hash(folder / name) != hashes[name] for name in names)
+        except (CheckpointError, OSError):
+            bad = True
+        return not self.world.sum(torch.tensor(int(bad)))
 
     def weights_of(self, step: int) -> Checkpoint:
+        """The checkpoint of a step; its files were found whole, or written by this run."""
         return Checkpoint(step, {}, {})
 
     def fill(self, checkpoint: Checkpoint, wanted: Tensors) -> None:

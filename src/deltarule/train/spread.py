@@ -27,69 +27,63 @@ class Spread:
         model: Spread in place.
         world: The processes. None: this one alone.
         bfloat16: Whether the model computes under autocast.
+        count: Rows of a step, of all processes together.
         tokens: Of the rows that a pass takes at once.
 
+    Attributes:
+        rows: Which of the rows of a step are this process's.
+
     Raises:
-        ValueError: The model cannot be split so.
+        ValueError: The model cannot be split so, or its rows cannot be shared out evenly.
     """
 
     def __init__(
-        self, model: CausalLM, world: World | None, *, bfloat16: bool, tokens: int = 0
+        self,
+        model: CausalLM,
+        world: World | None,
+        *,
+        bfloat16: bool,
+        count: int = 1,
+        tokens: int = 0,
     ) -> None:
-        self.model, self.world, self.bfloat16 = model, world, bfloat16
+        self.model, self.world, self.count, self.rows = model, world, count, range(count)
+        mesh = None if world is None or world.size == 1 else world.mesh
         self.plan: Plan | None = None
-        if world is not None and world.mesh is not None and world.size > 1:
-            keep = keeps_gathered(model, world, world.mesh, tokens, 2 if bfloat16 else 4)
-            self.plan = parallelize(model, world.mesh, bfloat16=bfloat16, keep_gathered=keep)
+        if world is not None and mesh is not None:
+            keep = keeps_gathered(model, world, mesh, tokens, 2 if bfloat16 else 4)
+            self.rows = own_rows(count, mesh)
+            self.plan = parallelize(
+                model, mesh, bfloat16=bfloat16, keep_gathered=keep, accumulates=len(self.rows) > 1
+            )
+        self.data = None if self.plan is None else self.plan.data
+        # Processes that share layers measure the same.
+        self.alike = 1 if mesh is None else mesh["tensor"].size()
+        # What a pass without gradients needs around it: gathered weights may be in bfloat16.
+        kind = next(model.parameters()).device.type
+        low = bfloat16 and self.data is not None
+        self.autocast = torch.autocast(kind, torch.bfloat16, enabled=low)
 
     @property
     def first(self) -> bool:
         """Whether this process writes what is written once."""
         return self.world is None or self.world.first
 
-    def rows(self, count: int) -> range:
-        """Which of the rows of a step are this process's.
-
-        Raises:
-            ValueError: They cannot be shared out evenly.
-        """
-        if self.plan is None or self.world is None or self.world.mesh is None:
-            return range(count)
-        mesh = self.world.mesh
-        shards = mesh["shard"].size()
-        groups = mesh["replicate"].size() * shards
-        if count % groups:
-            raise ValueError(
-                f"--accumulate {count} rows cannot be shared out over {groups} groups of "
-                f"processes: give a multiple of {groups}"
-            )
-        own = mesh["replicate"].get_local_rank() * shards + mesh["shard"].get_local_rank()
-        return range(own, count, groups)
-
     def before_backward(self, last: bool) -> None:
         """Let the gradients of the last row, and with them of all before it, be summed."""
-        if self.plan is not None and self.plan.data is not None:
+        if self.data is not None:
             self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
-
-    def autocast(self, device: torch.device) -> torch.autocast:
-        """What a pass without gradients needs around it."""
-        gathered = self.plan is not None and self.plan.data is not None
-        return torch.autocast(device.type, torch.bfloat16, enabled=self.bfloat16 and gathered)
 
     def total(self, figures: Tensor) -> Tensor:
         """Sums of what each process has measured on its share of the rows."""
-        if self.plan is None or self.world is None or self.world.mesh is None:
-            return figures
-        # Processes that share layers have measured the same.
-        return self.world.sum(figures) / self.world.mesh["tensor"].size()
+        return figures if self.world is None else self.world.sum(figures) / self.alike
 
-    def clip(self, largest: float) -> Tensor:
-        """Clip by the norm of the whole gradient, which is spread; return it."""
-        from deltarule.parallel.sharding import clip_sharded, sum_replicated
+    def norm(self) -> Tensor:
+        """The norm of the whole gradient, which is spread, once all of it is summed."""
+        from deltarule.parallel.sharding import sharded_norm, sum_replicated
 
-        if self.plan is not None and self.plan.data is not None:
-            sum_replicated(self.plan.replicated, self.plan.data)
-        return clip_sharded(list(self.model.parameters()), largest)
+        if self.plan is not None and self.data is not None:
+            sum_replicated(self.plan.replicated, self.data)
+        return sharded_norm([p.grad for p in self.model.parameters() if p.grad is not None])
 
     @contextlib.contextmanager
     def attended(self, step: int) -> Iterator[None]:
@@ -111,9 +105,22 @@ class Spread:
 
     def agree(self, *wishes: bool) -> list[bool]:
         """Whether any process wishes each: one answer for all, who then stop at one step."""
-        if self.plan is None or self.world is None:
+        if self.world is None:
             return list(wishes)
         return [count > 0 for count in self.world.sum(torch.tensor(wishes, dtype=torch.int32))]
+
+
+def own_rows(count: int, mesh: DeviceMesh) -> range:
+    """Which of so many rows are those of this process's group."""
+    shards = mesh["shard"].size()
+    groups = mesh["replicate"].size() * shards
+    if count % groups:
+        raise ValueError(
+            f"--accumulate {count} rows cannot be shared out over {groups} groups of processes: "
+            f"give a multiple of {groups}"
+        )
+    own = mesh["replicate"].get_local_rank() * shards + mesh["shard"].get_local_rank()
+    return range(own, count, groups)
 
 
 def keeps_gathered(model: CausalLM, world: World, mesh: DeviceMesh, tokens: int, each: int) -> bool:
@@ -140,23 +147,24 @@ class SpreadStep(TrainingStep):
         optimizer: torch.optim.Optimizer,
         *,
         spread: Spread,
-        rows: int,
         clip: float,
     ) -> None:
         """Take eager steps: collectives of a hanging process must be able to time out."""
         super().__init__(loss, optimizer, clip=clip, cuda_graphs=False)
-        self.spread, self.rows = spread, rows
+        self.spread = spread
 
     def count(self, parts: Sequence[Part]) -> int:
-        return self.rows
+        return self.spread.count
 
     def before_backward(self, last: bool) -> None:
         """Gradients are summed once a step."""
         self.spread.before_backward(last)
 
     def summed(self, total: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums over all processes; the gradient is clipped."""
-        return self.spread.total(total), self.spread.clip(self.clip).reshape(1)
+        """Sums over all processes."""
+        return self.spread.total(total), self.spread.norm().reshape(1)
 
-    def divisor(self, norm: Tensor) -> None:
-        """None: a fused optimizer divides no gradients that are spread over a mesh."""
+    def divisor(self, norm: Tensor) -> Tensor | None:
+        """A number alone: a tensor of one axis would have to be spread over the mesh, too."""
+        found = super().divisor(norm)
+        return None if found is None else found.reshape(())

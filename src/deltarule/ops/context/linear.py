@@ -42,22 +42,14 @@ def with_transition(operator: Operator, given: dict[str, Any]) -> TransitionOutp
     return TransitionOutput(o, state if given["return_state"] else None, transition)
 
 
-def each_token(given: dict[str, Any]) -> Tensor:
-    """The log decay of every token and key channel, [B, T, HV, K]; zeros where there is none."""
-    q, heads, decay = given["q"], given["v"].shape[2], given.get("log_decay")
-    batch, tokens, _, key_size = q.shape
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    if decay is None:
-        return q.new_zeros(batch, tokens, heads, key_size, dtype=dtype)
-    if decay.ndim < 4:
-        decay = decay.unsqueeze(-1)
-    return decay.to(dtype).expand(batch, tokens, heads, key_size)
-
-
 def total_decay(given: dict[str, Any]) -> Tensor:
-    """The sum of the log decays of each sequence, [N, HV, K]."""
-    decay = each_token(given)
-    offsets = given.get("cu_seqlens")
+    """The sum of the log decays of each sequence, [N, HV, K]; zeros where there is none."""
+    q, decay, offsets = given["q"], given.get("log_decay"), given.get("cu_seqlens")
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    decay = q.new_zeros((), dtype=dtype) if decay is None else decay.to(dtype)
+    if 0 < decay.ndim < 4:
+        decay = decay.unsqueeze(-1)
+    decay = decay.expand(*q.shape[:2], given["v"].shape[2], q.shape[3])
     if offsets is None:
         return decay.sum(1)
     # Not by differences of running sums: a reset is -inf.
