@@ -2,177 +2,195 @@
 
     torchrun --nproc-per-node 2 -m bench.several_gpus --out several_h200.json
 
-Each process of "alone" trains by itself; the others share rows, tokens or heads. On CPUs the sizes
-are tiny and the times mean nothing.
+Steps follow each other as in training: the host waits for none. Each process of "alone" trains by
+itself; the others share rows, tokens or heads. On CPUs the sizes are tiny and the times mean
+nothing.
 """
 
 import argparse
-import dataclasses
 import functools
 import gc
+import itertools
 import json
+import os
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from bench import timing
+from bench.travel import WAYS, counted
 from deltarule import make_context
 from deltarule.cli import leave
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.ops.context import Context
 from deltarule.parallel import MeshOptions, World
-from deltarule.parallel.sharding import clip_sharded
 from deltarule.train.optimizer import OptimizerOptions, make_optimizer
-from deltarule.train.spread import Spread
+from deltarule.train.spread import Spread, SpreadStep
+from deltarule.train.step import TrainingStep
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 # 1.5 billion parameters.
-LARGE = ModelConfig(
-    vocab_size=32_000,
-    hidden_size=2048,
-    num_layers=26,
-    num_heads=16,
-    head_k_dim=128,
-    head_v_dim=128,
-    layer_types="gated_deltanet",
-)
-SMALL = dataclasses.replace(
-    LARGE,
-    vocab_size=64,
-    hidden_size=32,
-    num_layers=2,
-    num_heads=2,
-    head_k_dim=8,
-    head_v_dim=8,
-    layer_types="gated_deltanet",
-)
-CONFIG = LARGE if CUDA else SMALL
-TOKENS, ROWS = (4096, 8) if CUDA else (16, 2)
+LARGE = {"vocab_size": 32_000, "hidden_size": 2048, "num_layers": 26, "num_heads": 16}
+SMALL = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 2}
+HEAD, TOKENS, ROWS = (128, 4096, 8) if CUDA else (8, 16, 2)
+SIZES: dict[str, Any] = LARGE if CUDA else SMALL
+CONFIG = ModelConfig(**SIZES, head_k_dim=HEAD, head_v_dim=HEAD, layer_types="gated_deltanet")
 
 
-@functools.cache
-def world_of(context: int, tensor: int, keep: bool) -> World:
-    """The processes as they share tokens and heads."""
-    asked: Literal["yes", "no"] = "yes" if keep else "no"
-    options = MeshOptions(context=context, tensor=tensor, keep_gathered=asked)
-    return World(torch.device(DEVICE), options)
+class Case(NamedTuple):
+    """Who trains on what, and how the weights and gradients of blocks travel."""
+
+    who: str = "shards"
+    # All tokens of a process in one row, which the processes share.
+    one_row: bool = False
+    # Gathered weights stay from a block's forward to its backward.
+    kept: bool = True
+    way: str = "by the library"
+    # So many blocks before they are needed, beside what FSDP2 does by itself.
+    early: int = 0
 
 
-def milliseconds(run: Callable[[], object], repeats: int) -> float:
-    """Median of the slowest process's times, between barriers."""
-    times = []
-    for _ in range(repeats):
-        dist.barrier()
-        timing.synchronize()
-        began = time.perf_counter()
-        run()
-        timing.synchronize()
-        times.append((time.perf_counter() - began) * 1e3)
-    slowest = torch.tensor(times)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return round(statistics.median(slowest.tolist()), 3)
+CASES = {
+    "alone": Case("alone"),
+    "alone, one row": Case("alone", one_row=True),
+    "sharded, weights kept": Case(),
+    "context and shards, one row, weights kept": Case(one_row=True),
+    "sharded": Case(kept=False),
+    "context and shards, one row": Case(one_row=True, kept=False),
+    "sharded, a block early": Case(early=1),
+    "sharded, two blocks early": Case(early=2),
+    "sharded, gradients in float32": Case(way="gradients in float32"),
+    "sharded, 8 multiprocessors": Case(way="8 multiprocessors"),
+    "sharded, copy engines": Case(way="copy engines"),
+    "one row, copy engines": Case(one_row=True, way="copy engines"),
+    # Last: what the weights are afterwards is different on every process.
+    "sharded, nothing sent": Case(way="nothing sent"),
+    "one row, nothing sent": Case(one_row=True, way="nothing sent"),
+    "heads": Case("heads"),
+}
 
 
-def training(
-    rows: int,
-    tokens: int,
-    *,
-    alone: bool = False,
-    context: int = 1,
-    tensor: int = 1,
-    keep: bool = False,
-) -> dict[str, Any]:
-    """Steps of AdamW on float32 weights under autocast, of so many rows for each process."""
-    world = world_of(context, tensor, keep)
+class Trained(NamedTuple):
+    """A model, its optimizer, and the processes that share it."""
+
+    world: World
+    spread: Spread
+    optimizer: torch.optim.Optimizer
+    # Processes that share a row, on a communicator that nothing else waits for.
+    sharing: dist.ProcessGroup
+
+
+def make(who: str) -> Trained:
+    """The model with the same weights everywhere, alone or spread, for all of its cases."""
+    world = World(torch.device(DEVICE), MeshOptions(keep_gathered="yes"))
+    if who == "heads":
+        world = World(torch.device(DEVICE), MeshOptions(tensor=world.size))
     torch.manual_seed(0)
     with torch.device(DEVICE):
         model = CausalLM(CONFIG)
-    spread = Spread(model, None if alone else world, bfloat16=True)
-    optimizer = make_optimizer(model, OptimizerOptions())
-    where = None
-    if context > 1:
-        assert world.mesh is not None
-        where = make_context(tokens, group=world.mesh["context"].get_group())
-    seed = 0 if context > 1 or tensor > 1 else world.rank
+    together = world.size if who == "shards" else 1
+    spread = Spread(model, None if who == "alone" else world, bfloat16=True, count=together)
+    return Trained(world, spread, make_optimizer(model, OptimizerOptions()), dist.new_group())
+
+
+def training(case: Case, trained: Trained, rows: int, steps: int, profiled: bool) -> dict[str, Any]:
+    """Steps of AdamW on float32 weights under autocast, of so many rows for each process."""
+    world, spread, optimizer, sharing = trained
+    ways, tokens, where = world.size, TOKENS, None
+    if case.one_row:
+        rows, tokens = 1, rows * TOKENS
+        if case.who == "shards":
+            tokens *= ways
+            where = make_context(tokens, group=sharing)
+    if case.who == "shards" and (reason := travel(spread.model, case)) is not None:
+        return {"not run": reason}
+    seed = 0 if where is not None or case.who == "heads" else world.rank
     generator = torch.Generator(DEVICE).manual_seed(seed)
     batch = torch.randint(CONFIG.vocab_size, (2, rows, tokens), device=DEVICE, generator=generator)
-    step = functools.partial(update, spread, optimizer, batch, where)
-    losses = [step() for _ in range(2)]
+    loss = functools.partial(loss_of, spread.model, where)
+    step: TrainingStep = (
+        TrainingStep(loss, optimizer, clip=1.0, cuda_graphs=False)
+        if spread.plan is None
+        else SpreadStep(loss, optimizer, spread=spread, clip=1.0)
+    )
+    run = functools.partial(step, [batch])
+    with counted() as sent:
+        first = float(run()[0])
+    run()
+    timing.synchronize()
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
-    ms = milliseconds(step, 4)
-    peak = round(torch.cuda.max_memory_allocated() / 2**30, 1) if CUDA else None
-    shared = context * tensor
+    dist.barrier()
+    times = torch.tensor(timing.event_times([run], steps))
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    began = time.perf_counter()
+    report = run()
+    host = time.perf_counter() - began
+    ms = statistics.median(times.tolist())
+    shared = ways if where is not None or case.who == "heads" else 1
     return {
+        **case._asdict(),
         "rows": rows,
         "tokens": tokens,
-        "context": context,
-        "tensor": tensor,
-        "alone": alone,
-        "weights_kept": keep,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "losses": losses,
-        "step_ms": ms,
+        "parameters": sum(p.numel() for p in spread.model.parameters()),
+        "losses": [round(first, 5), round(float(report[0]), 5)],
+        "step_ms": round(ms, 3),
+        "each_ms": [round(x, 1) for x in times.tolist()],
+        "host_ms": round(1e3 * host, 1),
         "tokens_per_second_each": round(rows * tokens / shared / ms * 1e3),
-        "peak_gib": peak,
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if CUDA else None,
+        "sent_mb": sent,
+        **({"kernels_ms": kernels(run)} if profiled and CUDA else {}),
     }
 
 
-def update(
-    spread: Spread, optimizer: torch.optim.Optimizer, batch: Tensor, where: Context | None
-) -> float:
-    """One optimizer step; the loss before it."""
-    model, (tokens, targets) = spread.model, batch.unbind()
-    share = 1.0
-    if where is not None:
-        tokens, targets = where.part(tokens), where.part(targets)
-    if spread.plan is not None and spread.plan.data is not None:
-        share = 1 / spread.plan.data.size()
+def travel(model: CausalLM, case: Case) -> str | None:
+    """Let a sharded model's weights and gradients travel in a case's way; why they cannot."""
+    blocks: list[Any] = list(model.blocks)
+    group, failure = dist.group.WORLD, ""
+    assert group is not None
+    try:
+        gather, sums = WAYS[case.way](group)
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+    failed = torch.tensor(int(bool(failure)))
+    dist.all_reduce(failed)
+    if failed:
+        return failure or "it failed on another process"
+    for i, block in enumerate(blocks):
+        block.set_custom_all_gather(gather)
+        block.set_custom_reduce_scatter(sums)
+        block.set_reshard_after_forward(not case.kept)
+        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + case.early])
+    return None
+
+
+def loss_of(model: CausalLM, where: Context | None, batch: Tensor) -> Tensor:
+    """The mean over the tokens here."""
+    tokens, targets = (x if where is None else where.part(x) for x in batch)
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         x, _ = model.hidden(tokens, context=where)
-        loss = model.loss(x, targets) * share
-    loss.backward()
-    figures = spread.total(loss.detach().reshape(1).clone())
-    spread.norm()
-    clip_sharded(list(model.parameters()), 1.0)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return round(float(figures), 5)
+        return model.loss(x, targets)
 
 
-def links() -> dict[str, Any]:
-    found = {}
-    for mib in (0.03, 2, 64, 512) if CUDA else (0.01,):
-        x = torch.zeros(int(mib * 2**18), device=DEVICE)
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-        found[f"{mib} MiB"] = {
-            "all_gather": milliseconds(functools.partial(dist.all_gather, parts, x), 5),
-            "all_reduce": milliseconds(functools.partial(dist.all_reduce, x), 5),
-        }
-    return found
-
-
-CASES: dict[str, Callable[[], dict[str, Any]]] = {
-    "links": links,
-    "alone": lambda: training(ROWS, TOKENS, alone=True),
-    "sharded": lambda: training(ROWS, TOKENS),
-    "sharded, weights kept": lambda: training(ROWS, TOKENS, keep=True),
-    "alone, one row": lambda: training(1, ROWS * TOKENS, alone=True),
-    "context and shards, one row": lambda: training(
-        1, ROWS * TOKENS * dist.get_world_size(), context=dist.get_world_size()
-    ),
-    "context and shards, one row, weights kept": lambda: training(
-        1, ROWS * TOKENS * dist.get_world_size(), context=dist.get_world_size(), keep=True
-    ),
-    "heads": lambda: training(ROWS, TOKENS, tensor=dist.get_world_size()),
-}
+def kernels(run: Callable[[], object]) -> dict[str, float]:
+    """Milliseconds of the kernels that take most of a step, by their names, and of all."""
+    kinds = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds, acc_events=True) as profile:
+        run()
+        torch.cuda.synchronize()
+    found = {x.key[:80]: x.self_device_time_total / 1e3 for x in profile.key_averages()}
+    most = sorted(found, key=lambda name: -found[name])[:40]
+    return {name: round(found[name], 2) for name in most} | {"all": round(sum(found.values()), 1)}
 
 
 def main() -> None:
@@ -180,26 +198,41 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--command", default="")
+    parser.add_argument("--rows", type=int, default=ROWS, help="of 4,096 tokens, a GPU and step")
+    parser.add_argument("--steps", type=int, default=5, help="that are timed")
+    parser.add_argument("--profile", action="store_true", help="and which kernels take the time")
     arguments = parser.parse_args()
-    world = world_of(1, 1, False)
     name = torch.cuda.get_device_name() if CUDA else "CPU"
+    began, size, given = time.perf_counter(), os.environ["WORLD_SIZE"], shlex.join(sys.argv[1:])
     facts: dict[str, Any] = {
-        "machine": f"{world.size} x {name}",
+        "machine": f"{size} x {name}",
         "torch": torch.__version__,
-        "command": arguments.command,
+        "command": f"torchrun --nproc-per-node {size} -m bench.several_gpus {given}",
         "config": json.loads(CONFIG.to_json()),
         "cases": {},
     }
-    for case in arguments.cases:
-        facts["cases"][case] = CASES[case]()
+    asked = [(name, CASES[name]) for name in CASES if name in arguments.cases]
+    for who, cases in itertools.groupby(asked, key=lambda item: item[1].who):
+        # One model at a time: two do not fit.
+        trained = make(who)
+        for name, case in cases:
+            found = training(case, trained, arguments.rows, arguments.steps, arguments.profile)
+            facts["cases"][name] = found
+            facts["seconds"] = round(time.perf_counter() - began, 1)
+            if trained.world.first:
+                print(f"{facts['seconds']:6.1f} s  {name}: {told(found)}", flush=True)
+                arguments.out.write_text(json.dumps(facts, indent=1) + "\n")
+        del trained
         gc.collect()
         if CUDA:
             torch.cuda.empty_cache()
-        if world.first:
-            print(case, json.dumps(facts["cases"][case]), flush=True)
-            arguments.out.write_text(json.dumps(facts, indent=1) + "\n")
     leave()
+
+
+def told(found: dict[str, Any]) -> str:
+    """What to see of a case while others run."""
+    names = "step_ms", "host_ms", "tokens_per_second_each", "peak_gib", "each_ms", "losses"
+    return json.dumps({name: found[name] for name in names if name in found} or found)
 
 
 if __name__ == "__main__":
