@@ -8,12 +8,11 @@ import contextlib
 import importlib
 import json
 import os
-import selectors
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,6 @@ class Processes:
     def __init__(self, size: int) -> None:
         self.size = size
         self.running: list[subprocess.Popen[str]] = []
-        self._open()
-
-    def _open(self) -> None:
-        self.folder = tempfile.TemporaryDirectory()
-        self.running = [self._start(rank) for rank in range(self.size)]
 
     def _start(self, rank: int) -> subprocess.Popen[str]:
         environment = os.environ | {
@@ -45,37 +39,22 @@ class Processes:
     def __call__(self, function: str, **arguments: Any) -> list[Any]:
         """What "file.function" returns on each process; an error on any is raised here."""
         if not self.running:
-            # They were ended for a failure before.
-            self._open()
+            # Nobody has asked yet, or they were ended for a failure.
+            self.folder = tempfile.TemporaryDirectory()
+            self.running = [self._start(rank) for rank in range(self.size)]
         line = json.dumps([function, arguments]) + "\n"
         for process in self.running:
             process.stdin.write(line)
             process.stdin.flush()
-        answers = self._answers()
-        if failed := [text for kind, text in answers if kind == "error"]:
+        with ThreadPoolExecutor(self.size) as pool:
+            answers = [pool.submit(answer_of, process) for process in self.running]
+            late = wait(answers, TIMEOUT_S, FIRST_EXCEPTION).not_done
+            # Where one has failed, the others may wait for it in vain.
+            if wait(late, 5).not_done:
+                self.close()
+        if failed := [str(error) for answer in answers if (error := answer.exception())]:
             raise AssertionError("\n".join(failed))
-        return [value for _, value in answers]
-
-    def _answers(self) -> list[tuple[str, Any]]:
-        answers: dict[int, tuple[str, Any]] = {}
-        until = time.monotonic() + TIMEOUT_S
-        with selectors.DefaultSelector() as selector:
-            for rank, process in enumerate(self.running):
-                selector.register(process.stdout, selectors.EVENT_READ, rank)
-            while len(answers) < self.size:
-                ready = selector.select(max(0.0, until - time.monotonic()))
-                # Where one has failed, the others may wait for it in vain.
-                late = not ready or any(kind == "error" for kind, _ in answers.values())
-                for key, _ in ready:
-                    line = self.running[key.data].stdout.readline()
-                    answers[key.data] = tuple(json.loads(line)) if line else ("error", "it ended")
-                    selector.unregister(key.fileobj)
-                if not ready and late:
-                    self.close()
-                    raise AssertionError(f"no answer from some of {self.size}: {answers}")
-                if any(kind == "error" for kind, _ in answers.values()):
-                    until = min(until, time.monotonic() + 5)
-        return [answers[rank] for rank in range(self.size)]
+        return [answer.result() for answer in answers]
 
     def close(self) -> None:
         for process in self.running:
@@ -83,8 +62,18 @@ class Processes:
             process.wait()
             process.stdin.close()
             process.stdout.close()
+        if self.running:
+            self.folder.cleanup()
         self.running = []
-        self.folder.cleanup()
+
+
+def answer_of(process: subprocess.Popen[str]) -> Any:
+    """What a process has computed; its error is raised here."""
+    line = process.stdout.readline()
+    kind, value = json.loads(line) if line else ("error", "no answer from some")
+    if kind == "error":
+        raise AssertionError(value)
+    return value
 
 
 def serve() -> None:
@@ -92,6 +81,7 @@ def serve() -> None:
     import torch
     import torch.distributed as dist
 
+    sys.path.append(str(Path(__file__).parents[2]))
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -61,20 +61,12 @@ def kill_and_read(folder: Path, group: Path, chance: random.Random) -> int:
     return newest.step
 
 
-def kill_often(tmp_path: Path, times: int) -> None:
+@pytest.mark.parametrize("times", [5, pytest.param(50, marks=pytest.mark.distributed)])
+def test_kills(tmp_path: Path, times: int) -> None:
     chance = random.Random(0)
     for attempt in range(times):
         folder = tmp_path / str(attempt)
         assert kill_and_read(folder, tmp_path / f"group-{attempt}", chance) >= 1
-
-
-def test_five_kills(tmp_path: Path) -> None:
-    kill_often(tmp_path, 5)
-
-
-@pytest.mark.distributed
-def test_fifty_kills(tmp_path: Path) -> None:
-    kill_often(tmp_path, 50)
 
 
 WORDS = (
@@ -92,7 +84,8 @@ def launch(
     if not corpus.exists():
         corpus.write_text("a state is decayed, erased under a key, and written to; " * 400)
     words = WORDS.format(steps=steps).split()
-    script = ["-m", "deltarule"] if late is None else [str(HERE / "late.py"), str(late)]
+    hang = f'[ "$RANK" = {late} ] && exec sleep 600; exec "$@"'
+    script = ["--no-python", "bash", "-c", hang, "-", sys.executable, "-m", "deltarule"]
     return subprocess.Popen(
         [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from bench.travel import counted
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.loss import next_token_loss
 from deltarule.nn import MIXERS, attention
@@ -106,35 +107,24 @@ def replicated(mixer: str) -> list[str]:
     return sorted({names[id(p)].split(".", 2)[2] for p in plan.replicated})
 
 
-def widened_sums(mixer: str) -> tuple[list[bool], int, int]:
+def widened_sums(mixer: str) -> tuple[bool, float, int]:
     """Whether gradients that travel in 16 bits sum to the bits of those that travel in 32.
 
     Returns:
-        That, of each weight; the bytes that left, and the numbers of those weights.
+        That; the bytes that left in 16 bits, and how many numbers of the blocks are sharded.
     """
-    sent, found, exchange = [], [], dist.all_to_all_single
-
-    def counted(came: Tensor, x: Tensor, **options: Any) -> Any:
-        sent.append(x.nbytes)
-        return exchange(came, x, **options)
-
+    found = []
     for accumulates in (True, False):
         model = drawn(config_of(mixer)).float()
         parallelize(model, mesh_of(MeshOptions()), bfloat16=True, accumulates=accumulates)
         torch.manual_seed(dist.get_rank())
         tokens, targets = torch.randint(VOCAB, (2, 1, 32)).unbind()
-        dist.all_to_all_single = counted
-        try:
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model.loss(model.hidden(tokens)[0], targets)
-            loss.backward()
-        finally:
-            dist.all_to_all_single = exchange
-        found.append([p.grad for p in model.parameters() if isinstance(p, DTensor)])
-    same = [torch.equal(p.to_local(), q.to_local()) for p, q in zip(*found, strict=True)]
-    assert all(p.dtype == torch.float32 for p in found[1])
-    return same, sum(sent), sum(p.numel() for block in model.blocks for p in block.parameters()
-                                if isinstance(p, DTensor))  # fmt: skip
+        with counted() as sent, torch.autocast("cpu", torch.bfloat16):
+            model.loss(model.hidden(tokens)[0], targets).backward()
+        found.append([p.grad.to_local() for p in model.parameters() if isinstance(p, DTensor)])
+    same = all(torch.equal(p, q) and q.dtype == torch.float32 for p, q in zip(*found, strict=True))
+    sharded = [p.numel() for p in model.blocks.parameters() if isinstance(p, DTensor)]
+    return same, 1e6 * sent["all_to_all_single"], sum(sharded)
 
 
 def heads_and_shards(mixer: str, tensor: int) -> dict[str, float]:
@@ -183,29 +173,14 @@ def heads_and_shards(mixer: str, tensor: int) -> dict[str, float]:
     }
 
 
-def bytes_of_a_layer(tokens: int, exchange: str) -> dict[str, int]:
-    """Bytes that a process hands to collectives for one recurrent layer, and for each message."""
-    sent = {"states": 0, "rows": 0}
-    gather, operation = dist.all_gather, dist.P2POp
-
-    def counted_gather(parts: list[Tensor], x: Tensor, **options: Any) -> Any:
-        sent["states"] += x.nbytes
-        return gather(parts, x, **options)
-
-    def counted_operation(kind: Any, x: Tensor, *options: Any) -> Any:
-        if kind is dist.isend:
-            sent["rows" if x.ndim == 3 else "states"] += x.nbytes
-        return operation(kind, x, *options)
-
-    dist.all_gather, dist.P2POp = counted_gather, counted_operation
-    try:
-        layer = MIXERS["gated_deltanet"](32, num_heads=2, head_k_dim=8, head_v_dim=16)
-        context = make_context(tokens, exchange=exchange)
-        x = torch.randn(1, context.last - context.first, 32, requires_grad=True)
+def bytes_of_a_layer(tokens: int, exchange: str) -> dict[str, float]:
+    """Bytes that leave a process for one recurrent layer, forwards and backwards, by collective."""
+    layer = MIXERS["gated_deltanet"](32, num_heads=2, head_k_dim=8, head_v_dim=16)
+    context = make_context(tokens, exchange=exchange)
+    x = torch.randn(1, context.last - context.first, 32, requires_grad=True)
+    with counted() as sent:
         layer(x, context=context)[0].sum().backward()
-    finally:
-        dist.all_gather, dist.P2POp = gather, operation
-    return sent
+    return {name: round(1e6 * most) for name, most in sent.items()}
 
 
 class Noted:

@@ -6,6 +6,7 @@ What is measured and what is assumed stands in `machine`. Left out: pipelines, s
 checkpoints, the imbalance of packed rows, and how collectives and compute slow each other down.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -213,19 +214,15 @@ def replicas(size: Size, machine: Machine, d: Division, beside: float) -> float:
 def divisions(machine: Machine, gpus: int, length: int) -> list[Division]:
     """Every way to divide a number of GPUs that is a power of 2."""
     powers = [2**i for i in range(gpus.bit_length())]
-    found = []
-    for tensor in (t for t in powers if t <= machine.host):
-        for context in (c for c in powers if tensor * c <= gpus and length // c >= 256):
-            rest = gpus // tensor // context
-            for shard in (s for s in powers if s <= rest and rest % s == 0):
-                for rows in (
-                    r for r in (1, 2, 4, 8, 16) if r == 1 or r * length / context <= 65536
-                ):
-                    found += [
-                        Division(rest // shard, shard, context, tensor, again, rows)
-                        for again in (False, True)
-                    ]
-    return found
+    near = [tensor for tensor in powers if tensor <= machine.host]
+    choices = itertools.product(near, powers, powers, (1, 2, 4, 8, 16), (False, True))
+    return [
+        Division(gpus // (tensor * context * shard), shard, context, tensor, again, rows)
+        for tensor, context, shard, rows, again in choices
+        if tensor * context * shard <= gpus
+        and length // context >= 256
+        and (rows == 1 or rows * length / context <= 65536)
+    ]
 
 
 def best(

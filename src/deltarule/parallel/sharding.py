@@ -108,6 +108,7 @@ class WideSums:
         async_op: bool = False,
     ) -> None:
         """Sum what all processes have of this one's share."""
+        assert output_tensor.dtype != input_tensor.dtype, "FSDP2 asked for room in another order"
         came = torch.empty_like(input_tensor)
         dist.all_to_all_single(came, input_tensor, group=group)
         torch.sum(came.view(self.ways, -1), 0, dtype=output_tensor.dtype, out=output_tensor)
@@ -124,29 +125,15 @@ def rounded_weights(block: nn.Module) -> Iterator[Tensor]:
 
 
 def sum_replicated(replicated: list[nn.Parameter], mesh: DeviceMesh) -> None:
-    """Sum the gradients of what every process has all of, in one collective an axis and dtype."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-    for parameter in replicated:
-        if parameter.grad is not None:
-            by_dtype[parameter.grad.dtype].append(_local(parameter.grad))
-    for gradients in by_dtype.values():
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        for axis in range(mesh.ndim):
-            dist.all_reduce(flat, group=mesh.get_group(axis))
-        sizes = [gradient.numel() for gradient in gradients]
-        for gradient, part in zip(gradients, flat.split(sizes), strict=True):
-            gradient.copy_(part.view_as(gradient))
-
-
-def by_layout(parameters: list[Tensor]) -> list[list[Tensor]]:
-    """Group parameters that are split alike: fused optimizers and norms take no mixture."""
-    groups: dict[Any, list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        layout = None
-        if isinstance(parameter, DTensor):
-            layout = parameter.device_mesh, parameter.placements
-        groups[layout].append(parameter)
-    return list(groups.values())
+    """Sum the gradients of what every process has all of, in one collective an axis."""
+    gradients = [_local(p.grad) for p in replicated if p.grad is not None]
+    if not gradients:
+        return
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    for axis in range(mesh.ndim):
+        dist.all_reduce(flat, group=mesh.get_group(axis))
+    for gradient, part in zip(gradients, flat.split([x.numel() for x in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
 
 
 def clip_sharded(parameters: list[nn.Parameter], largest: float) -> Tensor:
@@ -164,19 +151,19 @@ def clip_sharded(parameters: list[nn.Parameter], largest: float) -> Tensor:
 
 def sharded_norm(gradients: list[Tensor]) -> Tensor:
     """The norm of whole gradients of which every process has its parts, alike on all."""
-    return torch.stack([_square(group) for group in by_layout(gradients)]).sum().sqrt()
-
-
-def _square(gradients: list[Tensor]) -> Tensor:
-    """The sum of squares of whole gradients that are split alike, on every process."""
-    norms = torch._foreach_norm([_local(gradient) for gradient in gradients])
-    square = torch.stack(list(norms)).square().sum()
-    first = gradients[0]
-    if isinstance(first, DTensor):
-        for axis, placement in enumerate(first.placements):
+    # The squares of those that are split alike are summed together.
+    alike: dict[Any, list[Tensor]] = defaultdict(list)
+    for x in gradients:
+        layout = (x.device_mesh, x.placements) if isinstance(x, DTensor) else (None, ())
+        alike[layout].append(_local(x))
+    total = torch.zeros((), device=_local(gradients[0]).device)
+    for (mesh, placements), parts in alike.items():
+        square = torch.stack(list(torch._foreach_norm(parts))).square().sum()
+        for axis, placement in enumerate(placements):
             if not placement.is_replicate():
-                dist.all_reduce(square, group=first.device_mesh.get_group(axis))
-    return square
+                dist.all_reduce(square, group=mesh.get_group(axis))
+        total = total + square
+    return total.sqrt()
 
 
 def _local(x: Tensor) -> Tensor:

@@ -74,7 +74,9 @@ def own_logits(model: CausalLM, vocabulary: Vocabulary, x: Tensor) -> Tensor:
 
 def loss(model: CausalLM, vocabulary: Vocabulary, x: Tensor, targets: Tensor) -> Tensor:
     """The loss of what `hidden` returned, the same on every process."""
-    return vocabulary_loss(own_logits(model, vocabulary, x), targets, vocabulary)
+    logits = own_logits(model, vocabulary, x)
+    loss: Tensor = _VocabularyLoss.apply(logits, targets, vocabulary)  # type: ignore[no-untyped-call]
+    return loss
 
 
 def own(tokens: Tensor, first: int, size: int) -> tuple[Tensor, Tensor]:
@@ -88,13 +90,9 @@ def local(weight: Tensor) -> Tensor:
     return weight.to_local()
 
 
-def vocabulary_loss(own_logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """The mean cross entropy of `next_token_loss`, from the logits of each process's own tokens."""
-    loss: Tensor = _VocabularyLoss.apply(own_logits, targets, vocabulary)  # type: ignore[no-untyped-call]
-    return loss
-
-
 class _VocabularyLoss(torch.autograd.Function):
+    """The mean cross entropy of `next_token_loss`, from the logits of each process's own tokens."""
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
         wide = torch.promote_types(logits.dtype, torch.float32)
