@@ -90,10 +90,10 @@ def test_two_in_bfloat16_train_as_one(two: Processes, tmp_path: Path, rows: int)
     (tmp_path / "one").mkdir()
     for folder in (tmp_path, tmp_path / "one"):
         write_corpus(folder)
-    options = {"dtype": "bfloat16", "steps": 5, "evaluate_every": 5, "accumulate": rows}
+    options = {"dtype": "bfloat16", "steps": 10, "evaluate_every": 5, "accumulate": rows}
     text_runs.train(str(tmp_path / "one"), **options)
     two("text_runs.train", folder=str(tmp_path), **options)
-    ours, alone = (curve(folder / "run") for folder in (tmp_path, tmp_path / "one"))
+    ours, alone = (curve(folder / "run")[:3] for folder in (tmp_path, tmp_path / "one"))
     # With gates that travel in bfloat16 it is 8e-5 at the first step. Some steps later one weight
     # is rounded otherwise, for sums in another order, and from there on nothing is the same.
     assert ((ours - alone).abs() / alone).max() < 1e-6
