@@ -111,7 +111,7 @@ def launches(call: Call, capability: int) -> list[Launch]:
         if call.step:
             recurrent_step.recurrent_step(inputs, inputs.initial_state, None, -1)
         elif call.context:
-            spanning.compiled(inputs, spanning.split(inputs), True)
+            spanning.all_kernels(inputs, True)
         else:
             for save in (False, True):
                 o, final, saved = passes.forward(inputs, save)

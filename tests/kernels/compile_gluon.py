@@ -84,7 +84,7 @@ def save(inputs: Inputs) -> None:
 def kept(inputs: Inputs) -> Call:
     """A call with room for what is saved."""
     call = Call(inputs, new_plan(inputs))
-    shapes = kept_shapes(inputs, call.plan, True)
+    shapes = kept_shapes(call, True)
     call.values |= {name: torch.empty(*of[:1], dtype=of[1]) for name, of in shapes.items()}
     return call
 

@@ -341,9 +341,10 @@ def constants(inputs: Inputs, monkeypatch) -> list[tuple[object, ...]]:
     monkeypatch.setattr(Launch, "__call__", lambda *given: None)
     plan = launch.new_plan(inputs)
     made, x = launch.Call(inputs, plan), inputs.v
-    layouts = [passes.kept_layout(made, save) for save in (False, True)]
-    passes.forward_stages(inputs, plan, True)
-    passes.gradient_stages(inputs, plan, True, x, torch.zeros(inputs.state_shape), x.new_empty(0))
+    layouts = [launch.placed(made, passes.kept_shapes, save) for save in (False, True)]
+    monkeypatch.setattr(passes, "make_plan", lambda inputs: plan)
+    passes.forward_stages.run(inputs, True)
+    passes.gradient_stages.run(inputs, x, torch.zeros(inputs.state_shape), x.new_empty(0))
     launches = [x for x in plan.made.values() if isinstance(x, Launch)]
     return [
         (plan.tile_key, plan.chunks, plan.sizes, plan.per_segment), *layouts,

@@ -15,13 +15,13 @@ from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime._async_compile import active_mode
 
 from deltarule import delta_rule
+from deltarule.ops.delta_rule.gluon import gradient_stage
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import passes
-from deltarule.ops.delta_rule.triton.plan import new_plan
-from deltarule.ops.dispatch import call_key, forget_calls
+from deltarule.ops.dispatch import forget_calls
 from deltarule.ops.runtime import launch as compilation
 from deltarule.ops.runtime.compilations import compilations
-from deltarule.ops.runtime.launch import ONLY_COMPILED, Launch, compiled_together, compiling
+from deltarule.ops.runtime.launch import ONLY_COMPILED, Launch, compiled_together
 
 
 class Kernel:
@@ -42,8 +42,9 @@ class Kernel:
 def test_launches_inside_only_compile() -> None:
     kernel, x = Kernel(), torch.zeros(4)
     launch = Launch(kernel, {"BLOCK": 4})
-    with compiling():
-        launch((2, 1, 1), x, 3)
+    token = ONLY_COMPILED.set(True)
+    launch((2, 1, 1), x, 3)
+    ONLY_COMPILED.reset(token)
     assert kernel.compiled == [((x, 3), (2, 1, 1), 4)]
     assert kernel.ran == []
     launch((2, 1, 1), x, 3)
@@ -66,10 +67,14 @@ def test_a_kind_and_a_plan_are_compiled_once_and_only_on_a_gpu(calls, monkeypatc
     monkeypatch.setattr(passes, "compiled_together", lambda run, kind: run())
     monkeypatch.setattr(passes, "kernel_key", lambda inputs, plan: None)
     plan = SimpleNamespace(made={})
+    monkeypatch.setattr(passes, "make_plan", lambda inputs: plan)
+    first = passes.compiled_first(lambda inputs, save: runs.append(save))
     for is_cuda in (False, True, True):
         inputs = SimpleNamespace(q=SimpleNamespace(is_cuda=is_cuda))
-        passes.compile_first(inputs, plan, ("forward",), lambda: runs.append("plan"))
-        assert runs[2:] == ["plan"] * is_cuda
+        first(inputs, True)
+        assert runs[2:] == [True] * is_cuda
+    first(inputs, False)
+    assert runs[2:] == [True, False]
 
 
 def test_a_kernel_that_does_not_compile_leaves_the_others_alone(calls) -> None:
@@ -128,11 +133,10 @@ def test_a_forward_that_saves_compiles_the_backward_too(decay, monkeypatch) -> N
     monkeypatch.setattr(Launch, "__call__", lambda launch, *given: launched.append(launch.kernel))
 
     # A call on the CPU taken for one on a GPU.
-    def key(run, x, choice, more=()):
-        return call_key((*x[:9], *more), run, choice, *x[9:])
-
-    monkeypatch.setattr(passes, "key_of", key)
-    monkeypatch.setattr(passes, "compile_first", lambda inputs, plan, which, run: run())
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(gradient_stage, "architecture_at", lambda index: 80)
+    monkeypatch.setattr(passes, "compiled_together", lambda run, kind: run())
     q, k, v = torch.randn(3, 1, 70, 2, 16).unbind()
     size = {"none": None, "head": (1, 70, 2), "channel": (1, 70, 2, 16)}[decay]
     gate = None if size is None else -torch.rand(size)
@@ -147,9 +151,8 @@ def test_a_forward_that_saves_compiles_the_backward_too(decay, monkeypatch) -> N
     (o, final, saved), first = kernels(lambda: passes.forward(inputs, True))
     _, last = kernels(lambda: passes.forward(inputs, False))
     forget_calls()
-    plan = new_plan(inputs)
-    _, forward = kernels(lambda: passes.forward_stages(inputs, plan, True))
-    _, backward = kernels(lambda: passes.gradient_stages(inputs, plan, False, o, final, saved))
+    _, forward = kernels(lambda: passes.forward_stages.run(inputs, True))
+    _, backward = kernels(lambda: passes.gradient_stages.run(inputs, o, final, saved))
     assert len(backward) >= 2
     assert first == [*forward, *backward, *forward]
     assert last == [*forward, *forward]

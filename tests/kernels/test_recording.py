@@ -2,7 +2,6 @@
 
 import ctypes
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import channel_stages, passes
 from deltarule.ops.delta_rule.triton import plan as launch
 from deltarule.ops.delta_rule.triton.plan import Call, Plan
-from deltarule.ops.dispatch import Implementation, always, call_key, forget_calls, recordings
+from deltarule.ops.dispatch import Implementation, always, forget_calls, recordings
 from deltarule.ops.fused import gates, gates_triton, norms_triton, short_conv_triton, swiglu_triton
 from deltarule.ops.fused.gated_norm import GatedNorm
 from deltarule.ops.fused.residual_norm import ResidualNorm
@@ -35,6 +34,7 @@ from deltarule.ops.runtime import launch as direct
 from deltarule.ops.runtime import named, replay, tensor_maps
 from deltarule.ops.runtime.chained import CHAIN
 from deltarule.ops.runtime.launch import Launch
+from deltarule.ops.runtime.replay import Recorded
 
 # Above any number that a launch is given besides addresses.
 LEAST_ADDRESS = 2**33
@@ -61,6 +61,7 @@ CALLS = {
     "no erase": lambda: call(beta=None),
     "head": call,
     "bfloat16": lambda: bfloat16(call()),
+    "a gate in bfloat16": lambda: call(beta=torch.rand(1, 128, 2).bfloat16()),
     "unit norm": lambda: call(normalize_qk=True),
     "tokens left over": lambda: call(100),
     "channels": lambda: call(log_decay=channel()),
@@ -103,22 +104,17 @@ def runs(monkeypatch):
     """No GPU: kernels that run nothing, and calls on the CPU taken for calls on a GPU."""
     runs = Runs()
     active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 7)
-    monkeypatch.setattr(direct, "driver", SimpleNamespace(active=active))
+    for place in (direct, replay):
+        monkeypatch.setattr(place, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(direct, "launcher_of_maps", lambda launcher: launcher)
     monkeypatch.setattr(
         tensor_maps.Fetched, "new_map", lambda self, x: ["map", self.place, x.data_ptr(), *x.shape]
     )
     monkeypatch.setattr(Launch, "through_triton", lambda *given: runs.through_triton(*given))
-    plans: dict[object, Plan] = {}
-
-    def plan_of(inputs: Inputs) -> Plan:
-        return plans.setdefault(launch.plan_key(inputs), launch.new_plan(inputs))
-
-    def key(run, x, choice, more=()):
-        return call_key((*x[:9], *more), run, choice, *x[9:])
-
-    monkeypatch.setattr(passes, "key_of", key)
-    monkeypatch.setattr(passes, "make_plan", plan_of)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(passes, "compiled_together", lambda run, kind: None)
+    monkeypatch.setattr(gradient_stage, "architecture_at", lambda index: 80)
     forget_calls()
     named.launches.clear()
     yield runs
@@ -126,8 +122,10 @@ def runs(monkeypatch):
     named.launches.clear()
 
 
-def known() -> list[object]:
-    return [x for x in recordings.values() if isinstance(x, replay.Recording)]
+def known() -> list[replay.Recording]:
+    """Each once: calls have theirs by the arguments before their checks, too."""
+    found = {id(x): x for x in recordings.values() if isinstance(x, replay.Recording)}
+    return list(found.values())
 
 
 def renamed(seen: list[tuple[object, ...]], given: list[torch.Tensor]) -> list[list[object]]:
@@ -161,20 +159,24 @@ def drawn(make) -> tuple[Inputs, tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     return inputs, (torch.randn(inputs.output_shape), torch.randn(inputs.state_shape), saved)
 
 
+def alike(x: torch.Tensor | None) -> object:
+    return x if x is None else (x.shape, x.stride(), x.dtype)
+
+
 def assert_replayed(make, run, stages, runs) -> None:
-    """run(inputs, given) launches the third time what its stages launch on a plan."""
+    """run(inputs, given) launches the third time what its stages launch."""
     for _ in range(2):
         run(*drawn(make))
     assert len(known()) == 1
     inputs, given = drawn(make)
     runs.seen.clear()
-    expected = stages(inputs, passes.make_plan(inputs), given)
+    expected = stages(inputs, given)
     launches, tensors = list(runs.seen), [x for x in (*inputs[:9], *given) if x is not None]
     runs.seen.clear()
     found = run(inputs, given)
     assert len(launches) > 1
     assert renamed(runs.seen, tensors) == renamed(launches, tensors)
-    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in expected]
+    assert [*map(alike, found)] == [*map(alike, expected)]
 
 
 @pytest.mark.usefixtures("held")
@@ -182,7 +184,7 @@ def assert_replayed(make, run, stages, runs) -> None:
 @pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
 def test_a_replay_launches_what_the_forward_does(make, save: bool, runs) -> None:
     run = lambda inputs, given: passes.forward(inputs, save)[: 2 + save]  # noqa: E731
-    stages = lambda inputs, plan, given: passes.forward_stages(inputs, plan, save)  # noqa: E731
+    stages = lambda inputs, given: passes.forward_stages.run(inputs, save)  # noqa: E731
     assert_replayed(make, run, stages, runs)
 
 
@@ -190,15 +192,15 @@ def test_a_replay_launches_what_the_forward_does(make, save: bool, runs) -> None
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
 def test_a_replay_launches_what_the_backward_does(make, again: bool, runs) -> None:
-    def run(inputs: Inputs, given) -> list[torch.Tensor]:
+    def run(inputs: Inputs, given) -> tuple[torch.Tensor | None, ...]:
         found = passes.backward(*given[:2], inputs, given[2][:0] if again else given[2])
         # No input, no gradient.
         assert [x is None for x in found] == [x is None for x in inputs[:8]]
-        return [x for x in found if x is not None]
+        return found
 
-    def stages(inputs: Inputs, plan: Plan, given) -> tuple[torch.Tensor, ...]:
+    def stages(inputs: Inputs, given) -> tuple[torch.Tensor | None, ...]:
         saved = given[2][:0] if again else given[2]
-        return passes.gradient_stages(inputs, plan, again, *given[:2], saved)
+        return passes.gradient_stages.run(inputs, *given[:2], saved)
 
     assert_replayed(make, run, stages, runs)
 
@@ -243,11 +245,8 @@ def test_split_sequences_are_replayed_too(runs, monkeypatch) -> None:
 
 @pytest.fixture
 def trains(monkeypatch):
-    """Calls of the operator, too, are taken for calls on a GPU."""
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    """Calls of the operator take the kernels."""
     monkeypatch.setitem(IMPLEMENTATIONS, "triton", Implementation(always, run_triton))
-    monkeypatch.setattr(passes, "compile_first", lambda *given: None)
-    monkeypatch.setattr(gradient_stage, "architecture_at", lambda index: 80)
 
 
 @pytest.mark.usefixtures("trains")
@@ -312,15 +311,18 @@ def add(kernel, x: int, y: int, out: int, n: int, extra: float, *_) -> None:
         c[i] = a[i] + b[i] + extra
 
 
-def toy(inputs: Inputs, plan: Plan, save: bool) -> tuple[torch.Tensor, ...]:
+def toy(inputs: Inputs) -> tuple[torch.Tensor, ...]:
     """o = q + k + 1 and twice that with v, by way of two buffers of odd sizes."""
-    call, n = Call(inputs, plan), inputs.q.numel()
+    call, n = Call(inputs, launch.make_plan(inputs)), inputs.q.numel()
     q, k, v = inputs[:3]
     first, second = call.empty((n + 3,)), call.empty((n + 5,))
     out, o = (call.empty(q.shape) for _ in range(2))
     for x, y, to in ((q, k, first), (v, v, second[4:]), (first, second[4:], o), (first, o, out)):
         call.launch(ADD, GRID, {"x": x, "y": y, "out": to, "n": n, "extra": 1.0})
     return o, out
+
+
+recorded_toy = Recorded(toy)
 
 
 def toy_expected(inputs: Inputs) -> list[torch.Tensor]:
@@ -334,7 +336,7 @@ def test_new_tensors_give_new_numbers(runs) -> None:
     before = []
     for _ in range(5):
         inputs = call(8)
-        outputs = passes.replayed(toy, inputs, False)
+        outputs = recorded_toy(inputs)
         for x, y in zip(outputs, toy_expected(inputs), strict=True):
             torch.testing.assert_close(x, y)
         before.append([(x, x.clone()) for x in outputs])
@@ -351,15 +353,16 @@ def test_addresses_that_come_again_are_kept_up_to_a_bound(runs, monkeypatch) -> 
     for again in range(3):
         for inputs in calls:
             # What is returned is held, so that addresses differ.
-            found = passes.replayed(toy, inputs, False)
+            found = recorded_toy(inputs)
             for x, y in zip(found, toy_expected(inputs), strict=True):
                 torch.testing.assert_close(x, y)
             assert all(0 < len(x.ready) <= 3 for x in known()) or not again
 
 
-def with_a_constant(inputs: Inputs, *given: Any) -> tuple[torch.Tensor, ...]:
+@Recorded
+def with_a_constant(inputs: Inputs) -> tuple[torch.Tensor, ...]:
     ones = channel_stages.constant(inputs.q, torch.ones, inputs.v.shape)
-    return toy(inputs._replace(v=ones), *given)
+    return toy(inputs._replace(v=ones))
 
 
 def test_a_constant_lies_where_graphs_know_it_though_its_calls_are_forgotten(runs) -> None:
@@ -368,7 +371,7 @@ def test_a_constant_lies_where_graphs_know_it_though_its_calls_are_forgotten(run
     for _ in range(2):
         for _ in range(4):
             inputs = call(8)
-            outputs = passes.replayed(with_a_constant, inputs, False)
+            outputs = with_a_constant(inputs)
             expected = toy_expected(inputs._replace(v=torch.ones_like(inputs.v)))
             for x, y in zip(outputs, expected, strict=True):
                 torch.testing.assert_close(x, y)
@@ -386,13 +389,13 @@ def test_what_a_graph_captures_makes_its_own_constants(monkeypatch) -> None:
     assert (torch.ones, 3) not in channel_stages.made_once
 
 
-def with_a_result(inputs: Inputs, *given: Any) -> tuple[torch.Tensor, ...]:
-    return (toy(inputs, *given)[0] * 2,)
+def with_a_result(inputs: Inputs) -> tuple[torch.Tensor, ...]:
+    return (toy(inputs)[0] * 2,)
 
 
 def on_changed(change):
     """Stages that compute something of what they are given first."""
-    return lambda inputs, *given: toy(change(inputs), *given)
+    return lambda inputs: toy(change(inputs))
 
 
 # Whether a call is recorded whose stages do this, and the factor of its output.
@@ -412,10 +415,11 @@ def test_only_launches_on_what_is_given_or_made_are_recorded(runs) -> None:
     runs.work = add
     for name, (stages, recorded, factor) in OTHERS.items():
         forget_calls()
+        run = Recorded(stages)
         for _ in range(4):
             inputs = call(8)
             inputs = inputs._replace(q=inputs.k) if name == "a view of one of two" else inputs
-            outputs = passes.replayed(stages, inputs, False)
+            outputs = run(inputs)
             torch.testing.assert_close(outputs[0], toy_expected(inputs)[0] * factor)
         assert [x is None for x in recordings.values()] == [not recorded], name
 
@@ -424,7 +428,7 @@ def test_nor_is_what_takes_much_room(runs, monkeypatch) -> None:
     runs.work = add
     monkeypatch.setattr(replay, "MOST_ROOM", 512)
     for _ in range(3):
-        passes.replayed(toy, call(8), False)
+        recorded_toy(call(8))
     assert known() == []
 
 
@@ -481,7 +485,6 @@ def maps() -> dict[str, tuple[object, ...]]:
 @pytest.mark.usefixtures("held")
 @pytest.mark.parametrize("name", maps())
 def test_a_fused_map_is_repeated_as_it_launches(name: str, runs, monkeypatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     for _ in range(2):
         run, *given = maps()[name]
         run(*given)
@@ -497,7 +500,6 @@ def test_a_fused_map_is_repeated_as_it_launches(name: str, runs, monkeypatch) ->
         patch.setattr(Launch, "launch", None)
         found = run(*given)
     assert renamed(runs.seen, tensors) == renamed(launches, tensors)
-    alike = lambda x: (x.shape, x.stride(), x.dtype)  # noqa: E731
     assert [*map(alike, found)] == [*map(alike, expected)]
 
 
@@ -512,7 +514,7 @@ def test_the_default_type_of_tensors_is_none_of_their_business(name: str) -> Non
         found = run.__wrapped__(*given)
     finally:
         torch.set_default_dtype(before)
-    assert [x.dtype for x in found] == [x.dtype for x in expected]
+    assert [*map(alike, found)] == [*map(alike, expected)]
 
 
 @pytest.mark.parametrize(
@@ -520,7 +522,6 @@ def test_the_default_type_of_tensors_is_none_of_their_business(name: str) -> Non
     [{"eps": 1e-6}, {"activation": "sigmoid"}, {"gate": None}, {"weight": torch.ones(16).double()}],
 )  # fmt: skip
 def test_another_number_or_type_is_another_kind(change, runs, monkeypatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     run, norm = maps()["norm"]
     for _ in range(3):
         run(norm)
@@ -531,7 +532,6 @@ def test_another_number_or_type_is_another_kind(change, runs, monkeypatch) -> No
 
 
 def test_a_chain_of_launches_is_another_kind(runs, monkeypatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     run, norm = maps()["norm"]
     for _ in range(3):
         run(norm)
@@ -587,7 +587,7 @@ def test_a_new_stream_is_looked_up(runs, monkeypatch) -> None:
     for _ in range(2):
         passes.forward(call(), False)
     runs.seen.clear()
-    monkeypatch.setattr(direct, "stream_of", lambda place: 11)
+    monkeypatch.setattr(replay.driver.active, "get_current_stream", lambda device: 11)
     passes.forward(call(), False)
     assert {step[4] for step in runs.seen} == {11}
     # What threads share is not written.
@@ -648,7 +648,6 @@ def test_a_training_loop_goes_to_its_recordings_and_keeps_its_gradients(decay) -
         out = delta_rule(*leaves[:3], beta=beta, log_decay=gates[0] if gates else None)
         seen.append([out.o, out.final_state, *torch.autograd.grad(out.o.square().sum(), leaves)])
     assert len(known()) == 2
-    assert any(isinstance(key, tuple) and key[0] == "training" for key in recordings)
     assert all(torch.equal(x, y) for row in seen for x, y in zip(row, seen[0], strict=True))
 
 
@@ -684,8 +683,9 @@ def test_an_operator_is_replayed_and_still_checked() -> None:
     q, k, v = (torch.randn(3, 1, 128, 2, 64, device="cuda") / 8).bfloat16().unbind()
     beta = torch.rand(1, 128, 2, device="cuda")
     outputs = [delta_rule(q, k, v, beta=beta) for _ in range(4)]
-    assert len({id(x) for x in known()}) == 1
-    assert len(known()) == 2
+    assert len(known()) == 1
+    # The call's own key, and that of what its checks made of it.
+    assert len(recordings) == 2
     assert all(torch.equal(x.o, outputs[0].o) for x in outputs)
     assert all(torch.equal(x.final_state, outputs[0].final_state) for x in outputs)
     with pytest.raises(ValueError, match="beta must be"):

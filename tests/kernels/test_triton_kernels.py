@@ -12,7 +12,7 @@ from promised import promised
 promised("triton")
 
 from deltarule.ops.delta_rule.triton import gradients, passes, scan, scores, tile_sizes
-from deltarule.ops.delta_rule.triton.plan import new_plan
+from deltarule.ops.delta_rule.triton.plan import Call, new_plan
 
 __all__ = ["on_the_cpu"]
 pytestmark = [interpreted, pytest.mark.usefixtures("on_the_cpu")]
@@ -143,7 +143,7 @@ def test_scores_that_the_scans_take(monkeypatch, erase, normalize_qk, sizes) -> 
         # Of many norms, by which scores are scaled.
         case.tensors[name] *= 0.5 + torch.rand(case.tensors[name].shape[:-1])[..., None]
     inputs = inputs_of(case)
-    assert "scores" not in passes.kept_shapes(inputs, new_plan(inputs), True)
+    assert "scores" not in passes.kept_shapes(Call(inputs, new_plan(inputs)), True)
     for save in (True, False):
         check(case, "triton", save_states=save)
 

@@ -254,7 +254,7 @@ def saved(case: Case) -> dict[str, Tensor]:
     call = Call(inputs, new_plan(inputs))
     shapes = {
         name: torch.full(shape, torch.nan, dtype=dtype)
-        for name, (shape, dtype) in kept_shapes(inputs, call.plan, True).items()
+        for name, (shape, dtype) in kept_shapes(call, True).items()
     }
     call.values |= shapes
     stage.forward(call, True)

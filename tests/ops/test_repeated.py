@@ -8,9 +8,9 @@ from deltarule import delta_rule, dplr
 from deltarule.ops.delta_rule import repeated as module
 from deltarule.ops.delta_rule.implementations import backend_of, recurrence
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.repeated import eager_kind, repeated
+from deltarule.ops.delta_rule.repeated import eager_key, repeated
 from deltarule.ops.delta_rule.triton import passes
-from deltarule.ops.dispatch import forget_calls
+from deltarule.ops.dispatch import ONCE
 
 
 class Other(torch.Tensor):
@@ -26,11 +26,12 @@ class Mode(TorchDispatchMode):
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """Tensors of the CPU taken for those of a GPU."""
+    """Tensors of the CPU taken for those of a GPU, where something was recorded."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(module, "recordings", dict.fromkeys(["another"]))
 
 
-def kind(*changed: torch.Tensor, **changes):
+def key_of(*changed: torch.Tensor, **changes):
     q, k, v = (*changed, *torch.zeros(3, 1, 4, 2, 8).unbind())[:3]
     given = {
         "n_steps": 1, "scale": None, "normalize_qk": False, "batch_invariant": False,
@@ -38,11 +39,11 @@ def kind(*changed: torch.Tensor, **changes):
     }  # fmt: skip
     tensors = q, k, v, torch.zeros(1, 4, 2), *[None] * 5
     *options, impl = given.values()
-    return eager_kind(tensors, tuple(options), impl)
+    return eager_key(tensors, tuple(options), impl, True)
 
 
-def test_on_the_cpu_there_is_no_kind(monkeypatch) -> None:
-    monkeypatch.setitem(delta_rule.__globals__["recurrence_of"].__globals__, "eager_kind", None)
+def test_on_the_cpu_there_is_no_key(monkeypatch) -> None:
+    monkeypatch.setitem(delta_rule.__globals__["recurrence_of"].__globals__, "eager_key", None)
     q, k, v = torch.zeros(3, 1, 4, 2, 8).unbind()
     assert not delta_rule(q, k, v, beta=None).o.any()
 
@@ -55,38 +56,37 @@ def test_on_the_cpu_there_is_no_kind(monkeypatch) -> None:
     ids=str,
 )  # fmt: skip
 def test_numbers_that_are_not_plain_have_none(changes) -> None:
-    assert kind(scale=1.0, impl="triton") is not None
-    assert kind(**changes) is None
+    assert key_of(scale=1.0, impl="triton") is not None
+    assert key_of(**changes) is None
 
 
 @pytest.mark.usefixtures("on_gpu")
 def test_tensors_that_are_more_have_none() -> None:
     x = torch.zeros(1, 4, 2, 8)
-    assert kind(x, torch.nn.Parameter(x, requires_grad=False)) is not None
-    assert kind(x, x.as_subclass(Other)) is None
-    assert kind(x, None) is not None
-    assert kind([1.0]) is None
-    assert kind(x, [1.0]) is None
+    assert key_of(x, torch.nn.Parameter(x, requires_grad=False)) is not None
+    assert key_of(x, x.as_subclass(Other)) is None
+    assert key_of(x, None) is not None
+    assert key_of([1.0]) is None
+    assert key_of(x, [1.0]) is None
 
 
 @pytest.mark.usefixtures("on_gpu")
 def test_where_somebody_watches_there_is_none(monkeypatch) -> None:
     x = torch.zeros(1, 4, 2, 8)
     seen = []
-    torch.func.vmap(lambda x: seen.append(kind(x[None])) or x)(x)
-    torch.func.grad(lambda x: seen.append(kind(x)) or x.sum())(x)
+    torch.func.vmap(lambda x: seen.append(key_of(x[None])) or x)(x)
+    torch.func.grad(lambda x: seen.append(key_of(x)) or x.sum())(x)
     with Mode():
-        seen.append(kind(x))
+        seen.append(key_of(x))
     with torch.device("cpu"):
-        seen.append(kind(x))
+        seen.append(key_of(x))
     with torch.autograd.forward_ad.dual_level():
-        seen.append(kind(x))
-    for place, name in ((torch.compiler, "is_compiling"), (module, "anything_failed")):
-        with monkeypatch.context() as patch:
-            patch.setattr(place, name, lambda: True)
-            seen.append(kind(x))
-    assert kind(x) is not None
-    assert seen == [None] * 7
+        seen.append(key_of(x))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        seen.append(key_of(x))
+    assert key_of(x) is not None
+    assert seen == [None] * 6
 
 
 @pytest.mark.usefixtures("on_gpu")
@@ -95,19 +95,27 @@ def test_where_somebody_watches_there_is_none(monkeypatch) -> None:
     [lambda x: x.double(), lambda x: x[:, :2], lambda x: x.mT.contiguous().mT,
      lambda x: x[:, :, :1], lambda x: x.to("meta")],
 )  # fmt: skip
-def test_kinds_tell_types_shapes_strides_and_devices_apart(change) -> None:
+def test_keys_tell_types_shapes_strides_and_devices_apart(change) -> None:
     x = torch.zeros(1, 4, 2, 8)
-    assert kind(x, x.clone()).key == kind(x, x).key
-    assert kind(x, change(x)).key != kind(x, x).key
-    assert kind(x, scale=1.0).key != kind(x, scale=2.0).key != kind(x).key
+    assert key_of(x, x.clone()).key == key_of(x, x).key
+    assert key_of(x, change(x)).key != key_of(x, x).key
+    assert key_of(x, scale=1.0).key != key_of(x, scale=2.0).key != key_of(x).key
 
 
-def test_without_a_kind_or_a_recording_there_is_nothing_to_repeat(on_gpu) -> None:
-    forget_calls()
+OPTIONS = 1, None, False, False
+
+
+def test_without_a_recording_there_is_nothing_to_repeat(on_gpu, monkeypatch) -> None:
     tensors = [*torch.zeros(3, 1, 4, 2, 8).unbind(), *[None] * 6]
-    assert repeated(kind(*tensors[:3]), tensors, True) is None
-    tensors[0].requires_grad_()
-    assert repeated(kind(*tensors[:3]), tensors, True) is None
+    for _ in range(2):
+        key = key_of(*tensors[:3])
+        for known in ({}, {key.key: None}, {key.key: ONCE}):
+            monkeypatch.setattr(module, "recordings", known or {"another": None})
+            assert repeated(key, tensors, OPTIONS) is None
+        tensors[0].requires_grad_()
+    assert eager_key(tensors, OPTIONS, "auto", False) is None
+    monkeypatch.setattr(module, "recordings", {})
+    assert key_of() is None
 
 
 class Recorded:
@@ -116,7 +124,7 @@ class Recorded:
     def __init__(self, *outputs: torch.Tensor) -> None:
         self.outputs, self.calls = outputs or None, 0
 
-    def repeated(self, kind):
+    def repeated(self, key):
         self.calls += 1
         return self.outputs
 
@@ -129,15 +137,15 @@ def test_a_recording_takes_the_place_of_the_rest(operator, on_gpu, monkeypatch) 
     o, state = torch.zeros(2, 3)
     found = Recorded(o, state)
     inputs = []
-    monkeypatch.setattr(passes, "recording_of", lambda x, save: inputs.append(x) or found)
-    monkeypatch.setattr(module, "recordings", dict.fromkeys(["another"]))
+    known = lambda *x: inputs.append(x[:-1]) or (found, None)  # noqa: E731
+    monkeypatch.setattr(passes.forward_stages, "recording", known)
     assert torch.equal(operator(q, k, v, **gates).o, expected.o)
     assert len(inputs) == 1
     again = operator(q, k, v, **gates)
     assert again.o is o
     assert again.final_state is state
     assert operator(q, k, v, **gates, return_state=False).final_state is None
-    # Another kind is checked as ever.
+    # Another call is checked as ever.
     with pytest.raises(ValueError, match="k must be"):
         operator(q, k[:, :2], v, **gates)
     found.outputs = None
@@ -154,16 +162,15 @@ def test_where_a_backward_may_follow_it_finds_what_the_recording_saved(
     expected = operator(q, k, v, **gates, impl="torch")
     exact = torch.autograd.grad(expected.o.square().sum(), leaves)
     found, asked = Recorded(), []
-    monkeypatch.setattr(passes, "recording_of", lambda x, save: asked.append(save) or found)
-    monkeypatch.setattr(module, "recordings", dict.fromkeys(["another"]))
+    known = lambda *x: asked.append(x[-1]) or (found, None)  # noqa: E731
+    monkeypatch.setattr(passes.forward_stages, "recording", known)
     backend = backend_of("torch")
     monkeypatch.setattr(recurrence, "backend_of", lambda name: backend)
     operator(q, k, v, **gates)
-    (kept,) = [x for x in module.recordings.values() if x is not None]
     assert asked == [True]
-    inputs = Inputs(
-        q, k, v, gates.get("beta"), *(gates.get(x) for x in "ab"), *[None] * 3, *kept.numbers[:4]
-    )
+    assert found in module.recordings.values()
+    own = gates.get("beta"), *(gates.get(x) for x in "ab"), *[None] * 3
+    inputs = Inputs(q, k, v, *own, scale=8**-0.5)
     for outputs in (backend.forward(inputs, True), None):
         found.outputs = outputs
         output = operator(q, k, v, **gates)
@@ -176,15 +183,14 @@ def test_where_a_backward_may_follow_it_finds_what_the_recording_saved(
     with torch.no_grad():
         operator(q, k, v, **gates)
     assert found.calls == 2
-    assert asked == [True, False, False]
+    assert asked == [True, False]
 
 
 def test_a_constant_decay_has_its_own_gradient(on_gpu, monkeypatch) -> None:
     q, k, v = torch.randn(3, 1, 4, 2, 8).unbind()
     decay = -torch.rand(2)
     decay.requires_grad_()
-    monkeypatch.setattr(passes, "recording_of", lambda x, save: Recorded())
-    monkeypatch.setattr(module, "recordings", dict.fromkeys(["another"]))
+    monkeypatch.setattr(passes.forward_stages, "recording", lambda *x: (Recorded(), None))
     for _ in range(3):
         delta_rule(q, k, v, beta=None, log_decay=decay).o.sum().backward()
     assert list(module.recordings) == ["another"]

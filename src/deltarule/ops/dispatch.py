@@ -147,36 +147,33 @@ compiled: set[Hashable] = set()
 
 
 class CallKey(NamedTuple):
-    """Shapes, strides and types of a call's tensors and its numbers; and the tensors themselves."""
+    """Shapes, strides and types of a call's tensors and its numbers; and the tensors themselves.
+
+    `aligned`: every address is a multiple of 16; other addresses take other kernels.
+    """
 
     key: Hashable
     given: list[Tensor]
     addresses: list[int]
-
-    @property
-    def aligned(self) -> bool:
-        """Whether every address is a multiple of 16: other addresses take other kernels."""
-        together = 0
-        for address in self.addresses:
-            together |= address
-        return together % 16 == 0
+    aligned: bool
 
 
 def call_key(arguments: Iterable[Any], *others: Hashable) -> CallKey | None:
     """The key of a call with these tensors and numbers; None if one is more than a tensor."""
-    given, addresses = [], []
+    given, addresses, together = [], [], 0
     key: list[Hashable] = [*others]
     for x in arguments:
         kind = type(x)
         if kind is Tensor or kind is Parameter:
             given.append(x)
-            addresses.append(x.data_ptr())
+            addresses.append(address := x.data_ptr())
+            together |= address
             key += x.dtype, x.shape, x.stride(), x.device
         elif kind in NUMBERS:
             key.append(x)
         else:
             return None
-    return CallKey(tuple(key), given, addresses)
+    return CallKey(tuple(key), given, addresses, together % 16 == 0)
 
 
 def remember(cache: dict[Hashable, Any], key: Hashable, found: Any) -> None:

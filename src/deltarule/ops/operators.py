@@ -179,9 +179,13 @@ def eager_function(operator: Operator[Any], name: str) -> Any:
     return type(name, (torch.autograd.Function,), rules)
 
 
-def differentiated(tensors: Sequence[Tensor | None]) -> bool:
+def differentiated(tensors: Sequence[object]) -> bool:
     """Whether a backward may follow a call with these tensors."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if getattr(x, "requires_grad", False):
+                return True
+    return False
 
 
 def is_dual(x: Tensor | None) -> bool:

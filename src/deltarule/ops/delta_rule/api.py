@@ -6,7 +6,7 @@ from deltarule.ops.checks import result
 from deltarule.ops.context import Context
 from deltarule.ops.delta_rule.implementations import IMPLEMENTATIONS, Request
 from deltarule.ops.delta_rule.inputs import Inputs, check_arguments
-from deltarule.ops.delta_rule.repeated import eager_kind, remember_launches, repeated
+from deltarule.ops.delta_rule.repeated import eager_key, remember_launches, repeated
 from deltarule.ops.delta_rule.spanning import beyond
 from deltarule.ops.dispatch import Impl, choose
 from deltarule.shapes import Beta, Decay, Keys, Offsets, Queries, RecurrentOutput, State, Values
@@ -108,12 +108,13 @@ def recurrence_of(
 
     `tensors` and `options` are the fields of `Inputs`, in order.
     """
-    kind = eager_kind(tensors, options, impl) if getattr(tensors[0], "is_cuda", False) else None
-    output = None if kind is None else repeated(kind, tensors, save_states)
+    on_gpu = getattr(tensors[0], "is_cuda", False)
+    key = eager_key(tensors, options, impl, save_states) if on_gpu else None
+    output = None if key is None else repeated(key, tensors, options)
     if output is None:
         inputs = check_arguments(Inputs(*tensors, *options), options[1])
         call = Request(inputs, save_states)
         output = choose(IMPLEMENTATIONS, call, impl, inputs.q.device).run(call)
-        if kind is not None:
-            remember_launches(kind, tensors, inputs, save_states)
+        if key is not None:
+            remember_launches(key, tensors, inputs)
     return result(output, return_state)

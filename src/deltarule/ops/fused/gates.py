@@ -32,8 +32,8 @@ def decay_forward(inputs: LogDecay) -> tuple[Tensor, Tensor]:
     """One kernel for log_decay and dt."""
     from deltarule.ops.fused import gates_triton as kernels
 
-    log_decay, *dt = kernels.log_decay(inputs)
-    return log_decay, dt[0] if dt else log_decay.new_empty(0)
+    log_decay, dt = kernels.log_decay(inputs)
+    return log_decay, log_decay.new_empty(0) if dt is None else dt
 
 
 def decay_backward(

@@ -17,7 +17,7 @@ from deltarule.ops.fused.gates import LogDecay, WriteStrength
 from deltarule.ops.fused_kernels import adjacent, as_rows
 from deltarule.ops.runtime.launch import Grid
 from deltarule.ops.runtime.named import launch
-from deltarule.ops.runtime.recorded import recorded
+from deltarule.ops.runtime.replay import Recorded
 from deltarule.ops.runtime.sizes import cdiv, power_of_2
 
 # Elements of a tile: a thread that holds several rows computes a channel's rate once for them. Most
@@ -117,16 +117,17 @@ def write_strength_kernel(
     tl.store(out + o_row, b_out.to(out.dtype.element_ty), mask=m)
 
 
-@recorded
-def log_decay(inputs: LogDecay) -> tuple[Tensor, ...]:
+@Recorded
+def log_decay(inputs: LogDecay) -> tuple[Tensor, Tensor | None]:
     """log_decay like the logits in float32, and dt with `step`."""
     shape, device = inputs.logits.shape, inputs.logits.device
-    made = [torch.empty(shape, dtype=torch.float32, device=device) for _ in range(1 + inputs.step)]
-    if made[0].numel():
+    out = torch.empty(shape, dtype=torch.float32, device=device)
+    dt = torch.empty(shape, dtype=torch.float32, device=device) if inputs.step else None
+    if out.numel():
         values, grid = arguments(inputs.logits, inputs.dt_bias.ndim, DECAY_TILE)
-        values |= parameters_of(inputs) | {"log_decay": made[0], "dt": made[-1]}
+        values |= parameters_of(inputs) | {"log_decay": out, "dt": out if dt is None else dt}
         launch(log_decay_kernel, grid, values | {"STEP": inputs.step})
-    return tuple(made)
+    return out, dt
 
 
 def log_decay_backward(
@@ -141,7 +142,7 @@ def log_decay_backward(
     return d_logits, d_A_log.to(A_log.dtype), d_dt_bias.to(dt_bias.dtype)
 
 
-@recorded
+@Recorded
 def log_decay_gradients(
     inputs: LogDecay, d_log_decay: Tensor | None, d_dt: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,7 +165,7 @@ def log_decay_gradients(
     return d_logits, d_rates, d_bias
 
 
-@recorded
+@Recorded
 def write_strength(inputs: WriteStrength, d_beta: Tensor | None) -> tuple[Tensor]:
     """beta in float32, or with d_beta the gradient by logits in their dtype; like the logits."""
     logits, beta_max = inputs

@@ -18,7 +18,7 @@ from deltarule.ops.fused.residual_norm import ResidualNorm
 from deltarule.ops.fused_kernels import adjacent, as_rows
 from deltarule.ops.runtime.chained import begin, chained
 from deltarule.ops.runtime.named import launch
-from deltarule.ops.runtime.recorded import recorded
+from deltarule.ops.runtime.replay import Recorded
 from deltarule.ops.runtime.sizes import cdiv, power_of_2
 
 # Elements of a tile, and in the backward tiles whose share of d weight one program adds up.
@@ -98,7 +98,7 @@ def gated_norm_backward_kernel(
     tl.store(p_dw, tl.sum(b_dw, axis=0), mask=o_v < V)
 
 
-@recorded
+@Recorded
 def gated_norm(inputs: GatedNorm) -> tuple[Tensor]:
     """y like x, contiguous."""
     y = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
@@ -111,14 +111,13 @@ def gated_norm(inputs: GatedNorm) -> tuple[Tensor]:
 
 def gated_norm_backward(d_y: Tensor, inputs: GatedNorm) -> tuple[Tensor, Tensor | None, Tensor]:
     """Gradients by x, gate and weight."""
-    d_x, *d_gate, d_weight = gated_norm_gradients(inputs, d_y)
-    d_gate_or_none = d_gate[0] if d_gate else None
-    return d_x, d_gate_or_none, d_weight.sum(0).to(inputs.weight.dtype)
+    d_x, d_gate, d_weight = gated_norm_gradients(inputs, d_y)
+    return d_x, d_gate, d_weight.sum(0).to(inputs.weight.dtype)
 
 
-@recorded
-def gated_norm_gradients(inputs: GatedNorm, d_y: Tensor) -> tuple[Tensor, ...]:
-    """Gradients by x and the gate, if there is one, and each program's part of that by weight."""
+@Recorded
+def gated_norm_gradients(inputs: GatedNorm, d_y: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients by x and the gate, and each program's part of that by weight."""
     values, d_y = arguments(inputs, BACKWARD_TILE), heads_of(d_y)
     programs = cdiv(values["rows"], values["BR"] * TILES)
     d_x, d_gate = (
@@ -130,7 +129,7 @@ def gated_norm_gradients(inputs: GatedNorm, d_y: Tensor) -> tuple[Tensor, ...]:
         values |= {"d_y": d_y, "s_dy_m": d_y.stride(0), "s_dy_h": d_y.stride(1), "TILES": TILES}
         values |= {"d_x": d_x, "d_gate": d_gate, "d_weight": d_weight}
         launch(gated_norm_backward_kernel, (programs, 1, 1), values)
-    return tuple(x for x in (d_x, d_gate, d_weight) if x is not None)
+    return d_x, d_gate, d_weight
 
 
 def arguments(inputs: GatedNorm, elements: int) -> dict[str, Any]:
@@ -215,7 +214,7 @@ def residual_norm_backward_kernel(
     tl.store(d_weight + tl.program_id(0) * V + o_v, b_dw, mask=m_v)
 
 
-@recorded
+@Recorded
 def residual_norm(inputs: ResidualNorm) -> tuple[Tensor, Tensor]:
     """s and z like x, in the wider of the dtypes of x and y."""
     x, y = adjacent(as_rows(inputs.x)), adjacent(as_rows(inputs.y))
@@ -238,7 +237,7 @@ def residual_norm_backward(
     return d_x, d_weight.sum(0).to(inputs.weight.dtype)
 
 
-@recorded
+@Recorded
 def residual_norm_gradients(
     inputs: ResidualNorm, d_s: Tensor | None, d_z: Tensor, s: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from deltarule.ops.fused.short_conv import ShortConv
 from deltarule.ops.fused_kernels import adjacent
 from deltarule.ops.runtime.named import launch
-from deltarule.ops.runtime.recorded import recorded
+from deltarule.ops.runtime.replay import Recorded
 from deltarule.ops.runtime.sizes import cdiv, power_of_2
 
 # Triton's compiler knows rows + (row,), not (*rows, row), and tuples that grow have no one type.
@@ -206,7 +206,7 @@ class Tiling(NamedTuple):
         return cls(size, power_of_2(size), runs, run)
 
 
-@recorded
+@Recorded
 def short_conv(inputs: ShortConv) -> tuple[Tensor, Tensor]:
     """y [B, T, D] and the last R inputs of each sequence [N, R, D]."""
     (batch, tokens, channels), sequences = inputs.x.shape, len(inputs.history)
@@ -399,16 +399,16 @@ def short_conv_backward(
     d_y: Tensor, d_final: Tensor | None, inputs: ShortConv, wants_history: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients by x, by weight and, where it is wanted, by history."""
-    d_x, d_taps, *d_history = short_conv_gradients(inputs, d_y, d_final, wants_history)
+    d_x, d_taps, d_history = short_conv_gradients(inputs, d_y, d_final, wants_history)
     # One pass for the transpose and the rounding.
     d_weight = torch.empty_like(inputs.weight, memory_format=WHOLE).copy_(d_taps.sum(0).mT)
-    return d_x, d_weight, d_history[0] if d_history else None
+    return d_x, d_weight, d_history
 
 
-@recorded
+@Recorded
 def short_conv_gradients(
     inputs: ShortConv, d_y: Tensor, d_final: Tensor | None, wants_history: bool
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients by x and by the taps of each program's part, and by history if it is wanted."""
     (batch, tokens, channels), history = inputs.x.shape, inputs.history
     tile = Tiling.of(max(tokens, 1), channels, inputs.head_size, BACKWARD_TILE)
@@ -424,7 +424,7 @@ def short_conv_gradients(
         given = values | {"d_x": d_x, "d_taps": d_taps}
         launch(short_conv_backward_kernel, (blocks, columns, batch), given)
     if not wants_history:
-        return d_x, d_taps
+        return d_x, d_taps, None
     d_history = torch.empty_like(history, memory_format=WHOLE)
     if d_history.numel():
         grid = cdiv(len(history), tile.BG), columns, 1

@@ -19,7 +19,7 @@ from deltarule.ops.fused_kernels import adjacent
 from deltarule.ops.runtime.chained import begin, chained
 from deltarule.ops.runtime.launch import Grid
 from deltarule.ops.runtime.named import launch
-from deltarule.ops.runtime.recorded import recorded
+from deltarule.ops.runtime.replay import Recorded
 from deltarule.ops.runtime.sizes import cdiv
 
 # Elements of a program: 16 for each thread, two wide loads in 16 bits.
@@ -76,7 +76,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return h.view(gate.shape)
 
 
-@recorded
+@Recorded
 def swiglu_rows(inputs: GatedProduct) -> tuple[Tensor]:
     """Compute h [M, D]."""
     gate, up = inputs
@@ -100,7 +100,7 @@ def swiglu_backward(
     return d_gate, d_up
 
 
-@recorded
+@Recorded
 def swiglu_gradients(
     inputs: GatedProduct, d_h: Tensor, product: Tensor | None, side_by_side: bool
 ) -> tuple[Tensor, ...]:

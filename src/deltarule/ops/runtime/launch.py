@@ -9,9 +9,9 @@ leaves the launch to Triton, for a wrong binary would give wrong numbers in sile
 
 import copy
 import os
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import Context, ContextVar
 from typing import Any, NamedTuple
 
@@ -88,15 +88,15 @@ class Launch:
     def __call__(self, grid: Grid, *arguments: Any) -> None:
         """Run the kernel where its tensors are, on the current stream there."""
         with there(next(x.device for x in arguments if isinstance(x, Tensor))):
-            self.launch(grid, arguments)
+            binary = self.launch(grid, arguments)
         if (tape := TAPE.get()) is not None:
-            tape.note(self, grid, arguments)
+            tape.note(self, binary, grid, arguments)
 
-    def launch(self, grid: Grid, arguments: tuple[Any, ...]) -> None:
-        """Run the kernel on the current device and stream."""
+    def launch(self, grid: Grid, arguments: tuple[Any, ...]) -> Binary | None:
+        """Run the kernel on the current device and stream; what a launch like it then takes."""
         if ONLY_COMPILED.get():
             self.kernel.warmup(*self.given(arguments), grid=grid, **self.constants)
-            return
+            return None
         found = None if watched(self.kernel) else signature(arguments)
         if found is not None and self.binaries:
             key, values = found
@@ -107,16 +107,11 @@ class Launch:
                     values = with_maps(binary.fetched, arguments, values)
                 stream = active.get_current_stream(device)
                 binary.launcher(*grid, stream, *binary.function, *values, *self.rest)
-                return
+                return binary
         compiled = self.through_triton(grid, arguments)
-        if found is not None and isinstance(compiled, CompiledKernel):
-            self.keep(found[0], compiled, arguments)
-
-    def binary(self, arguments: tuple[Any, ...]) -> Binary | None:
-        """What a launch on the current device would take past Triton's search."""
-        if (found := signature(arguments)) is None:
+        if found is None or not isinstance(compiled, CompiledKernel):
             return None
-        return self.binaries.get((driver.active.get_current_device(), *found[0]))
+        return self.keep(found[0], compiled, arguments)
 
     def through_triton(self, grid: Grid, arguments: tuple[Any, ...]) -> object:
         """Launch as Triton does it; what it compiled, if it compiled."""
@@ -131,21 +126,22 @@ class Launch:
 
     def keep(
         self, key: tuple[object, ...], compiled: CompiledKernel, arguments: tuple[Any, ...]
-    ) -> None:
+    ) -> Binary | None:
         """Remember the binary of a launch, unless its launcher is not as it was known."""
         given = [tile for tile in self.tiles if arguments[tile[0]] is not None]
         metadata = list(getattr(compiled.metadata, "tensordesc_meta", None) or ())
         launcher = launcher_of_maps(compiled.run) if given else compiled.run
         complete = list(self.kernel.arg_names[len(arguments) :]) == self.known
         if not complete or launcher is None or len(metadata) != len(given) or None in metadata:
-            return
+            return None
         if len(self.binaries) >= MOST:
             self.binaries.clear()
         fetched = tuple(Fetched(*tile, of, {}) for tile, of in zip(given, metadata, strict=True))
         own = compiled.function, compiled.packed_metadata, None, None, None
         launcher, function = unwrapped(launcher, own)
-        device = driver.active.get_current_device()
-        self.binaries[device, *key] = Binary(launcher, function, compiled, fetched)
+        binary = Binary(launcher, function, compiled, fetched)
+        self.binaries[driver.active.get_current_device(), *key] = binary
+        return binary
 
 
 def parameters(kernel: Any, sizes: Sequence[str] = ()) -> tuple[tuple[str, ...], frozenset[str]]:
@@ -166,16 +162,6 @@ def parameters(kernel: Any, sizes: Sequence[str] = ()) -> tuple[tuple[str, ...],
 _parameters: dict[int, tuple[tuple[str, ...], frozenset[str], Any]] = {}
 
 
-@contextmanager
-def compiling() -> Iterator[None]:
-    """Launches inside compile their kernels and run nothing."""
-    token = ONLY_COMPILED.set(True)
-    try:
-        yield
-    finally:
-        ONLY_COMPILED.reset(token)
-
-
 def there(place: torch.device) -> AbstractContextManager[Any]:
     """Launches inside go to this device: they go to the current one, wherever tensors are."""
     if place.type != "cuda" or place.index == torch.cuda.current_device():
@@ -183,27 +169,21 @@ def there(place: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(place)
 
 
-def stream_of(place: torch.device) -> int:
-    stream: int = driver.active.get_current_stream(place.index)
-    return stream
-
-
 def watched(*kernels: Any) -> bool:
     """Whether anybody wants to see launches or another kind of code, now that a binary is there."""
     runtime = knobs.runtime
+    for kernel in kernels:
+        if getattr(kernel, "pre_run_hooks", None):
+            return True
+    # A hook is a chain of functions, or one, or None.
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(
         runtime.debug
         or knobs.compilation.instrumentation_mode
-        or calls(runtime.launch_enter_hook)
-        or calls(runtime.launch_exit_hook)
+        or getattr(enter, "calls", enter)
+        or getattr(leave, "calls", leave)
         or getattr(runtime, "add_stages_inspection_hook", None)
-        or any(getattr(kernel, "pre_run_hooks", None) for kernel in kernels)
     )
-
-
-def calls(hook: Any) -> object:
-    """The functions of a hook: a chain of them, or one, or None."""
-    return getattr(hook, "calls", hook)
 
 
 def signature(arguments: tuple[Any, ...]) -> tuple[tuple[object, ...], list[Any]] | None:
@@ -272,7 +252,7 @@ def compiled_together(run: Callable[[], object], kind: Hashable) -> None:
     if kind in compiled or torch.cuda.is_current_stream_capturing():
         return
     compiled.add(kind)
-    # What Triton's mode leaves behind where a kernel does not compile ends with the context.
+    # What is set inside, or left behind where a kernel does not compile, ends with the context.
     Context().run(side_by_side, run)
 
 
@@ -281,9 +261,9 @@ def side_by_side(run: Callable[[], object]) -> None:
 
     Errors are left to the true launch, if it comes: a backward that lacks memory may never do so.
     """
-    threads = min(os.cpu_count() or 1, MOST_THREADS)
-    with ThreadPoolExecutor(threads) as pool:
-        with AsyncCompileMode(pool, ignore_errors=True) as mode, compiling(), suppress(Exception):
+    ONLY_COMPILED.set(True)
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_THREADS)) as pool:
+        with AsyncCompileMode(pool, ignore_errors=True) as mode, suppress(Exception):
             run()
         kernels = [future.kernel for future in mode.future_kernels.values()]
         pool.map(make_launcher, [kernel for kernel in kernels if kernel is not None])

@@ -9,14 +9,17 @@ tensors that are returned. A call that computes anything else from what it is gi
 
 import math
 from collections.abc import Callable
+from functools import update_wrapper
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime import driver
 
-from deltarule.ops.dispatch import CallKey, recordings, remember
+from deltarule.ops.dispatch import ONCE, CallKey, call_key, recordings, remember
 from deltarule.ops.runtime import launch
+from deltarule.ops.runtime.chained import CHAIN
 from deltarule.ops.runtime.launch import Binary, Grid, Launch
 from deltarule.ops.runtime.tensor_maps import Map
 
@@ -30,7 +33,7 @@ ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_s
 # Addresses of calls that are kept: a deep model has some for each layer, lengths never end.
 MOST_READY = 64
 
-Outputs = tuple[Tensor, ...]
+Outputs = tuple[Tensor | None, ...]
 # Launchers, and what each is called with.
 Calls = list[tuple[Callable[..., None], list[Any]]]
 
@@ -54,11 +57,11 @@ class Step(NamedTuple):
 class Recording(NamedTuple):
     """Shapes and types of what is returned, float32 numbers of room, launches and their kernels.
 
-    What is returned may be like one of the tensors that are given. Launchers and what they are
-    called with are kept by all addresses of a call, which come again.
+    What is returned may be like one of the tensors that are given, or None. Launchers and what they
+    are called with are kept by all addresses of a call, which come again.
     """
 
-    returned: list[tuple[torch.Size, torch.dtype, int | None]]
+    returned: list[tuple[torch.Size, torch.dtype, int | None] | None]
     room: int
     steps: list[Step]
     kernels: list[Any]
@@ -73,24 +76,25 @@ class Recording(NamedTuple):
 
     def launched(self, given: list[Tensor], addresses: list[int]) -> Outputs:
         """Launch everything again on the current device."""
-        device = given[0].device
-        # Where there is a tensor like it, there are no arguments to search through.
-        outputs = [
-            torch.empty(shape, dtype=dtype, device=device)
-            if like is None
-            else torch.empty_like(given[like])
-            for shape, dtype, like in self.returned
-        ]
+        device, outputs = given[0].device, list[Tensor | None]()
+        for of in self.returned:
+            if of is None:
+                outputs.append(None)
+            elif of[2] is not None:
+                # Where there is a tensor like it, there are no arguments to search through.
+                outputs.append(torch.empty_like(given[of[2]]))
+            else:
+                outputs.append(torch.empty(of[0], dtype=of[1], device=device))
         pieces = [*given, *outputs]
         if self.room:
             pieces.append(torch.empty(self.room, dtype=torch.float32, device=device))
-        more = [x.data_ptr() for x in pieces[len(given) :]]
-        starts = *addresses, *more, launch.stream_of(device)
+        more = [0 if x is None else x.data_ptr() for x in pieces[len(given) :]]
+        starts = *addresses, *more, driver.active.get_current_stream(device.index)
         for launcher, values in self.ready.get(starts) or self.calls(pieces, starts):
             launcher(*values)
         return tuple(outputs)
 
-    def calls(self, pieces: list[Tensor], starts: tuple[int, ...]) -> Calls:
+    def calls(self, pieces: list[Any], starts: tuple[int, ...]) -> Calls:
         """The launches with what is new, kept for the next call; the stream is the last start."""
         calls = []
         for step in self.steps:
@@ -125,9 +129,10 @@ class Tape:
         self.constants: list[Tensor] = []
         self.notes: list[Note] | None = []
 
-    def note(self, kernel: Launch, grid: Grid, arguments: tuple[Any, ...]) -> None:
-        """Write down a launch that went past Triton's search, or that there was another."""
-        binary = kernel.binary(arguments)
+    def note(
+        self, kernel: Launch, binary: Binary | None, grid: Grid, arguments: tuple[Any, ...]
+    ) -> None:
+        """Write down a launch that can go past Triton's search, or that there was another."""
         known = all(self.holder(x) is not None for x in arguments if isinstance(x, Tensor))
         if self.notes is None or binary is None or not known:
             self.notes = None
@@ -153,7 +158,10 @@ class Tape:
 
     def recording(self, outputs: Outputs) -> Recording | None:
         """The launches in the form in which they are repeated."""
-        returned = [next((i for i, y in enumerate(self.made) if is_all(x, y)), -1) for x in outputs]
+        returned = [
+            None if x is None else next((i for i, y in enumerate(self.made) if is_all(x, y)), -1)
+            for x in outputs
+        ]
         if self.notes is None or -1 in returned:
             return None
         first, room = len(self.given), 0
@@ -168,7 +176,7 @@ class Tape:
             return None
         stream = Place(first + len(returned) + (room > 0), 0)
         steps = [self.step(note, places, stream) for note in self.notes]
-        shapes = [(x.shape, x.dtype, self.like(x)) for x in outputs]
+        shapes = [None if x is None else (x.shape, x.dtype, self.like(x)) for x in outputs]
         kernels = [note.launch.kernel for note in self.notes]
         return Recording(shapes, room // 4, steps, kernels, {})
 
@@ -218,21 +226,57 @@ class Watch(TorchDispatchMode):
         return found
 
 
-def record(
-    run: Callable[..., Outputs], key: CallKey, inputs: Any, more: tuple[Any, ...]
-) -> Outputs:
-    """run(inputs, *more) of a named tuple and further arguments; remember what it launches."""
-    # Each argument is a tensor of its own, whatever the caller gave twice.
-    given = [x.detach() if isinstance(x, Tensor) else x for x in (*inputs, *more)]
-    tape = Tape([x for x in given if isinstance(x, Tensor)])
-    token = launch.TAPE.set(tape)
-    try:
-        with launch.there(key.given[0].device), Watch(tape):
-            outputs = run(type(inputs)(*given[: len(inputs)]), *given[len(inputs) :])
-    finally:
-        launch.TAPE.reset(token)
-    remember(recordings, key.key, tape.recording(outputs))
-    return outputs
+class Recorded:
+    """run(inputs, *more), of which a call like two before is the launches of the second.
+
+    It is given a named tuple and further arguments, which are tensors, numbers and words, and
+    returns whole tensors that it has made. Before the first call like it goes `first`.
+    """
+
+    def __init__(
+        self, run: Callable[..., Outputs], first: Callable[..., None] | None = None
+    ) -> None:
+        update_wrapper(self, run)
+        self.run, self.first = run, first
+
+    def key(self, *arguments: Any) -> CallKey | None:
+        """All that the launches of a call depend on."""
+        return call_key(arguments, self.run, CHAIN.get())
+
+    def __call__(self, inputs: Any, *more: Any) -> Any:
+        key = self.key(*inputs, *more)
+        if key is None or not key.given[0].is_cuda:
+            return self.run(inputs, *more)
+        known = recordings.get(key.key)
+        if isinstance(known, Recording) and (outputs := known.repeated(key)) is not None:
+            return outputs
+        if key.key not in recordings:
+            remember(recordings, key.key, ONCE)
+            if self.first is not None:
+                self.first(inputs, *more)
+        elif known is ONCE and key.aligned and not launch.watched() and not capturing():
+            return self.record(key, inputs, more)
+        return self.run(inputs, *more)
+
+    def record(self, key: CallKey, inputs: Any, more: tuple[Any, ...]) -> Outputs:
+        """Run it, and remember what it launches."""
+        # Each argument is a tensor of its own, whatever the caller gave twice.
+        given = [x.detach() if isinstance(x, Tensor) else x for x in (*inputs, *more)]
+        tape = Tape([x for x in given if isinstance(x, Tensor)])
+        token = launch.TAPE.set(tape)
+        try:
+            with launch.there(key.given[0].device), Watch(tape):
+                outputs = self.run(type(inputs)(*given[: len(inputs)]), *given[len(inputs) :])
+        finally:
+            launch.TAPE.reset(token)
+        remember(recordings, key.key, tape.recording(outputs))
+        return outputs
+
+    def recording(self, *arguments: Any) -> tuple[Recording, CallKey] | None:
+        """The recording of such a call, its fields one by one, and its key; None without one."""
+        key = self.key(*arguments)
+        known = None if key is None else recordings.get(key.key)
+        return (known, key) if key is not None and isinstance(known, Recording) else None
 
 
 def marks(x: Tensor, value: float) -> bool:

@@ -218,9 +218,9 @@ def triton_states(inputs: Inputs, saved: Tensor) -> tuple[int, Tensor]:
     """Tokens in a chunk, and the states at the starts of chunks, of what the kernels kept."""
     from deltarule.ops.delta_rule.triton import passes, plan
 
-    made: Any = plan.make_plan(inputs)
-    places = plan.layout(passes.kept_shapes(inputs, made, True))
-    return made.sizes["CT"], plan.views(saved, places)["states"]
+    call: Any = plan.Call(inputs, plan.make_plan(inputs))
+    _, kept = call.buffers(passes.kept_shapes, True, within=saved)
+    return call.plan.sizes["CT"], kept["states"]
 
 
 def run_with_definition(call: Prefill) -> tuple[Tensor, Tensor | None]:

@@ -16,11 +16,13 @@ from deltarule.ops.delta_rule.gluon.forward import forward_kernel
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, VALUES, square
 from deltarule.ops.delta_rule.gluon.norms import inverse_norms_kernel
 from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.triton.passes import compiled_first, contiguous
 from deltarule.ops.delta_rule.triton.plan import Call, Plan, make_plan
 from deltarule.ops.delta_rule.triton.tile_sizes import architecture
 from deltarule.ops.dispatch import constant_when_compiled
 from deltarule.ops.runtime.launch import Launch
 from deltarule.ops.runtime.machine import multiprocessors
+from deltarule.ops.runtime.replay import Outputs, Recorded
 from deltarule.ops.runtime.tensor_maps import described
 
 HOPPER = 90
@@ -255,6 +257,20 @@ def forward(call: Call, save: bool = False) -> tuple[Tensor, Tensor]:
     )  # fmt: skip
     call.run(call.once(forward_launch, save), (inputs.sequences * value_heads, 1, 1), given)
     return o, final
+
+
+def forward_of(inputs: Inputs) -> Outputs:
+    """The fused kernel, wherever it can run."""
+    return forward(Call(contiguous(inputs), make_plan(inputs)))
+
+
+recorded_forward = Recorded(forward_of, compiled_first(forward_of))
+
+
+def whole_forward(inputs: Inputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs and final state for impl="gluon"; nothing is saved for the backward, ever."""
+    o, final = recorded_forward(inputs)
+    return o, final, final.new_empty(0, *final.shape[1:])
 
 
 def strides(x: Tensor | None) -> tuple[int, ...]:

@@ -49,14 +49,11 @@ from deltarule.ops.delta_rule.triton.plan import (
     COPY_ENGINE,
     WHOLE,
     Call,
-    Layout,
     Shapes,
     Window,
     blocks,
     full_tiles,
-    layout,
     on_hopper,
-    views,
 )
 from deltarule.ops.delta_rule.triton.scores import load_chunk_sums
 from deltarule.ops.delta_rule.triton.tile_sizes import architecture, configuration
@@ -175,7 +172,7 @@ def gradients_kernel(
     d_k, d_v, d_beta, parts, scale, T, N, s_slice, S: tl.constexpr, per_segment=None, window=None,
     per_window=None,
 ):  # fmt: skip
-    """Gradients in the layouts of their tensors, d_beta in float32, and `parts` of dlog_decay.
+    """Gradients in the layouts of their tensors, and `parts` of dlog_decay.
 
     With TMA v, states, errors, d_o, d_states and d_errors are descriptors and every tile is full;
     p_x are the same d_errors as a pointer, for d_v. With a WINDOW states, errors,
@@ -322,39 +319,33 @@ def own_shapes(call: Call, slots: int, again: bool) -> Shapes:
     inputs, rows = call.inputs, call.plan.sizes["BT"]
     (_, heads, value_size, key_size), dtype = inputs.state_shape, inputs.q.dtype
     states, errors = (slots, heads, value_size, key_size), (slots, heads, rows, value_size)
-    shapes: Shapes = {} if "d_states" in lent(call) else {"d_states": (states, dtype)}
-    if inputs.beta is not None and "d_errors" not in lent(call):
+    shapes: Shapes = {"d_states": (states, dtype)}
+    if inputs.beta is not None:
         shapes["d_errors"] = errors, dtype
-    if inputs.log_decay is not None and not sums_decays(call):
+    if inputs.log_decay is not None:
         parts = slices(call) + sums_pairs(inputs), slots, heads, 4, rows
         shapes["parts"] = parts, torch.float32
     if again:
         shapes["states"] = states, dtype
         if inputs.beta is not None:
             shapes["errors"] = errors, dtype
-    return shapes
+    return {name: of for name, of in shapes.items() if name not in spared(call)}
 
 
-def own_layout(call: Call, slots: int, again: bool) -> Layout:
-    return layout(own_shapes(call, slots, again))
+def spared(call: Call) -> tuple[str, ...]:
+    """Buffers that the kernel which takes all gradients of a call does without.
 
-
-def own_buffers(call: Call, slots: int, again: bool) -> dict[str, Tensor]:
-    """What the backward keeps of so many chunks."""
-    places = call.once(own_layout, slots, again)
-    return views(call.empty((places.elements,)), places)
-
-
-def lent(call: Call) -> tuple[str, ...]:
-    """What lies in the memory of the gradients until these are written over it."""
-    whole = not call.plan.per_segment and (fused := fused_gradients(call)) is not None
-    return call.once(fused.lent) if whole else ()
+    It adds up the decays itself, and may find D and X in the memory of the gradients, until these
+    are written over them.
+    """
+    fused = None if call.plan.per_segment else fused_gradients(call)
+    return () if fused is None else (*call.once(fused.lent), "parts")
 
 
 def room_in_gradients(call: Call) -> dict[str, Tensor]:
     """Tensors of the gradients into which the scan back first stores dv or X, and D."""
-    names = ["d_v"] if scan_back_has_values(call) or "d_errors" in lent(call) else []
-    names += ["d_q", "d_k"] if "d_states" in lent(call) else []
+    names = ["d_v"] if scan_back_has_values(call) or "d_errors" in spared(call) else []
+    names += ["d_q", "d_k"] if "d_states" in spared(call) else []
     return {name: call[name] for name in names}
 
 
@@ -424,11 +415,6 @@ def gradients_config(call: Call) -> dict[str, Any]:
 def rows_are_cut(call: Call, window: Window) -> bool:
     """Whether programs take some channels of a row: only whole rows go through the norm."""
     return slices(call) > 1 and fused_gradients(call, window) is None
-
-
-def sums_decays(call: Call) -> bool:
-    """Whether the kernel that takes all gradients of a call adds up those by the decays, too."""
-    return not call.plan.per_segment and fused_gradients(call) is not None
 
 
 def slices(call: Call) -> int:

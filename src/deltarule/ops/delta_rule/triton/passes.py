@@ -9,69 +9,45 @@ is a file: scores.py, scan.py, gradients.py; with a decay per channel channel_st
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import channel_stages, windows
 from deltarule.ops.delta_rule.triton.gradients import (
     add_gradients,
-    own_buffers,
+    own_shapes,
     room_in_gradients,
     rows_are_cut,
 )
 from deltarule.ops.delta_rule.triton.plan import (
     WHOLE,
     Call,
-    Layout,
     Plan,
     Shapes,
-    blocks,
     kernel_key,
     layout,
     make_plan,
     new_plan,
     on_hopper,
-    views,
 )
 from deltarule.ops.delta_rule.triton.scan import scan_back, scan_through
 from deltarule.ops.delta_rule.triton.scores import head_scores, score_shapes
 from deltarule.ops.delta_rule.triton.segment_ends import transitions_shape
 from deltarule.ops.delta_rule.triton.segments import first_states, last_gradients
-from deltarule.ops.delta_rule.triton.tiles import inverse_norm, unit_norm_backward
+from deltarule.ops.delta_rule.triton.unit_norm import through_norm
 from deltarule.ops.delta_rule.triton.windows import Windows
-from deltarule.ops.dispatch import ONCE, CallKey, call_key, recordings, remember
-from deltarule.ops.runtime import launch
-from deltarule.ops.runtime.launch import compiled_together
-from deltarule.ops.runtime.replay import Outputs, Recording, capturing, record
-
-# Rows of q or k that a program takes.
-NORM_ROWS = 32
-# From inputs, a plan, a choice and further tensors.
-Stages = Callable[..., Outputs]
+from deltarule.ops.runtime.launch import ALIGNED, compiled_together
+from deltarule.ops.runtime.replay import Outputs, Recorded
 
 
 def forward(inputs: Inputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, final state, and what the backward is saved from computing again."""
-    o, final, *kept = replayed(forward_stages, inputs, save)
+    o, final, *kept = forward_stages(inputs, save)
     return o, final, kept[0] if kept else final.new_empty(0, *final.shape[1:])
-
-
-def fused_forward(inputs: Inputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs and final state of the fused kernel; nothing is saved for the backward, ever."""
-    o, final = replayed(fused_stage, inputs, False)
-    return o, final, final.new_empty(0, *final.shape[1:])
-
-
-def fused_stage(inputs: Inputs, plan: Plan, save: bool) -> Outputs:
-    """The fused kernel, wherever it can run."""
-    from deltarule.ops.delta_rule.gluon import stage
-
-    return stage.forward(Call(contiguous(inputs), plan))
 
 
 def backward(
@@ -79,90 +55,49 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """Gradients by the eight tensors from q to initial_state; None in place of a zero d_final."""
     inputs = contiguous(inputs)
-    given = piece(d_o), None if d_final is None else piece(d_final), saved
-    return in_order(inputs[:8], replayed(gradient_stages, inputs, saved.numel() == 0, given))
-
-
-def in_order(tensors: Sequence[Tensor | None], found: Outputs) -> tuple[Tensor | None, ...]:
-    """The gradients by the first eight fields of the inputs, None where there is no input."""
-    left = iter(found)
-    gradients = [None if x is None else next(left) for x in tensors[:8]]
-    if (beta := tensors[3]) is not None and (d_beta := gradients[3]) is not None:
-        # Outside of what is recorded, which has launches alone.
-        gradients[3] = d_beta.to(beta.dtype)
-    return tuple(gradients)
+    found: Outputs = gradient_stages(
+        inputs, piece(d_o), None if d_final is None else piece(d_final), saved
+    )
+    return found
 
 
 def repeated_gradients(
     tensors: Sequence[Tensor | None], numbers: tuple[Any, ...], d_o: Tensor, saved: Tensor
-) -> tuple[Tensor | None, ...] | None:
+) -> Outputs | None:
     """Gradients of the fields `tensors` by recorded launches, or None without a recording."""
-    call = call_key((*tensors, d_o, None, saved), gradient_stages, False, *numbers)
-    known = None if call is None else recordings.get(call.key)
-    if call is None or not isinstance(known, Recording):
+    if (known := gradient_stages.recording(*tensors, *numbers, d_o, None, saved)) is None:
         return None
-    found = known.repeated(call)
-    return None if found is None else in_order(tensors, found)
+    recording, key = known
+    return recording.repeated(key)
 
 
-def recording_of(inputs: Inputs, save: bool = False) -> Recording | None:
-    """The launches of a forward, where they were recorded."""
-    key = key_of(forward_stages, inputs, save)
-    known = None if key is None else recordings.get(key.key)
-    return known if isinstance(known, Recording) else None
+def compiled_first(run: Callable[..., object]) -> Callable[..., None]:
+    """Compiles the kernels that run(inputs, *more) launches, before the first call of a kind."""
+
+    def compile_first(inputs: Inputs, *more: Any) -> None:
+        plan = make_plan(inputs)
+        which = run, *[x.numel() > 0 if isinstance(x, Tensor) else x for x in more]
+        # The plan is asked first, which costs next to nothing.
+        if inputs.q.is_cuda and which not in plan.made:
+            plan.made[which] = True
+            compiled_together(lambda: run(inputs, *more), (*which, kernel_key(inputs, plan)))
+
+    return compile_first
 
 
-def key_of(
-    stages: Stages, inputs: Inputs, choice: bool, more: tuple[Tensor | None, ...] = ()
-) -> CallKey | None:
-    """All that the launches of these stages on a GPU depend on; None elsewhere."""
-    if not inputs.q.is_cuda:
-        return None
-    return call_key((*inputs[:9], *more), stages, choice, *inputs[9:])
-
-
-def replayed(
-    stages: Stages, inputs: Inputs, choice: bool, more: tuple[Tensor | None, ...] = ()
-) -> Outputs:
-    """stages(inputs, plan, choice, *more); from their recording where a call like it has one."""
-    if (key := key_of(stages, inputs, choice, more)) is None:
-        return stages(inputs, make_plan(inputs), choice, *more)
-    known = recordings.get(key.key, "new")
-    if isinstance(known, Recording) and (outputs := known.repeated(key)) is not None:
-        return outputs
-    plan = make_plan(inputs)
-    if known == "new":
-        remember(recordings, key.key, ONCE)
-        # A backward may follow a forward that saves: its kernels are compiled with it.
-        first = all_stages if stages is forward_stages else stages
-        which = stages, choice, *[x is None for x in more]
-        compile_first(inputs, plan, which, lambda: first(inputs, plan, choice, *more))
-    if known is ONCE and key.aligned and not launch.watched() and not capturing():
-        return record(lambda x, *y: stages(x, plan, choice, *y), key, inputs, more)
-    return stages(inputs, plan, choice, *more)
-
-
-def compile_first(
-    inputs: Inputs, plan: Plan, which: tuple[object, ...], run: Callable[[], object]
-) -> None:
-    """Compile the kernels of some stages side by side, before the first call of their kind."""
-    # The plan is asked first, which costs next to nothing.
-    if inputs.q.is_cuda and which not in plan.made:
-        plan.made[which] = True
-        compiled_together(run, (*which, kernel_key(inputs, plan)))
-
-
-def all_stages(inputs: Inputs, plan: Plan, save: bool) -> None:
+def all_kernels(inputs: Inputs, save: bool) -> None:
     """The kernels of the forward and, where it saves for one, of the backward."""
-    o, _, *kept = forward_stages(inputs, plan, save)
+    _, _, *kept = forward_stages.run(inputs, save)
     if kept:
+        d_o = inputs.v.new_empty(inputs.output_shape)
         # Mostly nobody asks for the final state's gradient.
-        gradient_stages(contiguous(inputs), plan, False, torch.empty_like(o), None, kept[0])
+        gradient_stages.run(contiguous(inputs), d_o, None, kept[0])
 
 
-def forward_stages(inputs: Inputs, plan: Plan, save: bool) -> Outputs:
+@partial(Recorded, first=compiled_first(all_kernels))
+def forward_stages(inputs: Inputs, save: bool) -> Outputs:
     """The kernels of the forward, which write nothing but memory of the call."""
-    call = Call(contiguous(inputs), plan)
+    call = Call(contiguous(inputs), make_plan(inputs))
     fused = fused_that_pays(call, save)
     if fused and not save:
         o, final = fused.forward(call)
@@ -185,11 +120,13 @@ def fused_that_pays(call: Call, save: bool) -> Any:
     return stage if stage.pays(call.inputs, call.plan, save) else None
 
 
-def gradient_stages(inputs: Inputs, plan: Plan, again: bool, *given: Any) -> Outputs:
-    """The gradients by what there is; the kernels compute `again` what was not saved."""
-    call = call_back(inputs, plan)
-    found = zip(inputs, gradients(call, begin_back(call, *given)), strict=False)
-    return tuple(dx for x, dx in found if x is not None and dx is not None)
+def gradients_of(inputs: Inputs, d_o: Tensor, d_final: Tensor | None, saved: Tensor) -> Outputs:
+    """The gradients by what there is; the kernels compute again what was not saved."""
+    call = call_back(inputs, make_plan(inputs))
+    return gradients(call, begin_back(call, d_o, d_final, saved))
+
+
+gradient_stages = Recorded(gradients_of, compiled_first(gradients_of))
 
 
 def call_back(inputs: Inputs, plan: Plan) -> Call:
@@ -229,22 +166,23 @@ def gradients(call: Call, cut: Windows | None) -> tuple[Tensor | None, ...]:
     inputs, window = call.inputs, WHOLE if cut is None else cut.window(0)
     if inputs.normalize_qk and (inputs.by_channel or rows_are_cut(call, window)):
         through_norm(call)
-    return *(call[f"d_{name}"] for name in Inputs._fields[:7]), call["d_initial"]
+    d_initial = None if inputs.initial_state is None else call["d_initial"]
+    return *(call[f"d_{name}"] for name in Inputs._fields[:7]), d_initial
 
 
 def head_gradients(call: Call) -> None:
     """The scan back over all chunks, and their gradients; decay none or per head."""
     d_end = last_gradients(call) if call.plan.per_segment else call["d_final"]
-    own = own_buffers(call, call.plan.chunks, False)
+    _, own = call.buffers(own_shapes, call.plan.chunks, False)
     scan_back(call, d_end, call["d_initial"], own | room_in_gradients(call))
     add_gradients(call, call.plan.chunks, own)
 
 
 def new_gradients(call: Call) -> None:
-    """Room for the gradients, those by beta and log_decay in float32."""
-    for name in ("q", "k", "v", "a", "b", "beta", "log_decay"):
-        x, low = call[name], name not in ("beta", "log_decay")
-        made = None if x is None else call.empty(x.shape, x.dtype if low else torch.float32)
+    """Room for the gradients, in the types of their tensors; that by log_decay in float32."""
+    for name in Inputs._fields[:7]:
+        x, exact = call[name], name == "log_decay"
+        made = None if x is None else call.empty(x.shape, torch.float32 if exact else x.dtype)
         call.values[f"d_{name}"] = made
     call.values["d_initial"] = call.empty(call.inputs.state_shape)
 
@@ -267,8 +205,9 @@ def scan(call: Call, output: bool) -> tuple[Tensor | None, Tensor]:
     return o, final
 
 
-def kept_shapes(inputs: Inputs, plan: Plan, save: bool) -> Shapes:
-    """What a forward keeps: scores, with q and k decayed where these are kept, S, and E or w."""
+def kept_shapes(call: Call, save: bool) -> Shapes:
+    """What a forward keeps until its last kernel or, with `save`, for the backward."""
+    inputs, plan = call.inputs, call.plan
     if not inputs.by_channel:
         shapes = score_shapes(inputs, plan)
     else:
@@ -285,21 +224,16 @@ def kept_shapes(inputs: Inputs, plan: Plan, save: bool) -> Shapes:
     return shapes
 
 
-def kept_layout(call: Call, save: bool) -> Layout:
-    return layout(kept_shapes(call.inputs, call.plan, save))
-
-
 def keep(call: Call, save: bool, kept: Tensor | None = None) -> Tensor:
     """Have what a forward keeps join the namespace, from where it lies or in new memory."""
-    places = call.once(kept_layout, save)
-    kept = call.empty((places.elements,)) if kept is None else kept
-    call.values |= views(kept, places)
+    kept, buffers = call.buffers(kept_shapes, save, within=kept)
+    call.values |= buffers
     return kept
 
 
 def saved_shape(inputs: Inputs) -> tuple[int, ...]:
     """The shape of what a forward saves: one flat float32 tensor."""
-    return (layout(kept_shapes(inputs, new_plan(inputs), True)).elements,)
+    return (layout(kept_shapes(Call(inputs, new_plan(inputs)), True)).elements,)
 
 
 def contiguous(inputs: Inputs) -> Inputs:
@@ -316,31 +250,8 @@ def contiguous(inputs: Inputs) -> Inputs:
 
 def is_piece(x: Tensor) -> bool:
     """Whether a tensor lies in one piece, from an address that the copy engine takes."""
-    return x.is_contiguous() and x.data_ptr() % launch.ALIGNED == 0
+    return x.is_contiguous() and x.data_ptr() % ALIGNED == 0
 
 
 def piece(x: Tensor) -> Tensor:
     return x if is_piece(x) else x.clone(memory_format=torch.contiguous_format)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def unit_norm_gradients_kernel(x, d_x, rows, S: tl.constexpr):
-    """Gradients by unit q or k, rows of K channels, to those by q or k, in place."""
-    o_r = tl.program_id(0).to(tl.int64) * S.ROWS + tl.arange(0, S.ROWS)
-    o_k = tl.arange(0, S.BK)
-    o_x, m_x = o_r[:, None] * S.K + o_k[None, :], (o_r < rows)[:, None] & (o_k < S.K)[None, :]
-    b_x = tl.load(x + o_x, mask=m_x, other=0.0).to(tl.float32)
-    b_y = tl.load(d_x + o_x, mask=m_x, other=0.0).to(tl.float32)
-    b_y = unit_norm_backward(b_x, inverse_norm(b_x), b_y)
-    tl.store(d_x + o_x, b_y.to(d_x.dtype.element_ty), mask=m_x)
-
-
-def through_norm(call: Call) -> None:
-    """Launch `unit_norm_gradients_kernel`, where no kernel before had whole rows."""
-    options = {"ROWS": NORM_ROWS, "num_warps": 4, "num_stages": 1}
-    for name in ("q", "k"):
-        rows = call[name].numel() // call.plan.sizes["K"]
-        given = {"x": call[name], "d_x": call[f"d_{name}"], "rows": rows}
-        call.launch(
-            unit_norm_gradients_kernel, (blocks(rows, NORM_ROWS), 1, 1), {**given, **options}
-        )

@@ -90,19 +90,14 @@ def plan_key(inputs: Inputs) -> Hashable:
 
 
 def new_plan(inputs: Inputs) -> Plan:
-    batch, tokens, heads, key_size = inputs.q.shape
-    value_heads, value_size = inputs.v.shape[2:]
+    heads, key_size, value_heads, value_size = *inputs.q.shape[2:], *inputs.v.shape[2:]
     key = tile_key(inputs)
     rows = chunk_rows(key)
     size = rows // inputs.n_steps
-    if inputs.cu_seqlens is None:
-        chunks = batch * ((tokens + size - 1) // size)
-    else:
-        chunks = tokens // size + inputs.sequences
     sizes = {"H": heads, "HV": value_heads, "K": key_size, "V": value_size, "CT": size, "BT": rows}
     sizes |= {"N_STEPS": inputs.n_steps, "BQ": power_of_two(size), "BK": power_of_two(key_size)}
     key, per_segment = tiled(inputs, key, size)
-    return Plan(key, chunks, sizes, per_segment)
+    return Plan(key, numbers_of(inputs, size), sizes, per_segment)
 
 
 def kernel_key(inputs: Inputs, plan: Plan) -> Hashable:
@@ -115,20 +110,18 @@ def kernel_key(inputs: Inputs, plan: Plan) -> Hashable:
     return inputs.q.device, inputs.q.dtype, *sizes, *rule, *given, *own
 
 
-def stretches(inputs: Inputs, plan: Plan) -> int:
-    """Sequences, or numbers of the segments that they are split into, given as those of chunks."""
-    if not plan.per_segment:
-        return inputs.sequences
-    (batch, tokens), size = inputs.q.shape[:2], plan.per_segment * plan.sizes["CT"]
+def numbers_of(inputs: Inputs, size: int) -> int:
+    """Chunks of so many tokens; of packed sequences, numbers that are given to their chunks."""
+    batch, tokens = inputs.q.shape[:2]
     if inputs.cu_seqlens is None:
-        return batch * ((tokens + size - 1) // size)
+        return batch * blocks(tokens, size)
     return tokens // size + inputs.sequences
 
 
-def fit_at_once(inputs: Inputs, tile: int) -> bool:
-    """Whether there is a multiprocessor for every `tile` rows of the state of every sequence."""
-    sequences, heads, value_size, _ = inputs.state_shape
-    return sequences * heads * -(-value_size // tile) <= multiprocessors(inputs.q.device)
+def stretches(inputs: Inputs, plan: Plan) -> int:
+    """Sequences, or numbers of the segments that they are split into, given as those of chunks."""
+    size = plan.per_segment * plan.sizes["CT"]
+    return numbers_of(inputs, size) if size else inputs.sequences
 
 
 def chunks_per_segment(inputs: Inputs, size: int, tile: int) -> int:
@@ -141,13 +134,13 @@ def chunks_per_segment(inputs: Inputs, size: int, tile: int) -> int:
     if processors == 1 or (erase != "none" and inputs.q.shape[3] > WIDEST):
         return 0
     batch, tokens, heads, value_size = inputs.output_shape
-    programs = max(batch * heads * -(-value_size // tile), 1)
+    programs = max(batch * heads * blocks(value_size, tile), 1)
     wanted = processors // programs
     if wanted < LEAST_SEGMENTS[erase] or programs * inputs.sequences > MOST_WAVES * processors:
         return 0
-    chunks = (tokens + size - 1) // size
-    length = max((chunks + wanted - 1) // wanted, LEAST_CHUNKS)
-    return length if (chunks + length - 1) // length >= LEAST_SEGMENTS[erase] else 0
+    chunks = blocks(tokens, size)
+    length = max(blocks(chunks, wanted), LEAST_CHUNKS)
+    return length if blocks(chunks, length) >= LEAST_SEGMENTS[erase] else 0
 
 
 def tiled(inputs: Inputs, key: TileKey, size: int) -> tuple[TileKey, int]:
@@ -160,7 +153,9 @@ def tiled(inputs: Inputs, key: TileKey, size: int) -> tuple[TileKey, int]:
     narrow = key._replace(narrow=True)
     tile, half = (configuration("next_state", x)["BV"] for x in (key, narrow))
     segment, shorter = (chunks_per_segment(inputs, size, rows) for rows in (tile, half))
-    worth = half < tile and fit_at_once(inputs, half) and (shorter or not segment)
+    sequences, heads, value_size, _ = inputs.state_shape
+    at_once = sequences * heads * blocks(value_size, half) <= multiprocessors(inputs.q.device)
+    worth = half < tile and at_once and (shorter or not segment)
     return (narrow, shorter) if worth else (key, segment)
 
 
@@ -184,7 +179,7 @@ def layout(shapes: Shapes) -> Layout:
     for name, (shape, dtype) in shapes.items():
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
         buffers.append((name, dtype, shape, strides, start * 4 // dtype.itemsize))
-        start += _room(shape, dtype)
+        start += blocks(math.prod(shape) * dtype.itemsize, 4 * ALIGNED) * ALIGNED
     return Layout(start, {dtype for _, dtype in shapes.values()}, buffers)
 
 
@@ -195,11 +190,6 @@ def views(flat: Tensor, layout: Layout) -> dict[str, Tensor]:
         name: typed[dtype].as_strided(shape, strides, typed[dtype].storage_offset() + start)
         for name, dtype, shape, strides, start in layout.buffers
     }
-
-
-def _room(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    needed = -(-math.prod(shape) * dtype.itemsize // 4)
-    return -(-needed // ALIGNED) * ALIGNED
 
 
 def blocks(length: int, size: int) -> int:
@@ -281,6 +271,14 @@ class Call:
         """Memory that kernels write, and nothing else."""
         return torch.empty(shape, dtype=dtype, device=self.inputs.q.device)
 
+    def buffers(
+        self, shapes: Callable[..., Shapes], *choices: Hashable, within: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """One flat tensor, new or given, and the buffers of shapes(self, *choices) in it."""
+        places = self.once(placed, shapes, *choices)
+        flat = self.empty((places.elements,)) if within is None else within
+        return flat, views(flat, places)
+
     def launch(
         self, kernel: Any, grid: Grid, own: Mapping[str, Any], fetched: Fetches | None = None
     ) -> None:
@@ -312,6 +310,10 @@ class Call:
         given = *kernel.arg_names[len(asked) :], *CHOICES
         found = {name: values[name] for name in given if name in values}
         return Launch(kernel, found, fetched(values) if fetched and values["TMA"] else None)
+
+
+def placed(call: Call, shapes: Callable[..., Shapes], *choices: Hashable) -> Layout:
+    return layout(shapes(call, *choices))
 
 
 def constants(call: Call) -> dict[str, Any]:

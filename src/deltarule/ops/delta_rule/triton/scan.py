@@ -336,16 +336,9 @@ def next_state_backward_kernel(
 # Where a scan leaves what there is room for.
 Buffers = Mapping[str, Tensor | None]
 NO_BUFFERS: Buffers = {}
-
-
-def own_of(own: Buffers, *names: str) -> dict[str, Tensor | None]:
-    return {name: own.get(name) for name in names}
-
-
-def streams(call: Call) -> dict[str, Any]:
-    """The arguments of both scans that have other names before: q and k decayed, scalings."""
-    decayed = {"q": call["decayed_q"], "k": call["decayed_k"]} if call.inputs.by_channel else {}
-    return {"readings": call["scalings"], **decayed}
+# What the scan forwards may leave, and the scan back.
+LEFT: Buffers = dict.fromkeys(("o", "states", "errors"))
+LEFT_BACK: Buffers = dict.fromkeys(("d_states", "d_errors", "d_values", "d_v", "d_q", "d_k"))
 
 
 def scan_config(call: Call, name: str, ends: bool) -> dict[str, Any]:
@@ -357,6 +350,15 @@ def scan_config(call: Call, name: str, ends: bool) -> dict[str, Any]:
     stores = full and architecture(call.inputs.q.device) < TENSOR_MEMORY
     own = {"TMA": full, "TMA_STORE": stores, "num_stages": config["STAGES"]}
     return config | own | {"SPLIT": "ends" if ends else call.plan.split}
+
+
+def scan_values(call: Call, name: str, window: Window, ends: bool) -> tuple[dict[str, Any], int]:
+    """What both scans are launched with, and the tiles of a state's rows."""
+    config = call.once(scan_config, name, ends)
+    decayed = {"q": call["decayed_q"], "k": call["decayed_k"]} if call.inputs.by_channel else {}
+    own = {"readings": call["scalings"], "OPEN": ends and call["join"] is not None}
+    tiles = blocks(call.inputs.state_shape[2], config["BV"])
+    return config | window.constants() | decayed | own, tiles
 
 
 def scan_through(
@@ -371,15 +373,12 @@ def scan_through(
 
     o, and S and E of the chunks, go where `own` has room. With `ends` segments start at zero.
     """
-    config = call.once(scan_config, "next_state", ends)
-    _, heads, value_size, key_size = call.inputs.state_shape
-    tiles = blocks(value_size, config["BV"])
+    values, tiles = scan_values(call, "next_state", window, ends)
+    _, heads, _, key_size = call.inputs.state_shape
     if ends and call.inputs.erase != "none":
-        tiles += blocks(key_size, config["BV"])
-    given = config | window.constants() | streams(call) | own_of(own, "o", "states", "errors")
+        tiles += blocks(key_size, values["BV"])
+    given = {**values, **LEFT, **own, "initial_state": start, "final_state": end}
     given |= {"OUTPUT": given["o"] is not None, "SAVE": given["states"] is not None}
-    given |= {"initial_state": start, "final_state": end}
-    given["OPEN"] = ends and call["join"] is not None
     grid = tiles * heads * stretches(call.inputs, call.plan), 1, 1
     call.launch(next_state_kernel, grid, given, forward_tiles)
 
@@ -396,11 +395,7 @@ def scan_back(
 
     D at the chunks' ends, X and dv (`d_values` of a free erase) go where `own` has room.
     """
-    config = call.once(scan_config, "next_state_backward", ends)
-    _, heads, value_size, _ = call.inputs.state_shape
-    grid = blocks(value_size, config["BV"]) * heads * stretches(call.inputs, call.plan), 1, 1
-    left = own_of(own, "d_states", "d_errors", "d_values", "d_v", "d_q", "d_k")
-    given = config | window.constants() | streams(call) | left
-    given |= {"d_final": d_end, "d_initial": d_start}
-    given["OPEN"] = ends and call["join"] is not None
+    values, tiles = scan_values(call, "next_state_backward", window, ends)
+    given = {**values, **LEFT_BACK, **own, "d_final": d_end, "d_initial": d_start}
+    grid = tiles * call.inputs.v.shape[2] * stretches(call.inputs, call.plan), 1, 1
     call.launch(next_state_backward_kernel, grid, given, backward_tiles)

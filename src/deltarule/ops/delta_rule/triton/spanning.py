@@ -7,6 +7,7 @@ is computed twice. Between the two halves of a pass others may compute while mes
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.passes import (
     begin_back,
     call_back,
-    compile_first,
+    compiled_first,
     contiguous,
     gradients,
     keep,
@@ -115,9 +116,8 @@ def split(inputs: Inputs) -> Plan:
 def forward(inputs: Inputs, save: bool, join: Any, ends: Any) -> Halves[Any]:
     """Outputs, final states, what is saved, and the true states at the start."""
     inputs, joint = contiguous(inputs), Joint(join)
-    plan = split(inputs)
-    compile_first(inputs, plan, (forward, save), lambda: compiled(inputs, plan, save))
-    stages = forward_stages(inputs, plan, save, joint)
+    compile_kernels(inputs, save)
+    stages = forward_stages(inputs, save, joint)
     yield
     o, final, kept = stages()
     return o, final, kept if save else kept.new_empty(0), joint.start
@@ -125,10 +125,10 @@ def forward(inputs: Inputs, save: bool, join: Any, ends: Any) -> Halves[Any]:
 
 @in_two
 def forward_stages(
-    inputs: Inputs, plan: Plan, save: bool, joint: "Joint"
+    inputs: Inputs, save: bool, joint: "Joint"
 ) -> Halves[tuple[Any, Tensor, Tensor]]:
     """The kernels of the forward, with a meeting half way."""
-    call = Call(inputs, plan)
+    call = Call(inputs, split(inputs))
     call.values["join"] = joint
     kept = keep(call, save)
     scores(call)
@@ -137,20 +137,13 @@ def forward_stages(
     return *scan(call, output=True), kept
 
 
-@in_two
 def backward(
     d_o: Tensor, d_final: Tensor, inputs: Inputs, saved: Tensor, join: Any
-) -> Halves[tuple[Tensor | None, ...]]:
-    """Gradients by the eight tensors from q to initial_state."""
+) -> Callable[[], tuple[Tensor | None, ...]]:
+    """Gradients by the eight tensors from q to initial_state, in two halves."""
     inputs = contiguous(inputs)
-    joint = Joint(join, inputs.initial_state)
-    call = call_back(inputs, split(inputs))
-    stages = backward_stages(call, piece(d_o), piece(d_final), saved, joint)
-    yield
-    found = list(stages())
-    if inputs.beta is not None and (d_beta := found[3]) is not None:
-        found[3] = d_beta.to(inputs.beta.dtype)
-    return tuple(found)
+    call, joint = call_back(inputs, split(inputs)), Joint(join, inputs.initial_state)
+    return backward_stages(call, piece(d_o), piece(d_final), saved, joint)
 
 
 @in_two
@@ -184,9 +177,12 @@ class Nobody(Joint):
         return self.d_ends.new_empty(call.inputs.state_shape)
 
 
-def compiled(inputs: Inputs, plan: Plan, save: bool) -> None:
-    """Launch what the forward and, where it saves for one, the backward launch."""
-    o, final, kept = forward_stages(inputs, plan, save, Nobody(None))()
+def all_kernels(inputs: Inputs, save: bool) -> None:
+    """The kernels of the forward and, where it saves for one, of the backward."""
+    o, final, kept = forward_stages(inputs, save, Nobody(None))()
     if save:
         like = torch.empty_like(o), torch.empty_like(final)
-        backward_stages(call_back(inputs, plan), *like, kept, Nobody(None))()
+        backward_stages(call_back(inputs, split(inputs)), *like, kept, Nobody(None))()
+
+
+compile_kernels = compiled_first(all_kernels)

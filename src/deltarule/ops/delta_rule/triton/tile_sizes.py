@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton.tile_tables import TABLES, Row, Table
+from deltarule.ops.delta_rule.triton.tile_tables import TABLES, Table
 
 # What the interpreter is given on a machine without a GPU.
 INTERPRETED = 90
@@ -58,9 +58,15 @@ def table_of(architecture: int) -> Table:
     return TABLES[max(below, default=min(TABLES))]
 
 
-def fits(row: Row, call: TileKey) -> bool:
-    """Whether the row is made for calls at least as large."""
-    return call.element_bytes <= row.element_bytes and call.key_size <= row.key_size
+def row_of(kernel: str, call: TileKey) -> dict[str, int]:
+    """The table's row: scans of decayed q and k, or in narrow tiles, may have rows of their own."""
+    table = table_of(call.architecture)
+    kinds = {"_free": call.erase == "free", "_decayed": call.decayed, "_narrow": call.narrow}
+    for kind in (*[kind for kind, of in kinds.items() if of], ""):
+        for row in table.get(kernel + kind, ()):
+            if call.element_bytes <= row.element_bytes and call.key_size <= row.key_size:
+                return row.config
+    raise KeyError(kernel)
 
 
 @cache
@@ -70,8 +76,7 @@ def configuration(kernel: str, call: TileKey) -> dict[str, int]:
     Returns:
         Warps, stages and tile sizes as the kernel takes them; not to be changed.
     """
-    kernel = variant(kernel, call)
-    config = dict(shipped(kernel, call))
+    config = dict(row_of(kernel, call))
     config.pop("BT", None)
     if "BV" in config and (block := power_of_two(call.value_size)) < config["BV"]:
         warps = config["num_warps"]
@@ -80,26 +85,10 @@ def configuration(kernel: str, call: TileKey) -> dict[str, int]:
     return config
 
 
-def variant(kernel: str, call: TileKey) -> str:
-    """The name in the table: scans of decayed q and k, or in narrow tiles, may have their own."""
-    kinds = {"free": call.erase == "free", "decayed": call.decayed, "narrow": call.narrow}
-    table = table_of(call.architecture)
-    names = [f"{kernel}_{kind}" for kind, of in kinds.items() if of]
-    found = (name for name in names if any(fits(row, call) for row in table.get(name, ())))
-    return next(found, kernel)
-
-
-def shipped(kernel: str, call: TileKey) -> dict[str, int]:
-    """The package's configuration, as its table has it."""
-    return next(row.config for row in table_of(call.architecture)[kernel] if fits(row, call))
-
-
 @cache
 def chunk_rows(call: TileKey) -> int:
     """Rows of a chunk: fewer where tiles of full width would not fit."""
-    if call.decayed:
-        return ROWS
-    return shipped("next_state", call).get("BT", ROWS)
+    return ROWS if call.decayed else row_of("next_state", call).get("BT", ROWS)
 
 
 def power_of_two(size: int) -> int:

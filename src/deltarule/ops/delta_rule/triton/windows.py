@@ -21,7 +21,6 @@ from torch import Tensor
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.gradients import (
     add_gradients,
-    own_buffers,
     own_shapes,
     room_in_gradients,
     slices,
@@ -103,7 +102,7 @@ def backward(call: Call, cut: Windows) -> None:
     d_end, carry = call["d_final"], call["d_initial"]
     if call.plan.per_segment:
         d_end = carry = last_gradients(call)
-    own, spare = own_buffers(call, cut.slots, True), torch.empty_like(carry)
+    (_, own), spare = call.buffers(own_shapes, cut.slots, True), torch.empty_like(carry)
     for number in reversed(range(cut.parts)):
         window = cut.window(number)
         # What comes out at the window's end, nobody needs.
