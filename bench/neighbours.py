@@ -24,9 +24,8 @@ from deltarule.nn import norm, short_conv
 from deltarule.nn.layout import make_layout
 from deltarule.nn.masked_attention import Sight, attend_by_sight
 from deltarule.ops.delta_rule import gate_maps
-from deltarule.ops.fused import gated_norm as norm_op
 from deltarule.ops.fused import gates as gates_op
-from deltarule.ops.fused import residual_norm as sum_op
+from deltarule.ops.fused import norms as norm_op
 from deltarule.ops.fused import swiglu as swiglu_op
 from deltarule.shapes import TitansState, TTTState
 
@@ -178,7 +177,7 @@ def residual_norm() -> Case:
     x, y = random(2, BATCH, TOKENS, CHANNELS).unbind()
     inputs = {"x": x, "y": y, "weight": random(CHANNELS)}
     sides: dict[str, Run] = {
-        "deltarule": lambda x: sum_op.residual_norm(x["x"], x["y"], x["weight"], 1e-5)[1],
+        "deltarule": lambda x: norm_op.residual_norm(x["x"], x["y"], x["weight"], 1e-5)[1],
         "PyTorch": lambda x: norm.plain_residual_norm(**x, eps=1e-5)[1],
     }
     return Case(inputs, sides, 4 * x.nbytes, 3 * x.nbytes)

@@ -12,9 +12,8 @@ from deltarule.nn import norm, short_conv
 from deltarule.nn.layout import Layout, make_layout
 from deltarule.ops.delta_rule import gate_maps
 from deltarule.ops.fused import cross_entropy
-from deltarule.ops.fused import gated_norm as norm_op
 from deltarule.ops.fused import gates as gates_op
-from deltarule.ops.fused import residual_norm as residual_op
+from deltarule.ops.fused import norms as norm_op
 from deltarule.ops.fused import short_conv as short_conv_op
 from deltarule.ops.fused import swiglu as swiglu_op
 
@@ -123,7 +122,7 @@ def residual_norm(size: int = 20, *, sliced: bool = False, alone: bool = False) 
         "weight": torch.randn(size),
     }  # fmt: skip
     return Neighbour(
-        tensors, lambda x: kept(residual_op.residual_norm(*call(x))),
+        tensors, lambda x: kept(norm_op.residual_norm(*call(x))),
         lambda x: kept(norm.plain_residual_norm(*call(x))), ("weight",),
     )  # fmt: skip
 

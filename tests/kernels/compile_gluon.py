@@ -101,7 +101,7 @@ def gradients(inputs: Inputs) -> None:
     call.values["d_o"] = call["d_v"]
     d_v = None if scan_back_has_values(call) else call["d_v"]
     assert gradient_stage.can(call)
-    gradient_stage.add_gradients(call, own, d_v, WHOLE)
+    gradient_stage.launch(call, own, d_v, WHOLE)
 
 
 def passes_of(form: Form) -> list[Callable[[Inputs], None]]:

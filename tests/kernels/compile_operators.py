@@ -14,11 +14,10 @@ from torch import Tensor
 
 from deltarule.ops.fused.convolution_step_triton import Stream, convolution_step
 from deltarule.ops.fused.cross_entropy import cross_entropy
-from deltarule.ops.fused.gated_norm import gated_norm
 from deltarule.ops.fused.gates import log_decay, write_strength
 from deltarule.ops.fused.likeliest_triton import likeliest
+from deltarule.ops.fused.norms import gated_norm, residual_norm
 from deltarule.ops.fused.one_row_triton import normed_row, one_row
-from deltarule.ops.fused.residual_norm import residual_norm
 from deltarule.ops.fused.short_conv import short_conv
 from deltarule.ops.fused.swiglu import SwiGLULinear
 from deltarule.ops.memory.torch.triton_scan import Scan

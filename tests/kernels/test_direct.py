@@ -341,7 +341,7 @@ def constants(inputs: Inputs, monkeypatch) -> list[tuple[object, ...]]:
     monkeypatch.setattr(Launch, "__call__", lambda *given: None)
     plan = launch.new_plan(inputs)
     made, x = launch.Call(inputs, plan), inputs.v
-    layouts = [launch.placed(made, passes.kept_shapes, save) for save in (False, True)]
+    layouts = [passes.kept_layout(made, save) for save in (False, True)]
     monkeypatch.setattr(passes, "make_plan", lambda inputs: plan)
     passes.forward_stages.run(inputs, True)
     passes.gradient_stages.run(inputs, x, torch.zeros(inputs.state_shape), x.new_empty(0))

@@ -25,8 +25,7 @@ from deltarule.ops.delta_rule.triton import plan as launch
 from deltarule.ops.delta_rule.triton.plan import Call, Plan
 from deltarule.ops.dispatch import Implementation, always, forget_calls, recordings
 from deltarule.ops.fused import gates, gates_triton, norms_triton, short_conv_triton, swiglu_triton
-from deltarule.ops.fused.gated_norm import GatedNorm
-from deltarule.ops.fused.residual_norm import ResidualNorm
+from deltarule.ops.fused.norms import GatedNorm, ResidualNorm
 from deltarule.ops.fused.short_conv import ShortConv
 from deltarule.ops.fused.swiglu import GatedProduct
 from deltarule.ops.operators import Operator
@@ -183,7 +182,7 @@ def assert_replayed(make, run, stages, runs) -> None:
 @pytest.mark.parametrize("save", [False, True])
 @pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
 def test_a_replay_launches_what_the_forward_does(make, save: bool, runs) -> None:
-    run = lambda inputs, given: passes.forward(inputs, save)[: 2 + save]  # noqa: E731
+    run = lambda inputs, given: passes.forward_stages(inputs, save)  # noqa: E731
     stages = lambda inputs, given: passes.forward_stages.run(inputs, save)  # noqa: E731
     assert_replayed(make, run, stages, runs)
 
@@ -471,11 +470,11 @@ def maps() -> dict[str, tuple[object, ...]]:
             norms_triton.residual_norm_gradients, total._replace(x=None, y=None), None, rows(32),
             rows(32),
         ),
-        "decay": (gates_triton.log_decay, decay),
-        "decay and step": (gates_triton.log_decay, decay._replace(step=True)),
+        "decay": (gates_triton.decays, decay),
+        "decay and step": (gates_triton.decays, decay._replace(step=True)),
         "decay back": (gates_triton.log_decay_gradients, decay, rows(4), None),
-        "write strength": (gates_triton.write_strength, strength, None),
-        "write strength back": (gates_triton.write_strength, strength, rows(4)),
+        "write strength": (gates_triton.strengths, strength, None),
+        "write strength back": (gates_triton.strengths, strength, rows(4)),
         "SwiGLU": (swiglu_triton.swiglu_rows, both),
         "SwiGLU back": (swiglu_triton.swiglu_gradients, both, h, None, False),
         "SwiGLU back, product in its place": (swiglu_triton.swiglu_gradients, both, h, h, True),

@@ -15,7 +15,6 @@ from deltarule import pack
 from deltarule.ops.delta_rule import chunked, definition
 from deltarule.ops.delta_rule.gluon import gradient_stage, stage
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton import gradients as triton_gradients
 from deltarule.ops.delta_rule.triton import passes, plan
 from deltarule.ops.delta_rule.triton import windows as triton_windows
 from deltarule.ops.delta_rule.triton.passes import kept_shapes
@@ -237,11 +236,11 @@ def run(
     d_v = call["d_v"] if values else None
     lend(case, own, call)
     if per_window is None:
-        gradient_stage.add_gradients(call, own, d_v, WHOLE)
+        gradient_stage.launch(call, own, d_v, WHOLE)
     else:
         for window in windows(case, per_window):
             call.values |= {"states": None, "errors": None}
-            gradient_stage.add_gradients(call, of_window(case, own, window), d_v, window)
+            gradient_stage.launch(call, of_window(case, own, window), d_v, window)
     found = {name: call["d_" + name] for name in ("q", "k", "v", "beta", "log_decay")}
     if not values:
         del found["v"]
@@ -367,10 +366,6 @@ def compare_backward(case: Case, save: bool, monkeypatch: pytest.MonkeyPatch) ->
     given = d_o.half(), d_final.float(), inputs, passes.forward(inputs, save)[2]
     expected = passes.backward(*given)
     monkeypatch.setattr(gradient_stage, "runs", lambda call: True)
-    monkeypatch.setattr(
-        triton_gradients, "fused_gradients",
-        lambda call, window=WHOLE: gradient_stage if gradient_stage.takes(call, window) else None,
-    )  # fmt: skip
     for x, y in zip(passes.backward(*given), expected, strict=True):
         assert (x is None) == (y is None)
         assert x is None or relative_rms(x, y.double()) < 2e-3

@@ -26,7 +26,7 @@ from deltarule.models import loss
 from deltarule.nn import mlp, norm
 from deltarule.ops.delta_rule import gate_maps
 from deltarule.ops.fused import gates as gate_ops
-from deltarule.ops.fused import residual_norm as sum_ops
+from deltarule.ops.fused import norms as sum_ops
 from deltarule.ops.fused import short_conv as conv_ops
 from deltarule.ops.fused_kernels import kernel_runs, why_not_fused
 

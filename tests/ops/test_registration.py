@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from deltarule.ops.operators import Operator
-from deltarule.ops.registration import Rules
+from deltarule.ops.registration import Backward, Rules
 
 ran: list[str] = []
 
@@ -28,10 +28,10 @@ def forward(inputs: Scaled, times: int) -> tuple[Tensor, Tensor]:
     return s, inputs.factor * times * s * (1 if inputs.weight is None else inputs.weight)
 
 
-def backward(gradients, saved, wanted, inputs: Scaled, times: int):
+def backward(given: Backward[Scaled], times: int):
+    (d_s, d_z), (s,), wanted, inputs = given
     ran.append(f"backward {wanted}")
     assert inputs.x is inputs.y is None
-    (d_s, d_z), (s,) = gradients, saved
     d_s = torch.zeros_like(s) if d_s is None else d_s
     d_z = torch.zeros_like(s) if d_z is None else d_z
     weight = torch.ones_like(s) if inputs.weight is None else inputs.weight

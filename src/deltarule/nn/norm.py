@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn.layout import split
-from deltarule.ops.fused import gated_norm as fused
-from deltarule.ops.fused import residual_norm as fused_residual
+from deltarule.ops.fused import norms as fused
 from deltarule.ops.fused_kernels import kernel_runs, why_not_fused
 
 Activation = Literal["silu", "sigmoid", "gelu"]
@@ -116,7 +115,7 @@ def why_no_gated_norm(x: Tensor, gate: Tensor | None, activation: Activation) ->
 def residual_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x + y and its norm; the kernel's backward adds the gradients by both."""
     if kernel_runs(x, why_no_residual_norm(x, y)):
-        total, normed = fused_residual.residual_norm(x, y, weight, eps)
+        total, normed = fused.residual_norm(x, y, weight, eps)
         return total, normed
     return plain_residual_norm(x, y, weight, eps)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deltarule.ops.dispatch import are_plain_eager
 from deltarule.ops.folding import Fold
-from deltarule.ops.registration import Gradients, Inputs, Registered, Rules
+from deltarule.ops.registration import Backward, Gradients, Inputs, Registered, Rules
 from deltarule.shapes import RecurrentOutput
 
 
@@ -53,15 +53,12 @@ class Operator(Registered[Inputs]):
         return self.forward(self.inputs(*args[: self.fields]), *args[self.fields :])
 
     def gradients(
-        self,
-        gradients: Gradients,
-        saved: Sequence[Tensor],
-        given: Sequence[Any],
-        wanted: list[bool],
-    ) -> Gradients:
+        self, gradients: Gradients, saved: Sequence[Tensor], given: Sequence[Any],
+        wanted: Sequence[bool],
+    ) -> Gradients:  # fmt: skip
         assert self.backward is not None
         inputs, options = self.inputs(*given[: self.fields]), given[self.fields :]
-        return self.backward(gradients, saved, wanted, inputs, *options)
+        return self.backward(Backward(gradients, saved, wanted, inputs), *options)
 
     def keep(self, ctx: Any, args: Sequence[Any], outputs: Sequence[Tensor]) -> None:
         """Leave the backward what it is given."""
@@ -138,14 +135,11 @@ class Recurrence(Operator[Inputs]):
             options={"save": bool, "backend": str}, fold=fold,
         )  # fmt: skip
 
-    def run_back(
-        self, gradients: Gradients, saved: Sequence[Tensor], wanted: Sequence[bool], inputs: Any,
-        save: bool, backend: str,
-    ) -> Gradients:  # fmt: skip
-        d_o, d_final = gradients
+    def run_back(self, given: Backward[Any], save: bool, backend: str) -> Gradients:
+        (d_o, d_final), inputs = given.gradients, given.inputs
         d_o = inputs.v.new_zeros(inputs.output_shape) if d_o is None else d_o.contiguous()
         d_final = None if d_final is None else d_final.contiguous()
-        return self.backend_of(backend).backward(d_o, d_final, inputs, saved[0])
+        return self.backend_of(backend).backward(d_o, d_final, inputs, given.saved[0])
 
     def like(self, inputs: Any, save: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
         """Shapes and types of what it returns."""

@@ -1,6 +1,6 @@
 """One registration for every operator: a named tuple of inputs, a forward and a backward.
 
-    outputs = forward(inputs)        gradients = backward(gradients by the outputs, inputs, saved)
+    outputs = forward(inputs)        gradients = backward(Backward of gradients by the outputs)
 
 The fields of the tuple give the schema. Registered are the operator and its backward operator, with
 their fakes and their derivatives, so that torch.compile, export, modes and distributed wrappers see
@@ -23,6 +23,15 @@ SCHEMA = {
     Tensor: "Tensor", Tensor | None: "Tensor?", int: "SymInt", int | None: "SymInt?",
     float: "float", float | None: "float?", bool: "bool", str: "str", torch.dtype: "ScalarType",
 }  # fmt: skip
+
+
+class Backward(NamedTuple, Generic[Inputs]):
+    """What a backward is given: gradients by the outputs, what was saved, which are wanted."""
+
+    gradients: Gradients
+    saved: Sequence[Tensor]
+    wanted: Sequence[bool]
+    inputs: Inputs
 
 
 class Rules(NamedTuple):
@@ -56,8 +65,8 @@ class Registered(Generic[Inputs]):
         name: In the library "deltarule"; the backward operator is called `name`_backward.
         inputs: The named tuple of the arguments, tensors first.
         forward: (inputs, *options) -> every output, those that have a gradient first.
-        backward: (gradients by the outputs, saved outputs, which gradients are wanted, inputs,
-            *options) -> gradients by the inputs that `rules` names. None: there is none.
+        backward: (`Backward`, *options) -> gradients by the inputs that `rules` names. None: there
+            is none.
         fake: (inputs, *options) -> outputs that have shapes and types alone.
         returned: How many outputs there are.
         rules: What autograd has to know.

@@ -3,15 +3,15 @@
 The second computes its gradients on the way, a few rows at a time, and keeps only those.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from deltarule.ops.dispatch import without_autocast
+from deltarule.ops.fused.registered import fused_operator
 from deltarule.ops.operators import Operator
-from deltarule.ops.registration import Gradients, Rules
+from deltarule.ops.registration import Backward, Gradients, Rules
 
 # Logits held at a time by the linear form: 256 MiB in bfloat16.
 MOST_LOGITS = 2**27
@@ -28,26 +28,6 @@ class CrossEntropy(NamedTuple):
     logits: Tensor
     targets: Tensor
     ignore_index: int
-
-
-def forward(inputs: CrossEntropy) -> tuple[Tensor, Tensor]:
-    """Losses, and lse for the backward."""
-    from deltarule.ops.fused import cross_entropy_triton as kernels
-
-    return kernels.cross_entropy(*inputs)
-
-
-def backward(
-    gradients: Gradients, saved: Sequence[Tensor], wanted: Sequence[bool], inputs: CrossEntropy
-) -> Gradients:
-    from deltarule.ops.fused import cross_entropy_triton as kernels
-
-    (d_losses,), (logits, targets, ignore_index) = gradients, inputs
-    assert d_losses is not None
-    into = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    return (
-        kernels.cross_entropy_backward(d_losses, logits, targets, saved[0], ignore_index, into),
-    )
 
 
 def fake(inputs: CrossEntropy) -> tuple[Tensor, Tensor]:
@@ -120,10 +100,11 @@ def _evaluate_triton(
     """Losses, and where wanted the gradient of their sum in the place of the logits."""
     from deltarule.ops.fused import cross_entropy_triton as kernels
 
-    losses, lse = kernels.cross_entropy(logits, targets, ignore_index)
+    call = CrossEntropy(logits, targets, ignore_index)
+    losses, lse = kernels.cross_entropy(call)
     if with_gradient:
         one = torch.ones((), device=logits.device)
-        kernels.cross_entropy_backward(one, logits, targets, lse, ignore_index, logits)
+        kernels.gradient_of_logits(one, call, lse, logits)
     return losses, logits
 
 
@@ -141,15 +122,10 @@ def _evaluate_torch(
     return losses, logits
 
 
-def linear_backward(
-    gradients: Gradients,
-    saved: Sequence[Tensor],
-    wanted: Sequence[bool],
-    inputs: LinearCrossEntropy,
-) -> Gradients:
+def linear_backward(given: Backward[LinearCrossEntropy]) -> Gradients:
     """The kept gradients times d loss."""
-    assert inputs.with_gradient
-    (d_loss,), (d_x, d_weight, share) = gradients, saved
+    assert given.inputs.with_gradient
+    (d_loss,), (d_x, d_weight, share) = given.gradients, given.saved
     assert d_loss is not None
     scale = d_loss * share
     return d_x * scale.to(d_x.dtype), d_weight * scale.to(d_weight.dtype)
@@ -163,8 +139,8 @@ def linear_fake(inputs: LinearCrossEntropy) -> tuple[Tensor, Tensor, Tensor, Ten
 
 
 rules = Rules(1, (1,), ("logits",))
-cross_entropy = Operator(
-    "cross_entropy", CrossEntropy, forward, backward, fake, returned=2, rules=rules
+cross_entropy = fused_operator(
+    "cross_entropy", CrossEntropy, "cross_entropy_triton", fake, rules, 2
 )
 of_head = LinearCrossEntropy, linear_forward, linear_backward, linear_fake
 rules = Rules(1, (1, 2, 3), ("x", "weight"), forgotten=("targets",))

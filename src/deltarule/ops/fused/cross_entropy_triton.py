@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltarule.ops.fused.cross_entropy import CrossEntropy
 from deltarule.ops.fused_kernels import adjacent
+from deltarule.ops.registration import Backward, Gradients
 from deltarule.ops.runtime.named import launch
 from deltarule.ops.runtime.sizes import cdiv, power_of_2
 
@@ -65,21 +67,28 @@ def cross_entropy_backward_kernel(
     tl.store(d_logits + i_row * s_out + o_v, b_dx.to(d_logits.dtype.element_ty), mask=m)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+def cross_entropy(inputs: CrossEntropy) -> tuple[Tensor, Tensor]:
     """Losses [R] and log-sum-exp [R] in float32, of logits [R, V]."""
+    logits = inputs.logits
     losses, lse = (logits.new_empty(len(logits), dtype=torch.float32) for _ in range(2))
     if len(logits):
-        values = arguments(logits, targets, ignore_index) | {"losses": losses, "lse": lse}
+        values = arguments(inputs) | {"losses": losses, "lse": lse}
         launch(cross_entropy_kernel, (len(logits), 1, 1), values)
     return losses, lse
 
 
-def cross_entropy_backward(
-    d_losses: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, ignore_index: int, into: Tensor
-) -> Tensor:
+def cross_entropy_backward(given: Backward[CrossEntropy]) -> Gradients:
+    """The gradient by the logits."""
+    (d_losses,), (lse,), logits = given.gradients, given.saved, given.inputs.logits
+    assert d_losses is not None
+    into = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    return (gradient_of_logits(d_losses, given.inputs, lse, into),)
+
+
+def gradient_of_logits(d_losses: Tensor, inputs: CrossEntropy, lse: Tensor, into: Tensor) -> Tensor:
     """Write d logits [R, V] into a tensor, which may be the logits; d_losses [R] or [] (shared)."""
-    if rows := len(logits):
-        values = arguments(logits, targets, ignore_index) | {"lse": lse, "d_losses": d_losses}
+    if rows := len(inputs.logits):
+        values = arguments(inputs) | {"lse": lse, "d_losses": d_losses}
         values |= {"d_logits": into, "s_out": into.stride(0)}
         values["s_loss"] = d_losses.stride(0) if d_losses.ndim else 0
         grid = rows, cdiv(values["V"], values["BV"]), 1
@@ -87,9 +96,9 @@ def cross_entropy_backward(
     return into
 
 
-def arguments(logits: Tensor, targets: Tensor, ignore_index: int) -> dict[str, Any]:
+def arguments(inputs: CrossEntropy) -> dict[str, Any]:
     """What both kernels are given."""
-    logits, size = adjacent(logits), logits.shape[1]
+    logits, size = adjacent(inputs.logits), inputs.logits.shape[1]
     values = {**OPTIONS, "logits": logits, "s_row": logits.stride(0), "V": size}
-    values |= {"targets": targets.contiguous(), "ignore_index": ignore_index}
+    values |= {"targets": inputs.targets.contiguous(), "ignore_index": inputs.ignore_index}
     return values | {"BV": min(BLOCK, power_of_2(size))}

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deltarule.ops.fused.gates import LogDecay, WriteStrength
 from deltarule.ops.fused_kernels import adjacent, as_rows
+from deltarule.ops.registration import Backward, Gradients
 from deltarule.ops.runtime.launch import Grid
 from deltarule.ops.runtime.named import launch
 from deltarule.ops.runtime.replay import Recorded
@@ -117,9 +118,15 @@ def write_strength_kernel(
     tl.store(out + o_row, b_out.to(out.dtype.element_ty), mask=m)
 
 
+def log_decay(inputs: LogDecay) -> tuple[Tensor, Tensor]:
+    """log_decay like the logits in float32, and dt; empty without `step`."""
+    out, dt = decays(inputs)
+    return out, out.new_empty(0) if dt is None else dt
+
+
 @Recorded
-def log_decay(inputs: LogDecay) -> tuple[Tensor, Tensor | None]:
-    """log_decay like the logits in float32, and dt with `step`."""
+def decays(inputs: LogDecay) -> tuple[Tensor, Tensor | None]:
+    """log_decay, and dt with `step`."""
     shape, device = inputs.logits.shape, inputs.logits.device
     out = torch.empty(shape, dtype=torch.float32, device=device)
     dt = torch.empty(shape, dtype=torch.float32, device=device) if inputs.step else None
@@ -130,13 +137,11 @@ def log_decay(inputs: LogDecay) -> tuple[Tensor, Tensor | None]:
     return out, dt
 
 
-def log_decay_backward(
-    d_log_decay: Tensor | None, d_dt: Tensor | None, inputs: LogDecay
-) -> tuple[Tensor, Tensor, Tensor]:
+def log_decay_backward(given: Backward[LogDecay]) -> Gradients:
     """Gradients by the logits, A_log and dt_bias."""
-    _, A_log, dt_bias, step = inputs
-    given = (None if x is None else x.contiguous() for x in (d_log_decay, d_dt if step else None))
-    d_logits, d_rates, d_bias = log_decay_gradients(inputs, *given)
+    (d_log_decay, d_dt), (_, A_log, dt_bias, step) = given.gradients, given.inputs
+    d_both = (None if x is None else x.contiguous() for x in (d_log_decay, d_dt if step else None))
+    d_logits, d_rates, d_bias = log_decay_gradients(given.inputs, *d_both)
     d_A_log = d_rates.view(len(d_rates), A_log.numel(), -1).sum((0, 2)).view(A_log.shape)
     d_dt_bias = d_bias.sum(0).view(dt_bias.shape)
     return d_logits, d_A_log.to(A_log.dtype), d_dt_bias.to(dt_bias.dtype)
@@ -165,8 +170,20 @@ def log_decay_gradients(
     return d_logits, d_rates, d_bias
 
 
+def write_strength(inputs: WriteStrength) -> tuple[Tensor]:
+    """beta in float32."""
+    found: tuple[Tensor] = strengths(inputs, None)
+    return found
+
+
+def write_strength_backward(given: Backward[WriteStrength]) -> Gradients:
+    """The gradient by logits."""
+    found: Gradients = strengths(given.inputs, *given.gradients)
+    return found
+
+
 @Recorded
-def write_strength(inputs: WriteStrength, d_beta: Tensor | None) -> tuple[Tensor]:
+def strengths(inputs: WriteStrength, d_beta: Tensor | None) -> tuple[Tensor]:
     """beta in float32, or with d_beta the gradient by logits in their dtype; like the logits."""
     logits, beta_max = inputs
     dtype = torch.float32 if d_beta is None else logits.dtype

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltarule.ops.fused.gated_norm import GatedNorm
-from deltarule.ops.fused.residual_norm import ResidualNorm
+from deltarule.ops.fused.norms import GatedNorm, ResidualNorm
 from deltarule.ops.fused_kernels import adjacent, as_rows
+from deltarule.ops.registration import Backward, Gradients
 from deltarule.ops.runtime.chained import begin, chained
 from deltarule.ops.runtime.named import launch
 from deltarule.ops.runtime.replay import Recorded
@@ -109,10 +109,10 @@ def gated_norm(inputs: GatedNorm) -> tuple[Tensor]:
     return (y,)
 
 
-def gated_norm_backward(d_y: Tensor, inputs: GatedNorm) -> tuple[Tensor, Tensor | None, Tensor]:
+def gated_norm_backward(given: Backward[GatedNorm]) -> Gradients:
     """Gradients by x, gate and weight."""
-    d_x, d_gate, d_weight = gated_norm_gradients(inputs, d_y)
-    return d_x, d_gate, d_weight.sum(0).to(inputs.weight.dtype)
+    d_x, d_gate, d_weight = gated_norm_gradients(given.inputs, *given.gradients)
+    return d_x, d_gate, d_weight.sum(0).to(given.inputs.weight.dtype)
 
 
 @Recorded
@@ -229,11 +229,13 @@ def residual_norm(inputs: ResidualNorm) -> tuple[Tensor, Tensor]:
     return s, z
 
 
-def residual_norm_backward(
-    d_s: Tensor | None, d_z: Tensor, s: Tensor, inputs: ResidualNorm
-) -> tuple[Tensor, Tensor]:
-    """The gradient by x, which is that by y, and by weight; s in one piece."""
-    d_x, d_weight = residual_norm_gradients(inputs, d_s, d_z, s)
+def residual_norm_backward(given: Backward[ResidualNorm]) -> Gradients:
+    """The gradient by x, which is that by y, and by weight, from s alone."""
+    (d_s, d_z), inputs = given.gradients, given.inputs
+    if d_z is None:
+        assert d_s is not None
+        return d_s.clone(), torch.zeros_like(inputs.weight)
+    d_x, d_weight = residual_norm_gradients(inputs, d_s, d_z, *given.saved)
     return d_x, d_weight.sum(0).to(inputs.weight.dtype)
 
 

@@ -3,13 +3,12 @@
 The plain form is in `deltarule.nn.short_conv`, which chooses between the two.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from deltarule.ops.operators import Operator
-from deltarule.ops.registration import Gradients, Rules
+from deltarule.ops.fused.registered import fused_operator
+from deltarule.ops.registration import Rules
 
 # More taps would be unrolled into more registers than a program has.
 MAX_TAPS = 8
@@ -40,28 +39,10 @@ class ShortConv(NamedTuple):
     head_size: int
 
 
-def forward(inputs: ShortConv) -> tuple[Tensor, Tensor]:
-    """One kernel for the outputs, one for the history."""
-    from deltarule.ops.fused import short_conv_triton as kernels
-
-    return kernels.short_conv(inputs)
-
-
-def backward(
-    gradients: Gradients, saved: Sequence[Tensor], wanted: Sequence[bool], inputs: ShortConv
-) -> Gradients:
-    """Gradients by x, weight and, if it is wanted, history."""
-    from deltarule.ops.fused import short_conv_triton as kernels
-
-    d_y, d_final = gradients
-    d_y = inputs.x.new_zeros(inputs.x.shape) if d_y is None else d_y
-    return kernels.short_conv_backward(d_y, d_final, inputs, wanted[2])
-
-
 def fake(inputs: ShortConv) -> tuple[Tensor, Tensor]:
     x, history = inputs.x, inputs.history
     return x.new_empty(x.shape), history.new_empty(history.shape)
 
 
 rules = Rules(2, gradients=("x", "weight", "history"))
-short_conv = Operator("short_conv", ShortConv, forward, backward, fake, returned=2, rules=rules)
+short_conv = fused_operator("short_conv", ShortConv, "short_conv_triton", fake, rules, 2)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from deltarule.ops.fused.short_conv import ShortConv
 from deltarule.ops.fused_kernels import adjacent
+from deltarule.ops.registration import Backward, Gradients
 from deltarule.ops.runtime.named import launch
 from deltarule.ops.runtime.replay import Recorded
 from deltarule.ops.runtime.sizes import cdiv, power_of_2
@@ -395,11 +396,11 @@ def history_gradient_kernel(
         tl.store(p_o, grads[i].to(d_history.dtype.element_ty), mask=m_n[:, None] & m_d)
 
 
-def short_conv_backward(
-    d_y: Tensor, d_final: Tensor | None, inputs: ShortConv, wants_history: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def short_conv_backward(given: Backward[ShortConv]) -> Gradients:
     """Gradients by x, by weight and, where it is wanted, by history."""
-    d_x, d_taps, d_history = short_conv_gradients(inputs, d_y, d_final, wants_history)
+    (d_y, d_final), inputs = given.gradients, given.inputs
+    d_y = inputs.x.new_zeros(inputs.x.shape) if d_y is None else d_y
+    d_x, d_taps, d_history = short_conv_gradients(inputs, d_y, d_final, given.wanted[2])
     # One pass for the transpose and the rounding.
     d_weight = torch.empty_like(inputs.weight, memory_format=WHOLE).copy_(d_taps.sum(0).mT)
     return d_x, d_weight, d_history

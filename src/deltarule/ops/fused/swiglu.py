@@ -3,7 +3,6 @@
 The plain form is in `deltarule.nn.mlp`, which chooses between the two.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deltarule.ops.dispatch import without_autocast
-from deltarule.ops.operators import Operator
-from deltarule.ops.registration import Gradients, Rules
+from deltarule.ops.fused.registered import fused_operator
+from deltarule.ops.registration import Rules
 
 
 class GatedProduct(NamedTuple):
@@ -27,28 +26,12 @@ class GatedProduct(NamedTuple):
     up: Tensor
 
 
-def forward(inputs: GatedProduct) -> tuple[Tensor]:
-    from deltarule.ops.fused import swiglu_triton as kernels
-
-    return (kernels.swiglu(*inputs),)
-
-
-def backward(
-    gradients: Gradients, saved: Sequence[Tensor], wanted: Sequence[bool], inputs: GatedProduct
-) -> Gradients:
-    from deltarule.ops.fused import swiglu_triton as kernels
-
-    assert gradients[0] is not None
-    return kernels.swiglu_backward(gradients[0], *inputs, None)
-
-
-def fake(inputs: GatedProduct) -> tuple[Tensor]:
+def like_gate(inputs: GatedProduct) -> tuple[Tensor]:
     return (inputs.gate.new_empty(inputs.gate.shape),)
 
 
-swiglu = Operator(
-    "swiglu", GatedProduct, forward, backward, fake, rules=Rules(gradients=("gate", "up"))
-)
+rules = Rules(gradients=("gate", "up"))
+swiglu = fused_operator("swiglu", GatedProduct, "swiglu_triton", like_gate, rules)
 
 
 class SwiGLULinear(torch.autograd.Function):
@@ -60,8 +43,9 @@ class SwiGLULinear(torch.autograd.Function):
         from deltarule.ops.fused import swiglu_triton as kernels
 
         ctx.save_for_backward(gate, up, weight)
+        (h,) = kernels.swiglu(GatedProduct(gate, up))
         with without_autocast(gate.device):
-            return F.linear(kernels.swiglu(gate, up), weight)
+            return F.linear(h, weight)
 
     @staticmethod
     @once_differentiable
@@ -72,6 +56,6 @@ class SwiGLULinear(torch.autograd.Function):
         learns = ctx.needs_input_grad[2]
         d_h = d_y @ weight
         # Nobody reads dh later: h takes its place.
-        d_gate, d_up = kernels.swiglu_backward(d_h, gate, up, d_h if learns else None, True)
+        d_gate, d_up = kernels.side_by_side(d_h, gate, up, d_h if learns else None)
         d_weight = d_y.flatten(0, -2).mT @ d_h.flatten(0, -2) if learns else None
         return d_gate, d_up, d_weight

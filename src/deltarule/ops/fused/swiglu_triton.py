@@ -16,6 +16,7 @@ from torch import Tensor
 
 from deltarule.ops.fused.swiglu import GatedProduct
 from deltarule.ops.fused_kernels import adjacent
+from deltarule.ops.registration import Backward, Gradients
 from deltarule.ops.runtime.chained import begin, chained
 from deltarule.ops.runtime.launch import Grid
 from deltarule.ops.runtime.named import launch
@@ -70,10 +71,10 @@ def swiglu_backward_kernel(
         tl.store(h + o, (b_value * b_up).to(h.dtype.element_ty), mask=m)
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+def swiglu(inputs: GatedProduct) -> tuple[Tensor]:
     """h [..., D] of gate and up, whose rows may lie apart."""
-    (h,) = swiglu_rows(rows_of(gate, up))
-    return h.view(gate.shape)
+    (h,) = swiglu_rows(rows_of(*inputs))
+    return (h.view(inputs.gate.shape),)
 
 
 @Recorded
@@ -87,17 +88,20 @@ def swiglu_rows(inputs: GatedProduct) -> tuple[Tensor]:
     return (h,)
 
 
-def swiglu_backward(
-    d_h: Tensor, gate: Tensor, up: Tensor, product: Tensor | None, side_by_side: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Gradients by gate and up; h goes into `product`, contiguous, if there is one.
+def swiglu_backward(given: Backward[GatedProduct]) -> Gradients:
+    """Gradients by gate and up."""
+    (d_h,), inputs = given.gradients, given.inputs
+    assert d_h is not None
+    found = swiglu_gradients(rows_of(*inputs), d_h.contiguous(), None, False)
+    return tuple(x.view(inputs.gate.shape) for x in found)
 
-    side_by_side: Both are columns of one matrix.
-    """
-    found = swiglu_gradients(rows_of(gate, up), d_h.contiguous(), product, side_by_side)
-    parts = found[0].split(gate.shape[-1], dim=-1) if side_by_side else found
-    d_gate, d_up = (x.view(gate.shape) for x in parts)
-    return d_gate, d_up
+
+def side_by_side(
+    d_h: Tensor, gate: Tensor, up: Tensor, product: Tensor | None
+) -> tuple[Tensor, ...]:
+    """The same as columns of one matrix; h goes into `product`, contiguous, if there is one."""
+    (both,) = swiglu_gradients(rows_of(gate, up), d_h.contiguous(), product, True)
+    return tuple(x.view(gate.shape) for x in both.split(gate.shape[-1], dim=-1))
 
 
 @Recorded

@@ -10,7 +10,6 @@ so a step of the conjugate gradients for all tokens of all chunks is four matrix
 The solver, and its gradient, are in mesa_solution.py.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from deltarule.ops.chunks import chunk_size
 from deltarule.ops.mini_batches import MiniBatches, lay_out
 from deltarule.ops.operators import Operator, is_dual
-from deltarule.ops.registration import Gradients, Rules
+from deltarule.ops.registration import Backward, Gradients, Rules
 from deltarule.shapes import MesaOutput, MesaState
 
 # The solution of the linear systems of `mesa`, one for each token, and its gradient.
@@ -116,12 +115,11 @@ def solution_forward(inputs: Solution) -> tuple[Tensor]:
     return (inputs.x.clone(),)
 
 
-def solution_backward(
-    gradients: Gradients, saved: Sequence[Tensor], wanted: Sequence[bool], inputs: Solution
-) -> Gradients:
+def solution_backward(given: Backward[Solution]) -> Gradients:
     """A^{-1} dx, as A is symmetric; a second derivative would need that of A."""
-    assert gradients[0] is not None
-    return (solved(Covariance(*inputs[2:7]), gradients[0], *inputs[7:]),)
+    (d_x,), inputs = given.gradients, given.inputs
+    assert d_x is not None
+    return (solved(Covariance(*inputs[2:7]), d_x, *inputs[7:]),)
 
 
 def solution_fake(inputs: Solution) -> tuple[Tensor]:

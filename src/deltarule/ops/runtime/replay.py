@@ -110,20 +110,15 @@ class Recording(NamedTuple):
         return calls
 
 
-class Note(NamedTuple):
-    """One launch as it is recorded."""
-
-    launch: Launch
-    binary: Binary
-    grid: Grid
-    arguments: tuple[Any, ...]
+# A launch as it is recorded.
+Note = tuple[Launch, Binary, Grid, tuple[Any, ...]]
 
 
-class Tape:
-    """What a call is given, makes and launches."""
+class Tape(TorchDispatchMode):
+    """What a call is given, makes and launches; `notes` is None once nobody can repeat it."""
 
     def __init__(self, given: list[Tensor]) -> None:
-        """`notes` becomes None at the first launch that nobody can repeat."""
+        super().__init__()  # type: ignore[no-untyped-call]
         self.given = given
         self.made: list[Tensor] = []
         self.constants: list[Tensor] = []
@@ -137,15 +132,16 @@ class Tape:
         if self.notes is None or binary is None or not known:
             self.notes = None
         else:
-            self.notes.append(Note(kernel, binary, grid, arguments))
+            self.notes.append((kernel, binary, grid, arguments))
 
-    def see(self, called: Any, args: tuple[Any, ...], found: Any) -> None:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Take note of an operator of PyTorch: it takes memory, looks at some, or does more."""
-        name = called.overloadpacket.__name__
+        found, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
         if name in ALLOCATIONS or (name == "new_full" and marks(found, args[2])):
             self.made.append(found)
-        elif not called.is_view and not (name == "fill_" and marks(*args)):
+        elif not func.is_view and not (name == "fill_" and marks(*args)):
             self.notes = None
+        return found
 
     def holder(self, x: Tensor) -> Tensor | None:
         """What x is or begins in: the only one of the tensors given; or one made, or a constant."""
@@ -177,7 +173,7 @@ class Tape:
         stream = Place(first + len(returned) + (room > 0), 0)
         steps = [self.step(note, places, stream) for note in self.notes]
         shapes = [None if x is None else (x.shape, x.dtype, self.like(x)) for x in outputs]
-        kernels = [note.launch.kernel for note in self.notes]
+        kernels = [kernel.kernel for kernel, *_ in self.notes]
         return Recording(shapes, room // 4, steps, kernels, {})
 
     def like(self, x: Tensor) -> int | None:
@@ -187,10 +183,11 @@ class Tape:
 
     def step(self, note: Note, places: dict[int, Place], stream: Place) -> Step:
         """A launch whose arguments are found by their places."""
-        fetched = {of.place: of for of in note.binary.fetched}
-        values: list[Any] = [*note.grid, None, *note.binary.function]
-        addresses, maps = [(len(note.grid), stream)], []
-        for i, x in enumerate(note.arguments):
+        kernel, binary, grid, arguments = note
+        fetched = {of.place: of for of in binary.fetched}
+        values: list[Any] = [*grid, None, *binary.function]
+        addresses, maps = [(len(grid), stream)], []
+        for i, x in enumerate(arguments):
             if not isinstance(x, Tensor):
                 values.append(x)
                 continue
@@ -203,7 +200,7 @@ class Tape:
                 maps.append(Map(own, *place, x.shape, x.dtype, fetched[i]))
             else:
                 addresses.append((start, place))
-        return Step(note.binary, values + note.launch.rest, addresses, maps)
+        return Step(binary, values + kernel.rest, addresses, maps)
 
     def place_of(self, x: Tensor, places: dict[int, Place]) -> Place | None:
         """Where a known tensor lies, by the holders' places; None if that is always the same."""
@@ -211,19 +208,6 @@ class Tape:
         if holder is None or (place := places.get(id(holder))) is None:
             return None
         return Place(place.piece, place.offset + x.data_ptr() - holder.data_ptr())
-
-
-class Watch(TorchDispatchMode):
-    """Shows every operator of PyTorch to a tape."""
-
-    def __init__(self, tape: Tape) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.tape = tape
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        self.tape.see(func, args, found)
-        return found
 
 
 class Recorded:
@@ -265,7 +249,7 @@ class Recorded:
         tape = Tape([x for x in given if isinstance(x, Tensor)])
         token = launch.TAPE.set(tape)
         try:
-            with launch.there(key.given[0].device), Watch(tape):
+            with launch.there(key.given[0].device), tape:
                 outputs = self.run(type(inputs)(*given[: len(inputs)]), *given[len(inputs) :])
         finally:
             launch.TAPE.reset(token)

@@ -219,8 +219,8 @@ def triton_states(inputs: Inputs, saved: Tensor) -> tuple[int, Tensor]:
     from deltarule.ops.delta_rule.triton import passes, plan
 
     call: Any = plan.Call(inputs, plan.make_plan(inputs))
-    _, kept = call.buffers(passes.kept_shapes, True, within=saved)
-    return call.plan.sizes["CT"], kept["states"]
+    passes.keep(call, True, saved)
+    return call.plan.sizes["CT"], call["states"]
 
 
 def run_with_definition(call: Prefill) -> tuple[Tensor, Tensor | None]:

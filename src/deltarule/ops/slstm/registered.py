@@ -1,13 +1,12 @@
 """The registered operator behind `slstm`."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltarule.ops.operators import Operator, differentiated
-from deltarule.ops.registration import Gradients, Rules
+from deltarule.ops.registration import Backward, Gradients, Rules
 from deltarule.ops.slstm import torch as plain
 from deltarule.ops.slstm.inputs import SLSTMInputs
 from deltarule.shapes import RecurrentOutput
@@ -28,13 +27,9 @@ def forward(inputs: SLSTMInputs, save: bool, backend: str) -> tuple[Tensor, Tens
     return found
 
 
-def backward(
-    gradients: Gradients, saved: Sequence[Tensor], wanted: Sequence[bool], inputs: SLSTMInputs,
-    save: bool, backend: str,
-) -> Gradients:  # fmt: skip
+def backward(given: Backward[SLSTMInputs], save: bool, backend: str) -> Gradients:
     """Gradients by the gates, the recurrent weights, and the state before."""
-    d_o, d_final = gradients
-    (states,) = saved
+    (d_o, d_final), (states,), inputs = given.gradients, given.saved, given.inputs
     shape = inputs.gates.shape
     d_o = states.new_zeros(shape[:3] + shape[4:]) if d_o is None else d_o.to(inputs.dtype)
     if d_final is None:

@@ -72,7 +72,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
         inputs.initial_state, final, inputs.scale, *q.shape[1:3], value_heads,
         *strides(inputs.beta),
     )  # fmt: skip
-    call.run(call.once(channel_launch), (inputs.sequences * value_heads, 1, 1), given)
+    call.once(channel_launch)((inputs.sequences * value_heads, 1, 1), *given)
     return o, final
 
 

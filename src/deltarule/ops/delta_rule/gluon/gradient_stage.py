@@ -16,7 +16,9 @@ from deltarule.ops.delta_rule.gluon.stage import (
     norms_of,
     strides,
 )
-from deltarule.ops.delta_rule.triton.plan import Call, Window
+from deltarule.ops.delta_rule.triton import gradients
+from deltarule.ops.delta_rule.triton.gradients import scan_back_has_values
+from deltarule.ops.delta_rule.triton.plan import WHOLE, Call, Shapes, Window
 from deltarule.ops.runtime.launch import Launch
 from deltarule.ops.runtime.machine import multiprocessors
 
@@ -79,9 +81,34 @@ def takes(call: Call, window: Window) -> bool:
     return bool(call.once(runs)) and (window.kind == "none" or not call.plan.per_segment)
 
 
+def own_shapes(call: Call, slots: int, again: bool) -> Shapes:
+    """Those of gradients.py but for what is lent; the parts of dlog_decay the kernel adds up."""
+    shapes = gradients.own_shapes(call, slots, again)
+    # The chunks of segments have an order of their own.
+    spared = () if call.plan.per_segment else (*call.once(lent), "parts")
+    return {name: of for name, of in shapes.items() if name not in spared}
+
+
+def room_in_gradients(call: Call) -> dict[str, Tensor]:
+    """Tensors of the gradients into which the scan back first stores dv or X, and D."""
+    names = () if call.plan.per_segment else call.once(lent)
+    room = {"d_v": call["d_v"]} if "d_errors" in names else gradients.room_in_gradients(call)
+    return room | {name: call[name] for name in ("d_q", "d_k") if "d_states" in names}
+
+
+def rows_are_cut(call: Call) -> bool:
+    """A program takes whole rows, and takes them through the norm."""
+    return False
+
+
 def add_gradients(
-    call: Call, own: Mapping[str, Tensor], d_v: Tensor | None, window: Window
+    call: Call, slots: int, own: Mapping[str, Tensor], window: Window = WHOLE
 ) -> None:
+    """Launch the kernel on the chunks of a window."""
+    launch(call, own, None if scan_back_has_values(call) else call["d_v"], window)
+
+
+def launch(call: Call, own: Mapping[str, Tensor], d_v: Tensor | None, window: Window) -> None:
     """Launch `fused_gradients_kernel` on the chunks of a window; dv, too, where there is room."""
     inputs, tied = call.inputs, call.inputs.beta is not None
     batch, tokens, heads, _ = inputs.q.shape
@@ -105,7 +132,7 @@ def add_gradients(
     )  # fmt: skip
     programs = min(multiprocessors(inputs.q.device), batch * chunks * heads)
     choices = d_v is not None, kept, tied and "d_errors" not in own, "d_states" not in own
-    call.run(call.once(gradients_launch, *choices), (programs, 1, 1), given)
+    call.once(gradients_launch, *choices)((programs, 1, 1), *given)
 
 
 def gradients_launch(

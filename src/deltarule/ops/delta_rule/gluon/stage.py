@@ -227,7 +227,7 @@ def norms_of(call: Call) -> Tensor | None:
     rows = inputs.q.numel() // inputs.q.shape[3]
     norms = call.empty((rows, 1 + inputs.n_steps))
     given = inputs.q, inputs.k, norms, rows
-    call.run(call.once(norms_launch), (-(-rows // NORM_ROWS), 1, 1), given)
+    call.once(norms_launch)((-(-rows // NORM_ROWS), 1, 1), *given)
     return norms
 
 
@@ -255,7 +255,7 @@ def forward(call: Call, save: bool = False) -> tuple[Tensor, Tensor]:
         inputs.initial_state, final, scale, math.log2(scale), *q.shape[1:3], value_heads,
         *strides(inputs.log_decay), *strides(inputs.beta),
     )  # fmt: skip
-    call.run(call.once(forward_launch, save), (inputs.sequences * value_heads, 1, 1), given)
+    call.once(forward_launch, save)((inputs.sequences * value_heads, 1, 1), *given)
     return o, final
 
 

@@ -53,7 +53,6 @@ from deltarule.ops.delta_rule.triton.plan import (
     Window,
     blocks,
     full_tiles,
-    on_hopper,
 )
 from deltarule.ops.delta_rule.triton.scores import load_chunk_sums
 from deltarule.ops.delta_rule.triton.tile_sizes import architecture, configuration
@@ -329,24 +328,12 @@ def own_shapes(call: Call, slots: int, again: bool) -> Shapes:
         shapes["states"] = states, dtype
         if inputs.beta is not None:
             shapes["errors"] = errors, dtype
-    return {name: of for name, of in shapes.items() if name not in spared(call)}
-
-
-def spared(call: Call) -> tuple[str, ...]:
-    """Buffers that the kernel which takes all gradients of a call does without.
-
-    It adds up the decays itself, and may find D and X in the memory of the gradients, until these
-    are written over them.
-    """
-    fused = None if call.plan.per_segment else fused_gradients(call)
-    return () if fused is None else (*call.once(fused.lent), "parts")
+    return shapes
 
 
 def room_in_gradients(call: Call) -> dict[str, Tensor]:
-    """Tensors of the gradients into which the scan back first stores dv or X, and D."""
-    names = ["d_v"] if scan_back_has_values(call) or "d_errors" in spared(call) else []
-    names += ["d_q", "d_k"] if "d_states" in spared(call) else []
-    return {name: call[name] for name in names}
+    """Tensors of the gradients that the scan back writes: dv, or none."""
+    return {"d_v": call["d_v"]} if scan_back_has_values(call) else {}
 
 
 def scan_back_has_values(call: Call) -> bool:
@@ -355,15 +342,6 @@ def scan_back_has_values(call: Call) -> bool:
     For each value head alone it takes the scan longer than the gradients, which have X anyway.
     """
     return call.inputs.beta is None or call.plan.sizes["HV"] > call.plan.sizes["H"]
-
-
-def fused_gradients(call: Call, window: Window = WHOLE) -> Any:
-    """What takes all gradients of a window in one kernel, where that pays; None elsewhere."""
-    if not on_hopper(call.inputs.q):
-        return None
-    from deltarule.ops.delta_rule.gluon import gradient_stage
-
-    return gradient_stage if gradient_stage.takes(call, window) else None
 
 
 def add_gradients(
@@ -377,9 +355,6 @@ def add_gradients(
     each = 0 if sums is None else sums.stride(0)
     chunks = window.constants() | {"s_slice": each, "parts": sums}
     d_v = None if scan_back_has_values(call) else call["d_v"]
-    if (fused := fused_gradients(call, window)) is not None:
-        fused.add_gradients(call, own, d_v, window)
-        return
     given = call.once(gradients_config) | chunks | {"d_errors": x, "p_x": x, "d_v": d_v}
     given |= {"d_states": own["d_states"]}
     given |= {name: own.get(name, call[name]) for name in ("states", "errors")}
@@ -412,9 +387,9 @@ def gradients_config(call: Call) -> dict[str, Any]:
     return config | own
 
 
-def rows_are_cut(call: Call, window: Window) -> bool:
+def rows_are_cut(call: Call) -> bool:
     """Whether programs take some channels of a row: only whole rows go through the norm."""
-    return slices(call) > 1 and fused_gradients(call, window) is None
+    return slices(call) > 1
 
 
 def slices(call: Call) -> int:

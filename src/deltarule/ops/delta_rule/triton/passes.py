@@ -17,22 +17,19 @@ from torch import Tensor
 
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import channel_stages, windows
-from deltarule.ops.delta_rule.triton.gradients import (
-    add_gradients,
-    own_shapes,
-    room_in_gradients,
-    rows_are_cut,
-)
 from deltarule.ops.delta_rule.triton.plan import (
     WHOLE,
     Call,
+    Layout,
     Plan,
     Shapes,
+    gradients_of,
     kernel_key,
     layout,
     make_plan,
     new_plan,
     on_hopper,
+    views,
 )
 from deltarule.ops.delta_rule.triton.scan import scan_back, scan_through
 from deltarule.ops.delta_rule.triton.scores import head_scores, score_shapes
@@ -46,8 +43,8 @@ from deltarule.ops.runtime.replay import Outputs, Recorded
 
 def forward(inputs: Inputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs, final state, and what the backward is saved from computing again."""
-    o, final, *kept = forward_stages(inputs, save)
-    return o, final, kept[0] if kept else final.new_empty(0, *final.shape[1:])
+    o, final, kept = forward_stages(inputs, save)
+    return o, final, final.new_empty(0, *final.shape[1:]) if kept is None else kept
 
 
 def backward(
@@ -87,11 +84,11 @@ def compiled_first(run: Callable[..., object]) -> Callable[..., None]:
 
 def all_kernels(inputs: Inputs, save: bool) -> None:
     """The kernels of the forward and, where it saves for one, of the backward."""
-    _, _, *kept = forward_stages.run(inputs, save)
-    if kept:
+    kept = forward_stages.run(inputs, save)[2]
+    if save:
         d_o = inputs.v.new_empty(inputs.output_shape)
         # Mostly nobody asks for the final state's gradient.
-        gradient_stages.run(contiguous(inputs), d_o, None, kept[0])
+        gradient_stages.run(contiguous(inputs), d_o, None, kept)
 
 
 @partial(Recorded, first=compiled_first(all_kernels))
@@ -99,16 +96,11 @@ def forward_stages(inputs: Inputs, save: bool) -> Outputs:
     """The kernels of the forward, which write nothing but memory of the call."""
     call = Call(contiguous(inputs), make_plan(inputs))
     fused = fused_that_pays(call, save)
-    if fused and not save:
-        o, final = fused.forward(call)
-        return o, final
-    kept = keep(call, save)
+    kept = keep(call, save) if save or not fused else None
     if fused:
         return *fused.forward(call, save), kept
     scores(call)
-    o, final = scan(call, output=True)
-    assert o is not None
-    return (o, final, kept) if save else (o, final)
+    return *scan(call, output=True), kept if save else None
 
 
 def fused_that_pays(call: Call, save: bool) -> Any:
@@ -120,13 +112,13 @@ def fused_that_pays(call: Call, save: bool) -> Any:
     return stage if stage.pays(call.inputs, call.plan, save) else None
 
 
-def gradients_of(inputs: Inputs, d_o: Tensor, d_final: Tensor | None, saved: Tensor) -> Outputs:
+def backward_stages(inputs: Inputs, d_o: Tensor, d_final: Tensor | None, saved: Tensor) -> Outputs:
     """The gradients by what there is; the kernels compute again what was not saved."""
     call = call_back(inputs, make_plan(inputs))
     return gradients(call, begin_back(call, d_o, d_final, saved))
 
 
-gradient_stages = Recorded(gradients_of, compiled_first(gradients_of))
+gradient_stages = Recorded(backward_stages, compiled_first(backward_stages))
 
 
 def call_back(inputs: Inputs, plan: Plan) -> Call:
@@ -164,7 +156,7 @@ def gradients(call: Call, cut: Windows | None) -> tuple[Tensor | None, ...]:
     else:
         windows.backward(call, cut)
     inputs, window = call.inputs, WHOLE if cut is None else cut.window(0)
-    if inputs.normalize_qk and (inputs.by_channel or rows_are_cut(call, window)):
+    if inputs.normalize_qk and (inputs.by_channel or gradients_of(call, window).rows_are_cut(call)):
         through_norm(call)
     d_initial = None if inputs.initial_state is None else call["d_initial"]
     return *(call[f"d_{name}"] for name in Inputs._fields[:7]), d_initial
@@ -173,9 +165,10 @@ def gradients(call: Call, cut: Windows | None) -> tuple[Tensor | None, ...]:
 def head_gradients(call: Call) -> None:
     """The scan back over all chunks, and their gradients; decay none or per head."""
     d_end = last_gradients(call) if call.plan.per_segment else call["d_final"]
-    _, own = call.buffers(own_shapes, call.plan.chunks, False)
-    scan_back(call, d_end, call["d_initial"], own | room_in_gradients(call))
-    add_gradients(call, call.plan.chunks, own)
+    stage, chunks = gradients_of(call), call.plan.chunks
+    own = call.room(stage.own_shapes, chunks, False)
+    scan_back(call, d_end, call["d_initial"], own | stage.room_in_gradients(call))
+    stage.add_gradients(call, chunks, own)
 
 
 def new_gradients(call: Call) -> None:
@@ -224,16 +217,21 @@ def kept_shapes(call: Call, save: bool) -> Shapes:
     return shapes
 
 
+def kept_layout(call: Call, save: bool) -> Layout:
+    return layout(kept_shapes(call, save))
+
+
 def keep(call: Call, save: bool, kept: Tensor | None = None) -> Tensor:
     """Have what a forward keeps join the namespace, from where it lies or in new memory."""
-    kept, buffers = call.buffers(kept_shapes, save, within=kept)
-    call.values |= buffers
+    places = call.once(kept_layout, save)
+    kept = call.empty((places.elements,)) if kept is None else kept
+    call.values |= views(kept, places)
     return kept
 
 
 def saved_shape(inputs: Inputs) -> tuple[int, ...]:
     """The shape of what a forward saves: one flat float32 tensor."""
-    return (layout(kept_shapes(Call(inputs, new_plan(inputs)), True)).elements,)
+    return (kept_layout(Call(inputs, new_plan(inputs)), True).elements,)
 
 
 def contiguous(inputs: Inputs) -> Inputs:

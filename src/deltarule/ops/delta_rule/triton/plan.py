@@ -249,7 +249,6 @@ class Call:
     """
 
     def __init__(self, inputs: Inputs, plan: Plan) -> None:
-        """No stage has run yet."""
         self.inputs, self.plan = inputs, plan
         self.values: dict[str, Any] = {**NO_BUFFERS, **arguments(inputs, plan)}
 
@@ -271,13 +270,9 @@ class Call:
         """Memory that kernels write, and nothing else."""
         return torch.empty(shape, dtype=dtype, device=self.inputs.q.device)
 
-    def buffers(
-        self, shapes: Callable[..., Shapes], *choices: Hashable, within: Tensor | None = None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """One flat tensor, new or given, and the buffers of shapes(self, *choices) in it."""
-        places = self.once(placed, shapes, *choices)
-        flat = self.empty((places.elements,)) if within is None else within
-        return flat, views(flat, places)
+    def room(self, shapes: Callable[..., Shapes], *choices: Hashable) -> dict[str, Tensor]:
+        """A buffer for each of shapes(self, *choices)."""
+        return {name: self.empty(*of) for name, of in self.once(shapes, *choices).items()}
 
     def launch(
         self, kernel: Any, grid: Grid, own: Mapping[str, Any], fetched: Fetches | None = None
@@ -293,10 +288,6 @@ class Call:
             found = self.plan.made[key] = self.new_launch(kernel, fetched, own)
         values = self.values
         given = tuple([own[name] if name in own else values[name] for name in asked])
-        self.run(found, grid, given)
-
-    def run(self, found: Launch, grid: Grid, given: tuple[Any, ...]) -> None:
-        """Launch on these arguments."""
         found(grid, *given)
 
     def new_launch(self, kernel: Any, fetched: Fetches | None, own: Mapping[str, Any]) -> Launch:
@@ -310,10 +301,6 @@ class Call:
         given = *kernel.arg_names[len(asked) :], *CHOICES
         found = {name: values[name] for name in given if name in values}
         return Launch(kernel, found, fetched(values) if fetched and values["TMA"] else None)
-
-
-def placed(call: Call, shapes: Callable[..., Shapes], *choices: Hashable) -> Layout:
-    return layout(shapes(call, *choices))
 
 
 def constants(call: Call) -> dict[str, Any]:
@@ -335,6 +322,17 @@ def constants(call: Call) -> dict[str, Any]:
 def on_hopper(x: Tensor) -> bool:
     """Whether x lies on a GPU with a copy engine and without tensor memory."""
     return architecture(x.device) in range(COPY_ENGINE, TENSOR_MEMORY)
+
+
+def gradients_of(call: Call, window: Window = WHOLE) -> Any:
+    """What takes the gradients of a window: the kernels of gradients.py, or one where that pays."""
+    from deltarule.ops.delta_rule.triton import gradients
+
+    if on_hopper(call.inputs.q):
+        from deltarule.ops.delta_rule.gluon import gradient_stage
+
+        return gradient_stage if gradient_stage.takes(call, window) else gradients
+    return gradients
 
 
 def full_tiles(inputs: Inputs, plan: Plan, block: int) -> bool:

@@ -19,13 +19,8 @@ import torch
 from torch import Tensor
 
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton.gradients import (
-    add_gradients,
-    own_shapes,
-    room_in_gradients,
-    slices,
-)
-from deltarule.ops.delta_rule.triton.plan import Call, Plan, Window, stretches
+from deltarule.ops.delta_rule.triton.gradients import slices
+from deltarule.ops.delta_rule.triton.plan import Call, Plan, Window, gradients_of, stretches
 from deltarule.ops.delta_rule.triton.scan import scan_back, scan_through
 from deltarule.ops.delta_rule.triton.segments import first_states, last_gradients
 
@@ -53,7 +48,7 @@ def windows_of(call: Call) -> Windows | None:
     inputs, plan = call.inputs, call.plan
     if inputs.by_channel or plan.chunks == 0:
         return None
-    shapes = own_shapes(call, plan.chunks, True)
+    shapes = gradients_of(call).own_shapes(call, plan.chunks, True)
     size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values())
     programs = plan.chunks * plan.sizes["H"] * slices(call)
     kind, longest, stretches = stretches_of(inputs, plan)
@@ -102,12 +97,13 @@ def backward(call: Call, cut: Windows) -> None:
     d_end, carry = call["d_final"], call["d_initial"]
     if call.plan.per_segment:
         d_end = carry = last_gradients(call)
-    (_, own), spare = call.buffers(own_shapes, cut.slots, True), torch.empty_like(carry)
+    stage = gradients_of(call, cut.window(0))
+    own, spare = call.room(stage.own_shapes, cut.slots, True), torch.empty_like(carry)
     for number in reversed(range(cut.parts)):
         window = cut.window(number)
         # What comes out at the window's end, nobody needs.
         scan_through(call, starts.pop(), spare, own=own, window=window)
         d_start = carry if number else call["d_initial"]
-        scan_back(call, d_end, d_start, own | room_in_gradients(call), window)
-        add_gradients(call, cut.slots, own, window)
+        scan_back(call, d_end, d_start, own | stage.room_in_gradients(call), window)
+        stage.add_gradients(call, cut.slots, own, window)
         d_end = d_start

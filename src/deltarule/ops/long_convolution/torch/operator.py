@@ -1,14 +1,12 @@
 """The registered operator behind `long_convolution`, on rows that begin with their history."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from deltarule.ops.long_convolution.inputs import ConvolutionInputs
 from deltarule.ops.long_convolution.torch import halves, products
 from deltarule.ops.operators import Operator
-from deltarule.ops.registration import Gradients, Rules
+from deltarule.ops.registration import Backward, Gradients, Rules
 
 
 def forward(inputs: ConvolutionInputs) -> tuple[Tensor, Tensor]:
@@ -22,11 +20,9 @@ def forward(inputs: ConvolutionInputs) -> tuple[Tensor, Tensor]:
     return o, y.new_empty(0) if q is None else tokens_first(y)
 
 
-def backward(
-    gradients: Gradients, saved: Sequence[Tensor], wanted: Sequence[bool], inputs: ConvolutionInputs
-) -> Gradients:
+def backward(given: Backward[ConvolutionInputs]) -> Gradients:
     """Gradients by v, taps, q and k."""
-    (d_o,), (read,) = gradients, saved
+    (d_o,), (read,), inputs = given.gradients, given.saved, given.inputs
     assert d_o is not None
     q, k, v, taps, sequence = prepared(inputs)
     d_o = heads_first(d_o.to(inputs.dtype))

@@ -21,7 +21,7 @@ from deltarule.ops.memory.inputs import is_held
 from deltarule.ops.memory.torch.memory import Maps, Memory, Steps
 from deltarule.ops.mini_batches import MiniBatches
 from deltarule.ops.operators import Operator
-from deltarule.ops.registration import Gradients, Rules
+from deltarule.ops.registration import Backward, Gradients, Rules
 
 
 class Norm(NamedTuple):
@@ -63,15 +63,14 @@ def forward(inputs: Scan) -> tuple[Tensor, Tensor]:
     return kernels.forward(inputs)[:2]
 
 
-def backward(
-    gradients: Gradients, saved: Sequence[Tensor], wanted: Sequence[bool], inputs: Scan
-) -> Gradients:
+def backward(given: Backward[Scan]) -> Gradients:
     """Gradients by the tensors that have one."""
     from deltarule.ops.memory.triton import passes as kernels
 
+    inputs = given.inputs
     d_z, d_memory = (
         like.new_zeros(like.shape) if d is None else d.contiguous()
-        for d, like in zip(gradients, (inputs.v, inputs.memory), strict=True)
+        for d, like in zip(given.gradients, (inputs.v, inputs.memory), strict=True)
     )
     return kernels.backward(d_z, d_memory, inputs)
 
