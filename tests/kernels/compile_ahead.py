@@ -12,6 +12,7 @@ import torch
 from ahead import Launch, Report, compiled, recording
 from torch import Tensor
 
+from deltarule.ops.delta_rule.gate_maps import NO_MAPS, Step
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import passes, spanning, tile_sizes, windows
 from deltarule.ops.delta_rule.triton import plan as segment_length
@@ -109,7 +110,7 @@ def launches(call: Call, capability: int) -> list[Launch]:
         windows.windows_of = lambda call: windows.cut_into(call, parts)
     with recording() as found:
         if call.step:
-            recurrent_step.recurrent_step(inputs, inputs.initial_state, None, -1)
+            recurrent_step.recurrent_step(Step(inputs, NO_MAPS, inputs.initial_state))
         elif call.context:
             spanning.all_kernels(inputs, True)
         else:

@@ -11,8 +11,8 @@ import torch
 from ahead import Launch, compiled, recording
 from compile_ahead import TARGETS, Call, inputs_of
 
-from deltarule.ops.delta_rule.gate_maps import GateMaps
-from deltarule.ops.delta_rule.triton.step import Rows, recurrent_step
+from deltarule.ops.delta_rule.gate_maps import GateMaps, Step
+from deltarule.ops.delta_rule.triton.step import recurrent_step
 from deltarule.ops.serving.pool_triton import move
 
 CALLS = [
@@ -32,11 +32,12 @@ def launches(call: Call) -> Iterator[Launch]:
         beta = None if inputs.beta is None else inputs.beta.to(logits)
         given = inputs._replace(beta=beta, log_decay=inputs.log_decay.to(logits))
         with recording() as found:
-            recurrent_step(given, inputs.initial_state.to(state), None, -1, maps)
+            recurrent_step(Step(given, maps, inputs.initial_state.to(state)))
         yield from found
-    rows = Rows(torch.empty(2, dtype=torch.int32), slots[:, 0], torch.empty_like(inputs.v))
+    packed = inputs._replace(cu_seqlens=torch.empty(2, dtype=torch.int32))
+    maps, out = maps._replace(lower_bound=-5.0), torch.empty_like(inputs.v)
     with recording() as found:
-        recurrent_step(inputs, pool, slots, 0, maps._replace(lower_bound=-5.0), None, rows)
+        recurrent_step(Step(packed, maps, pool, slots, 0, None, slots[:, 0], out))
         for write in (False, True):
             move(pool, inputs.initial_state, slots[:, 0], 0, write)
     yield from found

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from deltarule.doctor.definition import results
 from deltarule.doctor.examine import LENGTHS, Configuration, draw, fused_run, triton_run
+from deltarule.ops.delta_rule.gate_maps import NO_MAPS, Step
 from deltarule.ops.delta_rule.gluon import gradient_stage, stage
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.torch.step import rows_of
@@ -129,7 +130,7 @@ def step(of: Configuration) -> None:
     slots, indices = 3, torch.tensor([2, -1], device=DEVICE)
     for dtype in (torch.float32, torch.bfloat16):
         pool = torch.zeros(slots, *inputs.state_shape[1:], dtype=dtype, device=DEVICE)
-        recurrent_step(rows, pool, indices, -1)
+        recurrent_step(Step(rows, NO_MAPS, pool, indices))
 
 
 def neighbour(case: object) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from deltarule.ops.checks import check_dense, check_gate
 from deltarule.ops.delta_rule.gate_maps import GateMaps
-from deltarule.ops.delta_rule.inputs import Inputs, check_erase
+from deltarule.ops.delta_rule.inputs import Inputs, check_arguments, check_erase
 from deltarule.shapes import Beta, Decay
 
 
@@ -40,20 +40,17 @@ class BetaLogits(NamedTuple):
     beta_max: float = 1.0
 
 
-def given_gates(
-    beta: Beta | BetaLogits | None, log_decay: Decay | DecayLogits | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """The gates that are no logits: what the checks of every operator know."""
-    return (
-        None if isinstance(beta, BetaLogits) else beta,
-        None if isinstance(log_decay, DecayLogits) else log_decay,
-    )
-
-
-def with_logits(
-    inputs: Inputs, beta: Beta | BetaLogits | None, log_decay: Decay | DecayLogits | None
+def checked(
+    inputs: Inputs,
+    scale: float | None,
+    beta: Beta | BetaLogits | None,
+    log_decay: Decay | DecayLogits | None,
 ) -> tuple[Inputs, GateMaps]:
-    """Checked logits in their gates' places, and the maps that are still to be done."""
+    """Checked inputs, logits in their gates' places, and the maps that are still to be done."""
+    # What the checks of every operator know are gates that are no logits.
+    own = None if isinstance(beta, BetaLogits) else beta
+    own_decay = None if isinstance(log_decay, DecayLogits) else log_decay
+    inputs = check_arguments(inputs._replace(beta=own, log_decay=own_decay), scale)
     A_log = dt_bias = beta_max = lower_bound = None
     if isinstance(beta, BetaLogits):
         beta_max = check_beta_logits(beta, inputs)

@@ -39,6 +39,35 @@ class GateMaps(NamedTuple):
 NO_MAPS = GateMaps()
 
 
+class Step(NamedTuple):
+    """A few tokens of many states, written in place; what a map takes are logits.
+
+    inputs: The tokens, with the logits in their gates' places.
+    maps: What is still to be done to these.
+    state: The states, or a pool of them.
+    slots: Which of them each row has, [N]; or [N, S], a slot for the state after each token. None:
+        row i has state i.
+    null_index: Rows with it have none, and give zeros.
+    states: Where the state after each token goes, [B, T, HV, V, K]. None: nowhere.
+    accepted: [N] the slot of which of a row's tokens it starts from, from 1. None: the first.
+    out: Where the outputs go, contiguous. With it every index below null_index is null, too.
+    """
+
+    inputs: Inputs
+    maps: GateMaps
+    state: Tensor
+    slots: Tensor | None = None
+    null_index: int = -1
+    states: Tensor | None = None
+    accepted: Tensor | None = None
+    out: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        others = self.state, self.slots, self.states, self.accepted, self.out
+        return *self.inputs[:7], *self.maps[:2], *others
+
+
 def write_strength(logits: Tensor, beta_max: float) -> Tensor:
     """beta = beta_max * sigmoid(logits)."""
     return beta_max * torch.sigmoid(computed(logits))

@@ -1,16 +1,15 @@
 """The operator for decoding: a few new tokens, the state updated in place."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltarule.ops.checks import check_dense, readable, shape
-from deltarule.ops.delta_rule.gate_logits import BetaLogits, DecayLogits, given_gates, with_logits
-from deltarule.ops.delta_rule.gate_maps import NO_MAPS, GateMaps
+from deltarule.ops.delta_rule.gate_logits import BetaLogits, DecayLogits, checked
+from deltarule.ops.delta_rule.gate_maps import NO_MAPS, Step
 from deltarule.ops.delta_rule.implementations import Request, run_reference
-from deltarule.ops.delta_rule.inputs import Inputs, check_arguments
+from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.torch.step import recurrent_step as torch_step
 from deltarule.ops.delta_rule.torch.step import rows_of
 from deltarule.ops.dispatch import (
@@ -18,11 +17,11 @@ from deltarule.ops.dispatch import (
     Implementation,
     Table,
     always,
-    are_plain_eager,
     choose,
     why_no_triton,
 )
 from deltarule.ops.few_tokens import MAX_TOKENS, check_no_gradient
+from deltarule.ops.in_place import InPlace
 from deltarule.shapes import Beta, Decay, Erase, Keys, Outputs, Queries, State, Values
 
 MAX_KEY_CHANNELS = 256
@@ -99,18 +98,16 @@ def recurrent_step(
 
     Source: the recurrences of `delta_rule` and `dplr`, one token at a time.
     """
-    own_beta, own_decay = given_gates(beta, log_decay)
-    inputs = Inputs(q, k, v, own_beta, a, b, own_decay, n_steps=n_steps, normalize_qk=normalize_qk)
-    inputs = check_arguments(inputs, scale)
-    inputs, maps = with_logits(inputs, beta, log_decay)
-    step = Step(inputs, state, state_indices, null_index, maps, states)
+    inputs = Inputs(q, k, v, None, a, b, n_steps=n_steps, normalize_qk=normalize_qk)
+    inputs, maps = checked(inputs, scale, beta, log_decay)
+    step = Step(inputs, maps, state, state_indices, null_index, states)
     check_step(step)
-    return run_step(step, impl)
+    return choose(STEPS, step, impl, state.device).run(step)
 
 
-def check_step(step: "Step") -> None:
+def check_step(step: Step) -> None:
     """What a step asks beyond the checks of the operators."""
-    inputs, state, state_indices, null_index, *_ = step
+    inputs, state = step.inputs, step.state
     if not 1 <= inputs.q.shape[1] <= MAX_TOKENS:
         raise ValueError(
             f"q must hold 1 to {MAX_TOKENS} tokens, got T = {inputs.q.shape[1]}: "
@@ -127,12 +124,12 @@ def check_step(step: "Step") -> None:
             f"state must be {' or '.join(map(str, dtypes))} on {inputs.q.device} for q in "
             f"{inputs.q.dtype}, got {state.dtype} on {state.device}"
         )
-    check_slots(state, state_indices, null_index, batch=inputs.q.shape[0])
+    check_slots(state, step.slots, step.null_index, batch=inputs.q.shape[0])
     check_states(step)
     check_no_gradient("recurrent_step", step.tensors)
 
 
-def check_states(step: "Step") -> None:
+def check_states(step: Step) -> None:
     """Room for the state after each token, if it is asked for."""
     states, state, (batch, tokens, *sizes) = step.states, step.state, step.inputs.output_shape
     if states is None:
@@ -181,35 +178,15 @@ def check_slot_values(slots: list[int], null_index: int, count: int) -> None:
         raise ValueError(f"state_indices must name no slot twice, got {slots}")
 
 
-class Step(NamedTuple):
-    """One call; what a map takes are logits, in the place of their gate."""
-
-    inputs: Inputs
-    state: Tensor
-    state_indices: Tensor | None
-    null_index: int
-    maps: GateMaps
-    states: Tensor | None = None
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        others = self.state, self.state_indices, self.states
-        return *self.inputs[:7], *self.maps[:2], *others
-
-
-def run_step(step: Step, impl: str) -> Tensor:
-    return choose(STEPS, step, impl, step.state.device).run(step)
-
-
 def reference_step(step: Step) -> Tensor:
     """The definition, from the picked slots and back into them."""
-    inputs, state, indices, null_index, maps, states = step
-    if states is not None:
-        return one_by_one(step, states)
-    inputs = maps.applied(inputs)
+    state, indices = step.state, step.slots
+    if step.states is not None:
+        return one_by_one(step, step.states)
+    inputs = step.maps.applied(step.inputs)
     rows = torch.arange(inputs.q.shape[0], device=state.device)
     slots = rows if indices is None else indices.long()
-    rows = rows if indices is None else rows[slots != null_index]
+    rows = rows if indices is None else rows[slots != step.null_index]
     current = state[slots[rows]].to(inputs.dtype)
     o, after = run_reference(Request(rows_of(inputs, rows)._replace(initial_state=current)))
     assert after is not None
@@ -232,8 +209,8 @@ def token_of(inputs: Inputs, t: int) -> Inputs:
 def one_by_one(step: Step, states: Tensor) -> Tensor:
     """The definition with the state after each token kept."""
     inputs, rows = step.maps.applied(step.inputs), torch.arange(step.inputs.q.shape[0])
-    slots = rows if step.state_indices is None else step.state_indices.long().cpu()
-    rows = rows if step.state_indices is None else rows[slots != step.null_index]
+    slots = rows if step.slots is None else step.slots.long().cpu()
+    rows = rows if step.slots is None else rows[slots != step.null_index]
     outputs = []
     for t in range(inputs.q.shape[1]):
         alone = step._replace(inputs=token_of(inputs, t), maps=NO_MAPS, states=None)
@@ -242,44 +219,24 @@ def one_by_one(step: Step, states: Tensor) -> Tensor:
     return torch.cat(outputs, dim=1)
 
 
-def registered(backend: str) -> Callable[[Step], Tensor]:
-    """A backend behind the registered operator."""
-
-    def run(step: Step) -> Tensor:
-        if are_plain_eager(step.tensors):
-            o = BACKENDS[backend](*step)
-            # A kernel's write goes past autograd, which must not use a state that it saved before.
-            torch.autograd.graph.increment_version(step.state)
-            if step.states is not None:
-                torch.autograd.graph.increment_version(step.states)
-            return o
-        inputs, state, indices, null_index, maps, states = step
-        rest = *inputs[9:12], null_index, backend, *maps
-        return step_op(*inputs[:7], state, states, indices, *rest)
-
-    return run
-
-
-def triton_step(
-    inputs: Inputs,
-    state: Tensor,
-    state_indices: Tensor | None,
-    null_index: int,
-    maps: GateMaps,
-    states: Tensor | None,
-) -> Tensor:
+def triton_step(step: Step) -> Tensor:
     """The Triton kernel, whose module only a GPU needs."""
     from deltarule.ops.delta_rule.triton.step import recurrent_step
 
-    return recurrent_step(inputs, state, state_indices, null_index, maps, states)
+    return recurrent_step(step)
+
+
+def fake(step: Step) -> Tensor:
+    return step.inputs.v.new_empty(step.inputs.output_shape)
 
 
 BACKENDS = {"triton": triton_step, "torch": torch_step}
+step_operator = InPlace("recurrent_step", Step, BACKENDS, ("state", "states"), fake)
 
 
 def why_not_triton(step: Step) -> str | None:
     """What the Triton kernel cannot do."""
-    inputs, state, *_ = step
+    inputs, state = step.inputs, step.state
     if reason := why_no_triton("state", state):
         return reason
     if inputs.q.dtype == torch.float64:
@@ -293,44 +250,7 @@ def why_not_triton(step: Step) -> str | None:
 
 # In the order in which impl="auto" prefers them.
 STEPS: Table[Step, Tensor] = {
-    "triton": Implementation(why_not=why_not_triton, run=registered("triton")),
-    "torch": Implementation(why_not=always, run=registered("torch")),
-    "reference": Implementation(why_not=always, run=reference_step),
+    "triton": Implementation(why_not_triton, lambda step: step_operator(step, "triton")),
+    "torch": Implementation(always, lambda step: step_operator(step, "torch")),
+    "reference": Implementation(always, reference_step),
 }
-
-
-@torch.library.custom_op("deltarule::recurrent_step", mutates_args=("state", "states"))
-def step_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    a: Tensor | None,
-    b: Tensor | None,
-    log_decay: Tensor | None,
-    state: Tensor,
-    states: Tensor | None,
-    state_indices: Tensor | None,
-    n_steps: int,
-    scale: float,
-    normalize_qk: bool,
-    null_index: int,
-    backend: str,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    beta_max: float | None = None,
-    lower_bound: float | None = None,
-) -> Tensor:
-    """The registered operator behind `recurrent_step`.
-
-    What is written has no default: PyTorch 2.11 leaves out trailing arguments that equal theirs,
-    and then looks for the tensors that it must mark as written.
-    """
-    inputs = Inputs(q, k, v, beta, a, b, log_decay, None, None, n_steps, scale, normalize_qk, False)
-    maps = GateMaps(A_log, dt_bias, beta_max, lower_bound)
-    return BACKENDS[backend](inputs, state, state_indices, null_index, maps, states)
-
-
-@step_op.register_fake
-def _step_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
-    return v.new_empty(*q.shape[:2], *v.shape[2:])

@@ -57,12 +57,12 @@ def prefill(run: Run, call: Call) -> tuple[Tensor, list[Tensor]]:
     return o, [before[x] for x in borders]
 
 
-def step(run: Run, inputs: Inputs, call: Call) -> Tensor:
+def step(run: Run, inputs: Inputs, call: Call, offsets: Tensor) -> Tensor:
     """Outputs, zeros in rows that start from no slot; the pool is written."""
     state, slots, null_index = call.state, call.slots.tolist(), call.null_index
     accepted = [1] * len(slots) if call.accepted is None else call.accepted.tolist()
     o = inputs.v.new_zeros(inputs.output_shape)
-    for row, (first, last) in enumerate(pairwise(call.offsets.tolist())):
+    for row, (first, last) in enumerate(pairwise(offsets.tolist())):
         own = slots[row]
         start = own[accepted[row] - 1] if isinstance(own, list) else own
         if start <= null_index or first == last:

@@ -1,21 +1,20 @@
 """A few tokens for each of many requests: rows of any lengths, drafted tokens with their slots."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deltarule.ops.checks import readable, shape
-from deltarule.ops.delta_rule.gate_logits import BetaLogits, DecayLogits, given_gates, with_logits
-from deltarule.ops.delta_rule.gate_maps import GateMaps
+from deltarule.ops.delta_rule.gate_logits import BetaLogits, DecayLogits, checked
+from deltarule.ops.delta_rule.gate_maps import NO_MAPS, Step
 from deltarule.ops.delta_rule.implementations import Request, run_reference
-from deltarule.ops.delta_rule.inputs import Inputs, check_arguments
-from deltarule.ops.delta_rule.step import STATE_DTYPES, Step
-from deltarule.ops.delta_rule.step import why_not_triton as why_not_step
+from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.step import STATE_DTYPES, triton_step, why_not_triton
 from deltarule.ops.delta_rule.torch.step import recurrent_step as torch_step
-from deltarule.ops.dispatch import Impl, Implementation, Table, always, are_plain_eager, choose
+from deltarule.ops.dispatch import Impl, Implementation, Table, always, choose
 from deltarule.ops.few_tokens import check_no_gradient
+from deltarule.ops.in_place import InPlace
 from deltarule.ops.serving import definition
 from deltarule.ops.serving.inputs import (
     check_indices,
@@ -25,32 +24,6 @@ from deltarule.ops.serving.inputs import (
 )
 from deltarule.ops.serving.pool import read, write
 from deltarule.shapes import Beta, Decay, Erase, Keys, Offsets, Outputs, Queries, State, Values
-
-
-class PoolStep(NamedTuple):
-    """One call; `out` is written."""
-
-    inputs: Inputs
-    maps: GateMaps
-    state: Tensor
-    slots: Tensor
-    accepted: Tensor | None
-    null_index: int
-    out: Tensor
-
-    @property
-    def offsets(self) -> Tensor:
-        """[N + 1], of the rows of a batch too."""
-        return offsets_of(self.inputs.cu_seqlens, self.inputs.q)
-
-    @property
-    def starts(self) -> Tensor:
-        """[N] the slot that each row starts from."""
-        if self.slots.ndim == 1:
-            return self.slots
-        if self.accepted is None:
-            return self.slots[:, 0]
-        return self.slots.gather(1, self.accepted.long().unsqueeze(1) - 1).squeeze(1)
 
 
 def pool_step(
@@ -126,26 +99,37 @@ def pool_step(
 
     Source: the recurrences of `delta_rule` and `dplr`, one token at a time.
     """
-    own_beta, own_decay = given_gates(beta, log_decay)
-    streams = q, k, v, own_beta, a, b, own_decay
-    inputs = Inputs(*streams, None, cu_seqlens, n_steps, normalize_qk=normalize_qk)
-    inputs = check_arguments(inputs, scale)
-    inputs, maps = with_logits(inputs, beta, log_decay)
+    inputs = Inputs(q, k, v, None, a, b, None, None, cu_seqlens, n_steps, normalize_qk=normalize_qk)
+    inputs, maps = checked(inputs, scale, beta, log_decay)
     check_out(out, inputs.v, inputs.output_shape)
-    check_no_gradient("pool_step", (*inputs[:7], *maps[:2], state, out))
     room = torch.empty(inputs.output_shape, dtype=v.dtype, device=v.device) if out is None else out
-    step = PoolStep(inputs, maps, state, state_indices, accepted, null_index, room)
-    check(step)
+    step = Step(inputs, maps, state, state_indices, null_index, None, accepted, room)
+    check_no_gradient("pool_step", (*step.inputs[:7], *maps[:2], state, out))
+    check(step, state_indices)
     choose(STEPS, step, impl, state.device).run(step)
     return room
 
 
-def check(step: PoolStep) -> None:
+def offsets(step: Step) -> Tensor:
+    """[N + 1], of the rows of a batch too."""
+    return offsets_of(step.inputs.cu_seqlens, step.inputs.q)
+
+
+def starts(step: Step, slots: Tensor) -> Tensor:
+    """[N] the slot that each row starts from."""
+    if slots.ndim == 1:
+        return slots
+    if step.accepted is None:
+        return slots[:, 0]
+    return slots.gather(1, step.accepted.long().unsqueeze(1) - 1).squeeze(1)
+
+
+def check(step: Step, slots: Tensor) -> None:
     """What a pool asks beyond the checks of the operators."""
-    inputs, _, state, slots, accepted, null_index, _ = step
+    inputs, state, accepted = step.inputs, step.state, step.accepted
     rows, dtypes = inputs.sequences, STATE_DTYPES[inputs.dtype]
     check_pool("state", state, inputs.state_shape[1:], "[slots, HV, V, K]", dtypes)
-    check_indices("state_indices", slots, rows, state, null_index, by_token=True)
+    check_indices("state_indices", slots, rows, state, step.null_index, by_token=True)
     most = slots.shape[1] if slots.ndim == 2 else None
     if accepted is not None and (most is None or accepted.shape != (rows,)):
         raise ValueError(
@@ -154,34 +138,36 @@ def check(step: PoolStep) -> None:
         )
     if most is None or not readable(state):
         return
-    longest = max(step.offsets.diff().tolist(), default=0)
+    longest = max(offsets(step).diff().tolist(), default=0)
     if longest > most:
         raise ValueError(f"state_indices [N, S] must have S >= {longest} tokens, got S = {most}")
     if accepted is not None and not ((accepted >= 1) & (accepted <= most)).all():
         raise ValueError(f"accepted must lie in 1 to S = {most}, got {accepted.tolist()}")
 
 
-def run_torch(step: PoolStep) -> None:
+def run_torch(step: Step) -> None:
     """Rows filled up to the longest, and the states after the tokens that there are."""
-    inputs, maps, state, slots, _, null_index, out = step
-    offsets, starts = step.offsets, step.starts
-    lengths = offsets.diff()
+    inputs, maps, state, slots, null_index, _, _, out = step
+    assert slots is not None
+    assert out is not None
+    ends, first = offsets(step), starts(step, slots)
+    lengths = ends.diff()
     longest = int(lengths.max()) if len(lengths) else 0
     out.zero_()
     if longest == 0:
         return
     with torch.no_grad():
-        place = torch.arange(longest, device=offsets.device)
-        token = (offsets[:-1, None] + place).clamp(max=int(offsets[-1]) - 1)
-        real = (place < lengths[:, None]) & (starts > null_index)[:, None]
-        own = read(state, starts, null_index, inputs.dtype)
+        place = torch.arange(longest, device=ends.device)
+        token = (ends[:-1, None] + place).clamp(max=int(ends[-1]) - 1)
+        real = (place < lengths[:, None]) & (first > null_index)[:, None]
+        own = read(state, first, null_index, inputs.dtype)
         after = own.new_zeros(len(lengths), longest, *own.shape[1:])
-        o = torch_step(filled(maps.applied(inputs), token), own, None, -1, states=after)
+        o = torch_step(Step(filled(maps.applied(inputs), token), NO_MAPS, own, states=after))
         out.view(-1, *out.shape[2:])[token[real]] = o[real]
         if slots.ndim == 1:
-            ends = torch.where(real[:, 0], slots, null_index)
+            kept = torch.where(real[:, 0], slots, null_index)
             last = (lengths - 1).clamp(min=0)
-            write(state, ends, null_index, after[torch.arange(len(last), device=last.device), last])
+            write(state, kept, null_index, after[torch.arange(len(last), device=last.device), last])
         else:
             every = torch.where(real, slots[:, :longest], null_index)
             write(state, every.flatten(), null_index, after.flatten(0, 1))
@@ -204,66 +190,25 @@ def filled(inputs: Inputs, token: Tensor) -> Inputs:
     return inputs._replace(**per_step, **per_token, cu_seqlens=None)
 
 
-def run_triton(step: PoolStep) -> None:
+def run_triton(step: Step) -> None:
     """One kernel, which reads each state once and writes what is asked for."""
-    from deltarule.ops.delta_rule.triton.step import Rows, recurrent_step
-
-    inputs, maps, state, slots, accepted, null_index, out = step
-    offsets = inputs.cu_seqlens
-    rows = Rows(None if offsets is None else offsets.to(state.device), accepted, out)
-    recurrent_step(inputs, state, slots.contiguous(), null_index, maps, None, rows)
+    assert step.slots is not None
+    triton_step(step._replace(slots=step.slots.contiguous()))
 
 
-def run_reference_step(step: PoolStep) -> None:
+def run_reference_step(step: Step) -> None:
     """The definition's loop."""
-    inputs = step.maps.applied(step.inputs)
-    step.out.copy_(definition.step(lambda x: run_reference(Request(x)), inputs, step))
-
-
-def why_not_triton(step: PoolStep) -> str | None:
-    """What the kernel cannot do."""
-    return why_not_step(Step(step.inputs, step.state, step.slots, step.null_index, step.maps))
+    assert step.out is not None
+    inputs, ends = step.maps.applied(step.inputs), offsets(step)
+    step.out.copy_(definition.step(lambda x: run_reference(Request(x)), inputs, step, ends))
 
 
 BACKENDS = {"triton": run_triton, "torch": run_torch}
-
-
-def registered(backend: str) -> Callable[[PoolStep], None]:
-    """A backend behind the registered operator."""
-
-    def run(step: PoolStep) -> None:
-        inputs, maps, state, slots, accepted, null_index, out = step
-        tensors = *inputs[:7], state, out, slots, accepted, inputs.cu_seqlens, *maps[:2]
-        if not are_plain_eager(tensors):
-            step_op(*tensors, *inputs[9:12], null_index, backend, *maps[2:])
-            return
-        BACKENDS[backend](step)
-        # A kernel's write goes past autograd, which must not use what it saved before.
-        for written in (state, out):
-            torch.autograd.graph.increment_version(written)
-
-    return run
-
-
-@torch.library.custom_op("deltarule::pool_step", mutates_args=("state", "out"))
-def step_op(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, a: Tensor | None, b: Tensor | None,
-    log_decay: Tensor | None, state: Tensor, out: Tensor, slots: Tensor, accepted: Tensor | None,
-    cu_seqlens: Tensor | None, A_log: Tensor | None, dt_bias: Tensor | None, n_steps: int,
-    scale: float, normalize_qk: bool, null_index: int, backend: str,
-    beta_max: float | None = None, lower_bound: float | None = None,
-) -> None:  # fmt: skip
-    """The registered operator behind `pool_step`."""
-    inputs = Inputs(
-        q, k, v, beta, a, b, log_decay, None, cu_seqlens, n_steps, scale, normalize_qk, False
-    )
-    maps = GateMaps(A_log, dt_bias, beta_max, lower_bound)
-    BACKENDS[backend](PoolStep(inputs, maps, state, slots, accepted, null_index, out))
-
+step_operator = InPlace("pool_step", Step, BACKENDS, ("state", "out"))
 
 # In the order in which impl="auto" prefers them.
-STEPS: Table[PoolStep, None] = {
-    "triton": Implementation(why_not=why_not_triton, run=registered("triton")),
-    "torch": Implementation(why_not=always, run=registered("torch")),
-    "reference": Implementation(why_not=always, run=run_reference_step),
+STEPS: Table[Step, None] = {
+    "triton": Implementation(why_not_triton, lambda step: step_operator(step, "triton")),
+    "torch": Implementation(always, lambda step: step_operator(step, "torch")),
+    "reference": Implementation(always, run_reference_step),
 }

@@ -10,30 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltarule.ops.delta_rule.gate_maps import NO_MAPS, GateMaps
+from deltarule.ops.delta_rule.gate_maps import Step
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.torch.passes import unit_norm
 from deltarule.ops.dispatch import without_autocast
 
 
-def recurrent_step(
-    inputs: Inputs,
-    state: Tensor,
-    state_indices: Tensor | None,
-    null_index: int,
-    maps: GateMaps = NO_MAPS,
-    states: Tensor | None = None,
-) -> Tensor:
-    """Row i reads and writes state[state_indices[i]]; rows with null_index give zeros.
-
-    `states` [B, T, HV, V, K], if given, takes the state after each token.
-    """
+def recurrent_step(step: Step) -> Tensor:
+    """Outputs; a row without a slot gives zeros."""
+    state, states = step.state, step.states
     with without_autocast(state.device):
-        inputs = maps.applied(inputs)
-        if state_indices is None:
+        inputs = step.maps.applied(step.inputs)
+        if step.slots is None:
             return _within(inputs, state, states)
-        rows = (state_indices != null_index).nonzero().squeeze(-1)
-        slots = state_indices[rows].long()
+        rows = (step.slots != step.null_index).nonzero().squeeze(-1)
+        slots = step.slots[rows].long()
         picked, own = rows_of(inputs, rows), state[slots]
         kept = None if states is None else states[rows]
         o = inputs.v.new_zeros(inputs.output_shape)

@@ -9,20 +9,19 @@ the state: 2 * HV * V * K * 4 bytes for each batch row. Gates may come as logits
     log_decay = -exp(A_log) * softplus(logits + dt_bias)        beta = beta_max * sigmoid(logits)
     log_decay = lower_bound * sigmoid(exp(A_log) * (logits + dt_bias))
 
-A server's rows have different lengths, and a slot for the state after each drafted token: `Rows`.
+A server's rows have different lengths, and a slot for the state after each drafted token.
 """
 
 from functools import lru_cache
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltarule.ops.delta_rule.gate_maps import NO_MAPS, GateMaps
-from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.gate_maps import Step
 from deltarule.ops.delta_rule.triton.tiles import EPSILON
 from deltarule.ops.fused.gates_triton import softplus
 from deltarule.ops.runtime.chained import begin, chained
@@ -32,19 +31,6 @@ from deltarule.ops.runtime.sizes import power_of_2
 
 # Rows of the state in a program: the fastest of 8, 16 and 32 from 1 to 32 batch rows on an H200.
 ROWS = 8
-
-
-class Rows(NamedTuple):
-    """What the rows of a server's step have beside those of `recurrent_step`.
-
-    cu_seqlens: Offsets [N + 1] of rows of any lengths, packed into one. None: rows of a batch.
-    accepted: [N] the slot of which of a row's tokens it starts from, from 1. None: the first.
-    out: Where the outputs go, contiguous.
-    """
-
-    cu_seqlens: Tensor | None
-    accepted: Tensor | None
-    out: Tensor
 
 
 @triton.jit
@@ -159,28 +145,18 @@ def recurrent_step_kernel(
         tl.store(p_s, b_s.to(state.dtype.element_ty), mask=m_s)
 
 
-def recurrent_step(
-    inputs: Inputs,
-    state: Tensor,
-    state_indices: Tensor | None,
-    null_index: int,
-    maps: GateMaps = NO_MAPS,
-    states: Tensor | None = None,
-    rows: Rows | None = None,
-) -> Tensor:
-    """Row i reads and writes state[state_indices[i]]; rows with null_index give zeros.
-
-    `states` [B, T, HV, V, K], if given, takes the state after each token. With `rows` state_indices
-    may be [N, S], a slot for the state after each token, and what is below null_index is null.
-    """
+def recurrent_step(step: Step) -> Tensor:
+    """Outputs; a row without a slot gives zeros."""
+    inputs, maps, state, indices, null_index, states, accepted, o = step
     batch, tokens, value_heads, value_size = inputs.output_shape
     q, k, v, a, b = (_adjacent(x) for x in (inputs.q, inputs.k, inputs.v, inputs.a, inputs.b))
     log_decay = _adjacent(inputs.log_decay) if inputs.decay == "channel" else inputs.log_decay
-    cu_seqlens, accepted, o = rows or (None, None, None)
+    below, cu_seqlens = o is not None, inputs.cu_seqlens
     if o is None:
         o = torch.empty(inputs.output_shape, dtype=inputs.v.dtype, device=inputs.v.device)
-    batch = batch if cu_seqlens is None else len(cu_seqlens) - 1
-    slots = 0 if state_indices is None or state_indices.ndim == 1 else state_indices.shape[1]
+    if cu_seqlens is not None:
+        batch, cu_seqlens = len(cu_seqlens) - 1, cu_seqlens.to(state.device)
+    slots = 0 if indices is None or indices.ndim == 1 else indices.shape[1]
     streams = (q, k, v, inputs.beta, a, b, log_decay)
     A_log, dt_bias = (None if x is None else x.contiguous() for x in maps[:2])
     beta_max = 1.0 if maps.beta_max is None else maps.beta_max
@@ -188,11 +164,11 @@ def recurrent_step(
     form = "none" if A_log is None else "bounded" if lower_bound else "softplus"
     sizes = *inputs.q.shape[2:], value_heads, value_size, inputs.n_steps
     rule = inputs.decay, inputs.erase, inputs.normalize_qk, form, maps.beta_max is not None
-    places = state_indices is not None, states is not None, slots, rows is not None
+    places = indices is not None, states is not None, slots, below
     values = *sizes, *rule, *places, num_warps(state.dtype)
     kernel = step_launch(inputs.q.device, values, tuple(chained().items()))
     grid = -(-value_size // ROWS) * value_heads * batch, 1, 1
-    tensors = *streams, A_log, dt_bias, state, state_indices, states, o, cu_seqlens, accepted
+    tensors = *streams, A_log, dt_bias, state, indices, states, o, cu_seqlens, accepted
     numbers = inputs.scale, beta_max, lower_bound, null_index, tokens
     strides = chain.from_iterable((0, 0, 0) if x is None else x.stride()[:3] for x in streams)
     kernel(grid, *tensors, *numbers, *strides, *state.stride()[:3])
