@@ -141,7 +141,3 @@ def transformed(operator: Any, setup_context: Any, backward: Any) -> Any:
         "setup_context": staticmethod(setup_context), "backward": staticmethod(backward),
     }  # fmt: skip
     return type("Transformed", (torch.autograd.Function,), rules)
-
-
-def nothing_to_keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """A backward operator has no second derivative to save for."""

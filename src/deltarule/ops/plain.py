@@ -1,6 +1,7 @@
 """Operators whose implementations are plain differentiable PyTorch, and share one signature."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -21,7 +22,11 @@ def plain_table(
 ) -> Table[Arguments, Output]:
     """The dispatch table of an operator that has these two forms."""
     forms = {"torch": chunked, "reference": reference}
-    return {name: Implementation(always, _with(form)) for name, form in forms.items()}
+
+    def run(form: Callable[..., Output], arguments: Arguments) -> Output:
+        return form(**arguments)
+
+    return {name: Implementation(always, partial(run, form)) for name, form in forms.items()}
 
 
 def run_plain(
@@ -73,7 +78,3 @@ def check_counts(name: str, x: Tensor, size: int, most: int, q: Tensor) -> None:
         raise ValueError(f"{name} is on {x.device}, but q is on {q.device}")
     if readable(x) and any(not 0 <= count <= most for count in x.tolist()):
         raise ValueError(f"{name} must be from 0 to {most}, got {x.tolist()}")
-
-
-def _with(form: Callable[..., Output]) -> Callable[[Arguments], Output]:
-    return lambda arguments: form(**arguments)

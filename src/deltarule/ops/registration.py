@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
-from deltarule.ops.folding import Fold, Folding, nothing_to_keep, transformed
+from deltarule.ops.folding import Fold, Folding, transformed
 
 Inputs = TypeVar("Inputs", bound=tuple[Any, ...])
 # A gradient that nobody asks for, or that there is none of.
@@ -141,7 +141,8 @@ class Registered(Generic[Inputs]):
             else (self.body, self.backward_body)
         )
         self.transformed = transformed(of[0], self.set_up, self.differentiate)
-        self.transformed_backward = transformed(of[1], nothing_to_keep, self.no_derivative)
+        # There is no second derivative to save for.
+        self.transformed_backward = transformed(of[1], lambda *_: None, self.no_derivative)
 
     def body(self, *args: Any) -> Any:
         outputs = self.run_forward(args)

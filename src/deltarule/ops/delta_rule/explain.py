@@ -69,13 +69,10 @@ def explain(
         reason = implementation.why_not(call)
         if reason is None:
             reason = "first that can run" if name == chosen else f"can run; {chosen} comes first"
-            reason = fused_place(inputs) if name == "gluon" else reason
+            if name == "gluon":
+                # Where it takes over as a stage of "triton".
+                from deltarule.ops.delta_rule.gluon.stage import place_in_order
+
+                reason = place_in_order(inputs)
         rows.append(Explanation(name, name == chosen, reason))
     return rows
-
-
-def fused_place(inputs: Inputs) -> str:
-    """Where a Gluon forward takes over: as a stage of "triton", if it is faster."""
-    from deltarule.ops.delta_rule.gluon.stage import place_in_order
-
-    return place_in_order(inputs)

@@ -7,6 +7,8 @@ t counts in mini-batches of C = len(step_scale) tokens; W_0 is the memory before
 W_C that before the next. This is the primal form: every W_t is a matrix, its gradient autograd's.
 """
 
+from typing import Any, TypeVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,6 +17,7 @@ from deltarule.ops.sequences import computed, per_value_head, sequences_of, stac
 from deltarule.shapes import Offsets, TitansOutput, TitansState, TTTOutput, TTTState
 
 Maps = tuple[Tensor, ...]
+State = TypeVar("State", TTTState, TitansState)
 
 
 def ttt(
@@ -76,12 +79,15 @@ def network(maps: Maps, x: Tensor) -> Tensor:
     return x
 
 
-def _stack(finals: list[tuple[Maps, Maps, int]], initial_state: TTTState) -> TTTState:
+def _stack(finals: list[tuple[Any, ...]], initial_state: State) -> State:
+    """The parts of every sequence's memory, and its place in the mini-batch, as one state."""
     if not finals:
         return initial_state
-    weights, gradients, position = zip(*finals, strict=True)
+    *maps, position = zip(*finals, strict=True)
     places = torch.tensor(position, device=initial_state.position.device)
-    return TTTState(stack_maps(weights), stack_maps(gradients), places)
+    kind: Any = type(initial_state)
+    stacked: State = kind(*map(stack_maps, maps), places)
+    return stacked
 
 
 # The definition of `titans`: a network trained on the sequence with momentum and forgetting.
@@ -129,19 +135,9 @@ def titans(
             anchor = M if position == 0 else anchor
         finals.append((M, S, anchor, position))
     o = stack_rows(rows, values).to(v.dtype)
-    return TitansOutput(o, _stack_titans(finals, initial_state))
+    return TitansOutput(o, _stack(finals, initial_state))
 
 
 def loss(maps: Maps, key: Tensor, value: Tensor) -> Tensor:
     """|M(k) - v|^2."""
     return (network(maps, key) - value).square().sum()
-
-
-def _stack_titans(
-    finals: list[tuple[Maps, Maps, Maps, int]], initial_state: TitansState
-) -> TitansState:
-    if not finals:
-        return initial_state
-    weights, momentum, anchor, position = zip(*finals, strict=True)
-    places = torch.tensor(position, device=initial_state.position.device)
-    return TitansState(stack_maps(weights), stack_maps(momentum), stack_maps(anchor), places)

@@ -111,10 +111,6 @@ class Solution(NamedTuple):
     backend: str
 
 
-def solution_forward(inputs: Solution) -> tuple[Tensor]:
-    return (inputs.x.clone(),)
-
-
 def solution_backward(given: Backward[Solution]) -> Gradients:
     """A^{-1} dx, as A is symmetric; a second derivative would need that of A."""
     (d_x,), inputs = given.gradients, given.inputs
@@ -122,13 +118,11 @@ def solution_backward(given: Backward[Solution]) -> Gradients:
     return (solved(Covariance(*inputs[2:7]), d_x, *inputs[7:]),)
 
 
-def solution_fake(inputs: Solution) -> tuple[Tensor]:
-    return (torch.empty_like(inputs.x),)
-
-
-of_solution = Solution, solution_forward, solution_backward, solution_fake
 rules = Rules(1, (), ("residual",), forgotten=("x", "residual"), otherwise='use impl="reference"')
-solution_operator = Operator("mesa_solution", *of_solution, rules=rules)
+solution_operator = Operator(
+    "mesa_solution", Solution, lambda given: (given.x.clone(),), solution_backward,
+    lambda given: (torch.empty_like(given.x),), rules=rules,
+)  # fmt: skip
 
 
 class Systems(NamedTuple):
@@ -151,12 +145,12 @@ def gpu_iterations(inputs: Systems) -> tuple[Tensor]:
     return (kernels.conjugate_gradients(inputs),)
 
 
-def gpu_iterations_fake(inputs: Systems) -> tuple[Tensor]:
-    return (torch.empty_like(inputs.b, memory_format=torch.contiguous_format),)
-
-
 iterations_operator = Operator(
-    "mesa_iterations", Systems, gpu_iterations, None, gpu_iterations_fake
+    "mesa_iterations",
+    Systems,
+    gpu_iterations,
+    None,
+    lambda given: (torch.empty_like(given.b, memory_format=torch.contiguous_format),),
 )
 
 

@@ -139,7 +139,9 @@ def forward(inputs: ScanInputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:
                     saved[window.chunks] = starts
                 part, ends = read(chunks, starts)
                 join(part, o, window, size, 1)
-                keep_last(state, ends, window.bounds)
+                # A sequence has the state at the end of its last chunk here.
+                for first, stop in pairwise(window.bounds):
+                    state[: stop - first] = ends[first:stop]
             final_state[sequences] = state
     return o, final_state, saved
 
@@ -171,7 +173,8 @@ def backward(
                 starts = saved[window.chunks]
                 d_ends = chunk_ends(d_part, chunks, d_state, window.bounds)
                 d_chunks, d_starts = read_backward(d_part, d_ends, chunks, starts)
-                keep_first(d_state, d_starts, window.bounds)
+                # And the gradient at the start of its first one.
+                d_state[: window.bounds[1]] = d_starts[: window.bounds[1]]
                 join_gradients(d_chunks, inputs, gradients, window, size)
             d_initial[sequences] = d_state
     given = [
@@ -259,18 +262,6 @@ def read(chunks: Chunks, starts: Tensor) -> tuple[Tensor, Tensor]:
         state.mul_(decay(chunks, t)).addcmul_(write[:, :, t, :, None], at(chunks.k, t))
         torch.sum(state * at(chunks.q, t), dim=-1, out=o[:, :, t])
     return o, state
-
-
-def keep_last(state: Tensor, ends: Tensor, bounds: list[int]) -> None:
-    """Replace the state of each sequence by that at the end of its last chunk here."""
-    for first, stop in pairwise(bounds):
-        state[: stop - first] = ends[first:stop]
-
-
-def keep_first(d_state: Tensor, d_starts: Tensor, bounds: list[int]) -> None:
-    """Replace the gradient of each sequence by that at the start of its first chunk here."""
-    if len(bounds) > 1:
-        d_state[: bounds[1]] = d_starts[: bounds[1]]
 
 
 def chunk_ends(d_o: Tensor, chunks: Chunks, d_state: Tensor, bounds: list[int]) -> Tensor:

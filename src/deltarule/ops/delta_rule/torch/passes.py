@@ -139,19 +139,6 @@ def join_gradients(
             join(dx.flatten(1, 2), x if x.ndim == 4 else x.unsqueeze(-1), window, size, n)
 
 
-def cut_output(d_o: Tensor, inputs: Inputs, window: Window, size: int) -> Tensor:
-    """Gradient by the outputs [B, T, HV, V] -> [M, H, G, C, V]."""
-    return _chunked(d_o, inputs, window, size, 1)
-
-
-def empty_gradients(inputs: Inputs) -> list[Tensor | None]:
-    """Room for the gradients by q, k, v, beta, a, b and log_decay."""
-    return [
-        None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        for x in inputs[:7]
-    ]
-
-
 def _chunked(x: Tensor, inputs: Inputs, window: Window, size: int, n_steps: int) -> Tensor:
     return cut(x, window, size, n_steps, inputs.dtype).unflatten(1, (inputs.q.shape[2], -1))
 
@@ -278,7 +265,9 @@ def _run(inputs: Inputs, save: bool, size: int | None = None) -> tuple[Tensor, T
     """The forward in chunks of the usual size, or of one that saves nothing."""
     heads = inputs.q.shape[2]
     o = inputs.v.new_empty(inputs.output_shape)
-    final_state = _initial_state(inputs).clone(memory_format=torch.contiguous_format)
+    final_state = inputs.q.new_zeros(inputs.state_shape, dtype=inputs.dtype)
+    if inputs.initial_state is not None:
+        final_state.copy_(inputs.initial_state)
     shape = chunk_states_shape(inputs) if save else (0, *inputs.state_shape[1:])
     # Of packed documents there may be fewer chunks than places.
     room = final_state.new_empty if inputs.cu_seqlens is None else final_state.new_zeros
@@ -313,7 +302,10 @@ def backward(
     if saved.numel() == 0:
         saved = forward(inputs, save=True)[2]
     heads = inputs.q.shape[2]
-    gradients = empty_gradients(inputs)
+    gradients = [
+        None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        for x in inputs[:7]
+    ]
     d_initial = inputs.q.new_zeros(inputs.state_shape, dtype=inputs.dtype)
     if d_final is not None:
         d_initial.copy_(d_final)
@@ -324,7 +316,7 @@ def backward(
             for window in reversed(windows):
                 states = saved[window.chunks].unflatten(1, (heads, -1))
                 chunks = cut_inputs(inputs, window, size)
-                d_part = cut_output(d_o, inputs, window, size)
+                d_part = _chunked(d_o, inputs, window, size, 1)
                 d_chunks = _window_backward(d_part, d_state, chunks, states, window)
                 join_gradients(d_chunks, inputs, gradients, window, size)
             d_initial[sequences] = d_state.flatten(1, 2)
@@ -449,9 +441,3 @@ def _erase_backward(
         )
     d_log_decay = decay_backward(d_decay, dq.shape[-2])
     return Chunks(dq, dk, dv, d_beta, da, db, d_log_decay)
-
-
-def _initial_state(inputs: Inputs) -> Tensor:
-    if inputs.initial_state is not None:
-        return inputs.initial_state
-    return torch.zeros(inputs.state_shape, dtype=inputs.dtype, device=inputs.q.device)

@@ -43,10 +43,6 @@ class Memory(NamedTuple):
     def map(self, f: Callable[[Tensor], Tensor]) -> "Memory":
         return Memory(*(tuple(f(x) for x in maps) for maps in self))
 
-    def merge(self, other: "Memory", f: Callable[[Tensor, Tensor], Tensor]) -> "Memory":
-        parts = zip(self, other, strict=True)
-        return Memory(*(tuple(map(f, mine, theirs)) for mine, theirs in parts))
-
 
 class Mix(NamedTuple):
     """How `rows` memories are put together from W, M and the writes of S tokens."""
@@ -169,7 +165,8 @@ def _scan_group(
     for step in run:
         rows = table.map(partial(layout.rows_at, step))
         z, rows = mini_batch(steps, step, rows, loss_gradient)
-        table = table.merge(rows, partial(layout.write_at, step))
+        parts = zip(table, rows, strict=True)
+        table = Memory(*(tuple(map(partial(layout.write_at, step), *maps)) for maps in parts))
         outputs.append(z)
     return torch.stack(outputs), table.map(layout.states)
 

@@ -51,7 +51,8 @@ def titans(
     if backend == "triton":
         z, memory = scan_in_triton(steps, memory, layout, None)
     else:
-        z, memory = scan(steps, memory, layout, squared_error_gradient)
+        # The gradient of |z - v|^2 by z.
+        z, memory = scan(steps, memory, layout, lambda z, k, v: 2 * (z - v))
     position = next_position(position, v.shape[1], mini_batch, lengths, cu_seqlens)
     return TitansOutput(layout.join(z).to(v.dtype), TitansState(*memory, position))
 
@@ -79,11 +80,6 @@ def coefficients(
         of_M = torch.where(real[..., t, None], new_M, of_M)
         reads.append(of_M)
     return _mix(torch.stack(reads, dim=-2)), _mix(of_M.unsqueeze(-2)), _mix(of_S.unsqueeze(-2))
-
-
-def squared_error_gradient(z: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """d/dz of |z - v|^2."""
-    return 2 * (z - v)
 
 
 def _mix(columns: Tensor) -> Mix:

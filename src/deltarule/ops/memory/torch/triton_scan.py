@@ -94,8 +94,8 @@ def scan_in_triton(
         return scan_held(streams, memory, layout, norm)
     parts = memory if norm is None else memory[:2]
     table = layout.table(torch.stack([flat(maps, steps.k.shape[-1]) for maps in parts], dim=2))
-    z, table = grouped(streams, layout, norm, table, inner_channels(memory.weights))
     sizes = [x.shape[-2:] for x in memory.weights]
+    z, table = grouped(streams, layout, norm, table, sizes[0][0] if len(sizes) > 1 else 0)
     after = [unflat(x, sizes, steps.k.shape[-1]) for x in layout.states(table).unbind(2)]
     # The anchor of `ttt` is W.
     return z, Memory(*(after if norm is None else (*after, after[0])))
@@ -135,11 +135,6 @@ def grouped(
         z, table = scan_operator(*(x[run] for x in streams), owner, table, *options, inner)
         outputs.append(z)
     return torch.cat(outputs), table
-
-
-def inner_channels(maps: Maps) -> int:
-    """Channels between two maps; 0 of one map."""
-    return maps[0].shape[-2] if len(maps) > 1 else 0
 
 
 def flat(maps: Maps, channels: int) -> Tensor:
