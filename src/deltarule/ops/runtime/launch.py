@@ -16,11 +16,13 @@ from contextvars import Context, ContextVar
 from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from torch.nn import Parameter
 from triton import AsyncCompileMode, knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 from deltarule.ops.dispatch import compiled
 from deltarule.ops.runtime.tensor_maps import (
@@ -70,14 +72,24 @@ class Binary(NamedTuple):
 class Launch:
     """A kernel with all that it is compiled for, to be called with a grid and the rest.
 
-    `constants` has every argument that does not change from call to call, `tiles` those that the
-    copy engine fetches; a call gives the others, in the kernel's order.
+    `constants` has every argument that does not change from call to call, numbers or named tuples
+    of some, `tiles` those that the copy engine fetches; a call gives the others, in the kernel's
+    order.
     """
 
     def __init__(
         self, kernel: Any, constants: Mapping[str, Any], tiles: Tiles | None = None
     ) -> None:
-        self.kernel, self.constants = kernel, {**OPTIONS, **constants}
+        # Triton's compiler asks for parts that it knows as constants, its interpreter for numbers.
+        compiles = isinstance(kernel, JITFunction)
+        self.kernel, self.constants = (
+            kernel,
+            OPTIONS
+            | {
+                name: type(x)(*map(tl.constexpr, x)) if compiles and isinstance(x, tuple) else x
+                for name, x in constants.items()
+            },
+        )
         names, tiles = list(kernel.arg_names), tiles or {}
         self.tiles = sorted((names.index(name), *of) for name, of in tiles.items())
         # What follows the arguments of a call; a launcher passes over what is compiled in.

@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
-from triton.runtime.jit import JITFunction
 
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.tile_sizes import (
@@ -293,9 +291,7 @@ class Call:
     def new_launch(self, kernel: Any, fetched: Fetches | None, own: Mapping[str, Any]) -> Launch:
         asked, known = parameters(kernel, Sizes._fields)
         values = {**self.once(constants), **self.values, **own}
-        sizes = map(values.get, Sizes._fields)
-        # Triton's compiler asks for constants that it knows as such, its interpreter for numbers.
-        values["S"] = Sizes(*map(tl.constexpr, sizes) if isinstance(kernel, JITFunction) else sizes)
+        values["S"] = Sizes(*map(values.get, Sizes._fields))
         if missing := {*asked, *known} - {*values, *CHOICES, *Sizes._fields}:
             raise TypeError(f"a kernel asks for {sorted(missing)}, which this call does not have")
         given = *kernel.arg_names[len(asked) :], *CHOICES

@@ -21,7 +21,6 @@ import triton.language as tl
 
 from deltarule.ops.memory.triton.memory import (
     Map,
-    Sizes,
     applied,
     load_column,
     load_map,
@@ -42,9 +41,9 @@ Place = namedtuple("Place", "i i_n o_s o_k o_v")
 
 
 @triton.jit
-def store_column(rows, b_x, i, which: tl.constexpr, o_s, S: tl.constexpr):
+def store_column(rows, b_x, i, which: tl.constexpr, o_s, T: tl.constexpr):
     """The inverse of load_column: sums over the channels of each row."""
-    tl.store(rows + (i * 4 + which) * S + o_s, tl.sum(b_x, axis=1), mask=o_s < S)
+    tl.store(rows + (i * 4 + which) * T + o_s, tl.sum(b_x, axis=1), mask=o_s < T)
 
 
 @triton.jit
@@ -55,56 +54,53 @@ def inner(x, y):
 
 
 @triton.jit
-def read_backward(b_dy, x, d_rows, which: tl.constexpr, at, SIZES: tl.constexpr):
+def read_backward(b_dy, x, d_rows, which: tl.constexpr, at, S: tl.constexpr):
     """dy with what W (which = 0) or M (1) gives to it, and the gradient by kept or momentum."""
-    b_y = load_tile(x.q, at.i, at.o_s, at.o_k, SIZES.S, SIZES.K)
-    b_h = load_tile(x.d_z, at.i, at.o_s, at.o_v, SIZES.S, SIZES.V)
-    read = load_map(x.noted, at.i, which, at.o_v, at.o_k, SIZES)
-    store_column(d_rows, b_h * applied(b_y, read), at.i, which, at.o_s, SIZES.S)
-    return b_dy + product(b_h * load_column(x.rows, at.i, which, at.o_s, SIZES.S), read.weights)
+    b_y = load_tile(x.q, at.i, at.o_s, at.o_k, S.T, S.K)
+    b_h = load_tile(x.d_z, at.i, at.o_s, at.o_v, S.T, S.V)
+    read = load_map(x.noted, at.i, which, at.o_v, at.o_k, S)
+    store_column(d_rows, b_h * applied(b_y, read), at.i, which, at.o_s, S.T)
+    return b_dy + product(b_h * load_column(x.rows, at.i, which, at.o_s, S.T), read.weights)
 
 
 @triton.jit
 def read_backward_kernel(
     q, k, v, rows, writes, noted, weight, bias, d_z, at, g, d_g, d_q, d_k, d_rows, d_writes, eps,
-    HV: tl.constexpr, S: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    BIAS: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
+    S: tl.constexpr,
 ):  # fmt: skip
     """One mini-batch: A x, g, and the parts of all gradients that come through z."""
-    SIZES: tl.constexpr = Sizes(S, K, V, BIAS)
     i = tl.program_id(0).to(tl.int64)
-    o_s, o_k, o_v = tl.arange(0, BS), tl.arange(0, BK), tl.arange(0, BV)
+    o_s, o_k, o_v = tl.arange(0, S.BT), tl.arange(0, S.BK), tl.arange(0, S.BV)
     x, here = Given(q, d_z, noted, rows), Place(i, i, o_s, o_k, o_v)
-    b_weight, b_bias = load_norm(weight, bias, i % HV, o_v, V, NORM)
-    b_x, b_v = load_tile(k, i, o_s, o_k, S, K), load_tile(v, i, o_s, o_v, S, V)
-    b_at = applied(b_x, load_map(noted, i, 2, o_v, o_k, SIZES))
-    store_tile(at, b_at, i, o_s, o_v, S, V)
-    b_key = b_x if NORM else b_v
-    m_v = (o_v < V)[None, :]
-    b_g = loss_gradient(b_at, b_key, b_v, b_weight, b_bias, m_v, eps, V, NORM)
-    store_tile(g, b_g, i, o_s, o_v, S, V)
-    b_x, b_y = load_tile(k, i, o_s, o_k, S, K), load_tile(q, i, o_s, o_k, S, K)
-    b_pair = product(b_y, tl.trans(b_x)) + BIAS
-    b_h, b_R = load_tile(d_z, i, o_s, o_v, S, V), load_tile(writes, i, o_s, o_s, S, S)
-    store_tile(d_g, -product(tl.trans(b_pair * b_R), b_h), i, o_s, o_v, S, V)
+    b_weight, b_bias = load_norm(weight, bias, i % S.HV, o_v, S.V, S.NORM)
+    b_x, b_v = load_tile(k, i, o_s, o_k, S.T, S.K), load_tile(v, i, o_s, o_v, S.T, S.V)
+    b_at = applied(b_x, load_map(noted, i, 2, o_v, o_k, S))
+    store_tile(at, b_at, i, o_s, o_v, S.T, S.V)
+    b_key = b_x if S.NORM else b_v
+    m_v = (o_v < S.V)[None, :]
+    b_g = loss_gradient(b_at, b_key, b_v, b_weight, b_bias, m_v, eps, S.V, S.NORM)
+    store_tile(g, b_g, i, o_s, o_v, S.T, S.V)
+    b_x, b_y = load_tile(k, i, o_s, o_k, S.T, S.K), load_tile(q, i, o_s, o_k, S.T, S.K)
+    b_pair = product(b_y, tl.trans(b_x)) + S.BIAS
+    b_h, b_R = load_tile(d_z, i, o_s, o_v, S.T, S.V), load_tile(writes, i, o_s, o_s, S.T, S.T)
+    store_tile(d_g, -product(tl.trans(b_pair * b_R), b_h), i, o_s, o_v, S.T, S.V)
     b_dN = -product(b_h, tl.trans(b_g))
-    store_tile(d_writes, b_dN * b_pair, i, o_s, o_s, S, S)
+    store_tile(d_writes, b_dN * b_pair, i, o_s, o_s, S.T, S.T)
     b_dP = b_dN * b_R
-    store_tile(d_k, product(tl.trans(b_dP), b_y), i, o_s, o_k, S, K)
-    b_dy = product(b_dP, load_tile(k, i, o_s, o_k, S, K))
-    b_dy = read_backward(b_dy, x, d_rows, 0, here, SIZES)
-    b_dy = read_backward(b_dy, x, d_rows, 1, here, SIZES)
-    store_tile(d_q, b_dy, i, o_s, o_k, S, K)
+    store_tile(d_k, product(tl.trans(b_dP), b_y), i, o_s, o_k, S.T, S.K)
+    b_dy = product(b_dP, load_tile(k, i, o_s, o_k, S.T, S.K))
+    b_dy = read_backward(b_dy, x, d_rows, 0, here, S)
+    b_dy = read_backward(b_dy, x, d_rows, 1, here, S)
+    store_tile(d_q, b_dy, i, o_s, o_k, S.T, S.K)
 
 
 @triton.jit
-def pass_on(x, scalars, d_memory, d_scalars, at, SIZES: tl.constexpr):
+def pass_on(x, scalars, d_memory, d_scalars, at, S: tl.constexpr):
     """Replace the gradients by W and M by those before the mini-batch; and those by a, b, c, d."""
-    X = load_map(d_memory, at.i_n, 0, at.o_v, at.o_k, SIZES)
-    Y = load_map(d_memory, at.i_n, 1, at.o_v, at.o_k, SIZES)
+    X = load_map(d_memory, at.i_n, 0, at.o_v, at.o_k, S)
+    Y = load_map(d_memory, at.i_n, 1, at.o_v, at.o_k, S)
     for which in tl.static_range(2):
-        read = load_map(x.noted, at.i, which, at.o_v, at.o_k, SIZES)
+        read = load_map(x.noted, at.i, which, at.o_v, at.o_k, S)
         tl.store(d_scalars + at.i * 4 + which, inner(read, X))
         tl.store(d_scalars + at.i * 4 + 2 + which, inner(read, Y))
     # All have read what is overwritten.
@@ -112,83 +108,79 @@ def pass_on(x, scalars, d_memory, d_scalars, at, SIZES: tl.constexpr):
     for which in tl.static_range(2):
         b_of_X = tl.load(scalars + at.i * 4 + which)
         b_of_Y = tl.load(scalars + at.i * 4 + 2 + which)
-        b_h = load_tile(x.d_z, at.i, at.o_s, at.o_v, SIZES.S, SIZES.V)
-        b_h *= load_column(x.rows, at.i, which, at.o_s, SIZES.S)
-        b_y = load_tile(x.q, at.i, at.o_s, at.o_k, SIZES.S, SIZES.K)
-        b_new, b_newb = written(b_h, b_y, SIZES.BIAS)
+        b_h = load_tile(x.d_z, at.i, at.o_s, at.o_v, S.T, S.V)
+        b_h *= load_column(x.rows, at.i, which, at.o_s, S.T)
+        b_y = load_tile(x.q, at.i, at.o_s, at.o_k, S.T, S.K)
+        b_new, b_newb = written(b_h, b_y, S.BIAS)
         b_new += b_of_X * X.weights + b_of_Y * Y.weights
         b_newb += b_of_X * X.bias + b_of_Y * Y.bias
-        store_map(d_memory, Map(b_new, b_newb), at.i_n, which, at.o_v, at.o_k, SIZES)
+        store_map(d_memory, Map(b_new, b_newb), at.i_n, which, at.o_v, at.o_k, S)
 
 
 @triton.jit(do_not_specialize=["M", "R"])
 def memory_backward_kernel(
     q, k, v, rows, scalars, full, owner, noted, weight, bias, d_z, at, g, d_g, d_memory,
-    d_k, d_v, d_rows, d_scalars, d_weight, d_bias, eps, M, R,
-    HV: tl.constexpr, S: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    BIAS: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
+    d_k, d_v, d_rows, d_scalars, d_weight, d_bias, eps, M, R, S: tl.constexpr,
 ):  # fmt: skip
     """The rest, d_memory in place; d_weight and d_bias [R, HV, V] are parts of a sum."""
-    SIZES: tl.constexpr = Sizes(S, K, V, BIAS)
     x = Given(q, d_z, noted, rows)
     i_r, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    o_s, o_k, o_v = tl.arange(0, BS), tl.arange(0, BK), tl.arange(0, BV)
-    m_v = (o_v < V)[None, :]
-    b_weight, b_bias = load_norm(weight, bias, i_h, o_v, V, NORM)
-    b_dweight, b_dbias = tl.zeros([BV], tl.float32), tl.zeros([BV], tl.float32)
+    o_s, o_k, o_v = tl.arange(0, S.BT), tl.arange(0, S.BK), tl.arange(0, S.BV)
+    m_v = (o_v < S.V)[None, :]
+    b_weight, b_bias = load_norm(weight, bias, i_h, o_v, S.V, S.NORM)
+    b_dweight, b_dbias = tl.zeros([S.BV], tl.float32), tl.zeros([S.BV], tl.float32)
     for i_back in range(M):
         i_m = M - 1 - i_back
-        i, i_n = (i_m * R + i_r) * HV + i_h, i_r * HV + i_h
-        if PACKED:
-            i_n = tl.load(owner + i_m * R + i_r) * HV + i_h
+        i, i_n = (i_m * R + i_r) * S.HV + i_h, i_r * S.HV + i_h
+        if S.PACKED:
+            i_n = tl.load(owner + i_m * R + i_r) * S.HV + i_h
         ends = tl.load(full + i_m * R + i_r) != 0
-        b_dA, b_dAb = load_map(d_memory, i_n, 2, o_v, o_k, SIZES)
-        b_X, b_Xb = load_map(d_memory, i_n, 0, o_v, o_k, SIZES)
+        b_dA, b_dAb = load_map(d_memory, i_n, 2, o_v, o_k, S)
+        b_X, b_Xb = load_map(d_memory, i_n, 0, o_v, o_k, S)
         X = Map(b_X + tl.where(ends, b_dA, 0.0), b_Xb + tl.where(ends, b_dAb, 0.0))
         tl.debug_barrier()
-        store_map(d_memory, X, i_n, 0, o_v, o_k, SIZES)
+        store_map(d_memory, X, i_n, 0, o_v, o_k, S)
         # Through what the mini-batch writes. Tiles are read again where they are needed again: an
         # operand that is kept fills a quarter of the registers.
-        b_x, b_g = load_tile(k, i, o_s, o_k, S, K), load_tile(g, i, o_s, o_v, S, V)
-        b_w, b_xX = load_column(rows, i, 2, o_s, S), applied(b_x, X)
-        store_column(d_rows, -b_g * b_xX, i, 2, o_s, S)
-        b_dx = load_tile(d_k, i, o_s, o_k, S, K) - product(b_w * b_g, X.weights)
-        b_dg = load_tile(d_g, i, o_s, o_v, S, V) - b_w * b_xX
-        Y = load_map(d_memory, i_n, 1, o_v, o_k, SIZES)
-        b_u, b_xY = load_column(rows, i, 3, o_s, S), applied(b_x, Y)
-        store_column(d_rows, -b_g * b_xY, i, 3, o_s, S)
+        b_x, b_g = load_tile(k, i, o_s, o_k, S.T, S.K), load_tile(g, i, o_s, o_v, S.T, S.V)
+        b_w, b_xX = load_column(rows, i, 2, o_s, S.T), applied(b_x, X)
+        store_column(d_rows, -b_g * b_xX, i, 2, o_s, S.T)
+        b_dx = load_tile(d_k, i, o_s, o_k, S.T, S.K) - product(b_w * b_g, X.weights)
+        b_dg = load_tile(d_g, i, o_s, o_v, S.T, S.V) - b_w * b_xX
+        Y = load_map(d_memory, i_n, 1, o_v, o_k, S)
+        b_u, b_xY = load_column(rows, i, 3, o_s, S.T), applied(b_x, Y)
+        store_column(d_rows, -b_g * b_xY, i, 3, o_s, S.T)
         b_dx -= product(b_u * b_g, Y.weights)
         b_dg -= b_u * b_xY
         # Through the gradient that was taken at A.
-        b_x, b_v = load_tile(k, i, o_s, o_k, S, K), load_tile(v, i, o_s, o_v, S, V)
-        b_key = b_x if NORM else b_v
-        b_at = load_tile(at, i, o_s, o_v, S, V)
+        b_x, b_v = load_tile(k, i, o_s, o_k, S.T, S.K), load_tile(v, i, o_s, o_v, S.T, S.V)
+        b_key = b_x if S.NORM else b_v
+        b_at = load_tile(at, i, o_s, o_v, S.T, S.V)
         b_dz, b_dv, b_dw_rows, b_db_rows = loss_gradient_backward(
-            b_dg, b_at, b_key, b_v, b_weight, b_bias, m_v, eps, V, NORM
+            b_dg, b_at, b_key, b_v, b_weight, b_bias, m_v, eps, S.V, S.NORM
         )
-        store_tile(d_v, b_dv, i, o_s, o_v, S, V)
-        if NORM:
+        store_tile(d_v, b_dv, i, o_s, o_v, S.T, S.V)
+        if S.NORM:
             # In the loss stands k - v.
             b_dx -= b_dv
             b_dweight += tl.sum(b_dw_rows, axis=0)
             b_dbias += tl.sum(b_db_rows, axis=0)
         # By way of memory: the compiler would compute dz once more in the layout of an operand.
-        store_tile(at, b_dz, i, o_s, o_v, S, V)
+        store_tile(at, b_dz, i, o_s, o_v, S.T, S.V)
         tl.debug_barrier()
-        b_dz = load_tile(at, i, o_s, o_v, S, V)
-        b_map, _ = load_map(noted, i, 2, o_v, o_k, SIZES)
-        store_tile(d_k, b_dx + product(b_dz, b_map), i, o_s, o_k, S, K)
-        b_new, b_newb = written(b_dz, load_tile(k, i, o_s, o_k, S, K), BIAS)
-        b_dA, b_dAb = load_map(d_memory, i_n, 2, o_v, o_k, SIZES)
+        b_dz = load_tile(at, i, o_s, o_v, S.T, S.V)
+        b_map, _ = load_map(noted, i, 2, o_v, o_k, S)
+        store_tile(d_k, b_dx + product(b_dz, b_map), i, o_s, o_k, S.T, S.K)
+        b_new, b_newb = written(b_dz, load_tile(k, i, o_s, o_k, S.T, S.K), S.BIAS)
+        b_dA, b_dAb = load_map(d_memory, i_n, 2, o_v, o_k, S)
         b_new += tl.where(ends, 0.0, b_dA)
         b_newb += tl.where(ends, 0.0, b_dAb)
-        store_map(d_memory, Map(b_new, b_newb), i_n, 2, o_v, o_k, SIZES)
+        store_map(d_memory, Map(b_new, b_newb), i_n, 2, o_v, o_k, S)
         # Through W and M, as they are read and as they go on.
         tl.debug_barrier()
         here = Place(i, i_n, o_s, o_k, o_v)
-        pass_on(x, scalars, d_memory, d_scalars, here, SIZES)
+        pass_on(x, scalars, d_memory, d_scalars, here, S)
         tl.debug_barrier()
-    if NORM:
-        tl.store(d_weight + (i_r * HV + i_h) * V + o_v, b_dweight, mask=o_v < V)
-        tl.store(d_bias + (i_r * HV + i_h) * V + o_v, b_dbias, mask=o_v < V)
+    if S.NORM:
+        tl.store(d_weight + (i_r * S.HV + i_h) * S.V + o_v, b_dweight, mask=o_v < S.V)
+        tl.store(d_bias + (i_r * S.HV + i_h) * S.V + o_v, b_dbias, mask=o_v < S.V)

@@ -1,7 +1,7 @@
 """What the kernels of a linear memory share: tiles of a mini-batch, the loss and its derivatives.
 
 The memory is a map W [V, K], with a bias [V] where TTT has one. Rows are the tokens of a
-mini-batch, S of them in BS. Everything is in float32, and products are sums of three in tf32.
+mini-batch, T of them in BT. Everything is in float32, and products are sums of three in tf32.
 """
 
 from collections import namedtuple
@@ -11,7 +11,7 @@ import triton.language as tl
 
 PRECISION = tl.constexpr("tf32x3")
 # What a kernel that holds a memory is compiled for, as one constant.
-Sizes = namedtuple("Sizes", "S K V BIAS")
+Sizes = namedtuple("Sizes", "HV T K V BT BK BV BIAS NORM PACKED")
 # A map [V, K] with its bias as a row; and the weights, the momentum and the anchor of a memory.
 Map = namedtuple("Map", "weights bias")
 Maps = namedtuple("Maps", "W M A")
@@ -23,22 +23,22 @@ def product(b_x, b_y):
 
 
 @triton.jit
-def load_tile(x, i, o_s, o_c, S: tl.constexpr, C: tl.constexpr):
-    """Rows o_s and channels o_c of x[i], of [.., S, C]."""
-    mask = (o_s < S)[:, None] & (o_c < C)[None, :]
-    return tl.load(x + (i * S + o_s[:, None]) * C + o_c[None, :], mask=mask, other=0.0)
+def load_tile(x, i, o_s, o_c, T: tl.constexpr, C: tl.constexpr):
+    """Rows o_s and channels o_c of x[i], of [.., T, C]."""
+    mask = (o_s < T)[:, None] & (o_c < C)[None, :]
+    return tl.load(x + (i * T + o_s[:, None]) * C + o_c[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def store_tile(x, b_x, i, o_s, o_c, S: tl.constexpr, C: tl.constexpr):
-    mask = (o_s < S)[:, None] & (o_c < C)[None, :]
-    tl.store(x + (i * S + o_s[:, None]) * C + o_c[None, :], b_x, mask=mask)
+def store_tile(x, b_x, i, o_s, o_c, T: tl.constexpr, C: tl.constexpr):
+    mask = (o_s < T)[:, None] & (o_c < C)[None, :]
+    tl.store(x + (i * T + o_s[:, None]) * C + o_c[None, :], b_x, mask=mask)
 
 
 @triton.jit
-def load_column(rows, i, which: tl.constexpr, o_s, S: tl.constexpr):
-    """A number for each token, [BS, 1]: one of the four of `rows` [.., 4, S]."""
-    return tl.load(rows + (i * 4 + which) * S + o_s, mask=o_s < S, other=0.0)[:, None]
+def load_column(rows, i, which: tl.constexpr, o_s, T: tl.constexpr):
+    """A number for each token, [BT, 1]: one of the four of `rows` [.., 4, T]."""
+    return tl.load(rows + (i * 4 + which) * T + o_s, mask=o_s < T, other=0.0)[:, None]
 
 
 @triton.jit
@@ -53,44 +53,44 @@ def load_norm(weight, bias, i_h, o_v, V: tl.constexpr, NORM: tl.constexpr):
 
 
 @triton.jit
-def load_map(memory, i, which: tl.constexpr, o_v, o_k, SIZES: tl.constexpr):
+def load_map(memory, i, which: tl.constexpr, o_v, o_k, S: tl.constexpr):
     """W, M or A of memory [.., 3, V, K + BIAS]; the bias is zero without one."""
-    p_x, mask = map_places(memory, i, which, o_v, o_k, SIZES)
+    p_x, mask = map_places(memory, i, which, o_v, o_k, S)
     b_map = tl.load(p_x[:, None] + o_k[None, :], mask=mask, other=0.0)
     b_bias = tl.zeros(o_v.shape, tl.float32)
-    if SIZES.BIAS:
-        b_bias = tl.load(p_x + SIZES.K, mask=o_v < SIZES.V, other=0.0)
+    if S.BIAS:
+        b_bias = tl.load(p_x + S.K, mask=o_v < S.V, other=0.0)
     return Map(b_map, b_bias[None, :])
 
 
 @triton.jit
-def store_map(memory, x, i, which: tl.constexpr, o_v, o_k, SIZES: tl.constexpr):
-    p_x, mask = map_places(memory, i, which, o_v, o_k, SIZES)
+def store_map(memory, x, i, which: tl.constexpr, o_v, o_k, S: tl.constexpr):
+    p_x, mask = map_places(memory, i, which, o_v, o_k, S)
     tl.store(p_x[:, None] + o_k[None, :], x.weights, mask=mask)
-    if SIZES.BIAS:
-        tl.store(p_x + SIZES.K, tl.reshape(x.bias, o_v.shape), mask=o_v < SIZES.V)
+    if S.BIAS:
+        tl.store(p_x + S.K, tl.reshape(x.bias, o_v.shape), mask=o_v < S.V)
 
 
 @triton.jit
-def map_places(memory, i, which: tl.constexpr, o_v, o_k, SIZES: tl.constexpr):
+def map_places(memory, i, which: tl.constexpr, o_v, o_k, S: tl.constexpr):
     """Addresses of the rows of a map, and which of its entries exist."""
-    ROW: tl.constexpr = SIZES.K + SIZES.BIAS
-    p_x = memory + (i * 3 + which) * (SIZES.V * ROW) + o_v * ROW
-    return p_x, (o_v < SIZES.V)[:, None] & (o_k < SIZES.K)[None, :]
+    ROW: tl.constexpr = S.K + S.BIAS
+    p_x = memory + (i * 3 + which) * (S.V * ROW) + o_v * ROW
+    return p_x, (o_v < S.V)[:, None] & (o_k < S.K)[None, :]
 
 
 @triton.jit
-def load_maps(memory, i, o_v, o_k, SIZES: tl.constexpr):
-    W = load_map(memory, i, 0, o_v, o_k, SIZES)
-    M = load_map(memory, i, 1, o_v, o_k, SIZES)
-    return Maps(W, M, load_map(memory, i, 2, o_v, o_k, SIZES))
+def load_maps(memory, i, o_v, o_k, S: tl.constexpr):
+    W = load_map(memory, i, 0, o_v, o_k, S)
+    M = load_map(memory, i, 1, o_v, o_k, S)
+    return Maps(W, M, load_map(memory, i, 2, o_v, o_k, S))
 
 
 @triton.jit
-def store_maps(memory, maps, i, o_v, o_k, SIZES: tl.constexpr):
-    store_map(memory, maps.W, i, 0, o_v, o_k, SIZES)
-    store_map(memory, maps.M, i, 1, o_v, o_k, SIZES)
-    store_map(memory, maps.A, i, 2, o_v, o_k, SIZES)
+def store_maps(memory, maps, i, o_v, o_k, S: tl.constexpr):
+    store_map(memory, maps.W, i, 0, o_v, o_k, S)
+    store_map(memory, maps.M, i, 1, o_v, o_k, S)
+    store_map(memory, maps.A, i, 2, o_v, o_k, S)
 
 
 @triton.jit

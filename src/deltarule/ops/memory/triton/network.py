@@ -37,7 +37,7 @@ SCALE, CUBE = tl.constexpr(1.5957691216057308), tl.constexpr(0.044715)
 
 
 # What a kernel is compiled for, as one constant.
-Sizes = namedtuple("Sizes", "S K V C BS BV BC SIZE PARTS DEEP BIAS")
+Sizes = namedtuple("Sizes", "HV T K V C BT BK BV BC SIZE PARTS DEEP BIAS NORM PACKED")
 # What a call is given, and the memories: as they are, and as noted before each mini-batch.
 Given = namedtuple("Given", "q k rows scalars memory noted")
 # A mini-batch: where its tokens and its memory lie, what is known of the parts, and channels.
@@ -112,85 +112,82 @@ def is_last(owner, i_m, i_r, M, R, PACKED: tl.constexpr):
 
 
 @triton.jit
-def load_columns(rows, i, o_s, S: tl.constexpr):
-    b_kept, b_momentum = load_column(rows, i, 0, o_s, S), load_column(rows, i, 1, o_s, S)
+def load_columns(rows, i, o_s, T: tl.constexpr):
+    b_kept, b_momentum = load_column(rows, i, 0, o_s, T), load_column(rows, i, 1, o_s, T)
     return Columns(
-        b_kept, b_momentum, load_column(rows, i, 2, o_s, S), load_column(rows, i, 3, o_s, S)
+        b_kept, b_momentum, load_column(rows, i, 2, o_s, T), load_column(rows, i, 3, o_s, T)
     )
 
 
 @triton.jit
-def first_tile(o_c, o_k, SIZES: tl.constexpr):
+def first_tile(o_c, o_k, S: tl.constexpr):
     """Rows o_c of the first map, and their bias."""
-    C: tl.constexpr = SIZES.C
-    K: tl.constexpr = SIZES.K
-    mask = (o_c < C)[:, None] & (o_k < K)[None, :]
-    m_bias = (o_c < C * SIZES.BIAS)[None, :]
-    return Tile(o_c[:, None] * K + o_k[None, :], mask), Tile(C * K + o_c[None, :], m_bias)
+    mask = (o_c < S.C)[:, None] & (o_k < S.K)[None, :]
+    m_bias = (o_c < S.C * S.BIAS)[None, :]
+    return Tile(o_c[:, None] * S.K + o_k[None, :], mask), Tile(S.C * S.K + o_c[None, :], m_bias)
 
 
 @triton.jit
-def last_tile(o_v, o_c, SIZES: tl.constexpr):
+def last_tile(o_v, o_c, S: tl.constexpr):
     """Columns o_c of the last map, without the bias."""
-    mask = (o_v < SIZES.V)[:, None] & (o_c < SIZES.C)[None, :]
-    return Tile(start_of_last(SIZES) + o_v[:, None] * SIZES.C + o_c[None, :], mask)
+    mask = (o_v < S.V)[:, None] & (o_c < S.C)[None, :]
+    return Tile(start_of_last(S) + o_v[:, None] * S.C + o_c[None, :], mask)
 
 
 @triton.jit
-def last_bias(o_v, SIZES: tl.constexpr):
-    o = start_of_last(SIZES) + SIZES.V * SIZES.C + o_v
-    return Tile(o[None, :], (o_v < SIZES.V * SIZES.BIAS)[None, :])
+def last_bias(o_v, S: tl.constexpr):
+    o = start_of_last(S) + S.V * S.C + o_v
+    return Tile(o[None, :], (o_v < S.V * S.BIAS)[None, :])
 
 
 @triton.jit
-def start_of_last(SIZES: tl.constexpr):
+def start_of_last(S: tl.constexpr):
     """Numbers before the last map."""
-    return SIZES.DEEP * SIZES.C * (SIZES.K + SIZES.BIAS)
+    return S.DEEP * S.C * (S.K + S.BIAS)
 
 
 @triton.jit
-def load_parts(memory, i, tile, settled, SIZES: tl.constexpr):
+def load_parts(memory, i, tile, settled, S: tl.constexpr):
     """A tile of W, M and A; of the parts that are known nothing is read."""
-    SIZE: tl.constexpr = SIZES.SIZE
-    p_x = memory + i * (SIZES.PARTS * SIZE) + tile.o
+    p_x = memory + i * (S.PARTS * S.SIZE) + tile.o
     b_W = tl.load(p_x, mask=tile.mask, other=0.0)
-    if SIZES.PARTS == 2:
-        b_M = tl.load(p_x + SIZE, mask=tile.mask & (settled == 0), other=0.0)
+    if S.PARTS == 2:
+        b_M = tl.load(p_x + S.SIZE, mask=tile.mask & (settled == 0), other=0.0)
         b_A = b_W
     else:
-        b_M = tl.load(p_x + SIZE, mask=tile.mask, other=0.0)
-        b_A = tl.load(p_x + 2 * SIZE, mask=tile.mask & (settled == 0), other=0.0)
+        b_M = tl.load(p_x + S.SIZE, mask=tile.mask, other=0.0)
+        b_A = tl.load(p_x + 2 * S.SIZE, mask=tile.mask & (settled == 0), other=0.0)
         b_A = tl.where(settled, b_W, b_A)
     return Maps(b_W, b_M, b_A)
 
 
 @triton.jit
-def anchor_of(memory, i, settled, SIZES: tl.constexpr):
+def anchor_of(memory, i, settled, S: tl.constexpr):
     """Address of the part A, or of W if they are the same."""
-    p_x = memory + i * (SIZES.PARTS * SIZES.SIZE)
-    if SIZES.PARTS == 3:
-        p_x += tl.where(settled, 0, 2 * SIZES.SIZE)
+    p_x = memory + i * (S.PARTS * S.SIZE)
+    if S.PARTS == 3:
+        p_x += tl.where(settled, 0, 2 * S.SIZE)
     return p_x
 
 
 @triton.jit
-def trained(x, at, SIZES: tl.constexpr):
+def trained(x, at, S: tl.constexpr):
     """A x: the network on the keys, where the gradient is taken."""
-    p_A = anchor_of(x.memory, at.i_n, at.settled, SIZES)
-    of_last = last_bias(at.o_v, SIZES)
-    b_at = tl.zeros([SIZES.BS, SIZES.BV], tl.float32)
+    p_A = anchor_of(x.memory, at.i_n, at.settled, S)
+    of_last = last_bias(at.o_v, S)
+    b_at = tl.zeros([S.BT, S.BV], tl.float32)
     b_at += tl.load(p_A + of_last.o, mask=of_last.mask, other=0.0)
-    for c in range(0, SIZES.C, SIZES.BC):
-        o_c = c + tl.arange(0, SIZES.BC)
-        if SIZES.DEEP:
-            tile, bias = first_tile(o_c, at.o_k, SIZES)
+    for c in range(0, S.C, S.BC):
+        o_c = c + tl.arange(0, S.BC)
+        if S.DEEP:
+            tile, bias = first_tile(o_c, at.o_k, S)
             b_map = tl.load(p_A + tile.o, mask=tile.mask, other=0.0)
             b_bias = tl.load(p_A + bias.o, mask=bias.mask, other=0.0)
-            b_k = load_tile(x.k, at.i, at.o_s, at.o_k, SIZES.S, SIZES.K)
+            b_k = load_tile(x.k, at.i, at.o_s, at.o_k, S.T, S.K)
             b_x = gelu(applied(b_k, Map(b_map, b_bias)))
         else:
-            b_x = load_tile(x.k, at.i, at.o_s, o_c, SIZES.S, SIZES.K)
-        tile = last_tile(at.o_v, o_c, SIZES)
+            b_x = load_tile(x.k, at.i, at.o_s, o_c, S.T, S.K)
+        tile = last_tile(at.o_v, o_c, S)
         b_at += product(b_x, tl.trans(tl.load(p_A + tile.o, mask=tile.mask, other=0.0)))
     return b_at
 
@@ -206,16 +203,16 @@ def read_tile(b_y, maps, columns, settled, PARTS: tl.constexpr):
 
 
 @triton.jit
-def first_map(x, b_t, b_N, columns, o_c, at, SIZES: tl.constexpr):
+def first_map(x, b_t, b_N, columns, o_c, at, S: tl.constexpr):
     """A_1 k, g_1 and u, what is read, of channels o_c from t = A^T g; and the maps there."""
-    tile, bias = first_tile(o_c, at.o_k, SIZES)
-    maps = load_parts(x.memory, at.i_n, tile, at.settled, SIZES)
-    biases = load_parts(x.memory, at.i_n, bias, at.settled, SIZES)
-    b_k = load_tile(x.k, at.i, at.o_s, at.o_k, SIZES.S, SIZES.K)
+    tile, bias = first_tile(o_c, at.o_k, S)
+    maps = load_parts(x.memory, at.i_n, tile, at.settled, S)
+    biases = load_parts(x.memory, at.i_n, bias, at.settled, S)
+    b_k = load_tile(x.k, at.i, at.o_s, at.o_k, S.T, S.K)
     b_at = applied(b_k, Map(maps.A, biases.A))
     b_slope, _ = gelu_slopes(b_at)
     b_g = b_t * b_slope
-    b_q = load_tile(x.q, at.i, at.o_s, at.o_k, SIZES.S, SIZES.K)
-    b_u = read_tile(b_q, maps, columns, at.settled, SIZES.PARTS)
+    b_q = load_tile(x.q, at.i, at.o_s, at.o_k, S.T, S.K)
+    b_u = read_tile(b_q, maps, columns, at.settled, S.PARTS)
     b_u += columns.kept * biases.W + columns.momentum * biases.M - product(b_N, b_g)
     return b_at, b_g, b_u, maps, biases

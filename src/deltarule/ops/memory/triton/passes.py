@@ -3,11 +3,12 @@
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from deltarule.ops.memory.torch.triton_scan import Scan
 from deltarule.ops.memory.triton.backward import memory_backward_kernel, read_backward_kernel
+from deltarule.ops.memory.triton.memory import Sizes
+from deltarule.ops.memory.triton.network import Sizes as NetworkSizes
 from deltarule.ops.memory.triton.network_backward import (
     TILES,
     network_backward_kernel,
@@ -17,6 +18,7 @@ from deltarule.ops.memory.triton.network_scan import network_scan_kernel
 from deltarule.ops.memory.triton.scan import memory_scan_kernel
 from deltarule.ops.registration import Gradients
 from deltarule.ops.runtime.named import launch
+from deltarule.ops.runtime.sizes import power_of_2
 
 # Nothing is pipelined: W is an operand of products and changes in registers too.
 OPTIONS = {"num_stages": 1}
@@ -28,26 +30,27 @@ BLOCK, COLUMNS = 4096, 32
 def arguments(inputs: Scan) -> dict[str, Any]:
     """What all kernels are given of a call, and what they are compiled for."""
     k, v, memory = inputs.k, inputs.v, inputs.memory
-    (count, lanes, heads, slots, channels), values = k.shape, v.shape[-1]
-    sizes = {"HV": heads, "S": slots, "K": channels, "V": values}
-    blocks = {"BS": slots, "BK": channels, "BV": values}
-    sizes |= {name: max(triton.next_power_of_2(size), 16) for name, size in blocks.items()}
-    norm, packed = inputs.weight is not None, inputs.owner is not None
-    found = {**inputs._asdict(), **sizes, **OPTIONS, "NORM": norm, "PACKED": packed}
-    found |= {"M": count, "R": lanes}
+    (count, lanes, heads, tokens, channels), values = k.shape, v.shape[-1]
+    sizes: dict[str, Any] = {"HV": heads, "T": tokens, "K": channels, "V": values}
+    blocks = {"BT": tokens, "BK": channels, "BV": values}
+    sizes |= {name: max(power_of_2(size), 16) for name, size in blocks.items()}
+    norm = inputs.weight is not None
+    sizes |= {"NORM": norm, "PACKED": inputs.owner is not None}
+    found = {**inputs._asdict(), **OPTIONS, "M": count, "R": lanes}
     if memory.ndim == 5:
         # As many warps as a map can be shared among.
         warps = WARPS if channels > 32 else WARPS_OF_SMALL_MAPS
-        return found | {"BIAS": memory.shape[-1] - channels, "num_warps": warps}
+        held = Sizes(**sizes, BIAS=memory.shape[-1] - channels)
+        return found | {"S": held, "num_warps": warps}
     entering = inputs.inner or channels
     columns = min(BLOCK // max(sizes["BK"], sizes["BV"]), COLUMNS)
-    found |= {"C": entering, "BC": max(min(triton.next_power_of_2(entering), columns), 16)}
-    found |= {"SIZE": memory.shape[-1], "PARTS": memory.shape[2], "DEEP": inputs.inner > 0}
-    return found | {"BIAS": int(norm), "num_warps": WARPS}
+    sizes |= {"C": entering, "BC": max(min(power_of_2(entering), columns), 16)}
+    sizes |= {"SIZE": memory.shape[-1], "PARTS": memory.shape[2], "DEEP": inputs.inner > 0}
+    return found | {"S": NetworkSizes(**sizes, BIAS=int(norm)), "num_warps": WARPS}
 
 
 def forward(inputs: Scan, note: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-    """z [M, R, HV, S, V], the memory after, and with `note` that before each mini-batch."""
+    """z [M, R, HV, T, V], the memory after, and with `note` that before each mini-batch."""
     z, memory, each = torch.empty_like(inputs.v), inputs.memory.clone(), inputs.k.shape[:3]
     noted = memory.new_empty(*each, *memory.shape[2:]) if note else None
     kernel = memory_scan_kernel if memory.ndim == 5 else network_scan_kernel

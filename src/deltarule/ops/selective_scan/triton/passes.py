@@ -8,14 +8,15 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from deltarule.ops.runtime.named import launch
+from deltarule.ops.runtime.sizes import cdiv, power_of_2
 from deltarule.ops.selective_scan.inputs import ScanInputs
 from deltarule.ops.selective_scan.torch import tokens_in_chunk
 from deltarule.ops.selective_scan.triton.read import read_backward_kernel, read_kernel
 from deltarule.ops.selective_scan.triton.states import carry_kernel, chunk_summary_kernel
+from deltarule.ops.selective_scan.triton.tokens import Sizes
 
 
 class Tile(NamedTuple):
@@ -44,8 +45,9 @@ class Plan(NamedTuple):
     grid: tuple[int, int, int]
     # A sequence is one chunk, so that there is nothing to carry.
     single: bool
-    # What the kernels over the chunks are compiled for.
-    constants: dict[str, Any]
+    # What the kernels over the chunks are compiled for, and their warps.
+    sizes: Sizes
+    num_warps: int
 
 
 def make_plan(inputs: ScanInputs, tile: Tile = FORWARD) -> Plan:
@@ -54,21 +56,20 @@ def make_plan(inputs: ScanInputs, tile: Tile = FORWARD) -> Plan:
     key_size, size = inputs.q.shape[-1], tokens_in_chunk(inputs)
     packed = inputs.cu_seqlens is not None
     chunks = tokens // size + inputs.sequences if packed else batch * -(-tokens // size)
-    block_k = triton.next_power_of_2(key_size)
-    block_v = min(tile.widest, max(tile.entries // block_k, 1), triton.next_power_of_2(value_size))
+    block_k = power_of_2(key_size)
+    block_v = min(tile.widest, max(tile.entries // block_k, 1), power_of_2(value_size))
     HQ, HK = (0 if x.ndim == 3 else x.shape[2] for x in (inputs.q, inputs.k))
-    constants = {"HQ": HQ, "HK": HK, "HV": heads, "V": value_size, "K": key_size, "CT": size}
-    constants |= {"BK": block_k, "BV": block_v, "PACKED": packed, "SIGNED": inputs.signed}
-    constants["G"] = min(HELD if HQ and HK else HELD_BESIDE_CONSTANTS, size)
-    constants["num_warps"] = min(max(block_k * block_v // tile.of_warp, 1), MOST_WARPS)
-    grid = (chunks, heads, triton.cdiv(value_size, block_v))
-    return Plan(chunks, grid, not packed and 0 < tokens <= size, constants | OPTIONS)
+    held = min(HELD if HQ and HK else HELD_BESIDE_CONSTANTS, size)
+    shape = HQ, HK, heads, value_size, key_size, size, block_k, block_v, held
+    sizes, grid = Sizes(*shape, packed, inputs.signed), (chunks, heads, cdiv(value_size, block_v))
+    warps = min(max(block_k * block_v // tile.of_warp, 1), MOST_WARPS)
+    return Plan(chunks, grid, not packed and 0 < tokens <= size, sizes, warps)
 
 
 def arguments(inputs: ScanInputs, plan: Plan) -> dict[str, Any]:
     """What all kernels are given of a call, and what they are compiled for."""
-    tokens = {"T": inputs.v.shape[1], "N": inputs.sequences}
-    return inputs._asdict() | plan.constants | tokens
+    own = {"T": inputs.v.shape[1], "N": inputs.sequences, "S": plan.sizes}
+    return inputs._asdict() | own | OPTIONS | {"num_warps": plan.num_warps}
 
 
 def saved_shape(inputs: ScanInputs) -> tuple[int, int, int, int]:
@@ -102,13 +103,15 @@ def carried(
     shape, size = (plan.chunks, *inputs.state_shape[1:]), math.prod(inputs.state_shape[1:])
     device = inputs.v.device
     local, left = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
-    values = arguments(inputs, plan) | {"d_o": d_o, "REVERSE": d_o is not None}
+    sizes = plan.sizes._replace(REVERSE=d_o is not None)
+    values = arguments(inputs, plan) | {"d_o": d_o, "S": sizes}
     values |= {"before": before, "local": local, "left": left, "after": after}
     if plan.chunks and inputs.v.shape[1]:
         launch(chunk_summary_kernel, plan.grid, values)
     if inputs.sequences:
-        grid = inputs.sequences, triton.cdiv(size, CARRIED), 1
-        launch(carry_kernel, grid, values | {"SIZE": size, "BE": CARRIED, "num_warps": 4})
+        grid = inputs.sequences, cdiv(size, CARRIED), 1
+        sizes = sizes._replace(SIZE=size, BE=CARRIED)
+        launch(carry_kernel, grid, values | {"S": sizes, "num_warps": 4})
     return local
 
 
@@ -132,8 +135,8 @@ def backward(
     plan = make_plan(inputs, BACKWARD)
     parts = partial_gradients(inputs, plan)
     if plan.chunks:
-        own = plan.constants
-        size = own["CT"] // own["G"], own["BK"] * own["BV"]
+        own = plan.sizes
+        size = own.CT // own.G, own.BK * own.BV
         noted = torch.empty(*plan.grid, *size, dtype=torch.float32, device=d_o.device)
         values = arguments(inputs, plan) | {f"d_{name}": part for name, part in parts.items()}
         values |= {"states": starts, "ends": ends, "noted": noted, "d_o": d_o}
@@ -151,7 +154,7 @@ def partial_gradients(inputs: ScanInputs, plan: Plan) -> dict[str, Tensor | None
     """Room for what the programs leave: of a sum over values or chunks, one part for each."""
     chunks, heads, blocks = plan.grid
     # The numbers of packed chunks leave gaps.
-    of_chunks = torch.zeros if plan.constants["PACKED"] else torch.empty
+    of_chunks = torch.zeros if plan.sizes.PACKED else torch.empty
     parts: dict[str, Tensor | None] = {}
     for name, x in zip(inputs._fields[:8], inputs[:8], strict=True):
         if x is None:

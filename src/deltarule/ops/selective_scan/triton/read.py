@@ -22,7 +22,6 @@ import triton.language as tl
 
 from deltarule.ops.selective_scan.triton.tokens import (
     Place,
-    Sizes,
     Tokens,
     chunk_of_program,
     exponential,
@@ -43,40 +42,36 @@ Gradients = namedtuple(
 @triton.jit(do_not_specialize=["T", "N"])
 def read_kernel(
     q, k, v, delta, A, value_log_decay, log_decay, beta, cu_seqlens, states, o, final_state, scale,
-    T, N,
-    HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-    CT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, G: tl.constexpr, PACKED: tl.constexpr,
-    SIGNED: tl.constexpr,
+    T, N, S: tl.constexpr,
 ):  # fmt: skip
     """o, and with `final_state` the state at the end; states None: they are zeros."""
-    i_m, first, tokens = chunk_of_program(cu_seqlens, T, N, CT, PACKED)
+    i_m, first, tokens = chunk_of_program(cu_seqlens, T, N, S.CT, S.PACKED)
     if tokens <= 0:
         return
     i_h = tl.program_id(1)
-    o_k, o_v = tile_offsets(BV, BK)
-    S: tl.constexpr = Sizes(HQ, HK, HV, V, K, BK, BV, SIGNED)
+    o_k, o_v = tile_offsets(S.BV, S.BK)
     at = Place(i_h, o_k, o_v)
     b_A, b_k, b_q = load_constants(A, k, q, at, S)
     x = Tokens(q, k, v, delta, value_log_decay, log_decay, beta, b_A, b_k, b_q)
-    place, mask = state_offsets(i_m, i_h, o_k, o_v, HV, V, K)
-    b_s = tl.zeros([BK, BV], tl.float32)
+    place, mask = state_offsets(i_m, i_h, o_k, o_v, S.HV, S.V, S.K)
+    b_s = tl.zeros([S.BK, S.BV], tl.float32)
     if states is not None:
         b_s = tl.load(states + place, mask=mask, other=0.0)
-    o_row = tl.program_id(2) * BV + tl.arange(0, BV)
-    p_o, m_v = o + (first * HV + i_h) * V + o_row, o_row < V
-    for i_g in range(0, tokens, G):
+    o_row = tl.program_id(2) * S.BV + tl.arange(0, S.BV)
+    p_o, m_v = o + (first * S.HV + i_h) * S.V + o_row, o_row < S.V
+    for i_g in range(0, tokens, S.G):
         # Stored after the last token's loads: the assembler moves no load across a store.
         outputs = ()
-        for j in tl.static_range(G):
+        for j in tl.static_range(S.G):
             t = i_g + j
             here = t < tokens
             b_f, b_new = transition(x, first + t, here, at, S)
             b_s = b_s * b_f + b_new
-            b_query = load_key(q, b_q, first + t, here, i_h, o_k, HQ, HV, K)
+            b_query = load_key(q, b_q, first + t, here, i_h, o_k, S.HQ, S.HV, S.K)
             outputs = outputs + (tl.sum(b_s * b_query, axis=0) * scale,)  # type: ignore[assignment]  # noqa: RUF005
-        for j in tl.static_range(G):
+        for j in tl.static_range(S.G):
             tl.store(
-                p_o + (i_g + j) * (HV * V),
+                p_o + (i_g + j) * (S.HV * S.V),
                 outputs[j].to(o.dtype.element_ty),
                 mask=m_v & (i_g + j < tokens),
             )
@@ -88,61 +83,58 @@ def read_kernel(
 def read_backward_kernel(
     q, k, v, delta, A, value_log_decay, log_decay, beta, cu_seqlens, states, ends, noted, d_o,
     d_q, d_k, d_v, d_delta, d_A, d_value_log_decay, d_log_decay, d_beta, d_initial, scale, T, N,
-    s_part,
-    HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-    CT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, G: tl.constexpr, PACKED: tl.constexpr,
-    SIGNED: tl.constexpr,
+    s_part, S: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one chunk; parts of d_q, d_k and d_log_decay are s_part tokens apart."""
-    i_m, first, tokens = chunk_of_program(cu_seqlens, T, N, CT, PACKED)
+    i_m, first, tokens = chunk_of_program(cu_seqlens, T, N, S.CT, S.PACKED)
     if tokens <= 0:
         return
     i_h, i_v = tl.program_id(1), tl.program_id(2)
-    o_k, o_v = tile_offsets(BV, BK)
-    S: tl.constexpr = Sizes(HQ, HK, HV, V, K, BK, BV, SIGNED)
+    o_k, o_v = tile_offsets(S.BV, S.BK)
     at = Place(i_h, o_k, o_v)
     b_A, b_k, b_q = load_constants(A, k, q, at, S)
     x = Tokens(q, k, v, delta, value_log_decay, log_decay, beta, b_A, b_k, b_q)
     y = Gradients(d_o, d_q, d_k, d_v, d_delta, d_value_log_decay, d_log_decay, d_beta, s_part)
-    b_dA = tl.zeros([BK, BV], tl.float32)
+    b_dA = tl.zeros([S.BK, S.BV], tl.float32)
     b_dk_all, b_dq_all = b_dA, b_dA
-    place, mask = state_offsets(i_m, i_h, o_k, o_v, HV, V, K)
-    b_s = tl.zeros([BK, BV], tl.float32)
+    place, mask = state_offsets(i_m, i_h, o_k, o_v, S.HV, S.V, S.K)
+    b_s = tl.zeros([S.BK, S.BV], tl.float32)
     if states is not None:
         b_s = tl.load(states + place, mask=mask, other=0.0)
-    program = (i_m.to(tl.int64) * HV + i_h) * tl.num_programs(2) + i_v
-    p_noted = noted + program * (CT // G * BK * BV) + o_k * BV + tl.arange(0, BV)[None, :]
-    groups = tl.cdiv(tokens, G)
+    program = (i_m.to(tl.int64) * S.HV + i_h) * tl.num_programs(2) + i_v
+    p_noted = noted + program * (S.CT // S.G * S.BK * S.BV)
+    p_noted = p_noted + o_k * S.BV + tl.arange(0, S.BV)[None, :]
+    groups = tl.cdiv(tokens, S.G)
     for i_g in range(groups):
-        tl.store(p_noted + i_g * (BK * BV), b_s)
-        for j in tl.static_range(G):
-            t = i_g * G + j
+        tl.store(p_noted + i_g * (S.BK * S.BV), b_s)
+        for j in tl.static_range(S.G):
+            t = i_g * S.G + j
             b_f, b_new = transition(x, first + t, t < tokens, at, S)
             b_s = b_s * b_f + b_new
     tl.debug_barrier()
     b_d = tl.load(ends + place, mask=mask, other=0.0)
     for i_back in range(groups):
         i_g = groups - 1 - i_back
-        held = (tl.load(p_noted + i_g * (BK * BV)),)
-        for j in tl.static_range(G):
-            t = i_g * G + j
+        held = (tl.load(p_noted + i_g * (S.BK * S.BV)),)
+        for j in tl.static_range(S.G):
+            t = i_g * S.G + j
             b_f, b_new = transition(x, first + t, t < tokens, at, S)
             held = held + (held[j] * b_f + b_new,)  # type: ignore[assignment]  # noqa: RUF005
-        for j in tl.static_range(G):
-            t = i_g * G + G - 1 - j
+        for j in tl.static_range(S.G):
+            t = i_g * S.G + S.G - 1 - j
             row, here = first + t, t < tokens
             b_d, b_dq, b_dk, b_dA = token_backward(
-                b_d, held[G - j], held[G - 1 - j], b_dA, x, y, scale, row, here, i_v, at, S
+                b_d, held[S.G - j], held[S.G - 1 - j], b_dA, x, y, scale, row, here, i_v, at, S
             )
-            if HQ == 0:
+            if S.HQ == 0:
                 b_dq_all += b_dq
-            if HK == 0:
+            if S.HK == 0:
                 b_dk_all += b_dk
     if delta is not None:
         tl.store(d_A + place, b_dA, mask=mask)
-    if HK == 0:
+    if S.HK == 0:
         tl.store(d_k + place, b_dk_all, mask=mask)
-    if HQ == 0:
+    if S.HQ == 0:
         tl.store(d_q + place, b_dq_all, mask=mask)
     if d_initial is not None:
         tl.store(d_initial + place, b_d, mask=mask)

@@ -12,7 +12,6 @@ import triton.language as tl
 from deltarule.ops.runtime.places import first_chunk, sequence_bounds
 from deltarule.ops.selective_scan.triton.tokens import (
     Place,
-    Sizes,
     Tokens,
     chunk_of_program,
     load_constants,
@@ -30,44 +29,40 @@ AHEAD = tl.constexpr(4)
 @triton.jit(do_not_specialize=["T", "N"])
 def chunk_summary_kernel(
     q, k, v, delta, A, value_log_decay, log_decay, beta, d_o, cu_seqlens, local, left, scale, T, N,
-    HQ: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
-    CT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, G: tl.constexpr, PACKED: tl.constexpr,
-    SIGNED: tl.constexpr, REVERSE: tl.constexpr,
+    S: tl.constexpr,
 ):  # fmt: skip
     """local and left [M, HV, V, K] of one chunk; REVERSE: of the gradients, from its end."""
-    i_m, first, tokens = chunk_of_program(cu_seqlens, T, N, CT, PACKED)
+    i_m, first, tokens = chunk_of_program(cu_seqlens, T, N, S.CT, S.PACKED)
     if tokens <= 0:
         return
     i_h = tl.program_id(1)
-    o_k, o_v = tile_offsets(BV, BK)
-    S: tl.constexpr = Sizes(HQ, HK, HV, V, K, BK, BV, SIGNED)
+    o_k, o_v = tile_offsets(S.BV, S.BK)
     at = Place(i_h, o_k, o_v)
     b_A, b_k, b_q = load_constants(A, k, q, at, S)
     x = Tokens(q, k, v, delta, value_log_decay, log_decay, beta, b_A, b_k, b_q)
-    b_s, b_left = tl.zeros([BK, BV], tl.float32), tl.full([BK, BV], 1.0, tl.float32)
-    for i_g in range(0, tokens, G):
-        for j in tl.static_range(G):
+    b_s, b_left = tl.zeros([S.BK, S.BV], tl.float32), tl.full([S.BK, S.BV], 1.0, tl.float32)
+    for i_g in range(0, tokens, S.G):
+        for j in tl.static_range(S.G):
             t = i_g + j
             here = t < tokens
-            if REVERSE:
+            if S.REVERSE:
                 t = tokens - 1 - t
             b_f, b_new = transition(x, first + t, here, at, S)
-            if REVERSE:
-                b_do = load_row(d_o, first + t, here, i_h, o_v, HV, HV, V) * scale
-                b_s = (b_s + b_do * load_key(q, b_q, first + t, here, i_h, o_k, HQ, HV, K)) * b_f
+            if S.REVERSE:
+                b_do = load_row(d_o, first + t, here, i_h, o_v, S.HV, S.HV, S.V) * scale
+                b_query = load_key(q, b_q, first + t, here, i_h, o_k, S.HQ, S.HV, S.K)
+                b_s = (b_s + b_do * b_query) * b_f
             else:
                 b_s = b_s * b_f + b_new
             b_left *= b_f
-    place, mask = state_offsets(i_m, i_h, o_k, o_v, HV, V, K)
+    place, mask = state_offsets(i_m, i_h, o_k, o_v, S.HV, S.V, S.K)
     tl.store(local + place, b_s, mask=mask)
     tl.store(left + place, b_left, mask=mask)
 
 
 @triton.jit(do_not_specialize=["T", "N"])
 def carry_kernel(
-    before, local, left, after, cu_seqlens, T, N,
-    SIZE: tl.constexpr, CT: tl.constexpr, BE: tl.constexpr, PACKED: tl.constexpr,
-    REVERSE: tl.constexpr,
+    before, local, left, after, cu_seqlens, T, N, S: tl.constexpr,
 ):  # fmt: skip
     """BE of the SIZE entries of one sequence's state, through its chunks; REVERSE: from the last.
 
@@ -75,29 +70,29 @@ def carry_kernel(
     [N, SIZE] (None: zeros) is what goes in, and `after` what comes out.
     """
     i_n = tl.program_id(0)
-    start, length = sequence_bounds(cu_seqlens, i_n, T, PACKED)
-    i_m = first_chunk(start, i_n, T, CT, PACKED).to(tl.int64)
-    o_e = tl.program_id(1).to(tl.int64) * BE + tl.arange(0, BE)
-    mask = o_e < SIZE
-    b_s = tl.zeros([BE], tl.float32)
+    start, length = sequence_bounds(cu_seqlens, i_n, T, S.PACKED)
+    i_m = first_chunk(start, i_n, T, S.CT, S.PACKED).to(tl.int64)
+    o_e = tl.program_id(1).to(tl.int64) * S.BE + tl.arange(0, S.BE)
+    mask = o_e < S.SIZE
+    b_s = tl.zeros([S.BE], tl.float32)
     if before is not None:
-        b_s = tl.load(before + i_n.to(tl.int64) * SIZE + o_e, mask=mask, other=0.0)
-    chunks = tl.cdiv(length, CT)
+        b_s = tl.load(before + i_n.to(tl.int64) * S.SIZE + o_e, mask=mask, other=0.0)
+    chunks = tl.cdiv(length, S.CT)
     for i_c in range(0, chunks, AHEAD):
         fetched = ()
         for j in tl.static_range(AHEAD):
             here = i_c + j < chunks
             i_slot = i_m + i_c + j
-            if REVERSE:
+            if S.REVERSE:
                 i_slot = i_m + chunks - 1 - i_c - j
-            place = i_slot * SIZE + o_e
+            place = i_slot * S.SIZE + o_e
             b_local = tl.load(local + place, mask=mask & here, other=0.0)
             b_left = tl.load(left + place, mask=mask & here, other=1.0)
             fetched = fetched + (b_local, b_left)  # type: ignore[assignment]  # noqa: RUF005
         for j in tl.static_range(AHEAD):
             i_slot = i_m + i_c + j
-            if REVERSE:
+            if S.REVERSE:
                 i_slot = i_m + chunks - 1 - i_c - j
-            tl.store(local + i_slot * SIZE + o_e, b_s, mask=mask & (i_c + j < chunks))
+            tl.store(local + i_slot * S.SIZE + o_e, b_s, mask=mask & (i_c + j < chunks))
             b_s = fetched[2 * j + 1] * b_s + fetched[2 * j]
-    tl.store(after + i_n.to(tl.int64) * SIZE + o_e, b_s, mask=mask)
+    tl.store(after + i_n.to(tl.int64) * S.SIZE + o_e, b_s, mask=mask)

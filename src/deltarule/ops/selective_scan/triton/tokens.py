@@ -14,7 +14,9 @@ import triton.language as tl
 from deltarule.ops.runtime.places import chunk_place
 
 # What a kernel is compiled for, as one constant; without heads k or q has no time axis.
-Sizes = namedtuple("Sizes", "HQ HK HV V K BK BV SIGNED")
+Sizes = namedtuple(
+    "Sizes", "HQ HK HV V K CT BK BV G PACKED SIGNED REVERSE SIZE BE", defaults=(False, 0, 0)
+)
 # What a call is given, and the tiles of A, k and q where these have no time axis.
 Tokens = namedtuple("Tokens", "q k v delta value_log_decay log_decay beta b_A b_k b_q")
 # The value head of a program, and the key and value channels of its tile.
