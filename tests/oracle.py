@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deltarule import RecurrentOutput, delta_rule, dplr, pack
-from deltarule.ops.delta_rule import chunked
+from deltarule.doctor import chunked
 from tolerance import assert_close, assert_close_to_yardstick
 
 DECAYS = ("none", "constant", "head", "channel")

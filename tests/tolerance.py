@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from deltarule.ops.delta_rule.bars import (
+from deltarule.doctor.bars import (
     FORWARD,
     GRADIENT,
     YARDSTICK_FORWARD,
@@ -65,7 +65,7 @@ def assert_close_to_yardstick(
     Args:
         x: What is checked.
         reference: The same from float64 arithmetic on the same rounded inputs.
-        yardstick: The same from `ops/delta_rule/chunked.py` with its operands rounded to `dtype`.
+        yardstick: The same from `doctor/chunked.py` with its operands rounded to `dtype`.
         dtype: Of the inputs; None means that of x (a float32 state comes from bfloat16 inputs).
         gradient: Allow 1.5 times the yardstick's error instead of 1.1.
         stress: Correlated keys and beta > 1: allow 2.5 times.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deltarule import RecurrentOutput, delta_rule, dplr, pack
-from deltarule.ops.delta_rule.bars import FORWARD, GRADIENT, relative_rms
+from deltarule.doctor.bars import FORWARD, GRADIENT, relative_rms
 from oracle import Case, make_case, on, weights
 
 # The one place that says where the tests run: their logic holds on a CPU, too.

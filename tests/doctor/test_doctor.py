@@ -9,12 +9,12 @@ from promised import promised
 
 promised("triton")
 
-from deltarule.doctor import definition
+from deltarule.doctor import chunked, definition
 from deltarule.doctor import examine as module
 from deltarule.doctor.command import DoctorRun, diagnose, keep_verdicts
 from deltarule.doctor.examine import Configuration, commonest, draw, every, examine, known_bad
 from deltarule.ops import dispatch
-from deltarule.ops.delta_rule import chunked, implementations, refused
+from deltarule.ops.delta_rule import implementations, refused
 from deltarule.ops.delta_rule.triton import passes
 from deltarule.ops.delta_rule.triton.plan import LEAST_READS, full_tiles, new_plan
 from deltarule.ops.runtime import machine

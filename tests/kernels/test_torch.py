@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltarule import pack
-from deltarule.ops.delta_rule import chunked
+from deltarule.doctor import chunked
 from deltarule.ops.delta_rule.torch import passes as torch_passes
 from deltarule.ops.packed_chunks import packed_groups
 from oracle import (

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deltarule import slstm
-from deltarule.ops.delta_rule.bars import FORWARD, GRADIENT
+from deltarule.doctor.bars import FORWARD, GRADIENT
 from deltarule.ops.dispatch import Implementation, always
 from deltarule.ops.mesa import api as mesa_api
 from deltarule.ops.selective_scan import api as scan_api

@@ -12,7 +12,8 @@ from promised import promised
 promised("triton")
 
 from deltarule import pack
-from deltarule.ops.delta_rule import chunked, definition
+from deltarule.doctor import chunked
+from deltarule.ops.delta_rule import definition
 from deltarule.ops.delta_rule.gluon import channel_stage, stage
 from deltarule.ops.delta_rule.gluon.channel_memory import RANGE
 from deltarule.ops.delta_rule.inputs import Inputs

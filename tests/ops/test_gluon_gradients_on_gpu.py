@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from deltarule.ops.delta_rule import chunked, definition
+from deltarule.doctor import chunked
+from deltarule.ops.delta_rule import definition
 from deltarule.ops.delta_rule.gluon import gradient_stage, stage
 from deltarule.ops.dispatch import forget_calls
 from oracle import Case, run_module

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from deltarule import delta_rule, explain
-from deltarule.ops.delta_rule import chunked, definition
+from deltarule.doctor import chunked
+from deltarule.ops.delta_rule import definition
 from deltarule.ops.delta_rule.gluon.channel_stage import CHOSEN
 from oracle import Case, run_module
 from tolerance import assert_close_to_yardstick

@@ -6,7 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from deltarule.ops.delta_rule import chunked, definition
+from deltarule.doctor import chunked
+from deltarule.ops.delta_rule import definition
 from oracle import ERASES, Case, cases, make_case, run_module
 from tolerance import relative_rms
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltarule.ops.delta_rule import chunked, definition
+from deltarule.doctor import chunked
+from deltarule.ops.delta_rule import definition
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.shapes import RecurrentOutput
 

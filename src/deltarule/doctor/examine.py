@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deltarule.doctor import bars
 from deltarule.doctor.definition import exact_run, in_float64, in_parts, results, yardstick_run
-from deltarule.ops.delta_rule import bars
 from deltarule.ops.delta_rule.implementations import recurrence
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.pack import pack

@@ -1,4 +1,4 @@
-"""The algorithm: whole chunks of tokens at once, forward only, one function for each stage.
+"""The yardstick: the algorithm of the kernels, whole chunks of tokens at once, written plainly.
 
 Inside a chunk that starts in state S, let g_i be the decay from the start to row i, e(j, i) the
 decay between rows j and i, and g_C the decay of the whole chunk. Every write is a column of
@@ -15,8 +15,8 @@ with pair_scores L_ij = sum_c e_ic y_jc e(j, i)_c for j < i, and P_ij of q and y
     free     a against b             (a against k) v   a g       b, and k with X = v
 
 The free erase reads the state before the decay of its own row, so its e(j, i) and g_i leave row i
-out. `matmul_dtype` rounds every operand of a matrix product, backward too, and nothing else: that
-is the error which a kernel in that precision cannot avoid, and the yardstick for those that exist.
+out. `matmul_dtype` rounds every operand of a matrix product, backward too, and nothing else: a
+kernel in that precision cannot avoid this error, and is judged by multiples of it.
 """
 
 from collections.abc import Callable
@@ -72,7 +72,7 @@ def delta_rule(
     chunk_size: int = 16,
     matmul_dtype: torch.dtype | None = None,
 ) -> RecurrentOutput:
-    """Equal to `recurrent.delta_rule`, `chunk_size` tokens at a time."""
+    """Compute what the definition does, `chunk_size` tokens at a time."""
     if normalize_qk:
         q, k = unit_norm(q), unit_norm(k)
     heads = v.shape[2]
@@ -109,7 +109,7 @@ def dplr(
     chunk_size: int = 16,
     matmul_dtype: torch.dtype | None = None,
 ) -> RecurrentOutput:
-    """Equal to `recurrent.dplr`, `chunk_size` tokens at a time."""
+    """Compute what the definition does, `chunk_size` tokens at a time."""
     rows = {"k": per_value_head(k, v.shape[2]), "v": heads_first(v)}
     rows |= {"a": heads_first(a), "b": heads_first(b)}
 
