@@ -38,7 +38,7 @@ FOLDERS = {
     "src/deltarule/ops/mesa": 800,
     "src/deltarule/ops/memory": 2_360,
     "src/deltarule/ops/fused": 1_890,
-    "src/deltarule/nn": 9_880,
+    "src/deltarule/nn": 9_760,
     "src/deltarule/models": 5_900,
     "src/deltarule/hf": 1_450,
     "src/deltarule/parallel": 1_600,

@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextForgetGate
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearForgetGate
 
+from deltarule.lookup import CHECKPOINTS
 from deltarule.models import CausalLM, CheckpointError
 from deltarule.models.convert.copy import convert
 from deltarule.models.convert.families import family_of
 from deltarule.models.files import CONFIG, WEIGHTS, plain_name
 from deltarule.nn import MIXERS
-from deltarule.nn.table import CHECKPOINTS
 from hf.families import MULTIMODAL, make, tiny, tokens
 from models.checkpoints import check_round_trip, check_ways_of_reading, close
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from deltarule.lookup import CHECKPOINTS
 from deltarule.models import FAMILIES, CausalLM, ModelConfig
 from deltarule.models.convert.copy import convert
 from deltarule.models.convert.layout import check_parts
 from deltarule.models.convert.piece import Piece, filters
 from deltarule.models.files import CONFIG, INDEX, WEIGHTS
-from deltarule.nn.table import CHECKPOINTS
 from models.checkpoints import redraw
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "mlp_size": 48}

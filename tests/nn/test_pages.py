@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from deltarule.lookup import backed_by, facts, markdown
 from deltarule.models import FAMILIES
 from deltarule.nn import MIXERS, RULES, SYSTEMS
-from deltarule.nn.table import backed_by, facts, markdown
 
 PAGES = Path(__file__).parents[2] / "docs" / "rules"
 TESTS = Path(__file__).parents[1]
