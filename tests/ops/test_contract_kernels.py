@@ -7,7 +7,7 @@ import torch
 
 from deltarule import slstm
 from deltarule.doctor.bars import FORWARD, GRADIENT
-from deltarule.ops.dispatch import Implementation, always
+from deltarule.ops.dispatch import always
 from deltarule.ops.mesa import api as mesa_api
 from deltarule.ops.selective_scan import api as scan_api
 from deltarule.ops.slstm import api as slstm_api
@@ -65,7 +65,7 @@ def device(request, monkeypatch) -> str:
     """A GPU, or the interpreter with chunks so short that there is something to carry."""
     if request.param == "cpu":
         for module in (scan_api, mesa_api, slstm_api):
-            runs = Implementation(always, module.run_triton)
+            runs = module.IMPLEMENTATIONS["triton"]._replace(why_not=always)
             monkeypatch.setitem(module.IMPLEMENTATIONS, "triton", runs)
         monkeypatch.setattr(scan_kernels, "tokens_in_chunk", lambda inputs: 4)
         monkeypatch.setattr(scan_kernels, "HELD", 2)

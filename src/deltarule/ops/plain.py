@@ -1,32 +1,18 @@
-"""Operators whose implementations are plain differentiable PyTorch, and share one signature."""
+"""What several operators share: the form that was chosen is run, and what is given is checked."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from deltarule.ops.checks import check_dense, check_gate, readable, shape
-from deltarule.ops.dispatch import Implementation, Table, always, choose, without_autocast
+from deltarule.ops.dispatch import Table, choose, without_autocast
 from deltarule.ops.pack import check_cu_seqlens
 
 PlainImpl = Literal["auto", "reference", "torch", "triton"]
 Arguments = dict[str, Any]
 Given = TypeVar("Given")
 Output = TypeVar("Output", bound=tuple[Any, ...])
-
-
-def plain_table(
-    chunked: Callable[..., Output], reference: Callable[..., Output]
-) -> Table[Arguments, Output]:
-    """The dispatch table of an operator that has these two forms."""
-    forms = {"torch": chunked, "reference": reference}
-
-    def run(form: Callable[..., Output], arguments: Arguments) -> Output:
-        return form(**arguments)
-
-    return {name: Implementation(always, partial(run, form)) for name, form in forms.items()}
 
 
 def run_plain(

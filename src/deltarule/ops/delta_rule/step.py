@@ -12,15 +12,9 @@ from deltarule.ops.delta_rule.implementations import Request, run_reference
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.torch.step import recurrent_step as torch_step
 from deltarule.ops.delta_rule.torch.step import rows_of
-from deltarule.ops.dispatch import (
-    Impl,
-    Implementation,
-    Table,
-    always,
-    choose,
-    why_no_triton,
-)
+from deltarule.ops.dispatch import Impl, Table, choose, why_no_triton
 from deltarule.ops.few_tokens import MAX_TOKENS, check_no_gradient
+from deltarule.ops.forms import forms
 from deltarule.ops.in_place import InPlace
 from deltarule.shapes import Beta, Decay, Erase, Keys, Outputs, Queries, State, Values
 
@@ -248,9 +242,4 @@ def why_not_triton(step: Step) -> str | None:
     return None
 
 
-# In the order in which impl="auto" prefers them.
-STEPS: Table[Step, Tensor] = {
-    "triton": Implementation(why_not_triton, lambda step: step_operator(step, "triton")),
-    "torch": Implementation(always, lambda step: step_operator(step, "torch")),
-    "reference": Implementation(always, reference_step),
-}
+STEPS: Table[Step, Tensor] = forms(why_not_triton, step_operator, reference_step)

@@ -4,7 +4,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from deltarule.ops.checks import check_log_decay
-from deltarule.ops.dispatch import Implementation, Table
+from deltarule.ops.forms import forms
 from deltarule.ops.memory import definition as reference
 from deltarule.ops.memory.inputs import check_call, check_memory, why_not_triton
 from deltarule.ops.memory.torch import titans as chunked
@@ -13,27 +13,21 @@ from deltarule.ops.plain import (
     PlainImpl,
     check_counts,
     check_per_head,
-    plain_table,
     run_plain,
 )
 from deltarule.shapes import Beta, Keys, Offsets, Queries, TitansOutput, TitansState, Values
 
 
-def why_not_gpu(arguments: Arguments) -> str | None:
-    """Why the scan over mini-batches does not run in Triton, or None."""
-    return why_not_triton(arguments, arguments["mini_batch"])
+def run(arguments: Arguments, backend: str) -> TitansOutput:
+    """Mini-batches laid out in PyTorch, and the hot stage, the scan over them, by the backend."""
+    return chunked.titans(**arguments, backend=backend)
 
 
-def run_triton(arguments: Arguments) -> TitansOutput:
-    """Mini-batches laid out in PyTorch, and the hot stage, the scan over them, in Triton."""
-    return chunked.titans(**arguments, backend="triton")
-
-
-# In the order in which impl="auto" prefers them.
-IMPLEMENTATIONS: Table[Arguments, TitansOutput] = {
-    "triton": Implementation(why_not_gpu, run_triton),
-    **plain_table(chunked.titans, reference.titans),
-}
+IMPLEMENTATIONS = forms(
+    lambda arguments: why_not_triton(arguments, arguments["mini_batch"]),
+    run,
+    lambda arguments: reference.titans(**arguments),
+)
 
 
 def titans(

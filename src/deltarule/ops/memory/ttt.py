@@ -5,7 +5,7 @@ import math
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from deltarule.ops.dispatch import Implementation, Table
+from deltarule.ops.forms import forms
 from deltarule.ops.memory import definition as reference
 from deltarule.ops.memory.inputs import check_call, check_memory, why_not_triton
 from deltarule.ops.memory.torch import ttt as chunked
@@ -14,27 +14,21 @@ from deltarule.ops.plain import (
     PlainImpl,
     check_counts,
     check_per_head,
-    plain_table,
     run_plain,
 )
 from deltarule.shapes import Beta, Keys, Offsets, Queries, TTTOutput, TTTState, Values
 
 
-def why_not_gpu(arguments: Arguments) -> str | None:
-    """Why the scan over mini-batches does not run in Triton, or None."""
-    return why_not_triton(arguments, len(arguments["step_scale"]))
+def run(arguments: Arguments, backend: str) -> TTTOutput:
+    """Mini-batches laid out in PyTorch, and the hot stage, the scan over them, by the backend."""
+    return chunked.ttt(**arguments, backend=backend)
 
 
-def run_triton(arguments: Arguments) -> TTTOutput:
-    """Mini-batches laid out in PyTorch, and the hot stage, the scan over them, in Triton."""
-    return chunked.ttt(**arguments, backend="triton")
-
-
-# In the order in which impl="auto" prefers them.
-IMPLEMENTATIONS: Table[Arguments, TTTOutput] = {
-    "triton": Implementation(why_not_gpu, run_triton),
-    **plain_table(chunked.ttt, reference.ttt),
-}
+IMPLEMENTATIONS = forms(
+    lambda arguments: why_not_triton(arguments, len(arguments["step_scale"])),
+    run,
+    lambda arguments: reference.ttt(**arguments),
+)
 
 
 def ttt(

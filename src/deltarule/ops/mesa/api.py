@@ -7,8 +7,8 @@ from torch import Tensor
 
 from deltarule.ops.checks import check_log_decay, check_scale, check_sequence
 from deltarule.ops.context import Context
-from deltarule.ops.dispatch import Implementation, Table, always
 from deltarule.ops.few_tokens import decodes
+from deltarule.ops.forms import forms
 from deltarule.ops.fused_kernels import why_not_fused
 from deltarule.ops.mesa import definition as reference
 from deltarule.ops.mesa import torch as chunked
@@ -20,7 +20,6 @@ from deltarule.ops.plain import (
     check_per_head,
     check_state_tensor,
     count_sequences,
-    plain_table,
     run_plain,
 )
 from deltarule.shapes import Beta, Keys, MesaOutput, MesaState, Offsets, Queries, Values
@@ -46,13 +45,11 @@ def why_not_triton(arguments: Arguments) -> str | None:
     return None
 
 
-def run_triton(arguments: Arguments) -> MesaOutput:
-    """Chunks in PyTorch, and the hot stage, the conjugate gradients, in Triton."""
-    return run_torch(arguments, "triton")
+def run(arguments: Arguments, backend: str) -> MesaOutput:
+    """Chunks, or single tokens where there are few of them and no gradient.
 
-
-def run_torch(arguments: Arguments, backend: str = "torch") -> MesaOutput:
-    """Chunks, or single tokens where there are few of them and no gradient."""
+    All is PyTorch's but the hot stage, the conjugate gradients, which the backend runs.
+    """
     q, cu_seqlens, state = (arguments[name] for name in ("q", "cu_seqlens", "initial_state"))
     if decodes(q, cu_seqlens, (*arguments.values(), *(state or ()))):
         given = {name: x for name, x in arguments.items() if name != "cu_seqlens"}
@@ -60,12 +57,7 @@ def run_torch(arguments: Arguments, backend: str = "torch") -> MesaOutput:
     return chunked.mesa(**arguments, backend=backend)
 
 
-# In the order in which impl="auto" prefers them.
-IMPLEMENTATIONS: Table[Arguments, MesaOutput] = {
-    "triton": Implementation(why_not_triton, run_triton),
-    **plain_table(chunked.mesa, reference.mesa),
-    "torch": Implementation(always, run_torch),
-}
+IMPLEMENTATIONS = forms(why_not_triton, run, lambda arguments: reference.mesa(**arguments))
 
 
 def mesa(

@@ -15,16 +15,9 @@ from deltarule.ops.checks import (
     shape,
 )
 from deltarule.ops.context import Context
-from deltarule.ops.dispatch import (
-    Impl,
-    Implementation,
-    Table,
-    always,
-    choose,
-    why_no_triton,
-    without_autocast,
-)
+from deltarule.ops.dispatch import Impl, choose, why_no_triton, without_autocast
 from deltarule.ops.few_tokens import decodes
+from deltarule.ops.forms import forms
 from deltarule.ops.plain import count_sequences
 from deltarule.ops.selective_scan import definition as reference
 from deltarule.ops.selective_scan.context import over_context
@@ -56,22 +49,12 @@ def why_not_triton(inputs: ScanInputs) -> str | None:
     return None
 
 
-def run_triton(inputs: ScanInputs) -> RecurrentOutput:
-    """Chunks in Triton, with a backward of its own."""
-    return scan_operator.run(inputs, "triton" if inputs.v.numel() else "torch")
+def run(inputs: ScanInputs, backend: str) -> RecurrentOutput:
+    """Chunks, with a backward of their own."""
+    return scan_operator.run(inputs, backend if inputs.v.numel() else "torch")
 
 
-def run_torch(inputs: ScanInputs) -> RecurrentOutput:
-    """Chunks in PyTorch, with a backward of its own: any device."""
-    return scan_operator.run(inputs, "torch")
-
-
-# In the order in which impl="auto" prefers them.
-IMPLEMENTATIONS: Table[ScanInputs, RecurrentOutput] = {
-    "triton": Implementation(why_not=why_not_triton, run=run_triton),
-    "torch": Implementation(why_not=always, run=run_torch),
-    "reference": Implementation(why_not=always, run=run_reference),
-}
+IMPLEMENTATIONS = forms(why_not_triton, run, run_reference)
 
 
 def selective_scan(

@@ -12,8 +12,9 @@ from deltarule.ops.delta_rule.implementations import Request, run_reference
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.step import STATE_DTYPES, triton_step, why_not_triton
 from deltarule.ops.delta_rule.torch.step import recurrent_step as torch_step
-from deltarule.ops.dispatch import Impl, Implementation, Table, always, choose
+from deltarule.ops.dispatch import Impl, Table, choose
 from deltarule.ops.few_tokens import check_no_gradient
+from deltarule.ops.forms import forms
 from deltarule.ops.in_place import InPlace
 from deltarule.ops.serving import definition
 from deltarule.ops.serving.inputs import (
@@ -206,9 +207,4 @@ def run_reference_step(step: Step) -> None:
 BACKENDS = {"triton": run_triton, "torch": run_torch}
 step_operator = InPlace("pool_step", Step, BACKENDS, ("state", "out"))
 
-# In the order in which impl="auto" prefers them.
-STEPS: Table[Step, None] = {
-    "triton": Implementation(why_not_triton, lambda step: step_operator(step, "triton")),
-    "torch": Implementation(always, lambda step: step_operator(step, "torch")),
-    "reference": Implementation(always, run_reference_step),
-}
+STEPS: Table[Step, None] = forms(why_not_triton, step_operator, run_reference_step)

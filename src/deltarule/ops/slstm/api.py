@@ -5,7 +5,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from deltarule.ops.checks import FLOATS, check_gate, shape
-from deltarule.ops.dispatch import Implementation, Table, always
+from deltarule.ops.forms import forms
 from deltarule.ops.fused_kernels import why_not_fused
 from deltarule.ops.plain import PlainImpl, check_state_tensor, count_sequences, run_plain
 from deltarule.ops.slstm import definition as reference
@@ -22,15 +22,6 @@ def run_reference(inputs: SLSTMInputs) -> RecurrentOutput:
     return reference.slstm(**inputs._asdict())
 
 
-def run_torch(inputs: SLSTMInputs) -> RecurrentOutput:
-    """All sequences side by side, on any device."""
-    return registered.run(inputs, "torch")
-
-
-def run_triton(inputs: SLSTMInputs) -> RecurrentOutput:
-    return registered.run(inputs, "triton")
-
-
 def why_not_triton(inputs: SLSTMInputs) -> str | None:
     """What the kernels cannot do."""
     if (size := inputs.gates.shape[-1]) > MAX_CHANNELS:
@@ -38,12 +29,7 @@ def why_not_triton(inputs: SLSTMInputs) -> str | None:
     return why_not_fused(inputs.gates)
 
 
-# In the order in which impl="auto" prefers them.
-IMPLEMENTATIONS: Table[SLSTMInputs, RecurrentOutput] = {
-    "triton": Implementation(why_not_triton, run_triton),
-    "torch": Implementation(always, run_torch),
-    "reference": Implementation(always, run_reference),
-}
+IMPLEMENTATIONS = forms(why_not_triton, registered.run, run_reference)
 
 
 def slstm(
