@@ -187,5 +187,5 @@ def state_over_context(
     )
     kept = torch.exp(tail * filters.log_decay) * float(context.goes_on and context.tail == 0)
     kept = kept.repeat(1, 1, 2).expand(first, -1, -1, -1).contiguous()
-    before = starting_state(context, turned(ends[-first:], -there), kept, diagonal=True)
+    before = starting_state(context, turned(ends[-first:], -there), kept)
     return torch.cat([state[:first] + turned(before, here), state[first:]])

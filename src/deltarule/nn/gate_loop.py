@@ -60,7 +60,7 @@ def turned_before(context: Context, turns: Tensor, given: Tensor) -> Tensor:
     """[N, HV, K] how far documents had turned before these tokens, given where they begin here."""
     tail = turns[:, context.tail :].sum(1).unsqueeze(-2)
     kept = torch.full_like(tail, float(context.goes_on and context.tail == 0))
-    before = starting_state(context, tail, kept, diagonal=True).squeeze(-2)
+    before = starting_state(context, tail, kept).squeeze(-2)
     return torch.cat([given[: len(before)] + before, given[len(before) :]])
 
 

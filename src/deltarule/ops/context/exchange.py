@@ -48,27 +48,24 @@ def in_two(halves: Callable[P, Halves[T]]) -> Callable[P, Callable[[], T]]:
     return begin
 
 
-def starting_state(
-    context: Context, end: Tensor, transition: Tensor, *, diagonal: bool = False
-) -> Tensor:
-    """Return the state that reaches this process from those before it.
+def starting_state(context: Context, end: Tensor, transition: Tensor) -> Tensor:
+    """Return the state that reaches this process from those before it, entry by entry.
 
     Args:
         context: Where the tokens are.
         end: U [B, HV, V, K], the state after the tokens here, were nothing before them.
-        transition: M [B, HV, K, K], what the tokens here multiply a state by; zero where a
-            sequence begins. With diagonal, anything that multiplies a state entry by entry.
-        diagonal: Whether a transition multiplies entry by entry.
+        transition: M [B, HV, V or 1, K], what the tokens here multiply each entry of a state by;
+            zero where a sequence begins.
 
     Returns:
         S [B, HV, V, K]; zeros where a sequence begins with the first token here. Between sending
         and receiving the context's `meanwhile` is called.
     """
     halves: list[Callable[[], Any]] = []
-    link = _Leave.apply(halves, context, end, transition, diagonal)  # type: ignore[no-untyped-call]
+    link = _Leave.apply(halves, context, end, transition)  # type: ignore[no-untyped-call]
     if context.meanwhile is not None:
         context.meanwhile()
-    start: Tensor = _Arrive.apply(halves, context, diagonal, link)  # type: ignore[no-untyped-call]
+    start: Tensor = _Arrive.apply(halves, context, link)  # type: ignore[no-untyped-call]
     return start
 
 
@@ -110,45 +107,38 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        halves: list[Any],
-        context: Context,
-        end: Tensor,
-        transition: Tensor,
-        diagonal: bool,
+        ctx: Any, halves: list[Any], context: Context, end: Tensor, transition: Tensor
     ) -> Tensor:
-        ctx.halves, ctx.diagonal = halves, diagonal
-        halves.append(meet(context, end, transition, diagonal))
+        ctx.halves = halves
+        halves.append(meet(context, end, transition, diagonal=True))
         return end.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, d_link: Tensor) -> tuple[Any, ...]:
         met, come = ctx.halves.pop()
         d_end = come()
-        d_transition = met.start * d_end if ctx.diagonal else met.start.mT @ d_end
-        # One row of a diagonal for all rows of the state.
-        if ctx.diagonal and met.later.shape[-2] == 1:
+        d_transition = met.start * d_end
+        # One row for all rows of the state.
+        if met.later.shape[-2] == 1:
             d_transition = d_transition.sum(-2, keepdim=True)
-        return None, None, d_end, d_transition, None
+        return None, None, d_end, d_transition
 
 
 class _Arrive(torch.autograd.Function):
     """The state has come; backwards, the gradient by it leaves."""
 
     @staticmethod
-    def forward(
-        ctx: Any, halves: list[Any], context: Context, diagonal: bool, link: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, halves: list[Any], context: Context, link: Tensor) -> Tensor:
         met = halves.pop()()
-        ctx.halves, ctx.context, ctx.diagonal = halves, context, diagonal
+        ctx.halves, ctx.context = halves, context
         ctx.save_for_backward(*met)
         return met.start
 
     @staticmethod
     def backward(ctx: Any, d_start: Tensor) -> tuple[Any, ...]:
         met = Met(*ctx.saved_tensors)
-        ctx.halves.append((met, meet_back(ctx.context, d_start, met, ctx.diagonal)))
-        return None, None, None, d_start.new_empty(0)
+        ctx.halves.append((met, meet_back(ctx.context, d_start, met, diagonal=True)))
+        return None, None, d_start.new_empty(0)
 
 
 @in_two

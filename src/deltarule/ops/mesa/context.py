@@ -43,6 +43,6 @@ def starting_sums(
     end = torch.einsum("bthv, bthk -> bhvk", written, keys) + start[-first:] * kept
     carried = float(context.goes_on and not context.starts)
     transition = (carried * kept).expand(-1, -1, -1, key_size)
-    before = starting_state(context, end, transition, diagonal=True)
+    before = starting_state(context, end, transition)
     start = torch.cat([start[:first] + before, start[first:]])
     return MesaState(start[:, :, value_size:], start[:, :, :value_size])

@@ -35,6 +35,6 @@ def over_context(
     kept = operator(**given | {"v": torch.zeros_like(v), "initial_state": ones}).final_state
     assert end is not None
     assert kept is not None
-    before = starting_state(context, end[-first:], kept[-first:], diagonal=True)
+    before = starting_state(context, end[-first:], kept[-first:])
     start = torch.cat([start[:first] + before, start[first:]])
     return operator(**given | {"initial_state": start})
