@@ -131,10 +131,10 @@ class DeltaMixer(Mixer):
             size = self.heads_of("beta") * self.n_steps
             self.b_proj = nn.Linear(self.hidden_size, size, bias=False)
 
-    def build_head_decay(self, slowest: float, fastest: float) -> None:
-        """Make a decay for each head, its rate drawn from U(slowest, fastest)."""
+    def build_head_decay(self, slowest: float) -> None:
+        """Make a decay for each head, its rate drawn from U(slowest, 16)."""
         self.a_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
-        self.build_rates(initial_A_log(self.num_v_heads, slowest, fastest), self.num_v_heads)
+        self.build_rates(initial_A_log(self.num_v_heads, slowest), self.num_v_heads)
 
     def build_rates(self, A_log: Tensor, *sizes: int) -> None:
         """Keep the paper's draw, or spread the heads' horizons up to the longest one."""

@@ -53,4 +53,4 @@ class GatedDeltaNet(deltanet.DeltaNet):
 
     def build_gates(self) -> None:
         super().build_gates()
-        self.build_head_decay(0, 16)
+        self.build_head_decay(0)

@@ -74,9 +74,9 @@ DT_RANGE = (1e-3, 1e-1)
 SMALLEST = 1e-4
 
 
-def initial_A_log(heads: int, smallest: float, largest: float) -> Tensor:
-    """Natural log of a rate drawn from U(smallest, largest), [HV] in float32."""
-    rate = torch.empty(heads, dtype=torch.float32).uniform_(smallest, largest)
+def initial_A_log(heads: int, smallest: float) -> Tensor:
+    """Natural log of a rate drawn from U(smallest, 16), [HV] in float32."""
+    rate = torch.empty(heads, dtype=torch.float32).uniform_(smallest, 16)
     # PyTorch computes shapes alone in Python, for which it loads the compiler.
     return rate if rate.is_meta else rate.clamp(min=SMALLEST).log()
 

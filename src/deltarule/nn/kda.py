@@ -57,7 +57,7 @@ class KDA(DeltaNet):
         super().build_gates()
         heads, key_size = self.num_v_heads, self.head_k_dim
         self.a_proj = low_rank(self.hidden_size, self.head_v_dim, heads * key_size)
-        A_log = initial_A_log(heads, 1, 16)
+        A_log = initial_A_log(heads, 1)
         # The rates of a bounded decay start at 1.
         bounded = self.gate_lower_bound is not None
         self.build_rates(torch.zeros_like(A_log) if bounded else A_log, heads, key_size)

@@ -104,7 +104,7 @@ class Mamba2(DeltaMixer):
 
     def build_gates(self) -> None:
         super().build_gates()
-        self.build_head_decay(1, 16)
+        self.build_head_decay(1)
         self.D = float32_parameter(torch.ones(self.num_v_heads, dtype=torch.float32))
 
     def build_norm(self) -> nn.Module:

@@ -176,11 +176,11 @@ def mesa(
     batch, tokens, _, key_size = q.shape
     heads = v.shape[2]
     sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
-    table = _initial(
-        initial_state,
-        q.new_zeros(sequences, heads, key_size, key_size, dtype=dtype),
-        q.new_zeros(sequences, heads, v.shape[3], key_size, dtype=dtype),
-    )
+    # One recurrence carries both, as [H; G] of each sequence.
+    if initial_state is None:
+        table = q.new_zeros(sequences, heads, key_size + v.shape[3], key_size, dtype=dtype)
+    else:
+        table = torch.cat(initial_state, dim=-2)
     if tokens == 0 or batch == 0:
         return MesaOutput(v.new_zeros(batch, tokens, *v.shape[2:]), _split(table, key_size))
     chunks = lay_out(
@@ -237,11 +237,6 @@ def chunk_states(
         states.append(chunks.rows_at(step, table))
         table = chunks.write_at(step, table, kept[step] * states[step] + written[step])
     return torch.stack(states), chunks.states(table)
-
-
-def _initial(state: MesaState | None, covariance: Tensor, values: Tensor) -> Tensor:
-    """[H; G] of each sequence in one tensor, because one recurrence carries both."""
-    return torch.cat([covariance, values] if state is None else list(state), dim=-2)
 
 
 def _split(table: Tensor, key_size: int) -> MesaState:

@@ -30,7 +30,6 @@ from deltarule.ops.delta_rule.torch.scores import (
     Rows,
     add,
     chunk_output,
-    chunk_output_backward,
     decay_backward,
     end_decay,
     free,
@@ -391,7 +390,8 @@ def _window_backward(
         x0 if from_state is None else x0.add_(from_state @ states.mT)
         for x0, from_state, _ in work.writes
     ]
-    d_values, d_read = chunk_output_backward(work.queries, d_o)
+    d_values = [scores.mT @ d_o for scores in work.queries.scores]
+    d_read = work.queries.rows.write(d_o)
     d_ends = next_state_backward(
         d_values, d_read, work.writes, work.decay.whole, d_state, window.bounds
     )

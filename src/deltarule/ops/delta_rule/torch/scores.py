@@ -408,11 +408,6 @@ def chunk_output(chunk: Queries, states: Tensor, values: list[Tensor]) -> Tensor
     return o
 
 
-def chunk_output_backward(chunk: Queries, d_o: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Gradients by the values X of each write, and by the states."""
-    return [scores.mT @ d_o for scores in chunk.scores], chunk.rows.write(d_o)
-
-
 def queries_backward(
     d_o: Tensor,
     states: Tensor,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 # Below this many tokens of a half, a product with the matrix of the taps is less than an FFT.
 PRODUCT = 32
+LEFT, RIGHT = 0, 1
 
 
 class Halves(NamedTuple):
@@ -27,29 +28,23 @@ class Halves(NamedTuple):
     blocks: int
     inside: tuple[Tensor, Tensor] | None  # [blocks, m] of the crossing sequence, left and right
 
-    def left(self, x: Tensor) -> Tensor:
+    def cut(self, x: Tensor, side: int) -> Tensor:
         """[H, R, T] -> [H, R, blocks, m], zero where the token is of another sequence."""
-        found = self._blocks(x)[..., self.s - self.m : self.s]
-        return found if self.inside is None else torch.where(self.inside[0], found, 0)
-
-    def right(self, x: Tensor) -> Tensor:
-        found = self._blocks(x)[..., self.s : self.s + self.m]
-        return found if self.inside is None else torch.where(self.inside[1], found, 0)
-
-    def _blocks(self, x: Tensor) -> Tensor:
         padded = F.pad(x, (0, self.blocks * 2 * self.s - x.shape[-1]))
-        return padded.unflatten(-1, (self.blocks, 2 * self.s))
+        found = padded.unflatten(-1, (self.blocks, 2 * self.s))
+        return self.masked(found.narrow(-1, self.start(side), self.m), side)
 
-    def place_right(self, y: Tensor, tokens: int) -> Tensor:
+    def place(self, y: Tensor, side: int, tokens: int) -> Tensor:
         """[H, R, blocks, m] -> [H, R, T], zero elsewhere."""
-        if self.inside is not None:
-            y = torch.where(self.inside[1], y, 0)
-        return F.pad(y, (self.s, self.s - self.m)).flatten(-2)[..., :tokens]
+        start = self.start(side)
+        filled = F.pad(self.masked(y, side), (start, 2 * self.s - self.m - start))
+        return filled.flatten(-2)[..., :tokens]
 
-    def place_left(self, y: Tensor, tokens: int) -> Tensor:
-        if self.inside is not None:
-            y = torch.where(self.inside[0], y, 0)
-        return F.pad(y, (self.s - self.m, self.s)).flatten(-2)[..., :tokens]
+    def start(self, side: int) -> int:
+        return self.s - self.m if side == LEFT else self.s
+
+    def masked(self, x: Tensor, side: int) -> Tensor:
+        return x if self.inside is None else torch.where(self.inside[side], x, 0)
 
 
 def levels(tokens: int, taps: int, sequence: Tensor | None) -> Iterator[Halves]:
@@ -74,13 +69,13 @@ def convolve(x: Tensor, taps: Tensor, sequence: Tensor | None) -> Tensor:
     y = taps[:, :1, None] * x
     # Some libraries refuse to transform nothing.
     for half in levels(tokens, taps.shape[1], sequence) if x.numel() else ():
-        left = half.left(x)
+        left = half.cut(x, LEFT)
         if half.m < PRODUCT:
             found = torch.matmul(left.flatten(1, 2), toeplitz(taps, half.m).mT).view(left.shape)
         else:
             spectrum = torch.fft.rfft(left, 2 * half.m)
             found = torch.fft.irfft(spectrum * filters(taps, half.m), 2 * half.m)[..., half.m :]
-        y = y + half.place_right(found, tokens)
+        y = y + half.place(found, RIGHT, tokens)
     return y
 
 
@@ -91,7 +86,7 @@ def gradients(
     tokens, size = x.shape[-1], taps.shape[1]
     d_x, d_taps = taps[:, :1, None] * d_y, F.pad((d_y * x).sum((1, 2)).unsqueeze(1), (0, size - 1))
     for half in levels(tokens, size, sequence) if x.numel() else ():
-        m, left, d_right = half.m, half.left(x), half.right(d_y)
+        m, left, d_right = half.m, half.cut(x, LEFT), half.cut(d_y, RIGHT)
         if m < PRODUCT:
             d_flat = d_right.flatten(1, 2)
             d_left = torch.matmul(d_flat, toeplitz(taps, m)).view(left.shape)
@@ -105,7 +100,7 @@ def gradients(
             d_left = torch.fft.irfft(d_spectrum * spectrum, 2 * m)[..., :m]
             of_left = torch.conj_physical(torch.fft.rfft(left, 2 * m))
             d_filter = torch.fft.irfft((d_spectrum * of_left).sum((1, 2)), 2 * m)[:, 1:]
-        d_x = d_x + half.place_left(d_left, tokens)
+        d_x = d_x + half.place(d_left, LEFT, tokens)
         d_taps = d_taps + F.pad(d_filter[:, : size - 1], (1, max(size - 2 * m, 0)))
     return d_x, d_taps
 
@@ -123,8 +118,9 @@ def filters(taps: Tensor, m: int) -> Tensor:
 
 
 def diagonals(x: Tensor) -> Tensor:
-    """Sum [H, m, m] over equal i - j, from 1 - m to m - 1: [H, 2 m - 1]."""
-    m = x.shape[-1]
+    """Sum [H, R, S] over equal i - j, from 1 - S to R - 1: [H, R + S - 1]."""
+    rows, columns = x.shape[1:]
+    width = rows + columns - 1
     # Each row one place further to the right: a diagonal becomes a column.
-    skewed = F.pad(x.flip(-1), (0, m)).flatten(1)[:, : m * (2 * m - 1)]
-    return skewed.unflatten(1, (m, 2 * m - 1)).sum(1)
+    skewed = F.pad(x.flip(-1), (0, rows)).flatten(1)[:, : rows * width]
+    return skewed.unflatten(1, (rows, width)).sum(1)

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deltarule.ops.long_convolution.torch.halves import diagonals
+
 ROWS = 128
 Rows = tuple[slice, slice, Tensor]
 
@@ -53,15 +55,7 @@ def gradients(
         d_q.append(d_products @ k[:, :, seen])
         d_k = d_k + F.pad(d_products.mT @ q[:, :, rows], behind)
         by_lag = torch.where(there, (d_scores * products).sum(0), 0)
-        d_taps = d_taps + diagonals(by_lag, taps.shape[1])
+        # Before lag 0 come the tokens after a row, which it does not see.
+        by_lag = diagonals(by_lag)[:, by_lag.shape[1] - 1 :][:, : taps.shape[1]]
+        d_taps = d_taps + F.pad(by_lag, (0, taps.shape[1] - by_lag.shape[1]))
     return torch.cat(d_q, dim=2), d_k, d_v, d_taps
-
-
-def diagonals(x: Tensor, size: int) -> Tensor:
-    """Sum [H, R, S] over equal lags R-th last column first: lag = i - j + S - R, [H, size]."""
-    rows, seen = x.shape[1:]
-    # Each row one place further to the right: a diagonal becomes a column.
-    width = rows + seen - 1
-    skewed = F.pad(x.flip(-1), (0, rows)).flatten(1)[:, : rows * width]
-    found = skewed.unflatten(1, (rows, width)).sum(1)[:, rows - 1 :][:, :size]
-    return F.pad(found, (0, size - found.shape[1]))
