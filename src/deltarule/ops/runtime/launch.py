@@ -81,15 +81,12 @@ class Launch:
         self, kernel: Any, constants: Mapping[str, Any], tiles: Tiles | None = None
     ) -> None:
         # Triton's compiler asks for parts that it knows as constants, its interpreter for numbers.
-        compiles = isinstance(kernel, JITFunction)
-        self.kernel, self.constants = (
-            kernel,
-            OPTIONS
-            | {
-                name: type(x)(*map(tl.constexpr, x)) if compiles and isinstance(x, tuple) else x
+        if isinstance(kernel, JITFunction):
+            constants = {
+                name: type(x)(*map(tl.constexpr, x)) if isinstance(x, tuple) else x
                 for name, x in constants.items()
-            },
-        )
+            }
+        self.kernel, self.constants = kernel, {**OPTIONS, **constants}
         names, tiles = list(kernel.arg_names), tiles or {}
         self.tiles = sorted((names.index(name), *of) for name, of in tiles.items())
         # What follows the arguments of a call; a launcher passes over what is compiled in.

@@ -49,7 +49,7 @@ from deltarule.ops.delta_rule.triton.channel_tiles import (
     load_beta,
     load_channels,
 )
-from deltarule.ops.delta_rule.triton.tiles import load_chunk, load_rows
+from deltarule.ops.delta_rule.triton.tiles import load_chunk, load_rows, store_rows
 
 # What the gradients of pairs and the decays left, where gradients go, and the scale.
 Given = namedtuple("Given", "pairs sums chunk_decay d_q d_k d_a d_b d_log_decay scale")
@@ -274,8 +274,7 @@ def pairs_of_chunk(
             b_g3 = tl.dot(b_do, tl.trans(b_v), acc=b_g3, input_precision=S.PRECISION)
             b_g4 = tl.dot(b_x, tl.trans(b_v), acc=b_g4, input_precision=S.PRECISION)
             b_dv = load_chunk(d_values, i_slot, i_v, S.V, S.BT, S.BV, False)
-        p_dv = d_v + row_v + o_r[:, None] * (S.HV * S.V) + o_v[None, :]
-        tl.store(p_dv, b_dv.to(d_v.dtype.element_ty), mask=m_r[:, None] & (o_v < S.V)[None, :])
+        store_rows(d_v + row_v, b_dv, o_r, m_r, o_v, S.V, S.HV * S.V)
     COUNT: tl.constexpr = 1 if S.ERASE == "none" else 2 if S.ERASE == "tied" else 4
     low: tl.constexpr = pairs.dtype.element_ty
     p_g = pairs + i_slot * COUNT * S.BT * S.BT + o_i * S.BT + o_j

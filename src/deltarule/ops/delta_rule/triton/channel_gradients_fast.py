@@ -40,6 +40,7 @@ from deltarule.ops.delta_rule.triton.tiles import (
     load_state,
     load_tile,
     over_values,
+    store_rows,
 )
 from deltarule.ops.runtime.places import chunk_place, place_of
 
@@ -77,8 +78,7 @@ def store_tile(
     if TMA:
         x.store([row.to(tl.int32), i_h * C + column], b_x.to(x.dtype))
     else:
-        p_x = x + (row * HEADS + i_h) * C + o_r[:, None] * (HEADS * C) + o_c[None, :]
-        tl.store(p_x, b_x.to(x.dtype.element_ty), mask=m_r[:, None] & (o_c < C)[None, :])
+        store_rows(x + (row * HEADS + i_h) * C, b_x, o_r, m_r, o_c, C, HEADS * C)
 
 
 @triton.jit

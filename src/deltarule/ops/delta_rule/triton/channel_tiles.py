@@ -5,7 +5,7 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from deltarule.ops.delta_rule.triton.tiles import EPSILON, load_slot
+from deltarule.ops.delta_rule.triton.tiles import EPSILON, load_slot, store_rows
 
 # beta and log_decay of all rows with their strides, and T.
 Gates = namedtuple(
@@ -46,8 +46,7 @@ def inverse_norms(
 @triton.jit
 def store_channels(x, i_slot, o_r, o_k, b_x, ROWS: tl.constexpr, K: tl.constexpr, m_r):
     """Write rows o_r of a chunk's tile of a tensor [M, HV, ROWS, K]."""
-    p_x = x + i_slot * ROWS * K + o_r[:, None] * K + o_k[None, :]
-    tl.store(p_x, b_x.to(x.dtype.element_ty), mask=m_r[:, None] & (o_k < K)[None, :])
+    store_rows(x + i_slot * ROWS * K, b_x, o_r, m_r, o_k, K, K)
 
 
 @triton.jit

@@ -75,6 +75,7 @@ from deltarule.ops.delta_rule.triton.tiles import (
     operand_products,
     over_values,
     row_scaling,
+    store_rows,
     unit_norm_backward,
 )
 from deltarule.ops.runtime.places import place_of, window_chunk
@@ -160,9 +161,8 @@ def store_value_gradients(p_x, b_beta, p_dv, rows, i_c, S: tl.constexpr):
     for i_v in tl.static_range(0, S.V, STEP):
         o_v = i_v + i_c * S.BV + tl.arange(0, S.BV)
         b_x = load_rows(p_x, o_r, m_r, o_v, S.V, S.V, S.V % STEP == 0)
-        b_dv = (b_x.to(tl.float32) * b_beta[:, None]).to(p_dv.dtype.element_ty)
-        p_tile = p_dv + o_r[:, None] * (S.HV * S.V) + o_v[None, :]
-        tl.store(p_tile, b_dv, mask=m_r[:, None] & (o_v < S.V)[None, :])
+        b_dv = b_x.to(tl.float32) * b_beta[:, None]
+        store_rows(p_dv, b_dv, o_r, m_r, o_v, S.V, S.HV * S.V)
 
 
 @triton.jit(do_not_specialize=["T", "N", "s_slice", "per_segment", "window", "per_window"])
@@ -187,9 +187,10 @@ def gradients_kernel(
         return
     tokens = tl.minimum(tokens, S.CT)
     o_i, o_r, o_k = tl.arange(0, S.BQ), tl.arange(0, S.BT), i_c * S.BC + tl.arange(0, S.BC)
-    m_i, m_r, m_k = o_i < tokens, o_r < tokens * S.N_STEPS, (o_k < S.K)[None, :]
+    m_i, m_r = o_i < tokens, o_r < tokens * S.N_STEPS
     if i_c < SLICES:
-        p_q, p_k = q + (first * S.H + i_key) * S.K, k + (first * S.N_STEPS * S.H + i_key) * S.K
+        row_q, row_k = (first * S.H + i_key) * S.K, (first * S.N_STEPS * S.H + i_key) * S.K
+        p_q, p_k = q + row_q, k + row_k
         b_q = load_rows(p_q, o_i, m_i, o_k, S.K, S.H * S.K, S.K % S.BC == 0)
         b_k = load_rows(p_k, o_r, m_r, o_k, S.K, S.H * S.K, S.K % S.BC == 0)
         norm_q, norm_k = tl.full([S.BQ], 1.0, tl.float32), tl.full([S.BT], 1.0, tl.float32)
@@ -213,15 +214,8 @@ def gradients_kernel(
         if S.UNIT_NORM and SLICES == 1:
             b_dq = unit_norm_backward(b_q, norm_q, b_dq)
             b_dk = unit_norm_backward(b_k, norm_k, b_dk)
-        p_dq = d_q + (first * S.H + i_key) * S.K + o_i[:, None] * (S.H * S.K) + o_k[None, :]
-        tl.store(p_dq, b_dq.to(d_q.dtype.element_ty), mask=m_i[:, None] & m_k)
-        p_dk = (
-            d_k
-            + (first * S.N_STEPS * S.H + i_key) * S.K
-            + o_r[:, None] * (S.H * S.K)
-            + o_k[None, :]
-        )
-        tl.store(p_dk, b_dk.to(d_k.dtype.element_ty), mask=m_r[:, None] & m_k)
+        store_rows(d_q + row_q, b_dq, o_i, m_i, o_k, S.K, S.H * S.K)
+        store_rows(d_k + row_k, b_dk, o_r, m_r, o_k, S.K, S.H * S.K)
     elif PAIRS:
         for i_g in range(S.HV // S.H):
             i_h = i_key * (S.HV // S.H) + i_g

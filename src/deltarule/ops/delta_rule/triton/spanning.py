@@ -39,7 +39,7 @@ class Joint:
     """
 
     def __init__(self, join: Any, start: Tensor | None = None) -> None:
-        """Nobody has met yet."""
+        """Start before the meeting."""
         self.join, self.start = join, start
 
     def begin(self, call: Call) -> None:
@@ -157,7 +157,7 @@ def backward_stages(
     return gradients(call, cut)
 
 
-class Nobody(Joint):
+class Alone(Joint):
     """Stands for the meeting while kernels are only compiled."""
 
     def begin(self, call: Call) -> None:
@@ -179,10 +179,10 @@ class Nobody(Joint):
 
 def all_kernels(inputs: Inputs, save: bool) -> None:
     """The kernels of the forward and, where it saves for one, of the backward."""
-    o, final, kept = forward_stages(inputs, save, Nobody(None))()
+    o, final, kept = forward_stages(inputs, save, Alone(None))()
     if save:
         like = torch.empty_like(o), torch.empty_like(final)
-        backward_stages(call_back(inputs, split(inputs)), *like, kept, Nobody(None))()
+        backward_stages(call_back(inputs, split(inputs)), *like, kept, Alone(None))()
 
 
 compile_kernels = compiled_first(all_kernels)

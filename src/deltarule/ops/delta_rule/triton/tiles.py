@@ -93,6 +93,13 @@ def load_rows(x, o_r, m_r, o_c, C: tl.constexpr, stride, WHOLE: tl.constexpr):
 
 
 @triton.jit
+def store_rows(x, b_x, o_r, m_r, o_c, C: tl.constexpr, stride):
+    """Write rows o_r and columns o_c of a tensor that has C columns."""
+    p_x = x + o_r[:, None] * stride + o_c[None, :]
+    tl.store(p_x, b_x.to(x.dtype.element_ty), mask=m_r[:, None] & (o_c < C)[None, :])
+
+
+@triton.jit
 def load_slot(x, i_slot, o_r, o_c, ROWS: tl.constexpr, C: tl.constexpr, S: tl.constexpr):
     """A chunk's tile of a tensor [M, HV, ROWS, C], whose empty rows hold zeros.
 
