@@ -187,7 +187,7 @@ class Attention(Mixer):
 
     @property
     def appended(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Keys and values, which no others take the place of without a window."""
+        """Keys and values, which without a window are never overwritten."""
         return ("keys", "values") if self.window is None else ()
 
     def memories(self) -> dict[str, tuple[int, ...]]:
@@ -281,7 +281,7 @@ class Attention(Mixer):
         return self._put_out(o.flatten(1, -2).unsqueeze(1), x)
 
     def of_input(self) -> dict[str, nn.Module]:
-        """What is applied to x itself, by the name of its result."""
+        """The modules that are applied to x itself, by the names of their results."""
         return {"q": self.q_proj, "k": self.k_proj, "v": self.v_proj}
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:

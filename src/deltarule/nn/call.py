@@ -59,7 +59,7 @@ class LayerCall:
     def ask_before(self, modules: dict[str, nn.Module], factors: Factors) -> None:
         """Take the rows that were sent here, projected, as what comes before q, k and v.
 
-        Once: what is computed again in the backward asks nobody.
+        This is done once: recomputation in the backward does not communicate.
         """
         assert self.letter is not None
         letter, mail = self.letter

@@ -242,7 +242,7 @@ class DeltaMixer(Mixer):
         )
 
     def decodes(self, call: LayerCall) -> bool:
-        """Whether a step is certain to follow, which nobody differentiates or pads."""
+        """Whether this is certainly a decoding step: no gradient, no padding, no context."""
         layout, states = call.layout, call.before.values()
         if torch.is_grad_enabled() or layout.real is not None or layout.context is not None:
             return False
@@ -275,13 +275,13 @@ class DeltaMixer(Mixer):
             call.after.update(zip(keys.values(), histories, strict=True))
 
     def of_input(self) -> dict[str, nn.Module]:
-        """What is applied to x itself, by the name of its result."""
+        """The modules that are applied to x itself, by the names of their results."""
         modules = {name: getattr(self, f"{name}_proj") for name in "qkvabg"}
         return {name: module for name, module in modules.items() if module is not None}
 
     def stream(self, name: str, call: LayerCall) -> Tensor:
         """Convolve what x was projected to: q, k or v."""
-        # Taken out: without a gradient nobody needs it after its convolution.
+        # Taken out: without a gradient it is not needed after its convolution.
         y: Tensor = call.projected.pop(name)
         key = f"{name}_conv"
         if key in call.after:
@@ -326,7 +326,7 @@ class DeltaMixer(Mixer):
     def finish(self, o: Tensor, projections: Projections, call: LayerCall) -> Tensor:
         """Read out, normalise each head, gate, and project back to the stream."""
         o = self.rule.read_out_function(o, projections)
-        # Of the projections the gate alone: what computes the norm again must not hold the rest.
+        # The gate alone: what computes the norm again must not hold the other projections.
         gate = projections.output_gate
         normed = self.normed(o, gate)
         with recomputed(normed, lambda: self.normed(o, gate)):

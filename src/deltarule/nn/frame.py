@@ -47,9 +47,9 @@ class Frame(nn.Module, ABC):
     shifts: ClassVar[bool] = False
     # What a recurrent state starts at where that is not zero.
     first_values: ClassVar[Mapping[str, float]] = {}
-    # What its layers share of every token, [B, T, ...].
+    # Tensors of every token, [B, T, ...], that layers of this kind share.
     of_tokens: ClassVar[tuple[str, ...]] = ()
-    # Of a lent state: rows that later tokens are added to, and that nobody reads before.
+    # Rows of a lent state that later tokens are written to, and that are not read before.
     appended: tuple[str, ...] = ()
 
     hidden_size: int

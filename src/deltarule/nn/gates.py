@@ -56,7 +56,7 @@ def discretised_log_decay(projections: Projections) -> Tensor:
 
 
 def step_and_log_decay(projections: Projections, step: bool = True) -> tuple[Tensor, Tensor]:
-    """dt = softplus(decay_logits + dt_bias), which nobody may read without `step`; log_decay."""
+    """dt = softplus(decay_logits + dt_bias), which is valid only with `step`; and log_decay."""
     logits, A_log, dt_bias = decay_parts(projections)
     if not kernel_runs(logits, why_not_fused(logits)):
         return plain.step_and_log_decay(logits, A_log, dt_bias)

@@ -29,7 +29,7 @@ from deltarule.ops.dispatch import without_autocast
 REACH = 2048
 # Pairs of cosine and sine in e(t), channels inside the network, and the frequency w at the start.
 BANDS, WIDTH, FREQUENCY = 16, 64, 14.0
-# What is left of a filter after this share of its length is 1 %.
+# Shares of its length after which the fastest and the slowest filter have fallen to LEFT.
 FASTEST, SLOWEST = 0.3, 1.5
 LEFT = 0.01
 

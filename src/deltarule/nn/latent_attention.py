@@ -19,7 +19,7 @@ from deltarule.nn.norm import RMSNorm
 from deltarule.nn.rotation import rotate
 from deltarule.nn.state import LentState, State
 
-# Of the norm of c, whatever the other norms add.
+# Added in the norm of c, whatever the other norms add.
 EPS = 1e-6
 
 
@@ -67,7 +67,7 @@ class LatentAttention(Attention):
         self.latent = positive("kv_lora_rank", kv_lora_rank)
         self.sizes = positive("qk_nope_head_dim", qk_nope_head_dim), qk_rope_head_dim
         self.v_head_dim = positive("v_head_dim", v_head_dim)
-        # Of what is kept.
+        # Channels of a row of the cache.
         self.head_dim = kv_lora_rank + qk_rope_head_dim
         self.window = self.attention_qk_norm = self.g_proj = None
         self.rope_theta = rope_theta if qk_rope_head_dim else None

@@ -22,7 +22,7 @@ WIDE = torch.float64
 # In training: numbers of a weight that shares a product, and what the outputs of one are filled up
 # to. In a step of 148 M on an H200, six products a layer, two of them of 6 outputs, take 6.5 ms.
 SMALL, EVEN = 2**21, 8
-# How often `adjoin` has moved weights: a CUDA graph that was captured before may not know of it.
+# How often `adjoin` has moved weights: a CUDA graph captured before has the old addresses.
 MOVES = [0]
 
 
@@ -33,8 +33,8 @@ def linears(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
         return tuple(module(x) for module in modules)
     if x.is_cuda and not torch.is_grad_enabled():
         return in_one_product(x, modules)
-    # On a CPU one product more costs less than looking for a way round it; float64 keeps what can
-    # be differentiated twice.
+    # On a CPU one more product costs less than avoiding it; float64 stays with what can be
+    # differentiated twice.
     if x.is_cuda and x.requires_grad and x.dtype != WIDE:
         return together(x, modules)
     weights = map(weight_of, modules)
@@ -155,7 +155,7 @@ def is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a call of a module calls somebody else, too, or in place of what its type says."""
+    """Whether a module has hooks, or a forward in place of that of its type."""
     forward = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
     return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
@@ -246,8 +246,8 @@ class Linears(torch.autograd.Function):
 class Group(NamedTuple):
     """Weights that share a product: their places, their outputs, and how many each lacks.
 
-    Several weights are each filled up to a multiple of EVEN outputs: kernels that read a part of
-    the product find it where 16 bytes begin, as a launch past Triton's search asks for it.
+    Several weights are each filled up to a multiple of EVEN outputs, so that each part of the
+    product begins on the grid of 16 bytes that launches without Triton's search need.
     """
 
     places: list[int]

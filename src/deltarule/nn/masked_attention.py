@@ -110,7 +110,7 @@ def attend_tile(
 
 
 def again(tile: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Run a tile; a backward runs it once more, for else it would keep its mask until then."""
+    """Run a tile; a backward runs it again, so that its mask need not be kept until then."""
     if not torch.is_grad_enabled():
         return tile(q, k, v)
     # Where it is needed: it loads the compiler.
@@ -138,7 +138,7 @@ def takes_offsets(q: Tensor, v: Tensor) -> bool:
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | None) -> Tensor:
-    """Each packed sequence by itself; that none is longer than the row is all that it is told."""
+    """Each packed sequence by itself; all that is said of lengths is that the row's is the most."""
     offsets, tokens = cu_seqlens.to(q.device, torch.int32), q.shape[1]
     given = (x[0].contiguous() for x in (q, k, v))
     o: Tensor = torch.ops.aten._flash_attention_forward(

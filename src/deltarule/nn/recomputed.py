@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-# What a module that is running has put around its layers, the innermost last: recipes that are made
-# within it are followed within it.
+# Contexts that running modules have put around their layers, the innermost last: a recipe that is
+# made inside of one is followed inside of it.
 SURROUNDINGS: list[Callable[[], AbstractContextManager[None]]] = []
 Saved = Tensor | tuple["Recipe", torch.Size]
 

@@ -32,7 +32,7 @@ SYSTEM = System(
 POWER = 8.0
 # a where the gate is one, at first.
 FIRST_DECAYS = (0.9, 0.999)
-# Of 1 - a^2: its root has no slope at zero.
+# The least 1 - a^2: its root has no slope at zero.
 SMALLEST = 1e-20
 
 

@@ -17,7 +17,7 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
 
     A module states the roles of parameters, or of all parameters of a submodule, in a class
     attribute `roles`, which adds to that of its base classes; the float32_parameters of a
-    `deltarule.nn.Mixer` are gates. What nobody speaks for is a matrix if it has two axes or more,
+    `deltarule.nn.Mixer` are gates. What has no role by name is a matrix if it has two axes or more,
     and else a vector. A tensor under two names (a tied head) has one role.
 
     Args:

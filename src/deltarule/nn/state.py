@@ -90,8 +90,8 @@ class DraftedState(LentState):
     """A lent state of which every token of the next call may be the last.
 
     Attributes:
-        kept: What the layer leaves, by name: [B, T, ...] after each of the call's T tokens. What
-            has another name holds after any of them, as rows of a cache that nobody looks at do.
+        kept: What the layer leaves, by name: [B, T, ...] after each of the call's T tokens. Tensors
+            by other names hold after any of them, as do rows of a cache that are not read.
     """
 
     def __init__(self, given: dict[str, Tensor]) -> None:

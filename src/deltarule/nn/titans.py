@@ -80,7 +80,7 @@ class TitansLinear(MemoryMixer):
 
     rule = LINEAR
     default_output_gate = True
-    # Of the largest rate with which mini-batches of equal keys do not overshoot.
+    # Share of the largest rate with which mini-batches of equal keys do not overshoot.
     share_of_rate: ClassVar[float] = 1.0
     parts = ("recurrent", "momentum", "anchor")
     float32_parameters = ("decay_bias",)

@@ -101,7 +101,7 @@ class TitansMAC(TitansMAG):
         y = self.attend_segment(x, slot, real, state)
         before = State({name: state[name] for name in self.memory.init_state(0)})
         m, after = self.memory(y, before, mask=real)
-        # Whoever filled a segment begins the next with the memory as it is now.
+        # A sequence that filled its segment begins the next with the memory as it is now.
         full = real[:, -1] & (slot[:, -1] == self.window - 1)
         names = zip(self.memory.names("segment"), self.memory.names("recurrent"), strict=True)
         begun = {
@@ -118,7 +118,7 @@ class TitansMAC(TitansMAG):
         for key, name in (("keys", "k"), ("values", "v")):
             pair = self.project(name, h, at_h), self.project(name, x, at_x)
             new = torch.cat(pair, dim=-1).flatten(-2)
-            # Of other slots: earlier tokens of the segment, or what no token here sees.
+            # Other slots have earlier tokens of the segment, or what no token here sees.
             state[key] = torch.where(here, new, state[key].to(new.dtype))
             rows[name] = torch.cat(self.heads_of(state[key]).chunk(2, dim=-1), dim=1)
         seen = (slots <= slot.unsqueeze(-1)).repeat(1, 1, 2)

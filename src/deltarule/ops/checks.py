@@ -12,7 +12,7 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_dense(name: str, x: object, or_else: str = "") -> None:
-    """A tensor whose values lie side by side: most questions to another one end in PyTorch."""
+    """Refuse what is not a plain dense tensor: others fail deep inside of PyTorch."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} must be a tensor{or_else}, got {type(x).__name__}")
     if x.is_nested:

@@ -92,19 +92,19 @@ def warn_slow(name: str, reason: str | None) -> None:
 
 
 Function = TypeVar("Function", bound=Callable[..., object])
-# Where nothing watches a call, a registered operator costs the host time, and nothing else.
+# Types with which a call may skip its registered operator, which only costs the host time.
 PLAIN = {Tensor, Parameter, NoneType}
 # What a call may be given besides tensors.
 NUMBERS = {NoneType, bool, int, float, str}
 
 
 def are_plain_eager(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether no compiler, transform, mode or kind of tensor asks for the operator."""
+    """Whether no compiler, transform, mode or kind of tensor needs the operator."""
     return is_plain_eager() and PLAIN.issuperset(map(type, tensors))
 
 
 def is_plain_eager() -> bool:
-    """Whether no compiler, transform or mode asks for operators."""
+    """Whether no compiler, transform or mode needs operators."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
@@ -126,7 +126,7 @@ def constant_when_compiled(function: Function) -> Function:
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Leave dtypes alone within; meta tensors, which carry no numbers, have no autocast at all."""
     kind = device.type
-    # Mostly nothing is turned on: to turn it off would take longer than a launch.
+    # Autocast is mostly off already, and turning it off takes longer than a launch.
     if kind == "meta" or not (torch.compiler.is_compiling() or torch.is_autocast_enabled(kind)):
         return nullcontext()
     return torch.autocast(kind, enabled=False)
@@ -134,12 +134,12 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 # What is kept of calls for the next ones like them, under one key.
 
-# Entries of one cache: lengths of sequences never end, and a layer has some twenty of each.
+# Entries of one cache: a layer adds some twenty for every new length of its sequences.
 MOST = 1024
 # The plans of calls, by what their sizes depend on.
 plans: dict[Hashable, Any] = {}
-# What is known of the launches of a forward: that it ran ONCE, a `Recording`, or None where nobody
-# can repeat it.
+# What is known of the launches of a forward: that it ran ONCE, a `Recording`, or None where they
+# cannot be repeated.
 recordings: dict[Hashable, Any] = {}
 ONCE = "once"
 # What kernels were compiled for, side by side, in this process.

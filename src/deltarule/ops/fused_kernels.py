@@ -5,7 +5,7 @@ from torch import Tensor
 
 from deltarule.ops.dispatch import warn_slow, why_no_triton
 
-# Ready, because a decoding step on a CPU is told so some 50 times.
+# A constant, because a decoding step on a CPU needs it some 50 times.
 ON_CPU = "Triton needs CUDA tensors, and x is on cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -8,7 +8,7 @@ import torch
 from deltarule.ops.dispatch import NUMBERS, PLAIN, is_plain_eager
 from deltarule.ops.registration import SCHEMA
 
-# Of what a call is given where no kind of tensor asks for the operator.
+# Types of what a call is given where nothing needs the operator.
 KNOWN = PLAIN | NUMBERS
 
 Call = TypeVar("Call", bound=tuple[Any, ...])

@@ -1,7 +1,7 @@
-"""Calls of registered operators: past the operator where nothing watches, through it elsewhere.
+"""Calls of registered operators: around the operator where nothing needs it, else through it.
 
-A registered operator costs the host time. Where nobody would see it, a call is its forward alone,
-or a plain autograd function of forward and backward.
+A registered operator costs the host time. Where no compiler, mode or transform would see it, a call
+is its forward alone, or a plain autograd function of forward and backward.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,9 +22,9 @@ class Operator(Registered[Inputs]):
 
     @cached_property
     def apply(self) -> Any:
-        """The call as a plain autograd function, past the search for transforms.
+        """The call as a plain autograd function, without PyTorch's search for transforms.
 
-        Where there are any, nobody calls it.
+        It is not called under one.
         """
         eager: Any = eager_function(self, f"Eager{self.name.title().replace('_', '')}")
         return super(torch.autograd.Function, eager).apply  # type: ignore[misc]
@@ -76,7 +76,7 @@ class Operator(Registered[Inputs]):
     def derivatives(
         self, ctx: Any, kept: Sequence[Tensor], gradients: Sequence[Tensor | None]
     ) -> tuple[Any, ...]:
-        """The same with what was saved, which may be taken out of ctx but once."""
+        """The same with what was saved, which may be taken out of ctx only once."""
         out: list[Any] = [None] * len(self.names)
         gradients, needed = tuple(gradients[: self.rules.outputs]), ctx.needs_input_grad
         if all(d is None for d in gradients):

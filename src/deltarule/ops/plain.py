@@ -18,7 +18,7 @@ Output = TypeVar("Output", bound=tuple[Any, ...])
 def run_plain(
     table: Table[Given, Output], given: Given, impl: str, device: torch.device, return_state: bool
 ) -> Output:
-    """Run the chosen implementation, with autocast off; drop the state nobody asked for."""
+    """Run the chosen implementation, with autocast off; drop the state unless it is wanted."""
     with without_autocast(device):
         output = choose(table, given, impl, device).run(given)
     if return_state:

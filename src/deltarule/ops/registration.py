@@ -16,7 +16,7 @@ from torch import Tensor
 from deltarule.ops.folding import Fold, Folding, transformed
 
 Inputs = TypeVar("Inputs", bound=tuple[Any, ...])
-# A gradient that nobody asks for, or that there is none of.
+# None: a gradient that is not wanted, or that does not exist.
 Gradients = tuple[Tensor | None, ...]
 
 SCHEMA = {

@@ -10,8 +10,8 @@ U has to travel back as dS: what is sent does not depend on the number of tokens
 
 M is a matrix [..., K, K], or one row [..., 1, K] where the state decays channel by channel.
 
-Messages travel by themselves, on a GPU on a stream of their own: a function `in_two` returns when
-they have left, and what it returns waits for those that come.
+Messages travel in the background, on a GPU on a stream of their own: a function `in_two` returns
+once they are sent, and what it returns waits for those that arrive.
 """
 
 from collections.abc import Callable, Generator
@@ -204,7 +204,7 @@ def exchanged(
     """Send tensors to the process `distance` after this one, and receive those of the one before.
 
     Returns:
-        What comes, of the same shapes: zeros where there is nobody to receive from; and a call that
+        What is received, of the same shapes, zeros where there is no sender; and a function that
         waits for it.
     """
     tensors = tuple(x.contiguous() for x in tensors)

@@ -52,7 +52,7 @@ class Letter:
         """[N, R, D] what comes before each sequence here: the rows received, or `otherwise`."""
         known = torch.arange(self.reach, 0, -1, device=rows.device) <= self.context.position
         first, others = otherwise.to(rows.dtype).tensor_split([len(rows)])
-        # Where nobody looks at what came a gradient has to be sent all the same.
+        # A gradient has to be sent even if what was received is not used.
         rows = rows.masked_fill(~known[:, None], 0)
         return torch.cat([rows if self.context.goes_on else first + rows, others])
 

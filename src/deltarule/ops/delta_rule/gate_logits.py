@@ -47,7 +47,7 @@ def checked(
     log_decay: Decay | DecayLogits | None,
 ) -> tuple[Inputs, GateMaps]:
     """Checked inputs, logits in their gates' places, and the maps that are still to be done."""
-    # What the checks of every operator know are gates that are no logits.
+    # The checks of the operators know gates, not logits.
     own = None if isinstance(beta, BetaLogits) else beta
     own_decay = None if isinstance(log_decay, DecayLogits) else log_decay
     inputs = check_arguments(inputs._replace(beta=own, log_decay=own_decay), scale)

@@ -35,12 +35,12 @@ class GateMaps(NamedTuple):
         return inputs._replace(beta=beta, log_decay=decay)
 
 
-# What a step is given that has its gates.
+# For a step that is given its gates.
 NO_MAPS = GateMaps()
 
 
 class Step(NamedTuple):
-    """A few tokens of many states, written in place; what a map takes are logits.
+    """A few tokens of many states, written in place; gates that have a map are logits.
 
     inputs: The tokens, with the logits in their gates' places.
     maps: What is still to be done to these.

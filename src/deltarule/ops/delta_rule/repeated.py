@@ -1,8 +1,8 @@
-"""Eager calls like one before, which go straight to the launches recorded of it.
+"""Eager calls that repeat an earlier one, which go straight to its recorded launches.
 
-What was checked, chosen and planned for a call holds for every call of its key. Where nothing has
-to be told of a call (no compiler, transform or mode), it is its launches alone; where a backward
-may follow, they stand in the place of the forward of a plain autograd function.
+What was checked, chosen and planned for a call holds for every call of its key. Without a compiler,
+a transform or a mode, such a call is its launches alone; where a backward may follow, they are the
+forward of a plain autograd function.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def kernels() -> Any:
 
 
 class Repeated(torch.autograd.Function):
-    """The launches of a forward in its place, and in that of its backward those of the last one."""
+    """Recorded launches in place of a forward and, where there are any, of its backward."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
@@ -48,9 +48,9 @@ class Repeated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         d_o, d_final = gradients
-        # Once: activation checkpointing computes it again, and gives it away but once.
+        # Read once: activation checkpointing computes it again for a single reading.
         kept, found = ctx.saved_tensors, None
-        # Mostly nobody asks for the final state's gradient.
+        # The final state rarely has a gradient.
         if d_o is not None and d_final is None and not torch.is_grad_enabled() and is_plain_eager():
             saved, *tensors = kept
             found = kernels().repeated_gradients(tensors, ctx.numbers[:4], d_o, saved)
@@ -59,18 +59,18 @@ class Repeated(torch.autograd.Function):
         return *found[:8], *[None] * 7
 
 
-# Past the search for transforms: where there are any, nobody calls it.
+# Without PyTorch's search for transforms: it is not called under one.
 apply: Any = super(torch.autograd.Function, Repeated).apply
 
 
 def eager_key(
     tensors: Sequence[Any], options: tuple[Any, ...], impl: object, save_states: bool
 ) -> CallKey | None:
-    """The key of a call on a GPU before any check of it; None if it may be more than launches.
+    """The key of a call on a GPU before any check of it; None if launches may not be enough.
 
     `tensors` and `options` are the fields of `Inputs`, in order.
     """
-    # Where nothing was recorded, there may be no Triton to ask.
+    # Where nothing was recorded, Triton may not be installed.
     if not recordings or impl not in IMPLS or not is_plain_eager():
         return None
     n_steps, scale, normalize_qk, batch_invariant = options
@@ -101,7 +101,7 @@ def repeated(
 
 
 def remember_launches(key: CallKey, tensors: Sequence[Any], inputs: Inputs) -> None:
-    """Know the launches of a call, if they were recorded, by its key before any check."""
+    """Keep the launches of a call, if they were recorded, by its key before any check."""
     training = differentiated(key.given)
     known = kernels().forward_stages.recording(*inputs, training)
     # A constant decay has its gradient from that of the decay of every token.

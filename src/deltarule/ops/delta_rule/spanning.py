@@ -45,7 +45,7 @@ class Join:
     """
 
     def __init__(self, context: Context, diagonal: bool, rows: int, passes: Any = None) -> None:
-        """Nobody has met yet."""
+        """Start before the meeting."""
         self.context, self.diagonal, self.rows, self.passes = context, diagonal, rows, passes
         # The second half of a pass, once the first one has run.
         self.halves: list[Callable[[], Any]] = []

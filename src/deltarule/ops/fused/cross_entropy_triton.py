@@ -43,7 +43,7 @@ def cross_entropy_kernel(
     largest = tl.max(b_max)
     b_lse = largest + tl.log(tl.sum(b_sum * tl.exp(b_max - largest)))
     target = tl.load(targets + i_row).to(tl.int64)
-    # A target out of range, which nobody checks on a GPU, makes its loss NaN.
+    # Targets are not checked on a GPU: one out of range makes its loss NaN.
     inside = (target >= 0) & (target < V)
     b_x = tl.load(p + target, mask=inside, other=float("nan")).to(tl.float32)
     tl.store(losses + i_row, tl.where(target == ignore_index, 0.0, b_lse - b_x))

@@ -192,7 +192,7 @@ def residual_norm_backward_kernel(
     d_s, d_z, s, weight, d_x, d_weight, rows, eps, s_ds, s_dz,
     V: tl.constexpr, BV: tl.constexpr, ROWS: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows, and their part of d weight; without SUM nobody else read the sum."""
+    """ROWS rows, and their part of d weight; with SUM the sum has a gradient of its own."""
     o_v = tl.arange(0, BV)
     m_v = o_v < V
     b_w = tl.load(weight + o_v, mask=m_v, other=0.0).to(tl.float32)

@@ -55,7 +55,7 @@ class SwiGLULinear(torch.autograd.Function):
         gate, up, weight = ctx.saved_tensors
         learns = ctx.needs_input_grad[2]
         d_h = d_y @ weight
-        # Nobody reads dh later: h takes its place.
+        # dh is not read again: h takes its place.
         d_gate, d_up = kernels.side_by_side(d_h, gate, up, d_h if learns else None)
         d_weight = d_y.flatten(0, -2).mT @ d_h.flatten(0, -2) if learns else None
         return d_gate, d_up, d_weight

@@ -1,4 +1,4 @@
-"""What the sums of `mesa` are where a process of a context begins.
+"""The sums of `mesa` where a process of a context begins.
 
 What is read is not linear in the sums, but the sums are: with w_t = exp(the decays after t)
 

@@ -25,7 +25,7 @@ from deltarule.ops.runtime.named import launch
 
 # Tokens of a program, and channels that a round of a product goes through.
 ROWS, STEP = 32, 32
-# The least positive normal number: what a division is kept from.
+# The least positive normal number: divisors are at least this.
 TINY = tl.constexpr(2.0**-126)
 # float32 as the sum of three products in tf32: one would lose what the iterations gain.
 PRECISION = tl.constexpr("tf32x3")

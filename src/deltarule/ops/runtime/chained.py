@@ -4,8 +4,8 @@ A kernel that takes a few microseconds takes as long again to start and to end. 
 programs start as the processors become free, read what no kernel of the chain writes, such as
 weights, and wait only then for all that was launched before.
 
-Where a weight may have been written by the last launch, nobody may read it early: a chain is
-entered by a decoder alone, whose step begins with other kernels.
+A weight that the last launch may have written must not be read early: only a decoder enters a
+chain, whose step begins with other kernels.
 """
 
 from collections.abc import Iterator

@@ -1,10 +1,10 @@
-"""Launches without Triton's search for a compiled kernel, which costs the host more than the rest.
+"""Launches that skip Triton's search for a compiled kernel, most of what a launch costs the host.
 
 A first launch goes through Triton, and leaves its binary under a key that tells apart all that
 Triton tells apart: the types of the arguments, whole numbers, tiles, and the GPU. A further one of
-the same key goes to Triton's own launcher at once. Whatever else Triton looks at (hooks, debugging,
-an address off the grid of 16 bytes, the interpreter, an interface that this file does not know)
-leaves the launch to Triton, for a wrong binary would give wrong numbers in silence.
+the same key goes to Triton's own launcher at once. Anything unusual (hooks, debugging, an address
+off the grid of 16 bytes, the interpreter, an interface that this file does not know) leaves the
+launch to Triton, because a wrong binary would silently give wrong numbers.
 """
 
 import copy
@@ -44,7 +44,7 @@ ALIGNED = 16
 # Keys of one kernel that are kept: lengths never end.
 MOST = 1024
 
-# More only wait for each other, where Triton is in Python.
+# More would only wait for each other: much of Triton's compiler is Python.
 MOST_THREADS = 16
 
 # Where the current device is the right one, there is nothing to change.
@@ -62,7 +62,7 @@ class Binary(NamedTuple):
     """A compiled kernel on one GPU, ready for its launcher."""
 
     launcher: Callable[..., None]
-    # The code's handle, and what goes with it in a launch that nobody watches.
+    # The code's handle, and what goes with it in a launch without hooks.
     function: tuple[Any, ...]
     # Keeps the code on the GPU.
     compiled: CompiledKernel
@@ -80,7 +80,7 @@ class Launch:
     def __init__(
         self, kernel: Any, constants: Mapping[str, Any], tiles: Tiles | None = None
     ) -> None:
-        # Triton's compiler asks for parts that it knows as constants, its interpreter for numbers.
+        # Triton's compiler takes the parts as constants of its own, its interpreter as numbers.
         if isinstance(kernel, JITFunction):
             constants = {
                 name: type(x)(*map(tl.constexpr, x)) if isinstance(x, tuple) else x
@@ -172,14 +172,14 @@ _parameters: dict[int, tuple[tuple[str, ...], frozenset[str], Any]] = {}
 
 
 def there(place: torch.device) -> AbstractContextManager[Any]:
-    """Launches inside go to this device: they go to the current one, wherever tensors are."""
+    """Make a device current inside: launches go to the current one, wherever their tensors are."""
     if place.type != "cuda" or place.index == torch.cuda.current_device():
         return HERE
     return torch.cuda.device(place)
 
 
 def watched(*kernels: Any) -> bool:
-    """Whether anybody wants to see launches or another kind of code, now that a binary is there."""
+    """Whether hooks, debugging or instrumentation are on, which a known binary would miss."""
     runtime = knobs.runtime
     for kernel in kernels:
         if getattr(kernel, "pre_run_hooks", None):
@@ -196,7 +196,7 @@ def watched(*kernels: Any) -> bool:
 
 
 def signature(arguments: tuple[Any, ...]) -> tuple[tuple[object, ...], list[Any]] | None:
-    """A key of types and whole numbers, and the values for a launcher; None for what is unusual."""
+    """A key of types and whole numbers, and the values for a launcher; None for an unusual call."""
     key: list[object] = []
     values: list[Any] = []
     addresses, device = 0, None
@@ -228,8 +228,8 @@ def unwrapped(
 ) -> tuple[Callable[..., None], tuple[Any, ...]]:
     """What a launcher calls in the end, and what that is given in place of `function`.
 
-    A launcher adds what a kernel was compiled for and, where that asks for it, memory. It stays
-    as it is where there is such memory, or where it has another form.
+    A launcher adds what a kernel was compiled for and, where the kernel needs it, scratch memory.
+    It stays as it is where there is such memory, or where it has another form.
     """
     sizes = [getattr(launcher, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
     if sizes != [0, 0]:
@@ -251,24 +251,24 @@ def unwrapped(
 
 # Kernels compiled side by side before a first call.
 #
-# A call whose kind did not come before in this process is gone through twice: once its launches
-# only hand their kernels to threads that compile them, then they run.
+# The first call of a kind in a process goes through its launches twice: first they only hand their
+# kernels to threads that compile them, then they run.
 
 
 def compiled_together(run: Callable[[], object], kind: Hashable) -> None:
-    """Compile all that `run` launches, before the first such call; it must look at no values."""
+    """Compile all that `run` launches, before the first such call; it must not read any values."""
     # Memory that a captured graph takes stays taken.
     if kind in compiled or torch.cuda.is_current_stream_capturing():
         return
     compiled.add(kind)
-    # What is set inside, or left behind where a kernel does not compile, ends with the context.
+    # What is set inside, or left set by a kernel that does not compile, ends with the context.
     Context().run(side_by_side, run)
 
 
 def side_by_side(run: Callable[[], object]) -> None:
     """Go through launches that compile in threads.
 
-    Errors are left to the true launch, if it comes: a backward that lacks memory may never do so.
+    Errors are left to the real launch, if it comes: a backward may run out of memory before it.
     """
     ONLY_COMPILED.set(True)
     with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_THREADS)) as pool:

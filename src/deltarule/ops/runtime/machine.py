@@ -112,5 +112,5 @@ def failures() -> dict[str, str]:
 
 @constant_when_compiled
 def anything_failed() -> bool:
-    """Whether there is any failure to look for: mostly there is none."""
+    """Whether there are any failures, which is rare."""
     return bool(failures())

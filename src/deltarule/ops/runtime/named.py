@@ -1,4 +1,4 @@
-"""Launches that look up by name what a kernel's parameters ask for."""
+"""Launches that look up a kernel's parameters by their names."""
 
 from collections.abc import Hashable, Mapping
 from typing import Any

@@ -1,10 +1,10 @@
 """The launches of a forward or a backward, written down once and repeated for calls like it.
 
-The second call of a key (dispatch.py) is recorded: which compiled kernels it launches, and where
-their arguments lie, in the tensors that it is given, in memory that it takes or in what its plan
-keeps. Finding this out is what a launch costs the host. In a further call nothing is new but
-addresses and the stream. What its kernels write is taken in one piece, the room, except for the
-tensors that are returned. A call that computes anything else from what it is given is not recorded.
+The second call of a key (dispatch.py) is recorded: which compiled kernels it launches, and whether
+each argument lies in a tensor that it is given, in memory that it allocates, or in a constant of
+its plan. Finding this out is what a launch costs the host. Later calls differ in addresses and in
+the stream alone. They allocate what their kernels write as one piece, the room, except for the
+tensors that they return. A call that computes anything outside of kernels is not recorded.
 """
 
 import math
@@ -23,14 +23,14 @@ from deltarule.ops.runtime.chained import CHAIN
 from deltarule.ops.runtime.launch import Binary, Grid, Launch
 from deltarule.ops.runtime.tensor_maps import Map
 
-# Bytes: more keep the GPU busy for longer than the host, and one piece would be held to the end.
+# Bytes: with more the GPU is busy for longer than the host, and one piece is held to the end.
 MOST_ROOM = 2**28
-# Bytes between the starts of what shares one piece of memory: what PyTorch takes, too.
+# Bytes that the parts of the room are aligned to, as by PyTorch's allocator.
 GRAIN = 512
 # Operators that take memory and write nothing there.
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
-# Addresses of calls that are kept: a deep model has some for each layer, lengths never end.
+# Sets of addresses that a recording keeps: a deep model has some for each layer.
 MOST_READY = 64
 
 Outputs = tuple[Tensor | None, ...]
@@ -46,7 +46,7 @@ class Place(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One launch: what its launcher is called with, and which of that is new in every call."""
+    """One launch: the arguments of its launcher, and which of them are new in every call."""
 
     binary: Binary
     values: list[Any]
@@ -57,8 +57,8 @@ class Step(NamedTuple):
 class Recording(NamedTuple):
     """Shapes and types of what is returned, float32 numbers of room, launches and their kernels.
 
-    What is returned may be like one of the tensors that are given, or None. Launchers and what they
-    are called with are kept by all addresses of a call, which come again.
+    What is returned may be like one of the tensors that are given, or None. `ready` has launchers
+    and their arguments by all addresses of a call, which tend to come again.
     """
 
     returned: list[tuple[torch.Size, torch.dtype, int | None] | None]
@@ -95,7 +95,7 @@ class Recording(NamedTuple):
         return tuple(outputs)
 
     def calls(self, pieces: list[Any], starts: tuple[int, ...]) -> Calls:
-        """The launches with what is new, kept for the next call; the stream is the last start."""
+        """The launches with their new arguments, kept for later; the stream is the last start."""
         calls = []
         for step in self.steps:
             values = step.values.copy()
@@ -115,7 +115,7 @@ Note = tuple[Launch, Binary, Grid, tuple[Any, ...]]
 
 
 class Tape(TorchDispatchMode):
-    """What a call is given, makes and launches; `notes` is None once nobody can repeat it."""
+    """What a call is given, makes and launches; `notes` is None once it cannot be repeated."""
 
     def __init__(self, given: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -135,7 +135,7 @@ class Tape(TorchDispatchMode):
             self.notes.append((kernel, binary, grid, arguments))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Take note of an operator of PyTorch: it takes memory, looks at some, or does more."""
+        """Take note of an operator of PyTorch: it allocates memory, views some, or computes."""
         found, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
         if name in ALLOCATIONS or (name == "new_full" and marks(found, args[2])):
             self.made.append(found)
@@ -264,9 +264,9 @@ class Recorded:
 
 
 def marks(x: Tensor, value: float) -> bool:
-    """Whether memory filled with this is marked as memory where nothing is written.
+    """Whether this value marks memory that nothing has been written to yet.
 
-    PyTorch can be asked to do that, and does it to what a replay takes, too.
+    With deterministic algorithms PyTorch fills all new memory with it, that of a replay too.
     """
     if x.is_floating_point():
         return math.isnan(value)

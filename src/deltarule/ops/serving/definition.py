@@ -13,7 +13,7 @@ from deltarule.shapes import RecurrentOutput
 # come with checks that are not this file's.
 Inputs = Any
 Call = Any
-# The definition of `delta_rule` or of `dplr`, whichever a call's erase asks for.
+# The definition of `delta_rule` or of `dplr`, by the erase of the call.
 Run = Callable[[Inputs], RecurrentOutput]
 
 

@@ -74,10 +74,10 @@ def window_elements(device: torch.device) -> int:
 
 
 def lost(*computed: Tensor) -> bool:
-    """Whether a product with the zeros of a mask may have taken something to earlier tokens.
+    """Whether a number that is not finite may have reached earlier tokens, by the zeros of a mask.
 
-    What is not finite shows in the results, be it given or the product of large numbers. Only
-    asked on a CPU, where the answer needs no waiting; a sum over each tensor shows it.
+    It shows in the results, whether it was given or came of an overflow. This is checked on a CPU
+    alone, where it needs no waiting, by a sum over each tensor.
     """
     if computed[0].device.type != "cpu":
         return False
@@ -268,7 +268,7 @@ def _run(inputs: Inputs, save: bool, size: int | None = None) -> tuple[Tensor, T
     if inputs.initial_state is not None:
         final_state.copy_(inputs.initial_state)
     shape = chunk_states_shape(inputs) if save else (0, *inputs.state_shape[1:])
-    # Of packed documents there may be fewer chunks than places.
+    # There may be fewer chunks of packed documents than places for them.
     room = final_state.new_empty if inputs.cu_seqlens is None else final_state.new_zeros
     saved = room(shape)
     with without_autocast(o.device):
@@ -277,7 +277,7 @@ def _run(inputs: Inputs, save: bool, size: int | None = None) -> tuple[Tensor, T
             state = final_state[sequences].unflatten(1, (heads, -1))
             for window in windows:
                 chunks = cut_inputs(inputs, window, size)
-                # Of chunks side by side the states are computed where they are kept.
+                # The states of chunks side by side are computed where they are kept.
                 if save and isinstance(window.chunks, slice):
                     states = saved[window.chunks].unflatten(1, (heads, -1))
                 else:

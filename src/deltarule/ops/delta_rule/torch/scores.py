@@ -1,4 +1,4 @@
-"""What the rows of a chunk are to each other, and what they read and write by that.
+"""Scores of the pairs of rows of a chunk, and what the rows read and write by them.
 
     scores_ij = sum_c x_ic y_jc between_ij(c)        j <= i, or j < i where strict
 

@@ -132,7 +132,7 @@ def exact_gradients_kernel(
 ):  # fmt: skip
     """Gradients in the layouts of their tensors; that by log_decay [B, T, HV, K] in float32.
 
-    Of all chunks, or of the flagged ones where there are `fast_rows`.
+    They are those of all chunks, or of the flagged ones where there are `fast_rows`.
     """
     g = Gates(
         beta, log_decay, T, s_beta_b, s_beta_t, s_beta_h, s_decay_b, s_decay_t, s_decay_h, s_decay_k

@@ -177,7 +177,7 @@ def fast_gradients_kernel(
 
     `ones` [BT, BT] has ones up to the diagonal. With TMA every tile is full, and its tensor a
     descriptor; p_q and p_k are q and k as pointers.
-    Of unit norms `unit_norm_gradients_kernel` does the rest afterwards.
+    `unit_norm_gradients_kernel` takes them through unit norms afterwards.
     """
     x = Around(v, states, errors, d_o, d_states, d_errors)
     y = Rows(ones, q, k, log_decay, d_q, d_v, d_beta, d_log_decay, scale)

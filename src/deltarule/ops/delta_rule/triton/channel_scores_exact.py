@@ -1,4 +1,4 @@
-"""What the rows of a chunk are to each other, all chunks at once; decay per channel, any erase.
+"""Scores of the pairs of rows of a chunk, all chunks at once; decay per channel, any erase.
 
     erase        rows x    columns y    scores sum_c x_ic y_jc decay(j, i]_c
     none         q         k            P

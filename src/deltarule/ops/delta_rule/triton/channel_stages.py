@@ -1,8 +1,8 @@
 """The stages of a call with a decay per channel or a free erase.
 
-`scores`, the scans of scan.py, `backward`. The fast kernels go first and flag what decays too far
-for them. Only the GPU knows what that is, so the exact kernels are always launched after them, and
-skip the rest.
+`scores`, the scans of scan.py, `backward`. The fast kernels go first and flag the chunks that decay
+too far for them. Only the GPU knows which these are, so the exact kernels are always launched after
+them, and skip the others.
 """
 
 from collections.abc import Callable, Hashable
@@ -92,7 +92,7 @@ def score_shapes(inputs: Inputs, plan: Plan) -> Shapes:
 
 
 def add_buffers(call: Call) -> None:
-    """What the pairs of rows leave joins the namespace, unless it is there."""
+    """Room for what the pairs of rows leave joins the namespace, unless it is there."""
     for name, of in score_shapes(call.inputs, call.plan).items():
         if call[name] is None:
             call.values[name] = call.empty(*of)
@@ -122,13 +122,13 @@ def fast_scores(call: Call) -> None:
     own = call.once(score_config, "fast_scores") | {"SHIFT": SHIFT, "RANGE": RANGE}
     call.launch(fast_scores_kernel, (heads, 1, 1), own)
     programs = min(PROGRAMS, heads)
-    # Around this kernel's loops more channels at once are too many registers.
+    # More channels at once would take too many registers around this kernel's loops.
     own = call.once(score_config, "exact_scores", 16) | {"sums": new_sums(call, programs)}
     call.launch(flagged_scores_kernel, (programs, 1, 1), own)
 
 
 def scores(call: Call) -> None:
-    """What the rows of a chunk are to each other."""
+    """Launch the kernels over pairs of rows."""
     if has_fast_form(call.inputs):
         fast_scores(call)
     else:
@@ -196,14 +196,14 @@ def triangle(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.ones(size, size, dtype=dtype, device=device).tril()
 
 
-# Tensors that every call reads and none writes, by what makes them and of what.
+# Tensors that calls only read, by the functions that make them and their arguments.
 made_once: dict[Hashable, Tensor] = {}
 
 
 def constant(q: Tensor, make: Callable[..., Tensor], *of: Hashable) -> Tensor:
     """make(*of) where q lies, the same in every call and kept for good."""
     if (found := made_once.get((make, *of))) is None:
-        # What a graph captures is there when it is replayed: nobody else may read that.
+        # Memory that a graph captures is valid in its replays alone, and cannot be kept.
         if type(q) not in PLAIN or capturing():
             return make(*of)
         found = made_once.setdefault((make, *of), made_aside(q.device, make, *of))
@@ -215,7 +215,7 @@ def constant(q: Tensor, make: Callable[..., Tensor], *of: Hashable) -> Tensor:
 def made_aside(device: torch.device, make: Callable[..., Tensor], *of: Hashable) -> Tensor:
     """make(*of), done for all streams and in memory that no graph calls its own.
 
-    A thread begins without the modes and the memory of those that it may be needed in.
+    A new thread is outside of the modes and the graphs that the call may be in.
     """
 
     def made() -> Tensor:

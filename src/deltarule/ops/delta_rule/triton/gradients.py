@@ -22,7 +22,7 @@ order; what has no such channels, dbeta and (where the scan back leaves it to th
 of a chunk share. In 16 bits the pairs are summed as those of the rows from t on less those of the
 columns from t on, q . GP k and k . GP^T q, in which the pairs within cancel to float32. For float32
 that is too few digits: one more program sums the pairs across t alone. The scalings hold 1 / |x|
-where `normalize_qk` asks for it; then dx <- dx - (x . dx) x / |x|^2, which takes all channels:
+with `normalize_qk`; then dx <- dx - (x . dx) x / |x|^2, which takes all channels:
 where a program has some of them, `unit_norm_gradients_kernel` does it afterwards.
 
 In a loop with products of 16 bits, a tile is an operand of products and nothing else. One that is
@@ -233,13 +233,13 @@ def add_value_head(
     """dq and dk, ADDED to those of other value heads; its dbeta, dlog_decay and where
     there is room dv are stored.
 
-    ADDED leaves fewer registers, and takes the values in two loops.
+    With ADDED there are fewer registers, so that the values are taken in two loops.
     """
     EXACT: tl.constexpr = S.PRECISION == "tf32x3"
     o_i, o_r, i_k = tl.arange(0, S.BQ), tl.arange(0, S.BT), i_c * S.BC
     m_i, m_r = o_i < at.tokens, o_r < at.rows
     dtype = b_k.dtype
-    # Fetched before the loop, and looked at after it.
+    # Loaded before the loop, and used after it.
     b_one = tl.full([S.BT], 1.0, tl.float32)
     b_beta = row_scaling(y.scalings, at.slot, BETA, b_one, o_r, S.BT, S.TIED)
     b_reads = row_scaling(y.scalings, at.slot, READ, norm_q, o_i, S.BT, S.HAS_DECAY)
@@ -252,7 +252,7 @@ def add_value_head(
         p_dv = y.d_v + (at.first * S.N_STEPS * S.HV + at.head) * S.V
         store_value_gradients(y.p_x + at.own * S.BT * S.V, b_beta, p_dv, at.rows, i_c, S)
     b_gp, b_gm, b_read, b_row, b_col, b_held = over_values(x, at, o_i, m_i, i_k, S, not ADDED)
-    # What is done with is stored first: registers are what holds this kernel back.
+    # What is no longer needed is stored first: this kernel is limited by its registers.
     if S.HAS_DECAY:
         p_s = y.scalings + at.slot * SCALINGS * S.BT
         whole, rest, whole_q, rest_q = load_chunk_sums(p_s, o_r, o_i, S.N_STEPS, S.BT)
@@ -331,7 +331,7 @@ def room_in_gradients(call: Call) -> dict[str, Tensor]:
 
 
 def scan_back_has_values(call: Call) -> bool:
-    """Whether the scan back writes dv: where nobody else asks for X, or value heads share keys.
+    """Whether the scan back writes dv: where nothing else needs X, or value heads share keys.
 
     For each value head alone it takes the scan longer than the gradients, which have X anyway.
     """

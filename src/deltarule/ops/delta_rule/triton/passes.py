@@ -74,7 +74,7 @@ def compiled_first(run: Callable[..., object]) -> Callable[..., None]:
     def compile_first(inputs: Inputs, *more: Any) -> None:
         plan = make_plan(inputs)
         which = run, *[x.numel() > 0 if isinstance(x, Tensor) else x for x in more]
-        # The plan is asked first, which costs next to nothing.
+        # A look at the plan first costs next to nothing.
         if inputs.q.is_cuda and which not in plan.made:
             plan.made[which] = True
             compiled_together(lambda: run(inputs, *more), (*which, kernel_key(inputs, plan)))
@@ -87,7 +87,7 @@ def all_kernels(inputs: Inputs, save: bool) -> None:
     kept = forward_stages.run(inputs, save)[2]
     if save:
         d_o = inputs.v.new_empty(inputs.output_shape)
-        # Mostly nobody asks for the final state's gradient.
+        # The final state rarely has a gradient.
         gradient_stages.run(contiguous(inputs), d_o, None, kept)
 
 
@@ -104,7 +104,7 @@ def forward_stages(inputs: Inputs, save: bool) -> Outputs:
 
 
 def fused_that_pays(call: Call, save: bool) -> Any:
-    """What does a whole forward in one kernel, where that pays; None elsewhere."""
+    """The module with a whole forward as one kernel, where that is faster; else None."""
     if not on_hopper(call.inputs.q):
         return None
     from deltarule.ops.delta_rule.gluon import stage
@@ -113,7 +113,7 @@ def fused_that_pays(call: Call, save: bool) -> Any:
 
 
 def backward_stages(inputs: Inputs, d_o: Tensor, d_final: Tensor | None, saved: Tensor) -> Outputs:
-    """The gradients by what there is; the kernels compute again what was not saved."""
+    """Gradients by the tensors that were given; what was not saved is computed again."""
     call = call_back(inputs, make_plan(inputs))
     return gradients(call, begin_back(call, d_o, d_final, saved))
 
@@ -138,7 +138,7 @@ def begin_back(
     call.values["join"] = join
     cut: Windows | None = call.once(windows.windows_of) if again else None
     keep(call, cut is None, None if again else saved)
-    # Scores per channel are kept where they are fast; the others are as fast to compute again.
+    # Scores per channel are kept only if they are fast: others are as fast to compute again.
     if again or (call.inputs.by_channel and not channel_stages.has_fast_form(call.inputs)):
         scores(call)
     if again and cut is None:
@@ -181,7 +181,7 @@ def new_gradients(call: Call) -> None:
 
 
 def scores(call: Call) -> None:
-    """What the rows of a chunk are to each other."""
+    """Launch the kernels over pairs of rows: scores, corrections and scalings."""
     if call.inputs.by_channel:
         channel_stages.scores(call)
     else:
@@ -238,7 +238,7 @@ def contiguous(inputs: Inputs) -> Inputs:
     """Everything but the gates in one piece, and the offsets where the tensors are."""
     q, k, v, _, a, b, _, initial, offsets, *_ = inputs
     named = {"q": q, "k": k, "v": v, "a": a, "b": b, "initial_state": initial}
-    # Mostly there is nothing to do.
+    # Usually there is nothing to do.
     if offsets is None and all(x is None or is_piece(x) for x in named.values()):
         return inputs
     pieces: dict[str, Any] = {name: piece(x) for name, x in named.items() if x is not None}

@@ -26,7 +26,7 @@ from deltarule.ops.runtime.tensor_maps import Tiles
 # With an erase three passes go over a segment instead of one: fewer segments save no time.
 LEAST_SEGMENTS = {"none": 2, "tied": 4, "free": 4}
 LEAST_CHUNKS = 4
-# Packed sequences that keep every multiprocessor busy for so long need no split.
+# Packed sequences that make so many waves of programs need no split.
 MOST_WAVES = 4
 # Channels of the largest transition matrix that fits beside the state that it acts on.
 WIDEST = 128
@@ -70,7 +70,7 @@ class Plan:
 
 def make_plan(inputs: Inputs) -> Plan:
     """A function of shapes, types and the GPU alone; on a GPU it is kept for the next call."""
-    # The interpreter has no time to lose, and code that is compiled has sizes that are not numbers.
+    # The interpreter gains nothing by it, and compiled code has sizes that are not plain numbers.
     if not inputs.q.is_cuda or type(inputs.q) is not Tensor:
         return new_plan(inputs)
     key = plan_key(inputs)
@@ -99,7 +99,7 @@ def new_plan(inputs: Inputs) -> Plan:
 
 
 def kernel_key(inputs: Inputs, plan: Plan) -> Hashable:
-    """What kernels are compiled for, but for what few calls differ in: those lose only time."""
+    """What kernels are compiled for, but for what few calls differ in, which compile later."""
     _, tokens, heads, key_size = inputs.q.shape
     sizes = heads, key_size, *inputs.v.shape[2:], inputs.n_steps
     rule = inputs.erase, inputs.decay, inputs.normalize_qk
@@ -117,7 +117,7 @@ def numbers_of(inputs: Inputs, size: int) -> int:
 
 
 def stretches(inputs: Inputs, plan: Plan) -> int:
-    """Sequences, or numbers of the segments that they are split into, given as those of chunks."""
+    """Sequences, or numbers for the segments that they are split into, as there are for chunks."""
     size = plan.per_segment * plan.sizes["CT"]
     return numbers_of(inputs, size) if size else inputs.sequences
 
@@ -158,7 +158,7 @@ def tiled(inputs: Inputs, key: TileKey, size: int) -> tuple[TileKey, int]:
 
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
-# Every buffer starts at a multiple of what the copy engine asks for, counted in float32.
+# Numbers of float32 to which buffers are aligned, as the copy engine needs.
 ALIGNED = 64
 
 
@@ -242,8 +242,8 @@ WHOLE = Window("none", None, None)
 class Call:
     """One pass through a call's kernels: its plan, its inputs, and one namespace of all values.
 
-    Tensors, numbers and constants have the names of the kernels' parameters, and a launch looks up
-    what its kernel asks for. What a stage leaves for those after it joins the namespace.
+    Tensors, numbers and constants have the names of the kernels' parameters, by which a launch
+    finds them. What a stage leaves for those after it joins the namespace.
     """
 
     def __init__(self, inputs: Inputs, plan: Plan) -> None:
@@ -321,7 +321,7 @@ def on_hopper(x: Tensor) -> bool:
 
 
 def gradients_of(call: Call, window: Window = WHOLE) -> Any:
-    """What takes the gradients of a window: the kernels of gradients.py, or one where that pays."""
+    """The module for the gradients of a window: gradients.py, or one kernel where it is faster."""
     from deltarule.ops.delta_rule.triton import gradients
 
     if on_hopper(call.inputs.q):

@@ -68,11 +68,11 @@ from deltarule.ops.runtime.places import place_of, stretch, window_bounds
 # What the tokens of a chunk read, from the state before it and from each other, and its gradients.
 #
 # O = S q' + P w (+ P2 v)        computed transposed
-# Y = D y' + P^T dO              its gradient by w, with what the chunks that follow ask for
+# Y = D y' + P^T dO              its gradient by w, with that from the chunks that follow
 # dv = D k' + P2^T dO + L^T X    with a free erase
 #
-# Where scores are None, P_ij = read_i (q_i . k_j) write_j, without decays, is taken here: that
-# costs less than to fetch it.
+# Where scores are None, P_ij = read_i (q_i . k_j) write_j, without decays, is computed here, which
+# costs less than loading it.
 
 
 # What the kernels over pairs of rows left of all chunks, and the scale of the scores. `readings`

@@ -1,10 +1,10 @@
-"""What the rows of a chunk are to each other, all chunks at once; decay none or one per head.
+"""Scores of the pairs of rows of a chunk, all chunks at once; decay none or one per head.
 
     P_ij = scale * decay(j, i] q_i . k_j        for the rows j up to token i's last
     M_ij = decay(j, i] k_i . k_j                for the rows j before i, and of M the correction N
 
-from the sums of decays that head_sums.py left; and, so that the kernels which follow the chunks
-need neither gates nor norms, the scalings of rows
+from the sums of decays that `head_sums_kernel` left; and, so that the kernels that follow the
+chunks need neither gates nor norms, the scalings of rows
 
     read_i = scale decay[0, i] / |q_i|      erase_i = decay[0, i] / |k_i|
     write_j = decay(j, end] / |k_j|
@@ -61,7 +61,7 @@ def head_sums_kernel(
 ):  # fmt: skip
     """Two rows of scalings [M, HV, SCALINGS, BT], of one chunk and BH heads.
 
-    Of the rows of a token the first decays.
+    The first row of each token decays.
     """
     i_m, o_h = tl.program_id(0), tl.program_id(1) * S.BH + tl.arange(0, S.BH)
     first, tokens = chunk_place(i_m, cu_seqlens, T, N, S.CT, S.PACKED)

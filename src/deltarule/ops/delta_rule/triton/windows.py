@@ -101,7 +101,7 @@ def backward(call: Call, cut: Windows) -> None:
     own, spare = call.room(stage.own_shapes, cut.slots, True), torch.empty_like(carry)
     for number in reversed(range(cut.parts)):
         window = cut.window(number)
-        # What comes out at the window's end, nobody needs.
+        # The state at the window's end is not needed.
         scan_through(call, starts.pop(), spare, own=own, window=window)
         d_start = carry if number else call["d_initial"]
         scan_back(call, d_end, d_start, own | stage.room_in_gradients(call), window)

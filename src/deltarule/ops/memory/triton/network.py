@@ -196,7 +196,7 @@ def trained(x, at, S: tl.constexpr):
 def read_tile(b_y, maps, columns, settled, PARTS: tl.constexpr):
     """kept W y + momentum M y, of a block of y."""
     b_z = columns.kept * product(b_y, tl.trans(maps.W))
-    # Of `ttt`, M is zero after a full mini-batch.
+    # In `ttt` M is zero after a full mini-batch.
     if (settled == 0) | (PARTS == 3):
         b_z += columns.momentum * product(b_y, tl.trans(maps.M))
     return b_z

@@ -202,7 +202,7 @@ def through_writes(b_x, b_g, columns, later, ends, PARTS: tl.constexpr):
     """X x, Y x, and X^T w g + Y^T u g of each row."""
     b_xX, b_dx = product(b_x, tl.trans(later.X)), product(columns.w * b_g, later.X)
     b_xY = tl.zeros_like(b_xX)
-    # Of `ttt`, M is zero after a full mini-batch, whatever was before.
+    # In `ttt` M is zero after a full mini-batch, whatever was before.
     if (ends == 0) | (PARTS == 3):
         b_xY += product(b_x, tl.trans(later.Y))
         b_dx += product(columns.u * b_g, later.Y)
@@ -213,7 +213,7 @@ def through_writes(b_x, b_g, columns, later, ends, PARTS: tl.constexpr):
 def pass_on(x, d_memory, tile, later, given, at, S: tl.constexpr):
     """Replace a tile of X, Y and dA by that before the mini-batch; and the gradients by a to d.
 
-    What the mini-batch itself gives to W, M and A is `given`. Of `ttt`, a and c are constants.
+    What the mini-batch itself gives to W, M and A is `given`. In `ttt` a and c are constants.
     """
     b_of_W, b_of_M, b_dA = given
     p_x = d_memory + at.i_n * (S.PARTS * S.SIZE) + tile.o
@@ -250,7 +250,7 @@ def plus(x, y):
 
 @triton.jit
 def first_map_writes(x, y, columns, o_c, at, S: tl.constexpr):
-    """Of what the rows o_c of the first map are given: dt, and the gradients by k, w and u.
+    """For the rows o_c of the first map: dt, and the gradients by k, w and u.
 
     The tile of dg_1 becomes complete.
     """

@@ -123,7 +123,7 @@ def network_scan_kernel(
         b_z -= product(b_pair * b_R, load_tile(z, i, o_s, o_v, S.T, S.V))
         tl.debug_barrier()
         store_tile(z, b_z, i, o_s, o_v, S.T, S.V)
-        # What is stored is read by other threads.
+        # Other threads read what is stored.
         tl.debug_barrier()
 
 

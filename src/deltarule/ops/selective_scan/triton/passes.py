@@ -45,7 +45,7 @@ class Plan(NamedTuple):
     grid: tuple[int, int, int]
     # A sequence is one chunk, so that there is nothing to carry.
     single: bool
-    # What the kernels over the chunks are compiled for, and their warps.
+    # The constants of the kernels over the chunks, and their warps.
     sizes: Sizes
     num_warps: int
 
