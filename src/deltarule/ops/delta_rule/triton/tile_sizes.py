@@ -63,9 +63,9 @@ def row_of(kernel: str, call: TileKey) -> dict[str, int]:
     table = table_of(call.architecture)
     kinds = {"_free": call.erase == "free", "_decayed": call.decayed, "_narrow": call.narrow}
     for kind in (*[kind for kind, of in kinds.items() if of], ""):
-        for row in table.get(kernel + kind, ()):
-            if call.element_bytes <= row.element_bytes and call.key_size <= row.key_size:
-                return row.config
+        for (element_bytes, key_size), config in table.get(kernel + kind, {}).items():
+            if call.element_bytes <= element_bytes and call.key_size <= key_size:
+                return config
     raise KeyError(kernel)
 
 

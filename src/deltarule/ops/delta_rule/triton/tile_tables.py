@@ -1,9 +1,8 @@
 """Tables of tile sizes, warps and pipeline stages, by architecture, kernel and size of a call.
 
-tile_sizes.py looks a call up in them: its row is the first that is made for calls as large.
+tile_sizes.py looks a call up in them: its row is the first that is made for calls as large. A table
+that is made of another says only in what it differs.
 """
-
-from typing import NamedTuple
 
 # Registers of a multiprocessor.
 REGISTERS = 65536
@@ -11,15 +10,8 @@ REGISTERS = 65536
 MOST_REGISTERS = 255
 
 
-class Row(NamedTuple):
-    """A configuration for elements of at most so many bytes and at most so many key channels."""
-
-    element_bytes: int
-    key_size: int
-    config: dict[str, int]
-
-
-Table = dict[str, tuple[Row, ...]]
+# By kernel, and then by the most bytes of an element and the most key channels: a configuration.
+Table = dict[str, dict[tuple[int, int], dict[str, int]]]
 
 
 def no_loop(warps: int) -> dict[str, int]:
@@ -62,7 +54,7 @@ def bounded(table: Table) -> Table:
     Where it is not told, the assembler may fall to 32 or 40, and spill 10 KB.
     """
     return {
-        kernel: tuple(row._replace(config=most(row.config) | row.config) for row in rows)
+        kernel: {size: most(config) | config for size, config in rows.items()}
         for kernel, rows in table.items()
     }
 
@@ -73,117 +65,86 @@ def most(config: dict[str, int]) -> dict[str, int]:
 
 
 # Two products in a row keep a whole operand in registers before sm_90, so tiles are small there.
-# The first is for the 163 KiB of shared memory of a block of sm_80, the other for 99 KiB.
+# AMPERE is for the 163 KiB of shared memory of a block of sm_80, SMALL for 99 KiB. Both scans of
+# decayed rows:
+DECAYED = {
+    (2, 128): scan(64, 32, 8, 2), (2, 256): scan(64, 32, 8, 1), (4, 256): scan(64, 16, 8, 1),
+}  # fmt: skip
 AMPERE: Table = {
-    "pair_scores": (Row(2, 128, no_loop(4)), Row(4, 256, no_loop(8))),
-    "next_state": (
-        Row(2, 128, scan(64, 64, 8, 2)), Row(2, 256, scan(64, 32, 8, 2)),
-        Row(4, 128, scan(32, 16, 8, 1)), Row(4, 256, scan(16, 16, 8, 1)),
-    ),
-    "next_state_backward": (
-        Row(2, 64, scan(64, 64, 8, 1)), Row(2, 128, scan(64, 64, 8, 2)),
-        Row(2, 256, scan(64, 32, 8, 2)), Row(4, 256, scan(64, 16, 8, 1)),
-    ),
-    "next_state_decayed": (
-        Row(2, 128, scan(64, 32, 8, 2)), Row(2, 256, scan(64, 32, 8, 1)),
-        Row(4, 256, scan(64, 16, 8, 1)),
-    ),
-    "next_state_backward_decayed": (
-        Row(2, 128, scan(64, 32, 8, 2)), Row(2, 256, scan(64, 32, 8, 1)),
-        Row(4, 256, scan(64, 16, 8, 1)),
-    ),
-    "gradients": (
-        Row(2, 256, slices(32, 64, 8, 1)), Row(4, 256, slices(16, 64, 8, 1)),
-    ),
-    "exact_scores": (Row(4, 256, pairs(4, 16)),),
-    "fast_scores": (Row(4, 256, deep(4, 32)),),
-    "pair_gradients": (Row(2, 256, loop(64, 4, 1)), Row(4, 256, loop(16, 8, 1))),
-    "exact_gradients": (Row(4, 256, channels(4, 16, 64)),),
-    "fast_gradients": (Row(2, 256, slices(32, 32, 8, 1)), Row(4, 256, slices(16, 32, 8, 1))),
+    "pair_scores": {(2, 128): no_loop(4), (4, 256): no_loop(8)},
+    "next_state": {
+        (2, 128): scan(64, 64, 8, 2), (2, 256): scan(64, 32, 8, 2),
+        (4, 128): scan(32, 16, 8, 1), (4, 256): scan(16, 16, 8, 1),
+    },
+    "next_state_backward": {
+        (2, 64): scan(64, 64, 8, 1), (2, 128): scan(64, 64, 8, 2),
+        (2, 256): scan(64, 32, 8, 2), (4, 256): scan(64, 16, 8, 1),
+    },
+    "next_state_decayed": DECAYED,
+    "next_state_backward_decayed": DECAYED,
+    "gradients": {(2, 256): slices(32, 64, 8, 1), (4, 256): slices(16, 64, 8, 1)},
+    "exact_scores": {(4, 256): pairs(4, 16)},
+    "fast_scores": {(4, 256): deep(4, 32)},
+    "pair_gradients": {(2, 256): loop(64, 4, 1), (4, 256): loop(16, 8, 1)},
+    "exact_gradients": {(4, 256): channels(4, 16, 64)},
+    "fast_gradients": {(2, 256): slices(32, 32, 8, 1), (4, 256): slices(16, 32, 8, 1)},
 }  # fmt: skip
 SMALL: Table = AMPERE | {
-    "next_state": (
-        Row(2, 128, scan(64, 64, 8, 2)), Row(2, 256, scan(64, 32, 8, 1)),
-        Row(4, 128, scan(32, 16, 8, 1)), Row(4, 256, scan(16, 16, 8, 1)),
-    ),
-    "next_state_backward": (
-        Row(2, 64, scan(64, 64, 8, 1)), Row(2, 128, scan(64, 64, 8, 2)),
-        Row(2, 256, scan(64, 32, 4, 1)), Row(4, 256, scan(64, 16, 8, 1)),
-    ),
-    "next_state_decayed": (
-        Row(2, 128, scan(64, 32, 4, 1)), Row(2, 256, scan(64, 32, 8, 1)),
-        Row(4, 256, scan(64, 16, 8, 1)),
-    ),
-    "next_state_backward_decayed": (
-        Row(2, 128, scan(64, 32, 4, 1)), Row(2, 256, scan(64, 16, 8, 1)),
-        Row(4, 256, scan(64, 16, 8, 1)),
-    ),
+    "next_state": AMPERE["next_state"] | {(2, 256): scan(64, 32, 8, 1)},
+    "next_state_backward": AMPERE["next_state_backward"] | {(2, 256): scan(64, 32, 4, 1)},
+    "next_state_decayed": DECAYED | {(2, 128): scan(64, 32, 4, 1)},
+    "next_state_backward_decayed": DECAYED
+    | {(2, 128): scan(64, 32, 4, 1), (2, 256): scan(64, 16, 8, 1)},
+}
+# 227 KiB. Both scans of a free erase:
+FREE = {
+    (2, 64): scan(64, 128, 8, 2), (2, 128): scan(64, 64, 4, 2),
+    (2, 256): scan(64, 32, 8, 1), (4, 256): scan(64, 16, 8, 1),
 }  # fmt: skip
-# 227 KiB.
 HOPPER: Table = AMPERE | {
-    "pair_scores": (
-        Row(2, 128, {**no_loop(4), "maxnreg": 128}), Row(2, 256, no_loop(4)),
-        Row(4, 256, no_loop(8)),
-    ),
-    "next_state": (
-        Row(2, 128, scan(64, 128, 8, 3)), Row(2, 256, scan(64, 64, 8, 2)),
-        Row(4, 128, scan(32, 16, 8, 1)), Row(4, 256, scan(16, 16, 8, 1)),
-    ),
-    "next_state_backward": (
-        Row(2, 128, scan(64, 128, 8, 3)), Row(2, 256, scan(64, 32, 8, 2)),
-        Row(4, 256, scan(64, 16, 8, 1)),
-    ),
+    "pair_scores": {
+        (2, 128): {**no_loop(4), "maxnreg": 128}, (2, 256): no_loop(4), (4, 256): no_loop(8),
+    },
+    "next_state": AMPERE["next_state"]
+    | {(2, 128): scan(64, 128, 8, 3), (2, 256): scan(64, 64, 8, 2)},
+    "next_state_backward": {
+        (2, 128): scan(64, 128, 8, 3), (2, 256): scan(64, 32, 8, 2), (4, 256): scan(64, 16, 8, 1),
+    },
     # Tiles of larger keys, and of float32, have 64 rows or fewer anyway.
-    "next_state_narrow": (Row(2, 128, scan(64, 64, 4, 3)),),
-    "next_state_backward_narrow": (Row(2, 128, scan(64, 64, 4, 3)),),
-    "next_state_decayed": (
-        Row(2, 64, scan(64, 128, 8, 3)), Row(2, 128, scan(64, 128, 8, 2)),
-        Row(2, 256, scan(64, 32, 8, 1)), Row(4, 256, scan(64, 16, 8, 1)),
-    ),
-    "next_state_free": (
-        Row(2, 64, scan(64, 128, 8, 2)), Row(2, 128, scan(64, 64, 4, 2)),
-        Row(2, 256, scan(64, 32, 8, 1)), Row(4, 256, scan(64, 16, 8, 1)),
-    ),
-    "next_state_backward_decayed": (
-        Row(2, 128, scan(64, 128, 8, 2)),
-        Row(2, 256, scan(64, 32, 8, 1)), Row(4, 256, scan(64, 16, 8, 1)),
-    ),
-    "next_state_backward_free": (
-        Row(2, 64, scan(64, 128, 8, 2)), Row(2, 128, scan(64, 64, 4, 2)),
-        Row(2, 256, scan(64, 32, 8, 1)), Row(4, 256, scan(64, 16, 8, 1)),
-    ),
-    "gradients": (
-        Row(2, 256, slices(64, 64, 4, 2)),
-        Row(4, 128, slices(32, 64, 8, 1)), Row(4, 256, slices(16, 64, 8, 1)),
-    ),
-    "exact_scores": (Row(2, 256, pairs(4, 32)), Row(4, 256, pairs(4, 16))),
-    "fast_scores": (Row(4, 256, deep(4, 64)),),
-    "fast_gradients": (
-        Row(2, 256, slices(64, 64, 4, 3)), Row(4, 256, slices(16, 32, 8, 1)),
-    ),
+    "next_state_narrow": {(2, 128): scan(64, 64, 4, 3)},
+    "next_state_backward_narrow": {(2, 128): scan(64, 64, 4, 3)},
+    "next_state_decayed": {
+        (2, 64): scan(64, 128, 8, 3), (2, 128): scan(64, 128, 8, 2),
+        (2, 256): scan(64, 32, 8, 1), (4, 256): scan(64, 16, 8, 1),
+    },
+    "next_state_backward_decayed": DECAYED | {(2, 128): scan(64, 128, 8, 2)},
+    "next_state_free": FREE,
+    "next_state_backward_free": FREE,
+    "gradients": {
+        (2, 256): slices(64, 64, 4, 2),
+        (4, 128): slices(32, 64, 8, 1), (4, 256): slices(16, 64, 8, 1),
+    },
+    "exact_scores": {(2, 256): pairs(4, 32), (4, 256): pairs(4, 16)},
+    "fast_scores": {(4, 256): deep(4, 64)},
+    "fast_gradients": AMPERE["fast_gradients"] | {(2, 256): slices(64, 64, 4, 3)},
     # With 4 warps the assembler puts products of float32 inputs in series.
-    "exact_gradients": (Row(2, 256, channels(4, 16, 64)), Row(4, 256, channels(8, 16, 64))),
+    "exact_gradients": {(2, 256): channels(4, 16, 64), (4, 256): channels(8, 16, 64)},
 }  # fmt: skip
 
 # Products leave their sums in tensor memory, of 512 columns, unless warps are fewer than 4 or more
 # than 8: tiles that fit there, or warps that go without. Compiled ahead, and never timed.
 BLACKWELL: Table = HOPPER | {
-    "next_state_backward_narrow": (Row(2, 128, scan(64, 64, 8, 3)),),
-    "pair_scores": (Row(2, 256, no_loop(4)), Row(4, 256, no_loop(8))),
-    "next_state_backward": (
-        Row(2, 128, scan(64, 64, 8, 3)), Row(2, 256, scan(64, 32, 8, 2)),
-        Row(4, 256, scan(64, 16, 8, 1)),
-    ),
-    "next_state_backward_decayed": (
-        Row(2, 128, scan(64, 64, 4, 2)),
-        Row(2, 256, scan(64, 32, 8, 1)), Row(4, 256, scan(64, 16, 8, 1)),
-    ),
-    "exact_scores": (Row(2, 256, pairs(4, 32)), Row(4, 256, pairs(2, 16))),
-    "pair_gradients": (Row(2, 256, loop(64, 4, 1)), Row(4, 256, loop(16, 2, 1))),
-    "exact_gradients": (
-        Row(2, 256, channels(4, 16, 64)), Row(4, 128, channels(8, 16, 64)),
-        Row(4, 256, {**channels(16, 16, 16), "maxnreg": 128}),
-    ),
+    "next_state_backward_narrow": {(2, 128): scan(64, 64, 8, 3)},
+    "pair_scores": {(2, 256): no_loop(4), (4, 256): no_loop(8)},
+    "next_state_backward": HOPPER["next_state_backward"] | {(2, 128): scan(64, 64, 8, 3)},
+    "next_state_backward_decayed": HOPPER["next_state_backward_decayed"]
+    | {(2, 128): scan(64, 64, 4, 2)},
+    "exact_scores": HOPPER["exact_scores"] | {(4, 256): pairs(2, 16)},
+    "pair_gradients": HOPPER["pair_gradients"] | {(4, 256): loop(16, 2, 1)},
+    "exact_gradients": {
+        (2, 256): channels(4, 16, 64), (4, 128): channels(8, 16, 64),
+        (4, 256): {**channels(16, 16, 16), "maxnreg": 128},
+    },
 }  # fmt: skip
 
 # An architecture between two takes the nearest below it.
