@@ -8,6 +8,7 @@ from torch import nn
 
 from deltarule.models import CausalLM, ModelConfig, block
 from deltarule.nn import delta_mixer as mixers
+from deltarule.nn import recomputed as recomputed_file
 from deltarule.nn.recomputed import hooks_are_free, recomputed, remembered
 
 
@@ -74,6 +75,16 @@ def test_a_cpu_keeps_its_tensors():
     x, _ = build()
     with recomputed(x, lambda: x):
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_a_gpu_keeps_what_is_small(monkeypatch):
+    x, _ = build()
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    for least, noted in ((x.nbytes, True), (x.nbytes + 1, False)):
+        monkeypatch.setattr(recomputed_file, "LEAST", least)
+        with recomputed(x, lambda: x):
+            top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        assert (top is not None) == noted
 
 
 @pytest.mark.parametrize("layer", ["deltanet", "gated_deltanet", "kda", "mamba2", "attention"])

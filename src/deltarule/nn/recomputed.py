@@ -14,6 +14,8 @@ from torch import Tensor
 # Contexts that running modules have put around their layers, the innermost last: a recipe that is
 # made inside of one is followed inside of it.
 SURROUNDINGS: list[Callable[[], AbstractContextManager[None]]] = []
+# Bytes of a tensor that is worth it: notes cost the host time, whatever the size.
+LEAST = 2**25
 Saved = Tensor | tuple["Recipe", torch.Size]
 
 
@@ -92,16 +94,15 @@ def recomputed(x: Tensor, compute: Callable[[], Tensor]) -> AbstractContextManag
     """Within, autograd saves of the contiguous x only how to compute it again.
 
     Where something else decides what autograd saves (activation checkpointing, a compiler, hooks
-    of the user's), this does nothing. Neither does it on a CPU, whose arithmetic costs more than
-    its memory.
+    of the user's), this does nothing. Neither does it for small tensors, nor on a CPU, whose
+    arithmetic costs more than its memory.
 
     Args:
         x: The tensor.
         compute: Gives the same numbers again, in the same layout, from tensors that are kept.
     """
-    if x.is_cuda and x.requires_grad and torch.is_grad_enabled() and hooks_are_free():
-        return remembered(x, compute)
-    return nullcontext()
+    able = x.requires_grad and x.is_cuda and torch.is_grad_enabled() and hooks_are_free()
+    return remembered(x, compute) if able and x.nbytes >= LEAST else nullcontext()
 
 
 @contextmanager
