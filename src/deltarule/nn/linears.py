@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from deltarule.ops.dispatch import are_plain_eager, without_autocast
 from deltarule.ops.fused_kernels import why_not_fused
+from deltarule.ops.operators import direct
 from deltarule.ops.sequences import computed
 
 WIDE = torch.float64
@@ -130,7 +131,7 @@ def together(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     if weights and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         given, weights = x.to(dtype), {i: weight.to(dtype) for i, weight in weights.items()}
-    products = Linears.apply(given, *weights.values()) if weights else ()  # type: ignore[no-untyped-call]
+    products = direct(Linears)(given, *weights.values()) if weights else ()
     found: dict[int, Tensor] = dict(zip(weights, products, strict=True))
     return tuple(found[i] if i in found else module(x) for i, module in enumerate(modules))
 

@@ -13,6 +13,7 @@ from deltarule.nn.linears import is_plain, linear, linears
 from deltarule.ops.dispatch import are_plain_eager
 from deltarule.ops.fused import swiglu as fused
 from deltarule.ops.fused_kernels import kernel_runs, why_not_fused
+from deltarule.ops.operators import direct
 from deltarule.shapes import Hidden
 
 HiddenActivation = Literal["silu", "relu2"]
@@ -102,7 +103,7 @@ def gated_product(gate: Tensor, up: Tensor, down: nn.Linear) -> Hidden:
     else:
         autocast = torch.is_autocast_enabled(gate.device.type)
         weight = down.weight.to(gate.dtype) if autocast else down.weight
-        y = fused.SwiGLULinear.apply(gate, up, weight)  # type: ignore[no-untyped-call]
+        y = direct(fused.SwiGLULinear)(gate, up, weight)
     return y
 
 

@@ -22,12 +22,8 @@ class Operator(Registered[Inputs]):
 
     @cached_property
     def apply(self) -> Any:
-        """The call as a plain autograd function, without PyTorch's search for transforms.
-
-        It is not called under one.
-        """
-        eager: Any = eager_function(self, f"Eager{self.name.title().replace('_', '')}")
-        return super(torch.autograd.Function, eager).apply  # type: ignore[misc]
+        """The call as a plain autograd function."""
+        return direct(eager_function(self, f"Eager{self.name.title().replace('_', '')}"))
 
     def __call__(self, *args: Any) -> Any:
         """The outputs that have a gradient: one, or a tuple."""
@@ -171,6 +167,14 @@ def eager_function(operator: Operator[Any], name: str) -> Any:
         "forward": staticmethod(forward), "backward": staticmethod(operator.differentiate)
     }  # fmt: skip
     return type(name, (torch.autograd.Function,), rules)
+
+
+def direct(function: Any) -> Any:
+    """What applies an autograd function without PyTorch's search for transforms.
+
+    It is not called under one.
+    """
+    return super(torch.autograd.Function, function).apply
 
 
 def differentiated(tensors: Sequence[object]) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from deltarule.ops.delta_rule.implementations import recurrence
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.dispatch import ONCE, CallKey, is_plain_eager, recordings, remember
-from deltarule.ops.operators import differentiated
+from deltarule.ops.operators import differentiated, direct
 from deltarule.shapes import RecurrentOutput
 
 # What runs the Triton kernels.
@@ -59,8 +59,7 @@ class Repeated(torch.autograd.Function):
         return *found[:8], *[None] * 7
 
 
-# Without PyTorch's search for transforms: it is not called under one.
-apply: Any = super(torch.autograd.Function, Repeated).apply
+apply = direct(Repeated)
 
 
 def eager_key(

@@ -173,26 +173,26 @@ _parameters: dict[int, tuple[tuple[str, ...], frozenset[str], Any]] = {}
 
 def there(place: torch.device) -> AbstractContextManager[Any]:
     """Make a device current inside: launches go to the current one, wherever their tensors are."""
-    if place.type != "cuda" or place.index == torch.cuda.current_device():
-        return HERE
-    return torch.cuda.device(place)
+    return HERE if is_here(place) else torch.cuda.device(place)
+
+
+def is_here(place: torch.device) -> bool:
+    return place.type != "cuda" or place.index == torch.cuda.current_device()
 
 
 def watched(*kernels: Any) -> bool:
     """Whether hooks, debugging or instrumentation are on, which a known binary would miss."""
     runtime = knobs.runtime
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        # A chain of functions, or one, or None.
+        if getattr(hook, "calls", hook):
+            return True
+    if runtime.debug or getattr(runtime, "add_stages_inspection_hook", None):
+        return True
     for kernel in kernels:
         if getattr(kernel, "pre_run_hooks", None):
             return True
-    # A hook is a chain of functions, or one, or None.
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(
-        runtime.debug
-        or knobs.compilation.instrumentation_mode
-        or getattr(enter, "calls", enter)
-        or getattr(leave, "calls", leave)
-        or getattr(runtime, "add_stages_inspection_hook", None)
-    )
+    return bool(knobs.compilation.instrumentation_mode)
 
 
 def signature(arguments: tuple[Any, ...]) -> tuple[tuple[object, ...], list[Any]] | None:

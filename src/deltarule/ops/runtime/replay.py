@@ -71,12 +71,16 @@ class Recording(NamedTuple):
         """The outputs of one more call of the key; None where Triton has to launch it."""
         if not call.aligned or launch.watched(*self.kernels):
             return None
-        with launch.there(call.given[0].device):
-            return self.launched(call.given, call.addresses)
+        device = call.given[0].device
+        # Mostly there is no context to enter.
+        if launch.is_here(device):
+            return self.launched(call)
+        with torch.cuda.device(device):
+            return self.launched(call)
 
-    def launched(self, given: list[Tensor], addresses: list[int]) -> Outputs:
+    def launched(self, call: CallKey) -> Outputs:
         """Launch everything again on the current device."""
-        device, outputs = given[0].device, list[Tensor | None]()
+        given, device, outputs = call.given, call.given[0].device, list[Tensor | None]()
         for of in self.returned:
             if of is None:
                 outputs.append(None)
@@ -89,7 +93,7 @@ class Recording(NamedTuple):
         if self.room:
             pieces.append(torch.empty(self.room, dtype=torch.float32, device=device))
         more = [0 if x is None else x.data_ptr() for x in pieces[len(given) :]]
-        starts = *addresses, *more, driver.active.get_current_stream(device.index)
+        starts = *call.addresses, *more, driver.active.get_current_stream(device.index)
         for launcher, values in self.ready.get(starts) or self.calls(pieces, starts):
             launcher(*values)
         return tuple(outputs)
