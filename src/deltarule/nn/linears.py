@@ -206,36 +206,39 @@ def wide_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Linears(torch.autograd.Function):
-    """Products of one x with several weights, all of one dtype; small weights are one."""
+    """Products of one x with several weights, all of one dtype; small weights are one.
+
+    That one is kept for the backward, which would take time to lay it out again.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         """[..., O] for each weight [O, I]."""
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, *weights)
         ctx.groups = groups_of(tuple([weight.shape for weight in weights]), SMALL)
+        wholes = [end_to_end(weights, group) for group in ctx.groups]
+        ctx.save_for_backward(x, *wholes)
         found: dict[int, Tensor] = {}
         with without_autocast(x.device):
-            for group in ctx.groups:
-                y = F.linear(x, end_to_end(weights, group))
-                found.update(zip(group.places, group.parts(y, -1), strict=True))
+            for group, whole in zip(ctx.groups, wholes, strict=True):
+                parts = group.parts(F.linear(x, whole), -1)
+                found.update(zip(group.places, parts, strict=True))
         return tuple([found[i] for i in range(len(weights))])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *d_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients by x and by each weight."""
-        x, *weights = ctx.saved_tensors
+        x, *wholes = ctx.saved_tensors
         wants_x, *wanted = ctx.needs_input_grad
         rows, total = x.flatten(0, -2), None
-        d_weights: list[Tensor | None] = [None] * len(weights)
-        for group in ctx.groups:
+        d_weights: list[Tensor | None] = [None] * len(wanted)
+        for group, whole in zip(ctx.groups, wholes, strict=True):
             given = [d_outputs[i] for i in group.places]
             if all(d_y is None for d_y in given):
                 continue
             d_rows = side_by_side(given, group, rows)
             if wants_x:
-                whole = end_to_end(weights, group)
                 total = d_rows @ whole if total is None else total.addmm_(d_rows, whole)
             if any(wanted[i] for i in group.places):
                 parts = group.parts(d_rows.mT @ rows, 0)
