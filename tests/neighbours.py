@@ -14,7 +14,6 @@ from deltarule.ops.delta_rule import gate_maps
 from deltarule.ops.fused import cross_entropy
 from deltarule.ops.fused import gates as gates_op
 from deltarule.ops.fused import norms as norm_op
-from deltarule.ops.fused import short_conv as short_conv_op
 from deltarule.ops.fused import swiglu as swiglu_op
 
 Tensors = dict[str, Tensor]
@@ -41,7 +40,7 @@ class Neighbour:
 
 def conv(
     taps: int = 4, tokens: int = 37, channels: int = 12, *, lengths: tuple[int, ...] | None = None,
-    padded: bool = False, activated: bool = True, head_size: int = 0, sliced: bool = False,
+    padded: bool = False, activated: bool = True, sliced: bool = False,
 ) -> Neighbour:  # fmt: skip
     """The short convolution, as the layer calls it."""
     tokens = tokens if lengths is None else sum(lengths)
@@ -61,21 +60,10 @@ def conv(
         return layout.to_front(given), x["weight"], x["history"], layout, activated
 
     def fused(x: Tensors) -> tuple[Tensor, ...]:
-        *given, layout, _ = call(x)
-        if not head_size:
-            return short_conv.fused_convolution(*call(x))
-        counts = None if layout.real is None else layout.counts
-        return short_conv_op.short_conv(
-            *given, layout.cu_seqlens, layout.sequence, counts, activated, head_size
-        )
+        return short_conv.fused_convolution(*call(x))
 
     def plain(x: Tensors) -> tuple[Tensor, ...]:
-        y, history = short_conv.plain_convolution(*call(x))
-        if head_size:
-            heads = y.unflatten(-1, (-1, head_size))
-            square = heads.square().sum(-1, keepdim=True)
-            y = (heads * torch.rsqrt(square + 1e-6)).flatten(-2)
-        return y, history
+        return short_conv.plain_convolution(*call(x))
 
     tensors = {
         "x": torch.randn(batch, tokens, channels + 3 * sliced),
@@ -204,8 +192,6 @@ MAKERS: dict[str, Callable[[], Neighbour]] = {
     "conv, packed": lambda: conv(lengths=PACKED),
     "conv, all empty": lambda: conv(lengths=(0, 0)),
     "conv, padded": lambda: conv(padded=True),
-    "conv, normalised": lambda: conv(head_size=6),
-    "conv, packed, normalised": lambda: conv(lengths=PACKED, head_size=4),
     "norm": gated_norm,
     "norm, sigmoid, sliced": lambda: gated_norm(17, "sigmoid", sliced=True),
     "norm without gate": lambda: gated_norm(300, None),

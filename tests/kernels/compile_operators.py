@@ -203,13 +203,13 @@ HEADS, GATES = halves(1, 256, 16, 128), halves(1, 4096, 16, 128)
 STREAMS = tuple(Stream(halves(2, 1, 2048), TAPS, halves(2, 3, 2048), True) for _ in "qkv")
 OWNER, TARGETS_OF_ROWS = torch.zeros(4096, dtype=torch.int64), torch.zeros(64, dtype=torch.int64)
 FUSED = {
-    "conv": run_fused(short_conv, CHANNELS, TAPS, halves(2, 3, 2048), None, None, None, True, 0),
+    "conv": run_fused(short_conv, CHANNELS, TAPS, halves(2, 3, 2048), None, None, None, True),
     "conv, packed": run_fused(
-        short_conv, CHANNELS[:1], TAPS, halves(1, 3, 2048), OFFSETS, OWNER, None, True, 128,
+        short_conv, CHANNELS[:1], TAPS, halves(1, 3, 2048), OFFSETS, OWNER, None, True,
         outputs=2,
     ),
     "conv, one token": run_fused(
-        short_conv, CHANNELS[:, :1], TAPS, halves(2, 3, 2048), None, None, None, True, 0
+        short_conv, CHANNELS[:, :1], TAPS, halves(2, 3, 2048), None, None, None, True
     ),
     "conv, step": run_fused(convolution_step, STREAMS, outputs=0),
     "norm": run_fused(gated_norm, HEADS, torch.empty_like(HEADS), torch.empty(128), 1e-5, "silu"),

@@ -25,7 +25,7 @@ def test_three_streams_are_convolved_as_each_alone(tokens, dtype, device):
     streams = packed.split(sizes, dim=-1)
     histories = [torch.randn(batch, 3, size, device=device).to(dtype) for size in sizes]
     expected = [
-        short_conv.short_conv(x, m.weight, history.clone(), None, None, None, m.activated, 0)
+        short_conv.short_conv(x, m.weight, history.clone(), None, None, None, m.activated)
         for m, x, history in zip(modules, streams, histories, strict=True)
     ]
     with torch.no_grad():

@@ -40,7 +40,7 @@ def test_a_convolution_waits_for_nothing_and_replays_in_a_graph(lengths) -> None
         owner = torch.arange(len(lengths), device="cuda").repeat_interleave(offsets.diff())
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
-        return conv_ops.short_conv(x, weight, history, offsets, owner, None, True, 0)
+        return conv_ops.short_conv(x, weight, history, offsets, owner, None, True)
 
     graph, (y, final) = captured(run)
     x.mul_(2)
@@ -56,9 +56,9 @@ def test_past_two_to_the_31_elements() -> None:
     x = torch.zeros(1, 2**20 + 512, channels, device="cuda", dtype=torch.bfloat16)
     x[0, -3:] = torch.randn(3, channels)
     weight, history = torch.randn(channels, 4).cuda(), x.new_zeros(1, 3, channels)
-    y, final = conv_ops.short_conv(x, weight, history, None, None, None, True, 0)
+    y, final = conv_ops.short_conv(x, weight, history, None, None, None, True)
     tail = x[:, -6:].clone()
-    expected, _ = conv_ops.short_conv(tail, weight, history, None, None, None, True, 0)
+    expected, _ = conv_ops.short_conv(tail, weight, history, None, None, None, True)
     assert torch.equal(y[:, -3:], expected[:, -3:])
     assert torch.equal(final, x[:, -3:])
     rows = x.view(1, -1, 16, 128)

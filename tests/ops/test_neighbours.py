@@ -35,7 +35,6 @@ PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LARGE = {
     "conv": lambda: conv(tokens=1000, channels=384),
     "conv, packed": lambda: conv(channels=256, lengths=(513, 0, 1, 2, 400)),
-    "conv, normalised": lambda: conv(tokens=300, channels=384, head_size=96),
     "conv, sliced": lambda: conv(tokens=300, channels=384, sliced=True),
     "norm": lambda: gated_norm(512),
     "residual norm": lambda: residual_norm(2048),
@@ -110,9 +109,7 @@ def test_a_convolution_step_by_step_equals_the_whole_bitwise(device, padding) ->
         rows = slice(n, n + 1) if padding else slice(None)
         before, steps = history[rows], []
         for t in range(start, stop):
-            y, before = conv_ops.short_conv(
-                x[:, t : t + 1], weight, before, None, None, None, True, 0
-            )
+            y, before = conv_ops.short_conv(x[:, t : t + 1], weight, before, None, None, None, True)
             steps.append(y)
         assert torch.equal(before, final[rows])
         assert torch.equal(torch.cat([whole[:, :0], *steps], 1), whole[:, start:stop])
@@ -144,9 +141,9 @@ def test_wrong_offsets_on_a_gpu_lead_nowhere() -> None:
     x, weight, history = conv(lengths=(9, 4)).tensors.values()
     wrong = torch.tensor([0, -(10**6), 10**6])
     owner = torch.tensor([0] * 6 + [7] * 7)
-    y, final = conv_ops.short_conv(x, weight, history, wrong, owner, None, True, 0)
+    y, final = conv_ops.short_conv(x, weight, history, wrong, owner, None, True)
     assert y.shape == x.shape
-    given = y, final, x, weight, history, wrong, owner, None, True, 0
+    given = y, final, x, weight, history, wrong, owner, None, True
     conv_ops.short_conv.backward_operator(*given, [True] * 3)
 
 

@@ -202,7 +202,6 @@ def test_a_step_with_logits_compiles_and_passes_opcheck(decay, dtype, n_steps) -
 
 NEIGHBOURS = {
     "conv": lambda: conv(tokens=150, channels=96),
-    "conv, normalised": lambda: conv(tokens=150, channels=96, head_size=32),
     "norm": lambda: gated_norm(96),
     "head decay": lambda: decay(None),
     "channel decay": lambda: decay(90),

@@ -92,7 +92,7 @@ def fused_convolution(
     """One kernel, which keeps the taps in float32 and rounds once."""
     counts = None if layout.real is None else layout.counts
     packing = layout.cu_seqlens, layout.sequence, counts
-    y, after = fused.short_conv(x, weight, history.to(x.dtype), *packing, activated, 0)
+    y, after = fused.short_conv(x, weight, history.to(x.dtype), *packing, activated)
     return y, after
 
 

@@ -72,7 +72,7 @@ def convolve_tokens(
     for _ in tl.static_range(T):
         b_x = tl.load(p_x, mask=m_d[None, :], other=0.0)
         seen = window + (b_x.to(tl.float32),)
-        b_y = finish(convolve(seen, taps, W), ACTIVATED, False)
+        b_y = finish(convolve(seen, taps, W), ACTIVATED)
         tl.store(p_y, b_y.to(of.y.dtype.element_ty), mask=m_d[None, :])
         window = later(seen, W)
         p_x += of.s_t

@@ -15,7 +15,7 @@ MAX_TAPS = 8
 
 
 class ShortConv(NamedTuple):
-    """Convolve each channel over time; then SiLU, then the unit norm of each head.
+    """Convolve each channel over time, then SiLU.
 
     Gives y [B, T, D] in x's dtype, and the last inputs of each sequence [N, R, D].
 
@@ -26,7 +26,6 @@ class ShortConv(NamedTuple):
     sequence: [T] which packed sequence each token belongs to. None without cu_seqlens.
     counts: [B] real tokens, at the front of each row. None: all are real.
     activated: Whether SiLU follows.
-    head_size: Channels of a head whose outputs are divided by their length. 0: none.
     """
 
     x: Tensor
@@ -36,7 +35,6 @@ class ShortConv(NamedTuple):
     sequence: Tensor | None
     counts: Tensor | None
     activated: bool
-    head_size: int
 
 
 def fake(inputs: ShortConv) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,6 @@
-"""A short causal convolution over time, SiLU, and the unit norm of each head, with their gradient.
+"""A short causal convolution over time, then SiLU if it is asked for, with their gradient.
 
-    z_t = sum_{j=0..W-1} weight_j * x_{t-W+1+j}      y_t = SiLU(z_t)      y_t / |y_t| over a head
-
-SiLU and the norm are options.
+    z_t = sum_{j=0..W-1} weight_j * x_{t-W+1+j}      y_t = SiLU(z_t)
 
 Before a sequence's first token come the R = W - 1 rows of its history. A program keeps the last
 R inputs of BG runs of RUN tokens in registers, so that x is read and y written once.
@@ -32,8 +30,6 @@ from deltarule.ops.runtime.sizes import cdiv, power_of_2
 # environment variable.
 OPTIONS = {"num_stages": 1, "enable_fp_fusion": False, "num_warps": 1}
 CHANNELS = 128
-# Added to a sum of squares before its root, as `normalize_qk` does.
-EPSILON = tl.constexpr(1e-6)
 WHOLE = torch.contiguous_format
 # Runs in a tile, and tokens in a run.
 TILE = (1, 16)
@@ -62,7 +58,7 @@ def history_row(n, r, D, W: tl.constexpr):
 
 @triton.jit
 def load_taps(weight, o_d, D, W: tl.constexpr):
-    """The W taps of each channel, [1, BD] in float32."""
+    """The W taps of each channel, [1, C] in float32."""
     taps = ()
     for j in tl.static_range(W):
         b_w = tl.load(weight + o_d * W + j, mask=o_d < D, other=0.0)
@@ -123,28 +119,22 @@ def convolve(seen, taps, W: tl.constexpr):
 
 
 @triton.jit
-def finish(b_z, ACTIVATED: tl.constexpr, UNIT_NORM: tl.constexpr):
-    """y = SiLU(z), divided by its length."""
-    b_y = b_z
-    if ACTIVATED:
-        b_y = b_z / (1 + tl.exp(-b_z))
-    if UNIT_NORM:
-        b_y *= tl.rsqrt(tl.sum(b_y * b_y, axis=1, keep_dims=True) + EPSILON)
-    return b_y
+def finish(b_z, ACTIVATED: tl.constexpr):
+    """y = SiLU(z)."""
+    return b_z / (1 + tl.exp(-b_z)) if ACTIVATED else b_z
 
 
 # Lengths change from call to call; none is worth a kernel of its own.
 @triton.jit(do_not_specialize=["T", "N", "blocks"])
 def short_conv_kernel(
     x, weight, history, cu_seqlens, sequence, counts, y, final, T, D, N, blocks, s_b, s_t,
-    W: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BG: tl.constexpr, RUN: tl.constexpr,
-    PACKED: tl.constexpr, PADDED: tl.constexpr, ACTIVATED: tl.constexpr, UNIT_NORM: tl.constexpr,
+    W: tl.constexpr, C: tl.constexpr, BG: tl.constexpr, RUN: tl.constexpr,
+    PACKED: tl.constexpr, PADDED: tl.constexpr, ACTIVATED: tl.constexpr,
 ):  # fmt: skip
     """BG runs of tokens of C channels; programs past the tokens' blocks hand on the history."""
     i_t, i_d, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    o_c = tl.arange(0, BD)
-    o_d = i_d * C + o_c
-    m_d = ((o_c < C) & (o_d < D))[None, :]
+    o_d = i_d * C + tl.arange(0, C)
+    m_d = (o_d < D)[None, :]
     p_h, p_f = history + o_d[None, :], final + o_d[None, :]
     if i_t >= blocks:
         # Sequences shorter than the window leave some of the history that they were given.
@@ -179,7 +169,7 @@ def short_conv_kernel(
             n, position, count = place(t, i_b, T, N, cu_seqlens, sequence, counts, True, PADDED)
             window = restart(window, p_h, n, (position == 0) & (t < T), D, m_d, W)
         seen = window + (b_given.to(tl.float32),)
-        b_y = finish(convolve(seen, taps, W), ACTIVATED, UNIT_NORM)
+        b_y = finish(convolve(seen, taps, W), ACTIVATED)
         m = (t < T)[:, None] & m_d
         tl.store(p_y + t.to(tl.int64)[:, None] * D, b_y.to(y.dtype.element_ty), mask=m)
         r = position + W - 1 - count
@@ -191,27 +181,26 @@ def short_conv_kernel(
 
 
 class Tiling(NamedTuple):
-    """Channels of a program and their power of two, runs in a tile and tokens in a run."""
+    """Channels of a program, runs in a tile and tokens in a run."""
 
     C: int
-    BD: int
     BG: int
     RUN: int
 
     @classmethod
-    def of(cls, tokens: int, channels: int, head_size: int, tile: tuple[int, int]) -> "Tiling":
-        """Whole heads where they are normalised; short runs for the few tokens of a step."""
-        size = head_size or min(CHANNELS, power_of_2(channels))
+    def of(cls, tokens: int, channels: int, tile: tuple[int, int]) -> "Tiling":
+        """Short runs for the few tokens of a step."""
+        size = min(CHANNELS, power_of_2(channels))
         run = min(tile[1], power_of_2(tokens))
         runs = min(tile[0], power_of_2(cdiv(tokens, run)))
-        return cls(size, power_of_2(size), runs, run)
+        return cls(size, runs, run)
 
 
 @Recorded
 def short_conv(inputs: ShortConv) -> tuple[Tensor, Tensor]:
     """y [B, T, D] and the last R inputs of each sequence [N, R, D]."""
     (batch, tokens, channels), sequences = inputs.x.shape, len(inputs.history)
-    tile = Tiling.of(max(tokens, 1), channels, inputs.head_size, TILE)
+    tile = Tiling.of(max(tokens, 1), channels, TILE)
     values = arguments(inputs, tile)
     y, final = (torch.empty_like(x, memory_format=WHOLE) for x in (inputs.x, inputs.history))
     blocks = cdiv(tokens, tile.BG * tile.RUN)
@@ -233,7 +222,7 @@ def arguments(inputs: ShortConv, tile: Tiling) -> dict[str, Any]:
     values |= {"T": tokens, "D": channels, "N": len(inputs.history)}
     values |= {"s_b": x.stride(0), "s_t": x.stride(1)}
     values |= {"PACKED": inputs.cu_seqlens is not None, "PADDED": inputs.counts is not None}
-    return values | {"ACTIVATED": inputs.activated, "UNIT_NORM": inputs.head_size > 0}
+    return values | {"ACTIVATED": inputs.activated}
 
 
 # The gradients of the short convolution: by x, by the taps and by the history.
@@ -270,12 +259,8 @@ def add_taps(grads, b_dz, seen, W: tl.constexpr):
 
 
 @triton.jit
-def finish_gradient(b_z, b_dy, ACTIVATED: tl.constexpr, UNIT_NORM: tl.constexpr):
-    """dz = SiLU'(z) dy, where the norm first makes dy = (dy - y (y . dy) / |y|^2) / |y|."""
-    if UNIT_NORM:
-        b_y = finish(b_z, ACTIVATED, False)
-        b_r = tl.rsqrt(tl.sum(b_y * b_y, axis=1, keep_dims=True) + EPSILON)
-        b_dy = b_r * (b_dy - b_y * (b_r * b_r * tl.sum(b_y * b_dy, axis=1, keep_dims=True)))
+def finish_gradient(b_z, b_dy, ACTIVATED: tl.constexpr):
+    """dz = SiLU'(z) dy."""
     if ACTIVATED:
         b_gate = tl.sigmoid(b_z)
         b_dy *= b_gate * (1 + b_z * (1 - b_gate))
@@ -287,15 +272,14 @@ def finish_gradient(b_z, b_dy, ACTIVATED: tl.constexpr, UNIT_NORM: tl.constexpr)
 def short_conv_backward_kernel(
     d_y, d_final, x, weight, history, cu_seqlens, sequence, counts, d_x, d_taps, T, D, N,
     s_b, s_t, s_dy_b, s_dy_t,
-    W: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BG: tl.constexpr, RUN: tl.constexpr,
-    PACKED: tl.constexpr, PADDED: tl.constexpr, ACTIVATED: tl.constexpr, UNIT_NORM: tl.constexpr,
+    W: tl.constexpr, C: tl.constexpr, BG: tl.constexpr, RUN: tl.constexpr,
+    PACKED: tl.constexpr, PADDED: tl.constexpr, ACTIVATED: tl.constexpr,
     FINAL: tl.constexpr,
 ):  # fmt: skip
     """dx of BG runs, and their part of d weight: each dz is given to the tokens that it saw."""
     i_t, i_d, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    o_c = tl.arange(0, BD)
-    o_d = i_d * C + o_c
-    m_d = ((o_c < C) & (o_d < D))[None, :]
+    o_d = i_d * C + tl.arange(0, C)
+    m_d = (o_d < D)[None, :]
     t = (i_t * BG + tl.arange(0, BG)) * RUN
     p_x, p_h = x + i_b.to(tl.int64) * s_b + o_d[None, :], history + o_d[None, :]
     p_dy = d_y + i_b.to(tl.int64) * s_dy_b + o_d[None, :]
@@ -305,9 +289,9 @@ def short_conv_backward_kernel(
     window = load_window(p_x, p_h, s_t, t, n, position, T, D, m_d, W)
     grads, pending = (), ()
     for _ in tl.static_range(W):
-        grads = grads + (tl.zeros([BG, BD], tl.float32),)
+        grads = grads + (tl.zeros([BG, C], tl.float32),)
     for _ in tl.static_range(W - 1):
-        pending = pending + (tl.zeros([BG, BD], tl.float32),)
+        pending = pending + (tl.zeros([BG, C], tl.float32),)
     b_x, b_dy = load_token(p_x, s_t, t, T, m_d), load_token(p_dy, s_dy_t, t, T, m_d)
     for j in range(RUN + W - 1):
         # Before the store, which no later load may pass.
@@ -318,7 +302,7 @@ def short_conv_backward_kernel(
             window = restart(window, p_h, n, (position == 0) & (t < T), D, m_d, W)
         seen = window + (b_x.to(tl.float32),)
         b_z = convolve(seen, taps, W)
-        b_dz = finish_gradient(b_z, b_dy.to(tl.float32), ACTIVATED, UNIT_NORM)
+        b_dz = finish_gradient(b_z, b_dy.to(tl.float32), ACTIVATED)
         # Those past the run are of the next one's sum.
         grads = add_taps(grads, tl.where(j < RUN, b_dz, 0.0), seen, W)
         b_dx = b_dz * taps[W - 1]
@@ -336,22 +320,21 @@ def short_conv_backward_kernel(
         position += 1
     p_w = d_taps + (i_b * tl.num_programs(0) + i_t).to(tl.int64) * W * D + o_d
     for i in tl.static_range(W):
-        tl.store(p_w + i * D, tl.sum(grads[i], axis=0), mask=(o_c < C) & (o_d < D))
+        tl.store(p_w + i * D, tl.sum(grads[i], axis=0), mask=o_d < D)
 
 
 @triton.jit(do_not_specialize=["T", "N"])
 def history_gradient_kernel(
     d_y, d_final, x, weight, history, cu_seqlens, counts, d_history, T, D, N,
     s_b, s_t, s_dy_b, s_dy_t,
-    W: tl.constexpr, C: tl.constexpr, BD: tl.constexpr, BG: tl.constexpr,
-    PACKED: tl.constexpr, PADDED: tl.constexpr, ACTIVATED: tl.constexpr, UNIT_NORM: tl.constexpr,
+    W: tl.constexpr, C: tl.constexpr, BG: tl.constexpr,
+    PACKED: tl.constexpr, PADDED: tl.constexpr, ACTIVATED: tl.constexpr,
     FINAL: tl.constexpr,
 ):  # fmt: skip
     """d history_i = sum_{p=0..i} weight_{i-p} dz_p, over the first tokens p of a sequence."""
     n = tl.program_id(0) * BG + tl.arange(0, BG)
-    o_c = tl.arange(0, BD)
-    o_d = tl.program_id(1) * C + o_c
-    m_d = ((o_c < C) & (o_d < D))[None, :]
+    o_d = tl.program_id(1) * C + tl.arange(0, C)
+    m_d = (o_d < D)[None, :]
     m_n = n < N
     t, tokens = 0 * n, T + 0 * n
     p_x, p_dy = x + o_d[None, :], d_y + o_d[None, :]
@@ -371,7 +354,7 @@ def history_gradient_kernel(
         m = m_n[:, None] & m_d
         b_h = tl.load(p_h + history_row(n, i, D, W), mask=m, other=0.0)
         window = window + (b_h.to(tl.float32),)
-        b_dh = tl.zeros([BG, BD], tl.float32)
+        b_dh = tl.zeros([BG, C], tl.float32)
         if FINAL:
             r = i - count
             m = (m_n & (r >= 0) & (count >= 0))[:, None] & m_d
@@ -383,7 +366,7 @@ def history_gradient_kernel(
         row = (t + p).to(tl.int64)[:, None]
         seen = window + (tl.load(p_x + row * s_t, mask=m, other=0.0).to(tl.float32),)
         b_dy = tl.load(p_dy + row * s_dy_t, mask=m, other=0.0).to(tl.float32)
-        b_dz = finish_gradient(convolve(seen, taps, W), b_dy, ACTIVATED, UNIT_NORM)
+        b_dz = finish_gradient(convolve(seen, taps, W), b_dy, ACTIVATED)
         summed = ()
         for i in tl.static_range(W - 1):
             if i >= p:
@@ -412,7 +395,7 @@ def short_conv_gradients(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients by x and by the taps of each program's part, and by history if it is wanted."""
     (batch, tokens, channels), history = inputs.x.shape, inputs.history
-    tile = Tiling.of(max(tokens, 1), channels, inputs.head_size, BACKWARD_TILE)
+    tile = Tiling.of(max(tokens, 1), channels, BACKWARD_TILE)
     values, d_y = arguments(inputs, tile), adjacent(d_y)
     values |= {"d_y": d_y, "s_dy_b": d_y.stride(0), "s_dy_t": d_y.stride(1)}
     values |= {"d_final": None if d_final is None else d_final.contiguous()}

@@ -208,7 +208,7 @@ def run_triton(call: Convolution) -> Tensor:
     sequence = None if offsets is None else rows.sequence
     offsets = None if offsets is None else call.offsets
     y, _ = fused.short_conv(
-        call.x, call.weight, rows.window.contiguous(), offsets, sequence, None, within, 0
+        call.x, call.weight, rows.window.contiguous(), offsets, sequence, None, within
     )
     return y if within else finished(y, call, call.activated)
 
