@@ -41,6 +41,7 @@ class Neighbour:
 def conv(
     taps: int = 4, tokens: int = 37, channels: int = 12, *, lengths: tuple[int, ...] | None = None,
     padded: bool = False, activated: bool = True, sliced: bool = False,
+    fresh: bool = False,
 ) -> Neighbour:  # fmt: skip
     """The short convolution, as the layer calls it."""
     tokens = tokens if lengths is None else sum(lengths)
@@ -57,19 +58,24 @@ def conv(
             offsets = torch.tensor([0, *lengths], device=x["x"].device).cumsum(0)
         given = x["x"][..., 1 : channels + 1] if sliced else x["x"]
         layout = make_layout(given, offsets, None if mask is None else mask.to(given.device))
-        return layout.to_front(given), x["weight"], x["history"], layout, activated
+        return layout.to_front(given), x["weight"], x.get("history"), layout, activated
 
     def fused(x: Tensors) -> tuple[Tensor, ...]:
         return short_conv.fused_convolution(*call(x))
 
     def plain(x: Tensors) -> tuple[Tensor, ...]:
-        return short_conv.plain_convolution(*call(x))
+        given, weight, history, *others = call(x)
+        if history is None:
+            history = given.new_zeros(sequences, taps - 1, channels)
+        return short_conv.plain_convolution(given, weight, history, *others)
 
     tensors = {
         "x": torch.randn(batch, tokens, channels + 3 * sliced),
         "weight": torch.randn(channels, taps),
         "history": torch.randn(sequences, taps - 1, channels),
     }
+    if fresh:
+        del tensors["history"]
     return Neighbour(tensors, fused, plain, ("weight",))
 
 
@@ -192,6 +198,9 @@ MAKERS: dict[str, Callable[[], Neighbour]] = {
     "conv, packed": lambda: conv(lengths=PACKED),
     "conv, all empty": lambda: conv(lengths=(0, 0)),
     "conv, padded": lambda: conv(padded=True),
+    "conv, fresh": lambda: conv(fresh=True),
+    "conv, fresh, few tokens": lambda: conv(tokens=2, padded=True, fresh=True),
+    "conv, fresh, packed": lambda: conv(lengths=PACKED, fresh=True),
     "norm": gated_norm,
     "norm, sigmoid, sliced": lambda: gated_norm(17, "sigmoid", sliced=True),
     "norm without gate": lambda: gated_norm(300, None),

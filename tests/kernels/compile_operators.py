@@ -208,6 +208,7 @@ FUSED = {
         short_conv, CHANNELS[:1], TAPS, halves(1, 3, 2048), OFFSETS, OWNER, None, True,
         outputs=2,
     ),
+    "conv, fresh": run_fused(short_conv, CHANNELS, TAPS, None, None, None, None, True),
     "conv, one token": run_fused(
         short_conv, CHANNELS[:, :1], TAPS, halves(2, 3, 2048), None, None, None, True
     ),

@@ -456,6 +456,7 @@ def maps() -> dict[str, tuple[object, ...]]:
     return {
         "convolution": (short_conv_triton.short_conv, conv),
         "convolution, packed": (short_conv_triton.short_conv, packed),
+        "convolution, fresh": (short_conv_triton.short_conv, conv._replace(history=None)),
         "convolution back": (short_conv_triton.short_conv_gradients, conv, rows(16), None, False),
         "its history": (
             short_conv_triton.short_conv_gradients, conv, rows(16), torch.randn(1, 3, 16), True

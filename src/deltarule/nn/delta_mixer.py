@@ -26,7 +26,7 @@ from deltarule.nn.gates import (
     initial_dt_bias,
     spread_A_log,
 )
-from deltarule.nn.layout import make_layout, per_step, silence_padding, split
+from deltarule.nn.layout import Layout, make_layout, per_step, silence_padding, split
 from deltarule.nn.linears import linear, linears
 from deltarule.nn.mixer import Mixer
 from deltarule.nn.norm import GatedRMSNorm, GateOnly
@@ -34,7 +34,7 @@ from deltarule.nn.options import COMMON, check_divides, check_size_kept
 from deltarule.nn.recomputed import recomputed
 from deltarule.nn.rule import Arguments, Projections, Rule, as_it_is
 from deltarule.nn.short_conv import can_step, step_in_place
-from deltarule.nn.state import DraftedState, LentState, State
+from deltarule.nn.state import DraftedState, FirstState, LentState, State
 from deltarule.ops.few_tokens import decodes
 from deltarule.shapes import Hidden, RecurrentOutput
 
@@ -213,7 +213,7 @@ class DeltaMixer(Mixer):
             call.ask_before(self.of_input(), self.multipliers)
         if isinstance(call.before, DraftedState):
             self.keep_short(call, call.before)
-        if call.decoding and self.conv_size:
+        if call.decoding and self.conv_size and isinstance(call.before, LentState):
             self.convolve_in_place(call)
         q = split(self.stream("q", call), self.heads_of("q"), self.head_k_dim)
         k = per_step(self.stream("k", call), steps, self.heads_of("k"), self.head_k_dim)
@@ -240,6 +240,12 @@ class DeltaMixer(Mixer):
             layout=call.layout,
             decoding=call.decoding,
         )
+
+    def state_before(self, state: State | None, layout: Layout) -> State:
+        """Of a fresh start, zeros alone, nothing is made that an operator does without."""
+        if state is not None or torch.compiler.is_compiling():
+            return super().state_before(state, layout)
+        return FirstState(partial(self.init_state, layout.sequences))
 
     def decodes(self, call: LayerCall) -> bool:
         """Whether this is certainly a decoding step: no gradient, no padding, no context."""
@@ -269,7 +275,7 @@ class DeltaMixer(Mixer):
         modules = [getattr(self, key) for key in keys.values()]
         histories = [call.before[key] for key in keys.values()]
         streams = [call.projected[name] for name in keys]
-        if isinstance(call.before, LentState) and can_step(modules, streams, histories):
+        if can_step(modules, streams, histories):
             found = step_in_place(modules, streams, histories)
             call.projected.update(zip(keys, found, strict=True))
             call.after.update(zip(keys.values(), histories, strict=True))
@@ -287,7 +293,7 @@ class DeltaMixer(Mixer):
         if key in call.after:
             return y
         if self.conv_size:
-            convolve = partial(getattr(self, key), y, call.before[key], call.layout)
+            convolve = partial(getattr(self, key), y, call.before.get(key), call.layout)
             y, call.after[key] = convolve()
             if name == "v" and y.requires_grad:
                 call.values = y, lambda: convolve()[0]
@@ -299,7 +305,7 @@ class DeltaMixer(Mixer):
         """Map the projections by the rule, silence padding, run the operator, keep its state."""
         arguments = self.rule.arguments(projections)
         arguments = silence_padding(arguments, call.layout.real, n_steps=self.n_steps)
-        before = call.before["recurrent"]
+        before = call.before.get("recurrent")
         layout, others = call.layout, (*arguments.values(), before)
         if call.decoding or (layout.context is None and decodes(call.x, layout.cu_seqlens, others)):
             o, state = self.step(arguments, call)

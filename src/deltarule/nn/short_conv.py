@@ -50,16 +50,19 @@ class ShortConv(nn.Module):
         weight = self.weight
         return weight.new_zeros(sequences, weight.shape[1] - 1, weight.shape[0])
 
-    def forward(self, x: Tensor, history: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Convolve x [B, T, D] after history [N, R, D]; return y and the next history."""
+    def forward(self, x: Tensor, history: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor]:
+        """Convolve x [B, T, D] after history [N, R, D] or zeros; return y and the next history."""
         return short_convolution(x, self.weight, history, layout, self.activated, self.bias)
 
 
 def short_convolution(
-    x: Tensor, weight: Tensor, history: Tensor, layout: Layout, activated: bool, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, history: Tensor | None, layout: Layout, activated: bool,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y [B, T, D] of x with taps [D, W] after history [N, R, D], and the next history."""
     if not runs_fused(x, weight):
+        if history is None:
+            history = x.new_zeros(layout.sequences, weight.shape[1] - 1, x.shape[2])
         return plain_convolution(x, weight, history, layout, activated, bias)
     if bias is None:
         return fused_convolution(x, weight, history, layout, activated)
@@ -74,8 +77,7 @@ def convolution_from_zeros(
     """The same y for sequences that start from zeros and have no padding."""
     if layout.cu_seqlens is None and not runs_fused(x, weight):
         return finished(convolve(x, weight, bias, before=weight.shape[1] - 1), activated)
-    nothing = x.new_zeros(layout.sequences, weight.shape[1] - 1, x.shape[2])
-    return short_convolution(x, weight, nothing, layout, activated, bias)[0]
+    return short_convolution(x, weight, None, layout, activated, bias)[0]
 
 
 def runs_fused(x: Tensor, weight: Tensor) -> bool:
@@ -87,12 +89,13 @@ def finished(y: Tensor, activated: bool) -> Tensor:
 
 
 def fused_convolution(
-    x: Tensor, weight: Tensor, history: Tensor, layout: Layout, activated: bool
+    x: Tensor, weight: Tensor, history: Tensor | None, layout: Layout, activated: bool
 ) -> tuple[Tensor, Tensor]:
     """One kernel, which keeps the taps in float32 and rounds once."""
     counts = None if layout.real is None else layout.counts
     packing = layout.cu_seqlens, layout.sequence, counts
-    y, after = fused.short_conv(x, weight, history.to(x.dtype), *packing, activated)
+    history = None if history is None else history.to(x.dtype)
+    y, after = fused.short_conv(x, weight, history, *packing, activated)
     return y, after
 
 

@@ -78,6 +78,18 @@ class State(dict[str, Tensor], _Tensors):
         return State({name: f(tensor) for name, tensor in self.items()})
 
 
+class FirstState(State):
+    """The state before the first token: its tensors are made once one is asked for by name."""
+
+    def __init__(self, make: Callable[[], State]) -> None:
+        super().__init__()
+        self.make = make
+
+    def __missing__(self, name: str) -> Tensor:
+        self.update(self.make())
+        return self[name]
+
+
 class LentState(State):
     """A state whose tensors a layer may overwrite: the lender has no more use for the old ones.
 

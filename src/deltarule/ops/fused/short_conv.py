@@ -21,7 +21,7 @@ class ShortConv(NamedTuple):
 
     x: [B, T, D], any strides.
     weight: Taps [D, W], W from 1 to 8; the last weighs the token itself.
-    history: [N, R, D] with R = W - 1, the inputs before each sequence, in x's dtype.
+    history: [N, R, D] with R = W - 1, the inputs before each sequence, in x's dtype. None: zeros.
     cu_seqlens: Offsets [N + 1] of packed sequences. None: a row is a sequence.
     sequence: [T] which packed sequence each token belongs to. None without cu_seqlens.
     counts: [B] real tokens, at the front of each row. None: all are real.
@@ -30,16 +30,21 @@ class ShortConv(NamedTuple):
 
     x: Tensor
     weight: Tensor
-    history: Tensor
+    history: Tensor | None
     cu_seqlens: Tensor | None
     sequence: Tensor | None
     counts: Tensor | None
     activated: bool
 
+    @property
+    def sequences(self) -> int:
+        """N: rows, or packed sequences."""
+        return self.x.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+
 
 def fake(inputs: ShortConv) -> tuple[Tensor, Tensor]:
-    x, history = inputs.x, inputs.history
-    return x.new_empty(x.shape), history.new_empty(history.shape)
+    x, reach = inputs.x, inputs.weight.shape[1] - 1
+    return x.new_empty(x.shape), x.new_empty(inputs.sequences, reach, x.shape[2])
 
 
 rules = Rules(2, gradients=("x", "weight", "history"))

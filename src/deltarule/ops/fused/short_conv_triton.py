@@ -2,8 +2,8 @@
 
     z_t = sum_{j=0..W-1} weight_j * x_{t-W+1+j}      y_t = SiLU(z_t)
 
-Before a sequence's first token come the R = W - 1 rows of its history. A program keeps the last
-R inputs of BG runs of RUN tokens in registers, so that x is read and y written once.
+Before a sequence's first token come the R = W - 1 rows of its history, or zeros. A program keeps
+the last R inputs of BG runs of RUN tokens in registers, so that x is read and y written once.
 """
 
 from typing import Any, NamedTuple
@@ -57,6 +57,15 @@ def history_row(n, r, D, W: tl.constexpr):
 
 
 @triton.jit
+def load_history(history, n, r, o_d, D, m, W: tl.constexpr):
+    """Row r of sequence n, or zeros where there is no history."""
+    b_h = tl.zeros(m.shape, tl.float32)
+    if history is not None:
+        b_h = tl.load(history + o_d[None, :] + history_row(n, r, D, W), mask=m, other=0.0)
+    return b_h
+
+
+@triton.jit
 def load_taps(weight, o_d, D, W: tl.constexpr):
     """The W taps of each channel, [1, C] in float32."""
     taps = ()
@@ -67,7 +76,7 @@ def load_taps(weight, o_d, D, W: tl.constexpr):
 
 
 @triton.jit
-def load_window(p_x, p_h, s_t, t, n, position, T, D, m_d, W: tl.constexpr):
+def load_window(p_x, history, s_t, t, n, position, o_d, T, D, m_d, W: tl.constexpr):
     """The R inputs before each token, the oldest first, from the row or from the history."""
     window = ()
     for i in tl.static_range(W - 1):
@@ -77,8 +86,8 @@ def load_window(p_x, p_h, s_t, t, n, position, T, D, m_d, W: tl.constexpr):
             p_x + (t - shift).to(tl.int64)[:, None] * s_t, mask=inside[:, None] & m_d, other=0.0
         )
         before = (position >= 0) & (position < shift) & (t < T)
-        p = p_h + history_row(n, W - 1 - shift + position, D, W)
-        b_h = tl.load(p, mask=before[:, None] & m_d, other=0.0)
+        m = before[:, None] & m_d
+        b_h = load_history(history, n, W - 1 - shift + position, o_d, D, m, W)
         window = window + (b_x.to(tl.float32) + b_h.to(tl.float32),)
     return window
 
@@ -90,12 +99,11 @@ def load_token(p_x, s_t, t, T, m_d):
 
 
 @triton.jit
-def restart(window, p_h, n, first, D, m_d, W: tl.constexpr):
+def restart(window, history, n, first, o_d, D, m_d, W: tl.constexpr):
     """The window, or a sequence's history where its first token comes."""
     restarted = ()
     for i in tl.static_range(W - 1):
-        p = p_h + history_row(n, i, D, W)
-        b_h = tl.load(p, mask=first[:, None] & m_d, other=0.0).to(tl.float32)
+        b_h = load_history(history, n, i, o_d, D, first[:, None] & m_d, W).to(tl.float32)
         restarted = restarted + (tl.where(first[:, None], b_h, window[i]),)
     return restarted
 
@@ -135,7 +143,7 @@ def short_conv_kernel(
     i_t, i_d, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     o_d = i_d * C + tl.arange(0, C)
     m_d = (o_d < D)[None, :]
-    p_h, p_f = history + o_d[None, :], final + o_d[None, :]
+    p_f = final + o_d[None, :]
     if i_t >= blocks:
         # Sequences shorter than the window leave some of the history that they were given.
         n = i_b + (i_t - blocks) * BG + tl.arange(0, BG)
@@ -150,7 +158,7 @@ def short_conv_kernel(
             count = tl.load(counts + n, mask=m_n, other=0).to(tl.int32)
         for r in tl.static_range(W - 1):
             m = (m_n & (count >= 0) & (count + r < W - 1))[:, None] & m_d
-            b_h = tl.load(p_h + history_row(n, count + r, D, W), mask=m, other=0.0)
+            b_h = load_history(history, n, count + r, o_d, D, m, W)
             tl.store(p_f + history_row(n, r, D, W), b_h, mask=m)
         return
     t = (i_t * BG + tl.arange(0, BG)) * RUN
@@ -158,7 +166,7 @@ def short_conv_kernel(
     p_y = y + i_b.to(tl.int64) * T * D + o_d[None, :]
     taps = load_taps(weight, o_d, D, W)
     n, position, count = place(t, i_b, T, N, cu_seqlens, sequence, counts, PACKED, PADDED)
-    window = load_window(p_x, p_h, s_t, t, n, position, T, D, m_d, W)
+    window = load_window(p_x, history, s_t, t, n, position, o_d, T, D, m_d, W)
     b_given = load_token(p_x, s_t, t, T, m_d)
     for j in tl.static_range(RUN):
         # Before the stores, which no later load may pass.
@@ -167,7 +175,8 @@ def short_conv_kernel(
             b_next = load_token(p_x, s_t, t + 1, T, m_d)
         if PACKED and j > 0:
             n, position, count = place(t, i_b, T, N, cu_seqlens, sequence, counts, True, PADDED)
-            window = restart(window, p_h, n, (position == 0) & (t < T), D, m_d, W)
+            first = (position == 0) & (t < T)
+            window = restart(window, history, n, first, o_d, D, m_d, W)
         seen = window + (b_given.to(tl.float32),)
         b_y = finish(convolve(seen, taps, W), ACTIVATED)
         m = (t < T)[:, None] & m_d
@@ -199,10 +208,11 @@ class Tiling(NamedTuple):
 @Recorded
 def short_conv(inputs: ShortConv) -> tuple[Tensor, Tensor]:
     """y [B, T, D] and the last R inputs of each sequence [N, R, D]."""
-    (batch, tokens, channels), sequences = inputs.x.shape, len(inputs.history)
+    (batch, tokens, channels), sequences = inputs.x.shape, inputs.sequences
     tile = Tiling.of(max(tokens, 1), channels, TILE)
     values = arguments(inputs, tile)
-    y, final = (torch.empty_like(x, memory_format=WHOLE) for x in (inputs.x, inputs.history))
+    y = torch.empty_like(inputs.x, memory_format=WHOLE)
+    final = y.new_empty(sequences, values["W"] - 1, channels)
     blocks = cdiv(tokens, tile.BG * tile.RUN)
     extra = 0
     if final.numel():
@@ -218,8 +228,9 @@ def arguments(inputs: ShortConv, tile: Tiling) -> dict[str, Any]:
     x, weight = adjacent(inputs.x), inputs.weight.contiguous()
     _, tokens, channels = x.shape
     values = {**inputs._asdict(), **tile._asdict(), **OPTIONS, "x": x, "weight": weight}
-    values |= {"history": inputs.history.contiguous(), "W": weight.shape[1]}
-    values |= {"T": tokens, "D": channels, "N": len(inputs.history)}
+    history = None if inputs.history is None else inputs.history.contiguous()
+    values |= {"history": history, "W": weight.shape[1]}
+    values |= {"T": tokens, "D": channels, "N": inputs.sequences}
     values |= {"s_b": x.stride(0), "s_t": x.stride(1)}
     values |= {"PACKED": inputs.cu_seqlens is not None, "PADDED": inputs.counts is not None}
     return values | {"ACTIVATED": inputs.activated}
@@ -281,12 +292,12 @@ def short_conv_backward_kernel(
     o_d = i_d * C + tl.arange(0, C)
     m_d = (o_d < D)[None, :]
     t = (i_t * BG + tl.arange(0, BG)) * RUN
-    p_x, p_h = x + i_b.to(tl.int64) * s_b + o_d[None, :], history + o_d[None, :]
+    p_x = x + i_b.to(tl.int64) * s_b + o_d[None, :]
     p_dy = d_y + i_b.to(tl.int64) * s_dy_b + o_d[None, :]
     p_dx = d_x + i_b.to(tl.int64) * T * D + o_d[None, :]
     taps = load_taps(weight, o_d, D, W)
     n, position, count = place(t, i_b, T, N, cu_seqlens, sequence, counts, PACKED, PADDED)
-    window = load_window(p_x, p_h, s_t, t, n, position, T, D, m_d, W)
+    window = load_window(p_x, history, s_t, t, n, position, o_d, T, D, m_d, W)
     grads, pending = (), ()
     for _ in tl.static_range(W):
         grads = grads + (tl.zeros([BG, C], tl.float32),)
@@ -299,7 +310,8 @@ def short_conv_backward_kernel(
         b_dy_next = load_token(p_dy, s_dy_t, t + 1, T, m_d)
         if PACKED:
             n, position, count = place(t, i_b, T, N, cu_seqlens, sequence, counts, True, PADDED)
-            window = restart(window, p_h, n, (position == 0) & (t < T), D, m_d, W)
+            first = (position == 0) & (t < T)
+            window = restart(window, history, n, first, o_d, D, m_d, W)
         seen = window + (b_x.to(tl.float32),)
         b_z = convolve(seen, taps, W)
         b_dz = finish_gradient(b_z, b_dy.to(tl.float32), ACTIVATED)
@@ -407,7 +419,7 @@ def short_conv_gradients(
     if batch * blocks:
         given = values | {"d_x": d_x, "d_taps": d_taps}
         launch(short_conv_backward_kernel, (blocks, columns, batch), given)
-    if not wants_history:
+    if history is None or not wants_history:
         return d_x, d_taps, None
     d_history = torch.empty_like(history, memory_format=WHOLE)
     if d_history.numel():
