@@ -61,14 +61,15 @@ def adjoin(modules: Sequence[nn.Module]) -> None:
 
 def as_one(weights: Sequence[Tensor]) -> Tensor | None:
     """The matrix [sum of O, I] that weights laid end to end are; None where they are not."""
-    place = weights[0].data_ptr()
+    place, rows = weights[0].data_ptr(), 0
     for weight in weights:
         if weight.data_ptr() != place or not weight.is_contiguous():
             return None
         place += weight.nbytes
+        rows += weight.shape[0]
     if weights[0].untyped_storage().data_ptr() != weights[-1].untyped_storage().data_ptr():
         return None
-    rows, channels = sum(len(weight) for weight in weights), weights[0].shape[1]
+    channels = weights[0].shape[1]
     return weights[0].as_strided((rows, channels), (channels, 1))
 
 
@@ -82,7 +83,7 @@ def in_one_product(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...
     if whole is None:
         parts = (product(x, weight) for weight in plain)
     else:
-        parts = iter(product(x, whole).split([len(weight) for weight in plain], dim=-1))
+        parts = iter(product(x, whole).split([weight.shape[0] for weight in plain], dim=-1))
     pairs = zip(modules, weights, strict=True)
     return tuple(module(x) if weight is None else next(parts) for module, weight in pairs)
 
