@@ -54,7 +54,7 @@ def time_model(case: dict[str, Any], peer: str, device: str) -> dict[str, Any]:
         raise ValueError(f"peer must be one of {', '.join(PEERS)}, got {peer!r}")
     sizes = Sizes(*case.get("sizes", ()))
     if peer == "fla":
-        built = build_fla("DeltaNet", fla_settings(sizes), device)
+        built = build_fla("DeltaNet", fla_settings(sizes), device, whole_logits=False)
     else:
         config = ModelConfig(layer_types="deltanet", tie_embeddings=False, **sizes._asdict())
         built = build_ours(config, device)
@@ -138,11 +138,13 @@ def own_loss(model: CausalLM) -> Loss:
     return loss_of
 
 
-def build_fla(prefix: str, settings: dict[str, Any], device: str) -> tuple[nn.Module, Loss]:
-    """FLA's model in bfloat16 by the prefix of its classes, with its fused cross entropy."""
+def build_fla(
+    prefix: str, settings: dict[str, Any], device: str, *, whole_logits: bool = True
+) -> tuple[nn.Module, Loss]:
+    """FLA's model in bfloat16 by the prefix of its classes, with a fused loss of logits or none."""
     models = importlib.import_module("fla.models")
     config = getattr(models, f"{prefix}Config")(**settings)
-    config.fuse_cross_entropy = True
+    config.fuse_cross_entropy, config.fuse_linear_cross_entropy = whole_logits, not whole_logits
     model = getattr(models, f"{prefix}ForCausalLM")(config).to(device, torch.bfloat16)
 
     def loss_of(text: Tensor) -> Tensor:

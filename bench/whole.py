@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bench import results, timing
-from bench.model import own_loss
+from bench.model import GIB, own_loss
 from bench.worker import reason
 from deltarule.models import CausalLM, ModelConfig, linear_next_token_loss
 from deltarule.train.extra import require
@@ -157,7 +157,7 @@ def time_generation(peer: str, sizes: Sizes, batch: int, new: int, device: str) 
 
 
 def time_training(peer: str, sizes: Sizes, device: str) -> Row:
-    """Milliseconds of a step, eager and on a GPU as a graph, of the host and the GPU alone."""
+    """Milliseconds of a step, eager and on a GPU as a graph, of the host and the GPU; memory."""
     model = built(peer, sizes, device)
     text = torch.randint(sizes.vocab_size, (sizes.rows, sizes.tokens + 1), device=device)
     row: Row = {"parameters": sum(x.numel() for x in model.parameters())}
@@ -174,6 +174,8 @@ def time_training(peer: str, sizes: Sizes, device: str) -> Row:
             for _ in range(count):
                 step([text])
 
+        if device != "cpu":
+            torch.cuda.reset_peak_memory_stats()
         for _ in range(WARM_UP if device != "cpu" else 1):
             step([text])
         row[f"{name}_ms"] = timing.host_seconds(several) / count * 1e3
@@ -181,6 +183,7 @@ def time_training(peer: str, sizes: Sizes, device: str) -> Row:
             # It is its own host, and has no graphs.
             break
         if not graphs:
+            row["peak_GiB"] = torch.cuda.max_memory_allocated() / GIB
             # So few tokens that a GPU waits for the host.
             row["host_ms"] = timing.host_us(partial(step, [text[:1, : SHORT + 1]]), TIMES) / 1e3
         else:
