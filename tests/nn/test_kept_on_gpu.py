@@ -33,13 +33,13 @@ def kept(layers, tokens):
     return after - before
 
 
-def test_a_block_keeps_18_times_its_input():
-    # Stream 2, projections 3, q and k 2, operator 4, its output 1, gate and up 5.5; some of each
-    # for gates and scalings. FLA's keeps 18.
+def test_a_block_keeps_16_times_its_input():
+    # Stream 2, projections 3, operator 4, its output 1, gate and up 5.5; some of each for gates and
+    # scalings. FLA's keeps 18.
     # Of fewer rows the sequences are split, of shorter ones the final states count.
     tokens = torch.randint(64, (6, 4096), device="cuda")
     each = (kept(4, tokens) - kept(2, tokens)) / 2
-    assert each / (tokens.numel() * SIZES["hidden_size"] * 2) < 17.9
+    assert each / (tokens.numel() * SIZES["hidden_size"] * 2) < 15.9
 
 
 @pytest.mark.parametrize("mixer", ["deltanet", "gated_deltanet", "kda"])

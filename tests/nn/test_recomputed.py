@@ -21,7 +21,7 @@ def test_each_backward_computes_once():
     leaves = [x, *(module.weight for module in modules)]
     calls = []
     y = x.tanh()
-    with remembered(y, lambda: calls.append(torch.is_grad_enabled()) or x.tanh()):
+    with remembered((y, lambda: calls.append(torch.is_grad_enabled()) or x.tanh())):
         total = sum(module(y).square().sum() for module in modules)
     kept = x.tanh()
     plain = torch.autograd.grad(sum(module(kept).square().sum() for module in modules), leaves)
@@ -35,7 +35,7 @@ def test_a_tensor_is_dropped_as_soon_as_all_have_read_it():
     x, modules = build()
     y = x.exp()
     recipes = []
-    with remembered(y, lambda: x.exp()):
+    with remembered((y, lambda: x.exp())):
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         recipes += top[0].recipes.values()
         total = sum(module(y).square().sum() for module in modules)
@@ -50,9 +50,9 @@ def test_nested_recipes_all_hold():
     x, (first, second, _) = build()
     y, z = x.exp(), x.sin()
     calls = []
-    with remembered(y, lambda: calls.append("y") or x.exp()):
+    with remembered((y, lambda: calls.append("y") or x.exp())):
         a = first(y)
-        with remembered(z, lambda: calls.append("z") or x.sin()):
+        with remembered((z, lambda: calls.append("z") or x.sin())):
             b = second(z) + second(y)
     (a.sum() + b.sum()).backward()
     assert sorted(calls) == ["y", "z"]
@@ -63,17 +63,17 @@ def test_others_hooks_are_left_alone():
     assert hooks_are_free()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         assert not hooks_are_free()
-        with recomputed(x, lambda: x):
+        with recomputed((x, lambda: x)):
             assert not hooks_are_free()
     with torch.autograd.graph.disable_saved_tensors_hooks("no"):
         assert not hooks_are_free()
-    with remembered(x, lambda: x):
+    with remembered((x, lambda: x)):
         assert hooks_are_free()
 
 
 def test_a_cpu_keeps_its_tensors():
     x, _ = build()
-    with recomputed(x, lambda: x):
+    with recomputed((x, lambda: x)):
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
@@ -82,7 +82,7 @@ def test_a_gpu_keeps_what_is_small(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     for least, noted in ((x.nbytes, True), (x.nbytes + 1, False)):
         monkeypatch.setattr(recomputed_file, "LEAST", least)
-        with recomputed(x, lambda: x):
+        with recomputed((x, lambda: x)):
             top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         assert (top is not None) == noted
 
@@ -99,9 +99,10 @@ def test_a_model_has_the_same_gradients_bitwise(layer, checkpointing, monkeypatc
     model.hidden(tokens)[0].square().sum().backward()
     used = []
 
-    def note(x, compute):
+    def note(*tensors):
         used.append(1)
-        return remembered(x, lambda: used.append(2) or compute())
+        noted = [(x, lambda f=compute: used.append(2) or f()) for x, compute in tensors]
+        return remembered(*noted)
 
     if not checkpointing:
         monkeypatch.setattr(mixers, "recomputed", note)
@@ -118,7 +119,7 @@ def test_the_forward_s_autocast_holds_for_what_is_computed_again():
     weight = torch.randn(4, 4, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = x @ weight
-        with remembered(y, lambda: x @ weight):
+        with remembered((y, lambda: x @ weight)):
             z = y @ weight
     z.float().sum().backward()
     assert weight.grad is not None

@@ -76,13 +76,13 @@ class Block(nn.Module):
             y, state = mix(x, state)
             return *self._normed_after(x, y), state
         x, normed = norm_of_sum(self.mixer_norm, x, branch)
-        with recomputed(normed, partial(self.mixer_norm.forward, x)):
+        with recomputed((normed, partial(self.mixer_norm.forward, x))):
             y, state = mix(normed, state)
         x = self.passed_on(x, normed)
         if self.mlp is None or self.mlp_norm is None:
             return x, y, state
         x, normed = self.mlp_norm.of_sum(x, y)
-        with recomputed(normed, partial(self.mlp_norm.forward, x)):
+        with recomputed((normed, partial(self.mlp_norm.forward, x))):
             y = scaled(self.mlp(normed), self.mlp_multiplier)
         return self.passed_on(x, normed), y, state
 

@@ -24,8 +24,8 @@ class LayerCall:
     after: State
     shared: dict[str, Any]
     projected: dict[str, Tensor] = field(default_factory=dict)
-    # The convolved values, and how to convolve them again.
-    values: tuple[Tensor, Callable[[], Tensor]] | None = None
+    # What was convolved, and how to convolve it again.
+    convolved: list[tuple[Tensor, Callable[[], Tensor]]] = field(default_factory=list)
     # Whether `recurrent_step` follows, which makes gates of their logits itself.
     decoding: bool = False
     # Who has the last rows of x on their way to another process, and where those of another come.

@@ -6,7 +6,6 @@ A layer on top of it says which rule it follows, which gates feed the rule, and 
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -168,7 +167,7 @@ class DeltaMixer(Mixer):
         """Project, run the operator, read out."""
         call.decoding = self.decodes(call)
         projections = self.project(call)
-        with nullcontext() if call.values is None else recomputed(*call.values):
+        with recomputed(*call.convolved):
             o = self.run_operator(projections, call)
         if projections.output_gate is None and "g" in call.projected:
             projections = replace(projections, output_gate=self.by_head(call.projected["g"]))
@@ -295,8 +294,8 @@ class DeltaMixer(Mixer):
         if self.conv_size:
             convolve = partial(getattr(self, key), y, call.before.get(key), call.layout)
             y, call.after[key] = convolve()
-            if name == "v" and y.requires_grad:
-                call.values = y, lambda: convolve()[0]
+            if y.requires_grad:
+                call.convolved.append((y, lambda: convolve()[0]))
         elif self.activates_projections and self.activates(name):
             y = F.silu(y)
         return y
@@ -335,5 +334,5 @@ class DeltaMixer(Mixer):
         # The gate alone: what computes the norm again must not hold the other projections.
         gate = projections.output_gate
         normed = self.normed(o, gate)
-        with recomputed(normed, lambda: self.normed(o, gate)):
+        with recomputed((normed, lambda: self.normed(o, gate))):
             return linear(normed, self.o_proj)

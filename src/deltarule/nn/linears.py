@@ -207,10 +207,7 @@ def wide_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Linears(torch.autograd.Function):
-    """Products of one x with several weights, all of one dtype; small weights are one.
-
-    That one is kept for the backward, which would take time to lay it out again.
-    """
+    """Products of one x with weights of one dtype; small ones are one, as the backward has it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:

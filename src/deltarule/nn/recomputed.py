@@ -17,6 +17,8 @@ SURROUNDINGS: list[Callable[[], AbstractContextManager[None]]] = []
 # Bytes of a tensor that is worth it: notes cost the host time, whatever the size.
 LEAST = 2**25
 Saved = Tensor | tuple["Recipe", torch.Size]
+# A tensor, and what computes it again.
+Computed = tuple[Tensor, Callable[[], Tensor]]
 
 
 class Recipe:
@@ -90,40 +92,44 @@ def unpack(saved: Saved) -> Tensor:
     return recipe.read().view(shape)
 
 
-def recomputed(x: Tensor, compute: Callable[[], Tensor]) -> AbstractContextManager[None]:
-    """Within, autograd saves of the contiguous x only how to compute it again.
+def recomputed(*tensors: Computed) -> AbstractContextManager[None]:
+    """Within, autograd saves of contiguous tensors only how to compute them again.
 
     Where something else decides what autograd saves (activation checkpointing, a compiler, hooks
     of the user's), this does nothing. Neither does it for small tensors, nor on a CPU, whose
     arithmetic costs more than its memory.
 
     Args:
-        x: The tensor.
-        compute: Gives the same numbers again, in the same layout, from tensors that are kept.
+        tensors: Each with what gives the same numbers again, in the same layout, from tensors that
+            are kept.
     """
-    able = x.requires_grad and x.is_cuda and torch.is_grad_enabled() and hooks_are_free()
-    return remembered(x, compute) if able and x.nbytes >= LEAST else nullcontext()
+    # To a compiler sizes are no numbers.
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    large = [pair for pair in tensors if pair[0].requires_grad and pair[0].nbytes >= LEAST]
+    able = large and large[0][0].is_cuda and torch.is_grad_enabled() and hooks_are_free()
+    return remembered(*large) if able else nullcontext()
 
 
 @contextmanager
-def remembered(x: Tensor, compute: Callable[[], Tensor]) -> Iterator[None]:
+def remembered(*tensors: Computed) -> Iterator[None]:
     """`recomputed` on any device."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     outer = top[0].recipes if top is not None and isinstance(top[0], Pack) else {}
-    recipe = Recipe(x, compute)
-    pack = Pack({**outer, x.data_ptr(): recipe})
+    recipes = {x.data_ptr(): Recipe(x, compute) for x, compute in tensors}
+    pack = Pack({**outer, **recipes})
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
     finally:
-        recipe.close()
+        for recipe in recipes.values():
+            recipe.close()
 
 
 def hooks_are_free() -> bool:
-    """Whether no other hooks, transform or compiler decide what autograd saves."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+    """Whether no other hooks or transform decide what autograd saves."""
+    enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    if torch._C._are_functorch_transforms_active() or not enabled:
         return False
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return top is None or isinstance(top[0], Pack)

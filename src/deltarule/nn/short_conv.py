@@ -195,18 +195,15 @@ def can_step(
     modules: Sequence[ShortConv], streams: Sequence[Tensor], histories: Sequence[Tensor]
 ) -> bool:
     """Whether one kernel convolves the few tokens of three streams and their histories in place."""
-    if why_not_fused(streams[0]) is not None:
+    weights = [module.weight for module in modules]
+    given = *streams, *histories, *weights
+    if why_not_fused(streams[0]) is not None or not are_plain_eager(given):
         return False
-    taps = {module.weight.shape[1] for module in modules}
-    plain = len(taps) == 1 and 1 < min(taps) <= fused.MAX_TAPS and len(modules) == 3
-    if not plain or any(module.bias is not None for module in modules):
-        return False
-    if not are_plain_eager((*streams, *histories, *(module.weight for module in modules))):
-        return False
-    weights = all(module.weight.is_contiguous() for module in modules)
-    pairs = zip(streams, histories, strict=True)
-    alike = all(x.dtype == h.dtype and x.stride(-1) == 1 and h.is_contiguous() for x, h in pairs)
-    return weights and alike
+    taps, pairs = {weight.shape[1] for weight in weights}, zip(streams, histories, strict=True)
+    few = len(taps) == 1 and 1 < min(taps) <= fused.MAX_TAPS
+    rows = all(x.dtype == h.dtype and x.stride(-1) == 1 for x, h in pairs)
+    whole = all(x.is_contiguous() for x in (*weights, *histories))
+    return few and rows and whole and all(module.bias is None for module in modules)
 
 
 def step_in_place(

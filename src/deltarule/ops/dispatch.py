@@ -147,14 +147,12 @@ compiled: set[Hashable] = set()
 
 
 class CallKey(NamedTuple):
-    """Shapes, strides and types of a call's tensors and its numbers; and the tensors themselves.
-
-    `aligned`: every address is a multiple of 16; other addresses take other kernels.
-    """
+    """Shapes, strides and types of a call's tensors and its numbers; and the tensors themselves."""
 
     key: Hashable
     given: list[Tensor]
     addresses: list[int]
+    # Whether each is a multiple of 16: others take other kernels.
     aligned: bool
 
 

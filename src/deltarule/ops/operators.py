@@ -170,10 +170,7 @@ def eager_function(operator: Operator[Any], name: str) -> Any:
 
 
 def direct(function: Any) -> Any:
-    """What applies an autograd function without PyTorch's search for transforms.
-
-    It is not called under one.
-    """
+    """What applies an autograd function without PyTorch's search for transforms, under none."""
     return super(torch.autograd.Function, function).apply
 
 
