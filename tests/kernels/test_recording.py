@@ -1,6 +1,7 @@
 """Recorded launches: the same kernels on the same numbers as without, whatever is new in a call."""
 
 import ctypes
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from triton.compiler import CompiledKernel
 
 from deltarule import delta_rule
 from deltarule.models import CausalLM, ModelConfig
-from deltarule.ops import dispatch
+from deltarule.ops import dispatch, fused_kernels
 from deltarule.ops.delta_rule.gluon import gradient_stage
 from deltarule.ops.delta_rule.implementations import IMPLEMENTATIONS, run_triton
 from deltarule.ops.delta_rule.inputs import Inputs
@@ -792,3 +793,43 @@ def test_a_model_that_computes_its_layers_again_repeats_its_launches(rule, monke
     monkeypatch.setattr(direct, "watched", lambda *kernels: True)
     expected = step()
     assert all(same(row, expected) for row in found)
+
+
+def calls_of_ours(run) -> int:
+    """Calls of the package's Python functions."""
+    count = 0
+
+    def note(frame, event: str, _: object) -> None:
+        nonlocal count
+        count += event == "call" and "/deltarule/" in frame.f_code.co_filename
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.usefixtures("runs", "trains")
+def test_a_block_trains_with_few_calls_of_python_functions(monkeypatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    monkeypatch.setattr(fused_kernels, "why_no_triton", lambda name, x: None)
+    counts = []
+    for layers in (2, 3):
+        config = ModelConfig(
+            vocab_size=64, hidden_size=96, num_layers=layers, num_heads=6,
+            layer_types="gated_deltanet",
+        )  # fmt: skip
+        model, tokens = CausalLM(config).bfloat16(), torch.randint(64, (1, 64))
+
+        def step(model=model, tokens=tokens) -> None:
+            model.hidden(tokens)[0].float().sum().backward()
+
+        # On autograd's own thread nobody counts.
+        with torch.autograd.set_multithreading_enabled(False):
+            for _ in range(4):
+                step()
+            counts.append(calls_of_ours(step))
+    # What a launch does not need costs a small model its time.
+    assert counts[1] - counts[0] <= 650
