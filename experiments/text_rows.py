@@ -14,7 +14,7 @@ from deltarule.train.data import Array, Corpus
 from deltarule.train.device import to_device
 from deltarule.train.documents import DataError
 from deltarule.train.evaluate import bin_edges
-from deltarule.train.loop import Hidden, LoopOptions
+from deltarule.train.loop import LoopOptions
 
 # Tokens in a forward pass of an evaluation, unless one row is longer.
 EVALUATED_TOKENS = 16_384
@@ -99,10 +99,10 @@ class TextRows:
     def tensors(self, rows: Rows, device: torch.device) -> tuple[Tensor, ...]:
         return tuple(to_device(x, device) for x in rows)
 
-    def loss(self, model: CausalLM, hidden: Hidden, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(self, model: CausalLM, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         """Mean nats a byte, and the same for display."""
         tokens, targets = tensors
-        x, _ = hidden(tokens)
+        x, _ = model.hidden(tokens)
         loss = next_token_loss(model.logits(x), targets)
         return loss, loss
 

@@ -35,3 +35,21 @@ def test_equal_blocks_are_compiled_once(name, make_model, random_tokens):
     torch.testing.assert_close(value, expected)
     for gradient, same in zip(found, gradients, strict=True):
         torch.testing.assert_close(gradient, same)
+
+
+def test_generation_compiles_nothing(make_model, random_tokens):
+    torch.compiler.reset()
+    model, prompts, compiled = make_model(layer_types="gated_deltanet"), [[1, 2], [3] * 20], []
+    options = {"max_new_tokens": 4, "seed": 0}
+    expected = [model.generate(prompts, draft=draft, **options) for draft in (0, 2)]
+
+    def backend(graph, example):
+        compiled.append(graph)
+        return graph.forward
+
+    compile_blocks(model, backend=backend)
+    assert [model.generate(prompts, draft=draft, **options) for draft in (0, 2)] == expected
+    assert compiled == []
+    # Blocks are compiled again after it.
+    model.hidden(random_tokens(2, 20))
+    assert len(compiled) == 2

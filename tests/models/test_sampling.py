@@ -83,6 +83,7 @@ class Fixed(torch.nn.Module):
 
     def __init__(self, logits):
         super().__init__()
+        self.blocks = torch.nn.ModuleList()
         self.embedding = torch.nn.Embedding(len(logits), 1)
         self.config = type("Config", (), {"vocab_size": len(logits), "num_layers": 0})
         self.fixed = logits

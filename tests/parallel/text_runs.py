@@ -61,8 +61,8 @@ class FaultyJob(TextJob):
             resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
         return super().next()
 
-    def loss(self, model: CausalLM, hidden: Any, *tensors: Tensor) -> Any:
-        loss, shown = super().loss(model, hidden, *tensors)
+    def loss(self, model: CausalLM, *tensors: Tensor) -> Any:
+        loss, shown = super().loss(model, *tensors)
         if self.left <= 0 and self.strikes and self.fault == "nan":
             loss = loss * torch.nan
         return loss, shown

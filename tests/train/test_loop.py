@@ -14,7 +14,7 @@ import torch
 import deltarule.train.watch
 from crash import crash_at
 from deltarule.errors import INTERRUPTED, DivergedError
-from deltarule.models import CheckpointError
+from deltarule.models import CheckpointError, compile_blocks
 from deltarule.train.checkpoint import Checkpoints
 from deltarule.train.data import encode_documents
 from deltarule.train.device import choose_device
@@ -45,6 +45,25 @@ def make_trainer(folder, *, resume=False, optimizer=None, patience=0, **loop):
 def same_bits(first, second):
     first, second = first.model.state_dict(), second.model.state_dict()
     return all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+def test_a_compiled_run_compiles_its_steps_alone(tmp_path, monkeypatch):
+    torch.compiler.reset()
+    plain, compiled = make_trainer(tmp_path / "plain"), []
+
+    def backend(graph, example):
+        compiled.append(graph)
+        return graph.forward
+
+    blocks = lambda model: compile_blocks(model, backend=backend)  # noqa: E731
+    monkeypatch.setattr("deltarule.train.loop.compile_blocks", blocks)
+    trainer = make_trainer(tmp_path / "compiled", compile=True)
+    assert plain.run()
+    assert trainer.run()
+    # One block for one number of documents, and twice more for any; evaluations add nothing.
+    assert len(compiled) == 3
+    for a, b in zip(plain.model.parameters(), trainer.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])

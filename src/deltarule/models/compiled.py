@@ -20,7 +20,7 @@ def compile_blocks(
 
     Equal blocks share one compilation; the first, which has no branch to add, has its own, and so
     has each Lightning layer, whose decays are of its depth. The embedding, the last norm and the
-    head stay as they are.
+    head stay as they are. Generation runs the blocks as they are written.
 
     Args:
         model: The model; nothing is compiled before it is called.

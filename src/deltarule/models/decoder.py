@@ -86,20 +86,22 @@ class Decoder:
         device = self.tokens.device
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side), chain(device):
+        with torch.cuda.stream(side), chain(device), as_written(model):
             for _ in range(WARM_UP):
                 self.advance(model)
         torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # Another thread of the process may use the GPU meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"), chain(device):
+        taken = torch.cuda.graph(graph, capture_error_mode="thread_local")
+        with taken, chain(device), as_written(model):
             self.advance(model)
         self.graph = graph
 
     def step(self, model: "CausalLM") -> Tensor:
         """The next tokens [B], in the decoder's buffer; -1 where the logits were no numbers."""
         if self.graph is None:
-            self.advance(model)
+            with as_written(model):
+                self.advance(model)
         else:
             self.graph.replay()
         return self.tokens
@@ -140,6 +142,13 @@ class DraftDecoder(Decoder):
         """What was drawn after each token [B, 1 + draft], and how many of that to take [B]."""
         self.step(model)
         return self.picks, self.accepted
+
+
+def as_written(model: "CausalLM") -> contextlib.AbstractContextManager[object]:
+    """Within, compiled blocks run eagerly: tokens, states and prompts would each be compiled."""
+    if all(block._compiled_call_impl is None for block in model.blocks):
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 def chain(device: torch.device) -> contextlib.AbstractContextManager[None]:

@@ -11,6 +11,7 @@ from deltarule.models.decoder import (
     Decoder,
     Sampling,
     adjoin_projections,
+    as_written,
     captured,
     captured_parameters,
     lend,
@@ -214,7 +215,8 @@ def _step(
             seen = None if seen is None else seen[index]
         # Every state is the model's own answer, and of no more use after the next.
         lent = ModelState(map(LentState, state))
-        x, state = model.hidden(tokens.unsqueeze(1), lent)
+        with as_written(model):
+            x, state = model.hidden(tokens.unsqueeze(1), lent)
         if seen is not None:
             seen.scatter_(1, tokens.unsqueeze(1), True)
         tokens = chosen(model.logits(x[:, -1]), draws.next(rows.going), *sampling, seen)
@@ -259,6 +261,7 @@ def _read_prompts(
         mask = (torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]).to(device)
     if state is not None and row_count(state) < len(prompts):
         state = state.select(torch.zeros(len(prompts), dtype=torch.int64, device=device))
-    x, state = model.hidden(torch.tensor(padded, device=device), state, mask=mask)
+    with as_written(model):
+        x, state = model.hidden(torch.tensor(padded, device=device), state, mask=mask)
     # The head sees the last position only: a long prompt never makes [T, vocab] logits.
     return model.logits(x[:, -1]), state

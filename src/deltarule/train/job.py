@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,8 +10,6 @@ from torch import Tensor
 from deltarule.models import CausalLM
 from deltarule.nn.checks import check_least
 
-# `CausalLM.hidden`, compiled or not.
-Hidden = Callable[..., Any]
 # Whether the figures of a short evaluation are good enough to end training.
 StopWhen = Callable[[dict[str, float]], bool]
 B = TypeVar("B")
@@ -67,12 +65,8 @@ class Job(Protocol[B]):
     def tensors(self, batch: B, device: torch.device) -> tuple[Tensor, ...]:
         """What `loss` reads of a batch, on the device."""
 
-    def loss(self, model: CausalLM, hidden: Hidden, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss to minimise, and what to report: a tensor of the figures in `shown`'s order.
-
-        `hidden` stands for `model.hidden`; the head is left to the job, which may need it only
-        here and there.
-        """
+    def loss(self, model: CausalLM, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss to minimise, and what to report: a tensor of the figures in `shown`'s order."""
 
     def shown(self, figures: list[float]) -> dict[str, float]:
         """Names for the figures that `loss` returned, averaged over the parts."""

@@ -12,7 +12,6 @@ from deltarule.models import CausalLM, next_token_loss
 from deltarule.nn.checks import check_multiple
 from deltarule.tasks.batch import NO_LABEL, Array, Batch
 from deltarule.train.device import to_device
-from deltarule.train.loop import Hidden
 from deltarule.train.task_rows import (
     EVALUATION,
     EXAMPLES,
@@ -101,10 +100,10 @@ class LabelledJob:
     def tensors(self, batch: Batch, device: torch.device) -> tuple[Tensor, ...]:
         return read_of(batch, device)
 
-    def loss(self, model: CausalLM, hidden: Hidden, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(self, model: CausalLM, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         """Mean nats a label, and the share of right ones."""
         read, places, answers = tensors
-        guesses = logits_at(model, hidden, read, places)
+        guesses = logits_at(model, read, places)
         loss = next_token_loss(guesses, answers)
         self.last_loss = loss.detach()
         return loss, (guesses.detach().argmax(-1) == answers).float().mean()
@@ -133,12 +132,12 @@ class LabelledJob:
         self.last_loss = torch.tensor(torch.inf)
 
 
-def logits_at(model: CausalLM, hidden: Hidden, read: Tensor, places: Tensor) -> Tensor:
+def logits_at(model: CausalLM, read: Tensor, places: Tensor) -> Tensor:
     """What the model says where an answer is asked for.
 
     The head is the widest matrix of a small model, and most positions ask for nothing.
     """
-    x, _ = hidden(read)
+    x, _ = model.hidden(read)
     return model.logits(x.flatten(0, 1)[places])
 
 
@@ -176,7 +175,7 @@ def guesses_of(model: CausalLM, batch: Batch) -> Array:
     for first in range(0, len(guesses), rows):
         part = Batch(batch.tokens[first : first + rows], batch.labels[first : first + rows])
         read, places, _ = read_of(part, model.embedding.weight.device)
-        logits = logits_at(model, model.hidden, read, places)
+        logits = logits_at(model, read, places)
         guesses[first : first + rows][part.labels != NO_LABEL] = logits.argmax(-1).cpu().numpy()
     return guesses
 

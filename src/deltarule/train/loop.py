@@ -13,14 +13,14 @@ from torch import Tensor
 
 from deltarule.errors import INTERRUPTED, DivergedError, StoppedRunError
 from deltarule.json_file import fitted
-from deltarule.models import CausalLM
+from deltarule.models import CausalLM, compile_blocks
+from deltarule.models.decoder import as_written
 from deltarule.models.files import naming
 from deltarule.models.late import Late
 from deltarule.parallel import World
 from deltarule.train.checkpoint import STATE
 from deltarule.train.device import choose_device
 from deltarule.train.interrupt import Interrupt
-from deltarule.train.job import Hidden as Hidden
 from deltarule.train.job import Job, StopWhen
 from deltarule.train.job import LoopOptions as LoopOptions
 from deltarule.train.metrics import Metrics, Sink
@@ -115,7 +115,8 @@ class Trainer:
         low, tokens = options.dtype == "bfloat16", job.batch_tokens // options.accumulate
         self.spread = Spread(model, world, bfloat16=low, count=options.accumulate, tokens=tokens)
         self.optimizer = make_optimizer(model, optimizer_options)
-        self.hidden: Hidden = torch.compile(model.hidden) if options.compile else model.hidden
+        if options.compile:
+            compile_blocks(model)
         self.checkpoints = make_checkpoints(
             folder / "checkpoints", options.keep, self.spread, self.optimizer
         )
@@ -278,7 +279,7 @@ class Trainer:
     def _loss(self, *tensors: Tensor) -> Tensor:
         bfloat16 = self.options.dtype == "bfloat16"
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=bfloat16):
-            loss, figures = self.job.loss(self.model, self.hidden, *tensors)
+            loss, figures = self.job.loss(self.model, *tensors)
         return torch.cat([loss.reshape(1), figures.detach().reshape(-1)])
 
     def _diverged(self, step: int, loss: float) -> str:
@@ -297,7 +298,7 @@ def evaluating(model: CausalLM) -> Iterator[None]:
     training = model.training
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), as_written(model):
             yield
     finally:
         model.train(training)

@@ -19,7 +19,7 @@ from deltarule.train.data import Corpus, ShuffledRows, Spans, row, with_empty_pi
 from deltarule.train.device import choose_device, to_device
 from deltarule.train.evaluate import bits_per_byte, compressed_bits_per_byte
 from deltarule.train.figures import loss_curve
-from deltarule.train.loop import Hidden, LoopOptions, Trainer, evaluating
+from deltarule.train.loop import LoopOptions, Trainer, evaluating
 from deltarule.train.metrics import Metrics, read_metrics
 from deltarule.train.model_options import ModelOptions
 from deltarule.train.optimizer import OptimizerOptions
@@ -117,7 +117,7 @@ class TextJob:
             batch = batch._replace(cu_seqlens=with_empty_pieces(batch.cu_seqlens))
         return tuple(to_device(x, device) for x in batch)
 
-    def loss(self, model: CausalLM, hidden: Hidden, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(self, model: CausalLM, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         """Mean nats a byte, and the same for display.
 
         Where processes share a row, all of it comes on the CPU, and the loss is that of the tokens
@@ -125,13 +125,13 @@ class TextJob:
         """
         tokens, targets, cu_seqlens = tensors
         if self.sharing is None:
-            x, _ = hidden(tokens, cu_seqlens=cu_seqlens)
+            x, _ = model.hidden(tokens, cu_seqlens=cu_seqlens)
             loss = model.loss(x, targets)
             return loss, loss
         length, device = tokens.shape[1], model.embedding.weight.device
         context = make_context(length, group=self.sharing, cu_seqlens=cu_seqlens)
         here, expected = (to_device(context.part(x), device) for x in (tokens, targets))
-        x, _ = hidden(here, context=context)
+        x, _ = model.hidden(here, context=context)
         loss = model.loss(x, expected) * ((context.last - context.first) / length)
         return loss, loss
 
