@@ -107,13 +107,14 @@ def number_of_times(ratio: float) -> str:
 
 
 def other_tables(reports: Sequence[Row]) -> list[str]:
-    """Errors, host times, first calls and training steps, each from the newest run of it."""
+    """Errors, host times, first calls and whole models, each from the newest run of it."""
     lines: list[str] = []
     for kind, (title, heads, line_of) in OTHERS.items():
         newest: dict[tuple[Any, ...], Row] = {}
         for report in sorted(reports, key=lambda report: str(report["date"])):
             for row in of_kind(report, kind):
-                newest[row.get("operation"), row.get("batch"), row["peer"]] = row
+                size = row.get("model"), row.get("batch")
+                newest[row.get("operation"), *size, row["peer"]] = row
         cells = [line_of(row) for row in newest.values() if "error" not in row]
         if cells:
             lines += ["", f"{title[0].upper()}{title[1:]}:", "", *markdown(heads, cells)]

@@ -80,6 +80,9 @@ def label(row: Row) -> str:
     """What a row of a table of several operators is about."""
     if row["kind"] == "model":
         return f"{row['batch']}x{row['tokens']}"
+    if row["kind"] in ("generate", "train"):
+        sizes = [str(row[name]) for name in ("batch", "rows", "tokens") if name in row]
+        return ", ".join(filter(None, [row["model"], "x".join(sizes)]))
     return "" if row["kind"] == "time" else OPERATIONS[row["operation"]].title
 
 
@@ -128,5 +131,15 @@ OTHERS: dict[str, tuple[str, Cells, Callable[[Row], Cells]]] = {
         "training steps of a 1.3 B DeltaNet, bfloat16",
         ["batch", "peer", "tokens/s", "peak GiB", "first step s"],
         figure_line("tokens_per_s", "peak_GiB", "first_s"),
+    ),
+    "generate": (
+        "generation, greedy, prompts of 128 tokens included, bfloat16",
+        ["model, rows", "peer", "ms a token", "floor"],
+        figure_line("ms_per_token", "floor_ms"),
+    ),
+    "train": (
+        "training steps (fused AdamW, clipping), bfloat16",
+        ["model, rows x tokens", "peer", "eager ms", "host ms", "graph ms", "GPU ms", "peak GiB"],
+        figure_line("eager_ms", "host_ms", "graph_ms", "gpu_ms", "peak_GiB"),
     ),
 }

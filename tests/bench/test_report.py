@@ -63,6 +63,26 @@ def test_a_graph_that_cannot_be_captured_is_told():
     assert any("flashinfer, forward, graph: RuntimeError: it waits" in x.notes for x in tables)
 
 
+def test_whole_models_have_tables_of_their_own():
+    filed = results.new_report([])
+    for batch in (1, 32):
+        generated = {"kind": "generate", "model": "1.5B", "batch": batch}
+        results.add(filed, "deltarule", generated, {"ms_per_token": 1.25 * batch, "floor_ms": 0.75})
+    trained = {"kind": "train", "model": "148M"}
+    figures = {"rows": 8, "tokens": 1024, "eager_ms": 40.5, "graph_ms": 20.25, "gpu_ms": 19.75}
+    results.add(filed, "deltarule", trained, figures | {"peak_GiB": 9.5, "host_ms": 30.25})
+    results.add(filed, "transformers", trained, {"error": "it is not installed"})
+    first, second = table.report_tables(filed)
+    assert first.lines[1] == ["1.5B, 32", "deltarule", "40", "0.75"]
+    assert second.lines == [
+        ["148M, 8x1024", "deltarule", "40.5", "30.2", "20.2", "19.8", "9.5"],
+    ]
+    assert second.notes == ["transformers, 148M: it is not installed"]
+    page = report.other_tables([filed])
+    assert [line for line in page if line.startswith("| 1.5B, 1 |")]
+    assert [line for line in page if line.startswith("| 1.5B, 32 |")]
+
+
 def test_tables_are_printed(capsys):
     table.show(example_report())
     shown = capsys.readouterr().out
