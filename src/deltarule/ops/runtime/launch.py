@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import Context, ContextVar
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -169,6 +170,14 @@ def parameters(kernel: Any, sizes: Sequence[str] = ()) -> tuple[tuple[str, ...],
 
 # With the kernel, so that its id stays its own.
 _parameters: dict[int, tuple[tuple[str, ...], frozenset[str], Any]] = {}
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many a GPU has; 1 for other devices, so that nothing is split."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def there(place: torch.device) -> AbstractContextManager[Any]:

@@ -39,14 +39,6 @@ def account_home() -> Path:
 
 
 @cache
-def multiprocessors(device: torch.device) -> int:
-    """How many a GPU has; 1 for other devices, so that nothing is split."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@cache
 def identity() -> dict[str, str]:
     """GPU, driver, Triton and package version: what a finding holds for."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else NO_GPU

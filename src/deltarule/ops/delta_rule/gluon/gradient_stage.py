@@ -19,8 +19,7 @@ from deltarule.ops.delta_rule.gluon.stage import (
 from deltarule.ops.delta_rule.triton import gradients
 from deltarule.ops.delta_rule.triton.gradients import scan_back_has_values
 from deltarule.ops.delta_rule.triton.plan import WHOLE, Call, Shapes, Window
-from deltarule.ops.runtime.launch import Launch
-from deltarule.ops.runtime.machine import multiprocessors
+from deltarule.ops.runtime.launch import Launch, multiprocessors
 
 # Registers of a thread: on average, and of the roles of one warp; the other has the rest.
 AVERAGE, OTHERS = 168, 24

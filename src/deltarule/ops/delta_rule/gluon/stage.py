@@ -20,8 +20,7 @@ from deltarule.ops.delta_rule.triton.passes import compiled_first, contiguous
 from deltarule.ops.delta_rule.triton.plan import Call, Plan, make_plan
 from deltarule.ops.delta_rule.triton.tile_sizes import architecture
 from deltarule.ops.dispatch import constant_when_compiled
-from deltarule.ops.runtime.launch import Launch
-from deltarule.ops.runtime.machine import multiprocessors
+from deltarule.ops.runtime.launch import Launch, multiprocessors
 from deltarule.ops.runtime.replay import Outputs, Recorded
 from deltarule.ops.runtime.tensor_maps import described
 

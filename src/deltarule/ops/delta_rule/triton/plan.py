@@ -19,8 +19,7 @@ from deltarule.ops.delta_rule.triton.tile_sizes import (
 )
 from deltarule.ops.delta_rule.triton.tiles import Sizes
 from deltarule.ops.dispatch import plans, remember
-from deltarule.ops.runtime.launch import CHOICES, Grid, Launch, parameters
-from deltarule.ops.runtime.machine import multiprocessors
+from deltarule.ops.runtime.launch import CHOICES, Grid, Launch, multiprocessors, parameters
 from deltarule.ops.runtime.tensor_maps import Tiles
 
 # With an erase three passes go over a segment instead of one: fewer segments save no time.

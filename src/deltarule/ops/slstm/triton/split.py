@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltarule.ops.runtime.machine import multiprocessors
+from deltarule.ops.runtime.launch import multiprocessors
 from deltarule.ops.runtime.named import launch
 from deltarule.ops.slstm.inputs import SLSTMInputs
 from deltarule.ops.slstm.triton.cell import (
