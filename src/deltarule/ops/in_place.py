@@ -70,7 +70,8 @@ class InPlace(Generic[Call]):
         """Run a call by a backend; there is no gradient."""
         given: list[Any] = []
         for x in call:
-            given += x if isinstance(x, tuple) else (x,)
+            # PyTorch 2.11's compiler adds no named tuple to a list.
+            given.extend(x if isinstance(x, tuple) else (x,))
         if not is_plain_eager() or not KNOWN.issuperset(map(type, given)):
             return self.operator(*given, backend)
         found = self.backends[backend](call)
