@@ -4,41 +4,38 @@ import dataclasses
 from pathlib import Path
 
 from bench.markdown import markdown_table
-from experiments.experiment import Experiment, Result
+from experiments.experiment import Result
 from experiments.figures import Curve, Panel, draw_curves, title_of
 from experiments.seeds import figures_of, on_noise
-from experiments.settings import read_settings
+from experiments.settings import Form
 from experiments.text_cell import TextCell
 from experiments.text_setting import bits, text_cells, text_model, text_of
-from experiments.words import Scale, read_words
 
-FORMS, WORDS = read_settings("ablation"), read_words("ablation")
-VARIANTS = FORMS["gpu"]["variants"]
 PAPERS = {"deltanet": "DeltaNet 340 M", "gated_deltanet": "Gated DeltaNet 400 M"}
 
 
-def cells(scale: Scale) -> list[TextCell]:
-    form = FORMS[scale]
+def cells(form: Form) -> list[TextCell]:
+    variants = form["variants"]
     models = {
         name: dataclasses.replace(
-            text_model(VARIANTS[name]["layer"], form["size"]), **VARIANTS[name]["changes"]
+            text_model(variants[name]["layer"], form["size"]), **variants[name]["changes"]
         )
-        for name in form.get("run") or VARIANTS
+        for name in form.get("run") or variants
     }
     return text_cells(models, form["size"], form["seeds"])
 
 
-def draw(scale: Scale, results: list[Result], path: Path) -> None:
+def draw(form: Form, results: list[Result], path: Path) -> None:
     """A row for each layer: ours, and the published perplexities in the same places."""
-    runs, panels = figures_of(results, bits), []
+    runs, variants, panels = figures_of(results, bits), form["variants"], []
     for layer, paper in PAPERS.items():
-        names = [name for name in runs if VARIANTS[name]["layer"] == layer]
+        names = [name for name in runs if variants[name]["layer"] == layer]
         if not names:
             continue
         ours = Curve.through(layer, {x: runs[name].values for x, name in enumerate(names)})
-        given = {x: WORDS.published[name].get(paper) for x, name in enumerate(names)}
+        given = {x: form["published"][name].get(paper) for x, name in enumerate(names)}
         theirs = Curve.of_paper(layer, {x: value for x, value in given.items() if value})
-        ticks = [short(VARIANTS[name]["title"]) for name in names]
+        ticks = [short(variants[name]["title"]) for name in names]
         title = f"published, {paper[-5:]}"
         panels += [
             Panel([ours], "variant", "bits per byte, held out", title_of(layer), ticks),
@@ -58,15 +55,12 @@ def short(title: str) -> str:
     return words.replace(" ", "\n", 1)
 
 
-def table(scale: Scale, results: list[Result]) -> str:
+def table(form: Form, results: list[Result]) -> str:
     """Ours beside the perplexities of both papers."""
     runs, rows = figures_of(results, bits), []
     for name, run in runs.items():
-        theirs = [str(WORDS.published[name].get(paper, "-")) for paper in PAPERS.values()]
-        variant = VARIANTS[name]
+        theirs = [str(form["published"][name].get(paper, "-")) for paper in PAPERS.values()]
+        variant = form["variants"][name]
         rows.append([title_of(variant["layer"]), variant["title"], str(run), *theirs])
     head = ["layer", "variant", "bits per byte", *(f"published, {x}" for x in PAPERS.values())]
     return f"{markdown_table(head, rows)}\n\n{on_noise(runs)} {text_of(results)}"
-
-
-EXPERIMENT = Experiment(name="ablation", words=WORDS, cells=cells, draw=draw, table=table)

@@ -1,12 +1,13 @@
 """What an experiment is: cells to run, a figure, a table, and words."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from experiments.settings import Form
 from experiments.words import Scale, Words
 
 # Seconds of training that a kill may cost a cell.
@@ -60,16 +61,21 @@ class Experiment:
     """Its key in `EXPERIMENTS`."""
     words: Words
     """Title, source, what its forms take, and what differs from the paper."""
-    cells: Callable[[Scale], Sequence[Cell]]
-    """From the scale to the cells."""
-    draw: Callable[[Scale, list[Result], Path], None]
+    forms: Mapping[Scale, Form]
+    """The settings of each form; `published` among them holds the paper's figures, and `grows`
+    says that it is reported with the cells that there are, which join those of before."""
+    make: Callable[[Form], Sequence[Cell]]
+    """From a form to the cells."""
+    draw: Callable[[Form, list[Result], Path], None]
     """Writes the PNG of finished cells, with published values as hollow marks."""
-    table: Callable[[Scale, list[Result]], str]
+    table: Callable[[Form, list[Result]], str]
     """A table of finished cells in Markdown: ours beside the published values."""
     timed: bool = False
     """Cells take times, so one runs at a time, whatever --workers says."""
-    grows: bool = False
-    """It is reported with the cells that there are, and new ones join those that are published."""
+
+    def cells(self, scale: Scale) -> Sequence[Cell]:
+        """What a form runs."""
+        return self.make(self.forms[scale])
 
 
 def finished(results: Sequence[Result]) -> list[Result]:

@@ -5,15 +5,12 @@ from functools import partial
 from pathlib import Path
 
 from bench.markdown import markdown_table
-from experiments.experiment import Experiment, Result
+from experiments.experiment import Result
 from experiments.figures import Curve, Panel, draw_curves, title_of
 from experiments.seeds import by_setting, figures_of
-from experiments.settings import read_settings
+from experiments.settings import Form
 from experiments.text_cell import TextCell
 from experiments.text_setting import text_cells, text_model, text_of
-from experiments.words import Scale, read_words
-
-FORMS = read_settings("extrapolation")
 
 # Nats a token of code, read off the figure in the README of DeltaProduct's release: models trained
 # on 4,096 tokens, at that length (all of them) and at 32,768.
@@ -21,9 +18,8 @@ PUBLISHED_AT_ONCE = 3.03
 PUBLISHED_FAR = {"deltanet": 3.37, "delta_product": 3.05}
 
 
-def cells(scale: Scale) -> list[TextCell]:
+def cells(form: Form) -> list[TextCell]:
     """A model for each mixer and seed, trained on short rows and measured on long ones."""
-    form = FORMS[scale]
     length, size = form["trained"], form["size"]
     models = {name: text_model(name, size) for name in form["systems"]}
     lengths = length, form["read"]
@@ -49,9 +45,9 @@ def curve_of(name: str, runs: list[Result]) -> Curve:
     return Curve.through(name, points)
 
 
-def draw(scale: Scale, results: list[Result], path: Path) -> None:
+def draw(form: Form, results: list[Result], path: Path) -> None:
     """Ours by position, and the two published losses."""
-    trained = FORMS[scale]["trained"]
+    trained = form["trained"]
     panel = partial(Panel, log_x=True)
     ours = panel(
         [curve_of(name, runs) for name, runs in by_setting(results).items()],
@@ -75,9 +71,9 @@ def at(length: int, result: Result) -> float:
     return next(bits for _, last, bits in bins(result) if last == length)
 
 
-def table(scale: Scale, results: list[Result]) -> str:
+def table(form: Form, results: list[Result]) -> str:
     """Bits per byte in the last half of rows of several lengths, and what the longest costs."""
-    trained, read = FORMS[scale]["trained"], FORMS[scale]["read"]
+    trained, read = form["trained"], form["read"]
     lengths = [trained * factor for factor in (1, 4, 16, 32) if trained * factor <= read]
     columns = [figures_of(results, partial(at, length)) for length in lengths]
     head = ["system", *(f"at {length:,}" for length in lengths), "change", "published change, nats"]
@@ -92,8 +88,3 @@ def table(scale: Scale, results: list[Result]) -> str:
         f"bytes within one document; trained on rows of {trained:,}. {text_of(results)}"
     )
     return f"{markdown_table(head, rows)}\n\n{note}"
-
-
-EXPERIMENT = Experiment(
-    name="extrapolation", words=read_words("extrapolation"), cells=cells, draw=draw, table=table
-)

@@ -13,14 +13,12 @@ from bench.markdown import markdown_table
 from deltarule.tasks.groups import Config, Group, running_products
 from deltarule.train.task_rows import Curriculum
 from experiments.constructions import Action, Construction
-from experiments.experiment import Experiment, Result
+from experiments.experiment import Result
 from experiments.figures import Curve, Panel, draw_curves
 from experiments.seeds import Runs, by_setting
-from experiments.settings import Form, read_settings
+from experiments.settings import Form
 from experiments.task_cell import Evaluation, TaskCell, task_cell
-from experiments.words import Scale, read_words
 
-FORMS, WORDS = read_settings("groups"), read_words("groups")
 LABEL, ROWS = "new rows", 1000
 # Rows grow from two elements on: products of few have to be learned before those of many.
 FIRST_LENGTH, THRESHOLD = 2, 0.25
@@ -50,9 +48,8 @@ class ExactCell:
         }
 
 
-def cells(scale: Scale) -> list[TaskCell | ExactCell]:
+def cells(form: Form) -> list[TaskCell | ExactCell]:
     """Every group, number of writes and seed, and the exact weights."""
-    form = FORMS[scale]
     settings = [(group, n, 2.0) for group, steps in form["groups"].items() for n in steps]
     settings += [(group, n, 1.0) for group, steps in form["positive"].items() for n in steps]
     trained = [make_cell(form, *one, seed) for one in settings for seed in form["seeds"]]
@@ -102,12 +99,12 @@ def shares(run: Result) -> dict[int, float]:
     return dict(map(tuple, run.figures["evaluations"][LABEL]["prefixes"]))
 
 
-def draw(scale: Scale, results: list[Result], path: Path) -> None:
+def draw(form: Form, results: list[Result], path: Path) -> None:
     """A panel for each group: the share of rows that are right up to each length.
 
     A curve for each seed, as they differ in kind: some solve a group that others do not.
     """
-    form, panels = FORMS[scale], []
+    panels = []
     marks = {"longest in training": form["trained"]}
     panel = partial(Panel, x="elements", y="rows right up to here", log_x=True, marks=marks)
     for group in reversed(form["groups"]):
@@ -117,7 +114,7 @@ def draw(scale: Scale, results: list[Result], path: Path) -> None:
             for run in runs
         ]
         if group == "S_5":
-            theirs = WORDS.published.items()
+            theirs = form["published"].items()
             curves += [Curve.of_paper(label_of(int(n), 2.0), points) for n, points in theirs]
         panels.append(panel(curves, title=group, limits=(-0.02, 1.05)))
     draw_curves(panels, path, title="Word problems of groups", columns=2)
@@ -128,9 +125,8 @@ def reached(run: Result) -> int:
     return max((n for n, share in shares(run).items() if share >= 0.5), default=0)
 
 
-def table(scale: Scale, results: list[Result]) -> str:
+def table(form: Form, results: list[Result]) -> str:
     """What was learned, and what exact weights do."""
-    form = FORMS[scale]
     lengths = form["trained"], form["prefixes"][-1]
     rows = []
     for group in reversed(form["groups"]):
@@ -149,6 +145,3 @@ def table(scale: Scale, results: list[Result]) -> str:
     head = ["group", "acts by", "writes", "tokens", "right", "largest error"]
     titles = "Learned, each seed:", "Exact weights, without training, in float64:"
     return "\n\n".join([titles[0], learned, titles[1], markdown_table(head, rows)])
-
-
-EXPERIMENT = Experiment(name="groups", words=WORDS, cells=cells, draw=draw, table=table)

@@ -4,19 +4,15 @@ from functools import partial
 from pathlib import Path
 
 from bench.markdown import markdown_table
-from experiments.experiment import Experiment, Result
+from experiments.experiment import Result
 from experiments.figures import Curve, Panel, draw_curves, title_of
 from experiments.seeds import by_setting, figures_of, on_noise, places
-from experiments.settings import read_settings
+from experiments.settings import Form
 from experiments.text_cell import TextCell
 from experiments.text_setting import bits, text_cells, text_model, text_of
-from experiments.words import Scale, read_words
-
-FORMS, WORDS = read_settings("language"), read_words("language")
 
 
-def cells(scale: Scale) -> list[TextCell]:
-    form = FORMS[scale]
+def cells(form: Form) -> list[TextCell]:
     models = {name: text_model(name, form["size"]) for name in form["systems"]}
     return text_cells(models, form["size"], form["seeds"])
 
@@ -30,7 +26,7 @@ def learning_curve(name: str, results: list[Result]) -> Curve:
     return Curve.through(name, points)
 
 
-def draw(scale: Scale, results: list[Result], path: Path) -> None:
+def draw(form: Form, results: list[Result], path: Path) -> None:
     """The course of training, the final loss of each seed, and the published perplexities."""
     runs, found = by_setting(results), figures_of(results, bits)
     order = sorted(found, key=lambda name: found[name].mean)
@@ -38,11 +34,11 @@ def draw(scale: Scale, results: list[Result], path: Path) -> None:
         Curve.through(name, {place: found[name].values}) for place, name in enumerate(order)
     ]
     published = [
-        Curve.of_paper(name, {place: WORDS.published[name]["1.3 B"]})
+        Curve.of_paper(name, {place: form["published"][name]["1.3 B"]})
         for place, name in enumerate(order)
-        if "1.3 B" in WORDS.published.get(name, {})
+        if "1.3 B" in form["published"].get(name, {})
     ]
-    by_system = partial(Panel, x="system", ticks=[FORMS[scale]["letters"][name] for name in order])
+    by_system = partial(Panel, x="system", ticks=[form["letters"][name] for name in order])
     held_out = "bits per byte, held out"
     panels = [
         Panel(
@@ -56,7 +52,7 @@ def draw(scale: Scale, results: list[Result], path: Path) -> None:
     draw_curves(panels, path, title="Small language models at equal tokens and parameters")
 
 
-def table(scale: Scale, results: list[Result]) -> str:
+def table(form: Form, results: list[Result]) -> str:
     """Ours, the best first, beside the published perplexities, which are of words and larger."""
     runs = figures_of(results, bits)
     parameters = figures_of(results, lambda result: result.figures["parameters"])
@@ -64,7 +60,7 @@ def table(scale: Scale, results: list[Result]) -> str:
     head = ["system", "parameters", "seeds", "bits per byte", "perplexity of a byte", "place"]
     rows = []
     for name in sorted(runs, key=lambda name: runs[name].mean):
-        run, published = runs[name], WORDS.published.get(name, {})
+        run, published = runs[name], form["published"].get(name, {})
         ours = [str(len(run.values)), str(run), f"{2**run.mean:.3f}", told[name]]
         theirs = [str(published.get(size, "-")) for size in ("340 M", "1.3 B")]
         rows.append([title_of(name), f"{parameters[name].mean:,.0f}", *ours, *theirs])
@@ -72,6 +68,3 @@ def table(scale: Scale, results: list[Result]) -> str:
     notes = f"{on_noise(runs)} {note} {text_of(results)}"
     board = markdown_table([*head, "published, 340 M", "published, 1.3 B"], rows)
     return f"{board}\n\n{notes}"
-
-
-EXPERIMENT = Experiment(name="language", words=WORDS, cells=cells, draw=draw, table=table)

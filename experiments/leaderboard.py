@@ -19,13 +19,13 @@ from bench.markdown import markdown_table
 from deltarule.nn import SYSTEMS
 from deltarule.train.extra import require
 from deltarule.train.figures import DARK, DOTS_PER_INCH, dress, save
-from experiments.experiment import Experiment, Result
+from experiments.experiment import Result
 from experiments.figures import title_of
-from experiments.leaderboard_tasks import COLUMNS
+from experiments.leaderboard_tasks import Columns, columns
 from experiments.records import write_json
+from experiments.settings import Form
 from experiments.task_cell import TaskCell
 from experiments.text_cell import TextCell
-from experiments.words import Scale, read_words
 
 # Scores this near are one: of tasks, whose tests have 1,000 rows, and of text.
 TIE = {False: 0.1, True: 0.02}
@@ -92,7 +92,7 @@ def score(cell: TaskCell | TextCell, figures: dict[str, Any]) -> float:
     return (float(first["accuracy"]) - chance) / (1 - chance)
 
 
-def cells(scale: Scale) -> list[Entry]:
+def cells(form: Form) -> list[Entry]:
     return [
         Entry(
             name=f"{system}-{key}",
@@ -100,7 +100,7 @@ def cells(scale: Scale) -> list[Entry]:
             rates=column.rates,
             seeds=column.seeds,
         )
-        for key, column in COLUMNS[scale].items()
+        for key, column in columns(form).items()
         for system in SYSTEMS
     ]
 
@@ -128,11 +128,11 @@ class Scored(NamedTuple):
 Board = dict[str, list[Scored]]
 
 
-def board_of(scale: Scale, results: list[Result]) -> Board:
+def board_of(made: Columns, results: list[Result]) -> Board:
     """All systems on each task that has any, the best mean first."""
     done = {result.name: result.figures["scores"] for result in results}
     board: Board = {}
-    for key in COLUMNS[scale]:
+    for key in made:
         lower = key == "language"
         names = {system: done.get(f"{system}-{key}") for system in SYSTEMS}
         found = [Scored(system, scores, lower) for system, scores in names.items() if scores]
@@ -159,12 +159,13 @@ def bands(ranked: list[Scored]) -> dict[str, int]:
     return told
 
 
-def table(scale: Scale, results: list[Result]) -> str:
+def table(form: Form, results: list[Result]) -> str:
     """A row for each system and a column for each task that anything has run; then the settings.
 
     Systems come by the mean of their bands over the tasks that they have run.
     """
-    board = board_of(scale, results)
+    made = columns(form)
+    board = board_of(made, results)
     placed = {key: bands(ranked) for key, ranked in board.items()}
     cells = {
         (one.system, key): told(one, placed[key]) for key, ranked in board.items() for one in ranked
@@ -178,9 +179,8 @@ def table(scale: Scale, results: list[Result]) -> str:
         [f"`{name}`", SYSTEMS[name].title, *(cells.get((name, key), "to run") for key in board)]
         for name in sorted(SYSTEMS, key=place)
     ]
-    titles = [COLUMNS[scale][key].title for key in board]
-    whole = markdown_table(["name", "system", *titles], rows)
-    return f"{whole}\n\n{REMARK}\n\n{settings(scale, board)}"
+    whole = markdown_table(["name", "system", *(made[key].title for key in board)], rows)
+    return f"{whole}\n\n{REMARK}\n\n{settings(made, board)}"
 
 
 def told(one: Scored, placed: Mapping[str, int]) -> str:
@@ -188,19 +188,20 @@ def told(one: Scored, placed: Mapping[str, int]) -> str:
     return f"{one.mean:.3f}{several}, band {placed[one.system]}"
 
 
-def settings(scale: Scale, board: Board) -> str:
+def settings(made: Columns, board: Board) -> str:
     """What each task is, and how many systems are still to run on it."""
     return "\n".join(
         f"- **{column.title}**: {column.setting}; rates "
         f"{', '.join(f'{x:g}' for x in column.rates)}, seeds {', '.join(map(str, column.seeds))}; "
         f"to run: {len(SYSTEMS) - len(board.get(key, ()))} of {len(SYSTEMS)}."
-        for key, column in COLUMNS[scale].items()
+        for key, column in made.items()
     )
 
 
-def draw(scale: Scale, results: list[Result], path: Path) -> None:
+def draw(form: Form, results: list[Result], path: Path) -> None:
     """A panel for each task, systems by their places, a mark for each seed."""
-    board = board_of(scale, results)
+    made = columns(form)
+    board = board_of(made, results)
     across = min(ACROSS, len(board))
     down = -(-len(board) // across)
     longest = max(map(len, board.values()))
@@ -210,7 +211,7 @@ def draw(scale: Scale, results: list[Result], path: Path) -> None:
     )
     for index, (key, ranked) in enumerate(board.items()):
         axes = figure.add_subplot(down, across, index + 1)
-        dress(axes, title=COLUMNS[scale][key].title, x=UNIT[ranked[0].lower], y="")
+        dress(axes, title=made[key].title, x=UNIT[ranked[0].lower], y="")
         axes.grid(axis="x", color="#dddddd", linewidth=0.8)
         for place, one in enumerate(ranked):
             axes.plot(one.scores, [-place] * len(one.scores), color=DARK, marker="o", linestyle="")
@@ -226,12 +227,4 @@ REMARK = (
     "told apart. Each system runs "
     "with its own defaults (convolution, gates, range of eigenvalues): a row says what its name "
     "gives, not what it could be made to do."
-)
-EXPERIMENT = Experiment(
-    name="leaderboard",
-    words=read_words("leaderboard"),
-    cells=cells,
-    draw=draw,
-    table=table,
-    grows=True,
 )

@@ -7,11 +7,10 @@ from typing import Any
 from bench.markdown import markdown_table
 from deltarule.tasks import load_task
 from experiments.autoencoder import AutoencoderCell
-from experiments.experiment import Experiment, Result
+from experiments.experiment import Result
 from experiments.figures import Curve, Panel, draw_curves, title_of
-from experiments.settings import read_settings
+from experiments.settings import Form
 from experiments.task_cell import Evaluation, TaskCell, accuracy, in_training, task_cell
-from experiments.words import Scale, read_words
 
 
 @dataclass(frozen=True)
@@ -40,24 +39,22 @@ class Setting:
         return replace(config, training=True) if hasattr(config, "training") else config
 
 
-WORDS, FORMS = read_words("mad"), read_settings("mad")
-SETTINGS = {
-    scale: {name: Setting(**task) for name, task in form["tasks"].items()}
-    for scale, form in FORMS.items()
-}
 # GLA is published without one.
 NO_CONVOLUTION = ("gla", "attention")
 LABEL, ROWS = "new rows", 1280
 
 
-def cells(scale: Scale) -> list[TaskCell]:
-    layers = FORMS[scale]["layers"]
-    return [make_cell(scale, name, layer) for name in SETTINGS[scale] for layer in layers]
+def settings(form: Form) -> dict[str, Setting]:
+    return {name: Setting(**task) for name, task in form["tasks"].items()}
 
 
-def make_cell(scale: Scale, name: str, layer: str) -> TaskCell:
+def cells(form: Form) -> list[TaskCell]:
+    return [make_cell(form, name, layer) for name in form["tasks"] for layer in form["layers"]]
+
+
+def make_cell(form: Form, name: str, layer: str) -> TaskCell:
     """One model of two blocks, mixer and MLP."""
-    setting, form = SETTINGS[scale][name], FORMS[scale]
+    setting = settings(form)[name]
     every = setting.steps // form["evaluations"]
     return task_cell(
         form,
@@ -71,21 +68,21 @@ def make_cell(scale: Scale, name: str, layer: str) -> TaskCell:
     )
 
 
-def of_task(scale: Scale, name: str, results: list[Result]) -> dict[str, Result]:
+def of_task(form: Form, name: str, results: list[Result]) -> dict[str, Result]:
     done = {result.name: result for result in results}
-    return {layer: run for layer in FORMS[scale]["layers"] if (run := done.get(f"{name}-{layer}"))}
+    return {layer: run for layer in form["layers"] if (run := done.get(f"{name}-{layer}"))}
 
 
-def draw(scale: Scale, results: list[Result], path: Path) -> None:
+def draw(form: Form, results: list[Result], path: Path) -> None:
     """Accuracy in training, a panel a task; the published scores at its end."""
-    panels = []
-    for name, setting in SETTINGS[scale].items():
-        runs = of_task(scale, name, results)
+    panels, given = [], form["published"]
+    for name, setting in settings(form).items():
+        runs = of_task(form, name, results)
         curves = [in_training(layer, result) for layer, result in runs.items()]
         curves += [
-            Curve.of_paper(layer, {setting.steps: WORDS.published[layer][name] / 100})
+            Curve.of_paper(layer, {setting.steps: given[layer][name] / 100})
             for layer in runs
-            if layer in WORDS.published
+            if layer in given
         ]
         levels, limits = {"chance": setting.measured.chance}, (-0.08, 1.05)
         title = setting.title
@@ -93,18 +90,15 @@ def draw(scale: Scale, results: list[Result], path: Path) -> None:
     draw_curves(panels, path, title="MAD, baseline settings")
 
 
-def table(scale: Scale, results: list[Result]) -> str:
+def table(form: Form, results: list[Result]) -> str:
     """Ours at the baseline setting, and the published mean over all settings."""
     rows = []
-    for name, setting in SETTINGS[scale].items():
-        for layer, result in of_task(scale, name, results).items():
+    for name, setting in settings(form).items():
+        for layer, result in of_task(form, name, results).items():
             right = result.figures["evaluations"][LABEL]["share_right"]
-            published = WORDS.published.get(layer, {})
+            published = form["published"].get(layer, {})
             theirs = f"{published[name]:.1f} %" if name in published else "-"
             ours = [f"{accuracy(result):.1%}", f"{right:.2%}", f"{result.figures['steps']:,}"]
             rows.append([setting.title, title_of(layer), *ours, theirs])
     head = ["task", "layer", "accuracy", "answers right", "steps", "published mean of all settings"]
     return markdown_table(head, rows)
-
-
-EXPERIMENT = Experiment(name="mad", words=WORDS, cells=cells, draw=draw, table=table)

@@ -18,9 +18,9 @@ from torch.nn.functional import normalize
 
 from bench.markdown import markdown_table
 from deltarule.ops import delta_rule, mesa
-from experiments.experiment import Experiment, Result
+from experiments.experiment import Result
 from experiments.figures import Curve, Panel, draw_curves, title_of
-from experiments.words import Scale, read_words
+from experiments.settings import Form
 
 RULES = ("linear_attention", "retnet", "deltanet", "gated_deltanet", "mesa")
 WIDTH = 64
@@ -155,11 +155,11 @@ def recall(rule: str, memory: Memory) -> Tensor:
     return o[:, written:, 0]
 
 
-def cells(scale: Scale) -> list[MemoryCell]:
+def cells(form: Form) -> list[MemoryCell]:
     return [MemoryCell(rule) for rule in RULES]
 
 
-def draw(scale: Scale, results: list[Result], path: Path) -> None:
+def draw(form: Form, results: list[Result], path: Path) -> None:
     """Error against the number of pairs, under each condition, and against age."""
     panel = partial(Panel, y="relative squared error", levels={"empty": 1.0})
     against_pairs = partial(
@@ -189,7 +189,7 @@ def errors(result: Result, condition: str) -> Curve:
 COLUMNS = [("random", 32), ("random", 64), ("random", 128), ("correlated", 32), ("overwritten", 32)]
 
 
-def table(scale: Scale, results: list[Result]) -> str:
+def table(form: Form, results: list[Result]) -> str:
     """Mean error, the range over seeds, and the share of keys whose own value is the nearest."""
     heads = ["rule", *(f"{condition}, {pairs}" for condition, pairs in COLUMNS)]
     rows = [[title_of(one.name), *(scored(one, *column) for column in COLUMNS)] for one in results]
@@ -200,8 +200,3 @@ def scored(result: Result, condition: str, pairs: int) -> str:
     at = result.figures["pairs"].index(pairs)
     error, found = (np.array(result.figures[condition][name][at]) for name in ("error", "found"))
     return f"{error.mean():.2g} ({error.min():.2g} to {error.max():.2g}), {found.mean():.0%} found"
-
-
-EXPERIMENT = Experiment(
-    name="memory", words=read_words("memory"), cells=cells, draw=draw, table=table
-)

@@ -5,22 +5,18 @@ from pathlib import Path
 
 from bench.markdown import markdown_table
 from deltarule.tasks.mqar import Config
-from experiments.experiment import Experiment, Result
+from experiments.experiment import Result
 from experiments.figures import BARE, Curve, Panel, draw_curves, title_of
 from experiments.seeds import Runs
-from experiments.settings import Form, read_settings
+from experiments.settings import Form
 from experiments.task_cell import Evaluation, TaskCell, accuracy, in_training, task_cell
-from experiments.words import Scale, read_words
 
 # Where a system with its own sizes has not two.
 HEADS = {"attention": 1, "retnet": 8}
-FORMS = read_settings("mqar")
 LABEL, ROWS = "new rows", 3000
-WORDS = read_words("mqar")
 
 
-def cells(scale: Scale) -> list[TaskCell]:
-    form = FORMS[scale]
+def cells(form: Form) -> list[TaskCell]:
     return [
         make_cell(form, system, width, rate, seed)
         for system in form["systems"]
@@ -63,17 +59,16 @@ def right(runs: list[Result]) -> Runs:
     return Runs([*map(accuracy, runs)])
 
 
-def draw(scale: Scale, results: list[Result], path: Path) -> None:
+def draw(form: Form, results: list[Result], path: Path) -> None:
     """Accuracy against width, and in training at the larger one; the published beside them."""
-    form, same = FORMS[scale], scale != "laptop"
-    task = Config(**form["task"])
+    same, task = not form["published_apart"], Config(**form["task"])
     ours, training = [], []
     for system in form["systems"]:
         runs = {width: best(results, system, width) for width in form["widths"]}
         if points := {width: right(found).values for width, found in runs.items() if found}:
             ours.append(Curve.through(system, points))
         training += [in_training(system, run) for run in runs[form["widths"][-1]][:1]]
-    published = [Curve.of_paper(system, points) for system, points in WORDS.published.items()]
+    published = [Curve.of_paper(system, points) for system, points in form["published"].items()]
     setting, chance = f"{task.length} tokens, {task.pairs} pairs", task.chance
     panel = partial(Panel, y="accuracy", limits=(-0.07, 1.05))
     ours_panel = partial(panel, levels={"chance": chance})
@@ -87,21 +82,21 @@ def draw(scale: Scale, results: list[Result], path: Path) -> None:
     draw_curves(panels, path, title="Associative recall")
 
 
-def table(scale: Scale, results: list[Result]) -> str:
+def table(form: Form, results: list[Result]) -> str:
     """Ours at each width, and the published accuracy at those of the paper."""
-    form = FORMS[scale]
-    shown = form["widths"] if scale != "laptop" else (64, 128)
+    apart = form["published_apart"]
+    shown = (64, 128) if apart else form["widths"]
     heads = ["system", *(f"ours, width {width}" for width in form["widths"]), "learning rates"]
     heads += [f"published, width {width}" for width in shown]
     rows = []
     for system in dict.fromkeys((*form["systems"], "mamba1")):
         runs = [best(results, system, width) for width in form["widths"]]
         rates = [f"{one[0].cell['optimizer']['lr']:g}" for one in runs if one]
-        published = WORDS.published.get(system, {})
+        published = form["published"].get(system, {})
         cells = [*map(entry, runs), ", ".join(dict.fromkeys(rates)) or "-"]
         cells += [f"{published[width]:.0%}" if width in published else "-" for width in shown]
         rows.append([title_of(system), *cells])
-    note = "" if scale != "laptop" else " The published figures are of 512 tokens and 64 pairs."
+    note = " The published figures are of 512 tokens and 64 pairs." if apart else ""
     chance = f"Chance, one of a row's values, is {Config(**form['task']).chance:.1%}.{note}"
     return f"{markdown_table(heads, rows)}\n\n{chance}"
 
@@ -114,6 +109,3 @@ def entry(runs: list[Result]) -> str:
     steps = " and ".join(f"{one.figures['steps']:,}" for one in runs)
     spread = f" ({min(found.values):.1%} to {max(found.values):.1%})" if len(runs) > 1 else ""
     return f"{found.mean:.1%}{spread} in {steps} steps"
-
-
-EXPERIMENT = Experiment(name="mqar", words=WORDS, cells=cells, draw=draw, table=table)

@@ -9,16 +9,13 @@ from bench.markdown import markdown_table
 from deltarule.tasks.niah import Config, Haystack, Value
 from deltarule.train.task_rows import Curriculum
 from experiments import pinned_needles
-from experiments.experiment import Experiment, Result
+from experiments.experiment import Result
 from experiments.figures import Curve, Panel, draw_curves, title_of
 from experiments.pinned_text import SHA256
 from experiments.seeds import Runs, by_setting
-from experiments.settings import Form, read_settings
+from experiments.settings import Form
 from experiments.task_cell import Evaluation, TaskCell, task_cell
-from experiments.words import Scale, read_words
 
-# Neither decay nor erase, one of them, both.
-SYSTEMS = ("linear_attention", "mamba2", "deltanet", "gated_deltanet")
 # Those with decays, which also run with the papers' draw of them.
 GATED = ("mamba2", "gated_deltanet")
 NEEDLES: dict[str, tuple[Haystack, Value]] = {
@@ -26,7 +23,6 @@ NEEDLES: dict[str, tuple[Haystack, Value]] = {
     "S-NIAH-2": ("prose", "number"),
     "S-NIAH-3": ("prose", "uuid"),
 }
-WORDS = read_words("niah")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +37,8 @@ class NeedleCell(TaskCell):
         return pinned_needles
 
 
-FORMS = read_settings("niah")
-
-
-def cells(scale: Scale) -> list[NeedleCell]:
-    form = FORMS[scale]
-    spread = [make_cell(form, name, seed) for seed in form["seeds"] for name in SYSTEMS]
+def cells(form: Form) -> list[NeedleCell]:
+    spread = [make_cell(form, name, seed) for seed in form["seeds"] for name in form["systems"]]
     drawn = [
         make_cell(form, name, seed, "-drawn") for seed in form["drawn_seeds"] for name in GATED
     ]
@@ -97,25 +89,25 @@ def shares(runs: list[Result], needle: str, length: int) -> Runs:
     return Runs([100 * float(one["sequence_accuracy"]) for one in figures])
 
 
-def draw(scale: Scale, results: list[Result], path: Path) -> None:
+def draw(form: Form, results: list[Result], path: Path) -> None:
     """Ours by length above, a curve for each seed, as they differ in kind; the published below.
 
     Those are of other models and in other tokens.
     """
-    form, runs = FORMS[scale], by_setting(results)
+    runs = by_setting(results)
     panel = partial(Panel, y="values right, %", log_x=True, limits=(-3, 105))
     ours, published = [], []
     for needle in form["needles"]:
         curves = [
             Curve(name, form["lengths"], [shares([run], needle, n).mean for n in form["lengths"]])
-            for name in SYSTEMS
+            for name in form["systems"]
             for run in runs.get(name, [])
         ]
         marks = {"trained": form["lengths"][0]}
         ours.append(panel(curves, "bytes", title=f"{needle}, ours", marks=marks))
         curves = [
             Curve.of_paper(row.split()[1], {1024 * n: percent for n, percent in points.items()})
-            for row, points in WORDS.published.items()
+            for row, points in form["published"].items()
             if row.startswith(needle)
         ]
         published.append(panel(curves, "Llama-2 tokens", title=f"{needle}, published"))
@@ -124,12 +116,12 @@ def draw(scale: Scale, results: list[Result], path: Path) -> None:
     )
 
 
-def table(scale: Scale, results: list[Result]) -> str:
-    form, runs, rows = FORMS[scale], by_setting(results), []
+def table(form: Form, results: list[Result]) -> str:
+    runs, rows = by_setting(results), []
     for needle in form["needles"]:
-        for system in SYSTEMS:
+        for system in form["systems"]:
             ours = [shares(runs.get(system, []), needle, n).each(".1f") for n in form["lengths"]]
-            published = WORDS.published.get(f"{needle} {system}", {})
+            published = form["published"].get(f"{needle} {system}", {})
             theirs = [f"{published[n]:.1f}" if n in published else "-" for n in (1, 2, 4, 8)]
             rows.append([needle, title_of(system), *ours, *theirs])
     head = ["needle", "system", *(f"{n:,} bytes" for n in form["lengths"])]
@@ -152,6 +144,3 @@ def starts(form: Form, runs: dict[str, list[Result]]) -> list[str]:
                     rows.append([*cells, shares([run], needle, length).each(".1f")])
     head = ["system", "heads start", "seed", "horizons in tokens, layer by layer"]
     return [markdown_table([*head, f"{needle}, {length:,} bytes"], rows)] if rows else []
-
-
-EXPERIMENT = Experiment(name="niah", words=WORDS, cells=cells, draw=draw, table=table)

@@ -40,7 +40,9 @@ def draw_figures(folder: Path) -> None:
             report = read_report(experiment, scale, folder)
             results = finished(to_results(report["cells"])) if report else []
             if results:
-                experiment.draw(scale, results, folder / f"{experiment.name}-{scale}.png")
+                experiment.draw(
+                    experiment.forms[scale], results, folder / f"{experiment.name}-{scale}.png"
+                )
 
 
 def write_index(folder: Path) -> None:
@@ -94,7 +96,7 @@ def section(experiment: Experiment, report: Record, *, raw: str, picture: str | 
     scale, results, words = report["scale"], to_results(report["cells"]), experiment.words
     lines = [] if picture is None else [f"![{words.title}, {scale} form]({picture})", ""]
     if done := finished(results):
-        lines += [experiment.table(scale, done), ""]
+        lines += [experiment.table(experiment.forms[scale], done), ""]
         lines += [words.remark, ""] if words.remark else []
     if failed := [one for one in results if one.error is not None]:
         lines += ["Failed:", "", *(f"- `{one.name}`: {one.error}" for one in failed), ""]

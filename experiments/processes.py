@@ -5,6 +5,7 @@ as a short cell takes.
 """
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -28,6 +29,10 @@ Tell = Callable[[Cell, Record | None], None]
 
 class StoppedError(RuntimeError):
     """Ctrl-C or SIGTERM; what was finished is kept, and so is what checkpoints hold."""
+
+
+class OutOfTimeError(StoppedError):
+    """The seconds that were allowed are over."""
 
 
 class MachineError(ValueError):
@@ -95,6 +100,7 @@ def run_cells(
     cells: Sequence[Cell],
     folder: Path,
     devices: Sequence[torch.device],
+    deadline: float = math.inf,
     *,
     workers: int,
     tell: Tell,
@@ -106,12 +112,13 @@ def run_cells(
         cells: What to run, in this order.
         folder: Of the experiment.
         devices: Where to compute; each process sees to one of them.
+        deadline: When to stop, by `time.monotonic`.
         workers: Processes at a time on all devices together, 1 or more.
         tell: Hears of every cell that starts or ends.
         afresh: Each cell has a process of its own, in which nothing of the cell before is left.
 
     Raises:
-        StoppedError: Ctrl-C or SIGTERM.
+        StoppedError: Ctrl-C or SIGTERM; an `OutOfTimeError` at the deadline.
         MachineError: A cell could not go on, for a reason such as a full disk; the others that
             were running are finished.
     """
@@ -132,6 +139,8 @@ def run_cells(
         nonlocal reported
         if interrupt.requested:
             raise StoppedError
+        if time.monotonic() > deadline:
+            raise OutOfTimeError
         if time.monotonic() - reported >= REPORT:
             reported = time.monotonic()
             for worker in at_work:

@@ -5,20 +5,16 @@ from pathlib import Path
 
 from bench.markdown import markdown_table
 from deltarule.tasks.regbench import Config
-from experiments.experiment import Experiment, Result
+from experiments.experiment import Result
 from experiments.figures import BARE, Curve, Panel, draw_curves, title_of
-from experiments.settings import Form, read_settings
+from experiments.settings import Form
 from experiments.task_cell import Evaluation, TaskCell, accuracy, in_training, task_cell
-from experiments.words import Scale, read_words
 
-WORDS = read_words("regbench")
-FORMS = read_settings("regbench")
 LABEL, ROWS = "new automata", 500
 
 
-def cells(scale: Scale) -> list[TaskCell]:
+def cells(form: Form) -> list[TaskCell]:
     """Every number of examples and system, the longest first."""
-    form = FORMS[scale]
     return [
         make_cell(form, name, examples)
         for examples in sorted(form["examples"], reverse=True)
@@ -54,9 +50,9 @@ def uniform(results: list[Result]) -> float:
     return share
 
 
-def draw(scale: Scale, results: list[Result], path: Path) -> None:
+def draw(form: Form, results: list[Result], path: Path) -> None:
     """Accuracy in training, and against the number of examples beside the published ones."""
-    form, done = FORMS[scale], {result.name: result for result in results}
+    done = {result.name: result for result in results}
     training: dict[int, list[Curve]] = {count: [] for count in form["examples"]}
     ours, published = [], []
     for name in form["systems"]:
@@ -65,7 +61,7 @@ def draw(scale: Scale, results: list[Result], path: Path) -> None:
             training[count].append(in_training(name, run))
         if points := {count: best(run) for count, run in runs.items()}:
             ours.append(Curve(name, [*points], [*points.values()]))
-        theirs = WORDS.published.get(name, {})
+        theirs = form["published"].get(name, {})
         shares = {count: percent / 100 for count, percent in theirs.items()}
         published.append(Curve.of_paper(name, shares))
     panel = partial(Panel, y="legal guesses", limits=(0, 1))
@@ -75,23 +71,22 @@ def draw(scale: Scale, results: list[Result], path: Path) -> None:
         for count, curves in training.items()
     ]
     against = partial(panel, x="training examples", log_x=True)
-    if scale == "gpu":
-        panels.append(against(ours + published, levels=levels))
-    else:
+    if form["published_apart"]:
         panels.append(against(published, title="As published, with longer words"))
+    else:
+        panels.append(against(ours + published, levels=levels))
     draw_curves(panels, path, title="In-context languages of random automata")
 
 
-def table(scale: Scale, results: list[Result]) -> str:
+def table(form: Form, results: list[Result]) -> str:
     """Ours at each number of examples, and the published accuracies."""
-    form, shown = FORMS[scale], (2_500, 5_000)
-    done = {result.name: result for result in results}
+    shown, done = (2_500, 5_000), {result.name: result for result in results}
     head = ["system", *(f"ours, {n:,} examples" for n in form["examples"])]
     head += [f"published, {n:,} examples" for n in shown]
     rows = []
     for name in form["systems"]:
         runs = [done.get(f"{name}-{n}") for n in form["examples"]]
-        published = WORDS.published.get(name, {})
+        published = form["published"].get(name, {})
         ours = ["-" if run is None else f"{best(run):.1%} ({accuracy(run):.1%})" for run in runs]
         theirs = [f"{published[n]} %" if n in published else "-" for n in shown]
         rows.append([title_of(name), *ours, *theirs])
@@ -102,6 +97,3 @@ def table(scale: Scale, results: list[Result]) -> str:
         f"A guess of any letter is right in {uniform(results):.1%}."
     )
     return f"{markdown_table(head, rows)}\n\n{note}"
-
-
-EXPERIMENT = Experiment(name="regbench", words=WORDS, cells=cells, draw=draw, table=table)

@@ -1,13 +1,15 @@
 """`deltarule reproduce`: an experiment from its data to its report, and on after a stop."""
 
 import itertools
+import math
 import shlex
 import shutil
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +24,13 @@ from deltarule.train.loop import InterruptedRunError
 from deltarule.train.run_folder import locked
 from experiments.experiment import Cell, Experiment, finished
 from experiments.pages import INDEX_PAGE, section, write_index, write_page
-from experiments.processes import MachineError, StoppedError, devices_of, run_cells
+from experiments.processes import (
+    MachineError,
+    OutOfTimeError,
+    StoppedError,
+    devices_of,
+    run_cells,
+)
 from experiments.records import (
     FORMAT,
     Record,
@@ -55,8 +63,11 @@ class ReproduceRun:
     workers: int | None = None
     """Cells at a time, on all visible GPUs together; None is 2 on a CPU, with a thread each, and 8
     for each GPU."""
-    only: str | None = None
-    """Run only cells whose names begin so; the report waits until all of them are finished."""
+    only: tuple[str, ...] = ()
+    """Run only cells whose names begin so, those of the first before those of the second; * stands
+    for any letters."""
+    seconds: float | None = None
+    """Stop after so many, as Ctrl-C does; 0 runs nothing, and reports on what is finished."""
     retry: bool = False
     """Run failed cells again."""
     runs: Path = Path("runs")
@@ -114,15 +125,15 @@ def reproduce(run: ReproduceRun) -> Path:
     require("matplotlib")
     cells = cells_of(run, experiment)
     folder = run.runs / f"reproduce-{run.name}-{run.scale}"
-    device = device_for(run, experiment, left=cells_left(run, cells, folder))
     with locked(folder):
-        Reproduction(run, experiment, cells, folder, device).run()
+        Reproduction(run, experiment, cells, folder).run()
     return folder
 
 
-def cells_left(run: ReproduceRun, cells: list[Cell], folder: Path) -> bool:
-    """Whether there is anything to run; a report alone needs no GPU."""
-    return run.retry or not all(record_path(folder, cell).exists() for cell in cells)
+def chosen(cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
+    """The cells that a pattern fits, in the order of the patterns; without patterns all."""
+    fitting = [c for start in only or [""] for c in cells if fnmatchcase(c.name, f"{start}*")]
+    return list(dict.fromkeys(fitting))
 
 
 def device_for(run: ReproduceRun, experiment: Experiment, *, left: bool) -> torch.device:
@@ -160,46 +171,45 @@ class Reproduction:
     """An experiment on its way: which cells are finished, and what is said of them."""
 
     def __init__(
-        self,
-        run: ReproduceRun,
-        experiment: Experiment,
-        cells: list[Cell],
-        folder: Path,
-        device: torch.device,
+        self, run: ReproduceRun, experiment: Experiment, cells: list[Cell], folder: Path
     ) -> None:
         self.options, self.experiment, self.cells = run, experiment, cells
-        self.folder, self.device = folder, device
-        self.devices = devices_of(device, torch.cuda.device_count())
-        default = GPU_WORKERS * len(self.devices) if device.type == "cuda" else CPU_WORKERS
+        self.folder, self.form = folder, experiment.forms[run.scale]
+        self.records = finished_records(folder, cells, retry=run.retry)
+        self.grows = self.form.get("grows", False)
+        if self.grows and run.publish is not None:
+            self.records = published_records(run, cells) | self.records
+        self.before = len(self.records)
+        left = [cell for cell in chosen(cells, run.only) if cell.name not in self.records]
+        self.left = [] if run.seconds == 0 else left
+        self.device = device_for(run, experiment, left=bool(self.left))
+        self.devices = devices_of(self.device, torch.cuda.device_count())
+        default = GPU_WORKERS * len(self.devices) if self.device.type == "cuda" else CPU_WORKERS
         self.workers = default if run.workers is None else run.workers
         if experiment.timed:
             self.workers = 1
-        self.records = finished_records(folder, cells, retry=run.retry)
-        if experiment.grows and run.publish is not None:
-            self.records = published_records(run, cells) | self.records
-        self.before = len(self.records)
 
     def run(self) -> None:
         """Run what is left; report once nothing is."""
-        began = time.monotonic()
-        only = self.options.only or ""
-        left = [c for c in self.cells if c.name not in self.records and c.name.startswith(only)]
+        began, seconds = time.monotonic(), self.options.seconds
         words, scale = self.experiment.words, self.options.scale
         print(f"{words.title}, {scale} form: {words.needs[scale]}")
-        print(f"{self.kept()}, {len(left)} to run in {self.folder}", flush=True)
+        print(f"{self.kept()}, {len(self.left)} to run in {self.folder}", flush=True)
         try:
             timed = self.experiment.timed
-            if self.workers == 1 and not timed:
-                self.run_here(left)
+            if self.workers == 1 and not timed and seconds is None:
+                self.run_here(self.left)
             else:
-                at = self.folder, self.devices
-                run_cells(left, *at, workers=self.workers, tell=self.tell, afresh=timed)
+                at = self.folder, self.devices, began + (seconds or math.inf)
+                run_cells(self.left, *at, workers=self.workers, tell=self.tell, afresh=timed)
+        except OutOfTimeError:
+            print(f"the {seconds:g} seconds are over: {self.kept()}; the same command goes on")
         except (StoppedError, InterruptedRunError):
             print(f"{self.kept()}; the same command goes on", flush=True)
             raise KeyboardInterrupt from None
         except (MachineError, *ENVIRONMENT) as error:
             raise MachineError(f"{error}; {self.kept()}, and the same command goes on") from error
-        if len(self.records) == len(self.cells) or (self.experiment.grows and self.records):
+        if len(self.records) == len(self.cells) or (self.grows and self.records):
             self.report(time.monotonic() - began)
         else:
             print(f"{self.kept()}; the report follows when all of them are")
@@ -233,7 +243,7 @@ class Reproduction:
         picture = None
         if done := finished(to_results(records)):
             picture = "figure.png"
-            experiment.draw(scale, done, self.folder / picture)
+            experiment.draw(self.form, done, self.folder / picture)
         # Of the cells, which may have run elsewhere.
         found = next((record["versions"] for record in records if "versions" in record), versions())
         whole = {

@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import Any
 
 Form = dict[str, Any]
+HERE = Path(__file__).parent
 
 
-def read_settings(name: str) -> dict[Any, Form]:
+def read_settings(name: str, folder: Path = HERE) -> dict[Any, Form]:
     """The forms of the experiment of this name.
 
     Examples:
         >>> read_settings("groups")["gpu"]["loop"]["steps"]
         3000
     """
-    text = Path(__file__).with_name("settings").joinpath(f"{name}.toml").read_text(encoding="utf-8")
-    forms: dict[Any, Form] = tomllib.loads(text)
+    path = folder / "settings" / f"{name}.toml"
+    forms: dict[Any, Form] = tomllib.loads(path.read_text(encoding="utf-8"))
     common = forms.pop("all", {})
     return {scale: merged(common, form) for scale, form in forms.items()}
 

@@ -16,14 +16,15 @@ from bench import timing
 from bench.markdown import markdown_table
 from bench.measure import interleaved_seconds, relative_error
 from deltarule.ops import delta_rule
-from experiments.experiment import Experiment, Result
+from experiments.experiment import Result
 from experiments.figures import Curve, Panel, draw_curves
-from experiments.words import Scale, read_words
+from experiments.settings import Form
 
 PASSES = {"forward": "forward", "both": "forward and backward"}
 # Both compute the same in different orders, from inputs that are rounded alike.
 MOST_DIFFERENT = {"cpu": 1e-4, "cuda": 3e-2}
-WORDS = read_words("speedup")
+# One cell at a time has the machine, whatever --workers says.
+TIMED = True
 
 Gradients = tuple[Tensor, ...]
 Run = Callable[[], Any]
@@ -130,19 +131,9 @@ def milliseconds(runs: dict[str, Run], repeats: int, device: str) -> dict[str, f
     return {name: timing.graph_ms([run], repeats) for name, run in runs.items()}
 
 
-def cells(scale: Scale) -> list[SpeedupCell]:
-    laptop = scale == "laptop"
-    return [
-        SpeedupCell(
-            name=f"head-{head}",
-            head=int(head),
-            width=512 if laptop else 2048,
-            tokens=4096 if laptop else 16_384,
-            lengths=(256, 512, 1024, 2048, 4096) if laptop else tuple(published),
-            repeats=5 if laptop else 10,
-        )
-        for head, published in WORDS.published.items()
-    ]
+def cells(form: Form) -> list[SpeedupCell]:
+    sizes = form["cell"] | {"lengths": tuple(form["lengths"])}
+    return [SpeedupCell(name=f"head-{head}", head=int(head), **sizes) for head in form["published"]]
 
 
 def ratios(result: Result, kind: str) -> dict[int, float]:
@@ -153,7 +144,7 @@ def ratios(result: Result, kind: str) -> dict[int, float]:
     }
 
 
-def draw(scale: Scale, results: list[Result], path: Path) -> None:
+def draw(form: Form, results: list[Result], path: Path) -> None:
     """A panel for each pass; the published figure is of both."""
     panel = partial(Panel, x="tokens in a row", y="times faster than the loop", log_x=True)
     panels = []
@@ -163,13 +154,13 @@ def draw(scale: Scale, results: list[Result], path: Path) -> None:
             found = ratios(run, kind)
             curves.append(Curve(f"heads of {run.cell['head']}", [*found], [*found.values()]))
         if both:
-            published = WORDS.published.items()
+            published = form["published"].items()
             curves += [Curve.of_paper(f"heads of {head}", given) for head, given in published]
         panels.append(panel(curves, title=title, log_y=both, levels={"as fast": 1.0}))
     draw_curves(panels, path, title="Chunks beside a loop over tokens", columns=2)
 
 
-def table(scale: Scale, results: list[Result]) -> str:
+def table(form: Form, results: list[Result]) -> str:
     """Milliseconds of both forms, and the ratios beside the published ones."""
     head = ["head", "tokens in a row", "batch", "chunks, ms", "loop, ms", "times faster"]
     rows = []
@@ -179,11 +170,6 @@ def table(scale: Scale, results: list[Result]) -> str:
             row = run.figures["lengths"][str(length)]
             figures = row["chunks_both"], row["loop_both"], ratio, forward[length]
             shape = [size, f"{length:,}", str(run.cell["tokens"] // length)]
-            published = str(WORDS.published[size].get(length, "-"))
+            published = str(form["published"][size].get(length, "-"))
             rows.append([*shape, *(f"{x:.2f}" for x in figures), published])
     return markdown_table([*head, "forward alone", "published"], rows)
-
-
-EXPERIMENT = Experiment(
-    name="speedup", words=WORDS, cells=cells, draw=draw, table=table, timed=True
-)

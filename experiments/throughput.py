@@ -14,10 +14,10 @@ from bench.markdown import markdown_table
 from bench.model import Loss, build_fla, build_ours, time_steps
 from bench.worker import reason
 from deltarule.models import ModelConfig
-from experiments.experiment import Experiment, Result
+from experiments.experiment import Result
 from experiments.figures import Curve, Panel, draw_curves, title_of
 from experiments.recipes import RECIPES
-from experiments.words import Scale, read_words
+from experiments.settings import Form
 
 # Tokens of a step, whatever their rows.
 TOKENS = 32_768
@@ -54,7 +54,8 @@ FLA = {
     "gla": Fla("GLA", {"num_heads": 4}),
     "gated_deltanet_h1": Fla("GatedDeltaNet", GATED | {"head_dim": 192, "attn": WINDOWS}),
 }
-WORDS = read_words("throughput")
+# One model at a time has the GPU, whatever --workers says.
+TIMED = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +123,7 @@ def fla_settings(fla: Fla, config: ModelConfig) -> dict[str, Any]:
     return sizes | words | mlp | fla.options
 
 
-def cells(scale: Scale) -> list[ThroughputCell]:
+def cells(form: Form) -> list[ThroughputCell]:
     """All models of ours, then those of FLA where it is installed."""
     ours = [("deltarule", name) for name in MODELS]
     theirs = [("fla", name) for name in FLA] if adapters.installed("fla") else []
@@ -138,7 +139,7 @@ def speeds(result: Result) -> dict[int, float]:
     return {int(n): row["tokens_per_s"] / 1e3 for n, row in rows if "error" not in row}
 
 
-def draw(scale: Scale, results: list[Result], path: Path) -> None:
+def draw(form: Form, results: list[Result], path: Path) -> None:
     """A panel for each package, the published figures in ours."""
     panels = []
     x, y = f"tokens in a row, {TOKENS:,} in a step", "thousand tokens a second"
@@ -147,13 +148,13 @@ def draw(scale: Scale, results: list[Result], path: Path) -> None:
         found = {run.cell["system"]: speeds(run) for run in runs}
         curves = [Curve(name, [*by], [*by.values()]) for name, by in found.items() if by]
         if peer == "deltarule":
-            curves += [Curve.of_paper(name, WORDS.published[name]) for name in found]
+            curves += [Curve.of_paper(name, form["published"][name]) for name in found]
         if curves:
             panels.append(Panel(curves, x, y, title=peer, log_x=True))
     draw_curves(panels, path, title="Training speed of models of 1.3 B parameters", columns=2)
 
 
-def table(scale: Scale, results: list[Result]) -> str:
+def table(form: Form, results: list[Result]) -> str:
     """Thousands of tokens a second, and the published ones behind them."""
     head = ["system", "whose", "parameters", *(f"{n:,} x {TOKENS // n}" for n in LENGTHS), "GiB"]
     rows, reasons = [], []
@@ -164,7 +165,7 @@ def table(scale: Scale, results: list[Result]) -> str:
         memory = f"{max(row['peak_GiB'] or 0 for row in ran):.0f}" if ran else "-"
         each = [
             f"{found[n]:.1f} ({given:g})" if n in found else f"- ({given:g})"
-            for n, given in WORDS.published[system].items()
+            for n, given in form["published"][system].items()
         ]
         rows.append([title_of(system), run.cell["peer"], size, *each, memory])
         failed = {n: row["error"] for n, row in lengths.items() if "error" in row}
@@ -173,8 +174,3 @@ def table(scale: Scale, results: list[Result]) -> str:
     if not any(run.cell["peer"] == "fla" for run in results):
         note += " FLA was not installed: its models are not beside ours."
     return "\n\n".join([markdown_table(head, rows), *reasons, note])
-
-
-EXPERIMENT = Experiment(
-    name="throughput", words=WORDS, cells=cells, draw=draw, table=table, timed=True
-)

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 Scale = Literal["laptop", "gpu", "published"]
 SCALES: tuple[Scale, ...] = ("laptop", "gpu", "published")
 DIFFERENCES = "Differences: "
+HERE = Path(__file__).parent
 
 
 class Words(NamedTuple):
@@ -36,14 +37,14 @@ class Words(NamedTuple):
     """The paper's figures by row and column; a column that is named by a number is an int."""
 
 
-def read_words(name: str) -> Words:
+def read_words(name: str, folder: Path = HERE) -> Words:
     """The words of the experiment of this name.
 
     Examples:
         >>> read_words("groups").needs["gpu"]
         '30 cells, 4 minutes on two H200 with --workers 30'
     """
-    text = Path(__file__).with_name("words").joinpath(f"{name}.md").read_text(encoding="utf-8")
+    text = (folder / "words" / f"{name}.md").read_text(encoding="utf-8")
     top, *sections = re.split(r"^## ", text, flags=re.MULTILINE)
     title, shows, source, needs = top.strip().split("\n\n")
     parts = [section.split("\n\n", 1) for section in sections]

@@ -1,4 +1,7 @@
-"""An experiment of cells that take no time, for processes that tests start."""
+"""An experiment of cells that take no time, for processes that tests start.
+
+Its words and settings lie in the folders of these names.
+"""
 
 import errno
 import os
@@ -7,9 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.experiment import Experiment
 from experiments.figures import Curve, Panel, draw_curves
-from experiments.words import Words
 
 
 @dataclass(frozen=True)
@@ -48,25 +49,17 @@ class Tiny:
 CELLS = [Tiny("a"), Tiny("b")]
 
 
-def draw(scale, results, path):
+def cells(form):
+    """What a test asks for."""
+    return list(CELLS)
+
+
+def draw(form, results, path):
     """One curve."""
     scores = [result.figures["score"] for result in results]
     draw_curves([Panel([Curve("score", range(len(scores)), scores)], "x", "y")], path, title="t")
 
 
-def table(scale, results):
+def table(form, results):
     """Names and scores."""
     return "\n".join(f"{result.name} {result.figures['score']}" for result in results)
-
-
-WORDS = Words(
-    title="A tiny experiment",
-    shows="Nothing.",
-    source="no paper",
-    needs={"laptop": "no time", "gpu": "a GPU"},
-    deviations={"laptop": ["Everything."]},
-    remark="A remark.",
-)
-EXPERIMENT = Experiment(
-    name="tiny", words=WORDS, cells=lambda scale: list(CELLS), draw=draw, table=table
-)

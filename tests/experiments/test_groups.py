@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experiments import groups
+from experiments.table import load_experiment
 from experiments.task_cell import TaskCell
+
+GROUPS = load_experiment("groups")
 
 
 def trained(scale):
-    return [cell for cell in groups.cells(scale) if isinstance(cell, TaskCell)]
+    return [cell for cell in GROUPS.cells(scale) if isinstance(cell, TaskCell)]
 
 
 def test_the_gpu_form_has_every_group_and_the_lengths_of_the_paper():
@@ -33,7 +35,7 @@ def test_names_say_what_a_cell_is(scale):
 
 
 def test_exact_weights_are_run_on_long_rows(tmp_path):
-    cell = next(c for c in groups.cells("laptop") if c.name == "exact-A_5-rotations")
+    cell = next(c for c in GROUPS.cells("laptop") if c.name == "exact-A_5-rotations")
     assert cell.tokens == 20_000
     figures = replace(cell, tokens=500).run(tmp_path, torch.device("cpu"))
     assert figures["n_steps"] == 2

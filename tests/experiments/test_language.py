@@ -2,10 +2,13 @@ import pytest
 
 from deltarule.models import count_parameters
 from experiments.experiment import Result
-from experiments.language import EXPERIMENT, FORMS
 from experiments.records import plain
 from experiments.seeds import Runs, noise, places
+from experiments.table import load_experiment
 from experiments.text_setting import SIZES, equal_size, text_model
+
+EXPERIMENT = load_experiment("language")
+FORMS = EXPERIMENT.forms
 
 
 @pytest.mark.parametrize("scale", ["laptop", "gpu"])
@@ -41,7 +44,7 @@ def results():
 
 
 def test_the_table_claims_no_order_inside_the_noise(results):
-    table = EXPERIMENT.table("gpu", results)
+    table = EXPERIMENT.table(FORMS["gpu"], results)
     rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
     names = [row[0].removeprefix("| ") for row in rows]
     assert names == ["Gated DeltaNet", "DeltaNet", "Linear attention"]
@@ -52,7 +55,9 @@ def test_the_table_claims_no_order_inside_the_noise(results):
 
 
 def test_one_seed_claims_no_order(results):
-    table = EXPERIMENT.table("laptop", [run for run in results if run.name.endswith("seed0")])
+    table = EXPERIMENT.table(
+        FORMS["laptop"], [run for run in results if run.name.endswith("seed0")]
+    )
     assert "One seed each" in table
     assert "1 to 2" not in table
 

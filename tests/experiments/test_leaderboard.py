@@ -9,11 +9,13 @@ import torch
 from deltarule.nn import SYSTEMS
 from experiments import leaderboard, reproduce
 from experiments.experiment import Result
-from experiments.leaderboard import COLUMNS, Entry, Scored, bands, cells
+from experiments.leaderboard import Entry, Scored, bands, columns
 from experiments.records import plain
 from experiments.reproduce import ReproduceRun
+from experiments.table import load_experiment
 
 CPU = torch.device("cpu")
+BOARD = load_experiment("leaderboard")
 
 
 def short(cell: Entry, **changes) -> Entry:
@@ -33,12 +35,12 @@ def result(cell: Entry, *scores: float) -> Result:
 
 @pytest.mark.parametrize("scale", ["laptop", "gpu"])
 def test_every_system_is_in_every_column(scale):
-    names = {cell.name for cell in cells(scale)}
-    assert names == {f"{system}-{key}" for system in SYSTEMS for key in COLUMNS[scale]}
+    names = {cell.name for cell in BOARD.cells(scale)}
+    assert names == {f"{system}-{key}" for system in SYSTEMS for key in columns(BOARD.forms[scale])}
 
 
 def test_the_best_rate_is_run_with_every_seed_and_nothing_twice(tmp_path, monkeypatch):
-    cell = short(cells("laptop")[0], rates=(1e-2, 3e-3), seeds=(0, 1, 2))
+    cell = short(BOARD.cells("laptop")[0], rates=(1e-2, 3e-3), seeds=(0, 1, 2))
     ran = []
     run = type(cell.first).run
 
@@ -70,30 +72,33 @@ def test_text_wants_few_bits_and_tasks_many_right_answers():
 
 @pytest.mark.parametrize("scale", ["laptop", "gpu"])
 def test_the_table_shows_what_is_there_and_what_is_to_run(tmp_path, scale):
-    given = cells(scale)
+    given = BOARD.cells(scale)
     results = [result(given[0], 0.5, 0.75), result(given[1], 0.1)]
-    lines = leaderboard.table(scale, results).splitlines()
+    lines = leaderboard.table(BOARD.forms[scale], results).splitlines()
     first, second, third = list(SYSTEMS)[:3]
     assert lines[2].startswith(f"| `{first}` ")
     assert lines[2].endswith("| 0.625 (0.500 to 0.750), band 1 |")
     assert lines[3].startswith(f"| `{second}` ")
     assert next(x for x in lines if x.startswith(f"| `{third}` ")).endswith("| to run |")
-    assert sum(f"to run: {len(SYSTEMS)} of" in x for x in lines) == len(COLUMNS[scale]) - 1
-    leaderboard.draw(scale, results, tmp_path / "figure.png")
+    assert (
+        sum(f"to run: {len(SYSTEMS)} of" in x for x in lines)
+        == len(columns(BOARD.forms[scale])) - 1
+    )
+    leaderboard.draw(BOARD.forms[scale], results, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_new_row_joins_those_that_are_published(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    given = [short(cell, rates=(1e-2,), seeds=(0,)) for cell in cells("laptop")[:2]]
-    changed = replace(leaderboard.EXPERIMENT, cells=lambda scale: given)
+    given = [short(cell, rates=(1e-2,), seeds=(0,)) for cell in BOARD.cells("laptop")[:2]]
+    changed = replace(BOARD, make=lambda form: given)
     monkeypatch.setattr(reproduce, "load_experiment", lambda name: changed)
 
     def published(runs: str, only: str) -> list[dict]:
         reproduce.reproduce(
             ReproduceRun(
                 "leaderboard",
-                only=only,
+                only=(only,),
                 runs=tmp_path / runs,
                 publish=tmp_path / "docs",
                 device="cpu",

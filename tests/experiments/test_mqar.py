@@ -4,10 +4,13 @@ from deltarule.tasks.mqar import Config
 from experiments import mqar
 from experiments.experiment import Result
 from experiments.mqar import best, entry
+from experiments.table import load_experiment
+
+MQAR = load_experiment("mqar")
 
 
 def test_the_gpu_form_has_the_task_of_the_figure_and_6_of_its_64_epochs():
-    cells = mqar.cells("gpu")
+    cells = MQAR.cells("gpu")
     assert len(cells) == 7 * 2 * 2
     for cell in cells:
         assert cell.training == Config(length=512, pairs=64, vocab_size=8192)
@@ -19,7 +22,7 @@ def test_the_gpu_form_has_the_task_of_the_figure_and_6_of_its_64_epochs():
 def test_states_are_of_one_size():
     sizes = {
         (cell.model.num_heads, cell.model.head_k_dim, cell.model.head_v_dim)
-        for cell in mqar.cells("gpu")
+        for cell in MQAR.cells("gpu")
         if cell.model.hidden_size == 64 and cell.model.layer_types[0] != "attention"
     }
     assert sizes == {(2, 32, 32)}

@@ -13,7 +13,8 @@ import pytest
 
 from deltarule.nn import SYSTEMS
 from experiments import pages
-from experiments.leaderboard import COLUMNS
+from experiments.leaderboard import columns
+from experiments.table import load_experiment
 
 DOCS = Path(__file__).parents[2] / "docs" / "experiments"
 PAGES = sorted(DOCS.glob("*.md"))
@@ -583,7 +584,10 @@ def leaderboard(t: Tables) -> dict[str, bool]:
             if cell["cell"]["name"] == f"{name}-{task}"
         )
 
-    recall, whole = "Associative recall", len(SYSTEMS) * len(COLUMNS["gpu"])
+    recall, whole = (
+        "Associative recall",
+        len(SYSTEMS) * len(columns(load_experiment("leaderboard").forms["gpu"])),
+    )
     on_a_gpu = {cell["cell"]["name"]: cell["figures"]["scores"] for cell in raw("leaderboard-gpu")}
 
     def of_task(task: str) -> dict[str, float]:

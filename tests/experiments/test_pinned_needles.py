@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from deltarule.tasks import prose
-from experiments import niah, pinned_needles
+from experiments import pinned_needles
 from experiments.pinned_text import SHA256
 from experiments.records import plain
+from experiments.table import load_experiment
 
 PROSE = {
     "training": (9_225, 643_983, "37de9916f176da6e"),
@@ -26,7 +27,7 @@ def test_sentences_are_those_of_every_other_machine(split):
 
 
 def test_rows_are_those_of_every_other_machine():
-    config = niah.cells("gpu")[0].training
+    config = load_experiment("niah").cells("gpu")[0].training
     tokens, labels = pinned_needles.generate(config, np.random.default_rng(0), rows=8)
     found = hashlib.sha256(tokens.tobytes() + labels.tobytes()).hexdigest()[:16]
     assert found == "c4692d8679e2af6d"
@@ -38,7 +39,7 @@ def test_a_cell_reads_no_other_text(tmp_path, monkeypatch):
 
     monkeypatch.setattr(prose, "read_documents", refuse)
     prose.read_prose.cache_clear()
-    cell = niah.cells("laptop")[0]
+    cell = load_experiment("niah").cells("laptop")[0]
     assert plain(cell)["text"] == SHA256
     short = replace(
         cell,

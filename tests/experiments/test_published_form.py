@@ -6,17 +6,19 @@ import pytest
 import torch
 
 from crash import crash_at
-from experiments import mqar, state_tracking
+from experiments import mqar
 from experiments.experiment import Result
 from experiments.figures import title_of
 from experiments.records import plain
+from experiments.table import load_experiment
 
 CPU = torch.device("cpu")
-BY_SYSTEM = [cell for cell in mqar.cells("published") if "-d64-lr0.0001-" in cell.name]
+MQAR, TRACKING = load_experiment("mqar"), load_experiment("state-tracking")
+BY_SYSTEM = [cell for cell in MQAR.cells("published") if "-d64-lr0.0001-" in cell.name]
 
 
 def test_recall_has_the_figures_epochs_and_rates_and_the_usual_epsilon():
-    cells = mqar.cells("published")
+    cells = MQAR.cells("published")
     assert len(cells) == len({cell.name for cell in cells}) == 8 * 3 * 4
     assert {cell.loop.steps for cell in cells} == {64 * (100_000 // 128)}
     assert {cell.optimizer.lr for cell in cells} == {1e-4, 4.6e-4, 2.15e-3, 1e-2}
@@ -33,7 +35,7 @@ def test_recall_has_the_figures_epochs_and_rates_and_the_usual_epsilon():
 
 
 def test_state_tracking_has_the_papers_steps_and_batch():
-    cells = state_tracking.cells("published")
+    cells = TRACKING.cells("published")
     assert len(cells) == 36
     assert {(cell.rows, cell.loop.steps) for cell in cells} == {(1024, 100_000)}
     assert cells[0].task == "modular_arithmetic"
@@ -41,7 +43,7 @@ def test_state_tracking_has_the_papers_steps_and_batch():
 
 @pytest.mark.parametrize(
     "cell",
-    [BY_SYSTEM[0], BY_SYSTEM[3], state_tracking.cells("published")[1]],
+    [BY_SYSTEM[0], BY_SYSTEM[3], TRACKING.cells("published")[1]],
     ids=lambda cell: cell.name,
 )
 def test_a_cell_starts_and_goes_on_to_the_same_figures(cell, tmp_path, monkeypatch):
@@ -81,6 +83,6 @@ def test_a_table_tells_a_system_from_the_one_without_its_convolution():
         )
         for cell in BY_SYSTEM
     ]
-    lines = mqar.table("published", results).splitlines()
+    lines = mqar.table(MQAR.forms["published"], results).splitlines()
     assert any(x.startswith("| Mamba-2 | 50.0% in 9 steps") for x in lines)
     assert any(x.startswith(f"| {title_of('mamba2-no-conv')} | 75.0% in 9 steps") for x in lines)

@@ -15,10 +15,9 @@ import deltarule
 import tiny_cells
 from deltarule.cli import FAILED, INTERRUPTED, main
 from experiments import pages, reproduce, table
-from experiments.experiment import Experiment
 from experiments.processes import MachineError, devices_of, least_loaded, own_gpu, run_cells
 from experiments.records import RecordError
-from experiments.reproduce import ReproduceRun
+from experiments.reproduce import ReproduceRun, chosen
 from tiny_cells import Tiny
 
 SCRIPT = """
@@ -80,11 +79,26 @@ def test_a_second_run_runs_nothing_again_unless_it_is_to_retry(cells):
 
 
 def test_only_some_cells_and_then_the_rest(cells, capsys):
-    folder = run(workers=1, only="b")
+    folder = run(workers=1, only=("b",))
     assert [path.stem for path in folder.glob("cells/*.json")] == ["b"]
     assert not (folder / "report.md").exists()
     run(workers=1)
     assert json.loads((folder / "results.json").read_text())["from_before"] == 1
+
+
+def test_cells_come_in_the_order_of_the_patterns(cells):
+    cells[:] = [Tiny(name) for name in ("a-x", "a-y", "b-x", "b-y")]
+    assert [c.name for c in chosen(cells, ("*-y", "b"))] == ["a-y", "b-y", "b-x"]
+    assert chosen(cells, ()) == cells
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_after_the_seconds_it_stops_and_the_same_command_goes_on(cells, workers, capsys):
+    folder = run(workers=workers, seconds=0.01)
+    assert "the 0.01 seconds are over: 0 of 2 cells are finished" in capsys.readouterr().out
+    assert not (folder / "results.json").exists()
+    run(workers=workers)
+    assert len(json.loads((folder / "results.json").read_text())["cells"]) == 2
 
 
 def test_a_process_that_is_killed_is_a_failed_cell(cells):
@@ -236,11 +250,11 @@ def test_published_results_make_a_page_that_keeps_what_was_written_by_hand(cells
     ):
         assert part in text
     page.write_text(text.replace("Nothing.", "Written by hand.").replace("a 3.0", "lost"))
-    pages.write_page(tiny_cells.EXPERIMENT, docs)
+    pages.write_page(table.load_experiment("tiny"), docs)
     assert page.read_text() == text.replace("Nothing.", "Written by hand.")
     page.write_text("no marks")
     with pytest.raises(ValueError, match=r"tiny\.md lacks"):
-        pages.write_page(tiny_cells.EXPERIMENT, docs)
+        pages.write_page(table.load_experiment("tiny"), docs)
 
 
 def test_the_index_links_every_experiment(cells, tmp_path, monkeypatch):
@@ -251,7 +265,6 @@ def test_the_index_links_every_experiment(cells, tmp_path, monkeypatch):
     assert "[A tiny experiment](tiny.md)" in index
     assert "no time; run on 20" in index
     assert "a GPU; not run yet" in index
-    assert isinstance(tiny_cells.EXPERIMENT, Experiment)
 
 
 @pytest.fixture
@@ -349,3 +362,7 @@ def test_a_report_of_finished_cells_needs_no_gpu(cells, monkeypatch):
     path.unlink()
     with pytest.raises(ValueError, match="needs a CUDA GPU"):
         run(scale="gpu")
+    # A form that grows is reported with what there is.
+    run(scale="gpu", seconds=0)
+    whole = json.loads((again / "results.json").read_text())
+    assert [cell["cell"]["name"] for cell in whole["cells"]] == ["b"]

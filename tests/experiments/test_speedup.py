@@ -7,7 +7,8 @@ import torch.nn.functional as F
 
 from deltarule.ops.delta_rule import definition
 from experiments import token_kernels, token_loop
-from experiments.speedup import EXPERIMENT, WORDS, SpeedupCell
+from experiments.speedup import SpeedupCell
+from experiments.table import load_experiment
 from tolerance import assert_close
 
 CPU = torch.device("cpu")
@@ -87,7 +88,8 @@ def test_sizes_that_do_not_divide_are_refused(change):
 
 
 def test_cells_are_the_published_shapes():
-    for cell in EXPERIMENT.cells("gpu"):
+    experiment = load_experiment("speedup")
+    for cell in experiment.cells("gpu"):
         assert (cell.width, cell.tokens) == (2048, 16_384)
-        assert list(cell.lengths) == list(WORDS.published[str(cell.head)])
-    assert len(EXPERIMENT.cells("laptop")) == len(EXPERIMENT.cells("gpu")) == 3
+        assert list(cell.lengths) == list(experiment.words.published[str(cell.head)])
+    assert len(experiment.cells("laptop")) == len(experiment.cells("gpu")) == 3

@@ -10,6 +10,9 @@ from experiments import state_tracking
 from experiments.experiment import Result
 from experiments.records import plain
 from experiments.signed_mamba2 import SignedMamba2
+from experiments.table import load_experiment
+
+TRACKING = load_experiment("state-tracking")
 
 
 def fake(cell, accuracy):
@@ -18,7 +21,7 @@ def fake(cell, accuracy):
 
 
 def test_the_gpu_form_is_the_setting_of_the_paper():
-    cells = state_tracking.cells("gpu")
+    cells = TRACKING.cells("gpu")
     assert len(cells) == 3 * 4 * 3
     for cell in cells:
         config = load_task(cell.task).Config
@@ -32,7 +35,7 @@ def test_the_gpu_form_is_the_setting_of_the_paper():
 
 
 def test_the_range_of_eigenvalues_is_the_only_difference():
-    cells = {cell.name: cell for cell in state_tracking.cells("laptop")}
+    cells = {cell.name: cell for cell in TRACKING.cells("laptop")}
     for layer, positive, signed in (("deltanet", 1.0, 2.0), ("mamba", None, None)):
         first, second = (cells[f"parity-{layer}{kind}-seed0"] for kind in ("01", "11"))
         assert first.model.beta_max == positive
@@ -43,19 +46,19 @@ def test_the_range_of_eigenvalues_is_the_only_difference():
 
 def test_cells_build_the_layer_that_they_name():
     kinds = {"deltanet01": DeltaNet, "deltanet11": DeltaNet, "mamba01": Mamba2}
-    for cell in state_tracking.cells("laptop")[:4]:
+    for cell in TRACKING.cells("laptop")[:4]:
         mixer = cell.build().blocks[0].mixer
         assert type(mixer) is kinds.get(cell.name.split("-")[1], SignedMamba2)
 
 
 def test_accuracy_is_scaled_by_chance():
-    cell = state_tracking.cells("laptop")[0]
-    assert state_tracking.scaled(fake(cell, 0.5)) == 0
-    assert state_tracking.scaled(fake(cell, 0.75)) == 0.5
-    arithmetic = state_tracking.cells("gpu")[0]
-    assert state_tracking.scaled(fake(arithmetic, 0.2)) == pytest.approx(0)
+    cell = TRACKING.cells("laptop")[0]
+    assert state_tracking.scaled(fake(cell, 0.5), "length 32") == 0
+    assert state_tracking.scaled(fake(cell, 0.75), "length 32") == 0.5
+    arithmetic = TRACKING.cells("gpu")[0]
+    assert state_tracking.scaled(fake(arithmetic, 0.2), "length 32") == pytest.approx(0)
 
 
 def test_parity_of_the_laptop_form_asks_after_every_bit():
-    for cell in state_tracking.cells("laptop"):
+    for cell in TRACKING.cells("laptop"):
         assert cell.training == parity.Config(33, 33, every_position=True)

@@ -34,6 +34,7 @@ def test_an_experiment_says_what_it_is(name):
     for scale, lines in words.deviations.items():
         assert all(line.endswith(".") for line in lines), scale
         assert lines or name == "memory"
+    assert experiment.forms.keys() == words.needs.keys()
     assert experiment.timed == (name in ("speedup", "throughput"))
 
 
@@ -79,12 +80,12 @@ def test_published_results_are_of_the_cells_that_would_run(name, scale):
 @pytest.mark.parametrize(("name", "scale"), PUBLISHED)
 def test_figure_and_table_survive_gaps_and_failures_are_told(name, scale, tmp_path):
     experiment, report = load_experiment(name), read_json(DOCS / f"{name}-{scale}.json")
-    results = to_results(report["cells"])
+    form, results = experiment.forms[scale], to_results(report["cells"])
     gone = results[0].name.partition("-seed")[0]
     left = [one for one in results if not one.name.startswith(gone)] or results
-    experiment.draw(scale, left, tmp_path / "figure.png")
+    experiment.draw(form, left, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-    assert experiment.table(scale, left).startswith(("| ", "Learned"))
+    assert experiment.table(form, left).startswith(("| ", "Learned"))
     report["cells"][0] |= {"error": "DivergedError: at step 9", "figures": {}}
     lines = section(experiment, report, raw="results.json", picture=None)
     assert f"- `{results[0].name}`: DivergedError: at step 9" in lines

@@ -10,17 +10,12 @@ from bench import adapters
 from deltarule.models import ModelConfig, count_parameters
 from experiments import throughput
 from experiments.experiment import Result
-from experiments.throughput import (
-    EXPERIMENT,
-    FLA,
-    LENGTHS,
-    MODELS,
-    TOKENS,
-    WORDS,
-    ThroughputCell,
-)
+from experiments.table import load_experiment
+from experiments.throughput import FLA, LENGTHS, MODELS, TOKENS, ThroughputCell
 
 CPU = torch.device("cpu")
+EXPERIMENT = load_experiment("throughput")
+PUBLISHED = EXPERIMENT.words.published
 TINY = ModelConfig(
     vocab_size=64,
     hidden_size=32,
@@ -114,15 +109,15 @@ def test_what_did_not_run_is_told_in_the_table():
     figures = {"lengths": {str(n): rows[n == 16_384] for n in LENGTHS}}
     ours = Result("deltarule-attention", {"peer": "deltarule", "system": "attention"}, figures)
     theirs = Result("fla-attention", ours.cell | {"peer": "fla"}, figures)
-    table = EXPERIMENT.table("gpu", [ours, theirs])
+    table = EXPERIMENT.table(EXPERIMENT.forms["gpu"], [ours, theirs])
     assert "| Softmax attention | deltarule | 1.30 B | 50.0 (55) |" in table
     assert "| - (26) | 60 |" in table
     assert "- deltarule-attention, 16384: OutOfMemoryError: too large" in table
     assert "FLA was not installed" not in table
-    assert "FLA was not installed" in EXPERIMENT.table("gpu", [ours])
+    assert "FLA was not installed" in EXPERIMENT.table(EXPERIMENT.forms["gpu"], [ours])
 
 
 def test_every_model_has_a_published_speed_at_every_length():
-    assert WORDS.published.keys() == MODELS.keys()
-    assert all(list(row) == list(LENGTHS) for row in WORDS.published.values())
+    assert PUBLISHED.keys() == MODELS.keys()
+    assert all(list(row) == list(LENGTHS) for row in PUBLISHED.values())
     assert all(TOKENS % length == 0 for length in LENGTHS)

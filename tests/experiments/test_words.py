@@ -2,7 +2,6 @@
 
 import pytest
 
-from experiments import words
 from experiments.settings import merged, read_settings
 from experiments.words import figures, read_words
 
@@ -46,11 +45,10 @@ Read off the figure.
 """
 
 
-def test_every_part_of_the_words_is_read(tmp_path, monkeypatch):
+def test_every_part_of_the_words_is_read(tmp_path):
     (tmp_path / "words").mkdir()
     (tmp_path / "words" / "x.md").write_text(TEXT)
-    monkeypatch.setattr(words, "__file__", str(tmp_path / "words.py"))
-    read = read_words("x")
+    read = read_words("x", tmp_path)
     assert (read.title, read.shows) == ("A title", "What a reader sees, in two lines.")
     assert read.source == "a paper (2030), figure 1"
     assert read.needs == {"laptop": "a minute: or two", "published": "hours"}
@@ -73,8 +71,8 @@ def test_a_form_has_what_holds_for_all_unless_it_says_otherwise():
 
 
 def test_a_setting_that_no_class_has_is_refused():
-    from experiments.groups import FORMS, make_cell
+    from experiments.groups import make_cell
 
-    wrong = merged(FORMS["laptop"], {"model": {"num_head": 4}})
+    wrong = merged(read_settings("groups")["laptop"], {"model": {"num_head": 4}})
     with pytest.raises(TypeError, match="num_head"):
         make_cell(wrong, "S_3", 2, 2.0, 0)
