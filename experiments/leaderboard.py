@@ -29,6 +29,8 @@ from experiments.text_cell import TextCell
 
 # Scores this near are one: of tasks, whose tests have 1,000 rows, and of text.
 TIE = {False: 0.1, True: 0.02}
+# A task is solved above this.
+SOLVED = 0.99
 # Inches of a panel and of a system's line in it, and panels beside each other.
 WIDTH, LINE, ACROSS = 4.4, 0.17, 4
 UNIT = {False: "scaled accuracy", True: "bits per byte"}
@@ -189,13 +191,28 @@ def told(one: Scored, placed: Mapping[str, int]) -> str:
 
 
 def settings(made: Columns, board: Board) -> str:
-    """What each task is, and how many systems are still to run on it."""
+    """What each task is, and how many systems solve it, guess, and are still to run."""
     return "\n".join(
         f"- **{column.title}**: {column.setting}; rates "
         f"{', '.join(f'{x:g}' for x in column.rates)}, seeds {', '.join(map(str, column.seeds))}; "
-        f"to run: {len(SYSTEMS) - len(board.get(key, ()))} of {len(SYSTEMS)}."
+        f"{counts(board.get(key, []))}to run: {len(SYSTEMS) - len(board.get(key, ()))} of "
+        f"{len(SYSTEMS)}."
         for key, column in made.items()
     )
+
+
+def counts(ranked: list[Scored]) -> str:
+    """How many systems solve a task, and how many guess; nothing of text.
+
+    Examples:
+        >>> counts([Scored("a", [1.0], False), Scored("b", [0.05], False)])
+        'above 0.99: 1, within 0.1 of a guess: 1; '
+    """
+    if not ranked or ranked[0].lower:
+        return ""
+    solve = sum(one.mean > SOLVED for one in ranked)
+    guess = sum(abs(one.mean) < TIE[False] for one in ranked)
+    return f"above {SOLVED}: {solve}, within {TIE[False]} of a guess: {guess}; "
 
 
 def draw(form: Form, results: list[Result], path: Path) -> None:

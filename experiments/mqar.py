@@ -63,18 +63,19 @@ def draw(form: Form, results: list[Result], path: Path) -> None:
     """Accuracy against width, and in training at the larger one; the published beside them."""
     same, task = not form["published_apart"], Config(**form["task"])
     ours, training = [], []
+    widest = max(result.cell["model"]["hidden_size"] for result in results)
     for system in form["systems"]:
         runs = {width: best(results, system, width) for width in form["widths"]}
         if points := {width: right(found).values for width, found in runs.items() if found}:
             ours.append(Curve.through(system, points))
-        training += [in_training(system, run) for run in runs[form["widths"][-1]][:1]]
+        training += [in_training(system, run) for run in runs[widest][:1]]
     published = [Curve.of_paper(system, points) for system, points in form["published"].items()]
     setting, chance = f"{task.length} tokens, {task.pairs} pairs", task.chance
     panel = partial(Panel, y="accuracy", limits=(-0.07, 1.05))
     ours_panel = partial(panel, levels={"chance": chance})
     panels = [
         ours_panel(ours + (published if same else []), "width", title=setting, log_x=True),
-        ours_panel(training, "step", title=f"{setting}, width {form['widths'][-1]}"),
+        ours_panel(training, "step", title=f"{setting}, width {widest}"),
     ]
     if not same:
         title = "As published: 512 tokens, 64 pairs"

@@ -29,8 +29,8 @@ NEEDLES: dict[str, tuple[Haystack, Value]] = {
 class NeedleCell(TaskCell):
     """One small model, and needles in pinned prose."""
 
-    text: str = SHA256
-    """That the prose is of."""
+    text: str
+    """That the prose is of: cells in other prose are other cells."""
 
     def rows_of(self) -> ModuleType:
         """The task in the prose of every other machine."""
@@ -61,7 +61,7 @@ def make_cell(form: Form, system: str, seed: int, drawn: str = "") -> NeedleCell
         evaluations,
         seed=seed,
         model={"layer_types": system, "longest_horizon": horizon},
-        cell={"curriculum": curriculum},
+        cell={"curriculum": curriculum, "text": SHA256},
         kind=NeedleCell,
     )
 

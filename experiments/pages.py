@@ -101,12 +101,14 @@ def section(experiment: Experiment, report: Record, *, raw: str, picture: str | 
     if failed := [one for one in results if one.error is not None]:
         lines += ["Failed:", "", *(f"- `{one.name}`: {one.error}" for one in failed), ""]
     lines += fenced(report["command"])
-    return [*lines, "", *conditions(report, raw), "", *differences(report["deviations"])]
+    told = conditions(report, raw, count=len(experiment.cells(scale)))
+    return [*lines, "", *told, "", *differences(report["deviations"])]
 
 
-def conditions(report: Record, raw: str) -> list[str]:
-    """Time, place and versions of the results."""
+def conditions(report: Record, raw: str, count: int) -> list[str]:
+    """Time, place and versions of the results, and how many of the form's cells they are."""
     cells = report["cells"]
+    share = f"{len(cells)} of {count}" if len(cells) < count else f"{count}"
     machines = dict.fromkeys(cell["machine"] for cell in cells)
     seconds = [seconds_of(cell) for cell in cells]
     threads = " or ".join(str(n) for n in sorted({cell["threads"] for cell in cells}))
@@ -114,7 +116,7 @@ def conditions(report: Record, raw: str) -> list[str]:
     seeds = sorted({seed for cell in cells for seed in seeds_of(cell["cell"])})
     return [
         f"- Run on {report['date'][:10]}: {'; then on '.join(machines)}.",
-        f"- {len(cells)} cells, {report['workers']} at a time, CPU threads of each: {threads}; the "
+        f"- {share} cells, {report['workers']} at a time, CPU threads of each: {threads}; the "
         f"longest took {max(seconds):,.0f} s, all together {sum(seconds):,.0f} s.",
         f"- Seeds: {listed(seeds)}.",
         f"- Versions: {versions}.",

@@ -204,6 +204,7 @@ class Reproduction:
                 run_cells(self.left, *at, workers=self.workers, tell=self.tell, afresh=timed)
         except OutOfTimeError:
             print(f"the {seconds:g} seconds are over: {self.kept()}; the same command goes on")
+            return
         except (StoppedError, InterruptedRunError):
             print(f"{self.kept()}; the same command goes on", flush=True)
             raise KeyboardInterrupt from None

@@ -74,7 +74,9 @@ def test_published_results_are_of_the_cells_that_would_run(name, scale):
     ours = {cell.name: cell for cell in load_experiment(name).cells(scale)}
     for record in read_json(DOCS / f"{name}-{scale}.json")["cells"]:
         cell = ours[record["cell"]["name"]]
-        assert completed(record["cell"], cell) == plain(cell), cell.name
+        # Needles of before have prose of the Python that ran them.
+        text = {"text": cell.text} if name == "niah" else {}
+        assert completed(text | record["cell"], cell) == plain(cell), cell.name
 
 
 @pytest.mark.parametrize(("name", "scale"), PUBLISHED)
