@@ -7,8 +7,7 @@ import torch
 
 from deltarule.models import CausalLM, count_parameters
 from deltarule.nn import MIXERS
-from experiments.recipes import RECIPES
-from experiments.recipes.table import counted, patterns, recipes, unknowns
+from experiments.recipes import RECIPES, counted, patterns, recipes, unknowns
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 KNOWN = [name for name, recipe in RECIPES.items() if recipe.parameters is not None]
