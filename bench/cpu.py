@@ -228,16 +228,3 @@ def cells_of(title: str, side: str, figures: Mapping[str, Any]) -> list[str]:
     each = f"{figures['saved_bytes_per_token_and_head'] / 2**10:.2f}"
     worst = [f"{errors.pop('o'):.1e}", f"{max(errors.values()):.1e}"]
     return [title, side, f"{figures['median']:.3f}", middle, saved, each, *worst]
-
-
-if __name__ == "__main__":
-    import argparse
-
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--output", type=Path, help="file for the raw figures (JSON)")
-    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each side")
-    options = parser.parse_args()
-    try:
-        main(options.output, options.repeats)
-    except ValueError as error:
-        parser.error(str(error))

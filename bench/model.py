@@ -5,8 +5,8 @@ model is compared.
 """
 
 import importlib
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,19 +18,18 @@ Loss = Callable[[Tensor], Tensor]
 
 GIB = 2**30
 WARM_UP, STEPS = 3, 8
+# What FLA's DeltaNet is told beside its sizes: ours has no output gate.
+UNGATED = {"use_gate": False}
 
 
-class Sizes(NamedTuple):
-    """Of the model: the 1.3 B of the DeltaNet paper; tests take a small one."""
-
-    vocab_size: int = 32000
-    hidden_size: int = 2048
-    num_layers: int = 24
-    num_heads: int = 16
-    # FLA rounds 8/3 of hidden_size up to a multiple of 256.
-    mlp_size: int = 5632
-
-
+# The 1.3 B of the DeltaNet paper; FLA rounds 8/3 of its width up to a multiple of 256.
+SIZES = {
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "num_layers": 24,
+    "num_heads": 16,
+    "mlp_size": 5632,
+}
 # Batch rows and tokens of a step: 32,768 tokens each.
 BATCHES = ((16, 2048), (8, 4096), (2, 16384))
 PEERS = ("deltarule", "fla")
@@ -40,7 +39,7 @@ def time_model(case: dict[str, Any], peer: str, device: str) -> dict[str, Any]:
     """Tokens a second and peak memory of training steps at one batch size.
 
     Args:
-        case: `batch`, `tokens`, and `sizes` if they are not those of the 1.3 B model.
+        case: `batch`, `tokens`, and `sizes` of the model if they are not those of the 1.3 B.
         peer: "deltarule" or "fla".
         device: Where the model is built.
 
@@ -52,16 +51,15 @@ def time_model(case: dict[str, Any], peer: str, device: str) -> dict[str, Any]:
     """
     if peer not in PEERS:
         raise ValueError(f"peer must be one of {', '.join(PEERS)}, got {peer!r}")
-    sizes = Sizes(*case.get("sizes", ()))
+    sizes = SIZES | case.get("sizes", {})
+    config = ModelConfig(layer_types="deltanet", tie_embeddings=False, **sizes)
     if peer == "fla":
-        built = build_fla("DeltaNet", fla_settings(sizes), device, whole_logits=False)
+        options = {"num_heads": config.num_heads} | UNGATED
+        built = build_fla("DeltaNet", config, options, device, whole_logits=False)
     else:
-        config = ModelConfig(layer_types="deltanet", tie_embeddings=False, **sizes._asdict())
         built = build_ours(config, device)
-    batch, tokens = case["batch"], case["tokens"]
-    counts = {"steps": case.get("steps", STEPS), "warm_up": case.get("warm_up", WARM_UP)}
-    given = {"vocab_size": sizes.vocab_size, "batch": batch, "tokens": tokens} | counts
-    return time_steps(*built, device=device, **given)
+    given = {name: case[name] for name in ("batch", "tokens", "steps", "warm_up") if name in case}
+    return time_steps(*built, vocab_size=config.vocab_size, device=device, **given)
 
 
 def time_steps(
@@ -139,11 +137,22 @@ def own_loss(model: CausalLM) -> Loss:
 
 
 def build_fla(
-    prefix: str, settings: dict[str, Any], device: str, *, whole_logits: bool = True
+    prefix: str,
+    ours: ModelConfig,
+    options: Mapping[str, Any],
+    device: str,
+    *,
+    whole_logits: bool = True,
 ) -> tuple[nn.Module, Loss]:
-    """FLA's model in bfloat16 by the prefix of its classes, with a fused loss of logits or none."""
+    """FLA's model in bfloat16 by the prefix of its classes, with a fused loss of logits or none.
+
+    Its sizes are ours in its names, and `options` what ours does not decide.
+    """
     models = importlib.import_module("fla.models")
-    config = getattr(models, f"{prefix}Config")(**settings)
+    sizes = {"hidden_size": ours.hidden_size, "num_hidden_layers": ours.num_layers}
+    words = {"vocab_size": ours.vocab_size, "tie_word_embeddings": ours.tie_embeddings}
+    mlp = {"intermediate_size": ours.mlp_size} if ours.mlp_size else {}
+    config = getattr(models, f"{prefix}Config")(**{**sizes, **words, **mlp, **options})
     config.fuse_cross_entropy, config.fuse_linear_cross_entropy = whole_logits, not whole_logits
     model = getattr(models, f"{prefix}ForCausalLM")(config).to(device, torch.bfloat16)
 
@@ -153,9 +162,3 @@ def build_fla(
         return loss
 
     return model, loss_of
-
-
-def fla_settings(sizes: Sizes) -> dict[str, Any]:
-    names = {"num_layers": "num_hidden_layers", "mlp_size": "intermediate_size"}
-    ours = {names.get(name, name): size for name, size in sizes._asdict().items()}
-    return ours | {"use_gate": False, "tie_word_embeddings": False}

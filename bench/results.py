@@ -41,23 +41,6 @@ def new_report(arguments: Sequence[str], program: str = "deltarule") -> Row:
     }
 
 
-def on_gpu(program: str, found: Callable[[Row], Iterable[Found]], output: Path | None) -> Row:
-    """The report of a program of this folder that needs a GPU, its figures filed as they come.
-
-    Args:
-        program: Its name, as Python runs it: bench.scans.
-        found: From the report, which may take more facts about the run: each figure.
-        output: File for the report; None writes none.
-
-    Raises:
-        ValueError: There is no CUDA device.
-    """
-    if not torch.cuda.is_available():
-        raise ValueError(f"{program} needs a CUDA device, and PyTorch sees none")
-    report = new_report(sys.argv[1:], f"python -m {program}")
-    return file_each(report, found(report), output)
-
-
 def file_each(report: Row, found: Iterable[Found], output: Path | None) -> Row:
     """File figures as they come: each is printed, and the whole report is written again.
 
@@ -91,11 +74,24 @@ def brief(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def run_program(program: str, about: str | None, found: Callable[[Row], Iterable[Found]]) -> None:
-    """`on_gpu` from the command line; `--output` is the file for its report."""
+def run_program(program: str, about: str | None, found: Callable[[Row], Iterable[Found]]) -> Row:
+    """Run a program of this folder that needs a GPU; `--output` is the file for its report.
+
+    Args:
+        program: Its name, as Python runs it: bench.scans.
+        about: Its first line is what the program says of itself.
+        found: From the report, which may take more facts about the run: each figure.
+
+    Raises:
+        ValueError: There is no CUDA device.
+    """
     parser = argparse.ArgumentParser(description=(about or "").partition("\n")[0])
     parser.add_argument("--output", type=Path, default=None, help="file for the raw figures")
-    on_gpu(program, found, parser.parse_args().output)
+    output = parser.parse_args().output
+    if not torch.cuda.is_available():
+        raise ValueError(f"{program} needs a CUDA device, and PyTorch sees none")
+    report = new_report(sys.argv[1:], f"python -m {program}")
+    return file_each(report, found(report), output)
 
 
 def versions() -> dict[str, str]:
@@ -131,12 +127,11 @@ def add(report: Row, peer: str, case: Row, figures: Row) -> Row:
     if "error" in row:
         row[BOTH if case["backward"] else FORWARD] = {"error": row.pop("error")}
     row |= {name: with_rates(row, name) for name in PASSES if name in row}
-    shape = row["shape"][0]
-    kept = find(report, kind="time", peer=peer, operation=row["operation"], shape=shape)
-    if kept:
-        kept.update(row)
-    else:
-        report["rows"].append(dict(row))
+    for kept in report["rows"]:
+        if all(kept.get(name) == row[name] for name in ("kind", "peer", "operation", "shape")):
+            kept.update(row)
+            return row
+    report["rows"].append(dict(row))
     return row
 
 
@@ -178,19 +173,6 @@ def load(path: Path) -> Row:
     if not isinstance(report, dict) or report.get("format") != FORMAT:
         raise ValueError(f"{path} is not a report of `deltarule bench` in format {FORMAT}")
     return report
-
-
-def find(report: Row, *, kind: str, peer: str, operation: str | None, shape: str | None) -> Row:
-    """The last row that fits, or an empty one; None stands for what a kind of row lacks."""
-    fitting = [
-        row
-        for row in report["rows"]
-        if row["kind"] == kind
-        and row["peer"] == peer
-        and row.get("operation") == operation
-        and (row["shape"][0] if "shape" in row else None) == shape
-    ]
-    return fitting[-1] if fitting else {}
 
 
 def groups(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:

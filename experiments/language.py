@@ -6,7 +6,7 @@ from pathlib import Path
 from bench.markdown import markdown_table
 from experiments.experiment import Result
 from experiments.figures import Curve, Panel, draw_curves, title_of
-from experiments.seeds import by_setting, figures_of, on_noise, places
+from experiments.seeds import by_setting, figures_of, on_noise
 from experiments.settings import Form
 from experiments.text_cell import TextCell
 from experiments.text_setting import bits, text_cells, text_model, text_of
@@ -56,12 +56,11 @@ def table(form: Form, results: list[Result]) -> str:
     """Ours, the best first, beside the published perplexities, which are of words and larger."""
     runs = figures_of(results, bits)
     parameters = figures_of(results, lambda result: result.figures["parameters"])
-    told = places(runs)
-    head = ["system", "parameters", "seeds", "bits per byte", "perplexity of a byte", "place"]
+    head = ["system", "parameters", "seeds", "bits per byte", "perplexity of a byte"]
     rows = []
     for name in sorted(runs, key=lambda name: runs[name].mean):
         run, published = runs[name], form["published"].get(name, {})
-        ours = [str(len(run.values)), str(run), f"{2**run.mean:.3f}", told[name]]
+        ours = [str(len(run.values)), str(run), f"{2**run.mean:.3f}"]
         theirs = [str(published.get(size, "-")) for size in ("340 M", "1.3 B")]
         rows.append([title_of(name), f"{parameters[name].mean:,.0f}", *ours, *theirs])
     note = "The published perplexities are of words of WikiText, not of bytes of this text."

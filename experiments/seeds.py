@@ -85,27 +85,6 @@ def noise(runs: Mapping[str, Runs]) -> float | None:
     return STANDARD_ERRORS * math.sqrt(2 * variance / fewest)
 
 
-def places(runs: Mapping[str, Runs]) -> dict[str, str]:
-    """The places that each setting may hold, the lowest mean first, given the noise.
-
-    Examples:
-        >>> places({"a": Runs([1.0, 1.1]), "b": Runs([1.1, 1.2]), "c": Runs([3.0, 3.1])})
-        {'a': '1 to 2', 'b': '1 to 2', 'c': '3'}
-        >>> places({"a": Runs([1.0]), "b": Runs([2.0])})
-        {'a': 'one seed', 'b': 'one seed'}
-    """
-    least = noise(runs)
-    if least is None:
-        return dict.fromkeys(runs, "one seed")
-    told = {}
-    for name, run in runs.items():
-        better = sum(other.mean < run.mean - least for other in runs.values())
-        worse = sum(other.mean > run.mean + least for other in runs.values())
-        first, last = better + 1, len(runs) - worse
-        told[name] = f"{first}" if first == last else f"{first} to {last}"
-    return told
-
-
 def on_noise(runs: Mapping[str, Runs]) -> str:
     """What may be read from an order, for a reader.
 
@@ -118,5 +97,5 @@ def on_noise(runs: Mapping[str, Runs]) -> str:
         return "One seed each: the order of neighbours means nothing."
     return (
         f"Differences below {least:.3f} bits per byte are noise: three standard errors of a "
-        "difference, from the spread of the seeds."
+        "difference, from the spread of the seeds of all rows together."
     )

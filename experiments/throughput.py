@@ -93,7 +93,7 @@ class ThroughputCell:
             return build_ours(self.model, device)
         os.environ.update(adapters.PEERS["fla"].environment)
         theirs = FLA[self.system]
-        return build_fla(theirs.prefix, fla_settings(theirs, self.model), device)
+        return build_fla(theirs.prefix, self.model, theirs.options, device)
 
     def time(self, length: int, device: str) -> dict[str, Any]:
         """One length; what does not fit into memory is said to."""
@@ -113,14 +113,6 @@ class ThroughputCell:
         if device != "cpu":
             torch.cuda.empty_cache()
         return figures
-
-
-def fla_settings(fla: Fla, config: ModelConfig) -> dict[str, Any]:
-    """Our sizes in FLA's names, and what ours do not decide."""
-    mlp = {"intermediate_size": config.mlp_size} if config.mlp_size else {}
-    sizes = {"hidden_size": config.hidden_size, "num_hidden_layers": config.num_layers}
-    words = {"vocab_size": config.vocab_size, "tie_word_embeddings": config.tie_embeddings}
-    return sizes | words | mlp | fla.options
 
 
 def cells(form: Form) -> list[ThroughputCell]:

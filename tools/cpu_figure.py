@@ -1,4 +1,4 @@
-"""The README's figure, from the raw figures of `python -m bench.cpu --output JSON`."""
+"""The README's figure, from the raw figures of `deltarule bench --cpu --output JSON`."""
 
 import argparse
 import json

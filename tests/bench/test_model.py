@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from bench.model import build_fla, time_model
+from deltarule.models import ModelConfig
 
-TINY = {"batch": 2, "tokens": 8, "sizes": (17, 32, 1, 2, 32), "steps": 1, "warm_up": 0}
+SIZES = {"vocab_size": 17, "hidden_size": 32, "num_layers": 1, "num_heads": 2, "mlp_size": 32}
+TINY = {"batch": 2, "tokens": 8, "sizes": SIZES, "steps": 1, "warm_up": 0}
 
 
 def test_steps_of_ours_are_timed_on_a_cpu():
@@ -19,17 +21,28 @@ def test_steps_of_ours_are_timed_on_a_cpu():
 
 
 @pytest.mark.parametrize("whole_logits", [True, False])
-def test_a_peer_takes_one_fused_loss_or_the_other(whole_logits, monkeypatch):
+def test_a_peer_takes_our_sizes_and_one_fused_loss_or_the_other(whole_logits, monkeypatch):
     seen = []
 
     def built(config):
-        seen.append((config.fuse_cross_entropy, config.fuse_linear_cross_entropy))
+        seen.append(vars(config))
         return nn.Linear(1, 1)
 
     models = ModuleType("fla.models")
     models.DeltaNetConfig, models.DeltaNetForCausalLM = SimpleNamespace, built
     monkeypatch.setitem(sys.modules, "fla", ModuleType("fla"))
     monkeypatch.setitem(sys.modules, "fla.models", models)
-    model, _ = build_fla("DeltaNet", {}, "cpu", whole_logits=whole_logits)
+    ours = ModelConfig(layer_types="deltanet", tie_embeddings=False, **SIZES)
+    model, _ = build_fla("DeltaNet", ours, {"use_gate": False}, "cpu", whole_logits=whole_logits)
     assert next(model.parameters()).dtype == torch.bfloat16
-    assert seen == [(whole_logits, not whole_logits)]
+    (told,) = seen
+    assert told == {
+        "vocab_size": 17,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "intermediate_size": 32,
+        "tie_word_embeddings": False,
+        "use_gate": False,
+        "fuse_cross_entropy": whole_logits,
+        "fuse_linear_cross_entropy": not whole_logits,
+    }

@@ -91,14 +91,8 @@ def test_overhead_and_cold_start():
 
 
 def test_training_steps_of_a_model():
-    case = {
-        "kind": "model",
-        "batch": 1,
-        "tokens": 16,
-        "sizes": [64, 32, 2, 2, 48],
-        "steps": 2,
-        "warm_up": 1,
-    }
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "mlp_size": 48}
+    case = {"kind": "model", "batch": 1, "tokens": 16, "sizes": sizes, "steps": 2, "warm_up": 1}
     row = worker.attempt(case, OURS)
     assert row["tokens_per_s"] == pytest.approx(16 / row["step_s"])
     assert row["peak_GiB"] is None

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from crash import crash_at
 from deltarule.models import ModelConfig
 from deltarule.tasks.mqar import Config
-from deltarule.train.loop import LoopOptions, Trainer
+from deltarule.train.loop import LoopOptions
 from deltarule.train.optimizer import OptimizerOptions
 from experiments.task_cell import Curriculum, Evaluation, TaskCell
 
@@ -53,10 +54,6 @@ def test_a_cell_learns_and_returns_what_json_can_hold(tmp_path):
     )
 
 
-class Crash(Exception):
-    """What a test raises in the middle of training."""
-
-
 @pytest.mark.parametrize(
     "changes",
     [{}, {"examples": 100}, {"curriculum": Curriculum(8, 12, 100.0)}, {"stop_at": 0.0}],
@@ -65,18 +62,8 @@ class Crash(Exception):
 def test_a_crashed_cell_goes_on_to_the_same_figures(tmp_path, monkeypatch, changes):
     cell = replace(CELL, **changes)
     straight = cell.run(tmp_path / "straight", CPU)
-    crash_at = 3 if "stop_at" in changes else 7
-    with monkeypatch.context() as patch:
-        step = Trainer._step
-
-        def crashing(trainer, *arguments):
-            if trainer.step == crash_at:
-                raise Crash
-            return step(trainer, *arguments)
-
-        patch.setattr(Trainer, "_step", crashing)
-        with pytest.raises(Crash):
-            cell.run(tmp_path / "crashed", CPU)
+    step = 3 if "stop_at" in changes else 7
+    crash_at(step, monkeypatch, lambda: cell.run(tmp_path / "crashed", CPU))
     resumed = cell.run(tmp_path / "crashed", CPU)
     for name in set(straight) - {"training_seconds"}:
         assert straight[name] == resumed[name], name
