@@ -179,12 +179,7 @@ def cold_cases(run: BenchRun, shapes: dict[str, list[str]]) -> Iterator[Row]:
     return (case("cold", name, SHAPES[TRAIN], True) for name in trained if name != "softmax")
 
 
-CASES = {
-    "time": time_cases,
-    "error": error_cases,
-    "overhead": overhead_cases,
-    "cold": cold_cases,
-}
+CASES = {"time": time_cases, "error": error_cases, "overhead": overhead_cases, "cold": cold_cases}
 
 
 def case(kind: str, operation: str, shape: tuple[Any, ...], backward: bool) -> Row:

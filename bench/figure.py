@@ -37,9 +37,7 @@ def draw_figure(timings: "Sequence[Timing]", path: Path) -> None:
     bars = max(sum(len(one.peers) + 1 for one in panel) for panel in panels.values())
     groups = max(map(len, panels.values()))
     figure = require("matplotlib.figure").Figure(
-        figsize=(WIDTH, MARGIN + BAR * bars + GAP * groups),
-        dpi=DOTS_PER_INCH,
-        layout="constrained",
+        figsize=(WIDTH, MARGIN + BAR * bars + GAP * groups), dpi=DOTS_PER_INCH, layout="constrained"
     )
     for axes, (name, panel) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
         draw_panel(axes, panel)

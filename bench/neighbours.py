@@ -102,10 +102,7 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 def convolution(packed: bool = False) -> Case:
     """Four taps and SiLU; packed as eight documents."""
     size = (1, BATCH * TOKENS) if packed else (BATCH, TOKENS)
-    inputs = {
-        "x": random(*size, CHANNELS),
-        "weight": random(CHANNELS, TAPS, dtype=torch.float32),
-    }
+    inputs = {"x": random(*size, CHANNELS), "weight": random(CHANNELS, TAPS, dtype=torch.float32)}
     offsets = None
     if packed:
         offsets = torch.arange(BATCH + 1, device=DEVICE) * TOKENS

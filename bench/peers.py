@@ -1,13 +1,12 @@
 """transformers' own PyTorch implementations (its fallbacks without a kernel package)."""
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from deltarule.train.extra import MissingExtraError
+from deltarule.train.extra import require
 
 MODELS = "transformers.models"
 
@@ -24,31 +23,12 @@ def kda(inputs: Mapping[str, Tensor]) -> Tensor:
 
 def versions() -> dict[str, str]:
     """The version of transformers, or the error that names the missing extra."""
-    return {"transformers": _import("transformers").__version__}
+    return {"transformers": require("transformers", "hf").__version__}
 
 
 def _call(module: str, name: str, inputs: Mapping[str, Tensor]) -> Tensor:
+    found = getattr(require(f"{MODELS}.{module}", "hf"), name)
     # Unwrapped: the decorator would prefer a kernel package, were one installed.
-    function: Callable[..., Any] = inspect.unwrap(getattr(_import(f"{MODELS}.{module}"), name))
-    output, _ = function(
-        inputs["q"],
-        inputs["k"],
-        inputs["v"],
-        g=inputs["log_decay"],
-        beta=inputs["beta"],
-        use_qk_l2norm_in_kernel=True,
-    )
-    tensor: Tensor = output
-    return tensor
-
-
-def _import(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "transformers":
-            raise
-        raise MissingExtraError(
-            "this benchmark compares with transformers 5.23, which is in the extra 'hf': "
-            'pip install "deltarule[hf]" (from a checkout: pip install -e ".[hf]")'
-        ) from error
+    function: Callable[..., tuple[Tensor, Any]] = inspect.unwrap(found)
+    q, k, v, g, beta = (inputs[name] for name in ("q", "k", "v", "log_decay", "beta"))
+    return function(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0]

@@ -7,8 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from experiments.settings import Form
-from experiments.words import Scale, Words
+from experiments.words import Form, Scale, Words
 
 # Seconds of training that a kill may cost a cell.
 SAVE_SECONDS = 30.0

@@ -8,9 +8,9 @@ from bench.markdown import markdown_table
 from experiments.experiment import Result
 from experiments.figures import Curve, Panel, draw_curves, title_of
 from experiments.seeds import by_setting, figures_of
-from experiments.settings import Form
 from experiments.text_cell import TextCell
 from experiments.text_setting import text_cells, text_model, text_of
+from experiments.words import Form
 
 # Nats a token of code, read off the figure in the README of DeltaProduct's release: models trained
 # on 4,096 tokens, at that length (all of them) and at 32,768.

@@ -16,8 +16,8 @@ from experiments.constructions import Action, Construction
 from experiments.experiment import Result
 from experiments.figures import Curve, Panel, draw_curves
 from experiments.seeds import Runs, by_setting
-from experiments.settings import Form
 from experiments.task_cell import Evaluation, TaskCell, task_cell
+from experiments.words import Form
 
 LABEL, ROWS = "new rows", 1000
 # Rows grow from two elements on: products of few have to be learned before those of many.

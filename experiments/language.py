@@ -7,9 +7,9 @@ from bench.markdown import markdown_table
 from experiments.experiment import Result
 from experiments.figures import Curve, Panel, draw_curves, title_of
 from experiments.seeds import by_setting, figures_of, on_noise
-from experiments.settings import Form
 from experiments.text_cell import TextCell
 from experiments.text_setting import bits, text_cells, text_model, text_of
+from experiments.words import Form
 
 
 def cells(form: Form) -> list[TextCell]:

@@ -23,9 +23,9 @@ from experiments.experiment import Result
 from experiments.figures import title_of
 from experiments.leaderboard_tasks import Columns, columns
 from experiments.records import write_json
-from experiments.settings import Form
 from experiments.task_cell import TaskCell
 from experiments.text_cell import TextCell
+from experiments.words import Form
 
 # Scores this near are one: of tasks, whose tests have 1,000 rows, and of text.
 TIE = {False: 0.1, True: 0.02}

@@ -10,10 +10,10 @@ from deltarule.tasks import load_task
 from deltarule.train.loop import LoopOptions
 from deltarule.train.optimizer import OptimizerOptions
 from experiments import mad
-from experiments.settings import Form, read_settings
 from experiments.task_cell import Evaluation, TaskCell
 from experiments.text_cell import TextCell
 from experiments.text_setting import text_cells, text_model
+from experiments.words import Form, read_settings
 
 
 class Column(NamedTuple):

@@ -9,8 +9,8 @@ from deltarule.tasks import load_task
 from experiments.autoencoder import AutoencoderCell
 from experiments.experiment import Result
 from experiments.figures import Curve, Panel, draw_curves, title_of
-from experiments.settings import Form
 from experiments.task_cell import Evaluation, TaskCell, accuracy, in_training, task_cell
+from experiments.words import Form
 
 
 @dataclass(frozen=True)

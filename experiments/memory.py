@@ -20,7 +20,7 @@ from bench.markdown import markdown_table
 from deltarule.ops import delta_rule, mesa
 from experiments.experiment import Result
 from experiments.figures import Curve, Panel, draw_curves, title_of
-from experiments.settings import Form
+from experiments.words import Form
 
 RULES = ("linear_attention", "retnet", "deltanet", "gated_deltanet", "mesa")
 WIDTH = 64

@@ -8,8 +8,8 @@ from deltarule.tasks.mqar import Config
 from experiments.experiment import Result
 from experiments.figures import BARE, Curve, Panel, draw_curves, title_of
 from experiments.seeds import Runs
-from experiments.settings import Form
 from experiments.task_cell import Evaluation, TaskCell, accuracy, in_training, task_cell
+from experiments.words import Form
 
 # Where a system with its own sizes has not two.
 HEADS = {"attention": 1, "retnet": 8}

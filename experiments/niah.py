@@ -13,8 +13,8 @@ from experiments.experiment import Result
 from experiments.figures import Curve, Panel, draw_curves, title_of
 from experiments.pinned_text import SHA256
 from experiments.seeds import Runs, by_setting
-from experiments.settings import Form
 from experiments.task_cell import Evaluation, TaskCell, task_cell
+from experiments.words import Form
 
 # Those with decays, which also run with the papers' draw of them.
 GATED = ("mamba2", "gated_deltanet")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from bench.markdown import markdown_table
 from deltarule.models import PATTERNS, ModelConfig, count_parameters
-from experiments.settings import Form, merged
+from experiments.words import Form, merged
 
 
 @dataclass(frozen=True, kw_only=True)

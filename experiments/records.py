@@ -142,12 +142,8 @@ def difference(theirs: Any, ours: Any, name: str = "") -> tuple[str, Any, Any]:
     return name or "the cell", theirs, ours
 
 
-def to_result(record: Record) -> Result:
-    return Result(record["cell"]["name"], record["cell"], record["figures"], record["error"])
-
-
 def to_results(records: Sequence[Record]) -> list[Result]:
-    return [to_result(record) for record in records]
+    return [Result(x["cell"]["name"], x["cell"], x["figures"], x["error"]) for x in records]
 
 
 def machine(device: torch.device) -> str:

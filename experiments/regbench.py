@@ -7,8 +7,8 @@ from bench.markdown import markdown_table
 from deltarule.tasks.regbench import Config
 from experiments.experiment import Result
 from experiments.figures import BARE, Curve, Panel, draw_curves, title_of
-from experiments.settings import Form
 from experiments.task_cell import Evaluation, TaskCell, accuracy, in_training, task_cell
+from experiments.words import Form
 
 LABEL, ROWS = "new automata", 500
 

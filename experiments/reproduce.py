@@ -24,13 +24,7 @@ from deltarule.train.loop import InterruptedRunError
 from deltarule.train.run_folder import locked
 from experiments.experiment import Cell, Experiment, finished
 from experiments.pages import INDEX_PAGE, section, write_index, write_page
-from experiments.processes import (
-    MachineError,
-    OutOfTimeError,
-    StoppedError,
-    devices_of,
-    run_cells,
-)
+from experiments.processes import MachineError, OutOfTimeError, StoppedError, devices_of, run_cells
 from experiments.records import (
     FORMAT,
     Record,

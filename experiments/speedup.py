@@ -18,7 +18,7 @@ from bench.measure import interleaved_seconds, relative_error
 from deltarule.ops import delta_rule
 from experiments.experiment import Result
 from experiments.figures import Curve, Panel, draw_curves
-from experiments.settings import Form
+from experiments.words import Form
 
 PASSES = {"forward": "forward", "both": "forward and backward"}
 # Both compute the same in different orders, from inputs that are rounded alike.
@@ -35,7 +35,6 @@ class SpeedupCell:
     """One head dimension at every length, batch times length constant."""
 
     name: str
-    """Of the cell."""
     head: int
     """Channels of a key and of a value."""
     width: int

@@ -11,9 +11,9 @@ from deltarule.tasks import bracket_arithmetic, modular_arithmetic, parity
 from experiments.experiment import Result
 from experiments.figures import Curve, Panel, draw_curves
 from experiments.seeds import Runs, by_setting
-from experiments.settings import Form
 from experiments.signed_mamba2 import with_signs
 from experiments.task_cell import Evaluation, TaskCell, task_cell
+from experiments.words import Form
 
 LIMITS = (-0.08, 1.05)
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from deltarule.nearest import check_known
 from experiments.experiment import Experiment
-from experiments.settings import read_settings
-from experiments.words import read_words
+from experiments.words import read_settings, read_words
 
 NAMES = """
     leaderboard mqar memory language extrapolation ablation speedup throughput mad regbench

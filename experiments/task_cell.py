@@ -19,7 +19,7 @@ from deltarule.train.random_state import seed_everything
 from deltarule.train.task_rows import TEST, Curriculum, Rows, draw_rows
 from experiments.experiment import SAVE_SECONDS, Result
 from experiments.figures import Curve
-from experiments.settings import Form
+from experiments.words import Form
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,6 @@ class TaskCell:
     """
 
     name: str
-    """Of the cell."""
     task: str
     """Key in `deltarule.tasks.TASKS`."""
     training: Any

@@ -29,7 +29,6 @@ class TextCell:
     """
 
     name: str
-    """Of the cell."""
     model: ModelConfig
     """Its vocab_size is that of bytes."""
     length: int

@@ -13,8 +13,8 @@ from deltarule.models.bytes import VOCAB_SIZE
 from deltarule.train.loop import LoopOptions
 from deltarule.train.optimizer import OptimizerOptions
 from experiments.experiment import Result
-from experiments.settings import read_settings
 from experiments.text_cell import TextCell
+from experiments.words import read_settings
 
 Size = Literal["laptop", "small", "large"]
 SIZES = read_settings("text")

@@ -17,7 +17,7 @@ from deltarule.models import ModelConfig
 from experiments.experiment import Result
 from experiments.figures import Curve, Panel, draw_curves, title_of
 from experiments.recipes import RECIPES
-from experiments.settings import Form
+from experiments.words import Form
 
 # Tokens of a step, whatever their rows.
 TOKENS = 32_768
@@ -63,7 +63,6 @@ class ThroughputCell:
     """One model of one package at every length."""
 
     name: str
-    """Of the cell."""
     peer: str
     """Whose: "deltarule" or "fla"."""
     system: str

@@ -1,11 +1,16 @@
-"""What is said of an experiment: title, source, needs of its forms, differences from the paper.
+"""What stands beside an experiment's code: its words and its settings.
 
-The words stand in `words/NAME.md`: a heading, what a reader sees, the source, a line for each form,
-a remark below the table, the paper's figures as a table, and lists of differences, each for the
-forms it names; all but the first four where there are such.
+`words/NAME.md` has a heading, what a reader sees, the source, a line for each form, a remark below
+the table, the paper's figures as a table, and lists of differences, each for the forms it names;
+all but the first four where there are such.
+
+`settings/NAME.toml` has a table for each form. What stands under `all` holds for every form that
+does not say otherwise. `model`, `optimizer`, `loop` and `cell` are arguments of `ModelConfig`,
+`OptimizerOptions`, `LoopOptions` and `TaskCell`.
 """
 
 import re
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -14,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 # A form for two CPU cores, one for minutes on GPUs, and the paper's own setting, for hours on them.
 Scale = Literal["laptop", "gpu", "published"]
 SCALES: tuple[Scale, ...] = ("laptop", "gpu", "published")
+Form = dict[str, Any]
 DIFFERENCES = "Differences: "
 HERE = Path(__file__).parent
 
@@ -89,3 +95,28 @@ def figures(table: str) -> dict[str, dict[Any, float]]:
         row: {name: float(cell) for name, cell in cells.items() if cell != "-"}
         for row, cells in found.items()
     }
+
+
+def read_settings(name: str, folder: Path = HERE) -> dict[Any, Form]:
+    """The forms of the experiment of this name.
+
+    Examples:
+        >>> read_settings("groups")["gpu"]["loop"]["steps"]
+        3000
+    """
+    path = folder / "settings" / f"{name}.toml"
+    forms: dict[Any, Form] = tomllib.loads(path.read_text(encoding="utf-8"))
+    common = forms.pop("all", {})
+    return {scale: merged(common, form) for scale, form in forms.items()}
+
+
+def merged(common: Any, own: Any) -> Any:
+    """The own value, or of two tables the entries of both.
+
+    Examples:
+        >>> merged({"loop": {"keep": 1, "steps": 9}}, {"loop": {"steps": 5}})
+        {'loop': {'keep': 1, 'steps': 5}}
+    """
+    if isinstance(common, dict) and isinstance(own, dict):
+        return common | {key: merged(common.get(key), value) for key, value in own.items()}
+    return own

@@ -86,12 +86,7 @@ def test_shapes_are_picked_by_name_or_part():
 def test_kinds_of_figures():
     run = BenchRun(op=("gdn", "decode"), quick=True, measure=("error", "overhead", "cold"))
     kinds = [(case["kind"], case["operation"]) for case in command.cases_of(run, "deltarule")]
-    assert kinds == [
-        ("error", "gdn"),
-        ("error", "decode"),
-        ("overhead", "gdn"),
-        ("cold", "gdn"),
-    ]
+    assert kinds == [("error", "gdn"), ("error", "decode"), ("overhead", "gdn"), ("cold", "gdn")]
 
 
 def test_decoding_and_forward_only_have_no_backward_pass():

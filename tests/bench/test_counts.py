@@ -79,8 +79,3 @@ def test_the_floor_is_the_larger_of_both_times():
     operations_bound = counts.Count(bytes=int(4.25e9), operations=int(2 * 790e9))
     assert bytes_bound.floor_ms == pytest.approx(1.0)
     assert operations_bound.floor_ms == pytest.approx(2.0)
-
-
-def test_quick_shapes_are_among_the_shapes():
-    for operation in OPERATIONS.values():
-        assert set(operation.quick) <= set(operation.shapes) <= set(SHAPES)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from bench import cpu, peers
+from deltarule.train import extra
 from deltarule.train.extra import MissingExtraError
 
 SMALL = cpu.Shape(batch=1, tokens=96, heads=2, channels=16)
@@ -56,8 +57,7 @@ def figures(median, saved_bytes):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "saved", "met"),
-    [(0.5, 50, True), (0.51, 50, False), (0.5, 51, False)],
+    ("seconds", "saved", "met"), [(0.5, 50, True), (0.51, 50, False), (0.5, 51, False)]
 )
 def test_both_bars_must_be_met(seconds, saved, met):
     case = cpu.CASES["gated_delta_rule"]
@@ -81,7 +81,7 @@ def test_a_failure_inside_transformers_is_not_mistaken_for_its_absence(monkeypat
     def broken(module):
         raise ModuleNotFoundError("No module named 'tokenizers'", name="tokenizers")
 
-    monkeypatch.setattr(peers.importlib, "import_module", broken)
+    monkeypatch.setattr(extra.importlib, "import_module", broken)
     with pytest.raises(ModuleNotFoundError, match="tokenizers"):
         peers.versions()
 

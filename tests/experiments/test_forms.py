@@ -14,10 +14,10 @@ from experiments import mqar, niah, regbench, state_tracking
 from experiments.experiment import Result
 from experiments.figures import title_of
 from experiments.records import plain
-from experiments.settings import merged
 from experiments.signed_mamba2 import SignedMamba2
 from experiments.table import load_experiment
 from experiments.task_cell import TaskCell
+from experiments.words import merged
 
 CPU = torch.device("cpu")
 ABLATION, GROUPS, MQAR, NIAH, REGBENCH, TRACKING = map(
@@ -244,9 +244,7 @@ def test_accuracy_is_scaled_by_chance(scale, accuracy, scaled):
 
 
 @pytest.mark.parametrize(
-    "cell",
-    [BY_SYSTEM[0], BY_SYSTEM[3], TRACKING.cells("published")[1]],
-    ids=lambda cell: cell.name,
+    "cell", [BY_SYSTEM[0], BY_SYSTEM[3], TRACKING.cells("published")[1]], ids=lambda cell: cell.name
 )
 def test_a_published_cell_starts_and_goes_on_to_the_same_figures(cell, tmp_path, monkeypatch):
     watched = cell.evaluations[0]

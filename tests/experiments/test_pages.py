@@ -178,10 +178,8 @@ def regbench(t: Tables) -> Claims:
     ]
     yield "Of the ten cells", len(apart) == 10
     named = {(*key,) for _, *key in far} | {("GLA", "2,500")}
-    yield (
-        "four differ from it by 24 points or more",
-        {key for key, value in apart.items() if abs(value) >= 24} == named,
-    )
+    great = {key for key, value in apart.items() if abs(value) >= 24}
+    yield "four differ from it by 24 points or more", great == named
     for words, *key in far:
         yield "{} ({} %, published {} %)".format(words, *pairs[*key,])
     yield f"{apart['GLA', '2,500']:.1f} points *above*"
@@ -237,26 +235,18 @@ def groups(t: Tables) -> Claims:
     rows = {(r["group"], r["writes"]): r for r in t.rows["gpu"] if trained in r}
     rest = {key: r for key, r in rows.items() if key not in solved}
     last = t("laptop", "up to 128", "S_3", "n = 2")
-    yield (
-        "S_3 is solved with two writes a token and eigenvalues down to -1, on all seeds and four",
-        t("laptop", short, "S_3", "n = 2") == [1.0] * 3 and min(last) > 0.99,
-    )
+    solved_far = t("laptop", short, "S_3", "n = 2") == [1.0] * 3 and min(last) > 0.99
+    yield "S_3 is solved with two writes a token and eigenvalues down to -1, on all", solved_far
     none = [r for r in t.rows["laptop"] if re.fullmatch(r"n = 1|.*\[0, 1\]", r.get("writes", ""))]
-    yield (
-        "write, or without negative eigenvalues, on none",
-        {r[short] for r in none} == {"0.000, 0.000, 0.000"},
-    )
+    zero = {r[short] for r in none} == {"0.000, 0.000, 0.000"}
+    yield "write, or without negative eigenvalues, on none", zero
     yield "on two of three seeds", sorted(t("laptop", short, "S_4", "n = 3")) == [0, 1, 1]
     yield "training does not find them", t("laptop", short, "S_4", "n = 2") == [0.0] * 3
-    yield (
-        "every group is solved at that length",
-        {rows[key][trained] for key in solved} == {"1.000, 1.000"},
-    )
+    whole = {rows[key][trained] for key in solved} == {"1.000, 1.000"}
+    yield "every group is solved at that length", whole
     positive = {group for group, writes in rest if "[0, 1]" in writes}
-    yield (
-        "with one write none is, nor S_3 and S_5 with eigenvalues in [0, 1]",
-        {r[trained] for r in rest.values()} == {"0.000, 0.000"} and positive == {"S_3", "S_5"},
-    )
+    zero = {r[trained] for r in rest.values()} == {"0.000, 0.000"} and positive == {"S_3", "S_5"}
+    yield "with one write none is, nor S_3 and S_5 with eigenvalues in [0, 1]", zero
     missing = {(g, w) for g in ("S_4", "A_5") for w in ("n = 1, [0, 1]", "n = 2, [0, 1]")}
     missing |= {("S_3", "n = 4"), ("S_4", "n = 4")}
     yield "eigenvalues in [0, 1] on S_4 and A_5; four writes on S_3 and S_4", not missing & {*rows}
@@ -440,10 +430,9 @@ def ablation(t: Tables) -> Claims:
     yield f"differences below {noise} bits are noise"
     yield "have the published order", ours == sorted(ours) and published == sorted(published)
     apart = {(a, b) for a, b in itertools.combinations(order, 2) if loss(b) - loss(a) > noise}
-    yield (
-        "told apart from L2 with SiLU and with 1+ELU, and L2 with ReLU from L2 with 1+ELU",
-        apart == {(order[0], order[3]), (order[1], order[3]), (order[0], order[2])},
-    )
+    told = {(order[0], order[3]), (order[1], order[3]), (order[0], order[2])}
+    words = "told apart from L2 with SiLU and with 1+ELU, and L2 with ReLU from L2 with 1+ELU"
+    yield words, apart == told
     convolution = loss("no convolution") - loss("L2, SiLU")
     yield f"so is the convolution's {convolution:.2f} bits", convolution < noise
     gated = [x[0] for x in t.column("gpu", "bits per byte", "Gated DeltaNet")]

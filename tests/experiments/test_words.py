@@ -2,8 +2,7 @@
 
 import pytest
 
-from experiments.settings import merged, read_settings
-from experiments.words import figures, read_words
+from experiments.words import figures, merged, read_settings, read_words
 
 TEXT = """# A title
 
