@@ -56,6 +56,8 @@ VARIANT_LINE = ":"
 LOOKS = tuple(
     Look(INK, mark, line) for mark, line in zip("os^DvPX*", ("-", "--", ":", "-.") * 2, strict=True)
 )
+# A number of writes has one mark in every figure, too.
+WRITES_LOOKS = {f"n = {n}": Look(INK, mark, "-") for n, mark in enumerate("os^D", 1)}
 # What is shorter on a figure than in the table of systems.
 SHORT = {"gla": "GLA", "kda": "KDA", "attention": "Softmax attention"}
 
@@ -196,7 +198,7 @@ def looks_of(curves: Sequence[Curve]) -> dict[str, Look]:
         if curve.label in looks:
             continue
         system = (curve.look or curve.label).removesuffix(BARE)
-        look = SYSTEM_LOOKS.get(system) or next(free)
+        look = SYSTEM_LOOKS.get(system) or WRITES_LOOKS.get(system) or next(free)
         looks[curve.label] = look._replace(line=VARIANT_LINE) if look in looks.values() else look
     return looks
 

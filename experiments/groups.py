@@ -109,7 +109,7 @@ def draw(form: Form, results: list[Result], path: Path) -> None:
     panel = partial(Panel, x="elements", y="rows right up to here", log_x=True, marks=marks)
     for group in reversed(form["groups"]):
         curves = [
-            Curve(label, [*shares(run)], [*shares(run).values()])
+            Curve(label, [*shares(run)], [*shares(run).values()], look=label.partition(",")[0])
             for label, runs in trained_runs(results, group).items()
             for run in runs
         ]

@@ -34,6 +34,8 @@ def test_labels_have_looks_of_their_own():
     assert both["GLA, no convolution"] == SYSTEM_LOOKS["gla"]._replace(line=":")
     assert len(set(looks.values())) == len(labels)
     assert set(SYSTEM_LOOKS) <= {*SYSTEMS, *PATTERNS}
+    one = looks_of([Curve("n = 2, [0, 1]", [], [], look="n = 2"), Curve("n = 2", [], [])])
+    assert {(look.mark, look.ink) for look in one.values()} == {("s", INK)}
     many = [Curve(str(i), [], []) for i in range(3 * len(LOOKS))]
     assert len(looks_of(many)) == len(many)
 
