@@ -6,7 +6,6 @@
 gives it for random tokens, and gradients by all of it.
 """
 
-import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bench import results
-from bench.timing import event_times
+from bench.timing import event_times, warm_ms
 from deltarule.nn import MIXERS
 from deltarule.ops.selective_scan.api import IMPLEMENTATIONS
 from deltarule.ops.selective_scan.inputs import ScanInputs
@@ -94,8 +93,7 @@ def both_passes(
 def milliseconds(run: Callable[[], object]) -> float:
     """Median on the GPU's clock, warm."""
     first = event_times([run], 1)[0]
-    repeats = 1 if first > LONG_MS else REPEATS + WARM_UP
-    return statistics.median(event_times([run], repeats)[WARM_UP * (repeats > 1) :])
+    return warm_ms(run, *((1, 0) if first > LONG_MS else (REPEATS, WARM_UP)))
 
 
 def found(_: results.Row) -> Iterator[results.Found]:

@@ -7,7 +7,6 @@ cannot be captured in a CUDA graph. Its first call compiles it, which takes half
 """
 
 import importlib
-import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bench import results
-from bench.timing import event_times
+from bench.timing import warm_ms
 from deltarule import slstm
 from deltarule.ops.plain import PlainImpl
 
@@ -75,22 +74,14 @@ def figures(channels: int, sizes: tuple[int, int] = (BATCH, TOKENS)) -> Iterator
     for name, run in sides.items():
         with mock.patch.object(split, "SPLITS", name == "deltarule, split"):
             error = (run(gates, recurrent)[:2].double() - exact).norm() / exact.norm()
-            row = {
-                "relative_rms": error.item(),
-                "forward_ms": milliseconds(partial(run, gates, recurrent)),
-                "both_ms": milliseconds(partial(gradient, run, leaf, recurrent, weight)),
-            }
-        yield name, row
+            calls = partial(run, gates, recurrent), partial(gradient, run, leaf, recurrent, weight)
+            forward, both = (warm_ms(call, REPEATS, WARM_UP) for call in calls)
+        yield name, {"relative_rms": error.item(), "forward_ms": forward, "both_ms": both}
 
 
 def gradient(run: Run, gates: Tensor, recurrent: Tensor, weight: Tensor) -> Tensor:
     """Gradient of a weighted sum of the outputs by the gates."""
     return torch.autograd.grad(run(gates, recurrent), gates, weight)[0]
-
-
-def milliseconds(call: Callable[[], object]) -> float:
-    """Median on the GPU's clock, warm."""
-    return statistics.median(event_times([call], REPEATS + WARM_UP)[WARM_UP:])
 
 
 def found(report: results.Row) -> Iterator[results.Found]:

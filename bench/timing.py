@@ -48,6 +48,11 @@ def eager_ms(runs: Sequence[Run], repeats: int) -> float:
     return statistics.median(event_times(runs, repeats))
 
 
+def warm_ms(run: Run, repeats: int, warm_up: int) -> float:
+    """Median milliseconds of a call on the GPU's clock, without those that warm up."""
+    return statistics.median(event_times([run], repeats + warm_up)[warm_up:])
+
+
 def event_times(runs: Sequence[Run], repeats: int) -> list[float]:
     """Milliseconds of each call on the GPU's clock, waiting for nothing in between."""
     turns = list(itertools.islice(itertools.cycle(runs), max(repeats, len(runs))))

@@ -37,7 +37,7 @@ def columns(form: Form) -> Columns:
     """The tasks of the settings, between MAD's and text where those are asked for."""
     base = read_settings("mad")["gpu"] if "mad" in form else {"tasks": {}}
     of_mad = {
-        f"mad-{name}": mad_column(base, name, form["mad"] | task)
+        f"mad-{name}": mad_column(base, name, form["mad"] | base["each"] | task)
         for name, task in base["tasks"].items()
     }
     labelled = {
@@ -75,7 +75,7 @@ def labelled_cell(form: Form, system: str) -> TaskCell:
 
 
 def mad_column(base: Form, name: str, form: Form) -> Column:
-    steps = min(form.get("steps", form["most_steps"]), form["most_steps"])
+    steps = min(form["steps"], form["most_steps"])
     setting = f"MAD's baseline, {steps:,} steps of 128 rows; 2 layers of width 128"
     return column(form | {"setting": setting}, partial(mad_cell, base, name, steps))
 

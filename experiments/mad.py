@@ -1,6 +1,6 @@
 """MAD: six small tasks that tell layers apart; table 1 of DeltaNet, at its baseline settings."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,40 +12,20 @@ from experiments.figures import Curve, Panel, draw_curves, title_of
 from experiments.task_cell import Evaluation, TaskCell, accuracy, in_training, task_cell
 from experiments.words import Form
 
-
-@dataclass(frozen=True)
-class Setting:
-    """A task at one setting, and how much of it a model sees."""
-
-    title: str
-    task: str
-    """Key in `deltarule.tasks.TASKS`."""
-    config: dict[str, Any] = field(default_factory=dict)
-    steps: int = 5000
-    rows: int = 128
-    """Of a batch."""
-    examples: int | None = None
-    """Different rows; None for new ones at every step."""
-
-    @property
-    def measured(self) -> Any:
-        """The task's configuration in the test."""
-        return load_task(self.task).Config(**self.config)
-
-    @property
-    def training(self) -> Any:
-        """The configuration in training, where in some tasks every next token is a label."""
-        config = self.measured
-        return replace(config, training=True) if hasattr(config, "training") else config
-
-
 # GLA is published without one.
 NO_CONVOLUTION = ("gla", "attention")
 LABEL, ROWS = "new rows", 1280
 
 
-def settings(form: Form) -> dict[str, Setting]:
-    return {name: Setting(**task) for name, task in form["tasks"].items()}
+def measured(task: Form) -> Any:
+    """A task's configuration in the test."""
+    return load_task(task["task"]).Config(**task.get("config", {}))
+
+
+def in_lessons(task: Form) -> Any:
+    """The configuration in training, where in some tasks every next token is a label."""
+    config = measured(task)
+    return replace(config, training=True) if hasattr(config, "training") else config
 
 
 def cells(form: Form) -> list[TaskCell]:
@@ -54,17 +34,17 @@ def cells(form: Form) -> list[TaskCell]:
 
 def make_cell(form: Form, name: str, layer: str) -> TaskCell:
     """One model of two blocks, mixer and MLP."""
-    setting = settings(form)[name]
-    every = setting.steps // form["evaluations"]
+    task = form["each"] | form["tasks"][name]
+    every = task["steps"] // form["evaluations"]
     return task_cell(
         form,
         f"{name}-{layer}",
-        setting.training,
-        [Evaluation(LABEL, setting.measured, ROWS)],
+        in_lessons(task),
+        [Evaluation(LABEL, measured(task), ROWS)],
         model={"layer_types": layer, "conv_size": 0 if layer in NO_CONVOLUTION else 4},
-        loop={"steps": setting.steps, "evaluate_every": every},
-        cell={"task": setting.task, "rows": setting.rows, "examples": setting.examples},
-        kind=AutoencoderCell if setting.task == "mad_compression" else TaskCell,
+        loop={"steps": task["steps"], "evaluate_every": every},
+        cell={"task": task["task"], "rows": task["rows"], "examples": task.get("examples")},
+        kind=AutoencoderCell if task["task"] == "mad_compression" else TaskCell,
     )
 
 
@@ -76,16 +56,16 @@ def of_task(form: Form, name: str, results: list[Result]) -> dict[str, Result]:
 def draw(form: Form, results: list[Result], path: Path) -> None:
     """Accuracy in training, a panel a task; the published scores at its end."""
     panels, given = [], form["published"]
-    for name, setting in settings(form).items():
-        runs = of_task(form, name, results)
+    for name, task in form["tasks"].items():
+        runs, last = of_task(form, name, results), task.get("steps", form["each"]["steps"])
         curves = [in_training(layer, result) for layer, result in runs.items()]
         curves += [
-            Curve.of_paper(layer, {setting.steps: given[layer][name] / 100})
+            Curve.of_paper(layer, {last: given[layer][name] / 100})
             for layer in runs
             if layer in given
         ]
-        levels, limits = {"chance": setting.measured.chance}, (-0.08, 1.05)
-        title = setting.title
+        levels, limits = {"chance": measured(task).chance}, (-0.08, 1.05)
+        title = task["title"]
         panels.append(Panel(curves, "step", "accuracy", title, limits=limits, levels=levels))
     draw_curves(panels, path, title="MAD, baseline settings")
 
@@ -93,12 +73,12 @@ def draw(form: Form, results: list[Result], path: Path) -> None:
 def table(form: Form, results: list[Result]) -> str:
     """Ours at the baseline setting, and the published mean over all settings."""
     rows = []
-    for name, setting in settings(form).items():
+    for name, task in form["tasks"].items():
         for layer, result in of_task(form, name, results).items():
             right = result.figures["evaluations"][LABEL]["share_right"]
             published = form["published"].get(layer, {})
             theirs = f"{published[name]:.1f} %" if name in published else "-"
             ours = [f"{accuracy(result):.1%}", f"{right:.2%}", f"{result.figures['steps']:,}"]
-            rows.append([setting.title, title_of(layer), *ours, theirs])
+            rows.append([task["title"], title_of(layer), *ours, theirs])
     head = ["task", "layer", "accuracy", "answers right", "steps", "published mean of all settings"]
     return markdown_table(head, rows)

@@ -74,11 +74,7 @@ class Ending(NamedTuple):
 
 
 def devices_of(device: torch.device, count: int) -> list[torch.device]:
-    """The devices that cells are spread over: all GPUs, unless the device is a certain one.
-
-    Args:
-        device: As it was asked for.
-        count: How many GPUs there are.
+    """The devices that cells are spread over: all `count` GPUs, unless it is a certain one.
 
     Examples:
         >>> devices_of(torch.device("cuda"), 2)

@@ -29,15 +29,7 @@ def record_path(folder: Path, cell: Cell) -> Path:
 
 
 def run_cell(cell: Cell, folder: Path, device: torch.device) -> Record:
-    """Run one cell, or go on with it, and write its record.
-
-    Args:
-        cell: What to run.
-        folder: Of the experiment.
-        device: Where to compute.
-
-    Returns:
-        The record; of a cell that failed it holds the error.
+    """Run one cell, or go on with it, and write its record, which says why if it failed.
 
     Raises:
         RecordError: It was begun by another version or under another configuration.

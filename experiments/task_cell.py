@@ -87,10 +87,6 @@ class TaskCell:
     def run(self, folder: Path, device: torch.device) -> dict[str, Any]:
         """Train, or go on from the newest checkpoint, and measure.
 
-        Args:
-            folder: Of this cell: its checkpoints and metrics.
-            device: Where to compute.
-
         Returns:
             `evaluations`: for each label what `train.labelled.measure` returns: `accuracy`,
             `sequence_accuracy`, `prefixes` where asked for, and the task's own figures;

@@ -5,7 +5,7 @@ import torch
 
 from deltarule.models import CausalLM, ModelConfig
 from experiments.autoencoder import Autoencoder, positions
-from experiments.mad import make_cell, settings
+from experiments.mad import in_lessons, make_cell, measured
 from experiments.table import load_experiment
 
 MAD = load_experiment("mad").forms
@@ -15,9 +15,9 @@ CONFIG = ModelConfig(
 
 
 def test_settings_are_the_benchmarks_baselines():
-    gpu, published = settings(MAD["gpu"]), MAD["gpu"]["published"]
+    gpu, published = MAD["gpu"]["tasks"], MAD["gpu"]["published"]
     assert list(gpu) == ["compression", "fuzzy", "recall", "memorization", "noisy", "copying"]
-    config = {name: setting.measured for name, setting in gpu.items()}
+    config = {name: measured(task) for name, task in gpu.items()}
     assert {n: (c.vocab_size, c.length) for n, c in config.items()} == {
         "compression": (16, 32),
         "fuzzy": (16, 128),
@@ -28,11 +28,12 @@ def test_settings_are_the_benchmarks_baselines():
     }
     assert (config["noisy"].noise_vocab_size, config["noisy"].noise) == (16, 0.2)
     assert config["copying"].copied == 16
-    assert {setting.rows for setting in gpu.values()} == {128}
+    cells = [make_cell(MAD["gpu"], name, "deltanet") for name in gpu]
+    assert {cell.rows for cell in cells} == {128}
     # Recall tasks learn every next token, and are tested on answers alone.
     for name in ("recall", "noisy", "fuzzy"):
-        assert gpu[name].training.training
-        assert not gpu[name].measured.training
+        assert in_lessons(gpu[name]).training
+        assert not measured(gpu[name]).training
     # The mean of DeltaNet's row, as the paper prints it.
     assert round(sum(published["deltanet"].values()) / 6, 1) == 71.8
     assert round(sum(published["gla"].values()) / 6, 1) == 60.0
