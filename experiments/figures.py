@@ -68,6 +68,8 @@ BARE = "-no-conv"
 WIDTH, HEIGHT, LEGEND_LINE = 4.4, 3.3, 0.24
 # So many different places on the horizontal axis are all named.
 MOST_TICKS = 9
+# So many numbers as long as 16,000 stand side by side.
+MOST_NUMBERS = 6
 # About so many points of a curve are marked.
 MOST_MARKS = 16
 # The share of the room between two named places that points take up.
@@ -299,6 +301,8 @@ def name_places(axes: "Axes", panel: Panel) -> None:
         axes.set_xticks(places, [f"{place:,.10g}" for place in places])
         axes.minorticks_off()
     else:
+        if not panel.log_x:
+            axes.locator_params(axis="x", nbins=MOST_NUMBERS)
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.10g}")
 
 
