@@ -347,6 +347,8 @@ def niah(t: Tables) -> Claims:
     one, two = "S-NIAH-1", "S-NIAH-2"
     none = laptop(one, "Mamba-2") == 0
     yield f"keeps {laptop(one, 'DeltaNet'):.0f} % of the values to sixteen times the trained", none
+    eight = [t("laptop", "published, 8K", one, x)[0] for x in ("DeltaNet", "Mamba-2")]
+    yield "have the same order at 8K, with {} and {} %".format(*eight), eight[0] > eight[1]
     falls = laptop(two, "DeltaNet", "256"), laptop(two, "DeltaNet")
     yield "DeltaNet falls from {:.0f} to {:.0f} %".format(*falls)
     yield f"Gated DeltaNet falls further, to {laptop(two, 'Gated DeltaNet'):.0f} %"
