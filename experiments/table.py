@@ -9,7 +9,7 @@ from experiments.words import read_settings, read_words
 
 NAMES = """
     leaderboard mqar memory language extrapolation ablation speedup throughput mad regbench
-    state-tracking groups niah
+    state-tracking groups niah causes
 """
 # Each module has `cells`, `draw` and `table`, and `TIMED` if its cells take times; its words and
 # settings lie beside it. They are imported on demand.

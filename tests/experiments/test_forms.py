@@ -20,8 +20,9 @@ from experiments.task_cell import TaskCell
 from experiments.words import merged
 
 CPU = torch.device("cpu")
-ABLATION, GROUPS, MQAR, NIAH, REGBENCH, TRACKING = map(
-    load_experiment, ("ablation", "groups", "mqar", "niah", "regbench", "state-tracking")
+ABLATION, CAUSES, GROUPS, MQAR, NIAH, REGBENCH, TRACKING = map(
+    load_experiment,
+    ("ablation", "causes", "groups", "mqar", "niah", "regbench", "state-tracking"),
 )
 BY_SYSTEM = [cell for cell in MQAR.cells("published") if "-d64-lr0.0001-" in cell.name]
 both_forms = pytest.mark.parametrize("scale", ["laptop", "gpu"])
@@ -266,3 +267,29 @@ def test_a_published_cell_starts_and_goes_on_to_the_same_figures(cell, tmp_path,
     crash_at(2, monkeypatch, lambda: short.run(tmp_path / "stopped", CPU))
     resumed = short.run(tmp_path / "stopped", CPU)
     assert straight | {"training_seconds": 0} == resumed | {"training_seconds": 0}
+
+
+def apart(one, other):
+    """The settings that tell two cells apart, with those of the second."""
+    one, other = plain(one), plain(other)
+    differ = {name for name in one if one[name] != other[name]} - {"name", "model"}
+    within = {k: v for k, v in other["model"].items() if one["model"][k] != v}
+    return differ, within
+
+
+def test_causes_change_one_thing_each():
+    cells = {cell.name: cell for cell in CAUSES.cells("laptop")}
+    assert len(cells) == 21
+    for cell in MQAR.cells("laptop"):
+        if cell.model.hidden_size == 64:
+            found = apart(cell, cells[f"recall-epsilon-{cell.name}"])
+            assert found == (set(), {"norm_eps": 1e-5})
+    (plain_mamba,) = (c for c in MQAR.cells("laptop") if c.name.startswith("mamba2-d64"))
+    found = apart(plain_mamba, cells[f"recall-convolution-{plain_mamba.name}"])
+    assert found == (set(), {"conv_size": 4})
+    drawn, spread = (cells[f"needles-{x}-gated_deltanet-seed1"] for x in ("drawn", "spread"))
+    assert apart(drawn, spread) == (set(), {"longest_horizon": 256})
+    longest = cells["arithmetic-steps16k-modular_arithmetic-deltanet11-seed0"]
+    for change in ("steps1k", "steps4k"):
+        shorter = cells[f"arithmetic-{change}-modular_arithmetic-deltanet11-seed0"]
+        assert apart(longest, shorter) == ({"loop"}, {})

@@ -1,0 +1,80 @@
+"""What lets a system learn what it had not learned: forms of other experiments, changed."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bench.markdown import markdown_table
+from experiments.experiment import Result
+from experiments.figures import Panel, draw_curves, title_of
+from experiments.seeds import Runs
+from experiments.table import load_experiment
+from experiments.task_cell import TaskCell, in_training
+from experiments.words import Form, merged
+
+
+def cells(form: Form) -> list[TaskCell]:
+    """Every change of every question, by the settings or by the model's own."""
+    return [
+        replace(
+            cell,
+            name=f"{question}-{change}-{cell.name}",
+            model=replace(cell.model, **made.get("model", {})),
+        )
+        for question, asked in form["questions"].items()
+        for change, made in asked["changes"].items()
+        for cell in cells_of(asked, made)
+    ]
+
+
+def cells_of(asked: Form, made: Form) -> list[Any]:
+    experiment = load_experiment(asked["experiment"])
+    form = merged(experiment.forms["laptop"], asked["form"])
+    return list(experiment.make(merged(form, made.get("form", {}))))
+
+
+def runs_of(form: Form, results: list[Result]) -> Iterator[tuple[Form, Form, list[Result]]]:
+    """What has run of each change, behind the question and the change."""
+    for question, asked in form["questions"].items():
+        for change, made in asked["changes"].items():
+            start = f"{question}-{change}-"
+            yield asked, made, [run for run in results if run.name.startswith(start)]
+
+
+def system_of(run: Result) -> str:
+    system: str = run.cell["model"]["layer_types"][0]
+    return system
+
+
+def draw(form: Form, results: list[Result], path: Path) -> None:
+    """Accuracy in training, a panel for each change and a line for each seed."""
+    panels = [
+        Panel(
+            [in_training(system_of(run), run) for run in runs],
+            "step",
+            "accuracy",
+            f"{asked['short']}: {made['title']}",
+            limits=(-0.05, 1.05),
+        )
+        for asked, made, runs in runs_of(form, results)
+        if runs
+    ]
+    draw_curves(panels, path, title="One thing changed")
+
+
+def table(form: Form, results: list[Result]) -> str:
+    """Where every run ended, and the horizons that its layers started with."""
+    rows = []
+    for asked, made, runs in runs_of(form, results):
+        for run in runs:
+            ends = "; ".join(
+                f"{name}: {one[asked['figure']]:.3f}"
+                for name, one in run.figures["evaluations"].items()
+            )
+            horizons = [Runs(layer).each(",.0f") for layer in run.figures["horizons"]]
+            steps, seed = f"{run.figures['steps']:,}", str(run.cell["loop"]["seed"])
+            system = title_of(system_of(run)), made["title"]
+            rows.append([asked["title"], *system, seed, ends, steps, "; ".join(horizons) or "-"])
+    head = ["task", "system", "what is changed", "seed", "accuracy", "steps", "horizons, tokens"]
+    return markdown_table(head, rows)
