@@ -90,6 +90,12 @@ def test_every_output_gate_is_projected_while_states_travel(two: Processes, mixe
             assert done[place - 1 : place + 2] == ["states leave", gate, "states come"]
 
 
+@pytest.mark.parametrize("mixer", ["gated_deltanet", "mamba1", "mesa", "rwkv7", "attention"])
+def test_a_step_leaves_nothing_to_a_garbage_collector(two: Processes, mixer: str) -> None:
+    """A graph that knows its caller is freed late, or never: steps then pile up on a GPU."""
+    assert list(two("whole_models.kept_after_a_step", mixer=mixer)) == [0, 0]
+
+
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_softmax_layers_keep_their_own_keys_alone(two: Processes, kv_heads: int) -> None:
     for errors in two("whole_models.ring_of_attention", kv_heads=kv_heads):

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import gc
 import sys
 from typing import Any
 
@@ -17,8 +18,11 @@ from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.loss import next_token_loss
 from deltarule.nn import MIXERS, attention
 from deltarule.nn import recomputed as recomputed_file
+from deltarule.nn.call import LayerCall
 from deltarule.nn.ring_attention import core
 from deltarule.ops.context import make_context
+from deltarule.ops.context.rows import Letter
+from deltarule.ops.delta_rule.spanning import Join
 from deltarule.parallel import MeshOptions, make_mesh, parallelize
 from deltarule.parallel.sharding import clip_sharded
 
@@ -318,3 +322,26 @@ def refused(mixer: str) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def kept_after_a_step(mixer: str) -> int:
+    """Values of a layer's call that are there after a step, with no help of a garbage collector."""
+    torch.manual_seed(0)
+    model = CausalLM(
+        ModelConfig(vocab_size=97, hidden_size=32, num_layers=1, num_heads=2, layer_types=mixer)
+    )
+    context = make_context(24)
+
+    def step() -> None:
+        hidden, _ = model.hidden(context.part(torch.randint(97, (1, 24))), context=context)
+        hidden.sum().backward()
+
+    # What the first call makes once stays.
+    step()
+    gc.collect()
+    gc.disable()
+    try:
+        step()
+        return sum(isinstance(x, (LayerCall, Join, Letter)) for x in gc.get_objects())
+    finally:
+        gc.enable()

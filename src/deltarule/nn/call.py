@@ -35,10 +35,13 @@ class LayerCall:
         """Let an operator project the output gate while its states travel; there is a context."""
         assert self.layout.context is not None
 
+        # Not this call: it holds the context, and would be freed by the garbage collector alone.
+        x, projected = self.x, self.projected
+
         def meanwhile() -> None:
             # Some layers run several operators.
-            if "g" not in self.projected:
-                self.projected["g"] = linear(self.x, gate)
+            if "g" not in projected:
+                projected["g"] = linear(x, gate)
 
         context = self.layout.context._replace(meanwhile=meanwhile)
         self.layout = replace(self.layout, context=context)
@@ -49,12 +52,12 @@ class LayerCall:
         There is a context; `modules` are about to be applied to x, `factors` to what comes out.
         """
         assert self.layout.context is not None
-        if "g" not in factors and (gate := modules.pop("g", None)) is not None:
-            self.defer(gate)
         if reach:
             letter = Letter(self.layout.context, reach)
             self.x, mail = letter.send(self.x)
             self.letter = letter, mail
+        if "g" not in factors and (gate := modules.pop("g", None)) is not None:
+            self.defer(gate)
 
     def ask_before(self, modules: dict[str, nn.Module], factors: Factors) -> None:
         """Take the rows that were sent here, projected, as what comes before q, k and v.

@@ -35,6 +35,11 @@ class Context(NamedTuple):
     meanwhile: Callable[[], None] | None = None
 
     @property
+    def alone(self) -> "Context":
+        """For what a graph keeps: `meanwhile` knows the caller, whose tensors keep the graph."""
+        return self._replace(meanwhile=None)
+
+    @property
     def size(self) -> int:
         """Processes that share the row."""
         return len(self.bounds) - 1

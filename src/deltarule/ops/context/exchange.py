@@ -130,7 +130,7 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, halves: list[Any], context: Context, link: Tensor) -> Tensor:
         met = halves.pop()()
-        ctx.halves, ctx.context = halves, context
+        ctx.halves, ctx.context = halves, context.alone
         ctx.save_for_backward(*met)
         return met.start
 

@@ -36,7 +36,7 @@ class Letter:
                 f"a process of the context has {shortest} tokens, but the layer looks {reach} "
                 "back: share the rows out over fewer processes"
             )
-        self.context, self.reach = context, reach
+        self.context, self.reach = context.alone, reach
 
     def send(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Send the last rows of x [B, R or more, D]; return x for all later uses, and the mail."""
@@ -124,7 +124,7 @@ class _Received(torch.autograd.Function):
 class _AllRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, context: Context, x: Tensor) -> Tensor:
-        ctx.context = context
+        ctx.context = context.alone
         sizes = [b - a for a, b in itertools.pairwise(context.bounds)]
         padded = F.pad(x, (0, 0) * (x.ndim - 2) + (0, max(sizes) - x.shape[1]))
         parts = [torch.empty_like(padded) for _ in sizes]
