@@ -1,7 +1,7 @@
 """The one language model: embedding, blocks of mixer and MLP, norm, head."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +12,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from deltarule.models import files
+from deltarule.models import generate as generation
 from deltarule.models.arguments import check_inputs
 from deltarule.models.block import Block, norm_of_sum, scaled, stream_norm
 from deltarule.models.config import ModelConfig
 from deltarule.models.convert.layout import shapes_of, stored, written
-from deltarule.models.generate import generate, stream
 from deltarule.models.loss import next_token_loss
-from deltarule.models.request import Prompt, Stop
 from deltarule.nn import DeltaMixer, Experts, ModelState, SquaredReLU, SwiGLU
 from deltarule.nn.linears import linear, product
 from deltarule.ops.context import Context
@@ -179,51 +178,8 @@ class CausalLM(nn.Module):
         """Return the state before the first token, for batch_size rows."""
         return ModelState(block.init_state(batch_size) for block in self._blocks())
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        max_new_tokens: int,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float = 1.0,
-        stop: Sequence[Stop] = (),
-        seed: int | None = None,
-        state: ModelState | None = None,
-        cuda_graphs: bool = True,
-        draft: int = 0,
-    ) -> list[list[int]]:
-        """Continue every prompt; see `deltarule.models.generate.generate`."""
-        return generate(
-            self, prompts, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
-            top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, stop=stop, seed=seed,
-            state=state, cuda_graphs=cuda_graphs, draft=draft,
-        )  # fmt: skip
-
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        max_new_tokens: int,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float = 1.0,
-        stop: Sequence[Stop] = (),
-        seed: int | None = None,
-        state: ModelState | None = None,
-        cuda_graphs: bool = True,
-        draft: int = 0,
-    ) -> Iterator[int]:
-        """Continue one prompt, token by token; see `deltarule.models.generate.stream`."""
-        return stream(
-            self, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
-            top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, stop=stop, seed=seed,
-            state=state, cuda_graphs=cuda_graphs, draft=draft,
-        )  # fmt: skip
+    # Continue prompts, and one token by token; the model is their first argument.
+    generate, stream = generation.generate, generation.stream
 
     def save(self, folder: str | Path, family: str | None = None) -> None:
         """Write model.safetensors and config.json, each whole or not at all.

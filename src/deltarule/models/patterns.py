@@ -11,7 +11,7 @@ from deltarule.nn import MIXERS
 MLP_KINDS = ("dense", "sparse", "none")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Pattern:
     """One published mixture of recurrent layers and attention.
 
@@ -66,72 +66,54 @@ _OTHER_ORDERS = ("gdn", "swa", "mamba2"), ("gdn", "mamba2", "swa"), ("mamba2", "
 
 _PATTERNS = (
     Pattern(
-        name="deltanet_sliding_window",
-        title="DeltaNet + sliding-window attention",
-        rule="DeltaNet and sliding-window attention in turns",
-        layers=repeated("deltanet", "sliding_window"),
-        source="arXiv 2406.06484, section 3.4",
+        "deltanet_sliding_window", "DeltaNet + sliding-window attention",
+        "DeltaNet and sliding-window attention in turns",
+        repeated("deltanet", "sliding_window"), "arXiv 2406.06484, section 3.4",
     ),
     Pattern(
-        name="deltanet_global_attention",
-        title="DeltaNet + global attention",
-        rule="DeltaNet, with full attention in the second layer and the (N / 2 + 1)-th of N",
-        layers=with_two_global("deltanet"),
-        source="arXiv 2406.06484, section 3.4",
+        "deltanet_global_attention", "DeltaNet + global attention",
+        "DeltaNet, with full attention in the second layer and the (N / 2 + 1)-th of N",
+        with_two_global("deltanet"), "arXiv 2406.06484, section 3.4",
     ),
     Pattern(
-        name="gated_deltanet_h1",
-        title="Gated DeltaNet-H1",
-        rule="Gated DeltaNet and sliding-window attention in turns",
-        layers=repeated("gated_deltanet", "sliding_window"),
-        source="arXiv 2412.06464, section 3.4",
+        "gated_deltanet_h1", "Gated DeltaNet-H1",
+        "Gated DeltaNet and sliding-window attention in turns",
+        repeated("gated_deltanet", "sliding_window"), "arXiv 2412.06464, section 3.4",
     ),
     Pattern(
-        name="gated_deltanet_h2",
-        title="Gated DeltaNet-H2",
-        rule="Mamba-2, Gated DeltaNet and sliding-window attention in turns",
-        layers=repeated("mamba2", "gated_deltanet", "sliding_window"),
-        source="arXiv 2412.06464, section 3.4",
+        "gated_deltanet_h2", "Gated DeltaNet-H2",
+        "Mamba-2, Gated DeltaNet and sliding-window attention in turns",
+        repeated("mamba2", "gated_deltanet", "sliding_window"), "arXiv 2412.06464, section 3.4",
     ),
     *(
         Pattern(
-            name="_".join(order),
-            title=" + ".join(map(_TITLES.__getitem__, order)),
-            rule=f"{', '.join(map(_TITLES.__getitem__, order))} in turns",
-            layers=repeated(*map(_NAMES.__getitem__, order)),
-            source="arXiv 2412.06464, table S.2",
+            "_".join(order), " + ".join(map(_TITLES.__getitem__, order)),
+            f"{', '.join(map(_TITLES.__getitem__, order))} in turns",
+            repeated(*map(_NAMES.__getitem__, order)), "arXiv 2412.06464, table S.2",
         )
         for order in _OTHER_ORDERS
     ),
     Pattern(
-        name="samba",
-        title="Samba",
-        rule="Mamba and sliding-window attention in turns",
-        layers=repeated("mamba1", "sliding_window"),
-        source="arXiv 2406.07522, section 2.1",
+        "samba", "Samba", "Mamba and sliding-window attention in turns",
+        repeated("mamba1", "sliding_window"), "arXiv 2406.07522, section 2.1",
     ),
     Pattern(
-        name="minimax01",
-        title="MiniMax-01",
-        rule="seven layers of Lightning Attention, then one of softmax attention",
-        layers=repeated(*["lightning"] * 7, "attention"),
-        source="arXiv 2501.08313, section 2",
+        "minimax01", "MiniMax-01",
+        "seven layers of Lightning Attention, then one of softmax attention",
+        repeated(*["lightning"] * 7, "attention"), "arXiv 2501.08313, section 2",
     ),
     Pattern(
-        name="qwen3_next",
-        title="Qwen3-Next",
-        rule="three layers of Gated DeltaNet, then one of softmax attention",
-        layers=repeated(*["gated_deltanet"] * 3, "attention"),
-        source="Qwen3-Next-80B-A3B, model card of September 2025",
+        "qwen3_next", "Qwen3-Next",
+        "three layers of Gated DeltaNet, then one of softmax attention",
+        repeated(*["gated_deltanet"] * 3, "attention"),
+        "Qwen3-Next-80B-A3B, model card of September 2025",
     ),
     Pattern(
-        name="kimi_linear",
-        title="Kimi Linear",
-        rule="three layers of Kimi Delta Attention, then one of softmax attention",
-        layers=repeated(*["kda"] * 3, "attention"),
-        source="arXiv 2510.26692, section 4",
+        "kimi_linear", "Kimi Linear",
+        "three layers of Kimi Delta Attention, then one of softmax attention",
+        repeated(*["kda"] * 3, "attention"), "arXiv 2510.26692, section 4",
     ),
-)
+)  # fmt: skip
 
 PATTERNS: dict[str, Pattern] = {pattern.name: pattern for pattern in _PATTERNS}
 

@@ -51,45 +51,6 @@ class Draws:
         return numbers
 
 
-def choose(
-    logits: Float[Tensor, "B vocab"],
-    draws: Float[Tensor, "B"],
-    *,
-    temperature: float,
-    top_k: int | None = None,
-    top_p: float | None = None,
-) -> Int[Tensor, "B"]:
-    """Take one token a row: the likeliest, or the one where the cumulated probability passes u.
-
-    token = the first i, from the likeliest down, with  p_1 + ... + p_i >= u (p_1 + ... + p_size).
-
-    Args:
-        logits: [B, vocab_size].
-        draws: u of each row, [B] in [0, 1).
-        temperature: 0 takes the likeliest token, whatever u is.
-        top_k: As for `kept`.
-        top_p: As for `kept`.
-
-    Returns:
-        The tokens, int64 [B].
-
-    Raises:
-        ValueError: A row's largest logit is NaN or infinite.
-
-    Examples:
-        >>> choose(torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([0.9]), temperature=1.0)
-        tensor([2])
-    """
-    return checked(chosen(logits, draws, temperature, top_k, top_p))
-
-
-def checked(tokens: Int[Tensor, "B"]) -> Int[Tensor, "B"]:
-    """Return the tokens; raise a ValueError if a row had none, which waits for the device."""
-    if bool((tokens < 0).any()):
-        raise ValueError(DAMAGED)
-    return tokens
-
-
 def chosen(
     logits: Float[Tensor, "B vocab"],
     draws: Float[Tensor, "B"],
@@ -100,8 +61,10 @@ def chosen(
     repetition_penalty: float = 1.0,
     seen: Bool[Tensor, "B vocab"] | None = None,
 ) -> Int[Tensor, "B"]:
-    """`choose` without waiting for the device: -1 where the largest logit is NaN or infinite.
+    """One token a row: the likeliest, or the one where the cumulated probability passes u.
 
+    token = the first i, from the likeliest down, with  p_1 + ... + p_i >= u (p_1 + ... + p_size);
+    -1 where the largest logit is NaN or infinite. With a temperature of 0 it is the likeliest.
     Logits of tokens that a row has `seen` are divided by the penalty, negative ones multiplied.
     """
     if seen is not None:

@@ -6,25 +6,12 @@ Each family is one mixer in every block; the rest of the model is the same for a
 from collections.abc import Mapping
 
 from deltarule.models.config import ModelConfig
+from deltarule.models.convert import options
 from deltarule.models.convert.family import Family
 from deltarule.models.convert.fields import Fields
 from deltarule.models.convert.hybrid import MOST_LAYERS
 from deltarule.models.convert.names import MLP, Names, Rows, Tensors, same, under
-from deltarule.models.convert.options import (
-    Entry,
-    Options,
-    Table,
-    fixed,
-    flag,
-    integer,
-    negative,
-    number,
-    only,
-    silent,
-    sizes,
-    tied,
-    word,
-)
+from deltarule.models.convert.options import Entry, Options, Table
 from deltarule.models.convert.piece import flat, last_joined
 
 
@@ -40,12 +27,12 @@ def stream(hidden_ratio: float = 4) -> Table:
         return {"mlp_size": fields.integer("intermediate_size", 256 * -(-wide // 256), smallest=1)}
 
     return (
-        only({"hidden_act": ("swish", "silu"), "attnres_block_size": None}),
-        *sizes(vocab_size=32000),
+        options.only({"hidden_act": ("swish", "silu"), "attnres_block_size": None}),
+        *options.sizes(vocab_size=32000),
         Entry(read_inner, lambda config: {"intermediate_size": config.mlp_size}),
-        number("norm_eps", "norm_eps", 1e-6),
-        tied(False),
-        fixed(there={"hidden_act": "swish"}),
+        options.number("norm_eps", "norm_eps", 1e-6),
+        options.tied(False),
+        options.fixed(there={"hidden_act": "swish"}),
     )
 
 
@@ -89,7 +76,7 @@ def shares(k: float, v: float) -> Table:
         return Entry(read_size, write_share)
 
     return (
-        integer("num_heads"),
+        options.integer("num_heads"),
         share("expand_k", "head_k_dim", k),
         share("expand_v", "head_v_dim", v),
     )
@@ -105,14 +92,14 @@ def sized(heads: int, size: int, expand_v: float) -> Table:
         return {"expand_v": (config.head_v_dim or 1) / (config.head_k_dim or 1)}
 
     return (
-        integer("num_heads", default=heads),
-        integer("head_dim", "head_k_dim", size),
+        options.integer("num_heads", default=heads),
+        options.integer("head_dim", "head_k_dim", size),
         Entry(read_value, write_value),
     )
 
 
-VALUE_HEADS = integer("num_v_heads", default=lambda found: found["num_heads"])
-NEGATIVE = negative("allow_neg_eigval", False)
+VALUE_HEADS = options.integer("num_v_heads", default=lambda found: found["num_heads"])
+NEGATIVE = options.negative("allow_neg_eigval", False)
 
 
 def read_bound(fields: Fields, found: Options) -> Options:
@@ -215,10 +202,10 @@ def family(
         model_type=model_type,
         architecture=architecture,
         options=(
-            fixed({"layer_types": mixers[0]}),
+            options.fixed({"layer_types": mixers[0]}),
             *common,
             *own,
-            Entry(read_attention, write_attention) if hybrid else only({"attn": None}),
+            Entry(read_attention, write_attention) if hybrid else options.only({"attn": None}),
         ),
         tensors=Tensors(
             embedding="embeddings",
@@ -249,29 +236,29 @@ def mixer_names(renamed: Mapping[str, str], norms: tuple[str, str]) -> Names:
 
 ACTIVATIONS = {"silu": None, "elu": "elu", "relu": "relu", "identity": "identity"}
 FEATURE_MAPS = {"identity": None, "elu": "elu", "relu": "relu"}
-GATED = flag("use_output_gate", "output_gate", True)
-HEADS_ALIKE = only({"num_kv_heads": None})
+GATED = options.flag("use_output_gate", "output_gate", True)
+HEADS_ALIKE = options.only({"num_kv_heads": None})
 SWISH_NORM = ("g_norm_swish_gate", "g_norm")
 
 FAMILIES = (
     family(
         "delta_net", "DeltaNetForCausalLM",
-        only({"use_beta": True, "use_output_norm": True}),
-        word("qk_activation", ACTIVATIONS, "silu", "feature_map"),
-        word("qk_norm", {"l2": None, "sum": "l1"}, "l2"),
-        *shares(1, 1), convolved(True), flag("use_gate", "output_gate", False), NEGATIVE,
+        options.only({"use_beta": True, "use_output_norm": True}),
+        options.word("qk_activation", ACTIVATIONS, "silu", "feature_map"),
+        options.word("qk_norm", {"l2": None, "sum": "l1"}, "l2"),
+        *shares(1, 1), convolved(True), options.flag("use_gate", "output_gate", False), NEGATIVE,
         mixers=("deltanet",),
     ),
     family(
         "gated_deltanet", "GatedDeltaNetForCausalLM",
-        only({"output_gate_activation": ("swish", "silu")}),
-        *sized(6, 256, 2), VALUE_HEADS, convolved(True), flag("use_gate", "output_gate", True),
-        NEGATIVE,
+        options.only({"output_gate_activation": ("swish", "silu")}),
+        *sized(6, 256, 2), VALUE_HEADS, convolved(True), NEGATIVE,
+        options.flag("use_gate", "output_gate", True),
     ),
     family(
         "kda", "KDAForCausalLM",
         *sized(16, 128, 1), VALUE_HEADS, convolved(True), Entry(read_bound, write_bound), NEGATIVE,
-        fixed({"output_gate": True}),
+        options.fixed({"output_gate": True}),
         names={"a_proj": "f_proj"},
     ),
     family(
@@ -280,42 +267,42 @@ FAMILIES = (
             read_forget,
             lambda config: {"use_forget_gate": "gated_delta_product" in config.layer_types},
         ),
-        *sized(6, 256, 2), integer("num_householder", "n_steps", 1), convolved(True), GATED,
+        *sized(6, 256, 2), options.integer("num_householder", "n_steps", 1), convolved(True), GATED,
         NEGATIVE,
         mixers=("gated_delta_product", "delta_product"),
     ),
     family(
         "gla", "GLAForCausalLM",
-        only({"use_gk": True, "use_gv": False, "clamp_min": None, "feature_map": None}),
+        options.only({"use_gk": True, "use_gv": False, "clamp_min": None, "feature_map": None}),
         HEADS_ALIKE, *shares(0.5, 1), GATED, convolved(False),
         names={"a_proj": "gk_proj"}, norms=SWISH_NORM,
     ),
     family(
         "retnet", "RetNetForCausalLM",
-        only({"feature_map": None}), HEADS_ALIKE, *shares(1, 2), GATED,
+        options.only({"feature_map": None}), HEADS_ALIKE, *shares(1, 2), GATED,
         # Its layers have no convolution whatever its options say.
-        silent("use_short_conv", "conv_size"), fixed({"conv_size": 0}),
+        options.silent("use_short_conv", "conv_size"), options.fixed({"conv_size": 0}),
         # Its own wavelengths are not those of attention.
         common=stream(hidden_ratio=2), norms=SWISH_NORM, hybrid=False,
     ),
     family(
         "linear_attn", "LinearAttentionForCausalLM",
-        only({"norm_q": False, "norm_k": False, "norm_feature_map": False,
+        options.only({"norm_q": False, "norm_k": False, "norm_feature_map": False,
               "tie_feature_map_qk": False}),
         HEADS_ALIKE, *shares(1, 1),
         # What is not said is a map that is none of these.
-        word("feature_map", FEATURE_MAPS, "elementwise_product"),
+        options.word("feature_map", FEATURE_MAPS, "elementwise_product"),
         mixers=("linear_attention",), norms=("norm", "norm"),
     ),
     family(
         "hgrn2", "HGRN2ForCausalLM",
-        only({"use_lower_bound": True}),
+        options.only({"use_lower_bound": True}),
         Entry(read_ratio, lambda config: {
             "num_heads": config.num_heads, "expand_ratio": config.head_k_dim,
         }),
         convolved(False),
         # The norm of the output has its own eps, whatever norm_eps says.
-        fixed({"output_gate": False, "output_norm_eps": 1e-5}, {"use_lower_bound": True}),
+        options.fixed({"output_gate": False, "output_norm_eps": 1e-5}, {"use_lower_bound": True}),
         names={"k_proj": "f_proj", "v_proj": "i_proj", "k_conv": "f_conv", "v_conv": "i_conv"},
         norms=("g_norm", "g_norm"),
         # The least decays of all layers lie together, as they do here.

@@ -3,20 +3,9 @@
 from collections.abc import Callable
 
 from deltarule.models.config import ModelConfig
+from deltarule.models.convert import options
 from deltarule.models.convert.fields import Fields
-from deltarule.models.convert.options import (
-    Entry,
-    Follows,
-    Options,
-    Table,
-    fixed,
-    integer,
-    number,
-    only,
-    silent,
-    sizes,
-    tied,
-)
+from deltarule.models.convert.options import Entry, Follows, Options, Table
 
 # Words of config.json, those of older ones among them, by ours.
 FULL_ATTENTION = ("full_attention", "attention")
@@ -24,7 +13,7 @@ RECURRENT = ("linear_attention", "mamba")
 # A damaged number could ask for any amount of memory.
 MOST_LAYERS = 10_000
 # How a model was trained or drawn.
-DRAWN = silent(
+DRAWN = options.silent(
     "attention_dropout", "hidden_dropout", "linear_a_log_max", "linear_a_log_min",
     "linear_dt_init_floor", "linear_dt_max", "linear_dt_min", "mamba_ssm_dtype",
     "num_logits_to_keep", "output_router_logits", "router_aux_loss_coef", "z_loss_coefficient",
@@ -38,16 +27,16 @@ def stream(
 ) -> Table:
     """Sizes of the stream and of attention; `eps` of the norms is `otherwise` if not given."""
     return (
-        only({"hidden_act": ("silu", "swish"), "attention_bias": False}),
+        options.only({"hidden_act": ("silu", "swish"), "attention_bias": False}),
         DRAWN,
-        *sizes(num_layers=num_layers),
-        integer("num_attention_heads", smallest=1, value=attention_heads),
-        integer(
+        *options.sizes(num_layers=num_layers),
+        options.integer("num_attention_heads", smallest=1, value=attention_heads),
+        options.integer(
             "num_key_value_heads", "num_kv_heads", lambda found: found["num_attention_heads"],
             value=lambda config: config.num_kv_heads or attention_heads(config),
         ),
-        number(eps, "norm_eps", otherwise),
-        tied(False),
+        options.number(eps, "norm_eps", otherwise),
+        options.tied(False),
     )  # fmt: skip
 
 
@@ -100,8 +89,8 @@ def last_of_several(fields: Fields) -> Callable[[int], bool]:
 # Gated DeltaNet's layers and their sizes; after the stream.
 GATED_DELTANET = (
     layers("gated_deltanet", last_of_several),
-    integer("linear_conv_kernel_dim", "conv_size", 4, smallest=1),
-    fixed({"output_gate": True}, {"hidden_act": "silu"}),
+    options.integer("linear_conv_kernel_dim", "conv_size", 4, smallest=1),
+    options.fixed({"output_gate": True}, {"hidden_act": "silu"}),
 )
 
 

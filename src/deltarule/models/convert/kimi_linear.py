@@ -2,45 +2,16 @@
 
 from deltarule.models.block import mlp_kinds
 from deltarule.models.config import ModelConfig
+from deltarule.models.convert import hybrid, names, options
 from deltarule.models.convert.family import Family
 from deltarule.models.convert.fields import Fields
-from deltarule.models.convert.hybrid import (
-    FULL_ATTENTION,
-    MOST_LAYERS,
-    RECURRENT,
-    in_words,
-    mixers,
-    stream,
-    words,
-)
-from deltarule.models.convert.names import (
-    CONVOLUTIONS,
-    MLP,
-    NORMS,
-    Experts,
-    Rows,
-    Tensors,
-    same,
-    under,
-)
-from deltarule.models.convert.options import (
-    Entry,
-    Options,
-    fixed,
-    flag,
-    integer,
-    number,
-    older,
-    only,
-    silent,
-    where,
-)
+from deltarule.models.convert.options import Entry, Options
 from deltarule.models.convert.piece import Shape, flat
 
 
 def read_linear(fields: Fields, found: Options) -> Options:
     """Sizes of KDA, and which layer is which, counted from 1; in an object of their own or not."""
-    layers = range(min(found["num_layers"], MOST_LAYERS))
+    layers = range(min(found["num_layers"], hybrid.MOST_LAYERS))
     inside = fields.inside("linear_attn_config")
     heads = inside.integer("num_heads", fields.integer("linear_num_heads", 32))
     size = inside.integer("head_dim", fields.integer("linear_head_dim", 128))
@@ -51,15 +22,15 @@ def read_linear(fields: Fields, found: Options) -> Options:
     inside.only("use_full_rank_gate", False)
     inside.drop("kda_layers")
     inside.done()
-    regular = [(FULL_ATTENTION if i + 1 in full else RECURRENT)[0] for i in layers]
-    kinds = words(fields.take("layer_types", regular), mixers("kda"), len(layers))
+    regular = [(hybrid.FULL_ATTENTION if i + 1 in full else hybrid.RECURRENT)[0] for i in layers]
+    kinds = hybrid.words(fields.take("layer_types", regular), hybrid.mixers("kda"), len(layers))
     sizes = {"num_heads": heads, "head_k_dim": size, "head_v_dim": size, "conv_size": taps}
     return sizes | {"layer_types": kinds, "gate_lower_bound": bound}
 
 
 def write_linear(config: ModelConfig) -> Options:
     return {
-        "layer_types": in_words(config, "kda"),
+        "layer_types": hybrid.in_words(config, "kda"),
         "linear_num_heads": config.num_heads,
         "linear_head_dim": config.head_k_dim,
         "linear_conv_kernel_dim": config.conv_size,
@@ -69,7 +40,7 @@ def write_linear(config: ModelConfig) -> Options:
 def read_halves(fields: Fields, found: Options) -> Options:
     """Which layer has experts."""
     dense = fields.integer("first_k_dense_replace", 1)
-    layers = range(min(found["num_layers"], MOST_LAYERS))
+    layers = range(min(found["num_layers"], hybrid.MOST_LAYERS))
     regular = ["dense" if i < dense else "sparse" for i in layers]
     return {"mlp_layer_types": tuple(fields.listed("mlp_layer_types", []) or regular)}
 
@@ -88,42 +59,44 @@ def write_shared(config: ModelConfig) -> Options:
 
 
 ROUTED = (
-    integer("num_experts"),
-    integer("num_experts_per_token", "num_experts_per_tok"),
-    integer("moe_intermediate_size", value=lambda config: config.moe_intermediate_size or 1),
+    options.integer("num_experts"),
+    options.integer("num_experts_per_token", "num_experts_per_tok"),
+    options.integer(
+        "moe_intermediate_size", value=lambda config: config.moe_intermediate_size or 1
+    ),
     Entry(read_shared, write_shared),
-    fixed({"scoring_func": "sigmoid"}),
-    flag("moe_renormalize", "norm_topk_prob", True),
-    integer("num_expert_group", "n_group", 1),
-    integer("topk_group", default=1),
-    number("routed_scaling_factor", "routed_scaling_factor", 1.0),
+    options.fixed({"scoring_func": "sigmoid"}),
+    options.flag("moe_renormalize", "norm_topk_prob", True),
+    options.integer("num_expert_group", "n_group", 1),
+    options.integer("topk_group", default=1),
+    options.number("routed_scaling_factor", "routed_scaling_factor", 1.0),
 )
 OPTIONS = (
     # Names of transformers, and those of the released files, which it reads, too.
-    older({
+    options.older({
         "num_experts_per_tok": "num_experts_per_token", "n_group": "num_expert_group",
         "norm_topk_prob": "moe_renormalize", "n_shared_experts": "num_shared_experts",
         "num_local_experts": "num_experts",
     }),
-    only({
+    options.only({
         "q_lora_rank": None, "mla_use_nope": True, "moe_layer_freq": 1,
         "moe_router_activation_func": "sigmoid", "topk_method": "noaux_tc",
     }),
-    *stream(otherwise=1e-5),
+    *hybrid.stream(otherwise=1e-5),
     # Derived from others, or without a meaning where nothing turns.
-    silent(
+    options.silent(
         "head_dim", "model_max_length", "num_nextn_predict_layers", "pretraining_tp",
         "qk_head_dim", "rope_parameters", "rope_scaling", "rope_theta", "use_grouped_topk",
     ),
     Entry(read_linear, write_linear),
     Entry(read_halves, lambda config: {"mlp_layer_types": list(mlp_kinds(config))}),
-    where(lambda found: "sparse" in found["mlp_layer_types"], ROUTED, always=True),
-    integer("kv_lora_rank"),
-    integer("qk_nope_head_dim"),
-    integer("qk_rope_head_dim"),
-    integer("v_head_dim"),
-    integer("intermediate_size", "mlp_size"),
-    fixed({
+    options.where(lambda found: "sparse" in found["mlp_layer_types"], ROUTED, always=True),
+    options.integer("kv_lora_rank"),
+    options.integer("qk_nope_head_dim"),
+    options.integer("qk_rope_head_dim"),
+    options.integer("v_head_dim"),
+    options.integer("intermediate_size", "mlp_size"),
+    options.fixed({
         "output_gate": True, "output_gate_bias": False, "partial_rotary_factor": 0.0,
         "num_kv_heads": None,
     }),
@@ -136,30 +109,31 @@ def in_the_middle(shape: Shape) -> Shape:
 
 
 KDA = {
-    **same("q_proj", "k_proj", "v_proj", "b_proj", "o_proj", "o_norm"),
-    **CONVOLUTIONS,
+    **names.same("q_proj", "k_proj", "v_proj", "b_proj", "o_proj", "o_norm"),
+    **names.CONVOLUTIONS,
     "f_a_proj": "a_proj.0", "f_b_proj": "a_proj.1", "g_a_proj": "g_proj.0", "g_b_proj": "g_proj.1",
-    "A_log": Rows("A_log", form=in_the_middle), "dt_bias": Rows("dt_bias", form=flat),
+    "A_log": names.Rows("A_log", form=in_the_middle), "dt_bias": names.Rows("dt_bias", form=flat),
 }  # fmt: skip
 LATENT = {
     "kv_a_proj_with_mqa": "kv_a_proj",
     "kv_a_layernorm": "kv_norm",
-    **same("q_proj", "kv_b_proj", "o_proj"),
+    **names.same("q_proj", "kv_b_proj", "o_proj"),
 }
 EXPERTS = {
     "gate": "router", "gate.e_score_correction_bias": "e_score_correction_bias",
-    "experts.": Experts(("w1", "w3", "w2")), **under("shared_experts.", MLP, "shared."),
+    "experts.": names.Experts(("w1", "w3", "w2")),
+    **names.under("shared_experts.", names.MLP, "shared."),
 }  # fmt: skip
 
 FAMILY = Family(
     model_type="kimi_linear", architecture="KimiLinearForCausalLM", options=OPTIONS,
     ignored=("mtp.",),
-    tensors=Tensors(layer={
-        "": NORMS,
-        "kda": under("self_attn.", KDA, "mixer."),
-        "attention": under("self_attn.", LATENT, "mixer."),
+    tensors=names.Tensors(layer={
+        "": names.NORMS,
+        "kda": names.under("self_attn.", KDA, "mixer."),
+        "attention": names.under("self_attn.", LATENT, "mixer."),
         # transformers writes the dense layer under the experts' name.
-        "dense": {f"mlp.{name}|block_sparse_moe.{name}": f"mlp.{name}" for name in MLP},
-        "sparse": under("block_sparse_moe.", EXPERTS, "mlp."),
+        "dense": {f"mlp.{name}|block_sparse_moe.{name}": f"mlp.{name}" for name in names.MLP},
+        "sparse": names.under("block_sparse_moe.", EXPERTS, "mlp."),
     }),
 )  # fmt: skip

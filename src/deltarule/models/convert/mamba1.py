@@ -5,37 +5,15 @@ Jamba mixes in attention without positions and experts, in layers a fixed distan
 
 from deltarule.models.block import mlp_kinds
 from deltarule.models.config import ModelConfig
+from deltarule.models.convert import names, options
 from deltarule.models.convert.family import Family
 from deltarule.models.convert.fields import Fields
 from deltarule.models.convert.hybrid import MOST_LAYERS, in_words, stream
-from deltarule.models.convert.names import (
-    ATTENTION,
-    MLP,
-    Experts,
-    Names,
-    Rows,
-    Tensors,
-    backbone,
-    same,
-    under,
-)
-from deltarule.models.convert.options import (
-    Entry,
-    Options,
-    Table,
-    fixed,
-    flag,
-    integer,
-    number,
-    only,
-    silent,
-    sizes,
-    tied,
-)
+from deltarule.models.convert.options import Entry, Options, Table
 from deltarule.models.convert.piece import Shape, flat
 
 # How parameters were drawn, and what changes no more than rounding.
-DRAWN = silent(
+DRAWN = options.silent(
     "d_inner", "d_model", "fused_add_norm", "n_layer", "pad_vocab_size_multiple", "ssm_cfg",
     "rescale_prenorm_residual", "residual_in_fp32", "time_step_floor", "time_step_init_scheme",
     "time_step_max", "time_step_min", "time_step_scale", "use_associative_scan",
@@ -63,11 +41,11 @@ def mamba(state: str, taps: str, expand: str, rank: str, bias: str) -> Table:
 
     return (
         DRAWN,
-        integer(state, "head_k_dim", 16),
-        integer(taps, "conv_size", 4, smallest=1),
+        options.integer(state, "head_k_dim", 16),
+        options.integer(taps, "conv_size", 4, smallest=1),
         Entry(read_inside, write_inside),
-        flag(bias, "conv_bias", True),
-        fixed({"num_heads": 1, "output_gate": True}),
+        options.flag(bias, "conv_bias", True),
+        options.fixed({"num_heads": 1, "output_gate": True}),
     )
 
 
@@ -78,18 +56,18 @@ def check_inner(config: ModelConfig) -> None:
 
 
 MAMBA = (
-    only({"use_bias": False, "rms_norm": True, "hidden_act": ("silu", "swish")}),
-    silent("intermediate_size"),
-    *sizes(),
+    options.only({"use_bias": False, "rms_norm": True, "hidden_act": ("silu", "swish")}),
+    options.silent("intermediate_size"),
+    *options.sizes(),
     *mamba("state_size", "conv_kernel", "expand", "time_step_rank", "use_conv_bias"),
-    fixed({"layer_types": "mamba1", "mlp_size": 0}),
-    number("layer_norm_epsilon", "norm_eps", 1e-5),
-    tied(True),
+    options.fixed({"layer_types": "mamba1", "mlp_size": 0}),
+    options.number("layer_norm_epsilon", "norm_eps", 1e-5),
+    options.tied(True),
 )
 FALCON_MAMBA = (
     *MAMBA,
-    number("mixer_rms_eps", "output_norm_eps", 1e-6),
-    fixed({"mamba_inner_norm": "plain"}),
+    options.number("mixer_rms_eps", "output_norm_eps", 1e-6),
+    options.fixed({"mamba_inner_norm": "plain"}),
 )
 
 
@@ -127,13 +105,13 @@ def write_periods(config: ModelConfig) -> Options:
 
 
 JAMBA = (
-    only({"mamba_proj_bias": False}),
-    silent("layer_types", "layers_block_type", "layers_num_experts"),
+    options.only({"mamba_proj_bias": False}),
+    options.silent("layer_types", "layers_block_type", "layers_num_experts"),
     *stream(),
     *mamba("mamba_d_state", "mamba_d_conv", "mamba_expand", "mamba_dt_rank", "mamba_conv_bias"),
-    integer("intermediate_size", "mlp_size", smallest=1),
+    options.integer("intermediate_size", "mlp_size", smallest=1),
     Entry(read_periods, write_periods),
-    fixed({"partial_rotary_factor": 0.0, "mamba_inner_norm": "weighted"}),
+    options.fixed({"partial_rotary_factor": 0.0, "mamba_inner_norm": "weighted"}),
 )
 
 
@@ -142,34 +120,36 @@ def without_first(shape: Shape) -> Shape:
     return shape[1:]
 
 
-def mixer(last: int) -> Names:
+def mixer(last: int) -> names.Names:
     """Mamba; the last map of the step size comes third where a norm is before it."""
     return {
         "in_proj": "v_proj g_proj", "conv1d": "v_conv", "x_proj": "a_proj.0 k_proj q_proj",
-        "dt_proj": f"a_proj.{last}", "dt_proj.bias": Rows("dt_bias", form=flat),
-        "out_proj": "o_proj", "A_log": Rows("A_log", form=without_first),
-        "D": Rows("D", form=flat),
+        "dt_proj": f"a_proj.{last}", "dt_proj.bias": names.Rows("dt_bias", form=flat),
+        "out_proj": "o_proj", "A_log": names.Rows("A_log", form=without_first),
+        "D": names.Rows("D", form=flat),
         "b_layernorm": "k_norm", "c_layernorm": "q_norm",
         **({} if last == 1 else {"dt_layernorm": "a_proj.1"}),
     }  # fmt: skip
 
 
-MIXED = Tensors(norm="final_layernorm", layer={
+MIXED = names.Tensors(norm="final_layernorm", layer={
     "": {"input_layernorm": "mixer_norm", "pre_ff_layernorm": "mlp_norm"},
-    "attention": ATTENTION,
-    "mamba1": under("mamba.", mixer(2), "mixer."),
-    "dense": under("feed_forward.", MLP, "mlp."),
-    "sparse": under("feed_forward.", {**same("router"), "experts.": Experts()}, "mlp."),
+    "attention": names.ATTENTION,
+    "mamba1": names.under("mamba.", mixer(2), "mixer."),
+    "dense": names.under("feed_forward.", names.MLP, "mlp."),
+    "sparse": names.under(
+        "feed_forward.", {"router": "router", "experts.": names.Experts()}, "mlp."
+    ),
 })  # fmt: skip
 
 FAMILIES = (
     Family(
         model_type="mamba", architecture="MambaForCausalLM", options=MAMBA,
-        tensors=backbone({"mamba1": mixer(1)}), check=check_inner,
+        tensors=names.backbone({"mamba1": mixer(1)}), check=check_inner,
     ),
     Family(
         model_type="falcon_mamba", architecture="FalconMambaForCausalLM", options=FALCON_MAMBA,
-        tensors=backbone({"mamba1": mixer(2)}), check=check_inner,
+        tensors=names.backbone({"mamba1": mixer(2)}), check=check_inner,
     ),
     Family(
         model_type="jamba", architecture="JambaForCausalLM", options=JAMBA, tensors=MIXED,

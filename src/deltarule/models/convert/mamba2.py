@@ -7,20 +7,10 @@ projection holds them in this order, and one convolution holds x, B and C.
 import math
 
 from deltarule.models.config import ModelConfig
+from deltarule.models.convert import options
 from deltarule.models.convert.family import Family
 from deltarule.models.convert.names import backbone, same
-from deltarule.models.convert.options import (
-    Entry,
-    fixed,
-    flag,
-    integer,
-    number,
-    older,
-    only,
-    silent,
-    sizes,
-    tied,
-)
+from deltarule.models.convert.options import Entry
 
 # transformers writes an infinite number in two ways.
 NO_LIMIT = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
@@ -41,28 +31,28 @@ def check_inner(config: ModelConfig) -> None:
 
 
 OPTIONS = (
-    older({"norm_eps": "layer_norm_epsilon", "dt_limit": "time_step_limit"}),
-    only({
+    options.older({"norm_eps": "layer_norm_epsilon", "dt_limit": "time_step_limit"}),
+    options.only({
         "use_bias": False, "hidden_act": ("silu", "swish"), "time_step_limit": NO_LIMIT,
         # Of flash-linear-attention.
         "D_has_hdim": False, "rmsnorm": True, "norm_before_gate": False,
     }),
     # How parameters were drawn, and what changes no more than rounding.
-    silent(
+    options.silent(
         "A_init_range", "conv_init", "dt_init_floor", "dt_max", "dt_min", "expand",
         "rescale_prenorm_residual", "residual_in_fp32", "time_step_floor", "time_step_max",
         "time_step_min", "time_step_rank",
     ),
-    *sizes(),
-    fixed({"layer_types": "mamba2", "output_gate": True, "mlp_size": 0}),
-    integer("num_heads"),
-    integer("n_groups", default=8),
-    integer("state_size", "head_k_dim", 128),
-    integer("head_dim", "head_v_dim", 64),
-    integer("conv_kernel", "conv_size", 4, smallest=1),
-    flag("use_conv_bias", "conv_bias", True),
-    number("layer_norm_epsilon", "norm_eps", 1e-5),
-    tied(False),
+    *options.sizes(),
+    options.fixed({"layer_types": "mamba2", "output_gate": True, "mlp_size": 0}),
+    options.integer("num_heads"),
+    options.integer("n_groups", default=8),
+    options.integer("state_size", "head_k_dim", 128),
+    options.integer("head_dim", "head_v_dim", 64),
+    options.integer("conv_kernel", "conv_size", 4, smallest=1),
+    options.flag("use_conv_bias", "conv_bias", True),
+    options.number("layer_norm_epsilon", "norm_eps", 1e-5),
+    options.tied(False),
     Entry(lambda fields, found: {}, lambda c: {"expand": inner(c) // c.hidden_size}),
 )  # fmt: skip
 

@@ -2,29 +2,12 @@
 
 from deltarule.models.block import mlp_kinds
 from deltarule.models.config import ModelConfig
+from deltarule.models.convert import hybrid, options
 from deltarule.models.convert.family import Family
 from deltarule.models.convert.fields import Fields
-from deltarule.models.convert.hybrid import (
-    MOST_LAYERS,
-    in_words,
-    layers,
-    read_rope,
-    rope,
-    stream,
-    write_rope,
-)
 from deltarule.models.convert.mamba2 import MIXER, NO_LIMIT, check_inner, inner
 from deltarule.models.convert.names import ATTENTION, MLP, NORMS, Tensors, under
-from deltarule.models.convert.options import (
-    Entry,
-    Options,
-    factor,
-    fixed,
-    flag,
-    integer,
-    only,
-    silent,
-)
+from deltarule.models.convert.options import Entry, Options
 
 
 def read_head(fields: Fields, found: Options) -> Options:
@@ -41,15 +24,15 @@ def write_head(config: ModelConfig) -> Options:
 
 # Options of Mamba-2, after the stream.
 MAMBA = (
-    only({"mamba_proj_bias": False, "mlp_bias": False, "time_step_limit": NO_LIMIT}),
-    silent("mamba_chunk_size"),
-    integer("mamba_n_heads", "num_heads", 128, smallest=1),
-    integer("mamba_n_groups", "n_groups", 1),
-    integer("mamba_d_state", "head_k_dim", 256),
+    options.only({"mamba_proj_bias": False, "mlp_bias": False, "time_step_limit": NO_LIMIT}),
+    options.silent("mamba_chunk_size"),
+    options.integer("mamba_n_heads", "num_heads", 128, smallest=1),
+    options.integer("mamba_n_groups", "n_groups", 1),
+    options.integer("mamba_d_state", "head_k_dim", 256),
     Entry(read_head, write_head),
-    integer("mamba_d_conv", "conv_size", 4, smallest=1),
-    flag("mamba_conv_bias", "conv_bias", True),
-    fixed({"output_gate": True}),
+    options.integer("mamba_d_conv", "conv_size", 4, smallest=1),
+    options.flag("mamba_conv_bias", "conv_bias", True),
+    options.fixed({"output_gate": True}),
 )
 
 
@@ -61,35 +44,35 @@ def digits(x: float) -> float:
 def read_indices(fields: Fields, found: Options) -> Options:
     """Bamba's layers, of which those of attention are listed."""
     attention = fields.listed("attn_layer_indices", [])
-    count = min(found["num_layers"], MOST_LAYERS)
+    count = min(found["num_layers"], hybrid.MOST_LAYERS)
     kinds = ("attention" if i in attention else "mamba2" for i in range(count))
     return {"layer_types": tuple(kinds)}
 
 
 def write_indices(config: ModelConfig) -> Options:
-    kinds = in_words(config, "mamba2")
+    kinds = hybrid.in_words(config, "mamba2")
     return {"attn_layer_indices": [i for i, kind in enumerate(kinds) if kind == "full_attention"]}
 
 
 BAMBA = (
-    *stream(otherwise=1e-5, num_layers=32),
+    *hybrid.stream(otherwise=1e-5, num_layers=32),
     *MAMBA,
-    silent("layer_types", "layers_block_type", "attn_rotary_emb"),
+    options.silent("layer_types", "layers_block_type", "attn_rotary_emb"),
     Entry(read_indices, write_indices),
-    rope(0.5),
-    integer("intermediate_size", "mlp_size", smallest=1),
+    hybrid.rope(0.5),
+    options.integer("intermediate_size", "mlp_size", smallest=1),
 )
 
 
 def read_positions(fields: Fields, found: Options) -> Options:
     """Positions, which Granite's attention may not have."""
     turned = fields.take("position_embedding_type") == "rope"
-    return read_rope(fields, 1.0) | ({} if turned else {"partial_rotary_factor": 0.0})
+    return hybrid.read_rope(fields, 1.0) | ({} if turned else {"partial_rotary_factor": 0.0})
 
 
 def write_positions(config: ModelConfig) -> Options:
     turned = config.partial_rotary_factor > 0
-    return write_rope(config) | {"position_embedding_type": "rope" if turned else None}
+    return hybrid.write_rope(config) | {"position_embedding_type": "rope" if turned else None}
 
 
 def read_experts(fields: Fields, found: Options) -> Options:
@@ -123,15 +106,15 @@ def attention_scale(config: ModelConfig) -> float:
 
 
 GRANITE = (
-    only({"normalization_function": "rmsnorm", "init_method": "mup"}),
-    *stream(),
+    options.only({"normalization_function": "rmsnorm", "init_method": "mup"}),
+    *hybrid.stream(),
     *MAMBA,
-    layers("mamba2", lambda fields: lambda i: False),
+    hybrid.layers("mamba2", lambda fields: lambda i: False),
     Entry(read_positions, write_positions),
     Entry(read_experts, write_experts),
-    factor("embedding_multiplier"),
-    factor("residual_multiplier"),
-    factor("attention_multiplier", value=attention_scale),
+    options.factor("embedding_multiplier"),
+    options.factor("residual_multiplier"),
+    options.factor("attention_multiplier", value=attention_scale),
     Entry(
         lambda fields, found: {"lm_head_multiplier": 1 / fields.factor("logits_scaling")},
         lambda config: {"logits_scaling": digits(1 / config.lm_head_multiplier)},
@@ -170,22 +153,22 @@ def write_multipliers(config: ModelConfig) -> Options:
 
 
 FALCON = (
-    only({"mamba_use_mlp": True, "attn_layer_indices": None, "projectors_bias": False}),
-    silent("mlp_expansion_factor", "layers_block_type", "layer_types"),
-    *stream(otherwise=1e-5),
+    options.only({"mamba_use_mlp": True, "attn_layer_indices": None, "projectors_bias": False}),
+    options.silent("mlp_expansion_factor", "layers_block_type", "layer_types"),
+    *hybrid.stream(otherwise=1e-5),
     *MAMBA,
-    rope(1.0),
-    fixed({"layer_types": "mamba2+attention"}),
-    integer("intermediate_size", "mlp_size", smallest=1),
-    integer(
+    hybrid.rope(1.0),
+    options.fixed({"layer_types": "mamba2+attention"}),
+    options.integer("intermediate_size", "mlp_size", smallest=1),
+    options.integer(
         "head_dim", "attention_head_dim",
         lambda found: found["hidden_size"] // found["num_attention_heads"],
         smallest=1, value=lambda config: config.attention_head_dim or 1,
     ),
     Entry(read_multipliers, write_multipliers),
-    factor("ssm_out_multiplier"),
-    factor("embedding_multiplier"),
-    factor("lm_head_multiplier"),
+    options.factor("ssm_out_multiplier"),
+    options.factor("embedding_multiplier"),
+    options.factor("lm_head_multiplier"),
 )  # fmt: skip
 
 MIXERS = {"mamba2": under("mamba.", MIXER, "mixer."), "attention": ATTENTION}

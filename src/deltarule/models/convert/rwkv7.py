@@ -4,20 +4,11 @@ RWKV-7 and its feed-forward half, which looks back a token, each behind a norm o
 """
 
 from deltarule.models.config import ModelConfig
+from deltarule.models.convert import options
 from deltarule.models.convert.family import Family
 from deltarule.models.convert.fields import Fields
 from deltarule.models.convert.names import Rows, Tensors, same, under
-from deltarule.models.convert.options import (
-    Entry,
-    Options,
-    fixed,
-    flag,
-    integer,
-    number,
-    only,
-    sizes,
-    tied,
-)
+from deltarule.models.convert.options import Entry, Options
 from deltarule.models.convert.piece import Shape, flat
 from deltarule.nn.rwkv7 import GROUP_NORM_EPS
 
@@ -68,16 +59,16 @@ def write_ranks(config: ModelConfig) -> Options:
 
 
 OPTIONS = (
-    only({"hidden_act": "sqrelu", "norm_bias": True, "attn": None}),
-    *sizes(vocab_size=32000, hidden_size=2048, num_layers=24),
-    integer("head_dim", "head_k_dim", 64, smallest=1),
-    number("norm_eps", "norm_eps", 1e-5),
+    options.only({"hidden_act": "sqrelu", "norm_bias": True, "attn": None}),
+    *options.sizes(vocab_size=32000, hidden_size=2048, num_layers=24),
+    options.integer("head_dim", "head_k_dim", 64, smallest=1),
+    options.number("norm_eps", "norm_eps", 1e-5),
     Entry(read_heads, write_heads),
     Entry(read_blocks, write_blocks),
     Entry(read_ranks, write_ranks),
-    flag("norm_first", "embedding_norm", True),
-    tied(False),
-    fixed(
+    options.flag("norm_first", "embedding_norm", True),
+    options.tied(False),
+    options.fixed(
         {
             "layer_types": ("rwkv7", "channel_mix"), "mlp_layer_types": "none",
             "norm_type": "layer", "output_gate": True,

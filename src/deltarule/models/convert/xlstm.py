@@ -1,21 +1,11 @@
 """xLSTM-7B: mLSTM with bounded gates, and bounded logits."""
 
 from deltarule.models.config import ModelConfig
+from deltarule.models.convert import options
 from deltarule.models.convert.family import Family
 from deltarule.models.convert.fields import Fields
 from deltarule.models.convert.names import Tensors, under
-from deltarule.models.convert.options import (
-    Entry,
-    Options,
-    fixed,
-    integer,
-    number,
-    older,
-    only,
-    silent,
-    sizes,
-    tied,
-)
+from deltarule.models.convert.options import Entry, Options
 from deltarule.nn.mlstm import EPS, SOFT_CAP
 
 MULTIPLE = 64
@@ -49,24 +39,24 @@ def write_factors(config: ModelConfig) -> Options:
 
 
 OPTIONS = (
-    only({
+    options.only({
         "add_out_norm": True, "eps": EPS, "gate_soft_cap": SOFT_CAP, "use_bias": False,
         "weight_mode": "single",
     }),
-    older({"num_blocks": "num_hidden_layers"}),
+    options.older({"num_blocks": "num_hidden_layers"}),
     # How its own kernels compute.
-    silent(
+    options.silent(
         "autocast_kernel_dtype", "chunkwise_kernel", "embedding_dim", "inference_state_dtype",
         "max_inference_chunksize", "mode", "norm_reduction_force_float32", "return_last_states",
         "sequence_kernel", "step_kernel",
     ),
-    *sizes(),
-    integer("num_heads", default=8, smallest=1),
+    *options.sizes(),
+    options.integer("num_heads", default=8, smallest=1),
     Entry(read_factors, write_factors),
-    fixed({"layer_types": "xlstm_7b", "output_norm_bias": False}),
-    number("norm_eps", "norm_eps", 1e-6),
-    number("output_logit_soft_cap", "final_logit_softcapping", 30.0),
-    tied(False),
+    options.fixed({"layer_types": "xlstm_7b", "output_norm_bias": False}),
+    options.number("norm_eps", "norm_eps", 1e-6),
+    options.number("output_logit_soft_cap", "final_logit_softcapping", 30.0),
+    options.tied(False),
 )  # fmt: skip
 
 MIXER = {

@@ -13,12 +13,7 @@ from deltarule.ops.fused import short_conv as fused
 from deltarule.ops.fused_kernels import why_not_fused
 from deltarule.ops.pack import check_cu_seqlens
 from deltarule.ops.serving import definition
-from deltarule.ops.serving.inputs import (
-    check_indices,
-    check_out,
-    check_pool,
-    offsets_of,
-)
+from deltarule.ops.serving.inputs import check_indices, check_out, check_pool, offsets_of
 from deltarule.ops.serving.pool import read, write
 from deltarule.shapes import Hidden, Offsets
 

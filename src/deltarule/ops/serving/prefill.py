@@ -19,12 +19,7 @@ from deltarule.ops.delta_rule.torch import passes
 from deltarule.ops.dispatch import Impl, choose, first_that_runs
 from deltarule.ops.few_tokens import check_no_gradient
 from deltarule.ops.serving import definition
-from deltarule.ops.serving.inputs import (
-    check_indices,
-    check_out,
-    check_pool,
-    offsets_of,
-)
+from deltarule.ops.serving.inputs import check_indices, check_out, check_pool, offsets_of
 from deltarule.ops.serving.pool import read, write
 from deltarule.shapes import Beta, Decay, Erase, Keys, Offsets, Outputs, Queries, State, Values
 

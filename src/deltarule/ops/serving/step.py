@@ -17,12 +17,7 @@ from deltarule.ops.few_tokens import check_no_gradient
 from deltarule.ops.forms import forms
 from deltarule.ops.in_place import InPlace
 from deltarule.ops.serving import definition
-from deltarule.ops.serving.inputs import (
-    check_indices,
-    check_out,
-    check_pool,
-    offsets_of,
-)
+from deltarule.ops.serving.inputs import check_indices, check_out, check_pool, offsets_of
 from deltarule.ops.serving.pool import read, write
 from deltarule.shapes import Beta, Decay, Erase, Keys, Offsets, Outputs, Queries, State, Values
 
