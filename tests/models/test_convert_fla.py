@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.files import CONFIG, WEIGHTS
-from models import fla_oracle
+from models import fla_oracle, rwkv7_oracle
 from models.checkpoints import check_round_trip, check_ways_of_reading, close, drawn
 
 COMMON = {
@@ -57,14 +57,24 @@ CONFIGS = {
     "gla, hybrid": SHARES | {"expand_k": 0.5, "use_output_gate": True, "attn": FULL},
     "linear_attn": SHARES | {"feature_map": "elu"},
     "linear_attn, identity": SHARES | {"feature_map": "identity"},
+    "rwkv7": rwkv7_oracle.FIELDS,
 }  # fmt: skip
+
+
+def oracle_of(title):
+    return rwkv7_oracle if title == "rwkv7" else fla_oracle
 
 
 def make(folder, title, dtype=torch.float32, **changes):
     """A checkpoint of random weights; returns its config.json and its tensors."""
     torch.manual_seed(0)
     config = {"model_type": title.split(",")[0]} | COMMON | CONFIGS[title] | changes
-    tensors = {n: drawn(n, shape).to(dtype) for n, shape in fla_oracle.shapes(config).items()}
+    shapes = oracle_of(title).shapes(config)
+    tensors = {n: drawn(n, shape).to(dtype) for n, shape in shapes.items()}
+    for name, x in tensors.items():
+        # Of a size that keeps a mixture with the token before in its range.
+        if title == "rwkv7" and (name.endswith(("bias", "x_k")) or ".x_" in name):
+            tensors[name] = 0.5 * torch.randn_like(x)
     folder.mkdir()
     (folder / CONFIG).write_text(json.dumps(config))
     save_file(tensors, folder / WEIGHTS)
@@ -74,10 +84,10 @@ def make(folder, title, dtype=torch.float32, **changes):
 @pytest.mark.parametrize("title", CONFIGS)
 def test_logits_are_those_of_the_familys_formulas(title, tmp_path, random_tokens):
     config, tensors = make(tmp_path / "a", title)
-    tokens = random_tokens(2, 40, vocab_size=128)
+    tokens = random_tokens(2, 40, vocab_size=config["vocab_size"])
     model = CausalLM.load(tmp_path / "a")
     with torch.no_grad():
-        close(model(tokens)[0], fla_oracle.logits(config, tensors, tokens))
+        close(model(tokens)[0], oracle_of(title).logits(config, tensors, tokens))
 
 
 @pytest.mark.parametrize("title", CONFIGS)
@@ -93,12 +103,17 @@ def test_bfloat16_keeps_its_bits(tmp_path):
 
 @pytest.mark.parametrize(
     "title",
-    ["delta_net", "gated_deltanet", "kda", "kda, bounded", "kda, hybrid", "gla", "retnet", "hgrn2"],
-)
+    ["delta_net", "gated_deltanet", "kda", "kda, bounded", "kda, hybrid", "gla", "retnet", "hgrn2",
+     "rwkv7"],
+)  # fmt: skip
 def test_ways_of_reading(title, tmp_path, random_tokens):
-    make(tmp_path / "a", title)
+    vocab_size = make(tmp_path / "a", title)[0]["vocab_size"]
+    model = CausalLM.load(tmp_path / "a")
     with torch.no_grad():
-        check_ways_of_reading(CausalLM.load(tmp_path / "a"), random_tokens(2, 40, vocab_size=128))
+        check_ways_of_reading(model, random_tokens(2, 40, vocab_size=vocab_size))
+    prompts = random_tokens(1, 9, vocab_size=vocab_size).tolist()
+    made = model.generate(prompts, max_new_tokens=9, temperature=0)
+    assert made == model.generate(prompts, max_new_tokens=9, temperature=0, draft=2)
 
 
 def test_the_width_of_the_mlp_follows_its_ratio(tmp_path):
@@ -139,6 +154,11 @@ def test_the_width_of_the_mlp_follows_its_ratio(tmp_path):
         ("delta_net", {"qk_norm": ["l2"]}, "qk_norm must be one of l2, sum, got ['l2']"),
         ("hgrn2", {"num_heads": 0}, "num_heads must be an integer of 1 or more, got 0"),
         ("linear_attn", {"feature_map": None}, "feature_map must be one of identity, elu, relu"),
+        ("rwkv7", {"norm_eps": 1e-6}, "norm_eps must be 0.00064 / head_dim=64, got 1e-06"),
+        ("rwkv7", {"num_heads": 3}, "num_heads must be hidden_size / head_dim=2, got 3"),
+        ("rwkv7", {"value_dim": [128, 64, 128]}, "value_dim must be one number for all layers"),
+        ("rwkv7", {"attn": {"layers": [0]}}, "attn must be None"),
+        ("rwkv7", {"v_low_rank_dim": 9}, "asks for [9, 128]"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_named_in_one_line(title, changes, message, tmp_path):

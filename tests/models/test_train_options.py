@@ -14,9 +14,18 @@ OPTIONS = {
     "DeepNorm, one norm of all heads": {
         "layer_types": ("lightning", "attention"), "deepnorm_alpha": 2.0, "output_norm": "all",
     },
+    "gated attention of its own heads, part of them turned, norms less one": {
+        "layer_types": ("gated_deltanet", "attention"), "num_v_heads": 4, "num_attention_heads": 4,
+        "num_kv_heads": 2, "attention_head_dim": 12, "attention_qk_norm": "head",
+        "attention_gate": True, "partial_rotary_factor": 0.5, "zero_centered_norm": True,
+    },
+    "norms after attention, one norm of all its heads": {
+        "layer_types": ("gated_deltanet", "attention"), "post_norm": "attention",
+        "attention_qk_norm": "all", "beta_max": 2.0, "output_norm_eps": 1e-3,
+    },
     "experts": {
         "mlp_layer_types": ("dense", "sparse"), **EXPERTS, "shared_expert_intermediate_size": 16,
-        "shared_expert_gate": True,
+        "shared_expert_gate": True, "norm_topk_prob": False,
     },
     "experts in groups": {
         "mlp_layer_types": "sparse", **EXPERTS, "scoring_func": "sigmoid", "n_group": 2,
