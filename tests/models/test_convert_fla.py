@@ -145,7 +145,11 @@ def test_the_width_of_the_mlp_follows_its_ratio(tmp_path):
         ("kda", {"num_hidden_layers": 500}, "asks for num_layers=500, but only"),
         ("kda", {"num_hidden_layers": 3}, "missing 'layers.2.attn.A_log'"),
         ("kda", {"num_hidden_layers": 1}, "unexpected 'layers.1.attn.A_log'"),
-        ("kda", {"model_type": "gated_deltanet"}, "does not fit config.json"),
+        (
+            "kda",
+            {"model_type": "gated_deltanet"},
+            "does not fit config.json with model_type 'gated_deltanet': missing",
+        ),
         ("kda", {"vocab_size": 127}, f"{WEIGHTS}: tensor 'model.embeddings.weight' has"),
         ("kda", {"tie_word_embeddings": True}, f"unexpected 'lm_head.weight' in {WEIGHTS}"),
         ("delta_net", {"expand_k": 0.4}, "expand_k must give 2 heads equal channels"),

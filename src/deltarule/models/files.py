@@ -149,12 +149,16 @@ def read_places(folder: str | Path) -> dict[str, Place]:
 
 
 def check_places(
-    folder: str | Path, places: Mapping[str, Place], expected: Mapping[str, tuple[int, ...]]
+    folder: str | Path,
+    model_type: str,
+    places: Mapping[str, Place],
+    expected: Mapping[str, tuple[int, ...]],
 ) -> None:
     """Compare what is stored with what a model has.
 
     Args:
         folder: For the message.
+        model_type: In config.json, for the message.
         places: From `read_places`.
         expected: The shape of every tensor, by name.
 
@@ -164,7 +168,10 @@ def check_places(
     """
     with naming(Path(folder)):
         if set(expected) != set(places):
-            raise ValueError(f"does not fit {CONFIG}: {_difference(expected, places)}")
+            raise ValueError(
+                f"does not fit {CONFIG} with model_type {model_type!r}: "
+                f"{_difference(expected, places)}"
+            )
     for name, shape in expected.items():
         path, stored, found, _ = places[name]
         if found != tuple(shape):

@@ -97,7 +97,7 @@ def tokens_of(folder: Path, vocab_size: int) -> Encoder:
             f"{folder}: holds a model of {vocab_size} tokens and no {FILE}: only runs of "
             "'deltarule train text' read and write text"
         )
-    encoder = make_encoder(str(folder))
+    encoder = make_encoder(str(folder), str(folder / FILE))
     if encoder.vocab_size > vocab_size:
         raise ValueError(
             f"{folder / FILE}: has {encoder.vocab_size} tokens, but vocab_size of the model is "
@@ -106,12 +106,16 @@ def tokens_of(folder: Path, vocab_size: int) -> Encoder:
     return encoder
 
 
-def make_encoder(tokenizer: str | None) -> Encoder:
-    """Bytes, or a tokenizer of Hugging Face, one of whose tokens begins a document."""
+def make_encoder(tokenizer: str | None, named: str | None = None) -> Encoder:
+    """Bytes, or a tokenizer of Hugging Face, one of whose tokens begins a document.
+
+    Errors call it `named`; None: the flag.
+    """
     if tokenizer is None:
         return Encoder(lambda texts: [np.frombuffer(t, np.uint8) for t in texts], BEGIN, VOCAB_SIZE)
+    named = named or f"--tokenizer {tokenizer}"
     if Path(tokenizer).is_absolute() and not Path(tokenizer).exists():
-        raise ValueError(f"--tokenizer {tokenizer}: no such folder")
+        raise ValueError(f"{named}: no such folder")
     transformers = require("transformers", "hf")
     told = transformers.utils.logging
     verbosity = told.get_verbosity()
@@ -120,14 +124,12 @@ def make_encoder(tokenizer: str | None) -> Encoder:
         tool = transformers.AutoTokenizer.from_pretrained(tokenizer)
     except Exception as error:  # of any kind, from a damaged file
         reason = f"cannot be read: {type(error).__name__}: {error}".partition("\n")[0]
-        raise ValueError(f"--tokenizer {tokenizer}: {reason}") from error
+        raise ValueError(f"{named}: {reason}") from error
     finally:
         told.set_verbosity(verbosity)
     begin = tool.bos_token_id if tool.bos_token_id is not None else tool.eos_token_id
     if begin is None:
-        raise ValueError(
-            f"--tokenizer {tokenizer}: it has neither bos_token nor eos_token to begin documents"
-        )
+        raise ValueError(f"{named}: has neither bos_token nor eos_token to begin documents")
 
     def encode(texts: list[bytes]) -> list[NDArray[Any]]:
         cut = [blocks(text) for text in texts]

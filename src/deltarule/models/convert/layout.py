@@ -82,7 +82,7 @@ def stored(folder: str | Path, build: Build) -> tuple[Layout, Any]:
         )
     check_parts(pieces, shapes)
     expected = {files.plain_name(piece.name): piece.shape(shapes) for piece in pieces}
-    files.check_places(folder, places, expected)
+    files.check_places(folder, str(fields.get("model_type", MODEL_TYPE)), places, expected)
     return Layout(fields, pieces, places), model
 
 
