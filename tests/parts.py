@@ -15,7 +15,8 @@ PARTS = {
     r"|parallel/|train/test_checkpoint\.py::.*(kill|process)"
     r"|cli/test_cli\.py::.*(process|signal|ctrl_c|reader)"
     r"|test_package\.py::.*(process|any_extra|no_extra)|train/test_token_shards\.py::.*memory",
-    "compiler": r".*::.*(compile|opcheck|fullgraph|export)",
+    # The step of CI that has the extra `hf` runs all of its tests.
+    "compiler": r"(?!hf/).*::.*(compile|opcheck|fullgraph|export)",
     "interpreter": r"kernels/test_(triton|segments|spanning|windows|recording|first_call|mesa)"
     r".*\.py|ops/test_(contract|memory)_kernels\.py|bench/test_neighbours\.py"
     r"|ops/test_gluon(_gradients|_products)?\.py"

@@ -193,6 +193,12 @@ def cache_name(model: nn.Module) -> str:
     return "cache_params" if "mamba" in model.config.model_type else "past_key_values"
 
 
+def logits(model: nn.Module, ids: Tensor, **options: object) -> Tensor:
+    """What a model computes from whole rows."""
+    with torch.no_grad():
+        return model(ids, use_cache=False, **options).logits
+
+
 def error(x: Tensor, reference: Tensor) -> float:
     """Relative RMS."""
     return ((x.double() - reference.double()).norm() / reference.double().norm()).item()

@@ -4,6 +4,7 @@ import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
+import accelerate
 import pytest
 import torch
 import transformers
@@ -12,14 +13,9 @@ from torch import nn
 from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from deltarule import hf
-from deltarule.hf import patch
-from hf.families import MULTIMODAL, VOCABULARY, error, make, tiny, tokens
-
-
-def logits(model, ids, **options):
-    with torch.no_grad():
-        return model(ids, use_cache=False, **options).logits
+from deltarule import BetaLogits, DecayLogits, hf, recurrent_step
+from deltarule.hf import patch, recurrence
+from hf.families import MULTIMODAL, VOCABULARY, error, logits, make, tiny, tokens
 
 
 def in_one_row(documents):
@@ -117,9 +113,23 @@ def test_checkpointed_layers_remember_their_own_documents(name, reentrant):
         model.activation_checkpointing_enable({"use_reentrant": reentrant})
         for ours, theirs in zip(gradients(), plain, strict=True):
             assert torch.equal(ours, theirs)
-    layers = [m for m in model.modules() if hasattr(m, "_gradient_checkpointing_func")]
-    assert layers
-    assert not any("deltarule" in type(m._gradient_checkpointing_func).__module__ for m in layers)
+    name = "_gradient_checkpointing_func"
+    functions = {getattr(m, name).func for m in model.modules() if hasattr(m, name)}
+    assert functions == {torch.utils.checkpoint.checkpoint}
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear", "mamba2"])
+@pytest.mark.parametrize("patched_first", [False, True])
+def test_weights_that_accelerate_brings_for_each_call(name, patched_first):
+    """Outside of its module's forward such a weight has no values."""
+    model, ids = tiny(name), tokens(1, 8)
+    before = logits(model, ids)
+    if not patched_first:
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    with patch(model):
+        if patched_first:
+            accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+        assert error(logits(model, ids), before) < 1e-5
 
 
 def test_packing_under_peft():
@@ -140,6 +150,27 @@ def test_packed_documents_cannot_go_on_from_a_cache(name):
         cache = model(tokens(1, 8), use_cache=True)[key]
         with pytest.raises(ValueError, match=key):
             model(tokens(1, 8), cu_seq_lens_q=torch.tensor([0, 3, 8]), **{key: cache})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid", "kimi_linear",
+     "bailing_hybrid", "glm5_next"],
+)  # fmt: skip
+def test_a_step_makes_gates_of_logits(name, monkeypatch):
+    """No layer makes gates of its own."""
+    given = []
+
+    def spied(*streams, beta, log_decay, **options):
+        given.append((type(beta), type(log_decay)))
+        return recurrent_step(*streams, beta=beta, log_decay=log_decay, **options)
+
+    monkeypatch.setattr(recurrence, "recurrent_step", spied)
+    model = tiny(name)
+    with patch(model):
+        model.generate(tokens(1, 5), max_new_tokens=3, min_new_tokens=3)
+    layers = model.config.get_text_config().layer_types.count("linear_attention")
+    assert given == [(BetaLogits, DecayLogits)] * 2 * layers
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "mamba2"])
@@ -185,7 +216,7 @@ def test_bfloat16_is_as_exact_as_the_fallback(name, options):
         assert error(logits(model, ids).float(), exact) < 1.3 * theirs
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "mamba2"])
+@pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear", "mamba2"])
 def test_compiled_and_exported(name):
     model, ids = tiny(name), tokens(1, 20)
     before = logits(model, ids)

@@ -5,7 +5,7 @@ import torch
 from transformers import DataCollatorWithFlattening
 
 from deltarule.hf import patch
-from hf.families import FAMILIES, cache_name, error, tiny, tokens
+from hf.families import FAMILIES, cache_name, error, logits, tiny, tokens
 
 LENGTHS = (13, 1, 40, 16)
 RECURRENT = {"layer_types": ["linear_attention"] * 4}
@@ -23,11 +23,6 @@ def name(request) -> str:
 @pytest.fixture
 def model(name):
     return tiny(name)
-
-
-def logits(model, ids, **options):
-    with torch.no_grad():
-        return model(ids, use_cache=False, **options).logits
 
 
 def gradients(model, ids):

@@ -6,12 +6,21 @@ If one of these fails after an upgrade: see what the new function does, give it 
 
 import ast
 import inspect
+import re
 from pathlib import Path
 
 import pytest
 import transformers
 
-from deltarule.hf.patch import CONVOLUTIONS, FORWARDS, KEPT, MASKS, RECURRENCES, SHORTCUTS
+from deltarule.hf.patch import (
+    CONVOLUTIONS,
+    FORWARDS,
+    GATED_LAYERS,
+    KEPT,
+    MASKS,
+    RECURRENCES,
+    SHORTCUTS,
+)
 from hf.families import FAMILIES
 
 MODELS = Path(transformers.__file__).parent / "models"
@@ -78,7 +87,14 @@ def test_layers_call_the_functions_by_their_names(hooked):
         assert set(functions) - set(SHORTCUTS) <= called, folder
 
 
-def test_forwards_and_masks_are_there():
+def test_every_class_with_a_forward_of_ours_is_there_and_no_other_like_it():
+    kinds = "GatedDeltaNet|DeltaAttention|TextLinearAttention|LightningAttention|ForgetGate"
+    like = re.compile(rf"^class (\w*(?:{kinds}))\(", re.M)
+    texts = [file.read_text() for file in MODELS.glob("*/modeling_*.py")]
+    found = {name for text in texts for name in like.findall(text)}
+    assert found == {*FORWARDS, *GATED_LAYERS}
+
+
+def test_masks_are_there():
     text = (MODELS / "minimax" / "modeling_minimax.py").read_text()
-    assert all(f"class {name}(" in text for name in FORWARDS)
     assert all(name in text for name in MASKS)

@@ -5,8 +5,7 @@ mask on. A thread has one such note at a time, since a layer calls its functions
 """
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,20 +34,13 @@ class Note(threading.local):
 NOTE = Note()
 
 
-@contextmanager
-def packed(cu_seqlens: Tensor | None) -> Iterator[None]:
-    """Within, documents begin at these offsets."""
-    before, NOTE.cu_seqlens = NOTE.cu_seqlens, cu_seqlens
-    try:
-        yield
-    finally:
-        NOTE.cu_seqlens = before
-
-
 def call_packed(cu_seqlens: Tensor | None, function: Callable[..., Any], *args: Any) -> Any:
     """The function's result, with documents that begin at these offsets."""
-    with packed(cu_seqlens):
+    before, NOTE.cu_seqlens = NOTE.cu_seqlens, cu_seqlens
+    try:
         return function(*args)
+    finally:
+        NOTE.cu_seqlens = before
 
 
 def padding_removed(real: Tensor | None, *gates: Tensor) -> tuple[Tensor, ...]:

@@ -8,11 +8,8 @@ from transformers import PreTrainedConfig
 from deltarule.models import ModelConfig
 from deltarule.models.config_names import MODEL_TYPE, RENAMED
 
-_DEFAULTS = {
-    RENAMED.get(field.name, field.name): field.default
-    for field in dataclasses.fields(ModelConfig)
-    if field.default is not dataclasses.MISSING
-}
+# Each option of ours, by its name in config.json.
+_FIELDS = {RENAMED.get(field.name, field.name): field for field in dataclasses.fields(ModelConfig)}
 
 
 class DeltaruleConfig(PreTrainedConfig):  # type: ignore[misc]
@@ -49,9 +46,9 @@ class DeltaruleConfig(PreTrainedConfig):  # type: ignore[misc]
 
     def __post_init__(self, **options: Any) -> None:
         """Take the options that `ModelConfig` has, and leave the others to transformers."""
-        for name, default in _DEFAULTS.items():
-            if name != "tie_word_embeddings":
-                setattr(self, name, options.pop(name, default))
+        for name, field in _FIELDS.items():
+            if name not in vars(DeltaruleConfig):
+                setattr(self, name, options.pop(name, field.default))
         super().__post_init__(**options)
 
     @classmethod
@@ -75,11 +72,7 @@ class DeltaruleConfig(PreTrainedConfig):  # type: ignore[misc]
         Raises:
             ValueError: An option is missing or refused; the message names it as `ModelConfig` does.
         """
-        names = {field.name: RENAMED.get(field.name, field.name) for field in _FIELDS}
-        fields = {name: getattr(self, theirs) for name, theirs in names.items()}
+        fields = {field.name: getattr(self, theirs) for theirs, field in _FIELDS.items()}
         # JSON has lists alone.
         lists = {name: tuple(x) for name, x in fields.items() if isinstance(x, list)}
         return ModelConfig(**fields | lists)
-
-
-_FIELDS = dataclasses.fields(ModelConfig)

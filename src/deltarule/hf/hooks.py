@@ -123,36 +123,29 @@ def positions(cu_seqlens: Tensor, batch: int, tokens: int) -> Tensor:
     return (token - cu_seqlens[document]).view(batch, tokens)
 
 
-class Remembering:
-    """A checkpointing function that computes a layer again with the documents of its forward.
+def remembering(checkpoint: Any, function: Any, *args: Any) -> Any:
+    """Run it now and again in the backward pass with what this thread's note says now."""
+    return checkpoint(partial(call_packed, NOTE.cu_seqlens, function), *args)
 
-    Args:
-        checkpoint: transformers' function.
-    """
 
-    def __init__(self, checkpoint: Any) -> None:
-        """Keep the function."""
-        self.checkpoint = checkpoint
-
-    def __call__(self, function: Any, *args: Any) -> Any:
-        """Run it now and in the backward pass with what this thread's note says now."""
-        return self.checkpoint(partial(call_packed, NOTE.cu_seqlens, function), *args)
+def remembers(function: Any) -> bool:
+    return isinstance(function, partial) and function.func is remembering
 
 
 def keep_under_checkpointing(model: nn.Module) -> None:
     """Have every checkpointed layer remember its documents; checkpointing may begin at any time."""
     for layer in model.modules():
         function = layer.__dict__.get(CHECKPOINT)
-        if function is not None and not isinstance(function, Remembering):
-            layer.__dict__[CHECKPOINT] = Remembering(function)
+        if function is not None and not remembers(function):
+            layer.__dict__[CHECKPOINT] = partial(remembering, function)
 
 
 def forget_checkpointing(model: nn.Module) -> None:
     """Give every layer transformers' own function back."""
     for layer in model.modules():
-        function = layer.__dict__.get(CHECKPOINT)
-        if isinstance(function, Remembering):
-            layer.__dict__[CHECKPOINT] = function.checkpoint
+        function: Any = layer.__dict__.get(CHECKPOINT)
+        if remembers(function):
+            layer.__dict__[CHECKPOINT] = function.args[0]
 
 
 def hook_padding(layers: list[nn.Module]) -> list[RemovableHandle]:
@@ -167,16 +160,12 @@ def hook_padding(layers: list[nn.Module]) -> list[RemovableHandle]:
 
 
 def _enter_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    cache = kwargs.get("cache_params")
-    if cache is not None and NOTE.cu_seqlens is not None and _goes_on(cache, layer):
+    cache = None if NOTE.cu_seqlens is None else kwargs.get("cache_params")
+    if cache is not None and cache.get_conv_state(layer.layer_idx, state_idx=0) is not None:
         raise ValueError(AFRESH)
     mask = kwargs.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] > 1:
         NOTE.real = mask.bool()
-
-
-def _goes_on(cache: Any, layer: nn.Module) -> bool:
-    return cache.get_conv_state(layer.layer_idx, state_idx=0) is not None
 
 
 def _leave_layer(

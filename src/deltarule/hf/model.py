@@ -41,6 +41,7 @@ class DeltaruleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mi
     base_model_prefix = "model"
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
+    _input_embed_layer = "embedding"
     accepts_loss_kwargs = True
     # The embedding is the head: there is one parameter, not two that are tied.
     _tied_weights_keys: dict[str, str] = {}  # noqa: RUF012
@@ -152,14 +153,6 @@ class DeltaruleForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mi
             raise ValueError(AFRESH)
         x, _ = self.model.hidden(one_row(tokens), cu_seqlens=documents)
         return x.view(*tokens.shape, -1)
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        """Return the embedding."""
-        return self.model.embedding
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Replace the embedding."""
-        self.model.embedding = value
 
     def get_output_embeddings(self) -> nn.Linear | None:
         """Return the head; None where it is the embedding."""

@@ -4,26 +4,20 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 from torch import nn
 
 from deltarule.hf.convolution import causal_conv1d, causal_conv1d_step
-from deltarule.hf.hooks import (
-    forget_checkpointing,
-    hook_packing,
-    hook_padding,
-    with_documents,
-)
-from deltarule.hf.lightning import lightning_attention
+from deltarule.hf.hooks import forget_checkpointing, hook_packing, hook_padding, with_documents
+from deltarule.hf.layers import forget_gate, gated_delta_layer, lightning_attention
 from deltarule.hf.recurrence import (
-    chunked_delta_rule,
-    delta_rule_step,
+    gated_delta_rule,
     mamba2_chunk_scan,
     mamba2_step,
+    mamba_selective_scan,
 )
-from deltarule.hf.selective import mamba_selective_scan
 
 Function = Callable[..., Any]
 
@@ -34,10 +28,10 @@ def _no_shortcut(*_args: Any, **_kwargs: Any) -> None:
 
 # What a modeling file of transformers calls, by its name there, and what takes its place.
 RECURRENCES: dict[str, Function] = {
-    "torch_chunk_gated_delta_rule": chunked_delta_rule,
-    "torch_recurrent_gated_delta_rule": delta_rule_step,
-    "chunk_kimi_delta_attention": chunked_delta_rule,
-    "recurrent_kimi_delta_attention": delta_rule_step,
+    "torch_chunk_gated_delta_rule": gated_delta_rule,
+    "torch_recurrent_gated_delta_rule": gated_delta_rule,
+    "chunk_kimi_delta_attention": gated_delta_rule,
+    "recurrent_kimi_delta_attention": gated_delta_rule,
     "mamba2_chunk_scan": mamba2_chunk_scan,
     "mamba2_selective_state_update": mamba2_step,
     "mamba_selective_scan": mamba_selective_scan,
@@ -49,6 +43,14 @@ CONVOLUTIONS: dict[str, Function] = {
 }
 # Layers that call no function: class and forward.
 FORWARDS: dict[str, Function] = {"MiniMaxLightningAttention": lightning_attention}
+# The same, of layers that make gates and call the short convolution, too, and of KDA's gates.
+GATED_LAYERS: dict[str, Function] = dict.fromkeys(
+    ("BailingHybridDeltaAttention", "Glm5NextTextLinearAttention", "KimiLinearDeltaAttention",
+     "OlmoHybridGatedDeltaNet", "Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet",
+     "Qwen3_5MoeGatedDeltaNet", "Qwen4ExpTextGatedDeltaNet"), gated_delta_layer,
+) | dict.fromkeys(
+    ("BailingHybridForgetGate", "Glm5NextTextForgetGate", "KimiLinearForgetGate"), forget_gate
+)  # fmt: skip
 # What makes the masks of the attention layers between them.
 MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
 # A step of Mamba is a few products, of which no operator makes fewer.
@@ -121,7 +123,8 @@ class Patch:
             )
         self._model = model
         self._places = tuple(found)
-        self.replaced = tuple(f"{_short(owner)}.{name}" for owner, name in found)
+        short = ((owner.__name__.rpartition(".")[2], name) for owner, name in found)
+        self.replaced = tuple(map(".".join, short))
         for place, function in found.items():
             hold(place, function)
         self._hooks = hook_padding(recurrent_layers(model))
@@ -141,26 +144,23 @@ class Patch:
         """The patch is in place already."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Unpatch."""
         self.unpatch()
 
 
 def replacements(model: nn.Module, *, conv: bool, packing: bool) -> dict[Place, Function]:
     """What takes which place in the files that the model's recurrent layers come from."""
-    functions = RECURRENCES | (CONVOLUTIONS if conv else {})
+    functions, classes = RECURRENCES, FORWARDS
+    if conv:
+        functions, classes = functions | CONVOLUTIONS, classes | GATED_LAYERS
     found: dict[Place, Function] = {}
     for file in modeling_files(model):
         names = vars(file)
-        forwards = [name for name in FORWARDS if name in names]
+        forwards = [name for name in classes if name in names]
         if not forwards and not any(name in names for name in RECURRENCES):
             continue
-        found |= {(names[name], "forward"): accepting(FORWARDS[name]) for name in forwards}
+        found |= {(names[name], "forward"): accepting(classes[name]) for name in forwards}
         found |= {(file, name): accepting(functions[name]) for name in functions if name in names}
         found |= {(file, name): _no_shortcut for name in SHORTCUTS if name in names}
         for name in MASKS if packing else ():
@@ -229,7 +229,3 @@ def accepting(function: Function) -> Function:
         return function(*args, **{name: x for name, x in kwargs.items() if name in names})
 
     return call
-
-
-def _short(owner: Any) -> str:
-    return str(owner.__name__).rpartition(".")[2]

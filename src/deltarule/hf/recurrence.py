@@ -1,20 +1,20 @@
-"""The functions of transformers' delta-rule layers and of Mamba-2, on this library's operators.
+"""The functions of transformers' delta-rule layers, Mamba-2 and Mamba, on this library's operators.
 
 Gated DeltaNet and KDA keep their state as [N, HV, K, V] there and as [N, HV, V, K] here: the same
 memory read in another order, so that nothing is copied from a token to the next.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deltarule import RecurrentOutput, delta_rule, recurrent_step
+from deltarule import RecurrentOutput, delta_rule, recurrent_step, selective_scan
 from deltarule.hf.call import NOTE, last_documents, one_row, padding_removed
+from deltarule.nn.gates import made
+from deltarule.ops import BetaLogits, DecayLogits
 
-# What `recurrent_step` takes at once.
-MOST_STEPS = 16
 AFRESH = "packed documents start afresh: give them without past_key_values or cache_params"
 
 
@@ -24,8 +24,8 @@ class Recurrence(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    beta: Tensor | None
-    log_decay: Tensor
+    beta: Tensor | BetaLogits | None
+    log_decay: Tensor | DecayLogits
     scale: float | None = None
     normalize_qk: bool = False
 
@@ -37,16 +37,17 @@ class Recurrence(NamedTuple):
         # The cache overwrites its memory afterwards, which the backward pass would still read.
         copied = torch.is_grad_enabled()
         start = None if initial_state is None else initial_state.to(wide, copy=copied)
+        beta, decay = None if self.beta is None else made(self.beta), made(self.log_decay)
         if cu_seqlens is None:
-            return self._delta_rule(start, None, return_state)
+            return self._replace(beta=beta, log_decay=decay)._delta_rule(start, None, return_state)
         if start is not None:
             raise ValueError(AFRESH)
         batch, tokens = self.v.shape[:2]
         rows = self._replace(
             q=one_row(self.q), k=one_row(self.k), v=one_row(self.v),
-            beta=None if self.beta is None else one_row(self.beta),
+            beta=None if beta is None else one_row(beta),
             # A constant decay [HV] stays as it is.
-            log_decay=self.log_decay if self.log_decay.ndim == 1 else one_row(self.log_decay),
+            log_decay=decay if decay.ndim == 1 else one_row(decay),
         )  # fmt: skip
         o, state = rows._delta_rule(None, cu_seqlens, return_state)
         if state is not None:
@@ -54,12 +55,9 @@ class Recurrence(NamedTuple):
         return RecurrentOutput(o.unflatten(1, (batch, tokens)).squeeze(0), state)
 
     def step(self, state: Tensor) -> Tensor | None:
-        """A few tokens, the state overwritten; None where that is not possible."""
+        """One token, the state overwritten; None where a gradient or its dtype is against that."""
         wide = torch.promote_types(self.q.dtype, torch.float32)
-        tensors = [x for x in (*self[:5], state) if isinstance(x, Tensor)]
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            return None
-        if state.dtype != wide or self.q.shape[1] > MOST_STEPS:
+        if torch.is_grad_enabled() or state.dtype != wide:
             return None
         # Beams and repeated rows are gathered in transformers' order, which no kernel reads.
         rows = state.contiguous() if state.is_cuda and state.stride(-1) != 1 else state
@@ -74,11 +72,11 @@ class Recurrence(NamedTuple):
     def _delta_rule(
         self, start: Tensor | None, cu_seqlens: Tensor | None, return_state: bool
     ) -> RecurrentOutput:
+        q, k, v, *options = self
+        named: dict[str, Any] = dict(zip(self._fields[3:], options, strict=True))
         return delta_rule(
-            self.q, self.k, self.v, beta=self.beta, log_decay=self.log_decay, scale=self.scale,
-            normalize_qk=self.normalize_qk, initial_state=start, cu_seqlens=cu_seqlens,
-            return_state=return_state,
-        )  # fmt: skip
+            q, k, v, **named, initial_state=start, cu_seqlens=cu_seqlens, return_state=return_state
+        )
 
 
 def turned(state: Tensor | None) -> Tensor | None:
@@ -86,47 +84,33 @@ def turned(state: Tensor | None) -> Tensor | None:
     return None if state is None else state.transpose(-1, -2)
 
 
-def chunked_delta_rule(
+def gated_delta_rule(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    g: Tensor,
-    beta: Tensor,
+    g: Tensor | DecayLogits,
+    beta: Tensor | BetaLogits,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gated DeltaNet (g [B, T, HV]) or KDA (g [B, T, HV, K]) over a whole sequence."""
-    beta, g = padding_removed(NOTE.real, beta, g)
-    offsets = first_given(cu_seqlens, cu_seq_lens_q, NOTE.cu_seqlens)
+    """Gated DeltaNet (g [B, T, HV]) or KDA (g [B, T, HV, K]).
+
+    One token without a gradient overwrites the state, which is the cache's own memory.
+    """
     call = Recurrence(query, key, value, beta, g, normalize_qk=use_qk_l2norm_in_kernel)
+    given = first_given(cu_seqlens, cu_seq_lens_q)
+    if initial_state is not None and query.shape[1] == 1 and given is None:
+        o = call.step(initial_state.mT)
+        if o is not None:
+            return o, initial_state if output_final_state else None
+    beta, g = padding_removed(NOTE.real, made(beta), made(g))
+    call = call._replace(beta=beta, log_decay=g)
+    offsets = first_given(given, NOTE.cu_seqlens)
     o, state = call.run(turned(initial_state), offsets, output_final_state)
     return o, turned(state)
-
-
-def delta_rule_step(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """One token; without a gradient the cache's own memory becomes the new state."""
-    if initial_state is not None and first_given(cu_seqlens, cu_seq_lens_q) is None:
-        call = Recurrence(query, key, value, beta, g, normalize_qk=use_qk_l2norm_in_kernel)
-        if (o := call.step(initial_state.transpose(-1, -2))) is not None:
-            return o, initial_state if output_final_state else None
-    return chunked_delta_rule(
-        query, key, value, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel,
-        cu_seqlens, cu_seq_lens_q,
-    )  # fmt: skip
 
 
 def mamba2_chunk_scan(
@@ -185,6 +169,44 @@ def mamba2_step(
         assert after is not None
         state.copy_(after)
     return with_skip_and_gate(o[:, 0], hidden_states, D, z)
+
+
+def mamba_selective_scan(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    cu_seq_lens_q: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Mamba over a whole sequence, channels before tokens: one head of all value channels.
+
+    hidden_states, dt and z [B, I, T]; A [I, N]; B and C [B, N, T]; the last state [B, I, N].
+    """
+    x = hidden_states.transpose(1, 2)
+    batch, tokens, _ = x.shape
+    (dt,) = padding_removed(NOTE.real, step_sizes(dt.transpose(1, 2), delta_bias, delta_softplus))
+    q, k = (y.transpose(1, 2).unsqueeze(2).to(x.dtype) for y in (C, B))
+    v, delta = (x * dt).to(x.dtype).unsqueeze(2), dt.unsqueeze(2)
+    offsets = first_given(cu_seq_lens_q, NOTE.cu_seqlens)
+    if offsets is not None:
+        q, k, v, delta = map(one_row, (q, k, v, delta))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    o, state = selective_scan(
+        q, k, v, delta=delta, A=A.to(wide).unsqueeze(0), scale=1.0, cu_seqlens=offsets,
+        return_state=return_last_state,
+    )  # fmt: skip
+    o = o.reshape(batch, tokens, -1).transpose(1, 2)
+    o = with_skip_and_gate(o, hidden_states, None if D is None else D.unsqueeze(-1), z)
+    if state is None:
+        return o
+    state = state if offsets is None else state[last_documents(offsets, batch, tokens)]
+    return o, state[:, 0]
 
 
 def mamba2_recurrence(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Recurrence:

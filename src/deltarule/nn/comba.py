@@ -17,10 +17,11 @@ from deltarule.nn.feature_maps import qk_normed
 from deltarule.nn.gated_deltanet import GatedDeltaNet
 from deltarule.nn.gates import (
     computed,
-    discretised_log_decay,
     float32_parameter,
+    log_decay_of,
+    made,
     per_value_head,
-    write_strength,
+    strength_of,
 )
 from deltarule.nn.rule import Arguments, Projections, Rule
 
@@ -48,11 +49,10 @@ def share(projections: Projections) -> Tensor:
 def fed_back(projections: Projections, q: Tensor, k: Tensor, p: Tensor) -> Arguments:
     """a b^T = -(beta_t p_t) k_t^T: the operator's rank-one part sees the undecayed state."""
     heads, dtype = projections.v.shape[2], projections.v.dtype
-    beta = write_strength(projections).unsqueeze(-1)
-    v = beta * projections.v
-    given = {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype)}
+    beta = made(strength_of(projections)).unsqueeze(-1)
+    given = {"q": q.to(dtype), "k": k.to(dtype), "v": (beta * projections.v).to(dtype)}
     given |= {"a": -beta * per_value_head(p, heads), "b": per_value_head(k, heads)}
-    return given | {"log_decay": discretised_log_decay(projections)}
+    return given | {"log_decay": made(log_decay_of(projections))}
 
 
 RULE = Rule(

@@ -26,42 +26,42 @@ def per_value_head(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[2], dim=2)
 
 
-def write_strength(projections: Projections) -> Tensor:
-    """beta = beta_max * sigmoid(beta_logits): one kernel, or plain PyTorch."""
-    logits = projections.need("beta_logits")
-    kernel = kernel_runs(logits, why_not_fused(logits))
-    return (fused if kernel else plain).write_strength(logits, projections.beta_max)
+def made(gate: Tensor | BetaLogits | DecayLogits) -> Tensor:
+    """The gate, if need be of its logits: one kernel, or plain PyTorch."""
+    if isinstance(gate, Tensor):
+        return gate
+    if isinstance(gate, DecayLogits):
+        logits, A_log, dt_bias, bound = gate
+        if bound is not None:
+            return plain.bounded_log_decay(logits, A_log, dt_bias, bound)
+        return log_decay(logits, A_log, dt_bias, False)[1]
+    kernel = kernel_runs(gate.logits, why_not_fused(gate.logits))
+    return (fused if kernel else plain).write_strength(*gate)
+
+
+def log_decay(logits: Tensor, A_log: Tensor, dt_bias: Tensor, step: bool) -> tuple[Tensor, Tensor]:
+    """dt = softplus(logits + dt_bias), which is valid only with `step`; and -exp(A_log) * dt."""
+    if not kernel_runs(logits, why_not_fused(logits)):
+        return plain.step_and_log_decay(logits, A_log, dt_bias)
+    decay, dt = fused.log_decay(logits, A_log, dt_bias, step)
+    return dt, decay
 
 
 def strength_of(projections: Projections) -> Tensor | BetaLogits:
-    """`write_strength`, or what a step makes it of."""
-    if not projections.decoding:
-        return write_strength(projections)
-    return BetaLogits(projections.need("beta_logits"), projections.beta_max)
+    """beta = beta_max * sigmoid(beta_logits), or what a step makes it of."""
+    logits = BetaLogits(projections.need("beta_logits"), projections.beta_max)
+    return logits if projections.decoding else made(logits)
 
 
 def log_decay_of(projections: Projections) -> Tensor | DecayLogits:
     """A decay for each head or for each key channel, bounded or not, or what a step makes it of."""
-    parts, bound = decay_parts(projections), projections.gate_lower_bound
-    if projections.decoding:
-        return DecayLogits(*parts, bound)
-    if bound is not None:
-        return plain.bounded_log_decay(*parts, bound)
-    return discretised_log_decay(projections)
+    logits = DecayLogits(*decay_parts(projections), projections.gate_lower_bound)
+    return logits if projections.decoding else made(logits)
 
 
-def discretised_log_decay(projections: Projections) -> Tensor:
-    """log_decay = -exp(A_log) * dt, for each head or for each key channel."""
-    return step_and_log_decay(projections, step=False)[1]
-
-
-def step_and_log_decay(projections: Projections, step: bool = True) -> tuple[Tensor, Tensor]:
-    """dt = softplus(decay_logits + dt_bias), which is valid only with `step`; and log_decay."""
-    logits, A_log, dt_bias = decay_parts(projections)
-    if not kernel_runs(logits, why_not_fused(logits)):
-        return plain.step_and_log_decay(logits, A_log, dt_bias)
-    log_decay, dt = fused.log_decay(logits, A_log, dt_bias, step)
-    return dt, log_decay
+def step_and_log_decay(projections: Projections) -> tuple[Tensor, Tensor]:
+    """dt = softplus(decay_logits + dt_bias), and log_decay."""
+    return log_decay(*decay_parts(projections), True)
 
 
 def decay_parts(projections: Projections) -> tuple[Tensor, Tensor, Tensor]:

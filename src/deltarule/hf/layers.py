@@ -1,0 +1,126 @@
+"""The layers of transformers whose forward is replaced.
+
+MiniMax's calls no function that could be. The others make gates, and hand on logits in their place:
+the operators make gates of those, in the kernel of a step or in one for a whole sequence.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.integrations.accelerate import force_accelerate_hooks
+
+from deltarule.hf.call import NOTE, padding_removed
+from deltarule.hf.convolution import causal_conv1d, causal_conv1d_step
+from deltarule.hf.recurrence import Recurrence, gated_delta_rule, turned
+from deltarule.ops import BetaLogits, DecayLogits
+from deltarule.ops.sequences import computed
+
+
+def lightning_attention(
+    self: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+) -> tuple[Tensor, Tensor | None]:
+    """S_t = exp(-slope) S_{t-1} + v_t k_t^T; the layer keeps its projections, norm and gate."""
+    batch, tokens, _ = hidden_states.shape
+    qkv = self.act_fn(self.qkv_proj(hidden_states))
+    qkv = qkv.view(batch, tokens, self.num_attention_heads, 3 * self.head_dim)
+    q, k, v = qkv.split(self.head_dim, -1)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    log_decay = -self.slope_rate.flatten().to(wide)
+    if NOTE.real is not None:
+        (log_decay,) = padding_removed(NOTE.real, log_decay.expand(batch, tokens, -1))
+        k, v = padding_removed(NOTE.real, k, v)
+    start = None
+    if past_key_values is not None:
+        # A layer that has not run holds an empty list.
+        kept = past_key_values.get_linear_cache(self.layer_idx)
+        start = turned(kept) if isinstance(kept, Tensor) else None
+    call = Recurrence(q, k, v, None, log_decay, scale=1.0)
+    o, state = call.run(start, NOTE.cu_seqlens, past_key_values is not None)
+    if past_key_values is not None:
+        past_key_values.set_linear_cache(self.layer_idx, turned(state))
+    o = torch.sigmoid(self.output_gate(hidden_states)) * self.norm(o.flatten(-2))
+    return self.out_proj(o), turned(state)
+
+
+@force_accelerate_hooks("conv1d")  # type: ignore[untyped-decorator]
+def gated_delta_layer(
+    self: Any,
+    hidden_states: Tensor,
+    cache_params: Any = None,
+    attention_mask: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+) -> Tensor:
+    """Gated DeltaNet or KDA; the layer keeps its projections, and norm and gate of its output."""
+    x, start = hidden_states, None
+    if attention_mask is not None:
+        x = (x * attention_mask.unsqueeze(-1)).to(x.dtype)
+    if cache_params is not None:
+        start = cache_params.get_recurrent_state(self.layer_idx, state_idx=0)
+    qkv, gate, b, decay = projections(self, x)
+    qkv = convolved(self, qkv.mT, cache_params, cu_seq_lens_q).mT
+    if hasattr(self, "forget_gate"):
+        keys = values = self.qkv_dim, self.head_dim
+    else:
+        keys, values = (self.key_dim, self.head_k_dim), (self.value_dim, self.head_v_dim)
+    channels, sizes = zip(keys, keys, values, strict=True)
+    parts = zip(qkv.split(channels, -1), sizes, strict=True)
+    q, k, v = (part.unflatten(-1, (-1, size)) for part, size in parts)
+    o, state = gated_delta_rule(
+        q, k, v, decay, BetaLogits(b, 2.0 if getattr(self, "allow_neg_eigval", False) else 1.0),
+        initial_state=start, output_final_state=cache_params is not None,
+        use_qk_l2norm_in_kernel=True, cu_seq_lens_q=cu_seq_lens_q,
+    )  # fmt: skip
+    if cache_params is not None:
+        cache_params.update_recurrent_state(state, self.layer_idx)
+    qwen = hasattr(self, "norm")
+    norm, out = (self.norm, self.out_proj) if qwen else (self.o_norm, self.o_proj)
+    return out(norm(o.flatten(0, 2), gate.reshape(-1, sizes[2])).view(*x.shape[:2], -1))
+
+
+def projections(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | DecayLogits]:
+    """q, k and v in one row, the output's gate, the logits of beta, and the decay."""
+    if hasattr(self, "in_proj_qkvz"):
+        given = self.in_proj_qkvz(x), self.in_proj_ba(x)
+        *parts, gate, b, a = self.fix_query_key_value_ordering(*given)
+        return torch.cat([part.flatten(2) for part in parts], -1), gate, b, head_decay(self, a)
+    if hasattr(self, "in_proj_qkv"):
+        decay = head_decay(self, self.in_proj_a(x))
+        return self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), decay
+    qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+    gate = self.g_proj(x) if hasattr(self, "g_proj") else self.g_b_proj(self.g_a_proj(x))
+    kda = hasattr(self, "forget_gate")
+    decay = self.forget_gate(x) if kda else head_decay(self, self.a_proj(x))
+    return qkv, gate, self.b_proj(x), decay
+
+
+def head_decay(self: Any, a: Tensor) -> DecayLogits:
+    return DecayLogits(a, computed(self.A_log), computed(self.dt_bias))
+
+
+def forget_gate(self: Any, x: Tensor) -> DecayLogits:
+    """KDA's decay for each channel: a map of one matrix or two, and maybe a lower bound."""
+    a = self.f_proj(x) if hasattr(self, "f_proj") else self.f_b_proj(self.f_a_proj(x))
+    bound = self.lower_bound if getattr(self, "safe_gate", False) else None
+    heads = self.num_heads, self.head_dim
+    return DecayLogits(
+        a.unflatten(-1, heads), computed(self.A_log).flatten(), computed(self.dt_bias).view(heads),
+        getattr(self, "safe_gate_lower_bound", bound),
+    )  # fmt: skip
+
+
+def convolved(self: Any, x: Tensor, cache: Any, cu_seqlens: Tensor | None) -> Tensor:
+    """[B, D, T] after the inputs in the cache, which move on."""
+    given = self.conv1d.weight.squeeze(1), self.conv1d.bias, self.activation
+    layer, tokens = self.layer_idx, x.shape[-1]
+    if cache is not None:
+        before = cache.get_conv_state(layer, state_idx=0)
+        if before is not None and tokens == 1 and not cache.is_recording_past(layer):
+            return causal_conv1d_step(x, before, *given)
+        x = cache.update_conv_state(x, layer, conv_kernel_size=self.conv_kernel_size)
+    y = causal_conv1d(x, *given, cu_seqlens)
+    # The gradient of a cut has another layout: none where all tokens stay.
+    return y if cache is None else y[..., -tokens:]
