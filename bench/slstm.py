@@ -62,7 +62,7 @@ def figures(channels: int, sizes: tuple[int, int] = (BATCH, TOKENS)) -> Iterator
 
     heads = HEADS[channels]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    sides: dict[str, Run] = {"deltarule": ours, "deltarule, split": ours}
+    sides: dict[str, Run] = {"deltarule, a program a head": ours, "deltarule": ours}
     sides["PyTorch"] = partial(ours, impl="torch")
     if find_spec("xlstm"):
         sides["xlstm"] = theirs(heads, channels)
@@ -72,7 +72,7 @@ def figures(channels: int, sizes: tuple[int, int] = (BATCH, TOKENS)) -> Iterator
     exact = ours(gates[:2].double(), recurrent.double())
     leaf = gates.clone().requires_grad_()
     for name, run in sides.items():
-        with mock.patch.object(split, "SPLITS", name == "deltarule, split"):
+        with mock.patch.object(split, "SPLITS", name != "deltarule, a program a head"):
             error = (run(gates, recurrent)[:2].double() - exact).norm() / exact.norm()
             calls = partial(run, gates, recurrent), partial(gradient, run, leaf, recurrent, weight)
             forward, both = (warm_ms(call, REPEATS, WARM_UP) for call in calls)

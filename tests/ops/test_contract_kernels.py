@@ -134,7 +134,7 @@ def test_padded_rows(device):
 @pytest.mark.parametrize("size", [5, 40, *(pytest.param(n, marks=pytest.mark.gpu) for n in WIDE)])
 def test_heads_split_over_programs(size, packed, device, monkeypatch):
     """One program, three of 16 channels, and on a GPU as many as there are of wide heads."""
-    monkeypatch.setattr(split_cells, "SPLITS", True)
+    monkeypatch.setattr(split_cells, "IN_TURNS", True)
     if device == "cpu":
         monkeypatch.setattr(split_cells, "HELD", 1024)
     ran = []

@@ -36,8 +36,8 @@ from deltarule.ops.slstm.triton.cell import (
 # split in two for tf32, and for h.
 HELD, SHARED = 4096, 144 * 1024
 WARPS = 8
-# Whether calls are split. No GPU has timed it yet.
-SPLITS = False
+# Whether calls are split where they fit; and in the interpreter, with a launch for each token.
+SPLITS, IN_TURNS = True, False
 
 
 @triton.jit
@@ -191,7 +191,7 @@ def takes(inputs: SLSTMInputs) -> bool:
     if not SPLITS or inputs.gates.numel() == 0:
         return False
     if device.type != "cuda":
-        return True
+        return IN_TURNS
     gpu = torch.cuda.get_device_properties(device)
     # Of a block, where it asks for more than all GPUs have.
     held: int = getattr(gpu, "shared_memory_per_block_optin", 0)
