@@ -1,6 +1,7 @@
 """Projections of one input at once: the same numbers as one by one."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from deltarule.nn.linears import (
     adjacent_columns,
     adjoin,
     as_one,
+    by_weights,
     in_one_product,
     is_plain,
     linear,
@@ -35,7 +37,7 @@ def gradients(outputs, weights, x, modules):
 def test_outputs_and_gradients(read, small, monkeypatch):
     monkeypatch.setattr("deltarule.nn.linears.SMALL", small)
     x, modules = built()
-    ours, plain = together(x, modules), [module(x) for module in modules]
+    ours, plain = by_weights(x, modules, together), [module(x) for module in modules]
     for y, expected in zip(ours, plain, strict=True):
         torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     weights = [torch.randn_like(plain[i]) for i in read]
@@ -52,7 +54,7 @@ def test_one_product_for_the_input_s_gradient_and_no_sum(monkeypatch):
     x, modules = built()
     names = []
     with torch.profiler.profile(acc_events=True) as profile:
-        sum(y.sum() for y in together(x, modules)).backward()
+        sum(y.sum() for y in by_weights(x, modules, together)).backward()
     names = [event.name for event in profile.events()]
     assert names.count("aten::addmm_") == len(SIZES) - 1
 
@@ -60,13 +62,13 @@ def test_one_product_for_the_input_s_gradient_and_no_sum(monkeypatch):
 def test_small_weights_are_one_product(monkeypatch):
     x, modules = built()
     with torch.profiler.profile(acc_events=True) as profile:
-        sum(y.sum() for y in together(x, modules)).backward()
+        sum(y.sum() for y in by_weights(x, modules, together)).backward()
     names = [event.name for event in profile.events()]
     # One forward, one by the input, one by the weights, whose outputs are filled up to 24.
     assert names.count("aten::mm") == 3
     assert names.count("aten::addmm_") == 0
     # A launch past Triton's search asks for it.
-    assert all(y.data_ptr() % 16 == 0 for y in together(x, modules))
+    assert all(y.data_ptr() % 16 == 0 for y in by_weights(x, modules, together))
 
 
 def test_gradients_that_lie_side_by_side_are_not_copied():
@@ -84,13 +86,15 @@ def test_a_module_that_is_more_than_a_product_is_called():
     modules[1].register_forward_hook(lambda *_: called.append(1))
     biased, chain = nn.Linear(6, 3, dtype=torch.float64), nn.Sequential(modules[0])
     assert [is_plain(m) for m in (*modules, biased, chain)] == [True, False, True, False, False]
-    ours = together(x, [*modules, biased, chain])
+    ours = by_weights(x, [*modules, biased, chain], together)
     assert called == [1]
     for y, module in zip(ours, (*modules, biased, chain), strict=True):
         torch.testing.assert_close(y, module(x))
 
 
-@pytest.mark.parametrize("apply", [linears, together, in_one_product])
+@pytest.mark.parametrize(
+    "apply", [linears, *(partial(by_weights, products=f) for f in (together, in_one_product))]
+)
 def test_a_forward_that_was_put_in_place_of_the_own_is_called(apply):
     # As accelerate and some adapters do it.
     x, modules = built()
@@ -104,7 +108,7 @@ def test_a_forward_that_was_put_in_place_of_the_own_is_called(apply):
 def test_frozen_weights_and_inputs_get_no_gradient():
     x, modules = built()
     modules[0].weight.requires_grad_(False)
-    sum(y.sum() for y in together(x.detach(), modules)).backward()
+    sum(y.sum() for y in by_weights(x.detach(), modules, together)).backward()
     assert x.grad is None
     assert modules[0].weight.grad is None
     assert modules[1].weight.grad is not None
@@ -113,7 +117,7 @@ def test_frozen_weights_and_inputs_get_no_gradient():
 def test_autocast_gives_its_dtype_and_float32_gradients():
     x, modules = built(torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        ours, plain = together(x, modules), [module(x) for module in modules]
+        ours, plain = by_weights(x, modules, together), [module(x) for module in modules]
     for y, expected in zip(ours, plain, strict=True):
         assert y.dtype == torch.bfloat16
         torch.testing.assert_close(y, expected)
@@ -141,12 +145,12 @@ def test_weights_laid_end_to_end_are_one_product_with_the_same_parameters():
     assert as_one(plain[::2]) is None
     assert parameters == [id(p) for m in modules for p in m.parameters()]
     with torch.no_grad():
-        for y, module in zip(in_one_product(x, modules), before, strict=True):
+        for y, module in zip(by_weights(x, modules, in_one_product), before, strict=True):
             torch.testing.assert_close(y, module(x))
         # Training goes on with the same weights.
         plain[0].add_(1)
         moved = before[0](x) + x.sum(-1, keepdim=True)
-        torch.testing.assert_close(in_one_product(x, modules)[0], moved)
+        torch.testing.assert_close(by_weights(x, modules, in_one_product)[0], moved)
     modules[0](x).sum().backward()
     assert plain[0].grad is not None
     assert plain[1].grad is None

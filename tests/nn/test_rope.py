@@ -40,7 +40,7 @@ def test_bfloat16_tells_distant_neighbours_apart():
 @pytest.mark.parametrize("position", [0, 5, 10**6, 10**9])
 def test_angles_far_from_the_start(turned, position):
     expected = position * rotary.frequencies(16)
-    found = turned(torch.tensor([position]), 8, 10000.0).double()
+    found = turned(torch.tensor([[position]]), 8, 10000.0).double()
     assert ((found - expected + math.pi) % (2 * math.pi) - math.pi).abs().max() <= 4e-7
 
 

@@ -22,8 +22,8 @@ def unit(x: Tensor) -> Tensor:
 
 
 def per_value_head(x: Tensor, heads: int) -> Tensor:
-    """[B, T, H, K] -> [B, T, HV, K]: value head h reads key head h * H // HV."""
-    return x.repeat_interleave(heads // x.shape[2], dim=2)
+    """[B, T, H, ..] -> [B, T, HV, ..]: value head h reads key head h * H // HV."""
+    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
 
 
 def made(gate: Tensor | BetaLogits | DecayLogits) -> Tensor:
@@ -81,10 +81,15 @@ def initial_A_log(heads: int, smallest: float) -> Tensor:
     return rate if rate.is_meta else rate.clamp(min=SMALLEST).log()
 
 
-def initial_dt_bias(*sizes: int) -> Tensor:
-    """b with softplus(b) = dt drawn log-uniformly from [1e-3, 1e-1], in float32."""
+def initial_log_step(*sizes: int) -> Tensor:
+    """Natural log of dt, drawn log-uniformly from [1e-3, 1e-1], in float32."""
     smallest, largest = (math.log(dt) for dt in DT_RANGE)
-    log_dt = torch.empty(sizes, dtype=torch.float32).uniform_(smallest, largest)
+    return torch.empty(sizes, dtype=torch.float32).uniform_(smallest, largest)
+
+
+def initial_dt_bias(*sizes: int) -> Tensor:
+    """b with softplus(b) = dt, drawn log-uniformly, in float32."""
+    log_dt = initial_log_step(*sizes)
     if log_dt.is_meta:
         return log_dt
     dt = log_dt.exp()

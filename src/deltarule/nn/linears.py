@@ -5,7 +5,7 @@ y_i = x W_i^T        dx = sum_i dy_i W_i        dW_i = dy_i^T x
 Autograd alone would write each dy_i W_i and then add them: three passes over dx for each.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeGuard
 
@@ -29,18 +29,27 @@ MOVES = [0]
 
 def linears(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     """Apply each module to x [..., I]: [..., O] for each."""
-    if torch.compiler.is_compiling():
-        # A compiler sees the sum of the gradients itself.
-        return tuple(module(x) for module in modules)
-    if x.is_cuda and not torch.is_grad_enabled():
-        return in_one_product(x, modules)
-    # On a CPU one more product costs less than avoiding it; float64 stays with what can be
-    # differentiated twice.
-    if x.is_cuda and x.requires_grad and x.dtype != WIDE:
-        return together(x, modules)
-    weights = map(weight_of, modules)
+    if x.is_cuda and not torch.compiler.is_compiling():
+        if not torch.is_grad_enabled():
+            return by_weights(x, modules, in_one_product)
+        # float64 stays with what can be differentiated twice.
+        if x.requires_grad and x.dtype != WIDE:
+            return by_weights(x, modules, together)
+    # A compiler sums gradients itself; on a CPU one more product costs less than avoiding it.
+    return tuple([linear(x, module) for module in modules])
+
+
+def by_weights(
+    x: Tensor, modules: Sequence[nn.Module], products: Callable[..., Sequence[Tensor]]
+) -> tuple[Tensor, ...]:
+    """Apply modules to x, those that are a product with a weight all at once by `products`."""
+    weights = [weight_of(module) for module in modules]
+    plain = [weight for weight in weights if weight is not None]
+    if not plain or not are_plain_eager((x, *plain)):
+        return tuple([module(x) for module in modules])
+    parts = iter(products(x, plain))
     pairs = zip(modules, weights, strict=True)
-    return tuple(module(x) if weight is None else F.linear(x, weight) for module, weight in pairs)
+    return tuple([module(x) if weight is None else next(parts) for module, weight in pairs])
 
 
 def adjoin(modules: Sequence[nn.Module]) -> None:
@@ -73,19 +82,12 @@ def as_one(weights: Sequence[Tensor]) -> Tensor | None:
     return weights[0].as_strided((rows, channels), (channels, 1))
 
 
-def in_one_product(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
-    """`linears` without gradients: one product with weights that `adjoin` has laid together."""
-    weights = [weight_of(module) for module in modules]
-    plain = [weight for weight in weights if weight is not None]
-    if not are_plain_eager((x, *plain)):
-        return tuple(module(x) for module in modules)
-    whole = as_one(plain) if len(plain) > 1 else None
+def in_one_product(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Products without gradients: one, with weights that `adjoin` has laid together."""
+    whole = as_one(weights) if len(weights) > 1 else None
     if whole is None:
-        parts = (product(x, weight) for weight in plain)
-    else:
-        parts = iter(product(x, whole).split([weight.shape[0] for weight in plain], dim=-1))
-    pairs = zip(modules, weights, strict=True)
-    return tuple(module(x) if weight is None else next(parts) for module, weight in pairs)
+        return [product(x, weight) for weight in weights]
+    return product(x, whole).split([weight.shape[0] for weight in weights], dim=-1)
 
 
 def linear(x: Tensor, module: nn.Module) -> Tensor:
@@ -122,19 +124,12 @@ def is_one_row(x: Tensor, *weights: Tensor) -> bool:
     return why_not_fused(x) is None and are_plain_eager((x, *weights))
 
 
-def together(x: Tensor, modules: Sequence[nn.Module]) -> tuple[Tensor, ...]:
-    """`linears` on any device, of those modules that are a product and nothing more."""
-    found_weights = {i: weight_of(module) for i, module in enumerate(modules)}
-    weights = {i: weight for i, weight in found_weights.items() if weight is not None}
-    if not are_plain_eager((x, *weights.values())):
-        weights = {}
-    given = x
-    if weights and torch.is_autocast_enabled(x.device.type):
+def together(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Products whose gradients by x are summed by the products themselves, on any device."""
+    if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-        given, weights = x.to(dtype), {i: weight.to(dtype) for i, weight in weights.items()}
-    products = direct(Linears)(given, *weights.values()) if weights else ()
-    found: dict[int, Tensor] = dict(zip(weights, products, strict=True))
-    return tuple(found[i] if i in found else module(x) for i, module in enumerate(modules))
+        x, weights = x.to(dtype), [weight.to(dtype) for weight in weights]
+    return direct(Linears)(x, *weights)
 
 
 def weight_of(module: nn.Module) -> Tensor | None:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from deltarule.nn.call import LayerCall
 from deltarule.nn.gates import computed, float32_parameter
-from deltarule.nn.layout import split
 from deltarule.nn.roles import Role
 from deltarule.nn.rotation import at_positions, turned
 from deltarule.nn.rule import System
@@ -82,7 +81,7 @@ class LRU(VectorMixer):
         self.D = float32_parameter(torch.randn(heads, values))
 
     def read(self, call: LayerCall) -> Tensor:
-        u = split(self.stream("v", call), self.num_heads, self.head_v_dim)
+        u = self.by_head(self.stream("v", call))
         angle = at_positions(call.positions(), self.theta.exp())
         inputs = torch.einsum("bthv,hckv->bthck", u, self.B.to(u.dtype)).flatten(-2)
         gamma, log_decay = (torch.cat([x] * 2, dim=-1) for x in (self.gamma_log, -self.nu.exp()))

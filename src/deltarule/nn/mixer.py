@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 
 from torch import nn
 
+from deltarule.nearest import check_known
 from deltarule.nn.checks import (
     above_zero,
     check_beta_max,
@@ -31,7 +32,6 @@ from deltarule.nn.options import (
     SPECTRA,
     check_maps,
     check_meant,
-    check_word,
     document,
 )
 from deltarule.nn.roles import Role
@@ -180,7 +180,7 @@ class Mixer(Frame):
         neutral |= {"num_v_heads": num_heads, "head_k_dim": 1, "head_v_dim": self.head_k_dim}
         neutral["normalizer"] = divides
         check_meant(self.rule.name, self.takes, given, neutral)
-        check_word("spectrum", self.spectrum, SPECTRA)
+        check_known("spectrum", self.spectrum, SPECTRA)
         check_maps(self.feature_map, qk_norm, self.output_norm, self.normalizer)
         self.check_options()
         self.build_projections()

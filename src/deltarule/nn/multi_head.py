@@ -12,6 +12,7 @@ from torch import Tensor
 from deltarule.nn import deltanet
 from deltarule.nn.call import LayerCall
 from deltarule.nn.feature_maps import qk_normed
+from deltarule.nn.gates import per_value_head
 from deltarule.nn.rule import Arguments, Projections
 
 
@@ -27,15 +28,10 @@ def arguments(projections: Projections) -> Arguments:
         p = replace(p, q=q, k=qk_normed(p, p.k).to(dtype), qk_norm="none")
     keys = max(p.q.shape[2], p.k.shape[2])
     states = max(keys, p.v.shape[2])
-    q, k = (_repeated(x, keys) for x in (p.q, p.k))
-    beta_logits = _repeated(p.need("beta_logits"), states)
-    expanded = replace(p, q=q, k=k, v=_repeated(p.v, states), beta_logits=beta_logits)
+    q, k = (per_value_head(x, keys) for x in (p.q, p.k))
+    beta_logits = per_value_head(p.need("beta_logits"), states)
+    expanded = replace(p, q=q, k=k, v=per_value_head(p.v, states), beta_logits=beta_logits)
     return deltanet.arguments(expanded)
-
-
-def _repeated(x: Tensor, heads: int) -> Tensor:
-    """[B, T, H or heads, ...] -> [B, T, heads, ...], the slots of a head side by side."""
-    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
 
 
 def read_out(o: Tensor, projections: Projections) -> Tensor:

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from deltarule.nearest import check_known
@@ -58,12 +58,6 @@ def check_meant(
         )
 
 
-def check_word(name: str, value: object, known: Sequence[str]) -> None:
-    """Refuse what is not None and no known word."""
-    if value is not None:
-        check_known(name, value, known)
-
-
 def check_maps(
     feature_map: object, qk_norm: object, output_norm: object, normalizer: object
 ) -> None:
@@ -73,7 +67,8 @@ def check_maps(
         ("qk_norm", qk_norm, list(NORMS)),
         ("output_norm", output_norm, list(OUTPUT_NORMS)),
     ):
-        check_word(name, value, known)
+        if value is not None:
+            check_known(name, value, known)
     if not isinstance(normalizer, bool):
         raise ValueError(f"normalizer must be True, False or None, got {normalizer!r}")
 

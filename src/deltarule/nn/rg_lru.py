@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from deltarule.nn.call import LayerCall
 from deltarule.nn.gates import computed, float32_parameter
-from deltarule.nn.layout import split
 from deltarule.nn.roles import Role
 from deltarule.nn.rule import System
 from deltarule.nn.vector_mixer import VectorMixer
@@ -92,7 +91,7 @@ class RGLRU(VectorMixer):
         self.rate = float32_parameter(torch.expm1(-decay.log() / POWER).log())
 
     def read(self, call: LayerCall) -> Tensor:
-        x = split(self.stream("v", call), self.num_heads, self.head_v_dim)
+        x = self.by_head(self.stream("v", call))
         log_decay, amplitude = decay_and_amplitude(
             within_heads(x, self.a_weight, self.a_bias), self.rate
         )

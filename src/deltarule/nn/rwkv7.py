@@ -18,6 +18,7 @@ from deltarule.nn.call import LayerCall
 from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.gates import computed, float32_parameter, low_rank
 from deltarule.nn.layout import split
+from deltarule.nn.norm import GatedGroupNorm
 from deltarule.nn.roles import Role
 from deltarule.nn.rule import Arguments, Projections, Rule
 from deltarule.nn.token_shift import first_shares, shifted
@@ -147,8 +148,7 @@ class RWKV7(DeltaMixer):
         self.bonus = float32_parameter(torch.zeros(heads, key_size))
 
     def build_norm(self) -> nn.Module:
-        channels = self.num_v_heads * self.head_v_dim
-        return nn.GroupNorm(self.num_v_heads, channels, eps=GROUP_NORM_EPS)
+        return GatedGroupNorm(self.num_v_heads, self.head_v_dim, GROUP_NORM_EPS)
 
     def output_gate_projection(self) -> nn.Module:
         """Project the shifted x through few channels to the gate, without a last activation."""
@@ -226,8 +226,7 @@ class RWKV7(DeltaMixer):
         return v
 
     def finish(self, o: Tensor, projections: Projections, call: LayerCall) -> Tensor:
-        normed = self.o_norm(o.flatten(0, 1).flatten(1)).view_as(o)
-        y = self.rule.read_out_function(normed, projections)
+        y = self.rule.read_out_function(self.o_norm(o), projections)
         if projections.output_gate is not None:
             y = y * projections.output_gate
         return self.o_proj(y.flatten(-2))

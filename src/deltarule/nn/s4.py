@@ -7,7 +7,6 @@ As one long filter, in its convolution mode, each number a of the state h gives
 o_t = sum_j (c . (b a^j)) v_{t-j} + c . (a^{t+1} h)
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from deltarule import ops
 from deltarule.nn.call import LayerCall
-from deltarule.nn.gates import DT_RANGE, float32_parameter
+from deltarule.nn.gates import float32_parameter, initial_log_step
 from deltarule.nn.rule import Arguments, System
 from deltarule.nn.scan_mixer import ScanMixer
 from deltarule.ops.dispatch import without_autocast
@@ -112,8 +111,7 @@ class S4(ScanMixer):
 
     def build_scan(self, inner: int) -> None:
         self.A_log = float32_parameter(self.rates())
-        step = torch.empty(self.num_heads, self.head_v_dim, dtype=torch.float32)
-        step.uniform_(*(math.log(dt) for dt in DT_RANGE))
+        step = initial_log_step(self.num_heads, self.head_v_dim)
         self.log_step = float32_parameter(step)
         # What v is multiplied by in the time that a step takes: the input of Euler's method.
         self.B = float32_parameter(step.exp().unsqueeze(-1).repeat(1, 1, self.head_k_dim))

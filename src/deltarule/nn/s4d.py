@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from deltarule.nn.call import LayerCall
-from deltarule.nn.complex_filters import Filters, complex_product, filtered
-from deltarule.nn.gates import DT_RANGE, computed, float32_parameter
+from deltarule.nn.complex_filters import Filters, filtered
+from deltarule.nn.gates import computed, float32_parameter, initial_log_step
 from deltarule.nn.rotation import in_float64, within_a_turn
 from deltarule.nn.rule import Arguments, System
 from deltarule.nn.scan_mixer import ScanMixer
@@ -132,8 +132,7 @@ class S4D(ScanMixer):
         self.A_log = float32_parameter(torch.full(states, math.log(0.5)))
         spectrum = IMAGINARY_PARTS[self.spectrum](self.head_k_dim).to(torch.get_default_device())
         self.frequency = float32_parameter(spectrum.expand(states).clone())
-        step = torch.empty(states[:2], dtype=torch.float32)
-        self.log_step = float32_parameter(step.uniform_(*(math.log(dt) for dt in DT_RANGE)))
+        self.log_step = float32_parameter(initial_log_step(*states[:2]))
         ones = torch.ones(parts)
         ones[..., 1, :] = 0
         self.B = float32_parameter(ones)
@@ -142,13 +141,6 @@ class S4D(ScanMixer):
     def filters(self) -> Filters:
         """Factors of a token, inputs and read-outs of all channels."""
         return filters(self.log_step, self.A_log, self.frequency, self.B, self.C)
-
-    def taps(self, size: int) -> Tensor:
-        """[H V, size] the filter of each channel, for `long_convolution`: 2 Re(sum of C b a^l)."""
-        given = self.filters()
-        power = given.power(torch.arange(size, device=given.angle.device))
-        real = complex_product(complex_product(power, given.b), given.c)[..., : self.head_k_dim]
-        return 2 * real.sum(-1).flatten(1).mT
 
     def scan_arguments(self, stream: Tensor, v: Tensor) -> Arguments:
         return arguments(computed(v), self.filters())

@@ -95,12 +95,9 @@ class TitansMAG(Mixer):
         self.memory = TitansMLP(self.hidden_size, output_gate=gated, **given)
         self.persistent = nn.Parameter(torch.randn(self.num_persistent, self.hidden_size))
         super().build_output(False)
-        self.m_norm = self.norm_of_stream()
+        self.m_norm = self.build_norm()
 
     def build_norm(self) -> nn.Module:
-        return self.norm_of_stream()
-
-    def norm_of_stream(self) -> nn.Module:
         """Norm of the output of attention or of the memory."""
         return RMSNorm(self.hidden_size, self.norm_eps)
 
@@ -238,7 +235,7 @@ class TitansMAL(TitansMAG):
     rule = MAL
     sees_start = False
 
-    def norm_of_stream(self) -> nn.Module:
+    def build_norm(self) -> nn.Module:
         return nn.Identity()
 
     def mix_rows(self, call: LayerCall) -> Tensor:
