@@ -1,6 +1,7 @@
 """Ways for the weights and gradients of blocks to travel, to be timed beside the library's own.
 
-A kernel of NCCL takes multiprocessors from the products beside it, copy engines take none.
+"nothing sent" is how fast a step could be. Copy engines, which leave all multiprocessors to the
+products, were 0.4 % faster on two H200s (docs/figures/several_gpus_h200.json), and went.
 """
 
 import contextlib
@@ -58,14 +59,6 @@ def in_float32(group: Group) -> tuple[Way, Way]:
     return Way(collective(GATHER, group)), Way(collective(REDUCE, group))
 
 
-def by_few(group: Group) -> tuple[Way, Way]:
-    """The library's collectives by kernels that take at most 8 multiprocessors."""
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = 8
-    ranks = dist.get_process_group_ranks(group)
-    return by_library(dist.new_group(ranks, backend="nccl", pg_options=options))
-
-
 def silent(group: Group) -> tuple[Way, Way]:
     """Nothing leaves, and what others have is taken to be like one's own: how fast it could be."""
     rank, ways = group.rank(), group.size()
@@ -78,56 +71,11 @@ def silent(group: Group) -> tuple[Way, Way]:
     return Way(weights), sums
 
 
-def by_copy_engines(group: Group) -> tuple[Way, Way]:
-    """The same numbers fetched from memory that the GPUs of a host share, by no kernel."""
-    from torch.distributed import _symmetric_memory as shared
-
-    rank, ways, wide = group.rank(), group.size(), WideSums(group.size())
-    kept: dict[Any, list[Tensor]] = {}
-    handles: dict[int, Any] = {}
-
-    def take(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if (key := (*size, dtype)) not in kept:
-            kept[key] = [shared.empty(*size, dtype=dtype, device=device) for _ in range(2)]
-            handles.update({x.data_ptr(): shared.rendezvous(x, group) for x in kept[key]})
-        # Two in turns: the other one may still be read.
-        kept[key].reverse()
-        return kept[key][0]
-
-    @contextlib.contextmanager
-    def all_parts(x: Tensor) -> Iterator[list[tuple[Tensor, ...]]]:
-        """Every process's buffer in parts, while nobody changes one."""
-        handle = handles[x.data_ptr()]
-        handle.barrier(channel=0)
-        there = (x if i == rank else handle.get_buffer(i, x.shape, x.dtype) for i in range(ways))
-        yield [y.chunk(ways) for y in there]
-        handle.barrier(channel=1)
-
-    def weights(whole: Tensor, x: Tensor) -> None:
-        with all_parts(whole) as parts:
-            for i in (i for i in range(ways) if i != rank):
-                parts[rank][i].copy_(parts[i][i])
-
-    def sums(own: Tensor, x: Tensor) -> None:
-        came = torch.empty_like(x)
-        with all_parts(x) as parts:
-            for part, theirs in zip(came.chunk(ways), parts, strict=True):
-                part.copy_(theirs[rank])
-        torch.sum(came.view(ways, -1), 0, dtype=own.dtype, out=own)
-
-    def allocate(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        x = wide.allocate(size, dtype=dtype, device=device)
-        return x if x.dtype == dtype else take(size, dtype=x.dtype, device=device)
-
-    # Where it does not work it fails here.
-    take((64,), dtype=torch.bfloat16, device=torch.device("cuda", torch.cuda.current_device()))
-    return Way(weights, take), Way(sums, allocate)
-
-
 WAYS = {
-    "by the library": by_library, "gradients in float32": in_float32, "8 multiprocessors": by_few,
-    "copy engines": by_copy_engines, "nothing sent": silent,
-}  # fmt: skip
+    "by the library": by_library,
+    "gradients in float32": in_float32,
+    "nothing sent": silent,
+}
 
 
 @contextlib.contextmanager

@@ -11,8 +11,6 @@ from bench.several_gpus import CASES
 from bench.travel import COLLECTIVES, REDUCE
 
 ROOT = Path(__file__).parents[2]
-# What only a GPU has.
-NOT_HERE = {"8 multiprocessors", "copy engines"}
 
 
 def test_every_case_is_measured(tmp_path: Path) -> None:
@@ -22,11 +20,7 @@ def test_every_case_is_measured(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads((tmp_path / "out.json").read_text())["cases"]
     assert list(found) == list(CASES)
-    for name, case in CASES.items():
-        if case.way in NOT_HERE:
-            assert found[name]["not run"]
-        else:
-            assert found[name]["step_ms"] > 0
+    assert all(case["step_ms"] > 0 for case in found.values())
     ours, theirs = (
         found[f"sharded, {name}"]["sent_mb"] for name in ("weights kept", "gradients in float32")
     )

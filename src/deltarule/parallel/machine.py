@@ -25,7 +25,7 @@ OPTIMIZER_S = 26e-12
 # Seconds a parameter that gathering and reducing it copies, beside what travels.
 SHARDING_S = 35e-12
 # Bytes a token, layer and channel that are kept for the backward.
-KEPT_BYTES = 36.5
+KEPT_BYTES = 32.1
 # FLOP/s of softmax attention, forward and backward (public figures of FlashAttention-3).
 ATTENTION_FLOPS = 480e12
 # Peak of the matrix units in bfloat16, for the share of it that is used.
