@@ -21,24 +21,28 @@ MARKS = Marks("<!-- figures: written by a script, do not edit -->", "<!-- end of
 # Columns beside ours, with their heads.
 PEERS = {"fla": "FLA", "flash_qla": "FlashQLA", "flashinfer": "FlashInfer"}
 NOTHING = "-"
+# Runs of the same kernel on two machines differ by less.
+REPEATS_WITHIN = 0.02
+Peers = dict[str, tuple[float, float | None]]
 
 
 class Timing(NamedTuple):
-    """One pass of one operator at one shape: ours, and each peer beside ours in its own run."""
+    """One pass of one operator at one shape: ours, and the peers."""
 
     operation: str
     shape: Shape
     passed: str
     floor_ms: float
     ours_ms: float
-    # By peer: its milliseconds, and how many of ours they are in the same run.
-    peers: dict[str, tuple[float, float]]
+    # By peer: its milliseconds, and how many of ours they are; None where ours has changed since.
+    peers: Peers
 
 
 def timings(reports: Sequence[Row]) -> list[Timing]:
     """Every pass that ran here, in the order of `OPERATIONS`; the newest run of each peer counts.
 
-    A ratio compares two times of one run only. Our own time comes from the newest run.
+    A ratio compares two times of one run only. Our own time comes from the newest run, and ratios
+    of runs in which it was another one are left out.
     """
     found: dict[tuple[str, str, str], Timing] = {}
     for report in sorted(reports, key=lambda report: str(report["date"])):
@@ -47,7 +51,7 @@ def timings(reports: Sequence[Row]) -> list[Timing]:
                 if (ms := graph_ms(ours, passed)) is None:
                     continue
                 key = ours["operation"], ours["shape"][0], passed
-                before = found[key].peers if key in found else {}
+                before = still_true(found[key], ms) if key in found else {}
                 peers = before | beside(report, ours, passed, ms)
                 floor = ours[passed]["floor_ms"]
                 shape = Shape(*ours["shape"])
@@ -56,7 +60,13 @@ def timings(reports: Sequence[Row]) -> list[Timing]:
     return sorted(found.values(), key=lambda timing: order.index(timing.operation))
 
 
-def beside(report: Row, ours: Row, passed: str, ms: float) -> dict[str, tuple[float, float]]:
+def still_true(before: Timing, ms: float) -> Peers:
+    """The peers of an older run, with their ratios where ours has not changed since."""
+    same = abs(ms / before.ours_ms - 1) < REPEATS_WITHIN
+    return {peer: (time, ratio if same else None) for peer, (time, ratio) in before.peers.items()}
+
+
+def beside(report: Row, ours: Row, passed: str, ms: float) -> Peers:
     """The peers' times of the same pass in the same report."""
     same = [
         row
@@ -91,14 +101,17 @@ def operator_table(found: Iterable[Timing]) -> list[str]:
     return markdown([*heads, *PEERS.values()], lines)
 
 
-def told(time: tuple[float, float] | None) -> str:
+def told(time: tuple[float, float | None] | None) -> str:
     """A peer's milliseconds and the ratio.
 
     Examples:
-        >>> told((0.84, 2.5766)), told(None)
-        ('0.84 (2.6 x)', '-')
+        >>> told((0.84, 2.5766)), told((0.84, None)), told(None)
+        ('0.84 (2.6 x)', '0.84', '-')
     """
-    return NOTHING if time is None else f"{number(time[0])} ({number_of_times(time[1])} x)"
+    if time is None:
+        return NOTHING
+    ms, ratio = time
+    return number(ms) if ratio is None else f"{number(ms)} ({number_of_times(ratio)} x)"
 
 
 def number_of_times(ratio: float) -> str:
@@ -107,17 +120,20 @@ def number_of_times(ratio: float) -> str:
 
 
 def other_tables(reports: Sequence[Row]) -> list[str]:
-    """Errors, host times, first calls and whole models, each from the newest run of it."""
+    """Errors, host times, first calls and whole models of each GPU, from the newest run of it."""
     lines: list[str] = []
     for kind, (title, heads, line_of) in OTHERS.items():
-        newest: dict[tuple[Any, ...], Row] = {}
+        newest: dict[str, dict[tuple[Any, ...], Row]] = {}
         for report in sorted(reports, key=lambda report: str(report["date"])):
+            of_device = newest.setdefault(str(report["device"]), {})
             for row in of_kind(report, kind):
                 size = row.get("model"), row.get("batch")
-                newest[row.get("operation"), *size, row["peer"]] = row
-        cells = [line_of(row) for row in newest.values() if "error" not in row]
-        if cells:
-            lines += ["", f"{title[0].upper()}{title[1:]}:", "", *markdown(heads, cells)]
+                of_device[row.get("operation"), *size, row["peer"]] = row
+        for device, rows in newest.items():
+            cells = [line_of(row) for row in rows.values() if "error" not in row]
+            if cells:
+                lines += ["", f"{title[0].upper()}{title[1:]}, {device}:"]
+                lines += ["", *markdown(heads, cells)]
     return lines
 
 
