@@ -21,15 +21,13 @@ import triton
 import triton.language as tl
 
 from deltarule.ops.selective_scan.triton.tokens import (
-    Place,
-    Tokens,
     chunk_of_program,
     exponential,
-    load_constants,
     load_key,
-    load_row,
+    load_values,
     state_offsets,
-    tile_offsets,
+    tile_of,
+    tokens_of,
     transition,
 )
 
@@ -45,20 +43,17 @@ def read_kernel(
     T, N, S: tl.constexpr,
 ):  # fmt: skip
     """o, and with `final_state` the state at the end; states None: they are zeros."""
-    i_m, first, tokens = chunk_of_program(cu_seqlens, T, N, S.CT, S.PACKED)
+    i_m, first, tokens = chunk_of_program(cu_seqlens, T, N, S)
     if tokens <= 0:
         return
-    i_h = tl.program_id(1)
-    o_k, o_v = tile_offsets(S.BV, S.BK)
-    at = Place(i_h, o_k, o_v)
-    b_A, b_k, b_q = load_constants(A, k, q, at, S)
-    x = Tokens(q, k, v, delta, value_log_decay, log_decay, beta, b_A, b_k, b_q)
-    place, mask = state_offsets(i_m, i_h, o_k, o_v, S.HV, S.V, S.K)
+    at = tile_of(tl.program_id(1), S)
+    x = tokens_of(q, k, v, delta, A, value_log_decay, log_decay, beta, at, S)
+    place, mask = state_offsets(i_m, at, S)
     b_s = tl.zeros([S.BK, S.BV], tl.float32)
     if states is not None:
         b_s = tl.load(states + place, mask=mask, other=0.0)
     o_row = tl.program_id(2) * S.BV + tl.arange(0, S.BV)
-    p_o, m_v = o + (first * S.HV + i_h) * S.V + o_row, o_row < S.V
+    p_o, m_v = o + (first * S.HV + at.head) * S.V + o_row, o_row < S.V
     for i_g in range(0, tokens, S.G):
         # Stored after the last token's loads: the assembler moves no load across a store.
         outputs = ()
@@ -67,7 +62,7 @@ def read_kernel(
             here = t < tokens
             b_f, b_new = transition(x, first + t, here, at, S)
             b_s = b_s * b_f + b_new
-            b_query = load_key(q, b_q, first + t, here, i_h, o_k, S.HQ, S.HV, S.K)
+            b_query = load_key(q, x.b_q, first + t, here, at, S.HQ, S)
             outputs = outputs + (tl.sum(b_s * b_query, axis=0) * scale,)  # type: ignore[assignment]  # noqa: RUF005
         for j in tl.static_range(S.G):
             tl.store(
@@ -86,24 +81,22 @@ def read_backward_kernel(
     s_part, S: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one chunk; parts of d_q, d_k and d_log_decay are s_part tokens apart."""
-    i_m, first, tokens = chunk_of_program(cu_seqlens, T, N, S.CT, S.PACKED)
+    i_m, first, tokens = chunk_of_program(cu_seqlens, T, N, S)
     if tokens <= 0:
         return
     i_h, i_v = tl.program_id(1), tl.program_id(2)
-    o_k, o_v = tile_offsets(S.BV, S.BK)
-    at = Place(i_h, o_k, o_v)
-    b_A, b_k, b_q = load_constants(A, k, q, at, S)
-    x = Tokens(q, k, v, delta, value_log_decay, log_decay, beta, b_A, b_k, b_q)
+    at = tile_of(i_h, S)
+    x = tokens_of(q, k, v, delta, A, value_log_decay, log_decay, beta, at, S)
     y = Gradients(d_o, d_q, d_k, d_v, d_delta, d_value_log_decay, d_log_decay, d_beta, s_part)
     b_dA = tl.zeros([S.BK, S.BV], tl.float32)
     b_dk_all, b_dq_all = b_dA, b_dA
-    place, mask = state_offsets(i_m, i_h, o_k, o_v, S.HV, S.V, S.K)
+    place, mask = state_offsets(i_m, at, S)
     b_s = tl.zeros([S.BK, S.BV], tl.float32)
     if states is not None:
         b_s = tl.load(states + place, mask=mask, other=0.0)
-    program = (i_m.to(tl.int64) * S.HV + i_h) * tl.num_programs(2) + i_v
+    program = (i_m.to(tl.int64) * S.HV + at.head) * tl.num_programs(2) + i_v
     p_noted = noted + program * (S.CT // S.G * S.BK * S.BV)
-    p_noted = p_noted + o_k * S.BV + tl.arange(0, S.BV)[None, :]
+    p_noted = p_noted + at.o_k * S.BV + tl.arange(0, S.BV)[None, :]
     groups = tl.cdiv(tokens, S.G)
     for i_g in range(groups):
         tl.store(p_noted + i_g * (S.BK * S.BV), b_s)
@@ -143,19 +136,18 @@ def read_backward_kernel(
 @triton.jit
 def token_backward(b_d, b_after, b_before, b_dA, x, y, scale, row, here, i_v, at, S: tl.constexpr):
     """Store what a token gives; return the gradient by the state before it, and d_q, d_k, d_A."""
-    i_h, o_k, o_v = at
     o_row = i_v * S.BV + tl.arange(0, S.BV)
-    p_v, m_v = row * (S.HV * S.V) + i_h * S.V + o_row, here & (o_row < S.V)
-    b_key = load_key(x.k, x.b_k, row, here, i_h, o_k, S.HK, S.HV, S.K)
-    b_w = load_row(x.v, row, here, i_h, o_v, S.HV, S.HV, S.V)
+    p_v, m_v = row * (S.HV * S.V) + at.head * S.V + o_row, here & (o_row < S.V)
+    b_key = load_key(x.k, x.b_k, row, here, at, S.HK, S)
+    b_w = load_values(x.v, row, here, at, S)
     b_f = exponential(x, row, here, at, S)
-    b_do = load_row(y.d_o, row, here, i_h, o_v, S.HV, S.HV, S.V) * scale
-    b_d += b_do * load_key(x.q, x.b_q, row, here, i_h, o_k, S.HQ, S.HV, S.K)
+    b_do = load_values(y.d_o, row, here, at, S) * scale
+    b_d += b_do * load_key(x.q, x.b_q, row, here, at, S.HQ, S)
     b_dq, b_dw = b_do * b_after, tl.sum(b_d * b_key, axis=0)
     b_moved = b_d * b_before
     b_x = b_moved * b_f
     if x.beta is not None:
-        b_beta = load_row(x.beta, row, here, i_h, o_v, S.HV, S.HV, S.V)
+        b_beta = load_values(x.beta, row, here, at, S)
         b_dbeta = b_dw * tl.reshape(b_w, (S.BV,)) - tl.sum(b_x * (b_key * b_key), axis=0)
         tl.store(y.d_beta + p_v, b_dbeta.to(y.d_beta.dtype.element_ty), mask=m_v)
         b_dk = b_d * (b_beta * b_w) - 2 * b_beta * (b_x * b_key)
@@ -170,25 +162,23 @@ def token_backward(b_d, b_after, b_before, b_dA, x, y, scale, row, here, i_v, at
         b_x += b_moved
     tl.store(y.d_v + p_v, b_dw.to(y.d_v.dtype.element_ty), mask=m_v)
     if x.delta is not None:
-        b_dA += b_x * load_row(x.delta, row, here, i_h, o_v, S.HV, S.HV, S.V)
+        b_dA += b_x * load_values(x.delta, row, here, at, S)
         b_ddelta = tl.sum(b_x * x.b_A, axis=0)
         tl.store(y.d_delta + p_v, b_ddelta.to(y.d_delta.dtype.element_ty), mask=m_v)
     if x.value_log_decay is not None:
         tl.store(y.d_value_log_decay + p_v, tl.sum(b_x, axis=0), mask=m_v)
-    store_key_gradient(y.d_q, b_dq, row, here, i_h, i_v, o_k, y.s_part, S.HQ, S.HV, S.K)
-    store_key_gradient(y.d_k, b_dk, row, here, i_h, i_v, o_k, y.s_part, S.HK, S.HV, S.K)
+    store_key_gradient(y.d_q, b_dq, row, here, i_v, at, y.s_part, S.HQ, S)
+    store_key_gradient(y.d_k, b_dk, row, here, i_v, at, y.s_part, S.HK, S)
     if x.log_decay is not None:
-        store_key_gradient(y.d_log_decay, b_x, row, here, i_h, i_v, o_k, y.s_part, S.HV, S.HV, S.K)
+        store_key_gradient(y.d_log_decay, b_x, row, here, i_v, at, y.s_part, S.HV, S)
     return b_d * b_f, b_dq, b_dk, b_dA
 
 
 @triton.jit
-def store_key_gradient(
-    d_x, b_dx, row, here, i_h, i_v, o_k, s_part,
-    HEADS: tl.constexpr, HV: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
+def store_key_gradient(d_x, b_dx, row, here, i_v, at, s_part, HEADS: tl.constexpr, S: tl.constexpr):
     """This program's part of a gradient [value blocks, HV // HEADS, tokens, HEADS, K]."""
     if HEADS != 0:
-        i_part = i_v * (HV // HEADS) + i_h % (HV // HEADS)
-        place = (i_part * s_part + row) * (HEADS * K) + i_h // (HV // HEADS) * K + o_k
-        tl.store(d_x + place, tl.sum(b_dx, axis=1, keep_dims=True), mask=here & (o_k < K))
+        SHARING: tl.constexpr = S.HV // HEADS
+        i_part = i_v * SHARING + at.head % SHARING
+        place = (i_part * s_part + row) * (HEADS * S.K) + at.head // SHARING * S.K + at.o_k
+        tl.store(d_x + place, tl.sum(b_dx, axis=1, keep_dims=True), mask=here & (at.o_k < S.K))

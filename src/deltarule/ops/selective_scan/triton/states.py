@@ -11,14 +11,12 @@ import triton.language as tl
 
 from deltarule.ops.runtime.places import first_chunk, sequence_bounds
 from deltarule.ops.selective_scan.triton.tokens import (
-    Place,
-    Tokens,
     chunk_of_program,
-    load_constants,
     load_key,
-    load_row,
+    load_values,
     state_offsets,
-    tile_offsets,
+    tile_of,
+    tokens_of,
     transition,
 )
 
@@ -32,14 +30,11 @@ def chunk_summary_kernel(
     S: tl.constexpr,
 ):  # fmt: skip
     """local and left [M, HV, V, K] of one chunk; REVERSE: of the gradients, from its end."""
-    i_m, first, tokens = chunk_of_program(cu_seqlens, T, N, S.CT, S.PACKED)
+    i_m, first, tokens = chunk_of_program(cu_seqlens, T, N, S)
     if tokens <= 0:
         return
-    i_h = tl.program_id(1)
-    o_k, o_v = tile_offsets(S.BV, S.BK)
-    at = Place(i_h, o_k, o_v)
-    b_A, b_k, b_q = load_constants(A, k, q, at, S)
-    x = Tokens(q, k, v, delta, value_log_decay, log_decay, beta, b_A, b_k, b_q)
+    at = tile_of(tl.program_id(1), S)
+    x = tokens_of(q, k, v, delta, A, value_log_decay, log_decay, beta, at, S)
     b_s, b_left = tl.zeros([S.BK, S.BV], tl.float32), tl.full([S.BK, S.BV], 1.0, tl.float32)
     for i_g in range(0, tokens, S.G):
         for j in tl.static_range(S.G):
@@ -49,13 +44,13 @@ def chunk_summary_kernel(
                 t = tokens - 1 - t
             b_f, b_new = transition(x, first + t, here, at, S)
             if S.REVERSE:
-                b_do = load_row(d_o, first + t, here, i_h, o_v, S.HV, S.HV, S.V) * scale
-                b_query = load_key(q, b_q, first + t, here, i_h, o_k, S.HQ, S.HV, S.K)
+                b_do = load_values(d_o, first + t, here, at, S) * scale
+                b_query = load_key(q, x.b_q, first + t, here, at, S.HQ, S)
                 b_s = (b_s + b_do * b_query) * b_f
             else:
                 b_s = b_s * b_f + b_new
             b_left *= b_f
-    place, mask = state_offsets(i_m, i_h, o_k, o_v, S.HV, S.V, S.K)
+    place, mask = state_offsets(i_m, at, S)
     tl.store(local + place, b_s, mask=mask)
     tl.store(left + place, b_left, mask=mask)
 

@@ -24,53 +24,60 @@ Place = namedtuple("Place", "head o_k o_v")
 
 
 @triton.jit
-def tile_offsets(BV: tl.constexpr, BK: tl.constexpr):
-    """The key and value channels of this program's tile."""
-    return tl.arange(0, BK)[:, None], tl.program_id(2) * BV + tl.arange(0, BV)[None, :]
+def tile_of(i_h, S: tl.constexpr):
+    """A value head, and the channels of this program's tile."""
+    o_k = tl.arange(0, S.BK)[:, None]
+    return Place(i_h, o_k, tl.program_id(2) * S.BV + tl.arange(0, S.BV)[None, :])
 
 
 @triton.jit
-def state_offsets(i_m, i_h, o_k, o_v, HV: tl.constexpr, V: tl.constexpr, K: tl.constexpr):
+def state_offsets(i_m, at, S: tl.constexpr):
     """Offsets of the tile in [M, HV, V, K], and which of its entries exist."""
-    place = (i_m.to(tl.int64) * HV + i_h) * V * K + o_v * K + o_k
-    return place, (o_k < K) & (o_v < V)
+    place = (i_m.to(tl.int64) * S.HV + at.head) * S.V * S.K + at.o_v * S.K + at.o_k
+    return place, (at.o_k < S.K) & (at.o_v < S.V)
 
 
 @triton.jit
-def load_constant(x, i_h, o_k, o_v, V: tl.constexpr, K: tl.constexpr):
+def load_constant(x, at, S: tl.constexpr):
     """The tile of one [HV, V, K] tensor."""
-    mask = (o_k < K) & (o_v < V)
-    return tl.load(x + i_h * V * K + o_v * K + o_k, mask=mask, other=0.0).to(tl.float32)
+    mask = (at.o_k < S.K) & (at.o_v < S.V)
+    p_x = x + at.head * S.V * S.K + at.o_v * S.K + at.o_k
+    return tl.load(p_x, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_constants(A, k, q, at, S: tl.constexpr):
-    """The tiles of A, k and q, each where it has no time axis; else zero."""
-    i_h, o_k, o_v = at
+def tokens_of(q, k, v, delta, A, value_log_decay, log_decay, beta, at, S: tl.constexpr):
+    """What a call is given, with the tiles of A, k and q where these have no time axis."""
     b_A, b_k, b_q = 0.0, 0.0, 0.0
     if A is not None:
-        b_A = load_constant(A, i_h, o_k, o_v, S.V, S.K)
+        b_A = load_constant(A, at, S)
     if S.HK == 0:
-        b_k = load_constant(k, i_h, o_k, o_v, S.V, S.K)
+        b_k = load_constant(k, at, S)
     if S.HQ == 0:
-        b_q = load_constant(q, i_h, o_k, o_v, S.V, S.K)
-    return b_A, b_k, b_q
+        b_q = load_constant(q, at, S)
+    return Tokens(q, k, v, delta, value_log_decay, log_decay, beta, b_A, b_k, b_q)
 
 
 @triton.jit
-def load_row(x, row, here, i_h, o, HEADS: tl.constexpr, HV: tl.constexpr, C: tl.constexpr):
+def load_row(x, row, here, i_h, o, HEADS: tl.constexpr, C: tl.constexpr, S: tl.constexpr):
     """Channels o of value head i_h in row `row` of [B T, HEADS, C]; zeros unless `here`."""
-    p_x = x + (row * HEADS + i_h // (HV // HEADS)) * C + o
+    p_x = x + (row * HEADS + i_h // (S.HV // HEADS)) * C + o
     return tl.load(p_x, mask=here & (o < C), other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_key(x, b_x, row, here, i_h, o_k, HEADS: tl.constexpr, HV: tl.constexpr, K: tl.constexpr):
+def load_values(x, row, here, at, S: tl.constexpr):
+    """A value, or a gate of the values: [1, BV]."""
+    return load_row(x, row, here, at.head, at.o_v, S.HV, S.V, S)
+
+
+@triton.jit
+def load_key(x, b_x, row, here, at, HEADS: tl.constexpr, S: tl.constexpr):
     """A key or query [BK, 1]; of a tensor without time (no HEADS) the tile b_x."""
     if HEADS == 0:
         return b_x
     else:  # noqa: RET505 (the compiler asks for one of the two)
-        return load_row(x, row, here, i_h, o_k, HEADS, HV, K)
+        return load_row(x, row, here, at.head, at.o_k, HEADS, S.K, S)
 
 
 @triton.jit
@@ -78,11 +85,11 @@ def exponential(x, row, here, at, S: tl.constexpr):
     """exp(delta A + value_log_decay + log_decay) of a token: [BK, BV]. SIGNED: 2 exp(..) - 1."""
     b_x = tl.zeros([S.BK, S.BV], tl.float32)
     if x.delta is not None:
-        b_x += load_row(x.delta, row, here, at.head, at.o_v, S.HV, S.HV, S.V) * x.b_A
+        b_x += load_values(x.delta, row, here, at, S) * x.b_A
     if x.value_log_decay is not None:
-        b_x += load_row(x.value_log_decay, row, here, at.head, at.o_v, S.HV, S.HV, S.V)
+        b_x += load_values(x.value_log_decay, row, here, at, S)
     if x.log_decay is not None:
-        b_x += load_row(x.log_decay, row, here, at.head, at.o_k, S.HV, S.HV, S.K)
+        b_x += load_row(x.log_decay, row, here, at.head, at.o_k, S.HV, S.K, S)
     if S.SIGNED:
         return 2 * tl.exp(b_x) - 1
     else:  # noqa: RET505 (the compiler asks for one of the two)
@@ -96,18 +103,18 @@ def transition(x, row, here, at, S: tl.constexpr):
     exp(..) (1 - beta k^2^T)        w k^T, w = v or beta v
     """
     b_f = exponential(x, row, here, at, S)
-    b_key = load_key(x.k, x.b_k, row, here, at.head, at.o_k, S.HK, S.HV, S.K)
-    b_w = load_row(x.v, row, here, at.head, at.o_v, S.HV, S.HV, S.V)
+    b_key = load_key(x.k, x.b_k, row, here, at, S.HK, S)
+    b_w = load_values(x.v, row, here, at, S)
     if x.beta is not None:
-        b_beta = load_row(x.beta, row, here, at.head, at.o_v, S.HV, S.HV, S.V)
+        b_beta = load_values(x.beta, row, here, at, S)
         b_f *= 1 - b_beta * (b_key * b_key)
         b_w *= b_beta
     return b_f, b_w * b_key
 
 
 @triton.jit
-def chunk_of_program(cu_seqlens, T, N, CT: tl.constexpr, PACKED: tl.constexpr):
+def chunk_of_program(cu_seqlens, T, N, S: tl.constexpr):
     """This program's chunk: its number, its first token, and how many tokens it has."""
     i_m = tl.program_id(0)
-    first, tokens = chunk_place(i_m, cu_seqlens, T, N, CT, PACKED)
-    return i_m, first, tl.minimum(tokens, CT)
+    first, tokens = chunk_place(i_m, cu_seqlens, T, N, S.CT, S.PACKED)
+    return i_m, first, tl.minimum(tokens, S.CT)
