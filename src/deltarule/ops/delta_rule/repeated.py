@@ -53,7 +53,9 @@ class Repeated(torch.autograd.Function):
         # The final state rarely has a gradient.
         if d_o is not None and d_final is None and not torch.is_grad_enabled() and is_plain_eager():
             saved, *tensors = kept
-            found = kernels().repeated_gradients(tensors, ctx.numbers[:4], d_o, saved)
+            stages, numbers = kernels().gradient_stages, ctx.numbers[:4]
+            if known := stages.recording(*tensors, *numbers, d_o, None, saved):
+                found = known[0].repeated(known[1])
         if found is None:
             found = recurrence.derivatives(ctx, kept, gradients)
         return *found[:8], *[None] * 7

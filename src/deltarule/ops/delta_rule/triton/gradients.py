@@ -84,14 +84,6 @@ from deltarule.ops.runtime.places import place_of, window_chunk
 Factors = namedtuple("Factors", "scalings chunk_decay p_x d_v d_beta p_part")
 
 
-# The gradient by the decays of a head, from the sums over rows and pairs that it is made of.
-#
-# A decay at the first row t of a token reaches every row from there on, every row before, and the
-# state of the chunk's start:
-#
-#     dlog_decay_t = sum_{i >= t} later_i + sum_{j < t} before_j + held (+ across_t)
-
-
 # Rows of the parts [SLICES, M, HV, 4, BT] of a chunk: of its queries, of its keys, of what they
 # write, and in the last what adds up to <D, S>. A slice beyond holds the sums across, in its first.
 QUERIES, KEYS, WRITES, HELD = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)

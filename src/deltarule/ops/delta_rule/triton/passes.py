@@ -8,7 +8,7 @@ them the backward computes them again, and may do so window after window (window
 is a file: scores.py, scan.py, gradients.py; with a decay per channel channel_stages.py has others.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -56,16 +56,6 @@ def backward(
         inputs, piece(d_o), None if d_final is None else piece(d_final), saved
     )
     return found
-
-
-def repeated_gradients(
-    tensors: Sequence[Tensor | None], numbers: tuple[Any, ...], d_o: Tensor, saved: Tensor
-) -> Outputs | None:
-    """Gradients of the fields `tensors` by recorded launches, or None without a recording."""
-    if (known := gradient_stages.recording(*tensors, *numbers, d_o, None, saved)) is None:
-        return None
-    recording, key = known
-    return recording.repeated(key)
 
 
 def compiled_first(run: Callable[..., object]) -> Callable[..., None]:

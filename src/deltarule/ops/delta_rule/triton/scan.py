@@ -16,6 +16,8 @@ Backwards, with D the gradient by the state at a chunk's end, Y that by w and X 
     dv = X, tied: beta X          free: dv = P2^T dO + D k' + L^T X
 
 Everything is computed transposed, so that every product takes its left operand from registers.
+Where scores are None, P_ij = read_i (q_i . k_j) write_j, without decays, is computed here, which
+costs less than loading it.
 
 SPLIT "starts" goes through one segment of a sequence, from the states that segments.py found for
 the segments' starts (backwards: from the gradients at their ends). "ends" is the pass before: no
@@ -64,16 +66,6 @@ from deltarule.ops.delta_rule.triton.tiles import (
     store_final,
 )
 from deltarule.ops.runtime.places import place_of, stretch, window_bounds
-
-# What the tokens of a chunk read, from the state before it and from each other, and its gradients.
-#
-# O = S q' + P w (+ P2 v)        computed transposed
-# Y = D y' + P^T dO              its gradient by w, with that from the chunks that follow
-# dv = D k' + P2^T dO + L^T X    with a free erase
-#
-# Where scores are None, P_ij = read_i (q_i . k_j) write_j, without decays, is computed here, which
-# costs less than loading it.
-
 
 # What the kernels over pairs of rows left of all chunks, and the scale of the scores. `readings`
 # are the scalings again: of both the copy engine fetches other tiles.
@@ -327,10 +319,6 @@ def next_state_backward_kernel(
         i_n, place = tl.where(window > 0, i_s, i_n), tl.where(window > 0, 0, place)
     m_s = (o_v < tl.where(place == 0, S.V, 0))[:, None] & (o_k < S.K)[None, :]
     tl.store(state_tile(d_initial, i_n, i_h, o_v, o_k, S.HV, S.K, S.V), b_d, mask=m_s)
-
-
-# Launches: through whole sequences, through segments from the states at their starts, or through
-# segments from zero to their ends.
 
 
 # Where a scan leaves what there is room for.

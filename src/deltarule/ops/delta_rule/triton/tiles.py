@@ -329,12 +329,10 @@ def times(b_x, b_y, b_sum, PRECISION: tl.constexpr):
     return tl.dot(b_x, b_y, acc=b_sum, input_precision=PRECISION)
 
 
-# What the gradients of a chunk sum over its values: device functions.
-#
-# gradients.py has the equations, and says why a tile in this loop is an operand and nothing else.
+# What the gradients of a chunk sum over its values; gradients.py has the equations, and says why a
+# tile in this loop is an operand and nothing else.
 
-
-# What the gradients of chunks are made of: values, S, E, dO, D and X.
+# What they are made of: values, S, E, dO, D and X.
 Around = namedtuple("Around", "v states errors d_o d_states d_errors")
 
 
