@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deltarule.nn.call import LayerCall
-from deltarule.nn.complex_filters import Filters, filtered
+from deltarule.nn.complex_filters import Filters, complex_product, filtered
 from deltarule.nn.gates import computed, float32_parameter, initial_log_step
 from deltarule.nn.rotation import in_float64, within_a_turn
 from deltarule.nn.rule import Arguments, System
@@ -59,19 +59,14 @@ SYSTEM = System(
 )
 
 
-def complex_exponential(log_decay: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
-    """Real and imaginary part of e^z - 1, without the cancellation for small z."""
-    growth = torch.expm1(log_decay)
-    real = growth * angle.cos() - 2 * torch.sin(angle / 2).square()
-    return real, (growth + 1) * angle.sin()
-
-
 def filters(log_step: Tensor, A_log: Tensor, frequency: Tensor, B: Tensor, C: Tensor) -> Filters:
     """Zero-order hold: a = e^{dt A}, b = B (a - 1) / A, with A = -exp(A_log) + i frequency."""
     step, rate = log_step.exp().unsqueeze(-1), A_log.exp()
     log_decay, angle = -step * rate, step * frequency
-    x, y = complex_exponential(log_decay, angle)
-    # (x + i y) / (-rate + i frequency)
+    # x + i y = a - 1, without the cancellation for small angles, over A = -rate + i frequency.
+    growth = torch.expm1(log_decay)
+    x = growth * angle.cos() - 2 * torch.sin(angle / 2).square()
+    y = (growth + 1) * angle.sin()
     size = rate.square() + frequency.square()
     held = (frequency * y - rate * x) / size, (-rate * y - frequency * x) / size
     (p, q), (r, s) = held, B.unbind(-2)
@@ -141,6 +136,13 @@ class S4D(ScanMixer):
     def filters(self) -> Filters:
         """Factors of a token, inputs and read-outs of all channels."""
         return filters(self.log_step, self.A_log, self.frequency, self.B, self.C)
+
+    def taps(self, size: int) -> Tensor:
+        """[H V, size] the filter of each channel, for `long_convolution`: 2 Re(sum of C b a^l)."""
+        given = self.filters()
+        power = given.power(torch.arange(size, device=given.angle.device))
+        real = complex_product(complex_product(power, given.b), given.c)[..., : self.head_k_dim]
+        return 2 * real.sum(-1).flatten(1).mT
 
     def scan_arguments(self, stream: Tensor, v: Tensor) -> Arguments:
         return arguments(computed(v), self.filters())
