@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from ahead import compiled, recording
 
-from deltarule.ops.delta_rule.gluon import gradient_stage, stage
+from deltarule.ops.delta_rule.gluon import backward_stage, gradient_stage, stage
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import tile_sizes
 from deltarule.ops.delta_rule.triton.gradients import own_shapes, scan_back_has_values
@@ -104,11 +104,22 @@ def gradients(inputs: Inputs) -> None:
     gradient_stage.launch(call, own, d_v, WHOLE)
 
 
+def backward(inputs: Inputs) -> None:
+    """The scan back and the gradients as one kernel."""
+    call = kept(inputs)
+    new_gradients(call)
+    call.values["d_o"] = call["d_v"]
+    backward_stage.backward(call, None)
+
+
 def passes_of(form: Form) -> list[Callable[[Inputs], None]]:
     """What is compiled of a form; how many value heads share a key head, no forward knows."""
     if form.rule in CHANNELS:
         return [forward]
-    return [forward, twice, save, gradients] if form.heads == "alone" else [gradients]
+    if form.heads != "alone":
+        return [gradients]
+    whole = [backward] if form.size == backward_stage.SIZE else []
+    return [forward, twice, save, gradients, *whole]
 
 
 def main() -> None:
@@ -125,6 +136,8 @@ def main() -> None:
         inputs, name = inputs_of(form), " ".join(map(str, form))
         assert stage.why_not_form(inputs) is None
         for run in passes_of(form):
+            if run is backward and options.target != TARGETS[0]:
+                continue
             known = {f"{of} {run.__name__}" for of in (name, form.tokens)}
             if names and not known & names:
                 continue

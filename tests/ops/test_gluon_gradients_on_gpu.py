@@ -7,7 +7,7 @@ import torch
 
 from deltarule.doctor import chunked
 from deltarule.ops.delta_rule import definition
-from deltarule.ops.delta_rule.gluon import gradient_stage, stage
+from deltarule.ops.delta_rule.gluon import backward_stage, gradient_stage, stage
 from deltarule.ops.dispatch import forget_calls
 from oracle import Case, run_module
 from tolerance import assert_close_to_yardstick
@@ -27,9 +27,15 @@ def hopper() -> None:
         pytest.skip("the fused kernels are written for sm_90")
 
 
-@pytest.fixture(autouse=True)
-def always(monkeypatch) -> Iterator[None]:
-    """Small calls take them, too."""
+@pytest.fixture(params=["gradients", "backward"], autouse=True)
+def always(request, monkeypatch) -> Iterator[None]:
+    """Small calls take them, too: the gradients alone, or with the scan back in one kernel."""
+    whole = request.param == "backward"
+    monkeypatch.setattr(backward_stage, "FILLED", dict.fromkeys(backward_stage.FILLED, 0.0))
+    monkeypatch.setattr(backward_stage, "FILLED_WITH_NORMS", 0.0)
+    monkeypatch.setattr(backward_stage, "MOST_WAVES", 0)
+    monkeypatch.setattr(backward_stage, "CHOSEN", whole)
+    monkeypatch.setitem(SIZES, "heads", 16 if whole else 8)
     monkeypatch.setattr(stage, "fills", lambda inputs, processors: True)
     monkeypatch.setattr(gradient_stage, "LEAST_PAIRS", 0)
     monkeypatch.setattr(stage, "TRAINING", True)
@@ -43,9 +49,12 @@ def kind(request) -> Kind:
     return request.param
 
 
+# One kernel has the whole backward where each value head has its own keys.
+SIZES = {"key_size": 128, "value_size": 128, "tokens": 256, "heads": 8, "value_heads": 16}
+
+
 def drawn_of(kind: Kind, **options: object) -> Drawn:
-    sizes = {"key_size": 128, "value_size": 128, "tokens": 256, "heads": 8, "value_heads": 16}
-    return draw(kind.case(**(sizes | options)))
+    return draw(kind.case(**(SIZES | options)))
 
 
 def gradients(module: object, case: Case, given: tuple, **options: object) -> dict:

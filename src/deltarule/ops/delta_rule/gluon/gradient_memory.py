@@ -10,14 +10,15 @@ from deltarule.ops.delta_rule.gluon.inverse import PLAIN, PLAIN_1D
 from deltarule.ops.delta_rule.gluon.memory import CHUNK, packed_bounds, square
 
 # Rows of the factors in shared memory: of what is read, erased and written; of q and of k in pairs;
-# beta; the sums of decays; 1 / |q|^2 and 1 / |k|^2; and of packed sequences, as int32, where their
-# dbeta lies, -1 after the end: looking it up takes as many loads as the search has steps.
+# beta; the sums of decays; 1 / |q|^2 and 1 / |k|^2; of packed sequences, as int32, where their
+# dbeta lies, -1 after the end: looking it up takes as many loads as the search has steps; and
+# what is written, without beta.
 READS, ERASES, WRITES, QUERY, KEY = (
     gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3), gl.constexpr(4),
 )  # fmt: skip
-BETAS, WHOLES, RESTS, QUERY_NORM, KEY_NORM, PLACES, FACTORS = (
+BETAS, WHOLES, RESTS, QUERY_NORM, KEY_NORM, PLACES, BARE_WRITES, FACTORS = (
     gl.constexpr(5), gl.constexpr(6), gl.constexpr(7), gl.constexpr(8), gl.constexpr(9),
-    gl.constexpr(10), gl.constexpr(11),
+    gl.constexpr(10), gl.constexpr(11), gl.constexpr(12),
 )  # fmt: skip
 # Sums of rows for dlog_decay, as triton/gradients.py names them.
 OF_QUERIES, OF_KEYS, OF_WRITES, OF_HELD = (

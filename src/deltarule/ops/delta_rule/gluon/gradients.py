@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from deltarule.ops.delta_rule.gluon.gates import add
 from deltarule.ops.delta_rule.gluon.gradient_memory import (
+    BARE_WRITES,
     BETAS,
     ERASES,
     FACTORS,
@@ -119,6 +120,7 @@ def leave_factors(
     tiles.factors.index(row + QUERY).store(query)
     tiles.factors.index(row + KEY).store(key * beta)
     tiles.factors.index(row + BETAS).store(beta)
+    tiles.factors.index(row + BARE_WRITES).store(writes)
     if UNIT:
         tiles.factors.index(row + QUERY_NORM).store(query_norm * query_norm)
         tiles.factors.index(row + KEY_NORM).store(key * key)
@@ -203,6 +205,18 @@ def diagonal_halves(x):
 
 
 @gluon.jit
+def decay_of_pairs(tiles, row, there):
+    """What is left of token j at token i, where a pair is there; else 0."""
+    I: gl.constexpr = gl.SliceLayout(1, halves(CHUNK))
+    J: gl.constexpr = gl.SliceLayout(0, halves(CHUNK))
+    ratio = tiles.factors.index(row + WHOLES).load(I)[:, None]
+    ratio = ratio - tiles.factors.index(row + WHOLES).load(J)[None, :]
+    rest = tiles.factors.index(row + RESTS).load(I)[:, None]
+    ratio += rest - tiles.factors.index(row + RESTS).load(J)[None, :]
+    return gl.exp2(gl.where(there, ratio, NOTHING))
+
+
+@gluon.jit
 def leave_pairs(tiles, row, gp, gm, TIED: gl.constexpr, DECAY: gl.constexpr):
     """GP and GM of what dO . E and X . E are, rounded, to shared memory."""
     LAYOUT: gl.constexpr = halves(CHUNK)
@@ -211,11 +225,7 @@ def leave_pairs(tiles, row, gp, gm, TIED: gl.constexpr, DECAY: gl.constexpr):
     o_i, o_j = gl.arange(0, CHUNK, I)[:, None], gl.arange(0, CHUNK, J)[None, :]
     factor = gl.expand_dims(tiles.factors.index(row + KEY).load(J), 0)
     if DECAY:
-        ratio = tiles.factors.index(row + WHOLES).load(I)[:, None]
-        ratio = ratio - tiles.factors.index(row + WHOLES).load(J)[None, :]
-        rest = tiles.factors.index(row + RESTS).load(I)[:, None]
-        ratio += rest - tiles.factors.index(row + RESTS).load(J)[None, :]
-        factor = gl.exp2(gl.where(o_i >= o_j, ratio, NOTHING)) * factor
+        factor = decay_of_pairs(tiles, row, o_i >= o_j) * factor
         gp = gp * factor
     else:
         gp = gl.where(o_i >= o_j, gp * factor, 0.0)

@@ -125,7 +125,7 @@ def begin_back(
     """A backward up to its scans: what the forward kept, or what is computed again."""
     again = saved.numel() == 0
     call.values |= {"d_o": d_o, "d_final": d_final, "states": None, "errors": None, "ends": None}
-    call.values["join"] = join
+    call.values |= {"join": join, "again": again}
     cut: Windows | None = call.once(windows.windows_of) if again else None
     keep(call, cut is None, None if again else saved)
     # Scores per channel are kept only if they are fast: others are as fast to compute again.
@@ -155,10 +155,25 @@ def gradients(call: Call, cut: Windows | None) -> tuple[Tensor | None, ...]:
 def head_gradients(call: Call) -> None:
     """The scan back over all chunks, and their gradients; decay none or per head."""
     d_end = last_gradients(call) if call.plan.per_segment else call["d_final"]
+    if (whole := backward_that_pays(call)) is not None:
+        whole.backward(call, d_end)
+        return
     stage, chunks = gradients_of(call), call.plan.chunks
     own = call.room(stage.own_shapes, chunks, False)
     scan_back(call, d_end, call["d_initial"], own | stage.room_in_gradients(call))
     stage.add_gradients(call, chunks, own)
+
+
+def backward_that_pays(call: Call) -> Any:
+    """The module with the scan back and the gradients as one kernel, where it is faster.
+
+    What is computed again takes the kernels of windows, so that a cut changes no bits.
+    """
+    if call["again"] or call["join"] is not None or not on_hopper(call.inputs.q):
+        return None
+    from deltarule.ops.delta_rule.gluon import backward_stage
+
+    return backward_stage if call.once(backward_stage.takes) else None
 
 
 def new_gradients(call: Call) -> None:

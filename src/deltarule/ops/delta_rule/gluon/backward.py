@@ -1,0 +1,403 @@
+"""The scan back and the gradients of chunks as one kernel of several roles, for Hopper.
+
+A program has one head of one sequence, or of a segment of one, and goes through its chunks from the
+last to the first. D, the gradient by the state at a chunk's end, stays in registers, and neither D
+nor X meets global memory. The equations are those of triton/scan.py and triton/gradients.py.
+
+    load ----- q k P N --> 2 slots ---+                        +-- dv (over X) ----> store
+               dO E S  --> 1 place ---+--> compute             +-- dq, dk (over q, k)
+    factors --------------------------+    Y = P^T dO + D y'   +-- sums of rows ---> decays
+                                           X = Y + N^T beta Y
+                                           D <- ..             GP, GM (over P, N), dq dk dv dbeta
+
+The compute role has 8 warps. For D they share its V rows, everything transposed and left operands
+in registers, as in state.py; for the gradients they share columns, as in gradients.py.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from deltarule.ops.delta_rule.gluon.backward_memory import (
+    Form,
+    all_rows,
+    chunk_of,
+    new_barriers,
+    new_tiles,
+    of_chunk,
+    stretch_of,
+)
+from deltarule.ops.delta_rule.gluon.gradient_memory import (
+    BARE_WRITES,
+    BETAS,
+    ERASES,
+    FACTORS,
+    KEY_NORM,
+    OF_HELD,
+    OF_KEYS,
+    OF_QUERIES,
+    OF_WRITES,
+    QUERY_NORM,
+    READS,
+    WRITES,
+    halves,
+)
+from deltarule.ops.delta_rule.gluon.gradient_movers import load, store
+from deltarule.ops.delta_rule.gluon.gradients import (
+    diagonal_halves,
+    leave_decay_gradients,
+    leave_factors,
+    leave_keys,
+    leave_pairs,
+    row_factor,
+    store_beta_gradient,
+    sums_of_halves,
+)
+from deltarule.ops.delta_rule.gluon.memory import CHUNK, barrier
+
+
+@gluon.jit
+def factor_role(shared, scalings, norms, scale, FORM: gl.constexpr):
+    """One warp: the factors of the rows of every chunk."""
+    _, _, work = shared
+    for n in range(work.chunks):
+        at = chunk_of(n, work, FORM.ENDS)
+        leave_factors(
+            shared, scalings, norms, scale, at, n, 1, FORM.TIED, FORM.DECAY, FORM.UNIT, FORM.ENDS
+        )
+
+
+@gluon.jit
+def decay_role(shared, of, FORM: gl.constexpr):
+    """One warp: dlog_decay."""
+    _, _, work = shared
+    if FORM.DECAY:
+        for n in range(work.chunks):
+            leave_decay_gradients(shared, of, chunk_of(n, work, FORM.ENDS), n, 1, FORM.ENDS)
+
+
+@gluon.jit
+def load_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
+    """One warp: every tile to where it is used, in the order in which places become free."""
+    tiles, barriers, work = shared
+    q, k, d_o, errors, states, scores, corrections = of
+    ENDS: gl.constexpr = FORM.ENDS
+    PAIRS: gl.constexpr = (1 if FORM.SCORES else 0) + (1 if FORM.TIED else 0)
+    for n in range(work.chunks):
+        at, slot = chunk_of(n, work, ENDS), n % 2
+        full, once = barriers.full.index(slot), (n & 1) ^ 1
+        mbarrier.wait(barriers.empty.index(slot), ((n // 2) & 1) ^ 1)
+        mbarrier.expect(full, CHUNK * K * 4 + PAIRS * CHUNK * CHUNK * 2)
+        load(k, at.token, at.head * K, at.left, full, tiles.k.index(slot), ENDS)
+        load(q, at.token, at.head * K, at.left, full, tiles.q.index(slot), ENDS)
+        if FORM.SCORES:
+            pairs = tiles.read_pairs.index(slot)
+            tma.async_copy_global_to_shared(scores, [at.slot * CHUNK, 0], full, pairs)
+        if FORM.TIED:
+            pairs = tiles.erase_pairs.index(slot)
+            tma.async_copy_global_to_shared(corrections, [at.slot * CHUNK, 0], full, pairs)
+        full_o, full_s = barriers.full_o.index(0), barriers.full_s.index(0)
+        mbarrier.wait(barriers.empty_o.index(0), once)
+        mbarrier.expect(full_o, CHUNK * V * 2)
+        load(d_o, at.token, at.head * V, at.left, full_o, tiles.d_o.index(0), ENDS)
+        full_e = barriers.full_e.index(0)
+        row, column = at.token, at.head * V
+        if FORM.TIED:
+            row, column = at.slot * CHUNK, 0
+        mbarrier.wait(barriers.empty_e.index(0), once)
+        mbarrier.expect(full_e, CHUNK * V * 2)
+        load(errors, row, column, at.left, full_e, tiles.errors.index(0), ENDS)
+        mbarrier.wait(barriers.empty_s.index(0), once)
+        mbarrier.expect(full_s, V * K * 2)
+        tma.async_copy_global_to_shared(states, [at.slot * V, 0], full_s, tiles.states.index(0))
+
+
+@gluon.jit
+def store_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
+    """One warp: the gradients out of the places where they are."""
+    tiles, barriers, work = shared
+    d_q, d_k, d_v = of
+    for n in range(work.chunks):
+        at, slot = chunk_of(n, work, FORM.ENDS), n % 2
+        mbarrier.wait(barriers.has_values.index(0), n & 1)
+        store(d_v, at.token, at.head * V, at.left, tiles.d_errors.index(0), FORM.ENDS)
+        tma.store_wait(0)
+        mbarrier.arrive(barriers.took_values.index(0))
+        mbarrier.wait(barriers.has_keys.index(0), n & 1)
+        store(d_q, at.token, at.head * K, at.left, tiles.q.index(slot), FORM.ENDS)
+        store(d_k, at.token, at.head * K, at.left, tiles.k.index(slot), FORM.ENDS)
+        tma.store_wait(0)
+        mbarrier.arrive(barriers.empty.index(slot))
+
+
+@gluon.jit
+def compute_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
+    """8 warps: everything but what moves tiles."""
+    tiles, barriers, work = shared
+    d_final, d_initial, chunk_decay, d_beta = of
+    STATE: gl.constexpr = all_rows(K)
+    o_v = gl.arange(0, V, gl.SliceLayout(1, STATE))[:, None]
+    o_s = o_v * K + gl.arange(0, K, gl.SliceLayout(0, STATE))[None, :]
+    d = gl.zeros([V, K], gl.float32, STATE)
+    if FORM.FINAL:
+        d = gl.load(d_final + o_s)
+    for n in range(work.chunks):
+        at, own = chunk_of(n, work, FORM.ENDS), (of_chunk(tiles, n), barriers, work)
+        d = scan_back(own, chunk_decay, at, n, d, K, V, FORM)
+        d = gradients(own, d_beta, at, n, d, K, V, FORM)
+    rows = V
+    if FORM.CUT:
+        rows = gl.where(work.opens, V, 0)
+    gl.store(d_initial + o_s, d, mask=o_s < rows * K)
+
+
+@gluon.jit
+def scan_back(shared, chunk_decay, at, n, d, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
+    """D at the chunk's start, in flight; D at its end and X are left in shared memory, rounded."""
+    tiles, barriers, _ = shared
+    STATE: gl.constexpr = all_rows(K)
+    TOKENS: gl.constexpr = all_rows(CHUNK)
+    TOKEN: gl.constexpr = gl.SliceLayout(0, TOKENS)
+    OF_STATE: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
+    OF_TOKENS: gl.constexpr = gl.DotOperandLayout(0, TOKENS, 2)
+    dtype: gl.constexpr = tiles.q.dtype
+    row, keys = n % 2 * FACTORS, tiles.k.permute((1, 0))
+    if FORM.DECAY:
+        end = gl.load(chunk_decay + at.slot)
+    low = d.to(dtype)
+    tiles.d_states.store(low)
+    left = gl.convert_layout(low, OF_TOKENS)
+    mbarrier.wait(barriers.full.index(n % 2), (n // 2) & 1)
+    y = gl.zeros([V, CHUNK], gl.float32, TOKENS)
+    y = warpgroup_mma(left, keys, y, use_acc=False, is_async=True)
+    if not FORM.SCORES:
+        p = gl.zeros([CHUNK, CHUNK], gl.float32, halves(CHUNK))
+        p = warpgroup_mma(tiles.q, keys, p, use_acc=False, is_async=True)
+    mbarrier.wait(barriers.full_o.index(0), n & 1)
+    d_o = tiles.d_o.permute((1, 0)).load(TOKENS)
+    reads = tiles.factors.index(row + READS).load(TOKEN)[None, :]
+    read = (d_o.to(gl.float32) * reads).to(dtype)
+    if FORM.SCORES:
+        y = warpgroup_mma_wait(0, deps=(y,))
+        right = d_o
+        if FORM.DECAY or FORM.UNIT:
+            y *= tiles.factors.index(row + BARE_WRITES).load(TOKEN)[None, :]
+    else:
+        y, p = warpgroup_mma_wait(0, deps=(y, p))
+        leave_scores(tiles, p)
+        right = read
+    y = warpgroup_mma(gl.convert_layout(right, OF_TOKENS), tiles.read_pairs, y, is_async=True)
+    y = warpgroup_mma_wait(0, deps=(y,))
+    if FORM.UNIT and not FORM.SCORES:
+        y *= tiles.factors.index(row + BARE_WRITES).load(TOKEN)[None, :]
+    if FORM.TIED:
+        beta = tiles.factors.index(row + BETAS).load(TOKEN)[None, :]
+        left = gl.convert_layout((y * beta).to(dtype), OF_TOKENS)
+        y = warpgroup_mma(left, tiles.erase_pairs, y, is_async=True)
+        y = warpgroup_mma_wait(0, deps=(y,))
+    mbarrier.wait(barriers.took_values.index(0), (n & 1) ^ 1)
+    tiles.d_errors.permute((1, 0)).store(y.to(dtype))
+    if FORM.DECAY:
+        d *= end
+    d = warpgroup_mma(gl.convert_layout(read, OF_STATE), tiles.q, d, is_async=True)
+    if FORM.TIED:
+        erases = tiles.factors.index(row + ERASES).load(TOKEN)[None, :]
+        left = gl.convert_layout((y * erases).to(dtype), OF_STATE)
+        d = warpgroup_mma(left, tiles.k, d, is_async=True)
+    fence_async_shared()
+    if FORM.TIED:
+        barrier()
+    else:
+        # A barrier of the role, too.
+        mbarrier.arrive(barriers.has_values.index(0))
+    return d
+
+
+@gluon.jit
+def leave_scores(tiles, p):
+    """q . k on and below the diagonal, rounded, to where P would be."""
+    LAYOUT: gl.constexpr = halves(CHUNK)
+    o_i = gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))[:, None]
+    o_j = gl.arange(0, CHUNK, gl.SliceLayout(0, LAYOUT))[None, :]
+    tiles.read_pairs.store(gl.where(o_i >= o_j, p, 0.0).to(tiles.read_pairs.dtype))
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def gradients(shared, d_beta, at, n, d, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
+    """dq, dk, dv and dbeta of the chunk, and sums of rows for its decays; D, done."""
+    tiles, barriers, work = shared
+    ACROSS: gl.constexpr = halves(K)
+    pairs = gl.zeros([CHUNK, CHUNK], gl.float32, halves(CHUNK))
+    nothing = gl.zeros([CHUNK, K], gl.float32, ACROSS)
+    row, phase, errors = n % 2 * FACTORS, n & 1, tiles.errors.permute((1, 0))
+    mbarrier.wait(barriers.full_e.index(0), phase)
+    gp = warpgroup_mma(tiles.d_o, errors, pairs, use_acc=False, is_async=True)
+    gm = gp
+    if FORM.TIED:
+        gm = warpgroup_mma(tiles.d_errors, errors, pairs, use_acc=False, is_async=True)
+    mbarrier.wait(barriers.full_s.index(0), phase)
+    read = warpgroup_mma(tiles.d_o, tiles.states, nothing, use_acc=False, is_async=True)
+    erased = read
+    if FORM.TIED:
+        erased = warpgroup_mma(
+            tiles.d_errors, tiles.states, nothing, use_acc=False, is_async=True
+        )  # fmt: skip
+        d, gp, gm = warpgroup_mma_wait(2, deps=(d, gp, gm))
+        gm_diagonal = diagonal_halves(gm)
+        store_beta_gradient(d_beta, tiles, row, at, work.heads, gm_diagonal, FORM.ENDS)
+    else:
+        d, gp = warpgroup_mma_wait(1, deps=(d, gp))
+        gm = gp
+    leave_pairs(tiles, row, gp, gm, FORM.TIED, FORM.DECAY)
+    fence_async_shared()
+    if FORM.TIED:
+        read, erased = warpgroup_mma_wait(0, deps=(read, erased))
+        erased *= row_factor(tiles, row + ERASES, ACROSS)
+    else:
+        read = warpgroup_mma_wait(0, deps=(read,))
+    # Barriers of the role, too: GP and GM are there for all warps.
+    mbarrier.arrive(barriers.empty_o.index(0))
+    read *= row_factor(tiles, row + READS, ACROSS)
+    read = warpgroup_mma(tiles.read_pairs, tiles.k, read, is_async=True)
+    if FORM.TIED:
+        erased = warpgroup_mma(tiles.erase_pairs, tiles.k, erased, is_async=True)
+    written = warpgroup_mma(tiles.errors, tiles.d_states, nothing, use_acc=False, is_async=True)
+    if FORM.DECAY:
+        held = pairs
+        for first in gl.static_range(0, V, CHUNK):
+            right = tiles.states.slice(first, CHUNK).permute((1, 0))
+            left = tiles.d_states.slice(first, CHUNK)
+            held = warpgroup_mma(left, right, held, is_async=True)
+    if FORM.TIED:
+        leave_values(tiles, barriers, row, V)
+    if FORM.TIED and FORM.DECAY:
+        read, erased, written, held = warpgroup_mma_wait(0, deps=(read, erased, written, held))
+    elif FORM.TIED:
+        read, erased, written = warpgroup_mma_wait(0, deps=(read, erased, written))
+    elif FORM.DECAY:
+        read, written, held = warpgroup_mma_wait(0, deps=(read, written, held))
+    else:
+        read, written = warpgroup_mma_wait(0, deps=(read, written))
+    mbarrier.arrive(barriers.empty_e.index(0))
+    mbarrier.arrive(barriers.empty_s.index(0))
+    written *= row_factor(tiles, row + WRITES, ACROSS)
+    d_k = written
+    if FORM.TIED:
+        d_k = written + erased
+    if FORM.DECAY:
+        d_k += inner_with_sums(tiles, barriers, (read, written, erased, held), phase, K, FORM)
+    else:
+        d_k = warpgroup_mma(tiles.read_pairs.permute((1, 0)), tiles.q, d_k, is_async=True)
+        if FORM.TIED:
+            d_k = warpgroup_mma(tiles.erase_pairs.permute((1, 0)), tiles.k, d_k, is_async=True)
+        d_k = warpgroup_mma_wait(0, deps=(d_k,))
+    q_norm = gl.zeros([CHUNK, 1], gl.float32, ACROSS)
+    k_norm = q_norm
+    if FORM.UNIT:
+        q_norm = row_factor(tiles, row + QUERY_NORM, ACROSS)
+        k_norm = row_factor(tiles, row + KEY_NORM, ACROSS)
+    leave_keys(tiles, barriers, read, d_k, q_norm, k_norm, FORM.UNIT)
+    return d
+
+
+@gluon.jit
+def inner_with_sums(tiles, barriers, of, phase, K: gl.constexpr, FORM: gl.constexpr):
+    """GP^T q + GM^T k and, while it is in flight, the sums of rows for dlog_decay."""
+    read, written, erased, held = of
+    ACROSS: gl.constexpr = halves(K)
+    inner = gl.zeros([CHUNK, K], gl.float32, ACROSS)
+    turned = tiles.read_pairs.permute((1, 0))
+    inner = warpgroup_mma(turned, tiles.q, inner, use_acc=False, is_async=True)
+    if FORM.TIED:
+        inner = warpgroup_mma(tiles.erase_pairs.permute((1, 0)), tiles.k, inner, is_async=True)
+    mbarrier.wait(barriers.took_sums.index(0), phase ^ 1)
+    tiles.sums.index(OF_HELD).store(diagonal_halves(held))
+    q = tiles.q.load(ACROSS).to(gl.float32)
+    tiles.sums.index(OF_QUERIES).store(sums_of_halves(q * read, K))
+    k = tiles.k.load(ACROSS).to(gl.float32)
+    tiles.sums.index(OF_WRITES).store(sums_of_halves(k * written, K))
+    inner = warpgroup_mma_wait(0, deps=(inner,))
+    if FORM.TIED:
+        later = erased - inner
+    else:
+        later = 0.0 - inner
+    tiles.sums.index(OF_KEYS).store(sums_of_halves(k * later, K))
+    mbarrier.arrive(barriers.has_sums.index(0))
+    return inner
+
+
+@gluon.jit
+def leave_values(tiles, barriers, row, V: gl.constexpr):
+    """dv = beta X to where X was."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // V, V // 8], [8, 1], [1, 0])
+    x = tiles.d_errors
+    d_v = x.load(LAYOUT).to(gl.float32) * row_factor(tiles, row + BETAS, LAYOUT)
+    x.store(d_v.to(x.dtype))
+    fence_async_shared()
+    mbarrier.arrive(barriers.has_values.index(0))
+
+
+GENERAL = ["heads", "per_segment", "T", "s_decay_b", "s_decay_t", "s_decay_h"]
+
+
+@gluon.jit(do_not_specialize=GENERAL)
+def fused_backward_kernel(
+    q, k, d_o, errors, states, scores, corrections, d_q, d_k, d_v, scalings, norms, chunk_decay,
+    d_beta, log_decay, d_log_decay, d_final, d_initial, cu_seqlens, scale, heads, per_segment, T,
+    s_decay_b, s_decay_t, s_decay_h, K: gl.constexpr, V: gl.constexpr, TIED: gl.constexpr,
+    DECAY: gl.constexpr, UNIT: gl.constexpr, ENDS: gl.constexpr, CUT: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Descriptors of tiles up to d_v; without an erase `errors` is v.
+
+    CUT: programs go through segments, from the gradients by the states at their ends.
+    """
+    dtype: gl.constexpr = q.dtype
+    FORM: gl.constexpr = Form(
+        TIED, DECAY, UNIT, scores is not None, ENDS, CUT, d_final is not None
+    )  # fmt: skip
+    # What is not there is another thing that nobody touches.
+    if scores is None:
+        scores = q
+    if corrections is None:
+        corrections = q
+    if not DECAY:
+        log_decay, d_log_decay, chunk_decay = d_initial, d_initial, d_initial
+    if not TIED:
+        d_beta = d_initial
+    if not UNIT:
+        norms = d_initial
+    if scalings is None:
+        scalings = d_initial
+    if ENDS != "packed":
+        cu_seqlens = T
+    work, sequence = stretch_of(cu_seqlens, T, heads, per_segment, FORM)
+    tiles = new_tiles(dtype, K, V, FORM)
+    barriers = new_barriers()
+    if not FORM.FINAL:
+        d_final = d_initial
+    else:
+        d_final += gl.program_id(0).to(gl.int64) * (V * K)
+    d_initial += (sequence * heads + work.head).to(gl.int64) * (V * K)
+    barrier()
+    shared = tiles, barriers, work
+    decays = log_decay, d_log_decay, chunk_decay, T, s_decay_b, s_decay_t, s_decay_h
+    gl.warp_specialize(
+        [
+            (compute_role, (shared, (d_final, d_initial, chunk_decay, d_beta), K, V, FORM)),
+            (load_role, (shared, (q, k, d_o, errors, states, scores, corrections), K, V, FORM)),
+            (store_role, (shared, (d_q, d_k, d_v), K, V, FORM)),
+            (factor_role, (shared, scalings, norms, scale, FORM)),
+            (decay_role, (shared, decays, FORM)),
+        ],
+        [1, 1, 1, 1],
+        [REGISTERS, REGISTERS, REGISTERS, REGISTERS],
+    )

@@ -1,0 +1,89 @@
+"""When the scan back and the gradients are one kernel, and its launch.
+
+It is taken where its programs, one a head of a sequence or of a segment of one, fill the GPU: then
+D and X, which the scan back and the gradients of chunks would hand on, stay on the multiprocessor.
+"""
+
+import torch
+
+from deltarule.ops.delta_rule.gluon import gradient_stage
+from deltarule.ops.delta_rule.gluon.backward import fused_backward_kernel
+from deltarule.ops.delta_rule.gluon.gradient_stage import OTHERS, ends
+from deltarule.ops.delta_rule.gluon.memory import CHUNK
+from deltarule.ops.delta_rule.gluon.stage import FusedLaunch, norms_of, strides
+from deltarule.ops.delta_rule.triton.plan import MOST_WAVES, Call, stretches
+from deltarule.ops.runtime.launch import Launch, multiprocessors
+
+# Whether calls take it where it pays. Set it before the first call: plans keep what was chosen.
+CHOSEN = True
+# Key channels, and as many values.
+SIZE = 128
+# Registers of a thread, on average; the roles of one warp have OTHERS.
+AVERAGE = 168
+# The part of the multiprocessors' time that programs must fill, by erase and decays: with less of
+# it the two kernels are done first, of which one always has enough programs. A chunk takes 8.2 us
+# with both, 7.1 without decays and 5.0 without an erase; unit norm adds 1.7 to the first.
+FILLED = {
+    ("tied", "head"): 0.85, ("tied", "none"): 0.75, ("none", "head"): 0.6, ("none", "none"): 0.6,
+}  # fmt: skip
+FILLED_WITH_NORMS = 0.95
+
+
+def takes(call: Call) -> bool:
+    """Whether it takes the backward of this call: a function of shapes, types and the GPU."""
+    if not CHOSEN or not gradient_stage.runs(call) or not can(call):
+        return False
+    inputs, processors = call.inputs, multiprocessors(call.inputs.q.device)
+    programs = stretches(inputs, call.plan) * inputs.q.shape[2]
+    # One packed sequence may be long and the others short: only many of them even out.
+    if inputs.cu_seqlens is not None and programs < MOST_WAVES * processors:
+        return False
+    least = FILLED[inputs.erase, inputs.decay]
+    if inputs.normalize_qk and inputs.beta is not None:
+        least = FILLED_WITH_NORMS
+    return programs >= least * processors * -(-programs // processors)
+
+
+def can(call: Call) -> bool:
+    """Whether it can on any GPU."""
+    inputs, cut = call.inputs, call.plan.per_segment > 0
+    return (
+        gradient_stage.can(call)
+        and inputs.q.shape[3] == SIZE
+        and inputs.q.shape[2] == inputs.v.shape[2]
+        and not (cut and inputs.cu_seqlens is not None)
+    )
+
+
+def backward(call: Call, d_end: torch.Tensor | None) -> None:
+    """Launch the kernel: all gradients, from those by the states at the ends of the stretches."""
+    inputs, packed = call.inputs, call.inputs.cu_seqlens is not None
+    heads, tokens = inputs.q.shape[2], inputs.q.shape[1]
+    given = (
+        inputs.q, inputs.k, call["d_o"], inputs.v if inputs.beta is None else call["errors"],
+        call["states"], call["scores"], call["corrections"], call["d_q"], call["d_k"], call["d_v"],
+        call["scalings"], norms_of(call), call["chunk_decay"], call["d_beta"], inputs.log_decay,
+        call["d_log_decay"], d_end, call["d_initial"], inputs.cu_seqlens if packed else None,
+        inputs.scale, heads, call.plan.per_segment, tokens, *strides(inputs.log_decay),
+    )  # fmt: skip
+    launch = call.once(backward_launch, d_end is not None)
+    launch((stretches(inputs, call.plan) * heads, 1, 1), *given)
+
+
+def backward_launch(call: Call, _: bool) -> Launch:
+    """`fused_backward_kernel` with its constants."""
+    inputs, tied = call.inputs, call.inputs.beta is not None
+    heads, rows = inputs.q.shape[2], CHUNK.value
+    of_tokens, of_pairs = (heads * SIZE, [rows, SIZE]), (rows, [rows, rows])
+    tiles = dict.fromkeys(("q", "k", "d_o", "d_q", "d_k", "d_v"), of_tokens)
+    tiles["errors"] = (SIZE, [rows, SIZE]) if tied else of_tokens
+    if (where := call.once(ends)) != "whole":
+        tiles = {name: (width, [1, 1, *tile]) for name, (width, tile) in tiles.items()}
+    tiles["states"] = SIZE, [SIZE, SIZE]
+    tiles |= {x: of_pairs for x in ("scores", "corrections") if call[x] is not None}
+    constants = {
+        "K": SIZE, "V": SIZE, "TIED": tied, "DECAY": inputs.log_decay is not None,
+        "UNIT": inputs.normalize_qk, "ENDS": where, "CUT": call.plan.per_segment > 0,
+        "REGISTERS": OTHERS, "num_warps": 8, "maxnreg": AVERAGE,
+    }  # fmt: skip
+    return FusedLaunch(fused_backward_kernel, constants, tiles)
