@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deltarule import RecurrentOutput, delta_rule, recurrent_step, selective_scan
 from deltarule.hf.call import NOTE, last_documents, one_row, padding_removed
-from deltarule.nn.gates import made
+from deltarule.nn.gates import gate_of
 from deltarule.ops import BetaLogits, DecayLogits
 
 AFRESH = "packed documents start afresh: give them without past_key_values or cache_params"
@@ -37,7 +37,7 @@ class Recurrence(NamedTuple):
         # The cache overwrites its memory afterwards, which the backward pass would still read.
         copied = torch.is_grad_enabled()
         start = None if initial_state is None else initial_state.to(wide, copy=copied)
-        beta, decay = None if self.beta is None else made(self.beta), made(self.log_decay)
+        beta, decay = None if self.beta is None else gate_of(self.beta), gate_of(self.log_decay)
         if cu_seqlens is None:
             return self._replace(beta=beta, log_decay=decay)._delta_rule(start, None, return_state)
         if start is not None:
@@ -106,7 +106,7 @@ def gated_delta_rule(
         o = call.step(initial_state.mT)
         if o is not None:
             return o, initial_state if output_final_state else None
-    beta, g = padding_removed(NOTE.real, made(beta), made(g))
+    beta, g = padding_removed(NOTE.real, gate_of(beta), gate_of(g))
     call = call._replace(beta=beta, log_decay=g)
     offsets = first_given(given, NOTE.cu_seqlens)
     o, state = call.run(turned(initial_state), offsets, output_final_state)

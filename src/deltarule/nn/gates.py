@@ -26,8 +26,8 @@ def per_value_head(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
 
 
-def made(gate: Tensor | BetaLogits | DecayLogits) -> Tensor:
-    """The gate, if need be of its logits: one kernel, or plain PyTorch."""
+def gate_of(gate: Tensor | BetaLogits | DecayLogits) -> Tensor:
+    """The gate itself, or what its logits make: by one kernel, or in plain PyTorch."""
     if isinstance(gate, Tensor):
         return gate
     if isinstance(gate, DecayLogits):
@@ -50,13 +50,13 @@ def log_decay(logits: Tensor, A_log: Tensor, dt_bias: Tensor, step: bool) -> tup
 def strength_of(projections: Projections) -> Tensor | BetaLogits:
     """beta = beta_max * sigmoid(beta_logits), or what a step makes it of."""
     logits = BetaLogits(projections.need("beta_logits"), projections.beta_max)
-    return logits if projections.decoding else made(logits)
+    return logits if projections.decoding else gate_of(logits)
 
 
 def log_decay_of(projections: Projections) -> Tensor | DecayLogits:
     """A decay for each head or for each key channel, bounded or not, or what a step makes it of."""
     logits = DecayLogits(*decay_parts(projections), projections.gate_lower_bound)
-    return logits if projections.decoding else made(logits)
+    return logits if projections.decoding else gate_of(logits)
 
 
 def step_and_log_decay(projections: Projections) -> tuple[Tensor, Tensor]:

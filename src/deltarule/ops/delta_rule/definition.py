@@ -2,9 +2,8 @@
 
     S_t = S_{t-1} A_t + w_t k_t^T        o_t = scale * S_t q_t        S in R^{V x K}
 
-Everything else in the package is a faster way to compute these two functions. They are plain
-differentiable PyTorch in the dtype of the inputs (float32 at least); in float64 they are the oracle
-of every test.
+These two functions are plain differentiable PyTorch in the dtype of the inputs (float32 at least).
+The tests compare every faster form of the operators with them, in float64.
 """
 
 from collections.abc import Callable
