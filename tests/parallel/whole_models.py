@@ -21,7 +21,7 @@ from deltarule.nn import recomputed as recomputed_file
 from deltarule.nn.call import LayerCall
 from deltarule.nn.ring_attention import core
 from deltarule.ops.context import make_context
-from deltarule.ops.context.rows import Letter
+from deltarule.ops.context.rows import LastRows
 from deltarule.ops.delta_rule.spanning import Join
 from deltarule.parallel import MeshOptions, make_mesh, parallelize
 from deltarule.parallel.sharding import clip_sharded
@@ -342,6 +342,6 @@ def kept_after_a_step(mixer: str) -> int:
     gc.disable()
     try:
         step()
-        return sum(isinstance(x, (LayerCall, Join, Letter)) for x in gc.get_objects())
+        return sum(isinstance(x, (LayerCall, Join, LastRows)) for x in gc.get_objects())
     finally:
         gc.enable()

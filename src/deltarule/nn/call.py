@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from deltarule.nn.layout import Layout
 from deltarule.nn.linears import linear, linears
 from deltarule.nn.state import State
-from deltarule.ops.context.rows import Letter
+from deltarule.ops.context.rows import LastRows
 
 Factors = Mapping[str, float]
 
@@ -29,7 +29,7 @@ class LayerCall:
     # Whether `recurrent_step` follows, which makes gates of their logits itself.
     decoding: bool = False
     # Who has the last rows of x on their way to another process, and where those of another come.
-    letter: tuple[Letter, Tensor] | None = None
+    last_rows: tuple[LastRows, Tensor] | None = None
 
     def defer(self, gate: nn.Module) -> None:
         """Let an operator project the output gate while its states travel; there is a context."""
@@ -53,9 +53,9 @@ class LayerCall:
         """
         assert self.layout.context is not None
         if reach:
-            letter = Letter(self.layout.context, reach)
-            self.x, mail = letter.send(self.x)
-            self.letter = letter, mail
+            last_rows = LastRows(self.layout.context, reach)
+            self.x, coming = last_rows.send(self.x)
+            self.last_rows = last_rows, coming
         if "g" not in factors and (gate := modules.pop("g", None)) is not None:
             self.defer(gate)
 
@@ -64,11 +64,11 @@ class LayerCall:
 
         This is done once: recomputation in the backward does not communicate.
         """
-        assert self.letter is not None
-        letter, mail = self.letter
-        rows = linears(letter.receive(mail), [modules[name] for name in "qkv"])
+        assert self.last_rows is not None
+        last_rows, coming = self.last_rows
+        rows = linears(last_rows.receive(coming), [modules[name] for name in "qkv"])
         for name, x in zip("qkv", rows, strict=True):
-            before = letter.before(x * factors.get(name, 1.0), self.before[f"{name}_conv"])
+            before = last_rows.before(x * factors.get(name, 1.0), self.before[f"{name}_conv"])
             self.before = State(self.before, **{f"{name}_conv": before})
 
     def positions(self) -> Tensor:

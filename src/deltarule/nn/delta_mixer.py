@@ -208,7 +208,7 @@ class DeltaMixer(Mixer):
             projected.update(zip(modules, outputs, strict=True))
         for name, factor in self.multipliers.items():
             projected[name] = projected[name] * factor
-        if call.letter is not None:
+        if call.last_rows is not None:
             call.ask_before(self.of_input(), self.multipliers)
         if isinstance(call.before, DraftedState):
             self.keep_short(call, call.before)

@@ -13,7 +13,7 @@ from deltarule.ops.context.context import Context
 from deltarule.ops.context.exchange import exchanged
 
 
-class Letter:
+class LastRows:
     """Last rows of this process on their way to the next one, and their gradients on the way back.
 
     They travel while others compute between `send` and `receive`, and between these backwards.
@@ -39,13 +39,13 @@ class Letter:
         self.context, self.reach = context.alone, reach
 
     def send(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Send the last rows of x [B, R or more, D]; return x for all later uses, and the mail."""
+        """Send the last rows of x [B, R or more, D]; return x for later uses, and what comes."""
         sent: tuple[Tensor, Tensor] = _Sent.apply(self, x)  # type: ignore[no-untyped-call]
         return sent
 
-    def receive(self, mail: Tensor) -> Tensor:
+    def receive(self, coming: Tensor) -> Tensor:
         """[B, R, D] of the process before; zeros where there is none."""
-        rows: Tensor = _Received.apply(self, mail)  # type: ignore[no-untyped-call]
+        rows: Tensor = _Received.apply(self, coming)  # type: ignore[no-untyped-call]
         return rows
 
     def before(self, rows: Tensor, otherwise: Tensor) -> Tensor:
@@ -58,8 +58,8 @@ class Letter:
 
     def exchange(self, rows: Tensor, distance: int) -> Tensor:
         """Let rows go, and return where others are after `wait`."""
-        (mail,), self.wait = exchanged(self.context, (rows,), distance)
-        return mail
+        (coming,), self.wait = exchanged(self.context, (rows,), distance)
+        return coming
 
 
 def rows_before(context: Context, x: Tensor, reach: int, otherwise: Tensor) -> Tensor:
@@ -75,11 +75,11 @@ def rows_before(context: Context, x: Tensor, reach: int, otherwise: Tensor) -> T
         [N, R, D]: of a sequence that goes on from the process before, its last rows there (zeros
         before its own first token), else `otherwise`.
     """
-    letter = Letter(context, reach)
+    last_rows = LastRows(context, reach)
     if reach == 0:
         return otherwise
-    _, mail = letter.send(x)
-    return letter.before(letter.receive(mail), otherwise)
+    _, coming = last_rows.send(x)
+    return last_rows.before(last_rows.receive(coming), otherwise)
 
 
 def all_rows(context: Context, x: Tensor) -> Tensor:
@@ -96,29 +96,29 @@ def one_of_each(context: Context, x: Tensor) -> Tensor:
 
 class _Sent(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, letter: Letter, x: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.letter, ctx.shape = letter, x.shape
+    def forward(ctx: Any, last_rows: LastRows, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.last_rows, ctx.shape = last_rows, x.shape
         ctx.set_materialize_grads(False)
-        return x.view_as(x), letter.exchange(x[:, x.shape[1] - letter.reach :], 1)
+        return x.view_as(x), last_rows.exchange(x[:, x.shape[1] - last_rows.reach :], 1)
 
     @staticmethod
     def backward(ctx: Any, d_x: Tensor | None, d_rows: Tensor) -> tuple[None, Tensor]:
-        ctx.letter.wait()
+        ctx.last_rows.wait()
         d_x = d_rows.new_zeros(ctx.shape) if d_x is None else d_x.clone()
-        d_x[:, d_x.shape[1] - ctx.letter.reach :] += d_rows
+        d_x[:, d_x.shape[1] - ctx.last_rows.reach :] += d_rows
         return None, d_x
 
 
 class _Received(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, letter: Letter, rows: Tensor) -> Tensor:
-        ctx.letter = letter
-        letter.wait()
+    def forward(ctx: Any, last_rows: LastRows, rows: Tensor) -> Tensor:
+        ctx.last_rows = last_rows
+        last_rows.wait()
         return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx: Any, d_rows: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.letter.exchange(d_rows, -1)
+        return None, ctx.last_rows.exchange(d_rows, -1)
 
 
 class _AllRows(torch.autograd.Function):
