@@ -230,7 +230,7 @@ class Linears(torch.autograd.Function):
             given = [d_outputs[i] for i in group.places]
             if all(d_y is None for d_y in given):
                 continue
-            d_rows = side_by_side(given, group, rows)
+            d_rows = side_by_side(given, group, x)
             if wants_x:
                 total = d_rows @ whole if total is None else total.addmm_(d_rows, whole)
             if any(wanted[i] for i in group.places):
@@ -268,7 +268,7 @@ class Group(NamedTuple):
 
     def parts(self, product: Tensor, dim: int) -> list[Tensor]:
         """What belongs to each weight, without what fills it up."""
-        found = product.split(self.cuts, dim)
+        found = product.split_with_sizes(self.cuts, dim)
         return [found[i] for i in self.own]
 
     def filled(self, given: Sequence[Tensor], dim: int) -> Tensor:
@@ -276,10 +276,11 @@ class Group(NamedTuple):
         if not any(self.lacking):
             return torch.cat(list(given), dim)
         shape = list(given[0].shape)
-        shape[dim] = max(self.lacking)
+        shape[dim] = most = max(self.lacking)
         zeros, whole = given[0].new_zeros(shape), []
         for x, lacks in zip(given, self.lacking, strict=True):
-            whole += [x, zeros.narrow(dim, 0, lacks)] if lacks else [x]
+            gap = [zeros if lacks == most else zeros.narrow(dim, 0, lacks)] if lacks else []
+            whole += [x, *gap]
         return torch.cat(whole, dim)
 
 
@@ -297,7 +298,7 @@ def end_to_end(weights: Sequence[Tensor], group: Group) -> Tensor:
     return own[0] if len(own) == 1 else group.filled(own, 0)
 
 
-def side_by_side(given: list[Tensor | None], group: Group, rows: Tensor) -> Tensor:
+def side_by_side(given: list[Tensor | None], group: Group, x: Tensor) -> Tensor:
     """Gradients [rows, sum of O] by the outputs of a product, zeros where there are none."""
     first = given[0]
     if len(given) == 1 and first is not None:
@@ -305,10 +306,10 @@ def side_by_side(given: list[Tensor | None], group: Group, rows: Tensor) -> Tens
     if not any(group.lacking) and (whole := adjacent_columns(given)) is not None:
         return whole
     parts = [
-        rows.new_zeros(len(rows), size) if d_y is None else d_y.flatten(0, -2)
+        x.new_zeros(*x.shape[:-1], size) if d_y is None else d_y
         for d_y, size in zip(given, group.sizes, strict=True)
     ]
-    return group.filled(parts, 1)
+    return group.filled(parts, -1).flatten(0, -2)
 
 
 def adjacent_columns(given: list[Tensor | None]) -> Tensor | None:
