@@ -14,6 +14,7 @@ from deltarule.ops.delta_rule import gate_maps
 from deltarule.ops.fused import cross_entropy
 from deltarule.ops.fused import gates as gates_op
 from deltarule.ops.fused import norms as norm_op
+from deltarule.ops.fused import short_conv as conv_op
 from deltarule.ops.fused import swiglu as swiglu_op
 
 Tensors = dict[str, Tensor]
@@ -77,6 +78,40 @@ def conv(
     if fresh:
         del tensors["history"]
     return Neighbour(tensors, fused, plain, ("weight",))
+
+
+def three_convs(lengths: tuple[int, ...] = (5, 0, 1, 20), fresh: bool = False) -> Neighbour:
+    """The convolutions of packed q, k and v of other widths, of which k has no SiLU."""
+    widths, activated = {"q": 6, "k": 130, "v": 9}, (True, False, True)
+    tensors = {name: torch.randn(1, sum(lengths), size) for name, size in widths.items()}
+    tensors |= {f"{name} weight": torch.randn(size, 4) for name, size in widths.items()}
+    if not fresh:
+        before = {name: torch.randn(len(lengths), 3, size) for name, size in widths.items()}
+        tensors |= {f"{name} history": x for name, x in before.items()}
+
+    def each(x: Tensors) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Layout]:
+        offsets = torch.tensor([0, *lengths], device=x["q"].device).cumsum(0)
+        given = [(x[n], x[f"{n} weight"], x.get(f"{n} history")) for n in widths]
+        return given, make_layout(x["q"], offsets, None)
+
+    def fused(x: Tensors) -> tuple[Tensor, ...]:
+        given, layout = each(x)
+        parts = zip(*given, strict=True)
+        return conv_op.short_convs(
+            *[y for part in parts for y in part], *short_conv.packing(layout), *activated
+        )
+
+    def plain(x: Tensors) -> tuple[Tensor, ...]:
+        given, layout = each(x)
+        found = [
+            short_conv.plain_convolution(
+                y, weight, y.new_zeros(len(lengths), 3, y.shape[2]) if h is None else h, layout, on
+            )
+            for (y, weight, h), on in zip(given, activated, strict=True)
+        ]
+        return *[y for y, _ in found], *[after for _, after in found]
+
+    return Neighbour(tensors, fused, plain, tuple(f"{name} weight" for name in widths))
 
 
 def gated_norm(
@@ -155,6 +190,26 @@ def decay(channels: int | None, *, step: bool = False, spread: float = 3.0) -> N
     return Neighbour(tensors, fused, plain, ("A_log", "dt_bias"))
 
 
+def both_gates(channels: int | None = None) -> Neighbour:
+    """A decay and a write strength, whose logits are columns of one projection."""
+    size, beta_max = 3 * (channels or 1), 2.0
+    sizes = (3,) if channels is None else (3, channels)
+    tensors = {"logits": 3 * torch.randn(2, 9, size + 3)}
+    tensors |= {"A_log": torch.randn(3), "dt_bias": torch.randn(sizes)}
+
+    def parts(x: Tensors) -> tuple[Tensor, ...]:
+        return x["logits"][..., :size].unflatten(-1, sizes), x["A_log"], x["dt_bias"]
+
+    def plain(x: Tensors) -> tuple[Tensor, ...]:
+        decay = gate_maps.step_and_log_decay(*parts(x))[1]
+        return decay, gate_maps.write_strength(x["logits"][..., size:], beta_max)
+
+    def fused(x: Tensors) -> tuple[Tensor, ...]:
+        return gates_op.gates(*parts(x), x["logits"][..., size:], beta_max)
+
+    return Neighbour(tensors, fused, plain, ("A_log", "dt_bias"))
+
+
 def strength(beta_max: float = 2.0) -> Neighbour:
     """The write strength, of a slice of a wider projection."""
     return Neighbour(
@@ -201,6 +256,8 @@ MAKERS: dict[str, Callable[[], Neighbour]] = {
     "conv, fresh": lambda: conv(fresh=True),
     "conv, fresh, few tokens": lambda: conv(tokens=2, padded=True, fresh=True),
     "conv, fresh, packed": lambda: conv(lengths=PACKED, fresh=True),
+    "three convs": three_convs,
+    "three convs, fresh": lambda: three_convs(fresh=True),
     "norm": gated_norm,
     "norm, sigmoid, sliced": lambda: gated_norm(17, "sigmoid", sliced=True),
     "norm without gate": lambda: gated_norm(300, None),
@@ -213,6 +270,8 @@ MAKERS: dict[str, Callable[[], Neighbour]] = {
     "head decay and step": lambda: decay(None, step=True, spread=15.0),
     "channel decay": lambda: decay(90),
     "write strength": strength,
+    "head decay and strength": both_gates,
+    "channel decay and strength": lambda: both_gates(90),
     "cross entropy": entropy,
     "cross entropy of many": lambda: entropy(5000),
     "linear cross entropy": lambda: entropy(linear=True),

@@ -27,7 +27,7 @@ from deltarule.ops.delta_rule.triton.plan import Call, Plan
 from deltarule.ops.dispatch import Implementation, always, forget_calls, recordings
 from deltarule.ops.fused import gates, gates_triton, norms_triton, short_conv_triton, swiglu_triton
 from deltarule.ops.fused.norms import GatedNorm, ResidualNorm
-from deltarule.ops.fused.short_conv import ShortConv
+from deltarule.ops.fused.short_conv import ShortConv, ShortConvs
 from deltarule.ops.fused.swiglu import GatedProduct
 from deltarule.ops.operators import Operator
 from deltarule.ops.runtime import launch as direct
@@ -448,6 +448,12 @@ def maps() -> dict[str, tuple[object, ...]]:
     total = ResidualNorm(rows(32), rows(32), rows(32)[0, 0], 1e-5)
     decay = gates.LogDecay(rows(4), torch.randn(4), torch.randn(4), False)
     strength, both = gates.WriteStrength(columns(4), 2.0), GatedProduct(*rows(32)[0].split(16, -1))
+    # Columns of one product, as a layer has them.
+    columns_of_one = rows(56).split([16, 16, 16, 4, 4], -1)
+    three = ShortConvs(
+        *columns_of_one[:3], *[torch.randn(16, 4) for _ in range(3)], *[None] * 6, True, True, True
+    )
+    two = gates.Gates(columns_of_one[3], *decay[1:3], columns_of_one[4], 2.0)
     h = rows(16)[0]
     packed = conv._replace(
         cu_seqlens=torch.tensor([0, 7, 16]),
@@ -462,6 +468,11 @@ def maps() -> dict[str, tuple[object, ...]]:
         "its history": (
             short_conv_triton.short_conv_gradients, conv, rows(16), torch.randn(1, 3, 16), True
         ),
+        "three convolutions": (short_conv_triton.short_convs, three),
+        "three convolutions back": (
+            short_conv_triton.short_convs_gradients, three, *[rows(16) for _ in range(3)],
+            *[None] * 3, *[False] * 3,
+        ),
         "norm": (norms_triton.gated_norm, norm),
         "norm without a gate": (norms_triton.gated_norm, norm._replace(gate=None)),
         "norm back": (norms_triton.gated_norm_gradients, norm, rows(2, 16)),
@@ -475,6 +486,8 @@ def maps() -> dict[str, tuple[object, ...]]:
         "decay back": (gates_triton.log_decay_gradients, decay, rows(4), None),
         "write strength": (gates_triton.strengths, strength, None),
         "write strength back": (gates_triton.strengths, strength, rows(4)),
+        "gates": (gates_triton.gates, two),
+        "gates back": (gates_triton.gates_gradients, two, rows(4), rows(4)),
         "SwiGLU": (swiglu_triton.swiglu_rows, both),
         "SwiGLU back": (swiglu_triton.swiglu_gradients, both, h, None, False),
         "SwiGLU back, product in its place": (swiglu_triton.swiglu_gradients, both, h, h, True),
@@ -832,4 +845,4 @@ def test_a_block_trains_with_few_calls_of_python_functions(monkeypatch) -> None:
                 step()
             counts.append(calls_of_ours(step))
     # What a launch does not need costs a small model its time.
-    assert counts[1] - counts[0] <= 650
+    assert counts[1] - counts[0] <= 500

@@ -18,7 +18,6 @@ from deltarule.nn.gated_deltanet import GatedDeltaNet
 from deltarule.nn.gates import (
     computed,
     float32_parameter,
-    gate_of,
     log_decay_of,
     per_value_head,
     strength_of,
@@ -49,10 +48,10 @@ def share(projections: Projections) -> Tensor:
 def fed_back(projections: Projections, q: Tensor, k: Tensor, p: Tensor) -> Arguments:
     """a b^T = -(beta_t p_t) k_t^T: the operator's rank-one part sees the undecayed state."""
     heads, dtype = projections.v.shape[2], projections.v.dtype
-    beta = gate_of(strength_of(projections)).unsqueeze(-1)
+    beta = strength_of(projections).unsqueeze(-1)
     given = {"q": q.to(dtype), "k": k.to(dtype), "v": (beta * projections.v).to(dtype)}
     given |= {"a": -beta * per_value_head(p, heads), "b": per_value_head(k, heads)}
-    return given | {"log_decay": gate_of(log_decay_of(projections))}
+    return given | {"log_decay": log_decay_of(projections)}
 
 
 RULE = Rule(

@@ -19,12 +19,7 @@ from deltarule import ops
 from deltarule.nn import one_token
 from deltarule.nn.call import LayerCall
 from deltarule.nn.feature_maps import QueryKeyMap
-from deltarule.nn.gates import (
-    float32_parameter,
-    initial_A_log,
-    initial_dt_bias,
-    spread_A_log,
-)
+from deltarule.nn.gates import float32_parameter, initial_A_log, initial_dt_bias, spread_A_log
 from deltarule.nn.layout import Layout, make_layout, per_step, silence_padding, split
 from deltarule.nn.linears import linear, linears
 from deltarule.nn.mixer import Mixer
@@ -32,7 +27,7 @@ from deltarule.nn.norm import GatedRMSNorm, GateOnly
 from deltarule.nn.options import COMMON, check_divides, check_size_kept
 from deltarule.nn.recomputed import recomputed
 from deltarule.nn.rule import Arguments, Projections, Rule, as_it_is
-from deltarule.nn.short_conv import can_step, step_in_place
+from deltarule.nn.short_conv import can_step, convolved, step_in_place
 from deltarule.nn.state import DraftedState, FirstState, LentState, State
 from deltarule.ops.few_tokens import decodes
 from deltarule.shapes import Hidden, RecurrentOutput
@@ -212,10 +207,12 @@ class DeltaMixer(Mixer):
             call.ask_before(self.of_input(), self.multipliers)
         if isinstance(call.before, DraftedState):
             self.keep_short(call, call.before)
-        if call.decoding and self.conv_size and isinstance(call.before, LentState):
-            self.convolve_in_place(call)
-        q = split(self.stream("q", call), self.heads_of("q"), self.head_k_dim)
-        k = per_step(self.stream("k", call), steps, self.heads_of("k"), self.head_k_dim)
+        if self.conv_size:
+            self.convolve(call)
+        elif self.activates_projections:
+            projected.update({n: F.silu(projected[n]) for n in "qkv" if self.activates(n)})
+        q = split(projected.pop("q"), self.heads_of("q"), self.head_k_dim)
+        k = per_step(projected.pop("k"), steps, self.heads_of("k"), self.head_k_dim)
         if (qk_map := self.qk_map) is not None:
             q, k = qk_map(q, k, call.positions() if self.counts else None)
         by_channel = self.rule.decay == "channel"
@@ -223,7 +220,7 @@ class DeltaMixer(Mixer):
         return Projections(
             q=q,
             k=k,
-            v=per_step(self.stream("v", call), steps, self.heads_of("v"), self.head_v_dim),
+            v=per_step(projected.pop("v"), steps, self.heads_of("v"), self.head_v_dim),
             decay_logits=split(projected["a"], *decay_sizes) if "a" in projected else None,
             beta_logits=per_step(projected["b"], steps) if "b" in projected else None,
             output_gate=self.by_head(projected["g"]) if "g" in projected else None,
@@ -268,37 +265,29 @@ class DeltaMixer(Mixer):
             ordinal = torch.arange(1, tokens + 1, device=call.x.device)
             drafted.kept["length"] = drafted["length"][:, None] + ordinal
 
-    def convolve_in_place(self, call: LayerCall) -> None:
-        """Convolve q, k and v and overwrite their histories, where one kernel does all of it."""
-        keys = {name: f"{name}_conv" for name in "qkv"}
-        modules = [getattr(self, key) for key in keys.values()]
-        histories = [call.before[key] for key in keys.values()]
-        streams = [call.projected[name] for name in keys]
-        if can_step(modules, streams, histories):
-            found = step_in_place(modules, streams, histories)
-            call.projected.update(zip(keys, found, strict=True))
-            call.after.update(zip(keys.values(), histories, strict=True))
+    def convolve(self, call: LayerCall) -> None:
+        """Convolve q, k and v; a step overwrites their histories, where one kernel does all."""
+        keys, layout = [f"{name}_conv" for name in "qkv"], call.layout
+        modules = [getattr(self, key) for key in keys]
+        # Taken out: without a gradient they are not needed after their convolution.
+        streams = [call.projected.pop(name) for name in "qkv"]
+        histories: list[Any] = [call.before.get(key) for key in keys]
+        lent = call.decoding and isinstance(call.before, LentState)
+        if lent and can_step(modules, streams, histories):
+            found, after = step_in_place(modules, streams, histories), histories
+        else:
+            found, after = convolved(modules, streams, histories, layout)
+        call.projected.update(zip("qkv", found, strict=True))
+        call.after.update(zip(keys, after, strict=True))
+        for module, x, history, y in zip(modules, streams, histories, found, strict=True):
+            if y.requires_grad:
+                run = partial(module, x, history, layout)
+                call.convolved.append((y, lambda run=run: run()[0]))  # type: ignore[misc]
 
     def of_input(self) -> dict[str, nn.Module]:
         """The modules that are applied to x itself, by the names of their results."""
         modules = {name: getattr(self, f"{name}_proj") for name in "qkvabg"}
         return {name: module for name, module in modules.items() if module is not None}
-
-    def stream(self, name: str, call: LayerCall) -> Tensor:
-        """Convolve what x was projected to: q, k or v."""
-        # Taken out: without a gradient it is not needed after its convolution.
-        y: Tensor = call.projected.pop(name)
-        key = f"{name}_conv"
-        if key in call.after:
-            return y
-        if self.conv_size:
-            convolve = partial(getattr(self, key), y, call.before.get(key), call.layout)
-            y, call.after[key] = convolve()
-            if y.requires_grad:
-                call.convolved.append((y, lambda: convolve()[0]))
-        elif self.activates_projections and self.activates(name):
-            y = F.silu(y)
-        return y
 
     def run_operator(self, projections: Projections, call: LayerCall) -> Tensor:
         """Map the projections by the rule, silence padding, run the operator, keep its state."""

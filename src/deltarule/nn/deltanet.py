@@ -6,17 +6,17 @@ beta_t = beta_max sigmoid(beta_logits_t)
 
 from deltarule.nn.delta_mixer import DeltaMixer
 from deltarule.nn.feature_maps import normed_qkv
-from deltarule.nn.gates import strength_of
+from deltarule.nn.gates import gates_of
 from deltarule.nn.rule import Arguments, Projections, Rule
 
 
-def arguments(projections: Projections) -> Arguments:
+def arguments(projections: Projections, decays: bool = False) -> Arguments:
     """With unit keys every eigenvalue of the transition is in [1 - beta_max, 1].
 
     DeltaProduct has n rows of keys, values and write strengths for each token.
     """
-    beta = strength_of(projections)
-    return normed_qkv(projections, otherwise="l2") | {"beta": beta, "n_steps": projections.n_steps}
+    gates = gates_of(projections, decays)
+    return normed_qkv(projections, otherwise="l2") | gates | {"n_steps": projections.n_steps}
 
 
 RULE = Rule(

@@ -6,14 +6,12 @@ beta_t = beta_max sigmoid(beta_logits_t)
 """
 
 from deltarule.nn import deltanet
-from deltarule.nn.gates import log_decay_of
 from deltarule.nn.rule import Arguments, Projections, Rule
 
 
 def arguments(projections: Projections) -> Arguments:
     """DeltaNet's arguments and a decay: for each head here, for each key channel in KDA."""
-    given = deltanet.arguments(projections)
-    return given | {"log_decay": log_decay_of(projections)}
+    return deltanet.arguments(projections, decays=True)
 
 
 RULE = Rule(

@@ -12,7 +12,7 @@ from torch import nn
 
 from deltarule.nn.call import LayerCall
 from deltarule.nn.feature_maps import qk_normed
-from deltarule.nn.gates import computed, gate_of, log_decay_of, per_value_head
+from deltarule.nn.gates import computed, log_decay_of, per_value_head
 from deltarule.nn.kda import KDA
 from deltarule.nn.layout import split
 from deltarule.nn.roles import Role
@@ -22,7 +22,7 @@ from deltarule.nn.rule import Arguments, Projections, Rule
 def arguments(projections: Projections) -> Arguments:
     """a b^T = -(a_t * b_t * k_t) k_t^T: the operator's rank-one part sees the undecayed state."""
     heads, dtype = projections.v.shape[2], projections.v.dtype
-    log_decay = gate_of(log_decay_of(projections))
+    log_decay = log_decay_of(projections)
     q, k = qk_normed(projections, projections.q), qk_normed(projections, projections.k)
     key = per_value_head(k, heads)
     strength = projections.beta_max * torch.sigmoid(computed(projections.need("erase_logits")))

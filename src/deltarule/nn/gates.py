@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deltarule.nn.rule import Projections
+from deltarule.nn.rule import Arguments, Projections
 from deltarule.ops.delta_rule import gate_maps as plain
 from deltarule.ops.delta_rule.gate_logits import BetaLogits, DecayLogits
 from deltarule.ops.fused import gates as fused
@@ -47,16 +47,27 @@ def log_decay(logits: Tensor, A_log: Tensor, dt_bias: Tensor, step: bool) -> tup
     return dt, decay
 
 
-def strength_of(projections: Projections) -> Tensor | BetaLogits:
-    """beta = beta_max * sigmoid(beta_logits), or what a step makes it of."""
-    logits = BetaLogits(projections.need("beta_logits"), projections.beta_max)
-    return logits if projections.decoding else gate_of(logits)
+def strength_of(projections: Projections) -> Tensor:
+    """beta = beta_max * sigmoid(beta_logits)."""
+    return gate_of(BetaLogits(projections.need("beta_logits"), projections.beta_max))
 
 
-def log_decay_of(projections: Projections) -> Tensor | DecayLogits:
-    """A decay for each head or for each key channel, bounded or not, or what a step makes it of."""
-    logits = DecayLogits(*decay_parts(projections), projections.gate_lower_bound)
-    return logits if projections.decoding else gate_of(logits)
+def log_decay_of(projections: Projections) -> Tensor:
+    """A decay for each head or for each key channel, bounded or not."""
+    return gate_of(DecayLogits(*decay_parts(projections), projections.gate_lower_bound))
+
+
+def gates_of(projections: Projections, decays: bool) -> Arguments:
+    """beta and, if wanted, log_decay, both by one kernel call; for a step what it makes them of."""
+    bound, logits = projections.gate_lower_bound, projections.need("beta_logits")
+    gates: Arguments = {"beta": BetaLogits(logits, projections.beta_max)}
+    if decays:
+        gates["log_decay"] = DecayLogits(*decay_parts(projections), bound)
+    if projections.decoding:
+        return gates
+    if decays and bound is None and kernel_runs(logits, why_not_fused(logits)):
+        gates["log_decay"], gates["beta"] = fused.gates(*gates["log_decay"][:3], *gates["beta"])
+    return {name: gate_of(x) for name, x in gates.items()}
 
 
 def step_and_log_decay(projections: Projections) -> tuple[Tensor, Tensor]:

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from deltarule.nn.deltanet import DeltaNet
 from deltarule.nn.feature_maps import qk_normed
-from deltarule.nn.gates import computed, float32_parameter, gate_of, low_rank, strength_of
+from deltarule.nn.gates import computed, float32_parameter, low_rank, strength_of
 from deltarule.nn.rule import Arguments, Projections, Rule, System
 from deltarule.nn.scan_mixer import ScanMixer
 
 
 def arguments(projections: Projections) -> Arguments:
     """Keys keep their length: the step size makes up for it, and 1 - e |k|^2 is in (0, 1]."""
-    strength = gate_of(strength_of(projections))
+    strength = strength_of(projections)
     value_heads_per_key_head = projections.v.shape[2] // projections.k.shape[2]
     q, k = (qk_normed(projections, x, otherwise="none") for x in (projections.q, projections.k))
     key_square = k.square().sum(-1)

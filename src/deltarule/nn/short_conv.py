@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deltarule.nn.layout import Layout
+from deltarule.nn.linears import is_hooked
 from deltarule.ops.dispatch import are_plain_eager
 from deltarule.ops.fused import short_conv as fused
 from deltarule.ops.fused_kernels import kernel_runs, why_not_fused
@@ -92,21 +93,43 @@ def fused_convolution(
     x: Tensor, weight: Tensor, history: Tensor | None, layout: Layout, activated: bool
 ) -> tuple[Tensor, Tensor]:
     """One kernel, which keeps the taps in float32 and rounds once."""
-    counts = None if layout.real is None else layout.counts
-    packing = layout.cu_seqlens, layout.sequence, counts
     history = None if history is None else history.to(x.dtype)
-    y, after = fused.short_conv(x, weight, history, *packing, activated)
+    y, after = fused.short_conv(x, weight, history, *packing(layout), activated)
     return y, after
 
 
-def plain_convolution(
-    x: Tensor,
-    weight: Tensor,
-    history: Tensor,
+def packing(layout: Layout) -> tuple[Tensor | None, ...]:
+    """Where sequences begin and end, as kernels are told it."""
+    counts = None if layout.real is None else layout.counts
+    return layout.cu_seqlens, layout.sequence, counts
+
+
+def convolved(
+    modules: Sequence[nn.Module], streams: Sequence[Tensor], histories: Sequence[Tensor | None],
     layout: Layout,
-    activated: bool,
+) -> tuple[tuple[Tensor, ...], list[Tensor]]:  # fmt: skip
+    """All y and next histories of q, k and v: in one call, where kernels convolve all three."""
+    if not all(map(is_fused, modules, streams)):
+        each = zip(modules, streams, histories, strict=True)
+        found, after = zip(*[module(x, h, layout) for module, x, h in each], strict=True)
+        return found, list(after)
+    pairs = zip(histories, streams, strict=True)
+    before = [None if h is None else h.to(x.dtype) for h, x in pairs]
+    weights, activated = zip(*[(m.weight, m.activated) for m in modules], strict=True)
+    outputs = fused.short_convs(*streams, *weights, *before, *packing(layout), *activated)
+    return outputs[:3], list(outputs[3:])
+
+
+def is_fused(module: Any, x: Tensor) -> bool:
+    """Whether a call of the module is a kernel on x and nothing more."""
+    plain = type(module) is ShortConv and module.bias is None and not is_hooked(module)
+    return plain and (why_not_fused(x) or too_many(module.weight)) is None
+
+
+def plain_convolution(
+    x: Tensor, weight: Tensor, history: Tensor, layout: Layout, activated: bool,
     bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """PyTorch's own operations, on rows that begin with their history."""
     reach = weight.shape[1] - 1
     extended = layout.with_history(x, history)
@@ -196,14 +219,13 @@ def can_step(
 ) -> bool:
     """Whether one kernel convolves the few tokens of three streams and their histories in place."""
     weights = [module.weight for module in modules]
-    given = *streams, *histories, *weights
-    if why_not_fused(streams[0]) is not None or not are_plain_eager(given):
+    plain = all(map(is_fused, modules, streams))
+    if not plain or not are_plain_eager((*streams, *histories, *weights)):
         return False
-    taps, pairs = {weight.shape[1] for weight in weights}, zip(streams, histories, strict=True)
-    few = len(taps) == 1 and 1 < min(taps) <= fused.MAX_TAPS
+    pairs, taps = zip(streams, histories, strict=True), {weight.shape[1] for weight in weights}
     rows = all(x.dtype == h.dtype and x.stride(-1) == 1 for x, h in pairs)
     whole = all(x.is_contiguous() for x in (*weights, *histories))
-    return few and rows and whole and all(module.bias is None for module in modules)
+    return rows and whole and len(taps) == 1 < min(taps)
 
 
 def step_in_place(

@@ -56,3 +56,27 @@ rules = Rules(gradients=("logits",))
 write_strength = fused_operator(
     "write_strength", WriteStrength, "gates_triton", strength_fake, rules
 )
+
+
+class Gates(NamedTuple):
+    """The `LogDecay` of a token, without its step, and the `WriteStrength`, in one call."""
+
+    logits: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+    beta_logits: Tensor
+    beta_max: float
+
+    @property
+    def parts(self) -> tuple[LogDecay, WriteStrength]:
+        """Each on its own."""
+        return LogDecay(*self[:3], False), WriteStrength(*self[3:])
+
+
+def gates_fake(inputs: Gates) -> tuple[Tensor, Tensor]:
+    decay, strength = inputs.parts
+    return decay_fake(decay)[0], *strength_fake(strength)
+
+
+rules = Rules(2, gradients=Gates._fields[:4])
+gates = fused_operator("gates", Gates, "gates_triton", gates_fake, rules, 2)

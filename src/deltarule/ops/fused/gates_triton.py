@@ -6,6 +6,7 @@
 A row holds the C channels of one token: a channel for each head, or K for each head.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltarule.ops.fused.gates import LogDecay, WriteStrength
+from deltarule.ops.fused.gates import Gates, LogDecay, WriteStrength
 from deltarule.ops.fused_kernels import adjacent, as_rows
 from deltarule.ops.registration import Backward, Gradients
 from deltarule.ops.runtime.launch import Grid
@@ -141,10 +142,16 @@ def log_decay_backward(given: Backward[LogDecay]) -> Gradients:
     """Gradients by the logits, A_log and dt_bias."""
     (d_log_decay, d_dt), (_, A_log, dt_bias, step) = given.gradients, given.inputs
     d_both = (None if x is None else x.contiguous() for x in (d_log_decay, d_dt if step else None))
-    d_logits, d_rates, d_bias = log_decay_gradients(given.inputs, *d_both)
+    d_logits, *parts = log_decay_gradients(given.inputs, *d_both)
+    return d_logits, *summed(parts, A_log, dt_bias)
+
+
+def summed(parts: Sequence[Tensor], A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients by A_log and dt_bias from each program's parts."""
+    d_rates, d_bias = parts
     d_A_log = d_rates.view(len(d_rates), A_log.numel(), -1).sum((0, 2)).view(A_log.shape)
     d_dt_bias = d_bias.sum(0).view(dt_bias.shape)
-    return d_logits, d_A_log.to(A_log.dtype), d_dt_bias.to(dt_bias.dtype)
+    return d_A_log.to(A_log.dtype), d_dt_bias.to(dt_bias.dtype)
 
 
 @Recorded
@@ -196,13 +203,41 @@ def strengths(inputs: WriteStrength, d_beta: Tensor | None) -> tuple[Tensor]:
     return (out,)
 
 
+@Recorded
+def gates(inputs: Gates) -> tuple[Tensor | None, ...]:
+    """log_decay and beta."""
+    decay, strength = inputs.parts
+    return decays.run(decay)[0], *strengths.run(strength, None)
+
+
+def gates_backward(given: Backward[Gates]) -> Gradients:
+    """Gradients by the logits, A_log, dt_bias and the logits of beta."""
+    inputs = given.inputs
+    pairs = zip(given.gradients, (inputs.logits, inputs.beta_logits), strict=True)
+    d_both = (
+        torch.zeros_like(x, dtype=torch.float32) if d is None else d.contiguous() for d, x in pairs
+    )
+    d_logits, d_beta_logits, *parts = gates_gradients(inputs, *d_both)
+    return d_logits, *summed(parts, *inputs[1:3]), d_beta_logits
+
+
+@Recorded
+def gates_gradients(inputs: Gates, d_log_decay: Tensor, d_beta: Tensor) -> Gradients:
+    """Gradients by both logits, and each program's parts of those by A_log and dt_bias."""
+    decay, strength = inputs.parts
+    d_logits, *parts = log_decay_gradients.run(decay, d_log_decay, None)
+    return d_logits, *strengths.run(strength, d_beta), *parts
+
+
 def arguments(logits: Tensor, axes: int, elements: int) -> tuple[dict[str, Any], Grid]:
     """What all kernels are given of rows of logits, in tiles of so many elements; and a grid."""
-    logits = adjacent(as_rows(logits, axes))
-    rows, channels = logits.shape
+    flat = adjacent(as_rows(logits, axes))
+    rows, channels = flat.shape
     width = min(power_of_2(channels), CHANNELS)
     tile = elements // width
-    values = {**OPTIONS, "logits": logits, "s_row": logits.stride(0), "rows": rows}
+    # Rather the tensor that was given than a view of it: others may lie between its rows.
+    given = logits if logits.data_ptr() == flat.data_ptr() else flat
+    values = {**OPTIONS, "logits": given, "s_row": flat.stride(0), "rows": rows}
     return values | {"C": channels, "BC": width, "BR": tile}, (
         cdiv(rows, tile),
         cdiv(channels, width),

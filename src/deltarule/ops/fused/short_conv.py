@@ -1,8 +1,9 @@
-"""The registered operator of the short convolution: Triton kernels.
+"""The registered operators of the short convolution, of one stream and of three: Triton kernels.
 
 The plain form is in `deltarule.nn.short_conv`, which chooses between the two.
 """
 
+from itertools import chain
 from typing import NamedTuple
 
 from torch import Tensor
@@ -49,3 +50,37 @@ def fake(inputs: ShortConv) -> tuple[Tensor, Tensor]:
 
 rules = Rules(2, gradients=("x", "weight", "history"))
 short_conv = fused_operator("short_conv", ShortConv, "short_conv_triton", fake, rules, 2)
+
+
+class ShortConvs(NamedTuple):
+    """q, k and v, each convolved as by `ShortConv`: one call for the host, three for the GPU."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_weight: Tensor
+    k_weight: Tensor
+    v_weight: Tensor
+    q_history: Tensor | None
+    k_history: Tensor | None
+    v_history: Tensor | None
+    cu_seqlens: Tensor | None
+    sequence: Tensor | None
+    counts: Tensor | None
+    q_activated: bool
+    k_activated: bool
+    v_activated: bool
+
+    @property
+    def streams(self) -> list[ShortConv]:
+        """Each on its own."""
+        return [ShortConv._make((*self[i:9:3], *self[9:12], self[12 + i])) for i in range(3)]
+
+
+def fakes(inputs: ShortConvs) -> tuple[Tensor, ...]:
+    outputs = zip(*map(fake, inputs.streams), strict=True)
+    return tuple(chain(*outputs))
+
+
+rules = Rules(6, gradients=ShortConvs._fields[:9])
+short_convs = fused_operator("short_convs", ShortConvs, "short_conv_triton", fakes, rules, 6)

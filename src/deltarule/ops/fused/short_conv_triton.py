@@ -6,6 +6,7 @@ Before a sequence's first token come the R = W - 1 rows of its history, or zeros
 the last R inputs of BG runs of RUN tokens in registers, so that x is read and y written once.
 """
 
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltarule.ops.fused.short_conv import ShortConv
+from deltarule.ops.fused.short_conv import ShortConv, ShortConvs
 from deltarule.ops.fused_kernels import adjacent
 from deltarule.ops.registration import Backward, Gradients
 from deltarule.ops.runtime.named import launch
@@ -223,6 +224,12 @@ def short_conv(inputs: ShortConv) -> tuple[Tensor, Tensor]:
     return y, final
 
 
+@Recorded
+def short_convs(inputs: ShortConvs) -> tuple[Tensor, ...]:
+    """y of each stream, then the last inputs of each."""
+    return tuple(chain(*zip(*map(short_conv.run, inputs.streams), strict=True)))
+
+
 def arguments(inputs: ShortConv, tile: Tiling) -> dict[str, Any]:
     """What the kernels are given of a call, and what they are compiled for."""
     x, weight = adjacent(inputs.x), inputs.weight.contiguous()
@@ -394,11 +401,24 @@ def history_gradient_kernel(
 def short_conv_backward(given: Backward[ShortConv]) -> Gradients:
     """Gradients by x, by weight and, where it is wanted, by history."""
     (d_y, d_final), inputs = given.gradients, given.inputs
-    d_y = inputs.x.new_zeros(inputs.x.shape) if d_y is None else d_y
+    d_y = torch.zeros_like(inputs.x) if d_y is None else d_y
     d_x, d_taps, d_history = short_conv_gradients(inputs, d_y, d_final, given.wanted[2])
-    # One pass for the transpose and the rounding.
-    d_weight = torch.empty_like(inputs.weight, memory_format=WHOLE).copy_(d_taps.sum(0).mT)
-    return d_x, d_weight, d_history
+    return d_x, summed(d_taps, inputs.weight), d_history
+
+
+def short_convs_backward(given: Backward[ShortConvs]) -> Gradients:
+    """The same of each stream."""
+    inputs = given.inputs
+    pairs = zip(inputs[:3], given.gradients[:3], strict=True)
+    d_y = [torch.zeros_like(x) if d is None else d for x, d in pairs]
+    found = short_convs_gradients(inputs, *d_y, *given.gradients[3:], *given.wanted[6:])
+    d_weights = map(summed, found[3:6], inputs[3:6])
+    return *found[:3], *d_weights, *found[6:]
+
+
+def summed(d_taps: Tensor, weight: Tensor) -> Tensor:
+    """The gradient by the taps from that of each part: one pass transposes and rounds."""
+    return torch.empty_like(weight, memory_format=WHOLE).copy_(d_taps.sum(0).mT)
 
 
 @Recorded
@@ -426,3 +446,11 @@ def short_conv_gradients(
         grid = cdiv(len(history), tile.BG), columns, 1
         launch(history_gradient_kernel, grid, values | {"d_history": d_history})
     return d_x, d_taps, d_history
+
+
+@Recorded
+def short_convs_gradients(inputs: ShortConvs, *given: Any) -> tuple[Tensor | None, ...]:
+    """The same of each stream: all x, all taps, all histories; given are d_y, d_final and wants."""
+    parts = given[:3], given[3:6], given[6:]
+    found = map(short_conv_gradients.run, inputs.streams, *parts)
+    return tuple(chain(*zip(*found, strict=True)))
