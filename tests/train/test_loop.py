@@ -110,8 +110,10 @@ def test_a_gradient_that_is_not_finite_stops_too(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_the_step_saves_it_and_restores_the_handler(tmp_path, number):
-    before = signal.getsignal(number)
+def test_a_signal_ends_the_step_saves_it_and_restores_the_handler(tmp_path, number, request):
+    # Under nohup SIGHUP is ignored, and stays so.
+    outside = signal.signal(number, before := signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(number, outside))
     trainer = make_trainer(tmp_path, save_every=100)
     draw = trainer.job.next
 
