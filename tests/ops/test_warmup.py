@@ -1,5 +1,7 @@
 """Without a GPU warmup and doctor say so; the listener hears what is compiled."""
 
+import sys
+
 import pytest
 import torch
 
@@ -26,6 +28,14 @@ def test_warmup_without_a_gpu_says_so() -> None:
 def test_commands_without_a_gpu_say_so(command, capsys) -> None:
     assert main([command]) == FAILED
     assert "no CUDA device" in capsys.readouterr().err
+
+
+@no_gpu
+def test_the_doctor_without_triton_says_how_to_get_it_in_any_shell(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert main(["doctor"]) == FAILED
+    assert "extra 'gpu': pip install \"deltarule[gpu]\"" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

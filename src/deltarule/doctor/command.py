@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -31,9 +30,6 @@ from deltarule.train.extra import require
 NO_GPU = (
     "doctor runs the GPU kernels beside their definition, and PyTorch sees no CUDA device here: "
     "there is nothing to examine"
-)
-NO_TRITON = (
-    "doctor examines Triton kernels, and Triton is not installed: pip install deltarule[gpu]"
 )
 NO_MEMORY = (
     "the GPU has too little free memory to examine kernels in so many processes: end what else "
@@ -62,19 +58,18 @@ def diagnose(run: DoctorRun) -> None:
     """Examine, print, keep.
 
     Raises:
-        ValueError: There is no GPU or no Triton, or a configuration failed.
+        ValueError: There is no GPU, or a configuration failed.
+        MissingExtraError: There is no Triton.
     """
     if run.show:
         print(f"{findings_file()}:")
         for name, verdict in load_findings().items():
-            print(
-                f"  {'passed' if verdict['passed'] else 'FAILED'}  {name}  {verdict['error'] or ''}"
-            )
+            state = "passed" if verdict["passed"] else "FAILED"
+            print(f"  {state}  {name}  {verdict['error'] or ''}")
         return
     if not torch.cuda.is_available():
         raise ValueError(NO_GPU)
-    if find_spec("triton") is None:
-        raise ValueError(NO_TRITON)
+    require("triton", "gpu")
     print(", ".join(f"{name} {value}" for name, value in identity().items()))
     if (warning := known_bad(torch.cuda.get_device_capability())) is not None:
         print(warning)

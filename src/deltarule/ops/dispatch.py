@@ -37,7 +37,7 @@ Table = dict[str, Implementation[Arguments, Result]]
 def triton_missing(device: torch.device) -> str | None:
     """Why no Triton kernel runs on this device at all."""
     if find_spec("triton") is None:
-        return "triton is not installed: pip install deltarule[gpu]"
+        return "triton is not installed: pip install 'deltarule[gpu]'"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         return f"the Triton kernels need compute capability 8.0, this device has {major}.{minor}"

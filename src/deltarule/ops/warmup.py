@@ -20,7 +20,6 @@ NO_GPU = (
     "warmup compiles kernels for the GPU that runs them, and PyTorch sees no CUDA device here: "
     "there is nothing to warm up"
 )
-NO_TRITON = "warmup needs Triton, which is not installed: pip install deltarule[gpu]"
 
 
 class Warmed(NamedTuple):
@@ -120,7 +119,7 @@ def require_gpu() -> None:
     if not torch.cuda.is_available():
         raise RuntimeError(NO_GPU)
     if find_spec("triton") is None:
-        raise RuntimeError(NO_TRITON)
+        raise RuntimeError("warmup needs Triton: pip install 'deltarule[gpu]'")
 
 
 def warmed(run: Callable[[], object]) -> Warmed:
