@@ -7,6 +7,7 @@ import torch
 
 import deltarule
 from deltarule.models import CausalLM, ModelConfig, next_token_loss
+from deltarule.ops.context import Context
 from models.checkpoints import check_ways_of_reading
 
 
@@ -202,6 +203,8 @@ def test_a_model_in_bfloat16(make_model, random_tokens):
          "cu_seqlens must end at T = 3, got 4"),
         ({"tokens": torch.zeros(1, 3, dtype=torch.long), "cu_seqlens": torch.tensor([0, 3, 2])},
          "cu_seqlens must not decrease"),
+        ({"context": 2}, "context must be what make_context returns, or None, got int"),
+        ({"context": Context(None, 0, (0, 9))}, "tokens must have the 9 tokens of process 0"),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_named(arguments, message, make_model):

@@ -7,6 +7,7 @@ from deltarule import (
     MesaState,
     delta_rule,
     long_convolution,
+    make_context,
     mesa,
     pack,
     selective_scan,
@@ -18,9 +19,13 @@ from ops.contract import HV, OPERATORS, K, V
 
 
 def spanned(tokens):
-    """Offsets beside a context, which has its own."""
-    context = Context(None, 0, (0, tokens))
-    return {"cu_seqlens must be None with a context": {"context": context, "cu_seqlens": pack([1])}}
+    """What is no context, another length, and offsets beside a context, which has its own."""
+    context, longer = Context(None, 0, (0, tokens)), Context(None, 0, (0, tokens + 1))
+    return {
+        "context must be what make_context returns, or None, got str": {"context": "gloo"},
+        f"must have the {tokens + 1} tokens of process 0 of the context": {"context": longer},
+        "cu_seqlens must be None with a context": {"context": context, "cu_seqlens": pack([1])},
+    }
 
 
 SCAN = spanned(2) | {
@@ -67,7 +72,7 @@ MESA = spanned(9) | {
     "impl='triton' cannot run this: Triton needs CUDA tensors": {"impl": "triton"},
     "impl must be one of 'auto', 'triton', 'torch', 'reference', got 'gluon'": {"impl": "gluon"},
 }
-TWO = {
+TWO = spanned(2) | {
     r"q must have 4 axes .*, got \[4\]": {"q": torch.zeros(4)},
     "slots must be a tensor .*, got list": {"slots": [1.0]},
     r"slots must be \[B, T, H, M\]": {"slots": torch.zeros(1, 2, 3, 5)},
@@ -118,6 +123,11 @@ TABLES = [
 def test_wrong_arguments_are_named(operator, good, message, changes):
     with pytest.raises(ValueError, match=message):
         operator(**(good | changes))
+
+
+def test_a_context_needs_processes():
+    with pytest.raises(ValueError, match="group can be None after init_process_group"):
+        make_context(16)
 
 
 @pytest.mark.parametrize(("operator", "good", "_"), TABLES)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from deltarule.nn import ModelState
 from deltarule.ops.checks import check_axes, check_dense, readable
+from deltarule.ops.context import Context, check_context
 from deltarule.ops.pack import check_cu_seqlens
 
 
@@ -13,6 +14,7 @@ def check_inputs(
     state: ModelState | None,
     cu_seqlens: Tensor | None,
     mask: Tensor | None,
+    context: Context | None,
     *,
     vocab_size: int,
     num_layers: int,
@@ -20,6 +22,9 @@ def check_inputs(
 ) -> None:
     """Shapes, dtypes, devices and ranges of one call of the model."""
     _check_tokens(tokens, vocab_size, device)
+    if context is not None:
+        check_context(context, tokens.shape[1], "tokens", cu_seqlens)
+        cu_seqlens = context.cu_seqlens(tokens.device)
     if mask is not None:
         check_dense("mask", mask, " or None")
     if mask is not None and (mask.dtype != torch.bool or mask.shape != tokens.shape):

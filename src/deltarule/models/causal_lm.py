@@ -120,9 +120,8 @@ class CausalLM(nn.Module):
         context: Context | None = None,
     ) -> tuple[Hidden, ModelState]:
         """Do all of `forward` but the head: the same arguments, [B, T, hidden_size] returned."""
-        spans = cu_seqlens if context is None else context.cu_seqlens(tokens.device)
         check_inputs(
-            tokens, state, spans, mask, vocab_size=self.config.vocab_size,
+            tokens, state, cu_seqlens, mask, context, vocab_size=self.config.vocab_size,
             num_layers=self.config.num_layers, device=self.embedding.weight.device,
         )  # fmt: skip
         # What layers share within one pass, such as the first layer's values in RWKV-7.

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from deltarule.ops.checks import check_axes, check_dense
-from deltarule.ops.context import Context
+from deltarule.ops.context import Context, check_context
 from deltarule.ops.context.rows import rows_before
 from deltarule.ops.pack import check_cu_seqlens
 from deltarule.shapes import Hidden, Mask, Offsets
@@ -173,7 +173,7 @@ def _shared(x: Hidden, cu_seqlens: Offsets | None, mask: Mask | None, context: C
                 f"{name} must be None with a context: make_context takes the offsets of packed "
                 "documents, and no padding"
             )
-    context.check(x.shape[1], "x")
+    check_context(context, x.shape[1], "x")
     return replace(make_layout(x, context.cu_seqlens(x.device), None), context=context)
 
 

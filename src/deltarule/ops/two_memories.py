@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deltarule.ops.checks import check_axes, check_gate, check_state, shape
-from deltarule.ops.context import Context
+from deltarule.ops.context import Context, check_context
 from deltarule.ops.delta_rule.api import delta_rule
 from deltarule.ops.delta_rule.step import recurrent_step
 from deltarule.ops.dispatch import Impl
@@ -93,6 +93,7 @@ def two_memories(
     check_gate("log_decay", log_decay, q, each_slot)
     sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
     if context is not None:
+        check_context(context, tokens, "q", cu_seqlens)
         sequences = context.sequences or batch
     check_state("key_memory", key_memory, q, (sequences, heads, size, key_size))
     check_state("value_memory", value_memory, q, (sequences, heads, v.shape[3], size))

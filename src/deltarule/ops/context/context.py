@@ -107,17 +107,19 @@ class Context(NamedTuple):
             return 0
         return self.first - max((o for o in self.offsets or (0,) if o <= self.first), default=0)
 
-    def check(self, tokens: int, name: str, cu_seqlens: Tensor | None = None) -> None:
-        """Refuse a tensor that does not have as many tokens as lie here, and offsets beside it."""
-        if cu_seqlens is not None:
-            raise ValueError(
-                "cu_seqlens must be None with a context: make_context takes the offsets"
-            )
-        if tokens != self.last - self.first:
-            raise ValueError(
-                f"{name} must have the {self.last - self.first} tokens of process {self.rank} of "
-                f"the context, got {tokens}: context.part takes them from a whole row"
-            )
+
+def check_context(context: Context, tokens: int, name: str, offsets: Tensor | None = None) -> None:
+    """Refuse a tensor that does not have as many tokens as lie here, and offsets beside it."""
+    if not isinstance(context, Context):
+        kind = type(context).__name__
+        raise ValueError(f"context must be what make_context returns, or None, got {kind}")
+    if offsets is not None:
+        raise ValueError("cu_seqlens must be None with a context: make_context takes the offsets")
+    if tokens != context.last - context.first:
+        raise ValueError(
+            f"{name} must have the {context.last - context.first} tokens of process "
+            f"{context.rank} of the context, got {tokens}: context.part takes them from a whole row"
+        )
 
 
 def make_context(
@@ -144,7 +146,7 @@ def make_context(
         What this process holds. Pass it to an operator, a layer or a model, with the tokens here.
 
     Raises:
-        ValueError: The bounds or offsets do not rise from 0 to T, or a process has no token.
+        ValueError: There is no group, numbers do not rise from 0 to T, or a process has no token.
 
     Examples:
         >>> store = dist.HashStore()
@@ -154,7 +156,8 @@ def make_context(
         >>> dist.destroy_process_group()
     """
     group = dist.group.WORLD if group is None else group
-    assert group is not None
+    if group is None:
+        raise ValueError("group can be None after init_process_group only: start with torchrun")
     size = dist.get_world_size(group)
     if bounds is None:
         bounds = [tokens * rank // size for rank in range(size + 1)]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.context import Context
+from deltarule.ops.context import Context, check_context
 from deltarule.ops.context.exchange import Halves, in_two, meet, meet_back
 from deltarule.ops.context.linear import Operator, with_transition
 from deltarule.ops.delta_rule.implementations import IMPLEMENTATIONS, Request, backend_of
@@ -189,7 +189,7 @@ def over_context(operator: Operator, context: Context, given: dict[str, Any]) ->
     Returns:
         The outputs here, and the state after the last token here of each sequence.
     """
-    context.check(given["q"].shape[1], "q", given.get("cu_seqlens"))
+    check_context(context, given["q"].shape[1], "q", given.get("cu_seqlens"))
     given = given | {"cu_seqlens": context.cu_seqlens(given["q"].device)}
     named = {name: given[name] for name in Inputs._fields if name in given}
     inputs = check_arguments(Inputs(**named), given["scale"])

@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from deltarule.ops.checks import check_log_decay, check_scale, check_sequence
-from deltarule.ops.context import Context
+from deltarule.ops.context import Context, check_context
 from deltarule.ops.few_tokens import decodes
 from deltarule.ops.forms import forms
 from deltarule.ops.fused_kernels import why_not_fused
@@ -144,7 +144,7 @@ def mesa(
         exact = q.device.type == "cpu" and impl != "triton"
         iterations = None if exact else key_size + MORE_ITERATIONS
     if context is not None:
-        context.check(k.shape[1], "q", cu_seqlens)
+        check_context(context, k.shape[1], "q", cu_seqlens)
         initial_state = starting_sums(context, k, v, beta, log_decay, initial_state)
         cu_seqlens = context.cu_seqlens(q.device)
     sequences = count_sequences(q, None, cu_seqlens)

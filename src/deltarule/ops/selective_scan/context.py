@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from deltarule.ops.context import Context
+from deltarule.ops.context import Context, check_context
 from deltarule.ops.context.exchange import starting_state
 from deltarule.shapes import RecurrentOutput
 
@@ -22,7 +22,7 @@ def over_context(
 ) -> RecurrentOutput:
     """Run the scan on the tokens of this process, after those of the processes before it."""
     q, v = given["q"], given["v"]
-    context.check(v.shape[1], "v", given["cu_seqlens"])
+    check_context(context, v.shape[1], "v", given["cu_seqlens"])
     first, sequences = len(v), context.sequences or len(v)
     given = given | {"cu_seqlens": context.cu_seqlens(v.device), "return_state": True}
     size = sequences, *v.shape[2:], q.shape[-1]
