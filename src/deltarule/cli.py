@@ -316,7 +316,3 @@ def say(text: str) -> None:
 def rank() -> int:
     """Rank of this process among those that torchrun started."""
     return int(os.environ.get("RANK", 0))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -372,7 +372,7 @@ def test_a_terminal_of_60_columns_is_readable_from_a_process(term, data, tmp_pat
 
 
 def test_ctrl_c_saves_says_how_to_resume_and_resuming_works(data, tmp_path):
-    command = [sys.executable, "-m", "deltarule.cli", "train", "text", "--data", str(data), *FLAGS]
+    command = [sys.executable, "-m", "deltarule", "train", "text", "--data", str(data), *FLAGS]
     command += ["--steps", "100000", "--save-every", "100000"]
     process = subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -400,6 +400,22 @@ def test_ctrl_c_during_imports_is_one_line_in_a_process(tmp_path):
         env=os.environ | paths, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (INTERRUPTED, "deltarule: stopped\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "turns"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_threads_that_wait_sleep_early_unless_the_user_says_otherwise(tmp_path, given, turns):
+    """In place of PyTorch, which reads it as it is imported, a module that prints it."""
+    (tmp_path / "torch.py").write_text("import os; print(os.environ.get('GOMP_SPINCOUNT')); exit()")
+    paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    kept = {n: x for n, x in os.environ.items() if n not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    done = subprocess.run(
+        [sys.executable, "-m", "deltarule", "rules"],
+        env=kept | paths | given, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == f"{turns}\n"
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "metrics.jsonl"])
@@ -450,7 +466,7 @@ def test_a_reader_that_leaves_early_is_no_error(data, tmp_path, monkeypatch):
     main(["train", "text", "--data", str(data), *FLAGS, "--steps", "1", "--name", "a"])
     reader, writer = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, "-m", "deltarule.cli", "generate", "runs/a"],
+        [sys.executable, "-m", "deltarule", "generate", "runs/a"],
         stdout=writer, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     os.close(writer)
