@@ -6,6 +6,8 @@ from pathlib import Path
 from deltarule.models.config_names import MODEL_TYPE
 from deltarule.models.convert.copy import convert
 from deltarule.train.progress import make_progress
+from deltarule.train.run_folder import RUN, line_that_resumes
+from deltarule.train.run_model import is_at_its_end
 
 # What the bar counts up to.
 PERCENT = 100
@@ -29,6 +31,9 @@ def convert_folder(run: ConvertRun) -> None:
     """Convert, with a bar that counts bytes; an error leaves nothing behind."""
     if not run.shard_gb > 0:
         raise ValueError(f"--shard-gb must be above 0, got {run.shard_gb}")
+    if (run.source / RUN).exists() and not is_at_its_end(run.source):
+        how = line_that_resumes(run.source)
+        raise ValueError(f"{run.source}: this run is not at its end; finish it with: {how}")
     with make_progress(PERCENT, what="percent") as bar:
 
         def show(done: int, total: int) -> None:

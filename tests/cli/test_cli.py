@@ -484,3 +484,12 @@ def test_convert_writes_another_layout_and_says_so(tmp_path, capsys):
     assert CausalLM.load(tmp_path / "kda").config.layer_types == ("kda",)
     assert main(words) == FAILED
     assert "exists already" in capsys.readouterr().err
+
+
+def test_convert_of_a_run_that_goes_on_says_how_to_finish_it(data, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    main(["train", "text", "--data", str(data), *FLAGS, "--steps", "1"])
+    capsys.readouterr()
+    (tmp_path / "runs" / "text" / "model.safetensors").unlink()
+    assert main(["convert", "runs/text", "kda"]) == FAILED
+    assert "finish it with: deltarule train text --resume --name text" in capsys.readouterr().err

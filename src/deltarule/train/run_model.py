@@ -50,9 +50,10 @@ def load_model(folder: Path, device: torch.device, *, of_bytes: bool = True) -> 
 
 
 def is_at_its_end(folder: Path) -> bool:
-    """Whether no step was saved after the model was written."""
+    """Whether the model is written, and no step was saved after it."""
     steps, done = checkpoint_steps(folder / "checkpoints"), read_run(folder).done
-    return not steps or (done is not None and done >= steps[-1])
+    last = not steps or (done is not None and done >= steps[-1])
+    return last and (folder / WEIGHTS).exists()
 
 
 def run_of(folder: Path) -> Path:
