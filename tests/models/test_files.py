@@ -53,6 +53,10 @@ def test_a_model_comes_back_bit_for_bit(dtype, make_model, random_tokens, tmp_pa
     assert not any(t.is_meta for t in [*again.parameters(), *again.buffers()])
 
 
+def test_a_name_on_a_hub_is_no_folder(tmp_path):
+    refuses(tmp_path / "org" / "model", "org/model: no such folder here; names on a hub are not")
+
+
 def test_loading_leaves_the_global_random_state_alone(saved):
     before = torch.get_rng_state()
     CausalLM.load(saved)

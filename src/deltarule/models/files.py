@@ -107,6 +107,8 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     Raises:
         CheckpointError: The file is missing or malformed.
     """
+    if not Path(folder).is_dir():
+        raise CheckpointError(f"{folder}: no such folder here; names on a hub are not looked up")
     path = _inside(Path(folder), CONFIG)
     with naming(path):
         return parse_object(read_text(path))
@@ -187,8 +189,6 @@ def _shards(folder: Path) -> dict[Path, set[str] | None]:
         return {_inside(folder, WEIGHTS): None}
     if os.path.lexists(folder / INDEX):
         return _read_index(folder)
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder; a model's folder holds {WEIGHTS}")
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLE_ENDINGS)
     if pickles:
         raise CheckpointError(

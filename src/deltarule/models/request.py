@@ -103,7 +103,7 @@ def check_prompts(
     model: "CausalLM", prompts: Sequence[Prompt], state: ModelState | None
 ) -> list[list[int]]:
     """Return every prompt as a list of at least one token."""
-    if isinstance(prompts, str | bytes):
+    if isinstance(prompts, str | bytes) or any(isinstance(text, str) for text in prompts):
         raise ValueError(
             "prompts must be a list of token lists, got text: deltarule.models.bytes.encode(text) "
             "makes tokens"
@@ -138,7 +138,7 @@ def _as_list(index: int, prompt: Prompt) -> list[int]:
     try:
         return [operator.index(token) for token in prompt]
     except TypeError:
-        raise ValueError(f"prompts[{index}] must hold integer tokens, got {prompt!r:.80}") from None
+        raise ValueError(f"prompts[{index}] must be a list of tokens, got {prompt!r:.80}") from None
 
 
 class Rows:
