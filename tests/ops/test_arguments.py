@@ -146,6 +146,8 @@ def test_pack() -> None:
     assert pack([]).tolist() == [0]
     assert pack([2, 0, 3]).tolist() == [0, 2, 2, 5]
     assert pack([2]).dtype == torch.int64
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    assert pack(mask.sum(1)).tolist() == [0, 2, 5]
 
 
 def test_the_state_is_dropped_on_request() -> None:

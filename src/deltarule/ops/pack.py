@@ -10,13 +10,13 @@ from deltarule.ops.checks import check_dense, readable, shape
 from deltarule.shapes import Offsets
 
 
-def pack(lengths: Iterable[int]) -> Offsets:
+def pack(lengths: Iterable[int] | Tensor) -> Offsets:
     """Turn the lengths of packed sequences into `cu_seqlens`.
 
     cu_seqlens[i] = lengths[0] + ... + lengths[i - 1]
 
     Args:
-        lengths: Tokens in each sequence, 0 or more; a sequence may be empty.
+        lengths: Tokens in each sequence, 0 or more; a sequence may be empty. A tensor's are read.
 
     Returns:
         int64 offsets [N + 1] on the CPU, from 0 to the total.
@@ -28,7 +28,8 @@ def pack(lengths: Iterable[int]) -> Offsets:
         >>> pack([3, 0, 5])
         tensor([0, 3, 3, 8])
     """
-    offsets = [0, *accumulate(_length(length) for length in lengths)]
+    numbers = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+    offsets = [0, *accumulate(_length(length) for length in numbers)]
     return torch.tensor(offsets, dtype=torch.int64)
 
 
