@@ -59,6 +59,7 @@ import deltarule, deltarule.cli
 assert deltarule.cli.main(["--help"]) == 0 and deltarule.cli.main(["trian"]) == 2
 assert "torch" not in sys.modules and "delta_rule" in dir(deltarule)
 assert deltarule.delta_rule is deltarule.ops.delta_rule
+assert deltarule.nn.GatedDeltaNet and deltarule.models.CausalLM
 assert "recurrence" in dir(sys.modules["torch"].ops.deltarule)
 """
     python(code)

@@ -72,7 +72,7 @@ if not TYPE_CHECKING:
 
         Without one `deltarule --help` need not wait for PyTorch, and Ctrl-C meanwhile is caught.
         """
-        if name in ("ops", "shapes"):
+        if name in ("models", "nn", "ops", "shapes"):
             return importlib.import_module(f"deltarule.{name}")
         if name not in __all__:
             raise AttributeError(f"module 'deltarule' has no attribute {name!r}")
