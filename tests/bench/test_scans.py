@@ -38,6 +38,17 @@ def test_the_note_quotes_the_figures() -> None:
         assert times == f"{operations / kernels:.0f}", layer
 
 
+def test_the_note_on_memories_quotes_the_figures() -> None:
+    found = milliseconds("neighbours_h200", "ms", "case", "pass", "peer")
+    note = (ROOT / "docs/notes/2026-11-23-memories.md").read_text()
+    passes = "forward", "forward+backward"
+    for case in dict.fromkeys(case for case, *_ in found):
+        ours, theirs = ([found[case, x, y] for x in passes] for y in ("deltarule", "PyTorch"))
+        assert "{:.3g} / {:.3g}".format(*ours) in note, case
+        if "attention" in case:
+            assert "{:.3g} / {:.1f}".format(*theirs) in note, case
+
+
 def test_the_page_quotes_what_the_patch_takes_on_a_gpu() -> None:
     found = milliseconds("patched_h200", "ms", "work", "peer")
     works = {"prompt": "prefill", "training step": "training step", "32 tokens": "generate"}

@@ -323,6 +323,24 @@ def test_far_from_the_start_a_frame_is_as_good_as_any(turns):
     torch.testing.assert_close(layer(x, state)[0], y, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("decays", [False, True])
+def test_comba_that_erases_by_the_whole_key_is_deltanet_only_where_nothing_decays(decays):
+    """p = k and D = 0: what a decay is before or after an erase is told apart."""
+    names = "comba", "gated_deltanet"
+    comba, gated = (MIXERS[x](32, num_heads=2, output_gate=False).double() for x in names)
+    with torch.no_grad():
+        comba.erase_scale.fill_(40.0)
+        comba.D.zero_()
+        if not decays:
+            comba.A_log.fill_(-1e3)
+    own = {"erase_scale", "D"}
+    gated.load_state_dict({name: x for name, x in comba.state_dict().items() if name not in own})
+    x = torch.randn(2, 24, 32).double()
+    (y, _), (expected, _) = comba(x), gated(x)
+    difference = (y - expected).norm() / expected.norm()
+    assert difference > 1e-3 if decays else difference < 1e-12
+
+
 def test_both_layers_of_comba_have_the_same_parameters():
     made = [MIXERS[name](32, num_heads=2) for name in ("comba", "comba_released")]
     shapes = [{name: p.shape for name, p in layer.named_parameters()} for layer in made]

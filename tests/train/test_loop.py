@@ -266,6 +266,15 @@ def test_a_device_that_is_not_there_is_named(name):
     assert len(str(caught.value)) < 120
 
 
+def test_of_what_pytorch_says_of_a_device_one_sentence_is_told(monkeypatch):
+    said = (
+        "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU and so on"
+    )
+    monkeypatch.setattr("torch.empty", lambda *_, **__: (_ for _ in ()).throw(RuntimeError(said)))
+    with pytest.raises(ValueError, match=r"not available here \(Found no .* system\); try cpu"):
+        choose_device("cuda:0")
+
+
 @pytest.mark.parametrize(
     ("value", "shown"), [(1.0612, "1.061"), (13.355, "13.4"), (131.6, "132"), (13127.4, "13,127")]
 )

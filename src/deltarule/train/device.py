@@ -35,7 +35,7 @@ def choose_device(name: str) -> torch.device:
     try:
         torch.empty(0, device=device).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(
-            f"--device {name}: not available here ({reason(error)}); try cpu"
-        ) from None
+        # The first sentence: a build for CUDA goes on to say how to install a driver.
+        why = reason(error).partition(". ")[0]
+        raise ValueError(f"--device {name}: not available here ({why}); try cpu") from None
     return device
