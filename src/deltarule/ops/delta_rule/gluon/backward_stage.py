@@ -57,20 +57,20 @@ def can(call: Call) -> bool:
 
 def backward(call: Call, d_end: torch.Tensor | None) -> None:
     """Launch the kernel: all gradients, from those by the states at the ends of the stretches."""
-    inputs, packed = call.inputs, call.inputs.cu_seqlens is not None
+    inputs = call.inputs
     heads, tokens = inputs.q.shape[2], inputs.q.shape[1]
     given = (
         inputs.q, inputs.k, call["d_o"], inputs.v if inputs.beta is None else call["errors"],
         call["states"], call["scores"], call["corrections"], call["d_q"], call["d_k"], call["d_v"],
         call["scalings"], norms_of(call), call["chunk_decay"], call["d_beta"], inputs.log_decay,
-        call["d_log_decay"], d_end, call["d_initial"], inputs.cu_seqlens if packed else None,
+        call["d_log_decay"], d_end, call["d_initial"], inputs.cu_seqlens,
         inputs.scale, heads, call.plan.per_segment, tokens, *strides(inputs.log_decay),
     )  # fmt: skip
-    launch = call.once(backward_launch, d_end is not None)
+    launch = call.once(backward_launch)
     launch((stretches(inputs, call.plan) * heads, 1, 1), *given)
 
 
-def backward_launch(call: Call, _: bool) -> Launch:
+def backward_launch(call: Call) -> Launch:
     """`fused_backward_kernel` with its constants."""
     inputs, tied = call.inputs, call.inputs.beta is not None
     heads, rows = inputs.q.shape[2], CHUNK.value

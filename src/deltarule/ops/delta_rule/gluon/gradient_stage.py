@@ -100,9 +100,7 @@ def rows_are_cut(call: Call) -> bool:
     return False
 
 
-def add_gradients(
-    call: Call, slots: int, own: Mapping[str, Tensor], window: Window = WHOLE
-) -> None:
+def add_gradients(call: Call, own: Mapping[str, Tensor], window: Window = WHOLE) -> None:
     """Launch the kernel on the chunks of a window."""
     launch(call, own, None if scan_back_has_values(call) else call["d_v"], window)
 

@@ -330,12 +330,10 @@ def scan_back_has_values(call: Call) -> bool:
     return call.inputs.beta is None or call.plan.sizes["HV"] > call.plan.sizes["H"]
 
 
-def add_gradients(
-    call: Call, slots: int, own: Mapping[str, Tensor], window: Window = WHOLE
-) -> None:
+def add_gradients(call: Call, own: Mapping[str, Tensor], window: Window = WHOLE) -> None:
     """Launch `gradients_kernel` and what adds up the decays, for the chunks of a window.
 
-    `own` has D, X and the parts of these `slots` alone, and S and E unless all chunks have them.
+    `own` has D, X and the parts of these chunks alone, and S and E unless all chunks have them.
     """
     sums, heads, x = own.get("parts"), call.plan.sizes["H"], own.get("d_errors")
     each = 0 if sums is None else sums.stride(0)
@@ -344,6 +342,7 @@ def add_gradients(
     given = call.once(gradients_config) | chunks | {"d_errors": x, "p_x": x, "d_v": d_v}
     given |= {"d_states": own["d_states"]}
     given |= {name: own.get(name, call[name]) for name in ("states", "errors")}
+    slots = len(own["d_states"])
     grid = (slices(call) + sums_pairs(call.inputs)) * heads * slots, 1, 1
     call.launch(gradients_kernel, grid, given, gradient_tiles)
     if sums is not None:

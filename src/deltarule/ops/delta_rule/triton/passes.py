@@ -158,10 +158,10 @@ def head_gradients(call: Call) -> None:
     if (whole := backward_that_pays(call)) is not None:
         whole.backward(call, d_end)
         return
-    stage, chunks = gradients_of(call), call.plan.chunks
-    own = call.room(stage.own_shapes, chunks, False)
+    stage = gradients_of(call)
+    own = call.room(stage.own_shapes, call.plan.chunks, False)
     scan_back(call, d_end, call["d_initial"], own | stage.room_in_gradients(call))
-    stage.add_gradients(call, chunks, own)
+    stage.add_gradients(call, own)
 
 
 def backward_that_pays(call: Call) -> Any:

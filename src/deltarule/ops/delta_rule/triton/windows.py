@@ -105,5 +105,5 @@ def backward(call: Call, cut: Windows) -> None:
         scan_through(call, starts.pop(), spare, own=own, window=window)
         d_start = carry if number else call["d_initial"]
         scan_back(call, d_end, d_start, own | stage.room_in_gradients(call), window)
-        stage.add_gradients(call, cut.slots, own, window)
+        stage.add_gradients(call, own, window)
         d_end = d_start
