@@ -52,8 +52,6 @@ class Products(NamedTuple):
         return self.kv * k * v + self.ck * CHUNK * k + self.cv * CHUNK * v
 
 
-NOTHING = Products(0, 0, 0)
-
 # Read-out, once a token.      Q S              Q K^T             P U
 FORWARD_TOKEN = Products(kv=1, ck=1, cv=1)
 # dQ = dO S + dP K: kv, ck     dS += Q^T dO: kv     dU = P^T dO: cv     dP = dO U^T: cv

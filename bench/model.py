@@ -18,8 +18,6 @@ Loss = Callable[[Tensor], Tensor]
 
 GIB = 2**30
 WARM_UP, STEPS = 3, 8
-# What FLA's DeltaNet is told beside its sizes: ours has no output gate.
-UNGATED = {"use_gate": False}
 
 
 # The 1.3 B of the DeltaNet paper; FLA rounds 8/3 of its width up to a multiple of 256.
@@ -54,7 +52,8 @@ def time_model(case: dict[str, Any], peer: str, device: str) -> dict[str, Any]:
     sizes = SIZES | case.get("sizes", {})
     config = ModelConfig(layer_types="deltanet", tie_embeddings=False, **sizes)
     if peer == "fla":
-        options = {"num_heads": config.num_heads} | UNGATED
+        # Ours has no output gate.
+        options = {"num_heads": config.num_heads, "use_gate": False}
         built = build_fla("DeltaNet", config, options, device, whole_logits=False)
     else:
         built = build_ours(config, device)

@@ -108,7 +108,7 @@ def section(experiment: Experiment, report: Record, *, raw: str, picture: str | 
 def conditions(report: Record, raw: str, count: int) -> list[str]:
     """Time, place and versions of the results, and how many of the form's cells they are."""
     cells = report["cells"]
-    share = f"{len(cells)} of {count}" if len(cells) < count else f"{count}"
+    share = f"{len(cells)} of {count}" if len(cells) < count else f"{len(cells)}"
     machines = dict.fromkeys(cell["machine"] for cell in cells)
     seconds = [seconds_of(cell) for cell in cells]
     threads = " or ".join(str(n) for n in sorted({cell["threads"] for cell in cells}))

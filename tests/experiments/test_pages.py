@@ -92,6 +92,15 @@ def test_pages_are_what_the_json_files_give(tmp_path) -> None:
         assert (tmp_path / "docs" / page.name).read_text() == page.read_text(), page.name
 
 
+@pytest.mark.parametrize(
+    ("count", "told"), [(3, "21 cells"), (21, "21 cells"), (30, "21 of 30 cells")]
+)
+def test_a_page_counts_the_cells_that_ran(count, told):
+    """Where fewer packages are installed, a form has fewer cells than its report."""
+    report = json.loads((DOCS / "causes-laptop.json").read_text())
+    assert f"- {told}, " in "\n".join(pages.conditions(report, "raw.json", count=count))
+
+
 def mqar(t: Tables) -> Claims:
     recurrent = ("Gated DeltaNet", "Mamba-2", "GLA", "RetNet", "Linear attention")
 

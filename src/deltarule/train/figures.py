@@ -155,10 +155,10 @@ def position_curve(
     *,
     trained_length: int | None = None,
     levels: dict[str, float] | None = None,
-    title: str = "Bits per byte by position",
 ) -> None:
     """Draw bins of positions over a logarithmic axis, and mark the length that was trained on."""
-    drawing = new_drawing(title=title, x="position in the piece, tokens", y="bits per byte")
+    x, y = "position in the piece, tokens", "bits per byte"
+    drawing = new_drawing(title="Bits per byte by position", x=x, y=y)
     middles = [(b.first * b.last) ** 0.5 for b in bins]
     drawing.axes.plot(middles, [b.bits_per_byte for b in bins], color=DARK, marker="o")
     drawing.axes.set_xscale("log", base=2)
