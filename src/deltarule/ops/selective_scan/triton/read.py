@@ -21,13 +21,14 @@ import triton
 import triton.language as tl
 
 from deltarule.ops.selective_scan.triton.tokens import (
+    Tokens,
     chunk_of_program,
     exponential,
     load_key,
     load_values,
     state_offsets,
     tile_of,
-    tokens_of,
+    tiles_without_time,
     transition,
 )
 
@@ -47,7 +48,8 @@ def read_kernel(
     if tokens <= 0:
         return
     at = tile_of(tl.program_id(1), S)
-    x = tokens_of(q, k, v, delta, A, value_log_decay, log_decay, beta, at, S)
+    b_A, b_k, b_q = tiles_without_time(A, k, q, at, S)
+    x = Tokens(q, k, v, delta, value_log_decay, log_decay, beta, b_A, b_k, b_q)
     place, mask = state_offsets(i_m, at, S)
     b_s = tl.zeros([S.BK, S.BV], tl.float32)
     if states is not None:
@@ -86,7 +88,8 @@ def read_backward_kernel(
         return
     i_h, i_v = tl.program_id(1), tl.program_id(2)
     at = tile_of(i_h, S)
-    x = tokens_of(q, k, v, delta, A, value_log_decay, log_decay, beta, at, S)
+    b_A, b_k, b_q = tiles_without_time(A, k, q, at, S)
+    x = Tokens(q, k, v, delta, value_log_decay, log_decay, beta, b_A, b_k, b_q)
     y = Gradients(d_o, d_q, d_k, d_v, d_delta, d_value_log_decay, d_log_decay, d_beta, s_part)
     b_dA = tl.zeros([S.BK, S.BV], tl.float32)
     b_dk_all, b_dq_all = b_dA, b_dA

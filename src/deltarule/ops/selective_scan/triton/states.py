@@ -11,12 +11,13 @@ import triton.language as tl
 
 from deltarule.ops.runtime.places import first_chunk, sequence_bounds
 from deltarule.ops.selective_scan.triton.tokens import (
+    Tokens,
     chunk_of_program,
     load_key,
     load_values,
     state_offsets,
     tile_of,
-    tokens_of,
+    tiles_without_time,
     transition,
 )
 
@@ -34,7 +35,8 @@ def chunk_summary_kernel(
     if tokens <= 0:
         return
     at = tile_of(tl.program_id(1), S)
-    x = tokens_of(q, k, v, delta, A, value_log_decay, log_decay, beta, at, S)
+    b_A, b_k, b_q = tiles_without_time(A, k, q, at, S)
+    x = Tokens(q, k, v, delta, value_log_decay, log_decay, beta, b_A, b_k, b_q)
     b_s, b_left = tl.zeros([S.BK, S.BV], tl.float32), tl.full([S.BK, S.BV], 1.0, tl.float32)
     for i_g in range(0, tokens, S.G):
         for j in tl.static_range(S.G):

@@ -17,7 +17,8 @@ from deltarule.ops.runtime.places import chunk_place
 Sizes = namedtuple(
     "Sizes", "HQ HK HV V K CT BK BV G PACKED SIGNED REVERSE SIZE BE", defaults=(False, 0, 0)
 )
-# What a call is given, and the tiles of A, k and q where these have no time axis.
+# What a call is given, and the tiles of A, k and q where these have no time axis. Kernels make it
+# themselves: of Triton 3.6 no device function may return a None.
 Tokens = namedtuple("Tokens", "q k v delta value_log_decay log_decay beta b_A b_k b_q")
 # The value head of a program, and the key and value channels of its tile.
 Place = namedtuple("Place", "head o_k o_v")
@@ -46,8 +47,8 @@ def load_constant(x, at, S: tl.constexpr):
 
 
 @triton.jit
-def tokens_of(q, k, v, delta, A, value_log_decay, log_decay, beta, at, S: tl.constexpr):
-    """What a call is given, with the tiles of A, k and q where these have no time axis."""
+def tiles_without_time(A, k, q, at, S: tl.constexpr):
+    """The tiles of A, k and q where these have no time axis."""
     b_A, b_k, b_q = 0.0, 0.0, 0.0
     if A is not None:
         b_A = load_constant(A, at, S)
@@ -55,7 +56,7 @@ def tokens_of(q, k, v, delta, A, value_log_decay, log_decay, beta, at, S: tl.con
         b_k = load_constant(k, at, S)
     if S.HQ == 0:
         b_q = load_constant(q, at, S)
-    return Tokens(q, k, v, delta, value_log_decay, log_decay, beta, b_A, b_k, b_q)
+    return b_A, b_k, b_q
 
 
 @triton.jit
