@@ -262,6 +262,16 @@ def test_a_run_that_fails_before_its_first_step_keeps_no_name(wrong, data, tmp_p
     assert (tmp_path / "runs" / "a" / "run.json").exists()
 
 
+def test_a_run_that_fails_in_its_first_step_keeps_no_name(data, tmp_path, monkeypatch):
+    def fails(*_):
+        raise ValueError("the rows are too short")
+
+    monkeypatch.setattr("deltarule.train.text.TextJob.loss", fails)
+    train = ["train", "text", "--data", str(data), *FLAGS, "--runs", str(tmp_path / "runs")]
+    assert main([*train, "--steps", "1", "--name", "a"]) == FAILED
+    assert [*(tmp_path / "runs").iterdir()] == []
+
+
 def test_a_run_that_was_copied_goes_on_where_it_is(data, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train = ["train", "text", "--data", str(data), *FLAGS, "--steps", "2"]

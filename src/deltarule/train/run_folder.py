@@ -5,6 +5,7 @@ import dataclasses
 import json
 import platform
 import shlex
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,12 +158,14 @@ def open_run(
         StoppedRunError: Within, the disk was full, memory was short, or Ctrl-C came.
     """
     record = RunRecord(command, plain(run), machine(device, world), data)
+    others: set[Path] = set()
     with contextlib.ExitStack() as held:
 
         def begin() -> str:
             resume = run.resume or was_begun(run, command, world)
             choose = folder_to_resume if resume else new_folder
             folder = choose(run.runs, run.name, command if resume else default)
+            others.update(folder.glob("*"))
             held.enter_context(locked(folder))
             write_run(folder, continued(folder, run, record) if resume else record)
             return str(folder)
@@ -177,17 +180,23 @@ def open_run(
             raise StoppedRunError(f"stopped {folder}", folder, INTERRUPTED) from error
         except Exception:
             if world is None or world.first:
-                withdraw(folder)
+                withdraw(folder, others)
             raise
 
 
-def withdraw(folder: Path) -> None:
-    """Give the name of a run free that failed before its first step: it holds nothing to resume."""
-    if not (folder / "metrics.jsonl").exists() and not read_run(folder).resumed:
-        (folder / RUN).unlink()
-        (folder / ".lock").unlink()
-        with contextlib.suppress(OSError):
-            folder.rmdir()
+def withdraw(folder: Path, others: set[Path]) -> None:
+    """Remove all but others' files of a run that failed before its first step: none resumes it."""
+    metrics = folder / "metrics.jsonl"
+    begun = (folder / DIVERGED).exists() or (metrics.exists() and metrics.stat().st_size)
+    if begun or read_run(folder).resumed:
+        return
+    for path in set(folder.iterdir()) - others:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def continued(folder: Path, run: Any, record: RunRecord) -> RunRecord:
