@@ -1,5 +1,6 @@
 """The command line: train, use, compare and reproduce, each a command with flags."""
 
+import atexit
 import contextlib
 import dataclasses
 import importlib
@@ -7,6 +8,7 @@ import io
 import itertools
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -100,6 +102,8 @@ COMMANDS = {
     "rules": Command("print the table of rules", "deltarule.lookup", "RulesRun", "rules", "name"),
 }  # fmt: skip
 
+# Seconds for which other processes than the first stay when they fail.
+PATIENCE_S = 10.0
 # What torchrun may start on several processes.
 SPREAD = ("train text",)
 # What a checkout has beside the package, and the first words of its commands.
@@ -131,6 +135,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # What a terminal has no letter for is shown all the same.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    if rank():
+        # torchrun ends all as soon as it sees one gone, and the first has to say why.
+        atexit.register(time.sleep, PATIENCE_S)
     words = list(sys.argv[1:] if arguments is None else arguments)
     traceback = "--traceback" in words
     words = [word for word in words if word != "--traceback"]
@@ -298,6 +305,7 @@ def unknown(name: str, words: list[str]) -> int:
 
 def leave() -> None:
     """Wait for torchrun's other processes, then end the group; otherwise one may be aborted."""
+    atexit.unregister(time.sleep)
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized():
         dist.barrier()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,14 +78,19 @@ WORDS = (
 
 
 def launch(
-    folder: Path, steps: int, *options: str, restarts: int = 2, late: int | None = None
+    folder: Path,
+    steps: int,
+    *options: str,
+    restarts: int = 2,
+    late: int | None = None,
+    stall: str = "exec sleep 600",
 ) -> subprocess.Popen[str]:
-    """`torchrun` on two processes, of which one may be `late`: it never comes to deltarule."""
+    """`torchrun` on two processes, of which one may be `late`, by default for good."""
     corpus = folder / "corpus.txt"
     if not corpus.exists():
         corpus.write_text("a state is decayed, erased under a key, and written to; " * 400)
     words = WORDS.format(steps=steps).split()
-    hang = f'[ "$RANK" = {late} ] && exec sleep 600; exec "$@"'
+    hang = f'[ "$RANK" = {late} ] && {stall}; exec "$@"'
     script = ["--no-python", "bash", "-c", hang, "-", sys.executable, "-m", "deltarule"]
     return subprocess.Popen(
         [
@@ -136,12 +142,13 @@ def test_a_killed_process_is_started_again(tmp_path: Path, rank: int) -> None:
     assert losses(tmp_path / "killed/run") == losses(tmp_path / "whole/run")
 
 
-def said(folder: Path, *options: str, late: int | None = None) -> list[str]:
+def said(folder: Path, *options: str, **late: Any) -> list[str]:
     """What deltarule says before it fails on two processes: no more than a line is meant."""
-    launcher = launch(folder, 8, *options, restarts=0, late=late)
+    launcher = launch(folder, 8, *options, restarts=0, **late)
     _, errors = launcher.communicate(timeout=100)
     assert launcher.returncode == 1
-    return [line for line in errors.splitlines() if "deltarule: " in line or "Error pars" in line]
+    words = "deltarule: ", "Error pars", "options: "
+    return [line for line in errors.splitlines() if any(word in line for word in words)]
 
 
 BAD = [
@@ -151,6 +158,7 @@ BAD = [
     ("--accumulate 3", "batch_tokens must be a multiple of accumulate=3"),
     ("--data missing.txt", "--data missing.txt: there is no such file"),
     ("--name whole --resume --hidden-size 32", "--hidden-size is 32, but"),
+    ("--context 2 --layer-types ttt_linear", "context must be None for ttt_linear: no process"),
 ]
 
 
@@ -160,6 +168,13 @@ def test_bad_input_ends_all_with_one_line(tmp_path: Path) -> None:
     for number, (options, words) in enumerate(BAD):
         (line,) = said(tmp_path, "--name", str(number), *options.split())
         assert words in line
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.txt", "whole"]
+
+
+@pytest.mark.parametrize("wrong", ["--resume", "--tensr 2", "--context 3"])
+def test_the_first_process_says_what_is_wrong_however_late(tmp_path: Path, wrong: str) -> None:
+    (line,) = said(tmp_path, *wrong.split(), late=0, stall="sleep 2")
+    assert wrong.split()[0] in line
 
 
 @pytest.mark.distributed
