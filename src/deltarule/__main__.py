@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 
 from deltarule.errors import INTERRUPTED, ended_by_ctrl_c
 
@@ -12,6 +13,9 @@ def main() -> int:
     # a processor, they keep it from the thread they wait for; a thirtieth of that costs 4 % alone.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    # Where in Python a warning arose is nothing to those who type commands.
+    if "--traceback" not in sys.argv:
+        warnings.formatwarning = lambda message, *_: f"deltarule: note: {message}\n"
     try:
         with ended_by_ctrl_c():
             from deltarule.cli import main as run

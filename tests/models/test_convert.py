@@ -1,11 +1,14 @@
 """From one layout to another, tensor by tensor: the same bits, whole or absent."""
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from deltarule.lookup import CHECKPOINTS
 from deltarule.models import FAMILIES, CausalLM, ModelConfig
@@ -127,3 +130,24 @@ def test_rows_of_several_parts_are_taken_apart_and_put_together():
         assert torch.equal(part, x)
         assert part.untyped_storage().nbytes() == x.nbytes
     assert Piece("w", ("a",), form=filters).write(tensors[:1]).shape == (4, 1, 3)
+
+
+def test_tensors_of_no_language_model_are_left_out_with_a_line(tmp_path):
+    attention = {"attention_qk_norm": "head", "attention_gate": True, "attention_head_dim": 16}
+    config = ModelConfig(
+        layer_types=("gated_deltanet", "attention"), head_k_dim=16, head_v_dim=16,
+        partial_rotary_factor=0.25, zero_centered_norm=True, **attention, **SMALL,
+    )  # fmt: skip
+    redraw(CausalLM(config)).save(tmp_path / "whole", "qwen3_5")
+    tensors = load_file(tmp_path / "whole" / WEIGHTS)
+    tensors |= {"mtp.fc.weight": torch.ones(1), "model.visual.patch_embed.bias": torch.ones(1)}
+    shutil.copytree(tmp_path / "whole", tmp_path / "more")
+    save_file(tensors, tmp_path / "more" / WEIGHTS)
+    with pytest.warns(UserWarning, match=r"2 tensors .* left out, such as '(mtp|visual)\."):
+        CausalLM.load(tmp_path / "more")
+    command = [sys.executable, "-m", "deltarule", "convert", tmp_path / "more", tmp_path / "own"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"deltarule: note: {tmp_path / 'more'}: 2 tensors that are no")
+    convert(tmp_path / "whole", tmp_path / "again")
+    same_files(tmp_path / "again", tmp_path / "own")

@@ -98,12 +98,6 @@ def naming(path: Path, kind: type[ValueError] = CheckpointError) -> Iterator[Non
 def read_config(folder: str | Path) -> dict[str, Any]:
     """Read config.json.
 
-    Args:
-        folder: Holds config.json.
-
-    Returns:
-        The object that it holds.
-
     Raises:
         CheckpointError: The file is missing or malformed.
     """
@@ -125,12 +119,6 @@ def read_places(folder: str | Path) -> dict[str, Place]:
     """Read the names and shapes of all stored tensors, and none of their values.
 
     The `model.` that transformers puts before every name is left out.
-
-    Args:
-        folder: Holds model.safetensors, or model.safetensors.index.json and its shards.
-
-    Returns:
-        Places by name.
 
     Raises:
         CheckpointError: A file is missing, malformed, truncated, a pickle or outside the folder;
@@ -156,13 +144,7 @@ def check_places(
     places: Mapping[str, Place],
     expected: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Compare what is stored with what a model has.
-
-    Args:
-        folder: For the message.
-        model_type: In config.json, for the message.
-        places: From `read_places`.
-        expected: The shape of every tensor, by name.
+    """Compare what is stored with the shapes of what a model has; the message says where it is.
 
     Raises:
         CheckpointError: A tensor is missing, unexpected or of another shape; the message names it
