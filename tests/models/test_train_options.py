@@ -1,5 +1,6 @@
-"""Every option that models of other projects need, trained for 200 steps on one short text."""
+"""Every option of a model, trained for 200 steps on one short text."""
 
+import dataclasses
 import math
 
 import pytest
@@ -28,8 +29,9 @@ OPTIONS = {
         "shared_expert_gate": True, "norm_topk_prob": False,
     },
     "experts in groups": {
-        "mlp_layer_types": "sparse", **EXPERTS, "scoring_func": "sigmoid", "n_group": 2,
-        "routed_scaling_factor": 2.0, "shared_expert_intermediate_size": 16,
+        "mlp_layer_types": "sparse", **EXPERTS, "num_experts": 6, "scoring_func": "sigmoid",
+        "n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.0,
+        "shared_expert_intermediate_size": 16,
     },
     "experts without gate, one part a block": {
         "layer_types": ("kda", "moe", "attention", "mlp"), "num_layers": 4, "hidden_act": "relu2",
@@ -55,6 +57,23 @@ OPTIONS = {
         "embedding_norm": True, "low_rank_dims": (8, 6, 4, 12),
     },
     "mixer and MLP side by side": {"layer_types": "kda+mlp", "mlp_layer_types": "none"},
+    "several writes a token, fewer taps, no gate": {
+        "layer_types": ("gated_delta_product", "gated_deltanet"), "n_steps": 3, "conv_size": 2,
+        "output_gate": False, "longest_horizon": 100.0, "norm_eps": 1e-3, "mlp_size": 48,
+    },
+    "feature maps, a normaliser, a head of its own": {
+        "layer_types": ("linear_attention", "deltanet"), "feature_map": "elu", "qk_norm": "l1",
+        "normalizer": True, "tie_embeddings": False,
+    },
+    "slots, a window, other wavelengths": {
+        "layer_types": ("gsa", "sliding_window"), "num_slots": 8, "window": 6, "rope_theta": 100.0,
+    },
+    "filters and a spectrum": {
+        "layer_types": ("hyena", "s4d"), "filter_size": 12, "spectrum": "inv",
+    },
+    "memories in mini-batches, beside persistent tokens": {
+        "layer_types": "titans_mag", "mini_batch": 8, "num_persistent": 2, "window": 6,
+    },
     "no positions, scaled scores, capped logits": {
         "layer_types": ("mamba2", "attention"), **MAMBA2, "partial_rotary_factor": 0.0,
         "attention_multiplier": 0.2, "residual_multiplier": 0.5, "final_logit_softcapping": 30.0,
@@ -62,10 +81,13 @@ OPTIONS = {
 }  # fmt: skip
 
 
+# What every model here has; sizes alone have no default.
+SIZES = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 2}
+
+
 def losses(**options):
     torch.manual_seed(0)
-    fields = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 2}
-    model = CausalLM(ModelConfig(**{"layer_types": "kda", **fields, **options}))
+    model = CausalLM(ModelConfig(**{"layer_types": "kda", **SIZES, **options}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     tokens = torch.randint(61, (2, 25))
     for _ in range(STEPS):
@@ -74,6 +96,16 @@ def losses(**options):
         loss.backward()
         optimizer.step()
         yield loss.item()
+
+
+def test_every_option_is_among_them():
+    """At another value than its default, with which it does nothing."""
+    trained = {
+        field.name
+        for field in dataclasses.fields(ModelConfig)
+        if any(given.get(field.name, field.default) != field.default for given in OPTIONS.values())
+    }
+    assert {field.name for field in dataclasses.fields(ModelConfig)} - trained - {*SIZES} == set()
 
 
 @pytest.mark.parametrize("name", OPTIONS)
