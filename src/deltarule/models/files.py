@@ -51,11 +51,6 @@ def write_model(
 ) -> None:
     """Write config.json and model.safetensors; each is complete or as it was, even after a kill.
 
-    Args:
-        folder: Made if absent.
-        config: What config.json holds.
-        tensors: The model's parameters by name.
-
     Examples:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from deltarule.parallel.machine import (
     ATTENTION_FLOPS,
+    CONTEXT_BYTES,
     KEPT_BYTES,
     LONG_ROWS,
     MATRIX_FLOPS,
@@ -112,6 +113,9 @@ def estimate(
     used = memory(size, d, tokens)
     if used > USABLE * machine.memory or accumulate < 1:
         return None
+    gathered = 2 * size.parameters / d.tensor
+    if d.shard * d.context > 1 and used + gathered <= USABLE * machine.memory:
+        used += gathered
     compute = compute_parts(size, machine, d, length, tokens)
     # All-reduces of the stream, in bfloat16 forward and in float32 backward, two in each.
     stream, forward = 2 * tokens * size.hidden, 4 if d.checkpointing else 2
@@ -159,7 +163,8 @@ def memory(size: Size, d: Division, tokens: float) -> float:
     if d.shard * d.context > 1:
         gathered = (6 * size.layer_parameters + 4 * size.vocabulary * size.hidden) / d.tensor
     # Heads split the inside of a block, not the stream between blocks.
-    inside = (1 if d.checkpointing else size.layers) * KEPT_BYTES * (0.3 + 0.7 / d.tensor)
+    kept = KEPT_BYTES + (CONTEXT_BYTES if d.context > 1 else 0)
+    inside = (1 if d.checkpointing else size.layers) * kept * (0.3 + 0.7 / d.tensor)
     between = 2 * size.layers if d.checkpointing else 0
     logits = 6 * tokens * size.vocabulary / d.tensor
     return held + gathered + tokens * size.hidden * (inside + between) + logits + OVERHEAD
@@ -168,10 +173,7 @@ def memory(size: Size, d: Division, tokens: float) -> float:
 def room_to_keep(
     size: Size, parameters: float, d: Division, tokens: float, total: float, each: int
 ) -> bool:
-    """Whether gathered weights, of `each` bytes, may stay from a block's forward to its backward.
-
-    They have to fit into `total` bytes beside what a pass over so many tokens of a GPU needs.
-    """
+    """Whether gathered weights, of `each` bytes, have room beside a pass over so many tokens."""
     more = 16 * (parameters - size.parameters) / (d.shard * d.context)
     needed = memory(size, d, tokens) + (more + each * parameters) / d.tensor
     return needed <= USABLE * total

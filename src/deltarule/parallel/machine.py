@@ -26,6 +26,8 @@ OPTIMIZER_S = 26e-12
 SHARDING_S = 35e-12
 # Bytes a token, layer and channel that are kept for the backward.
 KEPT_BYTES = 32.1
+# What a context keeps beside them.
+CONTEXT_BYTES = 6.1
 # FLOP/s of softmax attention, forward and backward (public figures of FlashAttention-3).
 ATTENTION_FLOPS = 480e12
 # Peak of the matrix units in bfloat16, for the share of it that is used.
