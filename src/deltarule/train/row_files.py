@@ -7,8 +7,8 @@ from deltarule.errors import reason
 from deltarule.json_file import fitted, parse_object
 from deltarule.train.extra import MissingExtraError, require
 
-# Rows of a .parquet file that are in memory together.
-BATCH = 1024
+# Rows of a .parquet file that are in memory together, and bytes that are read of it at once.
+BATCH, BUFFER = 64, 2**20
 HINT = "; --text-field names the field with the text"
 
 
@@ -51,7 +51,8 @@ def parquet_texts(file: Path, column: str) -> Iterator[bytes]:
     except MissingExtraError as error:
         raise MissingExtraError(f"{file}: {error}") from None
     try:
-        opened = parquet.ParquetFile(file)
+        # Read ahead, all that was read would stay until the end.
+        opened = parquet.ParquetFile(file, buffer_size=BUFFER, pre_buffer=False)
         names = opened.schema_arrow.names
         if column not in names:
             raise RowFileError(f"{file}: no column {column!r} among {', '.join(names)}{HINT}")
