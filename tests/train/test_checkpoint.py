@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import deltarule.train.checkpoint
 from deltarule.models import CheckpointError
+from deltarule.parallel.shard_files import read_shards
 from deltarule.train.checkpoint import MARKER, Checkpoints, Marker, read_checkpoint
 
 TENSORS = {"w": torch.arange(6.0).reshape(2, 3)}
@@ -138,18 +140,38 @@ def test_a_write_that_fails_leaves_no_half_checkpoint(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
 
 
-def test_a_pickle_with_the_right_hash_is_refused_and_never_run(tmp_path):
-    class Trap:
-        def __reduce__(self):
-            return (Path.touch, (tmp_path / "sprung",))
+class Trap:
+    """What, unpickled, makes a file."""
 
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return (Path.touch, (self.file,))
+
+
+def test_a_pickle_with_the_right_hash_is_refused_and_never_run(tmp_path):
     checkpoints = Checkpoints(tmp_path / "c", keep=1)
     folder = checkpoints.save(1, TENSORS, {})
-    content = pickle.dumps(Trap())
+    content = pickle.dumps(Trap(tmp_path / "sprung"))
     (folder / "model.safetensors").write_bytes(content)
     hashes = json.loads((folder / MARKER).read_text())["sha256"]
     hashes["model.safetensors"] = hashlib.sha256(content).hexdigest()
     rewrite_marker(folder, sha256=hashes)
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         read_checkpoint(folder)
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_shards_are_read_without_a_pickle(tmp_path):
+    """Not the metadata that PyTorch would read, nor a shard that is one."""
+    content, shard = pickle.dumps(Trap(tmp_path / "sprung")), "shard-00001-model-00001-of-00001"
+    (tmp_path / ".metadata").write_bytes(content)
+    save_file(TENSORS, tmp_path / f"{shard}.safetensors")
+    found = {"w": torch.zeros(2, 3)}
+    read_shards(tmp_path, found)
+    assert torch.equal(found["w"], TENSORS["w"])
+    (tmp_path / f"{shard}.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match="not a checkpoint of this model"):
+        read_shards(tmp_path, found)
     assert not (tmp_path / "sprung").exists()
