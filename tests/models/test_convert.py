@@ -17,6 +17,7 @@ from deltarule.models.convert.layout import check_parts
 from deltarule.models.convert.piece import Piece, filters
 from deltarule.models.files import CONFIG, INDEX, WEIGHTS
 from models.checkpoints import redraw
+from most_memory import growth
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "mlp_size": 48}
 
@@ -151,3 +152,14 @@ def test_tensors_of_no_language_model_are_left_out_with_a_line(tmp_path):
     assert line.startswith(f"deltarule: note: {tmp_path / 'more'}: 2 tensors that are no")
     convert(tmp_path / "whole", tmp_path / "again")
     same_files(tmp_path / "again", tmp_path / "own")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_one_tensor_is_in_memory_at_a_time(saved, tmp_path):
+    sizes = {"vocab_size": 999, "hidden_size": 512, "num_layers": 8, "num_heads": 4}
+    model = CausalLM(ModelConfig(layer_types="kda", **sizes))
+    model.save(tmp_path / "large")
+    first = "from deltarule.models.convert.copy import convert; convert(*sys.argv[1:3], 'kda')"
+    then, folders = "convert(*sys.argv[3:], 'kda')", (saved, tmp_path / "a", tmp_path / "large")
+    grown = growth(first, then, *folders, tmp_path / "b")
+    assert grown < sum(p.nbytes for p in model.parameters()) / 4

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-import subprocess
 import sys
 
 import pyarrow
@@ -21,6 +20,7 @@ from deltarule.train.text import train_text
 from deltarule.train.token_shards import open_token_folder
 from deltarule.train.tokenize import DataRun, divided, write_data
 from deltarule.train.vocabulary import blocks
+from most_memory import growth
 from small import small_run
 
 TEXTS = [f"{i} bottles of beer, naïve ones\n" * (1 + i % 7) for i in range(60)]
@@ -201,17 +201,10 @@ def test_a_damaged_index_is_one_line(source, tmp_path, content):
     assert "\n" not in str(caught.value)
 
 
-# The most memory of a process of its own: what getrusage says begins with its parent's.
-GROWTH = """
-import re, sys
-from pathlib import Path
+# pyarrow is there before.
+IMPORTS = """
 import pyarrow.parquet
 from deltarule.train.tokenize import DataRun, write_data
-def most():
-    return int(re.search(r"VmHWM:\\s*(\\d+)", Path("/proc/self/status").read_text())[1])
-before = most()
-write_data(DataRun(Path(sys.argv[1]), Path(sys.argv[2])))
-print(1024 * (most() - before))
 """
 
 
@@ -226,10 +219,7 @@ def test_memory_does_not_grow_with_the_source(kind, tmp_path):
         else:
             whole = pyarrow.table({"text": texts})
             parquet.write_table(whole, file, compression="none", use_dictionary=False)
-        done = subprocess.run(
-            [sys.executable, "-c", GROWTH, file, tmp_path / f"tokens-{count}"],
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
+        then = "write_data(DataRun(*map(Path, sys.argv[1:])))"
         sizes.append(file.stat().st_size)
-        growths.append(int(done.stdout.split()[-1]))
+        growths.append(growth(IMPORTS, then, file, tmp_path / f"tokens-{count}"))
     assert growths[1] - growths[0] < (sizes[1] - sizes[0]) / 2
