@@ -175,3 +175,15 @@ def test_shards_are_read_without_a_pickle(tmp_path):
     with pytest.raises(CheckpointError, match="not a checkpoint of this model"):
         read_shards(tmp_path, found)
     assert not (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"), [({"w": torch.zeros(3, 3)}, "Size"), ({"v": torch.zeros(1)}, "v")]
+)
+def test_shards_of_another_model_are_named_in_one_line(wanted, message, tmp_path):
+    save_file(TENSORS, tmp_path / "shard-00001-model-00001-of-00001.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        read_shards(tmp_path, wanted)
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(f"{tmp_path}: not a checkpoint of this model: ")
+    assert message in line.partition("model: ")[2]
