@@ -1,7 +1,7 @@
 """Write down the figures of the long tests: python tests/parallel/record.py OUT [--kills 50].
 
-Errors are those of 4 processes on gloo against one, in float64: the largest of loss, logits, all
-gradients as whole tensors, and the clipped gradient.
+Errors are those of 4 processes on gloo against one. In float64: the largest of loss, logits, all
+gradients as whole tensors, and the clipped gradient. In float32: of the loss in 50 steps.
 """
 
 import argparse
@@ -10,15 +10,18 @@ import platform
 import random
 import sys
 import tempfile
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
+import text_runs
 import torch
 from processes import Processes
 from test_contexts import NOT_LINEAR
 from test_kills import kill_and_read
+from test_training import MESHES, differences, go_back_to, write_corpus
 
 from deltarule.nn import MIXERS
 
@@ -48,6 +51,32 @@ def contexts(processes: Processes) -> dict[str, Any]:
     return found
 
 
+def curves(processes: Processes) -> dict[str, Any]:
+    """By mesh; then of the next step where two processes, then one, go on with what four began."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folders = [Path(name, str(number)) for number in range(len(MESHES) + 1)]
+        for folder in folders:
+            folder.mkdir()
+            write_corpus(folder)
+        *several, alone = folders
+        text_runs.train(str(alone))
+        for folder, mesh in zip(several, MESHES, strict=True):
+            processes("text_runs.train", folder=str(folder), **mesh)
+            told = ", ".join(f"{axis} {size}" for axis, size in mesh.items()) or "shard 4"
+            found[told] = float(differences(folder / "run", alone / "run").max())
+        run, two = several[0] / "run", Processes(2)
+        go_back_to(run, 20)
+        two("text_runs.train", folder=str(several[0]), resume=True)
+        two.close()
+        go_back_to(run, 40)
+        text_runs.train(str(several[0]), resume=True)
+        for step, count in ((20, "two"), (40, "one")):
+            error = float(differences(run, alone / "run", after=step)[0])
+            found[f"step {step + 1}, of {count} that went on"] = error
+    return found
+
+
 def kills(times: int) -> dict[str, Any]:
     """Steps of the checkpoints that were newest, and whole, after each kill."""
     chance, steps = random.Random(0), []
@@ -64,9 +93,12 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     arguments = parser.parse_args()
     command = f"python tests/parallel/record.py {arguments.out.name} --kills {arguments.kills}"
-    facts = {"command": command, "torch": torch.__version__, "machine": platform.machine()}
+    today = datetime.now(UTC).date().isoformat()
+    facts: dict[str, Any] = {"command": command, "date": today, "torch": torch.__version__}
+    facts["machine"] = platform.machine()
     four = Processes(4)
-    for name, found in (("heads and shards", heads), ("contexts", contexts)):
+    parts = (("losses", curves), ("heads and shards", heads), ("contexts", contexts))
+    for name, found in parts:
         facts[name] = found(four)
         arguments.out.write_text(json.dumps(facts, indent=1) + "\n")
     four.close()
