@@ -342,7 +342,7 @@ def constants(inputs: Inputs, monkeypatch) -> list[tuple[object, ...]]:
     plan = launch.new_plan(inputs)
     made, x = launch.Call(inputs, plan), inputs.v
     layouts = [passes.kept_layout(made, save) for save in (False, True)]
-    monkeypatch.setattr(passes, "make_plan", lambda inputs: plan)
+    monkeypatch.setattr(passes.plan, "make_plan", lambda inputs: plan)
     passes.forward_stages.run(inputs, True)
     passes.gradient_stages.run(inputs, x, torch.zeros(inputs.state_shape), x.new_empty(0))
     launches = [x for x in plan.made.values() if isinstance(x, Launch)]

@@ -65,9 +65,9 @@ def test_a_kind_and_a_plan_are_compiled_once_and_only_on_a_gpu(calls, monkeypatc
         calls(lambda kind=kind: runs.append(kind), kind)
     assert runs == [1, 2]
     monkeypatch.setattr(passes, "compiled_together", lambda run, kind: run())
-    monkeypatch.setattr(passes, "kernel_key", lambda inputs, plan: None)
+    monkeypatch.setattr(passes.plan, "kernel_key", lambda inputs, plan: None)
     plan = SimpleNamespace(made={})
-    monkeypatch.setattr(passes, "make_plan", lambda inputs: plan)
+    monkeypatch.setattr(passes.plan, "make_plan", lambda inputs: plan)
     first = passes.compiled_first(lambda inputs, save: runs.append(save))
     for is_cuda in (False, True, True):
         inputs = SimpleNamespace(q=SimpleNamespace(is_cuda=is_cuda))

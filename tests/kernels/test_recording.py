@@ -239,7 +239,7 @@ def test_rows_that_lie_apart_hold_what_begins_in_any_of_them() -> None:
 def test_split_sequences_are_replayed_too(runs, monkeypatch) -> None:
     plan = launch.new_plan(call())
     split = Plan(plan.tile_key, plan.chunks, plan.sizes, 1)
-    monkeypatch.setattr(passes, "make_plan", lambda inputs: split)
+    monkeypatch.setattr(passes.plan, "make_plan", lambda inputs: split)
     for _ in range(2):
         passes.forward(call(), False)
     assert [len(x.steps) for x in known()] == [5]
@@ -380,7 +380,7 @@ def test_a_constant_lies_where_graphs_know_it_though_its_calls_are_forgotten(run
         assert len(known()) == 1
         ones = channel_stages.made_once[key]
         forget_calls()
-        passes.make_plan(inputs).made.clear()
+        passes.plan.make_plan(inputs).made.clear()
         assert channel_stages.made_once[key] is ones
 
 

@@ -33,14 +33,12 @@ def readable(x: Tensor) -> bool:
 
 
 def check_axes(name: str, x: Tensor, axes: str, *counts: int) -> None:
-    """A dense tensor with so many axes."""
     check_dense(name, x, f" {axes}")
     if x.ndim not in counts:
         raise ValueError(f"{name} must have {counts[0]} axes {axes}, got {shape(x)}")
 
 
 def check_sequence(q: Tensor, k: Tensor, v: Tensor, n_steps: int) -> None:
-    """Shapes, dtypes and devices of q, k and v against each other."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_axes(name, x, "[B, T, heads, channels]", 4)
         if x.dtype not in FLOATS:
@@ -71,7 +69,6 @@ def check_sequence(q: Tensor, k: Tensor, v: Tensor, n_steps: int) -> None:
 def check_gate(
     name: str, gate: Tensor | None, q: Tensor, expected: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Shape, dtype and device of a tensor that goes with q; None passes."""
     if gate is None:
         return
     check_dense(name, gate, " or None")
@@ -99,11 +96,8 @@ def check_log_decay(log_decay: Tensor | None, q: Tensor, heads: int) -> None:
     if log_decay is None:
         return
     batch, tokens, _, key_size = q.shape
-    shapes = {
-        "[HV]": (heads,),
-        "[B, T, HV]": (batch, tokens, heads),
-        "[B, T, HV, K]": (batch, tokens, heads, key_size),
-    }
+    shapes = {"[HV]": (heads,), "[B, T, HV]": (batch, tokens, heads)}
+    shapes |= {"[B, T, HV, K]": (batch, tokens, heads, key_size)}
     check_gate("log_decay", log_decay, q, shapes)
     if log_decay.dtype not in (torch.float32, torch.float64):
         raise ValueError(
@@ -114,7 +108,6 @@ def check_log_decay(log_decay: Tensor | None, q: Tensor, heads: int) -> None:
 
 
 def check_state(name: str, state: Tensor | None, q: Tensor, expected: tuple[int, ...]) -> None:
-    """Shape, dtype and device of an incoming state; None passes."""
     if state is None:
         return
     check_gate(name, state, q, {"[N, HV, V, K]": expected})

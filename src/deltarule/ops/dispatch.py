@@ -85,10 +85,7 @@ def warn_slow(name: str, reason: str | None) -> None:
     """Say once for each reason that a GPU runs a path without GPU kernels."""
     if reason not in _warned and not torch.compiler.is_compiling():
         _warned.add(reason)
-        warnings.warn(
-            f"deltarule runs impl={name!r} on a CUDA device: {reason}",
-            stacklevel=5,
-        )
+        warnings.warn(f"deltarule runs impl={name!r} on a CUDA device: {reason}", stacklevel=5)
 
 
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -131,8 +128,6 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
         return nullcontext()
     return torch.autocast(kind, enabled=False)
 
-
-# What is kept of calls for the next ones like them, under one key.
 
 # Entries of one cache: a layer adds some twenty for every new length of its sequences.
 MOST = 1024

@@ -40,7 +40,6 @@ class Operator(Registered[Inputs]):
         return self.result(self.operator(*args))
 
     def result(self, outputs: Any) -> Any:
-        """The outputs that the caller gets."""
         if isinstance(outputs, Tensor):
             return outputs
         return outputs[0] if self.rules.outputs == 1 else tuple(outputs[: self.rules.outputs])
@@ -57,7 +56,6 @@ class Operator(Registered[Inputs]):
         return self.backward(Backward(gradients, saved, wanted, inputs), *options)
 
     def keep(self, ctx: Any, args: Sequence[Any], outputs: Sequence[Tensor]) -> None:
-        """Leave the backward what it is given."""
         ctx.set_materialize_grads(False)
         tensors = args[: self.tensors]
         if not self.all_kept:
@@ -138,14 +136,11 @@ class Recurrence(Operator[Inputs]):
         return self.backend_of(backend).backward(d_o, d_final, inputs, given.saved[0])
 
     def like(self, inputs: Any, save: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Shapes and types of what it returns."""
         saved_shape = self.backend_of(backend).saved_shape
         shape = saved_shape(inputs) if save else (0, *inputs.state_shape[1:])
-        return (
-            inputs.v.new_empty(inputs.output_shape),
-            inputs.v.new_empty(inputs.state_shape, dtype=inputs.dtype),
-            inputs.v.new_empty(shape, dtype=inputs.dtype),
-        )
+        empty, dtype = inputs.v.new_empty, inputs.dtype
+        state, saved = empty(inputs.state_shape, dtype=dtype), empty(shape, dtype=dtype)
+        return empty(inputs.output_shape), state, saved
 
     def run(self, inputs: Inputs, backend: str, save_states: bool = True) -> RecurrentOutput:
         """Call it, saving only where that is asked for and a backward may follow."""
@@ -163,9 +158,7 @@ def eager_function(operator: Operator[Any], name: str) -> Any:
         operator.keep(ctx, args, outputs)
         return operator.result(outputs)
 
-    rules = {
-        "forward": staticmethod(forward), "backward": staticmethod(operator.differentiate)
-    }  # fmt: skip
+    rules = {"forward": staticmethod(forward), "backward": staticmethod(operator.differentiate)}
     return type(name, (torch.autograd.Function,), rules)
 
 

@@ -98,22 +98,18 @@ def delta_rule(
 
 
 def recurrence_of(
-    tensors: tuple[Any, ...],
-    options: tuple[Any, ...],
-    impl: str,
-    save_states: bool,
-    return_state: bool,
+    tensors: tuple[Any, ...], options: tuple[Any, ...], impl: str, save: bool, return_state: bool
 ) -> RecurrentOutput:
     """Check a call, choose what runs it, and run it: on a GPU, as the last call like it ran.
 
     `tensors` and `options` are the fields of `Inputs`, in order.
     """
     on_gpu = getattr(tensors[0], "is_cuda", False)
-    key = eager_key(tensors, options, impl, save_states) if on_gpu else None
+    key = eager_key(tensors, options, impl, save) if on_gpu else None
     output = None if key is None else repeated(key, tensors, options)
     if output is None:
         inputs = check_arguments(Inputs(*tensors, *options), options[1])
-        call = Request(inputs, save_states)
+        call = Request(inputs, save)
         output = choose(IMPLEMENTATIONS, call, impl, inputs.q.device).run(call)
         if key is not None:
             remember_launches(key, tensors, inputs)

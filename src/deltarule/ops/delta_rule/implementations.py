@@ -41,7 +41,6 @@ def backend_of(name: str) -> Backend:
 
 recurrence = Recurrence("recurrence", Inputs, backend_of, 8, MORE_ROWS)
 
-
 # The sizes that the Triton kernels are made for.
 MAX_KEY_CHANNELS, MAX_VALUE_CHANNELS = 256, 512
 

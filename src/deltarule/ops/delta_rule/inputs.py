@@ -5,13 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.checks import (
-    check_gate,
-    check_log_decay,
-    check_scale,
-    check_sequence,
-    check_state,
-)
+from deltarule.ops import checks
 from deltarule.ops.pack import check_cu_seqlens
 
 
@@ -75,20 +69,20 @@ def check_arguments(given: Inputs, scale: float | None) -> Inputs:
     q, k, v, beta, a, b, log_decay, initial_state, cu_seqlens, n_steps, *_ = given
     if isinstance(n_steps, bool) or not isinstance(n_steps, int) or n_steps < 1:
         raise ValueError(f"n_steps must be an integer of 1 or more, got {n_steps!r}")
-    check_sequence(q, k, v, n_steps)
+    checks.check_sequence(q, k, v, n_steps)
     (batch, tokens, _, key_size), heads = q.shape, v.shape[2]
-    check_gate("beta", beta, q, {"[B, T*n, HV]": (batch, tokens * n_steps, heads)})
+    checks.check_gate("beta", beta, q, {"[B, T*n, HV]": (batch, tokens * n_steps, heads)})
     erase = {"[B, T, HV, K]": (batch, tokens, heads, key_size)}
-    check_gate("a", a, q, erase)
-    check_gate("b", b, q, erase)
+    checks.check_gate("a", a, q, erase)
+    checks.check_gate("b", b, q, erase)
     check_erase(beta, a, b, n_steps, given.normalize_qk)
-    check_log_decay(log_decay, q, heads)
+    checks.check_log_decay(log_decay, q, heads)
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, q)
-    check_state("initial_state", initial_state, q, given.state_shape)
+    checks.check_state("initial_state", initial_state, q, given.state_shape)
     if log_decay is not None and log_decay.ndim == 1:
         log_decay = log_decay.expand(batch, tokens, heads)
-    scale = key_size**-0.5 if scale is None else check_scale(scale)
+    scale = key_size**-0.5 if scale is None else checks.check_scale(scale)
     return given._replace(log_decay=log_decay, scale=float(scale))
 
 

@@ -26,30 +26,22 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from deltarule.ops.dispatch import compiled
-from deltarule.ops.runtime.tensor_maps import (
-    Fetched,
-    Tiles,
-    described,
-    launcher_of_maps,
-    with_maps,
-)
+from deltarule.ops.runtime.tensor_maps import Fetched, Tiles, described, launcher_of_maps, with_maps
 
 # Written out, because Triton's default follows an environment variable.
 OPTIONS = {"enable_fp_fusion": True}
 # What a launch may choose besides a kernel's constants.
-CHOICES = (
-    *OPTIONS, "num_warps", "num_stages", "maxnreg", "launch_pdl", "launch_cooperative_grid",
-)  # fmt: skip
+CHOICES = (*OPTIONS, "num_warps", "num_stages", "maxnreg", "launch_pdl", "launch_cooperative_grid")
 # Bytes: Triton compiles for addresses on this grid and for any others apart.
 ALIGNED = 16
 # Keys of one kernel that are kept: lengths never end.
 MOST = 1024
-
 # More would only wait for each other: much of Triton's compiler is Python.
 MOST_THREADS = 16
-
 # Where the current device is the right one, there is nothing to change.
 HERE = nullcontext()
+# What `parameters` found, with the kernel, so that its id stays its own.
+_parameters: dict[int, tuple[tuple[str, ...], frozenset[str], Any]] = {}
 
 # Whether launches compile their kernels and run nothing.
 ONLY_COMPILED: ContextVar[bool] = ContextVar("ONLY_COMPILED", default=False)
@@ -124,7 +116,6 @@ class Launch:
         return self.keep(found[0], compiled, arguments)
 
     def through_triton(self, grid: Grid, arguments: tuple[Any, ...]) -> object:
-        """Launch as Triton does it; what it compiled, if it compiled."""
         return self.kernel[grid](*self.given(arguments), **self.constants)
 
     def given(self, arguments: tuple[Any, ...]) -> list[Any]:
@@ -166,10 +157,6 @@ def parameters(kernel: Any, sizes: Sequence[str] = ()) -> tuple[tuple[str, ...],
         known = [*names[first:], *CHOICES, *(sizes if "S" in names else ())]
         found = _parameters[id(kernel)] = tuple(names[:first]), frozenset(known), kernel
     return found[:2]
-
-
-# With the kernel, so that its id stays its own.
-_parameters: dict[int, tuple[tuple[str, ...], frozenset[str], Any]] = {}
 
 
 @cache
@@ -258,14 +245,12 @@ def unwrapped(
     return run, tuple(given[4:])
 
 
-# Kernels compiled side by side before a first call.
-#
-# The first call of a kind in a process goes through its launches twice: first they only hand their
-# kernels to threads that compile them, then they run.
-
-
 def compiled_together(run: Callable[[], object], kind: Hashable) -> None:
-    """Compile all that `run` launches, before the first such call; it must not read any values."""
+    """Compile all that `run` launches, before the first such call; it must not read any values.
+
+    Such a call goes through its launches twice: first they only hand their kernels to threads that
+    compile them, then they run.
+    """
     # Memory that a captured graph takes stays taken.
     if kind in compiled or torch.cuda.is_current_stream_capturing():
         return

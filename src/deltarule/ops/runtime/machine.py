@@ -47,7 +47,6 @@ def identity() -> dict[str, str]:
 
 
 def package_version() -> str:
-    """This package's version; it is loaded before any of its parts."""
     return str(vars(sys.modules[__name__.partition(".")[0]])["__version__"])
 
 
@@ -104,5 +103,4 @@ def failures() -> dict[str, str]:
 
 @constant_when_compiled
 def anything_failed() -> bool:
-    """Whether there are any failures, which is rare."""
     return bool(failures())

@@ -31,10 +31,7 @@ def sequence_bounds(cu_seqlens, i_n, T, PACKED: tl.constexpr):
 @triton.jit
 def first_chunk(start, i_n, T, CT, PACKED: tl.constexpr):
     """The number of the first chunk of sequence i_n, which starts at token `start`."""
-    number = i_n * tl.cdiv(T, CT)
-    if PACKED:
-        number = (start // CT).to(tl.int32) + i_n
-    return number
+    return (start // CT).to(tl.int32) + i_n if PACKED else i_n * tl.cdiv(T, CT)
 
 
 @triton.jit
@@ -66,11 +63,9 @@ def chunk_place(i_m, cu_seqlens, T, N, CT, PACKED: tl.constexpr):
 def stretch(i_s, cu_seqlens, T, N, per_segment, S: tl.constexpr):
     """What a program goes through: sequence i_s, or where these are split segment i_s of one.
 
-    A segment is a chunk of per_segment * CT tokens, numbered as chunks are.
-
-    Returns:
-        Sequence, first token, tokens (none: <= 0), first chunk, the segment's place in the
-        sequence, and whether the sequence ends with it.
+    A segment is a chunk of per_segment * CT tokens, numbered as chunks are. Returns the sequence,
+    the first token, the tokens (none: <= 0), the first chunk, the segment's place in the sequence,
+    and whether the sequence ends with it.
     """
     if S.SPLIT == "none":
         i_n, place, last = i_s, 0, True

@@ -29,13 +29,14 @@ MOST_ROOM = 2**28
 GRAIN = 512
 # Operators that take memory and write nothing there.
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-
 # Sets of addresses that a recording keeps: a deep model has some for each layer.
 MOST_READY = 64
 
 Outputs = tuple[Tensor | None, ...]
 # Launchers, and what each is called with.
 Calls = list[tuple[Callable[..., None], list[Any]]]
+# A launch as it is recorded.
+Note = tuple[Launch, Binary, Grid, tuple[Any, ...]]
 
 
 class Place(NamedTuple):
@@ -112,10 +113,6 @@ class Recording(NamedTuple):
             self.ready.clear()
         self.ready[starts] = calls
         return calls
-
-
-# A launch as it is recorded.
-Note = tuple[Launch, Binary, Grid, tuple[Any, ...]]
 
 
 class Tape(TorchDispatchMode):
@@ -247,7 +244,6 @@ class Recorded:
         return self.run(inputs, *more)
 
     def record(self, key: CallKey, inputs: Any, more: tuple[Any, ...]) -> Outputs:
-        """Run it, and remember what it launches."""
         # Each argument is a tensor of its own, whatever the caller gave twice.
         given = [x.detach() if isinstance(x, Tensor) else x for x in (*inputs, *more)]
         tape = Tape([x for x in given if isinstance(x, Tensor)])
@@ -298,5 +294,4 @@ def extent(x: Tensor) -> int:
 
 
 def capturing() -> bool:
-    """Whether a graph takes what is launched."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

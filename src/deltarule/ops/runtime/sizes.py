@@ -7,5 +7,4 @@ def cdiv(x: int, y: int) -> int:
 
 
 def power_of_2(x: int) -> int:
-    """The least power of 2 that is not below x."""
     return 1 << (x - 1).bit_length() if x > 0 else 0

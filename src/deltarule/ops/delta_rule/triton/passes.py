@@ -16,21 +16,8 @@ import torch
 from torch import Tensor
 
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton import channel_stages, windows
-from deltarule.ops.delta_rule.triton.plan import (
-    WHOLE,
-    Call,
-    Layout,
-    Plan,
-    Shapes,
-    gradients_of,
-    kernel_key,
-    layout,
-    make_plan,
-    new_plan,
-    on_hopper,
-    views,
-)
+from deltarule.ops.delta_rule.triton import channel_stages, plan, windows
+from deltarule.ops.delta_rule.triton.plan import WHOLE, Call, Layout, Plan, Shapes, gradients_of
 from deltarule.ops.delta_rule.triton.scan import scan_back, scan_through
 from deltarule.ops.delta_rule.triton.scores import head_scores, score_shapes
 from deltarule.ops.delta_rule.triton.segment_ends import transitions_shape
@@ -51,10 +38,8 @@ def backward(
     d_o: Tensor, d_final: Tensor | None, inputs: Inputs, saved: Tensor
 ) -> tuple[Tensor | None, ...]:
     """Gradients by the eight tensors from q to initial_state; None in place of a zero d_final."""
-    inputs = contiguous(inputs)
-    found: Outputs = gradient_stages(
-        inputs, piece(d_o), None if d_final is None else piece(d_final), saved
-    )
+    d_final = None if d_final is None else piece(d_final)
+    found: Outputs = gradient_stages(contiguous(inputs), piece(d_o), d_final, saved)
     return found
 
 
@@ -62,12 +47,13 @@ def compiled_first(run: Callable[..., object]) -> Callable[..., None]:
     """Compiles the kernels that run(inputs, *more) launches, before the first call of a kind."""
 
     def compile_first(inputs: Inputs, *more: Any) -> None:
-        plan = make_plan(inputs)
+        planned = plan.make_plan(inputs)
         which = run, *[x.numel() > 0 if isinstance(x, Tensor) else x for x in more]
         # A look at the plan first costs next to nothing.
-        if inputs.q.is_cuda and which not in plan.made:
-            plan.made[which] = True
-            compiled_together(lambda: run(inputs, *more), (*which, kernel_key(inputs, plan)))
+        if inputs.q.is_cuda and which not in planned.made:
+            planned.made[which] = True
+            kind = *which, plan.kernel_key(inputs, planned)
+            compiled_together(lambda: run(inputs, *more), kind)
 
     return compile_first
 
@@ -84,7 +70,7 @@ def all_kernels(inputs: Inputs, save: bool) -> None:
 @partial(Recorded, first=compiled_first(all_kernels))
 def forward_stages(inputs: Inputs, save: bool) -> Outputs:
     """The kernels of the forward, which write nothing but memory of the call."""
-    call = Call(contiguous(inputs), make_plan(inputs))
+    call = Call(contiguous(inputs), plan.make_plan(inputs))
     fused = fused_that_pays(call, save)
     kept = keep(call, save) if save or not fused else None
     if fused:
@@ -95,7 +81,7 @@ def forward_stages(inputs: Inputs, save: bool) -> Outputs:
 
 def fused_that_pays(call: Call, save: bool) -> Any:
     """The module with a whole forward as one kernel, where that is faster; else None."""
-    if not on_hopper(call.inputs.q):
+    if not plan.on_hopper(call.inputs.q):
         return None
     from deltarule.ops.delta_rule.gluon import stage
 
@@ -104,19 +90,19 @@ def fused_that_pays(call: Call, save: bool) -> Any:
 
 def backward_stages(inputs: Inputs, d_o: Tensor, d_final: Tensor | None, saved: Tensor) -> Outputs:
     """Gradients by the tensors that were given; what was not saved is computed again."""
-    call = call_back(inputs, make_plan(inputs))
+    call = call_back(inputs, plan.make_plan(inputs))
     return gradients(call, begin_back(call, d_o, d_final, saved))
 
 
 gradient_stages = Recorded(backward_stages, compiled_first(backward_stages))
 
 
-def call_back(inputs: Inputs, plan: Plan) -> Call:
+def call_back(inputs: Inputs, planned: Plan) -> Call:
     """The call of a backward, every tensor in one piece."""
     fast = inputs.by_channel and channel_stages.has_fast_form(inputs)
     if fast and inputs.log_decay is not None:
         inputs = inputs._replace(log_decay=piece(inputs.log_decay))
-    return Call(inputs, plan)
+    return Call(inputs, planned)
 
 
 def begin_back(
@@ -169,7 +155,7 @@ def backward_that_pays(call: Call) -> Any:
 
     What is computed again takes the kernels of windows, so that a cut changes no bits.
     """
-    if call["again"] or call["join"] is not None or not on_hopper(call.inputs.q):
+    if call["again"] or call["join"] is not None or not plan.on_hopper(call.inputs.q):
         return None
     from deltarule.ops.delta_rule.gluon import backward_stage
 
@@ -205,38 +191,38 @@ def scan(call: Call, output: bool) -> tuple[Tensor | None, Tensor]:
 
 def kept_shapes(call: Call, save: bool) -> Shapes:
     """What a forward keeps until its last kernel or, with `save`, for the backward."""
-    inputs, plan = call.inputs, call.plan
+    inputs, planned = call.inputs, call.plan
     if not inputs.by_channel:
-        shapes = score_shapes(inputs, plan)
+        shapes = score_shapes(inputs, planned)
     else:
         kept = save and channel_stages.has_fast_form(inputs)
-        shapes = channel_stages.score_shapes(inputs, plan) if kept else {}
-    if plan.per_segment:
-        shapes["ends"] = transitions_shape(inputs, plan), torch.float32
+        shapes = channel_stages.score_shapes(inputs, planned) if kept else {}
+    if planned.per_segment:
+        shapes["ends"] = transitions_shape(inputs, planned), torch.float32
     if save:
-        states = plan.chunks, *inputs.state_shape[1:]
+        states = planned.chunks, *inputs.state_shape[1:]
         shapes["states"] = states, inputs.q.dtype
         if inputs.beta is not None or inputs.a is not None:
-            errors = *states[:2], plan.sizes["BT"], inputs.v.shape[3]
+            errors = *states[:2], planned.sizes["BT"], inputs.v.shape[3]
             shapes["errors"] = errors, inputs.q.dtype
     return shapes
 
 
 def kept_layout(call: Call, save: bool) -> Layout:
-    return layout(kept_shapes(call, save))
+    return plan.layout(kept_shapes(call, save))
 
 
 def keep(call: Call, save: bool, kept: Tensor | None = None) -> Tensor:
     """Have what a forward keeps join the namespace, from where it lies or in new memory."""
     places = call.once(kept_layout, save)
     kept = call.empty((places.elements,)) if kept is None else kept
-    call.values |= views(kept, places)
+    call.values |= plan.views(kept, places)
     return kept
 
 
 def saved_shape(inputs: Inputs) -> tuple[int, ...]:
     """The shape of what a forward saves: one flat float32 tensor."""
-    return (kept_layout(Call(inputs, new_plan(inputs)), True).elements,)
+    return (kept_layout(Call(inputs, plan.new_plan(inputs)), True).elements,)
 
 
 def contiguous(inputs: Inputs) -> Inputs:

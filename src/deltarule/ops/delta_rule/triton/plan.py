@@ -9,14 +9,8 @@ import torch
 from torch import Tensor
 
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton.tile_sizes import (
-    TileKey,
-    architecture,
-    chunk_rows,
-    configuration,
-    power_of_two,
-    tile_key,
-)
+from deltarule.ops.delta_rule.triton import tile_sizes
+from deltarule.ops.delta_rule.triton.tile_sizes import TileKey, architecture
 from deltarule.ops.delta_rule.triton.tiles import Sizes
 from deltarule.ops.dispatch import plans, remember
 from deltarule.ops.runtime.launch import CHOICES, Grid, Launch, multiprocessors, parameters
@@ -38,9 +32,8 @@ LEAST_READS = 32
 # What the kernels over pairs of rows leave for those after them, each where it is needed. Without
 # scores the scans take them themselves; decayed q and k have the decays of their channels.
 NO_BUFFERS: dict[str, Tensor | None] = dict.fromkeys(
-    ("scores", "value_scores", "corrections", "from_values", "scalings", "chunk_decay", "decayed_q",
-     "decayed_k", "erase", "write", "sums",
-     "fast_rows")
+    ("scores", "value_scores", "corrections", "from_values", "scalings", "chunk_decay",
+     "decayed_q", "decayed_k", "erase", "write", "sums", "fast_rows")
 )  # fmt: skip
 # From a kernel's constants: which arguments the copy engine fetches, and in which tiles.
 Fetches = Callable[[Mapping[str, Any]], Tiles]
@@ -88,11 +81,12 @@ def plan_key(inputs: Inputs) -> Hashable:
 
 def new_plan(inputs: Inputs) -> Plan:
     heads, key_size, value_heads, value_size = *inputs.q.shape[2:], *inputs.v.shape[2:]
-    key = tile_key(inputs)
-    rows = chunk_rows(key)
+    key = tile_sizes.tile_key(inputs)
+    rows = tile_sizes.chunk_rows(key)
     size = rows // inputs.n_steps
     sizes = {"H": heads, "HV": value_heads, "K": key_size, "V": value_size, "CT": size, "BT": rows}
-    sizes |= {"N_STEPS": inputs.n_steps, "BQ": power_of_two(size), "BK": power_of_two(key_size)}
+    reads, keys = tile_sizes.power_of_two(size), tile_sizes.power_of_two(key_size)
+    sizes |= {"N_STEPS": inputs.n_steps, "BQ": reads, "BK": keys}
     key, per_segment = tiled(inputs, key, size)
     return Plan(key, numbers_of(inputs, size), sizes, per_segment)
 
@@ -148,7 +142,7 @@ def tiled(inputs: Inputs, key: TileKey, size: int) -> tuple[TileKey, int]:
     if inputs.batch_invariant:
         return key, 0
     narrow = key._replace(narrow=True)
-    tile, half = (configuration("next_state", x)["BV"] for x in (key, narrow))
+    tile, half = (tile_sizes.configuration("next_state", x)["BV"] for x in (key, narrow))
     segment, shorter = (chunks_per_segment(inputs, size, rows) for rows in (tile, half))
     sequences, heads, value_size, _ = inputs.state_shape
     at_once = sequences * heads * blocks(value_size, half) <= multiprocessors(inputs.q.device)

@@ -38,33 +38,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltarule.ops.delta_rule.triton import plan, tiles
 from deltarule.ops.delta_rule.triton.channel_tiles import value_gradients
 from deltarule.ops.delta_rule.triton.fetched import backward_tiles, forward_tiles
-from deltarule.ops.delta_rule.triton.plan import (
-    TENSOR_MEMORY,
-    WHOLE,
-    Call,
-    Window,
-    blocks,
-    full_tiles,
-    stretches,
-)
+from deltarule.ops.delta_rule.triton.plan import TENSOR_MEMORY, WHOLE, Call, Window
 from deltarule.ops.delta_rule.triton.segment_ends import ends_configuration, store_ends
 from deltarule.ops.delta_rule.triton.tile_sizes import architecture, configuration
-from deltarule.ops.delta_rule.triton.tiles import (
-    BETA,
-    ERASE_ROW,
-    READ,
-    WRITE,
-    boundary_state,
-    load_decay,
-    load_keys,
-    load_scaling,
-    load_slot,
-    load_tile,
-    state_tile,
-    store_final,
-)
+from deltarule.ops.delta_rule.triton.tiles import BETA, ERASE_ROW, READ, WRITE
 from deltarule.ops.runtime.places import place_of, stretch, window_bounds
 
 # What the kernels over pairs of rows left of all chunks, and the scale of the scores. `readings`
@@ -83,18 +63,18 @@ def chunk_output(b_s, b_w, b_v, b_q, b_y, x, i_slot, o_i, o_r, S: tl.constexpr):
     if x.scores is None:
         b_p = raw_scores(b_y, b_q, o_r[:, None] <= o_i[None, :], S.PRECISION)
     else:
-        b_p = tl.trans(load_slot(x.scores, i_slot, o_i, o_r, S.BQ, S.BT, S))
+        b_p = tl.trans(tiles.load_slot(x.scores, i_slot, o_i, o_r, S.BQ, S.BT, S))
     b_o = tl.dot(b_s, tl.trans(b_q), input_precision=S.PRECISION)
     if x.scores is None:
         b_o = tl.dot(b_w, b_p, acc=b_o, input_precision=S.PRECISION)
     if S.SCALED:
-        b_o *= load_scaling(x.readings, i_slot, READ, o_i, S)
+        b_o *= tiles.load_scaling(x.readings, i_slot, READ, o_i, S)
     elif not S.DECAYED:
         b_o *= x.scale
     if x.scores is not None:
         b_o = tl.dot(b_w, b_p, acc=b_o, input_precision=S.PRECISION)
     if S.ERASE == "free":
-        b_p = load_slot(x.value_scores, i_slot, o_i, o_r, S.BQ, S.BT, S)
+        b_p = tiles.load_slot(x.value_scores, i_slot, o_i, o_r, S.BQ, S.BT, S)
         b_o = tl.dot(tl.trans(b_v), tl.trans(b_p), acc=b_o, input_precision=S.PRECISION)
     return b_o
 
@@ -116,13 +96,13 @@ def written_gradients(b_d, b_do, b_y, b_p, x, i_slot, o_i, o_r, S: tl.constexpr)
     if not S.DECAYED:
         b_read = x.scale
         if S.SCALED:
-            b_read = load_scaling(x.readings, i_slot, READ, o_i, S)
+            b_read = tiles.load_scaling(x.readings, i_slot, READ, o_i, S)
         b_z = (b_z.to(tl.float32) * b_read).to(b_do.dtype)
     b_x = tl.dot(b_d, tl.trans(b_y), input_precision=S.PRECISION)
     if x.scores is None:
         b_x = tl.dot(b_z, b_p, acc=b_x, input_precision=S.PRECISION)
     if S.SCALED:
-        b_x *= load_scaling(x.scalings, i_slot, WRITE, o_r, S)
+        b_x *= tiles.load_scaling(x.scalings, i_slot, WRITE, o_r, S)
     if x.scores is not None:
         b_x = tl.dot(tl.trans(b_do), b_p, acc=b_x, input_precision=S.PRECISION)
     return b_z, b_x
@@ -139,18 +119,18 @@ def raw_scores(b_x, b_y, mask, PRECISION: tl.constexpr):
 def prediction_errors(b_u, b_v, b_s, b_e, x, i_slot, o_r, S: tl.constexpr):
     """E (free: w) of a chunk from its values, transposed in b_u, and the rows b_e; and beta."""
     dtype = b_s.dtype
-    b_n = load_slot(x.corrections, i_slot, o_r, o_r, S.BT, S.BT, S)
+    b_n = tiles.load_slot(x.corrections, i_slot, o_r, o_r, S.BT, S.BT, S)
     b_f = tl.dot(b_s, tl.trans(b_e), input_precision=S.PRECISION)
     b_beta = 1.0
     if S.ERASE == "free":
-        b_l = load_slot(x.from_values, i_slot, o_r, o_r, S.BT, S.BT, S)
+        b_l = tiles.load_slot(x.from_values, i_slot, o_r, o_r, S.BT, S.BT, S)
         b_f = tl.dot(tl.trans(b_v), tl.trans(b_l), acc=b_f, input_precision=S.PRECISION)
         b_low = b_f.to(dtype)
     else:
         if S.SCALED:
-            b_f *= load_scaling(x.scalings, i_slot, ERASE_ROW, o_r, S)
+            b_f *= tiles.load_scaling(x.scalings, i_slot, ERASE_ROW, o_r, S)
         b_f = b_u - b_f
-        b_beta = load_scaling(x.scalings, i_slot, BETA, o_r, S)
+        b_beta = tiles.load_scaling(x.scalings, i_slot, BETA, o_r, S)
         b_low = (b_f * b_beta).to(dtype)
     return tl.dot(b_low, tl.trans(b_n), acc=b_f, input_precision=S.PRECISION), b_beta
 
@@ -179,7 +159,7 @@ def next_state_kernel(
     o_v = i_v * S.BV + tl.arange(0, S.BV)
     m_v = (o_v < S.V)[:, None]
     m_s = m_v & (o_k < S.K)[None, :]
-    b_s = boundary_state(initial_state, i_s, i_n, i_h, o_v, o_k, place == 0, S)
+    b_s = tiles.boundary_state(initial_state, i_s, i_n, i_h, o_v, o_k, place == 0, S)
     b_through = tl.full([1, S.BK], 1.0, tl.float32)
     if S.SPLIT == "ends" and S.ERASE != "none":
         b_s = tl.where(i_a * S.BV + tl.arange(0, S.BV)[:, None] == o_k[None, :], 1.0, b_s)
@@ -190,12 +170,12 @@ def next_state_kernel(
         tokens = tl.minimum(length - i_c * S.CT, S.CT)
         m_i, m_r = o_i < tokens, o_r < tokens * S.N_STEPS
         i_slot, i_own = (i_m + i_c) * S.HV + i_h, (number + i_c) * S.HV + i_h
-        b_y = load_keys(k, write, i_t * S.N_STEPS, i_slot, i_key, o_r, m_r, o_k, S.BT, S)
-        b_v = load_tile(v, i_t * S.N_STEPS, i_h, i_v * S.BV, o_r, m_r, o_v, S.HV, S.V, S)
+        b_y = tiles.load_keys(k, write, i_t * S.N_STEPS, i_slot, i_key, o_r, m_r, o_k, S.BT, S)
+        b_v = tiles.load_tile(v, i_t * S.N_STEPS, i_h, i_v * S.BV, o_r, m_r, o_v, S.HV, S.V, S)
         dtype = b_v.dtype
         b_low = b_s.to(dtype)
         if S.SAVE:
-            tl.store(state_tile(states, i_own, 0, o_v, o_k, 1, S.K, S.V), b_low, mask=m_s)
+            tl.store(tiles.state_tile(states, i_own, 0, o_v, o_k, 1, S.K, S.V), b_low, mask=m_s)
         if S.SPLIT == "ends" and S.ERASE == "free":
             b_v = tl.where(i_a < 0, b_v, 0.0)
         b_f = tl.trans(b_v).to(tl.float32)
@@ -204,7 +184,7 @@ def next_state_kernel(
         if S.ERASE != "none":
             b_e = b_y
             if S.DECAYED:
-                b_e = load_slot(erase, i_slot, o_r, o_k, S.BT, S.K, S)
+                b_e = tiles.load_slot(erase, i_slot, o_r, o_k, S.BT, S.K, S)
             b_f, b_beta = prediction_errors(b_f, b_v, b_low, b_e, x, i_slot, o_r, S)
             if S.SAVE:
                 p_e = errors + (i_own * S.BT + o_r[None, :]) * S.V + o_v[:, None]
@@ -214,26 +194,26 @@ def next_state_kernel(
         b_w = b_f.to(dtype)
         b_write = b_w
         if S.SCALED:
-            b_write = (b_f * load_scaling(scalings, i_slot, WRITE, o_r, S)).to(dtype)
+            b_write = (b_f * tiles.load_scaling(scalings, i_slot, WRITE, o_r, S)).to(dtype)
         if S.OUTPUT:
-            b_q = load_keys(q, q, i_t, i_slot, i_key, o_i, m_i, o_k, S.BQ, S)
+            b_q = tiles.load_keys(q, q, i_t, i_slot, i_key, o_i, m_i, o_k, S.BQ, S)
             if scores is None:
                 b_w = b_write
             b_o = chunk_output(b_low, b_w, b_v, b_q, b_y, x, i_slot, o_i, o_r, S)
             store_output(o, b_o.to(dtype), i_t, i_h, i_v, o_i, o_v, m_i, m_v, S)
         if S.DECAY != "none":
-            b_decay = load_decay(chunk_decay, i_slot, o_k, S)
+            b_decay = tiles.load_decay(chunk_decay, i_slot, o_k, S)
             b_s *= b_decay
             if S.SPLIT == "ends" and S.ERASE == "none":
                 b_through *= b_decay
         b_s = tl.dot(b_write, b_y, acc=b_s, input_precision=S.PRECISION)
         if S.ERASE == "free":
-            b_y = load_slot(k, i_slot, o_r, o_k, S.BT, S.K, S)
+            b_y = tiles.load_slot(k, i_slot, o_r, o_k, S.BT, S.K, S)
             b_s = tl.dot(tl.trans(b_v), b_y, acc=b_s, input_precision=S.PRECISION)
     if S.SPLIT == "ends":
         store_ends(final_state, i_s, i_h, i_v, i_a, o_k, b_s, b_through, S)
     else:
-        store_final(final_state, i_s, i_n, i_h, o_v, o_k, last, b_s, S)
+        tiles.store_final(final_state, i_s, i_n, i_h, o_v, o_k, last, b_s, S)
 
 
 @triton.jit(do_not_specialize=["T", "N", "per_segment", "window", "per_window"])
@@ -256,7 +236,7 @@ def next_state_backward_kernel(
     o_v = i_v * S.BV + tl.arange(0, S.BV)
     m_v = (o_v < S.V)[:, None]
     m_s = m_v & (o_k < S.K)[None, :]
-    b_d = boundary_state(d_final, i_s, i_n, i_h, o_v, o_k, last, S)
+    b_d = tiles.boundary_state(d_final, i_s, i_n, i_h, o_v, o_k, last, S)
     i_key = i_h // (S.HV // S.H)
     low, high, number = window_bounds(i_s, i_m, tl.cdiv(length, S.CT), window, per_window, S)
     for i_back in tl.range(0, high - low, num_stages=S.STAGES):
@@ -266,29 +246,29 @@ def next_state_backward_kernel(
         m_i, m_r = o_i < tokens, o_r < tokens * S.N_STEPS
         i_slot, i_own = (i_m + i_c) * S.HV + i_h, (number + i_c) * S.HV + i_h
         p_x = (i_own * S.BT + o_r[None, :]) * S.V + o_v[:, None]
-        b_q = load_keys(q, q, i_t, i_slot, i_key, o_i, m_i, o_k, S.BQ, S)
-        b_y = load_keys(k, write, i_t * S.N_STEPS, i_slot, i_key, o_r, m_r, o_k, S.BT, S)
-        b_do = load_tile(d_o, i_t, i_h, i_v * S.BV, o_i, m_i, o_v, S.HV, S.V, S)
+        b_q = tiles.load_keys(q, q, i_t, i_slot, i_key, o_i, m_i, o_k, S.BQ, S)
+        b_y = tiles.load_keys(k, write, i_t * S.N_STEPS, i_slot, i_key, o_r, m_r, o_k, S.BT, S)
+        b_do = tiles.load_tile(d_o, i_t, i_h, i_v * S.BV, o_i, m_i, o_v, S.HV, S.V, S)
         if scores is None:
             b_p = raw_scores(b_q, b_y, o_i[:, None] >= o_r[None, :], S.PRECISION)
         else:
-            b_p = load_slot(scores, i_slot, o_i, o_r, S.BQ, S.BT, S)
+            b_p = tiles.load_slot(scores, i_slot, o_i, o_r, S.BQ, S.BT, S)
         dtype = b_do.dtype
         b_low = b_d.to(dtype)
         if d_states is not None:
-            tl.store(state_tile(d_states, i_own, 0, o_v, o_k, 1, S.K, S.V), b_low, mask=m_s)
+            tl.store(tiles.state_tile(d_states, i_own, 0, o_v, o_k, 1, S.K, S.V), b_low, mask=m_s)
         if d_q is not None:
             p_d = ((i_t + o_v % S.BT) * S.H + i_key)[:, None] * S.K + o_k[None, :]
             tl.store(tl.where((o_v < S.BT)[:, None], d_q + p_d, d_k + p_d), b_low, mask=m_s)
         b_z, b_x = written_gradients(b_low, b_do, b_y, b_p, x, i_slot, o_i, o_r, S)
         if S.ERASE != "none":
-            b_n = load_slot(corrections, i_slot, o_r, o_r, S.BT, S.BT, S)
+            b_n = tiles.load_slot(corrections, i_slot, o_r, o_r, S.BT, S.BT, S)
             b_e = b_y
             if S.DECAYED:
-                b_e = load_slot(erase, i_slot, o_r, o_k, S.BT, S.K, S)
+                b_e = tiles.load_slot(erase, i_slot, o_r, o_k, S.BT, S.K, S)
             b_low_x = b_x.to(dtype)
             if S.ERASE == "tied":
-                b_beta = load_scaling(scalings, i_slot, BETA, o_r, S)
+                b_beta = tiles.load_scaling(scalings, i_slot, BETA, o_r, S)
                 b_low_x = (b_x * b_beta).to(dtype)
             b_x = tl.dot(b_low_x, b_n, acc=b_x, input_precision=S.PRECISION)
         if d_errors is not None:
@@ -300,16 +280,16 @@ def next_state_backward_kernel(
             row, b_dv = i_t * S.N_STEPS, (b_lent if d_errors is None else b_x).to(dtype)
             store_output(d_v, b_dv, row, i_h, i_v, o_r, o_v, m_r, m_v, S)
         if d_values is not None:
-            b_k = load_slot(k, i_slot, o_r, o_k, S.BT, S.K, S)
+            b_k = tiles.load_slot(k, i_slot, o_r, o_k, S.BT, S.K, S)
             b_dv = value_gradients(b_low, b_do, b_x.to(dtype), b_k, x, i_slot, o_i, o_r, S)
             tl.store(d_values + p_x, b_dv.to(dtype), mask=m_v)
         if S.DECAY != "none":
-            b_d *= load_decay(chunk_decay, i_slot, o_k, S)
+            b_d *= tiles.load_decay(chunk_decay, i_slot, o_k, S)
         b_d = tl.dot(b_z, b_q, acc=b_d, input_precision=S.PRECISION)
         if S.ERASE == "tied":
             b_x = -b_x
             if S.SCALED:
-                b_x *= load_scaling(scalings, i_slot, ERASE_ROW, o_r, S)
+                b_x *= tiles.load_scaling(scalings, i_slot, ERASE_ROW, o_r, S)
         if S.ERASE != "none":
             b_d = tl.dot(b_x.to(dtype), b_e, acc=b_d, input_precision=S.PRECISION)
     if S.SPLIT == "ends":
@@ -318,7 +298,7 @@ def next_state_backward_kernel(
         # Before the first of its chunks a stretch is not at its start.
         i_n, place = tl.where(window > 0, i_s, i_n), tl.where(window > 0, 0, place)
     m_s = (o_v < tl.where(place == 0, S.V, 0))[:, None] & (o_k < S.K)[None, :]
-    tl.store(state_tile(d_initial, i_n, i_h, o_v, o_k, S.HV, S.K, S.V), b_d, mask=m_s)
+    tl.store(tiles.state_tile(d_initial, i_n, i_h, o_v, o_k, S.HV, S.K, S.V), b_d, mask=m_s)
 
 
 # Where a scan leaves what there is room for.
@@ -333,7 +313,7 @@ def scan_config(call: Call, name: str, ends: bool) -> dict[str, Any]:
     """The configuration of a scan, over whole sequences or segments."""
     config = configuration(name, call.plan.tile_key)
     config = ends_configuration(config) if ends else config
-    full = full_tiles(call.inputs, call.plan, config["BV"])
+    full = plan.full_tiles(call.inputs, call.plan, config["BV"])
     # Where products end in tensor memory, Triton cannot hold a store of the copy engine back.
     stores = full and architecture(call.inputs.q.device) < TENSOR_MEMORY
     own = {"TMA": full, "TMA_STORE": stores, "num_stages": config["STAGES"]}
@@ -341,12 +321,12 @@ def scan_config(call: Call, name: str, ends: bool) -> dict[str, Any]:
 
 
 def scan_values(call: Call, name: str, window: Window, ends: bool) -> tuple[dict[str, Any], int]:
-    """What both scans are launched with, and the tiles of a state's rows."""
+    """What both scans are launched with, and how many tiles a state's rows make."""
     config = call.once(scan_config, name, ends)
     decayed = {"q": call["decayed_q"], "k": call["decayed_k"]} if call.inputs.by_channel else {}
     own = {"readings": call["scalings"], "OPEN": ends and call["join"] is not None}
-    tiles = blocks(call.inputs.state_shape[2], config["BV"])
-    return config | window.constants() | decayed | own, tiles
+    programs = plan.blocks(call.inputs.state_shape[2], config["BV"])
+    return config | window.constants() | decayed | own, programs
 
 
 def scan_through(
@@ -361,13 +341,13 @@ def scan_through(
 
     o, and S and E of the chunks, go where `own` has room. With `ends` segments start at zero.
     """
-    values, tiles = scan_values(call, "next_state", window, ends)
+    values, programs = scan_values(call, "next_state", window, ends)
     _, heads, _, key_size = call.inputs.state_shape
     if ends and call.inputs.erase != "none":
-        tiles += blocks(key_size, values["BV"])
+        programs += plan.blocks(key_size, values["BV"])
     given = {**values, **LEFT, **own, "initial_state": start, "final_state": end}
     given |= {"OUTPUT": given["o"] is not None, "SAVE": given["states"] is not None}
-    grid = tiles * heads * stretches(call.inputs, call.plan), 1, 1
+    grid = programs * heads * plan.stretches(call.inputs, call.plan), 1, 1
     call.launch(next_state_kernel, grid, given, forward_tiles)
 
 
@@ -383,7 +363,7 @@ def scan_back(
 
     D at the chunks' ends, X and dv (`d_values` of a free erase) go where `own` has room.
     """
-    values, tiles = scan_values(call, "next_state_backward", window, ends)
+    values, programs = scan_values(call, "next_state_backward", window, ends)
     given = {**values, **LEFT_BACK, **own, "d_final": d_end, "d_initial": d_start}
-    grid = tiles * call.inputs.v.shape[2] * stretches(call.inputs, call.plan), 1, 1
+    grid = programs * call.inputs.v.shape[2] * plan.stretches(call.inputs, call.plan), 1, 1
     call.launch(next_state_backward_kernel, grid, given, backward_tiles)

@@ -21,16 +21,9 @@ import triton
 import triton.language as tl
 
 from deltarule.ops.delta_rule.inputs import Inputs
+from deltarule.ops.delta_rule.triton import plan, tiles
 from deltarule.ops.delta_rule.triton.fetched import score_tiles
-from deltarule.ops.delta_rule.triton.plan import (
-    Call,
-    Plan,
-    Shapes,
-    blocks,
-    full_tiles,
-    inverse_precision,
-    on_hopper,
-)
+from deltarule.ops.delta_rule.triton.plan import Call, Plan, Shapes
 from deltarule.ops.delta_rule.triton.tile_sizes import configuration
 from deltarule.ops.delta_rule.triton.tiles import (
     BETA,
@@ -40,11 +33,6 @@ from deltarule.ops.delta_rule.triton.tiles import (
     SCALINGS,
     WHOLE,
     WRITE,
-    correction,
-    decay_ratio,
-    decay_sums,
-    inverse_norm,
-    load_tile,
 )
 from deltarule.ops.runtime.places import chunk_place
 
@@ -57,8 +45,8 @@ SUM_HEADS = 16
 
 @triton.jit(do_not_specialize=["T", "N"])
 def head_sums_kernel(
-    log_decay, cu_seqlens, scalings, T, N, s_decay_b, s_decay_t, s_decay_h, S: tl.constexpr,
-):  # fmt: skip
+    log_decay, cu_seqlens, scalings, T, N, s_decay_b, s_decay_t, s_decay_h, S: tl.constexpr
+):
     """Two rows of scalings [M, HV, SCALINGS, BT], of one chunk and BH heads.
 
     The first row of each token decays.
@@ -72,26 +60,10 @@ def head_sums_kernel(
     m_h = (o_h < S.HV)[None, :]
     p_g = log_decay + (first // T) * s_decay_b + (first % T + o_r // S.N_STEPS)[:, None] * s_decay_t
     b_g = tl.load(p_g + o_h[None, :] * s_decay_h, mask=m_r[:, None] & m_h, other=0.0)
-    whole, rest = decay_sums(b_g.to(tl.float32))
+    whole, rest = tiles.decay_sums(b_g.to(tl.float32))
     p_s = scalings + (i_m.to(tl.int64) * S.HV + o_h)[None, :] * SCALINGS * S.BT + o_r[:, None]
     tl.store(p_s + WHOLE * S.BT, whole, mask=m_h)
     tl.store(p_s + REST * S.BT, rest, mask=m_h)
-
-
-@triton.jit
-def load_decay_sums(p_s, o_r, BT: tl.constexpr):
-    """(whole, rest) up to rows o_r of the chunk whose scalings lie at p_s."""
-    return tl.load(p_s + WHOLE * BT + o_r), tl.load(p_s + REST * BT + o_r)
-
-
-@triton.jit
-def load_chunk_sums(p_s, o_r, o_i, N_STEPS: tl.constexpr, BT: tl.constexpr):
-    """(whole, rest) up to rows o_r, and up to tokens o_i, or to the chunk's end if that is less."""
-    whole, rest = load_decay_sums(p_s, o_r, BT)
-    whole_q, rest_q = whole, rest
-    if N_STEPS > 1:
-        whole_q, rest_q = load_decay_sums(p_s, tl.minimum(o_i * N_STEPS, BT - 1), BT)
-    return whole, rest, whole_q, rest_q
 
 
 @triton.jit(do_not_specialize=["T", "N"])
@@ -115,15 +87,15 @@ def pair_scores_kernel(
     # Fetched before the tiles, so that the program waits for both at once; those of several steps
     # would take more registers than there are.
     if S.HAS_DECAY and S.N_STEPS == 1:
-        whole, rest, whole_q, rest_q = load_chunk_sums(p_s, o_r, o_i, S.N_STEPS, S.BT)
-    b_k = load_tile(k, first * S.N_STEPS, i_key, 0, o_r, m_r, o_k, S.H, S.K, S)
+        whole, rest, whole_q, rest_q = tiles.load_chunk_sums(p_s, o_r, o_i, S.N_STEPS, S.BT)
+    b_k = tiles.load_tile(k, first * S.N_STEPS, i_key, 0, o_r, m_r, o_k, S.H, S.K, S)
     if scores is not None or S.UNIT_NORM:
-        b_q = load_tile(q, first, i_key, 0, o_i, m_i, o_k, S.H, S.K, S)
+        b_q = tiles.load_tile(q, first, i_key, 0, o_i, m_i, o_k, S.H, S.K, S)
     b_read = tl.where(m_i, scale, 0.0)
     b_key = tl.where(m_r, 1.0, 0.0)
     if S.UNIT_NORM:
-        b_read *= inverse_norm(b_q)
-        b_key *= inverse_norm(b_k)
+        b_read *= tiles.inverse_norm(b_q)
+        b_key *= tiles.inverse_norm(b_k)
     if scores is not None:
         b_p = tl.dot(b_q, tl.trans(b_k), input_precision=S.PRECISION)
         if S.UNIT_NORM:
@@ -132,9 +104,8 @@ def pair_scores_kernel(
             b_p *= scale
         if S.HAS_DECAY:
             if S.N_STEPS > 1:
-                whole, rest, whole_q, rest_q = load_chunk_sums(p_s, o_r, o_i, S.N_STEPS, S.BT)
-            b_ratio = decay_ratio(whole_q[:, None], rest_q[:, None], whole[None, :], rest[None, :])
-            b_p *= b_ratio
+                whole, rest, whole_q, rest_q = tiles.load_chunk_sums(p_s, o_r, o_i, S.N_STEPS, S.BT)
+            b_p *= tiles.pair_decays(whole_q, rest_q, whole, rest)
         b_p = tl.where(o_r[None, :] // S.N_STEPS <= o_i[:, None], b_p, 0.0)
         p_p = scores + i_slot * S.BQ * S.BT + o_i[:, None] * S.BT + o_r[None, :]
         tl.store(p_p, b_p.to(scores.dtype.element_ty))
@@ -147,18 +118,16 @@ def pair_scores_kernel(
         if S.UNIT_NORM:
             b_m *= b_key[:, None] * b_key[None, :]
         if S.HAS_DECAY:
-            if S.N_STEPS > 1:
-                b_ratio = decay_ratio(whole[:, None], rest[:, None], whole[None, :], rest[None, :])
-            b_m *= b_ratio
+            b_m *= tiles.pair_decays(whole, rest, whole, rest)
         b_m = tl.where(o_r[:, None] > o_r[None, :], b_m, 0.0)
-        b_n = correction(b_m, b_beta, S.BT, S.PRECISION)
+        b_n = tiles.correction(b_m, b_beta, S.BT, S.PRECISION)
         p_n = corrections + i_slot * S.BT * S.BT + o_r[:, None] * S.BT + o_r[None, :]
         tl.store(p_n, b_n.to(corrections.dtype.element_ty))
     if S.HAS_DECAY:
-        whole_end, rest_end = load_decay_sums(p_s, S.BT - 1, S.BT)
+        whole_end, rest_end = tiles.load_decay_sums(p_s, S.BT - 1, S.BT)
         tl.store(chunk_decay + i_slot, tl.exp2(whole_end + rest_end))
         b_read *= tl.exp2(whole_q + rest_q)
-        b_write = b_key * decay_ratio(whole_end, rest_end, whole, rest)
+        b_write = b_key * tiles.decay_ratio(whole_end, rest_end, whole, rest)
         b_key *= tl.exp2(whole + rest)
         tl.store(p_s + WRITE * S.BT + o_r, b_write)
     elif S.UNIT_NORM:
@@ -168,13 +137,13 @@ def pair_scores_kernel(
         tl.store(p_s + ERASE_ROW * S.BT + o_r, b_key)
 
 
-def score_shapes(inputs: Inputs, plan: Plan) -> Shapes:
+def score_shapes(inputs: Inputs, planned: Plan) -> Shapes:
     """What the pairs of rows of every chunk leave; decay none or per head."""
-    sizes, dtype = plan.sizes, inputs.q.dtype
-    chunks, rows = (plan.chunks, sizes["HV"]), sizes["BT"]
+    sizes, dtype = planned.sizes, inputs.q.dtype
+    chunks, rows = (planned.chunks, sizes["HV"]), sizes["BT"]
     tied, scaled = inputs.beta is not None, inputs.log_decay is not None or inputs.normalize_qk
     shapes: Shapes = {}
-    if not scans_score(inputs, plan):
+    if not scans_score(inputs, planned):
         shapes["scores"] = (*chunks, sizes["BQ"], rows), dtype
     if tied:
         shapes["corrections"] = (*chunks, rows, rows), dtype
@@ -185,14 +154,14 @@ def score_shapes(inputs: Inputs, plan: Plan) -> Shapes:
     return shapes
 
 
-def scans_score(inputs: Inputs, plan: Plan) -> bool:
+def scans_score(inputs: Inputs, planned: Plan) -> bool:
     """Whether the scans take q . k themselves: without decays, where one tile of S has all values.
 
     Elsewhere than on Hopper there are too few registers, or too little tensor memory, for it.
     """
-    x, tile = inputs.v, configuration("next_state", plan.tile_key)["BV"]
+    x, tile = inputs.v, configuration("next_state", planned.tile_key)["BV"]
     small = inputs.q.shape[-1] <= SCORED_KEYS and x.shape[-1] <= tile and inputs.n_steps == 1
-    able = x.dtype in SCORED_TYPES and on_hopper(x)
+    able = x.dtype in SCORED_TYPES and plan.on_hopper(x)
     return inputs.log_decay is None and small and able
 
 
@@ -200,7 +169,7 @@ def head_scores(call: Call) -> None:
     """Scores, corrections, scalings and the decays of chunks, into the buffers there are."""
     chunks, heads = call.plan.chunks, call.plan.sizes["HV"]
     if call.inputs.log_decay is not None:
-        grid = chunks, blocks(heads, SUM_HEADS), 1
+        grid = chunks, plan.blocks(heads, SUM_HEADS), 1
         call.launch(head_sums_kernel, grid, {"BH": SUM_HEADS, "num_warps": 2, "num_stages": 1})
     if call["scores"] is not None or call["scalings"] is not None:
         config = call.once(pair_scores_config)
@@ -208,9 +177,6 @@ def head_scores(call: Call) -> None:
 
 
 def pair_scores_config(call: Call) -> dict[str, Any]:
-    config = configuration("pair_scores", call.plan.tile_key)
-    return {
-        **config,
-        "PRECISION": inverse_precision(call.inputs.q.dtype),
-        "TMA": full_tiles(call.inputs, call.plan, 1),
-    }
+    precision = plan.inverse_precision(call.inputs.q.dtype)
+    own = {"PRECISION": precision, "TMA": plan.full_tiles(call.inputs, call.plan, 1)}
+    return configuration("pair_scores", call.plan.tile_key) | own

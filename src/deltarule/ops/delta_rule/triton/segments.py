@@ -24,8 +24,8 @@ CONFIG = {"BV": 16, "num_warps": 8, "num_stages": 2}
 
 @triton.jit(do_not_specialize=["T", "per_segment"])
 def segment_starts_kernel(
-    boundary, ends, transitions, starts, cu_seqlens, T, per_segment, S: tl.constexpr,
-):  # fmt: skip
+    boundary, ends, transitions, starts, cu_seqlens, T, per_segment, S: tl.constexpr
+):
     """starts [slots, HV, V, K] from boundary [N, HV, V, K] and ends [slots, HV, ROWS, K].
 
     REVERSED ends have V rows. The transitions are rows V to ROWS of a tensor [slots, HV, ROWS, K].

@@ -33,9 +33,7 @@ from deltarule.ops.delta_rule.triton.segments import leave_ends, leave_ends_back
 class Joint:
     """Where the segments of one call meet the other processes: forwards, or backwards.
 
-    Args:
-        join: Does the meeting; see `deltarule.ops.delta_rule.spanning.Join`.
-        start: The true states at the start of all sequences, once they are known.
+    `start` is the true states at the start of all sequences, once they are known.
     """
 
     def __init__(self, join: Any, start: Tensor | None = None) -> None:

@@ -71,10 +71,9 @@ def row_of(kernel: str, call: TileKey) -> dict[str, int]:
 
 @cache
 def configuration(kernel: str, call: TileKey) -> dict[str, int]:
-    """The configuration of a kernel for a call, its tile no larger than the values need.
+    """Warps, stages and tile sizes of a kernel, not to be changed by the caller.
 
-    Returns:
-        Warps, stages and tile sizes as the kernel takes them; not to be changed.
+    Its tile is no larger than the values of the call need.
     """
     config = dict(row_of(kernel, call))
     config.pop("BT", None)

@@ -67,9 +67,7 @@ def most(config: dict[str, int]) -> dict[str, int]:
 # Two products in a row keep a whole operand in registers before sm_90, so tiles are small there.
 # AMPERE is for the 163 KiB of shared memory of a block of sm_80, SMALL for 99 KiB. Both scans of
 # decayed rows:
-DECAYED = {
-    (2, 128): scan(64, 32, 8, 2), (2, 256): scan(64, 32, 8, 1), (4, 256): scan(64, 16, 8, 1),
-}  # fmt: skip
+DECAYED = {(2, 128): scan(64, 32, 8, 2), (2, 256): scan(64, 32, 8, 1), (4, 256): scan(64, 16, 8, 1)}
 AMPERE: Table = {
     "pair_scores": {(2, 128): no_loop(4), (4, 256): no_loop(8)},
     "next_state": {

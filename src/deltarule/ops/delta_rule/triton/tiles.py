@@ -9,7 +9,6 @@ import triton.language as tl
 READ, ERASE_ROW, WRITE, BETA = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 WHOLE, REST, SCALINGS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
 
-
 # What a kernel is compiled for, handed on as one constant; None what a launch does not know.
 Sizes = namedtuple(
     "Sizes",
@@ -137,6 +136,22 @@ def load_scaling(scalings, i_slot, which: tl.constexpr, o_r, S: tl.constexpr):
 
 
 @triton.jit
+def load_decay_sums(p_s, o_r, BT: tl.constexpr):
+    """(whole, rest) up to rows o_r of the chunk whose scalings lie at p_s."""
+    return tl.load(p_s + WHOLE * BT + o_r), tl.load(p_s + REST * BT + o_r)
+
+
+@triton.jit
+def load_chunk_sums(p_s, o_r, o_i, N_STEPS: tl.constexpr, BT: tl.constexpr):
+    """(whole, rest) up to rows o_r, and up to tokens o_i, or to the chunk's end if that is less."""
+    whole, rest = load_decay_sums(p_s, o_r, BT)
+    whole_q, rest_q = whole, rest
+    if N_STEPS > 1:
+        whole_q, rest_q = load_decay_sums(p_s, tl.minimum(o_i * N_STEPS, BT - 1), BT)
+    return whole, rest, whole_q, rest_q
+
+
+@triton.jit
 def load_decay(chunk_decay, i_slot, o_k, S: tl.constexpr):
     """The decay of a whole chunk, to be multiplied by rows of the state."""
     if S.DECAY == "head":
@@ -151,11 +166,8 @@ def boundary_state(x, i_s, i_n, i_h, o_v, o_k, at_boundary, S: tl.constexpr):
     """First state of a program: of its segment, else of its sequence, else zeros."""
     b_s = tl.zeros([S.BV, S.BK], tl.float32)
     if x is not None:
-        rows, i_x = S.V, i_n
-        if S.SPLIT == "starts":
-            i_x = i_s
-        if S.SPLIT == "ends":
-            rows = tl.where(at_boundary, S.V, 0)
+        i_x = i_s if S.SPLIT == "starts" else i_n
+        rows = tl.where(at_boundary, S.V, 0) if S.SPLIT == "ends" else S.V
         mask = (o_v < rows)[:, None] & (o_k < S.K)[None, :]
         b_s = tl.load(state_tile(x, i_x, i_h, o_v, o_k, S.HV, S.K, S.V), mask=mask, other=0.0)
     return b_s
@@ -171,14 +183,9 @@ def store_final(final_state, i_s, i_n, i_h, o_v, o_k, last, b_s, S: tl.constexpr
 
 
 @triton.jit
-def row_scaling(
-    scalings, i_slot, which: tl.constexpr, b_none, o_r, BT: tl.constexpr, HAS: tl.constexpr
-):
+def row_scaling(x, i_slot, which: tl.constexpr, b_none, o_r, HAS: tl.constexpr, S: tl.constexpr):
     """One scaling of a chunk's rows, or b_none where there is none."""
-    b_scaling = b_none
-    if HAS:
-        b_scaling = tl.load(scalings + (i_slot * SCALINGS + which) * BT + o_r)
-    return b_scaling
+    return tl.load(x + (i_slot * SCALINGS + which) * S.BT + o_r) if HAS else b_none
 
 
 @triton.jit
@@ -205,7 +212,6 @@ def operand_products(b_x, b_y, PRECISION: tl.constexpr):
 
 
 # Queries and keys divided by their norm, x / |x|: the norm, and the gradient through it.
-
 # Added to a sum of squares, as the definition does.
 EPSILON = tl.constexpr(1e-6)
 
@@ -234,7 +240,6 @@ def unit_norm_backward(b_x, b_norm, b_y):
 # digits. A log decay below -16384 counts as that: 64 of them still add exactly, and its power is
 # zero long before.
 
-
 # A log decay below this leaves nothing of what was there.
 RESET = tl.constexpr(-60.0)
 LOWEST = tl.constexpr(-16384.0)
@@ -253,6 +258,12 @@ def decay_sums(b_g):
 def decay_ratio(whole_i, rest_i, whole_j, rest_j):
     """The decay after row j up to row i, for j <= i; 1 at most for any j."""
     return tl.exp2(tl.minimum((whole_i - whole_j) + (rest_i - rest_j), 0.0))
+
+
+@triton.jit
+def pair_decays(whole_i, rest_i, whole_j, rest_j):
+    """The same for each pair of a row i and a column j."""
+    return decay_ratio(whole_i[:, None], rest_i[:, None], whole_j[None, :], rest_j[None, :])
 
 
 # The inverse that corrects what a chunk's rows write: device functions.
@@ -334,8 +345,6 @@ def times(b_x, b_y, b_sum, PRECISION: tl.constexpr):
 
 # What they are made of: values, S, E, dO, D and X.
 Around = namedtuple("Around", "v states errors d_o d_states d_errors")
-
-
 # One chunk of one value head: first token, tokens, rows, and its numbers. `slot` counts all
 # chunks, `own` those of S, E, D and X.
 Chunk = namedtuple("Chunk", "first tokens rows head slot own")
@@ -350,15 +359,6 @@ def load_errors(x, at, i_v, S: tl.constexpr):
         row, o_r, o_v = at.first * S.N_STEPS, tl.arange(0, S.BT), i_v + tl.arange(0, S.BV)
         b_e = load_tile(x.v, row, at.head, i_v, o_r, o_r < at.rows, o_v, S.HV, S.V, S)
     return b_e
-
-
-@triton.jit
-def no_held(BV: tl.constexpr, PRECISION: tl.constexpr):
-    if PRECISION == "tf32x3":
-        b_held = tl.zeros([BV], tl.float32)
-    else:
-        b_held = tl.zeros([BV, BV], tl.float32)
-    return b_held
 
 
 @triton.jit
@@ -378,7 +378,8 @@ def over_values(x, at, o_i, m_i, i_k, S: tl.constexpr, WRITTEN: tl.constexpr):
     """dO w^T, X w^T, dO S, X S; and if they are WRITTEN here w D and what `add_held` adds up."""
     b_gp, b_gm = tl.zeros([S.BQ, S.BT], tl.float32), tl.zeros([S.BT, S.BT], tl.float32)
     b_read, b_row = tl.zeros([S.BQ, S.BC], tl.float32), tl.zeros([S.BT, S.BC], tl.float32)
-    b_col, b_held = tl.zeros([S.BT, S.BC], tl.float32), no_held(S.BV, S.PRECISION)
+    b_col = tl.zeros([S.BT, S.BC], tl.float32)
+    b_held = tl.zeros([S.BV] if S.PRECISION == "tf32x3" else [S.BV, S.BV], tl.float32)
     for i_v in range(0, S.V, S.BV):
         o_v = i_v + tl.arange(0, S.BV)
         b_do = load_tile(x.d_o, at.first, at.head, i_v, o_i, m_i, o_v, S.HV, S.V, S)
