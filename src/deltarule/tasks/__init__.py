@@ -1,12 +1,19 @@
-"""Synthetic tasks: one file each, with a configuration, `generate`, and one example to read."""
+"""Synthetic tasks, one file each. Every one of them has
+
+    Config(...)                      sizes; a ValueError names one that does not fit the others
+    generate(config, rng, rows)      a `Batch`: tokens and labels, int64; rng is all that is random
+    show(config, rng)                one row to read
+    measure(config, batch, guesses)  further figures of the likeliest tokens [rows, length]
+
+of which the last stands only where accuracy says too little.
+"""
 
 import importlib
 from types import ModuleType
 
 from deltarule.nearest import check_known
 
-# Modules of this package, each with a `Config`, `generate(config, rng, rows)` and
-# `show(config, rng)`. They are imported on demand, as the text of one needs the models.
+# Modules of this package, imported on demand: the text of one needs the models.
 TASKS = (
     "mqar",
     "mad_recall",
@@ -24,14 +31,6 @@ TASKS = (
 
 
 def load_task(name: str) -> ModuleType:
-    """The module of a task.
-
-    Raises:
-        ValueError: There is no such task.
-
-    Examples:
-        >>> load_task("mqar").Config().pairs
-        8
-    """
+    """The module of a task."""
     check_known("name", name, TASKS)
     return importlib.import_module(f"{__name__}.{name}")

@@ -27,15 +27,7 @@ SHORTEST_SUM = 5
 
 @dataclass(frozen=True)
 class Config(Lengths):
-    """Lengths of the task: the expression, =, the answer and one place of padding.
-
-    Raises:
-        ValueError: The lengths are below 3 or out of order, or longest is below 5.
-
-    Examples:
-        >>> Config().vocab_size
-        12
-    """
+    """Lengths of the task: the expression, =, the answer and one place of padding."""
 
     multiply: bool = False
     """Also multiply; the published column is the one without."""
@@ -56,15 +48,7 @@ class Config(Lengths):
 
 
 def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
-    """Draw rows of the task, all expressions at once and level by level.
-
-    Args:
-        config: The lengths.
-        rng: All randomness.
-        rows: How many.
-
-    Returns:
-        tokens and labels, int64 [rows, longest - 1], with one label in each row.
+    """Rows of one label each, [rows, longest - 1]: all expressions at once, level by level.
 
     Examples:
         >>> batch = generate(Config(), np.random.default_rng(0), rows=3)

@@ -10,10 +10,7 @@ from deltarule.tasks.batch import NO_LABEL, Array, Batch
 
 @dataclass(frozen=True)
 class Lengths:
-    """The range from which each row's length is drawn, the place of the answer counted.
-
-    Raises:
-        ValueError: The lengths are below 3 or out of order.
+    """The range from which each row's length is drawn, the place of the answer counted; 3 or more.
 
     Examples:
         >>> Lengths(3, 40).length

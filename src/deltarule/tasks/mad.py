@@ -26,15 +26,7 @@ class Sized(Protocol):
 
 
 def measure(config: Sized, batch: Batch, guesses: Array) -> dict[str, float]:
-    """Score the guesses for a batch.
-
-    Args:
-        config: Of the task, for the number of classes.
-        batch: What `generate` returned, with at least one label.
-        guesses: The likeliest token at each position, [rows, length]; read where there is a label.
-
-    Returns:
-        "accuracy", the mean over classes, and "share_right", the share of labels guessed.
+    """The mean over the classes as "accuracy", and as "share_right" the share of labels guessed.
 
     Examples:
         >>> class Four:

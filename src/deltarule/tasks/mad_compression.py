@@ -20,15 +20,7 @@ from deltarule.tasks.mad import measure as measure
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of the task; the defaults are the benchmark's.
-
-    Raises:
-        ValueError: A size is too small; the message names it.
-
-    Examples:
-        >>> Config().length
-        32
-    """
+    """Sizes of the task; the defaults are the benchmark's."""
 
     length: int = 32
     """Tokens in a row, the last of them always the same."""
@@ -45,21 +37,7 @@ class Config:
 
 
 def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
-    """Draw rows of the task.
-
-    Args:
-        config: The sizes.
-        rng: All randomness.
-        rows: How many.
-
-    Returns:
-        tokens, and the same again as labels, int64 [rows, length].
-
-    Examples:
-        >>> batch = generate(Config(), np.random.default_rng(0), rows=3)
-        >>> batch.tokens.shape, bool((batch.tokens == batch.labels).all())
-        ((3, 32), True)
-    """
+    """Rows [rows, length], and the same again as labels."""
     tokens = np.full((rows, config.length), config.vocab_size - 1, dtype=np.int64)
     tokens[:, :-1] = rng.integers(config.vocab_size - 1, size=(rows, config.length - 1))
     return Batch(tokens, tokens.copy())

@@ -17,15 +17,7 @@ from deltarule.tasks.mad import measure as measure
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of the task; the defaults are the benchmark's.
-
-    Raises:
-        ValueError: The sizes do not fit each other; the message names the one to change.
-
-    Examples:
-        >>> Config().blanks
-        223
-    """
+    """Sizes of the task; the defaults are the benchmark's."""
 
     length: int = 256
     """Tokens in a row."""
@@ -54,15 +46,7 @@ class Config:
 
 
 def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
-    """Draw rows of the task.
-
-    Args:
-        config: The sizes.
-        rng: All randomness.
-        rows: How many.
-
-    Returns:
-        tokens and labels, int64 [rows, length].
+    """Rows [rows, length], of which the last places are asked for.
 
     Examples:
         >>> batch = generate(Config(), np.random.default_rng(0), rows=3)

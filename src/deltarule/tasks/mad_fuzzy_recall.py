@@ -26,9 +26,6 @@ Word = tuple[int, ...]
 class Config:
     """Sizes of the task; the defaults are the benchmark's.
 
-    Raises:
-        ValueError: The sizes do not fit each other; the message names the one to change.
-
     Examples:
         >>> Config().letters_of_keys, Config().letters_of_values
         (7, 8)
@@ -78,15 +75,7 @@ class Config:
 
 
 def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
-    """Draw rows of the task.
-
-    Args:
-        config: The sizes.
-        rng: All randomness.
-        rows: How many.
-
-    Returns:
-        tokens and labels, int64 [rows, length].
+    """Rows [rows, length].
 
     Examples:
         >>> batch = generate(Config(), np.random.default_rng(0), rows=3)

@@ -20,15 +20,7 @@ from deltarule.tasks.mad import measure as measure
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of the task; the defaults are the benchmark's.
-
-    Raises:
-        ValueError: The sizes do not fit each other; the message names the one to change.
-
-    Examples:
-        >>> Config().keys
-        127
-    """
+    """Sizes of the task; the defaults are the benchmark's."""
 
     length: int = 32
     """Tokens in a row, an even number: keys and question marks in turn."""
@@ -67,15 +59,7 @@ def values(config: Config) -> Array:
 
 
 def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
-    """Draw rows of the task.
-
-    Args:
-        config: The sizes.
-        rng: All randomness but for the map.
-        rows: How many.
-
-    Returns:
-        tokens and labels, int64 [rows, length].
+    """Rows [rows, length], all of one map, which the generator does not draw.
 
     Examples:
         >>> batch = generate(Config(), np.random.default_rng(0), rows=3)

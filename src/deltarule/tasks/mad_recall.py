@@ -24,13 +24,6 @@ class Config:
     """Sizes of the task; the defaults are the benchmark's in-context recall.
 
     Its noisy recall is `Config(vocab_size=32, noise_vocab_size=16, noise=0.2)`.
-
-    Raises:
-        ValueError: The sizes do not fit each other; the message names the one to change.
-
-    Examples:
-        >>> Config().chance
-        0.125
     """
 
     length: int = 128
@@ -77,15 +70,7 @@ class Config:
 
 
 def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
-    """Draw rows of the task.
-
-    Args:
-        config: The sizes.
-        rng: All randomness.
-        rows: How many.
-
-    Returns:
-        tokens and labels, int64 [rows, length - 1].
+    """Rows [rows, length - 1].
 
     Examples:
         >>> batch = generate(Config(), np.random.default_rng(0), rows=3)

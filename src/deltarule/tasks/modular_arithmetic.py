@@ -20,15 +20,7 @@ MODULUS = 5
 
 @dataclass(frozen=True)
 class Config(Lengths):
-    """Lengths of the task, = and the answer counted; a row's own length is always odd.
-
-    Raises:
-        ValueError: The lengths are below 3 or out of order.
-
-    Examples:
-        >>> Config().vocab_size
-        10
-    """
+    """Lengths of the task, = and the answer counted; a row's own length is always odd."""
 
     @property
     def vocab_size(self) -> int:
@@ -42,15 +34,7 @@ class Config(Lengths):
 
 
 def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
-    """Draw rows of the task; the draws are those of the original, in its order.
-
-    Args:
-        config: The lengths.
-        rng: All randomness.
-        rows: How many.
-
-    Returns:
-        tokens and labels, int64 [rows, longest - 1], with one label in each row.
+    """Rows of one label each, [rows, longest - 1]; the draws are the original's, in its order.
 
     Examples:
         >>> batch = generate(Config(), np.random.default_rng(0), rows=3)

@@ -26,13 +26,6 @@ class Config:
 
     Keys are drawn from 1 to vocab_size/2 - 1, values from vocab_size/2 to vocab_size - 1, each
     distinct within a row. A model that only knows which values occurred is right once in `pairs`.
-
-    Raises:
-        ValueError: The sizes do not fit each other; the message names the one to change.
-
-    Examples:
-        >>> Config().chance
-        0.125
     """
 
     length: int = 64
@@ -66,15 +59,7 @@ class Config:
 
 
 def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
-    """Draw rows of the task.
-
-    Args:
-        config: The sizes.
-        rng: All randomness.
-        rows: How many.
-
-    Returns:
-        tokens and labels, int64 [rows, length]; each row has `pairs` labels.
+    """Rows [rows, length], each with `pairs` labels.
 
     Examples:
         >>> batch = generate(Config(), np.random.default_rng(0), rows=3)

@@ -63,15 +63,7 @@ LONGEST_ANSWERS = {"number": "0" * 7, "uuid": "0" * 36, "any": "0" * 36}
 
 @dataclass(frozen=True)
 class Config:
-    """The haystack, the needle's value and the length.
-
-    Raises:
-        ValueError: A word is unknown, or the length leaves no room for a haystack.
-
-    Examples:
-        >>> Config("prose", "uuid", length=1024).vocab_size
-        257
-    """
+    """The haystack, the needle's value and the length."""
 
     haystack: Haystack = "noise"
     """What the needle is hidden in; "any" draws one of the two for each row."""
@@ -189,16 +181,7 @@ def draw_answer(value: Value, rng: np.random.Generator) -> str:
 def generate(
     config: Config, rng: np.random.Generator, rows: int, prose: ReadProse = read_prose
 ) -> Batch:
-    """Draw rows of the task.
-
-    Args:
-        config: The haystack, the value and the length.
-        rng: All randomness.
-        rows: How many.
-        prose: Gives the sentences of a split.
-
-    Returns:
-        tokens and labels, int64 [rows, length]; what the text leaves over is BEGIN, unlabelled.
+    """Rows [rows, length]; `prose` gives the sentences of a split, and BEGIN fills up what is left.
 
     Examples:
         >>> batch = generate(Config(), np.random.default_rng(0), rows=2)

@@ -19,15 +19,7 @@ BLANK, CLEAR, SET = 0, 1, 2
 
 @dataclass(frozen=True)
 class Config(Lengths):
-    """Lengths of the task, the place of the answer counted: length 40 has 39 bits.
-
-    Raises:
-        ValueError: The lengths are below 3 or out of order.
-
-    Examples:
-        >>> Config(shortest=40, longest=256).length
-        255
-    """
+    """Lengths of the task, the place of the answer counted: length 40 has 39 bits."""
 
     every_position: bool = False
     """Ask after every bit, not only after the last: far more to learn from in each row."""
@@ -44,15 +36,7 @@ class Config(Lengths):
 
 
 def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
-    """Draw rows of the task; the draws are those of the original, in its order.
-
-    Args:
-        config: The lengths.
-        rng: All randomness.
-        rows: How many.
-
-    Returns:
-        tokens and labels, int64 [rows, longest - 1].
+    """Rows [rows, longest - 1]; the draws are those of the original, in its order.
 
     Examples:
         >>> tokens, labels = generate(Config(3, 6), np.random.default_rng(0), rows=1)

@@ -28,15 +28,7 @@ PADDING = 0
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of the task; the defaults are the paper's.
-
-    Raises:
-        ValueError: The sizes do not fit each other; the message names the one to change.
-
-    Examples:
-        >>> Config().vocab_size
-        20
-    """
+    """Sizes of the task; the defaults are the paper's."""
 
     letters: int = 18
     """Letters of all automata, tokens from 1; each automaton knows `edges` + 1 of them or more."""
@@ -94,15 +86,7 @@ class Batch(NamedTuple):
 
 
 def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
-    """Draw rows of the task, each from a new automaton.
-
-    Args:
-        config: The sizes.
-        rng: All randomness.
-        rows: How many.
-
-    Returns:
-        tokens, labels and legal, int64 [rows, length].
+    """Rows [rows, length], each from a new automaton.
 
     Examples:
         >>> batch = generate(Config(longest_word=5), np.random.default_rng(0), rows=3)
@@ -114,15 +98,7 @@ def generate(config: Config, rng: np.random.Generator, rows: int) -> Batch:
 
 
 def speak(config: Config, rng: np.random.Generator, table: Array) -> Batch:
-    """Draw a row of words for each automaton.
-
-    Args:
-        config: How many words and how long.
-        rng: All randomness.
-        table: Next states [rows, states, letters], as `automata` returns them.
-
-    Returns:
-        As `generate`.
+    """A row of words for each automaton; table [rows, states, letters] is one of `automata`.
 
     Examples:
         >>> config = Config(letters=2, states=2, edges=1, longest_word=3)
@@ -164,15 +140,8 @@ def _layout(config: Config, rng: np.random.Generator, rows: int) -> tuple[Flags,
 def automata(config: Config, rng: np.random.Generator, rows: int) -> Array:
     """Draw automata: the next state for each state and letter, or -1 where it is not legal.
 
-    A state has 1 to `edges` letters, all different, to as many different states but its own.
-
-    Args:
-        config: The sizes.
-        rng: All randomness.
-        rows: How many.
-
-    Returns:
-        int64 [rows, states, letters]; states beyond an automaton's own number are never reached.
+    A state has 1 to `edges` letters, all different, to as many different states but its own. Of the
+    table [rows, states, letters] an automaton reaches only the first states, as many as it has.
 
     Examples:
         >>> table = automata(Config(letters=2, states=2, edges=1), np.random.default_rng(0), 5)
@@ -200,13 +169,8 @@ def automata(config: Config, rng: np.random.Generator, rows: int) -> Array:
 def minimal(table: Array) -> Array:
     """The smallest automaton with the same words, its states in the order of a breadth-first walk.
 
-    Two automata have the same words exactly if their minimal tables are equal.
-
-    Args:
-        table: Next states [states, letters], -1 where a letter is not legal; the first is state 0.
-
-    Returns:
-        A table of the same kind, with as many states as differ and are reached.
+    A table [states, letters] begins at state 0 and has -1 where a letter is not legal. Two automata
+    have the same words exactly if their minimal tables are equal.
 
     Examples:
         >>> minimal(np.array([[1, 2], [0, -1], [0, -1], [3, 3]])).tolist()
@@ -233,21 +197,8 @@ def minimal(table: Array) -> Array:
 
 
 def measure(config: Config, batch: Batch, guesses: Array) -> dict[str, float]:
-    """Score the guesses for a batch.
-
-    Args:
-        config: The sizes.
-        batch: What `generate` returned.
-        guesses: The likeliest token at each position, [rows, length]; read where there is a label.
-
-    Returns:
-        "accuracy", the share of guesses that are legal; "next_letter", the share that came;
-        "uniform", the accuracy of guessing any letter, each as likely.
-
-    Examples:
-        >>> batch = generate(Config(), np.random.default_rng(0), rows=10)
-        >>> measure(Config(), batch, batch.labels)["accuracy"]
-        1.0
+    """Shares of guesses: "accuracy", that are legal; "next_letter", that came; and as "uniform"
+    the accuracy of guessing any letter, each as likely.
     """
     asked = batch.labels != NO_LABEL
     legal, given = batch.legal[asked], guesses[asked]
