@@ -11,12 +11,7 @@ from pathlib import Path
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a file aside, then move it into place: readers see the old file or the new.
 
-    Args:
-        path: The file to replace or make; its folder exists.
-        write: Takes the path of the file aside, which exists and is empty.
-
-    Raises:
-        OSError: It cannot be written, or its folder is not there; the error names the path.
+    The folder of the file exists. An OSError names the path.
 
     Examples:
         >>> import tempfile
@@ -47,13 +42,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Fill a folder aside, then move it into place: it is whole or absent.
-
-    Args:
-        path: The folder to make; its parents are made too.
-
-    Raises:
-        ValueError: Something is there already.
+    """Fill a folder aside, then move it into place, under new parents: it is whole or absent.
 
     Examples:
         >>> import tempfile

@@ -7,11 +7,7 @@ from typing import Any
 
 
 def named(bare: str, flags: type[Any], words: list[str]) -> list[str]:
-    """Words with a flag before the bare ones, beyond those that must be given.
-
-    Raises:
-        ValueError: There are several, and the flag takes one, or the flag is given too.
-    """
+    """Words with a flag before the bare ones, beyond those that must be given."""
     required = sum(
         field.default is field.default_factory is dataclasses.MISSING
         for field in dataclasses.fields(flags)

@@ -122,14 +122,10 @@ def beside_the_package() -> dict[str, Command]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line.
+    """Run a command line, by default that of the process, and return its exit code.
 
-    Args:
-        arguments: The words after `deltarule`. None takes them from the process.
-
-    Returns:
-        The exit code: 0, 1 for what cannot be done, 2 for a command line that makes no sense, 130
-        after Ctrl-C. A run that SIGTERM stops has saved all it did: 0.
+    It is 0, or 1 for what cannot be done, 2 for a command line that makes no sense, 130 after
+    Ctrl-C. A run that SIGTERM stops has saved all it did: 0.
     """
     for stream in (sys.stdout, sys.stderr):
         # What a terminal has no letter for is shown all the same.
@@ -220,11 +216,7 @@ def read_flags(name: str, command: Command, words: list[str]) -> Any:
 
 
 def completed(command: Command, words: list[str]) -> list[str]:
-    """Words with those of a configuration file in front, and a flag before bare ones.
-
-    Raises:
-        ValueError: The file cannot be read, or names a flag that the command has not.
-    """
+    """Words with those of a configuration file in front, and a flag before bare ones."""
     place = next((i for i, word in enumerate(words) if word.split("=")[0] == "--config-file"), None)
     mine, file = words, None
     if place is not None:
@@ -244,11 +236,7 @@ def completed(command: Command, words: list[str]) -> list[str]:
 
 
 def parse(name: str, command: Command, words: list[str], default: Any) -> Any:
-    """Let tyro read the words; it prints help and complaints itself and leaves with code 0 or 2.
-
-    Raises:
-        ValueError: A number is larger than any that is meant.
-    """
+    """Let tyro read the words; it prints help and complaints itself and leaves with code 0 or 2."""
     from deltarule.config_file import flat
 
     tyro, conf = require("tyro"), require("tyro.conf")
@@ -268,7 +256,6 @@ def parse(name: str, command: Command, words: list[str], default: Any) -> Any:
 
 
 def overview() -> str:
-    """What `deltarule --help` prints."""
     commands = COMMANDS | beside_the_package()
     lines = [f"  {name:<17} {command.about}" for name, command in commands.items()]
     return "\n".join(
@@ -291,7 +278,6 @@ def versions() -> str:
 
 
 def unknown(name: str, words: list[str]) -> int:
-    """Complain about a command that is none, with the nearest one."""
     if words == ["train"] or words[:2] in (["train", "-h"], ["train", "--help"]):
         print(overview())
         return 0 if len(words) > 1 else MISUSED

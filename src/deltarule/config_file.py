@@ -33,11 +33,7 @@ def flag_names(kind: type[Any]) -> list[str]:
 
 
 def words_of_file(path: Path, kind: type[Any]) -> list[str]:
-    """The words that a TOML file, whose tables only order it, stands for on a command line.
-
-    Raises:
-        ValueError: The file cannot be read, or a key is no flag of this command.
-    """
+    """The words that a TOML file, whose tables only order it, stands for on a command line."""
     try:
         table = tomllib.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:

@@ -16,10 +16,7 @@ NAMES: dict[Any, str] = {
 
 
 def parse(text: str) -> Any:
-    """What JSON text says.
-
-    Raises:
-        ValueError: It is not JSON, nests too deeply, repeats a key or holds a huge integer.
+    """What JSON text says; it may not nest too deeply, repeat a key or hold a huge integer.
 
     Examples:
         >>> parse('{"steps": 7}')
@@ -34,21 +31,11 @@ def parse(text: str) -> Any:
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """A JSON object.
-
-    Raises:
-        ValueError: As of `parse`, or it is something else.
-    """
     return fitted(dict[str, Any], parse(text))
 
 
 def read_text(path: Path) -> str:
-    """The text of a file.
-
-    Raises:
-        OSError: It cannot be read.
-        ValueError: It is too long, or not UTF-8.
-    """
+    """The text of a file in UTF-8 that is not too long."""
     if path.stat().st_size > LONGEST:
         raise ValueError(f"longer than {LONGEST} bytes, which no such file is")
     try:
@@ -58,15 +45,9 @@ def read_text(path: Path) -> str:
 
 
 def fitted(kind: Any, value: Any, where: str = "") -> Any:
-    """A value of JSON as the type that is written for it, dataclasses and all.
+    """A value of JSON as the type that is written for it, dataclasses and all; `where` is its name.
 
-    Args:
-        kind: A class, or `X | None`, `Literal`, `tuple[X, ...]`, `list[X]`, `dict[str, X]`.
-        value: What `parse` returned.
-        where: The name of the value, for the message.
-
-    Raises:
-        ValueError: The value is of another type; the message names the field.
+    The type is a class, or `X | None`, `Literal`, `tuple[X, ...]`, `list[X]`, `dict[str, X]`.
 
     Examples:
         >>> fitted(dict[str, tuple[int, ...]], {"sizes": [1, 2]})

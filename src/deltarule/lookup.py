@@ -196,7 +196,6 @@ def _row(system: System) -> str:
 
 
 def facts(system: System, layer: type[Mixer]) -> str:
-    """What a page says of a row beside its equation: a list that the code is the source of."""
     options = [name for name in inspect.signature(layer).parameters if name != "hidden_size"]
     rows = {
         "name": _code(system.name),

@@ -8,13 +8,7 @@ Row = TypeVar("Row")
 
 
 def nearest(given: object, known: Iterable[str], *, before: str = "", otherwise: str = "") -> str:
-    """The known name most like the one given, as a question.
-
-    Args:
-        given: What is not known.
-        known: The names that are.
-        before: Put before the question; unused where no name is close.
-        otherwise: Returned where no name is close.
+    """The known name most like the one given, as a question after `before`; else `otherwise`.
 
     Examples:
         >>> nearest("delta_net", ["deltanet", "gla"], before=": ")

@@ -40,7 +40,6 @@ class PlanRun:
 
 
 def plan(run: PlanRun) -> list[Estimate]:
-    """Print the divisions that fit, and return them all."""
     size = size_of(run.parameters, run.vocabulary, run.attention_every)
     machine = MACHINES[run.gpu]
     found = best(size, machine, run.gpus, run.length, run.tokens_per_batch)
@@ -70,6 +69,5 @@ def row(estimate: Estimate) -> list[str]:
 
 
 def shares(estimate: Estimate) -> str:
-    """What takes the time of a step."""
     parts = sorted(estimate.parts.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {seconds:.3g}" for name, seconds in parts if seconds)

@@ -53,18 +53,11 @@ def each_apart(
 ) -> Iterator[Done[Task, Value]]:
     """Do tasks side by side, and give each as soon as it is done.
 
-    Args:
-        work: A function of a module. An error that it raises ends its process, as a crash does.
-        tasks: What can be pickled; the next is asked for when there is a process for it.
-        processes: Tasks at a time, 1 or more.
-        limit_s: Seconds after which a task is given up.
-        afresh: Each task has a process of its own. False: one does task after task.
-        environment: Variables of the processes, beside those of this one.
-        log_of: Where the process prints while it is at a task. None: nowhere.
-        look: Called twice a second with the processes at work; what it raises ends them all.
-
-    Returns:
-        Tasks as they come to their end. Who stops early stops the processes.
+    `work` is a function of a module; an error that it raises ends its process, as a crash does. A
+    task can be pickled, and is asked for when there is a process for it, its own where `afresh`;
+    after `limit_s` it is given up. Its process prints to `log_of` it, or nowhere. `look` is called
+    twice a second with the processes at work; what it raises ends them all, and so does the caller
+    who asks for no further task.
     """
     waiting, busy, idle = iter(tasks), list[Worker](), list[Worker]()
     with tempfile.TemporaryDirectory() as folder:
@@ -113,7 +106,6 @@ class Worker:
             self.words.send((task, log))
 
     def is_done(self) -> bool:
-        """Whether the task has come to its end, which `done` then tells."""
         try:
             while self.at_work and self.words.poll():
                 if (answer := self.words.recv()) is None:
@@ -142,7 +134,6 @@ class Worker:
 
 
 def stop(workers: Sequence[Worker]) -> None:
-    """Let processes end, ask those that are at work to, and end those that do not."""
     for worker in workers:
         worker.words.close()
         if worker.at_work:

@@ -46,7 +46,6 @@ class WarmupRun:
 
 
 def warm_up(run: WarmupRun) -> None:
-    """Compile, and print what was compiled."""
     try:
         if run.config is not None:
             config = ModelConfig.from_json(run.config.read_text())

@@ -15,7 +15,6 @@ GRADIENT = {torch.float64: 5e-12, torch.float32: 5e-6}
 
 
 def full_precision(dtype: torch.dtype, gradient: bool = False, growth: float = 1.0) -> float:
-    """The bar of float64 and float32 for a recurrence whose roundings grow so far; see `growth`."""
     return max(GRADIENT[dtype] if gradient else 0.0, growth * FORWARD[dtype])
 
 
@@ -24,14 +23,8 @@ def growth(writes: int, key_size: int, beta: float = 2.0, share: float | None = 
 
     Beyond beta = 1 a write overshoots, and forgets less: of the squared state along its key it
     keeps (1 - beta)^2, and at beta = 2 all of it. The roundings of the last K / (beta (2 - beta))
-    of n writes add up as a random walk, most in the direction that keys have most in common.
-
-    Args:
-        writes: n.
-        key_size: K.
-        beta: The largest write strength; all below 1 are as 1.
-        share: s, what keys have of their squared length in that direction. None: 1 / K, as of keys
-            that spread evenly.
+    of n writes add up as a random walk, most in the direction that keys have most in common: s is
+    their share of the squared length there, 1 / K if they spread evenly.
     """
     forgotten = max(beta, 1.0) * (2 - max(beta, 1.0))
     kept = min(writes, key_size / forgotten) if forgotten > 0 else writes

@@ -246,7 +246,6 @@ def run(
 
 
 def heads_first(x: Tensor) -> Tensor:
-    """[B, T, HV, C] -> [B, HV, T, C] in float32 at least."""
     return x.to(state_dtype(x)).transpose(1, 2)
 
 
@@ -256,7 +255,6 @@ def per_value_head(x: Tensor, heads: int) -> Tensor:
 
 
 def state_dtype(x: Tensor) -> torch.dtype:
-    """float32, or float64 for float64 inputs."""
     return torch.promote_types(x.dtype, torch.float32)
 
 

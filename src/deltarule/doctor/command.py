@@ -89,7 +89,6 @@ def diagnose(run: DoctorRun) -> None:
 def examine_all(
     configurations: Sequence[Configuration], processes: int | None
 ) -> Iterator[Verdict]:
-    """Examine in processes of their own, or in this one."""
     if processes == 0:
         return examined(configurations, torch.device("cuda"))
     wanted = fitting_processes() if processes is None else processes
@@ -99,9 +98,6 @@ def examine_all(
 def examined_apart(configurations: Sequence[Configuration], processes: int) -> Iterator[Verdict]:
     """Verdicts in the order in which they come: a kernel that breaks its GPU context ends only its
     own process.
-
-    Raises:
-        ValueError: The GPU's memory does not hold what so many processes need.
     """
     for done in each_apart(
         examine_alone, configurations, processes=processes, limit_s=LIMIT_SECONDS

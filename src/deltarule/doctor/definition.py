@@ -80,7 +80,6 @@ def in_parts(run: Run, inputs: Inputs, weights: tuple[Tensor, Tensor]) -> dict[s
 
 
 def in_float64(inputs: Inputs) -> Inputs:
-    """The same rounded inputs in float64."""
     return inputs._replace(
         **{name: x.double() for name in NAMES if (x := getattr(inputs, name)) is not None}
     )

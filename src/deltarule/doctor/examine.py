@@ -92,7 +92,6 @@ def slow_to_compile(of: Configuration) -> tuple[bool, bool, int]:
 
 
 def every() -> list[Configuration]:
-    """The commonest first, then the whole grid."""
     grid = [
         Configuration(erase, decay, n_steps, dtype, *size)
         for dtype in DTYPES
@@ -150,7 +149,6 @@ def state_of(normal: Tensor) -> Tensor:
 
 
 def triton_run(inputs: Inputs) -> RecurrentOutput:
-    """The kernels, whatever earlier findings say."""
     return recurrence.run(inputs, "triton", True)
 
 
@@ -232,11 +230,7 @@ def examine(of: Configuration, device: torch.device) -> Verdict:
 
 
 def examined(configurations: Iterable[Configuration], device: torch.device) -> Iterator[Verdict]:
-    """One verdict after the other, in this process.
-
-    Raises:
-        ValueError: A kernel has broken the GPU's context, and nothing can be examined after it.
-    """
+    """One verdict after the other, in this process."""
     for configuration in configurations:
         verdict = examine(configuration, device)
         yield verdict

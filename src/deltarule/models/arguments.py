@@ -20,7 +20,6 @@ def check_inputs(
     num_layers: int,
     device: torch.device,
 ) -> None:
-    """Shapes, dtypes, devices and ranges of one call of the model."""
     _check_tokens(tokens, vocab_size, device)
     if context is not None:
         check_context(context, tokens.shape[1], "tokens", cu_seqlens)

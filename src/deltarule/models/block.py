@@ -109,7 +109,6 @@ class Block(nn.Module):
         return total, after
 
     def parts(self) -> Iterator[tuple[str, nn.Module, float]]:
-        """The parts of the first half, what their states' names begin with, and their factors."""
         if not isinstance(self.mixer, nn.ModuleDict):
             yield "", self.mixer, next(iter(self.multipliers.values()))
             return
@@ -162,7 +161,6 @@ class Block(nn.Module):
 
 
 def make_part(config: ModelConfig, name: str, layer_index: int) -> nn.Module:
-    """Build what layer_types calls by that name."""
     if name == "mlp":
         gate = config.mlp_multipliers[0]
         return make_mlp(config.hidden_size, mlp_size(config), config.hidden_act, gate)
@@ -200,7 +198,6 @@ def out_multiplier(config: ModelConfig, part: str) -> float:
 
 
 def scaled(x: Tensor, multiplier: float) -> Tensor:
-    """The product, which for one is x itself."""
     return x if multiplier == 1 else x * multiplier
 
 
@@ -221,7 +218,6 @@ def stream_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
 def norm_of_sum(
     norm: RMSNorm | LayerNorm, x: Hidden, branch: Hidden | None
 ) -> tuple[Hidden, Hidden]:
-    """The stream with the branch, if any, and its norm."""
     return (x, norm(x)) if branch is None else norm.of_sum(x, branch)
 
 

@@ -60,7 +60,6 @@ class CausalLM(nn.Module):
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        """Build the model and draw its parameters from the global random state."""
         if not isinstance(config, ModelConfig):
             raise ValueError(f"config must be a ModelConfig, got {type(config).__name__}")
         super().__init__()

@@ -256,5 +256,4 @@ class ModelConfig:
 
 
 def _frozen(value: Any) -> Any:
-    """A list of JSON as a tuple."""
     return tuple(value) if isinstance(value, list) else value

@@ -87,7 +87,6 @@ def check_fields(config: Any) -> None:
 
 @functools.cache
 def _kinds(cls: Any) -> dict[str, Any]:
-    """The type of each field, but for None."""
     hints = typing.get_type_hints(cls)
     choices = {name: typing.get_args(hint) for name, hint in hints.items()}
     return hints | {name: kinds[0] for name, kinds in choices.items() if NoneType in kinds}

@@ -22,17 +22,12 @@ THEIRS = (
 
 
 def for_file(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `ModelConfig` as config.json holds them."""
     named = {RENAMED.get(name, name): value for name, value in fields.items()}
     return {"model_type": MODEL_TYPE, "architectures": [ARCHITECTURE], **named}
 
 
 def from_file(stored: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `ModelConfig` from config.json, by either side's names.
-
-    Raises:
-        ValueError: It describes another model.
-    """
+    """Return the fields of a `ModelConfig` from config.json, by either side's names."""
     fields = dict(stored)
     if (model_type := fields.pop("model_type", MODEL_TYPE)) != MODEL_TYPE:
         raise ValueError(f"model_type must be {MODEL_TYPE!r}, got {model_type!r}")

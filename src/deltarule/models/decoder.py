@@ -46,14 +46,10 @@ class Sampling(NamedTuple):
 class Decoder:
     """Buffers for the rows of one call, and the step over them.
 
-    Args:
-        state: Of the rows, with room for the tokens to come; the decoder's own from now on.
-        sampling: How a token is drawn.
-        vocab_size: Tokens that there are, of which each row may have seen some.
+    The state has room for the tokens to come, and is the decoder's own from now on.
     """
 
     def __init__(self, state: ModelState, sampling: Sampling, vocab_size: int) -> None:
-        """Take the state; tokens and draws are given by `start` and `draw`."""
         rows, device = row_count(state), state_device(state)
         self.state, self.sampling = state, sampling
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -108,16 +104,9 @@ class Decoder:
 
 
 class DraftDecoder(Decoder):
-    """Buffers for rows of several tokens, all but the first of them guessed, and their step.
-
-    Args:
-        state: As for `Decoder`.
-        sampling: How a token is drawn.
-        draft: Guessed tokens of each row.
-    """
+    """Buffers for rows of several tokens, all but the first of them guessed, and their step."""
 
     def __init__(self, state: ModelState, sampling: Sampling, draft: int) -> None:
-        """Take the state; `guess` finds tokens and draws in their buffers."""
         super().__init__(state, sampling, 0)
         sizes, device = (len(self.tokens), draft + 1), self.tokens.device
         self.tokens = torch.zeros(sizes, dtype=torch.int64, device=device)
@@ -184,7 +173,6 @@ def adjoin_projections(model: "CausalLM", parameters: Sequence[Parameter]) -> No
 
 
 def places(parameters: Sequence[Parameter]) -> object:
-    """Where parameters lie, and their dtypes."""
     return tuple((parameter.data_ptr(), parameter.dtype) for parameter in parameters)
 
 
@@ -258,12 +246,10 @@ def captured_parameters(model: "CausalLM") -> tuple[Parameter, ...] | None:
 
 
 def row_count(state: ModelState) -> int:
-    """The sequences that a state holds."""
     return max((len(tensor) for layer in state for tensor in layer.values()), default=0)
 
 
 def state_device(state: ModelState) -> torch.device:
-    """Where a state lies."""
     return next(tensor.device for layer in state for tensor in layer.values())
 
 

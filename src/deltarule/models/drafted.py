@@ -27,9 +27,6 @@ LONGEST = 3
 class Lookup:
     """The tokens of a row, and what followed where its last ones stood before.
 
-    Args:
-        tokens: The first of them.
-
     Examples:
         >>> Lookup([5, 6, 7, 8, 5, 6]).guesses(3)
         [7, 8, 5]

@@ -91,11 +91,6 @@ def naming(path: Path, kind: type[ValueError] = CheckpointError) -> Iterator[Non
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """Read config.json.
-
-    Raises:
-        CheckpointError: The file is missing or malformed.
-    """
     if not Path(folder).is_dir():
         raise CheckpointError(f"{folder}: no such folder here; names on a hub are not looked up")
     path = _inside(Path(folder), CONFIG)
@@ -104,20 +99,17 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def plain_name(name: str) -> str:
-    """The name of a tensor without what transformers may put before it."""
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
     return name
 
 
 def read_places(folder: str | Path) -> dict[str, Place]:
-    """Read the names and shapes of all stored tensors, and none of their values.
+    """Names and shapes of the tensors in model.safetensors, or in the shards of its index.
 
-    The `model.` that transformers puts before every name is left out.
-
-    Raises:
-        CheckpointError: A file is missing, malformed, truncated, a pickle or outside the folder;
-            or a tensor is stored twice, elsewhere than the index says, or not floating-point.
+    No values are read. The `model.` that transformers puts before every name is left out. A
+    `CheckpointError` says what is missing, malformed, truncated, a pickle or outside the folder, or
+    which tensor is stored twice, elsewhere than the index says, or not floating-point.
     """
     places: dict[str, Place] = {}
     for path, names in _shards(Path(folder)).items():
@@ -139,12 +131,7 @@ def check_places(
     places: Mapping[str, Place],
     expected: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Compare what is stored with the shapes of what a model has; the message says where it is.
-
-    Raises:
-        CheckpointError: A tensor is missing, unexpected or of another shape; the message names it
-            and its file.
-    """
+    """Compare what is stored with what a model expects; a `CheckpointError` names what differs."""
     with naming(Path(folder)):
         if set(expected) != set(places):
             raise ValueError(

@@ -179,12 +179,7 @@ def _sample(
 
 
 def tokens_of(rows: list[list[int]], logits: Tensor) -> Tensor:
-    """Which tokens each row holds, bool [B, vocab].
-
-    Examples:
-        >>> tokens_of([[2, 2], [0]], torch.zeros(2, 3)).tolist()
-        [[False, False, True], [True, False, False]]
-    """
+    """Which tokens each row holds, bool [B, vocab]."""
     seen = torch.zeros(logits.shape, dtype=torch.bool)
     for row, tokens in zip(seen, rows, strict=True):
         row[tokens] = True

@@ -9,8 +9,7 @@ from torch import Tensor
 class Late:
     """A copy of a tensor on the host, begun now and complete when it is read.
 
-    Args:
-        x: The tensor; it may change once this is made.
+    The tensor may change meanwhile.
 
     Examples:
         >>> Late(torch.tensor([1, 2])).tolist()

@@ -18,9 +18,7 @@ _ROWS = 1024
 
 
 def next_token_loss(
-    logits: Float[Tensor, "*rows vocab"],
-    targets: Int[Tensor, "*rows"],
-    ignore_index: int = -100,
+    logits: Float[Tensor, "*rows vocab"], targets: Int[Tensor, "*rows"], ignore_index: int = -100
 ) -> Float[Tensor, ""]:
     r"""Mean cross-entropy, in nats a token, of the tokens that came.
 

@@ -31,8 +31,6 @@ class Pattern:
 
 
 def repeated(*names: str) -> Callable[[int], tuple[str, ...]]:
-    """Repeat the names over all layers, which they must divide."""
-
     def layers(num_layers: int) -> tuple[str, ...]:
         if num_layers % len(names):
             raise ValueError(

@@ -40,7 +40,6 @@ class Options:
 
     @property
     def sampling(self) -> Sampling:
-        """How a token is drawn."""
         return Sampling(
             self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty
         )
@@ -169,7 +168,6 @@ class Rows:
         return token
 
     def done(self, row: int) -> bool:
-        """Whether a row has come to a stop, or has all the tokens that were asked for."""
         added = self.added[row]
         stopped = any(added[-len(sequence) :] == sequence for sequence in self.stops)
         return stopped or len(added) == self.most

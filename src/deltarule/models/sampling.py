@@ -17,12 +17,7 @@ DAMAGED = "the model's logits are NaN or infinite: its parameters are damaged"
 
 
 class Draws:
-    """Uniform numbers in [0, 1): a stream of its own for each row, the same on every device.
-
-    Args:
-        seed: Row i draws from seed + i. None takes a fresh seed.
-        rows: How many rows there are.
-        device: Where the numbers go.
+    """Uniform numbers in [0, 1), the same on every device: for row i a stream of seed + i.
 
     Examples:
         >>> both, second = Draws(3, 2, torch.device("cpu")), Draws(4, 1, torch.device("cpu"))
@@ -37,16 +32,13 @@ class Draws:
         self._device = device
 
     def next(self, rows: list[int]) -> Float[Tensor, "B"]:
-        """Return the next number of each of these rows."""
         return self.several(rows, 1)[0]
 
     def several(self, rows: list[int], steps: int) -> Float[Tensor, "steps B"]:
-        """Return the next numbers of each of these rows, for so many steps."""
         numbers = [torch.rand(steps, generator=self._generators[row]) for row in rows]
         return torch.stack(numbers, dim=1).to(self._device)
 
     def ahead(self, row: int, count: int) -> list[float]:
-        """Return the next numbers of one row, on the host."""
         numbers: list[float] = torch.rand(count, generator=self._generators[row]).tolist()
         return numbers
 
@@ -126,17 +118,6 @@ def kept(
 
     p = softmax(logits / temperature);  the k likeliest, p renormalised;  then the shortest prefix
     with a sum of at least top_p, and of that what has at least min_p times the largest p.
-
-    Args:
-        logits: [B, vocab_size].
-        temperature: Above 0.
-        top_k: 1 or more. None keeps all.
-        top_p: In (0, 1]. None keeps all.
-        min_p: In (0, 1]. None keeps all.
-
-    Returns:
-        The order of the tokens, their cumulated probabilities in that order, and how many are
-        kept.
 
     Examples:
         >>> kept(torch.tensor([[0.0, 2.0, 1.0]]), temperature=1.0, top_p=0.8).size

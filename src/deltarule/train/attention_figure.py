@@ -43,7 +43,6 @@ class AttentionPlotRun:
 
 
 def plot_attention(run: AttentionPlotRun) -> None:
-    """Read the text with the run's model, draw its layers, and say where."""
     if run.head < 0:
         raise ValueError(f"--head must be 0 or more, got {run.head}")
     tokens = encode(run.text, begin=True)

@@ -34,26 +34,11 @@ class Checkpoint(NamedTuple):
 
 
 class Checkpoints:
-    """The folder `runs/NAME/checkpoints` and its `step-N`.
+    """The folder `runs/NAME/checkpoints` and its `step-N`, of which it keeps the newest `keep`.
 
     A checkpoint is written into a hidden folder, every file is fsynced, the marker with each
     file's hash is written last, and one rename makes it visible. So a `step-N` is always whole;
     what a kill leaves behind is hidden, and the next start removes it.
-
-    Args:
-        folder: Made if it does not exist; what a killed writer left in it is removed.
-        keep: How many of the newest checkpoints to keep, 1 or more.
-
-    Raises:
-        ValueError: `keep` is below 1.
-
-    Examples:
-        >>> import tempfile, torch
-        >>> checkpoints = Checkpoints(Path(tempfile.mkdtemp()), keep=2)
-        >>> checkpoints.save(7, {"w": torch.ones(2)}, {"seen": 14}).name
-        'step-7'
-        >>> checkpoints.newest().state
-        {'seen': 14}
     """
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
@@ -108,19 +93,15 @@ class Checkpoints:
         return target
 
     def steps(self) -> list[int]:
-        """Steps that carry the marker, in ascending order."""
         return checkpoint_steps(self.folder)
 
     def newest(self) -> Checkpoint | None:
-        """As `newest_checkpoint` of this folder."""
         return newest_checkpoint(self.folder)
 
     def weights_of(self, step: int) -> Checkpoint:
-        """The checkpoint of a step without the optimizer."""
         return read_checkpoint(self.folder / f"step-{step}", optimizer=False)
 
     def fill(self, checkpoint: Checkpoint, wanted: Tensors) -> None:
-        """As the function of this name."""
         fill(self.folder / f"step-{checkpoint.step}", checkpoint, wanted)
 
     def _prune(self) -> None:
@@ -138,16 +119,14 @@ class Checkpoints:
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
-    """Steps of the checkpoints in a folder, in ascending order."""
     steps = {step_of(path.parent) for path in folder.glob(f"step-*/{MARKER}")}
     return sorted(steps - {-1})
 
 
 def newest_checkpoint(folder: Path, *, optimizer: bool = True) -> Checkpoint | None:
-    """The newest checkpoint whose files still have the hashes they were written with, or None.
+    """The newest checkpoint whose files have the hashes they were written with, or None.
 
-    Raises:
-        CheckpointError: There are checkpoints, and every one of them is damaged.
+    If there are some, and every one of them is damaged, that is a `CheckpointError`.
     """
     failures: list[str] = []
     for step in reversed(checkpoint_steps(folder)):
@@ -165,11 +144,6 @@ def newest_checkpoint(folder: Path, *, optimizer: bool = True) -> Checkpoint | N
 
 
 def read_checkpoint(folder: Path, *, optimizer: bool = True) -> Checkpoint:
-    """Read one checkpoint, or all of it but the optimizer, and check its files' hashes.
-
-    Raises:
-        CheckpointError: The marker or a file is missing, changed or malformed.
-    """
     step, hashes = read_marker(folder)
     if not optimizer:
         hashes.pop(OPTIMIZER, None)
@@ -199,11 +173,7 @@ class Marker:
 
 
 def fill(folder: Path, checkpoint: Checkpoint, wanted: Tensors) -> None:
-    """Copy tensors of a checkpoint to those of the same names, from the parts if it has some.
-
-    Raises:
-        CheckpointError: It is not of this model.
-    """
+    """Copy tensors of a checkpoint to those of the same names, from the parts if it has some."""
     found = checkpoint.tensors
     if not found:
         # A run on one process does not need DTensor and its checkpoints.
@@ -237,11 +207,7 @@ def step_of(folder: Path) -> int:
 
 
 def read_marker(folder: Path) -> tuple[int, dict[str, str]]:
-    """The step of a checkpoint, and the hashes of its files.
-
-    Raises:
-        CheckpointError: There is no marker, it was changed, or it is that of another folder.
-    """
+    """The step of a checkpoint, and the hashes of its files."""
     with naming(folder / MARKER):
         marker: Marker = fitted(Marker, read_json(folder / MARKER))
         if marker.own_sha256 != marker.hash():
@@ -261,6 +227,5 @@ def file_hash(file: Path) -> str:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object."""
     with naming(file):
         return parse_object(read_text(file))

@@ -29,9 +29,7 @@ class Batch(NamedTuple):
 class FileTokens:
     """Tokens of documents that stay in their files: made from the bytes as slices are asked for.
 
-    Args:
-        texts: The documents' bytes, none of them empty.
-        bounds: Where in the tokens each begins, and where the last ends.
+    In the tokens each document begins at one of the bounds; the last bound is their end.
 
     Examples:
         >>> FileTokens([b"ab", b"c"], np.array([0, 3, 5]))[1:4].tolist()
@@ -126,19 +124,9 @@ def encode_documents(texts: Sequence[bytes | memoryview]) -> Corpus:
 def cut(corpus: Corpus, length: int, rng: np.random.Generator | None = None) -> Pieces:
     """Cut every document into pieces of at most `length` tokens; every byte is predicted once.
 
-    A piece of n tokens carries n + 1 bytes: what it reads, and the byte after each.
-
-    Args:
-        corpus: The documents.
-        length: The most tokens in a piece, 1 or more.
-        rng: Draws the length of the first piece of a document longer than `length`, so that the
-            cuts fall elsewhere in each epoch. None means that only the last piece may be shorter.
-
-    Returns:
-        The pieces in the order of the text.
-
-    Raises:
-        ValueError: The length is below 1.
+    A piece of n tokens carries n + 1 bytes: what it reads, and the byte after each. With `rng` the
+    first piece of a document longer than `length` is shorter, so that the cuts fall elsewhere in
+    each epoch; without, only the last may be.
 
     Examples:
         >>> cut(encode_documents([b"abcde"]), 2).lengths.tolist()
@@ -264,15 +252,9 @@ class ShuffledRows:
         return Spans(starts, lengths)
 
     def position(self) -> dict[str, int]:
-        """Start of the next row."""
         return {"epoch": self.epoch, "piece": self.piece, "taken": self.taken}
 
     def seek(self, position: dict[str, int]) -> None:
-        """Go to a position that `position` gave.
-
-        Raises:
-            ValueError: The position lies outside this corpus.
-        """
         self._start_epoch(position["epoch"])
         piece, taken = position["piece"], position["taken"]
         inside = 0 <= piece < len(self._pieces.lengths) and 0 <= taken < self._pieces.lengths[piece]

@@ -21,11 +21,7 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of a name; "auto" is a GPU if PyTorch sees one, else the CPU.
-
-    Raises:
-        ValueError: There is no such device here.
-    """
+    """The device of a name; "auto" is a GPU if PyTorch sees one, else the CPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:

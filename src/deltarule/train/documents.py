@@ -68,20 +68,12 @@ class Documents:
 def read_documents(
     path: str | Path | None = None, *, max_bytes: int = 500_000_000, text_field: str = "text"
 ) -> Documents:
-    """Read every text under a path; what would fill the memory stays in its file.
+    """Read every text under a path, sorted by name; what would fill the memory stays in its file.
 
-    Args:
-        path: A file, or a folder that is searched recursively; hidden files, installed packages,
-            folders of runs or shards and binary files are left out. Each row of a .jsonl or
-            .parquet file is a document. None means the running Python's standard library.
-        max_bytes: Stop reading after this many bytes, with a note.
-        text_field: The field of such a row, or the column, that holds the text.
-
-    Returns:
-        The documents, sorted by name.
-
-    Raises:
-        DataError: The path is missing, is empty, holds only binary files, or is too short.
+    A folder is searched recursively; hidden files, installed packages, folders of runs or shards
+    and binary files are left out. Each row of a .jsonl or .parquet file is a document, which its
+    `text_field` holds. No path means the running Python's standard library. What is beyond
+    `max_bytes` is left out with a note.
 
     Examples:
         >>> read_documents().source.startswith("Python")
@@ -104,7 +96,6 @@ def read_documents(
 
 
 def find_files(root: Path, runs: list[str]) -> Iterator[Path]:
-    """Regular files under a folder in a fixed order, or the file itself; runs are left out."""
     if root.is_file():
         yield root
         return
@@ -187,7 +178,6 @@ class _Reader:
         return not self.full
 
     def notes(self) -> list[str]:
-        """What is to be said of what was left out."""
         what = {
             "binary file{} left out": self.binary, "unreadable file{}": self.unreadable,
             "folder{} of runs or shards left out": self.runs,
@@ -226,21 +216,11 @@ def _some(names: list[str]) -> str:
 def split_documents(
     documents: list[Document], *, fraction: float = 0.1
 ) -> tuple[list[Document], list[Document]]:
-    """Divide documents into training and validation, the same way every time.
+    """Divide documents into training and validation, the same way every time; neither is empty.
 
     Whole documents go to validation in the order of a hash of their names, so that a document
-    added later moves few others. A single file, or a few of very unequal length, cannot be divided
-    so: then the last part of every document is validation.
-
-    Args:
-        documents: At least one.
-        fraction: The share of bytes that becomes validation, in (0, 1).
-
-    Returns:
-        Training documents and validation documents, neither of them empty.
-
-    Raises:
-        ValueError: The fraction is not between 0 and 1.
+    added later moves few others, up to that fraction of the bytes. A single file, or a few of very
+    unequal length, cannot be divided so: then the last part of every document is validation.
 
     Examples:
         >>> train, validation = split_documents([Document("a", b"0123456789")])

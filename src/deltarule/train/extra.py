@@ -11,9 +11,6 @@ class MissingExtraError(ImportError):
 def require(module: str, extra: str = "train") -> ModuleType:
     """Import a module of an extra, or say how to get it.
 
-    Raises:
-        MissingExtraError: The package is not installed; the message names the extra.
-
     Examples:
         >>> require("json").dumps([1])
         '[1]'

@@ -28,7 +28,6 @@ class Drawing(NamedTuple):
 
 
 def new_drawing(*, title: str, x: str, y: str) -> Drawing:
-    """A figure in the style, its axes named."""
     # A bare Figure leaves the global state of pyplot and the user's windows alone.
     figure = require("matplotlib.figure").Figure(
         figsize=(WIDTH, HEIGHT), dpi=DOTS_PER_INCH, layout="constrained"
@@ -83,7 +82,6 @@ def draw_levels(axes: "Axes", levels: dict[str, float]) -> None:
 
 
 def save(figure: "Figure", path: Path) -> None:
-    """Write the figure whole or not at all."""
     write_atomically(path, lambda aside: figure.savefig(aside, format="png"))
 
 
@@ -133,7 +131,6 @@ def limits(values: list[float], others: list[float]) -> tuple[float, float]:
 
 
 def column(rows: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:
-    """Step and value of every row that has a number in this column."""
     return [(row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)]
 
 

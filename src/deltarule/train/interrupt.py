@@ -14,11 +14,6 @@ HANGUP = getattr(signal, "SIGHUP", signal.SIGTERM)
 class Interrupt:
     """While open, the first SIGINT, SIGTERM or SIGHUP sets `requested`, and SIGTERM also
     `terminated`; the second acts at once.
-
-    Examples:
-        >>> with Interrupt() as interrupt:
-        ...     interrupt.requested
-        False
     """
 
     def __init__(self) -> None:

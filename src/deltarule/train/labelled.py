@@ -11,16 +11,8 @@ from torch import Tensor
 from deltarule.models import CausalLM, next_token_loss
 from deltarule.nn.checks import check_multiple
 from deltarule.tasks.batch import NO_LABEL, Array, Batch
+from deltarule.train import task_rows
 from deltarule.train.device import to_device
-from deltarule.train.task_rows import (
-    EVALUATION,
-    EXAMPLES,
-    Draw,
-    DrawnAhead,
-    Revisited,
-    Rows,
-    draw_rows,
-)
 
 # Tokens that a model reads at a time when it is measured.
 READ = 2**15
@@ -30,16 +22,8 @@ BLOCK = 64
 class LabelledJob:
     """Batches of a task for `Trainer`, with a short evaluation on rows that training never sees.
 
-    Args:
-        task: A module of `deltarule.tasks`.
-        training: Where the rows of a step come from.
-        watched: The rows of the short evaluation.
-        seed: Decides every row.
-        accumulate: Parts that the rows of a step are split into; it divides `training.count`.
-        ahead: Draw batches in a thread, which pays on a GPU.
-
-    Raises:
-        ValueError: The rows cannot be split so.
+    The rows of a step come from `training`, in `accumulate` parts of equal size, those of the
+    evaluation from `watched`. With `ahead` a thread draws batches, which pays on a GPU.
     """
 
     batch_tokens = 0
@@ -47,8 +31,8 @@ class LabelledJob:
     def __init__(
         self,
         task: ModuleType,
-        training: Rows,
-        watched: Rows,
+        training: task_rows.Rows,
+        watched: task_rows.Rows,
         *,
         seed: int,
         accumulate: int = 1,
@@ -61,14 +45,14 @@ class LabelledJob:
         self.accumulate, self.rows = accumulate, training.count // accumulate
         self.drawn, self.last_loss = 0, torch.tensor(torch.inf)
         self.length = training.curriculum.start if training.curriculum else None
-        source: Draw = self.draw_new
+        source: task_rows.Draw = self.draw_new
         if training.examples is not None:
-            examples = draw_rows(
-                task, training.config, seed=seed, stream=EXAMPLES, rows=training.examples
+            examples = task_rows.draw_rows(
+                task, training.config, seed=seed, stream=task_rows.EXAMPLES, rows=training.examples
             )
-            source = Revisited(examples, count=self.rows, seed=seed)
+            source = task_rows.Revisited(examples, count=self.rows, seed=seed)
         # The length of the next rows is not known ahead of the loss.
-        self.source = DrawnAhead(source) if ahead and self.length is None else source
+        self.source = task_rows.DrawnAhead(source) if ahead and self.length is None else source
         self.unseen: Batch | None = None
 
     def next(self) -> Batch:
@@ -101,7 +85,6 @@ class LabelledJob:
         return read_of(batch, device)
 
     def loss(self, model: CausalLM, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean nats a label, and the share of right ones."""
         read, places, answers = tensors
         guesses = logits_at(model, read, places)
         loss = next_token_loss(guesses, answers)
@@ -114,15 +97,14 @@ class LabelledJob:
     def evaluate(self, model: CausalLM) -> dict[str, float]:
         """Accuracy on rows that training never sees, the same ones every time."""
         if self.unseen is None:
-            self.unseen = draw_rows(
-                self.task, self.watched.config, seed=self.seed, stream=EVALUATION,
+            self.unseen = task_rows.draw_rows(
+                self.task, self.watched.config, seed=self.seed, stream=task_rows.EVALUATION,
                 rows=self.watched.count,
             )  # fmt: skip
         figures = measure(model, self.task, self.watched.config, self.unseen)
         return {"validation_accuracy": figures["accuracy"]}
 
     def position(self) -> dict[str, int]:
-        """How many batches were drawn, and how long they are by now."""
         self.grow()
         return {"drawn": self.drawn} | ({} if self.length is None else {"length": self.length})
 
@@ -183,18 +165,11 @@ def guesses_of(model: CausalLM, batch: Batch) -> Array:
 def measure(
     model: CausalLM, task: ModuleType, config: Any, batch: Batch, prefixes: tuple[int, ...] = ()
 ) -> dict[str, Any]:
-    """Score a model on rows.
+    """Score a model on rows of a task; the model is as within `evaluating`.
 
-    Args:
-        model: In evaluation mode, without gradients; see `train.loop.evaluating`.
-        task: A module of `deltarule.tasks`; its own `measure`, if any, adds to or replaces figures.
-        config: Of the rows.
-        batch: The rows.
-        prefixes: Also the share of rows whose first n labels are right, for each n.
-
-    Returns:
-        `accuracy`, the share of right labels; `sequence_accuracy`, the share of rows with every
-        label right; with prefixes, `prefixes`, a list of [n, share]; and the task's own figures.
+    `accuracy` is the share of right labels; `sequence_accuracy` that of rows with every label
+    right; `prefixes`, a list of [n, share], that of rows whose first n labels are. The task's own
+    `measure`, if any, adds to these figures or replaces them.
     """
     guesses = guesses_of(model, batch)
     asked = batch.labels != NO_LABEL

@@ -187,7 +187,6 @@ def by_token(name: str, x: Any, tokens: int, n_steps: int) -> Any:
 
 
 def is_by_token(x: Any, tokens: int) -> bool:
-    """Whether `by_token` gave x a row for each token."""
     return isinstance(x, Tensor) and x.ndim >= 3 and len(x) == tokens
 
 
@@ -198,5 +197,4 @@ def share(part: Tensor, whole: Tensor, head: int) -> Tensor:
 
 
 def one_head(matrices: Tensor, head: int) -> Tensor:
-    """[1, heads, T, C] -> [T, C] of that head, or of the last."""
     return matrices[0, min(head, matrices.shape[1] - 1)]

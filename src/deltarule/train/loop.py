@@ -68,26 +68,12 @@ class Saved:
 class Trainer:
     """One run in one folder: model, job, optimizer, checkpoints and metrics.
 
-    Args:
-        model: Its weights are trained in place; moved to the device.
-        job: Gives batches and their loss.
-        options: How long, how and where.
-        optimizer_options: Rates, decay and clipping.
-        folder: Where `checkpoints` and `metrics.jsonl` go.
-        resume: Go on from the newest complete checkpoint, if there is one.
-        stop_when: Ends training early when it says so of what the job's `evaluate` returned; None
-            never does.
-        patience: Ends training after so many short evaluations in a row that were no better than
-            the best, whose checkpoint is kept; 0 does neither.
-        save_seconds: Write a checkpoint too when this long has passed since the last.
-        began: When what `max_seconds` counts began, by `time.monotonic`. None: when training does.
-        reserve: Seconds to leave for what follows training, given those of a step. None: none.
-        also: Where metrics go beside their file.
-        world: The processes that share the run, each with the same arguments. None: this one alone.
-
-    Raises:
-        CheckpointError: There are checkpoints and none of them can be read.
-        ValueError: The device is not there, or the checkpoint belongs to another model.
+    `stop_when` is given what the job's `evaluate` returned, and ends training when it says so.
+    `patience` ends it after so many short evaluations in a row that were no better than the best,
+    whose checkpoint is kept; 0 does neither. A checkpoint is written, too, when `save_seconds` have
+    passed since the last. What `max_seconds` counts began at `began`, by `time.monotonic`, or when
+    training does; `reserve` says, given the seconds of a step, how many to leave for what follows.
+    `also` takes the metrics, too. Of several processes each is given the same arguments.
     """
 
     def __init__(
@@ -107,7 +93,6 @@ class Trainer:
         also: Sequence[Sink] = (),
         world: World | None = None,
     ) -> None:
-        """Move the model to its device, and take up the newest checkpoint to resume."""
         self.device = choose_device(options.device) if world is None else world.device
         self.model, self.job, self.options = model.to(self.device), job, options
         self.optimizer_options = optimizer_options
@@ -155,7 +140,6 @@ class Trainer:
         self.checkpoints.files.spare(self.best.step if self.patience else 0)
 
     def save(self) -> None:
-        """Write a checkpoint of this step, unless it is there already."""
         if self.saved == self.step:
             return
         position = self.job.position()
@@ -164,14 +148,10 @@ class Trainer:
         self.saved, self.saved_at = self.step, time.monotonic()
 
     def run(self) -> bool:
-        """Train to the last step, or until `stop_when` is content or the time is over.
+        """Train to the last step or until `stop_when` is content; False if the time was over first.
 
-        Returns:
-            True when training is complete, False when the time was over first.
-
-        Raises:
-            DivergedError: A loss or gradient is not finite; earlier checkpoints stay.
-            InterruptedRunError: Ctrl-C or SIGTERM; a checkpoint of the last step was written.
+        A checkpoint of the last step is written before an `InterruptedRunError` of Ctrl-C or
+        SIGTERM. A loss or gradient that is not finite is a `DivergedError`.
         """
         began, before = time.monotonic(), self.seconds
         path = self.folder / "metrics.jsonl"
@@ -218,7 +198,6 @@ class Trainer:
 
     @property
     def complete(self) -> bool:
-        """Whether there is no step left to take."""
         impatient = 0 < self.patience <= self.best.waited
         return self.stopped or impatient or self.step >= self.options.steps
 

@@ -20,11 +20,8 @@ Sink = Callable[[Row], None]
 class Metrics:
     """Appends rows to a file; every row holds its step.
 
-    Args:
-        path: The file; made if it does not exist.
-        after: Rows of later steps are dropped first: a resumed run writes them again.
-        quiet: Write nothing: another process does.
-        also: What else takes each row.
+    Rows after the step `after` are dropped first: a resumed run writes them again. A `quiet` one
+    writes nothing: another process does. `also` takes each row, too.
 
     Examples:
         >>> import tempfile
@@ -48,7 +45,6 @@ class Metrics:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: Row) -> None:
-        """Append one row; a reader sees it at once."""
         self._file.write(_line(row))
         self._file.flush()
         for sink in self._also:

@@ -51,5 +51,4 @@ class ModelOptions:
     """Use the embedding as the output head too."""
 
     def config(self, vocab_size: int = VOCAB_SIZE) -> ModelConfig:
-        """The model's configuration, with a vocabulary of bytes if no other is named."""
         return ModelConfig(vocab_size=vocab_size, **dataclasses.asdict(self))

@@ -61,7 +61,6 @@ class MqarRun:
 
 
 def mqar_job(run: MqarRun) -> LabelledJob:
-    """New rows at every step, and the cross entropy of the answers."""
     return LabelledJob(
         mqar, Rows(run.task, run.batch_rows), Rows(run.task, WATCHED_ROWS),
         seed=run.loop.seed, accumulate=run.loop.accumulate,
@@ -95,7 +94,6 @@ def train_mqar(run: MqarRun) -> float:
 
 
 def finish(run: MqarRun, trainer: Trainer) -> None:
-    """Evaluate on new rows, which are always the same ones, and draw the curve."""
     rows = draw_rows(
         mqar, run.task, seed=run.loop.seed, stream=EVALUATION, rows=run.evaluation_rows
     )

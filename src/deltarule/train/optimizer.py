@@ -49,16 +49,13 @@ class OptimizerOptions:
 
 
 def learning_rate(step: int, steps: int, options: OptimizerOptions) -> float:
-    r"""The rate of a step: a linear warm-up, then half a cosine; a function of the step alone.
+    r"""The rate of a step from 0: a linear warm-up, then half a cosine.
 
     .. math::
         \mathrm{lr}(s) = \mathrm{lr} \min\!\left(f + (1 - f) \tfrac{s + 1}{W},\;
             m + (1 - m) \tfrac{1 + \cos \pi x}{2}\right), \qquad x = \tfrac{s + 1 - W}{S - W}
 
-    Args:
-        step: The step about to be taken, from 0.
-        steps: All steps of the run, S.
-        options: Peak, warm-up W, first ratio f and final ratio m.
+    of a run of S steps with the options' peak, warm-up W, first ratio f and final ratio m.
 
     Examples:
         >>> options = OptimizerOptions(lr=1.0, warmup_steps=10, min_lr_ratio=0.1)
@@ -120,14 +117,6 @@ EPSILON = 1e-6
 
 
 def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """The norm of all gradients together, in float32 at least.
-
-    Examples:
-        >>> weight = nn.Parameter(torch.zeros(2))
-        >>> weight.grad = torch.tensor([3.0, 4.0])
-        >>> gradient_norm([weight])
-        tensor(5.)
-    """
     kinds: dict[torch.dtype, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:

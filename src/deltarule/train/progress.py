@@ -104,7 +104,6 @@ class PlainProgress(Progress):
         self._last, self._line = now, ""
 
     def __exit__(self, *_: object) -> None:
-        """Print the last figures of a run that stopped early."""
         if self._line and self.what == STEP:
             self._print(time.monotonic())
 
@@ -113,7 +112,6 @@ class LiveProgress(Progress):
     """A bar with the figures, redrawn in place by rich."""
 
     def __init__(self, steps: int, first: int = 0, what: str = STEP) -> None:
-        """Prepare the bar; entering the context draws it."""
         progress = require("rich.progress")
         # Where there is no room for both, figures are worth more than a bar.
         wide = shutil.get_terminal_size().columns >= WIDE or what != STEP

@@ -11,7 +11,6 @@ Json = dict[str, Any]
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, numpy and torch, every device included."""
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002  code that a user adds may draw from the global one
     torch.manual_seed(seed)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deltarule.nn.checks import check_least
+from deltarule.train import evaluate
 from deltarule.train.data import Corpus
 from deltarule.train.device import choose_device
 from deltarule.train.documents import (
@@ -13,13 +14,6 @@ from deltarule.train.documents import (
     limit_bytes,
     read_documents,
     split_documents,
-)
-from deltarule.train.evaluate import (
-    PositionBin,
-    bits_by_position,
-    bits_per_byte,
-    compressed_bits_per_byte,
-    mean_bits,
 )
 from deltarule.train.figures import position_curve
 from deltarule.train.progress import for_screen
@@ -52,7 +46,7 @@ class EvalRun:
         check_least(self, 1, "length", "max_bytes")
 
 
-def evaluate_run(run: EvalRun) -> list[PositionBin]:
+def evaluate_run(run: EvalRun) -> list[evaluate.PositionBin]:
     """Print bits per byte by length and by position, and write positions.png into the folder."""
     model = load_model(run.folder, choose_device(run.device), of_bytes=False)
     folder = run_of(run.folder)
@@ -67,11 +61,11 @@ def evaluate_run(run: EvalRun) -> list[PositionBin]:
     if corpus.num_bytes < available:
         print("(--max-bytes measures on more of it)")
     print()
-    levels = compressed_bits_per_byte(corpus)
-    bins = bits_by_position(model, corpus, run.length, what=f"length {run.length}")
-    of_length = {run.length: mean_bits(bins)}
+    levels = evaluate.compressed_bits_per_byte(corpus)
+    bins = evaluate.bits_by_position(model, corpus, run.length, what=f"length {run.length}")
+    of_length = {run.length: evaluate.mean_bits(bins)}
     if of_run and (n := trained.length) not in of_length:
-        of_length[n] = bits_per_byte(model, corpus, n, what=f"length {n}")
+        of_length[n] = evaluate.bits_per_byte(model, corpus, n, what=f"length {n}")
     by_length = {f"length {n}": bits for n, bits in sorted(of_length.items())}
     for name, bits in {**by_length, **levels}.items():
         print(f"{name:<12} {bits:.3f} bits per byte")
@@ -104,10 +98,8 @@ def measured_part(
 ) -> tuple[Documents, list[Document], str]:
     """What was read, what of it is measured on, and what the first line says of that.
 
-    Data are read as the run has read them. Of the run's own, only what it held out is taken.
-
-    Raises:
-        DataError: The run's own data have changed: what it held out can no longer be told.
+    Data are read as the run has read them. Of the run's own, only what it held out is taken; a
+    `DataError` says if they have changed.
     """
     own = run.data is None or is_same(run.data, trained.data)
     read = read_documents(
@@ -131,5 +123,4 @@ def measured_part(
 
 
 def is_same(path: str, other: str | None) -> bool:
-    """Whether two paths lead to one file or folder."""
     return other is not None and Path(path).expanduser().resolve() == Path(other).resolve()

@@ -40,12 +40,7 @@ def jsonl_texts(file: Path, field: str) -> Iterator[bytes]:
 
 
 def parquet_texts(file: Path, column: str) -> Iterator[bytes]:
-    """The texts of a column of a .parquet file; rows without one are passed over.
-
-    Raises:
-        MissingExtraError: pyarrow is not installed; the message names the file that needs it.
-        RowFileError: The file is damaged, or has no such column of text.
-    """
+    """The texts of a column of a .parquet file; rows without one are passed over."""
     try:
         arrow, parquet = require("pyarrow", "data"), require("pyarrow.parquet", "data")
     except MissingExtraError as error:

@@ -116,7 +116,6 @@ def folder_to_resume(runs: Path, name: str | None, command: str) -> Path:
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that would leave the folder of all runs."""
     if name in ("", ".", "..") or Path(name).name != name or not name.isprintable():
         raise RunFolderError(f"--name {name!r}: give a plain name; --runs sets the folder above it")
 
@@ -145,17 +144,10 @@ def open_run(
 ) -> Iterator[Path]:
     """Choose, lock and describe the folder of a run; with `resume`, check that it is the same run.
 
-    Args:
-        run: A dataclass with `runs`, `name`, `resume` and `loop`.
-        command: What the run is of, such as "train text".
-        default: The name of runs of this kind.
-        data: What the run is on; it continues only on the same. None: nothing that could change.
-        world: The processes of the run, of which the first holds the folder. None: one process.
-        device: Where it computes.
-
-    Raises:
-        RunFolderError: The folder is taken, in use, missing, or another run's.
-        StoppedRunError: Within, the disk was full, memory was short, or Ctrl-C came.
+    The run is a dataclass with `runs`, `name`, `resume` and `loop`, of a command such as "train
+    text"; `default` names runs of this kind. It continues only on the same data. Of several
+    processes the first holds the folder. A full disk, short memory or Ctrl-C within end it with a
+    `StoppedRunError`.
     """
     record = RunRecord(command, plain(run), machine(device, world), data)
     others: set[Path] = set()
@@ -200,11 +192,7 @@ def withdraw(folder: Path, others: set[Path]) -> None:
 
 
 def continued(folder: Path, run: Any, record: RunRecord) -> RunRecord:
-    """The record of a run that goes on; a note says what has changed since its last start.
-
-    Raises:
-        RunFolderError: It would be another run.
-    """
+    """The record of a run that goes on; a note says what has changed since its last start."""
     before = read_run(folder)
     stored = stored_configuration(folder, type(run), record.command)
     check_same(run, stored, folder)
@@ -260,11 +248,7 @@ def machine(device: str, world: World | None) -> dict[str, str]:
 
 
 def was_begun(run: Any, command: str, world: World | None) -> bool:
-    """Whether torchrun starts a run again that had its folder already.
-
-    Raises:
-        RunFolderError: It has diverged, and would again.
-    """
+    """Whether torchrun starts a run again that had its folder already, and has not diverged."""
     if world is None or world.attempt == 0:
         return False
     try:
@@ -292,12 +276,10 @@ def write_run(folder: Path, record: RunRecord) -> None:
 
 
 def mark_done(folder: Path, step: int) -> None:
-    """Note down after which step model.safetensors was written."""
     write_run(folder, dataclasses.replace(read_run(folder), done=step))
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Read run.json, or say what is wrong with it."""
     path = folder / RUN
     if not path.is_file():
         inner = ", ".join(sorted(run.parent.name for run in folder.glob(f"*/{RUN}"))[:3])
@@ -309,11 +291,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def stored_configuration(folder: Path, kind: type[R], command: str) -> R:
-    """The configuration in run.json, as the dataclass it was made from.
-
-    Raises:
-        RunFolderError: The run is of another command, or its configuration does not fit.
-    """
+    """The configuration in run.json, as the dataclass it was made from."""
     record = read_run(folder)
     if record.command != command:
         raise RunFolderError(f"{folder} is a run of '{record.command}', not of '{command}'")

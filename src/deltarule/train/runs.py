@@ -11,14 +11,7 @@ from deltarule.models.files import naming
 from deltarule.train.checkpoint import checkpoint_steps
 from deltarule.train.metrics import Row, read_metrics
 from deltarule.train.progress import for_screen
-from deltarule.train.run_folder import (
-    DIVERGED,
-    RUN,
-    RunFolderError,
-    RunRecord,
-    locked,
-    read_run,
-)
+from deltarule.train.run_folder import DIVERGED, RUN, RunFolderError, RunRecord, locked, read_run
 from deltarule.train.watch import figures
 
 
@@ -36,7 +29,6 @@ class RunsRun:
 
 
 def show_runs(run: RunsRun) -> None:
-    """Print the list, or the comparison."""
     folders = [Path(n) if (Path(n) / RUN).is_file() else run.runs / n for n in run.names]
     if missing := [folder for folder in folders if not folder.is_dir()]:
         raise missing_run(missing[0])
@@ -82,7 +74,6 @@ def began(folder: Path) -> float:
 
 
 def differences(records: Sequence[RunRecord]) -> list[list[str]]:
-    """Options that are not the same in all runs, one a row."""
     options = [flat(record.configuration) for record in records]
     names = dict.fromkeys(name for one in options for name in one)
     rows = [[name.replace("_", "-"), *(shown(one.get(name)) for one in options)] for name in names]
@@ -113,7 +104,6 @@ def state(folder: Path, record: RunRecord, step: int) -> str:
 
 
 def last_measured(rows: Sequence[Row]) -> str:
-    """The last short evaluation, or what was measured at the end."""
     measured = (
         {n: x for n, x in figures(row).items() if n.startswith(("validation_", "final_"))}
         for row in reversed(rows)

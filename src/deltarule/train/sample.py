@@ -89,7 +89,6 @@ def generate_text(run: GenerateRun) -> None:
 
 
 def prompts(run: GenerateRun) -> Iterator[str]:
-    """The prompts of a call, read as they are asked for."""
     if run.interactive:
         yield from typed()
     elif run.prompt_file is None:

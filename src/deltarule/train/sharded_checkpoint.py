@@ -18,14 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from deltarule.atomic_file import sync
 from deltarule.models.files import CheckpointError
-from deltarule.parallel import World
-from deltarule.parallel.shard_files import (
-    as_written,
-    own_files,
-    read_shards,
-    take_written,
-    write_shards,
-)
+from deltarule.parallel import World, shard_files
 from deltarule.train.checkpoint import (
     STATE,
     Checkpoint,
@@ -40,16 +33,10 @@ HASHES = ".hashes-{}.json"
 
 
 class ShardedCheckpoints(Checkpoints):
-    """`Checkpoints` of a run whose tensors lie on several processes.
+    """`Checkpoints` of a run whose tensors lie on several processes, which all see the folder.
 
-    Args:
-        folder: As of `Checkpoints`; all processes see it.
-        keep: How many of the newest to keep.
-        world: The processes. Any number of them reads what any other has written.
-        stepped: Names of parameters split with an axis of steps.
-
-    Raises:
-        ValueError: `keep` is below 1.
+    Any number of processes reads what any other has written. Parameters named `stepped` are split
+    with an axis of steps.
     """
 
     def __init__(
@@ -74,18 +61,16 @@ class ShardedCheckpoints(Checkpoints):
             aside.mkdir()
 
         self.world.from_first(prepare)
-        written = write_shards(aside, as_written(tensors, self.stepped), self.group)
+        written = shard_files.write_shards(
+            aside, shard_files.as_written(tensors, self.stepped), self.group
+        )
         arguments = written, aside, step, json.dumps(state)
         self.writing = threading.Thread(target=self._finish, args=arguments)
         self.writing.start()
         return self.folder / f"step-{step}"
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is on disk.
-
-        Raises:
-            OSError: Some process could not write its part; older checkpoints stay.
-        """
+        """Wait until every process has its part of the last checkpoint on disk."""
         if self.writing is not None:
             self.writing.join()
             self.writing = None
@@ -110,7 +95,7 @@ class ShardedCheckpoints(Checkpoints):
             shutil.rmtree(aside, ignore_errors=True)
 
     def _hash_own(self, aside: Path) -> None:
-        files = own_files(aside, self.world.rank)
+        files = shard_files.own_files(aside, self.world.rank)
         for file in files:
             sync(file)
         hashes = {file.name: file_hash(file) for file in files}
@@ -125,11 +110,7 @@ class ShardedCheckpoints(Checkpoints):
         self.publish(aside, step, state, hashes)
 
     def newest(self) -> Checkpoint | None:
-        """The newest folder whose files still have their hashes, which the processes share out.
-
-        Raises:
-            CheckpointError: There are checkpoints, and every one of them is damaged.
-        """
+        """The newest folder whose files still have their hashes, which the processes share out."""
         steps = self.world.from_first(self.steps)
         for step in reversed(steps):
             folder = self.folder / f"step-{step}"
@@ -155,7 +136,6 @@ class ShardedCheckpoints(Checkpoints):
         return Checkpoint(step, {}, {})
 
     def fill(self, checkpoint: Checkpoint, wanted: Tensors) -> None:
-        """Fill what this process holds of tensors."""
-        read = as_written(wanted, self.stepped)
-        read_shards(self.folder / f"step-{checkpoint.step}", read)
-        take_written(wanted, read, self.stepped)
+        read = shard_files.as_written(wanted, self.stepped)
+        shard_files.read_shards(self.folder / f"step-{checkpoint.step}", read)
+        shard_files.take_written(wanted, read, self.stepped)

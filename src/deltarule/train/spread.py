@@ -21,20 +21,13 @@ from deltarule.train.step import Part, TrainingStep
 
 
 class Spread:
-    """A model on the processes of a run; on one process nothing is spread.
+    """A model on the processes of a run, spread in place; on one process nothing is.
 
-    Args:
-        model: Spread in place.
-        world: The processes. None: this one alone.
-        bfloat16: Whether the model computes under autocast.
-        count: Rows of a step, of all processes together.
-        tokens: Of the rows that a pass takes at once.
+    Of the `count` rows of a step, which all processes share out evenly, `rows` are this one's. A
+    pass takes rows of `tokens` at once.
 
     Attributes:
         rows: Which of the rows of a step are this process's.
-
-    Raises:
-        ValueError: The model cannot be split so, or its rows cannot be shared out evenly.
     """
 
     def __init__(
@@ -65,7 +58,6 @@ class Spread:
 
     @property
     def first(self) -> bool:
-        """Whether this process writes what is written once."""
         return self.world is None or self.world.first
 
     def before_backward(self, last: bool) -> None:
@@ -74,7 +66,6 @@ class Spread:
             self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
 
     def total(self, figures: Tensor) -> Tensor:
-        """Sums of what each process has measured on its share of the rows."""
         return figures if self.world is None else self.world.sum(figures) / self.alike
 
     def norm(self) -> Tensor:
@@ -87,11 +78,7 @@ class Spread:
 
     @contextlib.contextmanager
     def attended(self, step: int) -> Iterator[None]:
-        """Within a step, who waits in vain for another process says for which.
-
-        Raises:
-            StalledError: A process has not come in time.
-        """
+        """Within a step, a `StalledError` says which process the others wait for in vain."""
         if self.world is None:
             yield
             return
@@ -161,7 +148,6 @@ class SpreadStep(TrainingStep):
         self.spread.before_backward(last)
 
     def summed(self, total: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums over all processes."""
         return self.spread.total(total), self.spread.norm().reshape(1)
 
     def divisor(self, norm: Tensor) -> Tensor | None:

@@ -128,14 +128,12 @@ class TrainingStep:
         return torch.cat([total[:1], norm, total[1:]])
 
     def count(self, parts: Sequence[Part]) -> int:
-        """Number of parts whose mean is the loss of a step."""
         return len(parts)
 
     def before_backward(self, last: bool) -> None:
         """What precedes the forward of each part, and what of the last one; here nothing."""
 
     def summed(self, total: Tensor) -> tuple[Tensor, Tensor]:
-        """The figures of the whole step, and the norm [1] of its gradient."""
         return total, gradient_norm(self.parameters).reshape(1)
 
     def divisor(self, norm: Tensor) -> Tensor | None:

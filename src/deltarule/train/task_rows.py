@@ -24,11 +24,7 @@ Draw = Callable[[int], Batch]
 
 @dataclass(frozen=True)
 class Curriculum:
-    """Rows grow longer as they are learned: the training configuration's `length` is replaced.
-
-    Raises:
-        ValueError: The lengths do not grow.
-    """
+    """Rows grow longer as they are learned: the training configuration's `length` is replaced."""
 
     start: int
     """The first length."""
@@ -69,20 +65,7 @@ class Rows:
 def draw_rows(task: ModuleType, config: Any, *, seed: int, stream: int, rows: int) -> Batch:
     """Rows of a task, a function of the arguments alone.
 
-    Args:
-        task: A module of `deltarule.tasks`.
-        config: Its configuration.
-        seed: Of the run.
-        stream: Which random numbers, 0 or more; `rows` streams from here on are used up.
-        rows: How many, 1 or more.
-
-    Returns:
-        What the task's `generate` returns.
-
-    Examples:
-        >>> from deltarule.tasks import mqar
-        >>> draw_rows(mqar, mqar.Config(), seed=0, stream=EVALUATION, rows=300).tokens.shape
-        (300, 64)
+    `stream` says which random numbers, 0 or more; `rows` streams from there on are used up.
     """
     parts = [
         task.generate(config, np.random.default_rng((seed, stream + i)), min(CHUNK, rows - i))
@@ -129,7 +112,6 @@ class DrawnAhead:
         self.waiting: dict[int, Future[Batch]] = {}
 
     def __call__(self, index: int) -> Batch:
-        """The batch of an index; those after it are begun."""
         for i in range(index, index + AHEAD):
             if i not in self.waiting:
                 self.waiting[i] = self.pool.submit(self.draw, i)

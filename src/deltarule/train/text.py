@@ -140,7 +140,6 @@ class TextJob:
         return {"bits/byte": figures[0] / math.log(2) * (corpus.predicted / corpus.num_bytes)}
 
     def evaluate(self, model: CausalLM) -> dict[str, float]:
-        """Bits a byte on a small part of the validation data."""
         bits = bits_per_byte(model, self.validation, self.length, every=self.every)
         return {"validation_bits_per_byte": bits}
 
@@ -196,7 +195,6 @@ def train_text(run: TextRun) -> Path:
 
 
 def describe(read: TextData, job: TextJob, model: CausalLM, folder: Path) -> None:
-    """Say what will be trained on what, before the first step."""
     for note in read.notes:
         print(for_screen(f"note: {note}"))
     print(f"run     {folder}")

@@ -33,11 +33,7 @@ def read_text(
     text_field: str,
     tokenizer: str | None = None,
 ) -> TextData:
-    """Read documents as tokens, or map token shards, as the options of `TextRun` say.
-
-    Raises:
-        DataError: They cannot be trained on, or one of the parts would be empty.
-    """
+    """Read documents as tokens, or map token shards, as the options of `TextRun` say."""
     if data is not None and is_token_folder(data):
         return _mapped(data, validation_bytes, tokenizer)
     encoder = make_encoder(tokenizer)

@@ -79,7 +79,6 @@ class ShardWriter:
         self.shard.close()
 
     def facts(self) -> "SetFacts":
-        """What the index says of them."""
         return SetFacts(tuple(self.sizes), self.documents, self.bytes, self.digest.hexdigest())
 
 
@@ -109,7 +108,6 @@ class Index:
     format: Literal[1] = 1
 
     def __post_init__(self) -> None:
-        """Refuse sizes that nothing has."""
         for facts in (self.training, self.validation):
             if min(*facts.shards, facts.documents, facts.bytes) < 0:
                 raise ValueError("a size in it is below 0")
@@ -131,7 +129,6 @@ def shard_file(folder: Path, name: str, number: int) -> Path:
 
 
 def is_token_folder(path: str | Path | None) -> bool:
-    """Whether `deltarule data` wrote it."""
     return path is not None and (Path(path).expanduser() / INDEX).is_file()
 
 

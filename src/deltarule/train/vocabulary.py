@@ -27,7 +27,6 @@ class Encoder(NamedTuple):
     tool: Any = None
 
     def prompt(self, text: str) -> list[int]:
-        """The tokens of the beginning of a document."""
         if self.tool is None:
             return encode_bytes(text, begin=True)
         return [self.begin, *self.encode([text.encode("utf-8", "replace")])[0].tolist()]
@@ -47,7 +46,6 @@ class Encoder(NamedTuple):
         return Corpus(tokens, bounds, sum(map(len, read)))
 
     def save(self, folder: Path) -> None:
-        """Write the tokenizer beside a model; bytes need none."""
         if self.tool is not None:
             self.tool.save_pretrained(folder)
 
@@ -76,7 +74,6 @@ class TokenDecoder:
         return text
 
     def new(self) -> str:
-        """The text of the tokens that are not shown yet."""
         known, every = (
             self.tool.decode(self.tokens[self.before : end], skip_special_tokens=True)
             for end in (self.shown, len(self.tokens))
@@ -85,11 +82,7 @@ class TokenDecoder:
 
 
 def tokens_of(folder: Path, vocab_size: int) -> Encoder:
-    """The tokens of a model of so many, from what lies beside it, or bytes.
-
-    Raises:
-        ValueError: The tokenizer does not fit the model, or there is none and it is not of bytes.
-    """
+    """The tokens of a model of so many, from what lies beside it, or bytes."""
     if not (folder / FILE).is_file():
         if vocab_size == VOCAB_SIZE:
             return make_encoder(None)
@@ -141,12 +134,7 @@ def make_encoder(tokenizer: str | None, named: str | None = None) -> Encoder:
 
 
 def blocks(text: bytes) -> list[bytes]:
-    """A text in stretches that end with a line, so that a long one takes little memory.
-
-    Examples:
-        >>> blocks(b"short")
-        [b'short']
-    """
+    """A text in stretches that end with a line, so that a long one takes little memory."""
     found = []
     while len(text) > BLOCK_BYTES:
         cut = text.rfind(b"\n", 0, BLOCK_BYTES) + 1 or BLOCK_BYTES

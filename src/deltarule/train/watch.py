@@ -29,13 +29,7 @@ class WatchOptions:
 
 @dataclass(frozen=True)
 class Best:
-    """The best short evaluation so far, and how many came after it.
-
-    Examples:
-        >>> best = Best().after(10, {"validation_accuracy": 0.5}).after(20, {"accuracy": 0.4})
-        >>> best.step, best.waited
-        (10, 1)
-    """
+    """The best short evaluation so far, and how many came after it."""
 
     step: int = 0
     value: float | None = None
@@ -86,5 +80,4 @@ def wandb(folder: Path) -> Iterator[Sink]:
 
 
 def figures(row: Row) -> dict[str, float]:
-    """What of a row can be drawn."""
     return {n: x for n, x in row.items() if n != "step" and isinstance(x, int | float)}

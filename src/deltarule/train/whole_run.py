@@ -29,12 +29,10 @@ def train_and_finish(trainer: Trainer, finish: Callable[[], None], began: float)
 
 
 def layers_of(model: CausalLM) -> str:
-    """The mixers of its layers, each once."""
     return ", ".join(dict.fromkeys(model.config.layer_types))
 
 
 def model_line(model: CausalLM) -> str:
-    """What is trained, for the screen."""
     count, parameters = len(model.blocks), sum(p.numel() for p in model.parameters())
     layers = "1 layer" if count == 1 else f"{count} layers"
     return f"model   {layers} of {layers_of(model)}, {parameters:,} parameters"

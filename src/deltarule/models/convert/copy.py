@@ -100,15 +100,9 @@ def convert(
 
 
 class Parts:
-    """The parameters of a stored model by name, read where they lie.
-
-    Args:
-        layout: Of a folder, with the places of its tensors.
-        shapes: Of all parameters.
-    """
+    """The parameters of a stored model by name, read where they lie."""
 
     def __init__(self, layout: Layout, shapes: Shapes) -> None:
-        """Note in which piece each parameter lies."""
         self._places, self._shapes = layout.places, shapes
         self._pieces: dict[str, list[Piece]] = {}
         for piece in layout.pieces:
@@ -149,7 +143,6 @@ def shared_out(entries: list[Entry], shard_size: int) -> Iterator[list[Entry]]:
 
 
 def shard_name(index: int, count: int) -> str:
-    """The name of a file of weights, counted from 1."""
     return files.WEIGHTS if count == 1 else f"model-{index:05}-of-{count:05}.safetensors"
 
 
@@ -181,6 +174,5 @@ def header(entries: list[Entry]) -> bytes:
 
 
 def write_tensor(file: BinaryIO, tensor: Tensor) -> None:
-    """Write the values as they lie in memory."""
     values: Any = tensor.contiguous().flatten().view(torch.uint8).numpy()
     file.write(values)

@@ -39,11 +39,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(stored: dict[str, Any]) -> Family | None:
-    """The family of a config.json; None for this library's own.
-
-    Raises:
-        ValueError: Nothing here reads its model_type.
-    """
+    """The family of a config.json; None for this library's own."""
     model_type = stored.get("model_type", MODEL_TYPE)
     return None if model_type == MODEL_TYPE else named(model_type, "model_type")
 
@@ -58,5 +54,4 @@ def named(name: object, option: str) -> Family:
 
 
 def own_pieces(shapes: Shapes) -> list[Piece]:
-    """This library's own files: each parameter under its name."""
     return [Piece(name, (name,)) for name in shapes]

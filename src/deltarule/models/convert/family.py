@@ -41,26 +41,16 @@ class Family:
     check: Callable[[ModelConfig], None] = as_it_is
 
     def leaves_out(self, name: str) -> bool:
-        """Whether a stored tensor is none of the language model's parameters."""
         return name.startswith(self.ignored) or name.endswith(self.derived)
 
     def config(self, stored: Mapping[str, Any]) -> ModelConfig:
-        """Read config.json.
-
-        Raises:
-            ValueError: An option is missing, unknown or has a value that nothing here says.
-        """
         fields = Fields(stored)
         config = ModelConfig(**read(self.options, fields))
         fields.done()
         return config
 
     def fields(self, config: ModelConfig) -> dict[str, Any]:
-        """Return what config.json holds for a configuration with every option written out.
-
-        Raises:
-            ValueError: The family has no word for an option.
-        """
+        """Return what config.json holds for a configuration with every option written out."""
         head = {"model_type": self.model_type, "architectures": [self.architecture]}
         said = head | write(self.options, config)
         self.check(config)

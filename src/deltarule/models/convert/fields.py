@@ -15,10 +15,7 @@ _SILENT = frozenset({
 
 
 class Fields:
-    """Options by name, taken one after another.
-
-    Args:
-        stored: What config.json holds.
+    """Options of a config.json by name, taken one after another.
 
     Examples:
         >>> fields = Fields({"model_type": "gla", "num_heads": 4, "hidden_act": "swish"})
@@ -29,7 +26,6 @@ class Fields:
     """
 
     def __init__(self, stored: Mapping[str, Any]) -> None:
-        """Begin with all but what changes nothing."""
         self._left = {name: value for name, value in stored.items() if name not in _SILENT}
 
     def take(self, name: str, default: Any = None) -> Any:
@@ -38,7 +34,6 @@ class Fields:
         return default if value is None else value
 
     def has(self, name: str) -> bool:
-        """Whether an option is there and is not None; it is not taken."""
         return self._left.get(name) is not None
 
     def integer(self, name: str, default: int | None = None, smallest: int = 0) -> int:
@@ -63,7 +58,6 @@ class Fields:
         return value
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return True or False."""
         value = self.take(name, default)
         if not isinstance(value, bool):
             raise ValueError(f"{name} must be true or false, got {value!r}")
@@ -76,7 +70,6 @@ class Fields:
         return value
 
     def inside(self, name: str) -> "Fields":
-        """Return the options of an object; none if it is absent."""
         value = self.take(name, {})
         if not isinstance(value, dict):
             raise ValueError(f"{name} must be an object, got {value!r}")
@@ -115,7 +108,6 @@ class Fields:
             self._left.pop(name, None)
 
     def done(self) -> None:
-        """Refuse what nobody has taken."""
         if self._left:
             names = ", ".join(map(repr, sorted(self._left)))
             raise ValueError(f"unknown option {names}: what it asks for may change the model")

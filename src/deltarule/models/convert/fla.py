@@ -41,8 +41,6 @@ ATTENTION = ("attention", "sliding_window")
 
 
 def convolved(used: bool) -> Entry:
-    """Taps, 0 without a convolution."""
-
     def read_taps(fields: Fields, found: Options) -> Options:
         taps = fields.integer("conv_size", 4)
         fields.only("conv_bias", False)
@@ -83,8 +81,6 @@ def shares(k: float, v: float) -> Table:
 
 
 def sized(heads: int, size: int, expand_v: float) -> Table:
-    """Heads whose channels are given."""
-
     def read_value(fields: Fields, found: Options) -> Options:
         return {"head_v_dim": int(found["head_k_dim"] * fields.number("expand_v", expand_v))}
 
@@ -117,13 +113,11 @@ def write_bound(config: ModelConfig) -> Options:
 
 
 def read_forget(fields: Fields, found: Options) -> Options:
-    """DeltaProduct with a decay or without."""
     gated = fields.flag("use_forget_gate", False)
     return {"layer_types": "gated_delta_product" if gated else "delta_product"}
 
 
 def read_attention(fields: Fields, found: Options) -> Options:
-    """Layers of attention among the others, full or over a window."""
     if not fields.has("attn"):
         fields.drop("attn")
         return {}
@@ -156,7 +150,6 @@ def write_attention(config: ModelConfig) -> Options:
 
 
 def read_ratio(fields: Fields, found: Options) -> Options:
-    """HGRN-2's heads, by their number or their channels."""
     hidden, heads = found["hidden_size"], None
     if fields.has("num_heads"):
         heads = fields.integer("num_heads", smallest=1)

@@ -21,9 +21,7 @@ DRAWN = options.silent(
 
 
 def stream(
-    eps: str = "rms_norm_eps",
-    otherwise: float = 1e-6,
-    num_layers: int | Follows | None = None,
+    eps: str = "rms_norm_eps", otherwise: float = 1e-6, num_layers: int | Follows | None = None
 ) -> Table:
     """Sizes of the stream and of attention; `eps` of the norms is `otherwise` if not given."""
     return (
@@ -46,7 +44,6 @@ def attention_heads(config: ModelConfig) -> int:
 
 
 def words(given: object, known: dict[str, str], num_layers: int) -> tuple[str, ...]:
-    """The parts of each layer, from a list of a word for each."""
     if not isinstance(given, list) or not all(isinstance(x, str) and x in known for x in given):
         raise ValueError(f"layer_types must be a list of {', '.join(known)}, got {given!r}")
     if len(given) != num_layers:
@@ -59,7 +56,6 @@ def mixers(recurrent: str) -> dict[str, str]:
 
 
 def in_words(config: ModelConfig, recurrent: str) -> list[str]:
-    """The words of a model's layers."""
     known = {recurrent: RECURRENT[0], "attention": FULL_ATTENTION[0]}
     if unknown := {*config.layer_types} - {*known}:
         raise ValueError(f"layer_types must be of {' and '.join(known)}, got {sorted(unknown)}")

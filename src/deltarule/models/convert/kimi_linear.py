@@ -38,7 +38,6 @@ def write_linear(config: ModelConfig) -> Options:
 
 
 def read_halves(fields: Fields, found: Options) -> Options:
-    """Which layer has experts."""
     dense = fields.integer("first_k_dense_replace", 1)
     layers = range(min(found["num_layers"], hybrid.MOST_LAYERS))
     regular = ["dense" if i < dense else "sparse" for i in layers]
@@ -104,7 +103,6 @@ OPTIONS = (
 
 
 def in_the_middle(shape: Shape) -> Shape:
-    """[H] as [1, 1, H, 1]."""
     return 1, 1, shape[0], 1
 
 

@@ -87,7 +87,6 @@ def stored(folder: str | Path, build: Build) -> tuple[Layout, Any]:
 
 
 def check_parts(pieces: list[Piece], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse a model of which a parameter has no name there."""
     named = {part for piece in pieces for part in piece.parts}
     if lost := [name for name in shapes if name not in named]:
         raise ValueError(f"the family has no name for the parameter {lost[0]!r}")

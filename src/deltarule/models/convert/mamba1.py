@@ -116,7 +116,6 @@ JAMBA = (
 
 
 def without_first(shape: Shape) -> Shape:
-    """[1, I, N] as [I, N]."""
     return shape[1:]
 
 

@@ -17,7 +17,6 @@ NO_LIMIT = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
 
 
 def inner(config: ModelConfig) -> int:
-    """Channels of all values."""
     return config.num_heads * (config.head_v_dim or 0)
 
 

@@ -65,7 +65,6 @@ BAMBA = (
 
 
 def read_positions(fields: Fields, found: Options) -> Options:
-    """Positions, which Granite's attention may not have."""
     turned = fields.take("position_embedding_type") == "rope"
     return hybrid.read_rope(fields, 1.0) | ({} if turned else {"partial_rotary_factor": 0.0})
 
@@ -123,7 +122,6 @@ GRANITE = (
 
 
 def read_multipliers(fields: Fields, found: Options) -> Options:
-    """Falcon-H1's, of which those of inputs become those of what they feed."""
     normed = fields.flag("mamba_rms_norm", False)
     if fields.flag("mamba_norm_before_gate", True) and normed:
         raise ValueError("mamba_norm_before_gate must be False with mamba_rms_norm, got True")

@@ -69,12 +69,10 @@ Names = Mapping[str, Own]
 
 
 def same(*names: str) -> Names:
-    """The same name in both layouts."""
     return {name: name for name in names}
 
 
 def under(theirs: str, names: Names, ours: str = "") -> Names:
-    """Names that begin in the same way, there and here."""
     return {theirs + name: placed(own, lambda part: ours + part) for name, own in names.items()}
 
 
@@ -184,7 +182,6 @@ class Model(NamedTuple):
             yield Piece(name, parts, groups, form, self.share(parts[0], rows.share))
 
     def share(self, part: str, share: tuple[int, int] | None) -> tuple[int, int] | None:
-        """The rows of a parameter that are one of its equal shares."""
         if share is None:
             return None
         size = math.prod(self.shapes[part][:2]) // share[1]

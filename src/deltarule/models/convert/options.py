@@ -19,7 +19,6 @@ Follows = Callable[[Options], Any]
 
 
 def nothing(config: ModelConfig) -> Options:
-    """Write no option."""
     return {}
 
 
@@ -27,10 +26,8 @@ def nothing(config: ModelConfig) -> Options:
 class Entry:
     """Options that say the same in config.json and here.
 
-    Args:
-        read: From config.json and from the options here that the entries before have found, to
-            further ones.
-        write: Back, from a configuration with every option written out.
+    `read` makes further options of config.json and of those that the entries before have found;
+    `write` goes back from a configuration with every option written out.
     """
 
     read: Callable[[Fields, Options], Options]
@@ -41,7 +38,6 @@ Table = tuple[Entry, ...]
 
 
 def read(table: Iterable[Entry], fields: Fields) -> Options:
-    """The options here, entry by entry."""
     found: Options = {}
     for entry in table:
         found |= entry.read(fields, found)
@@ -86,7 +82,6 @@ def number(theirs: str, ours: str, default: float | None = None) -> Entry:
 
 
 def factor(name: str, value: Value | None = None) -> Entry:
-    """A number above 0, absent 1, of the same name."""
     return option(name, name, lambda fields, _: fields.factor(name), None, value)
 
 
@@ -126,7 +121,6 @@ def only(values: Mapping[str, object]) -> Entry:
 
 
 def silent(*names: str) -> Entry:
-    """Options that change nothing of what the model computes."""
     return passing(lambda fields: fields.drop(*names))
 
 
@@ -159,7 +153,6 @@ def sizes(
     hidden_size: int | None = None,
     num_layers: int | Follows | None = None,
 ) -> Table:
-    """Sizes of the model, all required."""
     return (
         integer("vocab_size", default=vocab_size),
         integer("hidden_size", default=hidden_size, smallest=1),
@@ -169,7 +162,6 @@ def sizes(
 
 
 def tied(otherwise: bool) -> Entry:
-    """Whether the embedding is the head, too."""
     return flag("tie_word_embeddings", "tie_embeddings", otherwise)
 
 

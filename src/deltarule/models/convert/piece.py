@@ -18,12 +18,10 @@ Form = Callable[[Shape], Shape]
 
 
 def plain(shape: Shape) -> Shape:
-    """The shape that the rows have here."""
     return shape
 
 
 def filters(shape: Shape) -> Shape:
-    """[D, W] as the weight of a depthwise `Conv1d`, [D, 1, W]."""
     return shape[0], 1, *shape[1:]
 
 
@@ -32,7 +30,6 @@ def flat(shape: Shape) -> Shape:
 
 
 def last_joined(shape: Shape) -> Shape:
-    """[L, H, K] as [L, H K]."""
     return *shape[:-2], shape[-2] * shape[-1]
 
 

@@ -57,13 +57,11 @@ def write_experts(config: ModelConfig) -> Options:
 
 
 def all_sparse(config: ModelConfig) -> None:
-    """Refuse layers without experts."""
     if "dense" in mlp_kinds(config):
         raise ValueError("mlp_layer_types must be sparse in every layer")
 
 
 def options(*experts: Entry) -> Table:
-    """What config.json says."""
     return (
         only({"attn_output_gate": True}),
         silent(*FURTHER),

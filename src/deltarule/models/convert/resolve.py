@@ -33,10 +33,6 @@ def resolved(config: ModelConfig, blocks: nn.ModuleList) -> ModelConfig:
     """Write out what the layers took for the options that are None.
 
     An option that no layer takes becomes None, and so does one that they have taken differently.
-
-    Args:
-        config: The configuration of the model.
-        blocks: Its blocks, of shapes only or not.
     """
     seen: dict[str, set[Any]] = {name: set() for name in (*_RECURRENT, *_ATTENTION, *_OTHER)}
     for mixer in (module for module in blocks.modules() if isinstance(module, Mixer)):

@@ -16,7 +16,6 @@ RANKS = ("decay_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim", "gate_low_ran
 
 
 def read_heads(fields: Fields, found: Options) -> Options:
-    """Heads that share the stream, and the norm of their outputs."""
     hidden, size = found["hidden_size"], found["head_k_dim"]
     heads = fields.take("num_heads")
     if heads not in (None, hidden // size):
@@ -79,7 +78,6 @@ OPTIONS = (
 
 
 def one_token(shape: Shape) -> Shape:
-    """[D] as [1, 1, D]."""
     return 1, 1, *shape
 
 

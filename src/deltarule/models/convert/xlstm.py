@@ -12,7 +12,6 @@ MULTIPLE = 64
 
 
 def read_factors(fields: Fields, found: Options) -> Options:
-    """Sizes that are given as shares of the stream."""
     hidden = found["hidden_size"]
     qk, v = (
         rounded(hidden * fields.number(name, otherwise), MULTIPLE) // found["num_heads"]
