@@ -10,16 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deltarule.nn import checks
 from deltarule.nn.attention_cache import attend_to_cache, continued, with_free_rows
 from deltarule.nn.call import LayerCall
-from deltarule.nn.checks import (
-    above_zero,
-    check_even,
-    check_multiple,
-    check_state,
-    default,
-    positive,
-)
 from deltarule.nn.layout import Layout, make_layout, split
 from deltarule.nn.linears import linear, linears
 from deltarule.nn.masked_attention import (
@@ -128,22 +121,24 @@ class Attention(Mixer):
     ) -> None:
         # The options of recurrent layers mean nothing here.
         nn.Module.__init__(self)
-        self.hidden_size = positive("hidden_size", hidden_size)
-        self.num_heads = positive("num_heads", num_heads)
-        self.num_kv_heads = positive("num_kv_heads", default(num_kv_heads, num_heads))
-        check_multiple("num_heads", num_heads, "num_kv_heads", self.num_kv_heads)
+        self.hidden_size = checks.positive("hidden_size", hidden_size)
+        self.num_heads = checks.positive("num_heads", num_heads)
+        self.num_kv_heads = checks.positive("num_kv_heads", checks.default(num_kv_heads, num_heads))
+        checks.check_multiple("num_heads", num_heads, "num_kv_heads", self.num_kv_heads)
         if head_dim is None:
-            check_multiple("hidden_size", hidden_size, "num_heads", num_heads)
-        self.head_dim = positive("head_dim", default(head_dim, hidden_size // num_heads))
+            checks.check_multiple("hidden_size", hidden_size, "num_heads", num_heads)
+        self.head_dim = checks.positive(
+            "head_dim", checks.default(head_dim, hidden_size // num_heads)
+        )
         turned = int(self.head_dim * partial_rotary_factor)
         self.rope_theta = rope_theta if turned else None
         self.turned, self.partial_rotary_factor = turned, partial_rotary_factor
         if self.rope_theta is not None:
-            above_zero("rope_theta", self.rope_theta)
+            checks.above_zero("rope_theta", self.rope_theta)
             whole = turned == self.head_dim
-            check_even("head_dim" if whole else "partial_rotary_factor * head_dim", turned)
-        window = default(window, self.default_window)
-        self.window = window if window is None else positive("window", window)
+            checks.check_even("head_dim" if whole else "partial_rotary_factor * head_dim", turned)
+        window = checks.default(window, self.default_window)
+        self.window = window if window is None else checks.positive("window", window)
         self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(hidden_size, self.num_kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(hidden_size, self.num_kv_heads * self.head_dim, bias=False)
@@ -152,7 +147,7 @@ class Attention(Mixer):
             self.g_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=False)
         self.attention_qk_norm, self.zero_centered_norm = qk_norm, zero_centered_norm
-        self.norm_eps, self.scale = above_zero("norm_eps", norm_eps), scale
+        self.norm_eps, self.scale = checks.above_zero("norm_eps", norm_eps), scale
         self.q_norm, self.k_norm = self._norm(num_heads), self._norm(self.num_kv_heads)
 
     def _norm(self, heads: int) -> RMSNorm | None:
@@ -164,7 +159,7 @@ class Attention(Mixer):
     @classmethod
     def heads(cls, config: Any) -> dict[str, Any]:
         """Read the numbers of query and of key heads from a model's config, and all of a head."""
-        queries = default(config.num_attention_heads, config.num_heads)
+        queries = checks.default(config.num_attention_heads, config.num_heads)
         numbers = {"num_heads": queries, "num_kv_heads": config.num_kv_heads}
         found = {own: getattr(config, n) for n, own in OPTIONS.items() if hasattr(config, n)}
         return numbers | found
@@ -243,7 +238,7 @@ class Attention(Mixer):
         layout = make_layout(x, None, None)
         before = self.state_before(None, layout)
         q, k, _ = self._project(x, layout.positions(before["length"]))
-        scores = torch.einsum("bihd, bjhd -> bhij", q, self._keys(k)) * default(
+        scores = torch.einsum("bihd, bjhd -> bhij", q, self._keys(k)) * checks.default(
             self.scale, self.head_dim**-0.5
         )
         tokens = x.shape[1]
@@ -319,7 +314,7 @@ class Attention(Mixer):
         empty = self.init_state(0)
         for name in ("keys", "values", "valid"):
             empty[name] = empty[name].new_empty(0, rows, *empty[name].shape[2:])
-        return check_state(state, empty, layout.sequences)
+        return checks.check_state(state, empty, layout.sequences)
 
 
 class SlidingWindowAttention(Attention):

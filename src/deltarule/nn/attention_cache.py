@@ -48,15 +48,8 @@ def attend_to_cache(
 ) -> Tensor:
     """Write one token of each row into the cache, and attend to all that it holds.
 
-    Args:
-        q: Queries [B, heads, D], rotated.
-        k: Keys [B, KV heads, D], rotated.
-        v: Values like k.
-        state: From `with_free_rows`; overwritten.
-        scale: What scores are multiplied by. None: D^-1/2.
-
-    Returns:
-        [B, KV heads, heads / KV heads, D].
+    q [B, heads, D] and k [B, KV heads, D] are rotated, v is like k, and the state, overwritten, is
+    from `with_free_rows`: [B, KV heads, heads / KV heads, D].
     """
     seen = add_row(k, v, state)[:, None, None]
     keys, values = (state[name].to(q.dtype).transpose(1, 2) for name in ("keys", "values"))

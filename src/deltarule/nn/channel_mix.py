@@ -15,12 +15,6 @@ from deltarule.nn.gates import float32_parameter
 class ChannelMix(Frame):
     """A network of squared ReLU that reads each token mixed with the one before.
 
-    Args:
-        hidden_size: Channels of the stream.
-        mlp_size: Channels inside.
-        layer_index: Which layer of the model this is, from 0.
-        num_layers: Layers of the model.
-
     Examples:
         >>> y, state = ChannelMix(8, 16)(torch.zeros(1, 3, 8))
         >>> state["shift"].shape
@@ -36,7 +30,6 @@ class ChannelMix(Frame):
     def __init__(
         self, hidden_size: int, mlp_size: int, *, layer_index: int = 0, num_layers: int = 1
     ) -> None:
-        """Build both projections; the mix begins as the authors' does."""
         super().__init__()
         self.hidden_size, self.conv_size = hidden_size, 0
         share = torch.arange(hidden_size, dtype=torch.float32) / hidden_size
@@ -46,11 +39,9 @@ class ChannelMix(Frame):
         self.o_proj = nn.Linear(mlp_size, hidden_size, bias=False)
 
     def memories(self) -> dict[str, tuple[int, ...]]:
-        """None that sums over tokens."""
         return {}
 
     def mix(self, call: LayerCall) -> Tensor:
-        """Mix each token with the last, and map it."""
         x = torch.addcmul(call.x, call.token_shift(), self.shift_mix.to(call.x.dtype))
         y: Tensor = self.o_proj(F.relu(self.up_proj(x)).square())
         return y

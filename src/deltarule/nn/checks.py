@@ -16,7 +16,6 @@ AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def positive(name: str, value: int) -> int:
-    """Return the value if it is an integer of 1 or more."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be an integer of 1 or more, got {value!r}")
     return value
@@ -31,7 +30,6 @@ def check_least(options: object, least: float, *names: str) -> None:
 
 
 def above_zero(name: str, value: float) -> float:
-    """Return the value if it is a finite number above 0."""
     if not _is_number(value) or not math.isfinite(value) or value <= 0:
         raise ValueError(f"{name} must be a finite number above 0, got {value!r}")
     return value
@@ -57,7 +55,6 @@ def default(value: T | None, otherwise: T) -> T:
 
 
 def check_multiple(name: str, value: int, of: str, divisor: int) -> None:
-    """Refuse a size that does not divide into equal parts."""
     if value % divisor:
         raise ValueError(f"{name} must be a multiple of {of}={divisor}, got {value}")
 

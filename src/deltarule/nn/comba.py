@@ -12,16 +12,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from deltarule.nn import gates
 from deltarule.nn.call import LayerCall
 from deltarule.nn.feature_maps import qk_normed
 from deltarule.nn.gated_deltanet import GatedDeltaNet
-from deltarule.nn.gates import (
-    computed,
-    float32_parameter,
-    log_decay_of,
-    per_value_head,
-    strength_of,
-)
 from deltarule.nn.rule import Arguments, Projections, Rule
 
 
@@ -34,8 +28,8 @@ def arguments(projections: Projections) -> Arguments:
 
 def released_arguments(projections: Projections) -> Arguments:
     """Norms come last, of the key that erases as well: it is the written key."""
-    p = share(projections) * computed(projections.k)
-    q = computed(projections.q) - projections.need("D").unsqueeze(-1) * p
+    p = share(projections) * gates.computed(projections.k)
+    q = gates.computed(projections.q) - projections.need("D").unsqueeze(-1) * p
     q, k, p = (qk_normed(projections, x) for x in (q, projections.k, p))
     return fed_back(projections, q, k, p)
 
@@ -48,10 +42,10 @@ def share(projections: Projections) -> Tensor:
 def fed_back(projections: Projections, q: Tensor, k: Tensor, p: Tensor) -> Arguments:
     """a b^T = -(beta_t p_t) k_t^T: the operator's rank-one part sees the undecayed state."""
     heads, dtype = projections.v.shape[2], projections.v.dtype
-    beta = strength_of(projections).unsqueeze(-1)
+    beta = gates.strength_of(projections).unsqueeze(-1)
     given = {"q": q.to(dtype), "k": k.to(dtype), "v": (beta * projections.v).to(dtype)}
-    given |= {"a": -beta * per_value_head(p, heads), "b": per_value_head(k, heads)}
-    return given | {"log_decay": log_decay_of(projections)}
+    given |= {"a": -beta * gates.per_value_head(p, heads), "b": gates.per_value_head(k, heads)}
+    return given | {"log_decay": gates.log_decay_of(projections)}
 
 
 RULE = Rule(
@@ -105,8 +99,8 @@ class Comba(GatedDeltaNet):
         super().build_gates()
         ones = torch.ones(self.num_heads, dtype=torch.float32)
         self.b_proj = nn.Linear(self.hidden_size, self.num_v_heads, bias=False)
-        self.erase_scale = float32_parameter(ones)
-        self.D = float32_parameter(ones.clone())
+        self.erase_scale = gates.float32_parameter(ones)
+        self.D = gates.float32_parameter(ones.clone())
 
     def project(self, call: LayerCall) -> Projections:
         return replace(super().project(call), erase_scale=self.erase_scale)

@@ -187,12 +187,7 @@ FEATURE_MAPS: dict[str, FeatureMap] = {
 
 
 class QueryKeyMap(nn.Module):
-    """phi of queries and keys, computed in float32 for 16-bit inputs.
-
-    Args:
-        name: A key of `deltarule.nn.feature_maps.FEATURE_MAPS`.
-        heads: Heads of q and k, each with weights of its own.
-        channels: Channels K of a head.
+    """phi of queries and keys, computed in float32 for 16-bit inputs; each head has its weights.
 
     Examples:
         >>> phi = QueryKeyMap("dpfp", heads=2, channels=4)
@@ -244,7 +239,6 @@ class QueryKeyMap(nn.Module):
         return q, k
 
     def _own(self, stream: str) -> Tensor | None:
-        """Weights of q or of k alone."""
         found = getattr(self, f"{stream}_weight"), getattr(self, f"{stream}_scale")
         return next((x for x in found if x is not None), None)
 

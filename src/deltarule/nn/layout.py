@@ -230,11 +230,8 @@ def silence_padding(
 ) -> dict[str, Any]:
     """Put zeros at padding into the named arguments: no write, no erase, no decay.
 
-    Args:
-        arguments: An operator's, by name; those that are no tensors stay.
-        real: [B, T] True at real tokens. None: all are real.
-        names: Arguments with a row for each token, or a constant decay [HV].
-        n_steps: Rows of a token in k, v and beta.
+    These have a row for each token, of k, v and beta n_steps of them, or are a constant decay
+    [HV]; `real` [B, T] is True at real tokens, None where all are.
     """
     if real is None:
         return arguments

@@ -148,22 +148,11 @@ def flash(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float | No
 
 
 def attend_in_blocks(
-    attend: Attend,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    size: int,
-    sequence: Tensor | None,
+    attend: Attend, q: Tensor, k: Tensor, v: Tensor, size: int, sequence: Tensor | None
 ) -> Tensor:
-    """Softmax attention of tokens [B, T, heads, D] with nothing before them, over the window.
+    """Softmax attention of tokens [B, T, heads, D] with nothing before them, over a window.
 
-    Args:
-        attend: Softmax attention of q, k and v with a mask.
-        q: Queries.
-        k: Keys, of as many heads or of a divisor.
-        v: Values like k.
-        size: The window.
-        sequence: [T] of packed tokens, whose batch is 1. None: a row is a sequence.
+    `attend` takes q, k and v with a mask; `sequence` [T] is that of packed tokens, else None.
     """
     batch, tokens, heads = q.shape[:3]
     if k.shape[2] != heads:
@@ -178,12 +167,7 @@ def attend_in_blocks(
 
 
 def blocks(x: Tensor, size: int) -> Tensor:
-    """Cut rows [B, T, ...] into blocks [B, N, size, ...]; zeros behind the last token fill up.
-
-    Examples:
-        >>> blocks(torch.tensor([[1, 2, 3]]), 2).tolist()
-        [[[1, 2], [3, 0]]]
-    """
+    """Cut rows [B, T, ...] into blocks [B, N, size, ...]; zeros behind the last token fill up."""
     fill = x.new_zeros(len(x), -x.shape[1] % size, *x.shape[2:])
     return torch.cat([x, fill], dim=1).unflatten(1, (-1, size))
 
@@ -203,13 +187,8 @@ def block_masks(
 ) -> tuple[Tensor | None, Tensor]:
     """What the first block sees of itself, and what others see of `with_block_before`.
 
-    Args:
-        size: Of a block, and of the window.
-        sequence: [T] of packed tokens. None: a row is a sequence, and all blocks see alike.
-        device: Of the masks.
-
-    Returns:
-        None, or [1, 1, size, size]; [1 or N - 1, 1, size, 2 size]. None is plain causal.
+    None (plain causal) or [1, 1, size, size], and [1 or N - 1, 1, size, 2 size]. `sequence` [T] is
+    that of packed tokens, else None: then all blocks see alike.
     """
     column = torch.arange(-size, size, device=device)
     behind = column[size:].unsqueeze(1) - column
@@ -225,11 +204,9 @@ def block_masks(
 def visible_up_to(
     context: Context, window: int | None, device: torch.device
 ) -> tuple[int, Tensor | None]:
-    """What the rows of one process see of all rows up to its last.
+    """The first row that any row of one process sees, and which of those from it on each sees.
 
-    Returns:
-        The first row that any of them sees; and which of those from it on each sees, None where
-        causal from the last row on is all there is to say.
+    None in place of the second where causal from the last row on is all there is to say.
     """
     if window is None and context.offsets is None:
         return 0, None

@@ -12,17 +12,7 @@ from typing import Any, ClassVar, Self
 from torch import nn
 
 from deltarule.nearest import check_known
-from deltarule.nn.checks import (
-    above_zero,
-    check_beta_max,
-    check_depth,
-    check_horizon,
-    check_lower_bound,
-    check_multiple,
-    default,
-    default_head_dim,
-    positive,
-)
+from deltarule.nn import checks
 from deltarule.nn.frame import Frame
 from deltarule.nn.norm import GatedRMSNorm, GateOnly, RMSNorm
 from deltarule.nn.options import (
@@ -145,37 +135,36 @@ class Mixer(Frame):
         layer_index: int = 0,
         num_layers: int = 1,
     ) -> None:
-        """Check the options, and build projections, convolutions, gates, norm and output."""
         given = {name: value for name, value in locals().items() if name in REASONS}
         super().__init__()
-        self.hidden_size = positive("hidden_size", hidden_size)
-        self.num_heads = positive("num_heads", num_heads)
-        self.num_v_heads = positive("num_v_heads", default(num_v_heads, num_heads))
-        check_multiple("num_v_heads", self.num_v_heads, "num_heads", num_heads)
+        self.hidden_size = checks.positive("hidden_size", hidden_size)
+        self.num_heads = checks.positive("num_heads", num_heads)
+        self.num_v_heads = checks.positive("num_v_heads", checks.default(num_v_heads, num_heads))
+        checks.check_multiple("num_v_heads", self.num_v_heads, "num_heads", num_heads)
         head_k_dim = self.default_head_k_dim() if head_k_dim is None else head_k_dim
-        self.head_k_dim = positive("head_k_dim", head_k_dim)
+        self.head_k_dim = checks.positive("head_k_dim", head_k_dim)
         head_v_dim = self.default_head_v_dim() if head_v_dim is None else head_v_dim
-        self.head_v_dim = positive("head_v_dim", head_v_dim)
-        self.beta_max = default(check_beta_max(beta_max), self.default_beta_max)
-        self.n_steps = positive("n_steps", default(n_steps, self.default_n_steps))
-        self.longest_horizon = check_horizon(longest_horizon)
-        self.gate_lower_bound = check_lower_bound(gate_lower_bound)
-        slots = default(self.default_num_slots, self.head_k_dim)
-        self.num_slots = positive("num_slots", default(num_slots, slots))
+        self.head_v_dim = checks.positive("head_v_dim", head_v_dim)
+        self.beta_max = checks.default(checks.check_beta_max(beta_max), self.default_beta_max)
+        self.n_steps = checks.positive("n_steps", checks.default(n_steps, self.default_n_steps))
+        self.longest_horizon = checks.check_horizon(longest_horizon)
+        self.gate_lower_bound = checks.check_lower_bound(gate_lower_bound)
+        slots = checks.default(self.default_num_slots, self.head_k_dim)
+        self.num_slots = checks.positive("num_slots", checks.default(num_slots, slots))
         self.filter_size = filter_size
-        self.mini_batch = positive("mini_batch", default(mini_batch, MINI_BATCH))
+        self.mini_batch = checks.positive("mini_batch", checks.default(mini_batch, MINI_BATCH))
         self.window, self.num_persistent = window, num_persistent
-        self.spectrum = default(spectrum, SPECTRA[0])
-        self.rope_theta = above_zero("rope_theta", default(rope_theta, 10000.0))
-        self.norm_eps = above_zero("norm_eps", norm_eps)
-        self.layer_index, self.num_layers = check_depth(layer_index, num_layers)
-        conv_size = default(conv_size, self.default_conv_size)
-        self.conv_size = positive("conv_size", conv_size) if conv_size != 0 else 0
-        self.conv_bias = default(conv_bias, False)
-        self.feature_map = default(feature_map, self.default_feature_map)
+        self.spectrum = checks.default(spectrum, SPECTRA[0])
+        self.rope_theta = checks.above_zero("rope_theta", checks.default(rope_theta, 10000.0))
+        self.norm_eps = checks.above_zero("norm_eps", norm_eps)
+        self.layer_index, self.num_layers = checks.check_depth(layer_index, num_layers)
+        conv_size = checks.default(conv_size, self.default_conv_size)
+        self.conv_size = checks.positive("conv_size", conv_size) if conv_size != 0 else 0
+        self.conv_bias = checks.default(conv_bias, False)
+        self.feature_map = checks.default(feature_map, self.default_feature_map)
         divides = isinstance(self.rule, Rule) and self.rule.normalizer
-        self.qk_norm, self.normalizer = qk_norm, default(normalizer, divides)
-        self.output_norm: OutputNorm = default(output_norm, "head")
+        self.qk_norm, self.normalizer = qk_norm, checks.default(normalizer, divides)
+        self.output_norm: OutputNorm = checks.default(output_norm, "head")
         neutral: dict[str, object] = {"conv_size": 0, "n_steps": 1, "output_norm": "head"}
         neutral |= {"num_v_heads": num_heads, "head_k_dim": 1, "head_v_dim": self.head_k_dim}
         neutral["normalizer"] = divides
@@ -185,7 +174,7 @@ class Mixer(Frame):
         self.check_options()
         self.build_projections()
         self.build_gates()
-        self.build_output(default(output_gate, self.default_output_gate))
+        self.build_output(checks.default(output_gate, self.default_output_gate))
 
     @classmethod
     def from_config(cls, config: Any, layer_index: int) -> Self:
@@ -230,7 +219,7 @@ class Mixer(Frame):
     def default_head_k_dim(self) -> int:
         """Channels of a key where none are given: expand_k * hidden_size / num_heads."""
         sizes = self.hidden_size, "num_heads", self.num_heads
-        return default_head_dim("head_k_dim", self.expand_k, *sizes)
+        return checks.default_head_dim("head_k_dim", self.expand_k, *sizes)
 
     def default_head_v_dim(self) -> int:
         """Channels of a value where none are given: expand_v * head_k_dim."""

@@ -62,7 +62,6 @@ class LayerNorm(nn.LayerNorm):
     """Mean and variance of the last axis taken out, with a weight and a bias for each channel."""
 
     def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x + y [..., size] and its norm."""
         total = x + y
         return total, self(total)
 
@@ -71,11 +70,6 @@ class GatedRMSNorm(RMSNorm):
     """A norm over each head's channels, multiplied by an activated gate.
 
     y = RMSNorm(x) * activation(gate)
-
-    Args:
-        size: Channels of a head.
-        eps: Added to the mean square.
-        activation: What the gate goes through.
     """
 
     def __init__(self, size: int, eps: float = 1e-5, activation: Activation = "silu") -> None:
@@ -83,7 +77,6 @@ class GatedRMSNorm(RMSNorm):
         self.activation = activation
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        """Normalise x [..., size]; with no gate, that is all."""
         return gated_norm(x, gate, self.weight, self.eps, self.activation)
 
 
@@ -154,7 +147,6 @@ class GateOnly(nn.Module):
         self.activation = ACTIVATIONS[activation]
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        """Gate x; with no gate, leave it."""
         return x if gate is None else x * self.activation(gate)
 
 
@@ -162,12 +154,6 @@ class GatedGroupNorm(nn.GroupNorm):
     """Mean and variance of each head taken out, a weight and a bias a channel, then the gate.
 
     y = GroupNorm(x) * activation(gate)
-
-    Args:
-        heads: Heads, each a group.
-        head_dim: Channels of a head.
-        eps: Added to the variance.
-        activation: What the gate goes through.
     """
 
     def __init__(
@@ -177,26 +163,18 @@ class GatedGroupNorm(nn.GroupNorm):
         self.activation = ACTIVATIONS[activation]
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        """Normalise x [B, T, heads, head_dim]."""
         y = super().forward(x.flatten(0, 1).flatten(1)).view_as(x)
         return y if gate is None else y * self.activation(gate)
 
 
 class GroupRMSNorm(RMSNorm):
-    """A norm over groups of channels, each channel with its own weight.
-
-    Args:
-        groups: Groups, each normalised on its own.
-        size: Channels of all groups.
-        eps: Added to the mean square.
-    """
+    """A norm over groups of the `size` channels, each channel with its own weight."""
 
     def __init__(self, groups: int, size: int, eps: float = 1e-5) -> None:
         super().__init__(size, eps)
         self.groups = groups
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x [..., size]."""
         grouped = split(x, self.groups, x.shape[-1] // self.groups)
         y = F.rms_norm(grouped, grouped.shape[-1:], eps=self.eps).flatten(-2)
         return y * self.weight.to(x.dtype)

@@ -22,12 +22,7 @@ Computed = tuple[Tensor, Callable[[], Tensor]]
 
 
 class Recipe:
-    """How one tensor is computed again.
-
-    Args:
-        x: The tensor, known until `close` by where it lies.
-        compute: Gives the same numbers again.
-    """
+    """How one tensor is computed again; until `close` it is known by where it lies."""
 
     def __init__(self, x: Tensor, compute: Callable[[], Tensor]) -> None:
         """Keep the tensor for as long as others may come to save it."""
@@ -76,7 +71,6 @@ class Pack:
         self.recipes = recipes
 
     def __call__(self, x: Tensor) -> Saved:
-        """Keep a note where there is a recipe, and the tensor where there is none."""
         recipe = self.recipes.get(x.data_ptr())
         if recipe is None or not recipe.makes(x):
             return x
@@ -85,7 +79,6 @@ class Pack:
 
 
 def unpack(saved: Saved) -> Tensor:
-    """Give autograd the tensor that it saved."""
     if isinstance(saved, Tensor):
         return saved
     recipe, shape = saved
@@ -95,13 +88,10 @@ def unpack(saved: Saved) -> Tensor:
 def recomputed(*tensors: Computed) -> AbstractContextManager[None]:
     """Within, autograd saves of contiguous tensors only how to compute them again.
 
-    Where something else decides what autograd saves (activation checkpointing, a compiler, hooks
-    of the user's), this does nothing. Neither does it for small tensors, nor on a CPU, whose
+    Each comes with what gives the same numbers again, in the same layout, from tensors that are
+    kept. Where something else decides what autograd saves (activation checkpointing, a compiler,
+    hooks of the user's), this does nothing. Neither does it for small tensors, nor on a CPU, whose
     arithmetic costs more than its memory.
-
-    Args:
-        tensors: Each with what gives the same numbers again, in the same layout, from tensors that
-            are kept.
     """
     # To a compiler sizes are no numbers.
     if torch.compiler.is_compiling():
@@ -113,7 +103,6 @@ def recomputed(*tensors: Computed) -> AbstractContextManager[None]:
 
 @contextmanager
 def remembered(*tensors: Computed) -> Iterator[None]:
-    """`recomputed` on any device."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     outer = top[0].recipes if top is not None and isinstance(top[0], Pack) else {}
     recipes = {x.data_ptr(): Recipe(x, compute) for x, compute in tensors}

@@ -15,7 +15,6 @@ from deltarule.nn.rule import Arguments, Projections, Rule
 
 
 def arguments(projections: Projections) -> Arguments:
-    """log_decay_h = log(1 - 2^(-5 - h))."""
     dtype = torch.promote_types(projections.v.dtype, torch.float32)
     head = torch.arange(projections.v.shape[2], dtype=dtype, device=projections.v.device)
     log_decay = torch.log1p(-torch.exp2(-5 - head))

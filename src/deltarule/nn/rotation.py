@@ -42,17 +42,9 @@ def at_positions(positions: Tensor, frequency: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, positions: Tensor, theta: float = 10000.0) -> Tensor:
-    """Rotate the channels of x by their positions; channel i is paired with i + D/2.
+    """Rotate the channels of x [B, T, heads, D] by positions [B or 1, T]; i is paired with i + D/2.
 
     Angles are exact to 2e-7 up to positions of 1e9, whatever the dtype of x.
-
-    Args:
-        x: [B, T, heads, D], D even.
-        positions: [B or 1, T] integers, counted from 0 in each sequence.
-        theta: Base of the wavelengths.
-
-    Returns:
-        The rotated x, in its dtype.
 
     Source: arXiv 2104.09864, eq. 34, with the two halves of the channels as the pairs.
     """

@@ -134,7 +134,6 @@ class StateMap(Protocol):
 
 
 def read_state(o: Tensor, projections: Projections) -> Tensor:
-    """o = S q: the read-out of most rules."""
     return o
 
 

@@ -37,7 +37,6 @@ def inverse(states: int) -> Tensor:
 
 
 def evenly_spaced(states: int) -> Tensor:
-    """pi n."""
     return math.pi * torch.arange(states, dtype=torch.float64, device="cpu")
 
 

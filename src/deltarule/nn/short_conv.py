@@ -178,7 +178,6 @@ class Convolution(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, before: int) -> Tensor:
-        """Keep the inputs alone."""
         ctx.save_for_backward(x, weight)
         ctx.before = before
         return shifted_sums(x, weight, bias, before)

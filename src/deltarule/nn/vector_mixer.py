@@ -24,7 +24,6 @@ class VectorMixer(Mixer):
     normless = True
 
     def default_head_k_dim(self) -> int:
-        """One number for each channel of the state."""
         return 1
 
     def default_head_v_dim(self) -> int:

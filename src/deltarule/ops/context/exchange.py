@@ -51,15 +51,10 @@ def in_two(halves: Callable[P, Halves[T]]) -> Callable[P, Callable[[], T]]:
 def starting_state(context: Context, end: Tensor, transition: Tensor) -> Tensor:
     """Return the state that reaches this process from those before it, entry by entry.
 
-    Args:
-        context: Where the tokens are.
-        end: U [B, HV, V, K], the state after the tokens here, were nothing before them.
-        transition: M [B, HV, V or 1, K], what the tokens here multiply each entry of a state by;
-            zero where a sequence begins.
-
-    Returns:
-        S [B, HV, V, K]; zeros where a sequence begins with the first token here. Between sending
-        and receiving the context's `meanwhile` is called.
+    From U [B, HV, V, K], the state after the tokens here were nothing before them, and M [B, HV, V
+    or 1, K], what the tokens here multiply each entry by, zero where a sequence begins: S [B, HV,
+    V, K], zeros where a sequence begins with the first token here. Between sending and receiving
+    the context's `meanwhile` is called.
     """
     halves: list[Callable[[], Any]] = []
     link = _Leave.apply(halves, context, end, transition)  # type: ignore[no-untyped-call]
@@ -172,7 +167,6 @@ def _folded_back(
 
 @in_two
 def _gathered(context: Context, x: Tensor) -> Halves[Tensor]:
-    """Gather a tensor of each process: [processes, ...]."""
     parts = x.new_empty(context.size, *x.shape)
     work = dist.all_gather(list(parts), x.contiguous(), group=context.group, async_op=True)
     yield

@@ -14,16 +14,10 @@ from deltarule.ops.context.exchange import exchanged
 
 
 class LastRows:
-    """Last rows of this process on their way to the next one, and their gradients on the way back.
+    """The last `reach` rows of a process on their way to the next, and their gradients back.
 
-    They travel while others compute between `send` and `receive`, and between these backwards.
-
-    Args:
-        context: Where the tokens are.
-        reach: How many rows to look back, R.
-
-    Raises:
-        ValueError: A process has fewer rows than the others look back.
+    They travel while others compute between `send` and `receive`, and between these backwards. No
+    process may have fewer rows.
     """
 
     wait: Callable[[], None]
@@ -63,17 +57,10 @@ class LastRows:
 
 
 def rows_before(context: Context, x: Tensor, reach: int, otherwise: Tensor) -> Tensor:
-    """Return what comes before the first token of each sequence here.
+    """Return what comes before the first token of each sequence here, [N, R, D].
 
-    Args:
-        context: Where the tokens are.
-        x: [B, R or more, D], the last rows of this process.
-        reach: How many rows to look back, R.
-        otherwise: [N, R, D], what came before the sequences that begin here.
-
-    Returns:
-        [N, R, D]: of a sequence that goes on from the process before, its last rows there (zeros
-        before its own first token), else `otherwise`.
+    Of a sequence that goes on from the process before that is its last R rows there, of the
+    processes' x [B, R or more, D], and zeros before its own first token; else it is `otherwise`.
     """
     last_rows = LastRows(context, reach)
     if reach == 0:

@@ -4,16 +4,7 @@ from deltarule.ops.context import Context
 from deltarule.ops.delta_rule.api import recurrence_of
 from deltarule.ops.delta_rule.spanning import beyond
 from deltarule.ops.dispatch import Impl
-from deltarule.shapes import (
-    Decay,
-    Erase,
-    Keys,
-    Offsets,
-    Queries,
-    RecurrentOutput,
-    State,
-    Values,
-)
+from deltarule.shapes import Decay, Erase, Keys, Offsets, Queries, RecurrentOutput, State, Values
 
 
 def dplr(

@@ -178,16 +178,10 @@ def beyond(
 
 
 def over_context(operator: Operator, context: Context, given: dict[str, Any]) -> RecurrentOutput:
-    """Run an operator on the tokens of this process, after those of the processes before it.
+    """Run `delta_rule` or `dplr` on the tokens here, after those of the processes before this one.
 
-    Args:
-        operator: `delta_rule` or `dplr`.
-        context: Where the tokens are.
-        given: All of its arguments, of the tokens here; the initial state only of sequences that
-            begin here.
-
-    Returns:
-        The outputs here, and the state after the last token here of each sequence.
+    `given` has all arguments, of the tokens here, and the initial state of sequences that begin
+    here; the state returned is that after the last token here of each sequence.
     """
     check_context(context, given["q"].shape[1], "q", given.get("cu_seqlens"))
     given = given | {"cu_seqlens": context.cu_seqlens(given["q"].device)}

@@ -27,9 +27,7 @@ OPTIONS = {"num_stages": 1, "num_warps": 8}
 
 
 @triton.jit
-def cross_entropy_kernel(
-    logits, targets, losses, lse, V, s_row, ignore_index, BV: tl.constexpr
-):  # fmt: skip
+def cross_entropy_kernel(logits, targets, losses, lse, V, s_row, ignore_index, BV: tl.constexpr):
     """One row, each lane with a maximum and a sum of its own until the end."""
     i_row = tl.program_id(0).to(tl.int64)
     o_v = tl.arange(0, BV)
@@ -78,7 +76,6 @@ def cross_entropy(inputs: CrossEntropy) -> tuple[Tensor, Tensor]:
 
 
 def cross_entropy_backward(given: Backward[CrossEntropy]) -> Gradients:
-    """The gradient by the logits."""
     (d_losses,), (lse,), logits = given.gradients, given.saved, given.inputs.logits
     assert d_losses is not None
     into = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -97,7 +94,6 @@ def gradient_of_logits(d_losses: Tensor, inputs: CrossEntropy, lse: Tensor, into
 
 
 def arguments(inputs: CrossEntropy) -> dict[str, Any]:
-    """What both kernels are given."""
     logits, size = adjacent(inputs.logits), inputs.logits.shape[1]
     values = {**OPTIONS, "logits": logits, "s_row": logits.stride(0), "V": size}
     values |= {"targets": inputs.targets.contiguous(), "ignore_index": inputs.ignore_index}

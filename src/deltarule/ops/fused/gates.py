@@ -69,7 +69,6 @@ class Gates(NamedTuple):
 
     @property
     def parts(self) -> tuple[LogDecay, WriteStrength]:
-        """Each on its own."""
         return LogDecay(*self[:3], False), WriteStrength(*self[3:])
 
 

@@ -120,14 +120,12 @@ def write_strength_kernel(
 
 
 def log_decay(inputs: LogDecay) -> tuple[Tensor, Tensor]:
-    """log_decay like the logits in float32, and dt; empty without `step`."""
     out, dt = decays(inputs)
     return out, out.new_empty(0) if dt is None else dt
 
 
 @Recorded
 def decays(inputs: LogDecay) -> tuple[Tensor, Tensor | None]:
-    """log_decay, and dt with `step`."""
     shape, device = inputs.logits.shape, inputs.logits.device
     out = torch.empty(shape, dtype=torch.float32, device=device)
     dt = torch.empty(shape, dtype=torch.float32, device=device) if inputs.step else None
@@ -184,7 +182,6 @@ def write_strength(inputs: WriteStrength) -> tuple[Tensor]:
 
 
 def write_strength_backward(given: Backward[WriteStrength]) -> Gradients:
-    """The gradient by logits."""
     found: Gradients = strengths(given.inputs, *given.gradients)
     return found
 
@@ -205,13 +202,11 @@ def strengths(inputs: WriteStrength, d_beta: Tensor | None) -> tuple[Tensor]:
 
 @Recorded
 def gates(inputs: Gates) -> tuple[Tensor | None, ...]:
-    """log_decay and beta."""
     decay, strength = inputs.parts
     return decays.run(decay)[0], *strengths.run(strength, None)
 
 
 def gates_backward(given: Backward[Gates]) -> Gradients:
-    """Gradients by the logits, A_log, dt_bias and the logits of beta."""
     inputs = given.inputs
     pairs = zip(given.gradients, (inputs.logits, inputs.beta_logits), strict=True)
     d_both = (

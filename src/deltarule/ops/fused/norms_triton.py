@@ -171,7 +171,7 @@ ROWS = 8
 @triton.jit
 def residual_norm_kernel(
     x, y, weight, s, z, eps, s_x, s_y, V: tl.constexpr, BV: tl.constexpr, CHAINED: tl.constexpr
-):  # fmt: skip
+):
     begin(CHAINED)
     r = tl.program_id(0).to(tl.int64)
     o_v = tl.arange(0, BV)

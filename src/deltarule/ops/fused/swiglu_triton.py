@@ -39,9 +39,8 @@ def places(elements, D: tl.constexpr, BLOCK: tl.constexpr):
 # The number of elements is left to be specialised: a multiple of 16 is what wide loads need.
 @triton.jit
 def swiglu_kernel(
-    gate, up, h, elements, s_gate, s_up, D: tl.constexpr, BLOCK: tl.constexpr,
-    CHAINED: tl.constexpr,
-):  # fmt: skip
+    gate, up, h, elements, s_gate, s_up, D: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr
+):
     """BLOCK elements of h."""
     begin(CHAINED)
     o, row, column, m = places(elements, D, BLOCK)

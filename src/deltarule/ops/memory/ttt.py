@@ -9,13 +9,7 @@ from deltarule.ops.forms import forms
 from deltarule.ops.memory import definition as reference
 from deltarule.ops.memory.inputs import check_call, check_memory, why_not_triton
 from deltarule.ops.memory.torch import ttt as chunked
-from deltarule.ops.plain import (
-    Arguments,
-    PlainImpl,
-    check_counts,
-    check_per_head,
-    run_plain,
-)
+from deltarule.ops.plain import Arguments, PlainImpl, check_counts, check_per_head, run_plain
 from deltarule.shapes import Beta, Keys, Offsets, Queries, TTTOutput, TTTState, Values
 
 

@@ -5,15 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltarule.ops.checks import (
-    FLOATS,
-    check_axes,
-    check_gate,
-    check_scale,
-    check_state,
-    result,
-    shape,
-)
+from deltarule.ops import checks
 from deltarule.ops.context import Context
 from deltarule.ops.dispatch import Impl, choose, why_no_triton, without_autocast
 from deltarule.ops.few_tokens import decodes
@@ -38,7 +30,6 @@ MAX_KEY_CHANNELS = 4096
 
 
 def why_not_triton(inputs: ScanInputs) -> str | None:
-    """What the Triton kernels cannot do."""
     if reason := why_no_triton("v", inputs.v):
         return reason
     for name, x in zip(inputs._fields[:9], inputs[:9], strict=True):
@@ -141,20 +132,22 @@ def selective_scan(
         check_channels(name, x, v, q)
     each_value = {"[B, T, HV, V]": tuple(v.shape)}
     each_key = {"[B, T, HV, K]": (*v.shape[:3], q.shape[-1])}
-    check_gate("delta", delta, v, each_value)
-    check_gate("A", A, v, {"[HV, V, K]": (heads, value_size, q.shape[-1])})
+    checks.check_gate("delta", delta, v, each_value)
+    checks.check_gate("A", A, v, {"[HV, V, K]": (heads, value_size, q.shape[-1])})
     if (delta is None) != (A is None):
         raise ValueError(f"delta and A go together, got only {'A' if delta is None else 'delta'}")
-    check_gate("value_log_decay", value_log_decay, v, each_value)
-    check_gate("log_decay", log_decay, v, each_key)
-    check_gate("beta", beta, v, each_value)
+    checks.check_gate("value_log_decay", value_log_decay, v, each_value)
+    checks.check_gate("log_decay", log_decay, v, each_key)
+    checks.check_gate("beta", beta, v, each_value)
     check_precision(decays)
     sequences = count_sequences(v, None, cu_seqlens)
-    check_state("initial_state", initial_state, v, (sequences, heads, value_size, q.shape[-1]))
-    scale = q.shape[-1] ** -0.5 if scale is None else check_scale(scale)
+    checks.check_state(
+        "initial_state", initial_state, v, (sequences, heads, value_size, q.shape[-1])
+    )
+    scale = q.shape[-1] ** -0.5 if scale is None else checks.check_scale(scale)
     gates = delta, A, value_log_decay, log_decay, beta
     inputs = ScanInputs(q, k, v, *gates, initial_state, cu_seqlens, scale, signed)
-    return result(dispatch_scan(inputs, impl), return_state)
+    return checks.result(dispatch_scan(inputs, impl), return_state)
 
 
 def dispatch_scan(inputs: ScanInputs, impl: str) -> RecurrentOutput:
@@ -168,24 +161,24 @@ def dispatch_scan(inputs: ScanInputs, impl: str) -> RecurrentOutput:
 
 def check_values(v: Tensor) -> None:
     """Four axes with at least one head and one channel, in a dtype that there are kernels for."""
-    check_axes("v", v, "[B, T, HV, V]", 4)
-    if v.dtype not in FLOATS:
+    checks.check_axes("v", v, "[B, T, HV, V]", 4)
+    if v.dtype not in checks.FLOATS:
         raise ValueError(f"v must be float64, float32, bfloat16 or float16, got {v.dtype}")
     if v.shape[2] == 0 or v.shape[3] == 0:
-        raise ValueError(f"v needs at least one head and one channel, got {shape(v)}")
+        raise ValueError(f"v needs at least one head and one channel, got {checks.shape(v)}")
 
 
 def check_channels(name: str, x: Tensor, v: Tensor, q: Tensor) -> None:
     """Queries or keys: [B, T, H, K] in v's dtype, or [HV, V, K]."""
     batch, tokens, heads, value_size = v.shape
-    check_axes(name, x, "[B, T, H, K] or constant [HV, V, K]", 4, 3)
+    checks.check_axes(name, x, "[B, T, H, K] or constant [HV, V, K]", 4, 3)
     if x.shape[-1] == 0:
-        raise ValueError(f"{name} must have at least one channel, got {shape(x)}")
+        raise ValueError(f"{name} must have at least one channel, got {checks.shape(x)}")
     key_size = q.shape[-1]
     if x.ndim == 3:
-        check_gate(name, x, v, {"[HV, V, K]": (heads, value_size, key_size)})
+        checks.check_gate(name, x, v, {"[HV, V, K]": (heads, value_size, key_size)})
         return
-    check_gate(name, x, v, {"[B, T, H, K]": (batch, tokens, x.shape[2], key_size)})
+    checks.check_gate(name, x, v, {"[B, T, H, K]": (batch, tokens, x.shape[2], key_size)})
     if x.shape[2] == 0 or heads % x.shape[2]:
         raise ValueError(
             f"v must have a multiple of the {x.shape[2]} heads of {name}, got {heads}: "

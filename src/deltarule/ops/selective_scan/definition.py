@@ -80,5 +80,4 @@ def entries(x: Tensor, heads: int) -> Tensor:
 
 
 def computed(x: Tensor) -> Tensor:
-    """Compute in float32 at least."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

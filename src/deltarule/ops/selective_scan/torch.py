@@ -17,15 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.chunks import (
-    Group,
-    Window,
-    batch_groups,
-    chunk_count,
-    chunk_size,
-    cut,
-    join,
-)
+from deltarule.ops.chunks import Group, Window, batch_groups, chunk_count, chunk_size, cut, join
 from deltarule.ops.dispatch import without_autocast
 from deltarule.ops.packed_chunks import packed_groups
 from deltarule.ops.selective_scan import products

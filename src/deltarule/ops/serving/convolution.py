@@ -209,7 +209,6 @@ def run_triton(call: Convolution) -> Tensor:
 
 
 def run_reference(call: Convolution) -> Tensor:
-    """The definition's loop."""
     y = definition.convolution(call)
     return (F.silu(y) if call.activated else y).view(call.x.shape)
 
@@ -221,7 +220,6 @@ def finished(y: Tensor, call: Convolution, activated: bool) -> Tensor:
 
 
 def why_not_triton(call: Convolution) -> str | None:
-    """What the kernel cannot do."""
     if (taps := call.weight.shape[1]) > fused.MAX_TAPS:
         return f"the Triton kernel takes up to {fused.MAX_TAPS} taps, got {taps}"
     return "x has no numbers" if call.x.numel() == 0 else why_not_fused(call.x)

@@ -56,5 +56,4 @@ def _read_fake(pool: Tensor, slots: Tensor, null_index: int, dtype: torch.dtype)
 
 
 def named(slots: Tensor, null_index: int) -> Tensor:
-    """Places of the slots that are not null."""
     return (slots > null_index).nonzero().squeeze(-1)

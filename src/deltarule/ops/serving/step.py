@@ -193,7 +193,6 @@ def run_triton(step: Step) -> None:
 
 
 def run_reference_step(step: Step) -> None:
-    """The definition's loop."""
     assert step.out is not None
     inputs, ends = step.maps.applied(step.inputs), offsets(step)
     step.out.copy_(definition.step(lambda x: run_reference(Request(x)), inputs, step, ends))

@@ -23,7 +23,6 @@ def run_reference(inputs: SLSTMInputs) -> RecurrentOutput:
 
 
 def why_not_triton(inputs: SLSTMInputs) -> str | None:
-    """What the kernels cannot do."""
     if (size := inputs.gates.shape[-1]) > MAX_CHANNELS:
         return f"the Triton kernels take heads of up to {MAX_CHANNELS} channels, got {size}"
     return why_not_fused(inputs.gates)
@@ -93,7 +92,6 @@ def slstm(
 
 
 def check_gates(gates: Tensor, recurrent: Tensor) -> None:
-    """Shapes, dtypes and devices of both."""
     five = isinstance(gates, Tensor) and gates.ndim == 5 and gates.shape[3] == 4
     if not five or gates.dtype not in FLOATS:
         given = f"{gates.dtype} {shape(gates)}" if isinstance(gates, Tensor) else type(gates)

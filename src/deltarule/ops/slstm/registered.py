@@ -44,7 +44,6 @@ def backward(given: Backward[SLSTMInputs], save: bool, backend: str) -> Gradient
 
 
 def fake(inputs: SLSTMInputs, save: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Shapes and types of what the forward returns."""
     batch, tokens, heads, _, size = inputs.gates.shape
     rows = batch * tokens if save else 0
     o = inputs.gates.new_empty(batch, tokens, heads, size)

@@ -9,15 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deltarule.ops.chunks import (
-    Group,
-    Window,
-    batch_groups,
-    chunk_count,
-    chunk_size,
-    cut,
-    join,
-)
+from deltarule.ops.chunks import Group, Window, batch_groups, chunk_count, chunk_size, cut, join
 from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.torch import unerased
 from deltarule.ops.delta_rule.torch.channel_scores import ChannelPairs
@@ -158,7 +150,6 @@ EPSILON = 1e-6
 
 
 def unit_norm(x: Tensor) -> Tensor:
-    """Rows [.., K] divided by their norm; a zero row stays zero."""
     return x * _factor(x)
 
 

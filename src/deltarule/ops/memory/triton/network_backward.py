@@ -24,6 +24,7 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
+from deltarule.ops.memory.triton import network
 from deltarule.ops.memory.triton.backward import store_column
 from deltarule.ops.memory.triton.memory import (
     Maps,
@@ -35,24 +36,6 @@ from deltarule.ops.memory.triton.memory import (
     product,
     store_tile,
     written,
-)
-from deltarule.ops.memory.triton.network import (
-    Given,
-    Place,
-    anchor_of,
-    first_map,
-    first_tile,
-    gelu,
-    gelu_slopes,
-    is_full,
-    is_last,
-    is_settled,
-    last_bias,
-    last_tile,
-    load_columns,
-    load_parts,
-    row_of,
-    trained,
 )
 
 # Tiles [T, C] that the first kernel leaves of a network of two maps.
@@ -92,15 +75,15 @@ def read_tile_backward(b_h, b_y, maps, columns, settled, PARTS: tl.constexpr):
 @triton.jit
 def first_map_backward(x, tiles, b_dy, b_u, b_g, b_N, columns, o_c, at, S: tl.constexpr):
     """Given dy of channels o_c: gradients by q, kept, momentum and N; h_1 and part of dg_1."""
-    tile, bias = first_tile(o_c, at.o_k, S)
-    b_slope, _ = gelu_slopes(b_u)
+    tile, bias = network.first_tile(o_c, at.o_k, S)
+    b_slope, _ = network.gelu_slopes(b_u)
     b_h = b_dy * b_slope
     # Before the wide products: the layout of the last one in a loop is that of all.
     b_dN = -product(b_h, tl.trans(b_g))
     store_inner(tiles, b_h, H, o_c, at, S)
     store_inner(tiles, -product(tl.trans(b_N), b_h), DG, o_c, at, S)
-    maps = load_parts(x.memory, at.i, tile, at.settled, S)
-    biases = load_parts(x.memory, at.i, bias, at.settled, S)
+    maps = network.load_parts(x.memory, at.i, tile, at.settled, S)
+    biases = network.load_parts(x.memory, at.i, bias, at.settled, S)
     b_q = load_tile(x.q, at.i, at.o_s, at.o_k, S.T, S.K)
     b_dq, b_dkept, b_dmomentum = read_tile_backward(b_h, b_q, maps, columns, at.settled, S.PARTS)
     b_dkept += tl.sum(b_h * biases.W, axis=1)
@@ -114,14 +97,14 @@ def network_read_backward_kernel(
     d_q, d_k, d_rows, d_writes, eps, R, S: tl.constexpr,
 ):  # fmt: skip
     """One mini-batch: A x, g, the tiles, and the parts of all gradients that come through z."""
-    x = Given(q, k, rows, None, noted, None)
+    x = network.Given(q, k, rows, None, noted, None)
     i_r, i_h, i_m = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     i = (i_m * R + i_r) * S.HV + i_h
     o_s, o_k, o_v = tl.arange(0, S.BT), tl.arange(0, S.BK), tl.arange(0, S.BV)
     b_weight, b_bias = load_norm(weight, bias, i_h, o_v, S.V, S.NORM)
-    settled = is_settled(full, owner, i_m, i_r, R, S.PACKED)
-    here = Place(i, i, settled, None, None, o_s, o_k, o_v)
-    b_at = trained(x, here, S)
+    settled = network.is_settled(full, owner, i_m, i_r, R, S.PACKED)
+    here = network.Place(i, i, settled, None, None, o_s, o_k, o_v)
+    b_at = network.trained(x, here, S)
     store_tile(at, b_at, i, o_s, o_v, S.T, S.V)
     b_v = load_tile(v, i, o_s, o_v, S.T, S.V)
     b_key = load_tile(k, i, o_s, o_v, S.T, S.K) if S.NORM else b_v
@@ -129,8 +112,8 @@ def network_read_backward_kernel(
     b_g = loss_gradient(b_at, b_key, b_v, b_weight, b_bias, m_v, eps, S.V, S.NORM)
     store_tile(g, b_g, i, o_s, o_v, S.T, S.V)
     b_h, b_R = load_tile(d_z, i, o_s, o_v, S.T, S.V), load_tile(writes, i, o_s, o_s, S.T, S.T)
-    columns = load_columns(rows, i, o_s, S.T)
-    biases = load_parts(noted, i, last_bias(o_v, S), settled, S)
+    columns = network.load_columns(rows, i, o_s, S.T)
+    biases = network.load_parts(noted, i, network.last_bias(o_v, S), settled, S)
     b_dkept, b_dmomentum = tl.sum(b_h * biases.W, axis=1), tl.sum(b_h * biases.M, axis=1)
     b_dN = -product(b_h, tl.trans(b_g))
     b_dP, b_pair = b_dN * b_R, tl.zeros([S.BT, S.BT], tl.float32) + S.BIAS
@@ -143,14 +126,14 @@ def network_read_backward_kernel(
     for c in range(0, S.C, S.BC):
         o_c = c + tl.arange(0, S.BC)
         b_g, b_h = load_tile(g, i, o_s, o_v, S.T, S.V), load_tile(d_z, i, o_s, o_v, S.T, S.V)
-        maps = load_parts(noted, i, last_tile(o_v, o_c, S), settled, S)
+        maps = network.load_parts(noted, i, network.last_tile(o_v, o_c, S), settled, S)
         if S.DEEP:
             b_t = product(b_g, maps.A)
-            b_a1, b_g1, b_u1, _, _ = first_map(x, b_t, b_pair1 * b_R, columns, o_c, here, S)
+            b_a1, b_g1, b_u1, _, _ = network.first_map(x, b_t, b_pair1 * b_R, columns, o_c, here, S)
             store_inner(tiles, b_a1, AT, o_c, here, S)
             store_inner(tiles, b_t, T, o_c, here, S)
             store_inner(tiles, b_u1, READ, o_c, here, S)
-            b_x, b_y = gelu(b_a1), gelu(b_u1)
+            b_x, b_y = network.gelu(b_a1), network.gelu(b_u1)
         else:
             b_x, b_y = load_tile(k, i, o_s, o_c, S.T, S.K), load_tile(q, i, o_s, o_c, S.T, S.K)
         b_pair += product(b_y, tl.trans(b_x))
@@ -219,7 +202,7 @@ def pass_on(x, d_memory, tile, later, given, at, S: tl.constexpr):
     p_x = d_memory + at.i_n * (S.PARTS * S.SIZE) + tile.o
     d_a, d_b, d_c, d_d = 0.0, 0.0, 0.0, 0.0
     if (at.settled == 0) | (S.PARTS == 3):
-        b_W, b_M, _ = load_parts(x.noted, at.i, tile, at.settled, S)
+        b_W, b_M, _ = network.load_parts(x.noted, at.i, tile, at.settled, S)
         d_a += tl.sum(tl.sum(b_W * later.X, axis=1), axis=0)
         d_b += tl.sum(tl.sum(b_M * later.X, axis=1), axis=0)
         d_c += tl.sum(tl.sum(b_W * later.Y, axis=1), axis=0)
@@ -254,10 +237,10 @@ def first_map_writes(x, y, columns, o_c, at, S: tl.constexpr):
 
     The tile of dg_1 becomes complete.
     """
-    tile, bias = first_tile(o_c, at.o_k, S)
+    tile, bias = network.first_tile(o_c, at.o_k, S)
     later = load_gradients(y.d_memory, tile, at, S)
     of_bias = load_gradients(y.d_memory, bias, at, S)
-    b_slope, _ = gelu_slopes(load_inner(y.tiles, AT, o_c, at, S))
+    b_slope, _ = network.gelu_slopes(load_inner(y.tiles, AT, o_c, at, S))
     b_g = load_inner(y.tiles, T, o_c, at, S) * b_slope
     b_k = load_tile(x.k, at.i, at.o_s, at.o_k, S.T, S.K)
     b_xX, b_xY, b_dx = through_writes(b_k, b_g, columns, later, at.ends, S.PARTS)
@@ -271,12 +254,12 @@ def first_map_writes(x, y, columns, o_c, at, S: tl.constexpr):
 @triton.jit
 def first_map_anchor(x, y, b_dx, o_c, at, S: tl.constexpr):
     """Given dx of channels o_c: the gradient by k, and those by the first map and by a to d."""
-    tile, bias = first_tile(o_c, at.o_k, S)
-    b_slope, b_second = gelu_slopes(load_inner(y.tiles, AT, o_c, at, S))
+    tile, bias = network.first_tile(o_c, at.o_k, S)
+    b_slope, b_second = network.gelu_slopes(load_inner(y.tiles, AT, o_c, at, S))
     b_dg = load_inner(y.tiles, DG, o_c, at, S)
     b_t = load_inner(y.tiles, T, o_c, at, S)
     b_dat = b_dx * b_slope + b_dg * b_t * b_second
-    p_A = anchor_of(x.noted, at.i, at.settled, S)
+    p_A = network.anchor_of(x.noted, at.i, at.settled, S)
     b_dk = product(b_dat, tl.load(p_A + tile.o, mask=tile.mask, other=0.0))
     b_k = load_tile(x.k, at.i, at.o_s, at.o_k, S.T, S.K)
     b_dA, b_dAb = written(b_dat, b_k, S.BIAS)
@@ -296,10 +279,10 @@ def first_map_anchor(x, y, b_dx, o_c, at, S: tl.constexpr):
 def writes_backward(x, y, at, S: tl.constexpr):
     """Through what the mini-batch writes: dg, dk of two maps, and in memory dx, dw and du."""
     i, o_s, o_v = at.i, at.o_s, at.o_v
-    bias = last_bias(o_v, S)
-    p_A = anchor_of(x.noted, i, at.settled, S)
+    bias = network.last_bias(o_v, S)
+    p_A = network.anchor_of(x.noted, i, at.settled, S)
     b_dg = load_tile(y.d_g, i, o_s, o_v, S.T, S.V)
-    columns = load_columns(x.rows, i, o_s, S.T)
+    columns = network.load_columns(x.rows, i, o_s, S.T)
     of_bias = load_gradients(y.d_memory, bias, at, S)
     b_xX = tl.zeros([S.BT, S.BV], tl.float32) + of_bias.X
     b_xY = tl.zeros([S.BT, S.BV], tl.float32) + of_bias.Y
@@ -307,14 +290,14 @@ def writes_backward(x, y, at, S: tl.constexpr):
     b_dk = load_tile(y.d_k, i, o_s, at.o_k, S.T, S.K)
     for c in range(0, S.C, S.BC):
         o_c = c + tl.arange(0, S.BC)
-        tile = last_tile(o_v, o_c, S)
+        tile = network.last_tile(o_v, o_c, S)
         if S.DEEP:
             b_dt, b_dk_c, b_gX_c, b_gY_c = first_map_writes(x, y, columns, o_c, at, S)
             b_dg += product(b_dt, tl.trans(tl.load(p_A + tile.o, mask=tile.mask, other=0.0)))
             b_dk -= b_dk_c
             b_gX += b_gX_c
             b_gY += b_gY_c
-            b_x = gelu(load_inner(y.tiles, AT, o_c, at, S))
+            b_x = network.gelu(load_inner(y.tiles, AT, o_c, at, S))
         else:
             b_x = load_tile(x.k, i, o_s, o_c, S.T, S.K)
         b_g = load_tile(y.g, i, o_s, o_v, S.T, S.V)
@@ -339,20 +322,23 @@ def network_backward_kernel(
     d_memory, d_k, d_v, d_rows, d_scalars, d_weight, d_bias, eps, M, R, S: tl.constexpr,
 ):  # fmt: skip
     """The rest, d_memory in place; d_weight and d_bias [R, HV, V] are parts of a sum."""
-    x = Given(q, k, rows, scalars, None, noted)
+    x = network.Given(q, k, rows, scalars, None, noted)
     y = Gradients(d_z, g, tiles, d_g, d_x, d_memory, d_k, d_rows)
     i_r, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_s, o_k, o_v = tl.arange(0, S.BT), tl.arange(0, S.BK), tl.arange(0, S.BV)
     b_weight, b_bias = load_norm(weight, bias, i_h, o_v, S.V, S.NORM)
     b_dweight, b_dbias = tl.zeros([S.BV], tl.float32), tl.zeros([S.BV], tl.float32)
-    of_bias = last_bias(o_v, S)
+    of_bias = network.last_bias(o_v, S)
     for i_back in range(M):
         i_m = M - 1 - i_back
         i = (i_m * R + i_r) * S.HV + i_h
-        i_n = row_of(owner, i_m, i_r, R, S.PACKED) * S.HV + i_h
-        settled = is_settled(full, owner, i_m, i_r, R, S.PACKED)
-        ends, last = is_full(full, i_m, i_r, R), is_last(owner, i_m, i_r, M, R, S.PACKED)
-        here = Place(i, i_n, settled, ends, last, o_s, o_k, o_v)
+        i_n = network.row_of(owner, i_m, i_r, R, S.PACKED) * S.HV + i_h
+        settled = network.is_settled(full, owner, i_m, i_r, R, S.PACKED)
+        ends, last = (
+            network.is_full(full, i_m, i_r, R),
+            network.is_last(owner, i_m, i_r, M, R, S.PACKED),
+        )
+        here = network.Place(i, i_n, settled, ends, last, o_s, o_k, o_v)
         b_dg, b_dk = writes_backward(x, y, here, S)
         # Through the gradient that was taken at A.
         b_v, m_v = load_tile(v, i, o_s, o_v, S.T, S.V), (o_v < S.V)[None, :]
@@ -378,9 +364,9 @@ def network_backward_kernel(
         d_scalar = pass_on(x, d_memory, of_bias, later, given, here, S)
         for c in range(0, S.C, S.BC):
             o_c = c + tl.arange(0, S.BC)
-            tile = last_tile(o_v, o_c, S)
+            tile = network.last_tile(o_v, o_c, S)
             b_dz = load_tile(at, i, o_s, o_v, S.T, S.V)
-            p_A = anchor_of(noted, i, settled, S)
+            p_A = network.anchor_of(noted, i, settled, S)
             b_dx = product(b_dz, tl.load(p_A + tile.o, mask=tile.mask, other=0.0))
             b_dx += load_tile(d_x, i, o_s, o_c, S.T, S.C)
             if S.DEEP:
@@ -388,10 +374,10 @@ def network_backward_kernel(
                 b_dk += b_dk_c
                 d_scalar = plus(d_scalar, d_first)
                 b_a1 = load_inner(tiles, AT, o_c, here, S)
-                b_slope, _ = gelu_slopes(b_a1)
+                b_slope, _ = network.gelu_slopes(b_a1)
                 b_dt = load_inner(tiles, DG, o_c, here, S) * b_slope
                 b_dA, _ = written(load_tile(g, i, o_s, o_v, S.T, S.V), b_dt, S.BIAS)
-                b_x, b_y = gelu(b_a1), gelu(load_inner(tiles, READ, o_c, here, S))
+                b_x, b_y = network.gelu(b_a1), network.gelu(load_inner(tiles, READ, o_c, here, S))
             else:
                 store_tile(d_k, b_dx, i, o_s, o_c, S.T, S.K)
                 b_dA = tl.zeros([S.BV, S.BC], tl.float32)

@@ -6,6 +6,7 @@ The equations, and what is moved, are in network.py; nothing is pipelined, as in
 import triton
 import triton.language as tl
 
+from deltarule.ops.memory.triton import network
 from deltarule.ops.memory.triton.memory import (
     Maps,
     load_norm,
@@ -14,23 +15,6 @@ from deltarule.ops.memory.triton.memory import (
     product,
     store_tile,
     written,
-)
-from deltarule.ops.memory.triton.network import (
-    Given,
-    Place,
-    first_map,
-    first_tile,
-    gelu,
-    is_full,
-    is_last,
-    is_settled,
-    last_bias,
-    last_tile,
-    load_columns,
-    load_parts,
-    read_tile,
-    row_of,
-    trained,
 )
 
 
@@ -71,27 +55,30 @@ def network_scan_kernel(
 
     rows [M, R, HV, 4, T] are kept, momentum, w and u; scalars [M, R, HV, 4] are a, b, c and d.
     """
-    x = Given(q, k, rows, scalars, memory, noted)
+    x = network.Given(q, k, rows, scalars, memory, noted)
     i_r, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_s, o_k, o_v = tl.arange(0, S.BT), tl.arange(0, S.BK), tl.arange(0, S.BV)
     b_weight, b_bias = load_norm(weight, bias, i_h, o_v, S.V, S.NORM)
-    of_bias = last_bias(o_v, S)
+    of_bias = network.last_bias(o_v, S)
     for i_m in range(M):
         i = (i_m * R + i_r) * S.HV + i_h
-        i_n = row_of(owner, i_m, i_r, R, S.PACKED) * S.HV + i_h
-        settled = is_settled(full, owner, i_m, i_r, R, S.PACKED)
-        ends, last = is_full(full, i_m, i_r, R), is_last(owner, i_m, i_r, M, R, S.PACKED)
-        at = Place(i, i_n, settled, ends, last, o_s, o_k, o_v)
+        i_n = network.row_of(owner, i_m, i_r, R, S.PACKED) * S.HV + i_h
+        settled = network.is_settled(full, owner, i_m, i_r, R, S.PACKED)
+        ends, last = (
+            network.is_full(full, i_m, i_r, R),
+            network.is_last(owner, i_m, i_r, M, R, S.PACKED),
+        )
+        at = network.Place(i, i_n, settled, ends, last, o_s, o_k, o_v)
         # The network on the keys, and the gradient of the loss.
-        b_at = trained(x, at, S)
+        b_at = network.trained(x, at, S)
         b_v = load_tile(v, i, o_s, o_v, S.T, S.V)
         # The form with a norm, in which K = V, reads the key beside the value.
         b_key = load_tile(k, i, o_s, o_v, S.T, S.K) if S.NORM else b_v
         m_v = (o_v < S.V)[None, :]
         b_g = loss_gradient(b_at, b_key, b_v, b_weight, b_bias, m_v, eps, S.V, S.NORM)
         # The network on the queries, and what the maps become.
-        columns = load_columns(rows, i, o_s, S.T)
-        biases = load_parts(memory, i_n, of_bias, settled, S)
+        columns = network.load_columns(rows, i, o_s, S.T)
+        biases = network.load_parts(memory, i_n, of_bias, settled, S)
         b_z = columns.kept * biases.W + columns.momentum * biases.M
         b_of_Wb = tl.sum(columns.w * b_g, axis=0)[None, :]
         b_of_Mb = tl.sum(columns.u * b_g, axis=0)[None, :]
@@ -108,15 +95,15 @@ def network_scan_kernel(
         for c in range(0, S.C, S.BC):
             o_c = c + tl.arange(0, S.BC)
             b_g = load_tile(z, i, o_s, o_v, S.T, S.V)
-            tile = last_tile(o_v, o_c, S)
-            maps = load_parts(memory, i_n, tile, settled, S)
+            tile = network.last_tile(o_v, o_c, S)
+            maps = network.load_parts(memory, i_n, tile, settled, S)
             if S.DEEP:
                 b_t = product(b_g, maps.A)
                 b_x, b_y = through_first_map(x, b_N, b_t, columns, o_c, at, S)
             else:
                 b_x, b_y = load_tile(k, i, o_s, o_c, S.T, S.K), load_tile(q, i, o_s, o_c, S.T, S.K)
             b_pair += product(b_y, tl.trans(b_x))
-            b_z += read_tile(b_y, maps, columns, settled, S.PARTS)
+            b_z += network.read_tile(b_y, maps, columns, settled, S.PARTS)
             b_of_W, _ = written(columns.w * b_g, b_x, S.BIAS)
             b_of_M, _ = written(columns.u * b_g, b_x, S.BIAS)
             move_on(x, tile, maps, b_of_W, b_of_M, at, S)
@@ -130,11 +117,11 @@ def network_scan_kernel(
 @triton.jit
 def through_first_map(x, b_N, b_t, columns, o_c, at, S: tl.constexpr):
     """x and y of channels o_c, from t = A^T g there; the rows of the first map move on."""
-    tile, bias = first_tile(o_c, at.o_k, S)
-    b_at, b_g, b_u1, maps, biases = first_map(x, b_t, b_N, columns, o_c, at, S)
+    tile, bias = network.first_tile(o_c, at.o_k, S)
+    b_at, b_g, b_u1, maps, biases = network.first_map(x, b_t, b_N, columns, o_c, at, S)
     b_k = load_tile(x.k, at.i, at.o_s, at.o_k, S.T, S.K)
     b_of_W, b_of_Wb = written(columns.w * b_g, b_k, S.BIAS)
     b_of_M, b_of_Mb = written(columns.u * b_g, b_k, S.BIAS)
     move_on(x, tile, maps, b_of_W, b_of_M, at, S)
     move_on(x, bias, biases, b_of_Wb, b_of_Mb, at, S)
-    return gelu(b_at), gelu(b_u1)
+    return network.gelu(b_at), network.gelu(b_u1)

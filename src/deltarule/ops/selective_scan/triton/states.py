@@ -58,9 +58,7 @@ def chunk_summary_kernel(
 
 
 @triton.jit(do_not_specialize=["T", "N"])
-def carry_kernel(
-    before, local, left, after, cu_seqlens, T, N, S: tl.constexpr,
-):  # fmt: skip
+def carry_kernel(before, local, left, after, cu_seqlens, T, N, S: tl.constexpr):
     """BE of the SIZE entries of one sequence's state, through its chunks; REVERSE: from the last.
 
     `local` is replaced by the state at each chunk's start (the gradient at its end), `before`

@@ -17,16 +17,8 @@ from torch import Tensor
 
 from deltarule.ops.runtime.named import launch
 from deltarule.ops.slstm.inputs import SLSTMInputs
-from deltarule.ops.slstm.triton.cell import (
-    PRECISION,
-    ROWS,
-    load_four,
-    rows_of_program,
-    states_of,
-    step,
-    step_back,
-    store_four,
-)
+from deltarule.ops.slstm.triton import cell
+from deltarule.ops.slstm.triton.cell import PRECISION, ROWS
 
 # Channels that a product takes at once.
 SLICE = 32
@@ -53,10 +45,10 @@ def slstm_forward_kernel(
 ):  # fmt: skip
     """o, the last state, with `states` all of them; weights [H, 4, D, D] are R^T of each gate."""
     i_h, o_d = tl.program_id(1), tl.arange(0, BD)
-    o_n, m_n, first, tokens = rows_of_program(start, length, N, BB)
+    o_n, m_n, first, tokens = cell.rows_of_program(start, length, N, BB)
     mask = m_n[:, None] & (o_d < D)[None, :]
     p_state = ((o_n * H + i_h) * 4 * D)[:, None] + o_d[None, :]
-    b_h, b_c, b_n, b_m = load_four(before, p_state, mask, D)
+    b_h, b_c, b_n, b_m = cell.load_four(before, p_state, mask, D)
     p_h = scratch + (tl.program_id(0) * BB + tl.arange(0, BB)).to(tl.int64) * H * D + i_h * D
     p_w = weights + i_h * 4 * D * D
     for t in range(tl.max(tokens)):
@@ -67,16 +59,16 @@ def slstm_forward_kernel(
         here = (t < tokens)[:, None] & mask
         row = (first + t) * H + i_h
         place = (row * 4 * D)[:, None] + o_d[None, :]
-        b_i, b_f, b_z, b_o = load_four(gates, place, here, D)
+        b_i, b_f, b_z, b_o = cell.load_four(gates, place, here, D)
         b_i = product(b_i, p_h, m_n, p_w, o_d, D, D, BS)
         b_f = product(b_f, p_h, m_n, p_w + D * D, o_d, D, D, BS)
         b_z = product(b_z, p_h, m_n, p_w + 2 * D * D, o_d, D, D, BS)
         b_o = product(b_o, p_h, m_n, p_w + 3 * D * D, o_d, D, D, BS)
-        b_h, b_c, b_n, b_m = step(b_i, b_f, b_z, b_o, b_h, b_c, b_n, b_m, here)
+        b_h, b_c, b_n, b_m = cell.step(b_i, b_f, b_z, b_o, b_h, b_c, b_n, b_m, here)
         tl.store(o + (row * D)[:, None] + o_d[None, :], b_h, mask=here)
         if states is not None:
-            store_four(states, place, here, b_h, b_c, b_n, b_m, D)
-    store_four(final, p_state, mask, b_h, b_c, b_n, b_m, D)
+            cell.store_four(states, place, here, b_h, b_c, b_n, b_m, D)
+    cell.store_four(final, p_state, mask, b_h, b_c, b_n, b_m, D)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -86,26 +78,28 @@ def slstm_backward_kernel(
 ):  # fmt: skip
     """Gradients in the place of the gates, and by the state before; weights [H, 4 D, D] are R."""
     i_h, o_d = tl.program_id(1), tl.arange(0, BD)
-    o_n, m_n, first, tokens = rows_of_program(start, length, N, BB)
+    o_n, m_n, first, tokens = cell.rows_of_program(start, length, N, BB)
     mask = m_n[:, None] & (o_d < D)[None, :]
     p_state = ((o_n * H + i_h) * 4 * D)[:, None] + o_d[None, :]
-    b_dh, b_dc, b_dn, _ = load_four(d_final, p_state, mask, D)
+    b_dh, b_dc, b_dn, _ = cell.load_four(d_final, p_state, mask, D)
     p_w = weights + i_h * 4 * D * D
     for s in range(tl.max(tokens)):
         t = tokens - 1 - s
         here = (t >= 0)[:, None] & mask
         row = (first + tl.maximum(t, 0)) * H + i_h
         place = (row * 4 * D)[:, None] + o_d[None, :]
-        b_gates = load_four(raw, place, here, D)
-        b_states = states_of(states, before, p_state, place, t, here, H, D)
+        b_gates = cell.load_four(raw, place, here, D)
+        b_states = cell.states_of(states, before, p_state, place, t, here, H, D)
         b_d = b_dh + tl.load(d_o + (row * D)[:, None] + o_d[None, :], mask=here, other=0.0)
-        b_di, b_df, b_dz, b_do, b_dc, b_dn = step_back(b_gates, b_states, b_d, b_dc, b_dn, here)
-        store_four(raw, place, here, b_di, b_df, b_dz, b_do, D)
+        b_di, b_df, b_dz, b_do, b_dc, b_dn = cell.step_back(
+            b_gates, b_states, b_d, b_dc, b_dn, here
+        )
+        cell.store_four(raw, place, here, b_di, b_df, b_dz, b_do, D)
         tl.debug_barrier()
         b_back = tl.zeros([BB, BD], tl.float32)
         b_back = product(b_back, raw + row * 4 * D, m_n & (t >= 0), p_w, o_d, 4 * D, D, BS)
         b_dh = tl.where(here, b_back, b_dh)
-    store_four(d_before, p_state, mask, b_dh, b_dc, b_dn, tl.zeros([BB, BD], tl.float32), D)
+    cell.store_four(d_before, p_state, mask, b_dh, b_dc, b_dn, tl.zeros([BB, BD], tl.float32), D)
 
 
 def forward(inputs: SLSTMInputs, save: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,16 +21,8 @@ from torch import Tensor
 from deltarule.ops.runtime.launch import multiprocessors
 from deltarule.ops.runtime.named import launch
 from deltarule.ops.slstm.inputs import SLSTMInputs
-from deltarule.ops.slstm.triton.cell import (
-    PRECISION,
-    ROWS,
-    load_four,
-    rows_of_program,
-    states_of,
-    step,
-    step_back,
-    store_four,
-)
+from deltarule.ops.slstm.triton import cell
+from deltarule.ops.slstm.triton.cell import PRECISION, ROWS
 
 # Numbers of R for one gate that a program holds, and the bytes that it takes for those of all four,
 # split in two for tf32, and for h.
@@ -77,10 +69,10 @@ def split_forward_kernel(
     """
     i_h, i_w, o_e = tl.program_id(1), tl.program_id(2), tl.arange(0, BD)
     o_d = i_w * BW + tl.arange(0, BW)
-    o_n, m_n, first, tokens = rows_of_program(start, length, N, BB)
+    o_n, m_n, first, tokens = cell.rows_of_program(start, length, N, BB)
     mask = m_n[:, None] & (o_d < D)[None, :]
     p_state = ((o_n * H + i_h) * 4 * D)[:, None] + o_d[None, :]
-    b_h, b_c, b_n, b_m = load_four(final, p_state, mask, D)
+    b_h, b_c, b_n, b_m = cell.load_four(final, p_state, mask, D)
     o_row = tl.program_id(0) * BB + tl.arange(0, BB)
     p_h, half = passed + (o_row * H + i_h) * D, tl.num_programs(0) * BB * H * D
     p_count = count + tl.program_id(0) * H + i_h
@@ -93,21 +85,21 @@ def split_forward_kernel(
         here = (t < tokens)[:, None] & mask
         row = (first + t) * H + i_h
         place = (row * 4 * D)[:, None] + o_d[None, :]
-        b_i, b_f, b_z, b_o = load_four(gates, place, here, D)
+        b_i, b_f, b_z, b_o = cell.load_four(gates, place, here, D)
         wait_for(p_count, (t - begin) * PARTS, TOGETHER)
         p_x = (p_h + (t % 2) * half)[:, None] + o_e[None, :]
         b_x = tl.load(p_x, mask=(o_e < D)[None, :], other=0.0)
         b_seen = tl.dot(b_x, b_w, input_precision=PRECISION)
         b_ri, b_rf, b_rz, b_ro = four_of(b_seen, BB, BW)
         b_i, b_f, b_z, b_o = b_i + b_ri, b_f + b_rf, b_z + b_rz, b_o + b_ro
-        b_h, b_c, b_n, b_m = step(b_i, b_f, b_z, b_o, b_h, b_c, b_n, b_m, here)
+        b_h, b_c, b_n, b_m = cell.step(b_i, b_f, b_z, b_o, b_h, b_c, b_n, b_m, here)
         p_next = (p_h + ((t + 1) % 2) * half)[:, None] + o_d[None, :]
         tl.store(p_next, b_h, mask=(o_d < D)[None, :])
         hand_on(p_count, TOGETHER)
         tl.store(o + (row * D)[:, None] + o_d[None, :], b_h, mask=here)
         if states is not None:
-            store_four(states, place, here, b_h, b_c, b_n, b_m, D)
-    store_four(final, p_state, mask, b_h, b_c, b_n, b_m, D)
+            cell.store_four(states, place, here, b_h, b_c, b_n, b_m, D)
+    cell.store_four(final, p_state, mask, b_h, b_c, b_n, b_m, D)
 
 
 @triton.jit
@@ -132,10 +124,10 @@ def split_backward_kernel(
     """
     i_h, i_w, o_e = tl.program_id(1), tl.program_id(2), tl.arange(0, BD)
     o_d = i_w * BW + tl.arange(0, BW)
-    o_n, m_n, first, tokens = rows_of_program(start, length, N, BB)
+    o_n, m_n, first, tokens = cell.rows_of_program(start, length, N, BB)
     mask = m_n[:, None] & (o_d < D)[None, :]
     p_state = ((o_n * H + i_h) * 4 * D)[:, None] + o_d[None, :]
-    b_dh, b_dc, b_dn, b_0 = load_four(d_before, p_state, mask, D)
+    b_dh, b_dc, b_dn, b_0 = cell.load_four(d_before, p_state, mask, D)
     o_row = tl.program_id(0) * BB + tl.arange(0, BB)
     p_row, part = passed + (o_row * H + i_h) * D, tl.num_programs(0) * BB * H * D
     p_count = count + tl.program_id(0) * H + i_h
@@ -148,8 +140,8 @@ def split_backward_kernel(
         here = (t >= 0)[:, None] & mask
         row = (first + tl.maximum(t, 0)) * H + i_h
         place = (row * 4 * D)[:, None] + o_d[None, :]
-        b_gates = load_four(raw, place, here, D)
-        b_states = states_of(states, before, p_state, place, t, here, H, D)
+        b_gates = cell.load_four(raw, place, here, D)
+        b_states = cell.states_of(states, before, p_state, place, t, here, H, D)
         b_d = tl.load(d_o + (row * D)[:, None] + o_d[None, :], mask=here, other=0.0)
         wait_for(p_count, (s - begin) * PARTS, TOGETHER)
         if s > 0:
@@ -158,7 +150,7 @@ def split_backward_kernel(
             for i in tl.static_range(PARTS):
                 b_sum += tl.load(p_part + i * part, mask=(o_d < D)[None, :], other=0.0)
             b_dh = tl.where((t >= -1)[:, None], b_sum, b_dh)
-        b_di, b_df, b_dz, b_do, b_dc, b_dn = step_back(
+        b_di, b_df, b_dz, b_do, b_dc, b_dn = cell.step_back(
             b_gates, b_states, b_d + b_dh, b_dc, b_dn, here
         )
         b_back = tl.dot(b_di, b_wi, input_precision=PRECISION)
@@ -168,8 +160,8 @@ def split_backward_kernel(
         p_part = (p_row + ((s % 2) * PARTS + i_w) * part)[:, None] + o_e[None, :]
         tl.store(p_part, b_back, mask=(o_e < D)[None, :])
         hand_on(p_count, TOGETHER)
-        store_four(raw, place, here, b_di, b_df, b_dz, b_do, D)
-    store_four(d_before, p_state, mask, b_dh, b_dc, b_dn, b_0, D)
+        cell.store_four(raw, place, here, b_di, b_df, b_dz, b_do, D)
+    cell.store_four(d_before, p_state, mask, b_dh, b_dc, b_dn, b_0, D)
 
 
 def channels_of_program(size: int) -> int:
