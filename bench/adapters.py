@@ -122,11 +122,7 @@ def own_entry(name: str, impl: str) -> Entry:
 
 
 def side(peer: str, operation: str, impl: str) -> Side:
-    """Import a peer's function, or ours, and make it ready for our inputs.
-
-    Raises:
-        ValueError: The peer has no such operation.
-    """
+    """Import a peer's function, or ours, and make it ready for our inputs."""
     if operation not in operations_of(peer):
         raise ValueError(f"{peer} has no {OPERATIONS[operation].title}")
     entry = own_entry(operation, impl) if peer == OURS else PEERS[peer].entries[operation]

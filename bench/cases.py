@@ -67,17 +67,9 @@ def draw(operation: Operation, shape: Shape, *, device: str, seed: int = 0) -> T
     """Inputs of a case: unit q and k, decays of some 0.98 a token, everything exact in bfloat16.
 
     Gates are float32 tensors of bfloat16 numbers, so that a peer that takes bfloat16 gets the same.
-
-    Args:
-        operation: Which gates there are.
-        shape: Their sizes.
-        device: Where the tensors live; the numbers depend on it.
-        seed: Of the generator.
-
-    Returns:
-        q [B, T, H, K], k [B, T*n, H, K] and v [B, T*n, HV, V] in bfloat16; of beta [B, T*n, HV],
-        log_decay [B, T, HV] or [B, T, HV, K], a and b [B, T, HV, K] those that the operation takes;
-        for `decode` also state [B, HV, V, K] in float32.
+    In bfloat16 q [B, T, H, K], k [B, T*n, H, K] and v [B, T*n, HV, V]; of beta [B, T*n, HV],
+    log_decay [B, T, HV] or [B, T, HV, K], a and b [B, T, HV, K] those that the operation takes; for
+    `decode` also state [B, HV, V, K] in float32. The numbers depend on the device.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
 

@@ -74,11 +74,7 @@ class ModelBenchRun:
 
 
 def bench(run: BenchRun) -> None:
-    """Run the benchmark, or the one of the CPU.
-
-    Raises:
-        ValueError: There is no GPU, or a name is unknown.
-    """
+    """Run the benchmark, or the one of the CPU."""
     if run.cpu:
         cpu.main(run.output, run.repeats or CPU_REPEATS)
         return
@@ -92,11 +88,7 @@ def bench(run: BenchRun) -> None:
 
 
 def bench_model(run: ModelBenchRun) -> None:
-    """Run the benchmark of the language model.
-
-    Raises:
-        ValueError: There is no GPU, or a name or batch size is unknown.
-    """
+    """Run the benchmark of the language model."""
     tokens = dict(model.BATCHES)
     for batch in run.batch:
         if batch not in tokens:

@@ -79,12 +79,7 @@ BACKWARD_ROW = {
 
 
 def count(operation: Operation, shape: Shape, *, backward: bool) -> Count:
-    """Bytes and operations of a forward pass, or of a forward and a backward pass.
-
-    Args:
-        operation: The operator; `softmax` and `decode` are counted in their own way.
-        shape: Its sizes.
-        backward: Whether a backward pass follows, from the gradient of o to those of all inputs.
+    """Bytes and operations of a forward pass; with `backward` also from the gradient of o to all.
 
     Examples:
         >>> from bench.cases import OPERATIONS, SHAPES

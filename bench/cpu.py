@@ -60,21 +60,9 @@ def main(
     checked: Shape = CHECKED,
     impl: Impl = "auto",
 ) -> dict[str, Any]:
-    """Print the table of both comparisons and write the raw figures as JSON.
+    """Print the table of both comparisons, and return the raw figures; `output` keeps them as JSON.
 
-    Args:
-        output: File for the raw figures. None means that none is written.
-        repeats: Timed runs of each side, in turns, after one that is not counted.
-        timed: Sizes at which time and memory are measured.
-        checked: Sizes at which the error is measured.
-        impl: Our implementation.
-
-    Returns:
-        What the JSON file holds.
-
-    Raises:
-        MissingExtraError: transformers is not installed.
-        ValueError: repeats is below 1.
+    Each side runs `repeats` times, in turns, after a run that is not counted.
     """
     if repeats < 1:
         raise ValueError(f"repeats must be 1 or more, got {repeats}")

@@ -23,15 +23,7 @@ WIDTH, BAR, GAP, MARGIN = 8.0, 0.2, 0.22, 1.2
 
 
 def draw_figure(timings: "Sequence[Timing]", path: Path) -> None:
-    """Draw the passes at the shapes of training that a peer ran too, a bar for each package.
-
-    Args:
-        timings: What `bench.report.timings` found.
-        path: Where the PNG goes.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """Draw the passes at the shapes of training that a peer ran too, a bar for each package."""
     shown = [one for one in timings if one.shape.name in SHOWN and one.peers]
     panels = {name: [one for one in shown if one.passed == name] for name in PASSES}
     bars = max(sum(len(one.peers) + 1 for one in panel) for panel in panels.values())

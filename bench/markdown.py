@@ -32,11 +32,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def write_between(page: Path, marks: Marks, lines: Sequence[str], *, new: str = "") -> None:
-    """Replace what is between the marks of a page, which begins as `new` if there is none.
-
-    Raises:
-        ValueError: The page has lost one of its marks.
-    """
+    """Replace what is between the marks of a page, which begins as `new` if there is none."""
     begin, end = marks
     text = page.read_text(encoding="utf-8") if page.exists() else f"{new}\n{begin}\n{end}\n"
     if begin not in text or end not in text:

@@ -34,18 +34,9 @@ PEERS = ("deltarule", "fla")
 
 
 def time_model(case: dict[str, Any], peer: str, device: str) -> dict[str, Any]:
-    """Tokens a second and peak memory of training steps at one batch size.
+    """Tokens a second and peak memory of training steps, as of `time_steps`, of a package's model.
 
-    Args:
-        case: `batch`, `tokens`, and `sizes` of the model if they are not those of the 1.3 B.
-        peer: "deltarule" or "fla".
-        device: Where the model is built.
-
-    Returns:
-        As `time_steps`.
-
-    Raises:
-        ValueError: The peer has no model here.
+    The case has `batch`, `tokens`, and `sizes` of the model if they are not those of the 1.3 B.
     """
     if peer not in PEERS:
         raise ValueError(f"peer must be one of {', '.join(PEERS)}, got {peer!r}")
@@ -72,21 +63,10 @@ def time_steps(
     steps: int = STEPS,
     warm_up: int = WARM_UP,
 ) -> dict[str, Any]:
-    """Time training steps of a model on random text.
+    """Time training steps of a model on random text [batch, tokens + 1], after `warm_up` steps.
 
-    Args:
-        model: On the device; its gradients are dropped after each step.
-        loss_of: From text [batch, tokens + 1] to the loss.
-        vocab_size: Of the text.
-        batch: Rows of a step.
-        tokens: Of a row.
-        device: Where the text is made.
-        steps: That are timed.
-        warm_up: Steps before those, after the first.
-
-    Returns:
-        tokens_per_s, seconds of the first and of a later step, peak_GiB (None on the CPU),
-        parameters, and the loss of the last step, by which a broken run is seen.
+    tokens_per_s, seconds of the first and of a later step, peak_GiB (None on the CPU), parameters,
+    and the loss of the last step, by which a broken run is seen.
     """
     # The one after the last is a target only.
     text = torch.randint(vocab_size, (batch, tokens + 1), device=device)

@@ -53,15 +53,9 @@ def models_of(group: str) -> dict[str, Sizes]:
 
 
 def main(output: Path, models: Mapping[str, Sizes], repeats: int = REPEATS) -> Row:
-    """Time every model; each figure is written at once.
+    """Time every model, each side `repeats` times in turns, after a run that compiles.
 
-    Args:
-        output: File for the raw figures.
-        models: What is timed, by name.
-        repeats: Runs of each side, in turns, after one that compiles.
-
-    Returns:
-        What the file holds.
+    Each figure is written at once.
     """
     report = results.new_report(sys.argv[1:], "python -m bench.patched")
     report["device"] = report["device"] or "cpu"

@@ -147,16 +147,7 @@ def runs(reports: Sequence[Row]) -> list[str]:
 
 
 def write_page(reports: Sequence[Row], page: Path, picture: Path) -> None:
-    """Draw the picture and write the figures into the page.
-
-    Args:
-        reports: What `deltarule bench` and `deltarule bench model` wrote, in any order.
-        page: The Markdown file, with both marks.
-        picture: Where the PNG goes.
-
-    Raises:
-        ValueError: The page has lost one of its marks.
-    """
+    """Draw the picture and write the figures of these reports, in any order, into the page."""
     found = timings(reports)
     draw_figure(found, picture)
     link = picture.resolve().relative_to(page.resolve().parent)

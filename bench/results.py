@@ -42,16 +42,7 @@ def new_report(arguments: Sequence[str], program: str = "deltarule") -> Row:
 
 
 def file_each(report: Row, found: Iterable[Found], output: Path | None) -> Row:
-    """File figures as they come: each is printed, and the whole report is written again.
-
-    Args:
-        report: Where the rows go.
-        found: Peer, case and figures of each.
-        output: File for the report; None writes none.
-
-    Returns:
-        The report.
-    """
+    """File figures as they come: each is printed, and the whole report is written again."""
     for peer, case, figures in found:
         row = add(report, peer, case, figures)
         print(brief(row)[1:-1], flush=True)
@@ -77,13 +68,8 @@ def brief(value: object) -> str:
 def run_program(program: str, about: str | None, found: Callable[[Row], Iterable[Found]]) -> Row:
     """Run a program of this folder that needs a GPU; `--output` is the file for its report.
 
-    Args:
-        program: Its name, as Python runs it: bench.scans.
-        about: Its first line is what the program says of itself.
-        found: From the report, which may take more facts about the run: each figure.
-
-    Raises:
-        ValueError: There is no CUDA device.
+    `found` gives each figure, and may add facts about the run to the report. The first line of
+    `about` is what the program says of itself.
     """
     parser = argparse.ArgumentParser(description=(about or "").partition("\n")[0])
     parser.add_argument("--output", type=Path, default=None, help="file for the raw figures")
@@ -110,10 +96,9 @@ def versions() -> dict[str, str]:
 
 
 def add(report: Row, peer: str, case: Row, figures: Row) -> Row:
-    """File the figures of a case in the report, with rates and the floor.
+    """File the figures of a case in the report, with rates and the floor; return what was filed.
 
-    Returns:
-        What was filed: of a timed pass a row of its own, though both passes are kept in one.
+    Of a timed pass that is a row of its own, though both passes are kept in one.
     """
     if case["kind"] == "ceilings":
         report["device"] = figures.get("device")
@@ -161,11 +146,7 @@ def save(report: Row, path: Path) -> None:
 
 
 def load(path: Path) -> Row:
-    """Read a report.
-
-    Raises:
-        ValueError: The file is not a report of this format.
-    """
+    """Read a report."""
     try:
         report = json.loads(path.read_text())
     except json.JSONDecodeError as error:

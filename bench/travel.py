@@ -71,11 +71,7 @@ def silent(group: Group) -> tuple[Way, Way]:
     return Way(weights), sums
 
 
-WAYS = {
-    "by the library": by_library,
-    "gradients in float32": in_float32,
-    "nothing sent": silent,
-}
+WAYS = {"by the library": by_library, "gradients in float32": in_float32, "nothing sent": silent}
 
 
 @contextlib.contextmanager

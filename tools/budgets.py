@@ -45,7 +45,7 @@ FOLDERS = {
     "src/deltarule/train": 5_240,
     "src/deltarule/tasks": 1_680,
     "experiments": 5_300,
-    "bench": 3_740,
+    "bench": 3_630,
 }
 
 NOT_CODE = {
