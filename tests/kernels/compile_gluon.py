@@ -26,8 +26,8 @@ RULES = {
 }  # fmt: skip
 # With a decay per channel: of 128 by 128, a forward of one write a token that saves nothing.
 CHANNELS = {"kda": ("tied", "channel"), "gla": ("none", "channel")}
-# Key heads, of 4 value heads.
-HEADS = {"alone": 4, "grouped": 2}
+# Key heads, of 4 value heads; of those in parts, two share their gates as well.
+HEADS = {"alone": 4, "grouped": 2, "parts": 2}
 TOKENS = {"whole": 128, "ragged": 100, "packed": 128}
 
 
@@ -42,8 +42,12 @@ class Form(NamedTuple):
 
 
 FORMS = [
-    Form(*of) for of in product(RULES, (128, 64), ("bare", "unit"), HEADS, TOKENS)
-]  # fmt: skip
+    Form(*of) for of in product(RULES, (128, 64), ("bare", "unit"), ("alone", "grouped"), TOKENS)
+]
+FORMS += [
+    Form("gated", 128, "bare", "parts", "whole"),
+    Form("gated", 64, "unit", "parts", "packed"),
+]
 FORMS += [Form(*of) for of in product(CHANNELS, (128,), ("bare", "unit"), ("alone",), TOKENS)]
 
 
@@ -55,7 +59,7 @@ def inputs_of(form: Form) -> Inputs:
         torch.empty(1, tokens, heads, size, dtype=torch.bfloat16)
         for heads in (HEADS[form.heads], 4)
     )
-    gate = torch.empty(1, tokens, 4)
+    gate = torch.empty(1, tokens, 2 if form.heads == "parts" else 4)
     offsets = torch.zeros(3, dtype=torch.int32) if packed else None
     state = torch.empty(2 if packed else 1, 4, size, size)
     beta = gate if erase == "tied" else None
@@ -117,7 +121,7 @@ def passes_of(form: Form) -> list[Callable[[Inputs], None]]:
     if form.rule in CHANNELS:
         return [forward]
     if form.heads != "alone":
-        return [gradients]
+        return [save, gradients] if form.heads == "parts" else [gradients]
     whole = [backward] if form.size == backward_stage.SIZE else []
     return [forward, twice, save, gradients, *whole]
 

@@ -22,6 +22,7 @@ SPILLS_CHANNELS = {"whole": 272, "ragged": 680}
 SPILLS_TENSOR = SPILLS | {"whole": 352}
 FORWARDS = (
     "gated 128 bare alone whole forward", "gated 128 bare alone packed twice",
+    "gated 128 bare parts whole save", "gated 64 unit parts packed gradients",
     "kda 128 bare alone whole forward", "gla 128 unit alone packed forward",
 )  # fmt: skip
 BACKWARDS = (
@@ -53,7 +54,7 @@ def test_a_forward_keeps_its_products_in_flight(name) -> None:
 def test_the_assembler_takes_every_form_of_the_gradients() -> None:
     ends = [f"{form} gradients" for form in ENDS]
     reports = compiled(PROGRAM, "whole gradients", *ends)
-    assert len(reports) == 32 + len(ends)
+    assert len(reports) == 33 + len(ends)
     for report in reports:
         check(report)
 

@@ -14,10 +14,10 @@ promised("triton")
 from deltarule import pack
 from deltarule.doctor import chunked
 from deltarule.ops.delta_rule import definition
-from deltarule.ops.delta_rule.gluon import channel_stage, stage
+from deltarule.ops.delta_rule.gluon import channel_stage, gradient_stage, stage
 from deltarule.ops.delta_rule.gluon.channel_memory import RANGE
 from deltarule.ops.delta_rule.inputs import Inputs
-from deltarule.ops.delta_rule.triton.plan import Call, new_plan
+from deltarule.ops.delta_rule.triton.plan import new_plan
 from gluon_interpreter import Machine, Memory, interpret_launches
 from oracle import Case, make_case, run_module
 from tolerance import assert_close_to_yardstick
@@ -69,8 +69,8 @@ def run(case: Case, seed: int = 0) -> tuple[Tensor, Tensor]:
     global ORDER
     ORDER = Seeded(seed)
     inputs = inputs_of(case)
-    assert stage.why_not_form(inputs) is None
-    return stage.forward(Call(inputs, new_plan(inputs)))
+    assert stage.why_not_form(stage.in_parts(inputs)) is None
+    return stage.forward_of(inputs)
 
 
 def check(case: Case, stress: bool = False) -> None:
@@ -132,6 +132,13 @@ OTHERS = {
     ),
     # Of slow decays: of few tokens the roundings would be too few to average out.
     "float16": lambda: case_of("head", "none", 0.05, tokens=130, dtype=torch.float16),
+    "heads in two parts": lambda: case_of(tokens=70, value_size=128, normalize_qk=True),
+    "heads in three parts, packed": lambda: case_of(
+        "head", "tied", lengths=(70, 3), heads=2, value_heads=4, value_size=192
+    ),
+    "heads in two parts, two writes": lambda: case_of(
+        tokens=64, n_steps=2, heads=2, value_size=128
+    ),
     "grouped heads, channels": lambda: case_of("channel", "tied", 0.1, **MANY),
     "grouped heads, channels, no erase": lambda: case_of("channel", "none", 0.1, **MANY),
     "rows without an initial state": lambda: case_of("channel", batch=2, tokens=128).changed(
@@ -390,6 +397,30 @@ def test_two_writes_a_token_are_taken_where_no_gradient_is_asked_for(monkeypatch
     assert stage.pays(twice, new_plan(twice))
     assert not stage.pays(twice, new_plan(twice), save=True)
     assert "takes it here" in stage.place_in_order(twice)
+
+
+def test_heads_are_taken_in_parts_where_the_parts_fill_the_gpu(monkeypatch) -> None:
+    for name, found in {"why_not": None, "multiprocessors": 132}.items():
+        monkeypatch.setattr(stage, name, lambda *_, found=found: found)
+    runs = []
+    monkeypatch.setattr(gradient_stage, "runs", lambda call: bool(runs))
+    few, many = (
+        inputs_of(
+            case_of(batch=rows, tokens=1, heads=8, value_heads=8, key_size=128, value_size=256)
+        )
+        for rows in (1, 8)
+    )
+    assert stage.taken_in_parts(few, save=False) is few
+    parts = stage.taken_in_parts(many, save=False)
+    assert (parts.v.shape[2:], parts.initial_state.shape[1:]) == ((16, 128), (16, 128, 128))
+    assert (parts.per_gate, many.per_gate) == (2, 1)
+    assert "takes it here" in stage.place_in_order(many)
+    narrow = inputs_of(case_of(batch=8, tokens=1, heads=8, value_heads=8, value_size=128))
+    assert stage.taken_in_parts(narrow, save=False) is narrow
+    # A backward has to find what the gradients of chunks run on.
+    assert stage.taken_in_parts(many, save=True) is many
+    runs.append(1)
+    assert stage.taken_in_parts(many, save=True).per_gate == 2
 
 
 def test_nobody_is_given_unasked_what_no_gpu_has_timed(monkeypatch) -> None:

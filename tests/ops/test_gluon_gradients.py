@@ -372,6 +372,36 @@ def compare_backward(case: Case, save: bool, monkeypatch: pytest.MonkeyPatch) ->
         assert x is None or relative_rms(x, y.double()) < 2e-3
 
 
+@interpreted_by_triton
+@pytest.mark.parametrize("sizes", [{"tokens": 100, "batch": 2}, {"lengths": (70, 64)}])
+@pytest.mark.parametrize(("decay", "erase"), [("head", "tied"), ("none", "tied"), ("head", "none")])
+def test_parts_of_heads_have_outputs_and_gradients_of_the_heads(
+    decay, erase, sizes, monkeypatch
+) -> None:
+    compare_passes(case_of(decay, erase, value_size=128, value_heads=4, **sizes), monkeypatch)
+
+
+def compare_passes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both passes by the fused kernels beside Triton's; a forward that saves nothing, too."""
+    # Triton's interpreter has no arithmetic in bfloat16.
+    case = case.to(torch.float16)
+    inputs, (d_o, d_final) = inputs_of(case), weights(case)
+
+    def outputs_and_gradients() -> list[Tensor | None]:
+        *found, kept = passes.forward(inputs, True)
+        assert kept.shape == passes.saved_shape(inputs)
+        found += passes.backward(d_o.half(), d_final.float(), inputs, kept)
+        return [*found, *passes.forward(inputs, False)[:2]]
+
+    expected = outputs_and_gradients()
+    monkeypatch.setattr(stage, "pays", lambda inputs, *_: inputs.v.shape[3] == 64)
+    monkeypatch.setattr(stage, "LEAST_KEYS", 64)
+    monkeypatch.setattr(gradient_stage, "runs", lambda call: True)
+    for x, y in zip(outputs_and_gradients(), expected, strict=True):
+        assert (None if x is None else x.shape) == (None if y is None else y.shape)
+        assert x is None or relative_rms(x, y.double()) < 2e-3
+
+
 @pytest.mark.parametrize("erase", ["none", "tied"])
 def test_windows_have_the_bits_of_the_whole(erase) -> None:
     case = case_of("head", erase, batch=2)

@@ -87,6 +87,17 @@ def check(drawn: Drawn) -> None:
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("size", [64, 128])
+def test_so_are_those_of_heads_in_parts(kind, size, monkeypatch) -> None:
+    monkeypatch.setattr(stage, "LEAST_KEYS", size)
+    sizes = {"key_size": size, "value_size": 2 * size}
+    drawn = drawn_of(kind, **sizes)
+    check(drawn)
+    assert_same(results(drawn), results(drawn))
+    check(drawn_of(kind, **sizes, tokens=150, normalize_qk=True))
+    check(drawn_of(kind, **sizes, lengths=(3, 0, 70, 64)))
+
+
 @pytest.mark.parametrize("reset", [-torch.inf, -1e4])
 def test_hard_resets(reset: float) -> None:
     drawn = drawn_of(Kind("head", "tied", 1, torch.bfloat16))

@@ -105,6 +105,14 @@ def test_it_is_as_near_to_float64_as_its_types_allow(of: Call, form: str, normal
         check(of.case(**FORMS[form], **sizes, normalize_qk=normalize), stress=True)
 
 
+@every_form
+@pytest.mark.parametrize("of", HEADS, ids=str)
+def test_so_it_is_for_heads_in_parts(of: Call, form: str) -> None:
+    for size, parts in ((64, 3), (128, 2)):
+        sizes = {"key_size": size, "value_size": parts * size}
+        check(of.case(**FORMS[form], **sizes), stress=True)
+
+
 def test_many_tokens_average_to_the_bar(of: Call) -> None:
     slow = of if of.of_channels else of._replace(strength=0.05)
     for size in (128,) if of.of_channels else (64, 128):

@@ -44,6 +44,12 @@ class Inputs(NamedTuple):
         return self.erase == "free" or self.decay == "channel"
 
     @property
+    def per_gate(self) -> int:
+        """Value heads that share a gate: 1 of what a caller gives; parts of one where it is cut."""
+        gate = self.log_decay if self.beta is None else self.beta
+        return 1 if gate is None else self.v.shape[2] // gate.shape[2]
+
+    @property
     def sequences(self) -> int:
         """N: batch rows, or packed sequences."""
         return self.q.shape[0] if self.cu_seqlens is None else len(self.cu_seqlens) - 1

@@ -25,7 +25,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from deltarule.ops.delta_rule.gluon.backward_memory import (
-    Form,
     all_rows,
     chunk_of,
     new_barriers,
@@ -46,6 +45,7 @@ from deltarule.ops.delta_rule.gluon.gradient_memory import (
     QUERY_NORM,
     READS,
     WRITES,
+    Form,
     halves,
 )
 from deltarule.ops.delta_rule.gluon.gradient_movers import load, store
@@ -68,9 +68,7 @@ def factor_role(shared, scalings, norms, scale, FORM: gl.constexpr):
     _, _, work = shared
     for n in range(work.chunks):
         at = chunk_of(n, work, FORM.ENDS)
-        leave_factors(
-            shared, scalings, norms, scale, at, n, 1, FORM.TIED, FORM.DECAY, FORM.UNIT, FORM.ENDS
-        )
+        leave_factors(shared, scalings, norms, scale, at, n, FORM)
 
 
 @gluon.jit
@@ -79,7 +77,7 @@ def decay_role(shared, of, FORM: gl.constexpr):
     _, _, work = shared
     if FORM.DECAY:
         for n in range(work.chunks):
-            leave_decay_gradients(shared, of, chunk_of(n, work, FORM.ENDS), n, 1, FORM.ENDS)
+            leave_decay_gradients(shared, of, chunk_of(n, work, FORM.ENDS), n, FORM)
 
 
 @gluon.jit
@@ -252,7 +250,7 @@ def gradients(shared, d_beta, at, n, d, K: gl.constexpr, V: gl.constexpr, FORM: 
         )  # fmt: skip
         d, gp, gm = warpgroup_mma_wait(2, deps=(d, gp, gm))
         gm_diagonal = diagonal_halves(gm)
-        store_beta_gradient(d_beta, tiles, row, at, work.heads, gm_diagonal, FORM.ENDS)
+        store_beta_gradient(d_beta, tiles, row, at, work, gm_diagonal, FORM)
     else:
         d, gp = warpgroup_mma_wait(1, deps=(d, gp))
         gm = gp
@@ -362,8 +360,8 @@ def fused_backward_kernel(
     """
     dtype: gl.constexpr = q.dtype
     FORM: gl.constexpr = Form(
-        TIED, DECAY, UNIT, scores is not None, ENDS, CUT, d_final is not None
-    )  # fmt: skip
+        TIED, DECAY, UNIT, ENDS, SCORES=scores is not None, CUT=CUT, FINAL=d_final is not None
+    )
     # What is not there is another thing that nobody touches.
     if scores is None:
         scores = q

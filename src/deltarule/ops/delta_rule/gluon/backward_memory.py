@@ -47,21 +47,6 @@ class Stretch(NamedTuple):
     opens: Any
 
 
-class Form(NamedTuple):
-    """What a call has; whether P was saved; the ends of sequences, and whether they are cut.
-
-    FINAL: there is a gradient by the states at the ends.
-    """
-
-    TIED: bool
-    DECAY: bool
-    UNIT: bool
-    SCORES: bool
-    ENDS: str
-    CUT: bool
-    FINAL: bool
-
-
 @triton.constexpr_function
 def all_rows(columns: int) -> Any:
     """The sums of a product of 128 rows by 8 warps."""

@@ -112,16 +112,17 @@ def forward_kernel(
     q, k, v, o, q_rows, k_rows, v_rows, o_rows, states, errors, scores, corrections, scalings,
     chunk_decay, log_decay, beta, norms, cu_seqlens, initial_state, final_state, scale, log_scale,
     T, heads, value_heads, s_decay_b, s_decay_t, s_decay_h, s_beta_b, s_beta_t, s_beta_h,
-    K: gl.constexpr, V: gl.constexpr, STEPS: gl.constexpr, SLOTS: gl.constexpr, DECAY: gl.constexpr,
-    TIED: gl.constexpr, UNIT: gl.constexpr, PACKED: gl.constexpr, RAGGED: gl.constexpr,
-    SAVE: gl.constexpr, TENSOR: gl.constexpr, STATE_REGISTERS: gl.constexpr,
-    SCORE_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
+    K: gl.constexpr, V: gl.constexpr, STEPS: gl.constexpr, PER_GATE: gl.constexpr,
+    SLOTS: gl.constexpr, DECAY: gl.constexpr, TIED: gl.constexpr, UNIT: gl.constexpr,
+    PACKED: gl.constexpr, RAGGED: gl.constexpr, SAVE: gl.constexpr, TENSOR: gl.constexpr,
+    STATE_REGISTERS: gl.constexpr, SCORE_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """q, k, v and o twice: as descriptors of tiles, and as addresses of rows.
 
     SAVE: states, errors, scores, corrections (descriptors), scalings and chunk_decay are left, too,
     those of them that this form of the call has; the scan back may take the scores itself. States
-    are [N, HV, V, K]. The first state role has the registers that the others leave.
+    are [N, HV, V, K]; PER_GATE heads share a gate. The first state role has the registers that the
+    others leave.
     """
     dtype: gl.constexpr = q.dtype
     PARTS: gl.constexpr = V // VALUES
@@ -142,16 +143,16 @@ def forward_kernel(
     else:
         initial_state = final_state
     # Packed sequences share one row of the batch.
-    row, token = sequence, place.start * 0
+    row, token, gate = sequence, place.start * 0, place.value_head // PER_GATE
     if PACKED:
         row, token = sequence * 0, place.start
     if DECAY:
-        log_decay += row.to(gl.int64) * s_decay_b + token * s_decay_t + place.value_head * s_decay_h
+        log_decay += row.to(gl.int64) * s_decay_b + token * s_decay_t + gate * s_decay_h
     else:
         log_decay = final_state
     if TIED:
         first = token * STEPS
-        beta += row.to(gl.int64) * s_beta_b + first * s_beta_t + place.value_head * s_beta_h
+        beta += row.to(gl.int64) * s_beta_b + first * s_beta_t + gate * s_beta_h
     else:
         beta = final_state
     norm = final_state
@@ -172,7 +173,7 @@ def forward_kernel(
         saved = Saved(states, errors, scores, corrections, scalings, chunk_decay)
     else:
         saved = final_state
-    FORM: gl.constexpr = Form(DECAY, TIED, UNIT, INITIAL, SAVE, SCORES, STEPS)
+    FORM: gl.constexpr = Form(DECAY, TIED, UNIT, INITIAL, SAVE, SCORES, STEPS, PER_GATE)
     own = tiles, barriers, place, saved
     loads = q, k, v, q_rows, k_rows, v_rows
     gates = log_decay, beta, norm, s_decay_t, s_beta_t, heads * (1 + STEPS), scale, log_scale

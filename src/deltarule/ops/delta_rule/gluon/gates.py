@@ -172,7 +172,7 @@ def gate_role(
                 read *= gl.exp2(b)
             store_reads(tiles.gates.index(gate + READ), read, STEPS)
         if SAVE:
-            own = (place.slot + i * place.value_heads).to(gl.int64)
+            own = ((place.slot + i * place.value_heads) // FORM.PER_GATE).to(gl.int64)
             if DECAY or TIED or UNIT:
                 scaling = saved.scalings + own * (SCALINGS * CHUNK) + o_t
             if DECAY or UNIT:

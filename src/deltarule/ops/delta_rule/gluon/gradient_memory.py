@@ -86,6 +86,29 @@ class Work(NamedTuple):
     sequences: Any
 
 
+class Form(NamedTuple):
+    """What a call has; the value heads of a key head, and those of a gate.
+
+    VALUES: dv is left. KEPT: S and E are those of all chunks. D and X may lie in the gradients. In
+    one kernel with the scan back: SCORES were saved, sequences are CUT, D is given at their ends
+    (FINAL).
+    """
+
+    TIED: bool
+    DECAY: bool
+    UNIT: bool
+    ENDS: str
+    GROUP: int = 1
+    PER_GATE: int = 1
+    VALUES: bool = True
+    KEPT: bool = True
+    X_IS_LENT: bool = False
+    D_IS_LENT: bool = False
+    SCORES: bool = False
+    CUT: bool = False
+    FINAL: bool = False
+
+
 @triton.constexpr_function
 def halves(columns: int) -> Any:
     """The sums of a product of 64 rows by 8 warps, half of the columns each four."""
@@ -149,23 +172,24 @@ def pairs_there(work):
 
 
 @gluon.jit
-def pair_of(n, work, GROUP: gl.constexpr, ENDS: gl.constexpr):
+def pair_of(n, work, FORM: gl.constexpr):
     """The n-th value head of a program; ENDS are "whole", "ragged" or "packed"."""
+    GROUP: gl.constexpr = FORM.GROUP
     pair = work.first + (n // GROUP) * work.step
     number, head = pair // work.heads, pair % work.heads
     sequence, chunk = number // work.chunks, number % work.chunks
     own, left = sequence * work.own_chunks + chunk, CHUNK
-    if ENDS == "packed":
+    if FORM.ENDS == "packed":
         chunk += work.before
         token, left = packed_place(chunk, work)
-    elif ENDS == "ragged":
+    elif FORM.ENDS == "ragged":
         before = (chunk + work.before) * CHUNK
         token, left = sequence * work.T + before, work.T - before
         chunk += sequence * work.all_chunks + work.before
     else:
         chunk += sequence * work.all_chunks + work.before
     value_heads, value_head = work.heads * GROUP, head * GROUP + n % GROUP
-    if ENDS == "whole":
+    if FORM.ENDS == "whole":
         token = chunk * CHUNK
     else:
         left = gl.minimum(gl.maximum(left, 0), CHUNK)
@@ -176,9 +200,7 @@ def pair_of(n, work, GROUP: gl.constexpr, ENDS: gl.constexpr):
 
 
 @gluon.jit
-def new_tiles(
-    dtype: gl.constexpr, K: gl.constexpr, V: gl.constexpr, TIED: gl.constexpr, DECAY: gl.constexpr
-):
+def new_tiles(dtype: gl.constexpr, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
     """Shared memory for all tiles."""
     SQUARE: gl.constexpr = square()
     d_o = gl.allocate_shared_memory(dtype, [2, CHUNK, V], SQUARE)
@@ -190,9 +212,9 @@ def new_tiles(
     k = gl.allocate_shared_memory(dtype, [CHUNK, K], SQUARE)
     read_pairs = gl.allocate_shared_memory(dtype, [CHUNK, CHUNK], SQUARE)
     d_errors, erase_pairs, sums = errors, read_pairs, factors
-    if DECAY:
+    if FORM.DECAY:
         sums = gl.allocate_shared_memory(gl.float32, [4, CHUNK, 2], PLAIN)
-    if TIED:
+    if FORM.TIED:
         d_errors = gl.allocate_shared_memory(dtype, [2, CHUNK, V], SQUARE)
         erase_pairs = gl.allocate_shared_memory(dtype, [CHUNK, CHUNK], SQUARE)
     return Tiles(

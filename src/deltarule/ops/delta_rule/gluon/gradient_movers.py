@@ -17,45 +17,40 @@ FAR = gl.constexpr(tensor_maps.FAR)
 
 
 @gluon.jit
-def load_role(
-    shared, of, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, TIED: gl.constexpr,
-    KEPT: gl.constexpr, X_IS_LENT: gl.constexpr, D_IS_LENT: gl.constexpr, ENDS: gl.constexpr,
-):  # fmt: skip
+def load_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
     """One warp: every tile to where it is used, in the order in which places become free."""
     _, _, work = shared
     done = 0
-    for n in range(work.count * GROUP):
-        at = pair_of(n, work, GROUP, ENDS)
+    for n in range(work.count * FORM.GROUP):
+        at = pair_of(n, work, FORM)
         if at.left > 0:
-            load_tiles(shared, of, at, done, K, V, GROUP, TIED, KEPT, X_IS_LENT, D_IS_LENT, ENDS)
+            load_tiles(shared, of, at, done, K, V, FORM)
             done += 1
 
 
 @gluon.jit
-def load_tiles(
-    shared, of, at, n, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, TIED: gl.constexpr,
-    KEPT: gl.constexpr, X_IS_LENT: gl.constexpr, D_IS_LENT: gl.constexpr, ENDS: gl.constexpr,
-):  # fmt: skip
+def load_tiles(shared, of, at, n, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
     """The n-th value head that has tokens; with the first of a pair, q and k."""
+    GROUP: gl.constexpr = FORM.GROUP
     tiles, barriers, _ = shared
     q, k, d_o, errors, d_errors, states, upper, lower = of
     slot, phase = n % 2, (n // 2) & 1
-    kept = at.slot if KEPT else at.own
+    kept = at.slot if FORM.KEPT else at.own
     mbarrier.wait(barriers.empty.index(slot), phase ^ 1)
     full, row, column = barriers.full.index(slot), at.token, at.value_head * V
-    mbarrier.expect(full, CHUNK * V * (6 if TIED else 4))
-    load(d_o, row, column, at.left, full, tiles.d_o.index(slot), ENDS)
-    if TIED:
+    mbarrier.expect(full, CHUNK * V * (6 if FORM.TIED else 4))
+    load(d_o, row, column, at.left, full, tiles.d_o.index(slot), FORM.ENDS)
+    if FORM.TIED:
         x = tiles.d_errors.index(slot)
-        if not X_IS_LENT:
+        if not FORM.X_IS_LENT:
             row, column = at.own * CHUNK, 0
-        load(d_errors, row, column, at.left, full, x, ENDS)
+        load(d_errors, row, column, at.left, full, x, FORM.ENDS)
         row, column = kept * CHUNK, 0
-    load(errors, row, column, at.left, full, tiles.errors.index(slot), ENDS)
+    load(errors, row, column, at.left, full, tiles.errors.index(slot), FORM.ENDS)
     full_d, full_s = barriers.full_d.index(0), barriers.full_s.index(0)
     mbarrier.wait(barriers.empty_d.index(0), (n & 1) ^ 1)
     mbarrier.expect(full_d, V * K * 2)
-    if D_IS_LENT:
+    if FORM.D_IS_LENT:
         load_lent(upper, lower, at, full_d, tiles.d_states, K, V)
     else:
         tma.async_copy_global_to_shared(upper, [at.own * V, 0], full_d, tiles.d_states)
@@ -66,8 +61,8 @@ def load_tiles(
         full_k = barriers.full_k.index(0)
         mbarrier.wait(barriers.empty_k.index(0), ((n // GROUP) & 1) ^ 1)
         mbarrier.expect(full_k, CHUNK * K * 4)
-        load(k, at.token, at.head * K, at.left, full_k, tiles.k, ENDS)
-        load(q, at.token, at.head * K, at.left, full_k, tiles.q, ENDS)
+        load(k, at.token, at.head * K, at.left, full_k, tiles.k, FORM.ENDS)
+        load(q, at.token, at.head * K, at.left, full_k, tiles.q, FORM.ENDS)
 
 
 @gluon.jit
@@ -81,39 +76,34 @@ def load_lent(upper, lower, at, full, tile, K: gl.constexpr, V: gl.constexpr):
 
 
 @gluon.jit
-def store_role(
-    shared, of, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, VALUES: gl.constexpr,
-    ENDS: gl.constexpr,
-):  # fmt: skip
+def store_role(shared, of, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
     """One warp: dv (VALUES) of every value head, dq and dk of every pair; their places are free."""
     _, _, work = shared
     done = 0
-    for n in range(work.count * GROUP):
-        at = pair_of(n, work, GROUP, ENDS)
+    for n in range(work.count * FORM.GROUP):
+        at = pair_of(n, work, FORM)
         if at.left > 0:
-            store_tiles(shared, of, at, done, K, V, GROUP, VALUES, ENDS)
+            store_tiles(shared, of, at, done, K, V, FORM)
             done += 1
 
 
 @gluon.jit
-def store_tiles(
-    shared, of, at, n, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr, VALUES: gl.constexpr,
-    ENDS: gl.constexpr,
-):  # fmt: skip
+def store_tiles(shared, of, at, n, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
     """The n-th value head that has tokens; after the last of a pair, dq and dk."""
+    GROUP: gl.constexpr = FORM.GROUP
     tiles, barriers, _ = shared
     d_q, d_k, d_v = of
     slot = n % 2
-    if VALUES:
+    if FORM.VALUES:
         mbarrier.wait(barriers.has_values.index(slot), (n // 2) & 1)
         x = tiles.d_errors.index(slot)
-        store(d_v, at.token, at.value_head * V, at.left, x, ENDS)
+        store(d_v, at.token, at.value_head * V, at.left, x, FORM.ENDS)
         tma.store_wait(0)
         mbarrier.arrive(barriers.empty.index(slot))
     if n % GROUP == GROUP - 1:
         mbarrier.wait(barriers.has_keys.index(0), (n // GROUP) & 1)
-        store(d_q, at.token, at.head * K, at.left, tiles.q, ENDS)
-        store(d_k, at.token, at.head * K, at.left, tiles.k, ENDS)
+        store(d_q, at.token, at.head * K, at.left, tiles.q, FORM.ENDS)
+        store(d_k, at.token, at.head * K, at.left, tiles.k, FORM.ENDS)
         tma.store_wait(0)
         mbarrier.arrive(barriers.empty_k.index(0))
 

@@ -155,7 +155,8 @@ def gradients_launch(
         of_tokens = tiles.keys() - {"states", "upper", "lower"}
         tiles |= {name: (tiles[name][0], [1, 1, *tiles[name][1]]) for name in of_tokens}
     constants = {
-        "K": key_size, "V": value_size, "GROUP": value_heads // heads, "TIED": tied,
+        "K": key_size, "V": value_size, "GROUP": value_heads // heads,
+        "PER_GATE": inputs.per_gate, "TIED": tied,
         "DECAY": inputs.log_decay is not None, "UNIT": inputs.normalize_qk, "VALUES": values,
         "KEPT": kept, "X_IS_LENT": x_is_lent, "D_IS_LENT": d_is_lent,
         "TENSOR": has_tensor_memory(inputs.q.device), "ENDS": call.once(ends),

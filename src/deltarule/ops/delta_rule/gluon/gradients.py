@@ -41,6 +41,7 @@ from deltarule.ops.delta_rule.gluon.gradient_memory import (
     WHOLES,
     WRITES,
     Barriers,
+    Form,
     Work,
     halves,
     new_tiles,
@@ -69,49 +70,44 @@ LONG_AFTER = gl.constexpr(-1e30)
 
 
 @gluon.jit
-def factor_role(
-    shared, scalings, norms, scale, GROUP: gl.constexpr, TIED: gl.constexpr, DECAY: gl.constexpr,
-    UNIT: gl.constexpr, ENDS: gl.constexpr,
-):  # fmt: skip
+def factor_role(shared, scalings, norms, scale, FORM: gl.constexpr):
     """One warp: the factors of the rows of every value head."""
     _, _, work = shared
     done = 0
-    for n in range(work.count * GROUP):
-        at = pair_of(n, work, GROUP, ENDS)
+    for n in range(work.count * FORM.GROUP):
+        at = pair_of(n, work, FORM)
         if at.left > 0:
-            leave_factors(shared, scalings, norms, scale, at, done, GROUP, TIED, DECAY, UNIT, ENDS)
+            leave_factors(shared, scalings, norms, scale, at, done, FORM)
             done += 1
 
 
 @gluon.jit
-def leave_factors(
-    shared, scalings, norms, scale, at, n, GROUP: gl.constexpr, TIED: gl.constexpr,
-    DECAY: gl.constexpr, UNIT: gl.constexpr, ENDS: gl.constexpr,
-):  # fmt: skip
+def leave_factors(shared, scalings, norms, scale, at, n, FORM: gl.constexpr):
     """Those of the n-th value head that has tokens."""
     tiles, barriers, work = shared
     LAYOUT: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     o_t = gl.arange(0, CHUNK, LAYOUT)
     one = gl.zeros([CHUNK], gl.float32, LAYOUT) + 1.0
     slot, phase = n % 2, (n // 2) & 1
-    if TIED or DECAY:
-        scaling = scalings + at.slot.to(gl.int64) * (SCALINGS * CHUNK) + o_t
+    if FORM.TIED or FORM.DECAY:
+        own = (at.slot // FORM.PER_GATE).to(gl.int64)
+        scaling = scalings + own * (SCALINGS * CHUNK) + o_t
     beta, query, key = one, one * scale, one
-    if TIED:
-        beta = load_factor(scaling + SCALING_BETA * CHUNK, o_t, at.left, 0.0, ENDS)
-    if UNIT:
+    if FORM.TIED:
+        beta = load_factor(scaling + SCALING_BETA * CHUNK, o_t, at.left, 0.0, FORM.ENDS)
+    if FORM.UNIT:
         norm = norms + ((at.token + o_t) * work.heads + at.head) * 2
-        query_norm = load_factor(norm, o_t, at.left, 0.0, ENDS)
-        key = load_factor(norm + 1, o_t, at.left, 0.0, ENDS)
+        query_norm = load_factor(norm, o_t, at.left, 0.0, FORM.ENDS)
+        key = load_factor(norm + 1, o_t, at.left, 0.0, FORM.ENDS)
         query *= query_norm
     reads, erases, writes = query, key, key
-    if DECAY:
-        reads = load_factor(scaling + SCALING_READ * CHUNK, o_t, at.left, 0.0, ENDS)
-        erases = load_factor(scaling + SCALING_ERASE * CHUNK, o_t, at.left, 0.0, ENDS)
-        writes = load_factor(scaling + SCALING_WRITE * CHUNK, o_t, at.left, 0.0, ENDS)
+    if FORM.DECAY:
+        reads = load_factor(scaling + SCALING_READ * CHUNK, o_t, at.left, 0.0, FORM.ENDS)
+        erases = load_factor(scaling + SCALING_ERASE * CHUNK, o_t, at.left, 0.0, FORM.ENDS)
+        writes = load_factor(scaling + SCALING_WRITE * CHUNK, o_t, at.left, 0.0, FORM.ENDS)
         # After the end nothing is left of any token before, and no power is infinite.
-        whole = load_factor(scaling + SCALING_WHOLE * CHUNK, o_t, at.left, LONG_AFTER, ENDS)
-        rest = load_factor(scaling + SCALING_REST * CHUNK, o_t, at.left, 0.0, ENDS)
+        whole = load_factor(scaling + SCALING_WHOLE * CHUNK, o_t, at.left, LONG_AFTER, FORM.ENDS)
+        rest = load_factor(scaling + SCALING_REST * CHUNK, o_t, at.left, 0.0, FORM.ENDS)
     mbarrier.wait(barriers.empty.index(slot), phase ^ 1)
     row = slot * FACTORS
     tiles.factors.index(row + READS).store(reads)
@@ -121,14 +117,14 @@ def leave_factors(
     tiles.factors.index(row + KEY).store(key * beta)
     tiles.factors.index(row + BETAS).store(beta)
     tiles.factors.index(row + BARE_WRITES).store(writes)
-    if UNIT:
+    if FORM.UNIT:
         tiles.factors.index(row + QUERY_NORM).store(query_norm * query_norm)
         tiles.factors.index(row + KEY_NORM).store(key * key)
-    if DECAY:
+    if FORM.DECAY:
         tiles.factors.index(row + WHOLES).store(whole)
         tiles.factors.index(row + RESTS).store(rest)
-    if ENDS == "packed":
-        place = (at.token + o_t) * (work.heads * GROUP) + at.value_head
+    if FORM.ENDS == "packed":
+        place = place_of_gates(at, work, o_t, FORM)
         place = gl.where(o_t < at.left, place, -1)
         tiles.factors.index(row + PLACES).store(place.to(gl.float32, bitcast=True))
     mbarrier.arrive(barriers.full.index(slot))
@@ -145,28 +141,29 @@ def load_factor(x, row, rows, other: gl.constexpr, ENDS: gl.constexpr):
 
 
 @gluon.jit
-def decay_role(shared, of, GROUP: gl.constexpr, DECAY: gl.constexpr, ENDS: gl.constexpr):
+def decay_role(shared, of, FORM: gl.constexpr):
     """One warp: dlog_decay, of rows from a token on, of rows before it, and of what S held."""
     _, _, work = shared
-    if DECAY:
+    if FORM.DECAY:
         done = 0
-        for n in range(work.count * GROUP):
-            at = pair_of(n, work, GROUP, ENDS)
+        for n in range(work.count * FORM.GROUP):
+            at = pair_of(n, work, FORM)
             if at.left > 0:
-                leave_decay_gradients(shared, of, at, done, GROUP, ENDS)
+                leave_decay_gradients(shared, of, at, done, FORM)
                 done += 1
 
 
 @gluon.jit
-def leave_decay_gradients(shared, of, at, n, GROUP: gl.constexpr, ENDS: gl.constexpr):
+def leave_decay_gradients(shared, of, at, n, FORM: gl.constexpr):
     """That of the n-th value head that has tokens."""
     tiles, barriers, work = shared
     LINE: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     o_t = gl.arange(0, CHUNK, LINE)
     log_decay, d_log_decay, chunk_decay, T, s_batch, s_token, s_head = of
-    row = (at.token // T).to(gl.int64) * s_batch + at.value_head * s_head
-    g = load_factor(log_decay + row + (at.token % T + o_t) * s_token, o_t, at.left, 0.0, ENDS)
-    whole = gl.load(chunk_decay + at.slot)
+    gate = at.value_head // FORM.PER_GATE
+    row = (at.token // T).to(gl.int64) * s_batch + gate * s_head
+    g = load_factor(log_decay + row + (at.token % T + o_t) * s_token, o_t, at.left, 0.0, FORM.ENDS)
+    whole = gl.load(chunk_decay + at.slot // FORM.PER_GATE)
     mbarrier.wait(barriers.has_sums.index(0), n & 1)
     later = sum_of_row(tiles, OF_QUERIES, LINE) + sum_of_row(tiles, OF_KEYS, LINE)
     before = sum_of_row(tiles, OF_WRITES, LINE)
@@ -174,12 +171,29 @@ def leave_decay_gradients(shared, of, at, n, GROUP: gl.constexpr, ENDS: gl.const
     mbarrier.arrive(barriers.took_sums.index(0))
     x = gl.associative_scan(later, 0, add, reverse=True) + held
     x += gl.associative_scan(before, 0, add) - before
-    address = d_log_decay + (at.token + o_t) * (work.heads * GROUP) + at.value_head
+    address = d_log_decay + place_of_gates(at, work, o_t, FORM)
+    x = with_those_before(x, address, o_t < at.left, at, FORM.PER_GATE)
     x = gl.where(g < RESET, 0.0, x)
-    if ENDS == "whole":
+    if FORM.ENDS == "whole":
         gl.store(address, x)
     else:
         gl.store(address, x, mask=o_t < at.left)
+
+
+@gluon.jit
+def place_of_gates(at, work, o_t, FORM: gl.constexpr):
+    """Where the gates of a value head's tokens lie in [B T, gates of all heads]."""
+    gates = work.heads * FORM.GROUP // FORM.PER_GATE
+    return (at.token + o_t) * gates + at.value_head // FORM.PER_GATE
+
+
+@gluon.jit
+def with_those_before(x, address, there, at, PER_GATE: gl.constexpr):
+    """x, and what the same threads have left there of the gate's value heads before this one."""
+    if PER_GATE > 1:
+        there = there & (at.value_head % PER_GATE > 0)
+        x += gl.load(address, mask=there, other=0.0).to(gl.float32)
+    return x
 
 
 @gluon.jit
@@ -245,9 +259,8 @@ def row_factor(tiles, row, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def start_state_products(
-    tiles, barriers, slot, n, places, zero, V: gl.constexpr, TIED: gl.constexpr,
-    DECAY: gl.constexpr,
-):  # fmt: skip
+    tiles, barriers, slot, n, places, zero, V: gl.constexpr, FORM: gl.constexpr
+):
     """Those with S and D, in flight: D^T w / beta, S^T dO, S^T X, and D S^T of 64 rows each."""
     d_o, errors = tiles.d_o.index(slot), tiles.errors.index(slot)
     mbarrier.wait(barriers.full_d.index(0), n & 1)
@@ -255,9 +268,9 @@ def start_state_products(
     mbarrier.wait(barriers.full_s.index(0), n & 1)
     read = start(places.read, d_o, tiles.states, zero, False)
     erased, held = read, read
-    if TIED:
+    if FORM.TIED:
         erased = start(places.erased, tiles.d_errors.index(slot), tiles.states, zero, False)
-    if DECAY:
+    if FORM.DECAY:
         held = gl.zeros([CHUNK, CHUNK], gl.float32, halves(CHUNK))
         for first in gl.static_range(0, V, CHUNK):
             held = start(
@@ -269,20 +282,21 @@ def start_state_products(
 
 
 @gluon.jit
-def store_beta_gradient(d_beta, tiles, row, at, value_heads, x, ENDS: gl.constexpr):
+def store_beta_gradient(d_beta, tiles, row, at, work, x, FORM: gl.constexpr):
     """dbeta: x [64, 2] has each token's in the half where its column is."""
     ROW: gl.constexpr = gl.SliceLayout(1, x.type.layout)
     HALF: gl.constexpr = gl.SliceLayout(0, x.type.layout)
     o_r, o_h = gl.arange(0, CHUNK, ROW)[:, None], gl.arange(0, 2, HALF)[None, :]
     there = o_r // (CHUNK // 2) == o_h
-    if ENDS == "packed":
+    if FORM.ENDS == "packed":
         place = tiles.factors.index(row + PLACES).load(ROW).to(gl.int32, bitcast=True)[:, None]
         there = there & (place >= 0)
     else:
-        place = (at.token + o_r) * value_heads + at.value_head
-        if ENDS == "ragged":
+        place = place_of_gates(at, work, o_r, FORM)
+        if FORM.ENDS == "ragged":
             there = there & (o_r < at.left)
-    gl.store(d_beta + place + o_h * 0, x, mask=there)
+    address = d_beta + place + o_h * 0
+    gl.store(address, with_those_before(x, address, there, at, FORM.PER_GATE), mask=there)
 
 
 @gluon.jit
@@ -297,48 +311,43 @@ def leave_values(tiles, barriers, slot, V: gl.constexpr):
 
 
 @gluon.jit
-def compute_role(
-    shared, d_beta, places, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr,
-    TIED: gl.constexpr, DECAY: gl.constexpr, UNIT: gl.constexpr, VALUES: gl.constexpr,
-    ENDS: gl.constexpr,
-):  # fmt: skip
+def compute_role(shared, d_beta, places, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr):
     """8 warps: everything but what moves tiles."""
     tiles, barriers, work = shared
     ACROSS: gl.constexpr = halves(K)
     keys = gl.zeros([CHUNK, K], gl.float32, ACROSS)
     count = work.count
-    if ENDS == "packed":
+    if FORM.ENDS == "packed":
         count = pairs_there(work)
     # Not one loop over all value heads: where it sets sums back to zero, ptxas 12.8 dies of it.
     for pair in range(count):
         d_q, d_k = keys, keys
         q_norm = gl.zeros([CHUNK, 1], gl.float32, ACROSS)
         k_norm = q_norm
-        for head in range(GROUP):
-            at = pair, head, pair * GROUP + head
+        for head in range(FORM.GROUP):
+            at = pair, head, pair * FORM.GROUP + head
             read, written, erased, inner = of_value_head(
-                shared, d_beta, places, at, keys, K, V, GROUP, TIED, DECAY, VALUES, ENDS
+                shared, d_beta, places, at, keys, K, V, FORM
             )
-            slot = (pair * GROUP + head) % 2
-            if UNIT:
+            slot = (pair * FORM.GROUP + head) % 2
+            if FORM.UNIT:
                 q_norm = row_factor(tiles, slot * FACTORS + QUERY_NORM, ACROSS)
                 k_norm = row_factor(tiles, slot * FACTORS + KEY_NORM, ACROSS)
             mbarrier.arrive(barriers.empty.index(slot))
-            if DECAY:
+            if FORM.DECAY:
                 k, q = tiles.k.load(ACROSS).to(gl.float32), tiles.q.load(ACROSS).to(gl.float32)
                 tiles.sums.index(OF_QUERIES).store(sums_of_halves(q * read, K))
                 tiles.sums.index(OF_KEYS).store(sums_of_halves(k * (erased - inner), K))
                 mbarrier.arrive(barriers.has_sums.index(0))
             written += erased + inner
             d_q, d_k = d_q + read, d_k + written
-        leave_keys(tiles, barriers, d_q, d_k, q_norm, k_norm, UNIT)
+        leave_keys(tiles, barriers, d_q, d_k, q_norm, k_norm, FORM.UNIT)
 
 
 @gluon.jit
 def of_value_head(
-    shared, d_beta, places, at, keys, K: gl.constexpr, V: gl.constexpr, GROUP: gl.constexpr,
-    TIED: gl.constexpr, DECAY: gl.constexpr, VALUES: gl.constexpr, ENDS: gl.constexpr,
-):  # fmt: skip
+    shared, d_beta, places, at, keys, K: gl.constexpr, V: gl.constexpr, FORM: gl.constexpr
+):
     """dq, and dk in three parts: col from D, row, and col from GP and GM; dbeta and dv are stored.
 
     `keys` are zeros.
@@ -347,34 +356,34 @@ def of_value_head(
     pair, head, n = at
     ACROSS: gl.constexpr = halves(K)
     # Products that start after those of pairs.
-    LATER: gl.constexpr = 2 + (1 if TIED else 0) + (V // CHUNK if DECAY else 0)
+    LATER: gl.constexpr = 2 + (1 if FORM.TIED else 0) + (V // CHUNK if FORM.DECAY else 0)
     PAIRS: gl.constexpr = halves(CHUNK)
     pairs = gl.zeros([CHUNK, CHUNK], gl.float32, PAIRS)
-    slot, place = n % 2, pair_of(n, work, GROUP, ENDS)
+    slot, place = n % 2, pair_of(n, work, FORM)
     row = slot * FACTORS
     mbarrier.wait(barriers.full.index(slot), (n // 2) & 1)
     errors = tiles.errors.index(slot).permute((1, 0))
     gp = start(places.read_pairs, tiles.d_o.index(slot), errors, pairs, False)
     gm = gp
-    if TIED:
+    if FORM.TIED:
         gm = start(places.erase_pairs, tiles.d_errors.index(slot), errors, pairs, False)
     tell(places.has_pairs)
     written, read, erased, held = start_state_products(
-        tiles, barriers, slot, n, places, keys, V, TIED, DECAY
+        tiles, barriers, slot, n, places, keys, V, FORM
     )
     gp, gm = finish((gp, gm), places.has_pairs, n & 1, LATER)
     gp, gm = value(gp, PAIRS), value(gm, PAIRS)
-    if TIED:
+    if FORM.TIED:
         gm_diagonal = diagonal_halves(gm)
-        store_beta_gradient(d_beta, tiles, row, place, work.heads * GROUP, gm_diagonal, ENDS)
-    leave_pairs(tiles, row, gp, gm, TIED, DECAY)
+        store_beta_gradient(d_beta, tiles, row, place, work, gm_diagonal, FORM)
+    leave_pairs(tiles, row, gp, gm, FORM.TIED, FORM.DECAY)
     fence_async_shared()
     written, read, erased, held = finish((written, read, erased, held), places.has_states, n & 1)
     written, read, erased = value(written, ACROSS), value(read, ACROSS), value(erased, ACROSS)
     # Barriers of the role, too: GP and GM are there for all warps.
     mbarrier.arrive(barriers.empty_d.index(0))
     mbarrier.arrive(barriers.empty_s.index(0))
-    if DECAY:
+    if FORM.DECAY:
         mbarrier.wait(barriers.took_sums.index(0), (n & 1) ^ 1)
         tiles.sums.index(OF_HELD).store(diagonal_halves(value(held, PAIRS)))
     written *= row_factor(tiles, row + WRITES, ACROSS)
@@ -382,28 +391,28 @@ def of_value_head(
     if head == 0:
         mbarrier.wait(barriers.full_k.index(0), pair & 1)
     inner = keys
-    if TIED:
+    if FORM.TIED:
         erased *= row_factor(tiles, row + ERASES, ACROSS)
-    if not DECAY:
+    if not FORM.DECAY:
         # Nobody asks for the parts: one sum, in fewer registers.
         inner, written = written, keys
-        if TIED:
+        if FORM.TIED:
             inner, erased = inner + erased, keys
     inner = start(places.inner, tiles.read_pairs.permute((1, 0)), tiles.q, inner)
     read = start(places.read, tiles.read_pairs, tiles.k, read)
-    if TIED:
+    if FORM.TIED:
         inner = start(places.inner, tiles.erase_pairs.permute((1, 0)), tiles.k, inner)
-        if DECAY:
+        if FORM.DECAY:
             erased = start(places.erased, tiles.erase_pairs, tiles.k, erased)
         else:
             inner = start(places.inner, tiles.erase_pairs, tiles.k, inner)
     tell(places.has_keys)
-    if DECAY:
+    if FORM.DECAY:
         k = tiles.k.load(ACROSS).to(gl.float32)
         tiles.sums.index(OF_WRITES).store(sums_of_halves(k * written, K))
-    if VALUES:
+    if FORM.VALUES:
         leave_values(tiles, barriers, slot, V)
-    if TIED and DECAY:
+    if FORM.TIED and FORM.DECAY:
         inner, read, erased = finish((inner, read, erased), places.has_keys, n & 1)
         erased = value(erased, ACROSS)
     else:
@@ -441,17 +450,21 @@ def fused_gradients_kernel(
     q, k, d_o, errors, d_errors, states, upper, lower, d_q, d_k, d_v, scalings, norms, chunk_decay,
     d_beta, log_decay, d_log_decay, cu_seqlens, sequences, scale, pairs, heads, chunks, before,
     own_chunks, all_chunks, T, s_decay_b, s_decay_t, s_decay_h, K: gl.constexpr, V: gl.constexpr,
-    GROUP: gl.constexpr, TIED: gl.constexpr, DECAY: gl.constexpr, UNIT: gl.constexpr,
-    VALUES: gl.constexpr, KEPT: gl.constexpr, X_IS_LENT: gl.constexpr, D_IS_LENT: gl.constexpr,
-    TENSOR: gl.constexpr, ENDS: gl.constexpr, REGISTERS: gl.constexpr,
+    GROUP: gl.constexpr, PER_GATE: gl.constexpr, TIED: gl.constexpr, DECAY: gl.constexpr,
+    UNIT: gl.constexpr, VALUES: gl.constexpr, KEPT: gl.constexpr, X_IS_LENT: gl.constexpr,
+    D_IS_LENT: gl.constexpr, TENSOR: gl.constexpr, ENDS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Descriptors of tiles up to d_v; without an erase `errors` is v, and X is not there.
 
     S and E are those of all chunks where they are KEPT, else like D and X those of these `chunks`.
     D is `upper`; or it is lent: 64 rows of a chunk's D lie where dq will, the others where dk will
-    (`lower`), and X, if it is lent, lies where dv will.
+    (`lower`), and X, if it is lent, lies where dv will. A program adds up what the PER_GATE value
+    heads of a gate leave for it.
     """
     dtype: gl.constexpr = q.dtype
+    FORM: gl.constexpr = Form(
+        TIED, DECAY, UNIT, ENDS, GROUP, PER_GATE, VALUES, KEPT, X_IS_LENT, D_IS_LENT
+    )  # fmt: skip
     first, step = gl.program_id(0), gl.num_programs(0)
     count = (pairs - first + step - 1) // step
     if ENDS != "packed":
@@ -460,7 +473,7 @@ def fused_gradients_kernel(
     work = Work(
         first, step, count, heads, chunks, before, own_chunks, all_chunks, T, cu_seqlens, sequences
     )
-    tiles = new_tiles(dtype, K, V, TIED, DECAY)
+    tiles = new_tiles(dtype, K, V, FORM)
     barriers = Barriers(
         new_barrier(2, 2), new_barrier(2, 2 if VALUES else 1), new_barrier(1, 1), new_barrier(1, 1),
         new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1), new_barrier(1, 1),
@@ -473,11 +486,11 @@ def fused_gradients_kernel(
     decays = log_decay, d_log_decay, chunk_decay, T, s_decay_b, s_decay_t, s_decay_h
     gl.warp_specialize(
         [
-            (compute_role, (shared, d_beta, places, K, V, GROUP, TIED, DECAY, UNIT, VALUES, ENDS)),
-            (load_role, (shared, loads, K, V, GROUP, TIED, KEPT, X_IS_LENT, D_IS_LENT, ENDS)),
-            (store_role, (shared, (d_q, d_k, d_v), K, V, GROUP, VALUES, ENDS)),
-            (factor_role, (shared, scalings, norms, scale, GROUP, TIED, DECAY, UNIT, ENDS)),
-            (decay_role, (shared, decays, GROUP, DECAY, ENDS)),
+            (compute_role, (shared, d_beta, places, K, V, FORM)),
+            (load_role, (shared, loads, K, V, FORM)),
+            (store_role, (shared, (d_q, d_k, d_v), K, V, FORM)),
+            (factor_role, (shared, scalings, norms, scale, FORM)),
+            (decay_role, (shared, decays, FORM)),
         ],
         [1, 1, 1, 1],
         [REGISTERS, REGISTERS, REGISTERS, REGISTERS],

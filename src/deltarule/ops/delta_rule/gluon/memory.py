@@ -79,7 +79,8 @@ class Barriers(NamedTuple):
 class Form(NamedTuple):
     """What a call has: decays, a tied erase, unit norm, an initial state; what it saves.
 
-    STEPS is the number n of a token's writes, in the rows n t to n t + n - 1.
+    STEPS is the number n of a token's writes, in the rows n t to n t + n - 1. PER_GATE heads share
+    a gate, and what is saved but S and E: they leave the same bits there.
     """
 
     DECAY: bool
@@ -89,6 +90,7 @@ class Form(NamedTuple):
     SAVE: bool
     SCORES: bool
     STEPS: int
+    PER_GATE: int
 
 
 class Place(NamedTuple):

@@ -69,7 +69,7 @@ def score_role(shared, scale, places, SLOTS: gl.constexpr, FORM: gl.constexpr):
             finish_pairs(tiles, slot, slot, scale, kq, places, i & 1, 0, CHUNK // FORM.STEPS, FORM)
         fence_async_shared()
         mbarrier.arrive(barriers.scored.index(slot))
-        row = (place.slot + i * place.value_heads) * CHUNK
+        row = (place.slot + i * place.value_heads) // FORM.PER_GATE * CHUNK
         if SAVE and TIED:
             tma.async_copy_shared_to_global(saved.corrections, [row, 0], tiles.t.index(slot))
         elif SAVE:

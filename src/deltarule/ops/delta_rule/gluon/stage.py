@@ -58,6 +58,9 @@ SLOTS_THAT_SAVE = 2
 MOST_STEPS, STEPS_TIMED = 2, 2
 # What a backward is saved from computing again.
 KEPT = ("states", "errors", "scores", "corrections", "scalings", "chunk_decay")
+# Keys of a head from which on its parts are taken unasked. With fewer, a program of Triton's has
+# more values than a part, and is as fast.
+LEAST_KEYS = 128
 # Rows of q and of k that a program sums the squares of.
 NORM_ROWS = 32
 
@@ -71,7 +74,7 @@ def why_not(inputs: Inputs) -> str | None:
         return f"the fused kernel is written for sm_90 and sm_100, this is sm_{found}"
     if inputs.by_channel and found != HOPPER:
         return f"the fused kernel of decays per channel is written for sm_90, this is sm_{found}"
-    return why_not_form(inputs)
+    return why_not_form(in_parts(inputs))
 
 
 def of_channels() -> Any:
@@ -102,7 +105,7 @@ def why_not_form(inputs: Inputs) -> str | None:
             return reason
     elif sizes not in CONFIGURATIONS:
         known = " or ".join(str(size) for size in CONFIGURATIONS)
-        return f"the fused kernel has (K, V) = {known}, got {sizes}"
+        return f"the fused kernel has (K, V) = {known} or V a multiple of K, got {sizes}"
     if q.dtype != torch.bfloat16 and (q.dtype != torch.float16 or inputs.beta is not None):
         return (
             "the fused kernel rounds to 16 bits what an erase needs more digits of in float16: it "
@@ -113,6 +116,32 @@ def why_not_form(inputs: Inputs) -> str | None:
     if inputs.batch_invariant:
         return "batch_invariant=True keeps to the kernels that run for any number of rows"
     return None
+
+
+def in_parts(inputs: Inputs) -> Inputs:
+    """The call with K values in a head: of value heads with more, each part is one.
+
+    Rows of S know nothing of each other. The parts of a head share its gates (`per_gate`).
+    """
+    key_size, value_size = inputs.q.shape[3], inputs.v.shape[3]
+    if inputs.by_channel or value_size <= key_size or value_size % key_size:
+        return inputs
+    v, state = inputs.v.unflatten(3, (-1, key_size)).flatten(2, 3), inputs.initial_state
+    if state is not None:
+        state = state.unflatten(2, (-1, key_size)).flatten(1, 2)
+    return inputs._replace(v=v, initial_state=state)
+
+
+def taken_in_parts(inputs: Inputs, save: bool) -> Inputs:
+    """The same where the kernels of parts are faster, forwards and backwards; else the call."""
+    from deltarule.ops.delta_rule.gluon.gradient_stage import runs
+
+    parts = in_parts(inputs)
+    if parts is inputs or inputs.q.shape[3] < LEAST_KEYS:
+        return inputs
+    plan = make_plan(parts)
+    taken = pays(parts, plan, save) and (not save or runs(Call(parts, plan)))
+    return parts if taken else inputs
 
 
 # Whether training takes these kernels where they pay: the forward that saves, and the gradients.
@@ -151,13 +180,14 @@ def fills(inputs: Inputs, processors: int) -> bool:
     """Whether enough of so many multiprocessors have a program in every round of them."""
     programs = inputs.sequences * inputs.v.shape[2]
     rounds = -(-programs // processors)
-    least = CONFIGURATIONS[inputs.q.shape[3], inputs.v.shape[3]].filled
-    return programs >= least * rounds * processors
+    config = CONFIGURATIONS.get((inputs.q.shape[3], inputs.v.shape[3]))
+    return config is not None and programs >= config.filled * rounds * processors
 
 
 def place_in_order(inputs: Inputs) -> str:
     """What `explain` says of a call that the kernel can run."""
-    if pays(inputs, make_plan(inputs)):
+    parts = taken_in_parts(inputs, save=False)
+    if pays(parts, make_plan(parts)):
         return "can run; triton comes first, and takes it here"
     if (reason := why_unasked_never(inputs)) is not None:
         return f"can run; triton comes first, and {reason}"
@@ -194,7 +224,8 @@ def forward_launch(call: Call, save: bool) -> Launch:
     if save:
         tiles |= saved_tiles(call)
     constants = {
-        "K": key_size, "V": value_size, "STEPS": inputs.n_steps, "SLOTS": slots,
+        "K": key_size, "V": value_size, "STEPS": inputs.n_steps,
+        "PER_GATE": inputs.per_gate, "SLOTS": slots,
         "DECAY": inputs.log_decay is not None, "TIED": inputs.beta is not None,
         "UNIT": inputs.normalize_qk, "PACKED": packed, "SAVE": save,
         "RAGGED": packed or tokens % queries != 0, "TENSOR": has_tensor_memory(inputs.q.device),
@@ -247,7 +278,7 @@ def forward(call: Call, save: bool = False) -> tuple[Tensor, Tensor]:
     inputs, scale = call.inputs, call.inputs.scale
     q, k, v, value_heads = inputs.q, inputs.k, inputs.v, inputs.v.shape[2]
     norms = norms_of(call)
-    o, final = call.empty(inputs.output_shape, v.dtype), call.empty(inputs.state_shape)
+    o, final = call.empty(call.given.output_shape, v.dtype), call.empty(call.given.state_shape)
     kept = [call[name] if save else None for name in KEPT]
     given = (
         q, k, v, o, q, k, v, o, *kept, inputs.log_decay, inputs.beta, norms, inputs.cu_seqlens,
@@ -260,7 +291,8 @@ def forward(call: Call, save: bool = False) -> tuple[Tensor, Tensor]:
 
 def forward_of(inputs: Inputs) -> Outputs:
     """The fused kernel, wherever it can run."""
-    return forward(Call(contiguous(inputs), make_plan(inputs)))
+    parts = in_parts(contiguous(inputs))
+    return forward(Call(parts, make_plan(parts), inputs))
 
 
 recorded_forward = Recorded(forward_of, compiled_first(forward_of))

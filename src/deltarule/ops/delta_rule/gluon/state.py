@@ -191,7 +191,8 @@ def written_values(
         pairs = tiles.p.index(pair_slot)
         if PARTS > 1:
             pairs = pairs.slice(PART * ROWS, ROWS)
-        tma.async_copy_shared_to_global(saved.scores, [number * CHUNK + PART * ROWS, 0], pairs)
+        row = number // FORM.PER_GATE * CHUNK + PART * ROWS
+        tma.async_copy_shared_to_global(saved.scores, [row, 0], pairs)
     mbarrier.wait(barriers.scored.index(slot), (i // SLOTS) & 1)
     t = tiles.t.index(slot).permute((1, 0))
     x = start(places.erased, right, t, f, FORM.SAVE)

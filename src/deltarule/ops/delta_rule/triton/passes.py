@@ -70,13 +70,23 @@ def all_kernels(inputs: Inputs, save: bool) -> None:
 @partial(Recorded, first=compiled_first(all_kernels))
 def forward_stages(inputs: Inputs, save: bool) -> Outputs:
     """The kernels of the forward, which write nothing but memory of the call."""
-    call = Call(contiguous(inputs), plan.make_plan(inputs))
+    call = call_of(contiguous(inputs), save)
     fused = fused_that_pays(call, save)
     kept = keep(call, save) if save or not fused else None
     if fused:
         return *fused.forward(call, save), kept
     scores(call)
     return *scan(call, output=True), kept if save else None
+
+
+def call_of(inputs: Inputs, save: bool) -> Call:
+    """A call as its kernels take it: where fused ones do, parts of value heads are heads."""
+    taken = inputs
+    if plan.on_hopper(inputs.q):
+        from deltarule.ops.delta_rule.gluon.stage import taken_in_parts
+
+        taken = taken_in_parts(inputs, save)
+    return Call(taken, plan.make_plan(taken), inputs)
 
 
 def fused_that_pays(call: Call, save: bool) -> Any:
@@ -91,6 +101,8 @@ def fused_that_pays(call: Call, save: bool) -> Any:
 def backward_stages(inputs: Inputs, d_o: Tensor, d_final: Tensor | None, saved: Tensor) -> Outputs:
     """Gradients by the tensors that were given; what was not saved is computed again."""
     call = call_back(inputs, plan.make_plan(inputs))
+    if saved.numel():
+        call = call_of(call.inputs, True)
     return gradients(call, begin_back(call, d_o, d_final, saved))
 
 
@@ -165,10 +177,10 @@ def backward_that_pays(call: Call) -> Any:
 def new_gradients(call: Call) -> None:
     """Room for the gradients, in the types of their tensors; that by log_decay in float32."""
     for name in Inputs._fields[:7]:
-        x, exact = call[name], name == "log_decay"
+        x, exact = call.given.v if name == "v" else call[name], name == "log_decay"
         made = None if x is None else call.empty(x.shape, torch.float32 if exact else x.dtype)
         call.values[f"d_{name}"] = made
-    call.values["d_initial"] = call.empty(call.inputs.state_shape)
+    call.values["d_initial"] = call.empty(call.given.state_shape)
 
 
 def scores(call: Call) -> None:
@@ -222,7 +234,7 @@ def keep(call: Call, save: bool, kept: Tensor | None = None) -> Tensor:
 
 def saved_shape(inputs: Inputs) -> tuple[int, ...]:
     """The shape of what a forward saves: one flat float32 tensor."""
-    return (kept_layout(Call(inputs, plan.new_plan(inputs)), True).elements,)
+    return (kept_layout(call_of(inputs, True), True).elements,)
 
 
 def contiguous(inputs: Inputs) -> Inputs:

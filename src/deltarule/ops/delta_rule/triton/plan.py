@@ -75,7 +75,7 @@ def plan_key(inputs: Inputs) -> Hashable:
     """All that a plan, and what is made of it once, depends on."""
     q, packed = inputs.q, inputs.cu_seqlens
     shapes = q.shape, inputs.v.shape, None if packed is None else packed.shape
-    rule = inputs.erase, inputs.decay, inputs.n_steps, inputs.normalize_qk
+    rule = inputs.erase, inputs.decay, inputs.n_steps, inputs.normalize_qk, inputs.per_gate
     return *shapes, q.dtype, q.device, *rule, inputs.batch_invariant
 
 
@@ -236,11 +236,12 @@ class Call:
     """One pass through a call's kernels: its plan, its inputs, and one namespace of all values.
 
     Tensors, numbers and constants have the names of the kernels' parameters, by which a launch
-    finds them. What a stage leaves for those after it joins the namespace.
+    finds them. What a stage leaves for those after it joins the namespace. What is returned has the
+    shapes of the call as it was `given`.
     """
 
-    def __init__(self, inputs: Inputs, plan: Plan) -> None:
-        self.inputs, self.plan = inputs, plan
+    def __init__(self, inputs: Inputs, plan: Plan, given: Inputs | None = None) -> None:
+        self.inputs, self.plan, self.given = inputs, plan, inputs if given is None else given
         self.values: dict[str, Any] = {**NO_BUFFERS, **arguments(inputs, plan)}
 
     def __getitem__(self, name: str) -> Any:
@@ -297,7 +298,8 @@ def constants(call: Call) -> dict[str, Any]:
     inputs, plan = call.inputs, call.plan
     decays, decayed, dtype = inputs.log_decay is not None, inputs.by_channel, inputs.q.dtype
     return {
-        **plan.sizes, "ERASE": inputs.erase, "TIED": inputs.beta is not None, "HAS_DECAY": decays,
+        **plan.sizes, "PER_GATE": inputs.per_gate, "HAS_DECAY": decays,
+        "ERASE": inputs.erase, "TIED": inputs.beta is not None,
         # Decayed rows hold a head's decay channel by channel, too.
         "DECAY": "channel" if decays and decayed else inputs.decay,
         "DECAYED": decayed, "SCALED": not decayed and (decays or inputs.normalize_qk),

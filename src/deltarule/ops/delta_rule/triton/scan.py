@@ -244,7 +244,7 @@ def next_state_backward_kernel(
         i_t = start + i_c * S.CT
         tokens = tl.minimum(length - i_c * S.CT, S.CT)
         m_i, m_r = o_i < tokens, o_r < tokens * S.N_STEPS
-        i_slot, i_own = (i_m + i_c) * S.HV + i_h, (number + i_c) * S.HV + i_h
+        i_slot, i_own = ((i_m + i_c) * S.HV + i_h) // S.PER_GATE, (number + i_c) * S.HV + i_h
         p_x = (i_own * S.BT + o_r[None, :]) * S.V + o_v[:, None]
         b_q = tiles.load_keys(q, q, i_t, i_slot, i_key, o_i, m_i, o_k, S.BQ, S)
         b_y = tiles.load_keys(k, write, i_t * S.N_STEPS, i_slot, i_key, o_r, m_r, o_k, S.BT, S)

@@ -12,8 +12,9 @@ WHOLE, REST, SCALINGS = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
 # What a kernel is compiled for, handed on as one constant; None what a launch does not know.
 Sizes = namedtuple(
     "Sizes",
-    # Heads and channels, writes of a token, tokens and rows of a chunk, and tiles of them.
-    "H HV K V N_STEPS CT BT BQ BK BC BV BN "
+    # Heads, those that share a gate, channels, writes of a token, tokens and rows of a chunk, and
+    # tiles of them.
+    "H HV PER_GATE K V N_STEPS CT BT BQ BK BC BV BN "
     # Kinds of calls.
     "ERASE TIED DECAY HAS_DECAY DECAYED SCALED UNIT_NORM PACKED "
     # How products are taken, and what decays are held to.
