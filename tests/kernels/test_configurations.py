@@ -37,6 +37,14 @@ def test_every_call_has_a_configuration(architecture) -> None:
             assert chunk_rows(call) in (16, 32, 64)
 
 
+@pytest.mark.parametrize(("values", "rows"), [(128, 128), (192, 64), (200, 128), (256, 128)])
+def test_a_scan_on_hopper_leaves_no_half_of_a_tile_empty(values, rows) -> None:
+    call = TileKey(90, 2, 96, values, "tied", False)
+    assert configuration("next_state", call)["BV"] == rows
+    assert configuration("next_state_backward", call)["BV"] == 128
+    assert configuration("next_state", call._replace(erase="none"))["BV"] == 128
+
+
 def test_the_nearest_architecture_below() -> None:
     assert tile_sizes.table_of(103) is TABLES[100]
     assert tile_sizes.table_of(87) is TABLES[86]

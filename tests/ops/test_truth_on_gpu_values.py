@@ -68,7 +68,7 @@ def test_as_many_heads_as_keep_a_gpu_busy(decay, dtype) -> None:
     check(Kind(decay, "tied", 1, dtype).case(batch=1, tokens=128, **sizes))
 
 
-SIZES = [(1, 1), (3, 70), (100, 72), (130, 17), (256, 512)]
+SIZES = [(1, 1), (3, 70), (100, 72), (96, 192), (130, 17), (256, 512)]
 
 
 @pytest.mark.parametrize("dtype", [BRAIN, FULL], ids=["bf16", "fp32"])

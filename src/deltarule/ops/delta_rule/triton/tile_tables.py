@@ -111,6 +111,7 @@ HOPPER: Table = AMPERE | {
     # Tiles of larger keys, and of float32, have 64 rows or fewer anyway.
     "next_state_narrow": {(2, 128): scan(64, 64, 4, 3)},
     "next_state_backward_narrow": {(2, 128): scan(64, 64, 4, 3)},
+    "next_state_uneven": {(2, 128): scan(64, 64, 4, 2)},
     "next_state_decayed": {
         (2, 64): scan(64, 128, 8, 3), (2, 128): scan(64, 128, 8, 2),
         (2, 256): scan(64, 32, 8, 1), (4, 256): scan(64, 16, 8, 1),
