@@ -128,6 +128,9 @@ def test_tiles_are_narrow_where_half_of_the_gpu_would_idle(narrow) -> None:
     assert narrow(1, 32768, 8, batch_invariant=True) == (False, 0)
     # More segments of wide tiles do as well, unless narrow ones can be split too.
     assert narrow(2, 16384, 16) == (False, 64)
+    # Nor where one kernel takes the whole backward, if segments are long.
+    assert narrow(1, 32768, 16) == (False, 64)
+    assert narrow(1, 16384, 16) == (True, 64)
     assert narrow(1, 2048, 16) == (True, 8)
     assert narrow(1, 8192, 16, cu_seqlens=torch.zeros(4, dtype=torch.int32)) == (True, 32)
 

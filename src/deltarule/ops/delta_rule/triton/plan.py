@@ -21,6 +21,9 @@ LEAST_SEGMENTS = {"none": 2, "tied": 4, "free": 4}
 LEAST_CHUNKS = 4
 # Packed sequences that make so many waves of programs need no split.
 MOST_WAVES = 4
+# Chunks of a segment from which on a backward in one kernel gains more than the forward loses by
+# more segments.
+LEAST_WHOLE = 64
 # Channels of the largest transition matrix that fits beside the state that it acts on.
 WIDEST = 128
 # The first architecture with a copy engine; before, its tiles are gathered at great cost.
@@ -147,7 +150,17 @@ def tiled(inputs: Inputs, key: TileKey, size: int) -> tuple[TileKey, int]:
     sequences, heads, value_size, _ = inputs.state_shape
     at_once = sequences * heads * blocks(value_size, half) <= multiprocessors(inputs.q.device)
     worth = half < tile and at_once and (shorter or not segment)
-    return (narrow, shorter) if worth else (key, segment)
+    whole = segment >= LEAST_WHOLE and one_kernel_back(inputs)
+    return (narrow, shorter) if worth and not whole else (key, segment)
+
+
+def one_kernel_back(inputs: Inputs) -> bool:
+    """Whether the backward of segments in tiles of all values is one kernel (gluon/backward.py)."""
+    _, _, heads, key_size = inputs.q.shape
+    sizes = (key_size, *inputs.v.shape[2:]) == (WIDEST, heads, WIDEST)
+    kind = (inputs.erase, inputs.by_channel, inputs.n_steps) == ("tied", False, 1)
+    alone = inputs.cu_seqlens is None and inputs.q.dtype == torch.bfloat16
+    return sizes and kind and alone and on_hopper(inputs.q)
 
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
