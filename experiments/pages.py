@@ -4,7 +4,8 @@ A page keeps what stands outside the two marks; what is between them is written 
 """
 
 import argparse
-from collections.abc import Iterable, Iterator
+import fnmatch
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,14 +102,16 @@ def section(experiment: Experiment, report: Record, *, raw: str, picture: str | 
     if failed := [one for one in results if one.error is not None]:
         lines += ["Failed:", "", *(f"- `{one.name}`: {one.error}" for one in failed), ""]
     lines += fenced(report["command"])
-    told = conditions(report, raw, count=len(experiment.cells(scale)))
+    names = [cell.name for cell in experiment.cells(scale)]
+    told = conditions(report, raw, names)
     return [*lines, "", *told, "", *differences(report["deviations"])]
 
 
-def conditions(report: Record, raw: str, count: int) -> list[str]:
-    """Time, place and versions of the results, and how many of the form's cells they are."""
+def conditions(report: Record, raw: str, names: Sequence[str]) -> list[str]:
+    """Time, place and versions of the results, and which of the form's cells they lack."""
     cells = report["cells"]
-    share = f"{len(cells)} of {count}" if len(cells) < count else f"{len(cells)}"
+    share = f"{len(cells)} of {len(names)}" if len(cells) < len(names) else f"{len(cells)}"
+    left = patterns(names, {cell["cell"]["name"] for cell in cells})
     machines = dict.fromkeys(cell["machine"] for cell in cells)
     seconds = [seconds_of(cell) for cell in cells]
     threads = " or ".join(str(n) for n in sorted({cell["threads"] for cell in cells}))
@@ -121,7 +124,39 @@ def conditions(report: Record, raw: str, count: int) -> list[str]:
         f"- Seeds: {listed(seeds)}.",
         f"- Versions: {versions}.",
         f"- Raw results: [{raw}]({raw}).",
+        *([f"- Still to run: {', '.join(f'`{one}`' for one in left)}."] if left else []),
     ]
+
+
+def patterns(names: Sequence[str], done: Collection[str]) -> list[str]:
+    """What `--only` takes to run the cells that are not done, and no other.
+
+    Examples:
+        >>> patterns(["a-s0", "b-s0", "c-d-0", "c-d-1", "a-s1", "b-s1", "e-s1"], ["a-s0"])
+        ['*-s1', 'c-*', 'b-s0']
+    """
+    left = dict.fromkeys(name for name in names if name not in done)
+    wide = [pattern for name in left for pattern in wider(name)]
+    meant = {pattern: set(fnmatch.filter(names, pattern)) for pattern in wide}
+    told = []
+    for pattern in sorted(meant, key=lambda pattern: -len(meant[pattern])):
+        if meant[pattern] <= left.keys() and len(meant[pattern]) > 1:
+            told.append(pattern)
+            left = dict.fromkeys(name for name in left if name not in meant[pattern])
+    return told + list(left)
+
+
+def wider(name: str) -> Iterator[str]:
+    """Patterns of all names that have a part in common with this one, or all but the last part.
+
+    Examples:
+        >>> list(wider("gla-d64-seed0"))
+        ['gla-*', '*-d64-*', '*-seed0', 'gla-d64-*']
+    """
+    parts = name.split("-")
+    for place, part in enumerate(parts):
+        yield f"{'*-' if place else ''}{part}{'-*' if place < len(parts) - 1 else ''}"
+    yield f"{name.rpartition('-')[0]}-*"
 
 
 def seconds_of(cell: Record) -> float:
