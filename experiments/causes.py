@@ -1,4 +1,4 @@
-"""What lets a system learn what it had not learned: forms of other experiments, changed."""
+"""What changes how a system learns: forms of other experiments with one thing changed."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,7 +11,7 @@ from experiments.figures import Panel, draw_curves, title_of
 from experiments.seeds import Runs
 from experiments.table import load_experiment
 from experiments.task_cell import TaskCell, in_training
-from experiments.words import Form, merged
+from experiments.words import Form, Scale, merged
 
 
 def cells(form: Form) -> list[TaskCell]:
@@ -24,13 +24,13 @@ def cells(form: Form) -> list[TaskCell]:
         )
         for question, asked in form["questions"].items()
         for change, made in asked["changes"].items()
-        for cell in cells_of(asked, made)
+        for cell in cells_of(asked, made, form["of"])
     ]
 
 
-def cells_of(asked: Form, made: Form) -> list[Any]:
+def cells_of(asked: Form, made: Form, scale: Scale) -> list[Any]:
     experiment = load_experiment(asked["experiment"])
-    form = merged(experiment.forms["laptop"], asked["form"])
+    form = merged(experiment.forms[scale], asked["form"])
     return list(experiment.make(merged(form, made.get("form", {}))))
 
 
@@ -53,9 +53,9 @@ def draw(form: Form, results: list[Result], path: Path) -> None:
         Panel(
             [in_training(system_of(run), run) for run in runs],
             "step",
-            "accuracy",
+            asked.get("unit", "accuracy"),
             f"{asked['short']}: {made['title']}",
-            limits=(-0.05, 1.05),
+            limits=asked.get("limits", (-0.05, 1.05)),
         )
         for asked, made, runs in runs_of(form, results)
         if runs
@@ -69,12 +69,12 @@ def table(form: Form, results: list[Result]) -> str:
     for asked, made, runs in runs_of(form, results):
         for run in runs:
             ends = "; ".join(
-                f"{name}: {one[asked['figure']]:.3f}"
+                f"{asked.get('unit', name)}: {one[asked['figure']]:.3f}"
                 for name, one in run.figures["evaluations"].items()
             )
             horizons = [Runs(layer).each(",.0f") for layer in run.figures["horizons"]]
             steps, seed = f"{run.figures['steps']:,}", str(run.cell["loop"]["seed"])
             system = title_of(system_of(run)), made["title"]
             rows.append([asked["title"], *system, seed, ends, steps, "; ".join(horizons) or "-"])
-    head = ["task", "system", "what is changed", "seed", "accuracy", "steps", "horizons, tokens"]
+    head = ["task", "system", "what is changed", "seed", "result", "steps", "horizons, tokens"]
     return markdown_table(head, rows)

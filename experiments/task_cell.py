@@ -179,7 +179,7 @@ def task_cell(
 
 
 def in_training(label: str, result: Result) -> Curve:
-    """The watched accuracy of a cell step by step.
+    """What a cell watched, step by step: the accuracy, or bits per byte of text.
 
     Examples:
         >>> result = Result("a", {}, {"curve": [[100, 2.5, 0.25], [200, 1.5, 0.75]]})
@@ -187,7 +187,7 @@ def in_training(label: str, result: Result) -> Curve:
         [0.25, 0.75]
     """
     points = result.figures["curve"]
-    return Curve(label, [step for step, _, _ in points], [right for *_, right in points])
+    return Curve(label, [step for step, *_ in points], [seen for *_, seen in points])
 
 
 def curve(rows: list[Row]) -> list[list[float]]:

@@ -10,6 +10,7 @@ import torch
 from deltarule.models import CausalLM, ModelConfig
 from deltarule.models.bytes import VOCAB_SIZE
 from deltarule.nn.checks import check_least, check_multiple
+from deltarule.nn.gates import starting_horizons
 from deltarule.train.data import Corpus, encode_documents
 from deltarule.train.documents import read_documents, split_documents
 from deltarule.train.loop import LoopOptions, Trainer, evaluating
@@ -65,8 +66,9 @@ class TextCell:
 
         Returns:
             `evaluations`: for each length what `measure` returns; `curve`: [step, bits per byte of
-            held-out text]; `data`: source, bytes and sha256; `tokens` trained on, `steps`,
-            `parameters`, `training_seconds`, `tokens_per_s`.
+            held-out text]; `data`: source, bytes and sha256; `horizons`: in tokens, that each head
+            of each gated layer started with; `tokens` trained on, `steps`, `parameters`,
+            `training_seconds`, `tokens_per_s`.
 
         Raises:
             DataError: There is no such text, or no held-out document is long enough.
@@ -78,16 +80,21 @@ class TextCell:
             for documents in split_documents(read.documents)
         )
         rows = {str(n): held_out_rows(held_out, n, self.held_out_bytes) for n in self.lengths}
-        trainer = self.trainer(training, held_out, folder, device)
+        seed_everything(self.loop.seed)
+        model = CausalLM(self.model)
+        horizons = starting_horizons(model)
+        trainer = self.trainer(model, training, held_out, folder, device)
         trainer.run()
-        model, dtype = trainer.model, self.loop.dtype
         with evaluating(model):
-            evaluations = {n: measure(model, some, dtype=dtype) for n, some in rows.items()}
+            evaluations = {
+                n: measure(model, some, dtype=self.loop.dtype) for n, some in rows.items()
+            }
         tokens = trainer.step * self.rows * self.length
         return {
             "evaluations": evaluations,
             "curve": curve(folder / "metrics.jsonl"),
             "data": {"source": read.source, "bytes": read.num_bytes, "sha256": read.sha256},
+            "horizons": horizons,
             "tokens": tokens,
             "steps": trainer.step,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -96,14 +103,18 @@ class TextCell:
         }
 
     def trainer(
-        self, training: Corpus, held_out: Corpus, folder: Path, device: torch.device
+        self,
+        model: CausalLM,
+        training: Corpus,
+        held_out: Corpus,
+        folder: Path,
+        device: torch.device,
     ) -> Trainer:
-        """The model with its first weights, or as its newest checkpoint has them."""
-        seed_everything(self.loop.seed)
+        """The model with these weights, or as its newest checkpoint has them."""
         loop = dataclasses.replace(self.loop, device=str(device))
         watched = held_out_rows(held_out, self.lengths[0], self.watched_bytes)
         return Trainer(
-            CausalLM(self.model),
+            model,
             TextRows(self.rows, self.length, training, watched, loop),
             options=loop,
             optimizer_options=self.optimizer,

@@ -279,7 +279,7 @@ def apart(one, other):
 
 def test_causes_change_one_thing_each():
     cells = {cell.name: cell for cell in CAUSES.cells("laptop")}
-    assert len(cells) == 21
+    assert len(cells) == 25
     for cell in MQAR.cells("laptop"):
         if cell.model.hidden_size == 64:
             found = apart(cell, cells[f"recall-epsilon-{cell.name}"])
@@ -289,6 +289,11 @@ def test_causes_change_one_thing_each():
     assert found == (set(), {"conv_size": 4})
     drawn, spread = (cells[f"needles-{x}-gated_deltanet-seed1"] for x in ("drawn", "spread"))
     assert apart(drawn, spread) == (set(), {"longest_horizon": 256})
+    large = {cell.name: cell for cell in CAUSES.cells("gpu")}
+    assert len(large) == 6
+    for found in (cells, large):
+        drawn, spread = (found[f"text-{x}-gated_deltanet-seed1"] for x in ("drawn", "spread"))
+        assert apart(drawn, spread) == (set(), {"longest_horizon": drawn.length})
     longest = cells["arithmetic-steps16k-modular_arithmetic-deltanet11-seed0"]
     for change in ("steps1k", "steps4k"):
         shorter = cells[f"arithmetic-{change}-modular_arithmetic-deltanet11-seed0"]

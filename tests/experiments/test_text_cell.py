@@ -50,6 +50,7 @@ def test_it_trains_and_measures_by_position(cell, tmp_path):
     assert [step for step, _ in figures["curve"]] == [20, 40]
     assert figures["tokens"] == 40 * 4 * 32
     assert figures["data"]["bytes"] == len(TEXT)
+    assert [len(heads) for heads in figures["horizons"]] == [1]
     short, far = (figures["evaluations"][str(length)] for length in cell.lengths)
     assert short["rows"] == 32
     assert far["rows"] == 4
