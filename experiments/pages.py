@@ -110,7 +110,6 @@ def section(experiment: Experiment, report: Record, *, raw: str, picture: str | 
 def conditions(report: Record, raw: str, names: Sequence[str]) -> list[str]:
     """Time, place and versions of the results, and which of the form's cells they lack."""
     cells = report["cells"]
-    share = f"{len(cells)} of {len(names)}" if len(cells) < len(names) else f"{len(cells)}"
     left = patterns(names, {cell["cell"]["name"] for cell in cells})
     machines = dict.fromkeys(cell["machine"] for cell in cells)
     seconds = [seconds_of(cell) for cell in cells]
@@ -119,13 +118,24 @@ def conditions(report: Record, raw: str, names: Sequence[str]) -> list[str]:
     seeds = sorted({seed for cell in cells for seed in seeds_of(cell["cell"])})
     return [
         f"- Run on {report['date'][:10]}: {'; then on '.join(machines)}.",
-        f"- {share} cells, {report['workers']} at a time, CPU threads of each: {threads}; the "
-        f"longest took {max(seconds):,.0f} s, all together {sum(seconds):,.0f} s.",
+        f"- {share(report, names)}, {report['workers']} at a time, CPU threads of each: {threads}; "
+        f"the longest took {max(seconds):,.0f} s, all together {sum(seconds):,.0f} s.",
         f"- Seeds: {listed(seeds)}.",
         f"- Versions: {versions}.",
         f"- Raw results: [{raw}]({raw}).",
         *([f"- Still to run: {', '.join(f'`{one}`' for one in left)}."] if left else []),
     ]
+
+
+def share(report: Record, names: Sequence[str]) -> str:
+    """How many of a form's cells have run.
+
+    Examples:
+        >>> share({"cells": [{}]}, ["a", "b"]), share({"cells": [{}]}, ["a"])
+        ('1 of 2 cells', '1 cells')
+    """
+    count = len(report["cells"])
+    return f"{count} of {len(names)} cells" if count < len(names) else f"{count} cells"
 
 
 def patterns(names: Sequence[str], done: Collection[str]) -> list[str]:
@@ -223,8 +233,11 @@ def form(experiment: Experiment, scale: Scale, folder: Path) -> str:
     if scale not in experiment.words.needs:
         return "-"
     report = read_report(experiment, scale, folder)
-    when = "not run yet" if report is None else f"run on {report['date'][:10]}"
-    return f"{experiment.words.needs[scale]}; {when}"
+    if report is None:
+        return f"{experiment.words.needs[scale]}; not run yet"
+    ran = share(report, [cell.name for cell in experiment.cells(scale)])
+    some = f"{ran} " if " of " in ran else ""
+    return f"{experiment.words.needs[scale]}; {some}run on {report['date'][:10]}"
 
 
 def main() -> None:
