@@ -104,7 +104,7 @@ def gradients(inputs: Inputs) -> None:
     new_gradients(call)
     call.values["d_o"] = call["d_v"]
     d_v = None if scan_back_has_values(call) else call["d_v"]
-    assert gradient_stage.can(call)
+    assert gradient_stage.can(call.inputs)
     gradient_stage.launch(call, own, d_v, WHOLE)
 
 

@@ -69,7 +69,7 @@ def run(case: Case, given: tuple[Tensor, Tensor], scores: bool = True) -> dict[s
     d_end = given[1]
     if size := call.plan.per_segment:
         d_end = ends_of_segments(own["d_states"], len(d_end), size)
-    assert backward_stage.can(call)
+    assert backward_stage.can(call.inputs, cut=call.plan.per_segment > 0)
     backward_stage.backward(call, d_end.detach().float().contiguous())
     return found
 

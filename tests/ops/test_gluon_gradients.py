@@ -219,7 +219,7 @@ def run(
     x, low = case.tensors, {"states", "errors", "d_states", "d_errors"}
     inputs = inputs_of(case)
     call = Call(inputs, new_plan(inputs))
-    assert gradient_stage.can(call)
+    assert gradient_stage.can(call.inputs)
     own = {
         name: y.detach().to(torch.bfloat16 if name in low else torch.float32).contiguous()
         for name, y in around_all(case, given, call.plan.chunks).items() if y is not None

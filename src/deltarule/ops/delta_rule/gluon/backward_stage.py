@@ -11,6 +11,7 @@ from deltarule.ops.delta_rule.gluon.backward import fused_backward_kernel
 from deltarule.ops.delta_rule.gluon.gradient_stage import OTHERS, ends
 from deltarule.ops.delta_rule.gluon.memory import CHUNK
 from deltarule.ops.delta_rule.gluon.stage import FusedLaunch, norms_of, strides
+from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton.plan import MOST_WAVES, Call, stretches
 from deltarule.ops.runtime.launch import Launch, multiprocessors
 
@@ -31,9 +32,10 @@ FILLED_WITH_NORMS = 0.95
 
 def takes(call: Call) -> bool:
     """Whether it takes the backward of this call: a function of shapes, types and the GPU."""
-    if not CHOSEN or not gradient_stage.runs(call) or not can(call):
+    inputs, cut = call.inputs, call.plan.per_segment > 0
+    if not CHOSEN or not gradient_stage.runs(call) or not can(inputs, cut):
         return False
-    inputs, processors = call.inputs, multiprocessors(call.inputs.q.device)
+    processors = multiprocessors(inputs.q.device)
     programs = stretches(inputs, call.plan) * inputs.q.shape[2]
     # One packed sequence may be long and the others short: only many of them even out.
     if inputs.cu_seqlens is not None and programs < MOST_WAVES * processors:
@@ -44,11 +46,10 @@ def takes(call: Call) -> bool:
     return programs >= least * processors * -(-programs // processors)
 
 
-def can(call: Call) -> bool:
-    """Whether it can on any GPU."""
-    inputs, cut = call.inputs, call.plan.per_segment > 0
+def can(inputs: Inputs, cut: bool) -> bool:
+    """Whether it can on any GPU; `cut`: of segments."""
     return (
-        gradient_stage.can(call)
+        gradient_stage.can(inputs)
         and inputs.q.shape[3] == SIZE
         and inputs.q.shape[2] == inputs.v.shape[2]
         and not (cut and inputs.cu_seqlens is not None)

@@ -16,6 +16,7 @@ from deltarule.ops.delta_rule.gluon.stage import (
     norms_of,
     strides,
 )
+from deltarule.ops.delta_rule.inputs import Inputs
 from deltarule.ops.delta_rule.triton import gradients
 from deltarule.ops.delta_rule.triton.gradients import scan_back_has_values
 from deltarule.ops.delta_rule.triton.plan import WHOLE, Call, Shapes, Window
@@ -39,15 +40,14 @@ def runs(call: Call) -> bool:
         not stage.TRAINING
         or not q.is_cuda
         or architecture_at(q.device.index or 0) != HOPPER
-        or not can(call)
+        or not can(call.inputs)
     ):
         return False
     return call.plan.chunks * q.shape[2] >= LEAST_PAIRS * multiprocessors(q.device)
 
 
-def can(call: Call) -> bool:
+def can(inputs: Inputs) -> bool:
     """Whether it can on any GPU."""
-    inputs = call.inputs
     key_size, value_size = inputs.q.shape[3], inputs.v.shape[3]
     return (
         inputs.q.dtype == torch.bfloat16 and key_size == value_size and key_size in SIZES

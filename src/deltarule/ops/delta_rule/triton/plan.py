@@ -150,17 +150,11 @@ def tiled(inputs: Inputs, key: TileKey, size: int) -> tuple[TileKey, int]:
     sequences, heads, value_size, _ = inputs.state_shape
     at_once = sequences * heads * blocks(value_size, half) <= multiprocessors(inputs.q.device)
     worth = half < tile and at_once and (shorter or not segment)
-    whole = segment >= LEAST_WHOLE and one_kernel_back(inputs)
-    return (narrow, shorter) if worth and not whole else (key, segment)
+    if worth and segment >= LEAST_WHOLE and inputs.erase == "tied" and on_hopper(inputs.q):
+        from deltarule.ops.delta_rule.gluon import backward_stage
 
-
-def one_kernel_back(inputs: Inputs) -> bool:
-    """Whether the backward of segments in tiles of all values is one kernel (gluon/backward.py)."""
-    _, _, heads, key_size = inputs.q.shape
-    sizes = (key_size, *inputs.v.shape[2:]) == (WIDEST, heads, WIDEST)
-    kind = (inputs.erase, inputs.by_channel, inputs.n_steps) == ("tied", False, 1)
-    alone = inputs.cu_seqlens is None and inputs.q.dtype == torch.bfloat16
-    return sizes and kind and alone and on_hopper(inputs.q)
+        worth = not backward_stage.can(inputs, cut=True)
+    return (narrow, shorter) if worth else (key, segment)
 
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
