@@ -12,6 +12,7 @@ import torch
 from ahead import Launch, compiled, recording
 from torch import Tensor
 
+from deltarule.nn.mlp import GatedProducts
 from deltarule.ops.fused.convolution_step_triton import Stream, convolution_step
 from deltarule.ops.fused.cross_entropy import cross_entropy
 from deltarule.ops.fused.gates import log_decay, write_strength
@@ -19,7 +20,7 @@ from deltarule.ops.fused.likeliest_triton import likeliest
 from deltarule.ops.fused.norms import gated_norm, residual_norm
 from deltarule.ops.fused.one_row_triton import normed_row, one_row
 from deltarule.ops.fused.short_conv import short_conv
-from deltarule.ops.fused.swiglu import SwiGLULinear
+from deltarule.ops.fused.swiglu import swiglu
 from deltarule.ops.memory.torch.triton_scan import Scan
 from deltarule.ops.memory.triton import passes as memory_passes
 from deltarule.ops.mesa import triton as mesa
@@ -217,7 +218,11 @@ FUSED = {
     "residual norm": run_fused(
         residual_norm, CHANNELS[0], CHANNELS[1], torch.empty(2048), 1e-5, outputs=2
     ),
-    "swiglu": run_fused(SwiGLULinear.apply, halves(64, 5472), halves(64, 5472), ONE_ROW),
+    "swiglu": run_fused(swiglu, halves(64, 5472), halves(64, 5472)),
+    "swiglu and its products": run_fused(
+        GatedProducts.apply, halves(64, 2048), ONE_ROW.mT.contiguous(), halves(5472, 2048), ONE_ROW,
+        1.0,
+    ),
     "one row": run_fused(one_row, ROW, ONE_ROW, ROW.clone(), halves(2048), outputs=0),
     "normed row": run_fused(
         normed_row, halves(16, 192), halves(192), 1e-5, halves(2048, 3072), halves(16, 192),

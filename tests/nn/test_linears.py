@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from deltarule.nn.linears import (
-    adjacent_columns,
     adjoin,
     as_one,
     by_weights,
@@ -69,15 +68,6 @@ def test_small_weights_are_one_product(monkeypatch):
     assert names.count("aten::addmm_") == 0
     # A launch past Triton's search asks for it.
     assert all(y.data_ptr() % 16 == 0 for y in by_weights(x, modules, together))
-
-
-def test_gradients_that_lie_side_by_side_are_not_copied():
-    both = torch.randn(2, 4, 12)
-    parts = list(both.split(6, dim=-1))
-    assert adjacent_columns(parts).data_ptr() == both.data_ptr()
-    assert torch.equal(adjacent_columns(parts), both.flatten(0, 1))
-    for given in ([parts[1], parts[0]], [parts[0]], [*parts, None], [x.clone() for x in parts]):
-        assert adjacent_columns(given) is None
 
 
 def test_a_module_that_is_more_than_a_product_is_called():

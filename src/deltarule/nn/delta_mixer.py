@@ -23,7 +23,7 @@ from deltarule.nn.gates import float32_parameter, initial_A_log, initial_dt_bias
 from deltarule.nn.layout import Layout, make_layout, per_step, silence_padding, split
 from deltarule.nn.linears import linear, linears
 from deltarule.nn.mixer import Mixer
-from deltarule.nn.norm import GatedRMSNorm, GateOnly
+from deltarule.nn.norm import GatedRMSNorm, GateOnly, gated_norm_product
 from deltarule.nn.options import COMMON, check_divides, check_size_kept
 from deltarule.nn.recomputed import recomputed
 from deltarule.nn.rule import Arguments, Projections, Rule, as_it_is
@@ -322,6 +322,8 @@ class DeltaMixer(Mixer):
         o = self.rule.read_out_function(o, projections)
         # The gate alone: what computes the norm again must not hold the other projections.
         gate = projections.output_gate
+        if (y := gated_norm_product(self.o_norm, o, gate, self.o_proj)) is not None:
+            return y
         normed = self.normed(o, gate)
         with recomputed((normed, lambda: self.normed(o, gate))):
             return linear(normed, self.o_proj)

@@ -126,10 +126,28 @@ def is_one_row(x: Tensor, *weights: Tensor) -> bool:
 
 def together(x: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
     """Products whose gradients by x are summed by the products themselves, on any device."""
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weights = x.to(dtype), [weight.to(dtype) for weight in weights]
-    return direct(Linears)(x, *weights)
+    return direct(Linears)(*as_multiplied(x, weights))
+
+
+def as_multiplied(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """x and weights in the dtype of their products."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return [x, *weights]
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return [given.to(dtype) for given in (x, *weights)]
+
+
+def in_one_node(x: Tensor, modules: Sequence[nn.Module]) -> list[Tensor] | None:
+    """x and the weights of modules, as multiplied, for a node of autograd that stands for all.
+
+    None: nothing is differentiated, or one of them is more than a product.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return None
+    weights = plain_weights(modules)
+    if len(weights) < len(modules) or not are_plain_eager((x, *weights)):
+        return None
+    return as_multiplied(x, weights)
 
 
 def weight_of(module: nn.Module) -> Tensor | None:
@@ -208,36 +226,57 @@ class Linears(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         """[..., O] for each weight [O, I]."""
         ctx.set_materialize_grads(False)
-        ctx.groups = groups_of(tuple([weight.shape for weight in weights]), SMALL)
-        wholes = [end_to_end(weights, group) for group in ctx.groups]
-        ctx.save_for_backward(x, *wholes)
-        found: dict[int, Tensor] = {}
         with without_autocast(x.device):
-            for group, whole in zip(ctx.groups, wholes, strict=True):
-                parts = group.parts(F.linear(x, whole), -1)
-                found.update(zip(group.places, parts, strict=True))
-        return tuple([found[i] for i in range(len(weights))])
+            ctx.groups, wholes, outputs = products_of(x, weights)
+        ctx.save_for_backward(x, *wholes)
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *d_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients by x and by each weight."""
         x, *wholes = ctx.saved_tensors
-        wants_x, *wanted = ctx.needs_input_grad
-        rows, total = x.flatten(0, -2), None
-        d_weights: list[Tensor | None] = [None] * len(wanted)
-        for group, whole in zip(ctx.groups, wholes, strict=True):
-            given = [d_outputs[i] for i in group.places]
-            if all(d_y is None for d_y in given):
-                continue
+        return products_back(x, ctx.groups, wholes, d_outputs, ctx.needs_input_grad)
+
+
+def products_of(
+    x: Tensor, weights: Sequence[Tensor]
+) -> tuple[list["Group"], list[Tensor], list[Tensor]]:
+    """Groups of weights, the matrix of each group, and the product with each weight."""
+    groups = groups_of(tuple([weight.shape for weight in weights]), SMALL)
+    wholes = [end_to_end(weights, group) for group in groups]
+    found: dict[int, Tensor] = {}
+    for group, whole in zip(groups, wholes, strict=True):
+        found.update(zip(group.places, group.parts(F.linear(x, whole), -1), strict=True))
+    return groups, wholes, [found[i] for i in range(len(weights))]
+
+
+def products_back(
+    x: Tensor, groups: Sequence["Group"], wholes: Sequence[Tensor],
+    d_outputs: Sequence[Tensor | None], wanted: Sequence[bool], d_all: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Gradients by x and by each weight, those that are wanted.
+
+    d_all: The matrix whose columns the d_outputs share out among them, if it is known.
+    """
+    rows, total = x.flatten(0, -2), None
+    found: list[Tensor | None] = [None] * len(wanted)
+    for group, whole in zip(groups, wholes, strict=True):
+        given = [d_outputs[i] for i in group.places]
+        if all(d_y is None for d_y in given):
+            continue
+        if d_all is None or len(group.cuts) != len(d_outputs):
             d_rows = side_by_side(given, group, x)
-            if wants_x:
-                total = d_rows @ whole if total is None else total.addmm_(d_rows, whole)
-            if any(wanted[i] for i in group.places):
-                parts = group.parts(d_rows.mT @ rows, 0)
-                for i, part in zip(group.places, parts, strict=True):
-                    d_weights[i] = part if wanted[i] and d_outputs[i] is not None else None
-        return None if total is None else total.view(x.shape), *d_weights
+        else:
+            d_rows = d_all
+        if wanted[0]:
+            total = d_rows @ whole if total is None else total.addmm_(d_rows, whole)
+        if any(wanted[1 + i] for i in group.places):
+            parts = group.parts(d_rows.mT @ rows, 0)
+            for i, part in zip(group.places, parts, strict=True):
+                found[1 + i] = part if wanted[1 + i] and d_outputs[i] is not None else None
+    found[0] = None if total is None else total.view(x.shape)
+    return tuple(found)
 
 
 class Group(NamedTuple):
@@ -303,26 +342,8 @@ def side_by_side(given: list[Tensor | None], group: Group, x: Tensor) -> Tensor:
     first = given[0]
     if len(given) == 1 and first is not None:
         return first.flatten(0, -2)
-    if not any(group.lacking) and (whole := adjacent_columns(given)) is not None:
-        return whole
     parts = [
         x.new_zeros(*x.shape[:-1], size) if d_y is None else d_y
         for d_y, size in zip(given, group.sizes, strict=True)
     ]
     return group.filled(parts, -1).flatten(0, -2)
-
-
-def adjacent_columns(given: list[Tensor | None]) -> Tensor | None:
-    """The matrix whose columns the given [..., O] share out among them in order, or None."""
-    parts = [d_y.flatten(0, -2) for d_y in given if d_y is not None]
-    place, (rows, _), stride = parts[0].data_ptr(), parts[0].shape, parts[0].stride(0)
-    columns = sum(part.shape[1] for part in parts)
-    if len(parts) < len(given) or columns != stride:
-        return None
-    for part in parts:
-        if part.data_ptr() != place or part.stride() != (stride, 1):
-            return None
-        place += part.shape[1] * part.element_size()
-    if len({part.untyped_storage().data_ptr() for part in parts}) > 1:
-        return None
-    return parts[0].as_strided((rows, columns), (stride, 1))

@@ -3,14 +3,15 @@
 y = down(SiLU(gate x) * up x)        or, without a gate, y = down(max(up x, 0)^2)
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from deltarule.nn.linears import is_plain, linear, linears
-from deltarule.ops.dispatch import are_plain_eager
+from deltarule.nn.linears import in_one_node, linear, linears, products_back, products_of
+from deltarule.ops.dispatch import without_autocast
 from deltarule.ops.fused import swiglu as fused
 from deltarule.ops.fused_kernels import kernel_runs, why_not_fused
 from deltarule.ops.operators import direct
@@ -44,13 +45,15 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Hidden) -> Hidden:
         """Map x [B, T, hidden_size] token by token."""
-        gate, up = linears(x, tuple(self.of_input().values()))
-        if self.gate_multiplier != 1:
-            gate = gate * self.gate_multiplier
-        if kernel_runs(gate, why_not_gated(gate, up)):
-            return gated_product(gate, up, self.down_proj)
-        y: Hidden = self.down_proj(F.silu(gate) * up)
-        return y
+        of_input, factor = tuple(self.of_input().values()), self.gate_multiplier
+        if why_not_fused(x) is None and (given := in_one_node(x, (*of_input, self.down_proj))):
+            y: Hidden = direct(GatedProducts)(*given, factor)
+            return y
+        gate, up = linears(x, of_input)
+        if factor != 1:
+            gate = gate * factor
+        fits = kernel_runs(gate, why_not_gated(gate, up))
+        return linear(fused.swiglu(gate, up) if fits else F.silu(gate) * up, self.down_proj)
 
     def of_input(self) -> dict[str, nn.Module]:
         """What is applied to x itself, by the name of its result."""
@@ -90,21 +93,41 @@ def make_mlp(
     return SwiGLU(hidden_size, mlp_size, gate_multiplier)
 
 
-def gated_product(gate: Tensor, up: Tensor, down: nn.Linear) -> Hidden:
-    """down(SiLU(gate) * up): one kernel before the product, and one in the backward.
+class GatedProducts(torch.autograd.Function):
+    """y = W_down h with h = SiLU(W_gate x) * W_up x, which the backward makes again."""
 
-    The backward needs gate and up alone.
-    """
-    y: Hidden
-    if not torch.is_grad_enabled():
-        y = linear(fused.swiglu(gate, up), down)
-    elif not is_plain(down) or not are_plain_eager((gate, up, down.weight)):
-        y = down(fused.swiglu(gate, up))
-    else:
-        autocast = torch.is_autocast_enabled(gate.device.type)
-        weight = down.weight.to(gate.dtype) if autocast else down.weight
-        y = direct(fused.SwiGLULinear)(gate, up, weight)
-    return y
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gate_weight: Tensor, up_weight: Tensor, down: Tensor, factor: float
+    ) -> Tensor:
+        """Map x [..., I], the gate times a factor, by weights of x's dtype."""
+        from deltarule.ops.fused import swiglu_triton as kernels
+
+        with without_autocast(x.device):
+            ctx.groups, wholes, both = products_of(x.flatten(0, -2), (gate_weight, up_weight))
+            if factor != 1:
+                both[0].mul_(factor)
+            (h,) = kernels.swiglu_rows(fused.GatedProduct(*both))
+            ctx.factor = factor
+            ctx.save_for_backward(x, down, *both, *wholes)
+            return F.linear(h, down).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        from deltarule.ops.fused import swiglu_triton as kernels
+
+        x, down, *both = ctx.saved_tensors
+        both, wholes = fused.GatedProduct(*both[:2]), both[2:]
+        learns, d_rows = ctx.needs_input_grad[3], d_y.flatten(0, -2)
+        d_h = d_rows @ down
+        # dh is not read again: h takes its place.
+        (d_both,) = kernels.swiglu_gradients(both, d_h, d_h if learns else None, True)
+        d_parts = d_both.split(down.shape[1], -1)
+        if ctx.factor != 1:
+            d_parts[0].mul_(ctx.factor)
+        found = products_back(x, ctx.groups, wholes, d_parts, ctx.needs_input_grad[:3], d_both)
+        return *found, d_rows.mT @ d_h if learns else None, None
 
 
 def why_not_gated(gate: Tensor, up: Tensor) -> str | None:

@@ -7,15 +7,20 @@ A norm of a sum gives the sum too, in the pass that makes it.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from deltarule.nn.layout import split
+from deltarule.nn.linears import in_one_node, is_hooked
+from deltarule.nn.recomputed import LEAST
+from deltarule.ops.dispatch import are_plain_eager, without_autocast
 from deltarule.ops.fused import norms as fused
 from deltarule.ops.fused_kernels import kernel_runs, why_not_fused
+from deltarule.ops.operators import direct
 
 Activation = Literal["silu", "sigmoid", "gelu"]
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
@@ -88,6 +93,58 @@ def gated_norm(
         # The weight is in float32 there, and y is rounded once.
         return fused.gated_norm(x, gate, weight, eps, activation)
     return plain_gated_norm(x, gate, weight, eps, activation)
+
+
+def gated_norm_product(
+    norm: nn.Module, x: Tensor, gate: Tensor | None, module: nn.Module
+) -> Tensor | None:
+    """A product with the norm of each head of x [..., H, V], as one node of autograd.
+
+    None where the modules are more than that, or kernels do not run.
+    """
+    if torch.compiler.is_compiling() or type(norm) is not GatedRMSNorm or is_hooked(norm):
+        return None
+    weight = norm.weight
+    if x.shape[-1:] != weight.shape or why_no_gated_norm(x, gate, norm.activation):
+        return None
+    if not are_plain_eager((gate, weight)):
+        return None
+    # Nor where autocast rounds between the two.
+    if (given := in_one_node(x, [module])) is None or given[0] is not x:
+        return None
+    y: Tensor = direct(NormedProduct)(x, gate, weight, given[1], norm.eps, norm.activation)
+    return y
+
+
+class NormedProduct(torch.autograd.Function):
+    """y = W n with n = weight * x / sqrt(mean(x^2) + eps) * activation(gate) of all heads."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gate: Tensor | None, weight: Tensor, matrix: Tensor, *numbers: Any
+    ) -> Tensor:
+        from deltarule.ops.fused import norms_triton as kernels
+
+        (n,) = kernels.gated_norm(fused.GatedNorm(x, gate, weight, *numbers))
+        ctx.numbers = numbers
+        # As `recomputed` has it.
+        ctx.save_for_backward(x, gate, weight, matrix, n if n.nbytes < LEAST else None)
+        with without_autocast(x.device):
+            return F.linear(n.flatten(-2), matrix)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+        from deltarule.ops.fused import norms_triton as kernels
+
+        x, gate, weight, matrix, n = ctx.saved_tensors
+        norm, d_matrix = fused.GatedNorm(x, gate, weight, *ctx.numbers), None
+        d_rows = d_y.flatten(0, -2)
+        if ctx.needs_input_grad[3]:
+            (n,) = kernels.gated_norm(norm) if n is None else (n,)
+            d_matrix = d_rows.mT @ n.view(-1, matrix.shape[1])
+        d_n = (d_rows @ matrix).view(x.shape)
+        return *kernels.gated_norm_gradients(norm, d_n), d_matrix, None, None
 
 
 def plain_gated_norm(

@@ -95,14 +95,6 @@ def swiglu_backward(given: Backward[GatedProduct]) -> Gradients:
     return tuple(x.view(inputs.gate.shape) for x in found)
 
 
-def side_by_side(
-    d_h: Tensor, gate: Tensor, up: Tensor, product: Tensor | None
-) -> tuple[Tensor, ...]:
-    """The same as columns of one matrix; h goes into `product`, contiguous, if there is one."""
-    (both,) = swiglu_gradients(rows_of(gate, up), d_h.contiguous(), product, True)
-    return tuple(x.view(gate.shape) for x in both.split(gate.shape[-1], dim=-1))
-
-
 @Recorded
 def swiglu_gradients(
     inputs: GatedProduct, d_h: Tensor, product: Tensor | None, side_by_side: bool
