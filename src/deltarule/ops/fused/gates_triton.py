@@ -6,7 +6,6 @@
 A row holds the C channels of one token: a channel for each head, or K for each head.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltarule.ops.fused.gates import Gates, LogDecay, WriteStrength
+from deltarule.ops.fused.parts_triton import sum_of_parts
 from deltarule.ops.fused_kernels import adjacent, as_rows
 from deltarule.ops.registration import Backward, Gradients
 from deltarule.ops.runtime.launch import Grid
@@ -138,26 +138,18 @@ def decays(inputs: LogDecay) -> tuple[Tensor, Tensor | None]:
 
 def log_decay_backward(given: Backward[LogDecay]) -> Gradients:
     """Gradients by the logits, A_log and dt_bias."""
-    (d_log_decay, d_dt), (_, A_log, dt_bias, step) = given.gradients, given.inputs
-    d_both = (None if x is None else x.contiguous() for x in (d_log_decay, d_dt if step else None))
-    d_logits, *parts = log_decay_gradients(given.inputs, *d_both)
-    return d_logits, *summed(parts, A_log, dt_bias)
-
-
-def summed(parts: Sequence[Tensor], A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients by A_log and dt_bias from each program's parts."""
-    d_rates, d_bias = parts
-    d_A_log = d_rates.view(len(d_rates), A_log.numel(), -1).sum((0, 2)).view(A_log.shape)
-    d_dt_bias = d_bias.sum(0).view(dt_bias.shape)
-    return d_A_log.to(A_log.dtype), d_dt_bias.to(dt_bias.dtype)
+    d_log_decay, d_dt = given.gradients
+    d_dt = d_dt if given.inputs.step else None
+    d_both = (None if x is None else x.contiguous() for x in (d_log_decay, d_dt))
+    return log_decay_gradients(given.inputs, *d_both)
 
 
 @Recorded
 def log_decay_gradients(
     inputs: LogDecay, d_log_decay: Tensor | None, d_dt: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient by the logits, and each program's parts of those by A_log and dt_bias."""
-    logits, _, dt_bias, _ = inputs
+    """The same from the gradients by both outputs."""
+    logits, A_log, dt_bias, _ = inputs
     values, (_, columns, _) = arguments(logits, dt_bias.ndim, TILE)
     # Few channels make few tiles: rather a program for each than one that goes through all.
     tiles = min(TILES, max(1, power_of_2(cdiv(values["rows"], values["BR"] * PROGRAMS))))
@@ -172,7 +164,7 @@ def log_decay_gradients(
         values |= {"d_dt": d_dt, "STEP": d_dt is not None, "TILES": tiles}
         values |= {"d_logits": d_logits, "d_A_log": d_rates, "d_dt_bias": d_bias}
         launch(log_decay_backward_kernel, (programs, columns, 1), values | parameters_of(inputs))
-    return d_logits, d_rates, d_bias
+    return d_logits, sum_of_parts(d_rates, A_log), sum_of_parts(d_bias, dt_bias)
 
 
 def write_strength(inputs: WriteStrength) -> tuple[Tensor]:
@@ -212,16 +204,14 @@ def gates_backward(given: Backward[Gates]) -> Gradients:
     d_both = (
         torch.zeros_like(x, dtype=torch.float32) if d is None else d.contiguous() for d, x in pairs
     )
-    d_logits, d_beta_logits, *parts = gates_gradients(inputs, *d_both)
-    return d_logits, *summed(parts, *inputs[1:3]), d_beta_logits
+    return gates_gradients(inputs, *d_both)
 
 
 @Recorded
 def gates_gradients(inputs: Gates, d_log_decay: Tensor, d_beta: Tensor) -> Gradients:
-    """Gradients by both logits, and each program's parts of those by A_log and dt_bias."""
+    """The same from the gradients by both outputs."""
     decay, strength = inputs.parts
-    d_logits, *parts = log_decay_gradients.run(decay, d_log_decay, None)
-    return d_logits, *strengths.run(strength, d_beta), *parts
+    return *log_decay_gradients.run(decay, d_log_decay, None), *strengths.run(strength, d_beta)
 
 
 def arguments(logits: Tensor, axes: int, elements: int) -> tuple[dict[str, Any], Grid]:

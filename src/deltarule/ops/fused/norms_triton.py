@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltarule.ops.fused.norms import GatedNorm, ResidualNorm
+from deltarule.ops.fused.parts_triton import sum_of_parts
 from deltarule.ops.fused_kernels import adjacent, as_rows
 from deltarule.ops.registration import Backward, Gradients
 from deltarule.ops.runtime.chained import begin, chained
@@ -111,13 +112,12 @@ def gated_norm(inputs: GatedNorm) -> tuple[Tensor]:
 
 def gated_norm_backward(given: Backward[GatedNorm]) -> Gradients:
     """Gradients by x, gate and weight."""
-    d_x, d_gate, d_weight = gated_norm_gradients(given.inputs, *given.gradients)
-    return d_x, d_gate, d_weight.sum(0).to(given.inputs.weight.dtype)
+    return gated_norm_gradients(given.inputs, *given.gradients)
 
 
 @Recorded
-def gated_norm_gradients(inputs: GatedNorm, d_y: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients by x and the gate, and each program's part of that by weight."""
+def gated_norm_gradients(inputs: GatedNorm, d_y: Tensor) -> Gradients:
+    """The same from the gradient by y."""
     values, d_y = arguments(inputs, BACKWARD_TILE), heads_of(d_y)
     programs = cdiv(values["rows"], values["BR"] * TILES)
     d_x, d_gate = (
@@ -129,7 +129,7 @@ def gated_norm_gradients(inputs: GatedNorm, d_y: Tensor) -> tuple[Tensor | None,
         values |= {"d_y": d_y, "s_dy_m": d_y.stride(0), "s_dy_h": d_y.stride(1), "TILES": TILES}
         values |= {"d_x": d_x, "d_gate": d_gate, "d_weight": d_weight}
         launch(gated_norm_backward_kernel, (programs, 1, 1), values)
-    return d_x, d_gate, d_weight
+    return d_x, d_gate, sum_of_parts(d_weight, inputs.weight)
 
 
 def arguments(inputs: GatedNorm, elements: int) -> dict[str, Any]:
@@ -235,15 +235,14 @@ def residual_norm_backward(given: Backward[ResidualNorm]) -> Gradients:
     if d_z is None:
         assert d_s is not None
         return d_s.clone(), torch.zeros_like(inputs.weight)
-    d_x, d_weight = residual_norm_gradients(inputs, d_s, d_z, *given.saved)
-    return d_x, d_weight.sum(0).to(inputs.weight.dtype)
+    return residual_norm_gradients(inputs, d_s, d_z, *given.saved)
 
 
 @Recorded
 def residual_norm_gradients(
     inputs: ResidualNorm, d_s: Tensor | None, d_z: Tensor, s: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradient by x, and each program's part of that by weight."""
+    """The same from the gradients by both outputs."""
     d_s, d_z = None if d_s is None else adjacent(as_rows(d_s)), adjacent(as_rows(d_z))
     d_x, (rows, size) = torch.empty_like(s), d_z.shape
     programs = cdiv(rows, ROWS)
@@ -253,7 +252,7 @@ def residual_norm_gradients(
         values |= {"s_ds": 0 if d_s is None else d_s.stride(0), "s_dz": d_z.stride(0)}
         values |= {**norm_of(inputs, size), "ROWS": ROWS, "SUM": d_s is not None}
         launch(residual_norm_backward_kernel, (programs, 1, 1), values)
-    return d_x, d_weight
+    return d_x, sum_of_parts(d_weight, inputs.weight)
 
 
 def norm_of(inputs: ResidualNorm, size: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deltarule.ops.fused.parts_triton import sum_of_parts
 from deltarule.ops.fused.short_conv import ShortConv, ShortConvs
 from deltarule.ops.fused_kernels import adjacent
 from deltarule.ops.registration import Backward, Gradients
@@ -402,8 +403,7 @@ def short_conv_backward(given: Backward[ShortConv]) -> Gradients:
     """Gradients by x, by weight and, where it is wanted, by history."""
     (d_y, d_final), inputs = given.gradients, given.inputs
     d_y = torch.zeros_like(inputs.x) if d_y is None else d_y
-    d_x, d_taps, d_history = short_conv_gradients(inputs, d_y, d_final, given.wanted[2])
-    return d_x, summed(d_taps, inputs.weight), d_history
+    return short_conv_gradients(inputs, d_y, d_final, given.wanted[2])
 
 
 def short_convs_backward(given: Backward[ShortConvs]) -> Gradients:
@@ -411,21 +411,14 @@ def short_convs_backward(given: Backward[ShortConvs]) -> Gradients:
     inputs = given.inputs
     pairs = zip(inputs[:3], given.gradients[:3], strict=True)
     d_y = [torch.zeros_like(x) if d is None else d for x, d in pairs]
-    found = short_convs_gradients(inputs, *d_y, *given.gradients[3:], *given.wanted[6:])
-    d_weights = map(summed, found[3:6], inputs[3:6])
-    return *found[:3], *d_weights, *found[6:]
-
-
-def summed(d_taps: Tensor, weight: Tensor) -> Tensor:
-    """The gradient by the taps from that of each part: one pass transposes and rounds."""
-    return torch.empty_like(weight, memory_format=WHOLE).copy_(d_taps.sum(0).mT)
+    return short_convs_gradients(inputs, *d_y, *given.gradients[3:], *given.wanted[6:])
 
 
 @Recorded
 def short_conv_gradients(
     inputs: ShortConv, d_y: Tensor, d_final: Tensor | None, wants_history: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients by x and by the taps of each program's part, and by history if it is wanted."""
+    """The same from the gradients by both outputs."""
     (batch, tokens, channels), history = inputs.x.shape, inputs.history
     tile = Tiling.of(max(tokens, 1), channels, BACKWARD_TILE)
     values, d_y = arguments(inputs, tile), adjacent(d_y)
@@ -439,13 +432,14 @@ def short_conv_gradients(
     if batch * blocks:
         given = values | {"d_x": d_x, "d_taps": d_taps}
         launch(short_conv_backward_kernel, (blocks, columns, batch), given)
+    d_weight = sum_of_parts(d_taps, inputs.weight, values["W"])
     if history is None or not wants_history:
-        return d_x, d_taps, None
+        return d_x, d_weight, None
     d_history = torch.empty_like(history, memory_format=WHOLE)
     if d_history.numel():
         grid = cdiv(len(history), tile.BG), columns, 1
         launch(history_gradient_kernel, grid, values | {"d_history": d_history})
-    return d_x, d_taps, d_history
+    return d_x, d_weight, d_history
 
 
 @Recorded
