@@ -75,15 +75,16 @@ class Block(nn.Module):
             x = x if branch is None else x + branch
             y, state = mix(x, state)
             return *self._normed_after(x, y), state
-        x, normed = norm_of_sum(self.mixer_norm, x, branch)
-        with recomputed((normed, partial(self.mixer_norm.forward, x))):
+        norm = self.mixer_norm
+        x, normed = norm_of_sum(norm, x, branch)
+        with recomputed((normed, partial(norm.forward, x))):
             y, state = mix(normed, state)
-        x = self.passed_on(x, normed)
-        if self.mlp is None or self.mlp_norm is None:
+        x, mlp, second = self.passed_on(x, normed), self.mlp, self.mlp_norm
+        if mlp is None or second is None:
             return x, y, state
-        x, normed = self.mlp_norm.of_sum(x, y)
-        with recomputed((normed, partial(self.mlp_norm.forward, x))):
-            y = scaled(self.mlp(normed), self.mlp_multiplier)
+        x, normed = second.of_sum(x, y)
+        with recomputed((normed, partial(second.forward, x))):
+            y = scaled(mlp(normed), self.mlp_multiplier)
         return self.passed_on(x, normed), y, state
 
     def passed_on(self, x: Hidden, normed: Hidden) -> Hidden:

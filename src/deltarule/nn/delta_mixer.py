@@ -268,7 +268,7 @@ class DeltaMixer(Mixer):
     def convolve(self, call: LayerCall) -> None:
         """Convolve q, k and v; a step overwrites their histories, where one kernel does all."""
         keys, layout = [f"{name}_conv" for name in "qkv"], call.layout
-        modules = [getattr(self, key) for key in keys]
+        modules: list[Any] = [self._modules[key] for key in keys]
         # Taken out: without a gradient they are not needed after their convolution.
         streams = [call.projected.pop(name) for name in "qkv"]
         histories: list[Any] = [call.before.get(key) for key in keys]
@@ -286,7 +286,8 @@ class DeltaMixer(Mixer):
 
     def of_input(self) -> dict[str, nn.Module]:
         """The modules that are applied to x itself, by the names of their results."""
-        modules = {name: getattr(self, f"{name}_proj") for name in "qkvabg"}
+        # From the table: a Python function answers each `self.q_proj`.
+        modules = {name: self._modules.get(f"{name}_proj") for name in "qkvabg"}
         return {name: module for name, module in modules.items() if module is not None}
 
     def run_operator(self, projections: Projections, call: LayerCall) -> Tensor:

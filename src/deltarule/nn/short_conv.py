@@ -115,15 +115,19 @@ def convolved(
         return found, list(after)
     pairs = zip(histories, streams, strict=True)
     before = [None if h is None else h.to(x.dtype) for h, x in pairs]
-    weights, activated = zip(*[(m.weight, m.activated) for m in modules], strict=True)
+    taps = [(module._parameters["weight"], module.activated) for module in modules]
+    weights, activated = zip(*taps, strict=True)
     outputs = fused.short_convs(*streams, *weights, *before, *packing(layout), *activated)
     return outputs[:3], list(outputs[3:])
 
 
 def is_fused(module: Any, x: Tensor) -> bool:
     """Whether a call of the module is a kernel on x and nothing more."""
-    plain = type(module) is ShortConv and module.bias is None and not is_hooked(module)
-    return plain and (why_not_fused(x) or too_many(module.weight)) is None
+    if type(module) is not ShortConv or is_hooked(module):
+        return False
+    # From its table: a Python function answers `module.weight`.
+    own: Any = module._parameters
+    return own["bias"] is None and (why_not_fused(x) or too_many(own["weight"])) is None
 
 
 def plain_convolution(

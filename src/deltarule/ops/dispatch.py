@@ -144,29 +144,24 @@ compiled: set[Hashable] = set()
 class CallKey(NamedTuple):
     """Shapes, strides and types of a call's tensors and its numbers; and the tensors themselves."""
 
-    key: Hashable
+    key: tuple[Any, ...]
     given: list[Tensor]
     addresses: list[int]
-    # Whether each is a multiple of 16: others take other kernels.
-    aligned: bool
 
 
 def call_key(arguments: Iterable[Any], *others: Hashable) -> CallKey | None:
     """The key of a call with these tensors and numbers; None if one is more than a tensor."""
-    given, addresses, together = [], [], 0
-    key: list[Hashable] = [*others]
+    given, key = list[Tensor](), [*others]
     for x in arguments:
         kind = type(x)
         if kind is Tensor or kind is Parameter:
             given.append(x)
-            addresses.append(address := x.data_ptr())
-            together |= address
             key += x.dtype, x.shape, x.stride(), x.device
         elif kind in NUMBERS:
             key.append(x)
         else:
             return None
-    return CallKey(tuple(key), given, addresses, together % 16 == 0)
+    return CallKey(tuple(key), given, [x.data_ptr() for x in given])
 
 
 def remember(cache: dict[Hashable, Any], key: Hashable, found: Any) -> None:

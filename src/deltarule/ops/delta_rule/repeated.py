@@ -43,6 +43,7 @@ class Repeated(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(outputs[2], *given[:9])
         ctx.numbers = numbers
+        ctx.key, ctx.addresses = key.key, [outputs[2].data_ptr(), *key.addresses]
         return outputs[0], outputs[1]
 
     @staticmethod
@@ -51,17 +52,31 @@ class Repeated(torch.autograd.Function):
         # Read once: activation checkpointing computes it again for a single reading.
         kept, found = ctx.saved_tensors, None
         # The final state rarely has a gradient.
-        if d_o is not None and d_final is None and not torch.is_grad_enabled() and is_plain_eager():
-            saved, *tensors = kept
-            stages, numbers = kernels().gradient_stages, ctx.numbers[:4]
-            if known := stages.recording(*tensors, *numbers, d_o, None, saved):
-                found = known[0].repeated(known[1])
+        alone = d_final is None and not torch.is_grad_enabled() and is_plain_eager()
+        if alone and type(d_o) is Tensor and (known := launches_back(ctx, kept, d_o)):
+            found = known[0].repeated(known[1])
         if found is None:
             found = recurrence.derivatives(ctx, kept, gradients)
         return *found[:8], *[None] * 7
 
 
 apply = direct(Repeated)
+
+
+def launches_back(ctx: Any, kept: Sequence[Tensor], d_o: Tensor) -> tuple[Any, CallKey] | None:
+    """The launches of a backward, and their key: short if all lies where the forward had it."""
+    saved, *given = kept
+    tensors = [saved, *[x for x in given if x is not None]]
+    addresses = [x.data_ptr() for x in tensors]
+    short = ctx.key, d_o.dtype, d_o.shape, d_o.stride()
+    as_it_was = addresses == ctx.addresses
+    if as_it_was and (known := recordings.get(short)) is not None:
+        places = [*addresses[1:], d_o.data_ptr(), addresses[0]]
+        return known, CallKey(short, [*tensors[1:], d_o, saved], places)
+    own = kernels().gradient_stages.recording(*given, *ctx.numbers[:4], d_o, None, saved)
+    if own is not None and as_it_was:
+        remember(recordings, short, own[0])
+    return own
 
 
 def eager_key(
@@ -93,7 +108,8 @@ def repeated(
     recording = recordings.get(key.key)
     if recording is None or recording is ONCE:
         return None
-    if differentiated(key.given):
+    # The last part of an `eager_key`: whether a backward may follow.
+    if key.key[-1]:
         n_steps, scale, *flags = options
         scale = tensors[0].shape[3] ** -0.5 if scale is None else scale
         return RecurrentOutput(*apply(*tensors, n_steps, scale, *flags, recording, key))
@@ -103,7 +119,7 @@ def repeated(
 
 def remember_launches(key: CallKey, tensors: Sequence[Any], inputs: Inputs) -> None:
     """Keep the launches of a call, if they were recorded, by its key before any check."""
-    training = differentiated(key.given)
+    training = key.key[-1]
     known = kernels().forward_stages.recording(*inputs, training)
     # A constant decay has its gradient from that of the decay of every token.
     if known is not None and (not training or inputs.log_decay is tensors[6]):

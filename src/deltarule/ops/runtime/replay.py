@@ -9,7 +9,8 @@ tensors that they return. A call that computes anything outside of kernels is no
 
 import math
 from collections.abc import Callable
-from functools import update_wrapper
+from functools import reduce, update_wrapper
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -56,48 +57,39 @@ class Step(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """Shapes and types of what is returned, float32 numbers of room, launches and their kernels.
+    """What is made, how much of that is returned, launches and their kernels.
 
-    What is returned may be like one of the tensors that are given, or None. `ready` has launchers
-    and their arguments by all addresses of a call, which tend to come again.
+    `made` has one number with the shape of each tensor that is returned and, last, of the room: to
+    allocate what is like another takes no search through arguments. `ready` has launchers and their
+    arguments by all addresses of a call, which tend to come again.
     """
 
-    returned: list[tuple[torch.Size, torch.dtype, int | None] | None]
-    room: int
+    made: list[Tensor | None]
+    returned: int
     steps: list[Step]
     kernels: list[Any]
     ready: dict[tuple[int, ...], Calls]
 
     def repeated(self, call: CallKey) -> Outputs | None:
         """The outputs of one more call of the key; None where Triton has to launch it."""
-        if not call.aligned or launch.watched(*self.kernels):
+        if reduce(or_, call.addresses) % launch.ALIGNED or launch.watched(*self.kernels):
             return None
-        device = call.given[0].device
         # Mostly there is no context to enter.
-        if launch.is_here(device):
+        if launch.is_here(device := call.given[0].device):
             return self.launched(call)
         with torch.cuda.device(device):
             return self.launched(call)
 
     def launched(self, call: CallKey) -> Outputs:
         """Launch everything again on the current device."""
-        given, device, outputs = call.given, call.given[0].device, list[Tensor | None]()
-        for of in self.returned:
-            if of is None:
-                outputs.append(None)
-            elif of[2] is not None:
-                # Where there is a tensor like it, there are no arguments to search through.
-                outputs.append(torch.empty_like(given[of[2]]))
-            else:
-                outputs.append(torch.empty(of[0], dtype=of[1], device=device))
-        pieces = [*given, *outputs]
-        if self.room:
-            pieces.append(torch.empty(self.room, dtype=torch.float32, device=device))
-        more = [0 if x is None else x.data_ptr() for x in pieces[len(given) :]]
-        starts = *call.addresses, *more, driver.active.get_current_stream(device.index)
-        for launcher, values in self.ready.get(starts) or self.calls(pieces, starts):
+        made, addresses = list[Tensor | None](), call.addresses.copy()
+        for of in self.made:
+            made.append(x := None if of is None else torch.empty_like(of))
+            addresses.append(0 if x is None else x.data_ptr())
+        starts = *addresses, driver.active.get_current_stream(call.given[0].device.index)
+        for launcher, values in self.ready.get(starts) or self.calls([*call.given, *made], starts):
             launcher(*values)
-        return tuple(outputs)
+        return tuple(made[: self.returned])
 
     def calls(self, pieces: list[Any], starts: tuple[int, ...]) -> Calls:
         """The launches with their new arguments, kept for later; the stream is the last start."""
@@ -173,14 +165,12 @@ class Tape(TorchDispatchMode):
             return None
         stream = Place(first + len(returned) + (room > 0), 0)
         steps = [self.step(note, places, stream) for note in self.notes]
-        shapes = [None if x is None else (x.shape, x.dtype, self.like(x)) for x in outputs]
         kernels = [kernel.kernel for kernel, *_ in self.notes]
-        return Recording(shapes, room // 4, steps, kernels, {})
-
-    def like(self, x: Tensor) -> int | None:
-        """Which of the tensors that are given has x's shape and type, and lies in one piece."""
-        alike = ((y.shape, y.dtype) == (x.shape, x.dtype) and y.is_contiguous() for y in self.given)
-        return next((i for i, found in enumerate(alike) if found), None)
+        shapes: list[Any] = [None if x is None else (x.dtype, x.shape) for x in outputs]
+        shapes += [(torch.float32, (room // 4,))] if room else []
+        number = self.given[0]
+        made = [x and number.new_empty((), dtype=x[0]).expand(x[1]) for x in shapes]
+        return Recording(made, len(outputs), steps, kernels, {})
 
     def step(self, note: Note, places: dict[int, Place], stream: Place) -> Step:
         """A launch whose arguments are found by their places."""
@@ -239,7 +229,9 @@ class Recorded:
             remember(recordings, key.key, ONCE)
             if self.first is not None:
                 self.first(inputs, *more)
-        elif known is ONCE and key.aligned and not launch.watched() and not capturing():
+        elif known is ONCE and not (
+            reduce(or_, key.addresses) % launch.ALIGNED or launch.watched() or capturing()
+        ):
             return self.record(key, inputs, more)
         return self.run(inputs, *more)
 
